@@ -1,0 +1,50 @@
+"""Package metadata. Released versions only; the ranges are the ones that the tests run on."""
+
+import pathlib
+
+import setuptools
+
+ROOT = pathlib.Path(__file__).parent
+
+CORE = [
+    'jax>=0.10.2,<0.13',
+    'flax>=0.12.8,<0.13',
+    'optax>=0.2.8,<0.3',
+    'orbax-checkpoint>=0.12.8,<0.13',
+    'gin-config==0.5.0',
+    'absl-py>=2.1',
+    'numpy>=2.0,<3',
+    'rich>=13.7',
+]
+# What turns text into batches. Only t5x_gpu/data imports these.
+DATA = [
+    'seqio==0.0.20',
+    'tensorflow-cpu>=2.21,<2.22; platform_machine == "x86_64"',
+    'tensorflow>=2.21,<2.22; platform_machine != "x86_64"',
+    'tensorflow-datasets>=4.9.10,<5',
+]
+PLOTS = ['matplotlib>=3.9', 'tensorboardX>=2.6.4,<3']
+DEV = ['pytest>=8.3', 'pytest-xdist>=3.6', 'hypothesis>=6.120']
+
+gin_folders = [''] + [f'/{p.name}' for p in sorted((ROOT / 'gin_configs').iterdir()) if p.is_dir()]
+
+setuptools.setup(
+    name='t5x_gpu',
+    version='0.1.0',
+    description='Gin-configured T5X-style training in JAX on NVIDIA GPUs.',
+    long_description=(ROOT / 'README.md').read_text(),
+    long_description_content_type='text/markdown',
+    license='Apache-2.0',
+    python_requires='>=3.11',
+    packages=setuptools.find_packages(include=['t5x_gpu', 't5x_gpu.*'])
+    + ['t5x_gpu.gin_configs' + folder.replace('/', '.') for folder in gin_folders],
+    package_dir={'t5x_gpu.gin_configs': 'gin_configs'},
+    package_data={'': ['*.gin']},
+    install_requires=CORE + DATA + PLOTS,
+    extras_require={
+        'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"'],
+        'dev': DEV,
+        'pile': ['zstandard>=0.22'],
+    },
+    entry_points={'console_scripts': ['t5x_gpu = t5x_gpu.__main__:main']},
+)

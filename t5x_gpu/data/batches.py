@@ -1,0 +1,130 @@
+"""The contract between data and training: what a batch holds, and how batches are taken and resumed.
+
+Nothing here imports TensorFlow. A `DatasetConfig` names the module that opens it (`module`), and
+`open_batches` imports that module only then: a synthetic run or a benchmark needs no TF.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional, Protocol
+
+import numpy as np
+
+from t5x_gpu.errors import ConfigError, ShapeError
+
+# One batch: feature name (SeqIO's model feature names) -> numpy array [batch, length].
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSpec:
+  """Shapes and dtypes of the global batch, by feature name.
+
+  Attributes:
+    shapes: feature name -> (batch, length).
+    dtypes: feature name -> numpy dtype name.
+    vocab_sizes: feature name -> exclusive upper bound of the token ids, for features that hold ids.
+  """
+  shapes: Mapping[str, tuple[int, ...]]
+  dtypes: Mapping[str, str]
+  vocab_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+  @property
+  def batch_size(self) -> int:
+    return next(iter(self.shapes.values()))[0]
+
+  def check(self, batch: Batch) -> None:
+    """Raises ShapeError unless `batch` has exactly these features, shapes and dtypes."""
+    got = {name: (tuple(x.shape), str(x.dtype)) for name, x in batch.items()}
+    want = {name: (tuple(shape), self.dtypes[name]) for name, shape in self.shapes.items()}
+    wrong = [f'{name}: the model takes {want.get(name, "nothing")}, the data gives '
+             f'{got.get(name, "nothing")}'
+             for name in sorted(got.keys() | want.keys()) if got.get(name) != want.get(name)]
+    if wrong:
+      raise ShapeError('The batch is not what the model takes (shape, dtype):\n  '
+                       + '\n  '.join(wrong),
+                       fix='Set TASK_FEATURE_LENGTHS, BATCH_SIZE and the feature converter alike.')
+
+
+class BatchIterator(Protocol):
+  """Global batches in an order that depends on the data and the seed alone, never on the hosts.
+
+  Every process sees the same global batch and puts only its own part on its devices.
+  """
+  def __next__(self) -> Batch: ...
+  def __iter__(self) -> Iterator[Batch]: ...
+  def peek(self) -> Batch:
+    """The batch that `next` will return, without taking it. Raises StopIteration at the end."""
+  def get_state(self) -> bytes:
+    """What `set_state` needs to make `next` continue from here, on any number of hosts."""
+  def set_state(self, state: bytes) -> None:
+    """Continues where `get_state` was called. Raises DataError if the data is not the same."""
+  def describe(self) -> Mapping[str, Any]:
+    """JSON-ready facts for logs and manifests: task, split, seed, examples, guarantees."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetConfig:
+  """Which batches to open. Field names are T5X's where T5X has them.
+
+  Attributes:
+    mixture_or_task_name: a registered SeqIO Task or Mixture, or a source spelled as
+      `text_files:PATTERN` or `jsonl:PATTERN`, which needs no Python.
+    task_feature_lengths: task feature -> length in tokens, {'inputs': 512, 'targets': 114}.
+    split: 'train', 'validation', ...
+    batch_size: examples in the global batch (after packing).
+    shuffle: shuffle files and examples with `seed`.
+    seed: of the data order. The same seed gives the same batches on any topology.
+    pack: put several examples into one row, told apart by segment ids.
+    use_cached: read SeqIO's offline cache.
+    mixture_or_task_module: module to import first, which registers the task.
+    vocabulary: 'byte', 'sentencepiece:MODEL_FILE', or None for the task's own.
+    module: what opens this: it has `open_batches(config, feature_converter, ...)`.
+  """
+  mixture_or_task_name: str
+  task_feature_lengths: Mapping[str, int]
+  split: str
+  batch_size: int
+  shuffle: bool = True
+  seed: int = 0
+  pack: bool = True
+  use_cached: bool = False
+  mixture_or_task_module: Optional[str] = None
+  vocabulary: Optional[str] = None
+  module: str = 't5x_gpu.data.seqio_batches'
+
+
+def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str,
+                 repeat: bool = True) -> BatchIterator:
+  """Returns the iterator of `config`, opened by the module that it names.
+
+  Args:
+    config: what to open.
+    spec: the model's contract; a task whose vocabulary exceeds `spec.vocab_sizes` is refused.
+    feature_converter: 'lm', 'prefix_lm', ...: how task features become model features.
+    repeat: start over at the end of the data (training), or stop (evaluation).
+  Raises:
+    ConfigError: no such module.
+    DataError: the task cannot give these batches.
+  """
+  try:
+    module = importlib.import_module(config.module)
+  except ModuleNotFoundError as e:
+    raise ConfigError(
+        f'DatasetConfig.module = {config.module!r} cannot be imported: {e}.',
+        fix="Install the data extras (pip install 't5x_gpu[data]'), or set DatasetConfig.module = "
+            "'t5x_gpu.data.synthetic' for random batches without TensorFlow.",
+        parameters=('DatasetConfig.module',)) from e
+  return module.open_batches(config, spec=spec, feature_converter=feature_converter, repeat=repeat)
+
+
+def batch_hash(batch: Batch) -> str:
+  """Returns 16 hex digits that identify the content of `batch`; kept in checkpoints."""
+  digest = hashlib.sha256()
+  for name in sorted(batch):
+    x = np.ascontiguousarray(batch[name])
+    digest.update(f'{name}{x.shape}{x.dtype}'.encode())
+    digest.update(x.tobytes())
+  return digest.hexdigest()[:16]

@@ -1,0 +1,80 @@
+"""Errors that a user causes and can mend: what happened, the value, what is allowed, the fix.
+
+Raise these before anything compiles. `assert` stays for our own invariants. Entry points print a
+`UserError` without a traceback and leave with exit code 1 (`t5x_gpu.cli`).
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+  """An error with a remedy.
+
+  Args:
+    what: what happened, with the offending values and computed numbers, as full sentences.
+    fix: what to do about it, with real parameter names and values that would work.
+    parameters: gin parameters involved (`'Partitioner.num_partitions'`); entry points append where
+      each of them was set (`config.provenance`).
+    docs: page and anchor under docs/, `'mesh.md#sizes'`.
+  """
+
+  def __init__(self, what: str, *, fix: str = '', parameters: Iterable[str] = (), docs: str = ''):
+    self.what = what
+    self.fix = fix
+    self.parameters = tuple(parameters)
+    self.docs = docs
+    super().__init__(what)
+
+  def __str__(self) -> str:
+    lines = [self.what]
+    if self.fix:
+      lines += ['  ' + line for line in self.fix.splitlines()]
+    if self.docs:
+      lines.append(f'  See docs/{self.docs}')
+    return '\n'.join(lines)
+
+
+class ConfigError(UserError):
+  """A gin file, binding or flag that cannot mean what it says."""
+
+
+class MeshError(UserError):
+  """Devices, mesh sizes and model sizes that do not fit each other."""
+
+
+class ShapeError(UserError):
+  """Arrays or feature lengths of the wrong rank, size or name."""
+
+
+class ModelError(UserError):
+  """Model hyper-parameters that contradict each other or the data."""
+
+
+class DataError(UserError):
+  """A task, file or vocabulary that cannot give the batches asked for."""
+
+
+class CheckpointError(UserError):
+  """A checkpoint that cannot be written, or does not hold what is asked of it."""
+
+
+class TrainingError(UserError):
+  """A run that must stop: a loss that is not finite, a step that failed."""
+
+
+def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
+  """Returns ` Did you mean 'a' or 'b'?` for the closest candidates, or an empty string."""
+  by_lower = {str(candidate).lower(): str(candidate) for candidate in candidates}
+  close = difflib.get_close_matches(name.lower(), list(by_lower), n=limit, cutoff=0.6)
+  if not close:
+    return ''
+  return ' Did you mean ' + ' or '.join(repr(by_lower[match]) for match in close) + '?'
+
+
+def all_problems(problems: list[str], *, title: str) -> str:
+  """Returns one text for several problems, numbered when there is more than one."""
+  if len(problems) == 1:
+    return problems[0]
+  return f'{title}: {len(problems)} problems.\n' + '\n'.join(
+      f'  {i}. {problem}' for i, problem in enumerate(problems, 1))
