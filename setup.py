@@ -19,8 +19,7 @@ CORE = [
 # What turns text into batches. Only t5x_gpu/data imports these.
 DATA = [
     'seqio==0.0.20',
-    'tensorflow-cpu>=2.21,<2.22; platform_machine == "x86_64"',
-    'tensorflow>=2.21,<2.22; platform_machine != "x86_64"',
+    'tensorflow>=2.21,<2.22',  # from PyPI it sees no GPU without its and-cuda extra; we hide them too
     'tensorflow-datasets>=4.9.10,<5',
 ]
 PLOTS = ['matplotlib>=3.9', 'tensorboardX>=2.6.4,<3']
