@@ -1,0 +1,216 @@
+"""Where metrics go: JSON lines, TensorBoard event files, or several at once.
+
+Only the main process writes; the others use `MultiWriter([])`, which writes nowhere.
+Keys: `train/loss`, `train/accuracy`, `train/grad_norm`, `train/learning_rate`,
+`train/step_seconds`, `train/tokens_per_second`, `train/input_wait_fraction`, `eval/loss`, ...
+"""
+
+import importlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Protocol
+
+from t5x_gpu.errors import ConfigError, TrainingError
+
+# JSON has no NaN or infinity. `"train/loss": null` then stands beside `"train/loss_nonfinite": "nan"`.
+_NONFINITE = '_nonfinite'
+
+
+class MetricWriter(Protocol):
+  """Takes numbers by step. Steps do not decrease, except through `truncate_after`."""
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Records `values` (scalars of Python, numpy or jax) at `step`."""
+
+  def truncate_after(self, step: int) -> int:
+    """Forgets what an earlier attempt wrote at steps above `step`; returns how many lines went."""
+
+  def flush(self) -> None:
+    """Makes everything written so far durable."""
+
+  def close(self) -> None:
+    """Flushes and releases the files. Writing afterwards is an error; closing again is not."""
+
+
+def to_json_line(step: int, values: Mapping[str, float]) -> str:
+  """Returns one line of valid JSON, ending in a newline, with `step` first.
+
+  Whole numbers stay whole; floats keep all their digits, so that two runs can be compared bitwise.
+  A value that is not finite becomes null, and `KEY_nonfinite` says 'nan', 'inf' or '-inf'.
+  """
+  record: dict[str, Any] = {'step': int(step)}
+  for key, value in values.items():
+    if key == 'step' or key.endswith(_NONFINITE):
+      raise ValueError(f'{key!r} is a reserved metric name.')
+    number = value if isinstance(value, int) else float(value)
+    if math.isfinite(number):
+      record[key] = number
+    else:
+      record[key] = None
+      record[key + _NONFINITE] = str(number)
+  return json.dumps(record, allow_nan=False) + '\n'
+
+
+def _parse_line(line: bytes) -> Optional[dict[str, Any]]:
+  """Returns the record of one line with NaN and infinity put back, or None for a torn line."""
+  try:
+    record = json.loads(line)
+  except ValueError:  # includes UnicodeDecodeError
+    return None
+  if not isinstance(record, dict) or not isinstance(record.get('step'), int):
+    return None
+  for key in [k for k in record if k.endswith(_NONFINITE)]:
+    record[key.removesuffix(_NONFINITE)] = float(record.pop(key))
+  return record
+
+
+def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """Returns the records of a metrics file in order; torn lines are left out.
+
+  Values that were not finite come back as float NaN or infinity.
+  """
+  records = (_parse_line(line) for line in pathlib.Path(path).read_bytes().splitlines())
+  return [record for record in records if record is not None]
+
+
+class JsonLinesWriter:
+  """One JSON object per `write`, appended to `path`.
+
+  Each line reaches the operating system in one call, so kill -9 loses at most the line in flight.
+  A torn last line, left by such a kill, is removed when the file is opened again.
+
+  Args:
+    path: the file, created with its folder when missing.
+  Raises:
+    ConfigError: the file cannot be opened for writing.
+  """
+
+  def __init__(self, path: str | os.PathLike):
+    self.path = pathlib.Path(path)
+    try:
+      self.path.parent.mkdir(parents=True, exist_ok=True)
+      self._file = open(self.path, 'ab', buffering=0)
+      self._mend_last_line()
+    except OSError as e:
+      raise ConfigError(
+          f'The metrics file {self.path} cannot be opened for writing: {e.strerror or e}.',
+          fix='Set MODEL_DIR to a folder that you may write to.',
+          parameters=('train.model_dir',)) from e
+
+  def _mend_last_line(self) -> None:
+    content = self.path.read_bytes()
+    if not content or content.endswith(b'\n'):
+      return
+    end = content.rfind(b'\n') + 1
+    if _parse_line(content[end:]) is None:
+      self._file.truncate(end)
+    else:  # only the newline is missing
+      self._file.write(b'\n')
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Appends one line. Raises TrainingError when the disk refuses it."""
+    line = memoryview(to_json_line(step, values).encode())
+    try:
+      while line:  # an unbuffered write may take only a part, on a full or remote disk
+        line = line[self._file.write(line):]
+    except OSError as e:
+      raise TrainingError(
+          f'Step {step}: the metrics file {self.path} cannot be written: {e.strerror or e}.',
+          fix='Make room on that disk and start the same command again: it resumes from the last '
+              'checkpoint.', parameters=('train.model_dir',)) from e
+
+  def truncate_after(self, step: int) -> int:
+    """Drops lines above `step`, and torn ones; returns how many. All or nothing: file replaced."""
+    lines = self.path.read_bytes().splitlines()
+    records = [_parse_line(line) for line in lines]
+    kept = [line for line, r in zip(lines, records) if r is not None and r['step'] <= step]
+    if len(kept) == len(lines):
+      return 0
+    temporary = self.path.with_name(self.path.name + '.tmp')
+    with open(temporary, 'wb') as f:
+      f.writelines(line + b'\n' for line in kept)
+      f.flush()
+      os.fsync(f.fileno())
+    os.replace(temporary, self.path)
+    self._file.close()
+    self._file = open(self.path, 'ab', buffering=0)
+    return len(lines) - len(kept)
+
+  def flush(self) -> None:
+    """Survives a crash of the machine as well, not only of the process."""
+    if not self._file.closed:
+      os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    self.flush()
+    self._file.close()
+
+
+class TensorBoardWriter:
+  """Scalars as TensorBoard event files, without TensorFlow.
+
+  Args:
+    log_dir: folder of the event files; `tensorboard --logdir LOG_DIR` shows them.
+  Raises:
+    ConfigError: tensorboardX is not installed.
+  """
+
+  def __init__(self, log_dir: str | os.PathLike):
+    self.log_dir = pathlib.Path(log_dir)
+    try:
+      self._module = importlib.import_module('tensorboardX')
+    except ModuleNotFoundError as e:
+      raise ConfigError(f'TensorBoard files were asked for, but {e.name} is not installed.',
+                        fix="Run: pip install 'tensorboardX>=2.6.4,<3'") from e
+    self._summary = None  # opened by the first write, so that an empty run leaves no empty file
+    self._purge_step: Optional[int] = None
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    if self._summary is None:
+      # flush_secs: what a kill may cost. The curves on disk are at most this old.
+      self._summary = self._module.SummaryWriter(
+          str(self.log_dir), purge_step=self._purge_step, flush_secs=10)
+    for key, value in values.items():
+      self._summary.add_scalar(key, float(value), step)
+
+  def truncate_after(self, step: int) -> int:
+    """Marks later steps as outdated: TensorBoard hides them. Returns 0, as no line is removed."""
+    self.close()
+    # The mark belongs only where an earlier attempt could have left something.
+    self._purge_step = step + 1 if any(self.log_dir.glob('events.out.tfevents.*')) else None
+    return 0
+
+  def flush(self) -> None:
+    if self._summary is not None:
+      self._summary.flush()
+
+  def close(self) -> None:
+    if self._summary is not None:
+      self._summary.close()
+      self._summary = None
+
+
+class MultiWriter:
+  """Passes everything on to each of `writers`; with none, writes nowhere."""
+
+  def __init__(self, writers: Sequence[MetricWriter]):
+    self.writers = tuple(writers)
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    for writer in self.writers:
+      writer.write(step, values)
+
+  def truncate_after(self, step: int) -> int:
+    """Returns the largest number of lines that one of the writers dropped."""
+    return max((writer.truncate_after(step) for writer in self.writers), default=0)
+
+  def flush(self) -> None:
+    for writer in self.writers:
+      writer.flush()
+
+  def close(self) -> None:
+    for writer in self.writers:
+      writer.close()
