@@ -1,0 +1,59 @@
+"""The MLP of a block, plain or gated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.errors import ModelError, did_you_mean
+from t5x_gpu.layers.dense import DenseGeneral
+from t5x_gpu.partitioning.axis_rules import shard
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    'linear': lambda x: x,
+    'relu': jax.nn.relu,
+    'gelu': jax.nn.gelu,
+    'silu': jax.nn.silu,
+}
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+  """Returns the activation function; raises ModelError for a name that is not one."""
+  if name not in ACTIVATIONS:
+    raise ModelError(f'mlp_activations has {name!r}.{did_you_mean(name, ACTIVATIONS)}',
+                     fix=f'Choose from {", ".join(ACTIVATIONS)}.',
+                     parameters=('TransformerConfig.mlp_activations',))
+  return ACTIVATIONS[name]
+
+
+class Mlp(nn.Module):
+  """Two linear maps with activations between; several activations multiply (a gated MLP).
+
+  Attributes:
+    mlp_dim: hidden features.
+    activations: ('gelu', 'linear') is T5.1.1's gated GELU, ('relu',) is T5 1.0's MLP.
+    dropout_rate: on the hidden features, one mask for all positions as in T5.
+    dtype: of the computation.
+  Source: Shazeer 2020 (GLU variants).
+  """
+  mlp_dim: int
+  activations: tuple[str, ...] = ('gelu', 'linear')
+  dropout_rate: float = 0.0
+  dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: jax.Array, *, deterministic: bool) -> jax.Array:
+    """Returns [batch, length, embed] from the same."""
+    hidden = None
+    for i, name in enumerate(self.activations):
+      wi = DenseGeneral((self.mlp_dim,), ('embed', 'mlp'), dtype=self.dtype,
+                        name='wi' if len(self.activations) == 1 else f'wi_{i}')
+      branch = activation(name)(wi(x))
+      hidden = branch if hidden is None else hidden * branch
+    hidden = shard(hidden, 'batch', 'length', 'mlp')
+    hidden = nn.Dropout(self.dropout_rate, broadcast_dims=(-2,))(hidden,
+                                                                 deterministic=deterministic)
+    out = DenseGeneral((x.shape[-1],), ('mlp', 'embed'), dtype=self.dtype, name='wo')(hidden)
+    return shard(out, 'batch', 'length', 'embed')

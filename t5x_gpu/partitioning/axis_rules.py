@@ -1,0 +1,196 @@
+"""THE table of array axis names, and the only two ways in which layers touch sharding.
+
+`shard(x, *names)` constrains an activation; `with_axes(init, names)` names the axes of a parameter.
+Both speak in the names of `AXES`; which mesh axes a name is split over is decided by the active
+`AxisRules`, the sum of what each parallelism file contributes. A misspelt name, two dimensions on
+one mesh axis and a size that does not divide are errors: Flax's own rules let all three pass and
+then train replicated.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+import flax.linen as nn
+import flax.struct
+import jax
+from jax.sharding import PartitionSpec
+
+from t5x_gpu.errors import MeshError, ShapeError, did_you_mean
+
+# The one vocabulary for shapes in docstrings, parameters and rules.
+AXES: dict[str, str] = {
+    'batch': 'examples of the global batch',
+    'length': 'positions of a sequence',
+    'embed': 'features of the residual stream',
+    'mlp': 'hidden features of the MLP',
+    'heads': 'attention heads',
+    'kv_heads': 'key and value heads (fewer than heads under grouped queries)',
+    'kv': 'features of one head',
+    'vocab': 'token ids',
+    'layers': 'layers of a stack',
+    'relpos_buckets': 'buckets of the relative position bias',
+}
+
+# An axis name, or None for a dimension that is never split.
+Names = Sequence[Optional[str]]
+# Array axis -> the mesh axes it is split over, outermost first.
+Table = Mapping[str, tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisRules:
+  """Which mesh axes split each array axis, for parameters and for activations.
+
+  The two differ: FSDP splits a parameter's `embed` but an activation's `batch`.
+  """
+  parameters: Table = dataclasses.field(default_factory=dict)
+  activations: Table = dataclasses.field(default_factory=dict)
+
+  def __add__(self, other: 'AxisRules') -> 'AxisRules':
+    return AxisRules(_joined(self.parameters, other.parameters),
+                     _joined(self.activations, other.activations))
+
+
+def _joined(a: Table, b: Table) -> Table:
+  return {name: a.get(name, ()) + b.get(name, ()) for name in [*a, *(n for n in b if n not in a)]}
+
+
+def check_names(names: Names, *, rank: int, what: str) -> None:
+  """Raises ShapeError unless `names` are known and as many as the array has dimensions."""
+  if len(names) != rank:
+    raise ShapeError(f'{what} has {rank} dimensions but {len(names)} axis names {tuple(names)}.',
+                     fix='Give one name (or None) per dimension.')
+  for name in names:
+    if name is not None and name not in AXES:
+      raise ShapeError(f'{what} has the unknown axis name {name!r}.{did_you_mean(name, AXES)}',
+                       fix=f'Known names: {", ".join(AXES)} (partitioning/axis_rules.py).')
+
+
+def partition_spec(names: Names, shape: Sequence[int], *, table: Table,
+                   mesh_shape: Mapping[str, int], what: str = 'array') -> PartitionSpec:
+  """Returns how an array is split over the mesh.
+
+  Args:
+    names: axis name per dimension.
+    shape: sizes, as many as names.
+    table: array axis -> mesh axes; names without a row are not split.
+    mesh_shape: mesh axis -> size.
+    what: the array's name, for errors.
+  Raises:
+    ShapeError: an unknown name or a wrong rank.
+    MeshError: two dimensions want one mesh axis, or a size does not divide.
+  """
+  check_names(names, rank=len(shape), what=what)
+  taken: dict[str, Optional[str]] = {}
+  entries: list[Any] = []
+  for name, size in zip(names, shape):
+    axes = tuple(a for a in table.get(name, ()) if mesh_shape.get(a, 1) > 1) if name else ()
+    for axis in axes:
+      if axis in taken:
+        raise MeshError(f'{what} {tuple(names)}: both {taken[axis]!r} and {name!r} are split over '
+                        f'mesh axis {axis!r}.', fix='One mesh axis can split one dimension only.')
+      taken[axis] = name
+    parts = math.prod(mesh_shape[a] for a in axes)
+    if size % parts:
+      split = ' x '.join(f'{a}={mesh_shape[a]}' for a in axes)
+      raise MeshError(
+          f'{what}: {name} = {size} cannot be split {parts} ways ({split}).',
+          fix=f'Set {name} to {size // parts * parts or parts} or '
+              f'{(size // parts + 1) * parts}, or make {" or ".join(axes)} divide {size}.')
+    entries.append(axes[0] if len(axes) == 1 else axes or None)
+  return PartitionSpec(*entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Active:
+  rules: AxisRules
+  mesh_shape: Mapping[str, int]
+
+
+_active: contextvars.ContextVar[Optional[_Active]] = contextvars.ContextVar('axis_rules',
+                                                                            default=None)
+
+
+@contextlib.contextmanager
+def use_rules(rules: AxisRules, mesh_shape: Mapping[str, int]) -> Iterator[None]:
+  """Makes `shard` follow `rules`. Enter it inside the traced function, where jit caches by it."""
+  token = _active.set(_Active(rules, dict(mesh_shape)))
+  try:
+    yield
+  finally:
+    _active.reset(token)
+
+
+def shard(x: jax.Array, *names: Optional[str]) -> jax.Array:
+  """Returns `x`, laid out over the mesh as its axis names say; unchanged outside a partitioner."""
+  active = _active.get()
+  if active is None:
+    check_names(names, rank=x.ndim, what='activation')
+    return x
+  spec = partition_spec(names, x.shape, table=active.rules.activations,
+                        mesh_shape=active.mesh_shape, what='activation')
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+@flax.struct.dataclass
+class NamedParam(nn.meta.AxisMetadata):
+  """A parameter together with its axis names, as `init` returns it."""
+  value: Any
+  names: tuple[Optional[str], ...] = flax.struct.field(pytree_node=False)
+
+  def unbox(self) -> Any:
+    return self.value
+
+  def replace_boxed(self, val: Any) -> 'NamedParam':
+    return self.replace(value=val)
+
+  def add_axis(self, index: int, params: dict[Any, Any]) -> 'NamedParam':
+    names = list(self.names)
+    names.insert(index, params[nn.PARTITION_NAME])
+    return self.replace(names=tuple(names))
+
+  def remove_axis(self, index: int, params: dict[Any, Any]) -> 'NamedParam':
+    names = list(self.names)
+    removed = names.pop(index)
+    assert removed == params[nn.PARTITION_NAME], (removed, params)
+    return self.replace(names=tuple(names))
+
+
+def with_axes(init: Callable[..., jax.Array], names: Names) -> Callable[..., NamedParam]:
+  """Returns an initializer whose parameter carries `names`."""
+  def named_init(key: jax.Array, shape: Sequence[int], *args: Any) -> NamedParam:
+    check_names(names, rank=len(shape), what='parameter')
+    return NamedParam(init(key, shape, *args), tuple(names))
+  return named_init
+
+
+def is_named(x: Any) -> bool:
+  """Returns whether `x` is a parameter with axis names; an `is_leaf` for tree maps."""
+  return isinstance(x, NamedParam)
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisNames:
+  """The axis names of one parameter; a leaf in trees, where a plain tuple would be a branch."""
+  names: tuple[Optional[str], ...]
+
+
+def split_names(boxed: Any) -> tuple[Any, Any]:
+  """Returns (values, tree of AxisNames) of a tree of `NamedParam`.
+
+  Raises:
+    ShapeError: parameters without axis names, all of them listed.
+  """
+  flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=is_named)
+  bare = [jax.tree_util.keystr(path, simple=True, separator='/')
+          for path, leaf in flat if not is_named(leaf)]
+  if bare:
+    raise ShapeError(f'Parameters without axis names: {", ".join(bare)}.',
+                     fix='Create them with self.param(name, with_axes(init, names), shape): see '
+                         'partitioning/axis_rules.py.')
+  return (jax.tree.map(lambda p: p.value, boxed, is_leaf=is_named),
+          jax.tree.map(lambda p: AxisNames(p.names), boxed, is_leaf=is_named))

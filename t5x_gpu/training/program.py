@@ -1,0 +1,100 @@
+"""The run's jitted functions and the shapes and shardings of everything they touch.
+
+Whatever needs a model on a mesh (train, bench, dry runs, parity) builds one of these; nothing is
+allocated or compiled until asked for.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import jax
+
+from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.partitioning.axis_rules import split_names
+from t5x_gpu.partitioning.partitioner import LaidOut, Layout, Partitioner
+from t5x_gpu.runtime.topology import Device, Topology
+from t5x_gpu.training.schedules import Schedule
+from t5x_gpu.training.train_state import TrainState, new_state, state_names
+from t5x_gpu.training.train_step import check_microbatches, make_eval_step, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A model on a mesh.
+
+  Attributes:
+    layout: mesh and rules.
+    spec: the global batch.
+    names: TrainState of AxisNames.
+    abstract_state: TrainState of shapes with today's shardings; what a restore targets.
+    init: () -> TrainState on the mesh; the same values on any topology.
+    train_step: (state, batch) -> (state, sums); the old state's memory is reused.
+    eval_step: (params, batch) -> sums.
+  """
+  layout: Layout
+  spec: BatchSpec
+  names: TrainState
+  abstract_state: TrainState
+  init: LaidOut
+  train_step: LaidOut
+  eval_step: LaidOut
+
+  @property
+  def num_params(self) -> int:
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(self.abstract_state.params))
+
+  @property
+  def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+    shardings = self.layout.batch_shardings(self.spec.shapes)
+    return {name: jax.ShapeDtypeStruct(shape, self.spec.dtypes[name], sharding=shardings[name])
+            for name, shape in self.spec.shapes.items()}
+
+
+def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner: Partitioner,
+                  topology: Topology, devices: list[Device],
+                  task_feature_lengths: Mapping[str, int], batch_size: int, pack: bool, seed: int,
+                  num_microbatches: int = 1, max_grad_norm: Optional[float] = None,
+                  loss_normalizing_factor: Optional[float] = None) -> Program:
+  """Returns the program, after checking that the sizes of model, batch and mesh fit each other.
+
+  Args:
+    model: a model of models/.
+    optimizer, schedule: of training/.
+    partitioner: how to split it over `devices` of `topology`.
+    task_feature_lengths, batch_size, pack: the global batch.
+    seed: of initialisation and dropout.
+    num_microbatches, max_grad_norm, loss_normalizing_factor: as in `make_train_step`.
+  Raises:
+    MeshError, ConfigError, ShapeError: before anything compiles.
+  """
+  spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
+  check_microbatches(batch_size, num_microbatches)
+  sizes = {**model.logical_sizes(), 'batch': batch_size // num_microbatches,
+           'length': next(iter(spec.shapes.values()))[1]}
+  layout = partitioner.lay_out(topology, devices, logical_sizes=sizes)
+
+  def init_boxed() -> Any:
+    return model.init(jax.random.key(seed), spec)
+  abstract_params, names = split_names(jax.eval_shape(init_boxed))
+  all_names = state_names(abstract_params, optimizer, names)
+
+  def init() -> TrainState:
+    params, _ = split_names(init_boxed())
+    return new_state(params, optimizer, names)
+  abstract = jax.eval_shape(init)
+  shardings = layout.state_shardings(abstract, all_names)
+  batch_shardings = layout.batch_shardings(spec.shapes)
+  step = make_train_step(model=model, optimizer=optimizer, schedule=schedule, names=names,
+                         seed=seed, num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
+                         loss_normalizing_factor=loss_normalizing_factor)
+  return Program(
+      layout=layout, spec=spec, names=all_names,
+      abstract_state=jax.tree.map(
+          lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
+      init=layout.jit(init, out_shardings=shardings),
+      train_step=layout.jit(step, in_shardings=(shardings, batch_shardings), donate_argnums=0,
+                            out_shardings=(shardings, layout.replicated)),
+      eval_step=layout.jit(make_eval_step(model=model), out_shardings=layout.replicated,
+                           in_shardings=(shardings.params, batch_shardings)))

@@ -1,0 +1,69 @@
+"""Learning-rate schedules: plain functions of the step, with linear warm-up.
+
+Each returns `schedule(step) -> float32 scalar`; `step` counts from 0, as T5X counts.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.errors import ConfigError
+
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+def constant(learning_rate: float, *, warmup_steps: int = 0) -> Schedule:
+  """Returns `learning_rate` throughout, after a linear warm-up from 0."""
+  return lambda step: learning_rate * _warmup(step, warmup_steps)
+
+
+def rsqrt(base: float = 1.0, *, warmup_steps: int = 10_000) -> Schedule:
+  """Returns base / sqrt(max(step, warmup_steps)): flat at first, then falling.
+
+  This is T5X's 'constant * rsqrt_decay'. Source: Raffel et al. 2020, section 3.1.2.
+  """
+  _check('rsqrt', warmup_steps, warmup_steps + 1)
+  return lambda step: base / jnp.sqrt(jnp.maximum(_float(step), max(warmup_steps, 1)))
+
+
+def linear(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
+  """Returns a linear rise to `peak`, then a linear fall to `final` at `total_steps`."""
+  _check('linear', warmup_steps, total_steps)
+  return lambda step: (final + (peak - final) * (1 - _progress(step, warmup_steps, total_steps))
+                       ) * _warmup(step, warmup_steps)
+
+
+def cosine(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
+  """Returns a linear rise to `peak`, then half a cosine down to `final` at `total_steps`.
+
+  Source: Loshchilov and Hutter 2017 (SGDR), without restarts.
+  """
+  _check('cosine', warmup_steps, total_steps)
+
+  def schedule(step: jax.Array) -> jax.Array:
+    cosine_decay = 0.5 * (1 + jnp.cos(jnp.pi * _progress(step, warmup_steps, total_steps)))
+    return (final + (peak - final) * cosine_decay) * _warmup(step, warmup_steps)
+  return schedule
+
+
+def _float(step: jax.Array) -> jax.Array:
+  return jnp.asarray(step, jnp.float32)
+
+
+def _warmup(step: jax.Array, warmup_steps: int) -> jax.Array:
+  """Returns 1/warmup at step 0, 1 from step warmup-1 on: the first step already learns."""
+  return jnp.minimum(1.0, (_float(step) + 1) / max(warmup_steps, 1))
+
+
+def _progress(step: jax.Array, warmup_steps: int, total_steps: int) -> jax.Array:
+  """Returns 0 at the end of the warm-up, 1 at `total_steps`."""
+  return jnp.clip((_float(step) - warmup_steps) / (total_steps - warmup_steps), 0.0, 1.0)
+
+
+def _check(name: str, warmup_steps: int, total_steps: int) -> None:
+  if not 0 <= warmup_steps < total_steps:
+    raise ConfigError(f'schedules.{name}: warmup_steps = {warmup_steps} is not between 0 and '
+                      f'total_steps = {total_steps}.',
+                      fix=f'Set warmup_steps below {total_steps}, or train for longer.',
+                      parameters=(f'{name}.warmup_steps', f'{name}.total_steps'))
