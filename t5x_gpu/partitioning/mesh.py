@@ -1,0 +1,142 @@
+"""The device mesh: devices put into the sizes that `mesh_sizes` found, chatty axes inside a host.
+
+Device number h * devices_per_host + d is device d of host h. Both numbers are written in mixed
+radix, h in the sizes across hosts and d in the sizes inside a host; an axis of the mesh joins its
+two digits, the one across hosts first. So each host holds one block of the mesh.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import jax
+import numpy as np
+
+from t5x_gpu.errors import did_you_mean
+from t5x_gpu.partitioning.mesh_problems import (
+    any_of, divisors, legal_partitions, product_words)
+from t5x_gpu.partitioning.mesh_sizes import (
+    MESH_AXES, SIZE_PARAMETERS, MeshSizes, resolve_mesh_sizes)
+from t5x_gpu.runtime.topology import Topology
+
+__all__ = ['MESH_AXES', 'MeshSizes', 'build_mesh', 'check_model_sizes', 'device_array',
+           'mesh_table', 'resolve_mesh_sizes']
+
+# What an axis splits, in words for the table.
+SPLITS = {
+    'stage': 'layers (pipeline)',
+    'data': 'batch',
+    'fsdp': 'batch and parameters',
+    'context': 'length of the sequence',
+    'expert': 'experts',
+    'model': 'heads, mlp, vocab',
+}
+
+
+def build_mesh(sizes: MeshSizes, topology: Topology,
+               devices: Sequence[Any]) -> jax.sharding.Mesh:
+  """Returns the mesh with the axes `MESH_AXES`, all of them Auto.
+
+  Args:
+    sizes: from `resolve_mesh_sizes` of the same topology.
+    topology: hosts and devices per host.
+    devices: host-major, as `topology.discover` returns them.
+  """
+  # jax.make_mesh makes Explicit axes; the partitioner's rules are for the compiler to propagate.
+  return jax.sharding.Mesh(device_array(sizes, topology, devices), MESH_AXES,
+                           axis_types=(jax.sharding.AxisType.Auto,) * len(MESH_AXES))
+
+
+def device_array(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> np.ndarray:
+  """Returns `devices`, host-major, as an array [stage, data, fsdp, context, expert, model].
+
+  The result has the host blocks of `jax.experimental.mesh_utils.create_hybrid_device_mesh`, but
+  needs no attribute of the devices.
+  """
+  ici = [sizes.ici[axis] for axis in MESH_AXES]
+  dcn = [sizes.dcn[axis] for axis in MESH_AXES]
+  assert math.prod(ici) == topology.devices_per_host, (ici, topology)
+  assert math.prod(dcn) == topology.num_hosts, (dcn, topology)
+  assert len(devices) == topology.num_devices, (len(devices), topology)
+  flat = np.empty(len(devices), dtype=object)
+  flat[:] = devices
+  blocks = flat.reshape(dcn + ici)
+  n = len(MESH_AXES)
+  digits_together = [place for axis in range(n) for place in (axis, n + axis)]
+  return blocks.transpose(digits_together).reshape([sizes.total[axis] for axis in MESH_AXES])
+
+
+def mesh_table(sizes: MeshSizes, topology: Topology) -> str:
+  """Returns the table for the start of a run: axis, size, what it splits, which link it uses.
+
+  Axes of size 1 are left out, except data and model. Notes and warnings follow.
+  """
+  rows = [('axis', 'size', 'splits', 'link')]
+  for axis in MESH_AXES:
+    if sizes.total[axis] > 1 or axis in ('data', 'model'):
+      rows.append((axis, str(sizes.total[axis]), SPLITS[axis], _link_words(sizes, axis)))
+  widths = [max(len(row[column]) for row in rows) for column in range(4)]
+  lines = [f'mesh: {topology} = {topology.count(topology.num_devices)} ({topology.reason})']
+  for axis, size, splits, link in rows:
+    lines.append(f'  {axis:<{widths[0]}}  {size:>{widths[1]}}  {splits:<{widths[2]}}  {link}'
+                 .rstrip())
+  lines += [f'  note: {note}' for note in sizes.notes]
+  lines += [f'  WARNING: {warning}' for warning in sizes.warnings]
+  return '\n'.join(lines)
+
+
+def _link_words(sizes: MeshSizes, axis: str) -> str:
+  if sizes.total[axis] == 1:
+    return '-'
+  if not sizes.crosses_hosts(axis):
+    return 'inside a host'
+  if sizes.ici[axis] == 1:
+    return 'crosses the network'
+  return f'crosses the network ({sizes.dcn[axis]} hosts x {sizes.ici[axis]} inside each)'
+
+
+def check_model_sizes(sizes: MeshSizes, logical_sizes: Mapping[str, int],
+                      rules: Mapping[str, tuple[str, ...]], *,
+                      parameter_names: Optional[Mapping[str, str]] = None) -> list[str]:
+  """Returns one sentence with its fix for every model size that its mesh axes do not divide.
+
+  Args:
+    sizes: of the mesh.
+    logical_sizes: logical axis name -> size, {'heads': 12, 'batch': 128}.
+    rules: logical axis name -> mesh axes that split it, () for none.
+    parameter_names: logical axis name -> the gin parameter or macro to change, for the fix.
+  """
+  problems = []
+  for name, size in logical_sizes.items():
+    if name not in rules:
+      problems.append(f'{name} = {size} has no sharding rule.{did_you_mean(name, rules)}')
+      continue
+    unknown = [axis for axis in rules[name] if axis not in MESH_AXES]
+    if unknown:
+      problems.append(f'{name} is split over {any_of(unknown)}, which no mesh has. The axes are '
+                      f'{", ".join(MESH_AXES)}.{did_you_mean(unknown[0], MESH_AXES)}')
+      continue
+    ways = {axis: sizes.total[axis] for axis in rules[name]}
+    count = math.prod(ways.values())
+    if size % count:
+      problems.append(f'{name} = {size} does not divide over {product_words(ways)}. '
+                      + _size_fix(sizes, (parameter_names or {}).get(name, name), size, ways))
+  return problems
+
+
+def _size_fix(sizes: MeshSizes, parameter: str, size: int, ways: Mapping[str, int]) -> str:
+  """Returns the nearest sizes of the model, and of the mesh if one axis alone can mend it."""
+  count = math.prod(ways.values())
+  nearest = [value for value in (size // count * count, (size // count + 1) * count) if value]
+  fix = f'Set {parameter} = {any_of(nearest)}'
+  used = [axis for axis, way in ways.items() if way > 1]
+  if len(used) > 1:
+    return f'{fix}.'
+  # The other axes must be able to take what this one gives up, so its size divides all devices.
+  legal = divisors(sizes.num_devices)
+  if used == ['model']:
+    inside, across = legal_partitions(
+        Topology(math.prod(sizes.dcn.values()), math.prod(sizes.ici.values())))
+    legal = inside + across
+  fitting = any_of(value for value in legal if size % value == 0)
+  return f'{fix}, or Partitioner.{SIZE_PARAMETERS[used[0]]} = {fitting}.'

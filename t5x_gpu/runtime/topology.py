@@ -1,0 +1,111 @@
+"""Which devices share a host: the plain value that mesh building needs, and nothing else of JAX.
+
+A *host* here is what shares fast links (NVLink): one machine, or one rack-wide NVLink domain. It is
+not the process: Slurm starts one process per GPU, and then `jax.local_device_count()` is 1 on a
+machine with eight GPUs, so a mesh made from it cannot tell NVLink from the network.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Optional
+
+import jax
+
+from t5x_gpu.errors import MeshError
+
+# A `jax.Device`, or anything with its `id`, `process_index` and `platform`.
+Device = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """How many hosts there are, and how many devices each has.
+
+  Attributes:
+    num_hosts: hosts, or NVLink domains.
+    devices_per_host: the same on every host.
+    device_word: what a message calls one device. Not part of the value: meshes do not depend on it.
+    reason: how the hosts were told apart, for the log. Not part of the value either.
+  """
+  num_hosts: int
+  devices_per_host: int
+  device_word: str = dataclasses.field(default='GPU', compare=False)
+  reason: str = dataclasses.field(default='given', compare=False)
+
+  def __post_init__(self):
+    if self.num_hosts < 1 or self.devices_per_host < 1:
+      raise MeshError(f'A topology needs at least one host with one {self.device_word}, not '
+                      f'{self.num_hosts} hosts with {self.devices_per_host}.',
+                      fix='Give two numbers of 1 or more, such as 2 hosts with 8 each.')
+
+  @property
+  def num_devices(self) -> int:
+    return self.num_hosts * self.devices_per_host
+
+  def count(self, number: int) -> str:
+    """Returns '1 GPU', '16 GPUs' or '8 CPU devices'."""
+    return f'{number} {self.device_word}{"" if number == 1 else "s"}'
+
+  def __str__(self) -> str:
+    hosts = '1 host' if self.num_hosts == 1 else f'{self.num_hosts} hosts'
+    return f'{hosts} x {self.count(self.devices_per_host)}'
+
+
+def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list[Device]]:
+  """Returns the topology of `devices` and the devices in host-major order.
+
+  The order is the same on every process, and the same whether a host runs one process or one per
+  GPU. On GPUs JAX numbers the machines itself (`device.slice_index`, from the kernel's boot id or
+  from `JAX_PARTITION_INDEX`); where it does not, each process is taken for a host.
+
+  Args:
+    devices: all devices of the run, `jax.devices()` by default.
+  Raises:
+    MeshError: the hosts do not have the same number of devices.
+  Source: https://github.com/jax-ml/jax/issues/13021 (slice_index on GPU).
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  if len({device.process_index for device in devices}) == 1:
+    return group_by_host(devices, lambda device: 0, reason='one process')
+  # 'partition_index' is the newer word for the same number.
+  for attribute in ('partition_index', 'slice_index'):
+    if all(getattr(device, attribute, None) is not None for device in devices):
+      return group_by_host(devices, lambda device: getattr(device, attribute),
+                           reason=f'hosts told apart by device.{attribute}')
+  return group_by_host(devices, lambda device: device.process_index,
+                       reason='each process taken for a host: these devices have no slice_index')
+
+
+def group_by_host(devices: Sequence[Device], host_of: Callable[[Device], Hashable], *,
+                  reason: str = 'given') -> tuple[Topology, list[Device]]:
+  """Returns the topology that `host_of` describes, and the devices in host-major order.
+
+  The host of process 0 comes first, and within a host devices go by process, then id: the order of
+  the local ranks, however the scheduler dealt processes to hosts (Slurm's block or cyclic).
+
+  Args:
+    devices: all devices of the run.
+    host_of: device -> a key that devices of one host have in common.
+    reason: kept in the topology.
+  Raises:
+    MeshError: the hosts do not have the same number of devices.
+  """
+  hosts = collections.defaultdict(list)
+  for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
+    hosts[host_of(device)].append(device)
+  device_word = 'GPU' if devices[0].platform in ('gpu', 'cuda') else (
+      f'{devices[0].platform.upper()} device')
+  counts = [len(group) for group in hosts.values()]
+  if len(set(counts)) > 1:
+    usual = collections.Counter(counts).most_common(1)[0][0]
+    odd = [f'{len(group)} on the host of process {group[0].process_index}'
+           for group in hosts.values() if len(group) != usual]
+    raise MeshError(
+        f'The {len(hosts)} hosts do not have the same number of devices: {usual} on most of them, '
+        f'but {", ".join(odd[:4])}{", ..." if len(odd) > 4 else ""}. A mesh needs equal hosts '
+        f'({reason}).',
+        fix=f'Start the same number of processes and {device_word}s on every host '
+            '(Slurm: --gpus-per-node and --ntasks-per-node), or leave the odd hosts out.')
+  topology = Topology(len(hosts), counts[0], device_word=device_word, reason=reason)
+  return topology, [device for group in hosts.values() for device in group]
