@@ -1,0 +1,157 @@
+"""Flags and exit codes that all entry points share: `parse_args` and `run_main`."""
+
+import argparse
+import dataclasses
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Optional
+
+from t5x_gpu.config import gin_files, provenance
+from t5x_gpu.errors import ConfigError, UserError, did_you_mean
+
+EXAMPLES = """examples:
+  {prog} --gin_file=gin_configs/examples/demo.gin
+  {prog} --gin_file=my.gin --gin.MODEL_DIR=runs/a --gin.TRAIN_STEPS=1000
+  {prog} --gin_file=my.gin --gin.train/DatasetConfig.batch_size=8 --dry_run
+
+--gin.X=VALUE sets any macro (BATCH_SIZE), parameter (Partitioner.num_partitions) or scoped parameter
+(train/DatasetConfig.batch_size), after all gin files. Text needs no quotes; numbers, True, None,
+[1, 2], %MACRO and @module.name() mean what they mean in gin. Who set what, and what it overrode:
+  python -m t5x_gpu.config explain BATCH_SIZE --gin_file=my.gin
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """What the command line asked for.
+
+  Attributes:
+    gin_files: in the order given; later ones override earlier ones.
+    bindings: 'KEY=VALUE' of each `--gin.KEY=VALUE`, in order.
+    gin_search_paths: further folders to look for gin files in.
+    tfds_data_dir: where TensorFlow Datasets lie, or None.
+    dry_run: parse, check, print, leave.
+    extra: the flags that the entry point itself added.
+  """
+  gin_files: tuple[str, ...]
+  bindings: tuple[str, ...]
+  gin_search_paths: tuple[str, ...]
+  tfds_data_dir: Optional[str]
+  dry_run: bool
+  extra: argparse.Namespace
+
+
+class _Parser(argparse.ArgumentParser):
+
+  def error(self, message: str) -> NoReturn:
+    raise ConfigError(f'{message[0].upper()}{message[1:]}.', fix=f'{self.prog} --help lists all.')
+
+
+def parse_args(prog: str, description: str, argv: Sequence[str], *,
+               extra: Optional[Callable[[argparse.ArgumentParser], None]] = None,
+               gin_file_required: bool = True) -> Args:
+  """Returns the parsed flags; prints and exits on --help.
+
+  Args:
+    prog: as the user types it, 'python -m t5x_gpu.train'.
+    description: what the command does, one or two sentences.
+    argv: without the program's name.
+    extra: adds flags of its own; their values come back in `Args.extra`.
+    gin_file_required: whether to refuse a command line without --gin_file.
+  Raises:
+    ConfigError: an unknown flag (with the closest known ones), a bad value, no --gin_file.
+  """
+  parser = _Parser(prog=prog, description=description, allow_abbrev=False,
+                   epilog=EXAMPLES.format(prog=prog),
+                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  common = parser.add_argument_group('configuration')
+  common.add_argument('--gin_file', action='append', default=[], metavar='FILE',
+                      help='gin file; repeat it or separate by commas, later ones override')
+  common.add_argument('--gin.X', dest='gin_x', metavar='VALUE',
+                      help='set X to VALUE after the gin files (any macro or parameter X)')
+  common.add_argument('--gin_search_paths', action='append', default=[], metavar='FOLDERS',
+                      help='comma-separated folders to look for gin files in')
+  common.add_argument('--tfds_data_dir', metavar='FOLDER', help='folder of TensorFlow Datasets')
+  common.add_argument('--dry_run', action='store_true',
+                      help='parse and check everything, print what would run, and leave')
+  known = {action.dest for action in parser._actions}
+  if extra is not None:
+    extra(parser)
+  rest, bindings = _take_bindings(list(argv))
+  values, unknown = parser.parse_known_args(rest)
+  if unknown:
+    raise _unknown_argument(unknown[0], parser)
+  files = _split(values.gin_file)
+  if gin_file_required and not files:
+    shipped = gin_files.GinFiles().shipped('examples')
+    raise ConfigError('No --gin_file is given.',
+                      fix='Give a gin file of yours or one of the shipped examples:\n'
+                          + '\n'.join(f'  {prog} --gin_file={name}' for name in shipped))
+  return Args(gin_files=files, bindings=tuple(bindings),
+              gin_search_paths=_split(values.gin_search_paths),
+              tfds_data_dir=values.tfds_data_dir, dry_run=values.dry_run,
+              extra=argparse.Namespace(
+                  **{k: v for k, v in vars(values).items() if k not in known}))
+
+
+def _split(values: list[str]) -> tuple[str, ...]:
+  return tuple(part.strip() for value in values for part in value.split(',') if part.strip())
+
+
+def _take_bindings(argv: list[str]) -> tuple[list[str], list[str]]:
+  """Returns the other arguments, and 'KEY=VALUE' of `--gin.KEY=VALUE` and `--gin.KEY VALUE`."""
+  rest, bindings = [], []
+  while argv:
+    argument = argv.pop(0)
+    if not argument.startswith('--gin.'):
+      rest.append(argument)
+      continue
+    binding = argument.removeprefix('--gin.')
+    if '=' not in binding:
+      if not argv or argv[0].startswith('--'):
+        raise ConfigError(f'{argument} has no value.', fix=f'Write {argument}=VALUE.')
+      binding = f'{binding}={argv.pop(0)}'
+    bindings.append(binding)
+  return rest, bindings
+
+
+def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigError:
+  if not argument.startswith('-'):
+    fix = (f'Write --gin_file={argument}' if argument.endswith('.gin') else
+           f'Flags start with --; {parser.prog} --help lists them.')
+    return ConfigError(f'{argument!r} belongs to no flag.', fix=fix)
+  name = argument.split('=', 1)[0]
+  flags = [flag for action in parser._actions for flag in action.option_strings]
+  return ConfigError(f'Unknown flag {name}.{did_you_mean(name, flags)}',
+                     fix=f'{parser.prog} --help lists all. A gin parameter is set by '
+                         f'--gin.{name.lstrip("-")}=VALUE.')
+
+
+def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
+  """Runs `main` and exits: its code or 0; 1 on an error; 130 on Ctrl-C.
+
+  A `UserError` is printed without a traceback, followed by where each of its parameters was set.
+  """
+  try:
+    code = main() or 0
+  except UserError as error:
+    print(describe_error(error), file=sys.stderr)
+    code = 1
+  except KeyboardInterrupt:
+    print('Interrupted.', file=sys.stderr)
+    code = 130
+  except Exception:  # Not the user's doing: show all of it.
+    traceback.print_exc()
+    code = 1
+  sys.stdout.flush()
+  sys.stderr.flush()
+  sys.exit(code)
+
+
+def describe_error(error: UserError) -> str:
+  """Returns `MeshError: ...`, the fix, and the origin of each gin parameter involved."""
+  # Called on the class: gin re-raises a subclass whose own text ends in gin's view of the call stack.
+  text = f'{type(error).__name__}: {UserError.__str__(error)}'
+  lines = [sentence for name in error.parameters for sentence in provenance.origin_sentences(name)]
+  return '\n'.join([text, *('  ' + line for line in lines)])

@@ -1,0 +1,62 @@
+"""Where gin files are found, from any working directory and from an installed wheel.
+
+gin 0.5.0's own search treats a folder that Python could import as a package and then fails with a
+TypeError (resource_reader.py:89), so gin is only ever given text that we have read ourselves.
+"""
+
+import os
+import pathlib
+from collections.abc import Iterable
+
+from t5x_gpu.errors import ConfigError, did_you_mean
+
+PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+
+
+class GinFiles:
+  """Finds gin files in the working directory, `search_paths`, the package and its repository."""
+
+  def __init__(self, search_paths: Iterable[str] = ()):
+    cwd = pathlib.Path.cwd()
+    folders = [cwd, *((cwd / os.path.expanduser(p)) for p in search_paths), PACKAGE, PACKAGE.parent]
+    self.folders = list(dict.fromkeys(pathlib.Path(os.path.abspath(f)) for f in folders))
+
+  def find(self, name: str, *, asked_at: str = '') -> pathlib.Path:
+    """Returns the absolute path of the gin file `name`.
+
+    Args:
+      name: a path, absolute or relative to one of the folders; the first folder that has it wins.
+      asked_at: 'FILE:LINE' of an include statement, for the message.
+    Raises:
+      ConfigError: no such file, with the folders searched and the closest shipped names.
+    """
+    expanded = os.path.expanduser(name)
+    tried = [pathlib.Path(os.path.abspath(folder / expanded)) for folder in self.folders]
+    for path in dict.fromkeys(tried):
+      if path.is_file():
+        return path
+    where = ('' if os.path.isabs(expanded) else
+             ' It was looked for in ' + ', '.join(str(f) for f in self.folders) + '.')
+    asked = f'{asked_at} includes {name!r}, which' if asked_at else f'Gin file {name!r}'
+    shipped = self.shipped()
+    by_tail = [s for s in shipped if s.rsplit('/', 1)[1] == os.path.basename(name)]
+    hint = f' Did you mean {by_tail[0]!r}?' if by_tail else did_you_mean(name, shipped)
+    folder = any(path.is_dir() for path in tried)
+    raise ConfigError(
+        f'{asked} {"is a folder" if folder else "does not exist"}.{where}{hint}',
+        fix='Give the path from one of these folders, or add its folder: --gin_search_paths=FOLDER')
+
+  def shown(self, path: pathlib.Path) -> str:
+    """Returns `path` relative to the folder that it lies in, as messages and tables print it."""
+    for folder in self.folders:
+      if path.is_relative_to(folder):
+        return str(path.relative_to(folder))
+    return str(path)
+
+  def shipped(self, subfolder: str = '') -> list[str]:
+    """Returns the gin files that come with the package, as one would type them."""
+    for folder in (PACKAGE, PACKAGE.parent):
+      root = folder / 'gin_configs'
+      if root.is_dir():
+        return sorted(str(p.relative_to(folder)) for p in (root / subfolder).rglob('*.gin'))
+    return []

@@ -1,0 +1,179 @@
+"""Where each value of a run came from and what it overrode.
+
+    train.total_steps = 50000   gin_configs/runs/pretrain.gin:12   overrides 10000 (default)
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from gin import config as gin_config
+
+from t5x_gpu.config import bindings as bindings_lib
+from t5x_gpu.config import resolve
+from t5x_gpu.config.bindings import Binding, Bindings, Call
+
+DEFAULT = 'default'
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """One value that the run uses.
+
+  Attributes:
+    key: 'TRAIN_STEPS', 'train/DatasetConfig.batch_size'.
+    text: as written, '%BATCH_SIZE'.
+    value: with macros followed, '128'.
+    origin: where `text` was written: 'FILE:LINE', '--gin.KEY' or 'default'.
+    value_origin: where `value` was written; differs from `origin` when a macro gives it.
+    overrides: (value, origin) of what it overrode, the nearest first.
+  """
+  key: str
+  text: str
+  value: str
+  origin: str
+  value_origin: str
+  overrides: tuple[tuple[str, str], ...] = ()
+
+  @property
+  def expression(self) -> str:
+    """`key = value`, and through which macro."""
+    through = '' if self.text == self.value else f' ({self.text})'
+    return f'{self.key} = {self.value}{through}'
+
+  @property
+  def overridden(self) -> str:
+    """`overrides 10000 (default)`, or ''."""
+    if not self.overrides:
+      return ''
+    return 'overrides ' + ', '.join(f'{value} ({origin})' for value, origin in self.overrides)
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+  """All values of a run.
+
+  Attributes:
+    settings: what gin files and the command line set, macros first, then by name.
+    defaults: parameters of what the run calls that nothing sets.
+    config: gin text that gives the same run when it is loaded.
+  """
+  settings: tuple[Setting, ...]
+  defaults: tuple[Setting, ...]
+  config: str
+
+  def find(self, name: str) -> list[Setting]:
+    """Returns the settings called `name`: a macro, `Class.param`, `scope/Class.param`, or `param`.
+
+    The most exact reading that finds anything wins.
+    """
+    everything = (*self.settings, *self.defaults)
+    for same in (lambda s: s.key == name,
+                 lambda s: s.key.rsplit('/', 1)[-1] == name,
+                 lambda s: f'.{s.key.rsplit("/", 1)[-1]}'.endswith(f'.{name}'),
+                 lambda s: f'.{name}'.endswith(f'.{s.key.rsplit("/", 1)[-1]}') and '.' in s.key,
+                 lambda s: name.lower() in s.key.lower()):
+      found = [s for s in everything if same(s)]
+      if found:
+        return found
+    return []
+
+
+_current: Optional[Provenance] = None
+
+
+def current() -> Optional[Provenance]:
+  """Returns the provenance of the configuration that gin holds now, or None."""
+  return _current
+
+
+def forget() -> None:
+  """Leaves no current configuration."""
+  global _current
+  _current = None
+
+
+def origin_of(name: str) -> Optional[str]:
+  """Returns where the value of `name` was written, 'FILE:LINE', '--gin.KEY' or 'default', or None."""
+  found = _current.find(name) if _current else []
+  return found[0].value_origin if found else None
+
+
+def origin_sentences(name: str) -> list[str]:
+  """Returns one sentence per parameter called `name` that says where it was set, for errors."""
+  result = []
+  for setting in (_current.find(name) if _current else []):
+    if setting.origin == DEFAULT:
+      result.append(f'{setting.key} is {setting.value}, its default; nothing sets it.')
+    elif setting.origin == setting.value_origin:
+      result.append(f'{setting.key} is set at {setting.origin}.')
+    else:
+      result.append(f'{setting.key} is set at {setting.value_origin}, through {setting.text} at '
+                    f'{setting.origin}.')
+  return result
+
+
+def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list[str]]:
+  """Returns the provenance of what `roots` reach, now the current one, and notes on what is idle."""
+  global _current
+  settings: dict[Binding, Setting] = {}
+  defaults: dict[str, Setting] = {}
+  for call in bindings.calls(roots):
+    if call.selector == bindings_lib.CONSTANT:
+      continue
+    signature = resolve.parameters(gin_config._REGISTRY[call.selector])
+    applied = bindings.applied(call.selector, call.scopes)
+    for arg, found in applied.items():
+      if found[-1] not in settings:
+        settings[found[-1]] = _setting(bindings, found, signature.get(arg))
+    if call.selector == bindings_lib.MACRO:
+      continue
+    name = bindings_lib.short_name(call.selector)
+    for arg, parameter in signature.items():
+      if arg not in applied and parameter.default is not inspect.Parameter.empty:
+        key = f'{name}.{arg}'
+        text = _default_text(parameter.default)
+        defaults.setdefault(key, Setting(key, text, text, DEFAULT, DEFAULT))
+  idle = [b for b in bindings.final() if b not in settings]
+  ordered = sorted(settings, key=lambda b: (not b.is_macro, b.key.rsplit('/', 1)[-1], b.key))
+  _current = Provenance(settings=tuple(settings[b] for b in ordered),
+                        defaults=tuple(defaults[key] for key in sorted(defaults)),
+                        config=_config_text(settings))
+  notes = [] if not idle else [
+      'Not used, because what used them is overridden: '
+      + ', '.join(f'{b.key} ({b.origin})' for b in idle) + '.']
+  return _current, notes
+
+
+def _setting(bindings: Bindings, found: list[Binding],
+             parameter: Optional[inspect.Parameter]) -> Setting:
+  """Returns the setting of the last of `found`; the others, and the default, are what it overrode."""
+  binding = found[-1]
+  overrides = [(_value_text(bindings, b), b.origin if b.key == binding.key else
+                f'{b.key}, {b.origin}') for b in reversed(found[:-1])]
+  if parameter is not None and parameter.default is not inspect.Parameter.empty:
+    overrides.append((_default_text(parameter.default), DEFAULT))
+  return Setting(key=binding.key, text=binding.text, value=_value_text(bindings, binding),
+                 origin=binding.origin, value_origin=bindings.follow(binding).origin,
+                 overrides=tuple(overrides))
+
+
+def _value_text(bindings: Bindings, binding: Binding) -> str:
+  return bindings.follow(binding).text
+
+
+def _default_text(default: Any) -> str:
+  if default is gin_config.REQUIRED:
+    return '%gin.REQUIRED'
+  text = repr(default)
+  return getattr(default, '__name__', text) if '<' in text else text
+
+
+def _config_text(used: Sequence[Binding]) -> str:
+  """Returns gin text of the `used` bindings alone: what an override made idle would not be found used
+  when the text is loaded."""
+  kept: dict[tuple[str, str], dict[str, Any]] = {}
+  for b in used:
+    kept.setdefault((b.scope, b.selector), {})[b.arg] = b.value
+  return gin_config._config_str(kept)

@@ -1,0 +1,138 @@
+"""Names in gin files -> gin's configurables, with a reason and a suggestion when there is none."""
+
+import importlib
+import inspect
+import pkgutil
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from gin import config as gin_config
+from gin import config_parser
+
+from t5x_gpu.errors import did_you_mean
+
+
+class CommandLineContext(gin_config.ParseContext):
+  """Finds what is registered, by any unique ending, and else what the gin files' imports name.
+
+  So T5X's spelling `train_script.train.total_steps` and values like `@schedules.cosine` work on the
+  command line, where there are no imports.
+  """
+
+  def __init__(self, contexts: Sequence[gin_config.ParseContext]):
+    super().__init__()
+    self.contexts = contexts
+
+  def get_configurable(self, selector: str) -> Optional[gin_config.Configurable]:
+    found = gin_config._REGISTRY.get_match(selector)
+    for context in reversed(self.contexts):
+      if found is None and selector_problem(context, selector) is None:
+        found = context.get_configurable(selector)
+    return found
+
+
+def selector_problem(context: gin_config.ParseContext, selector: str) -> Optional[str]:
+  """Returns why `selector` names nothing that gin can configure, or None if it does."""
+  if isinstance(context, CommandLineContext):
+    return _registry_problem(selector, context.contexts)
+  if not context._dynamic_registration:
+    return _registry_problem(selector, ())
+  first, *rest = selector.split('.')
+  if first not in context._symbol_table:
+    return f'{first!r} is not imported.{did_you_mean(first, context._symbol_table)}'
+  value, path = context._symbol_table[first], first
+  for name in rest:
+    if not hasattr(value, name):
+      kind = 'Module' if inspect.ismodule(value) else 'Class'
+      known = [n for n, v in vars(value).items() if not n.startswith('_') and callable(v)]
+      return (f'{kind} {getattr(value, "__name__", path)} has no {name!r}.'
+              f'{did_you_mean(name, known)}')
+    value, path = getattr(value, name), f'{path}.{name}'
+  if not callable(value):
+    return f'{path} is a {type(value).__name__}: only functions and classes have parameters.'
+  return None
+
+
+def _registry_problem(selector: str, contexts: Sequence[gin_config.ParseContext]) -> Optional[str]:
+  matches = gin_config._REGISTRY.matching_selectors(selector)
+  if len(matches) > 1:
+    return (f'{selector!r} may mean ' + ' or '.join(repr(m) for m in sorted(matches))
+            + ': write more of the name.')
+  if matches or any(selector_problem(c, selector) is None for c in contexts):
+    return None
+  known = [s for s, c in gin_config._REGISTRY.items() if c.module != 'gin']
+  if '.' not in selector:
+    known = [s.rsplit('.', 1)[-1] for s in known]
+  else:
+    known = [gin_config._REGISTRY.minimal_selector(s) for s in known] + known
+  return f'No function or class {selector!r} is known to gin.{did_you_mean(selector, known)}'
+
+
+def parameter_problem(configurable: gin_config.Configurable, arg: str) -> Optional[str]:
+  """Returns why `configurable` takes no parameter `arg` from gin, or None if it does."""
+  known = [p for p in parameters(configurable) if _allowed(configurable, p)]
+  if gin_config._might_have_parameter(configurable.wrapper, arg) and _allowed(configurable, arg):
+    return None
+  hint = did_you_mean(arg, known) or (f' It takes {", ".join(known)}.' if known else
+                                      ' It takes none.')
+  return f'{configurable.name} has no parameter {arg!r}.{hint}'
+
+
+def _allowed(configurable: gin_config.Configurable, arg: str) -> bool:
+  allowed, denied = configurable.allowlist, configurable.denylist
+  return not (allowed and arg not in allowed) and not (denied and arg in denied)
+
+
+def parameters(configurable: gin_config.Configurable) -> dict[str, inspect.Parameter]:
+  """Returns the named parameters of a configurable's signature, without `self`."""
+  function = configurable.wrapped
+  if inspect.isclass(function):
+    function = gin_config._find_class_construction_fn(function)
+  function = inspect.unwrap(function)
+  try:
+    found = dict(inspect.signature(function).parameters)
+  except (TypeError, ValueError):  # Written in C.
+    return {}
+  if inspect.isclass(configurable.wrapped) or configurable.is_method:
+    found.pop(next(iter(found), None), None)
+  variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+  return {name: p for name, p in found.items() if p.kind not in variadic}
+
+
+def import_problem(statement: config_parser.ImportStatement, error: BaseException) -> str:
+  """Returns why the import of a gin file failed: no such module, or an error inside it."""
+  module = statement.module
+  missing = getattr(error, 'name', None) or ''
+  if not isinstance(error, ModuleNotFoundError) or not f'{module}.'.startswith(f'{missing}.'):
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    message = str(error).splitlines()[0] if str(error) else ''
+    return (f'Importing {module} failed: {type(error).__name__}: {message} '
+            f'({frame.filename}:{frame.lineno}).')
+  parent, _, name = missing.rpartition('.')
+  package = sys.modules.get(parent)
+  if package is not None and not hasattr(package, '__path__'):
+    grand, _, short = parent.rpartition('.')
+    spelled = f'from {grand} import {short}' if grand else f'import {short}'
+    return (f'{parent} is a module, and gin imports modules, not what is in them: write '
+            f'`{spelled}` and use {short}.{name}.')
+  paths = package.__path__ if package is not None else None
+  siblings = [info.name for info in pkgutil.iter_modules(paths)]
+  where = f' in {parent}' if parent else ''
+  return f'There is no module {name!r}{where}.{did_you_mean(name, siblings)}'
+
+
+def entry_function(entry: Any) -> Any:
+  """Returns the function named 'package.module.function', or `entry` itself if it is a function.
+
+  `python -m t5x_gpu.train` knows its own `train` as `__main__.train`, a second object: gin files
+  bind the importable one, so that is what comes back.
+  """
+  if not isinstance(entry, str):
+    module = entry.__module__
+    if module == '__main__' and sys.modules['__main__'].__spec__ is not None:
+      module = sys.modules['__main__'].__spec__.name
+    entry = f'{module}.{entry.__qualname__}'
+  module, _, name = entry.rpartition('.')
+  return getattr(importlib.import_module(module), name)
