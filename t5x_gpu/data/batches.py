@@ -81,6 +81,7 @@ class DatasetConfig:
     use_cached: read SeqIO's offline cache.
     mixture_or_task_module: module to import first, which registers the task.
     vocabulary: 'byte', 'sentencepiece:MODEL_FILE', or None for the task's own.
+    loss_on_targets_only: with feature converter 'prefix_lm', give the inputs weight 0 in the loss.
     module: what opens this: it has `open_batches(config, feature_converter, ...)`.
   """
   mixture_or_task_name: str
@@ -93,6 +94,7 @@ class DatasetConfig:
   use_cached: bool = False
   mixture_or_task_module: Optional[str] = None
   vocabulary: Optional[str] = None
+  loss_on_targets_only: bool = True
   module: str = 't5x_gpu.data.seqio_batches'
 
 

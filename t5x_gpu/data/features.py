@@ -1,0 +1,138 @@
+"""Which model features a feature converter makes from task features, as plain data without TF.
+
+The trainer builds abstract batches from this before (or without) importing SeqIO;
+`tests/data/test_feature_converters.py` holds it against what SeqIO emits.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.errors import ConfigError, DataError, all_problems, did_you_mean
+
+# SeqIO gives int32 for everything, loss weights included; T5X batches are the same.
+DTYPE = 'int32'
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """What one feature converter takes and gives.
+
+  Attributes:
+    task_features: features that the task must have, and `task_feature_lengths` must name.
+    tokens: model feature that holds token ids -> the task features whose ids and lengths it joins.
+    aligned: model feature -> the token feature whose length it shares.
+    packed: the same, only there when examples are packed.
+  """
+  task_features: tuple[str, ...]
+  tokens: Mapping[str, tuple[str, ...]]
+  aligned: Mapping[str, str]
+  packed: Mapping[str, str]
+
+
+_DECODER_ALIGNED = {'decoder_loss_weights': 'decoder_target_tokens'}
+_DECODER_PACKED = {'decoder_segment_ids': 'decoder_target_tokens',
+                   'decoder_positions': 'decoder_target_tokens'}
+
+LAYOUTS: dict[str, Layout] = {
+    'lm': Layout(
+        task_features=('targets',),
+        tokens={'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
+        aligned=_DECODER_ALIGNED,
+        packed=_DECODER_PACKED),
+    'prefix_lm': Layout(
+        task_features=('inputs', 'targets'),
+        tokens={'decoder_target_tokens': ('inputs', 'targets'),
+                'decoder_input_tokens': ('inputs', 'targets')},
+        aligned={**_DECODER_ALIGNED, 'decoder_causal_attention': 'decoder_target_tokens'},
+        packed=_DECODER_PACKED),
+    'encoder_decoder': Layout(
+        task_features=('inputs', 'targets'),
+        tokens={'encoder_input_tokens': ('inputs',),
+                'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
+        aligned=_DECODER_ALIGNED,
+        packed={'encoder_segment_ids': 'encoder_input_tokens',
+                'encoder_positions': 'encoder_input_tokens', **_DECODER_PACKED}),
+}
+
+
+def layout(feature_converter: str) -> Layout:
+  """Returns the layout called `feature_converter`. Raises ConfigError if there is none."""
+  if feature_converter not in LAYOUTS:
+    raise ConfigError(
+        f'There is no feature converter {feature_converter!r}.'
+        + did_you_mean(feature_converter, LAYOUTS),
+        fix='Take one of ' + ', '.join(repr(name) for name in LAYOUTS) + '.')
+  return LAYOUTS[feature_converter]
+
+
+def check_batch_size(batch_size: Any) -> None:
+  """Raises DataError unless `batch_size` is a whole number of at least 1."""
+  if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+    raise DataError(
+        f'The global batch has batch_size = {batch_size!r} examples; it must be a whole number '
+        'of at least 1.',
+        fix='Set BATCH_SIZE (DatasetConfig.batch_size) to a multiple of the devices that split '
+            'the batch, such as 8.',
+        parameters=('DatasetConfig.batch_size',))
+
+
+def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, int]) -> None:
+  """Raises DataError unless `task_feature_lengths` has exactly the converter's features, >= 1."""
+  wanted = layout(feature_converter).task_features
+  problems = []
+  for name in wanted:
+    if name not in task_feature_lengths:
+      problems.append(f'{name!r} has no length.'
+                      + did_you_mean(name, task_feature_lengths.keys() - set(wanted)))
+  for name, length in task_feature_lengths.items():
+    if name not in wanted:
+      problems.append(f'{name!r} is not a feature of it.' + did_you_mean(name, wanted))
+    elif isinstance(length, bool) or not isinstance(length, int) or length < 1:
+      problems.append(f'{name!r} has length {length!r}; a sequence needs at least 1 token.')
+  if not problems:
+    return
+  example = {name: task_feature_lengths[name] if _is_length(task_feature_lengths.get(name)) else 256
+             for name in wanted}
+  hint = ''
+  if feature_converter == 'lm' and 'inputs' in task_feature_lengths:
+    hint = ("\nFor inputs and targets in one sequence take feature converter 'prefix_lm'; "
+            "for an encoder over the inputs, 'encoder_decoder'.")
+  raise DataError(
+      all_problems(problems, title='task_feature_lengths') + '\n'
+      f'  Feature converter {feature_converter!r} takes '
+      + ' and '.join(repr(name) for name in wanted)
+      + f', task_feature_lengths = {dict(task_feature_lengths)}.',
+      fix=f'Set TASK_FEATURE_LENGTHS = {example}.' + hint,
+      parameters=('DatasetConfig.task_feature_lengths',))
+
+
+def _is_length(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def batch_spec(feature_converter: str, *, task_feature_lengths: Mapping[str, int], batch_size: int,
+               pack: bool, vocab_size: int) -> BatchSpec:
+  """Returns shapes, dtypes and vocabulary bounds of the global batch; imports no TF.
+
+  Args:
+    feature_converter: a key of `LAYOUTS`.
+    task_feature_lengths: task feature -> tokens. 'prefix_lm' joins both: inputs + targets long.
+    batch_size: rows of the global batch.
+    pack: with segment ids and positions. Without packing SeqIO gives neither: each row is then one
+      example at positions 0, 1, 2, ... and padding is where the target token is 0.
+    vocab_size: exclusive upper bound of the model's token ids.
+  Raises:
+    ConfigError, DataError: no such converter; missing, extra or zero lengths; batch_size < 1.
+  """
+  check_batch_size(batch_size)
+  check_lengths(feature_converter, task_feature_lengths=task_feature_lengths)
+  kind = layout(feature_converter)
+  lengths = {name: sum(task_feature_lengths[part] for part in parts)
+             for name, parts in kind.tokens.items()}
+  for name, like in {**kind.aligned, **(kind.packed if pack else {})}.items():
+    lengths[name] = lengths[like]
+  return BatchSpec(shapes={name: (batch_size, length) for name, length in lengths.items()},
+                   dtypes={name: DTYPE for name in lengths},
+                   vocab_sizes={name: vocab_size for name in kind.tokens})

@@ -1,0 +1,254 @@
+"""Batches from SeqIO Tasks and Mixtures through tf.data, resumable at any batch.
+
+What is guaranteed: the global batch at step t is a function of (data, seed, t). Every process
+builds the whole global stream and puts only its own rows on its devices, so the order does not
+depend on how many hosts there are; each host pays for reading all of it.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.data import features, sources, task_lookup
+from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.feature_converters import feature_converter as make_converter
+from t5x_gpu.data.iterator_state import bytes_to_iterator, iterator_to_bytes
+from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.vocabularies import TextVocabulary, text_vocabulary, vocabulary_fingerprint
+from t5x_gpu.errors import DataError
+
+GUARANTEE = ('streaming: the global batch at step t depends on (data, seed, t) alone; every '
+             'process reads the whole stream')
+_MAGIC = b't5x_gpu data state 1\n'
+# A fixed number on every machine: parallel maps hold that many results, which the saved state
+# contains, and it must restore on a host with other cores. 2 x 256 rows of packing are in flight.
+_THREADS = 2
+_PREFETCH_BATCHES = 2
+log = logging.getLogger(__name__)
+
+
+class SeqioBatches:
+  """A `BatchIterator` over `make_dataset()`, whose every call gives the same stream."""
+
+  def __init__(self, make_dataset: Callable[[], tf.data.Dataset], *, spec: BatchSpec,
+               fingerprint: Mapping[str, Any], problem: Callable[[], Optional[DataError]],
+               pad_last: bool):
+    self._make_dataset = make_dataset
+    self._spec = spec
+    self._fingerprint = dict(fingerprint)
+    self._problem = problem
+    self._pad_last = pad_last
+    self._start()
+
+  def _start(self) -> None:
+    """Begins anew. A second iterator over one shuffled dataset would give another order, so the
+    dataset is built anew as well."""
+    self._iterator = iter(self._make_dataset())
+    self._pending: Optional[Batch] = None
+    self._batches_taken = 0
+
+  def __iter__(self) -> Iterator[Batch]:
+    return self
+
+  def __next__(self) -> Batch:
+    batch = self.peek()
+    self._pending = None
+    self._batches_taken += 1
+    return batch
+
+  def peek(self) -> Batch:
+    """Returns the next batch without taking it. Raises StopIteration at the end."""
+    if self._pending is None:
+      if self._iterator is None:
+        raise StopIteration
+      try:
+        batch = next(self._iterator)
+      except tf.errors.OpError as e:
+        raise self._problem() or DataError(
+            f'Reading batch {self._batches_taken} of {self._fingerprint["task"]!r} failed: '
+            f'{e.message.splitlines()[0]}',
+            fix='Check that the files of the task are complete and readable.') from e
+      self._pending = self._checked({name: x.numpy() for name, x in batch.items()})
+    return self._pending
+
+  def _checked(self, batch: Batch) -> Batch:
+    if self._pad_last:
+      missing = self._spec.batch_size - len(next(iter(batch.values())))
+      # Rows of zeros: padding tokens, loss weight 0, segment 0.
+      batch = {name: np.pad(x, ((0, missing), (0, 0))) for name, x in batch.items()}
+    self._spec.check(batch)
+    for name, bound in self._spec.vocab_sizes.items():
+      largest = int(batch[name].max(initial=0))
+      if largest >= bound:
+        raise DataError(
+            f'Batch {self._batches_taken} of {self._fingerprint["task"]!r} has token id '
+            f'{largest:,} in {name!r}; the model has a vocabulary of {bound:,}.',
+            fix=f"Set the model's vocab_size to at least {largest + 1}, or mend the task: its "
+                'vocabulary claims fewer ids than its preprocessors emit.',
+            parameters=('DatasetConfig.mixture_or_task_name',))
+    return batch
+
+  def get_state(self) -> bytes:
+    """Returns position and buffers, compressed, with a fingerprint of the data."""
+    pending = self._pending or {}
+    position = iterator_to_bytes(self._iterator)
+    tail = b''.join(np.ascontiguousarray(pending[name]).tobytes() for name in sorted(pending))
+    header = {'batches_taken': self._batches_taken, 'data': self._fingerprint,
+              'tensorflow': tf.__version__, 'position_bytes': len(position),
+              'has_pending': bool(pending)}
+    return _MAGIC + json.dumps(header).encode() + b'\n' + position + tail
+
+  def set_state(self, state: bytes) -> None:
+    """Continues where `get_state` was called.
+
+    A state of another TensorFlow cannot be trusted to mean the same: then, as said in the log, the
+    batches already taken are read once more and dropped, which is as exact and slower.
+
+    Raises:
+      DataError: not a state of this module, or of other data; the message names what differs.
+    """
+    header, position, tail = _parse_state(state)
+    now = json.loads(json.dumps(self._fingerprint))
+    wrong = _differences(header['data'], now)
+    if wrong:
+      raise DataError('The data is not what the checkpoint was trained on:\n  '
+                      + '\n  '.join(wrong),
+                      fix='Restore these values, or start anew in another MODEL_DIR.')
+    self._start()
+    taken = header['batches_taken']
+    try:
+      if header['tensorflow'] != tf.__version__:
+        raise ValueError(f'written by TensorFlow {header["tensorflow"]}, this is {tf.__version__}')
+      bytes_to_iterator(position, self._iterator)
+      self._batches_taken = taken
+      self._pending = self._read_pending(tail) if header['has_pending'] else None
+    except ValueError as e:
+      log.warning('data state: %s; reading %d batches again to get to the same place', e, taken)
+      self._start()
+      for _ in range(taken):
+        next(self)
+
+  def _read_pending(self, tail: bytes) -> Batch:
+    pending, offset = {}, 0
+    for name in sorted(self._spec.shapes):
+      shape, dtype = self._spec.shapes[name], np.dtype(self._spec.dtypes[name])
+      size = int(np.prod(shape)) * dtype.itemsize
+      pending[name] = np.frombuffer(tail[offset:offset + size], dtype).reshape(shape).copy()
+      offset += size
+    return pending
+
+  def describe(self) -> Mapping[str, Any]:
+    """Returns what the batches are made from, and what is guaranteed about their order."""
+    return {**self._fingerprint, 'guarantee': GUARANTEE}
+
+  def close(self) -> None:
+    """Drops the tf.data pipeline and its threads."""
+    self._iterator = None
+    self._pending = None
+
+
+def _parse_state(state: bytes) -> tuple[dict[str, Any], bytes, bytes]:
+  try:
+    if not state.startswith(_MAGIC):
+      raise ValueError('it does not begin like one')
+    head, _, rest = state[len(_MAGIC):].partition(b'\n')
+    header = json.loads(head)
+    size = header['position_bytes']
+  except (ValueError, KeyError) as e:
+    raise DataError(
+        f'This data state ({len(state)} bytes) was not written by t5x_gpu.data.seqio_batches: {e}.',
+        fix='Set DatasetConfig.module to the module that the checkpoint was trained with.',
+        parameters=('DatasetConfig.module',)) from e
+  return header, rest[:size], rest[size:]
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+  return [f'{key}: saved {saved.get(key)!r}, now {now.get(key)!r}'
+          for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+
+
+def _options() -> tf.data.Options:
+  options = tf.data.Options()
+  options.deterministic = True
+  # With autotune a process hung 2 to 40 s at exit in the iterator's destructor; without, 1.5 to 2.5.
+  options.autotune.enabled = False
+  options.threading.private_threadpool_size = _THREADS
+  options.threading.max_intra_op_parallelism = 1
+  return options
+
+
+def _fingerprint(task: task_lookup.TaskOrMixture, config: DatasetConfig, *, feature_converter: str,
+                 repeat: bool) -> dict[str, Any]:
+  subtasks = seqio.get_subtasks(task)
+  facts = {
+      'task': config.mixture_or_task_name, 'split': config.split, 'seed': config.seed,
+      'shuffle': config.shuffle, 'pack': config.pack, 'batch_size': config.batch_size,
+      'task_feature_lengths': dict(config.task_feature_lengths), 'repeat': repeat,
+      'feature_converter': feature_converter, 'use_cached': config.use_cached,
+      'loss_on_targets_only': config.loss_on_targets_only,
+  }
+  for name, feature in sorted(task.output_features.items()):
+    facts[f'vocabulary of {name}'] = vocabulary_fingerprint(feature.vocabulary)
+  if isinstance(task, seqio.Mixture):
+    facts['rates'] = {subtask.name: float(task.get_rate(subtask)) for subtask in subtasks}
+  for subtask in subtasks:
+    if config.split in subtask.splits:
+      facts[f'source of {subtask.name}'] = sources.source_fingerprint(
+          subtask.source, split=config.split)
+  return facts
+
+
+def _dataset(task: task_lookup.TaskOrMixture, config: DatasetConfig, *,
+             converter: seqio.FeatureConverter, repeat: bool) -> tf.data.Dataset:
+  # Preprocessors of user tasks may use random operations without a seed of their own.
+  tf.random.set_seed(config.seed)
+  lengths = dict(config.task_feature_lengths)
+  # No in-memory cache: it would freeze the first epoch's order and swell the saved state.
+  examples = task.get_dataset(lengths, split=config.split, use_cached=config.use_cached,
+                              shuffle=config.shuffle, seed=config.seed,
+                              num_epochs=None if repeat else 1, try_in_mem_cache=False)
+  rows = converter(examples, task_feature_lengths=lengths)
+  batches = rows.batch(config.batch_size, drop_remainder=repeat)
+  return batches.prefetch(_PREFETCH_BATCHES).with_options(_options())
+
+
+def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str,
+                 repeat: bool = True) -> SeqioBatches:
+  """Returns the batches of `config`; the first one is already read, so that bad data shows here.
+
+  Args:
+    config: what to open.
+    spec: what the model takes, `features.batch_spec(...)`.
+    feature_converter: 'lm', 'prefix_lm' or 'encoder_decoder'.
+    repeat: reshuffle and start over at the end of the data. Otherwise stop there, the last batch
+      filled up with rows of loss weight 0.
+  Raises:
+    ConfigError: no such feature converter, or a task module that cannot be imported.
+    DataError: the task cannot give these batches.
+  """
+  features.check_batch_size(config.batch_size)
+  features.check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
+  converter = make_converter(feature_converter, pack=config.pack,
+                             loss_on_targets_only=config.loss_on_targets_only)
+  task = task_lookup.lookup(config)
+  task_lookup.check(task, config, spec=spec, feature_converter=feature_converter)
+
+  def problem() -> Optional[DataError]:
+    found = (sources.reading_problem(t.source) for t in seqio.get_subtasks(task))
+    return next((p for p in found if p is not None), None)
+
+  task_lookup.check_not_empty(task, config, problem=problem)
+  batches = SeqioBatches(
+      lambda: _dataset(task, config, converter=converter, repeat=repeat), spec=spec,
+      fingerprint=_fingerprint(task, config, feature_converter=feature_converter, repeat=repeat),
+      problem=problem, pad_last=not repeat)
+  batches.peek()
+  return batches
+
+
+def vocabulary(config: DatasetConfig) -> TextVocabulary:
+  """Returns the vocabulary of the task's targets, to encode prompts and decode samples."""
+  return text_vocabulary(task_lookup.lookup(config).output_features['targets'].vocabulary)

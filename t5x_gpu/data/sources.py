@@ -1,0 +1,191 @@
+"""Documents from files, as SeqIO data sources: read in a stable order, resumable at any point.
+
+SeqIO's own FileDataSource shuffles *paths*, which then sit in the saved iterator state and tie it
+to one machine. `DocumentSource` shuffles indices into a sorted list, so a state restores wherever
+the same files lie.
+"""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
+
+from t5x_gpu.data import files as files_lib
+from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.errors import DataError
+
+# A file is read in spans of this many lines (about 2.5 kB of source code): streaming, little state.
+LINES_PER_SPAN = 64
+# Files open at once, a span from each in turn: neighbours in the stream come from many files.
+FILES_AT_ONCE = 32
+
+Reader = Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
+
+
+class DocumentSource(seqio.DataSource):
+  """A SeqIO source over files, parsed by `reader(path, file_number)`.
+
+  Args:
+    files: returns split -> paths in a stable order; called once, when the data is opened.
+    reader: makes examples from one file.
+    splits: the keys of what `files` returns.
+  """
+
+  def __init__(self, files: Callable[[], Mapping[str, Sequence[str]]], *, reader: Reader,
+               splits: Sequence[str]):
+    self._list_files = functools.cache(files)
+    self._reader = reader
+    super().__init__(splits=tuple(splits))
+
+  @property
+  def supports_arbitrary_sharding(self) -> bool:
+    return False
+
+  def list_shards(self, split: str) -> Sequence[str]:
+    return list(self._list_files()[split])
+
+  def get_dataset(self, split: str = 'train', shuffle: bool = True, seed: Optional[int] = None,
+                  shard_info: Optional[seqio.ShardInfo] = None, *,
+                  sequence_length: Optional[Mapping[str, int]] = None, use_cached: bool = False,
+                  num_epochs: Optional[int] = 1) -> tf.data.Dataset:
+    del sequence_length, use_cached, num_epochs  # Task applies them.
+    files = self.list_shards(split)
+    paths = tf.constant(files, dtype=tf.string)
+    numbers = tf.data.Dataset.range(len(files))
+    if shard_info is not None:
+      numbers = numbers.shard(shard_info.num_shards, shard_info.index)
+    if shuffle:
+      numbers = numbers.shuffle(max(1, len(files)), seed=seed)
+    return numbers.interleave(lambda i: self._reader(tf.gather(paths, i), i),
+                              cycle_length=FILES_AT_ONCE, block_length=1)
+
+  def fingerprint(self, split: str) -> dict[str, Any]:
+    """Returns what identifies the data of `split`."""
+    return files_lib.fingerprint(self.list_shards(split))
+
+  @property
+  def problem(self) -> Optional[DataError]:
+    """What the reader found wrong with a file, if it did."""
+    return getattr(self._reader, 'problem', None)
+
+
+class HashSplitSource(seqio.DataSource):
+  """All documents of `files`, dealt to train and validation by a hash of their text."""
+
+  def __init__(self, files: Sequence[str], *, reader: Reader):
+    self._documents = DocumentSource(lambda: {'all': files}, reader=reader, splits=('all',))
+    super().__init__(splits=('train', 'validation'))
+
+  @property
+  def supports_arbitrary_sharding(self) -> bool:
+    return False
+
+  def list_shards(self, split: str) -> Sequence[str]:
+    del split  # Both splits read all files.
+    return self._documents.list_shards('all')
+
+  def get_dataset(self, split: str = 'train', shuffle: bool = True, seed: Optional[int] = None,
+                  shard_info: Optional[seqio.ShardInfo] = None, **unused: Any) -> tf.data.Dataset:
+    del unused
+    documents = self._documents.get_dataset('all', shuffle=shuffle, seed=seed,
+                                            shard_info=shard_info)
+    return documents.filter(lambda x: _is_validation(x) == (split == 'validation'))
+
+  def fingerprint(self, split: str) -> dict[str, Any]:
+    """Returns what identifies the data of both splits."""
+    del split
+    return self._documents.fingerprint('all')
+
+  @property
+  def problem(self) -> Optional[DataError]:
+    """What the reader found wrong with a file, if it did."""
+    return self._documents.problem
+
+
+def _is_validation(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
+  text = tf.strings.join([example[name] for name in ('inputs', 'targets') if name in example],
+                         separator='\t')
+  return tf.strings.to_hash_bucket_fast(text, files_lib.VALIDATION_ONE_IN) == 0
+
+
+def source_fingerprint(source: seqio.DataSource, *, split: str) -> dict[str, Any]:
+  """Returns JSON-ready facts that identify the data behind any SeqIO source."""
+  if isinstance(source, (DocumentSource, HashSplitSource)):
+    return source.fingerprint(split)
+  if isinstance(source, seqio.TfdsDataSource):
+    info = source.tfds_dataset.info
+    return {'tfds': info.full_name, 'examples': int(source.num_input_examples(split))}
+  if isinstance(source, seqio.FileDataSource):
+    paths = sorted(source.list_shards(split))
+    if paths and all(os.path.isfile(path) for path in paths):
+      return files_lib.fingerprint(paths)
+    # Not local files: names and sizes are what can be had without reading them.
+    sizes = [(os.path.basename(path), tf.io.gfile.stat(path).length) for path in paths]
+    return {'files': len(paths), 'bytes': sum(size for _, size in sizes),
+            'hash': hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]}
+  return {'kind': type(source).__name__, 'examples': source.num_input_examples(split)}
+
+
+def reading_problem(source: seqio.DataSource) -> Optional[DataError]:
+  """Returns the DataError that a reader of `source` met inside tf.data, if it did."""
+  return getattr(source, 'problem', None)
+
+
+def read_spans(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
+  """Yields {'targets': up to 64 lines of the file, 'document_end': is it its last span}."""
+  del file_number
+  lines = tf.data.TextLineDataset(path).map(lambda line: (line + '\n', False))
+  end = tf.data.Dataset.from_tensors((tf.constant(''), tf.constant(True)))
+  spans = lines.concatenate(end).batch(LINES_PER_SPAN).map(
+      lambda text, is_end: {'targets': tf.strings.reduce_join(text),
+                            'document_end': tf.reduce_any(is_end)})
+  return spans.filter(lambda span: tf.strings.length(span['targets']) > 0)
+
+
+def read_lines(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
+  """Yields {'targets': line, 'document_end': True} for each line that is not blank."""
+  del file_number
+  lines = tf.data.TextLineDataset(path).filter(
+      lambda line: tf.strings.length(tf.strings.strip(line)) > 0)
+  return lines.map(lambda line: {'targets': line, 'document_end': True})
+
+
+class JsonLines:
+  """A reader of JSON objects, one per line, with the string fields of `keys`.
+
+  `problem` is the DataError (file:line) of the first broken line: TensorFlow can only carry text
+  out of its threads, so the iterator looks here when tf.data fails.
+  """
+
+  def __init__(self, paths: Sequence[str], *, keys: Mapping[str, str]):
+    self._paths = list(paths)
+    self._keys = dict(keys)  # JSON key -> feature
+    self.problem: Optional[DataError] = None
+
+  def __call__(self, path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
+    del path
+
+    def parse(number: Any, index: Any, line: bytes) -> list[bytes]:
+      if not line.strip():
+        return [b''] * len(self._keys)
+      try:
+        return list(files_lib.json_fields(line, keys=list(self._keys),
+                                where=f'{self._paths[int(number)]}:{int(index) + 1}'))
+      except DataError as e:
+        self.problem = self.problem or e
+        raise
+
+    def features(index: tf.Tensor, line: tf.Tensor) -> dict[str, tf.Tensor]:
+      # A stateless Python function: it does not enter the iterator's state.
+      fields = tf.numpy_function(parse, [file_number, index, line], [tf.string] * len(self._keys),
+                                 stateful=False)
+      example = {feature: tf.ensure_shape(text, [])
+                 for feature, text in zip(self._keys.values(), fields)}
+      return {**example, 'document_end': tf.constant(True)}
+
+    lines = tf.data.TextLineDataset(tf.gather(tf.constant(self._paths), file_number)).enumerate()
+    first = next(iter(self._keys.values()))
+    return lines.map(features).filter(lambda example: tf.strings.length(example[first]) > 0)
+
+

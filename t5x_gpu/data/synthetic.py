@@ -1,0 +1,153 @@
+"""Random batches without TensorFlow: for benchmarks, dry runs and tests of everything after data.
+
+Batch t is a function of (seed, spec, t), so that any step can be reached at once.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.features import check_batch_size, check_lengths
+from t5x_gpu.errors import DataError
+
+SEGMENTS_PER_ROW = 4
+EVAL_BATCHES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+  """Where the segments of a row of `length` tokens begin; all of `[length]`, int32."""
+  segment_ids: np.ndarray
+  positions: np.ndarray
+  is_input: np.ndarray
+
+
+def _rows(length: int, *, pack: bool) -> _Rows:
+  segments = min(SEGMENTS_PER_ROW, length) if pack else 1
+  segment = np.arange(length) * segments // length
+  starts = np.searchsorted(segment, np.arange(segments))
+  sizes = np.diff(np.append(starts, length))
+  positions = np.arange(length) - starts[segment]
+  return _Rows(segment_ids=(segment + 1).astype(np.int32), positions=positions.astype(np.int32),
+               is_input=(positions < sizes[segment] // 2).astype(np.int32))
+
+
+class SyntheticBatches:
+  """A `BatchIterator` over uniformly random token ids in [1, vocab), weights 1, no padding."""
+
+  def __init__(self, spec: BatchSpec, *, seed: int, num_batches: Optional[int],
+               loss_on_targets_only: bool = True):
+    self._spec = spec
+    self._seed = seed
+    self._num_batches = num_batches
+    self._loss_on_targets_only = loss_on_targets_only
+    self._step = 0
+    self._closed = False
+
+  def __iter__(self) -> Iterator[Batch]:
+    return self
+
+  def __next__(self) -> Batch:
+    batch = self.peek()
+    self._step += 1
+    return batch
+
+  def peek(self) -> Batch:
+    """Returns the next batch without taking it."""
+    if self._closed or (self._num_batches is not None and self._step >= self._num_batches):
+      raise StopIteration
+    return self._batch(self._step)
+
+  def get_state(self) -> bytes:
+    return json.dumps({'batches_taken': self._step, 'data': self._fingerprint()}).encode()
+
+  def set_state(self, state: bytes) -> None:
+    try:
+      saved = json.loads(state)
+      step, data = int(saved['batches_taken']), dict(saved['data'])
+    except (ValueError, KeyError, TypeError) as e:
+      raise DataError(
+          f'This data state ({len(state)} bytes) was not written by t5x_gpu.data.synthetic.',
+          fix='Set DatasetConfig.module to the module that the checkpoint was trained with.',
+          parameters=('DatasetConfig.module',)) from e
+    now = self._fingerprint()
+    wrong = [f'{key}: saved {data.get(key)!r}, now {now.get(key)!r}'
+             for key in sorted(data.keys() | now.keys()) if data.get(key) != now.get(key)]
+    if wrong:
+      raise DataError('The data is not what the checkpoint was trained on:\n  '
+                      + '\n  '.join(wrong),
+                      fix='Restore these values, or start anew in another MODEL_DIR.')
+    self._step = step
+
+  def describe(self) -> Mapping[str, Any]:
+    return {**self._fingerprint(), 'guarantee':
+            'random ids; the global batch at step t depends on (seed, spec, t) alone'}
+
+  def close(self) -> None:
+    """Ends the iterator; it holds nothing."""
+    self._closed = True
+
+  def _fingerprint(self) -> dict[str, Any]:
+    return {'task': 'synthetic', 'seed': self._seed, 'num_batches': self._num_batches,
+            'shapes': {name: list(shape) for name, shape in sorted(self._spec.shapes.items())},
+            'vocab_sizes': dict(sorted(self._spec.vocab_sizes.items())),
+            'loss_on_targets_only': self._loss_on_targets_only}
+
+  def _batch(self, step: int) -> Batch:
+    # Philox counts: the stream of (seed, step) needs no predecessor.
+    random = np.random.Generator(np.random.Philox(key=[self._seed, step]))
+    spec, batch = self._spec, {}
+    for name in ('encoder_input_tokens', 'decoder_target_tokens'):
+      if name in spec.shapes:
+        batch[name] = random.integers(1, spec.vocab_sizes[name], size=spec.shapes[name],
+                                      dtype=np.int32)
+    for name, shape in spec.shapes.items():
+      if name not in batch:
+        batch[name] = self._derived(name, shape, batch)
+    return {name: batch[name].astype(spec.dtypes[name], copy=False) for name in spec.shapes}
+
+  def _derived(self, name: str, shape: tuple[int, ...], tokens: Batch) -> np.ndarray:
+    stack = name.split('_')[0]
+    rows = _rows(shape[1], pack=f'{stack}_segment_ids' in self._spec.shapes)
+    if name == 'decoder_input_tokens':
+      targets = tokens['decoder_target_tokens']
+      shifted = np.pad(targets[:, :-1], ((0, 0), (1, 0)))
+      return np.where(rows.positions == 0, 0, shifted)
+    if name == 'decoder_loss_weights':
+      row = np.ones(shape[1], np.int32)
+      if 'decoder_causal_attention' in self._spec.shapes and self._loss_on_targets_only:
+        row = 1 - rows.is_input
+    elif name == 'decoder_causal_attention':
+      # As in SeqIO the prefix reaches one further: where the last input is read.
+      row = rows.is_input | (rows.positions == 0) | np.append(0, rows.is_input[:-1])
+    elif name.endswith('_segment_ids'):
+      row = rows.segment_ids
+    elif name.endswith('_positions'):
+      row = rows.positions
+    else:
+      raise DataError(f'Synthetic batches cannot make feature {name!r}.',
+                      fix="Set DatasetConfig.module = 't5x_gpu.data.seqio_batches'.",
+                      parameters=('DatasetConfig.module',))
+    return np.broadcast_to(row, shape).copy()
+
+
+def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str,
+                 repeat: bool = True) -> SyntheticBatches:
+  """Returns random batches of `spec`: endless, or `EVAL_BATCHES` of them without `repeat`.
+
+  Raises:
+    DataError: batch size or lengths that no task could have either.
+  """
+  check_batch_size(config.batch_size)
+  check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
+  return SyntheticBatches(spec, seed=config.seed, num_batches=None if repeat else EVAL_BATCHES,
+                          loss_on_targets_only=config.loss_on_targets_only)
+
+
+def vocabulary(config: DatasetConfig) -> None:
+  """Returns None: random ids stand for no text."""
+  del config

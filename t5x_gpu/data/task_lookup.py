@@ -1,0 +1,155 @@
+"""From the names in a DatasetConfig to a SeqIO Task or Mixture that can give the batches asked for."""
+
+import importlib
+from collections.abc import Callable
+from typing import Optional, Union
+
+from t5x_gpu.data import tasks
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.features import layout
+from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.vocabularies import named_vocabulary, vocabulary_name
+from t5x_gpu.errors import ConfigError, DataError, did_you_mean
+
+TaskOrMixture = Union[seqio.Task, seqio.Mixture]
+_NAME = 'DatasetConfig.mixture_or_task_name'
+_LISTED = 12
+
+
+def lookup(config: DatasetConfig) -> TaskOrMixture:
+  """Returns the Task or Mixture of `config`, with the vocabulary that `config` asks for.
+
+  Raises:
+    ConfigError: `mixture_or_task_module` cannot be imported.
+    DataError: no such task, no such file, no such vocabulary.
+  """
+  if config.mixture_or_task_module:
+    _import(config.mixture_or_task_module)
+  name = config.mixture_or_task_name
+  kind, colon, pattern = name.partition(':')
+  if colon and kind in tasks.PATTERN_TASKS:
+    found = tasks.PATTERN_TASKS[kind](pattern)
+  else:
+    found = _registered(name)
+  if config.vocabulary is None:
+    return found
+  return seqio.helpers.mixture_or_task_with_new_vocab(
+      found, f'{found.name}.with_vocabulary', new_vocab=named_vocabulary(config.vocabulary),
+      add_to_seqio_registry=False)
+
+
+def _import(module: str) -> None:
+  try:
+    importlib.import_module(module)
+  except ModuleNotFoundError as e:
+    # A module that the task module needs is another trouble than the task module itself.
+    missing = e.name if e.name and not f'{module}.'.startswith(f'{e.name}.') else None
+    raise ConfigError(
+        f'DatasetConfig.mixture_or_task_module = {module!r} cannot be imported: '
+        + (f'it needs {missing!r}, which is not installed.' if missing else 'there is none.'),
+        fix=(f'pip install {missing}' if missing else
+             'Give it as in an import statement (my_project.tasks), and run where that import '
+             'works, or install the project.'),
+        parameters=('DatasetConfig.mixture_or_task_module',)) from e
+
+
+def _registered(name: str) -> TaskOrMixture:
+  registered = {**{n: seqio.MixtureRegistry for n in seqio.MixtureRegistry.names()},
+                **{n: seqio.TaskRegistry for n in seqio.TaskRegistry.names()}}
+  if name not in registered:
+    name = tasks.ALIASES.get(name, name)
+  if name in registered:
+    return registered[name].get(name)
+  others = sorted(set(registered) - set(tasks.OWN_TASKS))
+  names = list(tasks.OWN_TASKS) + others[:_LISTED]
+  patterns = ', '.join(f'{kind}:PATTERN' for kind in tasks.PATTERN_TASKS)
+  raise DataError(
+      f'No SeqIO Task or Mixture is called {name!r}.'
+      + did_you_mean(name, [*registered, *tasks.ALIASES, *tasks.PATTERN_TASKS]) + '\n'
+      f'  {len(registered)} are registered: {", ".join(names)}'
+      + (f', and {len(others) - _LISTED} more' if len(others) > _LISTED else '')
+      + f'. Files need no task: {patterns}.',
+      fix='Set MIXTURE_OR_TASK_NAME to one of these, or DatasetConfig.mixture_or_task_module to the '
+          'module that registers yours.', parameters=(_NAME,))
+
+
+def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
+          feature_converter: str) -> None:
+  """Raises DataError unless `task` has the split, features and ids that the model takes."""
+  splits = sorted(task.splits)
+  if config.split not in splits:
+    raise DataError(
+        f'{config.mixture_or_task_name!r} has no split {config.split!r}.'
+        + did_you_mean(config.split, splits)
+        + f' It has {", ".join(repr(split) for split in splits) or "none"}.',
+        fix='Set DatasetConfig.split to one of these.', parameters=('DatasetConfig.split',))
+  kind = layout(feature_converter)
+  missing = [name for name in kind.task_features if name not in task.output_features]
+  if missing:
+    have = sorted(task.output_features)
+    hint = (" For a language-model task ('targets' alone) take 'lm'." if have == ['targets'] else '')
+    raise DataError(
+        f'Feature converter {feature_converter!r} needs '
+        + ' and '.join(repr(name) for name in kind.task_features)
+        + f'; {config.mixture_or_task_name!r} gives ' + ', '.join(repr(name) for name in have)
+        + ' alone.',
+        fix="Take another task, or the model and feature converter that fit this one." + hint,
+        parameters=(_NAME,))
+  _check_vocabulary(task, config, spec=spec, feature_converter=feature_converter)
+
+
+def _check_vocabulary(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
+                      feature_converter: str) -> None:
+  for model_feature, parts in layout(feature_converter).tokens.items():
+    bound = spec.vocab_sizes.get(model_feature)
+    for part in parts:
+      vocabulary = task.output_features[part].vocabulary
+      size = vocabulary.vocab_size
+      if bound is not None and size > bound:
+        rounded = -(-size // 128) * 128
+        raise DataError(
+            f'{config.mixture_or_task_name!r} has {size:,} token ids in {part!r} '
+            f'({vocabulary_name(vocabulary)}); the model has a vocabulary of {bound:,}, so ids '
+            f'{bound:,} to {size - 1:,} would be lost.',
+            fix=f"Set the model's vocab_size to at least {size} ({rounded} is the next multiple of "
+                '128), or DatasetConfig.vocabulary to a smaller one.',
+            parameters=('DatasetConfig.vocabulary', _NAME))
+
+
+def check_not_empty(task: TaskOrMixture, config: DatasetConfig, *,
+                    problem: Callable[[], Optional[DataError]]) -> None:
+  """Raises DataError if the split has no example left after preprocessing.
+
+  Endless repetition of nothing would hang, so this reads one example of one unshuffled epoch first.
+
+  Args:
+    task: what to read.
+    config: split and lengths.
+    problem: returns what a reader found wrong, when tf.data fails.
+  """
+  try:
+    examples = task.get_dataset(dict(config.task_feature_lengths), split=config.split,
+                                use_cached=config.use_cached, shuffle=False, seed=config.seed,
+                                num_epochs=1, try_in_mem_cache=False)
+    found = any(True for _ in examples.take(1))
+  except (tf.errors.OpError, ValueError, AssertionError) as e:
+    raise problem() or DataError(
+        f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: '
+        f'{str(e).strip().splitlines()[0]}', fix=_reading_fix(task), parameters=(_NAME,)) from e
+  if not found:
+    splits = ', '.join(repr(split) for split in sorted(task.splits))
+    raise DataError(
+        f'{config.mixture_or_task_name!r} has no example in split {config.split!r} '
+        f'(its splits: {splits}).',
+        fix='Set DatasetConfig.split to one with data, or give the task more text: where a hash '
+            'deals the documents, a handful may all go to one split.',
+        parameters=('DatasetConfig.split', _NAME))
+
+
+def _reading_fix(task: TaskOrMixture) -> str:
+  for subtask in seqio.get_subtasks(task):
+    if isinstance(subtask.source, seqio.TfdsDataSource):
+      name = subtask.source.tfds_dataset.name
+      return (f'Prepare it once with: tfds build {name.split(":")[0]} --data_dir=DIR\n'
+              'and give the training run --tfds_data_dir=DIR (nothing is downloaded by a run).')
+  return 'Check the files and the preprocessors of the task.'
