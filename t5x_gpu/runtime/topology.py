@@ -56,19 +56,20 @@ def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list
   """Returns the topology of `devices` and the devices in host-major order.
 
   The order is the same on every process, and the same whether a host runs one process or one per
-  GPU. On GPUs JAX numbers the machines itself (`device.slice_index`, from the kernel's boot id or
-  from `JAX_PARTITION_INDEX`); where it does not, each process is taken for a host.
+  GPU. JAX itself numbers the machines of a run (`device.partition_index`, older `slice_index`), by
+  the boot id of their kernels, and on GPUs by `JAX_PARTITION_INDEX` where that is set; devices
+  without such a number are grouped by process.
 
   Args:
     devices: all devices of the run, `jax.devices()` by default.
   Raises:
     MeshError: the hosts do not have the same number of devices.
-  Source: https://github.com/jax-ml/jax/issues/13021 (slice_index on GPU).
+  Source: https://github.com/jax-ml/jax/issues/13021 (why slice_index exists on GPUs).
   """
   devices = list(jax.devices() if devices is None else devices)
   if len({device.process_index for device in devices}) == 1:
     return group_by_host(devices, lambda device: 0, reason='one process')
-  # 'partition_index' is the newer word for the same number.
+  # Two names of one number; JAX 0.10 and 0.11 have both.
   for attribute in ('partition_index', 'slice_index'):
     if all(getattr(device, attribute, None) is not None for device in devices):
       return group_by_host(devices, lambda device: getattr(device, attribute),

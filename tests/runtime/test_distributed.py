@@ -1,0 +1,127 @@
+"""Two real processes over loopback agree on values; one process needs nothing."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.runtime import distributed
+
+DEADLINE_SECONDS = 120
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def free_port() -> int:
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    return s.getsockname()[1]
+
+
+def run_two(folder: pathlib.Path, *, prefixes=((), ())) -> list[dict]:
+  """Returns what each of two processes printed; `prefixes` are put before their commands."""
+  address = f'127.0.0.1:{free_port()}'
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT),
+         'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+  script = str(pathlib.Path(__file__).parent / 'two_processes.py')
+  processes = [subprocess.Popen(
+      [*prefix, sys.executable, script, address, str(i), str(folder)], env=env,
+      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+      for i, prefix in enumerate(prefixes)]
+  try:
+    outputs = [process.communicate(timeout=DEADLINE_SECONDS)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+  for process, output in zip(processes, outputs):
+    assert process.returncode == 0, output
+  return [json.loads(line.removeprefix('RESULT ')) for output in outputs
+          for line in output.splitlines() if line.startswith('RESULT ')]
+
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory) -> list[dict]:
+  return run_two(tmp_path_factory.mktemp('one_host'))
+
+
+def test_flags_join_two_processes(results):
+  assert [r['joined'] for r in results] == [True, True]
+  assert [r['index'] for r in results] == [0, 1]
+  assert [r['count'] for r in results] == [2, 2]
+  assert [r['main'] for r in results] == [True, False]
+
+
+def test_barrier_waits_for_the_slower_process(results):
+  assert [r['barrier'] for r in results] == [[True] * 6] * 2
+
+
+def test_broadcast_gives_everyone_the_value_of_process_0(results):
+  assert [r['broadcast'] for r in results] == [{'from': 0, 'text': 'é' * 100}] * 2
+
+
+def test_gather_gives_everyone_all_values_in_order(results):
+  assert [r['gathered'] for r in results] == [[{'i': 0, 'pad': ''}, {'i': 1, 'pad': 'x' * 50}]] * 2
+
+
+def test_a_difference_is_an_error_on_every_process_that_shows_both(results):
+  for r in results:
+    assert 'The config is not the same on all 2 processes' in r['difference']
+    assert '"lr": 0.1' in r['difference'] and '"lr": 0.2' in r['difference']
+
+
+def test_two_processes_of_one_machine_are_one_host(results):
+  for r in results:
+    assert r['topology'] == [1, 4]
+    assert 'partition_index' in r['reason']
+    assert r['sum'] == 28.
+
+
+def test_machines_are_told_apart_by_boot_id_and_keep_model_inside(tmp_path):
+  # A second "machine": the same one, with another boot id in a mount namespace of its own.
+  (tmp_path / 'boot_id').write_text('11111111-2222-3333-4444-555555555555\n')
+  mount = f'mount --bind {tmp_path}/boot_id /proc/sys/kernel/random/boot_id && exec "$@"'
+  other = next((prefix for prefix in (['unshare', '-m', 'sh', '-c', mount, 'sh'],
+                                      ['unshare', '-rm', 'sh', '-c', mount, 'sh'])
+                if subprocess.run([*prefix, 'true'], capture_output=True).returncode == 0), None)
+  if other is None:
+    pytest.skip('mount namespaces are not allowed here')
+  for r in run_two(tmp_path, prefixes=((), other)):
+    assert r['topology'] == [2, 2]
+    assert r['model_groups'] == [[0], [1]]
+    assert r['sum'] == 28.
+
+
+def test_without_flags_nothing_is_started():
+  assert distributed.initialize_from_flags() is False
+  assert (distributed.process_index(), distributed.process_count()) == (0, 1)
+  assert distributed.is_main_process()
+
+
+def test_one_process_agrees_with_itself():
+  value = object()
+  assert distributed.broadcast_json(value) is value
+  assert distributed.gather_json(value) == [value]
+  distributed.assert_equal_across_hosts(value, 'anything')
+  distributed.barrier('here')
+
+
+@pytest.mark.parametrize('flags, words', [
+    (('h:1', None, None), '--process_count and --process_index'),
+    ((None, 2, 0), '--coordinator_address'),
+    (('h', 2, 0), 'not HOST:PORT'),
+    (('h:x', 2, 0), 'not HOST:PORT'),
+    (('h:70000', 2, 0), 'not HOST:PORT'),
+    ((':1', 2, 0), 'not HOST:PORT'),
+    (('h:1', 2, 2), 'from 0 to 1'),
+    (('h:1', 2, -1), 'from 0 to 1'),
+    (('h:1', 0, 0), 'start at least one'),
+])
+def test_flags_that_cannot_work_are_refused_before_any_waiting(flags, words):
+  with pytest.raises(ConfigError, match='--process_count|--coordinator_address') as e:
+    distributed.initialize_from_flags(*flags)
+  assert words in str(e.value)

@@ -1,0 +1,68 @@
+"""Run by test_distributed as two real processes; prints one line of JSON with what each saw."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.partitioning.mesh import build_mesh, resolve_mesh_sizes
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.topology import discover
+
+
+def mesh_results() -> dict:
+  topology, devices = discover()
+  sizes = resolve_mesh_sizes(topology, num_partitions=2)
+  mesh = build_mesh(sizes, topology, devices)
+  x = jax.make_array_from_callback(
+      (4, 2), jax.NamedSharding(mesh, jax.P('data', 'model')),
+      lambda index: np.arange(8.).reshape(4, 2)[index])
+  return {
+      'topology': [topology.num_hosts, topology.devices_per_host],
+      'reason': topology.reason,
+      'model_groups': [sorted({d.process_index for d in group})
+                       for group in mesh.devices.reshape(-1, 2)],
+      'sum': float(jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(x)),
+  }
+
+
+def barrier_rounds(folder: pathlib.Path, index: int) -> list[bool]:
+  """Returns, for each round, whether what the other wrote before the barrier was there after it."""
+  seen = []
+  for i in range(6):
+    if i % 2 == index:
+      # Something that takes the writer longer than the other takes to arrive.
+      np.linalg.svd(np.random.default_rng(i).normal(size=(300, 300)))
+      (folder / f'round_{i}').touch()
+    distributed.barrier(f'round {i}')
+    seen.append((folder / f'round_{i}').exists())
+  return seen
+
+
+def main(address: str, index: int, folder: str) -> None:
+  joined = distributed.initialize_from_flags(address, 2, index, timeout_seconds=60)
+  results = {
+      'joined': joined,
+      'index': distributed.process_index(),
+      'count': distributed.process_count(),
+      'main': distributed.is_main_process(),
+      'barrier': barrier_rounds(pathlib.Path(folder), index),
+      'broadcast': distributed.broadcast_json(
+          {'from': 0, 'text': 'é' * 100} if index == 0 else None),
+      'gathered': distributed.gather_json({'i': index, 'pad': 'x' * (50 * index)}),
+      **mesh_results(),
+  }
+  distributed.assert_equal_across_hosts({'a': 1, 'b': [2]} if index else {'b': [2], 'a': 1}, 'same')
+  try:
+    distributed.assert_equal_across_hosts({'steps': 100, 'lr': 0.1 * (index + 1)}, 'The config')
+  except ConfigError as e:
+    results['difference'] = str(e)
+  print('RESULT ' + json.dumps(results), flush=True)
+  jax.distributed.shutdown()
+
+
+if __name__ == '__main__':
+  main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
