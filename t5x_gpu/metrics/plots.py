@@ -1,0 +1,184 @@
+"""Pictures of a run: `loss.png` from its metrics file, and a sparkline for the terminal."""
+
+import importlib
+import math
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.metrics import writers
+
+_BLOCKS, _ASCII_BLOCKS = '▁▂▃▄▅▆▇█', '_.-=+*%#'
+# Okabe-Ito colours: told apart also by colour-blind readers and in grey print.
+_TRAIN, _EVAL, _GREY, _RATE = '#0072B2', '#D55E00', '#666666', '#009E73'
+
+
+def sparkline(values: Sequence[float], *, width: int = 40, ascii_only: bool = False) -> str:
+  """Returns `values` as one line of at most `width` blocks, lowest to highest.
+
+  More values than `width` are averaged in groups; values that are not finite show as `!`.
+  """
+  values = [float(v) for v in values]
+  if len(values) > width:
+    edges = [i * len(values) // width for i in range(width + 1)]
+    values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
+  finite = [v for v in values if math.isfinite(v)]
+  if not finite:
+    return '!' * len(values)
+  blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
+  low, high = min(finite), max(finite)
+  scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+  return ''.join(blocks[round((v - low) * scale)] if math.isfinite(v) else '!' for v in values)
+
+
+def series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+  """Returns steps and values of `key`, in order of steps; of one step's repeats the last counts."""
+  by_step = {r['step']: float(r[key]) for r in records if r.get(key) is not None}
+  steps = sorted(by_step)
+  return steps, [by_step[step] for step in steps]
+
+
+def smooth(values: Sequence[float], *, span: float) -> list[float]:
+  """Returns a curve through `values` that follows about `span` neighbours, without lag.
+
+  Local linear regression with Gaussian weights (Fan and Gijbels 1996, section 2.2). An exponential
+  average was tried first: it ran above a falling loss by a tenth of the picture, and its last value
+  was not where the loss is. Values that are not finite weigh nothing.
+  """
+  y = np.asarray(values, np.float64)
+  known = np.isfinite(y)
+  sigma = max(span / 2, 0.5)
+  radius = math.ceil(4 * sigma)
+  offsets = np.arange(-radius, radius + 1)
+  kernel = np.exp(-0.5 * (offsets / sigma) ** 2)
+
+  def moment(x: np.ndarray, power: int) -> np.ndarray:
+    # convolve flips the kernel: weights of x[i + k] are kernel(k) * k**power
+    full = np.convolve(x, (kernel * offsets.astype(np.float64) ** power)[::-1])
+    return full[radius:radius + len(x)]
+
+  weight, value = known.astype(np.float64), np.where(known, y, 0.0)
+  s0, s1, s2 = (moment(weight, power) for power in range(3))
+  t0, t1 = (moment(value, power) for power in range(2))
+  determinant = s0 * s2 - s1 * s1
+  with np.errstate(divide='ignore', invalid='ignore'):
+    line, mean = (s2 * t0 - s1 * t1) / determinant, t0 / s0
+  # One known neighbour alone has no slope; no known neighbour, no value.
+  out = np.where(determinant > 1e-9 * s0 * s2, line, mean)
+  return np.where(s0 > 1e-12, out, np.nan).tolist()
+
+
+def _finite(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+  pairs = [(s, v) for s, v in zip(steps, values) if math.isfinite(v)]
+  return [s for s, _ in pairs], [v for _, v in pairs]
+
+
+def _figure(size: tuple[float, float]) -> Any:
+  """Returns a figure on matplotlib's Agg canvas; no display and no pyplot state are touched."""
+  try:
+    figure = importlib.import_module('matplotlib.figure').Figure(
+        figsize=size, dpi=150, layout='constrained')
+    importlib.import_module('matplotlib.backends.backend_agg').FigureCanvasAgg(figure)
+  except ModuleNotFoundError as e:
+    raise ConfigError(f'A plot was asked for, but {e.name} is not installed.',
+                      fix="Run: pip install 'matplotlib>=3.9'") from e
+  return figure
+
+
+def _tidy(axes: Any) -> None:
+  """Leaves of the frame what helps reading."""
+  for side in ('top', 'right'):
+    axes.spines[side].set_visible(False)
+  axes.grid(axis='y', color='#DDDDDD', linewidth=0.6)
+  axes.set_axisbelow(True)
+  axes.tick_params(labelsize=8)
+
+
+def _draw_losses(axes: Any, train: tuple[list[int], list[float]],
+                 evals: tuple[list[int], list[float]], vocab_size: Optional[int]) -> None:
+  steps, values = _finite(*train)
+  dense = len(steps) > 30  # few points: the raw line is the curve
+  if dense:
+    smoothed = smooth(values, span=min(len(values) / 20, 200))
+    axes.plot(steps, values, color=_TRAIN, linewidth=0.8, alpha=0.35, label='train, each log')
+    axes.plot(steps, smoothed, color=_TRAIN, linewidth=1.8,
+              label=f'train, smoothed ({smoothed[-1]:.3f})')
+  elif steps:
+    axes.plot(steps, values, color=_TRAIN, linewidth=1.8, marker='o', markersize=3,
+              label=f'train ({values[-1]:.3f})')
+  steps, values = _finite(*evals)
+  if steps:
+    axes.plot(steps, values, color=_EVAL, linewidth=1.5, marker='o', markersize=4,
+              label=f'evaluation ({values[-1]:.3f})')
+  lost = sorted({s for s, v in (*zip(*train), *zip(*evals)) if not math.isfinite(v)})
+  if lost:  # along the lower edge, as they have no height
+    axes.plot(lost, [0.02] * len(lost), transform=axes.get_xaxis_transform(), linestyle='',
+              marker='x', markersize=5, color='#CC0000',
+              label=f'not finite, first at step {lost[0]:,}')
+  if vocab_size:
+    chance = math.log(vocab_size)
+    axes.axhline(chance, color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
+    axes.annotate(f'guessing: ln {vocab_size:,} = {chance:.2f}', (1, chance),
+                  xycoords=('axes fraction', 'data'), xytext=(0, -3), textcoords='offset points',
+                  ha='right', va='top', fontsize=8, color=_GREY)
+  axes.set_ylabel('loss per target token [nats]', fontsize=9)
+  if axes.get_legend_handles_labels()[0]:
+    # Below the line of guessing, which lies near the top of nearly every run.
+    axes.legend(frameon=False, fontsize=8, loc='upper right', bbox_to_anchor=(1, 0.88))
+  _tidy(axes)
+
+
+def plot_losses(metrics_jsonl_path: str | os.PathLike, png_path: str | os.PathLike, *,
+                vocab_size: Optional[int] = None, title: str = '') -> Optional[pathlib.Path]:
+  """Draws train and evaluation loss, and below them the learning rate; returns where, or None.
+
+  The raw train loss is pale with its smoothed curve on top. The picture replaces an older one only
+  when it is complete.
+
+  Args:
+    metrics_jsonl_path: file of `JsonLinesWriter`.
+    png_path: picture to write; its folder must exist.
+    vocab_size: draws the loss of a model that knows nothing, ln(vocab_size).
+    title: text above the picture, say the task and the model.
+  Returns:
+    The path of the picture; None when the file holds no loss yet, as nothing is drawn then.
+  Raises:
+    ConfigError: matplotlib is not installed.
+  """
+  records = writers.read_json_lines(metrics_jsonl_path)
+  train, evals = series(records, 'train/loss'), series(records, 'eval/loss')
+  rate = _finite(*series(records, 'train/learning_rate'))
+  if not train[0] and not evals[0]:
+    return None
+  figure = _figure((7.2, 4.6 if rate[0] else 3.6))
+  if rate[0]:
+    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    rates.plot(*rate, color=_RATE, linewidth=1.5, marker='o' if len(rate[0]) < 3 else '',
+               markersize=3)
+    rates.set_ylim(bottom=0)
+    rates.set_ylabel('learning rate', fontsize=9)
+    rates.ticklabel_format(axis='y', style='sci', scilimits=(-3, 3), useMathText=True)
+    rates.yaxis.get_offset_text().set_fontsize(8)
+    _tidy(rates)
+    bottom = rates
+  else:
+    losses = bottom = figure.subplots()
+  _draw_losses(losses, train, evals, vocab_size)
+  bottom.set_xlabel('step', fontsize=9)
+  # Step counts are whole numbers: no ticks at 2.5.
+  bottom.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+  bottom.xaxis.set_major_formatter('{x:,.0f}')
+  all_steps = sorted({*train[0], *evals[0]})
+  if len(all_steps) == 1:
+    bottom.set_xlim(all_steps[0] - 1, all_steps[0] + 1)
+  if title:
+    losses.set_title(title, fontsize=10, loc='left')
+  target = pathlib.Path(png_path)
+  temporary = target.with_name(f'.{target.name}.tmp')
+  figure.savefig(temporary, format='png')
+  os.replace(temporary, target)
+  return target
