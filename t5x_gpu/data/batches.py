@@ -7,6 +7,7 @@ Nothing here imports TensorFlow. A `DatasetConfig` names the module that opens i
 import dataclasses
 import hashlib
 import importlib
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional, Protocol
 
@@ -111,15 +112,33 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
     ConfigError: no such module.
     DataError: the task cannot give these batches.
   """
+  return _module(config).open_batches(config, spec=spec, feature_converter=feature_converter,
+                                      repeat=repeat)
+
+
+def open_vocabulary(config: DatasetConfig) -> Any:
+  """Returns what turns text into the ids of `config` and back: `encode`, `decode`, `size`, `eos_id`.
+
+  Raises:
+    ConfigError: no such module, or its batches have no text.
+  """
+  vocabulary = _module(config).vocabulary(config)
+  if vocabulary is None:
+    raise ConfigError(f'The batches of {config.module} have no text, so none can be sampled.',
+                      fix='Remove train.sample_cfg, or train on a task with a vocabulary.',
+                      parameters=('train.sample_cfg', 'DatasetConfig.module'))
+  return vocabulary
+
+
+def _module(config: DatasetConfig) -> types.ModuleType:
   try:
-    module = importlib.import_module(config.module)
+    return importlib.import_module(config.module)
   except ModuleNotFoundError as e:
     raise ConfigError(
         f'DatasetConfig.module = {config.module!r} cannot be imported: {e}.',
-        fix="Install the data extras (pip install 't5x_gpu[data]'), or set DatasetConfig.module = "
-            "'t5x_gpu.data.synthetic' for random batches without TensorFlow.",
+        fix="Install what is missing (pip install 't5x_gpu' brings SeqIO and TensorFlow), or set "
+            "DatasetConfig.module = 't5x_gpu.data.synthetic' for random batches without them.",
         parameters=('DatasetConfig.module',)) from e
-  return module.open_batches(config, spec=spec, feature_converter=feature_converter, repeat=repeat)
 
 
 def batch_hash(batch: Batch) -> str:

@@ -1,0 +1,37 @@
+"""`t5x_gpu COMMAND ...` (or `python -m t5x_gpu COMMAND ...`): the same as `python -m t5x_gpu.COMMAND`."""
+
+import importlib
+import sys
+
+from t5x_gpu import cli
+from t5x_gpu.errors import ConfigError, did_you_mean
+
+COMMANDS = {
+    'train': 'train a model from a gin file',
+    'bench': 'time the training step on synthetic batches',
+    'config': 'show or explain the values of a configuration',
+}
+
+
+def _run() -> int:
+  arguments = sys.argv[1:]
+  if not arguments or arguments[0] in ('-h', '--help'):
+    print('usage: t5x_gpu COMMAND [flags]\n\ncommands (each has --help):')
+    print('\n'.join(f'  {name:8} {text}' for name, text in COMMANDS.items()))
+    return 0
+  name, *rest = arguments
+  if name not in COMMANDS:
+    raise ConfigError(f'{name!r} is not a command.{did_you_mean(name, COMMANDS)}',
+                      fix=f'Commands: {", ".join(COMMANDS)}.')
+  module = importlib.import_module('t5x_gpu.config.__main__' if name == 'config'
+                                   else f't5x_gpu.{name}')
+  return module.main(rest)
+
+
+def main() -> None:
+  """Runs the command named on the command line and exits with its code."""
+  cli.run_main(_run)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,207 @@
+"""Saves in the background, restores onto today's mesh, keeps the last few.
+
+Orbax writes `MODEL_DIR/checkpoint_<step>`; a step exists only once it is committed, and older ones
+are deleted only after that. Each checkpoint holds three items: the state's arrays, the state of the
+data iterator, and the manifest.
+"""
+
+import base64
+import dataclasses
+import logging
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import jax
+import orbax.checkpoint as ocp
+
+from t5x_gpu.checkpoint.manifest import differences
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.training.train_state import TrainState
+
+PREFIX = 'checkpoint'
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """When to save and how many to keep.
+
+  Attributes:
+    period: steps between saves; the last step and an interrupted run are saved as well.
+    keep: how many of the last checkpoints stay; None for all.
+  """
+  period: int
+  keep: Optional[int] = 3
+
+  def __post_init__(self) -> None:
+    for name, value in (('period', self.period), ('keep', self.keep)):
+      if value is not None and value < 1:
+        raise CheckpointError(f'CheckpointConfig.{name} = {value} must be at least 1.',
+                              fix=f'Set CheckpointConfig.{name} to a number of '
+                                  f'{"steps" if name == "period" else "checkpoints"}.',
+                              parameters=(f'CheckpointConfig.{name}',))
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """A checkpoint, read.
+
+  Attributes:
+    state: on today's mesh.
+    data_state: for `BatchIterator.set_state`.
+    manifest: what the checkpoint says of itself.
+  """
+  state: TrainState
+  data_state: bytes
+  manifest: Mapping[str, Any]
+
+
+class Checkpointer:
+  """The checkpoints of one MODEL_DIR.
+
+  Args:
+    model_dir: absolute or relative folder; made if missing.
+    keep: how many checkpoints stay.
+  Raises:
+    CheckpointError: the folder cannot be made or written to.
+  """
+
+  def __init__(self, model_dir: str, *, keep: Optional[int] = 3):
+    self._dir = pathlib.Path(model_dir).absolute()
+    check_writable(self._dir)
+    self._manager = ocp.CheckpointManager(
+        self._dir, item_names=('state', 'data', 'manifest'),
+        options=ocp.CheckpointManagerOptions(max_to_keep=keep, step_prefix=PREFIX, create=True,
+                                             enable_async_checkpointing=True))
+
+  def path(self, step: int) -> pathlib.Path:
+    return self._dir / f'{PREFIX}_{step}'
+
+  def steps(self) -> list[int]:
+    """Returns the committed steps, oldest first."""
+    return sorted(self._manager.all_steps())
+
+  def save(self, step: int, state: TrainState, *, data_state: bytes,
+           manifest: Mapping[str, Any]) -> None:
+    """Starts to write `checkpoint_<step>`; returns once `state` may be overwritten.
+
+    Raises:
+      CheckpointError: this or an earlier save failed; nothing older has been deleted.
+    """
+    data = {'iterator': base64.b64encode(data_state).decode()}
+    try:
+      self._manager.check_for_errors()
+      written = self._manager.save(step, force=True, args=ocp.args.Composite(
+          state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data),
+          manifest=ocp.args.JsonSave(dict(manifest))))
+    except Exception as e:
+      raise self._save_error(step, e) from e
+    if not written:
+      raise CheckpointError(f'{self.path(step)} exists and was not overwritten.',
+                            fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
+                            parameters=('MODEL_DIR',))
+
+  def wait(self) -> None:
+    """Returns when everything is committed; raises CheckpointError if it could not be."""
+    try:
+      self._manager.wait_until_finished()
+      self._manager.check_for_errors()
+    except Exception as e:
+      raise self._save_error(None, e) from e
+
+  def close(self) -> None:
+    self._manager.close()
+
+  def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
+    what = 'The last checkpoint' if step is None else f'checkpoint_{step} (or the save before it)'
+    last = self.steps()[-1] if self.steps() else None
+    return CheckpointError(
+        f'{what} could not be written to {self._dir}: {type(e).__name__}: {e}',
+        fix=('No checkpoint has been committed yet.' if last is None else
+             f'The last good one is checkpoint_{last}; a restart continues from it.')
+        + f' Free space there: {_free_gib(self._dir)}.', parameters=('MODEL_DIR',))
+
+  def restore_latest(self, target: TrainState) -> Optional[Restored]:
+    """Returns the latest readable checkpoint on the mesh of `target`, or None without any.
+
+    A checkpoint that cannot be read is renamed to `corrupt_checkpoint_<step>`, with a warning that
+    says which one is used in its place.
+
+    Args:
+      target: shapes, dtypes and shardings of today.
+    Raises:
+      CheckpointError: the checkpoint is of another model, or none can be read.
+    """
+    steps = self.steps()
+    reasons: dict[int, str] = {}
+    for step in reversed(steps):
+      try:
+        manifest = self._read_json(step, 'manifest')
+        self._check_same_model(step, manifest, target)
+        restored = self._manager.restore(step, args=ocp.args.Composite(
+            state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore()))
+        data_state = base64.b64decode(restored['data']['iterator'])
+      except CheckpointError:
+        raise
+      except Exception as e:  # Orbax raises many kinds for a file that is cut, missing or garbled.
+        reasons[step] = f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'
+        _log.warning('checkpoint_%d cannot be read (%s); trying the one before it.', step,
+                     reasons[step])
+        continue
+      if reasons:
+        self._set_aside(reasons, used=step)
+      return Restored(restored['state'], data_state, manifest)
+    if reasons:
+      raise CheckpointError(
+          f'None of the {len(reasons)} checkpoints in {self._dir} can be read.\n'
+          + '\n'.join(f'  checkpoint_{step}: {reason}' for step, reason in reasons.items()),
+          fix='Set another MODEL_DIR to start anew, or move these folders away.',
+          parameters=('MODEL_DIR',))
+    return None
+
+  def _read_json(self, step: int, item: str) -> Mapping[str, Any]:
+    return self._manager.restore(
+        step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[item]
+
+  def _check_same_model(self, step: int, manifest: Mapping[str, Any], target: TrainState) -> None:
+    different = differences(manifest, target)
+    if different:
+      raise CheckpointError(
+          f'{self.path(step)} holds another model or optimizer:\n  ' + '\n  '.join(different),
+          fix='Set another MODEL_DIR for this model, or go back to the configuration of '
+              f'{self._dir / "config.gin"}. Nothing was overwritten.', parameters=('MODEL_DIR',))
+
+  def _set_aside(self, reasons: Mapping[int, str], *, used: int) -> None:
+    """Renames unreadable checkpoints, so that their steps can be written again."""
+    if jax.process_index() == 0:
+      for step in reasons:
+        aside = self._dir / f'corrupt_{PREFIX}_{step}'
+        count = 0
+        while aside.exists():
+          count += 1
+          aside = self._dir / f'corrupt_{PREFIX}_{step}.{count}'
+        os.rename(self.path(step), aside)
+        _log.warning('Continuing from checkpoint_%d; the unreadable checkpoint_%d is kept as %s.',
+                     used, step, aside.name)
+    self._manager.reload()
+
+
+def check_writable(folder: pathlib.Path) -> None:
+  """Makes `folder` if needed; raises CheckpointError unless files can be made in it."""
+  probe = folder / f'.write_test_{os.getpid()}'
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    probe.write_bytes(b'ok')
+    probe.unlink()
+  except OSError as e:
+    raise CheckpointError(
+        f'MODEL_DIR = {str(folder)!r} cannot be written to: {e.strerror or e}.',
+        fix='Set MODEL_DIR to a folder of yours with free space '
+            '(--gin.MODEL_DIR=runs/my_run).', parameters=('MODEL_DIR',)) from e
+
+
+def _free_gib(folder: pathlib.Path) -> str:
+  stats = os.statvfs(folder)
+  return f'{stats.f_bavail * stats.f_frsize / 2**30:.1f} GiB'

@@ -1,0 +1,71 @@
+"""Text from a language model, one token at a time."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.partitioning.axis_rules import shard
+from t5x_gpu.partitioning.partitioner import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+  """A text to continue, to see what a model has learnt.
+
+  Attributes:
+    prompt: the beginning.
+    num_tokens: tokens to add; prompt and continuation must fit the model's length.
+    temperature: 0 takes the likeliest token, 1 samples from the model's distribution.
+  """
+  prompt: str
+  num_tokens: int = 128
+  temperature: float = 0.7
+
+
+def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, length: int, rows: int,
+           num_tokens: int, temperature: float, seed: int = 0) -> np.ndarray:
+  """Returns token ids [rows, prompt + num_tokens], each row a continuation of `prompt`.
+
+  Every token costs a full forward pass of `length` positions: for short samples of small models.
+
+  Args:
+    model: has `logits(params, batch)`.
+    params: on `layout`.
+    prompt: [prompt_length] ids, at least one.
+    layout: mesh and rules; `rows` must divide over its batch axes.
+    length: positions of the forward pass, the training length.
+    num_tokens, temperature: as in SampleConfig.
+    seed: of the draws.
+  Raises:
+    ConfigError: prompt and continuation do not fit `length`.
+  """
+  end = len(prompt) + num_tokens
+  if len(prompt) < 1 or end > length:
+    raise ConfigError(f'The sample has {len(prompt)} prompt tokens + {num_tokens} new ones; the '
+                      f'model takes 2 to {length} in all.',
+                      fix=f'Set SampleConfig.num_tokens to at most {length - len(prompt)}.',
+                      parameters=('SampleConfig.num_tokens', 'SampleConfig.prompt'))
+  # Unwritten positions hold 1: not padding, so that the mask stays causal; nothing reads them.
+  tokens = np.ones((rows, length), np.int32)
+  tokens[:, :len(prompt)] = prompt
+
+  def continue_(params: Any, tokens: jax.Array) -> jax.Array:
+    def body(i: jax.Array, tokens: jax.Array) -> jax.Array:
+      inputs = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
+      logits = model.logits(params, {'decoder_input_tokens': inputs,
+                                     'decoder_target_tokens': tokens})[:, i]
+      if temperature > 0:
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        chosen = jax.random.categorical(key, logits / temperature)
+      else:
+        chosen = jnp.argmax(logits, axis=-1)
+      return shard(tokens.at[:, i].set(chosen.astype(jnp.int32)), 'batch', 'length')
+    return jax.lax.fori_loop(len(prompt), end, body, tokens)
+
+  out = layout.jit(continue_, out_shardings=layout.replicated)(
+      params, layout.put_batch({'tokens': tokens})['tokens'])
+  return np.asarray(out)[:, :end]

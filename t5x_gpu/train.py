@@ -1,0 +1,365 @@
+"""Train a model: `python -m t5x_gpu.train --gin_file=gin_configs/examples/demo.gin`.
+
+Read this file first: it is the only place where configuration, mesh, data, model, checkpoints and
+metrics meet. `train`'s arguments are what a gin file sets; below it come set-up, then the loop.
+"""
+
+import concurrent.futures
+import dataclasses
+import logging
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Optional
+
+import jax
+import numpy as np
+
+from t5x_gpu import cli
+from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Restored
+from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.config import gin_loader, report
+from t5x_gpu.data.batches import (
+    BatchIterator, DatasetConfig, batch_hash, open_batches, open_vocabulary)
+from t5x_gpu.errors import ConfigError, DataError, TrainingError
+from t5x_gpu.metrics import logging_setup, plots, reduce
+from t5x_gpu.metrics.progress import Progress, format_seconds
+from t5x_gpu.metrics.throughput import StepTimer
+from t5x_gpu.metrics.writers import JsonLinesWriter, MultiWriter, TensorBoardWriter
+from t5x_gpu.models.decoding import SampleConfig, sample
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.runtime.preemption import StopRequest
+from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.schedules import Schedule
+from t5x_gpu.training.summary import parameter_table, size_line
+
+_log = logging.getLogger(__name__)
+
+
+def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
+          partitioner: Partitioner, optimizer: Any, learning_rate: Schedule,
+          checkpoint_cfg: CheckpointConfig, total_steps: int, log_period: int,
+          train_eval_dataset_cfg: Optional[DatasetConfig] = None,
+          eval_period: Optional[int] = None, eval_steps: int = 20,
+          random_seed: int = 0, num_microbatches: int = 1, max_grad_norm: Optional[float] = None,
+          loss_normalizing_factor: Optional[float] = None,
+          sample_cfg: Optional[SampleConfig] = None,
+          summarize_config_fn: Optional[Callable[[str], None]] = None) -> int:
+  """Trains until `total_steps`, continuing from the latest checkpoint in `model_dir` if there is one.
+
+  Args:
+    model: a model of models/ (or yours with the same methods).
+    model_dir: folder of checkpoints, metrics and the configuration.
+    train_dataset_cfg: what to train on.
+    partitioner: how to split the run over the devices.
+    optimizer: of training/optimizers or training/adafactor.
+    learning_rate: schedule, a function of the step.
+    checkpoint_cfg: when to save, how many to keep.
+    total_steps: updates in all, those of earlier runs included.
+    log_period: steps between log lines.
+    train_eval_dataset_cfg: what to measure the loss on; None for no evaluation.
+    eval_period: steps between evaluations; None for one at the end.
+    eval_steps: batches per evaluation.
+    random_seed: of initialisation and dropout; the data order has DatasetConfig.seed.
+    num_microbatches: parts of the batch computed one after the other, to save memory.
+    max_grad_norm: global norm to which gradients are clipped.
+    loss_normalizing_factor: see training/train_step.py; None for the loss per target token.
+    sample_cfg: text to continue at the end.
+    summarize_config_fn: called with `model_dir` once nothing can stop the run from starting.
+  Returns:
+    The exit code: 0, or 128 + signal for a run that was stopped and saved itself.
+  """
+  # ---- 1. Shapes, shardings and every check that needs no data -------------------------------
+  _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
+                 eval_steps=eval_steps)
+  program = _build(model=model, optimizer=optimizer, schedule=learning_rate,
+                   partitioner=partitioner, dataset=train_dataset_cfg, seed=random_seed,
+                   num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
+                   loss_normalizing_factor=loss_normalizing_factor)
+  _say(program.layout.table())
+  _say(size_line(program))
+  checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.keep)
+
+  # ---- 2. Open the data while XLA compiles ----------------------------------------------------
+  with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
+    opening = pool.submit(_open_data, model, program, train_dataset_cfg, train_eval_dataset_cfg)
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    if opening.done():
+      opening.result()  # a mistake in the data is told before the compile, where it is quick
+    train_step = lowered.compile()
+    data, eval_data = opening.result()
+
+  # ---- 3. State: the latest checkpoint, else a fresh one --------------------------------------
+  restored = checkpointer.restore_latest(program.abstract_state)
+  state = restored.state if restored else program.init()
+  first_step = int(state.step)
+  if restored:
+    _resume_data(data, restored)
+    _say(f'Continuing from {checkpointer.path(first_step)}.')
+  if first_step >= total_steps:
+    _say(f'{model_dir} is already at step {first_step}; nothing to do up to '
+         f'TRAIN_STEPS = {total_steps}. Set TRAIN_STEPS higher to train on.')
+    return 0
+  if summarize_config_fn is not None and jax.process_index() == 0:
+    summarize_config_fn(model_dir)
+
+  # ---- 4. The loop -----------------------------------------------------------------------------
+  tokens_per_step = math.prod(next(iter(program.spec.shapes.values())))
+  timer = StepTimer(total_steps, tokens_per_step=tokens_per_step, first_step=first_step)
+  writer = _open_writers(model_dir, after_step=first_step)
+  evaluator = Evaluator(program, eval_data, eval_steps) if eval_data is not None else None
+  window = reduce.Accumulator()
+  unfinished: Optional[tuple[int, Any]] = None  # the step that the devices may still be computing
+  last_saved = first_step
+
+  def save(step: int) -> None:
+    nonlocal last_saved
+    with timer.pause('save'):
+      data_state = data.get_state()
+      checkpointer.save(step, state, data_state=data_state, manifest=make_manifest(
+          state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
+          next_batch_hash=batch_hash(data.peek())))
+    last_saved = step
+
+  def finish_step() -> None:
+    """Waits for the step under way, counts it, and stops the run if its loss is not finite."""
+    nonlocal unfinished
+    if unfinished is None:
+      return
+    step, sums = unfinished
+    unfinished = None
+    host_sums = reduce.to_host(sums)
+    timer.step_done()
+    _check_finite(step, host_sums, last_saved if last_saved else None)
+    window.add(host_sums)
+    progress.advance(step)
+    if step == 1:
+      _check_first_loss(reduce.means(host_sums).values['cross_entropy'], model)
+
+  with StopRequest() as stop, Progress(
+      total_steps, first_step=first_step, enabled=jax.process_index() == 0) as progress:
+    timer.restart()
+    for step in range(first_step + 1, total_steps + 1):
+      with timer.input_wait():
+        batch = next(data)
+      state, sums = train_step(state, program.layout.put_batch(batch))
+      # The step before this one is read only now, so that the devices always have the next one.
+      finish_step()
+      unfinished = (step, sums)
+      is_last = step == total_steps or stop.signal is not None
+      if is_last or step == 1 or step % log_period == 0:
+        finish_step()
+        values = window.means(prefix='train/').values
+        window.reset()
+        times = timer.window()
+        values.update(times.metrics(prefix='train/'))
+        writer.write(step, values)
+        progress.update(step, values, eta_seconds=times.eta_seconds)
+      if evaluator and (step == total_steps or (eval_period and step % eval_period == 0)):
+        finish_step()
+        with timer.pause('eval'):
+          values = evaluator.run(state.params)
+        writer.write(step, values)
+        progress.note(f'eval  step {step} | ' + ' | '.join(
+            f'{name.removeprefix("eval/")} {value:.4f}' for name, value in values.items()))
+      if is_last or step % checkpoint_cfg.period == 0:
+        finish_step()
+        save(step)
+      if is_last:
+        break
+
+  # ---- 5. Leave: everything committed, and what to look at -------------------------------------
+  checkpointer.wait()
+  checkpointer.close()
+  writer.close()
+  if stop.signal is not None:
+    _say(f'Stopped by {stop.signal.name} at step {step}; saved {checkpointer.path(step)}. '
+         'The same command continues it.')
+    return stop.exit_code
+  if sample_cfg is not None:
+    _say(_sample_text(model, program, state.params, train_dataset_cfg, sample_cfg))
+  _say(_closing(model_dir, model, step))
+  return 0
+
+
+class Evaluator:
+  """The mean loss over the same batches each time.
+
+  Args:
+    program: has the eval step.
+    batches: opened without repeat.
+    num_batches: at most this many; fewer if the data ends.
+  """
+
+  def __init__(self, program: Program, batches: BatchIterator, num_batches: int):
+    self._program = program
+    self._batches = batches
+    self._num_batches = num_batches
+    self._start = batches.get_state()
+
+  def run(self, params: Any) -> dict[str, float]:
+    """Returns eval/loss, eval/accuracy, ... of `params`."""
+    self._batches.set_state(self._start)
+    sums = reduce.Accumulator()
+    for _, batch in zip(range(self._num_batches), self._batches):
+      sums.add(self._program.eval_step(params, self._program.layout.put_batch(batch)))
+    return sums.means(prefix='eval/').values
+
+
+def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
+  topology, devices = topology_lib.discover()
+  return build_program(topology=topology, devices=devices, pack=dataset.pack,
+                       task_feature_lengths=dataset.task_feature_lengths,
+                       batch_size=dataset.batch_size, **options)
+
+
+def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
+               eval_cfg: Optional[DatasetConfig]
+               ) -> tuple[BatchIterator, Optional[BatchIterator]]:
+  """Returns the opened training and evaluation data; the first training batch has been checked."""
+  def opened(config: DatasetConfig, repeat: bool) -> BatchIterator:
+    return open_batches(config, spec=program.spec, repeat=repeat,
+                        feature_converter=model.feature_converter(config.task_feature_lengths))
+  if eval_cfg is not None and (
+      eval_cfg.batch_size, eval_cfg.task_feature_lengths, eval_cfg.pack) != (
+          train_cfg.batch_size, train_cfg.task_feature_lengths, train_cfg.pack):
+    raise ConfigError('train_eval and train batches differ in batch_size, task_feature_lengths or '
+                      'pack.', fix='Give both DatasetConfigs the same three values.',
+                      parameters=('train_eval/DatasetConfig.batch_size',
+                                  'train/DatasetConfig.batch_size'))
+  data = opened(train_cfg, repeat=True)
+  program.spec.check(data.peek())
+  return data, None if eval_cfg is None else opened(eval_cfg, repeat=False)
+
+
+def _resume_data(data: BatchIterator, restored: Restored) -> None:
+  """Puts the data where the checkpoint left it; raises DataError if it is not the same data."""
+  data.set_state(restored.data_state)
+  want, got = restored.manifest['next_batch_hash'], batch_hash(data.peek())
+  if got != want:
+    raise DataError(
+        f'The next batch is not the one that this run would have taken (hash {got}, the checkpoint '
+        f'says {want}): the data, its preprocessing or its libraries changed. Then: '
+        f'{restored.manifest["data"]}; now: {dict(data.describe())}.',
+        fix='Bring back the data of this run, or start a new MODEL_DIR.',
+        parameters=('MODEL_DIR', 'DatasetConfig.mixture_or_task_name'))
+
+
+def _open_writers(model_dir: str, *, after_step: int) -> MultiWriter:
+  """Returns the writers of this process; what an earlier attempt wrote past `after_step` goes."""
+  if jax.process_index() != 0:
+    return MultiWriter([])
+  writer = MultiWriter([JsonLinesWriter(os.path.join(model_dir, 'metrics.jsonl')),
+                        TensorBoardWriter(os.path.join(model_dir, 'tensorboard'))])
+  writer.truncate_after(after_step)
+  return writer
+
+
+def _check_periods(**periods: Optional[int]) -> None:
+  wrong = [name for name, value in periods.items() if value is not None and value < 1]
+  if wrong:
+    raise ConfigError(', '.join(f'train.{name} = {periods[name]}' for name in wrong)
+                      + ': must be at least 1.', fix='Give a number of steps.',
+                      parameters=[f'train.{name}' for name in wrong])
+
+
+def _check_finite(step: int, sums: Mapping[str, tuple[float, float]],
+                  last_saved: Optional[int]) -> None:
+  bad = [name for name, (total, _) in sums.items() if not math.isfinite(total)]
+  if bad:
+    saved = (f'checkpoint_{last_saved} is intact.' if last_saved else 'No checkpoint exists yet.')
+    raise TrainingError(
+        f'Step {step}: {", ".join(bad)} is not finite. The run stops, nothing of this step is '
+        f'saved; {saved}',
+        fix='Lower the learning rate, lengthen the warm-up, set train.max_grad_norm = 1.0 or '
+            'z_loss = 1e-4, then start again.',
+        parameters=('train.learning_rate', 'train.max_grad_norm'))
+
+
+def _check_first_loss(loss: float, model: Any) -> None:
+  """Warns if an untrained model is far from guessing: wrong labels, scale or initialisation."""
+  expected = math.log(model.logical_sizes()['vocab'])
+  if not expected - 1.0 <= loss <= expected + 1.5:
+    _log.warning('The first loss is %.2f; an untrained model should be near ln(vocab) = %.2f. '
+                 'Check the labels and the initialisation (tied embeddings start higher).',
+                 loss, expected)
+
+
+def _sample_text(model: Any, program: Program, params: Any, dataset: DatasetConfig,
+                 config: SampleConfig) -> str:
+  vocabulary = open_vocabulary(dataset)
+  shape = next(iter(program.spec.shapes.values()))
+  prompt = np.asarray(vocabulary.encode(config.prompt), np.int32)
+  ids = sample(model, params, prompt, layout=program.layout, rows=shape[0], length=shape[1],
+               num_tokens=config.num_tokens, temperature=config.temperature)
+  text = vocabulary.decode([int(i) for i in ids[0]])
+  return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'
+
+
+def _closing(model_dir: str, model: Any, step: int) -> str:
+  """Draws the loss curve and returns what to look at and to do next."""
+  if jax.process_index() != 0:
+    return ''
+  picture = os.path.join(model_dir, 'loss.png')
+  plots.plot_losses(os.path.join(model_dir, 'metrics.jsonl'), picture,
+                    vocab_size=model.logical_sizes()['vocab'])
+  return (f'Done at step {step}. In {model_dir}: loss.png, metrics.jsonl, tensorboard/, config.gin, '
+          'config_origins.txt\n'
+          'Next:\n'
+          f'  train on     the same command with --gin.TRAIN_STEPS={2 * step}\n'
+          f'  curves       tensorboard --logdir {model_dir}/tensorboard\n'
+          '  who set it   python -m t5x_gpu.config explain BATCH_SIZE --gin_file='
+          f'{model_dir}/config.gin')
+
+
+def _say(text: str) -> None:
+  if jax.process_index() == 0 and text:
+    print(text, flush=True)
+
+
+def dry_run(arguments: Mapping[str, Any]) -> int:
+  """Checks everything that `train` would, prints mesh and parameters, changes nothing, returns 0."""
+  a = dict(arguments)
+  program = _build(model=a['model'], optimizer=a['optimizer'], schedule=a['learning_rate'],
+                   partitioner=a['partitioner'], dataset=a['train_dataset_cfg'],
+                   **{new: a[old] for new, old in (
+                       ('seed', 'random_seed'), ('num_microbatches', 'num_microbatches'),
+                       ('max_grad_norm', 'max_grad_norm')) if old in a})
+  _say(program.layout.table())
+  _say(parameter_table(program))
+  _say(size_line(program))
+  _open_data(a['model'], program, a['train_dataset_cfg'], a.get('train_eval_dataset_cfg'))
+  _say('Dry run: the run could start.')
+  return 0
+
+
+def main(argv: Optional[list[str]] = None) -> int:
+  """Parses flags and gin files, then trains."""
+  args = cli.parse_args('python -m t5x_gpu.train', __doc__.splitlines()[0],
+                        sys.argv[1:] if argv is None else argv)
+  if args.tfds_data_dir:
+    os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
+  logging_setup.quiet_environment()
+  loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
+                           search_paths=args.gin_search_paths)
+  arguments = loaded.arguments()
+  logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
+  if jax.process_index() == 0:
+    report.print_table(loaded.provenance)
+  if args.dry_run:
+    return dry_run(arguments)
+
+  def write_config(model_dir: str) -> None:
+    changes = report.write(loaded.provenance, model_dir)
+    if changes:
+      _say('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
+  return train(**arguments, summarize_config_fn=write_config)
+
+
+if __name__ == '__main__':
+  # Under its own name: gin files import t5x_gpu.train, and there must be one of it, not two.
+  from t5x_gpu.train import main as main_
+  cli.run_main(main_)
