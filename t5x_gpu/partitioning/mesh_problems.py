@@ -1,6 +1,7 @@
 """What is wrong with mesh sizes, and the nearest sizes that fit: computed, so the advice works."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Optional
@@ -152,16 +153,11 @@ def nearest_sizes(slots: Slots, sizes: Mapping[str, int], *, exact: bool) -> lis
     exact: the product must be `slots.number`; otherwise it must divide it.
   """
   free = [axis for axis, size in sizes.items() if size > 1 or axis == 'data']
-  changes = []
-  for values in _products_within(slots.number, len(free)):
-    new = dict(zip(free, values))
-    if exact and math.prod(values) != slots.number:
-      continue
-    if any(value not in slots.legal.get(axis, (value,)) for axis, value in new.items()):
-      continue
-    changes.append({axis: value for axis, value in new.items() if value != sizes[axis]})
-  fewest = min(len(change) for change in changes)
-  changes = [change for change in changes if len(change) == fewest]
+  for fewest in range(1, len(free) + 1):
+    changes = [change for axes in itertools.combinations(free, fewest)
+               for change in _changes(slots, sizes, axes, exact=exact)]
+    if changes:
+      break
 
   def distance(change):
     return sum(abs(math.log(value / sizes[axis])) for axis, value in change.items())
@@ -174,6 +170,20 @@ def nearest_sizes(slots: Slots, sizes: Mapping[str, int], *, exact: bool) -> lis
       best.setdefault(next(iter(change)), change)
     return [best[axis] for axis in free if axis in best]
   return changes[:2]
+
+
+def _changes(slots: Slots, sizes: Mapping[str, int], axes: tuple[str, ...], *,
+             exact: bool) -> Iterator[dict[str, int]]:
+  """Yields every way to fit by new sizes for `axes` alone."""
+  kept = math.prod(size for axis, size in sizes.items() if axis not in axes)
+  if slots.number % kept:
+    return
+  for values in _products_within(slots.number // kept, len(axes)):
+    change = dict(zip(axes, values))
+    if (not exact or math.prod(values) * kept == slots.number) and all(
+        value != sizes[axis] and value in slots.legal.get(axis, (value,))
+        for axis, value in change.items()):
+      yield change
 
 
 def divisors(number: int) -> list[int]:

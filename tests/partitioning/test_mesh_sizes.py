@@ -99,6 +99,12 @@ def test_the_number_of_gpus_to_start_resolves(sizes):
   assert resolve_mesh_sizes(topology, **sizes).num_devices == number
 
 
+def test_advice_leaves_out_partitions_that_hosts_do_not_allow():
+  # num_partitions = 12 would also give 24, but straddles hosts of 8.
+  message = str(error(Topology(3, 8), data=2, num_partitions=4))
+  assert 'Set data = 6, or start 8 GPUs.' in message
+
+
 def test_sizes_that_leave_no_whole_rest_name_both_numbers():
   message = str(error(Topology(2, 8), fsdp=3, num_partitions=4))
   assert 'fsdp=3 x model=4 (= 12) with data taking what is left over' in message

@@ -49,6 +49,11 @@ def test_order_does_not_depend_on_the_order_given():
   assert discover(devices)[1][0].id == 0
 
 
+def test_devices_of_a_host_go_by_process_whatever_their_ids():
+  devices = [FakeGpu(id=7 - i, process_index=i, slice_index=i // 4) for i in range(8)]
+  assert [d.process_index for d in discover(devices)[1]] == list(range(8))
+
+
 def test_a_process_is_a_host_where_devices_say_nothing():
   topology, _ = discover([FakeGpu(id=i, process_index=i // 4) for i in range(8)])
   assert topology == Topology(2, 4)
