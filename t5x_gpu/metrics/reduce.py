@@ -25,7 +25,7 @@ class Means:
   """Divided sums.
 
   Attributes:
-    values: name -> sum / weight. NaN or infinite only if the sums are: a diverged loss stays visible.
+    values: name -> sum / weight. NaN or infinite only if the sums are: a diverged loss is seen.
     empty: names whose total weight is 0 (say, an evaluation split with no target token). They have
       no value, rather than a 0 or NaN that would look like one.
   """

@@ -8,6 +8,7 @@ Keys: `train/loss`, `train/accuracy`, `train/grad_norm`, `train/learning_rate`,
 import importlib
 import json
 import math
+import numbers
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Optional, Protocol
 
 from t5x_gpu.errors import ConfigError, TrainingError
 
-# JSON has no NaN or infinity. `"train/loss": null` then stands beside `"train/loss_nonfinite": "nan"`.
+# JSON has no NaN or infinity: `"train/loss": null` stands beside `"train/loss_nonfinite": "nan"`.
 _NONFINITE = '_nonfinite'
 
 
@@ -45,7 +46,7 @@ def to_json_line(step: int, values: Mapping[str, float]) -> str:
   for key, value in values.items():
     if key == 'step' or key.endswith(_NONFINITE):
       raise ValueError(f'{key!r} is a reserved metric name.')
-    number = value if isinstance(value, int) else float(value)
+    number = int(value) if isinstance(value, numbers.Integral) else float(value)
     if math.isfinite(number):
       record[key] = number
     else:

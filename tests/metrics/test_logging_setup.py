@@ -1,4 +1,4 @@
-"""What our log says and what it leaves out. Each case runs in its own process: logging is global."""
+"""What our log says and what it leaves out. Each case has its own process: logging is global."""
 
 import os
 import re

@@ -37,7 +37,7 @@ def test_each_write_is_one_json_object_with_step_first(tmp_path, open_writer):
   path = tmp_path / 'new' / 'metrics.jsonl'
   writer = open_writer(path)
   writer.write(10, {'train/loss': 5.5, 'train/accuracy': np.float32(0.25)})
-  writer.write(20, {'train/loss': jnp.float32(4.5), 'train/tokens': 7})
+  writer.write(20, {'train/loss': jnp.float32(4.5), 'train/tokens': np.int64(7)})
   text = path.read_text()  # before close: nothing waits in a buffer
   writer.close()
   assert text == ('{"step": 10, "train/loss": 5.5, "train/accuracy": 0.25}\n'
