@@ -15,9 +15,9 @@ EXAMPLES = """examples:
   {prog} --gin_file=my.gin --gin.MODEL_DIR=runs/a --gin.TRAIN_STEPS=1000
   {prog} --gin_file=my.gin --gin.train/DatasetConfig.batch_size=8 --dry_run
 
---gin.X=VALUE sets any macro (BATCH_SIZE), parameter (Partitioner.num_partitions) or scoped parameter
-(train/DatasetConfig.batch_size), after all gin files. Text needs no quotes; numbers, True, None,
-[1, 2], %MACRO and @module.name() mean what they mean in gin. Who set what, and what it overrode:
+--gin.X=VALUE sets any macro (BATCH_SIZE), parameter (Partitioner.num_partitions) or scoped
+parameter (train/DatasetConfig.batch_size), after all gin files. Text needs no quotes; numbers,
+True, None, [1, 2], %MACRO and @module.name() mean what they mean in gin. Who set a value:
   python -m t5x_gpu.config explain BATCH_SIZE --gin_file=my.gin
 """
 
@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_args(prog: str, description: str, argv: Sequence[str], *,
                extra: Optional[Callable[[argparse.ArgumentParser], None]] = None,
-               gin_file_required: bool = True) -> Args:
+               gin_file_required: bool = True, examples: str = EXAMPLES) -> Args:
   """Returns the parsed flags; prints and exits on --help.
 
   Args:
@@ -59,11 +59,12 @@ def parse_args(prog: str, description: str, argv: Sequence[str], *,
     argv: without the program's name.
     extra: adds flags of its own; their values come back in `Args.extra`.
     gin_file_required: whether to refuse a command line without --gin_file.
+    examples: the end of --help; `{prog}` in it is replaced.
   Raises:
     ConfigError: an unknown flag (with the closest known ones), a bad value, no --gin_file.
   """
   parser = _Parser(prog=prog, description=description, allow_abbrev=False,
-                   epilog=EXAMPLES.format(prog=prog),
+                   epilog=examples.format(prog=prog),
                    formatter_class=argparse.RawDescriptionHelpFormatter)
   common = parser.add_argument_group('configuration')
   common.add_argument('--gin_file', action='append', default=[], metavar='FILE',
@@ -79,7 +80,7 @@ def parse_args(prog: str, description: str, argv: Sequence[str], *,
   if extra is not None:
     extra(parser)
   rest, bindings = _take_bindings(list(argv))
-  values, unknown = parser.parse_known_args(rest)
+  values, unknown = parser.parse_known_intermixed_args(rest)
   if unknown:
     raise _unknown_argument(unknown[0], parser)
   files = _split(values.gin_file)
@@ -123,9 +124,9 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigE
     return ConfigError(f'{argument!r} belongs to no flag.', fix=fix)
   name = argument.split('=', 1)[0]
   flags = [flag for action in parser._actions for flag in action.option_strings]
-  return ConfigError(f'Unknown flag {name}.{did_you_mean(name, flags)}',
-                     fix=f'{parser.prog} --help lists all. A gin parameter is set by '
-                         f'--gin.{name.lstrip("-")}=VALUE.')
+  hint = did_you_mean(name, flags)
+  gin = '' if hint else f' A gin parameter or macro is set by --gin.{name.lstrip("-")}=VALUE.'
+  return ConfigError(f'Unknown flag {name}.{hint}', fix=f'{parser.prog} --help lists all.{gin}')
 
 
 def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
@@ -151,7 +152,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
 
 def describe_error(error: UserError) -> str:
   """Returns `MeshError: ...`, the fix, and the origin of each gin parameter involved."""
-  # Called on the class: gin re-raises a subclass whose own text ends in gin's view of the call stack.
+  # Called on the class: gin re-raises a subclass whose own text ends in gin's call stack.
   text = f'{type(error).__name__}: {UserError.__str__(error)}'
   lines = [sentence for name in error.parameters for sentence in provenance.origin_sentences(name)]
   return '\n'.join([text, *('  ' + line for line in lines)])

@@ -1,7 +1,7 @@
 """What the gin files and the command line bound, in order, and what of it a run reaches.
 
-gin gives a parameter to whatever is called through a reference (`@scope/Class()`), so what a run uses
-can be followed from its entry point without running anything.
+gin gives a parameter to whatever is called through a reference (`@scope/Class()`), so what a run
+uses can be followed from its entry point without running anything.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Binding:
 
 
 def short_name(selector: str) -> str:
-  """Returns the shortest unique name of a configurable: 'DatasetConfig' or 'batches.DatasetConfig'."""
+  """Returns the shortest unique name of a configurable, 'DatasetConfig'."""
   return gin_config._REGISTRY.minimal_selector(selector)
 
 

@@ -58,7 +58,7 @@ def _is_decorated(configurable: gin_config.Configurable) -> bool:
 
 
 def _decorated(scopes: set[bindings_lib.Scopes]) -> list[Call]:
-  """Returns calls of what `@gin.configurable` registered: any Python code may call it, in any scope."""
+  """Returns calls of what `@gin.configurable` registered: Python code may call it in any scope."""
   return [Call(selector, s, evaluated=False) for selector, c in gin_config._REGISTRY.items()
           if _is_decorated(c) for s in sorted(scopes)]
 
@@ -142,8 +142,8 @@ def _why_unused(binding: Binding, bindings: Bindings, reached: Sequence[Call],
     return (f'{binding.origin}: {binding.key} is set, but no @{binding.scope}/{name} is used. '
             f'It is used as ' + ', '.join(f'@{s}/{name}' if s else f'@{name}' for s in elsewhere)
             + '.')
-  return (f'{binding.origin}: {binding.key} is set, but the run never uses {name}: no @{name} leads '
-          'to it from the entry point. Remove the binding, or bind the reference.')
+  return (f'{binding.origin}: {binding.key} is set, but the run never uses {name}: no @{name} '
+          'leads to it from the entry point. Remove the binding, or bind the reference.')
 
 
 def _is_macro_name(scope: bindings_lib.Scopes, bindings: Bindings) -> bool:
@@ -197,8 +197,7 @@ def _required(call: Call, bound: dict[str, Binding], *, skip: Sequence[str],
   name = '/'.join((*call.scopes, bindings_lib.short_name(call.selector)))
   used = f', which {call.binding.key} uses ({call.binding.origin})' if call.binding else ''
   for arg, parameter in resolve.parameters(gin_config._REGISTRY[call.selector]).items():
-    needed = parameter.default in (inspect.Parameter.empty, gin_config.REQUIRED) if not hasattr(
-        parameter.default, '__array__') else False
+    needed = any(parameter.default is x for x in (inspect.Parameter.empty, gin_config.REQUIRED))
     if needed and arg not in bound and arg not in skip:
       key = f'{name}.{arg}'
       result.setdefault(key, f'{key} is required{used}. Set it in a gin file or by '

@@ -48,10 +48,9 @@ class GinFiles:
 
   def shown(self, path: pathlib.Path) -> str:
     """Returns `path` relative to the folder that it lies in, as messages and tables print it."""
-    for folder in self.folders:
-      if path.is_relative_to(folder):
-        return str(path.relative_to(folder))
-    return str(path)
+    # The shortest: a virtual environment may lie in the working directory.
+    relative = [str(path.relative_to(f)) for f in self.folders if path.is_relative_to(f)]
+    return min(relative, key=len, default=str(path))
 
   def shipped(self, subfolder: str = '') -> list[str]:
     """Returns the gin files that come with the package, as one would type them."""

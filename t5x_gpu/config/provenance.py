@@ -11,7 +11,7 @@ from typing import Any, Optional
 from gin import config as gin_config
 
 from t5x_gpu.config import bindings as bindings_lib
-from t5x_gpu.config import resolve
+from t5x_gpu.config import resolve, statements
 from t5x_gpu.config.bindings import Binding, Bindings, Call
 
 DEFAULT = 'default'
@@ -35,6 +35,11 @@ class Setting:
   origin: str
   value_origin: str
   overrides: tuple[tuple[str, str], ...] = ()
+
+  @property
+  def unscoped(self) -> str:
+    """The key without scopes, 'DatasetConfig.batch_size'."""
+    return self.key.rsplit('/', 1)[-1]
 
   @property
   def expression(self) -> str:
@@ -63,17 +68,20 @@ class Provenance:
   defaults: tuple[Setting, ...]
   config: str
 
-  def find(self, name: str) -> list[Setting]:
+  def find(self, name: str, *, partial: bool = True) -> list[Setting]:
     """Returns the settings called `name`: a macro, `Class.param`, `scope/Class.param`, or `param`.
 
-    The most exact reading that finds anything wins.
+    The most exact reading that finds anything wins; `partial` allows any part of a name.
     """
     everything = (*self.settings, *self.defaults)
-    for same in (lambda s: s.key == name,
-                 lambda s: s.key.rsplit('/', 1)[-1] == name,
-                 lambda s: f'.{s.key.rsplit("/", 1)[-1]}'.endswith(f'.{name}'),
-                 lambda s: f'.{name}'.endswith(f'.{s.key.rsplit("/", 1)[-1]}') and '.' in s.key,
-                 lambda s: name.lower() in s.key.lower()):
+    readings = [
+        lambda s: s.key == name,
+        lambda s: s.unscoped == name,
+        lambda s: f'.{s.unscoped}'.endswith(f'.{name}'),
+        # A longer spelling of the class, 'train_script.train.total_steps'.
+        lambda s: '.' in s.key and f'.{name}'.endswith(f'.{s.unscoped}'),
+        lambda s: partial and name.lower() in s.key.lower()]
+    for same in readings:
       found = [s for s in everything if same(s)]
       if found:
         return found
@@ -95,15 +103,15 @@ def forget() -> None:
 
 
 def origin_of(name: str) -> Optional[str]:
-  """Returns where the value of `name` was written, 'FILE:LINE', '--gin.KEY' or 'default', or None."""
-  found = _current.find(name) if _current else []
+  """Returns where the value of `name` was written: 'FILE:LINE', '--gin.KEY', 'default' or None."""
+  found = _current.find(name, partial=False) if _current else []
   return found[0].value_origin if found else None
 
 
 def origin_sentences(name: str) -> list[str]:
   """Returns one sentence per parameter called `name` that says where it was set, for errors."""
   result = []
-  for setting in (_current.find(name) if _current else []):
+  for setting in (_current.find(name, partial=False) if _current else []):
     if setting.origin == DEFAULT:
       result.append(f'{setting.key} is {setting.value}, its default; nothing sets it.')
     elif setting.origin == setting.value_origin:
@@ -115,7 +123,7 @@ def origin_sentences(name: str) -> list[str]:
 
 
 def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list[str]]:
-  """Returns the provenance of what `roots` reach, now the current one, and notes on what is idle."""
+  """Returns the provenance of what `roots` reach, which becomes the current one, and notes."""
   global _current
   settings: dict[Binding, Setting] = {}
   defaults: dict[str, Setting] = {}
@@ -148,7 +156,7 @@ def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list
 
 def _setting(bindings: Bindings, found: list[Binding],
              parameter: Optional[inspect.Parameter]) -> Setting:
-  """Returns the setting of the last of `found`; the others, and the default, are what it overrode."""
+  """Returns the setting of the last of `found`; it overrode the others and the default."""
   binding = found[-1]
   overrides = [(_value_text(bindings, b), b.origin if b.key == binding.key else
                 f'{b.key}, {b.origin}') for b in reversed(found[:-1])]
@@ -160,7 +168,22 @@ def _setting(bindings: Bindings, found: list[Binding],
 
 
 def _value_text(bindings: Bindings, binding: Binding) -> str:
-  return bindings.follow(binding).text
+  """Returns the value with macros followed, also inside lists and mappings."""
+  binding = bindings.follow(binding)
+  if not isinstance(binding.value, (list, tuple, dict)):
+    return binding.text
+
+  def shown(symbol: Any) -> Any:
+    found = bindings.effective(bindings_lib.MACRO, tuple(symbol.name.split('/'))).get(
+        'value') if isinstance(symbol, statements.Macro) else None
+    return symbol if found is None else _Shown(_value_text(bindings, found))
+
+  return repr(statements.map_symbols(statements.parse_value(binding.text), shown))
+
+
+class _Shown(str):
+  """Text that stands for itself inside a printed list."""
+  __repr__ = str.__str__
 
 
 def _default_text(default: Any) -> str:
@@ -171,8 +194,10 @@ def _default_text(default: Any) -> str:
 
 
 def _config_text(used: Sequence[Binding]) -> str:
-  """Returns gin text of the `used` bindings alone: what an override made idle would not be found used
-  when the text is loaded."""
+  """Returns gin text of the `used` bindings alone.
+
+  What an override made idle would be found unused when the text is loaded.
+  """
   kept: dict[tuple[str, str], dict[str, Any]] = {}
   for b in used:
     kept.setdefault((b.scope, b.selector), {})[b.arg] = b.value

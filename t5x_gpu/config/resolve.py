@@ -26,7 +26,8 @@ class CommandLineContext(gin_config.ParseContext):
     self.contexts = contexts
 
   def get_configurable(self, selector: str) -> Optional[gin_config.Configurable]:
-    found = gin_config._REGISTRY.get_match(selector)
+    matches = _registered(selector)
+    found = gin_config._REGISTRY[matches[0]] if matches else None
     for context in reversed(self.contexts):
       if found is None and selector_problem(context, selector) is None:
         found = context.get_configurable(selector)
@@ -55,13 +56,29 @@ def selector_problem(context: gin_config.ParseContext, selector: str) -> Optiona
   return None
 
 
-def _registry_problem(selector: str, contexts: Sequence[gin_config.ParseContext]) -> Optional[str]:
+def _registered(selector: str) -> list[str]:
+  """Returns complete names that end in `selector`; gin's own only if nothing else does.
+
+  Else a user's schedule `constant` would clash with `gin.constant`.
+  """
   matches = gin_config._REGISTRY.matching_selectors(selector)
+  return [m for m in matches if not m.startswith('gin.')] or matches
+
+
+def _registry_problem(selector: str, contexts: Sequence[gin_config.ParseContext]) -> Optional[str]:
+  matches = (_registered(selector) if contexts else
+             gin_config._REGISTRY.matching_selectors(selector))
   if len(matches) > 1:
     return (f'{selector!r} may mean ' + ' or '.join(repr(m) for m in sorted(matches))
             + ': write more of the name.')
   if matches or any(selector_problem(c, selector) is None for c in contexts):
     return None
+  longer = sorted({f'{alias}.{selector}' for context in contexts for alias in context._symbol_table
+                   if alias != 'gin'
+                   and selector_problem(context, f'{alias}.{selector}') is None})
+  if longer:
+    return (f'{selector!r} is not used by the gin files, so gin does not know it by its short name.'
+            f' Write {" or ".join(longer)}.')
   known = [s for s, c in gin_config._REGISTRY.items() if c.module != 'gin']
   if '.' not in selector:
     known = [s.rsplit('.', 1)[-1] for s in known]

@@ -1,7 +1,7 @@
 """Gin text -> statements with file and line, without importing or binding anything.
 
 gin 0.5.0 resolves a reference while it parses and stops at the first that fails. Here references
-and macros stay symbols, so that one run can report every problem, and values can be shown as written.
+and macros stay symbols: one run can report every problem, and values are shown as written.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def read(text: str, *, shown: str) -> Iterator[Statement]:
 
 
 def _location(error: SyntaxError) -> tuple[int, str]:
-  """Returns (line, message). gin passes a Location as second argument, Python's tokenizer a tuple."""
+  """Returns (line, message). The second argument is gin's Location or the tokenizer's tuple."""
   message, *location = error.args
   line = location[0][1] if location else error.lineno
   return line or 1, str(message).splitlines()[0]

@@ -152,9 +152,9 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _is_container(kind: type) -> bool:
-  return kind in (list, tuple, dict, set, frozenset, collections.abc.Sequence, collections.abc.Iterable,
-                  collections.abc.Collection, collections.abc.Mapping, collections.abc.MutableMapping,
-                  collections.abc.MutableSequence)
+  abstract = ('Sequence', 'Iterable', 'Collection', 'Mapping', 'MutableMapping', 'MutableSequence')
+  return kind in (list, tuple, dict, set, frozenset,
+                  *(getattr(collections.abc, name) for name in abstract))
 
 
 def _container_fits(value: Any, kind: type, args: tuple) -> bool:

@@ -1,0 +1,171 @@
+"""Provenance for people: the table that a run prints, the files it leaves, one key explained."""
+
+import difflib
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Optional, Union
+
+import rich.console
+import rich.text
+
+from t5x_gpu.config import statements
+from t5x_gpu.config.provenance import DEFAULT, Provenance, Setting
+from t5x_gpu.errors import ConfigError, did_you_mean
+
+CONFIG, ORIGINS = 'config.gin', 'config_origins.txt'
+_VALUE_WIDTH = 60  # Longer values are cut in the printed table, never in files.
+
+
+def print_table(provenance: Provenance, *, console: Optional[rich.console.Console] = None) -> None:
+  """Prints what gin files and the command line set; plain text unless the console is a terminal."""
+  console = console or rich.console.Console(highlight=False)
+  rows = _columns(provenance.settings, width=_VALUE_WIDTH)
+  for expression, origin, overridden in rows:
+    line = rich.text.Text.assemble((expression, 'bold'), '   ', (origin, 'cyan'),
+                                   *([('   ' + overridden, 'dim')] if overridden.strip() else []))
+    console.print(line.plain.rstrip() if not console.is_terminal else line, soft_wrap=True,
+                  markup=False, highlight=False)
+  if provenance.defaults:
+    console.print(f'and {len(provenance.defaults)} defaults, listed in MODEL_DIR/{ORIGINS}',
+                  soft_wrap=True, markup=False, highlight=False)
+
+
+def _columns(settings: Sequence[Setting], *, width: Optional[int] = None
+             ) -> list[tuple[str, str, str]]:
+  """Returns (expression, origin, overridden) padded to columns, expressions cut at `width`."""
+  def cut(text: str) -> str:
+    return text if width is None or len(text) <= width else text[:width - 3] + '...'
+  rows = [(cut(s.expression), s.origin, s.overridden) for s in settings]
+  widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+  return [(a.ljust(min(widths[0], _VALUE_WIDTH)), b.ljust(widths[1]), c) for a, b, c in rows]
+
+
+def lines(settings: Sequence[Setting]) -> list[str]:
+  """Returns one uncut line per setting: `key = value   origin   overrides ...`."""
+  return ['   '.join(row).rstrip() for row in _columns(settings)]
+
+
+def write(provenance: Provenance, model_dir: Union[str, os.PathLike]) -> list[str]:
+  """Writes config.gin and config_origins.txt; returns a line for each change since the last run.
+
+  Loading config.gin gives the same run. A different earlier one is kept as config_<N>.gin, with its
+  origins beside it. Each file is replaced whole: a killed process leaves the old or the new one.
+
+  Raises:
+    ConfigError: the folder cannot be written.
+  """
+  folder = pathlib.Path(model_dir)
+  origins = [*lines(provenance.settings), '', '# Defaults that nothing sets:',
+             *lines(provenance.defaults), '']
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    changes = _keep_previous(folder, provenance.config)
+    _replace(folder / CONFIG, provenance.config)
+    _replace(folder / ORIGINS, '\n'.join(origins))
+  except OSError as e:
+    raise ConfigError(f'{folder} cannot be written: {e}.',
+                      fix='Give a folder that this user may write: --gin.MODEL_DIR=FOLDER',
+                      parameters=('train.model_dir',)) from e
+  return changes
+
+
+def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
+  """Copies an earlier, different config.gin to config_<N>.gin; returns the changes."""
+  previous = folder / CONFIG
+  if not previous.exists():
+    return []
+  old = previous.read_text()
+  if old == config:
+    return []
+  numbers = sorted(int(match[1]) for name in os.listdir(folder)
+                   if (match := re.fullmatch(r'config_(\d+)\.gin', name)))
+  # A run that was killed after copying has kept it already.
+  if not numbers or (folder / f'config_{numbers[-1]}.gin').read_text() != old:
+    number = numbers[-1] + 1 if numbers else 1
+    for name in (ORIGINS, CONFIG):
+      if (folder / name).exists():
+        stem, suffix = os.path.splitext(name)
+        kept = folder / f'{stem}_{number}{suffix}'
+        shutil.copy2(folder / name, f'{kept}.tmp')
+        os.replace(f'{kept}.tmp', kept)
+  return _changes(old, config)
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+  temporary = path.with_name(path.name + '.tmp')
+  with open(temporary, 'w') as f:
+    f.write(text)
+    f.flush()
+    os.fsync(f.fileno())
+  os.replace(temporary, path)
+
+
+def _changes(old: str, new: str) -> list[str]:
+  """Returns `KEY: old -> new` for what differs between two config.gin."""
+  try:
+    before, after = (dict(_texts(text)) for text in (old, new))
+  except ConfigError:  # Edited by hand since; still worth showing.
+    return list(difflib.unified_diff(old.splitlines(), new.splitlines(), 'before', 'now',
+                                     lineterm='', n=0))
+  return [f'{key}: {before.get(key, "not set")} -> {after.get(key, "not set")}'
+          for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+
+
+def _texts(config: str) -> Iterator[tuple[str, str]]:
+  for s in statements.read(config, shown=CONFIG):
+    if hasattr(s, 'arg_name'):
+      scope = f'{s.scope}/' if s.scope else ''
+      yield scope + s.selector + (f'.{s.arg_name}' if s.arg_name else ''), repr(s.value)
+
+
+def explain(provenance: Provenance, name: str) -> list[str]:
+  """Returns lines that say where `name` gets its value, through which macros, and who uses it.
+
+  Raises:
+    ConfigError: nothing of that name in this run, with the closest names.
+  """
+  found = provenance.find(name)
+  everything = (*provenance.settings, *provenance.defaults)
+  if not found:
+    names = {n for s in everything for n in (s.key, s.unscoped, s.unscoped.rsplit('.', 1)[-1])}
+    raise ConfigError(f'This run uses nothing called {name!r}.{did_you_mean(name, sorted(names))}',
+                      fix='Name a macro, Class.parameter, scope/Class.parameter or part of one; '
+                          'python -m t5x_gpu.config show --gin_file=... lists all.')
+  result = []
+  for setting in found:
+    result += _explained(setting, provenance)
+    users = [s for s in provenance.settings if setting.key in _macros(s)]
+    result += [f'  used by {s.key}   {s.origin}' for s in users]
+  return result
+
+
+def _explained(setting: Setting, provenance: Provenance, depth: int = 0) -> list[str]:
+  indent = '  ' * depth
+  result = [f'{indent}{setting.key} = {setting.text}   {setting.origin}']
+  result += [f'{indent}  overrides {value}   {origin}' for value, origin in setting.overrides]
+  for name in _macros(setting):
+    for macro in (s for s in provenance.settings if s.key == name):
+      result += _explained(macro, provenance, depth + 1)
+  return result
+
+
+def _macros(setting: Setting) -> list[str]:
+  if setting.origin == DEFAULT:
+    return []
+  found = statements.symbols(statements.parse_value(setting.text))
+  return [s.name for s in found if isinstance(s, statements.Macro)]
+
+
+def diff(a: Provenance, b: Provenance) -> list[str]:
+  """Returns `KEY: value (origin) -> value (origin)` for the values in which two runs differ."""
+  def by_key(settings: Iterable[Setting]) -> dict[str, Setting]:
+    return {s.key: s for s in settings}
+  def shown(setting: Optional[Setting]) -> str:
+    return f'{setting.value} ({setting.value_origin})' if setting else 'not used'
+  left, right = (by_key((*p.defaults, *p.settings)) for p in (a, b))
+  return [f'{key}: {shown(left.get(key))} -> {shown(right.get(key))}'
+          for key in sorted(left.keys() | right.keys())
+          if key not in left or key not in right or left[key].value != right[key].value]

@@ -1,0 +1,188 @@
+"""Files are found, bound in order and give the entry function's arguments; gin's state is ours."""
+
+import subprocess
+import sys
+
+import gin
+import pytest
+
+from t5x_gpu.config import gin_files, gin_loader
+from t5x_gpu.errors import ConfigError, MeshError, UserError
+from tests.config.project import write
+
+
+def test_arguments_are_what_gin_would_pass(project, load):
+  arguments = load(['my.gin'], bindings=['MODEL_DIR=runs/a']).arguments()
+  assert arguments['model_dir'] == 'runs/a'
+  assert arguments['total_steps'] == 50
+  assert arguments['data'].batch_size == 8 and arguments['eval_data'].batch_size == 4
+  assert arguments['data'].lengths == {'targets': 16}
+  assert arguments['optimizer'].schedule(5) == pytest.approx(25 ** -0.5)
+  assert type(arguments['data']).__module__ == 'app.train'
+
+
+def test_later_files_and_the_command_line_override(project, load):
+  write(project / 'more.gin', 'BATCH_SIZE = 9\nTRAIN_STEPS = 7\n')
+  arguments = load(['my.gin', 'more.gin'], bindings=['MODEL_DIR=a', 'TRAIN_STEPS=3']).arguments()
+  assert (arguments['data'].batch_size, arguments['total_steps']) == (9, 3)
+
+
+@pytest.mark.parametrize('binding, name, value', [
+    ('train.total_steps=3', 'total_steps', 3),
+    ('train_script.train.total_steps=3', 'total_steps', 3),
+    ('app.train_script.train.total_steps=3', 'total_steps', 3),
+    ('train.dtype=bfloat16', 'dtype', 'bfloat16'),
+    ('train.layers=[1, %TRAIN_STEPS]', 'layers', [1, 50]),
+    ('MODEL_DIR=\\"x\\"', 'model_dir', 'x'),
+    ("MODEL_DIR='x y'", 'model_dir', 'x y'),
+    ('MODEL_DIR=2024/a', 'model_dir', '2024/a'),
+    ('MODEL_DIR=a=b', 'model_dir', 'a=b'),
+    ('train.optimizer=None', 'optimizer', None),
+])
+def test_command_line_spellings(load, binding, name, value):
+  bindings = ['MODEL_DIR=d', binding]
+  assert load(['my.gin'], bindings=bindings).arguments()[name] == value
+
+
+def test_command_line_reaches_scopes_and_unregistered_names(load):
+  arguments = load(['my.gin'], bindings=['MODEL_DIR=d', 'train/Data.batch_size=2',
+                                         'AdamW.schedule=@train_script.constant',
+                                         'constant.rate=0.5']).arguments()
+  assert arguments['data'].batch_size == 2 and arguments['eval_data'].batch_size == 4
+  assert arguments['optimizer'].schedule(1) == 0.5
+
+
+def test_loads_do_not_see_each_other(project, load):
+  load(['my.gin'], bindings=['train.dtype=bfloat16'])
+  write(project / 'app/train.py', 'def train(*, x: int = 0): pass\n')
+  write(project / 'other.gin', 'from __gin__ import dynamic_registration\n'
+        'from app import train\ntrain.train.x = 5\n')
+  for name in ('app.train', 'app'):
+    del sys.modules[name]
+  assert load(['other.gin']).arguments() == {'x': 5}
+
+
+def test_a_decorated_module_may_be_imported_anew(project, load):
+  write(project / 'decorated.py', 'import gin\n@gin.configurable\ndef train(x=1): return x\n')
+  write(project / 'd.gin', 'import decorated\ntrain.x = 5\n')
+  for _ in range(2):
+    config = gin_loader.load(['d.gin'], entry='decorated.train')
+    assert config.arguments() == {'x': 5}
+    del sys.modules['decorated']
+
+
+def test_an_older_configuration_refuses_to_answer_for_gin(load):
+  old = load(['my.gin'], bindings=['MODEL_DIR=a'])
+  load(['my.gin'], bindings=['MODEL_DIR=b'])
+  with pytest.raises(ConfigError, match='Another configuration'):
+    old.arguments()
+
+
+def test_required_values_are_listed_together(project, load):
+  write(project / 'bare.gin', 'from __gin__ import dynamic_registration\n'
+        'from app import train\ntrain.train:\n  data = @train.Data()\n  total_steps = %STEPS\n')
+  with pytest.raises(ConfigError) as e:
+    load(['bare.gin']).arguments()
+  text = str(e.value)
+  assert 'Required values are not set: 4 problems.' in text
+  assert 'train.model_dir is required' in text and '--gin.train.model_dir=VALUE' in text
+  assert 'Data.batch_size is required, which train.data uses (bare.gin:4)' in text
+  assert 'Data.lengths is required' in text
+  assert 'train.total_steps = %STEPS at bare.gin:5, and nothing sets STEPS' in text
+
+
+def test_a_required_macro_names_its_flag(load):
+  with pytest.raises(ConfigError, match=r'MODEL_DIR is required \(gin_configs/runs/run.gin:7\)(.|\n)*'
+                                        r'--gin.MODEL_DIR=VALUE'):
+    load(['my.gin']).arguments()
+
+
+def test_what_a_caller_does_not_need_is_neither_required_nor_resolved(load):
+  config = load(['my.gin'], bindings=['Partitioner.num_partitions=3'])
+  arguments = config.arguments(without=('model_dir', 'partitioner'))
+  assert 'model_dir' not in arguments and arguments['total_steps'] == 50
+
+
+def test_errors_of_constructors_keep_their_class_and_text(load):
+  config = load(['my.gin'], bindings=['MODEL_DIR=a', 'Partitioner.num_partitions=3'])
+  with pytest.raises(MeshError) as e:
+    config.arguments()
+  assert UserError.__str__(e.value).startswith('8 GPUs cannot')
+  assert e.value.parameters == ('Partitioner.num_partitions',)
+
+
+def test_several_entries_share_a_file(project):
+  write(project / 'both.gin', "include 'gin_configs/runs/run.gin'\n"
+        'from __gin__ import dynamic_registration\nfrom app import train as script\n'
+        "MODEL_DIR = 'a'\nscript.infer.model_dir = %MODEL_DIR\n")
+  config = gin_loader.load(['both.gin'], entry=('app.train.train', 'app.train.infer'))
+  assert config.arguments('app.train.infer') == {'model_dir': 'a'}
+  with pytest.raises(ConfigError, match=r'both.gin:5: infer.model_dir is set, but the run never'):
+    gin_loader.load(['both.gin'], entry='app.train.train')
+
+
+def test_an_entry_that_no_file_configures(project):
+  with pytest.raises(ConfigError, match='No gin file configures app.train.infer'):
+    gin_loader.load(['my.gin'], entry='app.train.infer')
+
+
+def test_search_paths_and_other_working_directories(project, load, monkeypatch, tmp_path):
+  write(project / 'lab/mine.gin', "include 'runs/run.gin'\nMODEL_DIR = 'm'\n")
+  monkeypatch.chdir(project / 'app')
+  config = load(['mine.gin'], search_paths=[str(project / 'lab'), str(project / 'gin_configs')])
+  assert config.provenance.find('MODEL_DIR')[0].origin == 'mine.gin:2'
+  assert config.provenance.find('TRAIN_STEPS')[0].origin == 'runs/run.gin:8'
+
+
+def test_an_importable_folder_without_init_is_no_package(project, load):
+  """gin 0.5.0's own resource reader raises a TypeError here (resource_reader.py:89)."""
+  (project / 'elsewhere').mkdir()
+  write(project / 'runs2/a.gin', "include 'gin_configs/runs/run.gin'\nMODEL_DIR = 'm'\n")
+  assert load(['runs2/a.gin']).arguments()['model_dir'] == 'm'
+  with pytest.raises(ConfigError, match="'runs2/b.gin' does not exist"):
+    load(['runs2/b.gin'])
+
+
+def test_a_missing_file_names_folders_and_the_closest_shipped(project, load, monkeypatch):
+  package = project / 'site/t5x_gpu'
+  write(package / 'gin_configs/examples/demo.gin', '')
+  monkeypatch.setattr(gin_files, 'PACKAGE', package)
+  with pytest.raises(ConfigError) as e:
+    load(['gin_configs/examples/dmeo.gin'])
+  assert f'looked for in {project}, {package}, {package.parent}.' in str(e.value)
+  assert "Did you mean 'gin_configs/examples/demo.gin'?" in str(e.value)
+  assert '--gin_search_paths' in str(e.value)
+
+
+def test_shipped_files_are_found_from_any_directory_in_a_wheel(project, load, monkeypatch):
+  package = project / 'site/t5x_gpu'
+  write(package / 'gin_configs/runs/shipped.gin', (project / 'my.gin').read_text())
+  monkeypatch.setattr(gin_files, 'PACKAGE', package)
+  config = load(['gin_configs/runs/shipped.gin'])
+  assert config.provenance.find('BATCH_SIZE')[0].origin == 'gin_configs/runs/shipped.gin:3'
+
+
+def test_circular_includes_stop(project, load):
+  write(project / 'a.gin', "include 'b.gin'\n")
+  write(project / 'b.gin', "include 'a.gin'\n")
+  with pytest.raises(ConfigError, match=r"b.gin:1 includes 'a.gin', which is being read"):
+    load(['a.gin'])
+
+
+def test_deep_includes_give_a_note(project, load):
+  write(project / 'deep.gin', "include 'my.gin'\n")
+  assert load(['my.gin']).notes == ()
+  note, = load(['deep.gin']).notes
+  assert note.startswith('my.gin:1 includes gin_configs/runs/run.gin')
+
+
+def test_gin_stays_open_for_modules_imported_later(load):
+  load(['my.gin'])
+  assert not gin.config_is_locked()
+
+
+def test_config_layer_imports_neither_jax_nor_tensorflow():
+  code = ('import sys, t5x_gpu.cli, t5x_gpu.config.gin_loader, t5x_gpu.config.report\n'
+          "print(sorted({'jax', 'tensorflow', 'seqio', 'flax', 'numpy'} & set(sys.modules)))")
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60)
+  assert done.stdout.strip() == '[]', done.stderr
