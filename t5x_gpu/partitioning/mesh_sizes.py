@@ -21,6 +21,8 @@ from t5x_gpu.runtime.topology import Topology
 # Outermost first: neighbours on the last axis talk most and get the fastest link.
 MESH_AXES = ('stage', 'data', 'fsdp', 'context', 'expert', 'model')
 
+OUTER_AXES = MESH_AXES[:-1]
+
 # The parameter that sets the size of each axis.
 SIZE_PARAMETERS = {axis: 'num_partitions' if axis == 'model' else axis for axis in MESH_AXES}
 
@@ -133,15 +135,16 @@ def _flat_sizes(topology: Topology, given: Mapping[str, int], submesh,
     problems.append(bad)
   if not check_sizes(sizes, '', problems, SIZE_PARAMETERS):
     return sizes
-  _fill(sizes, problems, _device_slots(topology), open_axis='model' if bad else None)
+  names = dict(SIZE_PARAMETERS)
+  if submesh is not None:
+    names['model'] = 'the product of model_parallel_submesh'
+  slots = Slots(topology.num_devices, topology.count(topology.num_devices), names=names,
+                parameters=(*OUTER_AXES, 'num_partitions' if submesh is None else
+                            'model_parallel_submesh'),
+                multiple_of=topology.devices_per_host, more_words=f'{{}} {topology.device_word}s',
+                legal={'model': sum(legal_partitions(topology), ())})
+  _fill(sizes, problems, slots, open_axis='model' if bad else None)
   return sizes
-
-
-def _device_slots(topology: Topology) -> Slots:
-  return Slots(topology.num_devices, topology.count(topology.num_devices), names=SIZE_PARAMETERS,
-               parameters=tuple(SIZE_PARAMETERS.values()), multiple_of=topology.devices_per_host,
-               more_words=f'{{}} {topology.device_word}s',
-               legal={'model': sum(legal_partitions(topology), ())})
 
 
 def _fill(sizes: Sizes, problems: list[Problem], slots: Slots, *,

@@ -57,8 +57,8 @@ def initialize_from_flags(coordinator_address: Optional[str] = None,
         f'--process_index={process_index} is not one of --process_count={process_count} '
         'processes.', fix='Number the processes from 0'
         + (f' to {process_count - 1}.' if process_count > 0 else ' and start at least one.'))
-  # 'deactivate': with explicit flags JAX must not pick up Slurm's variables beside them, which would
-  # leave each process one GPU of the host (jax._src.clusters.cluster, local_device_ids).
+  # 'deactivate': beside explicit flags JAX must not pick up Slurm's variables, which would leave
+  # each process one GPU of the host (jax._src.clusters.cluster, local_device_ids).
   jax.distributed.initialize(
       coordinator_address, process_count, process_index,
       local_device_ids=None if local_device_ids is None else list(local_device_ids),

@@ -157,6 +157,12 @@ def test_an_illegal_submesh_names_itself():
   assert e.parameters == ('Partitioner.model_parallel_submesh',)
 
 
+def test_advice_for_a_submesh_does_not_name_num_partitions():
+  e = error(Topology(2, 8), model_parallel_submesh=(1, 4, 1, 1), data=8)
+  assert 'Set data = 4 or the product of model_parallel_submesh = 2 (each gives 16)' in str(e)
+  assert e.parameters == ('Partitioner.data', 'Partitioner.model_parallel_submesh')
+
+
 def test_submesh_and_num_partitions_exclude_each_other():
   message = str(error(Topology(1, 8), model_parallel_submesh=(1, 2, 1, 1), num_partitions=2))
   assert 'Keep one of them' in message
