@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -142,10 +143,15 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   except KeyboardInterrupt:
     print('Interrupted.', file=sys.stderr)
     code = 130
+  except BrokenPipeError:  # `| head` has seen enough.
+    code = 1
   except Exception:  # Not the user's doing: show all of it.
     traceback.print_exc()
     code = 1
-  sys.stdout.flush()
+  try:
+    sys.stdout.flush()
+  except BrokenPipeError:  # Python would flush once more on exit, and complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   sys.stderr.flush()
   sys.exit(code)
 

@@ -55,7 +55,7 @@ class Reader:
                           'circle.')
       shown = self.files.shown(path)
       try:
-        text = path.read_text()
+        text = path.read_text(encoding='utf-8')
       except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f'{shown} cannot be read: {e}.') from e
       if len(self._stack) > 1:

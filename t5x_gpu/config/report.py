@@ -77,13 +77,13 @@ def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
   previous = folder / CONFIG
   if not previous.exists():
     return []
-  old = previous.read_text()
+  old = previous.read_text(encoding='utf-8')
   if old == config:
     return []
   numbers = sorted(int(match[1]) for name in os.listdir(folder)
                    if (match := re.fullmatch(r'config_(\d+)\.gin', name)))
   # A run that was killed after copying has kept it already.
-  if not numbers or (folder / f'config_{numbers[-1]}.gin').read_text() != old:
+  if not numbers or _read(folder, numbers[-1]) != old:
     number = numbers[-1] + 1 if numbers else 1
     for name in (ORIGINS, CONFIG):
       if (folder / name).exists():
@@ -94,9 +94,13 @@ def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
   return _changes(old, config)
 
 
+def _read(folder: pathlib.Path, number: int) -> str:
+  return (folder / f'config_{number}.gin').read_text(encoding='utf-8')
+
+
 def _replace(path: pathlib.Path, text: str) -> None:
   temporary = path.with_name(path.name + '.tmp')
-  with open(temporary, 'w') as f:
+  with open(temporary, 'w', encoding='utf-8') as f:
     f.write(text)
     f.flush()
     os.fsync(f.fileno())
@@ -130,8 +134,12 @@ def explain(provenance: Provenance, name: str) -> list[str]:
   found = provenance.find(name)
   everything = (*provenance.settings, *provenance.defaults)
   if not found:
-    names = {n for s in everything for n in (s.key, s.unscoped, s.unscoped.rsplit('.', 1)[-1])}
-    raise ConfigError(f'This run uses nothing called {name!r}.{did_you_mean(name, sorted(names))}',
+    names = sorted({n for s in everything
+                    for n in (s.key, s.unscoped, s.unscoped.rsplit('.', 1)[-1])})
+    # BATCHSIZE means a macro, batchsize a parameter.
+    hint = (did_you_mean(name, [n for n in names if n.isupper() == name.isupper()])
+            or did_you_mean(name, names))
+    raise ConfigError(f'This run uses nothing called {name!r}.{hint}',
                       fix='Name a macro, Class.parameter, scope/Class.parameter or part of one; '
                           'python -m t5x_gpu.config show --gin_file=... lists all.')
   result = []

@@ -1,4 +1,4 @@
-"""`project`: a user's project in an own folder, which is the working directory; `load` loads from it."""
+"""`project`: a user's project in the working directory; `load`: loads its gin files."""
 
 import functools
 import sys

@@ -34,7 +34,7 @@ class Partitioner:
 
   def __init__(self, *, num_partitions: int = 1):
     if num_partitions == 3:
-      raise MeshError('8 GPUs cannot be cut into groups of 3.', fix='Set num_partitions = 1, 2, 4 or 8.',
+      raise MeshError('8 GPUs cannot be cut into groups of 3.', fix='Set num_partitions = 1.',
                       parameters=('Partitioner.num_partitions',))
     self.num_partitions = num_partitions
 

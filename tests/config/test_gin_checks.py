@@ -75,7 +75,8 @@ def test_command_line_mistakes(load, binding, expected):
 
 
 @pytest.mark.parametrize('binding', [
-    'AdamW.decay=1', 'train.layers=(1, 2)', 'train.eval_data=None', 'train.optimizer=@train_script.Adafactor()',
+    'AdamW.decay=1', 'train.layers=(1, 2)', 'train.eval_data=None',
+    'train.optimizer=@train_script.Adafactor()',
     'train.model_dir=a', "Data.lengths={'targets': %TRAIN_STEPS}", 'train.dtype=bfloat16',
     'AdamW.schedule=@train_script.Adafactor'])
 def test_legal_values_pass(load, binding):
@@ -101,8 +102,8 @@ def test_a_key_bound_twice_in_one_file(project, load):
 
 def test_an_include_below_may_not_take_back_a_value(project, load):
   write(project / 'my.gin', "BATCH_SIZE = 8\ninclude 'gin_configs/runs/run.gin'\n")
-  assert ('my.gin:1 sets BATCH_SIZE = 8, and gin_configs/runs/run.gin:5, included after it, sets it '
-          'to 128. Move the include above.') in problems_of(load)
+  assert ('my.gin:1 sets BATCH_SIZE = 8, and gin_configs/runs/run.gin:5, included after it, '
+          'sets it to 128. Move the include above.') in problems_of(load)
 
 
 def test_macros_in_a_circle(project, load):
@@ -112,8 +113,8 @@ def test_macros_in_a_circle(project, load):
 
 
 def test_overriding_a_user_of_macros_is_no_error_but_noted(load):
-  config = load(['my.gin'], bindings=['train.total_steps=5', 'train.optimizer=@train_script.Adafactor()',
-                                      'MODEL_DIR=a'])
+  config = load(['my.gin'], bindings=['train.total_steps=5', 'MODEL_DIR=a',
+                                      'train.optimizer=@train_script.Adafactor()'])
   assert config.arguments()['total_steps'] == 5
   note, = config.notes
   for key in ('TRAIN_STEPS (gin_configs/runs/run.gin:8)', 'OPTIMIZER', 'AdamW.schedule', 'rsqrt'):
@@ -146,7 +147,7 @@ def test_bindings_of_decorated_configurables_count_as_used(project, load):
     ('from app.train import Data\n', 'write `from app import train` and use train.Data.'),
     ('import broken\n', "Importing broken failed: NameError: name 'x' is not defined"),
     ('import broken\n', 'broken.py:2).'),
-    ('import needs\n', "Importing needs failed: ModuleNotFoundError: No module named 'nothing_here'"),
+    ('import needs\n', "Importing needs failed: ModuleNotFoundError: No module named 'nothing"),
     ("include 'nowhere.gin'\n", "bad.gin:1 includes 'nowhere.gin', which does not exist."),
 ])
 def test_unreadable_files_and_modules_are_the_only_problem(project, load, text, expected):

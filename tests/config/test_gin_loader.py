@@ -1,5 +1,6 @@
 """Files are found, bound in order and give the entry function's arguments; gin's state is ours."""
 
+import os
 import subprocess
 import sys
 
@@ -92,8 +93,8 @@ def test_required_values_are_listed_together(project, load):
 
 
 def test_a_required_macro_names_its_flag(load):
-  with pytest.raises(ConfigError, match=r'MODEL_DIR is required \(gin_configs/runs/run.gin:7\)(.|\n)*'
-                                        r'--gin.MODEL_DIR=VALUE'):
+  with pytest.raises(ConfigError, match=r'MODEL_DIR is required \(gin_configs/runs/run.gin:7\)'
+                                        r'(.|\n)*--gin.MODEL_DIR=VALUE'):
     load(['my.gin']).arguments()
 
 
@@ -186,3 +187,32 @@ def test_config_layer_imports_neither_jax_nor_tensorflow():
           "print(sorted({'jax', 'tensorflow', 'seqio', 'flax', 'numpy'} & set(sys.modules)))")
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60)
   assert done.stdout.strip() == '[]', done.stderr
+
+
+def test_a_module_run_with_dash_m_finds_its_importable_entry(project):
+  """`python -m app.main` has two `train`: __main__.train, and the one that the gin file names."""
+  write(project / 'app/main.py', 'from t5x_gpu.config import gin_loader\n'
+        'def train(*, x: int): return x\n'
+        "if __name__ == '__main__':\n"
+        "  print(train(**gin_loader.load(['m.gin'], entry=train).arguments()))\n")
+  write(project / 'm.gin', 'from __gin__ import dynamic_registration\nfrom app import main\n'
+        'main.train.x = 5\n')
+  env = {**os.environ, 'PYTHONPATH': str(gin_files.PACKAGE.parent)}
+  done = subprocess.run([sys.executable, '-m', 'app.main'], capture_output=True, text=True,
+                        timeout=60, cwd=project, env=env)
+  assert done.stdout == '5\n', done.stderr
+
+
+def test_singletons_are_one_object(project, load):
+  write(project / 'one.gin', 'from __gin__ import dynamic_registration\n'
+        'from app import train as train_script\n'
+        'train_script.train.data = @shared/gin.singleton()\n'
+        'train_script.train.eval_data = @shared/gin.singleton()\n'
+        'shared/gin.singleton.constructor = @train/train_script.Data\nMODEL_DIR = "a"\n')
+  arguments = load(['my.gin', 'one.gin']).arguments()
+  assert arguments['data'] is arguments['eval_data'] and arguments['data'].batch_size == 8
+
+
+def test_files_may_hold_any_utf8_text(project, load):
+  (project / 'u.gin').write_text('# größer\nMODEL_DIR = "läufe"\n', encoding='utf-8')
+  assert load(['my.gin', 'u.gin']).arguments()['model_dir'] == 'läufe'

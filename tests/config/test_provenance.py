@@ -1,0 +1,79 @@
+"""Each value says where it was set and what it overrode, down to the default in the signature."""
+
+import pytest
+
+from t5x_gpu.config import provenance
+from tests.config.project import write
+
+
+def setting(config, key):
+  return next(s for s in (*config.provenance.settings, *config.provenance.defaults) if s.key == key)
+
+
+def test_chain_from_command_line_over_files_to_the_default(project, load):
+  write(project / 'more.gin', 'from __gin__ import dynamic_registration\n'
+        'from app import train as train_script\ntrain_script.train.total_steps = 7\n')
+  found = setting(load(['my.gin', 'more.gin'], bindings=['train.total_steps=3']),
+                  'train.total_steps')
+  assert (found.value, found.origin) == ('3', '--gin.train.total_steps')
+  assert found.overrides == (('7', 'more.gin:3'), ('50', 'gin_configs/runs/run.gin:16'),
+                             ('100', 'default'))
+  assert found.overridden == ('overrides 7 (more.gin:3), 50 (gin_configs/runs/run.gin:16), '
+                              '100 (default)')
+
+
+def test_macros_are_followed_and_both_places_kept(load):
+  config = load(['my.gin'])
+  found = setting(config, 'train/Data.batch_size')
+  assert (found.text, found.value) == ('%BATCH_SIZE', '8')
+  assert (found.origin, found.value_origin) == ('gin_configs/runs/run.gin:18', 'my.gin:3')
+  assert found.expression == 'train/Data.batch_size = 8 (%BATCH_SIZE)'
+  assert setting(config, 'BATCH_SIZE').overrides == (('128', 'gin_configs/runs/run.gin:5'),)
+  assert setting(config, 'Data.lengths').value == "{'targets': 16}"
+
+
+def test_a_scoped_value_overrides_the_unscoped_one(load):
+  found = setting(load(['my.gin'], bindings=['Data.pack=False', 'eval/Data.pack=True']),
+                  'eval/Data.pack')
+  assert found.overrides == (('False', 'Data.pack, --gin.Data.pack'), ('True', 'default'))
+
+
+def test_defaults_of_what_the_run_calls_are_listed(load):
+  config = load(['my.gin'])
+  found = {s.key: s.value for s in config.provenance.defaults}
+  assert found['AdamW.betas'] == '(0.9, 0.999)' and found['Partitioner.num_partitions'] == '1'
+  assert found['train.dtype'] == "'float32'"
+  assert 'Adafactor.decay' not in found and 'rsqrt.warmup' not in found
+
+
+def test_origins_for_error_messages(load):
+  load(['my.gin'], bindings=['Partitioner.num_partitions=%BATCH_SIZE'])
+  assert provenance.origin_of('Partitioner.num_partitions') == 'my.gin:3'
+  assert provenance.origin_sentences('Partitioner.num_partitions') == [
+      'Partitioner.num_partitions is set at my.gin:3, through %BATCH_SIZE at '
+      '--gin.Partitioner.num_partitions.']
+  assert provenance.origin_sentences('AdamW.decay') == [
+      'AdamW.decay is 0.0, its default; nothing sets it.']
+  assert provenance.origin_sentences('train.model_dir') == [
+      'train.model_dir is set at gin_configs/runs/run.gin:7, through %MODEL_DIR at '
+      'gin_configs/runs/run.gin:11.']
+  assert provenance.origin_of('BATCH_SIZE') == 'my.gin:3'
+  assert provenance.origin_of('Data.batch_size') == 'gin_configs/runs/run.gin:19'
+  assert provenance.origin_of('train_script.train.dtype') == 'default'
+  assert provenance.origin_of('batch') is None and provenance.origin_of('No.thing') is None
+
+
+def test_nothing_loaded_has_no_origins(load):
+  load(['my.gin'])
+  provenance.forget()
+  assert provenance.origin_of('BATCH_SIZE') is None
+  assert provenance.origin_sentences('BATCH_SIZE') == []
+
+
+@pytest.mark.parametrize('name, keys', [
+    ('BATCH_SIZE', ['BATCH_SIZE']), ('eval/Data.batch_size', ['eval/Data.batch_size']),
+    ('Data.batch_size', ['eval/Data.batch_size', 'train/Data.batch_size']),
+    ('warmup', ['rsqrt.warmup']), ('train_script.rsqrt.warmup', ['rsqrt.warmup']),
+    ('sqrt.warm', ['rsqrt.warmup']), ('nothing', [])])
+def test_names_are_read_as_exactly_as_possible(load, name, keys):
+  assert [s.key for s in load(['my.gin']).provenance.find(name)] == keys

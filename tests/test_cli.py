@@ -1,0 +1,129 @@
+"""Flags mean what T5X users type; errors come with a remedy, their origins and exit code 1."""
+
+import pytest
+
+from t5x_gpu import cli
+from t5x_gpu.config import gin_loader, provenance
+from t5x_gpu.errors import ConfigError, MeshError
+
+PROG = 'python -m t5x_gpu.train'
+
+
+def parse(*argv, **kwargs):
+  return cli.parse_args(PROG, 'Trains a model.', argv, **kwargs)
+
+
+def test_gin_files_repeat_and_split_at_commas():
+  args = parse('--gin_file=a.gin', '--gin_file', 'b.gin,c.gin', '--gin_search_paths=x, y')
+  assert args.gin_files == ('a.gin', 'b.gin', 'c.gin')
+  assert args.gin_search_paths == ('x', 'y')
+  assert (args.dry_run, args.tfds_data_dir, args.bindings) == (False, None, ())
+
+
+def test_gin_bindings_in_both_forms_keep_their_order():
+  args = parse('--gin.A=1', '--gin_file=a.gin', '--gin.train/DatasetConfig.batch_size', '8',
+               '--dry_run', '--gin.LR=-5', '--gin.B', '-5', '--gin.C=a=b', '--gin.D=[1, 2]')
+  assert args.bindings == ('A=1', 'train/DatasetConfig.batch_size=8', 'LR=-5', 'B=-5', 'C=a=b',
+                           'D=[1, 2]')
+  assert args.dry_run
+
+
+def test_entry_points_add_flags():
+  args = parse('--gin_file=a', '--num_steps', '5',
+               extra=lambda p: p.add_argument('--num_steps', type=int, default=3))
+  assert vars(args.extra) == {'num_steps': 5}
+
+
+@pytest.mark.parametrize('argv, expected', [
+    (['--gin_flie=a.gin'], "Unknown flag --gin_flie. Did you mean '--gin_file'"),
+    (['--gin-file=a.gin'], "Did you mean '--gin_file'"),
+    (['--dryrun'], "Did you mean '--dry_run'"),
+    (['--model_dir=a'], '--gin.model_dir=VALUE'),
+    (['my.gin'], 'Write --gin_file=my.gin'),
+    (['now'], "'now' belongs to no flag"),
+    (['--gin.A'], '--gin.A has no value'),
+    (['--gin.A', '--dry_run'], '--gin.A has no value'),
+    (['--gin_file'], 'expected one argument'),
+    (['--num_steps=x'], 'invalid int value'),
+])
+def test_mistakes_name_the_flag_and_the_fix(argv, expected):
+  with pytest.raises(ConfigError) as e:
+    parse('--gin_file=a.gin', *argv,
+          extra=lambda p: p.add_argument('--num_steps', type=int, default=3))
+  assert expected in str(e.value)
+
+
+def test_no_gin_file_names_the_examples():
+  with pytest.raises(ConfigError, match='No --gin_file is given.') as e:
+    parse('--dry_run')
+  for name in cli.gin_files.GinFiles().shipped('examples'):
+    assert f'{PROG} --gin_file={name}' in str(e.value)
+  assert parse('--dry_run', gin_file_required=False).gin_files == ()
+
+
+def test_help_shows_examples_and_every_flag(capsys):
+  with pytest.raises(SystemExit) as e:
+    parse('--help')
+  text = capsys.readouterr().out
+  assert e.value.code == 0
+  for part in ('Trains a model.', '--gin_file', '--gin.X', '--gin_search_paths', '--tfds_data_dir',
+               '--dry_run', f'{PROG} --gin_file=my.gin --gin.MODEL_DIR=runs/a',
+               'explain BATCH_SIZE'):
+    assert part in text
+  assert max(map(len, text.splitlines())) <= 100
+
+
+def exit_code(main) -> int:
+  with pytest.raises(SystemExit) as e:
+    cli.run_main(main)
+  return e.value.code
+
+
+def test_success_exits_0_or_with_the_code_of_main():
+  assert exit_code(lambda: None) == 0
+  assert exit_code(lambda: 7) == 7
+
+
+def test_user_errors_print_class_fix_and_docs_without_a_traceback(capsys):
+  def main():
+    raise MeshError('16 GPUs cannot form 32.', fix='Set data = 1.', docs='mesh.md#sizes')
+  assert exit_code(main) == 1
+  assert capsys.readouterr().err == ('MeshError: 16 GPUs cannot form 32.\n  Set data = 1.\n'
+                                     '  See docs/mesh.md#sizes\n')
+
+
+def test_user_errors_of_gin_constructors_say_where_the_parameter_was_set(tmp_path, monkeypatch,
+                                                                        capsys):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  (tmp_path / 'cli_app.py').write_text(
+      'from t5x_gpu.errors import MeshError\n'
+      'class Mesh:\n  def __init__(self, n: int, m: int = 2):\n'
+      "    raise MeshError(f'{n} is odd.', parameters=('Mesh.n', 'Mesh.m', 'Mesh.other'))\n"
+      'def train(*, mesh: Mesh): pass\n')
+  (tmp_path / 'a.gin').write_text('from __gin__ import dynamic_registration\n'
+                                  'import cli_app\nN = 3\n'
+                                  'cli_app.train.mesh = @cli_app.Mesh()\ncli_app.Mesh.n = %N\n')
+  assert exit_code(lambda: gin_loader.load(['a.gin'], entry='cli_app.train').arguments()) == 1
+  assert capsys.readouterr().err == (
+      'MeshError: 3 is odd.\n  Mesh.n is set at a.gin:3, through %N at a.gin:5.\n'
+      '  Mesh.m is 2, its default; nothing sets it.\n')
+
+
+def test_ctrl_c_exits_130_and_other_errors_show_their_traceback(capsys):
+  def interrupted():
+    raise KeyboardInterrupt
+  assert exit_code(interrupted) == 130
+  assert 'Traceback' not in capsys.readouterr().err
+  def broken():
+    raise RuntimeError('bug')
+  provenance.forget()
+  assert exit_code(broken) == 1
+  error = capsys.readouterr().err
+  assert 'Traceback' in error and 'RuntimeError: bug' in error
+
+
+def test_a_system_exit_of_main_keeps_its_code():
+  def main():
+    raise SystemExit(3)
+  assert exit_code(main) == 3
