@@ -205,12 +205,9 @@ def _dataset(task: task_lookup.TaskOrMixture, config: DatasetConfig, *,
              converter: seqio.FeatureConverter, repeat: bool) -> tf.data.Dataset:
   # Preprocessors of user tasks may use random operations without a seed of their own.
   tf.random.set_seed(config.seed)
-  lengths = dict(config.task_feature_lengths)
-  # No in-memory cache: it would freeze the first epoch's order and swell the saved state.
-  examples = task.get_dataset(lengths, split=config.split, use_cached=config.use_cached,
-                              shuffle=config.shuffle, seed=config.seed,
-                              num_epochs=None if repeat else 1, try_in_mem_cache=False)
-  rows = converter(examples, task_feature_lengths=lengths)
+  examples = task_lookup.examples(task, config, shuffle=config.shuffle,
+                                  num_epochs=None if repeat else 1)
+  rows = converter(examples, task_feature_lengths=dict(config.task_feature_lengths))
   batches = rows.batch(config.batch_size, drop_remainder=repeat)
   return batches.prefetch(_PREFETCH_BATCHES).with_options(_options())
 

@@ -1,0 +1,162 @@
+"""SeqIO batches resume exactly, repeat deterministically and pad, never drop, in evaluation."""
+
+import numpy as np
+import pytest
+
+from t5x_gpu.data import batches, seqio_batches
+from t5x_gpu.errors import DataError
+
+pytestmark = pytest.mark.tf
+
+
+def hashes(iterator, number):
+  return [batches.batch_hash(next(iterator)) for _ in range(number)]
+
+
+@pytest.fixture(name='lines')
+def _lines(text_folder):
+  return f'text_lines:{text_folder}/*.txt'
+
+
+def test_two_openings_give_the_same_batches(open_data, lines):
+  assert hashes(open_data(lines).iterator, 5) == hashes(open_data(lines).iterator, 5)
+
+
+def test_another_seed_gives_another_order(open_data, lines):
+  assert hashes(open_data(lines, seed=1).iterator, 3) != hashes(open_data(lines).iterator, 3)
+
+
+# About 235 packed rows = 58 batches make an epoch, so 150 batches are in the third.
+@pytest.mark.parametrize('taken', [1, 150])
+@pytest.mark.parametrize('peeked', [False, True])
+@pytest.mark.parametrize('options', [{}, {'pack': False}, {'shuffle': False}],
+                         ids=['packed', 'unpacked', 'unshuffled'])
+def test_restored_batches_equal_the_uninterrupted_ones(open_data, lines, taken, peeked, options):
+  whole = open_data(lines, **options).iterator
+  hashes(whole, taken)
+  if peeked:
+    whole.peek()
+  state = whole.get_state()
+  want = hashes(whole, 80)  # Across the end of an epoch.
+  for rest in (open_data(lines, **options).iterator, whole):
+    rest.set_state(state)
+    assert hashes(rest, 80) == want
+
+
+def test_each_epoch_has_another_order(open_data, lines):
+  iterator = open_data(lines, pack=False, lengths={'targets': 64}, batch_size=1).iterator
+  firsts = hashes(iterator, 1600)
+  epoch = len(set(firsts))
+  assert 790 <= epoch <= 843  # Lines of the training split: all differ.
+  assert firsts[:epoch] != firsts[epoch:2 * epoch]
+
+
+def test_taking_a_state_does_not_disturb_the_stream(open_data, lines):
+  iterator = open_data(lines).iterator
+  got = []
+  for _ in range(6):
+    got += hashes(iterator, 1)
+    iterator.get_state()
+  assert got == hashes(open_data(lines).iterator, 6)
+
+
+def test_peek_takes_nothing(open_data, lines):
+  iterator = open_data(lines).iterator
+  peeked = batches.batch_hash(iterator.peek())
+  assert hashes(iterator, 1) == [peeked] != [batches.batch_hash(iterator.peek())]
+
+
+def test_state_moves_with_the_files(open_data, text_folder, tmp_path):
+  first = open_data(f'text_files:{text_folder}').iterator
+  hashes(first, 3)
+  state = first.get_state()
+  want = hashes(first, 30)
+  moved = tmp_path / 'elsewhere'
+  text_folder.rename(moved)
+  rest = open_data(f'text_files:{moved}').iterator
+  with pytest.raises(DataError, match='task: saved'):
+    rest.set_state(state)  # The name is part of what was asked for...
+  state = state.replace(str(text_folder).encode(), str(moved).encode())
+  rest.set_state(state)  # ... but nothing else of the state knows the folder.
+  assert hashes(rest, 30) == want
+
+
+@pytest.mark.parametrize('change, says', [
+    ({'seed': 7}, 'seed: saved 0, now 7'),
+    ({'batch_size': 2}, 'batch_size: saved 4, now 2'),
+    ({'lengths': {'targets': 48}}, 'task_feature_lengths: saved'),
+    ({'split': 'validation'}, "split: saved 'train', now 'validation'"),
+])
+def test_state_of_other_data_is_refused_naming_the_difference(open_data, lines, change, says):
+  state = open_data(lines).iterator.get_state()
+  with pytest.raises(DataError, match=says):
+    open_data(lines, **change).iterator.set_state(state)
+
+
+def test_changed_files_are_refused(open_data, lines, text_folder):
+  state = open_data(lines).iterator.get_state()
+  (text_folder / '0.txt').write_text('other text\n')
+  with pytest.raises(DataError, match='source of text_lines: saved'):
+    open_data(lines).iterator.set_state(state)
+
+
+def test_foreign_bytes_are_refused(open_data, lines):
+  with pytest.raises(DataError, match='not written by'):
+    open_data(lines).iterator.set_state(b'{"batches_taken": 3}')
+
+
+def test_state_of_another_tensorflow_is_replayed_and_exact(open_data, lines, caplog):
+  iterator = open_data(lines).iterator
+  hashes(iterator, 5)
+  iterator.peek()
+  state = iterator.get_state()
+  want = hashes(iterator, 5)
+  version = seqio_batches.tf.__version__.encode()
+  assert version in state
+  iterator.set_state(state.replace(version, b'1.99', 1))
+  assert hashes(iterator, 5) == want
+  assert 'reading 5 batches again' in caplog.text
+
+
+def test_evaluation_pads_the_last_batch_and_drops_nothing(open_data, lines):
+  opened = open_data(lines, repeat=False, shuffle=False, pack=False, batch_size=100,
+                     lengths={'targets': 64})
+  got = list(opened.iterator)
+  weights = np.concatenate([b['decoder_loss_weights'].any(axis=1) for b in got])
+  number = int(weights.sum())
+  assert weights[:number].all() and not weights[number:].any()
+  alone = open_data(lines, repeat=False, shuffle=False, pack=False, batch_size=1,
+                    lengths={'targets': 64}).iterator
+  assert number == len(list(alone)) == 843 - _validation_lines(open_data, lines)
+  with pytest.raises(StopIteration):
+    opened.iterator.peek()
+
+
+def _validation_lines(open_data, lines):
+  return len(list(open_data(lines, repeat=False, pack=False, batch_size=1, split='validation',
+                            lengths={'targets': 64}).iterator))
+
+
+def test_evaluation_starts_anew_from_its_first_state(open_data, lines):
+  iterator = open_data(lines, repeat=False, batch_size=32).iterator
+  start = iterator.get_state()
+  first = [batches.batch_hash(b) for b in iterator]
+  iterator.set_state(start)
+  assert [batches.batch_hash(b) for b in iterator] == first
+
+
+def test_small_data_still_fills_a_training_batch(open_data, tmp_path):
+  (tmp_path / 'a.txt').write_text('one\ntwo\nthree\n')
+  batch = next(open_data(f'text_lines:{tmp_path}/a.txt', batch_size=64, pack=False).iterator)
+  assert batch['decoder_loss_weights'].any(axis=1).all()
+
+
+def test_description_says_what_is_guaranteed(open_data, lines):
+  facts = open_data(lines).iterator.describe()
+  assert facts['task'] == lines and '(data, seed, t)' in facts['guarantee']
+
+
+def test_state_of_the_default_task_is_below_2_mb(open_data):
+  iterator = open_data('python_source', lengths={'targets': 256}, batch_size=8).iterator
+  hashes(iterator, 20)
+  assert len(iterator.get_state()) < 2_000_000

@@ -1,0 +1,75 @@
+"""Synthetic batches keep the whole contract: shapes, determinism, peek, state."""
+
+import numpy as np
+import pytest
+
+from t5x_gpu.data import batches, features
+from t5x_gpu.errors import DataError
+
+
+def open_synthetic(converter='lm', *, repeat=True, pack=True, seed=0, lengths=None, **kwargs):
+  names = features.layout(converter).task_features
+  lengths = lengths or {name: 16 for name in names}
+  config = batches.DatasetConfig('random', lengths, 'train', 4, seed=seed, pack=pack,
+                                 module='t5x_gpu.data.synthetic', **kwargs)
+  spec = features.batch_spec(converter, task_feature_lengths=lengths, batch_size=4, pack=pack,
+                             vocab_size=50)
+  return spec, batches.open_batches(config, spec=spec, feature_converter=converter, repeat=repeat)
+
+
+@pytest.mark.parametrize('converter', list(features.LAYOUTS))
+@pytest.mark.parametrize('pack', [True, False])
+def test_batches_have_the_shapes_of_their_spec(converter, pack):
+  spec, iterator = open_synthetic(converter, pack=pack)
+  batch = next(iterator)
+  spec.check(batch)
+  for name, bound in spec.vocab_sizes.items():
+    assert 0 <= batch[name].min() and batch[name].max() < bound
+
+
+def test_inputs_are_targets_shifted_within_each_segment():
+  _, iterator = open_synthetic()
+  batch = next(iterator)
+  starts = batch['decoder_positions'] == 0
+  assert (batch['decoder_input_tokens'][starts] == 0).all()
+  assert (batch['decoder_input_tokens'][:, 1:][~starts[:, 1:]]
+          == batch['decoder_target_tokens'][:, :-1][~starts[:, 1:]]).all()
+  assert (np.diff(batch['decoder_segment_ids'][0]) == starts[0, 1:]).all()
+
+
+def test_prefix_reaches_one_further_than_the_positions_without_loss():
+  _, iterator = open_synthetic('prefix_lm', pack=False, lengths={'inputs': 4, 'targets': 4})
+  batch = next(iterator)
+  assert batch['decoder_loss_weights'][0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+  assert batch['decoder_causal_attention'][0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_same_seed_same_batches_other_seed_others():
+  hashes = [[batches.batch_hash(next(open_synthetic(seed=seed)[1]))] for seed in (0, 0, 1)]
+  assert hashes[0] == hashes[1] != hashes[2]
+  _, iterator = open_synthetic()
+  assert batches.batch_hash(next(iterator)) != batches.batch_hash(next(iterator))
+
+
+def test_state_continues_after_peek():
+  _, iterator = open_synthetic()
+  next(iterator)
+  iterator.peek()
+  state = iterator.get_state()
+  want = [batches.batch_hash(next(iterator)) for _ in range(3)]
+  _, other = open_synthetic()
+  other.set_state(state)
+  assert [batches.batch_hash(next(other)) for _ in range(3)] == want
+
+
+def test_state_of_other_data_is_refused_naming_the_difference():
+  state = open_synthetic(seed=1)[1].get_state()
+  with pytest.raises(DataError, match='seed: saved 1, now 0'):
+    open_synthetic()[1].set_state(state)
+  with pytest.raises(DataError, match='not written by'):
+    open_synthetic()[1].set_state(b'junk')
+
+
+def test_evaluation_ends():
+  _, iterator = open_synthetic(repeat=False)
+  assert 1 <= len(list(iterator)) < 100
