@@ -291,11 +291,11 @@ def _check_first_loss(loss: float, model: Any) -> None:
 def _sample_text(model: Any, program: Program, params: Any, dataset: DatasetConfig,
                  config: SampleConfig) -> str:
   vocabulary = open_vocabulary(dataset)
-  shape = next(iter(program.spec.shapes.values()))
+  length = next(iter(program.spec.shapes.values()))[1]
   prompt = np.asarray(vocabulary.encode(config.prompt), np.int32)
-  ids = sample(model, params, prompt, layout=program.layout, rows=shape[0], length=shape[1],
+  ids = sample(model, params, prompt, layout=program.layout, length=length,
                num_tokens=config.num_tokens, temperature=config.temperature)
-  text = vocabulary.decode([int(i) for i in ids[0]])
+  text = vocabulary.decode([int(i) for i in ids])
   return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'
 
 

@@ -26,9 +26,9 @@ class SampleConfig:
   temperature: float = 0.7
 
 
-def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, length: int, rows: int,
+def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, length: int,
            num_tokens: int, temperature: float, seed: int = 0) -> np.ndarray:
-  """Returns token ids [rows, prompt + num_tokens], each row a continuation of `prompt`.
+  """Returns token ids [prompt + num_tokens]: `prompt` and its continuation.
 
   Every token costs a full forward pass of `length` positions: for short samples of small models.
 
@@ -36,7 +36,7 @@ def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, lengt
     model: has `logits(params, batch)`.
     params: on `layout`.
     prompt: [prompt_length] ids, at least one.
-    layout: mesh and rules; `rows` must divide over its batch axes.
+    layout: mesh and rules.
     length: positions of the forward pass, the training length.
     num_tokens, temperature: as in SampleConfig.
     seed: of the draws.
@@ -50,7 +50,8 @@ def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, lengt
                       fix=f'Set SampleConfig.num_tokens to at most {length - len(prompt)}.',
                       parameters=('SampleConfig.num_tokens', 'SampleConfig.prompt'))
   # Unwritten positions hold 1: not padding, so that the mask stays causal; nothing reads them.
-  tokens = np.ones((rows, length), np.int32)
+  # As many rows as the mesh splits a batch into; the first one is returned.
+  tokens = np.ones((layout.batch_parts, length), np.int32)
   tokens[:, :len(prompt)] = prompt
 
   def continue_(params: Any, tokens: jax.Array) -> jax.Array:
@@ -68,4 +69,4 @@ def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, lengt
 
   out = layout.jit(continue_, out_shardings=layout.replicated)(
       params, layout.put_batch({'tokens': tokens})['tokens'])
-  return np.asarray(out)[:, :end]
+  return np.asarray(out)[0, :end]

@@ -8,6 +8,7 @@ rules context is no part of jit's cache key, and `with mesh:` drops every constr
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -101,6 +102,11 @@ class Layout:
   @property
   def replicated(self) -> NamedSharding:
     return NamedSharding(self.mesh, PartitionSpec())
+
+  @property
+  def batch_parts(self) -> int:
+    """In how many parts the rows of a batch are split; a batch's size is a multiple of it."""
+    return math.prod(self.mesh.shape[a] for a in self.rules.activations['batch'])
 
   def state_shardings(self, abstract: Any, names: Any) -> Any:
     """Returns a tree of NamedSharding for arrays (or shapes) whose axes are called `names`."""

@@ -1,0 +1,157 @@
+"""Time a gin file's training step on synthetic batches: tokens/s, TFLOP/s, MFU and memory.
+
+No TensorFlow, no data: this runs wherever jax, flax, optax, orbax and gin-config are.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import jax
+
+from t5x_gpu import cli
+from t5x_gpu.config import gin_loader
+from t5x_gpu.data.batches import open_batches
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.metrics import logging_setup
+from t5x_gpu.metrics.throughput import mfu
+from t5x_gpu.runtime import hardware
+from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.summary import size_line
+
+# Arguments of train() that say what a step is; the rest (periods, folders) plays no part here.
+STEP_ARGUMENTS = ('num_microbatches', 'max_grad_norm', 'loss_normalizing_factor')
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """One measurement; None where it is not known.
+
+  Attributes:
+    device_kind, num_devices, dtype, jax_version: what ran.
+    num_params, batch_size, length: of the model and the global batch.
+    compile_seconds: of the train step.
+    step_seconds: median of the timed steps.
+    tokens_per_second: all devices together, padding included.
+    model_tflops_per_second_per_device: FLOPs of models/flops.py, per device.
+    mfu: the same over the dense peak of the device and dtype.
+    peak_bytes: high-water mark of device memory.
+    losses: first and last of the timed steps, to see that it trains.
+  """
+  device_kind: str
+  num_devices: int
+  dtype: str
+  jax_version: str
+  num_params: int
+  batch_size: int
+  length: int
+  compile_seconds: float
+  step_seconds: float
+  tokens_per_second: float
+  model_tflops_per_second_per_device: float
+  mfu: Optional[float]
+  peak_bytes: Optional[int]
+  losses: tuple[float, float]
+
+
+def bench(arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int) -> Result:
+  """Returns the measurement of the training step that `train`'s arguments describe.
+
+  Each step is waited for; the wait costs microseconds and makes every step a sample of its own.
+  """
+  model = arguments['model']
+  dataset = dataclasses.replace(arguments['train_dataset_cfg'], module='t5x_gpu.data.synthetic')
+  topology, devices = topology_lib.discover()
+  program = build_program(
+      model=model, optimizer=arguments['optimizer'], schedule=arguments['learning_rate'],
+      partitioner=arguments['partitioner'], topology=topology, devices=devices,
+      task_feature_lengths=dataset.task_feature_lengths, batch_size=dataset.batch_size,
+      pack=dataset.pack, seed=arguments.get('random_seed', 0),
+      **{name: arguments[name] for name in STEP_ARGUMENTS if name in arguments})
+  print(program.layout.table())
+  print(size_line(program), flush=True)
+  batches = open_batches(
+      dataset, spec=program.spec,
+      feature_converter=model.feature_converter(dataset.task_feature_lengths))
+  begin = time.monotonic()
+  step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+  compile_seconds = time.monotonic() - begin
+  state = program.init()
+  # The same few batches again and again: making them must not be what is timed.
+  ready = [program.layout.put_batch(next(batches)) for _ in range(4)]
+  seconds, losses = [], []
+  for i in range(warmup_steps + num_steps):
+    begin = time.monotonic()
+    state, sums = step(state, ready[i % len(ready)])
+    loss, weight = jax.device_get(sums['loss'])
+    if i >= warmup_steps:
+      seconds.append(time.monotonic() - begin)
+      losses.append(float(loss / weight))
+  batch_size, length = next(iter(program.spec.shapes.values()))
+  step_seconds = statistics.median(seconds)
+  step_flops = model.flops_per_token(length) * batch_size * length / len(devices)
+  dtype = model.config.dtype
+  return Result(
+      device_kind=devices[0].device_kind, num_devices=len(devices), dtype=dtype,
+      jax_version=jax.__version__, num_params=program.num_params, batch_size=batch_size,
+      length=length, compile_seconds=compile_seconds, step_seconds=step_seconds,
+      tokens_per_second=batch_size * length / step_seconds,
+      model_tflops_per_second_per_device=step_flops / step_seconds / 1e12,
+      mfu=mfu(step_flops, step_seconds=step_seconds,
+              peak_flops=hardware.peak_flops(devices[0].device_kind, dtype)),
+      peak_bytes=(devices[0].memory_stats() or {}).get('peak_bytes_in_use'),
+      losses=(losses[0], losses[-1]))
+
+
+def describe(result: Result) -> str:
+  """Returns the measurement as a few lines to read."""
+  r = result
+  memory = 'unknown' if r.peak_bytes is None else f'{r.peak_bytes / 2**30:.2f} GiB'
+  utilisation = ('unknown (no dense peak known for this device and dtype)' if r.mfu is None
+                 else f'{r.mfu:.1%}')
+  return (f'{r.num_devices} x {r.device_kind}, {r.dtype}, jax {r.jax_version}; batch '
+          f'{r.batch_size} x {r.length}\n'
+          f'  compile      {r.compile_seconds:.1f} s\n'
+          f'  step         {r.step_seconds * 1e3:.1f} ms (median)\n'
+          f'  tokens/s     {r.tokens_per_second:,.0f}\n'
+          f'  TFLOP/s      {r.model_tflops_per_second_per_device:.2f} per device '
+          '(model FLOPs, models/flops.py)\n'
+          f'  MFU          {utilisation}\n'
+          f'  peak memory  {memory}\n'
+          f'  loss         {r.losses[0]:.3f} -> {r.losses[1]:.3f}')
+
+
+def main(argv: Optional[list[str]] = None) -> int:
+  """Parses flags and gin files, measures, prints, and with --json writes the result."""
+  def extra(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--steps', type=int, default=20, help='timed steps (default 20)')
+    parser.add_argument('--warmup', type=int, default=3, help='untimed steps first (default 3)')
+    parser.add_argument('--json', metavar='FILE', help='also write the result to FILE')
+  logging_setup.quiet_environment()
+  args = cli.parse_args('python -m t5x_gpu.bench', __doc__.splitlines()[0],
+                        sys.argv[1:] if argv is None else argv, extra=extra)
+  if args.extra.steps < 1 or args.extra.warmup < 0:
+    raise ConfigError(f'--steps={args.extra.steps} --warmup={args.extra.warmup}: there is nothing '
+                      'to time.', fix='Give --steps of at least 1 and --warmup of at least 0.')
+  loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
+                           search_paths=args.gin_search_paths)
+  logging_setup.setup()
+  arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
+  if args.dry_run:
+    return 0
+  result = bench(arguments, num_steps=args.extra.steps, warmup_steps=args.extra.warmup)
+  print(describe(result))
+  if args.extra.json:
+    with open(args.extra.json, 'w') as f:
+      json.dump(dataclasses.asdict(result), f, indent=1)
+  return 0
+
+
+if __name__ == '__main__':
+  cli.run_main(main)
