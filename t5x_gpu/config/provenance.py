@@ -49,10 +49,9 @@ class Setting:
 
   @property
   def overridden(self) -> str:
-    """`overrides 10000 (default)`, or ''."""
-    if not self.overrides:
-      return ''
-    return 'overrides ' + ', '.join(f'{value} ({origin})' for value, origin in self.overrides)
+    """`overrides 10000 (default)`, or ''. What it repeats is no news; `explain` shows that too."""
+    others = [f'{value} ({origin})' for value, origin in self.overrides if value != self.value]
+    return 'overrides ' + ', '.join(others) if others else ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +143,8 @@ def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list
         text = _default_text(parameter.default)
         defaults.setdefault(key, Setting(key, text, text, DEFAULT, DEFAULT))
   idle = [b for b in bindings.final() if b not in settings]
-  ordered = sorted(settings, key=lambda b: (not b.is_macro, b.key.rsplit('/', 1)[-1], b.key))
+  ordered = sorted(settings, key=lambda b: (
+      not b.is_macro, bindings_lib.short_name(b.selector), b.scope, b.arg))
   _current = Provenance(settings=tuple(settings[b] for b in ordered),
                         defaults=tuple(defaults[key] for key in sorted(defaults)),
                         config=_config_text(settings))

@@ -23,10 +23,10 @@ class CommandLineContext(gin_config.ParseContext):
 
   def __init__(self, contexts: Sequence[gin_config.ParseContext]):
     super().__init__()
-    self.contexts = contexts
+    self.contexts = [c for c in contexts if c._dynamic_registration]  # The others hold no names.
 
   def get_configurable(self, selector: str) -> Optional[gin_config.Configurable]:
-    matches = _registered(selector)
+    matches = _named(selector)
     found = gin_config._REGISTRY[matches[0]] if matches else None
     for context in reversed(self.contexts):
       if found is None and selector_problem(context, selector) is None:
@@ -37,9 +37,9 @@ class CommandLineContext(gin_config.ParseContext):
 def selector_problem(context: gin_config.ParseContext, selector: str) -> Optional[str]:
   """Returns why `selector` names nothing that gin can configure, or None if it does."""
   if isinstance(context, CommandLineContext):
-    return _registry_problem(selector, context.contexts)
+    return _registry_problem(selector, matches=_named(selector), contexts=context.contexts)
   if not context._dynamic_registration:
-    return _registry_problem(selector, ())
+    return _registry_problem(selector, gin_config._REGISTRY.matching_selectors(selector))
   first, *rest = selector.split('.')
   if first not in context._symbol_table:
     return f'{first!r} is not imported.{did_you_mean(first, context._symbol_table)}'
@@ -56,18 +56,17 @@ def selector_problem(context: gin_config.ParseContext, selector: str) -> Optiona
   return None
 
 
-def _registered(selector: str) -> list[str]:
-  """Returns complete names that end in `selector`; gin's own only if nothing else does.
+def _named(selector: str) -> list[str]:
+  """Returns the registered names that end in `selector`, gin's own only if it says `gin.`.
 
-  Else a user's schedule `constant` would clash with `gin.constant`.
+  Else a schedule called `constant` would clash with `gin.constant`.
   """
   matches = gin_config._REGISTRY.matching_selectors(selector)
-  return [m for m in matches if not m.startswith('gin.')] or matches
+  return [m for m in matches if selector.startswith('gin.') or not m.startswith('gin.')]
 
 
-def _registry_problem(selector: str, contexts: Sequence[gin_config.ParseContext]) -> Optional[str]:
-  matches = (_registered(selector) if contexts else
-             gin_config._REGISTRY.matching_selectors(selector))
+def _registry_problem(selector: str, matches: Sequence[str],
+                      contexts: Sequence[gin_config.ParseContext] = ()) -> Optional[str]:
   if len(matches) > 1:
     return (f'{selector!r} may mean ' + ' or '.join(repr(m) for m in sorted(matches))
             + ': write more of the name.')
@@ -84,7 +83,12 @@ def _registry_problem(selector: str, contexts: Sequence[gin_config.ParseContext]
     known = [s.rsplit('.', 1)[-1] for s in known]
   else:
     known = [gin_config._REGISTRY.minimal_selector(s) for s in known] + known
-  return f'No function or class {selector!r} is known to gin.{did_you_mean(selector, known)}'
+  hint = did_you_mean(selector, known)
+  imported = sorted({a for context in contexts for a in context._symbol_table if a != 'gin'})
+  if imported and not hint and '.' in selector and selector.split('.')[0] not in imported:
+    hint = (f' No gin file imports {selector.split(".")[0]!r}; imported are {", ".join(imported)}.'
+            ' Import it in a gin file first.')
+  return f'No function or class {selector!r} is known to gin.{hint}'
 
 
 def parameter_problem(configurable: gin_config.Configurable, arg: str) -> Optional[str]:

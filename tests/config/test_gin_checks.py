@@ -61,6 +61,8 @@ def test_one_wrong_line_gives_one_problem_with_its_place(project, load, line, ex
     ('Data.lengths={"targets": 8.0}', 'it takes Mapping[str, int]'),
     ('LENGTH=8.5', 'it takes Mapping[str, int]'),
     ('train.optimizer=@Adafactor()', 'Write train_script.Adafactor.'),
+    ('AdamW.schedule=@constant', 'Write train_script.constant.'),
+    ('train.optimizer=@lion.Lion()', "No gin file imports 'lion'; imported are train_script."),
     ('Adafactor.decay=0.5', 'Write train_script.Adafactor.'),
     ('MODEL_DIR=3', '3 is an int, it takes str.'),
     ('TRAIN_STEPS=True', 'True is a bool, it takes int.'),

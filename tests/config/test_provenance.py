@@ -36,6 +36,7 @@ def test_a_scoped_value_overrides_the_unscoped_one(load):
   found = setting(load(['my.gin'], bindings=['Data.pack=False', 'eval/Data.pack=True']),
                   'eval/Data.pack')
   assert found.overrides == (('False', 'Data.pack, --gin.Data.pack'), ('True', 'default'))
+  assert found.overridden == 'overrides False (Data.pack, --gin.Data.pack)'
 
 
 def test_defaults_of_what_the_run_calls_are_listed(load):

@@ -13,7 +13,8 @@ from t5x_gpu.errors import ConfigError
 from tests.config.project import ENTRY, write
 
 TRICKY = ['MODEL_DIR=it\'s "a" long ' + 'path ' * 30, 'AdamW.betas=(1e-9, 0.5)',
-          'train.eval_data=None', "Data.lengths={'targets': %LENGTH, 'inputs': 3}", 'train.layers=[-1, 2]']
+          'train.eval_data=None', "Data.lengths={'targets': %LENGTH, 'inputs': 3}",
+          'train.layers=[-1, 2]']
 
 
 def printed(config, **kwargs) -> str:

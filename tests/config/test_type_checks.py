@@ -28,10 +28,12 @@ NEW = typing.NewType('NEW', int)
 
 @pytest.mark.parametrize('value, annotation', [
     (1, int), (1, float), (1.5, float), (True, bool), ('a', str), (None, None),
-    (None, Optional[int]), (1, Optional[int]), (1, int | None), ('a', Union[int, str]), ([1], list), ([1], list[int]),
+    (None, Optional[int]), (1, Optional[int]), (1, int | None), ('a', Union[int, str]),
+    ([1], list), ([1], list[int]),
     ((1, 2), tuple[int, ...]), ((1, 'a'), tuple[int, str]), ((), tuple[()]),
     ([1, 2], typing.Sequence[int]), ((1,), collections.abc.Sequence[int]),
-    ({'a': 1}, dict[str, int]), ({'a': 1}, typing.Mapping[str, Any]), ({}, collections.abc.Mapping), ('b', Literal['a', 'b']),
+    ({'a': 1}, dict[str, int]), ({'a': 1}, typing.Mapping[str, Any]), ({}, collections.abc.Mapping),
+    ('b', Literal['a', 'b']),
     ('anything', Model), ('x', NEW), ('x', Any), ('x', 'Unresolved'), (1, typing.TypeVar('T')),
     ('x', typing.Annotated[str, 'unit']), (type_checks.Unknown(), int),
     ({'a': type_checks.Unknown()}, dict[str, int]),
