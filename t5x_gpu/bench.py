@@ -96,15 +96,17 @@ def bench(arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int) ->
   batch_size, length = next(iter(program.spec.shapes.values()))
   step_seconds = statistics.median(seconds)
   step_flops = model.flops_per_token(length) * batch_size * length / len(devices)
-  dtype = model.config.dtype
+  dtype, kind = model.config.dtype, devices[0].device_kind
+  # JAX multiplies float32 matrices in TF32 where the GPU can, unless told otherwise.
+  tf32 = dtype == 'float32' and jax.config.jax_default_matmul_precision is None
+  peak = (hardware.peak_flops(kind, 'tf32') if tf32 else None) or hardware.peak_flops(kind, dtype)
   return Result(
-      device_kind=devices[0].device_kind, num_devices=len(devices), dtype=dtype,
+      device_kind=kind, num_devices=len(devices), dtype=dtype,
       jax_version=jax.__version__, num_params=program.num_params, batch_size=batch_size,
       length=length, compile_seconds=compile_seconds, step_seconds=step_seconds,
       tokens_per_second=batch_size * length / step_seconds,
       model_tflops_per_second_per_device=step_flops / step_seconds / 1e12,
-      mfu=mfu(step_flops, step_seconds=step_seconds,
-              peak_flops=hardware.peak_flops(devices[0].device_kind, dtype)),
+      mfu=mfu(step_flops, step_seconds=step_seconds, peak_flops=peak),
       peak_bytes=(devices[0].memory_stats() or {}).get('peak_bytes_in_use'),
       losses=(losses[0], losses[-1]))
 

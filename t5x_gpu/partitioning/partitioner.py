@@ -23,6 +23,11 @@ from t5x_gpu.partitioning.mesh import build_mesh, check_model_sizes, mesh_table
 from t5x_gpu.partitioning.mesh_sizes import MeshSizes, resolve_mesh_sizes
 from t5x_gpu.runtime.topology import Device, Topology
 
+# What a user sets to change the size of an array axis, for errors.
+SET_BY = {'batch': 'BATCH_SIZE', 'length': 'TASK_FEATURE_LENGTHS',
+          'heads': 'TransformerConfig.num_heads', 'mlp': 'TransformerConfig.mlp_dim',
+          'embed': 'TransformerConfig.embed_dim', 'vocab': 'TransformerConfig.vocab_size'}
+
 STANDARD_RULES = data_parallel.rules() + fsdp.rules() + tensor_parallel.rules()
 
 
@@ -72,14 +77,15 @@ class Partitioner:
           'over these axes yet.', fix=f'Set {" and ".join(unknown)} to 1.',
           parameters=('Partitioner.ici_mesh_shape', 'Partitioner.dcn_mesh_shape'))
     rules = STANDARD_RULES
-    joined = {name: tuple(dict.fromkeys(rules.parameters.get(name, ())
-                                        + rules.activations.get(name, ())))
-              for name in logical_sizes}
-    problems = check_model_sizes(sizes, logical_sizes, joined)
+    problems = [problem for table in (rules.activations, rules.parameters)
+                for problem in check_model_sizes(
+                    sizes, logical_sizes, {name: table.get(name, ()) for name in logical_sizes},
+                    parameter_names=SET_BY)]
+    problems = list(dict.fromkeys(problems))  # an axis may be split alike in both tables
     if problems:
       raise MeshError(all_problems(problems, title='The model does not fit the mesh'),
                       parameters=('Partitioner.num_partitions', 'Partitioner.fsdp',
-                                  'Partitioner.data', 'BATCH_SIZE'))
+                                  'Partitioner.data', 'BATCH_SIZE'), docs='mesh.md#sizes')
     return Layout(mesh=build_mesh(sizes, topology, devices), rules=rules, sizes=sizes,
                   topology=topology)
 
