@@ -115,7 +115,8 @@ def source_fingerprint(source: seqio.DataSource, *, split: str) -> dict[str, Any
     return source.fingerprint(split)
   if isinstance(source, seqio.TfdsDataSource):
     info = source.tfds_dataset.info
-    return {'tfds': info.full_name, 'examples': int(source.num_input_examples(split))}
+    return {'tfds': info.full_name,
+            'examples': info.splits[split].num_examples if split in info.splits else None}
   if isinstance(source, seqio.FileDataSource):
     paths = sorted(source.list_shards(split))
     if paths and all(os.path.isfile(path) for path in paths):

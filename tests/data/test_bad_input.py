@@ -1,0 +1,141 @@
+"""Every data mistake is a DataError with a remedy, before anything compiles."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from t5x_gpu.data import batches, features
+from t5x_gpu.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.tf
+
+
+def refused(open_data, *args, error=DataError, **kwargs):
+  with pytest.raises(error) as e:
+    open_data(*args, **kwargs)
+  assert e.value.fix, 'no remedy'
+  return str(e.value)
+
+
+def test_unknown_task_lists_ours_first_and_suggests(open_data):
+  text = refused(open_data, 'python_sorce')
+  assert "Did you mean 'python_source'" in text
+  assert 'are registered: python_source, wmt_ende' in text and 'jsonl:PATTERN' in text
+
+
+def test_task_module_that_is_not_there(open_data):
+  text = refused(open_data, 'x', mixture_or_task_module='no_such.tasks', error=ConfigError)
+  assert "'no_such.tasks' cannot be imported: there is none" in text
+
+
+def test_task_module_that_needs_something_missing(open_data, tmp_path, monkeypatch):
+  (tmp_path / 'needy_tasks.py').write_text('import not_installed_here\n')
+  monkeypatch.syspath_prepend(str(tmp_path))
+  text = refused(open_data, 'x', mixture_or_task_module='needy_tasks', error=ConfigError)
+  assert "needs 'not_installed_here'" in text and 'pip install' in text
+
+
+@pytest.mark.parametrize('kind', ['text_files', 'text_lines', 'jsonl'])
+def test_pattern_without_a_file_says_what_is_there(open_data, text_folder, kind):
+  text = refused(open_data, f'{kind}:{text_folder}/*.json')
+  assert 'No file matches' in text and '0.txt, 1.txt' in text
+
+
+def test_empty_files(open_data, tmp_path):
+  (tmp_path / 'a.txt').touch()
+  assert 'All 1 files that match' in refused(open_data, f'text_files:{tmp_path}/a.txt')
+
+
+@pytest.mark.parametrize('repeat', [True, False])
+def test_split_without_an_example_does_not_hang(open_data, tmp_path, repeat):
+  (tmp_path / 'a.txt').write_text('\n'.join(['the same'] * 50))
+  splits = {'train', 'validation'}
+  full = {split for split in splits if not _is_empty(open_data, tmp_path, split, repeat)}
+  assert len(full) == 1  # One text, one hash: all of it goes to one split.
+
+
+def _is_empty(open_data, tmp_path, split, repeat):
+  try:
+    open_data(f'text_lines:{tmp_path}/a.txt', split=split, repeat=repeat)
+    return False
+  except DataError as e:
+    assert f"has no example in split '{split}' (its splits: 'train', 'validation')" in str(e)
+    return True
+
+
+def test_unknown_split(open_data):
+  text = refused(open_data, 'python_source', split='trian')
+  assert "Did you mean 'train'? It has 'train', 'validation'" in text
+
+
+def test_task_without_the_feature_that_the_model_takes(open_data):
+  text = refused(open_data, 'python_source', converter='encoder_decoder',
+                 lengths={'inputs': 8, 'targets': 8})
+  assert "'python_source' gives 'targets' alone" in text and "take 'lm'" in text
+
+
+def test_lengths_and_batch_size_are_checked_by_every_module(open_data):
+  for module in ('t5x_gpu.data.seqio_batches', 't5x_gpu.data.synthetic'):
+    good = {'targets': 8}
+    spec = features.batch_spec('lm', task_feature_lengths=good, batch_size=1, pack=True,
+                               vocab_size=384)
+    for lengths, batch_size, says in [({'targets': 0}, 1, 'has length 0'), (good, 0, 'batch_size')]:
+      config = batches.DatasetConfig('python_source', lengths, 'train', batch_size, module=module)
+      with pytest.raises(DataError, match=says):
+        batches.open_batches(config, spec=spec, feature_converter='lm')
+
+
+def test_vocabulary_larger_than_the_models_names_both(open_data):
+  text = refused(open_data, 'python_source', vocab_size=100)
+  assert '259 token ids' in text and 'a vocabulary of 100' in text and 'at least 259 (384' in text
+
+
+@pytest.mark.parametrize('name, says', [
+    ('sentencepiece:/no/such.model', "'/no/such.model' does not exist"),
+    ('bytes', "no vocabulary 'bytes'"),
+])
+def test_vocabulary_that_is_not_there(open_data, name, says):
+  assert says in refused(open_data, 'python_source', vocabulary=name)
+
+
+def test_broken_sentencepiece_file(open_data, tmp_path):
+  (tmp_path / 'm.model').write_text('not a model')
+  text = refused(open_data, 'python_source', vocabulary=f'sentencepiece:{tmp_path}/m.model')
+  assert 'cannot be read as a SentencePiece model' in text
+
+
+@pytest.mark.parametrize('first, says', [
+    ('{"text": "a"', 'a.jsonl:1 is not JSON'),
+    ('["a"]', 'a.jsonl:1 holds a JSON list'),
+    ('{"body": "a"}', "a.jsonl:1 has no text under key 'text': it has body"),
+])
+def test_jsonl_with_a_broken_first_line(open_data, tmp_path, first, says):
+  (tmp_path / 'a.jsonl').write_text(first + '\n')
+  assert says in refused(open_data, f'jsonl:{tmp_path}/a.jsonl')
+
+
+def test_jsonl_with_a_later_broken_line_names_file_and_line(open_data, tmp_path):
+  lines = [f'{{"text": "document {i} of many"}}' for i in range(2000)]
+  lines[1500] = '{"text": 5}'
+  (tmp_path / 'a.jsonl').write_text('\n'.join(lines))
+  with pytest.raises(DataError, match='a.jsonl:1501 has no text'):
+    list(open_data(f'jsonl:{tmp_path}/a.jsonl', repeat=False).iterator)
+
+
+def test_data_opens_without_a_word_on_stderr_and_leaves_at_once(text_folder):
+  code = f'''
+import time
+from t5x_gpu.data import batches, features
+lengths = {{'targets': 32}}
+config = batches.DatasetConfig('text_files:{text_folder}', lengths, 'train', 2)
+spec = features.batch_spec('lm', task_feature_lengths=lengths, batch_size=2, pack=True,
+                           vocab_size=384)
+iterator = batches.open_batches(config, spec=spec, feature_converter='lm')
+next(iterator)
+print(time.time())
+'''
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert done.stderr == ''
+  assert time.time() - float(done.stdout) < 5
