@@ -1,0 +1,65 @@
+# Set-up and the commands of this project, for a machine that has Python 3.11 or 3.12, git and make.
+# `make help` lists them. Everything is installed into .venv, with uv if it is on the PATH.
+
+VENV := .venv
+VENV312 := .venv312
+JAX312 := 0.11.2
+DEMO := gin_configs/examples/demo.gin
+
+# python3, or the first of its newer siblings where python3 itself is too old (Ubuntu 22.04).
+# The names are tried by running them: a pyenv shim is on the PATH whether or not it works.
+USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2])
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+  $$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
+PYTHON312 ?= $(shell for p in python3.12 'env PYENV_VERSION=3.12.1 python3.12'; do \
+  $$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
+
+# $(call install,FOLDER,PYTHON,FURTHER REQUIREMENTS): a virtual environment with this project in it.
+define install
+@test -n "$(strip $(2))" && $(2) -c '$(USABLE)' || { echo \
+  "No usable Python for $(1): it takes Python 3.11 or newer, and '$(or $(strip $(2)),python3)' is" \
+  "`$(or $(strip $(2)),python3) --version 2>&1 | head -n 1`." \
+  "Name one: make PYTHON=/path/to/python3.12 (PYTHON312= for test-py312)."; exit 1; } >&2
+@echo "Setting up $(1) with `$(2) --version` (once; some minutes the first time)"
+@if command -v uv >/dev/null; then \
+  uv venv --quiet --allow-existing --python "`$(2) -c 'import sys; print(sys.executable)'`" $(1) && \
+  uv pip install --quiet --python $(1)/bin/python -e '.[dev]' $(3); \
+else \
+  { $(2) -m venv $(1) || { echo "On Debian and Ubuntu: apt install python3-venv, or get uv." >&2; \
+    exit 1; }; } && \
+  $(1)/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e '.[dev]' $(3); \
+fi
+@touch $@
+endef
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@echo "  PYTHON=python3.12 picks the Python of .venv; ARGS='-k mesh' is handed to pytest."
+
+setup: $(VENV)/.installed ## create .venv and install everything; a second call does nothing
+
+demo: $(VENV)/.installed ## train a small model on Python's own source text, about three minutes
+	$(VENV)/bin/python -m t5x_gpu.train --gin_file=$(DEMO)
+
+test: $(VENV)/.installed ## run the tests, without the slow ones
+	$(VENV)/bin/python -m pytest -m 'not slow' $(ARGS)
+
+test-all: $(VENV)/.installed ## run all tests
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-py312: $(VENV312)/.installed ## run all tests on Python 3.12 with a newer jax
+	$(VENV312)/bin/python -m pytest $(ARGS)
+
+clean: ## remove the virtual environments and what builds and tests left; runs/ stays
+	rm -rf $(VENV) $(VENV312) build dist *.egg-info .pytest_cache .hypothesis
+	find t5x_gpu tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so that an interrupted set-up is taken up again.
+$(VENV)/.installed: setup.py
+	$(call install,$(VENV),$(PYTHON))
+
+$(VENV312)/.installed: setup.py
+	$(call install,$(VENV312),$(PYTHON312),jax==$(JAX312))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all test-py312 clean
