@@ -172,3 +172,18 @@ def test_problems_in_two_files_are_both_found(project, load):
   write(project / 'a.gin', 'A = b c\n')
   text = problems_of(load, 'a.gin', 'nowhere.gin')
   assert 'a.gin:1 is not gin' in text and "'nowhere.gin' does not exist" in text
+
+
+def test_macros_used_only_by_unused_bindings_are_not_reported_as_well(project, load):
+  write(project / 'bad.gin', 'from __gin__ import dynamic_registration\n'
+        'from app import train as train_script\n'
+        'trian/train_script.Data.pack = %A\nA = True\n'
+        'evla/train_script.Data.pack = %B\nB = %C\nC = False\n')
+  text = problems_of(load, 'my.gin', 'bad.gin')
+  assert '2 problems' in text and "'trian'" in text and "'evla'" in text
+
+
+def test_a_chain_of_unused_macros_is_one_problem(project, load):
+  write(project / 'bad.gin', 'A = %B\nB = %C\nC = 1\n')
+  assert problems_of(load, 'my.gin', 'bad.gin') == (
+      'bad.gin:1: macro A is set, and nothing uses it.')

@@ -216,3 +216,13 @@ def test_singletons_are_one_object(project, load):
 def test_files_may_hold_any_utf8_text(project, load):
   (project / 'u.gin').write_text('# größer\nMODEL_DIR = "läufe"\n', encoding='utf-8')
   assert load(['my.gin', 'u.gin']).arguments()['model_dir'] == 'läufe'
+
+
+def test_names_of_an_earlier_load_are_forgotten(load):
+  load(['my.gin'], bindings=['train.optimizer=@train_script.Adafactor()', 'Adafactor.decay=0.1'])
+  with pytest.raises(ConfigError, match='Write train_script.Adafactor'):
+    load(['my.gin'], bindings=['train.optimizer=@Adafactor()'])
+
+
+def test_a_value_with_a_line_break_is_one_string(load):
+  assert load(['my.gin'], bindings=['MODEL_DIR=1\nB = 2']).arguments()['model_dir'] == '1\nB = 2'
