@@ -1,0 +1,246 @@
+"""The import order of the package, its sizes, and a core that needs no TensorFlow."""
+
+import ast
+import functools
+import graphlib
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / 't5x_gpu'
+
+# A file imports from its own folder and from those before it. Entry points lie outside of it: they
+# import everything, nothing imports them.
+ORDER = ('errors', 'config', 'runtime', 'partitioning', 'data', 'layers', 'models', 'training',
+         'checkpoint', 'metrics')
+NOT_EVEN_ABOVE = {('partitioning', 'config')}
+SHARED_BY_ENTRY_POINTS = 't5x_gpu.cli'
+
+TENSORFLOW = {'tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 't5', 't5x'}
+# In data/, but the trainer needs them where there is no TensorFlow.
+WITHOUT_TENSORFLOW = {'t5x_gpu.data.batches', 't5x_gpu.data.features', 't5x_gpu.data.synthetic'}
+JAX = {'jax', 'jaxlib', 'flax', 'optax', 'orbax'}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 100
+LONGER_FUNCTIONS = {'t5x_gpu.train.train': 150}  # the run, read from top to bottom
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+  """Returns the syntax trees of the package's files by module name."""
+  names = {path: '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
+           for path in sorted(PACKAGE.rglob('*.py'))}
+  trees = {name: ast.parse(path.read_text(encoding='utf-8'), str(path))
+           for path, name in names.items()}
+  for tree in trees.values():  # `if __name__ == '__main__'` may import the file by its own name.
+    tree.body = [node for node in tree.body if not (
+        isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'")]
+  return trees
+
+
+def path_of(module: str) -> pathlib.Path:
+  path = ROOT / module.replace('.', '/')
+  return path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
+
+
+def imports_in(tree: ast.AST) -> Iterator[tuple[str, int]]:
+  """Yields (imported module, line); literal importlib.import_module calls count."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      yield from ((alias.name, node.lineno) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f'relative import in line {node.lineno}'
+      for alias in node.names:
+        inner = f'{node.module}.{alias.name}'
+        yield (inner if inner in modules() else node.module), node.lineno
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith('import_module'):
+      for argument in node.args[:1]:
+        if isinstance(argument, ast.Constant):
+          yield argument.value, node.lineno
+
+
+@functools.cache
+def imported_by(module: str) -> dict[str, int]:
+  """Returns what the file of `module` imports -> the line."""
+  return dict(imports_in(modules()[module]))
+
+
+def own(module: str) -> list[str]:
+  return [name for name in imported_by(module) if name in modules()]
+
+
+def reached_from(module: str) -> set[str]:
+  """Returns the own modules that importing `module` imports, itself included."""
+  found, todo = set(), [module]
+  while todo:
+    name = todo.pop()
+    if name not in found:
+      found.add(name)
+      todo += own(name)
+  return found
+
+
+def top_level(name: str) -> str:
+  return name.split('.', 1)[0]
+
+
+def layer(module: str) -> str:
+  """Returns 'data' for t5x_gpu.data.batches; for a file in the root its own name."""
+  return module.split('.')[1] if '.' in module else ''
+
+
+def is_entry_point(module: str) -> bool:
+  is_root = module.count('.') == 1 and layer(module) not in ORDER and path_of(module).name != (
+      '__init__.py')
+  return is_root or module.endswith('.__main__')
+
+
+def where(module: str, imported: str) -> str:
+  return f'{path_of(module).relative_to(ROOT)}:{imported_by(module)[imported]} imports {imported}'
+
+
+def may_import(module: str, imported: str) -> bool:
+  """Returns whether the order allows it."""
+  if is_entry_point(module):
+    return not is_entry_point(imported) or imported == SHARED_BY_ENTRY_POINTS or (
+        module == 't5x_gpu.__main__')
+  if is_entry_point(imported) or (layer(module), layer(imported)) in NOT_EVEN_ABOVE:
+    return False
+  return ORDER.index(layer(imported)) <= ORDER.index(layer(module))
+
+
+def none(found: list[str]) -> None:
+  if found:
+    pytest.fail('\n'.join(found), pytrace=False)
+
+
+def test_every_folder_has_a_place_in_the_order():
+  folders = {p.parent.name for p in PACKAGE.glob('*/__init__.py')}
+  assert folders - set(ORDER) == set()
+
+
+def test_files_import_only_from_their_own_folder_and_those_above():
+  none([where(m, i) for m in modules() for i in own(m) if not may_import(m, i)])
+
+
+def test_imports_have_no_cycles():
+  list(graphlib.TopologicalSorter({m: own(m) for m in modules()}).static_order())
+
+
+def test_own_modules_are_not_imported_inside_functions():
+  found = [f'{path_of(name).relative_to(ROOT)}:{line} imports {imported} in {function.name}'
+           for name, tree in modules().items() if not name.endswith('.__main__')
+           for function in ast.walk(tree)
+           if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+           for imported, line in imports_in(function) if top_level(imported) == 't5x_gpu']
+  none(found)
+
+
+def test_imports_are_used():
+  found = []
+  for name, tree in modules().items():
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for node in tree.body:
+      if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == '__all__':
+        used |= set(ast.literal_eval(node.value))
+    for node in ast.walk(tree):
+      if isinstance(node, (ast.Import, ast.ImportFrom)):
+        for alias in node.names:
+          bound = alias.asname or alias.name.split('.', 1)[0]
+          if bound not in used:
+            found.append(f'{path_of(name).relative_to(ROOT)}:{node.lineno} imports {bound}')
+  none(found)
+
+
+def test_init_files_are_empty():
+  assert [str(p) for p in PACKAGE.rglob('__init__.py') if p.read_text().strip()] == []
+
+
+def test_only_data_imports_tensorflow():
+  found = [where(m, i) for m in modules() for i in imported_by(m)
+           if top_level(i) in TENSORFLOW and (layer(m) != 'data' or m in WITHOUT_TENSORFLOW)]
+  none(found)
+
+
+def test_nothing_outside_data_reaches_tensorflow_through_data():
+  found = {}
+  for m in modules():
+    if layer(m) != 'data' or m in WITHOUT_TENSORFLOW:
+      through = {r for r in reached_from(m) if TENSORFLOW & set(map(top_level, imported_by(r)))}
+      if through:
+        found[m] = through
+  assert found == {}
+
+
+def test_config_and_xla_flags_do_not_import_jax():
+  # They run before a backend may be chosen, and answer in a fraction of a second.
+  for m in modules():
+    if (layer(m) == 'config' or m in ('t5x_gpu.cli', 't5x_gpu.runtime.xla_flags')):
+      for r in reached_from(m):
+        assert [where(r, i) for i in imported_by(r) if top_level(i) in JAX] == [], m
+
+
+def test_only_config_and_entry_points_import_gin():
+  found = [where(m, i) for m in modules() for i in imported_by(m)
+           if top_level(i) == 'gin' and layer(m) != 'config' and not is_entry_point(m)]
+  none(found)
+
+
+def test_files_and_functions_are_short():
+  found = []
+  for name, tree in modules().items():
+    lines = len(path_of(name).read_text(encoding='utf-8').splitlines())
+    if lines > MAX_FILE_LINES:
+      found.append(f'{name}: {lines} lines of at most {MAX_FILE_LINES}')
+    for node in ast.walk(tree):
+      if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        lines, function = node.end_lineno - node.lineno + 1, f'{name}.{node.name}'
+        allowed = LONGER_FUNCTIONS.get(function, MAX_FUNCTION_LINES)
+        if lines > allowed:
+          found.append(f'{function}: {lines} lines of at most {allowed}')
+  none(found)
+
+
+def test_lines_fit_and_public_functions_are_typed():
+  found = []
+  for name, tree in modules().items():
+    path = path_of(name).relative_to(ROOT)
+    text = (ROOT / path).read_text(encoding='utf-8').splitlines()
+    found += [f'{path}:{i} has {len(line)} columns' for i, line in enumerate(text, 1)
+              if len(line) > 100]
+    for node in [*tree.body, *(n for c in tree.body if isinstance(c, ast.ClassDef)
+                               for n in c.body)]:
+      if isinstance(node, ast.FunctionDef) and not node.name.startswith('_'):
+        untyped = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+                   if a.annotation is None and a.arg not in ('self', 'cls')]
+        if untyped or (node.returns is None):
+          found.append(f'{path}:{node.lineno} {node.name}: types are missing')
+  none(found)
+
+
+# What a machine with jax, flax, optax, orbax, numpy, absl and gin-config alone does not have.
+BARE = '''
+import sys
+for name in ('tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 'matplotlib',
+             'tensorboardX', 'tensorboard', 'sentencepiece'):
+  sys.modules[name] = None
+from t5x_gpu import bench
+code = bench.main(['--gin_file=gin_configs/examples/demo.gin', '--steps=2', '--warmup=1',
+                   '--gin.TransformerConfig.num_layers=1', '--gin.TransformerConfig.scan_unroll=1',
+                   '--gin.BATCH_SIZE=8', "--gin.TASK_FEATURE_LENGTHS={'targets': 32}"])
+sys.exit(code)
+'''
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason='POSIX only')
+def test_bench_runs_without_tensorflow_seqio_matplotlib_and_tensorboardx(tmp_path):
+  done = subprocess.run([sys.executable, '-c', BARE], cwd=tmp_path, capture_output=True, text=True,
+                        timeout=120, env={'PYTHONPATH': str(ROOT), 'PATH': '/usr/bin:/bin',
+                                          'JAX_PLATFORMS': 'cpu', 'HOME': str(tmp_path)})
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert 'tokens/s' in done.stdout
