@@ -1,4 +1,4 @@
-"""`t5x_gpu COMMAND ...` (or `python -m t5x_gpu COMMAND ...`): the same as `python -m t5x_gpu.COMMAND`."""
+"""`t5x_gpu COMMAND ...` or `python -m t5x_gpu COMMAND ...`: what `python -m t5x_gpu.COMMAND` does."""
 
 import importlib
 import sys

@@ -10,7 +10,7 @@ import tokenize
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any
 
 from gin import config as gin_config
 

@@ -4,7 +4,6 @@ from typing import Any, Optional
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from t5x_gpu.layers.attention import MultiHeadAttention
 from t5x_gpu.layers.masks import decoder_mask

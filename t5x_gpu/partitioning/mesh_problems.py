@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from typing import Optional
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Optional
 
 from t5x_gpu.errors import MeshError, all_problems
 from t5x_gpu.runtime.topology import Topology
@@ -56,7 +56,7 @@ def raise_all(problems: list[Problem]) -> None:
                   parameters=parameters, docs='mesh.md#sizes')
 
 
-def is_size(value) -> bool:
+def is_size(value: Any) -> bool:
   """Returns whether `value` is an int of 1 or more, or -1."""
   return isinstance(value, int) and not isinstance(value, bool) and (value >= 1 or value == -1)
 
@@ -192,7 +192,7 @@ def divisors(number: int) -> list[int]:
   return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def any_of(values) -> str:
+def any_of(values: Iterable[Any]) -> str:
   """Returns '1, 2, 4 or 8'."""
   words = [str(value) for value in values]
   return words[0] if len(words) == 1 else f'{", ".join(words[:-1])} or {words[-1]}'

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop after the step under way, not as an exception inside it."""
+"""Ctrl-C and SIGTERM as a request to stop after the step under way, not an exception inside it."""
 
 import os
 import signal
