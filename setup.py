@@ -23,7 +23,7 @@ DATA = [
     'tensorflow-datasets>=4.9.10,<5',
 ]
 PLOTS = ['matplotlib>=3.9', 'tensorboardX>=2.6.4,<3']
-DEV = ['pytest>=8.3', 'pytest-xdist>=3.6', 'hypothesis>=6.120']
+DEV = ['pytest>=9.0', 'pytest-xdist>=3.6', 'hypothesis>=6.120']
 
 gin_folders = [''] + [f'/{p.name}' for p in sorted((ROOT / 'gin_configs').iterdir()) if p.is_dir()]
 

@@ -4,7 +4,10 @@ import os
 
 import pytest
 
-os.environ['JAX_PLATFORMS'] = os.environ.get('T5X_GPU_TEST_PLATFORM', 'cpu')
+# On a GPU machine: T5X_GPU_TEST_PLATFORM=cuda python -m pytest tests/gpu
+PLATFORM = os.environ.get('T5X_GPU_TEST_PLATFORM', 'cpu')
+
+os.environ['JAX_PLATFORMS'] = PLATFORM
 os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
@@ -12,6 +15,13 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 def pytest_addoption(parser):
   parser.addoption('--update_golden', action='store_true',
                    help='rewrite tests/golden/ with what the code gives now; look at git diff after')
+
+
+def pytest_collection_modifyitems(items):
+  if PLATFORM == 'cpu':
+    for item in items:
+      if item.get_closest_marker('gpu'):
+        item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU: T5X_GPU_TEST_PLATFORM=cuda'))
 
 
 @pytest.fixture
