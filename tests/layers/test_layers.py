@@ -1,0 +1,134 @@
+"""Layers against plain numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu.layers.attention import dot_product_attention
+from t5x_gpu.layers.dense import DenseGeneral
+from t5x_gpu.layers.embedding import Embedding
+from t5x_gpu.layers.masks import decoder_mask
+from t5x_gpu.layers.mlp import Mlp
+from t5x_gpu.layers.norm import RMSNorm
+from t5x_gpu.layers.positions import relative_position_buckets
+from t5x_gpu.partitioning.axis_rules import split_names
+
+
+@pytest.fixture
+def rng():
+  return np.random.default_rng(0)
+
+
+def init(module, *args, **kwargs):
+  """Returns plain parameters of `module`."""
+  return split_names(module.init(jax.random.key(0), *args, **kwargs)['params'])[0]
+
+
+def test_attention_equals_numpy_softmax(rng):
+  q, k, v = (rng.normal(size=(2, 5, 3, 4)).astype(np.float32) for _ in range(3))
+  bias = rng.normal(size=(1, 3, 5, 5)).astype(np.float32)
+  mask = np.tril(np.ones((5, 5), bool))[None, None]
+  logits = np.einsum('bqhd,bkhd->bhqk', q, k) + bias
+  logits = np.where(mask, logits, -np.inf)
+  weights = np.exp(logits - logits.max(-1, keepdims=True))
+  weights /= weights.sum(-1, keepdims=True)
+  want = np.einsum('bhqk,bkhd->bqhd', weights, v)
+  np.testing.assert_allclose(dot_product_attention(q, k, v, mask=mask, bias=bias), want, rtol=2e-5,
+                             atol=1e-6)
+
+
+def test_attention_of_a_row_that_may_attend_to_nothing_is_finite(rng):
+  q = rng.normal(size=(1, 2, 1, 4)).astype(np.float32)
+  out = dot_product_attention(q, q, q, mask=np.zeros((1, 1, 2, 2), bool))
+  assert np.isfinite(out).all()
+
+
+def test_attention_dropout_keeps_the_expectation_and_shares_a_mask_between_queries(rng):
+  v = np.eye(64, dtype=np.float32)[None, :, None, :]  # the output is the weights themselves
+  q = np.zeros_like(v)
+  out = dot_product_attention(q, q, v, dropout_rate=0.25, dropout_rng=jax.random.key(0))
+  weights = np.asarray(out)[0, :, 0]
+  assert (weights == weights[0]).all()
+  assert 0 < (weights[0] == 0).sum() < 32
+  np.testing.assert_allclose(weights[0][weights[0] > 0], 1 / 64 / 0.75, rtol=1e-6)
+
+
+def test_mask_is_causal_and_stays_in_its_segment_and_off_padding():
+  tokens = jnp.asarray([[5, 6, 7, 8, 0]])
+  segments = jnp.asarray([[1, 1, 2, 2, 0]])
+  want = np.array([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0],
+                   [0, 0, 0, 0, 0]], bool)
+  np.testing.assert_array_equal(decoder_mask(tokens, segment_ids=segments)[0, 0], want)
+
+
+def test_prefix_positions_see_each_other_both_ways():
+  mask = decoder_mask(jnp.ones((1, 4), jnp.int32), prefix=jnp.asarray([[1, 1, 0, 0]]))[0, 0]
+  want = np.array([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]], bool)
+  np.testing.assert_array_equal(mask, want)
+
+
+def test_causal_position_buckets_are_exact_then_logarithmic_then_constant():
+  row = relative_position_buckets(300, 300, bidirectional=False, num_buckets=32,
+                                  max_distance=128)[299]
+  by_distance = row[::-1]
+  np.testing.assert_array_equal(by_distance[:16], np.arange(16))
+  assert (np.diff(by_distance) >= 0).all()
+  assert (by_distance[128:] == 31).all() and by_distance[100] < 31
+
+
+def test_bidirectional_position_buckets_tell_the_sides_apart():
+  buckets = relative_position_buckets(40, 40, bidirectional=True, num_buckets=32, max_distance=128)
+  assert set(buckets[20, :20]).isdisjoint(buckets[20, 21:])
+  np.testing.assert_array_equal(buckets[20, 21:] - 16, buckets[20, 19:0:-1][:19])
+
+
+def test_rms_norm_divides_by_the_root_mean_square(rng):
+  x = rng.normal(size=(2, 3, 8)).astype(np.float32) * 7
+  scale = rng.normal(size=8).astype(np.float32)
+  got = RMSNorm().apply({'params': {'scale': scale}}, x)
+  want = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_rms_norm_of_bfloat16_keeps_its_statistics_in_float32():
+  x = jnp.full((1, 1, 4096), 3.0, jnp.bfloat16).at[0, 0, 0].set(200.0)
+  scale = jnp.ones(4096)
+  got = RMSNorm(dtype=jnp.bfloat16).apply({'params': {'scale': scale}}, x)
+  want = x.astype(jnp.float32) / np.sqrt((4095 * 9 + 40000) / 4096)
+  np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=8e-3)
+
+
+@pytest.mark.parametrize('one_hot', [True, False])
+def test_embedding_is_a_row_of_its_table(rng, one_hot):
+  table = rng.normal(size=(11, 4)).astype(np.float32)
+  ids = jnp.asarray([[3, 10, 0]])
+  module = Embedding(11, 4, one_hot=one_hot)
+  np.testing.assert_array_equal(module.apply({'params': {'embedding': table}}, ids), table[ids])
+  x = rng.normal(size=(1, 2, 4)).astype(np.float32)
+  np.testing.assert_allclose(
+      module.apply({'params': {'embedding': table}}, x, method='attend'), x @ table.T, rtol=1e-5)
+
+
+def test_dense_general_contracts_the_trailing_dimensions(rng):
+  x = rng.normal(size=(2, 3, 4, 5)).astype(np.float32)
+  module = DenseGeneral((6,), ('heads', 'kv', 'embed'), num_in=2, use_bias=True)
+  params = init(module, x)
+  want = np.einsum('blhk,hke->ble', x, params['kernel']) + params['bias']
+  np.testing.assert_allclose(module.apply({'params': params}, x), want, rtol=1e-4, atol=1e-5)
+
+
+def test_dense_initializer_has_unit_gain_whatever_the_shape_of_inputs_and_features():
+  x = jnp.ones((1, 1, 64, 32))
+  kernel = init(DenseGeneral((16, 128), ('heads', 'kv', None, 'mlp'), num_in=2), x)['kernel']
+  assert kernel.shape == (64, 32, 16, 128)
+  np.testing.assert_allclose(np.std(kernel), 1 / np.sqrt(64 * 32), rtol=0.02)
+
+
+def test_gated_mlp_multiplies_its_branches(rng):
+  x = rng.normal(size=(1, 2, 4)).astype(np.float32)
+  module = Mlp(8, ('gelu', 'linear'))
+  params = init(module, x, deterministic=True)
+  hidden = jax.nn.gelu(x @ params['wi_0']['kernel']) * (x @ params['wi_1']['kernel'])
+  np.testing.assert_allclose(module.apply({'params': params}, x, deterministic=True),
+                             hidden @ params['wo']['kernel'], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,142 @@
+"""The decoder's own properties; its numbers against T5X are in tests/parity."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu.errors import ModelError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.flops import transformer_flops_per_token
+from t5x_gpu.partitioning.axis_rules import split_names
+
+CONFIG = TransformerConfig(vocab_size=17, num_layers=3, embed_dim=16, num_heads=2, head_dim=8,
+                           mlp_dim=32, relative_bias='per_layer')
+LENGTH = 12
+
+
+def make(**changes):
+  """Returns (model, parameters, batch of one unpadded row)."""
+  model = DecoderOnlyModel(dataclasses.replace(CONFIG, **changes))
+  spec = model.batch_spec({'targets': LENGTH}, batch_size=1, pack=False)
+  params = jax.jit(lambda: split_names(model.init(jax.random.key(0), spec))[0])()
+  tokens = np.random.default_rng(0).integers(1, 17, (1, LENGTH)).astype(np.int32)
+  return model, params, batch_of(tokens)
+
+
+def logits_of(model, params, batch):
+  return jax.jit(model.logits)(params, batch)
+
+
+def loss_of(model, params, batch, key=None):
+  sums = jax.jit(lambda p, b, k: model.loss(p, b, dropout_rng=k))(params, batch, key)
+  return sums['loss'][0]
+
+
+def batch_of(targets, **more):
+  inputs = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+  return {'decoder_target_tokens': targets, 'decoder_input_tokens': inputs,
+          'decoder_loss_weights': (targets > 0).astype(np.int32), **more}
+
+
+@pytest.mark.parametrize('changes', [{'scan_unroll': 2}, {'scan_unroll': 8},
+                                     {'remat_policy': 'full'}, {'remat_policy': 'minimal'}], ids=str)
+def test_loss_and_gradients_do_not_depend_on_unrolling_or_rematerialisation(changes):
+  model, params, batch = make()
+  other = DecoderOnlyModel(dataclasses.replace(CONFIG, **changes))
+
+  def value_and_grad(m):
+    return jax.jit(jax.value_and_grad(lambda p: m.loss(p, batch)['loss'][0]))(params)
+  (loss, grads), (other_loss, other_grads) = value_and_grad(model), value_and_grad(other)
+  np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads,
+               other_grads)
+
+
+@pytest.mark.parametrize('relative_bias', ['none', 'shared', 'per_layer'])
+def test_a_logit_does_not_depend_on_later_tokens(relative_bias):
+  model, params, batch = make(relative_bias=relative_bias)
+  changed = batch_of(np.where(np.arange(LENGTH) >= 7, 3, batch['decoder_target_tokens']))
+  logits, other = logits_of(model, params, batch), logits_of(model, params, changed)
+  np.testing.assert_allclose(logits[:, :8], other[:, :8], rtol=1e-5, atol=1e-6)
+  assert not np.allclose(logits[:, 8:], other[:, 8:], atol=1e-3)
+
+
+def test_packed_examples_have_the_loss_of_separate_ones():
+  model, params, _ = make()
+  rng = np.random.default_rng(1)
+  a, b = (rng.integers(1, 17, (1, n)).astype(np.int32) for n in (5, 7))
+  packed = batch_of(np.concatenate([a, b], 1), decoder_segment_ids=np.array([[1] * 5 + [2] * 7]))
+  packed['decoder_input_tokens'][0, 5] = 0  # a new example starts from 0
+
+  def padded(x):
+    return batch_of(np.pad(x, ((0, 0), (0, LENGTH - x.shape[1]))))
+  want = sum(loss_of(model, params, padded(x)) for x in (a, b))
+  np.testing.assert_allclose(loss_of(model, params, packed), want, rtol=1e-5)
+
+
+def test_inputs_see_each_other_only_when_asked():
+  model, params, batch = make()
+  batch['decoder_causal_attention'] = np.array([[1] * 6 + [0] * 6])
+  prefix_model = dataclasses.replace(model, inputs_bidirectional_attention=True)
+  causal = logits_of(model, params, batch)
+  np.testing.assert_array_equal(causal, logits_of(model, params, make()[2]))
+  assert not np.allclose(logits_of(prefix_model, params, batch), causal, atol=1e-3)
+  assert model.feature_converter({'inputs': 4, 'targets': 4}) == 'prefix_lm'
+  assert model.feature_converter({'targets': 4}) == 'lm'
+
+
+def test_dropout_needs_a_key_and_follows_it():
+  model, params, batch = make(dropout_rate=0.5)
+  keys = jax.random.split(jax.random.key(1))
+  def loss(key=None):
+    return float(loss_of(model, params, batch, key))
+  assert loss(keys[0]) == loss(keys[0]) != loss(keys[1])
+  assert loss() == loss() != loss(keys[0])
+
+
+def test_bfloat16_computes_in_bfloat16_with_float32_parameters_and_logits():
+  model, params, batch = make(dtype='bfloat16')
+  assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype('float32')}
+  logits = logits_of(model, params, batch)
+  assert logits.dtype == jnp.float32
+  want = logits_of(make()[0], params, batch)
+  np.testing.assert_allclose(logits, want, atol=0.1)
+  assert not np.array_equal(logits, want)
+
+
+def test_an_untrained_model_guesses():
+  model, params, _ = make(vocab_size=512)
+  tokens = np.random.default_rng(0).integers(1, 512, (8, LENGTH)).astype(np.int32)
+  loss = loss_of(model, params, batch_of(tokens)) / tokens.size
+  assert abs(loss - np.log(512)) < 1.0
+
+
+def test_flops_count_the_weights_six_times_and_attention_twelve_times():
+  c = CONFIG
+  matmul_weights = sum(np.prod(p.shape) for path, p in jax.tree_util.tree_leaves_with_path(
+      make()[1]) if 'kernel' in str(path))
+  want = 6 * matmul_weights + 12 * c.num_layers * c.num_heads * c.head_dim * LENGTH
+  assert transformer_flops_per_token(c, LENGTH) == want
+
+
+@pytest.mark.parametrize('changes, words', [
+    ({'num_heads': 0}, 'num_heads = 0 must be at least 1'),
+    ({'dropout_rate': 1.0}, 'dropout_rate = 1.0'),
+    ({'dtype': 'bfloat61'}, "Did you mean 'bfloat16'"),
+    ({'relative_bias': 'per-layer'}, "Did you mean 'per_layer'"),
+    ({'mlp_activations': ('gleu',)}, "Did you mean 'gelu'"),
+], ids=str)
+def test_impossible_models_are_refused_with_the_value_and_a_suggestion(changes, words):
+  with pytest.raises(ModelError) as e:
+    dataclasses.replace(CONFIG, **changes)
+  assert words in str(e.value)
+
+
+def test_all_problems_of_a_model_come_in_one_message():
+  with pytest.raises(ModelError) as e:
+    dataclasses.replace(CONFIG, num_heads=0, dtype='x', dropout_rate=2.0)
+  assert '3 problems' in str(e.value)
