@@ -1,0 +1,214 @@
+"""Every shipped gin file loads, meshes and has the shapes that its header promises.
+
+Nothing compiles: programs are built from shapes, on as many fake devices as the header names.
+"""
+
+import functools
+import json
+import math
+import pathlib
+import re
+import shlex
+
+import jax
+import pytest
+
+from t5x_gpu import cli
+from t5x_gpu.config import gin_loader
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.training.program import Program, build_program
+
+ROOT = pathlib.Path(__file__).parents[1]
+GIN = ROOT / 'gin_configs'
+EXAMPLES = sorted((GIN / 'examples').glob('*.gin'))
+PARTS = {kind: sorted((GIN / kind).glob('*.gin')) for kind in ('models', 'parallel', 'runs')}
+
+# What each example's header says under Hardware.
+HARDWARE = {
+    'base_wmt_from_scratch': Topology(1, 8),
+    'demo': Topology(1, 1),
+    'tiny_gpu_4x': Topology(1, 4),
+    'tiny_gpu_single': Topology(1, 1),
+}
+
+# Macro -> (a value to give it, what of train's arguments must then have that value).
+MACROS = {
+    'MODEL_DIR': ('elsewhere', lambda a: [a['model_dir']]),
+    'TRAIN_STEPS': (12_345, lambda a: [a['total_steps']]),
+    'BATCH_SIZE': (24, lambda a: [a['train_dataset_cfg'].batch_size,
+                                  a['train_eval_dataset_cfg'].batch_size]),
+    'NUM_PARTITIONS': (4, lambda a: [a['partitioner'].num_partitions]),
+    'RANDOM_SEED': (7, lambda a: [a['random_seed'], a['train_dataset_cfg'].seed]),
+    'LOG_PERIOD': (3, lambda a: [a['log_period']]),
+    'SAVE_PERIOD': (5, lambda a: [a['checkpoint_cfg'].period]),
+    'EVAL_PERIOD': (6, lambda a: [a['eval_period']]),
+    'MIXTURE_OR_TASK_NAME': ('mine', lambda a: [a['train_dataset_cfg'].mixture_or_task_name,
+                                                a['train_eval_dataset_cfg'].mixture_or_task_name]),
+    'TASK_FEATURE_LENGTHS': ({'targets': 99}, lambda a: [
+        a['train_dataset_cfg'].task_feature_lengths,
+        a['train_eval_dataset_cfg'].task_feature_lengths]),
+    'DROPOUT_RATE': (0.25, lambda a: [a['model'].config.dropout_rate]),
+}
+
+by_name = functools.partial(pytest.mark.parametrize, ids=lambda path: path.stem)
+
+
+def header(path: pathlib.Path) -> str:
+  """Returns the comment at the top of a gin file, without its marks."""
+  lines = path.read_text(encoding='utf-8').splitlines()
+  end = next(i for i, line in enumerate(lines) if not line.startswith('#'))
+  return '\n'.join(line.lstrip('#').removeprefix(' ') for line in lines[:end])
+
+
+def command(path: pathlib.Path) -> list[str]:
+  """Returns the arguments of the command that the header of an example gives."""
+  lines = iter(header(path).splitlines())
+  text = next(line for line in lines if 'python -m t5x_gpu.train ' in line)
+  while text.endswith('\\'):
+    text = text[:-1] + next(lines)
+  return shlex.split(text.split('python -m t5x_gpu.train ')[1])
+
+
+def load(path: pathlib.Path, *overrides: str) -> gin_loader.LoadedConfig:
+  """Returns the configuration of an example's own command and further bindings."""
+  args = cli.parse_args('python -m t5x_gpu.train', '', command(path))
+  return gin_loader.load(args.gin_files, bindings=(*args.bindings, *overrides))
+
+
+def build(loaded: gin_loader.LoadedConfig, topology: Topology) -> Program:
+  """Returns the program of train's arguments on fake devices."""
+  a = loaded.arguments()
+  dataset = a['train_dataset_cfg']
+  return build_program(
+      model=a['model'], optimizer=a['optimizer'], schedule=a['learning_rate'],
+      partitioner=a['partitioner'], topology=topology,
+      devices=jax.devices()[:topology.num_devices], pack=dataset.pack,
+      task_feature_lengths=dataset.task_feature_lengths, batch_size=dataset.batch_size,
+      seed=a['random_seed'], **{name: a[name] for name in (
+          'num_microbatches', 'max_grad_norm', 'loss_normalizing_factor') if name in a})
+
+
+def parts(folder: pathlib.Path, *files: pathlib.Path) -> str:
+  """Returns the path of a gin file in `folder` that includes `files` and says what runs must."""
+  path = folder / 'mine.gin'
+  path.write_text('\n'.join([
+      *(f"include '{file.relative_to(ROOT)}'" for file in files),
+      "MODEL_DIR = 'unused'", "MIXTURE_OR_TASK_NAME = 'unused'", 'TRAIN_STEPS = 1000',
+      'BATCH_SIZE = 16', "TASK_FEATURE_LENGTHS = {'targets': 64}"]))
+  return str(path)
+
+
+def shardings(program: Program) -> str:
+  """Returns JSON: the mesh, then one line per parameter: shape, axis names, what splits them."""
+  flat, _ = jax.tree_util.tree_flatten_with_path(program.abstract_state.params)
+  names = jax.tree.leaves(program.names.params)
+  rows = [json.dumps(jax.tree_util.keystr(path, simple=True, separator='/')) + ': ' + json.dumps(
+      {'shape': array.shape, 'axes': axes.names, 'split': tuple(array.sharding.spec)})
+          for (path, array), axes in zip(flat, names, strict=True)]
+  mesh = {axis: size for axis, size in program.layout.mesh.shape.items() if size > 1}
+  return ('{"mesh": ' + json.dumps(mesh) + ',\n "parameters": {\n  ' + ',\n  '.join(rows)
+          + '\n }}\n')
+
+
+@by_name('path', [p for paths in PARTS.values() for p in paths])
+def test_model_parallel_and_run_files_include_nothing_and_say_what_they_are(path):
+  assert not re.search(r'^\s*include\b', path.read_text(), re.MULTILINE)
+  assert header(path)
+
+
+@by_name('path', EXAMPLES)
+def test_examples_include_one_model_one_parallel_and_one_run_file(path):
+  included = re.findall(r"^include '(.+)'$", path.read_text(), re.MULTILINE)
+  assert [pathlib.PurePath(name).parent.as_posix() for name in included] == [
+      'gin_configs/models', 'gin_configs/parallel', 'gin_configs/runs']
+  assert all((ROOT / name).is_file() for name in included)
+
+
+@by_name('path', EXAMPLES)
+def test_examples_begin_with_their_command_and_hardware(path):
+  assert f'--gin_file=gin_configs/examples/{path.name}' in command(path)
+  assert 'Hardware: ' in header(path)
+  assert path.stem in HARDWARE, 'say in HARDWARE what the header says'
+
+
+@by_name('path', EXAMPLES)
+def test_examples_build_on_the_hardware_of_their_header(path):
+  program = build(load(path), HARDWARE[path.stem])
+  program.train_step.lower(program.abstract_state, program.abstract_batch)
+  stated = re.findall(r'([\d,]{7,})[- ]parameter', header(path))
+  assert [f'{program.num_params:,}'] * len(stated) == stated
+
+
+def test_tiny_gpu_4x_is_two_replicas_of_two_gpus_each():
+  program = build(load(GIN / 'examples/tiny_gpu_4x.gin'), Topology(1, 4))
+  shape = program.layout.mesh.shape
+  assert (shape['data'], shape['model'], math.prod(shape.values())) == (2, 2, 4)
+
+
+def test_tiny_gpu_examples_differ_only_in_batch_mesh_and_rate():
+  one, four = (load(GIN / f'examples/tiny_gpu_{name}.gin').provenance
+               for name in ('single', '4x'))
+  values = [{s.key: s.value for s in p.settings if s.text == s.value} for p in (one, four)]
+  assert {k for k in values[0] | values[1] if values[0].get(k) != values[1].get(k)} == {
+      'BATCH_SIZE', 'LEARNING_RATE', 'MODEL_DIR', 'NUM_PARTITIONS'}
+
+
+@pytest.mark.parametrize('macro', MACROS)
+@by_name('path', EXAMPLES)
+def test_examples_honour_the_macros_that_people_type(path, macro):
+  value, used = MACROS[macro]
+  assert all(v != value for v in used(load(path).arguments()))
+  assert all(v == value for v in used(load(path, f'{macro}={value}').arguments()))
+
+
+@by_name('run', PARTS['runs'])
+@by_name('parallel', PARTS['parallel'])
+def test_parallel_and_run_files_go_together(tmp_path, parallel, run):
+  loaded = gin_loader.load([parts(tmp_path, GIN / 'models/decoder_demo.gin', parallel, run)],
+                           bindings=['NUM_PARTITIONS=2'])
+  program = build(loaded, Topology(1, 8))
+  assert program.layout.mesh.shape['model'] == 2
+
+
+@by_name('model', PARTS['models'])
+def test_model_files_state_their_parameter_count(tmp_path, model):
+  loaded = gin_loader.load([parts(tmp_path, model, GIN / 'parallel/dp.gin',
+                                  GIN / 'runs/pretrain.gin')])
+  count = re.search(r'([\d,]{6,}) parameters', header(model))
+  assert count and count[1] == f'{build(loaded, Topology(1, 8)).num_params:,}'
+
+
+@pytest.mark.parametrize('overrides, count', [
+    ([], 134_307_072),
+    (['TIED_LOGITS=True'], 109_632_768),
+    (['TIED_LOGITS=True', 'RELATIVE_BIAS=shared'], 109_628_544),
+])
+def test_decoder_base_has_the_three_published_parameter_counts(overrides, count):
+  loaded = load(GIN / 'examples/tiny_gpu_single.gin', *overrides)
+  assert build(loaded, Topology(1, 1)).num_params == count
+  assert f'{count:,}' in header(GIN / 'models/decoder_base.gin')
+  assert all(macro.split('=')[0] in header(GIN / 'models/decoder_base.gin') for macro in overrides)
+
+
+@by_name('path', EXAMPLES)
+def test_resolved_configuration_of_examples_is_the_golden_one(path, golden):
+  golden(f'configs/{path.stem}.gin', load(path).provenance.config)
+
+
+@by_name('path', EXAMPLES)
+def test_golden_configurations_give_the_same_run(path):
+  loaded = load(path)
+  again = gin_loader.load([str(ROOT / f'tests/golden/configs/{path.stem}.gin')])
+  assert again.provenance.config == loaded.provenance.config
+
+
+@by_name('path', EXAMPLES)
+def test_shardings_of_examples_are_the_golden_ones(path, golden):
+  golden(f'shardings/{path.stem}.json', shardings(build(load(path), HARDWARE[path.stem])))
+
+
+def test_shardings_of_decoder_base_over_fsdp_and_model_are_the_golden_ones(tmp_path, golden):
+  loaded = gin_loader.load([parts(tmp_path, GIN / 'models/decoder_base.gin',
+                                  GIN / 'parallel/fsdp.gin', GIN / 'runs/pretrain.gin')],
+                           bindings=['NUM_PARTITIONS=2'])
+  golden('shardings/decoder_base.fsdp4_model2.json', shardings(build(loaded, Topology(1, 8))))
