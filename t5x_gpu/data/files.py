@@ -1,4 +1,4 @@
-"""Finding and judging the files that documents come from. No TF here: only names, bytes and JSON."""
+"""Finding and judging the files that documents come from: names, bytes and JSON, no TF."""
 
 import glob
 import hashlib
@@ -76,7 +76,7 @@ def jsonl_keys(path: str) -> dict[str, str]:
 
 
 def matching_files(pattern: str) -> list[str]:
-  """Returns the sorted files that match `pattern` (`**` goes into folders; a folder means all in it).
+  """Returns the sorted files that match `pattern`: `**` goes into folders, a folder means all of it.
 
   Raises:
     DataError: no file matches, or all that match are empty.

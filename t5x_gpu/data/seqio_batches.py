@@ -33,10 +33,11 @@ log = logging.getLogger(__name__)
 class SeqioBatches:
   """A `BatchIterator` over `make_dataset()`, whose every call gives the same stream."""
 
-  def __init__(self, make_dataset: Callable[[], tf.data.Dataset], *, spec: BatchSpec,
+  def __init__(self, make_dataset: Callable[[], tf.data.Dataset], *, name: str, spec: BatchSpec,
                fingerprint: Mapping[str, Any], problem: Callable[[], Optional[DataError]],
                pad_last: bool):
     self._make_dataset = make_dataset
+    self._name = name
     self._spec = spec
     self._fingerprint = dict(fingerprint)
     self._problem = problem
@@ -68,7 +69,7 @@ class SeqioBatches:
         batch = next(self._iterator)
       except tf.errors.OpError as e:
         raise self._problem() or DataError(
-            f'Reading batch {self._batches_taken} of {self._fingerprint["task"]!r} failed: '
+            f'Reading batch {self._batches_taken} of {self._name!r} failed: '
             f'{e.message.splitlines()[0]}',
             fix='Check that the files of the task are complete and readable.') from e
       self._pending = self._checked({name: x.numpy() for name, x in batch.items()})
@@ -84,7 +85,7 @@ class SeqioBatches:
       largest = int(batch[name].max(initial=0))
       if largest >= bound:
         raise DataError(
-            f'Batch {self._batches_taken} of {self._fingerprint["task"]!r} has token id '
+            f'Batch {self._batches_taken} of {self._name!r} has token id '
             f'{largest:,} in {name!r}; the model has a vocabulary of {bound:,}.',
             fix=f"Set the model's vocab_size to at least {largest + 1}, or mend the task: its "
                 'vocabulary claims fewer ids than its preprocessors emit.',
@@ -142,7 +143,7 @@ class SeqioBatches:
 
   def describe(self) -> Mapping[str, Any]:
     """Returns what the batches are made from, and what is guaranteed about their order."""
-    return {**self._fingerprint, 'guarantee': GUARANTEE}
+    return {'mixture_or_task_name': self._name, **self._fingerprint, 'guarantee': GUARANTEE}
 
   def close(self) -> None:
     """Drops the tf.data pipeline and its threads."""
@@ -173,7 +174,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _options() -> tf.data.Options:
   options = tf.data.Options()
   options.deterministic = True
-  # With autotune a process hung 2 to 40 s at exit in the iterator's destructor; without, 1.5 to 2.5.
+  # With autotune a process hung 2 to 40 s at exit in the iterator's destructor; without, 2 s.
   options.autotune.enabled = False
   options.threading.private_threadpool_size = _THREADS
   options.threading.max_intra_op_parallelism = 1
@@ -184,7 +185,7 @@ def _fingerprint(task: task_lookup.TaskOrMixture, config: DatasetConfig, *, feat
                  repeat: bool) -> dict[str, Any]:
   subtasks = seqio.get_subtasks(task)
   facts = {
-      'task': config.mixture_or_task_name, 'split': config.split, 'seed': config.seed,
+      'task': task_lookup.kind(config), 'split': config.split, 'seed': config.seed,
       'shuffle': config.shuffle, 'pack': config.pack, 'batch_size': config.batch_size,
       'task_feature_lengths': dict(config.task_feature_lengths), 'repeat': repeat,
       'feature_converter': feature_converter, 'use_cached': config.use_cached,
@@ -239,7 +240,8 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
 
   task_lookup.check_not_empty(task, config, problem=problem)
   batches = SeqioBatches(
-      lambda: _dataset(task, config, converter=converter, repeat=repeat), spec=spec,
+      lambda: _dataset(task, config, converter=converter, repeat=repeat),
+      name=config.mixture_or_task_name, spec=spec,
       fingerprint=_fingerprint(task, config, feature_converter=feature_converter, repeat=repeat),
       problem=problem, pad_last=not repeat)
   batches.peek()

@@ -1,4 +1,4 @@
-"""From the names in a DatasetConfig to a SeqIO Task or Mixture that can give the batches asked for."""
+"""From the names in a DatasetConfig to a SeqIO Task or Mixture that can give its batches."""
 
 import importlib
 from collections.abc import Callable
@@ -26,9 +26,9 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
   if config.mixture_or_task_module:
     _import(config.mixture_or_task_module)
   name = config.mixture_or_task_name
-  kind, colon, pattern = name.partition(':')
-  if colon and kind in tasks.PATTERN_TASKS:
-    found = tasks.PATTERN_TASKS[kind](pattern)
+  before, colon, pattern = name.partition(':')
+  if colon and before in tasks.PATTERN_TASKS:
+    found = tasks.PATTERN_TASKS[before](pattern)
   else:
     found = _registered(name)
   if config.vocabulary is None:
@@ -36,6 +36,12 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
   return seqio.helpers.mixture_or_task_with_new_vocab(
       found, f'{found.name}.with_vocabulary', new_vocab=named_vocabulary(config.vocabulary),
       add_to_seqio_registry=False)
+
+
+def kind(config: DatasetConfig) -> str:
+  """Returns the task's name, or 'text_files', 'jsonl', ... without the path, which may move."""
+  before, colon, _ = config.mixture_or_task_name.partition(':')
+  return before if colon and before in tasks.PATTERN_TASKS else config.mixture_or_task_name
 
 
 def _import(module: str) -> None:
@@ -69,8 +75,8 @@ def _registered(name: str) -> TaskOrMixture:
       f'  {len(registered)} are registered: {", ".join(names)}'
       + (f', and {len(others) - _LISTED} more' if len(others) > _LISTED else '')
       + f'. Files need no task: {patterns}.',
-      fix='Set MIXTURE_OR_TASK_NAME to one of these, or DatasetConfig.mixture_or_task_module to the '
-          'module that registers yours.', parameters=(_NAME,))
+      fix='Set MIXTURE_OR_TASK_NAME to one of these, or DatasetConfig.mixture_or_task_module to '
+          'the module that registers yours.', parameters=(_NAME,))
 
 
 def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
@@ -83,14 +89,15 @@ def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
         + did_you_mean(config.split, splits)
         + f' It has {", ".join(repr(split) for split in splits) or "none"}.',
         fix='Set DatasetConfig.split to one of these.', parameters=('DatasetConfig.split',))
-  kind = layout(feature_converter)
-  missing = [name for name in kind.task_features if name not in task.output_features]
+  wanted = layout(feature_converter).task_features
+  missing = [name for name in wanted if name not in task.output_features]
   if missing:
     have = sorted(task.output_features)
-    hint = (" For a language-model task ('targets' alone) take 'lm'." if have == ['targets'] else '')
+    hint = (" For a language-model task ('targets' alone) take 'lm'."
+            if have == ['targets'] else '')
     raise DataError(
         f'Feature converter {feature_converter!r} needs '
-        + ' and '.join(repr(name) for name in kind.task_features)
+        + ' and '.join(repr(name) for name in wanted)
         + f'; {config.mixture_or_task_name!r} gives ' + ', '.join(repr(name) for name in have)
         + ' alone.',
         fix="Take another task, or the model and feature converter that fit this one." + hint,

@@ -1,4 +1,4 @@
-"""Tasks that come with t5x_gpu, and tasks made from a path: MIXTURE_OR_TASK_NAME without any Python.
+"""Tasks that come with t5x_gpu, and tasks made from a path with no Python at all.
 
   python_source        the running interpreter's standard library: real text, on every machine
   wmt_ende             WMT English-German as Tensor2Tensor cut it, through TFDS
