@@ -76,7 +76,7 @@ def jsonl_keys(path: str) -> dict[str, str]:
 
 
 def matching_files(pattern: str) -> list[str]:
-  """Returns the sorted files that match `pattern`: `**` goes into folders, a folder means all of it.
+  """Returns the sorted files that match `pattern`: `**` goes into folders, a folder is all in it.
 
   Raises:
     DataError: no file matches, or all that match are empty.
