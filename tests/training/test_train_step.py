@@ -1,0 +1,158 @@
+"""The step's answer does not depend on accumulation, mesh or padding."""
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.training.adafactor import Adafactor
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+
+from tests.parity.tolerances import MESH_GRADIENT, MESH_LOSS
+
+
+def build(num_devices=1, partitioner=Partitioner(), *, dropout_rate=0.0, optimizer=AdamW(),
+          config=None, **options):
+  config = {**dict(vocab_size=64, num_layers=2, embed_dim=16, num_heads=8, head_dim=4, mlp_dim=32,
+                   dropout_rate=dropout_rate), **(config or {})}
+  return build_program(
+      model=DecoderOnlyModel(TransformerConfig(**config), z_loss=1e-3), optimizer=optimizer,
+      schedule=constant(1e-2), partitioner=partitioner, topology=Topology(1, num_devices),
+      devices=jax.devices()[:num_devices], task_feature_lengths={'targets': 16}, batch_size=16,
+      pack=True, seed=0, **options)
+
+
+def batches(count=3, seed=0):
+  """Batches with very uneven padding: a mean of means would be another number."""
+  rng = np.random.default_rng(seed)
+  for _ in range(count):
+    targets = rng.integers(1, 64, (16, 16)).astype(np.int32)
+    targets[np.arange(16)[None] >= rng.integers(1, 17, 16)[:, None]] = 0
+    targets[:4] = 0
+    real = (targets > 0).astype(np.int32)
+    yield {'decoder_target_tokens': targets, 'decoder_loss_weights': real,
+           'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+           'decoder_segment_ids': real, 'decoder_positions': np.arange(16, dtype=np.int32) * real}
+
+
+def run(program):
+  """Returns (losses, gradient norms, final parameters) of three steps."""
+  state, losses, norms = program.init(), [], []
+  for batch in batches():
+    state, sums = program.train_step(state, program.layout.put_batch(batch))
+    losses.append(float(sums['loss'][0] / sums['loss'][1]))
+    norms.append(float(sums['grad_norm'][0]))
+  return losses, norms, jax.device_get(state.params)
+
+
+def assert_same(got, want):
+  np.testing.assert_allclose(got[0], want[0], rtol=MESH_LOSS)
+  np.testing.assert_allclose(got[1], want[1], rtol=10 * MESH_GRADIENT)
+  # Adam divides by the root of the second moment: a tiny gradient's rounding becomes a step.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-4), got[2], want[2])
+
+
+@pytest.fixture(scope='module')
+def reference():
+  return run(build())
+
+
+@pytest.fixture(scope='module')
+def reference_with_dropout():
+  return run(build(dropout_rate=0.3))
+
+
+@pytest.mark.parametrize('num_microbatches', [2, 4, 16])
+def test_accumulation_equals_the_full_batch(reference, num_microbatches):
+  assert_same(run(build(num_microbatches=num_microbatches)), reference)
+
+
+MESHES = {'data8': Partitioner(), 'fsdp8': Partitioner(data=1, fsdp=8),
+          'model8': Partitioner(num_partitions=8),
+          'data2_fsdp2_model2': Partitioner(data=2, fsdp=2, num_partitions=2),
+          'ici_dcn': Partitioner(ici_mesh_shape={'fsdp': 4, 'model': 2})}
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_every_mesh_equals_one_device_with_dropout_on(reference_with_dropout, mesh):
+  assert_same(run(build(8, MESHES[mesh], dropout_rate=0.3)), reference_with_dropout)
+
+
+def test_accumulation_on_a_mesh_equals_the_full_batch_on_one_device(reference):
+  assert_same(run(build(8, MESHES['data2_fsdp2_model2'], num_microbatches=4)), reference)
+
+
+def test_initial_parameters_are_bit_identical_on_every_mesh():
+  want = jax.device_get(build().init().params)
+  for mesh in MESHES.values():
+    got = jax.device_get(build(8, mesh).init().params)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+class PlainGradientDescent:
+  """An optimizer of a user's own: no state, the step is learning rate x gradient."""
+
+  def init(self, params, names):
+    return ()
+
+  def state_names(self, params, names):
+    return ()
+
+  def update(self, grads, state, params, *, names, learning_rate, step):
+    return jax.tree.map(lambda p, g: p - learning_rate * g, params, grads), state
+
+
+def test_gradients_are_clipped_to_the_global_norm_and_the_unclipped_norm_is_reported():
+  program = build(max_grad_norm=1e-1, optimizer=PlainGradientDescent())
+  state = program.init()
+  before = jax.device_get(state.params)
+  state, sums = program.train_step(state, program.layout.put_batch(next(batches())))
+  moved = jax.tree.map(lambda a, b: ((a - b) ** 2).sum(), before, jax.device_get(state.params))
+  np.testing.assert_allclose(np.sqrt(sum(jax.tree.leaves(moved))), 1e-2 * 1e-1, rtol=1e-3)
+  assert float(sums['grad_norm'][0]) > 1.0
+
+
+def test_an_all_padding_batch_changes_nothing_and_stays_finite():
+  program = build(optimizer=Adafactor())
+  state = program.init()
+  before = jax.device_get(state.params)
+  empty = {name: np.zeros_like(x) for name, x in next(batches()).items()}
+  state, sums = program.train_step(state, program.layout.put_batch(empty))
+  assert all(np.isfinite(float(s)) for s, _ in sums.values())
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+
+
+def test_bfloat16_keeps_parameters_and_optimizer_state_in_float32():
+  program = build(config={'dtype': 'bfloat16'})
+  dtypes = {str(x.dtype) for x in jax.tree.leaves(program.abstract_state)}
+  assert dtypes == {'float32', 'int32'}
+  losses, _, _ = run(program)
+  np.testing.assert_allclose(losses, run(build())[0], rtol=5e-3)
+
+
+def test_optimizer_state_is_split_like_its_parameters():
+  program = build(8, Partitioner(data=1, fsdp=4, num_partitions=2), optimizer=AdamW())
+  wi = program.abstract_state.params['layers']['mlp']['wi_0']['kernel']
+  assert wi.sharding.shard_shape(wi.shape) == (2, 4, 16)
+  moments = program.abstract_state.opt_state[0].mu['layers']['mlp']['wi_0']['kernel']
+  assert moments.sharding == wi.sharding
+
+
+def test_a_batch_that_does_not_divide_into_microbatches_is_refused_with_the_legal_numbers():
+  with pytest.raises(ConfigError) as e:
+    build(num_microbatches=3)
+  assert '16 cannot be divided into num_microbatches = 3' in str(e.value)
+  assert '1, 2, 4, 8, 16' in str(e.value)
+
+
+def test_everything_that_does_not_fit_the_mesh_comes_in_one_error():
+  with pytest.raises(MeshError) as e:
+    build(8, Partitioner(num_partitions=4), config={'num_heads': 6, 'mlp_dim': 30, 'vocab_size': 63})
+  for part in ('heads = 6', 'mlp = 30', 'vocab = 63', '3 problems'):
+    assert part in str(e.value)
