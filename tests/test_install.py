@@ -1,0 +1,95 @@
+"""What a wheel holds and can do: gin files found from any folder, the console script."""
+
+import importlib.metadata
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+
+from packaging.requirements import Requirement
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+BUILD = 'import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])'
+# What the script that pip writes for a console entry point does.
+CONSOLE = ('import importlib.metadata as m; '
+           "m.distribution('t5x_gpu').entry_points['t5x_gpu'].load()()")
+
+
+def python(*arguments: str, cwd: pathlib.Path, **environment: str) -> str:
+  """Returns what a Python process printed; fails with its errors unless it left with 0."""
+  done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True,
+                        timeout=200, env={**os.environ, **environment})
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout
+
+
+def build(kind: str, folder: pathlib.Path) -> pathlib.Path:
+  """Returns the wheel or sdist, built without a network from what the repository tracks."""
+  source = folder / 'source'
+  for name in ('t5x_gpu', 'gin_configs'):
+    shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns('__pycache__'))
+  for name in ('setup.py', 'README.md'):
+    shutil.copy(ROOT / name, source)
+  python('-W', 'ignore', '-c', BUILD.format(kind=kind), str(folder), cwd=source)
+  built, = folder.glob('t5x_gpu-*')
+  return built
+
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory) -> pathlib.Path:
+  return build('wheel', tmp_path_factory.mktemp('wheel'))
+
+
+@pytest.fixture(scope='module')
+def installed(wheel, tmp_path_factory) -> pathlib.Path:
+  """A folder to put on PYTHONPATH, with the wheel as pip would unpack it."""
+  folder = tmp_path_factory.mktemp('installed')
+  with zipfile.ZipFile(wheel) as archive:
+    archive.extractall(folder)
+  return folder
+
+
+def test_wheel_holds_all_modules_and_gin_files(wheel):
+  with zipfile.ZipFile(wheel) as archive:
+    names = {name for name in archive.namelist() if '.dist-info/' not in name}
+  files = {*(ROOT / 't5x_gpu').rglob('*.py'), *(ROOT / 'gin_configs').rglob('*.gin')}
+  relative = {path.relative_to(ROOT).as_posix() for path in files}
+  assert names == {('t5x_gpu/' if name.startswith('gin_configs') else '') + name
+                   for name in relative}
+
+
+def test_sdist_holds_the_gin_files(tmp_path):
+  shutil.unpack_archive(build('sdist', tmp_path), tmp_path / 'unpacked')
+  found = {path.relative_to(next((tmp_path / 'unpacked').iterdir()))
+           for path in (tmp_path / 'unpacked').rglob('*.gin')}
+  assert found == {path.relative_to(ROOT) for path in (ROOT / 'gin_configs').rglob('*.gin')}
+
+
+def test_console_script_finds_shipped_gin_files_from_any_folder(installed, tmp_path):
+  out = python(
+      '-c', CONSOLE, 'train', '--gin_file=gin_configs/examples/demo.gin', '--dry_run',
+      '--gin.train/DatasetConfig.module=t5x_gpu.data.synthetic',
+      '--gin.train_eval/DatasetConfig.module=t5x_gpu.data.synthetic',
+      cwd=tmp_path, PYTHONPATH=str(installed), COLUMNS='200')
+  assert 'gin_configs/examples/demo.gin:' in out
+  assert 'Dry run: the run could start.' in out
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_installed_package_is_the_one_that_ran(installed, tmp_path):
+  out = python('-c', 'import t5x_gpu.errors as e; print(e.__file__)', cwd=tmp_path,
+               PYTHONPATH=str(installed))
+  assert pathlib.Path(out.strip()).is_relative_to(installed)
+
+
+def test_requirements_are_what_the_tests_run_on(installed):
+  # Else the tests would say nothing about what users get.
+  distribution, = importlib.metadata.distributions(path=[str(installed)])
+  requirements = [Requirement(text) for text in distribution.requires]
+  wrong = [f'{r} but {importlib.metadata.version(r.name)} is installed' for r in requirements
+           if (r.marker is None or r.marker.evaluate({'extra': 'dev'}))
+           and not r.specifier.contains(importlib.metadata.version(r.name))]
+  assert wrong == []
