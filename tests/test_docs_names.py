@@ -1,0 +1,190 @@
+"""Names in errors, docs and comments exist: parameters, macros, flags, files, pages."""
+
+import ast
+import functools
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCES = sorted((ROOT / 't5x_gpu').rglob('*.py'))
+PAGES = [ROOT / 'README.md', ROOT / 'CHANGELOG.md', *sorted((ROOT / 'docs').glob('*.md'))]
+GIN_FILES = sorted((ROOT / 'gin_configs').rglob('*.gin'))
+SCRIPTS = [ROOT / 'Makefile', *sorted(p for p in (ROOT / 'scripts').rglob('*') if p.is_file())]
+
+# Flags of other programs that our pages show.
+FOREIGN_FLAGS = {'--logdir'}
+FOREIGN_PREFIXES = ('--xla_', '--gin.')
+# Names that stand for something, in usage texts and examples.
+PLACEHOLDERS = {'NAME', 'KEY', 'X', 'A', 'B', 'FILE', 'VALUE', 'MACRO'}
+
+
+@functools.cache
+def trees() -> dict[pathlib.Path, ast.Module]:
+  return {path: ast.parse(path.read_text(encoding='utf-8')) for path in SOURCES}
+
+
+@functools.cache
+def parameters() -> dict[str, set[str]]:
+  """Returns class or function -> the names that gin can bind, and its other attributes."""
+  found: dict[str, set[str]] = {}
+  for tree in trees().values():
+    for node in tree.body:
+      if isinstance(node, ast.FunctionDef):
+        found.setdefault(node.name, set()).update(_arguments(node))
+      elif isinstance(node, ast.ClassDef):
+        names = found.setdefault(node.name, set())
+        for item in node.body:
+          if isinstance(item, ast.AnnAssign):
+            names.add(item.target.id)
+          elif isinstance(item, ast.Assign):
+            names.update(target.id for target in item.targets if isinstance(target, ast.Name))
+          elif isinstance(item, ast.FunctionDef):
+            names.update(_arguments(item) if item.name == '__init__' else [item.name])
+  return found
+
+
+def _arguments(function: ast.FunctionDef) -> set[str]:
+  a = function.args
+  return {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs)} - {'self', 'cls'}
+
+
+@functools.cache
+def macros() -> set[str]:
+  return {name for path in GIN_FILES
+          for name in re.findall(r'^([A-Z][A-Z0-9_]*) = ', path.read_text(), re.MULTILINE)}
+
+
+def knob_problem(name: str) -> str:
+  """Returns why gin cannot bind `name` ('train/DatasetConfig.seed', 'BATCH_SIZE'), or ''."""
+  name = name.rsplit('/', 1)[-1]
+  if '.' not in name:
+    return '' if name in macros() | PLACEHOLDERS else f'no gin file has a macro {name}'
+  owner, parameter = name.rsplit('.', 2)[-2:]
+  if owner not in parameters():
+    return f'{name}: nothing is called {owner}'
+  return '' if parameter in parameters()[owner] | PLACEHOLDERS else (
+      f'{name}: {owner} has no {parameter}')
+
+
+def shown(path: pathlib.Path, line: int, what: str) -> str:
+  return f'{path.relative_to(ROOT)}:{line} {what}'
+
+
+def none(problems: list[str]) -> None:
+  if problems:
+    pytest.fail('\n'.join(problems), pytrace=False)
+
+
+def lines_of(paths: list[pathlib.Path]) -> list[tuple[pathlib.Path, int, str]]:
+  return [(path, i, line) for path in paths if path.exists()
+          for i, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1)]
+
+
+def errors_keywords(keyword: str) -> list[tuple[pathlib.Path, ast.expr]]:
+  return [(path, k.value) for path, tree in trees().items() for node in ast.walk(tree)
+          if isinstance(node, ast.Call) for k in node.keywords if k.arg == keyword]
+
+
+def test_parameters_of_errors_exist():
+  found = errors_keywords('parameters')
+  assert len(found) > 20
+  none([shown(path, text.lineno, problem) for path, value in found for text in ast.walk(value)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+        and re.fullmatch(r'[\w/]+\.\w+|[A-Z][A-Z0-9_]+', text.value)
+        and (problem := knob_problem(text.value))])
+
+
+def test_parameters_in_texts_exist():
+  # Every Class.parameter in a string of the package, the remedies of errors among them.
+  problems = []
+  for path, tree in trees().items():
+    for node in ast.walk(tree):
+      if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        for owner, name in re.findall(r'\b([A-Z]\w*[a-z]\w*|train)\.([a-z_]\w*)\b', node.value):
+          if owner in parameters() and (problem := knob_problem(f'{owner}.{name}')):
+            problems.append(shown(path, node.lineno, problem))
+  none([p for p in problems if not p.endswith('train has no train')])
+
+
+def test_macros_in_remedies_exist():
+  # `Set TRAIN_STEPS higher`, `Set BATCH_SIZE = 8`.
+  none([shown(path, text.lineno, f'there is no macro {name}')
+        for path, value in errors_keywords('fix') for text in ast.walk(value)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str)
+        for name in re.findall(r'\b[Ss]et ([A-Z][A-Z0-9_]{2,})\b', text.value)
+        if name not in macros()])
+
+
+def test_gin_overrides_in_pages_and_headers_exist():
+  none([shown(path, i, problem)
+        for path, i, line in lines_of(PAGES + GIN_FILES + SCRIPTS)
+        for name in re.findall(r'--gin\.([\w/.]+)', line) if (problem := knob_problem(name))])
+
+
+def test_pages_that_errors_point_to_exist():
+  found = errors_keywords('docs')
+  assert found
+  for path, value in found:
+    page, _, anchor = ast.literal_eval(value).partition('#')
+    text = (ROOT / 'docs' / page).read_text(encoding='utf-8')
+    assert not anchor or anchor in anchors(text), shown(path, value.lineno, f'#{anchor}')
+
+
+def anchors(markdown: str) -> set[str]:
+  """Returns the anchors of a page: headings as GitHub names them, and `<a name=...>`."""
+  heads = re.findall(r'^#+ (.+)$', markdown, re.MULTILINE)
+  return {*re.findall(r'<a (?:name|id)="([^"]+)">', markdown),
+          *(re.sub(r'<.*?>|[^\w -]', '', head.lower()).replace(' ', '-') for head in heads)}
+
+
+def test_links_between_pages_lead_somewhere():
+  problems = []
+  for path, i, line in lines_of(PAGES):
+    for target in re.findall(r'\]\(([^)\s]+)\)', line):
+      if not re.match(r'[a-z]+:', target):
+        name, _, anchor = target.partition('#')
+        page = (path.parent / name) if name else path
+        if not page.exists() or anchor and anchor not in anchors(page.read_text()):
+          problems.append(shown(path, i, f'links to {target}'))
+  none(problems)
+
+
+def test_files_that_texts_mention_exist():
+  folders = '|'.join(('t5x_gpu', 'gin_configs', 'docs', 'tests', 'scripts', 'benchmarks'))
+  pattern = rf'(?<![\w/.-])((?:{folders})/[\w./*{{}},<>-]*)'
+  problems = []
+  for path, i, line in lines_of(PAGES + GIN_FILES + SCRIPTS + SOURCES):
+    for name in re.findall(pattern, line):
+      name = name.rstrip('.,-')
+      if not re.search(r'[{}<*]', name) and not (ROOT / name).exists():
+        problems.append(shown(path, i, f'mentions {name}'))
+  none(problems)
+
+
+def test_modules_that_texts_run_exist():
+  none([shown(path, i, f'runs {name}')
+        for path, i, line in lines_of(PAGES + GIN_FILES + SCRIPTS + SOURCES)
+        for name in re.findall(r'python -m (t5x_gpu[\w.]*[a-z])\b', line)
+        if not (ROOT / name.replace('.', '/')).is_dir()
+        and not (ROOT / f'{name.replace(".", "/")}.py').exists()])
+
+
+def test_flags_that_pages_mention_exist():
+  ours = {argument.value for tree in trees().values() for node in ast.walk(tree)
+          if isinstance(node, ast.Call) and ast.unparse(node.func).endswith('.add_argument')
+          for argument in node.args if isinstance(argument, ast.Constant)}
+  assert {'--gin_file', '--dry_run', '--gin_search_paths', '--tfds_data_dir'} <= ours
+  none([shown(path, i, f'mentions {flag}')
+        for path, i, line in lines_of(PAGES + GIN_FILES)
+        for flag in re.findall(r'(?<![\w-])--[a-zA-Z][\w.-]*', line)
+        if flag.rstrip('.') not in ours | FOREIGN_FLAGS and not flag.startswith(FOREIGN_PREFIXES)])
+
+
+def test_make_targets_that_pages_mention_exist():
+  targets = set(re.findall(r'^([a-z0-9-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
+  assert {'setup', 'demo', 'test', 'test-all', 'test-py312'} <= targets
+  none([shown(path, i, f'runs make {name}') for path, i, line in lines_of(PAGES + GIN_FILES)
+        for name in re.findall(r'(?:`|^# ?|^ *\$? ?)make ([a-z0-9-]+)(?:`|$)', line)
+        if name not in targets])
