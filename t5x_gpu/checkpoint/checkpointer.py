@@ -7,9 +7,11 @@ data iterator, and the manifest.
 
 import base64
 import dataclasses
+import errno
 import logging
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -74,14 +76,16 @@ class Checkpointer:
     self._manager = ocp.CheckpointManager(
         self._dir, item_names=('state', 'data', 'manifest'),
         options=ocp.CheckpointManagerOptions(max_to_keep=keep, step_prefix=PREFIX, create=True,
-                                             enable_async_checkpointing=True))
+                                             enable_async_checkpointing=True,
+                                             # What a kill left of a save: as big as a checkpoint.
+                                             cleanup_tmp_directories=True))
 
   def path(self, step: int) -> pathlib.Path:
     return self._dir / f'{PREFIX}_{step}'
 
   def steps(self) -> list[int]:
     """Returns the committed steps, oldest first."""
-    return sorted(self._manager.all_steps())
+    return committed_steps(self._dir)
 
   def save(self, step: int, state: TrainState, *, data_state: bytes,
            manifest: Mapping[str, Any]) -> None:
@@ -116,9 +120,13 @@ class Checkpointer:
 
   def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
     what = 'The last checkpoint' if step is None else f'checkpoint_{step} (or the save before it)'
+    # From the folder: Orbax's own list drops what it means to delete after a save that then fails.
     last = self.steps()[-1] if self.steps() else None
+    reason = f'{type(e).__name__}: {e}'
+    if os.strerror(errno.ENOSPC) in reason:
+      reason = os.strerror(errno.ENOSPC) + '.'
     return CheckpointError(
-        f'{what} could not be written to {self._dir}: {type(e).__name__}: {e}',
+        f'{what} could not be written to {self._dir}: {reason}',
         fix=('No checkpoint has been committed yet.' if last is None else
              f'The last good one is checkpoint_{last}; a restart continues from it.')
         + f' Free space there: {_free_gib(self._dir)}.', parameters=('MODEL_DIR',))
@@ -142,7 +150,7 @@ class Checkpointer:
         self._check_same_model(step, manifest, target)
         restored = self._manager.restore(step, args=ocp.args.Composite(
             state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore()))
-        data_state = base64.b64decode(restored['data']['iterator'])
+        data_state = base64.b64decode(restored['data']['iterator'], validate=True)
       except CheckpointError:
         raise
       except Exception as e:  # Orbax raises many kinds for a file that is cut, missing or garbled.
@@ -188,6 +196,12 @@ class Checkpointer:
     self._manager.reload()
 
 
+def committed_steps(folder: pathlib.Path) -> list[int]:
+  """Returns the steps of the checkpoints in `folder`, oldest first; saves cut short are none."""
+  found = (re.fullmatch(rf'{PREFIX}_(\d+)', path.name) for path in folder.glob(f'{PREFIX}_*'))
+  return sorted(int(match[1]) for match in found if match)
+
+
 def check_writable(folder: pathlib.Path) -> None:
   """Makes `folder` if needed; raises CheckpointError unless files can be made in it."""
   probe = folder / f'.write_test_{os.getpid()}'
@@ -204,4 +218,4 @@ def check_writable(folder: pathlib.Path) -> None:
 
 def _free_gib(folder: pathlib.Path) -> str:
   stats = os.statvfs(folder)
-  return f'{stats.f_bavail * stats.f_frsize / 2**30:.1f} GiB'
+  return f'{stats.f_bavail * stats.f_frsize / 2**30:.2f} GiB'

@@ -1,0 +1,263 @@
+"""Checkpoints hold the state of their step, fall back by name, and never overwrite what is good."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu.checkpoint import checkpointer as checkpointer_lib
+from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.training.train_state import TrainState
+
+
+def new_state(step: int = 0, *, rows: int = 4, seed: int = 0) -> TrainState:
+  kernel = jax.random.normal(jax.random.key(seed), (rows, 8))
+  return TrainState(step=jnp.int32(step), params={'dense': {'kernel': kernel}},
+                    opt_state={'mu': jnp.zeros((rows, 8))})
+
+
+def abstract(state: TrainState) -> TrainState:
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def save(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
+  checkpointer.save(step, state, data_state=b'data of %d' % step, manifest=make_manifest(
+      state, mesh_shape={'data': 1}, data={'task': 'none'}, next_batch_hash=f'hash{step}'))
+
+
+@contextlib.contextmanager
+def opened(folder, **options):
+  checkpointer = Checkpointer(str(folder), **options)
+  try:
+    yield checkpointer
+  finally:
+    checkpointer.close()
+
+
+def folder_with(tmp_path, *steps: int):
+  """Returns a folder with these checkpoints, written and committed."""
+  with opened(tmp_path / 'model', keep=None) as checkpointer:
+    for step in steps:
+      save(checkpointer, step, new_state(step, seed=step))
+    checkpointer.wait()
+  return tmp_path / 'model'
+
+
+def assert_equal(got: TrainState, want: TrainState) -> None:
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_no_checkpoint_restores_none(tmp_path):
+  with opened(tmp_path / 'model') as checkpointer:
+    assert checkpointer.restore_latest(abstract(new_state())) is None
+
+
+def test_state_data_and_manifest_come_back(tmp_path):
+  folder = folder_with(tmp_path, 3)
+  with opened(folder) as checkpointer:
+    restored = checkpointer.restore_latest(abstract(new_state()))
+  assert_equal(restored.state, new_state(3, seed=3))
+  assert restored.data_state == b'data of 3'
+  assert restored.manifest['next_batch_hash'] == 'hash3'
+  assert restored.manifest['arrays']['params/dense/kernel'] == [[4, 8], 'float32']
+  assert set(restored.manifest['versions']) >= {'jax', 'orbax-checkpoint'}
+
+
+def addresses(state: TrainState) -> set[int]:
+  return {x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.params, state.opt_state))}
+
+
+def test_a_saved_state_is_that_of_its_step_though_donated_buffers_change_meanwhile(tmp_path):
+  """The write goes on in the background while the next updates reuse the memory of the state."""
+  update = jax.jit(lambda s: TrainState(s.step + 1, jax.tree.map(lambda x: x * 1.5 + 1, s.params),
+                                        jax.tree.map(lambda x: x - 1, s.opt_state)),
+                   donate_argnums=0)
+  rows = 2**18  # 8 MiB an array: big enough for the write to overlap
+  state = update(new_state(rows=rows))
+  memory = addresses(state)
+  state = update(state)
+  assert addresses(state) & memory, 'nothing is donated: the test would prove nothing'
+  with opened(tmp_path / 'model', keep=None) as checkpointer:
+    wanted = {}
+    for step in range(1, 6):
+      wanted[step] = jax.tree.map(np.array, state)  # np.array copies
+      save(checkpointer, step, state)
+      for _ in range(4):
+        state = update(state)
+    checkpointer.wait()
+    for step, want in wanted.items():
+      got = checkpointer._manager.restore(
+          step, args=checkpointer_lib.ocp.args.Composite(
+              state=checkpointer_lib.ocp.args.StandardRestore(abstract(state))))['state']
+      assert_equal(got, want)
+
+
+def test_the_last_three_stay(tmp_path):
+  with opened(tmp_path / 'model', keep=3) as checkpointer:
+    for step in (2, 4, 6, 8, 9):
+      save(checkpointer, step, new_state(step))
+    checkpointer.wait()
+    assert checkpointer.steps() == [6, 8, 9]
+  assert sorted(os.listdir(tmp_path / 'model')) == ['checkpoint_6', 'checkpoint_8', 'checkpoint_9']
+
+
+@pytest.mark.parametrize('options', [{'period': 0}, {'period': 5, 'keep': 0}])
+def test_periods_and_counts_below_one_are_refused(options):
+  with pytest.raises(CheckpointError, match='must be at least 1'):
+    CheckpointConfig(**options)
+
+
+def test_an_existing_step_is_not_overwritten(tmp_path):
+  folder = folder_with(tmp_path, 3)
+  with opened(folder) as checkpointer:
+    with pytest.raises(CheckpointError, match='checkpoint_3'):
+      save(checkpointer, 3, new_state(3, seed=9))
+    assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(3, seed=3))
+
+
+def largest_data_file(checkpoint):
+  return max((p for p in checkpoint.rglob('d/*')), key=lambda p: p.stat().st_size)
+
+
+def flip_bytes(path):
+  content = bytearray(path.read_bytes())
+  middle = len(content) // 2
+  content[middle:middle + 8] = bytes(b ^ 0xFF for b in content[middle:middle + 8])
+  path.write_bytes(content)
+
+
+CORRUPTIONS = {
+    'data_file_cut': lambda c: os.truncate(largest_data_file(c), 40),
+    'data_file_empty': lambda c: os.truncate(largest_data_file(c), 0),
+    'data_file_gone': lambda c: largest_data_file(c).unlink(),
+    'index_cut': lambda c: os.truncate(c / 'state/manifest.ocdbt', 20),
+    'tree_garbled': lambda c: (c / 'state/_METADATA').write_text('{"not": '),
+    'tree_gone': lambda c: (c / 'state/_METADATA').unlink(),
+    'state_gone': lambda c: shutil.rmtree(c / 'state'),
+    'manifest_gone': lambda c: shutil.rmtree(c / 'manifest'),
+    'manifest_cut': lambda c: os.truncate(c / 'manifest/metadata', 30),
+    'manifest_of_nothing': lambda c: (c / 'manifest/metadata').write_text('{}'),
+    'manifest_not_an_object': lambda c: (c / 'manifest/metadata').write_text('[]'),
+    'data_state_gone': lambda c: shutil.rmtree(c / 'data'),
+    'data_state_garbled': lambda c: (c / 'data/metadata').write_text('{"iterator": "!"}'),
+    'data_state_not_an_object': lambda c: (c / 'data/metadata').write_text('7'),
+    'empty_folder': lambda c: [shutil.rmtree(c), c.mkdir()],
+    'orbax_metadata_garbled': lambda c: (c / '_CHECKPOINT_METADATA').write_bytes(b'\x00\xff'),
+    'bytes_flipped': lambda c: flip_bytes(largest_data_file(c)),
+}
+
+
+@pytest.mark.parametrize('corrupt', CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used(
+    tmp_path, caplog, corrupt):
+  folder = folder_with(tmp_path, 10, 20)
+  corrupt(folder / 'checkpoint_20')
+  with opened(folder) as checkpointer:
+    restored = checkpointer.restore_latest(abstract(new_state()))
+    if int(restored.state.step) == 20:  # this harm does not matter to what is read
+      assert_equal(restored.state, new_state(20, seed=20))
+      assert restored.data_state == b'data of 20'
+      return
+    assert_equal(restored.state, new_state(10, seed=10))
+    assert restored.data_state == b'data of 10'
+    assert 'checkpoint_20 cannot be read' in caplog.text
+    assert 'Continuing from checkpoint_10' in caplog.text
+    assert sorted(os.listdir(folder)) == ['checkpoint_10', 'corrupt_checkpoint_20']
+    assert checkpointer.steps() == [10]
+    save(checkpointer, 20, new_state(20, seed=5))  # its step can be written again
+    checkpointer.wait()
+  with opened(folder) as checkpointer:
+    assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(20, seed=5))
+
+
+def test_the_second_corrupt_checkpoint_of_a_step_is_kept_too(tmp_path):
+  folder = folder_with(tmp_path, 10, 20)
+  (folder / 'corrupt_checkpoint_20').mkdir()
+  shutil.rmtree(folder / 'checkpoint_20/state')
+  with opened(folder) as checkpointer:
+    assert int(checkpointer.restore_latest(abstract(new_state())).state.step) == 10
+  assert (folder / 'corrupt_checkpoint_20.1/manifest').exists()
+
+
+def test_nothing_is_renamed_or_written_when_all_are_corrupt(tmp_path):
+  folder = folder_with(tmp_path, 10, 20)
+  for step in (10, 20):
+    shutil.rmtree(folder / f'checkpoint_{step}/state')
+  before = sorted(str(p) for p in folder.rglob('*'))
+  with opened(folder) as checkpointer:
+    with pytest.raises(CheckpointError) as e:
+      checkpointer.restore_latest(abstract(new_state()))
+  for part in ('None of the 2 checkpoints', 'checkpoint_10:', 'checkpoint_20:',
+               'Set another MODEL_DIR'):
+    assert part in str(e.value)
+  assert sorted(str(p) for p in folder.rglob('*')) == before
+
+
+def test_another_model_is_refused_with_the_arrays_that_differ(tmp_path):
+  folder = folder_with(tmp_path, 10)
+  target = abstract(new_state(rows=6)).replace(opt_state={})
+  with opened(folder) as checkpointer:
+    with pytest.raises(CheckpointError) as e:
+      checkpointer.restore_latest(target)
+  for part in ('checkpoint_10 holds another model or optimizer',
+               'params/dense/kernel: float32[4, 8] in the checkpoint, float32[6, 8] in the model.',
+               'opt_state/mu float32[4, 8]: in the checkpoint, not in the model.',
+               'Nothing was overwritten'):
+    assert part in str(e.value)
+  assert sorted(os.listdir(folder)) == ['checkpoint_10']
+
+
+def test_a_save_cut_short_by_a_kill_is_no_checkpoint(tmp_path):
+  folder = folder_with(tmp_path, 10)
+  shutil.copytree(folder / 'checkpoint_10',
+                  folder / 'checkpoint_20.orbax-checkpoint-tmp-1234567890123456')
+  (folder / 'notes').mkdir()
+  with opened(folder) as checkpointer:
+    assert checkpointer.steps() == [10]
+    assert int(checkpointer.restore_latest(abstract(new_state())).state.step) == 10
+    save(checkpointer, 20, new_state(20))
+    checkpointer.wait()
+    assert checkpointer.steps() == [10, 20]
+  assert sorted(os.listdir(folder)) == ['checkpoint_10', 'checkpoint_20', 'notes']
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+  """A file system of two MiB."""
+  folder = tmp_path / 'disk'
+  folder.mkdir()
+  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'tmpfs', str(folder)],
+                           capture_output=True, text=True, check=False)
+  if mounted.returncode:
+    pytest.skip(f'a full disk cannot be tried here, mount says: {mounted.stderr.strip()}')
+  yield folder
+  subprocess.run(['umount', str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(small_disk, caplog):
+  checkpointer = Checkpointer(str(small_disk / 'model'), keep=1)
+  try:
+    save(checkpointer, 10, new_state(10, seed=10))
+    checkpointer.wait()
+    big = new_state(20, rows=2**17, seed=20)  # 4 MiB of random numbers
+    with pytest.raises(CheckpointError) as e:
+      save(checkpointer, 20, big)
+      checkpointer.wait()
+    for part in (str(small_disk / 'model'), 'No space left on', 'checkpoint_10', 'Free space there'):
+      assert part in str(e.value)
+    assert 'Traceback' not in caplog.text
+  finally:
+    checkpointer.close()
+  with opened(small_disk / 'model') as checkpointer:
+    assert checkpointer.steps() == [10]
+    restored = checkpointer.restore_latest(abstract(new_state()))
+    assert_equal(restored.state, new_state(10, seed=10))
