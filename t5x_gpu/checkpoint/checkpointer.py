@@ -73,6 +73,7 @@ class Checkpointer:
   def __init__(self, model_dir: str, *, keep: Optional[int] = 3):
     self._dir = pathlib.Path(model_dir).absolute()
     check_writable(self._dir)
+    logging.getLogger('absl').addFilter(_drop_orbax_stacks)  # adding it again changes nothing
     self._manager = ocp.CheckpointManager(
         self._dir, item_names=('state', 'data', 'manifest'),
         options=ocp.CheckpointManagerOptions(max_to_keep=keep, step_prefix=PREFIX, create=True,
@@ -194,6 +195,11 @@ class Checkpointer:
         _log.warning('Continuing from checkpoint_%d; the unreadable checkpoint_%d is kept as %s.',
                      used, step, aside.name)
     self._manager.reload()
+
+
+def _drop_orbax_stacks(record: logging.LogRecord) -> bool:
+  """Orbax logs an error's stack once per layer, and then raises it: ours then says it once."""
+  return not (record.exc_info and f'{os.sep}orbax{os.sep}' in record.pathname)
 
 
 def committed_steps(folder: pathlib.Path) -> list[int]:

@@ -243,6 +243,8 @@ def small_disk(tmp_path):
   subprocess.run(['umount', str(folder)], check=True)
 
 
+# Orbax drops the other writes of a save that failed, and their coroutines complain of a closed loop.
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(small_disk, caplog):
   checkpointer = Checkpointer(str(small_disk / 'model'), keep=1)
   try:
@@ -254,7 +256,7 @@ def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(small_disk, cap
       checkpointer.wait()
     for part in (str(small_disk / 'model'), 'No space left on', 'checkpoint_10', 'Free space there'):
       assert part in str(e.value)
-    assert 'Traceback' not in caplog.text
+    assert not [r for r in caplog.records if r.exc_info]
   finally:
     checkpointer.close()
   with opened(small_disk / 'model') as checkpointer:
