@@ -1,4 +1,4 @@
-"""`t5x_gpu COMMAND ...` or `python -m t5x_gpu COMMAND ...`: what `python -m t5x_gpu.COMMAND` does."""
+"""`t5x_gpu COMMAND ...`: the same as `python -m t5x_gpu.COMMAND ...`."""
 
 import importlib
 import sys
