@@ -93,3 +93,12 @@ def test_requirements_are_what_the_tests_run_on(installed):
            if (r.marker is None or r.marker.evaluate({'extra': 'dev'}))
            and not r.specifier.contains(importlib.metadata.version(r.name))]
   assert wrong == []
+
+
+@pytest.mark.skipif(not (ROOT / '.git').exists(), reason='not a git checkout')
+def test_git_ignores_no_file_of_the_project():
+  # `runs/` in .gitignore once hid gin_configs/runs/ from every clone.
+  done = subprocess.run(
+      ['git', 'ls-files', '--others', '--ignored', '--exclude-standard', 't5x_gpu', 'gin_configs',
+       'tests', 'docs', 'scripts'], cwd=ROOT, capture_output=True, text=True, check=True)
+  assert [name for name in done.stdout.splitlines() if '__pycache__' not in name] == []
