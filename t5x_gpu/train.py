@@ -349,6 +349,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
   if jax.process_index() == 0:
     report.print_table(loaded.provenance)
+    print(*(f'note: {note}' for note in loaded.notes), sep='\n', end='\n' if loaded.notes else '')
   if args.dry_run:
     return dry_run(arguments)
 

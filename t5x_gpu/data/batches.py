@@ -1,4 +1,4 @@
-"""The contract between data and training: what a batch holds, and how batches are taken and resumed.
+"""The contract between data and training: what a batch holds, how batches are taken and resumed.
 
 Nothing here imports TensorFlow. A `DatasetConfig` names the module that opens it (`module`), and
 `open_batches` imports that module only then: a synthetic run or a benchmark needs no TF.
@@ -117,7 +117,7 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
 
 
 def open_vocabulary(config: DatasetConfig) -> Any:
-  """Returns what turns text into the ids of `config` and back: `encode`, `decode`, `size`, `eos_id`.
+  """Returns what turns text into ids and back: `encode`, `decode`, `size`, `eos_id`.
 
   Raises:
     ConfigError: no such module, or its batches have no text.

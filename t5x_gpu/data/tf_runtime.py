@@ -14,19 +14,23 @@ from collections.abc import Iterator
 
 from t5x_gpu.errors import DataError
 
-# Before the import: TF's C++ side reads it once. 3 = errors only (else "failed call to cuInit").
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+VERBOSE = os.environ.get('T5X_GPU_VERBOSE', '') not in ('', '0')
+_LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
 
 
 @contextlib.contextmanager
-def _without_import_chatter() -> Iterator[None]:
-  """Holds back what C++ writes to stderr meanwhile, then passes on all but informational lines.
+def _without_chatter() -> Iterator[None]:
+  """Keeps TF's start from the terminal: "failed call to cuInit" and the like, meant for nobody here.
 
-  TF 2.21 logs through absl before absl is initialised, which no environment variable stops.
+  Two measures. jaxlib reads the same log level, so TF's is set for the import alone. And TF 2.21
+  logs through absl before absl is initialised, which no level stops: what C++ writes to stderr
+  meanwhile is held back, then passed on without its informational lines.
   """
-  if os.environ.get('T5X_GPU_VERBOSE'):
+  if VERBOSE:
     yield
     return
+  level = os.environ.get(_LEVEL)
+  os.environ[_LEVEL] = '3'
   with tempfile.TemporaryFile() as held:
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -36,18 +40,22 @@ def _without_import_chatter() -> Iterator[None]:
     finally:
       os.dup2(stderr, 2)
       os.close(stderr)
+      if level is None:
+        del os.environ[_LEVEL]
+      else:
+        os.environ[_LEVEL] = level
       held.seek(0)
       for line in held.read().decode(errors='replace').splitlines():
         if not line.startswith(('I0000 ', 'WARNING: All log messages before absl')):
           print(line, file=sys.stderr)
 
 
-with _without_import_chatter():
+with _without_chatter():
   import seqio
   import tensorflow as tf
 
 # "Using an uncached ... is not recommended", feature shapes, in-memory caching: not for our users.
-if not os.environ.get('T5X_GPU_VERBOSE'):
+if not VERBOSE:
   logging.getLogger('absl').setLevel(logging.ERROR)
 
 try:
