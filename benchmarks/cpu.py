@@ -1,0 +1,111 @@
+"""Measures training on this machine's CPU and writes benchmarks/results/cpu.json.
+
+    python benchmarks/cpu.py [--repeats 3] [--torch PYTHON]
+
+Figures of one run of this script may be compared with each other; machines and hours differ.
+Rounds of the framework (`python -m t5x_gpu.train`, as a user starts it) and of the bare step take
+turns, so that a slow minute hits both. With --torch, a Python that has PyTorch times
+benchmarks/torch_step.py as well.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, Optional
+
+ROOT = pathlib.Path(__file__).parents[1]
+RUNS = {'demo': ['--gin.TRAIN_STEPS=60', '--gin.EVAL_PERIOD=None', '--gin.SAVE_PERIOD=20'],
+        'decoder_14m': []}
+
+
+def train(example: str, options: list[str]) -> dict[str, float]:
+  """Returns what one run of the trainer took, from its output, its metrics and the kernel."""
+  with tempfile.TemporaryDirectory() as folder:
+    command = [sys.executable, '-m', 't5x_gpu.train', f'--gin.MODEL_DIR={folder}',
+               f'--gin_file=gin_configs/examples/{example}.gin', '--gin.LOG_PERIOD=1', *options]
+    begin = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT)
+    seen: dict[str, float] = {}
+    lines = 0
+    for line in process.stdout:
+      lines += 1
+      step = re.match(r'step (\d+)/', line)
+      if step:
+        seen.setdefault('first_step_seconds', time.monotonic() - begin)
+    _, status, usage = os.wait4(process.pid, 0)
+    wall = time.monotonic() - begin
+    if status:
+      raise SystemExit(f'{" ".join(command)} failed; run it by hand to see why.')
+    records = [json.loads(line) for line in (pathlib.Path(folder) / 'metrics.jsonl').open()]
+    def values(key: str) -> list[float]:
+      return [r[key] for r in records if key in r]
+    return {'seconds_from_command_to_first_step': seen['first_step_seconds'],
+            'step_seconds': statistics.median(values('train/step_seconds')),
+            'tokens_per_second': statistics.median(values('train/tokens_per_second')),
+            'input_wait_fraction': statistics.median(values('train/input_wait_fraction')),
+            'save_stall_seconds': statistics.median(values('train/save_seconds')),
+            'cpu_seconds': usage.ru_utime + usage.ru_stime, 'wall_seconds': wall,
+            'peak_rss_mib': usage.ru_maxrss / 1024, 'output_lines': lines,
+            'final_loss': values('train/loss')[-1]}
+
+
+def script(python: str, name: str) -> dict[str, Any]:
+  """Returns the JSON line that another script of this folder prints."""
+  out = subprocess.run([python, str(ROOT / 'benchmarks' / name)], cwd=ROOT, check=True, text=True,
+                       stdout=subprocess.PIPE).stdout
+  return json.loads(out.strip().splitlines()[-1])
+
+
+def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+  return {key: round(statistics.median(r[key] for r in rounds), 4) if isinstance(
+      rounds[0][key], (int, float)) else rounds[0][key] for key in rounds[0]}
+
+
+def measure(repeats: int, torch: Optional[str]) -> dict[str, Any]:
+  results: dict[str, list[dict[str, Any]]] = {}
+  for i in range(repeats):
+    for example, options in RUNS.items():
+      results.setdefault(f't5x_gpu {example}', []).append(train(example, options))
+    results.setdefault('bare jax step, decoder_14m', []).append(
+        script(sys.executable, 'bare_step.py'))
+    if torch:
+      results.setdefault('PyTorch step, decoder_14m', []).append(script(torch, 'torch_step.py'))
+    print(f'round {i + 1} of {repeats} done', flush=True)
+  return {name: median_of(rounds) for name, rounds in results.items()}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--repeats', type=int, default=3)
+  parser.add_argument('--torch', metavar='PYTHON', help='a Python that has PyTorch')
+  args = parser.parse_args()
+  load = os.getloadavg()[0]
+  if load > 0.5:
+    print(f'Something else is running (load {load:.1f}); the seconds will be too long.')
+  results = measure(args.repeats, args.torch)
+  versions = subprocess.run(
+      [sys.executable, '-c', 'import jax, flax, optax; print(jax.__version__, flax.__version__, '
+       'optax.__version__)'], text=True, stdout=subprocess.PIPE, check=True).stdout.split()
+  report = {'command': ' '.join(['python', 'benchmarks/cpu.py', *sys.argv[1:]]),
+            'date': datetime.date.today().isoformat(), 'load_at_start': load,
+            'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}',
+            'python': platform.python_version(),
+            'jax, flax, optax': versions, 'repeats': args.repeats, 'medians': results}
+  out = ROOT / 'benchmarks' / 'results' / 'cpu.json'
+  out.parent.mkdir(exist_ok=True)
+  out.write_text(json.dumps(report, indent=1) + '\n')
+  print(json.dumps(report, indent=1))
+
+
+if __name__ == '__main__':
+  main()
