@@ -5,27 +5,26 @@ metrics meet. `train`'s arguments are what a gin file sets; below it come set-up
 """
 
 import concurrent.futures
-import dataclasses
 import logging
 import math
 import os
-import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import jax
 import numpy as np
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Restored
+from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.model_dir import Saved, check_model_dir
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, open_batches, open_vocabulary)
 from t5x_gpu.errors import ConfigError, DataError, TrainingError
 from t5x_gpu.metrics import logging_setup, plots, reduce
-from t5x_gpu.metrics.progress import Progress, format_seconds
+from t5x_gpu.metrics.progress import Progress
 from t5x_gpu.metrics.throughput import StepTimer
 from t5x_gpu.metrics.writers import JsonLinesWriter, MultiWriter, TensorBoardWriter
 from t5x_gpu.models.decoding import SampleConfig, sample
@@ -47,8 +46,9 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
           random_seed: int = 0, num_microbatches: int = 1, max_grad_norm: Optional[float] = None,
           loss_normalizing_factor: Optional[float] = None,
           sample_cfg: Optional[SampleConfig] = None,
-          summarize_config_fn: Optional[Callable[[str], None]] = None) -> int:
-  """Trains until `total_steps`, continuing from the latest checkpoint in `model_dir` if there is one.
+          summarize_config_fn: Optional[Callable[[str], None]] = None,
+          dry_run: bool = False) -> int:
+  """Trains until `total_steps`, continuing from the latest checkpoint in `model_dir` if any.
 
   Args:
     model: a model of models/ (or yours with the same methods).
@@ -69,6 +69,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     loss_normalizing_factor: see training/train_step.py; None for the loss per target token.
     sample_cfg: text to continue at the end.
     summarize_config_fn: called with `model_dir` once nothing can stop the run from starting.
+    dry_run: check all of that, print it, and leave without a trace.
   Returns:
     The exit code: 0, or 128 + signal for a run that was stopped and saved itself.
   """
@@ -79,13 +80,20 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
                    partitioner=partitioner, dataset=train_dataset_cfg, seed=random_seed,
                    num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
                    loss_normalizing_factor=loss_normalizing_factor)
-  _say(program.layout.table())
-  _say(size_line(program))
-  checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.keep)
+  _say('\n'.join([program.layout.table(), *([parameter_table(program)] if dry_run else []),
+                  size_line(program)]))
+  saved = check_model_dir(model_dir, target=program.abstract_state)
+  if saved and saved.step >= total_steps:
+    _say(f'{model_dir} is already at step {saved.step}; nothing to do up to '
+         f'TRAIN_STEPS = {total_steps}. Set TRAIN_STEPS higher to train on.')
+    return 0
 
   # ---- 2. Open the data while XLA compiles ----------------------------------------------------
   with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
-    opening = pool.submit(_open_data, model, program, train_dataset_cfg, train_eval_dataset_cfg)
+    opening = pool.submit(_open_data, model, program, train_dataset_cfg, train_eval_dataset_cfg,
+                          needs_text=sample_cfg is not None)
+    if dry_run:
+      return _end_dry_run(opening.result()[0], saved)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     if opening.done():
       opening.result()  # a mistake in the data is told before the compile, where it is quick
@@ -93,16 +101,13 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     data, eval_data = opening.result()
 
   # ---- 3. State: the latest checkpoint, else a fresh one --------------------------------------
+  checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.keep)
   restored = checkpointer.restore_latest(program.abstract_state)
   state = restored.state if restored else program.init()
   first_step = int(state.step)
   if restored:
-    _resume_data(data, restored)
+    _resume_data(data, data_state=restored.data_state, manifest=restored.manifest)
     _say(f'Continuing from {checkpointer.path(first_step)}.')
-  if first_step >= total_steps:
-    _say(f'{model_dir} is already at step {first_step}; nothing to do up to '
-         f'TRAIN_STEPS = {total_steps}. Set TRAIN_STEPS higher to train on.')
-    return 0
   if summarize_config_fn is not None and jax.process_index() == 0:
     summarize_config_fn(model_dir)
 
@@ -140,7 +145,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       _check_first_loss(reduce.means(host_sums).values['cross_entropy'], model)
 
   with StopRequest() as stop, Progress(
-      total_steps, first_step=first_step, enabled=jax.process_index() == 0) as progress:
+      total_steps, first_step=first_step,
+      enabled=jax.process_index() == 0) as progress, checkpointer:
     timer.restart()
     for step in range(first_step + 1, total_steps + 1):
       with timer.input_wait():
@@ -172,10 +178,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
         break
 
   # ---- 5. Leave: everything committed, and what to look at -------------------------------------
-  checkpointer.wait()
-  checkpointer.close()
   writer.close()
-  if stop.signal is not None:
+  if stop.signal is not None and step < total_steps:
     _say(f'Stopped by {stop.signal.name} at step {step}; saved {checkpointer.path(step)}. '
          'The same command continues it.')
     return stop.exit_code
@@ -217,7 +221,7 @@ def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
 
 
 def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
-               eval_cfg: Optional[DatasetConfig]
+               eval_cfg: Optional[DatasetConfig], *, needs_text: bool
                ) -> tuple[BatchIterator, Optional[BatchIterator]]:
   """Returns the opened training and evaluation data; the first training batch has been checked."""
   def opened(config: DatasetConfig, repeat: bool) -> BatchIterator:
@@ -230,20 +234,22 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
                       'pack.', fix='Give both DatasetConfigs the same three values.',
                       parameters=('train_eval/DatasetConfig.batch_size',
                                   'train/DatasetConfig.batch_size'))
+  if needs_text:
+    open_vocabulary(train_cfg)  # raises now rather than after the last step
   data = opened(train_cfg, repeat=True)
   program.spec.check(data.peek())
   return data, None if eval_cfg is None else opened(eval_cfg, repeat=False)
 
 
-def _resume_data(data: BatchIterator, restored: Restored) -> None:
+def _resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
   """Puts the data where the checkpoint left it; raises DataError if it is not the same data."""
-  data.set_state(restored.data_state)
-  want, got = restored.manifest['next_batch_hash'], batch_hash(data.peek())
+  data.set_state(data_state)
+  want, got = manifest['next_batch_hash'], batch_hash(data.peek())
   if got != want:
     raise DataError(
         f'The next batch is not the one that this run would have taken (hash {got}, the checkpoint '
         f'says {want}): the data, its preprocessing or its libraries changed. Then: '
-        f'{restored.manifest["data"]}; now: {dict(data.describe())}.',
+        f'{manifest["data"]}; now: {dict(data.describe())}.',
         fix='Bring back the data of this run, or start a new MODEL_DIR.',
         parameters=('MODEL_DIR', 'DatasetConfig.mixture_or_task_name'))
 
@@ -306,8 +312,8 @@ def _closing(model_dir: str, model: Any, step: int) -> str:
   picture = os.path.join(model_dir, 'loss.png')
   plots.plot_losses(os.path.join(model_dir, 'metrics.jsonl'), picture,
                     vocab_size=model.logical_sizes()['vocab'])
-  return (f'Done at step {step}. In {model_dir}: loss.png, metrics.jsonl, tensorboard/, config.gin, '
-          'config_origins.txt\n'
+  return (f'Done at step {step}. In {model_dir}: loss.png, metrics.jsonl, tensorboard/, '
+          'config.gin, config_origins.txt\n'
           'Next:\n'
           f'  train on     the same command with --gin.TRAIN_STEPS={2 * step}\n'
           f'  curves       tensorboard --logdir {model_dir}/tensorboard\n'
@@ -320,18 +326,10 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def dry_run(arguments: Mapping[str, Any]) -> int:
-  """Checks everything that `train` would, prints mesh and parameters, changes nothing, returns 0."""
-  a = dict(arguments)
-  program = _build(model=a['model'], optimizer=a['optimizer'], schedule=a['learning_rate'],
-                   partitioner=a['partitioner'], dataset=a['train_dataset_cfg'],
-                   **{new: a[old] for new, old in (
-                       ('seed', 'random_seed'), ('num_microbatches', 'num_microbatches'),
-                       ('max_grad_norm', 'max_grad_norm')) if old in a})
-  _say(program.layout.table())
-  _say(parameter_table(program))
-  _say(size_line(program))
-  _open_data(a['model'], program, a['train_dataset_cfg'], a.get('train_eval_dataset_cfg'))
+def _end_dry_run(data: BatchIterator, saved: Optional[Saved]) -> int:
+  if saved:
+    _resume_data(data, data_state=saved.data_state, manifest=saved.manifest)
+    _say(f'It would continue from checkpoint_{saved.step}.')
   _say('Dry run: the run could start.')
   return 0
 
@@ -350,14 +348,12 @@ def main(argv: Optional[list[str]] = None) -> int:
   if jax.process_index() == 0:
     report.print_table(loaded.provenance)
     print(*(f'note: {note}' for note in loaded.notes), sep='\n', end='\n' if loaded.notes else '')
-  if args.dry_run:
-    return dry_run(arguments)
 
   def write_config(model_dir: str) -> None:
     changes = report.write(loaded.provenance, model_dir)
     if changes:
       _say('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
-  return train(**arguments, summarize_config_fn=write_config)
+  return train(**arguments, summarize_config_fn=write_config, dry_run=args.dry_run)
 
 
 if __name__ == '__main__':

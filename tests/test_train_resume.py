@@ -1,5 +1,6 @@
 """A run that was killed or stopped, and started again, is the run that nobody touched: to the bit."""
 
+import shutil
 import signal
 
 import pytest
@@ -63,18 +64,18 @@ def test_losses_after_kill_9_at_any_moment_are_those_of_the_untouched_run(tmp_pa
 def test_packed_shuffled_source_text_with_dropout_resumes_to_the_bit(tmp_path):
   macros = {**HELD, 'TASK_FEATURE_LENGTHS': "{'targets': 48}"}
   seqio = 't5x_gpu.data.seqio_batches'
-  whole, broken = Project(_folder(tmp_path, 'whole')), Project(_folder(tmp_path, 'broken'))
-  with whole.start(**macros, held_module=seqio) as run:
+  whole, copy = Project(_folder(tmp_path, 'whole')), Project(_folder(tmp_path, 'copy'))
+  with whole.start(**macros, held_module=seqio, hold_before=11) as run:
+    run.wait_for(lambda: run.held.exists() and whole.steps() == [10])
+    shutil.copytree(whole.model_dir, copy.model_dir)  # what kill -9 would leave in this moment
+    run.let_go()
     assert run.finish() == 0, run.err
-  with broken.start(**macros, held_module=seqio, hold_before=11) as run:
-    run.wait_for(lambda: run.held.exists() and broken.steps() == [10])
-    run.kill()
-  with broken.start(**macros, held_module=seqio) as run:
+  with copy.start(**macros, held_module=seqio) as run:
     assert run.finish() == 0, run.err
   assert 'Continuing from' in run.out and 'again to get to the same place' not in run.err
-  assert broken.metrics() == whole.metrics()
-  assert broken.metrics('eval/loss') == whole.metrics('eval/loss')
-  assert len(set(broken.metrics().values())) == 20
+  assert copy.metrics() == whole.metrics()
+  assert copy.metrics('eval/loss') == whole.metrics('eval/loss')
+  assert len(set(copy.metrics().values())) == 20
 
 
 def _folder(parent, name):

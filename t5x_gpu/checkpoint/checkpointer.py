@@ -11,18 +11,18 @@ import errno
 import logging
 import os
 import pathlib
-import re
+import types
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, Optional, Self
 
 import jax
 import orbax.checkpoint as ocp
 
-from t5x_gpu.checkpoint.manifest import differences
+from t5x_gpu.checkpoint.model_dir import (
+    PREFIX, check_same_model, check_writable, checkpoint_path, committed_steps)
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.train_state import TrainState
 
-PREFIX = 'checkpoint'
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +82,7 @@ class Checkpointer:
                                              cleanup_tmp_directories=True))
 
   def path(self, step: int) -> pathlib.Path:
-    return self._dir / f'{PREFIX}_{step}'
+    return checkpoint_path(self._dir, step)
 
   def steps(self) -> list[int]:
     """Returns the committed steps, oldest first."""
@@ -119,6 +119,21 @@ class Checkpointer:
   def close(self) -> None:
     self._manager.close()
 
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, kind: Optional[type[BaseException]], error: Optional[BaseException],
+               trace: Optional[types.TracebackType]) -> None:
+    """Commits the save under way, also when the run fails; not when it is interrupted."""
+    if error is None:
+      self.wait()
+      self.close()
+    elif isinstance(error, Exception) and not isinstance(error, CheckpointError):
+      try:
+        self.wait()
+      except CheckpointError as e:
+        _log.error('%s', e)
+
   def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
     what = 'The last checkpoint' if step is None else f'checkpoint_{step} (or the save before it)'
     # From the folder: Orbax's own list drops what it means to delete after a save that then fails.
@@ -148,7 +163,7 @@ class Checkpointer:
     for step in reversed(steps):
       try:
         manifest = self._read_json(step, 'manifest')
-        self._check_same_model(step, manifest, target)
+        check_same_model(self._dir, step, manifest, target=target)
         restored = self._manager.restore(step, args=ocp.args.Composite(
             state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore()))
         data_state = base64.b64decode(restored['data']['iterator'], validate=True)
@@ -174,14 +189,6 @@ class Checkpointer:
     return self._manager.restore(
         step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[item]
 
-  def _check_same_model(self, step: int, manifest: Mapping[str, Any], target: TrainState) -> None:
-    different = differences(manifest, target)
-    if different:
-      raise CheckpointError(
-          f'{self.path(step)} holds another model or optimizer:\n  ' + '\n  '.join(different),
-          fix='Set another MODEL_DIR for this model, or go back to the configuration of '
-              f'{self._dir / "config.gin"}. Nothing was overwritten.', parameters=('MODEL_DIR',))
-
   def _set_aside(self, reasons: Mapping[int, str], *, used: int) -> None:
     """Renames unreadable checkpoints, so that their steps can be written again."""
     if jax.process_index() == 0:
@@ -200,26 +207,6 @@ class Checkpointer:
 def _drop_orbax_stacks(record: logging.LogRecord) -> bool:
   """Orbax logs an error's stack once per layer, and then raises it: ours then says it once."""
   return not (record.exc_info and f'{os.sep}orbax{os.sep}' in record.pathname)
-
-
-def committed_steps(folder: pathlib.Path) -> list[int]:
-  """Returns the steps of the checkpoints in `folder`, oldest first; saves cut short are none."""
-  found = (re.fullmatch(rf'{PREFIX}_(\d+)', path.name) for path in folder.glob(f'{PREFIX}_*'))
-  return sorted(int(match[1]) for match in found if match)
-
-
-def check_writable(folder: pathlib.Path) -> None:
-  """Makes `folder` if needed; raises CheckpointError unless files can be made in it."""
-  probe = folder / f'.write_test_{os.getpid()}'
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    probe.write_bytes(b'ok')
-    probe.unlink()
-  except OSError as e:
-    raise CheckpointError(
-        f'MODEL_DIR = {str(folder)!r} cannot be written to: {e.strerror or e}.',
-        fix='Set MODEL_DIR to a folder of yours with free space '
-            '(--gin.MODEL_DIR=runs/my_run).', parameters=('MODEL_DIR',)) from e
 
 
 def _free_gib(folder: pathlib.Path) -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: arrays, mesh, data, versions. Compared before any array is read.
+"""What a checkpoint says of itself: arrays, mesh, data, versions. Read before any array is.
 
 Orbax's own mismatch errors name no parameter, and a wrong dtype is cast in silence; here a model
 that is not the checkpoint's is refused with the list of what differs.

@@ -128,13 +128,6 @@ def largest_data_file(checkpoint):
   return max((p for p in checkpoint.rglob('d/*')), key=lambda p: p.stat().st_size)
 
 
-def flip_bytes(path):
-  content = bytearray(path.read_bytes())
-  middle = len(content) // 2
-  content[middle:middle + 8] = bytes(b ^ 0xFF for b in content[middle:middle + 8])
-  path.write_bytes(content)
-
-
 CORRUPTIONS = {
     'data_file_cut': lambda c: os.truncate(largest_data_file(c), 40),
     'data_file_empty': lambda c: os.truncate(largest_data_file(c), 0),
@@ -152,7 +145,6 @@ CORRUPTIONS = {
     'data_state_not_an_object': lambda c: (c / 'data/metadata').write_text('7'),
     'empty_folder': lambda c: [shutil.rmtree(c), c.mkdir()],
     'orbax_metadata_garbled': lambda c: (c / '_CHECKPOINT_METADATA').write_bytes(b'\x00\xff'),
-    'bytes_flipped': lambda c: flip_bytes(largest_data_file(c)),
 }
 
 
