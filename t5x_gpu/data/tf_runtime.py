@@ -20,7 +20,7 @@ _LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
 
 @contextlib.contextmanager
 def _without_chatter() -> Iterator[None]:
-  """Keeps TF's start from the terminal: "failed call to cuInit" and the like, meant for nobody here.
+  """Keeps TF's start from the terminal: "failed call to cuInit" and the like, meant for nobody.
 
   Two measures. jaxlib reads the same log level, so TF's is set for the import alone. And TF 2.21
   logs through absl before absl is initialised, which no level stops: what C++ writes to stderr
