@@ -7,7 +7,7 @@ that is not the checkpoint's is refused with the list of what differs.
 import datetime
 import importlib.metadata
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Optional
 
 import jax
 
@@ -15,7 +15,8 @@ from t5x_gpu.errors import did_you_mean
 
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
-_SHOWN = 8
+_SHOWN = 5
+_OPTIMIZER = 'opt_state/'
 
 
 def describe_arrays(tree: Any) -> dict[str, list[Any]]:
@@ -52,21 +53,37 @@ def _versions() -> dict[str, str]:
 
 
 def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
-  """Returns how the arrays of a manifest differ from those of `target`, in words; [] if equal."""
+  """Returns how the arrays of a manifest differ from those of `target`, in words; [] if equal.
+
+  Another model has another optimizer state too: then the parameters say it, the rest is counted.
+  """
   have, want = manifest['arrays'], describe_arrays(target)
-  lines = []
-  for name in sorted(want.keys() - have.keys()):
-    lines.append(f'{name} {_text(want[name])}: not in the checkpoint.'
-                 + did_you_mean(name, have.keys() - want.keys(), limit=1))
-  for name in sorted(have.keys() - want.keys()):
-    lines.append(f'{name} {_text(have[name])}: in the checkpoint, not in the model.')
-  for name in sorted(have.keys() & want.keys()):
-    if have[name] != want[name]:
-      lines.append(f'{name}: {_text(have[name])} in the checkpoint, {_text(want[name])} in the '
-                   'model.')
-  if len(lines) > _SHOWN:
-    lines = lines[:_SHOWN] + [f'... and {len(lines) - _SHOWN} more.']
-  return lines
+  all_names = sorted(have.keys() | want.keys())
+  optimizer = [n for n in all_names if n.startswith(_OPTIMIZER)]
+  lines = _differing(have, want, [n for n in all_names if not n.startswith(_OPTIMIZER)])
+  if lines:
+    others = len(_differing(have, want, optimizer, limit=None))
+    return lines + ([f'{others} arrays of the optimizer state differ as well.'] if others else [])
+  lines = _differing(have, want, optimizer)
+  return ['The parameters are the same, the optimizer state is not:'] + lines if lines else []
+
+
+def _differing(have: Mapping[str, Any], want: Mapping[str, Any], names: list[str], *,
+               limit: Optional[int] = _SHOWN) -> list[str]:
+  """Returns a line per name that differs: at most `limit` of each kind, and how many more."""
+  missing = [f'{n} {_text(want[n])}: not in the checkpoint.'
+             + ('' if n.startswith(_OPTIMIZER) else  # their names are the parameters'
+                did_you_mean(n, have.keys() - want.keys(), limit=1))
+             for n in names if n not in have]
+  left_over = [f'{n} {_text(have[n])}: in the checkpoint, not in the model.'
+               for n in names if n not in want]
+  changed = [f'{n}: {_text(have[n])} in the checkpoint, {_text(want[n])} in the model.'
+             for n in names if n in have and n in want and have[n] != want[n]]
+  if limit is None:
+    return changed + missing + left_over
+  return [line for kind in (changed, missing, left_over)
+          for line in kind[:limit] + ([f'... and {len(kind) - limit} more.'] if len(kind) > limit
+                                      else [])]
 
 
 def _text(array: list[Any]) -> str:

@@ -202,7 +202,7 @@ def test_another_model_is_refused_with_the_arrays_that_differ(tmp_path):
       checkpointer.restore_latest(target)
   for part in ('checkpoint_10 holds another model or optimizer',
                'params/dense/kernel: float32[4, 8] in the checkpoint, float32[6, 8] in the model.',
-               'opt_state/mu float32[4, 8]: in the checkpoint, not in the model.',
+               '1 arrays of the optimizer state differ as well.',
                'Nothing was overwritten'):
     assert part in str(e.value)
   assert sorted(os.listdir(folder)) == ['checkpoint_10']

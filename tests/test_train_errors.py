@@ -1,0 +1,164 @@
+"""What a user can get wrong: exit code 1, what and how to mend it, and not a byte in MODEL_DIR.
+
+Each mistake stops the dry run with the same words.
+"""
+
+import copy
+import re
+
+import pytest
+
+from tests.helpers_train import Project, listing
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  return Project(tmp_path)
+
+
+def assert_refused(project: Project, *flags: str, says: list[str], **macros) -> None:
+  """Run and dry run leave with 1, say all of `says` on stderr, and change no file anywhere."""
+  before = listing(project.folder)
+  errors = []
+  for extra in ((), ('--dry_run',)):
+    result = project.run(*flags, *extra, **macros)
+    assert result.code == 1, result.out
+    assert 'Traceback' not in result.err
+    assert re.match(r'(\d.* WARNING .*\n)*[A-Z]\w+Error: ', result.err), result.err
+    for part in says:
+      assert part in result.err, f'{part!r} is not in:\n{result.err}'
+    errors.append(result.err[re.search(r'[A-Z]\w+Error: ', result.err).start():])
+  assert errors[0] == errors[1]
+  assert listing(project.folder) == before
+  if not any(name.startswith('model/') for name in before):
+    assert not project.model_dir.exists()
+
+
+def test_a_missing_gin_file_is_named(project):
+  assert_refused(project, '--gin_file=no_such.gin', says=["'no_such.gin' does not exist"])
+
+
+def test_a_misspelt_macro_is_named_with_the_right_one(project):
+  assert_refused(project, BATCH_SZIE=8, says=['BATCH_SZIE', 'BATCH_SIZE'])
+
+
+@pytest.mark.parametrize('macro', ['LOG_PERIOD', 'SAVE_PERIOD', 'EVAL_PERIOD', 'EVAL_STEPS'])
+def test_zero_periods_are_refused(project, macro):
+  assert_refused(project, **{macro: 0}, says=['must be at least 1', macro])
+
+
+def test_zero_steps_are_refused(project):
+  assert_refused(project, TRAIN_STEPS=0, says=['total_steps = 0', '--gin.TRAIN_STEPS'])
+
+
+def test_sequences_of_length_zero_are_refused(project):
+  assert_refused(project, TASK_FEATURE_LENGTHS="{'targets': 0}",
+                 says=["'targets' has length 0", 'Set TASK_FEATURE_LENGTHS',
+                       'is set at --gin.TASK_FEATURE_LENGTHS'])
+
+
+def test_a_batch_that_the_data_axis_does_not_divide_is_refused(project):
+  assert_refused(project, BATCH_SIZE=12, says=['12', 'data', '8',
+                                               'BATCH_SIZE is set at --gin.BATCH_SIZE'])
+
+
+def test_a_batch_that_the_microbatches_do_not_divide_is_refused(project):
+  assert_refused(project, NUM_MICROBATCHES=3, says=['BATCH_SIZE = 8', 'num_microbatches = 3',
+                                                    '1, 2, 4, 8'])
+
+
+def test_three_partitions_of_eight_devices_are_refused_with_the_legal_numbers(project):
+  assert_refused(project, NUM_PARTITIONS=3, says=['MeshError', '8', '3', '1, 2, 4 or 8',
+                                                  'NUM_PARTITIONS'])
+
+
+def test_an_unwritable_model_dir_is_refused(project):
+  (project.folder / 'file').write_text('not a folder')
+  assert_refused(project, MODEL_DIR=project.folder / 'file' / 'model',
+                 says=['CheckpointError', 'cannot be written to: Not a directory', 'MODEL_DIR'])
+
+
+def test_a_data_module_that_is_not_there_is_refused(project):
+  assert_refused(project, DATA_MODULE='t5x_gpu.data.synthetics',
+                 says=["'t5x_gpu.data.synthetics' cannot be imported", 'DatasetConfig.module'])
+
+
+def test_a_sample_of_batches_without_text_is_refused_before_the_first_step(project):
+  project.gin_file.write_text(project.gin_file.read_text() + (
+      'from t5x_gpu.models import decoding\n'
+      'train_script.train.sample_cfg = @decoding.SampleConfig()\n'
+      "decoding.SampleConfig.prompt = 'def '\n"))
+  assert_refused(project, says=['have no text', 'Remove train.sample_cfg'])
+
+
+@pytest.mark.tf
+@pytest.mark.parametrize('macros, says', [
+    ({'MIXTURE_OR_TASK_NAME': 'python_sauce'},
+     ["No SeqIO Task or Mixture is called 'python_sauce'. Did you mean 'python_source'"]),
+    ({'MIXTURE_OR_TASK_NAME': 'text_files:empty*.txt'}, ['All 20 files', 'are empty', 'MIXTURE_OR_TASK_NAME']),
+    ({'MIXTURE_OR_TASK_NAME': 'text_files:none*.txt'}, ['none*.txt']),
+    ({'TransformerConfig.vocab_size': 128}, ['259', '128', "Set the model's vocab_size"]),
+    ({'MIXTURE_OR_TASK_NAME': 'wmt_ende', 'TASK_FEATURE_LENGTHS': "{'inputs': 32, 'targets': 32}"},
+     ['wmt_t2t_translate', 'tfds build', '--tfds_data_dir']),
+], ids=['no_such_task', 'empty_task', 'no_such_file', 'vocabulary_too_large', 'no_tfds_data'])
+def test_data_that_cannot_be_read_is_refused(project, monkeypatch, macros, says):
+  monkeypatch.setenv('TFDS_DATA_DIR', str(project.folder / 'tfds'))
+  for i in range(20):
+    (project.folder / f'empty{i}.txt').touch()
+  assert_refused(project, DATA_MODULE='t5x_gpu.data.seqio_batches', says=says, **macros)
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+  """Two steps, saved."""
+  project = Project(tmp_path_factory.mktemp('trained'))
+  result = project.run(TRAIN_STEPS=2, WARMUP_STEPS=1)
+  assert result.code == 0, result.err
+  return project
+
+
+def test_a_checkpoint_of_another_size_is_refused_by_array_names(trained):
+  assert_refused(trained, TRAIN_STEPS=4, **{'TransformerConfig.embed_dim': 32}, says=[
+      'CheckpointError', 'checkpoint_2 holds another model or optimizer',
+      'params/decoder_norm/scale: float32[16] in the checkpoint, float32[32] in the model.',
+      'Set another MODEL_DIR', 'MODEL_DIR is set at --gin.MODEL_DIR'])
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_by_array_names(trained):
+  adafactor = copy.copy(trained)
+  adafactor.gin_file = trained.folder / 'adafactor.gin'
+  adafactor.gin_file.write_text(trained.gin_file.read_text().replace('pretrain.gin',
+                                                                     'pretrain_t5.gin'))
+  assert_refused(adafactor, TRAIN_STEPS=4, says=[
+      'checkpoint_2 holds another model or optimizer',
+      'The parameters are the same, the optimizer state is not:', 'opt_state/0/mu/', 'in the checkpoint, not in the model', 'not in the checkpoint'])
+
+
+def test_other_data_on_resume_is_refused_by_what_differs(trained):
+  assert_refused(trained, TRAIN_STEPS=4, RANDOM_SEED=1, says=[
+      'DataError: The data is not what the checkpoint was trained on', 'seed: saved 0, now 1'])
+
+
+def test_a_next_batch_that_is_not_the_one_saved_is_refused(trained, monkeypatch):
+  """The data says of itself that it is the same, and gives other tokens."""
+  (trained.folder / 'other_data.py').write_text(
+      'from t5x_gpu.data import synthetic\nvocabulary = synthetic.vocabulary\n'
+      'class Other(synthetic.SyntheticBatches):\n'
+      '  def _batch(self, step):\n    return super()._batch(step + 7)\n'
+      'def open_batches(config, *, spec, feature_converter, repeat=True):\n'
+      '  return Other(spec, seed=config.seed, num_batches=None if repeat else 8)\n')
+  monkeypatch.syspath_prepend(str(trained.folder))
+  assert_refused(trained, TRAIN_STEPS=4, DATA_MODULE='other_data', says=[
+      'DataError: The next batch is not the one that this run would have taken (hash ',
+      'start a new MODEL_DIR'])
+
+
+def test_steps_already_done_exit_0_say_so_and_change_nothing(trained):
+  before = listing(trained.folder)
+  for flags in ((), ('--dry_run',)):
+    result = trained.run(*flags, TRAIN_STEPS=2, WARMUP_STEPS=1)
+    assert result.code == 0, result.err
+    assert 'is already at step 2; nothing to do up to TRAIN_STEPS = 2' in result.out
+  assert listing(trained.folder) == before
