@@ -39,6 +39,10 @@ class ConfigError(UserError):
   """A gin file, binding or flag that cannot mean what it says."""
 
 
+class ClusterError(UserError):
+  """Processes of one run that cannot find or join each other."""
+
+
 class MeshError(UserError):
   """Devices, mesh sizes and model sizes that do not fit each other."""
 
