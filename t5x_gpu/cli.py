@@ -10,6 +10,7 @@ from typing import NoReturn, Optional
 
 from t5x_gpu.config import gin_files, provenance
 from t5x_gpu.errors import ConfigError, UserError, did_you_mean
+from t5x_gpu.runtime import exits
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -134,26 +135,29 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   """Runs `main` and exits: its code or 0; 1 on an error; 130 on Ctrl-C.
 
   A `UserError` is printed without a traceback, followed by where each of its parameters was set.
+  One process of several leaves at once on an error: the others wait for it, and it for them.
   """
+  failed = True
   try:
     code = main() or 0
+    failed = False
   except UserError as error:
-    print(describe_error(error), file=sys.stderr)
+    print(exits.label() + describe_error(error), file=sys.stderr)
     code = 1
   except KeyboardInterrupt:
-    print('Interrupted.', file=sys.stderr)
+    print(exits.label() + 'Interrupted.', file=sys.stderr)
     code = 130
   except BrokenPipeError:  # `| head` has seen enough.
     code = 1
   except Exception:  # Not the user's doing: show all of it.
-    traceback.print_exc()
+    print(exits.label() + traceback.format_exc(), end='', file=sys.stderr)
     code = 1
   try:
     sys.stdout.flush()
   except BrokenPipeError:  # Python would flush once more on exit, and complain.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   sys.stderr.flush()
-  sys.exit(code)
+  exits.leave(code, failed=failed)
 
 
 def describe_error(error: UserError) -> str:

@@ -5,6 +5,7 @@ metrics meet. `train`'s arguments are what a gin file sets; below it come set-up
 """
 
 import concurrent.futures
+import dataclasses
 import logging
 import math
 import os
@@ -29,8 +30,9 @@ from t5x_gpu.metrics.throughput import StepTimer
 from t5x_gpu.metrics.writers import JsonLinesWriter, MultiWriter, TensorBoardWriter
 from t5x_gpu.models.decoding import SampleConfig, sample
 from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime import cluster as cluster_lib
+from t5x_gpu.runtime import distributed, preemption
 from t5x_gpu.runtime import topology as topology_lib
-from t5x_gpu.runtime.preemption import StopRequest
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.summary import parameter_table, size_line
@@ -46,6 +48,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
           random_seed: int = 0, num_microbatches: int = 1, max_grad_norm: Optional[float] = None,
           loss_normalizing_factor: Optional[float] = None,
           sample_cfg: Optional[SampleConfig] = None,
+          distributed_cfg: distributed.DistributedConfig = distributed.DistributedConfig(),
           summarize_config_fn: Optional[Callable[[str], None]] = None,
           dry_run: bool = False) -> int:
   """Trains until `total_steps`, continuing from the latest checkpoint in `model_dir` if any.
@@ -68,10 +71,11 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     max_grad_norm: global norm to which gradients are clipped.
     loss_normalizing_factor: see training/train_step.py; None for the loss per target token.
     sample_cfg: text to continue at the end.
+    distributed_cfg: how long several processes wait for each other; `main` has used it by now.
     summarize_config_fn: called with `model_dir` once nothing can stop the run from starting.
     dry_run: check all of that, print it, and leave without a trace.
   Returns:
-    The exit code: 0, or 128 + signal for a run that was stopped and saved itself.
+    The exit code: 0; for a run that was stopped and saved itself 85, 130 after Ctrl-C.
   """
   # ---- 1. Shapes, shardings and every check that needs no data -------------------------------
   _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
@@ -144,7 +148,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     if step == 1:
       _check_first_loss(reduce.means(host_sums).values['cross_entropy'], model)
 
-  with StopRequest() as stop, Progress(
+  with preemption.StopRequest() as stop, Progress(
       total_steps, first_step=first_step,
       enabled=jax.process_index() == 0) as progress, checkpointer:
     timer.restart()
@@ -155,7 +159,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       # The step before this one is read only now, so that the devices always have the next one.
       finish_step()
       unfinished = (step, sums)
-      is_last = step == total_steps or stop.signal is not None
+      is_last = stop.reached(step) or step == total_steps
       if is_last or step == 1 or step % log_period == 0:
         finish_step()
         values = window.means(prefix='train/').values
@@ -336,17 +340,24 @@ def _end_dry_run(data: BatchIterator, saved: Optional[Saved]) -> int:
 
 def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files, then trains."""
+  preemption.catch_early()
   args = cli.parse_args('python -m t5x_gpu.train', __doc__.splitlines()[0],
-                        sys.argv[1:] if argv is None else argv)
+                        sys.argv[1:] if argv is None else argv, extra=cluster_lib.add_flags)
+  cluster = cluster_lib.detect(os.environ, num_gpus=cluster_lib.count_gpus(), **vars(args.extra))
   if args.tfds_data_dir:
     os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
   logging_setup.quiet_environment()
   loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
                            search_paths=args.gin_search_paths)
   arguments = loaded.arguments()
+  waits = arguments.get('distributed_cfg', distributed.DistributedConfig())
+  distributed.initialize(cluster, **dataclasses.asdict(waits))
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
   if jax.process_index() == 0:
     report.print_table(loaded.provenance)
+    print(cluster, *(f'WARNING: {warning}' for warning in cluster.warnings), sep='\n')
+    if distributed.members():
+      print(distributed.members_table(), flush=True)
     print(*(f'note: {note}' for note in loaded.notes), sep='\n', end='\n' if loaded.notes else '')
 
   def write_config(model_dir: str) -> None:

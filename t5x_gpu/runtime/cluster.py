@@ -4,6 +4,7 @@
 torchrun and Kubernetes, and testable without any of them. Flags win over everything.
 """
 
+import argparse
 import dataclasses
 import pathlib
 import zlib
@@ -67,6 +68,15 @@ class ClusterInfo:
             f'{self.coordinator_address}; {self.devices_reason}')
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+  """Adds the flags of a run of several processes that no launcher describes."""
+  group = parser.add_argument_group('several processes (srun, mpirun, ... need none of these)')
+  group.add_argument('--coordinator_address', metavar='HOST:PORT',
+                     help='where process 0 listens')
+  group.add_argument('--process_count', type=int, metavar='N', help='processes of the run')
+  group.add_argument('--process_index', type=int, metavar='I', help='of this process, from 0')
+
+
 def detect(env: Environment, *, coordinator_address: Optional[str] = None,
            process_count: Optional[int] = None, process_index: Optional[int] = None,
            num_gpus: Optional[int] = None,
@@ -89,8 +99,9 @@ def detect(env: Environment, *, coordinator_address: Optional[str] = None,
            '--process_index': process_index}
   given = {flag: value for flag, value in flags.items() if value is not None}
   if found is None and not given:
-    return ClusterInfo(kind='single', reason='no launcher and no flags',
-                       devices_reason='all visible GPUs', warnings=_left_idle(env, read),
+    ids, devices_reason = _local_devices(env, Found(kind='single'), num_gpus)
+    return ClusterInfo(kind='single', reason='no launcher and no flags', local_device_ids=ids,
+                       devices_reason=devices_reason, warnings=_left_idle(env, read),
                        attempt=number(env, 'SLURM_RESTART_COUNT') or 0)
   if found is None:
     missing = [flag for flag, value in flags.items() if value is None]

@@ -3,67 +3,160 @@
 Everything here does nothing, or returns its input, when there is one process.
 """
 
+import collections
+import dataclasses
 import hashlib
 import json
+import os
+import pathlib
+import socket
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from jax.experimental import multihost_utils
 
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ClusterError, ConfigError
+from t5x_gpu.runtime import exits, nvml
+from t5x_gpu.runtime.cluster import ClusterInfo
+from t5x_gpu.runtime.rendezvous import Member, meet
 
 # A difference is shown up to this many characters per process.
 SHOWN_CHARACTERS = 300
+# Names the domain of fast links of a process where that is more than its host (an NVL72 rack).
+DOMAIN_VARIABLE = 'T5X_GPU_DOMAIN'
+
+_members: list[Member] = []
 
 
-def initialize_from_flags(coordinator_address: Optional[str] = None,
-                          process_count: Optional[int] = None,
-                          process_index: Optional[int] = None, *,
-                          local_device_ids: Optional[Sequence[int]] = None,
-                          timeout_seconds: int = 300) -> bool:
-  """Returns whether this process joined others; False when none of the three flags is set.
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+  """How long processes wait for each other.
+
+  Attributes:
+    initialization_timeout_seconds: for all to start; queues and file systems can be slow.
+    heartbeat_timeout_seconds: without a sign of life, until a process is taken for dead. Shorter
+      than Slurm's SlurmdTimeout (300 s), so that a host that was cut off has ended by the time the
+      job runs again elsewhere.
+    shutdown_timeout_seconds: for all to end, once one has.
+  """
+  initialization_timeout_seconds: int = 300
+  heartbeat_timeout_seconds: int = 60
+  shutdown_timeout_seconds: int = 120
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      if getattr(self, field.name) < 1:
+        raise ConfigError(f'DistributedConfig.{field.name} = {getattr(self, field.name)}: must be '
+                          'at least 1.', fix='Give a number of seconds.',
+                          parameters=(f'DistributedConfig.{field.name}',))
+
+
+def initialize(cluster: ClusterInfo, *, initialization_timeout_seconds: int = 300,
+               heartbeat_timeout_seconds: int = 60, shutdown_timeout_seconds: int = 120) -> bool:
+  """Returns whether this process joined others; False for a single one.
 
   Must run before anything uses a device.
 
   Args:
-    coordinator_address: 'host:port' of process 0, which listens there.
-    process_count: processes of the run.
-    process_index: of this process, from 0.
-    local_device_ids: GPUs of this host that belong to this process; all that it sees by default.
-    timeout_seconds: how long to wait for the others.
+    cluster: from `cluster.detect`.
+    initialization_timeout_seconds, heartbeat_timeout_seconds, shutdown_timeout_seconds: see
+      DistributedConfig.
   Raises:
-    ConfigError: some flags are set and others are not, or their values cannot be.
-  Source: flag names of Rosetta-T5X, https://github.com/NVIDIA/JAX-Toolbox.
+    ClusterError: some processes did not come, or cannot reach process 0; two use the same GPU.
   """
-  flags = {'--coordinator_address': coordinator_address, '--process_count': process_count,
-           '--process_index': process_index}
-  missing = [flag for flag, value in flags.items() if value is None]
-  if len(missing) == len(flags):
+  if cluster.process_count == 1:
+    if cluster.local_device_ids:
+      jax.config.update('jax_cuda_visible_devices', ','.join(map(str, cluster.local_device_ids)))
     return False
-  if missing:
-    given = ', '.join(f'{flag}={value}' for flag, value in flags.items() if value is not None)
-    raise ConfigError(f'{given} without {" and ".join(missing)}: to join processes, all three must '
-                      'be set.', fix=f'Set {" and ".join(missing)} too, or remove the others to '
-                      'run one process.')
-  host, colon, port = coordinator_address.rpartition(':')
-  if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
-    raise ConfigError(f'--coordinator_address={coordinator_address} is not HOST:PORT.',
-                      fix='Write the name or address of the first host and a free port, such as '
-                          '--coordinator_address=node01:62000.')
-  if process_count < 1 or not 0 <= process_index < process_count:
-    raise ConfigError(
-        f'--process_index={process_index} is not one of --process_count={process_count} '
-        'processes.', fix='Number the processes from 0'
-        + (f' to {process_count - 1}.' if process_count > 0 else ' and start at least one.'))
-  # 'deactivate': beside explicit flags JAX must not pick up Slurm's variables, which would leave
-  # each process one GPU of the host (jax._src.clusters.cluster, local_device_ids).
-  jax.distributed.initialize(
-      coordinator_address, process_count, process_index,
-      local_device_ids=None if local_device_ids is None else list(local_device_ids),
-      cluster_detection_method='deactivate', initialization_timeout=timeout_seconds)
+  # NVML's order, by which GPUs are told apart; must be set before CUDA starts.
+  os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
+  with meet(cluster, describe_this_process(cluster),
+            timeout_seconds=initialization_timeout_seconds) as meeting:
+    check_members(meeting.members)
+    domains = list(dict.fromkeys(member.domain for member in meeting.members))
+    address = meeting.address
+    if cluster.process_index == 0 and 'JAX_COORDINATOR_BIND_ADDRESS' not in os.environ:
+      # To itself: its own name may resolve to an address that only others can use.
+      address = '127.0.0.1:' + address.rpartition(':')[2]
+    # 'deactivate': JAX must not pick up Slurm's variables, which would leave each process the one
+    # GPU that has the number of its local rank (jax._src.clusters.cluster).
+    jax.distributed.initialize(
+        address, cluster.process_count, cluster.process_index,
+        local_device_ids=cluster.local_device_ids, cluster_detection_method='deactivate',
+        initialization_timeout=initialization_timeout_seconds,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+        shutdown_timeout_seconds=shutdown_timeout_seconds,
+        # device.slice_index on GPUs: JAX's create_hybrid_device_mesh then sees our hosts.
+        partition_index=domains.index(meeting.members[cluster.process_index].domain))
+  _members[:] = meeting.members
+  exits.joined(cluster.process_index, process_count=cluster.process_count)
   return True
+
+
+def describe_this_process(cluster: ClusterInfo) -> Member:
+  """Returns what the others learn of this process.
+
+  Processes share a host if kernel (boot id) and host name agree, as NCCL has it: two containers on
+  one machine have two names, and no NVLink between them unless they share more than NCCL assumes.
+  Source: getHostHash in https://github.com/NVIDIA/nccl/blob/master/src/misc/utils.cc.
+  """
+  boot_id = pathlib.Path('/proc/sys/kernel/random/boot_id')
+  hostname = socket.gethostname()
+  host_key = '/'.join((hostname, cluster.node,
+                       boot_id.read_text().strip() if boot_id.exists() else ''))
+  return Member(
+      process_index=cluster.process_index, hostname=hostname, host_key=host_key,
+      domain=os.environ.get(DOMAIN_VARIABLE) or host_key,
+      gpus=nvml.own_gpus(nvml.physical_gpus(), os.environ, cluster.local_device_ids),
+      versions=f'jax {jax.__version__}, jaxlib {jaxlib.__version__}')
+
+
+def check_members(members: Sequence[Member]) -> None:
+  """Raises ClusterError if two processes use one GPU, or only some have T5X_GPU_DOMAIN.
+
+  All processes hold the same table, so all of them raise.
+  """
+  users = collections.defaultdict(list)
+  for member in members:
+    for gpu in member.gpus:
+      users[gpu].append(member)
+  shared = {gpu: who for gpu, who in users.items() if len(who) > 1}
+  if shared:
+    gpu, who = next(iter(shared.items()))
+    names = ', '.join(str(member.process_index) for member in who[:8])
+    raise ClusterError(
+        f'{len(shared)} of {len(users)} GPUs are each used by several processes: {gpu} on '
+        f'{who[0].hostname} by processes {names}. Each would take most of its memory.',
+        fix='Give each process its own: python -m t5x_gpu.launch --nproc N does on one host; in '
+            'Slurm set --ntasks-per-node and --gpus-per-node to the same number; by hand set '
+            'CUDA_VISIBLE_DEVICES.', docs='slurm.md#which-gpus')
+  without = [member for member in members if member.domain == member.host_key]
+  if 0 < len(without) < len(members):
+    raise ClusterError(
+        f'{DOMAIN_VARIABLE} is set for {len(members) - len(without)} of {len(members)} processes, '
+        f'but not for process {without[0].process_index} on {without[0].hostname}.',
+        fix=f'Set {DOMAIN_VARIABLE} for all processes, or for none.')
+
+
+def members() -> tuple[Member, ...]:
+  """Returns what all processes told of themselves, by process index; () for a single process."""
+  return tuple(_members)
+
+
+def members_table() -> str:
+  """Returns one line per host: its processes and, where known, how many GPUs they use."""
+  hosts = collections.defaultdict(list)
+  for member in _members:
+    hosts[member.host_key].append(member)
+  lines = [f'processes: {len(_members)} on {len(hosts)} host{"s" if len(hosts) > 1 else ""}']
+  for group in hosts.values():
+    numbers = ' '.join(str(member.process_index) for member in group)
+    gpus = sum(len(member.gpus) for member in group)
+    lines.append(f'  {group[0].hostname}: {numbers}' + (f' ({gpus} GPUs)' if gpus else ''))
+  return '\n'.join(lines)
 
 
 def process_index() -> int:

@@ -1,44 +1,95 @@
-"""Ctrl-C and SIGTERM as a request to stop after the step under way, not an exception inside it."""
+"""Ctrl-C, SIGTERM and SIGUSR1 as a request to stop after a step, not an exception inside it.
+
+Several processes must stop after the same step: one that left earlier would leave the others
+waiting in a collective. A scheduler may tell only one of them, so they agree, by JAX's preemption
+service. That takes SIGTERM for itself (a handler of Python's would switch it off without a word);
+the other signals are passed on to it as a SIGTERM.
+"""
 
 import os
 import signal
 from types import FrameType
 from typing import Any, Optional, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from jax.experimental import multihost_utils
+
+from t5x_gpu.runtime import distributed
+
+# Slurm's --signal=USR1 comes before the time limit; SIGTERM at the limit and on preemption.
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS)
+
+# What a run that was stopped and has saved itself leaves with: scripts/train.slurm then requeues.
+EXIT_PREEMPTED = 85
+
+_early: list[signal.Signals] = []
+
+
+def catch_early() -> None:
+  """Remembers SIGUSR1 until a StopRequest takes over; while compiling it would end the process."""
+  _early.clear()
+  signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(signal.Signals(number)))
 
 
 class StopRequest:
-  """Remembers the first stop signal; a second one interrupts at once.
+  """Remembers the first stop signal; a second Ctrl-C interrupts at once.
 
       with StopRequest() as stop:
         for step in ...:
           ...
-          if stop.signal: save and leave
+          if stop.reached(step): save and leave
+
+  A second SIGTERM does not: at a time limit Slurm sends two, and the save is under way.
   """
 
   def __init__(self) -> None:
     self.signal: Optional[signal.Signals] = None
+    self._together = distributed.process_count() > 1
     self._previous: dict[signal.Signals, Any] = {}
 
   def __enter__(self) -> Self:
     for number in SIGNALS:
-      self._previous[number] = signal.signal(number, self._handle)
+      if not (self._together and number == signal.SIGTERM):
+        self._previous[number] = signal.signal(number, self._handle)
+    if _early:
+      self._handle(_early.pop(), None)
     return self
 
   def __exit__(self, *exc_info: Any) -> None:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
 
+  def reached(self, step: int) -> bool:
+    """Returns whether to stop after `step`; the same on all processes.
+
+    Every process must call it once for each step. `signal` is set if it returns True.
+    """
+    if not self._together:
+      return self.signal is not None
+    if not multihost_utils.reached_preemption_sync_point(step):
+      return False
+    told = [signal.Signals(number) for number in distributed.gather_json(self.signal) if number]
+    # The user's Ctrl-C counts before a scheduler's signal: it decides the exit code.
+    self.signal = min(told, key=SIGNALS.index, default=signal.SIGTERM)
+    return True
+
   @property
   def exit_code(self) -> int:
-    """128 + signal number, as shells report it; 0 without a request."""
-    return 0 if self.signal is None else 128 + self.signal
+    """130 for Ctrl-C as shells report it, EXIT_PREEMPTED for the others; 0 without a request."""
+    if self.signal is None:
+      return 0
+    return EXIT_PREEMPTED if self.signal in PREEMPTION_SIGNALS else 128 + self.signal
 
   def _handle(self, number: int, frame: Optional[FrameType]) -> None:
+    del frame
     if self.signal is not None:
-      raise KeyboardInterrupt
+      if number == signal.SIGINT:
+        raise KeyboardInterrupt
+      return
     self.signal = signal.Signals(number)
     # Not print(): a handler may run inside a print of the main thread.
-    os.write(2, f'\n{self.signal.name}: finishing this step, then saving and leaving. '
-                'Once more to leave at once.\n'.encode())
+    again = ' Once more to leave at once.' if number == signal.SIGINT else ''
+    os.write(2, f'\n{self.signal.name}: finishing this step, then saving and leaving.{again}\n'
+             .encode())
+    if self._together:
+      os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, which tells the others

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.errors import MeshError
+from t5x_gpu.runtime import distributed
 
 # A `jax.Device`, or anything with its `id`, `process_index` and `platform`.
 Device = Any
@@ -56,9 +57,9 @@ def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list
   """Returns the topology of `devices` and the devices in host-major order.
 
   The order is the same on every process, and the same whether a host runs one process or one per
-  GPU. JAX itself numbers the machines of a run (`device.partition_index`, older `slice_index`), by
-  the boot id of their kernels, and on GPUs by `JAX_PARTITION_INDEX` where that is set; devices
-  without such a number are grouped by process.
+  GPU. Where processes joined by `distributed.initialize`, they told each other their hosts. Else
+  JAX itself numbers the machines of a run (`device.partition_index`, older `slice_index`) by the
+  boot id of their kernels; devices without such a number are grouped by process.
 
   Args:
     devices: all devices of the run, `jax.devices()` by default.
@@ -69,6 +70,14 @@ def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list
   devices = list(jax.devices() if devices is None else devices)
   if len({device.process_index for device in devices}) == 1:
     return group_by_host(devices, lambda device: 0, reason='one process')
+  members = distributed.members()
+  if members:
+    by_domain = any(member.domain != member.host_key for member in members)
+    return group_by_host(
+        devices, lambda device: members[device.process_index].domain,
+        name_of=lambda device: members[device.process_index].hostname,
+        reason=f'told apart by {distributed.DOMAIN_VARIABLE}' if by_domain else
+        'told apart by host name and boot id')
   # Two names of one number; JAX 0.10 and 0.11 have both.
   for attribute in ('partition_index', 'slice_index'):
     if all(getattr(device, attribute, None) is not None for device in devices):
@@ -79,6 +88,7 @@ def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list
 
 
 def group_by_host(devices: Sequence[Device], host_of: Callable[[Device], Hashable], *,
+                  name_of: Callable[[Device], str] = lambda device: '',
                   reason: str = 'given') -> tuple[Topology, list[Device]]:
   """Returns the topology that `host_of` describes, and the devices in host-major order.
 
@@ -88,6 +98,7 @@ def group_by_host(devices: Sequence[Device], host_of: Callable[[Device], Hashabl
   Args:
     devices: all devices of the run.
     host_of: device -> a key that devices of one host have in common.
+    name_of: device -> the name of its host, for messages; '' if unknown.
     reason: kept in the topology.
   Raises:
     MeshError: the hosts do not have the same number of devices.
@@ -101,6 +112,7 @@ def group_by_host(devices: Sequence[Device], host_of: Callable[[Device], Hashabl
   if len(set(counts)) > 1:
     usual = collections.Counter(counts).most_common(1)[0][0]
     odd = [f'{len(group)} on the host of process {group[0].process_index}'
+           + (f' ({name_of(group[0])})' if name_of(group[0]) else '')
            for group in hosts.values() if len(group) != usual]
     raise MeshError(
         f'The {len(hosts)} hosts do not have the same number of devices: {usual} on most of them, '

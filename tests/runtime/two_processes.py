@@ -1,6 +1,7 @@
 """Run by test_distributed as two real processes; prints one line of JSON with what each saw."""
 
 import json
+import os
 import pathlib
 import sys
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.partitioning.mesh import build_mesh, resolve_mesh_sizes
-from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime import cluster, distributed
 from t5x_gpu.runtime.topology import discover
 
 
@@ -43,7 +44,9 @@ def barrier_rounds(folder: pathlib.Path, index: int) -> list[bool]:
 
 
 def main(address: str, index: int, folder: str) -> None:
-  joined = distributed.initialize_from_flags(address, 2, index, timeout_seconds=60)
+  joined = distributed.initialize(cluster.detect(
+      os.environ, coordinator_address=address, process_count=2, process_index=index),
+      initialization_timeout_seconds=60)
   results = {
       'joined': joined,
       'index': distributed.process_index(),

@@ -1,0 +1,230 @@
+"""Start N processes on this machine: `python -m t5x_gpu.launch --nproc 8 -- --gin_file=my.gin`.
+
+One process per GPU, each on the CPU cores near it. What they print comes with their number in
+front; the first that fails ends the others, and its last lines are shown again.
+"""
+
+import argparse
+import collections
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Optional
+
+from t5x_gpu import cli
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.runtime import cluster, numa, nvml
+
+TAIL_LINES = 30
+KILL_SECONDS = 10
+# Processes that were asked to stop leave one after the other, the last one when the save is done.
+STOPPED_CODES = (0, 85, 130)
+STOPPED_SECONDS = 120
+
+EXAMPLES = """examples:
+  {prog} --nproc 8 -- --gin_file=my.gin --gin.MODEL_DIR=runs/a
+  {prog} --nproc 2 --no_gpu -- --gin_file=gin_configs/examples/demo.gin
+  {prog} --nproc 8 --numa cores.txt -- --gin_file=my.gin      (lines like 0: 0-15,128-143)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What one process is started with."""
+  env: Mapping[str, str]
+  binding: numa.Binding
+  gpus: str
+
+
+class Group:
+  """Local processes that live and die together.
+
+  Args:
+    command: what each of them runs.
+    plans: one per process.
+  """
+
+  def __init__(self, command: Sequence[str], plans: Sequence[Plan]):
+    self._tails = [collections.deque(maxlen=TAIL_LINES) for _ in plans]
+    self._lock = threading.Lock()
+    self._processes: list[subprocess.Popen] = []
+    self._interrupts = 0
+    for plan in plans:
+      with numa.running_on(plan.binding.cpus):
+        # A session of its own: a terminal's Ctrl-C reaches only us, and is handed on once.
+        self._processes.append(subprocess.Popen(
+            command, env=plan.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True))
+    self._readers = [threading.Thread(target=self._copy, args=(i,), daemon=True)
+                     for i in range(len(plans))]
+    for reader in self._readers:
+      reader.start()
+
+  def _copy(self, index: int) -> None:
+    prefix = f'[{index}] '.encode()
+    for line in self._processes[index].stdout:
+      self._tails[index].append(line)
+      with self._lock:
+        sys.stdout.buffer.write(prefix + line.rstrip(b'\n') + b'\n')
+        sys.stdout.buffer.flush()
+
+  def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
+    """Sends a signal to all that still run; a third Ctrl-C kills them."""
+    del frame
+    self._interrupts += number == signal.SIGINT
+    self._send(signal.SIGKILL if self._interrupts > 2 else number)
+
+  def _send(self, number: int) -> None:
+    for process in self._processes:
+      if process.poll() is None:
+        process.send_signal(number)
+
+  def wait(self) -> int:
+    """Returns the exit code of the first process that failed, 0 if none did.
+
+    A process that a signal ended counts as 128 + signal.
+    """
+    first: Optional[tuple[int, int]] = None  # process, return code
+    ending: Optional[float] = None
+    while any(process.poll() is None for process in self._processes):
+      time.sleep(0.02)
+      ended = [(i, p.returncode) for i, p in enumerate(self._processes) if p.returncode]
+      if ended and first is None:
+        first = min(ended, key=lambda pair: pair[1] in STOPPED_CODES)
+        ending = time.monotonic() + (STOPPED_SECONDS if first[1] in STOPPED_CODES else 0)
+      if ending is not None and time.monotonic() > ending:
+        self._end_all()
+    for reader in self._readers:
+      reader.join(timeout=KILL_SECONDS)
+    if first is None:
+      first = next(((i, p.returncode) for i, p in enumerate(self._processes) if p.returncode), None)
+    if first is None:
+      return 0
+    if first[1] not in STOPPED_CODES:
+      self._show(*first)
+    return first[1] if first[1] > 0 else 128 - first[1]
+
+  def _end_all(self) -> None:
+    """SIGTERM, then SIGKILL: JAX turns a SIGTERM into a request, which a stuck process ignores."""
+    self._send(signal.SIGTERM)
+    deadline = time.monotonic() + KILL_SECONDS
+    while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
+      time.sleep(0.02)
+    self._send(signal.SIGKILL)
+    for process in self._processes:
+      process.wait()
+
+  def _show(self, index: int, code: int) -> None:
+    how = f'exit code {code}' if code > 0 else f'{signal.Signals(-code).name}'
+    print(f'\nlaunch: process {index} of {len(self._processes)} failed first ({how}); the others '
+          f'were ended. Its last lines:', file=sys.stderr)
+    for line in self._tails[index]:
+      print(f'  {line.decode(errors="replace").rstrip()}', file=sys.stderr)
+
+
+def plan(num_processes: int, *, use_gpus: bool, numa_mode: str, env: Mapping[str, str],
+         gpus: Sequence[nvml.PhysicalGpu], address: str) -> list[Plan]:
+  """Returns what each process is started with.
+
+  Args:
+    num_processes: on this machine.
+    use_gpus: False for CPU devices.
+    numa_mode: 'auto', 'off' or a file.
+    env: of the launcher.
+    gpus: of this machine, in PCI order.
+    address: 'host:port' for process 0.
+  Raises:
+    ConfigError: the GPUs cannot be shared out evenly.
+  """
+  visible = cluster.visible_gpus(env, len(gpus)) or 0 if use_gpus else 0
+  if use_gpus and (visible < num_processes or visible % num_processes):
+    raise ConfigError(
+        f'--nproc={num_processes}, but {visible} GPUs are visible on this machine'
+        f'{" through CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in env else ""}.',
+        fix=f'Set --nproc to {cluster_choices(visible)}.' if visible else
+        'Add --no_gpu for CPU devices, or look why there are none: nvidia-smi.')
+  allowed = frozenset(os.sched_getaffinity(0))
+  if numa_mode not in ('auto', 'off'):
+    bindings = numa.read_bindings(numa_mode, num_processes=num_processes)
+  plans, each = [], visible // num_processes
+  for index in range(num_processes):
+    ids = list(range(index * each, (index + 1) * each))
+    child = {**env, 'JAX_COORDINATOR_ADDRESS': address, 'JAX_PROCESS_COUNT': str(num_processes),
+             'JAX_PROCESS_INDEX': str(index), 'PYTHONUNBUFFERED': '1'}
+    if use_gpus:
+      # PCI order for CUDA as for NVML and nvidia-smi, or a process would be bound beside the GPU
+      # of another one.
+      child.update(JAX_LOCAL_DEVICE_IDS=','.join(map(str, ids)), CUDA_DEVICE_ORDER='PCI_BUS_ID')
+    else:
+      child['JAX_PLATFORMS'] = 'cpu'
+    if numa_mode == 'auto':
+      own = nvml.own_gpus(gpus, child, ids) if use_gpus else ()
+      binding = numa.bind_to_gpus([g.pci_address for g in gpus if g.uuid in own], allowed=allowed)
+    else:
+      binding = numa.Binding(None, 'not bound: --numa=off') if numa_mode == 'off' else (
+          bindings[index])
+    plans.append(Plan(child, binding, 'GPU ' + ','.join(map(str, ids)) if ids else 'CPU'))
+  return plans
+
+
+def cluster_choices(visible: int) -> str:
+  """Returns '1, 2, 4 or 8' for 8 GPUs."""
+  choices = [str(n) for n in range(1, visible + 1) if visible % n == 0]
+  return ' or '.join([', '.join(choices[:-1]), choices[-1]] if choices[1:] else choices)
+
+
+def free_address() -> str:
+  """Returns '127.0.0.1:port' with a port that nobody listens on, outside of the ephemeral ones."""
+  for port in cluster.ports(f'launch {os.getpid()} {time.time_ns()}'):
+    try:
+      socket.create_server(('', port)).close()
+      return f'127.0.0.1:{port}'
+    except OSError:
+      continue
+  raise ConfigError('No free port was found for the processes to meet.',
+                    fix='End other runs on this machine, or try again.')
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument('--nproc', type=int, metavar='N', help='processes; one per GPU by default')
+  parser.add_argument('--numa', default='auto', metavar='auto|off|FILE',
+                      help='cores of each process: near its GPU, any, or by lines of a file')
+  parser.add_argument('--no_gpu', action='store_true', help='CPU devices, even where GPUs are')
+  parser.add_argument('--module', default='t5x_gpu.train', help=argparse.SUPPRESS)
+
+
+def main(argv: Optional[list[str]] = None) -> int:
+  """Starts the processes and returns the exit code of the first that failed."""
+  argv = list(sys.argv[1:] if argv is None else argv)
+  split = argv.index('--') if '--' in argv else len(argv)
+  args = cli.parse_args('python -m t5x_gpu.launch', __doc__.splitlines()[0], argv[:split],
+                        extra=_add_flags, gin_file_required=False, examples=EXAMPLES)
+  if args.gin_files or args.bindings:
+    raise ConfigError('The flags of the training run stand before --.',
+                      fix='Write python -m t5x_gpu.launch --nproc N -- --gin_file=FILE ...')
+  flags = args.extra
+  gpus = [] if flags.no_gpu else nvml.physical_gpus()
+  nproc = flags.nproc
+  if nproc is None:
+    nproc = 1 if flags.no_gpu else max(1, cluster.visible_gpus(os.environ, len(gpus)) or 0)
+  if nproc < 1:
+    raise ConfigError(f'--nproc={nproc} must be at least 1.', fix='Give the number of processes.')
+  plans = plan(nproc, use_gpus=not flags.no_gpu, numa_mode=flags.numa, env=os.environ, gpus=gpus,
+               address=free_address())
+  for index, each in enumerate(plans):
+    print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
+  group = Group([sys.executable, '-m', flags.module, *argv[split + 1:]], plans)
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, group.forward)
+  return group.wait()
+
+
+if __name__ == '__main__':
+  cli.run_main(main)

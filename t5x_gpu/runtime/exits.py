@@ -1,0 +1,30 @@
+"""How a process leaves. Imports no jax, so that every entry point can ask.
+
+A process of several that raises must not leave the usual way: JAX's exit handler would wait for the
+others, minutes long, while they wait in a collective for this one, and its exit code would be lost.
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+_others: dict[str, int] = {}
+
+
+def joined(process_index: int, *, process_count: int) -> None:
+  """Notes that other processes now count on this one."""
+  _others.update(index=process_index, count=process_count)
+
+
+def label() -> str:
+  """Returns '[2/4] ' for process 2 of 4, '' for a single process."""
+  return f'[{_others["index"]}/{_others["count"]}] ' if _others.get('count', 1) > 1 else ''
+
+
+def leave(code: int, *, failed: bool) -> NoReturn:
+  """Exits with `code`; at once, without exit handlers, if this process of several has `failed`."""
+  if failed and label():
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  sys.exit(code)
