@@ -137,19 +137,20 @@ def _refused_by_child(flags: list[str]) -> Optional[dict[str, str]]:
   accepted, errors = _flags_in_child(flags)
   if accepted is None:
     return None
-  unknown = re.search(r'Unknown flags? in XLA_FLAGS: (.*)', errors)
   refused = {}
-  if not accepted and unknown:
+  unknown = re.search(r'Unknown flags? in XLA_FLAGS: (.*)', errors)
+  if unknown:  # All of them.
     names = {flag_name(word) for word in unknown.group(1).split() if word.startswith('-')}
     refused = {flag: '' for flag in flags if flag_name(flag) in names}
     flags = [flag for flag in flags if flag not in refused]
     accepted, errors = _flags_in_child(flags)
-  if not accepted:  # A value that XLA cannot read: it stops at the first, so each is tried alone.
+  if not accepted:  # XLA stops at the first value that it cannot read, so each is tried alone.
     for flag in flags:
       accepted, errors = _flags_in_child([flag])
       if not accepted:
         first = next((line for line in errors.splitlines() if line.startswith('E')), '')
-        refused[flag] = first.split('] ', 1)[-1] or f'{flag} ended a trial process'
+        refused[flag] = '' if 'Unknown flag' in errors else (
+            first.split('] ', 1)[-1] or f'XLA ended a trial process at {flag}')
   return refused
 
 
