@@ -8,9 +8,11 @@ data iterator, and the manifest.
 import base64
 import dataclasses
 import errno
+import gc
 import logging
 import os
 import pathlib
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any, Optional, Self
@@ -96,13 +98,17 @@ class Checkpointer:
       CheckpointError: this or an earlier save failed; nothing older has been deleted.
     """
     data = {'iterator': base64.b64encode(data_state).decode()}
+    problem = None
     try:
       self._manager.check_for_errors()
       written = self._manager.save(step, force=True, args=ocp.args.Composite(
           state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data),
           manifest=ocp.args.JsonSave(dict(manifest))))
     except Exception as e:
-      raise self._save_error(step, e) from e
+      problem = self._save_error(step, e)
+    if problem:
+      _drop_unfinished()
+      raise problem
     if not written:
       raise CheckpointError(f'{self.path(step)} exists and was not overwritten.',
                             fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
@@ -110,11 +116,15 @@ class Checkpointer:
 
   def wait(self) -> None:
     """Returns when everything is committed; raises CheckpointError if it could not be."""
+    problem = None
     try:
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
     except Exception as e:
-      raise self._save_error(None, e) from e
+      problem = self._save_error(None, e)
+    if problem:
+      _drop_unfinished()
+      raise problem
 
   def close(self) -> None:
     self._manager.close()
@@ -171,8 +181,9 @@ class Checkpointer:
         raise
       except Exception as e:  # Orbax raises many kinds for a file that is cut, missing or garbled.
         reasons[step] = f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'
-        _log.warning('checkpoint_%d cannot be read (%s); trying the one before it.', step,
-                     reasons[step])
+        _log.warning('checkpoint_%d cannot be read (%s).', step, reasons[step])
+      if step in reasons:
+        _drop_unfinished()
         continue
       if reasons:
         self._set_aside(reasons, used=step)
@@ -207,6 +218,19 @@ class Checkpointer:
 def _drop_orbax_stacks(record: logging.LogRecord) -> bool:
   """Orbax logs an error's stack once per layer, and then raises it: ours then says it once."""
   return not (record.exc_info and f'{os.sep}orbax{os.sep}' in record.pathname)
+
+
+def _drop_unfinished() -> None:
+  """Frees the reads or writes that Orbax left when one of them failed.
+
+  Later, each of them would print a stack about an event loop that is closed. Call it outside of the
+  `except` block, which still holds them.
+  """
+  hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+  try:
+    gc.collect()
+  finally:
+    sys.unraisablehook = hook
 
 
 def _free_gib(folder: pathlib.Path) -> str:

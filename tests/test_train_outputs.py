@@ -1,0 +1,158 @@
+"""What a run leaves in MODEL_DIR, and what it says; what a dry run prints instead."""
+
+import json
+import struct
+
+import pytest
+
+from t5x_gpu import train
+from t5x_gpu.metrics.writers import read_json_lines
+from tests.helpers_train import Project, compiled_kept_in, listing, run_here
+
+PROMISED = ('train/loss', 'train/accuracy', 'train/grad_norm', 'train/learning_rate',
+            'train/step_seconds', 'train/tokens_per_second', 'train/input_wait_fraction')
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+  """Nine steps, logged and saved every second one, evaluated every third."""
+  project = Project(tmp_path_factory.mktemp('finished'))
+  project.result = project.run(TRAIN_STEPS=9, SAVE_PERIOD=2, EVAL_PERIOD=3, LOG_PERIOD=2)
+  assert project.result.code == 0, project.result.err
+  return project
+
+
+def test_metrics_have_the_promised_keys(finished):
+  records = read_json_lines(finished.model_dir / 'metrics.jsonl')
+  train_records = [r for r in records if 'train/loss' in r]
+  assert [r['step'] for r in train_records] == [1, 2, 4, 6, 8, 9]
+  for record in train_records[1:]:  # the first step compiles: it has no time of its own
+    assert set(PROMISED) <= record.keys()
+  assert set(PROMISED[:4]) <= train_records[0].keys()
+  assert [r['step'] for r in records if 'eval/loss' in r] == [3, 6, 9]
+
+
+def test_the_last_step_is_saved_and_the_last_three_checkpoints_stay(finished):
+  assert finished.steps() == [6, 8, 9]
+
+
+def test_nothing_unexpected_is_left_in_model_dir(finished):
+  names = sorted(p.name for p in finished.model_dir.iterdir())
+  assert names == ['checkpoint_6', 'checkpoint_8', 'checkpoint_9', 'config.gin',
+                   'config_origins.txt', 'loss.png', 'metrics.jsonl', 'tensorboard']
+
+
+def test_the_picture_of_the_loss_is_a_png_of_some_size(finished):
+  content = (finished.model_dir / 'loss.png').read_bytes()
+  assert content[:8] == b'\x89PNG\r\n\x1a\n' and content[-8:-4] == b'IEND'
+  width, height = struct.unpack('>II', content[16:24])
+  assert width > 300 and height > 200
+
+
+def test_tensorboard_events_hold_the_numbers_of_the_metrics_file(finished):
+  event_pb2 = pytest.importorskip('tensorboardX.proto.event_pb2')
+  found = {}
+  for path in (finished.model_dir / 'tensorboard').iterdir():
+    content = path.read_bytes()
+    while content:  # length, its checksum, the event, its checksum
+      length, = struct.unpack('<Q', content[:8])
+      event = event_pb2.Event.FromString(content[12:12 + length])
+      found.update({(event.step, v.tag): v.simple_value for v in event.summary.value})
+      content = content[16 + length:]
+  records = read_json_lines(finished.model_dir / 'metrics.jsonl')
+  wanted = {(r['step'], k): v for r in records for k, v in r.items() if k != 'step'}
+  assert found.keys() == wanted.keys()
+  assert found == {key: pytest.approx(value, rel=1e-6) for key, value in wanted.items()}
+
+
+def test_the_saved_config_gives_the_same_run(finished, tmp_path):
+  model_dir = tmp_path / 'again'
+  with compiled_kept_in(tmp_path.parent / 'compiled'):
+    result = run_here(lambda: train.main([f'--gin_file={finished.model_dir}/config.gin',
+                                          f'--gin.MODEL_DIR={model_dir}']))
+  assert result.code == 0, result.err
+  assert finished.metrics(model_dir=model_dir) == finished.metrics()
+  assert finished.metrics('eval/loss', model_dir=model_dir) == finished.metrics('eval/loss')
+
+
+def test_the_origin_of_each_value_is_saved(finished):
+  origins = (finished.model_dir / 'config_origins.txt').read_text()
+  for line in ('TRAIN_STEPS = 9', 'CheckpointConfig.period = 2 (%SAVE_PERIOD)', 'AdamW.b1 = 0.9'):
+    assert line in origins
+  assert f'overrides 20 ({finished.gin_file}:' in origins
+
+
+def test_the_end_names_the_next_commands(finished):
+  for part in ('Done at step 9', 'loss.png', '--gin.TRAIN_STEPS=18', 'tensorboard --logdir',
+               'python -m t5x_gpu.config explain'):
+    assert part in finished.result.out
+
+
+def test_training_on_continues_and_says_what_changed(finished, tmp_path):
+  result = finished.run(TRAIN_STEPS=10, SAVE_PERIOD=2, EVAL_PERIOD=3, LOG_PERIOD=2)
+  assert result.code == 0, result.err
+  assert 'TRAIN_STEPS: 9 -> 10' in result.out
+  assert finished.steps() == [8, 9, 10]
+  assert list(finished.metrics()) == [1, 2, 4, 6, 8, 9, 10]
+  assert '9' in (finished.model_dir / 'config_1.gin').read_text()
+
+
+def test_a_corrupt_latest_checkpoint_is_named_kept_and_trained_past(tmp_path):
+  project = Project(tmp_path)
+  assert project.run(TRAIN_STEPS=6, SAVE_PERIOD=3).code == 0
+  want = project.metrics()
+  data = max((project.model_dir / 'checkpoint_6/state').rglob('d/*'),
+             key=lambda p: p.stat().st_size)
+  data.write_bytes(data.read_bytes()[:50])
+  result = project.run(TRAIN_STEPS=6, SAVE_PERIOD=3)
+  assert result.code == 0 and 'is already at step 6' in result.out  # nothing to do, nothing read
+  before = listing(project.model_dir / 'checkpoint_6')
+
+  result = project.run(TRAIN_STEPS=7, SAVE_PERIOD=3, **{'cosine.total_steps': 6})
+  assert result.code == 0, result.err
+  for part in ('checkpoint_6 cannot be read', 'Continuing from checkpoint_3', 'corrupt_checkpoint_6'):
+    assert part in result.err
+  assert 'Traceback' not in result.err
+  assert listing(project.model_dir / 'corrupt_checkpoint_6') == before
+  assert project.steps() == [3, 6, 7]
+  assert {step: project.metrics()[step] for step in range(1, 7)} == want
+
+
+def test_only_corrupt_checkpoints_end_the_run_and_stay_as_they_are(tmp_path):
+  project = Project(tmp_path)
+  assert project.run(TRAIN_STEPS=6, SAVE_PERIOD=3).code == 0
+  for step in (3, 6):
+    (project.model_dir / f'checkpoint_{step}/state/_METADATA').write_text('{')
+  before = listing(project.model_dir)
+  result = project.run(TRAIN_STEPS=9, SAVE_PERIOD=3)
+  assert result.code == 1
+  assert 'CheckpointError: None of the 2 checkpoints' in result.err
+  assert 'Traceback' not in result.err
+  assert listing(project.model_dir) == before
+
+
+def test_a_dry_run_of_the_134m_decoder_prints_its_size_mesh_and_layout_and_creates_nothing(
+    tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  result = run_here(lambda: train.main([
+      '--gin_file=gin_configs/examples/tiny_gpu_single.gin', '--gin.MODEL_DIR=runs/tiny',
+      '--gin.DatasetConfig.module=t5x_gpu.data.synthetic', '--dry_run']), num_devices=1)
+  assert result.code == 0, result.err
+  for part in ('134,307,072 parameters', 'axis   size  splits', 'token_embedder/embedding',
+               '32128 x 768', 'Dry run: the run could start.'):
+    assert part in result.out
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_tells_from_where_it_would_continue(finished):
+  before = listing(finished.model_dir)
+  result = finished.run('--dry_run', TRAIN_STEPS=30)
+  assert result.code == 0, result.err
+  assert 'It would continue from checkpoint_' in result.out
+  assert listing(finished.model_dir) == before
+
+
+def test_manifests_hold_what_an_error_message_needs(finished):
+  manifest = json.loads((finished.model_dir / 'checkpoint_8/manifest/metadata').read_text())
+  assert manifest['arrays']['params/token_embedder/embedding'] == [[264, 16], 'float32']
+  assert manifest['data']['seed'] == 0 and len(manifest['next_batch_hash']) == 16
