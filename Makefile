@@ -14,20 +14,21 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 PYTHON312 ?= $(shell for p in python3.12 'env PYENV_VERSION=3.12.1 python3.12'; do \
   $$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
 
-# $(call install,FOLDER,PYTHON,FURTHER REQUIREMENTS): a virtual environment with this project in it.
+# $(call install,FOLDER,PYTHON,ITS USUAL NAME,ITS VARIABLE,FURTHER REQUIREMENTS): a virtual environment
+# with this project in it.
 define install
 @test -n "$(strip $(2))" && $(2) -c '$(USABLE)' || { echo \
-  "No usable Python for $(1): it takes Python 3.11 or newer, and '$(or $(strip $(2)),python3)' is" \
-  "`$(or $(strip $(2)),python3) --version 2>&1 | head -n 1`." \
-  "Name one: make PYTHON=/path/to/python3.12 (PYTHON312= for test-py312)."; exit 1; } >&2
+  "No usable Python for $(1): '$(or $(strip $(2)),$(3))' is" \
+  "`$(or $(strip $(2)),$(3)) --version 2>&1 | head -n 1`; it takes Python 3.11 or newer." \
+  "Name one: make $(4)=/path/to/python3.12"; exit 1; } >&2
 @echo "Setting up $(1) with `$(2) --version` (once; some minutes the first time)"
 @if command -v uv >/dev/null; then \
   uv venv --quiet --allow-existing --python "`$(2) -c 'import sys; print(sys.executable)'`" $(1) && \
-  uv pip install --quiet --python $(1)/bin/python -e '.[dev]' $(3); \
+  uv pip install --quiet --python $(1)/bin/python -e '.[dev]' $(5); \
 else \
   { $(2) -m venv $(1) || { echo "On Debian and Ubuntu: apt install python3-venv, or get uv." >&2; \
     exit 1; }; } && \
-  $(1)/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e '.[dev]' $(3); \
+  $(1)/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 -e '.[dev]' $(5); \
 fi
 @touch $@
 endef
@@ -56,10 +57,10 @@ clean: ## remove the virtual environments and what builds and tests left; runs/ 
 
 # The stamp is written last, so that an interrupted set-up is taken up again.
 $(VENV)/.installed: setup.py
-	$(call install,$(VENV),$(PYTHON))
+	$(call install,$(VENV),$(PYTHON),python3,PYTHON)
 
 $(VENV312)/.installed: setup.py
-	$(call install,$(VENV312),$(PYTHON312),jax==$(JAX312))
+	$(call install,$(VENV312),$(PYTHON312),python3.12,PYTHON312,jax==$(JAX312))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-py312 clean
