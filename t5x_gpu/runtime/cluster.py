@@ -156,11 +156,11 @@ def _left_idle(env: Environment, read: Callable[[str], str]) -> tuple[str, ...]:
   tasks, hosts = number(env, 'SLURM_NTASKS') or 1, number(env, 'SLURM_JOB_NUM_NODES') or 1
   if 'SLURM_JOB_ID' in env and max(tasks, hosts) > 1:
     return (f'This Slurm job has {tasks} tasks on {hosts} hosts, but this process was started '
-            'without srun and runs alone. Start it by srun (scripts/train.slurm does).',)
+            'without srun and runs alone. Start it by srun; see docs/slurm.md.',)
   hosts = len(schedulers.pbs_hosts(env, read=read)) if 'PBS_JOBID' in env else 1
   if hosts > 1:
     return (f'This PBS job has {hosts} hosts, but this process was started without mpiexec and '
-            'runs alone. Start it by mpiexec (scripts/train.pbs does).',)
+            'runs alone. Start it by mpiexec; see docs/slurm.md.',)
   return ()
 
 

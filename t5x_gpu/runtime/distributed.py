@@ -131,7 +131,7 @@ def check_members(members: Sequence[Member]) -> None:
         f'{len(shared)} of {len(users)} GPUs are each used by several processes: {gpu} on '
         f'{who[0].hostname} by processes {names}. Each would take most of its memory.',
         fix='Give each process its own: python -m t5x_gpu.launch --nproc N does on one host; in '
-            'Slurm set --ntasks-per-node and --gpus-per-node to the same number; by hand set '
+            'Slurm set --ntasks-per-node and --gpus-per-node to the same number; by hand, use '
             'CUDA_VISIBLE_DEVICES.', docs='slurm.md#which-gpus')
   without = [member for member in members if member.domain == member.host_key]
   if 0 < len(without) < len(members):
