@@ -5,12 +5,13 @@ metrics meet. `train`'s arguments are what a gin file sets; below it come set-up
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import jax
@@ -118,7 +119,6 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   # ---- 4. The loop -----------------------------------------------------------------------------
   tokens_per_step = math.prod(next(iter(program.spec.shapes.values())))
   timer = StepTimer(total_steps, tokens_per_step=tokens_per_step, first_step=first_step)
-  writer = _open_writers(model_dir, after_step=first_step)
   evaluator = Evaluator(program, eval_data, eval_steps) if eval_data is not None else None
   window = reduce.Accumulator()
   unfinished: Optional[tuple[int, Any]] = None  # the step that the devices may still be computing
@@ -148,9 +148,10 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     if step == 1:
       _check_first_loss(reduce.means(host_sums).values['cross_entropy'], model)
 
-  with preemption.StopRequest() as stop, Progress(
-      total_steps, first_step=first_step,
-      enabled=jax.process_index() == 0) as progress, checkpointer:
+  with preemption.StopRequest() as stop, _open_writers(
+      model_dir, after_step=first_step) as writer, Progress(
+          total_steps, first_step=first_step,
+          enabled=jax.process_index() == 0) as progress, checkpointer:
     timer.restart()
     for step in range(first_step + 1, total_steps + 1):
       with timer.input_wait():
@@ -182,7 +183,6 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
         break
 
   # ---- 5. Leave: everything committed, and what to look at -------------------------------------
-  writer.close()
   if stop.signal is not None and step < total_steps:
     _say(f'Stopped by {stop.signal.name} at step {step}; saved {checkpointer.path(step)}. '
          'The same command continues it.')
@@ -258,14 +258,22 @@ def _resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[st
         parameters=('MODEL_DIR', 'DatasetConfig.mixture_or_task_name'))
 
 
-def _open_writers(model_dir: str, *, after_step: int) -> MultiWriter:
-  """Returns the writers of this process; what an earlier attempt wrote past `after_step` goes."""
+@contextlib.contextmanager
+def _open_writers(model_dir: str, *, after_step: int) -> Iterator[MultiWriter]:
+  """Yields the writers of this process; what an earlier attempt wrote past `after_step` goes."""
   if jax.process_index() != 0:
-    return MultiWriter([])
+    yield MultiWriter([])
+    return
   writer = MultiWriter([JsonLinesWriter(os.path.join(model_dir, 'metrics.jsonl')),
                         TensorBoardWriter(os.path.join(model_dir, 'tensorboard'))])
   writer.truncate_after(after_step)
-  return writer
+  try:
+    yield writer
+  except BaseException:
+    with contextlib.suppress(OSError):  # a full disk, say: the error on its way has said so
+      writer.close()
+    raise
+  writer.close()
 
 
 def _check_periods(**periods: Optional[int]) -> None:

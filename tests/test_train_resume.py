@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from tests.helpers_train import Project
 
 # The checkpoint is complete in a temporary folder, and never gets its name.
@@ -86,14 +87,14 @@ def _folder(parent, name):
 
 def test_stop_signals_save_and_leave_and_the_next_run_continues_exactly(tmp_path, untouched):
   project = Project(tmp_path)
-  for number, step in ((signal.SIGINT, 5), (signal.SIGTERM, 9)):
+  for number, step, code in ((signal.SIGINT, 5, 130), (signal.SIGTERM, 9, EXIT_PREEMPTED)):
     done = max(project.steps(), default=0)
     with project.start(**HELD, hold_before=step - 1 - done) as run:
       run.wait_for(run.held)
       run.popen.send_signal(number)
       run.wait_for(lambda: f'{number.name}: finishing this step' in run.err)
       run.let_go()
-      assert run.finish() == 128 + number, run.err
+      assert run.finish() == code, run.err
     assert project.steps()[-1] == step
     assert f'Stopped by {number.name} at step {step}' in run.out
     assert 'Traceback' not in run.err

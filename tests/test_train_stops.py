@@ -1,0 +1,99 @@
+"""Runs that must stop by themselves: a loss that is not finite, a disk that is full."""
+
+import subprocess
+
+import pytest
+
+from tests.helpers_train import Project
+
+# A user's own model and schedule, in a module beside the gin file.
+MY_MODULE = '''"""A decoder whose loss is doubled, and a schedule that goes wrong at one step."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from t5x_gpu.models import decoder_only
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubled:
+  inner: decoder_only.DecoderOnlyModel
+
+  def __getattr__(self, name):
+    return getattr(self.inner, name)
+
+  def loss(self, params, batch, *, dropout_rng=None):
+    sums = dict(self.inner.loss(params, batch, dropout_rng=dropout_rng))
+    total, weight = sums['loss']
+    return {**sums, 'loss': (2 * total, weight)}
+
+
+def burst(*, at: int, learning_rate: float = 1e-3):
+  return lambda step: jnp.where(step + 1 == at, jnp.nan, learning_rate)
+'''
+
+MY_GIN = '''
+import my_module
+train_script.train.model = @my_module.Doubled()
+my_module.Doubled.inner = @decoder_only.DecoderOnlyModel()
+train_script.train.learning_rate = @my_module.burst()
+my_module.burst.at = 7
+'''
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  return Project(tmp_path)
+
+
+def test_a_huge_learning_rate_stops_the_run_at_its_step(project):
+  result = project.run(LEARNING_RATE='1e30', WARMUP_STEPS=0, SAVE_PERIOD=100)
+  assert result.code == 1 and 'Traceback' not in result.err
+  assert 'TrainingError: Step 2: ' in result.err and 'is not finite' in result.err
+  assert 'No checkpoint exists yet.' in result.err
+  assert 'Lower the learning rate' in result.err
+  assert not project.steps() and list(project.metrics()) == [1]
+
+
+def test_a_model_and_a_schedule_of_the_users_own_module_work_and_stop_at_the_bad_step(project):
+  """The step before the bad one has just been saved, in the background: it must get there."""
+  (project.folder / 'my_module.py').write_text(MY_MODULE)
+  gin = project.gin_file.read_text() + MY_GIN
+  gin = gin.replace('from t5x_gpu.models import config\n',
+                    'from t5x_gpu.models import config\nfrom t5x_gpu.models import decoder_only\n')
+  for line in ('WARMUP_STEPS = 2\n', 'LEARNING_RATE = 1e-2\n'):
+    gin = gin.replace(line, '')
+  project.gin_file.write_text(gin)
+  result = project.run(SAVE_PERIOD=6)
+  assert result.code == 1 and 'Traceback' not in result.err, result.err
+  assert 'TrainingError: Step 7: learning_rate is not finite' in result.err
+  assert 'checkpoint_6 is intact.' in result.err
+  assert project.steps() == [6] and list(project.metrics()) == [1, 2, 3, 4, 5, 6]
+  assert project.metrics()[1] > 10, 'twice ln(264) = 11.2: the loss was not the user\'s'
+  again = project.run(SAVE_PERIOD=6, **{'my_module.burst.at': 0})
+  assert again.code == 0, again.err
+  assert 'checkpoint_6' in again.out and list(project.metrics()) == list(range(1, 21))
+
+
+def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(project):
+  disk = project.folder / 'disk'
+  disk.mkdir()
+  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(disk)],
+                           capture_output=True, text=True, check=False)
+  if mounted.returncode:
+    pytest.skip(f'a full disk cannot be tried here, mount says: {mounted.stderr.strip()}')
+  try:
+    with project.start(MODEL_DIR=disk / 'model', SAVE_PERIOD=2, TRAIN_STEPS=40,
+                       **{'CheckpointConfig.keep': None}) as run:
+      code = run.finish()
+    assert code == 1, run.out
+    assert run.err.startswith(('CheckpointError: ', 'TrainingError: ')), run.err
+    assert 'No space left on device' in run.err and 'MODEL_DIR is set at' in run.err
+    project.model_dir = disk / 'model'
+    last = project.steps()[-1]
+    assert f'The last good one is checkpoint_{last}' in run.err
+  finally:
+    subprocess.run(['umount', str(disk)], check=True)
