@@ -10,5 +10,6 @@ count=$1 gin_file=$2; shift 2
 exported=()
 for name in $(compgen -e | grep -E '^(XLA_|JAX_|NCCL_|CUDA_|T5X_GPU_|TFDS_|LD_LIBRARY_PATH|PYTHONPATH)')
 do exported+=(-x "$name"); done
-exec mpirun -np "$count" ${HOSTFILE:+--hostfile "$HOSTFILE"} --bind-to none "${exported[@]}" \
+# mpirun shows each process a terminal that is none; TERM=dumb keeps progress bars out of the log.
+exec mpirun -np "$count" ${HOSTFILE:+--hostfile "$HOSTFILE"} --bind-to none -x TERM=dumb "${exported[@]}" \
   "${PYTHON:-python3}" -m t5x_gpu.train --gin_file="$gin_file" "$@"

@@ -87,9 +87,10 @@ class StopRequest:
         raise KeyboardInterrupt
       return
     self.signal = signal.Signals(number)
-    # Not print(): a handler may run inside a print of the main thread.
-    again = ' Once more to leave at once.' if number == signal.SIGINT else ''
-    os.write(2, f'\n{self.signal.name}: finishing this step, then saving and leaving.{again}\n'
-             .encode())
+    if distributed.is_main_process():
+      again = ' Once more to leave at once.' if number == signal.SIGINT else ''
+      # Not print(): a handler may run inside a print of the main thread.
+      os.write(2, f'\n{self.signal.name}: finishing this step, then saving and leaving.{again}\n'
+               .encode())
     if self._together:
       os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, which tells the others

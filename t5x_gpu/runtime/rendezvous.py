@@ -108,7 +108,7 @@ class _Host:
     count = self._cluster.process_count
     report_at = time.monotonic() + REPORT_SECONDS
     self._listener.settimeout(0.2)
-    while len(self._members) < count:
+    while not self._all_here():
       try:
         connection, peer = self._listener.accept()
       except TimeoutError:
@@ -127,6 +127,11 @@ class _Host:
         _log.warning(self._missing_text(None))
         report_at += REPORT_SECONDS
     return Meeting(self._address, tuple(self._members[i] for i in range(count)))
+
+  def _all_here(self) -> bool:
+    if len(self._members) == self._cluster.process_count:
+      self._drop_the_gone()
+    return len(self._members) == self._cluster.process_count
 
   def _welcome(self, connection: socket.socket, peer: str) -> None:
     connection.settimeout(TRY_SECONDS)

@@ -163,10 +163,6 @@ class SlurmLab:
       time.sleep(0.1)
     return job
 
-  def start_now(self, number: int) -> None:
-    """Ends the delay that Slurm gives a requeued job."""
-    self._run(['scontrol', 'update', f'jobid={number}', 'StartTime=now'])
-
   def signal_batch(self, number: int, name: str) -> None:
     """Sends a signal to the batch script alone, as --signal=B: does before the time limit."""
     self._run(['scancel', f'--signal={name}', '--batch', str(number)])

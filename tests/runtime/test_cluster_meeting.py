@@ -1,0 +1,188 @@
+"""Processes meet before JAX starts; whoever cannot is told why, and who is missing is named."""
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import time
+
+import pytest
+
+from t5x_gpu.errors import ClusterError
+from t5x_gpu.runtime import distributed, rendezvous
+from t5x_gpu.runtime.cluster import ClusterInfo
+from t5x_gpu.runtime.rendezvous import Member, meet
+
+
+def free_port() -> int:
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    return s.getsockname()[1]
+
+
+def info(index: int, *, count: int = 3, port: int, run_id: str = 'test/1', host: str = '127.0.0.1',
+         others: tuple[str, ...] = ()) -> ClusterInfo:
+  return ClusterInfo(kind='flags', process_index=index, process_count=count, run_id=run_id,
+                     coordinator_address=f'{host}:{port}', other_addresses=others)
+
+
+def member(index: int, **more) -> Member:
+  return Member(process_index=index, hostname=f'node{index // 2}', host_key=f'node{index // 2}',
+                domain=f'node{index // 2}', **more)
+
+
+@dataclasses.dataclass
+class Outcome:
+  value: object = None
+  error: str = ''
+  seconds: float = 0.
+
+
+def run_all(infos: list[ClusterInfo], members: list[Member], *, seconds: float = 5,
+            delays: tuple[float, ...] = ()) -> list[Outcome]:
+  """Returns what each of these processes (threads here) got."""
+  outcomes = [Outcome() for _ in infos]
+
+  def run(i: int) -> None:
+    time.sleep(delays[i] if i < len(delays) else 0)
+    started = time.monotonic()
+    try:
+      with contextlib.ExitStack() as stack:
+        outcomes[i].value = stack.enter_context(meet(infos[i], members[i], timeout_seconds=seconds))
+        if infos[i].process_index == 0:  # in the place of JAX's service
+          port = int(outcomes[i].value.address.rpartition(':')[2])
+          stack.enter_context(socket.create_server(('127.0.0.1', port)))
+          time.sleep(0.2)
+    except ClusterError as e:
+      outcomes[i].error = str(e)
+    outcomes[i].seconds = time.monotonic() - started
+  threads = [threading.Thread(target=run, args=(i,)) for i in range(len(infos))]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(20)
+    assert not thread.is_alive()
+  return outcomes
+
+
+def test_everybody_gets_the_same_table_whoever_comes_first():
+  port = free_port()
+  members = [member(i, gpus=(f'GPU-{i}',)) for i in range(3)]
+  for delays in ((0, 0, 0), (0.3, 0, 0), (0, 0, 0.3)):
+    outcomes = run_all([info(i, port=port) for i in range(3)], members, delays=delays)
+    assert [o.error for o in outcomes] == ['', '', '']
+    assert all(o.value.members == tuple(members) for o in outcomes)
+
+
+def test_missing_processes_are_named_to_all_who_came():
+  port = free_port()
+  ids = (0, 1, 3)
+  outcomes = run_all([info(i, count=6, port=port) for i in ids], [member(i) for i in ids],
+                     seconds=0.6)
+  for outcome in outcomes:
+    assert 'still waiting for 3 of 6 processes: 2, 4-5' in outcome.error
+    assert '2 on node0, 1 on node1' in outcome.error
+    assert outcome.seconds < 4
+
+
+def test_a_name_that_does_not_resolve_is_told_as_dns():
+  outcome, = run_all([info(1, port=1, host='no-such-host.invalid')], [member(1)], seconds=0.3)
+  assert "'no-such-host.invalid' does not resolve (DNS" in outcome.error
+  assert 'Process 1 of 3 (on node0) could not reach process 0' in outcome.error
+  assert 'getent hosts' in outcome.error
+
+
+def test_a_port_where_nobody_listens_is_told_as_refused():
+  outcome, = run_all([info(2, port=free_port())], [member(2)], seconds=0.3)
+  assert 'connection refused' in outcome.error and 'Process 2 of 3' in outcome.error
+
+
+def test_a_host_that_does_not_answer_is_told_as_timed_out(monkeypatch):
+  monkeypatch.setattr(rendezvous, 'TRY_SECONDS', 0.2)
+  with socket.create_server(('127.0.0.1', 0), backlog=0) as full, contextlib.ExitStack() as stack:
+    port = full.getsockname()[1]
+    for _ in range(4):  # nobody accepts: the queue of the kernel is full after one or two
+      waiting = stack.enter_context(socket.socket())
+      waiting.setblocking(False)
+      with contextlib.suppress(BlockingIOError):
+        waiting.connect(('127.0.0.1', port))
+    time.sleep(0.1)
+    outcome, = run_all([info(1, port=port)], [member(1)], seconds=0.3)
+  assert 'timed out' in outcome.error and 'firewall' in outcome.error
+
+
+def test_a_fixed_port_in_use_is_an_error_at_once():
+  with socket.create_server(('', 0)) as taken:
+    port = taken.getsockname()[1]
+    outcome, = run_all([info(0, port=port)], [member(0)])
+  assert f'cannot listen on port {port}: in use' in outcome.error
+  assert outcome.seconds < 1
+
+
+def test_a_derived_port_in_use_is_passed_over_by_all():
+  with socket.create_server(('', 0)) as taken:
+    # Accepts and says nothing of ours, as another program would.
+    port, second = taken.getsockname()[1], free_port()
+    threading.Thread(target=lambda: taken.accept()[0].close(), daemon=True).start()
+    infos = [info(i, count=2, port=port, others=(f'127.0.0.1:{second}',)) for i in range(2)]
+    outcomes = run_all(infos, [member(0), member(1)])
+  assert [o.error for o in outcomes] == ['', '']
+  assert outcomes[1].value.address == f'127.0.0.1:{second}'
+
+
+def test_a_process_of_another_run_is_sent_away_and_told():
+  port = free_port()
+  infos = [info(0, count=2, port=port), info(1, count=2, port=port),
+           info(1, count=2, port=port, run_id='test/older attempt')]
+  outcomes = run_all(infos, [member(0), member(1), member(1)], seconds=1, delays=(0, 0.5, 0))
+  assert [o.error for o in outcomes[:2]] == ['', '']
+  assert 'another run listens here' in outcomes[2].error or 'refused' in outcomes[2].error
+
+
+def test_two_processes_with_one_index_are_told():
+  port = free_port()
+  infos = [info(i, port=port) for i in (0, 1, 1, 2)]
+  outcomes = run_all(infos, [member(0), member(1), member(1), member(2)], delays=(0, 0, 0.2, 0.4))
+  assert [o.error for o in (outcomes[0], outcomes[1], outcomes[3])] == ['', '', '']
+  assert 'process 1 came twice' in outcomes[2].error
+
+
+def test_other_versions_of_jax_are_told():
+  port = free_port()
+  outcomes = run_all([info(i, count=2, port=port) for i in range(2)],
+                     [member(0, versions='jax 1'), member(1, versions='jax 2')], seconds=0.5)
+  assert 'runs jax 2, process 0 on node0 jax 1' in outcomes[1].error
+  assert 'still waiting for 1 of 2' in outcomes[0].error
+
+
+def test_a_process_that_came_and_died_is_missing_again():
+  port = free_port()
+
+  def come_and_go() -> None:
+    time.sleep(0.2)
+    with socket.create_connection(('127.0.0.1', port)) as connection:
+      rendezvous._send(connection, {'run': 'test/1', 'count': 2,
+                                    'member': dataclasses.asdict(member(1))})
+  thread = threading.Thread(target=come_and_go)
+  thread.start()
+  outcome, = run_all([info(0, count=2, port=port)], [member(0)], seconds=1.2)
+  thread.join()
+  assert 'waiting for 1 of 2 processes: 1' in outcome.error
+
+
+def test_one_gpu_in_two_processes_is_an_error_that_names_both():
+  with pytest.raises(ClusterError, match='1 of 2 GPUs .* GPU-a on node0 by processes 0, 2') as e:
+    distributed.check_members([member(0, gpus=('GPU-a',)), member(1, gpus=('GPU-b',)),
+                               member(2, gpus=('GPU-a',))])
+  assert 't5x_gpu.launch' in str(e.value) and '--ntasks-per-node' in str(e.value)
+
+
+def test_gpus_of_their_own_are_no_error():
+  distributed.check_members([member(i, gpus=(f'GPU-{i}',)) for i in range(4)])
+  distributed.check_members([member(i) for i in range(4)])
+
+
+def test_a_domain_for_some_processes_only_is_an_error():
+  members = [member(0), dataclasses.replace(member(1), domain='rack1')]
+  with pytest.raises(ClusterError, match='T5X_GPU_DOMAIN is set for 1 of 2 .* process 0'):
+    distributed.check_members(members)
