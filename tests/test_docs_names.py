@@ -128,10 +128,13 @@ def test_gin_overrides_in_pages_and_headers_exist():
 def test_pages_that_errors_point_to_exist():
   found = errors_keywords('docs')
   assert found
+  problems = []
   for path, value in found:
     page, _, anchor = ast.literal_eval(value).partition('#')
-    text = (ROOT / 'docs' / page).read_text(encoding='utf-8')
-    assert not anchor or anchor in anchors(text), shown(path, value.lineno, f'#{anchor}')
+    file = ROOT / 'docs' / page
+    if not file.exists() or anchor and anchor not in anchors(file.read_text(encoding='utf-8')):
+      problems.append(shown(path, value.lineno, f'points to docs/{page}#{anchor}'))
+  none(problems)
 
 
 def anchors(markdown: str) -> set[str]:
