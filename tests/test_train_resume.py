@@ -8,14 +8,15 @@ import pytest
 from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from tests.helpers_train import Project
 
-# The checkpoint is complete in a temporary folder, and never gets its name.
+# The checkpoint is complete in a temporary folder, and gets its name only once `go` appears.
 HELD_COMMIT = '''
 import os, pathlib, time
 rename = os.rename
 def held(source, target, **kwargs):
   if os.fspath(target).endswith('checkpoint_10'):
     pathlib.Path('held').touch()
-    time.sleep(600)
+    while not pathlib.Path('go').exists():
+      time.sleep(0.005)
   return rename(source, target, **kwargs)
 os.rename = held
 from t5x_gpu import cli, train
@@ -112,3 +113,24 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path):
     run.popen.send_signal(signal.SIGINT)
     assert run.finish() == 130
   assert not project.steps() and 'Traceback' not in run.err
+
+
+def test_ctrl_c_during_the_last_save_does_not_lose_it(tmp_path):
+  project = Project(tmp_path)
+  with project.start(**HELD, TRAIN_STEPS=10, script=HELD_COMMIT) as run:
+    run.wait_for(run.held)
+    run.popen.send_signal(signal.SIGINT)
+    run.wait_for(lambda: 'Once more to leave at once' in run.err)
+    run.let_go()
+    assert run.finish() == 0, run.err  # there was nothing left to stop
+  assert project.steps() == [10] and 'Done at step 10' in run.out
+
+
+def test_ctrl_c_during_the_compile_leaves_without_a_stack(tmp_path):
+  project = Project(tmp_path)
+  with project.start(**HELD) as run:
+    run.wait_for(lambda: 'parameters;' in run.out)
+    run.popen.send_signal(signal.SIGINT)
+    assert run.finish() == 130
+  assert run.err.strip().endswith('Interrupted.') and 'Traceback' not in run.err
+  assert not project.steps()
