@@ -69,7 +69,7 @@ class Applied:
 
   @property
   def line(self) -> str:
-    """One line: `xla preset: h200 single-host (default), ..., 1 flag dropped: not in jaxlib ...`."""
+    """One line: `xla preset: h200 single-host (default), ..., 1 flag dropped: not in jaxlib`."""
     if self.generation is None:
       text = f'xla preset: nothing to set, no GPU ({self.reason})'
     else:
@@ -151,7 +151,8 @@ def prepare_environment(preset: str = 'default', *, gpu: Optional[str] = AUTO, n
             if name.upper() not in environ}
   kept = tuple(sorted(
       {n for n in (*wanted.xla_flags, *wanted.compile_options) if _canonical(n) in names}
-      | (wanted.env.keys() - env.keys()) | {n.upper() for n in wanted.jax_config if n not in config}))
+      | (wanted.env.keys() - env.keys())
+      | {n.upper() for n in wanted.jax_config if n not in config}))
   if live and _backend_started():
     warnings.append('jax has started a backend already: flags and variables come too late for this '
                     'process. Call prepare_environment first.')
@@ -165,7 +166,8 @@ def prepare_environment(preset: str = 'default', *, gpu: Optional[str] = AUTO, n
   return Applied(
       preset=preset, gpu=found.kind, generation=wanted.generation, num_hosts=num_hosts,
       compile_options=options, xla_flags=tuple(flags), env=env, jax_config=config, dropped=dropped,
-      kept=kept, user_flags=tuple(sorted(names)), warnings=tuple(warnings), reason=found.reason, jaxlib=str(system),
+      kept=kept, user_flags=tuple(sorted(names)), warnings=tuple(warnings), reason=found.reason,
+      jaxlib=str(system),
       settings=tuple(row for row in wanted.settings if row.name in used))
 
 
@@ -206,7 +208,7 @@ def _usable_options(wanted: XlaPreset, user_flags: Collection[str], system: xla_
 def compile_options(preset: XlaPreset, jax_version: Optional[str] = None) -> dict[str, Value]:
   """Returns the compile options of a preset in the spelling of one version of jax.
 
-  `lowered.compile(compiler_options=...)` takes them on every backend; the CPU ignores those of GPUs.
+  `lowered.compile(compiler_options=...)` takes them on any backend; the CPU ignores those of GPUs.
 
   Args:
     preset: from `xla_presets.select`.
@@ -253,8 +255,8 @@ def read_flags(text: str) -> tuple[list[str], list[str]]:
       word = text[position:].split(maxsplit=1)[0]
       position += len(word)
       warnings.append(
-          f'XLA_FLAGS contains the literal {word}: the quotes around it kept the shell from putting '
-          'your earlier flags there, so they are lost. Use double quotes, "${XLA_FLAGS} --xla_..."'
+          f'XLA_FLAGS contains the literal {word}: single quotes kept the shell from putting your '
+          'earlier flags there, so they are lost. Use double quotes, "${XLA_FLAGS} --xla_..."'
           if '$' in word else
           f'XLA_FLAGS contains {word!r}, which is no flag: left out. XLA would have ignored '
           'everything after it, or taken it for the name of a file.')

@@ -18,7 +18,7 @@ from t5x_gpu.errors import ConfigError, did_you_mean
 Value = Union[bool, int, float, str]
 
 PRESETS = {
-    'safe': 'what XLA does by itself, fewer kernels of its own making: to tell a bug from a setting',
+    'safe': 'what XLA does by itself, with fewer kernels of its own: to tell a bug from a setting',
     'default': 'communication beside computation, as NVIDIA and the JAX authors advise',
     'max_overlap': 'default, and every known overlap of collectives: measure before you keep it',
     'deterministic': 'default without its optimisations; the same bits on every run of a program',
@@ -39,12 +39,13 @@ ONE_LAYER = 'one layer'  # replaced by a number of bytes in `select`
 
 _TOOLBOX = 'https://github.com/NVIDIA/JAX-Toolbox/blob/main/docs/GPU_performance.md'
 _JAX_TIPS = 'https://docs.jax.dev/en/latest/gpu_performance_tips.html'
-_JAX_MEMORY = 'https://docs.jax.dev/en/latest/gpu_memory_allocation.html'
 _XLA = 'https://github.com/openxla/xla/blob/main/xla/debug_options_flags.cc'
 _XLA_PROTO = 'https://github.com/openxla/xla/blob/main/xla/xla.proto'
 _NCCL = 'https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html'
-_NCCL_LOGS = 'https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting/logging.html'
+_NCCL_LOGS = ('https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/'
+              'troubleshooting/logging.html')
 _MEGATRON = 'https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/arguments.py'
+_NCCL_MEMORY = 'https://github.com/jax-ml/jax/issues/4950'
 _HANG = 'https://github.com/jax-ml/jax/issues/19307'
 
 
@@ -134,14 +135,14 @@ TABLE: tuple[Setting, ...] = (
             'XLA ends the process when the GPUs of a process do not meet at their first collective '
             'within 40 s, which autotuning of a large program can take.', _XLA, several_gpus=True),
     Setting('xla_flag', 'xla_gpu_nccl_terminate_on_error', True, _ALL,
-            'An NCCL error ends the process, so that the scheduler can act; by default the others '
-            'wait for hours.', _HANG, hosts='several'),
+            'An NCCL error ends the process, so that the scheduler can act. Without it, jobs have '
+            'waited for hours in the next collective.', _HANG, hosts='several'),
     Setting('env', 'XLA_CLIENT_MEM_FRACTION', 0.9, ('default', 'max_overlap', 'deterministic'),
             'Of the GPU\'s memory for XLA, against 0.75 by default. The rest is for CUDA, cuBLAS, '
             'cuDNN and NCCL\'s buffers.', _TOOLBOX, generations=GENERATIONS, hosts='one'),
     Setting('env', 'XLA_CLIENT_MEM_FRACTION', 0.85, ('default', 'max_overlap', 'deterministic'),
             'As on one host, with room for the network buffers of NCCL, which reports a lack of '
-            'memory as "unhandled system error".', _JAX_MEMORY, generations=GENERATIONS,
+            'memory as "unhandled system error".', _NCCL_MEMORY, generations=GENERATIONS,
             hosts='several'),
     Setting('env', 'CUDA_DEVICE_MAX_CONNECTIONS', '1', _FAST,
             'Kernels start in the order in which they were queued: a collective is not kept '

@@ -159,7 +159,8 @@ def test_a_literal_variable_in_single_quotes_is_explained():
 
 def test_words_that_are_no_flags_do_not_hide_the_rest(tmp_path):
   # XLA itself stops reading at such a word, silently.
-  assert xla_flags.read_flags('--a=1 stray --b="x y" \'--c\' --d')[0] == ['--a=1', '--b="x y"', '--d']
+  flags, _ = xla_flags.read_flags('--a=1 stray --b="x y" \'--c\' --d')
+  assert flags == ['--a=1', '--b="x y"', '--d']
   assert xla_flags.read_flags('')[0] == []
   file = tmp_path / 'flags-of-mine'
   file.write_text('--a=1\n --b\n')

@@ -1,0 +1,62 @@
+"""Runs a command with a deadline that holds even when the command cannot be killed."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+  """What a command left.
+
+  Attributes:
+    code: exit code; None if it was not found or its deadline passed.
+    output: standard output so far.
+    errors: standard error so far.
+    problem: '' or why there is no exit code.
+  """
+  code: Optional[int]
+  output: str
+  errors: str
+  problem: str = ''
+
+
+def run(command: Sequence[str], *, seconds: float,
+        environ: Optional[Mapping[str, str]] = None) -> Finished:
+  """Returns what `command` printed, after `seconds` and a little at the latest.
+
+  A process that waits in the kernel, for a broken GPU or a lost file server, does not die of
+  SIGKILL, and `subprocess.run` would wait for it. It is left behind here.
+
+  Args:
+    command: program and arguments.
+    seconds: deadline.
+    environ: the environment, this process's by default.
+  """
+  with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+    try:
+      child = subprocess.Popen(command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL,
+                               env=environ, start_new_session=True)
+    except OSError as error:
+      return Finished(None, '', '', f'{command[0]}: {error.strerror}')
+    problem = ''
+    try:
+      child.wait(seconds)
+    except subprocess.TimeoutExpired:
+      problem = f'no answer within {seconds:g} s'
+    if child.returncode is None:
+      os.killpg(child.pid, signal.SIGKILL)
+      for _ in range(10):
+        if child.poll() is not None:
+          break
+        time.sleep(0.05)
+    texts = []
+    for file in (output, errors):
+      file.seek(0)
+      texts.append(file.read().decode(errors='replace'))
+    return Finished(None if problem else child.returncode, *texts, problem)

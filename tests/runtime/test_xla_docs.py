@@ -1,0 +1,25 @@
+"""docs/xla_flags.md is what the table says."""
+
+import pathlib
+
+from t5x_gpu.runtime import xla_docs, xla_flags, xla_presets
+
+PAGE = pathlib.Path(__file__).parents[2] / 'docs' / 'xla_flags.md'
+
+
+def test_the_page_is_up_to_date():
+  assert PAGE.read_text(encoding='utf-8') == xla_docs.page(), (
+      'python -m t5x_gpu.doctor --flags --markdown > docs/xla_flags.md')
+
+
+def test_every_setting_is_on_the_page_and_in_the_table():
+  for row in xla_presets.TABLE:
+    for text in (xla_docs.page(), xla_docs.table()):
+      assert row.name in text and row.reason in text and row.source in text
+
+
+def test_the_example_line_is_what_a_run_prints():
+  env = {'XLA_FLAGS': '--xla_gpu_simplify_all_fp_conversions'}
+  line = xla_flags.prepare_environment(gpu='h200', num_gpus=8, environ=env).line
+  example = 'h200 single-host (default), 1 compile option, 1 flag, 4 variables, 1 flag dropped'
+  assert example in line and example in xla_docs.page()
