@@ -1,0 +1,99 @@
+"""Real processes on loopback: hosts are hosts whatever the processes, all stop at one step, nobody
+waits for one that failed."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+DEADLINE_SECONDS = 100
+
+
+def run(scenario: str, processes: list[dict]) -> tuple[list[dict], list[tuple[int, float]], str]:
+  """Returns what each process told, its exit code and seconds, and all output."""
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '1'}
+  env.pop('XLA_FLAGS', None)
+  done = subprocess.run(
+      [sys.executable, '-W', 'ignore::RuntimeWarning',
+       str(pathlib.Path(__file__).parent / 'forked_processes.py'), scenario, json.dumps(processes)],
+      env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+      timeout=DEADLINE_SECONDS)
+  lines = done.stdout.splitlines()
+  results = [json.loads(text) for text in re.findall(r'RESULT (\{[^{}]*\})', done.stdout)]
+  exits = [line for line in lines if line.startswith('EXITS ')]
+  assert exits, done.stdout
+  return (sorted(results, key=lambda r: r['index']), json.loads(exits[0].removeprefix('EXITS ')),
+          done.stdout)
+
+
+@pytest.fixture(scope='module')
+def one_per_device():
+  # Dealt out in turns, as Slurm's cyclic distribution does.
+  return run('layout', [{'domain': 'ab'[i % 2]} for i in range(4)])
+
+
+def test_one_process_per_device_finds_two_hosts(one_per_device):
+  results, exits, output = one_per_device
+  assert [code for code, _ in exits] == [0] * 4, output
+  assert {(r['hosts'], r['per_host']) for r in results} == {(2, 2)}
+  assert {r['reason'] for r in results} == {'told apart by T5X_GPU_DOMAIN'}
+  assert {r['sum'] for r in results} == {6.}
+
+
+def test_one_process_per_host_gives_the_same_host_blocks(one_per_device):
+  results, exits, output = run('layout', [{'devices': 2, 'domain': d} for d in 'ab'])
+  assert [code for code, _ in exits] == [0, 0], output
+  assert {(r['hosts'], r['per_host']) for r in results} == {(2, 2)}
+  blocks = {tuple(r['blocks']) for r in results + one_per_device[0]}
+  assert blocks == {(0, 0, 1, 1)}  # `model` of 2 stays inside a host
+
+
+def test_hybrid_mesh_of_jax_has_the_same_host_blocks():
+  results, exits, output = run('hybrid', [{'devices': 4, 'domain': d} for d in 'ab'])
+  assert [code for code, _ in exits] == [0, 0], output
+  for r in results:
+    assert r['ours'] == r['theirs'] == [[0, 0]] * 2 + [[1, 1]] * 2
+
+
+def test_processes_without_a_domain_are_one_host():
+  results, exits, output = run('layout', [{}, {}])
+  assert [code for code, _ in exits] == [0, 0], output
+  assert {(r['hosts'], r['per_host']) for r in results} == {(1, 2)}
+  assert results[0]['reason'] == 'told apart by host name and boot id'
+
+
+def test_uneven_hosts_are_an_error_on_every_process():
+  _, exits, output = run('layout', [{'domain': 'a'}, {'domain': 'a'}, {'domain': 'b'}])
+  assert [code for code, _ in exits] == [1] * 3
+  assert output.count('MeshError: The 2 hosts do not have the same number of devices') == 3
+  assert 'Traceback' not in output
+
+
+@pytest.mark.parametrize('name, code', [('SIGUSR1', 85), ('SIGTERM', 85), ('SIGINT', 130)])
+def test_a_signal_to_one_process_stops_all_at_the_same_step(name, code):
+  results, exits, output = run('stop', [{}, {'at': 5, 'signal': name}, {}])
+  assert [c for c, _ in exits] == [code] * 3, output
+  steps = {r['step'] for r in results}
+  assert len(steps) == 1 and 5 <= steps.pop() < 400
+  assert {r['signal'] for r in results} == {name}
+
+
+def test_an_exception_in_one_process_ends_all_within_seconds():
+  _, exits, output = run('stop', [{}, {'raise_at': 5}, {}])
+  assert exits[1][0] == 1
+  assert all(code != 0 for code, _ in exits)
+  # JAX's own exit would wait for its shutdown barrier: 20 s here, 300 s by default.
+  assert max(seconds for _, seconds in exits) < 12, output
+  assert '[1/3] Traceback' in output and 'ValueError: boom' in output
+
+
+def test_a_killed_process_ends_all_within_seconds():
+  _, exits, output = run('stop', [{}, {}, {'kill_at': 5}])
+  assert exits[2][0] == -9
+  assert all(code != 0 for code, _ in exits)
+  assert max(seconds for _, seconds in exits) < 12, output
