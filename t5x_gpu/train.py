@@ -89,16 +89,17 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
                   size_line(program)]))
   saved = check_model_dir(model_dir, target=program.abstract_state)
   if saved and saved.step >= total_steps:
-    _say(f'{model_dir} is already at step {saved.step}; nothing to do up to '
-         f'TRAIN_STEPS = {total_steps}. Set TRAIN_STEPS higher to train on.')
+    _say(_nothing_to_do(model_dir, saved.step, total_steps))
     return 0
 
   # ---- 2. Open the data while XLA compiles ----------------------------------------------------
   with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
     opening = pool.submit(_open_data, model, program, train_dataset_cfg, train_eval_dataset_cfg,
-                          needs_text=sample_cfg is not None)
+                          saved, needs_text=sample_cfg is not None)
     if dry_run:
-      return _end_dry_run(opening.result()[0], saved)
+      opening.result()
+      _say(f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
+      return 0
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     if opening.done():
       opening.result()  # a mistake in the data is told before the compile, where it is quick
@@ -111,7 +112,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   state = restored.state if restored else program.init()
   first_step = int(state.step)
   if restored:
-    _resume_data(data, data_state=restored.data_state, manifest=restored.manifest)
+    if not saved or saved.step != first_step:  # the latest one cannot be read
+      _resume_data(data, data_state=restored.data_state, manifest=restored.manifest)
     _say(f'Continuing from {checkpointer.path(first_step)}.')
   if summarize_config_fn is not None and jax.process_index() == 0:
     summarize_config_fn(model_dir)
@@ -122,16 +124,13 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   evaluator = Evaluator(program, eval_data, eval_steps) if eval_data is not None else None
   window = reduce.Accumulator()
   unfinished: Optional[tuple[int, Any]] = None  # the step that the devices may still be computing
-  last_saved = first_step
 
   def save(step: int) -> None:
-    nonlocal last_saved
     with timer.pause('save'):
       data_state = data.get_state()
       checkpointer.save(step, state, data_state=data_state, manifest=make_manifest(
           state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
           next_batch_hash=batch_hash(data.peek())))
-    last_saved = step
 
   def finish_step() -> None:
     """Waits for the step under way, counts it, and stops the run if its loss is not finite."""
@@ -142,7 +141,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     unfinished = None
     host_sums = reduce.to_host(sums)
     timer.step_done()
-    _check_finite(step, host_sums, last_saved if last_saved else None)
+    _check_finite(step, host_sums, checkpointer)
     window.add(host_sums)
     progress.advance(step)
     if step == 1:
@@ -225,9 +224,9 @@ def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
 
 
 def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
-               eval_cfg: Optional[DatasetConfig], *, needs_text: bool
+               eval_cfg: Optional[DatasetConfig], saved: Optional[Saved], *, needs_text: bool
                ) -> tuple[BatchIterator, Optional[BatchIterator]]:
-  """Returns the opened training and evaluation data; the first training batch has been checked."""
+  """Returns training and evaluation data; the former checked, and where `saved` left it."""
   def opened(config: DatasetConfig, repeat: bool) -> BatchIterator:
     return open_batches(config, spec=program.spec, repeat=repeat,
                         feature_converter=model.feature_converter(config.task_feature_lengths))
@@ -242,6 +241,8 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
     open_vocabulary(train_cfg)  # raises now rather than after the last step
   data = opened(train_cfg, repeat=True)
   program.spec.check(data.peek())
+  if saved:
+    _resume_data(data, data_state=saved.data_state, manifest=saved.manifest)
   return data, None if eval_cfg is None else opened(eval_cfg, repeat=False)
 
 
@@ -276,6 +277,11 @@ def _open_writers(model_dir: str, *, after_step: int) -> Iterator[MultiWriter]:
   writer.close()
 
 
+def _nothing_to_do(model_dir: str, step: int, total_steps: int) -> str:
+  return (f'{model_dir} is already at step {step}; nothing to do up to TRAIN_STEPS = '
+          f'{total_steps}. Set TRAIN_STEPS higher to train on.')
+
+
 def _check_periods(**periods: Optional[int]) -> None:
   wrong = [name for name, value in periods.items() if value is not None and value < 1]
   if wrong:
@@ -285,10 +291,12 @@ def _check_periods(**periods: Optional[int]) -> None:
 
 
 def _check_finite(step: int, sums: Mapping[str, tuple[float, float]],
-                  last_saved: Optional[int]) -> None:
+                  checkpointer: Checkpointer) -> None:
   bad = [name for name, (total, _) in sums.items() if not math.isfinite(total)]
   if bad:
-    saved = (f'checkpoint_{last_saved} is intact.' if last_saved else 'No checkpoint exists yet.')
+    checkpointer.wait()  # what is on its way is good
+    steps = checkpointer.steps()
+    saved = f'checkpoint_{steps[-1]} is intact.' if steps else 'No checkpoint exists yet.'
     raise TrainingError(
         f'Step {step}: {", ".join(bad)} is not finite. The run stops, nothing of this step is '
         f'saved; {saved}',
@@ -336,14 +344,6 @@ def _closing(model_dir: str, model: Any, step: int) -> str:
 def _say(text: str) -> None:
   if jax.process_index() == 0 and text:
     print(text, flush=True)
-
-
-def _end_dry_run(data: BatchIterator, saved: Optional[Saved]) -> int:
-  if saved:
-    _resume_data(data, data_state=saved.data_state, manifest=saved.manifest)
-    _say(f'It would continue from checkpoint_{saved.step}.')
-  _say('Dry run: the run could start.')
-  return 0
 
 
 def main(argv: Optional[list[str]] = None) -> int:

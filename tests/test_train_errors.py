@@ -136,9 +136,12 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_array_names(trained):
       'The parameters are the same, the optimizer state is not:', 'opt_state/0/mu/', 'in the checkpoint, not in the model', 'not in the checkpoint'])
 
 
-def test_other_data_on_resume_is_refused_by_what_differs(trained):
+def test_other_data_on_resume_is_refused_by_what_differs_before_anything_compiles(trained):
+  compiled = trained.folder.parent / 'compiled'
+  before = listing(compiled)
   assert_refused(trained, TRAIN_STEPS=4, RANDOM_SEED=1, says=[
       'DataError: The data is not what the checkpoint was trained on', 'seed: saved 0, now 1'])
+  assert not listing(compiled).keys() - before.keys()
 
 
 def test_a_next_batch_that_is_not_the_one_saved_is_refused(trained, monkeypatch):

@@ -139,7 +139,7 @@ def test_a_dry_run_of_the_134m_decoder_prints_its_size_mesh_and_layout_and_creat
       '--gin.DatasetConfig.module=t5x_gpu.data.synthetic', '--dry_run']), num_devices=1)
   assert result.code == 0, result.err
   for part in ('134,307,072 parameters', 'axis   size  splits', 'token_embedder/embedding',
-               '32128 x 768', 'Dry run: the run could start.'):
+               '32128 x 768', 'Dry run: the run could start. Steps done: 0.'):
     assert part in result.out
   assert not list(tmp_path.iterdir())
 
@@ -148,7 +148,7 @@ def test_a_dry_run_tells_from_where_it_would_continue(finished):
   before = listing(finished.model_dir)
   result = finished.run('--dry_run', TRAIN_STEPS=30)
   assert result.code == 0, result.err
-  assert 'It would continue from checkpoint_' in result.out
+  assert f'the run could start. Steps done: {finished.steps()[-1]}.' in result.out
   assert listing(finished.model_dir) == before
 
 

@@ -6,6 +6,7 @@ data iterator, and the manifest.
 """
 
 import base64
+import contextlib
 import dataclasses
 import errno
 import gc
@@ -14,14 +15,14 @@ import os
 import pathlib
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional, Self
 
 import jax
 import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.model_dir import (
-    PREFIX, check_same_model, check_writable, checkpoint_path, committed_steps)
+    PREFIX, check_manifest, check_same_model, check_writable, checkpoint_path, committed_steps)
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.train_state import TrainState
 
@@ -98,17 +99,11 @@ class Checkpointer:
       CheckpointError: this or an earlier save failed; nothing older has been deleted.
     """
     data = {'iterator': base64.b64encode(data_state).decode()}
-    problem = None
-    try:
+    with self._mended_errors(step):
       self._manager.check_for_errors()
       written = self._manager.save(step, force=True, args=ocp.args.Composite(
           state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data),
           manifest=ocp.args.JsonSave(dict(manifest))))
-    except Exception as e:
-      problem = self._save_error(step, e)
-    if problem:
-      _drop_unfinished()
-      raise problem
     if not written:
       raise CheckpointError(f'{self.path(step)} exists and was not overwritten.',
                             fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
@@ -116,15 +111,9 @@ class Checkpointer:
 
   def wait(self) -> None:
     """Returns when everything is committed; raises CheckpointError if it could not be."""
-    problem = None
-    try:
+    with self._mended_errors(None):
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
-    except Exception as e:
-      problem = self._save_error(None, e)
-    if problem:
-      _drop_unfinished()
-      raise problem
 
   def close(self) -> None:
     self._manager.close()
@@ -143,6 +132,20 @@ class Checkpointer:
         self.wait()
       except CheckpointError as e:
         _log.error('%s', e)
+
+  @contextlib.contextmanager
+  def _mended_errors(self, step: Optional[int]) -> Iterator[None]:
+    """Turns whatever Orbax raises while it saves into a CheckpointError."""
+    problem = None
+    with _no_stacks_of_given_up():
+      try:
+        yield
+      except Exception as e:
+        problem = self._save_error(step, e)
+      if problem:
+        gc.collect()  # out of the `except` block, which still holds them
+    if problem:
+      raise problem
 
   def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
     what = 'The last checkpoint' if step is None else f'checkpoint_{step} (or the save before it)'
@@ -171,19 +174,22 @@ class Checkpointer:
     steps = self.steps()
     reasons: dict[int, str] = {}
     for step in reversed(steps):
-      try:
-        manifest = self._read_json(step, 'manifest')
-        check_same_model(self._dir, step, manifest, target=target)
-        restored = self._manager.restore(step, args=ocp.args.Composite(
-            state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore()))
-        data_state = base64.b64decode(restored['data']['iterator'], validate=True)
-      except CheckpointError:
-        raise
-      except Exception as e:  # Orbax raises many kinds for a file that is cut, missing or garbled.
-        reasons[step] = f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'
-        _log.warning('checkpoint_%d cannot be read (%s).', step, reasons[step])
+      with _no_stacks_of_given_up():
+        try:
+          manifest = self._read_json(step, 'manifest')
+          check_manifest(manifest)
+          check_same_model(self._dir, step, manifest, target=target)
+          restored = self._manager.restore(step, args=ocp.args.Composite(
+              state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore()))
+          data_state = base64.b64decode(restored['data']['iterator'], validate=True)
+        except CheckpointError:
+          raise
+        except Exception as e:  # of many kinds, for files that are cut, missing or garbled
+          reasons[step] = f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'
+          _log.warning('checkpoint_%d cannot be read (%s).', step, reasons[step])
+        if step in reasons:
+          gc.collect()  # out of the `except` block, which still holds them
       if step in reasons:
-        _drop_unfinished()
         continue
       if reasons:
         self._set_aside(reasons, used=step)
@@ -220,15 +226,15 @@ def _drop_orbax_stacks(record: logging.LogRecord) -> bool:
   return not (record.exc_info and f'{os.sep}orbax{os.sep}' in record.pathname)
 
 
-def _drop_unfinished() -> None:
-  """Frees the reads or writes that Orbax left when one of them failed.
+@contextlib.contextmanager
+def _no_stacks_of_given_up() -> Iterator[None]:
+  """Within, the reads or writes that Orbax leaves when one of them fails go in silence.
 
-  Later, each of them would print a stack about an event loop that is closed. Call it outside of the
-  `except` block, which still holds them.
+  Elsewhere, each of them would print a stack about an event loop that is closed.
   """
   hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
   try:
-    gc.collect()
+    yield
   finally:
     sys.unraisablehook = hook
 

@@ -73,6 +73,13 @@ def check_model_dir(model_dir: str | os.PathLike, *, target: Any) -> Optional[Sa
   return None
 
 
+def check_manifest(manifest: Any) -> None:
+  """Raises KeyError or TypeError unless `manifest` has what a resume needs."""
+  for key in ('arrays', 'data', 'next_batch_hash'):
+    manifest[key]
+  differences(manifest, {})
+
+
 def check_same_model(folder: pathlib.Path, step: int, manifest: Mapping[str, Any], *,
                      target: Any) -> None:
   """Raises CheckpointError with the arrays in which `manifest` and `target` differ, if any do."""
@@ -106,7 +113,7 @@ def _read(folder: pathlib.Path, step: int) -> Optional[Saved]:
   try:
     manifest = item('manifest')
     data_state = base64.b64decode(item('data')['iterator'], validate=True)
-    differences(manifest, {})
+    check_manifest(manifest)
   except (OSError, ValueError, KeyError, TypeError):
     return None
   return Saved(step, data_state, manifest)

@@ -139,6 +139,8 @@ CORRUPTIONS = {
     'manifest_gone': lambda c: shutil.rmtree(c / 'manifest'),
     'manifest_cut': lambda c: os.truncate(c / 'manifest/metadata', 30),
     'manifest_of_nothing': lambda c: (c / 'manifest/metadata').write_text('{}'),
+    'manifest_without_hash': lambda c: (c / 'manifest/metadata').write_text(
+        (c / 'manifest/metadata').read_text().replace('next_batch_hash', 'hash')),
     'manifest_not_an_object': lambda c: (c / 'manifest/metadata').write_text('[]'),
     'data_state_gone': lambda c: shutil.rmtree(c / 'data'),
     'data_state_garbled': lambda c: (c / 'data/metadata').write_text('{"iterator": "!"}'),
