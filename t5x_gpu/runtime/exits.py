@@ -6,7 +6,10 @@ others, minutes long, while they wait in a collective for this one, and its exit
 
 import os
 import sys
+import time
 from typing import NoReturn
+
+MAIN_PROCESS_SECONDS = 2
 
 _others: dict[str, int] = {}
 
@@ -26,5 +29,8 @@ def leave(code: int, *, failed: bool) -> NoReturn:
   if failed and label():
     sys.stdout.flush()
     sys.stderr.flush()
+    if _others['index'] == 0:
+      # JAX aborts the others when process 0 is gone: time to say what is wrong with themselves.
+      time.sleep(MAIN_PROCESS_SECONDS)
     os._exit(code)
   sys.exit(code)
