@@ -19,9 +19,11 @@ import statistics
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Optional, Protocol, Self
 
+import jax
 from jax._src import distributed as jax_distributed  # no public way to the key-value store
 
 from t5x_gpu.errors import ConfigError
@@ -113,7 +115,14 @@ class Watchdog:
     self._thread.start()
     return self
 
-  def __exit__(self, *exc_info: Any) -> None:
+  def __exit__(self, kind: Optional[type[BaseException]], error: Optional[BaseException],
+               trace: Optional[types.TracebackType]) -> None:
+    """Says goodbye to the others, or tells them why this process fails, before it goes."""
+    if self._store is not None and self._count > 1:
+      if error is None:
+        self._tell_phase('left')
+      elif isinstance(error, Exception):
+        self._explain(error)
     self._stop.set()
     self._thread.join()
 
@@ -156,11 +165,8 @@ class Watchdog:
                    f'is {deadline:.0f} s (WatchdogConfig).', EXIT_STUCK, stacks=True)
     if self._store is None:
       return
-    self._beat += 1
     try:
-      self._store.key_value_set(f'{_PREFIX}{self._index}', json.dumps({
-          'beat': self._beat, 'step': step, 'phase': phase, 'host': socket.gethostname(),
-          'pid': os.getpid()}), allow_overwrite=True)
+      self._tell(phase, step)
       verdicts = self._store.key_value_dir_get(_VERDICT)
       table = self._table() if self._index == 0 else {}
     except Exception as e:  # The service lives in process 0: it is gone or out of reach.
@@ -172,9 +178,17 @@ class Watchdog:
       return
     self._store_fails_since = None
     if verdicts:
+      if self._index == 0:
+        time.sleep(2 * self._config.period_seconds)  # the others read it from this process
       self._report(verdicts[0][1], EXIT_RANK_DEAD)
     if self._index == 0:
       self._judge(table, now)
+
+  def _tell(self, phase: str, step: int) -> None:
+    self._beat += 1
+    self._store.key_value_set(f'{_PREFIX}{self._index}', json.dumps({
+        'beat': self._beat, 'step': step, 'phase': phase, 'host': socket.gethostname(),
+        'pid': os.getpid()}), allow_overwrite=True)
 
   def _judge(self, table: dict[int, dict[str, Any]], now: float) -> None:
     """On process 0: declares ranks dead whose heartbeat has not changed for `dead_seconds`."""
@@ -189,26 +203,34 @@ class Watchdog:
           f'{table[rank]["phase"]!r}' for rank in dead)
       text = f'No sign of life for {self._config.dead_seconds:.0f} s from {words}.'
       self._store.key_value_set(f'{_VERDICT}/0', text, allow_overwrite=True)
-      # The others look once a period; this process holds the service that they read it from.
-      time.sleep(2 * self._config.period_seconds)
+      time.sleep(2 * self._config.period_seconds)  # the others read it from this process
       self._report(text, EXIT_RANK_DEAD)
 
-  def leave_quietly(self) -> None:
-    """Tells the others that this process is done, so that its silence is no death."""
-    if self._store is not None:
-      self._stop.set()
-      with contextlib.suppress(Exception):  # the service may be gone: then nobody asks
-        self._store.key_value_set(f'{_PREFIX}{self._index}', json.dumps({
-            'beat': self._beat + 1, 'step': self._step, 'phase': 'left',
-            'host': socket.gethostname(), 'pid': os.getpid()}), allow_overwrite=True)
+  def _tell_phase(self, phase: str) -> None:
+    """Leaves a last heartbeat, so that the silence after it is understood."""
+    with self._lock:
+      self._phase = phase
+    with contextlib.suppress(Exception):  # the service may be gone: then nobody asks
+      self._tell(phase, self._step)
 
-  def wait_for_verdict(self) -> None:
-    """After a failure that another rank may have caused: waits until its death is named, if it is.
+  def _explain(self, error: Exception) -> None:
+    """Names the culprit of a failure: this process, or a dead one that the heartbeats name.
 
-    A collective that breaks ("Connection closed by peer") names nobody; the heartbeats do.
+    A collective that breaks ("Connection closed by peer") names nobody; then the verdict of process
+    0 is waited for, which ends this process with the name in it.
     """
-    if self._store is not None and self._count > 1:
+    text = str(error)
+    if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in text:
       self._stop.wait(self._config.dead_seconds + 4 * self._config.period_seconds)
+      return
+    first_line = text.splitlines()[0] if text else ''
+    self._tell_phase('left')
+    with contextlib.suppress(Exception):
+      self._store.key_value_set(
+          f'{_VERDICT}/{self._index}', f'{self._me()} failed at step {self._step}: '
+          f'{type(error).__name__}: {first_line}', allow_overwrite=True)
+    if self._index == 0:
+      time.sleep(2 * self._config.period_seconds)  # the store ends with this process
 
   def _table(self) -> dict[int, dict[str, Any]]:
     return {int(key.rpartition('/')[2]): json.loads(value)

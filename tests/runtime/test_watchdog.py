@@ -1,5 +1,6 @@
 """The watchdog with a clock and a store of our own; real processes are in tests/cluster."""
 
+import jax
 import pytest
 
 from t5x_gpu.errors import ConfigError
@@ -153,10 +154,33 @@ def test_a_rank_that_said_goodbye_is_not_declared_dead(clock):
   dogs = [make(clock, store, index=i, count=2, dead_seconds=15) for i in range(2)]
   for dog in dogs:
     dog._poll()
-  dogs[1].leave_quietly()
+  with dogs[1]:
+    pass
   for _ in range(4):
     dogs[0]._poll()
     clock.now += 10
+
+
+def test_a_failure_is_told_to_the_others_with_its_reason(clock, capfd):
+  store = DictStore()
+  dogs = [make(clock, store, index=i, count=2) for i in range(2)]
+  dogs[1].step_done(5)
+  with pytest.raises(ValueError):
+    with dogs[1]:
+      raise ValueError('no such file\nand more')
+  with pytest.raises(Left, match=str(EXIT_RANK_DEAD)):
+    dogs[0]._poll()
+  err = capfd.readouterr().err
+  assert 'Process 1 on' in err and 'failed at step 5: ValueError: no such file' in err
+
+
+def test_a_broken_collective_waits_for_the_name_of_the_dead_rank(clock):
+  store = DictStore()
+  dog = make(clock, store, index=1, count=3, dead_seconds=0.01)
+  with pytest.raises(jax.errors.JaxRuntimeError):
+    with dog:
+      raise jax.errors.JaxRuntimeError('UNKNOWN: Gloo all-reduce failed: Connection closed by peer')
+  assert not [key for key in store.values if 'verdict' in key]
 
 
 def test_the_thread_polls_by_itself_and_stops_with_the_run():
