@@ -79,9 +79,10 @@ def _examine_gpus(request: Request, on_machine: int, environ: Mapping[str, str]
                                   environ=os.environ, problem=problem)
   gpus = devices['count'] if devices and devices['platform'] != 'cpu' else 0
   versions = health.installed_versions()
-  yield health.check_library('cudnn', versions, gpus=gpus, loaded=(devices or {}).get('cudnn'),
+  yield health.check_library('cudnn', versions, gpus=max(gpus, on_machine),
+                             loaded=(devices or {}).get('cudnn'),
                              built=(devices or {}).get('cudnn_built'))
-  yield health.check_library('nccl', versions, gpus=gpus)
+  yield health.check_library('nccl', versions, gpus=max(gpus, on_machine))
   if devices is None:
     return  # Said already: jax did not start.
   yield health_gpus.check_matmul(found.get('matmul'), devices=devices, problem=problem)

@@ -49,12 +49,13 @@ def run(command: Sequence[str], *, seconds: float,
       child.wait(seconds)
     except subprocess.TimeoutExpired:
       problem = f'no answer within {seconds:g} s'
-    if child.returncode is None:
-      os.killpg(child.pid, signal.SIGKILL)
-      for _ in range(10):
-        if child.poll() is not None:
-          break
-        time.sleep(0.05)
+    finally:  # On Ctrl-C too: the child has a session of its own and does not get it.
+      if child.returncode is None:
+        os.killpg(child.pid, signal.SIGKILL)
+        for _ in range(10):
+          if child.poll() is not None:
+            break
+          time.sleep(0.05)
     texts = []
     for file in (output, errors):
       file.seek(0)

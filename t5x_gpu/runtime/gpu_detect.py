@@ -4,9 +4,11 @@ import dataclasses
 import os
 import pathlib
 import re
-import subprocess
+import shutil
 from collections.abc import Mapping
 from typing import Optional
+
+from t5x_gpu.runtime import children
 
 PROC = pathlib.Path('/proc/driver/nvidia')
 PCI = pathlib.Path('/sys/bus/pci/devices')
@@ -49,21 +51,29 @@ def find_gpus(environ: Optional[Mapping[str, str]] = None, *, proc: pathlib.Path
            if (match := re.search(r'^Model:\s*(.+?)\s*$', _read(path), re.MULTILINE))]
   if kinds:
     return MachineGpus(kinds[0], len(kinds), str(proc))
-  try:
-    done = subprocess.run([nvidia_smi, '--query-gpu=name', '--format=csv,noheader'],
-                          capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True)
-  except FileNotFoundError:
+  done = _ask('name', nvidia_smi)
+  if done.code is None and not shutil.which(nvidia_smi):
     return MachineGpus(None, 0, 'no NVIDIA driver on this machine')
-  except (OSError, subprocess.SubprocessError) as error:
-    return MachineGpus(None, 0, f'nvidia-smi failed: {error}')
-  kinds = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+  if done.code != 0:
+    said = done.problem or ' '.join((done.output + done.errors).split())
+    return MachineGpus(None, 0, f'nvidia-smi failed: {said}')
+  kinds = [line.strip() for line in done.output.splitlines() if line.strip()]
   return MachineGpus(kinds[0] if kinds else None, len(kinds), 'nvidia-smi')
 
 
-def driver_version(proc: pathlib.Path = PROC) -> Optional[str]:
-  """Returns the version of the kernel driver, '580.95.05'; None if none is loaded."""
+def _ask(field: str, nvidia_smi: str) -> children.Finished:
+  return children.run([nvidia_smi, f'--query-gpu={field}', '--format=csv,noheader'],
+                      seconds=NVIDIA_SMI_SECONDS)
+
+
+def driver_version(proc: pathlib.Path = PROC, *, nvidia_smi: str = 'nvidia-smi') -> Optional[str]:
+  """Returns the version of the driver, '580.95.05'; None if none is loaded."""
   match = re.search(r'Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s', _read(proc / 'version'))
-  return match.group(1) if match else None
+  if match:
+    return match.group(1)
+  done = _ask('driver_version', nvidia_smi)  # WSL and some containers have no such folder.
+  match = re.match(r'\d+\.\d+(\.\d+)?', done.output) if done.code == 0 else None
+  return match.group() if match else None
 
 
 def pci_numa_nodes(pci: pathlib.Path = PCI) -> dict[str, int]:

@@ -143,7 +143,7 @@ def check_all_reduce(rates: Optional[Mapping[str, float]], *,
   """
   count = 0 if devices is None or devices['platform'] == 'cpu' else devices['count']
   if count < 2:
-    return Check('all-reduce', OK, f'not measured: {count or "no"} GPU here')
+    return Check('all-reduce', OK, f'not measured: jax sees {count or "no"} GPU')
   if not rates:
     return Check('all-reduce', FAIL, problem or 'not measured',
                  'NCCL_DEBUG=INFO says where it stops; look at /dev/shm and the driver first.')
@@ -164,7 +164,7 @@ def check_clocks(text: Optional[str], *, gpus: int) -> Check:
     gpus: that jax sees.
   """
   if not gpus:
-    return Check('clocks', OK, 'no GPU here')
+    return Check('clocks', OK, 'not measured: jax sees no GPU')
   rows = [[cell.strip() for cell in line.split(',')] for line in (text or '').splitlines()]
   rows = [row for row in rows if len(row) == 3 and row[0].isdigit() and row[1].isdigit()]
   if not rows:

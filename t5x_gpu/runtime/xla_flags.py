@@ -39,6 +39,7 @@ class Applied:
     gpu: device kind, None without GPU.
     generation: 'h200', '' for a GPU without rows of its own, None without GPU.
     num_hosts: hosts of the run.
+    num_gpus: GPUs of the run, None if unknown.
     compile_options: for `lowered.compile(compiler_options=...)`, in the installed jax's spelling.
     xla_flags: the whole of XLA_FLAGS as it is now, one flag each.
     env: further variables that were set here.
@@ -55,6 +56,7 @@ class Applied:
   gpu: Optional[str]
   generation: Optional[str]
   num_hosts: int
+  num_gpus: Optional[int]
   compile_options: dict[str, Value]
   xla_flags: tuple[str, ...]
   env: dict[str, str]
@@ -158,17 +160,23 @@ def prepare_environment(preset: str = 'default', *, gpu: Optional[str] = AUTO, n
                     'process. Call prepare_environment first.')
   if flags or 'XLA_FLAGS' in environ:
     environ['XLA_FLAGS'] = ' '.join(flags)
-  environ.update(env, **{name.upper(): str(value) for name, value in config.items()})
-  if live and 'jax' in sys.modules:  # It read its environment when it was imported.
-    for name, value in config.items():
-      sys.modules['jax'].config.update(name, value)
+  environ.update(env)
+  _set_jax_config(config, environ, live=live)
   used = {*map(_canonical, options), *env, *config, *map(xla_probe.flag_name, flags)} - set(kept)
   return Applied(
       preset=preset, gpu=found.kind, generation=wanted.generation, num_hosts=num_hosts,
-      compile_options=options, xla_flags=tuple(flags), env=env, jax_config=config, dropped=dropped,
-      kept=kept, user_flags=tuple(sorted(names)), warnings=tuple(warnings), reason=found.reason,
-      jaxlib=str(system),
+      num_gpus=num_gpus, compile_options=options, xla_flags=tuple(flags), env=env,
+      jax_config=config, dropped=dropped, kept=kept, user_flags=tuple(sorted(names)),
+      warnings=tuple(warnings), reason=found.reason, jaxlib=str(system),
       settings=tuple(row for row in wanted.settings if row.name in used))
+
+
+def _set_jax_config(values: Mapping[str, Value], environ: MutableMapping[str, str], *, live: bool
+                    ) -> None:
+  environ.update({name.upper(): str(value) for name, value in values.items()})
+  if live and 'jax' in sys.modules:  # It read its environment when it was imported.
+    for name, value in values.items():
+      sys.modules['jax'].config.update(name, value)
 
 
 def refine(applied: Applied, *, mesh_axes: Collection[str] = (), layer_bytes: Optional[int] = None,
@@ -181,8 +189,9 @@ def refine(applied: Applied, *, mesh_axes: Collection[str] = (), layer_bytes: Op
     applied: from `prepare_environment`.
     mesh_axes: mesh axes larger than 1.
     layer_bytes: of the parameters of one layer as they are gathered.
-    num_gpus: GPUs of the run, all hosts together.
+    num_gpus: GPUs of the run, all hosts together, if it was not known before.
   """
+  num_gpus = applied.num_gpus if num_gpus is None else num_gpus
   wanted = select(applied.preset, gpu=applied.gpu, num_hosts=applied.num_hosts, num_gpus=num_gpus,
                   mesh_axes=mesh_axes, layer_bytes=layer_bytes)
   options, refused = _usable_options(wanted, applied.user_flags, xla_probe.installed())
@@ -192,7 +201,7 @@ def refine(applied: Applied, *, mesh_axes: Collection[str] = (), layer_bytes: Op
       applied, compile_options=options, dropped=applied.dropped | dropped,
       warnings=(*applied.warnings, *(f'compile option {name} is not used: {why}.'
                                      for name, why in dropped.items())),
-      settings=(*others, *(row for row in wanted.settings
+      num_gpus=num_gpus, settings=(*others, *(row for row in wanted.settings
                            if row.name in {_canonical(name) for name in options})))
 
 

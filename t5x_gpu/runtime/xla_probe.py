@@ -16,11 +16,12 @@ import mmap
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Optional
+
+from t5x_gpu.runtime import children
 
 CHILD_SECONDS = 60
 _ACCEPTED = 'T5X_GPU_XLA_FLAGS_ACCEPTED'
@@ -156,25 +157,19 @@ def _refused_by_child(flags: list[str]) -> Optional[dict[str, str]]:
 
 def _flags_in_child(flags: list[str]) -> tuple[Optional[bool], str]:
   done = _child(_TRY_FLAGS, flags=' '.join(flags))
-  return (None, '') if done is None else (_ACCEPTED in done.stdout, done.stderr)
+  return None if done.problem else _ACCEPTED in done.output, done.errors
 
 
 def _options_in_child(options: dict[str, object]) -> Optional[dict[str, str]]:
   done = _child(_TRY_OPTIONS, json.dumps(options))
-  return json.loads(done.stdout) if done is not None and done.returncode == 0 else None
+  return json.loads(done.output) if done.code == 0 else None
 
 
-def _child(code: str, *arguments: str, flags: str = '') -> Optional[subprocess.CompletedProcess]:
+def _child(code: str, *arguments: str, flags: str = '') -> children.Finished:
   # Errors of XLA must not be silenced by the user's log level; -P: no module of the working folder.
-  environment = {**os.environ, 'XLA_FLAGS': flags, 'TF_CPP_MIN_LOG_LEVEL': '0'}
-  if not flags:
-    del environment['XLA_FLAGS']
-  try:
-    return subprocess.run([sys.executable, '-P', '-c', code, *arguments], env=environment,
-                          capture_output=True, text=True, errors='replace', timeout=CHILD_SECONDS,
-                          stdin=subprocess.DEVNULL, check=False)
-  except (OSError, subprocess.TimeoutExpired):
-    return None
+  environ = {**os.environ, 'XLA_FLAGS': flags, 'TF_CPP_MIN_LOG_LEVEL': '0'}
+  return children.run([sys.executable, '-P', '-c', code, *arguments], seconds=CHILD_SECONDS,
+                      environ=environ)
 
 
 def _cached(system: Installed, kind: str, question: object, ask) -> Optional[dict[str, str]]:

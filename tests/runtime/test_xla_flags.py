@@ -170,7 +170,7 @@ def test_words_that_are_no_flags_do_not_hide_the_rest(tmp_path):
 
 
 def test_without_gpu_nothing_is_set_and_no_process_is_started(monkeypatch):
-  monkeypatch.setattr(subprocess, 'run', lambda *a, **k: pytest.fail('started a process'))
+  monkeypatch.setattr(subprocess, 'Popen', lambda *a, **k: pytest.fail('started a process'))
   env = {'JAX_PLATFORMS': 'cpu'}
   applied = prepare_environment(environ=env)
   assert env == {'JAX_PLATFORMS': 'cpu'}
@@ -189,9 +189,13 @@ def test_a_warm_start_asks_no_child(monkeypatch):
   assert time.monotonic() - begin < 0.2  # 2 ms on an idle machine
 
 
+def no_child(command, **kwargs):
+  return xla_probe.children.Finished(None, '', '', 'no process can be started')
+
+
 def test_without_cache_and_child_names_are_read_from_the_library(monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', '/dev/null')
-  monkeypatch.setattr(xla_probe, '_child', lambda *a, **k: None)
+  monkeypatch.setattr(xla_probe.children, 'run', no_child)
   assert xla_probe.refused_flags(['--xla_gpu_autotune_level=1', '--xla_gpu_bogus=1']) == {
       '--xla_gpu_bogus=1': f'not in {xla_probe.installed()}'}
   assert xla_probe.refused_options({'xla_gpu_bogus': 1}) == {}
@@ -214,6 +218,17 @@ def test_a_plugin_of_another_version_is_looked_into(tmp_path):
       flags[1]: 'not in the CUDA plugin 0.0.1'}
 
 
+@pytest.mark.skipif(xla_probe.installed().plugin is None, reason='needs a CUDA plugin wheel')
+def test_the_cuda_plugin_knows_all_that_the_table_sets():
+  system = xla_probe.installed()
+  selected = [xla_presets.select(preset, **machine)
+              for preset in PRESETS for machine in every_machine()]
+  names = {name for s in selected
+           for name in (*s.xla_flags, *xla_flags.compile_options(s, system.plugin))}
+  library = system.plugin_library.read_bytes()
+  assert [name for name in names if b'\0' + name.encode() + b'\0' not in library] == []
+
+
 # Tried one by one, a process each, with each jaxlib.
 KNOWN = {
     'xla_gpu_enable_latency_hiding_scheduler=true': {'0.10': True, '0.11': True, '0.12': True},
@@ -233,7 +248,7 @@ def test_detection_agrees_with_flags_tried_one_by_one(how, monkeypatch):
   version = '.'.join(jax.__version__.split('.')[:2])
   if how == 'bytes':
     monkeypatch.setenv('XDG_CACHE_HOME', '/dev/null')
-    monkeypatch.setattr(xla_probe, '_child', lambda *a, **k: None)
+    monkeypatch.setattr(xla_probe.children, 'run', no_child)
   refused = xla_probe.refused_flags([f'--{flag}' for flag in KNOWN])
   assert {flag: f'--{flag}' not in refused for flag in KNOWN} == {
       flag: known[version] for flag, known in KNOWN.items()}
@@ -319,3 +334,9 @@ def test_gpus_are_found_without_jax(tmp_path):
   tool.chmod(0o755)
   found = gpu_detect.find_gpus({}, proc=pathlib.Path('/nowhere'), nvidia_smi=str(tool))
   assert (found.kind, found.count, found.reason) == ('NVIDIA H200', 1, 'nvidia-smi')
+  tool.write_text('#!/bin/sh\necho "NVIDIA-SMI has failed because it could not talk"; exit 9\n')
+  found = gpu_detect.find_gpus({}, proc=pathlib.Path('/nowhere'), nvidia_smi=str(tool))
+  assert found.kind is None and 'could not talk' in found.reason
+  (tmp_path / 'version').write_text(
+      'NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n')
+  assert gpu_detect.driver_version(tmp_path) == '580.95.05'
