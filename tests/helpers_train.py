@@ -67,9 +67,9 @@ WARMUP_STEPS = 2
 batches.DatasetConfig.module = %DATA_MODULE
 '''
 
-# A user's own data module: batches of another one, which stop at a place that the test chooses.
-HELD_DATA = '''"""Batches of $HELD_MODULE; the training ones wait before number $HOLD_BEFORE (from 0)
-until the file `go` appears, and say so by the file `held`."""
+# A user's own data module: batches of another one, which stop where the test says.
+HELD_DATA = '''"""Batches of $HELD_MODULE; the training ones wait before number $HOLD_BEFORE (from
+0) until the file `go` appears, and say so by the file `held`."""
 
 import importlib
 import os

@@ -97,7 +97,8 @@ def test_a_sample_of_batches_without_text_is_refused_before_the_first_step(proje
 @pytest.mark.parametrize('macros, says', [
     ({'MIXTURE_OR_TASK_NAME': 'python_sauce'},
      ["No SeqIO Task or Mixture is called 'python_sauce'. Did you mean 'python_source'"]),
-    ({'MIXTURE_OR_TASK_NAME': 'text_files:empty*.txt'}, ['All 20 files', 'are empty', 'MIXTURE_OR_TASK_NAME']),
+    ({'MIXTURE_OR_TASK_NAME': 'text_files:empty*.txt'},
+     ['All 20 files', 'are empty', 'MIXTURE_OR_TASK_NAME']),
     ({'MIXTURE_OR_TASK_NAME': 'text_files:none*.txt'}, ['none*.txt']),
     ({'TransformerConfig.vocab_size': 128}, ['259', '128', "Set the model's vocab_size"]),
     ({'MIXTURE_OR_TASK_NAME': 'wmt_ende', 'TASK_FEATURE_LENGTHS': "{'inputs': 32, 'targets': 32}"},
@@ -133,7 +134,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_array_names(trained):
                                                                      'pretrain_t5.gin'))
   assert_refused(adafactor, TRAIN_STEPS=4, says=[
       'checkpoint_2 holds another model or optimizer',
-      'The parameters are the same, the optimizer state is not:', 'opt_state/0/mu/', 'in the checkpoint, not in the model', 'not in the checkpoint'])
+      'The parameters are the same, the optimizer state is not:', 'opt_state/0/mu/',
+      'in the checkpoint, not in the model', 'not in the checkpoint'])
 
 
 def test_other_data_on_resume_is_refused_by_what_differs_before_anything_compiles(trained):

@@ -110,7 +110,8 @@ def test_a_corrupt_latest_checkpoint_is_named_kept_and_trained_past(tmp_path):
 
   result = project.run(TRAIN_STEPS=7, SAVE_PERIOD=3, **{'cosine.total_steps': 6})
   assert result.code == 0, result.err
-  for part in ('checkpoint_6 cannot be read', 'Continuing from checkpoint_3', 'corrupt_checkpoint_6'):
+  for part in ('checkpoint_6 cannot be read', 'Continuing from checkpoint_3',
+               'corrupt_checkpoint_6'):
     assert part in result.err
   assert 'Traceback' not in result.err
   assert listing(project.model_dir / 'corrupt_checkpoint_6') == before

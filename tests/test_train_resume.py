@@ -1,4 +1,4 @@
-"""A run that was killed or stopped, and started again, is the run that nobody touched: to the bit."""
+"""A run that was killed or stopped and started again is the run that nobody touched: to the bit."""
 
 import shutil
 import signal

@@ -1,5 +1,6 @@
 """Runs that must stop by themselves: a loss that is not finite, a disk that is full."""
 
+import re
 import subprocess
 
 import pytest
@@ -90,7 +91,8 @@ def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(pro
                        **{'CheckpointConfig.keep': None}) as run:
       code = run.finish()
     assert code == 1, run.out
-    assert run.err.startswith(('CheckpointError: ', 'TrainingError: ')), run.err
+    # tensorboardX and Orbax's threads may print stacks of their own on a full disk, before or after.
+    assert re.search('^(Checkpoint|Training)Error: ', run.err, re.MULTILINE), run.err
     assert 'No space left on device' in run.err and 'MODEL_DIR is set at' in run.err
     project.model_dir = disk / 'model'
     last = project.steps()[-1]

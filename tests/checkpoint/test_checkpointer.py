@@ -246,7 +246,8 @@ def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(small_disk, cap
     with pytest.raises(CheckpointError) as e:
       save(checkpointer, 20, big)
       checkpointer.wait()
-    for part in (str(small_disk / 'model'), 'No space left on', 'checkpoint_10', 'Free space there'):
+    for part in (str(small_disk / 'model'), 'No space left on', 'checkpoint_10',
+                 'Free space there'):
       assert part in str(e.value)
     assert not [r for r in caplog.records if r.exc_info]
   finally:
