@@ -69,11 +69,12 @@ class Group:
 
   def _copy(self, index: int) -> None:
     prefix = f'[{index}] '.encode()
-    for line in self._processes[index].stdout:
-      self._tails[index].append(line)
-      with self._lock:
-        sys.stdout.buffer.write(prefix + line.rstrip(b'\n') + b'\n')
-        sys.stdout.buffer.flush()
+    with self._processes[index].stdout as lines:
+      for line in lines:
+        self._tails[index].append(line)
+        with self._lock:
+          sys.stdout.buffer.write(prefix + line.rstrip(b'\n') + b'\n')
+          sys.stdout.buffer.flush()
 
   def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
     """Sends a signal to all that still run; a third Ctrl-C kills them."""
@@ -93,7 +94,7 @@ class Group:
     """
     first: Optional[tuple[int, int]] = None  # process, return code
     ending: Optional[float] = None
-    while any(process.poll() is None for process in self._processes):
+    while None in [process.poll() for process in self._processes]:
       time.sleep(0.02)
       ended = [(i, p.returncode) for i, p in enumerate(self._processes) if p.returncode]
       if ended and first is None:

@@ -1,0 +1,99 @@
+"""sbatch scripts/train.slurm on a real Slurm of two nodes: trains, is requeued, and is the same run."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from tests.helpers_train import REPOSITORY, Project
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = str(REPOSITORY / 'scripts' / 'train.slurm')
+TWO_BY_TWO = ('--nodes=2', '--ntasks-per-node=2', '--gpus-per-node=2', '--cpus-per-task=1',
+              '--time=10')
+RUN_SECONDS = 150
+
+
+def environment(project: Project) -> dict[str, str]:
+  return {'PYTHON': sys.executable, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
+          # One device per process: the fake eight of the test session are not meant here.
+          'XLA_FLAGS': '', 'JAX_COMPILATION_CACHE_DIR': str(project.folder.parent / 'compiled'),
+          'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'PYTHONUNBUFFERED': '1'}
+
+
+def submit(slurm, project: Project, *flags: str, sbatch: tuple[str, ...] = TWO_BY_TWO, **macros
+           ) -> int:
+  return slurm.sbatch(*sbatch, SCRIPT, *(
+      str(project.gin_file), *project.argv(*flags, **macros)[1:]), cwd=project.folder,
+                      **environment(project))
+
+
+def output(project: Project, job: int) -> str:
+  path = project.folder / f't5x_gpu-{job}.out'
+  return path.read_text() if path.exists() else ''
+
+
+def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_process(
+    slurm, tmp_path, alone):
+  project = Project(tmp_path)
+  job = submit(slurm, project)
+  deadline = time.monotonic() + RUN_SECONDS
+  while 'step 4/20' not in output(project, job):
+    assert time.monotonic() < deadline, output(project, job)
+    assert slurm.job(job)['JobState'] in ('PENDING', 'RUNNING'), output(project, job)
+    time.sleep(0.02)
+  # What --signal=B:USR1@120 does two minutes before the time limit.
+  slurm.signal_batch(job, 'USR1')
+  ended = slurm.wait(job, seconds=RUN_SECONDS)
+  text = output(project, job)
+  assert ended['JobState'] == 'COMPLETED' and ended['Restarts'] == '1', text
+
+  first, _, second = text.partition('back into the queue')
+  assert 'mesh: 2 hosts x 2 CPU devices' in first
+  assert 'Stopped by SIGUSR1 at step' in first and 'Exited with exit code 85' in first
+  assert 'restart 1' in second and 'Continuing from' in second
+  assert 'Traceback' not in text
+  losses = project.metrics()
+  assert list(losses) == list(range(1, 21))
+  assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_what_slurm_shows_to_tasks_gives_each_its_own_gpus(slurm):
+  """The trap of --gpus-per-task, with the variables of a real Slurm and fake devices."""
+  if not all((slurm.folder / 'dev' / f'nvidia{i}').is_char_device() for i in range(2)):
+    pytest.skip('without root there are no device files, and Slurm sets no CUDA_VISIBLE_DEVICES')
+  program = ('import os; from t5x_gpu.runtime.cluster import detect; c = detect(os.environ);'
+             'print(c.process_index, os.environ["CUDA_VISIBLE_DEVICES"], c.local_device_ids,'
+             ' c.coordinator_address)')
+
+  def seen(*flags: str) -> list[str]:
+    return sorted(slurm.srun(*flags, f'--chdir={REPOSITORY}', sys.executable, '-c', program))
+  shared = seen('-N2', '--ntasks-per-node=2', '--gpus-per-node=2')
+  assert [line.rsplit(' ', 1)[0] for line in shared] == [
+      '0 0,1 (0,)', '1 0,1 (1,)', '2 0,1 (0,)', '3 0,1 (1,)']
+  assert len({line.rsplit(' ', 1)[1] for line in shared}) == 1
+  bound = seen('-N2', '-n4', '--ntasks-per-node=2', '--gpus-per-task=1')
+  bound = [line for line in bound if not line.startswith('srun:')]
+  assert [line.rsplit(' ', 1)[0] for line in bound] == [
+      '0 0 None', '1 1 None', '2 0 None', '3 1 None']
+  whole = seen('-N2', '--ntasks-per-node=1', '--gpus-per-node=2')
+  assert [line.rsplit(' ', 1)[0] for line in whole] == ['0 0,1 None', '1 0,1 None']
+
+
+def test_a_mistake_ends_the_job_at_once_and_is_not_requeued(slurm, tmp_path):
+  project = Project(tmp_path)
+  job = submit(slurm, project, sbatch=('--nodes=1', '--ntasks-per-node=2', '--gpus-per-node=2',
+                                       '--cpus-per-task=1', '--time=10'), BATCH_SIZE=7)
+  ended = slurm.wait(job, seconds=RUN_SECONDS)
+  text = output(project, job)
+  assert (ended['JobState'], ended['ExitCode'], ended['Restarts']) == ('FAILED', '1:0', '0'), text
+  assert 'BATCH_SIZE' in text and 'Traceback' not in text
+
+
+def test_the_script_says_how_it_is_used(slurm, tmp_path):
+  job = slurm.sbatch('--nodes=1', '--ntasks-per-node=1', '--gpus-per-node=1', '--cpus-per-task=1',
+                     SCRIPT, cwd=tmp_path, **{'PATH': os.environ['PATH']})
+  assert slurm.wait(job, seconds=60)['ExitCode'] == '2:0'
+  assert 'usage: sbatch scripts/train.slurm' in (tmp_path / f't5x_gpu-{job}.out').read_text()

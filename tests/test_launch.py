@@ -1,0 +1,236 @@
+"""python -m t5x_gpu.launch: processes that start, are bound, speak and end together."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from t5x_gpu import launch
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.runtime import numa
+from t5x_gpu.runtime.nvml import PhysicalGpu, own_gpus, physical_gpus
+from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
+
+GPUS = [PhysicalGpu(f'GPU-{i}', f'0000:{i + 1:02x}:00.0') for i in range(8)]
+
+
+def plan(num_processes: int, **options) -> list[launch.Plan]:
+  return launch.plan(num_processes, **{
+      'use_gpus': True, 'numa_mode': 'off', 'env': {}, 'gpus': GPUS, 'address': '127.0.0.1:61500',
+      **options})
+
+
+def test_each_process_gets_its_own_gpu_index_and_address():
+  plans = plan(8)
+  assert [p.env['JAX_LOCAL_DEVICE_IDS'] for p in plans] == list('01234567')
+  assert [p.env['JAX_PROCESS_INDEX'] for p in plans] == list('01234567')
+  assert {p.env['JAX_PROCESS_COUNT'] for p in plans} == {'8'}
+  assert {p.env['JAX_COORDINATOR_ADDRESS'] for p in plans} == {'127.0.0.1:61500'}
+  assert {p.env['CUDA_DEVICE_ORDER'] for p in plans} == {'PCI_BUS_ID'}
+
+
+def test_fewer_processes_share_the_gpus_out_in_blocks():
+  assert [p.env['JAX_LOCAL_DEVICE_IDS'] for p in plan(2)] == ['0,1,2,3', '4,5,6,7']
+
+
+def test_visible_devices_are_respected():
+  plans = plan(2, env={'CUDA_VISIBLE_DEVICES': '6,7'})
+  assert [p.env['JAX_LOCAL_DEVICE_IDS'] for p in plans] == ['0', '1']
+  assert own_gpus(GPUS, plans[1].env, [1]) == ('GPU-7',)
+
+
+@pytest.mark.parametrize('nproc, gpus, words', [
+    (3, GPUS, 'Set --nproc to 1, 2, 4 or 8'), (16, GPUS, '8 GPUs are visible'),
+    (2, [], '--no_gpu'), (2, GPUS[:1], 'Set --nproc to 1.')])
+def test_gpus_that_cannot_be_shared_out_are_an_error(nproc, gpus, words):
+  with pytest.raises(ConfigError) as e:
+    plan(nproc, gpus=gpus)
+  assert words in str(e.value)
+
+
+@pytest.fixture
+def two_sockets(tmp_path):
+  """A sysfs of two NUMA nodes with four GPUs each, and 0-7 and 8-15 as cores."""
+  for i, gpu in enumerate(GPUS):
+    device = tmp_path / 'sys/bus/pci/devices' / gpu.pci_address
+    device.mkdir(parents=True)
+    (device / 'numa_node').write_text(f'{i // 4}\n')
+  for node, cpus in enumerate(('0-7', '8-13,14,15')):
+    folder = tmp_path / f'sys/devices/system/node/node{node}'
+    folder.mkdir(parents=True)
+    (folder / 'cpulist').write_text(cpus + '\n')
+  return tmp_path
+
+
+ALL_CORES = frozenset(range(16))
+
+
+def bind(addresses: list[str], root: pathlib.Path, allowed=ALL_CORES) -> numa.Binding:
+  return numa.bind_to_gpus(addresses, allowed=allowed, root=root)
+
+
+def test_a_process_runs_on_the_cores_near_its_gpu(two_sockets):
+  assert bind([GPUS[0].pci_address], two_sockets).cpus == frozenset(range(8))
+  binding = bind([GPUS[7].pci_address], two_sockets)
+  assert binding.cpus == frozenset(range(8, 16))
+  assert binding.reason == 'NUMA node 1, cores 8-15'
+
+
+def test_a_process_with_gpus_on_both_sockets_may_use_both(two_sockets):
+  assert bind([g.pci_address for g in GPUS], two_sockets).cpus == ALL_CORES
+
+
+def test_cores_that_the_container_forbids_are_left_out(two_sockets):
+  assert bind([GPUS[0].pci_address], two_sockets, frozenset({6, 7, 8})).cpus == {6, 7}
+  binding = bind([GPUS[0].pci_address], two_sockets, frozenset({9}))
+  assert binding.cpus is None and 'none of the cores' in binding.reason
+
+
+def test_a_machine_without_numa_is_left_alone(two_sockets):
+  (two_sockets / 'sys/bus/pci/devices' / GPUS[0].pci_address / 'numa_node').write_text('-1\n')
+  binding = bind([GPUS[0].pci_address], two_sockets)
+  assert binding.cpus is None and 'no NUMA node' in binding.reason
+
+
+def test_a_file_gives_the_cores_of_each_process(tmp_path):
+  file = tmp_path / 'cores.txt'
+  file.write_text('# two processes\n0: 0-3,8\n1: 4-7\n')
+  bindings = numa.read_bindings(str(file), num_processes=2)
+  assert [b.cpus for b in bindings] == [frozenset({0, 1, 2, 3, 8}), frozenset({4, 5, 6, 7})]
+  with pytest.raises(ConfigError, match='no cores for process 2 of 3'):
+    numa.read_bindings(str(file), num_processes=3)
+  file.write_text('first: 0-3\n')
+  with pytest.raises(ConfigError, match="cores.txt:1: 'first: 0-3' is not PROCESS: CORES"):
+    numa.read_bindings(str(file), num_processes=1)
+  with pytest.raises(ConfigError, match='cannot be read'):
+    numa.read_bindings(str(tmp_path / 'none'), num_processes=1)
+
+
+def test_binding_reaches_the_started_process_and_not_the_launcher():
+  before = os.sched_getaffinity(0)
+  core = min(before)
+  with numa.running_on(frozenset({core})):
+    seen = subprocess.check_output(
+        [sys.executable, '-c', 'import os; print(os.sched_getaffinity(0))'], text=True)
+  assert seen.strip() == f'{{{core}}}'
+  assert os.sched_getaffinity(0) == before
+  with pytest.raises(ConfigError, match='Cores 4000 cannot be used'), numa.running_on({4000}):
+    pass
+
+
+def test_cpu_lists_survive_a_round_trip():
+  assert numa.format_cpus(numa.parse_cpus('0-2,8,10-11\n')) == '0-2,8,10-11'
+
+
+def test_no_nvml_means_no_gpus():
+  assert physical_gpus('no-such-library.so') == []
+
+
+@pytest.mark.parametrize('visible, ids, want', [
+    (None, (1,), ('GPU-1',)), ('3,5', None, ('GPU-3', 'GPU-5')), ('3,5', (1,), ('GPU-5',)),
+    ('GPU-6,MIG-x', None, ('GPU-6', 'MIG-x')), ('', None, ()), ('0', (3,), ())])
+def test_the_gpus_of_a_process_are_known_by_uuid(visible, ids, want):
+  env = {} if visible is None else {'CUDA_VISIBLE_DEVICES': visible}
+  assert own_gpus(GPUS, env, ids) == want
+  assert own_gpus(GPUS, {**env, 'JAX_PLATFORMS': 'cpu'}, ids) == ()
+
+
+def group(program: str, number: int = 3) -> launch.Group:
+  plans = plan(number, use_gpus=False, env=dict(os.environ))
+  return launch.Group([sys.executable, '-c', 'import os, signal, sys, time\n'
+                       "index = int(os.environ['JAX_PROCESS_INDEX'])\n" + program], plans)
+
+
+def test_lines_come_with_the_number_of_their_process(capfdbinary):
+  assert group("print('hello from', index)").wait() == 0
+  lines = sorted(capfdbinary.readouterr().out.splitlines())
+  assert lines == [f'[{i}] hello from {i}'.encode() for i in range(3)]
+
+
+def test_the_first_failure_ends_all_and_shows_its_last_lines(capfd):
+  started = time.monotonic()
+  code = group("print('about to fail', index)\n"
+               'if index == 1: time.sleep(0.3); print("the reason"); sys.exit(7)\n'
+               'time.sleep(60)').wait()
+  assert code == 7 and time.monotonic() - started < 10
+  error = capfd.readouterr().err
+  assert 'process 1 of 3 failed first (exit code 7)' in error and '  the reason' in error
+  assert 'about to fail 0' not in error
+
+
+def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
+  monkeypatch.setattr(launch, 'KILL_SECONDS', 0.5)
+  started = time.monotonic()
+  assert group('signal.signal(signal.SIGTERM, signal.SIG_IGN)\n'
+               'if index == 0: time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n'
+               'time.sleep(60)', 2).wait() == 128 + signal.SIGKILL
+  assert time.monotonic() - started < 10
+
+
+def test_processes_that_saved_and_stop_are_not_hurried():
+  assert group('time.sleep(0.5 * index); print("saved"); sys.exit(85)').wait() == 85
+
+
+def test_ctrl_c_reaches_every_process_once(capfd):
+  started = group('def stop(*_):\n  print("got it", index); sys.exit(130)\n'
+                  'signal.signal(signal.SIGINT, stop); print("ready"); time.sleep(60)', 2)
+  output = ''
+  while output.count('ready') < 2:
+    output += capfd.readouterr().out
+    time.sleep(0.01)
+  started.forward(signal.SIGINT)
+  assert started.wait() == 130
+  assert sorted(capfd.readouterr().out.splitlines()) == ['[0] got it 0', '[1] got it 1']
+
+
+def project_launch(project: Project, *flags: str, **macros) -> subprocess.Popen:
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  env.update(PYTHONPATH=str(REPOSITORY))
+  return subprocess.Popen(
+      [sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu', *flags, '--',
+       *project.argv(**macros)], cwd=project.folder, env=env, stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT, text=True)
+
+
+def read_until(process: subprocess.Popen, words: str) -> str:
+  text = ''
+  for line in process.stdout:
+    text += line
+    if words in line:
+      return text
+  raise AssertionError(f'{words!r} never came:\n{text}')
+
+
+def test_a_killed_run_of_two_processes_ends_with_the_losses_of_one(tmp_path):
+  alone = Project(_folder(tmp_path, 'alone'))
+  assert alone.run(num_devices=1, TRAIN_STEPS=40).code == 0
+  project = Project(_folder(tmp_path, 'two'))
+
+  # kill -9 of process 1, as the kernel does when memory runs out.
+  with project_launch(project, TRAIN_STEPS=40) as run:
+    read_until(run, 'step 10/')
+    while not project.steps():
+      time.sleep(0.01)
+    pids = subprocess.check_output(['pgrep', '-P', str(run.pid)], text=True).split()
+    os.kill(int(pids[1]), signal.SIGKILL)
+    output = run.communicate(timeout=DEADLINE_SECONDS)[0]
+  assert run.returncode == 128 + signal.SIGKILL, output
+  assert 'process 1 of 2 failed first (SIGKILL)' in output
+  assert project.steps()[-1] < 40
+
+  with project_launch(project, TRAIN_STEPS=40) as run:
+    output = run.communicate(timeout=DEADLINE_SECONDS)[0]
+  assert run.returncode == 0, output
+  losses = project.metrics()
+  assert list(losses) == list(range(1, 41))
+  assert losses == pytest.approx(alone.metrics(), rel=1e-5)
+
+
+def _folder(parent: pathlib.Path, name: str) -> pathlib.Path:
+  folder = parent / name
+  folder.mkdir()
+  return folder
