@@ -91,7 +91,7 @@ def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(pro
                        **{'CheckpointConfig.keep': None}) as run:
       code = run.finish()
     assert code == 1, run.out
-    # tensorboardX and Orbax's threads may print stacks of their own on a full disk, before or after.
+    # On a full disk tensorboardX's and Orbax's threads may print stacks of their own as well.
     assert re.search('^(Checkpoint|Training)Error: ', run.err, re.MULTILINE), run.err
     assert 'No space left on device' in run.err and 'MODEL_DIR is set at' in run.err
     project.model_dir = disk / 'model'
