@@ -249,10 +249,11 @@ def read_flags(text: str) -> tuple[list[str], list[str]]:
   """
   warnings = []
   text = text.strip()
-  if text and not text.startswith('-') and '$' not in text and '-' in text:
-    file = pathlib.Path(text)
-    if file.is_file():
-      text = file.read_text(encoding='utf-8').strip()
+  if text and not text.startswith('-'):
+    try:
+      text = pathlib.Path(text).read_text(encoding='utf-8').strip()
+    except (OSError, ValueError):
+      pass  # Not the name of a file: looked at word by word, below.
   flags, position = [], 0
   while position < len(text):
     if text[position].isspace():

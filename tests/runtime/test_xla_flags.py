@@ -162,7 +162,7 @@ def test_words_that_are_no_flags_do_not_hide_the_rest(tmp_path):
   flags, _ = xla_flags.read_flags('--a=1 stray --b="x y" \'--c\' --d')
   assert flags == ['--a=1', '--b="x y"', '--d']
   assert xla_flags.read_flags('')[0] == []
-  file = tmp_path / 'flags-of-mine'
+  file = tmp_path / 'xla.txt'
   file.write_text('--a=1\n --b\n')
   assert xla_flags.read_flags(str(file)) == (['--a=1', '--b'], [])
   flags, warnings = xla_flags.read_flags('/not-there/flags')
