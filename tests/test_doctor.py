@@ -63,6 +63,7 @@ def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_goes_on(monkeypatch,
       seconds = 0.3
     return measured(command, seconds=seconds, environ=environ)
   monkeypatch.setattr(children, 'run', hanging)
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   checks = {c.name: c for c in doctor.examine(doctor.Request(model_dir=str(tmp_path)))}
   assert checks['devices'].status == FAIL
   assert 'no answer within 0.3 s' in checks['devices'].value
