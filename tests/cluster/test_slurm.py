@@ -64,9 +64,10 @@ def test_what_slurm_shows_to_tasks_gives_each_its_own_gpus(slurm):
   """The trap of --gpus-per-task, with the variables of a real Slurm and fake devices."""
   if not all((slurm.folder / 'dev' / f'nvidia{i}').is_char_device() for i in range(2)):
     pytest.skip('without root there are no device files, and Slurm sets no CUDA_VISIBLE_DEVICES')
-  program = ('import os; from t5x_gpu.runtime.cluster import detect; c = detect(os.environ);'
-             'print(c.process_index, os.environ["CUDA_VISIBLE_DEVICES"], c.local_device_ids,'
-             ' c.coordinator_address)')
+  program = ('import os; from t5x_gpu.runtime.cluster import detect; '
+             'os.environ.pop("JAX_PLATFORMS", None); c = detect(os.environ); '
+             'print(c.process_index, os.environ["CUDA_VISIBLE_DEVICES"], c.local_device_ids, '
+             'c.coordinator_address)')
 
   def seen(*flags: str) -> list[str]:
     return sorted(slurm.srun(*flags, f'--chdir={REPOSITORY}', sys.executable, '-c', program))
