@@ -8,6 +8,7 @@ from t5x_gpu.errors import ConfigError, did_you_mean
 
 COMMANDS = {
     'train': 'train a model from a gin file',
+    'launch': 'start one training process per GPU on this machine',
     'bench': 'time the training step on synthetic batches',
     'doctor': 'look at this machine: versions, GPUs, links, speeds, XLA flags',
     'config': 'show or explain the values of a configuration',
