@@ -5,13 +5,12 @@ metrics meet. `train`'s arguments are what a gin file sets; below it come set-up
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import jax
@@ -26,14 +25,13 @@ from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, open_batches, open_vocabulary)
 from t5x_gpu.errors import ConfigError, DataError, TrainingError
 from t5x_gpu.metrics import logging_setup, plots, reduce
-from t5x_gpu.metrics.progress import Progress
-from t5x_gpu.metrics.throughput import StepTimer
-from t5x_gpu.metrics.writers import JsonLinesWriter, MultiWriter, TensorBoardWriter
+from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.models.decoding import SampleConfig, sample
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime import cluster as cluster_lib
 from t5x_gpu.runtime import distributed, preemption
 from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig, coordination_store
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.summary import parameter_table, size_line
@@ -50,6 +48,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
           loss_normalizing_factor: Optional[float] = None,
           sample_cfg: Optional[SampleConfig] = None,
           distributed_cfg: distributed.DistributedConfig = distributed.DistributedConfig(),
+          watchdog_cfg: WatchdogConfig = WatchdogConfig(),
+          watchdog: Optional[Watchdog] = None,
           summarize_config_fn: Optional[Callable[[str], None]] = None,
           dry_run: bool = False) -> int:
   """Trains until `total_steps`, continuing from the latest checkpoint in `model_dir` if any.
@@ -73,11 +73,15 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     loss_normalizing_factor: see training/train_step.py; None for the loss per target token.
     sample_cfg: text to continue at the end.
     distributed_cfg: how long several processes wait for each other; `main` has used it by now.
+    watchdog_cfg: deadlines, after which a run that hangs ends; `main` starts `watchdog` with it.
+    watchdog: told of phases and steps.
     summarize_config_fn: called with `model_dir` once nothing can stop the run from starting.
     dry_run: check all of that, print it, and leave without a trace.
   Returns:
     The exit code: 0; for a run that was stopped and saved itself 85, 130 after Ctrl-C.
   """
+  watchdog = watchdog or Watchdog(watchdog_cfg, process_index=jax.process_index(),
+                                  process_count=jax.process_count())
   # ---- 1. Shapes, shardings and every check that needs no data -------------------------------
   _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
                  eval_steps=eval_steps)
@@ -119,67 +123,42 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     summarize_config_fn(model_dir)
 
   # ---- 4. The loop -----------------------------------------------------------------------------
-  tokens_per_step = math.prod(next(iter(program.spec.shapes.values())))
-  timer = StepTimer(total_steps, tokens_per_step=tokens_per_step, first_step=first_step)
   evaluator = Evaluator(program, eval_data, eval_steps) if eval_data is not None else None
-  window = reduce.Accumulator()
-  unfinished: Optional[tuple[int, Any]] = None  # the step that the devices may still be computing
 
-  def save(step: int) -> None:
-    with timer.pause('save'):
-      data_state = data.get_state()
-      checkpointer.save(step, state, data_state=data_state, manifest=make_manifest(
-          state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
-          next_batch_hash=batch_hash(data.peek())))
-
-  def finish_step() -> None:
-    """Waits for the step under way, counts it, and stops the run if its loss is not finite."""
-    nonlocal unfinished
-    if unfinished is None:
-      return
-    step, sums = unfinished
-    unfinished = None
-    host_sums = reduce.to_host(sums)
-    timer.step_done()
-    _check_finite(step, host_sums, checkpointer)
-    window.add(host_sums)
-    progress.advance(step)
+  def step_done(step: int, sums: reduce.Sums) -> None:
+    watchdog.step_done(step)
+    _check_finite(step, sums, checkpointer)
     if step == 1:
-      _check_first_loss(reduce.means(host_sums).values['cross_entropy'], model)
+      _check_first_loss(reduce.means(sums).values['cross_entropy'], model)
 
-  with preemption.StopRequest() as stop, _open_writers(
-      model_dir, after_step=first_step) as writer, Progress(
-          total_steps, first_step=first_step,
-          enabled=jax.process_index() == 0) as progress, checkpointer:
-    timer.restart()
+  recorder = Recorder(model_dir, total_steps=total_steps, first_step=first_step,
+                      tokens_per_step=math.prod(next(iter(program.spec.shapes.values()))),
+                      is_main=jax.process_index() == 0, step_done=step_done)
+  with preemption.StopRequest() as stop, recorder, checkpointer:
     for step in range(first_step + 1, total_steps + 1):
-      with timer.input_wait():
+      with recorder.timer.input_wait():
         batch = next(data)
       state, sums = train_step(state, program.layout.put_batch(batch))
-      # The step before this one is read only now, so that the devices always have the next one.
-      finish_step()
-      unfinished = (step, sums)
+      recorder.dispatched(step, sums)
       is_last = stop.reached(step) or step == total_steps
-      if is_last or step == 1 or step % log_period == 0:
-        finish_step()
-        values = window.means(prefix='train/').values
-        window.reset()
-        times = timer.window()
-        values.update(times.metrics(prefix='train/'))
-        writer.write(step, values)
-        progress.update(step, values, eta_seconds=times.eta_seconds)
+      evaluation = None
       if evaluator and (step == total_steps or (eval_period and step % eval_period == 0)):
-        finish_step()
-        with timer.pause('eval'):
-          values = evaluator.run(state.params)
-        writer.write(step, values)
-        progress.note(f'eval  step {step} | ' + ' | '.join(
-            f'{name.removeprefix("eval/")} {value:.4f}' for name, value in values.items()))
+        recorder.finish()
+        with watchdog.phase('eval'), recorder.timer.pause('eval'):
+          evaluation = evaluator.run(state.params)
+      if is_last or evaluation or step == 1 or step % log_period == 0:
+        recorder.log(step, evaluation)
       if is_last or step % checkpoint_cfg.period == 0:
-        finish_step()
-        save(step)
+        recorder.finish()
+        with watchdog.phase('save'), recorder.timer.pause('save'):
+          data_state = data.get_state()
+          checkpointer.save(step, state, data_state=data_state, manifest=make_manifest(
+              state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
+              next_batch_hash=batch_hash(data.peek())))
       if is_last:
         break
+    with watchdog.phase('save'):
+      checkpointer.wait()
 
   # ---- 5. Leave: everything committed, and what to look at -------------------------------------
   if stop.signal is not None and step < total_steps:
@@ -187,7 +166,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
          'The same command continues it.')
     return stop.exit_code
   if sample_cfg is not None:
-    _say(_sample_text(model, program, state.params, train_dataset_cfg, sample_cfg))
+    with watchdog.phase('eval'):
+      _say(_sample_text(model, program, state.params, train_dataset_cfg, sample_cfg))
   _say(_closing(model_dir, model, step))
   return 0
 
@@ -257,24 +237,6 @@ def _resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[st
         f'{manifest["data"]}; now: {dict(data.describe())}.',
         fix='Bring back the data of this run, or start a new MODEL_DIR.',
         parameters=('MODEL_DIR', 'DatasetConfig.mixture_or_task_name'))
-
-
-@contextlib.contextmanager
-def _open_writers(model_dir: str, *, after_step: int) -> Iterator[MultiWriter]:
-  """Yields the writers of this process; what an earlier attempt wrote past `after_step` goes."""
-  if jax.process_index() != 0:
-    yield MultiWriter([])
-    return
-  writer = MultiWriter([JsonLinesWriter(os.path.join(model_dir, 'metrics.jsonl')),
-                        TensorBoardWriter(os.path.join(model_dir, 'tensorboard'))])
-  writer.truncate_after(after_step)
-  try:
-    yield writer
-  except BaseException:
-    with contextlib.suppress(OSError):  # a full disk, say: the error on its way has said so
-      writer.close()
-    raise
-  writer.close()
 
 
 def _nothing_to_do(model_dir: str, step: int, total_steps: int) -> str:
@@ -372,7 +334,11 @@ def main(argv: Optional[list[str]] = None) -> int:
     changes = report.write(loaded.provenance, model_dir)
     if changes:
       _say('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
-  return train(**arguments, summarize_config_fn=write_config, dry_run=args.dry_run)
+  with Watchdog(arguments.get('watchdog_cfg', WatchdogConfig()),
+                process_index=jax.process_index(), process_count=jax.process_count(),
+                store=coordination_store()) as watchdog:
+    return train(**arguments, summarize_config_fn=write_config, dry_run=args.dry_run,
+                 watchdog=watchdog)
 
 
 if __name__ == '__main__':

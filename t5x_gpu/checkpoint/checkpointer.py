@@ -182,9 +182,11 @@ class Checkpointer:
           restored = self._manager.restore(step, args=ocp.args.Composite(
               state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore()))
           data_state = base64.b64decode(restored['data']['iterator'], validate=True)
-        except CheckpointError:
+        except (CheckpointError, MemoryError):
           raise
         except Exception as e:  # of many kinds, for files that are cut, missing or garbled
+          if 'RESOURCE_EXHAUSTED' in str(e):
+            raise  # too little memory is no fault of the checkpoint
           reasons[step] = f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'
           _log.warning('checkpoint_%d cannot be read (%s).', step, reasons[step])
         if step in reasons:

@@ -1,7 +1,7 @@
 """What each scheduler and launcher says of a process, read from its environment variables.
 
-One function per scheduler; each returns what it knows, or None where that scheduler started nothing.
-`cluster.detect` asks them in order and fills in the rest.
+One function per scheduler; each returns what it knows, or None where that scheduler started
+nothing. `cluster.detect` asks them in order and fills in the rest.
 """
 
 import dataclasses

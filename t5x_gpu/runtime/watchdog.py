@@ -161,8 +161,8 @@ class Watchdog:
       phase, since, deadline, step = self._phase, self._since, self._deadline, self._step
     now = self._clock()
     if now - since > deadline:
-      self._report(f'{self._me()} has been in phase {phase!r} for {now - since:.0f} s; its deadline '
-                   f'is {deadline:.0f} s (WatchdogConfig).', EXIT_STUCK, stacks=True)
+      self._report(f'{self._me()} has been in phase {phase!r} for {now - since:.0f} s; its '
+                   f'deadline is {deadline:.0f} s (WatchdogConfig).', EXIT_STUCK, stacks=True)
     if self._store is None:
       return
     try:

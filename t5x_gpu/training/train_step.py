@@ -18,7 +18,7 @@ from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.train_state import TrainState
 
 Batch = Any
-# Metric name -> (sum, weight); gradient norm and learning rate have weight 1.
+# Metric name -> (sum, weight); norms and the learning rate have weight 1.
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 
 
@@ -46,15 +46,18 @@ def make_train_step(*, model: Any, optimizer: Any, schedule: Schedule, names: An
     else:
       divisor = loss_normalizing_factor
     grads = jax.tree.map(lambda g: g / divisor, grads)
-    grad_norm = jnp.sqrt(sum(jnp.sum(jax.lax.square(g)) for g in jax.tree.leaves(grads)))
+    grad_norm = _global_norm(grads)
     if max_grad_norm is not None:
       clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
       grads = jax.tree.map(lambda g: g * clip, grads)
     learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
     params, opt_state = optimizer.update(grads, state.opt_state, state.params, names=names,
                                          learning_rate=learning_rate, step=state.step)
+    # Of the new parameters: an update that ruins them is noticed before it is saved.
+    param_norm = _global_norm(params)
     one = jnp.ones(())
-    sums = {**sums, 'grad_norm': (grad_norm, one), 'learning_rate': (learning_rate, one)}
+    sums = {**sums, 'grad_norm': (grad_norm, one), 'param_norm': (param_norm, one),
+            'learning_rate': (learning_rate, one)}
     return TrainState(state.step + 1, params, opt_state), sums
   return train_step
 
@@ -64,6 +67,10 @@ def make_eval_step(*, model: Any) -> Callable[[Any, Batch], Sums]:
   def eval_step(params: Any, batch: Batch) -> Sums:
     return model.loss(params, batch)
   return eval_step
+
+
+def _global_norm(tree: Any) -> jax.Array:
+  return jnp.sqrt(sum(jnp.sum(jax.lax.square(x)) for x in jax.tree.leaves(tree)))
 
 
 def check_microbatches(batch_size: int, num_microbatches: int) -> None:

@@ -1,0 +1,94 @@
+"""What the loop measures: steps counted when they are really done, logged to file and screen."""
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Optional, Self
+
+from t5x_gpu.metrics import reduce
+from t5x_gpu.metrics.progress import Progress
+from t5x_gpu.metrics.throughput import StepTimer
+from t5x_gpu.metrics.writers import JsonLinesWriter, MultiWriter, TensorBoardWriter
+
+METRICS = 'metrics.jsonl'
+TENSORBOARD = 'tensorboard'
+
+
+class Recorder(contextlib.ExitStack):
+  """Keeps one step in flight, so that the devices always have the next one while numbers are read.
+
+      with Recorder(model_dir, total_steps=100, ...) as recorder:
+        for step in ...:
+          with recorder.timer.input_wait(): ...
+          state, sums = train_step(state, batch)
+          recorder.dispatched(step, sums)
+          if log: recorder.log(step)
+
+  Args:
+    model_dir: where the metric files go; what an earlier attempt wrote after `first_step` goes.
+    total_steps, first_step: where the run ends and where this process starts.
+    tokens_per_step: of the global batch, padding included.
+    is_main: False on all processes but one: nothing is written or printed there.
+    step_done: called with (step, sums as numbers) for every step, once it is done.
+  """
+
+  def __init__(self, model_dir: str, *, total_steps: int, first_step: int, tokens_per_step: int,
+               is_main: bool, step_done: Callable[[int, reduce.Sums], None]):
+    super().__init__()
+    self.timer = StepTimer(total_steps, tokens_per_step=tokens_per_step, first_step=first_step,
+                           warmup_steps=0)  # compiled ahead: the first step is a step like others
+    self._model_dir = model_dir
+    self._first_step = first_step
+    self._is_main = is_main
+    self._step_done = step_done
+    self._progress = Progress(total_steps, first_step=first_step, enabled=is_main)
+    self._writer = MultiWriter([])
+    self._window = reduce.Accumulator()
+    self._in_flight: Optional[tuple[int, Any]] = None
+
+  def __enter__(self) -> Self:
+    super().__enter__()
+    if self._is_main:
+      self._writer = MultiWriter([JsonLinesWriter(os.path.join(self._model_dir, METRICS)),
+                                  TensorBoardWriter(os.path.join(self._model_dir, TENSORBOARD))])
+      self.push(self._close_writer)
+      self._writer.truncate_after(self._first_step)
+    self.enter_context(self._progress)
+    self.timer.restart()
+    return self
+
+  def _close_writer(self, kind: Optional[type[BaseException]], *rest: Any) -> None:
+    try:
+      self._writer.close()
+    except OSError:  # a full disk, say: an error on its way has said so
+      if kind is None:
+        raise
+
+  def dispatched(self, step: int, sums: Any) -> None:
+    """Takes the sums of a step that the devices have just been given; finishes the one before."""
+    self.finish()
+    self._in_flight = step, sums
+
+  def finish(self) -> None:
+    """Waits for the step in flight, if there is one, and counts it."""
+    if self._in_flight is None:
+      return
+    step, sums = self._in_flight
+    self._in_flight = None
+    numbers = reduce.to_host(sums)
+    self.timer.step_done()
+    self._step_done(step, numbers)
+    self._window.add(numbers)
+    self._progress.advance(step)
+
+  def log(self, step: int, evaluation: Optional[Mapping[str, float]] = None) -> None:
+    """Writes one object with the means since the last one, and those of an evaluation if given."""
+    self.finish()
+    times = self.timer.window()
+    values = {**self._window.means(prefix='train/').values, **times.metrics(prefix='train/')}
+    self._window.reset()
+    self._writer.write(step, {**values, **(evaluation or {})})
+    self._progress.update(step, values, eta_seconds=times.eta_seconds)
+    if evaluation:
+      self._progress.note(f'eval  step {step} | ' + ' | '.join(
+          f'{name.removeprefix("eval/")} {value:.4f}' for name, value in evaluation.items()))
