@@ -81,6 +81,7 @@ def initialize(cluster: ClusterInfo, *, initialization_timeout_seconds: int = 30
     if cluster.process_index == 0 and 'JAX_COORDINATOR_BIND_ADDRESS' not in os.environ:
       # To itself: its own name may resolve to an address that only others can use.
       address = '127.0.0.1:' + address.rpartition(':')[2]
+    _go_past_proxies(address)
     # 'deactivate': JAX must not pick up Slurm's variables, which would leave each process the one
     # GPU that has the number of its local rank (jax._src.clusters.cluster).
     jax.distributed.initialize(
@@ -94,6 +95,19 @@ def initialize(cluster: ClusterInfo, *, initialization_timeout_seconds: int = 30
   _members[:] = meeting.members
   exits.joined(cluster.process_index, process_count=cluster.process_count)
   return True
+
+
+def _go_past_proxies(address: str) -> None:
+  """Tells gRPC to connect to process 0 directly.
+
+  Compute nodes often have http_proxy set, for downloads; gRPC takes it for everything, and JAX
+  then waits for process 0 until it aborts. The plain connection of the rendezvous did get there.
+  """
+  hosts = [host for host in os.environ.get('no_grpc_proxy', os.environ.get('no_proxy', '')
+                                           ).split(',') if host]
+  own = address.rpartition(':')[0].strip('[]')
+  os.environ['no_grpc_proxy'] = ','.join([*hosts, own])
+  jax.config.update('jax_check_proxy_envs', False)  # its warning says to unset them
 
 
 def describe_this_process(cluster: ClusterInfo) -> Member:
@@ -144,6 +158,11 @@ def check_members(members: Sequence[Member]) -> None:
 def members() -> tuple[Member, ...]:
   """Returns what all processes told of themselves, by process index; () for a single process."""
   return tuple(_members)
+
+
+def num_hosts() -> int:
+  """Returns how many hosts (domains of fast links) the processes are on; 1 for a single process."""
+  return len({member.domain for member in _members}) or 1
 
 
 def members_table() -> str:

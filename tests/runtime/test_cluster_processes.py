@@ -14,9 +14,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE_SECONDS = 100
 
 
-def run(scenario: str, processes: list[dict]) -> tuple[list[dict], list[tuple[int, float]], str]:
+def run(scenario: str, processes: list[dict], **variables: str) -> tuple[list[dict], list[tuple[int, float]], str]:
   """Returns what each process told, its exit code and seconds, and all output."""
-  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '1'}
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '1',
+         **variables}
   env.pop('XLA_FLAGS', None)
   done = subprocess.run(
       [sys.executable, '-W', 'ignore::RuntimeWarning',
@@ -65,6 +66,13 @@ def test_processes_without_a_domain_are_one_host():
   assert [code for code, _ in exits] == [0, 0], output
   assert {(r['hosts'], r['per_host']) for r in results} == {(1, 2)}
   assert results[0]['reason'] == 'told apart by host name and boot id'
+
+
+def test_a_proxy_for_downloads_is_no_obstacle():
+  # Without help JAX waits for its timeout and aborts.
+  proxy = 'http://127.0.0.1:9'
+  _, exits, output = run('layout', [{}, {}], http_proxy=proxy, https_proxy=proxy, grpc_proxy=proxy)
+  assert [code for code, _ in exits] == [0, 0], output
 
 
 def test_uneven_hosts_are_an_error_on_every_process():
