@@ -20,9 +20,9 @@ from t5x_gpu.data.batches import open_batches
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import logging_setup
 from t5x_gpu.metrics.throughput import mfu
-from t5x_gpu.runtime import hardware
+from t5x_gpu.runtime import hardware, xla_flags
 from t5x_gpu.runtime import topology as topology_lib
-from t5x_gpu.training.program import build_program
+from t5x_gpu.training.program import build_program, compile_options
 from t5x_gpu.training.summary import size_line
 
 # Arguments of train() that say what a step is; the rest (periods, folders) plays no part here.
@@ -60,7 +60,8 @@ class Result:
   losses: tuple[float, float]
 
 
-def bench(arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int) -> Result:
+def bench(arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int,
+          xla: Optional[xla_flags.Applied] = None) -> Result:
   """Returns the measurement of the training step that `train`'s arguments describe.
 
   Each step is waited for; the wait costs microseconds and makes every step a sample of its own.
@@ -80,7 +81,8 @@ def bench(arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int) ->
       dataset, spec=program.spec,
       feature_converter=model.feature_converter(dataset.task_feature_lengths))
   begin = time.monotonic()
-  step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+  step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile(
+      compiler_options=compile_options(program, xla))
   compile_seconds = time.monotonic() - begin
   state = program.init()
   # The same few batches again and again: making them must not be what is timed.
@@ -147,7 +149,9 @@ def main(argv: Optional[list[str]] = None) -> int:
   arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
   if args.dry_run:
     return 0
-  result = bench(arguments, num_steps=args.extra.steps, warmup_steps=args.extra.warmup)
+  xla = xla_flags.prepare_environment(arguments.get('xla_preset', 'default'))
+  print(xla.report())
+  result = bench(arguments, num_steps=args.extra.steps, warmup_steps=args.extra.warmup, xla=xla)
   print(describe(result))
   if args.extra.json:
     with open(args.extra.json, 'w') as f:

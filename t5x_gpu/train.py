@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import math
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
@@ -29,10 +30,10 @@ from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.models.decoding import SampleConfig, sample
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime import cluster as cluster_lib
-from t5x_gpu.runtime import distributed, preemption
+from t5x_gpu.runtime import distributed, health, preemption, xla_flags
 from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig, coordination_store
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program, build_program, compile_options
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.summary import parameter_table, size_line
 
@@ -50,6 +51,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
           distributed_cfg: distributed.DistributedConfig = distributed.DistributedConfig(),
           watchdog_cfg: WatchdogConfig = WatchdogConfig(),
           watchdog: Optional[Watchdog] = None,
+          xla_preset: str = 'default',
+          xla: Optional[xla_flags.Applied] = None,
           summarize_config_fn: Optional[Callable[[str], None]] = None,
           dry_run: bool = False) -> int:
   """Trains until `total_steps`, continuing from the latest checkpoint in `model_dir` if any.
@@ -75,6 +78,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     distributed_cfg: how long several processes wait for each other; `main` has used it by now.
     watchdog_cfg: deadlines, after which a run that hangs ends; `main` starts `watchdog` with it.
     watchdog: told of phases and steps.
+    xla_preset: of XLA and NCCL settings (docs/xla_flags.md); `main` has applied it as `xla`.
+    xla: what was applied, to compile with; None for XLA's defaults.
     summarize_config_fn: called with `model_dir` once nothing can stop the run from starting.
     dry_run: check all of that, print it, and leave without a trace.
   Returns:
@@ -107,7 +112,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     if opening.done():
       opening.result()  # a mistake in the data is told before the compile, where it is quick
-    train_step = lowered.compile()
+    train_step = lowered.compile(compiler_options=compile_options(program, xla))
     data, eval_data = opening.result()
 
   # ---- 3. State: the latest checkpoint, else a fresh one --------------------------------------
@@ -303,6 +308,14 @@ def _closing(model_dir: str, model: Any, step: int) -> str:
           f'{model_dir}/config.gin')
 
 
+def _preflight() -> None:
+  """Logs what is wrong with this host, on every process: one bad node of many must be seen."""
+  for check in health.quick_checks():
+    if check.status != health.OK:
+      _log.warning('%s: %s %s: %s %s', socket.gethostname(), check.status, check.name, check.value,
+                   check.fix)
+
+
 def _say(text: str) -> None:
   if jax.process_index() == 0 and text:
     print(text, flush=True)
@@ -322,10 +335,13 @@ def main(argv: Optional[list[str]] = None) -> int:
   arguments = loaded.arguments()
   waits = arguments.get('distributed_cfg', distributed.DistributedConfig())
   distributed.initialize(cluster, **dataclasses.asdict(waits))
+  xla = xla_flags.prepare_environment(arguments.get('xla_preset', 'default'),
+                                      num_hosts=distributed.num_hosts())
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
   if jax.process_index() == 0:
     report.print_table(loaded.provenance)
     print(cluster, *(f'WARNING: {warning}' for warning in cluster.warnings), sep='\n')
+    print(xla.report())
     if distributed.members():
       print(distributed.members_table(), flush=True)
     print(*(f'note: {note}' for note in loaded.notes), sep='\n', end='\n' if loaded.notes else '')
@@ -334,11 +350,12 @@ def main(argv: Optional[list[str]] = None) -> int:
     changes = report.write(loaded.provenance, model_dir)
     if changes:
       _say('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
+  _preflight()
   with Watchdog(arguments.get('watchdog_cfg', WatchdogConfig()),
                 process_index=jax.process_index(), process_count=jax.process_count(),
                 store=coordination_store()) as watchdog:
     return train(**arguments, summarize_config_fn=write_config, dry_run=args.dry_run,
-                 watchdog=watchdog)
+                 watchdog=watchdog, xla=xla)
 
 
 if __name__ == '__main__':

@@ -14,6 +14,7 @@ import jax
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import LaidOut, Layout, Partitioner
+from t5x_gpu.runtime import xla_flags
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.train_state import TrainState, new_state, state_names
@@ -98,3 +99,20 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
                             out_shardings=(shardings, layout.replicated)),
       eval_step=layout.jit(make_eval_step(model=model), out_shardings=layout.replicated,
                            in_shardings=(shardings.params, batch_shardings)))
+
+
+def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optional[dict[str, Any]]:
+  """Returns the preset's compiler options for this program; None for XLA's own.
+
+  Collectives are combined up to the weights of one layer, as gathered in the compute dtype.
+  """
+  if xla is None:
+    return None
+  params, names = (jax.tree.leaves(t) for t in (program.abstract_state.params,
+                                                program.names.params))
+  layer_bytes = sum(2 * math.prod(p.shape) // p.shape[n.names.index('layers')]
+                    for p, n in zip(params, names) if 'layers' in n.names)
+  mesh = program.layout.mesh
+  applied = xla_flags.refine(xla, mesh_axes=[a for a, size in mesh.shape.items() if size > 1],
+                             layer_bytes=layer_bytes or None, num_gpus=mesh.size)
+  return dict(applied.compile_options) or None
