@@ -223,6 +223,8 @@ class Watchdog:
     if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in text:
       self._stop.wait(self._config.dead_seconds + 4 * self._config.period_seconds)
       return
+    # With an error of its own it leaves with that one, not with what another process failed of.
+    self._stop.set()
     first_line = text.splitlines()[0] if text else ''
     self._tell_phase('left')
     with contextlib.suppress(Exception):
