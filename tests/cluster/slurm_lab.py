@@ -72,6 +72,14 @@ class SlurmLab:
 
   def __enter__(self) -> Self:
     self._write_config()
+    try:
+      self._start()
+    except BaseException:
+      self.stop()
+      raise
+    return self
+
+  def _start(self) -> None:
     munge = self.folder / 'munge'
     self._run(['munged', *(f'--{name}={munge / file}' for name, file in (
         ('key-file', 'key'), ('socket', 'socket'), ('pid-file', 'pid'), ('log-file', 'log'),
@@ -82,12 +90,9 @@ class SlurmLab:
     deadline = time.monotonic() + START_SECONDS
     while self._idle_nodes() != len(self.nodes):
       if time.monotonic() > deadline:
-        logs = '\n'.join(f'== {p}\n{p.read_text()[-2000:]}'
-                         for p in sorted((self.folder / 'log').iterdir()))
-        self.stop()
-        raise AssertionError(f'Slurm did not come up:\n{logs}')
+        raise AssertionError('Slurm did not come up:\n' + '\n'.join(
+            f'== {p}\n{p.read_text()[-2000:]}' for p in sorted((self.folder / 'log').iterdir())))
       time.sleep(0.05)
-    return self
 
   def __exit__(self, *exc_info: Any) -> None:
     self.stop()
