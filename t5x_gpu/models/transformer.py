@@ -56,11 +56,14 @@ def scan_layers(layer: type[nn.Module], config: TransformerConfig) -> Any:
   """Returns `layer` repeated `num_layers` times, its parameters stacked on a `layers` axis."""
   policy = {'none': None, 'minimal': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
             'full': jax.checkpoint_policies.nothing_saveable}[config.remat_policy]
+  unroll = min(config.scan_unroll, config.num_layers)
   if policy is not None:
-    layer = nn.remat(layer, policy=policy, prevent_cse=False)  # the scan keeps CSE away already
+    # A loop keeps forward and backward apart; unrolled whole, XLA would merge the recomputation
+    # with what it was to replace, and save nothing.
+    layer = nn.remat(layer, policy=policy, prevent_cse=unroll == config.num_layers)
   return nn.scan(layer, variable_axes={'params': 0}, split_rngs={'params': True, 'dropout': True},
                  in_axes=nn.broadcast, length=config.num_layers,
-                 unroll=min(config.scan_unroll, config.num_layers),
+                 unroll=unroll,
                  metadata_params={nn.PARTITION_NAME: 'layers'})
 
 
