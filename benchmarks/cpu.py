@@ -66,6 +66,19 @@ def script(python: str, name: str) -> dict[str, Any]:
   return json.loads(out.strip().splitlines()[-1])
 
 
+def bench(example: str) -> dict[str, Any]:
+  """Returns the numbers of `python -m t5x_gpu.bench`: the step alone, as the bare step is timed."""
+  with tempfile.TemporaryDirectory() as folder:
+    out = os.path.join(folder, 'result.json')
+    subprocess.run([sys.executable, '-m', 't5x_gpu.bench', '--steps', '10', '--warmup', '2',
+                    f'--gin_file=gin_configs/examples/{example}.gin', '--json', out], cwd=ROOT,
+                   check=True, stdout=subprocess.DEVNULL)
+    with open(out) as f:
+      result = json.load(f)
+  return {key: result[key] for key in ('step_seconds', 'cpu_seconds_per_step', 'compile_seconds',
+                                       'tokens_per_second')}
+
+
 def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
   return {key: round(statistics.median(r[key] for r in rounds), 4) if isinstance(
       rounds[0][key], (int, float)) else rounds[0][key] for key in rounds[0]}
@@ -76,6 +89,7 @@ def measure(repeats: int, torch: Optional[str]) -> dict[str, Any]:
   for i in range(repeats):
     for example, options in RUNS.items():
       results.setdefault(f't5x_gpu {example}', []).append(train(example, options))
+    results.setdefault('t5x_gpu.bench decoder_14m', []).append(bench('decoder_14m'))
     results.setdefault('bare jax step, decoder_14m', []).append(
         script(sys.executable, 'bare_step.py'))
     if torch:

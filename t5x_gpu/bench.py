@@ -38,6 +38,7 @@ class Result:
     num_params, batch_size, length: of the model and the global batch.
     compile_seconds: of the train step.
     step_seconds: median of the timed steps.
+    cpu_seconds_per_step: of this process; on a CPU it does not see who else is running.
     tokens_per_second: all devices together, padding included.
     model_tflops_per_second_per_device: FLOPs of models/flops.py, per device.
     mfu: the same over the dense peak of the device and dtype.
@@ -53,6 +54,7 @@ class Result:
   length: int
   compile_seconds: float
   step_seconds: float
+  cpu_seconds_per_step: float
   tokens_per_second: float
   model_tflops_per_second_per_device: float
   mfu: Optional[float]
@@ -89,12 +91,15 @@ def bench(arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int,
   ready = [program.layout.put_batch(next(batches)) for _ in range(4)]
   seconds, losses = [], []
   for i in range(warmup_steps + num_steps):
+    if i == warmup_steps:
+      cpu_begin = time.process_time()
     begin = time.monotonic()
     state, sums = step(state, ready[i % len(ready)])
     loss, weight = jax.device_get(sums['loss'])
     if i >= warmup_steps:
       seconds.append(time.monotonic() - begin)
       losses.append(float(loss / weight))
+  cpu_seconds_per_step = (time.process_time() - cpu_begin) / num_steps
   batch_size, length = next(iter(program.spec.shapes.values()))
   step_seconds = statistics.median(seconds)
   step_flops = model.flops_per_token(length) * batch_size * length / len(devices)
@@ -106,6 +111,7 @@ def bench(arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int,
       device_kind=kind, num_devices=len(devices), dtype=dtype,
       jax_version=jax.__version__, num_params=program.num_params, batch_size=batch_size,
       length=length, compile_seconds=compile_seconds, step_seconds=step_seconds,
+      cpu_seconds_per_step=cpu_seconds_per_step,
       tokens_per_second=batch_size * length / step_seconds,
       model_tflops_per_second_per_device=step_flops / step_seconds / 1e12,
       mfu=mfu(step_flops, step_seconds=step_seconds, peak_flops=peak),
