@@ -27,7 +27,7 @@ from t5x_gpu.data.batches import (
 from t5x_gpu.errors import ConfigError, DataError, TrainingError
 from t5x_gpu.metrics import logging_setup, plots, reduce
 from t5x_gpu.metrics.recorder import Recorder
-from t5x_gpu.models.decoding import SampleConfig, sample
+from t5x_gpu.models.decoding import SampleConfig, check_sample, sample
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime import cluster as cluster_lib
 from t5x_gpu.runtime import distributed, health, preemption, xla_flags
@@ -104,7 +104,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   # ---- 2. Open the data while XLA compiles ----------------------------------------------------
   with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
     opening = pool.submit(_open_data, model, program, train_dataset_cfg, train_eval_dataset_cfg,
-                          saved, needs_text=sample_cfg is not None)
+                          saved, sample_cfg)
     if dry_run:
       opening.result()
       _say(f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
@@ -113,12 +113,13 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     if opening.done():
       opening.result()  # a mistake in the data is told before the compile, where it is quick
     train_step = lowered.compile(compiler_options=compile_options(program, xla))
+    fresh = None if saved else program.init()  # compiles, too: better now than after the data
     data, eval_data = opening.result()
 
   # ---- 3. State: the latest checkpoint, else a fresh one --------------------------------------
   checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.keep)
   restored = checkpointer.restore_latest(program.abstract_state)
-  state = restored.state if restored else program.init()
+  state = restored.state if restored else fresh or program.init()
   first_step = int(state.step)
   if restored:
     if not saved or saved.step != first_step:  # the latest one cannot be read
@@ -134,7 +135,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     watchdog.step_done(step)
     _check_finite(step, sums, checkpointer)
     if step == 1:
-      _check_first_loss(reduce.means(sums).values['cross_entropy'], model)
+      _check_first_loss(reduce.means(sums).values.get('cross_entropy'), model)
 
   recorder = Recorder(model_dir, total_steps=total_steps, first_step=first_step,
                       tokens_per_step=math.prod(next(iter(program.spec.shapes.values()))),
@@ -209,7 +210,8 @@ def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
 
 
 def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
-               eval_cfg: Optional[DatasetConfig], saved: Optional[Saved], *, needs_text: bool
+               eval_cfg: Optional[DatasetConfig], saved: Optional[Saved],
+               sample_cfg: Optional[SampleConfig]
                ) -> tuple[BatchIterator, Optional[BatchIterator]]:
   """Returns training and evaluation data; the former checked, and where `saved` left it."""
   def opened(config: DatasetConfig, repeat: bool) -> BatchIterator:
@@ -222,8 +224,9 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
                       'pack.', fix='Give both DatasetConfigs the same three values.',
                       parameters=('train_eval/DatasetConfig.batch_size',
                                   'train/DatasetConfig.batch_size'))
-  if needs_text:
-    open_vocabulary(train_cfg)  # raises now rather than after the last step
+  if sample_cfg is not None:  # raises now rather than after the last step
+    prompt = open_vocabulary(train_cfg).encode(sample_cfg.prompt)
+    check_sample(len(prompt), num_tokens=sample_cfg.num_tokens, length=_length(program))
   data = opened(train_cfg, repeat=True)
   program.spec.check(data.peek())
   if saved:
@@ -272,8 +275,13 @@ def _check_finite(step: int, sums: Mapping[str, tuple[float, float]],
         parameters=('train.learning_rate', 'train.max_grad_norm'))
 
 
-def _check_first_loss(loss: float, model: Any) -> None:
-  """Warns if an untrained model is far from guessing: wrong labels, scale or initialisation."""
+def _check_first_loss(loss: Optional[float], model: Any) -> None:
+  """Warns if an untrained model is far from guessing: wrong labels, scale or initialisation.
+
+  None, from a batch without target tokens or a model without such a metric, says nothing.
+  """
+  if loss is None:
+    return
   expected = math.log(model.logical_sizes()['vocab'])
   if not expected - 1.0 <= loss <= expected + 1.5:
     _log.warning('The first loss is %.2f; an untrained model should be near ln(vocab) = %.2f. '
@@ -284,12 +292,16 @@ def _check_first_loss(loss: float, model: Any) -> None:
 def _sample_text(model: Any, program: Program, params: Any, dataset: DatasetConfig,
                  config: SampleConfig) -> str:
   vocabulary = open_vocabulary(dataset)
-  length = next(iter(program.spec.shapes.values()))[1]
   prompt = np.asarray(vocabulary.encode(config.prompt), np.int32)
-  ids = sample(model, params, prompt, layout=program.layout, length=length,
+  ids = sample(model, params, prompt, layout=program.layout, length=_length(program),
                num_tokens=config.num_tokens, temperature=config.temperature)
   text = vocabulary.decode([int(i) for i in ids])
   return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'
+
+
+def _length(program: Program) -> int:
+  """Returns the positions of a row."""
+  return next(iter(program.spec.shapes.values()))[1]
 
 
 def _closing(model_dir: str, model: Any, step: int) -> str:
@@ -354,6 +366,8 @@ def main(argv: Optional[list[str]] = None) -> int:
   with Watchdog(arguments.get('watchdog_cfg', WatchdogConfig()),
                 process_index=jax.process_index(), process_count=jax.process_count(),
                 store=coordination_store()) as watchdog:
+    distributed.assert_equal_across_hosts(
+        {setting.key: setting.value for setting in loaded.provenance.settings}, 'The configuration')
     return train(**arguments, summarize_config_fn=write_config, dry_run=args.dry_run,
                  watchdog=watchdog, xla=xla)
 
