@@ -23,6 +23,16 @@ True, None, [1, 2], %MACRO and @module.name() mean what they mean in gin. Who se
   python -m t5x_gpu.config explain BATCH_SIZE --gin_file=my.gin
 """
 
+# Flags of t5x/train.py that are not ours, and what does the same.
+T5X_FLAGS = {
+    '--gin_bindings': 'Write each binding as a flag: --gin.NAME=VALUE.',
+    '--multiprocess_gpu': 'Leave it out: several processes are recognised by themselves, see '
+                          'docs/slurm.md.',
+    '--run_mode': 'Leave it out: this command trains.',
+    '--seqio_additional_cache_dirs': 'Call seqio.add_global_cache_dirs in the module that '
+                                     'MIXTURE_OR_TASK_MODULE names.',
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Args:
@@ -43,6 +53,12 @@ class Args:
   dry_run: bool
   extra: argparse.Namespace
 
+  @property
+  def has_config(self) -> bool:
+    """Whether any flag of a configuration is given."""
+    return bool(self.gin_files or self.bindings or self.gin_search_paths or self.tfds_data_dir
+                or self.dry_run)
+
 
 class _Parser(argparse.ArgumentParser):
 
@@ -52,7 +68,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_args(prog: str, description: str, argv: Sequence[str], *,
                extra: Optional[Callable[[argparse.ArgumentParser], None]] = None,
-               gin_file_required: bool = True, examples: str = EXAMPLES) -> Args:
+               gin_file_required: bool = True, takes_config: bool = True,
+               examples: str = EXAMPLES) -> Args:
   """Returns the parsed flags; prints and exits on --help.
 
   Args:
@@ -61,6 +78,8 @@ def parse_args(prog: str, description: str, argv: Sequence[str], *,
     argv: without the program's name.
     extra: adds flags of its own; their values come back in `Args.extra`.
     gin_file_required: whether to refuse a command line without --gin_file.
+    takes_config: whether --help shows the flags of a configuration; a command that takes none
+      looks at `Args.has_config` to say what to do instead.
     examples: the end of --help; `{prog}` in it is replaced.
   Raises:
     ConfigError: an unknown flag (with the closest known ones), a bad value, no --gin_file.
@@ -69,15 +88,20 @@ def parse_args(prog: str, description: str, argv: Sequence[str], *,
                    epilog=examples.format(prog=prog),
                    formatter_class=argparse.RawDescriptionHelpFormatter)
   common = parser.add_argument_group('configuration')
-  common.add_argument('--gin_file', action='append', default=[], metavar='FILE',
-                      help='gin file; repeat it or separate by commas, later ones override')
-  common.add_argument('--gin.X', dest='gin_x', metavar='VALUE',
-                      help='set X to VALUE after the gin files (any macro or parameter X)')
+
+  def shown(text: str) -> str:
+    return text if takes_config else argparse.SUPPRESS
+  common.add_argument(
+      '--gin_file', action='append', default=[], metavar='FILE',
+      help=shown('gin file; repeat it or separate by commas, later ones override'))
+  common.add_argument('--gin.X', dest='gin_x', metavar='VALUE', help=shown(
+      'set X to VALUE after the gin files (any macro or parameter X)'))
   common.add_argument('--gin_search_paths', action='append', default=[], metavar='FOLDERS',
-                      help='comma-separated folders to look for gin files in')
-  common.add_argument('--tfds_data_dir', metavar='FOLDER', help='folder of TensorFlow Datasets')
-  common.add_argument('--dry_run', action='store_true',
-                      help='parse and check everything, print what would run, and leave')
+                      help=shown('comma-separated folders to look for gin files in'))
+  common.add_argument('--tfds_data_dir', metavar='FOLDER',
+                      help=shown('folder of TensorFlow Datasets'))
+  common.add_argument('--dry_run', action='store_true', help=shown(
+      'parse and check everything, print what would run, and leave'))
   known = {action.dest for action in parser._actions}
   if extra is not None:
     extra(parser)
@@ -126,8 +150,12 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigE
     return ConfigError(f'{argument!r} belongs to no flag.', fix=fix)
   name = argument.split('=', 1)[0]
   flags = [flag for action in parser._actions for flag in action.option_strings]
+  if name in T5X_FLAGS:
+    return ConfigError(f'{name} is a flag of T5X, not of t5x_gpu.', fix=T5X_FLAGS[name])
   hint = did_you_mean(name, flags)
-  gin = '' if hint else f' A gin parameter or macro is set by --gin.{name.lstrip("-")}=VALUE.'
+  word = name.lstrip('-').replace('-', '_')
+  gin = '' if hint else (f' A macro is set by --gin.{word.upper()}=VALUE, a parameter by '
+                         f'--gin.Class.{word}=VALUE.')
   return ConfigError(f'Unknown flag {name}.{hint}', fix=f'{parser.prog} --help lists all.{gin}')
 
 

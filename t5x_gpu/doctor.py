@@ -126,8 +126,9 @@ def main(argv: Sequence[str]) -> int:
   """Returns 1 if a check failed, else 0."""
   args = cli.parse_args('python -m t5x_gpu.doctor',
                         'Looks at this machine before a run does: versions, GPUs, links, speeds.',
-                        argv, extra=_add_flags, gin_file_required=False, examples=EXAMPLES)
-  if args.gin_files or args.bindings or args.dry_run:
+                        argv, extra=_add_flags, gin_file_required=False, takes_config=False,
+                        examples=EXAMPLES)
+  if args.has_config:
     raise ConfigError('The doctor looks at a machine, not at a configuration.',
                       fix='Leave the gin files and bindings out; --model_dir names the folder of '
                           'the run. A run itself is checked by python -m t5x_gpu.train --dry_run.')

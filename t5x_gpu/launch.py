@@ -206,8 +206,9 @@ def main(argv: Optional[list[str]] = None) -> int:
   argv = list(sys.argv[1:] if argv is None else argv)
   split = argv.index('--') if '--' in argv else len(argv)
   args = cli.parse_args('python -m t5x_gpu.launch', __doc__.splitlines()[0], argv[:split],
-                        extra=_add_flags, gin_file_required=False, examples=EXAMPLES)
-  if args.gin_files or args.bindings:
+                        extra=_add_flags, gin_file_required=False, takes_config=False,
+                        examples=EXAMPLES)
+  if args.has_config:
     raise ConfigError('The flags of the training run stand before --.',
                       fix='Write python -m t5x_gpu.launch --nproc N -- --gin_file=FILE ...')
   flags = args.extra

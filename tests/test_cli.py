@@ -2,7 +2,7 @@
 
 import pytest
 
-from t5x_gpu import cli
+from t5x_gpu import __main__, cli, launch
 from t5x_gpu.config import gin_loader, provenance
 from t5x_gpu.errors import ConfigError, MeshError
 
@@ -38,7 +38,10 @@ def test_entry_points_add_flags():
     (['--gin_flie=a.gin'], "Unknown flag --gin_flie. Did you mean '--gin_file'"),
     (['--gin-file=a.gin'], "Did you mean '--gin_file'"),
     (['--dryrun'], "Did you mean '--dry_run'"),
-    (['--model_dir=a'], '--gin.model_dir=VALUE'),
+    (['--model_dir=a'], '--gin.MODEL_DIR=VALUE'),
+    (['--batch-size', '8'], '--gin.BATCH_SIZE=VALUE, a parameter by --gin.Class.batch_size=VALUE'),
+    (['--gin_bindings=A=1'], 'Write each binding as a flag: --gin.NAME=VALUE'),
+    (['--multiprocess_gpu'], 'is a flag of T5X'),
     (['my.gin'], 'Write --gin_file=my.gin'),
     (['now'], "'now' belongs to no flag"),
     (['--gin.A'], '--gin.A has no value'),
@@ -71,6 +74,32 @@ def test_help_shows_examples_and_every_flag(capsys):
                'explain BATCH_SIZE'):
     assert part in text
   assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize('command', __main__.COMMANDS)
+def test_every_command_of_the_console_script_has_help(command, monkeypatch, capsys):
+  monkeypatch.setattr('sys.argv', ['t5x_gpu', command, '--help'])
+  with pytest.raises(SystemExit) as e:
+    __main__.main()
+  text = capsys.readouterr().out
+  assert e.value.code == 0 and f'python -m t5x_gpu.{command}' in text
+  assert ('--gin_file FILE' in text) == (command not in ('launch', 'doctor'))
+
+
+def test_the_console_script_hands_its_arguments_to_the_command(monkeypatch, capsys):
+  monkeypatch.setattr('sys.argv', ['t5x_gpu', 'config', 'explain', 'EVAL_STEPS',
+                                   '--gin_file=gin_configs/examples/demo.gin'])
+  with pytest.raises(SystemExit) as e:
+    __main__.main()
+  assert e.value.code == 0
+  assert 'EVAL_STEPS = 10   gin_configs/examples/demo.gin:' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('flag', ['--gin_file=a.gin', '--gin.A=1', '--dry_run',
+                                  '--tfds_data_dir=a'])
+def test_flags_of_the_run_before_the_dashes_of_launch_start_nothing(flag):
+  with pytest.raises(ConfigError, match='stand before --'):
+    launch.main(['--nproc=1', '--no_gpu', flag, '--', '--help'])
 
 
 def exit_code(main) -> int:

@@ -25,10 +25,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
                       help='what the configuration is for (default: %(default)s)')
 
 
-def main() -> Optional[int]:
+def main(argv: Optional[list[str]] = None) -> Optional[int]:
   """Answers one command on standard output."""
-  args = cli.parse_args(PROG, DESCRIPTION, sys.argv[1:], extra=_flags, gin_file_required=False,
-                        examples=EXAMPLES)
+  args = cli.parse_args(PROG, DESCRIPTION, sys.argv[1:] if argv is None else argv, extra=_flags,
+                        gin_file_required=False, examples=EXAMPLES)
   command, names = args.extra.command, args.extra.names
   wanted = {'show': 0, 'diff': 2}.get(command, max(1, len(names)))
   if len(names) != wanted:
