@@ -13,7 +13,7 @@ from typing import Any, Optional, Protocol
 
 import numpy as np
 
-from t5x_gpu.errors import ConfigError, ShapeError
+from t5x_gpu.errors import ConfigError, DataError, ShapeError
 
 # One batch: feature name (SeqIO's model feature names) -> numpy array [batch, length].
 Batch = dict[str, np.ndarray]
@@ -139,6 +139,15 @@ def _module(config: DatasetConfig) -> types.ModuleType:
         fix="Install what is missing (pip install 't5x_gpu' brings SeqIO and TensorFlow), or set "
             "DatasetConfig.module = 't5x_gpu.data.synthetic' for random batches without them.",
         parameters=('DatasetConfig.module',)) from e
+
+
+def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+  """Raises DataError unless two fingerprints of data agree, with the facts in which they differ."""
+  wrong = [f'{key}: saved {saved.get(key)!r}, now {now.get(key)!r}'
+           for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+  if wrong:
+    raise DataError('The data is not what the checkpoint was trained on:\n  ' + '\n  '.join(wrong),
+                    fix='Restore these values, or start anew in another MODEL_DIR.')
 
 
 def batch_hash(batch: Batch) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data import features, sources, task_lookup
-from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig, check_same_data
 from t5x_gpu.data.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.iterator_state import bytes_to_iterator, iterator_to_bytes
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -112,12 +112,7 @@ class SeqioBatches:
       DataError: not a state of this module, or of other data; the message names what differs.
     """
     header, position, tail = _parse_state(state)
-    now = json.loads(json.dumps(self._fingerprint))
-    wrong = _differences(header['data'], now)
-    if wrong:
-      raise DataError('The data is not what the checkpoint was trained on:\n  '
-                      + '\n  '.join(wrong),
-                      fix='Restore these values, or start anew in another MODEL_DIR.')
+    check_same_data(header['data'], json.loads(json.dumps(self._fingerprint)))
     self._start()
     taken = header['batches_taken']
     try:
@@ -164,11 +159,6 @@ def _parse_state(state: bytes) -> tuple[dict[str, Any], bytes, bytes]:
         fix='Set DatasetConfig.module to the module that the checkpoint was trained with.',
         parameters=('DatasetConfig.module',)) from e
   return header, rest[:size], rest[size:]
-
-
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-  return [f'{key}: saved {saved.get(key)!r}, now {now.get(key)!r}'
-          for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
 
 
 def _options() -> tf.data.Options:

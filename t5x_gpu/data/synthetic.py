@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig, check_same_data
 from t5x_gpu.data.features import check_batch_size, check_lengths
 from t5x_gpu.errors import DataError
 
@@ -74,13 +74,7 @@ class SyntheticBatches:
           f'This data state ({len(state)} bytes) was not written by t5x_gpu.data.synthetic.',
           fix='Set DatasetConfig.module to the module that the checkpoint was trained with.',
           parameters=('DatasetConfig.module',)) from e
-    now = self._fingerprint()
-    wrong = [f'{key}: saved {data.get(key)!r}, now {now.get(key)!r}'
-             for key in sorted(data.keys() | now.keys()) if data.get(key) != now.get(key)]
-    if wrong:
-      raise DataError('The data is not what the checkpoint was trained on:\n  '
-                      + '\n  '.join(wrong),
-                      fix='Restore these values, or start anew in another MODEL_DIR.')
+    check_same_data(data, self._fingerprint())
     self._step = step
 
   def describe(self) -> Mapping[str, Any]:
