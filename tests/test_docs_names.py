@@ -16,8 +16,8 @@ SCRIPTS = [ROOT / 'Makefile', *sorted(p for p in (ROOT / 'scripts').rglob('*') i
 # Folders that commands write.
 WRITTEN = ('benchmarks/results',)
 # Flags of other programs that our pages show.
-FOREIGN_FLAGS = {'--logdir', '--ipc', '--shm-size', '--nodes', '--partition', '--account',
-                 '--ntasks-per-node', '--gpus-per-node', '--signal', '--requeue', '--open-mode',
+FOREIGN_FLAGS = {'--logdir', '--data_dir', '--ipc', '--shm-size', '--nodes', '--partition',
+                 '--account', '--ntasks-per-node', '--gpus-per-node', '--signal', '--requeue', '--open-mode',
                  '--cpus-per-task', '--gpus-per-task', '--kill-on-bad-exit'}
 FOREIGN_PREFIXES = ('--xla_', '--gin.')
 # Names that stand for something, in usage texts and examples.

@@ -147,7 +147,7 @@ seqio.TaskRegistry.add('numbers_of_mine', source=seqio.FunctionDataSource(number
 
 
 @pytest.mark.parametrize('name', ['wmt_ende', 'wmt_t2t_ende_v003'])
-def test_wmt_is_the_seeds_mixture_with_t5s_prompt(open_data, name):
+def test_wmt_is_tensor2tensors_mixture_with_t5s_prompt(open_data, name):
   tfds = pytest.importorskip('tensorflow_datasets')
 
   def as_dataset(self, *args, **kwargs):

@@ -19,7 +19,7 @@ from t5x_gpu.runtime.xla_flags import prepare_environment
 from t5x_gpu.runtime.xla_legacy import LEGACY
 
 PRESETS = [name for name in xla_presets.PRESETS if name != 'none']
-SEED_FLAGS = ('--xla_gpu_simplify_all_fp_conversions '
+T5X_SCRIPT_FLAGS = ('--xla_gpu_simplify_all_fp_conversions '
               '--xla_gpu_all_reduce_combine_threshold_bytes=136314880')
 OPTION = 'xla_gpu_all_reduce_combine_threshold_bytes'
 
@@ -61,7 +61,7 @@ def start(code, *arguments, flags=None, **env):
 
 @pytest.mark.parametrize('preset', PRESETS)
 def test_jax_starts_and_compiles_with_the_preset(preset):
-  done = start(START, preset, flags=SEED_FLAGS)
+  done = start(START, preset, flags=T5X_SCRIPT_FLAGS)
   assert done.returncode == 0, done.stderr
   result, level, applied = json.loads(done.stdout)
   assert result == 2
@@ -71,9 +71,9 @@ def test_jax_starts_and_compiles_with_the_preset(preset):
   assert OPTION not in applied['compile_options']
 
 
-def test_this_jaxlib_aborts_at_the_seeds_flags_without_us():
+def test_this_jaxlib_aborts_at_t5xs_flags_without_us():
   # If this fails, XLA has become lenient, and much of this module can go.
-  done = start('import jax; jax.devices()', flags=SEED_FLAGS)
+  done = start('import jax; jax.devices()', flags=T5X_SCRIPT_FLAGS)
   assert done.returncode != 0 and 'Unknown flag' in done.stderr
 
 
@@ -180,7 +180,7 @@ def test_without_gpu_nothing_is_set_and_no_process_is_started(monkeypatch):
 
 def test_a_warm_start_asks_no_child(monkeypatch):
   def once():
-    env = {'XLA_FLAGS': SEED_FLAGS}
+    env = {'XLA_FLAGS': T5X_SCRIPT_FLAGS}
     return prepare_environment('default', gpu='h100', num_hosts=2, environ=env), env
   first = once()
   monkeypatch.setattr(xla_probe, '_child', lambda *a, **k: pytest.fail('asked a child'))
