@@ -85,12 +85,30 @@ def test_a_data_module_that_is_not_there_is_refused(project):
                  says=["'t5x_gpu.data.synthetics' cannot be imported", 'DatasetConfig.module'])
 
 
-def test_a_sample_of_batches_without_text_is_refused_before_the_first_step(project):
+@pytest.fixture
+def sampling(project):
+  """A project whose runs end with a sample."""
   project.gin_file.write_text(project.gin_file.read_text() + (
       'from t5x_gpu.models import decoding\n'
       'train_script.train.sample_cfg = @decoding.SampleConfig()\n'
       "decoding.SampleConfig.prompt = 'def '\n"))
-  assert_refused(project, says=['have no text', 'Remove train.sample_cfg'])
+  return project
+
+
+def test_a_sample_of_batches_without_text_is_refused_before_the_first_step(sampling):
+  assert_refused(sampling, says=['have no text', 'Remove train.sample_cfg'])
+
+
+@pytest.mark.tf
+@pytest.mark.parametrize('sample, fix', [
+    ({'num_tokens': 29}, 'Set SampleConfig.num_tokens to 1 to 28.'),
+    ({'num_tokens': 0}, 'Set SampleConfig.num_tokens to 1 to 28.'),
+    ({'prompt': 'x' * 32}, 'Set SampleConfig.prompt to a text of 1 to 31 tokens.'),
+], ids=['too_long', 'nothing', 'prompt_too_long'])
+def test_a_sample_that_does_not_fit_is_refused_before_the_first_step(sampling, sample, fix):
+  assert_refused(sampling, DATA_MODULE='t5x_gpu.data.seqio_batches', says=[
+      'the model takes 32 in all', fix, 'TASK_FEATURE_LENGTHS is set at'],
+      **{f'SampleConfig.{name}': value for name, value in sample.items()})
 
 
 @pytest.mark.tf

@@ -26,6 +26,19 @@ class SampleConfig:
   temperature: float = 0.7
 
 
+def check_sample(prompt_length: int, *, num_tokens: int, length: int) -> None:
+  """Raises ConfigError unless a prompt and `num_tokens` more, each at least one, fit `length`."""
+  room = length - prompt_length
+  if prompt_length >= 1 and 1 <= num_tokens <= room:
+    return
+  raise ConfigError(
+      f'The sample has {prompt_length} prompt tokens and {num_tokens} new ones; the model takes '
+      f'{length} in all, and at least one of each.',
+      fix=f'Set SampleConfig.prompt to a text of 1 to {length - 1} tokens.'
+      if prompt_length < 1 or room < 1 else f'Set SampleConfig.num_tokens to 1 to {room}.',
+      parameters=('SampleConfig.num_tokens', 'SampleConfig.prompt', 'TASK_FEATURE_LENGTHS'))
+
+
 def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, length: int,
            num_tokens: int, temperature: float, seed: int = 0) -> np.ndarray:
   """Returns token ids [prompt + num_tokens]: `prompt` and its continuation.
@@ -41,14 +54,10 @@ def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, lengt
     num_tokens, temperature: as in SampleConfig.
     seed: of the draws.
   Raises:
-    ConfigError: prompt and continuation do not fit `length`.
+    ConfigError: as `check_sample`.
   """
+  check_sample(len(prompt), num_tokens=num_tokens, length=length)
   end = len(prompt) + num_tokens
-  if len(prompt) < 1 or end > length:
-    raise ConfigError(f'The sample has {len(prompt)} prompt tokens + {num_tokens} new ones; the '
-                      f'model takes 2 to {length} in all.',
-                      fix=f'Set SampleConfig.num_tokens to at most {length - len(prompt)}.',
-                      parameters=('SampleConfig.num_tokens', 'SampleConfig.prompt'))
   # Unwritten positions hold 1: not padding, so that the mask stays causal; nothing reads them.
   # As many rows as the mesh splits a batch into; the first one is returned.
   tokens = np.ones((layout.batch_parts, length), np.int32)
