@@ -230,6 +230,22 @@ def test_a_killed_run_of_two_processes_ends_with_the_losses_of_one(tmp_path):
   assert losses == pytest.approx(alone.metrics(), rel=1e-5)
 
 
+def test_processes_with_different_flags_are_told_and_end(tmp_path):
+  """Else they would train, each by its own configuration, until a collective hangs."""
+  address = launch.free_address()
+
+  def start(index: int, **macros):
+    return Project(_folder(tmp_path, str(index))).start(
+        '--process_count=2', f'--process_index={index}', f'--coordinator_address={address}',
+        MODEL_DIR=tmp_path / 'model', **macros)
+  with start(0, SAVE_PERIOD=3) as one, start(1, SAVE_PERIOD=4) as two:
+    assert (one.finish(), two.finish()) == (1, 1), one.err + two.err
+  for run in (one, two):
+    assert 'ConfigError: The configuration is not the same on all 2 processes' in run.err
+    assert 'Config.period": "3"' in run.err and 'Config.period": "4"' in run.err
+  assert not (tmp_path / 'model').exists()
+
+
 def _folder(parent: pathlib.Path, name: str) -> pathlib.Path:
   folder = parent / name
   folder.mkdir()

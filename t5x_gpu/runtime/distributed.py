@@ -11,7 +11,7 @@ import os
 import pathlib
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 import jax
 import jaxlib
@@ -247,7 +247,9 @@ def assert_equal_across_hosts(value: Any, name: str) -> None:
   digests = gather_json(digest)
   if len(set(digests)) == 1:
     return
-  texts = gather_json(_around_difference(text, broadcast_json(text)))
+  differing = [at for at in gather_json(_first_difference(text, broadcast_json(text)))
+               if at is not None]
+  texts = gather_json(_cut(text, max(min(differing) - 60, 0)))
   first_with = {}
   for process, d in enumerate(digests):
     first_with.setdefault(d, process)
@@ -258,10 +260,14 @@ def assert_equal_across_hosts(value: Any, name: str) -> None:
                         'of the code.')
 
 
-def _around_difference(text: str, other: str) -> str:
-  """Returns the part of `text` from a little before it differs from `other`, cut to a line."""
-  same = next((i for i, (a, b) in enumerate(zip(text, other)) if a != b),
+def _first_difference(text: str, other: str) -> Optional[int]:
+  """Returns the number of characters that two texts begin alike; None if they are equal."""
+  if text == other:
+    return None
+  return next((i for i, (a, b) in enumerate(zip(text, other)) if a != b),
               min(len(text), len(other)))
-  start = max(same - 60, 0)
+
+
+def _cut(text: str, start: int) -> str:
   end = start + SHOWN_CHARACTERS
   return ('...' if start else '') + text[start:end] + ('...' if end < len(text) else '')

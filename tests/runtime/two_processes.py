@@ -60,7 +60,8 @@ def main(address: str, index: int, folder: str) -> None:
   }
   distributed.assert_equal_across_hosts({'a': 1, 'b': [2]} if index else {'b': [2], 'a': 1}, 'same')
   try:
-    distributed.assert_equal_across_hosts({'steps': 100, 'lr': 0.1 * (index + 1)}, 'The config')
+    distributed.assert_equal_across_hosts(
+        {'lr': 0.1 * (index + 1), 'steps': 100, 'text': 'x' * 1000}, 'The config')
   except ConfigError as e:
     results['difference'] = str(e)
   print('RESULT ' + json.dumps(results), flush=True)
