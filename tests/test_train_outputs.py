@@ -2,12 +2,13 @@
 
 import json
 import struct
+import sys
 
 import pytest
 
 from t5x_gpu import train
 from t5x_gpu.metrics.writers import read_json_lines
-from tests.helpers_train import Project, compiled_kept_in, listing, run_here
+from tests.helpers_train import TINY_GIN, Project, compiled_kept_in, listing, run_here
 
 PROMISED = ('train/loss', 'train/accuracy', 'train/grad_norm', 'train/learning_rate',
             'train/step_seconds', 'train/tokens_per_second', 'train/input_wait_fraction')
@@ -149,6 +150,51 @@ def test_a_dry_run_tells_from_where_it_would_continue(finished):
   assert result.code == 0, result.err
   assert f'the run could start. Steps done: {finished.steps()[-1]}.' in result.out
   assert listing(finished.model_dir) == before
+
+
+# A user's own model, in a module beside the gin file.
+OWN_MODEL = '''
+import dataclasses
+
+from t5x_gpu.models import decoder_only
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+  inner: decoder_only.DecoderOnlyModel
+  loss_alone: bool = False
+
+  def __getattr__(self, name):
+    return getattr(self.inner, name)
+
+  def loss(self, params, batch, *, dropout_rng=None):
+    sums = self.inner.loss(params, batch, dropout_rng=dropout_rng)
+    if self.loss_alone:
+      return {'loss': sums['loss']}
+    total, weight = sums['cross_entropy']
+    return {**sums, 'cross_entropy': (2 * total, weight)}
+'''
+
+
+@pytest.mark.parametrize('loss_alone', [False, True])
+def test_a_first_loss_far_from_guessing_is_warned_of_where_it_is_known(tmp_path, monkeypatch,
+                                                                       loss_alone):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, 'own_model', raising=False)
+  (tmp_path / 'own_model.py').write_text(OWN_MODEL)
+  project = Project(tmp_path, gin=TINY_GIN + (
+      'import own_model\nfrom t5x_gpu.models import decoder_only\n'
+      'train_script.train.model = @own_model.Own()\n'
+      'own_model.Own.inner = @decoder_only.DecoderOnlyModel()\n'
+      f'own_model.Own.loss_alone = {loss_alone}\n'))
+  result = project.run(TRAIN_STEPS=2)
+  assert result.code == 0, result.err
+  assert ('near ln(vocab) = 5.58' in result.err) != loss_alone
+
+
+def test_an_untrained_model_is_not_warned_of(finished):
+  assert 'The first loss' not in finished.result.err
 
 
 def test_manifests_hold_what_an_error_message_needs(finished):
