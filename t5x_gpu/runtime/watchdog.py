@@ -1,12 +1,12 @@
-"""A run that hangs ends, and says who was missing.
+"""A run that hangs or loses a process ends, and says who it was.
 
-JAX itself waits for ever for a rank that is alive but stuck, and about 100 seconds for one that is
-dead, without a name (https://github.com/jax-ml/jax/issues/38503). Each process therefore runs a
-thread that (1) writes a heartbeat with its phase and step into the coordination service's key-value
-store, (2) ends the process when its phase outlasts its deadline, with all Python stacks and the
-table of heartbeats, so that the late rank has a name, and (3) follows process 0, which watches all
-heartbeats, when it declares a rank dead. The main thread may be stuck in a collective meanwhile:
-Python threads run on.
+JAX itself waits for ever for a rank that is alive but stuck, and for one that is dead until its own
+heartbeats time out, without a name (https://github.com/jax-ml/jax/issues/38503). Each process
+therefore has two threads; the main thread may be stuck in a collective meanwhile. One talks: it
+writes a heartbeat into the coordination service, which lives in process 0, and reads what others
+have to say; a request to a process that is gone may never return. The other watches: a phase that
+outlasts its deadline, a verdict of another process, and silence of process 0 end this process. In
+process 0 the talking one also declares dead whose heartbeats have stopped. docs/watchdog.md.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import dataclasses
 import faulthandler
 import json
 import os
+import re
 import socket
 import statistics
 import sys
@@ -21,18 +22,28 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Optional, Protocol, Self
+from typing import Any, Optional, Self
 
-import jax
-from jax._src import distributed as jax_distributed  # no public way to the key-value store
+from t5x_gpu.errors import ConfigError, UserError
+from t5x_gpu.runtime import heartbeats
+from t5x_gpu.runtime.coordination import Store, coordination_store, delay_aborts, within
+from t5x_gpu.runtime.heartbeats import Beat
 
-from t5x_gpu.errors import ConfigError
+__all__ = ['Watchdog', 'WatchdogConfig', 'coordination_store']
 
+EXIT_ERROR = 1       # another rank failed with an error of its own
 EXIT_STUCK = 86      # this or another rank did not get on
 EXIT_RANK_DEAD = 87  # another rank gave no sign of life
-_PREFIX = 't5x_gpu/watchdog/'
-_VERDICT = 't5x_gpu/watchdog_verdict'
+STUCK, DEAD, FAILED = 'stuck', 'dead', 'failed'
+_BEATS = 't5x_gpu/watchdog/beats'
+_MAIN = 't5x_gpu/watchdog/main'  # what everybody reads: process 0's heartbeat, and verdicts
+_END = 't5x_gpu/watchdog/end'
 _STEPS_FOR_MEDIAN = 20
+_ASK_SECONDS = 3  # for a request that a report can do without
+# Errors of a collective whose other end has gone, as they are or wrapped: they name nobody.
+_BROKEN = re.compile(
+    '(jax|xla)runtimeerror:.*(gloo|nccl|connection (closed|reset|refused)|broken pipe|'
+    'socket closed|coordination|barrier|deadline_exceeded|unavailable)', re.IGNORECASE | re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +74,18 @@ class WatchdogConfig:
                         parameters=[f'WatchdogConfig.{n}' for n in wrong])
 
 
-class Store(Protocol):
-  """What the watchdog needs of the coordination service."""
-  def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-  def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """Why all processes end.
 
-
-@dataclasses.dataclass
-class _Seen:
-  """What process 0 last heard of a rank, and when that was news."""
-  beat: int
-  at: float
+  Attributes:
+    kind: STUCK, DEAD or FAILED.
+    text: for the report.
+    code: to leave with.
+  """
+  kind: str
+  text: str
+  code: int
 
 
 class Watchdog:
@@ -83,6 +95,8 @@ class Watchdog:
         with watchdog.phase('compile'): ...
         for step in ...:
           watchdog.step_done(step)
+
+  The block ends together on all processes: one that is done waits for those that still save.
 
   Args:
     config: deadlines.
@@ -98,33 +112,49 @@ class Watchdog:
     self._config = config
     self._index = process_index
     self._count = process_count
-    self._store = store
+    self._store = store if process_count > 1 else None
     self._leave = leave
     self._clock = clock
     self._lock = threading.Lock()
     self._phase, self._since, self._deadline = 'set-up', clock(), config.compile_seconds
     self._step = 0
     self._seconds: list[float] = []
-    self._beat = 0
-    self._seen: dict[int, _Seen] = {}
-    self._store_fails_since: Optional[float] = None
+    self._beats_told = 0
+    self._news: dict[int, tuple[int, float]] = {}  # rank -> count of its last heartbeat, since when
+    self._contact, self._trouble = clock(), 'no answer'  # with process 0
+    self._process_zero: Optional[Beat] = None
+    self._verdict: Optional[Verdict] = None
+    self._main_thread = threading.main_thread().ident
     self._stop = threading.Event()
-    self._thread = threading.Thread(target=self._run, name='watchdog', daemon=True)
+    self._leaving = threading.RLock()
+    rounds = [('watchdog', self._watch)] + [('heartbeats', self._talk)] * (self._store is not None)
+    self._threads = [threading.Thread(target=self._every_period, args=(f,), name=name, daemon=True)
+                     for name, f in rounds]
 
   def __enter__(self) -> Self:
-    self._thread.start()
+    self._main_thread = threading.get_ident()
+    if self._store is not None:
+      delay_aborts()
+    for thread in self._threads:
+      thread.start()
     return self
 
   def __exit__(self, kind: Optional[type[BaseException]], error: Optional[BaseException],
                trace: Optional[types.TracebackType]) -> None:
-    """Says goodbye to the others, or tells them why this process fails, before it goes."""
-    if self._store is not None and self._count > 1:
-      if error is None:
-        self._tell_phase('left')
-      elif isinstance(error, Exception):
+    """Waits for the others to come as far, or tells them why this process fails."""
+    clean = error is None or isinstance(error, SystemExit) and not error.code
+    if self._store is not None:
+      if not clean:
         self._explain(error)
+      else:
+        self._enter('end', self._config.save_seconds)
+        try:
+          self._store.wait_for_all(_END, seconds=self._config.save_seconds)
+        except Exception:  # one of them is gone: the verdict says which, and ends this process
+          self._wait_for_verdict()
     self._stop.set()
-    self._thread.join()
+    for thread in self._threads:
+      thread.join(_ASK_SECONDS)
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
@@ -151,133 +181,155 @@ class Watchdog:
       self._deadline = max(self._config.step_seconds, self._config.step_factor * statistics.median(
           self._seconds or [0.0]))
 
-  def _run(self) -> None:
+  # ---- What the two threads do ------------------------------------------------------------------
+  def _every_period(self, round_: Callable[[], None]) -> None:
     while not self._stop.wait(self._config.period_seconds):
-      self._poll()
+      round_()
 
-  def _poll(self) -> None:
-    """One round: tell, look at the own deadline, look at the others."""
-    with self._lock:
-      phase, since, deadline, step = self._phase, self._since, self._deadline, self._step
-    now = self._clock()
-    if now - since > deadline:
-      self._report(f'{self._me()} has been in phase {phase!r} for {now - since:.0f} s; its '
-                   f'deadline is {deadline:.0f} s (WatchdogConfig).', EXIT_STUCK, stacks=True)
-    if self._store is None:
-      return
+  def _talk(self) -> None:
+    """One exchange with process 0; may block for as long as it is out of reach."""
     try:
-      self._tell(phase, step)
-      verdicts = self._store.key_value_dir_get(_VERDICT)
-      table = self._table() if self._index == 0 else {}
-    except Exception as e:  # The service lives in process 0: it is gone or out of reach.
-      if self._store_fails_since is None:
-        self._store_fails_since = now
-      if now - self._store_fails_since > self._config.dead_seconds:
-        self._report(f'{self._me()} has not reached process 0 for '
-                     f'{now - self._store_fails_since:.0f} s: {e}', EXIT_RANK_DEAD)
+      self._tell()
+      said = dict(self._store.key_value_dir_get(_MAIN))
+      beats = self._beats() if self._index == 0 else {}
+    except Exception as e:
+      self._trouble = str(e).partition('\n')[0]
       return
-    self._store_fails_since = None
-    if verdicts:
-      if self._index == 0:
-        time.sleep(2 * self._config.period_seconds)  # the others read it from this process
-      self._report(verdicts[0][1], EXIT_RANK_DEAD)
-    if self._index == 0:
-      self._judge(table, now)
+    self._contact, self._trouble = self._clock(), 'no answer'
+    for key, text in sorted(said.items()):
+      if key.endswith('/beat'):
+        self._process_zero = Beat.from_json(text)
+      elif self._verdict is None:
+        self._verdict = Verdict(**json.loads(text))
+    if self._index == 0 and self._verdict is None:
+      self._judge(beats)
 
-  def _tell(self, phase: str, step: int) -> None:
-    self._beat += 1
-    self._store.key_value_set(f'{_PREFIX}{self._index}', json.dumps({
-        'beat': self._beat, 'step': step, 'phase': phase, 'host': socket.gethostname(),
-        'pid': os.getpid()}), allow_overwrite=True)
-
-  def _judge(self, table: dict[int, dict[str, Any]], now: float) -> None:
-    """On process 0: declares ranks dead whose heartbeat has not changed for `dead_seconds`."""
-    for rank, beat in table.items():
-      if rank not in self._seen or self._seen[rank].beat != beat['beat']:
-        self._seen[rank] = _Seen(beat['beat'], now)
-    dead = [rank for rank, seen in self._seen.items()
-            if now - seen.at > self._config.dead_seconds and table[rank]['phase'] != 'left']
+  def _judge(self, beats: dict[int, Beat]) -> None:
+    """In process 0: declares those dead whose heartbeat has been the same for `dead_seconds`."""
+    now = self._clock()
+    for rank, beat in beats.items():
+      if self._news.get(rank, (None,))[0] != beat.count:
+        self._news[rank] = beat.count, now
+    dead = [beat for rank, beat in sorted(beats.items())
+            if now - self._news[rank][1] > self._config.dead_seconds and beat.phase != 'left']
     if dead:
-      words = '; '.join(
-          f'{_name(rank, table[rank])}, last seen at step {table[rank]["step"]} in phase '
-          f'{table[rank]["phase"]!r}' for rank in dead)
-      text = f'No sign of life for {self._config.dead_seconds:.0f} s from {words}.'
-      self._store.key_value_set(f'{_VERDICT}/0', text, allow_overwrite=True)
-      time.sleep(2 * self._config.period_seconds)  # the others read it from this process
-      self._report(text, EXIT_RANK_DEAD)
+      self._verdict = Verdict(
+          DEAD, f'No sign of life for {self._config.dead_seconds:.0f} s from '
+          f'{"; ".join(beat.last_seen for beat in dead[:heartbeats.SHOWN])}.', EXIT_RANK_DEAD)
+      with contextlib.suppress(Exception):
+        self._publish(self._verdict)
 
-  def _tell_phase(self, phase: str) -> None:
-    """Leaves a last heartbeat, so that the silence after it is understood."""
+  def _watch(self) -> None:
+    """One look at the own deadline, at verdicts, and at how long process 0 has been silent."""
     with self._lock:
-      self._phase = phase
-    with contextlib.suppress(Exception):  # the service may be gone: then nobody asks
-      self._tell(phase, self._step)
+      phase, seconds, deadline = self._phase, self._clock() - self._since, self._deadline
+    if seconds > deadline:
+      verdict = Verdict(
+          STUCK, f'{self._me()} has been in phase {phase!r} for {seconds:.0f} s; its deadline is '
+          f'{deadline:.0f} s (WatchdogConfig).', EXIT_STUCK)
+      if self._store is not None:
+        within(_ASK_SECONDS, lambda: self._publish(verdict))
+      self._report(verdict)
+    elif self._verdict is not None:
+      self._follow(self._verdict)
+    elif self._store is not None and self._index != 0:
+      self._listen_for_process_zero(self._clock() - self._contact)
 
-  def _explain(self, error: Exception) -> None:
-    """Names the culprit of a failure: this process, or a dead one that the heartbeats name.
-
-    A collective that breaks ("Connection closed by peer") names nobody; then the verdict of process
-    0 is waited for, which ends this process with the name in it.
-    """
-    text = str(error)
-    if isinstance(error, jax.errors.JaxRuntimeError) and 'RESOURCE_EXHAUSTED' not in text:
-      self._stop.wait(self._config.dead_seconds + 4 * self._config.period_seconds)
+  def _listen_for_process_zero(self, silent: float) -> None:
+    """Ends this process once process 0, and with it the store, is gone."""
+    if silent < 2 * self._config.period_seconds:
       return
-    # With an error of its own it leaves with that one, not with what another process failed of.
-    self._stop.set()
-    first_line = text.splitlines()[0] if text else ''
-    self._tell_phase('left')
-    with contextlib.suppress(Exception):
-      self._store.key_value_set(
-          f'{_VERDICT}/{self._index}', f'{self._me()} failed at step {self._step}: '
-          f'{type(error).__name__}: {first_line}', allow_overwrite=True)
-    if self._index == 0:
-      time.sleep(2 * self._config.period_seconds)  # the store ends with this process
+    zero = self._process_zero.last_seen if self._process_zero else 'process 0'
+    if self._store.has_ended():
+      self._report(Verdict(DEAD, f'The end of {zero}: nothing listens on its port any more.',
+                           EXIT_RANK_DEAD))
+    elif silent > self._config.dead_seconds:
+      self._report(Verdict(DEAD, f'{self._me()} has not reached {zero}, for {silent:.0f} s: '
+                           f'{self._trouble}.', EXIT_RANK_DEAD))
 
-  def _table(self) -> dict[int, dict[str, Any]]:
-    return {int(key.rpartition('/')[2]): json.loads(value)
-            for key, value in self._store.key_value_dir_get(_PREFIX)}
+  def _follow(self, verdict: Verdict) -> None:
+    """Leaves because of what another process said, unless this one has an error of its own.
+
+    Mistakes of the user are found by all processes, one a moment after the other.
+    """
+    started = time.monotonic()
+    while True:
+      patience = self._config.period_seconds * (2 if verdict.kind == FAILED else 0)
+      if self._has_user_error():  # the save under way may still be committed, unless one is gone
+        patience = (self._config.dead_seconds if verdict.kind == FAILED else
+                    5 * self._config.period_seconds)
+      if time.monotonic() - started >= patience:
+        break
+      if self._stop.wait(min(0.05, self._config.period_seconds)):
+        return
+    self._report(verdict)
+
+  def _has_user_error(self) -> bool:
+    """Returns whether a UserError is on its way out of the main thread."""
+    error: Any = sys._current_exceptions().get(self._main_thread)
+    return isinstance(error[1] if isinstance(error, tuple) else error, UserError)  # tuple: 3.11
+
+  # ---- What is said -----------------------------------------------------------------------------
+  def _tell(self, phase: Optional[str] = None) -> None:
+    with self._lock:
+      values = {'step': self._step, 'phase': phase or self._phase,
+                'seconds': self._clock() - self._since}
+    self._beats_told += 1
+    beat = Beat.now(thread=self._main_thread, rank=self._index, count=self._beats_told, **values)
+    self._store.key_value_set(f'{_BEATS}/{self._index}', beat.to_json(), allow_overwrite=True)
+    if self._index == 0:
+      self._store.key_value_set(f'{_MAIN}/beat', beat.to_json(), allow_overwrite=True)
+
+  def _publish(self, verdict: Verdict) -> None:
+    self._store.key_value_set(f'{_MAIN}/verdict_{self._index}',
+                              json.dumps(dataclasses.asdict(verdict)), allow_overwrite=True)
+
+  def _beats(self) -> dict[int, Beat]:
+    beats = [Beat.from_json(text) for _, text in self._store.key_value_dir_get(_BEATS)]
+    return {beat.rank: beat for beat in beats}
+
+  def _wait_for_verdict(self) -> None:
+    """Returns only if nobody is declared dead; else the watching thread ends this process."""
+    self._stop.wait(self._config.dead_seconds + 4 * self._config.period_seconds)
+
+  def _explain(self, error: BaseException) -> None:
+    """Tells the others why this process fails.
+
+    An error of a collective whose other end is gone names nobody. Then the verdict of process 0 is
+    waited for, which ends this process with the name in it.
+    """
+    text = f'{type(error).__name__}: {error}'.rstrip(': ')
+    if _BROKEN.search(text):
+      self._wait_for_verdict()
+    with self._leaving:  # either a report is on its way and ends this process, or none comes now
+      self._stop.set()
+    verdict = Verdict(FAILED, f'{self._me()} failed after step {self._step}: '
+                      f'{text.splitlines()[0]}', EXIT_ERROR)
+    within(_ASK_SECONDS, lambda: (self._publish(verdict), self._tell('left')))
+    self._let_others_read()
+
+  def _let_others_read(self) -> None:
+    """The store ends with process 0: it leaves last."""
+    if self._store is not None and self._index == 0:
+      time.sleep(3 * self._config.period_seconds)
 
   def _me(self) -> str:
     return f'Process {self._index} on {socket.gethostname()} (pid {os.getpid()})'
 
-  def _late(self) -> str:
-    """Returns which ranks are behind the others, from the table of heartbeats."""
-    if self._store is None:
-      return ''
-    try:
-      table = self._table()
-    except Exception as e:
-      return f'The table of heartbeats cannot be read: {e}'
-    lines = [f'  {_name(rank, beat)}: step {beat["step"]}, phase {beat["phase"]!r}'
-             for rank, beat in sorted(table.items())]
-    where = {(beat['step'], beat['phase']) for beat in table.values()}
-    behind = min(where, default=(0, ''))
-    if len(where) > 1:
-      names = ', '.join(_name(r, b) for r, b in sorted(table.items())
-                        if (b['step'], b['phase']) == behind)
-      lines.append(f'Behind the others: {names}.')
-    missing = sorted(set(range(self._count)) - table.keys())
-    if missing:
-      lines.append(f'Never heard of: process {", ".join(map(str, missing))}.')
-    return 'Heartbeats:\n' + '\n'.join(lines)
-
-  def _report(self, text: str, code: int, *, stacks: bool = False) -> None:
+  def _report(self, verdict: Verdict) -> None:
     """Prints why the run ends, to stderr and past every lock, then leaves."""
-    report = f'\nWATCHDOG: {text}\n'
-    if stacks:
-      report += self._late() + '\n'
-    os.write(2, report.encode())
-    if stacks:
-      faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-    os.write(2, f'WATCHDOG: process {self._index} leaves with exit code {code}.\n'.encode())
-    self._leave(code)
-
-
-def _name(rank: int, beat: dict[str, Any]) -> str:
-  return f'process {rank} on {beat["host"]} (pid {beat["pid"]})'
-
-
-def coordination_store() -> Optional[Store]:
-  """Returns the key-value store of `jax.distributed`, or None for a single process."""
-  return jax_distributed.global_state.client
+    with self._leaving:
+      if self._stop.is_set():  # on its way out with an error of its own
+        return
+      lines = [f'\nWATCHDOG: {verdict.text}']
+      if verdict.kind == STUCK and self._store is not None:
+        beats = within(_ASK_SECONDS, self._beats)
+        lines.append('The heartbeats cannot be read.' if beats is None else
+                     heartbeats.table(beats, process_count=self._count))
+      os.write(2, '\n'.join([*lines, '']).encode())
+      if verdict.kind == STUCK:
+        faulthandler.dump_traceback(file=2, all_threads=True)
+      last = f'WATCHDOG: process {self._index} leaves with exit code {verdict.code}.\n'
+      os.write(2, last.encode())
+      self._let_others_read()
+      self._leave(verdict.code)

@@ -1,10 +1,17 @@
 """The watchdog with a clock and a store of our own; real processes are in tests/cluster."""
 
+import json
+import threading
+import time
+
 import jax
 import pytest
 
-from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime.watchdog import EXIT_RANK_DEAD, EXIT_STUCK, Watchdog, WatchdogConfig
+from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.runtime import heartbeats
+from t5x_gpu.runtime.heartbeats import Beat
+from t5x_gpu.runtime.watchdog import (
+    EXIT_ERROR, EXIT_RANK_DEAD, EXIT_STUCK, Watchdog, WatchdogConfig)
 
 
 class Left(Exception):
@@ -17,6 +24,8 @@ class DictStore:
   def __init__(self):
     self.values = {}
     self.reachable = True
+    self.ended = False
+    self.barrier = threading.Barrier(2)
 
   def key_value_set(self, key, value, allow_overwrite=False):
     self._check()
@@ -27,9 +36,18 @@ class DictStore:
     self._check()
     return [(k, v) for k, v in self.values.items() if k.startswith(key)]
 
+  def wait_for_all(self, name, *, seconds):
+    self.barrier.wait(seconds)
+
+  def has_ended(self):
+    return self.ended
+
   def _check(self):
     if not self.reachable:
       raise RuntimeError('UNAVAILABLE')
+
+  def verdicts(self):
+    return [json.loads(v) for k, v in self.values.items() if 'verdict' in k]
 
 
 class Clock:
@@ -52,14 +70,21 @@ def make(clock, store=None, index=0, count=1, **config):
                   clock=clock)
 
 
+def poll(dog):
+  """What both threads do in a period."""
+  if dog._store is not None:
+    dog._talk()
+  dog._watch()
+
+
 def test_a_step_that_outlasts_its_deadline_ends_the_process_with_its_stacks(clock, capfd):
   dog = make(clock, step_seconds=10)
   dog.step_done(7)
   clock.now = 10
-  dog._poll()
+  poll(dog)
   clock.now = 10.5
   with pytest.raises(Left, match=str(EXIT_STUCK)):
-    dog._poll()
+    poll(dog)
   err = capfd.readouterr().err
   assert "in phase 'step' for 10 s" in err
   assert 'test_a_step_that_outlasts' in err  # the stack of the stuck thread
@@ -72,10 +97,10 @@ def test_slow_steps_raise_the_deadline_of_the_next(clock):
     clock.now += 2
   dog.step_done(5)
   clock.now += 39
-  dog._poll()
+  poll(dog)
   clock.now += 2
   with pytest.raises(Left):
-    dog._poll()
+    poll(dog)
 
 
 def test_a_save_has_its_own_deadline_and_the_step_starts_anew_after_it(clock):
@@ -83,12 +108,12 @@ def test_a_save_has_its_own_deadline_and_the_step_starts_anew_after_it(clock):
   dog.step_done(1)
   with dog.phase('save'):
     clock.now += 90
-    dog._poll()
+    poll(dog)
   clock.now += 9
-  dog._poll()
+  poll(dog)
   clock.now += 2
   with pytest.raises(Left):
-    dog._poll()
+    poll(dog)
 
 
 def test_a_rank_without_heartbeats_is_declared_dead_by_name_on_all(clock, capfd):
@@ -96,18 +121,18 @@ def test_a_rank_without_heartbeats_is_declared_dead_by_name_on_all(clock, capfd)
   dogs = [make(clock, store, index=i, count=3, dead_seconds=15) for i in range(3)]
   for dog in dogs:
     dog.step_done(41)
-    dog._poll()
+    poll(dog)
   for _ in range(5):  # process 2 is silent from here on
     clock.now += 2
-    dogs[1]._poll()
-    dogs[0]._poll()
+    poll(dogs[1])
+    poll(dogs[0])
   clock.now += 10
-  dogs[1]._poll()
+  poll(dogs[1])
   with pytest.raises(Left, match=str(EXIT_RANK_DEAD)):
-    dogs[0]._poll()
+    poll(dogs[0])
   assert 'process 2 on' in capfd.readouterr().err
   with pytest.raises(Left, match=str(EXIT_RANK_DEAD)):
-    dogs[1]._poll()
+    poll(dogs[1])
   err = capfd.readouterr().err
   assert 'process 2 on' in err and "step 41 in phase 'step'" in err and 'process 1 on' not in err
 
@@ -117,10 +142,10 @@ def test_the_report_of_a_stuck_run_names_the_rank_that_is_behind(clock, capfd):
   dogs = [make(clock, store, index=i, count=3, step_seconds=10) for i in range(3)]
   for i, dog in enumerate(dogs):
     dog.step_done(42 if i != 1 else 41)
-    dog._poll()
+    poll(dog)
   clock.now = 11
   with pytest.raises(Left, match=str(EXIT_STUCK)):
-    dogs[0]._poll()
+    poll(dogs[0])
   err = capfd.readouterr().err
   behind = next(line for line in err.splitlines() if line.startswith('Behind the others'))
   assert 'process 1 on' in behind and 'process 0' not in behind and 'process 2' not in behind
@@ -128,37 +153,78 @@ def test_the_report_of_a_stuck_run_names_the_rank_that_is_behind(clock, capfd):
 
 def test_a_rank_that_never_came_is_listed(clock, capfd):
   dog = make(clock, DictStore(), count=2, compile_seconds=5)
-  dog._poll()
+  poll(dog)
   clock.now = 6
   with pytest.raises(Left):
-    dog._poll()
+    poll(dog)
   assert 'Never heard of: process 1' in capfd.readouterr().err
 
 
 def test_process_zero_out_of_reach_ends_the_others(clock, capfd):
   store = DictStore()
-  dog = make(clock, store, index=1, count=2, dead_seconds=15)
-  dog._poll()
+  dogs = [make(clock, store, index=i, count=2, dead_seconds=15) for i in range(2)]
+  dogs[0].step_done(7)
+  for dog in dogs:
+    poll(dog)
   store.reachable = False
-  dog._poll()
   clock.now = 14
-  dog._poll()
+  poll(dogs[1])
   clock.now = 16
   with pytest.raises(Left, match=str(EXIT_RANK_DEAD)):
-    dog._poll()
-  assert 'has not reached process 0 for 16 s' in capfd.readouterr().err
+    poll(dogs[1])
+  err = capfd.readouterr().err
+  assert 'has not reached process 0 on' in err and 'last seen at step 7' in err
+  assert 'for 16 s: UNAVAILABLE' in err
 
 
-def test_a_rank_that_said_goodbye_is_not_declared_dead(clock):
+def test_the_end_of_process_zero_is_told_at_once_by_name(clock, capfd):
   store = DictStore()
-  dogs = [make(clock, store, index=i, count=2, dead_seconds=15) for i in range(2)]
+  dogs = [make(clock, store, index=i, count=2, period_seconds=0.5) for i in range(2)]
   for dog in dogs:
-    dog._poll()
-  with dogs[1]:
-    pass
-  for _ in range(4):
-    dogs[0]._poll()
-    clock.now += 10
+    poll(dog)
+  store.reachable, store.ended = False, True
+  poll(dogs[1])
+  clock.now = 2
+  with pytest.raises(Left, match=str(EXIT_RANK_DEAD)):
+    poll(dogs[1])
+  assert 'The end of process 0 on' in capfd.readouterr().err
+
+
+def test_a_request_that_never_returns_does_not_keep_the_watch_from_ending_the_process(clock):
+  """What a stopped or cut-off process 0 does to the others: no error, no answer."""
+  class Silent(DictStore):
+    def key_value_set(self, key, value, allow_overwrite=False):
+      never.wait()
+  never = threading.Event()
+  codes = []
+  with Watchdog(WatchdogConfig(period_seconds=0.01, dead_seconds=0.2), process_index=1,
+                process_count=2, store=Silent(), leave=codes.append) as dog:
+    deadline = time.monotonic() + 20
+    while not codes and time.monotonic() < deadline:
+      time.sleep(0.01)
+    dog._stop.set()
+    never.set()
+    dog._store.barrier.abort()
+  assert codes[0] == EXIT_RANK_DEAD
+
+
+def test_the_block_ends_together_and_nobody_is_declared_dead_meanwhile():
+  store, left, ends = DictStore(), [], []
+  config = WatchdogConfig(period_seconds=0.01, dead_seconds=0.3)
+
+  def run(index, seconds):
+    with Watchdog(config, process_index=index, process_count=2, store=store, leave=left.append
+                  ) as dog:
+      dog.step_done(1)
+      with dog.phase('save'):
+        time.sleep(seconds)
+    ends.append(time.monotonic())
+  threads = [threading.Thread(target=run, args=pair) for pair in ((0, 0), (1, 1.2))]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert not left and max(ends) - min(ends) < 0.5
 
 
 def test_a_failure_is_told_to_the_others_with_its_reason(clock, capfd):
@@ -168,28 +234,104 @@ def test_a_failure_is_told_to_the_others_with_its_reason(clock, capfd):
   with pytest.raises(ValueError):
     with dogs[1]:
       raise ValueError('no such file\nand more')
-  with pytest.raises(Left, match=str(EXIT_RANK_DEAD)):
-    dogs[0]._poll()
+  with pytest.raises(Left, match=str(EXIT_ERROR)):
+    poll(dogs[0])
   err = capfd.readouterr().err
-  assert 'Process 1 on' in err and 'failed at step 5: ValueError: no such file' in err
+  assert 'Process 1 on' in err and 'failed after step 5: ValueError: no such file' in err
 
 
-def test_a_broken_collective_waits_for_the_name_of_the_dead_rank(clock):
+def test_an_interrupted_process_is_no_silent_one(clock):
   store = DictStore()
-  dog = make(clock, store, index=1, count=3, dead_seconds=0.01)
-  with pytest.raises(jax.errors.JaxRuntimeError):
+  with pytest.raises(KeyboardInterrupt):
+    with make(clock, store, index=1, count=2):
+      raise KeyboardInterrupt
+  assert store.verdicts()[0]['text'].endswith('KeyboardInterrupt')
+
+
+@pytest.mark.parametrize('error, waits', [
+    (jax.errors.JaxRuntimeError('UNKNOWN: Gloo all-reduce failed: Connection closed by peer'), True),
+    (CheckpointError('checkpoint_3: JaxRuntimeError: DEADLINE_EXCEEDED: Barrier timed out.'), True),
+    (jax.errors.JaxRuntimeError('INTERNAL: CpuCallback error: ValueError: boom'), False),
+    (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory'), False)])
+def test_a_broken_collective_waits_for_the_name_of_the_dead_rank(clock, error, waits):
+  store = DictStore()
+  dog = make(clock, store, index=1, count=3, dead_seconds=0.5)
+  started = time.monotonic()
+  with pytest.raises(type(error)):
     with dog:
-      raise jax.errors.JaxRuntimeError('UNKNOWN: Gloo all-reduce failed: Connection closed by peer')
-  assert not [key for key in store.values if 'verdict' in key]
+      raise error
+  assert (time.monotonic() - started > 0.5) == waits
+  assert store.verdicts()[0]['kind'] == 'failed'  # nobody was declared dead: it was this one
+
+
+def test_an_own_user_error_on_its_way_wins_over_the_verdict_of_another_process(clock, capfd):
+  store = DictStore()
+  first, second = [make(clock, store, index=i, count=2, dead_seconds=5) for i in (1, 0)]
+  with pytest.raises(ConfigError):
+    with first:
+      raise ConfigError('Wrong.')
+  raising, follows = threading.Event(), []
+
+  def slower():
+    second._main_thread = threading.get_ident()
+    try:
+      raise ConfigError('Wrong.')
+    except ConfigError as e:
+      raising.set()
+      time.sleep(0.3)  # a checkpointer that commits, say
+      second._explain(e)
+  thread = threading.Thread(target=slower)
+  thread.start()
+  raising.wait()
+  second._talk()
+  second._watch()
+  thread.join()
+  assert 'WATCHDOG' not in capfd.readouterr().err
+
+
+def beat(rank, step=5, **values):
+  return Beat(**{'rank': rank, 'host': 'h', 'pid': 10 + rank, 'count': 1, 'step': step,
+                 'phase': 'step', 'seconds': 9, 'where': 'reduce.py:48 (to_host)', 'waits': True,
+                 **values})
+
+
+@pytest.mark.parametrize('beats, late', [
+    ([beat(0), beat(1), beat(2, step=4)], [2]),
+    ([beat(0), beat(1, waits=False), beat(2)], [1]),
+    ([beat(0, step=4), beat(1, step=4, waits=False), beat(2)], [1]),
+    ([beat(0), beat(1)], []), ([], [])])
+def test_behind_are_those_whom_the_others_wait_for(beats, late):
+  assert [b.rank for b in heartbeats.behind(beats)] == late
+
+
+def test_a_heartbeat_says_where_its_thread_is():
+  ready, go = threading.Event(), threading.Event()
+
+  def wait():
+    ready.set()
+    go.wait()
+  thread = threading.Thread(target=wait)
+  thread.start()
+  ready.wait()
+  where, waits = heartbeats.place(thread.ident)
+  assert where.startswith('threading.py') and not waits
+  go.set()
+  thread.join()
+
+
+def test_the_table_of_a_big_run_is_short():
+  text = heartbeats.table({i: beat(i, waits=i != 700) for i in range(1000)}, process_count=1001)
+  assert len(text.splitlines()) < 40
+  assert 'Behind the others: process 700 on h' in text and 'Never heard of: process 1000' in text
 
 
 def test_the_thread_polls_by_itself_and_stops_with_the_run():
   codes = []
   config = WatchdogConfig(period_seconds=0.01, compile_seconds=0.05)
   with Watchdog(config, process_index=0, process_count=1, leave=codes.append) as dog:
-    dog._thread.join(timeout=0.5)
+    dog._threads[0].join(timeout=0.5)
   assert codes and set(codes) == {EXIT_STUCK}
-  assert not dog._thread.is_alive()
+  assert not dog._threads[0].is_alive()
 
 
 def test_deadlines_must_be_positive():

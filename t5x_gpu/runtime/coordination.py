@@ -1,0 +1,78 @@
+"""JAX's coordination service as the watchdog uses it: a store in process 0, a barrier, its end."""
+
+import contextlib
+import ctypes
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, Optional, Protocol
+
+from jax._src import distributed as jax_distributed  # no public way to the key-value store
+
+
+class Store(Protocol):
+  """What the watchdog needs of the coordination service, which lives in process 0."""
+
+  def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+  def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+
+  def wait_for_all(self, name: str, *, seconds: float) -> None:
+    """Returns once every process has called it with this name; raises if one does not come."""
+
+  def has_ended(self) -> bool:
+    """Returns whether process 0 is known to be gone, not only out of reach."""
+
+
+def within(seconds: float, ask: Callable[[], Any]) -> Any:
+  """Returns what `ask` returns; None if it raises, or does not return in time."""
+  answers: list[Any] = []
+
+  def run() -> None:
+    with contextlib.suppress(Exception):
+      answers.append(ask())
+  thread = threading.Thread(target=run, name='ask', daemon=True)
+  thread.start()
+  thread.join(seconds)
+  return answers[0] if answers else None
+
+
+def delay_aborts() -> None:
+  """Lets an abort take six seconds, in which the watchdog can say why.
+
+  JAX aborts within 10 ms of process 0's end, from C++, without a name. Its own callback for that
+  cannot be used from Python (std::bad_cast with jaxlib 0.10.2 and 0.11.2), and no Python code runs
+  in a thread that aborts. But libc's sleep takes one integer, as a signal's handler does: it sleeps
+  for SIGABRT = 6 seconds in that thread, returns, and the abort goes on.
+  """
+  libc = ctypes.CDLL(None)
+  libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+  libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
+class _JaxStore:
+  """The store of `jax.distributed`."""
+
+  def __init__(self, client: Any, address: str):
+    self._client = client
+    self._host, _, self._port = address.rpartition(':')
+    self.key_value_set = client.key_value_set
+    self.key_value_dir_get = client.key_value_dir_get
+
+  def wait_for_all(self, name: str, *, seconds: float) -> None:
+    self._client.wait_at_barrier(name, timeout_in_ms=int(seconds * 1000))
+
+  def has_ended(self) -> bool:
+    try:
+      socket.create_connection((self._host.strip('[]'), int(self._port)), timeout=1).close()
+    except ConnectionRefusedError:  # its host answers: nothing listens there
+      return True
+    except OSError:
+      return False
+    return False
+
+
+def coordination_store() -> Optional[Store]:
+  """Returns the key-value store of `jax.distributed`, or None for a single process."""
+  state = jax_distributed.global_state
+  return _JaxStore(state.client, state.coordinator_address) if state.client else None

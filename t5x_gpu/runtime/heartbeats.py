@@ -1,0 +1,113 @@
+"""What the processes of a run tell of themselves each second, and who of them is behind.
+
+    heartbeats:
+      process 2 on gpu-07 (pid 4711): step 41, phase 'step' for 301 s, in my_data.py:27 (__next__)
+      process 0 on gpu-06 (pid 812): step 41, phase 'step' for 301 s, waits in reduce.py:48 (...)
+    Behind the others: process 2 on gpu-07 (pid 4711).
+
+After a step that all have finished, all are at the same step, also the one that does not come to
+the next. What tells it from the others is where its main thread is: in Python, while theirs wait
+inside JAX for the devices.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import jax
+import jaxlib
+
+SHOWN = 32  # processes in a report; a run of thousands has one report from each of them
+_LIBRARIES = tuple(os.path.dirname(module.__file__) + os.sep for module in (jax, jaxlib))
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+  """One heartbeat.
+
+  Attributes:
+    rank: process index.
+    host, pid: of the process.
+    count: goes up by one with each.
+    step: the last one that is done.
+    phase: what it does now, since `seconds`.
+    where: file, line and function of its main thread.
+    waits: whether that is inside JAX: for the devices, which wait for the other processes.
+  """
+  rank: int
+  host: str
+  pid: int
+  count: int
+  step: int
+  phase: str
+  seconds: float
+  where: str
+  waits: bool
+
+  @classmethod
+  def now(cls, *, thread: int, **values: object) -> Self:
+    """Returns a heartbeat of this process, with where its `thread` is."""
+    where, waits = place(thread)
+    return cls(host=socket.gethostname(), pid=os.getpid(), where=where, waits=waits, **values)
+
+  @classmethod
+  def from_json(cls, text: str) -> Self:
+    return cls(**json.loads(text))
+
+  def to_json(self) -> str:
+    return json.dumps(dataclasses.asdict(self))
+
+  @property
+  def name(self) -> str:
+    return f'process {self.rank} on {self.host} (pid {self.pid})'
+
+  @property
+  def last_seen(self) -> str:
+    return f'{self.name}, last seen at step {self.step} in phase {self.phase!r}'
+
+
+def place(thread: int) -> tuple[str, bool]:
+  """Returns 'file.py:27 (function)' where a thread is outside of JAX, and whether it is inside."""
+  frame = sys._current_frames().get(thread)
+  inside = bool(frame) and frame.f_code.co_filename.startswith(_LIBRARIES)
+  while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    frame = frame.f_back
+  if frame is None:
+    return 'nowhere', inside
+  code = frame.f_code
+  return f'{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})', inside
+
+
+def behind(beats: Sequence[Beat]) -> list[Beat]:
+  """Returns those for whom the others wait; [] if that cannot be told."""
+  least = min((beat.step for beat in beats), default=0)
+  late = [beat for beat in beats if beat.step == least]
+  late = [beat for beat in late if not beat.waits] or late
+  return late if len(late) < len(beats) else []
+
+
+def table(beats: Mapping[int, Beat], *, process_count: int) -> str:
+  """Returns a line per process, those that are behind first, and who they are.
+
+  Args:
+    beats: the last heartbeat of each process.
+    process_count: of the run.
+  """
+  late = behind(list(beats.values()))
+  order = late + [beat for _, beat in sorted(beats.items()) if beat not in late]
+  lines = [f'  {beat.name}: step {beat.step}, phase {beat.phase!r} for {beat.seconds:.0f} s, '
+           f'{"waits in" if beat.waits else "in"} {beat.where}' for beat in order[:SHOWN]]
+  if order[SHOWN:]:
+    lines.append(f'  ... and {len(order) - SHOWN} more')
+  if late:
+    more = f' and {len(late) - SHOWN} more' if late[SHOWN:] else ''
+    lines.append(f'Behind the others: {", ".join(beat.name for beat in late[:SHOWN])}{more}.')
+  missing = [str(rank) for rank in range(process_count) if rank not in beats]
+  if missing:
+    more = f' and {len(missing) - SHOWN} more' if missing[SHOWN:] else ''
+    lines.append(f'Never heard of: process {", ".join(missing[:SHOWN])}{more}.')
+  return '\n'.join(['Heartbeats:', *lines])
