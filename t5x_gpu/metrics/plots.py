@@ -121,14 +121,11 @@ def _draw_losses(axes: Any, train: tuple[list[int], list[float]],
               label=f'not finite, first at step {lost[0]:,}')
   if vocab_size:
     chance = math.log(vocab_size)
-    axes.axhline(chance, color=_GREY, linewidth=1, linestyle=(0, (4, 3)))
-    axes.annotate(f'guessing: ln {vocab_size:,} = {chance:.2f}', (1, chance),
-                  xycoords=('axes fraction', 'data'), xytext=(0, -3), textcoords='offset points',
-                  ha='right', va='top', fontsize=8, color=_GREY)
+    axes.axhline(chance, color=_GREY, linewidth=1, linestyle=(0, (4, 3)),
+                 label=f'guessing: ln {vocab_size:,} = {chance:.2f}')
   axes.set_ylabel('loss per target token [nats]', fontsize=9)
   if axes.get_legend_handles_labels()[0]:
-    # Below the line of guessing, which lies near the top of nearly every run.
-    axes.legend(frameon=False, fontsize=8, loc='upper right', bbox_to_anchor=(1, 0.88))
+    axes.legend(fontsize=8, loc='best', framealpha=0.9, edgecolor='none')
   _tidy(axes)
 
 

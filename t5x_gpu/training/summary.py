@@ -39,6 +39,7 @@ def bytes_per_device(tree: Any) -> int:
 
 def size_line(program: Program) -> str:
   """Returns `134,307,072 parameters; 1.50 GiB of parameters and optimizer state per device`."""
-  gib = bytes_per_device(program.abstract_state) / 2**30
-  return (f'{program.num_params:,} parameters; {gib:.2f} GiB of parameters and optimizer state '
-          'per device')
+  mib = bytes_per_device(program.abstract_state) / 2**20
+  size = f'{mib / 1024:.2f} GiB' if mib >= 1024 else f'{mib:.1f} MiB'
+  return (f'{program.num_params:,} parameters; {size} of parameters and optimizer state per '
+          'device')
