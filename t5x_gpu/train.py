@@ -140,7 +140,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   recorder = Recorder(model_dir, total_steps=total_steps, first_step=first_step,
                       tokens_per_step=math.prod(next(iter(program.spec.shapes.values()))),
                       is_main=jax.process_index() == 0, step_done=step_done)
-  with preemption.StopRequest() as stop, recorder, checkpointer:
+  with preemption.StopRequest(
+      before_end_seconds=checkpoint_cfg.stop_before_end_seconds) as stop, recorder, checkpointer:
     for step in range(first_step + 1, total_steps + 1):
       with recorder.timer.input_wait():
         batch = next(data)
@@ -215,15 +216,16 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
                ) -> tuple[BatchIterator, Optional[BatchIterator]]:
   """Returns training and evaluation data; the former checked, and where `saved` left it."""
   def opened(config: DatasetConfig, repeat: bool) -> BatchIterator:
-    return open_batches(config, spec=program.spec, repeat=repeat,
+    spec = model.batch_spec(config.task_feature_lengths, batch_size=config.batch_size,
+                            pack=config.pack)
+    return open_batches(config, spec=spec, repeat=repeat,
                         feature_converter=model.feature_converter(config.task_feature_lengths))
-  if eval_cfg is not None and (
-      eval_cfg.batch_size, eval_cfg.task_feature_lengths, eval_cfg.pack) != (
-          train_cfg.batch_size, train_cfg.task_feature_lengths, train_cfg.pack):
-    raise ConfigError('train_eval and train batches differ in batch_size, task_feature_lengths or '
-                      'pack.', fix='Give both DatasetConfigs the same three values.',
-                      parameters=('train_eval/DatasetConfig.batch_size',
-                                  'train/DatasetConfig.batch_size'))
+  if eval_cfg is not None and eval_cfg.batch_size % program.layout.batch_parts:
+    parts = program.layout.batch_parts
+    raise ConfigError(
+        f'Evaluation batches of {eval_cfg.batch_size} do not divide into the {parts} parts that '
+        'the mesh splits a batch into.', fix=f'Set DatasetConfig.batch_size to a multiple of '
+        f'{parts}.', parameters=('train_eval/DatasetConfig.batch_size',))
   if sample_cfg is not None:  # raises now rather than after the last step
     prompt = open_vocabulary(train_cfg).encode(sample_cfg.prompt)
     check_sample(len(prompt), num_tokens=sample_cfg.num_tokens, length=_length(program))
@@ -339,6 +341,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   args = cli.parse_args('python -m t5x_gpu.train', __doc__.splitlines()[0],
                         sys.argv[1:] if argv is None else argv, extra=cluster_lib.add_flags)
   cluster = cluster_lib.detect(os.environ, num_gpus=cluster_lib.count_gpus(), **vars(args.extra))
+  preemption.expect_end(cluster.end_time)
   if args.tfds_data_dir:
     os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
   logging_setup.quiet_environment()

@@ -36,9 +36,12 @@ class CheckpointConfig:
   Attributes:
     period: steps between saves; the last step and an interrupted run are saved as well.
     keep: how many of the last checkpoints stay; None for all.
+    stop_before_end_seconds: where the scheduler tells the job's time limit (Slurm does), save and
+      leave this long before it; enough for a step and a save.
   """
   period: int
   keep: Optional[int] = 3
+  stop_before_end_seconds: float = 120.0
 
   def __post_init__(self) -> None:
     for name, value in (('period', self.period), ('keep', self.keep)):

@@ -8,6 +8,8 @@ the other signals are passed on to it as a SIGTERM.
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Optional, Self
 
@@ -23,12 +25,18 @@ SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS)
 EXIT_PREEMPTED = 85
 
 _early: list[signal.Signals] = []
+_job_end: list[float] = []  # seconds since 1970, if the scheduler said
 
 
 def catch_early() -> None:
   """Remembers SIGUSR1 until a StopRequest takes over; while compiling it would end the process."""
   _early.clear()
   signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(signal.Signals(number)))
+
+
+def expect_end(end_time: Optional[float]) -> None:
+  """Notes when the scheduler will end the job, in seconds since 1970; None for nobody knows."""
+  _job_end[:] = [] if end_time is None else [end_time]
 
 
 class StopRequest:
@@ -40,9 +48,17 @@ class StopRequest:
           if stop.reached(step): save and leave
 
   A second SIGTERM does not: at a time limit Slurm sends two, and the save is under way.
+
+  Args:
+    before_end_seconds: ask to stop by itself this long before the end that `expect_end` was told:
+      some schedulers (PBS) send no signal that leaves time to save.
+    now: seconds since 1970.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, *, before_end_seconds: float = 0.0,
+               now: Callable[[], float] = time.time) -> None:
+    self._stop_at = _job_end[0] - before_end_seconds if _job_end else None
+    self._now = now
     self.signal: Optional[signal.Signals] = None
     self._together = distributed.process_count() > 1
     self._previous: dict[signal.Signals, Any] = {}
@@ -64,6 +80,8 @@ class StopRequest:
 
     Every process must call it once for each step. `signal` is set if it returns True.
     """
+    if self._stop_at is not None and self._now() >= self._stop_at and self.signal is None:
+      self._request(signal.SIGTERM, 'The time limit of the job is near')
     if not self._together:
       return self.signal is not None
     if not multihost_utils.reached_preemption_sync_point(step):
@@ -86,11 +104,14 @@ class StopRequest:
       if number == signal.SIGINT:
         raise KeyboardInterrupt
       return
-    self.signal = signal.Signals(number)
+    self._request(signal.Signals(number), signal.Signals(number).name)
+
+  def _request(self, number: signal.Signals, why: str) -> None:
+    self.signal = number
     if distributed.is_main_process():
       again = ' Once more to leave at once.' if number == signal.SIGINT else ''
       # Not print(): a handler may run inside a print of the main thread.
-      os.write(2, f'\n{self.signal.name}: finishing this step, then saving and leaving.{again}\n'
+      os.write(2, f'\n{why}: finishing this step, then saving and leaving.{again}\n'
                .encode())
     if self._together:
       os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, which tells the others

@@ -1,0 +1,45 @@
+"""Requests to stop in one process; several agree in test_cluster_processes.py."""
+
+import os
+import signal
+
+import pytest
+
+from t5x_gpu.runtime import preemption
+
+
+@pytest.fixture(autouse=True)
+def no_end():
+  yield
+  preemption.expect_end(None)
+
+
+@pytest.mark.parametrize('number, code', [(signal.SIGINT, 130), (signal.SIGTERM, 85),
+                                          (signal.SIGUSR1, 85)])
+def test_a_signal_is_remembered_until_the_step_is_done(number, code):
+  with preemption.StopRequest() as stop:
+    assert not stop.reached(1) and stop.exit_code == 0
+    os.kill(os.getpid(), number)
+    assert stop.reached(2)
+  assert stop.signal == number and stop.exit_code == code
+
+
+def test_a_second_ctrl_c_interrupts():
+  with pytest.raises(KeyboardInterrupt):
+    with preemption.StopRequest():
+      os.kill(os.getpid(), signal.SIGINT)
+      os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_time_limit_of_the_job_asks_to_stop_in_time_to_save(capfd):
+  preemption.expect_end(1000.0)
+  times = iter([800.0, 899.0, 901.0])
+  with preemption.StopRequest(before_end_seconds=100, now=lambda: next(times)) as stop:
+    assert [stop.reached(step) for step in (1, 2, 3, 4)] == [False, False, True, True]
+  assert stop.exit_code == 85
+  assert capfd.readouterr().err.count('The time limit of the job is near') == 1
+
+
+def test_without_a_known_end_there_is_no_time_limit():
+  with preemption.StopRequest(before_end_seconds=100, now=lambda: 1e12) as stop:
+    assert not stop.reached(1)
