@@ -64,6 +64,11 @@ def test_a_batch_that_the_data_axis_does_not_divide_is_refused(project):
                                                'BATCH_SIZE is set at --gin.BATCH_SIZE'])
 
 
+def test_an_evaluation_batch_that_the_mesh_does_not_divide_is_refused(project):
+  assert_refused(project, **{'train_eval/DatasetConfig.batch_size': 12}, says=[
+      'Evaluation batches of 12', '8 parts', 'is set at --gin.train_eval/DatasetConfig.batch_size'])
+
+
 def test_a_batch_that_the_microbatches_do_not_divide_is_refused(project):
   assert_refused(project, NUM_MICROBATCHES=3, says=['BATCH_SIZE = 8', 'num_microbatches = 3',
                                                     '1, 2, 4, 8'])

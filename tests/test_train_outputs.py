@@ -193,6 +193,21 @@ def test_a_first_loss_far_from_guessing_is_warned_of_where_it_is_known(tmp_path,
   assert ('near ln(vocab) = 5.58' in result.err) != loss_alone
 
 
+def test_evaluation_has_batches_of_its_own_if_asked(tmp_path):
+  project = Project(tmp_path)
+  result = project.run(TRAIN_STEPS=2, **{'train/DatasetConfig.batch_size': 24})
+  assert result.code == 0, result.err
+  alike = project.metrics('eval/loss', model_dir=project.model_dir)
+  result = project.run(TRAIN_STEPS=2, MODEL_DIR=tmp_path / 'other', **{
+      'train/DatasetConfig.batch_size': 24, 'train_eval/DatasetConfig.batch_size': 16,
+      'train_eval/DatasetConfig.task_feature_lengths': "{'targets': 16}",
+      'train_eval/DatasetConfig.pack': False})
+  assert result.code == 0, result.err
+  other = project.metrics('eval/loss', model_dir=tmp_path / 'other')
+  assert list(other) == list(alike) == [2] and other != alike
+  assert other[2] == pytest.approx(alike[2], abs=0.3)  # random ids: both near ln(264)
+
+
 def test_an_untrained_model_is_not_warned_of(finished):
   assert 'The first loss' not in finished.result.err
 

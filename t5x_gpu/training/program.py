@@ -32,7 +32,7 @@ class Program:
     abstract_state: TrainState of shapes with today's shardings; what a restore targets.
     init: () -> TrainState on the mesh; the same values on any topology.
     train_step: (state, batch) -> (state, sums); the old state's memory is reused.
-    eval_step: (params, batch) -> sums.
+    eval_step: (params, batch) -> sums; takes batches of other sizes than `spec` as well.
   """
   layout: Layout
   spec: BatchSpec
@@ -98,7 +98,7 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
       train_step=layout.jit(step, in_shardings=(shardings, batch_shardings), donate_argnums=0,
                             out_shardings=(shardings, layout.replicated)),
       eval_step=layout.jit(make_eval_step(model=model), out_shardings=layout.replicated,
-                           in_shardings=(shardings.params, batch_shardings)))
+                           in_shardings=(shardings.params, None)))  # its batches may differ
 
 
 def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optional[dict[str, Any]]:
