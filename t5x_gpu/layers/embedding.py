@@ -6,21 +6,22 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.partitioning.axis_rules import shard, with_axes
+from t5x_gpu.partitioning.axis_rules import is_split, shard, with_axes
 
 
 class Embedding(nn.Module):
-  """A table [vocab, embed] read by one-hot matmul or by gather.
+  """A table [vocab, embed].
+
+  Rows are gathered, or, where the vocabulary is split, read by a one-hot matmul, which stays local to
+  its part of the table. The matmul costs as much as the output projection, so it is not for all.
 
   Attributes:
     vocab_size: rows, at least the largest id + 1.
     embed_dim: columns.
-    one_hot: read by matmul, which stays local to a vocab shard (gathers would fetch the table).
     dtype: of the vectors that come out.
   """
   vocab_size: int
   embed_dim: int
-  one_hot: bool = True
   dtype: Any = jnp.float32
 
   def setup(self) -> None:
@@ -31,12 +32,12 @@ class Embedding(nn.Module):
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns [batch, length, embed] from ids [batch, length]."""
     table = self.embedding.astype(self.dtype)
-    if self.one_hot:
+    if is_split('vocab'):
       vocab_iota = jax.lax.iota(jnp.int32, self.vocab_size)
       one_hot = (ids[..., None] == vocab_iota).astype(self.dtype)
       out = shard(one_hot, 'batch', 'length', 'vocab') @ table
     else:
-      out = table[ids]
+      out = jnp.take(table, ids, axis=0, mode='clip')
     return shard(out, 'batch', 'length', 'embed')
 
   def attend(self, x: jax.Array) -> jax.Array:

@@ -136,6 +136,13 @@ def shard(x: jax.Array, *names: Optional[str]) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, spec)
 
 
+def is_split(name: str) -> bool:
+  """Returns whether the active rules split activations along `name`."""
+  active = _active.get()
+  return active is not None and any(
+      active.mesh_shape.get(axis, 1) > 1 for axis in active.rules.activations.get(name, ()))
+
+
 @flax.struct.dataclass
 class NamedParam(nn.meta.AxisMetadata):
   """A parameter together with its axis names, as `init` returns it."""

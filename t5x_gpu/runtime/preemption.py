@@ -80,7 +80,7 @@ class StopRequest:
 
     Every process must call it once for each step. `signal` is set if it returns True.
     """
-    if self._stop_at is not None and self._now() >= self._stop_at and self.signal is None:
+    if self.signal is None and self._stop_at is not None and self._now() >= self._stop_at:
       self._request(signal.SIGTERM, 'The time limit of the job is near')
     if not self._together:
       return self.signal is not None

@@ -12,7 +12,7 @@ from t5x_gpu.layers.masks import decoder_mask
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.norm import RMSNorm
 from t5x_gpu.layers.positions import relative_position_buckets
-from t5x_gpu.partitioning.axis_rules import split_names
+from t5x_gpu.partitioning.axis_rules import AxisRules, split_names, use_rules
 
 
 @pytest.fixture
@@ -99,15 +99,26 @@ def test_rms_norm_of_bfloat16_keeps_its_statistics_in_float32():
   np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=8e-3)
 
 
-@pytest.mark.parametrize('one_hot', [True, False])
-def test_embedding_is_a_row_of_its_table(rng, one_hot):
+@pytest.mark.parametrize('model', [1, 2])
+def test_embedding_is_a_row_of_its_table_whole_or_split_over_the_vocabulary(rng, model):
+  table = rng.normal(size=(12, 4)).astype(np.float32)
+  ids = jnp.asarray([[3, 11, 0]])
+  mesh = jax.make_mesh((model,), ('model',), axis_types=(jax.sharding.AxisType.Auto,))
+
+  def read(ids):
+    with use_rules(AxisRules(activations={'vocab': ('model',)}), mesh.shape):
+      return Embedding(12, 4).apply({'params': {'embedding': table}}, ids)
+  with jax.set_mesh(mesh):
+    lowered = jax.jit(read).lower(ids)
+    np.testing.assert_array_equal(lowered.compile()(ids), table[ids])
+  assert ('gather' in lowered.as_text()) == (model == 1)
+
+
+def test_tied_logits_are_products_with_the_rows_of_the_table(rng):
   table = rng.normal(size=(11, 4)).astype(np.float32)
-  ids = jnp.asarray([[3, 10, 0]])
-  module = Embedding(11, 4, one_hot=one_hot)
-  np.testing.assert_array_equal(module.apply({'params': {'embedding': table}}, ids), table[ids])
   x = rng.normal(size=(1, 2, 4)).astype(np.float32)
-  np.testing.assert_allclose(
-      module.apply({'params': {'embedding': table}}, x, method='attend'), x @ table.T, rtol=1e-5)
+  got = Embedding(11, 4).apply({'params': {'embedding': table}}, x, method='attend')
+  np.testing.assert_allclose(got, x @ table.T, rtol=1e-5)
 
 
 def test_dense_general_contracts_the_trailing_dimensions(rng):
