@@ -88,6 +88,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   watchdog = watchdog or Watchdog(watchdog_cfg, process_index=jax.process_index(),
                                   process_count=jax.process_count())
   # ---- 1. Shapes, shardings and every check that needs no data -------------------------------
+  model_dir = _local_folder(model_dir)
   _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
                  eval_steps=eval_steps)
   program = _build(model=model, optimizer=optimizer, schedule=learning_rate,
@@ -252,6 +253,16 @@ def _resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[st
 def _nothing_to_do(model_dir: str, step: int, total_steps: int) -> str:
   return (f'{model_dir} is already at step {step}; nothing to do up to TRAIN_STEPS = '
           f'{total_steps}. Set TRAIN_STEPS higher to train on.')
+
+
+def _local_folder(model_dir: str) -> str:
+  """Returns `model_dir` with ~ expanded; raises ConfigError for an address of object storage."""
+  if '://' in model_dir:
+    raise ConfigError(
+        f'MODEL_DIR = {model_dir!r} is no folder of this machine: object storage is not supported.',
+        fix='Set MODEL_DIR to a folder of a file system that all processes share.',
+        parameters=('train.model_dir',))
+  return os.path.expanduser(model_dir)
 
 
 def _check_periods(**periods: Optional[int]) -> None:

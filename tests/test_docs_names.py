@@ -179,7 +179,8 @@ def test_modules_that_texts_run_exist():
 
 
 def test_flags_that_pages_mention_exist():
-  ours = {argument.value for tree in trees().values() for node in ast.walk(tree)
+  benchmarks = [ast.parse(path.read_text()) for path in (ROOT / 'benchmarks').glob('*.py')]
+  ours = {argument.value for tree in (*trees().values(), *benchmarks) for node in ast.walk(tree)
           if isinstance(node, ast.Call) and ast.unparse(node.func).endswith('.add_argument')
           for argument in node.args if isinstance(argument, ast.Constant)}
   assert {'--gin_file', '--dry_run', '--gin_search_paths', '--tfds_data_dir'} <= ours

@@ -85,6 +85,12 @@ def test_an_unwritable_model_dir_is_refused(project):
                  says=['CheckpointError', 'cannot be written to: Not a directory', 'MODEL_DIR'])
 
 
+def test_a_model_dir_in_object_storage_is_refused(project):
+  # A local folder called "gs:" would be made without a word.
+  assert_refused(project, MODEL_DIR='gs://bucket/run', says=[
+      "MODEL_DIR = 'gs://bucket/run' is no folder", 'is set at --gin.MODEL_DIR'])
+
+
 def test_a_data_module_that_is_not_there_is_refused(project):
   assert_refused(project, DATA_MODULE='t5x_gpu.data.synthetics',
                  says=["'t5x_gpu.data.synthetics' cannot be imported", 'DatasetConfig.module'])
@@ -132,6 +138,16 @@ def test_data_that_cannot_be_read_is_refused(project, monkeypatch, macros, says)
   for i in range(20):
     (project.folder / f'empty{i}.txt').touch()
   assert_refused(project, DATA_MODULE='t5x_gpu.data.seqio_batches', says=says, **macros)
+
+
+@pytest.mark.tf
+def test_the_folder_of_tfds_data_is_that_of_the_flag(project):
+  data = project.folder / 'tfds_of_mine'
+  with project.start(f'--tfds_data_dir={data}', '--dry_run', held_module='unused',
+                     DATA_MODULE='t5x_gpu.data.seqio_batches', MIXTURE_OR_TASK_NAME='wmt_ende',
+                     TASK_FEATURE_LENGTHS="{'inputs': 32, 'targets': 32}") as run:
+    assert run.finish() == 1
+  assert f'could not find data in {data}' in run.err
 
 
 @pytest.fixture(scope='module')

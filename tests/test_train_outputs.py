@@ -208,6 +208,14 @@ def test_evaluation_has_batches_of_its_own_if_asked(tmp_path):
   assert other[2] == pytest.approx(alike[2], abs=0.3)  # random ids: both near ln(264)
 
 
+def test_a_tilde_in_model_dir_is_the_home(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+  project = Project(tmp_path)
+  assert project.run(TRAIN_STEPS=1, MODEL_DIR='~/run').code == 0
+  assert (tmp_path / 'home/run/config.gin').exists() and not (tmp_path / '~').exists()
+
+
 def test_an_untrained_model_is_not_warned_of(finished):
   assert 'The first loss' not in finished.result.err
 

@@ -128,8 +128,3 @@ OWN_TASKS = ('python_source', 'wmt_ende')
 # What stands before the colon -> the maker from a path pattern.
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
     'text_files': text_files, 'text_lines': text_lines, 'jsonl': jsonl}
-
-
-def set_tfds_data_dir(path: str) -> None:
-  """Makes TFDS tasks read from `path`, the flag --tfds_data_dir."""
-  seqio.set_tfds_data_dir_override(path)

@@ -170,9 +170,9 @@ def test_wmt_is_tensor2tensors_mixture_with_t5s_prompt(open_data, name):
 
 
 def test_wmt_without_data_says_how_to_prepare_it(open_data, tmp_path):
-  tasks.set_tfds_data_dir(str(tmp_path))
+  seqio.set_tfds_data_dir_override(str(tmp_path))
   try:
     with pytest.raises(DataError, match='tfds build wmt_t2t_translate/de-en'):
       open_data('wmt_ende', converter='prefix_lm', lengths={'inputs': 64, 'targets': 64})
   finally:
-    tasks.set_tfds_data_dir(None)
+    seqio.set_tfds_data_dir_override(None)
