@@ -80,6 +80,11 @@ class _FirstOfEachWarning(logging.Filter):
     return True
 
 
+def _drop_known(record: logging.LogRecord) -> bool:
+  """Orbax warns once per process and thread of a stop that the run itself has announced."""
+  return 'Reached preemption sync point' not in str(record.msg)
+
+
 class _StderrHandler(logging.StreamHandler):
   """Writes to the `sys.stderr` of the moment, which the live progress line replaces by its own."""
 
@@ -113,6 +118,7 @@ def setup(process_index: int = 0, *, process_count: int = 1) -> None:
   handler.setFormatter(_Formatter(process_index, process_count))
   if not verbose:
     handler.addFilter(_FirstOfEachWarning())
+    handler.addFilter(_drop_known)
   root.addHandler(handler)
 
   root.setLevel(logging.INFO if verbose else logging.WARNING)

@@ -39,6 +39,9 @@ _BEATS = 't5x_gpu/watchdog/beats'
 _MAIN = 't5x_gpu/watchdog/main'  # what everybody reads: process 0's heartbeat, and verdicts
 _END = 't5x_gpu/watchdog/end'
 _STEPS_FOR_MEDIAN = 20
+# Without heartbeats, until a rank is declared dead when collectives have broken already: on CPU
+# devices gloo aborts whole processes some time after that.
+_BROKEN_PERIODS = 3
 _ASK_SECONDS = 3  # for a request that a report can do without
 # Errors of a collective whose other end has gone, as they are or wrapped: they name nobody.
 _BROKEN = re.compile(
@@ -206,15 +209,18 @@ class Watchdog:
 
   def _judge(self, beats: dict[int, Beat]) -> None:
     """In process 0: declares those dead whose heartbeat has been the same for `dead_seconds`."""
-    now = self._clock()
+    now, limit = self._clock(), self._config.dead_seconds
+    if any(beat.phase == 'broken' for beat in beats.values()):
+      limit = min(limit, _BROKEN_PERIODS * self._config.period_seconds)
     for rank, beat in beats.items():
       if self._news.get(rank, (None,))[0] != beat.count:
         self._news[rank] = beat.count, now
     dead = [beat for rank, beat in sorted(beats.items())
-            if now - self._news[rank][1] > self._config.dead_seconds and beat.phase != 'left']
+            if now - self._news[rank][1] > limit and beat.phase != 'left']
     if dead:
+      silent = min(now - self._news[beat.rank][1] for beat in dead)
       self._verdict = Verdict(
-          DEAD, f'No sign of life for {self._config.dead_seconds:.0f} s from '
+          DEAD, f'No sign of life for {silent:.0f} s from '
           f'{"; ".join(beat.last_seen for beat in dead[:heartbeats.SHOWN])}.', EXIT_RANK_DEAD)
       with contextlib.suppress(Exception):
         self._publish(self._verdict)
@@ -255,7 +261,7 @@ class Watchdog:
     started = time.monotonic()
     while True:
       patience = self._config.period_seconds * (2 if verdict.kind == FAILED else 0)
-      if self._has_user_error():  # the save under way may still be committed, unless one is gone
+      if isinstance(self._own_error(), UserError):  # the save under way may still be committed, unless one is gone
         patience = (self._config.dead_seconds if verdict.kind == FAILED else
                     5 * self._config.period_seconds)
       if time.monotonic() - started >= patience:
@@ -264,13 +270,15 @@ class Watchdog:
         return
     self._report(verdict)
 
-  def _has_user_error(self) -> bool:
-    """Returns whether a UserError is on its way out of the main thread."""
+  def _own_error(self) -> Optional[BaseException]:
+    """Returns what the main thread has raised and is on its way out with."""
     error: Any = sys._current_exceptions().get(self._main_thread)
-    return isinstance(error[1] if isinstance(error, tuple) else error, UserError)  # tuple: 3.11
+    return error[1] if isinstance(error, tuple) else error  # a tuple in Python 3.11
 
   # ---- What is said -----------------------------------------------------------------------------
   def _tell(self, phase: Optional[str] = None) -> None:
+    if phase is None and _is_broken(self._own_error()):
+      phase = 'broken'
     with self._lock:
       values = {'step': self._step, 'phase': phase or self._phase,
                 'seconds': self._clock() - self._since}
@@ -298,13 +306,12 @@ class Watchdog:
     An error of a collective whose other end is gone names nobody. Then the verdict of process 0 is
     waited for, which ends this process with the name in it.
     """
-    text = f'{type(error).__name__}: {error}'.rstrip(': ')
-    if _BROKEN.search(text):
+    if _is_broken(error):
       self._wait_for_verdict()
     with self._leaving:  # either a report is on its way and ends this process, or none comes now
       self._stop.set()
     verdict = Verdict(FAILED, f'{self._me()} failed after step {self._step}: '
-                      f'{text.splitlines()[0]}', EXIT_ERROR)
+                      f'{_words(error).splitlines()[0]}', EXIT_ERROR)
     within(_ASK_SECONDS, lambda: (self._publish(verdict), self._tell('left')))
     self._let_others_read()
 
@@ -333,3 +340,12 @@ class Watchdog:
       os.write(2, last.encode())
       self._let_others_read()
       self._leave(verdict.code)
+
+
+def _words(error: Optional[BaseException]) -> str:
+  return f'{type(error).__name__}: {error}'.rstrip(': ')
+
+
+def _is_broken(error: Optional[BaseException]) -> bool:
+  """Returns whether it is an error of a collective whose other end has gone."""
+  return bool(_BROKEN.search(_words(error)))

@@ -44,6 +44,15 @@ def test_verbose_shows_everything():
   assert re.fullmatch(f'{STAMP}INFO from absl\n{STAMP}INFO from orbax\n', err), err
 
 
+def test_orbax_does_not_announce_a_stop_once_more():
+  err = _stderr('''
+      logging_setup.setup()
+      from absl import logging as absl_logging
+      absl_logging.warning('[process=%s][thread=%s] Reached preemption sync point, step=%s', 0, 'a', 3)
+  ''')
+  assert not err
+
+
 def test_absl_adds_no_handler_and_no_preamble():
   err = _stderr('''
       from absl import logging as absl_logging

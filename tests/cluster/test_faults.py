@@ -1,0 +1,232 @@
+"""Ranks that die, stop, hang or fail in a real run: the others end soon, and say who it was.
+
+Each test is one run of several processes on loopback; the fault happens in a user's data module.
+The deadlines are short ones, but for `test_a_killed_rank_...`, which has the defaults.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
+from t5x_gpu.runtime.watchdog import EXIT_ERROR, EXIT_RANK_DEAD, EXIT_STUCK
+from tests.helpers_train import REPOSITORY, TINY_GIN, Project
+
+pytestmark = pytest.mark.cluster
+
+DEADLINE_SECONDS = 90
+
+GIN = TINY_GIN.replace('LOG_PERIOD = 1', 'LOG_PERIOD = 5') + '''
+from t5x_gpu.runtime import watchdog
+train_script.train.watchdog_cfg = @watchdog.WatchdogConfig()
+'''
+SHORT = {'WatchdogConfig.period_seconds': 0.2, 'WatchdogConfig.dead_seconds': 3}
+
+# A user's own data module. FAULT is 'RANK:BATCH:KIND', BATCH from 1; the time goes to `fault`.
+FAULTY_DATA = '''"""Synthetic batches of 50 ms, and something that goes wrong before one of them."""
+
+import os
+import signal
+import time
+
+from t5x_gpu.data import synthetic
+from t5x_gpu.errors import DataError
+
+vocabulary = synthetic.vocabulary
+_who, _when, _kind = os.environ['FAULT'].split(':')
+_me = os.environ.get('RANK_OF_TEST')
+
+
+def fault():
+  with open(f'fault_{_me}', 'w') as f:
+    f.write(str(time.time()))
+  if _kind == 'kill':
+    os.kill(os.getpid(), signal.SIGKILL)
+  elif _kind == 'stop':
+    os.kill(os.getpid(), signal.SIGSTOP)
+  elif _kind == 'sleep':
+    time.sleep(1000)
+  elif _kind == 'raise':
+    raise ValueError('boom in my_data')
+  elif _kind == 'user_error':
+    time.sleep(0.7 * int(_me))
+    raise DataError('The file is torn.', fix='Mend it.')
+  elif _kind == 'term':
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class FaultyBatches:
+
+  def __init__(self, batches):
+    self._batches = batches
+    self._taken = 0
+
+  def __getattr__(self, name):
+    return getattr(self._batches, name)
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    self._taken += 1
+    if _who in (_me, 'all') and self._taken == int(_when):
+      fault()
+    time.sleep(0.05)
+    return next(self._batches)
+
+
+def open_batches(config, *, spec, feature_converter, repeat=True):
+  batches = synthetic.open_batches(config, spec=spec, feature_converter=feature_converter,
+                                   repeat=repeat)
+  return FaultyBatches(batches) if repeat else batches
+'''
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+  """How a run ended.
+
+  Attributes:
+    codes: exit code of each rank.
+    seconds: from the fault until each rank ended.
+    texts: what each rank wrote.
+  """
+  codes: list[int]
+  seconds: list[float]
+  texts: list[str]
+
+
+@pytest.fixture
+def project(tmp_path) -> Project:
+  (tmp_path / 'faulty_data.py').write_text(FAULTY_DATA)
+  return Project(tmp_path, gin=GIN)
+
+
+def start(project: Project, fault: str, *, ranks: int, **settings) -> subprocess.Popen:
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  env.update(JAX_PLATFORMS='cpu', PYTHONPATH=f'{REPOSITORY}:{project.folder}', FAULT=fault,
+             PYTHONUNBUFFERED='1', TF_CPP_MIN_LOG_LEVEL='1',
+             JAX_COMPILATION_CACHE_DIR=str(project.folder.parent / 'compiled_faults'),
+             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+  settings = {'DATA_MODULE': 'faulty_data', 'TRAIN_STEPS': 40, 'BATCH_SIZE': 12, **settings}
+  port = str(random.randrange(20000, 30000))
+  for path in project.folder.glob('fault_*'):
+    path.unlink()
+  return subprocess.Popen(
+      [sys.executable, REPOSITORY / 'tests' / 'cluster' / 'fault_ranks.py', str(ranks), port,
+       *project.argv(**settings)], cwd=project.folder, env=env, stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def run(project: Project, fault: str, *, ranks: int, **settings) -> Ended:
+  """Returns how a run of `ranks` processes with `fault` ended."""
+  popen = start(project, fault, ranks=ranks, **settings)
+  try:
+    output = popen.communicate(timeout=DEADLINE_SECONDS)[0]
+  except subprocess.TimeoutExpired:
+    os.killpg(popen.pid, signal.SIGKILL)
+    raise AssertionError('\n'.join(texts(project, ranks))) from None
+  ends = json.loads(re.search('^ENDS (.*)$', output, re.MULTILINE)[1])
+  times = [float(path.read_text()) for path in project.folder.glob('fault_*')]
+  fault_time = min(times, default=ends[0][1])
+  return Ended([code for code, _ in ends], [end - fault_time for _, end in ends],
+               texts(project, ranks))
+
+
+def texts(project: Project, ranks: int) -> list[str]:
+  return [(project.folder / f'rank_{i}.txt').read_text() for i in range(ranks)]
+
+
+def reports(text: str) -> list[str]:
+  return re.findall('^WATCHDOG: (.*)$', text, re.MULTILINE)
+
+
+def others(values: list, rank: int) -> list:
+  return [value for i, value in enumerate(values) if i != rank]
+
+
+@pytest.mark.parametrize('rank', [0, 3])
+def test_a_killed_rank_ends_the_others_within_30_seconds_and_is_named(project, rank):
+  step = random.Random(rank).randrange(8, 30)
+  ended = run(project, f'{rank}:{step}:kill', ranks=4)  # the deadlines are the defaults
+  assert ended.codes[rank] == -signal.SIGKILL, ended.texts
+  assert others(ended.codes, rank) == [EXIT_RANK_DEAD] * 3, ended.texts
+  assert max(ended.seconds) < 30
+  for text in others(ended.texts, rank):
+    found = re.search(fr'process {rank} on (\S+) \(pid \d+\), last seen at step (\d+)',
+                      reports(text)[0])
+    assert found, text
+    assert step - 25 <= int(found[2]) < step  # heartbeats come once a second, steps each 50 ms
+  print(f'\nkill -9 of rank {rank} of 4: the others ended after '
+        f'{min(others(ended.seconds, rank)):.1f} to {max(ended.seconds):.1f} s')
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_a_stopped_rank_ends_the_others_and_is_named(project, rank):
+  ended = run(project, f'{rank}:12:stop', ranks=2, **SHORT)
+  assert ended.codes[1 - rank] == EXIT_RANK_DEAD, ended.texts
+  assert re.search(fr'process {rank} on \S+ \(pid \d+\), last seen at step \d',
+                   reports(ended.texts[1 - rank])[0])
+  assert ended.seconds[1 - rank] < 3 + 8
+  print(f'\nSIGSTOP of rank {rank} of 2, dead_seconds 3: {ended.seconds[1 - rank]:.1f} s')
+
+
+@pytest.mark.parametrize('rank', [0, 2])
+def test_a_rank_stuck_in_its_data_is_named_on_all_with_its_stack(project, rank):
+  ended = run(project, f'{rank}:12:sleep', ranks=3, **SHORT,
+              **{'WatchdogConfig.step_seconds': 4, 'WatchdogConfig.step_factor': 1})
+  assert ended.codes == [EXIT_STUCK] * 3, ended.texts
+  assert max(ended.seconds) < 4 + 8
+  for text in ended.texts:
+    behind = re.search('^Behind the others: (.*)$', text, re.MULTILINE)
+    assert behind and behind[1].startswith(f'process {rank} on'), text
+    assert behind[1].count('process') == 1, text
+    assert re.search(fr'process {rank} on .* in faulty_data.py:\d+ \(fault\)', text), text
+    assert 'most recent call first' in text
+  assert 'in fault' in ended.texts[rank]  # its own stack
+  print(f'\nrank {rank} of 3 stuck, step_seconds 4: {max(ended.seconds):.1f} s')
+
+
+def test_an_exception_on_one_rank_ends_the_others_at_once_with_its_reason(project):
+  ended = run(project, '1:12:raise', ranks=3, **SHORT)
+  assert ended.codes == [EXIT_ERROR] * 3, ended.texts
+  assert '[1/3] Traceback' in ended.texts[1] and 'boom in my_data' in ended.texts[1]
+  for text in others(ended.texts, 1):
+    assert 'failed after step 1' in reports(text)[0], text
+    assert 'ValueError: boom in my_data' in reports(text)[0]
+  assert max(ended.seconds) < 5
+  print(f'\nexception on rank 1 of 3: {max(ended.seconds):.1f} s')
+
+
+def test_a_user_error_on_all_ranks_is_each_ones_own_and_leaves_with_1(project):
+  ended = run(project, 'all:12:user_error', ranks=3)  # one 0.7 s after the other
+  assert ended.codes == [1] * 3, ended.texts
+  for text in ended.texts:
+    assert 'DataError: The file is torn.' in text and 'Traceback' not in text
+  assert 'Mend it.' in ended.texts[0]
+
+
+def test_preemption_of_one_rank_saves_on_all_and_the_run_continues(project):
+  ended = run(project, '1:12:term', ranks=2)
+  assert ended.codes == [EXIT_PREEMPTED] * 2, ended.texts
+  step = project.steps()[-1]
+  saved = (project.model_dir / f'checkpoint_{step}').stat().st_ctime  # of its renaming
+  signalled = float((project.folder / 'fault_1').read_text())
+  assert 12 <= step < 40 and 0 < saved - signalled < 15
+  assert 'Reached preemption sync point' not in ''.join(ended.texts)
+  print(f'\nSIGTERM to committed checkpoint, 2 ranks: {saved - signalled:.1f} s; '
+        f'until both had left: {max(ended.seconds):.1f} s')
+  again = run(project, '9:1:none', ranks=2)
+  assert again.codes == [0, 0], again.texts
+  assert f'Continuing from {project.model_dir}/checkpoint_{step}' in again.texts[0]
+  assert sorted(project.metrics()) == list(range(5, 41, 5)) or step % 5
+  assert not reports(''.join(again.texts))
