@@ -98,6 +98,9 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   _say('\n'.join([program.layout.table(), *([parameter_table(program)] if dry_run else []),
                   size_line(program)]))
   saved = check_model_dir(model_dir, target=program.abstract_state)
+  distributed.assert_equal_across_hosts(
+      saved.step if saved else None, f'The latest checkpoint in {model_dir}',
+      fix='Set MODEL_DIR to one folder of a file system that all processes share.')
   if saved and saved.step >= total_steps:
     _say(_nothing_to_do(model_dir, saved.step, total_steps))
     return 0

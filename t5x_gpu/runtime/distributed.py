@@ -25,6 +25,7 @@ from t5x_gpu.runtime.rendezvous import Member, meet
 
 # A difference is shown up to this many characters per process.
 SHOWN_CHARACTERS = 300
+SAME_START = 'Start every process with the same files and flags, and the same versions of the code.'
 # Names the domain of fast links of a process where that is more than its host (an NVL72 rack).
 DOMAIN_VARIABLE = 'T5X_GPU_DOMAIN'
 
@@ -231,14 +232,15 @@ def gather_json(value: Any) -> list[Any]:
   return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(data)]
 
 
-def assert_equal_across_hosts(value: Any, name: str) -> None:
+def assert_equal_across_hosts(value: Any, name: str, *, fix: str = SAME_START) -> None:
   """Raises ConfigError, on every process, unless all passed an equal `value`.
 
   Only a hash travels, unless there is a difference to show.
 
   Args:
     value: anything that JSON can hold; dictionaries may differ in order.
-    name: what it is, for the message: 'the configuration'.
+    name: what it is, for the message: 'The configuration'.
+    fix: what to do where they differ.
   """
   if process_count() == 1:
     return
@@ -256,8 +258,7 @@ def assert_equal_across_hosts(value: Any, name: str) -> None:
   shown = '\n'.join(f'  process {process} (and {digests.count(d) - 1} more): {texts[process]}'
                     for d, process in first_with.items())
   raise ConfigError(f'{name} is not the same on all {process_count()} processes:\n{shown}',
-                    fix='Start every process with the same files and flags, and the same versions '
-                        'of the code.')
+                    fix=fix)
 
 
 def _first_difference(text: str, other: str) -> Optional[int]:
