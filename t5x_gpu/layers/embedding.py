@@ -12,8 +12,8 @@ from t5x_gpu.partitioning.axis_rules import is_split, shard, with_axes
 class Embedding(nn.Module):
   """A table [vocab, embed].
 
-  Rows are gathered, or, where the vocabulary is split, read by a one-hot matmul, which stays local to
-  its part of the table. The matmul costs as much as the output projection, so it is not for all.
+  Rows are gathered, or, where the vocabulary is split, read by a one-hot matmul, which stays local
+  to its part of the table. The matmul costs as much as the output projection: not for all.
 
   Attributes:
     vocab_size: rows, at least the largest id + 1.
