@@ -6,6 +6,7 @@ No TensorFlow, no data: this runs wherever jax, flax, optax, orbax and gin-confi
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import time
@@ -20,9 +21,10 @@ from t5x_gpu.data.batches import open_batches
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import logging_setup
 from t5x_gpu.metrics.throughput import mfu
-from t5x_gpu.runtime import hardware, xla_flags
+from t5x_gpu.runtime import cluster as cluster_lib
+from t5x_gpu.runtime import distributed, hardware, xla_flags
 from t5x_gpu.runtime import topology as topology_lib
-from t5x_gpu.training.program import build_program, compile_options
+from t5x_gpu.training.program import Program, build_program, compile_options
 from t5x_gpu.training.summary import size_line
 
 # Arguments of train() that say what a step is; the rest (periods, folders) plays no part here.
@@ -62,23 +64,27 @@ class Result:
   losses: tuple[float, float]
 
 
-def bench(arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int,
+def build(arguments: Mapping[str, Any]) -> Program:
+  """Returns the program that `train`'s arguments describe, on the devices of this run."""
+  dataset = arguments['train_dataset_cfg']
+  topology, devices = topology_lib.discover()
+  return build_program(
+      model=arguments['model'], optimizer=arguments['optimizer'],
+      schedule=arguments['learning_rate'], partitioner=arguments['partitioner'], topology=topology,
+      devices=devices, task_feature_lengths=dataset.task_feature_lengths,
+      batch_size=dataset.batch_size, pack=dataset.pack, seed=arguments.get('random_seed', 0),
+      **{name: arguments[name] for name in STEP_ARGUMENTS if name in arguments})
+
+
+def bench(program: Program, arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int,
           xla: Optional[xla_flags.Applied] = None) -> Result:
-  """Returns the measurement of the training step that `train`'s arguments describe.
+  """Returns the measurement of the training step of `program`.
 
   Each step is waited for; the wait costs microseconds and makes every step a sample of its own.
   """
   model = arguments['model']
+  devices = program.layout.mesh.devices.reshape(-1)
   dataset = dataclasses.replace(arguments['train_dataset_cfg'], module='t5x_gpu.data.synthetic')
-  topology, devices = topology_lib.discover()
-  program = build_program(
-      model=model, optimizer=arguments['optimizer'], schedule=arguments['learning_rate'],
-      partitioner=arguments['partitioner'], topology=topology, devices=devices,
-      task_feature_lengths=dataset.task_feature_lengths, batch_size=dataset.batch_size,
-      pack=dataset.pack, seed=arguments.get('random_seed', 0),
-      **{name: arguments[name] for name in STEP_ARGUMENTS if name in arguments})
-  print(program.layout.table())
-  print(size_line(program), flush=True)
   batches = open_batches(
       dataset, spec=program.spec,
       feature_converter=model.feature_converter(dataset.task_feature_lengths))
@@ -143,25 +149,38 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser.add_argument('--steps', type=int, default=20, help='timed steps (default 20)')
     parser.add_argument('--warmup', type=int, default=3, help='untimed steps first (default 3)')
     parser.add_argument('--json', metavar='FILE', help='also write the result to FILE')
+    cluster_lib.add_flags(parser)
   logging_setup.quiet_environment()
   args = cli.parse_args('python -m t5x_gpu.bench', __doc__.splitlines()[0],
                         sys.argv[1:] if argv is None else argv, extra=extra)
   if args.extra.steps < 1 or args.extra.warmup < 0:
     raise ConfigError(f'--steps={args.extra.steps} --warmup={args.extra.warmup}: there is nothing '
                       'to time.', fix='Give --steps of at least 1 and --warmup of at least 0.')
+  cluster = cluster_lib.detect(
+      os.environ, num_gpus=cluster_lib.count_gpus(),
+      coordinator_address=args.extra.coordinator_address, process_count=args.extra.process_count,
+      process_index=args.extra.process_index)
   loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
                            search_paths=args.gin_search_paths)
-  logging_setup.setup()
   arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
+  waits = arguments.get('distributed_cfg', distributed.DistributedConfig())
+  distributed.initialize(cluster, **dataclasses.asdict(waits))
+  xla = xla_flags.prepare_environment(arguments.get('xla_preset', 'default'),
+                                      num_hosts=distributed.num_hosts())
+  logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
+  program = build(arguments)
+  is_main = distributed.is_main_process()
+  if is_main:
+    print(xla.report(), program.layout.table(), size_line(program), sep='\n', flush=True)
   if args.dry_run:
     return 0
-  xla = xla_flags.prepare_environment(arguments.get('xla_preset', 'default'))
-  print(xla.report())
-  result = bench(arguments, num_steps=args.extra.steps, warmup_steps=args.extra.warmup, xla=xla)
-  print(describe(result))
-  if args.extra.json:
-    with open(args.extra.json, 'w') as f:
-      json.dump(dataclasses.asdict(result), f, indent=1)
+  result = bench(program, arguments, num_steps=args.extra.steps, warmup_steps=args.extra.warmup,
+                 xla=xla)
+  if is_main:
+    print(describe(result))
+    if args.extra.json:
+      with open(args.extra.json, 'w') as f:
+        json.dump(dataclasses.asdict(result), f, indent=1)
   return 0
 
 

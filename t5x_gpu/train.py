@@ -26,6 +26,7 @@ from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, open_batches, open_vocabulary)
 from t5x_gpu.errors import ConfigError, DataError, TrainingError
 from t5x_gpu.metrics import logging_setup, plots, reduce
+from t5x_gpu.metrics.evaluator import Evaluator
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.models.decoding import SampleConfig, check_sample, sample
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -183,30 +184,6 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   return 0
 
 
-class Evaluator:
-  """The mean loss over the same batches each time.
-
-  Args:
-    program: has the eval step.
-    batches: opened without repeat.
-    num_batches: at most this many; fewer if the data ends.
-  """
-
-  def __init__(self, program: Program, batches: BatchIterator, num_batches: int):
-    self._program = program
-    self._batches = batches
-    self._num_batches = num_batches
-    self._start = batches.get_state()
-
-  def run(self, params: Any) -> dict[str, float]:
-    """Returns eval/loss, eval/accuracy, ... of `params`."""
-    self._batches.set_state(self._start)
-    sums = reduce.Accumulator()
-    for _, batch in zip(range(self._num_batches), self._batches):
-      sums.add(self._program.eval_step(params, self._program.layout.put_batch(batch)))
-    return sums.means(prefix='eval/').values
-
-
 def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
   topology, devices = topology_lib.discover()
   return build_program(topology=topology, devices=devices, pack=dataset.pack,
@@ -324,16 +301,19 @@ def _closing(model_dir: str, model: Any, step: int) -> str:
   """Draws the loss curve and returns what to look at and to do next."""
   if jax.process_index() != 0:
     return ''
-  picture = os.path.join(model_dir, 'loss.png')
-  plots.plot_losses(os.path.join(model_dir, 'metrics.jsonl'), picture,
-                    vocab_size=model.logical_sizes()['vocab'])
-  return (f'Done at step {step}. In {model_dir}: loss.png, metrics.jsonl, tensorboard/, '
-          'config.gin, config_origins.txt\n'
+  files = ['metrics.jsonl', 'tensorboard/', 'config.gin', 'config_origins.txt']
+  try:
+    if plots.plot_losses(os.path.join(model_dir, 'metrics.jsonl'),
+                         os.path.join(model_dir, 'loss.png'),
+                         vocab_size=model.logical_sizes()['vocab']):
+      files.insert(0, 'loss.png')
+  except ConfigError as e:  # a bare machine without matplotlib; the run itself is complete
+    _log.warning('No picture of the loss: %s', e)
+  return (f'Done at step {step}. In {model_dir}: {", ".join(files)}\n'
           'Next:\n'
           f'  train on     the same command with --gin.TRAIN_STEPS={2 * step}\n'
           f'  curves       tensorboard --logdir {model_dir}/tensorboard\n'
-          '  who set it   python -m t5x_gpu.config explain BATCH_SIZE --gin_file='
-          f'{model_dir}/config.gin')
+          f'  who set it   grep BATCH_SIZE {model_dir}/config_origins.txt')
 
 
 def _preflight() -> None:

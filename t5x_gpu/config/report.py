@@ -19,18 +19,27 @@ CONFIG, ORIGINS = 'config.gin', 'config_origins.txt'
 _VALUE_WIDTH = 60  # Longer values are cut in the printed table, never in files.
 
 
-def print_table(provenance: Provenance, *, console: Optional[rich.console.Console] = None) -> None:
-  """Prints what gin files and the command line set; plain text unless the console is a terminal."""
+def print_table(provenance: Provenance, *, console: Optional[rich.console.Console] = None,
+                defaults: bool = False) -> None:
+  """Prints what gin files and the command line set; plain text unless the console is a terminal.
+
+  Args:
+    provenance: of the configuration.
+    console: stdout if None.
+    defaults: print also what nothing sets; else only how many there are.
+  """
   console = console or rich.console.Console(highlight=False)
-  rows = _columns(provenance.settings, width=_VALUE_WIDTH)
+  settings = (*provenance.settings, *provenance.defaults) if defaults else provenance.settings
+  rows = _columns(settings, width=_VALUE_WIDTH)
   for expression, origin, overridden in rows:
     line = rich.text.Text.assemble((expression, 'bold'), '   ', (origin, 'cyan'),
                                    *([('   ' + overridden, 'dim')] if overridden.strip() else []))
     console.print(line.plain.rstrip() if not console.is_terminal else line, soft_wrap=True,
                   markup=False, highlight=False)
-  if provenance.defaults:
-    console.print(f'and {len(provenance.defaults)} defaults, listed in MODEL_DIR/{ORIGINS}',
-                  soft_wrap=True, markup=False, highlight=False)
+  if provenance.defaults and not defaults:
+    console.print(f'and {len(provenance.defaults)} defaults (python -m t5x_gpu.config show lists '
+                  f'them, a run writes them to MODEL_DIR/{ORIGINS})', soft_wrap=True, markup=False,
+                  highlight=False)
 
 
 def _columns(settings: Sequence[Setting], *, width: Optional[int] = None

@@ -147,7 +147,9 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
            for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
   if wrong:
     raise DataError('The data is not what the checkpoint was trained on:\n  ' + '\n  '.join(wrong),
-                    fix='Restore these values, or start anew in another MODEL_DIR.')
+                    fix='Restore these values, or start anew in another MODEL_DIR.',
+                    parameters=('MIXTURE_OR_TASK_NAME', 'TASK_FEATURE_LENGTHS', 'BATCH_SIZE',
+                                'RANDOM_SEED'))
 
 
 def batch_hash(batch: Batch) -> str:

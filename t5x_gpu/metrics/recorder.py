@@ -1,17 +1,20 @@
 """What the loop measures: steps counted when they are really done, logged to file and screen."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Optional, Self
 
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.progress import Progress
 from t5x_gpu.metrics.throughput import StepTimer
-from t5x_gpu.metrics.writers import JsonLinesWriter, MultiWriter, TensorBoardWriter
+from t5x_gpu.metrics.writers import JsonLinesWriter, MetricWriter, MultiWriter, TensorBoardWriter
 
 METRICS = 'metrics.jsonl'
 TENSORBOARD = 'tensorboard'
+_log = logging.getLogger(__name__)
 
 
 class Recorder(contextlib.ExitStack):
@@ -49,8 +52,12 @@ class Recorder(contextlib.ExitStack):
   def __enter__(self) -> Self:
     super().__enter__()
     if self._is_main:
-      self._writer = MultiWriter([JsonLinesWriter(os.path.join(self._model_dir, METRICS)),
-                                  TensorBoardWriter(os.path.join(self._model_dir, TENSORBOARD))])
+      writers: list[MetricWriter] = [JsonLinesWriter(os.path.join(self._model_dir, METRICS))]
+      try:
+        writers.append(TensorBoardWriter(os.path.join(self._model_dir, TENSORBOARD)))
+      except ConfigError as e:  # a bare machine; metrics.jsonl has the same numbers
+        _log.warning('No TensorBoard files: %s', e)
+      self._writer = MultiWriter(writers)
       self.push(self._close_writer)
       self._writer.truncate_after(self._first_step)
     self.enter_context(self._progress)

@@ -1,6 +1,7 @@
 """Hyper-parameters of a transformer, checked when they are set."""
 
 import dataclasses
+import logging
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from t5x_gpu.errors import ModelError, all_problems, did_you_mean
 from t5x_gpu.layers.mlp import activation
 
+_log = logging.getLogger(__name__)
 RELATIVE_BIAS = ('none', 'shared', 'per_layer')
 REMAT_POLICIES = ('none', 'minimal', 'full')
 DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
@@ -72,6 +74,8 @@ class TransformerConfig:
       value = getattr(self, parameter)
       if value not in allowed:
         refuse(parameter, f'is not one of {", ".join(allowed)}.{did_you_mean(value, allowed)}')
+    if self.relative_bias == 'none':
+      _log.warning("relative_bias = 'none': nothing tells this model where a token stands.")
     if problems:
       raise ModelError(all_problems(problems, title='The model cannot be built'),
                        fix='Set them in the model file or with --gin.TransformerConfig.NAME=VALUE.',

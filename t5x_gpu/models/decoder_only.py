@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.data.features import batch_spec
+from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.losses import Sums, cross_entropy
@@ -34,6 +35,14 @@ class DecoderOnlyModel:
   z_loss: float = 0.0
   label_smoothing: float = 0.0
   inputs_bidirectional_attention: bool = False
+
+  def __post_init__(self) -> None:
+    for name, good in (('z_loss', self.z_loss >= 0.0),
+                       ('label_smoothing', 0.0 <= self.label_smoothing < 1.0)):
+      if not good:
+        raise ModelError(f'{name} = {getattr(self, name)} is out of range.',
+                         fix='Set z_loss to 0 or more (1e-4 is usual), label_smoothing to 0 or '
+                             'more and below 1.', parameters=(f'DecoderOnlyModel.{name}',))
 
   @property
   def decoder(self) -> Decoder:

@@ -68,6 +68,7 @@ def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, lengt
       inputs = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
       logits = model.logits(params, {'decoder_input_tokens': inputs,
                                      'decoder_target_tokens': tokens})[:, i]
+      logits = logits.at[:, 0].set(-jnp.inf)  # 0 is padding: what follows would not see it
       if temperature > 0:
         key = jax.random.fold_in(jax.random.key(seed), i)
         chosen = jax.random.categorical(key, logits / temperature)

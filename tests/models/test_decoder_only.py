@@ -150,3 +150,14 @@ def test_all_problems_of_a_model_come_in_one_message():
   with pytest.raises(ModelError) as e:
     dataclasses.replace(CONFIG, num_heads=0, dtype='x', dropout_rate=2.0)
   assert '3 problems' in str(e.value)
+
+
+@pytest.mark.parametrize('options', [{'z_loss': -1e-4}, {'label_smoothing': 1.0}], ids=str)
+def test_impossible_losses_are_refused(options):
+  with pytest.raises(ModelError, match='out of range'):
+    DecoderOnlyModel(CONFIG, **options)
+
+
+def test_a_model_without_positions_is_told(caplog):
+  dataclasses.replace(CONFIG, relative_bias='none')
+  assert 'nothing tells this model where a token stands' in caplog.text

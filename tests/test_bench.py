@@ -1,0 +1,35 @@
+"""The benchmark command on a small model."""
+
+import json
+
+import pytest
+
+from t5x_gpu import bench
+from t5x_gpu.errors import ConfigError, DataError
+
+DEMO = ['--gin_file=gin_configs/examples/demo.gin', '--gin.TransformerConfig.num_layers=1',
+        "--gin.TASK_FEATURE_LENGTHS={'targets': 16}", '--gin.BATCH_SIZE=8']
+
+
+def test_bench_writes_what_it_measured(tmp_path, capsys):
+  out = tmp_path / 'result.json'
+  assert bench.main([*DEMO, '--steps', '2', '--warmup', '1', '--json', str(out)]) == 0
+  result = json.loads(out.read_text())
+  assert result['step_seconds'] > 0 and result['num_devices'] == 8
+  assert result['tokens_per_second'] == pytest.approx(8 * 16 / result['step_seconds'])
+  assert result['mfu'] is None, 'no peak is known for a CPU'
+  printed = capsys.readouterr().out
+  assert 'tokens/s' in printed and 'MFU          unknown' in printed
+
+
+def test_a_dry_run_of_bench_checks_and_times_nothing(capsys):
+  assert bench.main([*DEMO, '--dry_run']) == 0
+  printed = capsys.readouterr().out
+  assert 'parameters;' in printed and 'tokens/s' not in printed
+
+
+def test_bench_refuses_what_cannot_be_timed():
+  with pytest.raises(ConfigError, match='nothing to time'):
+    bench.main([*DEMO, '--steps', '0'])
+  with pytest.raises(DataError, match='batch_size = 0'):
+    bench.main([*DEMO, '--gin.BATCH_SIZE=0', '--dry_run'])
