@@ -29,9 +29,21 @@ _job_end: list[float] = []  # seconds since 1970, if the scheduler said
 
 
 def catch_early() -> None:
-  """Remembers SIGUSR1 until a StopRequest takes over; while compiling it would end the process."""
+  """Remembers SIGUSR1 and SIGTERM until a StopRequest takes over.
+
+  While compiling they would end the process, with a code that means failure to a scheduler. A
+  second one does. Where several processes meet, JAX takes SIGTERM from here.
+  """
   _early.clear()
-  signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(signal.Signals(number)))
+  for number in PREEMPTION_SIGNALS:
+    signal.signal(number, _remember)
+
+
+def _remember(number: int, frame: Optional[FrameType]) -> None:
+  del frame
+  _early.append(signal.Signals(number))
+  signal.signal(number, signal.SIG_DFL)
+  os.write(2, f'{signal.Signals(number).name}: leaving after the first step.\n'.encode())
 
 
 def expect_end(end_time: Optional[float]) -> None:
@@ -68,7 +80,7 @@ class StopRequest:
       if not (self._together and number == signal.SIGTERM):
         self._previous[number] = signal.signal(number, self._handle)
     if _early:
-      self._handle(_early.pop(), None)
+      self._request(_early.pop(), 'Asked to stop during set-up')
     return self
 
   def __exit__(self, *exc_info: Any) -> None:

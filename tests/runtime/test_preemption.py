@@ -31,6 +31,19 @@ def test_a_second_ctrl_c_interrupts():
       os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_during_set_up_stops_the_run_after_its_first_step(number):
+  before = {n: signal.getsignal(n) for n in preemption.PREEMPTION_SIGNALS}
+  try:
+    preemption.catch_early()
+    os.kill(os.getpid(), number)
+    with preemption.StopRequest() as stop:
+      assert stop.reached(1) and stop.exit_code == 85
+  finally:
+    for n, handler in before.items():
+      signal.signal(n, handler)
+
+
 def test_the_time_limit_of_the_job_asks_to_stop_in_time_to_save(capfd):
   preemption.expect_end(1000.0)
   times = iter([800.0, 899.0, 901.0])
