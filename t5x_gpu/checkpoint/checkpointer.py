@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, check_manifest, check_same_model, check_writable, checkpoint_path, committed_steps)
+from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.train_state import TrainState
 
@@ -73,12 +74,14 @@ class Checkpointer:
     model_dir: absolute or relative folder; made if missing.
     keep: how many checkpoints stay.
   Raises:
-    CheckpointError: the folder cannot be made or written to.
+    CheckpointError: the folder cannot be made or written to, or another run writes to it.
   """
 
   def __init__(self, model_dir: str, *, keep: Optional[int] = 3):
     self._dir = pathlib.Path(model_dir).absolute()
     check_writable(self._dir)
+    # Before Orbax: it removes saves under way, which may be those of another run.
+    self._lock = RunLock(self._dir) if jax.process_index() == 0 else None
     logging.getLogger('absl').addFilter(_drop_orbax_stacks)  # adding it again changes nothing
     self._manager = ocp.CheckpointManager(
         self._dir, item_names=('state', 'data', 'manifest'),
@@ -99,8 +102,11 @@ class Checkpointer:
     """Starts to write `checkpoint_<step>`; returns once `state` may be overwritten.
 
     Raises:
-      CheckpointError: this or an earlier save failed; nothing older has been deleted.
+      CheckpointError: this or an earlier save failed, and nothing older has been deleted; or
+        another run has taken over MODEL_DIR, and nothing is written.
     """
+    if self._lock is not None:  # the other processes wait for this one before they write
+      self._lock.check()
     data = {'iterator': base64.b64encode(data_state).decode()}
     with self._mended_errors(step):
       self._manager.check_for_errors()
@@ -119,7 +125,13 @@ class Checkpointer:
       self._manager.check_for_errors()
 
   def close(self) -> None:
+    """Ends what Orbax runs in the background, and lets other runs use MODEL_DIR."""
     self._manager.close()
+    self._release()
+
+  def _release(self) -> None:
+    if self._lock is not None:
+      self._lock.release()
 
   def __enter__(self) -> Self:
     return self
@@ -127,14 +139,17 @@ class Checkpointer:
   def __exit__(self, kind: Optional[type[BaseException]], error: Optional[BaseException],
                trace: Optional[types.TracebackType]) -> None:
     """Commits the save under way, also when the run fails; not when it is interrupted."""
-    if error is None:
-      self.wait()
-      self.close()
-    elif isinstance(error, Exception) and not isinstance(error, CheckpointError):
-      try:
+    try:
+      if error is None:
         self.wait()
-      except CheckpointError as e:
-        _log.error('%s', e)
+        self.close()
+      elif isinstance(error, Exception) and not isinstance(error, CheckpointError):
+        try:
+          self.wait()
+        except CheckpointError as e:
+          _log.error('%s', e)
+    finally:
+      self._release()
 
   @contextlib.contextmanager
   def _mended_errors(self, step: Optional[int]) -> Iterator[None]:

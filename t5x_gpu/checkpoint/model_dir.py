@@ -17,6 +17,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.checkpoint.manifest import differences
+from t5x_gpu.checkpoint.run_lock import check_lock
 from t5x_gpu.errors import CheckpointError
 
 PREFIX = 'checkpoint'
@@ -54,13 +55,15 @@ def check_model_dir(model_dir: str | os.PathLike, *, target: Any) -> Optional[Sa
     model_dir: need not exist.
     target: the TrainState (or its shapes) of today.
   Raises:
-    CheckpointError: the folder cannot be written, or that checkpoint is of another model.
+    CheckpointError: the folder cannot be written, another run writes to it, or that checkpoint is
+      of another model.
   """
   folder = pathlib.Path(model_dir).absolute()
   if jax.process_index() == 0:  # the others would find folders that come and go
     made = [f for f in (folder, *folder.parents) if not f.exists()]
     try:
       check_writable(folder)
+      check_lock(folder)
     finally:
       for new in made:
         with contextlib.suppress(OSError):  # not made, or somebody has put something there

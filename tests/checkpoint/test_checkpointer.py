@@ -13,6 +13,7 @@ import pytest
 from t5x_gpu.checkpoint import checkpointer as checkpointer_lib
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.train_state import TrainState
 
@@ -107,7 +108,8 @@ def test_the_last_three_stay(tmp_path):
       save(checkpointer, step, new_state(step))
     checkpointer.wait()
     assert checkpointer.steps() == [6, 8, 9]
-  assert sorted(os.listdir(tmp_path / 'model')) == ['checkpoint_6', 'checkpoint_8', 'checkpoint_9']
+  assert sorted(set(os.listdir(tmp_path / 'model')) - {LOCK}) == [
+      'checkpoint_6', 'checkpoint_8', 'checkpoint_9']
 
 
 @pytest.mark.parametrize('options', [{'period': 0}, {'period': 5, 'keep': 0}])
@@ -165,7 +167,7 @@ def test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert restored.data_state == b'data of 10'
     assert 'checkpoint_20 cannot be read' in caplog.text
     assert 'Continuing from checkpoint_10' in caplog.text
-    assert sorted(os.listdir(folder)) == ['checkpoint_10', 'corrupt_checkpoint_20']
+    assert sorted(set(os.listdir(folder)) - {LOCK}) == ['checkpoint_10', 'corrupt_checkpoint_20']
     assert checkpointer.steps() == [10]
     save(checkpointer, 20, new_state(20, seed=5))  # its step can be written again
     checkpointer.wait()
@@ -207,7 +209,7 @@ def test_another_model_is_refused_with_the_arrays_that_differ(tmp_path):
                '1 arrays of the optimizer state differ as well.',
                'Nothing was overwritten'):
     assert part in str(e.value)
-  assert sorted(os.listdir(folder)) == ['checkpoint_10']
+  assert sorted(set(os.listdir(folder)) - {LOCK}) == ['checkpoint_10']
 
 
 def test_a_save_cut_short_by_a_kill_is_no_checkpoint(tmp_path):
@@ -221,7 +223,7 @@ def test_a_save_cut_short_by_a_kill_is_no_checkpoint(tmp_path):
     save(checkpointer, 20, new_state(20))
     checkpointer.wait()
     assert checkpointer.steps() == [10, 20]
-  assert sorted(os.listdir(folder)) == ['checkpoint_10', 'checkpoint_20', 'notes']
+  assert sorted(set(os.listdir(folder)) - {LOCK}) == ['checkpoint_10', 'checkpoint_20', 'notes']
 
 
 @pytest.fixture

@@ -1,0 +1,212 @@
+"""MODEL_DIR/run.lock: whose MODEL_DIR this is, so that two runs do not write into one.
+
+Process 0 writes who it is and touches the file every ten seconds. A lock is stale, and taken over,
+if its process has ended, if it is an earlier attempt of the same Slurm job, or if nobody has
+touched it for two minutes. A run that was cut off and comes back finds another owner in the file
+before it saves, and leaves.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import socket
+import threading
+import time
+from typing import Optional
+
+from t5x_gpu.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+LOCK = 'run.lock'
+REFRESH_SECONDS = 10
+STALE_SECONDS = 120  # longer than NFS keeps attributes of files in its cache (60 s)
+_DOCS = 'watchdog.md#two-runs-on-one-model_dir'
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+  """A process that writes to a MODEL_DIR.
+
+  Attributes:
+    host, pid: where it runs.
+    started: when it took the lock, for people.
+    kernel: boot and PID namespace; processes with the same one see each other's pids.
+    born: start of the process in ticks since boot: pids are used again.
+    folder: MODEL_DIR as this host sees it; a copied folder has another one.
+    job, attempt: of Slurm, '' and 0 without.
+  """
+  host: str
+  pid: int
+  started: str
+  kernel: str
+  born: str
+  folder: str
+  job: str
+  attempt: int
+
+  @property
+  def name(self) -> str:
+    job = f' (Slurm job {self.job}, attempt {self.attempt})' if self.job else ''
+    return f'process {self.pid} on {self.host}{job}, started {self.started}'
+
+  def is_same_process(self, other: 'Owner') -> bool:
+    return (self.kernel, self.pid, self.born) == (other.kernel, other.pid, other.born)
+
+  def stale_because(self, me: 'Owner', age_seconds: float) -> str:
+    """Returns why `me` may take the lock from this owner, '' if it may not."""
+    if self.is_same_process(me):
+      return 'it is this one'
+    if self.job and self.job == me.job and self.attempt < me.attempt:
+      return f'it is an earlier attempt of Slurm job {me.job}'
+    if self.kernel == me.kernel:
+      if self.born != _born(self.pid):
+        return 'it has ended'
+      is_copy = os.path.exists(self.folder) and not os.path.samefile(self.folder, me.folder)
+      return f'its folder is {self.folder}, this is a copy' if is_copy else ''
+    if age_seconds > STALE_SECONDS:
+      return f'it has given no sign of life for {age_seconds:.0f} s'
+    return ''
+
+
+def check_lock(folder: pathlib.Path) -> Optional[str]:
+  """Returns why an existing lock does not count, None if there is none; changes nothing.
+
+  Raises:
+    CheckpointError: another run writes here.
+  """
+  path = folder / LOCK
+  try:
+    with open(path, encoding='utf-8') as f:  # opening makes NFS ask the server
+      owner, touched = _parse(f.read()), os.fstat(f.fileno()).st_mtime
+  except FileNotFoundError:
+    return None
+  if owner is None:
+    return f'{path} cannot be read'
+  age = _now(folder) - touched
+  reason = owner.stale_because(_this_process(folder), age)
+  if not reason:
+    raise CheckpointError(
+        f'MODEL_DIR = {str(folder)!r} belongs to another run: {owner.name}; its last sign of life '
+        f'was {max(age, 0):.0f} s ago.',
+        fix=f'Wait for that run or end it, or set another MODEL_DIR. A run on another host that is '
+            f'gone is taken for dead {STALE_SECONDS} s after its last sign of life; if you are '
+            f'sure, remove {path}.', parameters=('MODEL_DIR',), docs=_DOCS)
+  return f'the last run here was {owner.name}; {reason}'
+
+
+class RunLock:
+  """The lock of this process on `folder`, from now until `release`.
+
+  Raises:
+    CheckpointError: another run writes here.
+  """
+
+  def __init__(self, folder: pathlib.Path):
+    self._folder = folder
+    self._path = folder / LOCK
+    reason = check_lock(folder)
+    if reason and 'it is this one' not in reason:
+      _log.info('Taking over %s: %s.', self._path, reason)
+    self._me = _this_process(folder)
+    self._write()
+    self._released = threading.Event()
+    threading.Thread(target=self._refresh, name='run_lock', daemon=True).start()
+    atexit.register(self.release)
+
+  def check(self) -> None:
+    """Raises CheckpointError if another run has taken over; a removed lock is written again."""
+    owner = self._owner()
+    if owner is None:
+      self._write()
+    elif not owner.is_same_process(self._me):
+      raise CheckpointError(
+          f'MODEL_DIR = {str(self._folder)!r} now belongs to {owner.name}: it took over while this '
+          f'run (process {self._me.pid} on {self._me.host}) gave no sign of life. Nothing more is '
+          'written.', fix='Nothing is to be done if that is the restart of this run; else set '
+          'another MODEL_DIR for one of the two.', parameters=('MODEL_DIR',), docs=_DOCS)
+
+  def release(self) -> None:
+    """Removes the lock if it is still this process's. May be called again."""
+    if not self._released.is_set():
+      self._released.set()
+      atexit.unregister(self.release)
+      owner = self._owner()
+      if owner is not None and owner.is_same_process(self._me):
+        with contextlib.suppress(OSError):
+          self._path.unlink()
+
+  def _refresh(self) -> None:
+    while not self._released.wait(REFRESH_SECONDS):
+      owner = self._owner()
+      if owner is not None and owner.is_same_process(self._me):
+        with contextlib.suppress(OSError):  # gone, or out of reach: the next save will tell
+          os.utime(self._path)
+
+  def _owner(self) -> Optional[Owner]:
+    try:
+      return _parse(self._path.read_text('utf-8'))
+    except OSError:
+      return None
+
+  def _write(self) -> None:
+    new = self._path.with_name(f'.{LOCK}.{self._me.pid}')
+    try:
+      new.write_text(json.dumps(dataclasses.asdict(self._me), indent=1) + '\n', 'utf-8')
+      os.replace(new, self._path)
+    except OSError as e:
+      raise CheckpointError(f'{self._path} cannot be written: {e.strerror or e}.',
+                            fix='Set MODEL_DIR to a folder of yours with free space.',
+                            parameters=('MODEL_DIR',)) from e
+
+
+def _this_process(folder: pathlib.Path) -> Owner:
+  def text(path: str) -> str:
+    try:
+      return pathlib.Path(path).read_text('utf-8').strip()
+    except OSError:
+      return ''
+  def link(path: str) -> str:
+    try:
+      return os.readlink(path)
+    except OSError:
+      return ''
+  host = socket.gethostname()
+  return Owner(host=host, pid=os.getpid(), started=time.strftime('%Y-%m-%d %H:%M:%S'),
+               kernel='/'.join((text('/proc/sys/kernel/random/boot_id') or host,
+                                link('/proc/self/ns/pid'))),
+               born=_born(os.getpid()), folder=str(folder), job=os.environ.get('SLURM_JOB_ID', ''),
+               attempt=int(os.environ.get('SLURM_RESTART_COUNT') or 0))
+
+
+def _born(pid: int) -> str:
+  """Returns when a process started, in ticks since boot; '' if it has ended, a zombie included."""
+  try:
+    stat = pathlib.Path(f'/proc/{pid}/stat').read_text('ascii', errors='replace')
+  except OSError:
+    return ''
+  fields = stat.rpartition(')')[2].split()  # from the third on: the second may hold spaces
+  return '' if fields[0] in 'ZX' else fields[19]
+
+
+def _parse(text: str) -> Optional[Owner]:
+  try:
+    return Owner(**json.loads(text))
+  except (ValueError, TypeError):
+    return None
+
+
+def _now(folder: pathlib.Path) -> float:
+  """Returns the time by the clock that stamps files in `folder`: a file server's, perhaps."""
+  probe = folder / f'.time_{os.getpid()}'
+  try:
+    probe.write_bytes(b'')
+    return probe.stat().st_mtime
+  except OSError:
+    return time.time()
+  finally:
+    probe.unlink(missing_ok=True)

@@ -1,0 +1,139 @@
+"""MODEL_DIR/run.lock: one run at a time, stale locks are no obstacle, who lost it stops writing."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from t5x_gpu.checkpoint import run_lock
+from t5x_gpu.checkpoint.run_lock import LOCK, STALE_SECONDS, RunLock, check_lock
+from t5x_gpu.errors import CheckpointError
+from tests.helpers_train import Project, listing
+
+
+def lock_of(where, *, age: float = 0, **changes) -> None:
+  """Writes a lock that was touched `age` seconds ago."""
+  owner = dataclasses.replace(run_lock._this_process(where), **changes)
+  path = where / LOCK
+  path.write_text(json.dumps(dataclasses.asdict(owner)))
+  os.utime(path, (time.time() - age,) * 2)
+
+
+@pytest.fixture
+def ended() -> int:
+  """The pid of a process that has ended."""
+  process = subprocess.Popen([sys.executable, '-c', ''])
+  process.wait()
+  return process.pid
+
+
+def test_a_live_process_of_this_host_keeps_others_out_however_silent(tmp_path):
+  with subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE) as process:
+    lock_of(tmp_path, pid=process.pid, born=run_lock._born(process.pid), age=9999)
+    with pytest.raises(CheckpointError) as e:
+      RunLock(tmp_path)
+    process.communicate(b'\n')
+  assert f'belongs to another run: process {process.pid} on ' in str(e.value)
+  assert 'Wait for that run or end it' in str(e.value) and e.value.parameters == ('MODEL_DIR',)
+  assert check_lock(tmp_path).endswith('it has ended')  # the moment the process has
+
+
+def test_another_host_is_believed_until_it_is_silent_for_long(tmp_path):
+  lock_of(tmp_path, host='gpu-07', kernel='another', age=STALE_SECONDS - 20)
+  with pytest.raises(CheckpointError, match='process .* on gpu-07, started .* 100 s ago'):
+    check_lock(tmp_path)
+  lock_of(tmp_path, host='gpu-07', kernel='another', age=STALE_SECONDS + 5)
+  assert 'no sign of life for 125 s' in check_lock(tmp_path)
+
+
+@pytest.mark.parametrize('change', ['ended', 'pid used again', 'copied', 'torn'])
+def test_stale_locks_are_taken_over_at_once_with_a_log_line(tmp_path, ended, change, caplog):
+  if change == 'ended':
+    lock_of(tmp_path, pid=ended, born='1')
+  elif change == 'pid used again':
+    lock_of(tmp_path, pid=os.getppid(), born='1')
+  elif change == 'copied':
+    lock_of(tmp_path, pid=os.getppid(), born=run_lock._born(os.getppid()),
+            folder=str(tmp_path.parent))
+  else:
+    (tmp_path / LOCK).write_text('{"host"')
+  with caplog.at_level('INFO', logger='t5x_gpu'):
+    lock = RunLock(tmp_path)
+  assert 'Taking over' in caplog.text
+  lock.check()
+  lock.release()
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_requeued_slurm_job_takes_over_from_its_earlier_attempt_at_once(tmp_path, monkeypatch):
+  lock_of(tmp_path, host='gpu-07', kernel='another', job='4711', attempt=0)
+  monkeypatch.setenv('SLURM_JOB_ID', '4711')
+  with pytest.raises(CheckpointError):  # the other step of the same attempt
+    check_lock(tmp_path)
+  monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
+  assert 'earlier attempt of Slurm job 4711' in check_lock(tmp_path)
+  monkeypatch.setenv('SLURM_JOB_ID', '4712')
+  with pytest.raises(CheckpointError, match='Slurm job 4711, attempt 0'):
+    check_lock(tmp_path)
+
+
+def test_whoever_lost_the_lock_is_told_and_does_not_remove_it(tmp_path):
+  lock = RunLock(tmp_path)
+  lock_of(tmp_path, host='gpu-08', kernel='another')
+  with pytest.raises(CheckpointError, match='now belongs to process .* on gpu-08'):
+    lock.check()
+  lock.release()
+  assert (tmp_path / LOCK).exists()
+
+
+def test_a_removed_lock_is_written_again_and_a_lock_is_touched_while_it_is_held(
+    tmp_path, monkeypatch):
+  monkeypatch.setattr(run_lock, 'REFRESH_SECONDS', 0.01)
+  lock = RunLock(tmp_path)
+  (tmp_path / LOCK).unlink()
+  lock.check()
+  os.utime(tmp_path / LOCK, (0, 0))
+  deadline = time.monotonic() + 20
+  while (tmp_path / LOCK).stat().st_mtime < 1:
+    assert time.monotonic() < deadline
+    time.sleep(0.005)
+  lock.release()
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_second_run_and_a_dry_run_are_told_before_they_compile_and_change_nothing(tmp_path):
+  project = Project(tmp_path)
+  with project.start(DATA_MODULE='held_data', hold_before=2) as run:
+    run.wait_for(run.held)
+    owner = json.loads((project.model_dir / LOCK).read_text())
+    assert owner['pid'] == run.popen.pid
+    before = listing(project.model_dir)
+    for flags in ((), ('--dry_run',)):
+      result = project.run(*flags)
+      assert result.code == 1 and 'Traceback' not in result.err
+      assert f'belongs to another run: process {run.popen.pid} on {owner["host"]}' in result.err
+      assert 'MODEL_DIR is set at' in result.err
+    now = listing(project.model_dir)
+    assert {k: v for k, v in now.items() if k != LOCK} == {
+        k: v for k, v in before.items() if k != LOCK}
+    run.let_go()
+    assert run.finish() == 0, run.err
+  assert not (project.model_dir / LOCK).exists()
+  assert project.run('--dry_run').code == 0 and not (project.model_dir / LOCK).exists()
+
+
+def test_a_run_that_was_cut_off_and_lost_its_model_dir_leaves_without_saving(tmp_path):
+  project = Project(tmp_path)
+  with project.start(DATA_MODULE='held_data', hold_before=8) as run:
+    run.wait_for(run.held)
+    lock_of(project.model_dir, host='gpu-08', kernel='another')
+    run.let_go()
+    assert run.finish() == 1, run.out
+  assert 'CheckpointError: MODEL_DIR = ' in run.err and 'now belongs to process' in run.err
+  assert 'gpu-08' in run.err and 'Traceback' not in run.err
+  assert not project.steps() and not list(project.model_dir.glob('checkpoint_*'))
+  assert json.loads((project.model_dir / LOCK).read_text())['host'] == 'gpu-08'
