@@ -124,6 +124,7 @@ class Watchdog:
     self._seconds: list[float] = []
     self._beats_told = 0
     self._news: dict[int, tuple[int, float]] = {}  # rank -> count of its last heartbeat, since when
+    self._dead: set[int] = set()
     self._contact, self._trouble = clock(), 'no answer'  # with process 0
     self._process_zero: Optional[Beat] = None
     self._verdict: Optional[Verdict] = None
@@ -218,6 +219,7 @@ class Watchdog:
     dead = [beat for rank, beat in sorted(beats.items())
             if now - self._news[rank][1] > limit and beat.phase != 'left']
     if dead:
+      self._dead = {beat.rank for beat in dead}
       silent = min(now - self._news[beat.rank][1] for beat in dead)
       self._verdict = Verdict(
           DEAD, f'No sign of life for {silent:.0f} s from '
@@ -261,7 +263,8 @@ class Watchdog:
     started = time.monotonic()
     while True:
       patience = self._config.period_seconds * (2 if verdict.kind == FAILED else 0)
-      if isinstance(self._own_error(), UserError):  # the save under way may still be committed, unless one is gone
+      if isinstance(self._own_error(), UserError):
+        # A save under way is committed on the way out, unless a process it needs is gone.
         patience = (self._config.dead_seconds if verdict.kind == FAILED else
                     5 * self._config.period_seconds)
       if time.monotonic() - started >= patience:
@@ -316,9 +319,15 @@ class Watchdog:
     self._let_others_read()
 
   def _let_others_read(self) -> None:
-    """The store ends with process 0: it leaves last."""
-    if self._store is not None and self._index == 0:
-      time.sleep(3 * self._config.period_seconds)
+    """In process 0, with which the store ends: waits until all that live have left."""
+    if self._store is None or self._index != 0:
+      return
+    deadline = time.monotonic() + 3 * self._config.period_seconds
+    while time.monotonic() < deadline:
+      beats = within(_ASK_SECONDS, self._beats) or {}
+      if all(beat.phase == 'left' for rank, beat in beats.items() if rank not in self._dead | {0}):
+        return
+      time.sleep(self._config.period_seconds / 10)
 
   def _me(self) -> str:
     return f'Process {self._index} on {socket.gethostname()} (pid {os.getpid()})'
@@ -338,6 +347,8 @@ class Watchdog:
         faulthandler.dump_traceback(file=2, all_threads=True)
       last = f'WATCHDOG: process {self._index} leaves with exit code {verdict.code}.\n'
       os.write(2, last.encode())
+      if self._store is not None:
+        within(1, lambda: self._tell('left'))
       self._let_others_read()
       self._leave(verdict.code)
 

@@ -1,9 +1,8 @@
-"""Run by test_faults: one import of everything, then the ranks of a run by fork, before any backend.
+"""Run by test_faults: one import of everything, then the ranks of each run by fork.
 
-    python fault_ranks.py NUM_RANKS PORT TRAIN_ARGUMENT...
-
-Rank i writes to rank_i.txt. The last line here is ENDS [[exit code, time], ...]. Ranks that are
-stopped (SIGSTOP) would never end: they are killed once all others have ended.
+Reads a run per line, {"count", "folder", "port", "fault", "argv"}; rank i of it writes to
+folder/rank_i.txt. Answers ENDS [[exit code, time], ...]. Ranks that are stopped (SIGSTOP) would
+never end: they are killed once all others have ended.
 """
 
 import json
@@ -15,18 +14,20 @@ import time
 from t5x_gpu import cli, train
 
 POLL_SECONDS = 0.01
-STOPPED_SECONDS = 1
 
 
-def rank(index: int, count: int, port: str, argv: list[str]) -> None:
+def rank(index: int, run: dict) -> None:
   """Becomes a rank, as `python -m t5x_gpu.train` would be it."""
+  os.chdir(run['folder'])
   file = os.open(f'rank_{index}.txt', os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
   os.dup2(file, 1)
   os.dup2(file, 2)
-  os.environ['RANK_OF_TEST'] = str(index)
+  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+  os.environ.update(RANK_OF_TEST=str(index), FAULT=run['fault'])
+  sys.path.insert(0, run['folder'])
   cli.run_main(lambda: train.main([
-      *argv, f'--coordinator_address=127.0.0.1:{port}', f'--process_count={count}',
-      f'--process_index={index}']))
+      *run['argv'], f'--coordinator_address=127.0.0.1:{run["port"]}',
+      f'--process_count={run["count"]}', f'--process_index={index}']))
 
 
 def is_stopped(pid: int) -> bool:
@@ -34,16 +35,10 @@ def is_stopped(pid: int) -> bool:
     return f.read().rpartition(')')[2].split()[0] == 'T'
 
 
-def main() -> None:
-  count, port, argv = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-  pids = []
-  for index in range(count):
-    pid = os.fork()
-    if pid == 0:
-      rank(index, count, port, argv)
-    pids.append(pid)
+def wait(pids: list[int]) -> list[tuple[int, float]]:
+  """Returns exit code and time of each."""
   ends: dict[int, tuple[int, float]] = {}
-  while len(ends) < count:
+  while len(ends) < len(pids):
     pid, status = os.waitpid(-1, os.WNOHANG)
     if pid:
       ends[pid] = os.waitstatus_to_exitcode(status), time.time()
@@ -53,7 +48,19 @@ def main() -> None:
       for pid in left:
         os.kill(pid, signal.SIGKILL)
     time.sleep(POLL_SECONDS)
-  print('ENDS ' + json.dumps([ends[pid] for pid in pids]), flush=True)
+  return [ends[pid] for pid in pids]
+
+
+def main() -> None:
+  for line in sys.stdin:
+    run = json.loads(line)
+    pids = []
+    for index in range(run['count']):
+      pid = os.fork()
+      if pid == 0:
+        rank(index, run)
+      pids.append(pid)
+    print('ENDS ' + json.dumps(wait(pids)), flush=True)
 
 
 if __name__ == '__main__':

@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 
@@ -64,6 +64,11 @@ def fault():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def slow(*, is_me):
+  if _kind == 'slow' and is_me:
+    time.sleep(5)
+
+
 class FaultyBatches:
 
   def __init__(self, batches):
@@ -76,6 +81,10 @@ class FaultyBatches:
   def __iter__(self):
     return self
 
+  def get_state(self):
+    slow(is_me=_me == _who)
+    return self._batches.get_state()
+
   def __next__(self):
     self._taken += 1
     if _who in (_me, 'all') and self._taken == int(_when):
@@ -87,6 +96,8 @@ class FaultyBatches:
 def open_batches(config, *, spec, feature_converter, repeat=True):
   batches = synthetic.open_batches(config, spec=spec, feature_converter=feature_converter,
                                    repeat=repeat)
+  if not repeat:
+    slow(is_me=True)
   return FaultyBatches(batches) if repeat else batches
 '''
 
@@ -111,35 +122,50 @@ def project(tmp_path) -> Project:
   return Project(tmp_path, gin=GIN)
 
 
-def start(project: Project, fault: str, *, ranks: int, **settings) -> subprocess.Popen:
-  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
-  env.update(JAX_PLATFORMS='cpu', PYTHONPATH=f'{REPOSITORY}:{project.folder}', FAULT=fault,
-             PYTHONUNBUFFERED='1', TF_CPP_MIN_LOG_LEVEL='1',
-             JAX_COMPILATION_CACHE_DIR=str(project.folder.parent / 'compiled_faults'),
-             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
-  settings = {'DATA_MODULE': 'faulty_data', 'TRAIN_STEPS': 40, 'BATCH_SIZE': 12, **settings}
-  port = str(random.randrange(20000, 30000))
-  for path in project.folder.glob('fault_*'):
-    path.unlink()
-  return subprocess.Popen(
-      [sys.executable, REPOSITORY / 'tests' / 'cluster' / 'fault_ranks.py', str(ranks), port,
-       *project.argv(**settings)], cwd=project.folder, env=env, stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT, text=True, start_new_session=True)
+class Ranks:
+  """Runs of several processes, forked from one that has imported everything."""
+
+  def __init__(self, compiled: pathlib.Path):
+    env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+    env.update(JAX_PLATFORMS='cpu', PYTHONPATH=str(REPOSITORY), PYTHONUNBUFFERED='1',
+               TF_CPP_MIN_LOG_LEVEL='1', JAX_COMPILATION_CACHE_DIR=str(compiled),
+               JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+    self._popen = subprocess.Popen(
+        [sys.executable, REPOSITORY / 'tests' / 'cluster' / 'fault_ranks.py'], env=env, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+  def close(self) -> None:
+    if self._popen.poll() is None:
+      os.killpg(self._popen.pid, signal.SIGKILL)  # its ranks as well, if a test left some
+    self._popen.communicate()
+
+  def run(self, project: Project, fault: str, *, ranks: int, **settings) -> Ended:
+    """Returns how a run of `ranks` processes with `fault` ended."""
+    settings = {'DATA_MODULE': 'faulty_data', 'TRAIN_STEPS': 40, 'BATCH_SIZE': 12, **settings}
+    for path in project.folder.glob('fault_*'):
+      path.unlink()
+    run = {'count': ranks, 'folder': str(project.folder), 'fault': fault,
+           'port': random.randrange(20000, 30000), 'argv': project.argv(**settings)}
+    # A run that hangs is ended by the timer: the answer is then an empty line.
+    timer = threading.Timer(DEADLINE_SECONDS, self.close)
+    timer.start()
+    self._popen.stdin.write(json.dumps(run) + '\n')
+    self._popen.stdin.flush()
+    answer = self._popen.stdout.readline()
+    timer.cancel()
+    assert answer.startswith('ENDS '), '\n'.join(texts(project, ranks))
+    ends = json.loads(answer.removeprefix('ENDS '))
+    times = [float(path.read_text()) for path in project.folder.glob('fault_*')]
+    started = min(times, default=ends[0][1])
+    return Ended([code for code, _ in ends], [end - started for _, end in ends],
+                 texts(project, ranks))
 
 
-def run(project: Project, fault: str, *, ranks: int, **settings) -> Ended:
-  """Returns how a run of `ranks` processes with `fault` ended."""
-  popen = start(project, fault, ranks=ranks, **settings)
-  try:
-    output = popen.communicate(timeout=DEADLINE_SECONDS)[0]
-  except subprocess.TimeoutExpired:
-    os.killpg(popen.pid, signal.SIGKILL)
-    raise AssertionError('\n'.join(texts(project, ranks))) from None
-  ends = json.loads(re.search('^ENDS (.*)$', output, re.MULTILINE)[1])
-  times = [float(path.read_text()) for path in project.folder.glob('fault_*')]
-  fault_time = min(times, default=ends[0][1])
-  return Ended([code for code, _ in ends], [end - fault_time for _, end in ends],
-               texts(project, ranks))
+@pytest.fixture(scope='module')
+def ranks(tmp_path_factory):
+  ranks = Ranks(tmp_path_factory.mktemp('compiled'))
+  yield ranks
+  ranks.close()
 
 
 def texts(project: Project, ranks: int) -> list[str]:
@@ -155,9 +181,9 @@ def others(values: list, rank: int) -> list:
 
 
 @pytest.mark.parametrize('rank', [0, 3])
-def test_a_killed_rank_ends_the_others_within_30_seconds_and_is_named(project, rank):
+def test_a_killed_rank_ends_the_others_within_30_seconds_and_is_named(ranks, project, rank):
   step = random.Random(rank).randrange(8, 30)
-  ended = run(project, f'{rank}:{step}:kill', ranks=4)  # the deadlines are the defaults
+  ended = ranks.run(project, f'{rank}:{step}:kill', ranks=4)  # the deadlines are the defaults
   assert ended.codes[rank] == -signal.SIGKILL, ended.texts
   assert others(ended.codes, rank) == [EXIT_RANK_DEAD] * 3, ended.texts
   assert max(ended.seconds) < 30
@@ -171,8 +197,8 @@ def test_a_killed_rank_ends_the_others_within_30_seconds_and_is_named(project, r
 
 
 @pytest.mark.parametrize('rank', [0, 1])
-def test_a_stopped_rank_ends_the_others_and_is_named(project, rank):
-  ended = run(project, f'{rank}:12:stop', ranks=2, **SHORT)
+def test_a_stopped_rank_ends_the_others_and_is_named(ranks, project, rank):
+  ended = ranks.run(project, f'{rank}:12:stop', ranks=2, **SHORT)
   assert ended.codes[1 - rank] == EXIT_RANK_DEAD, ended.texts
   assert re.search(fr'process {rank} on \S+ \(pid \d+\), last seen at step \d',
                    reports(ended.texts[1 - rank])[0])
@@ -180,9 +206,9 @@ def test_a_stopped_rank_ends_the_others_and_is_named(project, rank):
   print(f'\nSIGSTOP of rank {rank} of 2, dead_seconds 3: {ended.seconds[1 - rank]:.1f} s')
 
 
-@pytest.mark.parametrize('rank', [0, 2])
-def test_a_rank_stuck_in_its_data_is_named_on_all_with_its_stack(project, rank):
-  ended = run(project, f'{rank}:12:sleep', ranks=3, **SHORT,
+def test_a_rank_stuck_in_its_data_is_named_on_all_with_its_stack(ranks, project):
+  rank = 2
+  ended = ranks.run(project, f'{rank}:12:sleep', ranks=3, **SHORT,
               **{'WatchdogConfig.step_seconds': 4, 'WatchdogConfig.step_factor': 1})
   assert ended.codes == [EXIT_STUCK] * 3, ended.texts
   assert max(ended.seconds) < 4 + 8
@@ -196,8 +222,8 @@ def test_a_rank_stuck_in_its_data_is_named_on_all_with_its_stack(project, rank):
   print(f'\nrank {rank} of 3 stuck, step_seconds 4: {max(ended.seconds):.1f} s')
 
 
-def test_an_exception_on_one_rank_ends_the_others_at_once_with_its_reason(project):
-  ended = run(project, '1:12:raise', ranks=3, **SHORT)
+def test_an_exception_on_one_rank_ends_the_others_at_once_with_its_reason(ranks, project):
+  ended = ranks.run(project, '1:12:raise', ranks=3, **SHORT)
   assert ended.codes == [EXIT_ERROR] * 3, ended.texts
   assert '[1/3] Traceback' in ended.texts[1] and 'boom in my_data' in ended.texts[1]
   for text in others(ended.texts, 1):
@@ -207,16 +233,24 @@ def test_an_exception_on_one_rank_ends_the_others_at_once_with_its_reason(projec
   print(f'\nexception on rank 1 of 3: {max(ended.seconds):.1f} s')
 
 
-def test_a_user_error_on_all_ranks_is_each_ones_own_and_leaves_with_1(project):
-  ended = run(project, 'all:12:user_error', ranks=3)  # one 0.7 s after the other
+def test_a_user_error_on_all_ranks_is_each_ones_own_and_leaves_with_1(ranks, project):
+  ended = ranks.run(project, 'all:12:user_error', ranks=3)  # one 0.7 s after the other
   assert ended.codes == [1] * 3, ended.texts
   for text in ended.texts:
     assert 'DataError: The file is torn.' in text and 'Traceback' not in text
   assert 'Mend it.' in ended.texts[0]
 
 
-def test_preemption_of_one_rank_saves_on_all_and_the_run_continues(project):
-  ended = run(project, '1:12:term', ranks=2)
+def test_what_takes_long_but_goes_on_is_no_fault(ranks, project):
+  """Opening the data, and each save on one rank, take longer than any silence or step may."""
+  ended = ranks.run(project, '1:0:slow', ranks=2, TRAIN_STEPS=15, **SHORT,
+                    **{'WatchdogConfig.step_seconds': 4, 'WatchdogConfig.step_factor': 1})
+  assert ended.codes == [0, 0], ended.texts
+  assert not reports(''.join(ended.texts)) and project.steps() == [10, 15]
+
+
+def test_preemption_of_one_rank_saves_on_all_and_the_run_continues(ranks, project):
+  ended = ranks.run(project, '1:12:term', ranks=2)
   assert ended.codes == [EXIT_PREEMPTED] * 2, ended.texts
   step = project.steps()[-1]
   saved = (project.model_dir / f'checkpoint_{step}').stat().st_ctime  # of its renaming
@@ -225,7 +259,7 @@ def test_preemption_of_one_rank_saves_on_all_and_the_run_continues(project):
   assert 'Reached preemption sync point' not in ''.join(ended.texts)
   print(f'\nSIGTERM to committed checkpoint, 2 ranks: {saved - signalled:.1f} s; '
         f'until both had left: {max(ended.seconds):.1f} s')
-  again = run(project, '9:1:none', ranks=2)
+  again = ranks.run(project, '9:1:none', ranks=2)
   assert again.codes == [0, 0], again.texts
   assert f'Continuing from {project.model_dir}/checkpoint_{step}' in again.texts[0]
   assert sorted(project.metrics()) == list(range(5, 41, 5)) or step % 5
