@@ -7,6 +7,7 @@ TypeError (resource_reader.py:89), so gin is only ever given text that we have r
 import os
 import pathlib
 from collections.abc import Iterable
+from typing import Optional
 
 from t5x_gpu.errors import ConfigError, did_you_mean
 
@@ -21,22 +22,25 @@ class GinFiles:
     folders = [cwd, *((cwd / os.path.expanduser(p)) for p in search_paths), PACKAGE, PACKAGE.parent]
     self.folders = list(dict.fromkeys(pathlib.Path(os.path.abspath(f)) for f in folders))
 
-  def find(self, name: str, *, asked_at: str = '') -> pathlib.Path:
+  def find(self, name: str, *, asked_at: str = '',
+           beside: Optional[pathlib.Path] = None) -> pathlib.Path:
     """Returns the absolute path of the gin file `name`.
 
     Args:
       name: a path, absolute or relative to one of the folders; the first folder that has it wins.
       asked_at: 'FILE:LINE' of an include statement, for the message.
+      beside: the including file; its folder is looked in last.
     Raises:
       ConfigError: no such file, with the folders searched and the closest shipped names.
     """
     expanded = os.path.expanduser(name)
-    tried = [pathlib.Path(os.path.abspath(folder / expanded)) for folder in self.folders]
+    folders = self.folders if beside is None else [*self.folders, beside.parent]
+    tried = [pathlib.Path(os.path.abspath(folder / expanded)) for folder in folders]
     for path in dict.fromkeys(tried):
       if path.is_file():
         return path
     where = ('' if os.path.isabs(expanded) else
-             ' It was looked for in ' + ', '.join(str(f) for f in self.folders) + '.')
+             ' It was looked for in ' + ', '.join(map(str, dict.fromkeys(folders))) + '.')
     asked = f'{asked_at} includes {name!r}, which' if asked_at else f'Gin file {name!r}'
     shipped = self.shipped()
     by_tail = [s for s in shipped if s.rsplit('/', 1)[1] == os.path.basename(name)]

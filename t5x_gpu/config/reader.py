@@ -49,7 +49,8 @@ class Reader:
   def read_file(self, name: str, *, asked_at: str) -> None:
     """Reads one file; `asked_at` is the include statement, '' for the command line."""
     try:
-      path = self.files.find(name, asked_at=asked_at)
+      path = self.files.find(name, asked_at=asked_at,
+                             beside=self._stack[-1][1] if self._stack else None)
       if path in [p for _, p in self._stack]:
         raise ConfigError(f'{asked_at} includes {name!r}, which is being read: includes go in a '
                           'circle.')

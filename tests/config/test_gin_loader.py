@@ -170,6 +170,15 @@ def test_circular_includes_stop(project, load):
     load(['a.gin'])
 
 
+def test_a_file_beside_the_including_one_is_found_last(project, load):
+  text = (project / 'my.gin').read_text()
+  write(project / 'experiments/base.gin', text)
+  write(project / 'experiments/mine.gin', "include 'base.gin'\n")
+  assert load(['experiments/mine.gin']).provenance.find('BATCH_SIZE')
+  write(project / 'base.gin', text.replace('BATCH_SIZE = ', 'BATCH_SIZE = 1'))
+  assert load(['experiments/mine.gin']).provenance.find('BATCH_SIZE')[0].origin.startswith('base.gin')
+
+
 def test_deep_includes_give_a_note(project, load):
   write(project / 'deep.gin', "include 'my.gin'\n")
   assert load(['my.gin']).notes == ()
