@@ -37,6 +37,8 @@ class Beat:
     phase: what it does now, since `seconds`.
     where: file, line and function of its main thread.
     waits: whether that is inside JAX: for the devices, which wait for the other processes.
+    broken: whether a collective of it has failed because another process is gone.
+    left: whether this is its last one.
   """
   rank: int
   host: str
@@ -47,12 +49,20 @@ class Beat:
   seconds: float
   where: str
   waits: bool
+  broken: bool = False
+  left: bool = False
 
   @classmethod
   def now(cls, *, thread: int, **values: object) -> Self:
     """Returns a heartbeat of this process, with where its `thread` is."""
     where, waits = place(thread)
     return cls(host=socket.gethostname(), pid=os.getpid(), where=where, waits=waits, **values)
+
+  @property
+  def state(self) -> str:
+    if self.broken:
+      return 'has lost a connection to another process'
+    return f'{"waits in" if self.waits else "in"} {self.where}'
 
   @classmethod
   def from_json(cls, text: str) -> Self:
@@ -86,7 +96,7 @@ def behind(beats: Sequence[Beat]) -> list[Beat]:
   """Returns those for whom the others wait; [] if that cannot be told."""
   least = min((beat.step for beat in beats), default=0)
   late = [beat for beat in beats if beat.step == least]
-  late = [beat for beat in late if not beat.waits] or late
+  late = [beat for beat in late if not (beat.waits or beat.broken)] or late
   return late if len(late) < len(beats) else []
 
 
@@ -100,7 +110,7 @@ def table(beats: Mapping[int, Beat], *, process_count: int) -> str:
   late = behind(list(beats.values()))
   order = late + [beat for _, beat in sorted(beats.items()) if beat not in late]
   lines = [f'  {beat.name}: step {beat.step}, phase {beat.phase!r} for {beat.seconds:.0f} s, '
-           f'{"waits in" if beat.waits else "in"} {beat.where}' for beat in order[:SHOWN]]
+           f'{beat.state}' for beat in order[:SHOWN]]
   if order[SHOWN:]:
     lines.append(f'  ... and {len(order) - SHOWN} more')
   if late:

@@ -211,13 +211,13 @@ class Watchdog:
   def _judge(self, beats: dict[int, Beat]) -> None:
     """In process 0: declares those dead whose heartbeat has been the same for `dead_seconds`."""
     now, limit = self._clock(), self._config.dead_seconds
-    if any(beat.phase == 'broken' for beat in beats.values()):
+    if any(beat.broken for beat in beats.values()):
       limit = min(limit, _BROKEN_PERIODS * self._config.period_seconds)
     for rank, beat in beats.items():
       if self._news.get(rank, (None,))[0] != beat.count:
         self._news[rank] = beat.count, now
     dead = [beat for rank, beat in sorted(beats.items())
-            if now - self._news[rank][1] > limit and beat.phase != 'left']
+            if now - self._news[rank][1] > limit and not beat.left]
     if dead:
       self._dead = {beat.rank for beat in dead}
       silent = min(now - self._news[beat.rank][1] for beat in dead)
@@ -279,14 +279,12 @@ class Watchdog:
     return error[1] if isinstance(error, tuple) else error  # a tuple in Python 3.11
 
   # ---- What is said -----------------------------------------------------------------------------
-  def _tell(self, phase: Optional[str] = None) -> None:
-    if phase is None and _is_broken(self._own_error()):
-      phase = 'broken'
+  def _tell(self, *, left: bool = False) -> None:
     with self._lock:
-      values = {'step': self._step, 'phase': phase or self._phase,
-                'seconds': self._clock() - self._since}
+      values = {'step': self._step, 'phase': self._phase, 'seconds': self._clock() - self._since}
     self._beats_told += 1
-    beat = Beat.now(thread=self._main_thread, rank=self._index, count=self._beats_told, **values)
+    beat = Beat.now(thread=self._main_thread, rank=self._index, count=self._beats_told, left=left,
+                    broken=_is_broken(self._own_error()), **values)
     self._store.key_value_set(f'{_BEATS}/{self._index}', beat.to_json(), allow_overwrite=True)
     if self._index == 0:
       self._store.key_value_set(f'{_MAIN}/beat', beat.to_json(), allow_overwrite=True)
@@ -315,7 +313,7 @@ class Watchdog:
       self._stop.set()
     verdict = Verdict(FAILED, f'{self._me()} failed after step {self._step}: '
                       f'{_words(error).splitlines()[0]}', EXIT_ERROR)
-    within(_ASK_SECONDS, lambda: (self._publish(verdict), self._tell('left')))
+    within(_ASK_SECONDS, lambda: (self._publish(verdict), self._tell(left=True)))
     self._let_others_read()
 
   def _let_others_read(self) -> None:
@@ -325,7 +323,7 @@ class Watchdog:
     deadline = time.monotonic() + 3 * self._config.period_seconds
     while time.monotonic() < deadline:
       beats = within(_ASK_SECONDS, self._beats) or {}
-      if all(beat.phase == 'left' for rank, beat in beats.items() if rank not in self._dead | {0}):
+      if all(beat.left for rank, beat in beats.items() if rank not in self._dead | {0}):
         return
       time.sleep(self._config.period_seconds / 10)
 
@@ -348,7 +346,7 @@ class Watchdog:
       last = f'WATCHDOG: process {self._index} leaves with exit code {verdict.code}.\n'
       os.write(2, last.encode())
       if self._store is not None:
-        within(1, lambda: self._tell('left'))
+        within(1, lambda: self._tell(left=True))
       self._let_others_read()
       self._leave(verdict.code)
 

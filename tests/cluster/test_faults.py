@@ -66,7 +66,7 @@ def fault():
 
 def slow(*, is_me):
   if _kind == 'slow' and is_me:
-    time.sleep(5)
+    time.sleep(4)
 
 
 class FaultyBatches:
@@ -243,10 +243,10 @@ def test_a_user_error_on_all_ranks_is_each_ones_own_and_leaves_with_1(ranks, pro
 
 def test_what_takes_long_but_goes_on_is_no_fault(ranks, project):
   """Opening the data, and each save on one rank, take longer than any silence or step may."""
-  ended = ranks.run(project, '1:0:slow', ranks=2, TRAIN_STEPS=15, **SHORT,
-                    **{'WatchdogConfig.step_seconds': 4, 'WatchdogConfig.step_factor': 1})
+  ended = ranks.run(project, '1:0:slow', ranks=2, TRAIN_STEPS=10, **SHORT,
+                    **{'WatchdogConfig.step_seconds': 3, 'WatchdogConfig.step_factor': 1})
   assert ended.codes == [0, 0], ended.texts
-  assert not reports(''.join(ended.texts)) and project.steps() == [10, 15]
+  assert not reports(''.join(ended.texts)) and project.steps() == [10]
 
 
 def test_preemption_of_one_rank_saves_on_all_and_the_run_continues(ranks, project):
@@ -262,5 +262,5 @@ def test_preemption_of_one_rank_saves_on_all_and_the_run_continues(ranks, projec
   again = ranks.run(project, '9:1:none', ranks=2)
   assert again.codes == [0, 0], again.texts
   assert f'Continuing from {project.model_dir}/checkpoint_{step}' in again.texts[0]
-  assert sorted(project.metrics()) == list(range(5, 41, 5)) or step % 5
+  assert set(project.metrics()) >= set(range(5, 41, 5))
   assert not reports(''.join(again.texts))

@@ -289,6 +289,25 @@ def test_an_own_user_error_on_its_way_wins_over_the_verdict_of_another_process(c
   assert 'WATCHDOG' not in capfd.readouterr().err
 
 
+def test_when_collectives_have_broken_the_silent_one_is_named_sooner(clock, capfd):
+  """On CPU devices gloo aborts the whole process some seconds after it has lost another."""
+  store = DictStore()
+  dogs = [make(clock, store, index=i, count=3, dead_seconds=15, period_seconds=1) for i in range(3)]
+  for dog in dogs:
+    dog._talk()
+  for _ in range(3):
+    clock.now += 2
+    dogs[0]._talk()
+  assert not store.verdicts()
+  try:
+    raise jax.errors.JaxRuntimeError('UNKNOWN: Gloo all-reduce failed: Connection closed by peer')
+  except jax.errors.JaxRuntimeError:
+    dogs[1]._talk()
+  dogs[0]._talk()
+  assert 'No sign of life for 4 s from process 2 on' in store.verdicts()[0]['text']
+  assert 'process 1' not in store.verdicts()[0]['text']
+
+
 def beat(rank, step=5, **values):
   return Beat(**{'rank': rank, 'host': 'h', 'pid': 10 + rank, 'count': 1, 'step': step,
                  'phase': 'step', 'seconds': 9, 'where': 'reduce.py:48 (to_host)', 'waits': True,
@@ -299,6 +318,7 @@ def beat(rank, step=5, **values):
     ([beat(0), beat(1), beat(2, step=4)], [2]),
     ([beat(0), beat(1, waits=False), beat(2)], [1]),
     ([beat(0, step=4), beat(1, step=4, waits=False), beat(2)], [1]),
+    ([beat(0, waits=False, broken=True), beat(1, waits=False), beat(2)], [1]),
     ([beat(0), beat(1)], []), ([], [])])
 def test_behind_are_those_whom_the_others_wait_for(beats, late):
   assert [b.rank for b in heartbeats.behind(beats)] == late
