@@ -25,7 +25,6 @@ _log = logging.getLogger(__name__)
 LOCK = 'run.lock'
 REFRESH_SECONDS = 10
 STALE_SECONDS = 120  # longer than NFS keeps attributes of files in its cache (60 s)
-_DOCS = 'watchdog.md#two-runs-on-one-model_dir'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +94,8 @@ def check_lock(folder: pathlib.Path) -> Optional[str]:
         f'was {max(age, 0):.0f} s ago.',
         fix=f'Wait for that run or end it, or set another MODEL_DIR. A run on another host that is '
             f'gone is taken for dead {STALE_SECONDS} s after its last sign of life; if you are '
-            f'sure, remove {path}.', parameters=('MODEL_DIR',), docs=_DOCS)
+            f'sure, remove {path}.', parameters=('MODEL_DIR',),
+        docs='watchdog.md#two-runs-on-one-model_dir')
   return f'the last run here was {owner.name}; {reason}'
 
 
@@ -128,7 +128,8 @@ class RunLock:
           f'MODEL_DIR = {str(self._folder)!r} now belongs to {owner.name}: it took over while this '
           f'run (process {self._me.pid} on {self._me.host}) gave no sign of life. Nothing more is '
           'written.', fix='Nothing is to be done if that is the restart of this run; else set '
-          'another MODEL_DIR for one of the two.', parameters=('MODEL_DIR',), docs=_DOCS)
+          'another MODEL_DIR for one of the two.', parameters=('MODEL_DIR',),
+          docs='watchdog.md#two-runs-on-one-model_dir')
 
   def release(self) -> None:
     """Removes the lock if it is still this process's. May be called again."""

@@ -35,9 +35,9 @@ EXIT_ERROR = 1       # another rank failed with an error of its own
 EXIT_STUCK = 86      # this or another rank did not get on
 EXIT_RANK_DEAD = 87  # another rank gave no sign of life
 STUCK, DEAD, FAILED = 'stuck', 'dead', 'failed'
-_BEATS = 't5x_gpu/watchdog/beats'
-_MAIN = 't5x_gpu/watchdog/main'  # what everybody reads: process 0's heartbeat, and verdicts
-_END = 't5x_gpu/watchdog/end'
+_BEATS = 't5x_gpu_watchdog/beats'
+_MAIN = 't5x_gpu_watchdog/main'  # what everybody reads: process 0's heartbeat, and verdicts
+_END = 't5x_gpu_watchdog/end'
 _STEPS_FOR_MEDIAN = 20
 # Without heartbeats, until a rank is declared dead when collectives have broken already: on CPU
 # devices gloo aborts whole processes some time after that.
