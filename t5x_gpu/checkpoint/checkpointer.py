@@ -189,6 +189,13 @@ class Checkpointer:
     Raises:
       CheckpointError: the checkpoint is of another model, or none can be read.
     """
+    try:
+      return self._read_latest(target)
+    except BaseException:
+      self._release()  # the run ends before it has written anything
+      raise
+
+  def _read_latest(self, target: TrainState) -> Optional[Restored]:
     steps = self.steps()
     reasons: dict[int, str] = {}
     for step in reversed(steps):
