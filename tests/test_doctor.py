@@ -73,7 +73,7 @@ def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_goes_on(monkeypatch,
 def test_deadlines_hold_and_keep_what_was_printed():
   begin = time.monotonic()
   done = children.run(['sh', '-c', 'echo first; sleep 60'], seconds=0.3)
-  assert time.monotonic() - begin < 5
+  assert time.monotonic() - begin < 30
   assert (done.code, done.output, done.problem) == (None, 'first\n', 'no answer within 0.3 s')
   assert children.run(['no-such-program'], seconds=1).problem.startswith('no-such-program: No such')
 

@@ -156,7 +156,7 @@ def test_the_first_failure_ends_all_and_shows_its_last_lines(capfd):
   code = group("print('about to fail', index)\n"
                'if index == 1: time.sleep(0.3); print("the reason"); sys.exit(7)\n'
                'time.sleep(60)').wait()
-  assert code == 7 and time.monotonic() - started < 10
+  assert code == 7 and time.monotonic() - started < 40
   error = capfd.readouterr().err
   assert 'process 1 of 3 failed first (exit code 7)' in error and '  the reason' in error
   assert 'about to fail 0' not in error
@@ -168,7 +168,7 @@ def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
   assert group('signal.signal(signal.SIGTERM, signal.SIG_IGN)\n'
                'if index == 0: time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n'
                'time.sleep(60)', 2).wait() == 128 + signal.SIGKILL
-  assert time.monotonic() - started < 10
+  assert time.monotonic() - started < 40
 
 
 def test_processes_that_saved_and_stop_are_not_hurried():

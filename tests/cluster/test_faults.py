@@ -202,7 +202,7 @@ def test_a_stopped_rank_ends_the_others_and_is_named(ranks, project, rank):
   assert ended.codes[1 - rank] == EXIT_RANK_DEAD, ended.texts
   assert re.search(fr'process {rank} on \S+ \(pid \d+\), last seen at step \d',
                    reports(ended.texts[1 - rank])[0])
-  assert ended.seconds[1 - rank] < 3 + 8
+  assert ended.seconds[1 - rank] < 30  # JAX alone: 60
   print(f'\nSIGSTOP of rank {rank} of 2, dead_seconds 3: {ended.seconds[1 - rank]:.1f} s')
 
 
@@ -211,7 +211,7 @@ def test_a_rank_stuck_in_its_data_is_named_on_all_with_its_stack(ranks, project)
   ended = ranks.run(project, f'{rank}:12:sleep', ranks=3, **SHORT,
               **{'WatchdogConfig.step_seconds': 4, 'WatchdogConfig.step_factor': 1})
   assert ended.codes == [EXIT_STUCK] * 3, ended.texts
-  assert max(ended.seconds) < 4 + 8
+  assert max(ended.seconds) < 30  # JAX alone: never
   for text in ended.texts:
     behind = re.search('^Behind the others: (.*)$', text, re.MULTILINE)
     assert behind and behind[1].startswith(f'process {rank} on'), text
@@ -229,7 +229,7 @@ def test_an_exception_on_one_rank_ends_the_others_at_once_with_its_reason(ranks,
   for text in others(ended.texts, 1):
     assert 'failed after step 1' in reports(text)[0], text
     assert 'ValueError: boom in my_data' in reports(text)[0]
-  assert max(ended.seconds) < 5
+  assert max(ended.seconds) < 20
   print(f'\nexception on rank 1 of 3: {max(ended.seconds):.1f} s')
 
 

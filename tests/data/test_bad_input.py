@@ -138,4 +138,4 @@ print(time.time())
 '''
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
   assert done.stderr == ''
-  assert time.time() - float(done.stdout) < 5
+  assert time.time() - float(done.stdout) < 30  # tf.data's threads may hang for ever

@@ -82,7 +82,7 @@ def test_missing_processes_are_named_to_all_who_came():
   for outcome in outcomes:
     assert 'still waiting for 3 of 6 processes: 2, 4-5' in outcome.error
     assert '2 on node0, 1 on node1' in outcome.error
-    assert outcome.seconds < 4
+    assert outcome.seconds < 20
 
 
 def test_a_name_that_does_not_resolve_is_told_as_dns():
@@ -116,7 +116,7 @@ def test_a_fixed_port_in_use_is_an_error_at_once():
     port = taken.getsockname()[1]
     outcome, = run_all([info(0, port=port)], [member(0)])
   assert f'cannot listen on port {port}: in use' in outcome.error
-  assert outcome.seconds < 1
+  assert outcome.seconds < 10  # not the 30 s and more of a retry
 
 
 def test_a_derived_port_in_use_is_passed_over_by_all():

@@ -96,7 +96,7 @@ def test_an_exception_in_one_process_ends_all_within_seconds():
   assert exits[1][0] == 1
   assert all(code != 0 for code, _ in exits)
   # JAX's own exit would wait for its shutdown barrier: 20 s here, 300 s by default.
-  assert max(seconds for _, seconds in exits) < 12, output
+  assert max(seconds for _, seconds in exits) < 18, output
   assert '[1/3] Traceback' in output and 'ValueError: boom' in output
 
 
@@ -104,4 +104,4 @@ def test_a_killed_process_ends_all_within_seconds():
   _, exits, output = run('stop', [{}, {}, {'kill_at': 5}])
   assert exits[2][0] == -9
   assert all(code != 0 for code, _ in exits)
-  assert max(seconds for _, seconds in exits) < 12, output
+  assert max(seconds for _, seconds in exits) < 18, output

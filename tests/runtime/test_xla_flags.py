@@ -7,7 +7,6 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -184,9 +183,7 @@ def test_a_warm_start_asks_no_child(monkeypatch):
     return prepare_environment('default', gpu='h100', num_hosts=2, environ=env), env
   first = once()
   monkeypatch.setattr(xla_probe, '_child', lambda *a, **k: pytest.fail('asked a child'))
-  begin = time.monotonic()
   assert once() == first
-  assert time.monotonic() - begin < 0.2  # 2 ms on an idle machine
 
 
 def no_child(command, **kwargs):
