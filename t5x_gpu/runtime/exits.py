@@ -25,8 +25,12 @@ def label() -> str:
 
 
 def leave(code: int, *, failed: bool) -> NoReturn:
-  """Exits with `code`; at once, without exit handlers, if this process of several has `failed`."""
-  if failed and label():
+  """Exits with `code`; at once, without exit handlers, if this process of several has `failed`.
+
+  Or if it leaves with a code: srun sends SIGTERM to the others as soon as the first one has, and
+  JAX, which swallows it, lets go of it in its exit handler. That process would end with 143.
+  """
+  if label() and (failed or code):
     sys.stdout.flush()
     sys.stderr.flush()
     if _others['index'] == 0:
