@@ -6,7 +6,6 @@ No TensorFlow, no data: this runs wherever jax, flax, optax, orbax and gin-confi
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import sys
 import time
@@ -156,17 +155,11 @@ def main(argv: Optional[list[str]] = None) -> int:
   if args.extra.steps < 1 or args.extra.warmup < 0:
     raise ConfigError(f'--steps={args.extra.steps} --warmup={args.extra.warmup}: there is nothing '
                       'to time.', fix='Give --steps of at least 1 and --warmup of at least 0.')
-  cluster = cluster_lib.detect(
-      os.environ, num_gpus=cluster_lib.count_gpus(),
-      coordinator_address=args.extra.coordinator_address, process_count=args.extra.process_count,
-      process_index=args.extra.process_index)
+  cluster = cluster_lib.detect_here(args.extra)
   loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
                            search_paths=args.gin_search_paths)
   arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
-  waits = arguments.get('distributed_cfg', distributed.DistributedConfig())
-  distributed.initialize(cluster, **dataclasses.asdict(waits))
-  xla = xla_flags.prepare_environment(arguments.get('xla_preset', 'default'),
-                                      num_hosts=distributed.num_hosts())
+  xla = distributed.start(cluster, arguments)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
   program = build(arguments)
   is_main = distributed.is_main_process()

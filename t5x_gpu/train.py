@@ -5,7 +5,6 @@ metrics meet. `train`'s arguments are what a gin file sets; below it come set-up
 """
 
 import concurrent.futures
-import dataclasses
 import logging
 import math
 import os
@@ -334,7 +333,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   preemption.catch_early()
   args = cli.parse_args('python -m t5x_gpu.train', __doc__.splitlines()[0],
                         sys.argv[1:] if argv is None else argv, extra=cluster_lib.add_flags)
-  cluster = cluster_lib.detect(os.environ, num_gpus=cluster_lib.count_gpus(), **vars(args.extra))
+  cluster = cluster_lib.detect_here(args.extra)
   preemption.expect_end(cluster.end_time)
   if args.tfds_data_dir:
     os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
@@ -342,10 +341,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
                            search_paths=args.gin_search_paths)
   arguments = loaded.arguments()
-  waits = arguments.get('distributed_cfg', distributed.DistributedConfig())
-  distributed.initialize(cluster, **dataclasses.asdict(waits))
-  xla = xla_flags.prepare_environment(arguments.get('xla_preset', 'default'),
-                                      num_hosts=distributed.num_hosts())
+  xla = distributed.start(cluster, arguments)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
   if jax.process_index() == 0:
     report.print_table(loaded.provenance)

@@ -6,6 +6,7 @@ torchrun and Kubernetes, and testable without any of them. Flags win over everyt
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import zlib
 from collections.abc import Callable
@@ -75,6 +76,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                      help='where process 0 listens')
   group.add_argument('--process_count', type=int, metavar='N', help='processes of the run')
   group.add_argument('--process_index', type=int, metavar='I', help='of this process, from 0')
+
+
+def as_flags(flags: argparse.Namespace) -> tuple[str, ...]:
+  """Returns those of `add_flags` that were given, for a child process."""
+  names = ('coordinator_address', 'process_count', 'process_index')
+  return tuple(f'--{name}={value}' for name in names
+               if (value := getattr(flags, name)) is not None)
+
+
+def detect_here(flags: argparse.Namespace) -> ClusterInfo:
+  """Returns which process this one is, by its `flags` (see `add_flags`) and environment."""
+  return detect(os.environ, num_gpus=count_gpus(), coordinator_address=flags.coordinator_address,
+                process_count=flags.process_count, process_index=flags.process_index)
 
 
 def detect(env: Environment, *, coordinator_address: Optional[str] = None,

@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from t5x_gpu.errors import ClusterError, ConfigError
-from t5x_gpu.runtime import exits, nvml
+from t5x_gpu.runtime import exits, nvml, xla_flags
 from t5x_gpu.runtime.cluster import ClusterInfo
 from t5x_gpu.runtime.rendezvous import Member, meet
 
@@ -55,16 +55,30 @@ class DistributedConfig:
                           parameters=(f'DistributedConfig.{field.name}',))
 
 
-def initialize(cluster: ClusterInfo, *, initialization_timeout_seconds: int = 300,
-               heartbeat_timeout_seconds: int = 60, shutdown_timeout_seconds: int = 120) -> bool:
+def start(cluster: ClusterInfo, arguments: Mapping[str, Any]) -> xla_flags.Applied:
+  """Returns the XLA settings in force, once this process has joined the others of its run.
+
+  Must run before anything uses a device.
+
+  Args:
+    cluster: from `cluster.detect`.
+    arguments: of `train`; its `distributed_cfg` and `xla_preset` are used.
+  Raises:
+    ClusterError: see `initialize`.
+  """
+  initialize(cluster, arguments.get('distributed_cfg', DistributedConfig()))
+  return xla_flags.prepare_environment(arguments.get('xla_preset', 'default'),
+                                       num_hosts=num_hosts())
+
+
+def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConfig()) -> bool:
   """Returns whether this process joined others; False for a single one.
 
   Must run before anything uses a device.
 
   Args:
     cluster: from `cluster.detect`.
-    initialization_timeout_seconds, heartbeat_timeout_seconds, shutdown_timeout_seconds: see
-      DistributedConfig.
+    config: how long to wait.
   Raises:
     ClusterError: some processes did not come, or cannot reach process 0; two use the same GPU.
   """
@@ -75,7 +89,7 @@ def initialize(cluster: ClusterInfo, *, initialization_timeout_seconds: int = 30
   # NVML's order, by which GPUs are told apart; must be set before CUDA starts.
   os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
   with meet(cluster, describe_this_process(cluster),
-            timeout_seconds=initialization_timeout_seconds) as meeting:
+            timeout_seconds=config.initialization_timeout_seconds) as meeting:
     check_members(meeting.members)
     domains = list(dict.fromkeys(member.domain for member in meeting.members))
     address = meeting.address
@@ -88,9 +102,9 @@ def initialize(cluster: ClusterInfo, *, initialization_timeout_seconds: int = 30
     jax.distributed.initialize(
         address, cluster.process_count, cluster.process_index,
         local_device_ids=cluster.local_device_ids, cluster_detection_method='deactivate',
-        initialization_timeout=initialization_timeout_seconds,
-        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-        shutdown_timeout_seconds=shutdown_timeout_seconds,
+        initialization_timeout=config.initialization_timeout_seconds,
+        heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+        shutdown_timeout_seconds=config.shutdown_timeout_seconds,
         # device.slice_index on GPUs: JAX's create_hybrid_device_mesh then sees our hosts.
         partition_index=domains.index(meeting.members[cluster.process_index].domain))
   _members[:] = meeting.members

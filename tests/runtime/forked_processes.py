@@ -32,8 +32,9 @@ def join(index: int, processes: list[dict], port: int) -> None:
   jax.config.update('jax_num_cpu_devices', own.get('devices', 1))
   distributed.initialize(cluster.detect(
       {}, coordinator_address=f'127.0.0.1:{port}', process_count=len(processes),
-      process_index=index), initialization_timeout_seconds=30, heartbeat_timeout_seconds=20,
-      shutdown_timeout_seconds=20)
+      process_index=index), distributed.DistributedConfig(
+          initialization_timeout_seconds=30, heartbeat_timeout_seconds=20,
+          shutdown_timeout_seconds=20))
 
 
 def tell(**values) -> None:

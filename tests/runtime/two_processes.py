@@ -46,7 +46,7 @@ def barrier_rounds(folder: pathlib.Path, index: int) -> list[bool]:
 def main(address: str, index: int, folder: str) -> None:
   joined = distributed.initialize(cluster.detect(
       os.environ, coordinator_address=address, process_count=2, process_index=index),
-      initialization_timeout_seconds=60)
+      distributed.DistributedConfig(initialization_timeout_seconds=60))
   results = {
       'joined': joined,
       'index': distributed.process_index(),
