@@ -1,0 +1,309 @@
+"""XLA's programs as text (HLO), read: instructions, loops and how often they run.
+
+What XLA's own cost analysis does not say is how often a loop's body runs: it counts each once. Right
+after the SPMD partitioner no pass has written `known_trip_count` yet, so the count is read off the
+loop: where its counter begins, by how much it grows and what it is compared with.
+Source: https://openxla.org/xla/operation_semantics; the printed form is that of jaxlib 0.10 to 0.12.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Optional
+
+# Other types (pred, s8, u8, the eight-bit floats) take one byte.
+ITEM_BYTES = {'bf16': 2, 'f16': 2, 's16': 2, 'u16': 2, 'f32': 4, 's32': 4, 'u32': 4, 'f64': 8,
+              's64': 8, 'u64': 8, 'c64': 8, 'c128': 16}
+# Instructions that hand on the value of their first operand.
+SAME_VALUE = ('copy', 'bitcast', 'convert', 'reshape')
+
+_HEADER = re.compile(r'(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$')
+_INSTRUCTION = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = ')
+_ARRAY = re.compile(r'([a-z]\w*)\[([\d,]*)\]')
+_CALLED = re.compile(r'\b(?:to_apply|calls|called_computations?|true_computation|false_computation|'
+                     r'branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))')
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """Type and shape of one array on one device."""
+  dtype: str
+  shape: tuple[int, ...]
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
+
+  @property
+  def num_bytes(self) -> int:
+    return self.size * ITEM_BYTES.get(self.dtype, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line of a computation.
+
+  Attributes:
+    name: unique in the module.
+    opcode: 'all-gather', 'dot', 'while' and so on.
+    arrays: what it returns; several for a tuple.
+    operands: names of instructions, or the literal of a constant.
+    rest: the attributes as text.
+  """
+  name: str
+  opcode: str
+  arrays: tuple[Array, ...]
+  operands: tuple[str, ...]
+  rest: str
+
+  def attribute(self, name: str) -> Optional[str]:
+    """Returns the text of `name=VALUE` or `name={...}`, without braces; None if absent."""
+    found = re.search(rf'\b{name}=(?:\{{([^}}]*)\}}|([^\s,]+))', self.rest)
+    return None if found is None else found.group(1) if found.group(1) is not None else (
+        found.group(2))
+
+  def numbers(self, name: str) -> tuple[int, ...]:
+    """Returns an attribute such as dimensions={0,1}; () if absent."""
+    return tuple(int(n) for n in re.findall(r'\d+', self.attribute(name) or ''))
+
+  @property
+  def op_name(self) -> str:
+    found = re.search(r'\bop_name="([^"]*)"', self.rest)
+    return found.group(1) if found else ''
+
+
+@dataclasses.dataclass
+class Computation:
+  """A function of the module: its instructions by name, in order."""
+  name: str
+  instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+  root: str = ''
+
+  @functools.cached_property
+  def users(self) -> Mapping[str, list[Instruction]]:
+    """Instruction name -> those that take it as an operand."""
+    found: dict[str, list[Instruction]] = {}
+    for instruction in self.instructions.values():
+      for operand in instruction.operands:
+        found.setdefault(operand, []).append(instruction)
+    return found
+
+  def origin(self, name: str) -> Optional[Instruction]:
+    """Returns what made the value of `name`, seen through copies; None for a literal."""
+    instruction = self.instructions.get(name)
+    while instruction is not None and instruction.opcode in SAME_VALUE:
+      instruction = self.instructions.get(instruction.operands[0])
+    return instruction
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+  """An instruction on one of the paths by which the program reaches it.
+
+  Attributes:
+    computation, instruction: where and what.
+    count: how often it runs, the product of the trip counts of the loops around it.
+    trip_counts: of those loops, outermost first.
+    in_branch: it is in a branch of a conditional and may not run at all.
+    unknown_count: a loop around it has no fixed length and is counted once.
+    op_name: its path in the traced Python program, that of its callers in front.
+  """
+  computation: Computation
+  instruction: Instruction
+  count: int
+  trip_counts: tuple[int, ...]
+  in_branch: bool
+  unknown_count: bool
+  op_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+  """A program: computations by name, and the name of the one that is run."""
+  computations: Mapping[str, Computation]
+  entry: str
+  sources: Mapping[int, str]
+
+  def walk(self) -> Iterator[Visit]:
+    """Yields every instruction that can run, once per path of calls that leads to it."""
+    yield from self._walk(self.entry, (), False, False, '')
+
+  def _walk(self, name: str, trips: tuple[int, ...], in_branch: bool, unknown: bool,
+            prefix: str) -> Iterator[Visit]:
+    computation = self.computations[name]
+    for instruction in computation.instructions.values():
+      # Names inside a shard_map are relative to it.
+      own = instruction.op_name
+      path = own if not prefix or own.startswith('jit(') else '/'.join(filter(None, (prefix, own)))
+      yield Visit(computation, instruction, math.prod(trips), trips, in_branch, unknown, path)
+      if instruction.opcode == 'while':
+        count = self.trip_count(computation, instruction)
+        yield from self._walk(self.body(instruction), (*trips, count or 1), in_branch,
+                              unknown or count is None, prefix)
+      elif instruction.opcode in ('call', 'conditional', 'fusion', 'async-start'):
+        inner = path if instruction.opcode == 'call' else prefix
+        for called in self.called(instruction):
+          yield from self._walk(called, trips, in_branch or instruction.opcode == 'conditional',
+                                unknown, inner)
+
+  def called(self, instruction: Instruction) -> list[str]:
+    """Returns the computations that a call, fusion or conditional runs."""
+    names = [name.strip().lstrip('%') for found in _CALLED.finditer(instruction.rest)
+             for name in (found.group(1) or found.group(2)).split(',')]
+    return [name for name in names if name in self.computations]
+
+  def body(self, loop: Instruction) -> str:
+    """Returns the name of a while's body."""
+    return (loop.attribute('body') or '').lstrip('%')
+
+  def trip_count(self, computation: Computation, loop: Instruction) -> Optional[int]:
+    """Returns how often the body of `loop`, a while in `computation`, runs; None if unknown."""
+    known = re.search(r'known_trip_count\W+n\W+(\d+)', loop.rest)
+    if known:
+      return int(known.group(1))
+    condition = self.computations[(loop.attribute('condition') or '').lstrip('%')]
+    compare = condition.origin(condition.root)
+    if compare is None or compare.opcode != 'compare':
+      return None
+    left, right = (condition.origin(name) for name in compare.operands)
+    direction = compare.attribute('direction')
+    if left is not None and left.opcode == 'constant':  # n > i
+      left, right, direction = right, left, {'GT': 'LT', 'GE': 'LE'}.get(direction or '')
+    end = _constant(right)
+    if end is None or left is None or left.opcode != 'get-tuple-element' or (
+        direction not in ('LT', 'LE')):
+      return None
+    index = left.numbers('index')[0]
+    start = _constant(_element(computation, loop.operands[0], index))
+    step = self._growth(self.computations[self.body(loop)], index)
+    if start is None or not step or step < 0:
+      return None
+    return max(0, -(-(end + (direction == 'LE') - start) // step))
+
+  def _growth(self, body: Computation, index: int) -> Optional[int]:
+    """Returns what a turn of `body` adds to element `index` of what it carries."""
+    add = _element(body, body.root, index)
+    if add is None or add.opcode != 'add':
+      return None
+    counter, step = None, None
+    for operand in (body.origin(name) for name in add.operands):
+      if operand is not None and operand.opcode == 'get-tuple-element':
+        counter = operand.numbers('index')[0]
+      else:
+        step = _constant(operand)
+    return step if counter == index else None
+
+  def source(self, instruction: Instruction) -> str:
+    """Returns 'path/file.py:line' of the Python that asked for it; '' if the text does not say."""
+    frame = re.search(r'\bstack_frame_id=(\d+)', instruction.rest)
+    if frame:
+      return self.sources.get(int(frame.group(1)), '')
+    file = re.search(r'\bsource_file="([^"]*)"(?:\s+source_line=(\d+))?', instruction.rest)
+    return f'{file.group(1)}:{file.group(2)}' if file else ''
+
+
+def _constant(instruction: Optional[Instruction]) -> Optional[int]:
+  if instruction is None or instruction.opcode != 'constant':
+    return None
+  literal = instruction.operands[0] if instruction.operands else ''
+  return int(literal) if re.fullmatch(r'-?\d+', literal) else None
+
+
+def _element(computation: Computation, name: str, index: int) -> Optional[Instruction]:
+  """Returns the origin of element `index` of the tuple called `name`."""
+  made = computation.origin(name)
+  if made is None or made.opcode != 'tuple':
+    return None
+  return computation.origin(made.operands[index])
+
+
+def parse(text: str) -> Module:
+  """Returns the module that `text` prints: `lowered.as_text('hlo')`, a dump, `compiled.as_text()`.
+
+  Raises:
+    ValueError: the text holds no entry computation.
+  """
+  computations: dict[str, Computation] = {}
+  entry, current = '', None
+  for line in text.splitlines():
+    if not line.startswith(' '):
+      header = _HEADER.match(line)
+      if header:
+        current = computations[header.group(2)] = Computation(header.group(2))
+        entry = header.group(2) if header.group(1) else entry
+      elif line.startswith('}'):
+        current = None
+    elif current is not None:
+      found = _INSTRUCTION.match(line)
+      if found:
+        instruction = _instruction(found.group(2), re.sub(r'/\*.*?\*/', '', line[found.end():]))
+        for operand in instruction.operands:
+          if '#' in operand and operand not in current.instructions:
+            current.instructions[operand] = _element_instruction(current, operand)
+        current.instructions[instruction.name] = instruction
+        if found.group(1):
+          current.root = instruction.name
+  if not entry:
+    raise ValueError('The text holds no ENTRY computation; it is not that of an HLO module.')
+  return Module(computations, entry, _sources(text))
+
+
+def _instruction(name: str, text: str) -> Instruction:
+  """Returns the instruction that `TYPE opcode(operands), attributes` says."""
+  type_end = _matching(text, 0) + 1 if text.startswith('(') else text.index(' ')
+  opcode, rest = text[type_end:].lstrip().split('(', 1)
+  end = _matching('(' + rest, 0) - 1
+  operands = split(rest[:end])
+  if opcode != 'constant':  # with or without its type: `f32[4]{0} %x`
+    operands = [operand.split(' ')[-1].lstrip('%') for operand in operands]
+  arrays = tuple(Array(dtype, tuple(int(n) for n in shape.split(',') if n))
+                 for dtype, shape in _ARRAY.findall(text[:type_end]))
+  return Instruction(name, opcode, arrays, tuple(operands), rest[end + 1:])
+
+
+def _element_instruction(computation: Computation, name: str) -> Instruction:
+  """Returns `x#1`, as jaxlib 0.11 prints an element, as the get-tuple-element that it stands for."""
+  made, index = name.rsplit('#', 1)
+  arrays = computation.instructions[made].arrays if made in computation.instructions else ()
+  return Instruction(name, 'get-tuple-element', arrays[int(index):int(index) + 1], (made,),
+                     f'index={index}')
+
+
+def _matching(text: str, start: int) -> int:
+  """Returns where the bracket that opens at `start` closes."""
+  depth = 0
+  for found in re.compile(r'[()]').finditer(text, start):
+    depth += 1 if found.group() == '(' else -1
+    if not depth:
+      return found.start()
+  return len(text)
+
+
+def split(text: str) -> list[str]:
+  """Returns the parts of `text` between commas that are in no brackets."""
+  parts, depth, part = [], 0, ''
+  for letter in text:
+    depth += (letter in '([{') - (letter in ')]}')
+    if letter == ',' and not depth:
+      parts.append(part.strip())
+      part = ''
+    else:
+      part += letter
+  return [*parts, part.strip()] if part.strip() else parts
+
+
+def _sources(text: str) -> dict[int, str]:
+  """Returns stack frame id -> 'file:line', from the tables at the head of a module."""
+  def table(title: str, pattern: str) -> Iterator[Sequence[str]]:
+    section = re.search(rf'^{title}\n((?:\d+ .*\n)+)', text, re.MULTILINE)
+    for line in section.group(1).splitlines() if section else ():
+      found = re.match(r'(\d+) ' + pattern, line)
+      if found:
+        yield found.groups()
+  files = {number: name for number, name in table('FileNames', r'"(.*)"')}
+  lines = {number: f'{files.get(file, "")}:{line}' for number, file, line in table(
+      'FileLocations', r'\{file_name_id=(\d+).*? line=(\d+)')}
+  return {int(number): lines.get(location, '') for number, location in table(
+      'StackFrames', r'\{file_location_id=(\d+)')}
