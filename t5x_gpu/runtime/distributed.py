@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from t5x_gpu.errors import ClusterError, ConfigError
 from t5x_gpu.runtime import exits, nvml, xla_flags
 from t5x_gpu.runtime.cluster import ClusterInfo
-from t5x_gpu.runtime.rendezvous import Member, meet
+from t5x_gpu.runtime.rendezvous import Member, meet, numbers
 
 # A difference is shown up to this many characters per process.
 SHOWN_CHARACTERS = 300
@@ -181,16 +181,26 @@ def num_hosts() -> int:
 
 
 def members_table() -> str:
-  """Returns one line per host: its processes and, where known, how many GPUs they use."""
+  """Returns a line per host, `gpu-001   0: 5f1c2a3b   1: 77aa01b2`: its processes, their GPUs.
+
+  A GPU is shown by the first eight characters of its UUID (nvidia-smi -L tells which it is), a part
+  of one (MIG) by all of them.
+  """
   hosts = collections.defaultdict(list)
   for member in _members:
     hosts[member.host_key].append(member)
-  lines = [f'processes: {len(_members)} on {len(hosts)} host{"s" if len(hosts) > 1 else ""}']
-  for group in hosts.values():
-    numbers = ' '.join(str(member.process_index) for member in group)
-    gpus = sum(len(member.gpus) for member in group)
-    lines.append(f'  {group[0].hostname}: {numbers}' + (f' ({gpus} GPUs)' if gpus else ''))
-  return '\n'.join(lines)
+  title = f'processes: {len(_members)} on {len(hosts)} host{"s" if len(hosts) > 1 else ""}'
+  if not any(member.gpus for member in _members):
+    why = 'no GPUs' if jax.default_backend() == 'cpu' else 'which GPUs is not known without NVML'
+    return '\n'.join([f'{title}, {why}', *(
+        f'  {group[0].hostname}   {numbers([member.process_index for member in group])}'
+        for group in hosts.values())])
+
+  def shown(member: Member) -> str:
+    gpus = [gpu if gpu.startswith('MIG') else gpu.removeprefix('GPU-')[:8] for gpu in member.gpus]
+    return f'{member.process_index}: {",".join(gpus) or "no GPU"}'
+  return '\n'.join([title, *(f'  {group[0].hostname}   ' + '   '.join(map(shown, group))
+                             for group in hosts.values())])
 
 
 def process_index() -> int:

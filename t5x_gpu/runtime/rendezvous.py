@@ -185,7 +185,7 @@ class _Host:
     hosts = collections.Counter(member.hostname for member in self._members.values())
     present = ', '.join(f'{n} on {host}' for host, n in list(hosts.items())[:8])
     after = 'Waiting' if waited is None else f'After {waited:g} s: still waiting'
-    return (f'{after} for {len(missing)} of {count} processes: {_numbers(missing)}. '
+    return (f'{after} for {len(missing)} of {count} processes: {numbers(missing)}. '
             f'Here: {present}{", ..." if len(hosts) > 8 else ""}.')
 
   def _refuse_all(self, text: str) -> None:
@@ -332,7 +332,7 @@ def _read_line(connection: socket.socket) -> bytes:
   return bytes(data)
 
 
-def _numbers(values: Sequence[int]) -> str:
+def numbers(values: Sequence[int]) -> str:
   """Returns '1, 4-7, 9' for [1, 4, 5, 6, 7, 9]."""
   spans: list[list[int]] = []
   for value in values:

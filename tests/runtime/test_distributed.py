@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from t5x_gpu.runtime import cluster, distributed
+from t5x_gpu.runtime.rendezvous import Member
 
 DEADLINE_SECONDS = 120
 ROOT = pathlib.Path(__file__).parents[2]
@@ -99,6 +100,37 @@ def test_a_single_process_starts_nothing():
   assert distributed.initialize(cluster.detect({})) is False
   assert (distributed.process_index(), distributed.process_count()) == (0, 1)
   assert distributed.is_main_process() and distributed.members() == ()
+
+
+def table_of(monkeypatch, gpus_of_each):
+  """Returns the table of processes on two hosts, with these GPUs."""
+  half = len(gpus_of_each) // 2
+  monkeypatch.setattr(distributed, '_members', [
+      Member(process_index=i, hostname=f'gpu-00{1 + i // half}', host_key=str(i // half),
+             domain='rack', gpus=gpus) for i, gpus in enumerate(gpus_of_each)])
+  return distributed.members_table().splitlines()
+
+
+def uuid(number):
+  return f'GPU-{number:08x}-c9f5-4f3a-9a53-1de0e7ab0c1f'
+
+
+def test_the_table_tells_which_process_has_which_gpu_on_which_host(monkeypatch):
+  assert table_of(monkeypatch, [(uuid(0xa0 + i),) for i in range(4)]) == [
+      'processes: 4 on 2 hosts', '  gpu-001   0: 000000a0   1: 000000a1',
+      '  gpu-002   2: 000000a2   3: 000000a3']
+  assert table_of(monkeypatch, [(uuid(1), 'MIG-1de0e7ab-9a53'), ()])[1:] == [
+      '  gpu-001   0: 00000001,MIG-1de0e7ab-9a53', '  gpu-002   1: no GPU']
+
+
+def test_the_table_of_many_processes_has_a_line_per_host(monkeypatch):
+  lines = table_of(monkeypatch, [(uuid(i),) for i in range(16)])
+  assert len(lines) == 3 and max(map(len, lines)) < 140
+
+
+def test_the_table_of_cpu_processes_says_that_they_have_no_gpus(monkeypatch):
+  assert table_of(monkeypatch, [()] * 6) == [
+      'processes: 6 on 2 hosts, no GPUs', '  gpu-001   0-2', '  gpu-002   3-5']
 
 
 def test_one_process_agrees_with_itself():
