@@ -1,0 +1,128 @@
+"""What the schedules of `pipeline_parallel` share: the model's parts, and moving between stages."""
+
+import dataclasses
+import functools
+from typing import Any, Optional, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.partitioning.pipeline_schedules import Timetable
+
+Tree = Any
+AXIS = 'stage'
+
+
+class Pieces(Protocol):
+  """A model in three parts; whatever dropout needs is bound by the caller.
+
+  Collectives inside are those of one stage (`model`, `fsdp`, ...), never over `stage`. A
+  collective-permute (ring attention) needs all devices at once: then `skip_idle=False`.
+  """
+
+  def embed(self, params: Tree, microbatch: Tree) -> Tree:
+    """Returns the activation that enters the first layer."""
+
+  def run_layers(self, params: Tree, x: Tree, microbatch: Tree, first_layer: jax.Array) -> Tree:
+    """Returns x after params['layers'], of which the first is layer `first_layer` of the model."""
+
+  def head(self, params: Tree, x: Tree, microbatch: Tree) -> dict[str, tuple[Any, Any]]:
+    """Returns (sum, weight) by name; the sum of 'loss' is what is differentiated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineRun:
+  """What does not change from tick to tick.
+
+  Attributes:
+    pieces: the model.
+    microbatches: arrays [num_microbatches, rows, ...].
+    table: who does what when.
+    varying_axes: all manual mesh axes.
+    skip_idle: whether a stage without work skips its layers or computes and discards them.
+  """
+  pieces: Pieces
+  microbatches: Tree
+  table: Timetable
+  varying_axes: tuple[str, ...]
+  skip_idle: bool
+
+  def microbatch(self, index: jax.Array) -> Tree:
+    """Returns the microbatch [rows, ...]."""
+    return at(self.microbatches, index)
+
+  def varying(self, tree: Tree) -> Tree:
+    """Returns `tree` in the one type that loop carries and both sides of a cond can share."""
+    def vary(x: jax.Array) -> jax.Array:
+      missing = tuple(axis for axis in self.varying_axes
+                      if axis not in jax.typeof(x).manual_axis_type.varying)
+      return jax.lax.pcast(x, missing, to='varying') if missing else x
+    return jax.tree.map(vary, tree)
+
+  def zeros(self, like: Tree, *, stack: Optional[int] = None) -> Tree:
+    """Returns zeros of the shapes of `like`, `[stack, ...]` if given."""
+    count = () if stack is None else (stack,)
+    return self.varying(jax.tree.map(lambda a: jnp.zeros((*count, *a.shape), a.dtype), like))
+
+  def embed(self, params: Tree, microbatch: Tree) -> Tree:
+    """Returns the activation that enters the first layer."""
+    return self.varying(self.pieces.embed(params, microbatch))
+
+  def head(self, params: Tree, x: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
+    """Returns (what is differentiated, sums)."""
+    sums = self.varying(self.pieces.head(params, x, microbatch))
+    return sums['loss'][0], sums
+
+  def run_block(self, params: Tree, x: Tree, unit: jax.Array, stage: jax.Array) -> Tree:
+    """Returns x after the block of layers that `unit` is about."""
+    table, layers = self.table, params['layers']
+    block = unit // table.num_microbatches
+    size = jax.tree.leaves(layers)[0].shape[0] // table.repeats
+    if table.repeats > 1:
+      layers = jax.tree.map(
+          lambda w: jax.lax.dynamic_slice_in_dim(w, block * size, size), layers)
+    return self.varying(self.pieces.run_layers(
+        {**params, 'layers': layers}, x, self.microbatch(unit % table.num_microbatches),
+        (block * table.num_stages + stage) * size))
+
+  def first_activation(self, params: Tree) -> Tree:
+    """Returns what stages hold before anything has reached them."""
+    microbatch = self.microbatch(0)
+    if self.skip_idle:
+      return self.zeros(jax.eval_shape(self.pieces.embed, params, microbatch))
+    # Discarded work runs on a true activation: layers of zeros have huge derivatives (a norm's is
+    # 1/sqrt(epsilon)), and a discarded 0 * inf is NaN.
+    return jax.lax.stop_gradient(self.embed(params, microbatch))
+
+  def shift(self, x: Tree, *, back: bool = False) -> Tree:
+    """Returns what the previous stage holds (the next one's if `back`)."""
+    last = self.table.num_stages - 1
+    pairs = [(s, s + 1) for s in range(last)]
+    if back:
+      pairs = [(to, source) for source, to in pairs]
+    elif self.table.repeats > 1:
+      pairs.append((last, 0))
+    return jax.tree.map(lambda a: jax.lax.ppermute(a, AXIS, pairs), x)
+
+
+def at(tree: Tree, index: jax.Array) -> Tree:
+  """Returns entry `index` of every leaf [count, ...]."""
+  return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), tree)
+
+
+def put(tree: Tree, entry: Tree, index: jax.Array) -> Tree:
+  """Returns `tree` with entry `index` of every leaf replaced."""
+  return jax.tree.map(
+      lambda a, x: jax.lax.dynamic_update_index_in_dim(a, x, index, 0), tree, entry)
+
+
+def add(a: Tree, b: Tree) -> Tree:
+  """Returns a + b."""
+  return jax.tree.map(jnp.add, a, b)
+
+
+def where(condition: Any, a: Tree, b: Tree) -> Tree:
+  """Returns `a` if `condition`, a Python bool or a traced one, else `b`."""
+  if condition is True:
+    return a
+  return jax.tree.map(functools.partial(jnp.where, condition), a, b)
