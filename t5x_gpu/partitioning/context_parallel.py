@@ -1,0 +1,130 @@
+"""Context parallelism: the length of every sequence is split.
+
+What is split: `length` of activations over `context`; parameters are whole. What moves: in every
+layer, keys and values, forward and backward, and their gradients. `ring_attention` sends them from
+neighbour to neighbour behind the matmuls and holds logits of one block only; `gathered_attention`
+gathers them first: fewer bytes, none of them hidden, and logits [batch, heads, length / context,
+length]. When: the activations of one long sequence do not fit, or the batch has fewer rows than
+there are GPUs. The ring for long sequences, gathering for short rings.
+Source: Liu et al. 2023 (Ring Attention); Brandon et al. 2023 (Striped Attention), on causal balance;
+Llama Team 2024 (Llama 3), section 3.3.2: two chunks per device, from both ends, and gathering.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_gpu.partitioning.axis_rules import AxisRules
+from t5x_gpu.partitioning.mesh_problems import any_of, divisors
+from t5x_gpu.partitioning.ring_attention import LogitsFn
+
+METHODS = ('ring', 'gather')
+
+
+def rules() -> AxisRules:
+  """Returns what context parallelism adds to the table."""
+  return AxisRules(activations={'length': ('context',)})
+
+
+def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
+          parameter: str = 'length') -> list[str]:
+  """Returns one sentence with its fix if the length cannot be split over `context`.
+
+  Args:
+    sizes: array axis -> size; 'length' is read.
+    mesh_shape: mesh axis -> size.
+    parameter: what sets the length, for the fix.
+  """
+  ways, length = mesh_shape.get('context', 1), sizes.get('length', 0)
+  if ways == 1 or (length > 0 and length % (2 * ways) == 0):
+    return []
+  chunks = 2 * ways
+  nearest = [n for n in (length // chunks * chunks, (length // chunks + 1) * chunks) if n > 0]
+  # What `context` gives up another axis must take, so its size divides all devices.
+  legal = [c for c in divisors(math.prod(mesh_shape.values()))
+           if c == 1 or (length > 0 and length % (2 * c) == 0)]
+  return [f'length = {length} does not divide over 2 x context={ways} (= {chunks}): each device '
+          'takes one chunk from the front and one from the back, so that causal attention is the '
+          f'same work for all. Set {parameter} = {any_of(nearest)}, or Partitioner.context = '
+          f'{any_of(legal)}.']
+
+
+def length_order(length: int, ways: int) -> np.ndarray:
+  """Returns int32 [length]: the position that stands at each place, so that work is balanced.
+
+  Of 2 * ways chunks, device c holds numbers c and 2 * ways - 1 - c: under a causal mask all devices
+  compute equally many logits, and in every step of the ring. Reorder the length of a batch by it on
+  the host, `x[:, order]`; losses are sums over tokens, so that nothing needs to be put back.
+  """
+  assert length % (2 * ways) == 0, (length, ways)
+  chunks = np.arange(length, dtype=np.int32).reshape(2 * ways, -1)
+  return np.stack([chunks[:ways], chunks[:ways - 1:-1]], axis=1).reshape(-1)
+
+
+def local_positions(length: int, *, axis: str = 'context') -> jax.Array:
+  """Returns int32 [length / ways]: positions of this device's tokens; call where `axis` is manual.
+
+  Args:
+    length: of the whole sequence, laid out by `length_order`.
+    axis: the mesh axis that splits it.
+  """
+  ways, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  chunk = length // (2 * ways)
+  starts = chunk * jnp.stack([device, 2 * ways - 1 - device])
+  return (starts[:, None] + jnp.arange(chunk)[None, :]).reshape(-1).astype(jnp.int32)
+
+
+def causal_pairs(order: np.ndarray, ways: int) -> np.ndarray:
+  """Returns int64 [ways]: pairs (query, key not after it) that each device computes.
+
+  Args:
+    order: position at each place, such as `length_order` returns.
+    ways: devices that the length is split over.
+  """
+  return (order.reshape(ways, -1).astype(np.int64) + 1).sum(-1)
+
+
+def traffic_per_step(*, batch: int, length: int, num_heads: int, head_dim: int, num_layers: int,
+                     context: int, dtype_bytes: int, method: str = 'ring', num_forwards: int = 1,
+                     info_bytes: int = 0) -> int:
+  """Returns bytes that a device sends over `context` in one training step.
+
+  Args:
+    batch, num_heads, num_layers: what one device holds.
+    length: of the whole sequence.
+    head_dim: features of a head.
+    context: size of the axis.
+    dtype_bytes: of keys and values; the ring's gradients of them travel in float32.
+    method: 'ring' or 'gather'.
+    num_forwards: 2 where a layer is computed again in the backward pass, else 1.
+    info_bytes: what one device's kv_info holds (positions, segment ids).
+  """
+  assert method in METHODS, method
+  hops = context - 1
+  elements = 2 * batch * (length // context) * num_heads * head_dim  # keys and values
+  there = hops * (elements * dtype_bytes + info_bytes)
+  if method == 'gather':
+    return num_layers * (num_forwards * there + hops * elements * dtype_bytes)
+  home = context * elements * 4 if context > 1 else 0
+  return num_layers * ((num_forwards + 1) * there + home)
+
+
+def gathered_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, logits_fn: LogitsFn,
+                       logits_params: Any, q_info: Any, kv_info: Any,
+                       axis: str = 'context') -> jax.Array:
+  """Returns attention output [batch, q_length, heads, kv] of the local queries.
+
+  Gathers key, value and kv_info over `axis` and holds logits [batch, heads, q_length, length].
+  Arguments as in `ring_attention`.
+  """
+  def gather(x: jax.Array, dimension: int) -> jax.Array:
+    return jax.lax.all_gather(x, axis, axis=dimension % x.ndim, tiled=True)
+
+  key, value = gather(key, 1), gather(value, 1)
+  logits = logits_fn(logits_params, query, key, q_info,
+                     jax.tree.map(lambda x: gather(x, -1), kv_info))
+  return jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(logits, axis=-1).astype(value.dtype), value)

@@ -1,0 +1,241 @@
+"""Attention over a sequence whose length is split: keys and values come to the queries.
+
+`ring_attention` is called where `axis` is manual (inside `jax.shard_map`), with the local part of
+every array, and returns the local part of dense attention over the whole length. Keys and values
+pass from neighbour to neighbour while it computes; no device holds more than two parts of them. What
+may attend to what, and any bias, is the caller's: `logits_fn` sees one block of queries and one of
+keys, with whatever is known per position (`q_info`, `kv_info`), in whatever order positions lie.
+
+Source: Liu et al. 2023 (Ring Attention); Dao 2023 (FlashAttention-2) for the running softmax and
+its backward pass.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.partitioning.axis_rules import shard
+from t5x_gpu.partitioning.mesh_problems import divisors
+
+# Vanishes in a float32 softmax; finite, so that a row with nothing to attend to stays finite too.
+MASKED = -1e10
+
+# (logits_params, query [batch, q, heads, kv], key [batch, k, heads, kv], q_info, kv_info) ->
+# float32 [batch, heads, q, k], exactly MASKED where attention is not allowed.
+LogitsFn = Callable[[Any, jax.Array, jax.Array, Any, Any], jax.Array]
+# (q_info, kv_info) -> boolean scalar; False only if every logit of the block is MASKED.
+MayAttendFn = Callable[[Any, Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+  """What does not change during a call, and hashes as custom_vjp wants it."""
+  logits_fn: LogitsFn
+  may_attend: Optional[MayAttendFn]
+  axis: str
+  block_length: int
+
+
+def ring_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, logits_fn: LogitsFn,
+                   logits_params: Any, q_info: Any, kv_info: Any, axis: str = 'context',
+                   may_attend: Optional[MayAttendFn] = None,
+                   block_length: int = 1024) -> jax.Array:
+  """Returns attention output [batch, q_length, heads, kv] of the local queries.
+
+  Equal to dense attention, gradients included: also for a row that may attend to nothing, whose
+  softmax over MASKED alone is uniform over the whole length. For the backward pass are kept: the
+  arguments, the output, and maximum and sum of each row's softmax. (Not their logsumexp: in
+  float32, -1e10 + log(sum) is -1e10.)
+
+  Args:
+    query: [batch, q_length, heads, kv], local; like all arguments, varying over the manual axes.
+    key, value: [batch, kv_length, heads, kv], local.
+    logits_fn: logits of one block; closes over no traced value.
+    logits_params: floating point arrays that `logits_fn` takes, such as a bias table; may be None.
+    q_info, kv_info: arrays whose last dimension is the length (positions [length], segment ids
+      [batch, length], ...), not differentiated; `kv_info` travels with the keys.
+    axis: the manual mesh axis that splits the length.
+    may_attend: lets blocks be skipped; its answer must not depend on an automatic mesh axis.
+    block_length: the local queries and keys meet in blocks of at most this many positions, never
+      across the middle of either, where the chunks of `context_parallel.length_order` join.
+  """
+  ring = _Ring(logits_fn, may_attend, axis, block_length)
+  return _ring(ring, query, key, value, logits_params, q_info, kv_info)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
+  return _forward(ring, query, key, value, logits_params, q_info, kv_info)[0]
+
+
+def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
+  """Returns (output, what the backward pass needs)."""
+  def meet(sums, visitor):
+    def block(sums, q, k):
+      old_max, old_total, old_mix = q(sums[0], -1), q(sums[1], -1), q(sums[2], 1)
+      visiting_value = k(visitor[1], 1)
+      infos = q(q_info, -1), k(visitor[2], -1)
+
+      def attend():
+        logits = ring.logits_fn(logits_params, q(query, 1), k(visitor[0], 1), *infos)
+        new_max = jnp.maximum(old_max, logits.max(-1))
+        weights = jnp.exp(logits - new_max[..., None])
+        mix = jnp.einsum('bhqk,bkhd->bqhd', weights.astype(value.dtype), visiting_value,
+                         preferred_element_type=jnp.float32)
+        return new_max, weights.sum(-1), mix
+
+      def skip():  # the same, knowing that every logit is MASKED
+        weight = jnp.exp(MASKED - old_max)
+        mix = _per_row(weight) * visiting_value.sum(1, keepdims=True, dtype=jnp.float32)
+        return old_max, weight * visiting_value.shape[1], mix
+
+      new_max, total, mix = _attend_or_skip(ring, infos, attend, skip)
+      keep = jnp.exp(old_max - new_max)
+      return (q.put(sums[0], new_max, -1), q.put(sums[1], old_total * keep + total, -1),
+              q.put(sums[2], old_mix * _per_row(keep) + mix, 1))
+
+    return _for_pairs(ring, block, sums, query.shape[1], key.shape[1])
+
+  def step(carry, _):
+    sums, visitor = carry
+    arriving = _pass_on(visitor, ring.axis)  # depends on no result: travels during the matmuls
+    return (meet(sums, visitor), arriving), None
+
+  rows = shard(query[..., 0].swapaxes(1, 2), None, 'heads', None)
+  sums = (_full_like(rows, MASKED), _full_like(rows, 0.0),
+          _full_like(shard(query, None, None, 'heads', None), 0.0))
+  (sums, visitor), _ = jax.lax.scan(step, (sums, (key, value, kv_info)),
+                                    length=jax.lax.axis_size(ring.axis) - 1)
+  row_max, row_total, mix = meet(sums, visitor)
+  out = (mix / _per_row(row_total)).astype(value.dtype)
+  saved = (query, key, value, logits_params, q_info, kv_info, out, row_max, row_total)
+  return out, saved
+
+
+def _backward(ring: _Ring, saved, dout):
+  """Returns the gradients of all arguments but the infos; dkey and dvalue follow their keys."""
+  query, key, value, logits_params, q_info, kv_info, out, row_max, row_total = saved
+  delta = jnp.einsum('bqhd,bqhd->bhq', dout, out, preferred_element_type=jnp.float32)
+
+  def meet(grads, visitor):
+    """Adds to (dquery, dparams); returns them and this part's (dkey, dvalue)."""
+    def block(carry, q, k):
+      dquery, dparams, dkey, dvalue = carry
+      dout_block, visiting_value = q(dout, 1), k(visitor[1], 1)
+      block_max, block_total = q(row_max, -1), q(row_total, -1)
+      q_block, k_block = q(query, 1), k(visitor[0], 1)
+      infos = q(q_info, -1), k(visitor[2], -1)
+
+      def attend():
+        logits, pull = jax.vjp(lambda *of: ring.logits_fn(*of, *infos), logits_params, q_block,
+                               k_block)
+        weights = jnp.exp(logits - block_max[..., None]) / block_total[..., None]
+        dv = jnp.einsum('bhqk,bqhd->bkhd', weights.astype(value.dtype), dout_block,
+                        preferred_element_type=jnp.float32)
+        dweights = jnp.einsum('bqhd,bkhd->bhqk', dout_block, visiting_value,
+                              preferred_element_type=jnp.float32)
+        dp, dq, dk = pull(weights * (dweights - q(delta, -1)[..., None]))
+        return (*jax.tree.map(lambda x: x.astype(jnp.float32), (dq, dp, dk)), dv)
+
+      def skip():
+        weight = jnp.exp(MASKED - block_max) / block_total
+        dv = (_per_row(weight) * dout_block).sum(1, keepdims=True)
+        return (_full_like(q_block, 0.0), jax.tree.map(lambda x: _full_like(x, 0.0), logits_params),
+                _full_like(k_block, 0.0), jnp.broadcast_to(dv, visiting_value.shape))
+
+      dq, dp, dk, dv = _attend_or_skip(ring, infos, attend, skip)
+      return (q.add(dquery, dq, 1), jax.tree.map(jnp.add, dparams, dp), k.add(dkey, dk, 1),
+              k.add(dvalue, dv, 1))
+
+    zeros = _full_like(visitor[0], 0.0), _full_like(visitor[1], 0.0)
+    dquery, dparams, *dkv = _for_pairs(ring, block, (*grads, *zeros), query.shape[1], key.shape[1])
+    return (dquery, dparams), tuple(dkv)
+
+  def step(carry, _):
+    grads, visitor, dkv = carry
+    arriving, dkv = _pass_on(visitor, ring.axis), _pass_on(dkv, ring.axis)
+    grads, more = meet(grads, visitor)
+    return (grads, arriving, jax.tree.map(jnp.add, dkv, more)), None
+
+  ways = jax.lax.axis_size(ring.axis)
+  grads = (_full_like(shard(query, None, None, 'heads', None), 0.0),
+           jax.tree.map(lambda x: _full_like(x, 0.0), logits_params))
+  visitor = (key, value, kv_info)
+  # First and last step apart, so that neither zeros nor keys that nobody needs travel.
+  arriving = _pass_on(visitor, ring.axis) if ways > 1 else visitor
+  grads, dkv = meet(grads, visitor)
+  if ways > 1:
+    (grads, visitor, dkv), _ = jax.lax.scan(step, (grads, arriving, dkv), length=ways - 2)
+    dkv = _pass_on(dkv, ring.axis)
+    grads, more = meet(grads, visitor)
+    dkv = _pass_on(jax.tree.map(jnp.add, dkv, more), ring.axis)  # home
+  dquery, dparams, dkey, dvalue = (*grads, *dkv)
+  return (dquery.astype(query.dtype), dkey.astype(key.dtype), dvalue.astype(value.dtype),
+          jax.tree.map(lambda d, p: d.astype(p.dtype), dparams, logits_params), None, None)
+
+
+_ring.defvjp(_forward, _backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+  """One block of positions: cuts it out of arrays, and puts results back."""
+  start: Any
+  length: int
+
+  def __call__(self, tree: Any, dimension: int) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(
+        x, self.start, self.length, dimension % x.ndim), tree)
+
+  def put(self, x: jax.Array, update: jax.Array, dimension: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, update, self.start, dimension % x.ndim)
+
+  def add(self, x: jax.Array, more: jax.Array, dimension: int) -> jax.Array:
+    return self.put(x, self(x, dimension) + more, dimension)
+
+
+def _for_pairs(ring: _Ring, block: Callable[..., Any], carry: Any, q_length: int,
+               kv_length: int) -> Any:
+  """Returns `carry` after block(carry, queries, keys) for every pair of blocks."""
+  q_block, kv_block = (_largest_block(length, ring.block_length)
+                       for length in (q_length, kv_length))
+  per_row = kv_length // kv_block
+
+  def body(n, carry):
+    return block(carry, _Block(n // per_row * q_block, q_block),
+                 _Block(n % per_row * kv_block, kv_block))
+
+  return jax.lax.fori_loop(0, q_length // q_block * per_row, body, carry)
+
+
+def _largest_block(length: int, at_most: int) -> int:
+  chunk = length if length % 2 else length // 2
+  return max(size for size in divisors(chunk) if size <= max(at_most, 1))
+
+
+def _attend_or_skip(ring: _Ring, infos: tuple[Any, Any], attend: Callable[[], Any],
+                    skip: Callable[[], Any]) -> Any:
+  if ring.may_attend is None:
+    return attend()
+  return jax.lax.cond(ring.may_attend(*infos), attend, skip)
+
+
+def _pass_on(tree: Any, axis: str) -> Any:
+  """Returns what the previous device held; every device sends `tree` to the next."""
+  ways = jax.lax.axis_size(axis)
+  hops = [(device, (device + 1) % ways) for device in range(ways)]
+  return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, hops), tree)
+
+
+def _per_row(x: jax.Array) -> jax.Array:
+  """Returns [batch, q_length, heads, 1] of [batch, heads, q_length]."""
+  return x.swapaxes(1, 2)[..., None]
+
+
+def _full_like(x: jax.Array, fill: float) -> jax.Array:
+  """Returns float32 `fill`s that vary over the mesh axes over which `x` does, as carries must."""
+  return jnp.where(False, x.astype(jnp.float32), fill)
