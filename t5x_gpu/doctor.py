@@ -1,25 +1,32 @@
 """Look at this machine before a run does: `python -m t5x_gpu.doctor`.
 
 One line per check, ok, warn or FAIL, with what was found and what to do. Exit code 1 if any failed.
+Started once per process of a run (srun, mpirun, ...), it looks at every host, and measures the
+links between them: process 0 tells everything, the others what is not ok.
 """
 
 import argparse
 import dataclasses
 import json
 import os
+import signal
+import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Optional
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime import (
     children, gpu_detect, health, health_gpus, xla_docs, xla_flags, xla_presets)
+from t5x_gpu.runtime import cluster as cluster_lib
+from t5x_gpu.runtime.cluster import ClusterInfo
 from t5x_gpu.runtime.health import FAIL, OK, WARN, Check
 
 EXAMPLES = """examples:
   {prog}
   {prog} --expect_gpus=8 --model_dir=/scratch/me/run1
+  srun -N 2 --ntasks-per-node=8 --gpus-per-node=8 {prog} --expect_gpus=8
   {prog} --flags
 """
 _COLOURS = {OK: '\033[32m', WARN: '\033[33m', FAIL: '\033[31m'}
@@ -31,14 +38,29 @@ class Request:
 
   Attributes:
     model_dir: folder whose disk is measured.
-    expect_gpus: GPUs that jax must see; None for whatever the machine has.
+    expect_gpus: GPUs that jax must see on this machine, all its processes together; None for
+      whatever the machine has.
     preset: XLA preset to try.
     timeout_seconds: deadline of each child process.
+    cluster: this process among those that look.
+    cluster_flags: flags that said so, if any.
   """
   model_dir: str
   expect_gpus: Optional[int] = None
   preset: str = 'default'
   timeout_seconds: float = 60
+  cluster: ClusterInfo = ClusterInfo('single', reason='no launcher and no flags')
+  cluster_flags: tuple[str, ...] = ()
+
+  @property
+  def is_first_here(self) -> bool:
+    """Whether this process looks at what the processes of a host share."""
+    return not self.cluster.local_process_index  # None: nobody says who is on which host.
+
+  @property
+  def expected_here(self) -> Optional[int]:
+    """GPUs that jax must see in this process."""
+    return self.expect_gpus and self.expect_gpus // (self.cluster.local_process_count or 1)
 
 
 def examine(request: Request) -> Iterator[Check]:
@@ -47,48 +69,73 @@ def examine(request: Request) -> Iterator[Check]:
   Args:
     request: what to look at.
   """
-  yield from health.quick_checks(expect_gpus=request.expect_gpus)
   on_machine = max(gpu_detect.find_gpus({}).count, len(gpu_detect.pci_numa_nodes()))
-  environ = dict(os.environ)
-  applied = xla_flags.prepare_environment(request.preset, environ=environ)
-  yield Check('xla flags', WARN if applied.warnings else OK,
-              applied.line.removeprefix('xla preset: '), '\n'.join(applied.warnings))
-  yield from _examine_gpus(request, on_machine, environ)
-  module = [sys.executable, '-m', 't5x_gpu.runtime.health_measure']
-  done = children.run([*module, 'disk', request.model_dir], seconds=request.timeout_seconds)
-  yield health_gpus.check_disk(health_gpus.json_lines(done.output).get('disk'),
-                               folder=request.model_dir,
-                               problem=done.problem or _last_line(done.errors))
+  nvlink = True
+  yield Check('processes', WARN if request.cluster.warnings else OK, str(request.cluster),
+              '\n'.join(request.cluster.warnings))
+  if request.is_first_here:
+    yield from health.quick_checks(expect_gpus=request.expect_gpus)
+    applied = xla_flags.prepare_environment(request.preset, environ=dict(os.environ))
+    yield Check('xla flags', WARN if applied.warnings else OK,
+                applied.line.removeprefix('xla preset: '), '\n'.join(applied.warnings))
+    topology = children.run(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds
+                            ) if on_machine > 1 else None
+    links = health_gpus.check_links(topology.output if topology else '', gpus=on_machine)
+    nvlink = 'NV' in links.value
+    yield links
+  yield from _examine_devices(request, on_machine=on_machine, nvlink=nvlink)
+  if request.is_first_here:
+    done = children.run(
+        [sys.executable, '-m', 't5x_gpu.runtime.health_disk', request.model_dir],
+        seconds=request.timeout_seconds)
+    yield health_gpus.check_disk(health_gpus.json_lines(done.output).get('disk'),
+                                 folder=request.model_dir,
+                                 problem=done.problem or _last_line(done.errors))
 
 
-def _examine_gpus(request: Request, on_machine: int, environ: Mapping[str, str]
-                  ) -> Iterator[Check]:
-  topology = children.run(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds
-                          ) if on_machine > 1 else None
-  links = health_gpus.check_links(topology.output if topology else '', gpus=on_machine)
-  yield links
-  # Not 90% of a GPU's memory for a look: somebody else may be on it.
-  environ = {**environ, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+def _examine_devices(request: Request, *, on_machine: int, nvlink: bool) -> Iterator[Check]:
+  """Yields what this process's devices reach, then the links between those of all processes."""
   seconds = request.timeout_seconds * (3 if on_machine else 1)  # NCCL, CUDA and autotuning
-  done = children.run([sys.executable, '-m', 't5x_gpu.runtime.health_measure', 'jax'],
-                      seconds=seconds, environ=environ)
-  found = health_gpus.json_lines(done.output)
+  found, problem = _measure('devices', request, seconds=seconds)
   devices = found.get('devices')
-  problem = done.problem or _last_line(done.errors)
-  yield health_gpus.check_devices(devices, on_machine=on_machine, expected=request.expect_gpus,
-                                  environ=os.environ, problem=problem)
+  chosen = request.cluster.local_device_ids
+  seen = health_gpus.check_devices(
+      devices, on_machine=len(chosen) if chosen else on_machine, expected=request.expected_here,
+      environ=os.environ, problem=problem)
+  yield seen
   gpus = devices['count'] if devices and devices['platform'] != 'cpu' else 0
-  versions = health.installed_versions()
-  yield health.check_library('cudnn', versions, gpus=max(gpus, on_machine),
-                             loaded=(devices or {}).get('cudnn'),
-                             built=(devices or {}).get('cudnn_built'))
-  yield health.check_library('nccl', versions, gpus=max(gpus, on_machine))
+  if request.is_first_here:
+    versions = health.installed_versions()
+    yield health.check_library('cudnn', versions, gpus=max(gpus, on_machine),
+                               loaded=(devices or {}).get('cudnn'),
+                               built=(devices or {}).get('cudnn_built'))
+    yield health.check_library('nccl', versions, gpus=max(gpus, on_machine))
   if devices is None:
     return  # Said already: jax did not start.
   yield health_gpus.check_matmul(found.get('matmul'), devices=devices, problem=problem)
-  yield health_gpus.check_all_reduce(found.get('all_reduce'), devices=devices, problem=problem,
-                                     nvlink='NV' in links.value)
   yield health_gpus.check_clocks(found.get('clocks'), gpus=gpus)
+  if request.cluster.process_count == 1 and gpus < 2:
+    yield Check('all-reduce', OK, f'not measured: jax sees {gpus or "no"} GPU')
+  elif seen.status != FAIL:  # CPU devices among GPUs would let all the others wait.
+    join = int(max(request.timeout_seconds, 1))
+    found, problem = _measure('all_reduce', request, f'--join_seconds={join}',
+                              seconds=seconds + join)
+    check = health_gpus.check_all_reduce(found, nvlink=nvlink, problem=problem)
+    if request.is_first_here or check.status == FAIL:  # else all of a host say it is slow
+      yield check
+
+
+def _measure(what: str, request: Request, *flags: str, seconds: float
+             ) -> tuple[Mapping[str, Any], str]:
+  """Returns what a measuring child printed, and its last words if it did not end well."""
+  # PREALLOCATE: not 90% of a GPU's memory for a look, somebody else may be on it.
+  environ = {'CUDA_DEVICE_ORDER': 'PCI_BUS_ID', **os.environ,
+             'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+  done = children.run([sys.executable, '-m', 't5x_gpu.runtime.health_measure', what,
+                       f'--preset={request.preset}', *request.cluster_flags, *flags],
+                      seconds=seconds, environ=environ)
+  ended = f'ended by {signal.Signals(-done.code).name}' if (done.code or 0) < 0 else ''
+  return health_gpus.json_lines(done.output), done.problem or ended or _last_line(done.errors)
 
 
 def _last_line(text: str) -> str:
@@ -110,16 +157,18 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument('--model_dir', default='.', metavar='FOLDER',
                      help='measure the disk of this folder (default: the working folder)')
   group.add_argument('--expect_gpus', type=int, metavar='N',
-                     help='GPUs that jax must see on this machine; fail at any other number')
+                     help='GPUs that jax must see on each machine; fail at any other number')
   group.add_argument('--preset', default='default', metavar='NAME',
                      help=f'XLA preset to try: {", ".join(xla_presets.PRESETS)}')
   group.add_argument('--timeout_seconds', type=float, default=60, metavar='S',
                      help='deadline of each check that could hang (default: 60)')
-  group.add_argument('--json', action='store_true', help='print one JSON object')
+  group.add_argument('--json', action='store_true',
+                     help='print one JSON object; of several processes each, on one line')
   group.add_argument('--flags', action='store_true',
                      help='print the table of XLA, NCCL and memory settings instead')
   group.add_argument('--markdown', action='store_true',
                      help='with --flags: print the page docs/xla_flags.md')
+  cluster_lib.add_flags(parser)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -138,21 +187,39 @@ def main(argv: Sequence[str]) -> int:
   if args.extra.flags:
     print(xla_docs.page() if args.extra.markdown else xla_docs.table(), end='')
     return 0
+  cluster = cluster_lib.detect_here(args.extra)
   request = Request(model_dir=args.extra.model_dir, expect_gpus=args.extra.expect_gpus,
-                    preset=args.extra.preset, timeout_seconds=args.extra.timeout_seconds)
-  checks = []
-  for check in examine(request):
-    checks.append(check)
-    if not args.extra.json:
-      print(format_check(check, colour=sys.stdout.isatty()), flush=True)
-  failed = [check.name for check in checks if check.status == FAIL]
+                    preset=args.extra.preset, timeout_seconds=args.extra.timeout_seconds,
+                    cluster=cluster, cluster_flags=cluster_lib.as_flags(args.extra))
   if args.extra.json:
-    print(json.dumps({'failed': failed, 'checks': [dataclasses.asdict(c) for c in checks]},
-                     indent=2))
-  else:
-    warned = sum(check.status == WARN for check in checks)
-    print(f'{len(checks)} checks, {warned} warnings, {len(failed)} failed'
+    return _report_json(list(examine(request)), cluster)
+  return _report(examine(request), cluster)
+
+
+def _report(checks: Iterable[Check], cluster: ClusterInfo) -> int:
+  """Prints each check, on other processes than the first what is not ok; returns the exit code."""
+  statuses = []
+  failed = []
+  who = f'{socket.gethostname()}, process {cluster.process_index}: ' if (
+      cluster.process_index) else ''
+  for check in checks:
+    statuses.append(check.status)
+    failed += [check.name] * (check.status == FAIL)
+    if not who or check.status != OK:
+      lines = format_check(check, colour=sys.stdout.isatty()).splitlines()
+      # One write: a line of several processes' output belongs to one of them.
+      print('\n'.join(who + line for line in lines), flush=True)
+  if not who:
+    print(f'{len(statuses)} checks, {statuses.count(WARN)} warnings, {len(failed)} failed'
           + (f': {", ".join(failed)}' if failed else ''))
+  return int(bool(failed))
+
+
+def _report_json(checks: Sequence[Check], cluster: ClusterInfo) -> int:
+  failed = [check.name for check in checks if check.status == FAIL]
+  report = {'host': socket.gethostname(), 'process': cluster.process_index, 'failed': failed,
+            'checks': [dataclasses.asdict(check) for check in checks]}
+  print(json.dumps(report, indent=2 if cluster.process_count == 1 else None))
   return int(bool(failed))
 
 

@@ -22,6 +22,8 @@ from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime import cluster, numa, nvml
 
+DOCTOR = 't5x_gpu.doctor'
+MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR)
 TAIL_LINES = 30
 KILL_SECONDS = 10
 # Processes that were asked to stop leave one after the other, the last one when the save is done.
@@ -31,6 +33,7 @@ STOPPED_SECONDS = 120
 EXAMPLES = """examples:
   {prog} --nproc 8 -- --gin_file=my.gin --gin.MODEL_DIR=runs/a
   {prog} --nproc 2 --no_gpu -- --gin_file=gin_configs/examples/demo.gin
+  {prog} --module t5x_gpu.doctor -- --model_dir=runs/a
   {prog} --nproc 8 --numa cores.txt -- --gin_file=my.gin      (lines like 0: 0-15,128-143)
 """
 
@@ -49,9 +52,11 @@ class Group:
   Args:
     command: what each of them runs.
     plans: one per process.
+    end_together: whether the first that fails ends the others.
   """
 
-  def __init__(self, command: Sequence[str], plans: Sequence[Plan]):
+  def __init__(self, command: Sequence[str], plans: Sequence[Plan], *, end_together: bool = True):
+    self._end_together = end_together
     self._tails = [collections.deque(maxlen=TAIL_LINES) for _ in plans]
     self._lock = threading.Lock()
     self._processes: list[subprocess.Popen] = []
@@ -100,7 +105,7 @@ class Group:
       if ended and first is None:
         first = min(ended, key=lambda pair: pair[1] in STOPPED_CODES)
         ending = time.monotonic() + (STOPPED_SECONDS if first[1] in STOPPED_CODES else 0)
-      if ending is not None and time.monotonic() > ending:
+      if self._end_together and ending is not None and time.monotonic() > ending:
         self._end_all()
     for reader in self._readers:
       reader.join(timeout=KILL_SECONDS)
@@ -108,7 +113,7 @@ class Group:
       first = next(((i, p.returncode) for i, p in enumerate(self._processes) if p.returncode), None)
     if first is None:
       return 0
-    if first[1] not in STOPPED_CODES:
+    if self._end_together and first[1] not in STOPPED_CODES:
       self._show(*first)
     return first[1] if first[1] > 0 else 128 - first[1]
 
@@ -158,7 +163,8 @@ def plan(num_processes: int, *, use_gpus: bool, numa_mode: str, env: Mapping[str
   for index in range(num_processes):
     ids = list(range(index * each, (index + 1) * each))
     child = {**env, 'JAX_COORDINATOR_ADDRESS': address, 'JAX_PROCESS_COUNT': str(num_processes),
-             'JAX_PROCESS_INDEX': str(index), 'PYTHONUNBUFFERED': '1'}
+             'JAX_PROCESS_INDEX': str(index), 'LOCAL_WORLD_SIZE': str(num_processes),
+             'LOCAL_RANK': str(index), 'PYTHONUNBUFFERED': '1'}
     if use_gpus:
       # PCI order for CUDA as for NVML and nvidia-smi, or a process would be bound beside the GPU
       # of another one.
@@ -198,7 +204,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--numa', default='auto', metavar='auto|off|FILE',
                       help='cores of each process: near its GPU, any, or by lines of a file')
   parser.add_argument('--no_gpu', action='store_true', help='CPU devices, even where GPUs are')
-  parser.add_argument('--module', default='t5x_gpu.train', help=argparse.SUPPRESS)
+  parser.add_argument('--module', default=MODULES[0], choices=MODULES, help='what to start')
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -222,7 +228,8 @@ def main(argv: Optional[list[str]] = None) -> int:
                address=free_address())
   for index, each in enumerate(plans):
     print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
-  group = Group([sys.executable, '-m', flags.module, *argv[split + 1:]], plans)
+  group = Group([sys.executable, '-m', flags.module, *argv[split + 1:]], plans,
+                end_together=flags.module != DOCTOR)
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, group.forward)
   return group.wait()

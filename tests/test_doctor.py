@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -10,31 +12,38 @@ import time
 import jax
 import pytest
 
-from t5x_gpu import __main__, doctor
+from t5x_gpu import __main__, doctor, launch
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import children, gpu_detect, health, health_gpus, health_measure
+from t5x_gpu.runtime import children, gpu_detect, health, health_disk, health_gpus, health_measure
+from t5x_gpu.runtime.cluster import ClusterInfo
 from t5x_gpu.runtime.health import FAIL, OK, WARN
 
+ROOT = pathlib.Path(__file__).parents[1]
+DEADLINE_SECONDS = 180
 H100 = {'platform': 'gpu', 'count': 8, 'kinds': ['NVIDIA H100 80GB HBM3']}
 CPU = {'platform': 'cpu', 'count': 1, 'kinds': ['cpu']}
 
 
-def run_doctor(*flags, cwd=None, **env):
-  root = pathlib.Path(__file__).parents[1]
-  env = {'PATH': '/usr/bin:/bin', 'PYTHONPATH': str(root), 'HOME': str(cwd), **env}
-  return subprocess.run([sys.executable, '-m', 't5x_gpu.doctor', *flags], cwd=cwd, env=env,
-                        capture_output=True, text=True, timeout=120)
+def start_doctor(*flags, cwd, **env):
+  env = {'PATH': '/usr/bin:/bin', 'PYTHONPATH': str(ROOT), 'HOME': str(cwd), **env}
+  return subprocess.Popen([sys.executable, '-m', 't5x_gpu.doctor', *flags], cwd=cwd, env=env,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run_doctor(*flags, cwd, **env):
+  with start_doctor(*flags, cwd=cwd, **env) as doctor:
+    output, _ = doctor.communicate(timeout=DEADLINE_SECONDS)
+  return subprocess.CompletedProcess(doctor.args, doctor.returncode, output)
 
 
 def test_report_on_this_machine(tmp_path):
   done = run_doctor('--json', f'--model_dir={tmp_path / "new" / "run"}', cwd=tmp_path,
                     JAX_PLATFORMS='cpu', XLA_FLAGS='--xla_gpu_simplify_all_fp_conversions')
-  assert done.stdout, done.stderr
   report = json.loads(done.stdout)
   checks = {check['name']: check for check in report['checks']}
-  assert list(checks) == ['python', 'packages', 'driver', 'numa', 'host', 'ulimits', '/dev/shm',
-                          'xla flags', 'nvlink', 'devices', 'cudnn', 'nccl', 'matmul', 'all-reduce',
-                          'clocks', 'disk']
+  assert list(checks) == ['processes', 'python', 'packages', 'driver', 'numa', 'host', 'ulimits',
+                          '/dev/shm', 'xla flags', 'nvlink', 'devices', 'cudnn', 'nccl', 'matmul',
+                          'clocks', 'all-reduce', 'disk']
   assert 'GFLOP/s' in checks['matmul']['value'] and 'write' in checks['disk']['value']
   assert checks['xla flags']['status'] == 'warn'
   assert 'xla_gpu_simplify_all_fp_conversions is dropped' in checks['xla flags']['fix']
@@ -55,13 +64,13 @@ def test_missing_gpus_fail_in_words(tmp_path):
 
 
 def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_goes_on(monkeypatch, tmp_path):
-  measured = children.run
+  run = children.run
 
   def hanging(command, *, seconds, environ=None):
-    if command[-1] == 'jax':
+    if 'devices' in command:
       command = [sys.executable, '-c', 'import time; time.sleep(60)']
       seconds = 0.3
-    return measured(command, seconds=seconds, environ=environ)
+    return run(command, seconds=seconds, environ=environ)
   monkeypatch.setattr(children, 'run', hanging)
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   checks = {c.name: c for c in doctor.examine(doctor.Request(model_dir=str(tmp_path)))}
@@ -176,13 +185,25 @@ def test_matmul_is_held_against_the_datasheet(rates, status, text):
     assert 'GPU 7 is slower' in check.fix
 
 
+TOGETHER = {'topology': '2 hosts x 8 GPUs', 'kind': 'NVIDIA H100 80GB HBM3'}
+
+
 @pytest.mark.parametrize('rates, status, text', [
-    ({'in_host': 360e9}, OK, '360 GB/s in host'),
-    ({'in_host': 360e9, 'across_hosts': 45e9}, OK, '45 GB/s across hosts'),
-    ({'in_host': 20e9}, WARN, 'NVLink does 450'), (None, FAIL, 'not measured')])
+    ({'in_host': 360e9}, OK, '360 GB/s in host (2 hosts x 8 GPUs)'),
+    ({'in_host': 360e9, 'across_hosts': 45e9}, OK, '360 GB/s in host, 45 GB/s across hosts'),
+    ({'in_host': 20e9}, WARN, 'NVLink does 450')])
 def test_all_reduce_is_held_against_the_links(rates, status, text):
-  check = health_gpus.check_all_reduce(rates, devices=H100)
+  check = health_gpus.check_all_reduce({'together': TOGETHER, 'all_reduce': rates})
   assert check.status == status and text in check.value
+
+
+@pytest.mark.parametrize('found, text', [
+    ({}, 'did not start: no answer within 60 s'),
+    ({'together': TOGETHER}, '2 hosts x 8 GPUs were ready, then: no answer within 60 s'),
+    ({'problem': {'what': 'Waiting for 1 of 16.', 'fix': 'Start it.'}}, 'Waiting for 1 of 16.')])
+def test_an_all_reduce_that_is_not_measured_fails_with_how_far_it_came(found, text):
+  check = health_gpus.check_all_reduce(found, problem='no answer within 60 s')
+  assert (check.status, check.value) == (FAIL, text) and check.fix
 
 
 @pytest.mark.parametrize('text, status, value', [
@@ -244,13 +265,111 @@ def test_all_reduce_is_measured_per_tier():
 
 
 def test_a_folder_that_cannot_be_written_to_fails(tmp_path):
-  done = children.run([sys.executable, '-m', 't5x_gpu.runtime.health_measure', 'disk', '/proc/me'],
-                      seconds=60)
-  assert done.code != 0 and health_gpus.json_lines(done.output) == {}
-  check = health_gpus.check_disk(None, folder='/proc/me', problem=done.errors.splitlines()[-1])
+  with pytest.raises(OSError) as e:
+    health_disk.measure_disk('/proc/me')
+  check = health_gpus.check_disk(None, folder='/proc/me', problem=str(e.value))
   assert check.status == FAIL and '--model_dir' in check.fix
   slow = {'write': 20e6, 'read': 1e9, 'sync_seconds': .01, 'free': 1e12}
   assert '10 min' in health_gpus.check_disk(slow, folder='.').fix
+
+
+def start_two(tmp_path, *flags):
+  """Returns two processes of a run, each with two devices and a host of its own."""
+  address = launch.free_address()
+  return [start_doctor(
+      *flags, f'--coordinator_address={address}', '--process_count=2',
+      f'--process_index={i}', cwd=tmp_path, JAX_PLATFORMS='cpu', T5X_GPU_DOMAIN=f'rack{i}',
+      XLA_FLAGS='--xla_force_host_platform_device_count=2') for i in range(2)]
+
+
+def outputs(doctors):
+  try:
+    return [doctor.communicate(timeout=DEADLINE_SECONDS)[0] for doctor in doctors]
+  finally:
+    for doctor in doctors:
+      doctor.kill()
+      doctor.wait()
+
+
+def test_processes_measure_the_links_inside_and_across_hosts_and_the_first_tells(tmp_path):
+  doctors = start_two(tmp_path)
+  first, second = outputs(doctors)
+  found = re.search(r'ok    all-reduce  (\S+) GB/s in host, (\S+) GB/s across hosts '
+                    r'\(2 hosts x 2 CPU devices\)', first)
+  assert found, first + second
+  assert float(found[1]) > 0 and float(found[2]) > 0
+  assert 'ok    matmul' in first and ' checks, ' in first
+  assert ' ok ' not in second and 'all-reduce' not in second  # only what is not ok
+  assert [doctor.returncode for doctor in doctors] == [int('FAIL' in first), int('FAIL' in second)]
+
+
+def test_each_process_tells_its_own_failures_with_its_host_and_number(tmp_path):
+  if gpu_detect.find_gpus({}).count:
+    pytest.skip('this machine has GPUs')
+  doctors = start_two(tmp_path, '--expect_gpus=1', '--timeout_seconds=20')
+  first, second = outputs(doctors)
+  assert 'FAIL  devices     jax runs on cpu, 1 expected' in first
+  assert (f'{socket.gethostname()}, process 1: FAIL  devices     jax runs on cpu, 1 expected'
+          in second), second
+  assert [doctor.returncode for doctor in doctors] == [1, 1]
+  assert 'all-reduce' not in first + second  # nobody waits for GPUs that are not there
+
+
+def test_json_of_several_processes_is_a_line_each(tmp_path):
+  reports = [json.loads(text) for text in outputs(start_two(tmp_path, '--json'))]
+  assert [r['process'] for r in reports] == [0, 1]
+  for report in reports:
+    check, = (c for c in report['checks'] if c['name'] == 'all-reduce')
+    assert 'GB/s across hosts' in check['value']
+
+
+def measure_links(*flags, seconds, index=0):
+  """Returns the check of an all-reduce by one of two processes."""
+  done = children.run(
+      [sys.executable, '-m', 't5x_gpu.runtime.health_measure', 'all_reduce', '--process_count=2',
+       f'--process_index={index}', *flags], seconds=seconds,
+      environ={'PYTHONPATH': str(ROOT), 'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu'})
+  return health_gpus.check_all_reduce(health_gpus.json_lines(done.output), problem=done.problem)
+
+
+def test_a_process_that_does_not_come_is_named():
+  check = measure_links(f'--coordinator_address={launch.free_address()}', '--join_seconds=1',
+                        seconds=DEADLINE_SECONDS)
+  assert check.status == FAIL and 'still waiting for 1 of 2 processes: 1' in check.value
+
+
+# Joins, and then computes nothing.
+IDLE = '''
+import sys, time
+from t5x_gpu.runtime import cluster, distributed
+distributed.initialize(cluster.detect({}, coordinator_address=sys.argv[1], process_count=2,
+                                      process_index=1))
+import jax
+jax.devices()
+time.sleep(1000)
+'''
+
+
+def test_a_process_that_hangs_ends_the_measuring_at_its_deadline_and_it_is_said():
+  address = launch.free_address()
+  with subprocess.Popen([sys.executable, '-c', IDLE, address], stderr=subprocess.DEVNULL,
+                        env={'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}) as idle:
+    try:
+      check = measure_links(f'--coordinator_address={address}', seconds=6)
+    finally:
+      idle.kill()
+  assert check.status == FAIL and 'no answer within 6 s' in check.value
+
+
+@pytest.mark.parametrize('cluster, expect, here, first', [
+    (ClusterInfo('single'), 8, 8, True),
+    (ClusterInfo('slurm', local_process_index=0, local_process_count=8), 8, 1, True),
+    (ClusterInfo('slurm', local_process_index=3, local_process_count=8), 8, 1, False),
+    (ClusterInfo('slurm', local_process_index=1, local_process_count=2), 8, 4, False),
+    (ClusterInfo('flags', process_index=3, process_count=8), None, None, True)])
+def test_processes_of_one_host_share_what_is_expected_of_it(cluster, expect, here, first):
+  request = doctor.Request(model_dir='.', expect_gpus=expect, cluster=cluster)
+  assert (request.expected_here, request.is_first_here) == (here, first)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -139,10 +140,10 @@ def test_the_gpus_of_a_process_are_known_by_uuid(visible, ids, want):
   assert own_gpus(GPUS, {**env, 'JAX_PLATFORMS': 'cpu'}, ids) == ()
 
 
-def group(program: str, number: int = 3) -> launch.Group:
+def group(program: str, number: int = 3, **options) -> launch.Group:
   plans = plan(number, use_gpus=False, env=dict(os.environ))
   return launch.Group([sys.executable, '-c', 'import os, signal, sys, time\n'
-                       "index = int(os.environ['JAX_PROCESS_INDEX'])\n" + program], plans)
+                       "index = int(os.environ['JAX_PROCESS_INDEX'])\n" + program], plans, **options)
 
 
 def test_lines_come_with_the_number_of_their_process(capfdbinary):
@@ -160,6 +161,28 @@ def test_the_first_failure_ends_all_and_shows_its_last_lines(capfd):
   error = capfd.readouterr().err
   assert 'process 1 of 3 failed first (exit code 7)' in error and '  the reason' in error
   assert 'about to fail 0' not in error
+
+
+def test_a_doctor_that_finds_something_does_not_end_the_others(capfd):
+  started = group('if index == 1: sys.exit(1)\n'
+                  'time.sleep(0.5); print("looked on", index)', end_together=False)
+  assert started.wait() == 1
+  captured = capfd.readouterr()
+  assert 'looked on 0' in captured.out and 'looked on 2' in captured.out and not captured.err
+
+
+def test_launch_starts_the_doctor_once_per_process_and_gives_its_exit_code(tmp_path):
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  done = subprocess.run(
+      [sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu', '--module',
+       't5x_gpu.doctor', '--', '--expect_gpus=6'], cwd=tmp_path, stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT, env={**env, 'PYTHONPATH': str(REPOSITORY)}, text=True,
+      timeout=DEADLINE_SECONDS)
+  assert done.returncode == 1
+  # Six on this machine are three for each of two processes.
+  assert '[0] FAIL  devices     jax runs on cpu, 3 expected' in done.stdout
+  assert re.search(r'\[1\] \S+, process 1: FAIL  devices     jax runs on cpu, 3', done.stdout)
+  assert re.search(r'\[0\] 1\d checks', done.stdout) and 'process 1: FAIL  driver' not in done.stdout
 
 
 def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
@@ -212,7 +235,7 @@ def test_a_killed_run_of_two_processes_ends_with_the_losses_of_one(tmp_path):
 
   # kill -9 of process 1, as the kernel does when memory runs out.
   with project_launch(project, TRAIN_STEPS=40) as run:
-    read_until(run, 'step 10/')
+    assert 'processes: 2 on 1 host, no GPUs' in read_until(run, 'step 10/')
     while not project.steps():
       time.sleep(0.01)
     pids = subprocess.check_output(['pgrep', '-P', str(run.pid)], text=True).split()

@@ -130,26 +130,27 @@ def check_matmul(rates: Optional[Sequence[float]], *, devices: Optional[Mapping[
   return Check('matmul', OK, value)
 
 
-def check_all_reduce(rates: Optional[Mapping[str, float]], *,
-                     devices: Optional[Mapping[str, Any]], nvlink: bool = True,
+def check_all_reduce(found: Mapping[str, Any], *, nvlink: bool = True,
                      problem: str = '') -> Check:
   """Returns the bus bandwidth of an all-reduce, per tier of links.
 
   Args:
-    rates: tier -> bytes/s; None if it was not measured.
-    devices: 'devices' of the measuring child.
+    found: of the measuring child: 'all_reduce', tier -> bytes/s; 'together', whose devices they
+      are; or a 'problem' and its fix.
     nvlink: whether the GPUs are linked by it.
-    problem: why there are no rates.
+    problem: why the child ended before.
   """
-  count = 0 if devices is None or devices['platform'] == 'cpu' else devices['count']
-  if count < 2:
-    return Check('all-reduce', OK, f'not measured: jax sees {count or "no"} GPU')
-  if not rates:
-    return Check('all-reduce', FAIL, problem or 'not measured',
-                 'NCCL_DEBUG=INFO says where it stops; look at /dev/shm and the driver first.')
-  value = ', '.join(f'{rate / 1e9:.0f} GB/s {tier.replace("_", " ")}'
-                    for tier, rate in rates.items())
-  link = NVLINK.get(generation(devices['kinds'][0]) or '')
+  together, rates = found.get('together'), found.get('all_reduce')
+  if 'problem' in found:
+    return Check('all-reduce', FAIL, found['problem']['what'], found['problem']['fix'])
+  if rates is None:
+    came = f'{together["topology"]} were ready, then' if together else 'did not start'
+    return Check('all-reduce', FAIL, f'{came}: {problem or "no answer"}',
+                 'Of several processes, one that says something else knows why. NCCL_DEBUG=INFO '
+                 'tells where it stops; look at /dev/shm, the network and the driver first.')
+  value = ', '.join(f'{rate / 1e9:.3g} GB/s {tier.replace("_", " ")}'
+                    for tier, rate in rates.items()) + f' ({together["topology"]})'
+  link = NVLINK.get(generation(together['kind']) or '')
   if nvlink and link and rates.get('in_host', link) < LEAST_LINK_SHARE * link:
     return Check('all-reduce', WARN, f'{value}, NVLink does {link / 1e9:.0f}',
                  'NCCL_DEBUG=INFO shows which transport it chose; P2P may be off (IOMMU, ACS).')

@@ -1,36 +1,45 @@
-"""Measures what this machine reaches: matmuls, all-reduces, clocks under load, a folder's disk.
+"""Measures what this process's devices reach, and the links between the devices of all processes.
 
-Runs as a child process of the doctor, so that a hanging driver or file system hangs only the child:
+    python -m t5x_gpu.runtime.health_measure devices      matmuls, and clocks under load
+    python -m t5x_gpu.runtime.health_measure all_reduce   with the other processes, if there are any
 
-    python -m t5x_gpu.runtime.health_measure jax
-    python -m t5x_gpu.runtime.health_measure disk FOLDER
-
-prints one JSON object per line and measurement, each as soon as it is there. jax is imported where
-it is used: the disk is measured without it.
+Runs as a child process of the doctor, so that a hanging driver or network hangs only the child.
+Prints one JSON object per line and measurement, each as soon as it is there.
 """
 
+import argparse
+import dataclasses
 import importlib
 import json
 import os
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Collection, Sequence
 from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from t5x_gpu.errors import UserError
+from t5x_gpu.runtime import cluster as cluster_lib
+from t5x_gpu.runtime import distributed, exits, nvml
+from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.runtime.cluster import ClusterInfo
+from t5x_gpu.runtime.distributed import DistributedConfig
 
 MIB = 2**20
 # Large enough to be bound by the tensor cores, small enough for a laptop's CPU.
 GPU_MATMUL_SIZE, CPU_MATMUL_SIZE = 8192, 1024
-ALL_REDUCE_BYTES = 256 * MIB
-DISK_BYTES = 256 * MIB
+GPU_ALL_REDUCE_BYTES, CPU_ALL_REDUCE_BYTES = 256 * MIB, 4 * MIB
 LOAD_SECONDS = 1.5
-CLOCK_FIELDS = 'clocks.sm,clocks.max.sm,clocks_throttle_reasons.active'
+CLOCK_FIELDS = 'uuid,clocks.sm,clocks.max.sm,clocks_throttle_reasons.active'
 
 
 def describe_devices() -> dict[str, Any]:
   """Returns platform, count and kinds of jax's devices, and the CUDA libraries it loaded."""
-  import jax
   devices = jax.devices()
   found = {'platform': devices[0].platform, 'count': len(devices), 'jax': jax.__version__,
            'kinds': sorted({device.device_kind for device in devices})}
@@ -54,9 +63,6 @@ def measure_matmul(devices: Sequence[Any], *, size: int, dtype: str, repeats: in
     dtype: of operands and result.
     repeats: matmuls per call; the best of three calls counts.
   """
-  import jax
-  import jax.numpy as jnp
-
   @jax.jit
   def chain(x, w):
     return jax.lax.fori_loop(0, repeats, lambda _, y: y @ w, x)
@@ -75,7 +81,7 @@ def measure_matmul(devices: Sequence[Any], *, size: int, dtype: str, repeats: in
 
 
 def measure_all_reduce(devices: Sequence[Any], *, num_hosts: int = 1,
-                       num_bytes: int = ALL_REDUCE_BYTES) -> dict[str, float]:
+                       num_bytes: int = GPU_ALL_REDUCE_BYTES) -> dict[str, float]:
   """Returns bytes/s of an all-reduce per tier of links: 'in_host', and 'across_hosts' of several.
 
   It is the bus bandwidth of NCCL's tests, 2 (n - 1) / n times size over time: what each GPU sends,
@@ -88,10 +94,6 @@ def measure_all_reduce(devices: Sequence[Any], *, num_hosts: int = 1,
     num_bytes: of each GPU's array.
   Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
   """
-  import jax
-  import jax.numpy as jnp
-  import numpy as np
-  from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
   grid = np.asarray(devices).reshape(num_hosts, -1)
   mesh = Mesh(grid, ('host', 'device'), axis_types=(AxisType.Auto,) * 2)
   spec = PartitionSpec(('host', 'device'))
@@ -114,15 +116,17 @@ def measure_all_reduce(devices: Sequence[Any], *, num_hosts: int = 1,
   return rates
 
 
-def clocks_under_load(devices: Sequence[Any], flops: float) -> Optional[str]:
-  """Returns nvidia-smi's answer to `CLOCK_FIELDS` while all devices multiply; None without it.
+def clocks_under_load(devices: Sequence[Any], flops: float, *, gpus: Collection[str] = ()
+                      ) -> Optional[str]:
+  """Returns a line of `CLOCK_FIELDS`, but the uuid, per GPU while all `devices` multiply.
+
+  None without nvidia-smi.
 
   Args:
     devices: local GPUs.
     flops: FLOP/s of one, from `measure_matmul`: how much work lasts `LOAD_SECONDS`.
+    gpus: UUIDs of `devices`; others are left out, as they may be idle. () if unknown.
   """
-  import jax
-  import jax.numpy as jnp
   size = GPU_MATMUL_SIZE
   repeats = max(1, int(LOAD_SECONDS * flops / (2 * size**3)))
   chain = jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: y @ x, x))
@@ -131,62 +135,25 @@ def clocks_under_load(devices: Sequence[Any], flops: float) -> Optional[str]:
   busy = [chain(x) for x in arrays]
   try:
     time.sleep(LOAD_SECONDS / 3)  # Clocks follow the load within some 100 ms.
-    return subprocess.run(
+    text = subprocess.run(
         ['nvidia-smi', f'--query-gpu={CLOCK_FIELDS}', '--format=csv,noheader,nounits'],
         capture_output=True, text=True, timeout=10, check=True).stdout
   except (OSError, subprocess.SubprocessError):
     return None
   finally:
     jax.block_until_ready(busy)
-
-
-def measure_disk(folder: str, *, num_bytes: int = DISK_BYTES) -> dict[str, float]:
-  """Returns write and read bytes/s, seconds per small fsync, and free bytes of a folder's disk.
-
-  Args:
-    folder: where it is not there yet, the disk of the closest folder above it is measured.
-    num_bytes: to write and read; a file of this size is there meanwhile.
-  Raises:
-    OSError: the folder cannot be written to.
-  """
-  folder = os.path.abspath(folder)
-  while not os.path.isdir(folder) and folder != os.path.dirname(folder):
-    folder = os.path.dirname(folder)
-  block = os.urandom(8 * MIB)
-  stat = os.statvfs(folder)
-  free = stat.f_bavail * stat.f_frsize
-  num_blocks = max(1, min(num_bytes, free // 4) // len(block))
-  with tempfile.NamedTemporaryFile(dir=folder, prefix='.t5x_gpu_doctor_') as file:
-    begin = time.monotonic()
-    for _ in range(num_blocks):
-      file.write(block)
-    file.flush()
-    os.fsync(file.fileno())
-    write_seconds = time.monotonic() - begin
-    # Read from the disk, not from the kernel's memory, as far as the file system allows it.
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    file.seek(0)
-    begin = time.monotonic()
-    while file.read(len(block)):
-      pass
-    read_seconds = time.monotonic() - begin
-    begin = time.monotonic()
-    for _ in range(5):
-      file.write(b'x' * 4096)
-      file.flush()
-      os.fsync(file.fileno())
-    sync_seconds = (time.monotonic() - begin) / 5
-  written = num_blocks * len(block)
-  return {'write': written / write_seconds, 'read': written / read_seconds,
-          'sync_seconds': sync_seconds, 'free': free}
+  rows = [line.partition(', ') for line in text.splitlines()]
+  own = [row for row in rows if row[0] in gpus] or rows
+  return '\n'.join(clocks for _, _, clocks in own)
 
 
 def _say(name: str, value: Any) -> None:
   print(json.dumps({name: value}), flush=True)
 
 
-def _measure_jax() -> None:
-  import jax
+def _measure_devices(cluster: ClusterInfo, preset: str) -> None:
+  """Measures the devices of this process, whatever the others do."""
+  distributed.start(dataclasses.replace(cluster, process_count=1), {'xla_preset': preset})
   _say('devices', describe_devices())
   local = jax.local_devices()
   if local[0].platform == 'cpu':
@@ -194,17 +161,41 @@ def _measure_jax() -> None:
     return
   rates = measure_matmul(local, size=GPU_MATMUL_SIZE, dtype='bfloat16')
   _say('matmul', rates)
-  if len(local) > 1:
-    _say('all_reduce', measure_all_reduce(local))
-  _say('clocks', clocks_under_load(local, min(rates)))
+  gpus = nvml.own_gpus(nvml.physical_gpus(), os.environ, cluster.local_device_ids)
+  _say('clocks', clocks_under_load(local, min(rates), gpus=gpus))
+
+
+def _measure_links(cluster: ClusterInfo, preset: str, *, join_seconds: int) -> None:
+  """Measures all-reduces over the devices of all processes."""
+  try:
+    distributed.start(cluster, {'xla_preset': preset, 'distributed_cfg': DistributedConfig(
+        initialization_timeout_seconds=join_seconds)})
+    topology, devices = topology_lib.discover()
+  except UserError as e:
+    _say('problem', {'what': e.what, 'fix': e.fix})
+    return
+  _say('together', {'topology': str(topology), 'kind': devices[0].device_kind})
+  num_bytes = CPU_ALL_REDUCE_BYTES if devices[0].platform == 'cpu' else GPU_ALL_REDUCE_BYTES
+  _say('all_reduce', measure_all_reduce(devices, num_hosts=topology.num_hosts, num_bytes=num_bytes))
 
 
 def main() -> None:
   """Measures what the first argument of the command says, see the top of this file."""
-  if sys.argv[1] == 'disk':
-    _say('disk', measure_disk(sys.argv[2]))
-  else:
-    _measure_jax()
+  parser = argparse.ArgumentParser()
+  parser.add_argument('what', choices=('devices', 'all_reduce'))
+  parser.add_argument('--preset', default='default')
+  parser.add_argument('--join_seconds', type=int, default=60)
+  cluster_lib.add_flags(parser)
+  flags = parser.parse_args()
+  cluster = cluster_lib.detect_here(flags)
+  try:
+    if flags.what == 'devices':
+      _measure_devices(cluster, flags.preset)
+    else:
+      _measure_links(cluster, flags.preset, join_seconds=flags.join_seconds)
+  except Exception:
+    traceback.print_exc()
+    exits.leave(1, failed=True)  # not by JAX's exit handler, which waits for the others
 
 
 if __name__ == '__main__':

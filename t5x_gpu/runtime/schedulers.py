@@ -171,13 +171,17 @@ def torchrun(env: Environment) -> Optional[Found]:
 
 
 def jax_variables(env: Environment) -> Optional[Found]:
-  """Returns JAX_PROCESS_INDEX and JAX_PROCESS_COUNT, or JAX_PROCESS_ID and JAX_NUM_PROCESSES."""
+  """Returns JAX_PROCESS_INDEX and JAX_PROCESS_COUNT, or JAX_PROCESS_ID and JAX_NUM_PROCESSES.
+
+  JAX has no names for the place on a host; t5x_gpu.launch sets torchrun's.
+  """
   index = number(env, 'JAX_PROCESS_INDEX', 'JAX_PROCESS_ID')
   if index is None:
     return None
   return Found(
       kind='jax', process_index=index,
       process_count=number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES'),
+      local_index=number(env, 'LOCAL_RANK'), local_count=number(env, 'LOCAL_WORLD_SIZE'),
       job=env.get('JAX_COORDINATOR_ADDRESS', ''), evidence='JAX_PROCESS_INDEX or JAX_PROCESS_ID')
 
 

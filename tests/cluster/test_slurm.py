@@ -1,6 +1,7 @@
 """sbatch scripts/train.slurm on a real Slurm of two nodes: trains, is requeued, and is the same run."""
 
 import os
+import re
 import sys
 import time
 
@@ -58,6 +59,19 @@ def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_
   losses = project.metrics()
   assert list(losses) == list(range(1, 21))
   assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def test_the_doctor_looks_at_all_tasks_and_measures_the_links_between_the_nodes(slurm, tmp_path):
+  script = tmp_path / 'doctor.sh'
+  script.write_text(f'#!/bin/bash\nsrun {sys.executable} -m t5x_gpu.doctor\n')
+  job = slurm.sbatch(*TWO_BY_TWO, '--output=out.txt', str(script), cwd=tmp_path,
+                     **environment(Project(tmp_path)))
+  ended = slurm.wait(job, seconds=RUN_SECONDS)
+  text = (tmp_path / 'out.txt').read_text()
+  assert re.search(r'^ok    all-reduce  \S+ GB/s in host, \S+ GB/s across hosts '
+                   r'\(2 hosts x 2 CPU devices\)$', text, re.MULTILINE), text
+  assert text.count('ok    matmul') == 1  # of process 0
+  assert ended['ExitCode'] == f'{int("FAIL" in text)}:0', text
 
 
 def test_what_slurm_shows_to_tasks_gives_each_its_own_gpus(slurm):
