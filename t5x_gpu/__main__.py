@@ -10,6 +10,7 @@ COMMANDS = {
     'train': 'train a model from a gin file',
     'launch': 'start one training process per GPU on this machine',
     'bench': 'time the training step on synthetic batches',
+    'parity': 'prove that a model trains on its mesh as on one device',
     'doctor': 'look at this machine: versions, GPUs, links, speeds, XLA flags',
     'config': 'show or explain the values of a configuration',
 }

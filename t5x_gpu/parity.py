@@ -1,0 +1,227 @@
+"""Prove that a gin file's model trains on its mesh as on one device: `python -m t5x_gpu.parity`.
+
+Runs a few steps of the model twice, in float32: split as the gin file says over N devices, which
+this machine's CPU can play, and on one device without any parallelism. No data is needed, and no
+GPU. Exit code 1 at the first gradient, update, loss or norm that differs (docs/parity.md).
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import jax
+import rich.console
+import rich.table
+
+from t5x_gpu import cli
+from t5x_gpu.config import gin_loader
+from t5x_gpu.data.uneven import uneven_batches
+from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.metrics import logging_setup
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.runtime import xla_flags
+from t5x_gpu.runtime.topology import Device, Topology
+from t5x_gpu.training.parity_tables import as_dict, parameter_rows, step_rows
+from t5x_gpu.training.program import Program, build_program, compile_options
+from t5x_gpu.training.recording import Recording
+from t5x_gpu.training.two_runs import Run, TwoRuns
+from t5x_gpu.training.verdict import Report, compare_runs
+
+EXAMPLES = """examples:
+  {prog} --gin_file=gin_configs/examples/demo.gin
+  {prog} --gin_file=my.gin --devices=16 --hosts=2 --gin.NUM_PARTITIONS=4
+  {prog} --gin_file=my.gin --gin.BATCH_SIZE=8 --gin.TransformerConfig.num_layers=4
+
+A large model is proved by a small one of the same kind: set fewer layers, smaller sizes, a batch of
+one row per part. The verdict is the last line; exit code 0 says that the runs are the same.
+"""
+FAKE = 'xla_force_host_platform_device_count'
+# Arguments of train() that say what a step is, apart from accumulation.
+STEP_ARGUMENTS = ('max_grad_norm', 'loss_normalizing_factor')
+
+
+def in_float32(model: Any) -> tuple[Any, bool]:
+  """Returns the model computing in float32, and whether it has a dtype to set at all.
+
+  Looks for fields called `dtype` in the model's dataclass and in those that it holds.
+  """
+  if not dataclasses.is_dataclass(model) or isinstance(model, type):
+    return model, False
+  changes, found = {}, False
+  for field in dataclasses.fields(model):
+    value = getattr(model, field.name, None)
+    if field.name == 'dtype' and field.init and value is not None:
+      changes['dtype'], found = 'float32' if isinstance(value, str) else jax.numpy.float32, True
+    elif field.init and dataclasses.is_dataclass(value) and not isinstance(value, type):
+      inner, inner_found = in_float32(value)
+      if inner_found:
+        changes[field.name], found = inner, True
+  return (dataclasses.replace(model, **changes) if changes else model), found
+
+
+def build(arguments: Mapping[str, Any], *, topology: Topology, devices: Sequence[Device]
+          ) -> tuple[Program, Program]:
+  """Returns the program on the mesh, and the one to compare with, on the first device.
+
+  The latter has neither axes nor accumulation: the whole batch at once.
+
+  Args:
+    arguments: of train().
+    topology, devices: of the mesh.
+  Raises:
+    MeshError, ConfigError, ShapeError: as a run of the gin file would.
+  """
+  dataset = arguments['train_dataset_cfg']
+
+  def program(partitioner: Partitioner, topology: Topology, devices: Sequence[Device],
+              num_microbatches: int) -> Program:
+    return build_program(
+        model=in_float32(arguments['model'])[0], optimizer=Recording(arguments['optimizer']),
+        schedule=arguments['learning_rate'], partitioner=partitioner, topology=topology,
+        devices=list(devices), task_feature_lengths=dataset.task_feature_lengths,
+        batch_size=dataset.batch_size, pack=dataset.pack, seed=arguments.get('random_seed', 0),
+        num_microbatches=num_microbatches,
+        **{name: arguments[name] for name in STEP_ARGUMENTS if name in arguments})
+  return (program(arguments['partitioner'], topology, devices,
+                  arguments.get('num_microbatches', 1)),
+          program(Partitioner(), Topology(1, 1), devices[:1], 1))
+
+
+def parity(arguments: Mapping[str, Any], programs: tuple[Program, Program], *, num_steps: int = 3,
+           tolerance: float = 1e-5, xla: Optional[xla_flags.Applied] = None) -> Report:
+  """Returns how the two programs of `build` differ over `num_steps` steps.
+
+  Args:
+    arguments: of train().
+    programs: from `build` of the same.
+    num_steps: of the optimizer.
+    tolerance: largest relative difference allowed.
+    xla: what to compile with.
+  """
+  # GPUs multiply float32 matrices in TF32, with 10 bits, unless told otherwise.
+  with jax.default_matmul_precision('highest'):
+    mesh, one = (Run(program, max_grad_norm=arguments.get('max_grad_norm'),
+                     compiler_options=compile_options(program, xla)) for program in programs)
+    runs = TwoRuns(mesh, one, optimizer=arguments['optimizer'],
+                   schedule=arguments['learning_rate'])
+    batches = uneven_batches(programs[0].spec, seed=arguments.get('random_seed', 0),
+                             num_batches=num_steps)
+    return compare_runs(runs, batches, tolerance=tolerance)
+
+
+def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
+  """Returns the mesh's devices: CPU devices that XLA makes, or with --real this machine's GPUs."""
+  number, hosts = args.devices, args.hosts
+  if number < 1 or hosts < 1 or number % hosts:
+    raise ConfigError(f'--devices={number} --hosts={hosts}: every host has the same number of '
+                      'devices, at least one.',
+                      fix=f'Give --hosts one of {", ".join(_divisors(number))}.' if number >= 1
+                      else 'Give --devices of at least 1.')
+  if args.real:
+    _, found = topology_lib.discover()
+    if found[0].platform == 'cpu' or len(found) < number:
+      gpus = 0 if found[0].platform == 'cpu' else len(found)
+      raise MeshError(f'--real --devices={number}: jax sees {gpus} GPUs here.',
+                      fix=f'Give --devices={gpus} or fewer.' if gpus else
+                      'Leave --real out: CPU devices take their place.')
+    return Topology(hosts, number // hosts, reason='--hosts'), found[:number]
+  flags = os.environ.get('XLA_FLAGS', '')
+  before = re.search(rf'--{FAKE}=(\d+)', flags)
+  if not before or int(before[1]) < number:
+    flags = re.sub(rf'--{FAKE}=\d+', '', flags)
+    os.environ['XLA_FLAGS'] = f'{flags} --{FAKE}={number}'.strip()
+  jax.config.update('jax_platforms', 'cpu')  # the variable was read when jax was imported
+  found = jax.devices('cpu')
+  if len(found) < number:
+    raise MeshError(f'--devices={number}: jax has started with {len(found)} CPU devices.',
+                    fix=f'Set XLA_FLAGS=--{FAKE}={number} before Python starts.')
+  return Topology(hosts, number // hosts, device_word='CPU device',
+                  reason='XLA plays them on this CPU'), found[:number]
+
+
+def _divisors(number: int) -> list[str]:
+  return [str(n) for n in range(1, number + 1) if number % n == 0]
+
+
+def print_table(rows: list[list[str]], *, console: rich.console.Console) -> None:
+  """Prints rows, the first of them the heads: coloured on a terminal, aligned anywhere else."""
+  if console.is_terminal:
+    table = rich.table.Table(*rows[0], box=None, header_style='bold')
+    for row in rows[1:]:
+      table.add_row(*row)
+    console.print(table)
+    return
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  for row in rows:
+    print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument('--devices', type=int, default=8, metavar='N',
+                      help='devices of the mesh, all hosts together (default 8)')
+  parser.add_argument('--hosts', type=int, default=1, metavar='N',
+                      help='hosts that they stand for (default 1)')
+  parser.add_argument('--steps', type=int, default=3, metavar='N',
+                      help='updates to compare (default 3)')
+  parser.add_argument('--tolerance', type=float, default=1e-5, metavar='X',
+                      help='largest relative difference (default 1e-5)')
+  parser.add_argument('--real', action='store_true',
+                      help="this machine's GPUs in place of CPU devices")
+  parser.add_argument('--json', metavar='FILE', help='also write every number to FILE')
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+  """Returns 0 if the model of the command line trains alike on its mesh and on one device."""
+  logging_setup.quiet_environment()
+  args = cli.parse_args(
+      'python -m t5x_gpu.parity',
+      'Proves that a model trains on its mesh as on one device: a few steps of both, compared.',
+      sys.argv[1:] if argv is None else argv, extra=_add_flags, examples=EXAMPLES)
+  if args.extra.steps < 1 or not args.extra.tolerance > 0:
+    raise ConfigError(f'--steps={args.extra.steps} --tolerance={args.extra.tolerance}: nothing '
+                      'could be compared.', fix='Give --steps of at least 1 and a positive '
+                      '--tolerance, such as 1e-5.')
+  topology, devices = _devices(args.extra)
+  logging_setup.setup()
+  loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
+                           search_paths=args.gin_search_paths)
+  arguments = loaded.arguments(
+      without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg', 'sample_cfg'))
+  xla = xla_flags.prepare_environment(arguments.get('xla_preset', 'default')
+                                      ) if args.extra.real else None
+  programs = build(arguments, topology=topology, devices=devices)
+  batch_size, length = next(iter(programs[0].spec.shapes.values()))
+  float32 = ('float32' if in_float32(arguments['model'])[1] else
+             "the model's own precision (it has no field dtype to set to float32)")
+  print(programs[0].layout.table(), f'{programs[0].num_params:,} parameters',
+        f'{args.extra.steps} steps of {batch_size} x {length} tokens in {float32}, against '
+        f'{topology.count(1)}; relative tolerance {args.extra.tolerance:g}', sep='\n', flush=True)
+  if args.dry_run:
+    return 0
+  report = parity(arguments, programs, num_steps=args.extra.steps, tolerance=args.extra.tolerance,
+                  xla=xla)
+  console = rich.console.Console(highlight=False)
+  for rows in (step_rows(report), parameter_rows(report)):
+    print()
+    print_table(rows, console=console)
+  print()
+  if report.rounding:
+    print('Beyond the tolerance, but no more than one ulp of the parameters changes them on one '
+          f'device: the gradients of {", ".join(report.rounding)}.')
+  if report.failure and report.failure.how:
+    print(report.failure.how)
+  print(report.sentence())
+  if args.extra.json:
+    with open(args.extra.json, 'w', encoding='utf-8') as f:
+      json.dump(as_dict(report), f, indent=1)
+  return int(report.failure is not None)
+
+
+if __name__ == '__main__':
+  cli.run_main(main)
