@@ -11,6 +11,7 @@ CORE = [
     'flax>=0.12.8,<0.13',
     'optax>=0.2.8,<0.3',
     'orbax-checkpoint>=0.12.8,<0.13',
+    'tensorstore>=0.1.84,<0.2',  # Orbax's files; it brings it
     'gin-config==0.5.0',
     'absl-py>=2.1',
     'numpy>=2.0,<3',

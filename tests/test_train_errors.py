@@ -4,10 +4,13 @@ Each mistake stops the dry run with the same words.
 """
 
 import copy
+import os
 import re
+import shutil
 
 import pytest
 
+from t5x_gpu.checkpoint.run_lock import LOCK
 from tests.helpers_train import Project, listing
 
 
@@ -197,6 +200,19 @@ def test_a_next_batch_that_is_not_the_one_saved_is_refused(trained, monkeypatch)
   assert_refused(trained, TRAIN_STEPS=4, DATA_MODULE='other_data', says=[
       'DataError: The next batch is not the one that this run would have taken (hash ',
       'start a new MODEL_DIR'])
+
+
+def test_checkpoints_of_which_no_array_is_whole_are_refused(trained):
+  folder = trained.folder / 'damaged'
+  folder.mkdir()
+  damaged = Project(folder)
+  shutil.copytree(trained.model_dir, damaged.model_dir)
+  (damaged.model_dir / LOCK).unlink(missing_ok=True)
+  for path in damaged.model_dir.glob('checkpoint_*/state/**/d/*'):
+    os.truncate(path, path.stat().st_size // 2)
+  assert_refused(damaged, TRAIN_STEPS=4, says=[
+      'CheckpointError: None of the 1 checkpoints in', 'checkpoint_2: ValueError:',
+      'Set another MODEL_DIR to start anew', 'is set at --gin.MODEL_DIR'])
 
 
 def test_steps_already_done_exit_0_say_so_and_change_nothing(trained):

@@ -22,7 +22,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.model_dir import (
-    PREFIX, check_manifest, check_same_model, check_writable, checkpoint_path, committed_steps)
+    PREFIX, check_same_model, check_writable, checkpoint_path, committed_steps, none_can_be_read,
+    read_saved, why)
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.train_state import TrainState
@@ -201,37 +202,26 @@ class Checkpointer:
     for step in reversed(steps):
       with _no_stacks_of_given_up():
         try:
-          manifest = self._read_json(step, 'manifest')
-          check_manifest(manifest)
-          check_same_model(self._dir, step, manifest, target=target)
-          restored = self._manager.restore(step, args=ocp.args.Composite(
-              state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore()))
-          data_state = base64.b64decode(restored['data']['iterator'], validate=True)
+          saved = read_saved(self._dir, step)
+          check_same_model(self._dir, step, saved.manifest, target=target)
+          state = self._manager.restore(step, args=ocp.args.Composite(
+              state=ocp.args.StandardRestore(target)))['state']
         except (CheckpointError, MemoryError):
           raise
-        except Exception as e:  # of many kinds, for files that are cut, missing or garbled
+        except Exception as e:  # Orbax's are of many kinds
           if 'RESOURCE_EXHAUSTED' in str(e):
             raise  # too little memory is no fault of the checkpoint
-          reasons[step] = f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'
-          _log.warning('checkpoint_%d cannot be read (%s).', step, reasons[step])
+          reasons[step] = why(e)
         if step in reasons:
           gc.collect()  # out of the `except` block, which still holds them
       if step in reasons:
         continue
       if reasons:
         self._set_aside(reasons, used=step)
-      return Restored(restored['state'], data_state, manifest)
+      return Restored(state, saved.data_state, saved.manifest)
     if reasons:
-      raise CheckpointError(
-          f'None of the {len(reasons)} checkpoints in {self._dir} can be read.\n'
-          + '\n'.join(f'  checkpoint_{step}: {reason}' for step, reason in reasons.items()),
-          fix='Set another MODEL_DIR to start anew, or move these folders away.',
-          parameters=('MODEL_DIR',))
+      raise none_can_be_read(self._dir, reasons)
     return None
-
-  def _read_json(self, step: int, item: str) -> Mapping[str, Any]:
-    return self._manager.restore(
-        step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[item]
 
   def _set_aside(self, reasons: Mapping[int, str], *, used: int) -> None:
     """Renames unreadable checkpoints, so that their steps can be written again."""
@@ -243,8 +233,8 @@ class Checkpointer:
           count += 1
           aside = self._dir / f'corrupt_{PREFIX}_{step}.{count}'
         os.rename(self.path(step), aside)
-        _log.warning('Continuing from checkpoint_%d; the unreadable checkpoint_%d is kept as %s.',
-                     used, step, aside.name)
+        _log.warning('checkpoint_%d cannot be read (%s) and is kept as %s. Continuing from '
+                     'checkpoint_%d.', step, reasons[step], aside.name, used)
     self._manager.reload()
 
 

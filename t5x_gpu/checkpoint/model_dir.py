@@ -1,13 +1,14 @@
 """MODEL_DIR as it lies on disk, judged in milliseconds: may it be written, and whose is it?
 
-No array is read here and nothing is left behind, so that a run finds out before it compiles, and a
-dry run finds out the same.
+No array is read here, the sizes of their files tell whether they are whole; and nothing is left
+behind. So a run finds out before it compiles, and a dry run finds out the same.
 """
 
 import base64
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import re
@@ -16,11 +17,16 @@ from typing import Any, Optional
 
 import jax
 
+from t5x_gpu.checkpoint.array_files import check_array_files
 from t5x_gpu.checkpoint.manifest import differences
 from t5x_gpu.checkpoint.run_lock import check_lock
 from t5x_gpu.errors import CheckpointError
 
+_log = logging.getLogger(__name__)
+
 PREFIX = 'checkpoint'
+# What `read_saved` raises for files that are missing, cut or garbled.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +55,15 @@ def committed_steps(folder: pathlib.Path) -> list[int]:
 
 
 def check_model_dir(model_dir: str | os.PathLike, *, target: Any) -> Optional[Saved]:
-  """Returns the latest checkpoint that can be read so far, or None; leaves no trace.
+  """Returns the latest checkpoint that can be read as far as `read_saved` can tell; None without
+  any. Leaves no trace.
 
   Args:
     model_dir: need not exist.
     target: the TrainState (or its shapes) of today.
   Raises:
-    CheckpointError: the folder cannot be written, another run writes to it, or that checkpoint is
-      of another model.
+    CheckpointError: the folder cannot be written, another run writes to it, none of its checkpoints
+      can be read, or the latest is of another model.
   """
   folder = pathlib.Path(model_dir).absolute()
   if jax.process_index() == 0:  # the others would find folders that come and go
@@ -68,12 +75,55 @@ def check_model_dir(model_dir: str | os.PathLike, *, target: Any) -> Optional[Sa
       for new in made:
         with contextlib.suppress(OSError):  # not made, or somebody has put something there
           new.rmdir()
+  reasons: dict[int, str] = {}
   for step in reversed(committed_steps(folder)):
-    saved = _read(folder, step)
-    if saved is not None:
-      check_same_model(folder, step, saved.manifest, target=target)
-      return saved
+    try:
+      saved = read_saved(folder, step)
+    except UNREADABLE as e:
+      reasons[step] = why(e)
+      continue
+    check_same_model(folder, step, saved.manifest, target=target)
+    for damaged, reason in reasons.items() if jax.process_index() == 0 else ():
+      _log.warning('checkpoint_%d cannot be read (%s); checkpoint_%d can.', damaged, reason, step)
+    return saved
+  if reasons:
+    raise none_can_be_read(folder, reasons)
   return None
+
+
+def read_saved(folder: pathlib.Path, step: int) -> Saved:
+  """Returns what a checkpoint says of itself, if all of it is there.
+
+  Files of arrays that are missing or cut off are found, what is in them is not looked at: see
+  checkpoint/array_files.py.
+
+  Raises:
+    OSError, ValueError, KeyError, TypeError: something is missing, cut off or garbled.
+  """
+  checkpoint = checkpoint_path(folder, step)
+
+  def item(*names: str) -> Any:
+    return json.loads(checkpoint.joinpath(*names).read_text('utf-8'))
+  manifest = item('manifest', 'metadata')
+  data_state = base64.b64decode(item('data', 'metadata')['iterator'], validate=True)
+  check_manifest(manifest)
+  item('state', '_METADATA')['tree_metadata']
+  check_array_files(checkpoint / 'state')
+  return Saved(step, data_state, manifest)
+
+
+def why(e: Exception) -> str:
+  """Returns what went wrong in one line."""
+  return f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'
+
+
+def none_can_be_read(folder: pathlib.Path, reasons: Mapping[int, str]) -> CheckpointError:
+  """Returns the error for checkpoints (step -> reason) of which none can be read."""
+  return CheckpointError(
+      f'None of the {len(reasons)} checkpoints in {folder} can be read.\n'
+      + '\n'.join(f'  checkpoint_{step}: {reason}' for step, reason in reasons.items()),
+      fix='Set another MODEL_DIR to start anew, or move these folders away.',
+      parameters=('MODEL_DIR',))
 
 
 def check_manifest(manifest: Any) -> None:
@@ -107,16 +157,3 @@ def check_writable(folder: pathlib.Path) -> None:
         f'MODEL_DIR = {str(folder)!r} cannot be written to: {e.strerror or e}.',
         fix='Set MODEL_DIR to a folder of yours with free space '
             '(--gin.MODEL_DIR=runs/my_run).', parameters=('MODEL_DIR',)) from e
-
-
-def _read(folder: pathlib.Path, step: int) -> Optional[Saved]:
-  """Returns what the JSON items of a checkpoint say, or None where the restore will say why not."""
-  def item(name: str) -> Any:
-    return json.loads((checkpoint_path(folder, step) / name / 'metadata').read_text('utf-8'))
-  try:
-    manifest = item('manifest')
-    data_state = base64.b64decode(item('data')['iterator'], validate=True)
-    check_manifest(manifest)
-  except (OSError, ValueError, KeyError, TypeError):
-    return None
-  return Saved(step, data_state, manifest)

@@ -9,16 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from t5x_gpu.checkpoint import checkpointer as checkpointer_lib
+from t5x_gpu.checkpoint.array_files import check_array_files
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.train_state import TrainState
+from tests.helpers_train import listing
 
 
-def new_state(step: int = 0, *, rows: int = 4, seed: int = 0) -> TrainState:
+def new_state(step: int = 0, *, rows: int = 64, seed: int = 0) -> TrainState:
+  # 2 KiB of random numbers: arrays below 1 KiB are kept in the index.
   kernel = jax.random.normal(jax.random.key(seed), (rows, 8))
   return TrainState(step=jnp.int32(step), params={'dense': {'kernel': kernel}},
                     opt_state={'mu': jnp.zeros((rows, 8))})
@@ -69,7 +74,7 @@ def test_state_data_and_manifest_come_back(tmp_path):
   assert_equal(restored.state, new_state(3, seed=3))
   assert restored.data_state == b'data of 3'
   assert restored.manifest['next_batch_hash'] == 'hash3'
-  assert restored.manifest['arrays']['params/dense/kernel'] == [[4, 8], 'float32']
+  assert restored.manifest['arrays']['params/dense/kernel'] == [[64, 8], 'float32']
   assert set(restored.manifest['versions']) >= {'jax', 'orbax-checkpoint'}
 
 
@@ -132,8 +137,11 @@ def largest_data_file(checkpoint):
 
 CORRUPTIONS = {
     'data_file_cut': lambda c: os.truncate(largest_data_file(c), 40),
+    'data_file_short_by_one_byte': lambda c: os.truncate(
+        largest_data_file(c), largest_data_file(c).stat().st_size - 1),
     'data_file_empty': lambda c: os.truncate(largest_data_file(c), 0),
     'data_file_gone': lambda c: largest_data_file(c).unlink(),
+    'node_of_index_cut': lambda c: [os.truncate(p, 40) for p in (c / 'state/d').iterdir()],
     'index_cut': lambda c: os.truncate(c / 'state/manifest.ocdbt', 20),
     'tree_garbled': lambda c: (c / 'state/_METADATA').write_text('{"not": '),
     'tree_gone': lambda c: (c / 'state/_METADATA').unlink(),
@@ -175,6 +183,59 @@ def test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(20, seed=5))
 
 
+@pytest.mark.parametrize('corrupt', CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_the_check_before_a_run_finds_what_the_restore_would_stumble_over(
+    tmp_path, caplog, corrupt):
+  folder = folder_with(tmp_path, 10, 20)
+  corrupt(folder / 'checkpoint_20')
+  before = listing(folder)
+  found = check_model_dir(folder, target=abstract(new_state())).step
+  assert listing(folder) == before
+  assert ('checkpoint_20 cannot be read' in caplog.text) == (found == 10)
+  with opened(folder) as checkpointer:
+    assert int(checkpointer.restore_latest(abstract(new_state())).state.step) == found
+
+
+@pytest.mark.parametrize('corrupt', CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_the_check_fails_in_the_words_of_the_restore_when_none_can_be_read(tmp_path, corrupt):
+  folder = folder_with(tmp_path, 10)
+  corrupt(folder / 'checkpoint_10')
+  try:
+    check_model_dir(folder, target=abstract(new_state()))
+    words = ''
+  except CheckpointError as e:
+    words = str(e)
+    assert 'None of the 1 checkpoints' in words
+  with opened(folder) as checkpointer:
+    with pytest.raises(CheckpointError) if words else contextlib.nullcontext() as e:
+      checkpointer.restore_latest(abstract(new_state()))
+  assert not words or str(e.value) == words
+
+
+def test_pieces_of_arrays_are_found_through_many_nodes_of_the_index(tmp_path):
+  store = ts.KvStore.open({
+      'driver': 'ocdbt', 'base': f'file://{tmp_path}/', 'config': {
+          'max_inline_value_bytes': 10, 'max_decoded_node_bytes': 1000}}).result()
+  with ts.Transaction() as transaction:
+    for i in range(500):
+      store.with_transaction(transaction)[f'layer_{i:03}/0'] = b'some value' * (i % 3)
+  check_array_files(tmp_path)
+  largest = largest_data_file(tmp_path)
+  os.truncate(largest, largest.stat().st_size - 1)  # of the root, which is written last
+  with pytest.raises(ValueError):
+    check_array_files(tmp_path)
+
+
+def test_a_file_that_is_cut_off_is_named_with_what_is_missing(tmp_path):
+  folder = folder_with(tmp_path, 10) / 'checkpoint_10/state'
+  check_array_files(folder)
+  largest = largest_data_file(folder)
+  size = largest.stat().st_size
+  os.truncate(largest, size // 2)
+  with pytest.raises(ValueError, match=f'{largest.name} is cut off: it has {size // 2:,} of at'):
+    check_array_files(folder)
+
+
 def test_the_second_corrupt_checkpoint_of_a_step_is_kept_too(tmp_path):
   folder = folder_with(tmp_path, 10, 20)
   (folder / 'corrupt_checkpoint_20').mkdir()
@@ -205,7 +266,7 @@ def test_another_model_is_refused_with_the_arrays_that_differ(tmp_path):
     with pytest.raises(CheckpointError) as e:
       checkpointer.restore_latest(target)
   for part in ('checkpoint_10 holds another model or optimizer',
-               'params/dense/kernel: float32[4, 8] in the checkpoint, float32[6, 8] in the model.',
+               'params/dense/kernel: float32[64, 8] in the checkpoint, float32[6, 8] in the model.',
                '1 arrays of the optimizer state differ as well.',
                'Nothing was overwritten'):
     assert part in str(e.value)

@@ -1,0 +1,47 @@
+"""Whether the array files of a checkpoint are whole, told in milliseconds: no array is read.
+
+Orbax keeps the pieces of all arrays in a few files, and where each piece lies in an index: a
+manifest and a tree of nodes, each with a checksum (TensorStore's OCDBT). So the sizes of the files
+tell whether all pieces are there.
+Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
+"""
+
+import pathlib
+from collections.abc import Iterator
+
+import tensorstore as ts
+
+
+def check_array_files(folder: pathlib.Path) -> None:
+  """Raises OSError or ValueError unless each piece of each array lies inside its file.
+
+  That finds files that are missing or cut off, and a damaged index; not bytes that have changed
+  inside a file. It takes some milliseconds, 3 more for every 1000 pieces (one per array and shard).
+
+  Args:
+    folder: of the item in the checkpoint, `checkpoint_<step>/state`.
+  """
+  base = ts.KvStore.open({'driver': 'file', 'path': f'{folder}/'}).result()
+  manifest = ts.ocdbt.dump(base).result()
+  root = manifest['versions'][-1]['root'].get('location') if manifest else None
+  if root is None:
+    raise ValueError('manifest.ocdbt names no arrays')
+  ends: dict[str, int] = {}
+  for piece in _pieces(base, root):
+    # 'value:ocdbt.process_0/:d/bd17da16:65208:3861': folder, file, offset, length.
+    place, offset, length = piece.rsplit(':', 2)
+    file = ''.join(place.split(':')[1:])
+    ends[file] = max(ends.get(file, 0), int(offset) + int(length))
+  for file, end in ends.items():
+    size = (folder / file).stat().st_size
+    if size < end:
+      raise ValueError(f'{file} is cut off: it has {size:,} of at least {end:,} bytes')
+
+
+def _pieces(base: ts.KvStore, node: str) -> Iterator[str]:
+  """Yields where each value below a node lies, but those that are kept in the index itself."""
+  for entry in ts.ocdbt.dump(base, node).result()['entries']:
+    if 'location' in entry:
+      yield from _pieces(base, entry['location'])
+    elif 'indirect_value' in entry:
+      yield entry['indirect_value']
