@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Optional, Protocol
 
 import jax
@@ -40,12 +41,15 @@ class PipelineRun:
     table: who does what when.
     varying_axes: all manual mesh axes.
     skip_idle: whether a stage without work skips its layers or computes and discards them.
+    fixed, join: `pieces` get join(params, fixed); params alone without a join.
   """
   pieces: Pieces
   microbatches: Tree
   table: Timetable
   varying_axes: tuple[str, ...]
-  skip_idle: bool
+  skip_idle: bool = True
+  fixed: Tree = None
+  join: Optional[Callable[[Tree, Tree], Tree]] = None
 
   def microbatch(self, index: jax.Array) -> Tree:
     """Returns the microbatch [rows, ...]."""
@@ -64,32 +68,41 @@ class PipelineRun:
     count = () if stack is None else (stack,)
     return self.varying(jax.tree.map(lambda a: jnp.zeros((*count, *a.shape), a.dtype), like))
 
+  def joined(self, params: Tree) -> Tree:
+    """Returns what `pieces` get as parameters."""
+    return self.join(params, self.fixed) if self.join else params
+
   def embed(self, params: Tree, microbatch: Tree) -> Tree:
     """Returns the activation that enters the first layer."""
-    return self.varying(self.pieces.embed(params, microbatch))
+    return self.varying(self.pieces.embed(self.joined(params), microbatch))
 
   def head(self, params: Tree, x: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
     """Returns (what is differentiated, sums)."""
-    sums = self.varying(self.pieces.head(params, x, microbatch))
+    sums = self.varying(self.pieces.head(self.joined(params), x, microbatch))
     return sums['loss'][0], sums
 
   def run_block(self, params: Tree, x: Tree, unit: jax.Array, stage: jax.Array) -> Tree:
     """Returns x after the block of layers that `unit` is about."""
-    table, layers = self.table, params['layers']
+    table = self.table
     block = unit // table.num_microbatches
-    size = jax.tree.leaves(layers)[0].shape[0] // table.repeats
+    size = jax.tree.leaves(params['layers'])[0].shape[0] // table.repeats
+
+    def cut(tree: Tree) -> Tree:
+      return {**tree, 'layers': jax.tree.map(
+          lambda w: jax.lax.dynamic_slice_in_dim(w, block * size, size), tree['layers'])}
+    run = self
     if table.repeats > 1:
-      layers = jax.tree.map(
-          lambda w: jax.lax.dynamic_slice_in_dim(w, block * size, size), layers)
+      params = cut(params)
+      run = dataclasses.replace(self, fixed=cut(self.fixed) if self.join else None)
     return self.varying(self.pieces.run_layers(
-        {**params, 'layers': layers}, x, self.microbatch(unit % table.num_microbatches),
+        run.joined(params), x, self.microbatch(unit % table.num_microbatches),
         (block * table.num_stages + stage) * size))
 
   def first_activation(self, params: Tree) -> Tree:
     """Returns what stages hold before anything has reached them."""
     microbatch = self.microbatch(0)
     if self.skip_idle:
-      return self.zeros(jax.eval_shape(self.pieces.embed, params, microbatch))
+      return self.zeros(jax.eval_shape(self.embed, params, microbatch))
     # Discarded work runs on a true activation: layers of zeros have huge derivatives (a norm's is
     # 1/sqrt(epsilon)), and a discarded 0 * inf is NaN.
     return jax.lax.stop_gradient(self.embed(params, microbatch))

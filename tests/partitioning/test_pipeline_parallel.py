@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +10,27 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from t5x_gpu.partitioning import pipeline_parallel as pp
+from t5x_gpu.partitioning.collectives import inventory, partitioned_hlo
 from t5x_gpu.partitioning.pipeline_schedules import Timetable
 
 LAYERS, ROWS, LENGTH, EMBED, MLP, VOCAB = 8, 4, 8, 16, 32, 24
 TOLERANCE = 1e-6
+SCHEDULES = [('gpipe', 1), ('1f1b', 1), ('circular', 2)]
+# Toy programs: most of the time would go into optimizing them.
+QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+
+
+def norm(x):
+  # Without an epsilon, so that a layer or head that runs on zeros makes gradients NaN.
+  return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
 
 
 @dataclasses.dataclass(frozen=True)
 class Toy:
   """A residual MLP with what real models have: a table, a parameter that all layers and the head
-  share, a layer that knows its number, and masks that are functions of layer and row."""
-  gather_over: str = ''  # layers' embed dimension is split over this axis and gathered per layer
-  rotate_over: str = ''  # mixes positions over this axis with a permute, as ring attention does
+  share, layers that know their number, masks that are functions of layer and row."""
+  gather_over: str = ''  # the layers' embed dimension is split over this axis, gathered per layer
+  mix: str = ''  # halves of the sequence change places: by a permute over 'context', or 'locally'
 
   def embed(self, params, microbatch):
     return params['table'][microbatch['tokens']] + params['shared']
@@ -33,20 +41,21 @@ class Toy:
       if self.gather_over:
         w = jax.tree.map(lambda a: jax.lax.all_gather(a, self.gather_over, axis=0, tiled=True), w)
       keep = (microbatch['rows'][:, None] * 7 + number * 5 + jnp.arange(MLP)) % 4 > 0
-      h = jnp.tanh(x @ w['wi']) * keep[:, None] * (1 + number / LAYERS)
-      if self.rotate_over:
-        n = jax.lax.axis_size(self.rotate_over)
-        h += jax.lax.ppermute(h, self.rotate_over, [(i, (i + 1) % n) for i in range(n)])
-      return x + jax.lax.dot_general(h, w['wo'], (((2,), (1,)), ((), ()))) * params['shared'], None
+      h = jnp.tanh(norm(x) @ w['wi']) * keep[:, None] * (1 + number / LAYERS)
+      if self.mix == 'locally':
+        h += jnp.roll(h, LENGTH // 2, axis=1)
+      elif self.mix:
+        h += jax.lax.ppermute(h, self.mix, [(0, 1), (1, 0)])
+      return x + jnp.einsum('blf,ef->ble', h, w['wo']) * params['shared'], None
     numbers = first_layer + jnp.arange(params['layers']['wi'].shape[0])
     return jax.lax.scan(jax.checkpoint(layer), x, (numbers, params['layers']))[0]
 
   def head(self, params, x, microbatch):
-    logp = jax.nn.log_softmax((x * params['shared']) @ params['logits'])
+    log_p = jax.nn.log_softmax((norm(x) * params['shared']) @ params['logits'])
     is_target = jax.nn.one_hot(microbatch['targets'], VOCAB)
     weights = microbatch['weights']
-    right = (logp.argmax(-1) == microbatch['targets']).astype(jnp.float32)
-    return {'loss': (-jnp.sum(logp * is_target * weights[..., None]), weights.sum()),
+    right = (log_p.argmax(-1) == microbatch['targets']).astype(jnp.float32)
+    return {'loss': (-jnp.sum(log_p * is_target * weights[..., None]), weights.sum()),
             'accuracy': (jnp.sum(right * weights), weights.sum())}
 
 
@@ -67,9 +76,8 @@ def toy_batch(num_microbatches, rows=ROWS):
 
 
 @functools.cache
-def sequential(num_microbatches):
+def sequential(num_microbatches, model=Toy()):
   """Returns (gradients, sums) on one device, all microbatches at once."""
-  model = Toy()
   batch = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), toy_batch(num_microbatches))
   def loss(params):
     x = model.run_layers(params, model.embed(params, batch), batch, 0)
@@ -85,37 +93,45 @@ def make_mesh(**sizes):
 
 
 def pipeline(mesh, schedule, num_microbatches, *, repeats=1, model=Toy(), skip_idle=True,
-             train=True):
-  """Returns the jitted function (params in memory order, microbatches) -> ([grads,] sums)."""
+             train=True, fixed=()):
+  """Returns the jitted function (params in memory order, microbatches) -> ([grads,] sums).
+
+  `fixed`: leaves of 'layers' that are not differentiated.
+  """
   manual = tuple(a for a in mesh.axis_names if a != 'model')
   rows = tuple(a for a in manual if a in ('data', 'fsdp'))
   split = 'fsdp' if model.gather_over else None
   length = 'context' if 'context' in manual else None
-  layers = {'wi': P('stage', split, None), 'wo': P('stage', split, None)}
-  specs = {'table': P(), 'shared': P(), 'logits': P(), 'layers': layers}
+  specs = {'table': P(), 'shared': P(), 'logits': P(),
+           'layers': {'wi': P('stage', split, None), 'wo': P('stage', split, None)}}
   batch = {name: P(None, rows or None, *(length,) * (name != 'rows'))
            for name in ('tokens', 'targets', 'rows', 'weights')}
   options = dict(schedule=schedule, num_stages=mesh.shape['stage'], repeats=repeats,
                  num_microbatches=num_microbatches, varying_axes=manual, skip_idle=skip_idle)
 
-  def vary(tree, specs):
-    def one(x, spec):
-      missing = tuple(a for a in manual if a not in jax.tree.leaves(tuple(spec)))
-      return jax.lax.pcast(x, missing, to='varying') if missing else x
-    return jax.tree.map(one, tree, specs)
+  def missing(spec):
+    return tuple(a for a in manual if a not in jax.tree.leaves(tuple(spec)))
 
-  def reduce(x, spec):
-    return jax.lax.psum(x, tuple(a for a in manual if a not in jax.tree.leaves(tuple(spec))))
+  def vary(x, spec):
+    return jax.lax.pcast(x, missing(spec), to='varying') if missing(spec) else x
 
   def body(params, microbatches):
-    params, microbatches = vary(params, specs), vary(microbatches, batch)
+    params, microbatches = jax.tree.map(vary, (params, microbatches), (specs, batch))
+    if fixed:
+      layers = params['layers']
+      params = {**params, 'layers': {k: w for k, w in layers.items() if k not in fixed}}
+      options.update(fixed={'layers': {k: layers[k] for k in fixed}},
+                     join=lambda a, b: {**a, 'layers': {**a['layers'], **b.get('layers', {})}})
     if not train:
       return jax.lax.psum(pp.forward(model, params, microbatches, **options), manual)
     grads, sums = pp.value_and_grad(model, params, microbatches, **options)
-    return jax.tree.map(reduce, grads, specs), jax.lax.psum(sums, manual)
+    grads = jax.tree.map(lambda g, spec: jax.lax.psum(g, missing(spec)), grads, out_specs[0])
+    return grads, jax.lax.psum(sums, manual)
 
-  mapped = jax.shard_map(body, mesh=mesh, in_specs=(specs, batch), axis_names=set(manual),
-                         out_specs=(specs, P()) if train else P())
+  kept = {k: spec for k, spec in specs['layers'].items() if k not in fixed}
+  out_specs = ({**specs, 'layers': kept}, P()) if train else P()
+  mapped = jax.shard_map(body, mesh=mesh, in_specs=(specs, batch), out_specs=out_specs,
+                         axis_names=set(manual))
   if 'model' not in mesh.axis_names:
     return jax.jit(mapped)
   by_columns = NamedSharding(mesh, P('stage', None, 'model'))
@@ -129,21 +145,25 @@ def in_memory_order(params, order):
   return {**params, 'layers': jax.tree.map(lambda w: w[order], params['layers'])}
 
 
-def assert_equal(found, expected, what):
+def assert_equal(found, expected, path):
   scale = np.abs(expected).max()
-  np.testing.assert_allclose(found / scale, expected / scale, atol=TOLERANCE, err_msg=what)
+  np.testing.assert_allclose(found / scale, expected / scale, rtol=0, atol=TOLERANCE,
+                             err_msg=jax.tree_util.keystr(path))
 
 
-def assert_matches_sequential(mesh, schedule, num_microbatches, *, repeats=1, **options):
+def assert_matches_sequential(mesh, schedule, num_microbatches, *, repeats=1, reference=Toy(),
+                              train=True, fixed=(), **options):
   order = pp.layer_order(LAYERS, mesh.shape['stage'], repeats)
-  step = pipeline(mesh, schedule, num_microbatches, repeats=repeats, **options)
-  grads, sums = step(in_memory_order(toy_params(), order), toy_batch(num_microbatches))
-  expected_grads, expected_sums = sequential(num_microbatches)
-  jax.tree.map_with_path(lambda path, a, b: assert_equal(a, b, jax.tree_util.keystr(path)),
-                         (grads, sums), (in_memory_order(expected_grads, order), expected_sums))
-
-
-SCHEDULES = [('gpipe', 1), ('1f1b', 1), ('circular', 2)]
+  step = pipeline(mesh, schedule, num_microbatches, repeats=repeats, train=train, fixed=fixed,
+                  **options)
+  args = in_memory_order(toy_params(), order), toy_batch(num_microbatches)
+  found = step.lower(*args).compile(compiler_options=QUICK)(*args)
+  grads, sums = sequential(num_microbatches, reference)
+  grads = in_memory_order(grads, order)
+  grads['layers'] = {k: g for k, g in grads['layers'].items() if k not in fixed}
+  expected = (grads, sums) if train else sums
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  jax.tree.map_with_path(lambda path, a, b: assert_equal(a, b, path), found, expected)
 
 
 @pytest.mark.parametrize('num_microbatches', [4, 8, 5])
@@ -162,3 +182,187 @@ def test_two_stages_with_data_or_model_equal_the_sequential_model(mesh, schedule
 def test_three_axes_with_gathered_parameters_equal_the_sequential_model(schedule):
   assert_matches_sequential(make_mesh(stage=2, fsdp=2, model=2), schedule, 3,
                             model=Toy(gather_over='fsdp'))
+
+
+@pytest.mark.parametrize('schedule, repeats', SCHEDULES)
+def test_layers_with_a_permute_equal_the_sequential_model_where_idle_ticks_are_computed(
+    schedule, repeats):
+  # The norm has no epsilon: discarded work on zeros would make gradients NaN.
+  assert_matches_sequential(make_mesh(stage=2, context=2), schedule, 3, repeats=repeats,
+                            model=Toy(mix='context'), reference=Toy(mix='locally'),
+                            skip_idle=False)
+
+
+@pytest.mark.parametrize('schedule, repeats', [('1f1b', 1), ('circular', 4)])
+def test_forward_gives_the_sums_alone(schedule, repeats):
+  assert_matches_sequential(make_mesh(stage=2), schedule, 3, repeats=repeats, train=False)
+
+
+@pytest.mark.parametrize('schedule, repeats', [('1f1b', 1), ('circular', 2)])
+def test_fixed_parameters_are_joined_and_not_differentiated(schedule, repeats):
+  assert_matches_sequential(make_mesh(stage=2), schedule, 3, repeats=repeats, fixed=('wo',))
+
+
+def lowered(mesh, schedule, num_microbatches, **options):
+  return pipeline(mesh, schedule, num_microbatches, **options).lower(
+      toy_params(), toy_batch(num_microbatches))
+
+
+@pytest.mark.parametrize('mesh', [dict(stage=4), dict(stage=2, data=2, model=2)], ids=str)
+@pytest.mark.parametrize('schedule, repeats', SCHEDULES)
+def test_one_activation_moves_per_tick_and_nothing_else(schedule, repeats, mesh):
+  m, mesh = 5, make_mesh(**mesh)
+  stages = mesh.shape['stage']
+  program = partitioned_hlo(lowered(mesh, schedule, m, repeats=repeats))
+  found = [c for c in inventory(program, mesh.shape) if 'stage' in c.axes]
+  activation = (ROWS // mesh.shape.get('data', 1), LENGTH, EMBED)
+  table = Timetable(schedule, stages, m, repeats)
+  ticks = table.interleaved_ticks if schedule == '1f1b' else table.forward_ticks
+  assert [(c.shape, c.count, c.in_branch) for c in found if c.kind == 'collective-permute'] == [
+      (activation, ticks, False)] * 2
+  expected = pp.traffic_per_step(
+      schedule=schedule, num_stages=stages, num_microbatches=m, repeats=repeats,
+      activation_bytes=4 * int(np.prod(activation)),
+      shared_gradient_bytes=4 * (2 * VOCAB * EMBED + EMBED))
+  sent = dict.fromkeys((c.kind for c in found), 0)
+  for c in found:
+    if c.bytes_per_device > 64:  # else the sums of the loss
+      sent[c.kind] += c.bytes_per_call
+  if mesh.size > stages:  # then the caller reduces gradients over other axes too
+    del sent['all-reduce'], expected['all-reduce']
+  assert sent == expected
+
+
+def temp_bytes(schedule, num_microbatches):
+  return lowered(make_mesh(stage=4), schedule, num_microbatches).compile(
+      ).memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_1f1b_does_not_grow_with_microbatches_and_that_of_gpipe_does():
+  activation = 4 * ROWS * LENGTH * EMBED
+  assert temp_bytes('1f1b', 32) == pytest.approx(temp_bytes('1f1b', 8), abs=activation / 4)
+  assert temp_bytes('gpipe', 32) >= temp_bytes('gpipe', 8) + 24 * activation
+
+
+def timeline(table):
+  """Returns what each stage does in each slot, (direction, unit) or None: [slots][stages].
+
+  A tick of 1f1b is two slots, forward and backward. Slots in which all stages idle cost nothing.
+  """
+  def row(direction, unit_of, tick):
+    units = [unit_of(tick, s) for s in range(table.num_stages)]
+    return [(direction, u) if 0 <= u < table.num_units else None for u in units]
+  if table.schedule == '1f1b':
+    slots = [row(*which, t) for t in range(table.interleaved_ticks)
+             for which in (('f', table.forward_unit), ('b', table.backward_unit))]
+  else:
+    forward = [row('f', table.forward_unit, t) for t in range(table.forward_ticks)]
+    slots = forward + [[c and ('b', c[1]) for c in slot] for slot in reversed(forward)]
+  return [slot for slot in slots if any(slot)]
+
+
+TABLES = [Timetable(schedule, s, m, r) for s in (2, 3, 4, 8) for m in (s, s + 1, 4 * s)
+          for schedule, r in [('gpipe', 1), ('1f1b', 1), ('circular', 2), ('circular', 3)]]
+
+
+@pytest.mark.parametrize('table', TABLES, ids=str)
+def test_bubble_fraction_is_the_part_of_slots_that_are_idle(table):
+  slots = timeline(table)
+  idle = sum(cell is None for slot in slots for cell in slot) / (len(slots) * table.num_stages)
+  assert pp.bubble_fraction(table.schedule, table.num_stages, table.num_microbatches,
+                            table.repeats) == pytest.approx(idle)
+
+
+@pytest.mark.parametrize('table', TABLES, ids=str)
+def test_every_unit_follows_the_one_that_it_needs(table):
+  s, m = table.num_stages, table.num_microbatches
+  done = {}
+  for time, slot in enumerate(timeline(table)):
+    for stage, cell in enumerate(slot):
+      if cell:
+        direction, unit = cell
+        block = unit // m * s + stage
+        assert (direction, block, unit % m) not in done
+        needs = ('f', block - 1, unit % m) if direction == 'f' else (
+            ('f', block, unit % m) if block == s * table.repeats - 1 else ('b', block + 1, unit % m))
+        assert block == 0 and direction == 'f' or done[needs] < time
+        done[direction, block, unit % m] = time
+  assert len(done) == 2 * s * table.num_units
+
+
+def test_1f1b_never_holds_more_inputs_than_it_keeps():
+  table = Timetable('1f1b', 4, 20)
+  for stage in range(4):
+    waits = [next(t for t in range(99) if table.backward_unit(t, stage) == unit)
+             - next(t for t in range(99) if table.forward_unit(t, stage) == unit)
+             for unit in range(20)]
+    assert max(waits) < table.kept_inputs == 7
+
+
+def test_computed_idle_ticks_make_the_bubble_of_1f1b_larger():
+  assert pp.bubble_fraction('1f1b', 4, 12) == pytest.approx(3 / 15)
+  assert pp.bubble_fraction('1f1b', 4, 12, skip_idle=False) == pytest.approx(6 / 18)
+
+
+@pytest.mark.parametrize('stages', [2, 3, 4])
+@pytest.mark.parametrize('repeats', [1, 2, 3])
+def test_layer_order_gives_stages_their_blocks(stages, repeats):
+  size = 2
+  order = pp.layer_order(stages * repeats * size, stages, repeats)
+  assert sorted(order) == list(range(stages * repeats * size))
+  for s, mine in enumerate(order.reshape(stages, repeats, size)):
+    for r, block in enumerate(mine):
+      assert block.tolist() == [(r * stages + s) * size, (r * stages + s) * size + 1]
+  if repeats == 1:
+    assert order.tolist() == list(range(stages * size))
+
+
+def problems(layers=12, batch=32, stage=4, **options):
+  return pp.check({'layers': layers, 'batch': batch}, {'stage': stage, 'data': 2}, **{
+      'schedule': 'gpipe', 'num_pipeline_microbatches': 4, 'batch_parts': 2, **options})
+
+
+def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
+  assert problems() == []
+  assert problems(schedule='circular', repeats=3) == []
+  assert problems(stage=1, layers=7, schedule='?', num_pipeline_microbatches=99) == []
+
+
+@pytest.mark.parametrize('options, text', [
+    (dict(layers=14), 'layers = 14 does not divide over stage=4. Set '
+     'TransformerConfig.num_layers = 12 or 16, or Partitioner.stage = 1, 2, 7 or 14.'),
+    (dict(layers=20, schedule='circular', repeats=2),
+     'layers = 20 does not divide over stage=4 x 2 blocks each (= 8). Set '
+     'TransformerConfig.num_layers = 16 or 24, or Partitioner.stage = 1, 2, 5 or 10, or '
+     'Partitioner.pipeline_repeats = 1 or 5.'),
+    (dict(num_pipeline_microbatches=6),
+     'batch = 32: the 16 rows of each of 2 parts cannot be cut into '
+     'Partitioner.num_pipeline_microbatches = 6. Set Partitioner.num_pipeline_microbatches = '
+     '1, 2, 4, 8 or 16, or BATCH_SIZE = 24 or 36.'),
+    (dict(num_pipeline_microbatches=0),
+     'Partitioner.num_pipeline_microbatches = 0 is not 1 or more. Set it to 1, 2, 4, 8 or 16.'),
+    (dict(schedule='circular', repeats=3, num_pipeline_microbatches=2),
+     'Partitioner.num_pipeline_microbatches = 2 is fewer than the 4 stages: under the circular '
+     'schedule the first microbatch would come round before the last has started. Set it to '
+     '4, 8 or 16.'),
+    (dict(schedule='circular'),
+     'The circular schedule with Partitioner.pipeline_repeats = 1 is gpipe: each microbatch passes '
+     "the 4 stages once. Set Partitioner.pipeline_repeats = 2 or more, or "
+     "Partitioner.pipeline_schedule = 'gpipe'."),
+    (dict(repeats=3),
+     'Partitioner.pipeline_repeats = 3, but under gpipe each microbatch passes the 4 stages once. '
+     "Set Partitioner.pipeline_schedule = 'circular', or Partitioner.pipeline_repeats = 1."),
+    (dict(schedule='1F1B'),
+     "Partitioner.pipeline_schedule = '1F1B' is no pipeline schedule. Did you mean '1f1b'? Set it "
+     "to 'gpipe', '1f1b' or 'circular'."),
+], ids=lambda value: '' if isinstance(value, dict) else value[:24])
+def test_check_names_the_nearest_sizes_that_work(options, text):
+  assert problems(**options) == [text]
+
+
+def test_check_reports_all_problems_at_once():
+  assert len(problems(layers=14, num_pipeline_microbatches=6, repeats=2)) == 3
+
+
+def test_rules_split_layers_over_stage():
+  assert pp.rules().parameters == {'layers': ('stage',)}
