@@ -9,6 +9,7 @@ from t5x_gpu.errors import ConfigError, did_you_mean
 COMMANDS = {
     'train': 'train a model from a gin file',
     'launch': 'start one training process per GPU on this machine',
+    'plan': 'show what a gin file would do on N GPUs, without one',
     'bench': 'time the training step on synthetic batches',
     'parity': 'prove that a model trains on its mesh as on one device',
     'doctor': 'look at this machine: versions, GPUs, links, speeds, XLA flags',

@@ -43,7 +43,7 @@ class Collective:
   Attributes:
     kind: of KINDS.
     axes: mesh axes whose devices exchange something, in the order of the mesh.
-    dtype, shape: of the larger side on one device: what an all-gather returns, what the others take.
+    dtype, shape: of the larger side on one device: what an all-gather returns, else what is taken.
     bytes_per_device: that each device sends each time, by a ring: (n - 1) / n of the array, twice
       for an all-reduce, the whole array for a collective-permute.
     count: how often it runs in one call, the product of `trip_counts`.
@@ -146,7 +146,7 @@ def inventory(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
 
 
 def _collectives(module: Module, visit: Visit, mesh_shape: dict[str, int]) -> list[Collective]:
-  """Returns the collectives that one instruction is: several for an all-reduce of several arrays."""
+  """Returns the collectives that one instruction is: several if it reduces several arrays."""
   instruction = visit.instruction
   kind = instruction.opcode.removesuffix('-start')
   if kind not in KINDS:

@@ -1,9 +1,9 @@
 """XLA's programs as text (HLO), read: instructions, loops and how often they run.
 
-What XLA's own cost analysis does not say is how often a loop's body runs: it counts each once. Right
-after the SPMD partitioner no pass has written `known_trip_count` yet, so the count is read off the
-loop: where its counter begins, by how much it grows and what it is compared with.
-Source: https://openxla.org/xla/operation_semantics; the printed form is that of jaxlib 0.10 to 0.12.
+What XLA's own cost analysis does not say is how often a loop's body runs: it counts each once.
+Right after the SPMD partitioner no pass has written `known_trip_count` yet, so the count is read
+off the loop: where its counter begins, by how much it grows and what it is compared with.
+Source: https://openxla.org/xla/operation_semantics; printed as jaxlib 0.10 to 0.12 do it.
 """
 
 import dataclasses
@@ -264,7 +264,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _element_instruction(computation: Computation, name: str) -> Instruction:
-  """Returns `x#1`, as jaxlib 0.11 prints an element, as the get-tuple-element that it stands for."""
+  """Returns the get-tuple-element that `x#1` stands for, as jaxlib 0.11 prints it."""
   made, index = name.rsplit('#', 1)
   arrays = computation.instructions[made].arrays if made in computation.instructions else ()
   return Instruction(name, 'get-tuple-element', arrays[int(index):int(index) + 1], (made,),

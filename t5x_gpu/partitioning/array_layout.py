@@ -1,0 +1,111 @@
+"""Where each array of a training state lives: a plain list for tables, pictures and the lint."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayLayout:
+  """One parameter, or one array of the optimizer's state.
+
+  Attributes:
+    name: path in its tree, 'layers/mlp/wo/kernel'.
+    shape: of the whole array.
+    names: axis name (or None) per dimension.
+    split: the mesh axes of size > 1 that split each dimension.
+    parts: in how many parts each dimension is split.
+    item_bytes: of one element.
+    parameter: of optimizer state: the parameter that it belongs to, if any.
+  """
+  name: str
+  shape: tuple[int, ...]
+  names: tuple[Optional[str], ...]
+  split: tuple[tuple[str, ...], ...]
+  parts: tuple[int, ...]
+  item_bytes: int
+  parameter: Optional[str] = None
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes of the whole array."""
+    return math.prod(self.shape) * self.item_bytes
+
+  @property
+  def bytes_per_device(self) -> int:
+    return self.num_bytes // math.prod(self.parts)
+
+  @property
+  def mesh_axes(self) -> tuple[str, ...]:
+    """The mesh axes that split it, by dimension."""
+    return sum(self.split, ())
+
+  @property
+  def is_whole(self) -> bool:
+    """Whether every device holds all of it."""
+    return not self.mesh_axes
+
+  @property
+  def split_words(self) -> str:
+    """Returns '- fsdp model', one word per dimension; 'whole' if it is not split."""
+    return 'whole' if self.is_whole else ' '.join('+'.join(axes) or '-' for axes in self.split)
+
+
+def array_layouts(tree: Any, names: Any, *, parameters: Sequence[str] = ()) -> list[ArrayLayout]:
+  """Returns the layout of every array of a tree.
+
+  Args:
+    tree: shapes with their NamedSharding (`program.abstract_state.params`).
+    names: tree of AxisNames of the same structure.
+    parameters: names to look for in the paths of optimizer state.
+  """
+  found = []
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  for (path, array), axis_names in zip(flat, jax.tree.leaves(names), strict=True):
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    sizes = array.sharding.mesh.shape
+    split = tuple(tuple(a for a in _axes(entry) if sizes[a] > 1) for entry in array.sharding.spec)
+    split += ((),) * (len(array.shape) - len(split))
+    owners = [p for p in parameters if f'/{p}/' in f'/{name}/']
+    found.append(ArrayLayout(
+        name=name, shape=tuple(array.shape), names=tuple(axis_names.names), split=split,
+        parts=tuple(math.prod(sizes[a] for a in axes) for axes in split),
+        item_bytes=array.dtype.itemsize, parameter=max(owners, key=len, default=None)))
+  return found
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+  if entry is None:
+    return ()
+  return entry if isinstance(entry, tuple) else (entry,)
+
+
+def state_layouts(state: Any, names: Any) -> tuple[list[ArrayLayout], list[ArrayLayout]]:
+  """Returns the layouts of (parameters, optimizer state) of a TrainState and its names."""
+  parameters = array_layouts(state.params, names.params)
+  return parameters, array_layouts(state.opt_state, names.opt_state,
+                                   parameters=[p.name for p in parameters])
+
+
+def optimizer_bytes(optimizer: Sequence[ArrayLayout]) -> Mapping[Optional[str], int]:
+  """Returns parameter -> bytes of its optimizer state per device; None -> what belongs to none."""
+  found: collections.Counter = collections.Counter()
+  for array in optimizer:
+    found[array.parameter] += array.bytes_per_device
+  return found
+
+
+def part_held(layout: ArrayLayout, place: Mapping[str, int], mesh_shape: Mapping[str, int]
+              ) -> tuple[int, ...]:
+  """Returns which part of each dimension the device at `place` (mesh axis -> index) holds."""
+  held = []
+  for axes in layout.split:
+    index = 0
+    for axis in axes:
+      index = index * mesh_shape[axis] + place[axis]
+    held.append(index)
+  return tuple(held)

@@ -1,0 +1,172 @@
+"""What in a compiled step probably is not meant: copies that nobody needs, collectives too many.
+
+Left to itself the compiler gathers an array rather than complain, and the run is merely slow or out
+of memory. `lint` looks for what has an explanation in no parallelism in use.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from t5x_gpu.partitioning.array_layout import ArrayLayout, state_layouts
+from t5x_gpu.partitioning.collectives import Collective, inventory, partitioned_hlo
+from t5x_gpu.partitioning.purposes import GRADIENT, Match, ParameterShapes, key, purpose
+
+# An array counts as large from this share of the state and this many bytes on.
+LARGE_SHARE, LARGE_BYTES = 0.01, 2**20
+# A gather counts from this share of all bytes that a step sends.
+TRAFFIC_SHARE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """Something to look at.
+
+  Attributes:
+    rule: 'replicated', 'gathered' or 'repeated'.
+    what: what is the case, with numbers and the name of the parameter or operation.
+    fix: what to do about it.
+    num_bytes: per device, held or sent for nothing.
+  """
+  rule: str
+  what: str
+  fix: str
+  num_bytes: int
+
+  def __str__(self) -> str:
+    return f'{self.rule}: {self.what}\n  {self.fix}'
+
+
+def lint(program: Any, *, collectives: Optional[Sequence[Collective]] = None) -> list[Finding]:
+  """Returns the findings for the training step of a program, the most expensive first.
+
+  Args:
+    program: a training.program.Program.
+    collectives: of its training step, if they are known already; else it is compiled here.
+  """
+  mesh_shape = program.layout.mesh.shape
+  if collectives is None:
+    collectives = inventory(partitioned_hlo(program.train_step.lower(
+        program.abstract_state, program.abstract_batch)), mesh_shape)
+  parameters, optimizer = state_layouts(program.abstract_state, program.names)
+  found = [*replicated(parameters, optimizer, mesh_shape),
+           *gathered(collectives, parameters, optimizer, mesh_shape),
+           *repeated(collectives, parameters, mesh_shape)]
+  return sorted(found, key=lambda finding: -finding.num_bytes)
+
+
+def replicated(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout],
+               mesh_shape: Mapping[str, int]) -> list[Finding]:
+  """Returns large arrays of which every device has a copy, while others of their kind are split."""
+  total = sum(a.num_bytes for a in (*parameters, *optimizer))
+  found = []
+  for kind, arrays in (('parameter', parameters), ('optimizer state', optimizer)):
+    used = {axis: array for array in arrays for axis in array.mesh_axes}
+    for array in arrays:
+      if not array.is_whole or array.num_bytes <= max(LARGE_BYTES, LARGE_SHARE * total):
+        continue
+      axes = [a for a in mesh_shape if a in used and any(n % mesh_shape[a] == 0
+                                                         for n in array.shape)]
+      if axes:
+        axis, like = axes[0], used[axes[0]]
+        name = next(n for n, split in zip(like.names, like.split) if axis in split)
+        found.append(Finding(
+            'replicated', f'{kind} {array.name} [{_by(array.shape)}] ({_mib(array.num_bytes)}, '
+            f'{array.num_bytes / total:.0%} of the state) is whole on every device, although '
+            f'{axis} = {mesh_shape[axis]} could split it.',
+            f'None of its axes ({", ".join(str(n or "-") for n in array.names)}) has a rule; '
+            f'{like.name} is split by {name!r}. Name a dimension so in with_axes, or add a rule.',
+            array.num_bytes - array.num_bytes // mesh_shape[axis]))
+  return found
+
+
+def gathered(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout],
+             optimizer: Sequence[ArrayLayout], mesh_shape: Mapping[str, int]) -> list[Finding]:
+  """Returns all-gathers that no parallelism explains, one finding per operation and shape."""
+  shapes = ParameterShapes(parameters, mesh_shape)
+  vocab = {size for p in parameters for name, size in zip(p.names, p.shape) if name == 'vocab'}
+  split_axes = {axis for array in (*parameters, *optimizer) for axis in array.mesh_axes}
+  enough = TRAFFIC_SHARE * sum(c.bytes_per_call for c in collectives)
+  groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
+  for c in collectives:
+    if c.kind == 'all-gather':
+      groups[c.axes, c.shape, c.op_name].append(c)
+  found = []
+  for (axes, shape, op_name), members in groups.items():
+    num_bytes = sum(c.bytes_per_call for c in members)
+    reason = _unexplained(axes, shape, shapes.find(shape), vocab, split_axes)
+    if num_bytes >= enough and reason:
+      what, fix = reason
+      found.append(Finding(
+          'gathered', f'{what}: all-gather of [{_by(shape)}] over {" and ".join(axes)}, '
+          f'{sum(c.count for c in members)} per step, {_mib(num_bytes)} per device, at '
+          f'{op_name or "an unnamed operation"}{_at(members[0])}.', fix, num_bytes))
+  return found
+
+
+def _unexplained(axes: Sequence[str], shape: Sequence[int], matches: Sequence[Match],
+                 vocab: set[int], split_axes: set[str]) -> Optional[tuple[str, str]]:
+  """Returns (what, fix), or None if the gather is what some parallelism does."""
+  if 'model' in axes and vocab & set(shape):
+    if matches:
+      return (f'The vocabulary of {matches[0].parameter.name} is made whole',
+              'Look it up and multiply by it where its parts are: shard the result by vocab.')
+    return ('Logits (or one-hot labels) are made whole over the vocabulary',
+            "Keep them split: shard(logits, 'batch', 'length', 'vocab'), and take the loss with "
+            'models/losses.py, which sums over the parts.')
+  if 'model' in axes and matches:
+    return (f'Parts of {matches[0].parameter.name} are made whole, which tensor parallelism uses '
+            'where they are', 'Constrain the activations around it with shard(x, *names).')
+  stacks = [m for m in matches if not m.is_layer and 'layers' in m.parameter.names
+            and set(axes) & set(m.parameter.mesh_axes)]
+  if stacks and not any(m.is_layer for m in matches):
+    return (f'All layers of {stacks[0].parameter.name} are whole at once',
+            'Gather a layer inside the scan over layers (fsdp.whole), not before it.')
+  if 'data' in axes and 'data' not in split_axes:
+    return ('No array is split over data but the batch',
+            'Something computes on all rows at once; constrain it with shard(x, \'batch\', ...).')
+  return None
+
+
+def repeated(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout],
+             mesh_shape: Mapping[str, int]) -> list[Finding]:
+  """Returns reductions of gradients that run more often than there are gradients of the shape."""
+  shapes = ParameterShapes(parameters, mesh_shape)
+  groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
+  for c in collectives:
+    if purpose(c, shapes) == GRADIENT:
+      groups[c.axes, c.kind, key(c.shape)].append(c)
+  wasted: dict[tuple[Any, ...], list[tuple[int, str, Collective]]] = collections.defaultdict(list)
+  for (axes, kind, _), members in groups.items():
+    matches = shapes.find(members[0].shape)
+    times = sum(c.count for c in members) / sum(m.copies for m in matches)
+    if times > 1 and any(c.count > 1 for c in members):
+      num_bytes = sum(c.bytes_per_call for c in members)
+      largest = max(matches, key=lambda m: m.parameter.num_bytes).parameter.name
+      wasted[axes, kind, round(times, 1)].append(
+          (int(num_bytes * (1 - 1 / times)), largest, members[0]))
+  found = []
+  for (axes, kind, times), losses in wasted.items():
+    num_bytes = sum(loss for loss, _, _ in losses)
+    _, name, example = max(losses, key=lambda loss: loss[0])
+    more = f' and of {len(losses) - 1} other shapes' if len(losses) > 1 else ''
+    found.append(Finding(
+        'repeated', f'Gradients of the shape of {name}{more} are reduced ({kind} over '
+        f'{" and ".join(axes)}) {times:g} times per step: {_mib(num_bytes)} per device for nothing, '
+        f'at {example.op_name or "an unnamed operation"}{_at(example)}.',
+        'A loop repeats it: microbatches (NUM_MICROBATCHES), chunks of the loss or pipeline ticks. '
+        'Sum the gradients over the loop and reduce once after it.', num_bytes))
+  return found
+
+
+def _by(shape: Sequence[int]) -> str:
+  return ' x '.join(map(str, shape)) or 'scalar'
+
+
+def _mib(num_bytes: int) -> str:
+  return f'{num_bytes / 2**20:.3g} MiB' if num_bytes < 2**30 else f'{num_bytes / 2**30:.3g} GiB'
+
+
+def _at(collective: Collective) -> str:
+  return f' ({collective.source})' if collective.source else ''

@@ -1,0 +1,228 @@
+"""Show what a gin file would do on N GPUs, without one: `python -m t5x_gpu.plan --show sharding`.
+
+The mesh, where every parameter lives, what a step sends over which link, and what looks wrong.
+Nothing is allocated and no data is read: the real training step is compiled for N devices that this
+machine's CPU plays, up to the point where XLA has split it over them.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, Optional
+
+import jax
+import numpy as np
+
+from t5x_gpu import cli
+from t5x_gpu.config import gin_loader
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.metrics import logging_setup, sharding_picture, sharding_tables
+from t5x_gpu.partitioning.array_layout import ArrayLayout, state_layouts
+from t5x_gpu.partitioning.collectives import (
+    Collective, flops_per_device, inventory, partitioned_hlo)
+from t5x_gpu.partitioning.purposes import ParameterShapes, purpose
+from t5x_gpu.partitioning.sharding_lint import Finding, lint
+from t5x_gpu.runtime.topology import Device, Topology
+from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.summary import size_line
+
+EXAMPLES = """examples:
+  {prog} --gin_file=gin_configs/examples/demo.gin
+  {prog} --gin_file=my.gin --devices=64 --hosts=8 --out=layout.png
+  {prog} --gin_file=my.gin --gin.Partitioner.fsdp=4 --gin.NUM_PARTITIONS=2 --json=plan.json
+
+--gin.X=VALUE sets any macro or parameter after the gin files, as in python -m t5x_gpu.train.
+"""
+SHOWN = ('sharding',)
+# Arguments of train() that say what a step is; the rest (periods, folders) plays no part here.
+STEP_ARGUMENTS = ('num_microbatches', 'max_grad_norm', 'loss_normalizing_factor')
+_COUNT_FLAG = '--xla_force_host_platform_device_count'
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What is known about a run that has not begun.
+
+  Attributes:
+    program: the model on its mesh.
+    parameters, optimizer: where each array lives.
+    collectives: what a training step sends.
+    flops_per_device: of a step's matrix products.
+    findings: what looks wrong.
+  """
+  program: Program
+  parameters: Sequence[ArrayLayout]
+  optimizer: Sequence[ArrayLayout]
+  collectives: Sequence[Collective]
+  flops_per_device: int
+  findings: Sequence[Finding]
+
+
+def play_devices(number: int, *, environ: MutableMapping[str, str]) -> list[Device]:
+  """Returns `number` devices of the CPU's; call it before JAX starts a backend.
+
+  Args:
+    number: how many.
+    environ: os.environ; what else its XLA_FLAGS say stays.
+  Raises:
+    ConfigError: JAX has started with fewer.
+  """
+  flags = re.sub(rf'{_COUNT_FLAG}=\S*', '', environ.get('XLA_FLAGS', ''))
+  before = environ.get('XLA_FLAGS')
+  environ['XLA_FLAGS'] = f'{flags} {_COUNT_FLAG}={number}'.strip()
+  jax.config.update('jax_platforms', 'cpu')
+  try:
+    devices = jax.devices()
+  finally:
+    if before is None:
+      del environ['XLA_FLAGS']
+    else:
+      environ['XLA_FLAGS'] = before
+  if len(devices) < number:
+    raise ConfigError(f'{number} devices are asked for, but JAX has started with {len(devices)}.',
+                      fix=f'Start the process with XLA_FLAGS={_COUNT_FLAG}={number}.')
+  return devices[:number]
+
+
+def topology_of(num_devices: int, num_hosts: int) -> Topology:
+  """Returns the topology that the flags describe; raises ConfigError if hosts are not equal."""
+  if num_devices < 1 or num_hosts < 1 or num_devices % num_hosts:
+    legal = [n for n in range(1, max(num_devices, 1) + 1) if num_devices % n == 0]
+    raise ConfigError(
+        f'--devices={num_devices} cannot be divided into --hosts={num_hosts}.',
+        fix=f'--devices is the number of all GPUs; --hosts may be {", ".join(map(str, legal))}.'
+        if num_devices > 0 else 'Give --devices of at least 1.')
+  return Topology(num_hosts, num_devices // num_hosts,
+                  reason=f'--devices={num_devices} --hosts={num_hosts}')
+
+
+def build(arguments: Mapping[str, Any], topology: Topology, devices: list[Device]) -> Program:
+  """Returns the program that `train`'s arguments describe, on `devices` of `topology`."""
+  dataset = arguments['train_dataset_cfg']
+  return build_program(
+      model=arguments['model'], optimizer=arguments['optimizer'],
+      schedule=arguments['learning_rate'], partitioner=arguments['partitioner'], topology=topology,
+      devices=devices, task_feature_lengths=dataset.task_feature_lengths,
+      batch_size=dataset.batch_size, pack=dataset.pack, seed=arguments.get('random_seed', 0),
+      **{name: arguments[name] for name in STEP_ARGUMENTS if name in arguments})
+
+
+def make_plan(program: Program) -> Plan:
+  """Returns the plan of a program, whose training step is compiled for it."""
+  hlo = partitioned_hlo(program.train_step.lower(program.abstract_state, program.abstract_batch))
+  collectives = inventory(hlo, program.layout.mesh.shape)
+  parameters, optimizer = state_layouts(program.abstract_state, program.names)
+  return Plan(program, parameters, optimizer, collectives, flops_per_device(hlo),
+              lint(program, collectives=collectives))
+
+
+def layout_text(program: Program) -> str:
+  """Returns the mesh, the layout of every parameter and who holds which part."""
+  parameters, optimizer = state_layouts(program.abstract_state, program.names)
+  mesh = program.layout.mesh
+  number = {device: i for i, device in enumerate(_in_host_order(program))}
+  places: list[dict[str, int]] = [{} for _ in number]
+  for place, device in np.ndenumerate(mesh.devices):
+    places[number[device]] = dict(zip(mesh.axis_names, place))
+  return '\n\n'.join([
+      program.layout.table(), size_line(program),
+      sharding_tables.parameter_table(parameters, optimizer),
+      'Which part each device holds (the same letter: the same part)\n'
+      + sharding_tables.device_picture(parameters, program.layout.sizes, places)])
+
+
+def _in_host_order(program: Program) -> list[Device]:
+  """Returns the devices host after host, which the mesh mixes: here, by their number."""
+  return sorted(program.layout.mesh.devices.reshape(-1), key=lambda device: device.id)
+
+
+def traffic_text(plan: Plan) -> str:
+  """Returns what a step sends, computes, and what the lint found."""
+  rows = sharding_tables.traffic(plan.collectives, plan.parameters, plan.program.layout.sizes)
+  lines = ['What a training step sends', sharding_tables.traffic_table(rows),
+           f'matrix products per device and step: {plan.flops_per_device / 1e9:,.3f} GFLOP', '']
+  if plan.findings:
+    lines += [f'{len(plan.findings)} finding{"s" * (len(plan.findings) > 1)}:',
+              *map(str, plan.findings)]
+  else:
+    lines.append('No findings: large arrays are split, every gather and reduction is explained.')
+  return '\n'.join(lines)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+  """Returns the plan as numbers and words for other programs."""
+  sizes = plan.program.layout.sizes
+  shapes = ParameterShapes(plan.parameters, sizes.total)
+
+  def arrays(layouts: Sequence[ArrayLayout]) -> list[dict[str, Any]]:
+    return [{**dataclasses.asdict(a), 'bytes': a.num_bytes, 'bytes_per_device': a.bytes_per_device}
+            for a in layouts]
+  return {
+      'num_devices': sizes.num_devices, 'num_params': plan.program.num_params,
+      'mesh': {axis: {'size': size, 'inside_a_host': sizes.ici[axis],
+                      'across_hosts': sizes.dcn[axis]} for axis, size in sizes.total.items()},
+      'parameters': arrays(plan.parameters), 'optimizer': arrays(plan.optimizer),
+      'bytes_per_device': {'parameters': sum(a.bytes_per_device for a in plan.parameters),
+                           'optimizer': sum(a.bytes_per_device for a in plan.optimizer)},
+      'flops_per_device': plan.flops_per_device,
+      'collectives': [{**dataclasses.asdict(c), 'purpose': purpose(c, shapes),
+                       'bytes_per_step': c.bytes_per_call} for c in plan.collectives],
+      'findings': [dataclasses.asdict(finding) for finding in plan.findings]}
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+  group = parser.add_argument_group('plan')
+  group.add_argument('--show', choices=SHOWN, default='sharding',
+                     help='what to show (default: sharding)')
+  group.add_argument('--devices', type=int, default=8, metavar='N',
+                     help='GPUs in all (default: 8)')
+  group.add_argument('--hosts', type=int, default=1, metavar='N',
+                     help='hosts that share them equally (default: 1)')
+  group.add_argument('--out', metavar='FILE.png', help='also draw every parameter to FILE.png')
+  group.add_argument('--json', metavar='FILE', help='also write everything to FILE')
+
+
+def main(argv: Optional[list[str]] = None) -> int:
+  """Parses flags and gin files, plans, prints; with --out draws, with --json writes."""
+  logging_setup.quiet_environment()
+  args = cli.parse_args('python -m t5x_gpu.plan', __doc__.splitlines()[0],
+                        sys.argv[1:] if argv is None else argv, extra=_add_flags,
+                        examples=EXAMPLES)
+  topology = topology_of(args.extra.devices, args.extra.hosts)
+  for path in filter(None, (args.extra.out, args.extra.json)):
+    _check_folder(path)
+  devices = play_devices(topology.num_devices, environ=os.environ)
+  loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
+                           search_paths=args.gin_search_paths)
+  arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
+  logging_setup.setup()
+  program = build(arguments, topology, devices)
+  print(layout_text(program), flush=True)
+  if args.extra.out:
+    parameters, optimizer = state_layouts(program.abstract_state, program.names)
+    sharding_picture.draw(parameters, optimizer, args.extra.out, title=(
+        f'{", ".join(args.gin_files)} on {topology}'))
+    print(f'Picture: {args.extra.out}')
+  if args.dry_run:
+    return 0
+  plan = make_plan(program)
+  print('\n' + traffic_text(plan))
+  if args.extra.json:
+    with open(args.extra.json, 'w') as f:
+      json.dump(as_json(plan), f, indent=1)
+  return 0
+
+
+def _check_folder(path: str) -> None:
+  folder = os.path.dirname(path) or '.'
+  if not os.path.isdir(folder):
+    raise ConfigError(f'{path!r} cannot be written: there is no folder {folder!r}.',
+                      fix=f'Make it first: mkdir -p {folder}')
+
+
+if __name__ == '__main__':
+  cli.run_main(main)

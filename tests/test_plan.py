@@ -1,0 +1,144 @@
+"""The plan of a small model: its tables, picture and numbers, and what it refuses."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from matplotlib import image
+
+from t5x_gpu import plan
+from t5x_gpu.errors import ConfigError, MeshError
+from tests.helpers_train import TINY_GIN, run_here
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def gin_file(tmp_path):
+  path = tmp_path / 'tiny.gin'
+  path.write_text(TINY_GIN)
+  return path
+
+
+def flags(gin_file, *more, fsdp=2, model=2, **macros):
+  return [f'--gin_file={gin_file}', f'--gin.Partitioner.fsdp={fsdp}',
+          f'--gin.NUM_PARTITIONS={model}', *(f'--gin.{k}={v}' for k, v in macros.items()), *more]
+
+
+def planned(gin_file, tmp_path, *more, **sizes):
+  out = tmp_path / 'plan.json'
+  assert plan.main(flags(gin_file, f'--json={out}', *more, **sizes)) == 0
+  return json.loads(out.read_text())
+
+
+def test_the_plan_tells_layout_traffic_and_findings(gin_file, tmp_path, capsys):
+  got = planned(gin_file, tmp_path, '--hosts=2', f'--out={tmp_path / "layout.png"}')
+  printed = capsys.readouterr().out
+  assert 'mesh: 2 hosts x 4 GPUs = 8 GPUs' in printed
+  assert 'layers/mlp/wi_0/kernel' in printed and 'layers embed mlp' in printed
+  assert '- fsdp model' in printed
+  assert 'a b c d | a b c d' in printed, 'who holds which part'
+  assert 'gradient reduction' in printed and 'network' in printed and 'inside a host' in printed
+  picture = image.imread(tmp_path / 'layout.png')
+  assert picture.shape[0] > 300 and picture.shape[1] > 800 and picture.std() > 0.1
+  assert got['num_devices'] == 8
+  assert got['mesh']['data'] == {'size': 2, 'inside_a_host': 1, 'across_hosts': 2}
+  assert sum(math.prod(p['shape']) for p in got['parameters']) == got['num_params']
+
+
+def test_bytes_per_device_are_those_of_the_parts(gin_file, tmp_path):
+  got = planned(gin_file, tmp_path)
+  for p in got['parameters']:
+    assert p['bytes_per_device'] * math.prod(p['parts']) == p['bytes']
+  assert got['bytes_per_device']['parameters'] == sum(
+      p['bytes_per_device'] for p in got['parameters'])
+  names = {p['name'] for p in got['parameters']}
+  # All state of AdamW but its count belongs to a parameter: two moments, split alike.
+  owned = [a for a in got['optimizer'] if a['parameter'] is not None]
+  assert {a['parameter'] for a in owned} == names
+  assert sum(a['bytes_per_device'] for a in owned) == 2 * got['bytes_per_device']['parameters']
+
+
+def test_plain_data_parallelism_reduces_each_gradient_once_and_gathers_nothing(gin_file, tmp_path):
+  got = planned(gin_file, tmp_path, fsdp=1, model=1)
+  assert {c['kind'] for c in got['collectives']} == {'all-reduce'}
+  assert got['findings'] == []
+  gradients = sum(c['bytes_per_step'] for c in got['collectives']
+                  if c['purpose'] == 'gradient reduction')
+  assert gradients == pytest.approx(2 * 7 / 8 * 4 * got['num_params'], rel=0.03)
+
+
+def test_flops_split_over_the_devices(gin_file, tmp_path):
+  whole = planned(gin_file, tmp_path, '--devices=1', fsdp=1, model=1)
+  assert whole['collectives'] == []
+  parts = planned(gin_file, tmp_path, fsdp=1, model=1)
+  # All but the relative position bias, which knows no rows: 8 heads, 32 buckets, 32 x 32 pairs.
+  bias = 2 * 2 * 8 * 32 * 32 * 32
+  assert (parts['flops_per_device'] - bias) * 8 == pytest.approx(
+      whole['flops_per_device'] - bias, rel=0.01)
+
+
+def test_a_dry_run_compiles_nothing(gin_file, capsys):
+  assert plan.main(flags(gin_file, '--dry_run')) == 0
+  printed = capsys.readouterr().out
+  assert 'optimizer MiB/device' in printed and 'What a training step sends' not in printed
+
+
+def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
+  with pytest.raises(MeshError, match='fsdp'):
+    plan.main(flags(gin_file, fsdp=3))
+  result = run_here(lambda: plan.main(flags(gin_file, fsdp=3)))
+  assert result.code == 1 and 'MeshError' in result.err and 'Traceback' not in result.err
+
+
+@pytest.mark.parametrize('flag, expected', [
+    ('--hosts=3', '--devices=8 cannot be divided into --hosts=3'),
+    ('--devices=0', 'at least 1'),
+    ('--show=memory', 'invalid choice'),
+    ('--out=nowhere/x.png', "no folder 'nowhere'"),
+])
+def test_wrong_flags_say_what_is_allowed(gin_file, flag, expected):
+  with pytest.raises(ConfigError) as e:
+    plan.main(flags(gin_file, flag))
+  assert expected in str(e.value)
+
+
+def test_more_devices_than_jax_has_started_with_are_refused(gin_file):
+  assert len(jax.devices()) == 8
+  before = os.environ.get('XLA_FLAGS')
+  with pytest.raises(ConfigError, match='started with 8'):
+    plan.main(flags(gin_file, '--devices=16'))
+  assert os.environ.get('XLA_FLAGS') == before
+
+
+def test_help_shows_examples(capsys):
+  with pytest.raises(SystemExit) as e:
+    plan.main(['--help'])
+  assert e.value.code == 0
+  assert '--devices=64 --hosts=8' in capsys.readouterr().out
+
+
+# Of its own process it starts as many devices as it is asked for, without TensorFlow or matplotlib.
+BARE = '''
+import sys
+for name in ('tensorflow', 'tensorflow_datasets', 'seqio', 'matplotlib', 'tensorboardX'):
+  sys.modules[name] = None
+from t5x_gpu import __main__
+sys.argv[1:] = ['plan', '--gin_file=tiny.gin', '--gin.NUM_PARTITIONS=4', '--devices=16',
+                '--hosts=2', '--gin.BATCH_SIZE=16']
+__main__.main()
+'''
+
+
+def test_the_command_plays_any_number_of_devices_on_a_bare_machine(gin_file, tmp_path):
+  done = subprocess.run([sys.executable, '-c', BARE], cwd=tmp_path, capture_output=True, text=True,
+                        timeout=120, env={'PYTHONPATH': str(ROOT), 'PATH': '/usr/bin:/bin',
+                                          'HOME': str(tmp_path)})
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert 'mesh: 2 hosts x 8 GPUs = 16 GPUs' in done.stdout
+  assert 'What a training step sends' in done.stdout
