@@ -132,7 +132,8 @@ def _draw_legend(figure: Any, parameters: Sequence[ArrayLayout], y: float) -> No
   entries = [(f'cut over {a}', AXIS_COLOURS[a]) for a in MESH_AXES if a in used]
   if any(p.is_whole for p in parameters):
     entries.append(('whole on every device', WHOLE))
-  entries += [('(framed: the part of device 0)', 'white'), ('parameter', _PARAMETERS), ('optimizer state', _OPTIMIZER)]
+  entries += [('(framed: the part of device 0)', 'white'), ('parameter', _PARAMETERS),
+              ('optimizer state', _OPTIMIZER)]
   patches = importlib.import_module('matplotlib.patches')
   handles = [patches.Patch(color=colour, label=label) for label, colour in entries]
   figure.legend(handles=handles, loc='upper left', bbox_to_anchor=(0, y), ncols=len(handles),

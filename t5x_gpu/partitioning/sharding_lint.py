@@ -83,34 +83,36 @@ def replicated(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayou
 
 def gathered(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout],
              optimizer: Sequence[ArrayLayout], mesh_shape: Mapping[str, int]) -> list[Finding]:
-  """Returns all-gathers that no parallelism explains, one finding per operation and shape."""
+  """Returns all-gathers that no parallelism explains, one finding per reason."""
   shapes = ParameterShapes(parameters, mesh_shape)
   vocab = {size for p in parameters for name, size in zip(p.names, p.shape) if name == 'vocab'}
   split_axes = {axis for array in (*parameters, *optimizer) for axis in array.mesh_axes}
   enough = TRAFFIC_SHARE * sum(c.bytes_per_call for c in collectives)
-  groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
+  groups: dict[tuple[str, str], list[Collective]] = collections.defaultdict(list)
   for c in collectives:
-    if c.kind == 'all-gather':
-      groups[c.axes, c.shape, c.op_name].append(c)
+    reason = _unexplained(c.axes, c.shape, shapes.find(c.shape), vocab, split_axes)
+    if c.kind == 'all-gather' and reason:
+      groups[reason].append(c)
   found = []
-  for (axes, shape, op_name), members in groups.items():
+  for (what, fix), members in groups.items():
     num_bytes = sum(c.bytes_per_call for c in members)
-    reason = _unexplained(axes, shape, shapes.find(shape), vocab, split_axes)
-    if num_bytes >= enough and reason:
-      what, fix = reason
+    if num_bytes >= enough:
+      largest = max(members, key=lambda c: c.bytes_per_call)
       found.append(Finding(
-          'gathered', f'{what}: all-gather of [{_by(shape)}] over {" and ".join(axes)}, '
-          f'{sum(c.count for c in members)} per step, {_mib(num_bytes)} per device, at '
-          f'{op_name or "an unnamed operation"}{_at(members[0])}.', fix, num_bytes))
+          'gathered', f'{what}: {sum(c.count for c in members)} all-gathers over '
+          f'{" and ".join(largest.axes)} per step send {_mib(num_bytes)} per device; the largest is '
+          f'[{_by(largest.shape)}] at {_place(largest)}.', fix, num_bytes))
   return found
 
 
 def _unexplained(axes: Sequence[str], shape: Sequence[int], matches: Sequence[Match],
                  vocab: set[int], split_axes: set[str]) -> Optional[tuple[str, str]]:
   """Returns (what, fix), or None if the gather is what some parallelism does."""
-  if 'model' in axes and vocab & set(shape):
-    if matches:
-      return (f'The vocabulary of {matches[0].parameter.name} is made whole',
+  if 'model' in axes and vocab & set(shape) and not any(
+      'vocab' not in m.parameter.names for m in matches):
+    tables = [m for m in matches if 'vocab' in m.parameter.names]
+    if tables:
+      return (f'The vocabulary of {tables[0].parameter.name} is made whole',
               'Look it up and multiply by it where its parts are: shard the result by vocab.')
     return ('Logits (or one-hot labels) are made whole over the vocabulary',
             "Keep them split: shard(logits, 'batch', 'length', 'vocab'), and take the loss with "
@@ -153,8 +155,8 @@ def repeated(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout
     more = f' and of {len(losses) - 1} other shapes' if len(losses) > 1 else ''
     found.append(Finding(
         'repeated', f'Gradients of the shape of {name}{more} are reduced ({kind} over '
-        f'{" and ".join(axes)}) {times:g} times per step: {_mib(num_bytes)} per device for nothing, '
-        f'at {example.op_name or "an unnamed operation"}{_at(example)}.',
+        f'{" and ".join(axes)}) {times:g} times per step: {_mib(num_bytes)} per device for '
+        f'nothing, at {_place(example)}.',
         'A loop repeats it: microbatches (NUM_MICROBATCHES), chunks of the loss or pipeline ticks. '
         'Sum the gradients over the loop and reduce once after it.', num_bytes))
   return found
@@ -168,5 +170,6 @@ def _mib(num_bytes: int) -> str:
   return f'{num_bytes / 2**20:.3g} MiB' if num_bytes < 2**30 else f'{num_bytes / 2**30:.3g} GiB'
 
 
-def _at(collective: Collective) -> str:
-  return f' ({collective.source})' if collective.source else ''
+def _place(collective: Collective) -> str:
+  source = f' ({collective.source})' if collective.source else ''
+  return (collective.op_name or 'an unnamed operation') + source
