@@ -167,8 +167,8 @@ class Own:
   def __getattr__(self, name):
     return getattr(self.inner, name)
 
-  def loss(self, params, batch, *, dropout_rng=None):
-    sums = self.inner.loss(params, batch, dropout_rng=dropout_rng)
+  def loss(self, params, batch, *, dropout_key=None):
+    sums = self.inner.loss(params, batch, dropout_key=dropout_key)
     if self.loss_alone:
       return {'loss': sums['loss']}
     total, weight = sums['cross_entropy']

@@ -24,8 +24,8 @@ class Doubled:
   def __getattr__(self, name):
     return getattr(self.inner, name)
 
-  def loss(self, params, batch, *, dropout_rng=None):
-    sums = dict(self.inner.loss(params, batch, dropout_rng=dropout_rng))
+  def loss(self, params, batch, *, dropout_key=None):
+    sums = dict(self.inner.loss(params, batch, dropout_key=dropout_key))
     total, weight = sums['loss']
     return {**sums, 'loss': (2 * total, weight)}
 

@@ -6,7 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.layers.dense import DenseGeneral, fan_in_init
+from t5x_gpu.layers.dense import (
+    DenseGeneral, Initializer, fan_in_init, project_together)
+from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
 from t5x_gpu.partitioning.axis_rules import shard
 
 # Vanishes in a float32 softmax; finite, so that a row with nothing to attend to stays finite too.
@@ -14,9 +16,8 @@ MASKED = -1e10
 
 
 def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
-                          mask: Optional[jax.Array] = None, bias: Optional[jax.Array] = None,
-                          dropout_rate: float = 0.0,
-                          dropout_rng: Optional[jax.Array] = None) -> jax.Array:
+                          mask: Optional[jax.Array] = None,
+                          bias: Optional[jax.Array] = None) -> jax.Array:
   """Returns attention output [batch, q_length, heads, kv], with the softmax in float32.
 
   Args:
@@ -24,8 +25,6 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
     key, value: [batch, kv_length, heads, kv].
     mask: boolean, broadcastable to [batch, heads, q_length, kv_length]; True may attend.
     bias: of the same shape; added to the logits.
-    dropout_rate: of attention weights; one mask [batch, heads, kv_length] for all queries, as T5.
-    dropout_rng: key of the mask; None for no dropout.
   Source: Vaswani et al. 2017, eq. 1. T5 folds 1/sqrt(kv) into the query's initializer.
   """
   logits = jnp.einsum('bqhd,bkhd->bhqk', query, key, preferred_element_type=jnp.float32)
@@ -34,11 +33,6 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
   if mask is not None:
     logits = jnp.where(mask, logits, MASKED)
   weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
-  if dropout_rng is not None and dropout_rate > 0.0:
-    keep = 1.0 - dropout_rate
-    mask_shape = weights.shape[:-2] + (1, weights.shape[-1])
-    mask = jax.random.bernoulli(dropout_rng, keep, mask_shape)
-    weights = weights * (mask / jnp.asarray(keep, weights.dtype)).astype(weights.dtype)
   return jnp.einsum('bhqk,bkhd->bqhd', weights, value)
 
 
@@ -56,29 +50,24 @@ class MultiHeadAttention(nn.Module):
   dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array, kv: jax.Array, *, mask: Optional[jax.Array] = None,
-               bias: Optional[jax.Array] = None, deterministic: bool) -> jax.Array:
-    """Returns [batch, q_length, embed]; queries from `x`, keys and values from `kv`.
+  def __call__(self, x: jax.Array, *, mask: Optional[jax.Array] = None,
+               bias: Optional[jax.Array] = None,
+               dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
+    """Returns self-attention [batch, length, embed] of `x`, of the same shape.
 
-    `mask` and `bias` as in `dot_product_attention`.
+    `mask` and `bias` as in `dot_product_attention`; no dropout without `dropout_rng`.
     """
-    heads = (self.num_heads, self.head_dim)
-
-    def project(name: str, inputs: jax.Array, scale: float = 1.0) -> jax.Array:
-      init = fan_in_init(num_in=1, distribution='normal', scale=scale)
-      out = DenseGeneral(heads, ('embed', 'heads', 'kv'), kernel_init=init, dtype=self.dtype,
-                         name=name)(inputs)
-      return shard(out, 'batch', 'length', 'heads', 'kv')
-
+    def init(scale: float = 1.0) -> Initializer:
+      return fan_in_init(num_in=1, distribution='normal', scale=scale)
     # Variance divided by head_dim: the 1/sqrt(kv) of the softmax, folded into the initializer.
-    query = project('query', x, scale=1.0 / self.head_dim)
-    key, value = project('key', kv), project('value', kv)
-    use_dropout = self.dropout_rate > 0.0 and not deterministic
-    out = dot_product_attention(query, key, value, mask=mask, bias=bias,
-                                dropout_rate=self.dropout_rate,
-                                dropout_rng=self.make_rng('dropout') if use_dropout else None)
+    query, key, value = project_together(
+        x, {'query': init(1.0 / self.head_dim), 'key': init(), 'value': init()},
+        features=(self.num_heads, self.head_dim), axes=('embed', 'heads', 'kv'), dtype=self.dtype)
+    # T5 drops an attention weight for all queries at once: the same as dropping a value.
+    value = dropout_positions(value, self.dropout_rate, dropout_rng)
+    out = dot_product_attention(query, key, value, mask=mask, bias=bias)
     out = shard(out, 'batch', 'length', 'heads', 'kv')
-    init = fan_in_init(num_in=2, distribution='normal')
-    out = DenseGeneral((x.shape[-1],), ('heads', 'kv', 'embed'), num_in=2, kernel_init=init,
+    out = DenseGeneral((x.shape[-1],), ('heads', 'kv', 'embed'), num_in=2,
+                       kernel_init=fan_in_init(num_in=2, distribution='normal'),
                        dtype=self.dtype, name='out')(out)
-    return shard(out, 'batch', 'length', 'embed')
+    return shard(out, 'batch', 'residual_length', 'embed')

@@ -1,14 +1,14 @@
 """Linear maps over named axes, and the initializers that T5 uses."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.partitioning.axis_rules import with_axes
+from t5x_gpu.partitioning.axis_rules import split_axis, shard, with_axes
 
 Initializer = Callable[..., jax.Array]
 
@@ -66,3 +66,40 @@ class DenseGeneral(nn.Module):
                         self.features, jnp.float32)
       y = y + bias.astype(self.dtype)
     return y
+
+
+def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *,
+                     features: tuple[int, ...], axes: tuple[str, ...],
+                     dtype: Any = jnp.float32) -> list[jax.Array]:
+  """Returns several linear maps [batch, length, *features] of `x` [batch, length, inputs].
+
+  To be called in a module, which gets a submodule with a kernel for each map: queries, keys and
+  values; the branches of a gated MLP. Where their features are split, one matmul does them all:
+  its input is then gathered once and the gradient of its input reduced once, not once per map.
+
+  Args:
+    x: the input of all.
+    kernel_inits: name of each map -> initializer of its kernel [inputs, *features].
+    features: sizes of the output dimensions of each map.
+    axes: names of a kernel's dimensions; the input's first, then those of `features`.
+    dtype: of the computation; the kernels are kept in float32.
+  """
+  x = x.astype(dtype)
+  shape = (x.shape[-1], *features)
+  kernels = [_Kernel(shape, axes, init, name=name)().astype(dtype)
+             for name, init in kernel_inits.items()]
+  if len(kernels) > 1 and split_axis(axes[1]):
+    y = jnp.tensordot(x, jnp.stack(kernels, axis=1), 1)
+    y = shard(y, 'batch', 'length', None, *axes[1:])
+    return [y[:, :, i] for i in range(len(kernels))]
+  return [shard(jnp.tensordot(x, kernel, 1), 'batch', 'length', *axes[1:]) for kernel in kernels]
+
+
+class _Kernel(nn.Module):
+  shape: tuple[int, ...]
+  axes: tuple[str, ...]
+  init: Initializer
+
+  @nn.compact
+  def __call__(self) -> jax.Array:
+    return self.param('kernel', with_axes(self.init, self.axes), self.shape, jnp.float32)

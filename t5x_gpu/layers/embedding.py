@@ -1,19 +1,20 @@
-"""The token table: ids to vectors, and vectors to logits when the two are tied."""
+"""The token table: ids to vectors."""
 
-from typing import Any
+from typing import Any, Optional
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from t5x_gpu.partitioning.axis_rules import is_split, shard, with_axes
+from t5x_gpu.partitioning.axis_rules import shard, split_axis, with_axes
 
 
 class Embedding(nn.Module):
   """A table [vocab, embed].
 
-  Rows are gathered, or, where the vocabulary is split, read by a one-hot matmul, which stays local
-  to its part of the table. The matmul costs as much as the output projection: not for all.
+  Where the vocabulary is split, each device looks up the ids of its own rows and the vectors are
+  summed over the devices: no device ever holds the whole table.
 
   Attributes:
     vocab_size: rows, at least the largest id + 1.
@@ -31,15 +32,45 @@ class Embedding(nn.Module):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns [batch, length, embed] from ids [batch, length]."""
-    table = self.embedding.astype(self.dtype)
-    if is_split('vocab'):
-      vocab_iota = jax.lax.iota(jnp.int32, self.vocab_size)
-      one_hot = (ids[..., None] == vocab_iota).astype(self.dtype)
-      out = shard(one_hot, 'batch', 'length', 'vocab') @ table
-    else:
-      out = jnp.take(table, ids, axis=0, mode='clip')
-    return shard(out, 'batch', 'length', 'embed')
+    out = _lookup(split_axis('vocab'), self.embedding, ids).astype(self.dtype)
+    return shard(out, 'batch', 'residual_length', 'embed')
 
-  def attend(self, x: jax.Array) -> jax.Array:
-    """Returns tied logits [batch, length, vocab] from [batch, length, embed]."""
-    return jnp.einsum('ble,ve->blv', x.astype(self.dtype), self.embedding.astype(self.dtype))
+
+def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
+  """Returns the rows `ids` of a table, whose rows may be split over the mesh axis `axis`."""
+  def local(table: jax.Array, ids: jax.Array) -> jax.Array:
+    here, mine = _own(axis, table, ids)
+    rows = jnp.where(mine[..., None], jnp.take(table, here, axis=0, mode='clip'), 0)
+    return jax.lax.psum(rows, axis)
+  if axis is None:
+    return jnp.take(table, ids, axis=0, mode='clip')
+  return jax.shard_map(local, axis_names={axis}, in_specs=(P(axis), P()), out_specs=P())(table, ids)
+
+
+def _rows_forward(axis: Optional[str], table: jax.Array, ids: jax.Array) -> Any:
+  return _rows(axis, table, ids), (table, ids)
+
+
+def _rows_backward(axis: Optional[str], saved: Any, gradient: jax.Array) -> Any:
+  """Adds in float32: a common token has thousands of terms."""
+  def local(table: jax.Array, ids: jax.Array, gradient: jax.Array) -> jax.Array:
+    here, mine = _own(axis, table, ids)
+    here = jnp.where(mine, here, table.shape[0])  # out of bounds: dropped
+    zeros = jnp.zeros_like(table, jnp.float32)
+    return zeros.at[here].add(gradient.astype(jnp.float32), mode='drop').astype(table.dtype)
+  if axis is not None:
+    local = jax.shard_map(local, axis_names={axis}, in_specs=(P(axis), P(), P()),
+                          out_specs=P(axis))
+  return local(*saved, gradient), None
+
+
+def _own(axis: Optional[str], table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the row of each id in this device's part of the table, and whether it is there."""
+  first = 0 if axis is None else jax.lax.axis_index(axis) * table.shape[0]
+  here = jnp.clip(ids, 0) - first
+  return here, (here >= 0) & (here < table.shape[0])
+
+
+# With a gradient of its own: one that JAX derives cannot cross a region inside a region.
+_lookup = jax.custom_vjp(_rows, nondiff_argnums=(0,))
+_lookup.defvjp(_rows_forward, _rows_backward)

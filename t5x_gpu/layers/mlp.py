@@ -1,14 +1,17 @@
 """The MLP of a block, plain or gated."""
 
+import functools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError, did_you_mean
-from t5x_gpu.layers.dense import DenseGeneral
+from t5x_gpu.layers.dense import DenseGeneral, fan_in_init, project_together
+from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.partitioning.axis_rules import shard
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -44,16 +47,15 @@ class Mlp(nn.Module):
   dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array, *, deterministic: bool) -> jax.Array:
-    """Returns [batch, length, embed] from the same."""
-    hidden = None
-    for i, name in enumerate(self.activations):
-      wi = DenseGeneral((self.mlp_dim,), ('embed', 'mlp'), dtype=self.dtype,
-                        name='wi' if len(self.activations) == 1 else f'wi_{i}')
-      branch = activation(name)(wi(x))
-      hidden = branch if hidden is None else hidden * branch
-    hidden = shard(hidden, 'batch', 'length', 'mlp')
-    hidden = nn.Dropout(self.dropout_rate, broadcast_dims=(-2,))(hidden,
-                                                                 deterministic=deterministic)
+  def __call__(self, x: jax.Array, *, dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
+    """Returns [batch, length, embed] from the same; no dropout without `dropout_rng`."""
+    init = fan_in_init(num_in=1, distribution='truncated_normal')
+    names = ['wi'] if len(self.activations) == 1 else [
+        f'wi_{i}' for i in range(len(self.activations))]
+    branches = project_together(x, dict.fromkeys(names, init), features=(self.mlp_dim,),
+                                axes=('embed', 'mlp'), dtype=self.dtype)
+    hidden = functools.reduce(operator.mul, (
+        activation(name)(y) for name, y in zip(self.activations, branches)))
+    hidden = dropout(shard(hidden, 'batch', 'length', 'mlp'), self.dropout_rate, dropout_rng)
     out = DenseGeneral((x.shape[-1],), ('mlp', 'embed'), dtype=self.dtype, name='wo')(hidden)
-    return shard(out, 'batch', 'length', 'embed')
+    return shard(out, 'batch', 'residual_length', 'embed')

@@ -10,19 +10,27 @@ import jax.numpy as jnp
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.data.features import batch_spec
 from t5x_gpu.errors import ModelError
+from t5x_gpu.layers.dropout import DropoutRng, dropout
+from t5x_gpu.layers.embedding import Embedding
+from t5x_gpu.layers.masks import decoder_mask
+from t5x_gpu.layers.norm import RMSNorm
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
+from t5x_gpu.models.heads import TokenLogits
 from t5x_gpu.models.losses import Sums, cross_entropy
-from t5x_gpu.models.transformer import Decoder
+from t5x_gpu.models.transformer import DecoderLayer, init_layers, relative_bias, scan_layers
+from t5x_gpu.partitioning import fsdp
 
 Params = Any
-# A batch on devices: feature name -> [batch, length].
+# A batch on devices: feature name -> [batch, length], and 'rows' [batch] where dropout needs it.
 DeviceBatch = Mapping[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderOnlyModel:
   """A causal or prefix language model.
+
+  `loss` is `embed`, `run_layers` and `head` in a row; a pipeline runs each where it belongs.
 
   Attributes:
     config: sizes of the decoder.
@@ -43,10 +51,6 @@ class DecoderOnlyModel:
         raise ModelError(f'{name} = {getattr(self, name)} is out of range.',
                          fix='Set z_loss to 0 or more (1e-4 is usual), label_smoothing to 0 or '
                              'more and below 1.', parameters=(f'DecoderOnlyModel.{name}',))
-
-  @property
-  def decoder(self) -> Decoder:
-    return Decoder(self.config)
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns how SeqIO features become the model's: 'prefix_lm' with inputs, else 'lm'."""
@@ -71,25 +75,90 @@ class DecoderOnlyModel:
 
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
     """Returns freshly drawn parameters, boxed with their axis names (`NamedParam`)."""
-    tokens = jnp.zeros(spec.shapes['decoder_target_tokens'], jnp.int32)
-    return self.decoder.init(rng, tokens, tokens, deterministic=True)['params']
+    del spec  # of what fits any length
+    c = self.config
+    keys = dict(zip(('token_embedder', 'relpos_bias', 'layers', 'decoder_norm', 'logits_dense'),
+                    jax.random.split(rng, 5)))
+    tokens, x = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, c.embed_dim), c.compute_dtype)
+    params = {
+        'token_embedder': self._embedding.init(keys['token_embedder'], tokens)['params'],
+        'layers': init_layers(DecoderLayer(c), keys['layers'], x, jnp.ones((1, 1, 1, 1), bool),
+                              None, None, num_layers=c.num_layers),
+        'decoder_norm': self._norm.init(keys['decoder_norm'], x)['params']}
+    if c.relative_bias == 'shared':
+      params['relpos_bias'] = relative_bias(c).init(
+          keys['relpos_bias'], 1, 1, bidirectional=False)['params']
+    if not c.logits_via_embedding:
+      params['logits_dense'] = TokenLogits(c).init(keys['logits_dense'], x, None)['params']
+    return params
+
+  @property
+  def _embedding(self) -> Embedding:
+    return Embedding(self.config.vocab_size, self.config.embed_dim, dtype=self.config.compute_dtype)
+
+  @property
+  def _norm(self) -> RMSNorm:
+    return RMSNorm(dtype=self.config.compute_dtype)
+
+  def embed(self, params: Params, batch: DeviceBatch, *,
+            dropout_key: Optional[jax.Array] = None) -> jax.Array:
+    """Returns [batch, length, embed], what the first layer gets."""
+    table = fsdp.whole(params['token_embedder'], self.config.compute_dtype)
+    x = self._embedding.apply({'params': table}, batch['decoder_input_tokens'])
+    return dropout(x, self.config.dropout_rate, _dropout_rng(dropout_key, batch, 'embed'))
+
+  def run_layers(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
+                 dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> jax.Array:
+    """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
+    c = self.config
+    prefix = batch['decoder_causal_attention'] if self.uses_prefix(batch) else None
+    mask = decoder_mask(batch['decoder_target_tokens'], prefix=prefix,
+                        segment_ids=batch.get('decoder_segment_ids'))
+    bias = None
+    if c.relative_bias == 'shared':
+      bias = relative_bias(c).apply({'params': params['relpos_bias']}, x.shape[1], x.shape[1],
+                                    bidirectional=False)
+    return scan_layers(DecoderLayer(c), params['layers'], x, mask, bias, config=c,
+                       dropout_rng=_dropout_rng(dropout_key, batch, 'layers'),
+                       first_layer=first_layer)
+
+  def _logits(self, params: Params, x: jax.Array, batch: DeviceBatch,
+              dropout_key: Optional[jax.Array]) -> jax.Array:
+    c = self.config
+    x = self._norm.apply({'params': fsdp.whole(params['decoder_norm'], c.compute_dtype)}, x)
+    x = dropout(x, c.dropout_rate, _dropout_rng(dropout_key, batch, 'head'))
+    own = fsdp.whole(params.get('logits_dense', {}), c.compute_dtype)
+    table = None
+    if c.logits_via_embedding:
+      table = fsdp.whole(params['token_embedder'], c.compute_dtype)['embedding']
+    return TokenLogits(c).apply({'params': own}, x, table)
+
+  def head(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
+           dropout_key: Optional[jax.Array] = None) -> Sums:
+    """Returns sums over target tokens from `x`, what the last layer returned."""
+    logits = self._logits(params, x, batch, dropout_key)
+    return cross_entropy(logits, batch['decoder_target_tokens'], batch['decoder_loss_weights'],
+                         z_loss=self.z_loss, label_smoothing=self.label_smoothing)
 
   def logits(self, params: Params, batch: DeviceBatch, *,
-             dropout_rng: Optional[jax.Array] = None) -> jax.Array:
+             dropout_key: Optional[jax.Array] = None) -> jax.Array:
     """Returns [batch, length, vocab] in float32; dropout only with a key for it."""
-    prefix = batch['decoder_causal_attention'] if self.uses_prefix(batch) else None
-    return self.decoder.apply(
-        {'params': params}, batch['decoder_input_tokens'], batch['decoder_target_tokens'],
-        segment_ids=batch.get('decoder_segment_ids'), prefix=prefix,
-        deterministic=dropout_rng is None,
-        rngs={} if dropout_rng is None else {'dropout': dropout_rng})
+    x = self.embed(params, batch, dropout_key=dropout_key)
+    x = self.run_layers(params, x, batch, dropout_key=dropout_key)
+    return self._logits(params, x, batch, dropout_key)
 
   def uses_prefix(self, batch: DeviceBatch) -> bool:
     return self.inputs_bidirectional_attention and 'decoder_causal_attention' in batch
 
   def loss(self, params: Params, batch: DeviceBatch, *,
-           dropout_rng: Optional[jax.Array] = None) -> Sums:
+           dropout_key: Optional[jax.Array] = None) -> Sums:
     """Returns sums over target tokens; 'loss' is what training minimises, per token."""
-    logits = self.logits(params, batch, dropout_rng=dropout_rng)
-    return cross_entropy(logits, batch['decoder_target_tokens'], batch['decoder_loss_weights'],
-                         z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+    x = self.embed(params, batch, dropout_key=dropout_key)
+    x = self.run_layers(params, x, batch, dropout_key=dropout_key)
+    return self.head(params, x, batch, dropout_key=dropout_key)
+
+
+def _dropout_rng(key: Optional[jax.Array], batch: DeviceBatch, part: str) -> Optional[DropoutRng]:
+  if key is None:
+    return None
+  return DropoutRng(key, batch['rows'], batch.get('positions')).at(part)

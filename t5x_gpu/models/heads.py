@@ -1,13 +1,13 @@
 """Output projections on top of a stack."""
 
 import functools
+from typing import Optional
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.dense import DenseGeneral
-from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.axis_rules import shard
 
@@ -17,11 +17,18 @@ class TokenLogits(nn.Module):
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x: jax.Array, embedding: Embedding) -> jax.Array:
-    """Returns [batch, length, vocab] in float32 from [batch, length, embed]."""
+  def __call__(self, x: jax.Array, table: Optional[jax.Array]) -> jax.Array:
+    """Returns [batch, length, vocab] in float32 from [batch, length, embed].
+
+    Args:
+      x: what the last norm returned.
+      table: [vocab, embed] token table, for tied logits only.
+    """
+    x = shard(x, 'batch', 'length', 'embed')
     if self.config.logits_via_embedding:
       # The table has unit variance, so the product grows with sqrt(embed_dim).
-      logits = embedding.attend(x / jnp.sqrt(jnp.asarray(x.shape[-1], x.dtype)))
+      x = x / jnp.sqrt(jnp.asarray(x.shape[-1], x.dtype))
+      logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype))
     else:
       # Accumulated and kept in float32: the softmax over the vocabulary needs the digits.
       dot_general = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)

@@ -35,7 +35,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *,
   else:
     nll = log_z - target_logit
   z = z_loss * jax.lax.square(log_z)
-  correct = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+  # No argmax: where `vocab` is split it would gather the logits.
+  correct = (target_logit >= jnp.max(logits, axis=-1)).astype(jnp.float32)
   weight = jnp.sum(weights)
   total = {'loss': nll + z, 'cross_entropy': nll, 'z_loss': z, 'accuracy': correct}
   return {name: (jnp.sum(value * weights), weight) for name, value in total.items()}

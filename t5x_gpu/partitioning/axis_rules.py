@@ -25,6 +25,7 @@ from t5x_gpu.errors import MeshError, ShapeError, did_you_mean
 AXES: dict[str, str] = {
     'batch': 'examples of the global batch',
     'length': 'positions of a sequence',
+    'residual_length': 'positions between the matmuls: of norms, dropout and residuals',
     'embed': 'features of the residual stream',
     'mlp': 'hidden features of the MLP',
     'heads': 'attention heads',
@@ -32,6 +33,7 @@ AXES: dict[str, str] = {
     'kv': 'features of one head',
     'vocab': 'token ids',
     'layers': 'layers of a stack',
+    'experts': 'experts of a mixture-of-experts MLP',
     'relpos_buckets': 'buckets of the relative position bias',
 }
 
@@ -45,14 +47,22 @@ Table = Mapping[str, tuple[str, ...]]
 class AxisRules:
   """Which mesh axes split each array axis, for parameters and for activations.
 
-  The two differ: FSDP splits a parameter's `embed` but an activation's `batch`.
+  The two differ: FSDP splits a parameter's `embed` but an activation's `batch`. `optimizer` is what
+  splits the optimizer's state further than its parameter (ZeRO-1).
   """
   parameters: Table = dataclasses.field(default_factory=dict)
   activations: Table = dataclasses.field(default_factory=dict)
+  optimizer: Table = dataclasses.field(default_factory=dict)
 
   def __add__(self, other: 'AxisRules') -> 'AxisRules':
     return AxisRules(_joined(self.parameters, other.parameters),
-                     _joined(self.activations, other.activations))
+                     _joined(self.activations, other.activations),
+                     _joined(self.optimizer, other.optimizer))
+
+  @property
+  def state(self) -> Table:
+    """Array axis -> mesh axes of the optimizer's state."""
+    return _joined(self.parameters, self.optimizer)
 
 
 def _joined(a: Table, b: Table) -> Table:
@@ -136,11 +146,13 @@ def shard(x: jax.Array, *names: Optional[str]) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, spec)
 
 
-def is_split(name: str) -> bool:
-  """Returns whether the active rules split activations along `name`."""
+def split_axis(name: str) -> Optional[str]:
+  """Returns the mesh axis over which the active rules split activations along `name`, or None."""
   active = _active.get()
-  return active is not None and any(
-      active.mesh_shape.get(axis, 1) > 1 for axis in active.rules.activations.get(name, ()))
+  axes = [] if active is None else [axis for axis in active.rules.activations.get(name, ())
+                                    if active.mesh_shape.get(axis, 1) > 1]
+  assert len(axes) <= 1, (name, axes)
+  return axes[0] if axes else None
 
 
 @flax.struct.dataclass

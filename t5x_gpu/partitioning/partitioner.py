@@ -17,18 +17,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu.errors import MeshError, all_problems
-from t5x_gpu.partitioning import data_parallel, fsdp, tensor_parallel
-from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, partition_spec, use_rules
+from t5x_gpu.partitioning import data_parallel, fsdp, sequence_parallel, tensor_parallel
+from t5x_gpu.partitioning.axis_rules import (
+    AxisNames, AxisRules, Table, partition_spec, use_rules)
 from t5x_gpu.partitioning.mesh import build_mesh, check_model_sizes, mesh_table
 from t5x_gpu.partitioning.mesh_sizes import MeshSizes, resolve_mesh_sizes
+from t5x_gpu.partitioning.region import Region
 from t5x_gpu.runtime.topology import Device, Topology
 
 # What a user sets to change the size of an array axis, for errors.
 SET_BY = {'batch': 'BATCH_SIZE', 'length': 'TASK_FEATURE_LENGTHS',
           'heads': 'TransformerConfig.num_heads', 'mlp': 'TransformerConfig.mlp_dim',
           'embed': 'TransformerConfig.embed_dim', 'vocab': 'TransformerConfig.vocab_size'}
-
-STANDARD_RULES = data_parallel.rules() + fsdp.rules() + tensor_parallel.rules()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Partitioner:
       or is a whole multiple of them.
     model_parallel_submesh: T5X's other way to say the same; not together with num_partitions.
     data: replicas; -1 takes what is left over.
-    fsdp: parts of parameters and optimizer state (ZeRO-3).
+    fsdp: parts of parameters and optimizer state.
+    zero_stage: what `fsdp` splits: 1 the optimizer state, 2 gradients as well, 3 parameters as well.
+    sequence_parallel: split norms and residuals over `model` by position.
     ici_mesh_shape: axis -> size inside a host, one may be -1; instead of the sizes above.
     dcn_mesh_shape: axis -> size across hosts, one may be -1.
   """
@@ -48,6 +50,8 @@ class Partitioner:
   model_parallel_submesh: Optional[Sequence[int]] = None
   data: int = -1
   fsdp: int = 1
+  zero_stage: int = 3
+  sequence_parallel: bool = False
   ici_mesh_shape: Optional[Mapping[str, int]] = None
   dcn_mesh_shape: Optional[Mapping[str, int]] = None
 
@@ -57,6 +61,11 @@ class Partitioner:
         topology, num_partitions=self.num_partitions,
         model_parallel_submesh=self.model_parallel_submesh, data=self.data, fsdp=self.fsdp,
         ici_mesh_shape=self.ici_mesh_shape, dcn_mesh_shape=self.dcn_mesh_shape)
+
+  def rules(self) -> AxisRules:
+    """Returns the sum of the rules of every parallelism in use."""
+    rules = data_parallel.rules() + fsdp.rules(self.zero_stage) + tensor_parallel.rules()
+    return rules + sequence_parallel.rules() if self.sequence_parallel else rules
 
   def lay_out(self, topology: Topology, devices: Sequence[Device], *,
               logical_sizes: Mapping[str, int]) -> 'Layout':
@@ -76,7 +85,7 @@ class Partitioner:
           f'{" and ".join(f"{a} = {sizes.total[a]}" for a in unknown)}: no rules split anything '
           'over these axes yet.', fix=f'Set {" and ".join(unknown)} to 1.',
           parameters=('Partitioner.ici_mesh_shape', 'Partitioner.dcn_mesh_shape'))
-    rules = STANDARD_RULES
+    rules = self.rules()
     problems = [problem for table in (rules.activations, rules.parameters)
                 for problem in check_model_sizes(
                     sizes, logical_sizes, {name: table.get(name, ()) for name in logical_sizes},
@@ -87,7 +96,7 @@ class Partitioner:
                       parameters=('Partitioner.num_partitions', 'Partitioner.fsdp',
                                   'Partitioner.data', 'BATCH_SIZE'), docs='mesh.md#sizes')
     return Layout(mesh=build_mesh(sizes, topology, devices), rules=rules, sizes=sizes,
-                  topology=topology)
+                  topology=topology, zero_stage=self.zero_stage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +108,18 @@ class Layout:
     rules: which mesh axes split each array axis.
     sizes: where the mesh's shape comes from.
     topology: hosts and devices per host.
+    zero_stage: see partitioning/fsdp.py.
   """
   mesh: Mesh
   rules: AxisRules
   sizes: MeshSizes
   topology: Topology
+  zero_stage: int = 3
+
+  @property
+  def region(self) -> Region:
+    """The region of a step in which collectives are written out."""
+    return Region(self.rules, self.mesh.shape, self.zero_stage)
 
   @property
   def replicated(self) -> NamedSharding:
@@ -114,13 +130,21 @@ class Layout:
     """In how many parts the rows of a batch are split; a batch's size is a multiple of it."""
     return math.prod(self.mesh.shape[a] for a in self.rules.activations['batch'])
 
-  def state_shardings(self, abstract: Any, names: Any) -> Any:
-    """Returns a tree of NamedSharding for arrays (or shapes) whose axes are called `names`."""
+  def shardings(self, abstract: Any, names: Any, table: Optional[Table] = None) -> Any:
+    """Returns a tree of NamedSharding for arrays (or shapes) whose axes are called `names`.
+
+    Args:
+      abstract: arrays or shapes.
+      names: tree of AxisNames.
+      table: array axis -> mesh axes; that of parameters by default.
+    """
+    table = self.rules.parameters if table is None else table
+
     def sharding(path: Any, axis_names: AxisNames, array: Any) -> NamedSharding:
       what = jax.tree_util.keystr(path, simple=True, separator='/')
       return NamedSharding(self.mesh, partition_spec(
-          axis_names.names, array.shape, table=self.rules.parameters,
-          mesh_shape=self.mesh.shape, what=what))
+          axis_names.names, array.shape, table=table, mesh_shape=self.mesh.shape,
+          what=what))
     return jax.tree_util.tree_map_with_path(sharding, names, abstract)
 
   def batch_shardings(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, NamedSharding]:

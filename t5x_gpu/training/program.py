@@ -18,7 +18,8 @@ from t5x_gpu.runtime import xla_flags
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.train_state import TrainState, new_state, state_names
-from t5x_gpu.training.train_step import check_microbatches, make_eval_step, make_train_step
+from t5x_gpu.training.gradients import make_eval_step, make_gradients
+from t5x_gpu.training.train_step import check_microbatches, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,19 +86,26 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
     params, _ = split_names(init_boxed())
     return new_state(params, optimizer, names)
   abstract = jax.eval_shape(init)
-  shardings = layout.state_shardings(abstract, all_names)
+  shardings = TrainState(
+      step=layout.replicated, params=layout.shardings(abstract.params, names),
+      opt_state=layout.shardings(abstract.opt_state, all_names.opt_state, layout.rules.state))
   batch_shardings = layout.batch_shardings(spec.shapes)
-  step = make_train_step(model=model, optimizer=optimizer, schedule=schedule, names=names,
-                         seed=seed, num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
+  region = layout.region
+  gradients = make_gradients(model=model, region=region, names=names,
+                             num_microbatches=num_microbatches)
+  step = make_train_step(gradients=gradients, optimizer=optimizer, schedule=schedule, names=names,
+                         seed=seed, max_grad_norm=max_grad_norm,
                          loss_normalizing_factor=loss_normalizing_factor)
   return Program(
       layout=layout, spec=spec, names=all_names,
       abstract_state=jax.tree.map(
           lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
-      init=layout.jit(init, out_shardings=shardings),
+      # Without rules: the forward pass of an initialisation is never computed.
+      init=LaidOut(layout.mesh, jax.jit(init, out_shardings=shardings)),
       train_step=layout.jit(step, in_shardings=(shardings, batch_shardings), donate_argnums=0,
                             out_shardings=(shardings, layout.replicated)),
-      eval_step=layout.jit(make_eval_step(model=model), out_shardings=layout.replicated,
+      eval_step=layout.jit(make_eval_step(model=model, region=region, names=names),
+                           out_shardings=layout.replicated,
                            in_shardings=(shardings.params, None)))  # its batches may differ
 
 

@@ -32,7 +32,8 @@ def logits_of(model, params, batch):
 
 
 def loss_of(model, params, batch, key=None):
-  sums = jax.jit(lambda p, b, k: model.loss(p, b, dropout_rng=k))(params, batch, key)
+  batch = {**batch, 'rows': np.arange(batch['decoder_target_tokens'].shape[0])}
+  sums = jax.jit(lambda p, b, k: model.loss(p, b, dropout_key=k))(params, batch, key)
   return sums['loss'][0]
 
 

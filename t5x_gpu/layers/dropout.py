@@ -1,0 +1,69 @@
+"""Dropout whose masks depend on the example, never on the topology.
+
+A mask is a function of (seed, step, layer, site, number of the example in the global batch), so that
+one device and a cluster, one microbatch and many, drop the same features.
+"""
+
+import zlib
+from typing import Any, Optional
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class DropoutRng:
+  """What the masks of one layer are made from.
+
+  Attributes:
+    key: of this step and layer.
+    rows: [batch] number of each example in the global batch.
+    positions: [length] of each token in its row, where the row is split; None for 0, 1, 2, ...
+  """
+  key: jax.Array
+  rows: jax.Array
+  positions: Optional[jax.Array] = None
+
+  def fold(self, number: Any) -> 'DropoutRng':
+    """Returns the source of layer `number`'s masks."""
+    return self.replace(key=jax.random.fold_in(self.key, number))
+
+  def at(self, site: str) -> 'DropoutRng':
+    """Returns the source of the masks of one place in a layer."""
+    return self.fold(zlib.crc32(site.encode()))
+
+  def row_keys(self) -> jax.Array:
+    """Returns [batch] keys, one per example."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(self.key, self.rows)
+
+
+def dropout(x: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
+  """Returns `x` [batch, length, ...] with features dropped: one mask for all positions, as T5 does.
+
+  Args:
+    x: at least [batch, length, features].
+    rate: share that is dropped; the rest is scaled up.
+    rng: None for no dropout.
+  """
+  if rng is None or rate == 0.0:
+    return x
+  shape = (1,) + x.shape[2:]
+  mask = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, shape))(rng.row_keys())
+  return _masked(x, mask, rate)
+
+
+def dropout_positions(x: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
+  """Returns `x` [batch, length, heads, kv] with whole vectors [kv] dropped, by position and head."""
+  if rng is None or rate == 0.0:
+    return x
+  positions = jnp.arange(x.shape[1]) if rng.positions is None else rng.positions
+
+  def of_row(key: jax.Array) -> jax.Array:
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
+    return jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, (x.shape[2], 1)))(keys)
+  return _masked(x, jax.vmap(of_row)(rng.row_keys()), rate)
+
+
+def _masked(x: jax.Array, mask: jax.Array, rate: float) -> jax.Array:
+  return x * (mask / jnp.asarray(1.0 - rate, x.dtype)).astype(x.dtype)
