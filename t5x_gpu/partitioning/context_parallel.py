@@ -3,11 +3,11 @@
 What is split: `length` of activations over `context`; parameters are whole. What moves: in every
 layer, keys and values, forward and backward, and their gradients. `ring_attention` sends them from
 neighbour to neighbour behind the matmuls and holds logits of one block only; `gathered_attention`
-gathers them first: fewer bytes, none of them hidden, and logits [batch, heads, length / context,
-length]. When: the activations of one long sequence do not fit, or the batch has fewer rows than
-there are GPUs. The ring for long sequences, gathering for short rings.
-Source: Liu et al. 2023 (Ring Attention); Brandon et al. 2023 (Striped Attention), on causal balance;
-Llama Team 2024 (Llama 3), section 3.3.2: two chunks per device, from both ends, and gathering.
+gathers them first: fewer bytes, none of them hidden, and logits of all local queries and the whole
+length. When: the activations of one long sequence do not fit, or there are more GPUs than rows. The
+ring for long sequences, gathering for short ones.
+Source: Liu et al. 2023 (Ring Attention); Brandon et al. 2023 (Striped Attention), balanced causal
+work; Llama Team 2024 (Llama 3), section 3.3.2: a chunk from both ends per device, and gathering.
 """
 
 import math

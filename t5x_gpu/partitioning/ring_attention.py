@@ -2,9 +2,13 @@
 
 `ring_attention` is called where `axis` is manual (inside `jax.shard_map`), with the local part of
 every array, and returns the local part of dense attention over the whole length. Keys and values
-pass from neighbour to neighbour while it computes; no device holds more than two parts of them. What
-may attend to what, and any bias, is the caller's: `logits_fn` sees one block of queries and one of
-keys, with whatever is known per position (`q_info`, `kv_info`), in whatever order positions lie.
+pass from neighbour to neighbour while it computes; no device holds more than two parts of them.
+What may attend to what, and any bias, is the caller's: `logits_fn` sees one block of queries and
+one of keys, with whatever is known per position (`q_info`, `kv_info`), in whatever order positions
+lie.
+
+Not to be called in a branch of a conditional that only some devices take: a collective-permute
+waits for all of the mesh, where `gathered_attention` waits for its group (a pipeline stage, say).
 
 Source: Liu et al. 2023 (Ring Attention); Dao 2023 (FlashAttention-2) for the running softmax and
 its backward pass.

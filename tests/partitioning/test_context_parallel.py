@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 from hypothesis import given, settings, strategies as st
 import jax
@@ -15,6 +14,7 @@ from t5x_gpu.layers import attention
 from t5x_gpu.layers.masks import decoder_mask
 from t5x_gpu.layers.positions import relative_position_buckets
 from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
+from t5x_gpu.partitioning.collectives import chosen, inventory, total_bytes
 from t5x_gpu.partitioning.context_parallel import (
     causal_pairs, check, gathered_attention, length_order, local_positions, rules,
     traffic_per_step)
@@ -51,7 +51,7 @@ def may_attend(q, kv):
 
 
 def logits_fn_for(length: int, *, poisoned: bool = False):
-  """Returns the logits of causal attention with T5's bias; `poisoned`: NaN where nothing attends."""
+  """Returns logits of causal attention with T5's bias; `poisoned`: NaN where nothing attends."""
   by_distance = buckets_by_distance(length)
 
   def logits_fn(table, query, key, q_info, kv_info):
@@ -106,10 +106,14 @@ def results_of(arrays, info, attend=dense):
   return out, *grads
 
 
-@functools.cache
-def compiled(mesh_sizes, attend=ring, *, length=LENGTH, batch=BATCH, dtype=jnp.float32,
+def compiled(mesh_shape, attend, *, length=LENGTH, batch=BATCH, dtype=np.float32,
              logits_fn=logits_fn_for):
   """Returns a function like `results_of`, compiled; its arrays are laid out by `length_order`."""
+  return _compiled(tuple(mesh_shape.items()), attend, length, batch, np.dtype(dtype), logits_fn)
+
+
+@functools.cache
+def _compiled(mesh_sizes, attend, length, batch, dtype, logits_fn):
   mesh_shape = dict(mesh_sizes)
   devices = np.array(jax.devices()[:math.prod(mesh_shape.values())])
   mesh = Mesh(devices.reshape(list(mesh_shape.values())), list(mesh_shape),
@@ -141,16 +145,15 @@ def compiled(mesh_sizes, attend=ring, *, length=LENGTH, batch=BATCH, dtype=jnp.f
   x = array((batch, length, HEADS, KV), dtype, *tokens, heads)
   with jax.set_mesh(mesh):
     return jax.jit(mapped).lower(
-        x, x, x, array((HEADS, BUCKETS), jnp.float32, heads), x.update(dtype=jnp.float32),
+        x, x, x, array((HEADS, BUCKETS), jnp.float32, heads), x.update(dtype=np.float32),
         {name: array((batch, length), jnp.int32, *tokens) for name in INFOS}).compile()
 
 
-def split_results(mesh_sizes, arrays, info, attend=ring, **kwargs):
+def split_results(mesh_shape, arrays, info, attend=ring, **kwargs):
   """Returns what `results_of` does, from a mesh of these sizes, positions in their usual order."""
   length = arrays[0].shape[1]
-  function = compiled(tuple(mesh_sizes.items()), attend, length=length, dtype=arrays[0].dtype,
-                      **kwargs)
-  order = length_order(length, mesh_sizes['context'])
+  function = compiled(mesh_shape, attend, length=length, dtype=arrays[0].dtype, **kwargs)
+  order = length_order(length, mesh_shape['context'])
   query, key, value, table, weights = arrays
   arguments = (*(x[:, order] for x in (query, key, value)), table, weights[:, order],
                {name: x[:, order] for name, x in info.items()})
@@ -168,18 +171,18 @@ def test_masked_is_the_layers_constant():
   assert MASKED == attention.MASKED
 
 
-@pytest.mark.parametrize('mesh_sizes', [
+@pytest.mark.parametrize('mesh_shape', [
     {'context': 1}, {'context': 2}, {'context': 4}, {'context': 8}, {'data': 2, 'context': 2},
     {'context': 2, 'model': 2}, {'data': 2, 'context': 2, 'model': 2}], ids=str)
-def test_ring_attention_and_all_gradients_equal_dense(mesh_sizes):
+def test_ring_attention_and_all_gradients_equal_dense(mesh_shape):
   # Every row counts in this loss, also those that may attend to nothing.
-  assert_close(split_results(mesh_sizes, *example()), results_of(*example()))
+  assert_close(split_results(mesh_shape, *example()), results_of(*example()))
 
 
-@pytest.mark.parametrize('mesh_sizes', [{'context': 4}, {'data': 2, 'context': 2, 'model': 2}],
+@pytest.mark.parametrize('mesh_shape', [{'context': 4}, {'data': 2, 'context': 2, 'model': 2}],
                          ids=str)
-def test_gathered_attention_and_all_gradients_equal_dense(mesh_sizes):
-  assert_close(split_results(mesh_sizes, *example(), gathered_attention), results_of(*example()))
+def test_gathered_attention_and_all_gradients_equal_dense(mesh_shape):
+  assert_close(split_results(mesh_shape, *example(), gathered_attention), results_of(*example()))
 
 
 @pytest.mark.parametrize('kwargs', [{}, {'block_length': 3, 'may_attend': may_attend}],
@@ -265,39 +268,11 @@ def test_local_positions_are_the_order_of_the_host(ways):
   np.testing.assert_array_equal(positions, length_order(LENGTH, ways))
 
 
-def sent_bytes(text: str, ways: int) -> dict[str, int]:
-  """Returns collective -> bytes that a device sends, from HLO text; loops count as often as run."""
-  computations, name = {}, None
-  for line in text.splitlines():
-    head = re.match(r'(?:ENTRY )?%?([\w.\-]+) .*\{$', line)
-    if head and not line.startswith(' '):
-      name = head.group(1)
-      entry = name if line.startswith('ENTRY') else locals().get('entry')
-    computations.setdefault(name, []).append(line)
-  sent: dict[str, int] = {}
-
-  def visit(name, times):
-    for line in computations[name]:
-      op = re.match(r'\s+(?:ROOT )?%?[\w.\-]+ = (\(?.*?) ([a-z\-]+)\(', line)
-      if not op:
-        continue
-      for kind, per_byte in (('collective-permute', 1), ('all-gather', (ways - 1) / ways),
-                             ('reduce-scatter', ways - 1), ('all-reduce', 2 * (ways - 1) / ways)):
-        if op.group(2) == kind:
-          size = sum(4 * int(np.prod([int(n) for n in dims.split(',') if n]))
-                     for dims in re.findall(r'[fs]32\[([\d,]*)\]', op.group(1)))
-          sent[kind] = sent.get(kind, 0) + int(times * size * per_byte)
-      trips = re.search(r'known_trip_count\D*(\d+)', line)
-      called = re.findall(r'(?:body|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)',
-                          line)
-      for group in re.findall(r'branch_computations=\{([^}]*)\}', line):
-        called += [branch.strip().lstrip('%') for branch in group.split(',')]
-      for inner in called:
-        assert op.group(2) != 'while' or trips, line
-        visit(inner, times * (int(trips.group(1)) if op.group(2) == 'while' else 1))
-
-  visit(entry, 1)
-  return sent
+def sent_bytes(mesh_shape, attend) -> dict[str, int]:
+  """Returns kind of collective over `context` -> bytes that a device sends in one call."""
+  found = chosen(inventory(compiled(mesh_shape, attend).as_text(), mesh_shape), axis='context')
+  assert not any(c.in_branch or c.unknown_count for c in found)
+  return {kind: total_bytes(found, kind=kind) for kind in sorted({c.kind for c in found})}
 
 
 def traffic(context, num_layers=1, **kwargs):
@@ -309,28 +284,29 @@ def traffic(context, num_layers=1, **kwargs):
 
 @pytest.mark.parametrize('context', [4, 8])
 def test_traffic_is_what_the_compiled_ring_sends(context):
-  sent = sent_bytes(compiled((('context', context),)).as_text(), context)
+  sent = sent_bytes({'context': context}, ring)
   # The all-reduce is the bias table's gradient, summed by these tests.
   assert sent == {'collective-permute': traffic(context),
                   'all-reduce': int(2 * (context - 1) / context * 4 * HEADS * BUCKETS)}
 
 
 def test_traffic_of_layers_with_remat_counts_the_second_forward():
-  sent = sent_bytes(compiled((('context', 4),), ring_layers).as_text(), 4)
+  sent = sent_bytes({'context': 4}, ring_layers)
   # XLA moves a hop of segment ids, the same for all layers, out of the loop over layers.
   expected = traffic(4, num_layers=2, num_forwards=2)
   assert 0.98 * expected < sent['collective-permute'] <= expected
 
 
 def test_traffic_is_what_the_compiled_gathering_sends():
-  sent = sent_bytes(compiled((('context', 4),), gathered_attention).as_text(), 4)
+  sent = sent_bytes({'context': 4}, gathered_attention)
   assert sent['all-gather'] + sent['reduce-scatter'] == traffic(4, method='gather')
 
 
 def test_heads_split_over_model_are_never_gathered():
-  text = compiled((('context', 2), ('model', 2))).as_text()
-  assert 'collective-permute' in text
-  assert not re.findall(r'(?:all-gather|all-to-all|reduce-scatter)(?:-start)?\(', text)
+  mesh_shape = {'context': 2, 'model': 2}
+  found = inventory(compiled(mesh_shape, ring).as_text(), mesh_shape)
+  assert total_bytes(found, axis='context') > 0
+  assert chosen(found, axis='model') == []
 
 
 def test_traffic_of_one_device_is_none_and_recomputation_is_counted():
@@ -346,7 +322,7 @@ def test_traffic_of_one_device_is_none_and_recomputation_is_counted():
 def test_backward_of_a_ring_of_eight_needs_far_less_memory_than_dense():
   length = 1024
   ring_bytes, dense_bytes = (
-      compiled((('context', ways),), attend, length=length,
+      compiled({'context': ways}, attend, length=length,
                batch=1).memory_analysis().temp_size_in_bytes
       for ways, attend in ((8, ring), (1, gathered_attention)))
   assert dense_bytes > HEADS * 4 * length ** 2  # one array of logits
