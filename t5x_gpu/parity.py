@@ -140,7 +140,7 @@ def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
   found = jax.devices('cpu')
   if len(found) < number:
     raise MeshError(f'--devices={number}: jax has started with {len(found)} CPU devices.',
-                    fix=f'Set XLA_FLAGS=--{FAKE}={number} before Python starts.')
+                    fix=f'Give --devices={len(found)} or fewer, or start a Python of its own.')
   return Topology(hosts, number // hosts, device_word='CPU device',
                   reason='XLA plays them on this CPU'), found[:number]
 

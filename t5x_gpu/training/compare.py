@@ -138,12 +138,15 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _largest(x: np.ndarray) -> float:
-  return float(np.max(np.abs(x), initial=0.0))
+  """Returns the largest absolute value of those that are finite."""
+  return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
 
 
 def _by_layer(leaf: Leaf, difference: np.ndarray, scale: float) -> Iterator[float]:
   for layer in range(leaf.num_layers):
-    largest = _largest(leaf.layer_of(difference, layer))
-    finite = np.isfinite(largest) and np.isfinite(scale)
-    yield float('inf') if not finite or (largest and not scale) else (
-        largest / scale if largest else 0.0)
+    part = leaf.layer_of(difference, layer)
+    largest = _largest(part)
+    if not np.all(np.isfinite(part)) or (largest and not scale):
+      yield float('inf')
+    else:
+      yield largest / scale if largest else 0.0

@@ -8,7 +8,7 @@ compiled steps are those of the comparison: nothing is compiled for it.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,14 +42,14 @@ _Place = tuple[tuple[str, ...], int]
 
 
 def find_layer(runs: TwoRuns, state: TrainState, batch: Batch, *, gradient: list[Difference],
-               tolerance: float) -> Found:
+               limits: Mapping[Leaf, float]) -> Found:
   """Returns where the gradients of `runs` begin to differ.
 
   Args:
     runs: two runs whose gradients differ.
     state, batch: before the step where they do.
     gradient: the differences there.
-    tolerance: up to which they agree.
+    limits: array -> up to which its gradients agree.
   """
   all_leaves = leaves(runs.names.params, state.params)
   places = _forward_order(all_leaves)
@@ -57,24 +57,29 @@ def find_layer(runs: TwoRuns, state: TrainState, batch: Batch, *, gradient: list
   def failing(is_on: _IsOn) -> tuple[list[Difference], Any]:
     params = _switched(state.params, all_leaves, is_on)
     _, one, found = runs.gradient(state.replace(params=params), batch)
-    return [d for d in found if d.worst > tolerance], one.unclipped
+    # What is off has a gradient all the same, but no say.
+    found = [dataclasses.replace(d, by_layer=tuple(
+        error if is_on(d.leaf, layer) else 0.0 for layer, error in enumerate(d.by_layer)))
+             for d in found]
+    return [d for d in found if d.worst > limits[d.leaf]], one.unclipped
 
   def first_layers_on(count: int) -> _IsOn:
     on = set(places[:count])
     return lambda leaf, layer: leaf.layers_axis is None or (leaf.stack, layer) in on
 
-  worst = max(gradient, key=lambda d: d.worst)
+  worst = max(gradient, key=lambda d: d.worst / limits[d.leaf])
   without, unclipped = failing(first_layers_on(0)) if places else ([], None)
   if not places or not _signal_passes(all_leaves, unclipped):
     return Found(worst.name, worst.worst,
                  'The model has no layers that can be switched off, so this is the array that '
                  'differs most; the mistake may be elsewhere.')
   if without:
-    outside = max(without, key=lambda d: d.worst)
+    outside = max(without, key=lambda d: d.worst / limits[d.leaf])
     also = [d.name for d in without if d is not outside]
     return Found(outside.name, outside.worst,
                  'The gradients differ even with all layers switched off'
-                 + (f', as do those of {", ".join(also)}' if also else '') + '.')
+                 + (f', as do those of {", ".join(also)}' if also else '')
+                 + ': look at embedding, head and loss.')
   agree, differ = 0, len(places)
   while differ - agree > 1:
     middle = (agree + differ) // 2
@@ -87,7 +92,7 @@ def find_layer(runs: TwoRuns, state: TrainState, batch: Batch, *, gradient: list
     return not failing(lambda leaf, layer: before(leaf, layer) and not (
         (leaf.stack, layer) == place and leaf.module == module))[0]
   healing = [module for module in _modules(all_leaves, state.params, place) if heals(module)]
-  return _name(gradient, found or gradient, place, healing, tolerance)
+  return _name(gradient, found or gradient, place, healing, limits)
 
 
 def _forward_order(all_leaves: list[Leaf]) -> list[_Place]:
@@ -131,14 +136,15 @@ def _modules(all_leaves: list[Leaf], params: Any, place: _Place) -> list[str]:
 
 
 def _name(gradient: list[Difference], found: list[Difference], place: _Place,
-          healing: list[str], tolerance: float) -> Found:
+          healing: list[str], limits: Mapping[Leaf, float]) -> Found:
   """Returns the array of `place` to name, with its error in the whole model."""
   stack, layer = place
-  here = [d for d in found if d.leaf.stack == stack and d.by_layer[layer] > tolerance]
+  here = [d for d in found if d.leaf.stack == stack and d.by_layer[layer] > limits[d.leaf]]
   chosen = max([d for d in here if d.leaf.module in healing[:1]] or here or found,
                key=lambda d: d.by_layer[layer] if d in here else d.worst)
   where = '/'.join([*stack, str(layer)])
-  how = f'With the layers from {where} on switched off the gradients agree; with {where} they do not.'
+  how = (f'With the layers from {where} on switched off the gradients agree; with {where} '
+         'they do not.')
   if healing:
     how += f' Without {" or ".join(healing)} of {where} they agree.'
   at = layer if chosen in here else chosen.worst_layer

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.data.batches import Batch
-from t5x_gpu.training.compare import Difference, differences, update_differences
+from t5x_gpu.training.compare import Difference, Leaf, differences, update_differences
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.train_state import TrainState
@@ -117,6 +117,8 @@ class StepDifferences:
 
 # Others may jump where rounding moves a token from one side to the other, as accuracy does.
 JUDGED_METRICS = ('loss', 'grad_norm', 'learning_rate')
+# Of a gradient of a few numbers one draw may by chance change little.
+ROUNDING_DRAWS = 4
 
 
 class TwoRuns:
@@ -143,7 +145,7 @@ class TwoRuns:
     state = self.mesh.init()
     return state, differences(state.params, self.one.init().params, names=self.names.params)
 
-  def rounding(self, state: TrainState, batch: Batch) -> list[Difference]:
+  def rounding(self, state: TrainState, batch: Batch) -> dict[Leaf, float]:
     """Returns how much one device's gradient changes when every parameter moves by one ulp.
 
     What differs by as much between two runs need not be a mistake of either: a gradient that is
@@ -152,10 +154,14 @@ class TwoRuns:
     random = np.random.default_rng(0)
 
     def moved(x: np.ndarray) -> np.ndarray:
-      return np.nextafter(x, np.where(random.random(x.shape) < 0.5, -np.inf, np.inf).astype(x.dtype))
-    was = self.one.step(state, batch)
-    now = self.one.step(state.replace(params=jax.tree.map(moved, state.params)), batch)
-    return differences(now.unclipped, was.unclipped, names=self.names.params)
+      up = random.random(x.shape) < 0.5
+      return np.nextafter(x, np.where(up, np.inf, -np.inf).astype(x.dtype))
+    was, largest = self.one.step(state, batch), {}
+    for _ in range(ROUNDING_DRAWS):
+      now = self.one.step(state.replace(params=jax.tree.map(moved, state.params)), batch)
+      for d in differences(now.unclipped, was.unclipped, names=self.names.params):
+        largest[d.leaf] = max(largest.get(d.leaf, 0.0), d.worst)
+    return largest
 
   def gradient(self, state: TrainState, batch: Batch) -> tuple[After, After, list[Difference]]:
     """Returns a step of either side from `state`, and how the gradients differ."""

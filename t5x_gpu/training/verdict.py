@@ -7,7 +7,6 @@ from typing import Any, Optional
 from t5x_gpu.data.batches import Batch
 from t5x_gpu.training.compare import Difference
 from t5x_gpu.training.find_layer import find_layer
-from t5x_gpu.training.train_state import TrainState
 from t5x_gpu.training.two_runs import StepDifferences, TwoRuns
 
 # How many times what one unit in the last place of the parameters does a difference may be, and
@@ -96,22 +95,17 @@ def compare_runs(runs: TwoRuns, batches: Sequence[Batch], *, tolerance: float) -
     steps.append(step)
     beyond = [d for d in step.gradient if d.worst > tolerance]
     if beyond:
-      noise = {d.leaf: d.worst for d in runs.rounding(state, batch)}
-      excused = [d for d in beyond if d.worst <= ROUNDING_FACTOR * noise[d.leaf]]
-      rounding |= dict.fromkeys(d.leaf.name() for d in excused)
-      if len(excused) < len(beyond):
-        failure = _of_gradient(runs, number, state, batch, step.gradient, tolerance)
+      limits = {leaf: max(tolerance, ROUNDING_FACTOR * noise)
+                for leaf, noise in runs.rounding(state, batch).items()}
+      rounding |= {d.leaf.name(): None for d in beyond if d.worst <= limits[d.leaf]}
+      if any(d.worst > limits[d.leaf] for d in beyond):
+        found = find_layer(runs, state, batch, gradient=step.gradient, limits=limits)
+        failure = Failure(number, f'gradient of {found.name}', found.error, found.how)
     failure = (failure or _of_metrics(step, tolerance)
                or _of_arrays(number, 'optimizer state', step.optimizer_state, tolerance)
                or _of_arrays(number, 'update', step.update, tolerance))
     state = after
   return Report(tolerance, initial, steps, tuple(rounding), failure)
-
-
-def _of_gradient(runs: TwoRuns, number: int, state: TrainState, batch: Batch,
-                 gradient: list[Difference], tolerance: float) -> Failure:
-  found = find_layer(runs, state, batch, gradient=gradient, tolerance=tolerance)
-  return Failure(number, f'gradient of {found.name}', found.error, found.how)
 
 
 def _of_metrics(step: StepDifferences, tolerance: float) -> Optional[Failure]:

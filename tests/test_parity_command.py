@@ -1,0 +1,321 @@
+"""parity says ok where the two runs are the same, and names the place where they are not."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu import parity
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.uneven import MAX_WEIGHT, uneven_batches
+from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.axis_rules import AxisNames
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.training.compare import differences, update_differences
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.schedules import constant
+
+from tests.helpers_train import REPOSITORY, TINY_GIN, compiled_kept_in, run_here
+
+# A user's own model file: four residual layers of two modules, and mistakes to switch on that only
+# a mesh of several devices makes. `shift` cancels in the softmax: its gradient is rounding alone.
+USER_MODEL = '''
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.data.features import batch_spec
+from t5x_gpu.models.losses import cross_entropy
+from t5x_gpu.partitioning.axis_rules import NamedParam, shard
+
+VOCAB, EMBED, HIDDEN, LAYERS = 32, 16, 32, 4
+SHAPES = {
+    'token_embedder': {'embedding': ((VOCAB, EMBED), ('vocab', 'embed'))},
+    'layers': {
+        'mix': {'kernel': ((LAYERS, EMBED, EMBED), ('layers', None, 'embed'))},
+        'mlp': {'wi': ((LAYERS, EMBED, HIDDEN), ('layers', 'embed', 'mlp')),
+                'wo': ((LAYERS, HIDDEN, EMBED), ('layers', 'mlp', 'embed'))}},
+    'head': {'kernel': ((EMBED, VOCAB), ('embed', 'vocab')), 'shift': ((1,), (None,))},
+}
+
+
+def on_a_mesh():
+  return jax.sharding.get_abstract_mesh().size > 1
+
+
+@functools.partial(jax.custom_vjp)
+def half_gradient(x):
+  return x
+
+
+half_gradient.defvjp(lambda x: (x, None), lambda _, g: (g / 2,))
+
+
+@dataclasses.dataclass(frozen=True)
+class UserModel:
+  mistake: str = ''
+  dtype: str = 'bfloat16'
+
+  def has(self, mistake):
+    return self.mistake == mistake and on_a_mesh()
+
+  def feature_converter(self, task_feature_lengths):
+    return 'lm'
+
+  def batch_spec(self, task_feature_lengths, *, batch_size, pack):
+    return batch_spec('lm', task_feature_lengths=task_feature_lengths, batch_size=batch_size,
+                      pack=pack, vocab_size=VOCAB)
+
+  def logical_sizes(self):
+    return {'vocab': VOCAB, 'embed': EMBED, 'mlp': HIDDEN, 'layers': LAYERS}
+
+  def flops_per_token(self, length):
+    return 1.0
+
+  def init(self, rng, spec):
+    def draw(shape_and_names):
+      shape, names = shape_and_names
+      key = jax.random.fold_in(rng, sum(shape))
+      scale = 0.0 if shape == (1,) else shape[-2] ** -0.5
+      return NamedParam(scale * jax.random.normal(key, shape), names)
+    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+  def loss(self, params, batch, **dropout):
+    embedding, layers, head = params['token_embedder'], params['layers'], params['head']
+    x = embedding['embedding'].astype(self.dtype)[batch['decoder_input_tokens']]
+    if self.has('embedding'):
+      x = x * 1.001
+    for i in range(LAYERS):
+      mix, wi, wo = (w[i].astype(self.dtype) for w in (
+          layers['mix']['kernel'], layers['mlp']['wi'], layers['mlp']['wo']))
+      if i == 1 and self.has('gradient'):
+        mix = half_gradient(mix)
+      x = shard(x + jnp.tanh(x @ mix), 'batch', 'length', 'embed')
+      h = shard(jnp.tanh(x @ wi), 'batch', 'length', 'mlp') @ wo
+      if i == 2 and self.has('layer'):
+        h = h * 1.001
+      x = shard(x + h, 'batch', 'length', 'embed')
+    logits = (x @ head['kernel'].astype(self.dtype)).astype(jnp.float32) + head['shift']
+    return cross_entropy(logits, batch['decoder_target_tokens'], batch['decoder_loss_weights'])
+'''
+USER_GIN = '''
+from __gin__ import dynamic_registration
+from t5x_gpu import train as train_script
+import a_users_model
+
+include 'gin_configs/parallel/dp.gin'
+include 'gin_configs/runs/pretrain.gin'
+
+MODEL = @a_users_model.UserModel()
+MODEL_DIR = 'model'
+TRAIN_STEPS = 10
+BATCH_SIZE = 8
+MIXTURE_OR_TASK_NAME = 'no_such_task'
+TASK_FEATURE_LENGTHS = {'targets': 8}
+'''
+TINY_FLAGS = ('--gin.TransformerConfig.num_layers=2', "--gin.TASK_FEATURE_LENGTHS={'targets': 16}")
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compiled(tmp_path_factory):
+  """One device's step is the same in many of these tests, and is compiled once."""
+  with compiled_kept_in(tmp_path_factory.mktemp('compiled')):
+    yield
+
+
+@pytest.fixture(scope='module')
+def user_model():
+  module = types.ModuleType('a_users_model')
+  sys.modules[module.__name__] = module  # dataclasses look there
+  exec(USER_MODEL, module.__dict__)
+  yield module.UserModel
+  del sys.modules[module.__name__]
+
+
+def report_of(model, *, partitioner=Partitioner(), num_devices=8, steps=2, optimizer=None,
+              **options):
+  arguments = {
+      'model': model, 'optimizer': optimizer or AdamW(weight_decay=0.1),
+      'learning_rate': constant(1e-2), 'partitioner': partitioner, 'max_grad_norm': 0.1,
+      'train_dataset_cfg': DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8),
+      **options}
+  programs = parity.build(arguments, topology=Topology(1, num_devices),
+                          devices=jax.devices()[:num_devices])
+  return parity.parity(arguments, programs, num_steps=steps)
+
+
+@pytest.mark.parametrize('flags', [
+    ('--gin.Partitioner.data=1', '--gin.Partitioner.fsdp=8'),
+    ('--gin.NUM_PARTITIONS=2', '--gin.OPTIMIZER=@adafactor.Adafactor()', '--hosts=2'),
+], ids=['fsdp8-adamw', 'data4-model2-adafactor'])
+def test_a_shipped_model_trains_on_a_mesh_as_on_one_device(flags, tmp_path):
+  gin_file, out = tmp_path / 'tiny.gin', tmp_path / 'out.json'
+  gin_file.write_text('from t5x_gpu.training import adafactor\n'.join(
+      TINY_GIN.partition('from t5x_gpu.data import batches\n')[::2]).replace(
+          'from t5x_gpu.models import config',
+          'from t5x_gpu.data import batches\nfrom t5x_gpu.models import config', 1))
+  result = run_here(lambda: parity.main([f'--gin_file={gin_file}', *TINY_FLAGS, *flags,
+                                         f'--json={out}']))
+  assert result.code == 0, result.out + result.err
+  assert result.out.splitlines()[-1].startswith('parity: ok, worst ')
+  found = json.loads(out.read_text())
+  assert found['ok'] and len(found['steps']) == 3 and found['rounding'] == []
+  for step in found['steps']:
+    assert step['mesh']['loss'] != found['steps'][step['step'] % 3]['mesh']['loss']
+    for kind in ('gradient', 'update', 'optimizer_state'):
+      assert 0 <= max(max(by_layer) for by_layer in step[kind].values()) < 1e-5
+  assert len(found['steps'][0]['gradient']['layers/mlp/wo/kernel']) == 2, 'one number per layer'
+
+
+@pytest.mark.parametrize('partitioner', [Partitioner(), Partitioner(num_partitions=2)],
+                         ids=['data8', 'data4-model2'])
+def test_a_gradient_of_rounding_alone_is_no_failure(user_model, partitioner):
+  report = report_of(user_model(), partitioner=partitioner)
+  assert report.failure is None, report.failure
+  assert report.worst[0] < 1e-5
+  shift = next(d for d in report.steps[0].gradient if d.leaf.name() == 'head/shift')
+  assert shift.worst > 1e-5, 'the test needs a gradient that cancels'
+  assert report.rounding == ('head/shift',)
+  assert 'within their rounding' in report.sentence()
+
+
+@pytest.mark.parametrize('mistake, name, how', [
+    ('layer', 'layers/2/mlp/', 'layers/2 they do not. Without mlp of layers/2 they agree.'),
+    ('gradient', 'layers/1/mix/kernel', 'layers/1 they do not. Without mix of layers/1'),
+    ('embedding', '', 'with all layers switched off, as do those of token_embedder/embedding: look'),
+])
+def test_a_mistake_of_the_model_is_named_by_parameter_and_layer(user_model, mistake, name, how):
+  report = report_of(user_model(mistake=mistake))
+  assert report.failure.step == 1
+  assert report.failure.what.startswith(f'gradient of {name}'), report.failure
+  assert how in report.failure.how
+  least = 0.4 if mistake == 'gradient' else 1e-4
+  assert least < report.failure.error < 0.6
+  assert report.sentence().startswith('parity: FAILED at step 1: first divergence: gradient of ')
+
+
+def test_an_optimizer_that_updates_otherwise_on_a_mesh_is_named(user_model):
+  class Mistaken(AdamW):
+    """Makes the update of one parameter 0.1% too large on a mesh."""
+
+    def update(self, grads, state, params, **kwargs):
+      new, state = super().update(grads, state, params, **kwargs)
+      if jax.sharding.get_abstract_mesh().size > 1:
+        old, wrong = params['layers']['mix']['kernel'], new['layers']['mix']
+        wrong['kernel'] = old + (wrong['kernel'] - old) * jnp.array(
+            [1, 1, 1, 1.001]).reshape(4, 1, 1)
+      return new, state
+
+  report = report_of(user_model(), optimizer=Mistaken())
+  assert report.failure.what == 'update of layers/3/mix/kernel'
+  assert report.failure.error == pytest.approx(1e-3, rel=0.1)
+
+
+def test_a_learning_rate_that_depends_on_the_mesh_is_named(user_model):
+  def schedule(step):
+    return 1e-2 * (8 if jax.sharding.get_abstract_mesh().size > 1 else 1) + 0 * step
+  report = report_of(user_model(), learning_rate=schedule)
+  assert (report.failure.what, report.failure.error) == ('learning_rate', pytest.approx(7))
+
+
+def test_the_command_fails_on_a_users_model_file(tmp_path):
+  (tmp_path / 'a_users_model.py').write_text(USER_MODEL)
+  (tmp_path / 'my.gin').write_text(USER_GIN)
+  environment = {k: v for k, v in os.environ.items() if k not in ('XLA_FLAGS', 'JAX_PLATFORMS')}
+  done = subprocess.run(
+      [sys.executable, '-m', 't5x_gpu.parity', '--gin_file=my.gin', '--devices=4', '--steps=1',
+       '--gin.UserModel.mistake=layer'], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+      env={**environment, 'PYTHONPATH': str(REPOSITORY)})
+  assert done.returncode == 1, done.stdout + done.stderr
+  assert done.stderr == ''
+  assert 'data      4' in done.stdout and 'in float32' in done.stdout
+  assert done.stdout.splitlines()[-1].startswith(
+      'parity: FAILED at step 1: first divergence: gradient of layers/2/mlp/')
+
+
+def test_a_dry_run_compiles_nothing(tmp_path, capsys):
+  gin_file = tmp_path / 'tiny.gin'
+  gin_file.write_text(TINY_GIN)
+  assert parity.main([f'--gin_file={gin_file}', '--dry_run', '--devices=4', '--hosts=2']) == 0
+  printed = capsys.readouterr().out
+  assert 'mesh: 2 hosts x 2 CPU devices' in printed and 'parity:' not in printed
+
+
+@pytest.mark.parametrize('flags, error, what', [
+    (['--steps=0'], ConfigError, 'nothing could be compared'),
+    (['--tolerance=nan'], ConfigError, 'nothing could be compared'),
+    (['--hosts=3'], ConfigError, 'Give --hosts one of 1, 2, 4, 8'),
+    (['--devices=0'], ConfigError, '--devices of at least 1'),
+    (['--devices=16'], MeshError, 'jax has started with 8 CPU devices'),
+    (['--real'], MeshError, 'Leave --real out'),
+])
+def test_what_cannot_be_compared_is_refused(flags, error, what, monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])  # put back afterwards
+  with pytest.raises(error, match=what):
+    parity.main(['--gin_file=gin_configs/examples/demo.gin', *flags])
+
+
+def test_float32_reaches_every_dtype_of_a_model():
+  config = TransformerConfig(vocab_size=8, num_layers=1, embed_dim=8, num_heads=1, head_dim=8,
+                             mlp_dim=8, dtype='bfloat16')
+  model, found = parity.in_float32(DecoderOnlyModel(config))
+  assert found and model.config.dtype == 'float32'
+  assert parity.in_float32(object())[1] is False
+
+
+def test_uneven_batches_have_ragged_rows_and_unequal_weights():
+  spec = BatchSpec(shapes=dict.fromkeys(('decoder_target_tokens', 'decoder_input_tokens',
+                                         'decoder_loss_weights'), (8, 16)),
+                   dtypes=dict.fromkeys(('decoder_target_tokens', 'decoder_input_tokens',
+                                         'decoder_loss_weights'), 'int32'),
+                   vocab_sizes={'decoder_target_tokens': 9})
+  first, second = uneven_batches(spec, seed=3, num_batches=2)
+  for batch in (first, second):
+    spec.check(batch)
+    real = batch['decoder_target_tokens'] > 0
+    lengths = real.sum(1)
+    assert lengths[-1] == 0 and len(set(lengths)) > 3
+    assert (real == (np.arange(16) < lengths[:, None])).all(), 'padding comes after the tokens'
+    assert (batch['decoder_loss_weights'][~real] == 0).all()
+    assert set(batch['decoder_loss_weights'][real]) == set(range(1, MAX_WEIGHT + 1))
+  assert (first['decoder_target_tokens'] != second['decoder_target_tokens']).any()
+  again = uneven_batches(spec, seed=3, num_batches=2)[1]
+  assert all((again[name] == x).all() for name, x in second.items())
+
+
+NAMES = {'layers': {'wo': AxisNames(('layers', 'mlp'))}}
+
+
+def tree(*rows):
+  return {'layers': {'wo': np.array(rows, np.float32)}}
+
+
+def test_a_difference_is_relative_to_the_array_and_names_the_layer():
+  [d] = differences(tree([4, 0], [1, 2.5]), tree([4, 0], [1, 2]), names=NAMES)
+  assert (d.by_layer, d.name) == ((0.0, 0.125), 'layers/1/wo')
+  [d] = differences(tree([4, 0], [1, np.nan]), tree([4, 0], [1, np.nan]), names=NAMES)
+  assert (d.worst, d.worst_layer) == (float('inf'), 1), 'NaN is never equal'
+  [d] = differences(tree([1e-9, 0]), tree([0, 0]), names=NAMES)
+  assert d.worst == float('inf'), 'something where there should be nothing'
+  [d] = differences(tree([0, 0]), tree([0, 0]), names=NAMES)
+  assert d.worst == 0
+
+
+def test_an_update_that_did_not_happen_shows_however_small_it_is():
+  before, after = tree([1, 1]), tree([1, 1 + 2e-6])
+  [d] = update_differences(before, after, before, names=NAMES)
+  assert d.worst > 0.5
+  ulp = np.finfo(np.float32).eps
+  [d] = update_differences(tree([1, 1 + 2e-6 + ulp]), after, before, names=NAMES)
+  assert d.worst == 0, 'rounding of the sum'
