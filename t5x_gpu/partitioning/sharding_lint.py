@@ -100,8 +100,8 @@ def gathered(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout
       largest = max(members, key=lambda c: c.bytes_per_call)
       found.append(Finding(
           'gathered', f'{what}: {sum(c.count for c in members)} all-gathers over '
-          f'{" and ".join(largest.axes)} per step send {_mib(num_bytes)} per device; the largest is '
-          f'[{_by(largest.shape)}] at {_place(largest)}.', fix, num_bytes))
+          f'{" and ".join(largest.axes)} per step send {_mib(num_bytes)} per device; the largest '
+          f'is [{_by(largest.shape)}] at {_place(largest)}.', fix, num_bytes))
   return found
 
 
@@ -119,7 +119,11 @@ def _unexplained(axes: Sequence[str], shape: Sequence[int], matches: Sequence[Ma
             'models/losses.py, which sums over the parts.')
   if 'model' in axes and matches:
     return (f'Parts of {matches[0].parameter.name} are made whole, which tensor parallelism uses '
-            'where they are', 'Constrain the activations around it with shard(x, *names).')
+            'where they are',
+            # Found with jaxlib 0.10.2 and 0.11.2: the partitioner replicates the operand of a manual
+            # all_gather or psum_scatter over every axis that is left to it.
+            'Constrain the activations around it with shard(x, *names). A written-out all_gather or '
+            "psum_scatter does it, too, unless it stands in a jax.shard_map over {'model'} itself.")
   stacks = [m for m in matches if not m.is_layer and 'layers' in m.parameter.names
             and set(axes) & set(m.parameter.mesh_axes)]
   if stacks and not any(m.is_layer for m in matches):
@@ -127,7 +131,7 @@ def _unexplained(axes: Sequence[str], shape: Sequence[int], matches: Sequence[Ma
             'Gather a layer inside the scan over layers (fsdp.whole), not before it.')
   if 'data' in axes and 'data' not in split_axes:
     return ('No array is split over data but the batch',
-            'Something computes on all rows at once; constrain it with shard(x, \'batch\', ...).')
+            'Something computes on all rows at once; constrain it with shard(x, "batch", ...).')
   return None
 
 
