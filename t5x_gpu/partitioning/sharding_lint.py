@@ -120,10 +120,10 @@ def _unexplained(axes: Sequence[str], shape: Sequence[int], matches: Sequence[Ma
   if 'model' in axes and matches:
     return (f'Parts of {matches[0].parameter.name} are made whole, which tensor parallelism uses '
             'where they are',
-            # Found with jaxlib 0.10.2 and 0.11.2: the partitioner replicates the operand of a manual
-            # all_gather or psum_scatter over every axis that is left to it.
-            'Constrain the activations around it with shard(x, *names). A written-out all_gather or '
-            "psum_scatter does it, too, unless it stands in a jax.shard_map over {'model'} itself.")
+            # The partitioner replicates what a manual all_gather or psum_scatter takes over every
+            # axis that is left to it (jaxlib 0.10.2 and 0.11.2).
+            'Constrain the activations around it with shard(x, *names). A written-out all_gather '
+            "or psum_scatter does it too, unless it stands in a jax.shard_map over {'model'}.")
   stacks = [m for m in matches if not m.is_layer and 'layers' in m.parameter.names
             and set(axes) & set(m.parameter.mesh_axes)]
   if stacks and not any(m.is_layer for m in matches):
