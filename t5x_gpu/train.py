@@ -47,6 +47,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
           eval_period: Optional[int] = None, eval_steps: int = 20,
           random_seed: int = 0, num_microbatches: int = 1, max_grad_norm: Optional[float] = None,
           loss_normalizing_factor: Optional[float] = None,
+          learning_rate_scaling: Optional[str] = None,
           sample_cfg: Optional[SampleConfig] = None,
           distributed_cfg: distributed.DistributedConfig = distributed.DistributedConfig(),
           watchdog_cfg: WatchdogConfig = WatchdogConfig(),
@@ -74,6 +75,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     num_microbatches: parts of the batch computed one after the other, to save memory.
     max_grad_norm: global norm to which gradients are clipped.
     loss_normalizing_factor: see training/train_step.py; None for the loss per target token.
+    learning_rate_scaling: 'linear' or 'sqrt' multiplies the learning rate by the number of replicas
+      or its root; None leaves it alone.
     sample_cfg: text to continue at the end.
     distributed_cfg: how long several processes wait for each other; `main` has used it by now.
     watchdog_cfg: deadlines, after which a run that hangs ends; `main` starts `watchdog` with it.
@@ -94,7 +97,11 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   program = _build(model=model, optimizer=optimizer, schedule=learning_rate,
                    partitioner=partitioner, dataset=train_dataset_cfg, seed=random_seed,
                    num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
-                   loss_normalizing_factor=loss_normalizing_factor)
+                   loss_normalizing_factor=loss_normalizing_factor,
+                   learning_rate_scaling=learning_rate_scaling)
+  if learning_rate_scaling is not None:
+    _say(f'learning rate: x {program.learning_rate_factor:g} ({learning_rate_scaling} in '
+         f'{program.layout.batch_parts} replicas)')
   _say('\n'.join([program.layout.table(), *([parameter_table(program)] if dry_run else []),
                   size_line(program)]))
   saved = check_model_dir(model_dir, target=program.abstract_state)
@@ -123,7 +130,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   # ---- 3. State: the latest checkpoint, else a fresh one --------------------------------------
   checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.keep)
   restored = checkpointer.restore_latest(program.abstract_state)
-  state = restored.state if restored else fresh or program.init()
+  state = program.in_run_order(restored.state) if restored else fresh or program.init()
   first_step = int(state.step)
   if restored:
     if not saved or saved.step != first_step:  # the latest one cannot be read
@@ -163,8 +170,9 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
         recorder.finish()
         with watchdog.phase('save'), recorder.timer.pause('save'):
           data_state = data.get_state()
-          checkpointer.save(step, state, data_state=data_state, manifest=make_manifest(
-              state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
+          saved_state = program.in_model_order(state)
+          checkpointer.save(step, saved_state, data_state=data_state, manifest=make_manifest(
+              saved_state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
               next_batch_hash=batch_hash(data.peek())))
       if is_last:
         break
@@ -178,7 +186,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     return stop.exit_code
   if sample_cfg is not None:
     with watchdog.phase('eval'):
-      _say(_sample_text(model, program, state.params, train_dataset_cfg, sample_cfg))
+      params = program.in_model_order(state).params
+      _say(_sample_text(model, program, params, train_dataset_cfg, sample_cfg))
   _say(_closing(model_dir, model, step))
   return 0
 

@@ -1,7 +1,7 @@
 """Dropout whose masks depend on the example, never on the topology.
 
-A mask is a function of (seed, step, layer, site, number of the example in the global batch), so that
-one device and a cluster, one microbatch and many, drop the same features.
+A mask is a function of (seed, step, layer, site, number of the example in the global batch), so
+that one device and a cluster, one microbatch and many, drop the same features.
 """
 
 import zlib
@@ -54,7 +54,7 @@ def dropout(x: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
 
 
 def dropout_positions(x: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
-  """Returns `x` [batch, length, heads, kv] with whole vectors [kv] dropped, by position and head."""
+  """Returns `x` [batch, length, heads, kv] with vectors [kv] dropped, by position and head."""
   if rng is None or rate == 0.0:
     return x
   positions = jnp.arange(x.shape[1]) if rng.positions is None else rng.positions

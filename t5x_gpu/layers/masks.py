@@ -2,26 +2,47 @@
 
 from typing import Optional
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 
-def decoder_mask(target_tokens: jax.Array, *, segment_ids: Optional[jax.Array] = None,
-                 prefix: Optional[jax.Array] = None) -> jax.Array:
-  """Returns a boolean mask [batch, 1, q_length, kv_length]; True where attention is allowed.
+@flax.struct.dataclass
+class TokenInfo:
+  """What decides whether two positions may attend to each other; the last dimension is the length.
+
+  Attributes:
+    positions: [length] of each token in its row.
+    segments: [batch, length] number of the example in a packed row; 0 is padding, which nothing
+      attends to and from.
+    prefix: [batch, length], non-zero on positions that see each other in both directions, or None.
+  """
+  positions: jax.Array
+  segments: jax.Array
+  prefix: Optional[jax.Array] = None
+
+
+def token_info(target_tokens: jax.Array, *, segment_ids: Optional[jax.Array] = None,
+               prefix: Optional[jax.Array] = None,
+               positions: Optional[jax.Array] = None) -> TokenInfo:
+  """Returns what is known of every token of a row.
 
   Args:
-    target_tokens: [batch, length]; id 0 is padding, which nothing attends to and from.
+    target_tokens: [batch, length]; id 0 is padding.
     segment_ids: [batch, length] of packed examples; attention stays inside a segment.
-    prefix: [batch, length], non-zero on positions that see each other in both directions.
+    prefix: see TokenInfo.
+    positions: [length], where a row is split or reordered; else 0, 1, 2, ...
   """
-  length = target_tokens.shape[-1]
-  allowed = jnp.tril(jnp.ones((length, length), jnp.bool_))[None]
-  if prefix is not None:
-    in_prefix = prefix > 0
-    allowed = allowed | (in_prefix[:, :, None] & in_prefix[:, None, :])
-  real = target_tokens > 0
-  allowed = allowed & real[:, :, None] & real[:, None, :]
-  if segment_ids is not None:
-    allowed = allowed & (segment_ids[:, :, None] == segment_ids[:, None, :])
-  return allowed[:, None]
+  if positions is None:
+    positions = jnp.arange(target_tokens.shape[-1])
+  segments = jnp.ones_like(target_tokens) if segment_ids is None else segment_ids
+  return TokenInfo(positions, jnp.where(target_tokens > 0, segments, 0), prefix)
+
+
+def decoder_mask(q: TokenInfo, kv: TokenInfo) -> jax.Array:
+  """Returns a boolean mask [batch, 1, q_length, kv_length]; True where attention is allowed."""
+  allowed = (q.positions[:, None] >= kv.positions[None, :])[None]
+  if q.prefix is not None:
+    allowed = allowed | ((q.prefix > 0)[:, :, None] & (kv.prefix > 0)[:, None, :])
+  same = q.segments[:, :, None] == kv.segments[:, None, :]
+  return (allowed & same & (q.segments > 0)[:, :, None])[:, None]

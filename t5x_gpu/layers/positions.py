@@ -1,5 +1,6 @@
 """What attention knows of positions: T5's bucketed relative bias."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -36,30 +37,55 @@ def relative_position_buckets(q_length: int, kv_length: int, *, bidirectional: b
   return (buckets + np.where(distance < num_exact, distance, logarithmic)).astype(np.int32)
 
 
-class RelativePositionBias(nn.Module):
+@dataclasses.dataclass(frozen=True)
+class RelativeBuckets:
+  """How distances become buckets.
+
+  Attributes:
+    num_buckets, max_distance, bidirectional: as in `relative_position_buckets`.
+  """
+  num_buckets: int = 32
+  max_distance: int = 128
+  bidirectional: bool = False
+
+  def bias(self, table: jax.Array, length: int) -> jax.Array:
+    """Returns [1, heads, length, length] from `table` [heads, relpos_buckets], for whole rows."""
+    return self._look_up(table, self._buckets(length))
+
+  def bias_between(self, table: jax.Array, q_positions: jax.Array, kv_positions: jax.Array, *,
+                   length: int) -> jax.Array:
+    """Returns [1, heads, q_length, kv_length] for any positions in a row of `length`."""
+    whole = self._buckets(length)
+    by_distance = np.concatenate([whole[0, :0:-1], whole[:, 0]])  # key after, then before query
+    distance = q_positions[:, None] - kv_positions[None, :]
+    return self._look_up(table, jnp.asarray(by_distance)[distance + length - 1])
+
+  def _buckets(self, length: int) -> np.ndarray:
+    return relative_position_buckets(length, length, bidirectional=self.bidirectional,
+                                     num_buckets=self.num_buckets, max_distance=self.max_distance)
+
+  def _look_up(self, table: jax.Array, buckets: Any) -> jax.Array:
+    # A one-hot matmul: its gradient is a matmul too, where a gather's is a slow scatter.
+    one_hot = jax.nn.one_hot(buckets, self.num_buckets, dtype=table.dtype)
+    return shard(jnp.einsum('hb,qkb->hqk', table, one_hot)[None], None, 'heads', None, None)
+
+
+class RelativePositionTable(nn.Module):
   """A learned bias per head and bucket of relative distance.
 
   Attributes:
     num_heads: heads, each with its own row.
     num_buckets: columns.
-    max_distance: distance from which on all share the last bucket.
-    dtype: of the bias that comes out.
+    dtype: of the table that comes out.
   """
   num_heads: int
   num_buckets: int = 32
-  max_distance: int = 128
   dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, q_length: int, kv_length: int, *, bidirectional: bool) -> jax.Array:
-    """Returns [1, heads, q_length, kv_length], to be added to the attention logits."""
+  def __call__(self) -> jax.Array:
+    """Returns [heads, relpos_buckets]."""
     init = with_axes(nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'),
                      ('heads', 'relpos_buckets'))
     table = self.param('rel_embedding', init, (self.num_heads, self.num_buckets), jnp.float32)
-    buckets = relative_position_buckets(
-        q_length, kv_length, bidirectional=bidirectional, num_buckets=self.num_buckets,
-        max_distance=self.max_distance)
-    # A one-hot matmul: its gradient is a matmul too, where a gather's is a slow scatter.
-    one_hot = jax.nn.one_hot(buckets, self.num_buckets, dtype=self.dtype)
-    bias = jnp.einsum('hb,qkb->hqk', table.astype(self.dtype), one_hot)
-    return shard(bias[None], None, 'heads', None, None)
+    return table.astype(self.dtype)

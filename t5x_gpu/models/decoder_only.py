@@ -10,19 +10,22 @@ import jax.numpy as jnp
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.data.features import batch_spec
 from t5x_gpu.errors import ModelError
+from t5x_gpu.layers.attention_backends import Attention, decoder_attention
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.embedding import Embedding
-from t5x_gpu.layers.masks import decoder_mask
+from t5x_gpu.layers.masks import token_info
 from t5x_gpu.layers.norm import RMSNorm
+from t5x_gpu.layers.positions import RelativeBuckets
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.heads import TokenLogits
 from t5x_gpu.models.losses import Sums, cross_entropy
-from t5x_gpu.models.transformer import DecoderLayer, init_layers, relative_bias, scan_layers
+from t5x_gpu.models.transformer import DecoderLayer, init_layers, relative_table, scan_layers
 from t5x_gpu.partitioning import fsdp
 
 Params = Any
-# A batch on devices: feature name -> [batch, length], and 'rows' [batch] where dropout needs it.
+# A batch on devices: feature name -> [batch, length]; 'rows' [batch], which dropout needs; and
+# 'positions' [length] where rows are split.
 DeviceBatch = Mapping[str, jax.Array]
 
 
@@ -82,12 +85,11 @@ class DecoderOnlyModel:
     tokens, x = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, c.embed_dim), c.compute_dtype)
     params = {
         'token_embedder': self._embedding.init(keys['token_embedder'], tokens)['params'],
-        'layers': init_layers(DecoderLayer(c), keys['layers'], x, jnp.ones((1, 1, 1, 1), bool),
-                              None, None, num_layers=c.num_layers),
+        'layers': init_layers(DecoderLayer(c), keys['layers'], x, self._attention(
+            {'decoder_target_tokens': tokens}), None, None, num_layers=c.num_layers),
         'decoder_norm': self._norm.init(keys['decoder_norm'], x)['params']}
     if c.relative_bias == 'shared':
-      params['relpos_bias'] = relative_bias(c).init(
-          keys['relpos_bias'], 1, 1, bidirectional=False)['params']
+      params['relpos_bias'] = relative_table(c).init(keys['relpos_bias'])['params']
     if not c.logits_via_embedding:
       params['logits_dense'] = TokenLogits(c).init(keys['logits_dense'], x, None)['params']
     return params
@@ -111,16 +113,20 @@ class DecoderOnlyModel:
                  dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> jax.Array:
     """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
     c = self.config
-    prefix = batch['decoder_causal_attention'] if self.uses_prefix(batch) else None
-    mask = decoder_mask(batch['decoder_target_tokens'], prefix=prefix,
-                        segment_ids=batch.get('decoder_segment_ids'))
-    bias = None
+    attention, bias = self._attention(batch), None
     if c.relative_bias == 'shared':
-      bias = relative_bias(c).apply({'params': params['relpos_bias']}, x.shape[1], x.shape[1],
-                                    bidirectional=False)
-    return scan_layers(DecoderLayer(c), params['layers'], x, mask, bias, config=c,
+      bias = attention.bias(relative_table(c).apply({'params': params['relpos_bias']}))
+    return scan_layers(DecoderLayer(c), params['layers'], x, attention, bias, config=c,
                        dropout_rng=_dropout_rng(dropout_key, batch, 'layers'),
                        first_layer=first_layer)
+
+  def _attention(self, batch: DeviceBatch) -> Attention:
+    c = self.config
+    prefix = batch['decoder_causal_attention'] if self.uses_prefix(batch) else None
+    info = token_info(batch['decoder_target_tokens'], prefix=prefix,
+                      segment_ids=batch.get('decoder_segment_ids'),
+                      positions=batch.get('positions'))
+    return decoder_attention(info, RelativeBuckets(c.num_relpos_buckets, c.max_relpos_distance))
 
   def _logits(self, params: Params, x: jax.Array, batch: DeviceBatch,
               dropout_key: Optional[jax.Array]) -> jax.Array:

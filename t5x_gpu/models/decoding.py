@@ -9,7 +9,7 @@ import numpy as np
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.partitioning.axis_rules import shard
-from t5x_gpu.partitioning.partitioner import Layout
+from t5x_gpu.partitioning.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,5 +78,5 @@ def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, lengt
     return jax.lax.fori_loop(len(prompt), end, body, tokens)
 
   out = layout.jit(continue_, out_shardings=layout.replicated)(
-      params, layout.put_batch({'tokens': tokens})['tokens'])
+      params, layout.put({'tokens': tokens})['tokens'])
   return np.asarray(out)[0, :end]

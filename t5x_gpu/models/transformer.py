@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.attention import MultiHeadAttention
+from t5x_gpu.layers.attention_backends import Attention
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.norm import RMSNorm
-from t5x_gpu.layers.positions import RelativePositionBias
+from t5x_gpu.layers.positions import RelativePositionTable
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import NamedParam, is_named, shard
@@ -20,11 +21,11 @@ REMAT = {'none': None, 'minimal': jax.checkpoint_policies.dots_with_no_batch_dim
          'full': jax.checkpoint_policies.nothing_saveable}
 
 
-def relative_bias(config: TransformerConfig, *, name: Optional[str] = None) -> RelativePositionBias:
+def relative_table(config: TransformerConfig, *,
+                   name: Optional[str] = None) -> RelativePositionTable:
   """Returns the module of the learned bias."""
-  return RelativePositionBias(
-      num_heads=config.num_heads, num_buckets=config.num_relpos_buckets,
-      max_distance=config.max_relpos_distance, dtype=config.compute_dtype, name=name)
+  return RelativePositionTable(num_heads=config.num_heads, num_buckets=config.num_relpos_buckets,
+                               dtype=config.compute_dtype, name=name)
 
 
 class DecoderLayer(nn.Module):
@@ -32,7 +33,7 @@ class DecoderLayer(nn.Module):
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x: jax.Array, mask: jax.Array, shared_bias: Optional[jax.Array],
+  def __call__(self, x: jax.Array, attention: Attention, shared_bias: Any,
                dropout_rng: Optional[DropoutRng]) -> jax.Array:
     """Returns [batch, length, embed] from the same; no dropout without `dropout_rng`."""
     c, dtype = self.config, self.config.compute_dtype
@@ -41,10 +42,10 @@ class DecoderLayer(nn.Module):
       return dropout_rng and dropout_rng.at(site)
     bias = shared_bias
     if c.relative_bias == 'per_layer':
-      bias = relative_bias(c, name='relpos_bias')(x.shape[1], x.shape[1], bidirectional=False)
+      bias = attention.bias(relative_table(c, name='relpos_bias')())
     h = RMSNorm(dtype=dtype, name='pre_self_attention_layer_norm')(x)
     h = MultiHeadAttention(c.num_heads, c.head_dim, dropout_rate=c.dropout_rate, dtype=dtype,
-                           name='self_attention')(shard(h, 'batch', 'length', 'embed'), mask=mask,
+                           name='self_attention')(shard(h, 'batch', 'length', 'embed'), attention,
                                                   bias=bias, dropout_rng=rng('attention'))
     x = x + dropout(h, c.dropout_rate, rng('attention_out'))
     h = RMSNorm(dtype=dtype, name='pre_mlp_layer_norm')(x)

@@ -48,16 +48,19 @@ class AxisRules:
   """Which mesh axes split each array axis, for parameters and for activations.
 
   The two differ: FSDP splits a parameter's `embed` but an activation's `batch`. `optimizer` is what
-  splits the optimizer's state further than its parameter (ZeRO-1).
+  splits the optimizer's state further than its parameter (ZeRO-1), `context_method` how attention
+  reaches over a split length.
   """
   parameters: Table = dataclasses.field(default_factory=dict)
   activations: Table = dataclasses.field(default_factory=dict)
   optimizer: Table = dataclasses.field(default_factory=dict)
+  context_method: Optional[str] = None
 
   def __add__(self, other: 'AxisRules') -> 'AxisRules':
     return AxisRules(_joined(self.parameters, other.parameters),
                      _joined(self.activations, other.activations),
-                     _joined(self.optimizer, other.optimizer))
+                     _joined(self.optimizer, other.optimizer),
+                     self.context_method or other.context_method)
 
   @property
   def state(self) -> Table:
@@ -119,6 +122,7 @@ def partition_spec(names: Names, shape: Sequence[int], *, table: Table,
 class _Active:
   rules: AxisRules
   mesh_shape: Mapping[str, int]
+  manual_axes: tuple[str, ...]
 
 
 _active: contextvars.ContextVar[Optional[_Active]] = contextvars.ContextVar('axis_rules',
@@ -126,9 +130,17 @@ _active: contextvars.ContextVar[Optional[_Active]] = contextvars.ContextVar('axi
 
 
 @contextlib.contextmanager
-def use_rules(rules: AxisRules, mesh_shape: Mapping[str, int]) -> Iterator[None]:
-  """Makes `shard` follow `rules`. Enter it inside the traced function, where jit caches by it."""
-  token = _active.set(_Active(rules, dict(mesh_shape)))
+def use_rules(rules: AxisRules, mesh_shape: Mapping[str, int], *,
+              manual_axes: Sequence[str] = ()) -> Iterator[None]:
+  """Makes `shard` follow `rules`. Enter it inside the traced function, where jit caches by it.
+
+  Args:
+    rules: the sum of what every parallelism contributes.
+    mesh_shape: mesh axis -> size.
+    manual_axes: those along which arrays are local already (partitioning/region.py).
+  """
+  automatic = {axis: size for axis, size in mesh_shape.items() if axis not in manual_axes}
+  token = _active.set(_Active(rules, automatic, tuple(manual_axes)))
   try:
     yield
   finally:
@@ -153,6 +165,13 @@ def split_axis(name: str) -> Optional[str]:
                                     if active.mesh_shape.get(axis, 1) > 1]
   assert len(axes) <= 1, (name, axes)
   return axes[0] if axes else None
+
+
+def context_method() -> Optional[str]:
+  """Returns how attention reaches over a length that is split here, 'ring' or 'gather', or None."""
+  active = _active.get()
+  split = active is not None and 'context' in active.manual_axes
+  return active.rules.context_method if split else None
 
 
 @flax.struct.dataclass

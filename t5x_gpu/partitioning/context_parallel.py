@@ -25,9 +25,10 @@ from t5x_gpu.partitioning.ring_attention import LogitsFn
 METHODS = ('ring', 'gather')
 
 
-def rules() -> AxisRules:
+def rules(method: str = 'ring') -> AxisRules:
   """Returns what context parallelism adds to the table."""
-  return AxisRules(activations={'length': ('context',)})
+  return AxisRules(activations={'length': ('context',), 'residual_length': ('context',)},
+                   context_method=method)
 
 
 def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,

@@ -11,12 +11,14 @@ microbatch. When: parameters and optimizer state do not fit on one GPU; before t
 Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (PyTorch FSDP).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Optional
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from t5x_gpu.partitioning.axis_rules import AxisRules
 
@@ -30,6 +32,18 @@ def rules(zero_stage: int = 3) -> AxisRules:
                    activations={'batch': ('fsdp',)})
 
 
+@dataclasses.dataclass(frozen=True)
+class Dims:
+  """Dimensions of a parameter, counted from the last one (-1), as a scan takes the first.
+
+  Attributes:
+    fsdp: the one that is split over `fsdp`.
+    model: the one that is split over `model` as well, if any is.
+  """
+  fsdp: int
+  model: Optional[int] = None
+
+
 @flax.struct.dataclass
 class Split:
   """A parameter inside the region where `fsdp` is manual.
@@ -37,11 +51,11 @@ class Split:
   Attributes:
     part: this device's part; what is differentiated.
     full: the whole parameter where every device has it (stage 2), else None.
-    dim: the dimension that is split, counted from the last one (-1), as a scan takes the first.
+    dims: where it is split.
   """
   part: jax.Array
   full: Optional[jax.Array]
-  dim: int = flax.struct.field(pytree_node=False)
+  dims: Dims = flax.struct.field(pytree_node=False)
 
 
 def is_split(x: Any) -> bool:
@@ -59,25 +73,43 @@ def whole(tree: Any, dtype: Any) -> Any:
     tree: parameters as a model's `loss` gets them.
     dtype: of the computation; half as many bytes travel in bfloat16.
   """
-  return jax.tree.map(lambda x: _use(dtype, x.dim, x.part, x.full) if is_split(x) else x, tree,
+  return jax.tree.map(lambda x: _use(dtype, x.dims, x.part, x.full) if is_split(x) else x, tree,
                       is_leaf=is_split)
 
 
-def _gather(dtype: Any, dim: int, part: jax.Array, full: Optional[jax.Array]) -> jax.Array:
+def scatter(gradient: jax.Array, dims: Dims) -> jax.Array:
+  """Returns this device's part of the sum of `gradient` over `fsdp`."""
+  return _beside_model(lambda g: jax.lax.psum_scatter(
+      g, 'fsdp', scatter_dimension=g.ndim + dims.fsdp, tiled=True), gradient, dims)
+
+
+def _gather(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> jax.Array:
   if full is not None:
     return full.astype(dtype)
-  return jax.lax.all_gather(part.astype(dtype), 'fsdp', axis=part.ndim + dim, tiled=True)
+  return _beside_model(lambda p: jax.lax.all_gather(
+      p, 'fsdp', axis=p.ndim + dims.fsdp, tiled=True), part.astype(dtype), dims)
 
 
-def _use_forward(dtype: Any, dim: int, part: jax.Array, full: Optional[jax.Array]) -> Any:
-  return _gather(dtype, dim, part, full), full
+def _beside_model(collective: Callable[[jax.Array], jax.Array], x: jax.Array,
+                  dims: Dims) -> jax.Array:
+  """Returns collective(x), on each part over `model` by itself.
+
+  Of an array that is split over an automatic axis, XLA would gather all parts first.
+  """
+  if dims.model is None:
+    return collective(x)
+  spec = PartitionSpec(*('model' if i == x.ndim + dims.model else None for i in range(x.ndim)))
+  return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names={'model'})(x)
 
 
-def _use_backward(dtype: Any, dim: int, full: Optional[jax.Array], gradient: jax.Array) -> Any:
+def _use_forward(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> Any:
+  return _gather(dtype, dims, part, full), full
+
+
+def _use_backward(dtype: Any, dims: Dims, full: Optional[jax.Array], gradient: jax.Array) -> Any:
   del dtype
-  gradient = gradient.astype(jnp.float32)
-  part = jax.lax.psum_scatter(gradient, 'fsdp', scatter_dimension=gradient.ndim + dim, tiled=True)
-  return part, None if full is None else jnp.zeros_like(full)
+  return (scatter(gradient.astype(jnp.float32), dims),
+          None if full is None else jnp.zeros_like(full))
 
 
 _use = jax.custom_vjp(_gather, nondiff_argnums=(0, 1))
@@ -85,8 +117,8 @@ _use.defvjp(_use_forward, _use_backward)
 
 # Primitives that make a layer's weights from its parameters. Their results are not worth keeping
 # for the backward pass: kept, all layers would be whole at once.
-_MOVES = frozenset({'all_gather', 'concatenate', 'convert_element_type', 'reshape', 'transpose',
-                    'broadcast_in_dim', 'squeeze', 'sharding_constraint'})
+_MOVES = frozenset({'all_gather', 'shard_map', 'concatenate', 'convert_element_type', 'reshape',
+                    'transpose', 'broadcast_in_dim', 'squeeze', 'sharding_constraint'})
 
 
 def keep_activations_only(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -1,34 +1,34 @@
-"""From sizes in gin to shardings and jitted functions.
+"""What gin configures: how many ways each kind of parallelism splits a run.
 
-`Partitioner` is what gin configures; `Layout` is what it becomes on the devices of a run. The
-layout sums the rules of every parallelism, turns axis names into shardings, and jits functions so
-that the rules are entered inside the traced function and the mesh is set around the call: Flax's
-rules context is no part of jit's cache key, and `with mesh:` drops every constraint.
+The sum of the rules of every parallelism in use, and all checks of sizes against them, before
+anything compiles. `layout` is what it becomes on the devices of a run.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Mapping, Sequence
+from typing import Optional
 
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from t5x_gpu.errors import MeshError, all_problems
-from t5x_gpu.partitioning import data_parallel, fsdp, sequence_parallel, tensor_parallel
-from t5x_gpu.partitioning.axis_rules import (
-    AxisNames, AxisRules, Table, partition_spec, use_rules)
-from t5x_gpu.partitioning.mesh import build_mesh, check_model_sizes, mesh_table
+from t5x_gpu.errors import MeshError, all_problems, did_you_mean
+from t5x_gpu.partitioning import (
+    context_parallel, data_parallel, expert_parallel, fsdp, pipeline_parallel, sequence_parallel,
+    tensor_parallel)
+from t5x_gpu.partitioning.axis_rules import AxisRules
+from t5x_gpu.partitioning.layout import Layout
+from t5x_gpu.partitioning.mesh import build_mesh, check_model_sizes
+from t5x_gpu.partitioning.mesh_problems import divisors
 from t5x_gpu.partitioning.mesh_sizes import MeshSizes, resolve_mesh_sizes
-from t5x_gpu.partitioning.region import Region
+from t5x_gpu.partitioning.region import Pipeline
 from t5x_gpu.runtime.topology import Device, Topology
 
 # What a user sets to change the size of an array axis, for errors.
 SET_BY = {'batch': 'BATCH_SIZE', 'length': 'TASK_FEATURE_LENGTHS',
+          'residual_length': 'TASK_FEATURE_LENGTHS',
           'heads': 'TransformerConfig.num_heads', 'mlp': 'TransformerConfig.mlp_dim',
-          'embed': 'TransformerConfig.embed_dim', 'vocab': 'TransformerConfig.vocab_size'}
+          'embed': 'TransformerConfig.embed_dim', 'vocab': 'TransformerConfig.vocab_size',
+          'experts': 'TransformerConfig.num_experts'}
+# Axes with checks of their own.
+OWN_CHECKS = ('layers', 'length')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,16 @@ class Partitioner:
     model_parallel_submesh: T5X's other way to say the same; not together with num_partitions.
     data: replicas; -1 takes what is left over.
     fsdp: parts of parameters and optimizer state.
-    zero_stage: what `fsdp` splits: 1 the optimizer state, 2 gradients as well, 3 parameters as well.
-    sequence_parallel: split norms and residuals over `model` by position.
+    zero_stage: what `fsdp` splits: 1 the optimizer state, 2 gradients as well, 3 parameters too.
+    sequence_parallel: split norms, dropout and residuals over `model` by position.
+    context: parts of the length of a sequence.
+    context_attention: 'ring' sends keys and values around, 'gather' collects them.
+    stage: pipeline stages, each with some of the layers.
+    pipeline_schedule: 'gpipe', '1f1b' or 'circular'.
+    num_pipeline_microbatches: parts of a device's rows that follow each other through the stages;
+      None for four per stage, or as many as there are rows.
+    pipeline_repeats: blocks of layers per stage under 'circular'.
+    expert: parts of the experts of a mixture-of-experts MLP; also splits the batch.
     ici_mesh_shape: axis -> size inside a host, one may be -1; instead of the sizes above.
     dcn_mesh_shape: axis -> size across hosts, one may be -1.
   """
@@ -52,23 +60,43 @@ class Partitioner:
   fsdp: int = 1
   zero_stage: int = 3
   sequence_parallel: bool = False
+  context: int = 1
+  context_attention: str = 'ring'
+  stage: int = 1
+  pipeline_schedule: str = 'gpipe'
+  num_pipeline_microbatches: Optional[int] = None
+  pipeline_repeats: int = 1
+  expert: int = 1
   ici_mesh_shape: Optional[Mapping[str, int]] = None
   dcn_mesh_shape: Optional[Mapping[str, int]] = None
+
+  def __post_init__(self) -> None:
+    for name, legal in (('zero_stage', (1, 2, 3)), ('context_attention', context_parallel.METHODS)):
+      value = getattr(self, name)
+      if value not in legal:
+        hint = did_you_mean(value, legal) if isinstance(value, str) else ''
+        raise MeshError(f'Partitioner.{name} = {value!r} is not one of '
+                        f'{", ".join(map(repr, legal))}.{hint}',
+                        fix=f'Set Partitioner.{name} to one of them.',
+                        parameters=(f'Partitioner.{name}',), docs='parallelism.md')
 
   def mesh_sizes(self, topology: Topology) -> MeshSizes:
     """Returns the sizes on `topology`; raises MeshError with the legal ones."""
     return resolve_mesh_sizes(
         topology, num_partitions=self.num_partitions,
-        model_parallel_submesh=self.model_parallel_submesh, data=self.data, fsdp=self.fsdp,
+        model_parallel_submesh=self.model_parallel_submesh, stage=self.stage, data=self.data,
+        fsdp=self.fsdp, context=self.context, expert=self.expert,
         ici_mesh_shape=self.ici_mesh_shape, dcn_mesh_shape=self.dcn_mesh_shape)
 
   def rules(self) -> AxisRules:
-    """Returns the sum of the rules of every parallelism in use."""
-    rules = data_parallel.rules() + fsdp.rules(self.zero_stage) + tensor_parallel.rules()
+    """Returns the sum of the rules of every parallelism."""
+    rules = (pipeline_parallel.rules() + data_parallel.rules() + fsdp.rules(self.zero_stage)
+             + context_parallel.rules(self.context_attention) + expert_parallel.rules()
+             + tensor_parallel.rules())
     return rules + sequence_parallel.rules() if self.sequence_parallel else rules
 
   def lay_out(self, topology: Topology, devices: Sequence[Device], *,
-              logical_sizes: Mapping[str, int]) -> 'Layout':
+              logical_sizes: Mapping[str, int]) -> Layout:
     """Returns the layout over `devices` (host-major, as `topology.discover` gives them).
 
     Args:
@@ -79,112 +107,43 @@ class Partitioner:
       MeshError: sizes that do not fit the topology, or that do not divide `logical_sizes`.
     """
     sizes = self.mesh_sizes(topology)
-    unknown = [axis for axis in ('stage', 'context', 'expert') if sizes.total[axis] > 1]
-    if unknown:
-      raise MeshError(
-          f'{" and ".join(f"{a} = {sizes.total[a]}" for a in unknown)}: no rules split anything '
-          'over these axes yet.', fix=f'Set {" and ".join(unknown)} to 1.',
-          parameters=('Partitioner.ici_mesh_shape', 'Partitioner.dcn_mesh_shape'))
     rules = self.rules()
-    problems = [problem for table in (rules.activations, rules.parameters)
-                for problem in check_model_sizes(
-                    sizes, logical_sizes, {name: table.get(name, ()) for name in logical_sizes},
-                    parameter_names=SET_BY)]
-    problems = list(dict.fromkeys(problems))  # an axis may be split alike in both tables
+    batch_parts = math.prod(sizes.total[axis] for axis in rules.activations['batch'])
+    pipeline = self._pipeline(sizes, logical_sizes['batch'] // batch_parts)
+    problems = self._problems(sizes, rules, logical_sizes, pipeline, batch_parts)
     if problems:
       raise MeshError(all_problems(problems, title='The model does not fit the mesh'),
                       parameters=('Partitioner.num_partitions', 'Partitioner.fsdp',
-                                  'Partitioner.data', 'BATCH_SIZE'), docs='mesh.md#sizes')
+                                  'Partitioner.data', 'Partitioner.stage', 'Partitioner.context',
+                                  'Partitioner.expert', 'BATCH_SIZE'), docs='mesh.md#sizes')
     return Layout(mesh=build_mesh(sizes, topology, devices), rules=rules, sizes=sizes,
-                  topology=topology, zero_stage=self.zero_stage)
+                  topology=topology, zero_stage=self.zero_stage, pipeline=pipeline)
 
+  def _pipeline(self, sizes: MeshSizes, rows: int) -> Optional[Pipeline]:
+    stages = sizes.total['stage']
+    if stages == 1:
+      return None
+    count = self.num_pipeline_microbatches
+    if count is None:
+      legal = divisors(max(rows, 1))
+      count = next((n for n in legal if n >= 4 * stages), legal[-1])
+    # A ring needs all devices in every step, those of an idle stage as well.
+    ring = sizes.total['context'] > 1 and self.context_attention == 'ring'
+    return Pipeline(self.pipeline_schedule, stages, count, self.pipeline_repeats, not ring)
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-  """A mesh with rules: where every array of the run lives.
-
-  Attributes:
-    mesh: the devices, all axes of MESH_AXES.
-    rules: which mesh axes split each array axis.
-    sizes: where the mesh's shape comes from.
-    topology: hosts and devices per host.
-    zero_stage: see partitioning/fsdp.py.
-  """
-  mesh: Mesh
-  rules: AxisRules
-  sizes: MeshSizes
-  topology: Topology
-  zero_stage: int = 3
-
-  @property
-  def region(self) -> Region:
-    """The region of a step in which collectives are written out."""
-    return Region(self.rules, self.mesh.shape, self.zero_stage)
-
-  @property
-  def replicated(self) -> NamedSharding:
-    return NamedSharding(self.mesh, PartitionSpec())
-
-  @property
-  def batch_parts(self) -> int:
-    """In how many parts the rows of a batch are split; a batch's size is a multiple of it."""
-    return math.prod(self.mesh.shape[a] for a in self.rules.activations['batch'])
-
-  def shardings(self, abstract: Any, names: Any, table: Optional[Table] = None) -> Any:
-    """Returns a tree of NamedSharding for arrays (or shapes) whose axes are called `names`.
-
-    Args:
-      abstract: arrays or shapes.
-      names: tree of AxisNames.
-      table: array axis -> mesh axes; that of parameters by default.
-    """
-    table = self.rules.parameters if table is None else table
-
-    def sharding(path: Any, axis_names: AxisNames, array: Any) -> NamedSharding:
-      what = jax.tree_util.keystr(path, simple=True, separator='/')
-      return NamedSharding(self.mesh, partition_spec(
-          axis_names.names, array.shape, table=table, mesh_shape=self.mesh.shape,
-          what=what))
-    return jax.tree_util.tree_map_with_path(sharding, names, abstract)
-
-  def batch_shardings(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, NamedSharding]:
-    """Returns feature name -> sharding of the global batch; dimensions are batch, length, ..."""
-    def sharding(name: str, shape: Sequence[int]) -> NamedSharding:
-      names = ('batch', 'length')[:len(shape)] + (None,) * (len(shape) - 2)
-      return NamedSharding(self.mesh, partition_spec(
-          names, shape, table=self.rules.activations, mesh_shape=self.mesh.shape, what=name))
-    return {name: sharding(name, shape) for name, shape in shapes.items()}
-
-  def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns the global batch on devices; each process hands over only its devices' rows."""
-    shardings = self.batch_shardings({name: x.shape for name, x in batch.items()})
-    return {name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
-            for name, x in batch.items()}
-
-  def jit(self, function: Callable[..., Any], **jit_options: Any) -> 'LaidOut':
-    """Returns `function` jitted over this layout; options are jax.jit's."""
-    @functools.wraps(function)
-    def traced(*args: Any) -> Any:
-      with use_rules(self.rules, self.mesh.shape):
-        return function(*args)
-    return LaidOut(self.mesh, jax.jit(traced, **jit_options))
-
-  def table(self) -> str:
-    """Returns the mesh as a small table for the log."""
-    return mesh_table(self.sizes, self.topology)
-
-
-@dataclasses.dataclass(frozen=True)
-class LaidOut:
-  """A jitted function that sets its mesh whenever it is called, lowered or evaluated."""
-  mesh: Mesh
-  jitted: Any
-
-  def __call__(self, *args: Any) -> Any:
-    with jax.set_mesh(self.mesh):
-      return self.jitted(*args)
-
-  def lower(self, *args: Any) -> Any:
-    """Returns jax's lowered function; `.compile()` it for an executable."""
-    with jax.set_mesh(self.mesh):
-      return self.jitted.lower(*args)
+  def _problems(self, sizes: MeshSizes, rules: AxisRules, logical_sizes: Mapping[str, int],
+                pipeline: Optional[Pipeline], batch_parts: int) -> list[str]:
+    """Returns everything in which the model does not fit the mesh, a sentence each."""
+    generic = {name: size for name, size in logical_sizes.items() if name not in OWN_CHECKS}
+    if 'length' in logical_sizes and self.sequence_parallel:
+      generic['residual_length'] = logical_sizes['length']
+    problems = [problem for table in (rules.activations, rules.parameters)
+                for problem in check_model_sizes(
+                    sizes, generic, {name: table.get(name, ()) for name in generic},
+                    parameter_names=SET_BY)]
+    problems += context_parallel.check(logical_sizes, sizes.total, parameter=SET_BY['length'])
+    if pipeline is not None:
+      problems += pipeline_parallel.check(
+          logical_sizes, sizes.total, schedule=pipeline.schedule, repeats=pipeline.repeats,
+          num_pipeline_microbatches=pipeline.num_microbatches, batch_parts=batch_parts)
+    return list(dict.fromkeys(problems))  # an axis may be split alike in both tables

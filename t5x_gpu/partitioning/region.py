@@ -12,12 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from t5x_gpu.partitioning import fsdp
+from t5x_gpu.partitioning import context_parallel, fsdp
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules
 
 MANUAL_AXES = ('stage', 'data', 'fsdp', 'context', 'expert')
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+  """How stages take turns; the arguments of pipeline_parallel.value_and_grad."""
+  schedule: str
+  num_stages: int
+  num_microbatches: int
+  repeats: int
+  skip_idle: bool
+
+  @property
+  def options(self) -> dict[str, Any]:
+    return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +43,12 @@ class Region:
     rules: which mesh axes split each array axis.
     mesh_shape: mesh axis -> size.
     zero_stage: see partitioning/fsdp.py.
+    pipeline: how stages take turns; None without stages.
   """
   rules: AxisRules
   mesh_shape: Mapping[str, int]
-  zero_stage: int
+  zero_stage: int = 3
+  pipeline: Optional[Pipeline] = None
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -48,14 +65,31 @@ class Region:
     table = self.rules.state if self.zero_stage == 2 else self.rules.parameters
     return jax.tree.map(lambda n: self.spec(n.names, table), names)
 
+  def kept_specs(self, names: Any) -> Any:
+    """Returns the tree of PartitionSpecs of parameters as the run keeps them."""
+    return jax.tree.map(lambda n: self.spec(n.names, self.rules.parameters), names)
+
   def gradient_specs(self, names: Any) -> Any:
     """Returns the tree of PartitionSpecs of reduced gradients: as the optimizer's state."""
     return jax.tree.map(lambda n: self.spec(n.names, self.rules.state), names)
 
-  def batch_specs(self, batch: Any) -> Any:
-    """Returns the tree of PartitionSpecs of a batch of arrays [batch, length, ...] or [batch]."""
-    return jax.tree.map(lambda x: self.spec(('batch', 'length')[:x.ndim],
-                                            self.rules.activations), batch)
+  def batch_specs(self, batch: Mapping[str, jax.Array]) -> dict[str, PartitionSpec]:
+    """Returns name -> PartitionSpec of [batch, length, ...], [batch] or 'positions' [length]."""
+    return {name: self.spec(('length',) if name == 'positions' else ('batch', 'length')[:x.ndim],
+                            self.rules.activations) for name, x in batch.items()}
+
+  def with_rows(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns `batch` with what local arrays cannot tell: where rows and positions stand.
+
+    'rows' [batch] is the number of each example, 'positions' [length] that of each token where the
+    length is split.
+    """
+    batch_size, length = next(iter(batch.values())).shape[:2]
+    more = {'rows': jnp.arange(batch_size)}
+    if 'context' in self.axes:
+      more['positions'] = jnp.asarray(context_parallel.length_order(
+          length, self.mesh_shape['context']))
+    return {**batch, **more}
 
   def parameters(self, parts: Any, params: Any, names: Any) -> Any:
     """Returns what a model gets: parts of parameters as `fsdp.Split`, other parts as they are.
@@ -66,18 +100,28 @@ class Region:
       names: tree of AxisNames.
     """
     def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array) -> Any:
-      dim = self._fsdp_dim(axis_names)
-      if dim is None or self.zero_stage < 2:
+      dims = self._fsdp_dims(axis_names)
+      if dims is None or self.zero_stage < 2:
         return part
-      return fsdp.Split(part, param if self.zero_stage == 2 else None, dim - part.ndim)
+      return fsdp.Split(part, param if self.zero_stage == 2 else None, dims)
     return jax.tree.map(parameter, names, parts, params)
 
-  def _fsdp_dim(self, axis_names: AxisNames) -> Optional[int]:
-    """Returns the dimension that `fsdp` splits in the optimizer's state, None without one."""
-    if 'fsdp' not in self.axes:
+  def kept_parameters(self, params: Any, names: Any) -> Any:
+    """Returns what a model gets where nothing is differentiated."""
+    def parameter(axis_names: AxisNames, param: jax.Array) -> Any:
+      dims = self._fsdp_dims(axis_names) if self.zero_stage == 3 else None
+      return param if dims is None else fsdp.Split(param, None, dims)
+    return jax.tree.map(parameter, names, params)
+
+  def _fsdp_dims(self, axis_names: AxisNames) -> Optional[fsdp.Dims]:
+    """Returns where `fsdp` splits the optimizer's state, None if it does not."""
+    def dim_of(axis: str) -> Optional[int]:
+      return next((i - len(axis_names.names) for i, name in enumerate(axis_names.names)
+                   if axis in self.rules.state.get(name, ())), None)
+    dim = dim_of('fsdp') if 'fsdp' in self.axes else None
+    if dim is None:
       return None
-    return next((i for i, name in enumerate(axis_names.names)
-                 if 'fsdp' in self.rules.state.get(name, ())), None)
+    return fsdp.Dims(dim, dim_of('model') if self.mesh_shape.get('model', 1) > 1 else None)
 
   def reduce_gradients(self, grads: Any, names: Any) -> Any:
     """Returns the sum of local gradients over all devices, split as `gradient_specs` says.
@@ -88,11 +132,11 @@ class Region:
     groups = collections.defaultdict(list)
     for i, axis_names in enumerate(jax.tree.leaves(names)):
       own = {a for name in axis_names.names for a in self.rules.parameters.get(name, ())}
-      dim = self._fsdp_dim(axis_names)
-      if dim is not None:
+      dims = self._fsdp_dims(axis_names)
+      if dims is not None:
         own.add('fsdp')
         if self.zero_stage < 2:  # else summed by the backward pass of `fsdp.whole`
-          leaves[i] = jax.lax.psum_scatter(leaves[i], 'fsdp', scatter_dimension=dim, tiled=True)
+          leaves[i] = fsdp.scatter(leaves[i], dims)
       groups[tuple(a for a in self.axes if a not in own)].append(i)
     for axes, members in groups.items():
       if axes:
@@ -107,7 +151,7 @@ class Region:
       return function
 
     def local(*args: Any) -> Any:
-      with use_rules(self.rules, {a: n for a, n in self.mesh_shape.items() if a not in self.axes}):
+      with use_rules(self.rules, self.mesh_shape, manual_axes=self.axes):
         return function(*jax.tree.map(self.varying, args))
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes))
 

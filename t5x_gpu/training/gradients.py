@@ -4,13 +4,16 @@ Losses are sums over target tokens: neither accumulation nor any kind of paralle
 change them. Gradients are accumulated where they are made and reduced once per step.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Optional
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from t5x_gpu.models.losses import Sums
+from t5x_gpu.partitioning import pipeline_parallel
 from t5x_gpu.partitioning.region import Region
 
 Batch = Mapping[str, jax.Array]
@@ -23,26 +26,34 @@ def make_gradients(*, model: Any, region: Region, names: Any,
   """Returns the function (params, batch, dropout_key) -> (gradients, sums) of global arrays.
 
   Args:
-    model: has `loss(params, batch, dropout_key=...) -> Sums`.
+    model: has `loss(params, batch, dropout_key=...) -> Sums`, and for a pipeline its three parts.
     region: how the step is split.
     names: tree of AxisNames of the parameters.
     num_microbatches: parts of each device's rows computed one after the other, to save memory.
   """
-  def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
-    batch = with_rows(batch)
+  def local(parts: Any, kept: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
+    def join(parts: Any, kept: Any) -> Any:
+      return region.parameters(parts, kept, names)
 
-    def local(parts: Any, params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
-      def loss_sum(parts: Any, batch: Batch) -> tuple[jax.Array, Sums]:
-        sums = model.loss(region.parameters(parts, params, names), batch, dropout_key=dropout_key)
-        sums = jax.tree.map(region.varying, sums)
-        return sums['loss'][0], sums
-      grad_fn = jax.grad(loss_sum, has_aux=True)
-      grads, sums = _accumulate(grad_fn, parts, batch, num_microbatches, region)
-      return region.reduce_gradients(grads, names), region.total(sums)
-    parts = region.part_specs(names)
-    kept = jax.tree.map(lambda n: region.spec(n.names, region.rules.parameters), names)
-    out_specs = (region.gradient_specs(names), jax.sharding.PartitionSpec())
-    in_specs = (parts, kept, region.batch_specs(batch), jax.sharding.PartitionSpec())
+    def loss_sum(parts: Any, batch: Batch) -> tuple[jax.Array, Sums]:
+      sums = model.loss(join(parts, kept), batch, dropout_key=dropout_key)
+      return sums['loss'][0], jax.tree.map(region.varying, sums)
+
+    def grads_and_sums(parts: Any, batch: Batch) -> tuple[Any, Sums]:
+      if region.pipeline is None:
+        return jax.grad(loss_sum, has_aux=True)(parts, batch)
+      pieces, microbatches = _pipeline_input(model, batch, region, dropout_key)
+      return pipeline_parallel.value_and_grad(
+          pieces, parts, microbatches, fixed=kept if region.zero_stage == 2 else parts, join=join,
+          varying_axes=region.axes, **region.pipeline.options)
+    grads, sums = _accumulate(grads_and_sums, parts, batch, num_microbatches, region)
+    return region.reduce_gradients(grads, names), region.total(sums)
+
+  def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
+    batch = region.with_rows(batch)
+    in_specs = (region.part_specs(names), region.kept_specs(names), region.batch_specs(batch),
+                PartitionSpec())
+    out_specs = (region.gradient_specs(names), PartitionSpec())
     return region.map(local, in_specs=in_specs, out_specs=out_specs)(
         params, params, batch, dropout_key)
   return gradients
@@ -50,34 +61,65 @@ def make_gradients(*, model: Any, region: Region, names: Any,
 
 def make_eval_step(*, model: Any, region: Region, names: Any) -> Callable[[Any, Batch], Sums]:
   """Returns the function (params, batch) -> sums, without dropout."""
+  def local(params: Any, batch: Batch) -> Sums:
+    def join(parts: Any, _: Any) -> Any:
+      return region.kept_parameters(parts, names)
+    if region.pipeline is None:
+      return region.total(model.loss(join(params, None), batch))
+    pieces, microbatches = _pipeline_input(model, batch, region, None)
+    return region.total(pipeline_parallel.forward(
+        pieces, params, microbatches, fixed=params, join=join, varying_axes=region.axes,
+        **region.pipeline.options))
+
   def eval_step(params: Any, batch: Batch) -> Sums:
-    def local(parts: Any, params: Any, batch: Batch) -> Sums:
-      return region.total(model.loss(region.parameters(parts, params, names), batch))
-    kept = jax.tree.map(lambda n: region.spec(n.names, region.rules.parameters), names)
-    return region.map(local, out_specs=jax.sharding.PartitionSpec(),
-                      in_specs=(region.part_specs(names), kept, region.batch_specs(batch))
-                      )(params, params, batch)
+    batch = region.with_rows(batch)
+    return region.map(local, in_specs=(region.kept_specs(names), region.batch_specs(batch)),
+                      out_specs=PartitionSpec())(params, batch)
   return eval_step
 
 
-def with_rows(batch: Batch) -> Batch:
-  """Returns `batch` with 'rows' [batch], the number of each example: what dropout depends on."""
-  return {**batch, 'rows': jnp.arange(next(iter(batch.values())).shape[0])}
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+  """A model as a pipeline runs it: what is the same for all microbatches is bound."""
+  model: Any
+  same: Batch
+  dropout_key: Optional[jax.Array]
+
+  def embed(self, params: Any, microbatch: Batch) -> jax.Array:
+    return self.model.embed(params, {**microbatch, **self.same}, dropout_key=self.dropout_key)
+
+  def run_layers(self, params: Any, x: jax.Array, microbatch: Batch, first_layer: Any) -> jax.Array:
+    return self.model.run_layers(params, x, {**microbatch, **self.same},
+                                 dropout_key=self.dropout_key, first_layer=first_layer)
+
+  def head(self, params: Any, x: jax.Array, microbatch: Batch) -> Sums:
+    return self.model.head(params, x, {**microbatch, **self.same}, dropout_key=self.dropout_key)
 
 
-def _accumulate(grad_fn: Callable[..., Any], parts: Any, batch: Batch, num_microbatches: int,
-                region: Region) -> tuple[Any, Sums]:
+def _pipeline_input(model: Any, batch: Batch, region: Region,
+                    dropout_key: Optional[jax.Array]) -> tuple[_Pieces, Batch]:
+  """Returns the model in parts, and the local rows cut into microbatches."""
+  same, microbatches = _split_rows(batch, region.pipeline.options['num_microbatches'])
+  return _Pieces(model, same, dropout_key), microbatches
+
+
+def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
+  """Returns (what has no rows, the rest as [count, rows / count, ...])."""
+  same = {name: x for name, x in batch.items() if name == 'positions'}
+  return same, {name: x.reshape(count, x.shape[0] // count, *x.shape[1:])
+                for name, x in batch.items() if name not in same}
+
+
+def _accumulate(grads_and_sums: Callable[[Any, Batch], tuple[Any, Sums]], parts: Any, batch: Batch,
+                num_microbatches: int, region: Region) -> tuple[Any, Sums]:
   """Returns (gradients, sums) over all microbatches of local rows."""
   if num_microbatches == 1:
-    return grad_fn(parts, batch)
-
-  def split(x: jax.Array) -> jax.Array:
-    return x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
+    return grads_and_sums(parts, batch)
+  same, microbatches = _split_rows(batch, num_microbatches)
 
   def body(carry: Any, microbatch: Batch) -> tuple[Any, None]:
-    return jax.tree.map(jnp.add, carry, grad_fn(parts, microbatch)), None
-  microbatches = jax.tree.map(split, batch)
+    return jax.tree.map(jnp.add, carry, grads_and_sums(parts, {**microbatch, **same})), None
   first = jax.tree.map(lambda x: x[0], microbatches)
   zeros = jax.tree.map(lambda x: region.varying(jnp.zeros(x.shape, x.dtype)),
-                       jax.eval_shape(grad_fn, parts, first))
+                       jax.eval_shape(grads_and_sums, parts, {**first, **same}))
   return jax.lax.scan(body, zeros, microbatches)[0]

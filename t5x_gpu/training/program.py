@@ -6,17 +6,18 @@ allocated or compiled until asked for.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import jax
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.partitioning.axis_rules import split_names
-from t5x_gpu.partitioning.partitioner import LaidOut, Layout, Partitioner
+from t5x_gpu.partitioning.layout import LaidOut, Layout
+from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime import xla_flags
 from t5x_gpu.runtime.topology import Device, Topology
-from t5x_gpu.training.schedules import Schedule
+from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.train_state import TrainState, new_state, state_names
 from t5x_gpu.training.gradients import make_eval_step, make_gradients
 from t5x_gpu.training.train_step import check_microbatches, make_train_step
@@ -31,8 +32,9 @@ class Program:
     spec: the global batch.
     names: TrainState of AxisNames.
     abstract_state: TrainState of shapes with today's shardings; what a restore targets.
-    init: () -> TrainState on the mesh; the same values on any topology.
+    init: () -> TrainState on the mesh; the same values on any topology, in the run's order.
     train_step: (state, batch) -> (state, sums); the old state's memory is reused.
+    learning_rate_factor: by which the number of replicas scales the schedule; 1 for not.
     eval_step: (params, batch) -> sums; takes batches of other sizes than `spec` as well.
   """
   layout: Layout
@@ -42,6 +44,22 @@ class Program:
   init: LaidOut
   train_step: LaidOut
   eval_step: LaidOut
+  learning_rate_factor: float = 1.0
+
+  def in_model_order(self, state: TrainState) -> TrainState:
+    """Returns `state` with its layers in the order of the model, as checkpoints keep them."""
+    return self._reordered(state, self.layout.in_model_order)
+
+  def in_run_order(self, state: TrainState) -> TrainState:
+    """Returns `state`, from a checkpoint, with its layers where the run's pipeline wants them."""
+    return self._reordered(state, self.layout.in_run_order)
+
+  def _reordered(self, state: TrainState, reorder: Callable[[Any, Any], Any]) -> TrainState:
+    if not self.layout.reorders_layers:
+      return state
+    shardings = jax.tree.map(lambda a: a.sharding, self.abstract_state)
+    return LaidOut(self.layout.mesh, jax.jit(lambda state: reorder(state, self.names),
+                                             out_shardings=shardings))(state)
 
   @property
   def num_params(self) -> int:
@@ -58,7 +76,8 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
                   topology: Topology, devices: list[Device],
                   task_feature_lengths: Mapping[str, int], batch_size: int, pack: bool, seed: int,
                   num_microbatches: int = 1, max_grad_norm: Optional[float] = None,
-                  loss_normalizing_factor: Optional[float] = None) -> Program:
+                  loss_normalizing_factor: Optional[float] = None,
+                  learning_rate_scaling: Optional[str] = None) -> Program:
   """Returns the program, after checking that the sizes of model, batch and mesh fit each other.
 
   Args:
@@ -67,7 +86,9 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
     partitioner: how to split it over `devices` of `topology`.
     task_feature_lengths, batch_size, pack: the global batch.
     seed: of initialisation and dropout.
-    num_microbatches, max_grad_norm, loss_normalizing_factor: as in `make_train_step`.
+    num_microbatches: as in `make_gradients`.
+    max_grad_norm, loss_normalizing_factor: as in `make_train_step`.
+    learning_rate_scaling: with the number of replicas, see `schedules.replica_factor`.
   Raises:
     MeshError, ConfigError, ShapeError: before anything compiles.
   """
@@ -84,7 +105,7 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
 
   def init() -> TrainState:
     params, _ = split_names(init_boxed())
-    return new_state(params, optimizer, names)
+    return new_state(layout.in_run_order(params, names), optimizer, names)
   abstract = jax.eval_shape(init)
   shardings = TrainState(
       step=layout.replicated, params=layout.shardings(abstract.params, names),
@@ -93,11 +114,13 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
   region = layout.region
   gradients = make_gradients(model=model, region=region, names=names,
                              num_microbatches=num_microbatches)
-  step = make_train_step(gradients=gradients, optimizer=optimizer, schedule=schedule, names=names,
-                         seed=seed, max_grad_norm=max_grad_norm,
+  factor = replica_factor(learning_rate_scaling, layout.batch_parts)
+  step = make_train_step(gradients=gradients, optimizer=optimizer, names=names, seed=seed,
+                         schedule=lambda step: factor * schedule(step),
+                         max_grad_norm=max_grad_norm,
                          loss_normalizing_factor=loss_normalizing_factor)
   return Program(
-      layout=layout, spec=spec, names=all_names,
+      layout=layout, learning_rate_factor=factor, spec=spec, names=all_names,
       abstract_state=jax.tree.map(
           lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
       # Without rules: the forward pass of an initialisation is never computed.

@@ -5,9 +5,12 @@ shorter than its warm-up, a first try say, stays in it.
 """
 
 from collections.abc import Callable
+from typing import Optional
 
 import jax
 import jax.numpy as jnp
+
+from t5x_gpu.errors import ConfigError, did_you_mean
 
 Schedule = Callable[[jax.Array], jax.Array]
 
@@ -44,6 +47,27 @@ def cosine(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float
 
 def _float(step: jax.Array) -> jax.Array:
   return jnp.asarray(step, jnp.float32)
+
+
+def replica_factor(scaling: Optional[str], num_replicas: int) -> float:
+  """Returns by what the learning rate grows with the parts that a global batch is split into.
+
+  Args:
+    scaling: None for 1, 'linear' for the number of replicas, 'sqrt' for its root.
+    num_replicas: data x fsdp x expert, where each adds as many rows to the batch.
+  Raises:
+    ConfigError: another scaling.
+  Source: Goyal et al. 2017 (linear, for SGD); Krizhevsky 2014 and Malladi et al. 2022 (root, which
+    suits Adam).
+  """
+  factors = {None: 1.0, 'linear': float(num_replicas), 'sqrt': num_replicas ** 0.5}
+  if scaling not in factors:
+    raise ConfigError(
+        f'train.learning_rate_scaling = {scaling!r} is not one of None, \'linear\', \'sqrt\'.'
+        f'{did_you_mean(str(scaling), ("linear", "sqrt"))}',
+        fix='Set train.learning_rate_scaling to one of them.',
+        parameters=('train.learning_rate_scaling',))
+  return factors[scaling]
 
 
 def _warmup(step: jax.Array, warmup_steps: int) -> jax.Array:

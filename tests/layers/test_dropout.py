@@ -24,7 +24,8 @@ def test_dropout_scales_what_it_keeps_and_shares_a_mask_between_positions():
 def test_dropped_values_differ_by_position_and_head_and_are_whole_vectors():
   out = np.asarray(dropout_positions(X, RATE, rng(np.arange(6))))
   assert (out == out[..., :1]).all()
-  assert len(np.unique(out[..., 0].reshape(6, 16, 4).transpose(1, 0, 2).reshape(16, -1), axis=0)) == 16
+  masks = out[..., 0].transpose(1, 2, 0).reshape(16 * 4, 6)
+  assert len(np.unique(masks, axis=0)) > 16
 
 
 def test_masks_of_some_rows_are_those_of_the_whole_batch():

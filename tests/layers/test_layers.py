@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_gpu.layers.attention import dot_product_attention
+from t5x_gpu.layers.attention_backends import dot_product_attention
 from t5x_gpu.layers.dense import DenseGeneral
 from t5x_gpu.layers.embedding import Embedding
-from t5x_gpu.layers.masks import decoder_mask
+from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.norm import RMSNorm
 from t5x_gpu.layers.positions import relative_position_buckets
@@ -44,16 +44,21 @@ def test_attention_of_a_row_that_may_attend_to_nothing_is_finite(rng):
   assert np.isfinite(out).all()
 
 
+def mask_of(tokens, **more):
+  info = token_info(tokens, **more)
+  return decoder_mask(info, info)[0, 0]
+
+
 def test_mask_is_causal_and_stays_in_its_segment_and_off_padding():
   tokens = jnp.asarray([[5, 6, 7, 8, 0]])
   segments = jnp.asarray([[1, 1, 2, 2, 0]])
   want = np.array([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0],
                    [0, 0, 0, 0, 0]], bool)
-  np.testing.assert_array_equal(decoder_mask(tokens, segment_ids=segments)[0, 0], want)
+  np.testing.assert_array_equal(mask_of(tokens, segment_ids=segments), want)
 
 
 def test_prefix_positions_see_each_other_both_ways():
-  mask = decoder_mask(jnp.ones((1, 4), jnp.int32), prefix=jnp.asarray([[1, 1, 0, 0]]))[0, 0]
+  mask = mask_of(jnp.ones((1, 4), jnp.int32), prefix=jnp.asarray([[1, 1, 0, 0]]))
   want = np.array([[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]], bool)
   np.testing.assert_array_equal(mask, want)
 
@@ -131,7 +136,7 @@ def test_dense_initializer_has_unit_gain_whatever_the_shape_of_inputs_and_featur
 def test_gated_mlp_multiplies_its_branches(rng):
   x = rng.normal(size=(1, 2, 4)).astype(np.float32)
   module = Mlp(8, ('gelu', 'linear'))
-  params = init(module, x, deterministic=True)
+  params = init(module, x)
   hidden = jax.nn.gelu(x @ params['wi_0']['kernel']) * (x @ params['wi_1']['kernel'])
-  np.testing.assert_allclose(module.apply({'params': params}, x, deterministic=True),
+  np.testing.assert_allclose(module.apply({'params': params}, x),
                              hidden @ params['wo']['kernel'], rtol=1e-5, atol=1e-6)

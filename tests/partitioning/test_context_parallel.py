@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_gpu.layers import attention
-from t5x_gpu.layers.masks import decoder_mask
+from t5x_gpu.layers import attention_backends
+from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.positions import relative_position_buckets
 from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
 from t5x_gpu.partitioning.collectives import chosen, inventory, total_bytes
@@ -84,8 +84,9 @@ def example(length: int = LENGTH, seed: int = 0):
 
 
 def dense(query, key, value, *, table, info):
-  mask = decoder_mask(info['token'], segment_ids=info['segment'], prefix=info['prefix'])
-  return attention.dot_product_attention(query, key, value, mask=mask,
+  tokens = token_info(info['token'], segment_ids=info['segment'], prefix=info['prefix'])
+  mask = decoder_mask(tokens, tokens)
+  return attention_backends.dot_product_attention(query, key, value, mask=mask,
                                          bias=table[:, bucket_matrix(query.shape[1])][None])
 
 
@@ -165,10 +166,6 @@ def split_results(mesh_shape, arrays, info, attend=ring, **kwargs):
 def assert_close(results, expected, tolerance=1e-5):
   for name, a, b in zip(NAMES, results, expected, strict=True):
     assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
-
-
-def test_masked_is_the_layers_constant():
-  assert MASKED == attention.MASKED
 
 
 @pytest.mark.parametrize('mesh_shape', [

@@ -1,0 +1,158 @@
+"""Where every array of a run lives, and functions jitted so that it stays there.
+
+A layout turns axis names into shardings, and jits functions so that the rules are entered inside
+the traced function and the mesh is set around the call: Flax's rules context is no part of jit's
+cache key, and `with mesh:` drops every constraint.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from t5x_gpu.partitioning import context_parallel, pipeline_parallel
+from t5x_gpu.partitioning.axis_rules import (
+    AxisNames, AxisRules, Table, partition_spec, use_rules)
+from t5x_gpu.partitioning.mesh import mesh_table
+from t5x_gpu.partitioning.mesh_sizes import MeshSizes
+from t5x_gpu.partitioning.region import Pipeline, Region
+from t5x_gpu.runtime.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """A mesh with rules: where every array of the run lives.
+
+  Attributes:
+    mesh: the devices, all axes of MESH_AXES.
+    rules: which mesh axes split each array axis.
+    sizes: where the mesh's shape comes from.
+    topology: hosts and devices per host.
+    zero_stage: see partitioning/fsdp.py.
+    pipeline: how stages take turns; None without stages.
+  """
+  mesh: Mesh
+  rules: AxisRules
+  sizes: MeshSizes
+  topology: Topology
+  zero_stage: int = 3
+  pipeline: Optional[Pipeline] = None
+
+  @property
+  def region(self) -> Region:
+    """The region of a step in which collectives are written out."""
+    return Region(self.rules, self.mesh.shape, self.zero_stage, self.pipeline)
+
+  @property
+  def replicated(self) -> NamedSharding:
+    return NamedSharding(self.mesh, PartitionSpec())
+
+  @property
+  def batch_parts(self) -> int:
+    """In how many parts the rows of a batch are split; a batch's size is a multiple of it."""
+    return math.prod(self.mesh.shape[a] for a in self.rules.activations['batch'])
+
+  def shardings(self, abstract: Any, names: Any, table: Optional[Table] = None) -> Any:
+    """Returns a tree of NamedSharding for arrays (or shapes) whose axes are called `names`.
+
+    Args:
+      abstract: arrays or shapes.
+      names: tree of AxisNames.
+      table: array axis -> mesh axes; that of parameters by default.
+    """
+    table = self.rules.parameters if table is None else table
+
+    def sharding(path: Any, axis_names: AxisNames, array: Any) -> NamedSharding:
+      what = jax.tree_util.keystr(path, simple=True, separator='/')
+      return NamedSharding(self.mesh, partition_spec(
+          axis_names.names, array.shape, table=table, mesh_shape=self.mesh.shape,
+          what=what))
+    return jax.tree_util.tree_map_with_path(sharding, names, abstract)
+
+  def batch_shardings(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, NamedSharding]:
+    """Returns feature name -> sharding of the global batch; dimensions are batch, length, ..."""
+    def sharding(name: str, shape: Sequence[int]) -> NamedSharding:
+      names = ('batch', 'length')[:len(shape)] + (None,) * (len(shape) - 2)
+      return NamedSharding(self.mesh, partition_spec(
+          names, shape, table=self.rules.activations, mesh_shape=self.mesh.shape, what=name))
+    return {name: sharding(name, shape) for name, shape in shapes.items()}
+
+  def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns the global batch on devices; each process hands over only its devices' rows."""
+    shardings = self.batch_shardings({name: x.shape for name, x in batch.items()})
+    return {name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
+            for name, x in batch.items()}
+
+  def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Returns what training and evaluation take: as `put`, positions in the order of `context`."""
+    ways = self.mesh.shape['context']
+    if ways > 1:
+      batch = {name: x[:, context_parallel.length_order(x.shape[1], ways)]
+               for name, x in batch.items()}
+    return self.put(batch)
+
+  def jit(self, function: Callable[..., Any], **jit_options: Any) -> 'LaidOut':
+    """Returns `function` jitted over this layout; options are jax.jit's."""
+    @functools.wraps(function)
+    def traced(*args: Any) -> Any:
+      with use_rules(self.rules, self.mesh.shape):
+        return function(*args)
+    return LaidOut(self.mesh, jax.jit(traced, **jit_options))
+
+  @property
+  def reorders_layers(self) -> bool:
+    """Whether layers stand in another order than the model's: those of a stage side by side."""
+    return self.pipeline is not None and self.pipeline.repeats > 1
+
+  def in_run_order(self, tree: Any, names: Any) -> Any:
+    """Returns a tree with its layers from the order of the model to that of the run."""
+    return self._reordered(tree, names, lambda order: order)
+
+  def in_model_order(self, tree: Any, names: Any) -> Any:
+    """Returns a tree with its layers from the order of the run to that of the model."""
+    return self._reordered(tree, names, np.argsort)
+
+  def _reordered(self, tree: Any, names: Any, of_order: Callable[[np.ndarray], np.ndarray]) -> Any:
+    if not self.reorders_layers:
+      return tree
+
+    def reorder(axis_names: AxisNames, x: jax.Array) -> jax.Array:
+      if 'layers' not in axis_names.names:
+        return x
+      axis = axis_names.names.index('layers')
+      order = pipeline_parallel.layer_order(x.shape[axis], self.pipeline.num_stages,
+                                            self.pipeline.repeats)
+      return jnp.take(x, of_order(order), axis=axis)
+    return jax.tree.map(reorder, names, tree)
+
+  def table(self) -> str:
+    """Returns the mesh, and how a pipeline runs, as a small table for the log."""
+    lines = [mesh_table(self.sizes, self.topology)]
+    if self.pipeline is not None:
+      options = self.pipeline.options
+      bubble = pipeline_parallel.bubble_fraction(**options)
+      lines.append(f'  pipeline: {self.pipeline.schedule}, {self.pipeline.num_microbatches} '
+                   f'microbatches, bubble {bubble:.1%} of the step')
+    return '\n'.join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaidOut:
+  """A jitted function that sets its mesh whenever it is called, lowered or evaluated."""
+  mesh: Mesh
+  jitted: Any
+
+  def __call__(self, *args: Any) -> Any:
+    with jax.set_mesh(self.mesh):
+      return self.jitted(*args)
+
+  def lower(self, *args: Any) -> Any:
+    """Returns jax's lowered function; `.compile()` it for an executable."""
+    with jax.set_mesh(self.mesh):
+      return self.jitted.lower(*args)
