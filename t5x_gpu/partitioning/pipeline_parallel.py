@@ -115,27 +115,33 @@ def _forward(run: PipelineRun, params: Tree) -> Tree:
   x = run.first_activation(params)
   waiting = run.zeros(x, stack=delay + 1) if delay else ()
   # Padded so that the shares of the head are equal.
-  share = -(-table.num_microbatches // table.num_stages)
-  outputs = run.zeros(x, stack=share * table.num_stages)
+  outputs = run.zeros(x, stack=table.head_share * table.num_stages)
   (_, _, outputs), _ = jax.lax.scan(tick, (x, waiting, outputs), jnp.arange(table.forward_ticks))
-  return _shared_head(run, params, outputs, share)
+  return _shared_head(run, params, outputs)
 
 
-def _shared_head(run: PipelineRun, params: Tree, outputs: Tree, share: int) -> Tree:
-  """Returns sums of the `share` microbatches that fall to this stage.
+def _shared_head(run: PipelineRun, params: Tree, outputs: Tree) -> Tree:
+  """Returns sums of the microbatches that fall to this stage.
 
   On the last stage alone the head would take as long as on all of them, while they wait.
 
   Args:
     run: the pipeline.
     params: of the model.
-    outputs: [stages * share, ...]; those of the last stage count.
-    share: microbatches per stage, rounded up.
+    outputs: [stages * head_share, ...]; those of the last stage count.
   """
   table, stage = run.table, jax.lax.axis_index(AXIS)
-  is_last = stage == table.num_stages - 1
-  mine = jax.tree.map(lambda y: jax.lax.psum_scatter(
-      jnp.where(is_last, y, jnp.zeros_like(y)), AXIS, tiled=True), outputs)
+  share, last = table.head_share, table.num_stages - 1
+
+  def deal_out(y: jax.Array) -> jax.Array:
+    # A psum_scatter would send as much, and abort XLA on CPUs (0.10.2, 0.11.2) in bfloat16 where
+    # `model` is automatic: "Invalid binary instruction opcode copy".
+    shares = y.reshape(table.num_stages, share, *y.shape[1:])
+    mine = shares[last]
+    for to in range(last):
+      mine = jnp.where(stage == to, jax.lax.ppermute(shares[to], AXIS, [(last, to)]), mine)
+    return mine
+  mine = jax.tree.map(deal_out, outputs)
   head = jax.checkpoint(run.head, prevent_cse=False)
 
   def one(sums: Tree, k: jax.Array) -> tuple[Tree, None]:

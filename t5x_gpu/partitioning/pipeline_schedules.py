@@ -63,6 +63,11 @@ class Timetable:
     return self.num_units + 2 * (self.num_stages - 1)
 
   @property
+  def head_share(self) -> int:
+    """Microbatches whose head a stage computes, rounded up; under 1f1b the last does all."""
+    return -(-self.num_microbatches // self.num_stages)
+
+  @property
   def kept_inputs(self) -> int:
     """Stage inputs kept for the backward pass of a step: a ring under 1f1b, else all of them."""
     return 2 * self.num_stages - 1 if self.schedule == '1f1b' else self.forward_ticks
@@ -109,11 +114,10 @@ def traffic_per_step(*, schedule: str, num_stages: int, num_microbatches: int,
                      shared_gradient_bytes: int = 0) -> dict[str, float]:
   """Returns the bytes that a device sends over `stage` in one training step, by collective.
 
-  One activation per tick and direction ('collective-permute'). Where the backward sweep follows
-  the forward sweep, the last stage's outputs are dealt out for the head and their gradients
-  collected ('reduce-scatter', 'all-gather'). Gradients of what every stage holds are summed once
-  by the caller ('all-reduce', counted as a ring). Evaluation sends half of the permutes and the
-  reduce-scatter.
+  'collective-permute': one activation per tick and direction, and where the backward sweep follows
+  the forward sweep, the last stage's outputs for the head of other stages and their gradients
+  back. 'all-reduce', once, by the caller: gradients of what every stage holds, counted as a ring.
+  Evaluation sends half of the former.
 
   Args:
     schedule, num_stages, num_microbatches, repeats: as in `Timetable`.
@@ -121,14 +125,13 @@ def traffic_per_step(*, schedule: str, num_stages: int, num_microbatches: int,
     shared_gradient_bytes: on one device, of all parameters but the layers.
   """
   table = Timetable(schedule, num_stages, num_microbatches, repeats)
-  others = (num_stages - 1) / num_stages
-  traffic = {'collective-permute': 2.0 * activation_bytes * (
-      table.interleaved_ticks if schedule == '1f1b' else table.forward_ticks)}
-  if schedule != '1f1b':
-    dealt_out = -(-num_microbatches // num_stages) * num_stages * activation_bytes
-    traffic |= {'reduce-scatter': dealt_out * others, 'all-gather': dealt_out * others}
+  if schedule == '1f1b':
+    activations = table.interleaved_ticks
+  else:
+    activations = table.forward_ticks + table.head_share * (num_stages - 1)
+  traffic = {'collective-permute': 2.0 * activations * activation_bytes}
   if shared_gradient_bytes:
-    traffic['all-reduce'] = 2.0 * others * shared_gradient_bytes
+    traffic['all-reduce'] = 2.0 * (num_stages - 1) / num_stages * shared_gradient_bytes
   return traffic
 
 

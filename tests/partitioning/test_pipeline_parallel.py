@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,10 @@ class Toy:
   share, layers that know their number, masks that are functions of layer and row."""
   gather_over: str = ''  # the layers' embed dimension is split over this axis, gathered per layer
   mix: str = ''  # halves of the sequence change places: by a permute over 'context', or 'locally'
+  dtype: Any = jnp.float32  # of activations and layers
 
   def embed(self, params, microbatch):
-    return params['table'][microbatch['tokens']] + params['shared']
+    return (params['table'][microbatch['tokens']] + params['shared']).astype(self.dtype)
 
   def run_layers(self, params, x, microbatch, first_layer):
     def layer(x, numbered):
@@ -41,12 +43,14 @@ class Toy:
       if self.gather_over:
         w = jax.tree.map(lambda a: jax.lax.all_gather(a, self.gather_over, axis=0, tiled=True), w)
       keep = (microbatch['rows'][:, None] * 7 + number * 5 + jnp.arange(MLP)) % 4 > 0
-      h = jnp.tanh(norm(x) @ w['wi']) * keep[:, None] * (1 + number / LAYERS)
+      w = jax.tree.map(lambda a: a.astype(self.dtype), w)
+      h = jnp.tanh(norm(x) @ w['wi']) * (keep[:, None] * (1 + number / LAYERS)).astype(self.dtype)
       if self.mix == 'locally':
         h += jnp.roll(h, LENGTH // 2, axis=1)
       elif self.mix:
         h += jax.lax.ppermute(h, self.mix, [(0, 1), (1, 0)])
-      return x + jnp.einsum('blf,ef->ble', h, w['wo']) * params['shared'], None
+      y = jnp.einsum('blf,ef->ble', h, w['wo']) * params['shared'].astype(self.dtype)
+      return x + y, None
     numbers = first_layer + jnp.arange(params['layers']['wi'].shape[0])
     return jax.lax.scan(jax.checkpoint(layer), x, (numbers, params['layers']))[0]
 
@@ -203,13 +207,28 @@ def test_fixed_parameters_are_joined_and_not_differentiated(schedule, repeats):
   assert_matches_sequential(make_mesh(stage=2), schedule, 3, repeats=repeats, fixed=('wo',))
 
 
+@pytest.mark.parametrize('schedule, repeats', [('1f1b', 1), ('circular', 2)])
+def test_bfloat16_activations_leave_gradients_in_float32(schedule, repeats):
+  step = pipeline(make_mesh(stage=2, model=2), schedule, 4, repeats=repeats,
+                  model=Toy(dtype=jnp.bfloat16))
+  order = pp.layer_order(LAYERS, 2, repeats)
+  args = in_memory_order(toy_params(), order), toy_batch(4)
+  grads, sums = step.lower(*args).compile(compiler_options=QUICK)(*args)
+  expected_grads, expected = sequential(4)
+  assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype('float32')}
+  assert float(sums['loss'][0]) == pytest.approx(float(expected['loss'][0]), rel=1e-3)
+  wi = in_memory_order(expected_grads, order)['layers']['wi']
+  assert np.abs(grads['layers']['wi'] - wi).max() < 0.05 * np.abs(wi).max()
+
+
 def lowered(mesh, schedule, num_microbatches, **options):
   return pipeline(mesh, schedule, num_microbatches, **options).lower(
       toy_params(), toy_batch(num_microbatches))
 
 
-@pytest.mark.parametrize('mesh', [dict(stage=4), dict(stage=2, data=2, model=2)], ids=str)
-@pytest.mark.parametrize('schedule, repeats', SCHEDULES)
+@pytest.mark.parametrize('schedule, repeats, mesh', [
+    ('gpipe', 1, dict(stage=4)), ('1f1b', 1, dict(stage=4)), ('circular', 2, dict(stage=4)),
+    ('gpipe', 1, dict(stage=2, data=2, model=2)), ('1f1b', 1, dict(stage=2, data=2, model=2))])
 def test_one_activation_moves_per_tick_and_nothing_else(schedule, repeats, mesh):
   m, mesh = 5, make_mesh(**mesh)
   stages = mesh.shape['stage']
@@ -218,8 +237,11 @@ def test_one_activation_moves_per_tick_and_nothing_else(schedule, repeats, mesh)
   activation = (ROWS // mesh.shape.get('data', 1), LENGTH, EMBED)
   table = Timetable(schedule, stages, m, repeats)
   ticks = table.interleaved_ticks if schedule == '1f1b' else table.forward_ticks
-  assert [(c.shape, c.count, c.in_branch) for c in found if c.kind == 'collective-permute'] == [
-      (activation, ticks, False)] * 2
+  permutes = [c for c in found if c.kind == 'collective-permute']
+  assert not any(c.in_branch for c in permutes)
+  assert [(c.shape, c.count) for c in permutes if c.trip_counts] == [(activation, ticks)] * 2
+  dealt_out = [] if schedule == '1f1b' else [(table.head_share, *activation)] * 2 * (stages - 1)
+  assert [c.shape for c in permutes if not c.trip_counts] == dealt_out
   expected = pp.traffic_per_step(
       schedule=schedule, num_stages=stages, num_microbatches=m, repeats=repeats,
       activation_bytes=4 * int(np.prod(activation)),
@@ -228,6 +250,7 @@ def test_one_activation_moves_per_tick_and_nothing_else(schedule, repeats, mesh)
   for c in found:
     if c.bytes_per_device > 64:  # else the sums of the loss
       sent[c.kind] += c.bytes_per_call
+  assert set(sent) == {'collective-permute', 'all-reduce'}
   if mesh.size > stages:  # then the caller reduces gradients over other axes too
     del sent['all-reduce'], expected['all-reduce']
   assert sent == expected
@@ -235,7 +258,7 @@ def test_one_activation_moves_per_tick_and_nothing_else(schedule, repeats, mesh)
 
 def temp_bytes(schedule, num_microbatches):
   return lowered(make_mesh(stage=4), schedule, num_microbatches).compile(
-      ).memory_analysis().temp_size_in_bytes
+      compiler_options=QUICK).memory_analysis().temp_size_in_bytes
 
 
 def test_memory_of_1f1b_does_not_grow_with_microbatches_and_that_of_gpipe_does():
@@ -283,9 +306,13 @@ def test_every_unit_follows_the_one_that_it_needs(table):
         direction, unit = cell
         block = unit // m * s + stage
         assert (direction, block, unit % m) not in done
-        needs = ('f', block - 1, unit % m) if direction == 'f' else (
-            ('f', block, unit % m) if block == s * table.repeats - 1 else ('b', block + 1, unit % m))
-        assert block == 0 and direction == 'f' or done[needs] < time
+        if direction == 'f':
+          needs = ('f', block - 1)
+        elif block == s * table.repeats - 1:
+          needs = ('f', block)
+        else:
+          needs = ('b', block + 1)
+        assert needs == ('f', -1) or done[*needs, unit % m] < time
         done[direction, block, unit % m] = time
   assert len(done) == 2 * s * table.num_units
 
