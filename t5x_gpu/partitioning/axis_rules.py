@@ -167,11 +167,15 @@ def split_axis(name: str) -> Optional[str]:
   return axes[0] if axes else None
 
 
+def is_manual(axis: str) -> bool:
+  """Returns whether arrays are local along mesh axis `axis` here, so that layers move them."""
+  active = _active.get()
+  return active is not None and axis in active.manual_axes
+
+
 def context_method() -> Optional[str]:
   """Returns how attention reaches over a length that is split here, 'ring' or 'gather', or None."""
-  active = _active.get()
-  split = active is not None and 'context' in active.manual_axes
-  return active.rules.context_method if split else None
+  return _active.get().rules.context_method if is_manual('context') else None
 
 
 @flax.struct.dataclass
