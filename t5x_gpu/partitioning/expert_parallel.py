@@ -1,0 +1,96 @@
+"""Expert parallelism: the experts of a mixture-of-experts MLP are split.
+
+What is split: `experts` of parameters over `expert`, and `batch` of activations, as over `data`.
+What moves: in every such layer each token goes to the devices of its experts and comes back, an
+all-to-all each way, forward and backward. Every expert has room for so many tokens of a row, full
+or not: (n - 1) / n of batch x experts x capacity x embed values per all-to-all over n devices.
+Gradients of experts are not reduced over `expert`. Under tensor parallelism each device of `model`
+sends the same. When: the experts do not fit on one GPU; keep it inside a host, as it talks in every
+layer.
+Source: Lepikhin et al. 2020 (GShard); Fedus et al. 2021 (Switch Transformer).
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+
+from t5x_gpu.partitioning.axis_rules import AxisRules, is_manual
+from t5x_gpu.partitioning.mesh_problems import any_of, divisors
+
+
+def rules() -> AxisRules:
+  """Returns what expert parallelism adds to the table."""
+  return AxisRules(parameters={'experts': ('expert',)}, activations={'batch': ('expert',)})
+
+
+def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
+          parameter: str = 'TransformerConfig.num_experts') -> list[str]:
+  """Returns one sentence with its fix if there are no experts to split, or they do not divide.
+
+  Args:
+    sizes: array axis -> size; 'experts' is read, absent or 0 for a model without.
+    mesh_shape: mesh axis -> size.
+    parameter: what sets the number of experts, for the fix.
+  """
+  ways, experts = mesh_shape.get('expert', 1), sizes.get('experts', 0)
+  if ways == 1 or (experts > 0 and experts % ways == 0):
+    return []
+  if not experts:
+    return [f'expert={ways} splits experts, but this model has none: its MLPs are dense. Set '
+            f'{parameter} = {any_of([ways, 2 * ways])}, or Partitioner.expert = 1 and give its '
+            'devices to Partitioner.fsdp or Partitioner.data.']
+  nearest = [n for n in (experts // ways * ways, (experts // ways + 1) * ways) if n > 0]
+  # What `expert` gives up another axis must take, so its size divides all devices.
+  legal = [n for n in divisors(math.prod(mesh_shape.values())) if experts % n == 0]
+  return [f'experts = {experts} does not divide over expert={ways}: every expert is whole on one '
+          f'device. Set {parameter} = {any_of(nearest)}, or Partitioner.expert = {any_of(legal)}.']
+
+
+def num_local(num_experts: int) -> int:
+  """Returns how many of the experts this device has."""
+  return num_experts // jax.lax.axis_size('expert') if is_manual('expert') else num_experts
+
+
+def to_experts(x: jax.Array) -> jax.Array:
+  """Returns [rows of the group, local experts, ...] from [local rows, experts, ...].
+
+  A group are the devices along `expert`. Where that axis splits nothing, `x` as it is.
+  """
+  if not is_manual('expert'):
+    return x
+  return jax.lax.all_to_all(x, 'expert', split_axis=1, concat_axis=0, tiled=True)
+
+
+def from_experts(x: jax.Array) -> jax.Array:
+  """Returns [local rows, experts, ...] from [rows of the group, local experts, ...]."""
+  if not is_manual('expert'):
+    return x
+  return jax.lax.all_to_all(x, 'expert', split_axis=0, concat_axis=1, tiled=True)
+
+
+def group_rows(rows: jax.Array) -> jax.Array:
+  """Returns what is known per row, [rows of the group] in the order of `to_experts`.
+
+  Args:
+    rows: [local rows].
+  """
+  return jax.lax.all_gather(rows, 'expert', tiled=True) if is_manual('expert') else rows
+
+
+def traffic_per_step(*, batch: int, num_experts: int, capacity: int, embed_dim: int,
+                     num_layers: int, expert: int, dtype_bytes: int, num_forwards: int = 1) -> int:
+  """Returns bytes that a device sends over `expert` in one training step, by all-to-all.
+
+  Gradients of other parameters cross `expert` as they cross `data`: once, together.
+
+  Args:
+    batch, num_layers: rows of a step and layers that one device holds.
+    num_experts, embed_dim: of the model.
+    capacity: tokens of a row that an expert has room for, as `layers.moe.capacity` says.
+    expert: size of the axis.
+    dtype_bytes: of activations.
+    num_forwards: 2 where a layer is computed again in the backward pass, else 1.
+  """
+  moved = batch * num_experts * capacity * embed_dim * dtype_bytes * (expert - 1) // expert
+  return num_layers * (2 * num_forwards + 2) * moved
