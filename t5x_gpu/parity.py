@@ -150,14 +150,14 @@ def _divisors(number: int) -> list[str]:
 
 
 def print_table(rows: list[list[str]], *, console: rich.console.Console) -> None:
-  """Prints rows, the first of them the heads: coloured on a terminal, aligned anywhere else."""
-  if console.is_terminal:
+  """Prints rows, the first of them the heads: bold on a terminal wide enough, else plain."""
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  if console.is_terminal and sum(widths) + 3 * len(widths) <= console.width:
     table = rich.table.Table(*rows[0], box=None, header_style='bold')
     for row in rows[1:]:
       table.add_row(*row)
     console.print(table)
     return
-  widths = [max(map(len, column)) for column in zip(*rows)]
   for row in rows:
     print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 
@@ -200,7 +200,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   float32 = ('float32' if in_float32(arguments['model'])[1] else
              "the model's own precision (it has no field dtype to set to float32)")
   print(programs[0].layout.table(), f'{programs[0].num_params:,} parameters',
-        f'{args.extra.steps} steps of {batch_size} x {length} tokens in {float32}, against '
+        f'steps: {args.extra.steps} of {batch_size} x {length} tokens in {float32}, against '
         f'{topology.count(1)}; relative tolerance {args.extra.tolerance:g}', sep='\n', flush=True)
   if args.dry_run:
     return 0
