@@ -23,11 +23,10 @@ from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.runtime import cluster as cluster_lib
 from t5x_gpu.runtime import distributed, hardware, xla_flags
 from t5x_gpu.runtime import topology as topology_lib
-from t5x_gpu.training.program import Program, build_program, compile_options
+from t5x_gpu.training.program import Program, compile_options, program_of_run
 from t5x_gpu.training.summary import size_line
 
 # Arguments of train() that say what a step is; the rest (periods, folders) plays no part here.
-STEP_ARGUMENTS = ('num_microbatches', 'max_grad_norm', 'loss_normalizing_factor')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,18 +60,6 @@ class Result:
   mfu: Optional[float]
   peak_bytes: Optional[int]
   losses: tuple[float, float]
-
-
-def build(arguments: Mapping[str, Any]) -> Program:
-  """Returns the program that `train`'s arguments describe, on the devices of this run."""
-  dataset = arguments['train_dataset_cfg']
-  topology, devices = topology_lib.discover()
-  return build_program(
-      model=arguments['model'], optimizer=arguments['optimizer'],
-      schedule=arguments['learning_rate'], partitioner=arguments['partitioner'], topology=topology,
-      devices=devices, task_feature_lengths=dataset.task_feature_lengths,
-      batch_size=dataset.batch_size, pack=dataset.pack, seed=arguments.get('random_seed', 0),
-      **{name: arguments[name] for name in STEP_ARGUMENTS if name in arguments})
 
 
 def bench(program: Program, arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int,
@@ -161,7 +148,8 @@ def main(argv: Optional[list[str]] = None) -> int:
   arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
   xla = distributed.start(cluster, arguments)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
-  program = build(arguments)
+  topology, devices = topology_lib.discover()
+  program = program_of_run(arguments, topology=topology, devices=devices)
   is_main = distributed.is_main_process()
   if is_main:
     print(xla.report(), program.layout.table(), size_line(program), sep='\n', flush=True)

@@ -28,7 +28,8 @@ from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime import xla_flags
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.training.parity_tables import as_dict, parameter_rows, step_rows
-from t5x_gpu.training.program import Program, build_program, compile_options
+from t5x_gpu.training.program import Program, compile_options, program_of_run
+from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.recording import Recording
 from t5x_gpu.training.two_runs import Run, TwoRuns
 from t5x_gpu.training.verdict import Report, compare_runs
@@ -43,7 +44,6 @@ one row per part. The verdict is the last line; exit code 0 says that the runs a
 """
 FAKE = 'xla_force_host_platform_device_count'
 # Arguments of train() that say what a step is, apart from accumulation.
-STEP_ARGUMENTS = ('max_grad_norm', 'loss_normalizing_factor')
 
 
 def in_float32(model: Any) -> tuple[Any, bool]:
@@ -77,20 +77,18 @@ def build(arguments: Mapping[str, Any], *, topology: Topology, devices: Sequence
   Raises:
     MeshError, ConfigError, ShapeError: as a run of the gin file would.
   """
-  dataset = arguments['train_dataset_cfg']
+  changes = {'model': in_float32(arguments['model'])[0],
+             'optimizer': Recording(arguments['optimizer'])}
+  on_mesh = program_of_run(arguments, topology=topology, devices=list(devices), **changes)
+  on_one = program_of_run(
+      {**arguments, 'partitioner': Partitioner(), 'num_microbatches': 1,
+       'learning_rate': _scaled(arguments['learning_rate'], on_mesh.learning_rate_factor),
+       'learning_rate_scaling': None}, topology=Topology(1, 1), devices=[devices[0]], **changes)
+  return on_mesh, on_one
 
-  def program(partitioner: Partitioner, topology: Topology, devices: Sequence[Device],
-              num_microbatches: int) -> Program:
-    return build_program(
-        model=in_float32(arguments['model'])[0], optimizer=Recording(arguments['optimizer']),
-        schedule=arguments['learning_rate'], partitioner=partitioner, topology=topology,
-        devices=list(devices), task_feature_lengths=dataset.task_feature_lengths,
-        batch_size=dataset.batch_size, pack=dataset.pack, seed=arguments.get('random_seed', 0),
-        num_microbatches=num_microbatches,
-        **{name: arguments[name] for name in STEP_ARGUMENTS if name in arguments})
-  return (program(arguments['partitioner'], topology, devices,
-                  arguments.get('num_microbatches', 1)),
-          program(Partitioner(), Topology(1, 1), devices[:1], 1))
+
+def _scaled(schedule: Schedule, factor: float) -> Schedule:
+  return lambda step: factor * schedule(step)
 
 
 def parity(arguments: Mapping[str, Any], programs: tuple[Program, Program], *, num_steps: int = 3,
@@ -109,7 +107,7 @@ def parity(arguments: Mapping[str, Any], programs: tuple[Program, Program], *, n
     mesh, one = (Run(program, max_grad_norm=arguments.get('max_grad_norm'),
                      compiler_options=compile_options(program, xla)) for program in programs)
     runs = TwoRuns(mesh, one, optimizer=arguments['optimizer'],
-                   schedule=arguments['learning_rate'])
+                   schedule=_scaled(arguments['learning_rate'], programs[0].learning_rate_factor))
     batches = uneven_batches(programs[0].spec, seed=arguments.get('random_seed', 0),
                              num_batches=num_steps)
     return compare_runs(runs, batches, tolerance=tolerance)

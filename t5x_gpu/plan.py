@@ -27,7 +27,7 @@ from t5x_gpu.partitioning.collectives import (
 from t5x_gpu.partitioning.purposes import ParameterShapes, purpose
 from t5x_gpu.partitioning.sharding_lint import Finding, lint
 from t5x_gpu.runtime.topology import Device, Topology
-from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.program import Program, program_of_run
 from t5x_gpu.training.summary import size_line
 
 EXAMPLES = """examples:
@@ -38,8 +38,6 @@ EXAMPLES = """examples:
 --gin.X=VALUE sets any macro or parameter after the gin files, as in python -m t5x_gpu.train.
 """
 SHOWN = ('sharding',)
-# Arguments of train() that say what a step is; the rest (periods, folders) plays no part here.
-STEP_ARGUMENTS = ('num_microbatches', 'max_grad_norm', 'loss_normalizing_factor')
 _COUNT_FLAG = '--xla_force_host_platform_device_count'
 
 
@@ -98,17 +96,6 @@ def topology_of(num_devices: int, num_hosts: int) -> Topology:
         if num_devices > 0 else 'Give --devices of at least 1.')
   return Topology(num_hosts, num_devices // num_hosts,
                   reason=f'--devices={num_devices} --hosts={num_hosts}')
-
-
-def build(arguments: Mapping[str, Any], topology: Topology, devices: list[Device]) -> Program:
-  """Returns the program that `train`'s arguments describe, on `devices` of `topology`."""
-  dataset = arguments['train_dataset_cfg']
-  return build_program(
-      model=arguments['model'], optimizer=arguments['optimizer'],
-      schedule=arguments['learning_rate'], partitioner=arguments['partitioner'], topology=topology,
-      devices=devices, task_feature_lengths=dataset.task_feature_lengths,
-      batch_size=dataset.batch_size, pack=dataset.pack, seed=arguments.get('random_seed', 0),
-      **{name: arguments[name] for name in STEP_ARGUMENTS if name in arguments})
 
 
 def make_plan(program: Program) -> Plan:
@@ -200,7 +187,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                            search_paths=args.gin_search_paths)
   arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
   logging_setup.setup()
-  program = build(arguments, topology, devices)
+  program = program_of_run(arguments, topology=topology, devices=devices)
   print(layout_text(program), flush=True)
   if args.extra.out:
     parameters, optimizer = state_layouts(program.abstract_state, program.names)

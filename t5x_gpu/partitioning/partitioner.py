@@ -46,7 +46,7 @@ class Partitioner:
     context: parts of the length of a sequence.
     context_attention: 'ring' sends keys and values around, 'gather' collects them.
     stage: pipeline stages, each with some of the layers.
-    pipeline_schedule: 'gpipe', '1f1b' or 'circular'.
+    pipeline_schedule: '1f1b', 'gpipe' or 'circular'.
     num_pipeline_microbatches: parts of a device's rows that follow each other through the stages;
       None for four per stage, or as many as there are rows.
     pipeline_repeats: blocks of layers per stage under 'circular'.
@@ -63,7 +63,7 @@ class Partitioner:
   context: int = 1
   context_attention: str = 'ring'
   stage: int = 1
-  pipeline_schedule: str = 'gpipe'
+  pipeline_schedule: str = '1f1b'
   num_pipeline_microbatches: Optional[int] = None
   pipeline_repeats: int = 1
   expert: int = 1

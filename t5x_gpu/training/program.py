@@ -132,6 +132,30 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
                            in_shardings=(shardings.params, None)))  # its batches may differ
 
 
+# What `train` and `build_program` call alike.
+SAME_ARGUMENTS = ('model', 'optimizer', 'partitioner', 'num_microbatches', 'max_grad_norm',
+                  'loss_normalizing_factor', 'learning_rate_scaling')
+
+
+def program_of_run(arguments: Mapping[str, Any], *, topology: Topology, devices: list[Device],
+                   **changes: Any) -> Program:
+  """Returns the program of a run.
+
+  Args:
+    arguments: of train.train, as gin gives them.
+    topology, devices: of the mesh.
+    **changes: arguments of `build_program` that are to be others.
+  Raises:
+    MeshError, ConfigError, ShapeError: as `build_program`.
+  """
+  dataset = arguments['train_dataset_cfg']
+  same = {name: arguments[name] for name in SAME_ARGUMENTS if name in arguments}
+  return build_program(**{
+      'schedule': arguments['learning_rate'], 'seed': arguments.get('random_seed', 0),
+      'task_feature_lengths': dataset.task_feature_lengths, 'batch_size': dataset.batch_size,
+      'pack': dataset.pack, 'topology': topology, 'devices': devices, **same, **changes})
+
+
 def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optional[dict[str, Any]]:
   """Returns the preset's compiler options for this program; None for XLA's own.
 
