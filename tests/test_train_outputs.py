@@ -103,19 +103,19 @@ def test_a_corrupt_latest_checkpoint_is_named_kept_and_trained_past(tmp_path):
   data = max((project.model_dir / 'checkpoint_6/state').rglob('d/*'),
              key=lambda p: p.stat().st_size)
   data.write_bytes(data.read_bytes()[:50])
-  result = project.run(TRAIN_STEPS=6, SAVE_PERIOD=3)
-  assert result.code == 0 and 'is already at step 6' in result.out  # nothing to do, nothing read
   before = listing(project.model_dir / 'checkpoint_6')
+  result = project.run('--dry_run', TRAIN_STEPS=6, SAVE_PERIOD=3)
+  assert result.code == 0 and 'Steps done: 3' in result.out, result.err
 
-  result = project.run(TRAIN_STEPS=7, SAVE_PERIOD=3, **{'cosine.total_steps': 6})
+  result = project.run(TRAIN_STEPS=6, SAVE_PERIOD=3)
   assert result.code == 0, result.err
   for part in ('checkpoint_6 cannot be read', 'Continuing from checkpoint_3',
                'corrupt_checkpoint_6'):
     assert part in result.err
   assert 'Traceback' not in result.err
   assert listing(project.model_dir / 'corrupt_checkpoint_6') == before
-  assert project.steps() == [3, 6, 7]
-  assert {step: project.metrics()[step] for step in range(1, 7)} == want
+  assert project.steps() == [3, 6]
+  assert project.metrics() == want
 
 
 def test_only_corrupt_checkpoints_end_the_run_and_stay_as_they_are(tmp_path):

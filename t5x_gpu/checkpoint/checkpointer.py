@@ -14,7 +14,9 @@ import logging
 import os
 import pathlib
 import sys
+import time
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional, Self
 
@@ -29,6 +31,8 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
+
+GIVEN_UP_SECONDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +166,7 @@ class Checkpointer:
       except Exception as e:
         problem = self._save_error(step, e)
       if problem:
-        gc.collect()  # out of the `except` block, which still holds them
+        _let_go_of_given_up()  # out of the `except` block, which still holds them
     if problem:
       raise problem
 
@@ -213,7 +217,7 @@ class Checkpointer:
             raise  # too little memory is no fault of the checkpoint
           reasons[step] = why(e)
         if step in reasons:
-          gc.collect()  # out of the `except` block, which still holds them
+          _let_go_of_given_up()  # out of the `except` block, which still holds them
       if step in reasons:
         continue
       if reasons:
@@ -247,13 +251,33 @@ def _drop_orbax_stacks(record: logging.LogRecord) -> bool:
 def _no_stacks_of_given_up() -> Iterator[None]:
   """Within, the reads or writes that Orbax leaves when one of them fails go in silence.
 
-  Elsewhere, each of them would print a stack about an event loop that is closed.
+  It closes its event loop without cancelling them (asyncio_utils.run_sync). When TensorStore has
+  done what they wait for, each would print a stack about a loop that is closed.
   """
   hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
   try:
     yield
   finally:
     sys.unraisablehook = hook
+
+
+def _let_go_of_given_up() -> None:
+  """Returns once the reads or writes that Orbax left are gone; after a few seconds at the latest.
+
+  To be called within `_no_stacks_of_given_up`.
+  """
+  deadline = time.monotonic() + GIVEN_UP_SECONDS
+  logger = logging.getLogger('asyncio')
+  disabled, logger.disabled = logger.disabled, True
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore', RuntimeWarning)  # 'coroutine ... was never awaited'
+    gc.collect()
+    while time.monotonic() < deadline and any(
+        isinstance(o, types.CoroutineType) and f'{os.sep}orbax{os.sep}' in o.cr_code.co_filename
+        for o in gc.get_objects()):
+      time.sleep(0.01)
+      gc.collect()
+  logger.disabled = disabled
 
 
 def _free_gib(folder: pathlib.Path) -> str:
