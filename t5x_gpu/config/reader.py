@@ -117,10 +117,10 @@ class Reader:
       self._failed_imports.add((id(context), statement.bound_name()))
       self.problems.append(f'{at}: {resolve.import_problem(statement, e)}')
 
-  def _configurable(self, selector: str, *, at: str, context: gin_config.ParseContext
-                    ) -> Optional[gin_config.Configurable]:
+  def _configurable(self, selector: str, *, at: str, context: gin_config.ParseContext,
+                    arg: str = '') -> Optional[gin_config.Configurable]:
     """Returns gin's configurable, or notes once per file why there is none."""
-    problem = resolve.selector_problem(context, selector)
+    problem = resolve.selector_problem(context, selector, arg=arg)
     if problem is None:
       try:
         return context.get_configurable(selector)
@@ -137,7 +137,7 @@ class Reader:
             context: gin_config.ParseContext) -> Optional[Binding]:
     """Binds one value, or notes the problem and keeps its references in `lost`."""
     if arg:
-      configurable = self._configurable(selector, at=origin, context=context)
+      configurable = self._configurable(selector, at=origin, context=context, arg=arg)
       problem = configurable and resolve.parameter_problem(configurable, arg)
       if problem:
         self.problems.append(f'{origin}: {problem}')

@@ -34,10 +34,17 @@ class CommandLineContext(gin_config.ParseContext):
     return found
 
 
-def selector_problem(context: gin_config.ParseContext, selector: str) -> Optional[str]:
-  """Returns why `selector` names nothing that gin can configure, or None if it does."""
+def selector_problem(context: gin_config.ParseContext, selector: str, *, arg: str = ''
+                     ) -> Optional[str]:
+  """Returns why `selector` names nothing that gin can configure, or None if it does.
+
+  Args:
+    context: in which the name is looked up.
+    selector: 'Class', 'module.function', ...
+    arg: the parameter that was to be bound, for a hint at what has it.
+  """
   if isinstance(context, CommandLineContext):
-    return _registry_problem(selector, matches=_named(selector), contexts=context.contexts)
+    return _registry_problem(selector, matches=_named(selector), contexts=context.contexts, arg=arg)
   if not context._dynamic_registration:
     return _registry_problem(selector, gin_config._REGISTRY.matching_selectors(selector))
   first, *rest = selector.split('.')
@@ -66,7 +73,8 @@ def _named(selector: str) -> list[str]:
 
 
 def _registry_problem(selector: str, matches: Sequence[str],
-                      contexts: Sequence[gin_config.ParseContext] = ()) -> Optional[str]:
+                      contexts: Sequence[gin_config.ParseContext] = (), arg: str = ''
+                      ) -> Optional[str]:
   if len(matches) > 1:
     return (f'{selector!r} may mean ' + ' or '.join(repr(m) for m in sorted(matches))
             + ': write more of the name.')
@@ -84,6 +92,12 @@ def _registry_problem(selector: str, matches: Sequence[str],
   else:
     known = [gin_config._REGISTRY.minimal_selector(s) for s in known] + known
   hint = did_you_mean(selector, known)
+  owners = [gin_config._REGISTRY.minimal_selector(s) for s, c in gin_config._REGISTRY.items()
+            if c.module != 'gin' and arg in parameters(c)]
+  # `trainer.Trainer.num_microbatches`, as T5X spells it, looks like `train_script.train`, but what
+  # was meant is known by its parameter.
+  if len(owners) == 1 and repr(owners[0]) not in hint:
+    hint = f' {arg} is a parameter of {owners[0]}: write {owners[0]}.{arg}.'
   imported = sorted({a for context in contexts for a in context._symbol_table if a != 'gin'})
   if imported and not hint and '.' in selector and selector.split('.')[0] not in imported:
     hint = (f' No gin file imports {selector.split(".")[0]!r}; imported are {", ".join(imported)}.'

@@ -44,6 +44,10 @@ def test_one_wrong_line_gives_one_problem_with_its_place(project, load, line, ex
                     "Did you mean 'BATCH_SIZE'?"),
     ('tran.total_steps=8', "--gin.tran.total_steps: No function or class 'tran' is known to gin. "
                            "Did you mean 'train'?"),
+    # As T5X spells it, where it belongs to another class.
+    ('trainer.Trainer.total_steps=8', 'total_steps is a parameter of train: '
+                                      'write train.total_steps.'),
+    ('partitioning.PjitPartitioner.num_partitions=2', 'write Partitioner.num_partitions.'),
     ('train.total_step=8', "train has no parameter 'total_step'. Did you mean 'total_steps'?"),
     ('evl/Data.batch_size=8', "no reference enters scope 'evl' of evl/Data.batch_size. "
                               "Did you mean 'eval'?"),
