@@ -5,10 +5,12 @@ uses can be followed from its entry point without running anything.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Optional
 
 from gin import config as gin_config
+
+from t5x_gpu.config import statements
 
 MACRO = 'gin.macro'
 CONSTANT = 'gin.constant'
@@ -62,15 +64,7 @@ def short_name(selector: str) -> str:
 
 def references(value: Any) -> Iterator[gin_config.ConfigurableReference]:
   """Yields gin's references, macros and constants anywhere inside `value`."""
-  if isinstance(value, gin_config.ConfigurableReference):
-    yield value
-  elif isinstance(value, Mapping):
-    for key, item in value.items():
-      yield from references(key)
-      yield from references(item)
-  elif isinstance(value, (list, tuple)):
-    for item in value:
-      yield from references(item)
+  return statements.instances(value, gin_config.ConfigurableReference)
 
 
 def is_macro(reference: gin_config.ConfigurableReference) -> bool:

@@ -101,12 +101,6 @@ def forget() -> None:
   _current = None
 
 
-def origin_of(name: str) -> Optional[str]:
-  """Returns where the value of `name` was written: 'FILE:LINE', '--gin.KEY', 'default' or None."""
-  found = _current.find(name, partial=False) if _current else []
-  return found[0].value_origin if found else None
-
-
 def origin_sentences(name: str) -> list[str]:
   """Returns one sentence per parameter called `name` that says where it was set, for errors."""
   result = []

@@ -172,8 +172,8 @@ def _explained(setting: Setting, provenance: Provenance, depth: int = 0) -> list
 def _macros(setting: Setting) -> list[str]:
   if setting.origin == DEFAULT:
     return []
-  found = statements.symbols(statements.parse_value(setting.text))
-  return [s.name for s in found if isinstance(s, statements.Macro)]
+  found = statements.instances(statements.parse_value(setting.text), statements.Macro)
+  return [macro.name for macro in found]
 
 
 def diff(a: Provenance, b: Provenance) -> list[str]:

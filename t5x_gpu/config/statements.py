@@ -8,7 +8,7 @@ import dataclasses
 import io
 import tokenize
 from collections.abc import Iterator, Mapping
-from typing import Any, Union
+from typing import Any, TypeVar, Union
 
 from gin import config_parser
 
@@ -16,6 +16,7 @@ from t5x_gpu.errors import ConfigError
 
 Statement = Union[config_parser.BindingStatement, config_parser.ImportStatement,
                   config_parser.IncludeStatement, config_parser.BlockDeclaration]
+_T = TypeVar('_T')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,17 +105,17 @@ def parse_value(text: str) -> Any:
   return found[0].value
 
 
-def symbols(value: Any) -> Iterator[Union[Reference, Macro]]:
-  """Yields the references and macros anywhere inside `value`."""
-  if isinstance(value, (Reference, Macro)):
+def instances(value: Any, kind: type[_T]) -> Iterator[_T]:
+  """Yields the objects of a `kind` anywhere inside `value`."""
+  if isinstance(value, kind):
     yield value
   elif isinstance(value, Mapping):
     for key, item in value.items():
-      yield from symbols(key)
-      yield from symbols(item)
+      yield from instances(key, kind)
+      yield from instances(item, kind)
   elif isinstance(value, (list, tuple)):
     for item in value:
-      yield from symbols(item)
+      yield from instances(item, kind)
 
 
 def map_symbols(value: Any, function: Any) -> Any:

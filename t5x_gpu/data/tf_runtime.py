@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Iterator
 
 from t5x_gpu.errors import DataError
+from t5x_gpu.runtime.verbosity import is_verbose
 
-VERBOSE = os.environ.get('T5X_GPU_VERBOSE', '') not in ('', '0')
 _LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
 
 
@@ -26,7 +26,7 @@ def _without_chatter() -> Iterator[None]:
   logs through absl before absl is initialised, which no level stops: what C++ writes to stderr
   meanwhile is held back, then passed on without its informational lines.
   """
-  if VERBOSE:
+  if is_verbose():
     yield
     return
   level = os.environ.get(_LEVEL)
@@ -55,7 +55,7 @@ with _without_chatter():
   import tensorflow as tf
 
 # "Using an uncached ... is not recommended", feature shapes, in-memory caching: not for our users.
-if not VERBOSE:
+if not is_verbose():
   logging.getLogger('absl').setLevel(logging.ERROR)
 
 try:

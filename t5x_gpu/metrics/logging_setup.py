@@ -17,17 +17,12 @@ from typing import TextIO
 
 from absl import logging as absl_logging
 
-VERBOSE_VARIABLE = 'T5X_GPU_VERBOSE'
+from t5x_gpu.runtime.verbosity import is_verbose
 
 # Loggers that set a level of their own somewhere, so that the root's would not reach them.
 _THIRD_PARTY = ('absl', 'etils', 'flax', 'h5py', 'jax', 'matplotlib', 'optax', 'orbax', 'seqio',
                 'tensorboardX', 'tensorflow', 'tensorflow_datasets', 'urllib3')
 _OURS = ('t5x_gpu', '__main__')
-
-
-def is_verbose() -> bool:
-  """Returns whether T5X_GPU_VERBOSE asks for the log lines of all libraries."""
-  return os.environ.get(VERBOSE_VARIABLE, '') not in ('', '0')
 
 
 def quiet_environment() -> None:

@@ -1,4 +1,4 @@
-"""Pictures of a run: `loss.png` from its metrics file, and a sparkline for the terminal."""
+"""The picture of a run: `loss.png` from its metrics file."""
 
 import importlib
 import math
@@ -12,27 +12,8 @@ import numpy as np
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import writers
 
-_BLOCKS, _ASCII_BLOCKS = '▁▂▃▄▅▆▇█', '_.-=+*%#'
 # Okabe-Ito colours: told apart also by colour-blind readers and in grey print.
 _TRAIN, _EVAL, _GREY, _RATE = '#0072B2', '#D55E00', '#666666', '#009E73'
-
-
-def sparkline(values: Sequence[float], *, width: int = 40, ascii_only: bool = False) -> str:
-  """Returns `values` as one line of at most `width` blocks, lowest to highest.
-
-  More values than `width` are averaged in groups; values that are not finite show as `!`.
-  """
-  values = [float(v) for v in values]
-  if len(values) > width:
-    edges = [i * len(values) // width for i in range(width + 1)]
-    values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
-  finite = [v for v in values if math.isfinite(v)]
-  if not finite:
-    return '!' * len(values)
-  blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
-  low, high = min(finite), max(finite)
-  scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-  return ''.join(blocks[round((v - low) * scale)] if math.isfinite(v) else '!' for v in values)
 
 
 def series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -16,7 +16,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.errors import did_you_mean
 from t5x_gpu.runtime import gpu_detect, xla_probe
@@ -91,17 +91,6 @@ class Applied:
   def report(self) -> str:
     """Returns the line and, under it, each warning."""
     return '\n'.join([self.line, *(f'  {warning}' for warning in self.warnings)])
-
-  def reasons(self) -> str:
-    """Returns a line per setting in force: what, and why."""
-    return '\n'.join(f'{row.kind} {row.name}={row.value}: {row.reason} {row.source}'
-                     for row in self.settings)
-
-  def as_dict(self) -> dict[str, Any]:
-    """Returns everything for JSON, without the reasons of the table."""
-    fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    del fields['settings']
-    return fields
 
 
 def _count(number: int, noun: str) -> str:

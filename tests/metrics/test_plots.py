@@ -86,19 +86,3 @@ def test_smoothing_of_nothing_known_is_nan_not_a_number():
 def test_repeated_steps_count_once_with_their_last_value():
   records = [{'step': 2, 'x': 1.0}, {'step': 1, 'x': 5.0}, {'step': 2, 'x': 3.0}, {'step': 3}]
   assert plots.series(records, 'x') == ([1, 2], [5.0, 3.0])
-
-
-def test_sparkline_goes_from_high_to_low():
-  assert plots.sparkline([7, 6, 5, 4, 3, 2, 1, 0]) == '█▇▆▅▄▃▂▁'
-  assert plots.sparkline([7, 3, 0], ascii_only=True) == '#=_'
-
-
-def test_sparkline_of_many_values_has_the_asked_width_and_keeps_the_ends():
-  line = plots.sparkline(range(1001), width=20)
-  assert len(line) == 20 and line[0] == '▁' and line[-1] == '█'
-
-
-def test_sparkline_marks_what_is_not_finite():
-  assert plots.sparkline([1.0, math.nan, 0.0, math.inf]) == '█!▁!'
-  assert plots.sparkline([math.nan]) == '!' and plots.sparkline([]) == ''
-  assert plots.sparkline([3.0, 3.0]) == '▁▁'

@@ -45,7 +45,9 @@ applied = xla_flags.prepare_environment(sys.argv[1], gpu='NVIDIA H200', num_host
 assert 'jax' not in sys.modules and 'jaxlib' not in sys.modules
 import jax
 add = jax.jit(lambda x: x + 1).lower(1.).compile(compiler_options=applied.compile_options)
-print(json.dumps([float(add(1.)), jax.config.jax_optimization_level, applied.as_dict()]))
+print(json.dumps([float(add(1.)), jax.config.jax_optimization_level, {
+    'dropped': applied.dropped, 'xla_flags': applied.xla_flags,
+    'compile_options': applied.compile_options}]))
 '''
 
 
@@ -274,7 +276,7 @@ def test_mesh_and_model_refine_the_options_later():
   assert applied.compile_options[OPTION] == xla_presets.LEAST_COMBINED_BYTES
   assert 'xla_gpu_multi_streamed_windowed_einsum' in (
       refined.compile_options.keys() - applied.compile_options.keys())
-  assert refined.env == applied.env and json.dumps(refined.as_dict())
+  assert refined.env == applied.env
 
 
 def test_a_misspelt_preset_is_named():
