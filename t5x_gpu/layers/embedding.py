@@ -41,7 +41,8 @@ def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
   def local(table: jax.Array, ids: jax.Array) -> jax.Array:
     here, mine = _own(axis, table, ids)
     rows = jnp.where(mine[..., None], jnp.take(table, here, axis=0, mode='clip'), 0)
-    return jax.lax.psum(rows, axis)
+    # In float32: XLA's CPU compiler aborts on a bfloat16 sum that is written out (jax 0.10, 0.11).
+    return jax.lax.psum(rows.astype(jnp.float32), axis)
   if axis is None:
     return jnp.take(table, ids, axis=0, mode='clip')
   return jax.shard_map(local, axis_names={axis}, in_specs=(P(axis), P()), out_specs=P())(table, ids)

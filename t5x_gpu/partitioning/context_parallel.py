@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.partitioning.axis_rules import AxisRules
+from t5x_gpu.partitioning import beside_model
+from t5x_gpu.partitioning.axis_rules import AxisRules, split_axis
 from t5x_gpu.partitioning.mesh_problems import any_of, divisors
 from t5x_gpu.partitioning.ring_attention import LogitsFn
 
@@ -99,7 +100,7 @@ def traffic_per_step(*, batch: int, length: int, num_heads: int, head_dim: int, 
     length: of the whole sequence.
     head_dim: features of a head.
     context: size of the axis.
-    dtype_bytes: of keys and values; the ring's gradients of them travel in float32.
+    dtype_bytes: of keys and values; gradients of them travel in float32.
     method: 'ring' or 'gather'.
     num_forwards: 2 where a layer is computed again in the backward pass, else 1.
     info_bytes: what one device's kv_info holds (positions, segment ids).
@@ -109,7 +110,7 @@ def traffic_per_step(*, batch: int, length: int, num_heads: int, head_dim: int, 
   elements = 2 * batch * (length // context) * num_heads * head_dim  # keys and values
   there = hops * (elements * dtype_bytes + info_bytes)
   if method == 'gather':
-    return num_layers * (num_forwards * there + hops * elements * dtype_bytes)
+    return num_layers * (num_forwards * there + hops * elements * 4)
   home = context * elements * 4 if context > 1 else 0
   return num_layers * ((num_forwards + 1) * there + home)
 
@@ -122,10 +123,31 @@ def gathered_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, lo
   Gathers key, value and kv_info over `axis` and holds logits [batch, heads, q_length, length].
   Arguments as in `ring_attention`.
   """
-  def gather(x: jax.Array, dimension: int) -> jax.Array:
-    return jax.lax.all_gather(x, axis, axis=dimension % x.ndim, tiled=True)
-
-  key, value = gather(key, 1), gather(value, 1)
-  logits = logits_fn(logits_params, query, key, q_info,
-                     jax.tree.map(lambda x: gather(x, -1), kv_info))
+  key, value = _gather_length(axis, key), _gather_length(axis, value)
+  kv_info = jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True),
+                         kv_info)
+  logits = logits_fn(logits_params, query, key, q_info, kv_info)
   return jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(logits, axis=-1).astype(value.dtype), value)
+
+
+# Dimensions of [batch, length, heads, kv], counted from the last one.
+_LENGTH, _HEADS = -3, -2
+
+
+def _all_lengths(axis: str, x: jax.Array) -> jax.Array:
+  return beside_model.all_gather(x, axis, dim=_LENGTH,
+                                 model_dim=_HEADS if split_axis('heads') else None)
+
+
+def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
+  return _all_lengths(axis, x), None
+
+
+def _all_lengths_backward(axis: str, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+  part = beside_model.psum_scatter(gradient.astype(jnp.float32), axis, dim=_LENGTH,
+                                   model_dim=_HEADS if split_axis('heads') else None)
+  return (part.astype(gradient.dtype),)
+
+
+_gather_length = jax.custom_vjp(_all_lengths, nondiff_argnums=(0,))
+_gather_length.defvjp(_all_lengths_forward, _all_lengths_backward)

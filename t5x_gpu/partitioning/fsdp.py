@@ -18,8 +18,8 @@ from typing import Any, Optional
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
+from t5x_gpu.partitioning import beside_model
 from t5x_gpu.partitioning.axis_rules import AxisRules
 
 SPLIT = {'embed': ('fsdp',)}
@@ -30,6 +30,31 @@ def rules(zero_stage: int = 3) -> AxisRules:
   return AxisRules(parameters=SPLIT if zero_stage == 3 else {},
                    optimizer={} if zero_stage == 3 else SPLIT,
                    activations={'batch': ('fsdp',)})
+
+
+def traffic_per_step(*, layers_size: int, other_size: int, fsdp: int, zero_stage: int = 3,
+                     dtype_bytes: int = 4, num_microbatches: int = 1,
+                     num_gathers: int = 2) -> dict[str, float]:
+  """Returns the bytes that a device sends over `fsdp` in one training step, by collective.
+
+  Of a parameter that `fsdp` does not split, the gradient is all-reduced as under data parallelism.
+
+  Args:
+    layers_size, other_size: elements of the layers of one device and of all other parameters, whole
+      over `fsdp`. A table that both embeds and makes logits counts twice in stages 2 and 3.
+    fsdp: size of the axis.
+    zero_stage: see above.
+    dtype_bytes: of the computation, in which stage 3 gathers. All else is float32.
+    num_microbatches: for each of which stage 3 gathers and stages 2 and 3 reduce.
+    num_gathers: of a layer for a microbatch in stage 3; a pipeline makes 3, as it also computes the
+      layers of a stage again.
+  """
+  share, size = (fsdp - 1) / fsdp, layers_size + other_size
+  gathered = 4 * size
+  if zero_stage == 3:
+    gathered = dtype_bytes * (num_gathers * layers_size + other_size) * num_microbatches
+  return {'all-gather': share * gathered,
+          'reduce-scatter': share * 4 * size * (num_microbatches if zero_stage > 1 else 1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,27 +104,13 @@ def whole(tree: Any, dtype: Any) -> Any:
 
 def scatter(gradient: jax.Array, dims: Dims) -> jax.Array:
   """Returns this device's part of the sum of `gradient` over `fsdp`."""
-  return _beside_model(lambda g: jax.lax.psum_scatter(
-      g, 'fsdp', scatter_dimension=g.ndim + dims.fsdp, tiled=True), gradient, dims)
+  return beside_model.psum_scatter(gradient, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
 
 
 def _gather(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> jax.Array:
   if full is not None:
     return full.astype(dtype)
-  return _beside_model(lambda p: jax.lax.all_gather(
-      p, 'fsdp', axis=p.ndim + dims.fsdp, tiled=True), part.astype(dtype), dims)
-
-
-def _beside_model(collective: Callable[[jax.Array], jax.Array], x: jax.Array,
-                  dims: Dims) -> jax.Array:
-  """Returns collective(x), on each part over `model` by itself.
-
-  Of an array that is split over an automatic axis, XLA would gather all parts first.
-  """
-  if dims.model is None:
-    return collective(x)
-  spec = PartitionSpec(*('model' if i == x.ndim + dims.model else None for i in range(x.ndim)))
-  return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names={'model'})(x)
+  return beside_model.all_gather(part.astype(dtype), 'fsdp', dim=dims.fsdp, model_dim=dims.model)
 
 
 def _use_forward(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> Any:
