@@ -1,0 +1,122 @@
+"""One small model under every layout, compiled once per test session and read by several tests.
+
+Nothing here runs: sizes cost nothing, so that the batch is large enough for what is done once per
+replica (the relative bias) to be small.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.collectives import Collective, inventory, partitioned_hlo
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.partitioning.pipeline_schedules import Timetable
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.schedules import constant
+
+# No size equals another that it could be mistaken for.
+BATCH, LENGTH = 512, 16
+CONFIG = TransformerConfig(vocab_size=160, num_layers=4, embed_dim=32, num_heads=8, head_dim=8,
+                           mlp_dim=96)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """How the model is run on eight devices.
+
+  Attributes:
+    partitioner: arguments of Partitioner.
+    config: what differs from CONFIG.
+    num_microbatches: gradient accumulation.
+    num_hosts: that share the devices.
+    num_devices: 8, or 1 to compare with.
+  """
+  partitioner: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  num_microbatches: int = 1
+  num_hosts: int = 1
+  num_devices: int = 8
+
+
+_1F1B = dict(stage=2, pipeline_schedule='1f1b')
+_HSDP = dict(ici_mesh_shape={'fsdp': -1}, dcn_mesh_shape={'data': -1})
+BFLOAT16 = dict(dtype='bfloat16')
+CASES = {
+    'one_device': Case(num_devices=1),
+    'dp': Case(),
+    'dp_4_microbatches': Case(num_microbatches=4),
+    'zero1': Case(dict(fsdp=8, zero_stage=1)),
+    'zero2': Case(dict(fsdp=8, zero_stage=2)),
+    'fsdp': Case(dict(fsdp=8)),
+    'fsdp_4_microbatches': Case(dict(fsdp=8), num_microbatches=4),
+    'fsdp_bfloat16': Case(dict(fsdp=8), BFLOAT16),
+    'hsdp': Case(_HSDP, num_hosts=2),
+    'tp': Case(dict(num_partitions=8)),
+    'tp_bfloat16': Case(dict(num_partitions=8), BFLOAT16),
+    'tp_full_remat': Case(dict(num_partitions=8), dict(remat_policy='full')),
+    'tp_sp': Case(dict(num_partitions=8, sequence_parallel=True)),
+    'cp': Case(dict(context=4)),
+    'cp_gather': Case(dict(context=4, context_attention='gather')),
+    'pp': Case(_1F1B),
+    'pp_16_microbatches': Case(dict(_1F1B, num_pipeline_microbatches=16)),
+    'pp_gpipe': Case(dict(stage=2, pipeline_schedule='gpipe')),
+    'fsdp_tp': Case(dict(fsdp=4, num_partitions=2)),
+    'fsdp_pp': Case(dict(_1F1B, fsdp=4)),
+    'fsdp_cp': Case(dict(fsdp=4, context=2)),
+    'cp_tp': Case(dict(context=2, num_partitions=2)),
+    '3d': Case(dict(_1F1B, num_partitions=2, sequence_parallel=True)),
+}
+
+
+def config_of(case: Case) -> TransformerConfig:
+  return dataclasses.replace(CONFIG, **case.config)
+
+
+def build(case: Case, **sizes: Any) -> Program:
+  """Returns the program of a case; `sizes` are batch_size and task_feature_lengths, if others."""
+  sizes = {'batch_size': BATCH, 'task_feature_lengths': {'targets': LENGTH}, **sizes}
+  return build_program(
+      model=DecoderOnlyModel(config_of(case)), optimizer=AdamW(), schedule=constant(1e-2),
+      partitioner=Partitioner(**case.partitioner), devices=jax.devices()[:case.num_devices],
+      topology=Topology(case.num_hosts, case.num_devices // case.num_hosts), pack=False, seed=0,
+      num_microbatches=case.num_microbatches, **sizes)
+
+
+@functools.cache
+def program(name: str) -> Program:
+  return build(CASES[name])
+
+
+@functools.cache
+def hlo(name: str) -> str:
+  """Returns the step of one device, right after XLA's partitioner."""
+  p = program(name)
+  return partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch))
+
+
+@functools.cache
+def collectives(name: str) -> list[Collective]:
+  """Returns what the step exchanges, without single numbers: sums of the loss, and norms."""
+  return [c for c in inventory(hlo(name), program(name).layout.mesh.shape)
+          if math.prod(c.shape) > 1]
+
+
+def timetable(name: str) -> Timetable:
+  """Returns who does what when in the pipeline of a case."""
+  pipeline = program(name).layout.pipeline
+  return Timetable(pipeline.schedule, pipeline.num_stages, pipeline.num_microbatches,
+                   pipeline.repeats)
+
+
+def ticks(name: str) -> int:
+  """Returns how often a tick of the pipeline runs."""
+  table = timetable(name)
+  return table.interleaved_ticks if table.schedule == '1f1b' else table.forward_ticks
