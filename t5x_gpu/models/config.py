@@ -25,7 +25,7 @@ class TransformerConfig:
     embed_dim: features of the residual stream.
     num_heads: attention heads.
     head_dim: features of one head; heads x head_dim need not be embed_dim.
-    mlp_dim: hidden features of the MLP.
+    mlp_dim: hidden features of the MLP, or of each expert.
     mlp_activations: ('gelu', 'linear') for a gated GELU (T5.1.1), ('relu',) for a plain MLP.
     dropout_rate: on embeddings, attention weights, MLP features and block outputs.
     dtype: 'float32' or 'bfloat16', of the computation; parameters and softmax are float32.
@@ -36,6 +36,10 @@ class TransformerConfig:
       matmul outputs, 'full' keeps only layer inputs.
     scan_unroll: layers unrolled per iteration of the scan over layers; more compile time, fewer
       loop overheads. Parameters are stacked [layers, ...] whatever its value.
+    num_experts: experts in place of each MLP (a mixture of experts); 0 for one dense MLP.
+    num_experts_per_token: how many of them each token uses.
+    expert_capacity_factor: room for the tokens of a row in each expert; 1 is just enough if they
+      are spread evenly. Where there is none left, tokens pass by on the residual.
   """
   vocab_size: int
   num_layers: int
@@ -52,6 +56,9 @@ class TransformerConfig:
   max_relpos_distance: int = 128
   remat_policy: str = 'none'
   scan_unroll: int = 1
+  num_experts: int = 0
+  num_experts_per_token: int = 2
+  expert_capacity_factor: float = 2.0
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
@@ -67,6 +74,12 @@ class TransformerConfig:
                       'num_relpos_buckets', 'max_relpos_distance', 'scan_unroll'):
       if getattr(self, parameter) < 1:
         refuse(parameter, 'must be at least 1.')
+    if self.num_experts < 0:
+      refuse('num_experts', 'must be at least 1, or 0 for a dense MLP.')
+    if self.num_experts > 0 and not 1 <= self.num_experts_per_token <= self.num_experts:
+      refuse('num_experts_per_token', f'must be from 1 to num_experts = {self.num_experts}.')
+    if self.expert_capacity_factor <= 0.0:
+      refuse('expert_capacity_factor', 'must be above 0; 1 to 2 is usual.')
     if not 0.0 <= self.dropout_rate < 1.0:
       refuse('dropout_rate', 'must be at least 0 and below 1.')
     for parameter, allowed in (('relative_bias', RELATIVE_BIAS), ('remat_policy', REMAT_POLICIES),

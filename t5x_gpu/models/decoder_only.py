@@ -69,8 +69,9 @@ class DecoderOnlyModel:
   def logical_sizes(self) -> dict[str, int]:
     """Returns axis name -> size of everything that a mesh may split."""
     c = self.config
-    return {'vocab': c.vocab_size, 'embed': c.embed_dim, 'heads': c.num_heads, 'mlp': c.mlp_dim,
-            'layers': c.num_layers}
+    sizes = {'vocab': c.vocab_size, 'embed': c.embed_dim, 'heads': c.num_heads, 'mlp': c.mlp_dim,
+             'layers': c.num_layers}
+    return {**sizes, 'experts': c.num_experts} if c.num_experts else sizes
 
   def flops_per_token(self, length: int) -> float:
     """Returns model FLOPs of one training step per position of a row of `length`."""

@@ -10,6 +10,7 @@ from t5x_gpu.layers.attention import MultiHeadAttention
 from t5x_gpu.layers.attention_backends import Attention
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.mlp import Mlp
+from t5x_gpu.layers.moe import MoeMlp
 from t5x_gpu.layers.norm import RMSNorm
 from t5x_gpu.layers.positions import RelativePositionTable
 from t5x_gpu.models.config import TransformerConfig
@@ -49,8 +50,12 @@ class DecoderLayer(nn.Module):
                                                   bias=bias, dropout_rng=rng('attention'))
     x = x + dropout(h, c.dropout_rate, rng('attention_out'))
     h = RMSNorm(dtype=dtype, name='pre_mlp_layer_norm')(x)
-    h = Mlp(c.mlp_dim, c.mlp_activations, dropout_rate=c.dropout_rate, dtype=dtype, name='mlp')(
-        shard(h, 'batch', 'length', 'embed'), dropout_rng=rng('mlp'))
+    options = dict(mlp_dim=c.mlp_dim, activations=c.mlp_activations, dropout_rate=c.dropout_rate,
+                   dtype=dtype)
+    mlp = Mlp(**options, name='mlp') if c.num_experts == 0 else MoeMlp(
+        num_experts=c.num_experts, experts_per_token=c.num_experts_per_token,
+        capacity_factor=c.expert_capacity_factor, **options, name='moe')
+    h = mlp(shard(h, 'batch', 'length', 'embed'), dropout_rng=rng('mlp'))
     return x + dropout(h, c.dropout_rate, rng('mlp_out'))
 
 

@@ -17,7 +17,7 @@ from t5x_gpu.partitioning.axis_rules import AxisNames
 
 ROWS = frozenset({'embed'})
 COLUMNS = frozenset({'vocab', 'mlp', 'heads', 'kv_heads', 'kv'})
-STACKS = frozenset({'layers'})  # each slice is a parameter of its own
+STACKS = frozenset({'layers', 'experts'})  # each slice is a parameter of its own
 
 
 class FactoredMoment(flax.struct.PyTreeNode):
