@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.training import schedules
 
 
@@ -35,3 +36,13 @@ def test_cosine_is_half_way_at_half_time():
 def test_a_run_shorter_than_its_warmup_stays_in_it(make):
   np.testing.assert_allclose(at(make(1.0, total_steps=5, warmup_steps=10), 0, 4), [0.1, 0.5],
                              rtol=1e-6)
+
+
+@pytest.mark.parametrize('scaling, factor', [(None, 1.0), ('linear', 16.0), ('sqrt', 4.0)])
+def test_learning_rate_grows_with_the_replicas_as_asked(scaling, factor):
+  assert schedules.replica_factor(scaling, 16) == factor
+
+
+def test_an_unknown_scaling_is_refused_with_the_nearest_one():
+  with pytest.raises(ConfigError, match="'linaer' is not one of .* Did you mean 'linear'"):
+    schedules.replica_factor('linaer', 2)

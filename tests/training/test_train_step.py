@@ -156,3 +156,10 @@ def test_everything_that_does_not_fit_the_mesh_comes_in_one_error():
     build(8, Partitioner(num_partitions=4), config={'num_heads': 6, 'mlp_dim': 30, 'vocab_size': 63})
   for part in ('heads = 6', 'mlp = 30', 'vocab = 63', '3 problems'):
     assert part in str(e.value)
+
+
+def test_learning_rate_scales_with_the_parts_of_the_batch_and_is_what_is_logged():
+  program = build(8, Partitioner(data=2, fsdp=2, num_partitions=2), learning_rate_scaling='linear')
+  assert program.learning_rate_factor == 4
+  _, sums = program.train_step(program.init(), program.layout.put_batch(next(batches())))
+  np.testing.assert_allclose(float(sums['learning_rate'][0]), 4 * 1e-2)

@@ -1,0 +1,170 @@
+"""Every layout trains as one device does: losses, every gradient, both optimizers, evaluation.
+
+With everything on that could depend on the topology: dropout, packed rows, uneven padding and loss
+weights, accumulation and rematerialisation on some.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.data.uneven import uneven_batches
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.training.adafactor import Adafactor
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.schedules import constant
+
+from tests.parity.tolerances import MESH_GRADIENT
+
+STEPS = 3
+BATCH, LENGTH = 16, 16
+DENSE = TransformerConfig(vocab_size=64, num_layers=4, embed_dim=16, num_heads=4, head_dim=4,
+                          mlp_dim=32, dropout_rate=0.1)
+MODELS = {
+    'dense': DENSE,
+    'tied': dataclasses.replace(DENSE, logits_via_embedding=True, relative_bias='per_layer'),
+    'moe': dataclasses.replace(DENSE, num_experts=4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A layout of eight devices.
+
+  Attributes:
+    partitioner: arguments of Partitioner.
+    model: of MODELS.
+    config: what differs from it and may not change the answer.
+    num_microbatches: gradient accumulation.
+    num_hosts: that share the devices.
+  """
+  partitioner: Mapping[str, Any]
+  model: str = 'dense'
+  config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  num_microbatches: int = 1
+  num_hosts: int = 1
+
+
+CASES = {
+    'dp_2_microbatches': Case({}, num_microbatches=2),
+    'zero1': Case(dict(fsdp=8, zero_stage=1)),
+    'zero2_remat': Case(dict(fsdp=4, zero_stage=2), config=dict(remat_policy='full'),
+                        num_microbatches=2),
+    'fsdp': Case(dict(fsdp=8)),
+    'hsdp_minimal': Case(dict(ici_mesh_shape={'fsdp': 4}, dcn_mesh_shape={'data': 2}), num_hosts=2,
+                         config=dict(remat_policy='minimal'), model='tied'),
+    'tp': Case(dict(num_partitions=4)),
+    'tp_sp_tied': Case(dict(num_partitions=4, sequence_parallel=True), model='tied'),
+    'cp_ring': Case(dict(context=4)),
+    'cp_gather': Case(dict(context=2, context_attention='gather'), num_microbatches=2),
+    'pp_1f1b': Case(dict(stage=4)),
+    'pp_gpipe': Case(dict(stage=2, pipeline_schedule='gpipe'), num_microbatches=2),
+    'pp_circular': Case(dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2)),
+    'ep': Case(dict(expert=4), model='moe', num_microbatches=2),
+    # Combinations.
+    'fsdp_model_remat': Case(dict(data=2, fsdp=2, num_partitions=2, sequence_parallel=True),
+                             config=dict(remat_policy='full'), num_microbatches=2),
+    'fsdp_stage': Case(dict(stage=2, fsdp=4)),
+    'data_stage_model': Case(dict(stage=2, num_partitions=2, sequence_parallel=True),
+                             model='tied'),
+    'context_model': Case(dict(context=2, num_partitions=2, sequence_parallel=True)),
+    'fsdp_context': Case(dict(fsdp=2, context=2)),
+    'context_stage': Case(dict(context=2, stage=2)),
+    'expert_fsdp': Case(dict(data=1, expert=2, fsdp=4), model='moe'),
+    'expert_model': Case(dict(expert=2, num_partitions=2), model='moe'),
+}
+
+
+class BothState(flax.struct.PyTreeNode):
+  """State of `Both`."""
+  adamw: Any
+  adafactor: Any
+  adafactor_params: Any
+  grads: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Both:
+  """AdamW moves the parameters, Adafactor a copy of them, with the same gradients.
+
+  One compiled step tests both. AdamW's epsilon is far above rounding: with the usual one, it turns
+  the rounding of a gradient near 0 into a step of full size, on any machine.
+  """
+  adamw: AdamW = AdamW(eps=1e-3, weight_decay=0.1)
+  adafactor: Adafactor = Adafactor(min_dim_size_to_factor=16)
+
+  def init(self, params, names):
+    return BothState(self.adamw.init(params, names), self.adafactor.init(params, names), params,
+                     jax.tree.map(jax.numpy.zeros_like, params))
+
+  def state_names(self, params, names):
+    return BothState(self.adamw.state_names(params, names),
+                     self.adafactor.state_names(params, names), names, names)
+
+  def update(self, grads, state, params, *, names, **step):
+    params, adamw = self.adamw.update(grads, state.adamw, params, names=names, **step)
+    copy, adafactor = self.adafactor.update(grads, state.adafactor, state.adafactor_params,
+                                            names=names, **step)
+    return params, BothState(adamw, adafactor, copy, grads)
+
+
+def build(case: Case, num_devices: int) -> Program:
+  config = dataclasses.replace(MODELS[case.model], **case.config)
+  return build_program(
+      model=DecoderOnlyModel(config, z_loss=1e-3), optimizer=Both(), schedule=constant(1e-2),
+      partitioner=Partitioner(**case.partitioner),
+      topology=Topology(case.num_hosts, num_devices // case.num_hosts),
+      devices=jax.devices()[:num_devices], task_feature_lengths={'targets': LENGTH},
+      batch_size=BATCH, pack=True, seed=0, num_microbatches=case.num_microbatches)
+
+
+def run(program: Program) -> dict[str, Any]:
+  """Returns what STEPS steps give, by name; trees as dictionaries from path to array."""
+  state, losses, norms = program.init(), [], []
+  batches = uneven_batches(program.spec, seed=1, num_batches=STEPS)
+  evaluation = program.eval_step(state.params, program.layout.put_batch(batches[0]))
+  for i, batch in enumerate(batches):
+    state, sums = program.train_step(state, program.layout.put_batch(batch))
+    losses.append(float(sums['loss'][0] / sums['loss'][1]))
+    norms.append(float(sums['grad_norm'][0]))
+    if i == 0:
+      grads = arrays(program.in_model_order(state).opt_state.grads)
+  state = program.in_model_order(state)
+  return {'losses': losses, 'norms': norms, 'grads': grads, 'adamw': arrays(state.params),
+          'adafactor': arrays(state.opt_state.adafactor_params),
+          'evaluation': {name: [float(x) for x in s] for name, s in evaluation.items()}}
+
+
+def arrays(tree: Any) -> dict[str, np.ndarray]:
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x)
+          for path, x in flat}
+
+
+@functools.cache
+def one_device(model: str) -> dict[str, Any]:
+  return run(build(Case({}, model), 1))
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_layout_trains_as_one_device(name):
+  case = CASES[name]
+  got, want = run(build(case, 8)), one_device(case.model)
+  np.testing.assert_allclose(got['losses'], want['losses'], rtol=MESH_GRADIENT)
+  np.testing.assert_allclose(got['norms'], want['norms'], rtol=MESH_GRADIENT)
+  for kind in ('grads', 'adafactor', 'adamw'):
+    for path, array in want[kind].items():
+      error = np.abs(got[kind][path] - array).max() / np.abs(array).max()
+      assert error < MESH_GRADIENT, f'{kind} {path}: {error:.1e}'
+  for key, value in want['evaluation'].items():
+    np.testing.assert_allclose(got['evaluation'][key], value, rtol=MESH_GRADIENT, err_msg=key)
