@@ -5,31 +5,36 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-DEADLINE_SECONDS = 100
+DEADLINE_SECONDS = 240  # JAX alone would take forked_processes.JAX_SECONDS
 
 
-def run(scenario: str, processes: list[dict], **variables: str) -> tuple[list[dict], list[tuple[int, float]], str]:
-  """Returns what each process told, its exit code and seconds, and all output."""
+def run(scenario: str, processes: list[dict], **variables: str) -> tuple[list[dict], list[int], str]:
+  """Returns what each process told, its exit code, and all output; fails if one does not end."""
   env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '1',
          **variables}
   env.pop('XLA_FLAGS', None)
-  done = subprocess.run(
+  with subprocess.Popen(
       [sys.executable, '-W', 'ignore::RuntimeWarning',
        str(pathlib.Path(__file__).parent / 'forked_processes.py'), scenario, json.dumps(processes)],
       env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-      timeout=DEADLINE_SECONDS)
-  lines = done.stdout.splitlines()
-  results = [json.loads(text) for text in re.findall(r'RESULT (\{[^{}]*\})', done.stdout)]
-  exits = [line for line in lines if line.startswith('EXITS ')]
-  assert exits, done.stdout
+      start_new_session=True) as forked:
+    try:
+      output = forked.communicate(timeout=DEADLINE_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+      os.killpg(forked.pid, signal.SIGKILL)
+      pytest.fail(f'not all have ended within {DEADLINE_SECONDS} s:\n{forked.communicate()[0]}')
+  results = [json.loads(text) for text in re.findall(r'RESULT (\{[^{}]*\})', output)]
+  exits = [line for line in output.splitlines() if line.startswith('EXITS ')]
+  assert exits, output
   return (sorted(results, key=lambda r: r['index']), json.loads(exits[0].removeprefix('EXITS ')),
-          done.stdout)
+          output)
 
 
 @pytest.fixture(scope='module')
@@ -40,7 +45,7 @@ def one_per_device():
 
 def test_one_process_per_device_finds_two_hosts(one_per_device):
   results, exits, output = one_per_device
-  assert [code for code, _ in exits] == [0] * 4, output
+  assert exits == [0] * 4, output
   assert {(r['hosts'], r['per_host']) for r in results} == {(2, 2)}
   assert {r['reason'] for r in results} == {'told apart by T5X_GPU_DOMAIN'}
   assert {r['sum'] for r in results} == {6.}
@@ -48,7 +53,7 @@ def test_one_process_per_device_finds_two_hosts(one_per_device):
 
 def test_one_process_per_host_gives_the_same_host_blocks(one_per_device):
   results, exits, output = run('layout', [{'devices': 2, 'domain': d} for d in 'ab'])
-  assert [code for code, _ in exits] == [0, 0], output
+  assert exits == [0, 0], output
   assert {(r['hosts'], r['per_host']) for r in results} == {(2, 2)}
   blocks = {tuple(r['blocks']) for r in results + one_per_device[0]}
   assert blocks == {(0, 0, 1, 1)}  # `model` of 2 stays inside a host
@@ -56,14 +61,14 @@ def test_one_process_per_host_gives_the_same_host_blocks(one_per_device):
 
 def test_hybrid_mesh_of_jax_has_the_same_host_blocks():
   results, exits, output = run('hybrid', [{'devices': 4, 'domain': d} for d in 'ab'])
-  assert [code for code, _ in exits] == [0, 0], output
+  assert exits == [0, 0], output
   for r in results:
     assert r['ours'] == r['theirs'] == [[0, 0]] * 2 + [[1, 1]] * 2
 
 
 def test_processes_without_a_domain_are_one_host():
   results, exits, output = run('layout', [{}, {}])
-  assert [code for code, _ in exits] == [0, 0], output
+  assert exits == [0, 0], output
   assert {(r['hosts'], r['per_host']) for r in results} == {(1, 2)}
   assert results[0]['reason'] == 'told apart by host name and boot id'
 
@@ -72,12 +77,12 @@ def test_a_proxy_for_downloads_is_no_obstacle():
   # Without help JAX waits for its timeout and aborts.
   proxy = 'http://127.0.0.1:9'
   _, exits, output = run('layout', [{}, {}], http_proxy=proxy, https_proxy=proxy, grpc_proxy=proxy)
-  assert [code for code, _ in exits] == [0, 0], output
+  assert exits == [0, 0], output
 
 
 def test_uneven_hosts_are_an_error_on_every_process():
   _, exits, output = run('layout', [{'domain': 'a'}, {'domain': 'a'}, {'domain': 'b'}])
-  assert [code for code, _ in exits] == [1] * 3
+  assert exits == [1] * 3
   assert output.count('MeshError: The 2 hosts do not have the same number of devices') == 3
   assert 'Traceback' not in output
 
@@ -85,23 +90,20 @@ def test_uneven_hosts_are_an_error_on_every_process():
 @pytest.mark.parametrize('name, code', [('SIGUSR1', 85), ('SIGTERM', 85), ('SIGINT', 130)])
 def test_a_signal_to_one_process_stops_all_at_the_same_step(name, code):
   results, exits, output = run('stop', [{}, {'at': 5, 'signal': name}, {}])
-  assert [c for c, _ in exits] == [code] * 3, output
+  assert exits == [code] * 3, output
   steps = {r['step'] for r in results}
   assert len(steps) == 1 and 5 <= steps.pop() < 400
   assert {r['signal'] for r in results} == {name}
 
 
-def test_an_exception_in_one_process_ends_all_within_seconds():
+def test_an_exception_in_one_process_ends_all_without_waiting_for_jax():
   _, exits, output = run('stop', [{}, {'raise_at': 5}, {}])
-  assert exits[1][0] == 1
-  assert all(code != 0 for code, _ in exits)
-  # JAX's own exit would wait for its shutdown barrier: 20 s here, 300 s by default.
-  assert max(seconds for _, seconds in exits) < 18, output
+  assert exits[1] == 1
+  assert 0 not in exits
   assert '[1/3] Traceback' in output and 'ValueError: boom' in output
 
 
-def test_a_killed_process_ends_all_within_seconds():
+def test_a_killed_process_ends_all_without_waiting_for_jax():
   _, exits, output = run('stop', [{}, {}, {'kill_at': 5}])
-  assert exits[2][0] == -9
-  assert all(code != 0 for code, _ in exits)
-  assert max(seconds for _, seconds in exits) < 18, output
+  assert exits[2] == -9
+  assert 0 not in exits

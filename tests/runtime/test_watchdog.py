@@ -209,8 +209,8 @@ def test_a_request_that_never_returns_does_not_keep_the_watch_from_ending_the_pr
 
 
 def test_the_block_ends_together_and_nobody_is_declared_dead_meanwhile():
-  store, left, ends = DictStore(), [], []
-  config = WatchdogConfig(period_seconds=0.01, dead_seconds=0.3)
+  store, left, ends, saved = DictStore(), [], [], []
+  config = WatchdogConfig(period_seconds=0.01, dead_seconds=1.5)
 
   def run(index, seconds):
     with Watchdog(config, process_index=index, process_count=2, store=store, leave=left.append
@@ -218,13 +218,14 @@ def test_the_block_ends_together_and_nobody_is_declared_dead_meanwhile():
       dog.step_done(1)
       with dog.phase('save'):
         time.sleep(seconds)
+        saved.append(time.monotonic())
     ends.append(time.monotonic())
-  threads = [threading.Thread(target=run, args=pair) for pair in ((0, 0), (1, 1.2))]
+  threads = [threading.Thread(target=run, args=pair) for pair in ((0, 0), (1, 3))]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
-  assert not left and max(ends) - min(ends) < 0.5
+  assert not left and min(ends) >= max(saved)
 
 
 def test_a_failure_is_told_to_the_others_with_its_reason(clock, capfd):
@@ -255,12 +256,12 @@ def test_an_interrupted_process_is_no_silent_one(clock):
     (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory'), False)])
 def test_a_broken_collective_waits_for_the_name_of_the_dead_rank(clock, error, waits):
   store = DictStore()
-  dog = make(clock, store, index=1, count=3, dead_seconds=0.5)
+  dog = make(clock, store, index=1, count=3, dead_seconds=2)
   started = time.monotonic()
   with pytest.raises(type(error)):
     with dog:
       raise error
-  assert (time.monotonic() - started > 0.5) == waits
+  assert (time.monotonic() - started > 2) == waits
   assert store.verdicts()[0]['kind'] == 'failed'  # nobody was declared dead: it was this one
 
 
@@ -349,7 +350,9 @@ def test_the_thread_polls_by_itself_and_stops_with_the_run():
   codes = []
   config = WatchdogConfig(period_seconds=0.01, compile_seconds=0.05)
   with Watchdog(config, process_index=0, process_count=1, leave=codes.append) as dog:
-    dog._threads[0].join(timeout=0.5)
+    deadline = time.monotonic() + 30
+    while not codes and time.monotonic() < deadline:
+      time.sleep(0.01)
   assert codes and set(codes) == {EXIT_STUCK}
   assert not dog._threads[0].is_alive()
 
