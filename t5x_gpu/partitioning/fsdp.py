@@ -128,8 +128,8 @@ _use.defvjp(_use_forward, _use_backward)
 
 # Primitives that make a layer's weights from its parameters. Their results are not worth keeping
 # for the backward pass: kept, all layers would be whole at once.
-_MOVES = frozenset({'all_gather', 'shard_map', 'concatenate', 'convert_element_type', 'reshape',
-                    'transpose', 'broadcast_in_dim', 'squeeze', 'sharding_constraint'})
+_MOVES = frozenset({'all_gather', 'shard_map', 'concatenate', 'stack', 'convert_element_type',
+                    'reshape', 'transpose', 'broadcast_in_dim', 'squeeze', 'sharding_constraint'})
 
 
 def keep_activations_only(primitive: Any, *_: Any, **__: Any) -> bool:
