@@ -70,8 +70,9 @@ def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int)
   """
   stacked = jax.vmap(lambda key: layer.init(key, *inputs)['params'])(
       jax.random.split(rng, num_layers))
-  return jax.tree.map(lambda p: NamedParam(p.value, ('layers', *p.names)), stacked,
-                      is_leaf=is_named)
+  # One without names stays as it is: `split_names` tells the user of all of them.
+  return jax.tree.map(lambda p: NamedParam(p.value, ('layers', *p.names)) if is_named(p) else p,
+                      stacked, is_leaf=is_named)
 
 
 def scan_layers(layer: nn.Module, params: Any, x: jax.Array, *inputs: Any,

@@ -228,11 +228,18 @@ def split_names(boxed: Any) -> tuple[Any, Any]:
     ShapeError: parameters without axis names, all of them listed.
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=is_named)
-  bare = [jax.tree_util.keystr(path, simple=True, separator='/')
-          for path, leaf in flat if not is_named(leaf)]
+  bare = {jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+          for path, leaf in flat if not is_named(leaf)}
   if bare:
-    raise ShapeError(f'Parameters without axis names: {", ".join(bare)}.',
-                     fix='Create them with self.param(name, with_axes(init, names), shape): see '
-                         'partitioning/axis_rules.py.')
+    listed = ', '.join(f'{path} {list(x.shape)}' for path, x in bare.items())
+    name = next(iter(bare)).split('/')[-1]
+    raise ShapeError(
+        f'Parameters without axis names: {listed}. Nothing says how a mesh may split them.',
+        fix='Name every dimension where the module creates it (the stack of layers adds its own):\n'
+            '  from t5x_gpu.partitioning.axis_rules import with_axes\n'
+            f'  self.param({name!r}, with_axes(init, NAMES), shape)\n'
+            'NAMES has one name per dimension of shape, or None for one that is never split: '
+            f'{", ".join(AXES)}. A matrix of an MLP has (\'embed\', \'mlp\').',
+        docs='parallelism.md#writing-a-layer-or-a-model-that-works-everywhere')
   return (jax.tree.map(lambda p: p.value, boxed, is_leaf=is_named),
           jax.tree.map(lambda p: AxisNames(p.names), boxed, is_leaf=is_named))

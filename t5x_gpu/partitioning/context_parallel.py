@@ -11,8 +11,8 @@ work; Llama Team 2024 (Llama 3), section 3.3.2: a chunk from both ends per devic
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 
 from t5x_gpu.partitioning import beside_model
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_axis
-from t5x_gpu.partitioning.mesh_problems import any_of, divisors
+from t5x_gpu.partitioning.mesh_problems import any_of, divisors, nearest_multiples
 from t5x_gpu.partitioning.ring_attention import LogitsFn
 
 METHODS = ('ring', 'gather')
@@ -33,26 +33,31 @@ def rules(method: str = 'ring') -> AxisRules:
 
 
 def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
-          parameter: str = 'length') -> list[str]:
+          parameter: str = 'length', multiple_of: int = 1,
+          legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
   """Returns one sentence with its fix if the length cannot be split over `context`.
 
   Args:
     sizes: array axis -> size; 'length' is read.
     mesh_shape: mesh axis -> size.
     parameter: what sets the length, for the fix.
+    multiple_of: what else divides the length, for the fix.
+    legal_sizes: mesh axis -> sizes that it could have, for the fix; None for what divides all
+      devices.
   """
   ways, length = mesh_shape.get('context', 1), sizes.get('length', 0)
   if ways == 1 or (length > 0 and length % (2 * ways) == 0):
     return []
   chunks = 2 * ways
-  nearest = [n for n in (length // chunks * chunks, (length // chunks + 1) * chunks) if n > 0]
+  nearest = nearest_multiples(length, math.lcm(chunks, multiple_of))
   # What `context` gives up another axis must take, so its size divides all devices.
-  legal = [c for c in divisors(math.prod(mesh_shape.values()))
-           if c == 1 or (length > 0 and length % (2 * c) == 0)]
+  possible = (divisors(math.prod(mesh_shape.values())) if legal_sizes is None else
+              legal_sizes['context'])
+  legal = [c for c in possible if c == 1 or (length > 0 and length % (2 * c) == 0)]
   return [f'length = {length} does not divide over 2 x context={ways} (= {chunks}): each device '
           'takes one chunk from the front and one from the back, so that causal attention is the '
-          f'same work for all. Set {parameter} = {any_of(nearest)}, or Partitioner.context = '
-          f'{any_of(legal)}.']
+          f'same work for all. Set {parameter} = {any_of(nearest)}'
+          + (f', or Partitioner.context = {any_of(legal)}.' if legal else '.')]
 
 
 def length_order(length: int, ways: int) -> np.ndarray:

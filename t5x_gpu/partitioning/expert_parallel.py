@@ -11,12 +11,13 @@ Source: Lepikhin et al. 2020 (GShard); Fedus et al. 2021 (Switch Transformer).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Optional
 
 import jax
 
 from t5x_gpu.partitioning.axis_rules import AxisRules, is_manual
-from t5x_gpu.partitioning.mesh_problems import any_of, divisors
+from t5x_gpu.partitioning.mesh_problems import any_of, divisors, nearest_multiples
 
 
 def rules() -> AxisRules:
@@ -25,13 +26,16 @@ def rules() -> AxisRules:
 
 
 def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
-          parameter: str = 'TransformerConfig.num_experts') -> list[str]:
+          parameter: str = 'TransformerConfig.num_experts',
+          legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
   """Returns one sentence with its fix if there are no experts to split, or they do not divide.
 
   Args:
     sizes: array axis -> size; 'experts' is read, absent or 0 for a model without.
     mesh_shape: mesh axis -> size.
     parameter: what sets the number of experts, for the fix.
+    legal_sizes: mesh axis -> sizes that it could have, for the fix; None for what divides all
+      devices.
   """
   ways, experts = mesh_shape.get('expert', 1), sizes.get('experts', 0)
   if ways == 1 or (experts > 0 and experts % ways == 0):
@@ -40,11 +44,14 @@ def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
     return [f'expert={ways} splits experts, but this model has none: its MLPs are dense. Set '
             f'{parameter} = {any_of([ways, 2 * ways])}, or Partitioner.expert = 1 and give its '
             'devices to Partitioner.fsdp or Partitioner.data.']
-  nearest = [n for n in (experts // ways * ways, (experts // ways + 1) * ways) if n > 0]
+  nearest = nearest_multiples(experts, ways)
   # What `expert` gives up another axis must take, so its size divides all devices.
-  legal = [n for n in divisors(math.prod(mesh_shape.values())) if experts % n == 0]
+  possible = (divisors(math.prod(mesh_shape.values())) if legal_sizes is None else
+              legal_sizes['expert'])
+  legal = [n for n in possible if experts % n == 0]
   return [f'experts = {experts} does not divide over expert={ways}: every expert is whole on one '
-          f'device. Set {parameter} = {any_of(nearest)}, or Partitioner.expert = {any_of(legal)}.']
+          f'device. Set {parameter} = {any_of(nearest)}'
+          + (f', or Partitioner.expert = {any_of(legal)}.' if legal else '.')]
 
 
 def num_local(num_experts: int) -> int:

@@ -5,6 +5,7 @@ radix, h in the sizes across hosts and d in the sizes inside a host; an axis of 
 two digits, the one across hosts first. So each host holds one block of the mesh.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
@@ -14,12 +15,12 @@ import numpy as np
 
 from t5x_gpu.errors import did_you_mean
 from t5x_gpu.partitioning.mesh_problems import (
-    any_of, divisors, legal_partitions, product_words)
+    any_of, divisors, legal_partitions, nearest_multiples, product_words)
 from t5x_gpu.partitioning.mesh_sizes import (
     MESH_AXES, SIZE_PARAMETERS, MeshSizes, resolve_mesh_sizes)
 from t5x_gpu.runtime.topology import Topology
 
-__all__ = ['MESH_AXES', 'MeshSizes', 'build_mesh', 'check_model_sizes', 'device_array',
+__all__ = ['MESH_AXES', 'MeshSizes', 'SizeHint', 'build_mesh', 'check_model_sizes', 'device_array',
            'mesh_table', 'resolve_mesh_sizes']
 
 # What an axis splits, in words for the table.
@@ -95,9 +96,29 @@ def _link_words(sizes: MeshSizes, axis: str) -> str:
   return f'crosses the network ({sizes.dcn[axis]} hosts x {sizes.ici[axis]} inside each)'
 
 
+@dataclasses.dataclass(frozen=True)
+class SizeHint:
+  """What a message says about one model size.
+
+  Attributes:
+    set_by: the gin parameter or macro to change.
+    words: what it is called in place of its axis name.
+    each_of: equal parts, one after the other, each of which is split.
+    multiple_of: what advised sizes are to be a multiple of, besides.
+    or_else: another way out, a parameter with its value.
+  """
+  set_by: str
+  words: str = ''
+  each_of: int = 1
+  multiple_of: int = 1
+  or_else: str = ''
+
+
 def check_model_sizes(sizes: MeshSizes, logical_sizes: Mapping[str, int],
                       rules: Mapping[str, tuple[str, ...]], *,
-                      parameter_names: Optional[Mapping[str, str]] = None) -> list[str]:
+                      parameter_names: Optional[Mapping[str, str]] = None,
+                      hints: Optional[Mapping[str, SizeHint]] = None,
+                      legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
   """Returns one sentence with its fix for every model size that its mesh axes do not divide.
 
   Args:
@@ -105,6 +126,9 @@ def check_model_sizes(sizes: MeshSizes, logical_sizes: Mapping[str, int],
     logical_sizes: logical axis name -> size, {'heads': 12, 'batch': 128}.
     rules: logical axis name -> mesh axes that split it, () for none.
     parameter_names: logical axis name -> the gin parameter or macro to change, for the fix.
+    hints: logical axis name -> more than the name, in its place.
+    legal_sizes: mesh axis -> sizes that it could have, for the fix; None for what divides all
+      devices.
   """
   problems = []
   for name, size in logical_sizes.items():
@@ -116,27 +140,32 @@ def check_model_sizes(sizes: MeshSizes, logical_sizes: Mapping[str, int],
       problems.append(f'{name} is split over {any_of(unknown)}, which no mesh has. The axes are '
                       f'{", ".join(MESH_AXES)}.{did_you_mean(unknown[0], MESH_AXES)}')
       continue
+    hint = (hints or {}).get(name) or SizeHint((parameter_names or {}).get(name, name))
     ways = {axis: sizes.total[axis] for axis in rules[name]}
-    count = math.prod(ways.values())
-    if size % count:
-      problems.append(f'{name} = {size} does not divide over {product_words(ways)}. '
-                      + _size_fix(sizes, (parameter_names or {}).get(name, name), size, ways))
+    if size % (math.prod(ways.values()) * hint.each_of):
+      each = f' in each of {hint.each_of} microbatches' if hint.each_of > 1 else ''
+      problems.append(f'{hint.words or name} = {size} does not divide over {product_words(ways)}'
+                      f'{each}. {_size_fix(sizes, hint, size, ways, legal_sizes)}')
   return problems
 
 
-def _size_fix(sizes: MeshSizes, parameter: str, size: int, ways: Mapping[str, int]) -> str:
+def _size_fix(sizes: MeshSizes, hint: SizeHint, size: int, ways: Mapping[str, int],
+              legal_sizes: Optional[Mapping[str, Sequence[int]]]) -> str:
   """Returns the nearest sizes of the model, and of the mesh if one axis alone can mend it."""
-  count = math.prod(ways.values())
-  nearest = [value for value in (size // count * count, (size // count + 1) * count) if value]
-  fix = f'Set {parameter} = {any_of(nearest)}'
+  unit = math.lcm(math.prod(ways.values()) * hint.each_of, hint.multiple_of)
+  fixes = [f'{hint.set_by} = {any_of(nearest_multiples(size, unit))}']
   used = [axis for axis, way in ways.items() if way > 1]
-  if len(used) > 1:
-    return f'{fix}.'
-  # The other axes must be able to take what this one gives up, so its size divides all devices.
-  legal = divisors(sizes.num_devices)
-  if used == ['model']:
-    inside, across = legal_partitions(
-        Topology(math.prod(sizes.dcn.values()), math.prod(sizes.ici.values())))
-    legal = inside + across
-  fitting = any_of(value for value in legal if size % value == 0)
-  return f'{fix}, or Partitioner.{SIZE_PARAMETERS[used[0]]} = {fitting}.'
+  if len(used) == 1:
+    # The other axes must be able to take what this one gives up, so its size divides all devices.
+    legal = divisors(sizes.num_devices)
+    if used == ['model']:
+      inside, across = legal_partitions(
+          Topology(math.prod(sizes.dcn.values()), math.prod(sizes.ici.values())))
+      legal = inside + across
+    fitting = [value for value in (legal if legal_sizes is None else legal_sizes[used[0]])
+               if size % (value * hint.each_of) == 0]
+    if fitting:
+      fixes.append(f'Partitioner.{SIZE_PARAMETERS[used[0]]} = {any_of(fitting)}')
+  if hint.or_else:
+    fixes.append(hint.or_else)
+  return f'Set {", or ".join(fixes)}.'

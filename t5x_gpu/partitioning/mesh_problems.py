@@ -192,6 +192,11 @@ def divisors(number: int) -> list[int]:
   return small + [number // d for d in reversed(small) if d * d != number]
 
 
+def nearest_multiples(size: int, unit: int) -> list[int]:
+  """Returns the multiples of `unit` next below and above `size`, without 0."""
+  return [n for n in (size // unit * unit, (size // unit + 1) * unit) if n > 0]
+
+
 def any_of(values: Iterable[Any]) -> str:
   """Returns '1, 2, 4 or 8'."""
   words = [str(value) for value in values]

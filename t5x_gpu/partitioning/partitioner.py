@@ -6,6 +6,7 @@ anything compiles. `layout` is what it becomes on the devices of a run.
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
@@ -15,20 +16,18 @@ from t5x_gpu.partitioning import (
     tensor_parallel)
 from t5x_gpu.partitioning.axis_rules import AxisRules
 from t5x_gpu.partitioning.layout import Layout
-from t5x_gpu.partitioning.mesh import build_mesh, check_model_sizes
+from t5x_gpu.partitioning.mesh import SizeHint, build_mesh, check_model_sizes
 from t5x_gpu.partitioning.mesh_problems import divisors
-from t5x_gpu.partitioning.mesh_sizes import MeshSizes, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh_sizes import SIZE_PARAMETERS, MeshSizes, resolve_mesh_sizes
 from t5x_gpu.partitioning.region import Pipeline
 from t5x_gpu.runtime.topology import Device, Topology
 
 # What a user sets to change the size of an array axis, for errors.
-SET_BY = {'batch': 'BATCH_SIZE', 'length': 'TASK_FEATURE_LENGTHS',
-          'residual_length': 'TASK_FEATURE_LENGTHS',
+SET_BY = {'batch': 'BATCH_SIZE', 'length': 'the sum of TASK_FEATURE_LENGTHS',
           'heads': 'TransformerConfig.num_heads', 'mlp': 'TransformerConfig.mlp_dim',
-          'embed': 'TransformerConfig.embed_dim', 'vocab': 'TransformerConfig.vocab_size',
-          'experts': 'TransformerConfig.num_experts'}
+          'embed': 'TransformerConfig.embed_dim', 'vocab': 'TransformerConfig.vocab_size'}
 # Axes with checks of their own.
-OWN_CHECKS = ('layers', 'length')
+OWN_CHECKS = ('layers', 'length', 'experts')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +70,12 @@ class Partitioner:
   dcn_mesh_shape: Optional[Mapping[str, int]] = None
 
   def __post_init__(self) -> None:
-    for name, legal in (('zero_stage', (1, 2, 3)), ('context_attention', context_parallel.METHODS)):
+    for name, legal in (('zero_stage', (1, 2, 3)), ('context_attention', context_parallel.METHODS),
+                        ('pipeline_schedule', pipeline_parallel.SCHEDULES)):
       value = getattr(self, name)
       if value not in legal:
-        hint = did_you_mean(value, legal) if isinstance(value, str) else ''
+        is_word = isinstance(value, str) and isinstance(legal[0], str)
+        hint = did_you_mean(value, legal) if is_word else ''
         raise MeshError(f'Partitioner.{name} = {value!r} is not one of '
                         f'{", ".join(map(repr, legal))}.{hint}',
                         fix=f'Set Partitioner.{name} to one of them.',
@@ -96,54 +97,109 @@ class Partitioner:
     return rules + sequence_parallel.rules() if self.sequence_parallel else rules
 
   def lay_out(self, topology: Topology, devices: Sequence[Device], *,
-              logical_sizes: Mapping[str, int]) -> Layout:
+              logical_sizes: Mapping[str, int], num_microbatches: int = 1) -> Layout:
     """Returns the layout over `devices` (host-major, as `topology.discover` gives them).
 
     Args:
       topology: hosts and devices per host.
       devices: as many as the topology says.
       logical_sizes: axis name -> size of everything the mesh may split, the batch included.
+      num_microbatches: parts of the batch computed one after the other, each of which is split.
     Raises:
       MeshError: sizes that do not fit the topology, or that do not divide `logical_sizes`.
     """
     sizes = self.mesh_sizes(topology)
-    rules = self.rules()
-    batch_parts = math.prod(sizes.total[axis] for axis in rules.activations['batch'])
-    pipeline = self._pipeline(sizes, logical_sizes['batch'] // batch_parts)
-    problems = self._problems(sizes, rules, logical_sizes, pipeline, batch_parts)
+    problems = self._problems(sizes, logical_sizes, num_microbatches)
     if problems:
-      raise MeshError(all_problems(problems, title='The model does not fit the mesh'),
-                      parameters=('Partitioner.num_partitions', 'Partitioner.fsdp',
-                                  'Partitioner.data', 'Partitioner.stage', 'Partitioner.context',
-                                  'Partitioner.expert', 'BATCH_SIZE'), docs='mesh.md#sizes')
-    return Layout(mesh=build_mesh(sizes, topology, devices), rules=rules, sizes=sizes,
-                  topology=topology, zero_stage=self.zero_stage, pipeline=pipeline)
+      better = self._better_sizes(topology, logical_sizes, num_microbatches, len(problems))
+      raise _model_error(self._problems(sizes, logical_sizes, num_microbatches, better))
+    return Layout(mesh=build_mesh(sizes, topology, devices), rules=self.rules(), sizes=sizes,
+                  topology=topology, zero_stage=self.zero_stage, pipeline=self._pipeline(
+                      sizes, logical_sizes['batch'] // num_microbatches))
 
-  def _pipeline(self, sizes: MeshSizes, rows: int) -> Optional[Pipeline]:
+  def _pipeline(self, sizes: MeshSizes, batch: int) -> Optional[Pipeline]:
     stages = sizes.total['stage']
     if stages == 1:
       return None
     count = self.num_pipeline_microbatches
     if count is None:
-      legal = divisors(max(rows, 1))
+      legal = divisors(max(batch // self._batch_parts(sizes), 1))
       count = next((n for n in legal if n >= 4 * stages), legal[-1])
     # A ring needs all devices in every step, those of an idle stage as well.
     ring = sizes.total['context'] > 1 and self.context_attention == 'ring'
     return Pipeline(self.pipeline_schedule, stages, count, self.pipeline_repeats, not ring)
 
-  def _problems(self, sizes: MeshSizes, rules: AxisRules, logical_sizes: Mapping[str, int],
-                pipeline: Optional[Pipeline], batch_parts: int) -> list[str]:
-    """Returns everything in which the model does not fit the mesh, a sentence each."""
+  def _batch_parts(self, sizes: MeshSizes) -> int:
+    return math.prod(sizes.total[axis] for axis in self.rules().activations['batch'])
+
+  def _problems(self, sizes: MeshSizes, logical_sizes: Mapping[str, int], num_microbatches: int,
+                legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
+    """Returns everything in which the model does not fit the mesh, a sentence each.
+
+    Args:
+      sizes: of the mesh.
+      logical_sizes: axis name -> size.
+      num_microbatches: of gradient accumulation.
+      legal_sizes: mesh axis -> sizes to advise.
+    """
+    rules, total = self.rules(), sizes.total
+    pipeline = self._pipeline(sizes, logical_sizes['batch'] // num_microbatches)
+    rows = 1  # what a device's rows must be a multiple of
+    if pipeline is not None:
+      rows = self.num_pipeline_microbatches or (
+          pipeline.num_stages if pipeline.schedule == 'circular' else 1)
+    between = math.prod(total[axis] for axis in rules.activations.get('residual_length', ()))
+    chunks = 2 * total['context'] if total['context'] > 1 else 1
+    hints = {name: SizeHint(set_by) for name, set_by in SET_BY.items()}
+    hints['batch'] = SizeHint('BATCH_SIZE', each_of=num_microbatches, multiple_of=max(
+        rows, 1) * num_microbatches * self._batch_parts(sizes))
+    hints['residual_length'] = SizeHint(
+        SET_BY['length'], 'With Partitioner.sequence_parallel, length', multiple_of=chunks,
+        or_else='Partitioner.sequence_parallel = False')
     generic = {name: size for name, size in logical_sizes.items() if name not in OWN_CHECKS}
     if 'length' in logical_sizes and self.sequence_parallel:
       generic['residual_length'] = logical_sizes['length']
-    problems = [problem for table in (rules.activations, rules.parameters)
+    problems = [problem for table in (rules.activations, rules.state)
                 for problem in check_model_sizes(
-                    sizes, generic, {name: table.get(name, ()) for name in generic},
-                    parameter_names=SET_BY)]
-    problems += context_parallel.check(logical_sizes, sizes.total, parameter=SET_BY['length'])
+                    sizes, generic, {name: table.get(name, ()) for name in generic}, hints=hints,
+                    legal_sizes=legal_sizes)]
+    problems += context_parallel.check(logical_sizes, total, parameter=SET_BY['length'],
+                                       multiple_of=between if self.sequence_parallel else 1,
+                                       legal_sizes=legal_sizes)
+    problems += expert_parallel.check(logical_sizes, total, legal_sizes=legal_sizes)
     if pipeline is not None:
       problems += pipeline_parallel.check(
-          logical_sizes, sizes.total, schedule=pipeline.schedule, repeats=pipeline.repeats,
-          num_pipeline_microbatches=pipeline.num_microbatches, batch_parts=batch_parts)
+          logical_sizes, total, schedule=pipeline.schedule, repeats=pipeline.repeats,
+          num_pipeline_microbatches=pipeline.num_microbatches,
+          batch_parts=self._batch_parts(sizes), num_microbatches=num_microbatches,
+          legal_sizes=legal_sizes)
     return list(dict.fromkeys(problems))  # an axis may be split alike in both tables
+
+  def _better_sizes(self, topology: Topology, logical_sizes: Mapping[str, int],
+                    num_microbatches: int, num_problems: int) -> dict[str, list[int]]:
+    """Returns mesh axis -> sizes that, set alone, make a mesh with fewer problems."""
+    better: dict[str, list[int]] = {}
+    for axis, parameter in SIZE_PARAMETERS.items():
+      better[axis] = []
+      for size in divisors(topology.num_devices):
+        try:
+          changed = dataclasses.replace(self, **{parameter: size})
+          problems = changed._problems(changed.mesh_sizes(topology), logical_sizes,
+                                       num_microbatches)
+        except MeshError:
+          continue
+        if len(problems) < num_problems:
+          better[axis].append(size)
+    return better
+
+
+def _model_error(problems: Sequence[str]) -> MeshError:
+  """Returns one error for all `problems`, with the origin of every parameter that they name."""
+  named = [name for problem in problems for name in re.findall(
+      r'\b(?:Partitioner|TransformerConfig)\.\w+|\b[A-Z]+_[A-Z_]+\b', problem)]
+  axes = [axis for problem in problems for axis in re.findall(r'\b([a-z]+)=\d', problem)]
+  parameters = list(dict.fromkeys([*named, *(f'Partitioner.{SIZE_PARAMETERS[a]}' for a in axes)]))
+  what, fix = all_problems(list(problems), title='The model does not fit the mesh'), ''
+  if len(problems) == 1:
+    what, fix = re.split(r'(?<=[.?]) (?=Set )', problems[0], maxsplit=1)
+  return MeshError(what, fix=fix, parameters=parameters, docs='mesh.md#sizes')

@@ -6,13 +6,13 @@ ints, NumPy arrays or traced values alike; `pipeline_parallel` runs what `Timeta
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
 from t5x_gpu.errors import did_you_mean
-from t5x_gpu.partitioning.mesh_problems import any_of, divisors
+from t5x_gpu.partitioning.mesh_problems import any_of, divisors, nearest_multiples
 
 # gpipe: all forward, then all backward. 1f1b: backward of each microbatch as soon as it can be.
 # circular: gpipe with several blocks of layers per stage, which microbatches visit in turn.
@@ -138,7 +138,8 @@ def traffic_per_step(*, schedule: str, num_stages: int, num_microbatches: int,
 def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *, schedule: str,
           num_pipeline_microbatches: int, repeats: int = 1, batch_parts: int = 1,
           num_microbatches: int = 1,
-          parameter_names: Optional[Mapping[str, str]] = None) -> list[str]:
+          parameter_names: Optional[Mapping[str, str]] = None,
+          legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
   """Returns one sentence with its fix for everything that keeps the pipeline from running.
 
   Args:
@@ -150,20 +151,22 @@ def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *, schedule: 
     batch_parts: product of the mesh axes that split rows.
     num_microbatches: gradient accumulation; each part goes through the pipeline by itself.
     parameter_names: changes of SET_BY.
+    legal_sizes: mesh axis -> sizes that it could have, for the fix; None for any.
   """
   stages = mesh_shape.get('stage', 1)
   if stages == 1:
     return []
   names = {**SET_BY, **(parameter_names or {})}
-  problems = _schedule_problems(schedule, repeats, stages, names)
+  problems = _schedule_problems(schedule, repeats, stages, sizes.get('layers'), names)
   if 'layers' in sizes:
-    problems += _layer_problems(sizes['layers'], stages, max(repeats, 1), names)
+    possible = None if legal_sizes is None else legal_sizes['stage']
+    problems += _layer_problems(sizes['layers'], stages, max(repeats, 1), names, possible)
   return problems + _microbatch_problems(
       schedule, num_pipeline_microbatches, stages, sizes.get('batch'),
       batch_parts * num_microbatches, names)
 
 
-def _schedule_problems(schedule: str, repeats: int, stages: int,
+def _schedule_problems(schedule: str, repeats: int, stages: int, layers: Optional[int],
                        names: Mapping[str, str]) -> list[str]:
   if schedule not in SCHEDULES:
     return [f'{names["schedule"]} = {schedule!r} is no pipeline schedule.'
@@ -173,9 +176,10 @@ def _schedule_problems(schedule: str, repeats: int, stages: int,
     return [f'{names["repeats"]} = {repeats} is not 1 or more. Set it to 1, or to 2 or more with '
             f"{names['schedule']} = 'circular'."]
   if schedule == 'circular' and repeats == 1:
+    more = '2 or more' if layers is None or layers % stages else _more_repeats(layers, stages)
+    fix = f'{names["repeats"]} = {more}, or ' if more else ''
     return [f'The circular schedule with {names["repeats"]} = 1 is gpipe: each microbatch passes '
-            f'the {stages} stages once. Set {names["repeats"]} = 2 or more, or '
-            f"{names['schedule']} = 'gpipe'."]
+            f"the {stages} stages once. Set {fix}{names['schedule']} = 'gpipe'."]
   if schedule != 'circular' and repeats > 1:
     return [f'{names["repeats"]} = {repeats}, but under {schedule} each microbatch passes the '
             f"{stages} stages once. Set {names['schedule']} = 'circular', or {names['repeats']} = "
@@ -183,18 +187,28 @@ def _schedule_problems(schedule: str, repeats: int, stages: int,
   return []
 
 
-def _layer_problems(layers: int, stages: int, repeats: int, names: Mapping[str, str]) -> list[str]:
+def _more_repeats(layers: int, stages: int) -> str:
+  """Returns the legal numbers of blocks per stage above 1, '' without any."""
+  legal = divisors(layers // stages)[1:]
+  return any_of(legal) if legal else ''
+
+
+def _layer_problems(layers: int, stages: int, repeats: int, names: Mapping[str, str],
+                    possible: Optional[Sequence[int]]) -> list[str]:
   blocks = stages * repeats
   if layers % blocks == 0:
     return []
-  nearest = [n for n in (layers // blocks * blocks, (layers // blocks + 1) * blocks) if n]
+  nearest = nearest_multiples(layers, blocks)
   what = f'stage={stages}' + (f' x {repeats} blocks each (= {blocks})' if repeats > 1 else '')
   fix = [f'{names["layers"]} = {any_of(nearest)}']
-  fitting = [n for n in divisors(layers) if n % repeats == 0]
+  fitting = [n // repeats for n in divisors(layers) if n % repeats == 0]
+  fitting = [n for n in fitting if possible is None or n in possible]
   if fitting:
-    fix.append(f'{names["stage"]} = {any_of(n // repeats for n in fitting)}')
+    fix.append(f'{names["stage"]} = {any_of(fitting)}')
   if repeats > 1 and layers % stages == 0:
-    fix.append(f'{names["repeats"]} = {any_of(divisors(layers // stages))}')
+    more = _more_repeats(layers, stages)
+    if more:
+      fix.append(f'{names["repeats"]} = {more}')
   return [f'layers = {layers} does not divide over {what}. Set {", or ".join(fix)}.']
 
 
@@ -208,6 +222,9 @@ def _microbatch_problems(schedule: str, microbatches: int, stages: int, batch: O
     why = (f'{names["microbatches"]} = {microbatches} is not 1 or more.' if microbatches < 1 else
            f'{names["microbatches"]} = {microbatches} is fewer than the {stages} stages: under the '
            'circular schedule the first microbatch would come round before the last has started.')
+    if rows is not None and not legal:  # too few rows for any number
+      return [f'{why} Set {names["batch"]} = {parts * stages} and {names["microbatches"]} = '
+              f"{stages}, or {names['schedule']} = 'gpipe' and {names['repeats']} = 1."]
     return [f'{why} Set it to {any_of(legal) if legal else f"{least} or more"}.']
   if rows is None or rows % microbatches == 0:
     return []

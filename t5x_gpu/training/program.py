@@ -94,9 +94,10 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
   """
   spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
   check_microbatches(batch_size, num_microbatches)
-  sizes = {**model.logical_sizes(), 'batch': batch_size // num_microbatches,
+  sizes = {**model.logical_sizes(), 'batch': batch_size,
            'length': next(iter(spec.shapes.values()))[1]}
-  layout = partitioner.lay_out(topology, devices, logical_sizes=sizes)
+  layout = partitioner.lay_out(topology, devices, logical_sizes=sizes,
+                               num_microbatches=num_microbatches)
 
   def init_boxed() -> Any:
     return model.init(jax.random.key(seed), spec)

@@ -364,7 +364,7 @@ def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
     (dict(layers=20, schedule='circular', repeats=2),
      'layers = 20 does not divide over stage=4 x 2 blocks each (= 8). Set '
      'TransformerConfig.num_layers = 16 or 24, or Partitioner.stage = 1, 2, 5 or 10, or '
-     'Partitioner.pipeline_repeats = 1 or 5.'),
+     'Partitioner.pipeline_repeats = 5.'),
     (dict(num_pipeline_microbatches=6),
      'batch = 32: the 16 rows of each of 2 parts cannot be cut into '
      'Partitioner.num_pipeline_microbatches = 6. Set Partitioner.num_pipeline_microbatches = '
@@ -377,7 +377,7 @@ def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
      '4, 8 or 16.'),
     (dict(schedule='circular'),
      'The circular schedule with Partitioner.pipeline_repeats = 1 is gpipe: each microbatch passes '
-     "the 4 stages once. Set Partitioner.pipeline_repeats = 2 or more, or "
+     "the 4 stages once. Set Partitioner.pipeline_repeats = 3, or "
      "Partitioner.pipeline_schedule = 'gpipe'."),
     (dict(repeats=3),
      'Partitioner.pipeline_repeats = 3, but under gpipe each microbatch passes the 4 stages once. '
