@@ -22,6 +22,9 @@ from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
 
+# Enough to read a program or its memory; nothing runs.
+QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+
 # No size equals another that it could be mistaken for.
 BATCH, LENGTH = 512, 16
 CONFIG = TransformerConfig(vocab_size=160, num_layers=4, embed_dim=32, num_heads=8, head_dim=8,

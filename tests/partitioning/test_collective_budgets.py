@@ -12,10 +12,11 @@ import pytest
 from t5x_gpu.models.config import DTYPES
 from t5x_gpu.partitioning import (
     context_parallel, data_parallel, fsdp, pipeline_parallel, sequence_parallel, tensor_parallel)
-from t5x_gpu.partitioning.collectives import count, total_bytes
+from t5x_gpu.partitioning.collectives import chosen
 
 from tests.helpers_layouts import (
-    BATCH, CASES, LENGTH, build, collectives, config_of, program, ticks, timetable)
+    BATCH, CASES, CONFIG, LENGTH, QUICK, Case, build, collectives, config_of, program, ticks,
+    timetable)
 
 # Axes that split rows or positions, and so make gradients that are sums.
 TOKENS = ('data', 'context')
@@ -92,3 +93,173 @@ def sent_bytes(name):
 def test_bytes_are_what_the_formulas_say(name):
   sent, expected = sent_bytes(name), expected_bytes(name)
   assert sent == pytest.approx(expected, rel=0.05)
+
+
+# One layer's parameters, those outside of layers, and the one that fsdp does not split.
+NORM = (32,)
+LAYER = [NORM, NORM, *[(32, 8, 8)] * 3, (8, 8, 32), (32, 96), (32, 96), (96, 32)]
+STACKED = [(4, *shape) for shape in LAYER]
+ENDS = [(160, 32), (32, 160), NORM]
+BIAS = [(8, 32)]
+EMBED_DIM, LAYERS = 32, 4
+
+
+def found(name, kind, axis=None):
+  """Returns the shapes of what runs, sorted, each as often as it runs."""
+  return sorted(c.shape for c in chosen(collectives(name), kind=kind, axis=axis)
+                for _ in range(c.count))
+
+
+def kinds(name, **of):
+  return {c.kind for c in chosen(collectives(name), **of)}
+
+
+@pytest.mark.parametrize('name', ['dp', 'dp_4_microbatches'])
+def test_data_parallel_sums_every_gradient_once_whatever_the_microbatches(name):
+  assert found(name, 'all-reduce') == sorted(STACKED + ENDS + BIAS)
+  assert kinds(name) == {'all-reduce'}
+
+
+def test_zero1_scatters_every_gradient_and_gathers_every_new_parameter_once():
+  for kind in ('reduce-scatter', 'all-gather'):
+    assert found('zero1', kind) == sorted(STACKED + ENDS)
+  assert found('zero1', 'all-reduce') == BIAS
+  assert not any('shard_map' in c.op_name for c in chosen(collectives('zero1'), kind='all-gather'))
+
+
+@pytest.mark.parametrize('name, microbatches', [('fsdp', 1), ('fsdp_4_microbatches', 4)])
+def test_zero3_gathers_layers_twice_and_scatters_once_for_each_microbatch(name, microbatches):
+  assert found(name, 'all-gather') == sorted((2 * LAYERS * LAYER + ENDS) * microbatches)
+  assert found(name, 'reduce-scatter') == sorted((LAYERS * LAYER + ENDS) * microbatches)
+  assert found(name, 'all-reduce') == BIAS
+
+
+@pytest.mark.parametrize('name', ['fsdp', 'fsdp_4_microbatches', 'hsdp', 'fsdp_tp', 'fsdp_pp'])
+def test_zero3_never_gathers_a_stack_of_layers(name):
+  p = program(name)
+  layers = CONFIG.num_layers // p.layout.mesh.shape['stage']
+  gathered = found(name, 'all-gather', 'fsdp')
+  assert gathered and not any(len(shape) > 1 and shape[0] == layers and shape[1:] in {
+      *LAYER, *[(s[0], s[1] // 2, *s[2:]) for s in LAYER if len(s) > 1]} for shape in gathered)
+
+
+def test_zero3_does_not_have_all_layers_whole_at_once():
+  sizes = dict(vocab_size=64, embed_dim=64, num_heads=4, head_dim=16, mlp_dim=512)
+  layer_bytes = 4 * (4 * 64 * 64 + 3 * 64 * 512)
+
+  def temp_layers(num_layers):
+    p = build(Case(dict(fsdp=8), dict(sizes, num_layers=num_layers)), batch_size=8,
+              task_feature_lengths={'targets': 8})
+    compiled = p.train_step.lower(p.abstract_state, p.abstract_batch).compile(
+        compiler_options=QUICK)
+    return compiled.memory_analysis().temp_size_in_bytes / layer_bytes
+  # The parts (an eighth each) of a gradient, two moments and the parameter; never a whole layer.
+  assert temp_layers(8) - temp_layers(4) < 4 * 0.55
+
+
+def test_hybrid_sharding_sends_only_parts_between_hosts():
+  parts = [tuple(size // 4 if size == EMBED_DIM else size for size in shape)
+           for shape in STACKED + ENDS]
+  assert found('hsdp', 'all-reduce', 'data') == sorted(parts + BIAS)
+  assert kinds('hsdp', axis='data') == {'all-reduce'}
+  assert found('hsdp', 'all-gather') == sorted(2 * LAYERS * LAYER + ENDS)
+
+
+ACTIVATION, PER_TOKEN = (BATCH, LENGTH, EMBED_DIM), (BATCH, LENGTH)
+VOCABULARY = (CONFIG.vocab_size, CONFIG.vocab_size // 2, CONFIG.vocab_size // 8)
+
+
+def where(name, kind, shape=ACTIVATION):
+  """Returns (in the loop over layers, backward) -> how many per layer, or in all outside of it."""
+  return dict(collections.Counter(
+      (bool(c.trip_counts), 'transpose(' in c.op_name)
+      for c in collectives(name) if (c.kind, c.shape) == (kind, shape)))
+
+
+FORWARD, BACKWARD = (True, False), (True, True)
+EMBEDDING, LOGITS = (False, False), (False, True)
+
+
+def test_a_tensor_parallel_layer_has_two_all_reduces_forward_and_two_backward():
+  assert where('tp', 'all-reduce') == {FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
+  # The largest logit for the softmax and for accuracy, the sum of exponentials, the target's logit.
+  assert where('tp', 'all-reduce', PER_TOKEN) == {(False, False): 4}
+  assert kinds('tp') == {'all-reduce'}
+  assert len(collectives('tp')) == 10
+
+
+def test_full_remat_sums_one_of_the_two_outputs_again():
+  assert where('tp_full_remat', 'all-reduce') == {FORWARD: 2, BACKWARD: 3, EMBEDDING: 1, LOGITS: 1}
+
+
+def test_sequence_parallel_gathers_and_scatters_in_place_of_all_reduces():
+  assert where('tp_sp', 'all-gather') == {FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
+  assert where('tp_sp', 'reduce-scatter') == {FORWARD: 2, BACKWARD: 2, LOGITS: 1}
+  assert where('tp_sp', 'all-reduce') == {EMBEDDING: 1}
+  assert where('tp_sp', 'all-reduce', PER_TOKEN) == {(False, False): 4}
+  assert where('tp_sp', 'all-reduce', NORM) == {BACKWARD: 2, LOGITS: 1}  # gradients of norm scales
+
+
+def test_a_layer_sends_as_many_bytes_with_sequence_parallelism_as_without():
+  def of_layers(name):
+    return sum(c.bytes_per_call for c in collectives(name) if c.trip_counts and c.shape != NORM)
+  assert of_layers('tp') == of_layers('tp_sp') > 0
+
+
+@pytest.mark.parametrize('name', [name for name, case in CASES.items()
+                                  if 'num_partitions' in case.partitioner])
+def test_neither_logits_nor_tables_are_gathered_over_model(name):
+  assert not [c for c in chosen(collectives(name), axis='model')
+              if c.kind == 'all-gather' and set(c.shape) & set(VOCABULARY)]
+
+
+@pytest.mark.parametrize('name, activation', [
+    ('pp', (16, 16, 32)), ('pp_16_microbatches', (8, 16, 32)), ('3d', (32, 8, 32)),
+    ('fsdp_pp', (16, 16, 32))])
+def test_a_pipeline_moves_one_activation_per_tick_and_direction(name, activation):
+  assert found(name, 'collective-permute') == [activation] * 2 * ticks(name)
+  assert kinds(name, axis='stage') == {'collective-permute', 'all-reduce'}
+
+
+@pytest.mark.parametrize('name', ['pp', 'pp_16_microbatches', 'pp_gpipe'])
+def test_a_pipeline_sums_every_gradient_once_whatever_the_microbatches(name):
+  of_stage = [(2, *shape) for shape in LAYER]
+  assert found(name, 'all-reduce') == sorted(of_stage + ENDS + BIAS)
+  assert found(name, 'all-reduce', 'stage') == sorted(ENDS + BIAS)
+
+
+def test_a_ring_sends_keys_and_values_context_minus_one_times_and_gradients_home():
+  ways, visitor = 4, (BATCH // 2, LENGTH // 4, 8, 8)
+  sent = found('cp', 'collective-permute')
+  # Forward, again backward; gradients travel one hop more, back to where they belong.
+  assert sent.count(visitor) == LAYERS * 2 * ((ways - 1) + (ways - 1) + ways)
+  assert kinds('cp') == {'collective-permute', 'all-reduce'}
+  assert found('cp', 'all-reduce') == sorted(STACKED + ENDS + BIAS)
+
+
+def test_gathered_attention_gathers_keys_and_values_and_scatters_their_gradients_once():
+  whole = (BATCH // 2, LENGTH, 8, 8)
+  for kind in ('all-gather', 'reduce-scatter'):
+    assert found('cp_gather', kind).count(whole) == 2 * LAYERS
+
+
+def test_beside_model_fsdp_moves_only_what_model_left():
+  halves = {(32, 8, 8): (32, 4, 8), (8, 8, 32): (4, 8, 32), (32, 96): (32, 48),
+            (96, 32): (48, 32), (160, 32): (80, 32), (32, 160): (32, 80), NORM: NORM}
+  assert found('fsdp_tp', 'all-gather') == sorted(
+      halves[shape] for shape in 2 * LAYERS * LAYER + ENDS)
+  assert where('fsdp_tp', 'all-reduce', (BATCH // 4, LENGTH, EMBED_DIM)) == {
+      FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
+
+
+def test_beside_context_gradients_of_parts_are_summed_over_it_once():
+  parts = [tuple(size // 4 if size == EMBED_DIM else size for size in shape)
+           for shape in STACKED + ENDS]
+  assert found('fsdp_cp', 'all-reduce', 'context') == sorted(parts + BIAS)
+
+
+def test_in_3d_every_gradient_is_summed_once_over_data():
+  reduced = [c for c in chosen(collectives('3d'), axis='data')]
+  assert all(c.count == 1 and c.kind == 'all-reduce' for c in reduced)
+  assert len(reduced) == len(LAYER + ENDS + BIAS)
+  assert sorted(len(c.axes) for c in reduced) == [1] * len(LAYER) + [2] * len(ENDS + BIAS)

@@ -1,0 +1,97 @@
+"""What one device computes and keeps, counted in the partitioned program, against formulas."""
+
+import math
+
+import pytest
+
+from t5x_gpu.partitioning import hlo_text
+from t5x_gpu.partitioning.collectives import flops_per_device
+
+from tests.helpers_layouts import BATCH, CASES, CONFIG, LENGTH, hlo, program, ticks, timetable
+
+C = CONFIG
+TOKENS = BATCH * LENGTH
+HEADS = C.num_heads * C.head_dim
+# Forward, of the whole batch: one layer, the head, and the one-hot product of the relative bias.
+ATTENTION = 2 * TOKENS * LENGTH * HEADS  # of logits, and as much again of their use
+LAYER = 2 * TOKENS * (4 * HEADS + 3 * C.mlp_dim) * C.embed_dim + 2 * ATTENTION
+HEAD = 2 * TOKENS * C.embed_dim * C.vocab_size
+BIAS = 2 * C.num_heads * LENGTH**2 * C.num_relpos_buckets
+IDEAL = 3 * (C.num_layers * LAYER + HEAD)
+
+PIPELINES = [name for name, case in CASES.items() if 'stage' in case.partitioner]
+REMAT = [name for name, case in CASES.items() if 'remat_policy' in case.config]
+OTHERS = [name for name in CASES if name not in PIPELINES + REMAT + ['one_device']]
+
+
+def size(name, axis):
+  return program(name).layout.mesh.shape[axis]
+
+
+def test_one_device_computes_what_the_mathematics_needs():
+  assert flops_per_device(hlo('one_device')) == IDEAL + 2 * BIAS
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_each_device_does_its_part_of_the_work(name):
+  done = flops_per_device(hlo(name))
+  assert done == pytest.approx(flops_per_device(hlo('one_device')) / 8, rel=0.03)
+
+
+@pytest.mark.parametrize('name', [name for name in OTHERS
+                                  if 'context' not in CASES[name].partitioner])
+def test_only_the_relative_bias_is_computed_by_every_replica(name):
+  bias = 2 * BIAS // size(name, 'model') * CASES[name].num_microbatches
+  assert flops_per_device(hlo(name)) == IDEAL // 8 + bias
+
+
+def test_a_ring_computes_the_logits_again_in_the_backward_pass_and_gathering_does_not():
+  again = C.num_layers * ATTENTION // 8
+  assert flops_per_device(hlo('cp')) - IDEAL // 8 == pytest.approx(again, rel=0.1)
+  assert flops_per_device(hlo('cp_gather')) - IDEAL // 8 < 0.1 * again
+
+
+@pytest.mark.parametrize('name', PIPELINES)
+def test_a_stage_computes_its_layers_again_and_nothing_else_beyond_its_part(name):
+  # Of each tick the program's text has the dearest: a unit forward, again, and back (twice).
+  table, model = timetable(name), size(name, 'model')
+  microbatches = table.num_microbatches * 8 // table.num_stages
+  layers = 4 * C.num_layers // table.num_stages * LAYER // microbatches
+  bias = 3 * BIAS // model
+  if table.schedule == '1f1b':  # the last stage's head; its layers it computes but thrice
+    done = ticks(name) * (layers + 3 * HEAD // microbatches + bias)
+  else:  # every stage's share of the heads, computed again as well
+    done = ticks(name) * (layers + bias) + table.head_share * 4 * HEAD // microbatches
+  assert flops_per_device(hlo(name)) == done
+
+
+@pytest.mark.parametrize('name', ['pp', 'pp_16_microbatches', 'pp_gpipe', '3d'])
+def test_without_idle_ticks_a_pipeline_computes_four_thirds_of_its_layers(name):
+  table = timetable(name)
+  busy = table.num_microbatches / ticks(name)
+  layers = 4 / 3 * 3 * C.num_layers * LAYER / 8
+  # Under 1f1b a middle stage has no head, the text has that of the last.
+  head = 3 * HEAD / 8 * (table.num_stages if table.schedule == '1f1b' else 4 / 3 / busy)
+  assert busy * flops_per_device(hlo(name)) == pytest.approx(layers + head, rel=0.03)
+
+
+def state_bytes(name):
+  """Returns bytes of parameters and AdamW's two moments on one device, from sizes alone."""
+  n = program(name).layout.mesh.shape
+  layers = C.num_layers * (4 * HEADS + 3 * C.mlp_dim) * C.embed_dim // n['stage'] // n['model']
+  scales = 2 * C.num_layers * C.embed_dim // n['stage'] + C.embed_dim
+  tables = 2 * C.vocab_size * C.embed_dim // n['model']
+  bias = C.num_heads * C.num_relpos_buckets // n['model']
+  split = layers + scales + tables
+  parameters = split if program(name).layout.zero_stage < 3 else split // n['fsdp']
+  return 4 * (parameters + bias) + 2 * 4 * (split // n['fsdp'] + bias)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_each_device_keeps_its_part_of_parameters_and_optimizer_state(name):
+  module = hlo_text.parse(hlo(name))
+  kept = sum(i.arrays[0].num_bytes for i in module.computations[module.entry].instructions.values()
+             if i.opcode == 'parameter')
+  rows = math.prod(size(name, axis) for axis in ('data', 'fsdp', 'context'))
+  batch = 3 * 4 * TOKENS // rows
+  assert kept - batch == pytest.approx(state_bytes(name), rel=0.001)
