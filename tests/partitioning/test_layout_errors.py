@@ -1,0 +1,236 @@
+"""Models that do not fit their mesh: one message with everything, and advice that works."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import pytest
+
+from t5x_gpu.errors import MeshError, ShapeError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.axis_rules import AXES, split_names, with_axes
+from t5x_gpu.partitioning.layout import Layout
+from t5x_gpu.partitioning.mesh_problems import divisors
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+from tests.test_docs_names import knob_problem
+
+LENGTH = 'the sum of TASK_FEATURE_LENGTHS'
+FITS = {'BATCH_SIZE': 16, LENGTH: 32, 'NUM_MICROBATCHES': 1, 'TransformerConfig.vocab_size': 64,
+        'TransformerConfig.num_layers': 8, 'TransformerConfig.embed_dim': 16,
+        'TransformerConfig.num_heads': 8, 'TransformerConfig.mlp_dim': 32}
+
+
+def arguments(prefix: str, settings: dict[str, Any]) -> dict[str, Any]:
+  return {name.removeprefix(prefix): value for name, value in settings.items()
+          if name.startswith(prefix)}
+
+
+def lay_out(settings: dict[str, Any], topology: Topology = Topology(1, 8)) -> Layout:
+  """Returns the layout of a run with gin settings `settings`, as `build_program` asks for it."""
+  settings = {**FITS, **settings}
+  model = DecoderOnlyModel(TransformerConfig(
+      head_dim=4, **arguments('TransformerConfig.', settings)))
+  return Partitioner(**arguments('Partitioner.', settings)).lay_out(
+      topology, jax.devices()[:topology.num_devices], logical_sizes={
+          **model.logical_sizes(), 'batch': settings['BATCH_SIZE'], 'length': settings[LENGTH]},
+      num_microbatches=settings['NUM_MICROBATCHES'])
+
+
+def advice(text: str) -> list[dict[str, list[Any]]]:
+  """Returns what `Set a = 1 or 2, or b = 3 and c = 4.` offers: parameter -> values, per way out."""
+  text = text[text.index('Set ') + 4:].rstrip('.')
+  ways = []
+  for way in re.split(r', or (?=[A-Zt])', text):
+    ways.append({name: [eval(value) for value in re.split(', | or ', values)]
+                 for name, values in (part.split(' = ') for part in way.split(' and '))})
+  return ways
+
+
+def changes(text: str) -> Iterator[dict[str, Any]]:
+  """Yields every single change that the advice offers."""
+  for way in advice(text):
+    for i in range(max(map(len, way.values()))):
+      yield {name: values[min(i, len(values) - 1)] for name, values in way.items()}
+
+
+def subject_named(what: str, fix: str) -> str:
+  return fix.replace('Set it to', f'Set {what.split(" = ")[0]} =')
+
+
+SETTINGS = [
+    ({'Partitioner.stage': 4, 'TransformerConfig.num_layers': 6},
+     'layers = 6 does not divide over stage=4.'),
+    ({'Partitioner.stage': 2, 'Partitioner.pipeline_schedule': 'circular',
+      'Partitioner.pipeline_repeats': 4, 'TransformerConfig.num_layers': 12},
+     'layers = 12 does not divide over stage=2 x 4 blocks each (= 8).'),
+    ({'Partitioner.num_partitions': 4, 'TransformerConfig.num_heads': 6},
+     'heads = 6 does not divide over model=4.'),
+    ({'Partitioner.num_partitions': 8, 'TransformerConfig.vocab_size': 100},
+     'vocab = 100 does not divide over model=8.'),
+    ({'Partitioner.context': 4, LENGTH: 20}, 'length = 20 does not divide over 2 x context=4'),
+    ({'Partitioner.expert': 4, 'TransformerConfig.num_experts': 6},
+     'experts = 6 does not divide over expert=4'),
+    ({'Partitioner.fsdp': 4, 'BATCH_SIZE': 12},
+     'batch = 12 does not divide over data=2 x fsdp=4 (= 8).'),
+    ({'BATCH_SIZE': 16, 'NUM_MICROBATCHES': 4},
+     'batch = 16 does not divide over data=8 in each of 4 microbatches.'),
+    ({'Partitioner.fsdp': 2, 'Partitioner.stage': 2, 'BATCH_SIZE': 6,
+      'Partitioner.num_pipeline_microbatches': 3},
+     'batch = 6 does not divide over data=2 x fsdp=2 (= 4).'),
+    ({'Partitioner.zero_stage': 1, 'Partitioner.fsdp': 8, 'TransformerConfig.embed_dim': 12},
+     'embed = 12 does not divide over fsdp=8.'),
+    ({'Partitioner.stage': 2, 'Partitioner.num_pipeline_microbatches': 3},
+     'batch = 16: the 4 rows of each of 4 parts cannot be cut into '
+     'Partitioner.num_pipeline_microbatches = 3.'),
+    ({'Partitioner.stage': 4, 'Partitioner.num_pipeline_microbatches': 4, 'NUM_MICROBATCHES': 4},
+     'the 2 rows of each of 8 parts cannot be cut'),
+    ({'Partitioner.stage': 4, 'Partitioner.pipeline_schedule': 'circular', 'BATCH_SIZE': 4,
+      'Partitioner.pipeline_repeats': 2}, 'is fewer than the 4 stages'),
+    ({'Partitioner.stage': 2, 'Partitioner.pipeline_schedule': 'circular',
+      'TransformerConfig.num_layers': 6}, 'The circular schedule with'),
+    ({'Partitioner.stage': 2, 'Partitioner.pipeline_repeats': 2}, 'under 1f1b each microbatch'),
+    ({'Partitioner.num_partitions': 4, 'Partitioner.sequence_parallel': True, LENGTH: 30},
+     'With Partitioner.sequence_parallel, length = 30 does not divide over model=4.'),
+    ({'Partitioner.ici_mesh_shape': {'fsdp': 8}, 'TransformerConfig.embed_dim': 12},
+     'embed = 12 does not divide over fsdp=8.'),
+]
+
+
+@pytest.mark.parametrize('settings, says', SETTINGS, ids=[says[:32] for _, says in SETTINGS])
+def test_every_change_that_an_error_advises_gives_a_layout(settings, says):
+  with pytest.raises(MeshError) as e:
+    lay_out(settings)
+  assert says in e.value.what, str(e.value)
+  assert e.value.docs and e.value.parameters
+  offered = list(changes(e.value.fix))
+  assert offered
+  for change in offered:
+    lay_out({**settings, **change})
+  # Where they were set is told: of each parameter that the message names, and only of those.
+  for name in e.value.parameters:
+    assert not knob_problem(name)
+    assert name in str(e.value) or f'{name.removeprefix("Partitioner.")}=' in str(e.value) or (
+        name == 'Partitioner.num_partitions' and 'model=' in str(e.value))
+
+
+def test_a_model_without_experts_is_told_how_to_get_some():
+  with pytest.raises(MeshError, match='this model has none') as e:
+    lay_out({'Partitioner.expert': 2})
+  assert 'Set TransformerConfig.num_experts = 2 or 4, or Partitioner.expert = 1' in e.value.fix
+  lay_out({'Partitioner.expert': 2, 'TransformerConfig.num_experts': 2})
+
+
+def test_all_that_does_not_fit_is_in_one_message():
+  settings = {'Partitioner.stage': 2, 'Partitioner.context': 2, 'Partitioner.num_partitions': 2,
+              'Partitioner.num_pipeline_microbatches': 3, 'Partitioner.sequence_parallel': True,
+              'TransformerConfig.num_layers': 7, 'TransformerConfig.num_heads': 5,
+              'TransformerConfig.mlp_dim': 31, LENGTH: 30}
+  with pytest.raises(MeshError) as e:
+    lay_out(settings)
+  lines = re.findall(r'^  \d\. .*$', str(e.value), re.MULTILINE)
+  assert str(e.value).startswith('The model does not fit the mesh: 6 problems.')
+  assert [line.split(' = ')[0].split()[-1] for line in lines] == [
+      'heads', 'mlp', 'length', 'length', 'layers', 'batch']
+  # The first way out of each of them, all together.
+  lay_out({**settings, **{name: values[0] for line in lines
+                          for name, values in advice(line)[0].items()}})
+
+
+def test_sizes_of_two_kinds_of_parallelism_are_advised_together():
+  """16 is a multiple of 2 x context, and not of context x model."""
+  with pytest.raises(MeshError) as e:
+    lay_out({'Partitioner.context': 2, 'Partitioner.num_partitions': 4, LENGTH: 18,
+             'Partitioner.sequence_parallel': True})
+  assert str(e.value).count(f'Set {LENGTH} = 16 or 24') == 2
+
+
+@pytest.mark.parametrize('parameter, value, says', [
+    ('pipeline_schedule', '1F1B', "Did you mean '1f1b'?"),
+    ('pipeline_schedule', 'cirular', "Did you mean 'circular'?"),
+    ('zero_stage', 4, 'zero_stage = 4 is not one of 1, 2, 3.'),
+    ('zero_stage', '3', "zero_stage = '3' is not one of 1, 2, 3."),
+    ('context_attention', 'rings', "Did you mean 'ring'?"),
+])
+def test_an_unknown_choice_is_an_error_with_all_choices(parameter, value, says):
+  with pytest.raises(MeshError) as e:
+    Partitioner(**{parameter: value})
+  assert says in str(e.value) and e.value.fix
+  assert e.value.parameters == (f'Partitioner.{parameter}',)
+
+
+@st.composite
+def meshes(draw) -> dict[str, int]:
+  """Draws sizes that multiply to 8."""
+  sizes, left = {}, 8
+  for axis in draw(st.permutations(['stage', 'fsdp', 'context', 'num_partitions'])):
+    sizes[f'Partitioner.{axis}'] = draw(st.sampled_from(divisors(left)))
+    left //= sizes[f'Partitioner.{axis}']
+  return sizes
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(
+    meshes(), st.sampled_from([{}, {'Partitioner.pipeline_schedule': 'circular',
+                                    'Partitioner.pipeline_repeats': 2}]),
+    st.booleans(), st.sampled_from([None, 1, 2, 3, 4]), st.sampled_from([1, 2]),
+    st.integers(2, 24), st.integers(1, 12), st.integers(1, 12), st.integers(2, 40))
+def test_whatever_the_sizes_the_advice_works(mesh, schedule, sequence_parallel, microbatches,
+                                             accumulation, batch, layers, heads, length):
+  settings = {**mesh, **schedule, 'Partitioner.sequence_parallel': sequence_parallel,
+              'Partitioner.num_pipeline_microbatches': microbatches,
+              'NUM_MICROBATCHES': accumulation, 'BATCH_SIZE': batch * accumulation,
+              'TransformerConfig.num_layers': layers, 'TransformerConfig.num_heads': heads,
+              LENGTH: length}
+  try:
+    lay_out(settings)
+    return
+  except MeshError as e:
+    error = e
+  if error.fix:
+    for change in changes(subject_named(error.what, error.fix)):
+      lay_out({**settings, **change})
+  else:  # the first way out of each problem, all together
+    for line in re.findall(r'^  \d\. (.*)$', error.what, re.MULTILINE):
+      settings.update(next(changes(subject_named(line, line))))
+    lay_out(settings)
+
+
+class Nameless(nn.Module):
+  """A layer as one brings it along from elsewhere."""
+  config: TransformerConfig
+
+  @nn.compact
+  def __call__(self, x: jax.Array, *inputs: Any) -> jax.Array:
+    del inputs
+    gain = self.param('gain', with_axes(nn.initializers.ones, ('embed',)), x.shape[-1:])
+    return gain * nn.Dense(x.shape[-1], name='adapter')(x)
+
+
+def test_a_layer_whose_parameters_have_no_names_is_named_with_the_code_that_mends_it(monkeypatch):
+  monkeypatch.setattr('t5x_gpu.models.decoder_only.DecoderLayer', Nameless)
+  config = TransformerConfig(head_dim=4, **arguments('TransformerConfig.', FITS))
+  with pytest.raises(ShapeError) as e:
+    build_program(model=DecoderOnlyModel(config), optimizer=AdamW(), schedule=constant(1e-2),
+                  partitioner=Partitioner(), topology=Topology(1, 8), devices=jax.devices(),
+                  task_feature_lengths={'targets': 32}, batch_size=16, pack=False, seed=0)
+  text = str(e.value)
+  assert ('Parameters without axis names: layers/adapter/bias [8, 16], layers/adapter/kernel '
+          '[8, 16, 16].') in text
+  assert 'gain' not in text
+  assert "self.param('bias', with_axes(init, NAMES), shape)" in text
+  assert all(name in text for name in AXES) and 'docs/parallelism.md#writing-a-layer' in text
+  # The code that it shows, with names for NAMES.
+  code = re.search(r'from t5x_gpu\S+ import with_axes', text).group()
+  scope: dict[str, Any] = {}
+  exec(code, scope)
+  boxed = scope['with_axes'](nn.initializers.zeros, ('embed',))(jax.random.key(0), (16,))
+  assert split_names({'bias': boxed})[1]['bias'].names == ('embed',)
