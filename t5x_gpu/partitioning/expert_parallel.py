@@ -86,18 +86,21 @@ def group_rows(rows: jax.Array) -> jax.Array:
 
 
 def traffic_per_step(*, batch: int, num_experts: int, capacity: int, embed_dim: int,
-                     num_layers: int, expert: int, dtype_bytes: int, num_forwards: int = 1) -> int:
-  """Returns bytes that a device sends over `expert` in one training step, by all-to-all.
+                     num_layers: int, expert: int, dtype_bytes: int, num_forwards: int = 1
+                     ) -> dict[str, float]:
+  """Returns the bytes that a device sends over `expert` in one training step, by kind.
 
-  Gradients of other parameters cross `expert` as they cross `data`: once, together.
+  Gradients of all but experts cross `expert` as they cross `data`: once per step, together. With
+  dropout the numbers of the rows travel as well, 4 bytes each.
 
   Args:
-    batch, num_layers: rows of a step and layers that one device holds.
+    batch: rows of one device in one step, all microbatches together.
     num_experts, embed_dim: of the model.
     capacity: tokens of a row that an expert has room for, as `layers.moe.capacity` says.
+    num_layers: that one device holds.
     expert: size of the axis.
     dtype_bytes: of activations.
     num_forwards: 2 where a layer is computed again in the backward pass, else 1.
   """
-  moved = batch * num_experts * capacity * embed_dim * dtype_bytes * (expert - 1) // expert
-  return num_layers * (2 * num_forwards + 2) * moved
+  moved = batch * num_experts * capacity * embed_dim * dtype_bytes * (expert - 1) / expert
+  return {'all-to-all': (2 * num_forwards + 2) * num_layers * moved}
