@@ -1,0 +1,89 @@
+"""Shows what tensor parallelism leaves of a BERT-Large on one device; writes tp_memory.json.
+
+    python benchmarks/tp_memory.py [--batch 8] [--length 512]
+
+Compiles a training step for 1, 2, 4 and 8 fake devices of one replica, with and without sequence
+parallelism and rematerialisation, and reads XLA's own account of memory; nothing runs. The model has BERT-Large's sizes
+(24 layers, 1024 features, 16 heads, 4096 hidden, 30,592 tokens) as a decoder: layer for layer it is
+the same but for the mask. CPUs hold attention weights whole, as GPUs do without a fused kernel.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+from typing import Any
+
+DEVICES = (1, 2, 4, 8)
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={max(DEVICES)}'
+
+import jax  # noqa: E402  (the number of devices is read on import)
+
+from t5x_gpu.models.config import TransformerConfig  # noqa: E402
+from t5x_gpu.models.decoder_only import DecoderOnlyModel  # noqa: E402
+from t5x_gpu.partitioning.partitioner import Partitioner  # noqa: E402
+from t5x_gpu.runtime.topology import Topology  # noqa: E402
+from t5x_gpu.training.optimizers import AdamW  # noqa: E402
+from t5x_gpu.training.program import build_program  # noqa: E402
+from t5x_gpu.training.schedules import constant  # noqa: E402
+
+OUT = pathlib.Path(__file__).parent / 'results' / 'tp_memory.json'
+
+
+def measure(args: argparse.Namespace, remat: str, model: int,
+            sequence_parallel: bool) -> dict[str, Any]:
+  """Returns parameters, and bytes of state and of everything else on one of `model` devices."""
+  config = TransformerConfig(
+      vocab_size=30_592, num_layers=24, embed_dim=1024, num_heads=16, head_dim=64, mlp_dim=4096,
+      mlp_activations=('gelu',), logits_via_embedding=True, remat_policy=remat)
+  program = build_program(
+      model=DecoderOnlyModel(config), optimizer=AdamW(), schedule=constant(1e-4),
+      partitioner=Partitioner(num_partitions=model, sequence_parallel=sequence_parallel),
+      topology=Topology(1, model), devices=jax.devices()[:model], batch_size=args.batch,
+      task_feature_lengths={'targets': args.length}, pack=False, seed=0)
+  compiled = program.train_step.lower(program.abstract_state, program.abstract_batch).compile(
+      compiler_options={'xla_llvm_disable_expensive_passes': True})
+  memory = compiled.memory_analysis()
+  unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
+  return {'remat_policy': remat, 'model': model, 'sequence_parallel': sequence_parallel, 'parameters': program.num_params,
+          'state_bytes': memory.argument_size_in_bytes,
+          'temporary_bytes': memory.temp_size_in_bytes + unaliased}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+  """Returns the rows as text, with the total relative to a fair share of one device's."""
+  def total(row: dict[str, Any]) -> int:
+    return row['state_bytes'] + row['temporary_bytes']
+  lines = [f'{"model":>5} {"sequence":>8} {"state GiB":>10} {"rest GiB":>9} {"total GiB":>10} '
+           f'{"of 1/model":>10}']
+  for row in rows:
+    gib = [n / 2**30 for n in (row['state_bytes'], row['temporary_bytes'], total(row))]
+    share = total(row) * row['model'] / total(rows[0])
+    split = 'split' if row['sequence_parallel'] else 'whole'
+    lines.append(f'{row["model"]:>5} {split:>8} {gib[0]:>10.2f} {gib[1]:>9.2f} {gib[2]:>10.2f} '
+                 f'{share:>9.2f}x')
+  return '\n'.join(lines)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--batch', type=int, default=8, help='rows of the replica')
+  parser.add_argument('--length', type=int, default=512)
+  parser.add_argument('--out', type=pathlib.Path, default=OUT)
+  args = parser.parse_args()
+  rows = []
+  for remat in ('none', 'full'):
+    part = [measure(args, remat, 1, False)] + [
+        measure(args, remat, model, split) for split in (False, True) for model in DEVICES[1:]]
+    print(f'{part[0]["parameters"]:,} parameters, batch {args.batch} x {args.length}, float32, '
+          f'AdamW, remat_policy = {remat!r}')
+    print(table(part))
+    rows += part
+  args.out.write_text(json.dumps({
+      'batch': args.batch, 'length': args.length, 'dtype': 'float32', 'jax': jax.__version__,
+      'rows': rows}, indent=2) + '\n')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,186 @@
+"""Any legal layout of any model trains like one device; any illegal one is refused with one error.
+
+Sizes are powers of two, and so is every mesh: a size that is odd fits no axis that splits it.
+"""
+
+import collections
+import dataclasses
+import functools
+import pathlib
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.data.uneven import uneven_batches
+from t5x_gpu.errors import MeshError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+
+from tests.helpers_layouts import QUICK
+from tests.parity.tolerances import MESH_GRADIENT
+
+DOCS = pathlib.Path(__file__).parents[2] / 'docs'
+BATCH, LENGTH = 16, 16
+SMALL = TransformerConfig(vocab_size=32, num_layers=4, embed_dim=16, num_heads=8, head_dim=2,
+                          mlp_dim=16, dropout_rate=0.1)
+MODELS = {
+    'small': SMALL,
+    'tied': dataclasses.replace(SMALL, logits_via_embedding=True, relative_bias='per_layer',
+                                embed_dim=8, mlp_dim=32, mlp_activations=('relu',)),
+    'moe': dataclasses.replace(SMALL, num_experts=8, remat_policy='full'),
+}
+AXES = {'stage': 'stage', 'data': 'data', 'fsdp': 'fsdp', 'context': 'context', 'expert': 'expert',
+        'model': 'num_partitions'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """What is drawn: a model, and how it is split."""
+  model: str
+  num_devices: int
+  mesh: tuple[tuple[str, int], ...]
+  zero_stage: int
+  sequence_parallel: bool
+  context_attention: str
+  schedule: str
+  num_microbatches: int
+
+  @property
+  def partitioner(self) -> Partitioner:
+    circular = self.schedule == 'circular' and self.size('stage') > 1
+    return Partitioner(
+        **{AXES[axis]: size for axis, size in self.mesh}, zero_stage=self.zero_stage,
+        sequence_parallel=self.sequence_parallel, context_attention=self.context_attention,
+        pipeline_schedule=self.schedule if circular or self.schedule != 'circular' else 'gpipe',
+        pipeline_repeats=2 if circular else 1)
+
+  def size(self, axis: str) -> int:
+    return dict(self.mesh)[axis]
+
+
+@st.composite
+def layouts(draw) -> Layout:
+  """Draws layouts in which everything divides."""
+  model = draw(st.sampled_from(sorted(MODELS)))
+  num_devices = draw(st.sampled_from([8, 4, 2, 1]))
+  mesh = dict.fromkeys(AXES, 1)
+  splits = [axis for axis in AXES if axis != 'expert' or MODELS[model].num_experts]
+  for _ in range(num_devices.bit_length() - 1):
+    # Circular needs two blocks per stage, of four layers.
+    mesh[draw(st.sampled_from([a for a in splits if a != 'stage' or mesh['stage'] == 1]))] *= 2
+  return Layout(
+      model, num_devices, tuple(mesh.items()), zero_stage=draw(st.sampled_from([3, 2, 1])),
+      sequence_parallel=draw(st.booleans()),
+      context_attention=draw(st.sampled_from(['ring', 'gather'])),
+      schedule=draw(st.sampled_from(['1f1b', 'gpipe', 'circular'])),
+      num_microbatches=draw(st.sampled_from([1, 2])))
+
+
+class KeepGradients:
+  """An optimizer whose state is the last gradients, and which changes nothing."""
+
+  def init(self, params, names):
+    del names
+    return jax.tree.map(jax.numpy.zeros_like, params)
+
+  def state_names(self, params, names):
+    del params
+    return names
+
+  def update(self, grads, state, params, **_):
+    del state
+    return params, grads
+
+
+def build(layout, *, config=None, batch_size=BATCH, length=LENGTH, **partitioner):
+  return build_program(
+      model=DecoderOnlyModel(config or MODELS[layout.model]), optimizer=KeepGradients(),
+      schedule=constant(1.0),
+      partitioner=dataclasses.replace(layout.partitioner, **partitioner), seed=0,
+      topology=Topology(1, layout.num_devices), devices=jax.devices()[:layout.num_devices],
+      task_feature_lengths={'targets': length}, batch_size=batch_size, pack=True,
+      num_microbatches=layout.num_microbatches)
+
+
+@functools.cache
+def one_step(layout):
+  """Returns (loss, path -> gradient) of the first step."""
+  program = build(layout)
+  batch = program.layout.put_batch(uneven_batches(program.spec, seed=0, num_batches=1)[0])
+  init, step = (f.lower(*args).compile(compiler_options=QUICK) for f, args in (
+      (program.init, ()), (program.train_step, (program.abstract_state, batch))))
+  state, sums = step(init(), batch)
+  grads, _ = jax.tree_util.tree_flatten_with_path(program.in_model_order(state).opt_state)
+  return (float(sums['loss'][0] / sums['loss'][1]),
+          {jax.tree_util.keystr(path): np.asarray(x) for path, x in grads})
+
+
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.given(layout=layouts())
+def test_the_first_step_of_any_legal_layout_equals_one_device(layout):
+  alone = Layout(layout.model, 1, tuple((axis, 1) for axis in AXES), 3, False, 'ring', '1f1b', 1)
+  (loss, grads), (want_loss, want_grads) = one_step(layout), one_step(alone)
+  np.testing.assert_allclose(loss, want_loss, rtol=MESH_GRADIENT)
+  for path, want in want_grads.items():
+    error = np.abs(grads[path] - want).max() / np.abs(want).max()
+    assert error < MESH_GRADIENT, f'{path}: {error:.1e}'
+
+
+# What is made odd: the axes that split it, and the parameter that the error must name.
+SIZES = {
+    'num_layers': (('stage',), 'TransformerConfig.num_layers'),
+    'num_heads': (('model',), 'TransformerConfig.num_heads'),
+    'mlp_dim': (('model',), 'TransformerConfig.mlp_dim'),
+    'vocab_size': (('model',), 'TransformerConfig.vocab_size'),
+    'embed_dim': (('fsdp',), 'TransformerConfig.embed_dim'),
+    'num_experts': (('expert',), 'TransformerConfig.num_experts'),
+    'batch_size': (('data', 'fsdp', 'expert'), 'BATCH_SIZE'),
+    'length': (('context',), 'TASK_FEATURE_LENGTHS'),
+}
+
+
+@hypothesis.settings(max_examples=80, deadline=None, derandomize=True)
+@hypothesis.given(layout=layouts(), data=st.data())
+def test_sizes_that_do_not_divide_are_one_error_that_names_each_and_what_to_set(layout, data):
+  breakable = [name for name, (axes, _) in SIZES.items()
+               if any(layout.size(axis) > 1 for axis in axes)]
+  hypothesis.assume(breakable)
+  broken = data.draw(st.lists(st.sampled_from(breakable), min_size=1, max_size=3, unique=True))
+  odd = {name: data.draw(st.sampled_from([3, 5, 7, 9, 11])) for name in broken}
+  sizes = {name: odd.pop(name) for name in ('batch_size', 'length') if name in odd}
+  layout = dataclasses.replace(layout, num_microbatches=1)
+  with pytest.raises(MeshError) as e:
+    build(layout, config=dataclasses.replace(MODELS[layout.model], **odd), **sizes)
+  text = str(e.value)
+  for name, value in {**odd, **sizes}.items():
+    assert f'= {value} ' in text and SIZES[name][1] in text, text
+  complete(e.value)
+
+
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.given(layout=layouts(), axis=st.sampled_from(sorted(AXES)),
+                  size=st.sampled_from([3, 5, 7]))
+def test_sizes_that_do_not_make_the_devices_are_one_error_that_says_what_would(layout, axis, size):
+  with pytest.raises(MeshError) as e:
+    build(layout, **{AXES[axis]: size})
+  assert f'{AXES[axis]} = {size}' in str(e.value) or f'{axis}={size}' in str(e.value)
+  complete(e.value)
+
+
+def complete(error):
+  """Checks the four parts: what happened, the fix, parameters that exist, a page to read."""
+  text = str(error)
+  assert 'Set ' in text and error.what and error.parameters and error.docs, text
+  owners = collections.defaultdict(set, Partitioner={f.name for f in dataclasses.fields(
+      Partitioner)}, TransformerConfig={f.name for f in dataclasses.fields(TransformerConfig)})
+  for parameter in error.parameters:
+    owner, _, name = parameter.rpartition('.')
+    assert name in owners[owner] if owner in owners else name.isupper(), parameter
+  assert (DOCS / error.docs.partition('#')[0]).is_file(), error.docs
