@@ -209,12 +209,8 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
                             pack=config.pack)
     return open_batches(config, spec=spec, repeat=repeat,
                         feature_converter=model.feature_converter(config.task_feature_lengths))
-  if eval_cfg is not None and eval_cfg.batch_size % program.layout.batch_parts:
-    parts = program.layout.batch_parts
-    raise ConfigError(
-        f'Evaluation batches of {eval_cfg.batch_size} do not divide into the {parts} parts that '
-        'the mesh splits a batch into.', fix=f'Set DatasetConfig.batch_size to a multiple of '
-        f'{parts}.', parameters=('train_eval/DatasetConfig.batch_size',))
+  if eval_cfg is not None:
+    _check_eval_batch(eval_cfg.batch_size, program)
   if sample_cfg is not None:  # raises now rather than after the last step
     prompt = open_vocabulary(train_cfg).encode(sample_cfg.prompt)
     check_sample(len(prompt), num_tokens=sample_cfg.num_tokens, length=_length(program))
@@ -223,6 +219,23 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
   if saved:
     _resume_data(data, data_state=saved.data_state, manifest=saved.manifest)
   return data, None if eval_cfg is None else opened(eval_cfg, repeat=False)
+
+
+def _check_eval_batch(batch_size: int, program: Program) -> None:
+  """Raises ConfigError if the mesh, or a pipeline, cannot split batches of this size."""
+  layout = program.layout
+  parts, pipeline = layout.batch_parts, layout.pipeline
+  if batch_size % parts:
+    what = f'do not divide into the {parts} parts that the mesh splits a batch into.'
+  elif pipeline is not None and batch_size // parts < pipeline.least_rows:
+    what = (f'are too small: the circular schedule of {pipeline.num_stages} stages needs at least '
+            f'{pipeline.least_rows} rows in each of the {parts} parts of a batch.')
+  else:
+    return
+  multiple = parts * (1 if pipeline is None else pipeline.least_rows)
+  raise ConfigError(f'Evaluation batches of {batch_size} {what}',
+                    fix=f'Set train_eval/DatasetConfig.batch_size to a multiple of {multiple}.',
+                    parameters=('train_eval/DatasetConfig.batch_size',))
 
 
 def _resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:

@@ -108,6 +108,11 @@ def partitions_problem(topology: Topology, num_partitions: int, *, given_as: str
   inside, across = legal_partitions(topology)
   if num_partitions in inside + across:
     return None
+  if topology.num_devices == 1:
+    return Problem(
+        f'num_partitions = {num_partitions}{given_as} splits every layer over {num_partitions} '
+        f'devices, but there is {topology.count(1)}.', 'Set Partitioner.num_partitions = 1, or '
+        f'start on a host with {topology.count(num_partitions)}.', parameters)
   per_host = topology.count(topology.devices_per_host)
   what = (f'num_partitions = {num_partitions}{given_as} does not fit {topology}: it must divide '
           f'the {per_host} of a host, so that tensor parallelism stays on the links inside it')

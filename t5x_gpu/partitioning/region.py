@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.partitioning import context_parallel, fsdp
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules
+from t5x_gpu.partitioning.mesh_problems import divisors
 
 MANUAL_AXES = ('stage', 'data', 'fsdp', 'context', 'expert')
 
@@ -33,6 +34,21 @@ class Pipeline:
   @property
   def options(self) -> dict[str, Any]:
     return dataclasses.asdict(self)
+
+  @property
+  def least_rows(self) -> int:
+    """Rows that a device needs: the microbatches of several blocks per stage come round."""
+    return self.num_stages if self.repeats > 1 else 1
+
+  def for_rows(self, rows: int) -> 'Pipeline':
+    """Returns the same for batches of other sizes, in at most as many microbatches if possible.
+
+    Args:
+      rows: of one device, at least `least_rows`.
+    """
+    legal = [n for n in divisors(rows) if n >= self.least_rows]
+    count = max((n for n in legal if n <= self.num_microbatches), default=legal[0])
+    return dataclasses.replace(self, num_microbatches=count)
 
 
 @dataclasses.dataclass(frozen=True)

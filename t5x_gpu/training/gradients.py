@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning import pipeline_parallel
-from t5x_gpu.partitioning.region import Region
+from t5x_gpu.partitioning.region import Pipeline, Region
 
 Batch = Mapping[str, jax.Array]
 # (params, batch, dropout key) -> (gradients of the summed loss, sums).
@@ -42,7 +42,7 @@ def make_gradients(*, model: Any, region: Region, names: Any,
     def grads_and_sums(parts: Any, batch: Batch) -> tuple[Any, Sums]:
       if region.pipeline is None:
         return jax.grad(loss_sum, has_aux=True)(parts, batch)
-      pieces, microbatches = _pipeline_input(model, batch, region, dropout_key)
+      pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
       return pipeline_parallel.value_and_grad(
           pieces, parts, microbatches, fixed=kept if region.zero_stage == 2 else parts, join=join,
           varying_axes=region.axes, **region.pipeline.options)
@@ -66,10 +66,11 @@ def make_eval_step(*, model: Any, region: Region, names: Any) -> Callable[[Any, 
       return region.kept_parameters(parts, names)
     if region.pipeline is None:
       return region.total(model.loss(join(params, None), batch))
-    pieces, microbatches = _pipeline_input(model, batch, region, None)
+    pipeline = region.pipeline.for_rows(batch['rows'].shape[0])
+    pieces, microbatches = _pipeline_input(model, batch, pipeline, None)
     return region.total(pipeline_parallel.forward(
         pieces, params, microbatches, fixed=params, join=join, varying_axes=region.axes,
-        **region.pipeline.options))
+        **pipeline.options))
 
   def eval_step(params: Any, batch: Batch) -> Sums:
     batch = region.with_rows(batch)
@@ -96,10 +97,10 @@ class _Pieces:
     return self.model.head(params, x, {**microbatch, **self.same}, dropout_key=self.dropout_key)
 
 
-def _pipeline_input(model: Any, batch: Batch, region: Region,
+def _pipeline_input(model: Any, batch: Batch, pipeline: Pipeline,
                     dropout_key: Optional[jax.Array]) -> tuple[_Pieces, Batch]:
   """Returns the model in parts, and the local rows cut into microbatches."""
-  same, microbatches = _split_rows(batch, region.pipeline.options['num_microbatches'])
+  same, microbatches = _split_rows(batch, pipeline.num_microbatches)
   return _Pieces(model, same, dropout_key), microbatches
 
 
