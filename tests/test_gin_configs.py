@@ -100,13 +100,24 @@ def parts(folder: pathlib.Path, *files: pathlib.Path) -> str:
   return str(path)
 
 
-def shardings(program: Program) -> str:
-  """Returns JSON: the mesh, then one line per parameter: shape, axis names, what splits them."""
+def shardings(program: Program, *, with_state: bool = False) -> str:
+  """Returns JSON: the mesh, then one line per parameter: shape, axis names, what splits them.
+
+  Args:
+    program: of a run.
+    with_state: say as well what splits the first moment of AdamW, where that is something else.
+  """
   flat, _ = jax.tree_util.tree_flatten_with_path(program.abstract_state.params)
   names = jax.tree.leaves(program.names.params)
-  rows = [json.dumps(jax.tree_util.keystr(path, simple=True, separator='/')) + ': ' + json.dumps(
-      {'shape': array.shape, 'axes': axes.names, 'split': tuple(array.sharding.spec)})
-          for (path, array), axes in zip(flat, names, strict=True)]
+  moments = (jax.tree.leaves(program.abstract_state.opt_state[0].mu) if with_state else
+             [array for _, array in flat])
+  rows = []
+  for (path, array), axes, moment in zip(flat, names, moments, strict=True):
+    row = {'shape': array.shape, 'axes': axes.names, 'split': tuple(array.sharding.spec)}
+    if moment.sharding.spec != array.sharding.spec:
+      row['state'] = tuple(moment.sharding.spec)
+    rows.append(json.dumps(jax.tree_util.keystr(path, simple=True, separator='/')) + ': '
+                + json.dumps(row))
   mesh = {axis: size for axis, size in program.layout.mesh.shape.items() if size > 1}
   return ('{"mesh": ' + json.dumps(mesh) + ',\n "parameters": {\n  ' + ',\n  '.join(rows)
           + '\n }}\n')
@@ -213,3 +224,15 @@ def test_shardings_of_decoder_base_over_fsdp_and_model_are_the_golden_ones(tmp_p
                                   GIN / 'parallel/fsdp.gin', GIN / 'runs/pretrain.gin')],
                            bindings=['NUM_PARTITIONS=2'])
   golden('shardings/decoder_base.fsdp4_model2.json', shardings(build(loaded, Topology(1, 8))))
+
+
+@by_name('parallel', [path for path in PARTS['parallel'] if path.stem != 'ep'])
+@by_name('model', [GIN / f'models/{name}.gin' for name in ('decoder_base', 'decoder_demo')])
+def test_shardings_of_models_under_every_layout_are_the_golden_ones(tmp_path, golden, model,
+                                                                    parallel):
+  more = ['NUM_PARTITIONS=4'] if parallel.stem in ('tp', 'tp_sp') else []  # of 4 and 12 heads
+  loaded = gin_loader.load([parts(tmp_path, model, parallel, GIN / 'runs/pretrain.gin')],
+                           bindings=more)
+  topology = Topology(2, 4) if parallel.stem == 'hsdp' else Topology(1, 8)
+  program = build(loaded, topology)
+  golden(f'shardings/{model.stem}.{parallel.stem}.json', shardings(program, with_state=True))
