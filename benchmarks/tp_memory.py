@@ -3,9 +3,10 @@
     python benchmarks/tp_memory.py [--batch 8] [--length 512]
 
 Compiles a training step for 1, 2, 4 and 8 fake devices of one replica, with and without sequence
-parallelism and rematerialisation, and reads XLA's own account of memory; nothing runs. The model has BERT-Large's sizes
-(24 layers, 1024 features, 16 heads, 4096 hidden, 30,592 tokens) as a decoder: layer for layer it is
-the same but for the mask. CPUs hold attention weights whole, as GPUs do without a fused kernel.
+parallelism and rematerialisation, and reads XLA's own account of memory; nothing runs. The model
+has BERT-Large's sizes (24 layers, 1024 features, 16 heads, 4096 hidden, 30,592 tokens) as a
+decoder, which stands in for an encoder: layer for layer the same matmuls, with another mask. CPUs
+hold attention weights whole, as GPUs do without a fused kernel.
 """
 
 import argparse
@@ -46,8 +47,8 @@ def measure(args: argparse.Namespace, remat: str, model: int,
       compiler_options={'xla_llvm_disable_expensive_passes': True})
   memory = compiled.memory_analysis()
   unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
-  return {'remat_policy': remat, 'model': model, 'sequence_parallel': sequence_parallel, 'parameters': program.num_params,
-          'state_bytes': memory.argument_size_in_bytes,
+  return {'remat_policy': remat, 'model': model, 'sequence_parallel': sequence_parallel,
+          'parameters': program.num_params, 'state_bytes': memory.argument_size_in_bytes,
           'temporary_bytes': memory.temp_size_in_bytes + unaliased}
 
 
