@@ -26,7 +26,8 @@ def params():
 
 def sample_on(num_devices, params, **options):
   layout = Partitioner(num_partitions=min(num_devices, 2)).lay_out(
-      Topology(1, num_devices), jax.devices()[:num_devices], logical_sizes=MODEL.logical_sizes())
+      Topology(1, num_devices), jax.devices()[:num_devices],
+      logical_sizes={**MODEL.logical_sizes(), 'batch': num_devices})
   params = jax.device_put(jax.device_get(params), layout.replicated)
   return sample(MODEL, params, PROMPT, layout=layout, length=LENGTH, num_tokens=6, **options)
 
