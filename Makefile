@@ -5,6 +5,8 @@ VENV := .venv
 VENV312 := .venv312
 JAX312 := 0.11.2
 DEMO := gin_configs/examples/demo.gin
+# Two workers; a file's tests stay together (tests/conftest.py). PARALLEL= runs them one by one.
+PARALLEL ?= -n 2 --dist loadgroup
 
 # python3, or the first of its newer siblings where python3 itself is too old (Ubuntu 22.04).
 # The names are tried by running them: a pyenv shim is on the PATH whether or not it works.
@@ -43,13 +45,13 @@ demo: $(VENV)/.installed ## train a small model on Python's own source text, abo
 	$(VENV)/bin/python -m t5x_gpu.train --gin_file=$(DEMO)
 
 test: $(VENV)/.installed ## run the tests, without the slow ones
-	$(VENV)/bin/python -m pytest -m 'not slow' $(ARGS)
+	$(VENV)/bin/python -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
 
 test-all: $(VENV)/.installed ## run all tests
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-py312: $(VENV312)/.installed ## run all tests on Python 3.12 with a newer jax
-	$(VENV312)/bin/python -m pytest $(ARGS)
+	$(VENV312)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 clean: ## remove the virtual environments and what builds and tests left; runs/ stays
 	rm -rf $(VENV) $(VENV312) build dist *.egg-info .pytest_cache .hypothesis

@@ -18,6 +18,12 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
+  # For `pytest -n 2 --dist loadgroup`: a file's tests share compiled functions, and clusters of real
+  # processes come one at a time, first, as they are the longest row.
+  for item in items:
+    is_cluster = item.get_closest_marker('cluster') is not None
+    item.add_marker(pytest.mark.xdist_group('cluster' if is_cluster else str(item.path)))
+  items.sort(key=lambda item: item.get_closest_marker('cluster') is None)
   if PLATFORM == 'cpu':
     for item in items:
       if item.get_closest_marker('gpu'):
