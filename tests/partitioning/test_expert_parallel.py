@@ -1,0 +1,147 @@
+"""Experts split over devices: same training, 1/n of their memory, two all-to-alls each way."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.data.uneven import uneven_batches
+from t5x_gpu.layers.moe import capacity
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.collectives import chosen, count, inventory, partitioned_hlo, total_bytes
+from t5x_gpu.partitioning.expert_parallel import check, traffic_per_step
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+
+from tests.parity.tolerances import MESH_GRADIENT
+
+BATCH, LENGTH, EXPERTS = 16, 16, 4
+# As much room as evenly spread tokens need: some find none.
+CONFIG = TransformerConfig(vocab_size=64, num_layers=2, embed_dim=16, num_heads=2, head_dim=8,
+                           mlp_dim=32, dropout_rate=0.1, num_experts=EXPERTS,
+                           expert_capacity_factor=1.0)
+LAYOUTS = {
+    'one': {},
+    'data': dict(data=2, expert=4),
+    'fsdp': dict(fsdp=4, expert=2),
+    'model': dict(data=2, expert=2, num_partitions=2),
+    'sequence': dict(fsdp=2, expert=2, num_partitions=2, sequence_parallel=True),
+    'ring': dict(context=4, expert=2),
+    'gather': dict(context=2, expert=2, fsdp=2, context_attention='gather'),
+    'stage': dict(stage=2, expert=2, num_partitions=2),
+}
+
+
+@functools.cache
+def program(name):
+  number = 1 if name == 'one' else 8
+  return build_program(
+      model=DecoderOnlyModel(CONFIG, z_loss=1e-3), optimizer=AdamW(eps=1e-3),
+      schedule=constant(1e-2), partitioner=Partitioner(**LAYOUTS[name]),
+      topology=Topology(1, number), devices=jax.devices()[:number],
+      task_feature_lengths={'targets': LENGTH}, batch_size=BATCH, pack=True, seed=0,
+      num_microbatches=2)
+
+
+@functools.cache
+def trained(name):
+  """Returns (losses and gradient norms, parameters) of two steps."""
+  p = program(name)
+  state, numbers = p.init(), []
+  for batch in uneven_batches(p.spec, seed=1, num_batches=2):
+    state, sums = p.train_step(state, p.layout.put_batch(batch))
+    numbers.append([float(sums['loss'][0] / sums['loss'][1]), float(sums['grad_norm'][0])])
+  return numbers, jax.tree.map(np.asarray, state.params)
+
+
+@functools.cache
+def collectives(name):
+  p = program(name)
+  return inventory(partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch)),
+                   p.layout.mesh.shape)
+
+
+# More layouts, and every gradient, in tests/parity/test_layouts.py, with room for nearly all.
+@pytest.mark.parametrize('name', ['sequence', 'ring', pytest.param('gather', marks=pytest.mark.slow),
+                                  pytest.param('stage', marks=pytest.mark.slow)])
+def test_rows_without_room_for_all_tokens_train_as_on_one_device(name):
+  (numbers, params), (want_numbers, want) = trained(name), trained('one')
+  np.testing.assert_allclose(numbers, want_numbers, rtol=MESH_GRADIENT)
+
+  def compare(path, got, want):
+    error = np.abs(got - want).max() / np.abs(want).max()
+    assert error < MESH_GRADIENT, f'{jax.tree_util.keystr(path)}: {error:.1e}'
+  jax.tree_util.tree_map_with_path(compare, params, want)
+
+
+@pytest.mark.parametrize('name', [name for name in LAYOUTS if name != 'one'])
+def test_a_device_keeps_its_own_experts_and_the_whole_router(name):
+  p = program(name)
+  ways, model = p.layout.mesh.shape['expert'], p.layout.mesh.shape['model']
+  layers = CONFIG.num_layers // p.layout.mesh.shape['stage']
+  embed = CONFIG.embed_dim // p.layout.mesh.shape['fsdp']
+  moe = {path: a.sharding.shard_shape(a.shape)
+         for path, a in p.abstract_state.params['layers']['moe'].items()
+         for a in a.values()}
+  assert moe == {'router': (layers, CONFIG.embed_dim, EXPERTS),
+                 'wi_0': (layers, EXPERTS // ways, embed, CONFIG.mlp_dim // model),
+                 'wi_1': (layers, EXPERTS // ways, embed, CONFIG.mlp_dim // model),
+                 'wo': (layers, EXPERTS // ways, CONFIG.mlp_dim // model, embed)}
+
+
+@pytest.mark.parametrize('name', ['data', 'fsdp', 'sequence'])
+def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
+  found, mesh = collectives(name), program(name).layout.mesh.shape
+  assert {c.axes for c in found if c.kind == 'all-to-all'} == {('expert',)}
+  assert count(found, kind='all-to-all') == 4 * CONFIG.num_layers * 2  # microbatches
+  rows = BATCH // (mesh['data'] * mesh['fsdp'] * mesh['expert'])
+  want = traffic_per_step(
+      batch=rows, num_experts=EXPERTS, embed_dim=CONFIG.embed_dim, num_layers=CONFIG.num_layers,
+      capacity=capacity(LENGTH, num_experts=EXPERTS, experts_per_token=2, factor=1.0),
+      expert=mesh['expert'], dtype_bytes=4)
+  assert total_bytes(found, kind='all-to-all') == want['all-to-all']
+  # What else crosses `expert`: numbers of rows, for dropout, and sums over replicas, at the end.
+  others = [c for c in chosen(found, axis='expert') if c.kind != 'all-to-all']
+  assert {c.dtype for c in others if c.kind == 'all-gather'} == {'s32'}
+  assert {c.kind for c in others} == {'all-gather', 'all-reduce'}
+  assert all(c.count == 1 for c in others if c.kind == 'all-reduce')
+
+
+@pytest.mark.parametrize('name', ['data', 'fsdp'])
+def test_gradients_of_experts_are_not_reduced_over_expert(name):
+  p = program(name)
+  parts = [a.sharding.shard_shape(a.shape) for kind in ('wi_0', 'wi_1', 'wo')
+           for a in p.abstract_state.params['layers']['moe'][kind].values()]
+  assert not [c for c in chosen(collectives(name), kind='all-reduce', axis='expert')
+              if c.shape in parts]
+
+
+def test_devices_of_model_route_alike_without_talking_about_it():
+  of_moe = [c for c in chosen(collectives('sequence'), axis='model') if '/moe/' in c.op_name]
+  sums = [c for c in of_moe if c.kind == 'all-reduce']
+  assert len(sums) == 2 and all('->' in c.op_name for c in sums)  # of wo, and of its inputs' gradient
+  # The rest is what sequence parallelism splits between the matmuls.
+  assert all(c.shape[-2:] == (LENGTH, CONFIG.embed_dim) for c in of_moe if c not in sums)
+
+
+@pytest.mark.parametrize('sizes, expert', [({'experts': 8}, 4), ({'experts': 8}, 8), ({}, 1)])
+def test_experts_that_divide_are_fine(sizes, expert):
+  assert check(sizes, {'data': 8 // expert, 'expert': expert}) == []
+
+
+def test_experts_that_do_not_divide_are_told_the_nearest_numbers():
+  [problem] = check({'experts': 6}, {'data': 2, 'expert': 4})
+  assert 'experts = 6' in problem and 'expert=4' in problem
+  assert 'TransformerConfig.num_experts = 4 or 8' in problem
+  assert 'Partitioner.expert = 1 or 2.' in problem
+
+
+def test_a_dense_model_is_told_that_there_is_nothing_to_split():
+  [problem] = check({'mlp': 64}, {'data': 2, 'expert': 4})
+  assert 'none' in problem and 'TransformerConfig.num_experts = 4 or 8' in problem
+  assert 'Partitioner.expert = 1' in problem
