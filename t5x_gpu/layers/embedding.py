@@ -42,10 +42,15 @@ def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
     here, mine = _own(axis, table, ids)
     rows = jnp.where(mine[..., None], jnp.take(table, here, axis=0, mode='clip'), 0)
     # In float32: XLA's CPU compiler aborts on a bfloat16 sum that is written out (jax 0.10, 0.11).
-    return jax.lax.psum(rows.astype(jnp.float32), axis)
+    rows = rows.astype(jnp.float32)
+    if by_position:
+      return jax.lax.psum_scatter(rows, axis, scatter_dimension=1, tiled=True)
+    return jax.lax.psum(rows, axis)
   if axis is None:
     return jnp.take(table, ids, axis=0, mode='clip')
-  return jax.shard_map(local, axis_names={axis}, in_specs=(P(axis), P()), out_specs=P())(table, ids)
+  by_position = split_axis('residual_length') == axis  # then each device needs its own ones only
+  return jax.shard_map(local, axis_names={axis}, in_specs=(P(axis), P()),
+                       out_specs=P(None, axis) if by_position else P())(table, ids)
 
 
 def _rows_forward(axis: Optional[str], table: jax.Array, ids: jax.Array) -> Any:

@@ -22,7 +22,7 @@ def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int
 
   Of a layer as much as tensor parallelism alone sends: each all-reduce of an activation is two
   halves, a reduce-scatter and an all-gather. Around the layers, the logits' input is gathered and
-  its gradient scattered; the embedding's sum stays whole, and its gradient is gathered. New are the
+  its gradient scattered; the embedding's sum is scattered and its gradient gathered. New are the
   gradients of the norms' scales, of which each device has seen only its positions: they are summed
   in every layer, for every microbatch, small as they are.
 
@@ -35,7 +35,7 @@ def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int
   share, tokens = (model - 1) / model, batch * length
   activation, in_float32 = tokens * embed_dim * dtype_bytes, tokens * embed_dim * 4
   gathered = (4 + (2 if recomputed else 0)) * num_layers * activation + 2 * activation
-  scattered = (4 + recomputed) * num_layers * activation + in_float32
+  scattered = (4 + recomputed) * num_layers * activation + 2 * in_float32
   scales = (2 * num_layers + 1) * embed_dim * 4 * num_microbatches
   return {'all-gather': share * gathered, 'reduce-scatter': share * scattered,
-          'all-reduce': 2 * share * (in_float32 + 4 * tokens * 4 + scales)}
+          'all-reduce': 2 * share * (3 * tokens * 4 + scales)}

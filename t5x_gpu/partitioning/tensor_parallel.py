@@ -22,9 +22,9 @@ def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int
   """Returns the bytes that a device sends over `model` in one training step, all by all-reduce.
 
   A layer sums its two outputs forward and the gradients of its two inputs backward. Besides: the
-  embedding's vectors and the gradient of the logits' input, in float32; and four numbers per token
-  for the cross entropy, never the logits: the largest logit (for softmax and for accuracy), the sum
-  of exponentials and the target's logit.
+  embedding's vectors and the gradient of the logits' input, in float32; and three numbers per
+  token for the cross entropy, never the logits: the largest logit, the sum of exponentials and the
+  target's logit.
 
   Args:
     batch, length: positions of one device in one step, all microbatches together.
@@ -38,4 +38,4 @@ def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int
   tokens = batch * length
   of_layers = (4 + recomputed) * num_layers * tokens * embed_dim * dtype_bytes
   of_ends = 2 * tokens * embed_dim * 4
-  return {'all-reduce': 2 * (model - 1) / model * (of_layers + of_ends + 4 * tokens * 4)}
+  return {'all-reduce': 2 * (model - 1) / model * (of_layers + of_ends + 3 * tokens * 4)}

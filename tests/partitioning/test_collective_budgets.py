@@ -182,10 +182,10 @@ EMBEDDING, LOGITS = (False, False), (False, True)
 
 def test_a_tensor_parallel_layer_has_two_all_reduces_forward_and_two_backward():
   assert where('tp', 'all-reduce') == {FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
-  # The largest logit for the softmax and for accuracy, the sum of exponentials, the target's logit.
-  assert where('tp', 'all-reduce', PER_TOKEN) == {(False, False): 4}
+  # The largest logit, the sum of exponentials, the target's logit.
+  assert where('tp', 'all-reduce', PER_TOKEN) == {(False, False): 3}
   assert kinds('tp') == {'all-reduce'}
-  assert len(collectives('tp')) == 10
+  assert len(collectives('tp')) == 9
 
 
 def test_full_remat_sums_one_of_the_two_outputs_again():
@@ -194,9 +194,9 @@ def test_full_remat_sums_one_of_the_two_outputs_again():
 
 def test_sequence_parallel_gathers_and_scatters_in_place_of_all_reduces():
   assert where('tp_sp', 'all-gather') == {FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
-  assert where('tp_sp', 'reduce-scatter') == {FORWARD: 2, BACKWARD: 2, LOGITS: 1}
-  assert where('tp_sp', 'all-reduce') == {EMBEDDING: 1}
-  assert where('tp_sp', 'all-reduce', PER_TOKEN) == {(False, False): 4}
+  assert where('tp_sp', 'reduce-scatter') == {FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
+  assert where('tp_sp', 'all-reduce') == {}
+  assert where('tp_sp', 'all-reduce', PER_TOKEN) == {(False, False): 3}
   assert where('tp_sp', 'all-reduce', NORM) == {BACKWARD: 2, LOGITS: 1}  # gradients of norm scales
 
 
