@@ -67,8 +67,8 @@ def collectives(name):
 
 
 # More layouts, and every gradient, in tests/parity/test_layouts.py, with room for nearly all.
-@pytest.mark.parametrize('name', ['sequence', 'ring', pytest.param('gather', marks=pytest.mark.slow),
-                                  pytest.param('stage', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('name', ['sequence', 'ring', *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ('gather', 'stage'))])
 def test_rows_without_room_for_all_tokens_train_as_on_one_device(name):
   (numbers, params), (want_numbers, want) = trained(name), trained('one')
   np.testing.assert_allclose(numbers, want_numbers, rtol=MESH_GRADIENT)
@@ -124,7 +124,8 @@ def test_gradients_of_experts_are_not_reduced_over_expert(name):
 def test_devices_of_model_route_alike_without_talking_about_it():
   of_moe = [c for c in chosen(collectives('sequence'), axis='model') if '/moe/' in c.op_name]
   sums = [c for c in of_moe if c.kind == 'all-reduce']
-  assert len(sums) == 2 and all('->' in c.op_name for c in sums)  # of wo, and of its inputs' gradient
+  # Of the outputs of `wo`, and of the gradient of the inputs of `wi`.
+  assert len(sums) == 2 and all('->' in c.op_name for c in sums)
   # The rest is what sequence parallelism splits between the matmuls.
   assert all(c.shape[-2:] == (LENGTH, CONFIG.embed_dim) for c in of_moe if c not in sums)
 
