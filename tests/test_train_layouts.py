@@ -6,7 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.helpers_train import Project
+from t5x_gpu import train
+from tests.helpers_train import Project, run_here
 from tests.parity.tolerances import MESH_LOSS
 
 # Random tokens that stand for text: one per letter.
@@ -47,15 +48,18 @@ LAYOUTS = {
 }
 
 
-def start(folder, layout: str, **macros):
+def start(folder, layout: str):
   """Returns the project in `folder` and how its run under `layout` ended."""
   project = Project(folder)
   if SAMPLE not in project.gin_file.read_text():
     project.gin_file.write_text(project.gin_file.read_text() + SAMPLE)
   (folder / 'letters.py').write_text(LETTERS)
   num_devices, parallel, of_layout = LAYOUTS[layout]
-  return project, project.run(f'--gin_file=gin_configs/parallel/{parallel}.gin',
-                              num_devices=num_devices, **{**MACROS, **of_layout, **macros})
+  argv = project.argv(f'--gin_file=gin_configs/parallel/{parallel}.gin', **MACROS, **of_layout)
+  # Without the folder of compiled programs that `Project.run` has: on CPUs, XLA forgets in what
+  # order the collectives of a program come that it reads back, and with several axes they wait for
+  # each other (jax 0.10.2).
+  return project, run_here(lambda: train.main(argv), num_devices=num_devices)
 
 
 @pytest.fixture(scope='module')
@@ -87,7 +91,7 @@ def sample(out: str) -> str:
 
 
 @pytest.mark.parametrize('written_under, read_under', [
-    ('circular_x_fsdp', 'alone'), ('alone', 'circular_x_fsdp'), ('3d', 'circular_x_fsdp')])
+    ('circular_x_fsdp', 'alone'), ('3d', 'circular_x_fsdp')])
 def test_a_checkpoint_continues_under_another_layout_with_the_same_losses(
     runs, tmp_path, written_under, read_under):
   """Under the circular schedule layers lie in another order than in a checkpoint."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from t5x_gpu.partitioning.axis_rules import shard, split_axis, with_axes
+from t5x_gpu.partitioning.axis_rules import shard, split_axes, split_axis, with_axes
 
 
 class Embedding(nn.Module):
@@ -48,7 +48,7 @@ def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
     return jax.lax.psum(rows, axis)
   if axis is None:
     return jnp.take(table, ids, axis=0, mode='clip')
-  by_position = split_axis('residual_length') == axis  # then each device needs its own ones only
+  by_position = split_axes('residual_length') == (axis,)  # then each device needs its own ones only
   return jax.shard_map(local, axis_names={axis}, in_specs=(P(axis), P()),
                        out_specs=P(None, axis) if by_position else P())(table, ids)
 

@@ -158,11 +158,16 @@ def shard(x: jax.Array, *names: Optional[str]) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, spec)
 
 
-def split_axis(name: str) -> Optional[str]:
-  """Returns the mesh axis over which the active rules split activations along `name`, or None."""
+def split_axes(name: str) -> tuple[str, ...]:
+  """Returns the mesh axes over which the active rules split activations along `name`."""
   active = _active.get()
-  axes = [] if active is None else [axis for axis in active.rules.activations.get(name, ())
-                                    if active.mesh_shape.get(axis, 1) > 1]
+  return () if active is None else tuple(axis for axis in active.rules.activations.get(name, ())
+                                         if active.mesh_shape.get(axis, 1) > 1)
+
+
+def split_axis(name: str) -> Optional[str]:
+  """Returns the one mesh axis over which activations are split along `name`, or None."""
+  axes = split_axes(name)
   assert len(axes) <= 1, (name, axes)
   return axes[0] if axes else None
 
