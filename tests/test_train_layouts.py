@@ -135,7 +135,8 @@ def test_everything_that_does_not_fit_is_told_at_once_with_where_it_was_set(tmp_
       'TransformerConfig.num_heads': 5, 'TransformerConfig.num_layers': 3, 'BATCH_SIZE': 7})
   assert result.code == 1 and not project.model_dir.exists()
   assert 'MeshError: The model does not fit the mesh: 3 problems.\n' in result.err
-  assert [line.split(' is set at ') for line in result.err.splitlines() if ' is set at ' in line] == [
+  origins = [line.split(' is set at ') for line in result.err.splitlines() if ' is set at ' in line]
+  assert origins == [
       ['  TransformerConfig.num_heads', '--gin.TransformerConfig.num_heads.'],
       ['  Partitioner.num_partitions', 'gin_configs/parallel/3d.gin:6, through %NUM_PARTITIONS at '
        'gin_configs/parallel/3d.gin:9.'],

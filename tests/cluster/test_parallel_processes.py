@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cluster
 # A low learning rate: where a gradient is nearly 0, Adam makes whole steps of its rounding.
 MACROS = {'TRAIN_STEPS': 3, 'WARMUP_STEPS': 1, 'TransformerConfig.num_layers': 4,
           'LEARNING_RATE': 1e-3, 'DROPOUT_RATE': 0.1, 'train.train_eval_dataset_cfg': None}
-# What takes this test its time is that every process compiles; XLA's own code is compiled less well.
+# What takes its time is that every process compiles.
 COMPILED_QUICKLY = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 
 
