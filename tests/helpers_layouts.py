@@ -60,6 +60,7 @@ CASES = {
     'zero2': Case(dict(fsdp=8, zero_stage=2)),
     'fsdp': Case(dict(fsdp=8)),
     'fsdp_4_microbatches': Case(dict(fsdp=8), num_microbatches=4),
+    'fsdp_by_4_microbatches': Case(dict(fsdp=8, accumulate_by='microbatch'), num_microbatches=4),
     'fsdp_bfloat16': Case(dict(fsdp=8), BFLOAT16),
     'hsdp': Case(_HSDP, num_hosts=2),
     'tp': Case(dict(num_partitions=8)),

@@ -176,7 +176,8 @@ def test_examples_honour_the_macros_that_people_type(path, macro):
 @by_name('run', PARTS['runs'])
 @by_name('parallel', PARTS['parallel'])
 def test_parallel_and_run_files_go_together(tmp_path, parallel, run):
-  loaded = gin_loader.load([parts(tmp_path, GIN / 'models/decoder_demo.gin', parallel, run)],
+  model = 'decoder_moe_demo' if parallel.stem == 'ep' else 'decoder_demo'
+  loaded = gin_loader.load([parts(tmp_path, GIN / f'models/{model}.gin', parallel, run)],
                            bindings=['NUM_PARTITIONS=2'])
   program = build(loaded, Topology(1, 8))
   assert program.layout.mesh.shape['model'] == 2
@@ -226,10 +227,12 @@ def test_shardings_of_decoder_base_over_fsdp_and_model_are_the_golden_ones(tmp_p
   golden('shardings/decoder_base.fsdp4_model2.json', shardings(build(loaded, Topology(1, 8))))
 
 
-@by_name('parallel', [path for path in PARTS['parallel'] if path.stem != 'ep'])
-@by_name('model', [GIN / f'models/{name}.gin' for name in ('decoder_base', 'decoder_demo')])
+@pytest.mark.parametrize('model, parallel', [('decoder_moe_demo', 'ep'), *(
+    (model, path.stem) for model in ('decoder_base', 'decoder_demo')
+    for path in PARTS['parallel'] if path.stem != 'ep')])
 def test_shardings_of_models_under_every_layout_are_the_golden_ones(tmp_path, golden, model,
                                                                     parallel):
+  model, parallel = GIN / f'models/{model}.gin', GIN / f'parallel/{parallel}.gin'
   more = ['NUM_PARTITIONS=4'] if parallel.stem in ('tp', 'tp_sp') else []  # of 4 and 12 heads
   loaded = gin_loader.load([parts(tmp_path, model, parallel, GIN / 'runs/pretrain.gin')],
                            bindings=more)

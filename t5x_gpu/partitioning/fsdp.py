@@ -6,8 +6,10 @@ What is split: `batch` of activations over `fsdp`, and by `zero_stage` also `emb
   2. and gradients: each layer's are reduce-scattered as soon as the backward pass has made them;
   3. and parameters: each layer's are gathered before use, forward and again backward.
 What moves, per device and step, for P bytes of parameters over n devices: (n - 1) / n x 2 P for
-stages 1 and 2 (as plain data parallelism does), x 3 P for stage 3; stages 2 and 3 do it for every
-microbatch. When: parameters and optimizer state do not fit on one GPU; before tensor parallelism.
+stages 1 and 2 (as plain data parallelism does), x 3 P for stage 3; whatever the number of
+microbatches, which stages 2 and 3 take through a layer together (training/breadth_first.py). In a
+pipeline, stages 2 and 3 make the parameters of a stage whole once per step, and split what lasts.
+When: parameters and optimizer state do not fit on one GPU; before tensor parallelism.
 Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (PyTorch FSDP).
 """
 
@@ -33,8 +35,7 @@ def rules(zero_stage: int = 3) -> AxisRules:
 
 
 def traffic_per_step(*, layers_size: int, other_size: int, fsdp: int, zero_stage: int = 3,
-                     dtype_bytes: int = 4, num_microbatches: int = 1,
-                     num_gathers: int = 2) -> dict[str, float]:
+                     dtype_bytes: int = 4) -> dict[str, float]:
   """Returns the bytes that a device sends over `fsdp` in one training step, by collective.
 
   Of a parameter that `fsdp` does not split, the gradient is all-reduced as under data parallelism.
@@ -43,18 +44,12 @@ def traffic_per_step(*, layers_size: int, other_size: int, fsdp: int, zero_stage
     layers_size, other_size: elements of the layers of one device and of all other parameters, whole
       over `fsdp`. A table that both embeds and makes logits counts twice in stages 2 and 3.
     fsdp: size of the axis.
-    zero_stage: see above.
+    zero_stage: see above; 1 in a pipeline.
     dtype_bytes: of the computation, in which stage 3 gathers. All else is float32.
-    num_microbatches: for each of which stage 3 gathers and stages 2 and 3 reduce.
-    num_gathers: of a layer for a microbatch in stage 3; a pipeline makes 3, as it also computes the
-      layers of a stage again.
   """
   share, size = (fsdp - 1) / fsdp, layers_size + other_size
-  gathered = 4 * size
-  if zero_stage == 3:
-    gathered = dtype_bytes * (num_gathers * layers_size + other_size) * num_microbatches
-  return {'all-gather': share * gathered,
-          'reduce-scatter': share * 4 * size * (num_microbatches if zero_stage > 1 else 1)}
+  gathered = dtype_bytes * (2 * layers_size + other_size) if zero_stage == 3 else 4 * size
+  return {'all-gather': share * gathered, 'reduce-scatter': share * 4 * size}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +97,22 @@ def whole(tree: Any, dtype: Any) -> Any:
                       is_leaf=is_split)
 
 
+def gather(part: jax.Array, dims: Dims) -> jax.Array:
+  """Returns the whole of a parameter from its parts; its gradient is not defined."""
+  return beside_model.all_gather(part, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
+
+
 def scatter(gradient: jax.Array, dims: Dims) -> jax.Array:
   """Returns this device's part of the sum of `gradient` over `fsdp`."""
   return beside_model.psum_scatter(gradient, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
 
 
-def _gather(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> jax.Array:
-  if full is not None:
-    return full.astype(dtype)
-  return beside_model.all_gather(part.astype(dtype), 'fsdp', dim=dims.fsdp, model_dim=dims.model)
+def _make_whole(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> jax.Array:
+  return gather(part.astype(dtype), dims) if full is None else full.astype(dtype)
 
 
 def _use_forward(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> Any:
-  return _gather(dtype, dims, part, full), full
+  return _make_whole(dtype, dims, part, full), full
 
 
 def _use_backward(dtype: Any, dims: Dims, full: Optional[jax.Array], gradient: jax.Array) -> Any:
@@ -123,7 +121,7 @@ def _use_backward(dtype: Any, dims: Dims, full: Optional[jax.Array], gradient: j
           None if full is None else jnp.zeros_like(full))
 
 
-_use = jax.custom_vjp(_gather, nondiff_argnums=(0, 1))
+_use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1))
 _use.defvjp(_use_forward, _use_backward)
 
 # Primitives that make a layer's weights from its parameters. Their results are not worth keeping

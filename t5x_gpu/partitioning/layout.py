@@ -36,6 +36,7 @@ class Layout:
     topology: hosts and devices per host.
     zero_stage: see partitioning/fsdp.py.
     pipeline: how stages take turns; None without stages.
+    accumulate_by: see partitioning/region.py.
   """
   mesh: Mesh
   rules: AxisRules
@@ -43,11 +44,12 @@ class Layout:
   topology: Topology
   zero_stage: int = 3
   pipeline: Optional[Pipeline] = None
+  accumulate_by: str = 'layer'
 
   @property
   def region(self) -> Region:
     """The region of a step in which collectives are written out."""
-    return Region(self.rules, self.mesh.shape, self.zero_stage, self.pipeline)
+    return Region(self.rules, self.mesh.shape, self.zero_stage, self.pipeline, self.accumulate_by)
 
   @property
   def replicated(self) -> NamedSharding:

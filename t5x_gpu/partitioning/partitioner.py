@@ -41,6 +41,9 @@ class Partitioner:
     data: replicas; -1 takes what is left over.
     fsdp: parts of parameters and optimizer state.
     zero_stage: what `fsdp` splits: 1 the optimizer state, 2 gradients as well, 3 parameters too.
+    accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the next
+      one: parameters are gathered and gradients reduced once per step, layers computed again.
+      'microbatch' gathers and reduces for each, and keeps the activations of one.
     sequence_parallel: split norms, dropout and residuals over `model` by position.
     context: parts of the length of a sequence.
     context_attention: 'ring' sends keys and values around, 'gather' collects them.
@@ -58,6 +61,7 @@ class Partitioner:
   data: int = -1
   fsdp: int = 1
   zero_stage: int = 3
+  accumulate_by: str = 'layer'
   sequence_parallel: bool = False
   context: int = 1
   context_attention: str = 'ring'
@@ -114,7 +118,7 @@ class Partitioner:
       better = self._better_sizes(topology, logical_sizes, num_microbatches, len(problems))
       raise _model_error(self._problems(sizes, logical_sizes, num_microbatches, better))
     return Layout(mesh=build_mesh(sizes, topology, devices), rules=self.rules(), sizes=sizes,
-                  topology=topology, zero_stage=self.zero_stage, pipeline=self._pipeline(
+                  topology=topology, zero_stage=self.zero_stage, accumulate_by=self.accumulate_by, pipeline=self._pipeline(
                       sizes, logical_sizes['batch'] // num_microbatches))
 
   def _pipeline(self, sizes: MeshSizes, batch: int) -> Optional[Pipeline]:

@@ -18,8 +18,8 @@ and interleaved stages), arXiv:2104.04473.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,7 @@ def rules() -> AxisRules:
 
 def value_and_grad(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule: str,
                    num_stages: int, num_microbatches: int, varying_axes: Sequence[str],
-                   repeats: int = 1, skip_idle: bool = True, fixed: Tree = None,
-                   join: Optional[Callable[[Tree, Tree], Tree]] = None) -> tuple[Tree, Tree]:
+                   repeats: int = 1, skip_idle: bool = True) -> tuple[Tree, Tree]:
   """Returns (gradients of the summed loss, sums), both local and not yet reduced.
 
   Args:
@@ -56,11 +55,9 @@ def value_and_grad(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule
     varying_axes: all manual mesh axes, `stage` among them.
     repeats: blocks of layers per stage, for 'circular'.
     skip_idle: whether a stage without work skips its layers or computes and discards them.
-    fixed: a dict like params that is not differentiated: whole parameters whose parts are.
-    join: makes of (params, fixed) what `pieces` get; the layers of both are those of one block.
   """
   table = Timetable(schedule, num_stages, num_microbatches, repeats)
-  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle, fixed, join)
+  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle)
   if schedule == '1f1b':
     return _one_forward_one_backward(run, params)
 
@@ -73,11 +70,10 @@ def value_and_grad(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule
 
 def forward(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule: str, num_stages: int,
             num_microbatches: int, varying_axes: Sequence[str], repeats: int = 1,
-            skip_idle: bool = True, fixed: Tree = None,
-            join: Optional[Callable[[Tree, Tree], Tree]] = None) -> Tree:
+            skip_idle: bool = True) -> Tree:
   """Returns sums, local; for evaluation. Arguments as in `value_and_grad`."""
   table = Timetable(schedule, num_stages, num_microbatches, repeats)
-  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle, fixed, join)
+  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle)
   return _forward(run, params)
 
 

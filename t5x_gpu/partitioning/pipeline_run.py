@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Optional, Protocol
 
 import jax
@@ -41,15 +40,12 @@ class PipelineRun:
     table: who does what when.
     varying_axes: all manual mesh axes.
     skip_idle: whether a stage without work skips its layers or computes and discards them.
-    fixed, join: `pieces` get join(params, fixed); params alone without a join.
   """
   pieces: Pieces
   microbatches: Tree
   table: Timetable
   varying_axes: tuple[str, ...]
   skip_idle: bool = True
-  fixed: Tree = None
-  join: Optional[Callable[[Tree, Tree], Tree]] = None
 
   def microbatch(self, index: jax.Array) -> Tree:
     """Returns the microbatch [rows, ...]."""
@@ -68,17 +64,13 @@ class PipelineRun:
     count = () if stack is None else (stack,)
     return self.varying(jax.tree.map(lambda a: jnp.zeros((*count, *a.shape), a.dtype), like))
 
-  def joined(self, params: Tree) -> Tree:
-    """Returns what `pieces` get as parameters."""
-    return self.join(params, self.fixed) if self.join else params
-
   def embed(self, params: Tree, microbatch: Tree) -> Tree:
     """Returns the activation that enters the first layer."""
-    return self.varying(self.pieces.embed(self.joined(params), microbatch))
+    return self.varying(self.pieces.embed(params, microbatch))
 
   def head(self, params: Tree, x: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
     """Returns (what is differentiated, sums)."""
-    sums = self.varying(self.pieces.head(self.joined(params), x, microbatch))
+    sums = self.varying(self.pieces.head(params, x, microbatch))
     return sums['loss'][0], sums
 
   def run_block(self, params: Tree, x: Tree, unit: jax.Array, stage: jax.Array) -> Tree:
@@ -87,15 +79,11 @@ class PipelineRun:
     block = unit // table.num_microbatches
     size = jax.tree.leaves(params['layers'])[0].shape[0] // table.repeats
 
-    def cut(tree: Tree) -> Tree:
-      return {**tree, 'layers': jax.tree.map(
-          lambda w: jax.lax.dynamic_slice_in_dim(w, block * size, size), tree['layers'])}
-    run = self
     if table.repeats > 1:
-      params = cut(params)
-      run = dataclasses.replace(self, fixed=cut(self.fixed) if self.join else None)
+      params = {**params, 'layers': jax.tree.map(
+          lambda w: jax.lax.dynamic_slice_in_dim(w, block * size, size), params['layers'])}
     return self.varying(self.pieces.run_layers(
-        run.joined(params), x, self.microbatch(unit % table.num_microbatches),
+        params, x, self.microbatch(unit % table.num_microbatches),
         (block * table.num_stages + stage) * size))
 
   def first_activation(self, params: Tree) -> Tree:

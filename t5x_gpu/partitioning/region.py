@@ -60,11 +60,14 @@ class Region:
     mesh_shape: mesh axis -> size.
     zero_stage: see partitioning/fsdp.py.
     pipeline: how stages take turns; None without stages.
+    accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
+      next one, 'microbatch' the other way around.
   """
   rules: AxisRules
   mesh_shape: Mapping[str, int]
   zero_stage: int = 3
   pipeline: Optional[Pipeline] = None
+  accumulate_by: str = 'layer'
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -76,9 +79,18 @@ class Region:
     entries = (tuple(a for a in table.get(name, ()) if a in self.axes) for name in names)
     return PartitionSpec(*(entry or None for entry in entries))
 
+  @property
+  def reduces_in_backward(self) -> bool:
+    """Whether gradients are summed over `fsdp` as soon as a layer has them (ZeRO-2 and 3).
+
+    Not in a pipeline, whose stages have few layers and many microbatches: there, parameters are
+    made whole and gradients summed once per step.
+    """
+    return 'fsdp' in self.axes and self.zero_stage >= 2 and self.pipeline is None
+
   def part_specs(self, names: Any) -> Any:
     """Returns the tree of PartitionSpecs of what is differentiated, for a tree of AxisNames."""
-    table = self.rules.state if self.zero_stage == 2 else self.rules.parameters
+    table = self.rules.state if self.reduces_in_backward else self.rules.parameters
     return jax.tree.map(lambda n: self.spec(n.names, table), names)
 
   def kept_specs(self, names: Any) -> Any:
@@ -116,17 +128,18 @@ class Region:
       names: tree of AxisNames.
     """
     def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array) -> Any:
-      dims = self._fsdp_dims(axis_names)
-      if dims is None or self.zero_stage < 2:
+      dims = self._fsdp_dims(axis_names) if self.reduces_in_backward else None
+      if dims is None:
         return part
-      return fsdp.Split(part, param if self.zero_stage == 2 else None, dims)
+      is_kept_whole = self.zero_stage == 2
+      return fsdp.Split(part, param if is_kept_whole else None, dims)
     return jax.tree.map(parameter, names, parts, params)
 
-  def kept_parameters(self, params: Any, names: Any) -> Any:
-    """Returns what a model gets where nothing is differentiated."""
-    def parameter(axis_names: AxisNames, param: jax.Array) -> Any:
+  def whole(self, params: Any, names: Any) -> Any:
+    """Returns parameters, as the run keeps them, made whole over `fsdp`; not to derive through."""
+    def parameter(axis_names: AxisNames, param: jax.Array) -> jax.Array:
       dims = self._fsdp_dims(axis_names) if self.zero_stage == 3 else None
-      return param if dims is None else fsdp.Split(param, None, dims)
+      return param if dims is None else fsdp.gather(param, dims)
     return jax.tree.map(parameter, names, params)
 
   def _fsdp_dims(self, axis_names: AxisNames) -> Optional[fsdp.Dims]:
@@ -151,7 +164,7 @@ class Region:
       dims = self._fsdp_dims(axis_names)
       if dims is not None:
         own.add('fsdp')
-        if self.zero_stage < 2:  # else summed by the backward pass of `fsdp.whole`
+        if not self.reduces_in_backward:  # else summed by the backward pass of `fsdp.whole`
           leaves[i] = fsdp.scatter(leaves[i], dims)
       groups[tuple(a for a in self.axes if a not in own)].append(i)
     for axes, members in groups.items():

@@ -1,7 +1,8 @@
 """Gradients of the summed loss over the global batch, and the loss alone.
 
 Losses are sums over target tokens: neither accumulation nor any kind of parallelism nor padding can
-change them. Gradients are accumulated where they are made and reduced once per step.
+change them. Gradients are accumulated where they are made and reduced once per step: where `fsdp`
+reduces them layer by layer, microbatches are taken through one layer after the other.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning import pipeline_parallel
 from t5x_gpu.partitioning.region import Pipeline, Region
+from t5x_gpu.training import breadth_first
 
 Batch = Mapping[str, jax.Array]
 # (params, batch, dropout key) -> (gradients of the summed loss, sums).
@@ -31,22 +33,27 @@ def make_gradients(*, model: Any, region: Region, names: Any,
     names: tree of AxisNames of the parameters.
     num_microbatches: parts of each device's rows computed one after the other, to save memory.
   """
-  def local(parts: Any, kept: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
-    def join(parts: Any, kept: Any) -> Any:
-      return region.parameters(parts, kept, names)
+  in_parts = region.reduces_in_backward
+  by_layer = in_parts and num_microbatches > 1 and region.accumulate_by == 'layer'
 
+  def local(parts: Any, kept: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
     def loss_sum(parts: Any, batch: Batch) -> tuple[jax.Array, Sums]:
-      sums = model.loss(join(parts, kept), batch, dropout_key=dropout_key)
+      params = region.parameters(parts, kept, names)
+      if by_layer:
+        same, microbatches = _split_rows(batch, num_microbatches)
+        sums = breadth_first.loss(model, params, microbatches, same, dropout_key=dropout_key)
+      else:
+        sums = model.loss(params, batch, dropout_key=dropout_key)
       return sums['loss'][0], jax.tree.map(region.varying, sums)
 
-    def grads_and_sums(parts: Any, batch: Batch) -> tuple[Any, Sums]:
+    def grads_and_sums(params: Any, batch: Batch) -> tuple[Any, Sums]:
       if region.pipeline is None:
-        return jax.grad(loss_sum, has_aux=True)(parts, batch)
+        return jax.grad(loss_sum, has_aux=True)(params, batch)
       pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
-      return pipeline_parallel.value_and_grad(
-          pieces, parts, microbatches, fixed=kept if region.zero_stage == 2 else parts, join=join,
-          varying_axes=region.axes, **region.pipeline.options)
-    grads, sums = _accumulate(grads_and_sums, parts, batch, num_microbatches, region)
+      return pipeline_parallel.value_and_grad(pieces, params, microbatches,
+                                              varying_axes=region.axes, **region.pipeline.options)
+    grads, sums = _accumulate(grads_and_sums, parts if in_parts else region.whole(kept, names),
+                              batch, 1 if by_layer else num_microbatches, region)
     return region.reduce_gradients(grads, names), region.total(sums)
 
   def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
@@ -62,14 +69,12 @@ def make_gradients(*, model: Any, region: Region, names: Any,
 def make_eval_step(*, model: Any, region: Region, names: Any) -> Callable[[Any, Batch], Sums]:
   """Returns the function (params, batch) -> sums, without dropout."""
   def local(params: Any, batch: Batch) -> Sums:
-    def join(parts: Any, _: Any) -> Any:
-      return region.kept_parameters(parts, names)
     if region.pipeline is None:
-      return region.total(model.loss(join(params, None), batch))
+      return region.total(model.loss(region.parameters(params, params, names), batch))
     pipeline = region.pipeline.for_rows(batch['rows'].shape[0])
     pieces, microbatches = _pipeline_input(model, batch, pipeline, None)
     return region.total(pipeline_parallel.forward(
-        pieces, params, microbatches, fixed=params, join=join, varying_axes=region.axes,
+        pieces, region.whole(params, names), microbatches, varying_axes=region.axes,
         **pipeline.options))
 
   def eval_step(params: Any, batch: Batch) -> Sums:

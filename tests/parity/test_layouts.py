@@ -61,6 +61,7 @@ CASES = {
     'zero2_remat': Case(dict(fsdp=4, zero_stage=2), config=dict(remat_policy='full'),
                         num_microbatches=2),
     'fsdp': Case(dict(fsdp=8)),
+    'fsdp_by_microbatch': Case(dict(fsdp=4, accumulate_by='microbatch'), num_microbatches=2),
     'hsdp_minimal': Case(dict(ici_mesh_shape={'fsdp': 4}, dcn_mesh_shape={'data': 2}), num_hosts=2,
                          config=dict(remat_policy='minimal'), model='tied'),
     'tp': Case(dict(num_partitions=4)),

@@ -53,8 +53,8 @@ def expected_bytes(name):
   microbatches = case.num_microbatches * (pipeline.num_microbatches if pipeline else 1)
   if n['fsdp'] > 1:
     add(['fsdp'], fsdp.traffic_per_step(
-        layers_size=layers, other_size=ends, fsdp=n['fsdp'], zero_stage=stage,
-        dtype_bytes=dtype_bytes, num_microbatches=microbatches, num_gathers=3 if pipeline else 2))
+        layers_size=layers, other_size=ends, fsdp=n['fsdp'], zero_stage=1 if pipeline else stage,
+        dtype_bytes=dtype_bytes))
   if n['model'] > 1:
     sizes = dict(batch=rows, length=length, embed_dim=c.embed_dim, num_layers=num_layers,
                  model=n['model'], dtype_bytes=dtype_bytes,
@@ -89,7 +89,8 @@ def sent_bytes(name):
   return dict(sent)
 
 
-@pytest.mark.parametrize('name', [name for name in CASES if name != 'one_device'])
+@pytest.mark.parametrize('name', [
+    name for name in CASES if name not in ('one_device', 'fsdp_by_4_microbatches')])
 def test_bytes_are_what_the_formulas_say(name):
   sent, expected = sent_bytes(name), expected_bytes(name)
   assert sent == pytest.approx(expected, rel=0.05)
@@ -127,14 +128,26 @@ def test_zero1_scatters_every_gradient_and_gathers_every_new_parameter_once():
   assert not any('shard_map' in c.op_name for c in chosen(collectives('zero1'), kind='all-gather'))
 
 
-@pytest.mark.parametrize('name, microbatches', [('fsdp', 1), ('fsdp_4_microbatches', 4)])
-def test_zero3_gathers_layers_twice_and_scatters_once_for_each_microbatch(name, microbatches):
-  assert found(name, 'all-gather') == sorted((2 * LAYERS * LAYER + ENDS) * microbatches)
-  assert found(name, 'reduce-scatter') == sorted((LAYERS * LAYER + ENDS) * microbatches)
+@pytest.mark.parametrize('name', ['fsdp', 'fsdp_4_microbatches'])
+def test_zero3_gathers_layers_twice_and_scatters_once_whatever_the_microbatches(name):
+  assert found(name, 'all-gather') == sorted(2 * LAYERS * LAYER + ENDS)
+  assert found(name, 'reduce-scatter') == sorted(LAYERS * LAYER + ENDS)
   assert found(name, 'all-reduce') == BIAS
 
 
-@pytest.mark.parametrize('name', ['fsdp', 'fsdp_4_microbatches', 'hsdp', 'fsdp_tp', 'fsdp_pp'])
+def test_zero3_by_microbatch_gathers_and_scatters_for_each():
+  name = 'fsdp_by_4_microbatches'
+  assert found(name, 'all-gather') == sorted((2 * LAYERS * LAYER + ENDS) * 4)
+  assert found(name, 'reduce-scatter') == sorted((LAYERS * LAYER + ENDS) * 4)
+
+
+def test_a_pipeline_makes_the_parameters_of_a_stage_whole_once():
+  of_stage = [(2, *shape) for shape in LAYER]
+  assert found('fsdp_pp', 'all-gather', 'fsdp') == sorted(of_stage + ENDS)
+  assert found('fsdp_pp', 'reduce-scatter', 'fsdp') == sorted(of_stage + ENDS)
+
+
+@pytest.mark.parametrize('name', ['fsdp', 'fsdp_4_microbatches', 'hsdp', 'fsdp_tp'])
 def test_zero3_never_gathers_a_stack_of_layers(name):
   p = program(name)
   layers = CONFIG.num_layers // p.layout.mesh.shape['stage']

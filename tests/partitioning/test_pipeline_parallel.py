@@ -97,11 +97,8 @@ def make_mesh(**sizes):
 
 
 def pipeline(mesh, schedule, num_microbatches, *, repeats=1, model=Toy(), skip_idle=True,
-             train=True, fixed=()):
-  """Returns the jitted function (params in memory order, microbatches) -> ([grads,] sums).
-
-  `fixed`: leaves of 'layers' that are not differentiated.
-  """
+             train=True):
+  """Returns the jitted function (params in memory order, microbatches) -> ([grads,] sums)."""
   manual = tuple(a for a in mesh.axis_names if a != 'model')
   rows = tuple(a for a in manual if a in ('data', 'fsdp'))
   split = 'fsdp' if model.gather_over else None
@@ -121,19 +118,13 @@ def pipeline(mesh, schedule, num_microbatches, *, repeats=1, model=Toy(), skip_i
 
   def body(params, microbatches):
     params, microbatches = jax.tree.map(vary, (params, microbatches), (specs, batch))
-    if fixed:
-      layers = params['layers']
-      params = {**params, 'layers': {k: w for k, w in layers.items() if k not in fixed}}
-      options.update(fixed={'layers': {k: layers[k] for k in fixed}},
-                     join=lambda a, b: {**a, 'layers': {**a['layers'], **b.get('layers', {})}})
     if not train:
       return jax.lax.psum(pp.forward(model, params, microbatches, **options), manual)
     grads, sums = pp.value_and_grad(model, params, microbatches, **options)
     grads = jax.tree.map(lambda g, spec: jax.lax.psum(g, missing(spec)), grads, out_specs[0])
     return grads, jax.lax.psum(sums, manual)
 
-  kept = {k: spec for k, spec in specs['layers'].items() if k not in fixed}
-  out_specs = ({**specs, 'layers': kept}, P()) if train else P()
+  out_specs = (specs, P()) if train else P()
   mapped = jax.shard_map(body, mesh=mesh, in_specs=(specs, batch), out_specs=out_specs,
                          axis_names=set(manual))
   if 'model' not in mesh.axis_names:
@@ -156,15 +147,13 @@ def assert_equal(found, expected, path):
 
 
 def assert_matches_sequential(mesh, schedule, num_microbatches, *, repeats=1, reference=Toy(),
-                              train=True, fixed=(), **options):
+                              train=True, **options):
   order = pp.layer_order(LAYERS, mesh.shape['stage'], repeats)
-  step = pipeline(mesh, schedule, num_microbatches, repeats=repeats, train=train, fixed=fixed,
-                  **options)
+  step = pipeline(mesh, schedule, num_microbatches, repeats=repeats, train=train, **options)
   args = in_memory_order(toy_params(), order), toy_batch(num_microbatches)
   found = step.lower(*args).compile(compiler_options=QUICK)(*args)
   grads, sums = sequential(num_microbatches, reference)
   grads = in_memory_order(grads, order)
-  grads['layers'] = {k: g for k, g in grads['layers'].items() if k not in fixed}
   expected = (grads, sums) if train else sums
   assert jax.tree.structure(found) == jax.tree.structure(expected)
   jax.tree.map_with_path(lambda path, a, b: assert_equal(a, b, path), found, expected)
@@ -203,11 +192,6 @@ def test_layers_with_a_permute_equal_the_sequential_model_where_idle_ticks_are_c
 @pytest.mark.parametrize('schedule, repeats', [('1f1b', 1), ('circular', 4)])
 def test_forward_gives_the_sums_alone(schedule, repeats):
   assert_matches_sequential(make_mesh(stage=2), schedule, 3, repeats=repeats, train=False)
-
-
-@pytest.mark.parametrize('schedule, repeats', [('1f1b', 1), ('circular', 2)])
-def test_fixed_parameters_are_joined_and_not_differentiated(schedule, repeats):
-  assert_matches_sequential(make_mesh(stage=2), schedule, 3, repeats=repeats, fixed=('wo',))
 
 
 @pytest.mark.parametrize('schedule, repeats', [('1f1b', 1), ('circular', 2)])

@@ -21,7 +21,8 @@ IDEAL = 3 * (C.num_layers * LAYER + HEAD)
 
 PIPELINES = [name for name, case in CASES.items() if 'stage' in case.partitioner]
 REMAT = [name for name, case in CASES.items() if 'remat_policy' in case.config]
-OTHERS = [name for name in CASES if name not in PIPELINES + REMAT + ['one_device']]
+BY_LAYER = 'fsdp_4_microbatches'
+OTHERS = [name for name in CASES if name not in PIPELINES + REMAT + ['one_device', BY_LAYER]]
 
 
 def size(name, axis):
@@ -43,6 +44,10 @@ def test_each_device_does_its_part_of_the_work(name):
 def test_only_the_relative_bias_is_computed_by_every_replica(name):
   bias = 2 * BIAS // size(name, 'model') * CASES[name].num_microbatches
   assert flops_per_device(hlo(name)) == IDEAL // 8 + bias
+
+
+def test_accumulation_by_layer_computes_everything_again_but_the_embedding():
+  assert flops_per_device(hlo(BY_LAYER)) == pytest.approx(4 / 3 * IDEAL / 8, rel=0.03)
 
 
 def test_a_ring_computes_the_logits_again_in_the_backward_pass_and_gathering_does_not():
