@@ -32,7 +32,9 @@ class Embedding(nn.Module):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns [batch, length, embed] from ids [batch, length]."""
-    out = _lookup(split_axis('vocab'), self.embedding, ids).astype(self.dtype)
+    # Split over the vocabulary alone: beside other axes, XLA aborts on the lookup (jax 0.10, 0.11).
+    table = shard(self.embedding, 'vocab', 'embed')
+    out = _lookup(split_axis('vocab'), table, ids).astype(self.dtype)
     return shard(out, 'batch', 'residual_length', 'embed')
 
 

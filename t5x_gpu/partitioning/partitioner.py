@@ -41,8 +41,8 @@ class Partitioner:
     data: replicas; -1 takes what is left over.
     fsdp: parts of parameters and optimizer state.
     zero_stage: what `fsdp` splits: 1 the optimizer state, 2 gradients as well, 3 parameters too.
-    accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the next
-      one: parameters are gathered and gradients reduced once per step, layers computed again.
+    accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
+      next one: parameters are gathered and gradients reduced once per step, layers computed again.
       'microbatch' gathers and reduces for each, and keeps the activations of one.
     sequence_parallel: split norms, dropout and residuals over `model` by position.
     context: parts of the length of a sequence.
@@ -74,7 +74,8 @@ class Partitioner:
   dcn_mesh_shape: Optional[Mapping[str, int]] = None
 
   def __post_init__(self) -> None:
-    for name, legal in (('zero_stage', (1, 2, 3)), ('context_attention', context_parallel.METHODS),
+    for name, legal in (('zero_stage', (1, 2, 3)), ('accumulate_by', ('layer', 'microbatch')),
+                        ('context_attention', context_parallel.METHODS),
                         ('pipeline_schedule', pipeline_parallel.SCHEDULES)):
       value = getattr(self, name)
       if value not in legal:
@@ -118,8 +119,8 @@ class Partitioner:
       better = self._better_sizes(topology, logical_sizes, num_microbatches, len(problems))
       raise _model_error(self._problems(sizes, logical_sizes, num_microbatches, better))
     return Layout(mesh=build_mesh(sizes, topology, devices), rules=self.rules(), sizes=sizes,
-                  topology=topology, zero_stage=self.zero_stage, accumulate_by=self.accumulate_by, pipeline=self._pipeline(
-                      sizes, logical_sizes['batch'] // num_microbatches))
+                  topology=topology, zero_stage=self.zero_stage, accumulate_by=self.accumulate_by,
+                  pipeline=self._pipeline(sizes, logical_sizes['batch'] // num_microbatches))
 
   def _pipeline(self, sizes: MeshSizes, batch: int) -> Optional[Pipeline]:
     stages = sizes.total['stage']

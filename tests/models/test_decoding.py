@@ -1,5 +1,7 @@
 """Samples from a model: the tokens that its logits say, on any mesh."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -46,6 +48,19 @@ def test_a_sample_is_the_same_on_any_mesh(params, temperature):
   one, eight = (sample_on(n, params, temperature=temperature).tolist() for n in (1, 8))
   assert one[:3] == PROMPT.tolist() and len(one) == 9
   assert eight == one
+
+
+def test_a_sample_with_experts_is_the_same_on_a_mesh_of_three_axes():
+  model = dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, num_experts=4))
+  spec = model.batch_spec({'targets': LENGTH}, batch_size=1, pack=False)
+  params, names = split_names(model.init(jax.random.key(0), spec))
+
+  def sampled(partitioner, num_devices):
+    layout = partitioner.lay_out(Topology(1, num_devices), jax.devices()[:num_devices],
+                                 logical_sizes={**model.logical_sizes(), 'batch': num_devices})
+    return sample(model, jax.device_put(params, layout.shardings(params, names)), PROMPT,
+                  layout=layout, length=LENGTH, num_tokens=6, temperature=0).tolist()
+  assert sampled(Partitioner(expert=2, fsdp=2, num_partitions=2), 8) == sampled(Partitioner(), 1)
 
 
 def test_other_seeds_give_other_samples(params):
