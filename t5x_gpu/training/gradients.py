@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from t5x_gpu.errors import ModelError
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning import pipeline_parallel
 from t5x_gpu.partitioning.region import Pipeline, Region
@@ -32,9 +33,15 @@ def make_gradients(*, model: Any, region: Region, names: Any,
     region: how the step is split.
     names: tree of AxisNames of the parameters.
     num_microbatches: parts of each device's rows computed one after the other, to save memory.
+  Raises:
+    ModelError: the model does not come in the parts that a pipeline or accumulation by layer needs.
   """
   in_parts = region.reduces_in_backward
   by_layer = in_parts and num_microbatches > 1 and region.accumulate_by == 'layer'
+  if region.pipeline is not None:
+    _check_parts(model, 'A pipeline', 'Set Partitioner.stage = 1')
+  if by_layer:
+    _check_parts(model, 'Accumulation by layer', "Set Partitioner.accumulate_by = 'microbatch'")
 
   def local(parts: Any, kept: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
     def loss_sum(parts: Any, batch: Batch) -> tuple[jax.Array, Sums]:
@@ -82,6 +89,15 @@ def make_eval_step(*, model: Any, region: Region, names: Any) -> Callable[[Any, 
     return region.map(local, in_specs=(region.kept_specs(names), region.batch_specs(batch)),
                       out_specs=PartitionSpec())(params, batch)
   return eval_step
+
+
+def _check_parts(model: Any, what: str, instead: str) -> None:
+  missing = [part for part in ('embed', 'run_layers', 'head') if not hasattr(model, part)]
+  if missing:
+    raise ModelError(f'{what} needs a model in three parts, and {type(model).__name__} has no '
+                     f'{", ".join(missing)}.',
+                     fix=f'{instead}, or give the model these methods, as in '
+                         'models/decoder_only.py.', docs='parallelism.md')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.errors import ConfigError, MeshError, ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -17,10 +17,12 @@ from t5x_gpu.training.schedules import constant
 from tests.parity.tolerances import MESH_GRADIENT, MESH_LOSS
 
 
+CONFIG = dict(vocab_size=64, num_layers=2, embed_dim=16, num_heads=8, head_dim=4, mlp_dim=32)
+
+
 def build(num_devices=1, partitioner=Partitioner(), *, dropout_rate=0.0, optimizer=AdamW(),
           config=None, **options):
-  config = {**dict(vocab_size=64, num_layers=2, embed_dim=16, num_heads=8, head_dim=4, mlp_dim=32,
-                   dropout_rate=dropout_rate), **(config or {})}
+  config = {**CONFIG, 'dropout_rate': dropout_rate, **(config or {})}
   return build_program(
       model=DecoderOnlyModel(TransformerConfig(**config), z_loss=1e-3), optimizer=optimizer,
       schedule=constant(1e-2), partitioner=partitioner, topology=Topology(1, num_devices),
@@ -163,3 +165,20 @@ def test_learning_rate_scales_with_the_parts_of_the_batch_and_is_what_is_logged(
   assert program.learning_rate_factor == 4
   _, sums = program.train_step(program.init(), program.layout.put_batch(next(batches())))
   np.testing.assert_allclose(float(sums['learning_rate'][0]), 4 * 1e-2)
+
+
+@pytest.mark.parametrize('partitioner, instead', [
+    (Partitioner(stage=2), 'Partitioner.stage = 1'),
+    (Partitioner(fsdp=2), "Partitioner.accumulate_by = 'microbatch'")])
+def test_a_model_without_parts_is_refused_where_they_are_needed(partitioner, instead):
+  class LossAlone:
+    def __init__(self):
+      self._inner = DecoderOnlyModel(TransformerConfig(**CONFIG))
+      for name in ('init', 'loss', 'batch_spec', 'logical_sizes'):
+        setattr(self, name, getattr(self._inner, name))
+  with pytest.raises(ModelError, match='has no embed, run_layers, head') as error:
+    build_program(
+        model=LossAlone(), optimizer=AdamW(), schedule=constant(1e-2), partitioner=partitioner,
+        topology=Topology(1, 8), devices=jax.devices(), task_feature_lengths={'targets': 16},
+        batch_size=16, pack=True, seed=0, num_microbatches=2)
+  assert instead in str(error.value)
