@@ -58,11 +58,18 @@ def _finite(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
   return [s for s, _ in pairs], [v for _, v in pairs]
 
 
-def _figure(size: tuple[float, float]) -> Any:
-  """Returns a figure on matplotlib's Agg canvas; no display and no pyplot state are touched."""
+def new_figure(size: tuple[float, float], *, layout: Optional[str] = None) -> Any:
+  """Returns a figure on matplotlib's Agg canvas; no display and no pyplot state are touched.
+
+  Args:
+    size: inches.
+    layout: matplotlib's engine for places of axes, such as 'constrained'.
+  Raises:
+    ConfigError: matplotlib is not installed.
+  """
   try:
     figure = importlib.import_module('matplotlib.figure').Figure(
-        figsize=size, dpi=150, layout='constrained')
+        figsize=size, dpi=150, layout=layout)
     importlib.import_module('matplotlib.backends.backend_agg').FigureCanvasAgg(figure)
   except ModuleNotFoundError as e:
     raise ConfigError(f'A plot was asked for, but {e.name} is not installed.',
@@ -132,7 +139,7 @@ def plot_losses(metrics_jsonl_path: str | os.PathLike, png_path: str | os.PathLi
   rate = _finite(*series(records, 'train/learning_rate'))
   if not train[0] and not evals[0]:
     return None
-  figure = _figure((7.2, 4.6 if rate[0] else 3.6))
+  figure = new_figure((7.2, 4.6 if rate[0] else 3.6), layout='constrained')
   if rate[0]:
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     rates.plot(*rate, color=_RATE, linewidth=1.5, marker='o' if len(rate[0]) < 3 else '',

@@ -1,12 +1,11 @@
 """A picture of every parameter: how it is cut over the mesh, and what it costs a device."""
 
-import importlib
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.metrics import plots
 from t5x_gpu.partitioning.array_layout import ArrayLayout, optimizer_bytes
 from t5x_gpu.partitioning.mesh_sizes import MESH_AXES
 
@@ -39,7 +38,7 @@ def draw(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout],
   left, right = 0.075 * names + 0.3, 0.065 * words + 0.3
   boxes, bars = 3.0, 2.4
   width, height = left + boxes + right + bars + 0.4, rows * _ROW_INCHES + 1.25
-  figure = _figure((width, height))
+  figure = plots.new_figure((width, height))
 
   def axes_at(x: float, wide: float) -> Any:
     axes = figure.add_axes((x / width, 0.5 / height, wide / width, rows * _ROW_INCHES / height))
@@ -62,17 +61,6 @@ def draw(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout],
   figure.savefig(temporary, format='png')
   os.replace(temporary, target)
   return target
-
-
-def _figure(size: tuple[float, float]) -> Any:
-  """Returns a figure on matplotlib's Agg canvas, which needs no display."""
-  try:
-    figure = importlib.import_module('matplotlib.figure').Figure(figsize=size, dpi=150)
-    importlib.import_module('matplotlib.backends.backend_agg').FigureCanvasAgg(figure)
-  except ModuleNotFoundError as e:
-    raise ConfigError(f'A picture was asked for, but {e.name} is not installed.',
-                      fix="Run: pip install 'matplotlib>=3.9', or leave --out away.") from e
-  return figure
 
 
 def _words(p: ArrayLayout) -> str:
