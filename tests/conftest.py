@@ -17,6 +17,7 @@ def pytest_addoption(parser):
                    help='rewrite tests/golden/ with what the code gives now; look at git diff after')
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
   # For `pytest -n 2 --dist loadgroup`: a file's tests share compiled functions, and clusters of real
   # processes come one at a time, first, as they are the longest row.
