@@ -5,8 +5,9 @@ VENV := .venv
 VENV312 := .venv312
 JAX312 := 0.11.2
 DEMO := gin_configs/examples/demo.gin
-# Two workers; a file's tests stay together (tests/conftest.py). PARALLEL= runs them one by one.
-PARALLEL ?= -n 2 --dist loadgroup
+# Two workers; the tests of a file stay together, as they share compiled functions. PARALLEL= runs
+# one test after the other.
+PARALLEL ?= -n 2 --dist loadfile
 
 # python3, or the first of its newer siblings where python3 itself is too old (Ubuntu 22.04).
 # The names are tried by running them: a pyenv shim is on the PATH whether or not it works.

@@ -17,14 +17,7 @@ def pytest_addoption(parser):
                    help='rewrite tests/golden/ with what the code gives now; look at git diff after')
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-  # For `pytest -n 2 --dist loadgroup`: a file's tests share compiled functions, and clusters of real
-  # processes come one at a time, first, as they are the longest row.
-  for item in items:
-    is_cluster = item.get_closest_marker('cluster') is not None
-    item.add_marker(pytest.mark.xdist_group('cluster' if is_cluster else str(item.path)))
-  items.sort(key=lambda item: item.get_closest_marker('cluster') is None)
   if PLATFORM == 'cpu':
     for item in items:
       if item.get_closest_marker('gpu'):
