@@ -74,7 +74,7 @@ SETTINGS = {
     '3d': Setting('3d'), 'dp_experts': Setting('dp', EXPERTS, base='dp_experts'),
     'ep': Setting('ep', EXPERTS, base='dp_experts')}
 # What the picture shows: heading, key of a row.
-PANELS = (('step / data parallel step', ('step_ratio',)), ('FLOPs / ideal', ('flops_ratio',)),
+PANELS = (('CPU s of a step / data parallel', ('cpu_ratio',)), ('FLOPs / ideal', ('flops_ratio',)),
           ('MiB sent per device and step', ('sent_mib',)),
           ('MiB per device: state (dark), temporaries', ('state_mib', 'temp_mib')))
 
@@ -235,13 +235,13 @@ def row(name: str, layouts: Mapping[str, Layout], seconds: Mapping[str, Sequence
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
   """Returns the rows as a table for docs/performance.md."""
-  lines = ['| layout | mesh | compile s | step / dp | FLOPs / ideal | bubble | MiB sent | state '
-           'MiB | temp MiB |', '|---|---|---|---|---|---|---|---|---|']
+  lines = ['| layout | mesh | compile s | step / dp | CPU s / dp | FLOPs / ideal | bubble | MiB '
+           'sent | state MiB | temp MiB |', '|---|---|---|---|---|---|---|---|---|---|']
   for r in rows:
     bubble = '' if r['bubble'] is None else f'{r["bubble"]:.0%}'
     lines.append(f'| {r["layout"]} | {r["mesh"]} | {r["compile_seconds"]:.1f} | '
-                 f'{r["step_ratio"]:.2f} | {r["flops_ratio"]:.2f} | {bubble} | {r["sent_mib"]:.1f} '
-                 f'| {r["state_mib"]:.1f} | {r["temp_mib"]:.0f} |')
+                 f'{r["step_ratio"]:.2f} | {r["cpu_ratio"]:.2f} | {r["flops_ratio"]:.2f} | '
+                 f'{bubble} | {r["sent_mib"]:.1f} | {r["state_mib"]:.1f} | {r["temp_mib"]:.0f} |')
   return '\n'.join(lines)
 
 
@@ -297,6 +297,7 @@ def main() -> None:
   rows = measure(names, rounds=args.rounds, steps=args.steps)
   report = {'command': ' '.join(['python', 'benchmarks/layouts.py', *sys.argv[1:]]),
             'date': datetime.date.today().isoformat(), 'load_at_start': round(load_before, 2),
+            'load_at_end': round(os.getloadavg()[0], 2),
             'seconds': round(time.monotonic() - begin),
             'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}',
             'python': platform.python_version(), 'jax': jax.__version__, 'model': MODEL,
@@ -305,7 +306,8 @@ def main() -> None:
   args.json.write_text(json.dumps(report, indent=1) + '\n')
   draw(rows, args.picture)
   print(markdown(rows))
-  print(f'load at the start {load_before:.1f}; written: {args.json} {args.picture}')
+  print(f'load {load_before:.1f} at the start, {report["load_at_end"]:.1f} at the end; written: '
+        f'{args.json} {args.picture}')
 
 
 if __name__ == '__main__':
