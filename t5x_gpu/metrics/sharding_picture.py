@@ -1,5 +1,6 @@
 """A picture of every parameter: how it is cut over the mesh, and what it costs a device."""
 
+import importlib
 import os
 import pathlib
 from collections.abc import Sequence

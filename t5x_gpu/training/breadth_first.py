@@ -19,14 +19,15 @@ from t5x_gpu.partitioning import fsdp
 Batch = Mapping[str, jax.Array]
 
 
-def loss(model: Any, params: Any, microbatches: Batch, same: Batch, *,
+def loss(model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch, *,
          dropout_key: jax.Array) -> Sums:
   """Returns the sums of `model.loss` over all microbatches.
 
   Args:
     model: has `embed`, `run_layers` and `head`, as models/decoder_only.py.
     params: as a model gets them in the region; leaves of 'layers' are stacked.
-    microbatches: arrays [num_microbatches, rows, ...].
+    batch: all local rows.
+    microbatches: the same as arrays [num_microbatches, rows, ...].
     same: what all of them share.
     dropout_key: of the step.
   """
@@ -35,9 +36,6 @@ def loss(model: Any, params: Any, microbatches: Batch, same: Batch, *,
     return jax.tree.map(lambda w: w.astype(jnp.float32),
                         fsdp.whole(tree, model.config.compute_dtype))
   rest = {name: whole(tree) for name, tree in params.items() if name != 'layers'}
-
-  def embed(microbatch: Batch) -> jax.Array:
-    return model.embed(rest, {**microbatch, **same}, dropout_key=dropout_key)
 
   def layer(x: jax.Array, of_layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
     weights, number = whole(of_layer[0]), of_layer[1]
@@ -53,7 +51,9 @@ def loss(model: Any, params: Any, microbatches: Batch, same: Batch, *,
     x, microbatch = of_microbatch
     return model.head(rest, x, {**microbatch, **same}, dropout_key=dropout_key)
 
-  x = jax.lax.map(embed, microbatches)
+  x = model.embed(rest, batch, dropout_key=dropout_key)
+  num_microbatches = jax.tree.leaves(microbatches)[0].shape[0]
+  x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
   num_layers = jax.tree.leaves(params['layers'])[0].shape[0]
   x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x,
                       (params['layers'], jnp.arange(num_layers)))

@@ -48,7 +48,8 @@ def make_gradients(*, model: Any, region: Region, names: Any,
       params = region.parameters(parts, kept, names)
       if by_layer:
         same, microbatches = _split_rows(batch, num_microbatches)
-        sums = breadth_first.loss(model, params, microbatches, same, dropout_key=dropout_key)
+        sums = breadth_first.loss(model, params, batch, microbatches, same,
+                                  dropout_key=dropout_key)
       else:
         sums = model.loss(params, batch, dropout_key=dropout_key)
       return sums['loss'][0], jax.tree.map(region.varying, sums)

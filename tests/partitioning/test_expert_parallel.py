@@ -42,7 +42,8 @@ def program(name):
   number = 1 if name == 'one' else 8
   return build_program(
       model=DecoderOnlyModel(CONFIG, z_loss=1e-3), optimizer=AdamW(eps=1e-3),
-      schedule=constant(1e-2), partitioner=Partitioner(**LAYOUTS[name]),
+      schedule=constant(1e-2), partitioner=Partitioner(
+          accumulate_by='microbatch', **LAYOUTS[name]),
       topology=Topology(1, number), devices=jax.devices()[:number],
       task_feature_lengths={'targets': LENGTH}, batch_size=BATCH, pack=True, seed=0,
       num_microbatches=2)
