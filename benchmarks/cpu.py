@@ -110,7 +110,8 @@ def main() -> None:
   versions = subprocess.run(
       [sys.executable, '-c', 'import jax, flax, optax; print(jax.__version__, flax.__version__, '
        'optax.__version__)'], text=True, stdout=subprocess.PIPE, check=True).stdout.split()
-  report = {'command': ' '.join(['python', 'benchmarks/cpu.py', *sys.argv[1:]]),
+  report = {'command': ' '.join(['python', 'benchmarks/cpu.py', *(
+                os.path.basename(word) for word in sys.argv[1:])]),
             'date': datetime.date.today().isoformat(), 'load_at_start': load,
             'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}',
             'python': platform.python_version(),
