@@ -15,20 +15,17 @@ import os
 import pathlib
 from typing import Any
 
+import jax
+
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+
 DEVICES = (1, 2, 4, 8)
-os.environ['JAX_PLATFORMS'] = 'cpu'
-os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={max(DEVICES)}'
-
-import jax  # noqa: E402  (the number of devices is read on import)
-
-from t5x_gpu.models.config import TransformerConfig  # noqa: E402
-from t5x_gpu.models.decoder_only import DecoderOnlyModel  # noqa: E402
-from t5x_gpu.partitioning.partitioner import Partitioner  # noqa: E402
-from t5x_gpu.runtime.topology import Topology  # noqa: E402
-from t5x_gpu.training.optimizers import AdamW  # noqa: E402
-from t5x_gpu.training.program import build_program  # noqa: E402
-from t5x_gpu.training.schedules import constant  # noqa: E402
-
 OUT = pathlib.Path(__file__).parent / 'results' / 'tp_memory.json'
 
 
@@ -73,6 +70,9 @@ def main() -> None:
   parser.add_argument('--length', type=int, default=512)
   parser.add_argument('--out', type=pathlib.Path, default=OUT)
   args = parser.parse_args()
+  # Before jax starts its backend.
+  os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={max(DEVICES)}'
+  jax.config.update('jax_platforms', 'cpu')
   rows = []
   for remat in ('none', 'full'):
     part = [measure(args, remat, 1, False)] + [
@@ -82,6 +82,7 @@ def main() -> None:
     print(table(part))
     rows += part
   args.out.write_text(json.dumps({
+      'command': f'python benchmarks/tp_memory.py --batch {args.batch} --length {args.length}',
       'batch': args.batch, 'length': args.length, 'dtype': 'float32', 'jax': jax.__version__,
       'rows': rows}, indent=2) + '\n')
 

@@ -183,6 +183,15 @@ def context_method() -> Optional[str]:
   return _active.get().rules.context_method if is_manual('context') else None
 
 
+def varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+  """Returns `x`, marked as different on every device of the manual mesh axes `axes`.
+
+  What is marked so is differentiated where it is: no collective is added to its gradient.
+  """
+  missing = tuple(a for a in axes if a not in jax.typeof(x).manual_axis_type.varying)
+  return jax.lax.pcast(x, missing, to='varying') if missing else x
+
+
 @flax.struct.dataclass
 class NamedParam(nn.meta.AxisMetadata):
   """A parameter together with its axis names, as `init` returns it."""

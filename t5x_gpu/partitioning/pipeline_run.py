@@ -7,6 +7,7 @@ from typing import Any, Optional, Protocol
 import jax
 import jax.numpy as jnp
 
+from t5x_gpu.partitioning.axis_rules import varying
 from t5x_gpu.partitioning.pipeline_schedules import Timetable
 
 Tree = Any
@@ -53,11 +54,7 @@ class PipelineRun:
 
   def varying(self, tree: Tree) -> Tree:
     """Returns `tree` in the one type that loop carries and both sides of a cond can share."""
-    def vary(x: jax.Array) -> jax.Array:
-      missing = tuple(axis for axis in self.varying_axes
-                      if axis not in jax.typeof(x).manual_axis_type.varying)
-      return jax.lax.pcast(x, missing, to='varying') if missing else x
-    return jax.tree.map(vary, tree)
+    return jax.tree.map(lambda x: varying(x, self.varying_axes), tree)
 
   def zeros(self, like: Tree, *, stack: Optional[int] = None) -> Tree:
     """Returns zeros of the shapes of `like`, `[stack, ...]` if given."""

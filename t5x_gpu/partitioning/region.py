@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.partitioning import context_parallel, fsdp
-from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules
+from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules, varying
 from t5x_gpu.partitioning.mesh_problems import divisors
 
 MANUAL_AXES = ('stage', 'data', 'fsdp', 'context', 'expert')
@@ -185,22 +185,11 @@ class Region:
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes))
 
   def varying(self, x: jax.Array) -> jax.Array:
-    """Returns `x`, marked as different on every device of the manual axes.
-
-    What is marked so is differentiated where it is: no collective is added to its gradient.
-    """
-    missing = tuple(a for a in self.axes if a not in _varying_axes(x))
-    return jax.lax.pcast(x, missing, to='varying') if missing else x
+    """Returns `x`, marked as different on every device of the manual axes."""
+    return varying(x, self.axes)
 
   def total(self, tree: Any) -> Any:
     """Returns the sums over all devices of local numbers."""
     if not self.axes:
       return tree
     return jax.lax.psum(jax.tree.map(self.varying, tree), self.axes)
-
-
-def _varying_axes(x: jax.Array) -> frozenset[str]:
-  aval = jax.typeof(x)
-  if hasattr(aval, 'vma'):
-    return frozenset(aval.vma)
-  return frozenset(aval.manual_axis_type.varying)  # jax 0.10
