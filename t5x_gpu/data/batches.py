@@ -15,7 +15,8 @@ import numpy as np
 
 from t5x_gpu.errors import ConfigError, DataError, ShapeError
 
-# One batch: feature name (SeqIO's model feature names) -> numpy array [batch, length].
+# One batch: feature name (SeqIO's model feature names) -> numpy array [batch, length], or [batch]
+# for labels and their weights.
 Batch = dict[str, np.ndarray]
 
 
@@ -24,9 +25,10 @@ class BatchSpec:
   """Shapes and dtypes of the global batch, by feature name.
 
   Attributes:
-    shapes: feature name -> (batch, length).
+    shapes: feature name -> (batch, length), or (batch,).
     dtypes: feature name -> numpy dtype name.
-    vocab_sizes: feature name -> exclusive upper bound of the token ids, for features that hold ids.
+    vocab_sizes: feature name -> exclusive upper bound of the token ids or class numbers, for
+      features that hold them.
   """
   shapes: Mapping[str, tuple[int, ...]]
   dtypes: Mapping[str, str]
@@ -72,7 +74,7 @@ class DatasetConfig:
 
   Attributes:
     mixture_or_task_name: a registered SeqIO Task or Mixture, or a source spelled as
-      `text_files:PATTERN` or `jsonl:PATTERN`, which needs no Python.
+      `text_files:PATTERN`, `jsonl:PATTERN`, ..., which needs no Python (docs/tasks.md).
     task_feature_lengths: task feature -> length in tokens, {'inputs': 512, 'targets': 114}.
     split: 'train', 'validation', ...
     batch_size: examples in the global batch (after packing).
@@ -81,7 +83,8 @@ class DatasetConfig:
     pack: put several examples into one row, told apart by segment ids.
     use_cached: read SeqIO's offline cache.
     mixture_or_task_module: module to import first, which registers the task.
-    vocabulary: 'byte', 'sentencepiece:MODEL_FILE', or None for the task's own.
+    vocabulary: 'byte', 'sentencepiece:MODEL_FILE', 'huggingface:FOLDER' (or its tokenizer.json), or
+      None for the task's own.
     loss_on_targets_only: with feature converter 'prefix_lm', give the inputs weight 0 in the loss.
     module: what opens this: it has `open_batches(config, feature_converter, ...)`.
   """
@@ -128,6 +131,18 @@ def open_vocabulary(config: DatasetConfig) -> Any:
                       fix='Remove train.sample_cfg, or train on a task with a vocabulary.',
                       parameters=('train.sample_cfg', 'DatasetConfig.module'))
   return vocabulary
+
+
+def open_class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
+  """Returns the names of the classes of `config`'s labels, in the order of their numbers.
+
+  None: the task has no labels, or its module cannot name them (synthetic batches).
+
+  Raises:
+    ConfigError, DataError: no such module, task or file.
+  """
+  names = getattr(_module(config), 'class_names', None)
+  return None if names is None else names(config)
 
 
 def _module(config: DatasetConfig) -> types.ModuleType:

@@ -1,39 +1,118 @@
-"""Names of feature converters -> SeqIO's converters.
+"""Names of feature converters -> SeqIO's converters, and the two that SeqIO does not have.
 
 What each gives is written down without TF in `t5x_gpu.data.features`.
 """
 
+from collections.abc import Mapping
+
 from t5x_gpu.data import features
-from t5x_gpu.data.tf_runtime import seqio
+from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
+
+_TOKENS = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)
+_NUMBER = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32, rank=0)
+# Task feature of masked language models: 1 where the loss is taken, 0 elsewhere.
+LOSS_MASK = 'loss_mask'
+
+
+class EncoderClassificationConverter(seqio.FeatureConverter):
+  """{'inputs': tokens, 'label': class} -> a row per example, its class and a weight of 1."""
+
+  TASK_FEATURES = {'inputs': _TOKENS, 'label': _NUMBER}
+  MODEL_FEATURES = {'encoder_input_tokens': _TOKENS, features.LABEL: _NUMBER,
+                    features.LABEL_WEIGHTS: _NUMBER}
+  PACKING_FEATURE_DTYPES = None
+
+  def __call__(self, ds: tf.data.Dataset,
+               task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+    """Returns the converted dataset; people give the length of the inputs alone."""
+    return super().__call__(ds, {**task_feature_lengths, 'label': 1})
+
+  def _convert_features(self, ds: tf.data.Dataset,
+                        task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+    padded = self._pack_or_pad(ds, {'inputs': task_feature_lengths['inputs']})
+    return padded.map(lambda x: {'encoder_input_tokens': x['inputs'], features.LABEL: x['label'],
+                                 features.LABEL_WEIGHTS: tf.ones_like(x['label'])})
+
+  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns model feature -> length, 1 for numbers."""
+    return {'encoder_input_tokens': task_feature_lengths['inputs'], features.LABEL: 1,
+            features.LABEL_WEIGHTS: 1}
+
+
+class EncoderMlmConverter(seqio.FeatureConverter):
+  """{'inputs': tokens, some hidden, 'targets': all of them} -> rows of a masked language model.
+
+  SeqIO's EncoderFeatureConverter takes the loss where the input is the mask token. BERT also takes
+  it where a token was replaced by another, or left as it was; so the task says where, by a feature
+  'loss_mask' of zeros and ones. Without it, the loss is taken where inputs and targets differ,
+  which for a task that only ever hides tokens is the same as SeqIO's.
+  """
+
+  TASK_FEATURES = {'inputs': _TOKENS, 'targets': _TOKENS}
+  MODEL_FEATURES = {'encoder_input_tokens': _TOKENS, 'encoder_target_tokens': _TOKENS,
+                    'encoder_loss_weights': _TOKENS}
+  PACKING_FEATURE_DTYPES = {'encoder_segment_ids': tf.int32, 'encoder_positions': tf.int32}
+
+  def _convert_features(self, ds: tf.data.Dataset,
+                        task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+    length = task_feature_lengths['inputs']
+
+    def with_mask(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+      tf.debugging.assert_equal(tf.size(x['inputs']), tf.size(x['targets']), message=(
+          "'inputs' and 'targets' of a masked language model have different lengths"))
+      taken = x.get(LOSS_MASK, tf.not_equal(x['inputs'], x['targets']))
+      # One more than the weight: packing takes zeros for padding and would cut them off.
+      return {**x, LOSS_MASK: 1 + tf.cast(taken, tf.int32)}
+
+    def model_features(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+      row = {'encoder_input_tokens': x['inputs'], 'encoder_target_tokens': x['targets'],
+             'encoder_loss_weights': tf.maximum(x[LOSS_MASK] - 1, 0)}
+      if self.pack:
+        row['encoder_segment_ids'] = x['inputs_segment_ids']
+        row['encoder_positions'] = x['inputs_positions']
+      return row
+
+    rows = self._pack_or_pad(ds.map(with_mask),
+                             {**task_feature_lengths, LOSS_MASK: length})
+    return rows.map(model_features)
+
+  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns model feature -> length."""
+    names = (*self.MODEL_FEATURES, *(self.PACKING_FEATURE_DTYPES if self.pack else ()))
+    return dict.fromkeys(names, task_feature_lengths['inputs'])
+
 
 CONVERTERS = {
     'lm': seqio.LMFeatureConverter,
     'prefix_lm': seqio.PrefixLMFeatureConverter,
     'encoder_decoder': seqio.EncDecFeatureConverter,
+    'encoder_classification': EncoderClassificationConverter,
+    'encoder_mlm': EncoderMlmConverter,
 }
 assert CONVERTERS.keys() == features.LAYOUTS.keys()
 
 
 def feature_converter(name: str, *, pack: bool,
                       loss_on_targets_only: bool = True) -> seqio.FeatureConverter:
-  """Returns SeqIO's converter called `name`.
+  """Returns the converter called `name`.
 
   Args:
-    name: 'lm', 'prefix_lm' or 'encoder_decoder'.
+    name: a key of `CONVERTERS`.
     pack: put several examples into one row.
     loss_on_targets_only: 'prefix_lm' only: weight 0 on the inputs.
   Raises:
     ConfigError: no such converter.
-    DataError: `loss_on_targets_only=False` where no inputs share the sequence with the targets.
+    DataError: `loss_on_targets_only=False` where no inputs share the sequence with the targets;
+      `pack` where a row is one example.
   """
-  features.layout(name)
+  features.check_pack(name, pack=pack)
   if name == 'prefix_lm':
     return CONVERTERS[name](pack=pack, loss_on_targets_only=loss_on_targets_only)
   if not loss_on_targets_only:
     raise DataError(
-        f'loss_on_targets_only = False has no meaning for feature converter {name!r}: the decoder '
-        'sees targets alone.',
+        f'loss_on_targets_only = False has no meaning for feature converter {name!r}: its inputs '
+        'are not in the sequence of its targets.',
         fix="Leave DatasetConfig.loss_on_targets_only at True, or take feature converter "
             "'prefix_lm'.",
         parameters=('DatasetConfig.loss_on_targets_only',))

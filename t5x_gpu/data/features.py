@@ -6,13 +6,15 @@ The trainer builds abstract batches from this before (or without) importing SeqI
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Optional
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ConfigError, DataError, all_problems, did_you_mean
 
 # SeqIO gives int32 for everything, loss weights included; T5X batches are the same.
 DTYPE = 'int32'
+# Model features of classification, both [batch]: the class, and 0 for a row that only fills.
+LABEL, LABEL_WEIGHTS = 'label', 'label_weights'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +25,17 @@ class Layout:
     task_features: features that the task must have, and `task_feature_lengths` must name.
     tokens: model feature that holds token ids -> the task features whose ids and lengths it joins.
     aligned: model feature -> the token feature whose length it shares.
-    packed: the same, only there when examples are packed.
+    packed: the same, only there when examples are packed; None where a row is always one example.
+    label: task feature of one class number per example, which is the model feature `label`
+      [batch] beside `label_weights` [batch]; None without. `task_feature_lengths` leaves it out.
+    equal_lengths: the task features are the same positions, so their lengths must be one.
   """
   task_features: tuple[str, ...]
   tokens: Mapping[str, tuple[str, ...]]
   aligned: Mapping[str, str]
-  packed: Mapping[str, str]
+  packed: Optional[Mapping[str, str]]
+  label: Optional[str] = None
+  equal_lengths: bool = False
 
 
 _DECODER_ALIGNED = {'decoder_loss_weights': 'decoder_target_tokens'}
@@ -54,6 +61,19 @@ LAYOUTS: dict[str, Layout] = {
         aligned=_DECODER_ALIGNED,
         packed={'encoder_segment_ids': 'encoder_input_tokens',
                 'encoder_positions': 'encoder_input_tokens', **_DECODER_PACKED}),
+    'encoder_classification': Layout(
+        task_features=('inputs',),
+        tokens={'encoder_input_tokens': ('inputs',)},
+        aligned={},
+        packed=None,
+        label='label'),
+    'encoder_mlm': Layout(
+        task_features=('inputs', 'targets'),
+        tokens={'encoder_input_tokens': ('inputs',), 'encoder_target_tokens': ('targets',)},
+        aligned={'encoder_loss_weights': 'encoder_target_tokens'},
+        packed={'encoder_segment_ids': 'encoder_input_tokens',
+                'encoder_positions': 'encoder_input_tokens'},
+        equal_lengths=True),
 }
 
 
@@ -91,10 +111,14 @@ def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, 
       problems.append(f'{name!r} is not a feature of it.' + did_you_mean(name, wanted))
     elif isinstance(length, bool) or not isinstance(length, int) or length < 1:
       problems.append(f'{name!r} has length {length!r}; a sequence needs at least 1 token.')
+  lengths = {name: task_feature_lengths[name] for name in wanted
+             if _is_length(task_feature_lengths.get(name))}
+  if layout(feature_converter).equal_lengths and len(set(lengths.values())) > 1:
+    problems.append('They are the same positions, hidden and not, so their lengths must be equal.')
+    lengths = dict.fromkeys(wanted, max(lengths.values()))
   if not problems:
     return
-  example = {name: task_feature_lengths[name] if _is_length(task_feature_lengths.get(name)) else 256
-             for name in wanted}
+  example = {name: lengths.get(name, 256) for name in wanted}
   hint = ''
   if feature_converter == 'lm' and 'inputs' in task_feature_lengths:
     hint = ("\nFor inputs and targets in one sequence take feature converter 'prefix_lm'; "
@@ -108,12 +132,21 @@ def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, 
       parameters=('DatasetConfig.task_feature_lengths',))
 
 
+def check_pack(feature_converter: str, *, pack: bool) -> None:
+  """Raises DataError if examples shall be packed where each row has one label."""
+  if pack and layout(feature_converter).packed is None:
+    raise DataError(
+        f'Feature converter {feature_converter!r} has one label per row, so pack = True, which '
+        'puts several examples into one row, cannot be.',
+        fix='Set PACK = False.', parameters=('DatasetConfig.pack',))
+
+
 def _is_length(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def batch_spec(feature_converter: str, *, task_feature_lengths: Mapping[str, int], batch_size: int,
-               pack: bool, vocab_size: int) -> BatchSpec:
+               pack: bool, vocab_size: int, num_classes: Optional[int] = None) -> BatchSpec:
   """Returns shapes, dtypes and vocabulary bounds of the global batch; imports no TF.
 
   Args:
@@ -123,16 +156,27 @@ def batch_spec(feature_converter: str, *, task_feature_lengths: Mapping[str, int
     pack: with segment ids and positions. Without packing SeqIO gives neither: each row is then one
       example at positions 0, 1, 2, ... and padding is where the target token is 0.
     vocab_size: exclusive upper bound of the model's token ids.
+    num_classes: the same of its class numbers, for 'encoder_classification'.
   Raises:
-    ConfigError, DataError: no such converter; missing, extra or zero lengths; batch_size < 1.
+    ConfigError, DataError: no such converter; missing, extra or zero lengths; batch_size < 1;
+      packing where a row is one example; no number of classes where there is a label.
   """
   check_batch_size(batch_size)
   check_lengths(feature_converter, task_feature_lengths=task_feature_lengths)
+  check_pack(feature_converter, pack=pack)
   kind = layout(feature_converter)
   lengths = {name: sum(task_feature_lengths[part] for part in parts)
              for name, parts in kind.tokens.items()}
   for name, like in {**kind.aligned, **(kind.packed if pack else {})}.items():
     lengths[name] = lengths[like]
-  return BatchSpec(shapes={name: (batch_size, length) for name, length in lengths.items()},
-                   dtypes={name: DTYPE for name in lengths},
-                   vocab_sizes={name: vocab_size for name in kind.tokens})
+  shapes: dict[str, tuple[int, ...]] = {
+      name: (batch_size, length) for name, length in lengths.items()}
+  vocab_sizes = {name: vocab_size for name in kind.tokens}
+  if kind.label:
+    if num_classes is None or num_classes < 2:
+      raise DataError(
+          f'The model tells num_classes = {num_classes} classes apart; there must be at least 2.',
+          fix="Set the model's num_classes to the number of classes of the task.")
+    shapes |= {LABEL: (batch_size,), LABEL_WEIGHTS: (batch_size,)}
+    vocab_sizes[LABEL] = num_classes
+  return BatchSpec(shapes=shapes, dtypes={name: DTYPE for name in shapes}, vocab_sizes=vocab_sizes)

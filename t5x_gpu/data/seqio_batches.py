@@ -78,11 +78,20 @@ class SeqioBatches:
   def _checked(self, batch: Batch) -> Batch:
     if self._pad_last:
       missing = self._spec.batch_size - len(next(iter(batch.values())))
-      # Rows of zeros: padding tokens, loss weight 0, segment 0.
-      batch = {name: np.pad(x, ((0, missing), (0, 0))) for name, x in batch.items()}
+      # Rows of zeros: padding tokens, loss or label weight 0, segment 0.
+      batch = {name: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+               for name, x in batch.items()}
     self._spec.check(batch)
     for name, bound in self._spec.vocab_sizes.items():
       largest = int(batch[name].max(initial=0))
+      if name == features.LABEL and (largest >= bound or batch[name].min(initial=0) < 0):
+        raise DataError(
+            f'Batch {self._batches_taken} of {self._name!r} has labels from '
+            f'{int(batch[name].min())} to {largest}; the model tells {bound} classes apart, which '
+            f'are 0 to {bound - 1}.',
+            fix="Set the model's num_classes to the number of classes, or take a split whose "
+                'labels are known (the test splits of GLUE have -1 for all).',
+            parameters=('DatasetConfig.split', 'DatasetConfig.mixture_or_task_name'))
       if largest >= bound:
         raise DataError(
             f'Batch {self._batches_taken} of {self._name!r} has token id '
@@ -210,7 +219,7 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
   Args:
     config: what to open.
     spec: what the model takes, `features.batch_spec(...)`.
-    feature_converter: 'lm', 'prefix_lm' or 'encoder_decoder'.
+    feature_converter: a key of `features.LAYOUTS`.
     repeat: reshuffle and start over at the end of the data. Otherwise stop there, the last batch
       filled up with rows of loss weight 0.
   Raises:
@@ -219,6 +228,7 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
   """
   features.check_batch_size(config.batch_size)
   features.check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
+  features.check_pack(feature_converter, pack=config.pack)
   converter = make_converter(feature_converter, pack=config.pack,
                              loss_on_targets_only=config.loss_on_targets_only)
   task = task_lookup.lookup(config)
@@ -239,5 +249,14 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
 
 
 def vocabulary(config: DatasetConfig) -> TextVocabulary:
-  """Returns the vocabulary of the task's targets, to encode prompts and decode samples."""
-  return text_vocabulary(task_lookup.lookup(config).output_features['targets'].vocabulary)
+  """Returns the vocabulary of the task's targets, to encode prompts and decode samples.
+
+  A task of classification has no targets in words: then it is that of the inputs.
+  """
+  given = task_lookup.lookup(config).output_features
+  return text_vocabulary(given['targets' if 'targets' in given else 'inputs'].vocabulary)
+
+
+def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
+  """Returns the names of the classes of the task's labels in order, or None without labels."""
+  return task_lookup.class_names(task_lookup.lookup(config))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.data import files as files_lib
+from t5x_gpu.data.tables import LabelledTexts
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 
@@ -19,6 +20,8 @@ from t5x_gpu.errors import DataError
 LINES_PER_SPAN = 64
 # Files open at once, a span from each in turn: neighbours in the stream come from many files.
 FILES_AT_ONCE = 32
+# Rows of a table among which the next is drawn: their numbers are part of the saved state.
+SHUFFLED_ROWS = 65536
 
 Reader = Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
 
@@ -111,7 +114,7 @@ def _is_validation(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
 
 def source_fingerprint(source: seqio.DataSource, *, split: str) -> dict[str, Any]:
   """Returns JSON-ready facts that identify the data behind any SeqIO source."""
-  if isinstance(source, (DocumentSource, HashSplitSource)):
+  if isinstance(source, (DocumentSource, HashSplitSource, LabelledSource)):
     return source.fingerprint(split)
   if isinstance(source, seqio.TfdsDataSource):
     info = source.tfds_dataset.info
@@ -152,41 +155,84 @@ def read_lines(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
   return lines.map(lambda line: {'targets': line, 'document_end': True})
 
 
-class JsonLines:
-  """A reader of JSON objects, one per line, with the string fields of `keys`.
+class ParsedLines:
+  """A reader of one example per line, whose fields `parse` finds; blank lines are nothing.
 
   `problem` is the DataError (file:line) of the first broken line: TensorFlow can only carry text
   out of its threads, so the iterator looks here when tf.data fails.
+
+  Args:
+    features: names of the fields.
+    parse: returns the fields of a line as UTF-8, called as parse(line, where='file:line').
   """
 
-  def __init__(self, paths: Sequence[str], *, keys: Mapping[str, str]):
-    self._paths = list(paths)
-    self._keys = dict(keys)  # JSON key -> feature
+  def __init__(self, *, features: Sequence[str], parse: Callable[..., Sequence[bytes]]):
+    self._features = tuple(features)
+    self._parse = parse
     self.problem: Optional[DataError] = None
 
   def __call__(self, path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
-    del path
+    del file_number
 
-    def parse(number: Any, index: Any, line: bytes) -> list[bytes]:
+    def parse(file: bytes, index: Any, line: bytes) -> list[bytes]:
       if not line.strip():
-        return [b''] * len(self._keys)
+        return [b''] * len(self._features)
       try:
-        return list(files_lib.json_fields(line, keys=list(self._keys),
-                                where=f'{self._paths[int(number)]}:{int(index) + 1}'))
+        return list(self._parse(line, where=f'{os.fsdecode(file)}:{int(index) + 1}'))
       except DataError as e:
         self.problem = self.problem or e
         raise
 
-    def features(index: tf.Tensor, line: tf.Tensor) -> dict[str, tf.Tensor]:
+    def example(index: tf.Tensor, line: tf.Tensor) -> dict[str, tf.Tensor]:
       # A stateless Python function: it does not enter the iterator's state.
-      fields = tf.numpy_function(parse, [file_number, index, line], [tf.string] * len(self._keys),
-                                 stateful=False)
-      example = {feature: tf.ensure_shape(text, [])
-                 for feature, text in zip(self._keys.values(), fields)}
-      return {**example, 'document_end': tf.constant(True)}
+      fields = tf.numpy_function(parse, [path, index, line],
+                                 [tf.string] * len(self._features), stateful=False)
+      texts = {name: tf.ensure_shape(text, []) for name, text in zip(self._features, fields)}
+      return {**texts, 'document_end': tf.constant(True)}
 
-    lines = tf.data.TextLineDataset(tf.gather(tf.constant(self._paths), file_number)).enumerate()
-    first = next(iter(self._keys.values()))
-    return lines.map(features).filter(lambda example: tf.strings.length(example[first]) > 0)
+    lines = tf.data.TextLineDataset(path).enumerate()
+    return lines.map(example).filter(lambda x: tf.strings.length(x[self._features[0]]) > 0)
 
 
+class LabelledSource(seqio.DataSource):
+  """Labelled texts, held in memory: {'inputs': text, 'label': class number}.
+
+  Args:
+    texts: returns them; called once, when the data is opened.
+    splits: the splits that they have.
+  """
+
+  def __init__(self, texts: Callable[[], LabelledTexts], *, splits: Sequence[str]):
+    self._texts = functools.cache(texts)
+    super().__init__(splits=tuple(splits))
+
+  @property
+  def supports_arbitrary_sharding(self) -> bool:
+    return False
+
+  def list_shards(self, split: str) -> Sequence[str]:
+    return [split]
+
+  def num_input_examples(self, split: str) -> int:
+    return len(self._texts().labels[split])
+
+  def get_dataset(self, split: str = 'train', shuffle: bool = True, seed: Optional[int] = None,
+                  shard_info: Optional[seqio.ShardInfo] = None, **unused: Any) -> tf.data.Dataset:
+    del unused
+    table = self._texts()
+    # Captured by the function below, not elements of the dataset: they stay out of its saved state.
+    texts = tf.constant(table.texts[split], dtype=tf.string)
+    labels = tf.constant(table.labels[split], dtype=tf.int32)
+    numbers = tf.data.Dataset.range(len(table.labels[split]))
+    if shard_info is not None:
+      numbers = numbers.shard(shard_info.num_shards, shard_info.index)
+    if shuffle:
+      numbers = numbers.shuffle(min(len(table.labels[split]), SHUFFLED_ROWS), seed=seed)
+    return numbers.map(lambda i: {'inputs': tf.gather(texts, i), 'label': tf.gather(labels, i)})
+
+  def fingerprint(self, split: str) -> dict[str, Any]:
+    """Returns what identifies the rows of `split`."""
+    table, digest = self._texts(), hashlib.sha256()
+    for text, label in zip(table.texts[split], table.labels[split]):
+      digest.update(f'{label}\0{text}\0'.encode(errors='replace'))
+    return {'examples': len(table.labels[split]), 'hash': digest.hexdigest()[:16]}

@@ -11,10 +11,12 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig, check_same_data
-from t5x_gpu.data.features import check_batch_size, check_lengths
+from t5x_gpu.data.features import (
+    LABEL, LABEL_WEIGHTS, check_batch_size, check_lengths, check_pack)
 from t5x_gpu.errors import DataError
 
 SEGMENTS_PER_ROW = 4
+MASKED_SHARE = 0.15  # of the tokens, for masked language models
 EVAL_BATCHES = 8
 
 
@@ -37,7 +39,10 @@ def _rows(length: int, *, pack: bool) -> _Rows:
 
 
 class SyntheticBatches:
-  """A `BatchIterator` over uniformly random token ids in [1, vocab), weights 1, no padding."""
+  """A `BatchIterator` over uniformly random token ids in [1, vocab), weights 1, no padding.
+
+  Masked language models get the last id where a token is hidden, and weight 1 only there.
+  """
 
   def __init__(self, spec: BatchSpec, *, seed: int, num_batches: Optional[int],
                loss_on_targets_only: bool = True):
@@ -95,10 +100,21 @@ class SyntheticBatches:
     # Philox counts: the stream of (seed, step) needs no predecessor.
     random = np.random.Generator(np.random.Philox(key=[self._seed, step]))
     spec, batch = self._spec, {}
-    for name in ('encoder_input_tokens', 'decoder_target_tokens'):
+    encoder_tokens = ('encoder_target_tokens' if 'encoder_target_tokens' in spec.shapes else
+                      'encoder_input_tokens')
+    for name in (encoder_tokens, 'decoder_target_tokens'):
       if name in spec.shapes:
         batch[name] = random.integers(1, spec.vocab_sizes[name], size=spec.shapes[name],
                                       dtype=np.int32)
+    if 'encoder_target_tokens' in spec.shapes:
+      hidden = random.random(spec.shapes[encoder_tokens]) < MASKED_SHARE
+      hidden[:, 0] = True  # no row without a weight
+      batch['encoder_loss_weights'] = hidden.astype(np.int32)
+      batch['encoder_input_tokens'] = np.where(
+          hidden, spec.vocab_sizes['encoder_input_tokens'] - 1, batch[encoder_tokens])
+    if LABEL in spec.shapes:
+      batch[LABEL] = random.integers(0, spec.vocab_sizes[LABEL], size=spec.shapes[LABEL])
+      batch[LABEL_WEIGHTS] = np.ones(spec.shapes[LABEL_WEIGHTS])
     for name, shape in spec.shapes.items():
       if name not in batch:
         batch[name] = self._derived(name, shape, batch)
@@ -138,6 +154,7 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
   """
   check_batch_size(config.batch_size)
   check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
+  check_pack(feature_converter, pack=config.pack)
   return SyntheticBatches(spec, seed=config.seed, num_batches=None if repeat else EVAL_BATCHES,
                           loss_on_targets_only=config.loss_on_targets_only)
 

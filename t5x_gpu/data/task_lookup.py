@@ -1,19 +1,23 @@
 """From the names in a DatasetConfig to a SeqIO Task or Mixture that can give its batches."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Optional, Union
 
-from t5x_gpu.data import tasks
+from t5x_gpu.data import classification_tasks, pretraining_tasks, tasks
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
-from t5x_gpu.data.features import layout
+from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies import named_vocabulary, vocabulary_name
+from t5x_gpu.data.vocabularies import ClassVocabulary, named_vocabulary, vocabulary_name
 from t5x_gpu.errors import ConfigError, DataError, did_you_mean
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
 _LISTED = 12
+_OWN_TASKS = (*tasks.OWN_TASKS, *classification_tasks.OWN_TASKS, *pretraining_tasks.OWN_TASKS)
+_PATTERN_TASKS = {**tasks.PATTERN_TASKS, **classification_tasks.PATTERN_TASKS,
+                  **pretraining_tasks.PATTERN_TASKS}
 
 
 def lookup(config: DatasetConfig) -> TaskOrMixture:
@@ -27,21 +31,38 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
     _import(config.mixture_or_task_module)
   name = config.mixture_or_task_name
   before, colon, pattern = name.partition(':')
-  if colon and before in tasks.PATTERN_TASKS:
-    found = tasks.PATTERN_TASKS[before](pattern)
+  if colon and before in _PATTERN_TASKS:
+    found = _PATTERN_TASKS[before](pattern)
   else:
     found = _registered(name)
   if config.vocabulary is None:
     return found
   return seqio.helpers.mixture_or_task_with_new_vocab(
-      found, f'{found.name}.with_vocabulary', new_vocab=named_vocabulary(config.vocabulary),
+      found, f'{found.name}.with_vocabulary',
+      new_output_features={feature_name: _with_vocabulary(feature, config.vocabulary)
+                           for feature_name, feature in found.output_features.items()},
       add_to_seqio_registry=False)
+
+
+def _with_vocabulary(feature: seqio.Feature, name: str) -> seqio.Feature:
+  """Returns `feature` in the vocabulary called `name`, with the sentinels it had; classes stay."""
+  if isinstance(feature.vocabulary, seqio.PassThroughVocabulary):
+    return feature
+  return dataclasses.replace(
+      feature, vocabulary=named_vocabulary(name, extra_ids=feature.vocabulary.extra_ids))
 
 
 def kind(config: DatasetConfig) -> str:
   """Returns the task's name, or 'text_files', 'jsonl', ... without the path, which may move."""
   before, colon, _ = config.mixture_or_task_name.partition(':')
-  return before if colon and before in tasks.PATTERN_TASKS else config.mixture_or_task_name
+  return before if colon and before in _PATTERN_TASKS else config.mixture_or_task_name
+
+
+def class_names(task: TaskOrMixture) -> Optional[tuple[str, ...]]:
+  """Returns the names of the classes of the task's labels; None without labels or without names."""
+  feature = task.output_features.get(LABEL)
+  vocabulary = feature.vocabulary if feature is not None else None
+  return vocabulary.names if isinstance(vocabulary, ClassVocabulary) else None
 
 
 def _import(module: str) -> None:
@@ -66,12 +87,13 @@ def _registered(name: str) -> TaskOrMixture:
     name = tasks.ALIASES.get(name, name)
   if name in registered:
     return registered[name].get(name)
-  others = sorted(set(registered) - set(tasks.OWN_TASKS))
-  names = list(tasks.OWN_TASKS) + others[:_LISTED]
-  patterns = ', '.join(f'{kind}:PATTERN' for kind in tasks.PATTERN_TASKS)
+  others = sorted(set(registered) - set(_OWN_TASKS))
+  names = list(_OWN_TASKS) + others[:_LISTED]
+  patterns = ', '.join(f'{kind}:{"TEXT" if kind in pretraining_tasks.PATTERN_TASKS else "PATTERN"}'
+                       for kind in _PATTERN_TASKS)
   raise DataError(
       f'No SeqIO Task or Mixture is called {name!r}.'
-      + did_you_mean(name, [*registered, *tasks.ALIASES, *tasks.PATTERN_TASKS]) + '\n'
+      + did_you_mean(name, [*registered, *tasks.ALIASES, *_PATTERN_TASKS]) + '\n'
       f'  {len(registered)} are registered: {", ".join(names)}'
       + (f', and {len(others) - _LISTED} more' if len(others) > _LISTED else '')
       + f'. Files need no task: {patterns}.',
@@ -89,12 +111,18 @@ def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
         + did_you_mean(config.split, splits)
         + f' It has {", ".join(repr(split) for split in splits) or "none"}.',
         fix='Set DatasetConfig.split to one of these.', parameters=('DatasetConfig.split',))
-  wanted = layout(feature_converter).task_features
+  kind_of_batch = layout(feature_converter)
+  wanted = (*kind_of_batch.task_features, *([kind_of_batch.label] if kind_of_batch.label else []))
   missing = [name for name in wanted if name not in task.output_features]
   if missing:
     have = sorted(task.output_features)
-    hint = (" For a language-model task ('targets' alone) take 'lm'."
-            if have == ['targets'] else '')
+    hint = {('targets',): " For a language-model task ('targets' alone) take 'lm'.",
+            ('inputs', 'label'): " For a task with labels take 'encoder_classification', which is an "
+                                 "encoder with the head 'classification'."}.get(tuple(have), '')
+    if have == ['targets'] and config.mixture_or_task_name.partition(':')[0] in tasks.TEXTS:
+      hint += (f' To hide parts of the same text, set MIXTURE_OR_TASK_NAME = '
+               f"'span_corruption:{config.mixture_or_task_name}' (encoder-decoder) or "
+               f"'mlm:{config.mixture_or_task_name}' (encoder).")
     raise DataError(
         f'Feature converter {feature_converter!r} needs '
         + ' and '.join(repr(name) for name in wanted)
@@ -107,7 +135,14 @@ def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
 
 def _check_vocabulary(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
                       feature_converter: str) -> None:
-  for model_feature, parts in layout(feature_converter).tokens.items():
+  kind_of_batch = layout(feature_converter)
+  names, num_classes = class_names(task), spec.vocab_sizes.get(LABEL)
+  if kind_of_batch.label and names and num_classes is not None and len(names) > num_classes:
+    raise DataError(
+        f'{config.mixture_or_task_name!r} has {len(names)} classes ({", ".join(names[:6])}'
+        + (', ...' if len(names) > 6 else '') + f'); the model tells {num_classes} apart.',
+        fix=f"Set the model's num_classes to {len(names)}.", parameters=(_NAME,))
+  for model_feature, parts in kind_of_batch.tokens.items():
     bound = spec.vocab_sizes.get(model_feature)
     for part in parts:
       vocabulary = task.output_features[part].vocabulary
@@ -173,6 +208,8 @@ def _reading_fix(task: TaskOrMixture) -> str:
   for subtask in seqio.get_subtasks(task):
     if isinstance(subtask.source, seqio.TfdsDataSource):
       name = subtask.source.tfds_dataset.name
+      files = classification_tasks.FROM_FILES.get(subtask.name.removesuffix('.with_vocabulary'))
       return (f'Prepare it once with: tfds build {name.split(":")[0]} --data_dir=DIR\n'
-              'and give the training run --tfds_data_dir=DIR (nothing is downloaded by a run).')
+              'and give the training run --tfds_data_dir=DIR (nothing is downloaded by a run).'
+              + (f"\nOr give its files: MIXTURE_OR_TASK_NAME = '{files}'." if files else ''))
   return 'Check the files and the preprocessors of the task.'

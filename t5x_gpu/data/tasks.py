@@ -5,6 +5,7 @@
   text_files:PATTERN   a document per file, line breaks kept
   text_lines:PATTERN   a document per line
   jsonl:PATTERN        a JSON object per line: 'text', or 'inputs' and 'targets'
+  text_pairs:PATTERN   .tsv with inputs, a tab and targets per line, or .jsonl with these keys
 
 Language-model documents longer than the sequence are cut into pieces, not thrown away; the
 end-of-sequence id stands at the end of a document only. In tasks made from a path a hash of the
@@ -12,13 +13,15 @@ text (of each span of 64 lines in `text_files`) puts about 1 in 20 into the vali
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
 from t5x_gpu.data import files as files_lib
-from t5x_gpu.data import sources
+from t5x_gpu.data import sources, tables
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import named_vocabulary
+from t5x_gpu.errors import DataError
 
 # Examples in the shuffle buffer, which is part of the saved state: 1000 x 256 tokens are 1 MB
 # before compression.
@@ -100,13 +103,49 @@ def jsonl(pattern: str) -> seqio.Task:
   """
   files = files_lib.matching_files(pattern)
   keys = files_lib.jsonl_keys(files[0])
-  reader = sources.JsonLines(files, keys=keys)
+  reader = _json_lines(keys)
   if set(keys.values()) == {'targets'}:
     return _text_task('jsonl', files, reader)
-  return seqio.Task('jsonl', source=sources.HashSplitSource(files, reader=reader),
-                    preprocessors=_SUPERVISED_PREPROCESSORS,
+  return _supervised_task('jsonl', sources.HashSplitSource(files, reader=reader))
+
+
+def _json_lines(keys: Mapping[str, str]) -> sources.ParsedLines:
+  return sources.ParsedLines(features=list(keys.values()), parse=functools.partial(
+      files_lib.json_fields, keys=list(keys)))
+
+
+def _supervised_task(name: str, source: seqio.DataSource) -> seqio.Task:
+  return seqio.Task(name, source=source, preprocessors=_SUPERVISED_PREPROCESSORS,
                     output_features=_features(named_vocabulary('byte'), ['inputs', 'targets']),
                     shuffle_buffer_size=SHUFFLE_BUFFER)
+
+
+def text_pairs(pattern: str) -> seqio.Task:
+  """Returns a supervised task from .tsv or .jsonl files.
+
+  The words train, dev, test in the file names say the split; without them a hash does.
+
+  Raises:
+    DataError: no file matches; files of both forms, or of neither. Lines that are no pair raise when
+      they are read, naming file:line.
+  """
+  files = files_lib.matching_files(pattern)
+  forms = sorted({os.path.splitext(path)[1] for path in files})
+  if forms not in (['.tsv'], ['.jsonl']):
+    raise DataError(f'text_pairs reads .tsv files or .jsonl files; {pattern!r} matches '
+                    f'{len(files)} of the form {", ".join(form or "without one" for form in forms)}.',
+                    fix='Narrow the pattern to files of one form, such as text_pairs:FOLDER/*.tsv.',
+                    parameters=('DatasetConfig.mixture_or_task_name',))
+  names = ('inputs', 'targets')
+  if forms == ['.jsonl']:
+    reader = _json_lines({name: name for name in names})
+  else:
+    reader = sources.ParsedLines(features=names, parse=tables.pair_fields)
+  by_split = tables.files_by_split(files)
+  if by_split is None:
+    return _supervised_task('text_pairs', sources.HashSplitSource(files, reader=reader))
+  return _supervised_task('text_pairs', sources.DocumentSource(
+      lambda: by_split, reader=reader, splits=tuple(by_split)))
 
 
 def _translate_english_to_german(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -125,6 +164,8 @@ seqio.TaskRegistry.add(
     shuffle_buffer_size=SHUFFLE_BUFFER)
 
 OWN_TASKS = ('python_source', 'wmt_ende')
+# Names (before a colon, if they have one) of tasks that may give one text per example.
+TEXTS = ('python_source', 'text_files', 'text_lines', 'jsonl')
 # What stands before the colon -> the maker from a path pattern.
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
-    'text_files': text_files, 'text_lines': text_lines, 'jsonl': jsonl}
+    'text_files': text_files, 'text_lines': text_lines, 'jsonl': jsonl, 'text_pairs': text_pairs}

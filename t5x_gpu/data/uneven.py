@@ -7,6 +7,7 @@ sum that should have been divided by the target tokens of all devices looks righ
 import numpy as np
 
 from t5x_gpu.data.batches import Batch, BatchSpec
+from t5x_gpu.data.features import LABEL_WEIGHTS
 from t5x_gpu.data.synthetic import SyntheticBatches
 
 MAX_WEIGHT = 3
@@ -16,7 +17,8 @@ def uneven_batches(spec: BatchSpec, *, seed: int, num_batches: int) -> list[Batc
   """Returns `num_batches` batches of `spec`, a function of the arguments alone.
 
   Each row ends at a random length of its own, padding (0 in every feature) follows; the last of
-  several rows is nothing but padding. Loss weights, where they are not 0, are 1 to `MAX_WEIGHT`.
+  several rows is nothing but padding. Weights, where they are not 0, are 1 to `MAX_WEIGHT`; labels
+  have the weight 0 where the row is empty.
 
   Raises:
     DataError: `spec` has a feature that no random batch can have.
@@ -29,7 +31,12 @@ def uneven_batches(spec: BatchSpec, *, seed: int, num_batches: int) -> list[Batc
 def _uneven(batch: Batch, random: np.random.Generator) -> Batch:
   ends: dict[str, np.ndarray] = {}  # of the rows of each stack, 'encoder' or 'decoder'
   result = {}
-  for name, x in batch.items():
+  for name, x in sorted(batch.items(), key=lambda item: -item[1].ndim):  # labels after tokens
+    if x.ndim == 1:
+      if name == LABEL_WEIGHTS:
+        x = x * random.integers(1, MAX_WEIGHT + 1, x.shape)
+      result[name] = np.where(ends['encoder'] > 0, x, 0).astype(batch[name].dtype)
+      continue
     rows, length = x.shape[:2]
     stack = name.split('_')[0]
     if stack not in ends:
@@ -39,4 +46,4 @@ def _uneven(batch: Batch, random: np.random.Generator) -> Batch:
     if name.endswith('loss_weights'):
       x = x * random.integers(1, MAX_WEIGHT + 1, x.shape).astype(x.dtype)
     result[name] = np.where(np.arange(length) < ends[stack][:, None], x, 0).astype(x.dtype)
-  return result
+  return {name: result[name] for name in batch}

@@ -1,16 +1,36 @@
-"""Vocabularies by name, and text <-> ids for people who look at what a model writes."""
+"""Vocabularies by name, their special ids, and text <-> ids for people who look at model output."""
 
 import dataclasses
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Optional, Union
 
 import numpy as np
 
+from t5x_gpu.data.huggingface_vocabulary import HuggingFaceVocabulary
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError
 
-_PREFIX = 'sentencepiece:'
+_PREFIX, _HUGGINGFACE = 'sentencepiece:', 'huggingface:'
+
+
+class ClassVocabulary(seqio.PassThroughVocabulary):
+  """The classes of a label: number <-> name.
+
+  Args:
+    names: class names, in the order of their numbers.
+  """
+
+  def __init__(self, names: Sequence[str]):
+    super().__init__(size=len(names))
+    self.names = tuple(names)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, ClassVocabulary) and self.names == other.names
+
+  def __hash__(self) -> int:
+    return hash(self.names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +40,7 @@ class TextVocabulary:
   Attributes:
     size: number of ids; the model's vocabulary must be at least as large.
     eos_id: id that ends a document, or None.
-    name: for logs: 'byte', 'sentencepiece:FILE' or SeqIO's class name.
+    name: for logs: 'byte', 'sentencepiece:FILE', 'huggingface:FILE' or SeqIO's class name.
   """
   size: int
   eos_id: Optional[int]
@@ -39,25 +59,35 @@ class TextVocabulary:
     return self._seqio.decode([i for i in ids if i != 0])
 
 
-def named_vocabulary(name: str) -> seqio.Vocabulary:
-  """Returns SeqIO's vocabulary for 'byte' (259 ids) or 'sentencepiece:MODEL_FILE'.
+def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
+  """Returns SeqIO's vocabulary for 'byte' (259 ids), 'sentencepiece:FILE' or 'huggingface:FOLDER'.
 
+  Args:
+    name: which.
+    extra_ids: sentinels after the last id, counted from the end as in T5. A Hugging Face tokenizer
+      that has as many of its own, or [MASK] where one is asked for, gets none.
   Raises:
-    DataError: another name, or a model file that is missing or broken.
+    DataError: another name, or a file that is missing or broken.
   """
   if name == 'byte':
-    return seqio.ByteVocabulary(extra_ids=0)
+    return seqio.ByteVocabulary(extra_ids=extra_ids)
+  if name.startswith(_HUGGINGFACE):
+    path = name[len(_HUGGINGFACE):]
+    own = HuggingFaceVocabulary(path)
+    num_own = max(len(own.sentinel_ids), own.mask_id is not None)
+    return own if num_own >= extra_ids else HuggingFaceVocabulary(path, extra_ids=extra_ids)
   if not name.startswith(_PREFIX):
     raise DataError(f'There is no vocabulary {name!r}.',
-                    fix="Set DatasetConfig.vocabulary to 'byte', 'sentencepiece:MODEL_FILE', or "
-                        "None for the task's own.", parameters=('DatasetConfig.vocabulary',))
+                    fix="Set DatasetConfig.vocabulary to 'byte', 'sentencepiece:MODEL_FILE', "
+                        "'huggingface:FOLDER', or None for the task's own.",
+                    parameters=('DatasetConfig.vocabulary',))
   path = os.path.expanduser(name[len(_PREFIX):])
   if '://' not in path and not os.path.isfile(path):
     raise DataError(
         f'The SentencePiece model {path!r} does not exist (looked from {os.getcwd()}).',
         fix='Correct the path after sentencepiece: in DatasetConfig.vocabulary; it is the .model '
             'file that spm_train writes.', parameters=('DatasetConfig.vocabulary',))
-  vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=0)
+  vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=extra_ids)
   try:
     _ = vocabulary.vocab_size  # Loads the file.
   except Exception as e:  # SentencePiece raises RuntimeError, OSError and protobuf's own errors.
@@ -73,6 +103,10 @@ def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
     return 'byte'
   if isinstance(vocabulary, seqio.SentencePieceVocabulary):
     return _PREFIX + vocabulary.sentencepiece_model_file
+  if isinstance(vocabulary, HuggingFaceVocabulary):
+    return _HUGGINGFACE + str(vocabulary.path)
+  if isinstance(vocabulary, ClassVocabulary):
+    return 'classes'
   return type(vocabulary).__name__
 
 
@@ -82,6 +116,10 @@ def vocabulary_fingerprint(vocabulary: seqio.Vocabulary) -> str:
   if isinstance(vocabulary, seqio.SentencePieceVocabulary):
     digest = hashlib.sha256(vocabulary.sp_model).hexdigest()[:16]
     kind = f'{_PREFIX}{os.path.basename(vocabulary.sentencepiece_model_file)} ({digest})'
+  elif isinstance(vocabulary, HuggingFaceVocabulary):
+    kind = f'{_HUGGINGFACE}{vocabulary.path.name} ({vocabulary.fingerprint})'
+  elif isinstance(vocabulary, ClassVocabulary):
+    kind = f'classes {", ".join(vocabulary.names)}'
   return f'{kind}, {vocabulary.vocab_size} ids'
 
 
@@ -89,3 +127,32 @@ def text_vocabulary(vocabulary: seqio.Vocabulary) -> TextVocabulary:
   """Returns `vocabulary` for encoding prompts and decoding samples."""
   return TextVocabulary(size=vocabulary.vocab_size, eos_id=vocabulary.eos_id,
                         name=vocabulary_name(vocabulary), _seqio=vocabulary)
+
+
+def start_id(vocabulary: seqio.Vocabulary) -> Optional[int]:
+  """Returns the id that stands before a text for an encoder ([CLS]), or None: most have none."""
+  return vocabulary.start_id if isinstance(vocabulary, HuggingFaceVocabulary) else None
+
+
+def sentinel_ids(vocabulary: seqio.Vocabulary) -> tuple[int, ...]:
+  """Returns the ids that stand for missing spans, first one first; they descend, as in T5."""
+  if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.sentinel_ids:
+    return vocabulary.sentinel_ids
+  return tuple(vocabulary.vocab_size - 1 - i for i in range(vocabulary.extra_ids))
+
+
+def mask_id(vocabulary: seqio.Vocabulary) -> Optional[int]:
+  """Returns the id that hides a token: [MASK], or else the first sentinel; None without either."""
+  if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.mask_id is not None:
+    return vocabulary.mask_id
+  return next(iter(sentinel_ids(vocabulary)), None)
+
+
+def ordinary_ids(vocabulary: seqio.Vocabulary) -> np.ndarray:
+  """Returns the ids [n], int32, that are pieces of text: no padding, end, unknown or sentinel."""
+  if isinstance(vocabulary, HuggingFaceVocabulary):
+    return vocabulary.ordinary_ids
+  special = {0, vocabulary.eos_id, vocabulary.unk_id, *sentinel_ids(vocabulary)}
+  if isinstance(vocabulary, seqio.SentencePieceVocabulary):
+    special.add(vocabulary.bos_id)
+  return np.asarray([i for i in range(vocabulary.vocab_size) if i not in special], np.int32)

@@ -45,6 +45,31 @@ def test_wrong_lengths_name_the_feature_and_the_fix(lengths, says):
   assert 'Set TASK_FEATURE_LENGTHS' in text
 
 
+def test_labels_and_their_weights_have_one_number_per_row():
+  got = spec('encoder_classification', {'inputs': 8}, pack=False, num_classes=3)
+  assert got.shapes == {'encoder_input_tokens': (4, 8), 'label': (4,), 'label_weights': (4,)}
+  assert got.vocab_sizes == {'encoder_input_tokens': 384, 'label': 3}
+
+
+def test_rows_with_one_label_are_not_packed():
+  with pytest.raises(DataError) as e:
+    spec('encoder_classification', {'inputs': 8}, num_classes=3)
+  assert 'one label per row' in e.value.what and e.value.fix == 'Set PACK = False.'
+
+
+@pytest.mark.parametrize('num_classes', [None, 1])
+def test_one_class_is_none(num_classes):
+  with pytest.raises(DataError, match=f'num_classes = {num_classes} classes'):
+    spec('encoder_classification', {'inputs': 8}, pack=False, num_classes=num_classes)
+
+
+def test_hidden_and_full_text_have_one_length():
+  with pytest.raises(DataError, match='must be equal') as e:
+    spec('encoder_mlm', {'inputs': 8, 'targets': 4})
+  assert "{'inputs': 8, 'targets': 8}" in e.value.fix
+  assert set(spec('encoder_mlm', {'inputs': 8, 'targets': 8}).shapes.values()) == {(4, 8)}
+
+
 def test_unknown_converter_is_refused_with_a_suggestion():
   with pytest.raises(ConfigError, match="Did you mean 'prefix_lm'"):
     spec('prefixlm')
@@ -52,5 +77,6 @@ def test_unknown_converter_is_refused_with_a_suggestion():
 
 def test_specs_and_synthetic_batches_import_no_tensorflow():
   code = ('import sys, t5x_gpu.data.synthetic, t5x_gpu.data.features, t5x_gpu.data.files\n'
+          'import t5x_gpu.data.tables, t5x_gpu.data.snippets, t5x_gpu.data.uneven\n'
           'assert not {"tensorflow", "seqio", "jax"} & set(sys.modules)')
   subprocess.run([sys.executable, '-c', code], check=True)

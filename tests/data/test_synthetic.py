@@ -3,17 +3,18 @@
 import numpy as np
 import pytest
 
-from t5x_gpu.data import batches, features
+from t5x_gpu.data import batches, features, uneven
 from t5x_gpu.errors import DataError
 
 
 def open_synthetic(converter='lm', *, repeat=True, pack=True, seed=0, lengths=None, **kwargs):
-  names = features.layout(converter).task_features
+  kind = features.layout(converter)
+  names, pack = kind.task_features, pack and kind.packed is not None
   lengths = lengths or {name: 16 for name in names}
   config = batches.DatasetConfig('random', lengths, 'train', 4, seed=seed, pack=pack,
                                  module='t5x_gpu.data.synthetic', **kwargs)
   spec = features.batch_spec(converter, task_feature_lengths=lengths, batch_size=4, pack=pack,
-                             vocab_size=50)
+                             vocab_size=50, num_classes=3 if kind.label else None)
   return spec, batches.open_batches(config, spec=spec, feature_converter=converter, repeat=repeat)
 
 
@@ -42,6 +43,37 @@ def test_prefix_reaches_one_further_than_the_positions_without_loss():
   batch = next(iterator)
   assert batch['decoder_loss_weights'][0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
   assert batch['decoder_causal_attention'][0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_masked_rows_hide_what_has_a_weight_and_nothing_else():
+  spec, iterator = open_synthetic('encoder_mlm', lengths={'inputs': 512, 'targets': 512})
+  batch = next(iterator)
+  hidden = batch['encoder_loss_weights'] == 1
+  assert (batch['encoder_input_tokens'][hidden] == spec.vocab_sizes['encoder_input_tokens'] - 1
+          ).all()
+  assert (batch['encoder_input_tokens'] == batch['encoder_target_tokens'])[~hidden].all()
+  assert 0.1 < hidden.mean() < 0.2
+
+
+def test_labels_are_of_all_classes_and_weigh_1():
+  _, iterator = open_synthetic('encoder_classification')
+  labels = np.concatenate([next(iterator)['label'] for _ in range(20)])
+  assert set(labels) == {0, 1, 2}
+  assert (next(iterator)['label_weights'] == 1).all()
+
+
+@pytest.mark.parametrize('converter', list(features.LAYOUTS))
+def test_uneven_batches_have_an_empty_row_without_weight_and_others_of_several(converter):
+  spec, _ = open_synthetic(converter)
+  seen = set()
+  for batch in uneven.uneven_batches(spec, seed=0, num_batches=3):
+    spec.check(batch)
+    assert not any(x[-1].any() for x in batch.values())
+    weights = next(x for name, x in batch.items() if name.endswith('_weights'))
+    seen |= set(weights[weights > 0].tolist())
+    if converter == 'encoder_classification':
+      assert (batch['encoder_input_tokens'].any(1) == (weights > 0)).all()
+  assert len(seen) > 1
 
 
 def test_same_seed_same_batches_other_seed_others():

@@ -1,0 +1,219 @@
+"""A Hugging Face tokenizer as a SeqIO vocabulary: `tokenizer.json`, through the `tokenizers` package.
+
+Id 0 is padding everywhere in t5x_gpu, as in SeqIO. Where it is a word in the tokenizer (GPT-2,
+Llama 3 and Qwen: '!'; RoBERTa: '<s>'), that word gets the first id after the tokenizer's last, and
+`moved_zero_id` says which; encoding and decoding take care of it. A model that comes with the
+tokenizer needs row 0 of its token table there as well.
+"""
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.errors import DataError
+
+# What tokenizers call padding that have no tokenizer_config.json beside them.
+_PADDING = ('[PAD]', '<pad>', '<PAD>', '<|pad|>')
+_PARAMETERS = ('DatasetConfig.vocabulary',)
+
+
+class HuggingFaceVocabulary(seqio.Vocabulary):
+  """Text <-> token ids as `tokenizer.json` has it, without its template of special tokens.
+
+  Args:
+    path: tokenizer.json, or the folder with it; tokenizer_config.json (or special_tokens_map.json)
+      beside it names the special tokens.
+    extra_ids: sentinels after the tokenizer's own ids, for a tokenizer without such.
+  Raises:
+    DataError: no such file, not a tokenizer, special tokens without an id, or no `tokenizers`.
+  """
+
+  def __init__(self, path: str | os.PathLike, *, extra_ids: int = 0):
+    super().__init__(extra_ids=extra_ids)
+    self.path = _tokenizer_file(path)
+    self._tokenizer = _load(self.path)
+    self._named = _special_tokens(self.path, self._tokenizer)
+    size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+    # Some tokenizers leave gaps: the highest id counts.
+    self._own_size = max(size, 1 + max(self._tokenizer.get_vocab().values(), default=0))
+    padding = (self._named['pad_token'],) if 'pad_token' in self._named else _PADDING
+    is_free = self._tokenizer.id_to_token(0) in (None, *padding)
+    self.moved_zero_id: Optional[int] = None if is_free else self._own_size
+
+  def id_of(self, token: str) -> Optional[int]:
+    """Returns the id of `token` in t5x_gpu's numbering, or None."""
+    number = self._tokenizer.token_to_id(token)
+    return None if number is None else self._moved(number)
+
+  def _id(self, *names: str) -> Optional[int]:
+    for name in names:
+      if name in self._named:
+        return self.id_of(self._named[name])
+    return None
+
+  @property
+  def start_id(self) -> Optional[int]:
+    """What stands before a text for an encoder: BERT's [CLS]."""
+    return self._id('cls_token')
+
+  @property
+  def bos_id(self) -> Optional[int]:
+    return self._id('bos_token', 'cls_token')
+
+  @property
+  def eos_id(self) -> Optional[int]:
+    """What ends a text; for BERT that is [SEP]."""
+    return self._id('eos_token', 'sep_token')
+
+  @property
+  def unk_id(self) -> Optional[int]:
+    return self._id('unk_token')
+
+  @property
+  def mask_id(self) -> Optional[int]:
+    return self._id('mask_token')
+
+  @functools.cached_property
+  def sentinel_ids(self) -> tuple[int, ...]:
+    """The tokenizer's own <extra_id_0>, <extra_id_1>, ... (T5), or nothing."""
+    found: list[int] = []
+    while (number := self.id_of(f'<extra_id_{len(found)}>')) is not None:
+      found.append(number)
+    return tuple(found)
+
+  @functools.cached_property
+  def ordinary_ids(self) -> np.ndarray:
+    """Ids [n] that are pieces of text, int32: all but padding, special and added tokens."""
+    special = set(self._tokenizer.get_added_tokens_decoder())
+    special |= {self._tokenizer.token_to_id(token) for token in self._named.values()}
+    ids = {self._moved(i) for i in self._tokenizer.get_vocab().values() if i not in special}
+    return np.asarray(sorted(ids - {0}), np.int32)
+
+  @functools.cached_property
+  def fingerprint(self) -> str:
+    """16 hex digits of the tokenizer and its special tokens."""
+    digest = hashlib.sha256(self.path.read_bytes())
+    digest.update(json.dumps(self._named, sort_keys=True).encode())
+    return digest.hexdigest()[:16]
+
+  @property
+  def _base_vocab_size(self) -> int:
+    return self._own_size + (self.moved_zero_id is not None)
+
+  def _moved(self, number: int) -> int:
+    return self.moved_zero_id if number == 0 and self.moved_zero_id is not None else number
+
+  def _encode(self, s: str) -> list[int]:
+    return [self._moved(i) for i in self._tokenizer.encode(s, add_special_tokens=False).ids]
+
+  def _decode(self, ids: Iterable[int]) -> str:
+    # `seqio.Vocabulary.decode` keeps the EOS, and sentinels that we added count as unknown.
+    dropped = {0, self.eos_id, self.start_id}
+    kept = [0 if i == self.moved_zero_id else i for i in map(int, ids) if i not in dropped]
+    return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+  def _encode_tf(self, s: tf.Tensor) -> tf.Tensor | tf.RaggedTensor:
+    def encode(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+      rows = [self._encode(text.decode('utf-8', errors='replace')) for text in texts.reshape(-1)]
+      flat = np.asarray([i for row in rows for i in row], np.int32)
+      return flat, np.asarray([len(row) for row in rows], np.int64)
+
+    # Stateless: it does not enter the state of a tf.data iterator.
+    ids, lengths = tf.numpy_function(encode, [tf.reshape(s, [-1])], [tf.int32, tf.int64],
+                                     stateful=False)
+    ids, lengths = tf.ensure_shape(ids, [None]), tf.ensure_shape(lengths, [None])
+    return ids if s.shape.rank == 0 else tf.RaggedTensor.from_row_lengths(ids, lengths)
+
+  def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:
+    if isinstance(ids, tf.RaggedTensor):
+      ids = ids.to_tensor(0)
+
+    def decode(rows: np.ndarray) -> np.ndarray:
+      texts = [self._decode(row).encode() for row in np.atleast_2d(rows)]
+      return np.asarray(texts if rows.ndim > 1 else texts[0], dtype=object)
+
+    text = tf.numpy_function(decode, [ids], tf.string, stateful=False)
+    return tf.ensure_shape(text, ids.shape[:-1])
+
+  def __eq__(self, other: Any) -> bool:
+    return (isinstance(other, HuggingFaceVocabulary) and self.fingerprint == other.fingerprint
+            and self.extra_ids == other.extra_ids)
+
+  def __hash__(self) -> int:
+    return hash((self.fingerprint, self.extra_ids))
+
+  def __repr__(self) -> str:
+    return f'HuggingFaceVocabulary({str(self.path)!r})'
+
+
+def _tokenizer_file(path: str | os.PathLike) -> pathlib.Path:
+  given = pathlib.Path(path).expanduser()
+  file = given / 'tokenizer.json' if given.is_dir() else given
+  if file.is_file():
+    return file
+  held = sorted(p.name for p in given.iterdir())[:8] if given.is_dir() else []
+  raise DataError(
+      f'The tokenizer {str(file)!r} does not exist (looked from {os.getcwd()})'
+      + (f'; the folder holds {", ".join(held) or "nothing"}.' if given.is_dir() else '.'),
+      fix='Give the folder of the model, or its tokenizer.json, after huggingface: in '
+          'DatasetConfig.vocabulary. A folder with only a vocab file needs, once, where '
+          "transformers is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).",
+      parameters=_PARAMETERS)
+
+
+def _load(path: pathlib.Path) -> Any:
+  try:
+    library = importlib.import_module('tokenizers')
+  except ModuleNotFoundError as e:
+    raise DataError(
+        f'Reading {str(path)!r} needs the package tokenizers, which is not installed.',
+        fix='Run: pip install tokenizers', parameters=_PARAMETERS) from e
+  try:
+    tokenizer = library.Tokenizer.from_file(str(path))
+  except Exception as e:  # The Rust library raises Exception itself.
+    raise DataError(
+        f'{str(path)!r} cannot be read as a tokenizer: {e}',
+        fix='Point DatasetConfig.vocabulary at a tokenizer.json that the tokenizers package, or '
+            'save_pretrained of a fast tokenizer, has written.', parameters=_PARAMETERS) from e
+  # We cut and fill rows ourselves; what the file says of it is meant for single sentences.
+  tokenizer.no_padding()
+  tokenizer.no_truncation()
+  return tokenizer
+
+
+def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
+  """Returns 'eos_token' -> its text, for those that the files beside `path` name."""
+  named: dict[str, str] = {}
+  for name in ('special_tokens_map.json', 'tokenizer_config.json'):  # the later one counts
+    file = path.with_name(name)
+    if not file.is_file():
+      continue
+    try:
+      content = json.loads(file.read_text(encoding='utf-8'))
+      named |= {key: value['content'] if isinstance(value, dict) else value
+                for key, value in content.items()
+                if key.endswith('_token') and isinstance(value, (str, dict))}
+    except (ValueError, AttributeError, KeyError) as e:
+      raise DataError(f'{str(file)!r} is not what save_pretrained writes: {e!r}.',
+                      fix='Mend it, or copy it from the model once more.',
+                      parameters=_PARAMETERS) from e
+  if 'unk_token' not in named:
+    unknown = json.loads(path.read_text(encoding='utf-8')).get('model', {}).get('unk_token')
+    named |= {'unk_token': unknown} if unknown else {}
+  missing = {key: token for key, token in named.items() if tokenizer.token_to_id(token) is None}
+  if missing:
+    raise DataError(
+        f'{str(path)!r} has no id for ' + ', '.join(
+            f'{token!r} ({key})' for key, token in sorted(missing.items()))
+        + ', which the file beside it names as special.',
+        fix='Take tokenizer.json and tokenizer_config.json of the same model.',
+        parameters=_PARAMETERS)
+  return named
