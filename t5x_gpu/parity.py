@@ -2,7 +2,8 @@
 
 Runs a few steps of the model twice, in float32: split as the gin file says over N devices, which
 this machine's CPU can play, and on one device without any parallelism. No data is needed, and no
-GPU. Exit code 1 at the first gradient, update, loss or norm that differs (docs/parity.md).
+GPU. Exit code 1 at the first output of a layer, gradient, update, loss or norm that differs
+(docs/parity.md).
 """
 
 import argparse
@@ -27,7 +28,7 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime import xla_flags
 from t5x_gpu.runtime.topology import Device, Topology
-from t5x_gpu.training.parity_tables import as_dict, parameter_rows, step_rows
+from t5x_gpu.training.parity_tables import as_dict, layer_rows, parameter_rows, step_rows
 from t5x_gpu.training.program import Program, compile_options, program_of_run
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.recording import Recording
@@ -43,7 +44,6 @@ A large model is proved by a small one of the same kind: set fewer layers, small
 one row per part. The verdict is the last line; exit code 0 says that the runs are the same.
 """
 FAKE = 'xla_force_host_platform_device_count'
-# Arguments of train() that say what a step is, apart from accumulation.
 
 
 def in_float32(model: Any) -> tuple[Any, bool]:
@@ -102,14 +102,15 @@ def parity(arguments: Mapping[str, Any], programs: tuple[Program, Program], *, n
     tolerance: largest relative difference allowed.
     xla: what to compile with.
   """
+  seed = arguments.get('random_seed', 0)
   # GPUs multiply float32 matrices in TF32, with 10 bits, unless told otherwise.
   with jax.default_matmul_precision('highest'):
-    mesh, one = (Run(program, max_grad_norm=arguments.get('max_grad_norm'),
+    mesh, one = (Run(program, model=in_float32(arguments['model'])[0], seed=seed,
+                     max_grad_norm=arguments.get('max_grad_norm'),
                      compiler_options=compile_options(program, xla)) for program in programs)
     runs = TwoRuns(mesh, one, optimizer=arguments['optimizer'],
                    schedule=_scaled(arguments['learning_rate'], programs[0].learning_rate_factor))
-    batches = uneven_batches(programs[0].spec, seed=arguments.get('random_seed', 0),
-                             num_batches=num_steps)
+    batches = uneven_batches(programs[0].spec, seed=seed, num_batches=num_steps)
     return compare_runs(runs, batches, tolerance=tolerance)
 
 
@@ -205,13 +206,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   report = parity(arguments, programs, num_steps=args.extra.steps, tolerance=args.extra.tolerance,
                   xla=xla)
   console = rich.console.Console(highlight=False)
-  for rows in (step_rows(report), parameter_rows(report)):
-    print()
-    print_table(rows, console=console)
+  for rows in (step_rows(report), layer_rows(report), parameter_rows(report)):
+    if len(rows) > 1:
+      print()
+      print_table(rows, console=console)
   print()
   if report.rounding:
     print('Beyond the tolerance, but no more than one ulp of the parameters changes them on one '
-          f'device: the gradients of {", ".join(report.rounding)}.')
+          f'device: {", ".join(report.rounding)}.')
   if report.failure and report.failure.how:
     print(report.failure.how)
   print(report.sentence())

@@ -12,6 +12,8 @@ from typing import Any, Optional
 import jax
 import numpy as np
 
+from t5x_gpu.training.layer_outputs import LayerOutputs
+
 # Units in the last place of a parameter's largest value that an update may be rounded by: one when
 # it is added, the rest because compilers fuse the arithmetic before differently.
 UPDATE_ULPS = 4
@@ -36,11 +38,6 @@ class Leaf:
     if self.layers_axis is None:
       return ()
     return self.path[:self.path.index('layers') + 1] if 'layers' in self.path else self.path[:1]
-
-  @property
-  def module(self) -> str:
-    """What part of a layer it belongs to, 'mlp'; '' outside of layers."""
-    return '' if self.layers_axis is None else '/'.join(self.path[len(self.stack):][:1])
 
   def name(self, layer: Optional[int] = None) -> str:
     """Returns 'layers/mlp/wo/kernel', or 'layers/3/mlp/wo/kernel' for one layer of it."""
@@ -78,6 +75,48 @@ class Difference:
   def name(self) -> str:
     """Where the worst is: 'layers/3/mlp/wo/kernel'."""
     return self.leaf.name(self.worst_layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerDifference:
+  """How far what a layer returns is from what it should be.
+
+  Attributes:
+    name: 'embed', 'layers/0' and so on, 'head'.
+    output: largest difference of the layer's output over its largest value; of the head, the
+      difference of the loss. Infinite where a value is not finite.
+    gradient: likewise of the gradient of the loss with respect to this output; 0 of the head.
+  """
+  name: str
+  output: float
+  gradient: float
+
+
+def layer_differences(got: Optional[LayerOutputs], want: Optional[LayerOutputs]
+                      ) -> list[LayerDifference]:
+  """Returns how far apart two runs are after `embed`, every layer, and the head, in this order.
+
+  Args:
+    got, want: trees of numpy arrays; None gives no differences.
+  """
+  if got is None or want is None:
+    return []
+  count = len(jax.tree.leaves(want.outputs)[0])
+
+  def worst(got: Any, want: Any, layer: int) -> float:
+    return max(_relative(a[layer], b[layer])
+               for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+  return [LayerDifference('embed' if i == 0 else f'layers/{i - 1}',
+                          worst(got.outputs, want.outputs, i),
+                          worst(got.gradients, want.gradients, i))
+          for i in range(count)] + [
+              LayerDifference('head', _relative(np.divide(*got.sums['loss']),
+                                                np.divide(*want.sums['loss'])), 0.0)]
+
+
+def _relative(got: np.ndarray, want: np.ndarray) -> float:
+  [error] = _by_layer(Leaf((), None, 1), abs(_wide(got) - _wide(want)), _largest(want))
+  return error
 
 
 def leaves(names: Any, tree: Any) -> list[Leaf]:

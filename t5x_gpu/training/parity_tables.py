@@ -21,6 +21,17 @@ def step_rows(report: Report) -> list[list[str]]:
   return rows
 
 
+def layer_rows(report: Report) -> list[list[str]]:
+  """Returns a row per layer, in order of the forward pass: its worst step."""
+  rows = [['layer', 'output', 'gradient of it']]
+  for of_layer in zip(*(s.layers for s in report.steps)):
+    name = of_layer[0].name
+    rows.append([name if name != 'head' else 'head (loss)',
+                 _number(max(d.output for d in of_layer)),
+                 '-' if name == 'head' else _number(max(d.gradient for d in of_layer))])
+  return rows
+
+
 def parameter_rows(report: Report) -> list[list[str]]:
   """Returns a row per parameter: its worst step and layer, for gradient and update."""
   rows = [['parameter', 'gradient', 'layer', 'update', 'layer', 'drift']]
@@ -48,6 +59,8 @@ def as_dict(report: Report) -> dict[str, Any]:
                  'mesh': {k: _finite(v) for k, v in s.mesh.items()},
                  'one_device': {k: _finite(v) for k, v in s.one.items()},
                  'metrics': {k: _finite(v) for k, v in s.metrics.items()},
+                 'layers': [{'name': d.name, 'output': _finite(d.output),
+                             'gradient': _finite(d.gradient)} for d in s.layers],
                  **{name: arrays(getattr(s, name)) for name in (
                      'gradient', 'update', 'optimizer_state', 'drift')}} for s in report.steps]}
 
