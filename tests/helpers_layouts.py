@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from t5x_gpu.layers.moe import capacity
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.collectives import Collective, inventory, partitioned_hlo
@@ -52,8 +53,11 @@ class Case:
 _1F1B = dict(stage=2, pipeline_schedule='1f1b')
 _HSDP = dict(ici_mesh_shape={'fsdp': -1}, dcn_mesh_shape={'data': -1})
 BFLOAT16 = dict(dtype='bfloat16')
+# Just enough room in experts for tokens that are evenly spread.
+EXPERTS = dict(num_experts=4, expert_capacity_factor=1.0)
 CASES = {
     'one_device': Case(num_devices=1),
+    'one_device_experts': Case(config=EXPERTS, num_devices=1),
     'dp': Case(),
     'dp_4_microbatches': Case(num_microbatches=4),
     'zero1': Case(dict(fsdp=8, zero_stage=1)),
@@ -77,11 +81,19 @@ CASES = {
     'fsdp_cp': Case(dict(fsdp=4, context=2)),
     'cp_tp': Case(dict(context=2, num_partitions=2)),
     '3d': Case(dict(_1F1B, num_partitions=2, sequence_parallel=True)),
+    'ep': Case(dict(expert=4), EXPERTS),
+    'ep_fsdp': Case(dict(data=1, fsdp=4, expert=2), EXPERTS),
 }
 
 
 def config_of(case: Case) -> TransformerConfig:
   return dataclasses.replace(CONFIG, **case.config)
+
+
+def slots(config: TransformerConfig) -> int:
+  """Returns how many tokens of a row one expert has room for."""
+  return capacity(LENGTH, num_experts=config.num_experts, factor=config.expert_capacity_factor,
+                  experts_per_token=config.num_experts_per_token)
 
 
 def build(case: Case, **sizes: Any) -> Program:

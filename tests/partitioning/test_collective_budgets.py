@@ -11,14 +11,16 @@ import pytest
 
 from t5x_gpu.models.config import DTYPES
 from t5x_gpu.partitioning import (
-    context_parallel, data_parallel, fsdp, pipeline_parallel, sequence_parallel, tensor_parallel)
+    context_parallel, data_parallel, expert_parallel, fsdp, pipeline_parallel, sequence_parallel,
+    tensor_parallel)
 from t5x_gpu.partitioning.collectives import chosen
 
 from tests.helpers_layouts import (
-    BATCH, CASES, CONFIG, LENGTH, QUICK, Case, build, collectives, config_of, program, ticks,
-    timetable)
+    BATCH, CASES, CONFIG, EXPERTS, LENGTH, QUICK, Case, build, collectives, config_of, program,
+    slots, ticks, timetable)
 
-# Axes that split rows or positions, and so make gradients that are sums.
+# Axes that split rows or positions, and so make gradients that are sums. So does `expert`, of all
+# but the experts.
 TOKENS = ('data', 'context')
 MESH = ('stage', 'data', 'fsdp', 'context', 'expert', 'model')
 
@@ -31,11 +33,13 @@ def expected_bytes(name):
   dtype_bytes = DTYPES[c.dtype].dtype.itemsize
   num_layers = c.num_layers // n['stage']
   # Elements that one device holds, whole over fsdp.
-  kernels = (4 * c.num_heads * c.head_dim + 3 * c.mlp_dim) * c.embed_dim // n['model']
-  layers = num_layers * (kernels + 2 * c.embed_dim)
+  mlp = num_layers * 3 * c.mlp_dim * c.embed_dim // n['model']
+  experts, router = mlp * c.num_experts // n['expert'], num_layers * c.embed_dim * c.num_experts
+  others = num_layers * (4 * c.num_heads * c.head_dim // n['model'] + 2) * c.embed_dim
+  others += 0 if c.num_experts else mlp
   ends = 2 * c.vocab_size * c.embed_dim // n['model'] + c.embed_dim
   bias = c.num_heads * c.num_relpos_buckets // n['model']
-  rows, length = BATCH // n['data'] // n['fsdp'], LENGTH // n['context']
+  rows, length = BATCH // n['data'] // n['fsdp'] // n['expert'], LENGTH // n['context']
   expected = collections.Counter()
 
   def add(axes, traffic):
@@ -46,15 +50,17 @@ def expected_bytes(name):
     axes = [a for a in (*TOKENS, *more_axes) if n[a] > 1]
     add(axes, data_parallel.traffic_per_step(
         gradient_bytes=4 * size, replicas=math.prod(n[a] for a in axes)))
-  all_reduced(layers // n['fsdp'])
-  all_reduced(ends // n['fsdp'], 'stage')
-  all_reduced(bias, 'stage', 'fsdp')
+  all_reduced(experts // n['fsdp'])
+  all_reduced(others // n['fsdp'], 'expert')
+  all_reduced(ends // n['fsdp'], 'expert', 'stage')
+  all_reduced(router, 'expert', 'fsdp')
+  all_reduced(bias, 'expert', 'stage', 'fsdp')
   pipeline = partitioner.pipeline
   microbatches = case.num_microbatches * (pipeline.num_microbatches if pipeline else 1)
   if n['fsdp'] > 1:
     add(['fsdp'], fsdp.traffic_per_step(
-        layers_size=layers, other_size=ends, fsdp=n['fsdp'], zero_stage=1 if pipeline else stage,
-        dtype_bytes=dtype_bytes))
+        layers_size=experts + others, other_size=ends, fsdp=n['fsdp'],
+        zero_stage=1 if pipeline else stage, dtype_bytes=dtype_bytes))
   if n['model'] > 1:
     sizes = dict(batch=rows, length=length, embed_dim=c.embed_dim, num_layers=num_layers,
                  model=n['model'], dtype_bytes=dtype_bytes,
@@ -62,6 +68,10 @@ def expected_bytes(name):
     split = case.partitioner.get('sequence_parallel', False)
     add(['model'], sequence_parallel.traffic_per_step(num_microbatches=microbatches, **sizes)
         if split else tensor_parallel.traffic_per_step(**sizes))
+  if n['expert'] > 1:
+    add(['expert'], expert_parallel.traffic_per_step(
+        batch=rows, num_experts=c.num_experts, capacity=slots(c), embed_dim=c.embed_dim,
+        num_layers=num_layers, expert=n['expert'], dtype_bytes=dtype_bytes))
   if pipeline:
     activation = rows // pipeline.num_microbatches * length * c.embed_dim * dtype_bytes
     between = n['model'] if case.partitioner.get('sequence_parallel') else 1
@@ -90,7 +100,8 @@ def sent_bytes(name):
 
 
 @pytest.mark.parametrize('name', [
-    name for name in CASES if name not in ('one_device', 'fsdp_by_4_microbatches')])
+    name for name, case in CASES.items()
+    if case.num_devices > 1 and name != 'fsdp_by_4_microbatches'])
 def test_bytes_are_what_the_formulas_say(name):
   sent, expected = sent_bytes(name), expected_bytes(name)
   assert sent == pytest.approx(expected, rel=0.05)
@@ -269,6 +280,20 @@ def test_beside_context_gradients_of_parts_are_summed_over_it_once():
   parts = [tuple(size // 4 if size == EMBED_DIM else size for size in shape)
            for shape in STACKED + ENDS]
   assert found('fsdp_cp', 'all-reduce', 'context') == sorted(parts + BIAS)
+
+
+def test_experts_exchange_tokens_twice_each_way_and_every_gradient_is_summed_once():
+  exchanged = [c for c in collectives('ep') if c.kind == 'all-to-all']
+  assert sum(c.count for c in exchanged) == 4 * LAYERS
+  assert {math.prod(c.shape) for c in exchanged} == {
+      BATCH // 8 * EXPERTS['num_experts'] * slots(config_of(CASES['ep'])) * EMBED_DIM}
+  own = [(4, 1, 32, 96), (4, 1, 32, 96), (4, 1, 96, 32)]  # of the one expert of each device
+  shared = [shape for shape in STACKED if 96 not in shape] + [(4, 32, 4)] + ENDS + BIAS
+  reduced = {axes: sorted(c.shape for c in collectives('ep') if c.axes == axes
+                          and c.kind == 'all-reduce' for _ in range(c.count))
+             for axes in (('data',), ('data', 'expert'))}
+  assert reduced == {('data',): own, ('data', 'expert'): sorted(shared)}
+  assert kinds('ep') == {'all-to-all', 'all-reduce'}
 
 
 def test_in_3d_every_gradient_is_summed_once_over_data():

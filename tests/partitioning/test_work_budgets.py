@@ -7,7 +7,8 @@ import pytest
 from t5x_gpu.partitioning import hlo_text
 from t5x_gpu.partitioning.collectives import flops_per_device
 
-from tests.helpers_layouts import BATCH, CASES, CONFIG, LENGTH, hlo, program, ticks, timetable
+from tests.helpers_layouts import (
+    BATCH, CASES, CONFIG, EXPERTS, LENGTH, config_of, hlo, program, slots, ticks, timetable)
 
 C = CONFIG
 TOKENS = BATCH * LENGTH
@@ -18,32 +19,47 @@ LAYER = 2 * TOKENS * (4 * HEADS + 3 * C.mlp_dim) * C.embed_dim + 2 * ATTENTION
 HEAD = 2 * TOKENS * C.embed_dim * C.vocab_size
 BIAS = 2 * C.num_heads * LENGTH**2 * C.num_relpos_buckets
 IDEAL = 3 * (C.num_layers * LAYER + HEAD)
+# Experts work on all of their slots; the router's logits in place of the dense MLP.
+NUM_EXPERTS = EXPERTS['num_experts']
+SLOTS = BATCH * NUM_EXPERTS * slots(config_of(CASES['one_device_experts']))
+IDEAL_EXPERTS = IDEAL + 3 * C.num_layers * 2 * C.embed_dim * (
+    3 * C.mlp_dim * (SLOTS - TOKENS) + TOKENS * NUM_EXPERTS)
 
 PIPELINES = [name for name, case in CASES.items() if 'stage' in case.partitioner]
 REMAT = [name for name, case in CASES.items() if 'remat_policy' in case.config]
 BY_LAYER = 'fsdp_4_microbatches'
-OTHERS = [name for name in CASES if name not in PIPELINES + REMAT + ['one_device', BY_LAYER]]
+ONE_DEVICE = [name for name, case in CASES.items() if case.num_devices == 1]
+OTHERS = [name for name in CASES if name not in PIPELINES + REMAT + ONE_DEVICE + [BY_LAYER]]
+
+
+def has_experts(name):
+  return config_of(CASES[name]).num_experts > 0
+
+
+def ideal(name):
+  return IDEAL_EXPERTS if has_experts(name) else IDEAL
 
 
 def size(name, axis):
   return program(name).layout.mesh.shape[axis]
 
 
-def test_one_device_computes_what_the_mathematics_needs():
-  assert flops_per_device(hlo('one_device')) == IDEAL + 2 * BIAS
+@pytest.mark.parametrize('name', ONE_DEVICE)
+def test_one_device_computes_what_the_mathematics_needs(name):
+  assert flops_per_device(hlo(name)) == ideal(name) + 2 * BIAS
 
 
 @pytest.mark.parametrize('name', OTHERS)
 def test_each_device_does_its_part_of_the_work(name):
-  done = flops_per_device(hlo(name))
-  assert done == pytest.approx(flops_per_device(hlo('one_device')) / 8, rel=0.03)
+  alone = 'one_device_experts' if has_experts(name) else 'one_device'
+  assert flops_per_device(hlo(name)) == pytest.approx(flops_per_device(hlo(alone)) / 8, rel=0.03)
 
 
 @pytest.mark.parametrize('name', [name for name in OTHERS
                                   if 'context' not in CASES[name].partitioner])
 def test_only_the_relative_bias_is_computed_by_every_replica(name):
   bias = 2 * BIAS // size(name, 'model') * CASES[name].num_microbatches
-  assert flops_per_device(hlo(name)) == IDEAL // 8 + bias
+  assert flops_per_device(hlo(name)) == ideal(name) // 8 + bias
 
 
 def test_accumulation_by_layer_computes_everything_again_but_the_embedding():
@@ -83,13 +99,15 @@ def test_without_idle_ticks_a_pipeline_computes_four_thirds_of_its_layers(name):
 def state_bytes(name):
   """Returns bytes of parameters and AdamW's two moments on one device, from sizes alone."""
   n = program(name).layout.mesh.shape
-  layers = C.num_layers * (4 * HEADS + 3 * C.mlp_dim) * C.embed_dim // n['stage'] // n['model']
+  mlp = 3 * C.mlp_dim * (NUM_EXPERTS // n['expert'] if has_experts(name) else 1)
+  layers = C.num_layers * (4 * HEADS + mlp) * C.embed_dim // n['stage'] // n['model']
   scales = 2 * C.num_layers * C.embed_dim // n['stage'] + C.embed_dim
   tables = 2 * C.vocab_size * C.embed_dim // n['model']
-  bias = C.num_heads * C.num_relpos_buckets // n['model']
+  whole = C.num_heads * C.num_relpos_buckets // n['model']
+  whole += C.num_layers * C.embed_dim * NUM_EXPERTS if has_experts(name) else 0  # the router
   split = layers + scales + tables
   parameters = split if program(name).layout.zero_stage < 3 else split // n['fsdp']
-  return 4 * (parameters + bias) + 2 * 4 * (split // n['fsdp'] + bias)
+  return 4 * (parameters + whole) + 2 * 4 * (split // n['fsdp'] + whole)
 
 
 @pytest.mark.parametrize('name', CASES)
@@ -97,6 +115,6 @@ def test_each_device_keeps_its_part_of_parameters_and_optimizer_state(name):
   module = hlo_text.parse(hlo(name))
   kept = sum(i.arrays[0].num_bytes for i in module.computations[module.entry].instructions.values()
              if i.opcode == 'parameter')
-  rows = math.prod(size(name, axis) for axis in ('data', 'fsdp', 'context'))
+  rows = math.prod(size(name, axis) for axis in ('data', 'fsdp', 'context', 'expert'))
   batch = 3 * 4 * TOKENS // rows
   assert kept - batch == pytest.approx(state_bytes(name), rel=0.001)
