@@ -17,6 +17,14 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 PYTHON312 ?= $(shell for p in python3.12 'env PYENV_VERSION=3.12.1 python3.12'; do \
   $$p -c '$(USABLE)' 2>/dev/null && echo $$p && break; done)
 
+# uv does not read pip's settings. A folder of wheels beside the machine may have torch for the CPU
+# alone; PyPI's brings gigabytes of CUDA with it. pip separates folders by spaces, uv by commas.
+FIND_LINKS = $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+comma := ,
+empty :=
+space := $(empty) $(empty)
+UV_LINKS = $(subst $(space),$(comma),$(strip $(FIND_LINKS)))
+
 # $(call install,FOLDER,PYTHON,ITS USUAL NAME,ITS VARIABLE,FURTHER REQUIREMENTS): a virtual environment
 # with this project in it.
 define install
@@ -26,6 +34,7 @@ define install
   "Name one: make $(4)=/path/to/python3.12"; exit 1; } >&2
 @echo "Setting up $(1) with `$(2) --version` (once; some minutes the first time)"
 @if command -v uv >/dev/null; then \
+  links="$${UV_FIND_LINKS:-$(UV_LINKS)}"; test -z "$$links" || export UV_FIND_LINKS="$$links"; \
   uv venv --quiet --allow-existing --python "`$(2) -c 'import sys; print(sys.executable)'`" $(1) && \
   uv pip install --quiet --python $(1)/bin/python -e '.[dev]' $(5); \
 else \

@@ -23,8 +23,13 @@ DATA = [
     'tensorflow>=2.21,<2.22',  # from PyPI it sees no GPU without its and-cuda extra; we hide them too
     'tensorflow-datasets>=4.9.10,<5',
 ]
+# Models and tokenizers of Hugging Face: what python -m t5x_gpu.convert compares logits with, beside
+# torch, which it takes as it finds it. Converting itself needs neither.
+HF = ['transformers>=5.23,<6', 'safetensors>=0.8,<0.9']
 PLOTS = ['matplotlib>=3.9', 'tensorboardX>=2.6.4,<3']
-DEV = ['pytest>=9.0', 'pytest-xdist>=3.6', 'hypothesis>=6.120']
+# torch for the tests that compare with Hugging Face's models: on one Python, as it is large.
+DEV = ['pytest>=9.0', 'pytest-xdist>=3.6', 'hypothesis>=6.120', *HF,
+       'torch==2.13.0; python_version < "3.12"']
 
 gin_folders = [''] + [f'/{p.name}' for p in sorted((ROOT / 'gin_configs').iterdir()) if p.is_dir()]
 
@@ -44,6 +49,7 @@ setuptools.setup(
     extras_require={
         'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"'],
         'dev': DEV,
+        'hf': HF,
         'pile': ['zstandard>=0.22'],
     },
     entry_points={'console_scripts': ['t5x_gpu = t5x_gpu.__main__:main']},
