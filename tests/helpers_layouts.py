@@ -62,6 +62,7 @@ CASES = {
     'dp_4_microbatches': Case(num_microbatches=4),
     'zero1': Case(dict(fsdp=8, zero_stage=1)),
     'zero2': Case(dict(fsdp=8, zero_stage=2)),
+    'zero2_4_microbatches': Case(dict(fsdp=8, zero_stage=2), num_microbatches=4),
     'fsdp': Case(dict(fsdp=8)),
     'fsdp_4_microbatches': Case(dict(fsdp=8), num_microbatches=4),
     'fsdp_by_4_microbatches': Case(dict(fsdp=8, accumulate_by='microbatch'), num_microbatches=4),
@@ -76,6 +77,7 @@ CASES = {
     'pp': Case(_1F1B),
     'pp_16_microbatches': Case(dict(_1F1B, num_pipeline_microbatches=16)),
     'pp_gpipe': Case(dict(stage=2, pipeline_schedule='gpipe')),
+    'pp_circular': Case(dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2)),
     'fsdp_tp': Case(dict(fsdp=4, num_partitions=2)),
     'fsdp_pp': Case(dict(_1F1B, fsdp=4)),
     'fsdp_cp': Case(dict(fsdp=4, context=2)),
@@ -136,3 +138,8 @@ def ticks(name: str) -> int:
   """Returns how often a tick of the pipeline runs."""
   table = timetable(name)
   return table.interleaved_ticks if table.schedule == '1f1b' else table.forward_ticks
+
+
+def busy(name: str) -> float:
+  """Returns in which part of its ticks a stage has work."""
+  return timetable(name).num_units / ticks(name)

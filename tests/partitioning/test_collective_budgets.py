@@ -16,8 +16,8 @@ from t5x_gpu.partitioning import (
 from t5x_gpu.partitioning.collectives import chosen
 
 from tests.helpers_layouts import (
-    BATCH, CASES, CONFIG, EXPERTS, LENGTH, QUICK, Case, build, collectives, config_of, program,
-    slots, ticks, timetable)
+    BATCH, CASES, CONFIG, EXPERTS, LENGTH, QUICK, Case, build, busy, collectives, config_of,
+    program, slots, ticks)
 
 # Axes that split rows or positions, and so make gradients that are sums. So does `expert`, of all
 # but the experts.
@@ -90,12 +90,12 @@ def sent_bytes(name):
   """Returns mesh axes -> bytes that the program sends over them.
 
   A stage of a pipeline idles in some ticks: what it does only if it has work counts as often as
-  there are microbatches.
+  it has.
   """
-  busy = timetable(name).num_microbatches / ticks(name) if program(name).layout.pipeline else 1
+  taken = busy(name) if program(name).layout.pipeline else 1
   sent = collections.Counter()
   for c in collectives(name):
-    sent[c.axes] += c.bytes_per_call * (busy if c.in_branch else 1)
+    sent[c.axes] += c.bytes_per_call * (taken if c.in_branch else 1)
   return dict(sent)
 
 
@@ -245,7 +245,7 @@ def test_a_pipeline_moves_one_activation_per_tick_and_direction(name, activation
   assert kinds(name, axis='stage') == {'collective-permute', 'all-reduce'}
 
 
-@pytest.mark.parametrize('name', ['pp', 'pp_16_microbatches', 'pp_gpipe'])
+@pytest.mark.parametrize('name', ['pp', 'pp_16_microbatches', 'pp_gpipe', 'pp_circular'])
 def test_a_pipeline_sums_every_gradient_once_whatever_the_microbatches(name):
   of_stage = [(2, *shape) for shape in LAYER]
   assert found(name, 'all-reduce') == sorted(of_stage + ENDS + BIAS)

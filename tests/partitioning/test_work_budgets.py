@@ -8,7 +8,7 @@ from t5x_gpu.partitioning import hlo_text
 from t5x_gpu.partitioning.collectives import flops_per_device
 
 from tests.helpers_layouts import (
-    BATCH, CASES, CONFIG, EXPERTS, LENGTH, config_of, hlo, program, slots, ticks, timetable)
+    BATCH, CASES, CONFIG, EXPERTS, LENGTH, busy, config_of, hlo, program, slots, ticks, timetable)
 
 C = CONFIG
 TOKENS = BATCH * LENGTH
@@ -27,9 +27,9 @@ IDEAL_EXPERTS = IDEAL + 3 * C.num_layers * 2 * C.embed_dim * (
 
 PIPELINES = [name for name, case in CASES.items() if 'stage' in case.partitioner]
 REMAT = [name for name, case in CASES.items() if 'remat_policy' in case.config]
-BY_LAYER = 'fsdp_4_microbatches'
+BY_LAYER = ['fsdp_4_microbatches', 'zero2_4_microbatches']
 ONE_DEVICE = [name for name, case in CASES.items() if case.num_devices == 1]
-OTHERS = [name for name in CASES if name not in PIPELINES + REMAT + ONE_DEVICE + [BY_LAYER]]
+OTHERS = [name for name in CASES if name not in PIPELINES + REMAT + ONE_DEVICE + BY_LAYER]
 
 
 def has_experts(name):
@@ -62,8 +62,9 @@ def test_only_the_relative_bias_is_computed_by_every_replica(name):
   assert flops_per_device(hlo(name)) == ideal(name) // 8 + bias
 
 
-def test_accumulation_by_layer_computes_everything_again_but_the_embedding():
-  assert flops_per_device(hlo(BY_LAYER)) == pytest.approx(4 / 3 * IDEAL / 8, rel=0.03)
+@pytest.mark.parametrize('name', BY_LAYER)
+def test_accumulation_by_layer_computes_everything_again_but_the_embedding(name):
+  assert flops_per_device(hlo(name)) == pytest.approx(4 / 3 * IDEAL / 8, rel=0.03)
 
 
 def test_a_ring_computes_the_logits_again_in_the_backward_pass_and_gathering_does_not():
@@ -77,7 +78,7 @@ def test_a_stage_computes_its_layers_again_and_nothing_else_beyond_its_part(name
   # Of each tick the program's text has the dearest: a unit forward, again, and back (twice).
   table, model = timetable(name), size(name, 'model')
   microbatches = table.num_microbatches * 8 // table.num_stages
-  layers = 4 * C.num_layers // table.num_stages * LAYER // microbatches
+  layers = 4 * C.num_layers // (table.num_stages * table.repeats) * LAYER // microbatches
   bias = 3 * BIAS // model
   if table.schedule == '1f1b':  # the last stage's head; its layers it computes but thrice
     done = ticks(name) * (layers + 3 * HEAD // microbatches + bias)
@@ -86,14 +87,13 @@ def test_a_stage_computes_its_layers_again_and_nothing_else_beyond_its_part(name
   assert flops_per_device(hlo(name)) == done
 
 
-@pytest.mark.parametrize('name', ['pp', 'pp_16_microbatches', 'pp_gpipe', '3d'])
+@pytest.mark.parametrize('name', ['pp', 'pp_16_microbatches', 'pp_gpipe', 'pp_circular', '3d'])
 def test_without_idle_ticks_a_pipeline_computes_four_thirds_of_its_layers(name):
   table = timetable(name)
-  busy = table.num_microbatches / ticks(name)
   layers = 4 / 3 * 3 * C.num_layers * LAYER / 8
   # Under 1f1b a middle stage has no head, the text has that of the last.
-  head = 3 * HEAD / 8 * (table.num_stages if table.schedule == '1f1b' else 4 / 3 / busy)
-  assert busy * flops_per_device(hlo(name)) == pytest.approx(layers + head, rel=0.03)
+  head = 3 * HEAD / 8 * (table.num_stages if table.schedule == '1f1b' else 4 / 3 / busy(name))
+  assert busy(name) * flops_per_device(hlo(name)) == pytest.approx(layers + head, rel=0.03)
 
 
 def state_bytes(name):
