@@ -5,7 +5,7 @@
   cola_tsv:PATTERN               the same from CoLA's own .tsv files for train and dev
   imdb_csv:PATTERN               any .csv with the columns text,label
 
-Their features are 'inputs' [length] and 'label' [], whose vocabulary knows the names of the classes.
+Their features are 'inputs' [length] and 'label' [], whose vocabulary knows the classes' names.
 """
 
 import functools

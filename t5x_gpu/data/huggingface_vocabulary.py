@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer as a SeqIO vocabulary: `tokenizer.json`, through the `tokenizers` package.
+"""A Hugging Face tokenizer as a SeqIO vocabulary: `tokenizer.json`, read by package `tokenizers`.
 
 Id 0 is padding everywhere in t5x_gpu, as in SeqIO. Where it is a word in the tokenizer (GPT-2,
 Llama 3 and Qwen: '!'; RoBERTa: '<s>'), that word gets the first id after the tokenizer's last, and
@@ -164,8 +164,8 @@ def _tokenizer_file(path: str | os.PathLike) -> pathlib.Path:
       f'The tokenizer {str(file)!r} does not exist (looked from {os.getcwd()})'
       + (f'; the folder holds {", ".join(held) or "nothing"}.' if given.is_dir() else '.'),
       fix='Give the folder of the model, or its tokenizer.json, after huggingface: in '
-          'DatasetConfig.vocabulary. A folder with only a vocab file needs, once, where '
-          "transformers is installed: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).",
+          'DatasetConfig.vocabulary. A folder with only a vocab file needs, once: '
+          'transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).',
       parameters=_PARAMETERS)
 
 
@@ -175,7 +175,8 @@ def _load(path: pathlib.Path) -> Any:
   except ModuleNotFoundError as e:
     raise DataError(
         f'Reading {str(path)!r} needs the package tokenizers, which is not installed.',
-        fix='Run: pip install tokenizers', parameters=_PARAMETERS) from e
+        fix="Run: pip install 't5x_gpu[hf]', or: pip install tokenizers",
+        parameters=_PARAMETERS) from e
   try:
     tokenizer = library.Tokenizer.from_file(str(path))
   except Exception as e:  # The Rust library raises Exception itself.

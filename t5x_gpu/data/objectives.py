@@ -31,7 +31,7 @@ Features = Mapping[str, seqio.Feature]
 
 
 def cut(dataset: tf.data.Dataset, *, max_tokens: int, min_tokens: int) -> tf.data.Dataset:
-  """Yields {'targets': piece} of at most `max_tokens`: each text in equal pieces, as few as will do.
+  """Yields {'targets': piece}: each text in equal pieces of at most `max_tokens`.
 
   Texts shorter than `min_tokens` give nothing.
   """
@@ -48,25 +48,14 @@ def cut(dataset: tf.data.Dataset, *, max_tokens: int, min_tokens: int) -> tf.dat
 def framed(tokens: tf.Tensor, feature: seqio.Feature) -> tf.Tensor:
   """Returns `tokens` with the start id, if the vocabulary has one, and the end id if wanted."""
   start = vocabularies.start_id(feature.vocabulary)
-  parts = [[start]] if start is not None else []
-  return tf.concat([*parts, tokens, *([[end_id(feature.vocabulary)]] if feature.add_eos else [])],
-                   axis=0)
+  before = [[start]] if start is not None else []
+  after = [[vocabularies.end_id(feature.vocabulary)]] if feature.add_eos else []
+  return tf.concat([*before, tokens, *after], axis=0)
 
 
 def frame_size(feature: seqio.Feature) -> int:
   """Returns how many ids `framed` adds."""
   return int(vocabularies.start_id(feature.vocabulary) is not None) + int(feature.add_eos)
-
-
-def end_id(vocabulary: seqio.Vocabulary) -> int:
-  """Returns the id that ends a text. Raises DataError if `vocabulary` has none."""
-  if vocabulary.eos_id is None:
-    raise DataError(
-        f'{vocabularies.vocabulary_name(vocabulary)!r} has no id that ends a text, and this task '
-        'ends its texts in one.',
-        fix='Name "eos_token" (or "sep_token") in the tokenizer_config.json beside tokenizer.json.',
-        parameters=('DatasetConfig.vocabulary',))
-  return vocabulary.eos_id
 
 
 def noise_counts(length: int, *, noise_density: float = NOISE_DENSITY,
@@ -149,7 +138,7 @@ def span_corruption(dataset: tf.data.Dataset, sequence_length: Lengths, output_f
   # By length: what tf.data looks up and `tokens_for` assumed are the same numbers.
   table = tf.constant([(0, 0)] * 2 + [counts(n) for n in range(2, longest + 1)], tf.int32)
   sentinels = tf.constant(sentinels, tf.int32)
-  end = tf.constant([end_id(vocabulary)], tf.int32)
+  end = tf.constant([vocabularies.end_id(vocabulary)], tf.int32)
 
   @seqio.map_over_dataset(num_seeds=1)
   def corrupt(example: Mapping[str, tf.Tensor], seed: tf.Tensor) -> dict[str, tf.Tensor]:

@@ -39,7 +39,8 @@ def _source(text: str, *, objective: str) -> seqio.DataSource:
 
 
 def _both(vocabulary: seqio.Vocabulary) -> dict[str, seqio.Feature]:
-  return {name: seqio.Feature(vocabulary=vocabulary, add_eos=True) for name in ('inputs', 'targets')}
+  return {name: seqio.Feature(vocabulary=vocabulary, add_eos=True)
+          for name in ('inputs', 'targets')}
 
 
 def _make(name: str, source: seqio.DataSource, *, objective: Callable[..., tf.data.Dataset],

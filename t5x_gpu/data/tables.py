@@ -1,4 +1,4 @@
-"""Tables of text and labels: .csv and .tsv files into rows, every flaw named by file and line; no TF.
+"""Tables of text and labels: .csv and .tsv files into rows, flaws named by file and line; no TF.
 
 A labelled data set is small next to the text that models are pretrained on (IMDb: 66 MB), so it is
 read whole and checked whole when it is opened: a wrong row does not wait for the third epoch.
@@ -170,7 +170,8 @@ def read_cola(path: str) -> list[LabelledRow]:
               fix='Mend or remove that line.')
     rows.append(_labelled(fields[3], COLA_CLASSES[int(fields[1])], where))
   if not rows:
-    _refuse(f'{path} has no rows: it is empty.', fix="Give CoLA's file for training, or one of its form.")
+    _refuse(f'{path} has no rows: it is empty.',
+            fix="Give CoLA's file for training, or one of its form.")
   return rows
 
 
@@ -193,8 +194,8 @@ def labelled_texts(files: Sequence[str], *, form: str,
   Args:
     files: paths.
     form: a key of `READERS`.
-    class_names: in order. None: the labels of the rows outside of validation and test; whole numbers
-      in their order, words in the alphabet's.
+    class_names: in order. None: the labels of the rows for training; whole numbers in their order,
+      words in the alphabet's.
   Raises:
     DataError: a flaw in a file; fewer than two classes; a label that training does not have.
   """

@@ -9,7 +9,7 @@ from t5x_gpu.data import classification_tasks, pretraining_tasks, tasks
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies import ClassVocabulary, named_vocabulary, vocabulary_name
+from t5x_gpu.data.vocabularies import ClassVocabulary, end_id, named_vocabulary, vocabulary_name
 from t5x_gpu.errors import ConfigError, DataError, did_you_mean
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
@@ -48,8 +48,10 @@ def _with_vocabulary(feature: seqio.Feature, name: str) -> seqio.Feature:
   """Returns `feature` in the vocabulary called `name`, with the sentinels it had; classes stay."""
   if isinstance(feature.vocabulary, seqio.PassThroughVocabulary):
     return feature
-  return dataclasses.replace(
-      feature, vocabulary=named_vocabulary(name, extra_ids=feature.vocabulary.extra_ids))
+  vocabulary = named_vocabulary(name, extra_ids=feature.vocabulary.extra_ids)
+  if feature.add_eos:
+    end_id(vocabulary)
+  return dataclasses.replace(feature, vocabulary=vocabulary)
 
 
 def kind(config: DatasetConfig) -> str:
@@ -117,7 +119,7 @@ def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
   if missing:
     have = sorted(task.output_features)
     hint = {('targets',): " For a language-model task ('targets' alone) take 'lm'.",
-            ('inputs', 'label'): " For a task with labels take 'encoder_classification', which is an "
+            ('inputs', 'label'): " For a task with labels take 'encoder_classification', an "
                                  "encoder with the head 'classification'."}.get(tuple(have), '')
     if have == ['targets'] and config.mixture_or_task_name.partition(':')[0] in tasks.TEXTS:
       hint += (f' To hide parts of the same text, set MIXTURE_OR_TASK_NAME = '

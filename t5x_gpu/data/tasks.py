@@ -126,14 +126,15 @@ def text_pairs(pattern: str) -> seqio.Task:
   The words train, dev, test in the file names say the split; without them a hash does.
 
   Raises:
-    DataError: no file matches; files of both forms, or of neither. Lines that are no pair raise when
-      they are read, naming file:line.
+    DataError: no file matches; files of both forms, or of neither. Lines that are no pair raise
+      when they are read, naming file:line.
   """
   files = files_lib.matching_files(pattern)
   forms = sorted({os.path.splitext(path)[1] for path in files})
   if forms not in (['.tsv'], ['.jsonl']):
+    found = ', '.join(form or 'without one' for form in forms)
     raise DataError(f'text_pairs reads .tsv files or .jsonl files; {pattern!r} matches '
-                    f'{len(files)} of the form {", ".join(form or "without one" for form in forms)}.',
+                    f'{len(files)} of the form {found}.',
                     fix='Narrow the pattern to files of one form, such as text_pairs:FOLDER/*.tsv.',
                     parameters=('DatasetConfig.mixture_or_task_name',))
   names = ('inputs', 'targets')

@@ -134,6 +134,18 @@ def start_id(vocabulary: seqio.Vocabulary) -> Optional[int]:
   return vocabulary.start_id if isinstance(vocabulary, HuggingFaceVocabulary) else None
 
 
+def end_id(vocabulary: seqio.Vocabulary) -> int:
+  """Returns the id that ends a text. Raises DataError if `vocabulary` has none."""
+  if vocabulary.eos_id is None or vocabulary.eos_id < 0:  # SentencePiece says -1
+    raise DataError(
+        f'{vocabulary_name(vocabulary)!r} has no id that ends a text, and this task ends its texts '
+        'in one.',
+        fix='Name "eos_token" (or "sep_token") in the tokenizer_config.json beside tokenizer.json; '
+            'a SentencePiece model is trained with eos_id 1.',
+        parameters=('DatasetConfig.vocabulary',))
+  return vocabulary.eos_id
+
+
 def sentinel_ids(vocabulary: seqio.Vocabulary) -> tuple[int, ...]:
   """Returns the ids that stand for missing spans, first one first; they descend, as in T5."""
   if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.sentinel_ids:

@@ -1,0 +1,137 @@
+"""Scores of classification are the textbook's, whatever the batches, and the picture shows them."""
+
+import csv
+import math
+
+import numpy as np
+import pytest
+
+from t5x_gpu.errors import ShapeError
+from t5x_gpu.metrics import classification, confusion_picture
+
+# Ten examples of three classes, worked out by hand below.
+LABELS = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2, 2])
+PREDICTIONS = np.array([0, 0, 0, 1, 1, 1, 2, 2, 0, 2])
+MATRIX = np.array([[3, 1, 0], [0, 2, 1], [1, 0, 2]])
+NAMES = ('a', 'b', 'c')
+
+
+def test_matrix_has_true_classes_down_and_predicted_across():
+  got = classification.confusion_matrix(LABELS, PREDICTIONS, num_classes=3)
+  np.testing.assert_array_equal(got, MATRIX)
+
+
+def test_scores_are_those_worked_out_by_hand():
+  # precision 3/4 2/3 2/3, recall 3/4 2/3 2/3: F1 3/4 2/3 2/3.
+  # MCC: (7*10 - (4*4 + 3*3 + 3*3)) / sqrt((100 - 34) * (100 - 34)) = 36 / 66.
+  got = classification.scores(MATRIX, prefix='eval/')
+  assert got == pytest.approx({'eval/accuracy': 0.7, 'eval/macro_f1': (0.75 + 4 / 3) / 3,
+                               'eval/matthews_corrcoef': 36 / 66, 'eval/majority': 0.4})
+
+
+def test_two_classes_have_matthews_own_formula():
+  tp, fn, fp, tn = 17, 5, 3, 40
+  matrix = np.array([[tn, fp], [fn, tp]])
+  want = (tp * tn - fp * fn) / math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+  assert classification.matthews_corrcoef(matrix) == pytest.approx(want)
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_scores_equal_formulas_over_examples(seed):
+  random = np.random.default_rng(seed)
+  classes = int(random.integers(2, 7))
+  labels = random.integers(0, classes, 200)
+  predictions = np.where(random.random(200) < 0.5, labels, random.integers(0, classes, 200))
+  matrix = classification.confusion_matrix(labels, predictions, num_classes=classes)
+  f1 = []
+  for k in range(classes):
+    right = sum((labels == k) & (predictions == k))
+    precision, recall = right / sum(predictions == k), right / sum(labels == k)
+    f1.append(2 * precision * recall / (precision + recall))
+  assert classification.macro_f1(matrix) == pytest.approx(np.mean(f1))
+  assert classification.accuracy(matrix) == pytest.approx(np.mean(labels == predictions))
+  # R_K is the correlation of the one-hot rows, covariances summed over classes.
+  x, y = np.eye(classes)[labels], np.eye(classes)[predictions]
+  x, y = x - x.mean(0), y - y.mean(0)
+  want = (x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())
+  assert classification.matthews_corrcoef(matrix) == pytest.approx(want)
+
+
+def test_batches_add_up_and_rows_that_fill_do_not_count():
+  whole = classification.confusion_matrix(LABELS, PREDICTIONS, num_classes=3)
+  parts = np.zeros((3, 3))
+  for start in (0, 4, 8):
+    labels, predictions = (np.pad(x[start:start + 4], (0, 4 - len(x[start:start + 4])))
+                           for x in (LABELS, PREDICTIONS))
+    weights = (np.arange(start, start + 4) < 10).astype(np.int32)
+    parts += classification.confusion_matrix(labels, predictions, num_classes=3, weights=weights)
+  np.testing.assert_array_equal(parts, whole)
+
+
+def test_the_ends_of_the_scales():
+  assert classification.scores(np.diag([3, 2, 1]))['matthews_corrcoef'] == pytest.approx(1)
+  assert classification.matthews_corrcoef(np.array([[0, 4], [4, 0]])) == pytest.approx(-1)
+  one_prediction = np.array([[7, 0], [3, 0]])
+  got = classification.scores(one_prediction)
+  assert got['matthews_corrcoef'] == 0 and got['accuracy'] == got['majority'] == 0.7
+  assert got['macro_f1'] == pytest.approx(14 / 17 / 2)  # the class that is never said counts as 0
+
+
+def test_classes_that_do_not_occur_do_not_pull_macro_f1_down():
+  matrix = np.zeros((5, 5))
+  matrix[:2, :2] = [[2, 0], [1, 1]]
+  assert classification.macro_f1(matrix) == pytest.approx((4 / 5 + 2 / 3) / 2)
+
+
+def test_nothing_counted_has_no_scores():
+  empty = classification.confusion_matrix(LABELS, PREDICTIONS, num_classes=3,
+                                          weights=np.zeros(10))
+  assert classification.scores(empty) == {}
+  assert math.isnan(classification.matthews_corrcoef(empty))
+  assert math.isnan(classification.macro_f1(empty))
+
+
+@pytest.mark.parametrize('labels, predictions, says', [
+    ([0, 3], [0, 1], 'labels are from 0 to 3; 3 classes are 0 to 2'),
+    ([0, 1], [0, -1], 'predictions are from -1 to 0'),
+    ([0, 1], [0], 'must all be'),
+    ([[0, 1]], [[0, 1]], 'must all be'),
+])
+def test_what_is_no_class_per_row_is_refused(labels, predictions, says):
+  with pytest.raises(ShapeError, match=says):
+    classification.confusion_matrix(np.array(labels), np.array(predictions), num_classes=3)
+
+
+def test_table_has_a_line_per_class_and_what_it_is_taken_for():
+  lines = classification.table(MATRIX, ('one', 'two', 'three')).splitlines()
+  assert lines[1].split() == ['one', '4', '0.750', '0.750', '0.750', 'two', '(1)']
+  assert classification.table(np.zeros((2, 2)), ('x', 'y')).splitlines()[1].split() == [
+      'x', '0', '-', '-', '-']
+
+
+def test_csv_reads_back(tmp_path):
+  path = classification.write_csv(MATRIX, ('a', 'b "quoted", and', 'c'), tmp_path / 'm.csv')
+  rows = list(csv.reader(path.read_text().splitlines()))
+  assert rows[0][2] == 'b "quoted", and'
+  assert [[float(x) for x in row[1:]] for row in rows[1:]] == MATRIX.tolist()
+
+
+@pytest.mark.parametrize('count', [2, 16, 40])
+def test_any_matrix_gives_a_picture_without_warnings(tmp_path, count):
+  matrix = np.random.default_rng(0).integers(0, 9, (count, count))
+  matrix[0] = 0  # a class without an example
+  names = [f'class_{i} $x' for i in range(count)]
+  png = confusion_picture.plot_confusion(matrix, names, tmp_path / 'c.png', title='a $title_1')
+  assert png.read_bytes().startswith(b'\x89PNG\r\n\x1a\n') and len(png.read_bytes()) > 5000
+  assert [p.name for p in tmp_path.iterdir()] == ['c.png']
+
+
+def test_picture_shows_what_the_matrix_holds(tmp_path):
+  pngs = [confusion_picture.plot_confusion(matrix, NAMES, tmp_path / f'{i}.png').read_bytes()
+          for i, matrix in enumerate((MATRIX, MATRIX.T))]
+  assert pngs[0] != pngs[1]
+
+
+def test_picture_of_other_names_is_refused(tmp_path):
+  with pytest.raises(ShapeError, match='cannot be of 2 classes'):
+    confusion_picture.plot_confusion(MATRIX, ('a', 'b'), tmp_path / 'c.png')
