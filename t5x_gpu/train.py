@@ -296,9 +296,9 @@ def _check_first_loss(loss: Optional[float], model: Any) -> None:
   """
   if loss is None:
     return
-  expected = math.log(model.logical_sizes()['vocab'])
+  expected = math.log(model.num_outcomes)
   if not expected - 1.0 <= loss <= expected + 1.5:
-    _log.warning('The first loss is %.2f; an untrained model should be near ln(vocab) = %.2f. '
+    _log.warning('The first loss is %.2f; an untrained model should be near %.2f, that of guessing. '
                  'Check the labels and the initialisation (tied embeddings start higher).',
                  loss, expected)
 
@@ -326,7 +326,7 @@ def _closing(model_dir: str, model: Any, step: int) -> str:
   try:
     if plots.plot_losses(os.path.join(model_dir, 'metrics.jsonl'),
                          os.path.join(model_dir, 'loss.png'),
-                         vocab_size=model.logical_sizes()['vocab']):
+                         vocab_size=model.num_outcomes):
       files.insert(0, 'loss.png')
   except ConfigError as e:  # a bare machine without matplotlib; the run itself is complete
     _log.warning('No picture of the loss: %s', e)

@@ -7,46 +7,134 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.attention_backends import Attention
-from t5x_gpu.layers.dense import (
-    DenseGeneral, Initializer, fan_in_init, project_together)
+from t5x_gpu.layers.dense import DenseGeneral, Initializer, LinearParams, fan_in_init
 from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
-from t5x_gpu.partitioning.axis_rules import shard
+from t5x_gpu.layers.kv_cache import KVCache
+from t5x_gpu.layers.norm import RMSNorm
+from t5x_gpu.layers.positions import Rotation
+from t5x_gpu.partitioning.axis_rules import shard, split_ways
+
+BIASES = ('none', 'qkv', 'all')
+
 
 class MultiHeadAttention(nn.Module):
   """Projections to heads, attention, and the projection back.
 
   Attributes:
     num_heads, head_dim: their product need not be the model's embed_dim.
+    num_kv_heads: heads of keys and values, each of which serves as many query heads; None for as
+      many as queries have.
+    query_pre_attn_scalar: logits are divided by its square root; None: the query's initializer is
+      (T5).
+    bias_in: 'none', 'qkv' or 'all' of the projections add a bias.
+    qk_norm: normalise the features of every query and key.
+    norm_epsilon: of that norm.
     dropout_rate: of attention weights.
     dtype: of the projections; logits and softmax are float32.
+    kernel_init: of all kernels; T5's if None.
   """
   num_heads: int
   head_dim: int
+  num_kv_heads: Optional[int] = None
+  query_pre_attn_scalar: Optional[float] = None
+  bias_in: str = 'none'
+  qk_norm: bool = False
+  norm_epsilon: float = 1e-6
   dropout_rate: float = 0.0
   dtype: Any = jnp.float32
+  kernel_init: Optional[Initializer] = None
 
   @nn.compact
-  def __call__(self, x: jax.Array, attention: Attention, *, bias: Optional[jax.Array] = None,
-               dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
-    """Returns self-attention of `x` [batch, length, embed], of the same shape.
+  def __call__(self, x: jax.Array, attention: Attention, *, kv_input: Optional[jax.Array] = None,
+               bias: Any = None, window: Optional[jax.Array] = None,
+               rotation: Optional[Rotation] = None, cache: Optional[KVCache] = None,
+               layer: Any = 0, dropout_rng: Optional[DropoutRng] = None
+               ) -> tuple[jax.Array, Optional[KVCache]]:
+    """Returns the attention of `x` [batch, length, embed], of the same shape, and `cache` after it.
 
     Args:
-      x: input of the projections.
+      x: input of the queries.
       attention: how heads attend, and to what.
+      kv_input: [batch, kv_length, embed] input of keys and values; `x` for self-attention. None
+        where `cache` holds all of them.
       bias: from `attention.bias`.
+      window: of this layer, see Attention.
+      rotation: of the positions of `x`, and so for self-attention only.
+      cache: what came before; keys and values are added to it, and all of them attended to.
+      layer: its number in `cache`.
       dropout_rng: None for no dropout.
     """
-    def init(scale: float = 1.0) -> Initializer:
-      return fan_in_init(num_in=1, distribution='normal', scale=scale)
-    # Variance divided by head_dim: the 1/sqrt(kv) of the softmax, folded into the initializer.
-    query, key, value = project_together(
-        x, {'query': init(1.0 / self.head_dim), 'key': init(), 'value': init()},
-        features=(self.num_heads, self.head_dim), axes=('embed', 'heads', 'kv'), dtype=self.dtype)
+    inputs = {'query': x}
+    if kv_input is not None:
+      inputs |= {'key': kv_input, 'value': kv_input}
+    heads = self._project(inputs)
+    query, key, value = (heads.get(name) for name in ('query', 'key', 'value'))
+    if self.qk_norm:
+      query = self._feature_norm('query_norm')(query)
+      key = None if key is None else self._feature_norm('key_norm')(key)
+    if rotation is not None:
+      query, key = rotation(query), rotation(key)
+    if self.query_pre_attn_scalar is not None:
+      query = query * jnp.asarray(self.query_pre_attn_scalar ** -0.5, query.dtype)
+    if cache is not None:
+      if key is not None:
+        cache = cache.write(layer, key, value)
+      key, value = cache.read(layer)
     # T5 drops an attention weight for all queries at once: the same as dropping a value.
-    value = dropout_positions(value, self.dropout_rate, dropout_rng)
-    out = attention(query, key, value, bias)
+    value = dropout_positions(value, self.dropout_rate, dropout_rng,
+                              num_heads=self.num_kv_heads or self.num_heads)
+    out = attention(query, key, value, bias, window)
     out = shard(out, 'batch', 'length', 'heads', 'kv')
-    out = DenseGeneral((x.shape[-1],), ('heads', 'kv', 'embed'), num_in=2,
-                       kernel_init=fan_in_init(num_in=2, distribution='normal'),
-                       dtype=self.dtype, name='out')(out)
-    return shard(out, 'batch', 'residual_length', 'embed')
+    init = self.kernel_init or fan_in_init(num_in=2, distribution='normal')
+    out = DenseGeneral((x.shape[-1],), ('heads', 'kv', 'embed'), num_in=2, kernel_init=init,
+                       dtype=self.dtype, use_bias=self.bias_in == 'all', name='out')(out)
+    return shard(out, 'batch', 'residual_length', 'embed'), cache
+
+  def _feature_norm(self, name: str) -> RMSNorm:
+    return RMSNorm(self.norm_epsilon, self.dtype, axis='kv', name=name)
+
+  def _project(self, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns name -> [batch, length, heads, kv] of each of `inputs` [batch, length, embed].
+
+    Where heads are split, one matmul makes all that have the same input, its features ordered by
+    key and value head: the input is then gathered once and its gradient reduced once. Where there
+    are fewer of these heads than parts, every part computes the head that its queries meet.
+    """
+    kv_heads = self.num_kv_heads or self.num_heads
+    maps = {}
+    for name, x in inputs.items():
+      axis, count = ('heads', self.num_heads) if name == 'query' else ('kv_heads', kv_heads)
+      init = self.kernel_init or fan_in_init(
+          num_in=1, distribution='normal', scale=1.0 / self.head_dim if name == 'query' and
+          self.query_pre_attn_scalar is None else 1.0)  # the 1/sqrt(kv) of T5's softmax
+      maps[name] = LinearParams((x.shape[-1], count, self.head_dim), ('embed', axis, 'kv'), init,
+                                self.bias_in != 'none', name=name)(self.dtype)
+    ways = split_ways('kv_heads')
+    if ways == 1:
+      return {name: self._with_bias(name, jnp.tensordot(inputs[name].astype(self.dtype), kernel, 1),
+                                    bias) for name, (kernel, bias) in maps.items()}
+    groups = kv_heads if kv_heads % ways == 0 else ways
+
+    def by_group(x: jax.Array) -> jax.Array:
+      """Returns [..., groups, heads per group, kv] of a kernel or bias [..., heads, kv]."""
+      if x.shape[-2] < groups:
+        x = jnp.repeat(x, groups // x.shape[-2], axis=-2)
+      return x.reshape(*x.shape[:-2], groups, -1, x.shape[-1])
+    projected = {}
+    for x in {id(x): x for x in inputs.values()}.values():
+      names = [name for name in inputs if inputs[name] is x]
+      kernels = [by_group(maps[name][0]) for name in names]
+      y = jnp.tensordot(x.astype(self.dtype), jnp.concatenate(kernels, axis=-2), 1)
+      y = shard(y, 'batch', 'length', 'kv_heads', None, 'kv')
+      start = 0
+      for name, kernel in zip(names, kernels):
+        part = y[..., start:start + kernel.shape[-2], :]
+        start += kernel.shape[-2]
+        bias = maps[name][1]
+        bias = None if bias is None else by_group(bias).reshape(-1, self.head_dim)
+        projected[name] = self._with_bias(name, part.reshape(*x.shape[:2], -1, self.head_dim), bias)
+    return projected
+
+  def _with_bias(self, name: str, y: jax.Array, bias: Optional[jax.Array]) -> jax.Array:
+    y = y if bias is None else y + bias
+    return shard(y, 'batch', 'length', 'heads' if name == 'query' else 'kv_heads', 'kv')

@@ -68,38 +68,48 @@ class DenseGeneral(nn.Module):
     return y
 
 
-def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *,
-                     features: tuple[int, ...], axes: tuple[str, ...],
-                     dtype: Any = jnp.float32) -> list[jax.Array]:
-  """Returns several linear maps [batch, length, *features] of `x` [batch, length, inputs].
+def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *, features: int,
+                     axes: tuple[str, str], dtype: Any = jnp.float32,
+                     use_bias: bool = False) -> list[jax.Array]:
+  """Returns several linear maps [batch, length, features] of `x` [batch, length, inputs].
 
-  To be called in a module, which gets a submodule with a kernel for each map: queries, keys and
-  values; the branches of a gated MLP. Where their features are split, one matmul does them all:
-  its input is then gathered once and the gradient of its input reduced once, not once per map.
+  To be called in a module, which gets a submodule with a kernel for each map, as the branches of a
+  gated MLP. Where their features are split, one matmul does them all: its input is then gathered
+  once and the gradient of its input reduced once, not once per map.
 
   Args:
     x: the input of all.
-    kernel_inits: name of each map -> initializer of its kernel [inputs, *features].
-    features: sizes of the output dimensions of each map.
-    axes: names of a kernel's dimensions; the input's first, then those of `features`.
-    dtype: of the computation; the kernels are kept in float32.
+    kernel_inits: name of each map -> initializer of its kernel [inputs, features].
+    features: outputs of each map.
+    axes: names of a kernel's dimensions.
+    dtype: of the computation; the parameters are kept in float32.
+    use_bias: each map has a bias [features].
   """
   x = x.astype(dtype)
-  shape = (x.shape[-1], *features)
-  kernels = [_Kernel(shape, axes, init, name=name)().astype(dtype)
-             for name, init in kernel_inits.items()]
-  if len(kernels) > 1 and split_axis(axes[1]):
-    y = jnp.tensordot(x, jnp.stack(kernels, axis=1), 1)
-    y = shard(y, 'batch', 'length', None, *axes[1:])
-    return [y[:, :, i] for i in range(len(kernels))]
-  return [shard(jnp.tensordot(x, kernel, 1), 'batch', 'length', *axes[1:]) for kernel in kernels]
+  maps = [LinearParams((x.shape[-1], features), axes, init, use_bias, name=name)(dtype)
+          for name, init in kernel_inits.items()]
+  if len(maps) > 1 and split_axis(axes[1]):
+    y = jnp.tensordot(x, jnp.stack([kernel for kernel, _ in maps], axis=1), 1)
+    y = shard(y, 'batch', 'length', None, axes[1])
+    out = [y[:, :, i] for i in range(len(maps))]
+  else:
+    out = [shard(jnp.tensordot(x, kernel, 1), 'batch', 'length', axes[1]) for kernel, _ in maps]
+  return [y if bias is None else y + bias for y, (_, bias) in zip(out, maps)]
 
 
-class _Kernel(nn.Module):
+class LinearParams(nn.Module):
+  """The kernel of a linear map [inputs, *features], and its bias [*features] if it has one."""
   shape: tuple[int, ...]
   axes: tuple[str, ...]
   init: Initializer
+  use_bias: bool = False
 
   @nn.compact
-  def __call__(self) -> jax.Array:
-    return self.param('kernel', with_axes(self.init, self.axes), self.shape, jnp.float32)
+  def __call__(self, dtype: Any) -> tuple[jax.Array, Optional[jax.Array]]:
+    """Returns (kernel, bias or None) in `dtype`."""
+    kernel = self.param('kernel', with_axes(self.init, self.axes), self.shape, jnp.float32)
+    if not self.use_bias:
+      return kernel.astype(dtype), None
+    bias = self.param('bias', with_axes(nn.initializers.zeros, self.axes[1:]), self.shape[1:],
+                      jnp.float32)
+    return kernel.astype(dtype), bias.astype(dtype)

@@ -53,16 +53,28 @@ def dropout(x: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
   return _masked(x, mask, rate)
 
 
-def dropout_positions(x: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
-  """Returns `x` [batch, length, heads, kv] with vectors [kv] dropped, by position and head."""
+def dropout_positions(x: jax.Array, rate: float, rng: Optional[DropoutRng], *,
+                      num_heads: Optional[int] = None) -> jax.Array:
+  """Returns `x` [batch, length, heads, kv] with vectors [kv] dropped, by position and head.
+
+  Args:
+    x: values.
+    rate, rng: as in `dropout`.
+    num_heads: heads of the model, where `x` may hold each of them several times: copies share a
+      mask. None for those of `x`.
+  """
   if rng is None or rate == 0.0:
     return x
+  num_heads = num_heads or x.shape[2]
   positions = jnp.arange(x.shape[1]) if rng.positions is None else rng.positions
 
   def of_row(key: jax.Array) -> jax.Array:
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
-    return jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, (x.shape[2], 1)))(keys)
-  return _masked(x, jax.vmap(of_row)(rng.row_keys()), rate)
+    return jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, (num_heads, 1)))(keys)
+  mask = jax.vmap(of_row)(rng.row_keys())
+  if num_heads < x.shape[2]:
+    mask = jnp.repeat(mask, x.shape[2] // num_heads, axis=2)
+  return _masked(x, mask, rate)
 
 
 def _masked(x: jax.Array, mask: jax.Array, rate: float) -> jax.Array:

@@ -20,14 +20,15 @@ class Embedding(nn.Module):
     vocab_size: rows, at least the largest id + 1.
     embed_dim: columns.
     dtype: of the vectors that come out.
+    stddev: of the initial values; 1 as in T5, whose residual stream starts at unit variance.
   """
   vocab_size: int
   embed_dim: int
   dtype: Any = jnp.float32
+  stddev: float = 1.0
 
   def setup(self) -> None:
-    # Standard deviation 1, as T5: the residual stream starts at unit variance.
-    init = with_axes(nn.initializers.normal(stddev=1.0), ('vocab', 'embed'))
+    init = with_axes(nn.initializers.normal(stddev=self.stddev), ('vocab', 'embed'))
     self.embedding = self.param('embedding', init, (self.vocab_size, self.embed_dim), jnp.float32)
 
   def __call__(self, ids: jax.Array) -> jax.Array:

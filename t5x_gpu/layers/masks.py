@@ -1,4 +1,4 @@
-"""Who may attend to whom: causal, padding, packing and prefix masks."""
+"""Who may attend to whom: causal, padding, packing, prefix and sliding-window masks."""
 
 from typing import Optional
 
@@ -16,10 +16,16 @@ class TokenInfo:
     segments: [batch, length] number of the example in a packed row; 0 is padding, which nothing
       attends to and from.
     prefix: [batch, length], non-zero on positions that see each other in both directions, or None.
+    window: [length] how many positions back a query sees, itself included; 0 for all; or None.
   """
   positions: jax.Array
   segments: jax.Array
   prefix: Optional[jax.Array] = None
+  window: Optional[jax.Array] = None
+
+  def with_window(self, size: Optional[jax.Array]) -> 'TokenInfo':
+    """Returns the same with one window size for all positions; unchanged for None."""
+    return self if size is None else self.replace(window=jnp.full_like(self.positions, size))
 
 
 def token_info(target_tokens: jax.Array, *, segment_ids: Optional[jax.Array] = None,
@@ -41,8 +47,17 @@ def token_info(target_tokens: jax.Array, *, segment_ids: Optional[jax.Array] = N
 
 def decoder_mask(q: TokenInfo, kv: TokenInfo) -> jax.Array:
   """Returns a boolean mask [batch, 1, q_length, kv_length]; True where attention is allowed."""
-  allowed = (q.positions[:, None] >= kv.positions[None, :])[None]
+  distance = q.positions[:, None] - kv.positions[None, :]
+  allowed = (distance >= 0)[None]
   if q.prefix is not None:
     allowed = allowed | ((q.prefix > 0)[:, :, None] & (kv.prefix > 0)[:, None, :])
-  same = q.segments[:, :, None] == kv.segments[:, None, :]
-  return (allowed & same & (q.segments > 0)[:, :, None])[:, None]
+  return allowed[:, None] & encoder_mask(q, kv)
+
+
+def encoder_mask(q: TokenInfo, kv: TokenInfo) -> jax.Array:
+  """Returns the mask of attention both ways: inside a segment, off padding, in a window."""
+  allowed = (q.segments[:, :, None] == kv.segments[:, None, :]) & (q.segments > 0)[:, :, None]
+  if q.window is not None:
+    distance = jnp.abs(q.positions[:, None] - kv.positions[None, :])
+    allowed = allowed & ((distance < q.window[:, None]) | (q.window == 0)[:, None])
+  return allowed[:, None]

@@ -1,6 +1,6 @@
 """Normalisation, with statistics in float32 whatever the compute dtype."""
 
-from typing import Any
+from typing import Any, Optional
 
 import flax.linen as nn
 import jax
@@ -8,11 +8,40 @@ import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import with_axes
 
+NORMS = ('rms', 'rms_plus_one', 'layer')
+
 
 class RMSNorm(nn.Module):
   """Root-mean-square norm over the last dimension, with a scale and no bias.
 
+  Attributes:
+    epsilon: added to the mean square.
+    dtype: of the result.
+    plus_one: multiply by 1 + scale, whose scale starts at 0 and decays to it (Gemma).
+    axis: name of the last dimension.
   Source: Zhang and Sennrich 2019, eq. 4; T5 calls it LayerNorm.
+  """
+  epsilon: float = 1e-6
+  dtype: Any = jnp.float32
+  plus_one: bool = False
+  axis: str = 'embed'
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns the normalised [..., features] in `dtype`."""
+    init = nn.initializers.zeros if self.plus_one else nn.initializers.ones
+    scale = self.param('scale', with_axes(init, (self.axis,)), (x.shape[-1],), jnp.float32)
+    scale = scale + 1.0 if self.plus_one else scale
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(jax.lax.square(x), axis=-1, keepdims=True)
+    y = x * jax.lax.rsqrt(mean_square + self.epsilon)
+    return y.astype(self.dtype) * scale.astype(self.dtype)
+
+
+class LayerNorm(nn.Module):
+  """Norm over the last dimension to mean 0 and variance 1, with a scale and a bias.
+
+  Source: Ba et al. 2016, eq. 3.
   """
   epsilon: float = 1e-6
   dtype: Any = jnp.float32
@@ -20,9 +49,17 @@ class RMSNorm(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns the normalised [..., embed] in `dtype`."""
-    scale = self.param('scale', with_axes(nn.initializers.ones, ('embed',)), (x.shape[-1],),
-                       jnp.float32)
+    size = (x.shape[-1],)
+    scale = self.param('scale', with_axes(nn.initializers.ones, ('embed',)), size, jnp.float32)
+    bias = self.param('bias', with_axes(nn.initializers.zeros, ('embed',)), size, jnp.float32)
     x = x.astype(jnp.float32)
-    mean_square = jnp.mean(jax.lax.square(x), axis=-1, keepdims=True)
-    y = x * jax.lax.rsqrt(mean_square + self.epsilon)
-    return y.astype(self.dtype) * scale.astype(self.dtype)
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    y = x * jax.lax.rsqrt(jnp.mean(jax.lax.square(x), axis=-1, keepdims=True) + self.epsilon)
+    return y.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
+
+
+def norm(kind: str, *, epsilon: float, dtype: Any, name: Optional[str] = None) -> nn.Module:
+  """Returns the module of one of `NORMS` over `embed`."""
+  if kind == 'layer':
+    return LayerNorm(epsilon, dtype, name=name)
+  return RMSNorm(epsilon, dtype, plus_one=kind == 'rms_plus_one', name=name)

@@ -1,14 +1,19 @@
-"""What attention knows of positions: T5's bucketed relative bias."""
+"""What a model knows of positions: T5's bucketed relative bias, rotary angles, a learned table."""
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.partitioning.axis_rules import shard, with_axes
+
+ROPE_SCALINGS = ('none', 'linear', 'llama3')
 
 
 def relative_position_buckets(q_length: int, kv_length: int, *, bidirectional: bool,
@@ -89,3 +94,86 @@ class RelativePositionTable(nn.Module):
                      ('heads', 'relpos_buckets'))
     table = self.param('rel_embedding', init, (self.num_heads, self.num_buckets), jnp.float32)
     return table.astype(self.dtype)
+
+
+@flax.struct.dataclass
+class Rotation:
+  """Cosines and sines of each position's angles, [batch or 1, length, 1, kv / 2]."""
+  cos: jax.Array
+  sin: jax.Array
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns queries or keys [batch, length, heads, kv], turned; pairs are kv / 2 apart."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * self.cos - second * self.sin,
+                              second * self.cos + first * self.sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryEmbedding:
+  """Positions as rotations of queries and keys, so that logits depend on distances only.
+
+  Attributes:
+    theta: base of the frequencies; larger for longer sequences.
+    scaling: 'none'; 'linear' divides positions by `factor`; 'llama3' divides the slow frequencies
+      alone, with a smooth step between.
+    factor: how many times longer sequences are than those of the first training.
+    low_freq_factor, high_freq_factor: 'llama3': frequencies that turn fewer or more times than
+      these over `original_length` are slow or fast.
+    original_length: positions of the first training.
+  Source: Su et al. 2021 (RoFormer); Chen et al. 2023 (linear); Llama 3.1's reference code.
+  """
+  theta: float = 10000.0
+  scaling: str = 'none'
+  factor: float = 1.0
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  original_length: int = 8192
+
+  def __post_init__(self) -> None:
+    if self.scaling not in ROPE_SCALINGS:
+      raise ModelError(f'RotaryEmbedding.scaling = {self.scaling!r} is not one of '
+                       f'{", ".join(ROPE_SCALINGS)}.{did_you_mean(self.scaling, ROPE_SCALINGS)}',
+                       fix='Set RotaryEmbedding.scaling to one of them.',
+                       parameters=('RotaryEmbedding.scaling',))
+
+  def frequencies(self, head_dim: int) -> np.ndarray:
+    """Returns float32 [head_dim / 2]: radians per position."""
+    plain = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    if self.scaling == 'none':
+      return plain.astype(np.float32)
+    if self.scaling == 'linear':
+      return (plain / self.factor).astype(np.float32)
+    turns = self.original_length * plain / (2 * math.pi)
+    fast = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+    fast = np.clip(fast, 0.0, 1.0)
+    return ((1.0 - fast) * plain / self.factor + fast * plain).astype(np.float32)
+
+  def rotation(self, positions: jax.Array, head_dim: int) -> Rotation:
+    """Returns the rotation of `positions` [length] or [batch, length]."""
+    angles = positions[..., None].astype(jnp.float32) * self.frequencies(head_dim)
+    angles = angles.reshape(-1, *angles.shape[-2:])[:, :, None]
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
+class PositionTable(nn.Module):
+  """A learned vector per position, or per token type: few rows, on every device.
+
+  Attributes:
+    size: rows.
+    embed_dim: columns.
+    dtype: of the vectors that come out.
+    stddev: of the initial values.
+  """
+  size: int
+  embed_dim: int
+  dtype: Any = jnp.float32
+  stddev: float = 0.02
+
+  @nn.compact
+  def __call__(self, ids: jax.Array) -> jax.Array:
+    """Returns [..., embed] from ids [...]; ids beyond the end take the last row."""
+    init = with_axes(nn.initializers.normal(stddev=self.stddev), (None, 'embed'))
+    table = self.param('embedding', init, (self.size, self.embed_dim), jnp.float32)
+    return jnp.take(table.astype(self.dtype), ids, axis=0, mode='clip')

@@ -2,22 +2,28 @@
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, Optional
 
+import flax.linen as nn
 import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError, all_problems, did_you_mean
+from t5x_gpu.layers.attention import BIASES
+from t5x_gpu.layers.dense import Initializer
 from t5x_gpu.layers.mlp import activation
+from t5x_gpu.layers.norm import NORMS
+from t5x_gpu.layers.positions import RotaryEmbedding
 
 _log = logging.getLogger(__name__)
 RELATIVE_BIAS = ('none', 'shared', 'per_layer')
+NORM_POSITIONS = ('pre', 'post', 'sandwich')
 REMAT_POLICIES = ('none', 'minimal', 'full')
 DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-  """Sizes and choices of one stack of layers.
+  """Sizes and choices of one stack of layers; the defaults are those of T5.1.1.
 
   Attributes:
     vocab_size: token ids, at least the vocabulary's size; a multiple of 128 suits GPUs.
@@ -26,12 +32,36 @@ class TransformerConfig:
     num_heads: attention heads.
     head_dim: features of one head; heads x head_dim need not be embed_dim.
     mlp_dim: hidden features of the MLP, or of each expert.
-    mlp_activations: ('gelu', 'linear') for a gated GELU (T5.1.1), ('relu',) for a plain MLP.
+    mlp_activations: ('gelu', 'linear') for a gated GELU (T5.1.1), ('relu',) for a plain MLP;
+      'gelu' is the approximation by tanh, 'gelu_exact' is BERT's.
+    mlp_bias: linear maps of the MLP have a bias.
     dropout_rate: on embeddings, attention weights, MLP features and block outputs.
     dtype: 'float32' or 'bfloat16', of the computation; parameters and softmax are float32.
     logits_via_embedding: tie the output projection to the token table (logits / sqrt(embed_dim)).
     relative_bias: 'shared' (one for all layers: today's T5X), 'per_layer', or 'none'.
     num_relpos_buckets, max_relpos_distance: of the relative bias.
+    rope: rotary positions, or None.
+    num_positions: rows of a learned table of positions (GPT-2, BERT), which limits the length; 0
+      for none.
+    num_token_types: rows of a learned table of token types (BERT), encoders only; 0 for none.
+    num_kv_heads: heads of keys and values, each shared by as many query heads (GQA; 1 is MQA);
+      None for as many as num_heads.
+    query_pre_attn_scalar: attention logits are divided by its square root: head_dim, mostly. None:
+      T5, whose query initializer has it.
+    attention_softcap, logits_softcap: bend logits of attention or of the vocabulary to at most this
+      (Gemma-2), or None.
+    qk_norm: RMSNorm on the features of queries and keys (Qwen-3).
+    attention_bias: which projections have a bias: 'none', 'qkv' or 'all'.
+    windows: layer i sees windows[i % len(windows)] positions back, itself included; 0 for all.
+    norm: 'rms'; 'rms_plus_one', which multiplies by 1 + scale (Gemma); 'layer', with a bias.
+    norm_epsilon: of all norms.
+    norm_position: 'pre'; 'post', after each residual sum (BERT); 'sandwich', before and after
+      each block (Gemma-2).
+    embedding_norm: a norm right after the embeddings (BERT).
+    scale_embedding: multiply embeddings by sqrt(embed_dim) (Gemma).
+    scale_tied_logits: divide tied logits by sqrt(embed_dim) (T5).
+    init_stddev: of the normal distribution that all kernels and tables start from; None for T5's
+      initializers.
     remat_policy: what to recompute in the backward pass: 'none' stores everything, 'minimal' keeps
       matmul outputs, 'full' keeps only layer inputs.
     scan_unroll: layers unrolled per iteration of the scan over layers; more compile time, fewer
@@ -56,12 +86,31 @@ class TransformerConfig:
   max_relpos_distance: int = 128
   remat_policy: str = 'none'
   scan_unroll: int = 1
+  mlp_bias: bool = False
+  rope: Optional[RotaryEmbedding] = None
+  num_positions: int = 0
+  num_token_types: int = 0
+  num_kv_heads: Optional[int] = None
+  query_pre_attn_scalar: Optional[float] = None
+  attention_softcap: Optional[float] = None
+  logits_softcap: Optional[float] = None
+  qk_norm: bool = False
+  attention_bias: str = 'none'
+  windows: tuple[int, ...] = (0,)
+  norm: str = 'rms'
+  norm_epsilon: float = 1e-6
+  norm_position: str = 'pre'
+  embedding_norm: bool = False
+  scale_embedding: bool = False
+  scale_tied_logits: bool = True
+  init_stddev: Optional[float] = None
   num_experts: int = 0
   num_experts_per_token: int = 2
   expert_capacity_factor: float = 2.0
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
+    object.__setattr__(self, 'windows', tuple(self.windows))
     for name in self.mlp_activations:
       activation(name)
     problems, parameters = [], []
@@ -74,6 +123,25 @@ class TransformerConfig:
                       'num_relpos_buckets', 'max_relpos_distance', 'scan_unroll'):
       if getattr(self, parameter) < 1:
         refuse(parameter, 'must be at least 1.')
+    for parameter in ('query_pre_attn_scalar', 'attention_softcap', 'logits_softcap',
+                      'init_stddev', 'norm_epsilon'):
+      value = getattr(self, parameter)
+      if value is not None and not value > 0.0:
+        refuse(parameter, 'must be above 0.')
+    for parameter in ('num_positions', 'num_token_types'):
+      if getattr(self, parameter) < 0:
+        refuse(parameter, 'must be at least 1, or 0 for none.')
+    if self.num_heads >= 1 and not (1 <= self.kv_heads and self.num_heads % self.kv_heads == 0):
+      legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+      refuse('num_kv_heads', f'does not divide num_heads = {self.num_heads}: set it to one of '
+             f'{", ".join(map(str, legal))}.')
+    if not self.windows or any(isinstance(w, bool) or not isinstance(w, int) or w < 0
+                               for w in self.windows):
+      refuse('windows', 'must be sizes of at least 1, or 0 for no window, as in (4096, 0).')
+    if self.rope is not None and self.head_dim % 2:
+      refuse('head_dim', 'must be even for rotary positions, which turn pairs of features.')
+    if self.num_experts > 0 and self.mlp_bias:
+      refuse('mlp_bias', 'has no meaning for experts, whose maps have none.')
     if self.num_experts < 0:
       refuse('num_experts', 'must be at least 1, or 0 for a dense MLP.')
     if self.num_experts > 0 and not 1 <= self.num_experts_per_token <= self.num_experts:
@@ -83,12 +151,14 @@ class TransformerConfig:
     if not 0.0 <= self.dropout_rate < 1.0:
       refuse('dropout_rate', 'must be at least 0 and below 1.')
     for parameter, allowed in (('relative_bias', RELATIVE_BIAS), ('remat_policy', REMAT_POLICIES),
-                               ('dtype', tuple(DTYPES))):
+                               ('dtype', tuple(DTYPES)), ('norm', NORMS),
+                               ('norm_position', NORM_POSITIONS), ('attention_bias', BIASES)):
       value = getattr(self, parameter)
       if value not in allowed:
         refuse(parameter, f'is not one of {", ".join(allowed)}.{did_you_mean(value, allowed)}')
-    if self.relative_bias == 'none':
-      _log.warning("relative_bias = 'none': nothing tells this model where a token stands.")
+    if self.relative_bias == 'none' and self.rope is None and self.num_positions == 0:
+      _log.warning("relative_bias = 'none', and neither rope nor num_positions: nothing tells this "
+                   'model where a token stands.')
     if problems:
       raise ModelError(all_problems(problems, title='The model cannot be built'),
                        fix='Set them in the model file or with --gin.TransformerConfig.NAME=VALUE.',
@@ -97,3 +167,18 @@ class TransformerConfig:
   @property
   def compute_dtype(self) -> Any:
     return DTYPES[self.dtype]
+
+  @property
+  def kv_heads(self) -> int:
+    """Heads of keys and values."""
+    return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+  @property
+  def kernel_init(self) -> Optional[Initializer]:
+    """Initializer of all kernels; None for T5's, which differ."""
+    return None if self.init_stddev is None else nn.initializers.normal(self.init_stddev)
+
+  @property
+  def length_limit(self) -> Optional[int]:
+    """Longest row that the model takes, None if any length will do."""
+    return self.num_positions or None

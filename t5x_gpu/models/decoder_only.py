@@ -5,28 +5,18 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 import jax
-import jax.numpy as jnp
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.data.features import batch_spec
-from t5x_gpu.errors import ModelError
-from t5x_gpu.layers.attention_backends import Attention, decoder_attention
-from t5x_gpu.layers.dropout import DropoutRng, dropout
-from t5x_gpu.layers.embedding import Embedding
-from t5x_gpu.layers.masks import token_info
-from t5x_gpu.layers.norm import RMSNorm
-from t5x_gpu.layers.positions import RelativeBuckets
+from t5x_gpu.layers.dropout import dropout
+from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
-from t5x_gpu.models.heads import TokenLogits
-from t5x_gpu.models.losses import Sums, cross_entropy
-from t5x_gpu.models.transformer import DecoderLayer, init_layers, relative_table, scan_layers
-from t5x_gpu.partitioning import fsdp
-
-Params = Any
-# A batch on devices: feature name -> [batch, length]; 'rows' [batch], which dropout needs; and
-# 'positions' [length] where rows are split.
-DeviceBatch = Mapping[str, jax.Array]
+from t5x_gpu.models.heads import init_token_logits, token_logits
+from t5x_gpu.models.incremental import DecodingState, advance, begin
+from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy
+from t5x_gpu.models.sizes import check_length, transformer_sizes
+from t5x_gpu.models.stack import DeviceBatch, Embeddings, Params, Stack, dropout_rng
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +38,12 @@ class DecoderOnlyModel:
   inputs_bidirectional_attention: bool = False
 
   def __post_init__(self) -> None:
-    for name, good in (('z_loss', self.z_loss >= 0.0),
-                       ('label_smoothing', 0.0 <= self.label_smoothing < 1.0)):
-      if not good:
-        raise ModelError(f'{name} = {getattr(self, name)} is out of range.',
-                         fix='Set z_loss to 0 or more (1e-4 is usual), label_smoothing to 0 or '
-                             'more and below 1.', parameters=(f'DecoderOnlyModel.{name}',))
+    check_loss_options(self)
+
+  @property
+  def num_outcomes(self) -> int:
+    """Among how many tokens the model chooses."""
+    return self.config.vocab_size
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns how SeqIO features become the model's: 'prefix_lm' with inputs, else 'lm'."""
@@ -62,16 +52,15 @@ class DecoderOnlyModel:
   def batch_spec(self, task_feature_lengths: Mapping[str, int], *, batch_size: int,
                  pack: bool) -> BatchSpec:
     """Returns the features that `loss` takes from a batch of this size."""
-    return batch_spec(self.feature_converter(task_feature_lengths),
+    spec = batch_spec(self.feature_converter(task_feature_lengths),
                       task_feature_lengths=task_feature_lengths,
                       batch_size=batch_size, pack=pack, vocab_size=self.config.vocab_size)
+    check_length(self.config, spec)
+    return spec
 
   def logical_sizes(self) -> dict[str, int]:
     """Returns axis name -> size of everything that a mesh may split."""
-    c = self.config
-    sizes = {'vocab': c.vocab_size, 'embed': c.embed_dim, 'heads': c.num_heads, 'mlp': c.mlp_dim,
-             'layers': c.num_layers}
-    return {**sizes, 'experts': c.num_experts} if c.num_experts else sizes
+    return transformer_sizes(self.config)
 
   def flops_per_token(self, length: int) -> float:
     """Returns model FLOPs of one training step per position of a row of `length`."""
@@ -80,65 +69,48 @@ class DecoderOnlyModel:
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
     """Returns freshly drawn parameters, boxed with their axis names (`NamedParam`)."""
     del spec  # of what fits any length
-    c = self.config
-    keys = dict(zip(('token_embedder', 'relpos_bias', 'layers', 'decoder_norm', 'logits_dense'),
-                    jax.random.split(rng, 5)))
-    tokens, x = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1, c.embed_dim), c.compute_dtype)
-    params = {
-        'token_embedder': self._embedding.init(keys['token_embedder'], tokens)['params'],
-        'layers': init_layers(DecoderLayer(c), keys['layers'], x, self._attention(
-            {'decoder_target_tokens': tokens}), None, None, num_layers=c.num_layers),
-        'decoder_norm': self._norm.init(keys['decoder_norm'], x)['params']}
-    if c.relative_bias == 'shared':
-      params['relpos_bias'] = relative_table(c).init(keys['relpos_bias'])['params']
-    if not c.logits_via_embedding:
-      params['logits_dense'] = TokenLogits(c).init(keys['logits_dense'], x, None)['params']
-    return params
+    names = ('token_embedder', 'relpos_bias', 'layers', 'decoder_norm', 'logits_dense',
+             'position_embedder', 'embedding_norm')
+    keys = dict(zip(names, jax.random.split(rng, len(names))))
+    return {**self._embeddings.init(keys), **self._stack.init(keys),
+            **init_token_logits(self.config, keys['logits_dense'])}
 
   @property
-  def _embedding(self) -> Embedding:
-    return Embedding(self.config.vocab_size, self.config.embed_dim, dtype=self.config.compute_dtype)
+  def _embeddings(self) -> Embeddings:
+    return Embeddings(self.config)
 
   @property
-  def _norm(self) -> RMSNorm:
-    return RMSNorm(dtype=self.config.compute_dtype)
+  def _stack(self) -> Stack:
+    return Stack(self.config, self.config.num_layers, causal=True, final_norm='decoder_norm')
 
   def embed(self, params: Params, batch: DeviceBatch, *,
             dropout_key: Optional[jax.Array] = None) -> jax.Array:
     """Returns [batch, length, embed], what the first layer gets."""
-    table = fsdp.whole(params['token_embedder'], self.config.compute_dtype)
-    x = self._embedding.apply({'params': table}, batch['decoder_input_tokens'])
-    return dropout(x, self.config.dropout_rate, _dropout_rng(dropout_key, batch, 'embed'))
+    return self._embeddings(params, batch['decoder_input_tokens'], self._positions(batch),
+                            rng=dropout_rng(dropout_key, batch, 'embed', side='decoder'))
 
   def run_layers(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
                  dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> jax.Array:
     """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
-    c = self.config
-    attention, bias = self._attention(batch), None
-    if c.relative_bias == 'shared':
-      bias = attention.bias(relative_table(c).apply({'params': params['relpos_bias']}))
-    return scan_layers(DecoderLayer(c), params['layers'], x, attention, bias, config=c,
-                       dropout_rng=_dropout_rng(dropout_key, batch, 'layers'),
-                       first_layer=first_layer)
+    return self._stack.run(params, x, self._info(batch), self._positions(batch),
+                           rng=dropout_rng(dropout_key, batch, 'layers', side='decoder'),
+                           first_layer=first_layer)
 
-  def _attention(self, batch: DeviceBatch) -> Attention:
-    c = self.config
+  def _info(self, batch: DeviceBatch) -> TokenInfo:
     prefix = batch['decoder_causal_attention'] if self.uses_prefix(batch) else None
-    info = token_info(batch['decoder_target_tokens'], prefix=prefix,
+    return token_info(batch['decoder_target_tokens'], prefix=prefix,
                       segment_ids=batch.get('decoder_segment_ids'),
-                      positions=batch.get('positions'))
-    return decoder_attention(info, RelativeBuckets(c.num_relpos_buckets, c.max_relpos_distance))
+                      positions=batch.get('decoder_places'))
+
+  def _positions(self, batch: DeviceBatch) -> jax.Array:
+    """Returns where each token stands in its example: packed rows hold several."""
+    return batch.get('decoder_positions', self._info(batch).positions)
 
   def _logits(self, params: Params, x: jax.Array, batch: DeviceBatch,
               dropout_key: Optional[jax.Array]) -> jax.Array:
-    c = self.config
-    x = self._norm.apply({'params': fsdp.whole(params['decoder_norm'], c.compute_dtype)}, x)
-    x = dropout(x, c.dropout_rate, _dropout_rng(dropout_key, batch, 'head'))
-    own = fsdp.whole(params.get('logits_dense', {}), c.compute_dtype)
-    table = None
-    if c.logits_via_embedding:
-      table = fsdp.whole(params['token_embedder'], c.compute_dtype)['embedding']
-    return TokenLogits(c).apply({'params': own}, x, table)
+    x = dropout(self._stack.finish(params, x), self.config.dropout_rate,
+                dropout_rng(dropout_key, batch, 'head', side='decoder'))
+    return token_logits(self.config, params, x, params['token_embedder'])
 
   def head(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
            dropout_key: Optional[jax.Array] = None) -> Sums:
@@ -164,8 +136,31 @@ class DecoderOnlyModel:
     x = self.run_layers(params, x, batch, dropout_key=dropout_key)
     return self.head(params, x, batch, dropout_key=dropout_key)
 
+  def start_decoding(self, params: Params, prompts: jax.Array, lengths: jax.Array, *,
+                     slots: int) -> tuple[jax.Array, DecodingState]:
+    """Returns float32 logits [batch, vocab] of the token after each prompt, and the state.
 
-def _dropout_rng(key: Optional[jax.Array], batch: DeviceBatch, part: str) -> Optional[DropoutRng]:
-  if key is None:
-    return None
-  return DropoutRng(key, batch['rows'], batch.get('positions')).at(part)
+    Args:
+      params: of the model.
+      prompts: [batch, prompt_length] decoder inputs, padded on the left.
+      lengths: [batch] tokens of each prompt.
+      slots: room for prompt and new tokens together.
+    """
+    state = begin(self.config, num_layers=self.config.num_layers, lengths=lengths,
+                  prompt_length=prompts.shape[1], slots=slots,
+                  bidirectional_prompt=self.inputs_bidirectional_attention)
+    return self._extend(params, prompts, state)
+
+  def decode_step(self, params: Params, tokens: jax.Array, state: DecodingState
+                  ) -> tuple[jax.Array, DecodingState]:
+    """Returns logits [batch, vocab] of what follows `tokens` [batch], and the state with them."""
+    return self._extend(params, tokens[:, None], state)
+
+  def _extend(self, params: Params, tokens: jax.Array, state: DecodingState
+              ) -> tuple[jax.Array, DecodingState]:
+    info, positions, cached = state.of_next(tokens.shape[1])
+    x = self._embeddings(params, tokens, positions)
+    x, caches = self._stack.extend(params, x, info, positions, state.caches, cached)
+    x = self._stack.finish(params, x[:, -1:])
+    logits = token_logits(self.config, params, x, params['token_embedder'])
+    return logits[:, 0], advance(state, caches, tokens.shape[1])

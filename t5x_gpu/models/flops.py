@@ -1,22 +1,48 @@
 """Model FLOPs: the matmuls that the mathematics needs, whatever the hardware recomputes."""
 
+import dataclasses
+
 from t5x_gpu.models.config import TransformerConfig
 
 
-def transformer_flops_per_token(config: TransformerConfig, length: int) -> float:
+def transformer_flops_per_token(config: TransformerConfig, length: int, *,
+                                token_logits: bool = True) -> float:
   """Returns FLOPs of forward and backward per position of a row of `length`.
 
   2 FLOPs per weight and position in the forward pass, twice that in the backward pass; attention
   counts the full length x length square, without a discount for the causal half. Looking up
   embeddings counts nothing, the output projection does. Of experts, those that a token uses count,
   without the slots that stay empty.
+
+  Args:
+    config: of the stack.
+    length: of a row.
+    token_logits: whether there are logits over the vocabulary.
   Source: Chowdhery et al. 2022 (PaLM), appendix B: 6 N + 12 L H Q T.
   """
   c = config
-  attention_weights = 4 * c.embed_dim * c.num_heads * c.head_dim
+  attention_weights = 2 * c.embed_dim * (c.num_heads + c.kv_heads) * c.head_dim
   mlp_weights = (len(c.mlp_activations) + 1) * c.embed_dim * c.mlp_dim
   if c.num_experts:
     mlp_weights = c.num_experts_per_token * mlp_weights + c.embed_dim * c.num_experts
-  weights = c.num_layers * (attention_weights + mlp_weights) + c.embed_dim * c.vocab_size
+  weights = c.num_layers * (attention_weights + mlp_weights)
+  weights += c.embed_dim * c.vocab_size if token_logits else 0
   attention = 12 * c.num_layers * c.num_heads * c.head_dim * length
   return 6.0 * weights + attention
+
+
+def encoder_decoder_flops_per_token(config: TransformerConfig, length: int, *,
+                                    num_encoder_layers: int) -> float:
+  """Returns FLOPs of forward and backward per input token, of rows of `length` inputs and targets.
+
+  Args:
+    config: of the decoder; its width is the encoder's.
+    length: of inputs, and of targets.
+    num_encoder_layers: of the encoder.
+  """
+  c = config
+  encoder = transformer_flops_per_token(dataclasses.replace(c, num_layers=num_encoder_layers),
+                                        length, token_logits=False)
+  cross_weights = 2 * c.embed_dim * (c.num_heads + c.kv_heads) * c.head_dim
+  cross = c.num_layers * (6.0 * cross_weights + 12 * c.num_heads * c.head_dim * length)
+  return encoder + transformer_flops_per_token(c, length) + cross

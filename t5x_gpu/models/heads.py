@@ -1,15 +1,21 @@
 """Output projections on top of a stack."""
 
 import functools
-from typing import Optional
+from typing import Any, Optional
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.dense import DenseGeneral
+from t5x_gpu.layers.masks import TokenInfo
+from t5x_gpu.layers.mlp import activation
+from t5x_gpu.layers.norm import norm
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.partitioning.axis_rules import shard
+from t5x_gpu.partitioning import fsdp
+from t5x_gpu.partitioning.axis_rules import is_manual, shard, with_axes
+
+POOLINGS = ('first_token_tanh', 'first_token', 'mean')
 
 
 class TokenLogits(nn.Module):
@@ -24,14 +30,116 @@ class TokenLogits(nn.Module):
       x: what the last norm returned.
       table: [vocab, embed] token table, for tied logits only.
     """
-    x = shard(x, 'batch', 'length', 'embed')
-    if self.config.logits_via_embedding:
-      # The table has unit variance, so the product grows with sqrt(embed_dim).
-      x = x / jnp.sqrt(jnp.asarray(x.shape[-1], x.dtype))
+    c, x = self.config, shard(x, 'batch', 'length', 'embed')
+    if c.logits_via_embedding:
+      if c.scale_tied_logits:
+        # The table has unit variance, so the product grows with sqrt(embed_dim).
+        x = x / jnp.sqrt(jnp.asarray(x.shape[-1], x.dtype))
       logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype))
     else:
       # Accumulated and kept in float32: the softmax over the vocabulary needs the digits.
       dot_general = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
-      logits = DenseGeneral((self.config.vocab_size,), ('embed', 'vocab'), name='projection',
-                            dtype=self.config.compute_dtype, dot_general=dot_general)(x)
-    return shard(logits.astype(jnp.float32), 'batch', 'length', 'vocab')
+      logits = DenseGeneral((c.vocab_size,), ('embed', 'vocab'), name='projection',
+                            dtype=c.compute_dtype, dot_general=dot_general,
+                            kernel_init=c.kernel_init)(x)
+    logits = logits.astype(jnp.float32)
+    if c.logits_softcap is not None:
+      logits = c.logits_softcap * jnp.tanh(logits / c.logits_softcap)
+    return shard(logits, 'batch', 'length', 'vocab')
+
+
+def init_token_logits(config: TransformerConfig, key: jax.Array) -> dict[str, Any]:
+  """Returns {'logits_dense': parameters}, empty where logits are tied to the token table."""
+  if config.logits_via_embedding:
+    return {}
+  x = jnp.zeros((1, 1, config.embed_dim), config.compute_dtype)
+  return {'logits_dense': TokenLogits(config).init(key, x, None)['params']}
+
+
+def token_logits(config: TransformerConfig, params: Any, x: jax.Array,
+                 token_embedder: Any) -> jax.Array:
+  """Returns [batch, length, vocab] in float32.
+
+  Args:
+    config: of the decoder.
+    params: has 'logits_dense', unless the logits are tied.
+    x: [batch, length, embed] after the last norm.
+    token_embedder: parameters of the token table.
+  """
+  own, table = {}, None
+  if config.logits_via_embedding:
+    table = fsdp.whole(token_embedder, config.compute_dtype)['embedding']
+  else:
+    own = fsdp.whole(params['logits_dense'], config.compute_dtype)
+  return TokenLogits(config).apply({'params': own}, x, table)
+
+
+class Classifier(nn.Module):
+  """Logits of classes from one vector per row.
+
+  Attributes:
+    config: of the encoder.
+    num_classes: outputs.
+    tanh_layer: a linear map and tanh first (BERT's pooler).
+  """
+  config: TransformerConfig
+  num_classes: int
+  tanh_layer: bool
+
+  @property
+  def parameter_names(self) -> tuple[str, ...]:
+    """Names of the parts of its parameters."""
+    return ('pooler', 'classifier') if self.tanh_layer else ('classifier',)
+
+  @nn.compact
+  def __call__(self, row: jax.Array) -> jax.Array:
+    """Returns [batch, classes] in float32 from [batch, embed]."""
+    c = self.config
+    options = dict(dtype=c.compute_dtype, kernel_init=c.kernel_init, use_bias=True)
+    if self.tanh_layer:
+      row = jnp.tanh(DenseGeneral((row.shape[-1],), ('embed', None), name='pooler', **options)(row))
+    return DenseGeneral((self.num_classes,), ('embed', None), name='classifier',
+                        **options)(row).astype(jnp.float32)
+
+
+class MaskedTokenLogits(nn.Module):
+  """Logits of every token from the token table, after one more linear map and norm (BERT)."""
+  config: TransformerConfig
+  parameter_names = ('mlm_transform', 'mlm_norm', 'mlm_bias')
+
+  @nn.compact
+  def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
+    """Returns [batch, length, vocab] in float32 from [batch, length, embed].
+
+    Args:
+      x: what the encoder returned.
+      table: [vocab, embed] token table.
+    """
+    c, x = self.config, shard(x, 'batch', 'length', 'embed')
+    x = DenseGeneral((x.shape[-1],), ('embed', None), name='mlm_transform', use_bias=True,
+                     dtype=c.compute_dtype, kernel_init=c.kernel_init)(x)
+    x = norm(c.norm, epsilon=c.norm_epsilon, dtype=c.compute_dtype,
+             name='mlm_norm')(activation(c.mlp_activations[0])(x))
+    bias = self.param('mlm_bias', with_axes(nn.initializers.zeros, ('vocab',)), (c.vocab_size,),
+                      jnp.float32)
+    logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype)).astype(jnp.float32) + bias
+    return shard(logits, 'batch', 'length', 'vocab')
+
+
+def pool(x: jax.Array, info: TokenInfo, *, kind: str) -> jax.Array:
+  """Returns [batch, embed], one vector per row.
+
+  Args:
+    x: [batch, length, embed] after the last norm.
+    info: of the tokens.
+    kind: one of POOLINGS.
+  """
+  x = shard(x, 'batch', 'length', 'embed').astype(jnp.float32)
+  if kind == 'mean':
+    weights = (info.segments > 0).astype(jnp.float32)
+  else:
+    weights = jnp.broadcast_to(info.positions == 0, info.segments.shape).astype(jnp.float32)
+  total, weight = jnp.einsum('ble,bl->be', x, weights), weights.sum(-1, keepdims=True)
+  if is_manual('context'):
+    total, weight = jax.lax.psum((total, weight), 'context')
+  return shard(total / jnp.maximum(weight, 1.0), 'batch', 'embed')

@@ -1,11 +1,26 @@
 """Cross entropy as sums and weights; nobody divides before all tokens are counted."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_gpu.errors import ModelError
+from t5x_gpu.partitioning.axis_rules import is_manual
+
 # Metric name -> (sum, weight), float32 scalars. Divided once, over the global batch and log window.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
+
+
+def check_loss_options(model: Any) -> None:
+  """Raises ModelError unless the `z_loss` and `label_smoothing` of a model can be meant."""
+  for name, good in (('z_loss', getattr(model, 'z_loss', 0.0) >= 0.0),
+                     ('label_smoothing', 0.0 <= model.label_smoothing < 1.0)):
+    if not good:
+      raise ModelError(f'{name} = {getattr(model, name)} is out of range.',
+                       fix='Set z_loss to 0 or more (1e-4 is usual), label_smoothing to 0 or '
+                           'more and below 1.', parameters=(f'{type(model).__name__}.{name}',))
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *,
@@ -41,3 +56,19 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *,
   weight = jnp.sum(weights)
   total = {'loss': nll + z, 'cross_entropy': nll, 'z_loss': z, 'accuracy': correct}
   return {name: (jnp.sum(value * weights), weight) for name, value in total.items()}
+
+
+def of_examples(logits: jax.Array, labels: jax.Array, weights: jax.Array, **options: float) -> Sums:
+  """Returns the sums of `cross_entropy` over examples.
+
+  Where the length of rows is split, each device has the logits of whole rows: one of them counts.
+
+  Args:
+    logits: [batch, classes], float32.
+    labels: [batch].
+    weights: [batch]; 0 leaves an example out.
+    **options: as in `cross_entropy`.
+  """
+  if is_manual('context'):
+    weights = jnp.where(jax.lax.axis_index('context') == 0, weights, 0)
+  return cross_entropy(logits[:, None], labels[:, None], weights[:, None], **options)

@@ -1,18 +1,24 @@
-"""Stacks of layers: one layer's wiring, and the scan over all of them."""
+"""Stacks of layers: one layer's wiring, and the scan over all of them.
+
+Every family is this layer with other choices: encoders and decoders, with a norm before, after or
+around each block, with one attention or, in the decoder of an encoder-decoder, two.
+"""
 
 from typing import Any, Optional
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.attention import MultiHeadAttention
-from t5x_gpu.layers.attention_backends import Attention
+from t5x_gpu.layers.attention_backends import Attention, AttentionKind
 from t5x_gpu.layers.dropout import DropoutRng, dropout
+from t5x_gpu.layers.kv_cache import KVCache
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.moe import MoeMlp
-from t5x_gpu.layers.norm import RMSNorm
-from t5x_gpu.layers.positions import RelativePositionTable
+from t5x_gpu.layers.norm import norm
+from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable, Rotation
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import NamedParam, is_named, shard
@@ -22,6 +28,39 @@ REMAT = {'none': None, 'minimal': jax.checkpoint_policies.dots_with_no_batch_dim
          'full': jax.checkpoint_policies.nothing_saveable}
 
 
+@flax.struct.dataclass
+class StackInputs:
+  """What all layers of a stack share.
+
+  Attributes:
+    attention: self-attention of the batch.
+    bias: relative bias of all layers, as `attention.bias` made it, or None.
+    rotation: of the positions, or None.
+    cross_attention: to the encoder's tokens, in the decoder of an encoder-decoder.
+    encoded: [batch, kv_length, embed] what the encoder returned; None once a cache has it.
+    encoder_places: [kv_length] of the encoder's tokens in their rows.
+  """
+  attention: Attention
+  bias: Any = None
+  rotation: Optional[Rotation] = None
+  cross_attention: Optional[Attention] = None
+  encoded: Optional[jax.Array] = None
+  encoder_places: Optional[jax.Array] = None
+
+
+@flax.struct.dataclass
+class LayerCaches:
+  """Caches of a decoder while it decodes: of its own tokens, and of the encoder's."""
+  own: KVCache
+  encoder: Optional[KVCache] = None
+
+
+def attention_kind(config: TransformerConfig, *, causal: bool) -> AttentionKind:
+  """Returns what self-attention is like in a stack of this configuration."""
+  return AttentionKind(causal=causal, softcap=config.attention_softcap, buckets=RelativeBuckets(
+      config.num_relpos_buckets, config.max_relpos_distance, bidirectional=not causal))
+
+
 def relative_table(config: TransformerConfig, *,
                    name: Optional[str] = None) -> RelativePositionTable:
   """Returns the module of the learned bias."""
@@ -29,34 +68,84 @@ def relative_table(config: TransformerConfig, *,
                                dtype=config.compute_dtype, name=name)
 
 
-class DecoderLayer(nn.Module):
-  """Norm, causal self-attention, residual; norm, MLP, residual (pre-norm, as T5)."""
+def make_norm(config: TransformerConfig, *, name: Optional[str] = None) -> nn.Module:
+  """Returns the norm of this configuration."""
+  return norm(config.norm, epsilon=config.norm_epsilon, dtype=config.compute_dtype, name=name)
+
+
+class TransformerLayer(nn.Module):
+  """Self-attention, attention to an encoder if there is one, and an MLP, each on the residual."""
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x: jax.Array, attention: Attention, shared_bias: Any,
-               dropout_rng: Optional[DropoutRng]) -> jax.Array:
-    """Returns [batch, length, embed] from the same; no dropout without `dropout_rng`."""
-    c, dtype = self.config, self.config.compute_dtype
+  def __call__(self, x: jax.Array, shared: StackInputs, dropout_rng: Optional[DropoutRng],
+               number: Any = 0, caches: Optional[LayerCaches] = None
+               ) -> tuple[jax.Array, Optional[LayerCaches]]:
+    """Returns [batch, length, embed] from the same, and `caches` with this layer's part.
+
+    Args:
+      x: [batch, length, embed].
+      shared: of the stack.
+      dropout_rng: None for no dropout.
+      number: of the layer in the model.
+      caches: of all layers, while decoding.
+    """
+    c = self.config
 
     def rng(site: str) -> Optional[DropoutRng]:
       return dropout_rng and dropout_rng.at(site)
-    bias = shared_bias
+
+    def before(x: jax.Array, block: str) -> jax.Array:
+      if c.norm_position != 'post':
+        x = make_norm(c, name=f'pre_{block}_layer_norm')(x)
+      return shard(x, 'batch', 'length', 'embed')
+
+    def add(x: jax.Array, h: jax.Array, block: str, site: str) -> jax.Array:
+      """Returns the residual `x` after a block's output `h`."""
+      if c.norm_position == 'sandwich':
+        h = make_norm(c, name=f'post_{block}_layer_norm')(h)
+      x = x + dropout(h, c.dropout_rate, rng(f'{site}_out'))
+      return make_norm(c, name=f'post_{block}_layer_norm')(x) if c.norm_position == 'post' else x
+
+    bias, own, of_encoder = shared.bias, None, None
+    if caches is not None:
+      own, of_encoder = caches.own, caches.encoder
     if c.relative_bias == 'per_layer':
-      bias = attention.bias(relative_table(c, name='relpos_bias')())
-    h = RMSNorm(dtype=dtype, name='pre_self_attention_layer_norm')(x)
-    h = MultiHeadAttention(c.num_heads, c.head_dim, dropout_rate=c.dropout_rate, dtype=dtype,
-                           name='self_attention')(shard(h, 'batch', 'length', 'embed'), attention,
-                                                  bias=bias, dropout_rng=rng('attention'))
-    x = x + dropout(h, c.dropout_rate, rng('attention_out'))
-    h = RMSNorm(dtype=dtype, name='pre_mlp_layer_norm')(x)
+      bias = shared.attention.bias(relative_table(c, name='relpos_bias')())
+    h = before(x, 'self_attention')
+    h, own = self._attention('self_attention')(
+        h, shared.attention, kv_input=h, bias=bias, window=self._window(number),
+        rotation=shared.rotation, cache=own, layer=number, dropout_rng=rng('attention'))
+    x = add(x, h, 'self_attention', 'attention')
+    if shared.cross_attention is not None:
+      cross_rng = rng('cross_attention')  # drops values, which stand where the encoder's tokens do
+      cross_rng = cross_rng and cross_rng.replace(positions=shared.encoder_places)
+      h, of_encoder = self._attention('cross_attention')(
+          before(x, 'cross_attention'), shared.cross_attention, kv_input=shared.encoded,
+          cache=of_encoder, layer=number, dropout_rng=cross_rng)
+      x = add(x, h, 'cross_attention', 'cross_attention')
+    h = self._mlp()(before(x, 'mlp'), dropout_rng=rng('mlp'))
+    x = add(x, h, 'mlp', 'mlp')
+    return x, None if caches is None else LayerCaches(own, of_encoder)
+
+  def _attention(self, name: str) -> MultiHeadAttention:
+    c = self.config
+    return MultiHeadAttention(
+        c.num_heads, c.head_dim, c.num_kv_heads, c.query_pre_attn_scalar, c.attention_bias,
+        c.qk_norm, c.norm_epsilon, c.dropout_rate, c.compute_dtype, c.kernel_init, name=name)
+
+  def _mlp(self) -> nn.Module:
+    c = self.config
     options = dict(mlp_dim=c.mlp_dim, activations=c.mlp_activations, dropout_rate=c.dropout_rate,
-                   dtype=dtype)
-    mlp = Mlp(**options, name='mlp') if c.num_experts == 0 else MoeMlp(
-        num_experts=c.num_experts, experts_per_token=c.num_experts_per_token,
-        capacity_factor=c.expert_capacity_factor, **options, name='moe')
-    h = mlp(shard(h, 'batch', 'length', 'embed'), dropout_rng=rng('mlp'))
-    return x + dropout(h, c.dropout_rate, rng('mlp_out'))
+                   dtype=c.compute_dtype)
+    if c.num_experts:
+      return MoeMlp(num_experts=c.num_experts, experts_per_token=c.num_experts_per_token,
+                    capacity_factor=c.expert_capacity_factor, **options, name='moe')
+    return Mlp(**options, use_bias=c.mlp_bias, kernel_init=c.kernel_init, name='mlp')
+
+  def _window(self, number: Any) -> Optional[jax.Array]:
+    windows = self.config.windows
+    return jnp.asarray(windows)[number % len(windows)] if any(windows) else None
 
 
 def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int) -> Any:
@@ -75,32 +164,34 @@ def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int)
                       stacked, is_leaf=is_named)
 
 
-def scan_layers(layer: nn.Module, params: Any, x: jax.Array, *inputs: Any,
+def scan_layers(layer: nn.Module, params: Any, x: jax.Array, shared: Any, *,
                 config: TransformerConfig, dropout_rng: Optional[DropoutRng] = None,
-                first_layer: Any = 0) -> jax.Array:
-  """Returns `x` after all layers of `params`, each of them made whole when its turn comes.
+                first_layer: Any = 0, caches: Optional[LayerCaches] = None
+                ) -> tuple[jax.Array, Optional[LayerCaches]]:
+  """Returns `x` after all layers of `params`, each made whole when its turn comes, and `caches`.
 
   Args:
-    layer: a module called as `layer(x, *inputs, dropout_rng)`.
+    layer: a module called as `layer(x, shared, dropout_rng, number, caches)`.
     params: of the layers, stacked; all of the model's, or those of a pipeline stage.
     x: [batch, length, embed].
-    *inputs: further arguments, the same for all layers.
+    shared: the same for all layers.
     config: its dtype, remat_policy and scan_unroll are used.
     dropout_rng: None for no dropout.
     first_layer: number of the first of these layers in the model.
+    caches: while decoding.
   """
   num_layers = jax.tree.leaves(params)[0].shape[0]
   unroll = min(config.scan_unroll, num_layers)
 
-  def body(x: jax.Array, of_layer: Any) -> tuple[jax.Array, None]:
-    split_params, number = of_layer
+  def body(carry: Any, of_layer: Any) -> tuple[Any, None]:
+    (x, caches), (split_params, number) = carry, of_layer
     weights = fsdp.whole(split_params, config.compute_dtype)
     rng = dropout_rng and dropout_rng.fold(number)
-    return layer.apply({'params': weights}, x, *inputs, rng), None
+    return layer.apply({'params': weights}, x, shared, rng, number, caches), None
   policy = fsdp.keep_policy(REMAT[config.remat_policy], params)
   if policy is not None:
     # A loop keeps forward and backward apart; unrolled whole, XLA would merge the recomputation
     # with what it was to replace, and save nothing.
     body = jax.checkpoint(body, policy=policy, prevent_cse=unroll == num_layers)
   numbers = first_layer + jnp.arange(num_layers)
-  return jax.lax.scan(body, x, (params, numbers), unroll=unroll)[0]
+  return jax.lax.scan(body, (x, caches), (params, numbers), unroll=unroll)[0]

@@ -172,6 +172,11 @@ def split_axis(name: str) -> Optional[str]:
   return axes[0] if axes else None
 
 
+def split_ways(name: str) -> int:
+  """Returns in how many parts the active rules split activations along `name`."""
+  return math.prod(_active.get().mesh_shape[axis] for axis in split_axes(name))
+
+
 def is_manual(axis: str) -> bool:
   """Returns whether arrays are local along mesh axis `axis` here, so that layers move them."""
   active = _active.get()

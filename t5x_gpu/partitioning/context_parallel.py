@@ -21,7 +21,7 @@ import numpy as np
 from t5x_gpu.partitioning import beside_model
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_axis
 from t5x_gpu.partitioning.mesh_problems import any_of, divisors, nearest_multiples
-from t5x_gpu.partitioning.ring_attention import LogitsFn
+from t5x_gpu.partitioning.ring_attention import LogitsFn, to_query_heads
 
 METHODS = ('ring', 'gather')
 
@@ -101,7 +101,7 @@ def traffic_per_step(*, batch: int, length: int, num_heads: int, head_dim: int, 
   """Returns bytes that a device sends over `context` in one training step.
 
   Args:
-    batch, num_heads, num_layers: what one device holds.
+    batch, num_heads, num_layers: what one device holds; heads of keys and values.
     length: of the whole sequence.
     head_dim: features of a head.
     context: size of the axis.
@@ -132,7 +132,8 @@ def gathered_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, lo
   kv_info = jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True),
                          kv_info)
   logits = logits_fn(logits_params, query, key, q_info, kv_info)
-  return jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(logits, axis=-1).astype(value.dtype), value)
+  weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+  return jnp.einsum('bhqk,bkhd->bqhd', weights, to_query_heads(value, query.shape[2]))
 
 
 # Dimensions of [batch, length, heads, kv], counted from the last one.
@@ -141,7 +142,7 @@ _LENGTH, _HEADS = -3, -2
 
 def _all_lengths(axis: str, x: jax.Array) -> jax.Array:
   return beside_model.all_gather(x, axis, dim=_LENGTH,
-                                 model_dim=_HEADS if split_axis('heads') else None)
+                                 model_dim=_HEADS if split_axis('kv_heads') else None)
 
 
 def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
@@ -150,7 +151,7 @@ def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
 
 def _all_lengths_backward(axis: str, _: None, gradient: jax.Array) -> tuple[jax.Array]:
   part = beside_model.psum_scatter(gradient.astype(jnp.float32), axis, dim=_LENGTH,
-                                   model_dim=_HEADS if split_axis('heads') else None)
+                                   model_dim=_HEADS if split_axis('kv_heads') else None)
   return (part.astype(gradient.dtype),)
 
 

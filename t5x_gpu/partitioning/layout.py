@@ -37,6 +37,7 @@ class Layout:
     zero_stage: see partitioning/fsdp.py.
     pipeline: how stages take turns; None without stages.
     accumulate_by: see partitioning/region.py.
+    notes: what a user should know of it, a line each.
   """
   mesh: Mesh
   rules: AxisRules
@@ -45,6 +46,7 @@ class Layout:
   zero_stage: int = 3
   pipeline: Optional[Pipeline] = None
   accumulate_by: str = 'layer'
+  notes: tuple[str, ...] = ()
 
   @property
   def region(self) -> Region:
@@ -95,7 +97,7 @@ class Layout:
     """Returns what training and evaluation take: as `put`, positions in the order of `context`."""
     ways = self.mesh.shape['context']
     if ways > 1:
-      batch = {name: x[:, context_parallel.length_order(x.shape[1], ways)]
+      batch = {name: x[:, context_parallel.length_order(x.shape[1], ways)] if x.ndim > 1 else x
                for name, x in batch.items()}
     return self.put(batch)
 
@@ -141,7 +143,7 @@ class Layout:
       bubble = pipeline_parallel.bubble_fraction(**options)
       lines.append(f'  pipeline: {self.pipeline.schedule}, {self.pipeline.num_microbatches} '
                    f'microbatches, bubble {bubble:.1%} of the step')
-    return '\n'.join(lines)
+    return '\n'.join([*lines, *(f'  {note}' for note in self.notes)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ SET_BY = {'batch': 'BATCH_SIZE', 'length': 'the sum of TASK_FEATURE_LENGTHS',
           'heads': 'TransformerConfig.num_heads', 'mlp': 'TransformerConfig.mlp_dim',
           'embed': 'TransformerConfig.embed_dim', 'vocab': 'TransformerConfig.vocab_size'}
 # Axes with checks of their own.
-OWN_CHECKS = ('layers', 'length', 'experts')
+OWN_CHECKS = ('layers', 'length', 'experts', 'kv_heads', 'kv')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +94,15 @@ class Partitioner:
         fsdp=self.fsdp, context=self.context, expert=self.expert,
         ici_mesh_shape=self.ici_mesh_shape, dcn_mesh_shape=self.dcn_mesh_shape)
 
-  def rules(self) -> AxisRules:
-    """Returns the sum of the rules of every parallelism."""
+  def rules(self, *, shares_kv_heads: bool = False) -> AxisRules:
+    """Returns the sum of the rules of every parallelism.
+
+    Args:
+      shares_kv_heads: see `tensor_parallel.rules`.
+    """
     rules = (pipeline_parallel.rules() + data_parallel.rules() + fsdp.rules(self.zero_stage)
              + context_parallel.rules(self.context_attention) + expert_parallel.rules()
-             + tensor_parallel.rules())
+             + tensor_parallel.rules(shares_kv_heads=shares_kv_heads))
     return rules + sequence_parallel.rules() if self.sequence_parallel else rules
 
   def lay_out(self, topology: Topology, devices: Sequence[Device], *,
@@ -118,8 +122,11 @@ class Partitioner:
     if problems:
       better = self._better_sizes(topology, logical_sizes, num_microbatches, len(problems))
       raise _model_error(self._problems(sizes, logical_sizes, num_microbatches, better))
-    return Layout(mesh=build_mesh(sizes, topology, devices), rules=self.rules(), sizes=sizes,
-                  topology=topology, zero_stage=self.zero_stage, accumulate_by=self.accumulate_by,
+    shares_kv_heads = tensor_parallel.devices_per_kv_head(logical_sizes, sizes.total) > 1
+    note = tensor_parallel.shared_kv_heads_note(logical_sizes, sizes.total)
+    return Layout(mesh=build_mesh(sizes, topology, devices), sizes=sizes, topology=topology,
+                  rules=self.rules(shares_kv_heads=shares_kv_heads), notes=(note,) if note else (),
+                  zero_stage=self.zero_stage, accumulate_by=self.accumulate_by,
                   pipeline=self._pipeline(sizes, logical_sizes['batch'] // num_microbatches))
 
   def _pipeline(self, sizes: MeshSizes, batch: int) -> Optional[Pipeline]:
@@ -171,6 +178,7 @@ class Partitioner:
     problems += context_parallel.check(logical_sizes, total, parameter=SET_BY['length'],
                                        multiple_of=between if self.sequence_parallel else 1,
                                        legal_sizes=legal_sizes)
+    problems += tensor_parallel.check(logical_sizes, total, legal_sizes=legal_sizes)
     problems += expert_parallel.check(logical_sizes, total, legal_sizes=legal_sizes)
     if pipeline is not None:
       problems += pipeline_parallel.check(

@@ -19,7 +19,14 @@ from t5x_gpu.partitioning import context_parallel, fsdp
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules, varying
 from t5x_gpu.partitioning.mesh_problems import divisors
 
+# What the names of features end in that tell the place of every token in its row.
+PLACES = '_places'
 MANUAL_AXES = ('stage', 'data', 'fsdp', 'context', 'expert')
+
+
+def is_places(name: str) -> bool:
+  """Returns whether a feature has no rows, but tells where tokens stand in all of them."""
+  return name.endswith(PLACES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,21 +109,23 @@ class Region:
     return jax.tree.map(lambda n: self.spec(n.names, self.rules.state), names)
 
   def batch_specs(self, batch: Mapping[str, jax.Array]) -> dict[str, PartitionSpec]:
-    """Returns name -> PartitionSpec of [batch, length, ...], [batch] or 'positions' [length]."""
-    return {name: self.spec(('length',) if name == 'positions' else ('batch', 'length')[:x.ndim],
+    """Returns name -> PartitionSpec of [batch, length, ...], [batch], or places [length]."""
+    return {name: self.spec(('length',) if is_places(name) else ('batch', 'length')[:x.ndim],
                             self.rules.activations) for name, x in batch.items()}
 
   def with_rows(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns `batch` with what local arrays cannot tell: where rows and positions stand.
 
-    'rows' [batch] is the number of each example, 'positions' [length] that of each token where the
-    length is split.
+    'rows' [batch] is the number of each example. Where the length is split, 'encoder_places' and
+    'decoder_places' [length] are the positions in a row of the tokens of features called so.
     """
-    batch_size, length = next(iter(batch.values())).shape[:2]
+    batch_size = next(iter(batch.values())).shape[0]
     more = {'rows': jnp.arange(batch_size)}
     if 'context' in self.axes:
-      more['positions'] = jnp.asarray(context_parallel.length_order(
-          length, self.mesh_shape['context']))
+      for name, x in batch.items():
+        if x.ndim > 1:
+          more[name.split('_')[0] + PLACES] = jnp.asarray(context_parallel.length_order(
+              x.shape[1], self.mesh_shape['context']))
     return {**batch, **more}
 
   def parameters(self, parts: Any, params: Any, names: Any) -> Any:

@@ -28,7 +28,7 @@ from t5x_gpu.partitioning.mesh_problems import divisors
 # Vanishes in a float32 softmax; finite, so that a row with nothing to attend to stays finite too.
 MASKED = -1e10
 
-# (logits_params, query [batch, q, heads, kv], key [batch, k, heads, kv], q_info, kv_info) ->
+# (logits_params, query [batch, q, heads, kv], key [batch, k, kv_heads, kv], q_info, kv_info) ->
 # float32 [batch, heads, q, k], exactly MASKED where attention is not allowed.
 LogitsFn = Callable[[Any, jax.Array, jax.Array, Any, Any], jax.Array]
 # (q_info, kv_info) -> boolean scalar; False only if every logit of the block is MASKED.
@@ -57,7 +57,8 @@ def ring_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, logits
 
   Args:
     query: [batch, q_length, heads, kv], local; like all arguments, varying over the manual axes.
-    key, value: [batch, kv_length, heads, kv], local.
+    key, value: [batch, kv_length, kv_heads, kv], local; with fewer heads than queries (grouped
+      queries) that many travel.
     logits_fn: logits of one block; closes over no traced value.
     logits_params: floating point arrays that `logits_fn` takes, such as a bias table; may be None.
     q_info, kv_info: arrays whose last dimension is the length (positions [length], segment ids
@@ -78,10 +79,12 @@ def _ring(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
 
 def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
   """Returns (output, what the backward pass needs)."""
+  heads = query.shape[2]
+
   def meet(sums, visitor):
     def block(sums, q, k):
       old_max, old_total, old_mix = q(sums[0], -1), q(sums[1], -1), q(sums[2], 1)
-      visiting_value = k(visitor[1], 1)
+      visiting_value = to_query_heads(k(visitor[1], 1), heads)
       infos = q(q_info, -1), k(visitor[2], -1)
 
       def attend():
@@ -124,12 +127,13 @@ def _backward(ring: _Ring, saved, dout):
   """Returns the gradients of all arguments but the infos; dkey and dvalue follow their keys."""
   query, key, value, logits_params, q_info, kv_info, out, row_max, row_total = saved
   delta = jnp.einsum('bqhd,bqhd->bhq', dout, out, preferred_element_type=jnp.float32)
+  heads, kv_heads = query.shape[2], key.shape[2]
 
   def meet(grads, visitor):
     """Adds to (dquery, dparams); returns them and this part's (dkey, dvalue)."""
     def block(carry, q, k):
       dquery, dparams, dkey, dvalue = carry
-      dout_block, visiting_value = q(dout, 1), k(visitor[1], 1)
+      dout_block, visiting_value = q(dout, 1), to_query_heads(k(visitor[1], 1), heads)
       block_max, block_total = q(row_max, -1), q(row_total, -1)
       q_block, k_block = q(query, 1), k(visitor[0], 1)
       infos = q(q_info, -1), k(visitor[2], -1)
@@ -153,7 +157,7 @@ def _backward(ring: _Ring, saved, dout):
 
       dq, dp, dk, dv = _attend_or_skip(ring, infos, attend, skip)
       return (q.add(dquery, dq, 1), jax.tree.map(jnp.add, dparams, dp), k.add(dkey, dk, 1),
-              k.add(dvalue, dv, 1))
+              k.add(dvalue, _of_kv_heads(dv, kv_heads), 1))
 
     zeros = _full_like(visitor[0], 0.0), _full_like(visitor[1], 0.0)
     dquery, dparams, *dkv = _for_pairs(ring, block, (*grads, *zeros), query.shape[1], key.shape[1])
@@ -233,6 +237,19 @@ def _pass_on(tree: Any, axis: str) -> Any:
   ways = jax.lax.axis_size(axis)
   hops = [(device, (device + 1) % ways) for device in range(ways)]
   return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, hops), tree)
+
+
+def to_query_heads(x: jax.Array, heads: int) -> jax.Array:
+  """Returns keys or values [batch, length, kv_heads, kv] with each head repeated for its queries."""
+  return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+def _of_kv_heads(gradient: jax.Array, kv_heads: int) -> jax.Array:
+  """Returns the gradient of x from that of `to_query_heads(x)`."""
+  batch, length, heads, kv = gradient.shape
+  if heads == kv_heads:
+    return gradient
+  return gradient.reshape(batch, length, kv_heads, heads // kv_heads, kv).sum(3)
 
 
 def _per_row(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning import pipeline_parallel
-from t5x_gpu.partitioning.region import Pipeline, Region
+from t5x_gpu.partitioning.region import Pipeline, Region, is_places
 from t5x_gpu.training import breadth_first
 
 Batch = Mapping[str, jax.Array]
@@ -128,7 +128,7 @@ def _pipeline_input(model: Any, batch: Batch, pipeline: Pipeline,
 
 def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
   """Returns (what has no rows, the rest as [count, rows / count, ...])."""
-  same = {name: x for name, x in batch.items() if name == 'positions'}
+  same = {name: x for name, x in batch.items() if is_places(name)}
   return same, {name: x.reshape(count, x.shape[0] // count, *x.shape[1:])
                 for name, x in batch.items() if name not in same}
 

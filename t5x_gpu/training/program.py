@@ -94,10 +94,12 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
   """
   spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
   check_microbatches(batch_size, num_microbatches)
-  sizes = {**model.logical_sizes(), 'batch': batch_size,
-           'length': next(iter(spec.shapes.values()))[1]}
-  layout = partitioner.lay_out(topology, devices, logical_sizes=sizes,
-                               num_microbatches=num_microbatches)
+  # Rows of an encoder and of a decoder may differ in length; both must fit.
+  layouts = [partitioner.lay_out(
+      topology, devices, num_microbatches=num_microbatches,
+      logical_sizes={**model.logical_sizes(), 'batch': batch_size, 'length': length})
+      for length in dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)]
+  layout = layouts[0]
 
   def init_boxed() -> Any:
     return model.init(jax.random.key(seed), spec)

@@ -216,7 +216,7 @@ class Nameless(nn.Module):
 
 
 def test_a_layer_whose_parameters_have_no_names_is_named_with_the_code_that_mends_it(monkeypatch):
-  monkeypatch.setattr('t5x_gpu.models.decoder_only.DecoderLayer', Nameless)
+  monkeypatch.setattr('t5x_gpu.models.stack.TransformerLayer', Nameless)
   config = TransformerConfig(head_dim=4, **arguments('TransformerConfig.', FITS))
   with pytest.raises(ShapeError) as e:
     build_program(model=DecoderOnlyModel(config), optimizer=AdamW(), schedule=constant(1e-2),

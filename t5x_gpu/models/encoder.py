@@ -1,0 +1,181 @@
+"""Encoder model: classification of sequences, or masked language modelling."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.data.features import batch_spec
+from t5x_gpu.errors import ModelError, did_you_mean
+from t5x_gpu.layers.dropout import dropout
+from t5x_gpu.layers.masks import TokenInfo, token_info
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.flops import transformer_flops_per_token
+from t5x_gpu.models.heads import POOLINGS, Classifier, MaskedTokenLogits, pool
+from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy, of_examples
+from t5x_gpu.models.sizes import check_length, transformer_sizes
+from t5x_gpu.models.stack import DeviceBatch, Embeddings, Params, Stack, dropout_rng
+from t5x_gpu.partitioning import fsdp
+
+HEADS = ('classification', 'mlm')
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderModel:
+  """An encoder with a head.
+
+  `loss` is `embed`, `run_layers` and `head` in a row; a pipeline runs each where it belongs.
+
+  Attributes:
+    config: sizes of the encoder.
+    head_type: 'classification' of whole rows, or 'mlm', which predicts masked tokens.
+    num_classes: of 'classification'.
+    pooling: what stands for a row: 'first_token_tanh' (BERT: the first token through a linear map
+      and tanh), 'first_token' or 'mean' of all tokens.
+    label_smoothing: probability given to the other classes or tokens.
+    z_loss: coefficient of log(Z)^2 in the loss.
+  """
+  config: TransformerConfig
+  head_type: str = 'classification'
+  num_classes: int = 2
+  pooling: str = 'first_token_tanh'
+  label_smoothing: float = 0.0
+  z_loss: float = 0.0
+
+  def __post_init__(self) -> None:
+    check_loss_options(self)
+    for name, allowed in (('head_type', HEADS), ('pooling', POOLINGS)):
+      value = getattr(self, name)
+      if value not in allowed:
+        raise ModelError(f'EncoderModel.{name} = {value!r} is not one of {", ".join(allowed)}.'
+                         f'{did_you_mean(value, allowed)}', fix=f'Set EncoderModel.{name} to one '
+                         'of them.', parameters=(f'EncoderModel.{name}',))
+    if self.head_type == 'classification' and self.num_classes < 2:
+      raise ModelError(f'EncoderModel.num_classes = {self.num_classes}: there is nothing to tell '
+                       'apart.', fix='Set EncoderModel.num_classes to 2 or more.',
+                       parameters=('EncoderModel.num_classes',))
+
+  @property
+  def classifies(self) -> bool:
+    """Whether a row has one label, rather than a target per token."""
+    return self.head_type == 'classification'
+
+  @property
+  def num_outcomes(self) -> int:
+    """Among how many classes or tokens the model chooses."""
+    return self.num_classes if self.classifies else self.config.vocab_size
+
+  def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
+    """Returns how SeqIO features become the model's."""
+    del task_feature_lengths
+    return 'encoder_classification' if self.classifies else 'encoder_mlm'
+
+  def batch_spec(self, task_feature_lengths: Mapping[str, int], *, batch_size: int,
+                 pack: bool) -> BatchSpec:
+    """Returns the features that `loss` takes from a batch of this size."""
+    spec = batch_spec(self.feature_converter(task_feature_lengths),
+                      task_feature_lengths=task_feature_lengths,
+                      batch_size=batch_size, pack=pack, vocab_size=self.config.vocab_size)
+    check_length(self.config, spec)
+    return spec
+
+  def logical_sizes(self) -> dict[str, int]:
+    """Returns axis name -> size of everything that a mesh may split."""
+    return transformer_sizes(self.config)
+
+  def flops_per_token(self, length: int) -> float:
+    """Returns model FLOPs of one training step per position of a row of `length`."""
+    return transformer_flops_per_token(self.config, length, token_logits=not self.classifies)
+
+  def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
+    """Returns freshly drawn parameters, boxed with their axis names (`NamedParam`)."""
+    del spec  # of what fits any length
+    names = ('token_embedder', 'relpos_bias', 'layers', 'encoder_norm', 'head',
+             'position_embedder', 'token_type_embedder', 'embedding_norm')
+    keys = dict(zip(names, jax.random.split(rng, len(names))))
+    params = {**self._embeddings.init(keys), **self._stack.init(keys)}
+    x = jnp.zeros((1, 1, self.config.embed_dim), self.config.compute_dtype)
+    if self.classifies:
+      head = self._head_module.init(keys['head'], x[:, 0])
+    else:
+      head = self._head_module.init(keys['head'], x, jnp.zeros(
+          (self.config.vocab_size, self.config.embed_dim), self.config.compute_dtype))
+    return {**params, **head['params']}
+
+  @property
+  def _embeddings(self) -> Embeddings:
+    return Embeddings(self.config)
+
+  @property
+  def _stack(self) -> Stack:
+    return Stack(self.config, self.config.num_layers, causal=False, final_norm='encoder_norm')
+
+  @property
+  def _head_module(self) -> nn.Module:
+    if self.classifies:
+      return Classifier(self.config, self.num_classes, tanh_layer=self.pooling.endswith('tanh'))
+    return MaskedTokenLogits(self.config)
+
+  def embed(self, params: Params, batch: DeviceBatch, *,
+            dropout_key: Optional[jax.Array] = None) -> jax.Array:
+    """Returns [batch, length, embed], what the first layer gets."""
+    return self._embeddings(params, batch['encoder_input_tokens'], self._positions(batch),
+                            token_types=batch.get('encoder_token_types'),
+                            rng=dropout_rng(dropout_key, batch, 'embed', side='encoder'))
+
+  def run_layers(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
+                 dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> jax.Array:
+    """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
+    return self._stack.run(params, x, self._info(batch), self._positions(batch),
+                           rng=dropout_rng(dropout_key, batch, 'layers', side='encoder'),
+                           first_layer=first_layer)
+
+  def _info(self, batch: DeviceBatch) -> TokenInfo:
+    return token_info(batch['encoder_input_tokens'], segment_ids=batch.get('encoder_segment_ids'),
+                      positions=batch.get('encoder_places'))
+
+  def _positions(self, batch: DeviceBatch) -> jax.Array:
+    """Returns where each token stands in its example: packed rows hold several."""
+    return batch.get('encoder_positions', self._info(batch).positions)
+
+  def _logits(self, params: Params, x: jax.Array, batch: DeviceBatch,
+              dropout_key: Optional[jax.Array]) -> jax.Array:
+    c = self.config
+    rng = dropout_rng(dropout_key, batch, 'head', side='encoder')
+    own = {name: fsdp.whole(params[name], c.compute_dtype)
+           for name in self._head_module.parameter_names}
+    x = self._stack.finish(params, x)
+    if self.classifies:
+      row = pool(x, self._info(batch), kind=self.pooling)
+      row = dropout(row[:, None], c.dropout_rate, rng)[:, 0]
+      return self._head_module.apply({'params': own}, row)
+    table = fsdp.whole(params['token_embedder'], c.compute_dtype)['embedding']
+    return self._head_module.apply({'params': own}, dropout(x, c.dropout_rate, rng), table)
+
+  def head(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
+           dropout_key: Optional[jax.Array] = None) -> Sums:
+    """Returns sums over examples or masked tokens from `x`, what the last layer returned."""
+    logits = self._logits(params, x, batch, dropout_key)
+    options = dict(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+    if self.classifies:
+      return of_examples(logits, batch['label'], batch['label_weights'], **options)
+    return cross_entropy(logits, batch['encoder_target_tokens'], batch['encoder_loss_weights'],
+                         **options)
+
+  def logits(self, params: Params, batch: DeviceBatch, *,
+             dropout_key: Optional[jax.Array] = None) -> jax.Array:
+    """Returns float32 [batch, classes], or [batch, length, vocab] of masked language modelling."""
+    x = self.embed(params, batch, dropout_key=dropout_key)
+    x = self.run_layers(params, x, batch, dropout_key=dropout_key)
+    return self._logits(params, x, batch, dropout_key)
+
+  def loss(self, params: Params, batch: DeviceBatch, *,
+           dropout_key: Optional[jax.Array] = None) -> Sums:
+    """Returns sums; 'loss' is what training minimises, per example or masked token."""
+    x = self.embed(params, batch, dropout_key=dropout_key)
+    x = self.run_layers(params, x, batch, dropout_key=dropout_key)
+    return self.head(params, x, batch, dropout_key=dropout_key)

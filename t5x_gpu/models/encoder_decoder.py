@@ -1,0 +1,166 @@
+"""Encoder-decoder model (T5): inputs are read both ways, targets written one after the other."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Optional
+
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.data.features import batch_spec
+from t5x_gpu.layers.dropout import dropout
+from t5x_gpu.layers.masks import TokenInfo, token_info
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.flops import encoder_decoder_flops_per_token
+from t5x_gpu.models.heads import init_token_logits, token_logits
+from t5x_gpu.models.incremental import DecodingState, advance, begin
+from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy
+from t5x_gpu.models.sizes import check_length, transformer_sizes
+from t5x_gpu.models.stack import DeviceBatch, Embeddings, Params, Stack, dropout_rng
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoderModel:
+  """An encoder, and a decoder that attends to it; they share the token table.
+
+  Attributes:
+    config: sizes of both; num_layers is the decoder's.
+    num_encoder_layers: None for as many as the decoder has.
+    z_loss: coefficient of log(Z)^2 in the loss.
+    label_smoothing: probability given to the other tokens.
+  """
+  config: TransformerConfig
+  num_encoder_layers: Optional[int] = None
+  z_loss: float = 0.0
+  label_smoothing: float = 0.0
+
+  def __post_init__(self) -> None:
+    check_loss_options(self)
+
+  @property
+  def num_outcomes(self) -> int:
+    """Among how many tokens the model chooses."""
+    return self.config.vocab_size
+
+  def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
+    """Returns how SeqIO features become the model's."""
+    del task_feature_lengths
+    return 'encoder_decoder'
+
+  def batch_spec(self, task_feature_lengths: Mapping[str, int], *, batch_size: int,
+                 pack: bool) -> BatchSpec:
+    """Returns the features that `loss` takes from a batch of this size."""
+    spec = batch_spec('encoder_decoder', task_feature_lengths=task_feature_lengths,
+                      batch_size=batch_size, pack=pack, vocab_size=self.config.vocab_size)
+    check_length(self.config, spec)
+    return spec
+
+  def logical_sizes(self) -> dict[str, int]:
+    """Returns axis name -> size of everything that a mesh may split."""
+    return transformer_sizes(self.config)
+
+  def flops_per_token(self, length: int) -> float:
+    """Returns model FLOPs of one training step per input token, inputs and targets this long."""
+    return encoder_decoder_flops_per_token(self.config, length,
+                                           num_encoder_layers=self._encoder.num_layers)
+
+  def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
+    """Returns freshly drawn parameters, boxed with their axis names (`NamedParam`)."""
+    del spec  # of what fits any length
+    names = ('token_embedder', 'position_embedder', 'embedding_norm', 'encoder', 'decoder')
+    keys = dict(zip(names, jax.random.split(rng, len(names))))
+
+    def of_stack(name: str) -> dict[str, jax.Array]:
+      parts = ('relpos_bias', 'layers', f'{name}_norm', 'logits_dense')
+      return dict(zip(parts, jax.random.split(keys[name], len(parts))))
+    decoder = of_stack('decoder')
+    return {**self._embeddings.init(keys), 'encoder': self._encoder.init(of_stack('encoder')),
+            'decoder': {**self._decoder.init(decoder),
+                        **init_token_logits(self.config, decoder['logits_dense'])}}
+
+  @property
+  def _embeddings(self) -> Embeddings:
+    return Embeddings(self.config)
+
+  @property
+  def _encoder(self) -> Stack:
+    return Stack(self.config, self.num_encoder_layers or self.config.num_layers, causal=False,
+                 final_norm='encoder_norm')
+
+  @property
+  def _decoder(self) -> Stack:
+    return Stack(self.config, self.config.num_layers, causal=True, final_norm='decoder_norm',
+                 attends_to_encoder=True)
+
+  def encode(self, params: Params, batch: DeviceBatch, *,
+             dropout_key: Optional[jax.Array] = None) -> jax.Array:
+    """Returns [batch, length, embed] of 'encoder_input_tokens', after the encoder's last norm."""
+    info, tokens = self._encoder_info(batch), batch['encoder_input_tokens']
+    positions = batch.get('encoder_positions', info.positions)
+
+    def rng(part: str):
+      return dropout_rng(dropout_key, batch, f'encoder_{part}', side='encoder')
+    x = self._embeddings(params, tokens, positions, rng=rng('embed'))
+    x = self._encoder.run(params['encoder'], x, info, positions, rng=rng('layers'))
+    x = self._encoder.finish(params['encoder'], x)
+    return dropout(x, self.config.dropout_rate, rng('head'))
+
+  def _encoder_info(self, batch: DeviceBatch) -> TokenInfo:
+    return token_info(batch['encoder_input_tokens'], segment_ids=batch.get('encoder_segment_ids'),
+                      positions=batch.get('encoder_places'))
+
+  def logits(self, params: Params, batch: DeviceBatch, *,
+             dropout_key: Optional[jax.Array] = None) -> jax.Array:
+    """Returns [batch, targets_length, vocab] in float32; dropout only with a key for it."""
+    encoded = self.encode(params, batch, dropout_key=dropout_key)
+    info = token_info(batch['decoder_target_tokens'], segment_ids=batch.get('decoder_segment_ids'),
+                      positions=batch.get('decoder_places'))
+    positions = batch.get('decoder_positions', info.positions)
+
+    def rng(part: str):
+      return dropout_rng(dropout_key, batch, f'decoder_{part}', side='decoder')
+    x = self._embeddings(params, batch['decoder_input_tokens'], positions, rng=rng('embed'))
+    x = self._decoder.run(params['decoder'], x, info, positions, encoded=encoded,
+                          encoder_info=self._encoder_info(batch), rng=rng('layers'))
+    x = dropout(self._decoder.finish(params['decoder'], x), self.config.dropout_rate, rng('head'))
+    return token_logits(self.config, params['decoder'], x, params['token_embedder'])
+
+  def loss(self, params: Params, batch: DeviceBatch, *,
+           dropout_key: Optional[jax.Array] = None) -> Sums:
+    """Returns sums over target tokens; 'loss' is what training minimises, per token."""
+    logits = self.logits(params, batch, dropout_key=dropout_key)
+    return cross_entropy(logits, batch['decoder_target_tokens'], batch['decoder_loss_weights'],
+                         z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+
+  def start_decoding(self, params: Params, prompts: jax.Array, lengths: jax.Array, *, slots: int,
+                     encoder_tokens: jax.Array) -> tuple[jax.Array, DecodingState]:
+    """Returns float32 logits [batch, vocab] of the token after each prompt, and the state.
+
+    Args:
+      params: of the model.
+      prompts: [batch, prompt_length] decoder inputs, padded on the left: the start token, mostly.
+      lengths: [batch] tokens of each prompt.
+      slots: room for prompt and new tokens together.
+      encoder_tokens: [batch, inputs_length], padded with 0 on the right.
+    """
+    encoded = self.encode(params, {'encoder_input_tokens': encoder_tokens})
+    state = begin(self.config, num_layers=self.config.num_layers, lengths=lengths,
+                  prompt_length=prompts.shape[1], slots=slots,
+                  encoder_segments=(encoder_tokens > 0).astype(jnp.int32))
+    return self._extend(params, prompts, state, encoded)
+
+  def decode_step(self, params: Params, tokens: jax.Array, state: DecodingState
+                  ) -> tuple[jax.Array, DecodingState]:
+    """Returns logits [batch, vocab] of what follows `tokens` [batch], and the state with them."""
+    return self._extend(params, tokens[:, None], state, None)
+
+  def _extend(self, params: Params, tokens: jax.Array, state: DecodingState,
+              encoded: Optional[jax.Array]) -> tuple[jax.Array, DecodingState]:
+    info, positions, cached = state.of_next(tokens.shape[1])
+    x = self._embeddings(params, tokens, positions)
+    x, caches = self._decoder.extend(params['decoder'], x, info, positions, state.caches, cached,
+                                     encoder_info=state.encoder_info(), encoded=encoded)
+    x = self._decoder.finish(params['decoder'], x[:, -1:])
+    logits = token_logits(self.config, params['decoder'], x, params['token_embedder'])
+    return logits[:, 0], advance(state, caches, tokens.shape[1])

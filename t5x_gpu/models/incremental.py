@@ -1,0 +1,105 @@
+"""What a decoder remembers between two tokens that it writes."""
+
+from typing import Optional
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.layers.kv_cache import KVCache, empty_cache
+from t5x_gpu.layers.masks import TokenInfo
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.transformer import LayerCaches
+from t5x_gpu.partitioning.axis_rules import split_ways
+
+
+@flax.struct.dataclass
+class DecodingState:
+  """Caches of all layers, and which of their slots hold what.
+
+  All rows write to the same slot: shorter prompts are padded on the left.
+
+  Attributes:
+    caches: of all layers.
+    first: [batch] slot of each row's first token.
+    prefix: [batch, slots], 1 on prompts whose tokens see each other both ways, or None.
+    encoder_segments: [batch, kv_length], 1 on the encoder's tokens, 0 on padding; or None.
+  """
+  caches: LayerCaches
+  first: jax.Array
+  prefix: Optional[jax.Array] = None
+  encoder_segments: Optional[jax.Array] = None
+
+  @property
+  def slot(self) -> jax.Array:
+    """The slot that the next token goes to."""
+    return self.caches.own.slot
+
+  def of_next(self, count: int) -> tuple[TokenInfo, jax.Array, TokenInfo]:
+    """Returns what is known of the next `count` tokens, their positions, and of all slots.
+
+    Positions [batch, count] are those in each row's text, without its padding.
+    """
+    slots = self.caches.own.key.shape[2]
+    all_slots = jnp.arange(slots)
+    next_slots = self.slot + jnp.arange(count)
+    written = (all_slots >= self.first[:, None]) & (all_slots < self.slot + count)
+    cached = TokenInfo(all_slots, written.astype(jnp.int32), self.prefix)
+    prefix = self.prefix
+    if prefix is not None:
+      prefix = jax.lax.dynamic_slice_in_dim(prefix, self.slot, count, axis=1)
+    valid = next_slots >= self.first[:, None]
+    info = TokenInfo(next_slots, valid.astype(jnp.int32), prefix)
+    return info, jnp.maximum(next_slots - self.first[:, None], 0), cached
+
+  def encoder_info(self) -> Optional[TokenInfo]:
+    """Returns what is known of the encoder's tokens."""
+    if self.encoder_segments is None:
+      return None
+    return TokenInfo(jnp.arange(self.encoder_segments.shape[1]), self.encoder_segments)
+
+  def rows(self, index: jax.Array) -> 'DecodingState':
+    """Returns the state of rows `index` [new_batch], in that order: beams that were chosen."""
+    def of_cache(cache: Optional[KVCache]) -> Optional[KVCache]:
+      return cache and cache.replace(key=jnp.take(cache.key, index, axis=1),
+                                     value=jnp.take(cache.value, index, axis=1))
+    def of_array(x: Optional[jax.Array]) -> Optional[jax.Array]:
+      return None if x is None else jnp.take(x, index, axis=0)
+    caches = LayerCaches(of_cache(self.caches.own), of_cache(self.caches.encoder))
+    return DecodingState(caches, of_array(self.first), of_array(self.prefix),
+                         of_array(self.encoder_segments))
+
+
+def begin(config: TransformerConfig, *, num_layers: int, lengths: jax.Array, prompt_length: int,
+          slots: int, bidirectional_prompt: bool = False,
+          encoder_segments: Optional[jax.Array] = None) -> DecodingState:
+  """Returns the state before the first token.
+
+  Args:
+    config: of the decoder.
+    num_layers: of the decoder.
+    lengths: [batch] tokens of each prompt.
+    prompt_length: of the padded prompts.
+    slots: room for prompt and new tokens together.
+    bidirectional_prompt: tokens of a prompt see each other both ways.
+    encoder_segments: [batch, kv_length] 1 on the encoder's tokens.
+  """
+  batch, ways = lengths.shape[0], split_ways('kv_heads')
+  # As many as `MultiHeadAttention` makes: at least one on every device.
+  kv_heads = config.kv_heads if config.kv_heads % ways == 0 else ways
+
+  def cache(slots: int) -> KVCache:
+    return empty_cache(num_layers=num_layers, batch=batch, slots=slots, num_kv_heads=kv_heads,
+                       head_dim=config.head_dim, dtype=config.compute_dtype)
+  first, prefix = prompt_length - lengths, None
+  if bidirectional_prompt:
+    all_slots = jnp.arange(slots)
+    prefix = ((all_slots >= first[:, None]) & (all_slots < prompt_length)).astype(jnp.int32)
+  of_encoder = None if encoder_segments is None else cache(encoder_segments.shape[1])
+  return DecodingState(LayerCaches(cache(slots), of_encoder), first, prefix, encoder_segments)
+
+
+def advance(state: DecodingState, caches: LayerCaches, count: int) -> DecodingState:
+  """Returns the state after `count` more tokens, which are in `caches`."""
+  own = caches.own.replace(slot=caches.own.slot + count)
+  return state.replace(caches=caches.replace(own=own))

@@ -1,0 +1,27 @@
+"""The sizes of a model that a mesh, or a batch, must agree with."""
+
+from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.errors import ModelError
+from t5x_gpu.models.config import TransformerConfig
+
+
+def transformer_sizes(config: TransformerConfig) -> dict[str, int]:
+  """Returns axis name -> size of everything that a mesh may split."""
+  c = config
+  sizes = {'vocab': c.vocab_size, 'embed': c.embed_dim, 'heads': c.num_heads,
+           'kv_heads': c.kv_heads, 'kv': c.head_dim, 'mlp': c.mlp_dim, 'layers': c.num_layers}
+  return {**sizes, 'experts': c.num_experts} if c.num_experts else sizes
+
+
+def check_length(config: TransformerConfig, spec: BatchSpec) -> None:
+  """Raises ModelError for rows longer than the model has positions for."""
+  limit = config.length_limit
+  too_long = {name: shape[1] for name, shape in spec.shapes.items()
+              if limit is not None and len(shape) > 1 and shape[1] > limit}
+  if too_long:
+    name, length = max(too_long.items(), key=lambda item: item[1])
+    raise ModelError(
+        f'{name} has {length} positions and the model a learned vector for {limit}.',
+        fix=f'Set TASK_FEATURE_LENGTHS so that rows have at most {limit} tokens, or, for a model '
+            f'that starts from scratch, TransformerConfig.num_positions = {length}.',
+        parameters=('TASK_FEATURE_LENGTHS', 'TransformerConfig.num_positions'))
