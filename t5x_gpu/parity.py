@@ -195,7 +195,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   xla = xla_flags.prepare_environment(arguments.get('xla_preset', 'default')
                                       ) if args.extra.real else None
   programs = build(arguments, topology=topology, devices=devices)
-  batch_size, length = next(iter(programs[0].spec.shapes.values()))
+  batch_size, length = max(programs[0].spec.shapes.values(), key=len)[:2]  # labels have no length
   float32 = ('float32' if in_float32(arguments['model'])[1] else
              "the model's own precision (it has no field dtype to set to float32)")
   print(programs[0].layout.table(), f'{programs[0].num_params:,} parameters',

@@ -78,7 +78,7 @@ class Report:
       when = f'at step {f.step}' if f.step else 'before step 1'
       return f'parity: FAILED {when}: first divergence: {f.what}, {f.error:.1e} relative'
     worst, what = self.worst
-    beyond = f'; {len(self.rounding)} arrays within their rounding' if self.rounding else ''
+    beyond = f'; {len(self.rounding)} more within rounding' if self.rounding else ''
     return f'parity: ok, worst {worst:.1e} ({what}){beyond}'
 
 
