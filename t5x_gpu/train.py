@@ -22,9 +22,10 @@ from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import Saved, check_model_dir
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
-    BatchIterator, DatasetConfig, batch_hash, open_batches, open_vocabulary)
+    BatchIterator, DatasetConfig, batch_hash, open_batches, open_class_names, open_vocabulary)
 from t5x_gpu.errors import ConfigError, DataError, TrainingError
-from t5x_gpu.metrics import logging_setup, plots, reduce
+from t5x_gpu.metrics import classification, logging_setup, plots, reduce
+from t5x_gpu.metrics.confusion_picture import plot_confusion
 from t5x_gpu.metrics.evaluator import Evaluator
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.models.decoding import SampleConfig, check_sample, sample
@@ -188,7 +189,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     with watchdog.phase('eval'):
       params = program.in_model_order(state).params
       _say(_sample_text(model, program, params, train_dataset_cfg, sample_cfg))
-  _say(_closing(model_dir, model, step))
+  _say(_closing(model_dir, model, step, train_dataset_cfg, evaluator and evaluator.confusion))
   return 0
 
 
@@ -318,8 +319,9 @@ def _length(program: Program) -> int:
   return next(iter(program.spec.shapes.values()))[1]
 
 
-def _closing(model_dir: str, model: Any, step: int) -> str:
-  """Draws the loss curve and returns what to look at and to do next."""
+def _closing(model_dir: str, model: Any, step: int, dataset: DatasetConfig,
+             confusion: Optional[np.ndarray]) -> str:
+  """Draws the loss curve and what was taken for what; returns what to look at and to do next."""
   if jax.process_index() != 0:
     return ''
   files = ['metrics.jsonl', 'tensorboard/', 'config.gin', 'config_origins.txt']
@@ -328,6 +330,13 @@ def _closing(model_dir: str, model: Any, step: int) -> str:
                          os.path.join(model_dir, 'loss.png'),
                          vocab_size=model.num_outcomes):
       files.insert(0, 'loss.png')
+    if confusion is not None:
+      names = open_class_names(dataset) or tuple(map(str, range(len(confusion))))
+      _say(classification.table(confusion, names))
+      classification.write_csv(confusion, names, os.path.join(model_dir, 'confusion.csv'))
+      plot_confusion(confusion, names, os.path.join(model_dir, 'confusion.png'),
+                     title=f'Step {step}, validation')
+      files[:0] = ['confusion.png', 'confusion.csv']
   except ConfigError as e:  # a bare machine without matplotlib; the run itself is complete
     _log.warning('No picture of the loss: %s', e)
   return (f'Done at step {step}. In {model_dir}: {", ".join(files)}\n'

@@ -12,8 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-# Metric name -> (sum, weight) as Python floats.
-Sums = dict[str, tuple[float, float]]
+# Metric name -> (sum, weight) as Python floats; a sum may be an array of counts, which has no mean.
+Sums = dict[str, tuple[Any, float]]
+
+# The metric that is an array: [true class, predicted class].
+COUNTS = 'confusion'
 
 # Pending steps above which the older half is fetched: bounds what is alive on the device, and the
 # older half has long been computed, so that fetching it does not drain the dispatch queue.
@@ -38,25 +41,29 @@ def to_host(sums: Mapping[str, Any]) -> Sums:
 
   Args:
     sums: name -> (sum, weight); each a scalar of jax (replicated, if on several hosts), numpy or
-      Python.
+      Python. 'confusion' has a matrix of counts for a sum.
   Raises:
-    ValueError: a value that is not a pair of scalars.
+    ValueError: a value that is not such a pair.
   """
   host = {}
   for name, pair in jax.device_get(dict(sums)).items():
     pair = tuple(pair)
-    if len(pair) != 2 or any(np.size(x) != 1 for x in pair):
+    if len(pair) != 2 or np.size(pair[1]) != 1 or (np.size(pair[0]) != 1 and name != COUNTS):
       raise ValueError(f'{name}: a metric is a pair of scalars (sum, weight), got {pair!r}.')
-    host[name] = (float(np.asarray(pair[0]).item()), float(np.asarray(pair[1]).item()))
+    host[name] = _on_host(pair[0]), float(np.asarray(pair[1]).item())
   return host
+
+
+def _on_host(x: Any) -> Any:
+  return float(np.asarray(x).item()) if np.size(x) == 1 else np.asarray(x, np.float64)
 
 
 def add(left: Mapping[str, tuple[float, float]], right: Mapping[str, tuple[float, float]]) -> Sums:
   """Returns the pairwise total of two host-side `Sums`; a name in only one of them is kept."""
-  total = {name: (float(s), float(w)) for name, (s, w) in left.items()}
+  total = {name: (_on_host(s), float(w)) for name, (s, w) in left.items()}
   for name, (s, w) in right.items():
     old_sum, old_weight = total.get(name, (0.0, 0.0))
-    total[name] = (old_sum + float(s), old_weight + float(w))
+    total[name] = (old_sum + _on_host(s), old_weight + float(w))
   return total
 
 
@@ -68,6 +75,8 @@ def means(sums: Mapping[str, tuple[float, float]], *, prefix: str = '') -> Means
   """
   values, empty = {}, []
   for name, (s, w) in sums.items():
+    if name == COUNTS:
+      continue
     if w == 0:
       if math.isfinite(s):
         empty.append(prefix + name)

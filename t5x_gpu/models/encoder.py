@@ -36,6 +36,7 @@ class EncoderModel:
     num_classes: of 'classification'.
     pooling: what stands for a row: 'first_token_tanh' (BERT: the first token through a linear map
       and tanh), 'first_token' or 'mean' of all tokens.
+    head_mlp_dim: hidden features of an MLP between that and the classes; 0 for none.
     label_smoothing: probability given to the other classes or tokens.
     z_loss: coefficient of log(Z)^2 in the loss.
   """
@@ -43,6 +44,7 @@ class EncoderModel:
   head_type: str = 'classification'
   num_classes: int = 2
   pooling: str = 'first_token_tanh'
+  head_mlp_dim: int = 0
   label_smoothing: float = 0.0
   z_loss: float = 0.0
 
@@ -79,7 +81,8 @@ class EncoderModel:
     """Returns the features that `loss` takes from a batch of this size."""
     spec = batch_spec(self.feature_converter(task_feature_lengths),
                       task_feature_lengths=task_feature_lengths,
-                      batch_size=batch_size, pack=pack, vocab_size=self.config.vocab_size)
+                      batch_size=batch_size, pack=pack, vocab_size=self.config.vocab_size,
+                      num_classes=self.num_classes if self.classifies else None)
     check_length(self.config, spec)
     return spec
 
@@ -117,7 +120,8 @@ class EncoderModel:
   @property
   def _head_module(self) -> nn.Module:
     if self.classifies:
-      return Classifier(self.config, self.num_classes, tanh_layer=self.pooling.endswith('tanh'))
+      return Classifier(self.config, self.num_classes, tanh_layer=self.pooling.endswith('tanh'),
+                        mlp_dim=self.head_mlp_dim)
     return MaskedTokenLogits(self.config)
 
   def embed(self, params: Params, batch: DeviceBatch, *,
@@ -158,11 +162,15 @@ class EncoderModel:
 
   def head(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
            dropout_key: Optional[jax.Array] = None) -> Sums:
-    """Returns sums over examples or masked tokens from `x`, what the last layer returned."""
+    """Returns sums over examples or masked tokens from `x`, what the last layer returned.
+
+    Without a key for dropout those of classification include 'confusion', see losses.of_examples.
+    """
     logits = self._logits(params, x, batch, dropout_key)
     options = dict(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
     if self.classifies:
-      return of_examples(logits, batch['label'], batch['label_weights'], **options)
+      return of_examples(logits, batch['label'], batch['label_weights'], **options,
+                         with_confusion=dropout_key is None)  # in evaluation
     return cross_entropy(logits, batch['encoder_target_tokens'], batch['encoder_loss_weights'],
                          **options)
 

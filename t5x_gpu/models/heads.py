@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.layers.dense import DenseGeneral
 from t5x_gpu.layers.masks import TokenInfo
-from t5x_gpu.layers.mlp import activation
+from t5x_gpu.layers.mlp import Mlp, activation
 from t5x_gpu.layers.norm import norm
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning import fsdp
@@ -81,15 +81,18 @@ class Classifier(nn.Module):
     config: of the encoder.
     num_classes: outputs.
     tanh_layer: a linear map and tanh first (BERT's pooler).
+    mlp_dim: hidden features of an MLP before the classes, split as those of the layers; 0 for none.
   """
   config: TransformerConfig
   num_classes: int
   tanh_layer: bool
+  mlp_dim: int = 0
 
   @property
   def parameter_names(self) -> tuple[str, ...]:
     """Names of the parts of its parameters."""
-    return ('pooler', 'classifier') if self.tanh_layer else ('classifier',)
+    return (*(('pooler',) if self.tanh_layer else ()),
+            *(('classifier_mlp',) if self.mlp_dim else ()), 'classifier')
 
   @nn.compact
   def __call__(self, row: jax.Array) -> jax.Array:
@@ -98,6 +101,9 @@ class Classifier(nn.Module):
     options = dict(dtype=c.compute_dtype, kernel_init=c.kernel_init, use_bias=True)
     if self.tanh_layer:
       row = jnp.tanh(DenseGeneral((row.shape[-1],), ('embed', None), name='pooler', **options)(row))
+    if self.mlp_dim:
+      row = Mlp(self.mlp_dim, c.mlp_activations[:1], dtype=c.compute_dtype, use_bias=True,
+                kernel_init=c.kernel_init, name='classifier_mlp')(row[:, None])[:, 0]
     return DenseGeneral((self.num_classes,), ('embed', None), name='classifier',
                         **options)(row).astype(jnp.float32)
 

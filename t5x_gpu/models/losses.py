@@ -10,6 +10,7 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.partitioning.axis_rules import is_manual
 
 # Metric name -> (sum, weight), float32 scalars. Divided once, over the global batch and log window.
+# 'confusion' alone has a matrix of counts for a sum.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
@@ -58,7 +59,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *,
   return {name: (jnp.sum(value * weights), weight) for name, value in total.items()}
 
 
-def of_examples(logits: jax.Array, labels: jax.Array, weights: jax.Array, **options: float) -> Sums:
+def of_examples(logits: jax.Array, labels: jax.Array, weights: jax.Array, *,
+                with_confusion: bool, **options: float) -> Sums:
   """Returns the sums of `cross_entropy` over examples.
 
   Where the length of rows is split, each device has the logits of whole rows: one of them counts.
@@ -67,8 +69,15 @@ def of_examples(logits: jax.Array, labels: jax.Array, weights: jax.Array, **opti
     logits: [batch, classes], float32.
     labels: [batch].
     weights: [batch]; 0 leaves an example out.
+    with_confusion: adds 'confusion', the weights of examples by [true class, predicted class].
     **options: as in `cross_entropy`.
   """
   if is_manual('context'):
     weights = jnp.where(jax.lax.axis_index('context') == 0, weights, 0)
-  return cross_entropy(logits[:, None], labels[:, None], weights[:, None], **options)
+  sums = cross_entropy(logits[:, None], labels[:, None], weights[:, None], **options)
+  if with_confusion:
+    true, predicted = (jax.nn.one_hot(x, logits.shape[-1]) for x in (labels, logits.argmax(-1)))
+    counts = jnp.einsum('bt,bp,b->tp', true, predicted, weights.astype(jnp.float32),
+                        precision=jax.lax.Precision.HIGHEST)
+    sums['confusion'] = counts, counts.sum()
+  return sums
