@@ -13,6 +13,7 @@ COMMANDS = {
     'bench': 'time the training step on synthetic batches',
     'parity': 'prove that a model trains on its mesh as on one device',
     'doctor': 'look at this machine: versions, GPUs, links, speeds, XLA flags',
+    'convert': 'convert checkpoints from and to Hugging Face, and from T5X',
     'config': 'show or explain the values of a configuration',
 }
 

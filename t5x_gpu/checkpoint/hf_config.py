@@ -1,0 +1,104 @@
+"""Hugging Face's config.json as the fields of our models, and back.
+
+`from_hf` reads one; `to_hf` writes one and reads it again: what the family cannot say is refused
+with the fields concerned, never left out.
+"""
+
+from typing import Any, Optional
+
+from t5x_gpu.checkpoint.hf_families import CONFIG_FAMILIES, HasTensor, Json
+from t5x_gpu.checkpoint.model_fields import ModelFields, differences
+from t5x_gpu.errors import CheckpointError, did_you_mean
+
+FAMILY_NAMES = tuple(CONFIG_FAMILIES)
+
+
+def family_of(config: Json) -> str:
+  """Returns the key of `hf_names.FAMILIES`; raises CheckpointError for any other model."""
+  model_type = config.get('model_type')
+  family = 't5' if model_type == 'mt5' else str(model_type)
+  if family not in CONFIG_FAMILIES:
+    raise CheckpointError(
+        f'config.json says model_type = {model_type!r}, which is not converted.'
+        + did_you_mean(family, CONFIG_FAMILIES),
+        fix=f'Families: {", ".join(CONFIG_FAMILIES)} (t5 is T5, T5.1.1, mT5 and ByT5).',
+        docs='convert.md#families')
+  known = CONFIG_FAMILIES[family].architectures
+  architectures = config.get('architectures') or []
+  if not set(architectures) & set(known):
+    raise CheckpointError(
+        f'config.json says architectures = {architectures}; of {model_type} are converted: '
+        f'{", ".join(known)}.',
+        fix='Take a checkpoint with that head, or save one with transformers: '
+            f'{known[0]}.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER).',
+        docs='convert.md#families')
+  return family
+
+
+def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
+  """Returns the model that a config.json describes.
+
+  Args:
+    config: parsed config.json.
+    has_tensor: whether the files have a tensor that is no copy of another; for T5 only that tells
+      whether logits are tied.
+  Raises:
+    CheckpointError: another family, missing keys, or values that our models cannot have.
+  """
+  family = family_of(config)
+  reader = CONFIG_FAMILIES[family]
+  wrong = [f'{key} = {config[key]!r} (must be {" or ".join(map(repr, allowed))})'
+           for key, allowed in reader.fixed.items() if config.get(key, allowed[0]) not in allowed]
+  if wrong:
+    raise CheckpointError(f'config.json of this {family} model says what our models do not do: '
+                          + '; '.join(wrong) + '.', fix='Such a model cannot be converted.',
+                          docs='convert.md#families')
+  try:
+    return reader.read(config, has_tensor)
+  except KeyError as e:
+    raise CheckpointError(f'config.json of this {family} model has no {e}.',
+                          fix='Take the config.json that belongs to the weights.') from e
+
+
+def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> dict[str, Any]:
+  """Returns a config.json for `model`.
+
+  Args:
+    model: what is written.
+    family: a key of `hf_names.FAMILIES`.
+    like: a config.json whose other keys (token ids, names of labels) are kept, if it is of the
+      same family.
+  Raises:
+    CheckpointError: fields of the model that the family does not have, all of them.
+  """
+  config = dict(like or {})
+  for key in ('rope_theta', 'rope_scaling', 'rope_parameters', 'layer_types', 'sliding_window'):
+    config.pop(key, None)
+  written = CONFIG_FAMILIES[family].write(model)
+  if config.get('model_type') == 'mt5' and family == 't5':
+    written.update(model_type='mt5', architectures=['MT5ForConditionalGeneration'])
+  config.update(written)
+  has_own_logits = not model.config.logits_via_embedding
+  problems = differences(from_hf(config, has_tensor=lambda name: has_own_logits), model)
+  if problems:
+    raise CheckpointError(
+        f'The {family} family of Hugging Face cannot have this model:\n  '
+        + '\n  '.join(f'{name} = {ours!r}, where {family} has {theirs!r}'
+                      for name, theirs, ours in problems),
+        fix='Name the family that the model is of: --family=... of '
+            f'{", ".join(CONFIG_FAMILIES)}. A model of none of them stays with t5x_gpu.',
+        docs='convert.md#families',
+        parameters=[f'TransformerConfig.{name}' for name, _, _ in problems])
+  return config
+
+
+def guess_family(model: ModelFields) -> str:
+  """Returns the family whose models look like this one."""
+  c = model.config
+  if model.kind != 'decoder_only':
+    return 'bert' if model.kind == 'encoder' else 't5'
+  if c.norm == 'layer':
+    return 'gpt2'
+  if c.norm_position == 'sandwich':
+    return 'gemma2'
+  return 'qwen3' if c.qk_norm else 'llama'

@@ -1,0 +1,219 @@
+"""A Hugging Face model on disk: config.json, weights and tokenizer, checked against each other."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from t5x_gpu.checkpoint.hf_config import family_of, from_hf
+from t5x_gpu.checkpoint.hf_names import FAMILIES
+from t5x_gpu.checkpoint.model_fields import ModelFields
+from t5x_gpu.checkpoint.name_tables import Table
+from t5x_gpu.checkpoint.safetensors_files import INDEX, SafetensorsFolder
+from t5x_gpu.checkpoint.transfer import Names, check_tensors, match_names, without_copies
+from t5x_gpu.errors import CheckpointError
+
+CONFIG = 'config.json'
+# What goes along with the weights, unread but for the tokenizer's ids.
+CARRIED = (CONFIG, 'generation_config.json', 'tokenizer*', '*token*.json', 'vocab*', 'merges.txt',
+           '*.model', 'chat_template*', 'README.md', 'LICENSE*')
+RECORD = 'safetensors_headers.json'
+
+
+@dataclasses.dataclass(frozen=True)
+class HfModel:
+  """A model of Hugging Face that ours can be.
+
+  Attributes:
+    folder: where it lies.
+    config: parsed config.json.
+    family: a key of `hf_names.FAMILIES`.
+    tensors: the weights.
+    model: what config.json describes.
+    table: our parameters and their tensors.
+    names: how the files name them.
+  """
+  folder: pathlib.Path
+  config: Mapping[str, Any]
+  family: str
+  tensors: SafetensorsFolder
+  model: ModelFields
+  table: Table
+  names: Names
+
+
+def open_hf(folder: str | os.PathLike, *, family: Optional[str] = None,
+            drop: Sequence[str] = ()) -> HfModel:
+  """Returns the model in `folder`; nothing but headers and configuration is read.
+
+  Args:
+    folder: config.json and safetensors files.
+    family: what it must be; None for what config.json says.
+    drop: patterns of tensors to leave out.
+  Raises:
+    CheckpointError: files that are missing, cut off, pickled, or of another family; tensors that
+      are missing or left over; vocabularies that disagree.
+  """
+  folder = pathlib.Path(folder)
+  tensors = SafetensorsFolder(folder)
+  config = read_config(folder)
+  found = family_of(config)
+  if family not in (None, found):
+    raise CheckpointError(f'{folder} is a {found} model, --family={family} asks for another.',
+                          fix=f'Leave --family out, or set --family={found}.')
+  names = match_names(tensors, FAMILIES[found], drop=drop)
+  _check_token_table(folder, config, tensors, names, found)
+  model = from_hf(config, has_tensor=lambda name: (
+      name in names.of_table and names.of_table[name] not in names.copies))
+  table = Table(FAMILIES[found].rules(model), model.sizes())
+  names = without_copies(names, table)
+  check_tensors(tensors, table, names,
+                what=f'The tensors of {folder} are not those of the {found} model that its '
+                     f'{CONFIG} describes',
+                fix=f'Take weights and {CONFIG} of one model. Tensors that are left over and not '
+                    "wanted are dropped by name: --drop='PATTERN' (a regular expression; repeat it "
+                    'for several).')
+  check_tokenizer(folder, model.config.vocab_size)
+  return HfModel(folder, config, found, tensors, model, table, names)
+
+
+def read_config(folder: pathlib.Path) -> dict[str, Any]:
+  """Returns the parsed config.json of `folder`; raises CheckpointError without one."""
+  path = folder / CONFIG
+  try:
+    config = json.loads(path.read_text('utf-8'))
+    if not isinstance(config, dict):
+      raise ValueError('it is no object')
+    return config
+  except FileNotFoundError as e:
+    raise CheckpointError(f'{folder} has no {CONFIG}.',
+                          fix='Copy it from where the weights come from; it says what they are.'
+                          ) from e
+  except (ValueError, OSError) as e:
+    raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
+
+
+def _check_token_table(folder: pathlib.Path, config: Mapping[str, Any], tensors: SafetensorsFolder,
+                       names: Names, family: str) -> None:
+  """Raises CheckpointError if the token table is of another family or size than config.json."""
+  wanted = FAMILIES[family].token_table
+  if wanted not in names.of_table:
+    others = [name for name, other in FAMILIES.items() if other.token_table in names.of_table]
+    if others:
+      raise CheckpointError(
+          f'{folder / CONFIG} says that this is a {family} model; the tensors are those of '
+          f'{" or ".join(others)}: {FAMILIES[others[0]].token_table} is there, {wanted} is not.',
+          fix=f'Take the {CONFIG} that belongs to the weights.', docs='convert.md#refused')
+    return  # the whole list of what is missing comes later
+  rows, vocab_size = tensors.shapes[names.of_table[wanted]][0], config.get('vocab_size')
+  if rows != vocab_size:
+    raise CheckpointError(
+        f'{folder / CONFIG} says vocab_size = {vocab_size}, and {wanted} has {rows} rows.',
+        fix=f'Take the {CONFIG} that belongs to the weights; if only the number is wrong, set '
+            f'"vocab_size": {rows} in it.', docs='convert.md#refused')
+
+
+def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
+  """Raises CheckpointError if tokenizer files of `folder` have ids that the model has not."""
+  for file, ids in (('tokenizer.json', _ids_of_tokenizer), ('vocab.json', _ids_of_dictionary),
+                    ('added_tokens.json', _ids_of_dictionary), ('vocab.txt', _ids_of_lines)):
+    path = folder / file
+    if not path.is_file():
+      continue
+    try:
+      largest = ids(path.read_text('utf-8'))
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      raise CheckpointError(f'{path} cannot be read ({type(e).__name__}: {e}).',
+                            fix='Copy the file again.') from e
+    if largest >= vocab_size:
+      raise CheckpointError(
+          f'{path} has token ids up to {largest}, and the model vocab_size = {vocab_size}: ids '
+          f'from 0 to {vocab_size - 1}.',
+          fix='Take the tokenizer files that belong to the weights.', docs='convert.md#refused')
+
+
+def _ids_of_tokenizer(text: str) -> int:
+  parsed = json.loads(text)
+  vocab = parsed['model'].get('vocab', {})
+  ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+  return max(ids + [token['id'] for token in parsed.get('added_tokens') or []], default=-1)
+
+
+def _ids_of_dictionary(text: str) -> int:
+  return max(json.loads(text).values(), default=-1)
+
+
+def _ids_of_lines(text: str) -> int:
+  return len(text.splitlines()) - 1
+
+
+# ---- what is kept beside a converted checkpoint, so that the way back is exact -----------------
+
+
+def carry_files(source: pathlib.Path, target: pathlib.Path, *,
+                without: Sequence[str] = ()) -> None:
+  """Copies configuration and tokenizer from one folder to another."""
+  found = sorted({path for pattern in CARRIED for path in source.glob(pattern)
+                  if path.is_file() and path.name not in (*without, INDEX, RECORD)})
+  target.mkdir(exist_ok=True)
+  for path in found:
+    shutil.copyfile(path, target / path.name)
+
+
+def write_record(hf: HfModel, target: pathlib.Path) -> None:
+  """Writes down how the weights were named and laid out."""
+  index = hf.folder / INDEX
+  (target / RECORD).write_text(json.dumps({
+      'family': hf.family, 'of_table': dict(hf.names.of_table), 'copies': dict(hf.names.copies),
+      'unused': list(hf.names.unused), 'headers': hf.tensors.headers,
+      'index': index.read_text('utf-8') if index.exists() else None}), 'utf-8')
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """What `write_record` wrote, or the same of a Hugging Face model's own folder.
+
+  Attributes:
+    folder: where it, config.json and tokenizer files lie.
+    family, names: as in HfModel.
+    headers, index: of the safetensors files.
+  """
+  folder: pathlib.Path
+  family: str
+  names: Names
+  headers: Mapping[str, str]
+  index: Optional[str]
+
+  @functools.cached_property
+  def config(self) -> dict[str, Any]:
+    return read_config(self.folder)
+
+
+def read_record(folder: pathlib.Path) -> Optional[Record]:
+  """Returns what `folder` (of a converted checkpoint, or of a Hugging Face model) keeps, if it
+  does.
+
+  Raises:
+    CheckpointError: it cannot be read.
+  """
+  for place in (folder, folder / 'hf'):
+    if (place / RECORD).is_file():
+      try:
+        read = json.loads((place / RECORD).read_text('utf-8'))
+        return Record(place, read['family'], Names(read['of_table'], read['copies'],
+                                                   tuple(read['unused'])),
+                      read['headers'], read['index'])
+      except (ValueError, KeyError, TypeError) as e:
+        raise CheckpointError(f'{place / RECORD} cannot be read ({type(e).__name__}: {e}).',
+                              fix='Remove it: the way back then makes names and files of its own.'
+                              ) from e
+  if (folder / CONFIG).is_file():
+    hf = open_hf(folder)
+    index = folder / INDEX
+    return Record(folder, hf.family, hf.names, hf.tensors.headers,
+                  index.read_text('utf-8') if index.exists() else None)
+  return None

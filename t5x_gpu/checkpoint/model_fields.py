@@ -1,0 +1,132 @@
+"""A model as plain fields: what config.json and gin model files say, in one form.
+
+Converters compare, build and write models through it; gin itself is not needed for that.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.encoder import EncoderModel
+from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.partitioning.axis_rules import split_names
+
+MODELS = {'decoder_only': DecoderOnlyModel, 'encoder': EncoderModel,
+          'encoder_decoder': EncoderDecoderModel}
+# Choices of a run: config.json does not have them, or they change no logits.
+OF_THE_RUN = ('dropout_rate', 'dtype', 'remat_policy', 'scan_unroll', 'init_stddev')
+OPTIONS = {'decoder_only': ('inputs_bidirectional_attention',),
+           'encoder': ('head_type', 'num_classes', 'pooling'),
+           'encoder_decoder': ('num_encoder_layers',)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFields:
+  """A model, described.
+
+  Attributes:
+    kind: a key of `MODELS`, the file of models/ that has it.
+    config: its TransformerConfig.
+    options: further arguments of the model that its parameters or logits depend on.
+  """
+  kind: str
+  config: TransformerConfig
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def build(self) -> Any:
+    """Returns the model."""
+    return MODELS[self.kind](self.config, **self.options)
+
+  def abstract_params(self) -> Any:
+    """Returns the tree of shapes of its parameters."""
+    return split_names(jax.eval_shape(
+        lambda: self.build().init(jax.random.key(0), None)))[0]  # they fit batches of any shape
+
+  def sizes(self) -> dict[str, int]:
+    """Returns the sizes of all axes that tables of names use."""
+    c, options = self.config, self.options
+    encoder_layers = options.get('num_encoder_layers')
+    return {'vocab': c.vocab_size, 'embed': c.embed_dim, 'embed_out': c.embed_dim,
+            'heads': c.num_heads, 'kv_heads': c.kv_heads, 'kv': c.head_dim, 'mlp': c.mlp_dim,
+            'layers': c.num_layers, 'decoder_layers': c.num_layers,
+            'encoder_layers': c.num_layers if encoder_layers is None else encoder_layers,
+            'buckets': c.num_relpos_buckets, 'positions': c.num_positions,
+            'types': c.num_token_types, 'classes': options.get('num_classes', 0), 'qkv': 3}
+
+
+def describe(model: Any) -> ModelFields:
+  """Returns the fields of a model of models/; raises CheckpointError for any other."""
+  for kind, cls in MODELS.items():
+    if type(model) is cls:
+      return ModelFields(kind, model.config, {name: getattr(model, name)
+                                              for name in OPTIONS[kind]})
+  raise CheckpointError(f'{type(model).__name__} is not a model that other formats know.',
+                        fix=f'Converted are {", ".join(c.__name__ for c in MODELS.values())}.',
+                        docs='convert.md#families')
+
+
+def differences(a: ModelFields, b: ModelFields) -> list[tuple[str, Any, Any]]:
+  """Returns (field, of a, of b) of what differs and is not a choice of the run."""
+  ours, theirs = _comparable(a), _comparable(b)
+  return [(name, ours.get(name), theirs.get(name)) for name in sorted(ours.keys() | theirs.keys())
+          if ours.get(name) != theirs.get(name)]
+
+
+def _comparable(model: ModelFields) -> dict[str, Any]:
+  """Returns what matters of a model, equal for equal models."""
+  c = model.config
+  values = {f.name: getattr(c, f.name) for f in dataclasses.fields(c)
+            if f.name not in OF_THE_RUN}
+  values['num_kv_heads'] = c.kv_heads
+  values['windows'] = tuple(c.windows[i % len(c.windows)] for i in range(c.num_layers))
+  if c.relative_bias == 'none':
+    del values['num_relpos_buckets'], values['max_relpos_distance']
+  if not c.logits_via_embedding:
+    del values['scale_tied_logits']
+  if not c.num_experts:
+    del values['num_experts_per_token'], values['expert_capacity_factor']
+  options = {name: value for name, value in model.options.items()
+             if name != 'inputs_bidirectional_attention'}  # of the data, not of the parameters
+  if model.kind == 'encoder_decoder' and options.get('num_encoder_layers') is None:
+    options['num_encoder_layers'] = c.num_layers
+  if options.get('head_type') == 'mlm':
+    options = {'head_type': 'mlm'}
+  return {**values, **options, 'kind': model.kind}
+
+
+def gin_text(model: ModelFields, *, title: str) -> str:
+  """Returns a gin model file, to be included like those of gin_configs/models/.
+
+  Args:
+    model: what it describes.
+    title: what its first comment says.
+  """
+  cls, c = MODELS[model.kind].__name__, model.config
+  macros = {'dropout_rate': 'DROPOUT_RATE', 'dtype': 'DTYPE', 'remat_policy': 'REMAT_POLICY'}
+  lines = [f'# {line}' for line in title.splitlines()]
+  lines += ['from __gin__ import dynamic_registration',
+            *(['from t5x_gpu.layers import positions'] if c.rope else []),
+            'from t5x_gpu.models import config', f'from t5x_gpu.models import {model.kind}', '',
+            f'MODEL = @{model.kind}.{cls}()',
+            *(f'{macro} = {getattr(c, name)!r}' for name, macro in macros.items()), '',
+            f'{model.kind}.{cls}:', '  config = @config.TransformerConfig()',
+            *(f'  {name} = {value!r}' for name, value in model.options.items()
+              if value is not None), '', 'config.TransformerConfig:']
+  for field in dataclasses.fields(c):
+    value = getattr(c, field.name)
+    if field.name in macros:
+      lines.append(f'  {field.name} = %{macros[field.name]}')
+    elif field.name == 'rope':
+      lines += ['  rope = @positions.RotaryEmbedding()'] if value else []
+    elif value != field.default:
+      lines.append(f'  {field.name} = {value!r}')
+  if c.rope:
+    changed = [(f.name, getattr(c.rope, f.name)) for f in dataclasses.fields(c.rope)
+               if getattr(c.rope, f.name) != f.default or f.name == 'theta']
+    lines += ['', 'positions.RotaryEmbedding:', *(f'  {k} = {v!r}' for k, v in changed)]
+  return '\n'.join(lines) + '\n'

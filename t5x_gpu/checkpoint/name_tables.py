@@ -1,0 +1,180 @@
+"""Tables of names: which of our parameters is which tensor of another format, piece by piece.
+
+A table is a list of `Rule`s, data alone. Each holds in both directions, so that what is read
+through a table and written through it again is the same to the bit. Tensors go through in pieces,
+so that memory is bounded by the largest of theirs, or less.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Optional, Protocol
+
+import numpy as np
+
+PIECE_BYTES = 64 << 20
+
+Shape = tuple[int, ...]
+
+
+class Tensors(Protocol):
+  """Named tensors on disk, read in slices of their first dimension."""
+
+  @property
+  def shapes(self) -> Mapping[str, Shape]:
+    """Returns name -> shape."""
+
+  @property
+  def dtypes(self) -> Mapping[str, np.dtype]:
+    """Returns name -> dtype."""
+
+  def read(self, name: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
+    """Returns rows `start` to `stop` of a tensor, in its own dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """One of our parameters, and the tensors of another format that hold it.
+
+  Attributes:
+    ours: '/'-joined path of the parameter.
+    theirs: name of the tensor; '{}' in it is the number of a layer, and ours has them stacked.
+    axes: 'heads.kv embed -> embed heads kv': their dimensions, each a product of axes joined by
+      '.', then ours without the stacked layers. Without an arrow both are the same.
+    stack: axis of the layers that '{}' numbers.
+    part: (axis, index) of an axis of theirs that ours lacks: where query, key and value are one
+      tensor, each of ours is a part of it.
+  """
+  ours: str
+  theirs: str
+  axes: str
+  stack: str = 'layers'
+  part: Optional[tuple[str, int]] = None
+
+  @functools.cached_property
+  def their_axes(self) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(d.split('.')) for d in self.axes.split('->')[0].split())
+
+  @functools.cached_property
+  def our_axes(self) -> tuple[str, ...]:
+    return tuple(self.axes.split('->')[-1].split())
+
+  @property
+  def is_stacked(self) -> bool:
+    return '{}' in self.theirs
+
+  def is_part_of(self, axis: str) -> bool:
+    return self.part is not None and self.part[0] == axis
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+  """A rule at one layer (None: not of a layer)."""
+  rule: Rule
+  layer: Optional[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """Rows of one of their tensors, and where they lie in ours.
+
+  Attributes:
+    start, stop: rows of theirs.
+    slices: of each of our parameters that the tensor holds.
+  """
+  start: int
+  stop: int
+  slices: Mapping[str, tuple[slice | int, ...]]
+
+
+class Table:
+  """Rules with sizes: every tensor of both sides, and how one becomes the other.
+
+  Args:
+    rules: of one model.
+    sizes: axis -> size.
+  """
+
+  def __init__(self, rules: Sequence[Rule], sizes: Mapping[str, int]):
+    self._sizes = dict(sizes)
+    self.our_shapes: dict[str, Shape] = {}
+    self.their_shapes: dict[str, Shape] = {}
+    self.uses: dict[str, list[Use]] = {}
+    for rule in rules:
+      shape = tuple(sizes[axis] for axis in rule.our_axes)
+      layers = range(sizes[rule.stack]) if rule.is_stacked else (None,)
+      assert rule.ours not in self.our_shapes, f'two rules for {rule.ours}'
+      self.our_shapes[rule.ours] = (sizes[rule.stack], *shape) if rule.is_stacked else shape
+      for layer in layers:
+        name = rule.theirs.format(layer) if rule.is_stacked else rule.theirs
+        self.uses.setdefault(name, []).append(Use(rule, layer))
+        self.their_shapes[name] = tuple(
+            math.prod(sizes[axis] for axis in d) for d in rule.their_axes)
+
+  def pieces(self, name: str) -> Iterator[Piece]:
+    """Yields their tensor `name` in pieces of PIECE_BYTES at most, in the order of its rows."""
+    uses, shape = self.uses[name], self.their_shapes[name]
+    first = uses[0].rule.their_axes[0][0]  # parts of one tensor have the same axes
+    count = 1 if uses[0].rule.is_part_of(first) else self._sizes[first]
+    rows = shape[0] // count
+    most = rows_per_piece((rows * math.prod(shape[1:]),))
+    step = math.ceil(count / math.ceil(count / most))  # all pieces about as large
+    for start in range(0, count, step):
+      stop = min(start + step, count)
+      yield Piece(start * rows, stop * rows, {
+          use.rule.ours: self._place(use, first, slice(start, stop)) for use in uses})
+
+  def _place(self, use: Use, first: str, chosen: slice) -> tuple[slice | int, ...]:
+    inner = tuple(chosen if axis == first else slice(0, self._sizes[axis])
+                  for axis in use.rule.our_axes)
+    return inner if use.layer is None else (use.layer, *inner)
+
+  def chunks(self) -> dict[str, Shape]:
+    """Returns how our parameters are best cut into chunks on disk: as pieces come."""
+    out: dict[str, Shape] = {}
+    for name in self.uses:
+      for path, place in next(self.pieces(name)).slices.items():
+        out.setdefault(path, tuple(1 if isinstance(s, int) else s.stop - s.start for s in place))
+    return out
+
+  def to_ours(self, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns what each of our parameters gets from `rows` of their tensor, in float32."""
+    out = {}
+    for use in self.uses[name]:
+      rule, flat = use.rule, _flat(use.rule)
+      x = rows.reshape(self._split(rule, rows.shape))
+      if rule.part is not None:
+        axis, index = rule.part
+        x = x.take(index, flat.index(axis))
+        flat = tuple(a for a in flat if a != axis)
+      out[rule.ours] = x.transpose([flat.index(a) for a in rule.our_axes]).astype(np.float32)
+    return out
+
+  def to_theirs(self, name: str, ours: Mapping[str, np.ndarray], *, num_rows: int) -> np.ndarray:
+    """Returns rows of their tensor from the slices of our parameters that `pieces` names."""
+    out = np.empty((num_rows, *self.their_shapes[name][1:]), np.float32)
+    for use in self.uses[name]:
+      rule, flat = use.rule, _flat(use.rule)
+      target = out.reshape(self._split(rule, out.shape))  # a view
+      if rule.part is not None:
+        axis, index = rule.part
+        target = np.moveaxis(target, flat.index(axis), 0)[index]
+        flat = tuple(a for a in flat if a != axis)
+      target[...] = ours[rule.ours].transpose([rule.our_axes.index(a) for a in flat])
+    return out
+
+  def _split(self, rule: Rule, shape: Shape) -> Shape:
+    """Returns the shape of rows of their tensor with every axis a dimension of its own."""
+    inner = tuple(self._sizes[axis] for axis in _flat(rule))
+    others = math.prod(self._sizes[axis] for axis in rule.their_axes[0][1:])
+    return (shape[0] // others, *inner[1:])  # of the first axis, the rows alone
+
+
+def rows_per_piece(row_shape: Shape) -> int:
+  """Returns how many rows of this shape are a piece, in float32, as ours are."""
+  return max(PIECE_BYTES // max(4 * math.prod(row_shape), 1), 1)
+
+
+def _flat(rule: Rule) -> tuple[str, ...]:
+  return tuple(axis for d in rule.their_axes for axis in d)

@@ -1,0 +1,275 @@
+"""Hugging Face's safetensors files, read and written in slices: nothing is ever unpickled.
+
+A file is eight bytes with the length of a header, the header (JSON: name -> dtype, shape, where the
+bytes lie), and the bytes. Several files have an index beside them. Files are read with plain reads
+rather than a memory map, whose pages would count as this process's memory.
+Source: https://github.com/huggingface/safetensors#format
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+import ml_dtypes
+import numpy as np
+
+from t5x_gpu.errors import CheckpointError
+
+INDEX = 'model.safetensors.index.json'
+SINGLE = 'model.safetensors'
+PICKLES = ('.bin', '.pt', '.pth', '.pkl', '.ckpt')
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+DTYPES = {'F32': np.dtype(np.float32), 'F16': np.dtype(np.float16),
+          'BF16': np.dtype(ml_dtypes.bfloat16), 'F64': np.dtype(np.float64),
+          'I64': np.dtype(np.int64), 'I32': np.dtype(np.int32), 'I16': np.dtype(np.int16),
+          'I8': np.dtype(np.int8), 'U8': np.dtype(np.uint8), 'BOOL': np.dtype(np.bool_)}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+  file: str
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  begin: int  # in the file
+
+
+class SafetensorsFolder:
+  """The tensors of a folder's safetensors files; see `name_tables.Tensors`.
+
+  Attributes:
+    headers: file name -> header, as it stands in the file.
+    shapes, dtypes: by name of the tensor.
+  Raises:
+    CheckpointError: no such files (pickles are named and refused), or one that is cut off, garbled
+      or not what the index says.
+  """
+
+  def __init__(self, folder: str | os.PathLike):
+    self.folder = pathlib.Path(folder)
+    files = _file_names(self.folder)
+    self.headers: dict[str, str] = {}
+    self._entries: dict[str, _Entry] = {}
+    for file in files:
+      self.headers[file] = _read_header(self.folder / file)
+      for name, entry in _parse_header(self.folder / file, self.headers[file]):
+        if name in self._entries:
+          raise CheckpointError(f'Tensor {name!r} is in both {self._entries[name].file} and {file} '
+                                f'of {self.folder}.', fix='Take the folder of one model.')
+        self._entries[name] = entry
+    _check_index(self.folder, {name: entry.file for name, entry in self._entries.items()})
+
+  @functools.cached_property
+  def shapes(self) -> Mapping[str, tuple[int, ...]]:
+    return {name: entry.shape for name, entry in self._entries.items()}
+
+  @functools.cached_property
+  def dtypes(self) -> Mapping[str, np.dtype]:
+    return {name: entry.dtype for name, entry in self._entries.items()}
+
+  @property
+  def num_bytes(self) -> int:
+    """Returns the bytes of all tensors."""
+    return sum(math.prod(e.shape) * e.dtype.itemsize for e in self._entries.values())
+
+  def file_of(self, name: str) -> str:
+    return self._entries[name].file
+
+  def read(self, name: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
+    """Returns rows `start` to `stop` of a tensor, in its own dtype."""
+    entry = self._entries[name]
+    rows = slice(start, stop).indices(entry.shape[0])[:2] if entry.shape else (0, 1)
+    row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+    out = np.empty((rows[1] - rows[0], *entry.shape[1:]) if entry.shape else (), entry.dtype)
+    with open(self.folder / entry.file, 'rb') as f:
+      f.seek(entry.begin + rows[0] * row_bytes)
+      read = f.readinto(out.reshape(-1).view(np.uint8))
+    if read != out.nbytes:
+      raise CheckpointError(f'{self.folder / entry.file} was cut off while it was read.',
+                            fix='Copy the file again.')
+    return out
+
+
+def _file_names(folder: pathlib.Path) -> list[str]:
+  if not folder.is_dir():
+    raise CheckpointError(f'{folder} is no folder.', fix='Give the folder of a model.')
+  index = folder / INDEX
+  if index.exists():
+    named = sorted(set(_read_index(index).values()))
+    missing = [name for name in named if not (folder / name).is_file()]
+    if missing:
+      raise CheckpointError(
+          f'{index} names {len(named)} files; {len(missing)} of them are not there: '
+          f'{", ".join(missing[:5])}{" ..." if len(missing) > 5 else ""}.',
+          fix='Copy all files of the model.')
+    return named
+  found = sorted(p.name for p in folder.glob('*.safetensors'))
+  if SINGLE in found:
+    return [SINGLE]
+  if len(found) == 1:
+    return found
+  if found:
+    raise CheckpointError(f'{folder} has {len(found)} safetensors files and no {INDEX}.',
+                          fix=f'Copy {INDEX} too, it tells which of them make up the model.')
+  pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
+  if pickles:
+    raise CheckpointError(
+        f'{folder} has no safetensors file, only {", ".join(pickles[:3])}: a pickle, which can run '
+        'any program when it is read. It is never read here.',
+        fix='If you trust where it comes from, write it anew with transformers: '
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER); or take "
+            'the safetensors files, which most models have as well.', docs='convert.md#pickles')
+  raise CheckpointError(f'{folder} has no *.safetensors file.',
+                        fix='Give the folder of a Hugging Face model: config.json and '
+                            f'{SINGLE}, or {INDEX} with its files.')
+
+
+def _read_index(index: pathlib.Path) -> dict[str, str]:
+  try:
+    weight_map = json.loads(index.read_text('utf-8'))['weight_map']
+    if not all(name == os.path.basename(name) for name in weight_map.values()):
+      raise ValueError('a file outside of the folder')
+    return dict(weight_map)
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise CheckpointError(f'{index} is no index of safetensors files ({type(e).__name__}: {e}).',
+                          fix='Copy the file again.') from e
+
+
+def _check_index(folder: pathlib.Path, files: Mapping[str, str]) -> None:
+  index = folder / INDEX
+  if not index.exists():
+    return
+  wrong = [f'{name}: {file} in the index, {files.get(name, "in no file")}'
+           for name, file in _read_index(index).items() if files.get(name) != file]
+  if wrong:
+    raise CheckpointError(f'{index} and the files do not agree on {len(wrong)} tensors:\n  '
+                          + '\n  '.join(wrong[:5]), fix='Copy all files of one model anew.')
+
+
+def _read_header(path: pathlib.Path) -> str:
+  size = path.stat().st_size
+  with open(path, 'rb') as f:
+    start = f.read(8)
+    length = int.from_bytes(start, 'little')
+    if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+      raise CheckpointError(
+          f'{path} is cut off or no safetensors file: it has {size:,} bytes'
+          + (f', and its header alone would have {length:,}.' if len(start) == 8 else '.'),
+          fix='Copy the file again.')
+    try:
+      return f.read(length).decode('utf-8')
+    except UnicodeDecodeError as e:
+      raise CheckpointError(f'{path} is no safetensors file: its header is no text.',
+                            fix='Copy the file again.') from e
+
+
+def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry]]:
+  """Yields the tensors of a file in the order of their bytes; raises CheckpointError."""
+  begin, size = 8 + len(header.encode()), path.stat().st_size
+  try:
+    parsed = json.loads(header)
+    entries = sorted(((name, value) for name, value in parsed.items() if name != '__metadata__'),
+                     key=lambda item: item[1]['data_offsets'])
+    end = 0
+    for name, value in entries:
+      if value['dtype'] not in DTYPES:
+        raise CheckpointError(
+            f'{path}: tensor {name!r} has dtype {value["dtype"]}, which is not read here.',
+            fix=f'Take a copy of the model in one of {", ".join(DTYPES)}: F32, F16 and BF16 are '
+                'usual; a quantised one has to be converted back first.')
+      entry = _Entry(path.name, DTYPES[value['dtype']], tuple(value['shape']),
+                     begin + value['data_offsets'][0])
+      start, end = end, value['data_offsets'][1]
+      if (value['data_offsets'][0] != start
+          or end - start != math.prod(entry.shape) * entry.dtype.itemsize):
+        raise ValueError(f'the bytes of {name} are {value["data_offsets"]}')
+      yield name, entry
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise CheckpointError(f'{path} has a garbled header ({type(e).__name__}: {e}).',
+                          fix='Copy the file again.') from e
+  if size < begin + end:
+    raise CheckpointError(f'{path} is cut off: it has {size:,} of {begin + end:,} bytes.',
+                          fix='Copy the file again.')
+
+
+class SafetensorsWriter:
+  """Writes files with the given headers; tensors come in any order, in rows.
+
+  Args:
+    folder: exists.
+    headers: file name -> header, of `make_headers` or of files that were read.
+    index: text of the index; None to make one, where there is more than one file.
+  Attributes:
+    tensors: name -> (dtype, shape).
+  """
+
+  def __init__(self, folder: pathlib.Path, headers: Mapping[str, str], *,
+               index: Optional[str] = None):
+    self.tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    self._places: dict[str, tuple[pathlib.Path, int]] = {}
+    weight_map, total = {}, 0
+    for file, header in headers.items():
+      encoded = header.encode()
+      offset = 8 + len(encoded)
+      for name, dtype, shape in tensors_of(header):
+        self.tensors[name], self._places[name] = (dtype, shape), (folder / file, offset)
+        weight_map[name] = file
+        size = math.prod(shape) * dtype.itemsize
+        offset, total = offset + size, total + size
+      with open(folder / file, 'wb') as f:
+        f.write(len(encoded).to_bytes(8, 'little') + encoded)
+        f.truncate(offset)
+    if index is None and list(headers) != [SINGLE]:
+      index = json.dumps({'metadata': {'total_size': total},
+                          'weight_map': dict(sorted(weight_map.items()))}, indent=2) + '\n'
+    if index is not None:
+      (folder / INDEX).write_text(index, 'utf-8')
+
+  def write(self, name: str, start: int, rows: np.ndarray) -> None:
+    """Writes rows of a tensor, the first of which is `start`, in the tensor's dtype."""
+    dtype, shape = self.tensors[name]
+    assert rows.dtype == dtype and rows.shape[1:] == shape[1:], f'{name}: {rows.dtype} {rows.shape}'
+    path, offset = self._places[name]
+    with open(path, 'r+b') as f:
+      f.seek(offset + start * math.prod(shape[1:]) * dtype.itemsize)
+      f.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+
+
+def tensors_of(header: str) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
+  """Returns (name, dtype, shape) of what a file with this header holds, in the order of bytes."""
+  parsed = {name: value for name, value in json.loads(header).items() if name != '__metadata__'}
+  return [(name, DTYPES[value['dtype']], tuple(value['shape'])) for name, value in
+          sorted(parsed.items(), key=lambda item: item[1]['data_offsets'])]
+
+
+def make_headers(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], *,
+                 max_file_bytes: int) -> dict[str, str]:
+  """Returns file name -> header for tensors in this order, files filled one after the other."""
+  files: list[list[tuple[str, np.dtype, tuple[int, ...]]]] = [[]]
+  used = 0
+  for tensor in tensors:
+    size = math.prod(tensor[2]) * tensor[1].itemsize
+    if used and used + size > max_file_bytes:
+      files.append([])
+      used = 0
+    files[-1].append(tensor)
+    used += size
+  names = [SINGLE] if len(files) == 1 else [
+      f'model-{i:05d}-of-{len(files):05d}.safetensors' for i in range(1, len(files) + 1)]
+  return {name: _make_header(tensors) for name, tensors in zip(names, files)}
+
+
+def _make_header(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> str:
+  header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+  offset = 0
+  for name, dtype, shape in tensors:
+    end = offset + math.prod(shape) * dtype.itemsize
+    header[name] = {'dtype': CODES[dtype], 'shape': list(shape), 'data_offsets': [offset, end]}
+    offset = end
+  text = json.dumps(header, separators=(',', ':'), ensure_ascii=False)
+  return text + ' ' * (-len(text.encode()) % 8)  # the bytes that follow begin at a multiple of 8

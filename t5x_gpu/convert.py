@@ -1,0 +1,224 @@
+"""Convert checkpoints: Hugging Face to t5x_gpu and back, and T5X to t5x_gpu.
+
+`python -m t5x_gpu.convert --from=FOLDER --to=FOLDER`. Tensors go through one by one, every one is
+read again, and logits are compared before the new folder appears (docs/convert.md).
+"""
+
+import argparse
+import contextlib
+import pathlib
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Optional
+
+import jax
+import rich.console
+import rich.progress
+
+from t5x_gpu import cli
+from t5x_gpu.checkpoint import conversions
+from t5x_gpu.checkpoint.conversions import CHECKS, Request
+from t5x_gpu.checkpoint.hf_config import FAMILY_NAMES
+from t5x_gpu.checkpoint.hf_folder import CONFIG
+from t5x_gpu.checkpoint.model_dir import committed_steps
+from t5x_gpu.checkpoint.model_fields import ModelFields, describe
+from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
+from t5x_gpu.checkpoint.t5x_files import is_t5x
+from t5x_gpu.checkpoint.transfer import FLOATS, Step
+from t5x_gpu.config import gin_loader
+from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.metrics import logging_setup
+
+EXAMPLES = """examples:
+  {prog} --from=Llama-3.2-1B --to=runs/llama
+  {prog} --from=runs/llama_tuned --to=my_llama --like=Llama-3.2-1B
+  {prog} --from=t5_1_1_small/checkpoint_1000000 --to=runs/t5_small
+
+The first writes runs/llama/checkpoint_0 and runs/llama/model.gin, which a run's gin file includes.
+"""
+FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
+SUFFIXES = {'KB': 10**3, 'MB': 10**6, 'GB': 10**9, '': 1}
+# Names the model of a model file for gin_loader: an entry point that takes nothing else.
+_MODEL_ENTRY = 't5x_gpu.checkpoint.model_fields.describe'
+# Arguments of train() that no model needs.
+_NOT_THE_MODEL = ('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg')
+
+
+def kind_of(folder: pathlib.Path) -> str:
+  """Returns a key of `FORMATS`, by what lies in `folder`; raises CheckpointError for none."""
+  if not folder.is_dir():
+    raise CheckpointError(f'--from={folder} is no folder.', fix='Give the folder of a checkpoint.')
+  ours = [folder, *(folder / f'checkpoint_{step}' for step in committed_steps(folder))]
+  if any((path / 'manifest' / 'metadata').is_file() for path in ours):
+    return 't5x_gpu'
+  if is_t5x(folder):
+    return 't5x'
+  if not (folder / CONFIG).exists():
+    SafetensorsFolder(folder)  # says what is missing, or that it is a pickle
+  return 'hf'
+
+
+def model_of_gin(files: Sequence[pathlib.Path | str], *, bindings: Sequence[str] = (),
+                 search_paths: Sequence[str] = ()) -> ModelFields:
+  """Returns the model of gin files: of a run, or of a model file, which sets MODEL alone."""
+  texts = [pathlib.Path(f).read_text('utf-8') if pathlib.Path(f).is_file() else '' for f in files]
+  names = [str(f) for f in files]
+  alone = (any(re.search(r'^MODEL\s*=', text, re.MULTILINE) for text in texts)
+           and not any(re.search(r'\btrain(_script)?\.train\b|^include', text, re.MULTILINE)
+                       for text in texts))
+  if not alone:
+    loaded = gin_loader.load(names, bindings=bindings, search_paths=search_paths)
+    return describe(loaded.arguments(without=_NOT_THE_MODEL)['model'])
+  with tempfile.TemporaryDirectory() as folder:
+    entry = pathlib.Path(folder) / 'entry.gin'
+    entry.write_text('from __gin__ import dynamic_registration\n'
+                     'from t5x_gpu.checkpoint import model_fields\n\n'
+                     'model_fields.describe.model = %MODEL\n', 'utf-8')
+    loaded = gin_loader.load([*names, entry], bindings=bindings, search_paths=search_paths,
+                             entry=_MODEL_ENTRY)
+    return describe(loaded.arguments()['model'])
+
+
+class _Console:
+  """Prints to a terminal or a file; see `conversions.Console`."""
+
+  def __init__(self) -> None:
+    self._console = rich.console.Console(highlight=False, soft_wrap=True)
+
+  def say(self, text: str) -> None:
+    self._console.print(text, markup=False)
+
+  @contextlib.contextmanager
+  def progress(self, title: str, num_bytes: int) -> Iterator[Step]:
+    start = time.monotonic()
+    bar = rich.progress.Progress(
+        rich.progress.TextColumn('{task.description}'), rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn(),
+        rich.progress.TimeRemainingColumn(), console=self._console, transient=True,
+        disable=not self._console.is_terminal)
+    with bar:
+      task = bar.add_task(title, total=num_bytes)
+      yield lambda n: bar.advance(task, n)
+    seconds = max(time.monotonic() - start, 1e-9)
+    megabytes = num_bytes / 1e6
+    self.say(f'{title}: {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s; '
+             f'most memory so far {_peak_bytes() / 1e6:,.0f} MB')
+
+
+def _peak_bytes() -> int:
+  unit = 1 if sys.platform == 'darwin' else 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _size(text: str) -> int:
+  match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMG]B)?', text.strip(), re.IGNORECASE)
+  if not match or float(match[1]) <= 0:
+    raise argparse.ArgumentTypeError(f'{text!r} is no size such as 5GB')
+  return int(float(match[1]) * SUFFIXES[(match[2] or '').upper()])
+
+
+def _pattern(text: str) -> str:
+  try:
+    re.compile(text)
+  except re.error as e:
+    raise argparse.ArgumentTypeError(f'{text!r} is no regular expression: {e}') from e
+  return text
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+  group = parser.add_argument_group('convert')
+  group.add_argument('--from', dest='source', metavar='FOLDER', help=(
+      'what to convert: a Hugging Face model, a MODEL_DIR or checkpoint of ours, one of T5X'))
+  group.add_argument('--to', metavar='FOLDER', help='new folder')
+  group.add_argument('--format', choices=('t5x_gpu', 'hf'),
+                     help='of the new folder (default: t5x_gpu, or hf from t5x_gpu)')
+  group.add_argument('--family', choices=FAMILY_NAMES,
+                     help='of Hugging Face (default: what the files say, or look like)')
+  group.add_argument('--like', metavar='FOLDER', help=(
+      'to hf: take names, dtypes, config.json and tokenizer from this Hugging Face model'))
+  group.add_argument('--dtype', choices=tuple(FLOATS),
+                     help='to hf: of the tensors (default: as in --like, else float32)')
+  group.add_argument('--step', type=int, metavar='N', help='from t5x_gpu: which checkpoint '
+                     '(default: the latest)')
+  group.add_argument('--drop', action='append', default=[], type=_pattern, metavar='PATTERN',
+                     help='from hf: leave out tensors with such names (regular expression)')
+  group.add_argument('--max_shard_size', type=_size, default='5GB', metavar='SIZE',
+                     help='to hf: of one file (default: 5GB)')
+  group.add_argument('--check', choices=CHECKS, default='auto', help=(
+      'whose logits to compare with: transformers, if installed; own: our model with the other '
+      "files' tensors; tensors: no logits (default: auto)"))
+  group.add_argument('--tolerance', type=float, default=conversions.TOLERANCE, metavar='X',
+                     help=f'of logits, relative to the largest ({conversions.TOLERANCE:g})')
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+  """Parses flags and converts."""
+  logging_setup.quiet_environment()
+  jax.config.update('jax_platforms', 'cpu')  # no GPU is needed, nor taken from a run
+  args = cli.parse_args('python -m t5x_gpu.convert', __doc__.splitlines()[0],
+                        sys.argv[1:] if argv is None else argv, extra=_add_flags,
+                        gin_file_required=False, examples=EXAMPLES)
+  extra = args.extra
+  missing = [flag for flag, value in (('--from', extra.source), ('--to', extra.to)) if not value]
+  if missing:
+    raise ConfigError(f'{" and ".join(missing)} must be given.',
+                      fix='python -m t5x_gpu.convert --from=FOLDER --to=NEW_FOLDER')
+  source = pathlib.Path(extra.source).expanduser()
+  kind = kind_of(source)
+  _check_flags(extra, kind)
+  model = None
+  if args.gin_files:
+    model = model_of_gin(args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths)
+  elif kind == 't5x_gpu':
+    run = source.parent if (source / 'manifest').is_dir() else source
+    if (run / 'config.gin').is_file():
+      model = model_of_gin([run / 'config.gin'], bindings=args.bindings)
+  logging_setup.setup()
+  request = Request(
+      source=source, target=pathlib.Path(extra.to).expanduser(), model=model, family=extra.family,
+      read_gin=lambda path: model_of_gin([path]), drop=tuple(extra.drop), step=extra.step,
+      like=pathlib.Path(extra.like).expanduser() if extra.like else None, dtype=extra.dtype,
+      max_file_bytes=extra.max_shard_size, check=extra.check, tolerance=extra.tolerance)
+  convert = {'hf': conversions.convert_hf, 't5x': conversions.convert_t5x,
+             't5x_gpu': conversions.convert_ours}[kind]
+  with _cleaned_up_on_sigterm():
+    convert(request, _Console())
+  return 0
+
+
+def _check_flags(extra: argparse.Namespace, kind: str) -> None:
+  """Raises ConfigError for flags that this conversion has no use for."""
+  target = 'hf' if kind == 't5x_gpu' else 't5x_gpu'
+  if extra.format not in (None, target):
+    raise ConfigError(f'{extra.source} is a checkpoint of {FORMATS[kind]}: --format={extra.format} '
+                      'cannot be made of it.',
+                      fix='Hugging Face becomes t5x_gpu, t5x_gpu becomes Hugging Face, and T5X '
+                          'becomes t5x_gpu; two steps make Hugging Face of T5X.')
+  only = {'hf': ('drop', 'family'), 't5x_gpu': ('like', 'dtype', 'step', 'family'), 't5x': ()}
+  useless = [f'--{name}' for name in ('drop', 'family', 'like', 'dtype', 'step')
+             if getattr(extra, name) not in (None, []) and name not in only[kind]]
+  if useless:
+    raise ConfigError(f'{", ".join(useless)} means nothing where {FORMATS[kind]} becomes '
+                      f'{FORMATS[target]}.', fix='Leave it out; --help says what each is for.')
+
+
+@contextlib.contextmanager
+def _cleaned_up_on_sigterm() -> Iterator[None]:
+  """Within, SIGTERM ends the process as an exception does: nothing half-written stays."""
+  def leave(number: int, frame: Any) -> NoReturn:
+    del frame
+    raise SystemExit(128 + number)
+  before = signal.signal(signal.SIGTERM, leave)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == '__main__':
+  cli.run_main(main)

@@ -1,0 +1,156 @@
+"""Tables of names and config.json: whole, invertible, streamed; what they refuse."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.checkpoint import name_tables
+from t5x_gpu.checkpoint.hf_config import family_of, from_hf, guess_family, to_hf
+from t5x_gpu.checkpoint.hf_names import FAMILIES
+from t5x_gpu.checkpoint.model_fields import describe, differences, gin_text
+from t5x_gpu.checkpoint.name_tables import Rule, Table
+from t5x_gpu.convert import model_of_gin
+from t5x_gpu.errors import CheckpointError
+
+from tests.checkpoint.hf_files import CONFIGS, table_of, untied
+
+
+def model_of(config):
+  return from_hf(config, has_tensor=lambda name: untied(config))
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_table_has_exactly_the_parameters_of_the_model(name):
+  flat, _ = jax.tree_util.tree_flatten_with_path(model_of(CONFIGS[name]).abstract_params())
+  want = {jax.tree_util.keystr(p, simple=True, separator='/'): a.shape for p, a in flat}
+  assert table_of(CONFIGS[name]).our_shapes == want
+
+
+@pytest.mark.parametrize('piece_bytes', [1, 1000, 10**9])
+@pytest.mark.parametrize('name', CONFIGS)
+def test_tensors_through_the_table_and_back_are_the_same(name, piece_bytes, monkeypatch):
+  monkeypatch.setattr(name_tables, 'PIECE_BYTES', piece_bytes)
+  table = table_of(CONFIGS[name])
+  rng = np.random.default_rng(0)
+  theirs = {n: rng.normal(size=s).astype(np.float32) for n, s in table.their_shapes.items()}
+  ours = {n: np.full(s, np.nan, np.float32) for n, s in table.our_shapes.items()}
+  num_pieces = 0
+  for n in table.uses:
+    end = 0
+    for piece in table.pieces(n):
+      assert piece.start == end
+      end = piece.stop
+      num_pieces += 1
+      for path, value in table.to_ours(n, theirs[n][piece.start:piece.stop]).items():
+        assert np.isnan(ours[path][piece.slices[path]]).all()  # nothing is written twice
+        ours[path][piece.slices[path]] = value
+        assert all(a <= b for a, b in zip(_as_shape(piece.slices[path]), table.chunks()[path]))
+    assert end == theirs[n].shape[0]
+  assert not any(np.isnan(value).any() for value in ours.values())
+  assert (num_pieces > len(theirs)) == (piece_bytes < 10**9)
+  for n in table.uses:
+    for piece in table.pieces(n):
+      rows = table.to_theirs(n, {path: ours[path][place] for path, place in piece.slices.items()},
+                             num_rows=piece.stop - piece.start)
+      np.testing.assert_array_equal(rows, theirs[n][piece.start:piece.stop])
+
+
+def _as_shape(place):
+  return tuple(1 if isinstance(s, int) else s.stop - s.start for s in place)
+
+
+def test_a_rule_splits_heads_transposes_and_stacks_layers():
+  table = Table([Rule('q', 'layer.{}.q', 'heads.kv embed -> embed heads kv')],
+                {'layers': 2, 'heads': 3, 'kv': 4, 'embed': 5})
+  assert table.our_shapes == {'q': (2, 5, 3, 4)}
+  theirs = np.arange(60.0).reshape(12, 5)
+  np.testing.assert_array_equal(table.to_ours('layer.1.q', theirs)['q'],
+                                theirs.reshape(3, 4, 5).transpose(2, 0, 1))
+
+
+def test_a_piece_of_a_large_tensor_is_of_the_size_asked_for():
+  table = Table([Rule('table', 'table', 'vocab embed')], {'vocab': 100_003, 'embed': 1024})
+  pieces = list(table.pieces('table'))
+  sizes = {(p.stop - p.start) * 1024 * 4 for p in pieces}
+  assert max(sizes) <= name_tables.PIECE_BYTES and len(pieces) == math.ceil(
+      100_003 * 4096 / name_tables.PIECE_BYTES)
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_config_json_from_our_fields_gives_the_same_fields(name):
+  model = model_of(CONFIGS[name])
+  family = family_of(CONFIGS[name])
+  assert guess_family(model) == family
+  for like in (None, CONFIGS[name]):
+    written = to_hf(model, family=family, like=like)
+    assert differences(model_of({**written, 'tie_word_embeddings': CONFIGS[name].get(
+        'tie_word_embeddings', written.get('tie_word_embeddings'))}), model) == []
+  assert written['model_type'] == CONFIGS[name]['model_type']
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_gin_model_file_from_our_fields_gives_the_same_fields(name, tmp_path):
+  model = model_of(CONFIGS[name])
+  path = tmp_path / 'model.gin'
+  path.write_text(gin_text(model, title='Any.\nModel.'))
+  again = model_of_gin([path])
+  assert again.config == model.config and differences(again, model) == []
+  assert describe(again.build()) == again
+
+
+def test_old_and_new_keys_of_rotary_positions_mean_the_same():
+  old = CONFIGS['llama']
+  new = {k: v for k, v in old.items() if not k.startswith('rope')}
+  new['rope_parameters'] = {**old['rope_scaling'], 'rope_theta': old['rope_theta']}
+  assert model_of(new) == model_of(old)
+  assert model_of(old).config.rope.scaling == 'llama3'
+
+
+def test_windows_are_the_shortest_period_of_the_layers():
+  assert model_of(CONFIGS['gemma2']).config.windows == (8, 0)
+  qwen = {**CONFIGS['qwen3'], 'num_hidden_layers': 4, 'use_sliding_window': True,
+          'sliding_window': 16, 'max_window_layers': 3}
+  assert model_of(qwen).config.windows == (0, 0, 0, 16)
+  assert model_of({**qwen, 'layer_types': ['sliding_attention'] * 4}).config.windows == (16,)
+  assert model_of({**qwen, 'use_sliding_window': False}).config.windows == (0,)
+
+
+@pytest.mark.parametrize('name, change, text', [
+    ('llama', {'model_type': 'mistral'}, "model_type = 'mistral'"),
+    ('llama', {'model_type': 'lama'}, "Did you mean 'llama'"),
+    ('bert_mlm', {'architectures': ['BertModel']}, 'BertForSequenceClassification'),
+    ('gpt2', {'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx = True'),
+    ('llama', {'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "rope_type = 'yarn'"),
+    ('llama', {'hidden_act': 'quick_gelu'}, "activation 'quick_gelu'"),
+    ('llama', {'head_dim': None, 'num_attention_heads': 3}, 'does not divide'),
+])
+def test_models_that_ours_cannot_be_are_refused(name, change, text):
+  with pytest.raises(CheckpointError, match=r'config\.json .*says') as e:
+    model_of({**CONFIGS[name], **change})
+  assert text in str(e.value) and e.value.fix
+
+
+def test_a_missing_key_is_named():
+  with pytest.raises(CheckpointError, match="has no 'hidden_size'"):
+    model_of({k: v for k, v in CONFIGS['llama'].items() if k != 'hidden_size'})
+
+
+@pytest.mark.parametrize('family, change, name', [
+    ('llama', {'relative_bias': 'shared'}, 'relative_bias'),
+    ('llama', {'logits_softcap': 30.0}, 'logits_softcap'),
+    ('gpt2', {}, 'rope'),
+    ('qwen3', {}, 'qk_norm'),
+])
+def test_a_model_that_the_family_cannot_have_is_refused_with_the_field(family, change, name):
+  model = model_of(CONFIGS['llama'])
+  model = dataclasses.replace(model, config=dataclasses.replace(model.config, **change))
+  with pytest.raises(CheckpointError, match=f'{name} = ') as e:
+    to_hf(model, family=family)
+  assert f'TransformerConfig.{name}' in e.value.parameters
+
+
+def test_every_family_has_a_table_and_a_config():
+  assert {family_of(config) for config in CONFIGS.values()} == FAMILIES.keys()

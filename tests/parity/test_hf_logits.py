@@ -1,0 +1,266 @@
+"""Hugging Face's models, made here with random weights, converted: the same logits and gradients.
+
+Every parameter is drawn anew, norms and biases too: at their usual start of one and zero, half of
+what could be wrong would not show.
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip('torch')
+transformers = pytest.importorskip('transformers')
+
+from t5x_gpu import convert  # noqa: E402
+from t5x_gpu.checkpoint import hf_folder, logits_check  # noqa: E402
+from t5x_gpu.checkpoint.hf_config import guess_family, to_hf  # noqa: E402
+from t5x_gpu.checkpoint.hf_names import FAMILIES  # noqa: E402
+from t5x_gpu.checkpoint.logits_check import params_of_checkpoint, params_of_files  # noqa: E402
+from t5x_gpu.checkpoint.name_tables import Table  # noqa: E402
+from t5x_gpu.checkpoint.params_files import ParamsReader  # noqa: E402
+
+from tests.checkpoint.hf_files import CONFIGS, files_of, write_model  # noqa: E402
+from tests.parity.tolerances import HUGGING_FACE_GRADIENT, HUGGING_FACE_LOGITS  # noqa: E402
+
+AUTO = {'decoder_only': 'AutoModelForCausalLM', 'encoder_decoder': 'AutoModelForSeq2SeqLM',
+        'classification': 'AutoModelForSequenceClassification', 'mlm': 'AutoModelForMaskedLM'}
+VARIANTS = {
+    **CONFIGS,
+    'gpt2_wide': {**CONFIGS['gpt2'], 'n_inner': 40, 'activation_function': 'gelu'},
+    'llama_biased': {**CONFIGS['llama'], 'attention_bias': True, 'mlp_bias': True,
+                     'tie_word_embeddings': True, 'rope_scaling': {'rope_type': 'linear',
+                                                                   'factor': 4.0}},
+    'qwen3_windows': {**CONFIGS['qwen3'], 'num_hidden_layers': 3, 'use_sliding_window': True,
+                      'sliding_window': 6, 'max_window_layers': 1, 'attention_bias': True},
+    'bert_relu': {**CONFIGS['bert_classification'], 'hidden_act': 'relu'},
+    't5_silu': {**CONFIGS['t5_1_1'], 'feed_forward_proj': 'gated-silu'},
+}
+LENGTH = 21  # longer than all windows
+
+
+def each(names, *, quick):
+  """Returns parameters for a test, those not in `quick` marked slow."""
+  return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+
+
+def make_theirs(config, folder):
+  """Returns a random model of Hugging Face, saved in `folder` by its own library."""
+  torch.manual_seed(0)
+  kind = getattr(transformers, {'t5': 'T5Config', 'mt5': 'MT5Config', 'bert': 'BertConfig',
+                                'gpt2': 'GPT2Config', 'llama': 'LlamaConfig',
+                                'gemma2': 'Gemma2Config', 'qwen3': 'Qwen3Config'}[
+                                    config['model_type']])
+  model = getattr(transformers, config['architectures'][0])._from_config(
+      kind.from_dict(copy.deepcopy(dict(config))), attn_implementation='eager').eval()
+  if config['model_type'] in ('t5', 'mt5') and config.get('tie_word_embeddings') is False:
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.shared.weight))
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
+  model.save_pretrained(folder)
+  (folder / 'config.json').write_text(json.dumps(dict(config)))  # as transformers 4 wrote it
+  return model
+
+
+@pytest.fixture(scope='module')
+def converted(tmp_path_factory):
+  """Returns get(name) -> (their model, our fields, our parameters), made once."""
+  @functools.cache
+  def get(name):
+    folder = tmp_path_factory.mktemp(name)
+    theirs = make_theirs(VARIANTS[name], folder / 'theirs')
+    convert.main([f'--from={folder / "theirs"}', f'--to={folder / "ours"}', '--check=tensors'])
+    fields = convert.model_of_gin([folder / 'ours' / 'model.gin'])
+    fields = dataclasses.replace(fields, config=dataclasses.replace(
+        fields.config, dropout_rate=0.0))
+    return theirs, fields, params_of_checkpoint(ParamsReader(folder / 'ours'))
+  return get
+
+
+def theirs_of(model, **given):
+  return model(**{name: torch.from_numpy(np.asarray(value, np.int64))
+                  for name, value in given.items()}).logits
+
+
+def near(got, want):
+  assert np.abs(want).max() > 0.05
+  np.testing.assert_allclose(got, want, rtol=HUGGING_FACE_LOGITS, atol=HUGGING_FACE_LOGITS)
+
+
+def their_logits(theirs, fields, batch):
+  """Returns their logits of rows padded at the end."""
+  with torch.no_grad():
+    if fields.kind == 'decoder_only':
+      return theirs_of(theirs, input_ids=batch['decoder_input_tokens'],
+                       attention_mask=batch['decoder_target_tokens'] > 0).numpy()
+    given = {'input_ids': batch['encoder_input_tokens'],
+             'attention_mask': batch['encoder_input_tokens'] > 0}
+    if 'encoder_token_types' in batch:
+      given['token_type_ids'] = batch['encoder_token_types']
+    if fields.kind == 'encoder_decoder':
+      given['decoder_input_ids'] = batch['decoder_input_tokens']
+    return theirs_of(theirs, **given).numpy()
+
+
+@pytest.mark.parametrize('name', each(VARIANTS, quick=VARIANTS.keys() - {'bert_relu', 't5_silu'}))
+def test_logits_of_padded_rows_equal_hugging_face(name, converted):
+  theirs, fields, params = converted(name)
+  batch = logits_check.random_batch(fields, seed=1)
+  got = logits_check.our_logits(fields, params, batch)
+  index = logits_check.counted(fields, batch)
+  near(got[index], their_logits(theirs, fields, batch)[index])
+
+
+def packed(parts, length):
+  """Returns (tokens, segment ids, positions) [1, length] of examples in one row."""
+  tokens, ids, positions = (np.zeros((1, length), np.int32) for _ in range(3))
+  start = 0
+  for number, part in enumerate(parts, 1):
+    place = slice(start, start + len(part))
+    tokens[0, place], ids[0, place], positions[0, place] = part, number, np.arange(len(part))
+    start += len(part)
+  return tokens, ids, positions
+
+
+@pytest.mark.parametrize('name', each(
+    [n for n in VARIANTS if n not in ('bert_classification', 'bert_relu')],
+    quick={'t5_1_1', 'bert_mlm', 'gpt2', 'llama', 'gemma2', 'qwen3'}))
+def test_logits_of_packed_rows_equal_hugging_faces_of_each_example(name, converted):
+  theirs, fields, params = converted(name)
+  rng = np.random.default_rng(2)
+  parts = [rng.integers(2, fields.config.vocab_size, n) for n in (LENGTH, 5, 9)]
+  row = packed(parts, 40)
+  if fields.kind == 'encoder':
+    batch = dict(zip(('encoder_input_tokens', 'encoder_segment_ids', 'encoder_positions'), row))
+    alone = [{'encoder_input_tokens': p[None]} for p in parts]
+  else:
+    batch = dict(zip(('decoder_input_tokens', 'decoder_segment_ids', 'decoder_positions'), row))
+    batch['decoder_target_tokens'] = batch['decoder_input_tokens']
+    alone = [{'decoder_input_tokens': p[None], 'decoder_target_tokens': p[None]} for p in parts]
+  if fields.kind == 'encoder_decoder':
+    sources = [rng.integers(2, fields.config.vocab_size, n) for n in (7, 12, LENGTH)]
+    batch.update(zip(('encoder_input_tokens', 'encoder_segment_ids', 'encoder_positions'),
+                     packed(sources, 42)))
+    for example, source in zip(alone, sources):
+      example['encoder_input_tokens'] = source[None]
+  got = logits_check.our_logits(fields, params, batch)
+  segments = row[1][0]
+  for number, example in enumerate(alone, 1):
+    near(got[0, segments == number], their_logits(theirs, fields, example)[0])
+
+
+def test_token_types_of_bert_are_used(converted):
+  theirs, fields, params = converted('bert_classification')
+  batch = logits_check.random_batch(fields)
+  batch['encoder_token_types'] = (np.arange(batch['encoder_input_tokens'].shape[1]) > 20).astype(
+      np.int32) * np.ones((2, 1), np.int32)
+  near(logits_check.our_logits(fields, params, batch), their_logits(theirs, fields, batch))
+
+
+@pytest.mark.parametrize('name', each(
+    ['bert_classification', 'bert_mlm', 't5', 't5_1_1', 'llama'],
+    quick={'bert_mlm', 't5_1_1', 'llama'}))
+def test_gradients_equal_hugging_face(name, converted, tmp_path):
+  theirs, fields, params = converted(name)
+  batch = logits_check.random_batch(fields, seed=3)
+  model = fields.build()
+  rng = np.random.default_rng(3)
+  labels = batch.get('decoder_target_tokens', batch.get('encoder_input_tokens'))
+  if fields.options.get('head_type') == 'classification':
+    labels = rng.integers(0, 3, 2)
+    batch.update(label=labels.astype(np.int32), label_weights=np.ones(2, np.int32))
+  else:
+    labels = np.where(labels > 0, rng.integers(2, fields.config.vocab_size, labels.shape), 0)
+    weights = (labels > 0).astype(np.int32)
+    side = 'encoder' if fields.kind == 'encoder' else 'decoder'
+    batch.update({f'{side}_target_tokens': labels.astype(np.int32), f'{side}_loss_weights': weights})
+
+  def loss(params):
+    total, weight = model.loss(params, batch)['loss']
+    return total / weight
+  got_loss, got = jax.jit(jax.value_and_grad(loss))(jax.tree.map(jnp.asarray, params))
+  given = ({'input_ids': batch['decoder_input_tokens']} if fields.kind == 'decoder_only' else
+           {'input_ids': batch['encoder_input_tokens'],
+            'attention_mask': batch['encoder_input_tokens'] > 0})
+  if fields.kind == 'encoder_decoder':
+    given['decoder_input_ids'] = batch['decoder_input_tokens']
+  theirs = copy.deepcopy(theirs)  # other tests want its weights
+  logits = theirs_of(theirs, **given)
+  wanted = torch.from_numpy(np.where(labels > 0, labels, -100)
+                            if logits.dim() == 3 else labels).long()
+  want_loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
+  want_loss.backward()
+  np.testing.assert_allclose(got_loss, want_loss.item(), rtol=HUGGING_FACE_LOGITS)
+
+  # Their gradients, laid out as ours by the table that lays out the weights.
+  with torch.no_grad():
+    for parameter in theirs.parameters():
+      if parameter.grad is not None:
+        parameter.copy_(parameter.grad)
+      else:
+        parameter.zero_()
+  theirs.save_pretrained(tmp_path / 'gradients')
+  (tmp_path / 'gradients' / 'config.json').write_text(json.dumps(dict(VARIANTS[name])))
+  hf = hf_folder.open_hf(tmp_path / 'gradients')
+  want = params_of_files(hf.tensors, hf.table, hf.names)
+
+  def compare(path, a, b):
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    if name.endswith('key/bias'):  # it changes no logit: its gradient is what rounding leaves
+      assert np.abs(a).max() < 1e-5 and np.abs(b).max() < 1e-5
+    else:
+      assert np.abs(a - b).max() <= HUGGING_FACE_GRADIENT * np.abs(b).max(), name
+      assert np.abs(b).max() > 0, name
+  jax.tree_util.tree_map_with_path(compare, got, want)
+
+
+def test_the_command_compares_with_transformers_and_writes_what_it_loads(tmp_path, capsys):
+  make_theirs(CONFIGS['llama'], tmp_path / 'a')
+  convert.main([f'--from={tmp_path / "a"}', f'--to={tmp_path / "ours"}'])
+  convert.main([f'--from={tmp_path / "ours"}', f'--to={tmp_path / "b"}', '--dtype=bfloat16'])
+  out = capsys.readouterr().out
+  assert out.count(f'ours against transformers {transformers.__version__}') == 2
+  convert.main([f'--from={tmp_path / "ours"}', f'--to={tmp_path / "c"}', '--check=transformers'])
+  assert files_of(tmp_path / 'c') == files_of(tmp_path / 'a')
+
+
+def test_weights_of_another_model_are_found_by_the_logits(tmp_path):
+  make_theirs(CONFIGS['llama'], tmp_path / 'a')
+  config = {**CONFIGS['llama'], 'rope_scaling': None, 'rope_theta': 10.0}
+  fields = hf_folder.open_hf(tmp_path / 'a').model
+  batch = logits_check.random_batch(fields)
+  (tmp_path / 'a' / 'config.json').write_text(json.dumps(config))
+  theirs, against = logits_check.transformers_logits(tmp_path / 'a', fields, batch)
+  hf = hf_folder.open_hf(tmp_path / 'a')
+  ours = logits_check.our_logits(fields, params_of_files(hf.tensors, hf.table, hf.names), batch)
+  with pytest.raises(convert.CheckpointError, match='The conversion is wrong'):
+    logits_check.compare(fields, ours, theirs, batch, against=against)
+
+
+def write_anew(fields, params, folder):
+  """Writes `params` with a config.json that nothing but `fields` has made; returns the model."""
+  family = guess_family(fields)
+  table = Table(FAMILIES[family].rules(fields), fields.sizes())
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  tensors = {name: table.to_theirs(name, {
+      use.rule.ours: flat[use.rule.ours] if use.layer is None else flat[use.rule.ours][use.layer]
+      for use in uses}, num_rows=table.their_shapes[name][0]) for name, uses in table.uses.items()}
+  write_model(folder, to_hf(fields, family=family), tensors)
+  return hf_folder.open_hf(folder).model
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_a_config_json_made_from_our_fields_alone_is_loaded_by_transformers(name, converted, tmp_path):
+  theirs, fields, params = converted(name)
+  made = write_anew(fields, params, tmp_path)
+  batch = logits_check.random_batch(fields, seed=4)
+  got, _ = logits_check.transformers_logits(tmp_path, made, batch)
+  index = logits_check.counted(fields, batch)
+  near(got[index], their_logits(theirs, fields, batch)[index])
