@@ -299,8 +299,8 @@ def _check_first_loss(loss: Optional[float], model: Any) -> None:
     return
   expected = math.log(model.num_outcomes)
   if not expected - 1.0 <= loss <= expected + 1.5:
-    _log.warning('The first loss is %.2f; an untrained model should be near %.2f, that of guessing. '
-                 'Check the labels and the initialisation (tied embeddings start higher).',
+    _log.warning('The first loss is %.2f; an untrained model should be near %.2f, that of '
+                 'guessing. Check the labels and the initialisation (tied embeddings start higher).',
                  loss, expected)
 
 

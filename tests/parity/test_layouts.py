@@ -169,7 +169,8 @@ def build(case: Case, num_devices: int) -> Program:
       partitioner=Partitioner(**case.partitioner),
       topology=Topology(case.num_hosts, num_devices // case.num_hosts),
       devices=jax.devices()[:num_devices], task_feature_lengths=lengths,
-      batch_size=BATCH, pack='classifier' not in case.model, seed=0, num_microbatches=case.num_microbatches)
+      batch_size=BATCH, pack='classifier' not in case.model, seed=0,
+      num_microbatches=case.num_microbatches)
 
 
 def run(program: Program) -> dict[str, Any]:
