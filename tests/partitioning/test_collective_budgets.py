@@ -35,7 +35,9 @@ def expected_bytes(name):
   # Elements that one device holds, whole over fsdp.
   mlp = num_layers * 3 * c.mlp_dim * c.embed_dim // n['model']
   experts, router = mlp * c.num_experts // n['expert'], num_layers * c.embed_dim * c.num_experts
-  others = num_layers * (4 * c.num_heads * c.head_dim // n['model'] + 2) * c.embed_dim
+  shares_kv = n['model'] > c.kv_heads
+  keys = 2 * c.kv_heads * c.head_dim // (1 if shares_kv else n['model'])
+  others = num_layers * (2 * c.num_heads * c.head_dim // n['model'] + keys + 2) * c.embed_dim
   others += 0 if c.num_experts else mlp
   ends = 2 * c.vocab_size * c.embed_dim // n['model'] + c.embed_dim
   bias = c.num_heads * c.num_relpos_buckets // n['model']
@@ -67,7 +69,9 @@ def expected_bytes(name):
                  recomputed=2 if pipeline else 1 if c.remat_policy == 'full' else 0)
     split = case.partitioner.get('sequence_parallel', False)
     add(['model'], sequence_parallel.traffic_per_step(num_microbatches=microbatches, **sizes)
-        if split else tensor_parallel.traffic_per_step(**sizes))
+        if split else tensor_parallel.traffic_per_step(
+            shared_kv_size=num_layers * keys * c.embed_dim * microbatches if shares_kv else 0,
+            **sizes))
   if n['expert'] > 1:
     add(['expert'], expert_parallel.traffic_per_step(
         batch=rows, num_experts=c.num_experts, capacity=slots(c), embed_dim=c.embed_dim,
@@ -80,7 +84,7 @@ def expected_bytes(name):
         num_microbatches=pipeline.num_microbatches, activation_bytes=activation // between))
   if n['context'] > 1:
     add(['context'], {'': context_parallel.traffic_per_step(
-        batch=rows, length=LENGTH, num_heads=c.num_heads // n['model'], head_dim=c.head_dim,
+        batch=rows, length=LENGTH, num_heads=c.kv_heads // n['model'], head_dim=c.head_dim,
         num_layers=num_layers, context=n['context'], dtype_bytes=dtype_bytes,
         method=partitioner.rules.context_method, info_bytes=4 * (rows + 1) * length)})
   return dict(expected)
