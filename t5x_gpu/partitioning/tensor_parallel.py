@@ -53,7 +53,7 @@ def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
   """
   model, heads, kv_heads = (mesh_shape.get('model', 1), sizes.get('heads', 0),
                             sizes.get('kv_heads', 0))
-  if not kv_heads or kv_heads % model == 0 or model % kv_heads == 0:
+  if kv_heads in (0, heads) or kv_heads % model == 0 or model % kv_heads == 0:
     return []
 
   def fits(kv_heads: int, model: int) -> bool:
