@@ -176,7 +176,8 @@ def batch_spec(feature_converter: str, *, task_feature_lengths: Mapping[str, int
     if num_classes is None or num_classes < 2:
       raise DataError(
           f'The model tells num_classes = {num_classes} classes apart; there must be at least 2.',
-          fix="Set the model's num_classes to the number of classes of the task.")
+          fix="Set the model's num_classes to the number of classes of the task.",
+          parameters=('EncoderModel.num_classes',))
     shapes |= {LABEL: (batch_size,), LABEL_WEIGHTS: (batch_size,)}
     vocab_sizes[LABEL] = num_classes
   return BatchSpec(shapes=shapes, dtypes={name: DTYPE for name in shapes}, vocab_sizes=vocab_sizes)

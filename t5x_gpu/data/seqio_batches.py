@@ -91,7 +91,7 @@ class SeqioBatches:
             f'are 0 to {bound - 1}.',
             fix="Set the model's num_classes to the number of classes, or take a split whose "
                 'labels are known (the test splits of GLUE have -1 for all).',
-            parameters=('DatasetConfig.split', 'DatasetConfig.mixture_or_task_name'))
+            parameters=('EncoderModel.num_classes', 'DatasetConfig.split'))
       if largest >= bound:
         raise DataError(
             f'Batch {self._batches_taken} of {self._name!r} has token id '

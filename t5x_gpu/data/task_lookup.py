@@ -143,7 +143,8 @@ def _check_vocabulary(task: TaskOrMixture, config: DatasetConfig, *, spec: Batch
     raise DataError(
         f'{config.mixture_or_task_name!r} has {len(names)} classes ({", ".join(names[:6])}'
         + (', ...' if len(names) > 6 else '') + f'); the model tells {num_classes} apart.',
-        fix=f"Set the model's num_classes to {len(names)}.", parameters=(_NAME,))
+        fix=f"Set the model's num_classes to {len(names)}.",
+        parameters=('EncoderModel.num_classes', _NAME))
   for model_feature, parts in kind_of_batch.tokens.items():
     bound = spec.vocab_sizes.get(model_feature)
     for part in parts:
