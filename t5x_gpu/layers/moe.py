@@ -26,15 +26,43 @@ from t5x_gpu.partitioning.axis_rules import is_manual, shard, with_axes
 from t5x_gpu.partitioning.context_parallel import length_order, local_positions
 
 
-def capacity(length: int, *, num_experts: int, experts_per_token: int, factor: float) -> int:
+def capacity(length: int, *, num_experts: int, experts_per_token: int,
+             factor: Optional[float]) -> int:
   """Returns how many tokens of a row of `length` each expert has room for.
 
   Args:
     length: of the whole row.
     num_experts, experts_per_token: of the layer.
-    factor: 1 is just enough if the router spreads the tokens evenly.
+    factor: 1 is just enough if the router spreads the tokens evenly; None for room for all.
   """
+  if factor is None:
+    return length
   return min(length, math.ceil(length * experts_per_token / num_experts * factor))
+
+
+def router_charges(logits: jax.Array, *, experts_per_token: int, valid: jax.Array) -> jax.Array:
+  """Returns float32 [batch, length, 2]: what each token's routing adds to two losses.
+
+  The first: num_experts * sum over experts of (share of the row's choices) * (probability), whose
+  mean over a row is 1 where tokens are spread evenly, and more where they are not. The second:
+  log(sum of exponentials)^2, which keeps the logits small.
+
+  Args:
+    logits: [batch, length, experts] in float32.
+    experts_per_token: k.
+    valid: [batch, length], 0 on padding, which counts for no share.
+  Source: Fedus et al. 2021 (Switch), eq. 4 to 6; Zoph et al. 2022 (ST-MoE), eq. 5.
+  """
+  num_experts = logits.shape[-1]
+  chosen = jax.lax.top_k(logits, experts_per_token)[1]
+  counts = jnp.einsum('blke,bl->be', jax.nn.one_hot(chosen, num_experts),
+                      valid.astype(jnp.float32))
+  if is_manual('context'):
+    counts = jax.lax.psum(counts, 'context')
+  shares = jax.lax.stop_gradient(counts / jnp.maximum(counts.sum(-1, keepdims=True), 1.0))
+  balance = num_experts * jnp.einsum('ble,be->bl', jax.nn.softmax(logits), shares)
+  z = jax.lax.square(jax.nn.logsumexp(logits, axis=-1))
+  return shard(jnp.stack([balance, z], axis=-1), 'batch', 'length', None)
 
 
 @flax.struct.dataclass
@@ -157,20 +185,27 @@ class MoeMlp(nn.Module):
   Attributes:
     num_experts: of the layer, on all devices together.
     experts_per_token: each token's; their gates add up to 1, a single gate is its probability.
-    capacity_factor: room of the experts, as in `capacity`.
+    capacity_factor: room of the experts, as in `capacity`; None drops no token.
     mlp_dim, activations, dropout_rate, dtype: as in `Mlp`, of each expert.
   """
   num_experts: int
   mlp_dim: int
   experts_per_token: int = 2
-  capacity_factor: float = 2.0
+  capacity_factor: Optional[float] = 2.0
   activations: tuple[str, ...] = ('gelu', 'linear')
   dropout_rate: float = 0.0
   dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array, *, dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
-    """Returns [batch, length, embed] from the same; no dropout without `dropout_rng`."""
+  def __call__(self, x: jax.Array, *, valid: Optional[jax.Array] = None,
+               dropout_rng: Optional[DropoutRng] = None) -> tuple[jax.Array, Optional[jax.Array]]:
+    """Returns [batch, length, embed] from the same, and `router_charges` where `valid` is given.
+
+    Args:
+      x: [batch, length, embed].
+      valid: [batch, length], 0 on padding.
+      dropout_rng: None for no dropout.
+    """
     embed_dim, local = x.shape[-1], expert_parallel.num_local(self.num_experts)
     # Whole rows from here to the result: split by position, as the residual may be, sorting would
     # exchange them over `model` again and again.
@@ -193,7 +228,9 @@ class MoeMlp(nn.Module):
     out = jnp.einsum('becm,emd->becd', hidden, kernel.astype(self.dtype))
     out = expert_parallel.from_experts(shard(out, 'batch', 'experts', None, 'embed'))
     out = shard(routing.combine(out), 'batch', 'length', 'embed')
-    return shard(out, 'batch', 'residual_length', 'embed')
+    charges = None if valid is None else router_charges(
+        logits, experts_per_token=self.experts_per_token, valid=valid)
+    return shard(out, 'batch', 'residual_length', 'embed'), charges
 
   def _capacity(self, length: int) -> int:
     if is_manual('context'):

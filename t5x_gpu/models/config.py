@@ -69,7 +69,10 @@ class TransformerConfig:
     num_experts: experts in place of each MLP (a mixture of experts); 0 for one dense MLP.
     num_experts_per_token: how many of them each token uses.
     expert_capacity_factor: room for the tokens of a row in each expert; 1 is just enough if they
-      are spread evenly. Where there is none left, tokens pass by on the residual.
+      are spread evenly. Where there is none left, tokens pass by on the residual. None: room for
+      all, whatever the router does (dropless), at num_experts / num_experts_per_token the work.
+    router_balance_loss: coefficient of the loss that spreads tokens over experts (0.01 is usual).
+    router_z_loss: coefficient of log(Z)^2 of the router's logits (1e-3 is usual).
   """
   vocab_size: int
   num_layers: int
@@ -106,7 +109,9 @@ class TransformerConfig:
   init_stddev: Optional[float] = None
   num_experts: int = 0
   num_experts_per_token: int = 2
-  expert_capacity_factor: float = 2.0
+  expert_capacity_factor: Optional[float] = 2.0
+  router_balance_loss: float = 0.0
+  router_z_loss: float = 0.0
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
@@ -146,8 +151,11 @@ class TransformerConfig:
       refuse('num_experts', 'must be at least 1, or 0 for a dense MLP.')
     if self.num_experts > 0 and not 1 <= self.num_experts_per_token <= self.num_experts:
       refuse('num_experts_per_token', f'must be from 1 to num_experts = {self.num_experts}.')
-    if self.expert_capacity_factor <= 0.0:
-      refuse('expert_capacity_factor', 'must be above 0; 1 to 2 is usual.')
+    if self.expert_capacity_factor is not None and self.expert_capacity_factor <= 0.0:
+      refuse('expert_capacity_factor', 'must be above 0; 1 to 2 is usual, None drops no token.')
+    for parameter in ('router_balance_loss', 'router_z_loss'):
+      if getattr(self, parameter) < 0.0:
+        refuse(parameter, 'must be at least 0.')
     if not 0.0 <= self.dropout_rate < 1.0:
       refuse('dropout_rate', 'must be at least 0 and below 1.')
     for parameter, allowed in (('relative_bias', RELATIVE_BIAS), ('remat_policy', REMAT_POLICIES),
@@ -167,6 +175,11 @@ class TransformerConfig:
   @property
   def compute_dtype(self) -> Any:
     return DTYPES[self.dtype]
+
+  @property
+  def charges_routers(self) -> bool:
+    """Whether the routers of experts add to the loss."""
+    return self.num_experts > 0 and (self.router_balance_loss > 0.0 or self.router_z_loss > 0.0)
 
   @property
   def kv_heads(self) -> int:

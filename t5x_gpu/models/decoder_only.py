@@ -16,7 +16,8 @@ from t5x_gpu.models.heads import init_token_logits, token_logits
 from t5x_gpu.models.incremental import DecodingState, advance, begin
 from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy
 from t5x_gpu.models.sizes import check_length, transformer_sizes
-from t5x_gpu.models.stack import DeviceBatch, Embeddings, Params, Stack, dropout_rng
+from t5x_gpu.models.stack import (
+    Activation, DeviceBatch, Embeddings, Params, Stack, dropout_rng)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +85,13 @@ class DecoderOnlyModel:
     return Stack(self.config, self.config.num_layers, causal=True, final_norm='decoder_norm')
 
   def embed(self, params: Params, batch: DeviceBatch, *,
-            dropout_key: Optional[jax.Array] = None) -> jax.Array:
+            dropout_key: Optional[jax.Array] = None) -> Activation:
     """Returns [batch, length, embed], what the first layer gets."""
     return self._embeddings(params, batch['decoder_input_tokens'], self._positions(batch),
                             rng=dropout_rng(dropout_key, batch, 'embed', side='decoder'))
 
-  def run_layers(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
-                 dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> jax.Array:
+  def run_layers(self, params: Params, x: Activation, batch: DeviceBatch, *,
+                 dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> Activation:
     """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
     return self._stack.run(params, x, self._info(batch), self._positions(batch),
                            rng=dropout_rng(dropout_key, batch, 'layers', side='decoder'),
@@ -106,18 +107,20 @@ class DecoderOnlyModel:
     """Returns where each token stands in its example: packed rows hold several."""
     return batch.get('decoder_positions', self._info(batch).positions)
 
-  def _logits(self, params: Params, x: jax.Array, batch: DeviceBatch,
+  def _logits(self, params: Params, x: Activation, batch: DeviceBatch,
               dropout_key: Optional[jax.Array]) -> jax.Array:
     x = dropout(self._stack.finish(params, x), self.config.dropout_rate,
                 dropout_rng(dropout_key, batch, 'head', side='decoder'))
     return token_logits(self.config, params, x, params['token_embedder'])
 
-  def head(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
+  def head(self, params: Params, x: Activation, batch: DeviceBatch, *,
            dropout_key: Optional[jax.Array] = None) -> Sums:
     """Returns sums over target tokens from `x`, what the last layer returned."""
     logits = self._logits(params, x, batch, dropout_key)
-    return cross_entropy(logits, batch['decoder_target_tokens'], batch['decoder_loss_weights'],
-                         z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+    weights = batch['decoder_loss_weights']
+    sums = cross_entropy(logits, batch['decoder_target_tokens'], weights, z_loss=self.z_loss,
+                         label_smoothing=self.label_smoothing)
+    return self._stack.charge_routers(sums, x, weights)
 
   def logits(self, params: Params, batch: DeviceBatch, *,
              dropout_key: Optional[jax.Array] = None) -> jax.Array:

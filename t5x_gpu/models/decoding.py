@@ -1,15 +1,92 @@
-"""Text from a language model, one token at a time."""
+"""What gin says of text that a model writes: how tokens are chosen, and how many."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Optional
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from t5x_gpu.errors import ConfigError, all_problems, did_you_mean
 
-from t5x_gpu.errors import ConfigError
-from t5x_gpu.partitioning.axis_rules import shard
-from t5x_gpu.partitioning.layout import Layout
+BEAM_RULES = ('t5x', 'huggingface')
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingConfig:
+  """How a model continues prompts: the likeliest token each time, samples, or a beam search.
+
+  Whatever the choice, a token depends on its prompt and the parameters alone, and a sample also on
+  `seed`, the prompt's number and the number of the decode; never on the batch or the devices.
+
+  Attributes:
+    max_decode_length: most tokens to add to a prompt, the one that stops it included.
+    num_decodes: continuations of each prompt: that many samples, or the best beams.
+    temperature: 0 takes the likeliest token, 1 samples from the model's distribution, higher ones
+      from a flatter one.
+    top_k: sample among the k likeliest tokens; 0 for all.
+    top_p: sample among the likeliest tokens that together have this probability (after top_k).
+    num_beams: of a beam search; 1 for none.
+    length_penalty: exponent by which longer texts are favoured; 0 ranks by probability alone.
+    beam_rule: 't5x' divides log-probabilities by ((5 + length) / 6) ** length_penalty and stops
+      when no open beam can overtake a finished one; 'huggingface' divides by length **
+      length_penalty, lets only the first num_beams candidates finish, takes open beams for finished
+      at max_decode_length, and stops as `transformers` does with early_stopping=False.
+    stop_tokens: ids that end a text, besides the vocabulary's end of sequence.
+    start_token: decoder input before the first token: 0 for models trained here, whose inputs are
+      shifted by one; None for a decoder that takes its prompt as it is (Llama, GPT-2), which then
+      needs a token at least.
+    seed: of samples.
+    batch_size: prompts at a time; as many more as the mesh needs to split them evenly.
+  Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Wu et al. 2016, eq. 14 (penalty).
+  """
+  max_decode_length: int = 128
+  num_decodes: int = 1
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  num_beams: int = 1
+  length_penalty: float = 0.6
+  beam_rule: str = 't5x'
+  stop_tokens: tuple[int, ...] = ()
+  start_token: Optional[int] = 0
+  seed: int = 0
+  batch_size: int = 32
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, 'stop_tokens', tuple(self.stop_tokens))
+    problems, parameters = [], []
+
+    def refuse(parameter: str, text: str) -> None:
+      problems.append(f'{parameter} = {getattr(self, parameter)!r} {text}')
+      parameters.append(f'DecodingConfig.{parameter}')
+    for parameter in ('max_decode_length', 'num_decodes', 'num_beams', 'batch_size'):
+      if getattr(self, parameter) < 1:
+        refuse(parameter, 'must be at least 1.')
+    if self.temperature < 0:
+      refuse('temperature', 'must be at least 0.')
+    if self.top_k < 0:
+      refuse('top_k', 'must be at least 1, or 0 for all tokens.')
+    if not 0.0 < self.top_p <= 1.0:
+      refuse('top_p', 'must be above 0 and at most 1.')
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 1 for i in self.stop_tokens):
+      refuse('stop_tokens', 'must be token ids of at least 1; 0 is padding.')
+    if self.start_token is not None and self.start_token < 0:
+      refuse('start_token', 'must be a token id, or None for none.')
+    if self.beam_rule not in BEAM_RULES:
+      refuse('beam_rule', f'is not one of {", ".join(map(repr, BEAM_RULES))}.'
+             + did_you_mean(str(self.beam_rule), BEAM_RULES))
+    if self.num_beams > 1:
+      if self.temperature or self.top_k or self.top_p < 1.0:
+        refuse('num_beams', 'searches; temperature, top_k and top_p are of samples: leave them out.')
+      if self.num_decodes > self.num_beams:
+        refuse('num_decodes', f'must be at most num_beams = {self.num_beams}.')
+    elif self.temperature == 0:
+      if self.num_decodes > 1:
+        refuse('num_decodes', 'would all be the same: set temperature above 0, or num_beams.')
+      if self.top_k or self.top_p < 1.0:
+        refuse('temperature', 'takes the likeliest token, so that top_k and top_p change nothing: '
+               'set it above 0.')
+    if problems:
+      raise ConfigError(all_problems(problems, title='Text cannot be decoded so'),
+                        fix='Set them in gin or with --gin.DecodingConfig.NAME=VALUE.',
+                        parameters=parameters)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,44 +116,16 @@ def check_sample(prompt_length: int, *, num_tokens: int, length: int) -> None:
       parameters=('SampleConfig.num_tokens', 'SampleConfig.prompt', 'TASK_FEATURE_LENGTHS'))
 
 
-def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, length: int,
-           num_tokens: int, temperature: float, seed: int = 0) -> np.ndarray:
-  """Returns token ids [prompt + num_tokens]: `prompt` and its continuation.
+def reads_inputs(model: Any) -> bool:
+  """Returns whether prompts go to an encoder (T5), rather than before what is written."""
+  return model.feature_converter({'inputs': 1, 'targets': 1}) == 'encoder_decoder'
 
-  Every token costs a full forward pass of `length` positions: for short samples of small models.
 
-  Args:
-    model: has `logits(params, batch)`.
-    params: on `layout`.
-    prompt: [prompt_length] ids, at least one.
-    layout: mesh and rules.
-    length: positions of the forward pass, the training length.
-    num_tokens, temperature: as in SampleConfig.
-    seed: of the draws.
-  Raises:
-    ConfigError: as `check_sample`.
-  """
-  check_sample(len(prompt), num_tokens=num_tokens, length=length)
-  end = len(prompt) + num_tokens
-  # Unwritten positions hold 1: not padding, so that the mask stays causal; nothing reads them.
-  # As many rows as the mesh splits a batch into; the first one is returned.
-  tokens = np.ones((layout.batch_parts, length), np.int32)
-  tokens[:, :len(prompt)] = prompt
-
-  def continue_(params: Any, tokens: jax.Array) -> jax.Array:
-    def body(i: jax.Array, tokens: jax.Array) -> jax.Array:
-      inputs = jnp.pad(tokens, ((0, 0), (1, 0)))[:, :-1]
-      logits = model.logits(params, {'decoder_input_tokens': inputs,
-                                     'decoder_target_tokens': tokens})[:, i]
-      logits = logits.at[:, 0].set(-jnp.inf)  # 0 is padding: what follows would not see it
-      if temperature > 0:
-        key = jax.random.fold_in(jax.random.key(seed), i)
-        chosen = jax.random.categorical(key, logits / temperature)
-      else:
-        chosen = jnp.argmax(logits, axis=-1)
-      return shard(tokens.at[:, i].set(chosen.astype(jnp.int32)), 'batch', 'length')
-    return jax.lax.fori_loop(len(prompt), end, body, tokens)
-
-  out = layout.jit(continue_, out_shardings=layout.replicated)(
-      params, layout.put({'tokens': tokens})['tokens'])
-  return np.asarray(out)[0, :end]
+def check_writes_text(model: Any) -> None:
+  """Raises ConfigError for a model that cannot continue a text, such as an encoder."""
+  if not hasattr(model, 'start_decoding'):
+    raise ConfigError(
+        f'A {type(model).__name__} does not write text.',
+        fix='Take a DecoderOnlyModel or an EncoderDecoderModel, or give your model '
+            'start_decoding and decode_step; without a text to write, remove train.sample_cfg.',
+        parameters=('train.model', 'train.sample_cfg'))

@@ -16,9 +16,11 @@ from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.heads import POOLINGS, Classifier, MaskedTokenLogits, pool
-from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy, of_examples
+from t5x_gpu.models.losses import (
+    Sums, check_loss_options, cross_entropy, of_examples, refuse_router_losses)
 from t5x_gpu.models.sizes import check_length, transformer_sizes
-from t5x_gpu.models.stack import DeviceBatch, Embeddings, Params, Stack, dropout_rng
+from t5x_gpu.models.stack import (
+    Activation, DeviceBatch, Embeddings, Params, Stack, dropout_rng)
 from t5x_gpu.partitioning import fsdp
 
 HEADS = ('classification', 'mlm')
@@ -50,6 +52,7 @@ class EncoderModel:
 
   def __post_init__(self) -> None:
     check_loss_options(self)
+    refuse_router_losses(self, unless=self.head_type == 'mlm')
     for name, allowed in (('head_type', HEADS), ('pooling', POOLINGS)):
       value = getattr(self, name)
       if value not in allowed:
@@ -125,14 +128,14 @@ class EncoderModel:
     return MaskedTokenLogits(self.config)
 
   def embed(self, params: Params, batch: DeviceBatch, *,
-            dropout_key: Optional[jax.Array] = None) -> jax.Array:
+            dropout_key: Optional[jax.Array] = None) -> Activation:
     """Returns [batch, length, embed], what the first layer gets."""
     return self._embeddings(params, batch['encoder_input_tokens'], self._positions(batch),
                             token_types=batch.get('encoder_token_types'),
                             rng=dropout_rng(dropout_key, batch, 'embed', side='encoder'))
 
-  def run_layers(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
-                 dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> jax.Array:
+  def run_layers(self, params: Params, x: Activation, batch: DeviceBatch, *,
+                 dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> Activation:
     """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
     return self._stack.run(params, x, self._info(batch), self._positions(batch),
                            rng=dropout_rng(dropout_key, batch, 'layers', side='encoder'),
@@ -146,7 +149,7 @@ class EncoderModel:
     """Returns where each token stands in its example: packed rows hold several."""
     return batch.get('encoder_positions', self._info(batch).positions)
 
-  def _logits(self, params: Params, x: jax.Array, batch: DeviceBatch,
+  def _logits(self, params: Params, x: Activation, batch: DeviceBatch,
               dropout_key: Optional[jax.Array]) -> jax.Array:
     c = self.config
     rng = dropout_rng(dropout_key, batch, 'head', side='encoder')
@@ -160,7 +163,7 @@ class EncoderModel:
     table = fsdp.whole(params['token_embedder'], c.compute_dtype)['embedding']
     return self._head_module.apply({'params': own}, dropout(x, c.dropout_rate, rng), table)
 
-  def head(self, params: Params, x: jax.Array, batch: DeviceBatch, *,
+  def head(self, params: Params, x: Activation, batch: DeviceBatch, *,
            dropout_key: Optional[jax.Array] = None) -> Sums:
     """Returns sums over examples or masked tokens from `x`, what the last layer returned.
 
@@ -171,8 +174,9 @@ class EncoderModel:
     if self.classifies:
       return of_examples(logits, batch['label'], batch['label_weights'], **options,
                          with_confusion=dropout_key is None)  # in evaluation
-    return cross_entropy(logits, batch['encoder_target_tokens'], batch['encoder_loss_weights'],
-                         **options)
+    weights = batch['encoder_loss_weights']
+    sums = cross_entropy(logits, batch['encoder_target_tokens'], weights, **options)
+    return self._stack.charge_routers(sums, x, weights)
 
   def logits(self, params: Params, batch: DeviceBatch, *,
              dropout_key: Optional[jax.Array] = None) -> jax.Array:

@@ -40,7 +40,7 @@ class DecodingState:
 
     Positions [batch, count] are those in each row's text, without its padding.
     """
-    slots = self.caches.own.key.shape[2]
+    slots = self.caches.own.num_slots
     all_slots = jnp.arange(slots)
     next_slots = self.slot + jnp.arange(count)
     written = (all_slots >= self.first[:, None]) & (all_slots < self.slot + count)
@@ -58,16 +58,29 @@ class DecodingState:
       return None
     return TokenInfo(jnp.arange(self.encoder_segments.shape[1]), self.encoder_segments)
 
-  def rows(self, index: jax.Array) -> 'DecodingState':
-    """Returns the state of rows `index` [new_batch], in that order: beams that were chosen."""
+  def repeat(self, count: int) -> 'DecodingState':
+    """Returns the state with every row `count` times, next to each other."""
+    def rows(x: Optional[jax.Array], axis: int = 0) -> Optional[jax.Array]:
+      return None if x is None else jnp.repeat(x, count, axis=axis)
     def of_cache(cache: Optional[KVCache]) -> Optional[KVCache]:
-      return cache and cache.replace(key=jnp.take(cache.key, index, axis=1),
-                                     value=jnp.take(cache.value, index, axis=1))
-    def of_array(x: Optional[jax.Array]) -> Optional[jax.Array]:
-      return None if x is None else jnp.take(x, index, axis=0)
-    caches = LayerCaches(of_cache(self.caches.own), of_cache(self.caches.encoder))
-    return DecodingState(caches, of_array(self.first), of_array(self.prefix),
-                         of_array(self.encoder_segments))
+      return cache and cache.of_rows(lambda x: rows(x, axis=1))
+    return DecodingState(LayerCaches(of_cache(self.caches.own), of_cache(self.caches.encoder)),
+                         *map(rows, (self.first, self.prefix, self.encoder_segments)))
+
+  def beams(self, index: jax.Array) -> 'DecodingState':
+    """Returns the state in which beam b of a prompt continues what beam `index[:, b]` was.
+
+    What beams of a prompt have in common, the prompt's length and the encoder, stays in place.
+
+    Args:
+      index: [batch, beams]; rows are beams of one prompt after those of another.
+    """
+    def chosen(x: jax.Array) -> jax.Array:
+      by_prompt = x.reshape(x.shape[0], *index.shape, *x.shape[2:])
+      taken = jax.vmap(lambda x, i: jnp.take(x, i, axis=1), in_axes=(1, 0), out_axes=1)(
+          by_prompt, index)
+      return taken.reshape(x.shape)
+    return self.replace(caches=self.caches.replace(own=self.caches.own.of_rows(chosen)))
 
 
 def begin(config: TransformerConfig, *, num_layers: int, lengths: jax.Array, prompt_length: int,

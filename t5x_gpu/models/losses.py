@@ -24,6 +24,17 @@ def check_loss_options(model: Any) -> None:
                            'more and below 1.', parameters=(f'{type(model).__name__}.{name}',))
 
 
+def refuse_router_losses(model: Any, *, unless: bool) -> None:
+  """Raises ModelError for router losses of a model whose tokens are not all targets."""
+  if model.config.charges_routers and not unless:
+    raise ModelError(
+        f'{type(model).__name__} cannot charge the routers of its experts: their losses are '
+        'averaged over target tokens, and not all of its tokens are.',
+        fix='Set TransformerConfig.router_balance_loss = 0.0 and router_z_loss = 0.0; without them '
+            'give experts room: TransformerConfig.expert_capacity_factor = 2.0 or more.',
+        parameters=('TransformerConfig.router_balance_loss', 'TransformerConfig.router_z_loss'))
+
+
 def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *,
                   z_loss: float = 0.0, label_smoothing: float = 0.0) -> Sums:
   """Returns sums over target tokens: 'loss' (with z-loss), 'cross_entropy', 'z_loss', 'accuracy'.
@@ -57,6 +68,24 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *,
   weight = jnp.sum(weights)
   total = {'loss': nll + z, 'cross_entropy': nll, 'z_loss': z, 'accuracy': correct}
   return {name: (jnp.sum(value * weights), weight) for name, value in total.items()}
+
+
+def with_router_losses(sums: Sums, charges: jax.Array, weights: jax.Array, *, num_layers: int,
+                       balance: float, z: float) -> Sums:
+  """Returns `sums` with what routers of experts are charged: in 'loss', and as metrics per layer.
+
+  Args:
+    sums: of `cross_entropy`.
+    charges: [batch, length, 2] `moe.router_charges`, summed over layers.
+    weights: [batch, length] of the loss: charges of tokens are averaged as their losses are.
+    num_layers: that were charged.
+    balance, z: coefficients of the two.
+  """
+  total = jnp.einsum('blc,bl->c', charges, weights.astype(jnp.float32))
+  loss, weight = sums['loss']
+  return {**sums, 'loss': (loss + balance * total[0] + z * total[1], weight),
+          'router_balance': (total[0] / num_layers, weight),
+          'router_z': (total[1] / num_layers, weight)}
 
 
 def of_examples(logits: jax.Array, labels: jax.Array, weights: jax.Array, *,

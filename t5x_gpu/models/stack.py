@@ -6,8 +6,9 @@ them together and in what stands on top.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +18,7 @@ from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.positions import PositionTable
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.losses import Sums, with_router_losses
 from t5x_gpu.models.transformer import (
     LayerCaches, StackInputs, TransformerLayer, attention_kind, init_layers, make_norm,
     relative_table, scan_layers)
@@ -44,6 +46,22 @@ def dropout_rng(key: Optional[jax.Array], batch: DeviceBatch, part: str, *,
   return DropoutRng(key, batch['rows'], batch.get(f'{side}_places')).at(part)
 
 
+@flax.struct.dataclass
+class Routed:
+  """What passes between layers whose routers of experts are charged.
+
+  Attributes:
+    x: [batch, length, embed], as passes between all other layers.
+    charges: [batch, length, 2] `moe.router_charges`, summed over the layers so far.
+  """
+  x: jax.Array
+  charges: jax.Array
+
+
+# What passes between layers.
+Activation = Union[jax.Array, Routed]
+
+
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
   """Token vectors, with those of positions and token types added where the model has them."""
@@ -64,7 +82,7 @@ class Embeddings:
 
   def __call__(self, params: Params, tokens: jax.Array, positions: jax.Array, *,
                token_types: Optional[jax.Array] = None,
-               rng: Optional[DropoutRng] = None) -> jax.Array:
+               rng: Optional[DropoutRng] = None) -> Activation:
     """Returns [batch, length, embed], what the first layer gets.
 
     Args:
@@ -88,7 +106,11 @@ class Embeddings:
       x = x + self._table(c.num_token_types).apply(whole('token_type_embedder'), types)
     if c.embedding_norm:
       x = make_norm(c).apply(whole('embedding_norm'), x)
-    return dropout(x, c.dropout_rate, rng)
+    x = dropout(x, c.dropout_rate, rng)
+    if not c.charges_routers:
+      return x
+    # Zeros that vary over the mesh as `x` does.
+    return Routed(x, jnp.where(False, x[..., :2].astype(jnp.float32), 0.0))
 
   @property
   def _tokens(self) -> Embedding:
@@ -100,6 +122,11 @@ class Embeddings:
     c = self.config
     return PositionTable(size, c.embed_dim, dtype=c.compute_dtype,
                          stddev=1.0 if c.init_stddev is None else c.init_stddev)
+
+
+def output(x: Activation) -> jax.Array:
+  """Returns [batch, length, embed] of what passes between layers."""
+  return x.x if isinstance(x, Routed) else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,14 +160,14 @@ class Stack:
       params[self.final_norm] = make_norm(c).init(keys[self.final_norm], x)['params']
     return params
 
-  def run(self, params: Params, x: jax.Array, info: TokenInfo, positions: jax.Array, *,
+  def run(self, params: Params, x: Activation, info: TokenInfo, positions: jax.Array, *,
           encoder_info: Optional[TokenInfo] = None, encoded: Optional[jax.Array] = None,
-          rng: Optional[DropoutRng] = None, first_layer: Any = 0) -> jax.Array:
+          rng: Optional[DropoutRng] = None, first_layer: Any = 0) -> Activation:
     """Returns `x` after the layers of `params['layers']`.
 
     Args:
       params: 'layers', and 'relpos_bias' where layers share it.
-      x: [batch, length, embed].
+      x: what the embeddings or earlier layers returned.
       info: of the tokens.
       positions: of each token in its example, [length] or [batch, length].
       encoder_info, encoded: the encoder's tokens and what it returned [batch, kv_length, embed].
@@ -148,7 +175,12 @@ class Stack:
       first_layer: number of the first of these layers.
     """
     shared = self._shared(params, info, positions, encoder_info, encoded)
-    return self._scan(params, x, shared, dropout_rng=rng, first_layer=first_layer)[0]
+    options = dict(dropout_rng=rng, first_layer=first_layer)
+    if not isinstance(x, Routed):
+      return self._scan(params, x, shared, **options)[0]
+    shared = shared.replace(valid=(info.segments > 0).astype(jnp.float32))
+    x, _, charges = self._scan(params, x.x, shared, charges=x.charges, **options)
+    return Routed(x, charges)
 
   def extend(self, params: Params, x: jax.Array, info: TokenInfo, positions: jax.Array,
              caches: LayerCaches, cached: TokenInfo, *, encoder_info: Optional[TokenInfo] = None,
@@ -163,14 +195,29 @@ class Stack:
       encoded: what the encoder returned, the first time; None once the caches have it.
     """
     shared = self._shared(params, info, positions, encoder_info, encoded, cached=cached)
-    return self._scan(params, x, shared, caches=caches)
+    return self._scan(params, output(x), shared, caches=caches)[:2]
 
-  def finish(self, params: Params, x: jax.Array) -> jax.Array:
-    """Returns `x` after the final norm, if there is one."""
+  def finish(self, params: Params, x: Activation) -> jax.Array:
+    """Returns [batch, length, embed] after the final norm, if there is one."""
+    x = output(x)
     if self.config.norm_position == 'post':
       return x
     weights = fsdp.whole(params[self.final_norm], self.config.compute_dtype)
     return make_norm(self.config).apply({'params': weights}, x)
+
+  def charge_routers(self, sums: Sums, x: Activation, weights: jax.Array) -> Sums:
+    """Returns `sums` with the losses of routers, if they are charged.
+
+    Args:
+      sums: of the cross entropy.
+      x: what the last layer returned.
+      weights: [batch, length] of the loss.
+    """
+    if not isinstance(x, Routed):
+      return sums
+    return with_router_losses(sums, x.charges, weights, num_layers=self.num_layers,
+                              balance=self.config.router_balance_loss,
+                              z=self.config.router_z_loss)
 
   def _shared(self, params: Params, info: TokenInfo, positions: jax.Array,
               encoder_info: Optional[TokenInfo] = None, encoded: Optional[jax.Array] = None, *,
@@ -187,6 +234,6 @@ class Stack:
                        None if encoder_info is None else encoder_info.positions)
 
   def _scan(self, params: Params, x: jax.Array, shared: StackInputs, **options: Any
-            ) -> tuple[jax.Array, Optional[LayerCaches]]:
+            ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
     return scan_layers(TransformerLayer(self.config), params['layers'], x, shared,
                        config=self.config, **options)

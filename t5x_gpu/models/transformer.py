@@ -39,6 +39,7 @@ class StackInputs:
     cross_attention: to the encoder's tokens, in the decoder of an encoder-decoder.
     encoded: [batch, kv_length, embed] what the encoder returned; None once a cache has it.
     encoder_places: [kv_length] of the encoder's tokens in their rows.
+    valid: [batch, length], 0 on padding; where routers of experts are charged.
   """
   attention: Attention
   bias: Any = None
@@ -46,6 +47,7 @@ class StackInputs:
   cross_attention: Optional[Attention] = None
   encoded: Optional[jax.Array] = None
   encoder_places: Optional[jax.Array] = None
+  valid: Optional[jax.Array] = None
 
 
 @flax.struct.dataclass
@@ -80,8 +82,10 @@ class TransformerLayer(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array, shared: StackInputs, dropout_rng: Optional[DropoutRng],
                number: Any = 0, caches: Optional[LayerCaches] = None
-               ) -> tuple[jax.Array, Optional[LayerCaches]]:
-    """Returns [batch, length, embed] from the same, and `caches` with this layer's part.
+               ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
+    """Returns [batch, length, embed] from the same, `caches` with this layer's part, and charges.
+
+    The last are `moe.router_charges`, where the routers of experts are charged, else None.
 
     Args:
       x: [batch, length, embed].
@@ -124,9 +128,13 @@ class TransformerLayer(nn.Module):
           before(x, 'cross_attention'), shared.cross_attention, kv_input=shared.encoded,
           cache=of_encoder, layer=number, dropout_rng=cross_rng)
       x = add(x, h, 'cross_attention', 'cross_attention')
-    h = self._mlp()(before(x, 'mlp'), dropout_rng=rng('mlp'))
+    h, charges = before(x, 'mlp'), None
+    if c.num_experts:
+      h, charges = self._experts()(h, valid=shared.valid, dropout_rng=rng('mlp'))
+    else:
+      h = self._mlp()(h, dropout_rng=rng('mlp'))
     x = add(x, h, 'mlp', 'mlp')
-    return x, None if caches is None else LayerCaches(own, of_encoder)
+    return x, None if caches is None else LayerCaches(own, of_encoder), charges
 
   def _attention(self, name: str) -> MultiHeadAttention:
     c = self.config
@@ -134,14 +142,15 @@ class TransformerLayer(nn.Module):
         c.num_heads, c.head_dim, c.num_kv_heads, c.query_pre_attn_scalar, c.attention_bias,
         c.qk_norm, c.norm_epsilon, c.dropout_rate, c.compute_dtype, c.kernel_init, name=name)
 
-  def _mlp(self) -> nn.Module:
+  def _mlp(self) -> Mlp:
     c = self.config
-    options = dict(mlp_dim=c.mlp_dim, activations=c.mlp_activations, dropout_rate=c.dropout_rate,
-                   dtype=c.compute_dtype)
-    if c.num_experts:
-      return MoeMlp(num_experts=c.num_experts, experts_per_token=c.num_experts_per_token,
-                    capacity_factor=c.expert_capacity_factor, **options, name='moe')
-    return Mlp(**options, use_bias=c.mlp_bias, kernel_init=c.kernel_init, name='mlp')
+    return Mlp(c.mlp_dim, c.mlp_activations, c.dropout_rate, c.compute_dtype, c.mlp_bias,
+               c.kernel_init, name='mlp')
+
+  def _experts(self) -> MoeMlp:
+    c = self.config
+    return MoeMlp(c.num_experts, c.mlp_dim, c.num_experts_per_token, c.expert_capacity_factor,
+                  c.mlp_activations, c.dropout_rate, c.compute_dtype, name='moe')
 
   def _window(self, number: Any) -> Optional[jax.Array]:
     windows = self.config.windows
@@ -166,9 +175,12 @@ def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int)
 
 def scan_layers(layer: nn.Module, params: Any, x: jax.Array, shared: Any, *,
                 config: TransformerConfig, dropout_rng: Optional[DropoutRng] = None,
-                first_layer: Any = 0, caches: Optional[LayerCaches] = None
-                ) -> tuple[jax.Array, Optional[LayerCaches]]:
-  """Returns `x` after all layers of `params`, each made whole when its turn comes, and `caches`.
+                first_layer: Any = 0, caches: Optional[LayerCaches] = None,
+                charges: Optional[jax.Array] = None
+                ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
+  """Returns `x` after all layers of `params`, each made whole when its turn comes; and the rest.
+
+  The rest are `caches`, and `charges` with those of these layers added.
 
   Args:
     layer: a module called as `layer(x, shared, dropout_rng, number, caches)`.
@@ -179,19 +191,21 @@ def scan_layers(layer: nn.Module, params: Any, x: jax.Array, shared: Any, *,
     dropout_rng: None for no dropout.
     first_layer: number of the first of these layers in the model.
     caches: while decoding.
+    charges: [batch, length, 2] of routers so far; None where they are not charged.
   """
   num_layers = jax.tree.leaves(params)[0].shape[0]
   unroll = min(config.scan_unroll, num_layers)
 
   def body(carry: Any, of_layer: Any) -> tuple[Any, None]:
-    (x, caches), (split_params, number) = carry, of_layer
+    (x, caches, charges), (split_params, number) = carry, of_layer
     weights = fsdp.whole(split_params, config.compute_dtype)
     rng = dropout_rng and dropout_rng.fold(number)
-    return layer.apply({'params': weights}, x, shared, rng, number, caches), None
+    x, caches, more = layer.apply({'params': weights}, x, shared, rng, number, caches)
+    return (x, caches, charges if more is None else charges + more), None
   policy = fsdp.keep_policy(REMAT[config.remat_policy], params)
   if policy is not None:
     # A loop keeps forward and backward apart; unrolled whole, XLA would merge the recomputation
     # with what it was to replace, and save nothing.
     body = jax.checkpoint(body, policy=policy, prevent_cse=unroll == num_layers)
   numbers = first_layer + jnp.arange(num_layers)
-  return jax.lax.scan(body, (x, caches), (params, numbers), unroll=unroll)[0]
+  return jax.lax.scan(body, (x, caches, charges), (params, numbers), unroll=unroll)[0]

@@ -53,7 +53,7 @@ def loss(model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch
 
   x = model.embed(rest, batch, dropout_key=dropout_key)
   num_microbatches = jax.tree.leaves(microbatches)[0].shape[0]
-  x = x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:])
+  x = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x)
   num_layers = jax.tree.leaves(params['layers'])[0].shape[0]
   x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x,
                       (params['layers'], jnp.arange(num_layers)))

@@ -10,7 +10,7 @@ import pytest
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.dropout import DropoutRng
 from t5x_gpu.layers.mlp import Mlp
-from t5x_gpu.layers.moe import MoeMlp, capacity, route
+from t5x_gpu.layers.moe import MoeMlp, capacity, route, router_charges
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.partitioning.axis_rules import AxisNames, split_names
@@ -32,8 +32,14 @@ def init(module):
       module.init(jax.random.key(0), jnp.zeros((1, 1, EMBED)))['params'])[0])()
 
 
+def output(module, params, x, **options):
+  """Returns what a module makes of `x`; of experts, without their charges."""
+  out = module.apply({'params': params}, x, **options)
+  return out[0] if isinstance(out, tuple) else out
+
+
 def apply(module, params, x, **options):
-  return jax.jit(lambda params, x: module.apply({'params': params}, x, **options))(params, x)
+  return jax.jit(lambda params, x: output(module, params, x, **options))(params, x)
 
 
 def kept_choices(ids, room):
@@ -82,7 +88,7 @@ def test_outputs_and_gradients_equal_those_of_every_expert_on_every_token(x, exp
   @jax.jit
   def both(params, x, ids, kept):
     return tuple(jax.value_and_grad(lambda p, x: jnp.sum(weights * f(p, x)), (0, 1))(params, x)
-                 for f in (lambda p, x: module.apply({'params': p}, x),
+                 for f in (lambda p, x: output(module, p, x),
                            lambda p, x: reference(p, x, ids, kept)))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
                *both(params, x, ids, kept))
@@ -139,7 +145,7 @@ def test_gates_add_up_to_one_and_a_single_gate_is_its_probability():
 
 def test_gradients_need_no_scatter_add(x):
   module = MoeMlp(4, MLP)
-  gradient = jax.grad(lambda p, x: module.apply({'params': p}, x).sum(), (0, 1))
+  gradient = jax.grad(lambda p, x: output(module, p, x).sum(), (0, 1))
   assert 'scatter' not in str(jax.make_jaxpr(gradient)(init(module), x))
 
 
@@ -194,3 +200,30 @@ def test_adafactor_treats_each_expert_as_a_parameter_of_its_own():
   together = update(param, grad, ('experts', 'embed', 'mlp'))
   for i in range(3):
     np.testing.assert_allclose(together[i], update(param[i], grad[i], ('embed', 'mlp')), rtol=1e-5)
+
+
+def test_without_a_capacity_factor_no_token_is_dropped(x):
+  module = MoeMlp(4, MLP, 1, None)
+  params = all_to_one_expert(module)
+  assert (np.abs(np.asarray(apply(module, params, x))).sum(-1) > 0).all()
+
+
+def test_router_charges_are_those_of_the_papers_and_leave_padding_out(x):
+  logits = np.asarray(x[..., :4])
+  valid = np.ones((BATCH, LENGTH), np.int32)
+  valid[1, 5:] = 0
+  charges = np.asarray(router_charges(logits, experts_per_token=2, valid=valid))
+  probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  for row in range(BATCH):
+    count = valid[row].sum()
+    chosen = np.argsort(-logits[row, :count], axis=-1)[:, :2]
+    shares = np.bincount(chosen.ravel(), minlength=4) / chosen.size
+    want = 4 * (shares * probabilities[row, :count].mean(0)).sum()
+    np.testing.assert_allclose(charges[row, :count, 0].mean(), want, rtol=1e-5)
+  np.testing.assert_allclose(charges[..., 1], np.log(np.exp(logits).sum(-1)) ** 2, rtol=1e-5)
+
+
+def test_a_router_that_spreads_tokens_evenly_is_charged_1():
+  logits = 10.0 * np.eye(4, dtype=np.float32)[np.arange(8) % 4][None]
+  charges = router_charges(logits, experts_per_token=1, valid=np.ones((1, 8)))
+  np.testing.assert_allclose(charges[..., 0], 1.0, rtol=1e-5)
