@@ -1,7 +1,7 @@
 """Decoder-only language model: a batch in, sums over target tokens out."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import jax
@@ -18,6 +18,7 @@ from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy
 from t5x_gpu.models.sizes import check_length, transformer_sizes
 from t5x_gpu.models.stack import (
     Activation, DeviceBatch, Embeddings, Params, Stack, dropout_rng)
+from t5x_gpu.models.transformer import TransformerLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +33,13 @@ class DecoderOnlyModel:
     label_smoothing: probability given to the other tokens.
     inputs_bidirectional_attention: let inputs see each other both ways (prefix LM); takes effect
       for tasks that have 'inputs'.
+    layer: module of one layer, if it is to be another than TransformerLayer (docs/add_a_model.md).
   """
   config: TransformerConfig
   z_loss: float = 0.0
   label_smoothing: float = 0.0
   inputs_bidirectional_attention: bool = False
+  layer: Callable[[TransformerConfig], Any] = TransformerLayer
 
   def __post_init__(self) -> None:
     check_loss_options(self)
@@ -82,7 +85,8 @@ class DecoderOnlyModel:
 
   @property
   def _stack(self) -> Stack:
-    return Stack(self.config, self.config.num_layers, causal=True, final_norm='decoder_norm')
+    return Stack(self.config, self.config.num_layers, causal=True, final_norm='decoder_norm',
+                 layer=self.layer)
 
   def embed(self, params: Params, batch: DeviceBatch, *,
             dropout_key: Optional[jax.Array] = None) -> Activation:

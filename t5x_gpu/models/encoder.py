@@ -1,7 +1,7 @@
 """Encoder model: classification of sequences, or masked language modelling."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import flax.linen as nn
@@ -21,6 +21,7 @@ from t5x_gpu.models.losses import (
 from t5x_gpu.models.sizes import check_length, transformer_sizes
 from t5x_gpu.models.stack import (
     Activation, DeviceBatch, Embeddings, Params, Stack, dropout_rng)
+from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning import fsdp
 
 HEADS = ('classification', 'mlm')
@@ -41,6 +42,7 @@ class EncoderModel:
     head_mlp_dim: hidden features of an MLP between that and the classes; 0 for none.
     label_smoothing: probability given to the other classes or tokens.
     z_loss: coefficient of log(Z)^2 in the loss.
+    layer: module of one layer, if it is to be another than TransformerLayer (docs/add_a_model.md).
   """
   config: TransformerConfig
   head_type: str = 'classification'
@@ -49,6 +51,7 @@ class EncoderModel:
   head_mlp_dim: int = 0
   label_smoothing: float = 0.0
   z_loss: float = 0.0
+  layer: Callable[[TransformerConfig], Any] = TransformerLayer
 
   def __post_init__(self) -> None:
     check_loss_options(self)
@@ -118,7 +121,8 @@ class EncoderModel:
 
   @property
   def _stack(self) -> Stack:
-    return Stack(self.config, self.config.num_layers, causal=False, final_norm='encoder_norm')
+    return Stack(self.config, self.config.num_layers, causal=False, final_norm='encoder_norm',
+                 layer=self.layer)
 
   @property
   def _head_module(self) -> nn.Module:

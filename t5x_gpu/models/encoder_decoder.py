@@ -1,8 +1,8 @@
 """Encoder-decoder model (T5): inputs are read both ways, targets written one after the other."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Optional
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from t5x_gpu.models.losses import (
     Sums, check_loss_options, cross_entropy, refuse_router_losses)
 from t5x_gpu.models.sizes import check_length, transformer_sizes
 from t5x_gpu.models.stack import DeviceBatch, Embeddings, Params, Stack, dropout_rng
+from t5x_gpu.models.transformer import TransformerLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +31,13 @@ class EncoderDecoderModel:
     num_encoder_layers: None for as many as the decoder has.
     z_loss: coefficient of log(Z)^2 in the loss.
     label_smoothing: probability given to the other tokens.
+    layer: module of one layer, if it is to be another than TransformerLayer (docs/add_a_model.md).
   """
   config: TransformerConfig
   num_encoder_layers: Optional[int] = None
   z_loss: float = 0.0
   label_smoothing: float = 0.0
+  layer: Callable[[TransformerConfig], Any] = TransformerLayer
 
   def __post_init__(self) -> None:
     check_loss_options(self)
@@ -88,12 +91,12 @@ class EncoderDecoderModel:
   @property
   def _encoder(self) -> Stack:
     return Stack(self.config, self.num_encoder_layers or self.config.num_layers, causal=False,
-                 final_norm='encoder_norm')
+                 final_norm='encoder_norm', layer=self.layer)
 
   @property
   def _decoder(self) -> Stack:
     return Stack(self.config, self.config.num_layers, causal=True, final_norm='decoder_norm',
-                 attends_to_encoder=True)
+                 attends_to_encoder=True, layer=self.layer)
 
   def encode(self, params: Params, batch: DeviceBatch, *,
              dropout_key: Optional[jax.Array] = None) -> jax.Array:

@@ -5,7 +5,7 @@ them together and in what stands on top.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional, Union
 
 import flax.struct
@@ -139,12 +139,14 @@ class Stack:
     causal: whether a token sees no later one.
     final_norm: name of the last norm.
     attends_to_encoder: layers have a second attention.
+    layer: module of one layer, made as `layer(config)` and called as a TransformerLayer is.
   """
   config: TransformerConfig
   num_layers: int
   causal: bool
   final_norm: str
   attends_to_encoder: bool = False
+  layer: Callable[[TransformerConfig], Any] = TransformerLayer
 
   def init(self, keys: Keys) -> dict[str, Params]:
     """Returns parameters, by the name of each part."""
@@ -152,7 +154,7 @@ class Stack:
     x, ones = jnp.zeros((1, 1, c.embed_dim), c.compute_dtype), jnp.ones((1, 1), jnp.int32)
     info = TokenInfo(jnp.arange(1), ones)
     shared = self._shared({}, info, info.positions, *((info, x) if self.attends_to_encoder else ()))
-    params = {'layers': init_layers(TransformerLayer(c), keys['layers'], x, shared, None,
+    params = {'layers': init_layers(self.layer(c), keys['layers'], x, shared, None,
                                     num_layers=self.num_layers)}
     if c.relative_bias == 'shared':
       params['relpos_bias'] = relative_table(c).init(keys['relpos_bias'])['params']
@@ -235,5 +237,5 @@ class Stack:
 
   def _scan(self, params: Params, x: jax.Array, shared: StackInputs, **options: Any
             ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
-    return scan_layers(TransformerLayer(self.config), params['layers'], x, shared,
+    return scan_layers(self.layer(self.config), params['layers'], x, shared,
                        config=self.config, **options)
