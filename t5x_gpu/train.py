@@ -28,7 +28,8 @@ from t5x_gpu.metrics import classification, logging_setup, plots, reduce
 from t5x_gpu.metrics.confusion_picture import plot_confusion
 from t5x_gpu.metrics.evaluator import Evaluator
 from t5x_gpu.metrics.recorder import Recorder
-from t5x_gpu.models.decoding import SampleConfig, check_sample, sample
+from t5x_gpu.models.decoding import SampleConfig, check_sample
+from t5x_gpu.models.generation import sample
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime import cluster as cluster_lib
 from t5x_gpu.runtime import distributed, health, preemption, xla_flags

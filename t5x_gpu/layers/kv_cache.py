@@ -1,5 +1,6 @@
 """Keys and values of tokens that were already seen, so that decoding computes each token once."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -17,7 +18,8 @@ class KVCache:
   in one array, which a loop over layers updates in place.
 
   Attributes:
-    key, value: [layers, batch, slots, kv_heads, kv].
+    key, value: [layers, batch, kv_heads, slots, kv], as the matmuls of attention take them: with
+      slots first, each token would copy all of them into this order.
     slot: scalar int32, the slot that the next token goes to.
   """
   key: jax.Array
@@ -27,23 +29,31 @@ class KVCache:
   def write(self, layer: Any, key: jax.Array, value: jax.Array) -> 'KVCache':
     """Returns the cache with `key` and `value` [batch, new, kv_heads, kv] of `layer` added."""
     def put(stack: jax.Array, x: jax.Array) -> jax.Array:
-      stack = jax.lax.dynamic_update_slice(stack, x[None].astype(stack.dtype),
-                                           (layer, 0, self.slot, 0, 0))
-      return _laid_out(stack)
+      x = jnp.swapaxes(x, 1, 2)[None].astype(stack.dtype)
+      return _laid_out(jax.lax.dynamic_update_slice(stack, x, (layer, 0, 0, self.slot, 0)))
     return self.replace(key=put(self.key, key), value=put(self.value, value))
 
   def read(self, layer: Any) -> tuple[jax.Array, jax.Array]:
     """Returns (key, value) [batch, slots, kv_heads, kv] of `layer`."""
-    return tuple(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
+    return tuple(jnp.swapaxes(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), 1, 2)
                  for x in (self.key, self.value))
+
+  def of_rows(self, function: Callable[[jax.Array], jax.Array]) -> 'KVCache':
+    """Returns the cache with `function` of its arrays, which may change their rows alone."""
+    return self.replace(key=_laid_out(function(self.key)), value=_laid_out(function(self.value)))
+
+  @property
+  def num_slots(self) -> int:
+    """Tokens that there is room for."""
+    return self.key.shape[3]
 
 
 def empty_cache(*, num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: int,
                 dtype: Any) -> KVCache:
   """Returns a cache of zeros, split over the mesh as the active rules say."""
-  zeros = _laid_out(jnp.zeros((num_layers, batch, slots, num_kv_heads, head_dim), dtype))
+  zeros = _laid_out(jnp.zeros((num_layers, batch, num_kv_heads, slots, head_dim), dtype))
   return KVCache(zeros, zeros, jnp.int32(0))
 
 
 def _laid_out(stack: jax.Array) -> jax.Array:
-  return shard(stack, None, 'batch', None, 'kv_heads', 'kv')
+  return shard(stack, None, 'batch', 'kv_heads', None, 'kv')

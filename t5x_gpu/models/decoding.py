@@ -74,7 +74,7 @@ class DecodingConfig:
              + did_you_mean(str(self.beam_rule), BEAM_RULES))
     if self.num_beams > 1:
       if self.temperature or self.top_k or self.top_p < 1.0:
-        refuse('num_beams', 'searches; temperature, top_k and top_p are of samples: leave them out.')
+        refuse('num_beams', 'searches: leave out temperature, top_k and top_p, which are of samples.')
       if self.num_decodes > self.num_beams:
         refuse('num_decodes', f'must be at most num_beams = {self.num_beams}.')
     elif self.temperature == 0:

@@ -58,6 +58,18 @@ class Layout:
     return NamedSharding(self.mesh, PartitionSpec())
 
   @property
+  def for_decoding(self) -> 'Layout':
+    """The same mesh for text that is written token by token: a length of one cannot be split.
+
+    Devices along `context` then repeat each other's work; those of later stages take part in every
+    layer, whose parameters come to them when its turn comes.
+    """
+    split = {name: axes for name, axes in self.rules.activations.items()
+             if name not in ('length', 'residual_length')}
+    rules = dataclasses.replace(self.rules, activations=split, context_method=None)
+    return dataclasses.replace(self, rules=rules, pipeline=None)
+
+  @property
   def batch_parts(self) -> int:
     """In how many parts the rows of a batch are split; a batch's size is a multiple of it."""
     return math.prod(self.mesh.shape[a] for a in self.rules.activations['batch'])

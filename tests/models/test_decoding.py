@@ -1,72 +1,234 @@
-"""Samples from a model: the tokens that its logits say, on any mesh."""
+"""Text from models: the tokens that their logits say, in any batch, on any mesh."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ConfigError, DataError
+from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
-from t5x_gpu.models.decoding import sample
+from t5x_gpu.models.decoding import DecodingConfig
+from t5x_gpu.models.encoder import EncoderModel
+from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.generation import Generator, padded_length, sample
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
+from tests.helpers_layouts import QUICK
 
-MODEL = DecoderOnlyModel(TransformerConfig(vocab_size=16, num_layers=2, embed_dim=16, num_heads=4,
-                                           head_dim=8, mlp_dim=32))
-PROMPT = np.array([3, 7, 5], np.int32)
-LENGTH = 12
-
-
-@pytest.fixture(scope='module')
-def params():
-  spec = MODEL.batch_spec({'targets': LENGTH}, batch_size=1, pack=False)
-  return jax.jit(lambda: split_names(MODEL.init(jax.random.key(0), spec))[0])()
-
-
-def sample_on(num_devices, params, **options):
-  layout = Partitioner(num_partitions=min(num_devices, 2)).lay_out(
-      Topology(1, num_devices), jax.devices()[:num_devices],
-      logical_sizes={**MODEL.logical_sizes(), 'batch': num_devices})
-  params = jax.device_put(jax.device_get(params), layout.replicated)
-  return sample(MODEL, params, PROMPT, layout=layout, length=LENGTH, num_tokens=6, **options)
-
-
-def test_a_greedy_sample_takes_the_likeliest_token_at_each_place(params):
-  wanted = PROMPT
-  for _ in range(6):  # Rows as short as they are: nothing is there to look ahead to.
-    batch = {'decoder_input_tokens': np.append(0, wanted)[None],
-             'decoder_target_tokens': np.append(wanted, 1)[None]}
-    wanted = np.append(wanted, np.argmax(MODEL.logits(params, batch)[0, -1]))
-  assert sample_on(1, params, temperature=0).tolist() == wanted.tolist()
+CONFIG = TransformerConfig(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, head_dim=8,
+                           mlp_dim=32)
+LLAMA = dataclasses.replace(
+    CONFIG, relative_bias='none', rope=RotaryEmbedding(), num_kv_heads=2, qk_norm=True,
+    query_pre_attn_scalar=8.0, windows=(3, 0), attention_softcap=5.0, logits_softcap=9.0,
+    init_stddev=0.3, mlp_activations=('silu', 'linear'))
+GPT2 = dataclasses.replace(
+    CONFIG, relative_bias='none', num_positions=24, norm='layer', attention_bias='all',
+    mlp_bias=True, mlp_activations=('gelu',), query_pre_attn_scalar=8.0, init_stddev=0.3)
+MODELS = {
+    't5x_decoder': DecoderOnlyModel(CONFIG),
+    'prefix_lm': DecoderOnlyModel(CONFIG, inputs_bidirectional_attention=True),
+    'llama': DecoderOnlyModel(LLAMA),
+    'gpt2': DecoderOnlyModel(GPT2),
+    'encoder_decoder': EncoderDecoderModel(CONFIG, num_encoder_layers=1),
+    'experts': DecoderOnlyModel(dataclasses.replace(CONFIG, num_experts=4,
+                                                    expert_capacity_factor=None)),
+}
+PROMPTS = [[3, 7, 5], [9, 9, 4, 2, 30, 11, 6], [8]]
+NEW = 8
 
 
-@pytest.mark.parametrize('temperature', [0, 1.0])
-def test_a_sample_is_the_same_on_any_mesh(params, temperature):
-  one, eight = (sample_on(n, params, temperature=temperature).tolist() for n in (1, 8))
-  assert one[:3] == PROMPT.tolist() and len(one) == 9
-  assert eight == one
+@functools.cache
+def params_and_names(name):
+  shapes, names = split_names(jax.eval_shape(lambda: MODELS[name].init(jax.random.key(0), None)))
+  rng = np.random.default_rng(5)
+  return jax.tree.map(lambda x: rng.normal(0, 0.4, x.shape).astype(np.float32), shapes), names
 
 
-def test_a_sample_with_experts_is_the_same_on_a_mesh_of_three_axes():
-  model = dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, num_experts=4))
-  spec = model.batch_spec({'targets': LENGTH}, batch_size=1, pack=False)
-  params, names = split_names(model.init(jax.random.key(0), spec))
-
-  def sampled(partitioner, num_devices):
-    layout = partitioner.lay_out(Topology(1, num_devices), jax.devices()[:num_devices],
-                                 logical_sizes={**model.logical_sizes(), 'batch': num_devices})
-    return sample(model, jax.device_put(params, layout.shardings(params, names)), PROMPT,
-                  layout=layout, length=LENGTH, num_tokens=6, temperature=0).tolist()
-  assert sampled(Partitioner(expert=2, fsdp=2, num_partitions=2), 8) == sampled(Partitioner(), 1)
+def make_generator(name, partitioner=Partitioner(), num_devices=1, *, num_hosts=1, **options):
+  model, (params, names) = MODELS[name], params_and_names(name)
+  layout = partitioner.lay_out(
+      Topology(num_hosts, num_devices // num_hosts), jax.devices()[:num_devices],
+      logical_sizes={**model.logical_sizes(), 'batch': 8, 'length': 16})
+  params = jax.device_put(params, layout.shardings(params, names))
+  options = {'max_decode_length': NEW, 'batch_size': 4, **options}
+  return Generator(model, params, layout=layout, config=DecodingConfig(**options),
+                   compiler_options=QUICK)
 
 
-def test_other_seeds_give_other_samples(params):
-  assert len({tuple(sample_on(1, params, temperature=5.0, seed=s)) for s in range(4)}) > 1
+@functools.cache
+def greedy_generator(name):
+  return make_generator(name)
 
 
-def test_a_sample_that_does_not_fit_the_length_is_refused(params):
+def tokens_of(generator, prompts=PROMPTS, **options):
+  return [[list(text.tokens) for text in texts] for texts in generator.generate(prompts, **options)]
+
+
+@functools.cache
+def all_logits(name):
+  """Returns (encoder inputs, decoder inputs, prefix) [1, length] -> logits [1, length, vocab]."""
+  def logits(params, inputs, tokens, prefix):
+    batch = {'decoder_input_tokens': tokens, 'decoder_target_tokens': jnp.ones_like(tokens)}
+    batch |= ({'encoder_input_tokens': inputs} if name == 'encoder_decoder' else
+              {'decoder_causal_attention': prefix})
+    return MODELS[name].logits(params, batch)
+  return jax.jit(logits, compiler_options=QUICK)
+
+
+def uncached_logits(name, prompt, tokens, start=(0,)):
+  """Returns [new, vocab]: logits of each of `tokens`, from rows without padding before them."""
+  is_encoded, length = name == 'encoder_decoder', 16
+  row = [*start, *([] if is_encoded else prompt), *tokens]
+  before = len(row) - len(tokens)
+  padded = lambda x: np.pad(np.asarray(x, np.int32), (0, length - len(x)))[None]
+  logits = all_logits(name)(params_and_names(name)[0], padded(prompt), padded(row),
+                            padded([1] * before))
+  return np.asarray(logits)[0, before - 1:len(row) - 1]
+
+
+def likeliest(logits):
+  return (1 + np.argmax(logits[:, 1:], -1)).tolist()  # never padding
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_greedy_text_is_that_of_full_passes_without_a_cache(name):
+  written = tokens_of(greedy_generator(name))
+  for prompt, [text] in zip(PROMPTS, written):
+    assert text == likeliest(uncached_logits(name, prompt, text))
+  assert len({token for [text] in written for token in text}) > 2
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_scores_of_targets_are_those_of_the_text_that_was_written(name):
+  generator = greedy_generator(name)
+  written = [text for [text] in generator.generate(PROMPTS)]
+  scores = generator.score(PROMPTS, [text.tokens for text in written])
+  np.testing.assert_allclose(scores, [text.score for text in written], rtol=1e-4)
+  changed = [[*text.tokens[:-1], text.tokens[-1] % 31 + 1] for text in written]
+  assert (np.asarray(generator.score(PROMPTS, changed)) < np.asarray(scores)).all()
+
+
+def test_text_is_the_same_alone_and_in_any_batch():
+  generator = greedy_generator('llama')
+  together = tokens_of(generator)
+  assert [tokens_of(generator, [prompt])[0] for prompt in PROMPTS] == together
+  assert tokens_of(generator, PROMPTS * 2) == together * 2  # two batches, the second not full
+  long = PROMPTS + [list(range(1, 21))]  # pads all prompts to 32
+  assert tokens_of(generator, long)[:3] == together
+
+
+@pytest.mark.parametrize('options', [dict(temperature=1.0, num_decodes=2, top_k=20, top_p=0.95),
+                                     dict(num_beams=3, num_decodes=3)])
+def test_samples_and_beams_depend_on_the_prompt_and_its_number_alone(options):
+  generator = make_generator('t5x_decoder', stop_tokens=(1, 2, 3, 4, 5), **options)
+  together = tokens_of(generator)
+  alone = [tokens_of(generator, [prompt], numbers=[i])[0] for i, prompt in enumerate(PROMPTS)]
+  assert alone == together
+  if 'temperature' in options:
+    assert tokens_of(generator, PROMPTS[:1], numbers=[7])[0] != together[0]
+    assert together[0][0] != together[0][1]
+    other = dataclasses.replace(generator.config, seed=1)
+    other = make_generator('t5x_decoder', **{
+        k: v for k, v in dataclasses.asdict(other).items() if k != 'batch_size'})
+    assert tokens_of(other) != together
+
+
+MESHES = {
+    'data2_fsdp2_model2': dict(fsdp=2, num_partitions=2),
+    'stage2': dict(stage=2, num_pipeline_microbatches=1),
+    'context2_sequence_parallel': dict(context=2, num_partitions=2, sequence_parallel=True),
+}
+SEARCHES = {'greedy': dict(), 'sample': dict(temperature=1.0, top_p=0.9, num_decodes=2),
+            'beam': dict(num_beams=2, stop_tokens=(1, 2, 3, 4))}
+
+
+@pytest.mark.parametrize('name, mesh, search', [
+    ('t5x_decoder', 'data2_fsdp2_model2', 'greedy'), ('llama', 'data2_fsdp2_model2', 'sample'),
+    ('encoder_decoder', 'data2_fsdp2_model2', 'beam'), ('llama', 'stage2', 'beam'),
+    ('gpt2', 'context2_sequence_parallel', 'sample')])
+def test_text_on_eight_devices_is_that_of_one(name, mesh, search):
+  eight = make_generator(name, Partitioner(**MESHES[mesh]), 8, **SEARCHES[search])
+  assert eight.batch_size % eight._layout.batch_parts == 0
+  one = make_generator(name, **SEARCHES[search])
+  assert tokens_of(eight) == tokens_of(one)
+  targets = [prompt[::-1] for prompt in PROMPTS]
+  np.testing.assert_allclose(eight.score(PROMPTS, targets), one.score(PROMPTS, targets), rtol=1e-5)
+
+
+def test_experts_on_a_mesh_of_three_axes_write_what_one_device_writes():
+  eight = make_generator('experts', Partitioner(expert=2, fsdp=2, num_partitions=2), 8)
+  assert tokens_of(eight) == tokens_of(greedy_generator('experts'))
+
+
+def test_a_stop_token_ends_a_text_and_the_loop():
+  written = tokens_of(greedy_generator('llama'))
+  stop = written[0][0][2]
+  generator = make_generator('llama', stop_tokens=(stop,))
+  for [text], [whole] in zip(generator.generate(PROMPTS), written):
+    end = whole.index(stop) + 1 if stop in whole else NEW
+    assert list(text.tokens) == whole[:end]
+    assert text.is_complete == (stop in whole)
+
+
+def test_prompts_of_many_lengths_are_padded_to_a_few():
+  assert sorted({padded_length(n) for n in range(1, 200)}) == [16, 32, 64, 128, 256]
+
+
+def test_prompts_that_do_not_fit_the_positions_are_refused():
+  generator = make_generator('gpt2')
+  with pytest.raises(DataError, match='Prompt 1: the prompt has 17 tokens and 8 new') as error:
+    generator.generate([[3], [3] * 17])
+  assert 'max_decode_length to at most 7' in str(error.value)
+  with pytest.raises(DataError, match='Prompt 0: the prompt has 24 tokens') as error:
+    generator.generate([[3] * 24])
+  assert 'Shorten the prompt' in str(error.value)
+  assert len(generator.generate([[3] * 16])[0][0].tokens) == NEW  # just fits
+
+
+def test_prompts_that_give_nothing_to_begin_with_are_refused():
+  with pytest.raises(DataError, match='Prompt 0: the prompt is empty'):
+    make_generator('gpt2', start_token=None).generate([[]])
+  with pytest.raises(DataError, match='Prompt 0: the prompt is empty'):
+    greedy_generator('encoder_decoder').generate([[]])
+  assert len(greedy_generator('t5x_decoder').generate([[]])[0][0].tokens) == NEW
+  with pytest.raises(ConfigError, match='must begin with something'):
+    make_generator('encoder_decoder', start_token=None)
+  with pytest.raises(DataError, match='Prompt 0 has no targets'):
+    greedy_generator('t5x_decoder').score([[3]], [[]])
+
+
+def test_a_decoder_without_a_start_token_takes_its_prompt_as_it_is():
+  generator = make_generator('llama', start_token=None)
+  for prompt, [text] in zip(PROMPTS, generator.generate(PROMPTS)):
+    assert list(text.tokens) == likeliest(uncached_logits('llama', prompt, text.tokens, start=()))
+  [score] = generator.score([prompt], [text.tokens])
+  np.testing.assert_allclose(score, text.score, rtol=1e-5)
+
+
+def test_an_encoder_does_not_write():
+  with pytest.raises(ConfigError, match='EncoderModel does not write text'):
+    Generator(EncoderModel(CONFIG, num_classes=2), None, layout=None, config=DecodingConfig())
+
+
+def sample_from(name, **options):
+  generator = greedy_generator(name)
+  return sample(MODELS[name], params_and_names(name)[0], np.asarray(PROMPTS[0], np.int32),
+                layout=generator._layout, length=12, **{'num_tokens': NEW, **options}).tolist()
+
+
+def test_a_sample_is_a_prompt_and_its_continuation():
+  assert sample_from('llama', temperature=0) == [*PROMPTS[0], *tokens_of(
+      greedy_generator('llama'))[0][0]]
+  assert sample_from('encoder_decoder', temperature=0) == tokens_of(
+      greedy_generator('encoder_decoder'))[0][0]
+
+
+def test_a_sample_that_does_not_fit_the_length_is_refused():
   with pytest.raises(ConfigError, match='3 prompt tokens and 10 new ones; the model takes 12'):
-    sample(MODEL, params, PROMPT, layout=None, length=LENGTH, num_tokens=10, temperature=0)
+    sample_from('llama', num_tokens=10, temperature=0)
