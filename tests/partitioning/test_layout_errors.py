@@ -238,9 +238,10 @@ class Nameless(nn.Module):
 def test_a_layer_whose_parameters_have_no_names_is_named_with_the_code_that_mends_it():
   config = TransformerConfig(head_dim=4, **arguments('TransformerConfig.', FITS))
   with pytest.raises(ShapeError) as e:
-    build_program(model=DecoderOnlyModel(config, layer=Nameless), optimizer=AdamW(), schedule=constant(1e-2),
-                  partitioner=Partitioner(), topology=Topology(1, 8), devices=jax.devices(),
-                  task_feature_lengths={'targets': 32}, batch_size=16, pack=False, seed=0)
+    build_program(model=DecoderOnlyModel(config, layer=Nameless), optimizer=AdamW(),
+                  schedule=constant(1e-2), partitioner=Partitioner(), topology=Topology(1, 8),
+                  devices=jax.devices(), task_feature_lengths={'targets': 32}, batch_size=16,
+                  pack=False, seed=0)
   text = str(e.value)
   assert ('Parameters without axis names: layers/adapter/bias [8, 16], layers/adapter/kernel '
           '[8, 16, 16].') in text
