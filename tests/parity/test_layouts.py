@@ -208,7 +208,13 @@ def one_device(model: str) -> dict[str, Any]:
   return run(build(Case({}, model), 1))
 
 
-@pytest.mark.parametrize('name', CASES)
+# The slower half of what families add: each has another layout above.
+SLOW = ('modern_gather_shared_kv_heads', 'modern_pp_fsdp', 'gpt2_context_stage',
+        'classifier_context_stage', 'charged_moe_fsdp_by_layer', 'charged_moe_model')
+
+
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])
 def test_layout_trains_as_one_device(name):
   case = CASES[name]
   got, want = run(build(case, 8)), one_device(case.model)
