@@ -25,6 +25,7 @@ from t5x_gpu.checkpoint import conversions
 from t5x_gpu.checkpoint.conversions import CHECKS, Request
 from t5x_gpu.checkpoint.hf_config import FAMILY_NAMES
 from t5x_gpu.checkpoint.hf_folder import CONFIG
+from t5x_gpu.checkpoint.logits_check import has_transformers
 from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.model_fields import ModelFields, describe
 from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
@@ -199,6 +200,13 @@ def _check_flags(extra: argparse.Namespace, kind: str) -> None:
                       'cannot be made of it.',
                       fix='Hugging Face becomes t5x_gpu, t5x_gpu becomes Hugging Face, and T5X '
                           'becomes t5x_gpu; two steps make Hugging Face of T5X.')
+  if extra.check == 'transformers' and (kind == 't5x' or not has_transformers()):
+    raise ConfigError(
+        '--check=transformers ' + ('means nothing for T5X.' if kind == 't5x' else
+                                   'needs transformers and torch, which are not both installed.'),
+        fix="Set --check=own" + ("." if kind == 't5x' else
+                                 ", or pip install 't5x_gpu[hf]' torch."),
+        docs='convert.md#the-check')
   only = {'hf': ('drop', 'family'), 't5x_gpu': ('like', 'dtype', 'step', 'family'), 't5x': ()}
   useless = [f'--{name}' for name in ('drop', 'family', 'like', 'dtype', 'step')
              if getattr(extra, name) not in (None, []) and name not in only[kind]]

@@ -113,7 +113,7 @@ def _bert(config: Json, has_tensor: HasTensor) -> ModelFields:
       mlp_bias=True, attention_bias='all', relative_bias='none',
       num_positions=config['max_position_embeddings'], num_token_types=config['type_vocab_size'],
       norm='layer', norm_epsilon=config['layer_norm_eps'], norm_position='post',
-      embedding_norm=True, logits_via_embedding=True, scale_tied_logits=False,
+      embedding_norm=True,
       init_stddev=config.get('initializer_range', 0.02), dtype=_dtype(config),
       dropout_rate=config.get('hidden_dropout_prob', 0.0))
   if 'BertForMaskedLM' in config['architectures']:

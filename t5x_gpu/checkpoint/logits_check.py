@@ -75,7 +75,7 @@ def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
 def our_logits(model: ModelFields, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
   """Returns the logits of `batch` in float32, on this machine's CPU."""
   exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype='float32'))
-  with jax.default_device(jax.local_devices(backend='cpu')[0]):
+  with jax.default_device(_cpu()):
     return np.asarray(jax.jit(exact.build().logits)(params, dict(batch)))
 
 
@@ -105,20 +105,26 @@ def compare(model: ModelFields, ours: np.ndarray, other: np.ndarray,
 
 
 def params_of_files(source: Tensors, table: Table, names: Names) -> Any:
-  """Returns our tree of parameters from other files, all in memory."""
+  """Returns our tree of parameters from other files, all in memory of the CPU."""
   ours = {path: np.empty(shape, np.float32) for path, shape in table.our_shapes.items()}
   for name in table.uses:
     for piece in table.pieces(name):
       rows = source.read(names.of_table[name], piece.start, piece.stop)
       for path, value in table.to_ours(name, rows).items():
         ours[path][piece.slices[path]] = value
-  return flax.traverse_util.unflatten_dict(ours, sep='/')
+  # One by one, so that there is one copy of all of them and no second one.
+  return flax.traverse_util.unflatten_dict(
+      {path: jax.device_put(ours.pop(path), _cpu()) for path in list(ours)}, sep='/')
 
 
 def params_of_checkpoint(reader: ParamsReader) -> Any:
-  """Returns the tree of parameters of our checkpoint, all in memory."""
+  """Returns the tree of parameters of our checkpoint, all in memory of the CPU."""
   return flax.traverse_util.unflatten_dict(
-      {path: reader.read_at(path, ()) for path in reader.shapes}, sep='/')
+      {path: jax.device_put(reader.read_at(path, ()), _cpu()) for path in reader.shapes}, sep='/')
+
+
+def _cpu() -> jax.Device:
+  return jax.local_devices(backend='cpu')[0]
 
 
 def has_transformers() -> bool:
@@ -156,7 +162,7 @@ def check_memory(shapes: Mapping[str, Any], *, copies: float) -> None:
   need, available = copies * num_bytes(shapes), available_bytes()
   if available is not None and need > available:
     raise CheckpointError(
-        f'Comparing logits takes both models in memory: about {need / 2**30:.1f} GiB, and '
+        f'Comparing logits takes the model in memory: about {need / 2**30:.1f} GiB, and '
         f'{available / 2**30:.1f} GiB are free.',
         fix='Convert on a machine with more memory. With --check=tensors every tensor is read '
             'again and compared to the bit, and no logits are: that takes little memory.',

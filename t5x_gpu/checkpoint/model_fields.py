@@ -86,7 +86,9 @@ def _comparable(model: ModelFields) -> dict[str, Any]:
   values['windows'] = tuple(c.windows[i % len(c.windows)] for i in range(c.num_layers))
   if c.relative_bias == 'none':
     del values['num_relpos_buckets'], values['max_relpos_distance']
-  if not c.logits_via_embedding:
+  if model.kind == 'encoder':  # its heads look at neither
+    del values['logits_via_embedding'], values['scale_tied_logits']
+  elif not c.logits_via_embedding:
     del values['scale_tied_logits']
   if not c.num_experts:
     del values['num_experts_per_token'], values['expert_capacity_factor']

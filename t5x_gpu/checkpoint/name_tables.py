@@ -13,7 +13,7 @@ from typing import Optional, Protocol
 
 import numpy as np
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 32 << 20
 
 Shape = tuple[int, ...]
 

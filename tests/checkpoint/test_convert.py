@@ -1,4 +1,4 @@
-"""python -m t5x_gpu.convert: what it writes, what it refuses, and that nothing half-written stays."""
+"""python -m t5x_gpu.convert: what it writes, what it refuses; nothing half-written stays."""
 
 import json
 import os
@@ -68,8 +68,8 @@ def test_hugging_face_to_ours_and_back_is_the_same_to_the_last_byte(name, dtype,
 
 def test_names_of_older_files_copies_and_one_file_come_back_too(tmp_path):
   tensors = random_tensors(CONFIGS['bert_mlm'])
-  old = {n.replace('LayerNorm.weight', 'LayerNorm.gamma').replace('LayerNorm.bias', 'LayerNorm.beta'):
-         v for n, v in tensors.items()}
+  old = {n.replace('Norm.weight', 'Norm.gamma').replace('Norm.bias', 'Norm.beta'): v
+         for n, v in tensors.items()}
   old['cls.predictions.decoder.weight'] = tensors['bert.embeddings.word_embeddings.weight']
   old['cls.predictions.decoder.bias'] = tensors['cls.predictions.bias']
   write_model(tmp_path / 'a', CONFIGS['bert_mlm'], old)
@@ -123,8 +123,8 @@ def test_own_check_compares_logits(tmp_path, capsys):
 
 
 def abstract(shapes, sharding):
-  return flax.traverse_util.unflatten_dict(
-      {n: jax.ShapeDtypeStruct(s, np.float32, sharding=sharding) for n, s in shapes.items()}, sep='/')
+  return flax.traverse_util.unflatten_dict({
+      n: jax.ShapeDtypeStruct(s, np.float32, sharding=sharding) for n, s in shapes.items()}, sep='/')
 
 
 def test_converted_parameters_are_read_onto_any_mesh(tmp_path):
@@ -147,8 +147,9 @@ def test_converted_parameters_are_read_onto_any_mesh(tmp_path):
   assert 'missing: more [1]' in str(e.value)
 
 
-def test_orbax_itself_reads_what_is_written(tmp_path):
-  tensors = write_model(tmp_path / 'a', CONFIGS['gpt2'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_orbax_itself_reads_what_is_written(dtype, tmp_path):
+  tensors = write_model(tmp_path / 'a', CONFIGS['gpt2'], dtype=dtype)
   run(tmp_path / 'a', tmp_path / 'ours')
   sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   target = {'step': jax.ShapeDtypeStruct((), np.int32, sharding=sharding),
@@ -335,8 +336,8 @@ def test_a_disk_that_changes_a_bit_is_noticed(tmp_path, refuses, monkeypatch):
 def test_logits_that_do_not_fit_into_memory_are_refused(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   monkeypatch.setattr(logits_check, 'available_bytes', lambda: 10_000)
-  assert '--check=tensors' in refuses('Comparing logits takes both models in memory', tmp_path / 'a',
-                                      tmp_path / 'ours', check='own')
+  assert '--check=tensors' in refuses('Comparing logits takes the model in memory',
+                                      tmp_path / 'a', tmp_path / 'ours', check='own')
 
 
 def test_nothing_is_overwritten(tmp_path, refuses):
@@ -348,7 +349,7 @@ def test_nothing_is_overwritten(tmp_path, refuses):
   run(tmp_path / 'a', tmp_path / 'empty')
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path, refuses, monkeypatch):
+def test_a_disk_that_is_too_small_is_told_before_anything(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   monkeypatch.setattr(staging.shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=0))
   refuses('0.00 GB are free', tmp_path / 'a', tmp_path / 'new' / 'ours')
@@ -402,6 +403,13 @@ def test_flags_that_mean_nothing_are_refused(flags, text, tmp_path, monkeypatch)
   with pytest.raises(ConfigError) as e:
     convert.main(flags)
   assert text in str(e.value)
+
+
+def test_a_check_that_cannot_be_made_is_told_first(tmp_path, refuses, monkeypatch):
+  write_model(tmp_path / 'a', CONFIGS['llama'])
+  monkeypatch.setattr(convert, 'has_transformers', lambda: False)
+  refuses('which are not both installed', tmp_path / 'a', tmp_path / 'ours', check='transformers',
+          error=ConfigError)
 
 
 def test_a_gin_file_of_another_model_is_refused(tmp_path, refuses):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -16,6 +17,8 @@ from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError
 
 from tests.checkpoint.hf_files import CONFIGS, table_of, untied
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def model_of(config):
@@ -150,6 +153,24 @@ def test_a_model_that_the_family_cannot_have_is_refused_with_the_field(family, c
   with pytest.raises(CheckpointError, match=f'{name} = ') as e:
     to_hf(model, family=family)
   assert f'TransformerConfig.{name}' in e.value.parameters
+
+
+MODEL_FILES = sorted((ROOT / 'gin_configs' / 'models').glob('*.gin'))
+OURS_ALONE = ('decoder', 'encoder')  # and in no other library
+
+
+@pytest.mark.parametrize('path', [p for p in MODEL_FILES if not p.name.startswith(OURS_ALONE)],
+                         ids=lambda p: p.stem)
+def test_shipped_models_are_models_of_their_family(path):
+  model = model_of_gin([path])
+  config = to_hf(model, family=guess_family(model))
+  name = {'byt5': 't5', 'mt5': 't5', 'llama3': 'llama'}.get(path.stem.split('_')[0],
+                                                            path.stem.split('_')[0])
+  assert config['model_type'] == name
+  table = Table(FAMILIES[family_of(config)].rules(model), model.sizes())
+  flat, _ = jax.tree_util.tree_flatten_with_path(model.abstract_params())
+  assert table.our_shapes == {jax.tree_util.keystr(p, simple=True, separator='/'): a.shape
+                              for p, a in flat}
 
 
 def test_every_family_has_a_table_and_a_config():

@@ -180,7 +180,8 @@ def test_gradients_equal_hugging_face(name, converted, tmp_path):
     labels = np.where(labels > 0, rng.integers(2, fields.config.vocab_size, labels.shape), 0)
     weights = (labels > 0).astype(np.int32)
     side = 'encoder' if fields.kind == 'encoder' else 'decoder'
-    batch.update({f'{side}_target_tokens': labels.astype(np.int32), f'{side}_loss_weights': weights})
+    batch.update({f'{side}_target_tokens': labels.astype(np.int32),
+                  f'{side}_loss_weights': weights})
 
   def loss(params):
     total, weight = model.loss(params, batch)['loss']
@@ -257,7 +258,7 @@ def write_anew(fields, params, folder):
 
 
 @pytest.mark.parametrize('name', CONFIGS)
-def test_a_config_json_made_from_our_fields_alone_is_loaded_by_transformers(name, converted, tmp_path):
+def test_a_config_json_made_from_our_fields_alone_is_loaded(name, converted, tmp_path):
   theirs, fields, params = converted(name)
   made = write_anew(fields, params, tmp_path)
   batch = logits_check.random_batch(fields, seed=4)
