@@ -8,11 +8,12 @@ from typing import Optional, Union
 
 import numpy as np
 
+from t5x_gpu.data.hashed_vocabulary import HashedWordsVocabulary
 from t5x_gpu.data.huggingface_vocabulary import HuggingFaceVocabulary
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError
 
-_PREFIX, _HUGGINGFACE = 'sentencepiece:', 'huggingface:'
+_PREFIX, _HUGGINGFACE, _WORDS = 'sentencepiece:', 'huggingface:', 'words:'
 
 
 class ClassVocabulary(seqio.PassThroughVocabulary):
@@ -40,7 +41,8 @@ class TextVocabulary:
   Attributes:
     size: number of ids; the model's vocabulary must be at least as large.
     eos_id: id that ends a document, or None.
-    name: for logs: 'byte', 'sentencepiece:FILE', 'huggingface:FILE' or SeqIO's class name.
+    name: for logs: 'byte', 'sentencepiece:FILE', 'huggingface:FILE', 'words:N' or SeqIO's class
+      name.
   """
   size: int
   eos_id: Optional[int]
@@ -60,7 +62,8 @@ class TextVocabulary:
 
 
 def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
-  """Returns SeqIO's vocabulary for 'byte' (259 ids), 'sentencepiece:FILE' or 'huggingface:FOLDER'.
+  """Returns SeqIO's vocabulary for 'byte' (259 ids), 'sentencepiece:FILE', 'huggingface:FOLDER'
+  or 'words:N' (words hashed into N ids; no file).
 
   Args:
     name: which.
@@ -76,10 +79,18 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
     own = HuggingFaceVocabulary(path)
     num_own = max(len(own.sentinel_ids), own.mask_id is not None)
     return own if num_own >= extra_ids else HuggingFaceVocabulary(path, extra_ids=extra_ids)
+  if name.startswith(_WORDS):
+    number = name[len(_WORDS):]
+    if not number.isdecimal() or not 0 < int(number) < 2**30:
+      raise DataError(f'The vocabulary {name!r} hashes words into {number!r} ids; that must be a '
+                      'whole number from 1 to 2**30 - 1.',
+                      fix="Set DatasetConfig.vocabulary to 'words:8192', say.",
+                      parameters=('DatasetConfig.vocabulary',))
+    return HashedWordsVocabulary(int(number), extra_ids=extra_ids)
   if not name.startswith(_PREFIX):
     raise DataError(f'There is no vocabulary {name!r}.',
                     fix="Set DatasetConfig.vocabulary to 'byte', 'sentencepiece:MODEL_FILE', "
-                        "'huggingface:FOLDER', or None for the task's own.",
+                        "'huggingface:FOLDER', 'words:8192', or None for the task's own.",
                     parameters=('DatasetConfig.vocabulary',))
   path = os.path.expanduser(name[len(_PREFIX):])
   if '://' not in path and not os.path.isfile(path):
@@ -105,6 +116,8 @@ def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
     return _PREFIX + vocabulary.sentencepiece_model_file
   if isinstance(vocabulary, HuggingFaceVocabulary):
     return _HUGGINGFACE + str(vocabulary.path)
+  if isinstance(vocabulary, HashedWordsVocabulary):
+    return f'{_WORDS}{vocabulary.num_words}'
   if isinstance(vocabulary, ClassVocabulary):
     return 'classes'
   return type(vocabulary).__name__
