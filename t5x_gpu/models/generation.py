@@ -3,6 +3,7 @@
 Prompts are padded to a few lengths, and batches to one size, so that few programs are compiled.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,12 @@ class Generator:
     options = dict(out_shardings=self._layout.replicated, compiler_options=compiler_options)
     self._generate = self._layout.jit(functools.partial(_generate, self._model, config), **options)
     self._score = self._layout.jit(functools.partial(_log_likelihood, self._model), **options)
+
+  def with_params(self, params: Any) -> 'Generator':
+    """Returns a generator for other parameters of the same model, without compiling anew."""
+    other = copy.copy(self)
+    other._params = params
+    return other
 
   def check_prompt(self, length: int, *, where: str, targets: int = 0) -> None:
     """Raises DataError unless a prompt fits the model's positions together with what follows.
