@@ -204,6 +204,8 @@ def read_record(folder: pathlib.Path) -> Optional[Record]:
     if (place / RECORD).is_file():
       try:
         read = json.loads((place / RECORD).read_text('utf-8'))
+        if any(name != os.path.basename(name) for name in read['headers']):
+          raise ValueError('a file outside of the folder')
         return Record(place, read['family'], Names(read['of_table'], read['copies'],
                                                    tuple(read['unused'])),
                       read['headers'], read['index'])

@@ -405,6 +405,14 @@ def test_flags_that_mean_nothing_are_refused(flags, text, tmp_path, monkeypatch)
   assert text in str(e.value)
 
 
+def test_a_record_that_names_files_elsewhere_is_refused(tmp_path, refuses):
+  write_model(tmp_path / 'a', CONFIGS['llama'])
+  run(tmp_path / 'a', tmp_path / 'ours')
+  record = tmp_path / 'ours' / 'hf' / 'safetensors_headers.json'
+  record.write_text(record.read_text().replace('"model.safetensors"', '"../model.safetensors"'))
+  refuses('a file outside of the folder', tmp_path / 'ours', tmp_path / 'b')
+
+
 def test_a_check_that_cannot_be_made_is_told_first(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   monkeypatch.setattr(convert, 'has_transformers', lambda: False)
