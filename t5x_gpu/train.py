@@ -18,12 +18,13 @@ import numpy as np
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start, resume_data
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import Saved, check_model_dir
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, open_batches, open_class_names, open_vocabulary)
-from t5x_gpu.errors import ConfigError, DataError, TrainingError
+from t5x_gpu.errors import ConfigError, TrainingError
 from t5x_gpu.metrics import classification, logging_setup, plots, reduce
 from t5x_gpu.metrics.confusion_picture import plot_confusion
 from t5x_gpu.metrics.evaluator import Evaluator
@@ -51,6 +52,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
           loss_normalizing_factor: Optional[float] = None,
           learning_rate_scaling: Optional[str] = None,
           sample_cfg: Optional[SampleConfig] = None,
+          initialize_from: Optional[RestoreConfig] = None,
           distributed_cfg: distributed.DistributedConfig = distributed.DistributedConfig(),
           watchdog_cfg: WatchdogConfig = WatchdogConfig(),
           watchdog: Optional[Watchdog] = None,
@@ -80,6 +82,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     learning_rate_scaling: 'linear' or 'sqrt' multiplies the learning rate by the number of replicas
       or its root; None leaves it alone.
     sample_cfg: text to continue at the end.
+    initialize_from: what to start from while `model_dir` has no checkpoint; None for the seed.
     distributed_cfg: how long several processes wait for each other; `main` has used it by now.
     watchdog_cfg: deadlines, after which a run that hangs ends; `main` starts `watchdog` with it.
     watchdog: told of phases and steps.
@@ -101,17 +104,16 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
                    num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
                    loss_normalizing_factor=loss_normalizing_factor,
                    learning_rate_scaling=learning_rate_scaling)
-  if learning_rate_scaling is not None:
-    _say(f'learning rate: x {program.learning_rate_factor:g} ({learning_rate_scaling} in '
-         f'{program.layout.batch_parts} replicas)')
-  _say('\n'.join([program.layout.table(), *([parameter_table(program)] if dry_run else []),
-                  size_line(program)]))
+  _say(_opening(program, learning_rate_scaling, with_parameters=dry_run))
   saved = check_model_dir(model_dir, target=program.abstract_state)
+  start = plan_start(initialize_from, program, model, saved=saved)
   distributed.assert_equal_across_hosts(
-      saved.step if saved else None, f'The latest checkpoint in {model_dir}',
+      start.origin or (saved and saved.step), f'The latest checkpoint in {model_dir}',
       fix='Set MODEL_DIR to one folder of a file system that all processes share.')
+  _say(start.text)
+  saved = saved or start.saved
   if saved and saved.step >= total_steps:
-    _say(_nothing_to_do(model_dir, saved.step, total_steps))
+    _say(_nothing_to_do(start.path or model_dir, saved.step, total_steps))
     return 0
 
   # ---- 2. Open the data while XLA compiles ----------------------------------------------------
@@ -129,15 +131,14 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     fresh = None if saved else program.init()  # compiles, too: better now than after the data
     data, eval_data = opening.result()
 
-  # ---- 3. State: the latest checkpoint, else a fresh one --------------------------------------
+  # ---- 3. State: the latest checkpoint, else another run's, else a fresh one -------------------
   checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.keep)
-  restored = checkpointer.restore_latest(program.abstract_state)
-  state = program.in_run_order(restored.state) if restored else fresh or program.init()
+  state, restored = start.first_state(checkpointer, program, fresh)
   first_step = int(state.step)
   if restored:
     if not saved or saved.step != first_step:  # the latest one cannot be read
-      _resume_data(data, data_state=restored.data_state, manifest=restored.manifest)
-    _say(f'Continuing from {checkpointer.path(first_step)}.')
+      resume_data(data, data_state=restored.data_state, manifest=restored.manifest)
+    _say(f'Continuing from {restored.path}.')
   if summarize_config_fn is not None and jax.process_index() == 0:
     summarize_config_fn(model_dir)
 
@@ -147,7 +148,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   def step_done(step: int, sums: reduce.Sums) -> None:
     watchdog.step_done(step)
     _check_finite(step, sums, checkpointer)
-    if step == 1:
+    if step == 1 and not start.origin:
       _check_first_loss(reduce.means(sums).values.get('cross_entropy'), model)
 
   recorder = Recorder(model_dir, total_steps=total_steps, first_step=first_step,
@@ -175,7 +176,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
           saved_state = program.in_model_order(state)
           checkpointer.save(step, saved_state, data_state=data_state, manifest=make_manifest(
               saved_state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
-              next_batch_hash=batch_hash(data.peek())))
+              next_batch_hash=batch_hash(data.peek()), started_from=start.origin_of(restored)))
       if is_last:
         break
     with watchdog.phase('save'):
@@ -192,6 +193,15 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       _say(_sample_text(model, program, params, train_dataset_cfg, sample_cfg))
   _say(_closing(model_dir, model, step, train_dataset_cfg, evaluator and evaluator.confusion))
   return 0
+
+
+def _opening(program: Program, scaling: Optional[str], *, with_parameters: bool) -> str:
+  """Returns the mesh, what is split how if asked for, and the size of it."""
+  rate = [] if scaling is None else [
+      f'learning rate: x {program.learning_rate_factor:g} ({scaling} in '
+      f'{program.layout.batch_parts} replicas)']
+  return '\n'.join([*rate, program.layout.table(),
+                    *([parameter_table(program)] if with_parameters else []), size_line(program)])
 
 
 def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
@@ -219,7 +229,7 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
   data = opened(train_cfg, repeat=True)
   program.spec.check(data.peek())
   if saved:
-    _resume_data(data, data_state=saved.data_state, manifest=saved.manifest)
+    resume_data(data, data_state=saved.data_state, manifest=saved.manifest)
   return data, None if eval_cfg is None else opened(eval_cfg, repeat=False)
 
 
@@ -240,21 +250,8 @@ def _check_eval_batch(batch_size: int, program: Program) -> None:
                     parameters=('train_eval/DatasetConfig.batch_size',))
 
 
-def _resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
-  """Puts the data where the checkpoint left it; raises DataError if it is not the same data."""
-  data.set_state(data_state)
-  want, got = manifest['next_batch_hash'], batch_hash(data.peek())
-  if got != want:
-    raise DataError(
-        f'The next batch is not the one that this run would have taken (hash {got}, the checkpoint '
-        f'says {want}): the data, its preprocessing or its libraries changed. Then: '
-        f'{manifest["data"]}; now: {dict(data.describe())}.',
-        fix='Bring back the data of this run, or start a new MODEL_DIR.',
-        parameters=('MODEL_DIR', 'DatasetConfig.mixture_or_task_name'))
-
-
-def _nothing_to_do(model_dir: str, step: int, total_steps: int) -> str:
-  return (f'{model_dir} is already at step {step}; nothing to do up to TRAIN_STEPS = '
+def _nothing_to_do(where: str, step: int, total_steps: int) -> str:
+  return (f'{where} is already at step {step}; nothing to do up to TRAIN_STEPS = '
           f'{total_steps}. Set TRAIN_STEPS higher to train on.')
 
 
@@ -301,7 +298,7 @@ def _check_first_loss(loss: Optional[float], model: Any) -> None:
   expected = math.log(model.num_outcomes)
   if not expected - 1.0 <= loss <= expected + 1.5:
     _log.warning('The first loss is %.2f; an untrained model should be near %.2f, that of '
-                 'guessing. Check the labels and the initialisation (tied embeddings start higher).',
+                 'guessing. Check labels and initialisation (tied embeddings start higher).',
                  loss, expected)
 
 

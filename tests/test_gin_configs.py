@@ -93,10 +93,11 @@ def build(loaded: gin_loader.LoadedConfig, topology: Topology) -> Program:
 def parts(folder: pathlib.Path, *files: pathlib.Path) -> str:
   """Returns the path of a gin file in `folder` that includes `files` and says what runs must."""
   path = folder / 'mine.gin'
+  start = ["INITIALIZE_FROM = 'unused'"] if any(f.stem == 'finetune' for f in files) else []
   path.write_text('\n'.join([
       *(f"include '{file.relative_to(ROOT)}'" for file in files),
       "MODEL_DIR = 'unused'", "MIXTURE_OR_TASK_NAME = 'unused'", 'TRAIN_STEPS = 1000',
-      'BATCH_SIZE = 16', "TASK_FEATURE_LENGTHS = {'targets': 64}"]))
+      'BATCH_SIZE = 16', "TASK_FEATURE_LENGTHS = {'targets': 64}", *start]))
   return str(path)
 
 

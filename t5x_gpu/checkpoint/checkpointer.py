@@ -24,8 +24,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.model_dir import (
-    PREFIX, check_same_model, check_writable, checkpoint_path, committed_steps, none_can_be_read,
-    read_saved, why)
+    PREFIX, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
+    none_can_be_read, read_saved, why)
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.train_state import TrainState
@@ -63,10 +63,12 @@ class Restored:
   """A checkpoint, read.
 
   Attributes:
+    path: folder of the checkpoint.
     state: on today's mesh.
     data_state: for `BatchIterator.set_state`.
     manifest: what the checkpoint says of itself.
   """
+  path: pathlib.Path
   state: TrainState
   data_state: bytes
   manifest: Mapping[str, Any]
@@ -222,7 +224,7 @@ class Checkpointer:
         continue
       if reasons:
         self._set_aside(reasons, used=step)
-      return Restored(state, saved.data_state, saved.manifest)
+      return Restored(self.path(step), state, saved.data_state, saved.manifest)
     if reasons:
       raise none_can_be_read(self._dir, reasons)
     return None
@@ -240,6 +242,33 @@ class Checkpointer:
         _log.warning('checkpoint_%d cannot be read (%s) and is kept as %s. Continuing from '
                      'checkpoint_%d.', step, reasons[step], aside.name, used)
     self._manager.reload()
+
+
+def restore_from(path: pathlib.Path, saved: Saved, target: TrainState) -> Restored:
+  """Returns a checkpoint of another run, which is only read, on the mesh of `target`.
+
+  Args:
+    path: folder of the checkpoint.
+    saved: what it says of itself, compared with `target` by now.
+    target: shapes, dtypes and shardings of today.
+  Raises:
+    CheckpointError: it cannot be read.
+  """
+  with _no_stacks_of_given_up(), ocp.StandardCheckpointer() as checkpointer:
+    try:
+      state, problem = checkpointer.restore(path / 'state', target), None
+    except MemoryError:
+      raise
+    except Exception as e:  # Orbax's are of many kinds
+      if 'RESOURCE_EXHAUSTED' in str(e):
+        raise  # too little memory is no fault of the checkpoint
+      problem = why(e)
+    if problem:
+      _let_go_of_given_up()  # out of the `except` block, which still holds them
+      raise CheckpointError(f'{path} cannot be read: {problem}',
+                            fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
+                            parameters=('RestoreConfig.path', 'RestoreConfig.step'))
+  return Restored(path, state, saved.data_state, saved.manifest)
 
 
 def _drop_orbax_stacks(record: logging.LogRecord) -> bool:
@@ -272,8 +301,9 @@ def _let_go_of_given_up() -> None:
   with warnings.catch_warnings():
     warnings.simplefilter('ignore', RuntimeWarning)  # 'coroutine ... was never awaited'
     gc.collect()
+    # Not isinstance: it asks for __class__, and objects of torch answer with a warning.
     while time.monotonic() < deadline and any(
-        isinstance(o, types.CoroutineType) and f'{os.sep}orbax{os.sep}' in o.cr_code.co_filename
+        type(o) is types.CoroutineType and f'{os.sep}orbax{os.sep}' in o.cr_code.co_filename
         for o in gc.get_objects()):
       time.sleep(0.01)
       gc.collect()

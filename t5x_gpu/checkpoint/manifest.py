@@ -15,6 +15,7 @@ from t5x_gpu.errors import did_you_mean
 
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
+STARTED_FROM = 'started_from'
 _SHOWN = 5
 _OPTIMIZER = 'opt_state/'
 
@@ -27,7 +28,8 @@ def describe_arrays(tree: Any) -> dict[str, list[Any]]:
 
 
 def make_manifest(state: Any, *, mesh_shape: Mapping[str, int], data: Mapping[str, Any],
-                  next_batch_hash: str) -> dict[str, Any]:
+                  next_batch_hash: str, started_from: Optional[Mapping[str, Any]] = None
+                  ) -> dict[str, Any]:
   """Returns the JSON-ready manifest of `state` as it is saved now.
 
   Args:
@@ -35,10 +37,13 @@ def make_manifest(state: Any, *, mesh_shape: Mapping[str, int], data: Mapping[st
     mesh_shape: sizes of the mesh that wrote it; information only, never a demand on the restore.
     data: `BatchIterator.describe()` of the training data.
     next_batch_hash: `batch_hash` of the batch that the next step will take.
+    started_from: what the run's first parameters came from (checkpoint/initialize.py); None for
+      their initialisation.
   """
   return {'format': FORMAT, 'arrays': describe_arrays(state), 'mesh': dict(mesh_shape),
           'num_processes': jax.process_count(), 'data': dict(data),
           'next_batch_hash': next_batch_hash, 'versions': _versions(),
+          STARTED_FROM: None if started_from is None else dict(started_from),
           'written': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')}
 
 

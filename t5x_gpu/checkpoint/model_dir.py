@@ -137,6 +137,13 @@ def check_same_model(folder: pathlib.Path, step: int, manifest: Mapping[str, Any
                      target: Any) -> None:
   """Raises CheckpointError with the arrays in which `manifest` and `target` differ, if any do."""
   different = differences(manifest, target)
+  if different and not any(name.startswith('opt_state/') for name in manifest['arrays']):
+    raise CheckpointError(
+        f'{checkpoint_path(folder, step)} holds parameters only, as a converted checkpoint does: '
+        'no run has written it that could go on.',
+        fix='Set another MODEL_DIR, and start from this one: train.initialize_from =\n'
+            f'@initialize.RestoreConfig() with RestoreConfig.path = {str(folder)!r}.',
+        parameters=('MODEL_DIR',), docs='finetune.md#what-a-run-starts-from')
   if different:
     raise CheckpointError(
         f'{checkpoint_path(folder, step)} holds another model or optimizer:\n  '

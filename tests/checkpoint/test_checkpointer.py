@@ -260,7 +260,7 @@ def test_bytes_that_changed_inside_a_file_are_found_by_the_restore_which_leaves_
     assert_equal(checkpointer.restore_latest(abstract(state)).state, state)
   assert 'Continuing from checkpoint_10' in caplog.text
   assert 'asyncio' not in {record.name for record in caplog.records}
-  assert not [o for o in gc.get_objects() if isinstance(o, types.CoroutineType)
+  assert not [o for o in gc.get_objects() if type(o) is types.CoroutineType
               and 'orbax' in o.cr_code.co_filename]
 
 

@@ -1,0 +1,159 @@
+"""What a run cannot start from is told with names, shapes and the way out, before it compiles."""
+
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.checkpoint.checkpointer import Checkpointer
+from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
+from t5x_gpu.checkpoint.model_dir import Saved
+from t5x_gpu.checkpoint.params_files import ParamsWriter
+from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import Program, build_program
+from t5x_gpu.training.schedules import constant
+
+CONFIG = TransformerConfig(vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, head_dim=4,
+                           mlp_dim=32)
+MODEL = DecoderOnlyModel(CONFIG)
+
+
+def program(model: object = MODEL, *, num_devices: int = 1, **partitioner: object) -> Program:
+  return build_program(
+      model=model, optimizer=AdamW(), schedule=constant(1e-2),
+      partitioner=Partitioner(**partitioner), topology=Topology(1, num_devices),
+      devices=jax.devices()[:num_devices], task_feature_lengths={'targets': 8}, batch_size=8,
+      pack=False, seed=0)
+
+
+@pytest.fixture(scope='module')
+def values() -> dict[str, np.ndarray]:
+  rng = np.random.default_rng(0)
+  flat, _ = jax.tree_util.tree_flatten_with_path(program().abstract_state.params)
+  return {jax.tree_util.keystr(path, simple=True, separator='/'):
+          rng.normal(size=a.shape).astype(np.float32) for path, a in flat}
+
+
+def write(folder: pathlib.Path, values: dict[str, np.ndarray]) -> str:
+  """Returns `folder`, with checkpoint_3 of parameters alone."""
+  folder.mkdir()
+  shapes = {name: a.shape for name, a in values.items()}
+  with ParamsWriter(folder, step=3, shapes=shapes, chunks=shapes, about={},
+                    compress=False) as writer:
+    for name, value in values.items():
+      writer.write(name, (), value)
+  return str(folder)
+
+
+def started(start: Start, p: Program, tmp_path: pathlib.Path) -> dict[str, np.ndarray]:
+  """Returns the first parameters of a run."""
+  with Checkpointer(str(tmp_path / 'run')) as checkpointer:
+    state, restored = start.first_state(checkpointer, p, None)
+  assert restored is None and int(state.step) == 0
+  state = p.in_model_order(state)
+  flat, _ = jax.tree_util.tree_flatten_with_path(state.params)
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(a)
+          for path, a in flat}
+
+
+def message(config: RestoreConfig, p: Program) -> str:
+  with pytest.raises(CheckpointError) as e:
+    plan_start(config, p, MODEL, saved=None)
+  assert e.value.fix and all('RestoreConfig.' in name for name in e.value.parameters)
+  return str(e.value)
+
+
+@pytest.mark.parametrize('partitioner', [
+    {}, dict(fsdp=4, num_partitions=2),
+    dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2, fsdp=2)],
+    ids=['dp', 'fsdp_tp', 'circular'])
+def test_every_layout_starts_from_the_same_values(tmp_path, values, partitioner):
+  path, p = write(tmp_path / 'base', values), program(num_devices=8, **partitioner)
+  want = jax.tree.map(lambda a: a.sharding, p.abstract_state.params)
+  start = plan_start(RestoreConfig(path), p, MODEL, saved=None)
+  got = started(start, p, tmp_path)
+  for name, value in values.items():
+    np.testing.assert_array_equal(got[name], value, err_msg=name)
+  state = start._filled(p.init(), p)
+  assert jax.tree.map(lambda a: a.sharding, state.params) == want
+
+
+def test_assignment_map_reads_under_other_names(tmp_path, values):
+  path = write(tmp_path / 'base', {f'encoder/{name}' if name.startswith('layers/') else name: value
+                                   for name, value in values.items()})
+  config = RestoreConfig(path, assignment_map=((r'layers/(.*)', r'encoder/layers/\1'),))
+  start = plan_start(config, program(), MODEL, saved=None)
+  got = started(start, program(), tmp_path)
+  for name, value in values.items():
+    np.testing.assert_array_equal(got[name], value, err_msg=name)
+  assert start.origin['assignment_map'] == [[r'layers/(.*)', r'encoder/layers/\1']]
+
+
+def test_a_checkpoint_of_its_own_wins_even_where_the_other_is_gone(tmp_path):
+  saved = Saved(5, b'', {})
+  start = plan_start(RestoreConfig(str(tmp_path / 'gone')), program(), MODEL, saved=saved)
+  assert start.origin is None and 'checkpoint_5' in start.text
+
+
+def test_missing_left_over_and_changed_parameters_are_listed_with_the_closest_names(
+    tmp_path, values):
+  other = dict(values)
+  other['layers/mlp/wi_zero/kernel'] = other.pop('layers/mlp/wi_0/kernel')
+  other['token_embedder/embedding'] = np.zeros((48, 16), np.float32)
+  path = write(tmp_path / 'base', other)
+  text = message(RestoreConfig(path), program())
+  assert ('missing: layers/mlp/wi_0/kernel [4, 16, 32]. '
+          "Did you mean 'layers/mlp/wi_zero/kernel'?") in text
+  assert 'left over: layers/mlp/wi_zero/kernel [4, 16, 32].' in text
+  assert ('token_embedder/embedding: [48, 16] in the checkpoint, [32, 16] in this model.') in text
+  advice = "RestoreConfig.pattern = r'(decoder_norm|logits_dense|relpos_bias)/.*'"
+  assert advice in text
+  pattern = advice.split("r'")[1].rstrip("'")
+  start = plan_start(RestoreConfig(path, 'partial', pattern), program(), MODEL, saved=None)
+  assert set(start.taken) == {'decoder_norm/scale', 'logits_dense/projection/kernel',
+                              'relpos_bias/rel_embedding'}
+
+  text = message(RestoreConfig(path, 'partial', r'layers/mlp/.*'), program())
+  assert "Did you mean 'layers/mlp/wi_zero/kernel'" in text and 'token_embedder' not in text
+
+
+def test_patterns_that_match_nothing_are_refused_with_what_there_is(tmp_path, values):
+  path = write(tmp_path / 'base', values)
+  text = message(RestoreConfig(path, 'partial', r'layer/mlp/wo/kernel'), program())
+  assert 'matches none of' in text and "Did you mean 'layers/mlp/wo/kernel'" in text
+  text = message(RestoreConfig(path, assignment_map=((r'decoder/.*', 'x'),)), program())
+  assert "RestoreConfig.assignment_map: 'decoder/.*' matches none" in text
+
+
+def test_resume_needs_a_whole_state_of_the_same_model(tmp_path, values):
+  path = write(tmp_path / 'base', values)
+  assert 'parameters only' in message(RestoreConfig(path, 'resume'), program())
+
+
+@pytest.mark.parametrize('files,step,says', [
+    ((), None, 'has no checkpoint'), (('config.json',), None, 'python -m t5x_gpu.convert --from='),
+    ((), 9, 'no checkpoint of step 9')], ids=['empty', 'hugging_face', 'step'])
+def test_folders_without_such_a_checkpoint_are_refused(tmp_path, values, files, step, says):
+  path = write(tmp_path / 'base', values) if step else str(tmp_path)
+  for file in files:
+    (tmp_path / file).touch()
+  assert says in message(RestoreConfig(path, step=step), program())
+
+
+@pytest.mark.parametrize('settings,says', [
+    (dict(mode='warmstart'), "Did you mean 'warm_start'"),
+    (dict(mode='partial'), 'pattern = None'),
+    (dict(pattern='layers/.*'), "mode = 'warm_start' with pattern"),
+    (dict(mode='partial', pattern='layers/('), 'no regular expression'),
+    (dict(mode='resume', assignment_map=(('a', 'b'),)), 'nothing to assign')])
+def test_settings_that_contradict_each_other_are_refused(settings, says):
+  with pytest.raises(ConfigError) as e:
+    RestoreConfig('base', **settings)
+  assert says in str(e.value) and e.value.fix and e.value.parameters

@@ -1,0 +1,119 @@
+"""A run starts from another run's checkpoint, whole or in part, and from converted parameters."""
+
+import pathlib
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.checkpoint.model_dir import read_saved
+from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter
+from tests.helpers_train import TINY_GIN, Project, listing
+
+START = '''
+from t5x_gpu.checkpoint import initialize
+train_script.train.initialize_from = @initialize.RestoreConfig()
+initialize.RestoreConfig.path = '%s'
+'''
+
+
+@pytest.fixture(scope='module')
+def base(tmp_path_factory) -> Project:
+  """A run of four steps that has kept steps 2 and 4."""
+  project = Project(tmp_path_factory.mktemp('base'), gin=TINY_GIN)
+  result = project.run(TRAIN_STEPS=4, SAVE_PERIOD=2)
+  assert result.code == 0, result.err
+  return project
+
+
+def started(folder: pathlib.Path, path: object, **settings: object) -> Project:
+  """Returns a project whose runs start from `path`, with further settings of RestoreConfig."""
+  lines = [f'initialize.RestoreConfig.{name} = {value!r}' for name, value in settings.items()]
+  return Project(folder, gin=TINY_GIN + START % path + '\n'.join(lines) + '\n')
+
+
+def parameters(path: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+  reader = ParamsReader(path, step=step)
+  return {name: reader.read_at(name, ()) for name in reader.shapes}
+
+
+def origin(project: Project, step: int) -> dict:
+  return read_saved(project.model_dir, step).manifest['started_from']
+
+
+def test_resume_goes_on_as_the_other_run_did_and_leaves_it_alone(tmp_path, base):
+  before = listing(base.model_dir)
+  project = started(tmp_path, base.model_dir, mode='resume', step=2)
+  result = project.run(TRAIN_STEPS=4, SAVE_PERIOD=10)
+  assert result.code == 0, result.err
+  assert f'Continuing from {base.model_dir}/checkpoint_2.' in result.out
+  losses = base.metrics()
+  assert project.metrics() == {step: losses[step] for step in (3, 4)}  # data, optimizer, schedule
+  assert listing(base.model_dir) == before
+  assert origin(project, 4) == {
+      'checkpoint': f'{base.model_dir}/checkpoint_2', 'step': 2, 'mode': 'resume', 'pattern': None,
+      'assignment_map': []}
+
+
+def test_warm_start_takes_parameters_and_nothing_else(tmp_path, base):
+  project = started(tmp_path, base.model_dir)
+  result = project.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=1)
+  assert result.code == 0, result.err
+  count = len(parameters(base.model_dir, 4))
+  assert (f'Starting from {base.model_dir}/checkpoint_4 (warm_start): {count} of {count} '
+          'parameters') in result.out
+  assert 'untrained' not in result.err  # the first loss is not that of guessing, and should not be
+  assert sorted(project.metrics()) == [1]
+  want, got = parameters(base.model_dir, 4), parameters(project.model_dir, 1)
+  for name in want:
+    np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+  result = project.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=2)  # its own checkpoint wins
+  assert result.code == 0, result.err
+  assert 'plays no part any more: MODEL_DIR has checkpoint_1' in result.out
+  assert origin(project, 2)['mode'] == 'warm_start'
+
+
+def test_partial_takes_what_matches_on_any_mesh(tmp_path, base):
+  layouts = '''
+from t5x_gpu.partitioning import partitioner
+partitioner.Partitioner.fsdp = 2
+partitioner.Partitioner.num_partitions = 2
+'''
+  project = started(tmp_path, base.model_dir, mode='partial', pattern=r'layers/.*|decoder_norm/.*')
+  project.gin_file.write_text(project.gin_file.read_text() + layouts)
+  dry = project.run('--dry_run', TRAIN_STEPS=1)
+  assert dry.code == 0 and not project.model_dir.exists(), dry.err
+  result = project.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=1)
+  assert result.code == 0, result.err
+  want, got = parameters(base.model_dir, 4), parameters(project.model_dir, 1)
+  same = {name for name in want if np.array_equal(want[name], got[name])}
+  assert same == {n for n in want if n.startswith(('layers/', 'decoder_norm/'))}
+  for name in want:
+    row = next(line for line in dry.out.splitlines() if line.startswith(f'  {name} ')
+               and line.endswith(('checkpoint', 'new')))
+    assert row.endswith('checkpoint' if name in same else 'new')
+
+
+def test_checkpoints_with_parameters_only_start_a_run(tmp_path, base):
+  values = parameters(base.model_dir, 4)
+  shapes = {name: a.shape for name, a in values.items()}
+  (tmp_path / 'converted').mkdir()
+  with ParamsWriter(tmp_path / 'converted', step=7, shapes=shapes, chunks=shapes, about={},
+                    compress=False) as writer:
+    for name, value in values.items():
+      writer.write(name, (), value)
+  project = started(tmp_path, tmp_path / 'converted')
+  result = project.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=1)
+  assert result.code == 0, result.err
+  got = parameters(project.model_dir, 1)
+  for name in values:
+    np.testing.assert_array_equal(got[name], values[name], err_msg=name)
+
+  refused = project.run("--gin.RestoreConfig.mode='resume'", TRAIN_STEPS=1,
+                        MODEL_DIR=tmp_path / 'other')
+  assert refused.code == 1 and 'parameters only' in refused.err
+  assert "mode = 'warm_start'" in refused.err
+  refused = project.run(TRAIN_STEPS=1, MODEL_DIR=tmp_path / 'converted')
+  assert refused.code == 1 and 'RestoreConfig.path' in refused.err
