@@ -3,10 +3,10 @@
     python benchmarks/tp_memory.py [--batch 8] [--length 512]
 
 Compiles a training step for 1, 2, 4 and 8 fake devices of one replica, with and without sequence
-parallelism and rematerialisation, and reads XLA's own account of memory; nothing runs. The model
-has BERT-Large's sizes (24 layers, 1024 features, 16 heads, 4096 hidden, 30,592 tokens) as a
-decoder, which stands in for an encoder: layer for layer the same matmuls, with another mask. CPUs
-hold attention weights whole, as GPUs do without a fused kernel.
+parallelism and rematerialisation, and reads XLA's own account of memory; nothing runs. The model is
+that of gin_configs/models/bert_large.gin with masked language modelling, and its 30,522 tokens
+padded to 30,592, which eight devices divide. CPUs hold attention weights whole, as GPUs do without
+a fused kernel.
 """
 
 import argparse
@@ -15,10 +15,9 @@ import os
 import pathlib
 from typing import Any
 
+import gin
 import jax
 
-from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
@@ -26,20 +25,23 @@ from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 
 DEVICES = (1, 2, 4, 8)
+MODEL = pathlib.Path(__file__).parents[1] / 'gin_configs' / 'models' / 'bert_large.gin'
 OUT = pathlib.Path(__file__).parent / 'results' / 'tp_memory.json'
 
 
 def measure(args: argparse.Namespace, remat: str, model: int,
             sequence_parallel: bool) -> dict[str, Any]:
   """Returns parameters, and bytes of state and of everything else on one of `model` devices."""
-  config = TransformerConfig(
-      vocab_size=30_592, num_layers=24, embed_dim=1024, num_heads=16, head_dim=64, mlp_dim=4096,
-      mlp_activations=('gelu',), logits_via_embedding=True, remat_policy=remat)
+  with gin.unlock_config():
+    gin.clear_config()
+    gin.parse_config_files_and_bindings([str(MODEL)], [
+        "HEAD = 'mlm'", 'VOCAB_SIZE = 30_592', "DTYPE = 'float32'", f'REMAT_POLICY = {remat!r}'])
+    bert = gin.query_parameter('%MODEL').scoped_configurable_fn()
   program = build_program(
-      model=DecoderOnlyModel(config), optimizer=AdamW(), schedule=constant(1e-4),
+      model=bert, optimizer=AdamW(), schedule=constant(1e-4),
       partitioner=Partitioner(num_partitions=model, sequence_parallel=sequence_parallel),
       topology=Topology(1, model), devices=jax.devices()[:model], batch_size=args.batch,
-      task_feature_lengths={'targets': args.length}, pack=False, seed=0)
+      task_feature_lengths={'inputs': args.length, 'targets': args.length}, pack=False, seed=0)
   compiled = program.train_step.lower(program.abstract_state, program.abstract_batch).compile(
       compiler_options={'xla_llvm_disable_expensive_passes': True})
   memory = compiled.memory_analysis()

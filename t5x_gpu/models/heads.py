@@ -121,11 +121,12 @@ class MaskedTokenLogits(nn.Module):
       x: what the encoder returned.
       table: [vocab, embed] token table.
     """
-    c, x = self.config, shard(x, 'batch', 'length', 'embed')
+    c, x = self.config, shard(x, 'batch', 'residual_length', 'embed')
     x = DenseGeneral((x.shape[-1],), ('embed', None), name='mlm_transform', use_bias=True,
                      dtype=c.compute_dtype, kernel_init=c.kernel_init)(x)
     x = norm(c.norm, epsilon=c.norm_epsilon, dtype=c.compute_dtype,
              name='mlm_norm')(activation(c.mlp_activations[0])(x))
+    x = shard(x, 'batch', 'length', 'embed')
     bias = self.param('mlm_bias', with_axes(nn.initializers.zeros, ('vocab',)), (c.vocab_size,),
                       jnp.float32)
     logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype)).astype(jnp.float32) + bias

@@ -23,6 +23,7 @@ from t5x_gpu.models.transformer import (
     LayerCaches, StackInputs, TransformerLayer, attention_kind, init_layers, make_norm,
     relative_table, scan_layers)
 from t5x_gpu.partitioning import fsdp
+from t5x_gpu.partitioning.axis_rules import shard
 
 Params = Any
 Keys = Mapping[str, jax.Array]
@@ -105,7 +106,7 @@ class Embeddings:
       types = jnp.zeros_like(tokens) if token_types is None else token_types
       x = x + self._table(c.num_token_types).apply(whole('token_type_embedder'), types)
     if c.embedding_norm:
-      x = make_norm(c).apply(whole('embedding_norm'), x)
+      x = shard(make_norm(c).apply(whole('embedding_norm'), x), 'batch', 'residual_length', 'embed')
     x = dropout(x, c.dropout_rate, rng)
     if not c.charges_routers:
       return x

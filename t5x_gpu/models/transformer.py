@@ -109,7 +109,10 @@ class TransformerLayer(nn.Module):
       if c.norm_position == 'sandwich':
         h = make_norm(c, name=f'post_{block}_layer_norm')(h)
       x = x + dropout(h, c.dropout_rate, rng(f'{site}_out'))
-      return make_norm(c, name=f'post_{block}_layer_norm')(x) if c.norm_position == 'post' else x
+      if c.norm_position == 'post':
+        x = shard(make_norm(c, name=f'post_{block}_layer_norm')(x), 'batch', 'residual_length',
+                  'embed')
+      return x
 
     bias, own, of_encoder = shared.bias, None, None
     if caches is not None:

@@ -240,7 +240,7 @@ def _pass_on(tree: Any, axis: str) -> Any:
 
 
 def to_query_heads(x: jax.Array, heads: int) -> jax.Array:
-  """Returns keys or values [batch, length, kv_heads, kv] with each head repeated for its queries."""
+  """Returns keys or values [batch, length, kv_heads, kv], each head repeated for its queries."""
   return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
 
 

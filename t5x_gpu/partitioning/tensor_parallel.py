@@ -4,7 +4,8 @@ What is split: `heads`, `kv_heads`, `mlp` and `vocab` of parameters and activati
 (T5X's num_partitions). The first map of a pair is split by columns, the second by rows, so that a
 block needs one all-reduce of its output, forward and backward. Fewer `kv_heads` (grouped queries)
 than devices are kept on all of them, each of which computes the one that its queries meet. What
-moves: activations, twice per layer each way; keep it on NVLink. When: a layer does not fit, or the batch per GPU gets too small.
+moves: activations, twice per layer each way; keep it on NVLink. When: a layer does not fit, or the
+batch per GPU gets too small.
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 

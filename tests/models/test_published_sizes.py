@@ -1,7 +1,7 @@
 """Every model file has as many parameters as was published.
 
-T5 and T5.1.1: Raffel et al. 2020, table 2 and the T5 repository's released_checkpoints.md; mT5: Xue et
-al. 2021, table 1; ByT5: Xue et al. 2022, table 1 (rounded there). GPT-2: OpenAI's released
+T5 and T5.1.1: Raffel et al. 2020, table 2, and the T5 repository: released_checkpoints.md; mT5: Xue
+et al. 2021, table 1; ByT5: Xue et al. 2022, table 1 (rounded there). GPT-2: OpenAI's released
 checkpoints. Llama-3, Gemma-2, Qwen-3, and BERT: the tensors of the published checkpoints, as their
 model cards on the Hugging Face hub count them.
 """
