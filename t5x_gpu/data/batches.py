@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import importlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
 import numpy as np
@@ -83,8 +83,8 @@ class DatasetConfig:
     pack: put several examples into one row, told apart by segment ids.
     use_cached: read SeqIO's offline cache.
     mixture_or_task_module: module to import first, which registers the task.
-    vocabulary: 'byte', 'sentencepiece:MODEL_FILE', 'huggingface:FOLDER' (or its tokenizer.json), or
-      None for the task's own.
+    vocabulary: 'byte', 'sentencepiece:MODEL_FILE', 'huggingface:FOLDER' (or its tokenizer.json),
+      'words:8192' (words hashed into that many ids), or None for the task's own.
     loss_on_targets_only: with feature converter 'prefix_lm', give the inputs weight 0 in the loss.
     module: what opens this: it has `open_batches(config, feature_converter, ...)`.
   """
@@ -143,6 +143,71 @@ def open_class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
   """
   names = getattr(_module(config), 'class_names', None)
   return None if names is None else names(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOutputs:
+  """What a model made of the examples of a task, in their order; lists not asked for are empty.
+
+  Attributes:
+    predictions: token ids, the best continuation of each example's inputs.
+    prediction_scores: their log-probabilities.
+    scores: log-probabilities of the targets.
+  """
+  predictions: Sequence[Sequence[int]] = ()
+  prediction_scores: Sequence[float] = ()
+  scores: Sequence[float] = ()
+
+
+class EvaluatedTask(Protocol):
+  """A task with metrics, and its examples.
+
+  Attributes:
+    name: of the task.
+    inputs, targets: token ids of each example; inputs are empty where the task has none.
+    eos_id: id that ends a text, or None.
+    needs_predictions, needs_scores: what the metrics are computed from.
+  """
+  name: str
+  inputs: Sequence[Sequence[int]]
+  targets: Sequence[Sequence[int]]
+  eos_id: Optional[int]
+  needs_predictions: bool
+  needs_scores: bool
+
+  def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
+    """Returns metric -> value."""
+
+
+def open_task_names(config: DatasetConfig) -> tuple[str, ...]:
+  """Returns the tasks that a mixture mixes, as far as they have the split; else its own name."""
+  names = getattr(_module(config), 'task_names', None)
+  return (config.mixture_or_task_name,) if names is None else names(config)
+
+
+def open_evaluated_tasks(config: DatasetConfig, *,
+                         num_examples: Optional[int] = None,
+                         required: bool = True) -> Sequence[EvaluatedTask]:
+  """Returns the tasks of `config` that have metrics, with all examples (or the first few).
+
+  Args:
+    config: a task or mixture, its split and lengths; batches and packing do not matter.
+    num_examples: the first ones of each task; None for all.
+    required: whether it is an error that there are none.
+  Raises:
+    ConfigError: no such module, or its batches come from no tasks.
+    DataError: no task has metrics, or the split, or an example.
+  """
+  open_tasks = getattr(_module(config), 'evaluated_tasks', None)
+  if open_tasks is None:
+    if not required:
+      return ()
+    raise ConfigError(f'The batches of {config.module} come from no task, so they have no metrics '
+                      'but the loss.',
+                      fix='Remove train.infer_eval_dataset_cfg (for python -m t5x_gpu.eval: '
+                          '--metrics=loss), or take a task with metrics.',
+                      parameters=('DatasetConfig.module',))
+  return open_tasks(config, num_examples=num_examples, required=required)
 
 
 def _module(config: DatasetConfig) -> types.ModuleType:

@@ -55,7 +55,7 @@ class HashedWordsVocabulary(seqio.Vocabulary):
     return NUM_SPECIAL + tf.cast(tf.strings.to_hash_bucket_fast(words, self.num_words), tf.int32)
 
   def _decode(self, ids: Iterable[int]) -> str:
-    """Returns '<17> <4203>': which words these were cannot be known. Without padding and the end."""
+    """Returns '<17> <4203>': the words cannot be known. Without padding and the end."""
     return ' '.join(f'<{i}>' for i in map(int, ids) if i >= NUM_SPECIAL)
 
   def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from t5x_gpu.data import evaluated_tasks as evaluated_tasks_lib
 from t5x_gpu.data import features, sources, task_lookup
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig, check_same_data
 from t5x_gpu.data.feature_converters import feature_converter as make_converter
@@ -260,3 +261,8 @@ def vocabulary(config: DatasetConfig) -> TextVocabulary:
 def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
   """Returns the names of the classes of the task's labels in order, or None without labels."""
   return task_lookup.class_names(task_lookup.lookup(config))
+
+
+# See the functions of t5x_gpu.data.batches that call these.
+task_names = evaluated_tasks_lib.task_names
+evaluated_tasks = evaluated_tasks_lib.open_tasks

@@ -103,9 +103,8 @@ def _registered(name: str) -> TaskOrMixture:
           'the module that registers yours.', parameters=(_NAME,))
 
 
-def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
-          feature_converter: str) -> None:
-  """Raises DataError unless `task` has the split, features and ids that the model takes."""
+def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
+  """Raises DataError unless `task` has the split."""
   splits = sorted(task.splits)
   if config.split not in splits:
     raise DataError(
@@ -113,6 +112,12 @@ def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
         + did_you_mean(config.split, splits)
         + f' It has {", ".join(repr(split) for split in splits) or "none"}.',
         fix='Set DatasetConfig.split to one of these.', parameters=('DatasetConfig.split',))
+
+
+def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
+          feature_converter: str) -> None:
+  """Raises DataError unless `task` has the split, features and ids that the model takes."""
+  check_split(task, config)
   kind_of_batch = layout(feature_converter)
   wanted = (*kind_of_batch.task_features, *([kind_of_batch.label] if kind_of_batch.label else []))
   missing = [name for name in wanted if name not in task.output_features]

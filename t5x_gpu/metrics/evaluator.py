@@ -1,15 +1,23 @@
-"""The loss on held-back batches, during training; of classification, also its scores."""
+"""What a model is worth on held-back data: its loss, scores of classes, metrics of tasks."""
 
+import dataclasses
+import itertools
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.data.batches import BatchIterator
+from t5x_gpu.data.batches import (
+    BatchIterator, DatasetConfig, EvaluatedTask, ModelOutputs, open_evaluated_tasks)
+from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import classification, reduce
+from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
+from t5x_gpu.models.generation import Generator
 from t5x_gpu.training.program import Program
 
 _log = logging.getLogger(__name__)
+LOSS, TASKS = 'eval/', 'infer_eval/'
 
 
 class Evaluator:
@@ -17,30 +25,172 @@ class Evaluator:
 
   Args:
     program: has the eval step.
-    batches: opened without repeat.
-    num_batches: at most this many; fewer if the data ends.
+    batches: opened without repeat. Every process has as many as any other, the last one filled up
+      with rows of weight 0.
+    num_batches: at most this many, fewer if the data ends; None for all.
+  Attributes:
+    confusion: [true class, predicted class] of the last evaluation, if the model classifies.
   """
 
-  def __init__(self, program: Program, batches: BatchIterator, num_batches: int):
+  def __init__(self, program: Program, batches: BatchIterator, num_batches: Optional[int]):
     self._program = program
     self._batches = batches
     self._num_batches = num_batches
     self._start = batches.get_state()
-    # [true class, predicted class] of the last evaluation, if the model classifies.
     self.confusion: Optional[np.ndarray] = None
+
+  def sums(self, params: Any) -> reduce.Sums:
+    """Returns the sums over all batches; `params` in the run's order of layers."""
+    self._batches.set_state(self._start)
+    total = reduce.Accumulator()
+    for batch in itertools.islice(self._batches, self._num_batches):
+      total.add(self._program.eval_step(params, self._program.layout.put_batch(batch)))
+    return total.sums()
 
   def run(self, params: Any) -> dict[str, float]:
     """Returns eval/loss, eval/accuracy, ... of `params`, for classes eval/macro_f1, ... as well."""
-    self._batches.set_state(self._start)
-    sums = reduce.Accumulator()
-    for _, batch in zip(range(self._num_batches), self._batches):
-      sums.add(self._program.eval_step(params, self._program.layout.put_batch(batch)))
-    means = sums.means(prefix='eval/')
-    if means.empty:
-      _log.warning('The evaluation has no target tokens: %s without a value.',
-                   ', '.join(means.empty))
-    values = means.values
-    if reduce.COUNTS in sums.sums():
-      self.confusion, _ = sums.sums()[reduce.COUNTS]
-      values |= classification.scores(self.confusion, prefix='eval/')
+    sums = self.sums(params)
+    self.confusion = confusion_of(sums)
+    return values_of(sums, prefix=LOSS)
+
+
+def confusion_of(sums: reduce.Sums) -> Optional[np.ndarray]:
+  """Returns [true class, predicted class] of the sums of an evaluation, None without classes."""
+  return sums[reduce.COUNTS][0] if reduce.COUNTS in sums else None
+
+
+def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
+  """Returns the metrics of an evaluation by name; what has no target tokens has no value."""
+  means = reduce.means(sums, prefix=prefix)
+  if means.empty:
+    _log.warning('The evaluation has no target tokens: %s without a value.', ', '.join(means.empty))
+  confusion = confusion_of(sums)
+  if confusion is None:
+    return dict(means.values)
+  return means.values | classification.scores(confusion, prefix=prefix)
+
+
+class TaskEvaluator:
+  """The metrics of tasks: what the model writes, and how likely it finds what it should write.
+
+  Every process computes its rows of each batch, and has all results.
+
+  Args:
+    model, program: what to evaluate.
+    tasks: with metrics.
+    config: how predictions are decoded.
+  Raises:
+    ConfigError: a model that writes no text.
+    DataError: a task whose predictions depend on nothing, or a prompt that does not fit.
+  """
+
+  def __init__(self, model: Any, program: Program, tasks: Sequence[EvaluatedTask],
+               config: DecodingConfig):
+    stops = sorted({*config.stop_tokens, *(t.eos_id for t in tasks if t.eos_id)})
+    self._generator = Generator(model, None, layout=program.layout, config=_with(
+        config, stop_tokens=tuple(stops)))
+    self._tasks = tasks
+    for task in tasks:
+      _check_inputs(task, reads_inputs(model))
+      for number, (inputs, targets) in enumerate(zip(task.inputs, task.targets)):
+        where = f'Example {number} of {task.name}'
+        if task.needs_predictions:
+          self._generator.check_prompt(len(inputs), where=where)
+        if task.needs_scores:
+          self._generator.check_prompt(len(inputs), where=where, targets=len(targets))
+
+  def run(self, params: Any) -> dict[str, float]:
+    """Returns infer_eval/TASK/METRIC of `params`, whose layers are in the order of the model."""
+    generator = self._generator.with_params(params)
+    return {f'{TASKS}{task.name}/{name}': value for task in self._tasks
+            for name, value in task.metrics(_outputs(generator, task)).items()}
+
+
+def _outputs(generator: Generator, task: EvaluatedTask) -> ModelOutputs:
+  best = [texts[0] for texts in generator.generate(task.inputs)] if task.needs_predictions else []
+  scores = generator.score(task.inputs, task.targets) if task.needs_scores else []
+  return ModelOutputs([text.tokens for text in best], [text.score for text in best], scores)
+
+
+def _with(config: DecodingConfig, **changes: Any) -> DecodingConfig:
+  return dataclasses.replace(config, **changes)
+
+
+def _check_inputs(task: EvaluatedTask, has_encoder: bool) -> None:
+  if (task.needs_predictions or has_encoder) and not all(task.inputs):
+    raise DataError(
+        f"{task.name!r} has metrics of predictions, but examples without 'inputs' to predict from.",
+        fix="Take a task with the features 'inputs' and 'targets', or metrics of scores.",
+        parameters=('train.infer_eval_dataset_cfg',))
+
+
+def open_task_evaluator(model: Any, program: Program, dataset: DatasetConfig, *,
+                        decoding: Optional[DecodingConfig] = None,
+                        num_examples: Optional[int] = None,
+                        required: bool = True) -> Optional[TaskEvaluator]:
+  """Returns the evaluator of the metrics of a task, or of all tasks of a mixture.
+
+  Args:
+    model, program: what to evaluate.
+    dataset: which task or mixture, its split, and the lengths that inputs and targets are cut to.
+    decoding: how to write predictions; None for the likeliest tokens, as many as targets may have.
+    num_examples: of each task, the first ones; None for all.
+    required: whether it is an error that there are no metrics; None comes back otherwise.
+  Raises:
+    ConfigError: a model that writes no text.
+    DataError: no metrics, no such split, no example.
+  """
+  if not hasattr(model, 'start_decoding'):
+    if not required:
+      return None
+    raise ConfigError(
+        f'A {type(model).__name__} does not write text, which metrics of tasks are computed from.',
+        fix='Remove train.infer_eval_dataset_cfg (for python -m t5x_gpu.eval: --metrics=loss), or '
+            'take a DecoderOnlyModel or an EncoderDecoderModel.',
+        parameters=('train.model', 'train.infer_eval_dataset_cfg'))
+  config = decoding or DecodingConfig(
+      max_decode_length=dataset.task_feature_lengths.get('targets', 128),
+      batch_size=dataset.batch_size)
+  tasks = open_evaluated_tasks(dataset, num_examples=num_examples, required=required)
+  return TaskEvaluator(model, program, tasks, config) if tasks else None
+
+
+class Evaluations:
+  """All evaluations of a training run, each in its period.
+
+  Args:
+    program: of the run.
+    total_steps: of the run; every evaluation also comes at the end.
+    loss: of held-back batches, if any, and its period.
+    tasks: metrics of tasks, if any, and its period.
+  """
+
+  def __init__(self, program: Program, *, total_steps: int,
+               loss: tuple[Optional[Evaluator], Optional[int]],
+               tasks: tuple[Optional[TaskEvaluator], Optional[int]]):
+    self._program = program
+    self._total_steps = total_steps
+    self._loss, self._tasks = loss, tasks
+
+  @property
+  def confusion(self) -> Optional[np.ndarray]:
+    """Of the last evaluation, if the model classifies."""
+    return self._loss[0] and self._loss[0].confusion
+
+  def _is_due(self, step: int, what: tuple[Any, Optional[int]]) -> bool:
+    evaluator, period = what
+    return evaluator is not None and (
+        step == self._total_steps or bool(period) and step % period == 0)
+
+  def due(self, step: int) -> bool:
+    """Returns whether any comes after `step`."""
+    return self._is_due(step, self._loss) or self._is_due(step, self._tasks)
+
+  def run(self, step: int, state: Any) -> Mapping[str, float]:
+    """Returns the values of those that come after `step`."""
+    values: dict[str, float] = {}
+    if self._is_due(step, self._loss):
+      values |= self._loss[0].run(state.params)
+    if self._is_due(step, self._tasks):
+      values |= self._tasks[0].run(self._program.in_model_order(state).params)
     return values

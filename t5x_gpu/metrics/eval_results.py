@@ -1,0 +1,104 @@
+"""What the checkpoints of a run are worth, on disk: MODEL_DIR/eval/NAME.jsonl and its pictures."""
+
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.metrics import classification
+from t5x_gpu.metrics.confusion_picture import plot_confusion
+from t5x_gpu.metrics.evaluator import LOSS
+from t5x_gpu.metrics.writers import (
+    JsonLinesWriter, MetricWriter, MultiWriter, TensorBoardWriter, read_json_lines)
+
+FOLDER = 'eval'
+# Columns of the table, and what is not worth one.
+_SHOWN, _NOT_IN_TABLE = 8, ('/z_loss', '/majority')
+_log = logging.getLogger(__name__)
+
+
+class Results:
+  """What is known of the checkpoints of one MODEL_DIR, on disk: MODEL_DIR/eval/NAME.*.
+
+  Only process 0 has one.
+
+  Args:
+    model_dir: of the run.
+    name: of this evaluation.
+    facts: what its numbers depend on, besides the checkpoint.
+  Raises:
+    ConfigError: numbers of that name depend on other facts, or the folder cannot be written.
+  """
+
+  def __init__(self, model_dir: pathlib.Path, name: str, facts: Mapping[str, Any]):
+    self.folder, self.name = model_dir / FOLDER, name
+    self.path = self.folder / f'{name}.jsonl'
+    _check_facts(self.folder / f'{name}.json', facts, name)
+    writers: list[MetricWriter] = [JsonLinesWriter(self.path)]
+    temporary = self.folder / f'{name}.json.tmp'
+    temporary.write_text(json.dumps(facts, indent=1) + '\n')
+    os.replace(temporary, self.folder / f'{name}.json')
+    try:
+      writers.append(TensorBoardWriter(model_dir / 'tensorboard' / f'{FOLDER}_{name}'))
+    except ConfigError as e:  # a bare machine; the .jsonl has the same numbers
+      _log.warning('No TensorBoard files: %s', e)
+    self._writer = MultiWriter(writers)
+
+  @property
+  def records(self) -> dict[int, dict[str, float]]:
+    """Step -> values, ascending."""
+    return {record.pop('step'): record for record in sorted(
+        read_json_lines(self.path), key=lambda record: record['step'])}
+
+  def add(self, step: int, values: Mapping[str, float]) -> None:
+    """Writes what a checkpoint is worth; a kill leaves whole lines."""
+    self._writer.write(step, values)
+    self._writer.flush()
+
+  def add_confusion(self, step: int, confusion: np.ndarray, names: Sequence[str]) -> None:
+    """Writes what was taken for what as a table and, where there is matplotlib, as a picture."""
+    stem = self.folder / f'{self.name}_confusion_{step}'
+    classification.write_csv(confusion, names, f'{stem}.csv')
+    try:
+      plot_confusion(confusion, names, f'{stem}.png', title=f'Step {step}, {self.name}')
+    except ConfigError as e:
+      _log.warning('No picture: %s', e)
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> None:
+  try:
+    before = json.loads(path.read_text())
+  except (OSError, ValueError):
+    return
+  now = json.loads(json.dumps(facts))
+  different = [f'{key}: then {before.get(key)!r}, now {now.get(key)!r}'
+               for key in now.keys() | before.keys() if before.get(key) != now.get(key)]
+  if different:
+    raise ConfigError(
+        f'{path.with_suffix(".jsonl")} has numbers of another evaluation:\n  '
+        + '\n  '.join(sorted(different)),
+        fix=f'Give this one a name of its own: --name={name}_2. Or remove {path.parent}/{name}.*')
+
+
+def table(records: Mapping[int, Mapping[str, float]]) -> str:
+  """Returns a row per step, a column per metric; the .jsonl has them all where these are many."""
+  names = list(dict.fromkeys(name for values in records.values() for name in values))
+  shown = [name for name in names if not name.endswith(_NOT_IN_TABLE)][:_SHOWN]
+  rows = [['step', *map(short, shown)]] + [
+      [str(step), *(f'{values[name]:.4f}' if name in values else '-' for name in shown)]
+      for step, values in records.items()]
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  return '\n'.join('  '.join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
+
+
+def short(name: str) -> str:
+  """Returns the name of a metric without what all of them begin with."""
+  return name.removeprefix('infer_').removeprefix(LOSS)
