@@ -114,6 +114,8 @@ class TransformerLayer(nn.Module):
                   'embed')
       return x
 
+    # Said here as well: what the loop carries, and stores for the backward pass, is split.
+    x = shard(x, 'batch', 'residual_length', 'embed')
     bias, own, of_encoder = shared.bias, None, None
     if caches is not None:
       own, of_encoder = caches.own, caches.encoder
