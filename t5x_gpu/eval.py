@@ -19,16 +19,16 @@ import jax
 import numpy as np
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.model_dir import checkpoint_path, committed_steps, why
+from t5x_gpu.checkpoint.model_dir import (
+    check_writable, checkpoint_path, committed_steps, why)
 from t5x_gpu.checkpoint.params_files import read_params
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data.batches import (
-    BatchIterator, DatasetConfig, open_batches, open_class_names, open_task_names)
+from t5x_gpu.data.batches import DatasetConfig, open_class_names, open_task_names
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError
 from t5x_gpu.metrics import classification, logging_setup, reduce
 from t5x_gpu.metrics.eval_results import Results, short, table
 from t5x_gpu.metrics.evaluator import (
-    LOSS, Evaluator, confusion_of, open_task_evaluator, values_of)
+    LOSS, Evaluator, batches_for, confusion_of, open_task_evaluator, values_of)
 from t5x_gpu.partitioning.layout import LaidOut
 from t5x_gpu.runtime import cluster as cluster_lib
 from t5x_gpu.runtime import distributed
@@ -75,7 +75,8 @@ class CheckpointEvaluator:
     if metrics != 'tasks':
       for name in open_task_names(dataset):
         one = dataclasses.replace(dataset, mixture_or_task_name=name, shuffle=False)
-        self._losses[name] = Evaluator(self.program, _batches(model, one), num_batches)
+        self._losses[name] = Evaluator(self.program, batches_for(model, one, repeat=False),
+                                       num_batches)
     own = arguments.get('infer_eval_dataset_cfg')
     self._tasks = None if metrics == 'loss' else open_task_evaluator(
         model, self.program, dataclasses.replace(own, split=dataset.split) if own else dataset,
@@ -97,13 +98,6 @@ class CheckpointEvaluator:
     if self._tasks is not None:
       values |= self._tasks.run(params)
     return values
-
-
-def _batches(model: Any, dataset: DatasetConfig) -> BatchIterator:
-  spec = model.batch_spec(dataset.task_feature_lengths, batch_size=dataset.batch_size,
-                          pack=dataset.pack)
-  return open_batches(dataset, spec=spec, repeat=False,
-                      feature_converter=model.feature_converter(dataset.task_feature_lengths))
 
 
 def _in_run_order(program: Program, params: Any) -> Any:
@@ -196,34 +190,42 @@ def evaluate(arguments: Mapping[str, Any], options: argparse.Namespace, *, dry_r
   if dry_run:
     _say(f'Dry run: would evaluate {options.steps} of steps {committed_steps(model_dir)}.')
     return 0
-  results = None
-  if distributed.is_main_process():
-    results = Results(model_dir, name, _facts(arguments, dataset, options))
+  if not distributed.is_main_process():
+    _evaluate_all(model_dir, wanted, options, arguments, evaluator, None, dataset)
+    return 0
+  check_writable(model_dir)
+  with Results(model_dir, name, _facts(arguments, dataset, options)) as results:
+    _evaluate_all(model_dir, wanted, options, arguments, evaluator, results, dataset)
+    known = results.records
+  print(f'\n{table(known)}\n\nIn {results.path.parent}: {results.path.name}')
+  if options.watch and max(known, default=0) < arguments['total_steps']:
+    print(f'No further checkpoint within {options.timeout:g} s; the run is not at step '
+          f'{arguments["total_steps"]}. The same command goes on from here.')
+  return 0
+
+
+def _evaluate_all(model_dir: pathlib.Path, wanted: Wanted, options: argparse.Namespace,
+                  arguments: Mapping[str, Any], evaluator: CheckpointEvaluator,
+                  results: Optional[Results], dataset: DatasetConfig) -> None:
+  """Evaluates what is not in `results` yet, and adds it; only process 0 has results."""
   done = distributed.broadcast_json(results and sorted(results.records))
   if done:
     _say(f'Evaluated before: {", ".join(map(str, done))} ({results and results.path}).')
-  last_step = arguments['total_steps'] if options.watch else None
-  for step in steps_to_evaluate(model_dir, wanted=wanted, done=done, last_step=last_step,
-                                timeout=options.timeout):
+  for step in steps_to_evaluate(model_dir, wanted=wanted, done=done, timeout=options.timeout,
+                                last_step=arguments['total_steps'] if options.watch else None):
     params = _read(model_dir, step, evaluator.program)
     if params is None:
       _say(f'step {step}: the run has removed this checkpoint; set CheckpointConfig.keep higher.')
       continue
     values = evaluator.run(params)
-    if results is not None:
-      results.add(step, values)
-      _say(f'step {step} | ' + ' | '.join(f'{short(k)} {v:.4f}' for k, v in values.items()))
-      if evaluator.confusion is not None:
-        names = open_class_names(dataset) or tuple(map(str, range(len(evaluator.confusion))))
-        _say(classification.table(evaluator.confusion, names))
-        results.add_confusion(step, evaluator.confusion, names)
-  if results is not None:
-    results.close()
-    _say(f'\n{table(results.records)}\n\nIn {results.path.parent}: {results.path.name}')
-    if last_step is not None and max(results.records, default=0) < last_step:
-      _say(f'No further checkpoint within {options.timeout:g} s; the run is not at step '
-           f'{last_step}. The same command goes on from here.')
-  return 0
+    if results is None:
+      continue
+    results.add(step, values)
+    _say(f'step {step} | ' + ' | '.join(f'{short(k)} {v:.4f}' for k, v in values.items()))
+    if evaluator.confusion is not None:
+      names = open_class_names(dataset) or tuple(map(str, range(len(evaluator.confusion))))
+      _say(classification.table(evaluator.confusion, names))
+      results.add_confusion(step, evaluator.confusion, names)
 
 
 def _dataset(arguments: Mapping[str, Any], split: Optional[str]) -> DatasetConfig:

@@ -23,13 +23,13 @@ from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import Saved, check_model_dir
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
-    BatchIterator, DatasetConfig, batch_hash, open_batches, open_class_names, open_vocabulary)
+    BatchIterator, DatasetConfig, batch_hash, open_class_names, open_vocabulary)
 from t5x_gpu.errors import ConfigError, TrainingError
 from t5x_gpu.metrics import classification, logging_setup, plots, reduce
 from t5x_gpu.metrics.confusion_picture import plot_confusion
-from t5x_gpu.metrics.evaluator import Evaluator
+from t5x_gpu.metrics.evaluator import Evaluations, batches_for, open_evaluations
 from t5x_gpu.metrics.recorder import Recorder
-from t5x_gpu.models.decoding import SampleConfig, check_sample
+from t5x_gpu.models.decoding import DecodingConfig, SampleConfig, check_sample
 from t5x_gpu.models.generation import sample
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime import cluster as cluster_lib
@@ -39,6 +39,7 @@ from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig, coordination_stor
 from t5x_gpu.training.program import Program, build_program, compile_options
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.summary import parameter_table, size_line
+from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
           checkpoint_cfg: CheckpointConfig, total_steps: int, log_period: int,
           train_eval_dataset_cfg: Optional[DatasetConfig] = None,
           eval_period: Optional[int] = None, eval_steps: int = 20,
+          infer_eval_dataset_cfg: Optional[DatasetConfig] = None,
+          infer_eval_period: Optional[int] = None, decoding_cfg: Optional[DecodingConfig] = None,
           random_seed: int = 0, num_microbatches: int = 1, max_grad_norm: Optional[float] = None,
           loss_normalizing_factor: Optional[float] = None,
           learning_rate_scaling: Optional[str] = None,
@@ -75,6 +78,9 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     train_eval_dataset_cfg: what to measure the loss on; None for no evaluation.
     eval_period: steps between evaluations; None for one at the end.
     eval_steps: batches per evaluation.
+    infer_eval_dataset_cfg: tasks whose metrics to compute (docs/eval.md); None for none.
+    infer_eval_period: steps between them; None for once, at the end.
+    decoding_cfg: how predictions for metrics are written; None for the likeliest tokens.
     random_seed: of initialisation and dropout; the data order has DatasetConfig.seed.
     num_microbatches: parts of the batch computed one after the other, to save memory.
     max_grad_norm: global norm to which gradients are clipped.
@@ -98,7 +104,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   # ---- 1. Shapes, shardings and every check that needs no data -------------------------------
   model_dir = _local_folder(model_dir)
   _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
-                 eval_steps=eval_steps)
+                 eval_steps=eval_steps, infer_eval_period=infer_eval_period)
   program = _build(model=model, optimizer=optimizer, schedule=learning_rate,
                    partitioner=partitioner, dataset=train_dataset_cfg, seed=random_seed,
                    num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
@@ -118,8 +124,10 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
 
   # ---- 2. Open the data while XLA compiles ----------------------------------------------------
   with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
-    opening = pool.submit(_open_data, model, program, train_dataset_cfg, train_eval_dataset_cfg,
-                          saved, sample_cfg)
+    opening = pool.submit(
+        _open_data, model, program, train_dataset_cfg, saved, sample_cfg, total_steps=total_steps,
+        loss=(train_eval_dataset_cfg, eval_steps, eval_period),
+        tasks=(infer_eval_dataset_cfg, decoding_cfg, infer_eval_period))
     if dry_run:
       opening.result()
       _say(f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
@@ -129,7 +137,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       opening.result()  # a mistake in the data is told before the compile, where it is quick
     train_step = lowered.compile(compiler_options=compile_options(program, xla))
     fresh = None if saved else program.init()  # compiles, too: better now than after the data
-    data, eval_data = opening.result()
+    data, evaluations = opening.result()
 
   # ---- 3. State: the latest checkpoint, else another run's, else a fresh one -------------------
   checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.keep)
@@ -143,8 +151,6 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     summarize_config_fn(model_dir)
 
   # ---- 4. The loop -----------------------------------------------------------------------------
-  evaluator = Evaluator(program, eval_data, eval_steps) if eval_data is not None else None
-
   def step_done(step: int, sums: reduce.Sums) -> None:
     watchdog.step_done(step)
     _check_finite(step, sums, checkpointer)
@@ -163,20 +169,16 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       recorder.dispatched(step, sums)
       is_last = stop.reached(step) or step == total_steps
       evaluation = None
-      if evaluator and (step == total_steps or (eval_period and step % eval_period == 0)):
+      if evaluations.due(step):
         recorder.finish()
         with watchdog.phase('eval'), recorder.timer.pause('eval'):
-          evaluation = evaluator.run(state.params)
+          evaluation = evaluations.run(step, state)
       if is_last or evaluation or step == 1 or step % log_period == 0:
         recorder.log(step, evaluation)
       if is_last or step % checkpoint_cfg.period == 0:
         recorder.finish()
         with watchdog.phase('save'), recorder.timer.pause('save'):
-          data_state = data.get_state()
-          saved_state = program.in_model_order(state)
-          checkpointer.save(step, saved_state, data_state=data_state, manifest=make_manifest(
-              saved_state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
-              next_batch_hash=batch_hash(data.peek()), started_from=start.origin_of(restored)))
+          _save(checkpointer, step, program, state, data, start.origin_of(restored))
       if is_last:
         break
     with watchdog.phase('save'):
@@ -189,9 +191,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     return stop.exit_code
   if sample_cfg is not None:
     with watchdog.phase('eval'):
-      params = program.in_model_order(state).params
-      _say(_sample_text(model, program, params, train_dataset_cfg, sample_cfg))
-  _say(_closing(model_dir, model, step, train_dataset_cfg, evaluator and evaluator.confusion))
+      _say(_sample_text(model, program, state, train_dataset_cfg, sample_cfg))
+  _say(_closing(model_dir, model, step, train_dataset_cfg, evaluations.confusion))
   return 0
 
 
@@ -211,43 +212,28 @@ def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
                        batch_size=dataset.batch_size, **options)
 
 
-def _open_data(model: Any, program: Program, train_cfg: DatasetConfig,
-               eval_cfg: Optional[DatasetConfig], saved: Optional[Saved],
-               sample_cfg: Optional[SampleConfig]
-               ) -> tuple[BatchIterator, Optional[BatchIterator]]:
-  """Returns training and evaluation data; the former checked, and where `saved` left it."""
-  def opened(config: DatasetConfig, repeat: bool) -> BatchIterator:
-    spec = model.batch_spec(config.task_feature_lengths, batch_size=config.batch_size,
-                            pack=config.pack)
-    return open_batches(config, spec=spec, repeat=repeat,
-                        feature_converter=model.feature_converter(config.task_feature_lengths))
-  if eval_cfg is not None:
-    _check_eval_batch(eval_cfg.batch_size, program)
+def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Optional[Saved],
+               sample_cfg: Optional[SampleConfig], **evaluations: Any
+               ) -> tuple[BatchIterator, Evaluations]:
+  """Returns training data, checked and where `saved` left it, and what evaluates."""
   if sample_cfg is not None:  # raises now rather than after the last step
     prompt = open_vocabulary(train_cfg).encode(sample_cfg.prompt)
     check_sample(len(prompt), num_tokens=sample_cfg.num_tokens, length=_length(program))
-  data = opened(train_cfg, repeat=True)
+  data = batches_for(model, train_cfg, repeat=True)
   program.spec.check(data.peek())
   if saved:
     resume_data(data, data_state=saved.data_state, manifest=saved.manifest)
-  return data, None if eval_cfg is None else opened(eval_cfg, repeat=False)
+  return data, open_evaluations(model, program, **evaluations)
 
 
-def _check_eval_batch(batch_size: int, program: Program) -> None:
-  """Raises ConfigError if the mesh, or a pipeline, cannot split batches of this size."""
-  layout = program.layout
-  parts, pipeline = layout.batch_parts, layout.pipeline
-  if batch_size % parts:
-    what = f'do not divide into the {parts} parts that the mesh splits a batch into.'
-  elif pipeline is not None and batch_size // parts < pipeline.least_rows:
-    what = (f'are too small: the circular schedule of {pipeline.num_stages} stages needs at least '
-            f'{pipeline.least_rows} rows in each of the {parts} parts of a batch.')
-  else:
-    return
-  multiple = parts * (1 if pipeline is None else pipeline.least_rows)
-  raise ConfigError(f'Evaluation batches of {batch_size} {what}',
-                    fix=f'Set train_eval/DatasetConfig.batch_size to a multiple of {multiple}.',
-                    parameters=('train_eval/DatasetConfig.batch_size',))
+def _save(checkpointer: Checkpointer, step: int, program: Program, state: TrainState,
+          data: BatchIterator, started_from: Optional[Mapping[str, Any]]) -> None:
+  """Starts to write the checkpoint of `step`; returns once `state` may be overwritten."""
+  data_state = data.get_state()
+  saved_state = program.in_model_order(state)
+  checkpointer.save(step, saved_state, data_state=data_state, manifest=make_manifest(
+      saved_state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
+      next_batch_hash=batch_hash(data.peek()), started_from=started_from))
 
 
 def _nothing_to_do(where: str, step: int, total_steps: int) -> str:
@@ -302,8 +288,9 @@ def _check_first_loss(loss: Optional[float], model: Any) -> None:
                  loss, expected)
 
 
-def _sample_text(model: Any, program: Program, params: Any, dataset: DatasetConfig,
+def _sample_text(model: Any, program: Program, state: TrainState, dataset: DatasetConfig,
                  config: SampleConfig) -> str:
+  params = program.in_model_order(state).params
   vocabulary = open_vocabulary(dataset)
   prompt = np.asarray(vocabulary.encode(config.prompt), np.int32)
   ids = sample(model, params, prompt, layout=program.layout, length=_length(program),

@@ -145,6 +145,24 @@ def open_class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
   return None if names is None else names(config)
 
 
+def open_prompt_text(config: DatasetConfig, **options: Any) -> Any:
+  """Returns a `prompts.PromptText`: text <-> ids, and the examples of the task.
+
+  Args:
+    config: the task; without a name, the vocabulary alone.
+    **options: see `task_prompts.prompt_text`.
+  Raises:
+    ConfigError: no such module, or its batches have no text.
+    DataError: no such task or vocabulary, or more ids than the model has.
+  """
+  make = getattr(_module(config), 'prompt_text', None)
+  if make is None:
+    raise ConfigError(f'The batches of {config.module} have no text.',
+                      fix="Set DatasetConfig.module to 't5x_gpu.data.seqio_batches', its default.",
+                      parameters=('DatasetConfig.module',))
+  return make(config, **options)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelOutputs:
   """What a model made of the examples of a task, in their order; lists not asked for are empty.

@@ -64,6 +64,12 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     """What stands before a text for an encoder: BERT's [CLS]."""
     return self._id('cls_token')
 
+  @functools.cached_property
+  def template_start(self) -> Optional[int]:
+    """What the tokenizer's own template puts before a text: <bos> of Llama and Gemma; or None."""
+    ids = self._tokenizer.encode('', add_special_tokens=True).ids
+    return ids[0] if ids and ids[0] == self.bos_id else None
+
   @property
   def bos_id(self) -> Optional[int]:
     return self._id('bos_token', 'cls_token')

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data import evaluated_tasks as evaluated_tasks_lib
-from t5x_gpu.data import features, sources, task_lookup
+from t5x_gpu.data import features, sources, task_lookup, task_prompts
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig, check_same_data
 from t5x_gpu.data.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.iterator_state import bytes_to_iterator, iterator_to_bytes
@@ -266,3 +266,4 @@ def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
 # See the functions of t5x_gpu.data.batches that call these.
 task_names = evaluated_tasks_lib.task_names
 evaluated_tasks = evaluated_tasks_lib.open_tasks
+prompt_text = task_prompts.prompt_text

@@ -5,7 +5,7 @@ import logging
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Optional, Self
 
 import numpy as np
 
@@ -32,31 +32,46 @@ class Results:
     name: of this evaluation.
     facts: what its numbers depend on, besides the checkpoint.
   Raises:
-    ConfigError: numbers of that name depend on other facts, or the folder cannot be written.
+    ConfigError: numbers of that name depend on other facts.
   """
 
   def __init__(self, model_dir: pathlib.Path, name: str, facts: Mapping[str, Any]):
     self.folder, self.name = model_dir / FOLDER, name
     self.path = self.folder / f'{name}.jsonl'
+    self._facts = facts
+    self._tensorboard = model_dir / 'tensorboard' / f'{FOLDER}_{name}'
+    self._writer: Optional[MultiWriter] = None  # opened by the first number: errors leave no trace
     _check_facts(self.folder / f'{name}.json', facts, name)
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    if self._writer is not None:
+      self._writer.close()
+
+  def _open(self) -> MultiWriter:
     writers: list[MetricWriter] = [JsonLinesWriter(self.path)]
-    temporary = self.folder / f'{name}.json.tmp'
-    temporary.write_text(json.dumps(facts, indent=1) + '\n')
-    os.replace(temporary, self.folder / f'{name}.json')
+    temporary = self.folder / f'{self.name}.json.tmp'
+    temporary.write_text(json.dumps(self._facts, indent=1) + '\n')
+    os.replace(temporary, self.folder / f'{self.name}.json')
     try:
-      writers.append(TensorBoardWriter(model_dir / 'tensorboard' / f'{FOLDER}_{name}'))
+      writers.append(TensorBoardWriter(self._tensorboard))
     except ConfigError as e:  # a bare machine; the .jsonl has the same numbers
       _log.warning('No TensorBoard files: %s', e)
-    self._writer = MultiWriter(writers)
+    return MultiWriter(writers)
 
   @property
   def records(self) -> dict[int, dict[str, float]]:
     """Step -> values, ascending."""
+    if not self.path.exists():
+      return {}
     return {record.pop('step'): record for record in sorted(
         read_json_lines(self.path), key=lambda record: record['step'])}
 
   def add(self, step: int, values: Mapping[str, float]) -> None:
-    """Writes what a checkpoint is worth; a kill leaves whole lines."""
+    """Writes what a checkpoint is worth. A kill leaves at most a torn line, which then is mended."""
+    self._writer = self._writer or self._open()
     self._writer.write(step, values)
     self._writer.flush()
 
@@ -68,9 +83,6 @@ class Results:
       plot_confusion(confusion, names, f'{stem}.png', title=f'Step {step}, {self.name}')
     except ConfigError as e:
       _log.warning('No picture: %s', e)
-
-  def close(self) -> None:
-    self._writer.close()
 
 
 def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.batches import (
-    BatchIterator, DatasetConfig, EvaluatedTask, ModelOutputs, open_evaluated_tasks)
+    BatchIterator, DatasetConfig, EvaluatedTask, ModelOutputs, open_batches, open_evaluated_tasks)
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import classification, reduce
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
@@ -194,3 +194,54 @@ class Evaluations:
     if self._is_due(step, self._tasks):
       values |= self._tasks[0].run(self._program.in_model_order(state).params)
     return values
+
+
+def batches_for(model: Any, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
+  """Returns the batches of `dataset` as `model` takes them; errors as of `open_batches`."""
+  spec = model.batch_spec(dataset.task_feature_lengths, batch_size=dataset.batch_size,
+                          pack=dataset.pack)
+  return open_batches(dataset, spec=spec, repeat=repeat,
+                      feature_converter=model.feature_converter(dataset.task_feature_lengths))
+
+
+def open_evaluations(model: Any, program: Program, *, total_steps: int,
+                     loss: tuple[Optional[DatasetConfig], Optional[int], Optional[int]],
+                     tasks: tuple[Optional[DatasetConfig], Optional[DecodingConfig], Optional[int]]
+                     ) -> Evaluations:
+  """Returns the evaluations of a training run; opens their data.
+
+  Args:
+    model, program, total_steps: of the run.
+    loss: what on (None for nothing), how many batches, and the steps between two of them.
+    tasks: what on (None for nothing), how predictions are written, and the steps between.
+  Raises:
+    ConfigError, DataError: batches that the mesh cannot split; see also `open_batches` and
+      `open_task_evaluator`.
+  """
+  dataset, num_batches, loss_period = loss
+  tasks_dataset, decoding, tasks_period = tasks
+  evaluator = task_evaluator = None
+  if dataset is not None:
+    _check_eval_batch(dataset.batch_size, program)
+    evaluator = Evaluator(program, batches_for(model, dataset, repeat=False), num_batches)
+  if tasks_dataset is not None:
+    task_evaluator = open_task_evaluator(model, program, tasks_dataset, decoding=decoding)
+  return Evaluations(program, total_steps=total_steps, loss=(evaluator, loss_period),
+                     tasks=(task_evaluator, tasks_period))
+
+
+def _check_eval_batch(batch_size: int, program: Program) -> None:
+  """Raises ConfigError if the mesh, or a pipeline, cannot split batches of this size."""
+  layout = program.layout
+  parts, pipeline = layout.batch_parts, layout.pipeline
+  if batch_size % parts:
+    what = f'do not divide into the {parts} parts that the mesh splits a batch into.'
+  elif pipeline is not None and batch_size // parts < pipeline.least_rows:
+    what = (f'are too small: the circular schedule of {pipeline.num_stages} stages needs at least '
+            f'{pipeline.least_rows} rows in each of the {parts} parts of a batch.')
+  else:
+    return
+  multiple = parts * (1 if pipeline is None else pipeline.least_rows)
+  raise ConfigError(f'Evaluation batches of {batch_size} {what}',
+                    fix=f'Set train_eval/DatasetConfig.batch_size to a multiple of {multiple}.',
+                    parameters=('train_eval/DatasetConfig.batch_size',))

@@ -1,0 +1,115 @@
+"""Prompts from files of text or JSON, and what turns them into token ids; no TF."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Optional, Protocol
+
+from t5x_gpu.data.files import json_fields
+from t5x_gpu.errors import DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """A text to continue.
+
+  Attributes:
+    where: it comes from, 'file:line' or 'TASK, split SPLIT, example 3'.
+    inputs: the text.
+    targets: what might follow, to be scored; or None.
+    tokens, target_tokens: their ids, where the source has them already; else None.
+    extra: further fields of a JSON line, which are written beside the result.
+  """
+  where: str
+  inputs: str
+  targets: Optional[str] = None
+  tokens: Optional[tuple[int, ...]] = None
+  target_tokens: Optional[tuple[int, ...]] = None
+  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class PromptText(Protocol):
+  """Text <-> ids as a task has it.
+
+  Attributes:
+    name: of the vocabulary, for messages.
+    size: number of ids that its texts may have.
+    eos_id: ends what the model writes, or None.
+    start_id: stands before a prompt in the tokenizer's own template (<bos>), or None.
+    zero_is_a_word: id 0 is no padding here: a tokenizer whose word it is, and a model that has no
+      other row for it.
+  """
+  name: str
+  size: int
+  eos_id: Optional[int]
+  start_id: Optional[int]
+  zero_is_a_word: bool
+
+  def encode_inputs(self, text: str) -> list[int]:
+    """Returns the ids of a prompt, ended as the task ends its inputs."""
+
+  def encode_targets(self, text: str) -> list[int]:
+    """Returns the ids of a text to score, ended as the task ends its targets."""
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """Returns the text of what a model wrote, without what ends it."""
+
+  def examples(self) -> Iterable[Prompt]:
+    """Yields the task's split in order; raises DataError if there is no task or nothing to read."""
+
+
+def read_prompts(path: str) -> list[Prompt]:
+  """Returns the prompts of a file: one JSON object per line in .jsonl, else one text per line.
+
+  A JSON object has text under 'inputs', and under 'targets' if that is to be scored. Lines that are
+  blank are left out.
+
+  Raises:
+    DataError: no such file, nothing in it, or a line (named file:line) that is not what it should.
+  """
+  shown = os.path.expanduser(path)
+  try:
+    with open(shown, 'rb') as f:
+      lines = f.readlines()
+  except OSError as e:
+    raise DataError(f'--prompts={path} cannot be read: {e.strerror} (looked from {os.getcwd()}).',
+                    fix='Give a .jsonl or .txt file, or - for standard input.') from e
+  return parse_prompts(lines, name=path, is_json=shown.endswith(('.jsonl', '.json')))
+
+
+def parse_prompts(lines: Sequence[bytes], *, name: str, is_json: Optional[bool]) -> list[Prompt]:
+  """Returns the prompts of `lines`; see `read_prompts`.
+
+  Args:
+    lines: with their ends.
+    name: of the file, for messages.
+    is_json: None to judge by the first line that is not blank: JSON objects begin with {.
+  """
+  numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+  if not numbered:
+    raise DataError(f'{name} holds no prompt: ' + (
+        f'{len(lines)} blank lines.' if lines else 'it is empty.'),
+                    fix='Write one prompt per line: a text, or in .jsonl {"inputs": "a text"}.')
+  if is_json is None:
+    is_json = numbered[0][1].lstrip().startswith(b'{')
+  return [(_from_json if is_json else _from_text)(line, f'{name}:{number}')
+          for number, line in numbered]
+
+
+def _from_text(line: bytes, where: str) -> Prompt:
+  try:
+    return Prompt(where, line.decode('utf-8').rstrip('\r\n'))
+  except UnicodeDecodeError as e:
+    raise DataError(f'{where} is not UTF-8: {e.reason} at byte {e.start}.',
+                    fix='Save the file as UTF-8.') from e
+
+
+def _from_json(line: bytes, where: str) -> Prompt:
+  inputs = json_fields(line, keys=['inputs'], where=where)[0].decode()
+  record = json.loads(line)
+  targets = None
+  if record.get('targets') is not None:
+    targets = json_fields(line, keys=['targets'], where=where)[0].decode()
+  extra = {key: value for key, value in record.items() if key not in ('inputs', 'targets')}
+  return Prompt(where, inputs, targets, extra=extra)

@@ -1,0 +1,55 @@
+"""A user's module of tasks with metrics, for tests of evaluation."""
+
+import functools
+
+from t5x_gpu.data.tf_runtime import seqio, tf
+
+# What the last call of each metric function got.
+seen = {}
+
+
+def exact_match(targets, predictions):
+  seen['exact_match'] = targets, predictions
+  return {'exact_match': sum(map(str.__eq__, targets, predictions)) / len(targets),
+          'examples': seqio.metrics.Scalar(len(targets)),
+          'first': seqio.metrics.Text(predictions[0])}
+
+
+def mean_score(targets, scores):
+  seen['mean_score'] = targets, scores
+  return {'mean_score': float(sum(scores) / len(scores))}
+
+
+def marked(text, *, example, is_target):
+  """A postprocessor that shows what it was called with."""
+  assert 'inputs' in example
+  return ('target: ' if is_target else 'prediction: ') + text
+
+
+def broken(targets, predictions):
+  raise ZeroDivisionError('nobody guessed right')
+
+
+def _rows(words, split, shuffle_files=False, seed=None):
+  del shuffle_files, seed
+  chosen = [w for i, w in enumerate(words) if (i % 3 == 0) == (split == 'validation')]
+  return tf.data.Dataset.from_tensor_slices({'inputs': chosen, 'targets': [w[::-1] for w in chosen]})
+
+
+def _add(name, words, **options):
+  feature = seqio.Feature(vocabulary=seqio.ByteVocabulary(), add_eos=True)
+  seqio.TaskRegistry.add(
+      name, output_features={'inputs': feature, 'targets': feature},
+      source=seqio.FunctionDataSource(functools.partial(_rows, words),
+                                      splits=('train', 'validation')),
+      preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos], **options)
+
+
+# 5 and 11 examples for validation: neither fills batches of 8.
+_add('turned', ['abc', 'bcd', 'cde', 'def', 'efg', 'fgh', 'ghi', 'hij', 'ijk', 'jkl', 'klm', 'lmn',
+                'mno', 'nop', 'opq'],
+     metric_fns=[exact_match, mean_score], postprocess_fn=marked)
+_add('turned_more', [f'{a}{b}' for a in 'abcdef' for b in 'uvwxy'][:31], metric_fns=[mean_score])
+_add('turned_without_metrics', ['ab', 'cd', 'ef', 'gh'])
+_add('turned_broken', ['ab', 'cd', 'ef', 'gh'], metric_fns=[broken])
+seqio.MixtureRegistry.add('all_turned', [('turned', 1.0), ('turned_more', 1.0)])

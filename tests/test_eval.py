@@ -1,0 +1,304 @@
+"""Evaluating checkpoints: `python -m t5x_gpu.eval`, and metrics of tasks during training."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+from t5x_gpu import eval as eval_lib
+from t5x_gpu.metrics.writers import read_json_lines
+from tests import eval_tasks
+from tests.helpers_train import TINY_GIN, Project, compiled_kept_in, run_here
+
+
+def tiny_gin(text: str) -> str:
+  """Returns the very small project's gin file with `text`, whose macros replace its own."""
+  own = {line.split(' = ')[0] for line in text.splitlines() if ' = ' in line}
+  kept = [line for line in TINY_GIN.splitlines() if line.split(' = ')[0] not in own]
+  return '\n'.join([*kept, text])
+
+
+GIN = tiny_gin('''DATA_MODULE = 't5x_gpu.data.seqio_batches'
+MIXTURE_OR_TASK_MODULE = 'tests.eval_tasks'
+MIXTURE_OR_TASK_NAME = 'turned'
+TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}
+PACK = False
+TRAIN_STEPS = 6
+SAVE_PERIOD = 2
+EVAL_PERIOD = 2
+EVAL_STEPS = 100
+Z_LOSS = 0.0
+train_script.train.infer_eval_dataset_cfg = @train_eval/batches.DatasetConfig()
+train_script.train.infer_eval_period = 4
+train_script.train.decoding_cfg = @decoding.DecodingConfig()
+decoding.DecodingConfig.max_decode_length = 6
+''').replace('from t5x_gpu.models import config\n',
+             'from t5x_gpu.models import config\nfrom t5x_gpu.models import decoding\n')
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory):
+  """A run of six steps with three checkpoints, evaluated during training."""
+  made = Project(tmp_path_factory.mktemp('eval'), gin=GIN)
+  made.trained = made.run()
+  assert made.trained.code == 0, made.trained.err
+  return made
+
+
+def evaluate(project, *flags, num_devices=8, **macros):
+  with compiled_kept_in(project._compiled):
+    return run_here(lambda: eval_lib.main(project.argv(*flags, **macros)), num_devices=num_devices)
+
+
+def records(project, name='validation'):
+  path = project.model_dir / 'eval' / f'{name}.jsonl'
+  return {r['step']: r for r in read_json_lines(path)}
+
+
+@pytest.fixture(scope='module')
+def evaluated(project):
+  project.evaluation = evaluate(project)
+  assert project.evaluation.code == 0, project.evaluation.err
+  return project
+
+
+def test_all_checkpoints_have_the_loss_that_training_found_for_them(evaluated):
+  trained = evaluated.metrics('eval/loss')
+  found = records(evaluated)
+  assert sorted(found) == [2, 4, 6]
+  for step, record in found.items():
+    assert record['eval/loss'] == pytest.approx(trained[step], rel=1e-5)
+
+
+def test_metrics_of_tasks_during_training_come_in_their_period_and_are_those_of_eval(evaluated):
+  name = 'infer_eval/turned/mean_score'
+  trained = evaluated.metrics(name)
+  assert sorted(trained) == [4, 6]
+  found = records(evaluated)
+  for step, value in trained.items():
+    assert found[step][name] == pytest.approx(value, rel=1e-5)
+  assert found[6]['infer_eval/turned/examples'] == 5.0
+
+
+def test_scores_are_the_loss_of_whole_examples(evaluated):
+  # Two ways through the model: rows as in training, and targets scored one by one.
+  record = records(evaluated)[6]
+  tokens = 4  # three letters and the end
+  assert record['infer_eval/turned/mean_score'] == pytest.approx(
+      -tokens * record['eval/cross_entropy'], rel=1e-4)
+
+
+def test_metrics_get_postprocessed_text_of_the_whole_split_in_order(evaluated):
+  targets, predictions = eval_tasks.seen['exact_match']
+  assert targets == [f'target: {word}' for word in ('cba', 'fed', 'ihg', 'lkj', 'onm')]
+  assert len(predictions) == 5
+  assert all(p.startswith('prediction: ') for p in predictions)
+  assert len(eval_tasks.seen['mean_score'][1]) == 5
+
+
+def test_a_metric_that_is_no_number_is_left_out_and_said(evaluated):
+  assert 'infer_eval/turned/first' not in records(evaluated)[6]
+  assert 'the metric first is a Text, no number' in evaluated.evaluation.err
+
+
+def test_a_table_and_tensorboard_files_are_left(evaluated):
+  table = evaluated.evaluation.out.split('\n\n')[-2].splitlines()
+  assert table[0].split()[:2] == ['step', 'accuracy']
+  assert [line.split()[0] for line in table[1:]] == ['2', '4', '6']
+  assert list((evaluated.model_dir / 'tensorboard' / 'eval_validation').iterdir())
+
+
+def test_what_has_been_evaluated_is_not_evaluated_again(evaluated):
+  path = evaluated.model_dir / 'eval' / 'validation.jsonl'
+  before = path.read_bytes()
+  again = evaluate(evaluated)
+  assert again.code == 0 and 'Evaluated before: 2, 4, 6' in again.out
+  assert path.read_bytes() == before
+  lines = before.splitlines(keepends=True)
+  path.write_bytes(b''.join(lines[:2]) + lines[2][:20])  # a kill in the middle of a line
+  assert evaluate(evaluated).code == 0
+  assert path.read_bytes() == before
+
+
+def test_one_device_finds_what_eight_find(evaluated):
+  assert evaluate(evaluated, '--name=one', '--steps=last', num_devices=1).code == 0
+  [record], many = records(evaluated, 'one').values(), records(evaluated)[6]
+  for name, value in record.items():
+    assert value == pytest.approx(many[name], rel=1e-4), name
+
+
+def test_a_mixture_has_results_of_each_task_over_its_whole_split(evaluated):
+  result = evaluate(evaluated, '--name=mixture', '--steps=4', MIXTURE_OR_TASK_NAME='all_turned')
+  assert result.code == 0, result.err
+  [record] = records(evaluated, 'mixture').values()
+  # 5 examples of 4 target tokens and 10 of 3; a mixture that ends with its shortest would have less.
+  total = (20 * record['eval/turned/loss'] + 30 * record['eval/turned_more/loss']) / 50
+  assert record['eval/loss'] == pytest.approx(total, rel=1e-5)
+  assert record['infer_eval/turned_more/mean_score'] == pytest.approx(
+      -3 * record['eval/turned_more/cross_entropy'], rel=1e-4)
+  assert record['eval/turned/loss'] == pytest.approx(records(evaluated)[4]['eval/loss'], rel=1e-5)
+
+
+def test_a_number_of_batches_and_of_examples_can_be_given(evaluated):
+  result = evaluate(evaluated, '--name=few', '--steps=6', '--examples=2', '--batches=1')
+  assert result.code == 0, result.err
+  assert records(evaluated, 'few')[6]['infer_eval/turned/examples'] == 2.0
+
+
+def test_the_loss_alone_needs_no_metrics(evaluated):
+  result = evaluate(evaluated, '--name=loss', '--steps=6', '--metrics=loss')
+  assert result.code == 0, result.err
+  assert set(records(evaluated, 'loss')[6]) == {
+      'step', 'eval/loss', 'eval/cross_entropy', 'eval/accuracy', 'eval/z_loss'}
+
+
+def test_a_dry_run_writes_nothing(project, tmp_path):
+  shutil.copytree(project.model_dir / 'checkpoint_6', tmp_path / 'm' / 'checkpoint_6')
+  result = evaluate(project, '--dry_run', MODEL_DIR=tmp_path / 'm')
+  assert result.code == 0 and 'would evaluate all of steps [6]' in result.out
+  assert [p.name for p in (tmp_path / 'm').iterdir()] == ['checkpoint_6']
+
+
+@pytest.mark.parametrize('flags, macros, said', [
+    (['--steps=5'], {}, ['no checkpoint of step 5', 'Its steps are 2, 4, 6']),
+    (['--steps=newest'], {}, ['--steps=newest', '--steps=last']),
+    (['--split=tset'], {}, ["no split 'tset'", "'train', 'validation'"]),
+    (['--name=validation', '--examples=3'], {}, ['another evaluation', 'examples: then None, now 3',
+                                                '--name=validation_2']),
+    (['--name=x', '--metrics=tasks'], {'MIXTURE_OR_TASK_NAME': 'turned_without_metrics'},
+     ["'turned_without_metrics' has no metrics", '--metrics=loss']),
+    (['--name=x'], {'MIXTURE_OR_TASK_NAME': 'turned_broken'},
+     ['ZeroDivisionError: nobody guessed right', 'metric_fns']),
+    (['--name=x', '--batches=0'], {}, ["'0' is no whole number"]),
+    (['--name=x'], {'TransformerConfig.mlp_dim': 64}, ['holds other parameters', 'mlp']),
+])
+def test_bad_input_is_an_error_with_a_remedy(evaluated, flags, macros, said):
+  before = records(evaluated)
+  result = evaluate(evaluated, *flags, **macros)
+  assert result.code == 1 and 'Traceback' not in result.err
+  for text in said:
+    assert text in result.err
+  assert records(evaluated) == before
+  assert not list((evaluated.model_dir / 'eval').glob('x.*'))
+
+
+def test_a_folder_without_checkpoints_is_an_error(project, tmp_path):
+  result = evaluate(project, MODEL_DIR=tmp_path / 'empty')
+  assert result.code == 1 and 'has no checkpoint' in result.err and '--watch' in result.err
+  assert not (tmp_path / 'empty').exists()
+
+
+def test_a_task_without_metrics_has_its_loss(evaluated):
+  result = evaluate(evaluated, '--name=bare', '--steps=6',
+                    MIXTURE_OR_TASK_NAME='turned_without_metrics')
+  assert result.code == 0, result.err
+  assert math.isfinite(records(evaluated, 'bare')[6]['eval/loss'])
+
+
+def test_infer_eval_of_a_task_without_metrics_fails_before_the_first_step(project, tmp_path):
+  result = project.run(MODEL_DIR=tmp_path / 'm', MIXTURE_OR_TASK_NAME='turned_without_metrics')
+  assert result.code == 1 and 'has no metrics' in result.err
+  assert not (tmp_path / 'm').exists()
+
+
+# ---- Watching ----------------------------------------------------------------------------------
+
+
+def steps_of(folder, monkeypatch, *, timeout=60.0, last_step=6, wanted='all', done=()):
+  monkeypatch.setattr(eval_lib, 'POLL_SECONDS', 0.001)
+  return eval_lib.steps_to_evaluate(folder, wanted=wanted, done=done, last_step=last_step,
+                                    timeout=timeout)
+
+
+def test_watching_takes_new_checkpoints_until_the_last_step(tmp_path, monkeypatch):
+  (tmp_path / 'checkpoint_2').mkdir()
+  found = []
+  for step in steps_of(tmp_path, monkeypatch):
+    found.append(step)
+    if step < 6:
+      (tmp_path / f'checkpoint_{step + 2}').mkdir()
+  assert found == [2, 4, 6]
+
+
+def test_watching_waits_for_the_first_checkpoint(tmp_path, monkeypatch):
+  naps = []
+
+  def nap(seconds):
+    naps.append(seconds)
+    if len(naps) == 3:
+      (tmp_path / 'checkpoint_6').mkdir()
+  monkeypatch.setattr(eval_lib.time, 'sleep', nap)
+  assert list(steps_of(tmp_path, monkeypatch)) == [6]
+  assert len(naps) == 3
+
+
+def test_watching_ends_when_nothing_comes_in_time(tmp_path, monkeypatch):
+  (tmp_path / 'checkpoint_2').mkdir()
+  assert list(steps_of(tmp_path, monkeypatch, timeout=0.05)) == [2]
+
+
+def test_watching_the_last_one_leaves_out_those_between(tmp_path, monkeypatch):
+  for step in (2, 4):
+    (tmp_path / f'checkpoint_{step}').mkdir()
+  found = []
+  for step in steps_of(tmp_path, monkeypatch, wanted='last'):
+    found.append(step)
+    (tmp_path / 'checkpoint_6').mkdir(exist_ok=True)
+  assert found == [4, 6]
+
+
+def test_watching_a_run_that_is_done_ends(evaluated):
+  result = evaluate(evaluated, '--watch', '--timeout=600')
+  assert result.code == 0, result.err
+  assert 'No further checkpoint' not in result.out
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_left_out(evaluated, monkeypatch):
+  read = eval_lib.read_params
+
+  def removed_first(model_dir, *args, step, **kwargs):
+    if step == 2:
+      shutil.rmtree(model_dir / 'checkpoint_2')
+    return read(model_dir, *args, step=step, **kwargs)
+  monkeypatch.setattr(eval_lib, 'read_params', removed_first)
+  kept = evaluated.folder / 'kept'
+  shutil.copytree(evaluated.model_dir / 'checkpoint_2', kept)
+  try:
+    result = evaluate(evaluated, '--name=removed', '--metrics=loss')
+  finally:
+    shutil.move(kept, evaluated.model_dir / 'checkpoint_2')
+  assert result.code == 0, result.err
+  assert 'step 2: the run has removed this checkpoint' in result.out
+  assert sorted(records(evaluated, 'removed')) == [4, 6]
+
+
+# ---- Classes -----------------------------------------------------------------------------------
+
+CLASSES_GIN = tiny_gin('''DATA_MODULE = 't5x_gpu.data.seqio_batches'
+TASK_FEATURE_LENGTHS = {'inputs': 16}
+PACK = False
+NUM_CLASSES = 3
+TRAIN_STEPS = 2
+''').replace('decoder_demo', 'encoder_demo')
+
+
+def test_classes_have_scores_and_a_confusion_matrix_over_every_row_once(tmp_path):
+  for split, count in (('train', 24), ('dev', 13)):
+    rows = [f'text {i},{"abc"[i % 3]}' for i in range(count)]
+    (tmp_path / f'{split}.csv').write_text('\n'.join(['text,label', *rows]) + '\n')
+  project = Project(tmp_path, gin=CLASSES_GIN)
+  task = {'MIXTURE_OR_TASK_NAME': f'imdb_csv:{tmp_path}/*.csv'}
+  assert project.run(**task).code == 0
+  result = evaluate(project, **task)
+  assert result.code == 0, result.err
+  [record] = records(project).values()
+  assert {'eval/accuracy', 'eval/macro_f1', 'eval/matthews_corrcoef'} <= set(record)
+  rows = (project.model_dir / 'eval' / 'validation_confusion_2.csv').read_text().splitlines()[1:]
+  counts = np.array([[float(x) for x in row.split(',')[1:]] for row in rows])
+  np.testing.assert_array_equal(counts.sum(1), [5, 4, 4])  # 13 rows in batches of 8
+  assert record['eval/accuracy'] == pytest.approx(np.trace(counts) / 13)
+  assert (project.model_dir / 'eval' / 'validation_confusion_2.png').stat().st_size > 1000
+  facts = json.loads((project.model_dir / 'eval' / 'validation.json').read_text())
+  assert facts['split'] == 'validation'
