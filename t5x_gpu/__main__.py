@@ -12,6 +12,7 @@ COMMANDS = {
     'plan': 'show what a gin file would do on N GPUs, without one',
     'bench': 'time the training step on synthetic batches',
     'eval': 'evaluate the checkpoints of a run on held-back data',
+    'infer': 'write text: continue prompts, or score given continuations',
     'parity': 'prove that a model trains on its mesh as on one device',
     'doctor': 'look at this machine: versions, GPUs, links, speeds, XLA flags',
     'convert': 'convert checkpoints from and to Hugging Face, and from T5X',

@@ -38,7 +38,7 @@ class BeamSearch:
   Attributes:
     numbers: [batch] of the prompts, negative for rows that only fill the batch.
     num_rows_per_prompt: beams.
-    max_decode_length, length_penalty, stop_tokens: as in DecodingConfig.
+    max_decode_length, length_penalty, stop_tokens, zero_is_padding: as in DecodingConfig.
     is_huggingface: DecodingConfig.beam_rule is 'huggingface', not 't5x'.
   Source: Wu et al. 2016, section 7; T5X's and transformers' rules where those leave a choice.
   """
@@ -48,6 +48,7 @@ class BeamSearch:
   length_penalty: float
   stop_tokens: tuple[int, ...]
   is_huggingface: bool
+  zero_is_padding: bool = True
 
   def start(self, rows: int) -> Beams:
     batch, beams = rows // self.num_rows_per_prompt, self.num_rows_per_prompt
@@ -60,7 +61,7 @@ class BeamSearch:
   def choose(self, number: Any, logits: jax.Array, carry: Beams
              ) -> tuple[Beams, jax.Array, jax.Array]:
     beams, length = self.num_rows_per_prompt, carry.length + 1
-    gains = without_padding(jax.nn.log_softmax(logits))
+    gains = without_padding(jax.nn.log_softmax(logits), zero_is_padding=self.zero_is_padding)
     vocab = gains.shape[-1]
     scores = carry.log_probabilities[:, :, None] + gains.reshape(-1, beams, vocab)
     count = min(max(2, 1 + len(self.stop_tokens)) * beams, beams * vocab)

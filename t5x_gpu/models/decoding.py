@@ -32,6 +32,8 @@ class DecodingConfig:
     start_token: decoder input before the first token: 0 for models trained here, whose inputs are
       shifted by one; None for a decoder that takes its prompt as it is (Llama, GPT-2), which then
       needs a token at least.
+    zero_is_padding: id 0 is never written. False for a model converted from one whose tokenizer has
+      a word of that number (GPT-2, Llama 3, Qwen: '!').
     seed: of samples.
     batch_size: prompts at a time; as many more as the mesh needs to split them evenly.
   Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Wu et al. 2016, eq. 14 (penalty).
@@ -46,6 +48,7 @@ class DecodingConfig:
   beam_rule: str = 't5x'
   stop_tokens: tuple[int, ...] = ()
   start_token: Optional[int] = 0
+  zero_is_padding: bool = True
   seed: int = 0
   batch_size: int = 32
 
@@ -74,7 +77,7 @@ class DecodingConfig:
              + did_you_mean(str(self.beam_rule), BEAM_RULES))
     if self.num_beams > 1:
       if self.temperature or self.top_k or self.top_p < 1.0:
-        refuse('num_beams', 'searches: leave out temperature, top_k and top_p, which are of samples.')
+        refuse('num_beams', 'searches: leave out temperature, top_k and top_p, those of samples.')
       if self.num_decodes > self.num_beams:
         refuse('num_decodes', f'must be at most num_beams = {self.num_beams}.')
     elif self.temperature == 0:

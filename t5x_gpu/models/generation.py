@@ -189,11 +189,13 @@ class Generator:
     shape = (self.batch_size, length)
     batch = {name: np.zeros(shape, np.int32) for name in (
         'decoder_input_tokens', 'decoder_target_tokens', 'decoder_loss_weights',
-        'decoder_causal_attention')}
+        'decoder_causal_attention', 'scored_tokens')}
     for i, (row, target) in enumerate(zip(rows, targets)):
       end, first = len(row) - 1, len(row) - 1 - len(target)
       batch['decoder_input_tokens'][i, :end] = row[:-1]
-      batch['decoder_target_tokens'][i, :end] = row[1:]
+      batch['scored_tokens'][i, :end] = row[1:]
+      # Models take id 0 for padding, which it may not be (DecodingConfig.zero_is_padding).
+      batch['decoder_target_tokens'][i, :end] = np.maximum(row[1:], 1)
       batch['decoder_loss_weights'][i, first:end] = 1
       batch['decoder_causal_attention'][i, :first + 1] = 1
     if self._has_encoder:
@@ -216,7 +218,7 @@ def _without_dropping(model: Any) -> Any:
 
 def _search(config: DecodingConfig, numbers: jax.Array) -> Search:
   options = dict(numbers=numbers, max_decode_length=config.max_decode_length,
-                 stop_tokens=config.stop_tokens)
+                 stop_tokens=config.stop_tokens, zero_is_padding=config.zero_is_padding)
   if config.num_beams > 1:
     return BeamSearch(num_rows_per_prompt=config.num_beams, length_penalty=config.length_penalty,
                       is_huggingface=config.beam_rule == 'huggingface', **options)
@@ -237,8 +239,8 @@ def _generate(model: Any, config: DecodingConfig, params: Any, batch: Mapping[st
 
 def _log_likelihood(model: Any, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Returns [batch] sums of log-probabilities of the targets."""
-  targets, weights = batch['decoder_target_tokens'], batch['decoder_loss_weights']
-  logits = model.logits(params, batch)
+  targets, weights = batch['scored_tokens'], batch['decoder_loss_weights']
+  logits = model.logits(params, {n: x for n, x in batch.items() if n != 'scored_tokens'})
   log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, :, None], axis=-1)
   return jnp.sum(log_probs[:, :, 0] * weights, axis=1)
 

@@ -94,8 +94,10 @@ def run(search: Search, *, logits: jax.Array, state: DecodingState, decode_step:
   return search.result(carry)
 
 
-def without_padding(scores: jax.Array) -> jax.Array:
+def without_padding(scores: jax.Array, *, zero_is_padding: bool) -> jax.Array:
   """Returns scores [..., vocab] under which padding, id 0, is never chosen."""
+  if not zero_is_padding:
+    return scores
   return jnp.where(jnp.arange(scores.shape[-1]) == 0, -jnp.inf, scores)
 
 
@@ -146,7 +148,8 @@ class Sampling:
     numbers: [batch] of the prompts; with the seed and the number of the decode they determine a
       sample. A negative one stands for no prompt: its row only fills the batch.
     num_rows_per_prompt: decodes.
-    max_decode_length, temperature, top_k, top_p, stop_tokens, seed: as in DecodingConfig.
+    max_decode_length, temperature, top_k, top_p, stop_tokens, zero_is_padding, seed: as in
+      DecodingConfig.
   """
   numbers: jax.Array
   num_rows_per_prompt: int
@@ -156,6 +159,7 @@ class Sampling:
   top_p: float
   stop_tokens: tuple[int, ...]
   seed: int
+  zero_is_padding: bool = True
 
   def start(self, rows: int) -> Texts:
     tokens = shard(jnp.zeros((rows, self.max_decode_length), jnp.int32), 'batch', None)
@@ -164,7 +168,7 @@ class Sampling:
 
   def choose(self, number: Any, logits: jax.Array, carry: Texts
              ) -> tuple[Texts, jax.Array, None]:
-    allowed = without_padding(logits)
+    allowed = without_padding(logits, zero_is_padding=self.zero_is_padding)
     if self.temperature > 0:
       allowed = likeliest(allowed / self.temperature, top_k=self.top_k, top_p=self.top_p)
       chosen = jax.vmap(jax.random.categorical)(self._keys(number), allowed)

@@ -1,0 +1,167 @@
+"""A model at work on prompts: text into ids, results in order, how far it is."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Optional
+
+import rich.console
+import rich.progress
+
+from t5x_gpu.data.prompts import Prompt, PromptText
+from t5x_gpu.errors import DataError
+from t5x_gpu.metrics.result_lines import NUMBER, ResultLines, to_line
+from t5x_gpu.models.generation import Generated, Generator
+from t5x_gpu.runtime import distributed
+
+_SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """A model, and the text that it is to work on.
+
+  Attributes:
+    generator: of the model.
+    text: text <-> ids.
+    checkpoint: folder that the parameters come from.
+    train_length: tokens of a row in training, or None.
+  """
+  generator: Generator
+  text: PromptText
+  checkpoint: str
+  train_length: Optional[int] = None
+
+  def tokens(self, prompt: Prompt) -> list[int]:
+    return list(self.text.encode_inputs(prompt.inputs) if prompt.tokens is None else prompt.tokens)
+
+  def target_tokens(self, prompt: Prompt) -> list[int]:
+    if prompt.target_tokens is not None:
+      return list(prompt.target_tokens)
+    if prompt.targets is None:
+      raise DataError(f"{prompt.where} has no text under key 'targets', which --score needs.",
+                      fix='Give every line {"inputs": ..., "targets": ...}, or leave --score out.')
+    return self.text.encode_targets(prompt.targets)
+
+  def text_of(self, generated: Generated) -> str:
+    ids = generated.tokens[:-1] if generated.is_complete else generated.tokens
+    return self.text.decode(ids)
+
+
+def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bool = False,
+        overwrite: bool = False, dry_run: bool = False) -> int:
+  """Writes the results of `prompts` in order; returns how many were new.
+
+  Every device of every process has its share of each batch; process 0 writes.
+
+  Args:
+    job: model and text.
+    prompts: all of them, also those that `output` has already.
+    output: file, continued if it has results of the same; None for standard output.
+    score: the probabilities of given targets, in place of new text.
+    overwrite: begin the file anew.
+    dry_run: check everything, and leave.
+  """
+  tokens = [job.tokens(prompt) for prompt in prompts]
+  targets = [job.target_tokens(prompt) for prompt in prompts] if score else None
+  for i, prompt in enumerate(prompts):
+    job.generator.check_prompt(len(tokens[i]), where=prompt.where,
+                               targets=len(targets[i]) if score else 0)
+  longer = sum(len(t) > (job.train_length or len(t)) for t in tokens)
+  if longer:
+    say(f'note: {longer} of {len(tokens)} prompts are longer than the {job.train_length} tokens of '
+         'a row in training.')
+  if dry_run:
+    say(f'Dry run: {len(prompts)} prompts could be worked on.')
+    return 0
+  lines = None
+  if output is not None and distributed.is_main_process():
+    lines = ResultLines(output, facts=_facts(job, prompts, tokens, targets), overwrite=overwrite)
+  done = distributed.broadcast_json(lines.num_done if lines else 0)
+  if done:
+    say(f'{output} has {done} of {len(prompts)} results already.')
+
+  def results(part: slice) -> list[dict[str, Any]]:
+    if score:
+      scores = job.generator.score(tokens[part], targets[part])
+      return [{'targets': p.targets, 'score': s, 'num_tokens': len(t)}
+              for p, s, t in zip(prompts[part], scores, targets[part])]
+    generated = job.generator.generate(tokens[part],
+                                       numbers=range(*part.indices(len(prompts))))
+    return [_result(job, p, found) for p, found in zip(prompts[part], generated)]
+  try:
+    with _progress(len(prompts), done) as advance:
+      for start in range(done, len(prompts), job.generator.batch_size):
+        part = slice(start, min(start + job.generator.batch_size, len(prompts)))
+        records = [{NUMBER: number, **prompts[number].extra, 'inputs': prompts[number].inputs,
+                    **result} for number, result in enumerate(results(part), start)]
+        if lines is not None:
+          lines.write(records)
+        elif distributed.is_main_process():
+          print(*map(to_line, records), sep='', end='', flush=True)
+        advance(len(records))
+  except KeyboardInterrupt:
+    if lines is not None:
+      say(f'Everything up to here is in {output}; the same command goes on.')
+    raise
+  finally:
+    if lines is not None:
+      lines.close()
+  return len(prompts) - done
+
+
+def _result(job: Job, prompt: Prompt, found: Sequence[Generated]) -> dict[str, Any]:
+  """Returns what is written of the continuations of a prompt, best first."""
+  best = found[0]
+  result = {'prediction': job.text_of(best), 'score': best.score, 'num_tokens': len(best.tokens),
+            'is_complete': best.is_complete}
+  if prompt.targets is not None:
+    result = {'targets': prompt.targets, **result}
+  if job.generator.config.num_decodes > 1:
+    result['predictions'] = [job.text_of(one) for one in found]
+    result['scores'] = [one.score for one in found]
+  return result
+
+
+def _facts(job: Job, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]],
+           targets: Optional[Sequence[Sequence[int]]]) -> dict[str, Any]:
+  """Returns what results depend on; the prompts as a hash."""
+  content = json.dumps([[p.inputs, p.targets, dict(p.extra)] for p in prompts])
+  digest = hashlib.sha256((content + json.dumps([tokens, targets])).encode())
+  facts = {'prompts': f'{len(prompts)}, {digest.hexdigest()[:16]}', 'checkpoint': job.checkpoint,
+           'vocabulary': job.text.name, 'score': targets is not None}
+  decoding = dataclasses.asdict(job.generator.config)
+  used = ['start_token'] if targets is not None else decoding.keys() - {'batch_size'}
+  return facts | {f'DecodingConfig.{name}': decoding[name] for name in sorted(used)}
+
+
+@contextlib.contextmanager
+def _progress(total: int, done: int) -> Iterator[Callable[[int], None]]:
+  """Shows how many prompts are done: a bar on a terminal, else a line now and then."""
+  console = rich.console.Console(stderr=True)
+  bar = rich.progress.Progress(
+      rich.progress.TextColumn('prompts'), rich.progress.BarColumn(),
+      rich.progress.MofNCompleteColumn(), rich.progress.TimeRemainingColumn(), console=console,
+      disable=not (console.is_terminal and distributed.is_main_process()))
+  count, start, said = done, time.monotonic(), time.monotonic()
+  with bar:
+    task = bar.add_task('prompts', total=total, completed=done)
+
+    def advance(number: int) -> None:
+      nonlocal count, said
+      count += number
+      bar.advance(task, number)
+      if bar.disable and time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+        said = time.monotonic()
+        say(f'{count} of {total} prompts, {said - start:.0f} s')
+    yield advance
+
+
+def say(text: str) -> None:
+  """Prints to standard error: results may go to standard output."""
+  if distributed.is_main_process():
+    print(text, file=sys.stderr, flush=True)

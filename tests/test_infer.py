@@ -1,0 +1,258 @@
+"""python -m t5x_gpu.infer: prompts in, JSON lines out, whatever interrupts it."""
+
+import io
+import json
+import sys
+import types
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu import convert, infer
+from t5x_gpu.checkpoint.params_files import ParamsWriter
+from t5x_gpu.config import gin_loader
+from t5x_gpu.models.generation import Generator
+from t5x_gpu.partitioning.axis_rules import split_names
+from tests.helpers_train import TINY_GIN, compiled_kept_in, run_here
+
+PROMPTS = ['def f(', 'import os', 'x', 'class Ä:', 'for i in', 'while True']
+DECODE = ['--gin.DecodingConfig.max_decode_length=6', '--gin.DecodingConfig.batch_size=2']
+
+
+def write_params(folder, shapes):
+  rng = np.random.default_rng(0)
+  flat = {name: rng.normal(0, 0.5, a.shape).astype(np.float32)
+          for name, a in flax.traverse_util.flatten_dict(shapes, sep='/').items()}
+  shapes = {name: value.shape for name, value in flat.items()}
+  with ParamsWriter(folder, step=3, shapes=shapes, chunks=shapes, about={},
+                    compress=False) as writer:
+    for name, value in flat.items():
+      writer.write(name, (), value)
+
+
+@pytest.fixture(scope='module')
+def model_dir(tmp_path_factory):
+  """A folder as a run leaves it: a checkpoint of random parameters, and config.gin."""
+  folder = tmp_path_factory.mktemp('infer') / 'run'
+  folder.mkdir()
+  text = TINY_GIN.replace("'t5x_gpu.data.synthetic'", "'t5x_gpu.data.seqio_batches'").replace(
+      "MODEL_DIR = 'model'", f'MODEL_DIR = {str(folder)!r}')
+  (folder / 'config.gin').write_text(text)
+  model = gin_loader.load([folder / 'config.gin']).arguments()['model']
+  write_params(folder, split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), None)))[0])
+  with compiled_kept_in(folder / 'compiled'):
+    yield folder
+
+
+@pytest.fixture
+def prompts(tmp_path):
+  path = tmp_path / 'prompts.txt'
+  path.write_text('\n'.join(PROMPTS) + '\n', 'utf-8')
+  return path
+
+
+def call(model_dir, *flags, num_devices=1):
+  argv = [f'--checkpoint={model_dir}', *map(str, flags), *(
+      [] if any('DecodingConfig' in str(f) for f in flags) else DECODE)]
+  return run_here(lambda: infer.main(argv), num_devices=num_devices)
+
+
+def answers(model_dir, *flags, **options):
+  """Returns the records that a call writes to standard output."""
+  result = call(model_dir, *flags, **options)
+  assert result.code == 0, result.err
+  return [json.loads(line) for line in result.out.splitlines()]
+
+
+@pytest.fixture(scope='module')
+def expected(model_dir, tmp_path_factory):
+  path = tmp_path_factory.mktemp('expected') / 'p.txt'
+  path.write_text('\n'.join(PROMPTS), 'utf-8')
+  return answers(model_dir, f'--prompts={path}')
+
+
+def test_every_prompt_has_its_answer_in_order(expected):
+  assert [record['number'] for record in expected] == list(range(6))
+  assert [record['inputs'] for record in expected] == PROMPTS
+  assert all(record['num_tokens'] == 6 and record['score'] < 0 for record in expected)
+  assert len({record['score'] for record in expected}) == 6
+
+
+def test_answers_on_eight_devices_are_those_of_one(model_dir, prompts, expected):
+  on_eight = answers(model_dir, f'--prompts={prompts}', *DECODE,
+                     '--gin.Partitioner.num_partitions=2', '--gin.Partitioner.fsdp=2',
+                     num_devices=8)
+  for got, want in zip(on_eight, expected, strict=True):
+    assert got.pop('score') == pytest.approx(want['score'], rel=1e-4)
+    assert got == {key: value for key, value in want.items() if key != 'score'}
+
+
+def test_json_lines_keep_their_fields_and_standard_input_is_read(model_dir, expected, monkeypatch):
+  lines = [{'inputs': text, 'id': f'q{i}', 'targets': 'ab'} for i, text in enumerate(PROMPTS[:2])]
+  data = '\n'.join(map(json.dumps, lines)).encode()
+  monkeypatch.setattr(sys, 'stdin', types.SimpleNamespace(buffer=io.BytesIO(data)))
+  got = answers(model_dir, '--prompts=-')
+  assert [record.pop('id') for record in got] == ['q0', 'q1']
+  assert [record.pop('targets') for record in got] == ['ab', 'ab']
+  assert got == expected[:2]
+
+
+def test_likelier_targets_have_higher_scores_and_their_end_counts(model_dir, expected, tmp_path):
+  path = tmp_path / 'pairs.jsonl'
+  path.write_text('\n'.join(json.dumps({'inputs': 'x', 'targets': text})
+                            for text in ('abc', 'abcd', 'Ä')))
+  got = answers(model_dir, f'--prompts={path}', '--score')
+  assert [r['num_tokens'] for r in got] == [4, 5, 3]
+  assert [r['targets'] for r in got] == ['abc', 'abcd', 'Ä']
+  assert all(r['score'] < expected[2]['score'] / 6 * r['num_tokens'] for r in got)
+
+
+def test_texts_of_a_task_are_scored(model_dir):
+  got = answers(model_dir, '--score', '--examples=3', '--split=validation')
+  assert len(got) == 3 and all(r['num_tokens'] == 32 and r['score'] < -32 for r in got)
+
+
+def test_several_decodes_are_all_written(model_dir, prompts):
+  got = answers(model_dir, f'--prompts={prompts}', '--examples=2',
+                '--gin.DecodingConfig.num_beams=3', '--gin.DecodingConfig.num_decodes=3',
+                '--gin.DecodingConfig.max_decode_length=4', '--gin.DecodingConfig.batch_size=2')
+  for record in got:
+    assert len(record['predictions']) == 3 and record['predictions'][0] == record['prediction']
+    assert record['scores'] == sorted(record['scores'], reverse=True)
+
+
+@pytest.mark.parametrize('cut', ['mid_line', 'after_line', 'no_newline'])
+def test_a_killed_run_goes_on_where_it_stopped(model_dir, prompts, expected, tmp_path, cut,
+                                               monkeypatch):
+  output = tmp_path / 'answers.jsonl'
+  assert call(model_dir, f'--prompts={prompts}', f'--output={output}').code == 0
+  whole = output.read_bytes()
+  assert [json.loads(line) for line in whole.splitlines()] == expected
+  lines = whole.splitlines(keepends=True)
+  output.write_bytes(b''.join(lines[:3]) + {
+      'mid_line': lines[3][:20], 'after_line': b'', 'no_newline': lines[3][:-1]}[cut])
+  asked = []
+  generate = Generator.generate
+  monkeypatch.setattr(Generator, 'generate', lambda self, prompts, **options: (
+      asked.extend(options['numbers']), generate(self, prompts, **options))[1])
+  again = call(model_dir, f'--prompts={prompts}', f'--output={output}')
+  assert again.code == 0 and '6 results' in again.err and '3 of them new' in again.err
+  assert output.read_bytes() == whole
+  assert asked == [3, 4, 5]
+
+
+def test_ctrl_c_keeps_what_is_written(model_dir, prompts, tmp_path, monkeypatch):
+  output = tmp_path / 'answers.jsonl'
+  generate = Generator.generate
+
+  def interrupted(self, prompts, **options):
+    if 4 in options['numbers']:
+      raise KeyboardInterrupt
+    return generate(self, prompts, **options)
+  monkeypatch.setattr(Generator, 'generate', interrupted)
+  result = call(model_dir, f'--prompts={prompts}', f'--output={output}')
+  assert result.code == 130 and 'the same command goes on' in result.err
+  assert len(output.read_text().splitlines()) == 4
+  monkeypatch.setattr(Generator, 'generate', generate)
+  assert '2 of them new' in call(model_dir, f'--prompts={prompts}', f'--output={output}').err
+
+
+def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_path):
+  output = tmp_path / 'answers.jsonl'
+  assert call(model_dir, f'--prompts={prompts}', f'--output={output}').code == 0
+  other = call(model_dir, f'--prompts={prompts}', f'--output={output}', *DECODE,
+               '--gin.DecodingConfig.length_penalty=0.1', '--examples=2')
+  assert other.code == 1
+  for part in ('length_penalty: then 0.6, now 0.1', 'prompts: then', '--overwrite'):
+    assert part in other.err
+  assert len(output.read_text().splitlines()) == 6
+  changed = call(model_dir, f'--prompts={prompts}', f'--output={output}', '--examples=2',
+                 '--overwrite')
+  assert changed.code == 0 and len(output.read_text().splitlines()) == 2
+  output.write_text('{"number": 5}\n')
+  assert 'answers.jsonl:1 is not the result of prompt 0' in call(
+      model_dir, f'--prompts={prompts}', f'--output={output}', '--examples=2').err
+  output.with_name('answers.jsonl.facts.json').unlink()
+  assert 'does not' in call(model_dir, f'--prompts={prompts}', f'--output={output}').err
+
+
+@pytest.mark.parametrize('text, name, message', [
+    ('', 'p.txt', 'holds no prompt: it is empty'),
+    ('\n\n', 'p.jsonl', 'holds no prompt: 2 blank lines'),
+    ('{"inputs": "a"}\n{"inputs": a}', 'p.jsonl', 'p.jsonl:2 is not JSON'),
+    ('{"text": "a"}', 'p.jsonl', "p.jsonl:1 has no text under key 'inputs'"),
+    ('{"inputs": "a", "targets": 3}', 'p.jsonl', "p.jsonl:1 has no text under key 'targets'"),
+    (None, 'none.txt', 'none.txt cannot be read: No such file'),
+])
+def test_bad_prompts_are_refused_by_file_and_line(model_dir, tmp_path, text, name, message):
+  if text is not None:
+    (tmp_path / name).write_text(text)
+  result = call(model_dir, f'--prompts={tmp_path / name}', '--dry_run')
+  assert result.code == 1 and message in result.err and 'Traceback' not in result.err
+  assert len(result.err.strip().splitlines()) >= 2  # and the fix
+
+
+@pytest.mark.parametrize('flags, message', [
+    (['--prompts={p}', '--gin.config.TransformerConfig.num_positions=8'],
+     'prompts.txt:1: the prompt has 6 tokens and 6 new ones may follow'),
+    (['--prompts={p}', '--vocabulary=sentencepiece:none.model'], 'does not exist'),
+    (['--prompts={p}', '--vocabulary=words:8192'], 'the model 264'),
+    (['--prompts={p}', '--step=7'], 'has no checkpoint of step 7'),
+    (['--prompts={p}', '--score'], "prompts.txt:1 has no text under key 'targets'"),
+    (['--dry_run'], "has no 'inputs' to continue"),
+    (['--prompts={p}', '--interactive'], '--interactive leaves nothing for --prompts'),
+    (['--prompts={p}', '--gin.DecodingConfig.beams=2'], "Did you mean 'num_beams'"),
+])
+def test_what_cannot_work_is_refused(model_dir, prompts, flags, message):
+  flags = [flag.format(p=prompts) for flag in flags]
+  result = call(model_dir, *flags, '--dry_run')
+  assert result.code == 1 and message in result.err and 'Traceback' not in result.err
+
+
+def test_a_folder_without_a_gin_file_is_refused(tmp_path):
+  result = run_here(lambda: infer.main([f'--checkpoint={tmp_path}']))
+  assert result.code == 1 and 'neither config.gin nor model.gin' in result.err
+  assert 'Neither --checkpoint nor --gin_file' in run_here(lambda: infer.main([])).err
+
+
+def test_what_is_typed_is_continued(model_dir, expected, monkeypatch):
+  lines = iter(['import os', '', 'x'])
+
+  def typed(_):
+    try:
+      return next(lines)
+    except StopIteration:
+      raise EOFError from None
+  monkeypatch.setattr('builtins.input', typed)
+  result = call(model_dir, '--interactive')
+  assert result.code == 0, result.err
+  by_input = {r['inputs']: r['prediction'] for r in expected}
+  assert result.out == by_input['import os'] + '\n' + by_input['x'] + '\n'
+
+
+def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
+  tokenizers = pytest.importorskip('tokenizers')
+  files = pytest.importorskip('tests.checkpoint.hf_files')
+  # As Llama 3 has it: '!' is 0, there is no padding, and a template puts <bos> first.
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(
+      {'!': 0, '<bos>': 1, '<eos>': 2, **{f'w{i}': i for i in range(3, files.VOCAB)}},
+      unk_token='!'))
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+  tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+      single='<bos> $A', special_tokens=[('<bos>', 1)])
+  theirs = tmp_path / 'theirs'
+  files.write_model(theirs, files.CONFIGS['llama'])
+  tokenizer.save(str(theirs / 'tokenizer.json'))
+  (theirs / 'tokenizer_config.json').write_text(json.dumps(
+      {'bos_token': '<bos>', 'eos_token': '<eos>'}))
+  convert.main([f'--from={theirs}', f'--to={tmp_path / "ours"}', '--check=tensors'])
+  (tmp_path / 'p.txt').write_text('w5 w9 !\n')
+  result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', f'--output={tmp_path / "o"}')
+  assert result.code == 0, result.err
+  assert 'DecodingConfig.start_token = 1: what the tokenizer puts before' in result.err
+  assert '96 ids; 2 ends a text' in result.err
+  facts = json.loads((tmp_path / 'o.facts.json').read_text())
+  assert facts['DecodingConfig.start_token'] == 1
+  assert facts['DecodingConfig.zero_is_padding'] is False
