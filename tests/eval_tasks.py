@@ -33,7 +33,8 @@ def broken(targets, predictions):
 def _rows(words, split, shuffle_files=False, seed=None):
   del shuffle_files, seed
   chosen = [w for i, w in enumerate(words) if (i % 3 == 0) == (split == 'validation')]
-  return tf.data.Dataset.from_tensor_slices({'inputs': chosen, 'targets': [w[::-1] for w in chosen]})
+  return tf.data.Dataset.from_tensor_slices(
+      {'inputs': chosen, 'targets': [w[::-1] for w in chosen]})
 
 
 def _add(name, words, **options):

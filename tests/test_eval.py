@@ -42,12 +42,12 @@ decoding.DecodingConfig.max_decode_length = 6
 def project(tmp_path_factory):
   """A run of six steps with three checkpoints, evaluated during training."""
   made = Project(tmp_path_factory.mktemp('eval'), gin=GIN)
-  made.trained = made.run()
+  made.trained = made.run(num_devices=1)
   assert made.trained.code == 0, made.trained.err
   return made
 
 
-def evaluate(project, *flags, num_devices=8, **macros):
+def evaluate(project, *flags, num_devices=1, **macros):
   with compiled_kept_in(project._compiled):
     return run_here(lambda: eval_lib.main(project.argv(*flags, **macros)), num_devices=num_devices)
 
@@ -122,18 +122,18 @@ def test_what_has_been_evaluated_is_not_evaluated_again(evaluated):
   assert path.read_bytes() == before
 
 
-def test_one_device_finds_what_eight_find(evaluated):
-  assert evaluate(evaluated, '--name=one', '--steps=last', num_devices=1).code == 0
-  [record], many = records(evaluated, 'one').values(), records(evaluated)[6]
+def test_eight_devices_find_what_one_finds(evaluated):
+  assert evaluate(evaluated, '--name=eight', '--steps=last', num_devices=8).code == 0
+  [record], one = records(evaluated, 'eight').values(), records(evaluated)[6]
   for name, value in record.items():
-    assert value == pytest.approx(many[name], rel=1e-4), name
+    assert value == pytest.approx(one[name], rel=1e-4), name
 
 
 def test_a_mixture_has_results_of_each_task_over_its_whole_split(evaluated):
   result = evaluate(evaluated, '--name=mixture', '--steps=4', MIXTURE_OR_TASK_NAME='all_turned')
   assert result.code == 0, result.err
   [record] = records(evaluated, 'mixture').values()
-  # 5 examples of 4 target tokens and 10 of 3; a mixture that ends with its shortest would have less.
+  # 5 examples of 4 target tokens and 10 of 3; a mixture that ends with its shortest had fewer.
   total = (20 * record['eval/turned/loss'] + 30 * record['eval/turned_more/loss']) / 50
   assert record['eval/loss'] == pytest.approx(total, rel=1e-5)
   assert record['infer_eval/turned_more/mean_score'] == pytest.approx(
@@ -198,7 +198,8 @@ def test_a_task_without_metrics_has_its_loss(evaluated):
 
 
 def test_infer_eval_of_a_task_without_metrics_fails_before_the_first_step(project, tmp_path):
-  result = project.run(MODEL_DIR=tmp_path / 'm', MIXTURE_OR_TASK_NAME='turned_without_metrics')
+  result = project.run(num_devices=1, MODEL_DIR=tmp_path / 'm',
+                       MIXTURE_OR_TASK_NAME='turned_without_metrics')
   assert result.code == 1 and 'has no metrics' in result.err
   assert not (tmp_path / 'm').exists()
 
@@ -290,7 +291,7 @@ def test_classes_have_scores_and_a_confusion_matrix_over_every_row_once(tmp_path
     (tmp_path / f'{split}.csv').write_text('\n'.join(['text,label', *rows]) + '\n')
   project = Project(tmp_path, gin=CLASSES_GIN)
   task = {'MIXTURE_OR_TASK_NAME': f'imdb_csv:{tmp_path}/*.csv'}
-  assert project.run(**task).code == 0
+  assert project.run(num_devices=1, **task).code == 0
   result = evaluate(project, **task)
   assert result.code == 0, result.err
   [record] = records(project).values()

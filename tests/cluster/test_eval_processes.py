@@ -1,0 +1,37 @@
+"""Several processes evaluate as one does, however unevenly the rows fall on them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from t5x_gpu import eval as eval_lib
+from t5x_gpu.metrics.writers import read_json_lines
+from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, compiled_kept_in, run_here
+from tests.test_eval import GIN
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+# Validation has 5 and 10 rows: in the last batch of four of either, the second process has nothing
+# but rows that fill.
+FLAGS = {'MIXTURE_OR_TASK_NAME': 'all_turned', 'train_eval/DatasetConfig.batch_size': 4}
+
+
+def test_two_processes_with_unequal_rows_find_what_one_finds(tmp_path):
+  project = Project(tmp_path, gin=GIN)
+  assert project.run(num_devices=1, TRAIN_STEPS=2).code == 0
+  with compiled_kept_in(project._compiled):
+    alone = run_here(lambda: eval_lib.main(project.argv('--name=alone', **FLAGS)), num_devices=1)
+  assert alone.code == 0, alone.err
+  environment = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  done = subprocess.run(
+      [sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu',
+       '--module', 't5x_gpu.eval', '--', *project.argv('--name=together', **FLAGS)],
+      cwd=tmp_path, env={**environment, 'PYTHONPATH': str(REPOSITORY)}, stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_SECONDS)
+  assert done.returncode == 0, done.stdout
+  one, many = (read_json_lines(project.model_dir / 'eval' / f'{name}.jsonl')
+               for name in ('alone', 'together'))
+  assert [r['step'] for r in many] == [2] and len(one[0]) == len(many[0]) > 8
+  for name, value in many[0].items():
+    assert value == pytest.approx(one[0][name], rel=1e-4), name
