@@ -117,7 +117,13 @@ def _json_lines(keys: Mapping[str, str]) -> sources.ParsedLines:
 def _supervised_task(name: str, source: seqio.DataSource) -> seqio.Task:
   return seqio.Task(name, source=source, preprocessors=_SUPERVISED_PREPROCESSORS,
                     output_features=_features(named_vocabulary('byte'), ['inputs', 'targets']),
-                    shuffle_buffer_size=SHUFFLE_BUFFER)
+                    metric_fns=[exact_match], shuffle_buffer_size=SHUFFLE_BUFFER)
+
+
+def exact_match(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+  """Returns the share of predictions that are the target, white space around them aside."""
+  right = [t.strip() == p.strip() for t, p in zip(targets, predictions, strict=True)]
+  return {'exact_match': sum(right) / max(len(right), 1)}
 
 
 def text_pairs(pattern: str) -> seqio.Task:

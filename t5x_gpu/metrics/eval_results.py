@@ -70,7 +70,7 @@ class Results:
         read_json_lines(self.path), key=lambda record: record['step'])}
 
   def add(self, step: int, values: Mapping[str, float]) -> None:
-    """Writes what a checkpoint is worth. A kill leaves at most a torn line, which then is mended."""
+    """Writes what a checkpoint is worth. A kill leaves at most one torn line."""
     self._writer = self._writer or self._open()
     self._writer.write(step, values)
     self._writer.flush()
