@@ -1,6 +1,6 @@
 """Any legal layout of any model trains like one device; any illegal one is refused with one error.
 
-Sizes are powers of two, and so is every mesh: a size that is odd fits no axis that splits it.
+Meshes are powers of two: a size that is odd fits no axis that splits it.
 """
 
 import collections
@@ -16,6 +16,7 @@ import pytest
 
 from t5x_gpu.data.uneven import uneven_batches
 from t5x_gpu.errors import MeshError
+from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -28,14 +29,6 @@ from tests.parity.tolerances import MESH_GRADIENT
 
 DOCS = pathlib.Path(__file__).parents[2] / 'docs'
 BATCH, LENGTH = 16, 16
-SMALL = TransformerConfig(vocab_size=32, num_layers=4, embed_dim=16, num_heads=8, head_dim=2,
-                          mlp_dim=16, dropout_rate=0.1)
-MODELS = {
-    'small': SMALL,
-    'tied': dataclasses.replace(SMALL, logits_via_embedding=True, relative_bias='per_layer',
-                                embed_dim=8, mlp_dim=32, mlp_activations=('relu',)),
-    'moe': dataclasses.replace(SMALL, num_experts=8, remat_policy='full'),
-}
 AXES = {'stage': 'stage', 'data': 'data', 'fsdp': 'fsdp', 'context': 'context', 'expert': 'expert',
         'model': 'num_partitions'}
 
@@ -43,7 +36,7 @@ AXES = {'stage': 'stage', 'data': 'data', 'fsdp': 'fsdp', 'context': 'context', 
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """What is drawn: a model, and how it is split."""
-  model: str
+  model: TransformerConfig
   num_devices: int
   mesh: tuple[tuple[str, int], ...]
   zero_stage: int
@@ -66,14 +59,38 @@ class Layout:
 
 
 @st.composite
+def models(draw) -> TransformerConfig:
+  """Draws models whose sizes eight devices divide in any way, but for key and value heads."""
+  def multiple(of: int) -> int:
+    return of * draw(st.sampled_from([1, 2, 3]))
+  num_heads, gated = multiple(8), draw(st.booleans())
+  positions = draw(st.sampled_from(['shared', 'per_layer', 'rope', 'table']))
+  num_experts = draw(st.sampled_from([0, 0, 8]))
+  return TransformerConfig(
+      vocab_size=multiple(16), num_layers=4, embed_dim=multiple(8), num_heads=num_heads,
+      head_dim=multiple(2), mlp_dim=multiple(8), dropout_rate=draw(st.sampled_from([0.0, 0.1])),
+      mlp_activations=('silu', 'linear') if gated else ('gelu',),
+      num_kv_heads=draw(st.sampled_from([None, 1, 2, 4])),
+      relative_bias=positions if positions in ('shared', 'per_layer') else 'none',
+      rope=RotaryEmbedding() if positions == 'rope' else None,
+      num_positions=LENGTH if positions == 'table' else 0,
+      logits_via_embedding=draw(st.booleans()), norm=draw(st.sampled_from(['rms', 'layer'])),
+      norm_position=draw(st.sampled_from(['pre', 'post', 'sandwich'])),
+      windows=draw(st.sampled_from([(0,), (5, 0)])), qk_norm=draw(st.booleans()),
+      mlp_bias=num_experts == 0 and draw(st.booleans()),
+      remat_policy=draw(st.sampled_from(['none', 'minimal', 'full'])), num_experts=num_experts,
+      router_balance_loss=draw(st.sampled_from([0.0, 0.1])))
+
+
+@st.composite
 def layouts(draw) -> Layout:
   """Draws layouts in which everything divides."""
-  model = draw(st.sampled_from(sorted(MODELS)))
+  model = draw(models())
   num_devices = draw(st.sampled_from([8, 4, 2, 1]))
   mesh = dict.fromkeys(AXES, 1)
-  splits = [axis for axis in AXES if axis != 'expert' or MODELS[model].num_experts]
+  splits = [axis for axis in AXES if axis != 'expert' or model.num_experts]
   for _ in range(num_devices.bit_length() - 1):
-    # Circular needs two blocks per stage, of four layers.
+    # Circular needs two blocks per stage, of four layers or a multiple.
     mesh[draw(st.sampled_from([a for a in splits if a != 'stage' or mesh['stage'] == 1]))] *= 2
   return Layout(
       model, num_devices, tuple(mesh.items()), zero_stage=draw(st.sampled_from([3, 2, 1])),
@@ -101,7 +118,7 @@ class KeepGradients:
 
 def build(layout, *, config=None, batch_size=BATCH, length=LENGTH, **partitioner):
   return build_program(
-      model=DecoderOnlyModel(config or MODELS[layout.model]), optimizer=KeepGradients(),
+      model=DecoderOnlyModel(config or layout.model), optimizer=KeepGradients(),
       schedule=constant(1.0),
       partitioner=dataclasses.replace(layout.partitioner, **partitioner), seed=0,
       topology=Topology(1, layout.num_devices), devices=jax.devices()[:layout.num_devices],
@@ -135,7 +152,8 @@ def one_step(layout):
           {jax.tree_util.keystr(path): np.asarray(x) for path, x in grads})
 
 
-@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True,
+                     phases=[hypothesis.Phase.generate])  # to shrink takes a compilation each time
 @hypothesis.given(layout=layouts())
 def test_the_first_step_of_any_legal_layout_equals_one_device(layout):
   (loss, grads), (want_loss, want_grads) = one_step(layout), one_step(alone(layout.model))
@@ -168,8 +186,9 @@ def test_sizes_that_do_not_divide_are_one_error_that_names_each_and_what_to_set(
   odd = {name: data.draw(st.sampled_from([3, 5, 7, 9, 11])) for name in broken}
   sizes = {name: odd.pop(name) for name in ('batch_size', 'length') if name in odd}
   layout = dataclasses.replace(layout, num_microbatches=1)
+  config = dataclasses.replace(layout.model, num_kv_heads=None, **odd)
   with pytest.raises(MeshError) as e:
-    build(layout, config=dataclasses.replace(MODELS[layout.model], **odd), **sizes)
+    build(layout, config=config, **sizes)
   text = str(e.value)
   for name, value in {**odd, **sizes}.items():
     assert f'= {value} ' in text and SIZES[name][1] in text, text
