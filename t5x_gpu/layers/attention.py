@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.attention_backends import Attention
-from t5x_gpu.layers.dense import DenseGeneral, Initializer, LinearParams, fan_in_init
+from t5x_gpu.layers.dense import (
+    DenseGeneral, Initializer, Linear, LinearParams, fan_in_init)
 from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
 from t5x_gpu.layers.kv_cache import KVCache
 from t5x_gpu.layers.norm import RMSNorm
@@ -111,30 +112,30 @@ class MultiHeadAttention(nn.Module):
                                 self.bias_in != 'none', name=name)(self.dtype)
     ways = split_ways('kv_heads')
     if ways == 1:
-      return {name: self._with_bias(name, jnp.tensordot(inputs[name].astype(self.dtype), kernel, 1),
-                                    bias) for name, (kernel, bias) in maps.items()}
+      return {name: self._finish(name, m, jnp.tensordot(inputs[name].astype(self.dtype), m.kernel, 1),
+                                 inputs[name]) for name, m in maps.items()}
     groups = kv_heads if kv_heads % ways == 0 else ways
 
     def by_group(x: jax.Array) -> jax.Array:
-      """Returns [..., groups, heads per group, kv] of a kernel or bias [..., heads, kv]."""
+      """Returns [..., groups, heads per group, kv] of parameters [..., heads, kv]."""
       if x.shape[-2] < groups:
         x = jnp.repeat(x, groups // x.shape[-2], axis=-2)
       return x.reshape(*x.shape[:-2], groups, -1, x.shape[-1])
     projected = {}
     for x in {id(x): x for x in inputs.values()}.values():
       names = [name for name in inputs if inputs[name] is x]
-      kernels = [by_group(maps[name][0]) for name in names]
+      kernels = [by_group(maps[name].kernel) for name in names]
       y = jnp.tensordot(x.astype(self.dtype), jnp.concatenate(kernels, axis=-2), 1)
       y = shard(y, 'batch', 'length', 'kv_heads', None, 'kv')
       start = 0
       for name, kernel in zip(names, kernels):
         part = y[..., start:start + kernel.shape[-2], :]
         start += kernel.shape[-2]
-        bias = maps[name][1]
-        bias = None if bias is None else by_group(bias).reshape(-1, self.head_dim)
-        projected[name] = self._with_bias(name, part.reshape(*x.shape[:2], -1, self.head_dim), bias)
+        m = maps[name].on_features(
+            lambda w: by_group(w).reshape(*w.shape[:-2], -1, self.head_dim))
+        projected[name] = self._finish(name, m, part.reshape(*x.shape[:2], -1, self.head_dim), x)
     return projected
 
-  def _with_bias(self, name: str, y: jax.Array, bias: Optional[jax.Array]) -> jax.Array:
-    y = y if bias is None else y + bias
+  def _finish(self, name: str, linear: Linear, y: jax.Array, x: jax.Array) -> jax.Array:
+    y = linear.finish(y, x)
     return shard(y, 'batch', 'length', 'heads' if name == 'query' else 'kv_heads', 'kv')

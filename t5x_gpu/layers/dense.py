@@ -1,5 +1,6 @@
 """Linear maps over named axes, and the initializers that T5 uses."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from t5x_gpu.partitioning.axis_rules import split_axis, shard, with_axes
 
 Initializer = Callable[..., jax.Array]
+FACTORS = ('lora_a', 'lora_b')  # parameters beside a kernel, see `Linear`
 
 
 def fan_in_init(*, num_in: int, distribution: str, scale: float = 1.0) -> Initializer:
@@ -29,6 +31,42 @@ def fan_in_init(*, num_in: int, distribution: str, scale: float = 1.0) -> Initia
     flat = (math.prod(shape[:num_in]), math.prod(shape[num_in:]))
     return flat_init(key, flat, dtype).reshape(shape)
   return init
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+  """What a linear map computes with, in the dtype of the computation.
+
+  Attributes:
+    kernel: [inputs..., features...].
+    bias: [features...], or None.
+    factors: [inputs..., rank] and [rank, features...] whose product adds to the kernel without ever
+      being formed (models/lora.py), or None.
+  """
+  kernel: jax.Array
+  bias: Optional[jax.Array] = None
+  factors: Optional[tuple[jax.Array, jax.Array]] = None
+
+  def finish(self, y: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns `y`, the product of `x` and the kernel, with everything else that the map adds."""
+    if self.factors is not None:
+      down, up = self.factors
+      low = jnp.tensordot(x.astype(down.dtype), down, down.ndim - 1)
+      y = y + jnp.tensordot(low, up, 1).astype(y.dtype)
+    return y if self.bias is None else y + self.bias
+
+  def on_features(self, function: Callable[[jax.Array], jax.Array]) -> 'Linear':
+    """Returns the map with `function` applied to all arrays [..., features...]."""
+    return Linear(function(self.kernel), None if self.bias is None else function(self.bias),
+                  self.factors and (self.factors[0], function(self.factors[1])))
+
+
+def factors_beside(module: nn.Module, dtype: Any) -> Optional[tuple[jax.Array, jax.Array]]:
+  """Returns the factors that a model has put beside the kernel of a module, or None."""
+  if not module.has_variable('params', FACTORS[0]):
+    return None
+  first, second = (module.get_variable('params', name).astype(dtype) for name in FACTORS)
+  return first, second
 
 
 class DenseGeneral(nn.Module):
@@ -60,12 +98,12 @@ class DenseGeneral(nn.Module):
                         jnp.float32)
     contracted = tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in))
     dot_general = self.dot_general or jax.lax.dot_general
-    y = dot_general(x.astype(self.dtype), kernel.astype(self.dtype), (contracted, ((), ())))
+    kernel = kernel.astype(self.dtype)
+    y, bias = dot_general(x.astype(self.dtype), kernel, (contracted, ((), ()))), None
     if self.use_bias:
       bias = self.param('bias', with_axes(nn.initializers.zeros, self.axes[self.num_in:]),
-                        self.features, jnp.float32)
-      y = y + bias.astype(self.dtype)
-    return y
+                        self.features, jnp.float32).astype(self.dtype)
+    return Linear(kernel, bias, factors_beside(self, self.dtype)).finish(y, x)
 
 
 def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *, features: int,
@@ -89,12 +127,12 @@ def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *, f
   maps = [LinearParams((x.shape[-1], features), axes, init, use_bias, name=name)(dtype)
           for name, init in kernel_inits.items()]
   if len(maps) > 1 and split_axis(axes[1]):
-    y = jnp.tensordot(x, jnp.stack([kernel for kernel, _ in maps], axis=1), 1)
+    y = jnp.tensordot(x, jnp.stack([m.kernel for m in maps], axis=1), 1)
     y = shard(y, 'batch', 'length', None, axes[1])
     out = [y[:, :, i] for i in range(len(maps))]
   else:
-    out = [shard(jnp.tensordot(x, kernel, 1), 'batch', 'length', axes[1]) for kernel, _ in maps]
-  return [y if bias is None else y + bias for y, (_, bias) in zip(out, maps)]
+    out = [shard(jnp.tensordot(x, m.kernel, 1), 'batch', 'length', axes[1]) for m in maps]
+  return [m.finish(y, x) for y, m in zip(out, maps)]
 
 
 class LinearParams(nn.Module):
@@ -105,11 +143,11 @@ class LinearParams(nn.Module):
   use_bias: bool = False
 
   @nn.compact
-  def __call__(self, dtype: Any) -> tuple[jax.Array, Optional[jax.Array]]:
-    """Returns (kernel, bias or None) in `dtype`."""
+  def __call__(self, dtype: Any) -> Linear:
+    """Returns the map in `dtype`."""
     kernel = self.param('kernel', with_axes(self.init, self.axes), self.shape, jnp.float32)
-    if not self.use_bias:
-      return kernel.astype(dtype), None
-    bias = self.param('bias', with_axes(nn.initializers.zeros, self.axes[1:]), self.shape[1:],
-                      jnp.float32)
-    return kernel.astype(dtype), bias.astype(dtype)
+    bias = None
+    if self.use_bias:
+      bias = self.param('bias', with_axes(nn.initializers.zeros, self.axes[1:]), self.shape[1:],
+                        jnp.float32).astype(dtype)
+    return Linear(kernel.astype(dtype), bias, factors_beside(self, dtype))

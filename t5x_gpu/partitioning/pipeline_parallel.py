@@ -18,7 +18,7 @@ and interleaved stages), arXiv:2104.04473.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,8 @@ def rules() -> AxisRules:
 
 def value_and_grad(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule: str,
                    num_stages: int, num_microbatches: int, varying_axes: Sequence[str],
-                   repeats: int = 1, skip_idle: bool = True) -> tuple[Tree, Tree]:
+                   repeats: int = 1, skip_idle: bool = True,
+                   complete: Callable[[Tree], Tree] = lambda params: params) -> tuple[Tree, Tree]:
   """Returns (gradients of the summed loss, sums), both local and not yet reduced.
 
   Args:
@@ -55,9 +56,10 @@ def value_and_grad(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule
     varying_axes: all manual mesh axes, `stage` among them.
     repeats: blocks of layers per stage, for 'circular'.
     skip_idle: whether a stage without work skips its layers or computes and discards them.
+    complete: (params) -> with those that have no gradients; the dict that is described above.
   """
   table = Timetable(schedule, num_stages, num_microbatches, repeats)
-  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle)
+  run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle, complete)
   if schedule == '1f1b':
     return _one_forward_one_backward(run, params)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Optional, Protocol
 
 import jax
@@ -41,12 +42,14 @@ class PipelineRun:
     table: who does what when.
     varying_axes: all manual mesh axes.
     skip_idle: whether a stage without work skips its layers or computes and discards them.
+    complete: what is differentiated -> all parameters.
   """
   pieces: Pieces
   microbatches: Tree
   table: Timetable
   varying_axes: tuple[str, ...]
   skip_idle: bool = True
+  complete: Callable[[Tree], Tree] = lambda params: params
 
   def microbatch(self, index: jax.Array) -> Tree:
     """Returns the microbatch [rows, ...]."""
@@ -63,16 +66,16 @@ class PipelineRun:
 
   def embed(self, params: Tree, microbatch: Tree) -> Tree:
     """Returns the activation that enters the first layer."""
-    return self.varying(self.pieces.embed(params, microbatch))
+    return self.varying(self.pieces.embed(self.complete(params), microbatch))
 
   def head(self, params: Tree, x: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
     """Returns (what is differentiated, sums)."""
-    sums = self.varying(self.pieces.head(params, x, microbatch))
+    sums = self.varying(self.pieces.head(self.complete(params), x, microbatch))
     return sums['loss'][0], sums
 
   def run_block(self, params: Tree, x: Tree, unit: jax.Array, stage: jax.Array) -> Tree:
     """Returns x after the block of layers that `unit` is about."""
-    table = self.table
+    table, params = self.table, self.complete(params)
     block = unit // table.num_microbatches
     size = jax.tree.leaves(params['layers'])[0].shape[0] // table.repeats
 

@@ -144,6 +144,12 @@ class Region:
       return fsdp.Split(part, param if is_kept_whole else None, dims)
     return jax.tree.map(parameter, names, parts, params)
 
+  def frozen(self, params: Any, names: Any) -> Any:
+    """Returns parameters that have no gradient as a model gets them; arguments as in `whole`."""
+    if not self.reduces_in_backward:
+      return self.whole(params, names)
+    return self.parameters(params, params, names) if self.zero_stage == 3 else params
+
   def whole(self, params: Any, names: Any) -> Any:
     """Returns parameters, as the run keeps them, made whole over `fsdp`; not to derive through."""
     def parameter(axis_names: AxisNames, param: jax.Array) -> jax.Array:

@@ -18,21 +18,25 @@ from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning import pipeline_parallel
 from t5x_gpu.partitioning.region import Pipeline, Region, is_places
 from t5x_gpu.training import breadth_first
+from t5x_gpu.training.trained import Trained
 
 Batch = Mapping[str, jax.Array]
 # (params, batch, dropout key) -> (gradients of the summed loss, sums).
 GradientsFn = Callable[[Any, Batch, jax.Array], tuple[Any, Sums]]
 
 
-def make_gradients(*, model: Any, region: Region, names: Any,
-                   num_microbatches: int = 1) -> GradientsFn:
+def make_gradients(*, model: Any, region: Region, names: Any, num_microbatches: int = 1,
+                   trained: Trained = Trained()) -> GradientsFn:
   """Returns the function (params, batch, dropout_key) -> (gradients, sums) of global arrays.
+
+  The gradients are a tree of the parameters that are trained.
 
   Args:
     model: has `loss(params, batch, dropout_key=...) -> Sums`, and for a pipeline its three parts.
     region: how the step is split.
     names: tree of AxisNames of the parameters.
     num_microbatches: parts of each device's rows computed one after the other, to save memory.
+    trained: which parameters are.
   Raises:
     ModelError: the model does not come in the parts that a pipeline or accumulation by layer needs.
   """
@@ -43,9 +47,14 @@ def make_gradients(*, model: Any, region: Region, names: Any,
   if by_layer:
     _check_parts(model, 'Accumulation by layer', "Set Partitioner.accumulate_by = 'microbatch'")
 
+  trained_names, frozen_names = trained.split(names)
+
   def local(parts: Any, kept: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
+    kept, frozen = trained.split(kept)
+    frozen = region.frozen(frozen, frozen_names)
+
     def loss_sum(parts: Any, batch: Batch) -> tuple[jax.Array, Sums]:
-      params = region.parameters(parts, kept, names)
+      params = trained.join(region.parameters(parts, kept, trained_names), frozen)
       if by_layer:
         same, microbatches = _split_rows(batch, num_microbatches)
         sums = breadth_first.loss(model, params, batch, microbatches, same,
@@ -58,19 +67,21 @@ def make_gradients(*, model: Any, region: Region, names: Any,
       if region.pipeline is None:
         return jax.grad(loss_sum, has_aux=True)(params, batch)
       pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
-      return pipeline_parallel.value_and_grad(pieces, params, microbatches,
-                                              varying_axes=region.axes, **region.pipeline.options)
-    grads, sums = _accumulate(grads_and_sums, parts if in_parts else region.whole(kept, names),
-                              batch, 1 if by_layer else num_microbatches, region)
-    return region.reduce_gradients(grads, names), region.total(sums)
+      return pipeline_parallel.value_and_grad(
+          pieces, params, microbatches, complete=lambda params: trained.join(params, frozen),
+          varying_axes=region.axes, **region.pipeline.options)
+    grads, sums = _accumulate(
+        grads_and_sums, parts if in_parts else region.whole(kept, trained_names), batch,
+        1 if by_layer else num_microbatches, region)
+    return region.reduce_gradients(grads, trained_names), region.total(sums)
 
   def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
     batch = region.with_rows(batch)
-    in_specs = (region.part_specs(names), region.kept_specs(names), region.batch_specs(batch),
-                PartitionSpec())
-    out_specs = (region.gradient_specs(names), PartitionSpec())
+    in_specs = (region.part_specs(trained_names), region.kept_specs(names),
+                region.batch_specs(batch), PartitionSpec())
+    out_specs = (region.gradient_specs(trained_names), PartitionSpec())
     return region.map(local, in_specs=in_specs, out_specs=out_specs)(
-        params, params, batch, dropout_key)
+        trained.split(params)[0], params, batch, dropout_key)
   return gradients
 
 

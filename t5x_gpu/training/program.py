@@ -21,6 +21,7 @@ from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.train_state import TrainState, new_state, state_names
 from t5x_gpu.training.gradients import make_eval_step, make_gradients
 from t5x_gpu.training.train_step import check_microbatches, make_train_step
+from t5x_gpu.training.trained import Trained, trained_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Program:
     abstract_state: TrainState of shapes with today's shardings; what a restore targets.
     init: () -> TrainState on the mesh; the same values on any topology, in the run's order.
     train_step: (state, batch) -> (state, sums); the old state's memory is reused.
-    learning_rate_factor: by which the number of replicas scales the schedule; 1 for not.
     eval_step: (params, batch) -> sums; takes batches of other sizes than `spec` as well.
+    learning_rate_factor: by which the number of replicas scales the schedule; 1 for not.
+    trained: which parameters the step changes.
   """
   layout: Layout
   spec: BatchSpec
@@ -45,6 +47,7 @@ class Program:
   train_step: LaidOut
   eval_step: LaidOut
   learning_rate_factor: float = 1.0
+  trained: Trained = Trained()
 
   def in_model_order(self, state: TrainState) -> TrainState:
     """Returns `state` with its layers in the order of the model, as checkpoints keep them."""
@@ -64,6 +67,11 @@ class Program:
   @property
   def num_params(self) -> int:
     return sum(math.prod(p.shape) for p in jax.tree.leaves(self.abstract_state.params))
+
+  @property
+  def num_trained(self) -> int:
+    trained, _ = self.trained.split(self.abstract_state.params)
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(trained))
 
   @property
   def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -104,11 +112,12 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
   def init_boxed() -> Any:
     return model.init(jax.random.key(seed), spec)
   abstract_params, names = split_names(jax.eval_shape(init_boxed))
-  all_names = state_names(abstract_params, optimizer, names)
+  trained = trained_of(model)
+  all_names = state_names(abstract_params, optimizer, names, trained=trained)
 
   def init() -> TrainState:
     params, _ = split_names(init_boxed())
-    return new_state(layout.in_run_order(params, names), optimizer, names)
+    return new_state(layout.in_run_order(params, names), optimizer, names, trained=trained)
   abstract = jax.eval_shape(init)
   shardings = TrainState(
       step=layout.replicated, params=layout.shardings(abstract.params, names),
@@ -116,14 +125,14 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
   batch_shardings = layout.batch_shardings(spec.shapes)
   region = layout.region
   gradients = make_gradients(model=model, region=region, names=names,
-                             num_microbatches=num_microbatches)
+                             num_microbatches=num_microbatches, trained=trained)
   factor = replica_factor(learning_rate_scaling, layout.batch_parts)
   step = make_train_step(gradients=gradients, optimizer=optimizer, names=names, seed=seed,
                          schedule=lambda step: factor * schedule(step),
                          max_grad_norm=max_grad_norm,
-                         loss_normalizing_factor=loss_normalizing_factor)
+                         loss_normalizing_factor=loss_normalizing_factor, trained=trained)
   return Program(
-      layout=layout, learning_rate_factor=factor, spec=spec, names=all_names,
+      layout=layout, learning_rate_factor=factor, spec=spec, names=all_names, trained=trained,
       abstract_state=jax.tree.map(
           lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
       # Without rules: the forward pass of an initialisation is never computed.

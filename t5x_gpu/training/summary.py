@@ -38,8 +38,13 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def size_line(program: Program) -> str:
-  """Returns `134,307,072 parameters; 1.50 GiB of parameters and optimizer state per device`."""
+  """Returns `134,307,072 parameters; 1.50 GiB of parameters and optimizer state per device`.
+
+  Where not all parameters are trained, it says how many are.
+  """
   mib = bytes_per_device(program.abstract_state) / 2**20
   size = f'{mib / 1024:.2f} GiB' if mib >= 1024 else f'{mib:.1f} MiB'
-  return (f'{program.num_params:,} parameters; {size} of parameters and optimizer state per '
+  trained = ('' if program.num_trained == program.num_params else
+             f', {program.num_trained:,} of them trained')
+  return (f'{program.num_params:,} parameters{trained}; {size} of parameters and optimizer state per '
           'device')

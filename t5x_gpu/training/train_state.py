@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import AxisNames
+from t5x_gpu.training.trained import Trained
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -15,20 +16,22 @@ class TrainState(flax.struct.PyTreeNode):
   Attributes:
     step: int32 scalar, updates done so far.
     params: tree of float32 parameters; layers are stacked on a leading `layers` axis.
-    opt_state: the optimizer's own tree.
+    opt_state: the optimizer's own tree, of the parameters that are trained.
   """
   step: jax.Array
   params: Any
   opt_state: Any
 
 
-def new_state(params: Any, optimizer: Any, names: Any) -> TrainState:
+def new_state(params: Any, optimizer: Any, names: Any, *,
+              trained: Trained = Trained()) -> TrainState:
   """Returns the state before the first step."""
   return TrainState(step=jnp.zeros((), jnp.int32), params=params,
-                    opt_state=optimizer.init(params, names))
+                    opt_state=optimizer.init(trained.split(params)[0], trained.split(names)[0]))
 
 
-def state_names(params: Any, optimizer: Any, names: Any) -> TrainState:
+def state_names(params: Any, optimizer: Any, names: Any, *,
+                trained: Trained = Trained()) -> TrainState:
   """Returns a TrainState of AxisNames; `params` may be abstract."""
-  return TrainState(step=AxisNames(()), params=names,
-                    opt_state=optimizer.state_names(params, names))
+  return TrainState(step=AxisNames(()), params=names, opt_state=optimizer.state_names(
+      trained.split(params)[0], trained.split(names)[0]))

@@ -14,6 +14,7 @@ from t5x_gpu.models.losses import Sums
 from t5x_gpu.training.gradients import GradientsFn
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.train_state import TrainState
+from t5x_gpu.training.trained import Trained
 
 Batch = Any
 # Metric name -> (sum, weight); norms and the learning rate have weight 1.
@@ -22,7 +23,8 @@ StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 
 def make_train_step(*, gradients: GradientsFn, optimizer: Any, schedule: Schedule, names: Any,
                     seed: int, max_grad_norm: Optional[float] = None,
-                    loss_normalizing_factor: Optional[float] = None) -> StepFn:
+                    loss_normalizing_factor: Optional[float] = None,
+                    trained: Trained = Trained()) -> StepFn:
   """Returns the function that makes one update.
 
   Args:
@@ -34,7 +36,10 @@ def make_train_step(*, gradients: GradientsFn, optimizer: Any, schedule: Schedul
     max_grad_norm: global norm to which gradients are clipped; None for never.
     loss_normalizing_factor: what the summed loss is divided by before gradients are used. None is
       the number of target tokens; 1.0 is T5X's default, where batches with more tokens weigh more.
+    trained: which parameters are, as `gradients` was told.
   """
+  names, _ = trained.split(names)
+
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
     dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
     grads, sums = gradients(state.params, batch, dropout_key)
@@ -48,14 +53,15 @@ def make_train_step(*, gradients: GradientsFn, optimizer: Any, schedule: Schedul
       clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
       grads = jax.tree.map(lambda g: g * clip, grads)
     learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
-    params, opt_state = optimizer.update(grads, state.opt_state, state.params, names=names,
+    params, frozen = trained.split(state.params)
+    params, opt_state = optimizer.update(grads, state.opt_state, params, names=names,
                                          learning_rate=learning_rate, step=state.step)
     # Of the new parameters: an update that ruins them is noticed before it is saved.
     param_norm = _global_norm(params)
     one = jnp.ones(())
     sums = {**sums, 'grad_norm': (grad_norm, one), 'param_norm': (param_norm, one),
             'learning_rate': (learning_rate, one)}
-    return TrainState(state.step + 1, params, opt_state), sums
+    return TrainState(state.step + 1, trained.join(params, frozen), opt_state), sums
   return train_step
 
 

@@ -1,0 +1,211 @@
+"""Low-rank adapters (LoRA): a frozen model, and two small factors beside each chosen kernel.
+
+The kernel W acts as W + (alpha / rank) a b, of which only a and b are trained. The product is never
+formed: x a b is two small matmuls, no gradient of W is computed, and updates too small for W's
+dtype still count. At first b = 0, and the model is the one that it adapts.
+Source: Hu et al. 2021 (LoRA), section 4.1.
+"""
+
+import dataclasses
+import math
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.errors import ModelError, did_you_mean
+from t5x_gpu.layers.dense import FACTORS
+from t5x_gpu.partitioning.axis_rules import NamedParam
+
+Params = Any
+STACKS = ('layers',)  # names of leading axes, of which each entry is a kernel of its own
+# Methods of a model whose first argument is its parameters.
+_OF_PARAMS = ('embed', 'run_layers', 'head', 'encode', 'logits', 'loss', 'start_decoding',
+              'decode_step')
+_KERNEL = '/kernel'
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraModel:
+  """A model of models/ (or yours, of the layers of layers/dense.py) with adapters.
+
+  It has all methods of the model that it wraps, and its parameters under the same paths, so that a
+  checkpoint of that model starts it; beside each adapted `kernel` lie `lora_a` [inputs, rank] and
+  `lora_b` [rank, features].
+
+  Attributes:
+    model: what to adapt.
+    rank: of the factors.
+    alpha: the product of the factors counts alpha / rank times.
+    pattern: regular expression that matches the whole path of each kernel to adapt.
+    also_train: the same for parameters to train as they are: r'classifier/.*'; None for no others.
+  """
+  model: Any
+  rank: int = 8
+  alpha: float = 16.0
+  pattern: str = r'.*/(query|value)/kernel'
+  also_train: Optional[str] = None
+
+  def __post_init__(self) -> None:
+    if self.rank < 1:
+      raise ModelError(f'LoraModel.rank = {self.rank} must be at least 1.',
+                       fix='Set LoraModel.rank = 8.', parameters=('LoraModel.rank',),
+                       docs='finetune.md#lora')
+    for name in ('pattern', 'also_train'):
+      try:
+        re.compile(getattr(self, name) or '')
+      except re.error as e:
+        raise ModelError(f'LoraModel.{name} = {getattr(self, name)!r} is no regular expression: '
+                         f'{e}.', fix='See docs.python.org/3/library/re.html.',
+                         parameters=(f'LoraModel.{name}',)) from e
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('__') or name == 'model':  # asked for before there is one: copies, pickles
+      raise AttributeError(name)
+    value = getattr(self.model, name)
+    if name in _OF_PARAMS:
+      return lambda params, *args, **kwargs: value(self._scaled(params), *args, **kwargs)
+    return value
+
+  @property
+  def scale(self) -> float:
+    """What the product of the factors is multiplied by."""
+    return self.alpha / self.rank
+
+  def is_adapter(self, path: str) -> bool:
+    """Returns whether a parameter is a factor: a checkpoint of the wrapped model lacks it."""
+    return path.rpartition('/')[2] in FACTORS
+
+  def is_trained(self, path: str) -> bool:
+    """Returns whether a parameter is trained."""
+    return self.is_adapter(path) or bool(
+        self.also_train is not None and re.fullmatch(self.also_train, path))
+
+  def init(self, rng: jax.Array, spec: Optional[BatchSpec]) -> Params:
+    """Returns the parameters that the wrapped model draws, and the factors, boxed with names."""
+    flat = flax.traverse_util.flatten_dict(self.model.init(rng, spec), sep='/')
+    self._check(flat)
+    for path in self._adapted(flat):
+      # By its path: other adapters leave those of this kernel as they are.
+      key = jax.random.fold_in(rng, zlib.crc32(path.encode()))
+      beside = path.removesuffix('kernel')
+      for name, factor in zip(FACTORS, self._new_factors(key, flat[path])):
+        flat[beside + name] = factor
+    return flax.traverse_util.unflatten_dict(flat, sep='/')
+
+  def _adapted(self, paths: Mapping[str, Any]) -> list[str]:
+    return [p for p in paths if p.endswith(_KERNEL) and re.fullmatch(self.pattern, p)]
+
+  def _new_factors(self, key: jax.Array, kernel: NamedParam) -> tuple[NamedParam, NamedParam]:
+    sides = _sides(kernel)
+    stack, inputs, features = ([kernel.value.shape[i] for i in dims] for dims in sides)
+    of_stack, of_inputs, of_features = ([kernel.names[i] for i in dims] for dims in sides)
+    # As Hu et al.'s code, and others since: uniform, a third of the variance that keeps the norm.
+    limit = 1.0 / math.sqrt(math.prod(inputs))
+    a = jax.random.uniform(key, (*stack, *inputs, self.rank), jnp.float32, -limit, limit)
+    b = jnp.zeros((*stack, self.rank, *features), jnp.float32)
+    return (NamedParam(a, (*of_stack, *of_inputs, None)),
+            NamedParam(b, (*of_stack, None, *of_features)))
+
+  def _check(self, flat: Mapping[str, NamedParam]) -> None:
+    """Raises ModelError for patterns that match nothing, or what cannot be adapted."""
+    kernels = [path for path, p in flat.items() if path.endswith(_KERNEL) and _sides(p)]
+    adapted = self._adapted(flat)
+    if not adapted:
+      raise ModelError(
+          f'LoraModel.pattern = {self.pattern!r} matches no kernel.'
+          + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.pattern), kernels),
+          fix='It must match a whole path. The kernels are\n  ' + '\n  '.join(kernels),
+          parameters=('LoraModel.pattern',), docs='finetune.md#lora')
+    wrong = [path for path in adapted if path not in kernels]
+    if wrong:
+      raise ModelError(
+          f'LoraModel.pattern = {self.pattern!r} matches kernels that cannot be adapted: '
+          + ', '.join(f'{path} {tuple(flat[path].names)}' for path in wrong) + '.',
+          fix='Kernels of experts and their routers have no adapters. Those that may have are\n  '
+              + '\n  '.join(kernels), parameters=('LoraModel.pattern',), docs='finetune.md#lora')
+    if self.also_train is not None and not any(re.fullmatch(self.also_train, p) for p in flat):
+      raise ModelError(
+          f'LoraModel.also_train = {self.also_train!r} matches no parameter.'
+          + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.also_train), flat),
+          fix='It must match whole paths. The parameters are\n  ' + '\n  '.join(flat),
+          parameters=('LoraModel.also_train',), docs='finetune.md#lora')
+
+  def _scaled(self, params: Params) -> Params:
+    """Returns `params` with the scale in the second factors, where a layer needs no word of it."""
+    return {name: (self._scaled(value) if isinstance(value, Mapping) else
+                   jax.tree.map(lambda x: x * self.scale, value) if name == FACTORS[1] else value)
+            for name, value in params.items()}
+
+  def flops_per_token(self, length: int) -> float:
+    """Returns model FLOPs of one training step per position of a row of `length`.
+
+    Frozen kernels have no gradient of their own: 4 FLOPs per weight in place of 6. Of `also_train`
+    the kernels of layers count.
+    """
+    of_weights = self.model.flops_per_token(0)
+    shapes = flax.traverse_util.flatten_dict(
+        jax.eval_shape(lambda: self.init(jax.random.key(0), None)), sep='/')
+    factors = sum(p.value.size for path, p in shapes.items() if self.is_adapter(path))
+    kernels = sum(p.value.size for path, p in shapes.items() if self.is_trained(path)
+                  and path.endswith(_KERNEL) and p.names[0] in STACKS)
+    return (self.model.flops_per_token(length) - of_weights / 3 + 2.0 * kernels + 6.0 * factors)
+
+  def merged(self, params: Params) -> Params:
+    """Returns parameters of the wrapped model that do what `params` do."""
+    flat = flax.traverse_util.flatten_dict(params, sep='/')
+    return flax.traverse_util.unflatten_dict({
+        path: merged_kernel(value, *factors_of(path, flat.get), scale=self.scale)
+        for path, value in flat.items() if not self.is_adapter(path)}, sep='/')
+
+
+def factors_of(path: str, get: Callable[[str], Any]) -> tuple[Any, Any]:
+  """Returns what `get` returns for the paths of the factors beside the parameter at `path`.
+
+  Args:
+    path: of any parameter of a tree.
+    get: (path) -> the factor, or None where there is none.
+  """
+  if not path.endswith(_KERNEL):
+    return None, None
+  first, second = (get(path.removesuffix('kernel') + name) for name in FACTORS)
+  return first, second
+
+
+def merged_kernel(kernel: Any, a: Any, b: Any, *, scale: float) -> Any:
+  """Returns kernel + scale a b, in numpy for arrays of numpy; `kernel` where the factors are None.
+
+  Args:
+    kernel: [stack..., inputs..., features...].
+    a: [stack..., inputs..., rank].
+    b: [stack..., rank, features...].
+    scale: alpha / rank.
+  """
+  if a is None:
+    return kernel
+  stack = kernel.shape[:a.ndim + b.ndim - 2 - kernel.ndim]
+  rank = a.shape[-1]
+  product = (np if isinstance(kernel, np.ndarray) else jnp).matmul(
+      a.reshape(*stack, -1, rank), b.reshape(*stack, rank, -1))
+  return kernel + scale * product.reshape(kernel.shape)
+
+
+def _sides(kernel: NamedParam) -> Optional[tuple[list[int], list[int], list[int]]]:
+  """Returns the dimensions of stack, inputs and features of a kernel; None if it has no such sides.
+
+  One side is the residual stream, `embed`; the other is all that is left.
+  """
+  names = kernel.names
+  stack = [i for i, name in enumerate(names) if name in STACKS]
+  own = [i for i in range(len(names)) if i not in stack]
+  if 'experts' in names or len(own) < 2:
+    return None
+  if names[own[0]] == 'embed':
+    return stack, own[:1], own[1:]
+  return (stack, own[:-1], own[-1:]) if names[own[-1]] == 'embed' else None
