@@ -12,10 +12,13 @@ from typing import Any, Optional
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.models.beam_search import BeamSearch
 from t5x_gpu.models.decoding import DecodingConfig, check_sample, check_writes_text, reads_inputs
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.search import Found, Sampling, Search, run
 from t5x_gpu.partitioning.layout import Layout
 
@@ -41,12 +44,48 @@ def padded_length(length: int) -> int:
   return max(SHORTEST, 1 << (length - 1).bit_length())
 
 
+def by_layer(model: Any, params: Any, *, layout: Layout) -> Any:
+  """Returns `params` for a Generator to decode faster: stacks of layers as tuples of layers.
+
+  Each token reads all weights once; out of a stack, a loop over layers copies them first. It takes
+  longer to compile. The stacked arrays are deleted, each as soon as its layers are there, so that
+  no more than one is there twice. Pipeline stages, and models of other files than models/, keep
+  theirs.
+
+  Args:
+    model: that they are of.
+    params: on `layout`; used up.
+    layout: mesh and rules.
+  """
+  if layout.mesh.shape['stage'] > 1 or not isinstance(model, (DecoderOnlyModel,
+                                                              EncoderDecoderModel)):
+    return params
+
+  def layers_of(stack: jax.Array) -> tuple[jax.Array, ...]:
+    spec = PartitionSpec(*stack.sharding.spec[1:])
+    split = layout.jit(tuple, out_shardings=NamedSharding(layout.mesh, spec))
+    layers = split(stack)
+    jax.block_until_ready(layers)
+    stack.delete()
+    return layers
+
+  def walk(tree: Any) -> Any:
+    if not isinstance(tree, Mapping):
+      return tree
+    if 'layers' not in tree:
+      return {name: walk(value) for name, value in tree.items()}
+    stacks, treedef = jax.tree.flatten(tree['layers'])
+    layers = zip(*map(layers_of, stacks))
+    return {**tree, 'layers': tuple(jax.tree.unflatten(treedef, layer) for layer in layers)}
+  return walk(params)
+
+
 class Generator:
   """Continues prompts, and tells how likely given continuations are.
 
   Args:
     model: of models/, or yours with `start_decoding`, `decode_step` and, to score, `logits`.
-    params: on `layout`, layers in the order of the model.
+    params: on `layout`, layers in the order of the model; as they are, or `by_layer`.
     layout: mesh and rules of training.
     config: how to choose tokens.
     compiler_options: of XLA, by name.

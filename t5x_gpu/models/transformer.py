@@ -189,7 +189,8 @@ def scan_layers(layer: nn.Module, params: Any, x: jax.Array, shared: Any, *,
 
   Args:
     layer: a module called as `layer(x, shared, dropout_rng, number, caches)`.
-    params: of the layers, stacked; all of the model's, or those of a pipeline stage.
+    params: of the layers, stacked; all of the model's, or those of a pipeline stage. A tuple of those
+      of each layer (`generation.by_layer`) is run without a loop, to decode.
     x: [batch, length, embed].
     shared: the same for all layers.
     config: its dtype, remat_policy and scan_unroll are used.
@@ -198,19 +199,23 @@ def scan_layers(layer: nn.Module, params: Any, x: jax.Array, shared: Any, *,
     caches: while decoding.
     charges: [batch, length, 2] of routers so far; None where they are not charged.
   """
-  num_layers = jax.tree.leaves(params)[0].shape[0]
-  unroll = min(config.scan_unroll, num_layers)
-
   def body(carry: Any, of_layer: Any) -> tuple[Any, None]:
     (x, caches, charges), (split_params, number) = carry, of_layer
     weights = fsdp.whole(split_params, config.compute_dtype)
     rng = dropout_rng and dropout_rng.fold(number)
     x, caches, more = layer.apply({'params': weights}, x, shared, rng, number, caches)
     return (x, caches, charges if more is None else charges + more), None
+  carry = (x, caches, charges)
+  if isinstance(params, tuple):
+    for number, of_layer in enumerate(params, first_layer):
+      carry, _ = body(carry, (of_layer, number))
+    return carry
+  num_layers = jax.tree.leaves(params)[0].shape[0]
+  unroll = min(config.scan_unroll, num_layers)
   policy = fsdp.keep_policy(REMAT[config.remat_policy], params)
   if policy is not None:
     # A loop keeps forward and backward apart; unrolled whole, XLA would merge the recomputation
     # with what it was to replace, and save nothing.
     body = jax.checkpoint(body, policy=policy, prevent_cse=unroll == num_layers)
   numbers = first_layer + jnp.arange(num_layers)
-  return jax.lax.scan(body, (x, caches, charges), (params, numbers), unroll=unroll)[0]
+  return jax.lax.scan(body, carry, (params, numbers), unroll=unroll)[0]

@@ -15,7 +15,7 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
-from t5x_gpu.models.generation import Generator, padded_length, sample
+from t5x_gpu.models.generation import Generator, by_layer, padded_length, sample
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
@@ -50,12 +50,15 @@ def params_and_names(name):
   return jax.tree.map(lambda x: rng.normal(0, 0.4, x.shape).astype(np.float32), shapes), names
 
 
-def make_generator(name, partitioner=Partitioner(), num_devices=1, *, num_hosts=1, **options):
+def make_generator(name, partitioner=Partitioner(), num_devices=1, *, layers_apart=False,
+                   **options):
   model, (params, names) = MODELS[name], params_and_names(name)
   layout = partitioner.lay_out(
-      Topology(num_hosts, num_devices // num_hosts), jax.devices()[:num_devices],
+      Topology(1, num_devices), jax.devices()[:num_devices],
       logical_sizes={**model.logical_sizes(), 'batch': 8, 'length': 16})
   params = jax.device_put(params, layout.shardings(params, names))
+  if layers_apart:
+    params = by_layer(model, params, layout=layout)
   options = {'max_decode_length': NEW, 'batch_size': 4, **options}
   return Generator(model, params, layout=layout, config=DecodingConfig(**options),
                    compiler_options=QUICK)
@@ -164,6 +167,25 @@ def test_text_on_eight_devices_is_that_of_one(name, mesh, search):
 def test_experts_on_a_mesh_of_three_axes_write_what_one_device_writes():
   eight = make_generator('experts', Partitioner(expert=2, fsdp=2, num_partitions=2), 8)
   assert tokens_of(eight) == tokens_of(greedy_generator('experts'))
+
+
+@pytest.mark.parametrize('name, mesh', [('llama', {}), ('encoder_decoder', dict(
+    fsdp=2, num_partitions=2))])
+def test_layers_one_by_one_write_what_a_stack_of_them_writes(name, mesh):
+  generator = make_generator(name, Partitioner(**mesh), 8 if mesh else 1, layers_apart=True)
+  assert tokens_of(generator) == tokens_of(greedy_generator(name))
+
+
+def test_layers_one_by_one_take_the_place_of_the_stack():
+  model, (params, names) = MODELS['llama'], params_and_names('llama')
+  layout = greedy_generator('llama')._layout
+  stacked = jax.device_put(params, layout.shardings(params, names))
+  apart = by_layer(model, stacked, layout=layout)
+  assert all(x.is_deleted() for x in jax.tree.leaves(stacked['layers']))
+  for i, layer in enumerate(apart['layers']):
+    jax.tree.map(lambda one, stack: np.testing.assert_array_equal(one, stack[i]), layer,
+                 params['layers'])
+  assert len(apart['layers']) == 2 and apart['token_embedder'] is stacked['token_embedder']
 
 
 def test_a_stop_token_ends_a_text_and_the_loop():
