@@ -26,6 +26,7 @@ from t5x_gpu.checkpoint.conversions import CHECKS, Request
 from t5x_gpu.checkpoint.hf_config import FAMILY_NAMES
 from t5x_gpu.checkpoint.hf_folder import CONFIG
 from t5x_gpu.checkpoint.logits_check import has_transformers
+from t5x_gpu.checkpoint.merge_lora import merge_lora
 from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.model_fields import ModelFields, describe
 from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
@@ -34,13 +35,16 @@ from t5x_gpu.checkpoint.transfer import FLOATS, Step
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.metrics import logging_setup
+from t5x_gpu.models.lora import LoraModel, without_adapters
 
 EXAMPLES = """examples:
   {prog} --from=Llama-3.2-1B --to=runs/llama
   {prog} --from=runs/llama_tuned --to=my_llama --like=Llama-3.2-1B
   {prog} --from=t5_1_1_small/checkpoint_1000000 --to=runs/t5_small
+  {prog} --from=runs/llama_lora --to=runs/llama_merged --format=t5x_gpu
 
 The first writes runs/llama/checkpoint_0 and runs/llama/model.gin, which a run's gin file includes.
+The last multiplies the adapters of a LoRA run into the kernels.
 """
 FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
 SUFFIXES = {'KB': 10**3, 'MB': 10**6, 'GB': 10**9, '': 1}
@@ -64,8 +68,13 @@ def kind_of(folder: pathlib.Path) -> str:
   return 'hf'
 
 
-def model_of_gin(files: Sequence[pathlib.Path | str], *, bindings: Sequence[str] = (),
-                 search_paths: Sequence[str] = ()) -> ModelFields:
+def model_of_gin(files: Sequence[pathlib.Path | str], **options: Any) -> ModelFields:
+  """Returns the fields of the model of gin files; arguments as in `object_of_gin`."""
+  return describe(without_adapters(object_of_gin(files, **options)))
+
+
+def object_of_gin(files: Sequence[pathlib.Path | str], *, bindings: Sequence[str] = (),
+                  search_paths: Sequence[str] = ()) -> Any:
   """Returns the model of gin files: of a run, or of a model file, which sets MODEL alone."""
   texts = [pathlib.Path(f).read_text('utf-8') if pathlib.Path(f).is_file() else '' for f in files]
   names = [str(f) for f in files]
@@ -74,7 +83,7 @@ def model_of_gin(files: Sequence[pathlib.Path | str], *, bindings: Sequence[str]
                        for text in texts))
   if not alone:
     loaded = gin_loader.load(names, bindings=bindings, search_paths=search_paths)
-    return describe(loaded.arguments(without=_NOT_THE_MODEL)['model'])
+    return loaded.arguments(without=_NOT_THE_MODEL)['model']
   with tempfile.TemporaryDirectory() as folder:
     entry = pathlib.Path(folder) / 'entry.gin'
     entry.write_text('from __gin__ import dynamic_registration\n'
@@ -82,7 +91,7 @@ def model_of_gin(files: Sequence[pathlib.Path | str], *, bindings: Sequence[str]
                      'model_fields.describe.model = %MODEL\n', 'utf-8')
     loaded = gin_loader.load([*names, entry], bindings=bindings, search_paths=search_paths,
                              entry=_MODEL_ENTRY)
-    return describe(loaded.arguments()['model'])
+    return loaded.arguments()['model']
 
 
 class _Console:
@@ -137,7 +146,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
       'what to convert: a Hugging Face model, a MODEL_DIR or checkpoint of ours, one of T5X'))
   group.add_argument('--to', metavar='FOLDER', help='new folder')
   group.add_argument('--format', choices=('t5x_gpu', 'hf'),
-                     help='of the new folder (default: t5x_gpu, or hf from t5x_gpu)')
+                     help='of the new folder (default: t5x_gpu, or hf from t5x_gpu; a run with '
+                     'adapters may become one without: t5x_gpu)')
   group.add_argument('--family', choices=FAMILY_NAMES,
                      help='of Hugging Face (default: what the files say, or look like)')
   group.add_argument('--like', metavar='FOLDER', help=(
@@ -172,21 +182,29 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   source = pathlib.Path(extra.source).expanduser()
   kind = kind_of(source)
   _check_flags(extra, kind)
-  model = None
+  built = None
   if args.gin_files:
-    model = model_of_gin(args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths)
+    built = object_of_gin(args.gin_files, bindings=args.bindings,
+                          search_paths=args.gin_search_paths)
   elif kind == 't5x_gpu':
     run = source.parent if (source / 'manifest').is_dir() else source
     if (run / 'config.gin').is_file():
-      model = model_of_gin([run / 'config.gin'], bindings=args.bindings)
+      built = object_of_gin([run / 'config.gin'], bindings=args.bindings)
+  lora = built if isinstance(built, LoraModel) else None
+  merges = kind == 't5x_gpu' and extra.format == 't5x_gpu'
+  if merges and lora is None:
+    raise ConfigError(f'{source} has no adapters to merge: its model is no LoraModel.',
+                      fix='Without --format=t5x_gpu it becomes a Hugging Face model.',
+                      docs='finetune.md#merge')
   logging_setup.setup()
   request = Request(
-      source=source, target=pathlib.Path(extra.to).expanduser(), model=model, family=extra.family,
+      source=source, target=pathlib.Path(extra.to).expanduser(), family=extra.family, lora=lora,
+      model=None if built is None else describe(without_adapters(built)),
       read_gin=lambda path: model_of_gin([path]), drop=tuple(extra.drop), step=extra.step,
       like=pathlib.Path(extra.like).expanduser() if extra.like else None, dtype=extra.dtype,
       max_file_bytes=extra.max_shard_size, check=extra.check, tolerance=extra.tolerance)
   convert = {'hf': conversions.convert_hf, 't5x': conversions.convert_t5x,
-             't5x_gpu': conversions.convert_ours}[kind]
+             't5x_gpu': merge_lora if merges else conversions.convert_ours}[kind]
   with _cleaned_up_on_sigterm():
     convert(request, _Console())
   return 0
@@ -194,7 +212,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _check_flags(extra: argparse.Namespace, kind: str) -> None:
   """Raises ConfigError for flags that this conversion has no use for."""
-  target = 'hf' if kind == 't5x_gpu' else 't5x_gpu'
+  target = 'hf' if kind == 't5x_gpu' and extra.format != 't5x_gpu' else 't5x_gpu'
   if extra.format not in (None, target):
     raise ConfigError(f'{extra.source} is a checkpoint of {FORMATS[kind]}: --format={extra.format} '
                       'cannot be made of it.',
@@ -207,7 +225,8 @@ def _check_flags(extra: argparse.Namespace, kind: str) -> None:
         fix="Set --check=own" + ("." if kind == 't5x' else
                                  ", or pip install 't5x_gpu[hf]' torch."),
         docs='convert.md#the-check')
-  only = {'hf': ('drop', 'family'), 't5x_gpu': ('like', 'dtype', 'step', 'family'), 't5x': ()}
+  only = {'hf': ('drop', 'family'), 't5x': (),
+          't5x_gpu': ('like', 'dtype', 'step', 'family') if target == 'hf' else ('step',)}
   useless = [f'--{name}' for name in ('drop', 'family', 'like', 'dtype', 'step')
              if getattr(extra, name) not in (None, []) and name not in only[kind]]
   if useless:

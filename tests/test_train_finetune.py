@@ -2,11 +2,10 @@
 
 import pathlib
 
-import flax.traverse_util
-import jax
 import numpy as np
 import pytest
 
+from t5x_gpu import convert
 from t5x_gpu.checkpoint.model_dir import read_saved
 from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter
 from tests.helpers_train import TINY_GIN, Project, listing
@@ -30,6 +29,7 @@ def base(tmp_path_factory) -> Project:
 def started(folder: pathlib.Path, path: object, **settings: object) -> Project:
   """Returns a project whose runs start from `path`, with further settings of RestoreConfig."""
   lines = [f'initialize.RestoreConfig.{name} = {value!r}' for name, value in settings.items()]
+  folder.mkdir(exist_ok=True)
   return Project(folder, gin=TINY_GIN + START % path + '\n'.join(lines) + '\n')
 
 
@@ -117,3 +117,45 @@ def test_checkpoints_with_parameters_only_start_a_run(tmp_path, base):
   assert "mode = 'warm_start'" in refused.err
   refused = project.run(TRAIN_STEPS=1, MODEL_DIR=tmp_path / 'converted')
   assert refused.code == 1 and 'RestoreConfig.path' in refused.err
+
+
+LORA = '''
+from t5x_gpu.models import lora
+train_script.train.model = @lora.LoraModel()
+lora.LoraModel:
+  model = %MODEL
+  rank = 2
+  pattern = r'layers/.*/kernel'
+'''
+
+
+def test_adapters_are_trained_on_a_pretrained_model_saved_restored_and_merged(tmp_path, base):
+  project = started(tmp_path, base.model_dir)
+  project.gin_file.write_text(project.gin_file.read_text() + LORA)
+  result = project.run(TRAIN_STEPS=2)
+  assert result.code == 0, result.err
+  assert 'of them trained' in result.out and 'new' in result.out
+  whole = started(tmp_path / 'whole', base.model_dir)
+  assert whole.run(TRAIN_STEPS=1).code == 0
+  assert project.metrics()[1] == pytest.approx(whole.metrics()[1], rel=1e-6)  # as without adapters
+  pretrained, first = parameters(base.model_dir, 4), parameters(project.model_dir, 2)
+  factors = first.keys() - pretrained.keys()
+  assert factors and all('/lora_' in name for name in factors)
+  for name, value in pretrained.items():
+    np.testing.assert_array_equal(first[name], value, err_msg=name)
+  assert any(np.abs(first[name]).max() > 0 for name in factors if name.endswith('lora_b'))
+
+  result = project.run(TRAIN_STEPS=4)  # goes on from its own checkpoint
+  assert result.code == 0 and f'Continuing from {project.model_dir}/checkpoint_2.' in result.out
+  uninterrupted = started(tmp_path / 'at_once', base.model_dir)
+  uninterrupted.gin_file.write_text(uninterrupted.gin_file.read_text() + LORA)
+  assert uninterrupted.run(TRAIN_STEPS=4).code == 0
+  assert project.metrics() == uninterrupted.metrics()
+
+  assert convert.main([f'--from={project.model_dir}', f'--to={tmp_path / "merged"}',
+                       '--format=t5x_gpu']) == 0
+  plain = started(tmp_path / 'plain', tmp_path / 'merged')
+  result = plain.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=1)
+  assert result.code == 0, result.err
+  assert plain.metrics('eval/loss')[1] == pytest.approx(
+      project.metrics('eval/loss')[4], rel=1e-5)

@@ -18,6 +18,7 @@ from t5x_gpu.checkpoint.hf_folder import (
     CONFIG, HfModel, Record, carry_files, open_hf, read_record, write_record)
 from t5x_gpu.checkpoint.hf_names import FAMILIES
 from t5x_gpu.checkpoint.import_t5x import t5x_model, t5x_table
+from t5x_gpu.checkpoint.merged_params import MergedParams
 from t5x_gpu.checkpoint.model_fields import ModelFields, differences, gin_text
 from t5x_gpu.checkpoint.name_tables import Table, Tensors
 from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter, num_bytes, tree_problems
@@ -28,6 +29,7 @@ from t5x_gpu.checkpoint.transfer import (
     FLOATS, Names, Step, check_tensors, compare_with_ours, compare_with_theirs, copy_to_ours,
     copy_to_theirs)
 from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.models.lora import LoraModel
 
 TOLERANCE = logits_check.TOLERANCE
 CHECKS = ('auto', 'transformers', 'own', 'tensors')
@@ -64,6 +66,7 @@ class Request:
     max_file_bytes: of a safetensors file.
     check: one of `CHECKS`; 'transformers' only where it is installed.
     tolerance: of logits.
+    lora: the model with adapters, where `source` has them; `model` is then the one that it wraps.
   """
   source: pathlib.Path
   target: pathlib.Path
@@ -77,7 +80,7 @@ class Request:
   max_file_bytes: int = 5 * 10**9
   check: str = 'auto'
   tolerance: float = TOLERANCE
-
+  lora: Optional[LoraModel] = None
 
 
 def convert_hf(request: Request, console: Console) -> None:
@@ -118,7 +121,9 @@ def convert_t5x(request: Request, console: Console) -> None:
 
 def convert_ours(request: Request, console: Console) -> None:
   """Writes a Hugging Face model from our checkpoint."""
-  reader = ParamsReader(request.source, step=request.step)
+  reader: Any = ParamsReader(request.source, step=request.step)
+  if request.lora is not None:
+    reader = MergedParams(reader, request.lora)
   record = read_record(request.like or reader.path.parent)
   if request.like is not None and record is None:
     raise ConfigError(f'--like={request.like} is neither a Hugging Face model nor a converted one.',

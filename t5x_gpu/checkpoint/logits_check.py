@@ -75,8 +75,13 @@ def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
 def our_logits(model: ModelFields, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
   """Returns the logits of `batch` in float32, on this machine's CPU."""
   exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype='float32'))
+  return logits_of(exact.build(), params, batch)
+
+
+def logits_of(model: Any, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Returns the logits of `batch` in the dtype of `model`, one of models/, on this CPU."""
   with jax.default_device(_cpu()):
-    return np.asarray(jax.jit(exact.build().logits)(params, dict(batch)))
+    return np.asarray(jax.jit(model.logits)(params, dict(batch)))
 
 
 def counted(model: ModelFields, batch: Mapping[str, np.ndarray]) -> np.ndarray | slice:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import flax.traverse_util
 import jax
 
 from t5x_gpu.errors import CheckpointError
@@ -46,6 +47,11 @@ class ModelFields:
     """Returns the tree of shapes of its parameters."""
     return split_names(jax.eval_shape(
         lambda: self.build().init(jax.random.key(0), None)))[0]  # they fit batches of any shape
+
+  def abstract_shapes(self) -> dict[str, tuple[int, ...]]:
+    """Returns '/'-joined path -> shape of its parameters."""
+    flat = flax.traverse_util.flatten_dict(self.abstract_params(), sep='/')
+    return {name: tuple(a.shape) for name, a in flat.items()}
 
   def sizes(self) -> dict[str, int]:
     """Returns the sizes of all axes that tables of names use."""

@@ -112,8 +112,8 @@ class MultiHeadAttention(nn.Module):
                                 self.bias_in != 'none', name=name)(self.dtype)
     ways = split_ways('kv_heads')
     if ways == 1:
-      return {name: self._finish(name, m, jnp.tensordot(inputs[name].astype(self.dtype), m.kernel, 1),
-                                 inputs[name]) for name, m in maps.items()}
+      return {name: self._finish(name, m, jnp.tensordot(x.astype(self.dtype), m.kernel, 1), x)
+              for (name, x), m in zip(inputs.items(), maps.values())}
     groups = kv_heads if kv_heads % ways == 0 else ways
 
     def by_group(x: jax.Array) -> jax.Array:

@@ -139,7 +139,9 @@ class LoraModel:
 
   def _scaled(self, params: Params) -> Params:
     """Returns `params` with the scale in the second factors, where a layer needs no word of it."""
-    return {name: (self._scaled(value) if isinstance(value, Mapping) else
+    if isinstance(params, tuple):  # the layers one by one
+      return tuple(map(self._scaled, params))
+    return {name: (self._scaled(value) if isinstance(value, (Mapping, tuple)) else
                    jax.tree.map(lambda x: x * self.scale, value) if name == FACTORS[1] else value)
             for name, value in params.items()}
 
@@ -163,6 +165,11 @@ class LoraModel:
     return flax.traverse_util.unflatten_dict({
         path: merged_kernel(value, *factors_of(path, flat.get), scale=self.scale)
         for path, value in flat.items() if not self.is_adapter(path)}, sep='/')
+
+
+def without_adapters(model: Any) -> Any:
+  """Returns the model that a LoraModel wraps; any other as it is."""
+  return model.model if isinstance(model, LoraModel) else model
 
 
 def factors_of(path: str, get: Callable[[str], Any]) -> tuple[Any, Any]:

@@ -46,5 +46,5 @@ def size_line(program: Program) -> str:
   size = f'{mib / 1024:.2f} GiB' if mib >= 1024 else f'{mib:.1f} MiB'
   trained = ('' if program.num_trained == program.num_params else
              f', {program.num_trained:,} of them trained')
-  return (f'{program.num_params:,} parameters{trained}; {size} of parameters and optimizer state per '
-          'device')
+  return (f'{program.num_params:,} parameters{trained}; {size} of parameters and optimizer state '
+          'per device')

@@ -15,6 +15,7 @@ from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.axis_rules import split_names
+from t5x_gpu.partitioning.collectives import inventory, partitioned_hlo
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
@@ -178,6 +179,34 @@ def test_no_gradient_of_a_frozen_kernel_is_computed():
   ratio = flops(model) / flops(base)
   assert ratio < 0.85, ratio
   assert model.flops_per_token(LENGTH) < 0.75 * base.flops_per_token(LENGTH)
+
+
+def test_over_fsdp_gradients_of_factors_alone_travel():
+  """Reduced are factors and single numbers; whole kernels are gathered, as any layer's."""
+  p = program(LoraModel(DecoderOnlyModel(config(embed_dim=64, mlp_dim=256)), rank=2),
+              num_devices=8, fsdp=8)
+  found = inventory(partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch)),
+                    p.layout.mesh.shape)
+  reduced = [math.prod(c.shape) for c in found if c.kind in ('reduce-scatter', 'all-reduce')]
+  assert reduced and max(reduced) <= 4 * 64 * 2  # a, of all layers
+  assert max(math.prod(c.shape) for c in found if c.kind == 'all-gather') >= 64 * 256
+
+
+def test_updates_that_bfloat16_kernels_cannot_hold_count():
+  base = DecoderOnlyModel(config(dtype='bfloat16', dropout_rate=0.0, num_layers=1,
+                                 logits_via_embedding=False))
+  model = LoraModel(base, rank=1, alpha=1.0, pattern=r'logits_dense/projection/kernel')
+  params, _ = split_names(model.init(jax.random.key(0), None))
+  logits = params['logits_dense']['projection']
+  logits['kernel'] = jax.numpy.ones_like(logits['kernel'])
+  logits['lora_b'] = jax.numpy.full_like(logits['lora_b'], 1e-3)  # of a kernel of 1: below 2^-8
+  tokens = jax.numpy.arange(1, 9)[None]
+  rows = {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens}
+  merged = model.merged(params)['logits_dense']['projection']['kernel'].astype('bfloat16')
+  assert (merged == 1).all()
+  moved = jax.jit(model.logits)(params, rows) - jax.jit(base.logits)(
+      {**params, 'logits_dense': {'projection': {'kernel': logits['kernel']}}}, rows)
+  assert np.abs(moved).max() > 1e-4
 
 
 @pytest.mark.parametrize('model,says', [
