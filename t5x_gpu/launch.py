@@ -23,7 +23,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime import cluster, numa, nvml
 
 DOCTOR = 't5x_gpu.doctor'
-MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval')
+MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval', 't5x_gpu.infer')
 TAIL_LINES = 30
 KILL_SECONDS = 10
 # Processes that were asked to stop leave one after the other, the last one when the save is done.

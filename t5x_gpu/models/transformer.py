@@ -189,8 +189,8 @@ def scan_layers(layer: nn.Module, params: Any, x: jax.Array, shared: Any, *,
 
   Args:
     layer: a module called as `layer(x, shared, dropout_rng, number, caches)`.
-    params: of the layers, stacked; all of the model's, or those of a pipeline stage. A tuple of those
-      of each layer (`generation.by_layer`) is run without a loop, to decode.
+    params: of the layers, stacked; all of the model's, or those of a pipeline stage. A tuple of
+      those of each layer (`generation.by_layer`) is run without a loop, to decode.
     x: [batch, length, embed].
     shared: the same for all layers.
     config: its dtype, remat_policy and scan_unroll are used.
