@@ -182,11 +182,15 @@ class TwoRuns:
     self.mesh, self.one = mesh, one
     self.names = dataclasses.replace(one.program.names,
                                      opt_state=one.program.names.opt_state.optimizer)
+    trained = one.program.trained
+    self._gradient_names, _ = trained.split(self.names.params)
 
     def update(state: TrainState, gradient: Any) -> tuple[Any, Any]:
-      return optimizer.update(gradient, state.opt_state, state.params, names=self.names.params,
-                              learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
-                              step=state.step)
+      params, frozen = trained.split(state.params)
+      params, opt_state = optimizer.update(
+          gradient, state.opt_state, params, names=self._gradient_names, step=state.step,
+          learning_rate=jnp.asarray(schedule(state.step), jnp.float32))
+      return trained.join(params, frozen), opt_state
     self._update = one.program.layout.jit(update)
 
   def init(self) -> tuple[TrainState, list[Difference]]:
@@ -211,7 +215,7 @@ class TwoRuns:
     for _ in range(ROUNDING_DRAWS):
       moved_state = state.replace(params=jax.tree.map(moved, state.params))
       now = self.one.step(moved_state, batch)
-      for d in differences(now.unclipped, was.unclipped, names=self.names.params):
+      for d in differences(now.unclipped, was.unclipped, names=self._gradient_names):
         gradient[d.leaf] = max(gradient.get(d.leaf, 0.0), d.worst)
       found = layer_differences(self.one.layers(moved_state, batch), was_layers)
       layers.append([d.output for d in found] + [d.gradient for d in found[-2::-1]])
@@ -235,7 +239,7 @@ class TwoRuns:
     return StepDifferences(
         step=number, mesh=mesh.metrics, one=one.metrics, metrics=metrics,
         layers=layer_differences(self.mesh.layers(state, batch), self.one.layers(state, batch)),
-        gradient=differences(mesh.unclipped, one.unclipped, names=self.names.params),
+        gradient=differences(mesh.unclipped, one.unclipped, names=self._gradient_names),
         update=update_differences(mesh.state.params, params, state.params,
                                   names=self.names.params),
         optimizer_state=differences(mesh.state.opt_state, opt_state, names=self.names.opt_state),
