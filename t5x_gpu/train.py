@@ -18,9 +18,10 @@ import numpy as np
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start, resume_data
+from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import Saved, check_model_dir
+from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, open_class_names, open_vocabulary)

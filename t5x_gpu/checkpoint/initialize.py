@@ -1,29 +1,29 @@
-"""What a run without a checkpoint of its own starts from: another run's, or a converted one.
+"""What a run without a checkpoint of its own is to start from: another run's, or a converted one.
 
-`RestoreConfig` says it in gin. Names and shapes are compared before anything compiles; each process
-then reads the parts of the parameters that its devices hold, whatever mesh wrote them.
+`RestoreConfig` says it in gin. Names and shapes are compared here, before anything compiles.
 """
 
 import dataclasses
+import logging
 import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Optional
 
 import flax.traverse_util
 import jax
-import numpy as np
 
-from t5x_gpu.checkpoint.checkpointer import Checkpointer, Restored, restore_from
-from t5x_gpu.checkpoint.manifest import STARTED_FROM, differences
+from t5x_gpu.checkpoint.manifest import differences
 from t5x_gpu.checkpoint.model_dir import Saved, read_saved
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY, ParamsReader, tree_problems
-from t5x_gpu.data.batches import BatchIterator, batch_hash
-from t5x_gpu.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from t5x_gpu.checkpoint.start import Start
+from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
+
+_log = logging.getLogger(__name__)
 
 MODES = {
     'resume': 'the whole state: parameters, optimizer, step, and where the data stands',
@@ -80,87 +80,6 @@ class RestoreConfig:
                           parameters=(f'RestoreConfig.{name}',)) from e
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-  """What a run starts from; without a `config`, nothing but its seed, or its own checkpoint.
-
-  Attributes:
-    config: what gin says.
-    reader: of the checkpoint.
-    taken: path of a parameter -> its path in the checkpoint.
-    saved: to 'resume', what the checkpoint says of itself.
-    text: a table for the log.
-  """
-  config: Optional[RestoreConfig] = None
-  reader: Optional[ParamsReader] = None
-  taken: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  saved: Optional[Saved] = None
-  text: str = ''
-
-  @property
-  def origin(self) -> Optional[dict[str, Any]]:
-    """For the manifests of the run: where its first state came from; JSON-ready."""
-    if self.config is None:
-      return None
-    return {'checkpoint': str(self.reader.path), 'step': self.reader.step,
-            'mode': self.config.mode, 'pattern': self.config.pattern,
-            'assignment_map': [list(pair) for pair in self.config.assignment_map]}
-
-  @property
-  def path(self) -> str:
-    """Folder of the checkpoint; empty without one."""
-    return '' if self.reader is None else str(self.reader.path)
-
-  def origin_of(self, restored: Optional[Restored]) -> Optional[Mapping[str, Any]]:
-    """Returns where the run's first state came from, if its own checkpoint was `restored`."""
-    return self.origin or (restored and restored.manifest.get(STARTED_FROM))
-
-  def first_state(self, checkpointer: Checkpointer, program: Program, fresh: Optional[TrainState]
-                  ) -> tuple[TrainState, Optional[Restored]]:
-    """Returns (the state of the next step, the checkpoint that holds all of it if there is one).
-
-    Args:
-      checkpointer: of the run, whose own latest checkpoint comes first.
-      program: of the run.
-      fresh: its initial state, used up; None to compute it if need be.
-    Raises:
-      CheckpointError: nothing can be read.
-    """
-    restored = checkpointer.restore_latest(program.abstract_state)
-    if restored is None and self.saved is not None:
-      restored = restore_from(self.reader.path, self.saved, program.abstract_state)
-    if restored is not None:
-      return program.in_run_order(restored.state), restored
-    return self._filled(fresh or program.init(), program), None
-
-  def _filled(self, state: TrainState, program: Program) -> TrainState:
-    """Returns a fresh state with the parameters of the checkpoint; `state` is used up."""
-    if not self.taken:
-      return state
-    state = program.in_model_order(state)
-    flat = flax.traverse_util.flatten_dict(state.params, sep='/')
-    for name, source in self.taken.items():
-      flat[name].delete()  # so that no more than one parameter is there twice
-      flat[name] = self._read(source, flat[name])
-    params = flax.traverse_util.unflatten_dict(flat, sep='/')
-    return program.in_run_order(state.replace(params=params))
-
-  def _read(self, source: str, like: jax.Array) -> jax.Array:
-    parts: dict[str, np.ndarray] = {}
-
-    def part(place: tuple[slice, ...]) -> np.ndarray:
-      if str(place) not in parts:  # several devices may hold the same
-        parts[str(place)] = self.reader.read_at(source, place).astype(like.dtype, copy=False)
-      return parts[str(place)]
-    try:
-      return jax.make_array_from_callback(like.shape, like.sharding, part)
-    except (ValueError, OSError) as e:
-      raise CheckpointError(f'{source} of {self.reader.path} cannot be read: '
-                            f'{str(e).splitlines()[0][:300]}',
-                            fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
-                            parameters=('RestoreConfig.path', 'RestoreConfig.step')) from e
-
-
 def plan_start(config: Optional[RestoreConfig], program: Program, model: Any, *,
                saved: Optional[Saved]) -> Start:
   """Returns what the run starts from, after comparing names and shapes; no array is read.
@@ -174,6 +93,8 @@ def plan_start(config: Optional[RestoreConfig], program: Program, model: Any, *,
     CheckpointError: there is no such checkpoint, or it does not have what is asked of it.
   """
   if config is None:
+    if saved is None:
+      _warn_of_frozen(program, ())
     return Start()
   if saved is not None:
     return Start(text=f'RestoreConfig.path = {config.path!r} plays no part any more: MODEL_DIR has '
@@ -181,7 +102,8 @@ def plan_start(config: Optional[RestoreConfig], program: Program, model: Any, *,
   reader = _open(config)
   if config.mode == 'resume':
     text = f'Starting from {reader.path}: {MODES["resume"]}.'
-    return Start(config, reader, saved=_whole(reader, program.abstract_state), text=text)
+    return Start(reader, origin=_origin(config, reader), text=text,
+                 saved=_whole(reader, program.abstract_state))
   want = {name: tuple(a.shape) for name, a in flax.traverse_util.flatten_dict(
       program.abstract_state.params, sep='/').items()}
   may_lack = getattr(model, 'is_adapter', lambda path: False)
@@ -189,7 +111,25 @@ def plan_start(config: Optional[RestoreConfig], program: Program, model: Any, *,
   taken = {name: source for name, source in taken.items()
            if source in reader.shapes or not may_lack(name)}
   _check(config, reader, want, taken, may_lack)
-  return Start(config, reader, taken, text=_table(config, reader, want, taken))
+  _warn_of_frozen(program, taken)
+  return Start(reader, taken, origin=_origin(config, reader),
+               text=_table(config, reader, want, taken))
+
+
+def _origin(config: RestoreConfig, reader: ParamsReader) -> dict[str, Any]:
+  return {'checkpoint': str(reader.path), 'step': reader.step, 'mode': config.mode,
+          'pattern': config.pattern,
+          'assignment_map': [list(pair) for pair in config.assignment_map]}
+
+
+def _warn_of_frozen(program: Program, taken: Container[str]) -> None:
+  """Says which parameters would stay for ever what chance has made of them."""
+  _, frozen = program.trained.split(program.abstract_state.params)
+  random = [n for n in flax.traverse_util.flatten_dict(frozen, sep='/') if n not in taken]
+  if random and jax.process_index() == 0:
+    _log.warning('%d parameters are not trained, and start from no checkpoint: %s%s. Set '
+                 'train.initialize_from (docs/finetune.md).', len(random),
+                 ', '.join(random[:_NAMED]), ', ...' if len(random) > _NAMED else '')
 
 
 def _open(config: RestoreConfig) -> ParamsReader:
@@ -308,16 +248,3 @@ def _table(config: RestoreConfig, reader: ParamsReader, want: Mapping[str, Seque
       *([f'  left in the checkpoint: {", ".join(unused[:_NAMED])}'
          + (f' and {len(unused) - _NAMED} more' if len(unused) > _NAMED else '')]
         if unused else [])])
-
-
-def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
-  """Puts the data where a checkpoint left it; raises DataError if it is not the same data."""
-  data.set_state(data_state)
-  want, got = manifest['next_batch_hash'], batch_hash(data.peek())
-  if got != want:
-    raise DataError(
-        f'The next batch is not the one that this run would have taken (hash {got}, the checkpoint '
-        f'says {want}): the data, its preprocessing or its libraries changed. Then: '
-        f'{manifest["data"]}; now: {dict(data.describe())}.',
-        fix='Bring back the data of this run, or start a new MODEL_DIR.',
-        parameters=('MODEL_DIR', 'DatasetConfig.mixture_or_task_name'))

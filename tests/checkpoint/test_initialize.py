@@ -1,6 +1,5 @@
 """What a run cannot start from is told with names, shapes and the way out, before it compiles."""
 
-import dataclasses
 import pathlib
 
 import jax
@@ -8,12 +7,14 @@ import numpy as np
 import pytest
 
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
+from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
 from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.params_files import ParamsWriter
+from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
@@ -130,6 +131,20 @@ def test_patterns_that_match_nothing_are_refused_with_what_there_is(tmp_path, va
   assert 'matches none of' in text and "Did you mean 'layers/mlp/wo/kernel'" in text
   text = message(RestoreConfig(path, assignment_map=((r'decoder/.*', 'x'),)), program())
   assert "RestoreConfig.assignment_map: 'decoder/.*' matches none" in text
+
+
+def test_frozen_parameters_that_start_from_chance_are_named(tmp_path, values, caplog):
+  model = LoraModel(MODEL, rank=2)
+  p = program(model)
+  plan_start(None, p, model, saved=None)
+  assert 'are not trained, and start from no checkpoint: decoder_norm/scale' in (
+      ' '.join(caplog.messages))
+  caplog.clear()
+  path = write(tmp_path / 'base', values)
+  start = plan_start(RestoreConfig(path), p, model, saved=None)
+  assert not caplog.messages and set(start.taken) == set(values)
+  assert start.text.splitlines()[-1].split() == [
+      'layers/self_attention/value/lora_b', *'4 x 2 x 4 x 4 new'.split()]
 
 
 def test_resume_needs_a_whole_state_of_the_same_model(tmp_path, values):

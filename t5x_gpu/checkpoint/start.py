@@ -1,0 +1,106 @@
+"""The first state of a run: its own checkpoint, another run's, or parameters of either kind.
+
+Each process reads the parts of the parameters that its devices hold, whatever mesh wrote them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from t5x_gpu.checkpoint.checkpointer import Checkpointer, Restored, restore_from
+from t5x_gpu.checkpoint.manifest import STARTED_FROM
+from t5x_gpu.checkpoint.model_dir import Saved
+from t5x_gpu.checkpoint.params_files import ParamsReader
+from t5x_gpu.data.batches import BatchIterator, batch_hash
+from t5x_gpu.errors import CheckpointError, DataError
+from t5x_gpu.training.program import Program
+from t5x_gpu.training.train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """What a run starts from; without a `reader`, nothing but its seed, or its own checkpoint.
+
+  Attributes:
+    reader: of the checkpoint.
+    taken: path of a parameter -> its path in the checkpoint.
+    saved: to 'resume', what the checkpoint says of itself.
+    origin: for the manifests of the run: where its first state comes from; JSON-ready.
+    text: a table for the log.
+  """
+  reader: Optional[ParamsReader] = None
+  taken: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  saved: Optional[Saved] = None
+  origin: Optional[Mapping[str, Any]] = None
+  text: str = ''
+
+  @property
+  def path(self) -> str:
+    """Folder of the checkpoint; empty without one."""
+    return '' if self.reader is None else str(self.reader.path)
+
+  def origin_of(self, restored: Optional[Restored]) -> Optional[Mapping[str, Any]]:
+    """Returns where the run's first state came from, if its own checkpoint was `restored`."""
+    return self.origin or (restored and restored.manifest.get(STARTED_FROM))
+
+  def first_state(self, checkpointer: Checkpointer, program: Program, fresh: Optional[TrainState]
+                  ) -> tuple[TrainState, Optional[Restored]]:
+    """Returns (the state of the next step, the checkpoint that holds all of it if there is one).
+
+    Args:
+      checkpointer: of the run, whose own latest checkpoint comes first.
+      program: of the run.
+      fresh: its initial state, used up; None to compute it if need be.
+    Raises:
+      CheckpointError: nothing can be read.
+    """
+    restored = checkpointer.restore_latest(program.abstract_state)
+    if restored is None and self.saved is not None:
+      restored = restore_from(self.reader.path, self.saved, program.abstract_state)
+    if restored is not None:
+      return program.in_run_order(restored.state), restored
+    return self._filled(fresh or program.init(), program), None
+
+  def _filled(self, state: TrainState, program: Program) -> TrainState:
+    """Returns a fresh state with the parameters of the checkpoint; `state` is used up."""
+    if not self.taken:
+      return state
+    state = program.in_model_order(state)
+    flat = flax.traverse_util.flatten_dict(state.params, sep='/')
+    for name, source in self.taken.items():
+      flat[name].delete()  # so that no more than one parameter is there twice
+      flat[name] = self._read(source, flat[name])
+    params = flax.traverse_util.unflatten_dict(flat, sep='/')
+    return program.in_run_order(state.replace(params=params))
+
+  def _read(self, source: str, like: jax.Array) -> jax.Array:
+    parts: dict[str, np.ndarray] = {}
+
+    def part(place: tuple[slice, ...]) -> np.ndarray:
+      if str(place) not in parts:  # several devices may hold the same
+        parts[str(place)] = self.reader.read_at(source, place).astype(like.dtype, copy=False)
+      return parts[str(place)]
+    try:
+      return jax.make_array_from_callback(like.shape, like.sharding, part)
+    except (ValueError, OSError) as e:
+      raise CheckpointError(f'{source} of {self.reader.path} cannot be read: '
+                            f'{str(e).splitlines()[0][:300]}',
+                            fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
+                            parameters=('RestoreConfig.path', 'RestoreConfig.step')) from e
+
+
+def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
+  """Puts the data where a checkpoint left it; raises DataError if it is not the same data."""
+  data.set_state(data_state)
+  want, got = manifest['next_batch_hash'], batch_hash(data.peek())
+  if got != want:
+    raise DataError(
+        f'The next batch is not the one that this run would have taken (hash {got}, the checkpoint '
+        f'says {want}): the data, its preprocessing or its libraries changed. Then: '
+        f'{manifest["data"]}; now: {dict(data.describe())}.',
+        fix='Bring back the data of this run, or start a new MODEL_DIR.',
+        parameters=('MODEL_DIR', 'DatasetConfig.mixture_or_task_name'))
