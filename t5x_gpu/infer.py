@@ -28,6 +28,7 @@ from t5x_gpu.metrics import logging_setup
 from t5x_gpu.metrics.text_results import Job, run, say
 from t5x_gpu.models.decoding import DecodingConfig, check_writes_text, reads_inputs
 from t5x_gpu.models.generation import Generator, by_layer
+from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -97,6 +98,11 @@ def open_job(args: cli.Args, asked: 'Asked') -> Job:
   params = None
   if not args.dry_run:
     params = read_params(asked.checkpoint, _abstract_params(model, layout), step=reader.step)
+    plain = without_adapters(model)
+    if plain is not model:
+      shardings = jax.tree.map(lambda a: a.sharding, _abstract_params(plain, layout))
+      params = layout.jit(model.merged, out_shardings=shardings)(params)
+      model = plain
     params = by_layer(model, params, layout=layout)
   lengths = dataset.task_feature_lengths
   train_length = lengths.get('inputs') if reads_inputs(model) else sum(lengths.values())

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from t5x_gpu import convert, infer
-from t5x_gpu.checkpoint.params_files import ParamsWriter
+from t5x_gpu.checkpoint.params_files import ParamsWriter, read_params
 from t5x_gpu.config import gin_loader
+from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.generation import Generator
 from t5x_gpu.partitioning.axis_rules import split_names
-from tests.helpers_train import TINY_GIN, compiled_kept_in, run_here
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime import topology
+from tests.helpers_train import TINY_GIN, compiled_kept_in, devices, run_here
 
 PROMPTS = ['def f(', 'import os', 'x', 'class Ä:', 'for i in', 'while True']
 DECODE = ['--gin.DecodingConfig.max_decode_length=6', '--gin.DecodingConfig.batch_size=2']
@@ -215,6 +218,27 @@ def test_a_folder_without_a_gin_file_is_refused(tmp_path):
   result = run_here(lambda: infer.main([f'--checkpoint={tmp_path}']))
   assert result.code == 1 and 'neither config.gin nor model.gin' in result.err
   assert 'Neither --checkpoint nor --gin_file' in run_here(lambda: infer.main([])).err
+
+
+def test_merged_adapters_write_what_they_write_unmerged(model_dir, prompts, tmp_path):
+  lora = (model_dir / 'config.gin').read_text() + (
+      'from t5x_gpu.models import lora\n'
+      'train_script.train.model = @lora.LoraModel()\n'
+      'lora.LoraModel.model = %MODEL\n')
+  folder = tmp_path / 'lora'
+  folder.mkdir()
+  (folder / 'config.gin').write_text(lora)
+  model = gin_loader.load([folder / 'config.gin']).arguments()['model']
+  shapes = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), None)))[0]
+  write_params(folder, shapes)
+  got = answers(folder, f'--prompts={prompts}', '--examples=2')
+  params = read_params(folder, shapes)
+  with devices(1):
+    layout = Partitioner().lay_out(*topology.discover(), logical_sizes={
+        **model.logical_sizes(), 'batch': 2})
+    generator = Generator(model, params, layout=layout, config=DecodingConfig(max_decode_length=6))
+    wanted = generator.generate([[3 + b for b in text.encode()] for text in PROMPTS[:2]])
+  assert [record['score'] for record in got] == pytest.approx([w.score for [w] in wanted], rel=1e-4)
 
 
 def test_what_is_typed_is_continued(model_dir, expected, monkeypatch):

@@ -19,6 +19,7 @@ from t5x_gpu.models.beam_search import BeamSearch
 from t5x_gpu.models.decoding import DecodingConfig, check_sample, check_writes_text, reads_inputs
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.models.search import Found, Sampling, Search, run
 from t5x_gpu.partitioning.layout import Layout
 
@@ -57,8 +58,8 @@ def by_layer(model: Any, params: Any, *, layout: Layout) -> Any:
     params: on `layout`; used up.
     layout: mesh and rules.
   """
-  if layout.mesh.shape['stage'] > 1 or not isinstance(model, (DecoderOnlyModel,
-                                                              EncoderDecoderModel)):
+  if layout.mesh.shape['stage'] > 1 or not isinstance(without_adapters(model), (
+      DecoderOnlyModel, EncoderDecoderModel)):
     return params
 
   def layers_of(stack: jax.Array) -> tuple[jax.Array, ...]:
@@ -248,6 +249,9 @@ def _without_dropping(model: Any) -> Any:
 
   While one token is written at a time, none competes for room; so none may in the prompt.
   """
+  inner = without_adapters(model)
+  if inner is not model:
+    return dataclasses.replace(model, model=_without_dropping(inner))
   config = getattr(model, 'config', None)
   if not getattr(config, 'num_experts', 0):
     return model

@@ -107,7 +107,7 @@ def test_greedy_text_equals_hugging_face(name, both):
   check(both, name, num=1, theirs={}, ours={}, stops=STOPS)
 
 
-@pytest.mark.parametrize('penalty', [0.0, 1.0])
+@pytest.mark.parametrize('penalty', [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize('name', FAMILIES)
 def test_texts_and_scores_of_a_beam_search_equal_hugging_face(name, penalty, both):
   check(both, name, num=3, stops=STOPS, theirs=dict(num_beams=3, length_penalty=penalty),
