@@ -29,7 +29,9 @@ PIPELINES = [name for name, case in CASES.items() if 'stage' in case.partitioner
 REMAT = [name for name, case in CASES.items() if 'remat_policy' in case.config]
 BY_LAYER = ['fsdp_4_microbatches', 'zero2_4_microbatches']
 ONE_DEVICE = [name for name, case in CASES.items() if case.num_devices == 1]
-OTHERS = [name for name in CASES if name not in PIPELINES + REMAT + ONE_DEVICE + BY_LAYER]
+GROUPED = [name for name, case in CASES.items() if 'num_kv_heads' in case.config]
+OTHERS = [name for name in CASES
+          if name not in PIPELINES + REMAT + ONE_DEVICE + BY_LAYER + GROUPED]
 
 
 def has_experts(name):
@@ -60,6 +62,14 @@ def test_each_device_does_its_part_of_the_work(name):
 def test_only_the_relative_bias_is_computed_by_every_replica(name):
   bias = 2 * BIAS // size(name, 'model') * CASES[name].num_microbatches
   assert flops_per_device(hlo(name)) == ideal(name) // 8 + bias
+
+
+@pytest.mark.parametrize('name', ['tp_grouped', 'tp_shared_kv'])
+def test_grouped_keys_and_values_are_computed_once_or_once_per_device_where_they_are_shared(name):
+  model = size(name, 'model')
+  computed = max(config_of(CASES[name]).kv_heads, model) * C.head_dim
+  saved = 3 * C.num_layers * 2 * TOKENS * 2 * (HEADS - computed) * C.embed_dim
+  assert flops_per_device(hlo(name)) == (IDEAL - saved) // 8 + 2 * BIAS // model
 
 
 @pytest.mark.parametrize('name', BY_LAYER)
@@ -100,7 +110,10 @@ def state_bytes(name):
   """Returns bytes of parameters and AdamW's two moments on one device, from sizes alone."""
   n = program(name).layout.mesh.shape
   mlp = 3 * C.mlp_dim * (NUM_EXPERTS // n['expert'] if has_experts(name) else 1)
-  layers = C.num_layers * (4 * HEADS + mlp) * C.embed_dim // n['stage'] // n['model']
+  kv_heads = config_of(CASES[name]).kv_heads
+  keys = 2 * kv_heads * C.head_dim // (1 if kv_heads < n['model'] else n['model'])
+  layers = C.num_layers * C.embed_dim // n['stage'] * (
+      (2 * HEADS + mlp) // n['model'] + keys)
   scales = 2 * C.num_layers * C.embed_dim // n['stage'] + C.embed_dim
   tables = 2 * C.vocab_size * C.embed_dim // n['model']
   whole = C.num_heads * C.num_relpos_buckets // n['model']
