@@ -61,8 +61,12 @@ def _copied(params: Any, layout: Any) -> Any:
   return jax.device_put(jax.device_get(params), layout.replicated)
 
 
-def measure(theirs: Any, ours: Any, params: Any, *, batch: int, rounds: int) -> dict[str, Any]:
-  """Returns seconds and tokens per second of both, and their ratio."""
+def measure(theirs: Any, ours: Any, params: Any, *, batch: int, rounds: int,
+            threads: list[int]) -> dict[str, Any]:
+  """Returns seconds and tokens per second of both, and their ratio.
+
+  The least CPU seconds are given, too: those of other programs are not in them.
+  """
   prompts = np.random.default_rng(0).integers(1, theirs.config.vocab_size, (batch, PROMPT))
   layout = Partitioner().lay_out(Topology(1, 1), jax.devices()[:1], logical_sizes={
       **ours.logical_sizes(), 'batch': batch})
@@ -85,13 +89,15 @@ def measure(theirs: Any, ours: Any, params: Any, *, batch: int, rounds: int) -> 
   different = sum(a != b for a, b in zip(first, their_texts(1)))
   cases = {'ours': our_texts, **{  # beside other work, torch is faster with fewer threads
       f'theirs, {n} threads': functools.partial(their_texts, n)
-      for n in sorted({1, os.cpu_count() or 1})}}
+      for n in threads}}
   seconds: dict[str, list[float]] = {name: [] for name in cases}
+  cpu_seconds = {name: [] for name in cases}
   for _ in range(rounds):
     for name, texts in cases.items():
-      begin = time.monotonic()
+      begin, cpu_begin = time.monotonic(), time.process_time()
       texts()
       seconds[name].append(time.monotonic() - begin)
+      cpu_seconds[name].append(time.process_time() - cpu_begin)
   theirs_best = [min(s) for s in zip(*(seconds[n] for n in cases if n != 'ours'))]
   ratios = [b / a for a, b in zip(seconds['ours'], theirs_best)]
   return {'batch': batch, 'rows_with_other_text': different,
@@ -100,6 +106,7 @@ def measure(theirs: Any, ours: Any, params: Any, *, batch: int, rounds: int) -> 
           'median_tokens_per_second': {
               n: round(batch * NEW / statistics.median(s), 1) for n, s in seconds.items()},
           'seconds': {n: [round(x, 3) for x in s] for n, s in seconds.items()},
+          'cpu_seconds': {n: round(min(s), 2) for n, s in cpu_seconds.items()},
           'ours_to_theirs': round(min(theirs_best) / min(seconds['ours']), 2),
           'ours_to_theirs_by_round': [round(x, 2) for x in ratios]}
 
@@ -110,8 +117,10 @@ def main() -> None:
   parser.add_argument('--rounds', type=int, default=5)
   parser.add_argument('--batches', default='1,16')
   parser.add_argument('--models', default=','.join(name.split(',')[0] for name in MODELS))
+  parser.add_argument('--threads', default=f'1,{os.cpu_count()}', help='of torch')
   parser.add_argument('--out', default=str(OUT))
   args = parser.parse_args()
+  threads = sorted({int(n) for n in args.threads.split(',')})
   transformers.logging.set_verbosity_error()
   transformers.logging.disable_progress_bar()
   results = {
@@ -126,7 +135,7 @@ def main() -> None:
       continue
     with tempfile.TemporaryDirectory() as folder:
       both = make_both(config, pathlib.Path(folder))
-    found = [measure(*both, batch=int(batch), rounds=args.rounds)
+    found = [measure(*both, batch=int(batch), rounds=args.rounds, threads=threads)
              for batch in args.batches.split(',')]
     results['models'][name] = found
     for one in found:
