@@ -106,6 +106,14 @@ class Generator:
           'must begin with something.', fix='Set DecodingConfig.start_token = 0.',
           parameters=('DecodingConfig.start_token',))
     self._model, self._params, self.config = _without_dropping(model), params, config
+    self._vocab_size = model.num_outcomes
+    named = {'stop_tokens': config.stop_tokens,
+             'start_token': () if config.start_token is None else (config.start_token,)}
+    for name, ids in named.items():
+      if max(ids, default=0) >= self._vocab_size:
+        raise ConfigError(
+            f'DecodingConfig.{name} has id {max(ids)}; the model tells {self._vocab_size} apart.',
+            fix=f'Take ids below {self._vocab_size}.', parameters=(f'DecodingConfig.{name}',))
     self._layout = layout.for_decoding
     parts = self._layout.batch_parts
     self.batch_size = -(-config.batch_size // parts) * parts
@@ -148,6 +156,13 @@ class Generator:
         fix=f'{fix}: the positions are TransformerConfig.num_positions.',
         parameters=('DecodingConfig.max_decode_length', 'TransformerConfig.num_positions'))
 
+  def _check_ids(self, ids: Sequence[int], where: str) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+      raise DataError(f'{where} has ids from {min(ids)} to {max(ids)}; the model tells '
+                      f'{self._vocab_size} apart.',
+                      fix='Take the vocabulary that the model was trained with.',
+                      parameters=('DatasetConfig.vocabulary', 'TransformerConfig.vocab_size'))
+
   def generate(self, prompts: Sequence[Sequence[int]], *, numbers: Optional[Sequence[int]] = None
                ) -> list[list[Generated]]:
     """Returns `num_decodes` continuations of each prompt, best first.
@@ -161,6 +176,7 @@ class Generator:
     numbers = range(len(prompts)) if numbers is None else numbers
     for number, prompt in zip(numbers, prompts):
       self.check_prompt(len(prompt), where=f'Prompt {number}')
+      self._check_ids(prompt, f'Prompt {number}')
     results: list[list[Generated]] = []
     for start in range(0, len(prompts), self.batch_size):
       part = slice(start, start + self.batch_size)
@@ -209,6 +225,7 @@ class Generator:
     results: list[float] = []
     for number, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
       self.check_prompt(len(prompt), where=f'Prompt {number}', targets=len(target))
+      self._check_ids((*prompt, *target), f'Prompt {number}')
       if not target:
         raise DataError(f'Prompt {number} has no targets to score.',
                         fix='Give a target of one token at least.')

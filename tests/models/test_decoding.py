@@ -226,6 +226,15 @@ def test_prompts_that_give_nothing_to_begin_with_are_refused():
     greedy_generator('t5x_decoder').score([[3]], [[]])
 
 
+def test_ids_that_the_model_does_not_know_are_refused():
+  with pytest.raises(DataError, match='Prompt 1 has ids from 3 to 32; the model tells 32 apart'):
+    greedy_generator('llama').generate([[3], [3, 32]])
+  with pytest.raises(DataError, match='Prompt 0 has ids from 3 to 99'):
+    greedy_generator('llama').score([[3]], [[99]])
+  with pytest.raises(ConfigError, match='stop_tokens has id 40'):
+    make_generator('llama', stop_tokens=(1, 40))
+
+
 def test_a_decoder_without_a_start_token_takes_its_prompt_as_it_is():
   generator = make_generator('llama', start_token=None)
   for prompt, [text] in zip(PROMPTS, generator.generate(PROMPTS)):

@@ -94,6 +94,33 @@ def test_a_wide_beam_finds_what_an_enumeration_of_all_texts_finds(alpha):
     assert found.scores[prompt][len(best)] < 0  # the rest are open ones, which did not stop
 
 
+def reference_search(prompt, *, beams, alpha):
+  """Returns [(score, text)] as T5X's rules have it, best first; written with lists and loops."""
+  def penalty(length):
+    return ((5 + length) / 6) ** alpha
+  live, done = [(0.0, ())], []
+  for length in range(1, LENGTH + 1):
+    candidates = sorted(((log_probability(prompt, (*text, token)), (*text, token))
+                         for _, text in live for token in range(1, VOCAB)), reverse=True)[:2 * beams]
+    done += [(score / penalty(length), text) for score, text in candidates if text[-1] == STOP]
+    done = sorted(done, reverse=True)[:beams]
+    live = [(score, text) for score, text in candidates if text[-1] != STOP][:beams]
+    if not live or (len(done) == beams and done[-1][0] >= live[0][0] / penalty(LENGTH)):
+      break
+  return done
+
+
+@pytest.mark.parametrize('alpha', [0.0, 0.6, 3.0])
+@pytest.mark.parametrize('beams', [1, 2, 3])
+def test_a_narrow_beam_follows_t5x_rules(beams, alpha):
+  found = find(beam_search(num_rows_per_prompt=beams, length_penalty=alpha))
+  for prompt in range(2):
+    wanted = reference_search(prompt, beams=beams, alpha=alpha)
+    assert texts(found, prompt)[:len(wanted)] == [text for _, text in wanted]
+    np.testing.assert_allclose(found.scores[prompt][:len(wanted)], [s for s, _ in wanted],
+                               rtol=1e-5)
+
+
 @pytest.mark.parametrize('options', [dict(), dict(is_huggingface=True, length_penalty=1.0)])
 @pytest.mark.parametrize('beams', [2, 3])
 def test_scores_of_a_narrow_beam_are_those_of_its_texts(beams, options):
