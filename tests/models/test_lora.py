@@ -84,7 +84,8 @@ FAMILIES = {
     'encoder_decoder': EncoderDecoderModel(CONFIG, num_encoder_layers=2)}
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', [
+    pytest.param(name, marks=pytest.mark.slow) if name == 'mlm' else name for name in FAMILIES])
 def test_adapters_do_nothing_at_first_and_the_same_merged_as_beside_the_kernels(family):
   base = FAMILIES[family]
   model = LoraModel(base, rank=3, alpha=12.0, pattern=ALL)
@@ -157,7 +158,9 @@ def one_device() -> tuple:
   return trained(ADAPTED)
 
 
-@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('layout', [
+    name if name in ('fsdp_tp', 'fsdp_circular_tp') else
+    pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
 def test_every_layout_trains_as_one_device(layout, one_device):
   p, want, want_losses = one_device
   start = flat(p.init().params)
