@@ -22,6 +22,8 @@ DATA = [
     'seqio==0.0.20',
     'tensorflow>=2.21,<2.22',  # from PyPI it sees no GPU without its and-cuda extra; we hide them too
     'tensorflow-datasets>=4.9.10,<5',
+    'grain>=0.2.18,<0.3',  # prepared rows: it brings cloudpickle and portpicker, no TensorFlow
+    'array-record>=0.8.3,<0.9',
 ]
 # Models and tokenizers of Hugging Face: what python -m t5x_gpu.convert compares logits with, beside
 # torch, which it takes as it finds it. Converting itself needs neither.

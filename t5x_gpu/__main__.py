@@ -8,6 +8,7 @@ from t5x_gpu.errors import ConfigError, did_you_mean
 
 COMMANDS = {
     'train': 'train a model from a gin file',
+    'prepare': 'tokenise and pack a task once, into shards that training reads',
     'launch': 'start one training process per GPU on this machine',
     'plan': 'show what a gin file would do on N GPUs, without one',
     'bench': 'time the training step on synthetic batches',
@@ -18,6 +19,7 @@ COMMANDS = {
     'convert': 'convert checkpoints from and to Hugging Face, and from T5X',
     'config': 'show or explain the values of a configuration',
 }
+FOLDERS = ('config', 'data')  # whose commands are in their __main__
 
 
 def _run() -> int:
@@ -30,7 +32,7 @@ def _run() -> int:
   if name not in COMMANDS:
     raise ConfigError(f'{name!r} is not a command.{did_you_mean(name, COMMANDS)}',
                       fix=f'Commands: {", ".join(COMMANDS)}.')
-  module = importlib.import_module('t5x_gpu.config.__main__' if name == 'config'
+  module = importlib.import_module(f't5x_gpu.{name}.__main__' if name in FOLDERS
                                    else f't5x_gpu.{name}')
   return module.main(rest)
 

@@ -22,7 +22,9 @@ SHARED_BY_ENTRY_POINTS = 't5x_gpu.cli'
 
 TENSORFLOW = {'tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 't5', 't5x'}
 # In data/, but the trainer needs them where there is no TensorFlow.
-WITHOUT_TENSORFLOW = {'t5x_gpu.data.batches', 't5x_gpu.data.features', 't5x_gpu.data.synthetic'}
+WITHOUT_TENSORFLOW = {f't5x_gpu.data.{name}' for name in (
+    'batches', 'features', 'synthetic', 'prepared', 'prepared_index', 'prepare_workers', 'records',
+    'row_order', 'lazy_rows', 'same_data', 'shard_writer', 'split_folder')}
 JAX = {'jax', 'jaxlib', 'flax', 'optax', 'orbax'}
 
 MAX_FILE_LINES = 400

@@ -16,7 +16,8 @@ from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.data.batches import BatchIterator, batch_hash
-from t5x_gpu.errors import CheckpointError, DataError
+from t5x_gpu.data.same_data import check_next_batch
+from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
 
@@ -96,11 +97,5 @@ class Start:
 def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
   """Puts the data where a checkpoint left it; raises DataError if it is not the same data."""
   data.set_state(data_state)
-  want, got = manifest['next_batch_hash'], batch_hash(data.peek())
-  if got != want:
-    raise DataError(
-        f'The next batch is not the one that this run would have taken (hash {got}, the checkpoint '
-        f'says {want}): the data, its preprocessing or its libraries changed. Then: '
-        f'{manifest["data"]}; now: {dict(data.describe())}.',
-        fix='Bring back the data of this run, or start a new MODEL_DIR.',
-        parameters=('MODEL_DIR', 'DatasetConfig.mixture_or_task_name'))
+  check_next_batch(saved_hash=manifest['next_batch_hash'], hash_now=batch_hash(data.peek()),
+                   saved=manifest['data'], now=data.describe())

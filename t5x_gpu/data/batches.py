@@ -13,11 +13,16 @@ from typing import Any, Optional, Protocol
 
 import numpy as np
 
-from t5x_gpu.errors import ConfigError, DataError, ShapeError
+from t5x_gpu.errors import ConfigError, ShapeError
 
 # One batch: feature name (SeqIO's model feature names) -> numpy array [batch, length], or [batch]
 # for labels and their weights.
 Batch = dict[str, np.ndarray]
+
+# 'prepared:DIR': rows that `python -m t5x_gpu.prepare` has packed, whatever the module for text is.
+PREPARED = 'prepared:'
+_PREPARED_MODULE = 't5x_gpu.data.prepared'
+_TEXT_MODULE = 't5x_gpu.data.seqio_batches'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,8 @@ class DatasetConfig:
 
   Attributes:
     mixture_or_task_name: a registered SeqIO Task or Mixture, or a source spelled as
-      `text_files:PATTERN`, `jsonl:PATTERN`, ..., which needs no Python (docs/tasks.md).
+      `text_files:PATTERN`, `jsonl:PATTERN`, ..., which needs no Python (docs/tasks.md); or
+      `prepared:DIR` (docs/data.md).
     task_feature_lengths: task feature -> length in tokens, {'inputs': 512, 'targets': 114}.
     split: 'train', 'validation', ...
     batch_size: examples in the global batch (after packing).
@@ -85,6 +91,7 @@ class DatasetConfig:
     mixture_or_task_module: module to import first, which registers the task.
     vocabulary: 'byte', 'sentencepiece:MODEL_FILE', 'huggingface:FOLDER' (or its tokenizer.json),
       'words:8192' (words hashed into that many ids), or None for the task's own.
+    mixture_rates: of `prepared:DIR`: task -> rate, in place of those of the mixture.
     loss_on_targets_only: with feature converter 'prefix_lm', give the inputs weight 0 in the loss.
     module: what opens this: it has `open_batches(config, feature_converter, ...)`.
   """
@@ -99,7 +106,8 @@ class DatasetConfig:
   mixture_or_task_module: Optional[str] = None
   vocabulary: Optional[str] = None
   loss_on_targets_only: bool = True
-  module: str = 't5x_gpu.data.seqio_batches'
+  mixture_rates: Optional[Mapping[str, float]] = None
+  module: str = _TEXT_MODULE
 
 
 def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str,
@@ -125,6 +133,7 @@ def open_vocabulary(config: DatasetConfig) -> Any:
   Raises:
     ConfigError: no such module, or its batches have no text.
   """
+  config = _with(config, 'text_of')
   vocabulary = _module(config).vocabulary(config)
   if vocabulary is None:
     raise ConfigError(f'The batches of {config.module} have no text, so none can be sampled.',
@@ -155,6 +164,7 @@ def open_prompt_text(config: DatasetConfig, **options: Any) -> Any:
     ConfigError: no such module, or its batches have no text.
     DataError: no such task or vocabulary, or more ids than the model has.
   """
+  config = _with(config, 'made_from')
   make = getattr(_module(config), 'prompt_text', None)
   if make is None:
     raise ConfigError(f'The batches of {config.module} have no text.',
@@ -199,7 +209,7 @@ class EvaluatedTask(Protocol):
 
 def open_task_names(config: DatasetConfig) -> tuple[str, ...]:
   """Returns the tasks that a mixture mixes, as far as they have the split; else its own name."""
-  names = getattr(_module(config), 'task_names', None)
+  names = getattr(_module(config), 'task_names', None)  # prepared rows are evaluated all together
   return (config.mixture_or_task_name,) if names is None else names(config)
 
 
@@ -216,6 +226,7 @@ def open_evaluated_tasks(config: DatasetConfig, *,
     ConfigError: no such module, or its batches come from no tasks.
     DataError: no task has metrics, or the split, or an example.
   """
+  config = _with(config, 'made_from')
   open_tasks = getattr(_module(config), 'evaluated_tasks', None)
   if open_tasks is None:
     if not required:
@@ -228,26 +239,51 @@ def open_evaluated_tasks(config: DatasetConfig, *,
   return open_tasks(config, num_examples=num_examples, required=required)
 
 
+def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Any:
+  """Returns what makes the rows that `prepare` writes; see `preparation.Preparation`.
+
+  Args:
+    config, spec, feature_converter: as for `open_batches`.
+  Raises:
+    ConfigError: no such module, or one whose batches are not made of text.
+    DataError: the task cannot give these rows.
+  """
+  make = getattr(_module(config), 'preparation', None)
+  if make is None:
+    raise ConfigError(
+        f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, whose batches are not '
+        'made of text: there is nothing to prepare.',
+        fix="Set MIXTURE_OR_TASK_NAME to a task, and DatasetConfig.module to its default, "
+            f'{_TEXT_MODULE!r}.',
+        parameters=('DatasetConfig.mixture_or_task_name', 'DatasetConfig.module'))
+  return make(config, spec=spec, feature_converter=feature_converter)
+
+
+def _with(config: DatasetConfig, function: str) -> DatasetConfig:
+  """Returns what `function` of the module makes of `config`; itself if there is no such function.
+
+  Prepared rows have no text: text comes from what they were made from.
+  """
+  change = getattr(_module(config), function, None)
+  return config if change is None else change(config)
+
+
+def module_of(config: DatasetConfig) -> str:
+  """Returns the name of the module that opens `config`."""
+  is_prepared = (config.mixture_or_task_name or '').startswith(PREPARED)
+  return _PREPARED_MODULE if is_prepared and config.module == _TEXT_MODULE else config.module
+
+
 def _module(config: DatasetConfig) -> types.ModuleType:
+  name = module_of(config)
   try:
-    return importlib.import_module(config.module)
+    return importlib.import_module(name)
   except ModuleNotFoundError as e:
     raise ConfigError(
-        f'DatasetConfig.module = {config.module!r} cannot be imported: {e}.',
+        f'DatasetConfig.module = {name!r} cannot be imported: {e}.',
         fix="Install what is missing (pip install 't5x_gpu' brings SeqIO and TensorFlow), or set "
             "DatasetConfig.module = 't5x_gpu.data.synthetic' for random batches without them.",
         parameters=('DatasetConfig.module',)) from e
-
-
-def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-  """Raises DataError unless two fingerprints of data agree, with the facts in which they differ."""
-  wrong = [f'{key}: saved {saved.get(key)!r}, now {now.get(key)!r}'
-           for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
-  if wrong:
-    raise DataError('The data is not what the checkpoint was trained on:\n  ' + '\n  '.join(wrong),
-                    fix='Restore these values, or start anew in another MODEL_DIR.',
-                    parameters=('MIXTURE_OR_TASK_NAME', 'TASK_FEATURE_LENGTHS', 'BATCH_SIZE',
-                                'RANDOM_SEED'))
 
 
 def batch_hash(batch: Batch) -> str:

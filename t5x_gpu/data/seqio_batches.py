@@ -14,11 +14,14 @@ import numpy as np
 
 from t5x_gpu.data import evaluated_tasks as evaluated_tasks_lib
 from t5x_gpu.data import features, sources, task_lookup, task_prompts
-from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig, check_same_data
+from t5x_gpu.data import preparation as preparation_lib
+from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.iterator_state import bytes_to_iterator, iterator_to_bytes
+from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies import TextVocabulary, text_vocabulary, vocabulary_fingerprint
+from t5x_gpu.data.vocabularies import (
+    TextVocabulary, named_vocabulary, text_vocabulary, vocabulary_fingerprint)
 from t5x_gpu.errors import DataError
 
 GUARANTEE = ('streaming: the global batch at step t depends on (data, seed, t) alone; every '
@@ -28,6 +31,8 @@ _MAGIC = b't5x_gpu data state 1\n'
 # contains, and it must restore on a host with other cores. 2 x 256 rows of packing are in flight.
 _THREADS = 2
 _PREFETCH_BATCHES = 2
+# They decide about order and content.
+_PACKAGES = ('tensorflow', 'seqio', 'tensorflow-text', 'sentencepiece', 'tokenizers')
 log = logging.getLogger(__name__)
 
 
@@ -148,7 +153,8 @@ class SeqioBatches:
 
   def describe(self) -> Mapping[str, Any]:
     """Returns what the batches are made from, and what is guaranteed about their order."""
-    return {'mixture_or_task_name': self._name, **self._fingerprint, 'guarantee': GUARANTEE}
+    return {'mixture_or_task_name': self._name, **self._fingerprint,
+            LIBRARIES: versions(_PACKAGES), 'guarantee': GUARANTEE}
 
   def close(self) -> None:
     """Drops the tf.data pipeline and its threads."""
@@ -228,6 +234,12 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
     DataError: the task cannot give these batches.
   """
   features.check_batch_size(config.batch_size)
+  if config.mixture_rates is not None:
+    raise DataError(
+        'DatasetConfig.mixture_rates is for prepared:DIR; '
+        f'{config.mixture_or_task_name!r} is mixed as it was registered.',
+        fix='Remove it, or prepare the mixture once (docs/data.md) and train on prepared:DIR.',
+        parameters=('DatasetConfig.mixture_rates',))
   features.check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
   features.check_pack(feature_converter, pack=config.pack)
   converter = make_converter(feature_converter, pack=config.pack,
@@ -252,8 +264,11 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
 def vocabulary(config: DatasetConfig) -> TextVocabulary:
   """Returns the vocabulary of the task's targets, to encode prompts and decode samples.
 
-  A task of classification has no targets in words: then it is that of the inputs.
+  A task of classification has no targets in words: then it is that of the inputs. A config without
+  a task names its vocabulary.
   """
+  if not config.mixture_or_task_name:
+    return text_vocabulary(named_vocabulary(config.vocabulary))
   given = task_lookup.lookup(config).output_features
   return text_vocabulary(given['targets' if 'targets' in given else 'inputs'].vocabulary)
 
@@ -267,3 +282,4 @@ def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
 task_names = evaluated_tasks_lib.task_names
 evaluated_tasks = evaluated_tasks_lib.open_tasks
 prompt_text = task_prompts.prompt_text
+preparation = preparation_lib.preparation

@@ -10,9 +10,10 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig, check_same_data
+from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.features import (
     LABEL, LABEL_WEIGHTS, check_batch_size, check_lengths, check_pack)
+from t5x_gpu.data.same_data import check_same_data
 from t5x_gpu.errors import DataError
 
 SEGMENTS_PER_ROW = 4

@@ -167,8 +167,10 @@ def _check_vocabulary(task: TaskOrMixture, config: DatasetConfig, *, spec: Batch
 
 
 def examples(task: TaskOrMixture, config: DatasetConfig, *, shuffle: bool,
-             num_epochs: Optional[int]) -> tf.data.Dataset:
+             num_epochs: Optional[int], part: Optional[seqio.ShardInfo] = None) -> tf.data.Dataset:
   """Returns the examples of `config`'s split, before packing; `num_epochs=None` repeats for ever.
+
+  With `part`, every n-th file or example only: see seqio.Task.get_dataset.
 
   Functions are traced without AutoGraph first: rewriting their source takes 0.5 to 2 s at every
   start, and most need none. One that does says so loudly, and is then traced with it.
@@ -177,7 +179,7 @@ def examples(task: TaskOrMixture, config: DatasetConfig, *, shuffle: bool,
     # No in-memory cache: it would freeze the first epoch's order and swell the saved state.
     return task.get_dataset(dict(config.task_feature_lengths), split=config.split,
                             use_cached=config.use_cached, shuffle=shuffle, seed=config.seed,
-                            num_epochs=num_epochs, try_in_mem_cache=False)
+                            num_epochs=num_epochs, shard_info=part, try_in_mem_cache=False)
   try:
     return tf.autograph.experimental.do_not_convert(build)()
   except tf.errors.OperatorNotAllowedInGraphError:

@@ -4,10 +4,13 @@ A process of several that raises must not leave the usual way: JAX's exit handle
 others, minutes long, while they wait in a collective for this one, and its exit code would be lost.
 """
 
+import contextlib
 import os
+import signal
 import sys
 import time
-from typing import NoReturn
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 MAIN_PROCESS_SECONDS = 2
 
@@ -38,3 +41,16 @@ def leave(code: int, *, failed: bool) -> NoReturn:
       time.sleep(MAIN_PROCESS_SECONDS)
     os._exit(code)
   sys.exit(code)
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+  """Within, SIGTERM ends the process as an exception does: nothing half-written stays."""
+  def leave_now(number: int, frame: Any) -> NoReturn:
+    del frame
+    raise SystemExit(128 + number)
+  before = signal.signal(signal.SIGTERM, leave_now)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,210 @@
+"""Tokenise and pack a task once: `python -m t5x_gpu.prepare --gin_file=MY.gin --output=DIR`.
+
+What comes out are ArrayRecord shards with an index, which a run reads with
+MIXTURE_OR_TASK_NAME = 'prepared:DIR' and nothing else changed (docs/data.md).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Optional
+
+import rich.console
+import rich.progress
+
+from t5x_gpu import cli
+from t5x_gpu.config import gin_loader
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig, open_preparation
+from t5x_gpu.data.prepare_workers import Finished, Job, Progress, make_shards
+from t5x_gpu.data.prepared_index import Index
+from t5x_gpu.data.split_folder import Parts, SplitFolder, open_split
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.metrics import logging_setup
+from t5x_gpu.runtime.exits import sigterm_raises
+
+EXAMPLES = """examples:
+  {prog} --gin_file=my.gin --output=/data/my_rows
+  {prog} --gin_file=my.gin --output=/data/my_rows --split=train --workers=32
+  python -m t5x_gpu.train --gin_file=my.gin --gin.MIXTURE_OR_TASK_NAME=prepared:/data/my_rows
+
+The gin file is the run's own: it says which text, which lengths, whether to pack, and which model.
+The same command again goes on where it was cut off.
+"""
+# Arguments of train() that rows do not depend on.
+_NOT_NEEDED = ('model_dir', 'checkpoint_cfg', 'infer_eval_dataset_cfg', 'sample_cfg')
+_LINE_SECONDS = 10.0  # between two lines where there is no terminal
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+  """One split to prepare."""
+  config: DatasetConfig
+  spec: BatchSpec
+  feature_converter: str
+  index: Index
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+  group = parser.add_argument_group('prepare')
+  group.add_argument('--output', metavar='DIR', help='folder of the rows, one per split in it')
+  group.add_argument('--split', action='append', default=[], metavar='NAME', help=(
+      'which split; may be repeated (default: that of training, and that of the evaluation of the '
+      'same task if the gin file has one)'))
+  group.add_argument('--workers', type=int, metavar='N',
+                     help='processes (default: the cores); the rows do not depend on it')
+  group.add_argument('--shards', type=int, metavar='N', help=(
+      'files per task (default: one per 64 MiB of text, 4 at least); rows are packed within one'))
+
+
+def _splits(arguments: dict[str, Any], names: list[str], num_parts: Optional[int]) -> list[_Split]:
+  """Returns what to prepare, checked against the model."""
+  model, train = arguments['model'], arguments['train_dataset_cfg']
+  evaluated = arguments.get('train_eval_dataset_cfg')
+  known = {train.split: train}
+  if evaluated is not None and (evaluated.mixture_or_task_name == train.mixture_or_task_name):
+    known.setdefault(evaluated.split, evaluated)
+  found = []
+  for name in names or list(known):
+    config = known.get(name) or dataclasses.replace(train, split=name)
+    spec = model.batch_spec(config.task_feature_lengths, batch_size=1, pack=config.pack)
+    converter = model.feature_converter(config.task_feature_lengths)
+    made = open_preparation(config, spec=spec, feature_converter=converter)
+    found.append(_Split(config, spec, converter, made.plan(num_parts=num_parts)))
+  return found
+
+
+class _Bar:
+  """How far it is: a bar on a terminal, a line now and then elsewhere.
+
+  Args:
+    index: of the split, for its name and the size of its rows.
+    num_shards, done: to make in all, and how many an earlier run has made.
+  """
+
+  def __init__(self, console: rich.console.Console, index: Index, *, num_shards: int, done: int):
+    self._console, self._index = console, index
+    self._num_shards, self._done = num_shards, done
+    self._rows = self._tokens = 0
+    self._start = self._last_line = time.monotonic()
+    self._bar = rich.progress.Progress(
+        rich.progress.TextColumn('{task.description}'), rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(), rich.progress.TextColumn('shards {task.fields[rate]}'),
+        rich.progress.TimeRemainingColumn(), console=console, transient=True,
+        disable=not console.is_terminal)
+    self._task = self._bar.add_task(index.split, total=num_shards, completed=done, rate='')
+
+  def __enter__(self) -> '_Bar':
+    self._bar.start()
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self._bar.stop()
+
+  def add(self, event: Progress | Finished) -> None:
+    """Takes note of what a worker said."""
+    if isinstance(event, Finished):
+      self._done += 1
+      self._bar.update(self._task, completed=self._done)
+    else:
+      self._rows, self._tokens = self._rows + event.rows, self._tokens + event.tokens
+      self._bar.update(self._task, rate=self._rate())
+    now = time.monotonic()
+    if not self._console.is_terminal and now - self._last_line > _LINE_SECONDS:
+      self._last_line = now
+      self._console.print(f'{self._index.split}: {self._done} of {self._num_shards} shards'
+                          f'{self._rate()}', markup=False)
+
+  def _rate(self) -> str:
+    if not self._rows:
+      return ''
+    seconds = max(time.monotonic() - self._start, 1e-9)
+    padding = 1 - self._tokens / (self._rows * self._index.tokens_per_row)
+    return (f', {self._rows:,} rows, {self._rows / seconds:,.0f} rows/s, '
+            f'{self._tokens / seconds:,.0f} tokens/s, padding {padding:.1%}')
+
+
+def _prepare(folder: SplitFolder, split: _Split, *, num_workers: int,
+             console: rich.console.Console) -> Optional[Index]:
+  """Returns the index of what is then there; None if it was complete before."""
+  if not folder.todo and (folder.path / 'index.json').exists():
+    return None
+  jobs = [Job(split.config, split.spec, split.feature_converter, folder.path, name, part,
+              split.index.members[name].num_shards) for name, part in folder.todo]
+  written: Parts = {}
+  with _Bar(console, split.index, num_shards=len(jobs) + len(folder.finished),
+            done=len(folder.finished)) as bar, contextlib.closing(
+                make_shards(jobs, num_workers=num_workers)) as events:
+    for event in events:
+      bar.add(event)
+      if isinstance(event, Finished):
+        written[event.job.task, event.job.part] = event.shard
+  return folder.finish(written)
+
+
+def _summary(index: Index) -> Iterable[str]:
+  """Yields what a split holds."""
+  size = sum(shard.bytes for member in index.members.values() for shard in member.shards)
+  yield (f'{index.split}: {index.rows:,} rows, {index.tokens:,} tokens, padding '
+         f'{index.padding:.1%}, {size / 1e6:,.1f} MB')
+  if len(index.members) > 1:
+    for name, member in index.members.items():
+      yield f'  {name}: {member.rows:,} rows, {member.tokens:,} tokens, rate {member.rate:g}'
+
+
+def _told(folder: SplitFolder) -> Iterator[str]:
+  """Yields what an earlier run has left."""
+  if folder.finished and folder.todo:
+    yield (f'{folder.plan.split}: {len(folder.finished)} shards are finished and as they were '
+           f'written, {len(folder.todo)} are to do.')
+
+
+def main(argv: Optional[list[str]] = None) -> int:
+  """Parses flags and gin files, then prepares each split."""
+  args = cli.parse_args('python -m t5x_gpu.prepare', __doc__.splitlines()[0],
+                        sys.argv[1:] if argv is None else argv, extra=_add_flags,
+                        examples=EXAMPLES)
+  extra = args.extra
+  if not extra.output:
+    raise ConfigError('--output must be given.', fix='--output=DIR, a folder for the rows.')
+  for name in ('workers', 'shards'):
+    value = getattr(extra, name)
+    if value is not None and value < 1:
+      raise ConfigError(f'--{name}={value} must be at least 1.', fix=f'Leave --{name} out.')
+  if args.tfds_data_dir:
+    os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
+  logging_setup.quiet_environment()
+  loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
+                           search_paths=args.gin_search_paths)
+  logging_setup.setup()
+  splits = _splits(loaded.arguments(without=_NOT_NEEDED), extra.split, extra.shards)
+  output = pathlib.Path(extra.output).expanduser()
+  console = rich.console.Console(highlight=False, soft_wrap=True)
+  num_workers = extra.workers or len(os.sched_getaffinity(0))
+  for split in splits:
+    shards = {name: member.num_shards for name, member in split.index.members.items()}
+    if args.dry_run:
+      console.print(f'Dry run: {output / split.config.split} would get shards of '
+                    f'{", ".join(f"{name} ({number})" for name, number in shards.items())}.')
+      continue
+    with sigterm_raises(), open_split(output / split.config.split, split.index) as folder:
+      console.print(*_told(folder), sep='\n', end='\n' if list(_told(folder)) else '')
+      index = _prepare(folder, split, num_workers=num_workers, console=console)
+    if index is None:
+      console.print(f'{split.config.split}: complete before, and every byte as it was written.')
+    else:
+      console.print('\n'.join(_summary(index)), markup=False)
+  if not args.dry_run:
+    console.print(f"Train on it: the same gin file with --gin.MIXTURE_OR_TASK_NAME='prepared:"
+                  f"{output}'", markup=False)
+  return 0
+
+
+if __name__ == '__main__':
+  # Under its own name: the workers start from it, too.
+  from t5x_gpu.prepare import main as main_
+  cli.run_main(main_)

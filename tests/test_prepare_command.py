@@ -1,0 +1,170 @@
+"""python -m t5x_gpu.prepare: killed, interrupted, gone on with; and a run on what it leaves."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from t5x_gpu import prepare
+from t5x_gpu.data.prepared_index import read_index
+from t5x_gpu.errors import ConfigError
+from tests.helpers_prepared import prepare_here
+from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
+
+pytestmark = pytest.mark.tf
+MODULE = {'DATA_MODULE': 't5x_gpu.data.seqio_batches', 'MIXTURE_OR_TASK_MODULE': 'tests.mixed_tasks'}
+
+
+class Command:
+  """A started `prepare`; as a context manager it never outlives the block."""
+
+  def __init__(self, project, *flags, **macros):
+    macros = {**MODULE, **macros}
+    argv = [f'--gin_file={project.gin_file}', f'--output={project.folder / "rows"}', *flags,
+            *(f'--gin.{k}={v}' for k, v in {'MODEL_DIR': 'unused', **macros}.items())]
+    self._out = open(project.folder / 'prepare.txt', 'w+')
+    self.popen = subprocess.Popen(
+        [sys.executable, '-m', 't5x_gpu.prepare', *argv], cwd=project.folder, stdout=self._out,
+        stderr=subprocess.STDOUT, start_new_session=True,
+        env={**os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu'})
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *exc_info):
+    if self.popen.poll() is None:
+      os.killpg(self.popen.pid, signal.SIGKILL)
+    self.popen.wait()
+    self._out.close()
+
+  @property
+  def out(self):
+    self._out.seek(0)
+    return self._out.read()
+
+  def wait_for(self, condition):
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+      assert time.monotonic() < deadline and self.popen.poll() is None, self.out
+      time.sleep(0.01)
+
+  def finish(self):
+    return self.popen.wait(DEADLINE_SECONDS)
+
+
+def workers_of(session):
+  """Returns the pids of the processes of a session that are still there."""
+  found = []
+  for pid in filter(str.isdigit, os.listdir('/proc')):
+    try:
+      with open(f'/proc/{pid}/stat') as f:
+        fields = f.read().rpartition(')')[2].split()
+    except OSError:
+      continue
+    if int(fields[3]) == session and fields[0] != 'Z':
+      found.append(int(pid))
+  return found
+
+
+def gone(session):
+  deadline = time.monotonic() + DEADLINE_SECONDS
+  while workers_of(session):
+    assert time.monotonic() < deadline, 'workers outlive the process that started them'
+    time.sleep(0.01)
+
+
+def shards(folder):
+  return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob('*.arrayrecord')}
+
+
+@pytest.fixture(name='project')
+def _project(tmp_path):
+  return Project(tmp_path)
+
+
+def test_the_command_makes_both_splits_of_a_run_and_says_how_to_train_on_them(project):
+  with Command(project, '--workers=1', '--shards=1', MIXTURE_OR_TASK_NAME='mixed_b') as command:
+    assert command.finish() == 0, command.out
+    out = command.out
+  rows = project.folder / 'rows'
+  index = read_index(rows, split='train')
+  assert re.search(rf'^train: {index.rows} rows, {index.tokens:,} tokens, padding [\d.]+%', out,
+                   re.MULTILINE), out
+  assert f"MIXTURE_OR_TASK_NAME='prepared:{rows}'" in out and 'validation: ' in out
+  here = prepare_here('mixed_b', project.folder / 'here', num_parts=1, vocab_size=264)
+  assert here.members == index.members  # whatever process made them, to the byte
+
+
+@pytest.mark.slow
+def test_rows_do_not_depend_on_kills_interrupts_or_the_number_of_workers(project):
+  text = project.folder / 'text'
+  text.mkdir()
+  for f in range(6):
+    (text / f'{f}.txt').write_text(''.join(f'{f} {i} {"word " * (i % 40)}\n' for i in range(400)))
+  name = f'text_lines:{text}/*.txt'
+  flags = dict(MIXTURE_OR_TASK_NAME=name)
+  rows = project.folder / 'rows'
+  unfinished = rows / 'train' / '.unfinished'
+  done = lambda number: lambda: len(list(unfinished.glob('*/*.json'))) >= number
+
+  with Command(project, '--workers=2', '--shards=6', '--split=train', **flags) as command:
+    command.wait_for(done(1))
+    command.popen.send_signal(signal.SIGKILL)  # the parent alone: its workers must notice
+    command.finish()
+    gone(command.popen.pid)
+  kept = len(list(unfinished.glob('*/*.json')))
+  assert 1 <= kept < 6 and not (rows / 'train' / 'index.json').exists()
+
+  with Command(project, '--workers=1', '--shards=6', '--split=train', **flags) as command:
+    command.wait_for(done(kept + 1))
+    os.killpg(command.popen.pid, signal.SIGINT)  # Ctrl-C reaches the whole group
+    assert command.finish() == 130, command.out
+    assert 'Traceback' not in command.out and not list(rows.rglob('*.partial'))
+    gone(command.popen.pid)
+
+  with Command(project, '--workers=3', '--shards=6', '--split=train', **flags) as command:
+    assert command.finish() == 0, command.out
+    assert re.search(r'train: \d shards are finished and as they were written', command.out)
+  prepare_here(name, project.folder / 'here', num_parts=6, vocab_size=264)
+  assert shards(rows) == shards(project.folder / 'here') and len(shards(rows)) == 6
+
+  with Command(project, '--workers=3', '--shards=6', '--split=train', **flags) as command:
+    assert command.finish() == 0 and 'complete before' in command.out
+
+
+def test_a_run_on_a_prepared_mixture_resumes_to_the_bit(project, tmp_path):
+  rows = tmp_path / 'rows'
+  prepare_here('mixed', rows, num_parts=1)
+  macros = {**MODULE, 'MIXTURE_OR_TASK_NAME': f'prepared:{rows}', 'SAVE_PERIOD': 4,
+            'TRAIN_STEPS': 8, 'DROPOUT_RATE': 0.1, 'train_eval/DatasetConfig.split': 'train'}
+  whole = project.run(**macros)
+  assert whole.code == 0, whole.err
+  losses, evaluated = project.metrics(), project.metrics('eval/loss')
+  assert list(losses) == list(range(1, 9)) and evaluated.keys() == {8}
+  shutil.rmtree(project.model_dir / 'checkpoint_8')
+  again = project.run(**macros)
+  assert again.code == 0 and 'checkpoint_4' in again.out, again.err
+  assert project.metrics() == losses and project.metrics('eval/loss') == evaluated
+  shutil.rmtree(project.model_dir / 'checkpoint_8')
+  refused = project.run(**macros, **{'train/DatasetConfig.mixture_rates': "{'mixed_a': 1}"})
+  assert refused.code == 1 and 'rates: saved' in refused.err
+
+
+@pytest.mark.parametrize('flags, says', [
+    ([], '--output must be given'),
+    (['--output=x', '--workers=0'], '--workers=0 must be at least 1'),
+])
+def test_flags_that_cannot_be_are_refused(project, flags, says):
+  with pytest.raises(ConfigError, match=says):
+    prepare.main([f'--gin_file={project.gin_file}', *flags])
+
+
+def test_random_batches_cannot_be_prepared(project):
+  with pytest.raises(ConfigError, match='synthetic, whose batches are not made of text'):
+    prepare.main([f'--gin_file={project.gin_file}', f'--output={project.folder / "rows"}',
+                  '--gin.MODEL_DIR=unused'])
