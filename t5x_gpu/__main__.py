@@ -16,6 +16,7 @@ COMMANDS = {
     'infer': 'write text: continue prompts, or score given continuations',
     'parity': 'prove that a model trains on its mesh as on one device',
     'doctor': 'look at this machine: versions, GPUs, links, speeds, XLA flags',
+    'data': "look at a run's data: rows, lengths, speed, checksums",
     'convert': 'convert checkpoints from and to Hugging Face, and from T5X',
     'config': 'show or explain the values of a configuration',
 }
