@@ -71,8 +71,8 @@ class MultiHeadAttention(nn.Module):
     heads = self._project(inputs)
     query, key, value = (heads.get(name) for name in ('query', 'key', 'value'))
     if self.qk_norm:
-      query = self._feature_norm('query_norm')(query)
-      key = None if key is None else self._feature_norm('key_norm')(key)
+      query = self._feature_norm('query_norm', 'heads')(query)
+      key = None if key is None else self._feature_norm('key_norm', 'kv_heads')(key)
     if rotation is not None:
       query, key = rotation(query), rotation(key)
     if self.query_pre_attn_scalar is not None:
@@ -88,11 +88,12 @@ class MultiHeadAttention(nn.Module):
     out = shard(out, 'batch', 'length', 'heads', 'kv')
     init = self.kernel_init or fan_in_init(num_in=2, distribution='normal')
     out = DenseGeneral((x.shape[-1],), ('heads', 'kv', 'embed'), num_in=2, kernel_init=init,
-                       dtype=self.dtype, use_bias=self.bias_in == 'all', name='out')(out)
+                       dtype=self.dtype, use_bias=self.bias_in == 'all',
+                       bias_along='residual_length', name='out')(out)
     return shard(out, 'batch', 'residual_length', 'embed'), cache
 
-  def _feature_norm(self, name: str) -> RMSNorm:
-    return RMSNorm(self.norm_epsilon, self.dtype, axis='kv', name=name)
+  def _feature_norm(self, name: str, heads: str) -> RMSNorm:
+    return RMSNorm(self.norm_epsilon, self.dtype, axis='kv', along=heads, name=name)
 
   def _project(self, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns name -> [batch, length, heads, kv] of each of `inputs` [batch, length, embed].

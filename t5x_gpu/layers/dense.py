@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from t5x_gpu.layers.copies import combine, param_along
 from t5x_gpu.partitioning.axis_rules import split_axis, shard, with_axes
 
 Initializer = Callable[..., jax.Array]
@@ -80,6 +81,9 @@ class DenseGeneral(nn.Module):
     dtype: of the computation; the kernel is kept in float32.
     use_bias: add a bias of shape `features`.
     dot_general: replaces `jax.lax.dot_general` (FP8).
+    along: name of the dimension [batch, along, inputs] whose parts the kernel acts on alone, where
+      neither of its own dimensions is split.
+    bias_along: the same for the bias of [batch, bias_along, features].
   """
   features: tuple[int, ...]
   axes: tuple[Optional[str], ...]
@@ -88,22 +92,32 @@ class DenseGeneral(nn.Module):
   dtype: Any = jnp.float32
   use_bias: bool = False
   dot_general: Optional[Callable[..., jax.Array]] = None
+  along: Optional[str] = None
+  bias_along: Optional[str] = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., features] from [..., inputs]."""
     init = self.kernel_init or fan_in_init(num_in=self.num_in, distribution='truncated_normal')
     in_shape = x.shape[x.ndim - self.num_in:]
-    kernel = self.param('kernel', with_axes(init, self.axes), in_shape + self.features,
-                        jnp.float32)
-    contracted = tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in))
-    dot_general = self.dot_general or jax.lax.dot_general
-    kernel = kernel.astype(self.dtype)
-    y, bias = dot_general(x.astype(self.dtype), kernel, (contracted, ((), ()))), None
-    if self.use_bias:
-      bias = self.param('bias', with_axes(nn.initializers.zeros, self.axes[self.num_in:]),
-                        self.features, jnp.float32).astype(self.dtype)
-    return Linear(kernel, bias, factors_beside(self, self.dtype)).finish(y, x)
+    kernel = param_along(self, 'kernel', init, axes=self.axes, shape=in_shape + self.features,
+                         along=self.along).astype(self.dtype)
+    x = x.astype(self.dtype)
+    if self.along:
+      y = combine(jnp.matmul, x, kernel, rank=2)
+    else:
+      contracted = tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in))
+      y = (self.dot_general or jax.lax.dot_general)(x, kernel, (contracted, ((), ())))
+    y = Linear(kernel, factors=factors_beside(self, self.dtype)).finish(y, x)
+    if not self.use_bias:
+      return y
+    bias = param_along(self, 'bias', nn.initializers.zeros, axes=self.axes[self.num_in:],
+                       shape=self.features, along=self.bias_along).astype(self.dtype)
+    if self.bias_along is None:
+      return y + bias
+    if y.ndim == 3:
+      y = shard(y, 'batch', self.bias_along, self.axes[-1])
+    return combine(jnp.add, y, bias)
 
 
 def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *, features: int,

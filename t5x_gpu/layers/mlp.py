@@ -64,5 +64,6 @@ class Mlp(nn.Module):
         activation(name)(y) for name, y in zip(self.activations, branches)))
     hidden = dropout(shard(hidden, 'batch', 'length', 'mlp'), self.dropout_rate, dropout_rng)
     out = DenseGeneral((x.shape[-1],), ('mlp', 'embed'), dtype=self.dtype, name='wo',
-                       kernel_init=self.kernel_init, use_bias=self.use_bias)(hidden)
+                       kernel_init=self.kernel_init, use_bias=self.use_bias,
+                       bias_along='residual_length')(hidden)
     return shard(out, 'batch', 'residual_length', 'embed')

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.partitioning.axis_rules import with_axes
+from t5x_gpu.layers.copies import combine, param_along
 
 NORMS = ('rms', 'rms_plus_one', 'layer')
 
@@ -19,23 +19,26 @@ class RMSNorm(nn.Module):
     dtype: of the result.
     plus_one: multiply by 1 + scale, whose scale starts at 0 and decays to it (Gemma).
     axis: name of the last dimension.
+    along: name of the dimension before it.
   Source: Zhang and Sennrich 2019, eq. 4; T5 calls it LayerNorm.
   """
   epsilon: float = 1e-6
   dtype: Any = jnp.float32
   plus_one: bool = False
   axis: str = 'embed'
+  along: str = 'residual_length'
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns the normalised [..., features] in `dtype`."""
     init = nn.initializers.zeros if self.plus_one else nn.initializers.ones
-    scale = self.param('scale', with_axes(init, (self.axis,)), (x.shape[-1],), jnp.float32)
+    scale = param_along(self, 'scale', init, axes=(self.axis,), shape=x.shape[-1:],
+                        along=self.along)
     scale = scale + 1.0 if self.plus_one else scale
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(jax.lax.square(x), axis=-1, keepdims=True)
     y = x * jax.lax.rsqrt(mean_square + self.epsilon)
-    return y.astype(self.dtype) * scale.astype(self.dtype)
+    return combine(jnp.multiply, y.astype(self.dtype), scale.astype(self.dtype))
 
 
 class LayerNorm(nn.Module):
@@ -49,13 +52,14 @@ class LayerNorm(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns the normalised [..., embed] in `dtype`."""
-    size = (x.shape[-1],)
-    scale = self.param('scale', with_axes(nn.initializers.ones, ('embed',)), size, jnp.float32)
-    bias = self.param('bias', with_axes(nn.initializers.zeros, ('embed',)), size, jnp.float32)
+    scale, bias = (
+        param_along(self, name, init, axes=('embed',), shape=x.shape[-1:], along='residual_length')
+        for name, init in (('scale', nn.initializers.ones), ('bias', nn.initializers.zeros)))
     x = x.astype(jnp.float32)
     x = x - jnp.mean(x, axis=-1, keepdims=True)
     y = x * jax.lax.rsqrt(jnp.mean(jax.lax.square(x), axis=-1, keepdims=True) + self.epsilon)
-    return y.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
+    y = combine(jnp.multiply, y.astype(self.dtype), scale.astype(self.dtype))
+    return combine(jnp.add, y, bias.astype(self.dtype))
 
 
 def norm(kind: str, *, epsilon: float, dtype: Any, name: Optional[str] = None) -> nn.Module:

@@ -123,7 +123,8 @@ class MaskedTokenLogits(nn.Module):
     """
     c, x = self.config, shard(x, 'batch', 'residual_length', 'embed')
     x = DenseGeneral((x.shape[-1],), ('embed', None), name='mlm_transform', use_bias=True,
-                     dtype=c.compute_dtype, kernel_init=c.kernel_init)(x)
+                     dtype=c.compute_dtype, kernel_init=c.kernel_init, along='residual_length',
+                     bias_along='residual_length')(x)
     x = norm(c.norm, epsilon=c.norm_epsilon, dtype=c.compute_dtype,
              name='mlm_norm')(activation(c.mlp_activations[0])(x))
     x = shard(x, 'batch', 'length', 'embed')

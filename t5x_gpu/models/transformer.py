@@ -21,7 +21,7 @@ from t5x_gpu.layers.norm import norm
 from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable, Rotation
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning import fsdp
-from t5x_gpu.partitioning.axis_rules import NamedParam, is_named, shard
+from t5x_gpu.partitioning.axis_rules import is_named, shard
 
 # What the backward pass finds stored; the rest is computed again.
 REMAT = {'none': None, 'minimal': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -174,7 +174,7 @@ def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int)
   stacked = jax.vmap(lambda key: layer.init(key, *inputs)['params'])(
       jax.random.split(rng, num_layers))
   # One without names stays as it is: `split_names` tells the user of all of them.
-  return jax.tree.map(lambda p: NamedParam(p.value, ('layers', *p.names)) if is_named(p) else p,
+  return jax.tree.map(lambda p: p.replace(names=('layers', *p.names)) if is_named(p) else p,
                       stacked, is_leaf=is_named)
 
 

@@ -202,6 +202,7 @@ class NamedParam(nn.meta.AxisMetadata):
   """A parameter together with its axis names, as `init` returns it."""
   value: Any
   names: tuple[Optional[str], ...] = flax.struct.field(pytree_node=False)
+  along: Optional[str] = flax.struct.field(pytree_node=False, default=None)
 
   def unbox(self) -> Any:
     return self.value
@@ -221,11 +222,19 @@ class NamedParam(nn.meta.AxisMetadata):
     return self.replace(names=tuple(names))
 
 
-def with_axes(init: Callable[..., jax.Array], names: Names) -> Callable[..., NamedParam]:
-  """Returns an initializer whose parameter carries `names`."""
+def with_axes(init: Callable[..., jax.Array], names: Names, *, along: Optional[str] = None
+              ) -> Callable[..., NamedParam]:
+  """Returns an initializer whose parameter carries `names`.
+
+  Args:
+    init: (key, shape, ...) -> values.
+    names: one per dimension.
+    along: of activations, an axis along which the parameter acts on each part alone, for modules
+      that take copies of it (layers/copies.py).
+  """
   def named_init(key: jax.Array, shape: Sequence[int], *args: Any) -> NamedParam:
     check_names(names, rank=len(shape), what='parameter')
-    return NamedParam(init(key, shape, *args), tuple(names))
+    return NamedParam(init(key, shape, *args), tuple(names), along)
   return named_init
 
 
@@ -236,8 +245,14 @@ def is_named(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class AxisNames:
-  """The axis names of one parameter; a leaf in trees, where a plain tuple would be a branch."""
+  """The axis names of one parameter; a leaf in trees, where a plain tuple would be a branch.
+
+  Attributes:
+    names: one per dimension.
+    along: axis of activations along which it acts on each part alone, or None.
+  """
   names: tuple[Optional[str], ...]
+  along: Optional[str] = None
 
 
 def split_names(boxed: Any) -> tuple[Any, Any]:
@@ -261,4 +276,4 @@ def split_names(boxed: Any) -> tuple[Any, Any]:
             f'{", ".join(AXES)}. A matrix of an MLP has (\'embed\', \'mlp\').',
         docs='parallelism.md#writing-a-layer-or-a-model-that-works-everywhere')
   return (jax.tree.map(lambda p: p.value, boxed, is_leaf=is_named),
-          jax.tree.map(lambda p: AxisNames(p.names), boxed, is_leaf=is_named))
+          jax.tree.map(lambda p: AxisNames(p.names, p.along), boxed, is_leaf=is_named))

@@ -140,8 +140,11 @@ class Region:
       dims = self._fsdp_dims(axis_names) if self.reduces_in_backward else None
       if dims is None:
         return part
-      is_kept_whole = self.zero_stage == 2
-      return fsdp.Split(part, param if is_kept_whole else None, dims)
+      full = param if self.zero_stage == 2 else None
+      if part.ndim > len(axis_names.names):  # copies
+        dims = dataclasses.replace(dims, model=_copies_dim(axis_names))
+        full = None if full is None else self._copied(axis_names, full)
+      return fsdp.Split(part, full, dims)
     return jax.tree.map(parameter, names, parts, params)
 
   def frozen(self, params: Any, names: Any) -> Any:
@@ -167,11 +170,32 @@ class Region:
       return None
     return fsdp.Dims(dim, dim_of('model') if self.mesh_shape.get('model', 1) > 1 else None)
 
+  def copies(self, parts: Any, names: Any) -> Any:
+    """Returns `parts`, with a copy for each device along `model` of those that act on parts alone.
+
+    That is, on parts of an axis that `model` splits (layers/copies.py): `model` is the compiler's,
+    which would sum their gradients at each use. `reduce_gradients` sums those of the copies.
+    """
+    return jax.tree.map(lambda n, x: self._copied(n, x) if self._has_copies(n) else x, names, parts)
+
+  def _has_copies(self, axis_names: AxisNames) -> bool:
+    return (self.mesh_shape.get('model', 1) > 1 and
+            'model' in self.rules.activations.get(axis_names.along, ()))
+
+  def _copied(self, axis_names: AxisNames, x: jax.Array) -> jax.Array:
+    dim, count = _copies_dim(axis_names), self.mesh_shape['model']
+    x = jnp.expand_dims(x, dim)
+    x = jnp.broadcast_to(x, tuple(count if i == x.ndim + dim else n for i, n in enumerate(x.shape)))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(
+        *('model' if i == x.ndim + dim else None for i in range(x.ndim))))
+
   def reduce_gradients(self, grads: Any, names: Any) -> Any:
     """Returns the sum of local gradients over all devices, split as `gradient_specs` says.
 
     Everything that is reduced over the same axes travels in one collective.
     """
+    grads = jax.tree.map(
+        lambda n, g: g.sum(_copies_dim(n)) if self._has_copies(n) else g, names, grads)
     leaves, treedef = jax.tree.flatten(grads)
     groups = collections.defaultdict(list)
     for i, axis_names in enumerate(jax.tree.leaves(names)):
@@ -208,3 +232,8 @@ class Region:
     if not self.axes:
       return tree
     return jax.lax.psum(jax.tree.map(self.varying, tree), self.axes)
+
+
+def _copies_dim(axis_names: AxisNames) -> int:
+  """Returns where copies of a parameter stand, counted from the last dimension: before its own."""
+  return -1 - sum(name != 'layers' for name in axis_names.names)

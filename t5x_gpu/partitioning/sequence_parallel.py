@@ -16,26 +16,24 @@ def rules() -> AxisRules:
 
 
 def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int, model: int,
-                     dtype_bytes: int, recomputed: int = 0,
-                     num_microbatches: int = 1) -> dict[str, float]:
+                     dtype_bytes: int, recomputed: int = 0) -> dict[str, float]:
   """Returns the bytes that a device sends over `model` in one training step, by collective.
 
   Of a layer as much as tensor parallelism alone sends: each all-reduce of an activation is two
   halves, a reduce-scatter and an all-gather. Around the layers, the logits' input is gathered and
   its gradient scattered; the embedding's sum is scattered and its gradient gathered. New are the
   gradients of the norms' scales, of which each device has seen only its positions: they are summed
-  in every layer, for every microbatch, small as they are.
+  once (layers/copies.py).
 
   Args:
     batch, length, embed_dim, num_layers, model, dtype_bytes, recomputed: as in
       `tensor_parallel.traffic_per_step`. With `recomputed`, both inputs of a layer are gathered
       again.
-    num_microbatches: of accumulation or of a pipeline.
   """
   share, tokens = (model - 1) / model, batch * length
   activation, in_float32 = tokens * embed_dim * dtype_bytes, tokens * embed_dim * 4
   gathered = (4 + (2 if recomputed else 0)) * num_layers * activation + 2 * activation
   scattered = (4 + recomputed) * num_layers * activation + 2 * in_float32
-  scales = (2 * num_layers + 1) * embed_dim * 4 * num_microbatches
+  scales = (2 * num_layers + 1) * embed_dim * 4
   return {'all-gather': share * gathered, 'reduce-scatter': share * scattered,
           'all-reduce': 2 * share * (3 * tokens * 4 + scales)}

@@ -70,9 +70,9 @@ def make_gradients(*, model: Any, region: Region, names: Any, num_microbatches: 
       return pipeline_parallel.value_and_grad(
           pieces, params, microbatches, complete=lambda params: trained.join(params, frozen),
           varying_axes=region.axes, **region.pipeline.options)
-    grads, sums = _accumulate(
-        grads_and_sums, parts if in_parts else region.whole(kept, trained_names), batch,
-        1 if by_layer else num_microbatches, region)
+    parts = parts if in_parts else region.whole(kept, trained_names)
+    grads, sums = _accumulate(grads_and_sums, region.copies(parts, trained_names), batch,
+                              1 if by_layer else num_microbatches, region)
     return region.reduce_gradients(grads, trained_names), region.total(sums)
 
   def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:

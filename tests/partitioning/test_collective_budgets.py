@@ -13,7 +13,7 @@ from t5x_gpu.models.config import DTYPES
 from t5x_gpu.partitioning import (
     context_parallel, data_parallel, expert_parallel, fsdp, pipeline_parallel, sequence_parallel,
     tensor_parallel)
-from t5x_gpu.partitioning.collectives import chosen
+from t5x_gpu.partitioning.collectives import chosen, inventory, partitioned_hlo
 
 from tests.helpers_layouts import (
     BATCH, CASES, CONFIG, EXPERTS, LENGTH, QUICK, Case, build, busy, collectives, config_of,
@@ -68,10 +68,9 @@ def expected_bytes(name):
                  model=n['model'], dtype_bytes=dtype_bytes,
                  recomputed=2 if pipeline else 1 if c.remat_policy == 'full' else 0)
     split = case.partitioner.get('sequence_parallel', False)
-    add(['model'], sequence_parallel.traffic_per_step(num_microbatches=microbatches, **sizes)
-        if split else tensor_parallel.traffic_per_step(
-            shared_kv_size=num_layers * keys * c.embed_dim * microbatches if shares_kv else 0,
-            **sizes))
+    shared_kv_size = num_layers * keys * c.embed_dim * microbatches if shares_kv else 0
+    add(['model'], sequence_parallel.traffic_per_step(**sizes) if split else
+        tensor_parallel.traffic_per_step(shared_kv_size=shared_kv_size, **sizes))
   if n['expert'] > 1:
     add(['expert'], expert_parallel.traffic_per_step(
         batch=rows, num_experts=c.num_experts, capacity=slots(c), embed_dim=c.embed_dim,
@@ -225,7 +224,31 @@ def test_sequence_parallel_gathers_and_scatters_in_place_of_all_reduces():
   assert where('tp_sp', 'reduce-scatter') == {FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
   assert where('tp_sp', 'all-reduce') == {}
   assert where('tp_sp', 'all-reduce', PER_TOKEN) == {(False, False): 3}
-  assert where('tp_sp', 'all-reduce', NORM) == {BACKWARD: 2, LOGITS: 1}  # gradients of norm scales
+
+
+_1F1B = dict(stage=2, pipeline_schedule='1f1b')
+_POSITIONED = dict(norm='layer', attention_bias='all', mlp_bias=True, num_positions=LENGTH,
+                   relative_bias='none')
+
+
+@pytest.mark.parametrize('case, count', [
+    # Scale and bias of two norms, and the biases of two projections out of a layer; the last norm.
+    (Case(dict(num_partitions=4, sequence_parallel=True), _POSITIONED, num_microbatches=2), 6 + 2),
+    (Case(dict(fsdp=2, num_partitions=4, sequence_parallel=True), dict(qk_norm=True),
+          num_microbatches=2), 2 + 2 + 1),
+    (Case(dict(_1F1B, num_partitions=2, sequence_parallel=True), dict(qk_norm=True)), 2 + 2 + 1)
+], ids=['layer_norm', 'qk_norm_fsdp', 'qk_norm_1f1b'])
+def test_parameters_of_positions_and_heads_are_summed_over_model_once(case, count):
+  p = build(case, batch_size=64)
+  sent = [c for c in inventory(partitioned_hlo(p.train_step.lower(
+      p.abstract_state, p.abstract_batch)), p.layout.mesh.shape)
+          if c.axes == ('model',) and math.prod(c.shape) > 1]
+  sums = [c for c in sent if c.kind == 'all-reduce']
+  losses = [c for c in sums if c.shape[-1] == LENGTH and len(c.shape) == 2]  # [rows, length]
+  assert len([c for c in sums if c.count == 1]) == count
+  assert all(c.count == 1 or c in losses for c in sums)
+  # Gradients of what a layer gets are scattered, not summed whole (what a bias wants as well).
+  assert any(c.kind == 'reduce-scatter' and 'transpose(' in c.op_name for c in sent)
 
 
 def test_a_layer_sends_as_many_bytes_with_sequence_parallelism_as_without():
