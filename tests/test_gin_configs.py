@@ -233,14 +233,15 @@ def test_shardings_of_decoder_base_over_fsdp_and_model_are_the_golden_ones(tmp_p
 LAYOUTS = [path.stem for path in PARTS['parallel'] if path.stem != 'ep']
 OF_FAMILY = {'bert_base': ['VOCAB_SIZE=30720', "TASK_FEATURE_LENGTHS={'inputs': 64}",
                            'PACK=False'],
+             'gpt2_small': ['VOCAB_SIZE=50304'],
              't5_1_1_small': ["TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 64}"]}
 
 
 @pytest.mark.parametrize('model, parallel', [
     ('decoder_moe_demo', 'ep'),
     *((model, layout) for model in ('decoder_base', 'decoder_demo') for layout in LAYOUTS),
-    *((model, layout) for model in ('bert_base', 'llama3_2_1b', 'gemma2_2b')
-      for layout in ('fsdp', 'tp', 'pp', '3d')),
+    *((model, layout) for model in ('bert_base', 'gpt2_small', 'llama3_2_1b', 'gemma2_2b',
+                                    'qwen3_0_6b') for layout in LAYOUTS),
     *(('t5_1_1_small', layout) for layout in ('fsdp', 'tp_sp', 'cp'))])
 def test_shardings_of_models_under_every_layout_are_the_golden_ones(tmp_path, golden, model,
                                                                     parallel):

@@ -105,11 +105,12 @@ def test_a_checkpoint_continues_under_another_layout_with_the_same_losses(
     np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=MESH_LOSS, err_msg=key)
 
 
-def test_a_dry_run_shows_the_layout_of_every_parameter_and_the_bubble(tmp_path):
+def test_a_dry_run_shows_parameters_the_bubble_and_the_scaled_learning_rate(tmp_path):
   project = Project(tmp_path)
   result = project.run('--gin_file=gin_configs/parallel/3d.gin', '--dry_run', **{
-      'TransformerConfig.num_layers': 2})
+      'TransformerConfig.num_layers': 2, 'train.learning_rate_scaling': 'linear'})
   assert result.code == 0, result.err
+  assert re.search(r'^learning rate: x 2 \(linear in 2 replicas\)$', result.out, re.MULTILINE)
   # Eight rows in two replicas are four microbatches over two stages: (S-1) / (M + S-1) = 1 / 5.
   assert '  pipeline: 1f1b, 4 microbatches, bubble 20.0% of the step\n' in result.out
   assert re.search(r'^layers/mlp/wi_0/kernel +2 x 16 x 32 +layers embed mlp +stage - model ',
