@@ -18,16 +18,17 @@ COMMANDS = {
     'doctor': 'look at this machine: versions, GPUs, links, speeds, XLA flags',
     'data': "look at a run's data: rows, lengths, speed, checksums",
     'convert': 'convert checkpoints from and to Hugging Face, and from T5X',
+    'checkpoint': 'inspect, compare, verify, average and prune checkpoints',
     'config': 'show or explain the values of a configuration',
 }
-FOLDERS = ('config', 'data')  # whose commands are in their __main__
+FOLDERS = ('checkpoint', 'config', 'data')  # whose commands are in their __main__
 
 
 def _run() -> int:
   arguments = sys.argv[1:]
   if not arguments or arguments[0] in ('-h', '--help'):
     print('usage: t5x_gpu COMMAND [flags]\n\ncommands (each has --help):')
-    print('\n'.join(f'  {name:8} {text}' for name, text in COMMANDS.items()))
+    print('\n'.join(f'  {name:10} {text}' for name, text in COMMANDS.items()))
     return 0
   name, *rest = arguments
   if name not in COMMANDS:

@@ -5,20 +5,14 @@ read again, and logits are compared before the new folder appears (docs/convert.
 """
 
 import argparse
-import contextlib
 import pathlib
 import re
-import resource
-import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, Optional
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import jax
-import rich.console
-import rich.progress
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint import conversions
@@ -31,10 +25,11 @@ from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.model_fields import ModelFields, describe
 from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
 from t5x_gpu.checkpoint.t5x_files import is_t5x
-from t5x_gpu.checkpoint.transfer import FLOATS, Step
+from t5x_gpu.checkpoint.transfer import FLOATS
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.metrics import logging_setup
+from t5x_gpu.metrics.console import Console
 from t5x_gpu.models.lora import LoraModel, without_adapters
 
 EXAMPLES = """examples:
@@ -92,37 +87,6 @@ def object_of_gin(files: Sequence[pathlib.Path | str], *, bindings: Sequence[str
     loaded = gin_loader.load([*names, entry], bindings=bindings, search_paths=search_paths,
                              entry=_MODEL_ENTRY)
     return loaded.arguments()['model']
-
-
-class _Console:
-  """Prints to a terminal or a file; see `conversions.Console`."""
-
-  def __init__(self) -> None:
-    self._console = rich.console.Console(highlight=False, soft_wrap=True)
-
-  def say(self, text: str) -> None:
-    self._console.print(text, markup=False)
-
-  @contextlib.contextmanager
-  def progress(self, title: str, num_bytes: int) -> Iterator[Step]:
-    start = time.monotonic()
-    bar = rich.progress.Progress(
-        rich.progress.TextColumn('{task.description}'), rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn(),
-        rich.progress.TimeRemainingColumn(), console=self._console, transient=True,
-        disable=not self._console.is_terminal)
-    with bar:
-      task = bar.add_task(title, total=num_bytes)
-      yield lambda n: bar.advance(task, n)
-    seconds = max(time.monotonic() - start, 1e-9)
-    megabytes = num_bytes / 1e6
-    self.say(f'{title}: {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s; '
-             f'most memory so far {_peak_bytes() / 1e6:,.0f} MB')
-
-
-def _peak_bytes() -> int:
-  unit = 1 if sys.platform == 'darwin' else 1024
-  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _size(text: str) -> int:
@@ -205,8 +169,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
       max_file_bytes=extra.max_shard_size, check=extra.check, tolerance=extra.tolerance)
   convert = {'hf': conversions.convert_hf, 't5x': conversions.convert_t5x,
              't5x_gpu': merge_lora if merges else conversions.convert_ours}[kind]
-  with _cleaned_up_on_sigterm():
-    convert(request, _Console())
+  with cli.cleaned_up_on_sigterm():
+    convert(request, Console())
   return 0
 
 
@@ -232,19 +196,6 @@ def _check_flags(extra: argparse.Namespace, kind: str) -> None:
   if useless:
     raise ConfigError(f'{", ".join(useless)} means nothing where {FORMATS[kind]} becomes '
                       f'{FORMATS[target]}.', fix='Leave it out; --help says what each is for.')
-
-
-@contextlib.contextmanager
-def _cleaned_up_on_sigterm() -> Iterator[None]:
-  """Within, SIGTERM ends the process as an exception does: nothing half-written stays."""
-  def leave(number: int, frame: Any) -> NoReturn:
-    del frame
-    raise SystemExit(128 + number)
-  before = signal.signal(signal.SIGTERM, leave)
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == '__main__':

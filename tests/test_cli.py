@@ -83,7 +83,8 @@ def test_every_command_of_the_console_script_has_help(command, monkeypatch, caps
     __main__.main()
   text = capsys.readouterr().out
   assert e.value.code == 0 and f'python -m t5x_gpu.{command}' in text
-  assert ('--gin_file FILE' in text) == (command not in ('launch', 'doctor'))
+  assert ('--gin_file FILE' in text) == (
+      command not in ('launch', 'doctor', 'checkpoint', 'reshard'))
 
 
 def test_the_console_script_hands_its_arguments_to_the_command(monkeypatch, capsys):

@@ -23,10 +23,13 @@ from typing import Any, Optional, Self
 import jax
 import orbax.checkpoint as ocp
 
+from t5x_gpu.checkpoint.checksums import check_restored, checksums_of, record
+from t5x_gpu.checkpoint.chunks import save_args
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
     none_can_be_read, read_saved, why)
 from t5x_gpu.checkpoint.run_lock import RunLock
+from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.train_state import TrainState
 
@@ -115,11 +118,12 @@ class Checkpointer:
     if self._lock is not None:  # the other processes wait for this one before they write
       self._lock.check()
     data = {'iterator': base64.b64encode(data_state).decode()}
+    manifest = {**manifest, **record(checksums_of(state))}
     with self._mended_errors(step):
       self._manager.check_for_errors()
       written = self._manager.save(step, force=True, args=ocp.args.Composite(
-          state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data),
-          manifest=ocp.args.JsonSave(dict(manifest))))
+          state=ocp.args.StandardSave(state, save_args=save_args(state)),
+          data=ocp.args.JsonSave(data), manifest=ocp.args.JsonSave(manifest)))
     if not written:
       raise CheckpointError(f'{self.path(step)} exists and was not overwritten.',
                             fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
@@ -210,8 +214,12 @@ class Checkpointer:
         try:
           saved = read_saved(self._dir, step)
           check_same_model(self._dir, step, saved.manifest, target=target)
-          state = self._manager.restore(step, args=ocp.args.Composite(
-              state=ocp.args.StandardRestore(target)))['state']
+          if saved.manifest.get(UNSTACKED):  # another tree than Orbax is asked for
+            state = read_state(self.path(step), target)
+          else:
+            state = self._manager.restore(step, args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(target)))['state']
+          check_restored(state, saved.manifest, step=step)
         except (CheckpointError, MemoryError):
           raise
         except Exception as e:  # Orbax's are of many kinds
@@ -256,7 +264,9 @@ def restore_from(path: pathlib.Path, saved: Saved, target: TrainState) -> Restor
   """
   with _no_stacks_of_given_up(), ocp.StandardCheckpointer() as checkpointer:
     try:
-      state, problem = checkpointer.restore(path / 'state', target), None
+      state, problem = (read_state(path, target) if saved.manifest.get(UNSTACKED) else
+                        checkpointer.restore(path / 'state', target)), None
+      check_restored(state, saved.manifest, step=saved.step)
     except MemoryError:
       raise
     except Exception as e:  # Orbax's are of many kinds

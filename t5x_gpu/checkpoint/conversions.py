@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
 from t5x_gpu.checkpoint import logits_check
+from t5x_gpu.checkpoint.beside import HF_FOLDER, MODEL_GIN
 from t5x_gpu.checkpoint.hf_config import from_hf, guess_family, to_hf
 from t5x_gpu.checkpoint.hf_folder import (
     CONFIG, HfModel, Record, carry_files, open_hf, read_record, write_record)
@@ -33,8 +34,6 @@ from t5x_gpu.models.lora import LoraModel
 
 TOLERANCE = logits_check.TOLERANCE
 CHECKS = ('auto', 'transformers', 'own', 'tensors')
-HF_FOLDER = 'hf'  # in ours: config.json, tokenizer, names
-MODEL_GIN = 'model.gin'
 
 Reference = Callable[[Mapping[str, Any]], tuple[Any, str]]
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from t5x_gpu.checkpoint import logits_check
-from t5x_gpu.checkpoint.conversions import HF_FOLDER, MODEL_GIN, Console, Request
+from t5x_gpu.checkpoint.beside import HF_FOLDER, MODEL_GIN
+from t5x_gpu.checkpoint.conversions import Console, Request
 from t5x_gpu.checkpoint.merged_params import MergedParams
 from t5x_gpu.checkpoint.model_fields import ModelFields, gin_text
 from t5x_gpu.checkpoint.name_tables import rows_per_piece

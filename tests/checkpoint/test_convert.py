@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from t5x_gpu import convert
-from t5x_gpu.checkpoint import logits_check, name_tables, params_files, staging
+from t5x_gpu.checkpoint import logits_check, name_tables, staging, state_writer
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
@@ -192,7 +192,7 @@ def test_a_checkpoint_of_a_run_becomes_a_model_of_hugging_face(tmp_path):
 
 def test_memory_is_bounded_by_pieces(tmp_path, monkeypatch):
   monkeypatch.setattr(name_tables, 'PIECE_BYTES', 4096)
-  monkeypatch.setattr(params_files, 'FLUSH_BYTES', 4096)
+  monkeypatch.setattr(state_writer, 'FLUSH_BYTES', 4096)
   write_model(tmp_path / 'a', CONFIGS['llama'])
   sizes = []
   read = convert.SafetensorsFolder.read

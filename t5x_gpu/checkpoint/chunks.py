@@ -1,0 +1,76 @@
+"""How arrays are cut into chunks on disk. A chunk is read and decompressed as a whole."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+CHUNK_BYTES = 64 << 20  # of a run's checkpoints; what reads them in pieces needs some of these
+_MUCH_SMALLER = 16
+
+Shape = tuple[int, ...]
+
+
+def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+  """Yields the parts of an array that are chunks on disk, in row-major order."""
+  starts = (range(0, n, max(c, 1)) for n, c in zip(shape, chunk))
+  for start in itertools.product(*starts):
+    yield tuple(slice(i, min(i + c, n)) for i, c, n in zip(start, chunk, shape))
+
+
+def smaller_chunk(chunk: Sequence[int], *, itemsize: int, most_bytes: int) -> Shape:
+  """Returns a chunk of at most so many bytes (or one element): its first dimensions are cut."""
+  out = list(chunk)
+  for d in range(len(out)):
+    rest = math.prod(out[d + 1:]) * itemsize
+    if math.prod(out) * itemsize <= most_bytes:
+      break
+    pieces = -(-out[d] // max(most_bytes // max(rest, 1), 1))
+    out[d] = -(-out[d] // pieces)  # all about as large
+  return tuple(out)
+
+
+def piece_shape(shape: Sequence[int], chunk: Sequence[int], *, itemsize: int, most_bytes: int
+                ) -> Shape:
+  """Returns what to read at once: whole chunks, as many as have so many bytes, or part of one."""
+  if math.prod(chunk) * itemsize > most_bytes:
+    return smaller_chunk(chunk, itemsize=itemsize, most_bytes=most_bytes)
+  out = [min(c, n) for c, n in zip(chunk, shape)]
+  for d in reversed(range(len(out))):
+    chunks = most_bytes // max(math.prod(out) * itemsize, 1)
+    out[d] = min(out[d] * max(chunks, 1), shape[d])
+  return tuple(out)
+
+
+def save_args(state: Any) -> Any:
+  """Returns Orbax's arguments for a state: a shard becomes chunks of CHUNK_BYTES at most.
+
+  Left to itself, Orbax writes a shard as one chunk: all layers of a parameter, with one device. It
+  cuts dimensions down to divisors, the largest first. Where that ends in crumbs (a vocabulary of a
+  prime size) the shard stays whole.
+  """
+  def of(x: Any) -> ocp.SaveArgs:  # an array of NumPy has no shards
+    shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
+    least = CHUNK_BYTES // _MUCH_SMALLER
+    cut = _as_orbax_cuts(x.shape, shard, CHUNK_BYTES // x.dtype.itemsize)
+    if math.prod(shard) * x.dtype.itemsize <= CHUNK_BYTES or (
+        math.prod(cut) * x.dtype.itemsize < least):
+      return ocp.SaveArgs()
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+  return jax.tree.map(of, state)
+
+
+def _as_orbax_cuts(shape: Sequence[int], shard: Sequence[int], most: int) -> Shape:
+  """Returns the chunk that Orbax will choose: dimensions that are split already come first."""
+  chunk, split = list(shard), [a != b for a, b in zip(shape, shard)]
+  while math.prod(chunk) > most:
+    dims = [d for d, n in enumerate(chunk) if n > 1 and split[d]]
+    if not dims:
+      split = [True] * len(chunk)
+      continue
+    largest = max(dims, key=chunk.__getitem__)
+    chunk[largest] = max(n for n in range(1, chunk[largest] // 2 + 1) if not chunk[largest] % n)
+  return tuple(chunk)

@@ -1,0 +1,120 @@
+"""Deletes checkpoints that nobody wants to keep, and nothing else.
+
+Only folders that hold a committed checkpoint of ours count. One is renamed before it is removed, so
+that a kill leaves no half checkpoint under a name that a run would read.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Collection
+from typing import Optional
+
+from t5x_gpu.checkpoint.model_dir import (
+    PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
+from t5x_gpu.checkpoint.run_lock import RunLock
+from t5x_gpu.errors import CheckpointError
+
+_REMOVED = '.removed_'
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+  """Which checkpoints stay: those that any of these names.
+
+  Attributes:
+    last: so many of the latest.
+    every: steps that are multiples of this.
+    steps: these.
+  """
+  last: Optional[int] = None
+  every: Optional[int] = None
+  steps: Collection[int] = ()
+
+  def reason(self, step: int, *, latest: list[int]) -> str:
+    """Returns why a step stays, '' if it does not; `latest` are the steps, oldest first."""
+    if self.last and step in latest[-self.last:]:
+      return f'one of the last {self.last}'
+    if self.every and step % self.every == 0:
+      return f'a multiple of {self.every}'
+    return 'named' if step in self.steps else ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What is to happen to the checkpoints of a MODEL_DIR.
+
+  Attributes:
+    folder: MODEL_DIR.
+    kept: step -> why.
+    removed: step -> bytes on disk.
+  """
+  folder: pathlib.Path
+  kept: dict[int, str]
+  removed: dict[int, int]
+
+
+def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> Plan:
+  """Returns which checkpoints would go; changes nothing.
+
+  A folder that cannot be read as a checkpoint stays, and counts for nothing.
+
+  Raises:
+    CheckpointError: there is none, a step to keep is not there, or none would stay.
+  """
+  folder = pathlib.Path(model_dir).expanduser().absolute()
+  steps, kept = [], {}
+  for step in committed_steps(folder):
+    try:
+      read_saved(folder, step)
+      steps.append(step)
+    except UNREADABLE as e:
+      kept[step] = f'cannot be read as a checkpoint ({why(e)}), so it is left alone'
+  if not steps:
+    raise CheckpointError(f'{folder} has no checkpoint.',
+                          fix='Give the MODEL_DIR of a run, which has checkpoint_<step> in it.')
+  missing = sorted(set(keep.steps) - set(steps))
+  if missing:
+    raise CheckpointError(f'{folder} has no checkpoint of step {", ".join(map(str, missing))}.',
+                          fix=f'Its steps are {", ".join(map(str, steps))}.')
+  removed = {}
+  for step in steps:
+    reason = keep.reason(step, latest=steps)
+    if reason:
+      kept[step] = reason
+    else:
+      removed[step] = sum(p.stat().st_size for p in checkpoint_path(folder, step).rglob('*')
+                          if p.is_file())
+  if len(removed) == len(steps):
+    raise CheckpointError(f'None of the {len(steps)} checkpoints in {folder} would stay.',
+                          fix=f'Keep one at least: --keep_last=1 keeps step {steps[-1]}.')
+  return Plan(folder, dict(sorted(kept.items())), removed)
+
+
+def prune(plan: Plan, *, done: Callable[[int], None]) -> None:
+  """Removes the checkpoints of a plan, oldest first, and what a kill has left of removed ones.
+
+  Args:
+    plan: of `plan_prune`.
+    done: told of each step that is gone.
+  Raises:
+    CheckpointError: a run writes there, or something cannot be removed.
+  """
+  lock = RunLock(plan.folder)
+  try:
+    for left in plan.folder.glob(f'{_REMOVED}{PREFIX}_*'):
+      if re.fullmatch(rf'{re.escape(_REMOVED)}{PREFIX}_\d+', left.name):
+        shutil.rmtree(left)
+    for step in sorted(plan.removed):
+      aside = plan.folder / f'{_REMOVED}{PREFIX}_{step}'
+      os.rename(checkpoint_path(plan.folder, step), aside)
+      shutil.rmtree(aside)
+      done(step)
+  except OSError as e:
+    raise CheckpointError(f'{e.filename or plan.folder} cannot be removed: {e.strerror or e}.',
+                          fix='Look at the permissions of the folder; what is listed as removed '
+                              'is gone, the rest is there.') from e
+  finally:
+    lock.release()

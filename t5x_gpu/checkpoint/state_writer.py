@@ -1,0 +1,137 @@
+"""The arrays of a checkpoint, written in slices, for whatever reads the checkpoint of a run."""
+
+import json
+import pathlib
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+import tensorstore as ts
+
+from t5x_gpu.checkpoint.chunks import Shape
+from t5x_gpu.checkpoint.model_dir import checkpoint_path
+from t5x_gpu.checkpoint.state_files import Place, layer_names, spec_of
+
+# For float32 that was bfloat16: 2.1 times the speed of Orbax's zstd, and 4% smaller.
+COMPRESSOR = {'id': 'blosc', 'cname': 'lz4', 'clevel': 1, 'shuffle': 1}
+FLUSH_BYTES = 32 << 20  # written at once: some large files rather than one per layer
+_HANDLERS = 'orbax.checkpoint._src.handlers.'
+
+
+class StateWriter:
+  """Writes the arrays of `folder`/checkpoint_<step>; all of it is there after `close`.
+
+  Args:
+    folder: exists; of the checkpoint's parent.
+    step: updates done.
+    arrays: '/'-joined path -> (shape, dtype).
+    chunks: the same -> shape of a chunk, which `write` should fill.
+    unstacked: the arrays to be kept as one for each layer; their chunks have one layer.
+    compress: worth it where values were narrower than their dtype, and are half zeros.
+    flush_bytes: what may wait to be written.
+    resume: the arrays are there, from a writer that came no further than `flush`.
+  """
+
+  def __init__(self, folder: pathlib.Path, *, step: int, arrays: Mapping[str, tuple[Shape, Any]],
+               chunks: Mapping[str, Shape], unstacked: Collection[str] = (), compress: bool = False,
+               flush_bytes: Optional[int] = None, resume: bool = False):
+    self.path = checkpoint_path(folder, step)
+    self._arrays, self._unstacked = dict(arrays), frozenset(unstacked)
+    self._compress, self._flush_bytes = compress, flush_bytes or FLUSH_BYTES
+    self._state = self.path / 'state'
+    self._state.mkdir(parents=True, exist_ok=resume)
+    self._pending, self._writing = 0, None
+    self._context = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
+    self._transaction = ts.Transaction()
+    self._stores: dict[str, list[ts.TensorStore]] = {}
+    for name, (shape, dtype) in self._arrays.items():
+      parts, shape, chunk = [name], tuple(shape), tuple(chunks[name])
+      if name in self._unstacked:
+        parts, shape, chunk = layer_names(name, shape[0]), shape[1:], chunk[1:]
+      self._stores[name] = [self._reopen(part) if resume else
+                            self._create(part, shape, dtype, chunk) for part in parts]
+    self.flush()
+
+  def _create(self, name: str, shape: Shape, dtype: Any, chunk: Shape) -> ts.TensorStore:
+    metadata = {'shape': list(shape), 'chunks': [max(c, 1) for c in chunk],
+                'compressor': COMPRESSOR if self._compress else None}
+    return ts.open({**spec_of(self._state, name), 'metadata': metadata}, create=True, dtype=dtype,
+                   context=self._context, transaction=self._transaction).result()
+
+  def _reopen(self, name: str) -> ts.TensorStore:
+    return ts.open(spec_of(self._state, name), open=True, context=self._context).result()
+
+  def write(self, name: str, place: Place, value: np.ndarray) -> bool:
+    """Writes a part of an array; returns whether all that came before is on disk now."""
+    transaction = self._transaction
+    if name in self._unstacked:
+      first, rest = place[0], place[1:]
+      layers = [(first, value)] if isinstance(first, int) else zip(
+          range(*first.indices(self._arrays[name][0][0])), value)
+      for i, layer in layers:
+        self._stores[name][i].with_transaction(transaction)[rest] = layer
+    else:
+      self._stores[name][0].with_transaction(transaction)[place] = value
+    self._pending += value.nbytes
+    if self._pending < self._flush_bytes:
+      return False
+    self._start_to_write()
+    return True
+
+  def _start_to_write(self) -> None:
+    self._wait()
+    self._writing = self._transaction.commit_async()
+    self._transaction, self._pending = ts.Transaction(), 0
+
+  def _wait(self) -> None:
+    if self._writing is not None:
+      self._writing.result()
+      self._writing = None
+
+  def flush(self) -> None:
+    """Returns once everything is on disk."""
+    self._start_to_write()
+    self._wait()
+
+  def close(self, *, manifest: Mapping[str, Any], data: Mapping[str, Any],
+            empty: Mapping[str, Any]) -> None:
+    """Writes what is pending, and what the checkpoint says of itself.
+
+    Args:
+      manifest, data: JSON-ready.
+      empty: what Orbax's tree has beside arrays: leaves that are None, of the optimizer.
+    """
+    self.flush()
+    tree = {}
+    for name, (shape, _) in self._arrays.items():
+      unstacked = name in self._unstacked
+      for part in layer_names(name, shape[0]) if unstacked else [name]:
+        tree[str(tuple(part.split('/')))] = _leaf_metadata(part, shape[1:] if unstacked else shape)
+    write_json(self._state / '_METADATA', {
+        'tree_metadata': {**tree, **empty}, 'use_ocdbt': True, 'use_zarr3': False,
+        'store_array_data_equal_to_fill_value': True, 'custom_metadata': None})
+    write_json(self.path / 'data' / 'metadata', data)
+    write_json(self.path / 'manifest' / 'metadata', manifest)
+    now = time.time_ns()
+    write_json(self.path / '_CHECKPOINT_METADATA', {
+        'item_handlers': {
+            'data': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
+            'manifest': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
+            'state': f'{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler'},
+        'metrics': {}, 'performance_metrics': {}, 'init_timestamp_nsecs': now,
+        'commit_timestamp_nsecs': now, 'custom_metadata': {}})
+
+
+def _leaf_metadata(name: str, shape: Sequence[int]) -> dict[str, Any]:
+  keys = name.split('/')
+  # Orbax's own: 1 is the index of a sequence, 2 the key of a mapping.
+  return {'key_metadata': [{'key': key, 'key_type': 1 if key.isdecimal() else 2} for key in keys],
+          'value_metadata': {'value_type': 'jax.Array', 'skip_deserialize': False,
+                             'write_shape': list(shape)}}
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Writes a file, and its folder if need be."""
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(json.dumps(value), 'utf-8')
