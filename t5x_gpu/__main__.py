@@ -19,6 +19,7 @@ COMMANDS = {
     'data': "look at a run's data: rows, lengths, speed, checksums",
     'convert': 'convert checkpoints from and to Hugging Face, and from T5X',
     'checkpoint': 'inspect, compare, verify, average and prune checkpoints',
+    'reshard': 'write a checkpoint anew: other dtypes, chunks, groups of layers',
     'config': 'show or explain the values of a configuration',
 }
 FOLDERS = ('checkpoint', 'config', 'data')  # whose commands are in their __main__
