@@ -24,7 +24,7 @@ from t5x_gpu.checkpoint.state_files import StateReader
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.training.train_state import TrainState
 from tests.checkpoint.test_checkpointer import (
-    abstract, assert_equal, new_state, opened, save)
+    abstract, assert_equal, new_state, opened, save, small_disk)
 from tests.checkpoint.test_checksums import flip_a_bit
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, run_here
 
@@ -270,6 +270,23 @@ def test_what_another_request_has_left_is_not_gone_on_with(tmp_path, source, mon
   assert result.code == 0 and 'going on' not in result.out
   assert_equal(restored(tmp_path / 'new', layered_state(0)).state, layered_state(7))
   assert not list(tmp_path.glob('.*'))
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on_when_there_is_room(
+    tmp_path, small_disk, monkeypatch):
+  big = big_params(tmp_path / 'run', rows=2048)  # 4 MiB
+  flags = (f'--from={big}', f'--to={small_disk / "new"}', '--memory=16MiB')
+  first = run(*flags)
+  assert first.code == 1 and '0.00 GB are free' in first.err and not list(small_disk.iterdir())
+  # Somebody else takes the room that there was.
+  monkeypatch.setattr(resharding.Plan, 'num_bytes', 0)
+  result = run(*flags)
+  assert result.code == 1 and 'No space left on device' in result.err, result.err
+  assert 'the same command then goes on' in result.err
+  subprocess.run(['mount', '-o', 'remount,size=20m', str(small_disk)], check=True)
+  result = run(*flags)
+  assert result.code == 0 and 'cut off: ' in result.out
+  assert tools.main(['diff', str(big), str(small_disk / 'new')]) == 0
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path, source):

@@ -12,7 +12,7 @@ from t5x_gpu.checkpoint.chunks import boxes, smaller_chunk
 from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter, num_bytes, tree_problems
 from t5x_gpu.checkpoint.staging import new_folder
 from t5x_gpu.checkpoint.state_files import PIECE_BYTES
-from t5x_gpu.checkpoint.verification import check_sums
+from t5x_gpu.checkpoint.verification import check_sums, damage_named
 from t5x_gpu.errors import CheckpointError
 
 Progress = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
@@ -51,7 +51,8 @@ def average(readers: Sequence[ParamsReader], target: pathlib.Path, *, progress: 
         for place in boxes(shape, chunks[name]):
           total = np.zeros([s.stop - s.start for s in place], np.float32)
           for reader, seen in zip(readers, sums):
-            values = reader.read_at(name, place)
+            with damage_named(f'params/{name}', str(reader.path)):
+              values = reader.read_at(name, place)
             seen.add_at(place, values)
             total += values.astype(np.float32)
             told(total.nbytes)

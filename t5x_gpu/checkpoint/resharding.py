@@ -23,7 +23,7 @@ from t5x_gpu.checkpoint.journal import Journal
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY
 from t5x_gpu.checkpoint.state_files import UNSTACKED, StateReader, stacked_arrays
 from t5x_gpu.checkpoint.state_writer import StateWriter
-from t5x_gpu.checkpoint.verification import check_sums, verify
+from t5x_gpu.checkpoint.verification import check_sums, damage_named, verify
 from t5x_gpu.errors import CheckpointError
 
 RESHARDED_FROM = 'resharded_from'
@@ -201,7 +201,8 @@ def _copy(reader: StateReader, writer: StateWriter, plan: Plan, request: Request
         count += 1
         if count <= skipped:
           continue
-        values = _read(reader, name, place, request.memory // _PIECES_IN_MEMORY)
+        with damage_named(name, str(reader.path)):
+          values = _read(reader, name, place, request.memory // _PIECES_IN_MEMORY)
         read.add_at(place, values)
         told(values.nbytes)
         values = _cast(values, dtype, name)

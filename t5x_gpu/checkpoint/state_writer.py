@@ -1,6 +1,8 @@
 """The arrays of a checkpoint, written in slices, for whatever reads the checkpoint of a run."""
 
+import errno
 import json
+import os
 import pathlib
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -85,9 +87,15 @@ class StateWriter:
     self._transaction, self._pending = ts.Transaction(), 0
 
   def _wait(self) -> None:
+    """Returns once what was started is on disk; raises OSError if it cannot be."""
     if self._writing is not None:
-      self._writing.result()
-      self._writing = None
+      writing, self._writing = self._writing, None
+      try:
+        writing.result()
+      except ValueError as e:  # TensorStore's, whatever the reason
+        full = os.strerror(errno.ENOSPC)
+        number = errno.ENOSPC if full in str(e) else errno.EIO
+        raise OSError(number, full if number == errno.ENOSPC else str(e)[:300]) from e
 
   def flush(self) -> None:
     """Returns once everything is on disk."""

@@ -1,15 +1,18 @@
 """Whether the values of a checkpoint are those that were saved: every array is read once."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from t5x_gpu.checkpoint.checksums import HostSums, recorded
 from t5x_gpu.checkpoint.model_dir import why
 from t5x_gpu.checkpoint.state_files import PIECE_BYTES, StateReader
 from t5x_gpu.errors import CheckpointError
 
+_FIX = ('Take another checkpoint. All of this one is checked by\n'
+        'python -m t5x_gpu.checkpoint verify {}')
 NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -56,11 +59,20 @@ def verify(reader: StateReader, *, step: Callable[[int], None], num_threads: int
                  {name: text for name, text in problems.items() if text})
 
 
+@contextlib.contextmanager
+def damage_named(name: str, where: str) -> Iterator[None]:
+  """Within, an array that cannot be read raises CheckpointError."""
+  try:
+    yield
+  except ValueError as e:  # TensorStore's: it does not decompress, or is cut off
+    raise CheckpointError(f'{name} of {where} cannot be read: {why(e)}', fix=_FIX.format(where),
+                          docs='checkpoints.md#checksums') from e
+
+
 def check_sums(name: str, sums: HostSums, manifest: Mapping[str, object], where: str) -> None:
   """Raises CheckpointError if an array that was read from a checkpoint is not what was saved."""
   want = recorded(manifest).get(name)
   if want is not None and str(sums) != want:
     raise CheckpointError(
         f'{name} of {where} has other values than were saved: its checksum is {sums}, not {want}.',
-        fix='Take another checkpoint. All of this one is checked by\n'
-            f'python -m t5x_gpu.checkpoint verify {where}', docs='checkpoints.md#checksums')
+        fix=_FIX.format(where), docs='checkpoints.md#checksums')
