@@ -80,14 +80,24 @@ def read_params(model_dir: str | os.PathLike, abstract_params: Any, *,
                           parameters=('MODEL_DIR',))
 
   params = {name: read_array(reader.state, name, a) for name, a in want.items()}
+  check_params(reader, params)
+  return flax.traverse_util.unflatten_dict(params, sep='/')
+
+
+def check_params(reader: ParamsReader, params: Mapping[str, jax.Array]) -> None:
+  """Raises CheckpointError if parameters have other values than were saved; see `check_restored`.
+
+  Args:
+    reader: of the checkpoint that they come from.
+    params: '/'-joined path in the checkpoint -> parameter, on any mesh.
+  """
   try:
-    check_restored(params, reader.manifest, step=reader.step, prefix='params/')
+    check_restored(dict(params), reader.manifest, step=reader.step, prefix='params/')
   except ValueError as e:
     raise CheckpointError(f'{reader.path} is damaged: {e}.',
                           fix='Take another checkpoint, or copy this one again. All of its arrays '
-                              f'are checked by python -m t5x_gpu.checkpoint verify {reader.path}',
+                              f'are checked by\npython -m t5x_gpu.checkpoint verify {reader.path}',
                           parameters=('MODEL_DIR',), docs='checkpoints.md#checksums') from e
-  return flax.traverse_util.unflatten_dict(params, sep='/')
 
 
 def tree_problems(want: Mapping[str, Sequence[int]], have: Mapping[str, Sequence[int]], *,

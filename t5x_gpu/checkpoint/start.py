@@ -14,7 +14,7 @@ import numpy as np
 from t5x_gpu.checkpoint.checkpointer import Checkpointer, Restored, restore_from
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.model_dir import Saved
-from t5x_gpu.checkpoint.params_files import ParamsReader
+from t5x_gpu.checkpoint.params_files import ParamsReader, check_params
 from t5x_gpu.data.batches import BatchIterator, batch_hash
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.errors import CheckpointError
@@ -75,6 +75,7 @@ class Start:
     for name, source in self.taken.items():
       flat[name].delete()  # so that no more than one parameter is there twice
       flat[name] = self._read(source, flat[name])
+    check_params(self.reader, {source: flat[name] for name, source in self.taken.items()})
     params = flax.traverse_util.unflatten_dict(flat, sep='/')
     return program.in_run_order(state.replace(params=params))
 

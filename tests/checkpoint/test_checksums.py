@@ -54,6 +54,17 @@ def test_every_sharding_has_the_same_sums(spec, mesh):
   assert to_text(device_sums(jax.device_put(x, sharding))) == on_host(x)
 
 
+def test_a_state_has_the_same_checksums_on_devices_and_on_the_host(monkeypatch):
+  mesh = jax.make_mesh((8,), ('a',))
+  tree = {'split': jax.device_put(values((16, 4), np.float32), jax.NamedSharding(mesh, jax.P('a'))),
+          'whole': jax.device_put(values((5,), np.float32), jax.NamedSharding(mesh, jax.P())),
+          'of_numpy': values((3, 2), np.float32)}
+  on_the_host = checksums_of(tree)
+  monkeypatch.setattr(checksums, 'HOST_BYTES', 0)
+  assert checksums_of(tree) == on_the_host
+  assert on_the_host['split'] == on_host(values((16, 4), np.float32))
+
+
 def test_parts_in_any_order_and_shape_add_up():
   x, rng = values((6, 50, 8), np.float32), random.Random(0)
   parts = [(slice(i, i + 3), slice(j, j + 20), slice(k, k + 4)) for i in (0, 3)
