@@ -11,7 +11,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Optional
 
 import rich.console
@@ -21,7 +21,7 @@ from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig, open_preparation
 from t5x_gpu.data.prepare_workers import Finished, Job, Progress, make_shards
-from t5x_gpu.data.prepared_index import Index
+from t5x_gpu.data.prepared_index import INDEX, Index
 from t5x_gpu.data.split_folder import Parts, SplitFolder, open_split
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import logging_setup
@@ -131,7 +131,7 @@ class _Bar:
 def _prepare(folder: SplitFolder, split: _Split, *, num_workers: int,
              console: rich.console.Console) -> Optional[Index]:
   """Returns the index of what is then there; None if it was complete before."""
-  if not folder.todo and (folder.path / 'index.json').exists():
+  if not folder.todo and (folder.path / INDEX).exists():
     return None
   jobs = [Job(split.config, split.spec, split.feature_converter, folder.path, name, part,
               split.index.members[name].num_shards) for name, part in folder.todo]
@@ -154,13 +154,6 @@ def _summary(index: Index) -> Iterable[str]:
   if len(index.members) > 1:
     for name, member in index.members.items():
       yield f'  {name}: {member.rows:,} rows, {member.tokens:,} tokens, rate {member.rate:g}'
-
-
-def _told(folder: SplitFolder) -> Iterator[str]:
-  """Yields what an earlier run has left."""
-  if folder.finished and folder.todo:
-    yield (f'{folder.plan.split}: {len(folder.finished)} shards are finished and as they were '
-           f'written, {len(folder.todo)} are to do.')
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -192,7 +185,9 @@ def main(argv: Optional[list[str]] = None) -> int:
                     f'{", ".join(f"{name} ({number})" for name, number in shards.items())}.')
       continue
     with sigterm_raises(), open_split(output / split.config.split, split.index) as folder:
-      console.print(*_told(folder), sep='\n', end='\n' if list(_told(folder)) else '')
+      if folder.finished and folder.todo:
+        console.print(f'{split.config.split}: {len(folder.finished)} shards are finished and as '
+                      f'they were written, {len(folder.todo)} are to do.')
       index = _prepare(folder, split, num_workers=num_workers, console=console)
     if index is None:
       console.print(f'{split.config.split}: complete before, and every byte as it was written.')

@@ -14,7 +14,7 @@ from t5x_gpu import prepare
 from t5x_gpu.data.prepared_index import read_index
 from t5x_gpu.errors import ConfigError
 from tests.helpers_prepared import prepare_here
-from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
+from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, run_here
 
 pytestmark = pytest.mark.tf
 MODULE = {'DATA_MODULE': 't5x_gpu.data.seqio_batches', 'MIXTURE_OR_TASK_MODULE': 'tests.mixed_tasks'}
@@ -87,15 +87,28 @@ def _project(tmp_path):
   return Project(tmp_path)
 
 
-def test_the_command_makes_both_splits_of_a_run_and_says_how_to_train_on_them(project):
-  with Command(project, '--workers=1', '--shards=1', MIXTURE_OR_TASK_NAME='mixed_b') as command:
+def test_both_splits_of_a_run_are_prepared_unless_one_is_named(project):
+  argv = [f'--gin_file={project.gin_file}', f'--output={project.folder / "rows"}', '--dry_run',
+          *(f'--gin.{k}={v}' for k, v in MODULE.items()), '--gin.MIXTURE_OR_TASK_NAME=mixed']
+  result = run_here(lambda: prepare.main(argv))
+  each = 'shards of mixed_a (4), mixed_b (4), mixed_c (4)'
+  assert result.code == 0 and [line.split(' would get ') for line in result.out.splitlines()] == [
+      [f'Dry run: {project.folder}/rows/{split}', f'{each}.'] for split in ('train', 'validation')]
+  one = run_here(lambda: prepare.main([*argv, '--split=validation', '--shards=7']))
+  assert 'mixed_c (7)' in one.out and '/train' not in one.out
+  assert not (project.folder / 'rows').exists()
+
+
+def test_the_command_makes_rows_and_says_how_to_train_on_them(project):
+  with Command(project, '--workers=1', '--shards=1', '--split=train',
+               MIXTURE_OR_TASK_NAME='mixed_b') as command:
     assert command.finish() == 0, command.out
     out = command.out
   rows = project.folder / 'rows'
   index = read_index(rows, split='train')
   assert re.search(rf'^train: {index.rows} rows, {index.tokens:,} tokens, padding [\d.]+%', out,
                    re.MULTILINE), out
-  assert f"MIXTURE_OR_TASK_NAME='prepared:{rows}'" in out and 'validation: ' in out
+  assert f"MIXTURE_OR_TASK_NAME='prepared:{rows}'" in out
   here = prepare_here('mixed_b', project.folder / 'here', num_parts=1, vocab_size=264)
   assert here.members == index.members  # whatever process made them, to the byte
 

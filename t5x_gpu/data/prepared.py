@@ -21,7 +21,7 @@ import numpy as np
 from t5x_gpu.data import features, row_order
 from t5x_gpu.data.batches import PREPARED, Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.lazy_rows import LazyBatch
-from t5x_gpu.data.prepared_index import Index, check_shards, read_index
+from t5x_gpu.data.prepared_index import INDEX, Index, check_shards, read_index
 from t5x_gpu.data.records import decode_into
 from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
 from t5x_gpu.errors import DataError, all_problems
@@ -257,16 +257,23 @@ def _fingerprint(index: Index, config: DatasetConfig, *, rates: Mapping[str, flo
   return facts
 
 
+def _any_index(config: DatasetConfig) -> Index:
+  """Returns the index of the split, or of another one: their text is of one kind."""
+  splits = sorted(path.parent.name for path in folder_of(config).glob(f'*/{INDEX}'))
+  split = config.split if config.split in splits or not splits else splits[0]
+  return read_index(folder_of(config), split=split)
+
+
 def made_from(config: DatasetConfig) -> DatasetConfig:
   """Returns the config of the task or mixture whose text was prepared; it may need its files."""
-  index = read_index(folder_of(config), split=config.split)
+  index = _any_index(config)
   own = {**index.made_from, 'vocabulary': config.vocabulary or index.made_from['vocabulary']}
   return dataclasses.replace(config, **own, mixture_rates=None)
 
 
 def text_of(config: DatasetConfig) -> DatasetConfig:
   """Returns a config that turns ids into text; where its name says all, of a vocabulary alone."""
-  index = read_index(folder_of(config), split=config.split)
+  index = _any_index(config)
   given = index.vocabularies.get('targets', next(iter(index.vocabularies.values())))
   if not given['by_name']:
     return made_from(config)
@@ -277,5 +284,5 @@ def text_of(config: DatasetConfig) -> DatasetConfig:
 
 def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
   """Returns the names of the classes of the labels, or None without labels."""
-  index = read_index(folder_of(config), split=config.split)
+  index = _any_index(config)
   return None if index.class_names is None else tuple(index.class_names)

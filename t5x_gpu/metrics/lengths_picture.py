@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from t5x_gpu.metrics.plots import new_figure
 
@@ -46,7 +46,8 @@ def plot_lengths(lengths: Mapping[str, Mapping[int, int]], png_path: str | os.Pa
   """
   figure = new_figure((7, 3.6), layout='constrained')
   axes = figure.subplots()
-  exponents: Sequence[int] = sorted({e for histogram in lengths.values() for e in histogram})
+  found = [e for histogram in lengths.values() for e in histogram] or [0]
+  exponents = range(min(found), max(found) + 1)
   for name, histogram in lengths.items():
     total = sum(histogram.values()) or 1
     axes.plot(exponents, [100 * histogram.get(e, 0) / total for e in exponents], marker='o',

@@ -190,6 +190,7 @@ def test_two_at_once_are_told_apart(copied):
   assert prepare_here('mixed', copied) == 'nothing to do' and not unfinished.exists()
 
 
+@pytest.mark.slow  # as the one of the checkpoints, which is in make test
 def test_a_full_disk_is_named_and_the_finished_shards_stay(tmp_path):
   disk = tmp_path / 'disk'
   disk.mkdir()

@@ -1,9 +1,11 @@
 """`prepared:DIR`: one order on any topology, found at once, and only of the data it was made for."""
 
 import collections
+import dataclasses
 import json
 import logging
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -163,12 +165,13 @@ def test_a_split_that_is_not_there_is_named_with_the_command(mixed_rows, open_da
     (lambda p: p.write_bytes(p.read_bytes()[:1000]), 'is cut off: it has 1,000 bytes'),
     (lambda p: p.write_bytes(b'?' + p.read_bytes()[1:]), 'has changed'),
 ])
-def test_a_damaged_shard_is_named_when_the_data_is_opened(tmp_path, open_data, damage, says):
-  prepare_here('mixed_a', tmp_path)
-  shard = tmp_path / 'train' / 'mixed_a' / '00001-of-00002.arrayrecord'
+def test_a_damaged_shard_is_named_when_the_data_is_opened(mixed_rows, tmp_path, open_data, damage,
+                                                          says):
+  copied = shutil.copytree(mixed_rows, tmp_path / 'copied')
+  shard = copied / 'train' / 'mixed_a' / '00001-of-00002.arrayrecord'
   damage(shard)
   with pytest.raises(DataError, match=f'{shard} {says}'):
-    open_data(f'prepared:{tmp_path}')
+    open_data(f'prepared:{copied}')
 
 
 def test_bytes_that_change_while_training_stop_it_with_the_row(tmp_path, open_data):
@@ -204,7 +207,7 @@ def test_a_state_of_another_order_is_refused_by_name(mixed_rows, open_data, chan
 
 
 def test_a_state_of_other_rows_is_refused_and_one_of_a_moved_folder_is_not(tmp_path, open_data):
-  prepare_here('mixed_a', tmp_path / 'a')
+  prepare_here('mixed_a', tmp_path / 'a', num_parts=1)
   iterator = open_data(f'prepared:{tmp_path}/a').iterator
   hashes(iterator, 3)
   state, want = iterator.get_state(), hashes(iterator, 2)
@@ -212,7 +215,7 @@ def test_a_state_of_other_rows_is_refused_and_one_of_a_moved_folder_is_not(tmp_p
   moved = open_data(f'prepared:{tmp_path}/moved').iterator
   moved.set_state(state)
   assert hashes(moved, 2) == want
-  prepare_here('mixed_a', tmp_path / 'b', seed=5)
+  prepare_here('mixed_a', tmp_path / 'b', num_parts=1, seed=5)
   with pytest.raises(DataError, match='rows of mixed_a: saved'):
     open_data(f'prepared:{tmp_path}/b').iterator.set_state(state)
 
@@ -229,6 +232,17 @@ def test_text_comes_from_the_vocabulary_that_was_prepared_with(mixed_rows, open_
   assert vocabulary.name == 'byte' and vocabulary.decode(vocabulary.encode('abc')) == 'abc'
   row = next(opened.iterator)['decoder_target_tokens'][0]
   assert vocabulary.decode(row)[0] in 'abc'
+
+
+def test_prompts_and_metrics_come_from_the_task_that_was_prepared(mixed_rows, open_data):
+  config = open_data(f'prepared:{mixed_rows}').config
+  text = batches.open_prompt_text(config, model_vocab_size=384, has_inputs=False)
+  assert text.name == 'byte' and next(text.examples()).targets[0] in 'abc'
+  with pytest.raises(DataError, match="'mixed' has no metrics"):
+    batches.open_evaluated_tasks(config)
+  other = dataclasses.replace(config, split='another')  # whatever split it is, the text is its
+  assert batches.open_vocabulary(other).name == 'byte'
+  assert batches.open_class_names(other) is None
 
 
 def test_the_description_says_what_is_guaranteed(mixed_rows, open_data):
