@@ -149,7 +149,7 @@ def share_of_ticks(program: Program, trip_counts: Sequence[int]) -> float:
   """Returns in how many of a pipeline's ticks, the outermost of the loops, a stage has work."""
   pipeline = program.layout.pipeline
   return (1.0 if pipeline is None else
-          pipeline.repeats * pipeline.num_microbatches / trip_counts[0])
+          pipeline.num_stacks * pipeline.repeats * pipeline.num_microbatches / trip_counts[0])
 
 
 def mean_flops(hlo: str, program: Program) -> float:

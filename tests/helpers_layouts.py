@@ -134,7 +134,7 @@ def timetable(name: str) -> Timetable:
   """Returns who does what when in the pipeline of a case."""
   pipeline = program(name).layout.pipeline
   return Timetable(pipeline.schedule, pipeline.num_stages, pipeline.num_microbatches,
-                   pipeline.repeats)
+                   pipeline.repeats, pipeline.num_stacks)
 
 
 def ticks(name: str) -> int:

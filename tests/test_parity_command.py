@@ -1,5 +1,6 @@
 """parity says ok where the two runs are the same, and names the place where they are not."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,6 +18,8 @@ from t5x_gpu.data.uneven import MAX_WEIGHT, uneven_batches
 from t5x_gpu.errors import ConfigError, MeshError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.topology import Topology
@@ -238,6 +241,52 @@ def test_layers_are_compared_in_the_order_of_the_model():
       'embed', 'layers/0', 'layers/1', 'layers/2', 'layers/3', 'head']
   assert all(0 < d.output < 1e-5 for d in report.steps[0].layers[1:-1])
   assert all(0 < d.gradient < 1e-5 for d in report.steps[0].layers[:-1])
+
+
+class Mistaken(TransformerLayer):
+  """Whose second layer, of the decoder, gets 0.1% more on a mesh."""
+
+  def __call__(self, x, shared, dropout_rng, number=0, caches=None):
+    if shared.cross_attention is not None and jax.sharding.get_abstract_mesh().size > 1:
+      x = x * jnp.where(number == 1, 1.001, 1)
+    return super().__call__(x, shared, dropout_rng, number, caches)
+
+
+OF_BOTH = TransformerConfig(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, head_dim=8,
+                            mlp_dim=32)
+PAIRS = DatasetConfig('no_such_task', {'inputs': 8, 'targets': 6}, 'train', batch_size=8)
+
+
+@pytest.mark.parametrize('partitioner, options', [
+    (Partitioner(stage=2, pipeline_schedule='gpipe', num_pipeline_microbatches=2),
+     {'num_devices': 2}),
+    pytest.param(Partitioner(fsdp=4), {'num_microbatches': 2}, marks=pytest.mark.slow),
+], ids=['stage2', 'data2-fsdp4-accumulation'])
+def test_a_mistake_of_an_encoder_decoder_is_named_by_stack_and_layer(partitioner, options):
+  report = report_of(EncoderDecoderModel(OF_BOTH, layer=Mistaken), partitioner=partitioner,
+                     train_dataset_cfg=PAIRS, steps=1, **options)
+  layers = {d.name: d for d in report.steps[0].layers}
+  assert list(layers) == ['embed', 'encoder/layers/0', 'encoder/layers/1', 'decoder/layers/0',
+                          'decoder/layers/1', 'head']
+  assert all(layers[name].output < 1e-5 for name in list(layers)[:4])
+  assert report.failure.what == 'output of decoder/layers/1'
+  assert 1e-4 < report.failure.error < 1e-2
+  assert 'the output of decoder/layers/0, agrees. Of its parameters, the gradient of ' in (
+      report.failure.how)
+  assert 'decoder/layers/1/' in report.failure.how.partition('Of its parameters')[2]
+
+
+@pytest.mark.slow
+def test_both_stacks_are_compared_in_the_order_of_the_model():
+  """Stages of a circular pipeline hold the layers of each in another."""
+  model = EncoderDecoderModel(dataclasses.replace(OF_BOTH, num_layers=4, dropout_rate=0.1))
+  report = report_of(model, steps=1, train_dataset_cfg=PAIRS, partitioner=Partitioner(
+                         stage=2, pipeline_schedule='circular', pipeline_repeats=2,
+                         num_pipeline_microbatches=2))
+  assert report.failure is None, report.failure
+  assert [d.name for d in report.steps[0].layers[1:-1]] == [
+      f'{stack}/layers/{i}' for stack in ('encoder', 'decoder') for i in range(4)]
+  assert all(0 < d.output < 1e-5 and 0 < d.gradient < 1e-5 for d in report.steps[0].layers[1:-1])
 
 
 def test_of_a_model_that_is_one_function_the_worst_gradient_is_named(user_model):

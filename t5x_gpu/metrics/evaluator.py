@@ -237,7 +237,9 @@ def _check_eval_batch(batch_size: int, program: Program) -> None:
   if batch_size % parts:
     what = f'do not divide into the {parts} parts that the mesh splits a batch into.'
   elif pipeline is not None and batch_size // parts < pipeline.least_rows:
-    what = (f'are too small: the circular schedule of {pipeline.num_stages} stages needs at least '
+    who = ('the circular schedule' if pipeline.num_stacks == 1 else
+           'an encoder-decoder in a pipeline')
+    what = (f'are too small: {who} of {pipeline.num_stages} stages needs at least '
             f'{pipeline.least_rows} rows in each of the {parts} parts of a batch.')
   else:
     return

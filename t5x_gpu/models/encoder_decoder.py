@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import jax
 import jax.numpy as jnp
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.data.features import batch_spec
-from t5x_gpu.layers.dropout import dropout
+from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import encoder_decoder_flops_per_token
@@ -21,10 +21,16 @@ from t5x_gpu.models.sizes import check_length, transformer_sizes
 from t5x_gpu.models.stack import DeviceBatch, Embeddings, Params, Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 
+# What passes between layers: [batch, inputs_length, embed] and [batch, targets_length, embed].
+Activations = tuple[jax.Array, jax.Array]
+
 
 @dataclasses.dataclass(frozen=True)
 class EncoderDecoderModel:
   """An encoder, and a decoder that attends to it; they share the token table.
+
+  `loss` is `embed`, `run_layers` of both stacks and `head` in a row; a pipeline runs each where it
+  belongs. What passes between layers is what both stacks have so far, (encoder, decoder).
 
   Attributes:
     config: sizes of both; num_layers is the decoder's.
@@ -38,6 +44,7 @@ class EncoderDecoderModel:
   z_loss: float = 0.0
   label_smoothing: float = 0.0
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
+  stacks: ClassVar[tuple[str, ...]] = ('encoder', 'decoder')
 
   def __post_init__(self) -> None:
     check_loss_options(self)
@@ -63,7 +70,10 @@ class EncoderDecoderModel:
 
   def logical_sizes(self) -> dict[str, int]:
     """Returns axis name -> size of everything that a mesh may split."""
-    return transformer_sizes(self.config)
+    sizes = transformer_sizes(self.config)
+    if self.num_encoder_layers:
+      sizes['encoder_layers'] = self.num_encoder_layers
+    return sizes
 
   def flops_per_token(self, length: int) -> float:
     """Returns model FLOPs of one training step per input token, inputs and targets this long."""
@@ -98,45 +108,88 @@ class EncoderDecoderModel:
     return Stack(self.config, self.config.num_layers, causal=True, final_norm='decoder_norm',
                  attends_to_encoder=True, layer=self.layer)
 
+  def embed(self, params: Params, batch: DeviceBatch, *,
+            dropout_key: Optional[jax.Array] = None) -> Activations:
+    """Returns what the first layers of both get."""
+    return (self._embed(params, batch, 'encoder', dropout_key),
+            self._embed(params, batch, 'decoder', dropout_key))
+
+  def run_layers(self, params: Params, x: Activations, batch: DeviceBatch, *, stack: str,
+                 dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> Activations:
+    """Returns `x` after the layers of `params[stack]['layers']`.
+
+    Args:
+      params: of the model; of the stack, the layers to run.
+      x: what both stacks have so far; before layers of the decoder, all of the encoder have run.
+      batch: the tokens.
+      stack: 'encoder' or 'decoder'.
+      dropout_key: None for no dropout.
+      first_layer: number in the stack of the first of these layers.
+    """
+    of_encoder, of_decoder = x
+    if stack == 'encoder':
+      return self._run_encoder(params, of_encoder, batch, dropout_key, first_layer), of_decoder
+    # Not carried from layer to layer: the norm of what the encoder returned costs less.
+    encoded = self._finish(params, of_encoder, batch, 'encoder', dropout_key)
+    return of_encoder, self._decoder.run(
+        params['decoder'], of_decoder, _info(batch, 'decoder'), _positions(batch, 'decoder'),
+        encoder_info=_info(batch, 'encoder'), encoded=encoded, first_layer=first_layer,
+        rng=_dropout_rng(dropout_key, batch, 'decoder', 'layers'))
+
+  def _embed(self, params: Params, batch: DeviceBatch, side: str,
+             dropout_key: Optional[jax.Array]) -> jax.Array:
+    return self._embeddings(params, batch[f'{side}_input_tokens'], _positions(batch, side),
+                            rng=_dropout_rng(dropout_key, batch, side, 'embed'))
+
+  def _run_encoder(self, params: Params, x: jax.Array, batch: DeviceBatch,
+                   dropout_key: Optional[jax.Array], first_layer: Any = 0) -> jax.Array:
+    return self._encoder.run(
+        params['encoder'], x, _info(batch, 'encoder'), _positions(batch, 'encoder'),
+        rng=_dropout_rng(dropout_key, batch, 'encoder', 'layers'), first_layer=first_layer)
+
+  def _finish(self, params: Params, x: jax.Array, batch: DeviceBatch, side: str,
+              dropout_key: Optional[jax.Array]) -> jax.Array:
+    """Returns [batch, length, embed] after the last norm of a stack, and dropout."""
+    stack = self._encoder if side == 'encoder' else self._decoder
+    return dropout(stack.finish(params[side], x), self.config.dropout_rate,
+                   _dropout_rng(dropout_key, batch, side, 'head'))
+
   def encode(self, params: Params, batch: DeviceBatch, *,
              dropout_key: Optional[jax.Array] = None) -> jax.Array:
     """Returns [batch, length, embed] of 'encoder_input_tokens', after the encoder's last norm."""
-    info, tokens = self._encoder_info(batch), batch['encoder_input_tokens']
-    positions = batch.get('encoder_positions', info.positions)
+    x = self._embed(params, batch, 'encoder', dropout_key)
+    x = self._run_encoder(params, x, batch, dropout_key)
+    return self._finish(params, x, batch, 'encoder', dropout_key)
 
-    def rng(part: str):
-      return dropout_rng(dropout_key, batch, f'encoder_{part}', side='encoder')
-    x = self._embeddings(params, tokens, positions, rng=rng('embed'))
-    x = self._encoder.run(params['encoder'], x, info, positions, rng=rng('layers'))
-    x = self._encoder.finish(params['encoder'], x)
-    return dropout(x, self.config.dropout_rate, rng('head'))
+  def _logits(self, params: Params, x: Activations, batch: DeviceBatch,
+              dropout_key: Optional[jax.Array]) -> jax.Array:
+    x = self._finish(params, x[1], batch, 'decoder', dropout_key)
+    return token_logits(self.config, params['decoder'], x, params['token_embedder'])
 
-  def _encoder_info(self, batch: DeviceBatch) -> TokenInfo:
-    return token_info(batch['encoder_input_tokens'], segment_ids=batch.get('encoder_segment_ids'),
-                      positions=batch.get('encoder_places'))
+  def head(self, params: Params, x: Activations, batch: DeviceBatch, *,
+           dropout_key: Optional[jax.Array] = None) -> Sums:
+    """Returns sums over target tokens from `x`, of which what the decoder returned is used."""
+    logits = self._logits(params, x, batch, dropout_key)
+    return cross_entropy(logits, batch['decoder_target_tokens'], batch['decoder_loss_weights'],
+                         z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+
+  def _after_layers(self, params: Params, batch: DeviceBatch,
+                    dropout_key: Optional[jax.Array]) -> Activations:
+    x = self.embed(params, batch, dropout_key=dropout_key)
+    for stack in self.stacks:
+      x = self.run_layers(params, x, batch, stack=stack, dropout_key=dropout_key)
+    return x
 
   def logits(self, params: Params, batch: DeviceBatch, *,
              dropout_key: Optional[jax.Array] = None) -> jax.Array:
     """Returns [batch, targets_length, vocab] in float32; dropout only with a key for it."""
-    encoded = self.encode(params, batch, dropout_key=dropout_key)
-    info = token_info(batch['decoder_target_tokens'], segment_ids=batch.get('decoder_segment_ids'),
-                      positions=batch.get('decoder_places'))
-    positions = batch.get('decoder_positions', info.positions)
-
-    def rng(part: str):
-      return dropout_rng(dropout_key, batch, f'decoder_{part}', side='decoder')
-    x = self._embeddings(params, batch['decoder_input_tokens'], positions, rng=rng('embed'))
-    x = self._decoder.run(params['decoder'], x, info, positions, encoded=encoded,
-                          encoder_info=self._encoder_info(batch), rng=rng('layers'))
-    x = dropout(self._decoder.finish(params['decoder'], x), self.config.dropout_rate, rng('head'))
-    return token_logits(self.config, params['decoder'], x, params['token_embedder'])
+    return self._logits(params, self._after_layers(params, batch, dropout_key), batch, dropout_key)
 
   def loss(self, params: Params, batch: DeviceBatch, *,
            dropout_key: Optional[jax.Array] = None) -> Sums:
     """Returns sums over target tokens; 'loss' is what training minimises, per token."""
-    logits = self.logits(params, batch, dropout_key=dropout_key)
-    return cross_entropy(logits, batch['decoder_target_tokens'], batch['decoder_loss_weights'],
-                         z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+    return self.head(params, self._after_layers(params, batch, dropout_key), batch,
+                     dropout_key=dropout_key)
 
   def start_decoding(self, params: Params, prompts: jax.Array, lengths: jax.Array, *, slots: int,
                      encoder_tokens: jax.Array) -> tuple[jax.Array, DecodingState]:
@@ -169,3 +222,19 @@ class EncoderDecoderModel:
     x = self._decoder.finish(params['decoder'], x[:, -1:])
     logits = token_logits(self.config, params['decoder'], x, params['token_embedder'])
     return logits[:, 0], advance(state, caches, tokens.shape[1])
+
+
+def _info(batch: DeviceBatch, side: str) -> TokenInfo:
+  tokens = 'encoder_input_tokens' if side == 'encoder' else 'decoder_target_tokens'
+  return token_info(batch[tokens], segment_ids=batch.get(f'{side}_segment_ids'),
+                    positions=batch.get(f'{side}_places'))
+
+
+def _positions(batch: DeviceBatch, side: str) -> jax.Array:
+  """Returns where each token stands in its example: packed rows hold several."""
+  return batch.get(f'{side}_positions', _info(batch, side).positions)
+
+
+def _dropout_rng(key: Optional[jax.Array], batch: DeviceBatch, side: str, part: str
+                 ) -> Optional[DropoutRng]:
+  return dropout_rng(key, batch, f'{side}_{part}', side=side)

@@ -27,7 +27,7 @@ SET_BY = {'batch': 'BATCH_SIZE', 'length': 'the sum of TASK_FEATURE_LENGTHS',
           'heads': 'TransformerConfig.num_heads', 'mlp': 'TransformerConfig.mlp_dim',
           'embed': 'TransformerConfig.embed_dim', 'vocab': 'TransformerConfig.vocab_size'}
 # Axes with checks of their own.
-OWN_CHECKS = ('layers', 'length', 'experts', 'kv_heads', 'kv')
+OWN_CHECKS = ('layers', 'encoder_layers', 'stacks', 'length', 'experts', 'kv_heads', 'kv')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Partitioner:
     context: parts of the length of a sequence.
     context_attention: 'ring' sends keys and values around, 'gather' collects them.
     stage: pipeline stages, each with some of the layers.
-    pipeline_schedule: '1f1b', 'gpipe' or 'circular'.
+    pipeline_schedule: '1f1b', 'gpipe' or 'circular'; not '1f1b' for encoder-decoders.
     num_pipeline_microbatches: parts of a device's rows that follow each other through the stages;
       None for four per stage, or as many as there are rows.
-    pipeline_repeats: blocks of layers per stage under 'circular'.
+    pipeline_repeats: blocks of layers per stage (of encoder and decoder each) under 'circular'.
     expert: parts of the experts of a mixture-of-experts MLP; also splits the batch.
     ici_mesh_shape: axis -> size inside a host, one may be -1; instead of the sizes above.
     dcn_mesh_shape: axis -> size across hosts, one may be -1.
@@ -112,7 +112,8 @@ class Partitioner:
     Args:
       topology: hosts and devices per host.
       devices: as many as the topology says.
-      logical_sizes: axis name -> size of everything the mesh may split, the batch included.
+      logical_sizes: axis name -> size of everything the mesh may split, the batch included, and
+        'stacks', the number of stacks of layers, if it is not 1.
       num_microbatches: parts of the batch computed one after the other, each of which is split.
     Raises:
       MeshError: sizes that do not fit the topology, or that do not divide `logical_sizes`.
@@ -127,19 +128,22 @@ class Partitioner:
     return Layout(mesh=build_mesh(sizes, topology, devices), sizes=sizes, topology=topology,
                   rules=self.rules(shares_kv_heads=shares_kv_heads), notes=(note,) if note else (),
                   zero_stage=self.zero_stage, accumulate_by=self.accumulate_by,
-                  pipeline=self._pipeline(sizes, logical_sizes['batch'] // num_microbatches))
+                  pipeline=self._pipeline(sizes, logical_sizes, num_microbatches))
 
-  def _pipeline(self, sizes: MeshSizes, batch: int) -> Optional[Pipeline]:
+  def _pipeline(self, sizes: MeshSizes, logical_sizes: Mapping[str, int],
+                num_microbatches: int) -> Optional[Pipeline]:
     stages = sizes.total['stage']
     if stages == 1:
       return None
     count = self.num_pipeline_microbatches
     if count is None:
-      legal = divisors(max(batch // self._batch_parts(sizes), 1))
+      rows = logical_sizes['batch'] // num_microbatches // self._batch_parts(sizes)
+      legal = divisors(max(rows, 1))
       count = next((n for n in legal if n >= 4 * stages), legal[-1])
     # A ring needs all devices in every step, those of an idle stage as well.
     ring = sizes.total['context'] > 1 and self.context_attention == 'ring'
-    return Pipeline(self.pipeline_schedule, stages, count, self.pipeline_repeats, not ring)
+    return Pipeline(self.pipeline_schedule, stages, count, self.pipeline_repeats, not ring,
+                    logical_sizes.get('stacks', 1))
 
   def _batch_parts(self, sizes: MeshSizes) -> int:
     return math.prod(sizes.total[axis] for axis in self.rules().activations['batch'])
@@ -155,11 +159,11 @@ class Partitioner:
       legal_sizes: mesh axis -> sizes to advise.
     """
     rules, total = self.rules(), sizes.total
-    pipeline = self._pipeline(sizes, logical_sizes['batch'] // num_microbatches)
+    pipeline = self._pipeline(sizes, logical_sizes, num_microbatches)
     rows = 1  # what a device's rows must be a multiple of
     if pipeline is not None:
       rows = self.num_pipeline_microbatches or (
-          pipeline.num_stages if pipeline.schedule == 'circular' else 1)
+          pipeline.num_stages if pipeline.schedule == 'circular' else pipeline.least_rows)
     between = math.prod(total[axis] for axis in rules.activations.get('residual_length', ()))
     chunks = 2 * total['context'] if total['context'] > 1 else 1
     hints = {name: SizeHint(set_by) for name, set_by in SET_BY.items()}
@@ -185,7 +189,7 @@ class Partitioner:
           logical_sizes, total, schedule=pipeline.schedule, repeats=pipeline.repeats,
           num_pipeline_microbatches=pipeline.num_microbatches,
           batch_parts=self._batch_parts(sizes), num_microbatches=num_microbatches,
-          legal_sizes=legal_sizes)
+          skip_idle=pipeline.skip_idle, legal_sizes=legal_sizes)
     return list(dict.fromkeys(problems))  # an axis may be split alike in both tables
 
   def _better_sizes(self, topology: Topology, logical_sizes: Mapping[str, int],
@@ -209,7 +213,7 @@ class Partitioner:
 def _model_error(problems: Sequence[str]) -> MeshError:
   """Returns one error for all `problems`, with the origin of every parameter that they name."""
   named = [name for problem in problems for name in re.findall(
-      r'\b(?:Partitioner|TransformerConfig)\.\w+|\b[A-Z]+_[A-Z_]+\b', problem)]
+      r'\b(?:Partitioner|TransformerConfig|EncoderDecoderModel)\.\w+|\b[A-Z]+_[A-Z_]+\b', problem)]
   axes = [axis for problem in problems for axis in re.findall(r'\b([a-z]+)=\d', problem)]
   parameters = list(dict.fromkeys([*named, *(f'Partitioner.{SIZE_PARAMETERS[a]}' for a in axes)]))
   what, fix = all_problems(list(problems), title='The model does not fit the mesh'), ''

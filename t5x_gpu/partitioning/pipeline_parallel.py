@@ -12,6 +12,10 @@ however many microbatches; 'circular' gives each stage several blocks of layers,
 is as many times smaller at as many times more traffic. All recompute a stage's forward pass when
 they take it back.
 
+A model of two stacks (encoder and decoder) comes round the stages once more than a model of one:
+each stage has layers of both, microbatches pass all of the encoder's first, and what travels is the
+activation of either. That takes 'gpipe' or 'circular', and as many microbatches as stages.
+
 The functions below run inside `jax.shard_map` with `stage` manual and every array varying over
 `varying_axes`. Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (PipeDream-flush as 1F1B,
 and interleaved stages), arXiv:2104.04473.
@@ -25,10 +29,11 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import AxisRules
+from t5x_gpu.partitioning.pipeline_checks import check
 from t5x_gpu.partitioning.pipeline_run import (
     AXIS, Pieces, PipelineRun, Tree, add, at, put, where)
 from t5x_gpu.partitioning.pipeline_schedules import (
-    SCHEDULES, Timetable, bubble_fraction, check, layer_order, traffic_per_step)
+    SCHEDULES, Timetable, bubble_fraction, layer_order, traffic_per_step)
 
 __all__ = ['SCHEDULES', 'Pieces', 'bubble_fraction', 'check', 'forward', 'layer_order', 'rules',
            'traffic_per_step', 'value_and_grad']
@@ -41,24 +46,26 @@ def rules() -> AxisRules:
 
 def value_and_grad(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule: str,
                    num_stages: int, num_microbatches: int, varying_axes: Sequence[str],
-                   repeats: int = 1, skip_idle: bool = True,
+                   repeats: int = 1, num_stacks: int = 1, skip_idle: bool = True,
                    complete: Callable[[Tree], Tree] = lambda params: params) -> tuple[Tree, Tree]:
   """Returns (gradients of the summed loss, sums), both local and not yet reduced.
 
   Args:
     pieces: the model.
-    params: dict; leaves of 'layers' are this stage's [layers / stages, ...], in `layer_order`; all
-      else is whole on every stage, and its gradients are to be summed over `stage`.
+    params: dict; leaves of 'layers' (of each stack, see stacks.py) are this stage's
+      [layers / stages, ...], in `layer_order`; all else is whole on every stage, and its gradients
+      are to be summed over `stage`.
     microbatches: arrays [num_microbatches, rows, ...], the same on all stages.
     schedule: one of SCHEDULES.
     num_stages: size of `stage`.
-    num_microbatches: at least num_stages for 'circular'.
+    num_microbatches: at least num_stages for 'circular' and for several stacks.
     varying_axes: all manual mesh axes, `stage` among them.
-    repeats: blocks of layers per stage, for 'circular'.
+    repeats: blocks of layers per stage and stack, for 'circular'.
+    num_stacks: of the model; 1 under '1f1b' and without skip_idle.
     skip_idle: whether a stage without work skips its layers or computes and discards them.
     complete: (params) -> with those that have no gradients; the dict that is described above.
   """
-  table = Timetable(schedule, num_stages, num_microbatches, repeats)
+  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
   run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle, complete)
   if schedule == '1f1b':
     return _one_forward_one_backward(run, params)
@@ -72,9 +79,9 @@ def value_and_grad(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule
 
 def forward(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule: str, num_stages: int,
             num_microbatches: int, varying_axes: Sequence[str], repeats: int = 1,
-            skip_idle: bool = True) -> Tree:
+            num_stacks: int = 1, skip_idle: bool = True) -> Tree:
   """Returns sums, local; for evaluation. Arguments as in `value_and_grad`."""
-  table = Timetable(schedule, num_stages, num_microbatches, repeats)
+  table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
   run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle)
   return _forward(run, params)
 
@@ -82,9 +89,9 @@ def forward(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule: str, 
 def _forward(run: PipelineRun, params: Tree) -> Tree:
   """Returns sums: layers by ticks, then the head of all microbatches, an equal share per stage."""
   table, stage = run.table, jax.lax.axis_index(AXIS)
-  first_output = (table.repeats - 1) * table.num_microbatches
-  # Circular: activations that have come round wait at stage 0 until all microbatches have started.
-  delay = table.num_microbatches - table.num_stages if table.repeats > 1 else 0
+  first_output = (table.num_blocks - 1) * table.num_microbatches
+  # Activations that have come round wait at stage 0 until all microbatches have started.
+  delay = table.num_microbatches - table.num_stages if table.num_blocks > 1 else 0
 
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def work(params: Tree, x: Tree, unit: jax.Array) -> Tree:
@@ -107,13 +114,14 @@ def _forward(run: PipelineRun, params: Tree) -> Tree:
       x = where(stage == 0, at(waiting, (t - delay) % (delay + 1)), x)
     y = work(params, x, unit)
     # Writes before the first output are overwritten by it.
-    outputs = put(outputs, y, jnp.clip(unit - first_output, 0, table.num_microbatches - 1))
+    outputs = put(outputs, run.output(y),
+                  jnp.clip(unit - first_output, 0, table.num_microbatches - 1))
     return (run.shift(y), waiting, outputs), None
 
   x = run.first_activation(params)
   waiting = run.zeros(x, stack=delay + 1) if delay else ()
   # Padded so that the shares of the head are equal.
-  outputs = run.zeros(x, stack=table.head_share * table.num_stages)
+  outputs = run.zeros(run.output(x), stack=table.head_share * table.num_stages)
   (_, _, outputs), _ = jax.lax.scan(tick, (x, waiting, outputs), jnp.arange(table.forward_ticks))
   return _shared_head(run, params, outputs)
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import varying
 from t5x_gpu.partitioning.pipeline_schedules import Timetable
+from t5x_gpu.partitioning.stacks import (
+    layers_of, num_layers, part_of, run_layers, stacks_of, with_layers, with_part)
 
 Tree = Any
 AXIS = 'stage'
@@ -17,6 +19,8 @@ AXIS = 'stage'
 
 class Pieces(Protocol):
   """A model in three parts; whatever dropout needs is bound by the caller.
+
+  One with several stacks of layers has `stacks`, and its functions are as stacks.py says.
 
   Collectives inside are those of one stage (`model`, `fsdp`, ...), never over `stage`. A
   collective-permute (ring attention) needs all devices at once: then `skip_idle=False`.
@@ -26,7 +30,10 @@ class Pieces(Protocol):
     """Returns the activation that enters the first layer."""
 
   def run_layers(self, params: Tree, x: Tree, microbatch: Tree, first_layer: jax.Array) -> Tree:
-    """Returns x after params['layers'], of which the first is layer `first_layer` of the model."""
+    """Returns x after params['layers'], of which the first is layer `first_layer` of the model.
+
+    With several stacks, it takes `stack` too, and counts the layers of that stack.
+    """
 
   def head(self, params: Tree, x: Tree, microbatch: Tree) -> dict[str, tuple[Any, Any]]:
     """Returns (sum, weight) by name; the sum of 'loss' is what is differentiated."""
@@ -51,6 +58,15 @@ class PipelineRun:
   skip_idle: bool = True
   complete: Callable[[Tree], Tree] = lambda params: params
 
+  def __post_init__(self) -> None:
+    assert len(self.stacks) == self.table.num_stacks, (self.stacks, self.table)
+    # What runs is decided by a branch, of which a collective-permute may be no part.
+    assert len(self.stacks) == 1 or self.skip_idle, self.stacks
+
+  @property
+  def stacks(self) -> tuple[str, ...]:
+    return stacks_of(self.pieces)
+
   def microbatch(self, index: jax.Array) -> Tree:
     """Returns the microbatch [rows, ...]."""
     return at(self.microbatches, index)
@@ -68,23 +84,34 @@ class PipelineRun:
     """Returns the activation that enters the first layer."""
     return self.varying(self.pieces.embed(self.complete(params), microbatch))
 
-  def head(self, params: Tree, x: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
+  def output(self, x: Tree) -> Tree:
+    """Returns the part of what passes between layers that the head takes: of the last stack."""
+    return part_of(x, self.stacks, self.stacks[-1])
+
+  def head(self, params: Tree, output: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
     """Returns (what is differentiated, sums)."""
+    x = with_part([None] * len(self.stacks), self.stacks, self.stacks[-1], output)
     sums = self.varying(self.pieces.head(self.complete(params), x, microbatch))
     return sums['loss'][0], sums
 
   def run_block(self, params: Tree, x: Tree, unit: jax.Array, stage: jax.Array) -> Tree:
     """Returns x after the block of layers that `unit` is about."""
     table, params = self.table, self.complete(params)
+    microbatch = self.microbatch(unit % table.num_microbatches)
     block = unit // table.num_microbatches
-    size = jax.tree.leaves(params['layers'])[0].shape[0] // table.repeats
+    block_of_stack = block if len(self.stacks) == 1 else block % table.repeats
 
-    if table.repeats > 1:
-      params = {**params, 'layers': jax.tree.map(
-          lambda w: jax.lax.dynamic_slice_in_dim(w, block * size, size), params['layers'])}
-    return self.varying(self.pieces.run_layers(
-        params, x, self.microbatch(unit % table.num_microbatches),
-        (block * table.num_stages + stage) * size))
+    def of_stack(stack: str) -> Tree:
+      size, own = num_layers(params, stack) // table.repeats, params
+      if table.repeats > 1:
+        own = with_layers(params, stack, jax.tree.map(
+            lambda w: jax.lax.dynamic_slice_in_dim(w, block_of_stack * size, size),
+            layers_of(params, stack)))
+      return self.varying(run_layers(
+          self.pieces, own, x, microbatch, stack=stack,
+          first_layer=(block_of_stack * table.num_stages + stage) * size))
+    runs = [functools.partial(of_stack, stack) for stack in self.stacks]
+    return runs[0]() if len(runs) == 1 else jax.lax.switch(block // table.repeats, runs)
 
   def first_activation(self, params: Tree) -> Tree:
     """Returns what stages hold before anything has reached them."""
@@ -101,7 +128,7 @@ class PipelineRun:
     pairs = [(s, s + 1) for s in range(last)]
     if back:
       pairs = [(to, source) for source, to in pairs]
-    elif self.table.repeats > 1:
+    elif self.table.num_blocks > 1:
       pairs.append((last, 0))
     return jax.tree.map(lambda a: jax.lax.ppermute(a, AXIS, pairs), x)
 

@@ -37,6 +37,7 @@ class Pipeline:
   num_microbatches: int
   repeats: int
   skip_idle: bool
+  num_stacks: int = 1
 
   @property
   def options(self) -> dict[str, Any]:
@@ -45,7 +46,7 @@ class Pipeline:
   @property
   def least_rows(self) -> int:
     """Rows that a device needs: the microbatches of several blocks per stage come round."""
-    return self.num_stages if self.repeats > 1 else 1
+    return self.num_stages if self.repeats * self.num_stacks > 1 else 1
 
   def for_rows(self, rows: int) -> 'Pipeline':
     """Returns the same for batches of other sizes, in at most as many microbatches if possible.

@@ -7,6 +7,7 @@ rows, and the inside of a layer for one microbatch: layers are computed again in
 Source: Lamy-Poirier 2023 (Breadth-First Pipeline Parallelism), section 4.2.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning import fsdp
+from t5x_gpu.partitioning.stacks import (
+    layers_of, num_layers, part_of, run_layers, stacks_of, with_layers, with_part, without_layers)
 
 Batch = Mapping[str, jax.Array]
 
@@ -24,7 +27,8 @@ def loss(model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch
   """Returns the sums of `model.loss` over all microbatches.
 
   Args:
-    model: has `embed`, `run_layers` and `head`, as models/decoder_only.py.
+    model: has `embed`, `run_layers` and `head`, as models/decoder_only.py or, with several stacks,
+      models/encoder_decoder.py.
     params: as a model gets them in the region; leaves of 'layers' are stacked.
     batch: all local rows.
     microbatches: the same as arrays [num_microbatches, rows, ...].
@@ -35,27 +39,33 @@ def loss(model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch
     # In float32, so that the gradients of the microbatches add up in it.
     return jax.tree.map(lambda w: w.astype(jnp.float32),
                         fsdp.whole(tree, model.config.compute_dtype))
-  rest = {name: whole(tree) for name, tree in params.items() if name != 'layers'}
+  stacks = stacks_of(model)
+  rest = whole(without_layers(params, stacks))
 
-  def layer(x: jax.Array, of_layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+  # Carried, and so stored for each layer, is what the stack itself has.
+  def layer(stack: str, x: Any, part: Any, of_layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
     weights, number = whole(of_layer[0]), of_layer[1]
-    one_layer = {**rest, 'layers': jax.tree.map(lambda w: w[None], weights)}
+    one_layer = with_layers(rest, stack, jax.tree.map(lambda w: w[None], weights))
 
-    def one(of_microbatch: tuple[jax.Array, Batch]) -> jax.Array:
+    def one(of_microbatch: tuple[Any, Batch]) -> Any:
       x, microbatch = of_microbatch
-      return model.run_layers(one_layer, x, {**microbatch, **same}, dropout_key=dropout_key,
-                              first_layer=number)
+      y = run_layers(model, one_layer, x, {**microbatch, **same}, stack=stack,
+                     dropout_key=dropout_key, first_layer=number)
+      return part_of(y, stacks, stack)
+    x = with_part(x, stacks, stack, part)
     return jax.lax.map(jax.checkpoint(one, prevent_cse=False), (x, microbatches)), None
 
-  def head(of_microbatch: tuple[jax.Array, Batch]) -> Sums:
+  def head(of_microbatch: tuple[Any, Batch]) -> Sums:
     x, microbatch = of_microbatch
     return model.head(rest, x, {**microbatch, **same}, dropout_key=dropout_key)
 
   x = model.embed(rest, batch, dropout_key=dropout_key)
   num_microbatches = jax.tree.leaves(microbatches)[0].shape[0]
   x = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x)
-  num_layers = jax.tree.leaves(params['layers'])[0].shape[0]
-  x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x,
-                      (params['layers'], jnp.arange(num_layers)))
+  for stack in stacks:
+    body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False)
+    part, _ = jax.lax.scan(body, part_of(x, stacks, stack),
+                           (layers_of(params, stack), jnp.arange(num_layers(params, stack))))
+    x = with_part(x, stacks, stack, part)
   sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
   return jax.tree.map(lambda s: s.sum(0), sums)

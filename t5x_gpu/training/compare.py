@@ -82,7 +82,7 @@ class LayerDifference:
   """How far what a layer returns is from what it should be.
 
   Attributes:
-    name: 'embed', 'layers/0' and so on, 'head'.
+    name: 'embed', 'layers/0' and so on ('encoder/layers/0' in one of several stacks), 'head'.
     output: largest difference of the layer's output over its largest value; of the head, the
       difference of the loss. Infinite where a value is not finite.
     gradient: likewise of the gradient of the loss with respect to this output; 0 of the head.
@@ -101,15 +101,13 @@ def layer_differences(got: Optional[LayerOutputs], want: Optional[LayerOutputs]
   """
   if got is None or want is None:
     return []
-  count = len(jax.tree.leaves(want.outputs)[0])
 
   def worst(got: Any, want: Any, layer: int) -> float:
     return max(_relative(a[layer], b[layer])
                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
-  return [LayerDifference('embed' if i == 0 else f'layers/{i - 1}',
-                          worst(got.outputs, want.outputs, i),
+  return [LayerDifference(name, worst(got.outputs, want.outputs, i),
                           worst(got.gradients, want.gradients, i))
-          for i in range(count)] + [
+          for i, name in enumerate(('embed', *want.layers))] + [
               LayerDifference('head', _relative(np.divide(*got.sums['loss']),
                                                 np.divide(*want.sums['loss'])), 0.0)]
 

@@ -17,6 +17,7 @@ from t5x_gpu.errors import ModelError
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning import pipeline_parallel
 from t5x_gpu.partitioning.region import Pipeline, Region, is_places
+from t5x_gpu.partitioning.stacks import ONLY, run_layers, stacks_of
 from t5x_gpu.training import breadth_first
 from t5x_gpu.training.trained import Trained
 
@@ -119,14 +120,19 @@ class _Pieces:
   same: Batch
   dropout_key: Optional[jax.Array]
 
-  def embed(self, params: Any, microbatch: Batch) -> jax.Array:
+  @property
+  def stacks(self) -> tuple[str, ...]:
+    return stacks_of(self.model)
+
+  def embed(self, params: Any, microbatch: Batch) -> Any:
     return self.model.embed(params, {**microbatch, **self.same}, dropout_key=self.dropout_key)
 
-  def run_layers(self, params: Any, x: jax.Array, microbatch: Batch, first_layer: Any) -> jax.Array:
-    return self.model.run_layers(params, x, {**microbatch, **self.same},
-                                 dropout_key=self.dropout_key, first_layer=first_layer)
+  def run_layers(self, params: Any, x: Any, microbatch: Batch, first_layer: Any,
+                 stack: str = ONLY) -> Any:
+    return run_layers(self.model, params, x, {**microbatch, **self.same}, stack=stack,
+                      dropout_key=self.dropout_key, first_layer=first_layer)
 
-  def head(self, params: Any, x: jax.Array, microbatch: Batch) -> Sums:
+  def head(self, params: Any, x: Any, microbatch: Batch) -> Sums:
     return self.model.head(params, x, {**microbatch, **self.same}, dropout_key=self.dropout_key)
 
 

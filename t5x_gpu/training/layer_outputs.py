@@ -7,7 +7,8 @@ hands the result to all others. How microbatches and ticks take turns changes no
 is right shows in the gradients of the step.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -19,6 +20,8 @@ from jax.sharding import PartitionSpec
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning import pipeline_parallel
 from t5x_gpu.partitioning.region import Region
+from t5x_gpu.partitioning.stacks import (
+    ONLY, layers_of, num_layers, prefix_of, run_layers, stacks_of, with_layers)
 
 Batch = Mapping[str, jax.Array]
 Tree = Any
@@ -29,18 +32,23 @@ class LayerOutputs(flax.struct.PyTreeNode):
   """What the layers of a model returned.
 
   Attributes:
-    outputs: [1 + layers, batch, length, ...], what `embed` returned and then each layer.
+    outputs: [1 + layers, batch, length, ...], what `embed` returned and then each layer, of one
+      stack after the other.
     gradients: of the summed loss with respect to `outputs`.
     sums: of the head.
+    layers: names of the layers: 'layers/0', or 'encoder/layers/0' where there are several stacks.
   """
   outputs: Tree
   gradients: Tree
   sums: Sums
+  layers: tuple[str, ...] = flax.struct.field(pytree_node=False)
 
 
 def has_layers(model: Any, params: Any) -> bool:
   """Returns whether `model` comes in the parts of a pipeline, so that it can be run by layer."""
-  return all(hasattr(model, part) for part in PARTS) and 'layers' in params
+  return all(hasattr(model, part) for part in PARTS) and all(
+      'layers' in (params if stack == ONLY else params.get(stack, {}))
+      for stack in stacks_of(model))
 
 
 def make_layer_outputs(*, model: Any, region: Region, names: Any, seed: int
@@ -48,11 +56,14 @@ def make_layer_outputs(*, model: Any, region: Region, names: Any, seed: int
   """Returns the function (params, batch, step) -> LayerOutputs of global arrays.
 
   Args:
-    model: has `embed`, `run_layers` and `head`, as models/decoder_only.py.
+    model: has `embed`, `run_layers` and `head`, as models/decoder_only.py or, with several stacks,
+      models/encoder_decoder.py.
     region: how a step is split.
     names: tree of AxisNames of the parameters.
     seed: of dropout, as in `make_train_step`.
   """
+  stacks = stacks_of(model)
+
   def of_stage(tree: Tree, stage: Any) -> Tree:
     """Returns on all stages what `stage` has."""
     if 'stage' not in region.axes:
@@ -64,52 +75,65 @@ def make_layer_outputs(*, model: Any, region: Region, names: Any, seed: int
   def varying(tree: Tree) -> Tree:
     return jax.tree.map(region.varying, tree)
 
-  def local(kept: Any, batch: Batch, dropout_key: jax.Array, places: Any) -> LayerOutputs:
+  def local(kept: Any, batch: Batch, dropout_key: jax.Array, places: Any
+            ) -> tuple[Tree, Tree, Sums]:
     params = (region.parameters(kept, kept, names) if region.pipeline is None else
               region.whole(kept, names))
 
-    def run(x: Tree, place: Any) -> Tree:
+    def run(stack: str, x: Tree, place: Any) -> Tree:
       number, _, index = place
-      layer = jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, index, 1), params['layers'])
-      return varying(model.run_layers({**params, 'layers': layer}, x, batch,
-                                      dropout_key=dropout_key, first_layer=number))
+      layer = jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, index, 1),
+                           layers_of(params, stack))
+      return varying(run_layers(model, with_layers(params, stack, layer), x, batch, stack=stack,
+                                dropout_key=dropout_key, first_layer=number))
 
-    def forward(x: Tree, place: Any) -> tuple[Tree, Tree]:
-      y = of_stage(run(x, place), place[1])
+    def forward(stack: str, x: Tree, place: Any) -> tuple[Tree, Tree]:
+      y = of_stage(run(stack, x, place), place[1])
       return varying(y), (x, y)
 
     def loss(x: Tree) -> tuple[jax.Array, Sums]:
       sums = varying(model.head(params, x, batch, dropout_key=dropout_key))
       return sums['loss'][0], sums
 
-    def backward(dy: Tree, of_layer: Any) -> tuple[Tree, Tree]:
+    def backward(stack: str, dy: Tree, of_layer: Any) -> tuple[Tree, Tree]:
       x, place = of_layer
-      _, transpose = jax.vjp(lambda x: run(x, place), x)
+      _, transpose = jax.vjp(lambda x: run(stack, x, place), x)
       dx = of_stage(transpose(dy)[0], place[1])
       return varying(dx), dx
 
     x = of_stage(varying(model.embed(params, batch, dropout_key=dropout_key)), 0)
-    y, (inputs, ys) = jax.lax.scan(forward, varying(x), places)
+    y, inputs, outputs = varying(x), [], [jax.tree.map(lambda x: x[None], x)]
+    for stack, of_layers in zip(stacks, places, strict=True):
+      y, (xs, ys) = jax.lax.scan(functools.partial(forward, stack), y, of_layers)
+      inputs.append(xs)
+      outputs.append(ys)
     dy, sums = jax.grad(loss, has_aux=True)(y)
     dy, sums = of_stage(dy, 0), of_stage(sums, 0)
-    _, dxs = jax.lax.scan(backward, varying(dy), (inputs, places), reverse=True)
+    gradients, dy = [jax.tree.map(lambda dy: dy[None], dy)], varying(dy)
+    for stack, xs, of_layers in reversed(list(zip(stacks, inputs, places))):
+      dy, dxs = jax.lax.scan(functools.partial(backward, stack), dy, (xs, of_layers), reverse=True)
+      gradients.insert(0, dxs)
     # The head is computed by every stage, but counts once.
     others = tuple(a for a in region.axes if a != 'stage')
-    return LayerOutputs(
-        outputs=jax.tree.map(lambda x, ys: jnp.concatenate([x[None], ys]), x, ys),
-        gradients=jax.tree.map(lambda dxs, dy: jnp.concatenate([dxs, dy[None]]), dxs, dy),
-        sums=jax.lax.psum(sums, others) if others else sums)
+    return _joined(outputs), _joined(gradients), jax.lax.psum(sums, others) if others else sums
 
   def layer_outputs(params: Any, batch: Batch, step: jax.Array) -> LayerOutputs:
     batch = region.with_rows(batch)
-    places = _places(jax.tree.leaves(params['layers'])[0].shape[0], region)
+    counts = {stack: num_layers(params, stack) for stack in stacks}
+    places = tuple(_places(count, region) for count in counts.values())
     of_layers = PartitionSpec(None, *region.spec(('batch', 'length'), region.rules.activations))
-    return region.map(
+    found = region.map(
         local, in_specs=(region.kept_specs(names), region.batch_specs(batch), PartitionSpec(),
                          PartitionSpec()),
-        out_specs=LayerOutputs(of_layers, of_layers, PartitionSpec()))(
+        out_specs=(of_layers, of_layers, PartitionSpec()))(
             params, batch, jax.random.fold_in(jax.random.key(seed), step), places)
+    return LayerOutputs(*found, layers=tuple(
+        f'{prefix_of(stack)}/{i}' for stack, count in counts.items() for i in range(count)))
   return layer_outputs
+
+
+def _joined(trees: Sequence[Tree]) -> Tree:
+  return jax.tree.map(lambda *parts: jnp.concatenate(parts), *trees)
 
 
 def _places(num_layers: int, region: Region) -> tuple[jax.Array, jax.Array, jax.Array]:

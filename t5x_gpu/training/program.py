@@ -15,6 +15,7 @@ from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import LaidOut, Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.partitioning.stacks import stacks_of
 from t5x_gpu.runtime import xla_flags
 from t5x_gpu.runtime.topology import Device, Topology
 from t5x_gpu.training.schedules import Schedule, replica_factor
@@ -105,7 +106,8 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
   # Rows of an encoder and of a decoder may differ in length; both must fit.
   layouts = [partitioner.lay_out(
       topology, devices, num_microbatches=num_microbatches,
-      logical_sizes={**model.logical_sizes(), 'batch': batch_size, 'length': length})
+      logical_sizes={**model.logical_sizes(), 'stacks': len(stacks_of(model)),
+                     'batch': batch_size, 'length': length})
       for length in dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)]
   layout = layouts[0]
 

@@ -181,9 +181,9 @@ def _judge(step: StepDifferences, noise: Rounding, tolerance: float
 
 def _worst_parameter(layer: str, gradients: Sequence[Difference]) -> str:
   """Returns a sentence on the parameter of a layer whose gradient differs most, if any does."""
-  stack, _, number = layer.partition('/')
+  stack, is_layer, number = layer.rpartition('/')
   own = [(d.by_layer[int(number)], d.leaf.name(int(number))) for d in gradients
-         if number and d.leaf.stack == (stack,)]
+         if is_layer and d.leaf.stack == tuple(stack.split('/'))]
   if not own:
     return ''
   error, name = max(own)

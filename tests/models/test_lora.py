@@ -172,6 +172,19 @@ def test_every_layout_trains_as_one_device(layout, one_device):
     assert (moved > 5e-3) == ADAPTED.is_trained(name), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('layout', [
+    dict(fsdp=4, num_microbatches=2),
+    dict(stage=2, pipeline_schedule='gpipe', fsdp=2, num_partitions=2)], ids=str)
+def test_adapters_of_one_stack_of_an_encoder_decoder_train_as_on_one_device(layout):
+  model = LoraModel(FAMILIES['encoder_decoder'], rank=2, pattern=r'decoder/.*/(query|wo)/kernel')
+  _, want, want_losses = trained(model)
+  _, got, losses = trained(model, num_devices=8, **layout)
+  assert losses == pytest.approx(want_losses, rel=2e-4)
+  for name in want:
+    np.testing.assert_allclose(got[name], want[name], atol=1e-4, err_msg=name)
+
+
 def test_no_gradient_of_a_frozen_kernel_is_computed():
   """A step has fewer FLOPs: 4 of 6 per weight, and those of the factors."""
   base = DecoderOnlyModel(config(dropout_rate=0.0, scan_unroll=4))

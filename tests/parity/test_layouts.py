@@ -14,8 +14,11 @@ import jax
 import numpy as np
 import pytest
 
+from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.uneven import uneven_batches
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.layers.positions import RotaryEmbedding
+from t5x_gpu.metrics.evaluator import open_evaluations
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder import EncoderModel
@@ -31,8 +34,9 @@ from tests.parity.tolerances import MESH_GRADIENT
 
 STEPS = 3
 BATCH, LENGTH = 16, 16
-LENGTHS = {'t5': {'inputs': 24, 'targets': LENGTH}, 'classifier': {'inputs': LENGTH},
-           'mean_classifier': {'inputs': LENGTH}, 'mlm': {'inputs': LENGTH, 'targets': LENGTH}}
+LENGTHS = {'t5': {'inputs': 24, 'targets': LENGTH}, 'tied_t5': {'inputs': LENGTH, 'targets': 24},
+           'classifier': {'inputs': LENGTH}, 'mean_classifier': {'inputs': LENGTH},
+           'mlm': {'inputs': LENGTH, 'targets': LENGTH}}
 DENSE = TransformerConfig(vocab_size=64, num_layers=4, embed_dim=16, num_heads=4, head_dim=4,
                           mlp_dim=32, dropout_rate=0.1)
 MODELS = {
@@ -61,6 +65,7 @@ FAMILIES = {
                                                       **options),
     'mlm': lambda **options: EncoderModel(MODELS['bert'], head_type='mlm', **options),
     't5': lambda **options: EncoderDecoderModel(DENSE, num_encoder_layers=2, **options),
+    'tied_t5': lambda **options: EncoderDecoderModel(MODELS['tied'], **options),
 }
 
 
@@ -82,6 +87,7 @@ class Case:
   num_hosts: int = 1
 
 
+_GPIPE = dict(pipeline_schedule='gpipe')
 CASES = {
     'dp_2_microbatches': Case({}, num_microbatches=2),
     'zero1': Case(dict(fsdp=8, zero_stage=1)),
@@ -118,6 +124,17 @@ CASES = {
     'mlm_ring_model': Case(dict(context=2, num_partitions=2), model='mlm'),
     't5_fsdp_model': Case(dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='t5'),
     't5_ring': Case(dict(context=2, fsdp=2), model='t5'),
+    't5_fsdp_by_layer': Case(dict(fsdp=4), model='t5', num_microbatches=2),
+    't5_zero2_by_layer': Case(dict(fsdp=2, zero_stage=2, num_partitions=2), model='tied_t5',
+                              num_microbatches=2),
+    't5_stage': Case(dict(stage=2, **_GPIPE), model='t5'),
+    't5_fsdp_stage': Case(dict(stage=2, fsdp=4, **_GPIPE), model='tied_t5', num_microbatches=2),
+    't5_data_stage_model': Case(dict(stage=2, num_partitions=2, sequence_parallel=True, **_GPIPE),
+                                model='t5'),
+    't5_gather_stage': Case(dict(stage=2, context=2, context_attention='gather', **_GPIPE),
+                            model='t5'),
+    't5_circular': Case(dict(stage=2, fsdp=2, pipeline_schedule='circular', pipeline_repeats=2,
+                             num_pipeline_microbatches=2), model='tied_t5'),
     # Combinations.
     'fsdp_model_remat': Case(dict(data=2, fsdp=2, num_partitions=2, sequence_parallel=True),
                              config=dict(remat_policy='full'), num_microbatches=2),
@@ -210,7 +227,9 @@ def one_device(model: str) -> dict[str, Any]:
 
 # The slower half of what families add: each has another layout above.
 SLOW = ('modern_gather_shared_kv_heads', 'modern_pp_fsdp', 'gpt2_context_stage',
-        'classifier_context_stage', 'charged_moe_fsdp_by_layer', 'charged_moe_model')
+        'classifier_context_stage', 'charged_moe_fsdp_by_layer', 'charged_moe_model',
+        't5_zero2_by_layer', 't5_fsdp_stage', 't5_data_stage_model', 't5_gather_stage',
+        't5_circular')
 
 
 @pytest.mark.parametrize('name', [
@@ -233,3 +252,24 @@ def test_layout_trains_as_one_device(name):
   for key, sums in want['evaluation'].items():
     for value, ours in zip(sums, got['evaluation'][key], strict=True):
       np.testing.assert_allclose(ours, value, rtol=MESH_GRADIENT, err_msg=key)
+
+
+def test_evaluation_of_an_encoder_decoder_in_a_pipeline_takes_odd_batches():
+  lengths = {'inputs': 8, 'targets': 6}
+  pipeline, alone = (build_program(
+      model=FAMILIES['t5'](), optimizer=AdamW(), schedule=constant(1e-2), seed=0, pack=False,
+      partitioner=partitioner, topology=Topology(1, count), devices=jax.devices()[:count],
+      task_feature_lengths=lengths, batch_size=8) for count, partitioner in (
+          (2, Partitioner(stage=2, **_GPIPE)), (1, Partitioner())))
+  params = pipeline.init().params
+  spec = FAMILIES['t5']().batch_spec(lengths, batch_size=5, pack=False)
+  [batch] = uneven_batches(spec, seed=1, num_batches=1)
+  assert pipeline.layout.pipeline.for_rows(5).num_microbatches == 5, '1 is too few to come round'
+  got = pipeline.eval_step(params, pipeline.layout.put_batch(batch))
+  want = alone.eval_step(jax.device_get(params), alone.layout.put_batch(batch))
+  for name, pair in want.items():
+    np.testing.assert_allclose(got[name], pair, rtol=MESH_GRADIENT, err_msg=name)
+  with pytest.raises(ConfigError, match='batches of 1 are too small: an encoder-decoder in a '
+                     'pipeline of 2 stages needs at least 2 rows'):
+    open_evaluations(FAMILIES['t5'](), pipeline, total_steps=1, tasks=(None, None, None),
+                     loss=(DatasetConfig('no_such_task', lengths, 'train', batch_size=1), 1, 1))

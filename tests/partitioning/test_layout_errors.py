@@ -13,10 +13,12 @@ import pytest
 from t5x_gpu.errors import MeshError, ShapeError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.partitioning.axis_rules import AXES, split_names, with_axes
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.mesh_problems import divisors
 from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.partitioning.stacks import stacks_of
 from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
@@ -37,11 +39,13 @@ def arguments(prefix: str, settings: dict[str, Any]) -> dict[str, Any]:
 def lay_out(settings: dict[str, Any], topology: Topology = Topology(1, 8)) -> Layout:
   """Returns the layout of a run with gin settings `settings`, as `build_program` asks for it."""
   settings = {**FITS, **settings}
-  model = DecoderOnlyModel(TransformerConfig(
-      head_dim=4, **arguments('TransformerConfig.', settings)))
+  of_both = arguments('EncoderDecoderModel.', settings)
+  model = (EncoderDecoderModel if of_both else DecoderOnlyModel)(TransformerConfig(
+      head_dim=4, **arguments('TransformerConfig.', settings)), **of_both)
   return Partitioner(**arguments('Partitioner.', settings)).lay_out(
       topology, jax.devices()[:topology.num_devices], logical_sizes={
-          **model.logical_sizes(), 'batch': settings['BATCH_SIZE'], 'length': settings[LENGTH]},
+          **model.logical_sizes(), 'stacks': len(stacks_of(model)),
+          'batch': settings['BATCH_SIZE'], 'length': settings[LENGTH]},
       num_microbatches=settings['NUM_MICROBATCHES'])
 
 
@@ -66,6 +70,9 @@ def subject_named(what: str, fix: str) -> str:
   return fix.replace('Set it to', f'Set {what.split(" = ")[0]} =')
 
 
+ENCODER_LAYERS = 'EncoderDecoderModel.num_encoder_layers'
+PIPELINE_OF_BOTH = {'Partitioner.stage': 2, 'Partitioner.pipeline_schedule': 'gpipe',
+                    ENCODER_LAYERS: None}
 SETTINGS = [
     ({'Partitioner.stage': 4, 'TransformerConfig.num_layers': 6},
      'layers = 6 does not divide over stage=4.'),
@@ -102,6 +109,31 @@ SETTINGS = [
      'With Partitioner.sequence_parallel, length = 30 does not divide over model=4.'),
     ({'Partitioner.ici_mesh_shape': {'fsdp': 8}, 'TransformerConfig.embed_dim': 12},
      'embed = 12 does not divide over fsdp=8.'),
+    ({**PIPELINE_OF_BOTH, 'Partitioner.pipeline_schedule': '1f1b'},
+     "Partitioner.pipeline_schedule = '1f1b' takes microbatches back as soon as they have passed "
+     'the 2 stages; those of an encoder and a decoder pass them 2 times.'),
+    ({**PIPELINE_OF_BOTH, 'Partitioner.pipeline_schedule': '1f1b',
+      'Partitioner.pipeline_repeats': 2}, "Partitioner.pipeline_schedule = '1f1b' takes"),
+    ({**PIPELINE_OF_BOTH, ENCODER_LAYERS: 4, 'Partitioner.pipeline_schedule': 'circular'},
+     'passes the 2 stages once per stack of layers, 2 times.'),
+    ({**PIPELINE_OF_BOTH, 'Partitioner.pipeline_repeats': 2},
+     'under gpipe each microbatch passes the 2 stages once per stack of layers.'),
+    ({**PIPELINE_OF_BOTH, 'Partitioner.context': 2, 'Partitioner.context_attention': 'ring'},
+     "Partitioner.context_attention = 'ring' in a pipeline of encoder and decoder"),
+    ({**PIPELINE_OF_BOTH, 'Partitioner.num_pipeline_microbatches': 1},
+     'is fewer than the 2 stages: from the encoder to the decoder the first'),
+    ({**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, 'BATCH_SIZE': 4},
+     'is fewer than the 4 stages: from the encoder to the decoder the first'),
+    ({**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, ENCODER_LAYERS: 6},
+     'encoder_layers = 6 does not divide over stage=4 (layers = 8 does).'),
+    ({**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, ENCODER_LAYERS: 6,
+      'TransformerConfig.num_layers': 10},
+     'layers = 10 and encoder_layers = 6 do not divide over stage=4.'),
+    ({**PIPELINE_OF_BOTH, 'Partitioner.pipeline_schedule': 'circular', ENCODER_LAYERS: 6,
+      'Partitioner.pipeline_repeats': 2},
+     'encoder_layers = 6 does not divide over stage=2 x 2 blocks each (= 4) (layers = 8 does).'),
+    ({**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, 'TransformerConfig.num_layers': 6},
+     'layers = 6 does not divide over stage=4.'),
 ]
 
 
@@ -111,7 +143,7 @@ def test_every_change_that_an_error_advises_gives_a_layout(settings, says):
     lay_out(settings)
   assert says in e.value.what, str(e.value)
   assert e.value.docs and e.value.parameters
-  offered = list(changes(e.value.fix))
+  offered = list(changes(subject_named(e.value.what, e.value.fix)))
   assert offered
   for change in offered:
     lay_out({**settings, **change})
@@ -202,6 +234,12 @@ def test_whatever_the_sizes_the_advice_works(mesh, schedule, sequence_parallel, 
     for line in re.findall(r'^  \d\. (.*)$', error.what, re.MULTILINE):
       settings.update(next(changes(subject_named(line, line))))
     lay_out(settings)
+
+
+def test_the_table_tells_the_bubble_of_a_pipeline_of_both_stacks():
+  # M = 4 in 2 blocks of S = 2 stages: (S-1) / (2M + S-1) = 1 / 9.
+  assert 'pipeline: gpipe, 4 microbatches, bubble 11.1% of the step' in lay_out(
+      {**PIPELINE_OF_BOTH, 'Partitioner.num_pipeline_microbatches': 4}).table()
 
 
 def test_key_and_value_heads_that_are_fewer_than_devices_are_shared_and_the_cost_is_said():

@@ -1,0 +1,81 @@
+"""Where the layers of a model stand in its parameters: in one stack, or in several that take turns.
+
+The layers of most models are `params['layers']`. A model with several stacks names them in the
+order in which they run, as `stacks = ('encoder', 'decoder')`, and keeps the layers of each in
+`params[name]['layers']`. What passes between its layers is a tuple with a member per stack, all
+made by `embed`; `run_layers` is told the stack by its name, changes that member, and may read those
+of the stacks before it. The head reads the last member.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+Params = Mapping[str, Any]
+# Name of the stack of a model that has one, whose layers are `params['layers']`.
+ONLY = ''
+
+
+def stacks_of(model: Any) -> tuple[str, ...]:
+  """Returns the names of a model's stacks in the order in which they run; (ONLY,) of one."""
+  return tuple(getattr(model, 'stacks', (ONLY,)))
+
+
+def layers_of(params: Params, stack: str) -> Any:
+  """Returns the parameters of the layers of a stack."""
+  return (params if stack == ONLY else params[stack])['layers']
+
+
+def num_layers(params: Params, stack: str) -> int:
+  """Returns how many layers of a stack `params` hold."""
+  return jax.tree.leaves(layers_of(params, stack))[0].shape[0]
+
+
+def with_layers(params: Params, stack: str, layers: Any) -> dict[str, Any]:
+  """Returns `params` with `layers` as the layers of a stack."""
+  if stack == ONLY:
+    return {**params, 'layers': layers}
+  return {**params, stack: {**params[stack], 'layers': layers}}
+
+
+def without_layers(params: Params, stacks: Sequence[str]) -> dict[str, Any]:
+  """Returns `params` without the layers of `stacks`."""
+  def others(group: Params) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != 'layers'}
+  if tuple(stacks) == (ONLY,):
+    return others(params)
+  return {name: others(value) if name in stacks else value for name, value in params.items()}
+
+
+def part_of(x: Any, stacks: Sequence[str], stack: str) -> Any:
+  """Returns what a stack has so far, of what passes between the layers of a model."""
+  return x if tuple(stacks) == (ONLY,) else x[tuple(stacks).index(stack)]
+
+
+def with_part(x: Any, stacks: Sequence[str], stack: str, part: Any) -> Any:
+  """Returns `x`, what passes between the layers of a model, with `part` as what a stack has."""
+  if tuple(stacks) == (ONLY,):
+    return part
+  return tuple(part if name == stack else old for name, old in zip(stacks, x, strict=True))
+
+
+def prefix_of(stack: str) -> str:
+  """Returns what the paths of a stack's layers begin with: 'layers', or 'encoder/layers'."""
+  return 'layers' if stack == ONLY else f'{stack}/layers'
+
+
+def run_layers(model: Any, params: Params, x: Any, batch: Any, *, stack: str, **options: Any
+               ) -> Any:
+  """Returns what `model.run_layers` makes of `x`; a model with one stack is not told its name.
+
+  Args:
+    model: has `run_layers(params, x, batch, ...)`.
+    params: of the model; of the stack, the layers to run.
+    x: what `embed` or earlier layers returned.
+    batch: for the model.
+    stack: whose layers run.
+    **options: for the model.
+  """
+  which = {} if stack == ONLY else {'stack': stack}
+  return model.run_layers(params, x, batch, **which, **options)
