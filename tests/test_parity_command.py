@@ -258,10 +258,11 @@ PAIRS = DatasetConfig('no_such_task', {'inputs': 8, 'targets': 6}, 'train', batc
 
 
 @pytest.mark.parametrize('partitioner, options', [
-    (Partitioner(stage=2, pipeline_schedule='gpipe', num_pipeline_microbatches=2),
-     {'num_devices': 2}),
+    (Partitioner(), {'num_devices': 2}),
+    pytest.param(Partitioner(stage=2, pipeline_schedule='gpipe', num_pipeline_microbatches=2),
+                 {'num_devices': 2}, marks=pytest.mark.slow),
     pytest.param(Partitioner(fsdp=4), {'num_microbatches': 2}, marks=pytest.mark.slow),
-], ids=['stage2', 'data2-fsdp4-accumulation'])
+], ids=['data2', 'stage2', 'data2-fsdp4-accumulation'])
 def test_a_mistake_of_an_encoder_decoder_is_named_by_stack_and_layer(partitioner, options):
   report = report_of(EncoderDecoderModel(OF_BOTH, layer=Mistaken), partitioner=partitioner,
                      train_dataset_cfg=PAIRS, steps=1, **options)
