@@ -97,8 +97,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
       step=extra.step, dtype=extra.dtype, optimizer_dtype=extra.optimizer_dtype,
       drop_optimizer=extra.drop_optimizer, layout=extra.layout, chunk_bytes=extra.chunk_size,
       unscan=extra.unscan, verify=extra.verify, memory=extra.memory)
-  with cli.cleaned_up_on_sigterm():
-    console.say(f'done: {reshard(request, progress=console.progress, say=console.say)}')
+  try:
+    with cli.cleaned_up_on_sigterm():
+      console.say(f'done: {reshard(request, progress=console.progress, say=console.say)}')
+  except (KeyboardInterrupt, SystemExit):
+    console.say(f'{extra.to} is unfinished: the same command goes on.')
+    raise
   return 0
 
 

@@ -263,7 +263,8 @@ def test_what_another_request_has_left_is_not_gone_on_with(tmp_path, source, mon
   def stop(*args, **options):
     raise KeyboardInterrupt
   monkeypatch.setattr(resharding.StateWriter, 'close', stop)
-  assert run(f'--from={source}', f'--to={tmp_path / "new"}', '--unscan').code == 130
+  result = run(f'--from={source}', f'--to={tmp_path / "new"}', '--unscan')
+  assert result.code == 130 and 'new is unfinished: the same command goes on.' in result.out
   assert (tmp_path / '.new.unfinished/new').exists() and not (tmp_path / 'new').exists()
   monkeypatch.undo()
   result = run(f'--from={source}', f'--to={tmp_path / "new"}')
