@@ -15,18 +15,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from t5x_gpu import reshard
+from t5x_gpu import eval as eval_lib
+from t5x_gpu import infer, reshard
 from t5x_gpu.checkpoint import __main__ as tools
 from t5x_gpu.checkpoint import resharding
 from t5x_gpu.checkpoint.chunks import boxes
 from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter, read_params
 from t5x_gpu.checkpoint.state_files import StateReader
 from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.training.train_state import TrainState
 from tests.checkpoint.test_checkpointer import (
     abstract, assert_equal, new_state, opened, save, small_disk)
 from tests.checkpoint.test_checksums import flip_a_bit
-from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, run_here
+from tests.helpers_train import (
+    DEADLINE_SECONDS, REPOSITORY, Project, compiled_kept_in, run_here)
 
 
 def run(*argv):
@@ -338,6 +341,28 @@ def test_training_goes_on_from_a_resharded_checkpoint_as_if_nothing_had_happened
     losses = whole.metrics()
     assert new.metrics() == {step: losses[step] for step in range(11, 21)}
     assert tools.main(['diff', str(new.model_dir), str(whole.model_dir)]) == 0
+
+
+@pytest.mark.slow  # its quick sibling: test_unscanned_and_scanned_again_is_what_it_was
+def test_eval_and_infer_find_the_same_in_an_unscanned_checkpoint(tmp_path):
+  whole, layers = Project(folder(tmp_path, 'whole')), Project(folder(tmp_path, 'layers'))
+  assert whole.run(num_devices=1, TRAIN_STEPS=10).code == 0
+  assert run(f'--from={whole.model_dir}', f'--to={layers.model_dir}', '--unscan').code == 0
+  (tmp_path / 'prompts.txt').write_text('def f(\nimport os\n')
+  losses, texts = [], []
+  for project in (whole, layers):
+    with compiled_kept_in(tmp_path / 'compiled'):
+      evaluated = run_here(lambda: eval_lib.main(project.argv(TRAIN_STEPS=10)), num_devices=1)
+      written = run_here(lambda: infer.main([
+          f'--checkpoint={project.model_dir}', f'--prompts={tmp_path / "prompts.txt"}',
+          '--gin.DATA_MODULE=t5x_gpu.data.seqio_batches',
+          '--gin.DecodingConfig.max_decode_length=6']), num_devices=1)
+    assert (evaluated.code, written.code) == (0, 0), evaluated.err + written.err
+    losses += [r['eval/loss'] for r in read_json_lines(
+        project.model_dir / 'eval/validation.jsonl')]
+    texts.append([json.loads(x) for x in written.out.splitlines() if x.startswith('{')])
+  assert losses[0] == losses[1] and len(losses) == 2
+  assert texts[0] == texts[1] and len(texts[0]) == 2
 
 
 def folder(parent: pathlib.Path, name: str) -> pathlib.Path:
