@@ -8,6 +8,7 @@ of CPU time, which others on the machine disturb less than the clock, and the me
 """
 
 import argparse
+import importlib
 import json
 import os
 import pathlib
@@ -49,10 +50,12 @@ def of_ours(name: str, length: int) -> Iterator[dict[str, np.ndarray]]:
 
 def of_seqio(length: int) -> Iterator[dict[str, np.ndarray]]:
   """Returns the batches of SeqIO's own `get_dataset`, tf.data's options as they are by default."""
-  import seqio  # pylint: disable=g-import-not-at-top  # not in the process of prepared rows
-  from t5x_gpu.data import tasks  # pylint: disable=unused-import,g-import-not-at-top
-  dataset = seqio.get_dataset('python_source', {'targets': length}, 'train',
-                              feature_converter=seqio.LMFeatureConverter(pack=True), seed=0)
+  # Imported here: the process of prepared rows has neither TensorFlow nor SeqIO.
+  seqio = importlib.import_module('t5x_gpu.data.tasks').seqio
+  dataset = seqio.get_dataset(
+      mixture_or_task_name='python_source', task_feature_lengths={'targets': length},
+      dataset_split='train', shuffle=True, num_epochs=None, seed=0,
+      feature_converter=seqio.LMFeatureConverter(pack=True))
   return dataset.batch(BATCH, drop_remainder=True).prefetch(2).as_numpy_iterator()
 
 

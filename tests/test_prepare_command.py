@@ -1,6 +1,7 @@
 """python -m t5x_gpu.prepare: killed, interrupted, gone on with; and a run on what it leaves."""
 
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -148,6 +149,24 @@ def test_rows_do_not_depend_on_kills_interrupts_or_the_number_of_workers(project
 
   with Command(project, '--workers=3', '--shards=6', '--split=train', **flags) as command:
     assert command.finish() == 0 and 'complete before' in command.out
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_run_with_its_signal_and_no_process_stays(project):
+  text = project.folder / 'text.txt'
+  text.write_text(''.join(f'{i} {"word " * (i % 40)}\n' for i in range(3000)))
+  with Command(project, '--workers=2', '--shards=6', '--split=train',
+               MIXTURE_OR_TASK_NAME=f'text_lines:{text}') as command:
+    unfinished = project.folder / 'rows' / 'train' / '.unfinished'
+    command.wait_for(lambda: any(unfinished.glob('*/*.json')))
+    workers = [pid for pid in workers_of(command.popen.pid) if 'spawn_main' in
+               pathlib.Path(f'/proc/{pid}/cmdline').read_text()]
+    os.kill(workers[0], signal.SIGKILL)
+    assert command.finish() == 1, command.out
+    assert 'DataError: A worker was killed by SIGKILL while it made shard' in command.out
+    assert '--workers' in command.out and 'Traceback' not in command.out
+    gone(command.popen.pid)
+  assert not list((project.folder / 'rows').rglob('*.partial'))
 
 
 def test_a_run_on_a_prepared_mixture_resumes_to_the_bit(project, tmp_path):
