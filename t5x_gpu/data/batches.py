@@ -16,7 +16,7 @@ import numpy as np
 from t5x_gpu.errors import ConfigError, ShapeError
 
 # One batch: feature name (SeqIO's model feature names) -> numpy array [batch, length], or [batch]
-# for labels and their weights. It may be one that reads rows when they are asked for (lazy_rows.py).
+# for labels and their weights; maybe one that reads rows when they are asked for (lazy_rows.py).
 Batch = dict[str, np.ndarray]
 
 # 'prepared:DIR': rows that `python -m t5x_gpu.prepare` has packed, whatever the module for text is.
