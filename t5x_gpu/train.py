@@ -106,6 +106,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   model_dir = _local_folder(model_dir)
   _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
                  eval_steps=eval_steps, infer_eval_period=infer_eval_period)
+  _check_best(checkpoint_cfg, total_steps, eval_period if train_eval_dataset_cfg else None,
+              infer_eval_period if infer_eval_dataset_cfg else None)
   program = _build(model=model, optimizer=optimizer, schedule=learning_rate,
                    partitioner=partitioner, dataset=train_dataset_cfg, seed=random_seed,
                    num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
@@ -141,7 +143,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     data, evaluations = opening.result()
 
   # ---- 3. State: the latest checkpoint, else another run's, else a fresh one -------------------
-  checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.keep)
+  checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.kept)
   state, restored = start.first_state(checkpointer, program, fresh)
   first_step = int(state.step)
   if restored:
@@ -155,6 +157,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   def step_done(step: int, sums: reduce.Sums) -> None:
     watchdog.step_done(step)
     _check_finite(step, sums, checkpointer)
+    checkpointer.check()
     if step == 1 and not start.origin:
       _check_first_loss(reduce.means(sums).values.get('cross_entropy'), model)
 
@@ -179,7 +182,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       if is_last or step % checkpoint_cfg.period == 0:
         recorder.finish()
         with watchdog.phase('save'), recorder.timer.pause('save'):
-          _save(checkpointer, step, program, state, data, start.origin_of(restored))
+          _save(checkpointer, step, program, state, data, start.origin_of(restored), evaluation)
       if is_last:
         break
     with watchdog.phase('save'):
@@ -228,13 +231,14 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Op
 
 
 def _save(checkpointer: Checkpointer, step: int, program: Program, state: TrainState,
-          data: BatchIterator, started_from: Optional[Mapping[str, Any]]) -> None:
+          data: BatchIterator, started_from: Optional[Mapping[str, Any]],
+          metrics: Optional[Mapping[str, float]]) -> None:
   """Starts to write the checkpoint of `step`; returns once `state` may be overwritten."""
   data_state = data.get_state()
   saved_state = program.in_model_order(state)
   checkpointer.save(step, saved_state, data_state=data_state, manifest=make_manifest(
       saved_state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
-      next_batch_hash=batch_hash(data.peek()), started_from=started_from))
+      next_batch_hash=batch_hash(data.peek()), started_from=started_from, metrics=metrics))
 
 
 def _nothing_to_do(where: str, step: int, total_steps: int) -> str:
@@ -258,6 +262,18 @@ def _check_periods(**periods: Optional[int]) -> None:
     raise ConfigError(', '.join(f'train.{name} = {periods[name]}' for name in wrong)
                       + ': must be at least 1.', fix='Give a number of steps.',
                       parameters=[f'train.{name}' for name in wrong])
+
+
+def _check_best(config: CheckpointConfig, total_steps: int, *eval_periods: Optional[int]) -> None:
+  """Raises ConfigError if the best checkpoints are to stay, but none is evaluated before the end."""
+  if config.keep_best and not any(
+      period and math.lcm(period, config.period) < total_steps for period in eval_periods):
+    raise ConfigError(
+        f'CheckpointConfig.keep_best = {config.keep_best}, but no checkpoint before the last is '
+        f'saved at a step with an evaluation: saves every {config.period}, evaluations every '
+        f'{" and ".join(str(p) for p in eval_periods if p) or "(none)"} steps.',
+        fix=f'Set EVAL_PERIOD = {config.period}, or CheckpointConfig.keep_best = None.',
+        parameters=('CheckpointConfig.keep_best', 'train.eval_period'))
 
 
 def _check_finite(step: int, sums: Mapping[str, tuple[float, float]],

@@ -52,6 +52,11 @@ def test_zero_periods_are_refused(project, macro):
   assert_refused(project, **{macro: 0}, says=['must be at least 1', macro])
 
 
+def test_the_best_of_what_is_never_evaluated_is_refused(project):
+  assert_refused(project, SAVE_PERIOD=2, EVAL_PERIOD=3, TRAIN_STEPS=6, says=[
+      'keep_best = 1', 'EVAL_PERIOD = 2'], **{'CheckpointConfig.keep_best': 1})
+
+
 def test_zero_steps_are_refused(project):
   assert_refused(project, TRAIN_STEPS=0, says=['total_steps = 0', '--gin.TRAIN_STEPS'])
 

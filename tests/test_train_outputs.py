@@ -220,6 +220,16 @@ def test_an_untrained_model_is_not_warned_of(finished):
   assert 'The first loss' not in finished.result.err
 
 
+def test_a_checkpoint_holds_the_evaluation_of_its_step_if_there_was_one(finished):
+  records = read_json_lines(finished.model_dir / 'metrics.jsonl')
+  measured = {r['step']: r['eval/loss'] for r in records if 'eval/loss' in r}
+  saved = {step: json.loads((finished.model_dir / f'checkpoint_{step}/manifest/metadata')
+                            .read_text())['metrics'] for step in (6, 8, 9)}
+  assert saved[8] is None
+  assert {step: saved[step]['eval/loss'] for step in (6, 9)} == {
+      step: measured[step] for step in (6, 9)}
+
+
 def test_manifests_hold_what_an_error_message_needs(finished):
   manifest = json.loads((finished.model_dir / 'checkpoint_8/manifest/metadata').read_text())
   assert manifest['arrays']['params/token_embedder/embedding'] == [[264, 16], 'float32']

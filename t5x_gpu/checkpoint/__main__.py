@@ -15,7 +15,8 @@ from t5x_gpu.checkpoint.comparison import tree_differences, value_differences
 from t5x_gpu.checkpoint.inspection import describe, text_of
 from t5x_gpu.checkpoint.model_dir import checkpoint_path, committed_steps
 from t5x_gpu.checkpoint.params_files import ParamsReader
-from t5x_gpu.checkpoint.pruning import Keep, Plan, plan_prune, prune
+from t5x_gpu.checkpoint.keep import BEST_IS, Keep
+from t5x_gpu.checkpoint.pruning import Plan, plan_prune, prune
 from t5x_gpu.checkpoint.run_lock import check_lock
 from t5x_gpu.checkpoint.state_files import StateReader, find_checkpoint
 from t5x_gpu.checkpoint.verification import verify
@@ -39,7 +40,8 @@ TROUBLE = 2
 # Flags, and the commands that take them.
 FLAGS = {'json': ('inspect',), 'step': ('inspect', 'verify'), 'last': ('average',),
          'to': ('average',), 'keep_last': ('prune',), 'keep_every': ('prune',),
-         'keep_steps': ('prune',), 'yes': ('prune',)}
+         'keep_steps': ('prune',), 'keep_best': ('prune',), 'metric': ('prune',),
+         'best_is': ('prune',), 'yes': ('prune',)}
 
 
 def _positive(text: str) -> int:
@@ -69,6 +71,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
                      help='prune: keep steps that are multiples of K')
   group.add_argument('--keep_steps', type=_steps, default=(), metavar='N,N',
                      help='prune: keep these steps')
+  group.add_argument('--keep_best', type=_positive, metavar='N',
+                     help='prune: keep the N that were best when they were evaluated')
+  group.add_argument('--metric', help='prune: by which (default: eval/loss)')
+  group.add_argument('--best_is', choices=BEST_IS, help='prune: which values are best (default: min)')
   group.add_argument('--yes', action='store_true', help='prune: do it (default: show it)')
 
 
@@ -143,10 +149,12 @@ def _average(args: argparse.Namespace, console: Console) -> int:
 
 
 def _prune(args: argparse.Namespace, console: Console) -> int:
-  keep = Keep(args.keep_last, args.keep_every, args.keep_steps)
-  if keep == Keep():
+  if not (args.keep_last or args.keep_every or args.keep_steps or args.keep_best):
     raise ConfigError('Nothing says which checkpoints are to stay.',
-                      fix='Set --keep_last=N, --keep_every=K or --keep_steps=N,N, or several.')
+                      fix='Set --keep_last=N, --keep_every=K, --keep_steps=N,N or --keep_best=N, or '
+                          'several.')
+  keep = Keep(args.keep_last, args.keep_every, args.keep_steps, args.keep_best,
+              args.metric or Keep.metric, args.best_is or Keep.best_is)
   plan = plan_prune(args.folders[0], keep)
   check_lock(plan.folder)
   _show(plan, console)

@@ -1,4 +1,4 @@
-"""Saves in the background, restores onto today's mesh, keeps the last few.
+"""Saves in the background, restores onto today's mesh, keeps the last few and the best.
 
 Orbax writes `MODEL_DIR/checkpoint_<step>`; a step exists only once it is committed, and older ones
 are deleted only after that. Each checkpoint holds three items: the state's arrays, the state of the
@@ -25,9 +25,10 @@ import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.checksums import check_restored, checksums_of, record
 from t5x_gpu.checkpoint.chunks import save_args
+from t5x_gpu.checkpoint.keep import BEST_IS, Keep, Preservation
 from t5x_gpu.checkpoint.model_dir import (
-    PREFIX, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
-    none_can_be_read, read_saved, why)
+    PREFIX, UNREADABLE, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
+    none_can_be_read, read_manifest, read_saved, why)
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
 from t5x_gpu.errors import CheckpointError
@@ -45,20 +46,43 @@ class CheckpointConfig:
   Attributes:
     period: steps between saves; the last step and an interrupted run are saved as well.
     keep: how many of the last checkpoints stay; None for all.
+    keep_every: and those whose step is a multiple of this.
+    keep_best: and so many of the best, of those saved at a step with an evaluation.
+    best_metric: by which metric of the evaluation, as metrics.jsonl calls it.
+    best_is: which values of it are best, 'min' or 'max'.
     stop_before_end_seconds: where the scheduler tells the job's time limit (Slurm does), save and
       leave this long before it; enough for a step and a save.
   """
   period: int
   keep: Optional[int] = 3
+  keep_every: Optional[int] = None
+  keep_best: Optional[int] = None
+  best_metric: str = 'eval/loss'
+  best_is: str = 'min'
   stop_before_end_seconds: float = 120.0
 
   def __post_init__(self) -> None:
-    for name, value in (('period', self.period), ('keep', self.keep)):
+    for name, what in (('period', 'steps'), ('keep', 'checkpoints'), ('keep_every', 'steps'),
+                       ('keep_best', 'checkpoints')):
+      value = getattr(self, name)
       if value is not None and value < 1:
         raise CheckpointError(f'CheckpointConfig.{name} = {value} must be at least 1.',
-                              fix=f'Set CheckpointConfig.{name} to a number of '
-                                  f'{"steps" if name == "period" else "checkpoints"}.',
+                              fix=f'Set CheckpointConfig.{name} to a number of {what}.',
                               parameters=(f'CheckpointConfig.{name}',))
+      if name.startswith('keep_') and value is not None and self.keep is None:
+        raise CheckpointError(f'CheckpointConfig.{name} = {value}, but keep = None keeps all.',
+                              fix=f'Set CheckpointConfig.keep = 1, or {name} = None.',
+                              parameters=('CheckpointConfig.keep', f'CheckpointConfig.{name}'))
+    if self.best_is not in BEST_IS:
+      raise CheckpointError(f'CheckpointConfig.best_is = {self.best_is!r} is neither.',
+                            fix=f'Set it to {" or ".join(map(repr, BEST_IS))}.',
+                            parameters=('CheckpointConfig.best_is',))
+
+  @property
+  def kept(self) -> Keep:
+    """Which checkpoints stay."""
+    return Keep(last=self.keep, every=self.keep_every, best=self.keep_best,
+                metric=self.best_metric, best_is=self.best_is)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,20 +106,22 @@ class Checkpointer:
 
   Args:
     model_dir: absolute or relative folder; made if missing.
-    keep: how many checkpoints stay.
+    keep: which checkpoints stay; one without `last` keeps all.
   Raises:
     CheckpointError: the folder cannot be made or written to, or another run writes to it.
   """
 
-  def __init__(self, model_dir: str, *, keep: Optional[int] = 3):
+  def __init__(self, model_dir: str, *, keep: Keep = Keep(last=3)):
     self._dir = pathlib.Path(model_dir).absolute()
     check_writable(self._dir)
+    self._keep, self._preservation = keep, Preservation(keep, self._values(keep))
     # Before Orbax: it removes saves under way, which may be those of another run.
     self._lock = RunLock(self._dir) if jax.process_index() == 0 else None
     logging.getLogger('absl').addFilter(_drop_orbax_stacks)  # adding it again changes nothing
     self._manager = ocp.CheckpointManager(
         self._dir, item_names=('state', 'data', 'manifest'),
-        options=ocp.CheckpointManagerOptions(max_to_keep=keep, step_prefix=PREFIX, create=True,
+        options=ocp.CheckpointManagerOptions(preservation_policy=self._preservation,
+                                             step_prefix=PREFIX, create=True,
                                              enable_async_checkpointing=True,
                                              # What a kill left of a save: as big as a checkpoint.
                                              cleanup_tmp_directories=True))
@@ -106,6 +132,23 @@ class Checkpointer:
   def steps(self) -> list[int]:
     """Returns the committed steps, oldest first."""
     return committed_steps(self._dir)
+
+  def _values(self, keep: Keep) -> dict[int, float]:
+    """Returns step -> value that the best are told by, of what earlier runs have saved here."""
+    values = {}
+    for step in self.steps() if keep.best else ():
+      with contextlib.suppress(*UNREADABLE):  # one that cannot be read is no best one
+        value = keep.value_of(read_manifest(self._dir, step).get('metrics') or {})
+        if value is not None:
+          values[step] = value
+    return values
+
+  def check(self) -> None:
+    """Raises CheckpointError if the save under way has failed by now."""
+    # Orbax's check_for_errors stays silent (0.12.8): the thread that commits has taken the error.
+    if self._manager._finalize_thread.map(
+        lambda thread: thread is not None and not thread.is_alive() and thread.exception):
+      self.wait()
 
   def save(self, step: int, state: TrainState, *, data_state: bytes,
            manifest: Mapping[str, Any]) -> None:
@@ -118,7 +161,10 @@ class Checkpointer:
     if self._lock is not None:  # the other processes wait for this one before they write
       self._lock.check()
     data = {'iterator': base64.b64encode(data_state).decode()}
+    value = self._keep.value_of(manifest.get('metrics') or {})
     manifest = {**manifest, **record(checksums_of(state))}
+    if value is not None:
+      self._preservation.values[step] = value
     with self._mended_errors(step):
       self._manager.check_for_errors()
       written = self._manager.save(step, force=True, args=ocp.args.Composite(

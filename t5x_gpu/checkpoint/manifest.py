@@ -28,8 +28,8 @@ def describe_arrays(tree: Any) -> dict[str, list[Any]]:
 
 
 def make_manifest(state: Any, *, mesh_shape: Mapping[str, int], data: Mapping[str, Any],
-                  next_batch_hash: str, started_from: Optional[Mapping[str, Any]] = None
-                  ) -> dict[str, Any]:
+                  next_batch_hash: str, started_from: Optional[Mapping[str, Any]] = None,
+                  metrics: Optional[Mapping[str, float]] = None) -> dict[str, Any]:
   """Returns the JSON-ready manifest of `state` as it is saved now.
 
   Args:
@@ -39,11 +39,13 @@ def make_manifest(state: Any, *, mesh_shape: Mapping[str, int], data: Mapping[st
     next_batch_hash: `batch_hash` of the batch that the next step will take.
     started_from: what the run's first parameters came from (checkpoint/initialize.py); None for
       their initialisation.
+    metrics: of the evaluation at this step, by name; None without one.
   """
   return {'format': FORMAT, 'arrays': describe_arrays(state), 'mesh': dict(mesh_shape),
           'num_processes': jax.process_count(), 'data': dict(data),
           'next_batch_hash': next_batch_hash, 'versions': _versions(),
           STARTED_FROM: None if started_from is None else dict(started_from),
+          'metrics': None if metrics is None else dict(metrics),
           'written': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')}
 
 

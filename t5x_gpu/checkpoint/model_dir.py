@@ -91,6 +91,12 @@ def check_model_dir(model_dir: str | os.PathLike, *, target: Any) -> Optional[Sa
   return None
 
 
+def read_manifest(folder: pathlib.Path, step: int) -> Mapping[str, Any]:
+  """Returns the manifest of a checkpoint, which may be damaged otherwise; errors as below."""
+  path = checkpoint_path(folder, step) / 'manifest' / 'metadata'
+  return json.loads(path.read_text('utf-8'))
+
+
 def read_saved(folder: pathlib.Path, step: int) -> Saved:
   """Returns what a checkpoint says of itself, if all of it is there.
 
@@ -100,11 +106,10 @@ def read_saved(folder: pathlib.Path, step: int) -> Saved:
   Raises:
     OSError, ValueError, KeyError, TypeError: something is missing, cut off or garbled.
   """
-  checkpoint = checkpoint_path(folder, step)
+  checkpoint, manifest = checkpoint_path(folder, step), read_manifest(folder, step)
 
   def item(*names: str) -> Any:
     return json.loads(checkpoint.joinpath(*names).read_text('utf-8'))
-  manifest = item('manifest', 'metadata')
   data_state = base64.b64decode(item('data', 'metadata')['iterator'], validate=True)
   check_manifest(manifest)
   item('state', '_METADATA')['tree_metadata']

@@ -9,37 +9,15 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Collection
-from typing import Optional
+from collections.abc import Callable
 
+from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.errors import CheckpointError
 
 _REMOVED = '.removed_'
-
-
-@dataclasses.dataclass(frozen=True)
-class Keep:
-  """Which checkpoints stay: those that any of these names.
-
-  Attributes:
-    last: so many of the latest.
-    every: steps that are multiples of this.
-    steps: these.
-  """
-  last: Optional[int] = None
-  every: Optional[int] = None
-  steps: Collection[int] = ()
-
-  def reason(self, step: int, *, latest: list[int]) -> str:
-    """Returns why a step stays, '' if it does not; `latest` are the steps, oldest first."""
-    if self.last and step in latest[-self.last:]:
-      return f'one of the last {self.last}'
-    if self.every and step % self.every == 0:
-      return f'a multiple of {self.every}'
-    return 'named' if step in self.steps else ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +43,13 @@ def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> Plan:
     CheckpointError: there is none, a step to keep is not there, or none would stay.
   """
   folder = pathlib.Path(model_dir).expanduser().absolute()
-  steps, kept = [], {}
+  steps, values, kept = [], {}, {}
   for step in committed_steps(folder):
     try:
-      read_saved(folder, step)
+      value = keep.value_of(read_saved(folder, step).manifest.get('metrics') or {})
       steps.append(step)
+      if value is not None:
+        values[step] = value
     except UNREADABLE as e:
       kept[step] = f'cannot be read as a checkpoint ({why(e)}), so it is left alone'
   if not steps:
@@ -79,12 +59,10 @@ def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> Plan:
   if missing:
     raise CheckpointError(f'{folder} has no checkpoint of step {", ".join(map(str, missing))}.',
                           fix=f'Its steps are {", ".join(map(str, steps))}.')
-  removed = {}
+  removed, reasons = {}, keep.reasons(steps, values)
+  kept |= reasons
   for step in steps:
-    reason = keep.reason(step, latest=steps)
-    if reason:
-      kept[step] = reason
-    else:
+    if step not in reasons:
       removed[step] = sum(p.stat().st_size for p in checkpoint_path(folder, step).rglob('*')
                           if p.is_file())
   if len(removed) == len(steps):

@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import subprocess
+import time
 import types
 
 import jax
@@ -16,10 +17,11 @@ import tensorstore as ts
 from t5x_gpu.checkpoint import checkpointer as checkpointer_lib
 from t5x_gpu.checkpoint.array_files import check_array_files
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.run_lock import LOCK
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.training.train_state import TrainState
 from tests.helpers_train import listing
 
@@ -35,9 +37,9 @@ def abstract(state: TrainState) -> TrainState:
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
-def save(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
+def save(checkpointer: Checkpointer, step: int, state: TrainState, **facts) -> None:
   checkpointer.save(step, state, data_state=b'data of %d' % step, manifest=make_manifest(
-      state, mesh_shape={'data': 1}, data={'task': 'none'}, next_batch_hash=f'hash{step}'))
+      state, mesh_shape={'data': 1}, data={'task': 'none'}, next_batch_hash=f'hash{step}', **facts))
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ def opened(folder, **options):
 
 def folder_with(tmp_path, *steps: int):
   """Returns a folder with these checkpoints, written and committed."""
-  with opened(tmp_path / 'model', keep=None) as checkpointer:
+  with opened(tmp_path / 'model', keep=Keep()) as checkpointer:
     for step in steps:
       save(checkpointer, step, new_state(step, seed=step))
     checkpointer.wait()
@@ -94,7 +96,7 @@ def test_a_saved_state_is_that_of_its_step_though_donated_buffers_change_meanwhi
   memory = addresses(state)
   state = update(state)
   assert addresses(state) & memory, 'nothing is donated: the test would prove nothing'
-  with opened(tmp_path / 'model', keep=None) as checkpointer:
+  with opened(tmp_path / 'model', keep=Keep()) as checkpointer:
     wanted = {}
     for step in range(1, 6):
       wanted[step] = jax.tree.map(np.array, state)  # np.array copies
@@ -110,7 +112,7 @@ def test_a_saved_state_is_that_of_its_step_though_donated_buffers_change_meanwhi
 
 
 def test_the_last_three_stay(tmp_path):
-  with opened(tmp_path / 'model', keep=3) as checkpointer:
+  with opened(tmp_path / 'model', keep=Keep(last=3)) as checkpointer:
     for step in (2, 4, 6, 8, 9):
       save(checkpointer, step, new_state(step))
     checkpointer.wait()
@@ -119,7 +121,36 @@ def test_the_last_three_stay(tmp_path):
       'checkpoint_6', 'checkpoint_8', 'checkpoint_9']
 
 
-@pytest.mark.parametrize('options', [{'period': 0}, {'period': 5, 'keep': 0}])
+@pytest.mark.parametrize('best_is, best', [('min', 4), ('max', 5)])
+def test_multiples_and_the_best_stay_beside_the_last_also_after_a_restart(tmp_path, best_is, best):
+  keep = Keep(last=1, every=10, best=1, metric='eval/loss', best_is=best_is)
+  losses = {2: 3.0, 3: float('nan'), 4: 1.0, 5: 7.0, 12: 2.0}  # 10 and 11 are not evaluated
+  for steps in ((2, 3, 4, 5), (10, 11, 12)):
+    with opened(tmp_path / 'model', keep=keep) as checkpointer:
+      for step in steps:
+        save(checkpointer, step, new_state(step), metrics=(
+            {'eval/loss': losses[step]} if step in losses else None))
+      checkpointer.wait()
+      assert checkpointer.steps() == {5: sorted({best, 5}), 12: [best, 10, 12]}[steps[-1]]
+
+
+def test_the_best_by_a_metric_that_nothing_measures_is_refused(tmp_path):
+  with opened(tmp_path / 'model', keep=Keep(last=1, best=1, metric='eval/los')) as checkpointer:
+    with pytest.raises(ConfigError, match="Did you mean 'eval/loss'"):
+      save(checkpointer, 1, new_state(1), metrics={'eval/loss': 1.0})
+    assert checkpointer.steps() == []
+
+
+@pytest.mark.parametrize('options, message', [
+    ({'keep': None, 'keep_best': 2}, 'keep = None keeps all'),
+    ({'keep_best': 2, 'best_is': 'low'}, "'min' or 'max'")])
+def test_what_to_keep_must_make_sense(options, message):
+  with pytest.raises(CheckpointError, match=message):
+    CheckpointConfig(period=1, **options)
+
+
+@pytest.mark.parametrize('options', [{'period': 0}, {'period': 5, 'keep': 0},
+                                     {'period': 5, 'keep_best': 0}])
 def test_periods_and_counts_below_one_are_refused(options):
   with pytest.raises(CheckpointError, match='must be at least 1'):
     CheckpointConfig(**options)
@@ -249,7 +280,7 @@ def test_bytes_that_changed_inside_a_file_are_found_by_the_restore_which_leaves_
   kernels = {f'dense{i}': jax.device_put(jax.random.normal(jax.random.key(i), (64, 64)), shardings)
              for i in range(20)}
   state = TrainState(step=jnp.int32(10), params=kernels, opt_state={})
-  with opened(tmp_path / 'model', keep=None) as checkpointer:
+  with opened(tmp_path / 'model', keep=Keep()) as checkpointer:
     for step in (10, 20):
       save(checkpointer, step, state)
     checkpointer.wait()
@@ -329,7 +360,7 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(small_disk, caplog):
-  checkpointer = Checkpointer(str(small_disk / 'model'), keep=1)
+  checkpointer = Checkpointer(str(small_disk / 'model'), keep=Keep(last=1))
   try:
     save(checkpointer, 10, new_state(10, seed=10))
     checkpointer.wait()
@@ -347,3 +378,20 @@ def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(small_disk, cap
     assert checkpointer.steps() == [10]
     restored = checkpointer.restore_latest(abstract(new_state()))
     assert_equal(restored.state, new_state(10, seed=10))
+
+
+def test_a_save_that_fails_later_is_told_at_the_next_look(small_disk):
+  checkpointer = Checkpointer(str(small_disk / 'model'))
+  try:
+    save(checkpointer, 10, new_state(10))
+    checkpointer.wait()
+    checkpointer.check()
+    deadline = time.monotonic() + 60
+    with pytest.raises(CheckpointError, match='(?s)No space left on.*checkpoint_10'):
+      save(checkpointer, 20, new_state(20, rows=2**17))
+      while time.monotonic() < deadline:  # as the steps of a run do
+        checkpointer.check()
+        time.sleep(0.01)
+    assert time.monotonic() < deadline
+  finally:
+    checkpointer.close()

@@ -11,6 +11,7 @@ import pytest
 
 from t5x_gpu.checkpoint import checksums
 from t5x_gpu.checkpoint.checksums import HostSums, checksums_of, device_sums, sums, to_text
+from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter, read_params
 from t5x_gpu.errors import CheckpointError
 from tests.checkpoint.test_checkpointer import abstract, folder_with, new_state, opened, save
@@ -147,7 +148,7 @@ def test_saved_checksums_are_those_of_the_state(tmp_path):
 def test_a_bit_that_changed_in_a_file_sets_the_checkpoint_aside_by_name(tmp_path, caplog):
   bits = np.random.default_rng(0).integers(-2**31, 2**31, (64, 8)).astype(np.int32)
   state = new_state().replace(params={'dense': {'kernel': jnp.asarray(bits)}})
-  with opened(tmp_path, keep=None) as checkpointer:
+  with opened(tmp_path, keep=Keep()) as checkpointer:
     for step in (10, 20):
       save(checkpointer, step, state.replace(step=jnp.int32(step)))
     checkpointer.wait()

@@ -14,6 +14,7 @@ import pytest
 from t5x_gpu.checkpoint import chunks, pruning
 from t5x_gpu.checkpoint import __main__ as tools
 from t5x_gpu.checkpoint.checksums import checksums_of
+from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.params_files import ParamsWriter, read_params
 from t5x_gpu.checkpoint.state_files import StateReader
@@ -97,7 +98,7 @@ def test_diff_names_arrays_that_only_one_has_and_other_shapes(tmp_path):
 
 
 def test_verify_finds_one_bit_in_one_of_two_checkpoints(tmp_path):
-  with opened(tmp_path, keep=None) as checkpointer:
+  with opened(tmp_path, keep=Keep()) as checkpointer:
     for step in (10, 20):
       save(checkpointer, step, random_bits(step)[1])
     checkpointer.wait()
@@ -198,9 +199,9 @@ def test_prune_removes_nothing_that_it_does_not_know(tmp_path):
 def test_prune_is_refused_while_a_run_writes_and_would_leave_one(tmp_path):
   folder = folder_with(tmp_path, 10, 20)
   with pytest.raises(CheckpointError, match='--keep_last=1 keeps step 20'):
-    pruning.plan_prune(folder, pruning.Keep(every=7))
+    pruning.plan_prune(folder, Keep(every=7))
   with pytest.raises(CheckpointError, match='no checkpoint of step 7'):
-    pruning.plan_prune(folder, pruning.Keep(steps=(7,)))
+    pruning.plan_prune(folder, Keep(steps=(7,)))
   holds = ('import pathlib, sys; from t5x_gpu.checkpoint.run_lock import RunLock; '
            'RunLock(pathlib.Path(sys.argv[1])); print("locked", flush=True); sys.stdin.read()')
   with subprocess.Popen([sys.executable, '-c', holds, str(folder)], cwd=REPOSITORY, text=True,

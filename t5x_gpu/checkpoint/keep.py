@@ -1,0 +1,89 @@
+"""Which checkpoints stay when there are more than anybody needs."""
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Optional
+
+from t5x_gpu.errors import ConfigError, did_you_mean
+
+BEST_IS = ('min', 'max')
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+  """Which checkpoints stay: those that any of these names.
+
+  Attributes:
+    last: so many of the latest.
+    every: steps that are multiples of this.
+    steps: these.
+    best: so many of those with the best value of `metric`.
+    metric: an evaluation's, as metrics.jsonl calls it: 'eval/loss'.
+    best_is: 'min' or 'max'.
+  """
+  last: Optional[int] = None
+  every: Optional[int] = None
+  steps: Collection[int] = ()
+  best: Optional[int] = None
+  metric: str = 'eval/loss'
+  best_is: str = 'min'
+
+  def reasons(self, steps: Sequence[int], values: Mapping[int, float]) -> dict[int, str]:
+    """Returns step -> why it stays, for those that do.
+
+    Args:
+      steps: all of them, oldest first.
+      values: step -> value of the metric, for those that were evaluated when they were saved.
+    """
+    known = [step for step in steps if step in values and not math.isnan(values[step])]
+    ranked = sorted(known, key=lambda step: (-values[step] if self.best_is == 'max' else
+                                             values[step], -step))
+    kept = {}
+    for step in steps:
+      if self.last and step in steps[-self.last:]:
+        kept[step] = f'one of the last {self.last}'
+      elif self.every and step % self.every == 0:
+        kept[step] = f'a multiple of {self.every}'
+      elif step in self.steps:
+        kept[step] = 'named'
+      elif self.best and step in ranked[:self.best]:
+        kept[step] = f'one of the best {self.best} ({self.metric} {values[step]:.6g})'
+    return kept
+
+  def value_of(self, metrics: Mapping[str, Any]) -> Optional[float]:
+    """Returns the value that `best` goes by, from the metrics of a checkpoint; None without any.
+
+    Raises:
+      ConfigError: there are metrics, but not this one.
+    """
+    if not self.best or not metrics:
+      return None
+    if self.metric not in metrics:
+      raise ConfigError(
+          f'CheckpointConfig.best_metric = {self.metric!r} is not what evaluations give.'
+          + did_you_mean(self.metric, metrics),
+          fix=f'They give: {", ".join(sorted(metrics))}.',
+          parameters=('CheckpointConfig.best_metric',))
+    return float(metrics[self.metric])
+
+
+class Preservation:
+  """What Orbax asks before it deletes anything, once a newer checkpoint is committed.
+
+  Args:
+    keep: which stay; one without `last` keeps all.
+  Attributes:
+    values: step -> value of the metric; the run adds what it saves.
+  """
+
+  def __init__(self, keep: Keep, values: Mapping[int, float]):
+    self._keep = keep
+    self.values = dict(values)
+
+  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    """Returns of each checkpoint, oldest first, whether it stays."""
+    del context
+    steps = [info.step for info in checkpoints]
+    stays = self._keep.reasons(steps, self.values)
+    return [self._keep.last is None or step in stays for step in steps]
