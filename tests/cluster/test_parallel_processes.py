@@ -9,6 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from t5x_gpu.checkpoint.state_files import StateReader
+from t5x_gpu.checkpoint.verification import verify
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 
 pytestmark = pytest.mark.cluster
@@ -68,3 +70,6 @@ def test_processes_give_the_losses_and_parameters_of_one(
   assert ours.keys() == theirs.keys()
   for path, value in theirs.items():
     np.testing.assert_allclose(ours[path], value, rtol=0, atol=1e-5, err_msg=path)
+  # Checksums that processes have added up are those that one reader finds in the files.
+  verdict = verify(StateReader(project.model_dir), step=lambda num_bytes: None)
+  assert not verdict.damaged and not verdict.num_unknown and verdict.num_arrays > 20
