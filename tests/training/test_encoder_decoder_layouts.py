@@ -1,6 +1,5 @@
 """Gradients of an encoder-decoder on meshes that take it layer by layer are those of one device.
 
-
 With dropout and packed, uneven rows; the updates are in tests/parity/test_layouts.py.
 """
 
