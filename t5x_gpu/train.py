@@ -86,8 +86,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     num_microbatches: parts of the batch computed one after the other, to save memory.
     max_grad_norm: global norm to which gradients are clipped.
     loss_normalizing_factor: see training/train_step.py; None for the loss per target token.
-    learning_rate_scaling: 'linear' or 'sqrt' multiplies the learning rate by the number of replicas
-      or its root; None leaves it alone.
+    learning_rate_scaling: 'linear' or 'sqrt' in the number of replicas; None for none.
     sample_cfg: text to continue at the end.
     initialize_from: what to start from while `model_dir` has no checkpoint; None for the seed.
     distributed_cfg: how long several processes wait for each other; `main` has used it by now.
@@ -106,8 +105,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   model_dir = _local_folder(model_dir)
   _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
                  eval_steps=eval_steps, infer_eval_period=infer_eval_period)
-  _check_best(checkpoint_cfg, total_steps, eval_period if train_eval_dataset_cfg else None,
-              infer_eval_period if infer_eval_dataset_cfg else None)
+  checkpoint_cfg.check_best(total_steps, eval_period, infer_eval_period)
   program = _build(model=model, optimizer=optimizer, schedule=learning_rate,
                    partitioner=partitioner, dataset=train_dataset_cfg, seed=random_seed,
                    num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
@@ -156,8 +154,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   # ---- 4. The loop -----------------------------------------------------------------------------
   def step_done(step: int, sums: reduce.Sums) -> None:
     watchdog.step_done(step)
-    _check_finite(step, sums, checkpointer)
-    checkpointer.check()
+    _check_step(step, sums, checkpointer)
     if step == 1 and not start.origin:
       _check_first_loss(reduce.means(sums).values.get('cross_entropy'), model)
 
@@ -264,20 +261,10 @@ def _check_periods(**periods: Optional[int]) -> None:
                       parameters=[f'train.{name}' for name in wrong])
 
 
-def _check_best(config: CheckpointConfig, total_steps: int, *eval_periods: Optional[int]) -> None:
-  """Raises ConfigError if the best checkpoints are to stay, but none is evaluated before the end."""
-  if config.keep_best and not any(
-      period and math.lcm(period, config.period) < total_steps for period in eval_periods):
-    raise ConfigError(
-        f'CheckpointConfig.keep_best = {config.keep_best}, but no checkpoint before the last is '
-        f'saved at a step with an evaluation: saves every {config.period}, evaluations every '
-        f'{" and ".join(str(p) for p in eval_periods if p) or "(none)"} steps.',
-        fix=f'Set EVAL_PERIOD = {config.period}, or CheckpointConfig.keep_best = None.',
-        parameters=('CheckpointConfig.keep_best', 'train.eval_period'))
-
-
-def _check_finite(step: int, sums: Mapping[str, tuple[float, float]],
-                  checkpointer: Checkpointer) -> None:
+def _check_step(step: int, sums: Mapping[str, tuple[float, float]],
+                checkpointer: Checkpointer) -> None:
+  """Raises TrainingError for a step that is not finite, CheckpointError for a save that failed."""
+  checkpointer.check()
   bad = [name for name, (total, _) in sums.items() if not math.isfinite(total)]
   if bad:
     checkpointer.wait()  # what is on its way is good

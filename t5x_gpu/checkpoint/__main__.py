@@ -74,7 +74,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument('--keep_best', type=_positive, metavar='N',
                      help='prune: keep the N that were best when they were evaluated')
   group.add_argument('--metric', help='prune: by which (default: eval/loss)')
-  group.add_argument('--best_is', choices=BEST_IS, help='prune: which values are best (default: min)')
+  group.add_argument('--best_is', choices=BEST_IS, help='prune: what is best (default: min)')
   group.add_argument('--yes', action='store_true', help='prune: do it (default: show it)')
 
 
@@ -151,8 +151,7 @@ def _average(args: argparse.Namespace, console: Console) -> int:
 def _prune(args: argparse.Namespace, console: Console) -> int:
   if not (args.keep_last or args.keep_every or args.keep_steps or args.keep_best):
     raise ConfigError('Nothing says which checkpoints are to stay.',
-                      fix='Set --keep_last=N, --keep_every=K, --keep_steps=N,N or --keep_best=N, or '
-                          'several.')
+                      fix='Set --keep_last=N, --keep_every=K, --keep_steps=N,N or --keep_best=N.')
   keep = Keep(args.keep_last, args.keep_every, args.keep_steps, args.keep_best,
               args.metric or Keep.metric, args.best_is or Keep.best_is)
   plan = plan_prune(args.folders[0], keep)

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import gc
 import logging
+import math
 import os
 import pathlib
 import sys
@@ -83,6 +84,17 @@ class CheckpointConfig:
     """Which checkpoints stay."""
     return Keep(last=self.keep, every=self.keep_every, best=self.keep_best,
                 metric=self.best_metric, best_is=self.best_is)
+
+  def check_best(self, total_steps: int, *eval_periods: Optional[int]) -> None:
+    """Raises CheckpointError if the best are to stay, but only the last one is evaluated."""
+    if self.keep_best and not any(p and math.lcm(p, self.period) < total_steps
+                                  for p in eval_periods):
+      raise CheckpointError(
+          f'CheckpointConfig.keep_best = {self.keep_best}, but no checkpoint before the last is '
+          f'saved at a step with an evaluation: a save every {self.period} steps, an evaluation '
+          f'every {" and ".join(str(p) for p in eval_periods if p) or "(never)"}.',
+          fix=f'Set EVAL_PERIOD = {self.period}, or CheckpointConfig.keep_best = None.',
+          parameters=('CheckpointConfig.keep_best', 'train.eval_period'))
 
 
 @dataclasses.dataclass(frozen=True)
