@@ -24,6 +24,8 @@ DATA = [
     'tensorflow-datasets>=4.9.10,<5',
     'grain>=0.2.18,<0.3',  # prepared rows: it brings cloudpickle and portpicker, no TensorFlow
     'array-record>=0.8.3,<0.9',
+    'pyarrow>=26.0,<27',  # Parquet, Arrow, and what is compressed with zstd
+    'h5py>=3.14,<4',
 ]
 # Models and tokenizers of Hugging Face: what python -m t5x_gpu.convert compares logits with, beside
 # torch, which it takes as it finds it. Converting itself needs neither.
@@ -52,7 +54,7 @@ setuptools.setup(
         'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"'],
         'dev': DEV,
         'hf': HF,
-        'pile': ['zstandard>=0.22'],
+        'pile': [],  # pyarrow of the base reads and writes .zst; kept for `pip install .[pile]`
     },
     entry_points={'console_scripts': ['t5x_gpu = t5x_gpu.__main__:main']},
 )

@@ -93,6 +93,8 @@ class DatasetConfig:
       'words:8192' (words hashed into that many ids), or None for the task's own.
     mixture_rates: of `prepared:DIR`: task -> rate, in place of those of the mixture.
     loss_on_targets_only: with feature converter 'prefix_lm', give the inputs weight 0 in the loss.
+    max_corrupt_fraction: share of the records of files that may be damaged: they are left out,
+      counted and reported. 0.0: the first one is an error that names file and place.
     module: what opens this: it has `open_batches(config, feature_converter, ...)`.
   """
   mixture_or_task_name: str
@@ -107,6 +109,7 @@ class DatasetConfig:
   vocabulary: Optional[str] = None
   loss_on_targets_only: bool = True
   mixture_rates: Optional[Mapping[str, float]] = None
+  max_corrupt_fraction: float = 0.0
   module: str = _TEXT_MODULE
 
 

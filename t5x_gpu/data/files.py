@@ -3,16 +3,19 @@
 import glob
 import hashlib
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
+from t5x_gpu.data.file_rows import open_stream
 from t5x_gpu.errors import DataError
 
 # One file in this many goes to the validation split.
 VALIDATION_ONE_IN = 20
 _HEAD_BYTES = 65536
+log = logging.getLogger(__name__)
 
 
 def fingerprint(files: Sequence[str]) -> dict[str, Any]:
@@ -49,28 +52,47 @@ def json_fields(line: bytes, *, keys: Sequence[str], where: str) -> list[bytes]:
   return [record[key].encode() for key in keys]
 
 
+def first_line(path: str) -> tuple[int, bytes]:
+  """Returns number and bytes of the first line that is not blank, or (0, b'')."""
+  try:
+    with open_stream(path) as f:
+      return next(((i, line) for i, line in enumerate(f, 1) if line.strip()), (0, b''))
+  except (OSError, EOFError) as e:
+    raise DataError(f'{path} cannot be read: {e}.',
+                    fix='Get the file anew, or leave it out of the pattern.',
+                    parameters=('DatasetConfig.mixture_or_task_name',)) from e
+
+
+def json_keys(path: str) -> list[str]:
+  """Returns the keys of texts in the first object of a file of JSON lines; none if it is none."""
+  try:
+    record = json.loads(first_line(path)[1] or b'null')
+  except ValueError:
+    return []
+  return [key for key, value in record.items()
+          if isinstance(value, str)] if isinstance(record, dict) else []
+
+
 def jsonl_keys(path: str) -> dict[str, str]:
   """Returns JSON key -> feature, judged by the first line of the file at `path`.
 
   {'inputs', 'targets'} make a supervised task; 'text' or 'targets' alone a language-model task.
   """
-  with open(path, 'rb') as f:
-    for number, line in enumerate(f, 1):
-      if not line.strip():
-        continue
-      where = f'{path}:{number}'
-      try:
-        record = json.loads(line)
-      except ValueError:
-        record = {}
-        json_fields(line, keys=['text'], where=where)  # Raises with the reason.
-      keys = record if isinstance(record, dict) else {}
-      if 'inputs' in keys and 'targets' in keys:
-        return {'inputs': 'inputs', 'targets': 'targets'}
-      if 'targets' in keys and 'text' not in keys:
-        return {'targets': 'targets'}
-      json_fields(line, keys=['text'], where=where)
-      return {'text': 'targets'}
+  number, line = first_line(path)
+  if line:
+    where = f'{path}:{number}'
+    try:
+      record = json.loads(line)
+    except ValueError:
+      record = {}
+      json_fields(line, keys=['text'], where=where)  # Raises with the reason.
+    keys = record if isinstance(record, dict) else {}
+    if 'inputs' in keys and 'targets' in keys:
+      return {'inputs': 'inputs', 'targets': 'targets'}
+    if 'targets' in keys and 'text' not in keys:
+      return {'targets': 'targets'}
+    json_fields(line, keys=['text'], where=where)
+    return {'text': 'targets'}
   raise DataError(f'{path} is empty.', fix='Point jsonl: at a file with a JSON object per line.',
                   parameters=('DatasetConfig.mixture_or_task_name',))
 
@@ -97,6 +119,9 @@ def matching_files(pattern: str) -> list[str]:
         fix="Correct the path after the colon of MIXTURE_OR_TASK_NAME; wildcards are *, ** and ?.",
         parameters=('DatasetConfig.mixture_or_task_name',))
   full = [path for path in files if os.path.getsize(path)]
+  if full and len(full) < len(files):
+    log.warning('%d of the %d files that match %r are empty and are skipped',
+                len(files) - len(full), len(files), pattern)
   if not full:
     raise DataError(f'All {len(files)} files that match {pattern!r} are empty.',
                     fix='Point MIXTURE_OR_TASK_NAME at files with text.',

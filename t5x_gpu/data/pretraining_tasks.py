@@ -3,7 +3,8 @@
   python_source_span_corruption   T5's objective on the standard library, for encoder-decoders
   python_source_mlm               BERT's objective on it, for encoders
   span_corruption:TEXT, mlm:TEXT  the same over TEXT: python_source, text_files:PATTERN,
-                                  text_lines:PATTERN or jsonl:PATTERN with a 'text' per line
+                                  text_lines:PATTERN, jsonl:PATTERN with a 'text' per line, or a
+                                  file with a column of text (table_tasks)
 
 The byte vocabulary gets extra ids for what is hidden: 359 ids for span corruption, 260 for `mlm`.
 """
@@ -11,29 +12,34 @@ The byte vocabulary gets extra ids for what is hidden: 359 ids for span corrupti
 import functools
 from collections.abc import Callable, Mapping
 
-from t5x_gpu.data import objectives, tasks
+from t5x_gpu.data import objectives, table_tasks, tasks
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import named_vocabulary
 from t5x_gpu.errors import DataError, did_you_mean
 
 NUM_SENTINELS = 100  # T5's
+_FILE_TASKS = {**tasks.PATTERN_TASKS, **table_tasks.PATTERN_TASKS}
+# Names (before a colon, if they have one) of tasks that may give one text per example.
+TEXTS = (*tasks.TEXTS, *table_tasks.PATTERN_TASKS)
 _TOKENIZE = functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False)
 
 
 def _source(text: str, *, objective: str) -> seqio.DataSource:
   """Returns the source of {'targets': text} called `text`, such as 'text_files:PATTERN'."""
   kind, colon, pattern = text.partition(':')
-  if kind not in tasks.TEXTS or bool(colon) == (kind == 'python_source'):
+  if kind not in TEXTS or bool(colon) == (kind == 'python_source'):
     raise DataError(
-        f'{objective}: cannot hide parts of {text!r}.' + did_you_mean(kind, tasks.TEXTS),
+        f'{objective}: cannot hide parts of {text!r}.' + did_you_mean(kind, TEXTS),
         fix=f'Set MIXTURE_OR_TASK_NAME to {objective}:python_source, or to {objective}: and '
-            'text_files:PATTERN, text_lines:PATTERN or jsonl:PATTERN.',
+            'text_files:PATTERN, text_lines:PATTERN, jsonl:PATTERN, or '
+            + ', '.join(table_tasks.PATTERN_TASKS) + ' with a column of text.',
         parameters=('DatasetConfig.mixture_or_task_name',))
-  task = tasks.PATTERN_TASKS[kind](pattern) if colon else seqio.TaskRegistry.get(kind)
+  task = _FILE_TASKS[kind](pattern) if colon else seqio.TaskRegistry.get(kind)
   if 'inputs' in task.output_features:
     raise DataError(
         f"{text!r} has 'inputs' and 'targets'; {objective} makes both from one text.",
-        fix="Give .jsonl files with the key 'text', or remove the objective to train on the pairs.",
+        fix="Give files with the key or column 'text' (or choose one: #text=COLUMN), or remove the "
+            'objective to train on the pairs.',
         parameters=('DatasetConfig.mixture_or_task_name',))
   return task.source
 

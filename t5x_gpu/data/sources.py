@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.data import files as files_lib
+from t5x_gpu.data.block_reader import BlockReader
+from t5x_gpu.data.line_files import LINES_PER_SPAN
 from t5x_gpu.data.tables import LabelledTexts
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 
-# A file is read in spans of this many lines (about 2.5 kB of source code): streaming, little state.
-LINES_PER_SPAN = 64
 # Files open at once, a span from each in turn: neighbours in the stream come from many files.
 FILES_AT_ONCE = 32
 # Rows of a table among which the next is drawn: their numbers are part of the saved state.
@@ -65,12 +65,15 @@ class DocumentSource(seqio.DataSource):
 
   def fingerprint(self, split: str) -> dict[str, Any]:
     """Returns what identifies the data of `split`."""
-    return files_lib.fingerprint(self.list_shards(split))
+    facts = files_lib.fingerprint(self.list_shards(split))
+    if isinstance(self._reader, BlockReader) and self._reader.chosen:
+      facts['columns'] = dict(self._reader.columns)
+    return facts
 
   @property
-  def problem(self) -> Optional[DataError]:
-    """What the reader found wrong with a file, if it did."""
-    return getattr(self._reader, 'problem', None)
+  def block_reader(self) -> Optional[BlockReader]:
+    """What reads the files, if it counts their damage."""
+    return self._reader if isinstance(self._reader, BlockReader) else None
 
 
 class HashSplitSource(seqio.DataSource):
@@ -101,9 +104,9 @@ class HashSplitSource(seqio.DataSource):
     return self._documents.fingerprint('all')
 
   @property
-  def problem(self) -> Optional[DataError]:
-    """What the reader found wrong with a file, if it did."""
-    return self._documents.problem
+  def block_reader(self) -> Optional[BlockReader]:
+    """What reads the files, if it counts their damage."""
+    return self._documents.block_reader
 
 
 def _is_validation(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
@@ -133,7 +136,16 @@ def source_fingerprint(source: seqio.DataSource, *, split: str) -> dict[str, Any
 
 def reading_problem(source: seqio.DataSource) -> Optional[DataError]:
   """Returns the DataError that a reader of `source` met inside tf.data, if it did."""
-  return getattr(source, 'problem', None)
+  reader = getattr(source, 'block_reader', None)
+  return reader.problem if reader is not None else None
+
+
+def allow_damage(source: seqio.DataSource, max_corrupt_fraction: float) -> bool:
+  """Sets how much of `source` may be damaged; returns whether its reader counts damage at all."""
+  reader = getattr(source, 'block_reader', None)
+  if reader is not None:
+    reader.damage.max_fraction = max_corrupt_fraction
+  return reader is not None
 
 
 def read_spans(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
@@ -153,45 +165,6 @@ def read_lines(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
   lines = tf.data.TextLineDataset(path).filter(
       lambda line: tf.strings.length(tf.strings.strip(line)) > 0)
   return lines.map(lambda line: {'targets': line, 'document_end': True})
-
-
-class ParsedLines:
-  """A reader of one example per line, whose fields `parse` finds; blank lines are nothing.
-
-  `problem` is the DataError (file:line) of the first broken line: TensorFlow can only carry text
-  out of its threads, so the iterator looks here when tf.data fails.
-
-  Args:
-    features: names of the fields.
-    parse: returns the fields of a line as UTF-8, called as parse(line, where='file:line').
-  """
-
-  def __init__(self, *, features: Sequence[str], parse: Callable[..., Sequence[bytes]]):
-    self._features = tuple(features)
-    self._parse = parse
-    self.problem: Optional[DataError] = None
-
-  def __call__(self, path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
-    del file_number
-
-    def parse(file: bytes, index: Any, line: bytes) -> list[bytes]:
-      if not line.strip():
-        return [b''] * len(self._features)
-      try:
-        return list(self._parse(line, where=f'{os.fsdecode(file)}:{int(index) + 1}'))
-      except DataError as e:
-        self.problem = self.problem or e
-        raise
-
-    def example(index: tf.Tensor, line: tf.Tensor) -> dict[str, tf.Tensor]:
-      # A stateless Python function: it does not enter the iterator's state.
-      fields = tf.numpy_function(parse, [path, index, line],
-                                 [tf.string] * len(self._features), stateful=False)
-      texts = {name: tf.ensure_shape(text, []) for name, text in zip(self._features, fields)}
-      return {**texts, 'document_end': tf.constant(True)}
-
-    lines = tf.data.TextLineDataset(path).enumerate()
-    return lines.map(example).filter(lambda x: tf.strings.length(x[self._features[0]]) > 0)
 
 
 class LabelledSource(seqio.DataSource):

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from typing import Optional, Union
 
-from t5x_gpu.data import classification_tasks, pretraining_tasks, tasks
+from t5x_gpu.data import classification_tasks, pretraining_tasks, sources, table_tasks, tasks
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -16,8 +16,8 @@ TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
 _LISTED = 12
 _OWN_TASKS = (*tasks.OWN_TASKS, *classification_tasks.OWN_TASKS, *pretraining_tasks.OWN_TASKS)
-_PATTERN_TASKS = {**tasks.PATTERN_TASKS, **classification_tasks.PATTERN_TASKS,
-                  **pretraining_tasks.PATTERN_TASKS}
+_PATTERN_TASKS = {**tasks.PATTERN_TASKS, **table_tasks.PATTERN_TASKS,
+                  **classification_tasks.PATTERN_TASKS, **pretraining_tasks.PATTERN_TASKS}
 
 
 def lookup(config: DatasetConfig) -> TaskOrMixture:
@@ -35,6 +35,7 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
     found = _PATTERN_TASKS[before](pattern)
   else:
     found = _registered(name)
+  _allow_damage(found, config.max_corrupt_fraction)
   if config.vocabulary is None:
     return found
   return seqio.helpers.mixture_or_task_with_new_vocab(
@@ -42,6 +43,20 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
       new_output_features={feature_name: _with_vocabulary(feature, config.vocabulary)
                            for feature_name, feature in found.output_features.items()},
       add_to_seqio_registry=False)
+
+
+def _allow_damage(task: TaskOrMixture, fraction: float) -> None:
+  if not 0 <= fraction <= 1:
+    raise DataError(f'DatasetConfig.max_corrupt_fraction = {fraction} is no share of the records.',
+                    fix='Set it from 0.0 (no damaged record is passed over) to 1.0.',
+                    parameters=('DatasetConfig.max_corrupt_fraction',))
+  counted = [sources.allow_damage(part.source, fraction) for part in seqio.get_subtasks(task)]
+  if fraction and not any(counted):
+    raise DataError(f'{task.name!r} does not count damaged records, so max_corrupt_fraction = '
+                    f'{fraction:g} would do nothing.',
+                    fix='Remove it. Sources that count: jsonl, text_pairs, '
+                        + ', '.join(table_tasks.PATTERN_TASKS) + '.',
+                    parameters=('DatasetConfig.max_corrupt_fraction',))
 
 
 def _with_vocabulary(feature: seqio.Feature, name: str) -> seqio.Feature:
@@ -126,7 +141,8 @@ def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
     hint = {('targets',): " For a language-model task ('targets' alone) take 'lm'.",
             ('inputs', 'label'): " For a task with labels take 'encoder_classification', an "
                                  "encoder with the head 'classification'."}.get(tuple(have), '')
-    if have == ['targets'] and config.mixture_or_task_name.partition(':')[0] in tasks.TEXTS:
+    before = config.mixture_or_task_name.partition(':')[0]
+    if have == ['targets'] and before in pretraining_tasks.TEXTS:
       hint += (f' To hide parts of the same text, set MIXTURE_OR_TASK_NAME = '
                f"'span_corruption:{config.mixture_or_task_name}' (encoder-decoder) or "
                f"'mlm:{config.mixture_or_task_name}' (encoder).")

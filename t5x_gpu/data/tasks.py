@@ -5,6 +5,7 @@
   text_files:PATTERN   a document per file, line breaks kept
   text_lines:PATTERN   a document per line
   jsonl:PATTERN        a JSON object per line: 'text', or 'inputs' and 'targets'
+  csv:PATTERN, ...     columns of tables: see table_tasks
   text_pairs:PATTERN   .tsv with inputs, a tab and targets per line, or .jsonl with these keys
 
 Language-model documents longer than the sequence are cut into pieces, not thrown away; the
@@ -19,6 +20,9 @@ from typing import Optional
 
 from t5x_gpu.data import files as files_lib
 from t5x_gpu.data import sources, tables
+from t5x_gpu.data.block_reader import DOCUMENT_END, BlockReader
+from t5x_gpu.data.file_rows import COMPRESSED, FileForm, pattern_and_columns
+from t5x_gpu.data.line_files import JSON_LINES, LINES, PAIRS, SPANS
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import named_vocabulary
 from t5x_gpu.errors import DataError
@@ -77,21 +81,30 @@ seqio.TaskRegistry.add(
     shuffle_buffer_size=SHUFFLE_BUFFER)
 
 
-def _text_task(name: str, files: Sequence[str], reader: sources.Reader) -> seqio.Task:
-  return seqio.Task(name, source=sources.HashSplitSource(files, reader=reader),
+def text_task(name: str, source: seqio.DataSource) -> seqio.Task:
+  """Returns a language-model task over {'targets': text, 'document_end': bool}."""
+  return seqio.Task(name, source=source,
                     preprocessors=_LM_PREPROCESSORS,
                     output_features=_features(named_vocabulary('byte'), ['targets']),
                     shuffle_buffer_size=SHUFFLE_BUFFER)
 
 
+def _texts(name: str, pattern: str, *, plain: sources.Reader, form: FileForm) -> seqio.Task:
+  files = files_lib.matching_files(pattern)
+  if any(path.endswith(COMPRESSED) for path in files):
+    columns = {'targets': 'text', **({DOCUMENT_END: 'end'} if form is SPANS else {})}
+    plain = BlockReader(form, columns=columns, num_files=len(files))
+  return text_task(name, sources.HashSplitSource(files, reader=plain))
+
+
 def text_files(pattern: str) -> seqio.Task:
   """Returns a task with a document per file. Raises DataError if no file matches."""
-  return _text_task('text_files', files_lib.matching_files(pattern), sources.read_spans)
+  return _texts('text_files', pattern, plain=sources.read_spans, form=SPANS)
 
 
 def text_lines(pattern: str) -> seqio.Task:
   """Returns a task with a document per non-blank line. Raises DataError if no file matches."""
-  return _text_task('text_lines', files_lib.matching_files(pattern), sources.read_lines)
+  return _texts('text_lines', pattern, plain=sources.read_lines, form=LINES)
 
 
 def jsonl(pattern: str) -> seqio.Task:
@@ -101,20 +114,17 @@ def jsonl(pattern: str) -> seqio.Task:
     DataError: no file matches, or the first line (named file:line) is not such an object. Later
       lines raise when they are read.
   """
+  pattern, chosen = pattern_and_columns(pattern)
   files = files_lib.matching_files(pattern)
-  keys = files_lib.jsonl_keys(files[0])
-  reader = _json_lines(keys)
-  if set(keys.values()) == {'targets'}:
-    return _text_task('jsonl', files, reader)
-  return _supervised_task('jsonl', sources.HashSplitSource(files, reader=reader))
+  judged = next((path for path in files if files_lib.first_line(path)[1]), files[0])
+  columns = chosen or {feature: key for key, feature in files_lib.jsonl_keys(judged).items()}
+  source = sources.HashSplitSource(files, reader=BlockReader(
+      JSON_LINES, columns=columns, num_files=len(files), chosen=chosen is not None))
+  return (text_task if set(columns) == {'targets'} else supervised_task)('jsonl', source)
 
 
-def _json_lines(keys: Mapping[str, str]) -> sources.ParsedLines:
-  return sources.ParsedLines(features=list(keys.values()), parse=functools.partial(
-      files_lib.json_fields, keys=list(keys)))
-
-
-def _supervised_task(name: str, source: seqio.DataSource) -> seqio.Task:
+def supervised_task(name: str, source: seqio.DataSource) -> seqio.Task:
+  """Returns a task over {'inputs': text, 'targets': text}, judged by exact matches."""
   return seqio.Task(name, source=source, preprocessors=_SUPERVISED_PREPROCESSORS,
                     output_features=_features(named_vocabulary('byte'), ['inputs', 'targets']),
                     metric_fns=[exact_match], shuffle_buffer_size=SHUFFLE_BUFFER)
@@ -143,15 +153,12 @@ def text_pairs(pattern: str) -> seqio.Task:
                     f'{len(files)} of the form {found}.',
                     fix='Narrow the pattern to files of one form, such as text_pairs:FOLDER/*.tsv.',
                     parameters=('DatasetConfig.mixture_or_task_name',))
-  names = ('inputs', 'targets')
-  if forms == ['.jsonl']:
-    reader = _json_lines({name: name for name in names})
-  else:
-    reader = sources.ParsedLines(features=names, parse=tables.pair_fields)
+  reader = BlockReader(JSON_LINES if forms == ['.jsonl'] else PAIRS, num_files=len(files),
+                       columns={name: name for name in ('inputs', 'targets')})
   by_split = tables.files_by_split(files)
   if by_split is None:
-    return _supervised_task('text_pairs', sources.HashSplitSource(files, reader=reader))
-  return _supervised_task('text_pairs', sources.DocumentSource(
+    return supervised_task('text_pairs', sources.HashSplitSource(files, reader=reader))
+  return supervised_task('text_pairs', sources.DocumentSource(
       lambda: by_split, reader=reader, splits=tuple(by_split)))
 
 

@@ -1,0 +1,112 @@
+"""What files of any form are read as: rows of texts, blanks and damage, numbered from the start.
+
+A form of file is a `FileForm`: the names of its columns, and an iterator of its rows from any row
+on. Which column is which feature is judged by the names, or said behind the pattern:
+
+    csv:data/*.csv                              columns text, or inputs and targets
+    csv:data/*.csv#text=body                    the column body is the text
+    parquet:qa/*.parquet#inputs=question,targets=answer
+"""
+
+import dataclasses
+import gzip
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import BinaryIO, Optional, Union
+
+import pyarrow as pa
+
+from t5x_gpu.errors import DataError, did_you_mean
+
+NAME = ('DatasetConfig.mixture_or_task_name',)
+COMPRESSED = ('.gz', '.zst')
+_READ_AHEAD_BYTES = 1 << 20
+
+# The texts of the chosen columns as UTF-8; None for a blank row; what is wrong with a damaged one.
+Row = Union[tuple[bytes, ...], None, DataError]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileForm:
+  """How files of one form are read.
+
+  Attributes:
+    name: 'csv', 'parquet', ...
+    columns: path -> names of its columns.
+    rows: (path, names of columns, rows to pass over) -> the rows after these.
+  """
+  name: str
+  columns: Callable[[str], Sequence[str]]
+  rows: Callable[[str, Sequence[str], int], Iterator[Row]]
+
+
+def open_stream(path: str) -> BinaryIO:
+  """Returns the bytes of a file, decompressed if its name ends in .gz or .zst."""
+  if path.endswith('.gz'):
+    return gzip.open(path, 'rb')
+  if path.endswith('.zst'):
+    return io.BufferedReader(pa.input_stream(path, compression='zstd'), _READ_AHEAD_BYTES)
+  return open(path, 'rb', buffering=_READ_AHEAD_BYTES)
+
+
+def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], where: str) -> Row:
+  """Returns the row of `values`: None if all are blank, a DataError if some are or are no UTF-8."""
+  empty = [name for name, value in zip(columns, values) if not value or not value.strip()]
+  if len(empty) == len(values):
+    return None
+  if empty:
+    return DataError(f'{where} has nothing in {empty[0]!r}.', fix='Fill it in or remove the row.')
+  for name, value in zip(columns, values):
+    try:
+      value.decode()
+    except UnicodeDecodeError as e:
+      return DataError(f'{where} has bytes in {name!r} that are not UTF-8: {e}.',
+                       fix='Save the texts as UTF-8.')
+  return tuple(values)
+
+
+def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
+  """Returns the pattern and, where columns are chosen behind `#`, feature -> column.
+
+  Raises:
+    DataError: chosen columns are neither `text` nor `inputs` and `targets`.
+  """
+  pattern, mark, chosen = spelled.rpartition('#')
+  if not mark or '=' not in chosen:
+    return spelled, None
+  parts = dict(part.partition('=')[::2] for part in chosen.split(','))
+  for ours in ({'text'}, {'targets'}, {'inputs', 'targets'}):
+    if set(parts) == ours and all(parts.values()):
+      return pattern, {'targets' if name == 'text' else name: column
+                       for name, column in parts.items()}
+  raise DataError(f'#{chosen} chooses columns for {", ".join(map(repr, parts))}.'
+                  + did_you_mean(next(iter(parts)), ('text', 'inputs', 'targets')),
+                  fix='Write #text=COLUMN, or #inputs=COLUMN,targets=COLUMN.', parameters=NAME)
+
+
+def feature_columns(names: Sequence[str], *, chosen: Optional[Mapping[str, str]],
+                    where: str) -> dict[str, str]:
+  """Returns feature -> column: those chosen, else by the names `inputs`, `targets` or `text`.
+
+  Args:
+    names: columns that there are.
+    chosen: feature -> column, or None.
+    where: the file, for errors.
+  Raises:
+    DataError: no such columns.
+  """
+  if chosen is None:
+    if 'inputs' in names and 'targets' in names:
+      return {'inputs': 'inputs', 'targets': 'targets'}
+    for name in ('text', 'targets'):
+      if name in names:
+        return {'targets': name}
+  missing = [column for column in (chosen or {'targets': 'text'}).values() if column not in names]
+  if missing:
+    first = names[0] if names else 'COLUMN'
+    raise DataError(
+        f'{where} has no column {missing[0]!r}: it has '
+        + (', '.join(map(repr, names[:20])) or 'none') + '.' + did_you_mean(missing[0], names),
+        fix=f'Choose behind the pattern: #text={first}, or #inputs=COLUMN,targets=COLUMN.',
+        parameters=NAME)
+  return dict(chosen)

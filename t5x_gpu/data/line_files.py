@@ -1,0 +1,205 @@
+"""Rows of files that are read from the front: lines, JSON lines, .csv, .tsv, TFRecord.
+
+All may be compressed (.gz, .zst). To continue at a row they are read again up to it.
+"""
+
+import csv
+import functools
+import io
+import itertools
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Optional
+
+from t5x_gpu.data import files as files_lib
+from t5x_gpu.data import tables
+from t5x_gpu.data.file_rows import FileForm, Row, checked_row, open_stream
+from t5x_gpu.data.tf_runtime import tf
+from t5x_gpu.errors import DataError
+
+_MAX_FIELD = 10_000_000  # of csv; Python's own limit is 128 kB
+# A file is read in spans of this many lines (about 2.5 kB of source code): streaming, little state.
+LINES_PER_SPAN = 64
+
+
+def _line_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
+  with open_stream(path) as f:
+    for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
+      yield checked_row([line.rstrip(b'\r\n')], columns=columns, where=f'{path}:{number}')
+
+
+def _span_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
+  """Yields (64 lines, b'' or what marks the last span of the file)."""
+  with open_stream(path) as f:
+    lines = itertools.islice(f, skip * LINES_PER_SPAN, None)
+    span = b''.join(itertools.islice(lines, LINES_PER_SPAN))
+    while span:
+      following = b''.join(itertools.islice(lines, LINES_PER_SPAN))
+      yield span, b'' if following else b'end'
+      span = following
+
+
+def _json_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
+  with open_stream(path) as f:
+    for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
+      if not line.strip():
+        yield None
+        continue
+      try:
+        texts = tuple(files_lib.json_fields(line.rstrip(b'\r\n'), keys=columns,
+                                            where=f'{path}:{number}'))
+      except DataError as e:
+        yield e
+        continue
+      yield texts if texts[0] else None
+
+
+def _pair_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
+  """Yields (inputs, targets) of lines without a header."""
+  with open_stream(path) as f:
+    for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
+      try:
+        yield tuple(tables.pair_fields(line.rstrip(b'\r\n'), where=f'{path}:{number}')) if (
+            line.strip()) else None
+      except DataError as e:
+        yield e
+
+
+def _reader(f: io.TextIOBase, form: str) -> Iterator[list[str]]:
+  csv.field_size_limit(_MAX_FIELD)
+  if form == 'tsv':  # tabs between columns and no quoting
+    return csv.reader(f, delimiter='\t', quoting=csv.QUOTE_NONE, strict=True)
+  return csv.reader(f, strict=True)
+
+
+def _text(path: str) -> io.TextIOWrapper:
+  # Bytes that are not UTF-8 pass through, and are found in the one row that has them.
+  return io.TextIOWrapper(open_stream(path), encoding='utf-8-sig', errors='surrogateescape',
+                          newline='')
+
+
+def _header(path: str, *, form: str) -> list[str]:
+  with _text(path) as f:
+    return [name.strip() for name in next(_reader(f, form), [])]
+
+
+def _csv_rows(path: str, columns: Sequence[str], skip: int, *, form: str) -> Iterator[Row]:
+  with _text(path) as f:
+    reader = _reader(f, form)
+    names = [name.strip() for name in next(reader, [])]
+    if missing := [name for name in columns if name not in names]:
+      raise DataError(f'{path} has no column {missing[0]!r}: it has {", ".join(names)}.',
+                      fix='Give all files that the pattern matches the same header.')
+    at = [names.index(name) for name in columns]
+    for number in itertools.count():
+      where = f'{path}:{reader.line_num + 1}'
+      try:
+        fields = next(reader, None)
+      except csv.Error as e:
+        row: Row = DataError(f'{where} is not {form.upper()}: {e}.', fix=(
+            'Close every quote; write "" for a quote inside a quoted text.'))
+      else:
+        if fields is None:
+          return
+        if fields and len(fields) != len(names):
+          row = DataError(
+              f'{where} has {len(fields)} columns; the header has {len(names)}.',
+              fix=('Put a text with commas or line breaks into double quotes.' if form == 'csv' else
+                   'Separate columns by single tabs; texts hold no tab and no line break.'))
+        else:
+          row = checked_row([fields[i].encode('utf-8', 'surrogateescape') for i in at]
+                            if fields else [b''], columns=columns, where=where)
+      if number >= skip:
+        yield row
+
+
+# TFRecord: length (8 bytes), its checksum (4), the record, its checksum (4).
+# https://www.tensorflow.org/tutorials/load_data/tfrecord
+_HEAD = struct.Struct('<QI')
+_TAIL_BYTES = 4
+
+
+def _crc32c_table() -> tuple[int, ...]:
+  table = []
+  for byte in range(256):
+    for _ in range(8):
+      byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
+    table.append(byte)
+  return tuple(table)
+
+
+_CRC32C = _crc32c_table()
+
+
+def _masked_crc32c(data: bytes) -> int:
+  crc = 0xFFFFFFFF
+  for byte in data:
+    crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
+  crc ^= 0xFFFFFFFF
+  return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _tfrecords(path: str, skip: int) -> Iterator[bytes]:
+  with open_stream(path) as f:
+    for number in itertools.count():
+      head = f.read(_HEAD.size)
+      if not head:
+        return
+      if len(head) < _HEAD.size:
+        raise EOFError('it ends inside a record')
+      length, checksum = _HEAD.unpack(head)
+      if checksum != _masked_crc32c(head[:8]):
+        raise EOFError('the length of a record does not fit its checksum')
+      record = f.read(length + _TAIL_BYTES)
+      if len(record) < length + _TAIL_BYTES:
+        raise EOFError('it ends inside a record')
+      if number >= skip:
+        yield record[:length]
+
+
+def example_columns(record: bytes) -> list[str]:
+  """Returns the names of the texts in a tf.train.Example. Raises ValueError if it is none."""
+  features = _parsed(record)
+  return sorted(name for name in features if features[name].bytes_list.value)
+
+
+def example_row(record: bytes, *, columns: Sequence[str], where: str) -> Row:
+  """Returns the texts `columns` of a tf.train.Example, or what is wrong with it."""
+  try:
+    features = _parsed(record)
+  except ValueError as e:
+    return DataError(f'{where} is not a tf.train.Example: {e}.', fix='Write the file anew.')
+  values: list[Optional[bytes]] = []
+  for name in columns:
+    given = features[name].bytes_list.value if name in features else ()
+    if len(given) != 1:
+      return DataError(f'{where} has {len(given)} texts in {name!r}; there should be one.',
+                       fix='Write one text per feature and record.')
+    values.append(given[0])
+  return checked_row(values, columns=columns, where=where)
+
+
+def _parsed(record: bytes) -> tf.train.Features:
+  try:
+    return tf.train.Example.FromString(record).features.feature
+  except Exception as e:  # protobuf's DecodeError, whose module is not ours to name
+    raise ValueError(str(e) or type(e).__name__) from e
+
+
+def _tfrecord_columns(path: str) -> list[str]:
+  record = next(_tfrecords(path, 0), None)
+  return [] if record is None else example_columns(record)
+
+
+def _tfrecord_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
+  for number, record in enumerate(_tfrecords(path, skip), skip + 1):
+    yield example_row(record, columns=columns, where=f'{path}, record {number}')
+
+
+LINES = FileForm('text_lines', lambda path: ['text'], _line_rows)
+SPANS = FileForm('text_files', lambda path: ['text'], _span_rows)
+PAIRS = FileForm('text_pairs', lambda path: ['inputs', 'targets'], _pair_rows)
+JSON_LINES = FileForm('jsonl', files_lib.json_keys, _json_rows)
+CSV, TSV = (FileForm(form, functools.partial(_header, form=form),
+                     functools.partial(_csv_rows, form=form)) for form in ('csv', 'tsv'))
+TFRECORD = FileForm('tfrecord', _tfrecord_columns, _tfrecord_rows)
