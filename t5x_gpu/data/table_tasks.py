@@ -1,4 +1,4 @@
-"""Tasks from files with columns, and from TFDS, with no Python at all.
+"""Tasks from files with columns, with no Python at all.
 
   csv:PATTERN, tsv:PATTERN   a header, then a row per example; tsv has no quoting
   parquet:PATTERN            a row per example
@@ -6,7 +6,6 @@
   tfrecord:PATTERN           tf.train.Examples with one text per feature
   arrayrecord:PATTERN        the same, or a UTF-8 text per record
   hf_dataset:FOLDER          what Hugging Face's `save_to_disk` wrote, or a folder of its data files
-  tfds:NAME[:VERSION]        a prepared TensorFlow dataset
 
 The columns are `text`, or `inputs` and `targets`, or chosen: csv:PATTERN#text=body.
 """

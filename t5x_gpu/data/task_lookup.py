@@ -5,7 +5,8 @@ import importlib
 from collections.abc import Callable
 from typing import Optional, Union
 
-from t5x_gpu.data import classification_tasks, pretraining_tasks, sources, table_tasks, tasks
+from t5x_gpu.data import (
+    classification_tasks, pretraining_tasks, sources, table_tasks, tasks, tfds_tasks)
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -16,7 +17,7 @@ TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
 _LISTED = 12
 _OWN_TASKS = (*tasks.OWN_TASKS, *classification_tasks.OWN_TASKS, *pretraining_tasks.OWN_TASKS)
-_PATTERN_TASKS = {**tasks.PATTERN_TASKS, **table_tasks.PATTERN_TASKS,
+_PATTERN_TASKS = {**tasks.PATTERN_TASKS, **table_tasks.PATTERN_TASKS, **tfds_tasks.PATTERN_TASKS,
                   **classification_tasks.PATTERN_TASKS, **pretraining_tasks.PATTERN_TASKS}
 
 

@@ -1,0 +1,61 @@
+"""Tasks from prepared TensorFlow datasets, named in gin: tfds:NAME[:VERSION][#text=COLUMN]."""
+
+import functools
+from collections.abc import Callable, Mapping
+
+import tensorflow_datasets as tfds_lib
+
+from t5x_gpu.data import tasks
+from t5x_gpu.data.file_rows import NAME, feature_columns, pattern_and_columns
+from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.errors import DataError
+
+_ANY_VERSION = '*.*.*'  # TFDS takes the highest that is prepared
+
+
+def _select(dataset: tf.data.Dataset, columns: Mapping[str, str]) -> tf.data.Dataset:
+  return dataset.map(lambda row: {**{name: row[column] for name, column in columns.items()},
+                                  'document_end': True})
+
+
+def tfds(spelled: str) -> seqio.Task:
+  """Returns a task over text columns of a prepared dataset; its splits are the dataset's own.
+
+  Raises:
+    DataError: it is not prepared, or has no such columns.
+  """
+  name, chosen = pattern_and_columns(spelled)
+  if ':' not in name:
+    name = f'{name}:{_ANY_VERSION}'
+  # `read_only`: a training run on many hosts must not start many downloads.
+  source = seqio.TfdsDataSource(name, read_only=True)
+  try:
+    info = source.tfds_dataset.info
+    splits = sorted(info.splits)
+  except (tfds_lib.core.registered.DatasetNotFoundError, AssertionError, OSError,
+          ValueError) as e:
+    raise _not_prepared(name, str(e)) from e
+  if not splits:
+    raise _not_prepared(name, f'{info.full_name} has no split in {info.data_dir}')
+  texts = [column for column, feature in sorted(info.features.items())
+           if feature.dtype in (tf.string.as_numpy_dtype, str, object)]
+  columns = feature_columns(texts, chosen=chosen, where=f'tfds:{info.full_name}')
+  make: Callable[..., seqio.Task] = (
+      tasks.text_task if set(columns) == {'targets'} else tasks.supervised_task)
+  made = make('tfds', source)
+  return seqio.Task('tfds', source=source, output_features=made.output_features,
+                    preprocessors=(functools.partial(_select, columns=columns),
+                                   *made.preprocessors),
+                    metric_fns=made.metric_fns, shuffle_buffer_size=tasks.SHUFFLE_BUFFER)
+
+
+def _not_prepared(name: str, reason: str) -> DataError:
+  dataset = name.partition(':')[0]
+  return DataError(
+      f'tfds:{name} is not prepared: {reason.strip().splitlines()[0][:200] if reason else ""}',
+      fix=f'Prepare it once with: tfds build {dataset} --data_dir=DIR\n'
+          'and give the run --tfds_data_dir=DIR (nothing is downloaded by a run).',
+      parameters=NAME)
+
+
+PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {'tfds': tfds}
