@@ -9,6 +9,9 @@ DEMO := gin_configs/examples/demo.gin
 # one test after the other.
 PARALLEL ?= -n 2 --dist loadfile
 
+# tests/conftest.py sets the flags of quick compiles, unless there are some.
+OPTIMISED := XLA_FLAGS=--xla_force_host_platform_device_count=8
+
 # python3, or the first of its newer siblings where python3 itself is too old (Ubuntu 22.04).
 # The names are tried by running them: a pyenv shim is on the PATH whether or not it works.
 USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2])
@@ -57,11 +60,11 @@ demo: $(VENV)/.installed ## train a small model on Python's own source text, abo
 test: $(VENV)/.installed ## run the tests, without the slow ones
 	$(VENV)/bin/python -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
 
-test-all: $(VENV)/.installed ## run all tests
-	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
+test-all: $(VENV)/.installed ## run all tests, compiled with all optimisations
+	$(OPTIMISED) $(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-test-py312: $(VENV312)/.installed ## run all tests on Python 3.12 with a newer jax
-	$(VENV312)/bin/python -m pytest $(PARALLEL) $(ARGS)
+test-py312: $(VENV312)/.installed ## run the tests on Python 3.12 with a newer jax, without the slow ones
+	$(VENV312)/bin/python -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
 
 clean: ## remove the virtual environments and what builds and tests left; runs/ stays
 	rm -rf $(VENV) $(VENV312) build dist *.egg-info .pytest_cache .hypothesis
