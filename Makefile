@@ -63,8 +63,8 @@ test: $(VENV)/.installed ## run the tests, without the slow ones
 test-all: $(VENV)/.installed ## run all tests, compiled with all optimisations
 	$(OPTIMISED) $(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
-test-py312: $(VENV312)/.installed ## run the tests on Python 3.12 with a newer jax, without the slow ones
-	$(VENV312)/bin/python -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
+test-py312: $(VENV312)/.installed ## run all tests on Python 3.12 with a newer jax
+	$(VENV312)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 clean: ## remove the virtual environments and what builds and tests left; runs/ stays
 	rm -rf $(VENV) $(VENV312) build dist *.egg-info .pytest_cache .hypothesis
