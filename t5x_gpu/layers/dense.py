@@ -150,7 +150,10 @@ def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *, f
 
 
 class LinearParams(nn.Module):
-  """The kernel of a linear map [inputs, *features], and its bias [*features] if it has one."""
+  """The kernel of a linear map [inputs, *features], and its bias [*features] if it has one.
+
+  Those of key and value heads that are fewer than devices may have copies of each head.
+  """
   shape: tuple[int, ...]
   axes: tuple[str, ...]
   init: Initializer
@@ -159,9 +162,14 @@ class LinearParams(nn.Module):
   @nn.compact
   def __call__(self, dtype: Any) -> Linear:
     """Returns the map in `dtype`."""
-    kernel = self.param('kernel', with_axes(self.init, self.axes), self.shape, jnp.float32)
+    kernel = self._param('kernel', self.init, self.axes, self.shape)
     bias = None
     if self.use_bias:
-      bias = self.param('bias', with_axes(nn.initializers.zeros, self.axes[1:]), self.shape[1:],
-                        jnp.float32).astype(dtype)
+      bias = self._param('bias', nn.initializers.zeros, self.axes[1:], self.shape[1:]).astype(dtype)
     return Linear(kernel.astype(dtype), bias, factors_beside(self, dtype))
+
+  def _param(self, name: str, init: Initializer, axes: Sequence[str], shape: Sequence[int]
+             ) -> jax.Array:
+    if 'kv_heads' in axes and self.has_variable('params', name):
+      return self.get_variable('params', name)  # `self.param` would refuse copies
+    return self.param(name, with_axes(init, axes), tuple(shape), jnp.float32)

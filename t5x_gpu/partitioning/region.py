@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.partitioning import context_parallel, fsdp
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules, varying
+from t5x_gpu.partitioning.copies import Copies
 from t5x_gpu.partitioning.mesh_problems import divisors
 
 # What the names of features end in that tell the place of every token in its row.
@@ -133,7 +134,7 @@ class Region:
     """Returns what a model gets: parts of parameters as `fsdp.Split`, other parts as they are.
 
     Args:
-      parts: what is differentiated, split as `part_specs` says.
+      parts: what is differentiated, split as `part_specs` says; or copies of that.
       params: the same as the run keeps them; used where that is more than the part (ZeRO-2).
       names: tree of AxisNames.
     """
@@ -142,9 +143,11 @@ class Region:
       if dims is None:
         return part
       full = param if self.zero_stage == 2 else None
-      if part.ndim > len(axis_names.names):  # copies
-        dims = dataclasses.replace(dims, model=_copies_dim(axis_names))
-        full = None if full is None else self._copied(axis_names, full)
+      copies = self._copies.dim(axis_names)
+      if copies is not None and (part.ndim, part.shape[copies:]) != (
+          param.ndim, param.shape[copies:]):
+        dims = dataclasses.replace(dims, model=copies)
+        full = None if full is None else self._copies.make(axis_names, full)
       return fsdp.Split(part, full, dims)
     return jax.tree.map(parameter, names, parts, params)
 
@@ -172,31 +175,22 @@ class Region:
     return fsdp.Dims(dim, dim_of('model') if self.mesh_shape.get('model', 1) > 1 else None)
 
   def copies(self, parts: Any, names: Any) -> Any:
-    """Returns `parts`, with a copy for each device along `model` of those that act on parts alone.
+    """Returns `parts` with copies of what devices along `model` use each for themselves."""
+    return jax.tree.map(self._copies.make, names, parts)
 
-    That is, on parts of an axis that `model` splits (layers/copies.py): `model` is the compiler's,
-    which would sum their gradients at each use. `reduce_gradients` sums those of the copies.
-    """
-    return jax.tree.map(lambda n, x: self._copied(n, x) if self._has_copies(n) else x, names, parts)
+  def sum_copies(self, grads: Any, parts: Any, names: Any) -> Any:
+    """Returns gradients of `copies(parts, names)`, summed to those of `parts`."""
+    return jax.tree.map(self._copies.total, names, grads, parts)
 
-  def _has_copies(self, axis_names: AxisNames) -> bool:
-    return (self.mesh_shape.get('model', 1) > 1 and
-            'model' in self.rules.activations.get(axis_names.along, ()))
-
-  def _copied(self, axis_names: AxisNames, x: jax.Array) -> jax.Array:
-    dim, count = _copies_dim(axis_names), self.mesh_shape['model']
-    x = jnp.expand_dims(x, dim)
-    x = jnp.broadcast_to(x, tuple(count if i == x.ndim + dim else n for i, n in enumerate(x.shape)))
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(
-        *('model' if i == x.ndim + dim else None for i in range(x.ndim))))
+  @property
+  def _copies(self) -> Copies:
+    return Copies(self.rules, self.mesh_shape)
 
   def reduce_gradients(self, grads: Any, names: Any) -> Any:
     """Returns the sum of local gradients over all devices, split as `gradient_specs` says.
 
     Everything that is reduced over the same axes travels in one collective.
     """
-    grads = jax.tree.map(
-        lambda n, g: g.sum(_copies_dim(n)) if self._has_copies(n) else g, names, grads)
     leaves, treedef = jax.tree.flatten(grads)
     groups = collections.defaultdict(list)
     for i, axis_names in enumerate(jax.tree.leaves(names)):
@@ -233,8 +227,3 @@ class Region:
     if not self.axes:
       return tree
     return jax.lax.psum(jax.tree.map(self.varying, tree), self.axes)
-
-
-def _copies_dim(axis_names: AxisNames) -> int:
-  """Returns where copies of a parameter stand, counted from the last dimension: before its own."""
-  return -1 - sum(name != 'layers' for name in axis_names.names)

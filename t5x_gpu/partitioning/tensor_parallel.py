@@ -84,7 +84,7 @@ def shared_kv_heads_note(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]
   return (f'kv_heads = {kv_heads} < model = {model}: each device keeps all of them and computes '
           f'one, which {devices} devices share: {kernels * (model - 1) / model / 2 ** 20:,.3g} MiB '
           f'of parameters more than if split, their gradients ({kernels / 2 ** 20:,.3g} MiB) '
-          'all-reduced over model for every microbatch')
+          'all-reduced over model once per step')
 
 
 def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int, model: int,
@@ -105,8 +105,8 @@ def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int
     dtype_bytes: of activations.
     recomputed: outputs of a layer that are summed again in the backward pass: 1 under remat_policy
       'full', whose second one nobody needs; 2 in a pipeline, which computes whole stages again.
-    shared_kv_size: elements of the kernels of keys and values that all devices keep, times the
-      microbatches for each of which their gradients are summed.
+    shared_kv_size: elements of the kernels of keys and values that all devices keep, whose
+      gradients are summed.
   """
   tokens = batch * length
   of_layers = (4 + recomputed) * num_layers * tokens * embed_dim * dtype_bytes

@@ -74,6 +74,7 @@ def make_gradients(*, model: Any, region: Region, names: Any, num_microbatches: 
     parts = parts if in_parts else region.whole(kept, trained_names)
     grads, sums = _accumulate(grads_and_sums, region.copies(parts, trained_names), batch,
                               1 if by_layer else num_microbatches, region)
+    grads = region.sum_copies(grads, parts, trained_names)
     return region.reduce_gradients(grads, trained_names), region.total(sums)
 
   def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:

@@ -58,7 +58,6 @@ def expected_bytes(name):
   all_reduced(router, 'expert', 'fsdp')
   all_reduced(bias, 'expert', 'stage', 'fsdp')
   pipeline = partitioner.pipeline
-  microbatches = case.num_microbatches * (pipeline.num_microbatches if pipeline else 1)
   if n['fsdp'] > 1:
     add(['fsdp'], fsdp.traffic_per_step(
         layers_size=experts + others, other_size=ends, fsdp=n['fsdp'],
@@ -68,7 +67,7 @@ def expected_bytes(name):
                  model=n['model'], dtype_bytes=dtype_bytes,
                  recomputed=2 if pipeline else 1 if c.remat_policy == 'full' else 0)
     split = case.partitioner.get('sequence_parallel', False)
-    shared_kv_size = num_layers * keys * c.embed_dim * microbatches if shares_kv else 0
+    shared_kv_size = num_layers * keys * c.embed_dim if shares_kv else 0
     add(['model'], sequence_parallel.traffic_per_step(**sizes) if split else
         tensor_parallel.traffic_per_step(shared_kv_size=shared_kv_size, **sizes))
   if n['expert'] > 1:
@@ -236,8 +235,11 @@ _POSITIONED = dict(norm='layer', attention_bias='all', mlp_bias=True, num_positi
     (Case(dict(num_partitions=4, sequence_parallel=True), _POSITIONED, num_microbatches=2), 6 + 2),
     (Case(dict(fsdp=2, num_partitions=4, sequence_parallel=True), dict(qk_norm=True),
           num_microbatches=2), 2 + 2 + 1),
-    (Case(dict(_1F1B, num_partitions=2, sequence_parallel=True), dict(qk_norm=True)), 2 + 2 + 1)
-], ids=['layer_norm', 'qk_norm_fsdp', 'qk_norm_1f1b'])
+    (Case(dict(_1F1B, num_partitions=2, sequence_parallel=True), dict(qk_norm=True)), 2 + 2 + 1),
+    # Kernels and biases of keys and values of which there are fewer than devices.
+    (Case(dict(fsdp=2, num_partitions=4, sequence_parallel=True),
+          dict(num_kv_heads=2, attention_bias='qkv'), num_microbatches=2), 4 + 2 + 1)
+], ids=['layer_norm', 'qk_norm_fsdp', 'qk_norm_1f1b', 'shared_kv_heads'])
 def test_parameters_of_positions_and_heads_are_summed_over_model_once(case, count):
   p = build(case, batch_size=64)
   sent = [c for c in inventory(partitioned_hlo(p.train_step.lower(
