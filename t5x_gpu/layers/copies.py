@@ -1,8 +1,8 @@
 """Parameters that act on every position, or every head, alone: norms' scales, biases.
 
 Where `model` splits positions (sequence parallelism) or heads, each device sees only its part of
-the gradient. A training step hands such a parameter over as [copies, ...], a copy for each device along
-`model`, and sums the gradients of the copies once (partitioning/copies.py).
+the gradient. A training step hands such a parameter over as [copies, ...], a copy for each device
+along `model`, and sums the gradients of the copies once (partitioning/copies.py).
 """
 
 from collections.abc import Callable, Sequence
