@@ -35,6 +35,16 @@ def test_the_last_step_is_saved_and_the_last_three_checkpoints_stay(finished):
   assert finished.steps() == [6, 8, 9]
 
 
+def test_a_checkpoint_holds_the_evaluation_of_its_step_if_there_was_one(finished):
+  records = read_json_lines(finished.model_dir / 'metrics.jsonl')
+  measured = {r['step']: r['eval/loss'] for r in records if 'eval/loss' in r}
+  saved = {step: json.loads((finished.model_dir / f'checkpoint_{step}/manifest/metadata')
+                            .read_text())['metrics'] for step in (6, 8, 9)}
+  assert saved[8] is None
+  assert {step: saved[step]['eval/loss'] for step in (6, 9)} == {
+      step: measured[step] for step in (6, 9)}
+
+
 def test_nothing_unexpected_is_left_in_model_dir(finished):
   names = sorted(p.name for p in finished.model_dir.iterdir())
   assert names == ['checkpoint_6', 'checkpoint_8', 'checkpoint_9', 'config.gin',
@@ -218,16 +228,6 @@ def test_a_tilde_in_model_dir_is_the_home(tmp_path, monkeypatch):
 
 def test_an_untrained_model_is_not_warned_of(finished):
   assert 'The first loss' not in finished.result.err
-
-
-def test_a_checkpoint_holds_the_evaluation_of_its_step_if_there_was_one(finished):
-  records = read_json_lines(finished.model_dir / 'metrics.jsonl')
-  measured = {r['step']: r['eval/loss'] for r in records if 'eval/loss' in r}
-  saved = {step: json.loads((finished.model_dir / f'checkpoint_{step}/manifest/metadata')
-                            .read_text())['metrics'] for step in (6, 8, 9)}
-  assert saved[8] is None
-  assert {step: saved[step]['eval/loss'] for step in (6, 9)} == {
-      step: measured[step] for step in (6, 9)}
 
 
 def test_manifests_hold_what_an_error_message_needs(finished):

@@ -254,7 +254,8 @@ def test_pieces_of_arrays_are_found_through_many_nodes_of_the_index(tmp_path):
       store.with_transaction(transaction)[f'layer_{i:03}/0'] = b'some value' * (i % 3)
   check_array_files(tmp_path)
   largest = largest_data_file(tmp_path)
-  os.truncate(largest, largest.stat().st_size - 1)  # of the root, which is written last
+  # In half: at the end may stand nodes that a second attempt of the commit has replaced.
+  os.truncate(largest, largest.stat().st_size // 2)
   with pytest.raises(ValueError):
     check_array_files(tmp_path)
 

@@ -87,6 +87,7 @@ def project(tmp_path) -> Project:
   return Project(tmp_path, gin=GIN.replace('LOG_PERIOD = 5', 'LOG_PERIOD = 1'))
 
 
+@pytest.mark.slow
 def test_a_short_cut_heals_a_long_one_ends_both_sides_and_nothing_is_lost(lab, project, tmp_path):
   folder = tmp_path / 'alone'
   folder.mkdir()

@@ -42,9 +42,10 @@ def parameters(project: Project) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize('parallel, processes, devices_of_each, macros', [
     ('fsdp', 4, 1, {}),
-    ('tp', 4, 1, {'NUM_PARTITIONS': 4}),  # over processes of one host: legal
+    # Over processes of one host: legal.
+    pytest.param('tp', 4, 1, {'NUM_PARTITIONS': 4}, marks=pytest.mark.slow),
     ('tp', 2, 2, {'NUM_PARTITIONS': 2}),
-    ('cp', 2, 2, {'Partitioner.context': 4}),
+    pytest.param('cp', 2, 2, {'Partitioner.context': 4}, marks=pytest.mark.slow),
     ('pp', 4, 1, {'Partitioner.stage': 4}),
     pytest.param('dp', 4, 1, {}, marks=pytest.mark.slow),
     pytest.param('cp', 4, 1, {'Partitioner.context': 4}, marks=pytest.mark.slow),

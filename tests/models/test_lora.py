@@ -159,7 +159,7 @@ def one_device() -> tuple:
 
 
 @pytest.mark.parametrize('layout', [
-    name if name in ('fsdp_tp', 'fsdp_circular_tp') else
+    name if name == 'fsdp_tp' else
     pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
 def test_every_layout_trains_as_one_device(layout, one_device):
   p, want, want_losses = one_device

@@ -225,8 +225,11 @@ def one_device(model: str) -> dict[str, Any]:
   return run(build(Case({}, model), 1))
 
 
-# The slower half of what families add: each has another layout above.
-SLOW = ('modern_gather_shared_kv_heads', 'modern_pp_fsdp', 'gpt2_context_stage',
+# Only in `make test-all`: what another case has in part, and the slower half of what families add.
+SLOW = ('zero1', 'fsdp_by_microbatch', 'hsdp_minimal', 'tp', 'cp_gather', 'pp_gpipe', 'context_stage',
+        'expert_model', 'modern_ring_model', 'charged_moe_context_stage', 'mlm_ring_model',
+        't5_ring',
+        'modern_gather_shared_kv_heads', 'modern_pp_fsdp', 'gpt2_context_stage',
         'classifier_context_stage', 'charged_moe_fsdp_by_layer', 'charged_moe_model',
         # Their gradients are in training/test_encoder_decoder_layouts.py.
         't5_fsdp_by_layer', 't5_zero2_by_layer', 't5_stage', 't5_fsdp_stage',

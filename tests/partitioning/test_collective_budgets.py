@@ -219,7 +219,10 @@ def test_full_remat_sums_one_of_the_two_outputs_again():
 
 
 def test_sequence_parallel_gathers_and_scatters_in_place_of_all_reduces():
-  assert where('tp_sp', 'all-gather') == {FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
+  # What a norm returns is gathered as the parts for which it has copies of its scale.
+  of_norms = (BATCH, 8, LENGTH // 8, EMBED_DIM)
+  assert where('tp_sp', 'all-gather', of_norms) == {FORWARD: 2, EMBEDDING: 1}
+  assert where('tp_sp', 'all-gather') == {BACKWARD: 2, LOGITS: 1}
   assert where('tp_sp', 'reduce-scatter') == {FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
   assert where('tp_sp', 'all-reduce') == {}
   assert where('tp_sp', 'all-reduce', PER_TOKEN) == {(False, False): 3}

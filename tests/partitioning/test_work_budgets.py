@@ -51,7 +51,9 @@ def test_one_device_computes_what_the_mathematics_needs(name):
   assert flops_per_device(hlo(name)) == ideal(name) + 2 * BIAS
 
 
-@pytest.mark.parametrize('name', OTHERS)
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=pytest.mark.slow) if name in ('cp_tp', 'fsdp_cp', 'ep') else name
+    for name in OTHERS])
 def test_each_device_does_its_part_of_the_work(name):
   alone = 'one_device_experts' if has_experts(name) else 'one_device'
   assert flops_per_device(hlo(name)) == pytest.approx(flops_per_device(hlo(alone)) / 8, rel=0.03)

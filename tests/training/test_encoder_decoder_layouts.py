@@ -79,7 +79,7 @@ one_device = functools.cache(run)
 
 
 @pytest.mark.parametrize('layout', [
-    name if name in ('stage', 'by_layer') else pytest.param(name, marks=pytest.mark.slow)
+    name if name == 'stage' else pytest.param(name, marks=pytest.mark.slow)
     for name in LAYOUTS])
 def test_gradients_of_every_layer_of_both_stacks_are_those_of_one_device(layout):
   model, *split = LAYOUTS[layout]
