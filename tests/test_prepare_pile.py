@@ -59,6 +59,7 @@ def test_pile_shards_become_array_records_with_the_same_documents(pile, tmp_path
   assert '60  ArXiv' in done.stdout and not list((tmp_path / 'out').glob('*.partial'))
 
 
+@pytest.mark.slow
 def test_pile_sets_are_kept_by_name_and_a_finished_shard_is_not_made_again(pile, tmp_path):
   command = ('--output', tmp_path / 'out', '--format', 'tfrecord', '--sets', 'ArXiv,Github',
              '--workers', 1, pile)
