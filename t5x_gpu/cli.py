@@ -1,14 +1,12 @@
 """Flags and exit codes that all entry points share: `parse_args` and `run_main`."""
 
 import argparse
-import contextlib
 import dataclasses
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Optional
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Optional
 
 from t5x_gpu.config import gin_files, provenance
 from t5x_gpu.errors import ConfigError, UserError, did_you_mean
@@ -159,19 +157,6 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigE
   gin = '' if hint else (f' A macro is set by --gin.{word.upper()}=VALUE, a parameter by '
                          f'--gin.Class.{word}=VALUE.')
   return ConfigError(f'Unknown flag {name}.{hint}', fix=f'{parser.prog} --help lists all.{gin}')
-
-
-@contextlib.contextmanager
-def cleaned_up_on_sigterm() -> Iterator[None]:
-  """Within, SIGTERM ends the process as an exception does: nothing half-written stays."""
-  def leave(number: int, frame: Any) -> NoReturn:
-    del frame
-    raise SystemExit(128 + number)
-  before = signal.signal(signal.SIGTERM, leave)
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGTERM, before)
 
 
 def run_main(main: Callable[[], Optional[int]]) -> NoReturn:

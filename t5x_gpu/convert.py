@@ -31,6 +31,7 @@ from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.metrics import logging_setup
 from t5x_gpu.metrics.console import Console
 from t5x_gpu.models.lora import LoraModel, without_adapters
+from t5x_gpu.runtime.exits import sigterm_raises
 
 EXAMPLES = """examples:
   {prog} --from=Llama-3.2-1B --to=runs/llama
@@ -169,7 +170,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
       max_file_bytes=extra.max_shard_size, check=extra.check, tolerance=extra.tolerance)
   convert = {'hf': conversions.convert_hf, 't5x': conversions.convert_t5x,
              't5x_gpu': merge_lora if merges else conversions.convert_ours}[kind]
-  with cli.cleaned_up_on_sigterm():
+  with sigterm_raises():
     convert(request, Console())
   return 0
 

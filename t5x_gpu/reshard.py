@@ -20,6 +20,7 @@ from t5x_gpu.checkpoint.transfer import FLOATS
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import logging_setup
 from t5x_gpu.metrics.console import Console
+from t5x_gpu.runtime.exits import sigterm_raises
 
 PROG = 'python -m t5x_gpu.reshard'
 EXAMPLES = """examples:
@@ -98,7 +99,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
       drop_optimizer=extra.drop_optimizer, layout=extra.layout, chunk_bytes=extra.chunk_size,
       unscan=extra.unscan, verify=extra.verify, memory=extra.memory)
   try:
-    with cli.cleaned_up_on_sigterm():
+    with sigterm_raises():
       console.say(f'done: {reshard(request, progress=console.progress, say=console.say)}')
   except (KeyboardInterrupt, SystemExit):
     console.say(f'{extra.to} is unfinished: the same command goes on.')

@@ -13,9 +13,9 @@ from t5x_gpu import cli
 from t5x_gpu.checkpoint.averaging import average
 from t5x_gpu.checkpoint.comparison import tree_differences, value_differences
 from t5x_gpu.checkpoint.inspection import describe, text_of
+from t5x_gpu.checkpoint.keep import BEST_IS, Keep
 from t5x_gpu.checkpoint.model_dir import checkpoint_path, committed_steps
 from t5x_gpu.checkpoint.params_files import ParamsReader
-from t5x_gpu.checkpoint.keep import BEST_IS, Keep
 from t5x_gpu.checkpoint.pruning import Plan, plan_prune, prune
 from t5x_gpu.checkpoint.run_lock import check_lock
 from t5x_gpu.checkpoint.state_files import StateReader, find_checkpoint
@@ -23,6 +23,7 @@ from t5x_gpu.checkpoint.verification import verify
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError
 from t5x_gpu.metrics import logging_setup
 from t5x_gpu.metrics.console import Console
+from t5x_gpu.runtime.exits import sigterm_raises
 
 PROG = 'python -m t5x_gpu.checkpoint'
 DESCRIPTION = 'Looks at checkpoints, compares, checks, averages and removes them; needs no GPU.'
@@ -142,7 +143,7 @@ def _average(args: argparse.Namespace, console: Console) -> int:
                       fix='Name several folders, or --last=N with N of at least 2.')
   for reader in readers:
     console.say(f'from: {reader.path}')
-  with cli.cleaned_up_on_sigterm():
+  with sigterm_raises():
     step = average(readers, pathlib.Path(args.to).expanduser(), progress=console.progress)
   console.say(f'done: {args.to}: checkpoint_{step}, parameters alone')
   return 0
