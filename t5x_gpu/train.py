@@ -77,8 +77,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     total_steps: updates in all, those of earlier runs included.
     log_period: steps between log lines.
     train_eval_dataset_cfg: what to measure the loss on; None for no evaluation.
-    eval_period: steps between evaluations; None for one at the end.
-    eval_steps: batches per evaluation.
+    eval_period, eval_steps: steps between evaluations (None: one at the end), batches of each.
     infer_eval_dataset_cfg: tasks whose metrics to compute (docs/eval.md); None for none.
     infer_eval_period: steps between them; None for once, at the end.
     decoding_cfg: how predictions for metrics are written; None for the likeliest tokens.
@@ -105,7 +104,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   model_dir = _local_folder(model_dir)
   _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
                  eval_steps=eval_steps, infer_eval_period=infer_eval_period)
-  checkpoint_cfg.check_best(total_steps, eval_period, infer_eval_period)
+  checkpoint_cfg.check_best(total_steps, train_eval_dataset_cfg and eval_period,
+                            infer_eval_dataset_cfg and infer_eval_period)
   program = _build(model=model, optimizer=optimizer, schedule=learning_rate,
                    partitioner=partitioner, dataset=train_dataset_cfg, seed=random_seed,
                    num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,

@@ -55,6 +55,8 @@ def test_zero_periods_are_refused(project, macro):
 def test_the_best_of_what_is_never_evaluated_is_refused(project):
   assert_refused(project, SAVE_PERIOD=2, EVAL_PERIOD=3, TRAIN_STEPS=6, says=[
       'keep_best = 1', 'EVAL_PERIOD = 2'], **{'CheckpointConfig.keep_best': 1})
+  assert_refused(project, SAVE_PERIOD=2, EVAL_PERIOD=2, TRAIN_STEPS=6, says=['(never)'], **{
+      'CheckpointConfig.keep_best': 1, 'train.train_eval_dataset_cfg': None})
 
 
 def test_zero_steps_are_refused(project):

@@ -1,10 +1,10 @@
 """Runs that must stop by themselves: a loss that is not finite, a disk that is full."""
 
 import re
-import subprocess
 
 import pytest
 
+from tests.helpers_disk import small_disk
 from tests.helpers_train import Project
 
 # A user's own model and schedule, in a module beside the gin file.
@@ -81,13 +81,7 @@ def test_a_model_and_a_schedule_of_the_users_own_module_work_and_stop_at_the_bad
 
 
 def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(project):
-  disk = project.folder / 'disk'
-  disk.mkdir()
-  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(disk)],
-                           capture_output=True, text=True, check=False)
-  if mounted.returncode:
-    pytest.skip(f'a full disk cannot be tried here, mount says: {mounted.stderr.strip()}')
-  try:
+  with small_disk(project.folder / 'disk', size='1m') as disk:
     with project.start(MODEL_DIR=disk / 'model', SAVE_PERIOD=2, TRAIN_STEPS=40,
                        **{'CheckpointConfig.keep': None}) as run:
       code = run.finish()
@@ -98,5 +92,3 @@ def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(pro
     project.model_dir = disk / 'model'
     last = project.steps()[-1]
     assert f'The last good one is checkpoint_{last}' in run.err
-  finally:
-    subprocess.run(['umount', str(disk)], check=True)

@@ -16,8 +16,8 @@ from t5x_gpu.partitioning.axis_rules import with_axes
 
 
 def param_along(module: nn.Module, name: str, init: Callable[..., jax.Array], *,
-                axes: Sequence[Optional[str]], shape: Sequence[int], along: Optional[str]
-                ) -> jax.Array:
+                axes: Sequence[Optional[str]], shape: Sequence[int],
+                along: Optional[str] = None) -> jax.Array:
   """Returns the float32 parameter `name` of a module, of `shape` or [copies, *shape].
 
   Args:
@@ -26,10 +26,10 @@ def param_along(module: nn.Module, name: str, init: Callable[..., jax.Array], *,
     init: (key, shape, dtype) -> values.
     axes: names of its dimensions.
     shape: of one copy.
-    along: name of the dimension of activations along which it acts on each part alone; None for a
-      parameter that never comes in copies.
+    along: name of the dimension of activations along which it acts on each part alone, or None.
+      Those of `kv_heads` may come with copies of each head in its place.
   """
-  if along is not None and module.has_variable('params', name):
+  if (along is not None or 'kv_heads' in axes) and module.has_variable('params', name):
     return module.get_variable('params', name)  # `module.param` would refuse copies
   return module.param(name, with_axes(init, axes, along=along), tuple(shape), jnp.float32)
 

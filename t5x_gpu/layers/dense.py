@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.copies import combine, param_along
-from t5x_gpu.partitioning.axis_rules import split_axis, shard, with_axes
+from t5x_gpu.partitioning.axis_rules import split_axis, shard
 
 Initializer = Callable[..., jax.Array]
 FACTORS = ('lora_a', 'lora_b')  # parameters beside a kernel, see `Linear`
@@ -150,10 +150,7 @@ def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *, f
 
 
 class LinearParams(nn.Module):
-  """The kernel of a linear map [inputs, *features], and its bias [*features] if it has one.
-
-  Those of key and value heads that are fewer than devices may have copies of each head.
-  """
+  """The kernel of a linear map [inputs, *features], and its bias [*features] if it has one."""
   shape: tuple[int, ...]
   axes: tuple[str, ...]
   init: Initializer
@@ -162,14 +159,9 @@ class LinearParams(nn.Module):
   @nn.compact
   def __call__(self, dtype: Any) -> Linear:
     """Returns the map in `dtype`."""
-    kernel = self._param('kernel', self.init, self.axes, self.shape)
+    kernel = param_along(self, 'kernel', self.init, axes=self.axes, shape=self.shape)
     bias = None
     if self.use_bias:
-      bias = self._param('bias', nn.initializers.zeros, self.axes[1:], self.shape[1:]).astype(dtype)
+      bias = param_along(self, 'bias', nn.initializers.zeros, axes=self.axes[1:],
+                         shape=self.shape[1:]).astype(dtype)
     return Linear(kernel.astype(dtype), bias, factors_beside(self, dtype))
-
-  def _param(self, name: str, init: Initializer, axes: Sequence[str], shape: Sequence[int]
-             ) -> jax.Array:
-    if 'kv_heads' in axes and self.has_variable('params', name):
-      return self.get_variable('params', name)  # `self.param` would refuse copies
-    return self.param(name, with_axes(init, axes), tuple(shape), jnp.float32)

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import shutil
-import subprocess
 import time
 import types
 
@@ -23,6 +22,7 @@ from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.training.train_state import TrainState
+from tests.helpers_disk import small_disk
 from tests.helpers_train import listing
 
 
@@ -348,20 +348,13 @@ def test_a_save_cut_short_by_a_kill_is_no_checkpoint(tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-  """A file system of two MiB."""
-  folder = tmp_path / 'disk'
-  folder.mkdir()
-  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'tmpfs', str(folder)],
-                           capture_output=True, text=True, check=False)
-  if mounted.returncode:
-    pytest.skip(f'a full disk cannot be tried here, mount says: {mounted.stderr.strip()}')
-  yield folder
-  subprocess.run(['umount', str(folder)], check=True)
+def full_disk(tmp_path):
+  with small_disk(tmp_path / 'disk', size='2m') as folder:
+    yield folder
 
 
-def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(small_disk, caplog):
-  checkpointer = Checkpointer(str(small_disk / 'model'), keep=Keep(last=1))
+def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(full_disk, caplog):
+  checkpointer = Checkpointer(str(full_disk / 'model'), keep=Keep(last=1))
   try:
     save(checkpointer, 10, new_state(10, seed=10))
     checkpointer.wait()
@@ -369,20 +362,20 @@ def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(small_disk, cap
     with pytest.raises(CheckpointError) as e:
       save(checkpointer, 20, big)
       checkpointer.wait()
-    for part in (str(small_disk / 'model'), 'No space left on', 'checkpoint_10',
+    for part in (str(full_disk / 'model'), 'No space left on', 'checkpoint_10',
                  'Free space there'):
       assert part in str(e.value)
     assert not [r for r in caplog.records if r.exc_info]
   finally:
     checkpointer.close()
-  with opened(small_disk / 'model') as checkpointer:
+  with opened(full_disk / 'model') as checkpointer:
     assert checkpointer.steps() == [10]
     restored = checkpointer.restore_latest(abstract(new_state()))
     assert_equal(restored.state, new_state(10, seed=10))
 
 
-def test_a_save_that_fails_later_is_told_at_the_next_look(small_disk):
-  checkpointer = Checkpointer(str(small_disk / 'model'))
+def test_a_save_that_fails_later_is_told_at_the_next_look(full_disk):
+  checkpointer = Checkpointer(str(full_disk / 'model'))
   try:
     save(checkpointer, 10, new_state(10))
     checkpointer.wait()

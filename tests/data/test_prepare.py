@@ -12,6 +12,7 @@ from t5x_gpu.data import records
 from t5x_gpu.data.prepared import task_rows
 from t5x_gpu.data.prepared_index import read_index
 from t5x_gpu.errors import DataError
+from tests.helpers_disk import small_disk
 from tests.helpers_prepared import prepare_here
 
 pytestmark = pytest.mark.tf
@@ -192,13 +193,7 @@ def test_two_at_once_are_told_apart(copied):
 
 @pytest.mark.slow  # as the one of the checkpoints, which is in make test
 def test_a_full_disk_is_named_and_the_finished_shards_stay(tmp_path):
-  disk = tmp_path / 'disk'
-  disk.mkdir()
-  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=200k', 'tmpfs', str(disk)],
-                           capture_output=True, text=True, check=False)
-  if mounted.returncode:
-    pytest.skip(f'a full disk cannot be tried here, mount says: {mounted.stderr.strip()}')
-  try:
+  with small_disk(tmp_path / 'disk', size='200k') as disk:
     with pytest.raises(DataError, match='No space left on device.*The shards that are finished'):
       prepare_here('mixed', disk / 'rows', num_parts=1)
     kept = files_of(disk / 'rows')
@@ -206,8 +201,6 @@ def test_a_full_disk_is_named_and_the_finished_shards_stay(tmp_path):
     subprocess.run(['mount', '-o', 'remount,size=4m', str(disk)], check=True)
     prepare_here('mixed', disk / 'rows', num_parts=1)
     assert kept.items() <= files_of(disk / 'rows').items()
-  finally:
-    subprocess.run(['umount', str(disk)], check=True)
 
 
 def test_ids_that_the_model_does_not_know_are_refused_with_the_task(tmp_path):

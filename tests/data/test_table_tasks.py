@@ -61,10 +61,9 @@ def test_inputs_and_targets_are_supervised_and_columns_can_be_chosen(tmp_path, f
       task_of(f'{name}#text=bodi')
 
 
-@pytest.mark.parametrize('form', FORMS)
+# jsonl is dealt by a hash, whatever the names are.
+@pytest.mark.parametrize('form', [form for form in FORMS if form != 'jsonl'])
 def test_words_in_names_say_the_split(tmp_path, form):
-  if form == 'jsonl':
-    pytest.skip('jsonl is dealt by a hash whatever the names are')
   write_form(form, tmp_path / 'd', numbered(20), name='train-00')
   task = task_of(write_form(form, tmp_path / 'd', numbered(7, begin=20), name='validation-00'))
   assert [len(rows_of(task, split=split)) for split in ('train', 'validation')] == [20, 7]

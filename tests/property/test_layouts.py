@@ -24,7 +24,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 
-from tests.helpers_layouts import QUICK
+from tests.helpers_layouts import QUICK, KeepGradients
 from tests.parity.tolerances import MESH_GRADIENT
 
 DOCS = pathlib.Path(__file__).parents[2] / 'docs'
@@ -98,22 +98,6 @@ def layouts(draw) -> Layout:
       context_attention=draw(st.sampled_from(['ring', 'gather'])),
       schedule=draw(st.sampled_from(['1f1b', 'gpipe', 'circular'])),
       num_microbatches=draw(st.sampled_from([1, 2])))
-
-
-class KeepGradients:
-  """An optimizer whose state is the last gradients, and which changes nothing."""
-
-  def init(self, params, names):
-    del names
-    return jax.tree.map(jax.numpy.zeros_like, params)
-
-  def state_names(self, params, names):
-    del params
-    return names
-
-  def update(self, grads, state, params, **_):
-    del state
-    return params, grads
 
 
 def build(layout, *, config=None, batch_size=BATCH, length=LENGTH, **partitioner):

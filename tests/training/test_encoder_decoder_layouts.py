@@ -18,7 +18,7 @@ from t5x_gpu.runtime.topology import Topology
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
 
-from tests.helpers_layouts import QUICK
+from tests.helpers_layouts import QUICK, KeepGradients
 from tests.parity.tolerances import MESH_GRADIENT
 
 CONFIG = TransformerConfig(vocab_size=32, num_layers=4, embed_dim=8, num_heads=2, head_dim=4,
@@ -41,22 +41,6 @@ LAYOUTS = {
     'adapted_by_layer': ('adapted', 2, 2, dict(fsdp=2)),
     'adapted_stage': ('adapted', 4, 1, dict(fsdp=2, **GPIPE)),
 }
-
-
-class KeepGradients:
-  """An optimizer whose state is the last gradients, and which changes nothing."""
-
-  def init(self, params, names):
-    del names
-    return jax.tree.map(jax.numpy.zeros_like, params)
-
-  def state_names(self, params, names):
-    del params
-    return names
-
-  def update(self, grads, state, params, **_):
-    del state
-    return params, grads
 
 
 def run(model, num_devices=1, num_microbatches=1, partitioner=None):
