@@ -5,6 +5,7 @@ metrics meet. `train`'s arguments are what a gin file sets; below it come set-up
 """
 
 import concurrent.futures
+import functools
 import logging
 import math
 import os
@@ -24,10 +25,10 @@ from t5x_gpu.checkpoint.model_dir import Saved, check_model_dir
 from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
-    BatchIterator, DatasetConfig, batch_hash, open_class_names, open_vocabulary)
+    BatchIterator, DatasetConfig, batch_hash, import_modules, open_class_names, open_vocabulary)
 from t5x_gpu.errors import ConfigError, TrainingError
-from t5x_gpu.metrics import classification, logging_setup, plots, reduce
-from t5x_gpu.metrics.confusion_picture import plot_confusion
+from t5x_gpu.metrics import logging_setup, reduce
+from t5x_gpu.metrics.closing import closing_text
 from t5x_gpu.metrics.evaluator import Evaluations, batches_for, open_evaluations
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig, check_sample
@@ -124,21 +125,16 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     return 0
 
   # ---- 2. Open the data while XLA compiles ----------------------------------------------------
-  with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
-    opening = pool.submit(
-        _open_data, model, program, train_dataset_cfg, saved, sample_cfg, total_steps=total_steps,
-        loss=(train_eval_dataset_cfg, eval_steps, eval_period),
-        tasks=(infer_eval_dataset_cfg, decoding_cfg, infer_eval_period))
-    if dry_run:
-      opening.result()
-      _say(f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
-      return 0
-    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
-    if opening.done():
-      opening.result()  # a mistake in the data is told before the compile, where it is quick
-    train_step = lowered.compile(compiler_options=compile_options(program, xla))
-    fresh = None if saved else program.init()  # compiles, too: better now than after the data
-    data, evaluations = opening.result()
+  import_modules(train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
+  open_data = functools.partial(
+      _open_data, model, program, train_dataset_cfg, saved, sample_cfg, total_steps=total_steps,
+      loss=(train_eval_dataset_cfg, eval_steps, eval_period),
+      tasks=(infer_eval_dataset_cfg, decoding_cfg, infer_eval_period))
+  if dry_run:
+    open_data()
+    _say(f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
+    return 0
+  train_step, fresh, (data, evaluations) = _compile_while(open_data, program, xla, bool(saved))
 
   # ---- 3. State: the latest checkpoint, else another run's, else a fresh one -------------------
   checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.kept)
@@ -193,7 +189,11 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   if sample_cfg is not None:
     with watchdog.phase('eval'):
       _say(_sample_text(model, program, state, train_dataset_cfg, sample_cfg))
-  _say(_closing(model_dir, model, step, train_dataset_cfg, evaluations.confusion))
+  if jax.process_index() == 0:
+    confusion = evaluations.confusion
+    names = None if confusion is None else open_class_names(train_dataset_cfg)
+    _say(closing_text(model_dir, step=step, num_outcomes=model.num_outcomes, confusion=confusion,
+                      class_names=names))
   return 0
 
 
@@ -211,6 +211,20 @@ def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
   return build_program(topology=topology, devices=devices, pack=dataset.pack,
                        task_feature_lengths=dataset.task_feature_lengths,
                        batch_size=dataset.batch_size, **options)
+
+
+def _compile_while(open_data: Callable[[], Any], program: Program,
+                   xla: Optional[xla_flags.Applied], has_state: bool
+                   ) -> tuple[Callable[..., Any], Optional[TrainState], Any]:
+  """Returns the compiled step, a fresh state unless `has_state`, and what `open_data` returned."""
+  with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
+    opening = pool.submit(open_data)
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    if opening.done():
+      opening.result()  # a mistake in the data is told before the compile, where it is quick
+    train_step = lowered.compile(compiler_options=compile_options(program, xla))
+    fresh = None if has_state else program.init()  # compiles, too: better now than after the data
+    return train_step, fresh, opening.result()
 
 
 def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Optional[Saved],
@@ -306,33 +320,6 @@ def _sample_text(model: Any, program: Program, state: TrainState, dataset: Datas
 def _length(program: Program) -> int:
   """Returns the positions of a row."""
   return next(iter(program.spec.shapes.values()))[1]
-
-
-def _closing(model_dir: str, model: Any, step: int, dataset: DatasetConfig,
-             confusion: Optional[np.ndarray]) -> str:
-  """Draws the loss curve and what was taken for what; returns what to look at and to do next."""
-  if jax.process_index() != 0:
-    return ''
-  files = ['metrics.jsonl', 'tensorboard/', 'config.gin', 'config_origins.txt']
-  try:
-    if plots.plot_losses(os.path.join(model_dir, 'metrics.jsonl'),
-                         os.path.join(model_dir, 'loss.png'),
-                         vocab_size=model.num_outcomes):
-      files.insert(0, 'loss.png')
-    if confusion is not None:
-      names = open_class_names(dataset) or tuple(map(str, range(len(confusion))))
-      _say(classification.table(confusion, names))
-      classification.write_csv(confusion, names, os.path.join(model_dir, 'confusion.csv'))
-      plot_confusion(confusion, names, os.path.join(model_dir, 'confusion.png'),
-                     title=f'Step {step}, validation')
-      files[:0] = ['confusion.png', 'confusion.csv']
-  except ConfigError as e:  # a bare machine without matplotlib; the run itself is complete
-    _log.warning('No picture of the loss: %s', e)
-  return (f'Done at step {step}. In {model_dir}: {", ".join(files)}\n'
-          'Next:\n'
-          f'  train on     the same command with --gin.TRAIN_STEPS={2 * step}\n'
-          f'  curves       tensorboard --logdir {model_dir}/tensorboard\n'
-          f'  who set it   grep BATCH_SIZE {model_dir}/config_origins.txt')
 
 
 def _preflight() -> None:

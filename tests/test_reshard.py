@@ -25,9 +25,9 @@ from t5x_gpu.checkpoint.state_files import StateReader
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.training.train_state import TrainState
-from tests.checkpoint.test_checkpointer import (
-    abstract, assert_equal, new_state, opened, save, small_disk)
+from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, opened, save
 from tests.checkpoint.test_checksums import flip_a_bit
+from tests.helpers_disk import small_disk
 from tests.helpers_train import (
     DEADLINE_SECONDS, REPOSITORY, Project, compiled_kept_in, run_here)
 
@@ -277,20 +277,21 @@ def test_what_another_request_has_left_is_not_gone_on_with(tmp_path, source, mon
 
 
 def test_a_full_disk_is_named_and_the_same_command_goes_on_when_there_is_room(
-    tmp_path, small_disk, monkeypatch):
+    tmp_path, monkeypatch):
   big = big_params(tmp_path / 'run', rows=2048)  # 4 MiB
-  flags = (f'--from={big}', f'--to={small_disk / "new"}', '--memory=16MiB')
-  first = run(*flags)
-  assert first.code == 1 and '0.00 GB are free' in first.err and not list(small_disk.iterdir())
-  # Somebody else takes the room that there was.
-  monkeypatch.setattr(resharding.Plan, 'num_bytes', 0)
-  result = run(*flags)
-  assert result.code == 1 and 'No space left on device' in result.err, result.err
-  assert 'the same command then goes on' in result.err
-  subprocess.run(['mount', '-o', 'remount,size=20m', str(small_disk)], check=True)
-  result = run(*flags)
-  assert result.code == 0 and 'cut off: ' in result.out
-  assert tools.main(['diff', str(big), str(small_disk / 'new')]) == 0
+  with small_disk(tmp_path / 'disk', size='2m') as disk:
+    flags = (f'--from={big}', f'--to={disk / "new"}', '--memory=16MiB')
+    first = run(*flags)
+    assert first.code == 1 and '0.00 GB are free' in first.err and not list(disk.iterdir())
+    # Somebody else takes the room that there was.
+    monkeypatch.setattr(resharding.Plan, 'num_bytes', 0)
+    result = run(*flags)
+    assert result.code == 1 and 'No space left on device' in result.err, result.err
+    assert 'the same command then goes on' in result.err
+    subprocess.run(['mount', '-o', 'remount,size=20m', str(disk)], check=True)
+    result = run(*flags)
+    assert result.code == 0 and 'cut off: ' in result.out
+    assert tools.main(['diff', str(big), str(disk / 'new')]) == 0
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path, source):

@@ -234,3 +234,30 @@ def test_manifests_hold_what_an_error_message_needs(finished):
   manifest = json.loads((finished.model_dir / 'checkpoint_8/manifest/metadata').read_text())
   assert manifest['arrays']['params/token_embedder/embedding'] == [[264, 16], 'float32']
   assert manifest['data']['seed'] == 0 and len(manifest['next_batch_hash']) == 16
+
+
+SPY_ON_LAZY_IMPORTS = '''
+import sys
+import threading
+
+from etils import epy
+
+lazy_imports = epy.lazy_imports
+def spy(**kwargs):
+  print('lazy imports in', threading.current_thread().name)
+  return lazy_imports(**kwargs)
+epy.lazy_imports = spy
+
+from t5x_gpu import train
+sys.exit(train.main())
+'''
+
+
+def test_builtin_import_is_replaced_only_while_no_other_thread_imports(tmp_path):
+  """TensorFlow Datasets replaces it: JAX, tracing in the main thread, would get no class."""
+  project = Project(tmp_path)
+  with project.start('--dry_run', script=SPY_ON_LAZY_IMPORTS, TASK_FEATURE_LENGTHS={'targets': 32},
+                     DATA_MODULE="'t5x_gpu.data.seqio_batches'") as run:
+    assert run.finish() == 0, run.err
+  lines = [line for line in run.out.splitlines() if line.startswith('lazy imports in')]
+  assert set(lines) == {'lazy imports in MainThread'} and 'the run could start' in run.out

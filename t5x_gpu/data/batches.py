@@ -277,6 +277,21 @@ def module_of(config: DatasetConfig) -> str:
   return _PREPARED_MODULE if is_prepared and config.module == _TEXT_MODULE else config.module
 
 
+def import_modules(*configs: Optional[DatasetConfig]) -> None:
+  """Imports what opens these datasets; to be called before a thread opens them.
+
+  TensorFlow Datasets' modules replace `builtins.__import__` while they list what they import
+  lazily. A `from jax... import` that another thread runs at that moment gets a lazy module in the
+  place of a class.
+
+  Raises:
+    ConfigError: a module cannot be imported.
+  """
+  for config in configs:
+    if config is not None:
+      _module(config)
+
+
 def _module(config: DatasetConfig) -> types.ModuleType:
   name = module_of(config)
   try:

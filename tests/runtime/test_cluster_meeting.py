@@ -121,9 +121,13 @@ def test_a_fixed_port_in_use_is_an_error_at_once():
 
 def test_a_derived_port_in_use_is_passed_over_by_all():
   with socket.create_server(('', 0)) as taken:
-    # Accepts and says nothing of ours, as another program would.
     port, second = taken.getsockname()[1], free_port()
-    threading.Thread(target=lambda: taken.accept()[0].close(), daemon=True).start()
+
+    def hang_up() -> None:  # on everybody, as another program would
+      with contextlib.suppress(OSError):  # closed, at the end of the test
+        while True:
+          taken.accept()[0].close()
+    threading.Thread(target=hang_up, daemon=True).start()
     infos = [info(i, count=2, port=port, others=(f'127.0.0.1:{second}',)) for i in range(2)]
     outcomes = run_all(infos, [member(0), member(1)])
   assert [o.error for o in outcomes] == ['', '']
