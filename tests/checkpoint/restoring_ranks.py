@@ -1,0 +1,59 @@
+"""Run by test_any_to_any: several processes that write, or read and compute the next loss.
+
+`python -m tests.checkpoint.restoring_ranks --count=4 --write=FOLDER --read=FOLDER`; the last line
+says of each folder that was read, as JSON, the checksums of its arrays on the devices and the loss.
+One import of everything, then the processes by fork.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+
+import jax
+
+from t5x_gpu.checkpoint.checksums import checksums_of
+from t5x_gpu.launch import free_address
+from t5x_gpu.runtime import cluster, distributed
+from tests import helpers_topologies as topologies
+
+LAYOUT = 'fsdp_8'
+
+
+def rank(index: int, address: str, flags: argparse.Namespace) -> None:
+  """Does the work of one process."""
+  distributed.initialize(cluster.detect({}, coordinator_address=address,
+                                        process_count=flags.count, process_index=index))
+  assert jax.process_count() == flags.count and jax.device_count() == 8
+  for folder in flags.write:
+    topologies.write(folder, LAYOUT)
+  found = {}
+  for folder in flags.read:
+    restored = topologies.read(folder, LAYOUT)
+    batch = topologies.put(LAYOUT, next(topologies.data_of(restored)))
+    sums = topologies.forward(LAYOUT)(restored.state.params, batch)
+    found[str(folder)] = {'checksums': checksums_of(restored.state),
+                          'loss': topologies.loss_of(sums)}
+  if index == 0:
+    print(json.dumps(found), flush=True)
+
+
+def main() -> int:
+  """Returns the largest exit code of the processes."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--count', type=int)
+  parser.add_argument('--write', type=pathlib.Path, action='append', default=[])
+  parser.add_argument('--read', type=pathlib.Path, action='append', default=[])
+  flags = parser.parse_args()
+  address, pids = free_address(), []
+  for index in range(flags.count):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+      rank(index, address, flags)
+      return 0
+  return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids)
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,162 @@
+"""What any layout wrote, any other reads: every bit, as today's mesh wants it, and the run goes on.
+
+A row of the table is a layout on 1, 2, 4 or 8 devices (tests/helpers_topologies.py). What the next
+step makes of a state depends on its bits and on who computes it, not on who wrote it: so the loss
+is looked at once per reader.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.checkpoint.checkpointer import Restored
+from tests import helpers_topologies as topologies
+from tests.helpers_topologies import SPLITS, STEPS_BEFORE
+from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY
+from tests.parity.tolerances import MESH_LOSS
+
+NAMES = list(SPLITS)
+# Each layout writes and reads once; one device, the hub, is written by another kind as well.
+RING = list(zip(NAMES, NAMES[1:] + NAMES[:1]))
+QUICK_PAIRS = [*RING, ('model_8', 'alone'), ('alone', 'fsdp_8')]
+ALL_PAIRS = list(itertools.product(NAMES, NAMES))
+QUICK_LOSSES = [('circular_2', 'fsdp_8'), ('context_8', 'model_4'), ('model_8', 'circular_2')]
+
+
+@pytest.fixture(scope='module')
+def written(tmp_path_factory):
+  """Returns layout -> MODEL_DIR."""
+  folders = {name: tmp_path_factory.mktemp('written') / name for name in NAMES}
+  for name, folder in folders.items():
+    topologies.write(folder, name)
+    mesh = json.loads((folder / f'checkpoint_{STEPS_BEFORE}/manifest/metadata').read_text())['mesh']
+    assert mesh == dict(topologies.program(name).layout.mesh.shape)
+  meshes = {json.dumps(dict(topologies.program(name).layout.mesh.shape)) for name in NAMES}
+  assert len(meshes) == 16  # circular_2 has that of stage_2
+  return folders
+
+
+def check_restored(restored: Restored, reader: str) -> None:
+  """Fails unless every array has the bits that were written, split as the reader's mesh wants."""
+  want = jax.tree_util.tree_leaves_with_path(topologies.state())
+  targets = jax.tree.leaves(topologies.program(reader).abstract_state)
+  got = jax.tree.leaves(restored.state)
+  assert len(got) == len(want) == len(targets) > 20
+  for x, (path, value), target in zip(got, want, targets):
+    name = jax.tree_util.keystr(path)
+    assert x.sharding == target.sharding and x.dtype == value.dtype, name
+    assert np.asarray(x).tobytes() == value.tobytes(), name
+  topologies.data_of(restored)  # compares the hash of the next batch
+  assert json.loads(restored.data_state)['batches_taken'] == STEPS_BEFORE
+
+
+def check_pairs(written, pairs) -> None:
+  for writer, reader in pairs:
+    try:
+      check_restored(topologies.read(written[writer], reader), reader)
+    except Exception as e:
+      raise AssertionError(f'written under {writer}, read under {reader}: {e}') from e
+
+
+def test_every_layout_reads_bit_for_bit_what_another_wrote(written):
+  assert {w for w, _ in QUICK_PAIRS} == {r for _, r in QUICK_PAIRS} == set(NAMES)
+  check_pairs(written, QUICK_PAIRS)
+
+
+@pytest.mark.slow
+def test_every_pair_of_layouts_restores_bit_for_bit(written):
+  assert len(ALL_PAIRS) == 17**2
+  check_pairs(written, ALL_PAIRS)
+
+
+def after_restore(written, writer: str, reader: str):
+  """Returns the state of a run that goes on under `reader`, and its batches."""
+  restored = topologies.read(written[writer], reader)
+  return topologies.program(reader).in_run_order(restored.state), topologies.data_of(restored)
+
+
+@pytest.mark.parametrize('writer, reader', QUICK_LOSSES)
+def test_the_next_loss_is_that_of_one_device(written, writer, reader):
+  """Up to MESH_LOSS: matrix products and means are sums, which other meshes add in another order.
+  """
+  losses = []
+  for pair in (('alone', 'alone'), (writer, reader)):
+    state, batches = after_restore(written, *pair)
+    sums = topologies.forward(pair[1])(state.params, topologies.put(pair[1], next(batches)))
+    losses.append(topologies.loss_of(sums))
+  assert losses[1] == pytest.approx(losses[0], rel=MESH_LOSS) and losses[0] > 4
+
+
+def two_steps(written, writer: str, reader: str) -> list[float]:
+  state, batches = after_restore(written, writer, reader)
+  losses = []
+  for _ in range(2):  # momenta matter from the second on
+    state, sums = topologies.train_step(reader)(state, topologies.put(reader, next(batches)))
+    losses.append(topologies.loss_of(sums))
+  return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('writer, reader', RING)
+def test_the_next_two_steps_have_the_losses_of_one_device(written, writer, reader):
+  """Up to MESH_LOSS, as above; one device itself, to the bit."""
+  want = two_steps(written, 'alone', 'alone')
+  assert two_steps(written, writer, reader) == (
+      want if reader == 'alone' else pytest.approx(want, rel=MESH_LOSS))
+
+
+# ---- Numbers of processes ----------------------------------------------------------------------
+
+
+def processes(count: int, **folders) -> dict:
+  """Returns what `count` processes with eight devices in all wrote or found in these folders."""
+  environment = {
+      **os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS':
+      f'--xla_force_host_platform_device_count={8 // count} --xla_backend_optimization_level=0'}
+  done = subprocess.run(
+      [sys.executable, '-m', 'tests.checkpoint.restoring_ranks', f'--count={count}',
+       *(f'--{what}={folder}' for what, all_of in folders.items() for folder in all_of)],
+      cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+  assert done.returncode == 0, done.stdout + done.stderr
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_found(found, folder, *, written_by: int, loss: float) -> None:
+  manifest = json.loads((folder / f'checkpoint_{STEPS_BEFORE}/manifest/metadata').read_text())
+  assert manifest['num_processes'] == written_by
+  assert found['checksums'] == manifest['checksums']['arrays'] and len(found['checksums']) > 20
+  assert found['loss'] == pytest.approx(loss, rel=MESH_LOSS)
+
+
+def loss_alone() -> float:
+  batches = topologies.data()
+  for _ in range(STEPS_BEFORE):
+    next(batches)
+  params = topologies.placed('alone').params
+  return topologies.loss_of(topologies.forward('alone')(params, next(batches)))
+
+
+def test_two_processes_read_what_one_wrote_and_go_on_with_the_same_loss(tmp_path):
+  topologies.write(tmp_path / 'of_1', 'fsdp_8')
+  found = processes(2, read=[tmp_path / 'of_1'])
+  check_found(found[str(tmp_path / 'of_1')], tmp_path / 'of_1', written_by=1, loss=loss_alone())
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_reads_what_any_wrote(tmp_path):
+  folders = {count: tmp_path / f'of_{count}' for count in (1, 2, 4)}
+  for count, folder in folders.items():
+    processes(count, write=[folder])
+  sums = [json.loads((f / f'checkpoint_{STEPS_BEFORE}/manifest/metadata').read_text())['checksums']
+          for f in folders.values()]
+  assert sums[0] == sums[1] == sums[2]
+  for count in folders:
+    found = processes(count, read=folders.values())
+    for written_by, folder in folders.items():
+      check_found(found[str(folder)], folder, written_by=written_by, loss=loss_alone())
