@@ -29,7 +29,7 @@ from t5x_gpu.checkpoint.chunks import save_args
 from t5x_gpu.checkpoint.keep import BEST_IS, Keep, Preservation
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
-    none_can_be_read, read_manifest, read_saved, why)
+    is_checkpoint_of_ours, none_can_be_read, read_manifest, read_saved, remove_cut_short, why)
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
 from t5x_gpu.errors import CheckpointError
@@ -126,17 +126,19 @@ class Checkpointer:
   def __init__(self, model_dir: str, *, keep: Keep = Keep(last=3)):
     self._dir = pathlib.Path(model_dir).absolute()
     check_writable(self._dir)
-    self._keep, self._preservation = keep, Preservation(keep, self._values(keep))
-    # Before Orbax: it removes saves under way, which may be those of another run.
+    self._keep, self._preservation = keep, Preservation(
+        keep, self._values(keep), is_ours=lambda step: is_checkpoint_of_ours(self._dir, step))
     self._lock = RunLock(self._dir) if jax.process_index() == 0 else None
+    if self._lock is not None:  # saves under way are then not those of another run
+      remove_cut_short(self._dir)
     logging.getLogger('absl').addFilter(_drop_orbax_stacks)  # adding it again changes nothing
     self._manager = ocp.CheckpointManager(
         self._dir, item_names=('state', 'data', 'manifest'),
         options=ocp.CheckpointManagerOptions(preservation_policy=self._preservation,
                                              step_prefix=PREFIX, create=True,
                                              enable_async_checkpointing=True,
-                                             # What a kill left of a save: as big as a checkpoint.
-                                             cleanup_tmp_directories=True))
+                                             # It would take those of others for ours.
+                                             cleanup_tmp_directories=False))
 
   def path(self, step: int) -> pathlib.Path:
     return checkpoint_path(self._dir, step)
@@ -172,6 +174,8 @@ class Checkpointer:
     """
     if self._lock is not None:  # the other processes wait for this one before they write
       self._lock.check()
+    if os.path.lexists(self.path(step)):  # also what does not count: Orbax would replace a file
+      raise self._exists(step)
     data = {'iterator': base64.b64encode(data_state).decode()}
     value = self._keep.value_of(manifest.get('metrics') or {})
     manifest = {**manifest, **record(checksums_of(state))}
@@ -183,9 +187,12 @@ class Checkpointer:
           state=ocp.args.StandardSave(state, save_args=save_args(state)),
           data=ocp.args.JsonSave(data), manifest=ocp.args.JsonSave(manifest)))
     if not written:
-      raise CheckpointError(f'{self.path(step)} exists and was not overwritten.',
-                            fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
-                            parameters=('MODEL_DIR',))
+      raise self._exists(step)
+
+  def _exists(self, step: int) -> CheckpointError:
+    return CheckpointError(f'{self.path(step)} exists and was not overwritten.',
+                           fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
+                           parameters=('MODEL_DIR',))
 
   def wait(self) -> None:
     """Returns when everything is committed; raises CheckpointError if it could not be."""

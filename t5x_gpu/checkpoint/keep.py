@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.errors import ConfigError, did_you_mean
@@ -73,12 +73,14 @@ class Preservation:
 
   Args:
     keep: which stay; one without `last` keeps all.
+    values: see below.
+    is_ours: whether this project has written the checkpoint of a step; others always stay.
   Attributes:
     values: step -> value of the metric; the run adds what it saves.
   """
 
-  def __init__(self, keep: Keep, values: Mapping[int, float]):
-    self._keep = keep
+  def __init__(self, keep: Keep, values: Mapping[int, float], *, is_ours: Callable[[int], bool]):
+    self._keep, self._is_ours = keep, is_ours
     self.values = dict(values)
 
   def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
@@ -86,4 +88,4 @@ class Preservation:
     del context
     steps = [info.step for info in checkpoints]
     stays = self._keep.reasons(steps, self.values)
-    return [self._keep.last is None or step in stays for step in steps]
+    return [self._keep.last is None or step in stays or not self._is_ours(step) for step in steps]

@@ -12,6 +12,7 @@ import logging
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -25,6 +26,7 @@ from t5x_gpu.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 PREFIX = 'checkpoint'
+CUT_SHORT = '.orbax-checkpoint-tmp'  # in the name of a folder that Orbax still writes
 # What `read_saved` raises for files that are missing, cut or garbled.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
@@ -49,9 +51,34 @@ def checkpoint_path(folder: pathlib.Path, step: int) -> pathlib.Path:
 
 
 def committed_steps(folder: pathlib.Path) -> list[int]:
-  """Returns the steps of the checkpoints in `folder`, oldest first; saves cut short are none."""
-  found = (re.fullmatch(rf'{PREFIX}_(\d+)', path.name) for path in folder.glob(f'{PREFIX}_*'))
-  return sorted(int(match[1]) for match in found if match)
+  """Returns the steps of the checkpoints in `folder`, oldest first.
+
+  Saves cut short are none, nor are files, links, and names that only resemble ours.
+  """
+  found = {path: re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', path.name)
+           for path in folder.glob(f'{PREFIX}_*')}
+  return sorted(int(match[1]) for path, match in found.items() if match and is_real_folder(path))
+
+
+def is_real_folder(path: pathlib.Path) -> bool:
+  """Returns whether `path` is a folder itself, no link to one."""
+  return path.is_dir() and not path.is_symlink()
+
+
+def is_checkpoint_of_ours(folder: pathlib.Path, step: int) -> bool:
+  """Returns whether `checkpoint_<step>` has a manifest of ours; without, it may be anybody's."""
+  with contextlib.suppress(*UNREADABLE):
+    return is_real_folder(checkpoint_path(folder, step)) and bool(
+        read_manifest(folder, step)['arrays'])
+  return False
+
+
+def remove_cut_short(folder: pathlib.Path) -> None:
+  """Removes what a kill has left of saves, each up to as big as a checkpoint, and nothing else."""
+  for path in folder.glob(f'{PREFIX}_*{CUT_SHORT}*'):
+    if re.fullmatch(rf'{PREFIX}_[0-9]+{re.escape(CUT_SHORT)}(-[0-9]+)?', path.name) and (
+        is_real_folder(path)):
+      shutil.rmtree(path, ignore_errors=True)  # what stays is in nobody's way
 
 
 def check_model_dir(model_dir: str | os.PathLike, *, target: Any) -> Optional[Saved]:
