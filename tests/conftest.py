@@ -4,14 +4,13 @@ import os
 
 import pytest
 
+from tests.helpers_xla import set_default_flags
+
 # On a GPU machine: T5X_GPU_TEST_PLATFORM=cuda python -m pytest tests/gpu
 PLATFORM = os.environ.get('T5X_GPU_TEST_PLATFORM', 'cpu')
 
 os.environ['JAX_PLATFORMS'] = PLATFORM
-# Programs here run for milliseconds and compile for seconds: half as long without the passes of
-# LLVM that make them fast. `make test-all` compiles as users do.
-os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8 '
-                      '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true')
+set_default_flags()  # `make test-all` compiles as users do
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 

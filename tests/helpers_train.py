@@ -29,6 +29,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from t5x_gpu import cli, train
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.runtime import topology
+from tests.helpers_xla import xla_flags
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 180
@@ -199,7 +200,7 @@ class Project:
   def start(self, *flags: str, script: Optional[str] = None, hold_before: int = -1,
             held_module: str = 't5x_gpu.data.synthetic', **macros: Any) -> Process:
     """Returns a started process with one device; `script` takes the place of `-m t5x_gpu.train`."""
-    environment = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+    environment = {**os.environ, 'XLA_FLAGS': xla_flags()}
     environment.update(JAX_PLATFORMS='cpu', PYTHONPATH=str(REPOSITORY), PYTHONUNBUFFERED='1',
                        HOLD_BEFORE=str(hold_before), HELD_MODULE=held_module)
     environment.update(JAX_COMPILATION_CACHE_DIR=str(self._compiled),

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.helpers_xla import xla_flags
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / 'docs' / 'add_a_model.md').read_text(encoding='utf-8')
 
@@ -36,7 +38,7 @@ def run(folder: pathlib.Path, command: str) -> str:
   program, *arguments = shlex.split(command)
   assert program == 'python'
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(folder), str(ROOT)]),
-                 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+                 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(2)}
   done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, text=True,
                         capture_output=True, timeout=600)
   assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

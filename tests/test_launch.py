@@ -15,6 +15,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime import numa
 from t5x_gpu.runtime.nvml import PhysicalGpu, own_gpus, physical_gpus
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
+from tests.helpers_xla import xla_flags
 
 GPUS = [PhysicalGpu(f'GPU-{i}', f'0000:{i + 1:02x}:00.0') for i in range(8)]
 
@@ -172,7 +173,7 @@ def test_a_doctor_that_finds_something_does_not_end_the_others(capfd):
 
 
 def test_launch_starts_the_doctor_once_per_process_and_gives_its_exit_code(tmp_path):
-  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  env = {**os.environ, 'XLA_FLAGS': xla_flags()}
   done = subprocess.run(
       [sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu', '--module',
        't5x_gpu.doctor', '--', '--expect_gpus=6'], cwd=tmp_path, stdout=subprocess.PIPE,
@@ -211,7 +212,7 @@ def test_ctrl_c_reaches_every_process_once(capfd):
 
 
 def project_launch(project: Project, *flags: str, **macros) -> subprocess.Popen:
-  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  env = {**os.environ, 'XLA_FLAGS': xla_flags()}
   env.update(PYTHONPATH=str(REPOSITORY))
   return subprocess.Popen(
       [sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu', *flags, '--',

@@ -9,6 +9,7 @@ import pytest
 from t5x_gpu import eval as eval_lib
 from t5x_gpu.metrics.writers import read_json_lines
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, compiled_kept_in, run_here
+from tests.helpers_xla import xla_flags
 from tests.test_eval import GIN
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -23,7 +24,7 @@ def test_two_processes_with_unequal_rows_find_what_one_finds(tmp_path):
   with compiled_kept_in(project._compiled):
     alone = run_here(lambda: eval_lib.main(project.argv('--name=alone', **FLAGS)), num_devices=1)
   assert alone.code == 0, alone.err
-  environment = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  environment = {**os.environ, 'XLA_FLAGS': xla_flags()}
   done = subprocess.run(
       [sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu',
        '--module', 't5x_gpu.eval', '--', *project.argv('--name=together', **FLAGS)],

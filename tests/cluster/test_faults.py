@@ -20,6 +20,7 @@ import pytest
 from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from t5x_gpu.runtime.watchdog import EXIT_ERROR, EXIT_RANK_DEAD, EXIT_STUCK
 from tests.helpers_train import REPOSITORY, TINY_GIN, Project
+from tests.helpers_xla import xla_flags
 
 pytestmark = pytest.mark.cluster
 
@@ -126,7 +127,7 @@ class Ranks:
   """Runs of several processes, forked from one that has imported everything."""
 
   def __init__(self, compiled: pathlib.Path):
-    env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+    env = {**os.environ, 'XLA_FLAGS': xla_flags()}
     env.update(JAX_PLATFORMS='cpu', PYTHONPATH=str(REPOSITORY), PYTHONUNBUFFERED='1',
                TF_CPP_MIN_LOG_LEVEL='1', JAX_COMPILATION_CACHE_DIR=str(compiled),
                JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')

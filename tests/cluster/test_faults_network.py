@@ -12,6 +12,7 @@ from t5x_gpu.runtime.watchdog import EXIT_RANK_DEAD
 from tests.cluster.netlab import NetLab, NetLabError
 from tests.cluster.test_faults import FAULTY_DATA, GIN, reports
 from tests.helpers_train import REPOSITORY, Project
+from tests.helpers_xla import xla_flags
 
 pytestmark = pytest.mark.cluster
 
@@ -34,7 +35,7 @@ class Run:
 
   def __init__(self, lab: NetLab, project: Project, **settings):
     settings = {**SETTINGS, **settings}
-    env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+    env = {**os.environ, 'XLA_FLAGS': xla_flags()}
     env.update(JAX_PLATFORMS='cpu', PYTHONPATH=f'{REPOSITORY}:{project.folder}',
                FAULT='none:0:none', PYTHONUNBUFFERED='1', TF_CPP_MIN_LOG_LEVEL='1',
                JAX_COMPILATION_CACHE_DIR=str(project.folder.parent / 'compiled_faults'),

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
+from tests.helpers_xla import xla_flags
 
 pytestmark = pytest.mark.cluster
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.cluster
 def test_two_processes_of_mpirun_give_the_losses_of_one(mpirun, tmp_path, alone):
   project = Project(tmp_path)
   env = {**os.environ, 'PYTHON': sys.executable, 'PYTHONPATH': str(REPOSITORY),
-         'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'OMPI_ALLOW_RUN_AS_ROOT': '1',
+         'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(), 'OMPI_ALLOW_RUN_AS_ROOT': '1',
          'OMPI_ALLOW_RUN_AS_ROOT_CONFIRM': '1', 'OMPI_MCA_rmaps_base_oversubscribe': '1'}
   done = subprocess.run(
       [REPOSITORY / 'scripts' / 'train_mpi.sh', '2', project.gin_file, *project.argv()[1:]],

@@ -12,14 +12,13 @@ import pytest
 from t5x_gpu.checkpoint.state_files import StateReader
 from t5x_gpu.checkpoint.verification import verify
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
+from tests.helpers_xla import xla_flags
 
 pytestmark = pytest.mark.cluster
 
 # A low learning rate: where a gradient is nearly 0, Adam makes whole steps of its rounding.
 MACROS = {'TRAIN_STEPS': 3, 'WARMUP_STEPS': 1, 'TransformerConfig.num_layers': 4,
           'LEARNING_RATE': 1e-3, 'DROPOUT_RATE': 0.1, 'train.train_eval_dataset_cfg': None}
-# What takes its time is that every process compiles.
-COMPILED_QUICKLY = '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true'
 
 
 @pytest.fixture(scope='module')
@@ -56,8 +55,8 @@ def parameters(project: Project) -> dict[str, np.ndarray]:
 def test_processes_give_the_losses_and_parameters_of_one(
     tmp_path, alone, parallel, processes, devices_of_each, macros):
   project = Project(tmp_path)
-  env = {**os.environ, 'PYTHONPATH': str(REPOSITORY), 'XLA_FLAGS':
-         f'--xla_force_host_platform_device_count={devices_of_each} {COMPILED_QUICKLY}'}
+  env = {**os.environ, 'PYTHONPATH': str(REPOSITORY),
+         'XLA_FLAGS': xla_flags(devices_of_each)}
   done = subprocess.run(
       [sys.executable, '-m', 't5x_gpu.launch', '--nproc', str(processes), '--no_gpu', '--',
        f'--gin_file={project.gin_file}', f'--gin_file=gin_configs/parallel/{parallel}.gin',

@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers_prepared import prepare_here
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
+from tests.helpers_xla import xla_flags
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.tf]
 
@@ -20,7 +21,7 @@ def test_two_processes_on_prepared_rows_have_the_losses_of_one(tmp_path):
   alone = Project(tmp_path)
   assert alone.run(num_devices=2, **macros).code == 0
   together = tmp_path / 'together'
-  environment = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  environment = {**os.environ, 'XLA_FLAGS': xla_flags()}
   done = subprocess.run(
       [sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu', '--',
        *alone.argv(**macros, MODEL_DIR=together)], cwd=tmp_path,

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.helpers_train import REPOSITORY, Project
+from tests.helpers_xla import xla_flags
 
 pytestmark = pytest.mark.cluster
 
@@ -20,7 +21,8 @@ RUN_SECONDS = 150
 def environment(project: Project) -> dict[str, str]:
   return {'PYTHON': sys.executable, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
           # One device per process: the fake eight of the test session are not meant here.
-          'XLA_FLAGS': '', 'JAX_COMPILATION_CACHE_DIR': str(project.folder.parent / 'compiled'),
+          'XLA_FLAGS': xla_flags(),
+          'JAX_COMPILATION_CACHE_DIR': str(project.folder.parent / 'compiled'),
           'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'PYTHONUNBUFFERED': '1'}
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from t5x_gpu.runtime import cluster, distributed
 from t5x_gpu.runtime.rendezvous import Member
+from tests.helpers_xla import xla_flags
 
 DEADLINE_SECONDS = 120
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def run_two(folder: pathlib.Path, *, prefixes=((), ())) -> list[dict]:
   """Returns what each of two processes printed; `prefixes` are put before their commands."""
   address = f'127.0.0.1:{free_port()}'
   env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT),
-         'XLA_FLAGS': '--xla_force_host_platform_device_count=2'}
+         'XLA_FLAGS': xla_flags(2)}
   script = str(pathlib.Path(__file__).parent / 'two_processes.py')
   processes = [subprocess.Popen(
       [*prefix, sys.executable, script, address, str(i), str(folder)], env=env,

@@ -1,0 +1,23 @@
+"""XLA's flags while tests run, here and in the processes that tests start; imports no jax."""
+
+import importlib.metadata
+import os
+
+_DEVICES = '--xla_force_host_platform_device_count'
+
+# Programs of tests run for milliseconds and compile for seconds: a fifth of that without the passes
+# of LLVM that make them fast, and with XLA's older emitters, which jaxlib 0.10 still has.
+QUICK_COMPILES = ['--xla_backend_optimization_level=0', '--xla_llvm_disable_expensive_passes=true']
+if importlib.metadata.version('jaxlib').startswith('0.10.'):
+  QUICK_COMPILES.append('--xla_cpu_use_fusion_emitters=false')
+
+
+def set_default_flags() -> None:
+  """Sets eight fake devices and quick compiles, unless the environment has flags."""
+  os.environ.setdefault('XLA_FLAGS', ' '.join([f'{_DEVICES}=8', *QUICK_COMPILES]))
+
+
+def xla_flags(num_devices: int = 1) -> str:
+  """Returns the flags of this session for a process with `num_devices` fake devices."""
+  same = [flag for flag in os.environ['XLA_FLAGS'].split() if not flag.startswith(_DEVICES)]
+  return ' '.join([f'{_DEVICES}={num_devices}', *same])
