@@ -20,8 +20,10 @@ import numpy as np
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
+from t5x_gpu.checkpoint.local_promotion import check_with_local
+from t5x_gpu.checkpoint.local_tier import LocalTier, open_local_tier
 from t5x_gpu.checkpoint.manifest import make_manifest
-from t5x_gpu.checkpoint.model_dir import Saved, check_model_dir
+from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
@@ -90,8 +92,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     sample_cfg: text to continue at the end.
     initialize_from: what to start from while `model_dir` has no checkpoint; None for the seed.
     distributed_cfg: how long several processes wait for each other; `main` has used it by now.
-    watchdog_cfg: deadlines, after which a run that hangs ends; `main` starts `watchdog` with it.
-    watchdog: told of phases and steps.
+    watchdog_cfg, watchdog: deadlines after which a run that hangs ends; what is told of steps.
     xla_preset: of XLA and NCCL settings (docs/xla_flags.md); `main` has applied it as `xla`.
     xla: what was applied, to compile with; None for XLA's defaults.
     summarize_config_fn: called with `model_dir` once nothing can stop the run from starting.
@@ -113,7 +114,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
                    loss_normalizing_factor=loss_normalizing_factor,
                    learning_rate_scaling=learning_rate_scaling)
   _say(_opening(program, learning_rate_scaling, with_parameters=dry_run))
-  saved = check_model_dir(model_dir, target=program.abstract_state)
+  local = open_local_tier(checkpoint_cfg, model_dir, program.abstract_state)
+  saved = check_with_local(model_dir, local, target=program.abstract_state, dry_run=dry_run)
   start = plan_start(initialize_from, program, model, saved=saved)
   distributed.assert_equal_across_hosts(
       start.origin or (saved and saved.step), f'The latest checkpoint in {model_dir}',
@@ -157,8 +159,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   recorder = Recorder(model_dir, total_steps=total_steps, first_step=first_step,
                       tokens_per_step=math.prod(next(iter(program.spec.shapes.values()))),
                       is_main=jax.process_index() == 0, step_done=step_done)
-  with preemption.StopRequest(
-      before_end_seconds=checkpoint_cfg.stop_before_end_seconds) as stop, recorder, checkpointer:
+  stop = preemption.StopRequest(before_end_seconds=checkpoint_cfg.stop_before_end_seconds)
+  with stop, recorder, checkpointer, local:
     for step in range(first_step + 1, total_steps + 1):
       with recorder.timer.input_wait():
         batch = next(data)
@@ -172,10 +174,11 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
           evaluation = evaluations.run(step, state)
       if is_last or evaluation or step == 1 or step % log_period == 0:
         recorder.log(step, evaluation)
-      if is_last or step % checkpoint_cfg.period == 0:
+      saver = checkpointer if is_last or step % checkpoint_cfg.period == 0 else local.due(step)
+      if saver is not None:
         recorder.finish()
-        with watchdog.phase('save'), recorder.timer.pause('save'):
-          _save(checkpointer, step, program, state, data, start.origin_of(restored), evaluation)
+        with watchdog.phase('save'), recorder.timer.pause(saver.pause):
+          _save(saver, step, program, state, data, start.origin_of(restored), evaluation)
       if is_last:
         break
     with watchdog.phase('save'):
@@ -241,13 +244,13 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Op
   return data, open_evaluations(model, program, **evaluations)
 
 
-def _save(checkpointer: Checkpointer, step: int, program: Program, state: TrainState,
+def _save(saver: Checkpointer | LocalTier, step: int, program: Program, state: TrainState,
           data: BatchIterator, started_from: Optional[Mapping[str, Any]],
           metrics: Optional[Mapping[str, float]]) -> None:
   """Starts to write the checkpoint of `step`; returns once `state` may be overwritten."""
   data_state = data.get_state()
   saved_state = program.in_model_order(state)
-  checkpointer.save(step, saved_state, data_state=data_state, manifest=make_manifest(
+  saver.save(step, saved_state, data_state=data_state, manifest=make_manifest(
       saved_state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
       next_batch_hash=batch_hash(data.peek()), started_from=started_from, metrics=metrics))
 

@@ -27,6 +27,7 @@ import orbax.checkpoint as ocp
 from t5x_gpu.checkpoint.checksums import check_restored, checksums_of, record
 from t5x_gpu.checkpoint.chunks import save_args
 from t5x_gpu.checkpoint.keep import BEST_IS, Keep, Preservation
+from t5x_gpu.checkpoint.local_config import check_local_settings
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
     is_checkpoint_of_ours, none_can_be_read, read_manifest, read_saved, remove_cut_short, why)
@@ -53,6 +54,9 @@ class CheckpointConfig:
     best_is: which values of it are best, 'min' or 'max'.
     stop_before_end_seconds: where the scheduler tells the job's time limit (Slurm does), save and
       leave this long before it; enough for a step and a save.
+    local_checkpoint_dir: memory or a disk of each host, '/dev/shm/$USER', for steps in between
+      (checkpoint/local_tier.py); None for none.
+    local_period: steps between those; a divisor of `period`.
   """
   period: int
   keep: Optional[int] = 3
@@ -61,6 +65,8 @@ class CheckpointConfig:
   best_metric: str = 'eval/loss'
   best_is: str = 'min'
   stop_before_end_seconds: float = 120.0
+  local_checkpoint_dir: Optional[str] = None
+  local_period: Optional[int] = None
 
   def __post_init__(self) -> None:
     for name, what in (('period', 'steps'), ('keep', 'checkpoints'), ('keep_every', 'steps'),
@@ -78,6 +84,7 @@ class CheckpointConfig:
       raise CheckpointError(f'CheckpointConfig.best_is = {self.best_is!r} is neither.',
                             fix=f'Set it to {" or ".join(map(repr, BEST_IS))}.',
                             parameters=('CheckpointConfig.best_is',))
+    check_local_settings(self.local_checkpoint_dir, self.local_period, period=self.period)
 
   @property
   def kept(self) -> Keep:
@@ -122,6 +129,8 @@ class Checkpointer:
   Raises:
     CheckpointError: the folder cannot be made or written to, or another run writes to it.
   """
+
+  pause = 'save'  # what the step loop's timer calls it
 
   def __init__(self, model_dir: str, *, keep: Keep = Keep(last=3)):
     self._dir = pathlib.Path(model_dir).absolute()

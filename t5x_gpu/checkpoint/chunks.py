@@ -54,13 +54,18 @@ def save_args(state: Any) -> Any:
   """
   def of(x: Any) -> ocp.SaveArgs:  # an array of NumPy has no shards
     shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
-    least = CHUNK_BYTES // _MUCH_SMALLER
-    cut = _as_orbax_cuts(x.shape, shard, CHUNK_BYTES // x.dtype.itemsize)
-    if math.prod(shard) * x.dtype.itemsize <= CHUNK_BYTES or (
-        math.prod(cut) * x.dtype.itemsize < least):
-      return ocp.SaveArgs()
-    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+    whole = chunk_of_shard(x.shape, shard, itemsize=x.dtype.itemsize) == tuple(shard)
+    return ocp.SaveArgs() if whole else ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
   return jax.tree.map(of, state)
+
+
+def chunk_of_shard(shape: Sequence[int], shard: Sequence[int], *, itemsize: int) -> Shape:
+  """Returns the chunk in which a shard of an array is written; it divides the shard."""
+  cut = _as_orbax_cuts(shape, shard, CHUNK_BYTES // itemsize)
+  if math.prod(shard) * itemsize <= CHUNK_BYTES or (
+      math.prod(cut) * itemsize < CHUNK_BYTES // _MUCH_SMALLER):
+    return tuple(shard)
+  return cut
 
 
 def _as_orbax_cuts(shape: Sequence[int], shard: Sequence[int], most: int) -> Shape:

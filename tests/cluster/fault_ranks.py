@@ -1,8 +1,9 @@
 """Run by test_faults: one import of everything, then the ranks of each run by fork.
 
-Reads a run per line, {"count", "folder", "port", "fault", "argv"}; rank i of it writes to
-folder/rank_i.txt. Answers ENDS [[exit code, time], ...]. Ranks that are stopped (SIGSTOP) would
-never end: they are killed once all others have ended.
+Reads a run per line, {"count", "folder", "port", "fault", "argv", "hosts"}; rank i of it writes
+to folder/rank_i.txt, and takes itself for a host of its own if "hosts" is true. Answers ENDS
+[[exit code, time], ...]. Ranks that are stopped (SIGSTOP) would never end: they are killed once all
+others have ended.
 """
 
 import json
@@ -24,6 +25,8 @@ def rank(index: int, run: dict) -> None:
   os.dup2(file, 2)
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.environ.update(RANK_OF_TEST=str(index), FAULT=run['fault'])
+  if run['hosts']:
+    os.environ['T5X_GPU_DOMAIN'] = f'host {index}'
   sys.path.insert(0, run['folder'])
   cli.run_main(lambda: train.main([
       *run['argv'], f'--coordinator_address=127.0.0.1:{run["port"]}',

@@ -140,12 +140,13 @@ class Ranks:
       os.killpg(self._popen.pid, signal.SIGKILL)  # its ranks as well, if a test left some
     self._popen.communicate()
 
-  def run(self, project: Project, fault: str, *, ranks: int, **settings) -> Ended:
-    """Returns how a run of `ranks` processes with `fault` ended."""
+  def run(self, project: Project, fault: str, *, ranks: int, hosts: bool = False, **settings
+          ) -> Ended:
+    """Returns how a run of `ranks` processes, or hosts, with `fault` ended."""
     settings = {'DATA_MODULE': 'faulty_data', 'TRAIN_STEPS': 40, 'BATCH_SIZE': 12, **settings}
     for path in project.folder.glob('fault_*'):
       path.unlink()
-    run = {'count': ranks, 'folder': str(project.folder), 'fault': fault,
+    run = {'count': ranks, 'folder': str(project.folder), 'fault': fault, 'hosts': hosts,
            'port': random.randrange(20000, 30000), 'argv': project.argv(**settings)}
     # A run that hangs is ended by the timer: the answer is then an empty line.
     timer = threading.Timer(DEADLINE_SECONDS, self.close)

@@ -1,0 +1,332 @@
+"""Local steps of several hosts, played by eight devices: saved, in part lost, promoted, to the bit.
+
+Each device is driven by a process of its own or shares one, two devices make a host, and every host
+has its folder. Promotion runs in this process, which finds what the surviving hosts have.
+"""
+
+import collections
+import logging
+import math
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from t5x_gpu.checkpoint.local_config import check_space, local_folder
+from t5x_gpu.checkpoint.local_copies import Hosts, plan_copies
+from t5x_gpu.checkpoint.local_file import open_local_file
+from t5x_gpu.checkpoint.local_promotion import check_with_local
+from t5x_gpu.checkpoint.local_tier import ABOUT, LocalTier
+from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.run_id import RUN_ID, ensure_run_id, read_run_id
+from t5x_gpu.checkpoint.verification import verify
+from t5x_gpu.checkpoint.state_files import StateReader
+from t5x_gpu.errors import CheckpointError
+from tests.helpers_layouts import Case, build, program
+from tests.helpers_train import listing
+
+LAYOUTS = ('dp', 'fsdp', 'tp', 'pp', 'hsdp', '3d')
+NAMES = ('gpu-001', 'gpu-002', 'gpu-003', 'gpu-004')
+# Two devices of a host in one process, and a process of its own for each.
+TOGETHER = Hosts(NAMES, NAMES, lambda device: device.id // 2)
+APART = Hosts(*(tuple(NAMES[i // 2] for i in range(8)),) * 2, lambda device: device.id)
+
+
+def filled(abstract, *, step: int):
+  """Returns a state of random bits; NaNs and all, where they are not whole numbers."""
+  random = np.random.default_rng(step)
+
+  def array(like):
+    bits = np.frombuffer(random.bytes(math.prod(like.shape) * like.dtype.itemsize), like.dtype)
+    bits = bits.reshape(like.shape)
+    return jax.make_array_from_callback(like.shape, like.sharding, bits.__getitem__)
+  state = jax.tree.map(array, abstract)
+  return state.replace(step=jax.device_put(np.int32(step), abstract.step.sharding))
+
+
+def facts_of(state, step: int, **changes):
+  return {'data_state': b'data of %d' % step, 'manifest': make_manifest(
+      state, mesh_shape={}, data={'task': 'none'}, next_batch_hash=f'hash{step}', **changes)}
+
+
+def tiers_of(tmp_path, layout: str, hosts: Hosts, *, attempt: str = 'first') -> list[LocalTier]:
+  """Returns the tier of each process; its folder is that of its host."""
+  model_dir = tmp_path / 'model'
+  model_dir.mkdir(exist_ok=True)
+  copies = plan_copies(program(layout).abstract_state, hosts)
+  return [LocalTier(tmp_path / hosts.names[i], model_dir=model_dir, copies=copies, hosts=hosts,
+                    period=1, process=i, attempt=attempt) for i in range(len(hosts.names))]
+
+
+def save(tiers: list[LocalTier], state, step: int, **changes) -> None:
+  for tier in tiers:
+    tier.save(step, state, **facts_of(state, step, **changes))
+  for tier in tiers:
+    tier.wait()
+
+
+def save_all(tmp_path, layout: str, hosts: Hosts, *steps: int, **options) -> None:
+  """Keeps steps as a run does that is then killed."""
+  tiers = tiers_of(tmp_path, layout, hosts, **options)
+  for tier in tiers:
+    tier.__enter__()
+  for step in steps:
+    save(tiers, filled(program(layout).abstract_state, step=step), step)
+
+
+def restart(tmp_path, layout: str, *, lost: tuple[str, ...] = (), dry_run: bool = False):
+  """Returns what a run finds that sees the folders of the hosts which are not lost."""
+  run = read_run_id(tmp_path / 'model')
+  seen = tmp_path / 'seen' / run
+  seen.mkdir(parents=True)
+  for host in NAMES:
+    for path in (tmp_path / host / run).glob('step_*') if host not in lost else ():
+      shutil.copy(path, seen)
+  target = program(layout).abstract_state
+  tier = LocalTier(tmp_path / 'seen', model_dir=tmp_path / 'model', hosts=TOGETHER, period=1,
+                   copies=plan_copies(target, TOGETHER), process=0, attempt='again')
+  saved = check_with_local(tmp_path / 'model', tier, target=target, dry_run=dry_run)
+  return saved
+
+
+def assert_restored(tmp_path, layout: str, want, *, step: int) -> None:
+  checkpointer = Checkpointer(str(tmp_path / 'model'))
+  restored = checkpointer.restore_latest(program(layout).abstract_state)
+  checkpointer.close()
+  assert restored.data_state == b'data of %d' % step
+  assert restored.manifest['next_batch_hash'] == f'hash{step}'
+  for a, b in zip(jax.tree.leaves(restored.state), jax.tree.leaves(want), strict=True):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize('hosts', [TOGETHER, APART], ids=['a_process_per_host', 'per_device'])
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_every_part_is_kept_on_two_hosts_and_sent_only_where_it_must_be(layout, hosts):
+  state = program(layout).abstract_state
+  copies = plan_copies(state, hosts)
+  arrays = jax.tree.leaves(state)
+  devices = list(program(layout).layout.mesh.devices.flat)
+  on = collections.defaultdict(list)
+  for process, parts in enumerate(copies.by_process):
+    for part in parts:
+      assert hosts.process_of(devices[part.device]) == process
+      on[part.array, part.start].append(hosts.keys[process])
+  assert all(len(keys) == 2 == len(set(keys)) for keys in on.values())
+  total = sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+  assert sum(copies.bytes_of) == 2 * total
+  for i, array in enumerate(arrays):
+    holders = array.sharding.devices_indices_map(array.shape)
+    hosts_of = collections.defaultdict(set)
+    for device, index in holders.items():
+      hosts_of[str(index)].add(hosts.keys[hosts.process_of(device)])
+    assert (i in copies.sent) == (min(map(len, hosts_of.values())) == 1)
+  # No process carries much more than its share, whatever the others hold.
+  assert max(copies.bytes_of) <= 1.3 * sum(copies.bytes_of) / len(copies.bytes_of)
+
+
+@pytest.mark.parametrize('layout, lost', [
+    ('dp', 'gpu-001'), ('fsdp', 'gpu-002'), ('tp', 'gpu-003'), ('pp', 'gpu-004'),
+    ('hsdp', 'gpu-001')])
+def test_any_host_may_be_lost_and_the_step_comes_back_to_the_bit(tmp_path, layout, lost):
+  save_all(tmp_path, layout, TOGETHER, 5, 6)
+  saved = restart(tmp_path, layout, lost=(lost,))
+  assert saved.step == 6 and saved.manifest['next_batch_hash'] == 'hash6'
+  want = filled(program(layout).abstract_state, step=6)
+  other = {'dp': 'fsdp', 'fsdp': 'tp', 'tp': 'dp'}.get(layout, layout)
+  assert_restored(tmp_path, other, want, step=6)
+  verdict = verify(StateReader(tmp_path / 'model'), step=lambda _: None)
+  assert not verdict.damaged and not verdict.num_unknown
+  assert not (tmp_path / 'model' / '.promoting').exists()
+
+
+def test_a_process_per_device_is_promoted_by_one_process(tmp_path):
+  save_all(tmp_path, 'fsdp_tp', APART, 6)
+  assert restart(tmp_path, 'fsdp_tp', lost=('gpu-003',)).step == 6
+  assert_restored(tmp_path, 'fsdp_tp', filled(program('fsdp_tp').abstract_state, step=6), step=6)
+
+
+def test_two_lost_hosts_are_named_and_the_run_starts_from_what_it_has(tmp_path, caplog):
+  save_all(tmp_path, 'fsdp', TOGETHER, 6)
+  with caplog.at_level(logging.WARNING):
+    assert restart(tmp_path, 'fsdp', lost=('gpu-002', 'gpu-003')) is None
+  assert ('Local step 6 cannot be promoted: the parts of process 1 on gpu-002 and process 2 on '
+          'gpu-003 are missing') in caplog.text
+  assert 'Continuing from the seed' in caplog.text
+
+
+def test_a_damaged_copy_is_named_and_the_other_one_used(tmp_path, caplog):
+  save_all(tmp_path, 'fsdp', TOGETHER, 6)
+  path = next((tmp_path / 'gpu-002').glob('*/step_6.process_1'))
+  file = open_local_file(path)
+  content = bytearray(path.read_bytes())
+  for part in file.parts:  # in all of them: whichever of a pair is read
+    content[file.data_start + part.offset] ^= 1
+  path.write_bytes(content)
+  with caplog.at_level(logging.WARNING):
+    assert restart(tmp_path, 'fsdp').step == 6
+  assert 'step_6.process_1' in caplog.text and 'its other copy is used' in caplog.text
+  assert_restored(tmp_path, 'fsdp', filled(program('fsdp').abstract_state, step=6), step=6)
+
+
+def test_without_a_whole_last_step_the_one_before_it_is_taken(tmp_path):
+  save_all(tmp_path, 'fsdp', TOGETHER, 5, 6)
+  for host in NAMES[:2]:
+    for path in (tmp_path / host).glob('*/step_6.*'):
+      path.unlink()
+  assert restart(tmp_path, 'fsdp').step == 5
+  assert_restored(tmp_path, 'fsdp', filled(program('fsdp').abstract_state, step=5), step=5)
+
+
+def test_parts_of_two_attempts_are_never_put_together(tmp_path):
+  save_all(tmp_path, 'fsdp', TOGETHER, 6)
+  kept = {p: p.read_bytes() for host in NAMES[:2] for p in (tmp_path / host).glob('*/step_6.*')}
+  save_all(tmp_path, 'fsdp', TOGETHER, 6, attempt='second')
+  for path, content in kept.items():
+    path.write_bytes(content)
+  assert restart(tmp_path, 'fsdp', lost=()) is None
+
+
+def durable(tmp_path, layout: str, step: int) -> None:
+  state = filled(program(layout).abstract_state, step=step)
+  with Checkpointer(str(tmp_path / 'model')) as checkpointer:
+    checkpointer.save(step, state, **facts_of(state, step))
+
+
+def test_only_what_is_newer_than_the_last_readable_checkpoint_is_promoted(tmp_path):
+  durable(tmp_path, 'fsdp', 6)
+  save_all(tmp_path, 'fsdp', TOGETHER, 5, 6)
+  before = listing(tmp_path / 'model')
+  assert restart(tmp_path, 'fsdp').step == 6
+  assert listing(tmp_path / 'model') == before
+
+
+def test_an_unreadable_checkpoint_of_the_step_makes_room(tmp_path):
+  durable(tmp_path, 'fsdp', 6)
+  (tmp_path / 'model' / 'checkpoint_6' / 'manifest' / 'metadata').write_text('{')
+  save_all(tmp_path, 'fsdp', TOGETHER, 6)
+  assert restart(tmp_path, 'fsdp').step == 6
+  assert (tmp_path / 'model' / 'corrupt_checkpoint_6').is_dir()
+  assert_restored(tmp_path, 'fsdp', filled(program('fsdp').abstract_state, step=6), step=6)
+
+
+def test_a_dry_run_says_what_would_be_promoted_and_writes_nothing(tmp_path, caplog):
+  save_all(tmp_path, 'fsdp', TOGETHER, 6)
+  before = listing(tmp_path)
+  with caplog.at_level(logging.INFO):
+    saved = restart(tmp_path, 'fsdp', dry_run=True)
+  assert saved.step == 6 and saved.data_state == b'data of 6'
+  assert 'Local step 6 would be promoted to checkpoint_6' in caplog.text
+  after = listing(tmp_path)
+  assert {k: v for k, v in after.items() if not k.startswith('seen')} == before
+
+
+def test_another_model_is_not_promoted(tmp_path, caplog):
+  save_all(tmp_path, 'fsdp', TOGETHER, 6)
+  other = build(Case(dict(fsdp=8), dict(mlp_dim=64))).abstract_state
+  tier = LocalTier(tmp_path / NAMES[0], model_dir=tmp_path / 'model', hosts=TOGETHER, period=1,
+                   copies=plan_copies(other, TOGETHER), process=0, attempt='again')
+  with caplog.at_level(logging.WARNING):
+    assert check_with_local(tmp_path / 'model', tier, target=other, dry_run=False) is None
+  assert 'another model' in caplog.text
+
+
+def test_a_run_in_a_new_model_dir_of_the_same_path_does_not_touch_the_old_runs_files(tmp_path):
+  save_all(tmp_path, 'dp', TOGETHER, 6)
+  old = listing(tmp_path / NAMES[0])
+  shutil.rmtree(tmp_path / 'model')
+  save_all(tmp_path, 'dp', TOGETHER, 3)
+  assert old.items() <= listing(tmp_path / NAMES[0]).items()
+  assert restart(tmp_path, 'dp').step == 3
+
+
+def test_two_steps_stay_and_a_run_that_ends_well_leaves_nothing(tmp_path):
+  tiers = tiers_of(tmp_path, 'dp', TOGETHER)
+  for tier in tiers:
+    tier.__enter__()
+  for step in (1, 2, 3):
+    save(tiers, filled(program('dp').abstract_state, step=step), step)
+    assert {p.name.split('.')[0] for p in (tmp_path / NAMES[0]).glob('*/step_*')} == {
+        f'step_{n}' for n in range(max(step - 1, 1), step + 1)}
+  for tier in tiers:
+    tier.__exit__(None, None, None)
+  assert not any(p.is_file() for host in NAMES for p in (tmp_path / host).rglob('*'))
+  assert not any((tmp_path / NAMES[0]).iterdir())
+
+
+def test_a_restart_removes_what_earlier_attempts_have_left_once_it_has_kept_a_step(tmp_path):
+  save_all(tmp_path, 'dp', APART, 5, 6)
+  left = next((tmp_path / NAMES[0]).iterdir()) / 'step_6.process_1.tmp'
+  left.write_bytes(b'cut off by a kill')
+  save_all(tmp_path, 'dp', TOGETHER, 7, attempt='second')
+  for host in NAMES:
+    names = {p.name.split('.')[0] for p in (tmp_path / host).glob('*/step_*')}
+    assert names == {'step_7'}
+  assert (left.parent / ABOUT).exists()
+
+
+def test_a_save_that_fails_is_reported_once_and_tried_again(tmp_path, caplog):
+  tiers = tiers_of(tmp_path, 'dp', TOGETHER)
+  for tier in tiers:
+    tier.__enter__()
+  folder = next((tmp_path / NAMES[1]).iterdir())
+  shutil.rmtree(folder)
+  state = filled(program('dp').abstract_state, step=1)
+  with caplog.at_level(logging.WARNING):
+    save(tiers, state, 1)
+    save(tiers, state, 2)
+  assert caplog.text.count('could not be kept') == 1
+  assert 'No such file or directory' in caplog.text and 'tried again every 1 steps' in caplog.text
+  folder.mkdir()
+  save(tiers, state, 3)
+  assert [p.name for p in folder.iterdir()] == ['step_3.process_1']
+
+
+@pytest.mark.parametrize('local, local_period, period, words', [
+    ('/dev/shm/x', 7, 100, 'local_period = 5 or 10, or CheckpointConfig.period = 105'),
+    ('/dev/shm/x', 100, 100, 'local_period = 50'),
+    ('/dev/shm/x', 0, 100, 'local_period = 1'),
+    ('/dev/shm/x', None, 100, 'local_period = 10'),
+    ('/dev/shm/x', 1, 1, 'period = 10 or more'),
+    (None, 10, 100, "local_checkpoint_dir = '/dev/shm/$USER'")])
+def test_periods_that_cannot_be_are_refused_with_those_that_can(local, local_period, period, words):
+  with pytest.raises(CheckpointError) as e:
+    CheckpointConfig(period=period, local_checkpoint_dir=local, local_period=local_period)
+  assert words in str(e.value)
+
+
+def test_a_folder_in_model_dir_and_a_variable_that_is_not_set_are_refused(tmp_path, monkeypatch):
+  with pytest.raises(CheckpointError, match='lies in MODEL_DIR'):
+    local_folder(str(tmp_path / 'model' / 'local'), model_dir=tmp_path / 'model')
+  with pytest.raises(CheckpointError, match='NO_SUCH_THING is not set'):
+    local_folder('/dev/shm/${NO_SUCH_THING}/x', model_dir=tmp_path)
+  monkeypatch.setenv('NODE', 'n1')
+  assert str(local_folder(f'{tmp_path}/$NODE', model_dir=tmp_path / 'm')) == f'{tmp_path}/n1'
+
+
+def test_what_does_not_fit_three_times_is_refused_before_anything_is_made(tmp_path):
+  abstract = {'w': jax.ShapeDtypeStruct(
+      (2**44,), np.float32, sharding=program('dp').layout.replicated)}
+  copies = plan_copies(abstract, TOGETHER)
+  with pytest.raises(CheckpointError) as e:
+    check_space(tmp_path / 'a' / 'b', copies, TOGETHER, run=None)
+  assert '2.11e+05 GB there: 3 times 7.04e+04 GB' in str(e.value)
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(CheckpointError, match='cannot be written to by process 0 on gpu-001'):
+    check_space(tmp_path / 'file' / 'x', plan_copies(program('dp').abstract_state, TOGETHER),
+                TOGETHER, run=None)
+  assert [p.name for p in tmp_path.iterdir()] == ['file']
+
+
+def test_a_moved_model_dir_is_the_same_run_and_a_copied_one_another(tmp_path):
+  first = tmp_path / 'first'
+  first.mkdir()
+  name = ensure_run_id(first)
+  assert ensure_run_id(first) == name == read_run_id(first)
+  shutil.copytree(first, tmp_path / 'copy')
+  assert read_run_id(tmp_path / 'copy') is None
+  assert ensure_run_id(tmp_path / 'copy') != name
+  first.rename(tmp_path / 'moved')
+  assert ensure_run_id(tmp_path / 'moved') == name
+  assert (tmp_path / 'moved' / RUN_ID).exists()
