@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import string
+import sys
 from typing import Optional
 
 from t5x_gpu.checkpoint.local_copies import Copies, Hosts
@@ -128,7 +129,26 @@ def _look_at(folder: pathlib.Path, run: Optional[str]) -> _Found:
     own = sum(path.stat().st_size for path in (folder / run).glob('step_*')) if run else 0
   except OSError as e:
     return _Found(str(folder), e.strerror or str(e), 0)
-  return _Found(str(folder), '', stats.f_bavail * stats.f_frsize + own)
+  free = stats.f_bavail * stats.f_frsize
+  if _is_memory(there):  # its limit may be more than the host has left
+    free = min(free, _available_memory())
+  return _Found(str(folder), '', free + own)
+
+
+def _is_memory(folder: pathlib.Path) -> bool:
+  try:
+    mounts = [line.split()[1:3] for line in pathlib.Path('/proc/mounts').read_text().splitlines()]
+  except OSError:
+    return False
+  around = [(len(where), kind) for where, kind in mounts if folder.resolve().is_relative_to(where)]
+  return max(around, default=(0, ''))[1] in ('tmpfs', 'ramfs')
+
+
+def _available_memory() -> int:
+  for line in pathlib.Path('/proc/meminfo').read_text().splitlines():
+    if line.startswith('MemAvailable:'):
+      return int(line.split()[1]) * 1024
+  return sys.maxsize
 
 
 def gigabytes(num_bytes: int) -> str:

@@ -71,11 +71,10 @@ def _promote(folder: pathlib.Path, local: pathlib.Path, target: Any, dry_run: bo
   if run is None:
     return None
   found = find_local_files(local / run, run=run, newer_than=-1 if durable is None else durable)
-  lock = None
+  waiting = candidates(found)
+  lock = _lock(folder) if waiting and not dry_run else None
   try:
-    for candidate in candidates(found):
-      if distributed.is_main_process() and not dry_run and lock is None:
-        lock = RunLock(folder)
+    for candidate in waiting:
       promotion = Promotion(folder, candidate, found, target, dry_run=dry_run)
       saved = promotion.run(fallback='the seed' if durable is None else f'checkpoint_{durable}')
       if saved is not None:
@@ -84,6 +83,20 @@ def _promote(folder: pathlib.Path, local: pathlib.Path, target: Any, dry_run: bo
     if lock is not None:
       lock.release()
   return None
+
+
+def _lock(folder: pathlib.Path) -> Optional[RunLock]:
+  """Returns the lock of MODEL_DIR, of process 0; all raise CheckpointError if another has it."""
+  lock, problem = None, None
+  if distributed.is_main_process():
+    try:
+      lock = RunLock(folder)
+    except CheckpointError as e:
+      problem = {'what': e.what, 'fix': e.fix, 'parameters': e.parameters, 'docs': e.docs}
+  problem = distributed.broadcast_json(problem)
+  if problem is not None:
+    raise CheckpointError(problem.pop('what'), **problem)
+  return lock
 
 
 def _newest_readable(folder: pathlib.Path) -> Optional[int]:

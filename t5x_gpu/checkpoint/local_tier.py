@@ -22,10 +22,11 @@ import numpy as np
 
 from t5x_gpu.checkpoint.chunks import Shape
 from t5x_gpu.checkpoint.local_config import (
-    PERIOD, SLOTS, bytes_of_host, check_space, gigabytes, local_folder)
-from t5x_gpu.checkpoint.local_copies import Copies, Hosts, hosts_of_run, plan_copies, send
+    DIR, PERIOD, SLOTS, bytes_of_host, check_space, gigabytes, local_folder)
+from t5x_gpu.checkpoint.local_copies import Copies, Hosts, Kept, hosts_of_run, plan_copies, send
 from t5x_gpu.checkpoint.local_file import TEMPORARY, open_local_file, write_local_file
 from t5x_gpu.checkpoint.run_id import ensure_run_id, read_run_id
+from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 
 _log = logging.getLogger(__name__)
@@ -110,12 +111,17 @@ class LocalTier:
              'data_state': base64.b64encode(data_state).decode(), 'manifest': manifest}
     self._complete = max(set.intersection(*(set(saved) for _, saved in told)), default=None)
     parts = self._parts(state)
+    if parts is None:
+      self._warn(f'Step {step} is not kept: there is too little host memory for a copy.')
+      return
     self._thread = threading.Thread(target=self._write, args=(step, facts, parts),
                                     name='local_save', daemon=True)
     self._thread.start()
 
-  def _parts(self, state: Any) -> list[tuple[str, Shape, Shape, np.ndarray]]:
-    """Returns (name, shape of the array, start, values) of what this process keeps."""
+  def _parts(self, state: Any) -> Optional[list[tuple[str, Shape, Shape, np.ndarray]]]:
+    """Returns (name, shape of the array, start, values) of what this process keeps; None if its
+    host has too little memory, after it has sent the others theirs.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(state)
     names = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat]
     arrays = [x for _, x in flat]
@@ -127,15 +133,25 @@ class LocalTier:
       if part.array not in shards:
         shards[part.array] = _shards(arrays[part.array], places)
       shards[part.array][part.device].copy_to_host_async()
-    found = [(names[part.array], arrays[part.array].shape, part.start,
-              _on_host(shards[part.array][part.device])) for part in own]
+    found: Optional[list[tuple[str, Shape, Shape, np.ndarray]]] = []
+
+    def take(part: Kept, shard: jax.Array) -> None:
+      nonlocal found
+      try:
+        if found is not None:
+          found.append((names[part.array], arrays[part.array].shape, part.start,
+                        _on_host(shard, part, arrays[part.array].dtype)))
+      except MemoryError:
+        found = None
+    for part in own:
+      take(part, shards[part.array][part.device])
     del shards
     # One after the other: a device has room for a shard more, not for its neighbour's state.
     for i, pairs in sorted(self._copies.sent.items()):
       received = _shards(send(arrays[i], pairs), places)
-      found += [(names[i], arrays[i].shape, part.start,
-                 _as_sent(_on_host(received[part.device])[0], arrays[i].dtype))
-                for part in sent if part.array == i]
+      for part in sent:
+        if part.array == i:
+          take(part, received[part.device])
       jax.block_until_ready(list(received.values()))
     return found
 
@@ -225,6 +241,12 @@ def open_local_tier(config: Any, model_dir: str, state: Any) -> LocalTier | NoLo
   """
   if config.local_checkpoint_dir is None:
     return NoLocalTier()
+  if '://' in model_dir:
+    raise CheckpointError(
+        f'{DIR} = {config.local_checkpoint_dir!r}, but MODEL_DIR = {model_dir!r} is no folder: '
+        'a local step becomes a checkpoint by a rename, which object storage does not have.',
+        fix=f'Set MODEL_DIR to a folder that all hosts share, or {DIR} = None and {PERIOD} = None.',
+        parameters=(DIR, 'MODEL_DIR'), docs='checkpoints.md#local-steps')
   folder = pathlib.Path(model_dir).absolute()
   local = local_folder(config.local_checkpoint_dir, model_dir=folder)
   hosts = hosts_of_run()
@@ -280,15 +302,14 @@ def _shards(array: jax.Array, places: Mapping[Any, int]) -> dict[int, jax.Array]
   return {places[shard.device]: shard.data for shard in array.addressable_shards}
 
 
-def _on_host(shard: jax.Array) -> np.ndarray:
-  """Returns the values in memory that no device shares."""
+def _on_host(shard: jax.Array, part: Kept, dtype: Any) -> np.ndarray:
+  """Returns the values of a part in memory that no device shares."""
   values = np.asarray(shard)
-  is_view = next(iter(shard.devices())).platform == 'cpu'  # of a buffer that the step reuses
-  return values.copy() if is_view else values
-
-
-def _as_sent(bits: np.ndarray, dtype: Any) -> np.ndarray:
-  return np.ascontiguousarray(bits).reshape(-1).view(jnp.dtype(dtype)).reshape(bits.shape)
+  if next(iter(shard.devices())).platform == 'cpu':
+    values = values.copy()  # it was a view of a buffer that the step reuses
+  if part.is_sent:  # as bits, with an axis for devices
+    values = np.ascontiguousarray(values).reshape(-1).view(jnp.dtype(dtype))
+  return values.reshape(part.shape)
 
 
 def _attempt_of(path: pathlib.Path) -> str:

@@ -1,0 +1,84 @@
+"""A run that fails goes on from its newest local step, as if it had not failed."""
+
+import pytest
+
+from t5x_gpu.checkpoint.manifest import STARTED_FROM
+from t5x_gpu.checkpoint.state_files import StateReader
+from tests.helpers_train import Project, listing
+
+# A user's own data module, whose training batches end with an error at number $FAIL_AT.
+FAILING_DATA = '''"""Synthetic batches; before batch number $FAIL_AT something fails."""
+
+import os
+
+from t5x_gpu.data import synthetic
+
+vocabulary = synthetic.vocabulary
+
+
+class FailingBatches:
+
+  def __init__(self, batches):
+    self._batches, self._taken = batches, 0
+
+  def __getattr__(self, name):
+    return getattr(self._batches, name)
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    self._taken += 1
+    if str(self._taken) == os.environ.get('FAIL_AT'):
+      raise ValueError('The network of the data is gone.')
+    return next(self._batches)
+
+
+def open_batches(config, *, spec, feature_converter, repeat=True):
+  batches = synthetic.open_batches(config, spec=spec, feature_converter=feature_converter,
+                                   repeat=repeat)
+  return FailingBatches(batches) if repeat else batches
+'''
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Project:
+  (tmp_path / 'failing_data.py').write_text(FAILING_DATA)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.chdir(tmp_path)
+  return Project(tmp_path)
+
+
+def run(project: Project, *flags: str, **macros):
+  return project.run(*flags, num_devices=1, **{
+      'DATA_MODULE': 'failing_data', 'SAVE_PERIOD': 8, 'TRAIN_STEPS': 16,
+      'CheckpointConfig.local_checkpoint_dir': project.folder / '$LOCAL_OF_TEST',
+      'CheckpointConfig.local_period': 2, **macros})
+
+
+def test_a_run_goes_on_from_a_local_step_and_a_dry_run_says_so(project, monkeypatch):
+  monkeypatch.setenv('LOCAL_OF_TEST', 'local')
+  monkeypatch.setenv('FAIL_AT', '14')
+  failed = run(project)
+  assert failed.code == 1 and 'The network of the data is gone' in failed.err
+  assert project.steps() == [8]
+  monkeypatch.delenv('FAIL_AT')
+  before = listing(project.folder)
+  dry = run(project, '--dry_run')
+  assert dry.code == 0, dry.err
+  assert 'Local step 12 would be promoted to checkpoint_12' in dry.err
+  assert 'Steps done: 12.' in dry.out and listing(project.folder) == before
+  went_on = run(project)
+  assert went_on.code == 0, went_on.err
+  assert 'Promoted local step 12 to checkpoint_12' in went_on.err
+  assert f'Continuing from {project.model_dir}/checkpoint_12.' in went_on.out
+  assert project.steps() == [8, 12, 16]
+  assert not list((project.folder / 'local').iterdir())
+
+  manifest = StateReader(project.model_dir, step=12).manifest
+  assert manifest['promoted_from']['processes'] == 1 and manifest[STARTED_FROM] is None
+  whole = project.folder / 'whole'
+  assert run(project, MODEL_DIR=whole).code == 0
+  assert project.metrics() == project.metrics(model_dir=whole)
+  assert StateReader(project.model_dir, step=16).manifest['checksums'] == (
+      StateReader(whole, step=16).manifest['checksums'])
