@@ -121,15 +121,15 @@ class Result:
 class Process:
   """A run in its own process. As a context manager it never outlives the block."""
 
-  def __init__(self, folder: pathlib.Path, argv: list[str], environment: dict[str, str]):
+  def __init__(self, folder: pathlib.Path, start: Callable[[pathlib.Path, pathlib.Path], Any]):
     self._folder = folder
     self._out, self._err = folder / 'stdout.txt', folder / 'stderr.txt'
     self.held = folder / 'held'
     self.held.unlink(missing_ok=True)
     (folder / 'go').unlink(missing_ok=True)
-    with open(self._out, 'wb') as out, open(self._err, 'wb') as err:
-      self.popen = subprocess.Popen([sys.executable, *argv], cwd=folder, env=environment,
-                                    stdout=out, stderr=err, stdin=subprocess.DEVNULL)
+    for path in (self._out, self._err):
+      path.write_bytes(b'')
+    self.popen = start(self._out, self._err)
 
   def __enter__(self) -> Self:
     return self
@@ -177,10 +177,15 @@ class Project:
 
   All runs of a test session keep what XLA compiles beside their folders: a run that some test has
   made before starts in half a second.
+
+  Args:
+    folder: where all is.
+    gin: text of tiny.gin.
+    warm: a WarmStart (tests/helpers_warm.py) that forks the runs of `start`.
   """
 
-  def __init__(self, folder: pathlib.Path, *, gin: str = TINY_GIN):
-    self.folder = folder
+  def __init__(self, folder: pathlib.Path, *, gin: str = TINY_GIN, warm: Any = None):
+    self.folder, self._warm = folder, warm
     self.gin_file = folder / 'tiny.gin'
     self.gin_file.write_text(gin)
     (folder / 'held_data.py').write_text(HELD_DATA)
@@ -198,15 +203,28 @@ class Project:
       return run_here(lambda: train.main(self.argv(*flags, **macros)), num_devices=num_devices)
 
   def start(self, *flags: str, script: Optional[str] = None, hold_before: int = -1,
-            held_module: str = 't5x_gpu.data.synthetic', **macros: Any) -> Process:
-    """Returns a started process with one device; `script` takes the place of `-m t5x_gpu.train`."""
-    environment = {**os.environ, 'XLA_FLAGS': xla_flags()}
+            held_module: str = 't5x_gpu.data.synthetic', num_devices: int = 1, **macros: Any
+            ) -> Process:
+    """Returns a started process; `script` takes the place of `-m t5x_gpu.train`.
+
+    It is forked from `warm` if the project has one, and there is no script.
+    """
+    environment = {**os.environ, 'XLA_FLAGS': xla_flags(num_devices)}
     environment.update(JAX_PLATFORMS='cpu', PYTHONPATH=str(REPOSITORY), PYTHONUNBUFFERED='1',
                        HOLD_BEFORE=str(hold_before), HELD_MODULE=held_module)
     environment.update(JAX_COMPILATION_CACHE_DIR=str(self._compiled),
                        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
-    start = ['-m', 't5x_gpu.train'] if script is None else ['-c', script]
-    return Process(self.folder, start + self.argv(*flags, **macros), environment)
+    argv = self.argv(*flags, **macros)
+
+    def popen(out: pathlib.Path, err: pathlib.Path) -> Any:
+      if self._warm is not None and script is None:
+        return self._warm.start(argv, cwd=self.folder, environment=environment, out=out, err=err,
+                                num_devices=num_devices)
+      begin = ['-m', 't5x_gpu.train'] if script is None else ['-c', script]
+      with open(out, 'wb') as stdout, open(err, 'wb') as stderr:
+        return subprocess.Popen([sys.executable, *begin, *argv], cwd=self.folder, env=environment,
+                                stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL)
+    return Process(self.folder, popen)
 
   def metrics(self, key: str = 'train/loss', *, model_dir: Optional[pathlib.Path] = None
               ) -> dict[int, float]:

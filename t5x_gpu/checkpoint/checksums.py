@@ -77,7 +77,14 @@ def checksums_of(tree: Any) -> dict[str, str]:
 
 
 def _texts(arrays: Mapping[str, Any]) -> dict[str, str]:
-  on_device = {name: device_sums(x) for name, x in arrays.items() if not _is_for_host(x)}
+  on_device = {}
+  for name, x in arrays.items():
+    if not _is_for_host(x):
+      on_device[name] = device_sums(x)
+      if jax.process_count() > 1:
+        # Processes with several CPU devices, which exchange the sums of several arrays at once,
+        # wait for each other forever now and then (jax 0.10.2, Gloo).
+        jax.block_until_ready(on_device[name])
   texts = {name: to_text(both) for name, both in jax.device_get(on_device).items()}
   return {name: texts[name] if name in texts else _host_text(x) for name, x in arrays.items()}
 

@@ -6,9 +6,11 @@ One import of everything, then the processes by fork.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import pathlib
+import signal
 import sys
 
 import jax
@@ -19,6 +21,7 @@ from t5x_gpu.runtime import cluster, distributed
 from tests import helpers_topologies as topologies
 
 LAYOUT = 'fsdp_8'
+PR_SET_PDEATHSIG = 1
 
 
 def rank(index: int, address: str, flags: argparse.Namespace) -> None:
@@ -50,6 +53,7 @@ def main() -> int:
   for index in range(flags.count):
     pids.append(os.fork())
     if pids[-1] == 0:
+      ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that gives up kills one
       rank(index, address, flags)
       return 0
   return max(abs(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) for pid in pids)

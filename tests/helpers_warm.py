@@ -1,0 +1,119 @@
+"""Runs that start in a second: one process imports everything, and forks each of them.
+
+    with WarmStart(compiled=folder) as warm:
+      project = Project(tmp_path, warm=warm)
+      with project.start(TRAIN_STEPS=4) as run: ...
+
+`python -m tests.helpers_warm` reads a JSON object per line: {"argv", "cwd", "environment", "out",
+"err"} forks `python -m t5x_gpu.train ARGV`, answered by its pid; {"poll": PID} is answered by its
+exit code, or null while it runs. No device is touched before the fork.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Self
+
+from t5x_gpu import cli, train
+from tests.helpers_train import COMPILED_QUICKLY, REPOSITORY
+
+
+class Forked:
+  """A run; what `subprocess.Popen` is for a program."""
+
+  def __init__(self, warm: 'WarmStart', pid: int):
+    self._warm, self.pid, self._code = warm, pid, None
+
+  def poll(self) -> Optional[int]:
+    if self._code is None:
+      self._code = self._warm.ask({'poll': self.pid})
+    return self._code
+
+  def wait(self, timeout: float = 180) -> int:
+    deadline = time.monotonic() + timeout
+    while self.poll() is None:
+      if time.monotonic() > deadline:
+        raise subprocess.TimeoutExpired(f'pid {self.pid}', timeout)
+      time.sleep(0.005)
+    return self._code
+
+  def send_signal(self, number: int) -> None:
+    if self.poll() is None:  # until it is polled a pid is not used again
+      os.kill(self.pid, number)
+
+  def kill(self) -> None:
+    self.send_signal(signal.SIGKILL)
+
+
+class WarmStart:
+  """The process that forks runs. As a context manager neither it nor they outlive the block.
+
+  Args:
+    compiled: where all of them keep what XLA compiles.
+  """
+
+  def __init__(self, compiled: pathlib.Path):
+    environment = {**os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
+                   'JAX_COMPILATION_CACHE_DIR': str(compiled),
+                   'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+    self._popen = subprocess.Popen(
+        [sys.executable, '-m', 'tests.helpers_warm'], env=environment, text=True, cwd=REPOSITORY,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    os.killpg(self._popen.pid, signal.SIGKILL)  # the runs as well
+    self._popen.communicate()
+
+  def ask(self, request: Mapping[str, Any]) -> Any:
+    self._popen.stdin.write(json.dumps(request) + '\n')
+    self._popen.stdin.flush()
+    return json.loads(self._popen.stdout.readline())
+
+  def start(self, argv: Sequence[str], *, cwd: pathlib.Path, environment: Mapping[str, str],
+            num_devices: int, out: pathlib.Path, err: pathlib.Path) -> Forked:
+    """Returns a started run with so many fake devices, which writes to the files `out` and `err`.
+    """
+    flags = f'--xla_force_host_platform_device_count={num_devices} {COMPILED_QUICKLY}'
+    return Forked(self, self.ask({
+        'argv': list(argv), 'cwd': str(cwd), 'out': str(out), 'err': str(err),
+        'environment': {**environment, 'XLA_FLAGS': flags}}))
+
+
+def _run(request: Mapping[str, Any]) -> None:
+  """Becomes a run."""
+  os.chdir(request['cwd'])
+  for descriptor, path, mode in ((0, os.devnull, os.O_RDONLY),
+                                 (1, request['out'], os.O_WRONLY | os.O_APPEND),
+                                 (2, request['err'], os.O_WRONLY | os.O_APPEND)):
+    os.dup2(os.open(path, mode), descriptor)
+  os.environ.clear()
+  os.environ.update(request['environment'])
+  sys.path.insert(0, request['cwd'])
+  sys.argv = ['t5x_gpu.train', *request['argv']]
+  cli.run_main(train.main)
+
+
+def main() -> None:
+  for line in sys.stdin:
+    request = json.loads(line)
+    if 'poll' in request:
+      pid, status = os.waitpid(request['poll'], os.WNOHANG)
+      answer = os.waitstatus_to_exitcode(status) if pid else None
+    else:
+      answer = os.fork()
+      if answer == 0:
+        _run(request)
+        return
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == '__main__':
+  main()
