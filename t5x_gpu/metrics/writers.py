@@ -11,6 +11,8 @@ import math
 import numbers
 import os
 import pathlib
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Protocol
 
@@ -18,6 +20,7 @@ from t5x_gpu.errors import ConfigError, TrainingError
 
 # JSON has no NaN or infinity: `"train/loss": null` stands beside `"train/loss_nonfinite": "nan"`.
 _NONFINITE = '_nonfinite'
+_FLUSH_SECONDS = 10  # of TensorBoard's curves: what a kill may cost
 
 
 class MetricWriter(Protocol):
@@ -153,6 +156,9 @@ class JsonLinesWriter:
 class TensorBoardWriter:
   """Scalars as TensorBoard event files, without TensorFlow.
 
+  tensorboardX's own SummaryWriter leaves the writing to a thread. On a full disk that thread ends,
+  and the run then waits for ever for it to take the next event: here the run writes.
+
   Args:
     log_dir: folder of the event files; `tensorboard --logdir LOG_DIR` shows them.
   Raises:
@@ -162,20 +168,47 @@ class TensorBoardWriter:
   def __init__(self, log_dir: str | os.PathLike):
     self.log_dir = pathlib.Path(log_dir)
     try:
-      self._module = importlib.import_module('tensorboardX')
+      importlib.import_module('tensorboardX')
+      self._records, self._protos, self._scalars = (
+          importlib.import_module(f'tensorboardX.{name}')
+          for name in ('record_writer', 'proto.event_pb2', 'summary'))
     except ModuleNotFoundError as e:
       raise ConfigError(f'TensorBoard files were asked for, but {e.name} is not installed.',
                         fix="Run: pip install 'tensorboardX>=2.6.4,<3'") from e
-    self._summary = None  # opened by the first write, so that an empty run leaves no empty file
+    self._file: Any = None  # opened by the first write, so that an empty run leaves no empty file
     self._purge_step: Optional[int] = None
+    self._flushed = 0.0
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    if self._summary is None:
-      # flush_secs: what a kill may cost. The curves on disk are at most this old.
-      self._summary = self._module.SummaryWriter(
-          str(self.log_dir), purge_step=self._purge_step, flush_secs=10)
-    for key, value in values.items():
-      self._summary.add_scalar(key, float(value), step)
+    """Records scalars. Raises TrainingError when the disk refuses them."""
+    try:
+      if self._file is None:
+        self._open()
+      for key, value in values.items():
+        self._add(step, summary=self._scalars.scalar(key, float(value)))
+      if time.monotonic() > self._flushed + _FLUSH_SECONDS:
+        self.flush()
+    except OSError as e:
+      raise TrainingError(
+          f'Step {step}: TensorBoard files in {self.log_dir} cannot be written: '
+          f'{e.strerror or e}.', fix='Make room on that disk and start the same command again: it '
+          'resumes from the last checkpoint.', parameters=('train.model_dir',)) from e
+
+  def _open(self) -> None:
+    self.log_dir.mkdir(parents=True, exist_ok=True)
+    # The name and the first event by which TensorBoard knows such a file.
+    seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+    name = (f'events.out.tfevents.{seconds}.{socket.gethostname()}.{os.getpid()}.'
+            f'{nanoseconds:09}')
+    self._file = self._records.RecordWriter(str(self.log_dir / name))
+    self._add(0, file_version='brain.Event:2')
+    if self._purge_step is not None:
+      start = self._protos.SessionLog(status=self._protos.SessionLog.START)
+      self._add(self._purge_step, session_log=start)
+
+  def _add(self, step: int, **what: Any) -> None:
+    event = self._protos.Event(wall_time=time.time(), step=step, **what)
+    self._file.write(event.SerializeToString())
 
   def truncate_after(self, step: int) -> int:
     """Marks later steps as outdated: TensorBoard hides them. Returns 0, as no line is removed."""
@@ -185,13 +218,17 @@ class TensorBoardWriter:
     return 0
 
   def flush(self) -> None:
-    if self._summary is not None:
-      self._summary.flush()
+    if self._file is not None:
+      self._file.flush()
+      self._flushed = time.monotonic()
 
   def close(self) -> None:
-    if self._summary is not None:
-      self._summary.close()
-      self._summary = None
+    if self._file is not None:
+      file, self._file = self._file, None
+      try:
+        file.flush()
+      finally:
+        file.close()
 
 
 class MultiWriter:

@@ -1,5 +1,6 @@
 """Metrics files stay valid through kills, resumes and values that are not finite."""
 
+import gc
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from t5x_gpu.errors import ConfigError, TrainingError
 from t5x_gpu.metrics import writers
+from tests.helpers_disk import fill, small_disk
 
 
 @pytest.fixture
@@ -192,6 +194,22 @@ def test_tensorboard_resume_marks_later_steps_as_outdated(tmp_path):
     writer.close()
   starts = [e.step for e in _tensorboard_events(tmp_path) if e.session_log.status == 1]
   assert starts == [11]
+
+
+def test_a_full_disk_ends_a_run_that_writes_tensorboard_files_and_does_not_stop_it_for_ever(
+    tmp_path):
+  with small_disk(tmp_path / 'disk', size='256k') as disk:
+    writer = writers.TensorBoardWriter(disk / 'tensorboard')
+    writer.write(1, {'train/loss': 1.0})
+    fill(disk)
+    with pytest.raises(TrainingError, match='Step 3: TensorBoard .* No space left on device'):
+      for key in range(2000):  # more than a buffer or a queue holds
+        writer.write(3, {f'train/{key}': 1.0})
+    with pytest.raises(OSError, match='No space left'):
+      writer.close()
+    writer.close()
+    del writer
+    gc.collect()  # lets go of the file
 
 
 def test_tensorboard_imports_no_tensorflow(tmp_path):
