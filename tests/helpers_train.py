@@ -207,7 +207,7 @@ class Project:
             ) -> Process:
     """Returns a started process; `script` takes the place of `-m t5x_gpu.train`.
 
-    It is forked from `warm` if the project has one, and there is no script.
+    It is forked from `warm` if the project has one.
     """
     environment = {**os.environ, 'XLA_FLAGS': xla_flags(num_devices)}
     environment.update(JAX_PLATFORMS='cpu', PYTHONPATH=str(REPOSITORY), PYTHONUNBUFFERED='1',
@@ -217,9 +217,9 @@ class Project:
     argv = self.argv(*flags, **macros)
 
     def popen(out: pathlib.Path, err: pathlib.Path) -> Any:
-      if self._warm is not None and script is None:
+      if self._warm is not None:
         return self._warm.start(argv, cwd=self.folder, environment=environment, out=out, err=err,
-                                num_devices=num_devices)
+                                script=script or '')
       begin = ['-m', 't5x_gpu.train'] if script is None else ['-c', script]
       with open(out, 'wb') as stdout, open(err, 'wb') as stderr:
         return subprocess.Popen([sys.executable, *begin, *argv], cwd=self.folder, env=environment,

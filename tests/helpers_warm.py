@@ -4,9 +4,9 @@
       project = Project(tmp_path, warm=warm)
       with project.start(TRAIN_STEPS=4) as run: ...
 
-`python -m tests.helpers_warm` reads a JSON object per line: {"argv", "cwd", "environment", "out",
-"err"} forks `python -m t5x_gpu.train ARGV`, answered by its pid; {"poll": PID} is answered by its
-exit code, or null while it runs. No device is touched before the fork.
+`python -m tests.helpers_warm` reads a JSON object per line. {"argv", "cwd", "environment", "out",
+"err", "script"} forks `python -m t5x_gpu.train ARGV` and answers with its pid; {"poll": PID} is
+answered by its exit code, or null while it runs. No device is touched before the fork.
 """
 
 import json
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Self
 
 from t5x_gpu import cli, train
-from tests.helpers_train import COMPILED_QUICKLY, REPOSITORY
+from tests.helpers_train import REPOSITORY
 
 
 class Forked:
@@ -78,13 +78,18 @@ class WarmStart:
     return json.loads(self._popen.stdout.readline())
 
   def start(self, argv: Sequence[str], *, cwd: pathlib.Path, environment: Mapping[str, str],
-            num_devices: int, out: pathlib.Path, err: pathlib.Path) -> Forked:
-    """Returns a started run with so many fake devices, which writes to the files `out` and `err`.
+            out: pathlib.Path, err: pathlib.Path, script: str = '') -> Forked:
+    """Returns a started run.
+
+    Args:
+      argv: after `python -m t5x_gpu.train`.
+      cwd, environment: of the run.
+      out, err: files to which it writes.
+      script: in the place of `-m t5x_gpu.train`.
     """
-    flags = f'--xla_force_host_platform_device_count={num_devices} {COMPILED_QUICKLY}'
     return Forked(self, self.ask({
-        'argv': list(argv), 'cwd': str(cwd), 'out': str(out), 'err': str(err),
-        'environment': {**environment, 'XLA_FLAGS': flags}}))
+        'argv': list(argv), 'cwd': str(cwd), 'out': str(out), 'err': str(err), 'script': script,
+        'environment': dict(environment)}))
 
 
 def _run(request: Mapping[str, Any]) -> None:
@@ -98,7 +103,10 @@ def _run(request: Mapping[str, Any]) -> None:
   os.environ.update(request['environment'])
   sys.path.insert(0, request['cwd'])
   sys.argv = ['t5x_gpu.train', *request['argv']]
-  cli.run_main(train.main)
+  if request['script']:
+    exec(request['script'], {'__name__': '__main__'})
+  else:
+    cli.run_main(train.main)
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from t5x_gpu.checkpoint.model_dir import (
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.runtime import exits
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -251,6 +252,7 @@ class Checkpointer:
       raise problem
 
   def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
+    exits.abandon_threads()  # Orbax's wait for ten minutes for each other, should one have failed
     what = 'The last checkpoint' if step is None else f'checkpoint_{step} (or the save before it)'
     # From the folder: Orbax's own list drops what it means to delete after a save that then fails.
     last = self.steps()[-1] if self.steps() else None

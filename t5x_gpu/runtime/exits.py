@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 MAIN_PROCESS_SECONDS = 2
 
 _others: dict[str, int] = {}
+_left_behind = threading.Event()
 
 
 def joined(process_index: int, *, process_count: int) -> None:
@@ -27,16 +29,23 @@ def label() -> str:
   return f'[{_others["index"]}/{_others["count"]}] ' if _others.get('count', 1) > 1 else ''
 
 
+def abandon_threads() -> None:
+  """Notes that threads of this process may wait for what never comes: a failure leaves them."""
+  _left_behind.set()
+
+
 def leave(code: int, *, failed: bool) -> NoReturn:
   """Exits with `code`; at once, without exit handlers, if this process of several has `failed`.
+
+  So does a single one whose threads have been abandoned: Python waits for all of them.
 
   Or if it leaves with a code: srun sends SIGTERM to the others as soon as the first one has, and
   JAX, which swallows it, lets go of it in its exit handler. That process would end with 143.
   """
-  if label() and (failed or code):
+  if label() and (failed or code) or failed and _left_behind.is_set():
     sys.stdout.flush()
     sys.stderr.flush()
-    if _others['index'] == 0:
+    if label() and _others['index'] == 0:
       # JAX aborts the others when process 0 is gone: time to say what is wrong with themselves.
       time.sleep(MAIN_PROCESS_SECONDS)
     os._exit(code)

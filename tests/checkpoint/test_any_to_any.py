@@ -19,6 +19,7 @@ from t5x_gpu.checkpoint.checkpointer import Restored
 from tests import helpers_topologies as topologies
 from tests.helpers_topologies import SPLITS, STEPS_BEFORE
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY
+from tests.helpers_xla import xla_flags
 from tests.parity.tolerances import MESH_LOSS
 
 NAMES = list(SPLITS)
@@ -117,8 +118,8 @@ def test_the_next_two_steps_have_the_losses_of_one_device(written, writer, reade
 def processes(count: int, **folders) -> dict:
   """Returns what `count` processes with eight devices in all wrote or found in these folders."""
   environment = {
-      **os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS':
-      f'--xla_force_host_platform_device_count={8 // count} --xla_backend_optimization_level=0'}
+      **os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
+      'XLA_FLAGS': xla_flags(8 // count)}
   done = subprocess.run(
       [sys.executable, '-m', 'tests.checkpoint.restoring_ranks', f'--count={count}',
        *(f'--{what}={folder}' for what, all_of in folders.items() for folder in all_of)],
