@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from t5x_gpu import cli
+from t5x_gpu.checkpoint.local_copies import Hosts, plan_copies
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import logging_setup, sharding_picture, sharding_tables
@@ -116,10 +117,20 @@ def layout_text(program: Program) -> str:
   for place, device in np.ndenumerate(mesh.devices):
     places[number[device]] = dict(zip(mesh.axis_names, place))
   return '\n\n'.join([
-      program.layout.table(), size_line(program),
+      program.layout.table(), f'{size_line(program)}\n{local_steps_line(program)}',
       sharding_tables.parameter_table(parameters, optimizer),
       'Which part each device holds (the same letter: the same part)\n'
       + sharding_tables.device_picture(parameters, program.layout.sizes, places)])
+
+
+def local_steps_line(program: Program) -> str:
+  """Returns what local steps of the run would take (docs/checkpoints.md#local-steps)."""
+  topology = program.layout.topology
+  host = {device: f'host {i // topology.devices_per_host}'
+          for i, device in enumerate(_in_host_order(program))}
+  names = tuple(dict.fromkeys(host.values()))
+  hosts = Hosts(names, names, lambda device: names.index(host[device]))
+  return f'local steps would take {plan_copies(program.abstract_state, hosts).words(hosts)}'
 
 
 def _in_host_order(program: Program) -> list[Device]:

@@ -42,6 +42,7 @@ def test_the_plan_tells_layout_traffic_and_findings(gin_file, tmp_path, capsys):
   assert 'mesh: 2 hosts x 4 GPUs = 8 GPUs' in printed
   assert 'layers/mlp/wi_0/kernel' in printed and 'layers embed mlp' in printed
   assert '- fsdp model' in printed
+  assert 'local steps would take' in printed and 'any one may be lost' in printed
   assert 'a b c d | a b c d' in printed, 'who holds which part'
   assert 'gradient reduction' in printed and 'network' in printed and 'inside a host' in printed
   picture = image.imread(tmp_path / 'layout.png')

@@ -7,7 +7,7 @@ import string
 import sys
 from typing import Optional
 
-from t5x_gpu.checkpoint.local_copies import Copies, Hosts
+from t5x_gpu.checkpoint.local_copies import Copies, Hosts, gigabytes
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 
@@ -102,7 +102,7 @@ def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Opti
           f'{DIR} = {each.folder!r} cannot be written to by process {index} on {host}: '
           f'{each.problem}.', fix=f"Set {DIR} to a folder of yours on every host, such as "
           "'/dev/shm/$USER'.", parameters=(DIR,), docs='checkpoints.md#local-steps')
-    needed = SLOTS * bytes_of_host(copies, hosts, index)
+    needed = SLOTS * copies.bytes_on_host(hosts, index)
     if each.free < needed:
       raise CheckpointError(
           f'{DIR} = {each.folder!r} has {gigabytes(each.free)} free on {host}, and local steps '
@@ -111,11 +111,6 @@ def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Opti
           fix=f'Make room, set {DIR} to a larger disk of the host, or train on more hosts; or set '
               f'{DIR} = None and {PERIOD} = None.', parameters=(DIR,),
           docs='checkpoints.md#local-steps')
-
-
-def bytes_of_host(copies: Copies, hosts: Hosts, process: int) -> int:
-  """Returns what a step takes on the host of a process."""
-  return sum(size for size, key in zip(copies.bytes_of, hosts.keys) if key == hosts.keys[process])
 
 
 def _look_at(folder: pathlib.Path, run: Optional[str]) -> _Found:
@@ -149,8 +144,3 @@ def _available_memory() -> int:
     if line.startswith('MemAvailable:'):
       return int(line.split()[1]) * 1024
   return sys.maxsize
-
-
-def gigabytes(num_bytes: int) -> str:
-  """Returns '1.23 GB', '4.56 MB'."""
-  return f'{num_bytes / 1e9:.3g} GB' if num_bytes >= 1e8 else f'{num_bytes / 1e6:.3g} MB'

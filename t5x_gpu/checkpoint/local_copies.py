@@ -18,10 +18,10 @@ from typing import Any, Optional
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.checkpoint.chunks import Shape
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.topology import Device
 
+Shape = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]  # (from, to), places in the flat mesh
 
 
@@ -93,6 +93,28 @@ class Copies:
   sent: Mapping[int, Pairs]
   sent_bytes: int
   num_copies: int
+
+  def bytes_on_host(self, hosts: Hosts, process: int) -> int:
+    """Returns what a step takes on the host of a process."""
+    return sum(size for size, key in zip(self.bytes_of, hosts.keys) if key == hosts.keys[process])
+
+  def words(self, hosts: Hosts) -> str:
+    """Returns how much a host keeps of each step, and how many hosts may be lost."""
+    most = gigabytes(max(self.bytes_on_host(hosts, i) for i in range(len(hosts.keys))))
+    if hosts.num_hosts == 1:
+      return f'{most} on the only host: they survive processes that end, not its loss'
+    if self.num_copies == 1:
+      return (f'{most} on a host, each part once, as one host has more than half of the devices: a '
+              'host that is lost takes its part with it')
+    sent = (f'{gigabytes(self.sent_bytes)} are sent to another host' if self.sent else
+            'nothing is sent, as two hosts hold every part anyway')
+    return (f'{most} on a host, each part on two of {hosts.num_hosts}, so any one may be lost; '
+            f'{sent}')
+
+
+def gigabytes(num_bytes: int) -> str:
+  """Returns '1.23 GB', '4.56 MB'."""
+  return f'{num_bytes / 1e9:.3g} GB' if num_bytes >= 1e8 else f'{num_bytes / 1e6:.3g} MB'
 
 
 def plan_copies(state: Any, hosts: Hosts) -> Copies:

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from t5x_gpu.checkpoint.chunks import Shape
 MAGIC = b'T5XLOCAL'
 FORMAT = 1
 TEMPORARY = '.tmp'
+FILE_NAME = re.compile(r'step_(\d+)\.process_(\d+)')
 _PRELUDE = struct.Struct('<8sQI')
 _ALIGNED = 64
 

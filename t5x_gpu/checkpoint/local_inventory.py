@@ -4,18 +4,16 @@ import collections
 import dataclasses
 import logging
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x_gpu.checkpoint.chunks import Shape
-from t5x_gpu.checkpoint.local_file import LocalFile, open_local_file
+from t5x_gpu.checkpoint.local_file import FILE_NAME, LocalFile, open_local_file
 from t5x_gpu.runtime import distributed
 
 Box = tuple[int, Shape, Shape]  # array (of the sorted names), start, shape
 Holder = tuple[int, int]  # process, number of the file among those that it found
 
-_NAME = re.compile(r'step_(\d+)\.process_(\d+)')
 _log = logging.getLogger(__name__)
 
 
@@ -64,7 +62,7 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Foun
   # Processes of one host see the same folder, and share it out.
   seers = distributed.gather_json(_identity(folder))
   same = [i for i, seer in enumerate(seers) if seer == seers[distributed.process_index()]]
-  paths = sorted(path for path in folder.glob('step_*') if (match := _NAME.fullmatch(path.name))
+  paths = sorted(path for path in folder.glob('step_*') if (match := FILE_NAME.fullmatch(path.name))
                  and int(match[1]) > newer_than)
   files, damaged = [], []
   for path in paths[same.index(distributed.process_index())::len(same)]:
@@ -73,7 +71,7 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Foun
       if file.facts['run'] == run:
         files.append(file)
     except (OSError, ValueError, KeyError) as e:
-      damaged.append([int(_NAME.fullmatch(path.name)[1]), f'{path}: {e}'])
+      damaged.append([int(FILE_NAME.fullmatch(path.name)[1]), f'{path}: {e}'])
   told = distributed.gather_json({'files': [_summary(file) for file in files], 'damaged': damaged})
   return Found(tuple(files), [each['files'] for each in told],
                [(step, what) for each in told for step, what in each['damaged']])

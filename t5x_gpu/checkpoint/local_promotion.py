@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from t5x_gpu.checkpoint.checksums import record, to_text
 from t5x_gpu.checkpoint.chunks import Shape, boxes, chunk_of_shard
-from t5x_gpu.checkpoint.local_config import DIR, gigabytes
+from t5x_gpu.checkpoint.local_config import DIR
+from t5x_gpu.checkpoint.local_copies import gigabytes
 from t5x_gpu.checkpoint.local_inventory import (
     Box, Candidate, Found, candidates, find_local_files, missing_words)
 from t5x_gpu.checkpoint.local_tier import LocalTier, NoLocalTier
@@ -66,14 +67,18 @@ def check_with_local(model_dir: str | os.PathLike, local: LocalTier | NoLocalTie
 
 def _promote(folder: pathlib.Path, local: pathlib.Path, target: Any, dry_run: bool
              ) -> Optional[Saved]:
-  run, durable = distributed.broadcast_json(
-      (read_run_id(folder), _newest_readable(folder)) if distributed.is_main_process() else None)
+  staging = folder / _STAGING
+  run, durable, cut_short = distributed.broadcast_json(
+      (read_run_id(folder), _newest_readable(folder), is_real_folder(staging))
+      if distributed.is_main_process() else None)
   if run is None:
     return None
   found = find_local_files(local / run, run=run, newer_than=-1 if durable is None else durable)
   waiting = candidates(found)
-  lock = _lock(folder) if waiting and not dry_run else None
+  lock = _lock(folder) if (waiting or cut_short) and not dry_run else None
   try:
+    if lock is not None:
+      shutil.rmtree(staging, ignore_errors=True)  # of a promotion that was killed
     for candidate in waiting:
       promotion = Promotion(folder, candidate, found, target, dry_run=dry_run)
       saved = promotion.run(fallback='the seed' if durable is None else f'checkpoint_{durable}')
@@ -242,7 +247,6 @@ class Promotion:
     problem = ''
     if distributed.is_main_process() and not self._dry_run:
       try:
-        shutil.rmtree(self._staging, ignore_errors=True)  # of a process that was killed
         self._staging.mkdir()
       except OSError as e:
         problem = e.strerror or str(e)

@@ -9,7 +9,6 @@ import base64
 import json
 import logging
 import pathlib
-import re
 import secrets
 import threading
 import types
@@ -21,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.checkpoint.chunks import Shape
-from t5x_gpu.checkpoint.local_config import (
-    DIR, PERIOD, SLOTS, bytes_of_host, check_space, gigabytes, local_folder)
-from t5x_gpu.checkpoint.local_copies import Copies, Hosts, Kept, hosts_of_run, plan_copies, send
-from t5x_gpu.checkpoint.local_file import TEMPORARY, open_local_file, write_local_file
+from t5x_gpu.checkpoint.local_config import DIR, PERIOD, SLOTS, check_space, local_folder
+from t5x_gpu.checkpoint.local_copies import (
+    Copies, Hosts, Kept, gigabytes, hosts_of_run, plan_copies, send)
+from t5x_gpu.checkpoint.local_file import (
+    FILE_NAME, TEMPORARY, open_local_file, write_local_file)
 from t5x_gpu.checkpoint.run_id import ensure_run_id, read_run_id
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
@@ -75,12 +75,24 @@ class LocalTier:
       self._run_folder.mkdir(parents=True, exist_ok=True)
       if self._is_first_of_host:
         (self._run_folder / ABOUT).write_text(json.dumps({'model_dir': str(self._model_dir)}))
-      self._left_over = list(self._run_folder.glob('step_*'))
-      for path in self._run_folder.glob(f'step_*.process_{self._process}{TEMPORARY}'):
-        path.unlink()  # of a process that was killed
+        # Of processes that were killed; none of today writes before all have come to `save`.
+        for path in self._run_folder.glob(f'step_*{TEMPORARY}'):
+          path.unlink(missing_ok=True)
+      self._left_over = [path for path in self._run_folder.glob('step_*') if self._is_mine(path)]
     except OSError as e:
       self._warn(f'{self._run_folder} cannot be used: {e.strerror or e}.')
     return self
+
+  def _is_mine(self, path: pathlib.Path) -> bool:
+    """Returns whether this process, of those on its host, is to remove what is left of earlier
+    attempts under this name: its own, and the first one also what nobody else is going to write.
+    """
+    match = FILE_NAME.fullmatch(path.name)
+    if match is None:
+      return False
+    here = [i for i, key in enumerate(self._hosts.keys) if key == self._hosts.keys[self._process]]
+    return int(match[2]) == self._process or (
+        self._is_first_of_host and int(match[2]) not in here)
 
   @property
   def _is_first_of_host(self) -> bool:
@@ -177,10 +189,8 @@ class LocalTier:
   def _remove_left_over(self) -> None:
     """Removes what earlier attempts of this run have left on this host."""
     left, self._left_over = self._left_over, []
-    for path in left if self._is_first_of_host else ():
-      if path.name.endswith(TEMPORARY):  # those of today's processes are gone by now
-        path.unlink(missing_ok=True)
-      elif _attempt_of(path) != self._attempt:
+    for path in left:
+      if _attempt_of(path) != self._attempt:
         path.unlink(missing_ok=True)
 
   def _warn(self, text: str, *, fix: str = '') -> None:
@@ -256,33 +266,18 @@ def open_local_tier(config: Any, model_dir: str, state: Any) -> LocalTier | NoLo
   tier = LocalTier(local, model_dir=folder, copies=copies, hosts=hosts, period=config.local_period,
                    process=process, attempt=distributed.broadcast_json(secrets.token_hex(4)))
   if process == 0:
-    _log.info('%s', _announcement(tier, config.local_period))
+    _log.info('local steps: every %d steps in %s, the last %d stay; of each, %s',
+              config.local_period, local, KEPT_STEPS, copies.words(hosts))
   if hosts.is_first_of_host(process):
     _name_other_runs(local, folder)
   return tier
-
-
-def _announcement(tier: LocalTier, period: int) -> str:
-  copies, hosts = tier._copies, tier._hosts
-  most = max(bytes_of_host(copies, hosts, i) for i in range(len(hosts.keys)))
-  if hosts.num_hosts == 1:
-    survives = 'they survive processes that end, not the loss of the only host'
-  elif copies.num_copies == 1:
-    survives = ('kept once, as one host has more than half of the devices: a host that is lost '
-                'takes its part with it')
-  else:
-    survives = (f'kept on two of {hosts.num_hosts} hosts, so any one may be lost; '
-                + (f'{gigabytes(copies.sent_bytes)} of each step go to another host' if copies.sent
-                   else 'nothing is sent, as two hosts hold every part anyway'))
-  return (f'local steps: every {period} steps in {tier.folder}, {gigabytes(most)} each on a host, '
-          f'the last {KEPT_STEPS} stay; {survives}')
 
 
 def _name_other_runs(local: pathlib.Path, model_dir: pathlib.Path) -> None:
   """Says which other runs have files here: they are neither used nor removed."""
   own = read_run_id(model_dir)
   for folder in sorted(path for path in local.glob('*') if path.is_dir() and path.name != own):
-    files = [path for path in folder.glob('step_*') if re.match(r'step_\d+\.process_', path.name)]
+    files = [path for path in folder.glob('step_*') if FILE_NAME.fullmatch(path.name)]
     if not files:
       continue
     try:

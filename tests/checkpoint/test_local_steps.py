@@ -228,6 +228,14 @@ def test_a_dry_run_says_what_would_be_promoted_and_writes_nothing(tmp_path, capl
   assert {k: v for k, v in after.items() if not k.startswith('seen')} == before
 
 
+def test_a_promotion_that_was_killed_leaves_nothing_behind_the_next_start(tmp_path):
+  save_all(tmp_path, 'dp', TOGETHER, 6)
+  staging = tmp_path / 'model' / '.promoting'
+  (staging / 'checkpoint_6' / 'state').mkdir(parents=True)
+  assert restart(tmp_path, 'dp', lost=NAMES) is None
+  assert not staging.exists()
+
+
 def test_another_model_is_not_promoted(tmp_path, caplog):
   save_all(tmp_path, 'fsdp', TOGETHER, 6)
   other = build(Case(dict(fsdp=8), dict(mlp_dim=64))).abstract_state
@@ -263,7 +271,9 @@ def test_two_steps_stay_and_a_run_that_ends_well_leaves_nothing(tmp_path):
 
 def test_a_restart_removes_what_earlier_attempts_have_left_once_it_has_kept_a_step(tmp_path):
   save_all(tmp_path, 'dp', APART, 5, 6)
-  left = next((tmp_path / NAMES[0]).iterdir()) / 'step_6.process_1.tmp'
+  # Written again by the process that has this number now, and by no process of this host.
+  left = next((tmp_path / NAMES[0]).iterdir()) / 'step_7.process_0.tmp'
+  (left.parent / 'step_6.process_1.tmp').write_bytes(b'cut off by a kill')
   left.write_bytes(b'cut off by a kill')
   save_all(tmp_path, 'dp', TOGETHER, 7, attempt='second')
   for host in NAMES:
@@ -297,8 +307,8 @@ def test_the_start_says_what_is_kept_where_and_names_an_earlier_run_of_the_path(
   with caplog.at_level(logging.INFO):
     tier = open_local_tier(config, str(tmp_path / 'model'), program('fsdp').abstract_state)
   old = next(p for p in (tmp_path / NAMES[0]).iterdir())
-  assert f'every 2 steps in {tmp_path / NAMES[0]}, 0.' in caplog.text
-  assert 'they survive processes that end, not the loss of the only host' in caplog.text
+  assert f'local steps: every 2 steps in {tmp_path / NAMES[0]}, the last 2 stay' in caplog.text
+  assert 'MB on the only host: they survive processes that end, not its loss' in caplog.text
   assert f'{old} has' in caplog.text and f'of an earlier run in {tmp_path / "model"}' in caplog.text
   assert f'rm -r {old}' in caplog.text and listing(tmp_path) == before
   assert tier.due(2) is tier and tier.due(3) is None
