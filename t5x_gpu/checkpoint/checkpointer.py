@@ -28,6 +28,7 @@ from t5x_gpu.checkpoint.checksums import check_restored, checksums_of, record
 from t5x_gpu.checkpoint.chunks import save_args
 from t5x_gpu.checkpoint.keep import BEST_IS, Keep, Preservation
 from t5x_gpu.checkpoint.local_config import check_local_settings
+from t5x_gpu.checkpoint.manifest import sealed
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
     is_checkpoint_of_ours, none_can_be_read, read_manifest, read_saved, remove_cut_short, why)
@@ -188,7 +189,7 @@ class Checkpointer:
       raise self._exists(step)
     data = {'iterator': base64.b64encode(data_state).decode()}
     value = self._keep.value_of(manifest.get('metrics') or {})
-    manifest = {**manifest, **record(checksums_of(state))}
+    manifest = sealed({**manifest, **record(checksums_of(state))}, data=data)
     if value is not None:
       self._preservation.values[step] = value
     with self._mended_errors(step):

@@ -5,7 +5,9 @@ that is not the checkpoint's is refused with the list of what differs.
 """
 
 import datetime
+import hashlib
 import importlib.metadata
+import json
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -16,6 +18,7 @@ from t5x_gpu.errors import did_you_mean
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
 STARTED_FROM = 'started_from'
+SEAL = 'seal'
 _SHOWN = 5
 _OPTIMIZER = 'opt_state/'
 
@@ -47,6 +50,26 @@ def make_manifest(state: Any, *, mesh_shape: Mapping[str, int], data: Mapping[st
           STARTED_FROM: None if started_from is None else dict(started_from),
           'metrics': None if metrics is None else dict(metrics),
           'written': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')}
+
+
+def sealed(manifest: Mapping[str, Any], *, data: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the manifest with a digest of itself and of the data state beside it.
+
+  A bit that changes in their text would else be taken for other data, or for another model.
+  """
+  return {**manifest, SEAL: _digest(manifest, data)}
+
+
+def check_seal(manifest: Mapping[str, Any], *, data: Mapping[str, Any]) -> None:
+  """Raises ValueError if either has changed since it was written; older manifests have no seal."""
+  if SEAL in manifest and manifest[SEAL] != _digest(manifest, data):
+    raise ValueError('the manifest or the data state is not what was written (its digest differs)')
+
+
+def _digest(manifest: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+  content = {'manifest': {k: v for k, v in manifest.items() if k != SEAL}, 'data': data}
+  as_read = json.loads(json.dumps(content))  # names that are numbers become text
+  return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def _versions() -> dict[str, str]:

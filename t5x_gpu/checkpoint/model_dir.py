@@ -19,7 +19,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.checkpoint.array_files import check_array_files
-from t5x_gpu.checkpoint.manifest import differences
+from t5x_gpu.checkpoint.manifest import check_seal, differences
 from t5x_gpu.checkpoint.run_lock import check_lock
 from t5x_gpu.errors import CheckpointError
 
@@ -137,8 +137,10 @@ def read_saved(folder: pathlib.Path, step: int) -> Saved:
 
   def item(*names: str) -> Any:
     return json.loads(checkpoint.joinpath(*names).read_text('utf-8'))
-  data_state = base64.b64decode(item('data', 'metadata')['iterator'], validate=True)
+  data = item('data', 'metadata')
+  data_state = base64.b64decode(data['iterator'], validate=True)
   check_manifest(manifest)
+  check_seal(manifest, data=data)
   item('state', '_METADATA')['tree_metadata']
   check_array_files(checkpoint / 'state')
   return Saved(step, data_state, manifest)

@@ -12,6 +12,7 @@ import numpy as np
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.chunks import Shape
+from t5x_gpu.checkpoint.manifest import sealed
 from t5x_gpu.checkpoint.model_dir import checkpoint_path
 from t5x_gpu.checkpoint.state_files import Place, layer_names, spec_of
 
@@ -142,7 +143,7 @@ class StateWriter:
         'tree_metadata': {**tree, **empty}, 'use_ocdbt': True, 'use_zarr3': False,
         'store_array_data_equal_to_fill_value': True, 'custom_metadata': None})
     write_json(self.path / 'data' / 'metadata', data)
-    write_json(self.path / 'manifest' / 'metadata', manifest)
+    write_json(self.path / 'manifest' / 'metadata', sealed(manifest, data=data))
     now = time.time_ns()
     write_json(self.path / '_CHECKPOINT_METADATA', {
         'item_handlers': {

@@ -164,6 +164,13 @@ def test_an_existing_step_is_not_overwritten(tmp_path):
     assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(3, seed=3))
 
 
+def flip_bit(path, text: str) -> None:
+  """Changes the last letter of `text` in a file that stays readable JSON."""
+  content = path.read_text()
+  assert content.count(text) == 1
+  path.write_text(content.replace(text, text[:-1] + chr(ord(text[-1]) ^ 1)))
+
+
 def largest_data_file(checkpoint):
   return max((p for p in checkpoint.rglob('d/*')), key=lambda p: p.stat().st_size)
 
@@ -185,6 +192,11 @@ CORRUPTIONS = {
     'manifest_without_hash': lambda c: (c / 'manifest/metadata').write_text(
         (c / 'manifest/metadata').read_text().replace('next_batch_hash', 'hash')),
     'manifest_not_an_object': lambda c: (c / 'manifest/metadata').write_text('[]'),
+    'manifest_bit_flipped_in_the_hash': lambda c: flip_bit(
+        c / 'manifest/metadata', '"next_batch_hash": "hash'),
+    'manifest_bit_flipped_in_a_name': lambda c: flip_bit(
+        c / 'manifest/metadata', '"arrays": {"step": [[], "int3'),
+    'data_state_bit_flipped': lambda c: flip_bit(c / 'data/metadata', '{"iterator": "ZG'),
     'data_state_gone': lambda c: shutil.rmtree(c / 'data'),
     'data_state_garbled': lambda c: (c / 'data/metadata').write_text('{"iterator": "!"}'),
     'data_state_not_an_object': lambda c: (c / 'data/metadata').write_text('7'),
