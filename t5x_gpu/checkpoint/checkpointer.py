@@ -56,9 +56,8 @@ class CheckpointConfig:
     best_is: which values of it are best, 'min' or 'max'.
     stop_before_end_seconds: where the scheduler tells the job's time limit (Slurm does), save and
       leave this long before it; enough for a step and a save.
-    local_checkpoint_dir: memory or a disk of each host, '/dev/shm/$USER', for steps in between
-      (checkpoint/local_tier.py); None for none.
-    local_period: steps between those; a divisor of `period`.
+    local_checkpoint_dir: of each host, '/dev/shm/$USER', for steps in between; None for none.
+    local_period: steps between those; a divisor of `period` (checkpoint/local_tier.py).
   """
   period: int
   keep: Optional[int] = 3

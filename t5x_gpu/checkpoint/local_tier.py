@@ -110,6 +110,7 @@ class LocalTier:
       data_state: for `BatchIterator.set_state`.
       manifest: see checkpoint/manifest.py.
     """
+    jax.block_until_ready(state)  # two collectives at once may wait for each other for ever on CPU
     is_busy = self._thread is not None and self._thread.is_alive()
     told = distributed.gather_json([is_busy, [] if is_busy else self._saved])
     busy = [process for process, (flag, _) in enumerate(told) if flag]
