@@ -4,6 +4,7 @@
 VENV := .venv
 VENV312 := .venv312
 JAX312 := 0.11.2
+MINUTES ?= 60
 DEMO := gin_configs/examples/demo.gin
 # Two workers; the tests of a file stay together, as they share compiled functions. PARALLEL= runs
 # one test after the other.
@@ -66,6 +67,9 @@ test-all: $(VENV)/.installed ## run all tests, compiled with all optimisations
 test-py312: $(VENV312)/.installed ## run all tests on Python 3.12 with a newer jax
 	$(VENV312)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
+soak: $(VENV)/.installed ## kill, damage and resume runs for MINUTES=60, to find work that is lost
+	$(VENV)/bin/python -m tests.soak --minutes=$(MINUTES) $(ARGS)
+
 clean: ## remove the virtual environments and what builds and tests left; runs/ stays
 	rm -rf $(VENV) $(VENV312) build dist *.egg-info .pytest_cache .hypothesis
 	find t5x_gpu tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -78,4 +82,4 @@ $(VENV312)/.installed: setup.py
 	$(call install,$(VENV312),$(PYTHON312),python3.12,PYTHON312,jax==$(JAX312))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-py312 clean
+.PHONY: help setup demo test test-all test-py312 soak clean
