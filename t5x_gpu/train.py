@@ -28,6 +28,7 @@ from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, import_modules, open_class_names, open_vocabulary)
+from t5x_gpu.data.guarantees import data_line
 from t5x_gpu.errors import ConfigError, TrainingError
 from t5x_gpu.metrics import logging_setup, reduce
 from t5x_gpu.metrics.closing import closing_text
@@ -238,6 +239,7 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Op
     prompt = open_vocabulary(train_cfg).encode(sample_cfg.prompt)
     check_sample(len(prompt), num_tokens=sample_cfg.num_tokens, length=_length(program))
   data = batches_for(model, train_cfg, repeat=True)
+  _say(data_line(data.describe(), process_count=jax.process_count()))
   program.spec.check(data.peek())
   if saved:
     resume_data(data, data_state=saved.data_state, manifest=saved.manifest)

@@ -17,6 +17,7 @@ from t5x_gpu.data import features, sources, task_lookup, task_prompts
 from t5x_gpu.data import preparation as preparation_lib
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.feature_converters import feature_converter as make_converter
+from t5x_gpu.data.guarantees import STREAMING
 from t5x_gpu.data.iterator_state import bytes_to_iterator, iterator_to_bytes
 from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -24,8 +25,6 @@ from t5x_gpu.data.vocabularies import (
     TextVocabulary, named_vocabulary, text_vocabulary, vocabulary_fingerprint)
 from t5x_gpu.errors import DataError
 
-GUARANTEE = ('streaming: the global batch at step t depends on (data, seed, t) alone; every '
-             'process reads the whole stream')
 _MAGIC = b't5x_gpu data state 1\n'
 # A fixed number on every machine: parallel maps hold that many results, which the saved state
 # contains, and it must restore on a host with other cores. 2 x 256 rows of packing are in flight.
@@ -154,7 +153,7 @@ class SeqioBatches:
   def describe(self) -> Mapping[str, Any]:
     """Returns what the batches are made from, and what is guaranteed about their order."""
     return {'mixture_or_task_name': self._name, **self._fingerprint,
-            LIBRARIES: versions(_PACKAGES), 'guarantee': GUARANTEE}
+            LIBRARIES: versions(_PACKAGES), 'guarantee': STREAMING}
 
   def close(self) -> None:
     """Drops the tf.data pipeline and its threads."""
