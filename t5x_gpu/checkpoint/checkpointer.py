@@ -54,8 +54,7 @@ class CheckpointConfig:
     keep_best: and so many of the best, of those saved at a step with an evaluation.
     best_metric: by which metric of the evaluation, as metrics.jsonl calls it.
     best_is: which values of it are best, 'min' or 'max'.
-    stop_before_end_seconds: where the scheduler tells the job's time limit (Slurm does), save and
-      leave this long before it; enough for a step and a save.
+    stop_before_end_seconds: save and leave this long before the job's time limit, if it is known.
     local_checkpoint_dir: of each host, '/dev/shm/$USER', for steps in between; None for none.
     local_period: steps between those; a divisor of `period` (checkpoint/local_tier.py).
   """
