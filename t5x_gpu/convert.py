@@ -23,6 +23,7 @@ from t5x_gpu.checkpoint.logits_check import has_transformers
 from t5x_gpu.checkpoint.merge_lora import merge_lora
 from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.model_fields import ModelFields, describe
+from t5x_gpu.checkpoint.paths import local_path
 from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
 from t5x_gpu.checkpoint.t5x_files import is_t5x
 from t5x_gpu.checkpoint.transfer import FLOATS
@@ -144,7 +145,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   if missing:
     raise ConfigError(f'{" and ".join(missing)} must be given.',
                       fix='python -m t5x_gpu.convert --from=FOLDER --to=NEW_FOLDER')
-  source = pathlib.Path(extra.source).expanduser()
+  source = local_path(extra.source, what='convert --from')
   kind = kind_of(source)
   _check_flags(extra, kind)
   built = None
@@ -163,7 +164,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                       docs='finetune.md#merge')
   logging_setup.setup()
   request = Request(
-      source=source, target=pathlib.Path(extra.to).expanduser(), family=extra.family, lora=lora,
+      source=source, target=local_path(extra.to, what='convert --to'), family=extra.family,
+      lora=lora,
       model=None if built is None else describe(without_adapters(built)),
       read_gin=lambda path: model_of_gin([path]), drop=tuple(extra.drop), step=extra.step,
       like=pathlib.Path(extra.like).expanduser() if extra.like else None, dtype=extra.dtype,

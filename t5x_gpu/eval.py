@@ -8,7 +8,6 @@ MODEL_DIR, or those that a run still writes; what has been evaluated is not eval
 import argparse
 import dataclasses
 import os
-import pathlib
 import re
 import sys
 import time
@@ -22,6 +21,8 @@ from t5x_gpu import cli
 from t5x_gpu.checkpoint.model_dir import (
     check_writable, checkpoint_path, committed_steps, why)
 from t5x_gpu.checkpoint.params_files import read_params
+from t5x_gpu.checkpoint.paths import AnyPath, as_path
+from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig, open_class_names, open_task_names
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError
@@ -109,7 +110,7 @@ def _in_run_order(program: Program, params: Any) -> Any:
                                       out_shardings=shardings))(params)
 
 
-def steps_to_evaluate(folder: pathlib.Path, *, wanted: Wanted, done: Collection[int],
+def steps_to_evaluate(folder: AnyPath, *, wanted: Wanted, done: Collection[int],
                       last_step: Optional[int], timeout: float) -> Iterator[int]:
   """Yields steps of checkpoints to evaluate, oldest first; the same on all processes.
 
@@ -138,7 +139,7 @@ def steps_to_evaluate(folder: pathlib.Path, *, wanted: Wanted, done: Collection[
 _END, _NOT_YET = -1, -2
 
 
-def _next(folder: pathlib.Path, wanted: Wanted, done: Collection[int], last_step: Optional[int],
+def _next(folder: AnyPath, wanted: Wanted, done: Collection[int], last_step: Optional[int],
           deadline: float) -> int:
   steps = committed_steps(folder)
   if wanted == 'last':
@@ -153,7 +154,7 @@ def _next(folder: pathlib.Path, wanted: Wanted, done: Collection[int], last_step
   return _END if time.monotonic() >= deadline else _NOT_YET
 
 
-def _read(model_dir: pathlib.Path, step: int, program: Program) -> Any:
+def _read(model_dir: AnyPath, step: int, program: Program) -> Any:
   """Returns the parameters, or None if the run has removed that checkpoint meanwhile."""
   params, problem = None, None
   try:
@@ -180,7 +181,7 @@ def evaluate(arguments: Mapping[str, Any], options: argparse.Namespace, *, dry_r
     options: the flags.
     dry_run: build, open and check everything, say what would be done, write nothing.
   """
-  model_dir = pathlib.Path(arguments['model_dir']).expanduser().absolute()
+  model_dir = as_path(arguments['model_dir'], parameter='train.model_dir')
   dataset = _dataset(arguments, options.split)
   wanted = _wanted(options.steps)
   _check_checkpoints(model_dir, wanted, watch=options.watch)
@@ -191,23 +192,26 @@ def evaluate(arguments: Mapping[str, Any], options: argparse.Namespace, *, dry_r
     _say(f'Dry run: would evaluate {options.steps} of steps {committed_steps(model_dir)}.')
     return 0
   if not distributed.is_main_process():
-    _evaluate_all(model_dir, wanted, options, arguments, evaluator, None, dataset)
+    _evaluate_all(model_dir, wanted, options, arguments, evaluator, None, dataset, None)
     return 0
   check_writable(model_dir)
-  with Results(model_dir, name, _facts(arguments, dataset, options)) as results:
-    _evaluate_all(model_dir, wanted, options, arguments, evaluator, results, dataset)
+  with RunFiles(model_dir, is_main=True) as files, Results(
+      files.folder, name, _facts(arguments, dataset, options)) as results:
+    _evaluate_all(model_dir, wanted, options, arguments, evaluator, results, dataset, files)
     known = results.records
-  print(f'\n{table(known)}\n\nIn {results.path.parent}: {results.path.name}')
+  where = results.path.parent.relative_to(files.folder)
+  print(f'\n{table(known)}\n\nIn {model_dir / where}: {results.path.name}')
   if options.watch and max(known, default=0) < arguments['total_steps']:
     print(f'No further checkpoint within {options.timeout:g} s; the run is not at step '
           f'{arguments["total_steps"]}. The same command goes on from here.')
   return 0
 
 
-def _evaluate_all(model_dir: pathlib.Path, wanted: Wanted, options: argparse.Namespace,
+def _evaluate_all(model_dir: AnyPath, wanted: Wanted, options: argparse.Namespace,
                   arguments: Mapping[str, Any], evaluator: CheckpointEvaluator,
-                  results: Optional[Results], dataset: DatasetConfig) -> None:
-  """Evaluates what is not in `results` yet, and adds it; only process 0 has results."""
+                  results: Optional[Results], dataset: DatasetConfig,
+                  files: Optional[RunFiles]) -> None:
+  """Evaluates what is not in `results` yet, and adds it; only process 0 has results and files."""
   done = distributed.broadcast_json(results and sorted(results.records))
   if done:
     _say(f'Evaluated before: {", ".join(map(str, done))} ({results and results.path}).')
@@ -226,6 +230,7 @@ def _evaluate_all(model_dir: pathlib.Path, wanted: Wanted, options: argparse.Nam
       names = open_class_names(dataset) or tuple(map(str, range(len(evaluator.confusion))))
       _say(classification.table(evaluator.confusion, names))
       results.add_confusion(step, evaluator.confusion, names)
+    files.push()
 
 
 def _dataset(arguments: Mapping[str, Any], split: Optional[str]) -> DatasetConfig:
@@ -248,7 +253,7 @@ def _wanted(text: str) -> Wanted:
   return tuple(map(int, text.split(',')))
 
 
-def _check_checkpoints(model_dir: pathlib.Path, wanted: Wanted, *, watch: bool) -> None:
+def _check_checkpoints(model_dir: AnyPath, wanted: Wanted, *, watch: bool) -> None:
   """Raises CheckpointError unless what is asked for is there, or may come."""
   steps = committed_steps(model_dir)
   missing = [] if isinstance(wanted, str) else [step for step in wanted if step not in steps]

@@ -20,6 +20,8 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
+from t5x_gpu.checkpoint.paths import AnyPath, as_path
+from t5x_gpu.checkpoint.run_files import on_this_machine
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig, open_prompt_text
 from t5x_gpu.data.prompts import Prompt, PromptText, parse_prompts, read_prompts
@@ -128,7 +130,7 @@ class Asked:
   config: DecodingConfig
   sets_start: bool
   is_run: bool
-  checkpoint: pathlib.Path
+  checkpoint: AnyPath
   run_arguments: Mapping[str, Any]
 
   @classmethod
@@ -136,7 +138,7 @@ class Asked:
     """Returns what `args` ask for; raises ConfigError if gin files are wrong, or say too little."""
     flags, folder, run_arguments = args.extra, None, {}
     if flags.checkpoint:
-      folder = pathlib.Path(flags.checkpoint).expanduser()
+      folder = as_path(flags.checkpoint)
     run_folder = folder.parent if folder and (folder / 'manifest').is_dir() else folder
     files = list(map(str, args.gin_files)) or [_own_gin_file(run_folder)]
     loaded, is_run = _load(files, args)
@@ -148,13 +150,13 @@ class Asked:
       dataset = dataclasses.replace(datasets[0], split=flags.split or datasets[0].split)
       own |= {name: run_arguments[name] for name in ('model', 'partitioner')}
       own['decoding_cfg'] = run_arguments.get('decoding_cfg') or own['decoding_cfg']
-      folder = folder or pathlib.Path(run_arguments['model_dir']).expanduser()
+      folder = folder or as_path(run_arguments['model_dir'])
     elif folder is None:
       raise ConfigError('A model file does not say where the parameters are.',
                         fix='Give --checkpoint=FOLDER, or the gin file of a run.')
     vocabulary = flags.vocabulary
     if vocabulary is None and not is_run and (run_folder / TOKENIZER).is_file():
-      vocabulary = f'huggingface:{(run_folder / TOKENIZER).parent}'
+      vocabulary = f'huggingface:{on_this_machine((run_folder / TOKENIZER).parent)}'
     if vocabulary is not None:
       dataset = dataclasses.replace(dataset, vocabulary=vocabulary)
     return cls(own['model'], own['partitioner'], dataset, own['decoding_cfg'], is_run=is_run,
@@ -163,13 +165,13 @@ class Asked:
                checkpoint=folder, run_arguments=run_arguments)
 
 
-def _own_gin_file(folder: Optional[pathlib.Path]) -> str:
+def _own_gin_file(folder: Optional[AnyPath]) -> str:
   if folder is None:
     raise ConfigError('Neither --checkpoint nor --gin_file is given.',
                       fix='Give the MODEL_DIR of a run, as in --checkpoint=runs/demo')
   for name in (RUN_GIN, MODEL_GIN):
     if (folder / name).is_file():
-      return str(folder / name)
+      return str(on_this_machine(folder / name))
   raise ConfigError(f'{folder} has neither {RUN_GIN} nor {MODEL_GIN}, which would say what the '
                     'model is.', fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote, '
                     'or --gin_file=... as for the training.')

@@ -5,7 +5,6 @@ host memory that it takes has a bound, and a call that was cut off goes on (docs
 """
 
 import argparse
-import pathlib
 import re
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.chunks import CHUNK_BYTES
+from t5x_gpu.checkpoint.paths import as_path
 from t5x_gpu.checkpoint.resharding import Request, reshard
 from t5x_gpu.checkpoint.transfer import FLOATS
 from t5x_gpu.errors import ConfigError
@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   {prog} --from=runs/a --to=runs/a_bf16 --dtype=bfloat16 --drop_optimizer
   {prog} --from=runs/a/checkpoint_1000 --to=runs/b --layout=8x2 --memory=1GiB --verify
   {prog} --from=runs/a --to=runs/per_layer --unscan
+  {prog} --from=s3://bucket/runs/a --to=runs/a                  from object storage, or to it
 
 The same command goes on with what an earlier one, cut off, has left. Any checkpoint restores onto
 any mesh: a layout is for speed alone.
@@ -94,7 +95,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   logging_setup.setup()
   console = Console()
   request = Request(
-      source=pathlib.Path(extra.source).expanduser(), target=pathlib.Path(extra.to).expanduser(),
+      source=as_path(extra.source), target=as_path(extra.to),
       step=extra.step, dtype=extra.dtype, optimizer_dtype=extra.optimizer_dtype,
       drop_optimizer=extra.drop_optimizer, layout=extra.layout, chunk_bytes=extra.chunk_size,
       unscan=extra.unscan, verify=extra.verify, memory=extra.memory)

@@ -18,12 +18,14 @@ import jax
 import numpy as np
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
 from t5x_gpu.checkpoint.local_promotion import check_with_local
 from t5x_gpu.checkpoint.local_tier import LocalTier, open_local_tier
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import Saved
+from t5x_gpu.checkpoint.paths import as_path
+from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
 from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
@@ -104,7 +106,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   watchdog = watchdog or Watchdog(watchdog_cfg, process_index=jax.process_index(),
                                   process_count=jax.process_count())
   # ---- 1. Shapes, shardings and every check that needs no data -------------------------------
-  model_dir = _local_folder(model_dir)
+  model_dir = str(as_path(model_dir, parameter='train.model_dir'))
   _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
                  eval_steps=eval_steps, infer_eval_period=infer_eval_period)
   checkpoint_cfg.check_best(total_steps, train_eval_dataset_cfg and eval_period,
@@ -140,7 +142,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   train_step, fresh, (data, evaluations) = _compile_while(open_data, program, xla, bool(saved))
 
   # ---- 3. State: the latest checkpoint, else another run's, else a fresh one -------------------
-  checkpointer = Checkpointer(model_dir, keep=checkpoint_cfg.kept)
+  checkpointer = open_checkpointer(model_dir, keep=checkpoint_cfg.kept)
   state, restored = start.first_state(checkpointer, program, fresh)
   first_step = int(state.step)
   if restored:
@@ -148,7 +150,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       resume_data(data, data_state=restored.data_state, manifest=restored.manifest)
     _say(f'Continuing from {restored.path}.')
   if summarize_config_fn is not None and jax.process_index() == 0:
-    summarize_config_fn(model_dir)
+    summarize_config_fn(str(checkpointer.files.folder))
 
   # ---- 4. The loop -----------------------------------------------------------------------------
   def step_done(step: int, sums: reduce.Sums) -> None:
@@ -157,11 +159,11 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     if step == 1 and not start.origin:
       _check_first_loss(reduce.means(sums).values.get('cross_entropy'), model)
 
-  recorder = Recorder(model_dir, total_steps=total_steps, first_step=first_step,
+  recorder = Recorder(checkpointer.files.folder, total_steps=total_steps, first_step=first_step,
                       tokens_per_step=math.prod(next(iter(program.spec.shapes.values()))),
                       is_main=jax.process_index() == 0, step_done=step_done)
   stop = preemption.StopRequest(before_end_seconds=checkpoint_cfg.stop_before_end_seconds)
-  with stop, recorder, checkpointer, local:
+  with checkpointer.files, stop, recorder, checkpointer, local:
     for step in range(first_step + 1, total_steps + 1):
       with recorder.timer.input_wait():
         batch = next(data)
@@ -196,8 +198,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   if jax.process_index() == 0:
     confusion = evaluations.confusion
     names = None if confusion is None else open_class_names(train_dataset_cfg)
-    _say(closing_text(model_dir, step=step, num_outcomes=model.num_outcomes, confusion=confusion,
-                      class_names=names))
+    _say(closing_text(checkpointer.files, step=step, num_outcomes=model.num_outcomes,
+                      confusion=confusion, class_names=names))
   return 0
 
 
@@ -246,7 +248,7 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Op
   return data, open_evaluations(model, program, **evaluations)
 
 
-def _save(saver: Checkpointer | LocalTier, step: int, program: Program, state: TrainState,
+def _save(saver: AnyCheckpointer | LocalTier, step: int, program: Program, state: TrainState,
           data: BatchIterator, started_from: Optional[Mapping[str, Any]],
           metrics: Optional[Mapping[str, float]]) -> None:
   """Starts to write the checkpoint of `step`; returns once `state` may be overwritten."""
@@ -262,16 +264,6 @@ def _nothing_to_do(where: str, step: int, total_steps: int) -> str:
           f'{total_steps}. Set TRAIN_STEPS higher to train on.')
 
 
-def _local_folder(model_dir: str) -> str:
-  """Returns `model_dir` with ~ expanded; raises ConfigError for an address of object storage."""
-  if '://' in model_dir:
-    raise ConfigError(
-        f'MODEL_DIR = {model_dir!r} is no folder of this machine: object storage is not supported.',
-        fix='Set MODEL_DIR to a folder of a file system that all processes share.',
-        parameters=('train.model_dir',))
-  return os.path.expanduser(model_dir)
-
-
 def _check_periods(**periods: Optional[int]) -> None:
   wrong = [name for name, value in periods.items() if value is not None and value < 1]
   if wrong:
@@ -281,7 +273,7 @@ def _check_periods(**periods: Optional[int]) -> None:
 
 
 def _check_step(step: int, sums: Mapping[str, tuple[float, float]],
-                checkpointer: Checkpointer) -> None:
+                checkpointer: AnyCheckpointer) -> None:
   """Raises TrainingError for a step that is not finite, CheckpointError for a save that failed."""
   checkpointer.check()
   bad = [name for name, (total, _) in sums.items() if not math.isfinite(total)]

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Optional
@@ -16,6 +15,7 @@ from t5x_gpu.checkpoint.inspection import describe, text_of
 from t5x_gpu.checkpoint.keep import BEST_IS, Keep
 from t5x_gpu.checkpoint.model_dir import checkpoint_path, committed_steps
 from t5x_gpu.checkpoint.params_files import ParamsReader
+from t5x_gpu.checkpoint.paths import as_path, local_path
 from t5x_gpu.checkpoint.pruning import Plan, plan_prune, prune
 from t5x_gpu.checkpoint.run_lock import check_lock
 from t5x_gpu.checkpoint.state_files import StateReader, find_checkpoint
@@ -35,7 +35,8 @@ EXAMPLES = """examples:
   {prog} prune runs/a --keep_last=3 --keep_every=1000        shows what would go
   {prog} prune runs/a --keep_last=3 --keep_every=1000 --yes
 
-A FOLDER is a MODEL_DIR, or one of its checkpoints.
+A FOLDER is a MODEL_DIR, or one of its checkpoints; inspect, diff, verify and average read them from
+s3:// and gs:// as well.
 """
 TROUBLE = 2
 # Flags, and the commands that take them.
@@ -106,7 +107,7 @@ def _diff(args: argparse.Namespace, console: Console) -> int:
 
 def _verify(args: argparse.Namespace, console: Console) -> int:
   folder, latest = find_checkpoint(args.folders[0], step=args.step)
-  is_one = args.step is not None or pathlib.Path(args.folders[0]).absolute().parent == folder
+  is_one = args.step is not None or as_path(args.folders[0]).parent == folder
   damaged = 0
   for step in [latest] if is_one else committed_steps(folder):
     where = checkpoint_path(folder, step)
@@ -135,7 +136,7 @@ def _average(args: argparse.Namespace, console: Console) -> int:
   readers = []
   for name in args.folders:
     folder, step = find_checkpoint(name)
-    is_one = pathlib.Path(name).expanduser().absolute() == checkpoint_path(folder, step)
+    is_one = as_path(name) == checkpoint_path(folder, step)
     steps = [step] if is_one or not args.last else committed_steps(folder)[-args.last:]
     readers += [ParamsReader(folder, step=n) for n in steps]
   if len(readers) < 2:
@@ -144,7 +145,7 @@ def _average(args: argparse.Namespace, console: Console) -> int:
   for reader in readers:
     console.say(f'from: {reader.path}')
   with sigterm_raises():
-    step = average(readers, pathlib.Path(args.to).expanduser(), progress=console.progress)
+    step = average(readers, local_path(args.to, what='average --to'), progress=console.progress)
   console.say(f'done: {args.to}: checkpoint_{step}, parameters alone')
   return 0
 

@@ -51,7 +51,7 @@ def average(readers: Sequence[ParamsReader], target: pathlib.Path, *, progress: 
         for place in boxes(shape, chunks[name]):
           total = np.zeros([s.stop - s.start for s in place], np.float32)
           for reader, seen in zip(readers, sums):
-            with damage_named(f'params/{name}', str(reader.path)):
+            with damage_named(f'params/{name}', reader.path):
               values = reader.read_at(name, place)
             seen.add_at(place, values)
             total += values.astype(np.float32)

@@ -1,17 +1,21 @@
 """What lies beside checkpoints in their folder and says of which model they are."""
 
-import pathlib
-import shutil
+from t5x_gpu.checkpoint.paths import AnyPath, is_remote
 
 CONFIG_GIN, MODEL_GIN = 'config.gin', 'model.gin'  # of a run, and of a converted model
 GIN_FILES = (CONFIG_GIN, MODEL_GIN)
 HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
 
 
-def carry(source: pathlib.Path, target: pathlib.Path) -> None:
+def carry(source: AnyPath, target: AnyPath) -> None:
   """Copies it from one folder to another."""
   for name in GIN_FILES:
     if (source / name).is_file():
-      shutil.copyfile(source / name, target / name)
-  if (source / HF_FOLDER).is_dir():
-    shutil.copytree(source / HF_FOLDER, target / HF_FOLDER, dirs_exist_ok=True)
+      (target / name).write_bytes((source / name).read_bytes())
+  names = (source / HF_FOLDER).files() if is_remote(source) else [
+      p.relative_to(source / HF_FOLDER).as_posix() for p in (source / HF_FOLDER).rglob('*')
+      if p.is_file()]
+  for name in names:
+    copy = target / HF_FOLDER / name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes((source / HF_FOLDER / name).read_bytes())

@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import pathlib
+import shutil
 import sys
 import time
 import types
@@ -32,6 +33,8 @@ from t5x_gpu.checkpoint.manifest import sealed
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
     is_checkpoint_of_ours, none_can_be_read, read_manifest, read_saved, remove_cut_short, why)
+from t5x_gpu.checkpoint.paths import AnyPath, is_remote
+from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
 from t5x_gpu.errors import CheckpointError
@@ -39,7 +42,6 @@ from t5x_gpu.runtime import exits
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
-
 GIVEN_UP_SECONDS = 5
 
 
@@ -114,7 +116,7 @@ class Restored:
     data_state: for `BatchIterator.set_state`.
     manifest: what the checkpoint says of itself.
   """
-  path: pathlib.Path
+  path: AnyPath
   state: TrainState
   data_state: bytes
   manifest: Mapping[str, Any]
@@ -135,6 +137,7 @@ class Checkpointer:
   def __init__(self, model_dir: str, *, keep: Keep = Keep(last=3)):
     self._dir = pathlib.Path(model_dir).absolute()
     check_writable(self._dir)
+    self.files = RunFiles(self._dir, is_main=jax.process_index() == 0)  # where the run writes them
     self._keep, self._preservation = keep, Preservation(
         keep, self._values(keep), is_ours=lambda step: is_checkpoint_of_ours(self._dir, step))
     self._lock = RunLock(self._dir) if jax.process_index() == 0 else None
@@ -262,7 +265,8 @@ class Checkpointer:
         f'{what} could not be written to {self._dir}: {reason}',
         fix=('No checkpoint has been committed yet.' if last is None else
              f'The last good one is checkpoint_{last}; a restart continues from it.')
-        + f' Free space there: {_free_gib(self._dir)}.', parameters=('MODEL_DIR',))
+        + f' Free space there: {shutil.disk_usage(self._dir).free / 2**30:.2f} GiB.',
+        parameters=('MODEL_DIR',))
 
   def restore_latest(self, target: TrainState) -> Optional[Restored]:
     """Returns the latest readable checkpoint on the mesh of `target`, or None without any.
@@ -327,7 +331,7 @@ class Checkpointer:
     self._manager.reload()
 
 
-def restore_from(path: pathlib.Path, saved: Saved, target: TrainState) -> Restored:
+def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
   """Returns a checkpoint of another run, which is only read, on the mesh of `target`.
 
   Args:
@@ -339,8 +343,8 @@ def restore_from(path: pathlib.Path, saved: Saved, target: TrainState) -> Restor
   """
   with _no_stacks_of_given_up(), ocp.StandardCheckpointer() as checkpointer:
     try:
-      state, problem = (read_state(path, target) if saved.manifest.get(UNSTACKED) else
-                        checkpointer.restore(path / 'state', target)), None
+      state, problem = (read_state(path, target) if saved.manifest.get(UNSTACKED) or
+                        is_remote(path) else checkpointer.restore(path / 'state', target)), None
       check_restored(state, saved.manifest, step=saved.step)
     except MemoryError:
       raise
@@ -393,8 +397,3 @@ def _let_go_of_given_up() -> None:
       time.sleep(0.01)
       gc.collect()
   logger.disabled = disabled
-
-
-def _free_gib(folder: pathlib.Path) -> str:
-  stats = os.statvfs(folder)
-  return f'{stats.f_bavail * stats.f_frsize / 2**30:.2f} GiB'

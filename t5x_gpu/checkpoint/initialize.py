@@ -6,8 +6,6 @@
 import dataclasses
 import logging
 import math
-import os
-import pathlib
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Optional
@@ -18,6 +16,7 @@ import jax
 from t5x_gpu.checkpoint.manifest import differences
 from t5x_gpu.checkpoint.model_dir import Saved, read_saved
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY, ParamsReader, tree_problems
+from t5x_gpu.checkpoint.paths import as_path
 from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
 from t5x_gpu.training.program import Program
@@ -133,7 +132,7 @@ def _warn_of_frozen(program: Program, taken: Container[str]) -> None:
 
 
 def _open(config: RestoreConfig) -> ParamsReader:
-  path = pathlib.Path(os.path.expanduser(config.path))
+  path = as_path(config.path, parameter='RestoreConfig.path')
   try:
     return ParamsReader(path, step=config.step)
   except CheckpointError as e:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import pathlib
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.beside import GIN_FILES
@@ -10,12 +9,13 @@ from t5x_gpu.checkpoint.checksums import recorded
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.model_dir import read_saved
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY
+from t5x_gpu.checkpoint.paths import AnyPath, RemotePath
 from t5x_gpu.checkpoint.state_files import UNSTACKED, StateReader, find_checkpoint
 
 _ORIGINS = (STARTED_FROM, 'converted_from', 'resharded_from')
 
 
-def describe(path: str | os.PathLike, *, step: Optional[int] = None) -> dict[str, Any]:
+def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -> dict[str, Any]:
   """Returns what there is to know, JSON-ready; sizes are in bytes.
 
   Args:
@@ -49,7 +49,9 @@ def describe(path: str | os.PathLike, *, step: Optional[int] = None) -> dict[str
       **{key: manifest[key] for key in _ORIGINS if manifest.get(key)}}
 
 
-def _disk_bytes(path: pathlib.Path) -> int:
+def _disk_bytes(path: AnyPath) -> Optional[int]:
+  if isinstance(path, RemotePath):
+    return None  # TensorStore lists no sizes
   return sum(p.stat().st_size for p in path.rglob('*') if p.is_file())
 
 
@@ -63,7 +65,7 @@ def text_of(described: dict[str, Any]) -> str:
     lines.append(f'  {name:{width}}  {shape:28} {_size(a["bytes"]):>10}')
   for part, n in d['parts'].items():
     lines.append(f'{part}: {n["arrays"]} arrays, {n["elements"]:,} elements, {_size(n["bytes"])}')
-  lines.append(f'on disk: {_size(d["bytes_on_disk"])}'
+  lines.append(f'on disk: {"unknown" if d["bytes_on_disk"] is None else _size(d["bytes_on_disk"])}'
                + ('; one array per layer' if d['unstacked'] else '')
                + ('; parameters only: nothing to resume' if d['params_only'] else ''))
   sizes = ' '.join(f'{axis}={n}' for axis, n in (d['mesh'] or {}).items())

@@ -20,7 +20,10 @@ import jax
 
 from t5x_gpu.checkpoint.array_files import check_array_files
 from t5x_gpu.checkpoint.manifest import check_seal, differences
+from t5x_gpu.checkpoint.paths import AnyPath, RemotePath, as_path
+from t5x_gpu.checkpoint.remote_steps import remote_steps
 from t5x_gpu.checkpoint.run_lock import check_lock
+from t5x_gpu.checkpoint.storage_errors import is_outage, reason_of, storage_error
 from t5x_gpu.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -45,16 +48,18 @@ class Saved:
   manifest: Mapping[str, Any]
 
 
-def checkpoint_path(folder: pathlib.Path, step: int) -> pathlib.Path:
+def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
   """Returns where the checkpoint of `step` lies."""
   return folder / f'{PREFIX}_{step}'
 
 
-def committed_steps(folder: pathlib.Path) -> list[int]:
+def committed_steps(folder: AnyPath) -> list[int]:
   """Returns the steps of the checkpoints in `folder`, oldest first.
 
   Saves cut short are none, nor are files, links, and names that only resemble ours.
   """
+  if isinstance(folder, RemotePath):
+    return remote_steps(folder)
   found = {path: re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', path.name)
            for path in folder.glob(f'{PREFIX}_*')}
   return sorted(int(match[1]) for path, match in found.items() if match and is_real_folder(path))
@@ -81,7 +86,7 @@ def remove_cut_short(folder: pathlib.Path) -> None:
       shutil.rmtree(path, ignore_errors=True)  # what stays is in nobody's way
 
 
-def check_model_dir(model_dir: str | os.PathLike, *, target: Any) -> Optional[Saved]:
+def check_model_dir(model_dir: str | os.PathLike | AnyPath, *, target: Any) -> Optional[Saved]:
   """Returns the latest checkpoint that can be read as far as `read_saved` can tell; None without
   any. Leaves no trace.
 
@@ -92,9 +97,10 @@ def check_model_dir(model_dir: str | os.PathLike, *, target: Any) -> Optional[Sa
     CheckpointError: the folder cannot be written, another run writes to it, none of its checkpoints
       can be read, or the latest is of another model.
   """
-  folder = pathlib.Path(model_dir).absolute()
+  folder = as_path(model_dir)
   if jax.process_index() == 0:  # the others would find folders that come and go
-    made = [f for f in (folder, *folder.parents) if not f.exists()]
+    made = [] if isinstance(folder, RemotePath) else [
+        f for f in (folder, *folder.parents) if not f.exists()]
     try:
       check_writable(folder)
       check_lock(folder)
@@ -107,6 +113,7 @@ def check_model_dir(model_dir: str | os.PathLike, *, target: Any) -> Optional[Sa
     try:
       saved = read_saved(folder, step)
     except UNREADABLE as e:
+      check_no_outage(e, folder)
       reasons[step] = why(e)
       continue
     check_same_model(folder, step, saved.manifest, target=target)
@@ -118,13 +125,13 @@ def check_model_dir(model_dir: str | os.PathLike, *, target: Any) -> Optional[Sa
   return None
 
 
-def read_manifest(folder: pathlib.Path, step: int) -> Mapping[str, Any]:
+def read_manifest(folder: AnyPath, step: int) -> Mapping[str, Any]:
   """Returns the manifest of a checkpoint, which may be damaged otherwise; errors as below."""
   path = checkpoint_path(folder, step) / 'manifest' / 'metadata'
   return json.loads(path.read_text('utf-8'))
 
 
-def read_saved(folder: pathlib.Path, step: int) -> Saved:
+def read_saved(folder: AnyPath, step: int) -> Saved:
   """Returns what a checkpoint says of itself, if all of it is there.
 
   Files of arrays that are missing or cut off are found, what is in them is not looked at: see
@@ -148,10 +155,16 @@ def read_saved(folder: pathlib.Path, step: int) -> Saved:
 
 def why(e: Exception) -> str:
   """Returns what went wrong in one line."""
-  return f'{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ""}'
+  return f'{type(e).__name__}: {reason_of(e)[:200]}'
 
 
-def none_can_be_read(folder: pathlib.Path, reasons: Mapping[int, str]) -> CheckpointError:
+def check_no_outage(e: Exception, folder: AnyPath) -> None:
+  """Raises CheckpointError if `e` says that storage did not answer, not that a file is damaged."""
+  if isinstance(folder, RemotePath) and is_outage(e):
+    raise storage_error(e, f'{folder} cannot be read', folder.scheme) from None
+
+
+def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointError:
   """Returns the error for checkpoints (step -> reason) of which none can be read."""
   return CheckpointError(
       f'None of the {len(reasons)} checkpoints in {folder} can be read.\n'
@@ -167,7 +180,7 @@ def check_manifest(manifest: Any) -> None:
   differences(manifest, {})
 
 
-def check_same_model(folder: pathlib.Path, step: int, manifest: Mapping[str, Any], *,
+def check_same_model(folder: AnyPath, step: int, manifest: Mapping[str, Any], *,
                      target: Any) -> None:
   """Raises CheckpointError with the arrays in which `manifest` and `target` differ, if any do."""
   different = differences(manifest, target)
@@ -186,7 +199,7 @@ def check_same_model(folder: pathlib.Path, step: int, manifest: Mapping[str, Any
             f'{folder / "config.gin"}. Nothing was overwritten.', parameters=('MODEL_DIR',))
 
 
-def check_writable(folder: pathlib.Path) -> None:
+def check_writable(folder: AnyPath) -> None:
   """Makes `folder` if needed; raises CheckpointError unless files can be made in it."""
   probe = folder / f'.write_test_{os.getpid()}'
   try:

@@ -6,7 +6,6 @@ reads these; written here is only what a converter has: parameters and step, no 
 
 import math
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Self
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from t5x_gpu.checkpoint.checksums import HostSums, check_restored, record
 from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.paths import AnyPath
 from t5x_gpu.checkpoint.state_files import Place, StateReader, read_array
 from t5x_gpu.checkpoint.state_writer import StateWriter
 from t5x_gpu.errors import CheckpointError, did_you_mean
@@ -39,7 +39,7 @@ class ParamsReader:
     CheckpointError: none there, or it cannot be read.
   """
 
-  def __init__(self, model_dir: str | os.PathLike, *, step: Optional[int] = None):
+  def __init__(self, model_dir: str | os.PathLike | AnyPath, *, step: Optional[int] = None):
     self.state = StateReader(model_dir, step=step, prefix='params/')
     self.path, self.step = self.state.path, self.state.step
     self.manifest: Mapping[str, Any] = self.state.manifest
@@ -54,7 +54,7 @@ class ParamsReader:
     return self.read_at(path, (slice(start, self.shapes[path][0] if stop is None else stop),))
 
 
-def read_params(model_dir: str | os.PathLike, abstract_params: Any, *,
+def read_params(model_dir: str | os.PathLike | AnyPath, abstract_params: Any, *,
                 step: Optional[int] = None) -> Any:
   """Returns the parameters of a checkpoint on the devices of `abstract_params`.
 
@@ -127,7 +127,7 @@ class ParamsWriter:
     compress: worth it where values were narrower than float32, and are half zeros.
   """
 
-  def __init__(self, folder: pathlib.Path, *, step: int, shapes: Mapping[str, tuple[int, ...]],
+  def __init__(self, folder: AnyPath, *, step: int, shapes: Mapping[str, tuple[int, ...]],
                chunks: Mapping[str, tuple[int, ...]], about: Mapping[str, Any], compress: bool):
     self._shapes, self._about = dict(shapes), dict(about)
     arrays = {'step': ((), np.int32), **{

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
+from t5x_gpu.checkpoint.paths import local_path
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.errors import CheckpointError
 
@@ -42,7 +43,7 @@ def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> Plan:
   Raises:
     CheckpointError: there is none, a step to keep is not there, or none would stay.
   """
-  folder = pathlib.Path(model_dir).expanduser().absolute()
+  folder = local_path(model_dir, what='prune')
   steps, values, kept = [], {}, {}
   for step in committed_steps(folder):
     try:

@@ -8,7 +8,6 @@ import ast
 import dataclasses
 import json
 import math
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -21,8 +20,11 @@ from t5x_gpu.checkpoint.checksums import HostSums, record
 from t5x_gpu.checkpoint.chunks import CHUNK_BYTES, Shape, boxes, piece_shape, smaller_chunk
 from t5x_gpu.checkpoint.journal import Journal
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY
+from t5x_gpu.checkpoint.paths import AnyPath
+from t5x_gpu.checkpoint.remote_journal import RemoteJournal, open_journal
 from t5x_gpu.checkpoint.state_files import UNSTACKED, StateReader, stacked_arrays
 from t5x_gpu.checkpoint.state_writer import StateWriter
+from t5x_gpu.checkpoint.storage_errors import StorageError
 from t5x_gpu.checkpoint.verification import check_sums, damage_named, verify
 from t5x_gpu.errors import CheckpointError
 
@@ -41,7 +43,7 @@ class Request:
   """What is asked for.
 
   Attributes:
-    source: MODEL_DIR, or the folder of one checkpoint.
+    source: MODEL_DIR, or the folder of one checkpoint; also in object storage, as `target`.
     target: new folder: a MODEL_DIR.
     step: which checkpoint; None for the latest.
     dtype: of floating parameters; None to leave them.
@@ -54,8 +56,8 @@ class Request:
     verify: read everything again at the end.
     memory: budget for array data in host memory, in bytes.
   """
-  source: pathlib.Path
-  target: pathlib.Path
+  source: AnyPath
+  target: AnyPath
   step: Optional[int] = None
   dtype: Optional[str] = None
   optimizer_dtype: Optional[str] = None
@@ -146,7 +148,7 @@ def _laid_out(shape: Shape, layout: Sequence[int], *, first: int) -> Shape:
   return tuple(chunk)
 
 
-def reshard(request: Request, *, progress: Progress, say: Callable[[str], None]) -> pathlib.Path:
+def reshard(request: Request, *, progress: Progress, say: Callable[[str], None]) -> AnyPath:
   """Writes the checkpoint; returns its folder. A call that was cut off is gone on with.
 
   Args:
@@ -159,7 +161,7 @@ def reshard(request: Request, *, progress: Progress, say: Callable[[str], None])
   reader = StateReader(request.source, step=request.step, cache_bytes=request.memory // 16)
   plan = plan_reshard(reader, request)
   work = {'source': str(reader.path), 'manifest': dict(reader.manifest), 'plan': plan.as_json()}
-  with Journal(request.target, work=work, num_bytes=plan.num_bytes) as journal:
+  with open_journal(request.target, work=work, num_bytes=plan.num_bytes) as journal:
     try:
       writer = StateWriter(journal.folder, step=reader.step, arrays=plan.arrays,
                            chunks=plan.chunks, unstacked=plan.unstacked, flush_bytes=_NEVER,
@@ -168,9 +170,11 @@ def reshard(request: Request, *, progress: Progress, say: Callable[[str], None])
       writer.close(manifest=_manifest(reader, plan, request, checksums),
                    data=_json(reader.path / 'data' / 'metadata'), empty=_empty(reader, request))
       if request.verify:
-        _verify(journal.folder, request, progress)
+        _verify(writer.path, request, progress)
       carry(reader.path.parent, journal.folder)
       journal.finish()
+    except StorageError:
+      raise  # the same command goes on once it answers
     except CheckpointError:
       journal.discard()  # there is nothing to go on with: the source is damaged, or the disk
       raise
@@ -181,7 +185,8 @@ def reshard(request: Request, *, progress: Progress, say: Callable[[str], None])
 
 
 def _copy(reader: StateReader, writer: StateWriter, plan: Plan, request: Request,
-          journal: Journal, *, progress: Progress, say: Callable[[str], None]) -> dict[str, str]:
+          journal: Journal | RemoteJournal, *, progress: Progress, say: Callable[[str], None]
+          ) -> dict[str, str]:
   """Writes all arrays from where the journal stands; returns their checksums."""
   entry = journal.entry or {'pieces': 0, 'array': '', 'read': '', 'written': '', 'checksums': {}}
   if journal.entry is None:
@@ -201,7 +206,7 @@ def _copy(reader: StateReader, writer: StateWriter, plan: Plan, request: Request
         count += 1
         if count <= skipped:
           continue
-        with damage_named(name, str(reader.path)):
+        with damage_named(name, reader.path):
           values = _read(reader, name, place, request.memory // _PIECES_IN_MEMORY)
         read.add_at(place, values)
         told(values.nbytes)
@@ -285,13 +290,13 @@ def _empty(reader: StateReader, request: Request) -> dict[str, Any]:
           and not (request.drop_optimizer and ast.literal_eval(key)[0] == 'opt_state')}
 
 
-def _json(path: pathlib.Path) -> Any:
+def _json(path: AnyPath) -> Any:
   return json.loads(path.read_text('utf-8'))
 
 
-def _verify(folder: pathlib.Path, request: Request, progress: Progress) -> None:
+def _verify(folder: AnyPath, request: Request, progress: Progress) -> None:
   """Raises CheckpointError unless what was written reads as it should."""
-  reader = StateReader(folder, cache_bytes=0)
+  reader = StateReader(folder, cache_bytes=0, is_committed=False)
   with progress('read again', reader.num_bytes) as told:
     verdict = verify(reader, step=told, num_threads=1,
                      most_bytes=request.memory // _PIECES_IN_MEMORY)

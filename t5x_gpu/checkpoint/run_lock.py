@@ -3,7 +3,8 @@
 Process 0 writes who it is and touches the file every ten seconds. A lock is stale, and taken over,
 if its process has ended, if it is an earlier attempt of the same Slurm job, or if nobody has
 touched it for two minutes. A run that was cut off and comes back finds another owner in the file
-before it saves, and leaves.
+before it saves, and leaves. In object storage nothing can be touched: the owner writes the time of
+its own clock into the object, so the clocks of hosts must agree to a minute.
 """
 
 import atexit
@@ -18,6 +19,7 @@ import threading
 import time
 from typing import Optional
 
+from t5x_gpu.checkpoint.paths import AnyPath, RemotePath
 from t5x_gpu.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Owner:
     born: start of the process in ticks since boot: pids are used again.
     folder: MODEL_DIR as this host sees it; a copied folder has another one.
     job, attempt: of Slurm, '' and 0 without.
+    touched: its last sign of life in seconds since 1970, in object storage.
   """
   host: str
   pid: int
@@ -47,6 +50,7 @@ class Owner:
   folder: str
   job: str
   attempt: int
+  touched: float = 0.0
 
   @property
   def name(self) -> str:
@@ -65,14 +69,15 @@ class Owner:
     if self.kernel == me.kernel:
       if self.born != _born(self.pid):
         return 'it has ended'
-      is_copy = os.path.exists(self.folder) and not os.path.samefile(self.folder, me.folder)
+      is_copy = '://' not in me.folder and os.path.exists(self.folder) and (
+          not os.path.samefile(self.folder, me.folder))
       return f'its folder is {self.folder}, this is a copy' if is_copy else ''
     if age_seconds > STALE_SECONDS:
       return f'it has given no sign of life for {age_seconds:.0f} s'
     return ''
 
 
-def check_lock(folder: pathlib.Path) -> Optional[str]:
+def check_lock(folder: AnyPath) -> Optional[str]:
   """Returns why an existing lock does not count, None if there is none; changes nothing.
 
   Raises:
@@ -80,13 +85,17 @@ def check_lock(folder: pathlib.Path) -> Optional[str]:
   """
   path = folder / LOCK
   try:
-    with open(path, encoding='utf-8') as f:  # opening makes NFS ask the server
-      owner, touched = _parse(f.read()), os.fstat(f.fileno()).st_mtime
+    if isinstance(path, RemotePath):
+      owner = _parse(path.read_text('utf-8'))
+      age = time.time() - (owner.touched if owner else 0)
+    else:
+      with open(path, encoding='utf-8') as f:  # opening makes NFS ask the server
+        owner, touched = _parse(f.read()), os.fstat(f.fileno()).st_mtime
+      age = _now(folder) - touched
   except FileNotFoundError:
     return None
   if owner is None:
     return f'{path} cannot be read'
-  age = _now(folder) - touched
   reason = owner.stale_because(_this_process(folder), age)
   if not reason:
     raise CheckpointError(
@@ -106,7 +115,7 @@ class RunLock:
     CheckpointError: another run writes here.
   """
 
-  def __init__(self, folder: pathlib.Path):
+  def __init__(self, folder: AnyPath):
     self._folder = folder
     self._path = folder / LOCK
     reason = check_lock(folder)
@@ -136,16 +145,22 @@ class RunLock:
     if not self._released.is_set():
       self._released.set()
       atexit.unregister(self.release)
-      owner = self._owner()
-      if owner is not None and owner.is_same_process(self._me):
-        with contextlib.suppress(OSError):
+      with contextlib.suppress(OSError, CheckpointError):
+        owner = self._owner()
+        if owner is not None and owner.is_same_process(self._me):
           self._path.unlink()
 
   def _refresh(self) -> None:
     while not self._released.wait(REFRESH_SECONDS):
-      owner = self._owner()
-      if owner is not None and owner.is_same_process(self._me):
-        with contextlib.suppress(OSError):  # gone, or out of reach: the next save will tell
+      with contextlib.suppress(OSError, CheckpointError):  # the next save will tell
+        if isinstance(self._path, RemotePath):
+          before = self._path.read_text()
+          owner = _parse(before)
+          if owner is not None and owner.is_same_process(self._me):
+            self._path.swap(before, self._text())
+          continue
+        owner = self._owner()
+        if owner is not None and owner.is_same_process(self._me):
           os.utime(self._path)
 
   def _owner(self) -> Optional[Owner]:
@@ -154,10 +169,17 @@ class RunLock:
     except OSError:
       return None
 
+  def _text(self) -> str:
+    me = dataclasses.replace(self._me, touched=time.time())
+    return json.dumps(dataclasses.asdict(me), indent=1) + '\n'
+
   def _write(self) -> None:
+    if isinstance(self._path, RemotePath):
+      self._path.write_text(self._text())
+      return
     new = self._path.with_name(f'.{LOCK}.{self._me.pid}')
     try:
-      new.write_text(json.dumps(dataclasses.asdict(self._me), indent=1) + '\n', 'utf-8')
+      new.write_text(self._text(), 'utf-8')
       os.replace(new, self._path)
     except OSError as e:
       raise CheckpointError(f'{self._path} cannot be written: {e.strerror or e}.',
@@ -165,7 +187,7 @@ class RunLock:
                             parameters=('MODEL_DIR',)) from e
 
 
-def _this_process(folder: pathlib.Path) -> Owner:
+def _this_process(folder: AnyPath) -> Owner:
   def text(path: str) -> str:
     try:
       return pathlib.Path(path).read_text('utf-8').strip()

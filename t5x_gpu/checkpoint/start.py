@@ -11,10 +11,11 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.checkpointer import Checkpointer, Restored, restore_from
+from t5x_gpu.checkpoint.checkpointer import Restored, restore_from
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.params_files import ParamsReader, check_params
+from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
 from t5x_gpu.data.batches import BatchIterator, batch_hash
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.errors import CheckpointError
@@ -48,7 +49,7 @@ class Start:
     """Returns where the run's first state came from, if its own checkpoint was `restored`."""
     return self.origin or (restored and restored.manifest.get(STARTED_FROM))
 
-  def first_state(self, checkpointer: Checkpointer, program: Program, fresh: Optional[TrainState]
+  def first_state(self, checkpointer: AnyCheckpointer, program: Program, fresh: Optional[TrainState]
                   ) -> tuple[TrainState, Optional[Restored]]:
     """Returns (the state of the next step, the checkpoint that holds all of it if there is one).
 

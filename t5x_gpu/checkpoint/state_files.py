@@ -8,7 +8,6 @@ names what is kept so under 'unstacked'.
 import functools
 import math
 import os
-import pathlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
@@ -20,6 +19,7 @@ import tensorstore as ts
 from t5x_gpu.checkpoint.chunks import Shape, boxes, piece_shape
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
+from t5x_gpu.checkpoint.paths import AnyPath, as_path, context, is_remote, kvstore_spec
 from t5x_gpu.errors import CheckpointError
 
 UNSTACKED = 'unstacked'
@@ -29,19 +29,23 @@ PIECE_BYTES = 32 << 20  # what is read at once; larger chunks are kept for the n
 Place = tuple[slice | int, ...]
 
 
-def find_checkpoint(path: str | os.PathLike, *, step: Optional[int] = None
-                    ) -> tuple[pathlib.Path, int]:
+def find_checkpoint(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None,
+                    is_committed: bool = True) -> tuple[AnyPath, int]:
   """Returns (MODEL_DIR, step) of a checkpoint.
 
   Args:
     path: MODEL_DIR, or the folder of one checkpoint.
     step: which checkpoint; None for the latest.
+    is_committed: False for the folder of one that is being written.
   Raises:
     CheckpointError: none there.
   """
-  folder = pathlib.Path(path).expanduser().absolute()
-  if re.fullmatch(rf'{PREFIX}_\d+', folder.name) and (folder / 'manifest').exists():
-    return folder.parent, int(folder.name.removeprefix(f'{PREFIX}_'))
+  folder = as_path(path)
+  number = re.fullmatch(rf'{PREFIX}_(\d+)', folder.name)
+  if number and (folder / 'manifest').exists() and (
+      not is_remote(folder) or not is_committed or
+      int(number[1]) in committed_steps(folder.parent)):
+    return folder.parent, int(number[1])
   steps = committed_steps(folder)
   if not steps or step not in (None, *steps):
     raise CheckpointError(
@@ -59,6 +63,7 @@ class StateReader:
     step: which checkpoint; None for the latest.
     prefix: of the arrays to read, 'params/'; it is left out of their names.
     cache_bytes: for chunks that are asked for in parts; None for what the largest of them takes.
+    is_committed: see `find_checkpoint`.
   Attributes:
     path: folder of the checkpoint.
     step: of the checkpoint.
@@ -68,9 +73,9 @@ class StateReader:
     CheckpointError: none there, or it cannot be read.
   """
 
-  def __init__(self, path: str | os.PathLike, *, step: Optional[int] = None, prefix: str = '',
-               cache_bytes: Optional[int] = None):
-    folder, self.step = find_checkpoint(path, step=step)
+  def __init__(self, path: str | os.PathLike | AnyPath, *, step: Optional[int] = None,
+               prefix: str = '', cache_bytes: Optional[int] = None, is_committed: bool = True):
+    folder, self.step = find_checkpoint(path, step=step, is_committed=is_committed)
     self.path = checkpoint_path(folder, self.step)
     try:
       self.manifest: Mapping[str, Any] = read_saved(folder, self.step).manifest
@@ -83,16 +88,18 @@ class StateReader:
     self.shapes: dict[str, Shape] = {name: tuple(shape) for name, (shape, _) in arrays.items()}
     self.dtypes = {name: np.dtype(dtype) for name, (_, dtype) in arrays.items()}
     self._unstacked = frozenset(self.manifest.get(UNSTACKED, ()))
+    self._index = context()  # where chunks are not read
     # A run may write what a device holds as one chunk: several layers, which are asked for in turn.
     if cache_bytes is None:
       largest = max(map(self.chunk_bytes, self.shapes), default=0)
       cache_bytes = 4 * largest if largest > PIECE_BYTES else 0  # query, key and value together
-    self._context = ts.Context({'cache_pool': {'total_bytes_limit': cache_bytes}})
+    self._context = context(cache_bytes=cache_bytes)
 
   def chunk_shape(self, name: str) -> Shape:
     """Returns how an array is cut on disk; a chunk is read as a whole."""
     # None for an array without dimensions.
-    chunk = tuple(self._opened(self._parts(name)[0]).chunk_layout.read_chunk.shape or ())
+    array = self._opened(self._parts(name)[0], self._index)
+    chunk = tuple(array.chunk_layout.read_chunk.shape or ())
     return (1, *chunk) if self._is_unstacked(name) else chunk
 
   def chunk_bytes(self, name: str) -> int:
@@ -139,9 +146,9 @@ class StateReader:
   def _open(self, name: str) -> ts.TensorStore:
     return self._opened(name, self._context)
 
-  def _opened(self, name: str, context: Optional[ts.Context] = None) -> ts.TensorStore:
+  def _opened(self, name: str, limits: ts.Context) -> ts.TensorStore:
     return ts.open(spec_of(self.path / 'state', name), open=True, read=True,
-                   context=context).result()
+                   context=limits).result()
 
 
 def read_array(reader: StateReader, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -157,7 +164,7 @@ def read_array(reader: StateReader, name: str, like: jax.ShapeDtypeStruct) -> ja
   return jax.make_array_from_callback(like.shape, like.sharding, part)
 
 
-def read_state(path: str | os.PathLike, target: Any) -> Any:
+def read_state(path: str | os.PathLike | AnyPath, target: Any) -> Any:
   """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs."""
   reader = StateReader(path)
   return jax.tree_util.tree_map_with_path(lambda keys, like: read_array(
@@ -175,7 +182,14 @@ def stacked_arrays(shapes: Mapping[str, Shape]) -> list[str]:
   return [n for n, shape in shapes.items() if re.search(rf'(^|/){STACK}/', n) and shape]
 
 
-def spec_of(state: pathlib.Path, name: str) -> dict[str, Any]:
+def spec_of(state: AnyPath, name: str) -> dict[str, Any]:
   """Returns TensorStore's description of an array in the folder `state` of a checkpoint."""
-  return {'driver': 'zarr', 'kvstore': {'driver': 'ocdbt', 'base': f'file://{state}/',
-                                        'path': name.replace('/', '.') + '/'}}
+  return {'driver': 'zarr', 'kvstore': {**store_of(state), 'path': name.replace('/', '.') + '/'}}
+
+
+def store_of(state: AnyPath) -> dict[str, Any]:
+  """Returns TensorStore's description of the store of all arrays in a folder."""
+  store = {'driver': 'ocdbt', 'base': kvstore_spec(state)}
+  if is_remote(state):  # the index is read once, not once per array
+    store['cache_pool'] = 'cache_pool#ocdbt'
+  return store

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 
 from t5x_gpu.checkpoint.checksums import HostSums, recorded
-from t5x_gpu.checkpoint.model_dir import why
+from t5x_gpu.checkpoint.model_dir import check_no_outage, why
+from t5x_gpu.checkpoint.paths import AnyPath
 from t5x_gpu.checkpoint.state_files import PIECE_BYTES, StateReader
 from t5x_gpu.errors import CheckpointError
 
@@ -49,6 +50,7 @@ def verify(reader: StateReader, *, step: Callable[[int], None], num_threads: int
         sums.add_at(place, values)
         step(values.nbytes)
     except (ValueError, OSError) as e:  # TensorStore's: it does not decompress, or is not there
+      check_no_outage(e, reader.path)
       return f'cannot be read: {why(e)}'
     if name in want and str(sums) != want[name]:
       return f'has other values than were saved: its checksum is {sums}, not {want[name]}'
@@ -60,11 +62,12 @@ def verify(reader: StateReader, *, step: Callable[[int], None], num_threads: int
 
 
 @contextlib.contextmanager
-def damage_named(name: str, where: str) -> Iterator[None]:
+def damage_named(name: str, where: AnyPath) -> Iterator[None]:
   """Within, an array that cannot be read raises CheckpointError."""
   try:
     yield
   except ValueError as e:  # TensorStore's: it does not decompress, or is cut off
+    check_no_outage(e, where)
     raise CheckpointError(f'{name} of {where} cannot be read: {why(e)}', fix=_FIX.format(where),
                           docs='checkpoints.md#checksums') from e
 

@@ -6,6 +6,7 @@ from typing import Optional
 
 import numpy as np
 
+from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import classification, plots
 from t5x_gpu.metrics.confusion_picture import plot_confusion
@@ -13,34 +14,36 @@ from t5x_gpu.metrics.confusion_picture import plot_confusion
 _log = logging.getLogger(__name__)
 
 
-def closing_text(model_dir: str, *, step: int, num_outcomes: int, confusion: Optional[np.ndarray],
+def closing_text(run: RunFiles, *, step: int, num_outcomes: int, confusion: Optional[np.ndarray],
                  class_names: Optional[tuple[str, ...]]) -> str:
   """Draws the loss curve and what was taken for what; returns what to look at and to do next.
 
   Args:
-    model_dir: folder of the run, into which the pictures go.
+    run: its small files, of which the pictures become some.
     step: updates done.
     num_outcomes: classes of one prediction, whose logarithm is the loss of guessing.
     confusion: [classes, classes] rows of what was right, columns of what was said; None for none.
     class_names: of `confusion`; None numbers them.
   """
+  folder, shown = str(run.folder), str(run.model_dir)
   files = ['metrics.jsonl', 'tensorboard/', 'config.gin', 'config_origins.txt']
   table = ''
   try:
-    if plots.plot_losses(os.path.join(model_dir, 'metrics.jsonl'),
-                         os.path.join(model_dir, 'loss.png'), vocab_size=num_outcomes):
+    if plots.plot_losses(os.path.join(folder, 'metrics.jsonl'),
+                         os.path.join(folder, 'loss.png'), vocab_size=num_outcomes):
       files.insert(0, 'loss.png')
     if confusion is not None:
       names = class_names or tuple(map(str, range(len(confusion))))
       table = classification.table(confusion, names) + '\n'
-      classification.write_csv(confusion, names, os.path.join(model_dir, 'confusion.csv'))
-      plot_confusion(confusion, names, os.path.join(model_dir, 'confusion.png'),
+      classification.write_csv(confusion, names, os.path.join(folder, 'confusion.csv'))
+      plot_confusion(confusion, names, os.path.join(folder, 'confusion.png'),
                      title=f'Step {step}, validation')
       files[:0] = ['confusion.png', 'confusion.csv']
   except ConfigError as e:  # a bare machine without matplotlib; the run itself is complete
     _log.warning('No picture of the loss: %s', e)
-  return (f'{table}Done at step {step}. In {model_dir}: {", ".join(files)}\n'
+  run.push()
+  return (f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'
           'Next:\n'
           f'  train on     the same command with --gin.TRAIN_STEPS={2 * step}\n'
-          f'  curves       tensorboard --logdir {model_dir}/tensorboard\n'
-          f'  who set it   grep BATCH_SIZE {model_dir}/config_origins.txt')
+          f'  curves       tensorboard --logdir {shown}/tensorboard\n'
+          f'  who set it   grep BATCH_SIZE {shown}/config_origins.txt')

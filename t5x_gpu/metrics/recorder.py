@@ -35,8 +35,8 @@ class Recorder(contextlib.ExitStack):
     step_done: called with (step, sums as numbers) for every step, once it is done.
   """
 
-  def __init__(self, model_dir: str, *, total_steps: int, first_step: int, tokens_per_step: int,
-               is_main: bool, step_done: Callable[[int, reduce.Sums], None]):
+  def __init__(self, model_dir: str | os.PathLike, *, total_steps: int, first_step: int,
+               tokens_per_step: int, is_main: bool, step_done: Callable[[int, reduce.Sums], None]):
     super().__init__()
     self.timer = StepTimer(total_steps, tokens_per_step=tokens_per_step, first_step=first_step,
                            warmup_steps=0)  # compiled ahead: the first step is a step like others

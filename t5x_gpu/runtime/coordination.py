@@ -17,6 +17,9 @@ class Store(Protocol):
   def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
   def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
+  def wait_for_value(self, key: str, *, seconds: float) -> str:
+    """Returns the value of a key once somebody has set it; raises if nobody does in time."""
+
   def wait_for_all(self, name: str, *, seconds: float) -> None:
     """Returns once every process has called it with this name; raises if one does not come."""
 
@@ -58,6 +61,9 @@ class _JaxStore:
     self._host, _, self._port = address.rpartition(':')
     self.key_value_set = client.key_value_set
     self.key_value_dir_get = client.key_value_dir_get
+
+  def wait_for_value(self, key: str, *, seconds: float) -> str:
+    return self._client.blocking_key_value_get(key, int(seconds * 1000))
 
   def wait_for_all(self, name: str, *, seconds: float) -> None:
     self._client.wait_at_barrier(name, timeout_in_ms=int(seconds * 1000))

@@ -1,0 +1,345 @@
+"""Checkpoints in object storage, against a real S3-compatible server: as on a disk, committed or
+not there, and no secret is written or printed.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tensorstore as ts
+
+from t5x_gpu import reshard
+from t5x_gpu.checkpoint.checkpointer import Checkpointer, restore_from
+from t5x_gpu.checkpoint.keep import Keep
+from t5x_gpu.checkpoint.model_dir import (
+    check_model_dir, committed_steps, read_manifest, read_saved)
+from t5x_gpu.checkpoint.params_files import read_params
+from t5x_gpu.checkpoint.paths import RemotePath, as_path, kvstore_spec, local_path
+from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
+from t5x_gpu.checkpoint.remote_steps import COMMIT, SET_ASIDE, UNDER_WAY
+from t5x_gpu.checkpoint.run_lock import LOCK
+from t5x_gpu.checkpoint.state_files import StateReader
+from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.training.train_state import TrainState
+from tests.checkpoint import remote_ranks
+from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, save
+from tests.checkpoint.test_tools import run as run_tool
+from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer
+from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, run_here
+
+
+@pytest.fixture(scope='module')
+def server(tmp_path_factory):
+  with StorageServer(tmp_path_factory.mktemp('s3')) as started:
+    started.bucket('runs')
+    with started.used():
+      yield started
+
+
+@pytest.fixture
+def address(server, request):
+  """An empty MODEL_DIR."""
+  return f's3://runs/{request.node.name}'
+
+
+def run_with(address: str, *steps: int, keep: Keep = Keep()) -> RemotePath:
+  """Returns a MODEL_DIR with these checkpoints."""
+  with open_checkpointer(address, keep=keep) as checkpointer:
+    for step in steps:
+      save(checkpointer, step, new_state(step, seed=step))
+  return as_path(address)
+
+
+def test_state_data_and_manifest_come_back(address):
+  run_with(address, 3)
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    restored = checkpointer.restore_latest(abstract(new_state()))
+  assert_equal(restored.state, new_state(3, seed=3))
+  assert restored.data_state == b'data of 3'
+  assert restored.manifest['next_batch_hash'] == 'hash3'
+
+
+def test_what_lies_there_is_a_checkpoint_on_a_disk_too(address, tmp_path):
+  # Everything that Orbax's tree can hold: None, empty containers, tuples, bfloat16, int64 layers.
+  state = new_state(3).replace(opt_state={
+      'none': None, 'empty': {}, 'chain': (optax.EmptyState(), {'mu': jnp.ones((8, 3))}),
+      'half': jnp.arange(700, dtype=jnp.bfloat16), 'unit': ()})
+  with open_checkpointer(address, keep=Keep()) as remote, Checkpointer(str(tmp_path / 'a')) as disk:
+    save(remote, 3, state)
+    save(disk, 3, state)
+  path = as_path(address) / 'checkpoint_3'
+  tree, same = (json.loads((folder / 'state' / '_METADATA').read_text())['tree_metadata']
+                for folder in (path, tmp_path / 'a' / 'checkpoint_3'))
+  assert tree == same
+  for name in path.files():  # copied object by object
+    copy = tmp_path / 'b' / 'checkpoint_3' / name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes((path / name).read_bytes())
+  with Checkpointer(str(tmp_path / 'b')) as disk:
+    assert_equal(disk.restore_latest(abstract(state)).state, state)
+
+
+def test_what_several_devices_hold_is_written_once_and_read_onto_any_mesh(address):
+  mesh = jax.make_mesh((4, 2), ('data', 'model'))
+  values = jax.random.normal(jax.random.key(1), (64, 8))
+  state = new_state(3).replace(params={
+      'split': jax.device_put(values, jax.NamedSharding(mesh, jax.P('model', None))),
+      'both': jax.device_put(values, jax.NamedSharding(mesh, jax.P('data', 'model')))})
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    save(checkpointer, 3, state)
+  reader = StateReader(address)
+  assert reader.chunk_shape('params/split') == (32, 8)
+  assert reader.chunk_shape('params/both') == (16, 4)
+  other = jax.NamedSharding(jax.make_mesh((8,), ('x',)), jax.P(None, 'x'))
+  target = abstract(state).replace(params=jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=other), state.params))
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    restored = checkpointer.restore_latest(target).state
+  assert restored.params['both'].sharding == other
+  for name in ('split', 'both'):
+    np.testing.assert_array_equal(restored.params[name], values)
+
+
+def test_a_state_may_be_overwritten_once_save_returns(address):
+  state = new_state(3, seed=3)
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    save(checkpointer, 3, state)
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(
+        state))
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(3, seed=3))
+
+
+def test_old_ones_go_once_newer_ones_are_committed_and_nothing_else_does(address):
+  folder = as_path(address)
+  foreign = ['checkpoint_notes/a.txt', 'checkpoint_7/mine.txt', 'checkpoint_1.backup/a', 'notes']
+  for name in foreign:
+    (folder / name).write_text('mine')
+  run_with(address, 1, 2, 3, 4, keep=Keep(last=1, every=2))
+  assert committed_steps(folder) == [2, 4]
+  left = folder.files()
+  assert set(foreign) <= set(left) and LOCK not in left
+  assert not [name for name in left if name.startswith(('checkpoint_1/', 'checkpoint_3/'))]
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    with pytest.raises(CheckpointError, match='1 objects that are no checkpoint'):
+      save(checkpointer, 7, new_state(7))
+    with pytest.raises(CheckpointError, match='checkpoint_4 exists and was not overwritten'):
+      save(checkpointer, 4, new_state(4))
+
+
+def test_what_was_not_committed_is_not_there_and_goes_at_the_next_start(address):
+  folder = run_with(address, 1, 2)
+  (folder / 'checkpoint_2' / COMMIT).unlink()
+  (folder / 'checkpoint_2' / UNDER_WAY).write_text('{}')  # as a kill leaves it
+  assert committed_steps(folder) == [1]
+  with pytest.raises(CheckpointError, match='no checkpoint of step 2'):
+    StateReader(address, step=2)
+  with pytest.raises(CheckpointError, match='has no checkpoint'):
+    StateReader(folder / 'checkpoint_2')
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    assert int(checkpointer.restore_latest(abstract(new_state())).state.step) == 1
+    assert not [name for name in folder.files() if name.startswith('checkpoint_2/')]
+    save(checkpointer, 2, new_state(2))
+  assert committed_steps(folder) == [1, 2]
+
+
+def test_one_that_cannot_be_read_counts_no_more_until_its_step_is_saved_again(address, caplog):
+  folder = run_with(address, 1, 2)
+  [data] = [n for n in folder.files(first='checkpoint_2/state/ocdbt', stop='checkpoint_2/state/p')
+            if '/d/' in n]
+  whole = (folder / data).read_bytes()
+  (folder / data).write_bytes(whole[:200] + bytes(len(whole) - 200))
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    assert int(checkpointer.restore_latest(abstract(new_state())).state.step) == 1
+    assert 'checkpoint_2 cannot be read' in caplog.text
+    assert 'Continuing from checkpoint_1' in caplog.text
+    assert (folder / data).read_bytes() != whole and (folder / 'checkpoint_2' / SET_ASIDE).is_file()
+    assert committed_steps(folder) == [1]
+    save(checkpointer, 2, new_state(2, seed=5))
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(2, seed=5))
+
+
+def test_a_missing_object_of_arrays_is_found_before_they_are_read(address):
+  folder = run_with(address, 1, 2)
+  [data] = [n for n in folder.files(first='checkpoint_2/state/ocdbt', stop='checkpoint_2/state/p')
+            if '/d/' in n]
+  (folder / data).unlink()
+  saved = check_model_dir(address, target=abstract(new_state()))
+  assert saved.step == 1
+
+
+def test_two_runs_do_not_write_into_one(address):
+  with open_checkpointer(address, keep=Keep()) as checkpointer:
+    lock = as_path(address) / LOCK
+    mine = json.loads(lock.read_text())
+    lock.write_text(json.dumps({**mine, 'host': 'gpu-17', 'kernel': 'other', 'pid': 99}))
+    with pytest.raises(CheckpointError, match='belongs to another run: process 99 on gpu-17'):
+      check_model_dir(address, target=abstract(new_state()))
+    with pytest.raises(CheckpointError, match='now belongs to process 99 on gpu-17'):
+      save(checkpointer, 1, new_state(1))
+    lock.write_text(json.dumps({**mine, 'kernel': 'other', 'touched': mine['touched'] - 1000}))
+    check_model_dir(address, target=abstract(new_state()))  # no sign of life for too long
+  assert committed_steps(as_path(address)) == []
+
+
+def test_a_check_leaves_no_trace(address):
+  assert check_model_dir(address, target=abstract(new_state())) is None
+  assert as_path(address).files() == []
+
+
+def test_a_server_that_is_gone_fails_the_save_with_the_reason(tmp_path):
+  with StorageServer(tmp_path) as own, own.used():
+    checkpointer = open_checkpointer(own.bucket('mortal') + '/run', keep=Keep())
+    save(checkpointer, 1, new_state(1))
+    checkpointer.wait()
+    own.kill()
+    with pytest.raises(CheckpointError) as failed:
+      save(checkpointer, 2, new_state(2))
+    checkpointer.close()
+  assert 'Could not connect' in str(failed.value) and 'AWS_ENDPOINT_URL' in str(failed.value)
+
+
+@pytest.mark.parametrize('what, options, part', [
+    ('bucket', {}, 'Make the bucket'), ('endpoint', {'AWS_ENDPOINT_URL': 'http://127.0.0.1:9'},
+                                        'Look at the network')])
+def test_errors_say_what_is_wrong_and_which_variables_are_read(server, what, options, part):
+  with server.used(**options), pytest.raises(CheckpointError) as failed:
+    check_model_dir('s3://nobody-has-this/run', target=abstract(new_state()))
+  text = str(failed.value)
+  assert part in text and 's3://nobody-has-this/run' in text
+  assert 'AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY' in text
+  assert not [secret for secret in (KEY_ID, SECRET, TOKEN) if secret in text]
+
+
+@pytest.mark.parametrize('text, part', [
+    ('s3:/bucket/run', 'two slashes'), ('s3://bucket', 'a folder in it'),
+    ('s3://user:secret@bucket/run', 'no user or password'), ('hdfs://host/run', 'not supported'),
+    ('gs://bucket/../run', 'BUCKET/FOLDER'), ('s3://bucket/run?x=1', 'BUCKET/FOLDER')])
+def test_other_addresses_are_refused_and_never_a_local_folder(text, part):
+  with pytest.raises(ConfigError) as failed:
+    as_path(text)
+  assert part in str(failed.value) and 'secret' not in str(failed.value)
+
+
+def test_what_takes_folders_alone_refuses_addresses():
+  with pytest.raises(ConfigError, match='average --to takes a folder of this machine'):
+    local_path('s3://bucket/run', what='average --to')
+  with pytest.raises(TypeError):
+    open(as_path('s3://bucket/run'), encoding='utf-8')
+
+
+def test_an_endpoint_with_a_password_is_refused_without_it(server):
+  with server.used(AWS_ENDPOINT_URL='http://me:hidden@127.0.0.1:9000'):
+    with pytest.raises(ConfigError) as failed:
+      as_path('s3://bucket/run').files()
+  assert 'http://***@127.0.0.1:9000' in str(failed.value) and 'hidden' not in str(failed.value)
+
+
+def test_google_addresses_become_tensorstores_own_description():
+  spec = kvstore_spec(as_path('gs://bucket/runs/a') / 'checkpoint_3')
+  assert spec == {'driver': 'gcs', 'bucket': 'bucket', 'path': 'runs/a/checkpoint_3/'}
+  assert ts.KvStore.Spec(spec).to_json()['bucket'] == 'bucket'
+
+
+def test_a_local_folder_stays_what_it_was(tmp_path):
+  assert as_path(tmp_path / 'a') == tmp_path / 'a' and isinstance(as_path('a'), pathlib.Path)
+  assert as_path('~/a') == pathlib.Path('~/a').expanduser()
+
+
+def reshard_from(source, target, *flags):
+  return run_here(lambda: reshard.main([f'--from={source}', f'--to={target}', *flags]))
+
+
+def test_reshard_carries_a_checkpoint_to_a_disk_and_back_bit_for_bit(address, tmp_path):
+  folder, disk, back = run_with(address, 2, 3), tmp_path / 'disk', as_path(address + '_back')
+  (folder / 'config.gin').write_text('x = 1\n')
+  for result in (reshard_from(address, disk, '--verify'), reshard_from(disk, back, '--verify')):
+    assert result.code == 0, result.err
+  manifests = [read_manifest(where, 3) for where in (folder, disk, back)]
+  assert len({json.dumps(m['checksums'], sort_keys=True) for m in manifests}) == 1
+  for where in (str(disk), str(back)):
+    with open_checkpointer(where, keep=Keep()) as checkpointer:
+      restored = checkpointer.restore_latest(abstract(new_state()))
+    assert_equal(restored.state, new_state(3, seed=3))
+    assert restored.data_state == b'data of 3'
+  assert (back / 'config.gin').read_text() == 'x = 1\n'
+  again = reshard_from(disk, back)
+  assert again.code == 1 and 'is not empty' in again.err
+  assert committed_steps(back) == [3]
+
+
+def test_a_reshard_that_was_cut_off_is_no_checkpoint_and_goes_on(server, address, tmp_path):
+  run_with(address, 3)
+  assert reshard_from(address, tmp_path / 'disk').code == 0
+  new = as_path(address + '_new')
+  with contextlib.closing(Gate(server.port)) as gate, server.used(
+      AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'):
+    gate.shut_at = f'PUT /runs/{new.key}/checkpoint_3/manifest'.encode()
+    cut = reshard_from(tmp_path / 'disk', new)
+  assert cut.code == 1 and str(new) in cut.err and 'AWS_ENDPOINT_URL' in cut.err
+  assert committed_steps(new) == [] and new.files()
+  assert reshard_from(tmp_path / 'disk', new, '--verify').code == 0
+  assert committed_steps(new) == [3] and not [n for n in new.files() if 'reshard' in n]
+
+
+def test_another_run_starts_from_a_checkpoint_in_storage(address):
+  folder = run_with(address, 3)
+  restored = restore_from(folder / 'checkpoint_3', read_saved(folder, 3), abstract(new_state()))
+  assert_equal(restored.state, new_state(3, seed=3))
+  params = read_params(address, abstract(new_state()).params)
+  np.testing.assert_array_equal(params['dense']['kernel'],
+                                new_state(3, seed=3).params['dense']['kernel'])
+
+
+def test_the_tools_read_storage_and_those_that_cannot_say_so(address, tmp_path):
+  folder = run_with(address, 2, 3)
+  told = json.loads(run_tool('inspect', address, '--json').out)
+  assert told['path'] == f'{folder}/checkpoint_3' and told['checksums'] == '3 of 3 arrays'
+  assert run_tool('verify', address).out.count('have the values that were saved') == 2
+  assert run_tool('verify', folder / 'checkpoint_2').out.count('values that were saved') == 1
+  assert run_tool('diff', folder / 'checkpoint_3', address).code == 0
+  assert run_tool('diff', folder / 'checkpoint_2', address).code == 1
+  for argv in (['average', address, '--last=2', f'--to={address}_mean'],
+               ['prune', address, '--keep_last=1', '--yes']):
+    refused = run_tool(*argv)
+    assert refused.code == 1 and 'takes a folder of this machine' in refused.err
+    assert 't5x_gpu.reshard' in refused.err
+  assert run_tool('average', address, '--last=2', f'--to={tmp_path}/mean').code == 0
+  assert committed_steps(tmp_path / 'mean') == [3] and committed_steps(folder) == [2, 3]
+
+
+def test_verify_does_not_call_storage_out_of_reach_damage(server, address):
+  run_with(address, 3)
+  with contextlib.closing(Gate(server.port)) as gate, server.used(
+      AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'):
+    gate.shut_at = b'/ocdbt.process_0/d/'  # where the values are
+    result = run_tool('verify', address)
+  assert result.code == 2 and 'DAMAGED' not in result.out and 'AWS_ENDPOINT_URL' in result.err
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_checkpoint_each_its_part(server, address):
+  done = subprocess.run(
+      [sys.executable, '-m', 'tests.checkpoint.remote_ranks', '--count=2', f'--address={address}'],
+      cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_SECONDS, env={
+          **os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=2'})
+  assert done.returncode == 0, done.stdout + done.stderr
+  folder = as_path(address)
+  assert committed_steps(folder) == [2, 3]
+  for name, value in remote_ranks.values_of(3).items():
+    np.testing.assert_array_equal(StateReader(address).read_at(f'params/{name}', ()), value)
+  sums = json.loads(done.stdout.splitlines()[-1])
+  assert sums == read_manifest(folder, 3)['checksums']['arrays'] and len(sums) == 4
+  for process in (0, 1):  # the values of 'split' are with the one, or the other
+    store = f'checkpoint_3/state/ocdbt.process_{process}/'
+    assert [name for name in folder.files() if name.startswith(store)]

@@ -1,0 +1,111 @@
+"""Training with MODEL_DIR in object storage, against a real S3-compatible server."""
+
+import contextlib
+import json
+
+import pytest
+
+from t5x_gpu.checkpoint.model_dir import committed_steps
+from t5x_gpu.checkpoint.paths import as_path
+from t5x_gpu.checkpoint.remote_steps import COMMIT, UNDER_WAY
+from t5x_gpu.checkpoint.run_lock import LOCK
+from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer
+from tests.helpers_train import Project
+
+SECRETS = (KEY_ID, SECRET, TOKEN)
+FAST = {'TRAIN_STEPS': 6, 'SAVE_PERIOD': 2}
+
+
+@pytest.fixture(scope='module')
+def server(tmp_path_factory):
+  with StorageServer(tmp_path_factory.mktemp('s3')) as started:
+    started.bucket('runs')
+    with started.used():
+      yield started
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(tmp_path_factory):
+  """Losses of six steps with MODEL_DIR on a disk."""
+  project = Project(tmp_path_factory.mktemp('disk'))
+  assert project.run(**FAST).code == 0
+  return project.metrics()
+
+
+def losses(address: str) -> dict[int, float]:
+  """Returns step -> loss; fails if a step comes twice."""
+  records = [json.loads(line) for line in
+             (as_path(address) / 'metrics.jsonl').read_text().splitlines()]
+  found = {r['step']: r['train/loss'] for r in records if 'train/loss' in r}
+  assert len(found) == len([r for r in records if 'train/loss' in r])
+  return found
+
+
+def test_a_run_is_that_of_a_disk_resumes_on_other_devices_and_leaves_no_secret(
+    server, uninterrupted, tmp_path):
+  address, project = 's3://runs/resumed', Project(tmp_path)
+  first = project.run(MODEL_DIR=address, **FAST)
+  assert first.code == 0, first.err
+  assert f'In {address}: loss.png' in first.out
+  folder = as_path(address)
+  assert committed_steps(folder) == [2, 4, 6] and losses(address) == uninterrupted
+  # A save that a kill has cut short.
+  (folder / 'checkpoint_6' / UNDER_WAY).write_text('{}')
+  (folder / 'checkpoint_6' / COMMIT).unlink()
+  second = project.run(MODEL_DIR=address, num_devices=4, EVAL_STEPS=1, **FAST)
+  assert second.code == 0, second.err
+  assert f'Continuing from {address}/checkpoint_4.' in second.out
+  assert committed_steps(folder) == [2, 4, 6]
+  assert losses(address) == pytest.approx(uninterrupted, rel=1e-6)  # four devices for eight
+  names = folder.files()
+  for wanted in ('config.gin', 'config_origins.txt', 'config_1.gin', 'loss.png', 'metrics.jsonl'):
+    assert wanted in names
+  assert LOCK not in names and any(name.startswith('tensorboard/') for name in names)
+  assert not list(tmp_path.glob('s3*')) and not project.model_dir.exists()
+  written = b'\n'.join((folder / name).read_bytes() for name in names)
+  local = b'\n'.join(p.read_bytes() for p in tmp_path.rglob('*') if p.is_file())
+  for secret in SECRETS:
+    assert secret.encode() not in written + local
+    assert secret not in first.out + first.err + second.out + second.err
+
+
+def test_storage_out_of_reach_during_a_save_stops_the_run_and_the_same_command_goes_on(
+    server, uninterrupted, tmp_path):
+  address, project = 's3://runs/cut_off', Project(tmp_path)
+  with contextlib.closing(Gate(server.port)) as gate, server.used(
+      AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'):
+    gate.shut_at = b'PUT /runs/cut_off/checkpoint_4/state/'
+    result = project.run(MODEL_DIR=address, **FAST)
+    assert result.code == 1, result.err
+    assert f'checkpoint_4 could not be written to {address}' in result.err
+    assert 'The last good one is checkpoint_2' in result.err and 'AWS_ENDPOINT_URL' in result.err
+    assert not [secret for secret in SECRETS if secret in result.out + result.err]
+    assert 'Traceback' not in result.err
+  assert committed_steps(as_path(address)) == [2]
+  again = project.run(MODEL_DIR=address, **FAST)
+  assert again.code == 0, again.err
+  assert f'Continuing from {address}/checkpoint_2.' in again.out
+  assert losses(address) == uninterrupted
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_last_commit(server, uninterrupted, tmp_path):
+  address, project = 's3://runs/killed', Project(tmp_path)
+  with project.start(MODEL_DIR=address, hold_before=5, DATA_MODULE='"held_data"', **FAST) as run:
+    run.wait_for(run.held)
+    run.wait_for(lambda: committed_steps(as_path(address)) == [2, 4])
+    run.kill()
+  result = project.run(MODEL_DIR=address, num_devices=1, **FAST)
+  assert result.code == 0, result.err
+  assert f'Continuing from {address}/checkpoint_4.' in result.out
+  assert losses(address) == pytest.approx(uninterrupted, rel=1e-5)
+
+
+def test_a_dry_run_leaves_no_trace(server, tmp_path):
+  result = Project(tmp_path).run('--dry_run', MODEL_DIR='s3://runs/dry')
+  assert result.code == 0 and as_path('s3://runs/dry').files() == []
+
+
+def test_an_address_that_is_none_stops_the_run_with_the_parameter(tmp_path):
+  result = Project(tmp_path).run('--dry_run', MODEL_DIR='s3:/runs/a')
+  assert result.code == 1 and 's3://BUCKET/FOLDER' in result.err and 'MODEL_DIR' in result.err
