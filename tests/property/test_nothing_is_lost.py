@@ -32,7 +32,6 @@ STEPS, SAVE_PERIOD, KEEP = 12, 3, 2
 DISK = '8m'  # a checkpoint takes 1 MiB
 MACROS = {**helpers_crashes.MACROS, 'TRAIN_STEPS': STEPS, 'SAVE_PERIOD': SAVE_PERIOD,
           'CheckpointConfig.keep': KEEP, 'TransformerConfig.num_layers': 4}
-QUICK_LAYOUTS = ('alone', 'fsdp_4')
 # One axis of the mesh each: XLA forgets the order of the collectives of a program that it reads
 # back from its cache, and over several axes they wait for each other (jax 0.10.2, CPUs).
 ALL_LAYOUTS = tuple(name for name, split in SPLITS.items() if split.num_axes <= 1)
@@ -172,7 +171,7 @@ class NothingIsLost(RuleBasedStateMachine):
     true, or it has printed so many lines; checks what it leaves.
     """
     steps, aside = self.project.steps(), self._aside()
-    if not steps:
+    if not steps and not self._losses():  # else those of an earlier attempt, until it starts anew
       self.computed_by.clear()
     self.computed_by.add(layout)
     with self.lab.start(self.project, layout, hold_before=hold_before) as run:
@@ -188,25 +187,29 @@ class NothingIsLost(RuleBasedStateMachine):
           run.let_go()
       code = run.finish()
     self.tell(f'{layout}: {steps} -> {self.project.steps()}, exit code {code}')
-    self._check_end(run, code, steps)
+    steps = self._check_end(run, code, steps)
     self._check_checkpoints(run, code, steps, self._aside() - aside)
     self._losses()
     return code
 
-  def _check_end(self, run: Process, code: int, steps: Sequence[int]) -> None:
-    """Fails unless the exit code says what happened, and what is wrong has been told."""
+  def _check_end(self, run: Process, code: int, steps: Sequence[int]) -> Sequence[int]:
+    """Returns which of `steps`, those before the run, must still count.
+
+    Fails unless the exit code says what happened, and what is wrong has been told.
+    """
     if code == 1 and self.filler:
       told(run.err, 'No space left on device')
     elif code == 1 and self.damaged and steps == [self.damaged]:
       told(run.err, 'None of the 1 checkpoints', f'checkpoint_{self.damaged}')
       assert digests(self._path(self.damaged)) == self.damage_done
       self._path(self.damaged).rename(self.project.model_dir / f'moved_{len(self._aside())}')
-      self.damaged = None  # as the message advises
+      self.damaged, steps = None, []  # as the message advises
     else:
       assert code in (0, EXIT_PREEMPTED, -signal.SIGKILL), f'exit code {code}:\n{run.err}'
       assert 'Traceback' not in run.err or self.filler, run.err
     if code == 0:
       assert self.project.steps()[-1] == STEPS
+    return steps
 
   def _check_checkpoints(self, run: Process, code: int, before: Sequence[int],
                          aside: set[str]) -> None:
@@ -262,11 +265,22 @@ def machine(lab: Lab, *, tell: Callable[[str], None] = print) -> type[NothingIsL
   return type('NothingIsLost', (NothingIsLost,), {'lab': lab, 'tell': staticmethod(tell)})
 
 
-def test_a_run_that_anything_happens_to_is_the_run_that_nothing_happened_to(tmp_path):
-  lab = Lab(tmp_path, layouts=QUICK_LAYOUTS)
+def try_examples(folder: pathlib.Path, layouts: Sequence[str], *, examples: int, rules: int
+                 ) -> None:
+  lab = Lab(folder, layouts=layouts)
   try:
     run_state_machine_as_test(machine(lab), settings=settings(
-        max_examples=2, stateful_step_count=4, deadline=None, derandomize=True, database=None,
-        phases=[Phase.generate], suppress_health_check=list(HealthCheck)))
+        max_examples=examples, stateful_step_count=rules, deadline=None, derandomize=True,
+        database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)))
   finally:
     lab.close()
+
+
+def test_a_run_that_anything_happens_to_is_the_run_that_nothing_happened_to(tmp_path):
+  try_examples(tmp_path, ('alone',), examples=2, rules=3)
+
+
+@pytest.mark.slow
+def test_a_run_on_changing_layouts_that_anything_happens_to_is_the_run_that_nothing_happened_to(
+    tmp_path):
+  try_examples(tmp_path, ('alone', 'fsdp_4', 'stage_2'), examples=3, rules=6)
