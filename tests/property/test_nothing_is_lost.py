@@ -202,7 +202,8 @@ class NothingIsLost(RuleBasedStateMachine):
     elif code == 1 and self.damaged and steps == [self.damaged]:
       told(run.err, 'None of the 1 checkpoints', f'checkpoint_{self.damaged}')
       assert digests(self._path(self.damaged)) == self.damage_done
-      self._path(self.damaged).rename(self.project.model_dir / f'moved_{len(self._aside())}')
+      moved = len(list(self.project.model_dir.glob('moved_*')))
+      self._path(self.damaged).rename(self.project.model_dir / f'moved_{moved}')
       self.damaged, steps = None, []  # as the message advises
     else:
       assert code in (0, EXIT_PREEMPTED, -signal.SIGKILL), f'exit code {code}:\n{run.err}'
