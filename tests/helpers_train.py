@@ -22,13 +22,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Optional, Self
+from unittest import mock
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from t5x_gpu import cli, train
 from t5x_gpu.metrics.writers import read_json_lines
-from t5x_gpu.runtime import topology
+from t5x_gpu.runtime import exits, topology
 from tests.helpers_xla import xla_flags
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -247,7 +248,9 @@ def run_here(main: Callable[[], Optional[int]], *, num_devices: int = 8) -> Resu
   """Returns exit code and output of `main` as `cli.run_main` runs it, in this process."""
   out, err = io.StringIO(), io.StringIO()
   code: Any = None
-  with devices(num_devices), quiet_logging(), warnings.catch_warnings(), (
+  # A run whose save has failed leaves at once, and would end the tests.
+  stays = mock.patch.object(exits, 'leave', lambda code, *, failed: sys.exit(code))
+  with stays, devices(num_devices), quiet_logging(), warnings.catch_warnings(), (
       contextlib.redirect_stdout(out)), contextlib.redirect_stderr(err):
     try:
       cli.run_main(main)
