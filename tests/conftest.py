@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from t5x_gpu.runtime import exits
 from tests.helpers_xla import set_default_flags
 
 # On a GPU machine: T5X_GPU_TEST_PLATFORM=cuda python -m pytest tests/gpu
@@ -24,6 +25,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
       if item.get_closest_marker('gpu'):
         item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU: T5X_GPU_TEST_PLATFORM=cuda'))
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left_behind():
+  """A failed save of one test must not let the next failing run end this process."""
+  yield
+  exits._left_behind.clear()
 
 
 @pytest.fixture

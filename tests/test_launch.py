@@ -267,7 +267,7 @@ def test_processes_that_do_not_share_model_dir_are_told_and_end(tmp_path):
   with start(0) as one, start(1) as two:
     assert (one.finish(), two.finish()) == (1, 1), one.err + two.err
   for run in (one, two):
-    assert 'The latest checkpoint in model is not the same on all 2 processes' in run.err
+    assert '/model is not the same on all 2 processes' in run.err
     assert 'process 0 (and 0 more): null' in run.err and 'process 1 (and 0 more): 2' in run.err
 
 

@@ -95,10 +95,11 @@ def test_an_unwritable_model_dir_is_refused(project):
                  says=['CheckpointError', 'cannot be written to: Not a directory', 'MODEL_DIR'])
 
 
-def test_a_model_dir_in_object_storage_is_refused(project):
-  # A local folder called "gs:" would be made without a word.
-  assert_refused(project, MODEL_DIR='gs://bucket/run', says=[
-      "MODEL_DIR = 'gs://bucket/run' is no folder", 'is set at --gin.MODEL_DIR'])
+def test_a_model_dir_of_an_unknown_kind_is_refused(project):
+  # A local folder called "hdfs:" would be made without a word.
+  assert_refused(project, MODEL_DIR='hdfs://bucket/run', says=[
+      "'hdfs://bucket/run' is an address of hdfs://, which is not supported",
+      'is set at --gin.MODEL_DIR'])
 
 
 def test_a_data_module_that_is_not_there_is_refused(project):

@@ -115,7 +115,7 @@ class StateWriter:
     Raises:
       OSError: it cannot be written.
     """
-    def opened(folder: pathlib.Path) -> ts.KvStore:
+    def opened(folder: AnyPath) -> ts.KvStore:
       return ts.KvStore.open({'driver': 'ocdbt', 'base': f'file://{folder}/'},
                              context=self._context).result()  # one for all, or it is refused
     merged, transaction = opened(self._state), ts.Transaction(atomic=True)
