@@ -124,6 +124,8 @@ class Gate:
   def close(self) -> None:
     self.shut()
     self._listener.close()
+    for end in self._open:
+      end.close()
 
   def _accept(self) -> None:
     with contextlib.suppress(OSError):  # closed

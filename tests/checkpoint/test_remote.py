@@ -28,7 +28,6 @@ from t5x_gpu.checkpoint.remote_steps import COMMIT, SET_ASIDE, UNDER_WAY
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.checkpoint.state_files import StateReader
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.training.train_state import TrainState
 from tests.checkpoint import remote_ranks
 from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, save
 from tests.checkpoint.test_tools import run as run_tool
