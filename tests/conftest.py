@@ -34,6 +34,24 @@ def no_threads_left_behind():
   exits._left_behind.clear()
 
 
+@pytest.fixture(scope='module')
+def server(tmp_path_factory):
+  """A server of object storage with the bucket `runs`, which this process uses."""
+  from tests.helpers_storage import StorageServer
+  with StorageServer(tmp_path_factory.mktemp('s3')) as started:
+    started.bucket('runs')
+    with started.used():
+      yield started
+
+
+@pytest.fixture(scope='module')
+def warm(tmp_path_factory):
+  """A process that has imported everything and forks runs: Project(folder, warm=warm)."""
+  from tests.helpers_warm import WarmStart
+  with WarmStart(tmp_path_factory.mktemp('compiled')) as started:
+    yield started
+
+
 @pytest.fixture
 def golden(request):
   """Returns check(path, text), which fails with a diff where text is not what `path` holds."""

@@ -69,21 +69,12 @@ WARMUP_STEPS = 2
 batches.DatasetConfig.module = %DATA_MODULE
 '''
 
-# A user's own data module: batches of another one, which stop where the test says.
-HELD_DATA = '''"""Batches of $HELD_MODULE; the training ones wait before number $HOLD_BEFORE (from
-0) until the file `go` appears, and say so by the file `held`."""
-
-import importlib
-import os
-import pathlib
-import time
-
-_inner = importlib.import_module(os.environ.get('HELD_MODULE', 't5x_gpu.data.synthetic'))
-_before = int(os.environ.get('HOLD_BEFORE', -1))
+# The end of a user's own data module, which has batches of another one, `_inner`.
+WATCHED_BATCHES = '''
 vocabulary = _inner.vocabulary
 
 
-class HeldBatches:
+class WatchedBatches:
 
   def __init__(self, batches):
     self._batches = batches
@@ -96,19 +87,35 @@ class HeldBatches:
     return self
 
   def __next__(self):
-    if self._taken == _before:
-      pathlib.Path('held').touch()
-      while not pathlib.Path('go').exists():
-        time.sleep(0.005)
     self._taken += 1
+    before(self._taken)
     return next(self._batches)
 
 
 def open_batches(config, *, spec, feature_converter, repeat=True):
   batches = _inner.open_batches(config, spec=spec, feature_converter=feature_converter,
                                 repeat=repeat)
-  return HeldBatches(batches) if repeat else batches
+  return WatchedBatches(batches) if repeat else batches
 '''
+
+HELD_DATA = '''"""Batches of $HELD_MODULE; after $HOLD_AFTER of them training waits until the file `go`
+appears, and says so by the file `held`."""
+
+import importlib
+import os
+import pathlib
+import time
+
+_inner = importlib.import_module(os.environ.get('HELD_MODULE', 't5x_gpu.data.synthetic'))
+
+
+def before(number):
+  if number == int(os.environ.get('HOLD_AFTER', -1)) + 1:
+    pathlib.Path('held').touch()
+    while not pathlib.Path('go').exists():
+      time.sleep(0.005)
+
+''' + WATCHED_BATCHES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +219,7 @@ class Project:
     """
     environment = {**os.environ, 'XLA_FLAGS': xla_flags(num_devices)}
     environment.update(JAX_PLATFORMS='cpu', PYTHONPATH=str(REPOSITORY), PYTHONUNBUFFERED='1',
-                       HOLD_BEFORE=str(hold_before), HELD_MODULE=held_module)
+                       HOLD_AFTER=str(hold_before), HELD_MODULE=held_module)
     environment.update(JAX_COMPILATION_CACHE_DIR=str(self._compiled),
                        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
     argv = self.argv(*flags, **macros)

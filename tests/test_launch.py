@@ -229,6 +229,7 @@ def read_until(process: subprocess.Popen, words: str) -> str:
   raise AssertionError(f'{words!r} never came:\n{text}')
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_two_processes_ends_with_the_losses_of_one(tmp_path):
   alone = Project(_folder(tmp_path, 'alone'))
   assert alone.run(num_devices=1, TRAIN_STEPS=40).code == 0

@@ -8,7 +8,6 @@ import pytest
 from tests import helpers_disk
 from tests.helpers_crashes import MACROS, damaged, files_of_saves, is_saving, told, until
 from tests.helpers_train import Project
-from tests.helpers_warm import WarmStart
 
 # Held before it deletes what is no longer to be kept: the newer checkpoint has its name by then.
 HELD_DELETION = '''
@@ -24,12 +23,6 @@ shutil.rmtree = held
 from t5x_gpu import cli, train
 cli.run_main(train.main)
 '''
-
-
-@pytest.fixture(scope='module')
-def warm(tmp_path_factory):
-  with WarmStart(tmp_path_factory.mktemp('compiled')) as warm:
-    yield warm
 
 
 @pytest.fixture(scope='module')

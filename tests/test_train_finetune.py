@@ -75,6 +75,7 @@ def test_warm_start_takes_parameters_and_nothing_else(tmp_path, base):
   assert origin(project, 2)['mode'] == 'warm_start'
 
 
+@pytest.mark.slow
 def test_partial_takes_what_matches_on_any_mesh(tmp_path, base):
   layouts = '''
 from t5x_gpu.partitioning import partitioner

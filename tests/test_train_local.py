@@ -6,41 +6,21 @@ import pytest
 
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.state_files import StateReader
-from tests.helpers_train import Project, listing
+from tests.helpers_train import WATCHED_BATCHES, Project, listing
 
 # A user's own data module, whose training batches end with an error at number $FAIL_AT.
 FAILING_DATA = '''"""Synthetic batches; before batch number $FAIL_AT something fails."""
 
 import os
 
-from t5x_gpu.data import synthetic
-
-vocabulary = synthetic.vocabulary
+from t5x_gpu.data import synthetic as _inner
 
 
-class FailingBatches:
+def before(number):
+  if str(number) == os.environ.get('FAIL_AT'):
+    raise ValueError('The network of the data is gone.')
 
-  def __init__(self, batches):
-    self._batches, self._taken = batches, 0
-
-  def __getattr__(self, name):
-    return getattr(self._batches, name)
-
-  def __iter__(self):
-    return self
-
-  def __next__(self):
-    self._taken += 1
-    if str(self._taken) == os.environ.get('FAIL_AT'):
-      raise ValueError('The network of the data is gone.')
-    return next(self._batches)
-
-
-def open_batches(config, *, spec, feature_converter, repeat=True):
-  batches = synthetic.open_batches(config, spec=spec, feature_converter=feature_converter,
-                                   repeat=repeat)
-  return FailingBatches(batches) if repeat else batches
-'''
+''' + WATCHED_BATCHES
 
 
 @pytest.fixture

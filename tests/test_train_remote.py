@@ -9,19 +9,11 @@ from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.paths import as_path
 from t5x_gpu.checkpoint.remote_steps import COMMIT, UNDER_WAY
 from t5x_gpu.checkpoint.run_lock import LOCK
-from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer
+from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate
 from tests.helpers_train import Project
 
 SECRETS = (KEY_ID, SECRET, TOKEN)
 FAST = {'TRAIN_STEPS': 6, 'SAVE_PERIOD': 2}
-
-
-@pytest.fixture(scope='module')
-def server(tmp_path_factory):
-  with StorageServer(tmp_path_factory.mktemp('s3')) as started:
-    started.bucket('runs')
-    with started.used():
-      yield started
 
 
 @pytest.fixture(scope='module')

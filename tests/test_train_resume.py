@@ -36,8 +36,9 @@ def untouched(tmp_path_factory) -> dict[int, float]:
   return losses
 
 
-def test_losses_after_kill_9_at_any_moment_are_those_of_the_untouched_run(tmp_path, untouched):
-  project = Project(tmp_path)
+def test_losses_after_kill_9_at_any_moment_are_those_of_the_untouched_run(
+    tmp_path, warm, untouched):
+  project = Project(tmp_path, warm=warm)
 
   with project.start(**HELD) as run:  # while it compiles
     run.wait_for(lambda: 'parameters;' in run.out)
@@ -63,10 +64,10 @@ def test_losses_after_kill_9_at_any_moment_are_those_of_the_untouched_run(tmp_pa
 
 
 @pytest.mark.tf
-def test_packed_shuffled_source_text_with_dropout_resumes_to_the_bit(tmp_path):
+def test_packed_shuffled_source_text_with_dropout_resumes_to_the_bit(tmp_path, warm):
   macros = {**HELD, 'TASK_FEATURE_LENGTHS': "{'targets': 48}"}
   seqio = 't5x_gpu.data.seqio_batches'
-  whole, copy = Project(_folder(tmp_path, 'whole')), Project(_folder(tmp_path, 'copy'))
+  whole, copy = (Project(_folder(tmp_path, name), warm=warm) for name in ('whole', 'copy'))
   with whole.start(**macros, held_module=seqio, hold_before=11) as run:
     run.wait_for(lambda: run.held.exists() and whole.steps() == [10])
     shutil.copytree(whole.model_dir, copy.model_dir)  # what kill -9 would leave in this moment
@@ -86,8 +87,8 @@ def _folder(parent, name):
   return folder
 
 
-def test_stop_signals_save_and_leave_and_the_next_run_continues_exactly(tmp_path, untouched):
-  project = Project(tmp_path)
+def test_stop_signals_save_and_leave_and_the_next_run_continues_exactly(tmp_path, warm, untouched):
+  project = Project(tmp_path, warm=warm)
   for number, step, code in ((signal.SIGINT, 5, 130), (signal.SIGTERM, 9, EXIT_PREEMPTED)):
     done = max(project.steps(), default=0)
     with project.start(**HELD, hold_before=step - 1 - done) as run:
@@ -104,8 +105,8 @@ def test_stop_signals_save_and_leave_and_the_next_run_continues_exactly(tmp_path
   assert project.metrics() == untouched
 
 
-def test_a_second_ctrl_c_leaves_at_once(tmp_path):
-  project = Project(tmp_path)
+def test_a_second_ctrl_c_leaves_at_once(tmp_path, warm):
+  project = Project(tmp_path, warm=warm)
   with project.start(**HELD, hold_before=2) as run:
     run.wait_for(run.held)
     run.popen.send_signal(signal.SIGINT)
@@ -115,8 +116,8 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path):
   assert not project.steps() and 'Traceback' not in run.err
 
 
-def test_ctrl_c_during_the_last_save_does_not_lose_it(tmp_path):
-  project = Project(tmp_path)
+def test_ctrl_c_during_the_last_save_does_not_lose_it(tmp_path, warm):
+  project = Project(tmp_path, warm=warm)
   with project.start(**HELD, TRAIN_STEPS=10, script=HELD_COMMIT) as run:
     run.wait_for(run.held)
     run.popen.send_signal(signal.SIGINT)

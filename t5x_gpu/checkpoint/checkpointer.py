@@ -9,30 +9,28 @@ import base64
 import contextlib
 import dataclasses
 import errno
-import gc
 import logging
 import math
 import os
 import pathlib
 import shutil
-import sys
-import time
-import types
-import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional, Self
+from typing import Any, Optional
 
 import jax
 import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.checksums import check_restored, checksums_of, record
 from t5x_gpu.checkpoint.chunks import save_args
+from t5x_gpu.checkpoint.commit_at_exit import CommitAtExit
 from t5x_gpu.checkpoint.keep import BEST_IS, Keep, Preservation
 from t5x_gpu.checkpoint.local_config import check_local_settings
 from t5x_gpu.checkpoint.manifest import sealed
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
     is_checkpoint_of_ours, none_can_be_read, read_manifest, read_saved, remove_cut_short, why)
+from t5x_gpu.checkpoint.orbax_left_over import (
+    drop_orbax_stacks, let_go_of_given_up, no_stacks_of_given_up)
 from t5x_gpu.checkpoint.paths import AnyPath, is_remote
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import RunLock
@@ -42,7 +40,6 @@ from t5x_gpu.runtime import exits
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
-GIVEN_UP_SECONDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +119,7 @@ class Restored:
   manifest: Mapping[str, Any]
 
 
-class Checkpointer:
+class Checkpointer(CommitAtExit):
   """The checkpoints of one MODEL_DIR.
 
   Args:
@@ -143,7 +140,7 @@ class Checkpointer:
     self._lock = RunLock(self._dir) if jax.process_index() == 0 else None
     if self._lock is not None:  # saves under way are then not those of another run
       remove_cut_short(self._dir)
-    logging.getLogger('absl').addFilter(_drop_orbax_stacks)  # adding it again changes nothing
+    logging.getLogger('absl').addFilter(drop_orbax_stacks)  # adding it again changes nothing
     self._manager = ocp.CheckpointManager(
         self._dir, item_names=('state', 'data', 'manifest'),
         options=ocp.CheckpointManagerOptions(preservation_policy=self._preservation,
@@ -221,35 +218,17 @@ class Checkpointer:
     if self._lock is not None:
       self._lock.release()
 
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, kind: Optional[type[BaseException]], error: Optional[BaseException],
-               trace: Optional[types.TracebackType]) -> None:
-    """Commits the save under way, also when the run fails; not when it is interrupted."""
-    try:
-      if error is None:
-        self.wait()
-        self.close()
-      elif isinstance(error, Exception) and not isinstance(error, CheckpointError):
-        try:
-          self.wait()
-        except CheckpointError as e:
-          _log.error('%s', e)
-    finally:
-      self._release()
-
   @contextlib.contextmanager
   def _mended_errors(self, step: Optional[int]) -> Iterator[None]:
     """Turns whatever Orbax raises while it saves into a CheckpointError."""
     problem = None
-    with _no_stacks_of_given_up():
+    with no_stacks_of_given_up():
       try:
         yield
       except Exception as e:
         problem = self._save_error(step, e)
       if problem:
-        _let_go_of_given_up()  # out of the `except` block, which still holds them
+        let_go_of_given_up()  # out of the `except` block, which still holds them
     if problem:
       raise problem
 
@@ -289,7 +268,7 @@ class Checkpointer:
     steps = self.steps()
     reasons: dict[int, str] = {}
     for step in reversed(steps):
-      with _no_stacks_of_given_up():
+      with no_stacks_of_given_up():
         try:
           saved = read_saved(self._dir, step)
           check_same_model(self._dir, step, saved.manifest, target=target)
@@ -306,7 +285,7 @@ class Checkpointer:
             raise  # too little memory is no fault of the checkpoint
           reasons[step] = why(e)
         if step in reasons:
-          _let_go_of_given_up()  # out of the `except` block, which still holds them
+          let_go_of_given_up()  # out of the `except` block, which still holds them
       if step in reasons:
         continue
       if reasons:
@@ -341,7 +320,7 @@ def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
   Raises:
     CheckpointError: it cannot be read.
   """
-  with _no_stacks_of_given_up(), ocp.StandardCheckpointer() as checkpointer:
+  with no_stacks_of_given_up(), ocp.StandardCheckpointer() as checkpointer:
     try:
       state, problem = (read_state(path, target) if saved.manifest.get(UNSTACKED) or
                         is_remote(path) else checkpointer.restore(path / 'state', target)), None
@@ -353,47 +332,8 @@ def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
         raise  # too little memory is no fault of the checkpoint
       problem = why(e)
     if problem:
-      _let_go_of_given_up()  # out of the `except` block, which still holds them
+      let_go_of_given_up()  # out of the `except` block, which still holds them
       raise CheckpointError(f'{path} cannot be read: {problem}',
                             fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
                             parameters=('RestoreConfig.path', 'RestoreConfig.step'))
   return Restored(path, state, saved.data_state, saved.manifest)
-
-
-def _drop_orbax_stacks(record: logging.LogRecord) -> bool:
-  """Orbax logs an error's stack once per layer, and then raises it: ours then says it once."""
-  return not (record.exc_info and f'{os.sep}orbax{os.sep}' in record.pathname)
-
-
-@contextlib.contextmanager
-def _no_stacks_of_given_up() -> Iterator[None]:
-  """Within, the reads or writes that Orbax leaves when one of them fails go in silence.
-
-  It closes its event loop without cancelling them (asyncio_utils.run_sync). When TensorStore has
-  done what they wait for, each would print a stack about a loop that is closed.
-  """
-  hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-  try:
-    yield
-  finally:
-    sys.unraisablehook = hook
-
-
-def _let_go_of_given_up() -> None:
-  """Returns once the reads or writes that Orbax left are gone; after a few seconds at the latest.
-
-  To be called within `_no_stacks_of_given_up`.
-  """
-  deadline = time.monotonic() + GIVEN_UP_SECONDS
-  logger = logging.getLogger('asyncio')
-  disabled, logger.disabled = logger.disabled, True
-  with warnings.catch_warnings():
-    warnings.simplefilter('ignore', RuntimeWarning)  # 'coroutine ... was never awaited'
-    gc.collect()
-    # Not isinstance: it asks for __class__, and objects of torch answer with a warning.
-    while time.monotonic() < deadline and any(
-        type(o) is types.CoroutineType and f'{os.sep}orbax{os.sep}' in o.cr_code.co_filename
-        for o in gc.get_objects()):
-      time.sleep(0.01)
-      gc.collect()
-  logger.disabled = disabled

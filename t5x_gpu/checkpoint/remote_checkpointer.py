@@ -11,14 +11,14 @@ import base64
 import contextlib
 import logging
 import threading
-import types
 from collections.abc import Callable, Mapping
-from typing import Any, Optional, Self, Union
+from typing import Any, Optional, Union
 
 import jax
 
 from t5x_gpu.checkpoint.checkpointer import Checkpointer, Restored
 from t5x_gpu.checkpoint.checksums import check_restored, checksums_of, record
+from t5x_gpu.checkpoint.commit_at_exit import CommitAtExit
 from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.manifest import describe_arrays
 from t5x_gpu.checkpoint.model_dir import (
@@ -52,7 +52,7 @@ def open_checkpointer(model_dir: str, *, keep: Keep) -> 'AnyCheckpointer':
   return Checkpointer(model_dir, keep=keep)
 
 
-class RemoteCheckpointer:
+class RemoteCheckpointer(CommitAtExit):
   """The checkpoints of one MODEL_DIR in object storage; methods as those of `Checkpointer`.
 
   Args:
@@ -218,25 +218,11 @@ class RemoteCheckpointer:
 
   def close(self) -> None:
     """Lets other runs use MODEL_DIR."""
+    self._release()
+
+  def _release(self) -> None:
     if self._lock is not None:
       self._lock.release()
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, kind: Optional[type[BaseException]], error: Optional[BaseException],
-               trace: Optional[types.TracebackType]) -> None:
-    """Commits the save under way, also when the run fails; not when it is interrupted."""
-    try:
-      if error is None:
-        self.wait()
-      elif isinstance(error, Exception) and not isinstance(error, CheckpointError):
-        try:
-          self.wait()
-        except CheckpointError as e:
-          _log.error('%s', e)
-    finally:
-      self.close()
 
   # ---- Restoring ---------------------------------------------------------------------------------
 
@@ -254,7 +240,7 @@ class RemoteCheckpointer:
     try:
       return self._read_latest(target)
     except BaseException:
-      self.close()  # the run ends before it has written anything
+      self._release()  # the run ends before it has written anything
       raise
 
   def _read_latest(self, target: TrainState) -> Optional[Restored]:

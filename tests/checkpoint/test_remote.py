@@ -35,14 +35,6 @@ from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, run_here
 
 
-@pytest.fixture(scope='module')
-def server(tmp_path_factory):
-  with StorageServer(tmp_path_factory.mktemp('s3')) as started:
-    started.bucket('runs')
-    with started.used():
-      yield started
-
-
 @pytest.fixture
 def address(server, request):
   """An empty MODEL_DIR."""

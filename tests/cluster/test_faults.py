@@ -19,7 +19,7 @@ import pytest
 
 from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from t5x_gpu.runtime.watchdog import EXIT_ERROR, EXIT_RANK_DEAD, EXIT_STUCK
-from tests.helpers_train import REPOSITORY, TINY_GIN, Project
+from tests.helpers_train import REPOSITORY, TINY_GIN, WATCHED_BATCHES, Project
 from tests.helpers_xla import xla_flags
 
 pytestmark = pytest.mark.cluster
@@ -39,10 +39,9 @@ import os
 import signal
 import time
 
-from t5x_gpu.data import synthetic
+from t5x_gpu.data import synthetic as _inner
 from t5x_gpu.errors import DataError
 
-vocabulary = synthetic.vocabulary
 _who, _when, _kind = os.environ['FAULT'].split(':')
 _me = os.environ.get('RANK_OF_TEST')
 
@@ -70,33 +69,23 @@ def slow(*, is_me):
     time.sleep(8)
 
 
-class FaultyBatches:
+def before(number):
+  if _who in (_me, 'all') and number == int(_when):
+    fault()
+  time.sleep(0.05)
 
-  def __init__(self, batches):
-    self._batches = batches
-    self._taken = 0
+''' + WATCHED_BATCHES + '''
 
-  def __getattr__(self, name):
-    return getattr(self._batches, name)
-
-  def __iter__(self):
-    return self
+class FaultyBatches(WatchedBatches):
 
   def get_state(self):
     slow(is_me=_me == _who)
     return self._batches.get_state()
 
-  def __next__(self):
-    self._taken += 1
-    if _who in (_me, 'all') and self._taken == int(_when):
-      fault()
-    time.sleep(0.05)
-    return next(self._batches)
-
 
 def open_batches(config, *, spec, feature_converter, repeat=True):
-  batches = synthetic.open_batches(config, spec=spec, feature_converter=feature_converter,
-                                   repeat=repeat)
+  batches = _inner.open_batches(config, spec=spec, feature_converter=feature_converter,
+                                repeat=repeat)
   if not repeat:
     slow(is_me=True)
   return FaultyBatches(batches) if repeat else batches

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.cluster.test_faults import GIN, Ended, Ranks
-from tests.helpers_train import Project
+from tests.helpers_train import WATCHED_BATCHES, Project
 
 pytestmark = pytest.mark.cluster
 
@@ -19,38 +19,18 @@ import pathlib
 import signal
 import time
 
-from t5x_gpu.data import synthetic
+from t5x_gpu.data import synthetic as _inner
 
-vocabulary = synthetic.vocabulary
 _when = int(os.environ['FAULT'])
 
 
-class KillingBatches:
+def before(number):
+  if number == _when:
+    while len(list(pathlib.Path().glob(f'host_*/*/step_{_when - 3}.process_?'))) < 2:
+      time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
-  def __init__(self, batches):
-    self._batches = batches
-    self._taken = 0
-
-  def __getattr__(self, name):
-    return getattr(self._batches, name)
-
-  def __iter__(self):
-    return self
-
-  def __next__(self):
-    self._taken += 1
-    if self._taken == _when:
-      while len(list(pathlib.Path().glob(f'host_*/*/step_{_when - 3}.process_?'))) < 2:
-        time.sleep(0.01)
-      os.kill(os.getpid(), signal.SIGKILL)
-    return next(self._batches)
-
-
-def open_batches(config, *, spec, feature_converter, repeat=True):
-  batches = synthetic.open_batches(config, spec=spec, feature_converter=feature_converter,
-                                   repeat=repeat)
-  return KillingBatches(batches) if repeat else batches
-'''
+''' + WATCHED_BATCHES
 NEVER = '0'
 KILLED_BEFORE, KEPT, STEPS = 12, 9, 15  # 12, 15: of a save that the kill may cut off
 

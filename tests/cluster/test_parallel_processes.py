@@ -43,7 +43,7 @@ def parameters(project: Project) -> dict[str, np.ndarray]:
     ('fsdp', 4, 1, {}),
     # Over processes of one host: legal.
     pytest.param('tp', 4, 1, {'NUM_PARTITIONS': 4}, marks=pytest.mark.slow),
-    ('tp', 2, 2, {'NUM_PARTITIONS': 2}),
+    pytest.param('tp', 2, 2, {'NUM_PARTITIONS': 2}, marks=pytest.mark.slow),
     pytest.param('cp', 2, 2, {'Partitioner.context': 4}, marks=pytest.mark.slow),
     ('pp', 4, 1, {'Partitioner.stage': 4}),
     pytest.param('dp', 4, 1, {}, marks=pytest.mark.slow),

@@ -149,7 +149,7 @@ def test_vocabulary_without_a_mask_is_refused():
     ('python_source_span_corruption', 'encoder_decoder', {'inputs': 64, 'targets': 24}, 359),
     ('python_source_mlm', 'encoder_mlm', {'inputs': 64, 'targets': 64}, 260),
 ])
-@pytest.mark.parametrize('pack', [True, False])
+@pytest.mark.parametrize('pack', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_tasks_give_full_rows_and_resume_hiding_the_same(open_data, name, converter, lengths,
                                                          vocab_size, pack):
   kwargs = dict(converter=converter, lengths=lengths, vocab_size=vocab_size, pack=pack, seed=5)

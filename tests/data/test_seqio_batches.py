@@ -27,10 +27,11 @@ def test_another_seed_gives_another_order(open_data, lines):
 
 
 # About 235 packed rows = 58 batches make an epoch, so 150 batches are in the third.
-@pytest.mark.parametrize('taken', [1, 150])
-@pytest.mark.parametrize('peeked', [False, True])
-@pytest.mark.parametrize('options', [{}, {'pack': False}, {'shuffle': False}],
-                         ids=['packed', 'unpacked', 'unshuffled'])
+@pytest.mark.parametrize('options, taken, peeked', [
+    ({}, 150, True), ({'pack': False}, 150, False), ({'shuffle': False}, 1, True),
+    *(pytest.param(options, taken, peeked, marks=pytest.mark.slow)
+      for options in ({}, {'pack': False}, {'shuffle': False}) for taken in (1, 150)
+      for peeked in (False, True))])
 def test_restored_batches_equal_the_uninterrupted_ones(open_data, lines, taken, peeked, options):
   whole = open_data(lines, **options).iterator
   hashes(whole, taken)

@@ -228,8 +228,8 @@ def one_device(model: str) -> dict[str, Any]:
 # Only in `make test-all`: what another case has in part, and the slower half of what families add.
 SLOW = ('zero1', 'fsdp_by_microbatch', 'hsdp_minimal', 'tp', 'cp_gather', 'pp_gpipe', 'context_stage',
         'expert_model', 'modern_ring_model', 'charged_moe_context_stage', 'mlm_ring_model',
-        't5_ring',
-        'modern_gather_shared_kv_heads', 'modern_pp_fsdp', 'gpt2_context_stage',
+        't5_ring', 'gpt2_fsdp_model', 'fsdp_model_remat', 'fsdp_stage', 'context_model',
+        'fsdp_context', 'expert_fsdp', 'modern_gather_shared_kv_heads', 'modern_pp_fsdp', 'gpt2_context_stage',
         'classifier_context_stage', 'charged_moe_fsdp_by_layer', 'charged_moe_model',
         # Their gradients are in training/test_encoder_decoder_layouts.py.
         't5_fsdp_by_layer', 't5_zero2_by_layer', 't5_stage', 't5_fsdp_stage',

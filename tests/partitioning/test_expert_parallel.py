@@ -68,8 +68,8 @@ def collectives(name):
 
 
 # More layouts, and every gradient, in tests/parity/test_layouts.py, with room for nearly all.
-@pytest.mark.parametrize('name', ['sequence', 'ring', *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ('gather', 'stage'))])
+@pytest.mark.parametrize('name', ['ring', *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ('sequence', 'gather', 'stage'))])
 def test_rows_without_room_for_all_tokens_train_as_on_one_device(name):
   (numbers, params), (want_numbers, want) = trained(name), trained('one')
   np.testing.assert_allclose(numbers, want_numbers, rtol=MESH_GRADIENT)
@@ -95,7 +95,8 @@ def test_a_device_keeps_its_own_experts_and_the_whole_router(name):
                  'wo': (layers, EXPERTS // ways, CONFIG.mlp_dim // model, embed)}
 
 
-@pytest.mark.parametrize('name', ['data', 'fsdp', 'sequence'])
+@pytest.mark.parametrize('name', [
+    'sequence', *(pytest.param(name, marks=pytest.mark.slow) for name in ('data', 'fsdp'))])
 def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
   found, mesh = collectives(name), program(name).layout.mesh.shape
   assert {c.axes for c in found if c.kind == 'all-to-all'} == {('expert',)}

@@ -81,7 +81,9 @@ MESHES = {'data8': Partitioner(), 'fsdp8': Partitioner(data=1, fsdp=8),
           'ici_dcn': Partitioner(ici_mesh_shape={'fsdp': 4, 'model': 2})}
 
 
-@pytest.mark.parametrize('mesh', MESHES)
+# More layouts, and every gradient, in tests/parity/test_layouts.py.
+@pytest.mark.parametrize('mesh', [name if name in ('data8', 'ici_dcn') else
+                                  pytest.param(name, marks=pytest.mark.slow) for name in MESHES])
 def test_every_mesh_equals_one_device_with_dropout_on(reference_with_dropout, mesh):
   assert_same(run(build(8, MESHES[mesh], dropout_rate=0.3)), reference_with_dropout)
 
