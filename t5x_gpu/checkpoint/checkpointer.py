@@ -142,7 +142,10 @@ class Checkpointer(CommitAtExit):
       remove_cut_short(self._dir)
     logging.getLogger('absl').addFilter(drop_orbax_stacks)  # adding it again changes nothing
     self._manager = ocp.CheckpointManager(
-        self._dir, item_names=('state', 'data', 'manifest'),
+        self._dir, item_handlers={
+            # Compressing takes longer than writing, and makes weights 8% smaller.
+            'state': ocp.PyTreeCheckpointHandler(use_compression=False),
+            'data': ocp.JsonCheckpointHandler(), 'manifest': ocp.JsonCheckpointHandler()},
         options=ocp.CheckpointManagerOptions(preservation_policy=self._preservation,
                                              step_prefix=PREFIX, create=True,
                                              enable_async_checkpointing=True,
@@ -193,7 +196,7 @@ class Checkpointer(CommitAtExit):
     with self._mended_errors(step):
       self._manager.check_for_errors()
       written = self._manager.save(step, force=True, args=ocp.args.Composite(
-          state=ocp.args.StandardSave(state, save_args=save_args(state)),
+          state=ocp.args.PyTreeSave(state, save_args=save_args(state)),
           data=ocp.args.JsonSave(data), manifest=ocp.args.JsonSave(manifest)))
     if not written:
       raise self._exists(step)
@@ -275,8 +278,8 @@ class Checkpointer(CommitAtExit):
           if saved.manifest.get(UNSTACKED):  # another tree than Orbax is asked for
             state = read_state(self.path(step), target)
           else:
-            state = self._manager.restore(step, args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(target)))['state']
+            state = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.PyTreeRestore(
+                target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))))['state']
           check_restored(state, saved.manifest, step=step)
         except (CheckpointError, MemoryError):
           raise

@@ -1,4 +1,4 @@
-"""How arrays are cut into chunks on disk. A chunk is read and decompressed as a whole."""
+"""How arrays are cut into chunks on disk. A chunk is read as a whole."""
 
 import itertools
 import math

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from t5x_gpu.checkpoint import checkpointer as checkpointer_lib
 from t5x_gpu.checkpoint.array_files import check_array_files
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.run_lock import LOCK
+from t5x_gpu.checkpoint.state_files import read_state
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.training.train_state import TrainState
 from tests.helpers_disk import small_disk
@@ -105,9 +105,7 @@ def test_a_saved_state_is_that_of_its_step_though_donated_buffers_change_meanwhi
         state = update(state)
     checkpointer.wait()
     for step, want in wanted.items():
-      got = checkpointer._manager.restore(
-          step, args=checkpointer_lib.ocp.args.Composite(
-              state=checkpointer_lib.ocp.args.StandardRestore(abstract(state))))['state']
+      got = read_state(checkpointer.path(step), abstract(state))
       assert_equal(got, want)
 
 
