@@ -284,11 +284,11 @@ def start_two(tmp_path, *flags):
 
 def outputs(doctors):
   try:
-    return [doctor.communicate(timeout=DEADLINE_SECONDS)[0] for doctor in doctors]
+    return [process.communicate(timeout=DEADLINE_SECONDS)[0] for process in doctors]
   finally:
-    for doctor in doctors:
-      doctor.kill()
-      doctor.wait()
+    for process in doctors:
+      process.kill()
+      process.wait()
 
 
 def test_processes_measure_the_links_inside_and_across_hosts_and_the_first_tells(tmp_path):

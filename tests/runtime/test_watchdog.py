@@ -271,7 +271,7 @@ def test_an_own_user_error_on_its_way_wins_over_the_verdict_of_another_process(c
   with pytest.raises(ConfigError):
     with first:
       raise ConfigError('Wrong.')
-  raising, follows = threading.Event(), []
+  raising = threading.Event()
 
   def slower():
     second._main_thread = threading.get_ident()
