@@ -5,12 +5,14 @@ import json
 
 import pytest
 
+from t5x_gpu import eval as eval_lib
+from t5x_gpu import infer
 from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.paths import as_path
 from t5x_gpu.checkpoint.remote_steps import COMMIT, UNDER_WAY
 from t5x_gpu.checkpoint.run_lock import LOCK
 from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate
-from tests.helpers_train import Project
+from tests.helpers_train import Project, run_here
 
 SECRETS = (KEY_ID, SECRET, TOKEN)
 FAST = {'TRAIN_STEPS': 6, 'SAVE_PERIOD': 2}
@@ -101,3 +103,24 @@ def test_a_dry_run_leaves_no_trace(server, tmp_path):
 def test_an_address_that_is_none_stops_the_run_with_the_parameter(tmp_path):
   result = Project(tmp_path).run('--dry_run', MODEL_DIR='s3:/runs/a')
   assert result.code == 1 and 's3://BUCKET/FOLDER' in result.err and 'MODEL_DIR' in result.err
+
+
+def test_what_lies_in_storage_is_evaluated_as_during_training_and_continues_prompts(
+    server, tmp_path):
+  address, project = 's3://runs/evaluated', Project(tmp_path)
+  macros = {'TRAIN_STEPS': 2, 'SAVE_PERIOD': 2, 'EVAL_STEPS': 100, 'Z_LOSS': 0.0}
+  trained = project.run(MODEL_DIR=address, num_devices=1, **macros)
+  assert trained.code == 0, trained.err
+  found = run_here(lambda: eval_lib.main(project.argv(MODEL_DIR=address, **macros)), num_devices=1)
+  assert found.code == 0, found.err
+  record = json.loads((as_path(address) / 'eval/validation.jsonl').read_text())
+  [trained_loss] = [r['eval/loss'] for r in map(json.loads, (
+      as_path(address) / 'metrics.jsonl').read_text().splitlines()) if 'eval/loss' in r]
+  assert record['step'] == 2 and record['eval/loss'] == pytest.approx(trained_loss, rel=1e-5)
+  (tmp_path / 'prompts.txt').write_text('ab\ncd\n')
+  written = run_here(lambda: infer.main([
+      f'--checkpoint={address}', f'--prompts={tmp_path}/prompts.txt',
+      "--gin.DATA_MODULE='t5x_gpu.data.seqio_batches'",
+      '--gin.DecodingConfig.max_decode_length=3']), num_devices=1)
+  assert written.code == 0, written.err
+  assert len(written.out.splitlines()) == 2

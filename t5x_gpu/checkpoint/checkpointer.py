@@ -29,8 +29,7 @@ from t5x_gpu.checkpoint.manifest import sealed
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
     is_checkpoint_of_ours, none_can_be_read, read_manifest, read_saved, remove_cut_short, why)
-from t5x_gpu.checkpoint.orbax_left_over import (
-    drop_orbax_stacks, let_go_of_given_up, no_stacks_of_given_up)
+from t5x_gpu.checkpoint.orbax_left_over import let_go_of_reads, silent_left_over
 from t5x_gpu.checkpoint.paths import AnyPath, is_remote
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import RunLock
@@ -140,7 +139,6 @@ class Checkpointer(CommitAtExit):
     self._lock = RunLock(self._dir) if jax.process_index() == 0 else None
     if self._lock is not None:  # saves under way are then not those of another run
       remove_cut_short(self._dir)
-    logging.getLogger('absl').addFilter(drop_orbax_stacks)  # adding it again changes nothing
     self._manager = ocp.CheckpointManager(
         self._dir, item_handlers={
             # Compressing takes longer than writing, and makes weights 8% smaller.
@@ -225,13 +223,11 @@ class Checkpointer(CommitAtExit):
   def _mended_errors(self, step: Optional[int]) -> Iterator[None]:
     """Turns whatever Orbax raises while it saves into a CheckpointError."""
     problem = None
-    with no_stacks_of_given_up():
+    with silent_left_over():
       try:
         yield
       except Exception as e:
         problem = self._save_error(step, e)
-      if problem:
-        let_go_of_given_up()  # out of the `except` block, which still holds them
     if problem:
       raise problem
 
@@ -271,15 +267,16 @@ class Checkpointer(CommitAtExit):
     steps = self.steps()
     reasons: dict[int, str] = {}
     for step in reversed(steps):
-      with no_stacks_of_given_up():
+      with silent_left_over():
         try:
           saved = read_saved(self._dir, step)
           check_same_model(self._dir, step, saved.manifest, target=target)
           if saved.manifest.get(UNSTACKED):  # another tree than Orbax is asked for
             state = read_state(self.path(step), target)
           else:
-            state = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.PyTreeRestore(
-                target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))))['state']
+            args = ocp.args.PyTreeRestore(
+                target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+            state = self._manager.restore(step, args=ocp.args.Composite(state=args))['state']
           check_restored(state, saved.manifest, step=step)
         except (CheckpointError, MemoryError):
           raise
@@ -288,7 +285,7 @@ class Checkpointer(CommitAtExit):
             raise  # too little memory is no fault of the checkpoint
           reasons[step] = why(e)
         if step in reasons:
-          let_go_of_given_up()  # out of the `except` block, which still holds them
+          let_go_of_reads()  # out of the `except` block, which still holds them
       if step in reasons:
         continue
       if reasons:
@@ -323,7 +320,7 @@ def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
   Raises:
     CheckpointError: it cannot be read.
   """
-  with no_stacks_of_given_up(), ocp.StandardCheckpointer() as checkpointer:
+  with silent_left_over(), ocp.StandardCheckpointer() as checkpointer:
     try:
       state, problem = (read_state(path, target) if saved.manifest.get(UNSTACKED) or
                         is_remote(path) else checkpointer.restore(path / 'state', target)), None
@@ -335,7 +332,7 @@ def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
         raise  # too little memory is no fault of the checkpoint
       problem = why(e)
     if problem:
-      let_go_of_given_up()  # out of the `except` block, which still holds them
+      let_go_of_reads()  # out of the `except` block, which still holds them
       raise CheckpointError(f'{path} cannot be read: {problem}',
                             fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
                             parameters=('RestoreConfig.path', 'RestoreConfig.step'))
