@@ -258,7 +258,7 @@ PAIRS = DatasetConfig('no_such_task', {'inputs': 8, 'targets': 6}, 'train', batc
 
 
 @pytest.mark.parametrize('partitioner, options', [
-    (Partitioner(), {'num_devices': 2}),
+    pytest.param(Partitioner(), {'num_devices': 2}, marks=pytest.mark.slow),
     pytest.param(Partitioner(stage=2, pipeline_schedule='gpipe', num_pipeline_microbatches=2),
                  {'num_devices': 2}, marks=pytest.mark.slow),
     pytest.param(Partitioner(fsdp=4), {'num_microbatches': 2}, marks=pytest.mark.slow),

@@ -224,6 +224,7 @@ def test_an_exception_on_one_rank_ends_the_others_at_once_with_its_reason(ranks,
   print(f'\nexception on rank 1 of 3: {max(ended.seconds):.1f} s')
 
 
+@pytest.mark.slow
 def test_a_user_error_on_all_ranks_is_each_ones_own_and_leaves_with_1(ranks, project):
   ended = ranks.run(project, 'all:12:user_error', ranks=3)  # one 0.7 s after the other
   assert ended.codes == [1] * 3, ended.texts

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def test_two_processes_of_mpirun_give_the_losses_of_one(mpirun, tmp_path, alone):

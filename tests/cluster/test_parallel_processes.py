@@ -45,7 +45,7 @@ def parameters(project: Project) -> dict[str, np.ndarray]:
     pytest.param('tp', 4, 1, {'NUM_PARTITIONS': 4}, marks=pytest.mark.slow),
     pytest.param('tp', 2, 2, {'NUM_PARTITIONS': 2}, marks=pytest.mark.slow),
     pytest.param('cp', 2, 2, {'Partitioner.context': 4}, marks=pytest.mark.slow),
-    ('pp', 4, 1, {'Partitioner.stage': 4}),
+    pytest.param('pp', 4, 1, {'Partitioner.stage': 4}, marks=pytest.mark.slow),
     pytest.param('dp', 4, 1, {}, marks=pytest.mark.slow),
     pytest.param('cp', 4, 1, {'Partitioner.context': 4}, marks=pytest.mark.slow),
     pytest.param('tp_sp', 2, 2, {'NUM_PARTITIONS': 4}, marks=pytest.mark.slow),

@@ -225,19 +225,13 @@ def one_device(model: str) -> dict[str, Any]:
   return run(build(Case({}, model), 1))
 
 
-# Only in `make test-all`: what another case has in part, and the slower half of what families add.
-SLOW = ('zero1', 'fsdp_by_microbatch', 'hsdp_minimal', 'tp', 'cp_gather', 'pp_gpipe', 'context_stage',
-        'expert_model', 'modern_ring_model', 'charged_moe_context_stage', 'mlm_ring_model',
-        't5_ring', 'gpt2_fsdp_model', 'fsdp_model_remat', 'fsdp_stage', 'context_model',
-        'fsdp_context', 'expert_fsdp', 'modern_gather_shared_kv_heads', 'modern_pp_fsdp', 'gpt2_context_stage',
-        'classifier_context_stage', 'charged_moe_fsdp_by_layer', 'charged_moe_model',
-        # Their gradients are in training/test_encoder_decoder_layouts.py.
-        't5_fsdp_by_layer', 't5_zero2_by_layer', 't5_stage', 't5_fsdp_stage',
-        't5_data_stage_model', 't5_gather_stage', 't5_circular')
+# In `make test`; the others are combinations of what these have one by one.
+FAST = ('zero2_remat', 'fsdp', 'tp_sp_tied', 'cp_ring', 'pp_1f1b', 'pp_circular', 'ep',
+        'modern_tp_shared_kv_heads', 't5_fsdp_model', 'data_stage_model')
 
 
 @pytest.mark.parametrize('name', [
-    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_layout_trains_as_one_device(name):
   case = CASES[name]
   got, want = run(build(case, 8)), one_device(case.model)

@@ -49,9 +49,8 @@ def losses(program: Program) -> list[float]:
 
 @pytest.mark.parametrize('num_devices, partitioner', [
     (1, Partitioner()),
-    (8, Partitioner()),
-    (8, Partitioner(data=1, fsdp=8)),
-    (8, Partitioner(num_partitions=8)),
+    *(pytest.param(8, partitioner, marks=pytest.mark.slow) for partitioner in (
+        Partitioner(), Partitioner(data=1, fsdp=8), Partitioner(num_partitions=8))),
     (8, Partitioner(data=2, fsdp=2, num_partitions=2)),
 ], ids=['one_device', 'data8', 'fsdp8', 'model8', 'data2_fsdp2_model2'])
 def test_losses_of_twenty_adafactor_steps_equal_t5x(num_devices, partitioner):
