@@ -14,7 +14,7 @@ if importlib.metadata.version('jaxlib').startswith('0.10.'):
 
 def set_default_flags() -> None:
   """Sets eight fake devices and quick compiles, unless the environment has flags."""
-  os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')  # a twentieth of what tests take
+  os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '1')  # frames; each costs tracing time
   os.environ.setdefault('XLA_FLAGS', ' '.join([f'{_DEVICES}=8', *QUICK_COMPILES]))
 
 
