@@ -151,12 +151,13 @@ def allow_damage(source: seqio.DataSource, max_corrupt_fraction: float) -> bool:
 def read_spans(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
   """Yields {'targets': up to 64 lines of the file, 'document_end': is it its last span}."""
   del file_number
-  lines = tf.data.TextLineDataset(path).map(lambda line: (line + '\n', False))
-  end = tf.data.Dataset.from_tensors((tf.constant(''), tf.constant(True)))
-  spans = lines.concatenate(end).batch(LINES_PER_SPAN).map(
-      lambda text, is_end: {'targets': tf.strings.reduce_join(text),
-                            'document_end': tf.reduce_any(is_end)})
-  return spans.filter(lambda span: tf.strings.length(span['targets']) > 0)
+  lines = tf.data.TextLineDataset(path).map(lambda line: line + '\n')
+  spans = lines.batch(LINES_PER_SPAN).map(tf.strings.reduce_join)
+  nothing = tf.constant('')
+  # One behind: whether a span is the last is known from what follows it.
+  return spans.concatenate(tf.data.Dataset.from_tensors(nothing)).scan(
+      nothing, lambda span, following: (following, {
+          'targets': span, 'document_end': tf.strings.length(following) == 0})).skip(1)
 
 
 def read_lines(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:

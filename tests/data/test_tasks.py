@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from t5x_gpu.data import files, seqio_batches, task_lookup, tasks
+from t5x_gpu.data import files, seqio_batches, sources, task_lookup, tasks
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 
@@ -47,6 +47,15 @@ def test_long_documents_are_cut_into_pieces_and_end_in_one_eos(text_folder):
   ids = np.concatenate(pieces)
   assert (ids == 1).sum() == 1
   assert len(ids) - 1 == (text_folder / '6.txt').stat().st_size
+
+
+@pytest.mark.parametrize('num_lines', [1, 63, 64, 65, 128])
+def test_a_document_ends_once_whatever_its_number_of_lines(num_lines, tmp_path):
+  path = tmp_path / 'a.txt'
+  path.write_text('b\n' * num_lines)
+  spans = list(sources.read_spans(tf.constant(str(path)), tf.constant(0)).as_numpy_iterator())
+  assert b''.join(span['targets'] for span in spans) == path.read_bytes()
+  assert [bool(span['document_end']) for span in spans] == [False] * (len(spans) - 1) + [True]
 
 
 def test_text_lines_has_a_document_per_line(text_folder):
