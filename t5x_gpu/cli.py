@@ -159,6 +159,15 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigE
   return ConfigError(f'Unknown flag {name}.{hint}', fix=f'{parser.prog} --help lists all.{gin}')
 
 
+def check_folders_of(*paths: Optional[str]) -> None:
+  """Raises ConfigError for a file that is to be written, at the end, into a folder that is not."""
+  for path in filter(None, paths):
+    folder = os.path.dirname(path) or '.'
+    if not os.path.isdir(folder):
+      raise ConfigError(f'{path!r} cannot be written: there is no folder {folder!r}.',
+                        fix=f'Make it first: mkdir -p {folder}')
+
+
 def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   """Runs `main` and exits: its code or 0; 1 on an error; 130 on Ctrl-C.
 

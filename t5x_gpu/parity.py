@@ -186,6 +186,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     raise ConfigError(f'--steps={args.extra.steps} --tolerance={args.extra.tolerance}: nothing '
                       'could be compared.', fix='Give --steps of at least 1 and a positive '
                       '--tolerance, such as 1e-5.')
+  cli.check_folders_of(args.extra.json)
   topology, devices = _devices(args.extra)
   logging_setup.setup()
   loaded = gin_loader.load(args.gin_files, bindings=args.bindings,

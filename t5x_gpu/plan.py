@@ -116,11 +116,16 @@ def layout_text(program: Program) -> str:
   places: list[dict[str, int]] = [{} for _ in number]
   for place, device in np.ndenumerate(mesh.devices):
     places[number[device]] = dict(zip(mesh.axis_names, place))
-  return '\n\n'.join([
+  parts = [
       program.layout.table(), f'{size_line(program)}\n{local_steps_line(program)}',
       sharding_tables.parameter_table(parameters, optimizer),
       'Which part each device holds (the same letter: the same part)\n'
-      + sharding_tables.device_picture(parameters, program.layout.sizes, places)])
+      + sharding_tables.device_picture(parameters, program.layout.sizes, places)]
+  apart = sharding_tables.split_apart(parameters, optimizer)
+  if apart:
+    parts.append('And of the optimizer state\n' + sharding_tables.device_picture(
+        apart, program.layout.sizes, places, what='array'))
+  return '\n\n'.join(parts)
 
 
 def local_steps_line(program: Program) -> str:
@@ -147,7 +152,8 @@ def traffic_text(plan: Plan) -> str:
     lines += [f'{len(plan.findings)} finding{"s" * (len(plan.findings) > 1)}:',
               *map(str, plan.findings)]
   else:
-    lines.append('No findings: large arrays are split, every gather and reduction is explained.')
+    lines.append('No findings: what the layout can split is split, every gather and reduction is '
+                 'explained.')
   return '\n'.join(lines)
 
 
@@ -191,8 +197,7 @@ def main(argv: Optional[list[str]] = None) -> int:
                         sys.argv[1:] if argv is None else argv, extra=_add_flags,
                         examples=EXAMPLES)
   topology = topology_of(args.extra.devices, args.extra.hosts)
-  for path in filter(None, (args.extra.out, args.extra.json)):
-    _check_folder(path)
+  cli.check_folders_of(args.extra.out, args.extra.json)
   devices = play_devices(topology.num_devices, environ=os.environ)
   loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
                            search_paths=args.gin_search_paths)
@@ -213,13 +218,6 @@ def main(argv: Optional[list[str]] = None) -> int:
     with open(args.extra.json, 'w') as f:
       json.dump(as_json(plan), f, indent=1)
   return 0
-
-
-def _check_folder(path: str) -> None:
-  folder = os.path.dirname(path) or '.'
-  if not os.path.isdir(folder):
-    raise ConfigError(f'{path!r} cannot be written: there is no folder {folder!r}.',
-                      fix=f'Make it first: mkdir -p {folder}')
 
 
 if __name__ == '__main__':

@@ -28,12 +28,18 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
 
 
 def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]) -> str:
-  """Returns one line per parameter, its optimizer state beside it, and the totals per device."""
+  """Returns one line per parameter, its optimizer state beside it, and the totals per device.
+
+  Where the state of a parameter is split over more (ZeRO-1 and 2), it says so.
+  """
   state = optimizer_bytes(optimizer)
+  apart = {array.parameter: f' (state over {" and ".join(array.mesh_axes)})'
+           for array in split_apart(parameters, optimizer)}
   rows = [('parameter', 'shape', 'axes', 'split over', 'MiB/device', 'optimizer MiB/device')]
   for p in parameters:
     rows.append((p.name, ' x '.join(map(str, p.shape)), ' '.join(n or '-' for n in p.names),
-                 p.split_words, mib(p.bytes_per_device), mib(state[p.name])))
+                 p.split_words + apart.get(p.name, ''), mib(p.bytes_per_device),
+                 mib(state[p.name])))
   if state[None]:
     rows.append(('(of no parameter)', '', '', '', '', mib(state[None])))
   rows.append(('total', '', '', '', mib(sum(p.bytes_per_device for p in parameters)),
@@ -43,16 +49,24 @@ def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[Array
   return table(rows, right=(4, 5))
 
 
-def device_picture(parameters: Sequence[ArrayLayout], sizes: MeshSizes,
-                   devices: Sequence[Mapping[str, int]]) -> str:
-  """Returns a column per device: its place on the mesh, and which part it holds of each parameter.
+def split_apart(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]
+                ) -> list[ArrayLayout]:
+  """Returns the optimizer's arrays that are split over an axis that their parameter is not."""
+  axes = {p.name: set(p.mesh_axes) for p in parameters}
+  return [a for a in optimizer if a.parameter in axes and set(a.mesh_axes) - axes[a.parameter]]
 
-  Devices with the same letter hold the same part. Parameters that are held alike share a line.
+
+def device_picture(arrays: Sequence[ArrayLayout], sizes: MeshSizes,
+                   devices: Sequence[Mapping[str, int]], *, what: str = 'parameter') -> str:
+  """Returns a column per device: its place on the mesh, and which part it holds of each array.
+
+  Devices with the same letter hold the same part. Arrays that are held alike share a line.
 
   Args:
-    parameters: their layouts.
+    arrays: their layouts.
     sizes: of the mesh.
     devices: place (mesh axis -> index) of each device, host after host.
+    what: one of the arrays is.
   """
   shown = devices[:MAX_DEVICES_DRAWN]
   per_host = math.prod(sizes.ici.values())
@@ -67,14 +81,14 @@ def device_picture(parameters: Sequence[ArrayLayout], sizes: MeshSizes,
   rows += [(axis, line([place[axis] for place in shown]), '')
            for axis, size in sizes.total.items() if size > 1]
   alike = collections.defaultdict(list)
-  for p in parameters:
-    held = [part_held(p, place, sizes.total) for place in shown]
-    alike[tuple(held.index(part) for part in held), math.prod(p.parts)].append(p.name)
+  for array in arrays:
+    held = [part_held(array, place, sizes.total) for place in shown]
+    alike[tuple(held.index(part) for part in held), math.prod(array.parts)].append(array.name)
   for (firsts, parts), names in alike.items():
     letters = {first: _LETTERS[i % len(_LETTERS)] for i, first in enumerate(dict.fromkeys(firsts))}
     rows.append(('1 part' if parts == 1 else f'{parts} parts',
                  line([letters[first] for first in firsts]),
-                 f'{len(names)} parameter{"s" * (len(names) > 1)}: {_listed(names)}'))
+                 f'{len(names)} {what}{"s" * (len(names) > 1)}: {_listed(names)}'))
   more = len(devices) - len(shown)
   return table([('device', line([i % 10 for i in range(len(shown))]), ''), *rows]) + (
       f'\n({more} more devices)' if more else '')

@@ -20,6 +20,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import MeshError, ShapeError, did_you_mean
+from t5x_gpu.partitioning.mesh_problems import any_of, divisors, nearest_multiples
 
 # The one vocabulary for shapes in docstrings, parameters and rules.
 AXES: dict[str, str] = {
@@ -110,10 +111,12 @@ def partition_spec(names: Names, shape: Sequence[int], *, table: Table,
     parts = math.prod(mesh_shape[a] for a in axes)
     if size % parts:
       split = ' x '.join(f'{a}={mesh_shape[a]}' for a in axes)
+      legal = any_of(divisors(math.gcd(size, parts)))
       raise MeshError(
           f'{what}: {name} = {size} cannot be split {parts} ways ({split}).',
-          fix=f'Set {name} to {size // parts * parts or parts} or '
-              f'{(size // parts + 1) * parts}, or make {" or ".join(axes)} divide {size}.')
+          fix=f'Set the size that is its {name} to {any_of(nearest_multiples(size, parts))}, make '
+              f'{" x ".join(axes)} = {legal}, or name that dimension None if it is to be whole on '
+              'every device.')
     entries.append(axes[0] if len(axes) == 1 else axes or None)
   return PartitionSpec(*entries)
 

@@ -10,6 +10,7 @@ Source: Liu et al. 2023 (Ring Attention); Brandon et al. 2023 (Striped Attention
 work; Llama Team 2024 (Llama 3), section 3.3.2: a chunk from both ends per device, and gathering.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
@@ -20,8 +21,9 @@ import numpy as np
 
 from t5x_gpu.partitioning import beside_model
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_axis
-from t5x_gpu.partitioning.mesh_problems import any_of, divisors, nearest_multiples
-from t5x_gpu.partitioning.ring_attention import LogitsFn, to_query_heads
+from t5x_gpu.partitioning.mesh_problems import any_of, divisors
+from t5x_gpu.partitioning.ring_attention import (
+    BLOCK_LENGTH, LogitsFn, largest_block, to_query_heads)
 
 METHODS = ('ring', 'gather')
 
@@ -33,31 +35,54 @@ def rules(method: str = 'ring') -> AxisRules:
 
 
 def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
-          parameter: str = 'length', multiple_of: int = 1,
+          method: str = 'ring', parameter: str = 'length', multiple_of: int = 1,
           legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
   """Returns one sentence with its fix if the length cannot be split over `context`.
 
   Args:
     sizes: array axis -> size; 'length' is read.
     mesh_shape: mesh axis -> size.
+    method: 'ring' or 'gather'.
     parameter: what sets the length, for the fix.
     multiple_of: what else divides the length, for the fix.
     legal_sizes: mesh axis -> sizes that it could have, for the fix; None for what divides all
       devices.
   """
   ways, length = mesh_shape.get('context', 1), sizes.get('length', 0)
-  if ways == 1 or (length > 0 and length % (2 * ways) == 0):
+  if fits(length, ways, method):
     return []
   chunks = 2 * ways
-  nearest = nearest_multiples(length, math.lcm(chunks, multiple_of))
+  nearest = _nearest_lengths(length, math.lcm(chunks, multiple_of), ways, method)
   # What `context` gives up another axis must take, so its size divides all devices.
   possible = (divisors(math.prod(mesh_shape.values())) if legal_sizes is None else
               legal_sizes['context'])
-  legal = [c for c in possible if c == 1 or (length > 0 and length % (2 * c) == 0)]
-  return [f'length = {length} does not divide over 2 x context={ways} (= {chunks}): each device '
-          'takes one chunk from the front and one from the back, so that causal attention is the '
-          f'same work for all. Set {parameter} = {any_of(nearest)}'
+  legal = [c for c in possible if fits(length, c, method)]
+  what = (f'does not divide over 2 x context={ways} (= {chunks}): each device takes one chunk from '
+          'the front and one from the back, so that causal attention is the same work for all.')
+  if length > 0 and length % chunks == 0:
+    what = (f'over 2 x context={ways} makes chunks of {length // chunks}, which ring attention '
+            f'could only take in blocks of {largest_block(length // ways)}: it would crawl.')
+  return [f'length = {length} {what} Set {parameter} = {any_of(nearest)}'
           + (f', or Partitioner.context = {any_of(legal)}.' if legal else '.')]
+
+
+def fits(length: int, ways: int, method: str) -> bool:
+  """Returns whether `length` can be split over `context` = ways, in blocks that are not tiny.
+
+  A chunk with a large prime factor has only small divisors: the ring would loop over each position.
+  """
+  if ways == 1:
+    return True
+  chunk = length // (2 * ways)
+  return length > 0 and length % (2 * ways) == 0 and (
+      method != 'ring' or 8 * largest_block(2 * chunk) >= min(chunk, BLOCK_LENGTH))
+
+
+def _nearest_lengths(length: int, unit: int, ways: int, method: str) -> list[int]:
+  """Returns the multiples of `unit` next below and above `length` that fit, without 0."""
+  below, above = length // unit * unit, (length // unit + 1) * unit
+  return [n for n in (next((n for n in range(below, 0, -unit) if fits(n, ways, method)), 0),
+                      next(n for n in itertools.count(above, unit) if fits(n, ways, method))) if n]
 
 
 def length_order(length: int, ways: int) -> np.ndarray:

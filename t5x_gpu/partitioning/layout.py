@@ -149,7 +149,7 @@ class Layout:
 
   def table(self) -> str:
     """Returns the mesh, and how a pipeline runs, as a small table for the log."""
-    lines = [mesh_table(self.sizes, self.topology)]
+    lines = [mesh_table(self.sizes, self.topology, zero_stage=self.zero_stage)]
     if self.pipeline is not None:
       options = self.pipeline.options
       bubble = pipeline_parallel.bubble_fraction(**options)

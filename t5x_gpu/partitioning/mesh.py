@@ -27,11 +27,13 @@ __all__ = ['MESH_AXES', 'MeshSizes', 'SizeHint', 'build_mesh', 'check_model_size
 SPLITS = {
     'stage': 'layers (pipeline)',
     'data': 'batch',
-    'fsdp': 'batch and parameters',
     'context': 'length of the sequence',
     'expert': 'experts',
     'model': 'heads, mlp, vocab',
 }
+# By zero_stage.
+FSDP_SPLITS = {1: 'batch and optimizer state', 2: 'batch, gradients, optimizer state',
+               3: 'batch and parameters'}
 
 
 def build_mesh(sizes: MeshSizes, topology: Topology,
@@ -67,15 +69,16 @@ def device_array(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -
   return blocks.transpose(digits_together).reshape([sizes.total[axis] for axis in MESH_AXES])
 
 
-def mesh_table(sizes: MeshSizes, topology: Topology) -> str:
+def mesh_table(sizes: MeshSizes, topology: Topology, *, zero_stage: int = 3) -> str:
   """Returns the table for the start of a run: axis, size, what it splits, which link it uses.
 
   Axes of size 1 are left out, except data and model. Notes and warnings follow.
   """
+  words = {**SPLITS, 'fsdp': FSDP_SPLITS[zero_stage]}
   rows = [('axis', 'size', 'splits', 'link')]
   for axis in MESH_AXES:
     if sizes.total[axis] > 1 or axis in ('data', 'model'):
-      rows.append((axis, str(sizes.total[axis]), SPLITS[axis], _link_words(sizes, axis)))
+      rows.append((axis, str(sizes.total[axis]), words[axis], _link_words(sizes, axis)))
   widths = [max(len(row[column]) for row in rows) for column in range(4)]
   lines = [f'mesh: {topology} = {topology.count(topology.num_devices)} ({topology.reason})']
   for axis, size, splits, link in rows:

@@ -17,7 +17,7 @@ from t5x_gpu.partitioning import (
 from t5x_gpu.partitioning.axis_rules import AxisRules
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.mesh import SizeHint, build_mesh, check_model_sizes
-from t5x_gpu.partitioning.mesh_problems import divisors
+from t5x_gpu.partitioning.mesh_problems import any_of, divisors
 from t5x_gpu.partitioning.mesh_sizes import SIZE_PARAMETERS, MeshSizes, resolve_mesh_sizes
 from t5x_gpu.partitioning.region import Pipeline
 from t5x_gpu.runtime.topology import Device, Topology
@@ -167,8 +167,12 @@ class Partitioner:
     between = math.prod(total[axis] for axis in rules.activations.get('residual_length', ()))
     chunks = 2 * total['context'] if total['context'] > 1 else 1
     hints = {name: SizeHint(set_by) for name, set_by in SET_BY.items()}
-    hints['batch'] = SizeHint('BATCH_SIZE', each_of=num_microbatches, multiple_of=max(
-        rows, 1) * num_microbatches * self._batch_parts(sizes))
+    unit = max(rows, 1) * self._batch_parts(sizes)
+    fewer = [n for n in divisors(num_microbatches)
+             if logical_sizes.get('batch', 1) % (n * unit) == 0]
+    hints['batch'] = SizeHint(
+        'BATCH_SIZE', each_of=num_microbatches, multiple_of=num_microbatches * unit,
+        or_else=f'NUM_MICROBATCHES = {any_of(fewer)}' if fewer else '')
     hints['residual_length'] = SizeHint(
         SET_BY['length'], 'With Partitioner.sequence_parallel, length', multiple_of=chunks,
         or_else='Partitioner.sequence_parallel = False')
@@ -179,7 +183,8 @@ class Partitioner:
                 for problem in check_model_sizes(
                     sizes, generic, {name: table.get(name, ()) for name in generic}, hints=hints,
                     legal_sizes=legal_sizes)]
-    problems += context_parallel.check(logical_sizes, total, parameter=SET_BY['length'],
+    problems += context_parallel.check(logical_sizes, total, method=self.context_attention,
+                                       parameter=SET_BY['length'],
                                        multiple_of=between if self.sequence_parallel else 1,
                                        legal_sizes=legal_sizes)
     problems += tensor_parallel.check(logical_sizes, total, legal_sizes=legal_sizes)

@@ -25,6 +25,8 @@ import jax.numpy as jnp
 from t5x_gpu.partitioning.axis_rules import shard
 from t5x_gpu.partitioning.mesh_problems import divisors
 
+# Local queries and keys meet in blocks of at most this many positions.
+BLOCK_LENGTH = 1024
 # Vanishes in a float32 softmax; finite, so that a row with nothing to attend to stays finite too.
 MASKED = -1e10
 
@@ -47,7 +49,7 @@ class _Ring:
 def ring_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, logits_fn: LogitsFn,
                    logits_params: Any, q_info: Any, kv_info: Any, axis: str = 'context',
                    may_attend: Optional[MayAttendFn] = None,
-                   block_length: int = 1024) -> jax.Array:
+                   block_length: int = BLOCK_LENGTH) -> jax.Array:
   """Returns attention output [batch, q_length, heads, kv] of the local queries.
 
   Equal to dense attention, gradients included: also for a row that may attend to nothing, whose
@@ -209,7 +211,7 @@ class _Block:
 def _for_pairs(ring: _Ring, block: Callable[..., Any], carry: Any, q_length: int,
                kv_length: int) -> Any:
   """Returns `carry` after block(carry, queries, keys) for every pair of blocks."""
-  q_block, kv_block = (_largest_block(length, ring.block_length)
+  q_block, kv_block = (largest_block(length, ring.block_length)
                        for length in (q_length, kv_length))
   per_row = kv_length // kv_block
 
@@ -220,7 +222,8 @@ def _for_pairs(ring: _Ring, block: Callable[..., Any], carry: Any, q_length: int
   return jax.lax.fori_loop(0, q_length // q_block * per_row, body, carry)
 
 
-def _largest_block(length: int, at_most: int) -> int:
+def largest_block(length: int, at_most: int = BLOCK_LENGTH) -> int:
+  """Returns the most positions, up to `at_most`, of which both halves of `length` are a multiple."""
   chunk = length if length % 2 else length // 2
   return max(size for size in divisors(chunk) if size <= max(at_most, 1))
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.partitioning.array_layout import ArrayLayout, state_layouts
+from t5x_gpu.partitioning.axis_rules import Table
 from t5x_gpu.partitioning.collectives import Collective, inventory, partitioned_hlo
 from t5x_gpu.partitioning.purposes import GRADIENT, Match, ParameterShapes, key, purpose
 
@@ -50,34 +51,51 @@ def lint(program: Any, *, collectives: Optional[Sequence[Collective]] = None) ->
     collectives = inventory(partitioned_hlo(program.train_step.lower(
         program.abstract_state, program.abstract_batch)), mesh_shape)
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
-  found = [*replicated(parameters, optimizer, mesh_shape),
+  rules = program.layout.rules
+  found = [*replicated(parameters, optimizer, mesh_shape,
+                       meant={'parameter': _axes_of(rules.parameters),
+                              'optimizer state': _axes_of(rules.state)}),
            *gathered(collectives, parameters, optimizer, mesh_shape),
            *repeated(collectives, parameters, mesh_shape)]
   return sorted(found, key=lambda finding: -finding.num_bytes)
 
 
 def replicated(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout],
-               mesh_shape: Mapping[str, int]) -> list[Finding]:
-  """Returns large arrays of which every device has a copy, while others of their kind are split."""
+               mesh_shape: Mapping[str, int], *, meant: Mapping[str, Mapping[str, Sequence[str]]]
+               ) -> list[Finding]:
+  """Returns large arrays of which every device has a copy, though the layout means to split them.
+
+  Args:
+    parameters, optimizer: where they are.
+    mesh_shape: mesh axis -> size.
+    meant: 'parameter' and 'optimizer state' -> mesh axis -> the names that it splits by the rules.
+  """
   total = sum(a.num_bytes for a in (*parameters, *optimizer))
   found = []
   for kind, arrays in (('parameter', parameters), ('optimizer state', optimizer)):
-    used = {axis: array for array in arrays for axis in array.mesh_axes}
     for array in arrays:
       if not array.is_whole or array.num_bytes <= max(LARGE_BYTES, LARGE_SHARE * total):
         continue
-      axes = [a for a in mesh_shape if a in used and any(n % mesh_shape[a] == 0
-                                                         for n in array.shape)]
-      if axes:
-        axis, like = axes[0], used[axes[0]]
-        name = next(n for n, split in zip(like.names, like.split) if axis in split)
+      axis = next((a for a in meant[kind] if mesh_shape[a] > 1
+                   and any(n % mesh_shape[a] == 0 for n in array.shape)), None)
+      if axis:
+        names = ' or '.join(map(repr, meant[kind][axis]))
         found.append(Finding(
             'replicated', f'{kind} {array.name} [{_by(array.shape)}] ({_mib(array.num_bytes)}, '
             f'{array.num_bytes / total:.0%} of the state) is whole on every device, although '
             f'{axis} = {mesh_shape[axis]} could split it.',
-            f'None of its axes ({", ".join(str(n or "-") for n in array.names)}) has a rule; '
-            f'{like.name} is split by {name!r}. Name a dimension so in with_axes, or add a rule.',
+            f'It splits dimensions that are named {names}; those of this array are '
+            f'{", ".join(str(n or "-") for n in array.names)}. Name one so in with_axes.',
             array.num_bytes - array.num_bytes // mesh_shape[axis]))
+  return found
+
+
+def _axes_of(table: Table) -> dict[str, list[str]]:
+  """Returns mesh axis -> the array axes that it splits, without those of stacked layers, experts."""
+  found: dict[str, list[str]] = {}
+  for name in table.keys() - {'layers', 'experts'}:
+    for axis in table[name]:
+      found.setdefault(axis, []).append(name)
   return found
 
 

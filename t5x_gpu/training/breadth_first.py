@@ -27,8 +27,8 @@ def loss(model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch
   """Returns the sums of `model.loss` over all microbatches.
 
   Args:
-    model: has `embed`, `run_layers` and `head`, as models/decoder_only.py or, with several stacks,
-      models/encoder_decoder.py.
+    model: has `embed`, `run_layers`, `head` and `config.compute_dtype`, as models/decoder_only.py
+      or, with several stacks, models/encoder_decoder.py.
     params: as a model gets them in the region; leaves of 'layers' are stacked.
     batch: all local rows.
     microbatches: the same as arrays [num_microbatches, rows, ...].

@@ -6,7 +6,8 @@ reduces them layer by layer, microbatches are taken through one layer after the 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import jax
@@ -46,7 +47,8 @@ def make_gradients(*, model: Any, region: Region, names: Any, num_microbatches: 
   if region.pipeline is not None:
     _check_parts(model, 'A pipeline', 'Set Partitioner.stage = 1')
   if by_layer:
-    _check_parts(model, 'Accumulation by layer', "Set Partitioner.accumulate_by = 'microbatch'")
+    _check_parts(model, 'Accumulation by layer', "Set Partitioner.accumulate_by = 'microbatch'",
+                 ('config.compute_dtype',))
 
   trained_names, frozen_names = trained.split(names)
 
@@ -105,13 +107,18 @@ def make_eval_step(*, model: Any, region: Region, names: Any) -> Callable[[Any, 
   return eval_step
 
 
-def _check_parts(model: Any, what: str, instead: str) -> None:
-  missing = [part for part in ('embed', 'run_layers', 'head') if not hasattr(model, part)]
+def _check_parts(model: Any, what: str, instead: str, more: Sequence[str] = ()) -> None:
+  missing = []
+  for part in ('embed', 'run_layers', 'head', *more):
+    try:
+      operator.attrgetter(part)(model)
+    except AttributeError:
+      missing.append(part)
   if missing:
     raise ModelError(f'{what} needs a model in three parts, and {type(model).__name__} has no '
                      f'{", ".join(missing)}.',
-                     fix=f'{instead}, or give the model these methods, as in '
-                         'models/decoder_only.py.', docs='parallelism.md')
+                     fix=f'{instead}, or give the model {"this" if len(missing) == 1 else "these"}, '
+                         'as in models/decoder_only.py.', docs='parallelism.md')
 
 
 @dataclasses.dataclass(frozen=True)

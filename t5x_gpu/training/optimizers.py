@@ -46,9 +46,9 @@ class AdamW:
   weight_decay: float = 0.0
 
   def _transformation(self, names: Any) -> optax.GradientTransformation:
-    is_matrix = jax.tree.map(lambda n: len([x for x in n.names if x != 'layers']) >= 2, names)
+    decays = jax.tree_util.tree_map_with_path(_decays, names)
     return optax.chain(optax.scale_by_adam(self.b1, self.b2, self.eps),
-                       optax.add_decayed_weights(self.weight_decay, mask=is_matrix))
+                       optax.add_decayed_weights(self.weight_decay, mask=decays))
 
   def init(self, params: Params, names: Any) -> OptState:
     return self._transformation(names).init(params)
@@ -64,3 +64,8 @@ class AdamW:
     state = jax.eval_shape(transformation.init, params)
     return optax.tree_map_params(transformation, lambda _, n: n, state, names,
                                  transform_non_params=lambda x: AxisNames((None,) * x.ndim))
+
+
+def _decays(path: Any, names: AxisNames) -> bool:
+  """Returns whether a parameter is a matrix; the biases of heads have two axes, too."""
+  return path[-1].key != 'bias' and len([x for x in names.names if x != 'layers']) >= 2

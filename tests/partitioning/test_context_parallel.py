@@ -344,3 +344,12 @@ def test_lengths_that_do_not_divide_are_told_the_nearest():
   assert check({'length': 5}, mesh_shape) == [
       f'length = 5 does not divide over 2 x context=4 (= 8): {balance} '
       'Set length = 8, or Partitioner.context = 1.']
+
+
+def test_a_chunk_without_divisors_is_refused_by_the_ring():
+  mesh_shape = {'data': 4, 'context': 2}  # 4124 = 2 x 2 x 1031
+  assert check({'length': 4124}, mesh_shape) == [
+      'length = 4124 over 2 x context=2 makes chunks of 1031, which ring attention could only take '
+      'in blocks of 1: it would crawl. Set length = 4120 or 4128, or Partitioner.context = 1.']
+  assert check({'length': 4124}, mesh_shape, method='gather') == []
+  assert check({'length': 4 * 1021}, mesh_shape) == []  # a prime, but one block

@@ -84,6 +84,7 @@ SETTINGS = [
     ({'Partitioner.num_partitions': 8, 'TransformerConfig.vocab_size': 100},
      'vocab = 100 does not divide over model=8.'),
     ({'Partitioner.context': 4, LENGTH: 20}, 'length = 20 does not divide over 2 x context=4'),
+    ({'Partitioner.context': 2, LENGTH: 4124}, 'length = 4124 over 2 x context=2 makes chunks of 1031'),
     ({'Partitioner.expert': 4, 'TransformerConfig.num_experts': 6},
      'experts = 6 does not divide over expert=4'),
     ({'Partitioner.fsdp': 4, 'BATCH_SIZE': 12},

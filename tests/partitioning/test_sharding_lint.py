@@ -104,26 +104,37 @@ def test_devices_hold_the_parts_that_their_arrays_say():
 # ---- Replicated ---------------------------------------------------------------------------------
 
 
+MEANT = {'fsdp': ['embed'], 'model': ['mlp', 'vocab']}
+FSDP = {'parameter': MEANT, 'optimizer state': MEANT}
+WHOLE = {name: ((1024, 1024), (None, None), ()) for name in 'ab'}
+
+
 def test_a_large_array_that_is_whole_beside_split_ones_is_found():
   large = {**PARAMETERS, 'table': ((1024, 1024), (None, None), ())}
-  finding, = replicated(layouts(large), [], SHAPE)
+  finding, = replicated(layouts(large), [], SHAPE, meant=FSDP)
   assert finding.rule == 'replicated' and finding.num_bytes == 2**21
   assert 'parameter table [1024 x 1024] (4 MiB' in finding.what
-  assert 'fsdp = 2 could split it' in finding.what and "split by 'embed'" in finding.fix
+  assert 'fsdp = 2 could split it' in finding.what and "named 'embed'" in finding.fix
 
 
-def test_whole_arrays_are_fine_when_small_or_when_nothing_is_split():
+def test_whole_arrays_are_found_if_the_layout_means_to_split_them_and_none_is():
+  assert len(replicated(layouts(WHOLE), layouts(WHOLE), SHAPE, meant=FSDP)) == 4
+  data_parallel = {'parameter': {}, 'optimizer state': {}}
+  assert replicated(layouts(WHOLE), layouts(WHOLE), SHAPE, meant=data_parallel) == []
+  one_device = dict.fromkeys(SHAPE, 1)
+  assert replicated(layouts(WHOLE), layouts(WHOLE), one_device, meant=FSDP) == []
+
+
+def test_whole_arrays_are_fine_when_small():
   small = {**PARAMETERS, 'table': ((64, 64), (None, None), ())}
-  assert replicated(layouts(small), [], SHAPE) == []
-  alike = {name: ((1024, 1024), (None, None), ()) for name in 'ab'}  # plain data parallelism
-  assert replicated(layouts(alike), layouts(alike), SHAPE) == []
+  assert replicated(layouts(small), [], SHAPE, meant=FSDP) == []
 
 
-def test_optimizer_state_that_is_whole_is_compared_with_other_optimizer_state():
+def test_optimizer_state_alone_is_meant_to_be_split_by_zero_1():
   state = {'mu/a': ((1024, 1024), ('embed', None), ('fsdp',)),
            'mu/b': ((1024, 1024), (None, None), ())}
-  whole = {name: ((1024, 1024), (None, None), ()) for name in 'ab'}  # ZeRO-1
-  finding, = replicated(layouts(whole), layouts(state), SHAPE)
+  finding, = replicated(layouts(WHOLE), layouts(state), SHAPE,
+                        meant={'parameter': {}, 'optimizer state': {'fsdp': ['embed']}})
   assert 'optimizer state mu/b' in finding.what
 
 

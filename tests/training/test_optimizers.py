@@ -15,7 +15,8 @@ NAMES = {'kernel': AxisNames(('layers', 'embed', 'mlp')), 'scale': AxisNames(('l
 
 def arrays(seed, shapes):
   rng = np.random.default_rng(seed)
-  return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+  return jax.tree.map(lambda shape: rng.normal(size=shape).astype(np.float32), shapes,
+                      is_leaf=lambda x: isinstance(x, tuple))
 
 
 def run(optimizer, params, names, *, steps=3, learning_rate=0.1):
@@ -30,13 +31,19 @@ def run(optimizer, params, names, *, steps=3, learning_rate=0.1):
 
 
 def test_adamw_is_optax_adamw_with_decay_on_matrices_only():
-  shapes = {'kernel': (2, 4, 6), 'scale': (2, 4)}
-  params = arrays(0, shapes)
-  got = run(AdamW(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.3), params, NAMES)
-  tx = optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.3, mask={'kernel': True, 'scale': False})
-  want, state = params, tx.init(params)
-  for i in range(3):
-    updates, state = tx.update(arrays(i + 1, shapes), state, want)
+  names = {**NAMES, 'query': {'kernel': AxisNames(('embed', 'heads', 'kv')),
+                              'bias': AxisNames(('layers', 'heads', 'kv'))}}
+  shapes = {'kernel': (2, 4, 6), 'scale': (2, 4), 'query': {'kernel': (4, 2, 3), 'bias': (2, 2, 3)}}
+  tx = optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.3, mask={
+      'kernel': True, 'scale': False, 'query': {'kernel': True, 'bias': False}})
+  grads = [arrays(i, shapes) for i in range(4)]
+  got = want = grads[0]
+  optimizer = AdamW(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.3)
+  state, want_state = optimizer.init(got, names), tx.init(want)
+  for i in range(1, 4):
+    got, state = optimizer.update(grads[i], state, got, names=names,
+                                  learning_rate=jnp.float32(0.1), step=jnp.int32(i))
+    updates, want_state = tx.update(grads[i], want_state, want)
     want = optax.apply_updates(want, updates)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
 

@@ -169,18 +169,23 @@ def test_learning_rate_scales_with_the_parts_of_the_batch_and_is_what_is_logged(
   np.testing.assert_allclose(float(sums['learning_rate'][0]), 4 * 1e-2)
 
 
-@pytest.mark.parametrize('partitioner, instead', [
-    (Partitioner(stage=2), 'Partitioner.stage = 1'),
-    (Partitioner(fsdp=2), "Partitioner.accumulate_by = 'microbatch'")])
-def test_a_model_without_parts_is_refused_where_they_are_needed(partitioner, instead):
-  class LossAlone:
+@pytest.mark.parametrize('partitioner, parts, missing, instead', [
+    (Partitioner(stage=2), (), 'embed, run_layers, head.', 'Partitioner.stage = 1'),
+    (Partitioner(fsdp=2), (), 'embed, run_layers, head, config.compute_dtype.',
+     "Partitioner.accumulate_by = 'microbatch'"),
+    (Partitioner(fsdp=2), ('embed', 'run_layers', 'head'), 'config.compute_dtype.',
+     "Partitioner.accumulate_by = 'microbatch'")])
+def test_a_model_without_parts_is_refused_where_they_are_needed(partitioner, parts, missing,
+                                                                instead):
+  inner = DecoderOnlyModel(TransformerConfig(**CONFIG))
+
+  class Partly:
     def __init__(self):
-      self._inner = DecoderOnlyModel(TransformerConfig(**CONFIG))
-      for name in ('init', 'loss', 'batch_spec', 'logical_sizes'):
-        setattr(self, name, getattr(self._inner, name))
-  with pytest.raises(ModelError, match='has no embed, run_layers, head') as error:
+      for name in ('init', 'loss', 'batch_spec', 'logical_sizes', *parts):
+        setattr(self, name, getattr(inner, name))
+  with pytest.raises(ModelError, match=f'has no {missing}') as error:
     build_program(
-        model=LossAlone(), optimizer=AdamW(), schedule=constant(1e-2), partitioner=partitioner,
+        model=Partly(), optimizer=AdamW(), schedule=constant(1e-2), partitioner=partitioner,
         topology=Topology(1, 8), devices=jax.devices(), task_feature_lengths={'targets': 16},
         batch_size=16, pack=True, seed=0, num_microbatches=2)
   assert instead in str(error.value)
