@@ -244,7 +244,7 @@ def _check_same(asked: ModelFields, found: ModelFields, where: str) -> None:
         + '\n  '.join(f'{name} = {ours!r} in the gin file, {theirs!r} there'
                       for name, theirs, ours in problems),
         fix='Leave --gin_file out: model.gin is then made from config.json.',
-        parameters=[f'TransformerConfig.{name}' for name, _, _ in problems])
+        parameters=[asked.parameter(name) for name, _, _ in problems])
 
 
 def _model_of(record: Record) -> ModelFields:

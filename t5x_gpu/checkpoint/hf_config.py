@@ -88,7 +88,7 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
         fix='Name the family that the model is of: --family=... of '
             f'{", ".join(CONFIG_FAMILIES)}. A model of none of them stays with t5x_gpu.',
         docs='convert.md#families',
-        parameters=[f'TransformerConfig.{name}' for name, _, _ in problems])
+        parameters=[model.parameter(name) for name, _, _ in problems])
   return config
 
 

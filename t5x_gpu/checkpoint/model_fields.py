@@ -15,15 +15,18 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning.axis_rules import split_names
 
 MODELS = {'decoder_only': DecoderOnlyModel, 'encoder': EncoderModel,
           'encoder_decoder': EncoderDecoderModel}
 # Choices of a run: config.json does not have them, or they change no logits.
 OF_THE_RUN = ('dropout_rate', 'dtype', 'remat_policy', 'scan_unroll', 'init_stddev')
-OPTIONS = {'decoder_only': ('inputs_bidirectional_attention',),
-           'encoder': ('head_type', 'num_classes', 'pooling'),
-           'encoder_decoder': ('num_encoder_layers',)}
+LOSS_OPTIONS = ('z_loss', 'label_smoothing')
+# Name -> default of every other argument of a model: what its parameters or logits depend on.
+OPTIONS = {kind: {f.name: f.default for f in dataclasses.fields(cls)
+                  if f.name not in ('config', 'layer', *LOSS_OPTIONS)}
+           for kind, cls in MODELS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class ModelFields:
   Attributes:
     kind: a key of `MODELS`, the file of models/ that has it.
     config: its TransformerConfig.
-    options: further arguments of the model that its parameters or logits depend on.
+    options: further arguments of the model, of `OPTIONS`; the others have their defaults.
   """
   kind: str
   config: TransformerConfig
@@ -42,6 +45,13 @@ class ModelFields:
   def build(self) -> Any:
     """Returns the model."""
     return MODELS[self.kind](self.config, **self.options)
+
+  def parameter(self, field: str) -> str:
+    """Returns the gin parameter, or macro, of a field that `differences` names."""
+    if field == 'kind':
+      return 'MODEL'
+    options = [MODELS[kind] for kind in (self.kind, *MODELS) if field in OPTIONS[kind]]
+    return f'{(*options, TransformerConfig)[0].__name__}.{field}'
 
   def abstract_params(self) -> Any:
     """Returns the tree of shapes of its parameters."""
@@ -69,6 +79,14 @@ def describe(model: Any) -> ModelFields:
   """Returns the fields of a model of models/; raises CheckpointError for any other."""
   for kind, cls in MODELS.items():
     if type(model) is cls:
+      name, module = (getattr(model.layer, a, '') for a in ('__qualname__', '__module__'))
+      if (name, module) != (TransformerLayer.__qualname__, TransformerLayer.__module__):
+        raise CheckpointError(
+            f'{cls.__name__}.layer = {name or model.layer!r}: layers of your own are neither of a family that is '
+            'converted, nor in model.gin.',
+            fix=f'Remove {cls.__name__}.layer if the checkpoint is of TransformerLayer; a model '
+                'with other layers stays with the gin file of its run.',
+            docs='convert.md#families', parameters=(f'{cls.__name__}.layer',))
       return ModelFields(kind, model.config, {name: getattr(model, name)
                                               for name in OPTIONS[kind]})
   raise CheckpointError(f'{type(model).__name__} is not a model that other formats know.',
@@ -98,8 +116,7 @@ def _comparable(model: ModelFields) -> dict[str, Any]:
     del values['scale_tied_logits']
   if not c.num_experts:
     del values['num_experts_per_token'], values['expert_capacity_factor']
-  options = {name: value for name, value in model.options.items()
-             if name != 'inputs_bidirectional_attention'}  # of the data, not of the parameters
+  options = {**OPTIONS[model.kind], **model.options}
   if model.kind == 'encoder_decoder' and options.get('num_encoder_layers') is None:
     options['num_encoder_layers'] = c.num_layers
   if options.get('head_type') == 'mlm':

@@ -15,6 +15,7 @@ from t5x_gpu.checkpoint.model_fields import describe, differences, gin_text
 from t5x_gpu.checkpoint.name_tables import Rule, Table
 from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.models.transformer import TransformerLayer
 
 from tests.checkpoint.hf_files import CONFIGS, table_of, untied
 
@@ -153,6 +154,30 @@ def test_a_model_that_the_family_cannot_have_is_refused_with_the_field(family, c
   with pytest.raises(CheckpointError, match=f'{name} = ') as e:
     to_hf(model, family=family)
   assert f'TransformerConfig.{name}' in e.value.parameters
+
+
+@pytest.mark.parametrize('name, option, cls', [
+    ('llama', {'inputs_bidirectional_attention': True}, 'DecoderOnlyModel'),
+    ('bert_classification', {'pooling': 'mean'}, 'EncoderModel'),
+    ('bert_classification', {'head_mlp_dim': 16}, 'EncoderModel')])
+def test_options_that_the_family_cannot_have_are_refused_with_the_field(name, option, cls):
+  model = model_of(CONFIGS[name])
+  other = describe(dataclasses.replace(model.build(), **option))
+  [field] = option
+  with pytest.raises(CheckpointError, match=f'{field} = {option[field]!r}') as e:
+    to_hf(other, family=guess_family(model))
+  assert e.value.parameters == (f'{cls}.{field}',)
+  assert [field] == [name for name, _, _ in differences(model, other)]
+
+
+@pytest.mark.parametrize('name', ['llama', 'bert_mlm', 't5'])
+def test_a_model_with_layers_of_its_own_is_refused(name):
+  class Mine(TransformerLayer):
+    pass
+  model = dataclasses.replace(model_of(CONFIGS[name]).build(), layer=Mine)
+  with pytest.raises(CheckpointError, match=r'\.layer = Mine') as e:
+    describe(model)
+  assert e.value.fix and e.value.parameters == (f'{type(model).__name__}.layer',)
 
 
 MODEL_FILES = sorted((ROOT / 'gin_configs' / 'models').glob('*.gin'))
