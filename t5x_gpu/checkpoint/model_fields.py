@@ -82,8 +82,8 @@ def describe(model: Any) -> ModelFields:
       name, module = (getattr(model.layer, a, '') for a in ('__qualname__', '__module__'))
       if (name, module) != (TransformerLayer.__qualname__, TransformerLayer.__module__):
         raise CheckpointError(
-            f'{cls.__name__}.layer = {name or model.layer!r}: layers of your own are neither of a family that is '
-            'converted, nor in model.gin.',
+            f'{cls.__name__}.layer = {name or repr(model.layer)}: layers of your own are neither '
+            'of a family that is converted, nor in model.gin.',
             fix=f'Remove {cls.__name__}.layer if the checkpoint is of TransformerLayer; a model '
                 'with other layers stays with the gin file of its run.',
             docs='convert.md#families', parameters=(f'{cls.__name__}.layer',))
