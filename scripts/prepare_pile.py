@@ -71,7 +71,7 @@ def documents(path: str, *, sets: Optional[frozenset[str]],
                     fix='Download that file again.') from e
   if number > first:
     damage.count(path, first=first, num_records=number - first, damaged=damaged)
-  damage.end_of_file(path)
+  damage.end_of_file(path, num_records=number)
 
 
 class _Files:

@@ -143,7 +143,7 @@ def _prepare(folder: SplitFolder, split: _Split, *, num_workers: int,
       bar.add(event)
       if isinstance(event, Finished):
         written[event.job.task, event.job.part] = event.shard
-  return folder.finish(written)
+  return folder.finish(written, max_corrupt_fraction=split.config.max_corrupt_fraction)
 
 
 def _summary(index: Index) -> Iterable[str]:
@@ -151,6 +151,10 @@ def _summary(index: Index) -> Iterable[str]:
   size = sum(shard.bytes for member in index.members.values() for shard in member.shards)
   yield (f'{index.split}: {index.rows:,} rows, {index.tokens:,} tokens, padding '
          f'{index.padding:.1%}, {size / 1e6:,.1f} MB')
+  for name, member in index.members.items():
+    if member.records.damaged:
+      yield (f'  {name}: {member.records.damaged:,} of {member.records.read:,} records are damaged '
+             'and left out')
   if len(index.members) > 1:
     for name, member in index.members.items():
       yield f'  {name}: {member.rows:,} rows, {member.tokens:,} tokens, rate {member.rate:g}'

@@ -1,5 +1,6 @@
 """Prepares data as `python -m t5x_gpu.prepare` does, within this process."""
 
+import functools
 import itertools
 import pathlib
 
@@ -27,7 +28,8 @@ def prepare_here(name: str, folder: pathlib.Path, *, num_parts: int = 2, convert
       number = opened.plan.members[task].num_shards
       written[task, part] = write_shard(
           made.rows(task, part=part, num_parts=number), split=opened.path, task=task, part=part,
-          num_parts=number, names=tuple(made.lengths), report=lambda rows, tokens: None)
+          num_parts=number, names=tuple(made.lengths), report=lambda rows, tokens: None,
+          records=functools.partial(made.records, task, part=part, num_parts=number))
     if len(written) < len(opened.todo):
       return None
-    return opened.finish(written)
+    return opened.finish(written, max_corrupt_fraction=config.max_corrupt_fraction)

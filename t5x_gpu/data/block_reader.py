@@ -137,5 +137,5 @@ class BlockReader:
         self.damage.count(path, first=first, num_records=at - first, damaged=damaged)
         yield good
       if at < first + ROWS_PER_BLOCK:
-        self.damage.end_of_file(path)
+        self.damage.end_of_file(path, num_records=at)
         return

@@ -1,5 +1,6 @@
 """Records that cannot be parsed: counted once each, reported with their first reasons, bounded."""
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Optional
@@ -12,6 +13,36 @@ _REASONS_SHOWN = 3
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class Records:
+  """How many records were read, blank ones too, and how many of them are damaged."""
+  read: int = 0
+  damaged: int = 0
+
+
+def check_share(records: Records, *, max_fraction: float, fewest: int = 0, of: str = '',
+                last: Optional[DataError] = None) -> None:
+  """Raises DataError if more of `records` are damaged than `max_fraction` allows.
+
+  Args:
+    records: what was read.
+    max_fraction: DatasetConfig.max_corrupt_fraction.
+    fewest: the bound is on this many records at least.
+    of: what they are records of, for the message.
+    last: what is wrong with the last of them.
+  """
+  allowed = max_fraction * max(records.read, fewest)
+  if records.damaged <= allowed:
+    return
+  share = records.damaged / records.read
+  raise DataError(
+      f'{records.damaged} of the {records.read} records read{of} are damaged ({share:.2%}); '
+      f'DatasetConfig.max_corrupt_fraction = {max_fraction:g} allows {int(allowed)}.'
+      + (f' The last one: {last.what}' if last else ''),
+      fix='Mend the files, or allow more: DatasetConfig.max_corrupt_fraction = '
+          f'{min(1.0, share * 1.2):.2g}', parameters=('DatasetConfig.max_corrupt_fraction',))
+
+
 class Damage:
   """What a process has met of damage in the files of one source.
 
@@ -21,19 +52,26 @@ class Damage:
   Attributes:
     max_fraction: share of the records that may be damaged. It is judged on the records that this
       process has read, on 1000 of them at least until all files are read.
-    num_records, num_damaged: read so far, each counted once however often it is read.
+    records: read so far, each counted once however often it is read.
   """
 
   def __init__(self, num_files: int):
     self._num_files = num_files
     self.max_fraction = 0.0
-    self.num_records = 0
-    self.num_damaged = 0
+    self.records = Records()
+    self._in_parts = False
     self._counted: dict[str, int] = {}  # path -> records up to which it is counted
     self._in_file: dict[str, int] = {}
     self._finished: set[str] = set()
     self._empty = 0
     self._over: Optional[DataError] = None
+
+  def begin_part(self) -> None:
+    """Counts anew, for one part of the files. All parts together are judged by `check_share`."""
+    self._in_parts = True
+    self.records = Records()
+    self._counted.clear()
+    self._in_file.clear()
 
   def count(self, path: str, *, first: int, num_records: int, damaged: Sequence[DataError]) -> None:
     """Counts records `first` to `first + num_records` of a file, unless they are counted.
@@ -46,45 +84,47 @@ class Damage:
     if first < self._counted.get(path, 0):
       return
     self._counted[path] = first + num_records
-    self.num_records += num_records
-    self.num_damaged += len(damaged)
+    self.records = Records(self.records.read + num_records, self.records.damaged + len(damaged))
     for problem in damaged:
       self._in_file[path] = self._in_file.get(path, 0) + 1
-      if self.max_fraction and self._in_file[path] <= _REASONS_SHOWN:
+      if (self.max_fraction and self._in_file[path] <= _REASONS_SHOWN
+          and path not in self._finished):
         log.warning('record left out: %s', problem.what)
+    if damaged and not self.max_fraction:
+      self._over = DataError(
+          damaged[0].what, fix=f'{damaged[0].fix}\nOr leave such records out: '
+          'DatasetConfig.max_corrupt_fraction = 0.001 allows 1 in 1000.',
+          parameters=('DatasetConfig.max_corrupt_fraction',))
+      raise self._over
     if damaged:
-      self._judge(damaged[-1] if self.max_fraction else damaged[0],
-                  fewest=_FEWEST_JUDGED if self.max_fraction else 0)
+      self._judge(damaged[-1], fewest=_FEWEST_JUDGED)
 
-  def end_of_file(self, path: str) -> None:
-    """Reports a file that is read to its end. Raises DataError as `count` does."""
+  def end_of_file(self, path: str, *, num_records: int) -> None:
+    """Reports a file that is read to its end. Raises DataError as `count` does.
+
+    Args:
+      path: of the file.
+      num_records: that it has; some may be counted by a process before this one.
+    """
+    if self._over is not None:
+      raise self._over
     if path in self._finished:
       return
     self._finished.add(path)
-    if not self._counted.get(path):
+    if not num_records:
       self._empty += 1
       log.warning('%s holds no record and is skipped (%d such files so far)', path, self._empty)
     if path in self._in_file:
       log.warning('%s: %d of %d records are damaged and left out', path, self._in_file[path],
-                  self._counted[path])
-    if len(self._finished) == self._num_files and self.num_damaged:
+                  num_records)
+    if len(self._finished) == self._num_files:
       self._judge(None, fewest=0)
 
   def _judge(self, last: Optional[DataError], *, fewest: int) -> None:
-    allowed = self.max_fraction * max(self.num_records, fewest)
-    if self.num_damaged <= allowed:
+    if self._in_parts:
       return
-    share = self.num_damaged / self.num_records
-    if not self.max_fraction and last is not None:
-      self._over = DataError(
-          last.what, fix=f'{last.fix}\nOr leave such records out: '
-          'DatasetConfig.max_corrupt_fraction = 0.001 allows 1 in 1000.',
-          parameters=('DatasetConfig.max_corrupt_fraction',))
-      raise self._over
-    self._over = DataError(
-        f'{self.num_damaged} of the {self.num_records} records read are damaged ({share:.2%}); '
-        f'DatasetConfig.max_corrupt_fraction = {self.max_fraction:g} allows {int(allowed)}.'
-        + (f' The last one: {last.what}' if last else ''),
-        fix='Mend the files, or allow more: DatasetConfig.max_corrupt_fraction = '
-            f'{min(1.0, share * 1.2):.2g}', parameters=('DatasetConfig.max_corrupt_fraction',))
-    raise self._over
+    try:
+      check_share(self.records, max_fraction=self.max_fraction, fewest=fewest, last=last)
+    except DataError as e:
+      self._over = e
+      raise

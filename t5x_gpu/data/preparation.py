@@ -13,6 +13,7 @@ import numpy as np
 
 from t5x_gpu.data import features, sources, task_lookup, vocabularies
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig, module_of
+from t5x_gpu.data.damage import Records
 from t5x_gpu.data.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.prepared_index import Index, Member
 from t5x_gpu.data.same_data import versions
@@ -88,6 +89,7 @@ class Preparation:
       DataError: text that cannot be read, or ids that the model does not know.
     """
     config, task = self.config, self._members()[member]
+    sources.begin_part(task.source)
     tf.random.set_seed(config.seed)  # as in streaming: user tasks may draw without a seed of theirs
     converter = make_converter(self.converter_name, pack=config.pack,
                                loss_on_targets_only=config.loss_on_targets_only)
@@ -110,6 +112,17 @@ class Preparation:
           f'{str(e).strip().splitlines()[0][:300]}',
           fix='Check the files and the preprocessors of the task.',
           parameters=('DatasetConfig.mixture_or_task_name',)) from e
+
+  def records(self, member: str, *, part: int, num_parts: int) -> Records:
+    """Returns what was read for the part whose `rows` came last, so that all parts add up.
+
+    Where every part reads all files, it is the first one that counts them.
+    """
+    source = self._members()[member].source
+    found = sources.records_read(source)
+    if found.read and part > 0 and num_parts > len(source.list_shards(self.config.split)):
+      return Records()
+    return found
 
   def _check(self, row: dict[str, Any], member: str) -> None:
     for name, bound in self.vocab_sizes.items():

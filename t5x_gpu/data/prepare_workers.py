@@ -4,6 +4,7 @@ They end when the process that started them does, however that ends: their pipe 
 """
 
 import dataclasses
+import functools
 import multiprocessing
 import multiprocessing.connection
 import pathlib
@@ -126,9 +127,11 @@ def _work(connection: Any) -> None:
         preparations[job.config.split] = open_preparation(
             job.config, spec=job.spec, feature_converter=job.feature_converter)
       made = preparations[job.config.split]
-      rows = made.rows(job.task, part=job.part, num_parts=job.num_parts)
-      answer: Any = write_shard(rows, split=job.folder, task=job.task, part=job.part,
-                                num_parts=job.num_parts, names=tuple(made.lengths), report=report)
+      which = {'part': job.part, 'num_parts': job.num_parts}
+      answer: Any = write_shard(
+          made.rows(job.task, **which), split=job.folder, task=job.task, **which,
+          names=tuple(made.lengths), report=report,
+          records=functools.partial(made.records, job.task, **which))
     except UserError as e:
       answer = e
     except Exception:  # not the user's doing, or a preprocessor of theirs: show all of it

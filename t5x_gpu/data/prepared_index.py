@@ -14,6 +14,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
+from t5x_gpu.data.damage import Records
 from t5x_gpu.errors import DataError
 
 FORMAT = 1
@@ -37,6 +38,8 @@ class Shard:
     largest: feature -> largest number in it.
     lengths: histogram of the lengths of packed examples: exponent e -> how many have
       2**(e-1) < length <= 2**e.
+    records, damaged: of the source that were read for it, and left out as they are damaged; 0 where
+      they are not counted, or where another shard was made of the same.
   """
   file: str
   rows: int
@@ -46,6 +49,8 @@ class Shard:
   sample: str
   largest: Mapping[str, int]
   lengths: Mapping[str, int]
+  records: int = 0
+  damaged: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,12 @@ class Member:
   @property
   def tokens(self) -> int:
     return sum(shard.tokens for shard in self.shards)
+
+  @property
+  def records(self) -> Records:
+    """Records of the source that were read, and that are damaged and left out."""
+    return Records(sum(shard.records for shard in self.shards),
+                   sum(shard.damaged for shard in self.shards))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
+from t5x_gpu.data.damage import Records
 from t5x_gpu.data.prepared_index import UNFINISHED, Shard, counted_features, file_digests
 from t5x_gpu.data.records import WRITER_OPTIONS, encode_row
 from t5x_gpu.errors import DataError
@@ -34,7 +35,8 @@ def facts_path(split: pathlib.Path, task: str, part: int) -> pathlib.Path:
 
 
 def write_shard(rows: Iterable[Mapping[str, np.ndarray]], *, split: pathlib.Path, task: str,
-                part: int, num_parts: int, names: Sequence[str], report: Report) -> Shard:
+                part: int, num_parts: int, names: Sequence[str], report: Report,
+                records: Callable[[], Records] = Records) -> Shard:
   """Returns what was written.
 
   Args:
@@ -44,6 +46,7 @@ def write_shard(rows: Iterable[Mapping[str, np.ndarray]], *, split: pathlib.Path
     part, num_parts: which shard, of how many.
     names: features in the order of the record.
     report: told of progress.
+    records: asked when all rows are read: how many records of the source they were made of.
   Raises:
     DataError: the disk is full, or does not keep what is written to it.
   """
@@ -61,6 +64,8 @@ def write_shard(rows: Iterable[Mapping[str, np.ndarray]], *, split: pathlib.Path
         shard = dataclasses.replace(shard, file=file)
     finally:
       partial.unlink(missing_ok=True)
+    counted = records()
+    shard = dataclasses.replace(shard, records=counted.read, damaged=counted.damaged)
     temporary = facts.with_name(facts.name + PARTIAL)
     temporary.write_text(json.dumps(dataclasses.asdict(shard)), 'utf-8')
     os.replace(temporary, facts)

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 from t5x_gpu.data import files as files_lib
 from t5x_gpu.data.block_reader import BlockReader
+from t5x_gpu.data.damage import Records
 from t5x_gpu.data.line_files import LINES_PER_SPAN
 from t5x_gpu.data.tables import LabelledTexts
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -146,6 +147,18 @@ def allow_damage(source: seqio.DataSource, max_corrupt_fraction: float) -> bool:
   if reader is not None:
     reader.damage.max_fraction = max_corrupt_fraction
   return reader is not None
+
+
+def begin_part(source: seqio.DataSource) -> None:
+  """Counts the records of `source` anew, for one part of it: see `Damage.begin_part`."""
+  if (reader := getattr(source, 'block_reader', None)) is not None:
+    reader.damage.begin_part()
+
+
+def records_read(source: seqio.DataSource) -> Records:
+  """Returns how many records were read and were damaged; none if its reader does not count."""
+  reader = getattr(source, 'block_reader', None)
+  return Records() if reader is None else reader.damage.records
 
 
 def read_spans(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
+from t5x_gpu.data.damage import check_share
 from t5x_gpu.data.prepared_index import INDEX, UNFINISHED, Index, Shard, from_json, shard_problem
 from t5x_gpu.data.shard_writer import PARTIAL, facts_path
 from t5x_gpu.errors import DataError
@@ -44,18 +45,21 @@ class SplitFolder:
     return [(name, part) for name, member in self.plan.members.items()
             for part in range(member.num_shards) if (name, part) not in self.finished]
 
-  def finish(self, written: Parts) -> Index:
+  def finish(self, written: Parts, *, max_corrupt_fraction: float = 0.0) -> Index:
     """Returns the index, once it is on the disk.
 
     Args:
       written: the rest of the shards.
+      max_corrupt_fraction: share of the records of each task's source that may be damaged.
     Raises:
-      DataError: a task without a row, or the disk is full.
+      DataError: a task without a row, or too much damage in its source; or the disk is full.
     """
     parts = {**self.finished, **written}
     members = {name: dataclasses.replace(member, shards=tuple(
         parts[name, part] for part in range(member.num_shards)))
                for name, member in self.plan.members.items()}
+    for name, member in members.items():
+      check_share(member.records, max_fraction=max_corrupt_fraction, of=f' for {name}')
     empty = [name for name, member in members.items() if not member.rows]
     if empty:
       raise DataError(

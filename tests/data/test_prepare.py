@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data import records
+from t5x_gpu.data.damage import Records
 from t5x_gpu.data.prepared import task_rows
 from t5x_gpu.data.prepared_index import read_index
 from t5x_gpu.errors import DataError
@@ -214,3 +215,23 @@ def test_the_index_is_readable_without_us(mixed_rows):
   assert index['format'] == 1 and shard['rows'] > 0
   assert index['vocabularies']['targets']['fingerprint'] == 'byte, 259 ids'
   assert {'seqio', 'tensorflow', 'array-record'} <= index['versions'].keys()
+
+
+@pytest.mark.parametrize('num_files, num_parts', [(8, 4), (2, 4)])
+def test_the_bound_of_damage_is_judged_on_all_parts_together(tmp_path, num_files, num_parts):
+  for i in range(num_files):
+    lines = [f'{{"text": "row {j} of {i}"}}' for j in range(50)]
+    lines[7] = 'broken'
+    (tmp_path / f'{i}.jsonl').write_text('\n'.join(lines))
+  name, rows = f'jsonl:{tmp_path}/*.jsonl', tmp_path / 'rows'
+  # Each part by a reading of its own, as if each had a worker; some before, and some after a stop.
+  for bound in (0.019, 0.019):
+    assert prepare_here(name, rows, num_parts=num_parts, stop_after=1,
+                        max_corrupt_fraction=bound) is None
+  with pytest.raises(DataError) as e:
+    prepare_here(name, rows, num_parts=num_parts, max_corrupt_fraction=0.019)
+  assert f'{num_files} of the {num_files * 50} records read for jsonl are damaged (2.00%)' in str(e)
+  assert not (rows / 'train' / 'index.json').exists()
+  index = prepare_here(name, rows, num_parts=num_parts, max_corrupt_fraction=0.02)
+  assert index.members['jsonl'].records == Records(50 * num_files, num_files)
+  assert read_index(rows, split='train') == index
