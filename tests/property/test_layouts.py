@@ -29,8 +29,8 @@ from tests.parity.tolerances import MESH_GRADIENT
 
 DOCS = pathlib.Path(__file__).parents[2] / 'docs'
 BATCH, LENGTH = 16, 16
-AXES = {'stage': 'stage', 'data': 'data', 'fsdp': 'fsdp', 'context': 'context', 'expert': 'expert',
-        'model': 'num_partitions'}
+AXES = {'context': 'context', 'fsdp': 'fsdp', 'model': 'num_partitions', 'expert': 'expert',
+        'stage': 'stage', 'data': 'data'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def models(draw) -> TransformerConfig:
 def layouts(draw) -> Layout:
   """Draws layouts in which everything divides."""
   model = draw(models())
-  num_devices = draw(st.sampled_from([8, 4, 2, 1]))
+  num_devices = draw(st.sampled_from([8, 8, 4, 2]))
   mesh = dict.fromkeys(AXES, 1)
   splits = [axis for axis in AXES if axis != 'expert' or model.num_experts]
   for _ in range(num_devices.bit_length() - 1):
@@ -115,19 +115,24 @@ def alone(model):
 
 
 @functools.cache
-def first_state(model):
-  """Returns the state before the first step, on the host."""
+def first_state(model, ulps):
+  """Returns the state before the first step, on the host, its values moved by 0 or 1 ulps."""
   init = build(alone(model)).init.lower().compile(compiler_options=QUICK)
-  return jax.tree.map(np.asarray, init())
+  up = np.random.default_rng(0)
+
+  def moved(x):
+    return x if not ulps or x.dtype != np.float32 else np.nextafter(
+        x, np.where(up.integers(2, size=x.shape), np.inf, -np.inf).astype(x.dtype))
+  return jax.tree.map(lambda x: moved(np.asarray(x)), init())
 
 
 @functools.cache
-def one_step(layout):
+def one_step(layout, ulps=0):
   """Returns (loss, path -> gradient) of the first step."""
   program = build(layout)
   batch = program.layout.put_batch(uneven_batches(program.spec, seed=0, num_batches=1)[0])
   state = program.in_run_order(jax.tree.map(
-      lambda x, a: jax.device_put(x, a.sharding), first_state(layout.model),
+      lambda x, a: jax.device_put(x, a.sharding), first_state(layout.model, ulps),
       program.abstract_state))
   step = program.train_step.lower(program.abstract_state, batch).compile(compiler_options=QUICK)
   state, sums = step(state, batch)
@@ -136,15 +141,35 @@ def one_step(layout):
           {jax.tree_util.keystr(path): np.asarray(x) for path, x in grads})
 
 
-@hypothesis.settings(max_examples=3, deadline=None, derandomize=True,
-                     phases=[hypothesis.Phase.generate])  # to shrink takes a compilation each time
+GENERATE = [hypothesis.Phase.generate]  # to shrink takes a compilation each time
+
+
+@hypothesis.settings(max_examples=3, deadline=None, derandomize=True, phases=GENERATE)
 @hypothesis.given(layout=layouts())
 def test_the_first_step_of_any_legal_layout_equals_one_device(layout):
+  check_first_step(layout)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=40, deadline=None, phases=GENERATE)  # others each time
+@hypothesis.given(layout=layouts())
+def test_the_first_steps_of_many_legal_layouts_equal_one_device(layout):
+  check_first_step(layout)
+
+
+def check_first_step(layout):
   (loss, grads), (want_loss, want_grads) = one_step(layout), one_step(alone(layout.model))
   np.testing.assert_allclose(loss, want_loss, rtol=MESH_GRADIENT)
   for path, want in want_grads.items():
-    error = np.abs(grads[path] - want).max() / np.abs(want).max()
-    assert error < MESH_GRADIENT, f'{path}: {error:.1e}'
+    error = distance(grads[path], want)
+    # Norms on norms of eight features can make more of a parameter's last bit than the tolerance.
+    if error >= MESH_GRADIENT:
+      rounding = distance(one_step(alone(layout.model), 1)[1][path], want)
+      assert error < min(rounding, 1e-3), f'{path}: {error:.1e}, by rounding {rounding:.1e}'
+
+
+def distance(got, want):
+  return np.abs(got - want).max() / np.abs(want).max()
 
 
 # What is made odd: the axes that split it, and the parameter that the error must name.
