@@ -227,7 +227,9 @@ def row(name: str, layouts: Mapping[str, Layout], seconds: Mapping[str, Sequence
           'step_ratio': round(statistics.median(ratios), 3),
           'cpu_ratio': round(cpu[0] / cpu[1], 3), 'flops_ratio': round(layout.flops_ratio, 3),
           'sent_mib': round(layout.sent_bytes / 2**20, 3),
+          'sent_ratio': round(layout.sent_bytes / base.sent_bytes, 3),
           'state_mib': round(layout.state_bytes / 2**20, 3),
+          'state_ratio': round(layout.state_bytes * NUM_DEVICES / base.state_bytes, 3),
           'temp_mib': round(layout.temp_bytes / 2**20, 3),
           'bubble': None if layout.bubble is None else round(layout.bubble, 4),
           'last_loss': layout.losses[-1]}
@@ -235,13 +237,14 @@ def row(name: str, layouts: Mapping[str, Layout], seconds: Mapping[str, Sequence
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
   """Returns the rows as a table for docs/performance.md."""
-  lines = ['| layout | mesh | compile s | step / dp | CPU s / dp | FLOPs / ideal | bubble | MiB '
-           'sent | state MiB | temp MiB |', '|---|---|---|---|---|---|---|---|---|---|']
+  lines = ['| layout | mesh | compile s | step / dp | CPU s / dp | FLOPs / ideal | bubble | sent '
+           '/ dp | MiB sent | state / ideal | state MiB | temp MiB |', '|---' * 12 + '|']
   for r in rows:
     bubble = '' if r['bubble'] is None else f'{r["bubble"]:.0%}'
     lines.append(f'| {r["layout"]} | {r["mesh"]} | {r["compile_seconds"]:.1f} | '
                  f'{r["step_ratio"]:.2f} | {r["cpu_ratio"]:.2f} | {r["flops_ratio"]:.2f} | '
-                 f'{bubble} | {r["sent_mib"]:.1f} | {r["state_mib"]:.1f} | {r["temp_mib"]:.0f} |')
+                 f'{bubble} | {r["sent_ratio"]:.2f} | {r["sent_mib"]:.1f} | '
+                 f'{r["state_ratio"]:.2f} | {r["state_mib"]:.1f} | {r["temp_mib"]:.0f} |')
   return '\n'.join(lines)
 
 

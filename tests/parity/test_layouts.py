@@ -225,9 +225,10 @@ def one_device(model: str) -> dict[str, Any]:
   return run(build(Case({}, model), 1))
 
 
-# In `make test`; the others are combinations of what these have one by one.
-FAST = ('zero2_remat', 'fsdp', 'tp_sp_tied', 'cp_ring', 'pp_1f1b', 'pp_circular', 'ep',
-        'modern_tp_shared_kv_heads', 't5_fsdp_model', 'data_stage_model')
+# In `make test`: the combinations that runs have; the others are parts of these, or more of them.
+FAST = ('zero2_remat', 'pp_circular', 'modern_tp_shared_kv_heads', 't5_fsdp_model',
+        'fsdp_model_remat', 'fsdp_stage', 'data_stage_model', 'context_model', 'fsdp_context',
+        'expert_fsdp')
 
 
 @pytest.mark.parametrize('name', [
