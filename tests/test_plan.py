@@ -90,6 +90,16 @@ def test_a_dry_run_compiles_nothing(gin_file, capsys):
   assert 'optimizer MiB/device' in printed and 'What a training step sends' not in printed
 
 
+def test_zero_1_is_seen_to_split_the_optimizer_state_alone(gin_file, capsys):
+  assert plan.main(flags(gin_file, '--dry_run', model=1, **{'Partitioner.zero_stage': 1})) == 0
+  printed = capsys.readouterr().out
+  assert 'batch and optimizer state' in printed and 'whole (state over fsdp)' in printed
+  parameters, state = printed.split('And of the optimizer state')
+  assert 'a a a a a a a a' in parameters and 'a b a b a b a b' in state
+  assert plan.main(flags(gin_file, '--dry_run', model=1)) == 0
+  assert 'state over' not in capsys.readouterr().out
+
+
 def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
   with pytest.raises(MeshError, match='fsdp'):
     plan.main(flags(gin_file, fsdp=3))
