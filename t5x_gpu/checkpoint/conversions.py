@@ -256,8 +256,11 @@ def _model_of(record: Record) -> ModelFields:
 
 def _hf_config(model: ModelFields, family: str, like: Optional[Record]) -> str:
   """Returns the text of config.json: the one of `like`, unless it describes another model."""
-  if like is not None and not differences(_model_of(like), model):
-    return (like.folder / CONFIG).read_text('utf-8')
+  if like is not None:
+    theirs = _model_of(like)
+    longer = model.config.max_length not in (0, theirs.config.max_length)
+    if not longer and not differences(theirs, model):
+      return (like.folder / CONFIG).read_text('utf-8')
   return json.dumps(to_hf(model, family=family, like=like.config if like else None),
                     indent=2) + '\n'
 

@@ -190,7 +190,8 @@ def _llama(config: Json, has_tensor: HasTensor) -> ModelFields:
       logits_softcap=config.get('final_logit_softcapping') if gemma else None,
       logits_via_embedding=config.get('tie_word_embeddings', gemma),
       init_stddev=config.get('initializer_range', 0.02), dtype=_dtype(config),
-      dropout_rate=config.get('attention_dropout', 0.0))
+      dropout_rate=config.get('attention_dropout', 0.0),
+      max_length=config.get('max_position_embeddings') or 0)
   return ModelFields('decoder_only', c)
 
 
@@ -204,6 +205,8 @@ def _to_llama(model: ModelFields, family: str, architecture: str) -> dict[str, A
          'rms_norm_eps': c.norm_epsilon, 'tie_word_embeddings': c.logits_via_embedding,
          'initializer_range': c.init_stddev or 0.02, 'attention_dropout': c.dropout_rate,
          **_to_rope(c.rope)}
+  if c.max_length:
+    out['max_position_embeddings'] = c.max_length
   act = THEIR_ACTIVATIONS.get(c.mlp_activations[0], c.mlp_activations[0])
   out['hidden_activation' if family == 'gemma2' else 'hidden_act'] = (
       'gelu_pytorch_tanh' if act == 'gelu_new' else act)

@@ -21,7 +21,7 @@ from t5x_gpu.partitioning.axis_rules import split_names
 MODELS = {'decoder_only': DecoderOnlyModel, 'encoder': EncoderModel,
           'encoder_decoder': EncoderDecoderModel}
 # Choices of a run: config.json does not have them, or they change no logits.
-OF_THE_RUN = ('dropout_rate', 'dtype', 'remat_policy', 'scan_unroll', 'init_stddev')
+OF_THE_RUN = ('dropout_rate', 'dtype', 'remat_policy', 'scan_unroll', 'init_stddev', 'max_length')
 LOSS_OPTIONS = ('z_loss', 'label_smoothing')
 # Name -> default of every other argument of a model: what its parameters or logits depend on.
 OPTIONS = {kind: {f.name: f.default for f in dataclasses.fields(cls)

@@ -43,6 +43,8 @@ class TransformerConfig:
     rope: rotary positions, or None.
     num_positions: rows of a learned table of positions (GPT-2, BERT), which limits the length; 0
       for none.
+    max_length: longest row that the model was made for, where no table of positions limits it
+      (rotary positions); 0 for any length.
     num_token_types: rows of a learned table of token types (BERT), encoders only; 0 for none.
     num_kv_heads: heads of keys and values, each shared by as many query heads (GQA; 1 is MQA);
       None for as many as num_heads.
@@ -92,6 +94,7 @@ class TransformerConfig:
   mlp_bias: bool = False
   rope: Optional[RotaryEmbedding] = None
   num_positions: int = 0
+  max_length: int = 0
   num_token_types: int = 0
   num_kv_heads: Optional[int] = None
   query_pre_attn_scalar: Optional[float] = None
@@ -133,9 +136,12 @@ class TransformerConfig:
       value = getattr(self, parameter)
       if value is not None and not value > 0.0:
         refuse(parameter, 'must be above 0.')
-    for parameter in ('num_positions', 'num_token_types'):
+    for parameter in ('num_positions', 'num_token_types', 'max_length'):
       if getattr(self, parameter) < 0:
         refuse(parameter, 'must be at least 1, or 0 for none.')
+    if self.max_length > 0 and self.num_positions > 0:
+      refuse('max_length', f'has no meaning beside num_positions = {self.num_positions}, which '
+             'limits the length: leave it out.')
     if self.num_heads >= 1 and not (1 <= self.kv_heads and self.num_heads % self.kv_heads == 0):
       legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
       refuse('num_kv_heads', f'does not divide num_heads = {self.num_heads}: set it to one of '
@@ -194,4 +200,4 @@ class TransformerConfig:
   @property
   def length_limit(self) -> Optional[int]:
     """Longest row that the model takes, None if any length will do."""
-    return self.num_positions or None
+    return self.num_positions or self.max_length or None

@@ -142,7 +142,8 @@ class Generator:
           fix='Give every prompt a token at least' + (
               '.' if self._has_encoder else ', or set DecodingConfig.start_token to the id that '
               'stands before a text in training.'))
-    limit, new = getattr(self._model.config, 'length_limit', None), targets or c.max_decode_length
+    model, new = self._model.config, targets or c.max_decode_length
+    limit = getattr(model, 'length_limit', None)
     before = 0 if self._has_encoder else length
     if limit is None or max(before + new, length) <= limit:
       return
@@ -150,11 +151,14 @@ class Generator:
     room = limit - before
     fix = 'Shorten the prompt' if targets or room < 1 or length > limit else (
         f'Set DecodingConfig.max_decode_length to at most {room}, or shorten the prompt')
+    learned = getattr(model, 'num_positions', 0) > 0
+    parameter = f'TransformerConfig.{"num_positions" if learned else "max_length"}'
     raise DataError(
         f'{where}: the prompt has {length} tokens and {new} {follow} ones may follow; the model '
-        f'has a learned vector for {limit} positions.',
-        fix=f'{fix}: the positions are TransformerConfig.num_positions.',
-        parameters=('DecodingConfig.max_decode_length', 'TransformerConfig.num_positions'))
+        + ('has a learned vector for' if learned else 'was made for') + f' {limit} positions.',
+        fix=f'{fix}: the positions are {parameter}.' if learned else
+        f'{fix}. A model that has seen longer texts: set {parameter}, or 0 for no limit.',
+        parameters=('DecodingConfig.max_decode_length', parameter), docs='infer.md#refused')
 
   def _check_ids(self, ids: Sequence[int], where: str) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:

@@ -113,6 +113,16 @@ def test_old_and_new_keys_of_rotary_positions_mean_the_same():
   assert model_of(old).config.rope.scaling == 'llama3'
 
 
+@pytest.mark.parametrize('name', ['llama', 'gemma2', 'qwen3'])
+def test_the_length_that_a_model_was_made_for_goes_there_and_back(name):
+  model = model_of({**CONFIGS[name], 'max_position_embeddings': 128})
+  assert model.config.length_limit == 128 and model_of(CONFIGS['gemma2']).config.length_limit is None
+  assert to_hf(model, family=name)['max_position_embeddings'] == 128
+  longer = dataclasses.replace(model, config=dataclasses.replace(model.config, max_length=256))
+  assert differences(model, longer) == []  # the weights are the same
+  assert to_hf(longer, family=name, like=CONFIGS[name])['max_position_embeddings'] == 256
+
+
 def test_windows_are_the_shortest_period_of_the_layers():
   assert model_of(CONFIGS['gemma2']).config.windows == (8, 0)
   qwen = {**CONFIGS['qwen3'], 'num_hidden_layers': 4, 'use_sliding_window': True,

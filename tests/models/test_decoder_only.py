@@ -140,11 +140,22 @@ def test_flops_count_the_weights_six_times_and_attention_twelve_times():
     ({'dtype': 'bfloat61'}, "Did you mean 'bfloat16'"),
     ({'relative_bias': 'per-layer'}, "Did you mean 'per_layer'"),
     ({'mlp_activations': ('gleu',)}, "Did you mean 'gelu'"),
+    ({'max_length': 64, 'num_positions': 32}, 'max_length = 64 has no meaning beside'),
 ], ids=str)
 def test_impossible_models_are_refused_with_the_value_and_a_suggestion(changes, words):
   with pytest.raises(ModelError) as e:
     dataclasses.replace(CONFIG, **changes)
   assert words in str(e.value)
+
+
+@pytest.mark.parametrize('parameter, text', [('num_positions', 'a learned vector for 8'),
+                                             ('max_length', 'was made for 8')])
+def test_rows_longer_than_the_model_takes_are_refused(parameter, text):
+  model = DecoderOnlyModel(dataclasses.replace(CONFIG, **{parameter: 8}))
+  model.batch_spec({'targets': 8}, batch_size=1, pack=False)
+  with pytest.raises(ModelError, match=text) as e:
+    model.batch_spec({'targets': 9}, batch_size=1, pack=False)
+  assert f'TransformerConfig.{parameter} = 9' in e.value.fix
 
 
 def test_all_problems_of_a_model_come_in_one_message():

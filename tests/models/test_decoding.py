@@ -34,6 +34,7 @@ MODELS = {
     't5x_decoder': DecoderOnlyModel(CONFIG),
     'prefix_lm': DecoderOnlyModel(CONFIG, inputs_bidirectional_attention=True),
     'llama': DecoderOnlyModel(LLAMA),
+    'llama_24': DecoderOnlyModel(dataclasses.replace(LLAMA, max_length=24)),
     'gpt2': DecoderOnlyModel(GPT2),
     'encoder_decoder': EncoderDecoderModel(CONFIG, num_encoder_layers=1),
     'experts': DecoderOnlyModel(dataclasses.replace(CONFIG, num_experts=4,
@@ -203,11 +204,15 @@ def test_prompts_of_many_lengths_are_padded_to_a_few():
   assert sorted({padded_length(n) for n in range(1, 200)}) == [16, 32, 64, 128, 256]
 
 
-def test_prompts_that_do_not_fit_the_positions_are_refused():
-  generator = make_generator('gpt2')
+@pytest.mark.parametrize('name, parameter', [('gpt2', 'num_positions'),
+                                             ('llama_24', 'max_length')])
+def test_prompts_that_do_not_fit_the_positions_are_refused(name, parameter):
+  generator = make_generator(name)
   with pytest.raises(DataError, match='Prompt 1: the prompt has 17 tokens and 8 new') as error:
     generator.generate([[3], [3] * 17])
   assert 'max_decode_length to at most 7' in str(error.value)
+  assert f'TransformerConfig.{parameter}' in error.value.parameters
+  assert f'TransformerConfig.{parameter}' in error.value.fix
   with pytest.raises(DataError, match='Prompt 0: the prompt has 24 tokens') as error:
     generator.generate([[3] * 24])
   assert 'Shorten the prompt' in str(error.value)
