@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.data.features import batch_spec
 from t5x_gpu.errors import ModelError, did_you_mean
-from t5x_gpu.layers.dropout import dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
@@ -156,16 +155,15 @@ class EncoderModel:
   def _logits(self, params: Params, x: Activation, batch: DeviceBatch,
               dropout_key: Optional[jax.Array]) -> jax.Array:
     c = self.config
-    rng = dropout_rng(dropout_key, batch, 'head', side='encoder')
     own = {name: fsdp.whole(params[name], c.compute_dtype)
            for name in self._head_module.parameter_names}
     x = self._stack.finish(params, x)
     if self.classifies:
       row = pool(x, self._info(batch), kind=self.pooling)
-      row = dropout(row[:, None], c.dropout_rate, rng)[:, 0]
-      return self._head_module.apply({'params': own}, row)
+      return self._head_module.apply(
+          {'params': own}, row, dropout_rng(dropout_key, batch, 'head', side='encoder'))
     table = fsdp.whole(params['token_embedder'], c.compute_dtype)['embedding']
-    return self._head_module.apply({'params': own}, dropout(x, c.dropout_rate, rng), table)
+    return self._head_module.apply({'params': own}, x, table)
 
   def head(self, params: Params, x: Activation, batch: DeviceBatch, *,
            dropout_key: Optional[jax.Array] = None) -> Sums:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.dense import DenseGeneral
+from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.mlp import Mlp, activation
 from t5x_gpu.layers.norm import norm
@@ -95,12 +96,18 @@ class Classifier(nn.Module):
             *(('classifier_mlp',) if self.mlp_dim else ()), 'classifier')
 
   @nn.compact
-  def __call__(self, row: jax.Array) -> jax.Array:
-    """Returns [batch, classes] in float32 from [batch, embed]."""
+  def __call__(self, row: jax.Array, dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
+    """Returns [batch, classes] in float32 from [batch, embed].
+
+    Args:
+      row: of the last norm, or pooled from it.
+      dropout_rng: of what follows the pooler, as in BERT; None for no dropout.
+    """
     c = self.config
     options = dict(dtype=c.compute_dtype, kernel_init=c.kernel_init, use_bias=True)
     if self.tanh_layer:
       row = jnp.tanh(DenseGeneral((row.shape[-1],), ('embed', None), name='pooler', **options)(row))
+    row = dropout(row[:, None], c.dropout_rate, dropout_rng)[:, 0]
     if self.mlp_dim:
       row = Mlp(self.mlp_dim, c.mlp_activations[:1], dtype=c.compute_dtype, use_bias=True,
                 kernel_init=c.kernel_init, name='classifier_mlp')(row[:, None])[:, 0]

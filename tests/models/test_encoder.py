@@ -1,0 +1,46 @@
+"""Heads of encoders: where features are dropped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.encoder import EncoderModel
+from t5x_gpu.partitioning.axis_rules import split_names
+
+CONFIG = TransformerConfig(vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, head_dim=8,
+                           mlp_dim=16, mlp_activations=('gelu',), norm='layer', dropout_rate=0.5)
+
+
+def head_logits(model, change, *, dropout_key):
+  """Returns the logits of `model` from what its last layer might have returned."""
+  params = change(split_names(model.init(jax.random.key(0), None))[0])
+  x = jax.random.normal(jax.random.key(1), (3, 4, CONFIG.embed_dim))
+  batch = {'encoder_input_tokens': jnp.ones((3, 4), jnp.int32), 'rows': jnp.arange(3)}
+  return np.asarray(model._logits(params, x, batch, dropout_key))
+
+
+@pytest.mark.parametrize('pooling', ['first_token_tanh', 'mean'])
+def test_what_the_pooler_returns_is_dropped_before_the_classes(pooling):
+  model = EncoderModel(CONFIG, num_classes=CONFIG.embed_dim, pooling=pooling)
+
+  def change(params):  # a pooler that returns tanh(1), and classes that are its features
+    params['classifier']['kernel'] = jnp.eye(CONFIG.embed_dim)
+    if 'pooler' in params:
+      params['pooler'] = jax.tree.map(jnp.ones_like, params['pooler'])
+      params['pooler']['kernel'] *= 0.0
+    return params
+  whole = head_logits(model, change, dropout_key=None)
+  if pooling == 'first_token_tanh':
+    np.testing.assert_allclose(whole, np.tanh(1.0), rtol=1e-6)
+  some = head_logits(model, change, dropout_key=jax.random.key(2))
+  kept = some != 0
+  assert 0.2 < kept.mean() < 0.8
+  np.testing.assert_allclose(some[kept], 2.0 * whole[kept], rtol=1e-6)
+
+
+def test_nothing_is_dropped_between_the_layers_and_masked_tokens():
+  model = EncoderModel(CONFIG, head_type='mlm')
+  np.testing.assert_array_equal(*(head_logits(model, lambda params: params, dropout_key=key)
+                                  for key in (None, jax.random.key(2))))
