@@ -17,7 +17,8 @@ class RMSNorm(nn.Module):
   Attributes:
     epsilon: added to the mean square.
     dtype: of the result.
-    plus_one: multiply by 1 + scale, whose scale starts at 0 and decays to it (Gemma).
+    plus_one: multiply by 1 + scale, whose scale starts at 0 and decays to it, before rounding to
+      `dtype` (Gemma; the others round first, as Llama and T5 do).
     axis: name of the last dimension.
     along: name of the dimension before it.
   Source: Zhang and Sennrich 2019, eq. 4; T5 calls it LayerNorm.
@@ -34,10 +35,11 @@ class RMSNorm(nn.Module):
     init = nn.initializers.zeros if self.plus_one else nn.initializers.ones
     scale = param_along(self, 'scale', init, axes=(self.axis,), shape=x.shape[-1:],
                         along=self.along)
-    scale = scale + 1.0 if self.plus_one else scale
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(jax.lax.square(x), axis=-1, keepdims=True)
     y = x * jax.lax.rsqrt(mean_square + self.epsilon)
+    if self.plus_one:  # in float32, as published: 1 + scale has no digits of scale in bfloat16
+      return combine(jnp.multiply, y, 1.0 + scale.astype(jnp.float32)).astype(self.dtype)
     return combine(jnp.multiply, y.astype(self.dtype), scale.astype(self.dtype))
 
 

@@ -86,6 +86,14 @@ def test_rms_norm_divides_by_the_root_mean_square(rng):
   np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+def test_rms_norm_plus_one_rounds_its_result_alone(rng):
+  x = jnp.asarray(rng.normal(size=(4, 256)), jnp.bfloat16)
+  scale = jnp.asarray(rng.normal(0, 0.1, 256), jnp.bfloat16)
+  exact, rounded = (RMSNorm(plus_one=True, dtype=dtype).apply({'params': {'scale': scale}}, x)
+                    for dtype in (jnp.float32, jnp.bfloat16))
+  np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16))
+
+
 def test_rms_norm_of_bfloat16_keeps_its_statistics_in_float32():
   x = jnp.full((1, 1, 4096), 3.0, jnp.bfloat16).at[0, 0, 0].set(200.0)
   scale = jnp.ones(4096)
