@@ -159,19 +159,25 @@ def test_other_versions_of_jax_are_told():
   assert 'still waiting for 1 of 2' in outcomes[0].error
 
 
-def test_a_process_that_came_and_died_is_missing_again():
+def test_a_process_that_came_and_died_is_missing_again(caplog):
   port = free_port()
 
   def come_and_go() -> None:
-    time.sleep(0.2)
-    with socket.create_connection(('127.0.0.1', port)) as connection:
-      rendezvous._send(connection, {'run': 'test/1', 'count': 2,
-                                    'member': dataclasses.asdict(member(1))})
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+      try:
+        with socket.create_connection(('127.0.0.1', port)) as connection:
+          rendezvous._send(connection, {'run': 'test/1', 'count': 3,
+                                        'member': dataclasses.asdict(member(1))})
+        return
+      except ConnectionRefusedError:  # process 0 does not listen yet
+        time.sleep(0.01)
   thread = threading.Thread(target=come_and_go)
   thread.start()
-  outcome, = run_all([info(0, count=2, port=port)], [member(0)], seconds=3)
+  outcome, = run_all([info(0, count=3, port=port)], [member(0)], seconds=3)
   thread.join()
-  assert 'waiting for 1 of 2 processes: 1' in outcome.error
+  assert 'waiting for 2 of 3 processes: 1-2' in outcome.error
+  assert 'Process 1 on node0 came and ended' in caplog.text
 
 
 def test_one_gpu_in_two_processes_is_an_error_that_names_both():
