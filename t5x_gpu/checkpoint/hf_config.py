@@ -8,13 +8,42 @@ from typing import Any, Optional
 
 from t5x_gpu.checkpoint.hf_families import CONFIG_FAMILIES, HasTensor, Json
 from t5x_gpu.checkpoint.model_fields import ModelFields, differences
-from t5x_gpu.errors import CheckpointError, did_you_mean
+from t5x_gpu.errors import CheckpointError, ModelError, did_you_mean
 
 FAMILY_NAMES = tuple(CONFIG_FAMILIES)
+# What the keys that are read hold where they are there and not null.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    'a whole number': ((int,), (
+        'vocab_size d_model d_kv d_ff num_layers num_decoder_layers num_heads '
+        'relative_attention_num_buckets relative_attention_max_distance hidden_size '
+        'num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size '
+        'max_position_embeddings type_vocab_size num_labels n_embd n_layer n_head n_inner '
+        'n_positions n_ctx sliding_window max_window_layers')),
+    'a number': ((int, float), (
+        'layer_norm_epsilon layer_norm_eps rms_norm_eps dropout_rate hidden_dropout_prob '
+        'resid_pdrop attention_dropout initializer_range query_pre_attn_scalar '
+        'attn_logit_softcapping final_logit_softcapping rope_theta')),
+    'true or false': ((bool,), (
+        'tie_word_embeddings scale_decoder_outputs mlp_bias attention_bias use_sliding_window')),
+    'text': ((str,), 'feed_forward_proj hidden_act hidden_activation activation_function'),
+    'a list': ((list,), 'architectures layer_types'),
+    'an object': ((dict,), 'rope_scaling rope_parameters id2label')}
 
 
 def family_of(config: Json) -> str:
-  """Returns the key of `hf_names.FAMILIES`; raises CheckpointError for any other model."""
+  """Returns the key of `hf_names.FAMILIES`.
+
+  Raises:
+    CheckpointError: any other model, or values that are of another type than their keys have.
+  """
+  wrong = [f'{key} = {config[key]!r} (must be {kind})' for kind, (types, keys) in _TYPES.items()
+           for key in keys.split() if config.get(key) is not None and not (
+               isinstance(config[key], types)
+               and (bool in types or not isinstance(config[key], bool)))]
+  if wrong:
+    raise CheckpointError(f'config.json says {"; ".join(wrong)}.',
+                          fix='Take the config.json that belongs to the weights.',
+                          docs='convert.md#refused')
   model_type = config.get('model_type')
   family = 't5' if model_type == 'mt5' else str(model_type)
   if family not in CONFIG_FAMILIES:
@@ -57,6 +86,12 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
     return reader.read(config, has_tensor)
   except KeyError as e:
     raise CheckpointError(f'config.json of this {family} model has no {e}.',
+                          fix='Take the config.json that belongs to the weights.') from e
+  except ModelError as e:
+    raise CheckpointError(f'config.json describes a {family} model that cannot be: {e.what}',
+                          fix='Take the config.json that belongs to the weights.') from e
+  except (TypeError, ValueError) as e:  # null where there must be something
+    raise CheckpointError(f'config.json of this {family} model has a value that cannot be: {e}.',
                           fix='Take the config.json that belongs to the weights.') from e
 
 

@@ -228,7 +228,7 @@ def _head_dim(config: Json) -> int:
 
 
 def _divided(config: Json, size: str, parts: str) -> int:
-  if config[size] % config[parts]:
+  if not config[parts] or config[size] % config[parts]:
     raise CheckpointError(f'config.json says {size} = {config[size]}, which {parts} = '
                           f'{config[parts]} does not divide.',
                           fix='Take the config.json that belongs to the weights.')

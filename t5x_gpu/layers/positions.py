@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.errors import ModelError, did_you_mean
+from t5x_gpu.errors import ModelError, all_problems, did_you_mean
 from t5x_gpu.partitioning.axis_rules import shard, with_axes
 
 ROPE_SCALINGS = ('none', 'linear', 'llama3')
@@ -132,11 +132,24 @@ class RotaryEmbedding:
   original_length: int = 8192
 
   def __post_init__(self) -> None:
+    problems, parameters = [], []
+
+    def refuse(parameter: str, text: str) -> None:
+      problems.append(f'{parameter} = {getattr(self, parameter)!r} {text}')
+      parameters.append(f'RotaryEmbedding.{parameter}')
     if self.scaling not in ROPE_SCALINGS:
-      raise ModelError(f'RotaryEmbedding.scaling = {self.scaling!r} is not one of '
-                       f'{", ".join(ROPE_SCALINGS)}.{did_you_mean(self.scaling, ROPE_SCALINGS)}',
-                       fix='Set RotaryEmbedding.scaling to one of them.',
-                       parameters=('RotaryEmbedding.scaling',))
+      refuse('scaling', f'is not one of {", ".join(ROPE_SCALINGS)}.'
+             + did_you_mean(str(self.scaling), ROPE_SCALINGS))
+    for parameter in ('theta', 'factor', 'low_freq_factor', 'high_freq_factor', 'original_length'):
+      value = getattr(self, parameter)
+      if not (isinstance(value, (int, float)) and 0.0 < value < math.inf):
+        refuse(parameter, 'must be a number above 0.')
+    if not problems and self.low_freq_factor >= self.high_freq_factor:
+      refuse('low_freq_factor', f'must be below high_freq_factor = {self.high_freq_factor!r}.')
+    if problems:
+      raise ModelError(all_problems(problems, title='Rotary positions cannot be so'),
+                       fix='Set them in the model file or with --gin.RotaryEmbedding.NAME=VALUE.',
+                       parameters=parameters)
 
   def frequencies(self, head_dim: int) -> np.ndarray:
     """Returns float32 [head_dim / 2]: radians per position."""

@@ -147,6 +147,23 @@ def test_models_that_ours_cannot_be_are_refused(name, change, text):
   assert text in str(e.value) and e.value.fix
 
 
+@pytest.mark.parametrize('name, change, text', [
+    ('llama', {'num_attention_heads': '4'}, "num_attention_heads = '4' (must be a whole number)"),
+    ('llama', {'rms_norm_eps': [1e-5], 'tie_word_embeddings': 'no'}, 'tie_word_embeddings = '),
+    ('llama', {'architectures': 3}, 'architectures = 3 (must be a list)'),
+    ('llama', {'hidden_size': None}, 'a value that cannot be'),
+    ('gpt2', {'n_head': 0}, 'which n_head = 0 does not divide'),
+    ('llama', {'num_hidden_layers': -1}, 'num_layers = -1 must be at least 1'),
+    ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': 0.0}}, 'factor = 0.0 must be'),
+    ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': '2'}}, "factor = '2' must be"),
+    ('qwen3', {'rope_theta': -1e4}, 'theta = -10000.0 must be'),
+])
+def test_values_that_cannot_be_are_refused(name, change, text):
+  with pytest.raises(CheckpointError, match=r'config\.json') as e:
+    model_of({**CONFIGS[name], **change})
+  assert text in str(e.value) and e.value.fix
+
+
 def test_a_missing_key_is_named():
   with pytest.raises(CheckpointError, match="has no 'hidden_size'"):
     model_of({k: v for k, v in CONFIGS['llama'].items() if k != 'hidden_size'})

@@ -1,17 +1,20 @@
 """Layers against plain numpy."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.attention_backends import dot_product_attention
 from t5x_gpu.layers.dense import DenseGeneral
 from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.norm import RMSNorm
-from t5x_gpu.layers.positions import relative_position_buckets
+from t5x_gpu.layers.positions import RotaryEmbedding, relative_position_buckets
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_names, use_rules
 
 
@@ -76,6 +79,19 @@ def test_bidirectional_position_buckets_tell_the_sides_apart():
   buckets = relative_position_buckets(40, 40, bidirectional=True, num_buckets=32, max_distance=128)
   assert set(buckets[20, :20]).isdisjoint(buckets[20, 21:])
   np.testing.assert_array_equal(buckets[20, 21:] - 16, buckets[20, 19:0:-1][:19])
+
+
+@pytest.mark.parametrize('changes, text', [
+    ({'theta': 0.0}, 'theta = 0.0 must be'), ({'theta': -1.0}, 'theta = -1.0 must be'),
+    ({'scaling': 'linear', 'factor': 0}, 'factor = 0 must be'),
+    ({'scaling': 'linear', 'factor': math.nan}, 'factor = nan must be'),
+    ({'scaling': 'llama3', 'low_freq_factor': 4.0}, 'must be below high_freq_factor = 4.0'),
+    ({'scaling': 'llama3', 'original_length': 0}, 'original_length = 0 must be'),
+    ({'scaling': 'lama3'}, "Did you mean 'llama3'")])
+def test_rotary_positions_that_cannot_be_are_refused(changes, text):
+  with pytest.raises(ModelError) as e:
+    RotaryEmbedding(**changes)
+  assert text in str(e.value) and e.value.fix and e.value.parameters
 
 
 def test_rms_norm_divides_by_the_root_mean_square(rng):
