@@ -67,6 +67,11 @@ class TrainingError(UserError):
   """A run that must stop: a loss that is not finite, a step that failed."""
 
 
+def first_line(e: BaseException) -> str:
+  """Returns the first line of what another library's error says; its type if it says nothing."""
+  return next(iter(str(e).strip().splitlines()), type(e).__name__)
+
+
 def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
   """Returns ` Did you mean 'a' or 'b'?` for the closest candidates, or an empty string."""
   by_lower = {str(candidate).lower(): str(candidate) for candidate in candidates}

@@ -1,5 +1,6 @@
 """Rows of files that can be entered anywhere: Parquet, Arrow, HDF5, ArrayRecord."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,18 +59,25 @@ def _parquet_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]
       first += len(batch)
 
 
-def _arrow_batches(path: str) -> Iterator[pa.RecordBatch]:
+@contextlib.contextmanager
+def _arrow_reader(path: str) -> Iterator[pa.RecordBatchFileReader | pa.RecordBatchStreamReader]:
   with pa.memory_map(path) as source:
-    if source.read(len(_ARROW_FILE)) == _ARROW_FILE:
-      reader = pa.ipc.open_file(source)
+    is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+    source.seek(0)
+    yield pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+
+
+def _arrow_batches(path: str) -> Iterator[pa.RecordBatch]:
+  with _arrow_reader(path) as reader:
+    if isinstance(reader, pa.RecordBatchFileReader):
       yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
     else:
-      source.seek(0)
-      yield from pa.ipc.open_stream(source)
+      yield from reader
 
 
 def _arrow_columns(path: str) -> list[str]:
-  return list(next(_arrow_batches(path)).schema.names)
+  with _arrow_reader(path) as reader:
+    return list(reader.schema.names)
 
 
 def _arrow_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:

@@ -79,8 +79,7 @@ class Damage:
     Raises:
       DataError: more damage than `max_fraction`.
     """
-    if self._over is not None:  # a reading ahead that nobody waited for may have met it first
-      raise self._over
+    self._raise_again()
     if first < self._counted.get(path, 0):
       return
     self._counted[path] = first + num_records
@@ -106,8 +105,7 @@ class Damage:
       path: of the file.
       num_records: that it has; some may be counted by a process before this one.
     """
-    if self._over is not None:
-      raise self._over
+    self._raise_again()
     if path in self._finished:
       return
     self._finished.add(path)
@@ -119,6 +117,15 @@ class Damage:
                   num_records)
     if len(self._finished) == self._num_files:
       self._judge(None, fewest=0)
+
+  def _raise_again(self) -> None:
+    """Raises what is over the bound: a reading ahead that nobody waited for may have met it.
+
+    tf.data asks again for each row of a batch and formats the traceback every time, which must not
+    grow from one to the next.
+    """
+    if self._over is not None:
+      raise self._over.with_traceback(None)
 
   def _judge(self, last: Optional[DataError], *, fewest: int) -> None:
     if self._in_parts:

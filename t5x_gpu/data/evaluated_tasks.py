@@ -17,7 +17,7 @@ import numpy as np
 from t5x_gpu.data import task_lookup
 from t5x_gpu.data.batches import DatasetConfig, ModelOutputs
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, first_line
 
 _log = logging.getLogger(__name__)
 _TARGETS, _INPUTS = 'targets', 'inputs'
@@ -153,7 +153,7 @@ def _examples(task: seqio.Task, config: DatasetConfig, num_examples: Optional[in
     examples = list(itertools.islice(dataset.as_numpy_iterator(), num_examples))
   except tf.errors.OpError as e:
     raise DataError(f'Reading {config.mixture_or_task_name!r}, split {config.split!r}, failed: '
-                    f'{e.message.splitlines()[0]}',
+                    f'{first_line(e)}',
                     fix='Check that the files of the task are complete and readable.') from e
   if not examples:
     raise DataError(f'{config.mixture_or_task_name!r} has no example in split {config.split!r}.',

@@ -8,6 +8,7 @@ on. Which column is which feature is judged by the names, or said behind the pat
     parquet:qa/*.parquet#inputs=question,targets=answer
 """
 
+import codecs
 import dataclasses
 import gzip
 import io
@@ -21,6 +22,9 @@ from t5x_gpu.errors import DataError, did_you_mean
 NAME = ('DatasetConfig.mixture_or_task_name',)
 COMPRESSED = ('.gz', '.zst')
 _READ_AHEAD_BYTES = 1 << 20
+# The longer marks come first: that of UTF-32 begins like that of UTF-16.
+_OTHER_ENCODINGS = {codecs.BOM_UTF32_LE: 'UTF-32', codecs.BOM_UTF32_BE: 'UTF-32',
+                    codecs.BOM_UTF16_LE: 'UTF-16', codecs.BOM_UTF16_BE: 'UTF-16'}
 
 # The texts of the chosen columns as UTF-8; None for a blank row; what is wrong with a damaged one.
 Row = Union[tuple[bytes, ...], None, DataError]
@@ -47,6 +51,38 @@ def open_stream(path: str) -> BinaryIO:
   if path.endswith('.zst'):
     return io.BufferedReader(pa.input_stream(path, compression='zstd'), _READ_AHEAD_BYTES)
   return open(path, 'rb', buffering=_READ_AHEAD_BYTES)
+
+
+def open_text(path: str) -> BinaryIO:
+  """Returns the bytes of a file of UTF-8 as `open_stream` does, from behind a byte order mark.
+
+  Raises:
+    DataError: it begins with the mark of another encoding.
+  """
+  f = open_stream(path)
+  try:
+    head = f.peek(4)
+    for mark, encoding in _OTHER_ENCODINGS.items():
+      if head.startswith(mark):
+        raise DataError(f'{path} is {encoding} text, as its first bytes say; only UTF-8 is read.',
+                        fix=f'Convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE',
+                        parameters=NAME)
+    if head.startswith(codecs.BOM_UTF8):
+      f.read(len(codecs.BOM_UTF8))
+  except BaseException:
+    f.close()
+    raise
+  return f
+
+
+def has_mark(path: str) -> bool:
+  """Returns whether a file that is not compressed begins with UTF-8's byte order mark.
+
+  Raises:
+    DataError: with that of another encoding.
+  """
+  with open_text(path) as f:
+    return f.tell() > 0
 
 
 def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], where: str) -> Row:

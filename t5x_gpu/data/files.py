@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
-from t5x_gpu.data.file_rows import open_stream
+from t5x_gpu.data.file_rows import open_text
 from t5x_gpu.errors import DataError
 
 # One file in this many goes to the validation split.
@@ -40,22 +40,35 @@ def json_fields(line: bytes, *, keys: Sequence[str], where: str) -> list[bytes]:
   fix = ('Mend or remove that line; each line is one JSON object with the string '
          + ('key ' if len(keys) == 1 else 'keys ') + ' and '.join(repr(key) for key in keys) + '.')
   try:
-    record = json.loads(line)
+    record = _json(line)
   except ValueError as e:
     raise DataError(f'{where} is not JSON: {e}. The line begins {line[:60]!r}.', fix=fix) from e
   if not isinstance(record, dict):
     raise DataError(f'{where} holds a JSON {type(record).__name__}, not an object.', fix=fix)
   for key in keys:
     if not isinstance(record.get(key), str):
-      raise DataError(f'{where} has no text under key {key!r}: it has '
-                      f'{", ".join(sorted(record)) or "no keys"}.', fix=fix)
-  return [record[key].encode() for key in keys]
+      there = (f'it is {json.dumps(record[key])[:60]}' if key in record else
+               f'it has {", ".join(sorted(record)) or "no keys"}')
+      raise DataError(f'{where} has no text under key {key!r}: {there}.', fix=fix)
+  try:
+    return [record[key].encode() for key in keys]
+  except UnicodeEncodeError as e:
+    raise DataError(f'{where} holds half of a surrogate pair, which is no character: {e}.',
+                    fix=fix) from e
+
+
+def _json(line: bytes) -> Any:
+  """Returns what a line of JSON says; raises ValueError if it is none that Python can read."""
+  try:
+    return json.loads(line)
+  except RecursionError as e:
+    raise ValueError('it is nested too deeply') from e
 
 
 def first_line(path: str) -> tuple[int, bytes]:
   """Returns number and bytes of the first line that is not blank, or (0, b'')."""
   try:
-    with open_stream(path) as f:
+    with open_text(path) as f:
       return next(((i, line) for i, line in enumerate(f, 1) if line.strip()), (0, b''))
   except (OSError, EOFError) as e:
     raise DataError(f'{path} cannot be read: {e}.',
@@ -66,7 +79,7 @@ def first_line(path: str) -> tuple[int, bytes]:
 def json_keys(path: str) -> list[str]:
   """Returns the keys of texts in the first object of a file of JSON lines; none if it is none."""
   try:
-    record = json.loads(first_line(path)[1] or b'null')
+    record = _json(first_line(path)[1] or b'null')
   except ValueError:
     return []
   return [key for key, value in record.items()
@@ -82,7 +95,7 @@ def jsonl_keys(path: str) -> dict[str, str]:
   if line:
     where = f'{path}:{number}'
     try:
-      record = json.loads(line)
+      record = _json(line)
     except ValueError:
       record = {}
       json_fields(line, keys=['text'], where=where)  # Raises with the reason.

@@ -9,6 +9,7 @@ import tempfile
 import zlib
 
 from t5x_gpu.data.tf_runtime import tf
+from t5x_gpu.errors import first_line
 
 _FILES = ('position.index', 'position.data-00000-of-00001')
 _COMPRESSION = 3  # 6 is 2% smaller and takes 2.5 times as long.
@@ -49,4 +50,4 @@ def bytes_to_iterator(state: bytes, iterator: tf.data.Iterator) -> None:
       tf.train.Checkpoint(iterator=iterator).read(
           os.path.join(folder, 'position')).assert_consumed()
     except (tf.errors.OpError, AssertionError) as e:
-      raise ValueError(str(e).splitlines()[0]) from e
+      raise ValueError(first_line(e)) from e

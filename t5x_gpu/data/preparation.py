@@ -18,7 +18,7 @@ from t5x_gpu.data.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.prepared_index import Index, Member
 from t5x_gpu.data.same_data import versions
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, first_line
 
 PART_BYTES = 64 * 2**20  # of source for one part, if nobody says how many
 _MIN_PARTS = 4
@@ -109,7 +109,7 @@ class Preparation:
     except (tf.errors.OpError, ValueError, AssertionError) as e:
       raise sources.reading_problem(task.source) or DataError(
           f'{member!r}, split {config.split!r}, cannot be read: '
-          f'{str(e).strip().splitlines()[0][:300]}',
+          f'{first_line(e)[:300]}',
           fix='Check the files and the preprocessors of the task.',
           parameters=('DatasetConfig.mixture_or_task_name',)) from e
 

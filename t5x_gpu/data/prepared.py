@@ -24,7 +24,7 @@ from t5x_gpu.data.lazy_rows import LazyBatch
 from t5x_gpu.data.prepared_index import INDEX, Index, check_shards, read_index
 from t5x_gpu.data.records import decode_into
 from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
-from t5x_gpu.errors import DataError, all_problems
+from t5x_gpu.errors import DataError, all_problems, first_line
 
 GUARANTEE = ('prepared: the global batch at step t depends on (data, rates, seed, t) alone; each '
              'process reads its rows of it')
@@ -110,7 +110,7 @@ class PreparedBatches:
       self.rows_read += 1
     except Exception as e:  # ArrayRecord raises IndexError, RuntimeError and ValueError
       raise DataError(
-          f'Row {row:,} of {self._name!r} cannot be read: {str(e).splitlines()[0][:300]}',
+          f'Row {row:,} of {self._name!r} cannot be read: {first_line(e)[:300]}',
           fix=f'python -m t5x_gpu.data check {self._name} names the shards that have changed.',
           parameters=(_NAME,), docs='data.md') from e
 

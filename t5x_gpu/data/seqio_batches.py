@@ -23,7 +23,7 @@ from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import (
     TextVocabulary, named_vocabulary, text_vocabulary, vocabulary_fingerprint)
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, first_line
 
 _MAGIC = b't5x_gpu data state 1\n'
 # A fixed number on every machine: parallel maps hold that many results, which the saved state
@@ -70,13 +70,15 @@ class SeqioBatches:
     if self._pending is None:
       if self._iterator is None:
         raise StopIteration
+      failure = ''
       try:
         batch = next(self._iterator)
       except tf.errors.OpError as e:
+        failure = first_line(e)
+      if failure:  # outside: the frames of `e` would keep the iterator, whose threads hang at exit
         raise self._problem() or DataError(
-            f'Reading batch {self._batches_taken} of {self._name!r} failed: '
-            f'{e.message.splitlines()[0]}',
-            fix='Check that the files of the task are complete and readable.') from e
+            f'Reading batch {self._batches_taken} of {self._name!r} failed: {failure}',
+            fix='Check that the files of the task are complete and readable.')
       self._pending = self._checked({name: x.numpy() for name, x in batch.items()})
     return self._pending
 
@@ -256,7 +258,11 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
       name=config.mixture_or_task_name, spec=spec,
       fingerprint=_fingerprint(task, config, feature_converter=feature_converter, repeat=repeat),
       problem=problem, pad_last=not repeat)
-  batches.peek()
+  try:
+    batches.peek()
+  except BaseException:
+    batches.close()
+    raise
   return batches
 
 

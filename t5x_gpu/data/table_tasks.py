@@ -20,7 +20,7 @@ from t5x_gpu.data.block_reader import BlockReader
 from t5x_gpu.data.column_files import ARRAYRECORD, ARROW, HDF5, PARQUET
 from t5x_gpu.data.file_rows import NAME, FileForm, feature_columns, pattern_and_columns
 from t5x_gpu.data.tf_runtime import seqio
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, first_line
 
 FORMS = {'csv': line_files.CSV, 'tsv': line_files.TSV, 'parquet': PARQUET, 'hdf5': HDF5,
          'tfrecord': line_files.TFRECORD, 'arrayrecord': ARRAYRECORD}
@@ -40,7 +40,7 @@ def _task(name: str, form: FileForm, files: Sequence[str], *,
     except DataError:
       raise
     except Exception as e:  # h5py, pyarrow, array_record: each has its own
-      raise DataError(f'{judged} cannot be read as {form.name}: {str(e).splitlines()[0][:200]}',
+      raise DataError(f'{judged} cannot be read as {form.name}: {first_line(e)[:200]}',
                       fix=f'Point {name}: at files of that form.', parameters=NAME) from e
     if names:
       break

@@ -11,7 +11,7 @@ from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import ClassVocabulary, end_id, named_vocabulary, vocabulary_name
-from t5x_gpu.errors import ConfigError, DataError, did_you_mean
+from t5x_gpu.errors import ConfigError, DataError, did_you_mean, first_line
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
@@ -214,13 +214,16 @@ def check_not_empty(task: TaskOrMixture, config: DatasetConfig, *,
     config: split and lengths.
     problem: returns what a reader found wrong, when tf.data fails.
   """
+  failure, found = '', False
   try:
     one_epoch = examples(task, config, shuffle=False, num_epochs=1)
     found = any(True for _ in one_epoch.take(1))
   except (tf.errors.OpError, ValueError, AssertionError) as e:
+    failure = first_line(e)
+  if failure:  # outside: the frames of `e` would keep the iterator, whose threads hang at exit
     raise problem() or DataError(
-        f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: '
-        f'{str(e).strip().splitlines()[0]}', fix=_reading_fix(task), parameters=(_NAME,)) from e
+        f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: {failure}',
+        fix=_reading_fix(task), parameters=(_NAME,))
   if not found:
     splits = ', '.join(repr(split) for split in sorted(task.splits))
     raise DataError(

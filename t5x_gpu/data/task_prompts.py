@@ -12,7 +12,7 @@ from t5x_gpu.data.huggingface_vocabulary import HuggingFaceVocabulary
 from t5x_gpu.data.prompts import Prompt
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import named_vocabulary, vocabulary_name
-from t5x_gpu.errors import ConfigError, DataError
+from t5x_gpu.errors import ConfigError, DataError, first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class TaskText:
       try:
         example = next(data, None)
       except tf.errors.OpError as e:
-        raise DataError(f'{name}: reading example {number} failed: {e.message.splitlines()[0]}',
+        raise DataError(f'{name}: reading example {number} failed: {first_line(e)}',
                         fix='Check that the files of the task are complete and readable.') from e
       if example is None:
         return

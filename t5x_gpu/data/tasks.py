@@ -21,7 +21,7 @@ from typing import Optional
 from t5x_gpu.data import files as files_lib
 from t5x_gpu.data import sources, tables
 from t5x_gpu.data.block_reader import DOCUMENT_END, BlockReader
-from t5x_gpu.data.file_rows import COMPRESSED, FileForm, pattern_and_columns
+from t5x_gpu.data.file_rows import COMPRESSED, FileForm, has_mark, pattern_and_columns
 from t5x_gpu.data.line_files import JSON_LINES, LINES, PAIRS, SPANS
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import named_vocabulary
@@ -91,7 +91,7 @@ def text_task(name: str, source: seqio.DataSource) -> seqio.Task:
 
 def _texts(name: str, pattern: str, *, plain: sources.Reader, form: FileForm) -> seqio.Task:
   files = files_lib.matching_files(pattern)
-  if any(path.endswith(COMPRESSED) for path in files):
+  if any([path.endswith(COMPRESSED) or has_mark(path) for path in files]):  # looks at all of them
     columns = {'targets': 'text', **({DOCUMENT_END: 'end'} if form is SPANS else {})}
     plain = BlockReader(form, columns=columns, num_files=len(files))
   return text_task(name, sources.HashSplitSource(files, reader=plain))

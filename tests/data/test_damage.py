@@ -1,12 +1,17 @@
 """Damaged input is defined: an error at the first record, or counted, reported and bounded."""
 
+import codecs
 import collections
+import gc
 import gzip
 import logging
 
+import pyarrow as pa
 import pytest
+from tensorflow.python.data.ops import iterator_ops
 
-from t5x_gpu.data import damage, seqio_batches
+from t5x_gpu.data import damage, line_files, seqio_batches, tasks
+from t5x_gpu.data.column_files import ARROW
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 from tests.helpers_tables import write_form
@@ -77,6 +82,7 @@ def test_damage_early_in_the_data_is_judged_against_a_thousand_records():
 @pytest.mark.parametrize('form, text, says', [
     ('csv', b'id,text\n1,a\n2\n', 'a.csv:3 has 1 columns; the header has 2'),
     ('csv', b'id,text\n1,a\n2,"b\n', 'a.csv:3 is not CSV'),
+    ('csv', 'text\na\n'.encode('utf-16'), 'a.csv is UTF-16 text'),
     ('csv', b'id,text\n1,a\n2,\xff\n', "a.csv:3 has bytes in 'text' that are not UTF-8"),
     ('tsv', b'inputs\ttargets\na\tb\nc\t\n', "a.tsv:3 has nothing in 'targets'"),
 ])
@@ -96,6 +102,84 @@ def test_a_tfrecord_of_something_else_is_counted(open_data, tmp_path):
   with pytest.raises(DataError, match='z.tfrecord, record 1 is not a tf.train.Example'):
     read_all(open_data, name)
   assert len(read_all(open_data, name, max_corrupt_fraction=0.05)) == 60
+
+
+def rows_of(form, path, text):
+  path.write_bytes(text)
+  return list(form.rows(str(path), ['text'], 0))
+
+
+def test_a_line_of_json_that_python_cannot_take_is_one_damaged_record(tmp_path):
+  text = b'{"text": "\\ud800"}\n' + b'[' * 100_000 + b'\n{"text": null}\n{"text": "good"}\n'
+  *damaged, good = rows_of(line_files.JSON_LINES, tmp_path / 'a.jsonl', text)
+  assert good == (b'good',)
+  for row, says in zip(damaged, ('a.jsonl:1 holds half of a surrogate pair',
+                                 'a.jsonl:2 is not JSON: it is nested too deeply',
+                                 "a.jsonl:3 has no text under key 'text': it is null"), strict=True):
+    assert isinstance(row, DataError) and says in row.what
+
+
+def test_every_line_that_an_open_quote_swallows_is_damaged(tmp_path):
+  lines = ['text', *(f'row {i}' for i in range(300))]
+  lines[150] = '"row 149'
+  text = '\n'.join(lines).encode()
+  rows = rows_of(line_files.CSV, tmp_path / 'a.csv', text)
+  assert [isinstance(row, DataError) for row in rows] == [False] * 149 + [True] * 151
+  after = list(line_files.CSV.rows(str(tmp_path / 'a.csv'), ['text'], 256))
+  assert len(after) == 300 - 256  # a resumed run counts the same
+
+
+def test_a_tfrecord_that_has_changed_is_counted_and_read_past(tmp_path):
+  write_form('tfrecord', tmp_path, [{'text': f'row {i:03d}'} for i in range(200)])
+  path = tmp_path / 'part.tfrecord'
+  path.write_bytes(path.read_bytes().replace(b'row 100', b'row 700'))
+  rows = list(line_files.TFRECORD.rows(str(path), ['text'], 0))
+  assert 'record 101 has changed' in rows[100].what
+  assert [row for row in rows if row is not rows[100]] == [
+      (f'row {i:03d}'.encode(),) for i in range(200) if i != 100]
+  assert list(line_files.TFRECORD.rows(str(path), ['text'], 150)) == rows[150:]
+
+
+@pytest.mark.parametrize('form', [line_files.LINES, line_files.SPANS, line_files.CSV,
+                                  line_files.JSON_LINES])
+def test_a_byte_order_mark_is_no_text(tmp_path, form):
+  text = b'text\nb\n' if form is line_files.CSV else b'{"text": "a"}\n'
+  with_mark = rows_of(form, tmp_path / 'a', codecs.BOM_UTF8 + text)
+  assert with_mark == rows_of(form, tmp_path / 'b', text) != []
+
+
+def test_text_with_a_byte_order_mark_is_read_without_it(tmp_path):
+  (tmp_path / 'a.txt').write_bytes(codecs.BOM_UTF8 + b'one\n')
+  task = tasks.text_lines(f'{tmp_path}/*.txt')
+  found = [x['targets'] for split in ('train', 'validation')
+           for x in task.source.get_dataset(split).as_numpy_iterator()]
+  assert found == [b'one']
+  (tmp_path / 'b.txt').write_bytes('two'.encode('utf-16'))
+  with pytest.raises(DataError, match='b.txt is UTF-16 text'):
+    tasks.text_lines(f'{tmp_path}/*.txt')
+
+
+def test_an_arrow_file_without_rows_has_its_columns(tmp_path):
+  schema = pa.schema([('text', pa.string())])
+  for new in (pa.ipc.new_stream, pa.ipc.new_file):
+    with pa.OSFile(str(tmp_path / 'a.arrow'), 'wb') as f, new(f, schema):
+      pass
+    assert ARROW.columns(str(tmp_path / 'a.arrow')) == ['text']
+    assert not list(ARROW.rows(str(tmp_path / 'a.arrow'), ['text'], 0))
+
+
+def test_damage_leaves_no_iterator_and_calls_no_good_file_empty(open_data, tmp_path, caplog):
+  for i in range(8):
+    write_lines(tmp_path / f'{i}.jsonl', 90, bad=range(2, 12))
+  def iterators():
+    return [x for x in gc.get_objects() if type(x) is iterator_ops.OwnedIterator]
+  before = iterators()
+  with caplog.at_level(logging.WARNING), pytest.raises(DataError, match='are damaged') as error:
+    open_data(f'jsonl:{tmp_path}/*.jsonl', max_corrupt_fraction=0.01, pack=False, batch_size=800,
+              repeat=False)
+  assert 'holds no record' not in caplog.text
+  gc.collect()
+  assert error and len(iterators()) <= len(before)
 
 
 def _cut(path):
