@@ -79,7 +79,9 @@ def open_job(args: cli.Args, asked: 'Asked') -> Job:
   model, config, dataset = asked.model, asked.config, asked.dataset
   check_writes_text(model)
   has_inputs = reads_inputs(model) or 'inputs' in dataset.task_feature_lengths
-  text = open_prompt_text(dataset, model_vocab_size=model.num_outcomes, has_inputs=has_inputs)
+  text = open_prompt_text(
+      dataset, feature_converter=model.feature_converter({'inputs': 1, 'targets': 1}),
+      model_vocab_size=model.num_outcomes, has_inputs=has_inputs)
   reader = ParamsReader(asked.checkpoint, step=args.extra.step)
   notes = [f'parameters: {reader.path}',
            f'vocabulary: {text.name}, {text.size:,} ids'

@@ -238,7 +238,7 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Op
                ) -> tuple[BatchIterator, Evaluations]:
   """Returns training data, checked and where `saved` left it, and what evaluates."""
   if sample_cfg is not None:  # raises now rather than after the last step
-    prompt = open_vocabulary(train_cfg).encode(sample_cfg.prompt)
+    prompt = _vocabulary(model, train_cfg).encode(sample_cfg.prompt)
     check_sample(len(prompt), num_tokens=sample_cfg.num_tokens, length=_length(program))
   data = batches_for(model, train_cfg, repeat=True)
   _say(data_line(data.describe(), process_count=jax.process_count()))
@@ -306,12 +306,18 @@ def _check_first_loss(loss: Optional[float], model: Any) -> None:
 def _sample_text(model: Any, program: Program, state: TrainState, dataset: DatasetConfig,
                  config: SampleConfig) -> str:
   params = program.in_model_order(state).params
-  vocabulary = open_vocabulary(dataset)
+  vocabulary = _vocabulary(model, dataset)
   prompt = np.asarray(vocabulary.encode(config.prompt), np.int32)
   ids = sample(model, params, prompt, layout=program.layout, length=_length(program),
-               num_tokens=config.num_tokens, temperature=config.temperature)
+               num_tokens=config.num_tokens, temperature=config.temperature,
+               zero_is_padding=vocabulary.moved_zero_id is None)
   text = vocabulary.decode([int(i) for i in ids])
   return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'
+
+
+def _vocabulary(model: Any, dataset: DatasetConfig) -> Any:
+  return open_vocabulary(
+      dataset, feature_converter=model.feature_converter(dataset.task_feature_lengths))
 
 
 def _length(program: Program) -> int:

@@ -16,6 +16,7 @@ from t5x_gpu.data.synthetic import open_batches
 
 
 class Letters:
+  moved_zero_id = None
 
   def encode(self, text):
     return [ord(c) for c in text]
@@ -24,7 +25,7 @@ class Letters:
     return ''.join(chr(i) for i in ids)
 
 
-def vocabulary(config):
+def vocabulary(config, feature_converter):
   return Letters()
 '''
 SAMPLE = '''

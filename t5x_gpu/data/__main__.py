@@ -120,7 +120,7 @@ def _rows(data: _Data, number: int, *, repeat: bool) -> Iterator[dict[str, np.nd
 
 def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> None:
   """Prints rows, each example in a colour of its own; dim where no loss is taken."""
-  vocabulary = open_vocabulary(data.config)
+  vocabulary = open_vocabulary(data.config, feature_converter=data.feature_converter)
   facts = row_facts.RowFacts()
   for number, row in enumerate(_rows(data, num_rows, repeat=True)):
     one = row_facts.RowFacts()
@@ -195,7 +195,7 @@ def measure(data: _Data, *, seconds: float) -> Speed:
              if name in data.spec.shapes]
 
   def take(batch: Batch) -> int:
-    return sum(int(np.count_nonzero(np.asarray(batch[name][:]))) for name in counted)
+    return sum(int(features.is_token(batch, name).sum()) for name in counted)
   try:
     take(next(batches))
     start, cpu, number, tokens = time.perf_counter(), time.process_time(), 0, 0

@@ -130,14 +130,17 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
                                       repeat=repeat)
 
 
-def open_vocabulary(config: DatasetConfig) -> Any:
+def open_vocabulary(config: DatasetConfig, *, feature_converter: str) -> Any:
   """Returns what turns text into ids and back: `encode`, `decode`, `size`, `eos_id`.
 
+  Args:
+    config: the task; without a name, the vocabulary alone.
+    feature_converter: of the model, whose ids they are.
   Raises:
     ConfigError: no such module, or its batches have no text.
   """
   config = _with(config, 'text_of')
-  vocabulary = _module(config).vocabulary(config)
+  vocabulary = _module(config).vocabulary(config, feature_converter=feature_converter)
   if vocabulary is None:
     raise ConfigError(f'The batches of {config.module} have no text, so none can be sampled.',
                       fix='Remove train.sample_cfg, or train on a task with a vocabulary.',
@@ -197,12 +200,14 @@ class EvaluatedTask(Protocol):
     name: of the task.
     inputs, targets: token ids of each example; inputs are empty where the task has none.
     eos_id: id that ends a text, or None.
+    zero_is_a_word: id 0 is no padding.
     needs_predictions, needs_scores: what the metrics are computed from.
   """
   name: str
   inputs: Sequence[Sequence[int]]
   targets: Sequence[Sequence[int]]
   eos_id: Optional[int]
+  zero_is_a_word: bool
   needs_predictions: bool
   needs_scores: bool
 
@@ -216,13 +221,14 @@ def open_task_names(config: DatasetConfig) -> tuple[str, ...]:
   return (config.mixture_or_task_name,) if names is None else names(config)
 
 
-def open_evaluated_tasks(config: DatasetConfig, *,
+def open_evaluated_tasks(config: DatasetConfig, *, feature_converter: str,
                          num_examples: Optional[int] = None,
                          required: bool = True) -> Sequence[EvaluatedTask]:
   """Returns the tasks of `config` that have metrics, with all examples (or the first few).
 
   Args:
     config: a task or mixture, its split and lengths; batches and packing do not matter.
+    feature_converter: of the model, whose ids the examples are to have.
     num_examples: the first ones of each task; None for all.
     required: whether it is an error that there are none.
   Raises:
@@ -239,7 +245,8 @@ def open_evaluated_tasks(config: DatasetConfig, *,
                       fix='Remove train.infer_eval_dataset_cfg (for python -m t5x_gpu.eval: '
                           '--metrics=loss), or take a task with metrics.',
                       parameters=('DatasetConfig.module',))
-  return open_tasks(config, num_examples=num_examples, required=required)
+  return open_tasks(config, feature_converter=feature_converter, num_examples=num_examples,
+                    required=required)
 
 
 def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Any:

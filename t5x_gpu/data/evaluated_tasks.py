@@ -17,6 +17,7 @@ import numpy as np
 from t5x_gpu.data import task_lookup
 from t5x_gpu.data.batches import DatasetConfig, ModelOutputs
 from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.vocabularies import text_vocabulary
 from t5x_gpu.errors import DataError, first_line
 
 _log = logging.getLogger(__name__)
@@ -30,18 +31,26 @@ class EvaluatedTask:
   Args:
     task: what to evaluate.
     examples: its split, as numpy.
+    feature_converter: of the model.
   """
 
-  def __init__(self, task: seqio.Task, examples: Sequence[Mapping[str, Any]]):
+  def __init__(self, task: seqio.Task, examples: Sequence[Mapping[str, Any]], *,
+               feature_converter: str):
     self.name = task.name.removesuffix('.with_vocabulary')
     self._task = task
     self._examples = examples
     kinds = {metric.model_output_type for metric in task.metric_objs}
     self.needs_predictions = bool(kinds & {_Output.PREDICTION, _Output.PREDICTION_WITH_AUX})
     self.needs_scores = _Output.SCORE in kinds
-    self.inputs = [_ids(example.get(_INPUTS, ())) for example in examples]
-    self.targets = [_ids(example[_TARGETS]) for example in examples]
-    self.eos_id: Optional[int] = task.output_features[_TARGETS].vocabulary.eos_id
+    texts = {name: text_vocabulary(task.output_features[name].vocabulary,
+                                   feature_converter=feature_converter)
+             for name in (_INPUTS, _TARGETS) if name in task.output_features}
+    self._targets = texts[_TARGETS]
+    self.eos_id: Optional[int] = self._targets.eos_id
+    self.zero_is_a_word = self._targets.moved_zero_id is not None
+    inputs = texts.get(_INPUTS, self._targets)  # of which a task without them has none
+    self.inputs = [inputs.of_model(_ids(example.get(_INPUTS, ()))) for example in examples]
+    self.targets = [self._targets.of_model(_ids(example[_TARGETS])) for example in examples]
 
   def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
     """Returns metric -> value; values that are no number (texts, pictures) are left out, and said.
@@ -49,9 +58,9 @@ class EvaluatedTask:
     Raises:
       DataError: a metric or postprocessor of the task fails, or two have one name.
     """
-    longest = max(map(len, outputs.predictions), default=0)
-    predictions = np.zeros((len(outputs.predictions), longest), np.int32)
-    for row, ids in zip(predictions, outputs.predictions):
+    written = [self._targets.of_seqio(ids) for ids in outputs.predictions]
+    predictions = np.zeros((len(written), max(map(len, written), default=0)), np.int32)
+    for row, ids in zip(predictions, written):
       row[:len(ids)] = ids
     by_kind = {
         _Output.PREDICTION: predictions, _Output.SCORE: np.asarray(outputs.scores, np.float32),
@@ -105,12 +114,12 @@ def task_names(config: DatasetConfig) -> tuple[str, ...]:
   return tuple(names) or (config.mixture_or_task_name,)  # which then says what splits there are
 
 
-def open_tasks(config: DatasetConfig, *, num_examples: Optional[int],
+def open_tasks(config: DatasetConfig, *, feature_converter: str, num_examples: Optional[int],
                required: bool) -> list[EvaluatedTask]:
   """Returns the tasks of `config` that have metrics, the examples of their split in memory.
 
   Args:
-    config, num_examples, required: as for `batches.open_evaluated_tasks`.
+    config, feature_converter, num_examples, required: as for `batches.open_evaluated_tasks`.
   Raises:
     DataError: no task has metrics, the split, or example; or a metric needs what no model gives.
   """
@@ -122,7 +131,8 @@ def open_tasks(config: DatasetConfig, *, num_examples: Optional[int],
     task_lookup.check_split(task, one)
     if task.metric_objs:
       _check(task, one)
-      found.append(EvaluatedTask(task, _examples(task, one, num_examples)))
+      found.append(EvaluatedTask(task, _examples(task, one, num_examples),
+                                 feature_converter=feature_converter))
   if not found and required:
     raise DataError(
         f'{config.mixture_or_task_name!r} has no metrics: none of its {len(names)} '

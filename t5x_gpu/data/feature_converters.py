@@ -3,10 +3,12 @@
 What each gives is written down without TF in `t5x_gpu.data.features`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Optional
 
 from t5x_gpu.data import features
 from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.vocabularies import moved_zero_id, vocabulary_name
 from t5x_gpu.errors import DataError
 
 _TOKENS = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)
@@ -117,3 +119,41 @@ def feature_converter(name: str, *, pack: bool,
             "'prefix_lm'.",
         parameters=('DatasetConfig.loss_on_targets_only',))
   return CONVERTERS[name](pack=pack)
+
+
+def model_rows(examples: tf.data.Dataset, *, converter: seqio.FeatureConverter, name: str,
+               task_feature_lengths: Mapping[str, int],
+               output_features: Mapping[str, seqio.Feature]) -> tf.data.Dataset:
+  """Returns rows of model features, in the ids that the model knows.
+
+  Args:
+    examples: of the task.
+    converter: `feature_converter(name, ...)`.
+    name: of the converter.
+    task_feature_lengths: task feature -> tokens.
+    output_features: of the task.
+  Raises:
+    DataError: one sequence has words of two vocabularies that cannot be told apart.
+  """
+  rows = converter(examples, task_feature_lengths=dict(task_feature_lengths))
+  moved = {feature: _moved_zero_id([output_features[part] for part in parts], name)
+           for feature, parts in features.layout(name).tokens.items()}
+  if not any(moved.values()):
+    return rows
+  return rows.map(lambda row: {feature: tf.where(x == moved[feature], 0, x)
+                               if moved.get(feature) else x for feature, x in row.items()})
+
+
+def _moved_zero_id(parts: Sequence[seqio.Feature], name: str) -> Optional[int]:
+  """Returns SeqIO's id of the word that the model knows as 0 in the sequence of `parts`."""
+  found = [moved_zero_id(part.vocabulary, feature_converter=name) for part in parts]
+  moved = next((i for i in found if i is not None), None)
+  if moved is not None and any(i != moved and part.vocabulary.vocab_size > moved
+                               for part, i in zip(parts, found)):
+    raise DataError(
+        'Inputs and targets are one sequence here, and of different vocabularies: '
+        + ', '.join(vocabulary_name(part.vocabulary) for part in parts)
+        + f'. Id {moved} is a word in both.',
+        fix='Set DatasetConfig.vocabulary, which gives all features one vocabulary.',
+        parameters=('DatasetConfig.vocabulary', 'DatasetConfig.mixture_or_task_name'))
+  return moved

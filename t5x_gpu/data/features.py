@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Optional
 
+import numpy as np
+
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ConfigError, DataError, all_problems, did_you_mean
 
@@ -29,6 +31,8 @@ class Layout:
     label: task feature of one class number per example, which is the model feature `label`
       [batch] beside `label_weights` [batch]; None without. `task_feature_lengths` leaves it out.
     equal_lengths: the task features are the same positions, so their lengths must be one.
+    zero_may_be_a_word: loss weights and prefix say where padding is, so that a word may have id 0.
+      Rows of an encoder have neither: id 0 is padding there.
   """
   task_features: tuple[str, ...]
   tokens: Mapping[str, tuple[str, ...]]
@@ -36,6 +40,7 @@ class Layout:
   packed: Optional[Mapping[str, str]]
   label: Optional[str] = None
   equal_lengths: bool = False
+  zero_may_be_a_word: bool = False
 
 
 _DECODER_ALIGNED = {'decoder_loss_weights': 'decoder_target_tokens'}
@@ -47,13 +52,15 @@ LAYOUTS: dict[str, Layout] = {
         task_features=('targets',),
         tokens={'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
         aligned=_DECODER_ALIGNED,
-        packed=_DECODER_PACKED),
+        packed=_DECODER_PACKED,
+        zero_may_be_a_word=True),
     'prefix_lm': Layout(
         task_features=('inputs', 'targets'),
         tokens={'decoder_target_tokens': ('inputs', 'targets'),
                 'decoder_input_tokens': ('inputs', 'targets')},
         aligned={**_DECODER_ALIGNED, 'decoder_causal_attention': 'decoder_target_tokens'},
-        packed=_DECODER_PACKED),
+        packed=_DECODER_PACKED,
+        zero_may_be_a_word=True),
     'encoder_decoder': Layout(
         task_features=('inputs', 'targets'),
         tokens={'encoder_input_tokens': ('inputs',),
@@ -141,6 +148,15 @@ def check_pack(feature_converter: str, *, pack: bool) -> None:
         fix='Set PACK = False.', parameters=('DatasetConfig.pack',))
 
 
+def is_token(row: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+  """Returns booleans [..., length]: where feature `name` of a row, or batch, is no padding."""
+  stack = name.split('_')[0]
+  if f'{stack}_segment_ids' in row:
+    return np.asarray(row[f'{stack}_segment_ids']) > 0
+  told = (name, f'{stack}_loss_weights', f'{stack}_causal_attention')
+  return np.any([np.asarray(row[key]) > 0 for key in told if key in row], axis=0)
+
+
 def _is_length(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -154,7 +170,7 @@ def batch_spec(feature_converter: str, *, task_feature_lengths: Mapping[str, int
     task_feature_lengths: task feature -> tokens. 'prefix_lm' joins both: inputs + targets long.
     batch_size: rows of the global batch.
     pack: with segment ids and positions. Without packing SeqIO gives neither: each row is then one
-      example at positions 0, 1, 2, ... and padding is where the target token is 0.
+      example at positions 0, 1, 2, ... and padding is told as in `is_token`.
     vocab_size: exclusive upper bound of the model's token ids.
     num_classes: the same of its class numbers, for 'encoder_classification'.
   Raises:

@@ -1,9 +1,9 @@
 """A Hugging Face tokenizer as a SeqIO vocabulary: `tokenizer.json`, read by package `tokenizers`.
 
-Id 0 is padding everywhere in t5x_gpu, as in SeqIO. Where it is a word in the tokenizer (GPT-2,
-Llama 3 and Qwen: '!'; RoBERTa: '<s>'), that word gets the first id after the tokenizer's last, and
-`moved_zero_id` says which; encoding and decoding take care of it. A model that comes with the
-tokenizer needs row 0 of its token table there as well.
+Id 0 is padding in SeqIO. Where it is a word in the tokenizer (GPT-2, Llama 3 and Qwen: '!';
+RoBERTa: '<s>'), that word gets the first id after the tokenizer's last while SeqIO trims, packs and
+weighs, and `moved_zero_id` says which. Finished batches of decoder-only models have 0 there again
+(`vocabularies.moved_zero_id`), so that these know the tokenizer's own ids.
 """
 
 import functools
@@ -49,7 +49,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     self.moved_zero_id: Optional[int] = None if is_free else self._own_size
 
   def id_of(self, token: str) -> Optional[int]:
-    """Returns the id of `token` in t5x_gpu's numbering, or None."""
+    """Returns the id of `token` in SeqIO's numbering, or None."""
     number = self._tokenizer.token_to_id(token)
     return None if number is None else self._moved(number)
 

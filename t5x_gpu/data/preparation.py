@@ -15,6 +15,7 @@ from t5x_gpu.data import features, sources, task_lookup, vocabularies
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig, module_of
 from t5x_gpu.data.damage import Records
 from t5x_gpu.data.feature_converters import feature_converter as make_converter
+from t5x_gpu.data.feature_converters import model_rows
 from t5x_gpu.data.prepared_index import Index, Member
 from t5x_gpu.data.same_data import versions
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -73,7 +74,8 @@ class Preparation:
         split=config.split, feature_converter=self.converter_name,
         task_feature_lengths=dict(config.task_feature_lengths), pack=config.pack,
         loss_on_targets_only=config.loss_on_targets_only, features=self.lengths,
-        vocabularies={name: _about(own[name]) for name in kind.task_features},
+        vocabularies={name: _about(own[name], self.converter_name)
+                      for name in kind.task_features},
         class_names=task_lookup.class_names(self._task),
         packing={'shuffle': config.shuffle, 'seed': config.seed if config.shuffle else None},
         members=members,
@@ -102,7 +104,9 @@ class Preparation:
     options.threading.max_intra_op_parallelism = 1
     try:
       examples = task_lookup.examples(task, config, shuffle=config.shuffle, num_epochs=1, part=info)
-      rows = converter(examples, task_feature_lengths=dict(config.task_feature_lengths))
+      rows = model_rows(examples, converter=converter, name=self.converter_name,
+                        task_feature_lengths=config.task_feature_lengths,
+                        output_features=task.output_features)
       for row in rows.with_options(options).as_numpy_iterator():
         self._check(row, member)
         yield {name: row[name] for name in self.lengths}
@@ -156,7 +160,9 @@ def _num_parts(task: seqio.Task, split: str, source: dict[str, Any]) -> int:
   return min(parts, max(_MAX_READINGS, len(task.source.list_shards(split))))
 
 
-def _about(vocabulary: seqio.Vocabulary) -> dict[str, Any]:
+def _about(vocabulary: seqio.Vocabulary, feature_converter: str) -> dict[str, Any]:
   name = vocabularies.vocabulary_name(vocabulary)
-  return {'name': name, 'by_name': name.startswith(_NAMED), 'size': vocabulary.vocab_size,
-          'fingerprint': vocabularies.vocabulary_fingerprint(vocabulary)}
+  return {'name': name, 'by_name': name.startswith(_NAMED),
+          'size': vocabularies.num_ids(vocabulary, feature_converter=feature_converter),
+          'fingerprint': vocabularies.vocabulary_fingerprint(
+              vocabulary, feature_converter=feature_converter)}

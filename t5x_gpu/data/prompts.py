@@ -37,8 +37,7 @@ class PromptText(Protocol):
     size: number of ids that its texts may have.
     eos_id: ends what the model writes, or None.
     start_id: stands before a prompt in the tokenizer's own template (<bos>), or None.
-    zero_is_a_word: id 0 is no padding here: a tokenizer whose word it is, and a model that has no
-      other row for it.
+    zero_is_a_word: id 0 is no padding: it is a word of the tokenizer, and the model knows it so.
   """
   name: str
   size: int

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from t5x_gpu.data.features import is_token
 from t5x_gpu.data.prepared_index import counted_features
 from t5x_gpu.data.shard_writer import example_lengths
 
@@ -44,7 +45,7 @@ def pieces(row: Mapping[str, np.ndarray], *, decode: Callable[[Sequence[int]], s
   for feature in counted_features(row):
     tokens, stack = row[feature], feature.split('_')[0]
     segments = row.get(f'{stack}_segment_ids')
-    segments = (tokens != 0).astype(np.int32) if segments is None else segments
+    segments = is_token(row, feature).astype(np.int32) if segments is None else segments
     weights = row.get(f'{stack}_loss_weights')
     taught = np.ones(len(tokens), bool) if weights is None else weights > 0
     changes = np.flatnonzero((np.diff(segments) != 0) | (np.diff(taught.astype(np.int8)) != 0)) + 1
@@ -76,7 +77,7 @@ class RowFacts:
 
   def add(self, row: Mapping[str, np.ndarray]) -> None:
     """Counts a row; one without a token only fills a batch, and is left out."""
-    tokens = sum(int(np.count_nonzero(row[name])) for name in counted_features(row))
+    tokens = sum(int(is_token(row, name).sum()) for name in counted_features(row))
     if tokens:
       self.rows, self.tokens = self.rows + 1, self.tokens + tokens
       self.positions += sum(len(row[name]) for name in counted_features(row))

@@ -17,6 +17,7 @@ from t5x_gpu.data import features, sources, task_lookup, task_prompts
 from t5x_gpu.data import preparation as preparation_lib
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.feature_converters import feature_converter as make_converter
+from t5x_gpu.data.feature_converters import model_rows
 from t5x_gpu.data.guarantees import STREAMING
 from t5x_gpu.data.iterator_state import bytes_to_iterator, iterator_to_bytes
 from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
@@ -199,7 +200,8 @@ def _fingerprint(task: task_lookup.TaskOrMixture, config: DatasetConfig, *, feat
       'loss_on_targets_only': config.loss_on_targets_only,
   }
   for name, feature in sorted(task.output_features.items()):
-    facts[f'vocabulary of {name}'] = vocabulary_fingerprint(feature.vocabulary)
+    facts[f'vocabulary of {name}'] = vocabulary_fingerprint(
+        feature.vocabulary, feature_converter=feature_converter)
   if isinstance(task, seqio.Mixture):
     facts['rates'] = {subtask.name: float(task.get_rate(subtask)) for subtask in subtasks}
   for subtask in subtasks:
@@ -210,12 +212,15 @@ def _fingerprint(task: task_lookup.TaskOrMixture, config: DatasetConfig, *, feat
 
 
 def _dataset(task: task_lookup.TaskOrMixture, config: DatasetConfig, *,
-             converter: seqio.FeatureConverter, repeat: bool) -> tf.data.Dataset:
+             converter: seqio.FeatureConverter, feature_converter: str, repeat: bool
+             ) -> tf.data.Dataset:
   # Preprocessors of user tasks may use random operations without a seed of their own.
   tf.random.set_seed(config.seed)
   examples = task_lookup.examples(task, config, shuffle=config.shuffle,
                                   num_epochs=None if repeat else 1)
-  rows = converter(examples, task_feature_lengths=dict(config.task_feature_lengths))
+  rows = model_rows(examples, converter=converter, name=feature_converter,
+                    task_feature_lengths=config.task_feature_lengths,
+                    output_features=task.output_features)
   batches = rows.batch(config.batch_size, drop_remainder=repeat)
   return batches.prefetch(_PREFETCH_BATCHES).with_options(_options())
 
@@ -254,7 +259,8 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
 
   task_lookup.check_not_empty(task, config, problem=problem)
   batches = SeqioBatches(
-      lambda: _dataset(task, config, converter=converter, repeat=repeat),
+      lambda: _dataset(task, config, converter=converter, feature_converter=feature_converter,
+                       repeat=repeat),
       name=config.mixture_or_task_name, spec=spec,
       fingerprint=_fingerprint(task, config, feature_converter=feature_converter, repeat=repeat),
       problem=problem, pad_last=not repeat)
@@ -266,16 +272,18 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
   return batches
 
 
-def vocabulary(config: DatasetConfig) -> TextVocabulary:
+def vocabulary(config: DatasetConfig, *, feature_converter: str) -> TextVocabulary:
   """Returns the vocabulary of the task's targets, to encode prompts and decode samples.
 
   A task of classification has no targets in words: then it is that of the inputs. A config without
   a task names its vocabulary.
   """
   if not config.mixture_or_task_name:
-    return text_vocabulary(named_vocabulary(config.vocabulary))
-  given = task_lookup.lookup(config).output_features
-  return text_vocabulary(given['targets' if 'targets' in given else 'inputs'].vocabulary)
+    found = named_vocabulary(config.vocabulary)
+  else:
+    given = task_lookup.lookup(config).output_features
+    found = given['targets' if 'targets' in given else 'inputs'].vocabulary
+  return text_vocabulary(found, feature_converter=feature_converter)
 
 
 def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:

@@ -12,6 +12,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from t5x_gpu.data.damage import Records
+from t5x_gpu.data.features import is_token
 from t5x_gpu.data.prepared_index import UNFINISHED, Shard, counted_features, file_digests
 from t5x_gpu.data.records import WRITER_OPTIONS, encode_row
 from t5x_gpu.errors import DataError
@@ -90,7 +91,7 @@ def _write(rows: Iterable[Mapping[str, np.ndarray]], path: pathlib.Path, *, name
     except (RuntimeError, ValueError) as e:
       raise OSError(str(e)) from e
     num_rows += 1
-    tokens = sum(int(np.count_nonzero(row[name])) for name in counted)
+    tokens = sum(int(is_token(row, name).sum()) for name in counted)
     num_tokens, unreported_tokens = num_tokens + tokens, unreported_tokens + tokens
     for name in names:
       largest[name] = max(largest[name], int(np.max(row[name])))
@@ -127,7 +128,7 @@ def example_lengths(row: Mapping[str, np.ndarray]) -> list[int]:
   for name in counted_features(row):
     segments = row.get(f'{name.split("_")[0]}_segment_ids')
     counts = (np.bincount(segments) if segments is not None
-              else np.asarray([0, np.count_nonzero(row[name])]))
+              else np.asarray([0, is_token(row, name).sum()]))
     longer, shorter = sorted((total, counts), key=len, reverse=True)
     total = longer + np.pad(shorter, (0, len(longer) - len(shorter)))
   return [int(length) for length in total[1:] if length]

@@ -10,7 +10,8 @@ from t5x_gpu.data import (
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies import ClassVocabulary, end_id, named_vocabulary, vocabulary_name
+from t5x_gpu.data.vocabularies import (
+    ClassVocabulary, end_id, named_vocabulary, num_ids, vocabulary_name)
 from t5x_gpu.errors import ConfigError, DataError, did_you_mean, first_line
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
@@ -171,7 +172,7 @@ def _check_vocabulary(task: TaskOrMixture, config: DatasetConfig, *, spec: Batch
     bound = spec.vocab_sizes.get(model_feature)
     for part in parts:
       vocabulary = task.output_features[part].vocabulary
-      size = vocabulary.vocab_size
+      size = num_ids(vocabulary, feature_converter=feature_converter)
       if bound is not None and size > bound:
         rounded = -(-size // 128) * 128
         raise DataError(

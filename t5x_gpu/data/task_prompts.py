@@ -11,7 +11,7 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.huggingface_vocabulary import HuggingFaceVocabulary
 from t5x_gpu.data.prompts import Prompt
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies import named_vocabulary, vocabulary_name
+from t5x_gpu.data.vocabularies import TextVocabulary, named_vocabulary, text_vocabulary
 from t5x_gpu.errors import ConfigError, DataError, first_line
 
 
@@ -24,54 +24,55 @@ class TaskText:
     task: None of a vocabulary alone.
     inputs: the feature that prompts are like; None for the beginning of a text.
     targets: the feature that the model writes.
-    zero_is_a_word: see `prompts.PromptText`.
+    feature_converter: of the model.
   """
   config: DatasetConfig
   task: Optional[task_lookup.TaskOrMixture]
   inputs: Optional[seqio.Feature]
   targets: seqio.Feature
-  zero_is_a_word: bool
+  feature_converter: str
+
+  def _text(self, feature: seqio.Feature) -> TextVocabulary:
+    return text_vocabulary(feature.vocabulary, feature_converter=self.feature_converter)
 
   @property
   def name(self) -> str:
-    return vocabulary_name(self.targets.vocabulary)
+    return self._text(self.targets).name
 
   @property
   def size(self) -> int:
-    sizes = [f.vocabulary.vocab_size for f in (self.inputs, self.targets) if f is not None]
-    return max(sizes) - self.zero_is_a_word  # the moved one is not used
+    return max(self._text(f).size for f in (self.inputs, self.targets) if f is not None)
 
   @property
   def eos_id(self) -> Optional[int]:
-    eos_id = self.targets.vocabulary.eos_id
-    return eos_id if eos_id is not None and eos_id > 0 else None
+    return self._text(self.targets).eos_id
 
   @property
   def start_id(self) -> Optional[int]:
     vocabulary = self.targets.vocabulary
-    return vocabulary.template_start if isinstance(vocabulary, HuggingFaceVocabulary) else None
+    if not isinstance(vocabulary, HuggingFaceVocabulary) or vocabulary.template_start is None:
+      return None
+    return self._text(self.targets).of_model([vocabulary.template_start])[0]
+
+  @property
+  def zero_is_a_word(self) -> bool:
+    return self._text(self.targets).moved_zero_id is not None
 
   def encode_inputs(self, text: str) -> list[int]:
     if self.inputs is None:
-      return self._ids(self.targets.vocabulary, text, ends=False)
-    return self._ids(self.inputs.vocabulary, text, ends=self.inputs.add_eos)
+      return self._text(self.targets).encode(text)
+    return self._ids(self.inputs, text)
 
   def encode_targets(self, text: str) -> list[int]:
-    return self._ids(self.targets.vocabulary, text, ends=self.targets.add_eos)
+    return self._ids(self.targets, text)
 
-  def _ids(self, vocabulary: seqio.Vocabulary, text: str, *, ends: bool) -> list[int]:
-    ids = [int(i) for i in vocabulary.encode(text)]
-    if self.zero_is_a_word:
-      ids = [0 if i == vocabulary.moved_zero_id else i for i in ids]
-    return [*ids, vocabulary.eos_id] if ends and self.eos_id is not None else ids
+  def _ids(self, feature: seqio.Feature, text: str) -> list[int]:
+    vocabulary = self._text(feature)
+    ends = feature.add_eos and vocabulary.eos_id is not None
+    return vocabulary.encode(text) + [vocabulary.eos_id] * ends
 
   def decode(self, ids: Sequence[int]) -> str:
-    vocabulary, ids = self.targets.vocabulary, list(map(int, ids))
-    if self.eos_id in ids:
-      ids = ids[:ids.index(self.eos_id)]
-    if self.zero_is_a_word:
-      ids = [vocabulary.moved_zero_id if i == 0 else i for i in ids]
-    return vocabulary.decode([i for i in ids if i != 0])
+    return self._text(self.targets).decode(list(ids))
 
   def examples(self) -> Iterator[Prompt]:
     """Yields the examples of the split, one epoch in order."""
@@ -103,16 +104,21 @@ class TaskText:
         return written.decode('utf-8', 'replace')
       vocabulary = self.task.output_features[feature].vocabulary
       return vocabulary.decode([i for i in tokens if i not in (0, vocabulary.eos_id)])
+    def of_model(feature: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
+      features = self.task.output_features
+      return tuple(self._text(features[feature]).of_model(tokens)) if tokens else ()
     inputs, targets = ids('inputs'), ids('targets')
     return Prompt(where, text('inputs', inputs) if inputs else '', text('targets', targets),
-                  inputs, targets)
+                  of_model('inputs', inputs), of_model('targets', targets))
 
 
-def prompt_text(config: DatasetConfig, *, model_vocab_size: int, has_inputs: bool) -> TaskText:
+def prompt_text(config: DatasetConfig, *, feature_converter: str, model_vocab_size: int,
+                has_inputs: bool) -> TaskText:
   """Returns how the task of `config` writes text, or a vocabulary if it names no task.
 
   Args:
     config: of the task.
+    feature_converter: of the model, whose ids they are.
     model_vocab_size: ids that the model knows.
     has_inputs: the model reads prompts in an encoder, or was trained on inputs before its targets.
   Raises:
@@ -135,10 +141,7 @@ def prompt_text(config: DatasetConfig, *, model_vocab_size: int, has_inputs: boo
     task, vocabulary = None, named_vocabulary(config.vocabulary)
     targets = seqio.Feature(vocabulary=vocabulary, add_eos=True)
     inputs = targets if has_inputs else None
-  vocabulary = targets.vocabulary
-  moved = isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.moved_zero_id
-  # Trained here, a model has a row of its own for the word that was 0; converted, it has not.
-  text = TaskText(config, task, inputs, targets, bool(moved) and moved >= model_vocab_size)
+  text = TaskText(config, task, inputs, targets, feature_converter)
   if text.size > model_vocab_size:
     raise DataError(
         f'The vocabulary {text.name} has {text.size:,} ids, the model {model_vocab_size:,}: ids '

@@ -3,11 +3,12 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Optional, Union
 
 import numpy as np
 
+from t5x_gpu.data.features import layout
 from t5x_gpu.data.hashed_vocabulary import HashedWordsVocabulary
 from t5x_gpu.data.huggingface_vocabulary import HuggingFaceVocabulary
 from t5x_gpu.data.tf_runtime import seqio
@@ -36,11 +37,12 @@ class ClassVocabulary(seqio.PassThroughVocabulary):
 
 @dataclasses.dataclass(frozen=True)
 class TextVocabulary:
-  """Text <-> token ids of one feature.
+  """Text <-> token ids of one feature, as the model knows them.
 
   Attributes:
     size: number of ids; the model's vocabulary must be at least as large.
     eos_id: id that ends a document, or None.
+    moved_zero_id: SeqIO's id of the word that is 0 for the model; None where 0 is padding.
     name: for logs: 'byte', 'sentencepiece:FILE', 'huggingface:FILE', 'words:N' or SeqIO's class
       name.
   """
@@ -48,17 +50,28 @@ class TextVocabulary:
   eos_id: Optional[int]
   name: str
   _seqio: seqio.Vocabulary = dataclasses.field(repr=False)
+  moved_zero_id: Optional[int] = None
+
+  def of_model(self, ids: Iterable[int]) -> list[int]:
+    """Returns the model's ids of SeqIO's."""
+    return [0 if i == self.moved_zero_id else int(i) for i in ids]
+
+  def of_seqio(self, ids: Iterable[int]) -> list[int]:
+    """Returns SeqIO's ids of the model's, padding left out."""
+    if self.moved_zero_id is None:
+      return [int(i) for i in ids if i != 0]
+    return [self.moved_zero_id if i == 0 else int(i) for i in ids]
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of `text`, without an end-of-sequence id."""
-    return [int(i) for i in self._seqio.encode(text)]
+    return self.of_model(self._seqio.encode(text))
 
   def decode(self, ids: Union[list[int], np.ndarray]) -> str:
     """Returns the text of `ids`, up to the first end-of-sequence id; padding gives nothing."""
     ids = [int(i) for i in np.asarray(ids).reshape(-1)]
     if self.eos_id in ids:
       ids = ids[:ids.index(self.eos_id)]
-    return self._seqio.decode([i for i in ids if i != 0])
+    return self._seqio.decode(self.of_seqio(ids))
 
 
 def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
@@ -123,7 +136,20 @@ def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
   return type(vocabulary).__name__
 
 
-def vocabulary_fingerprint(vocabulary: seqio.Vocabulary) -> str:
+def moved_zero_id(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> Optional[int]:
+  """Returns SeqIO's id of the word that is 0 in finished batches, or None: 0 is padding there."""
+  if isinstance(vocabulary, HuggingFaceVocabulary) and layout(feature_converter).zero_may_be_a_word:
+    return vocabulary.moved_zero_id
+  return None
+
+
+def num_ids(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> int:
+  """Returns how many ids finished batches may have: of a model, the vocab_size at least."""
+  size = vocabulary.vocab_size
+  return size - (moved_zero_id(vocabulary, feature_converter=feature_converter) == size - 1)
+
+
+def vocabulary_fingerprint(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> str:
   """Returns what identifies `vocabulary` in a checkpoint: the content of its file, not its path."""
   kind = vocabulary_name(vocabulary)
   if isinstance(vocabulary, seqio.SentencePieceVocabulary):
@@ -133,13 +159,17 @@ def vocabulary_fingerprint(vocabulary: seqio.Vocabulary) -> str:
     kind = f'{_HUGGINGFACE}{vocabulary.path.name} ({vocabulary.fingerprint})'
   elif isinstance(vocabulary, ClassVocabulary):
     kind = f'classes {", ".join(vocabulary.names)}'
-  return f'{kind}, {vocabulary.vocab_size} ids'
+  return f'{kind}, {num_ids(vocabulary, feature_converter=feature_converter)} ids'
 
 
-def text_vocabulary(vocabulary: seqio.Vocabulary) -> TextVocabulary:
+def text_vocabulary(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> TextVocabulary:
   """Returns `vocabulary` for encoding prompts and decoding samples."""
-  return TextVocabulary(size=vocabulary.vocab_size, eos_id=vocabulary.eos_id,
-                        name=vocabulary_name(vocabulary), _seqio=vocabulary)
+  moved, eos_id = moved_zero_id(vocabulary, feature_converter=feature_converter), vocabulary.eos_id
+  if eos_id is not None:  # SentencePiece says -1 for none
+    eos_id = 0 if eos_id == moved else eos_id if eos_id > 0 else None
+  return TextVocabulary(
+      size=num_ids(vocabulary, feature_converter=feature_converter), eos_id=eos_id,
+      name=vocabulary_name(vocabulary), _seqio=vocabulary, moved_zero_id=moved)
 
 
 def start_id(vocabulary: seqio.Vocabulary) -> Optional[int]:

@@ -1,5 +1,7 @@
 """Who may attend to whom: causal, padding, packing, prefix and sliding-window masks."""
 
+import functools
+from collections.abc import Sequence
 from typing import Optional
 
 import flax.struct
@@ -29,20 +31,23 @@ class TokenInfo:
 
 
 def token_info(target_tokens: jax.Array, *, segment_ids: Optional[jax.Array] = None,
-               prefix: Optional[jax.Array] = None,
-               positions: Optional[jax.Array] = None) -> TokenInfo:
+               prefix: Optional[jax.Array] = None, positions: Optional[jax.Array] = None,
+               known: Sequence[Optional[jax.Array]] = ()) -> TokenInfo:
   """Returns what is known of every token of a row.
 
   Args:
-    target_tokens: [batch, length]; id 0 is padding.
-    segment_ids: [batch, length] of packed examples; attention stays inside a segment.
+    target_tokens: [batch, length]; without segment ids, id 0 is padding but for what is `known`.
+    segment_ids: [batch, length] of packed examples, 0 on padding; attention stays inside a segment.
     prefix: see TokenInfo.
     positions: [length], where a row is split or reordered; else 0, 1, 2, ...
+    known: [batch, length] each, above 0 only on tokens, whatever their id: loss weights.
   """
   if positions is None:
     positions = jnp.arange(target_tokens.shape[-1])
-  segments = jnp.ones_like(target_tokens) if segment_ids is None else segment_ids
-  return TokenInfo(positions, jnp.where(target_tokens > 0, segments, 0), prefix)
+  if segment_ids is None:
+    told = [x > 0 for x in (target_tokens, *known) if x is not None]
+    segment_ids = functools.reduce(jnp.logical_or, told).astype(jnp.int32)
+  return TokenInfo(positions, segment_ids, prefix)
 
 
 def decoder_mask(q: TokenInfo, kv: TokenInfo) -> jax.Array:

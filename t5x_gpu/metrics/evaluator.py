@@ -86,9 +86,11 @@ class TaskEvaluator:
 
   def __init__(self, model: Any, program: Program, tasks: Sequence[EvaluatedTask],
                config: DecodingConfig):
-    stops = sorted({*config.stop_tokens, *(t.eos_id for t in tasks if t.eos_id)})
+    stops = sorted({*config.stop_tokens, *(t.eos_id for t in tasks if t.eos_id is not None)})
+    zero_is_a_word = any(task.zero_is_a_word for task in tasks)
     self._generator = Generator(model, None, layout=program.layout, config=_with(
-        config, stop_tokens=tuple(stops)))
+        config, stop_tokens=tuple(stops),
+        zero_is_padding=config.zero_is_padding and not zero_is_a_word))
     self._tasks = tasks
     for task in tasks:
       _check_inputs(task, reads_inputs(model))
@@ -151,7 +153,9 @@ def open_task_evaluator(model: Any, program: Program, dataset: DatasetConfig, *,
   config = decoding or DecodingConfig(
       max_decode_length=dataset.task_feature_lengths.get('targets', 128),
       batch_size=dataset.batch_size)
-  tasks = open_evaluated_tasks(dataset, num_examples=num_examples, required=required)
+  tasks = open_evaluated_tasks(
+      dataset, feature_converter=model.feature_converter(dataset.task_feature_lengths),
+      num_examples=num_examples, required=required)
   return TaskEvaluator(model, program, tasks, config) if tasks else None
 
 

@@ -105,7 +105,9 @@ class DecoderOnlyModel:
     prefix = batch['decoder_causal_attention'] if self.uses_prefix(batch) else None
     return token_info(batch['decoder_target_tokens'], prefix=prefix,
                       segment_ids=batch.get('decoder_segment_ids'),
-                      positions=batch.get('decoder_places'))
+                      positions=batch.get('decoder_places'),
+                      known=(batch.get('decoder_loss_weights'),
+                             batch.get('decoder_causal_attention')))
 
   def _positions(self, batch: DeviceBatch) -> jax.Array:
     """Returns where each token stands in its example: packed rows hold several."""

@@ -32,8 +32,8 @@ class DecodingConfig:
     start_token: decoder input before the first token: 0 for models trained here, whose inputs are
       shifted by one; None for a decoder that takes its prompt as it is (Llama, GPT-2), which then
       needs a token at least.
-    zero_is_padding: id 0 is never written. False for a model converted from one whose tokenizer has
-      a word of that number (GPT-2, Llama 3, Qwen: '!').
+    zero_is_padding: id 0 is never written. Commands set False for decoder-only models with a
+      tokenizer that has a word of that number (GPT-2, Llama 3, Qwen: '!').
     seed: of samples.
     batch_size: prompts at a time; as many more as the mesh needs to split them evenly.
   Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Wu et al. 2016, eq. 14 (penalty).
@@ -68,8 +68,8 @@ class DecodingConfig:
       refuse('top_k', 'must be at least 1, or 0 for all tokens.')
     if not 0.0 < self.top_p <= 1.0:
       refuse('top_p', 'must be above 0 and at most 1.')
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 1 for i in self.stop_tokens):
-      refuse('stop_tokens', 'must be token ids of at least 1; 0 is padding.')
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.stop_tokens):
+      refuse('stop_tokens', 'must be token ids.')
     if self.start_token is not None and self.start_token < 0:
       refuse('start_token', 'must be a token id, or None for none.')
     if self.beam_rule not in BEAM_RULES:

@@ -227,7 +227,8 @@ class EncoderDecoderModel:
 def _info(batch: DeviceBatch, side: str) -> TokenInfo:
   tokens = 'encoder_input_tokens' if side == 'encoder' else 'decoder_target_tokens'
   return token_info(batch[tokens], segment_ids=batch.get(f'{side}_segment_ids'),
-                    positions=batch.get(f'{side}_places'))
+                    positions=batch.get(f'{side}_places'),
+                    known=(batch.get(f'{side}_loss_weights'),))
 
 
 def _positions(batch: DeviceBatch, side: str) -> jax.Array:

@@ -107,6 +107,10 @@ class Generator:
           parameters=('DecodingConfig.start_token',))
     self._model, self._params, self.config = _without_dropping(model), params, config
     self._vocab_size = model.num_outcomes
+    if config.zero_is_padding and 0 in config.stop_tokens:
+      raise ConfigError('DecodingConfig.stop_tokens has id 0, which is padding here and is never '
+                        'written.', fix='Take ids of at least 1.',
+                        parameters=('DecodingConfig.stop_tokens',))
     named = {'stop_tokens': config.stop_tokens,
              'start_token': () if config.start_token is None else (config.start_token,)}
     for name, ids in named.items():
@@ -250,13 +254,11 @@ class Generator:
     shape = (self.batch_size, length)
     batch = {name: np.zeros(shape, np.int32) for name in (
         'decoder_input_tokens', 'decoder_target_tokens', 'decoder_loss_weights',
-        'decoder_causal_attention', 'scored_tokens')}
+        'decoder_causal_attention')}
     for i, (row, target) in enumerate(zip(rows, targets)):
       end, first = len(row) - 1, len(row) - 1 - len(target)
       batch['decoder_input_tokens'][i, :end] = row[:-1]
-      batch['scored_tokens'][i, :end] = row[1:]
-      # Models take id 0 for padding, which it may not be (DecodingConfig.zero_is_padding).
-      batch['decoder_target_tokens'][i, :end] = np.maximum(row[1:], 1)
+      batch['decoder_target_tokens'][i, :end] = row[1:]
       batch['decoder_loss_weights'][i, first:end] = 1
       batch['decoder_causal_attention'][i, :first + 1] = 1
     if self._has_encoder:
@@ -303,14 +305,15 @@ def _generate(model: Any, config: DecodingConfig, params: Any, batch: Mapping[st
 
 def _log_likelihood(model: Any, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
   """Returns [batch] sums of log-probabilities of the targets."""
-  targets, weights = batch['scored_tokens'], batch['decoder_loss_weights']
-  logits = model.logits(params, {n: x for n, x in batch.items() if n != 'scored_tokens'})
-  log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, :, None], axis=-1)
+  targets, weights = batch['decoder_target_tokens'], batch['decoder_loss_weights']
+  log_probs = jnp.take_along_axis(jax.nn.log_softmax(model.logits(params, batch)),
+                                  targets[:, :, None], axis=-1)
   return jnp.sum(log_probs[:, :, 0] * weights, axis=1)
 
 
 def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, length: int,
-           num_tokens: int, temperature: float, seed: int = 0) -> np.ndarray:
+           num_tokens: int, temperature: float, zero_is_padding: bool = True, seed: int = 0
+           ) -> np.ndarray:
   """Returns token ids [prompt + num_tokens]: `prompt` and its continuation.
 
   Of an encoder-decoder, which reads the prompt and writes something else, only that [num_tokens].
@@ -322,13 +325,14 @@ def sample(model: Any, params: Any, prompt: np.ndarray, *, layout: Layout, lengt
     layout: mesh and rules.
     length: the training length, which prompt and continuation must fit.
     num_tokens, temperature: as in SampleConfig.
+    zero_is_padding: as in DecodingConfig.
     seed: of the draws.
   Raises:
     ConfigError: as `check_sample` and Generator.
   """
   check_sample(len(prompt), num_tokens=num_tokens, length=length)
   config = DecodingConfig(max_decode_length=num_tokens, temperature=temperature, seed=seed,
-                          batch_size=1)
+                          zero_is_padding=zero_is_padding, batch_size=1)
   generator = Generator(model, params, layout=layout, config=config)
   [[text]] = generator.generate([prompt.tolist()])
   return np.asarray((() if reads_inputs(model) else tuple(prompt.tolist())) + text.tokens)

@@ -29,7 +29,7 @@ def write_lines(path, num_good, *, bad=()):
 
 def documents(opened):
   """Returns the texts of all batches."""
-  vocabulary = seqio_batches.vocabulary(opened.config)
+  vocabulary = seqio_batches.vocabulary(opened.config, feature_converter='lm')
   found = []
   for batch in opened.iterator:
     for row in batch['decoder_target_tokens']:
@@ -235,7 +235,7 @@ def test_a_member_that_runs_dry_repeats_and_the_rates_hold(open_data):
   seqio.MixtureRegistry.add('dry_mixture', [(member('s', 3), 1.0), (member('l', 5000), 3.0)])
   opened = open_data('dry_mixture', pack=False, batch_size=8, lengths={'targets': 8},
                      shuffle=False)
-  vocabulary = seqio_batches.vocabulary(opened.config)
+  vocabulary = seqio_batches.vocabulary(opened.config, feature_converter='lm')
   rows = [vocabulary.decode([i for i in row if i > 1]) for _ in range(100)
           for row in next(opened.iterator)['decoder_target_tokens']]
   small = collections.Counter(row for row in rows if row.startswith('s'))

@@ -1,15 +1,18 @@
 """Tasks with SeqIO's metrics, against SeqIO's own Evaluator."""
 
 import dataclasses
+import functools
 
 import pytest
 
-from t5x_gpu.data.batches import (
-    DatasetConfig, ModelOutputs, open_evaluated_tasks, open_task_names)
+from t5x_gpu.data import batches
+from t5x_gpu.data.batches import DatasetConfig, ModelOutputs, open_task_names
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import ConfigError, DataError
 from tests import eval_tasks
 
+open_evaluated_tasks = functools.partial(batches.open_evaluated_tasks,
+                                         feature_converter='prefix_lm')
 CONFIG = DatasetConfig('turned', {'inputs': 8, 'targets': 8}, 'validation', 4, pack=False)
 
 

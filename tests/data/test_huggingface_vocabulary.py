@@ -1,15 +1,20 @@
 """Hugging Face tokenizers give the ids they give elsewhere, and id 0 is padding nevertheless."""
 
+import functools
 import json
 import sys
 
 import numpy as np
 import pytest
 
-from t5x_gpu.data import batches, objectives, seqio_batches, vocabularies
+from t5x_gpu.data import batches, features, objectives, row_facts, vocabularies
+from t5x_gpu.data.batches import DatasetConfig, ModelOutputs
 from t5x_gpu.data.huggingface_vocabulary import HuggingFaceVocabulary
+from t5x_gpu.data.prepared_index import read_index
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
+from tests import eval_tasks
+from tests.helpers_prepared import prepare_here
 
 tokenizers = pytest.importorskip('tokenizers')
 pytestmark = pytest.mark.tf
@@ -143,19 +148,76 @@ def test_tensorflow_and_python_agree(kind, request):
   assert vocabulary.decode_tf(after).numpy().decode() == texts[0]
 
 
-def test_packed_rows_lose_no_token_to_the_word_at_id_0(open_data, gpt2, tmp_path):
-  lines = [f'well ! number {i} !!' for i in range(200)]
-  (tmp_path / 'a.txt').write_text('\n'.join(lines))
-  opened = open_data(f'text_lines:{tmp_path}/a.txt', vocabulary=f'huggingface:{gpt2}',
-                     vocab_size=384, lengths={'targets': 64}, repeat=False)
-  vocabulary = seqio_batches.vocabulary(opened.config)
+EXCLAIMED = [f'well ! number {i} !!' for i in range(200)]
+
+
+@pytest.mark.parametrize('way', ['packed', 'one_a_row', 'prepared'])
+def test_batches_have_the_tokenizers_own_ids_and_lose_none(open_data, gpt2, tmp_path, way):
+  (tmp_path / 'a.txt').write_text('\n'.join(EXCLAIMED))
+  size = HuggingFaceVocabulary(gpt2).vocab_size - 1
+  name, options = f'text_lines:{tmp_path}/a.txt', {'vocabulary': f'huggingface:{gpt2}'}
+  if way == 'prepared':
+    prepare_here(name, tmp_path / 'rows', num_parts=1, lengths={'targets': 64}, vocab_size=size,
+                 **options)
+    assert read_index(tmp_path / 'rows', split='train').tokens > 2000
+    name, options = f'prepared:{tmp_path}/rows', {}
+  opened = open_data(name, vocab_size=size, lengths={'targets': 64}, repeat=False,
+                     pack=way != 'one_a_row', **options)
+  vocabulary = batches.open_vocabulary(opened.config, feature_converter='lm')
+  assert vocabulary.size == size and vocabulary.decode(vocabulary.encode('a !')) == 'a !'
   got = []
   for batch in opened.iterator:
-    for row, segments in zip(batch['decoder_target_tokens'], batch['decoder_segment_ids']):
-      got += [vocabulary.decode(row[segments == s]) for s in range(1, segments.max() + 1)]
-  assert len(got) > 150 and set(got) <= set(lines)
+    segments = batch.get('decoder_segment_ids', batch['decoder_loss_weights'])
+    for row, weights, segment in zip(batch['decoder_target_tokens'], batch['decoder_loss_weights'],
+                                     segments):
+      assert ((segment > 0) == (weights > 0)).all()
+      assert (row[weights > 0] == 0).any() or not weights.any()
+      got += [row[segment == s].tolist() for s in range(1, segment.max() + 1)]
+  own = [ids_of(gpt2, line) + [vocabulary.eos_id] for line in EXCLAIMED]
+  assert len(got) > 150 and all(row in own for row in got)
   facts = opened.iterator.describe()
   assert facts['vocabulary of targets'].startswith('huggingface:tokenizer.json (')
+  assert facts['vocabulary of targets'].endswith(f', {size} ids')
+  rows = row_facts.RowFacts()
+  for text, row in zip(got, map(np.asarray, got)):
+    rows.add({'decoder_target_tokens': row, 'decoder_loss_weights': row < size})
+    [piece] = row_facts.pieces({'decoder_target_tokens': row, 'decoder_loss_weights': row < size},
+                               decode=vocabulary.decode)
+    assert piece.text in EXCLAIMED
+  assert rows.tokens == sum(map(len, got))
+
+
+def test_a_prefix_keeps_its_words_of_id_0(open_data, gpt2, tmp_path):
+  (tmp_path / 'train.tsv').write_text('! what !\ta !\n' * 60)
+  opened = open_data(f'text_pairs:{tmp_path}/*.tsv', vocabulary=f'huggingface:{gpt2}', vocab_size=384,
+                     lengths={'inputs': 24, 'targets': 24}, converter='prefix_lm', pack=False)
+  row = row_facts.row_of(next(opened.iterator), 0)
+  inputs, targets = ids_of(gpt2, '! what !'), ids_of(gpt2, 'a !')
+  where = features.is_token(row, 'decoder_target_tokens')
+  got = row['decoder_target_tokens'][where].tolist()
+  eos = HuggingFaceVocabulary(gpt2).eos_id
+  assert [i for i in got if i != eos] == inputs + targets and 0 in inputs and 0 in targets
+
+
+def test_an_encoder_tells_padding_by_id_0_so_the_word_stays_moved(open_data, gpt2, tmp_path):
+  (tmp_path / 'train.tsv').write_text('! what !\ta !\n' * 60)
+  vocabulary = HuggingFaceVocabulary(gpt2)
+  options = dict(vocabulary=f'huggingface:{gpt2}', lengths={'inputs': 24, 'targets': 24},
+                 converter='encoder_decoder', pack=False)
+  opened = open_data(f'text_pairs:{tmp_path}/*.tsv', vocab_size=vocabulary.vocab_size, **options)
+  assert next(opened.iterator)['encoder_input_tokens'][0, 0] == vocabulary.moved_zero_id
+  with pytest.raises(DataError, match='has a vocabulary of'):
+    open_data(f'text_pairs:{tmp_path}/*.tsv', vocab_size=vocabulary.vocab_size - 1, **options)
+
+
+def test_metrics_read_and_get_the_ids_of_the_model(gpt2):
+  config = DatasetConfig('turned', {'inputs': 8, 'targets': 8}, 'validation', 4, pack=False,
+                         vocabulary=f'huggingface:{gpt2}')
+  [task] = batches.open_evaluated_tasks(config, feature_converter='prefix_lm')
+  assert task.zero_is_a_word and task.inputs[0][:3] == ids_of(gpt2, 'abc')
+  answers = [[*ids_of(gpt2, 'cba!'), task.eos_id]] * 5
+  task.metrics(ModelOutputs(answers, [0.0] * 5, [0.0] * 5))
+  assert eval_tasks.seen['exact_match'][1][0] == 'prediction: cba!'
 
 
 def test_masked_model_over_bert_has_cls_mask_and_sep(open_data, bert, tmp_path):
@@ -187,9 +249,10 @@ def test_classification_over_bert_keeps_its_end_and_its_classes(open_data, bert,
 def test_same_files_are_the_same_vocabulary(bert, t5):
   one, same = HuggingFaceVocabulary(bert), HuggingFaceVocabulary(bert / 'tokenizer.json')
   assert one == same and hash(one) == hash(same) and one != HuggingFaceVocabulary(t5)
-  before = vocabularies.vocabulary_fingerprint(one)
+  fingerprint = functools.partial(vocabularies.vocabulary_fingerprint, feature_converter='lm')
+  before = fingerprint(one)
   (bert / 'tokenizer_config.json').write_text('{}')
-  assert vocabularies.vocabulary_fingerprint(HuggingFaceVocabulary(bert)) != before
+  assert fingerprint(HuggingFaceVocabulary(bert)) != before
 
 
 @pytest.mark.parametrize('break_it, says', [

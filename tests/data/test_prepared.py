@@ -228,7 +228,7 @@ def test_a_state_of_the_streaming_path_is_refused(mixed_rows, open_data):
 
 def test_text_comes_from_the_vocabulary_that_was_prepared_with(mixed_rows, open_data):
   opened = open_data(f'prepared:{mixed_rows}')
-  vocabulary = batches.open_vocabulary(opened.config)
+  vocabulary = batches.open_vocabulary(opened.config, feature_converter='lm')
   assert vocabulary.name == 'byte' and vocabulary.decode(vocabulary.encode('abc')) == 'abc'
   row = next(opened.iterator)['decoder_target_tokens'][0]
   assert vocabulary.decode(row)[0] in 'abc'
@@ -236,12 +236,13 @@ def test_text_comes_from_the_vocabulary_that_was_prepared_with(mixed_rows, open_
 
 def test_prompts_and_metrics_come_from_the_task_that_was_prepared(mixed_rows, open_data):
   config = open_data(f'prepared:{mixed_rows}').config
-  text = batches.open_prompt_text(config, model_vocab_size=384, has_inputs=False)
+  text = batches.open_prompt_text(config, feature_converter='lm', model_vocab_size=384,
+                                  has_inputs=False)
   assert text.name == 'byte' and next(text.examples()).targets[0] in 'abc'
   with pytest.raises(DataError, match="'mixed' has no metrics"):
-    batches.open_evaluated_tasks(config)
+    batches.open_evaluated_tasks(config, feature_converter='lm')
   other = dataclasses.replace(config, split='another')  # whatever split it is, the text is its
-  assert batches.open_vocabulary(other).name == 'byte'
+  assert batches.open_vocabulary(other, feature_converter='lm').name == 'byte'
   assert batches.open_class_names(other) is None
 
 

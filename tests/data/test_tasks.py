@@ -108,7 +108,7 @@ def test_sentencepiece_replaces_the_byte_vocabulary(open_data, text_folder, tmp_
   name = f'sentencepiece:{tmp_path}/m.model'
   opened = open_data(f'text_lines:{text_folder}/*.txt', vocabulary=name, vocab_size=40)
   assert next(opened.iterator)['decoder_target_tokens'].max() < 40
-  vocabulary = seqio_batches.vocabulary(opened.config)
+  vocabulary = seqio_batches.vocabulary(opened.config, feature_converter='lm')
   assert (vocabulary.size, vocabulary.eos_id) == (40, 1)
   assert vocabulary.decode(vocabulary.encode('line 12') + [1, 5, 6]) == 'line 12'
   assert open_data('python_source', vocabulary=name, vocab_size=40).iterator.describe()[
@@ -117,7 +117,7 @@ def test_sentencepiece_replaces_the_byte_vocabulary(open_data, text_folder, tmp_
 
 def test_byte_vocabulary_has_259_ids_and_round_trips():
   config = seqio_batches.DatasetConfig('python_source', {'targets': 8}, 'train', 1)
-  vocabulary = seqio_batches.vocabulary(config)
+  vocabulary = seqio_batches.vocabulary(config, feature_converter='lm')
   assert (vocabulary.size, vocabulary.eos_id) == (259, 1)
   assert vocabulary.decode(np.array(vocabulary.encode('def f(x):\n') + [0, 0])) == 'def f(x):\n'
 
@@ -167,7 +167,7 @@ def test_wmt_is_tensor2tensors_mixture_with_t5s_prompt(open_data, name):
     opened = open_data(name, converter='prefix_lm', lengths={'inputs': 64, 'targets': 64},
                        pack=False)
     batch = next(opened.iterator)
-  text = seqio_batches.vocabulary(opened.config).decode(
+  text = seqio_batches.vocabulary(opened.config, feature_converter='lm').decode(
       [i for i in batch['decoder_target_tokens'][0] if i != 1])
   assert text == 'translate English to German: a houseein Haus'
   from tensorflow_datasets.translate import wmt_t2t

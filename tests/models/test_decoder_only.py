@@ -43,6 +43,19 @@ def batch_of(targets, **more):
           'decoder_loss_weights': (targets > 0).astype(np.int32), **more}
 
 
+@pytest.mark.parametrize('told_by', ['decoder_loss_weights', 'decoder_causal_attention'])
+def test_id_0_is_a_word_where_weights_or_prefix_say_so(told_by):
+  model, params, _ = make()
+  targets = np.asarray([[5, 0, 7, 3, 0, 2, 0, 9, 4, 0, 0, 0]], np.int32)
+  is_token = (np.arange(LENGTH) < 10).astype(np.int32)[None]
+  batch = batch_of(targets, **{'decoder_loss_weights': 0 * is_token, told_by: is_token})
+  want = logits_of(model, params, {**batch, 'decoder_segment_ids': is_token})
+  got = logits_of(model, params, batch)
+  np.testing.assert_allclose(got[:, :10], want[:, :10], rtol=1e-6)
+  masked = logits_of(model, params, {**batch, told_by: 0 * is_token})
+  assert np.abs(masked - want)[0, 2:10].max() > 1e-3
+
+
 @pytest.mark.parametrize('changes', [{'scan_unroll': 2}, {'scan_unroll': 8},
                                      {'remat_policy': 'full'}, {'remat_policy': 'minimal'}], ids=str)
 def test_loss_and_gradients_do_not_depend_on_unrolling_or_rematerialisation(changes):

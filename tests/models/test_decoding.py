@@ -127,6 +127,12 @@ def test_text_is_the_same_alone_and_in_any_batch():
   assert tokens_of(generator, long)[:3] == together
 
 
+def test_id_0_stops_a_text_where_it_is_a_word_alone():
+  with pytest.raises(ConfigError, match='has id 0, which is padding here'):
+    make_generator('llama', stop_tokens=(0,))
+  assert make_generator('llama', stop_tokens=(0,), zero_is_padding=False).config.stop_tokens == (0,)
+
+
 @pytest.mark.parametrize('options', [dict(temperature=1.0, num_decodes=2, top_k=20, top_p=0.95),
                                      dict(num_beams=3, num_decodes=3)])
 def test_samples_and_beams_depend_on_the_prompt_and_its_number_alone(options):

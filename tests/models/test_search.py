@@ -209,7 +209,7 @@ def test_padding_is_never_written_and_nothing_follows_a_stop_token():
     (dict(num_decodes=2), 'num_decodes = 2 would all be the same'),
     (dict(top_k=5), 'temperature = 0.0 takes the likeliest token'),
     (dict(temperature=1.0, top_p=0.0), 'top_p = 0.0 must be above 0'),
-    (dict(stop_tokens=(0,)), 'token ids of at least 1'),
+    (dict(stop_tokens=(-1,)), 'must be token ids'),
     (dict(beam_rule='t5'), "Did you mean 't5x'"),
     (dict(max_decode_length=0, batch_size=0), '2 problems'),
 ])

@@ -79,7 +79,7 @@ def example(length: int = LENGTH, seed: int = 0):
   info['segment'][1] = 1 + (places > length // 5) + (places > length // 2)
   info['token'][1, -length // 8:] = info['segment'][1, -length // 8:] = 0
   info['prefix'][2, :length * 5 // 8] = 1
-  info['token'][3] = 0
+  info['token'][3] = info['segment'][3] = 0
   return arrays, info
 
 
