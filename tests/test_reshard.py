@@ -288,6 +288,9 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on_when_there_is_room(
     result = run(*flags)
     assert result.code == 1 and 'No space left on device' in result.err, result.err
     assert 'the same command then goes on' in result.err
+    monkeypatch.undo()
+    result = run(*flags)  # still no room
+    assert result.code == 1 and 'GB are written, and stay' in result.err, result.err
     subprocess.run(['mount', '-o', 'remount,size=20m', str(disk)], check=True)
     result = run(*flags)
     assert result.code == 0 and 'cut off: ' in result.out

@@ -155,7 +155,7 @@ def _prune(args: argparse.Namespace, console: Console) -> int:
     raise ConfigError('Nothing says which checkpoints are to stay.',
                       fix='Set --keep_last=N, --keep_every=K, --keep_steps=N,N or --keep_best=N.')
   keep = Keep(args.keep_last, args.keep_every, args.keep_steps, args.keep_best,
-              args.metric or Keep.metric, args.best_is or Keep.best_is)
+              args.metric or Keep.metric, args.best_is or Keep.best_is, named_by='--metric')
   plan = plan_prune(args.folders[0], keep)
   check_lock(plan.folder)
   _show(plan, console)

@@ -14,7 +14,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import jax
@@ -34,11 +34,18 @@ from t5x_gpu.checkpoint.paths import AnyPath, is_remote
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
-from t5x_gpu.errors import CheckpointError
-from t5x_gpu.runtime import exits
+from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.runtime import distributed, exits
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
+# newer_than -> the step of what a host keeps that is newer and has become a checkpoint, if any.
+Promote = Callable[[Optional[int]], Optional[int]]
+
+
+def nothing_local(newer_than: Optional[int]) -> Optional[int]:
+  """The `Promote` of a run without local steps."""
+  del newer_than
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,13 +188,18 @@ class Checkpointer(CommitAtExit):
     Raises:
       CheckpointError: this or an earlier save failed, and nothing older has been deleted; or
         another run has taken over MODEL_DIR, and nothing is written.
+      ConfigError: no metric is called as the best are told by; once the checkpoint is committed.
     """
     if self._lock is not None:  # the other processes wait for this one before they write
       self._lock.check()
     if os.path.lexists(self.path(step)):  # also what does not count: Orbax would replace a file
       raise self._exists(step)
     data = {'iterator': base64.b64encode(data_state).decode()}
-    value = self._keep.value_of(manifest.get('metrics') or {})
+    value, no_metric = None, None
+    try:
+      value = self._keep.value_of(manifest.get('metrics') or {})
+    except ConfigError as e:
+      no_metric = e
     manifest = sealed({**manifest, **record(checksums_of(state))}, data=data)
     if value is not None:
       self._preservation.values[step] = value
@@ -198,6 +210,9 @@ class Checkpointer(CommitAtExit):
           data=ocp.args.JsonSave(data), manifest=ocp.args.JsonSave(manifest)))
     if not written:
       raise self._exists(step)
+    if no_metric is not None:
+      self.wait()
+      raise no_metric
 
   def _exists(self, step: int) -> CheckpointError:
     return CheckpointError(f'{self.path(step)} exists and was not overwritten.',
@@ -246,7 +261,8 @@ class Checkpointer(CommitAtExit):
         + f' Free space there: {shutil.disk_usage(self._dir).free / 2**30:.2f} GiB.',
         parameters=('MODEL_DIR',))
 
-  def restore_latest(self, target: TrainState) -> Optional[Restored]:
+  def restore_latest(self, target: TrainState, *, promote: Promote = nothing_local
+                     ) -> Optional[Restored]:
     """Returns the latest readable checkpoint on the mesh of `target`, or None without any.
 
     A checkpoint that cannot be read is renamed to `corrupt_checkpoint_<step>`, with a warning that
@@ -254,19 +270,21 @@ class Checkpointer(CommitAtExit):
 
     Args:
       target: shapes, dtypes and shardings of today.
+      promote: asked when one cannot be read, before the next older one is taken.
     Raises:
       CheckpointError: the checkpoint is of another model, or none can be read.
     """
     try:
-      return self._read_latest(target)
+      return self._read_latest(target, promote)
     except BaseException:
       self._release()  # the run ends before it has written anything
       raise
 
-  def _read_latest(self, target: TrainState) -> Optional[Restored]:
+  def _read_latest(self, target: TrainState, promote: Promote) -> Optional[Restored]:
     steps = self.steps()
     reasons: dict[int, str] = {}
-    for step in reversed(steps):
+    while steps:
+      step = steps.pop()
       with silent_left_over():
         try:
           saved = read_saved(self._dir, step)
@@ -284,9 +302,18 @@ class Checkpointer(CommitAtExit):
           if 'RESOURCE_EXHAUSTED' in str(e):
             raise  # too little memory is no fault of the checkpoint
           reasons[step] = why(e)
-        if step in reasons:
+        found = [r for r in distributed.gather_json(reasons.get(step, '')) if r]
+        if found:  # one process is enough
+          reasons[step], state = found[0], None
           let_go_of_reads()  # out of the `except` block, which still holds them
       if step in reasons:
+        promoted = promote(steps[-1] if steps else None)
+        if promoted is not None:
+          steps.append(promoted)
+          self._manager.reload()
+          if promoted in reasons:  # it was set aside to make room
+            _log.warning('checkpoint_%d could not be read (%s).', promoted, reasons.pop(promoted))
+            promote = nothing_local  # nothing newer is left
         continue
       if reasons:
         self._set_aside(reasons, used=step)

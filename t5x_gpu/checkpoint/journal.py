@@ -72,10 +72,13 @@ class Journal:
     written = sum(p.stat().st_size for p in self.folder.rglob('*') if p.is_file())
     free = shutil.disk_usage(self.folder).free
     if free < num_bytes - written:
-      self.discard()
+      if self.entry is None:
+        self.discard()
       raise CheckpointError(
           f'{self._target} would take about {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are '
-          'free.', fix='Name a folder on a larger disk with --to, or make room.')
+          'free.', fix='Name a folder on a larger disk with --to, or make room'
+          + ('.' if self.entry is None else
+             f'; the same command then goes on: {written / 1e9:.2f} GB are written, and stay.'))
 
   def note(self, entry: dict[str, Any]) -> None:
     """Records that the folder is good as far as `entry` says; what it says must be on disk."""

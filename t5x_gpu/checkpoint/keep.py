@@ -21,6 +21,7 @@ class Keep:
     best: so many of those with the best value of `metric`.
     metric: an evaluation's, as metrics.jsonl calls it: 'eval/loss'.
     best_is: 'min' or 'max'.
+    named_by: the parameter or flag that `metric` was given by, for errors.
   """
   last: Optional[int] = None
   every: Optional[int] = None
@@ -28,6 +29,7 @@ class Keep:
   best: Optional[int] = None
   metric: str = 'eval/loss'
   best_is: str = 'min'
+  named_by: str = 'CheckpointConfig.best_metric'
 
   def reasons(self, steps: Sequence[int], values: Mapping[int, float]) -> dict[int, str]:
     """Returns step -> why it stays, for those that do.
@@ -61,10 +63,10 @@ class Keep:
       return None
     if self.metric not in metrics:
       raise ConfigError(
-          f'CheckpointConfig.best_metric = {self.metric!r} is not what evaluations give.'
+          f'{self.named_by} = {self.metric!r} is not what evaluations give.'
           + did_you_mean(self.metric, metrics),
           fix=f'They give: {", ".join(sorted(metrics))}.',
-          parameters=('CheckpointConfig.best_metric',))
+          parameters=() if self.named_by.startswith('--') else (self.named_by,))
     return float(metrics[self.metric])
 
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-import jax
 import jax.numpy as jnp
 
 from t5x_gpu.checkpoint.checksums import record, to_text
@@ -34,7 +33,7 @@ from t5x_gpu.checkpoint.model_dir import (
     read_saved, why)
 from t5x_gpu.checkpoint.run_id import read_run_id
 from t5x_gpu.checkpoint.run_lock import RunLock
-from t5x_gpu.checkpoint.state_writer import StateWriter
+from t5x_gpu.checkpoint.state_writer import StateWriter, empty_leaves
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 
@@ -65,6 +64,47 @@ def check_with_local(model_dir: str | os.PathLike, local: LocalTier | NoLocalTie
   return promoted if dry_run and promoted else saved
 
 
+def promote_newer(model_dir: str | os.PathLike, local: LocalTier | NoLocalTier,
+                  newer_than: Optional[int], *, target: Any) -> Optional[int]:
+  """Returns the newest local step after `newer_than` that is whole, once it is a checkpoint.
+
+  For a run that finds, when it reads the arrays, that a checkpoint is damaged. It has MODEL_DIR
+  locked. None without such a step.
+
+  Args:
+    model_dir: of the run.
+    local: of today's run.
+    newer_than: the step that comes next among the checkpoints; None without any.
+    target: the TrainState (or its shapes) of today.
+  Raises:
+    CheckpointError: a whole local step cannot be written to MODEL_DIR.
+  """
+  if not isinstance(local, LocalTier):
+    return None
+  folder = pathlib.Path(model_dir).absolute()
+  run = distributed.broadcast_json(read_run_id(folder) if distributed.is_main_process() else None)
+  if run is None:
+    return None
+  found = _found(local.folder, run, newer_than)
+  saved = _first_whole(folder, found, candidates(found), target, durable=newer_than)
+  return None if saved is None else saved.step
+
+
+def _found(local: pathlib.Path, run: str, newer_than: Optional[int]) -> Found:
+  return find_local_files(local / run, run=run, newer_than=-1 if newer_than is None else newer_than)
+
+
+def _first_whole(folder: pathlib.Path, found: Found, waiting: Sequence[Candidate], target: Any, *,
+                 durable: Optional[int], dry_run: bool = False) -> Optional[Saved]:
+  """Returns the first of `waiting` that can be promoted, once it is; None if none can."""
+  fallback = 'the seed' if durable is None else f'checkpoint_{durable}'
+  for candidate in waiting:
+    saved = Promotion(folder, candidate, found, target, dry_run=dry_run).run(fallback=fallback)
+    if saved is not None:
+      return saved
+  return None
+
+
 def _promote(folder: pathlib.Path, local: pathlib.Path, target: Any, dry_run: bool
              ) -> Optional[Saved]:
   staging = folder / _STAGING
@@ -73,21 +113,16 @@ def _promote(folder: pathlib.Path, local: pathlib.Path, target: Any, dry_run: bo
       if distributed.is_main_process() else None)
   if run is None:
     return None
-  found = find_local_files(local / run, run=run, newer_than=-1 if durable is None else durable)
+  found = _found(local, run, durable)
   waiting = candidates(found)
   lock = _lock(folder) if (waiting or cut_short) and not dry_run else None
   try:
     if lock is not None:
       shutil.rmtree(staging, ignore_errors=True)  # of a promotion that was killed
-    for candidate in waiting:
-      promotion = Promotion(folder, candidate, found, target, dry_run=dry_run)
-      saved = promotion.run(fallback='the seed' if durable is None else f'checkpoint_{durable}')
-      if saved is not None:
-        return saved
+    return _first_whole(folder, found, waiting, target, durable=durable, dry_run=dry_run)
   finally:
     if lock is not None:
       lock.release()
-  return None
 
 
 def _lock(folder: pathlib.Path) -> Optional[RunLock]:
@@ -346,21 +381,3 @@ def _free_name(path: pathlib.Path) -> pathlib.Path:
     count += 1
     name = path.with_name(f'{path.name}.{count}')
   return name
-
-
-def empty_leaves(tree: Any) -> dict[str, Any]:
-  """Returns what Orbax's description of a tree has beside its arrays: None and empty containers."""
-  def is_empty(x: Any) -> bool:
-    return x is None or (isinstance(x, (tuple, list, dict)) and not x)
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)
-  found = {}
-  for path, value in flat:
-    if is_empty(value):
-      keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-      kind = {dict: 'Dict', list: 'List', tuple: 'Tuple'}.get(type(value), 'None')
-      found[str(tuple(keys))] = {
-          # 1 is the index of a sequence, 2 the key of a mapping.
-          'key_metadata': [{'key': k, 'key_type': 1 if isinstance(p, jax.tree_util.SequenceKey)
-                            else 2} for k, p in zip(keys, path)],
-          'value_metadata': {'value_type': kind, 'skip_deserialize': True}}
-  return found

@@ -16,7 +16,7 @@ from typing import Any, Optional, Union
 
 import jax
 
-from t5x_gpu.checkpoint.checkpointer import Checkpointer, Restored
+from t5x_gpu.checkpoint.checkpointer import Checkpointer, Promote, Restored, nothing_local
 from t5x_gpu.checkpoint.checksums import check_restored, checksums_of, record
 from t5x_gpu.checkpoint.commit_at_exit import CommitAtExit
 from t5x_gpu.checkpoint.keep import Keep
@@ -33,7 +33,7 @@ from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.state_files import read_state
 from t5x_gpu.checkpoint.state_writer import empty_leaves, write_about
 from t5x_gpu.checkpoint.storage_errors import reason_of
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.coordination import coordination_store
 from t5x_gpu.training.train_state import TrainState
@@ -112,12 +112,17 @@ class RemoteCheckpointer(CommitAtExit):
     Raises:
       CheckpointError: this or an earlier save failed, and nothing older has been deleted; or
         another run has taken over MODEL_DIR, and nothing is written.
+      ConfigError: no metric is called as the best are told by; once the checkpoint is committed.
     """
     self.wait()
     if self._lock is not None:
       self._lock.check()
       begin(self.path(step))  # the others write once they are told
-    self._note_value(step, manifest)
+    no_metric = None
+    try:
+      self._note_value(step, manifest)
+    except ConfigError as e:
+      no_metric = e
     manifest = {**manifest, **record(checksums_of(state))}
     about = {'manifest': manifest, 'empty': empty_leaves(state),
              'leaves': {name: shape for name, (shape, _) in describe_arrays(state).items()},
@@ -128,6 +133,9 @@ class RemoteCheckpointer(CommitAtExit):
         target=self._save, args=(step, arrays, about, f't5x_gpu/save/{self._num_saves}'),
         name='save', daemon=True)  # an interrupted run does not wait for it
     self._thread.start()
+    if no_metric is not None:
+      self.wait()
+      raise no_metric
 
   def _save(self, step: int, arrays: list[HostArray], about: Mapping[str, Any], key: str) -> None:
     """Writes, in its own thread; what goes wrong is kept for the step loop."""
@@ -226,13 +234,15 @@ class RemoteCheckpointer(CommitAtExit):
 
   # ---- Restoring ---------------------------------------------------------------------------------
 
-  def restore_latest(self, target: TrainState) -> Optional[Restored]:
+  def restore_latest(self, target: TrainState, *, promote: Promote = nothing_local
+                     ) -> Optional[Restored]:
     """Returns the latest readable checkpoint on the mesh of `target`, or None without any.
 
     One that cannot be read counts no more, with a warning that says which is used in its place.
 
     Args:
       target: shapes, dtypes and shardings of today.
+      promote: not asked: there are no local steps beside object storage.
     Raises:
       CheckpointError: the checkpoint is of another model, none can be read, or the storage does
         not answer.

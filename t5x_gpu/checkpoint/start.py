@@ -11,7 +11,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.checkpointer import Restored, restore_from
+from t5x_gpu.checkpoint.checkpointer import Promote, Restored, nothing_local, restore_from
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.params_files import ParamsReader, check_params
@@ -49,7 +49,8 @@ class Start:
     """Returns where the run's first state came from, if its own checkpoint was `restored`."""
     return self.origin or (restored and restored.manifest.get(STARTED_FROM))
 
-  def first_state(self, checkpointer: AnyCheckpointer, program: Program, fresh: Optional[TrainState]
+  def first_state(self, checkpointer: AnyCheckpointer, program: Program,
+                  fresh: Optional[TrainState], *, promote: Promote = nothing_local
                   ) -> tuple[TrainState, Optional[Restored]]:
     """Returns (the state of the next step, the checkpoint that holds all of it if there is one).
 
@@ -57,10 +58,11 @@ class Start:
       checkpointer: of the run, whose own latest checkpoint comes first.
       program: of the run.
       fresh: its initial state, used up; None to compute it if need be.
+      promote: see `Checkpointer.restore_latest`.
     Raises:
       CheckpointError: nothing can be read.
     """
-    restored = checkpointer.restore_latest(program.abstract_state)
+    restored = checkpointer.restore_latest(program.abstract_state, promote=promote)
     if restored is None and self.saved is not None:
       restored = restore_from(self.reader.path, self.saved, program.abstract_state)
     if restored is not None:

@@ -38,21 +38,31 @@ def find_checkpoint(path: str | os.PathLike | AnyPath, *, step: Optional[int] = 
     step: which checkpoint; None for the latest.
     is_committed: False for the folder of one that is being written.
   Raises:
-    CheckpointError: none there.
+    CheckpointError: none there, or the folder of one checkpoint and the step of another.
   """
   folder = as_path(path)
   number = re.fullmatch(rf'{PREFIX}_(\d+)', folder.name)
-  if number and (folder / 'manifest').exists() and (
-      not is_remote(folder) or not is_committed or
-      int(number[1]) in committed_steps(folder.parent)):
+  if number and _is_one(folder, int(number[1]), is_committed):
+    if step not in (None, int(number[1])):
+      raise CheckpointError(f'{folder} is the checkpoint of step {number[1]}, not of step {step}.',
+                            fix=f'Give its MODEL_DIR, {folder.parent}, or leave the step out.')
     return folder.parent, int(number[1])
   steps = committed_steps(folder)
   if not steps or step not in (None, *steps):
     raise CheckpointError(
+        f'{folder} does not exist.' if not is_remote(folder) and not folder.exists() else
         f'{folder} has no checkpoint' + ('.' if step is None else f' of step {step}.'),
         fix=f'Its steps are {", ".join(map(str, steps))}.' if steps else
         'Give the MODEL_DIR of a run, which has checkpoint_<step> in it.')
   return folder, steps[-1] if step is None else step
+
+
+def _is_one(folder: AnyPath, step: int, is_committed: bool) -> bool:
+  """Returns whether a folder called checkpoint_<step> is that checkpoint, no MODEL_DIR."""
+  if is_remote(folder):
+    return (folder / 'manifest').exists() and (
+        not is_committed or step in committed_steps(folder.parent))
+  return (folder / 'manifest').exists() or folder.is_dir() and not committed_steps(folder)
 
 
 class StateReader:

@@ -176,20 +176,25 @@ def empty_leaves(tree: Any) -> dict[str, Any]:
   found = {}
   for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]:
     if is_empty(x):
-      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      keys = [(jax.tree_util.keystr((key,), simple=True),
+               1 if isinstance(key, jax.tree_util.SequenceKey) else 2) for key in path]
       # A NamedTuple is what Orbax calls None.
       kind = ('Dict' if isinstance(x, Mapping) else 'List' if isinstance(x, list) else
               'Tuple' if type(x) is tuple else 'None')
-      found[str(tuple(name.split('/')))] = {
-          'key_metadata': _leaf_metadata(name, ())['key_metadata'],
+      found[str(tuple(name for name, _ in keys))] = {
+          'key_metadata': _key_metadata(keys),
           'value_metadata': {'value_type': kind, 'skip_deserialize': True}}
   return found
 
 
+def _key_metadata(keys: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+  # Orbax's own: 1 is the index of a sequence, 2 the key of a mapping.
+  return [{'key': name, 'key_type': kind} for name, kind in keys]
+
+
 def _leaf_metadata(name: str, shape: Sequence[int]) -> dict[str, Any]:
   keys = name.split('/')
-  # Orbax's own: 1 is the index of a sequence, 2 the key of a mapping.
-  return {'key_metadata': [{'key': key, 'key_type': 1 if key.isdecimal() else 2} for key in keys],
+  return {'key_metadata': _key_metadata([(key, 1 if key.isdecimal() else 2) for key in keys]),
           'value_metadata': {'value_type': 'jax.Array', 'skip_deserialize': False,
                              'write_shape': list(shape)}}
 

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -357,11 +358,13 @@ def test_a_disk_that_is_too_small_is_told_before_anything(tmp_path, refuses, mon
 
 def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path):
   write_model(tmp_path / 'a', CONFIGS['llama'])
-  left, other = tmp_path / '.ours.partial-999999999', tmp_path / f'.ours.partial-{os.getppid()}'
-  left.mkdir()
-  other.mkdir()  # of a process that lives
+  here = socket.gethostname()
+  left, lives, elsewhere = (tmp_path / f'.ours.partial-{of}' for of in (
+      f'{here}-999999999', f'{here}-{os.getppid()}', 'gpu-001-999999999'))
+  for folder in (left, lives, elsewhere):
+    folder.mkdir()
   run(tmp_path / 'a', tmp_path / 'ours')
-  assert not left.exists() and other.exists()
+  assert not left.exists() and lives.exists() and elsewhere.exists()
 
 
 SLOW = '''

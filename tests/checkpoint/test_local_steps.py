@@ -5,6 +5,7 @@ has its folder. Promotion runs in this process, which finds what the surviving h
 """
 
 import collections
+import functools
 import json
 import logging
 import math
@@ -21,15 +22,17 @@ import pytest
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from t5x_gpu.checkpoint.local_copies import Hosts, plan_copies
 from t5x_gpu.checkpoint.local_file import open_local_file
-from t5x_gpu.checkpoint.local_promotion import check_with_local, empty_leaves
+from t5x_gpu.checkpoint.local_promotion import check_with_local, promote_newer
 from t5x_gpu.checkpoint.local_tier import ABOUT, LocalTier, open_local_tier
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.run_id import read_run_id
 from t5x_gpu.checkpoint.state_files import StateReader
+from t5x_gpu.checkpoint.state_writer import empty_leaves
 from t5x_gpu.checkpoint.verification import verify
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.adafactor import FactoredMoment
 from t5x_gpu.training.train_state import TrainState
+from tests.checkpoint.test_checksums import flip_a_bit
 from tests.helpers_layouts import Case, build, program
 from tests.helpers_train import listing
 
@@ -82,6 +85,13 @@ def save_all(tmp_path, layout: str, hosts: Hosts, *steps: int, **options) -> Non
     save(tiers, filled(program(layout).abstract_state, step=step), step)
 
 
+def tier_that_sees(tmp_path, layout: str) -> LocalTier:
+  """Returns that of a process which finds the folder `seen`."""
+  copies = plan_copies(program(layout).abstract_state, TOGETHER)
+  return LocalTier(tmp_path / 'seen', model_dir=tmp_path / 'model', hosts=TOGETHER, period=1,
+                   copies=copies, process=0, attempt='again')
+
+
 def restart(tmp_path, layout: str, *, lost: tuple[str, ...] = (), dry_run: bool = False):
   """Returns what a run finds that sees the folders of the hosts which are not lost."""
   run = read_run_id(tmp_path / 'model')
@@ -90,16 +100,15 @@ def restart(tmp_path, layout: str, *, lost: tuple[str, ...] = (), dry_run: bool 
   for host in NAMES:
     for path in (tmp_path / host / run).glob('step_*') if host not in lost else ():
       shutil.copy(path, seen)
-  target = program(layout).abstract_state
-  tier = LocalTier(tmp_path / 'seen', model_dir=tmp_path / 'model', hosts=TOGETHER, period=1,
-                   copies=plan_copies(target, TOGETHER), process=0, attempt='again')
-  saved = check_with_local(tmp_path / 'model', tier, target=target, dry_run=dry_run)
-  return saved
+  target, tier = program(layout).abstract_state, tier_that_sees(tmp_path, layout)
+  return check_with_local(tmp_path / 'model', tier, target=target, dry_run=dry_run)
 
 
 def assert_restored(tmp_path, layout: str, want, *, step: int) -> None:
   checkpointer = Checkpointer(str(tmp_path / 'model'))
-  restored = checkpointer.restore_latest(program(layout).abstract_state)
+  target = program(layout).abstract_state
+  restored = checkpointer.restore_latest(target, promote=functools.partial(
+      promote_newer, tmp_path / 'model', tier_that_sees(tmp_path, layout), target=target))
   checkpointer.close()
   assert restored.data_state == b'data of %d' % step
   assert restored.manifest['next_batch_hash'] == f'hash{step}'
@@ -215,6 +224,20 @@ def test_an_unreadable_checkpoint_of_the_step_makes_room(tmp_path):
   assert restart(tmp_path, 'fsdp').step == 6
   assert (tmp_path / 'model' / 'corrupt_checkpoint_6').is_dir()
   assert_restored(tmp_path, 'fsdp', filled(program('fsdp').abstract_state, step=6), step=6)
+
+
+@pytest.mark.parametrize('kept, used', [(6, 6), (8, 8), (3, 4)])
+def test_a_checkpoint_whose_arrays_are_damaged_gives_way_to_the_local_step_before_it(
+    tmp_path, kept, used):
+  for step in (4, 8):
+    durable(tmp_path, 'fsdp', step)
+  save_all(tmp_path, 'fsdp', TOGETHER, kept)
+  bits = max(jax.tree.leaves(filled(program('fsdp').abstract_state, step=8)), key=lambda x: x.size)
+  flip_a_bit(tmp_path / 'model/checkpoint_8', value=np.asarray(
+      bits.addressable_shards[0].data).tobytes()[:64])
+  assert restart(tmp_path, 'fsdp').step == 8  # by what it says of itself
+  assert_restored(tmp_path, 'fsdp', filled(program('fsdp').abstract_state, step=used), step=used)
+  assert (tmp_path / 'model' / 'corrupt_checkpoint_8').is_dir()
 
 
 def test_a_dry_run_says_what_would_be_promoted_and_writes_nothing(tmp_path, caplog):

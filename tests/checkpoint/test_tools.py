@@ -113,6 +113,21 @@ def test_verify_finds_one_bit_in_one_of_two_checkpoints(tmp_path):
   assert run('verify', tmp_path, '--step=30').code == 2
 
 
+def test_a_folder_of_one_checkpoint_is_judged_as_in_its_model_dir_and_has_one_step(tmp_path):
+  folder = folder_with(tmp_path, 3, 5)
+  one = folder / 'checkpoint_5'
+  for command in ('inspect', 'verify'):
+    said = run(command, one, '--step=3')
+    assert said.code and f'{one} is the checkpoint of step 5, not of step 3' in said.err
+    said = run(command, folder / 'checkpoint_7')
+    assert said.code and f'{folder / "checkpoint_7"} does not exist' in said.err
+  assert run('verify', one, '--step=5').code == 0
+  shutil.rmtree(one / 'manifest')
+  for path in (folder, one):
+    said = run('verify', path)
+    assert said.code == 1 and 'checkpoint_5: DAMAGED' in said.out
+
+
 def test_verify_tells_of_files_that_are_cut_or_do_not_decompress(tmp_path):
   folder = folder_with(tmp_path, 10, 20)
   os.truncate(largest_data_file(folder / 'checkpoint_10'), 40)
