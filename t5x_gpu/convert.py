@@ -16,6 +16,7 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint import conversions
+from t5x_gpu.checkpoint.beside import GIN_FILES
 from t5x_gpu.checkpoint.conversions import CHECKS, Request
 from t5x_gpu.checkpoint.hf_config import FAMILY_NAMES
 from t5x_gpu.checkpoint.hf_folder import CONFIG
@@ -153,9 +154,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     built = object_of_gin(args.gin_files, bindings=args.bindings,
                           search_paths=args.gin_search_paths)
   elif kind == 't5x_gpu':
-    run = source.parent if (source / 'manifest').is_dir() else source
-    if (run / 'config.gin').is_file():
-      built = object_of_gin([run / 'config.gin'], bindings=args.bindings)
+    folder = source.parent if (source / 'manifest').is_dir() else source
+    own = [folder / name for name in GIN_FILES if (folder / name).is_file()]
+    if own:
+      built = object_of_gin(own[:1], bindings=args.bindings)
   lora = built if isinstance(built, LoraModel) else None
   merges = kind == 't5x_gpu' and extra.format == 't5x_gpu'
   if merges and lora is None:

@@ -1,13 +1,19 @@
 """A run starts from another run's checkpoint, whole or in part, and from converted parameters."""
 
 import pathlib
+import re
 
 import numpy as np
 import pytest
 
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.model_dir import read_saved
+from t5x_gpu.checkpoint.model_fields import describe
 from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter
+from t5x_gpu.config import gin_loader
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.lora import LoraModel, without_adapters
+from tests.checkpoint.hf_files import CONFIGS, write_model
 from tests.helpers_train import TINY_GIN, Project, listing
 
 START = '''
@@ -160,3 +166,22 @@ def test_adapters_are_trained_on_a_pretrained_model_saved_restored_and_merged(tm
   assert result.code == 0, result.err
   assert plain.metrics('eval/loss')[1] == pytest.approx(
       project.metrics('eval/loss')[4], rel=1e-5)
+
+
+def test_the_examples_of_the_page_are_runs_from_a_converted_llama(tmp_path, monkeypatch):
+  page = (pathlib.Path(__file__).parents[1] / 'docs' / 'finetune.md').read_text()
+  plain, lora = (next(block for block in re.findall(r'```text\n(.*?)```', page, re.DOTALL)
+                      if word in block) for word in ("include 'runs/llama", 'lora.LoraModel'))
+  monkeypatch.chdir(tmp_path)
+  write_model(tmp_path / 'hf', {**CONFIGS['llama'], 'max_position_embeddings': 1024})
+  pathlib.Path('hf/tokenizer.json').write_text('{"model": {"vocab": {"a": 1}}}')
+  assert convert.main(['--from=hf', '--to=runs/llama', '--check=tensors']) == 0
+  for text, kind in ((plain, DecoderOnlyModel), (plain + lora, LoraModel)):
+    pathlib.Path('my_finetuning.gin').write_text(text)
+    found = gin_loader.load(['my_finetuning.gin']).arguments()
+    start, data, model = (found[name] for name in ('initialize_from', 'train_dataset_cfg', 'model'))
+    assert type(model) is kind and start.mode == 'warm_start'
+    assert describe(without_adapters(model)).abstract_shapes() == ParamsReader(start.path).shapes
+    folder = data.vocabulary.removeprefix('huggingface:')
+    assert (pathlib.Path(folder) / 'tokenizer.json').is_file()
+    model.batch_spec(data.task_feature_lengths, batch_size=data.batch_size, pack=data.pack)

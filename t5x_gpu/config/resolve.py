@@ -46,7 +46,12 @@ def selector_problem(context: gin_config.ParseContext, selector: str, *, arg: st
   if isinstance(context, CommandLineContext):
     return _registry_problem(selector, matches=_named(selector), contexts=context.contexts, arg=arg)
   if not context._dynamic_registration:
-    return _registry_problem(selector, gin_config._REGISTRY.matching_selectors(selector))
+    problem = _registry_problem(selector, gin_config._REGISTRY.matching_selectors(selector))
+    imported = [statement.bound_name() for statement in context.imports]
+    if problem and selector.split('.')[0] in imported:
+      problem += (' The imports of this file name nothing without a line before them: '
+                  'from __gin__ import dynamic_registration')
+    return problem
   first, *rest = selector.split('.')
   if first not in context._symbol_table:
     return f'{first!r} is not imported.{did_you_mean(first, context._symbol_table)}'

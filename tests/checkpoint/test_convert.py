@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,8 +19,11 @@ import pytest
 from t5x_gpu import convert
 from t5x_gpu.checkpoint import logits_check, name_tables, staging, state_writer
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
+from t5x_gpu.checkpoint.hf_config import to_hf
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
+from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
+from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError, ConfigError
 
 from tests.checkpoint.hf_files import (
@@ -421,6 +425,24 @@ def test_a_check_that_cannot_be_made_is_told_first(tmp_path, refuses, monkeypatc
   monkeypatch.setattr(convert, 'has_transformers', lambda: False)
   refuses('which are not both installed', tmp_path / 'a', tmp_path / 'ours', check='transformers',
           error=ConfigError)
+
+
+def test_the_model_file_beside_a_checkpoint_says_what_model_it_is(tmp_path, refuses):
+  tensors = write_model(tmp_path / 'a', CONFIGS['llama'])
+  run(tmp_path / 'a', tmp_path / 'ours')
+  model = tmp_path / 'ours' / 'model.gin'
+  model.write_text(model.read_text().replace('max_length = 128', 'max_length = 256'))
+  run(tmp_path / 'ours', tmp_path / 'b')  # config.json of hf/, with what has changed
+  assert json.loads((tmp_path / 'b' / 'config.json').read_text()) == {
+      **to_hf(model_of_gin([model]), family='llama', like=CONFIGS['llama']),
+      'max_position_embeddings': 256}
+  shutil.rmtree(tmp_path / 'ours' / 'hf')  # as of T5X, or of a run whose adapters are merged
+  run(tmp_path / 'ours', tmp_path / 'c')
+  found = SafetensorsFolder(tmp_path / 'c')
+  for name, value in tensors.items():
+    np.testing.assert_array_equal(found.read(name, 0, len(value)), value)
+  model.unlink()
+  refuses('Nothing says what model', tmp_path / 'ours', tmp_path / 'd', error=ConfigError)
 
 
 def test_a_gin_file_of_another_model_is_refused(tmp_path, refuses):

@@ -172,6 +172,13 @@ def test_one_failed_import_hides_its_consequences(project, load):
   assert text == "bad.gin:2: There is no module 'trian' in app. Did you mean 'train'?"
 
 
+def test_imports_without_dynamic_registration_are_told_of_the_line_that_is_missing(project, load):
+  write(project / 'bad.gin', 'from app import train as other\nother.train.total_steps = 5\n')
+  text = problems_of(load, 'my.gin', 'bad.gin')
+  assert text.startswith("bad.gin:2: No function or class 'other.train' is known to gin.")
+  assert text.endswith('before them: from __gin__ import dynamic_registration')
+
+
 def test_problems_in_two_files_are_both_found(project, load):
   write(project / 'a.gin', 'A = b c\n')
   text = problems_of(load, 'a.gin', 'nowhere.gin')
