@@ -223,7 +223,7 @@ def _for_pairs(ring: _Ring, block: Callable[..., Any], carry: Any, q_length: int
 
 
 def largest_block(length: int, at_most: int = BLOCK_LENGTH) -> int:
-  """Returns the most positions, up to `at_most`, of which both halves of `length` are a multiple."""
+  """Returns the most positions up to `at_most` of which both halves of `length` are a multiple."""
   chunk = length if length % 2 else length // 2
   return max(size for size in divisors(chunk) if size <= max(at_most, 1))
 

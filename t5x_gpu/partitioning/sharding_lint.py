@@ -91,7 +91,7 @@ def replicated(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayou
 
 
 def _axes_of(table: Table) -> dict[str, list[str]]:
-  """Returns mesh axis -> the array axes that it splits, without those of stacked layers, experts."""
+  """Returns mesh axis -> array axes that it splits, without those of stacked layers, experts."""
   found: dict[str, list[str]] = {}
   for name in table.keys() - {'layers', 'experts'}:
     for axis in table[name]:
