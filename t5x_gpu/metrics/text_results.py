@@ -18,6 +18,9 @@ from t5x_gpu.metrics.result_lines import NUMBER, ResultLines, to_line
 from t5x_gpu.models.generation import Generated, Generator
 from t5x_gpu.runtime import distributed
 
+# Fields of a result beside those of its prompt.
+_SCORED = (NUMBER, 'score', 'num_tokens')
+_WRITTEN = (*_SCORED, 'prediction', 'is_complete', 'predictions', 'scores')
 _SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal
 
 
@@ -65,7 +68,10 @@ def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bo
     score: the probabilities of given targets, in place of new text.
     overwrite: begin the file anew.
     dry_run: check everything, and leave.
+  Raises:
+    DataError: a prompt that does not fit, or has a field that its result has.
   """
+  _check_fields(prompts, _SCORED if score else _WRITTEN)
   tokens = [job.tokens(prompt) for prompt in prompts]
   targets = [job.target_tokens(prompt) for prompt in prompts] if score else None
   for i, prompt in enumerate(prompts):
@@ -112,6 +118,18 @@ def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bo
     if lines is not None:
       lines.close()
   return len(prompts) - done
+
+
+def _check_fields(prompts: Sequence[Prompt], fields: Sequence[str]) -> None:
+  """Raises DataError if fields of prompts, which come back in the results, are called as ours."""
+  taken = {field: prompt.where for prompt in reversed(prompts) for field in prompt.extra
+           if field in fields}
+  if taken:
+    names = [field for field in fields if field in taken]
+    raise DataError(
+        f'{taken[names[0]]} has {", ".join(map(repr, names))}, which the result has as well.',
+        fix='Rename what the prompts have; other fields come back as they are. Results have '
+            + ', '.join(fields) + '.', docs='infer.md#results')
 
 
 def _result(job: Job, prompt: Prompt, found: Sequence[Generated]) -> dict[str, Any]:
