@@ -19,6 +19,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu import cli
+from t5x_gpu.checkpoint.carried import carried_ends, carried_vocabulary
 from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.paths import AnyPath, as_path
 from t5x_gpu.checkpoint.run_files import on_this_machine
@@ -50,7 +51,7 @@ EXAMPLES = """examples:
 is, unless --gin_file does. How tokens are chosen: --gin.DecodingConfig.X=VALUE (docs/infer.md).
 """
 # What a run has in its folder, and a converted model.
-RUN_GIN, MODEL_GIN, TOKENIZER = 'config.gin', 'model.gin', 'hf/tokenizer.json'
+RUN_GIN, MODEL_GIN = 'config.gin', 'model.gin'
 TRAIN, SETUP = 't5x_gpu.train.train', 't5x_gpu.infer.setup'
 # Arguments of a run: those that say which task, the first that is there; and those of no use here.
 _DATASETS = ('infer_eval_dataset_cfg', 'train_eval_dataset_cfg', 'train_dataset_cfg')
@@ -83,11 +84,11 @@ def open_job(args: cli.Args, asked: 'Asked') -> Job:
       dataset, feature_converter=model.feature_converter({'inputs': 1, 'targets': 1}),
       model_vocab_size=model.num_outcomes, has_inputs=has_inputs)
   reader = ParamsReader(asked.checkpoint, step=args.extra.step)
+  ends = dict.fromkeys([*([] if text.eos_id is None else [text.eos_id]), *asked.ends])
   notes = [f'parameters: {reader.path}',
            f'vocabulary: {text.name}, {text.size:,} ids'
-           + ('' if text.eos_id is None else f'; {text.eos_id} ends a text')]
-  stops = dict.fromkeys([*config.stop_tokens, *([] if text.eos_id is None else [text.eos_id])])
-  changes = {'stop_tokens': tuple(stops),
+           + (f'; {", ".join(map(str, ends))} end{"s" * (len(ends) == 1)} a text' if ends else '')]
+  changes = {'stop_tokens': tuple(dict.fromkeys([*config.stop_tokens, *ends])),
              'zero_is_padding': config.zero_is_padding and not text.zero_is_a_word}
   origin = reader.manifest.get('converted_from', {})
   if origin.get('format') == 'hf' and not (asked.sets_start or has_inputs or asked.is_run):
@@ -121,6 +122,7 @@ class Asked:
   Attributes:
     model, partitioner, dataset: as gin has them; without a task, `dataset` is a vocabulary alone.
     config: how to choose tokens.
+    ends: ids that end a text by the files of a converted model.
     sets_start: gin sets DecodingConfig.start_token.
     is_run: the gin file is of a run, not of a model alone.
     checkpoint: folder of parameters.
@@ -130,6 +132,7 @@ class Asked:
   partitioner: Partitioner
   dataset: DatasetConfig
   config: DecodingConfig
+  ends: tuple[int, ...]
   sets_start: bool
   is_run: bool
   checkpoint: AnyPath
@@ -157,11 +160,12 @@ class Asked:
       raise ConfigError('A model file does not say where the parameters are.',
                         fix='Give --checkpoint=FOLDER, or the gin file of a run.')
     vocabulary = flags.vocabulary
-    if vocabulary is None and not is_run and (run_folder / TOKENIZER).is_file():
-      vocabulary = f'huggingface:{on_this_machine((run_folder / TOKENIZER).parent)}'
+    if vocabulary is None and not is_run:
+      vocabulary = carried_vocabulary(run_folder)
     if vocabulary is not None:
       dataset = dataclasses.replace(dataset, vocabulary=vocabulary)
     return cls(own['model'], own['partitioner'], dataset, own['decoding_cfg'], is_run=is_run,
+               ends=() if is_run else carried_ends(run_folder),
                sets_start=any(setting.key.endswith('DecodingConfig.start_token')
                               for setting in loaded.provenance.settings),
                checkpoint=folder, run_arguments=run_arguments)
@@ -174,6 +178,9 @@ def _own_gin_file(folder: Optional[AnyPath]) -> str:
   for name in (RUN_GIN, MODEL_GIN):
     if (folder / name).is_file():
       return str(on_this_machine(folder / name))
+  if not folder.exists():
+    raise ConfigError(f'--checkpoint={folder} does not exist (looked from {os.getcwd()}).',
+                      fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote.')
   raise ConfigError(f'{folder} has neither {RUN_GIN} nor {MODEL_GIN}, which would say what the '
                     'model is.', fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote, '
                     'or --gin_file=... as for the training.')

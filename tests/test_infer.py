@@ -223,6 +223,8 @@ def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_pat
     ('{"inputs": "a"}\n{"inputs": a}', 'p.jsonl', 'p.jsonl:2 is not JSON'),
     ('{"text": "a"}', 'p.jsonl', "p.jsonl:1 has no text under key 'inputs'"),
     ('{"inputs": "a", "targets": 3}', 'p.jsonl', "p.jsonl:1 has no text under key 'targets'"),
+    ('{"inputs": "a"}\n{"inputs": "a", "number": 7, "scores": 1, "id": 2}', 'p.jsonl',
+     "p.jsonl:2 has 'number', 'scores', which the result has as well"),
     (None, 'none.txt', 'none.txt cannot be read: No such file'),
 ])
 def test_bad_prompts_are_refused_by_file_and_line(model_dir, tmp_path, text, name, message):
@@ -254,6 +256,8 @@ def test_a_folder_without_a_gin_file_is_refused(tmp_path):
   result = run_here(lambda: infer.main([f'--checkpoint={tmp_path}']))
   assert result.code == 1 and 'neither config.gin nor model.gin' in result.err
   assert 'Neither --checkpoint nor --gin_file' in run_here(lambda: infer.main([])).err
+  result = call(tmp_path / 'nowhere')
+  assert result.code == 1 and f'--checkpoint={tmp_path}/nowhere does not exist' in result.err
 
 
 def test_merged_adapters_write_what_they_write_unmerged(model_dir, prompts, tmp_path):
@@ -304,12 +308,30 @@ def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
   tokenizer.save(str(theirs / 'tokenizer.json'))
   (theirs / 'tokenizer_config.json').write_text(json.dumps(
       {'bos_token': '<bos>', 'eos_token': '<eos>'}))
+  (theirs / 'generation_config.json').write_text('{"eos_token_id": [2, 7]}')
   convert.main([f'--from={theirs}', f'--to={tmp_path / "ours"}', '--check=tensors'])
   (tmp_path / 'p.txt').write_text('w5 w9 !\n')
   result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', f'--output={tmp_path / "o"}')
   assert result.code == 0, result.err
   assert 'DecodingConfig.start_token = 1: what the tokenizer puts before' in result.err
-  assert '92 ids; 2 ends a text' in result.err
+  assert '92 ids; 2, 7 end a text' in result.err
   facts = json.loads((tmp_path / 'o.facts.json').read_text())
   assert facts['DecodingConfig.start_token'] == 1
   assert facts['DecodingConfig.zero_is_padding'] is False
+  assert facts['DecodingConfig.stop_tokens'] == [2, 7]
+
+
+def test_a_converted_model_with_a_sentencepiece_file_alone_is_read_with_it(tmp_path):
+  files = pytest.importorskip('tests.checkpoint.hf_files')
+  import sentencepiece
+  files.write_model(tmp_path / 'theirs', {**files.CONFIGS['llama'], 'eos_token_id': 2})
+  (tmp_path / 'text').write_text('one two three four\n' * 9)
+  sentencepiece.SentencePieceTrainer.train(
+      input=str(tmp_path / 'text'), model_prefix=str(tmp_path / 'theirs' / 'tokenizer'),
+      vocab_size=30, hard_vocab_limit=False, minloglevel=2)
+  convert.main([f'--from={tmp_path}/theirs', f'--to={tmp_path}/ours', '--check=tensors'])
+  (tmp_path / 'p.txt').write_text('one two\n')
+  result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', '--dry_run')
+  assert result.code == 0, result.err
+  assert f'vocabulary: sentencepiece:{tmp_path}/ours/hf/tokenizer.model' in result.err
+  assert '2 ends a text' in result.err and 'start_token = 1: what' in result.err

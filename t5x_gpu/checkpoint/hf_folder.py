@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
+from t5x_gpu.checkpoint.carried import SENTENCEPIECE
 from t5x_gpu.checkpoint.hf_config import family_of, from_hf
 from t5x_gpu.checkpoint.hf_names import FAMILIES
 from t5x_gpu.checkpoint.model_fields import ModelFields
@@ -119,14 +121,18 @@ def _check_token_table(folder: pathlib.Path, config: Mapping[str, Any], tensors:
 
 def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
   """Raises CheckpointError if tokenizer files of `folder` have ids that the model has not."""
-  for file, ids in (('tokenizer.json', _ids_of_tokenizer), ('vocab.json', _ids_of_dictionary),
-                    ('added_tokens.json', _ids_of_dictionary), ('vocab.txt', _ids_of_lines)):
+  readers = {'tokenizer.json': _ids_of_tokenizer, 'vocab.json': _ids_of_dictionary,
+             'added_tokens.json': _ids_of_dictionary, 'vocab.txt': _ids_of_lines,
+             **dict.fromkeys(SENTENCEPIECE, _ids_of_sentencepiece)}
+  if (folder / 'tokenizer.json').is_file():
+    readers.pop('tokenizer.model')  # nobody needs it; it may be tiktoken's
+  for file, ids in readers.items():
     path = folder / file
     if not path.is_file():
       continue
     try:
-      largest = ids(path.read_text('utf-8'))
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+      largest = ids(path)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as e:
       raise CheckpointError(f'{path} cannot be read ({type(e).__name__}: {e}).',
                             fix='Copy the file again.') from e
     if largest >= vocab_size:
@@ -136,19 +142,28 @@ def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
           fix='Take the tokenizer files that belong to the weights.', docs='convert.md#refused')
 
 
-def _ids_of_tokenizer(text: str) -> int:
-  parsed = json.loads(text)
+def _ids_of_tokenizer(path: pathlib.Path) -> int:
+  parsed = json.loads(path.read_text('utf-8'))
   vocab = parsed['model'].get('vocab', {})
   ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
   return max(ids + [token['id'] for token in parsed.get('added_tokens') or []], default=-1)
 
 
-def _ids_of_dictionary(text: str) -> int:
-  return max(json.loads(text).values(), default=-1)
+def _ids_of_dictionary(path: pathlib.Path) -> int:
+  return max(json.loads(path.read_text('utf-8')).values(), default=-1)
 
 
-def _ids_of_lines(text: str) -> int:
-  return len(text.splitlines()) - 1
+def _ids_of_lines(path: pathlib.Path) -> int:
+  with path.open(encoding='utf-8') as lines:  # a token may hold what str.splitlines splits at
+    return sum(1 for _ in lines) - 1
+
+
+def _ids_of_sentencepiece(path: pathlib.Path) -> int:
+  try:
+    library = importlib.import_module('sentencepiece')
+  except ModuleNotFoundError:  # comes with SeqIO; a conversion alone does not need it
+    return -1
+  return library.SentencePieceProcessor(model_file=str(path)).get_piece_size() - 1
 
 
 # ---- what is kept beside a converted checkpoint, so that the way back is exact -----------------

@@ -49,10 +49,12 @@ class TaskText:
 
   @property
   def start_id(self) -> Optional[int]:
-    vocabulary = self.targets.vocabulary
-    if not isinstance(vocabulary, HuggingFaceVocabulary) or vocabulary.template_start is None:
-      return None
-    return self._text(self.targets).of_model([vocabulary.template_start])[0]
+    vocabulary, start = self.targets.vocabulary, None
+    if isinstance(vocabulary, HuggingFaceVocabulary):
+      start = vocabulary.template_start
+    elif isinstance(vocabulary, seqio.SentencePieceVocabulary) and (vocabulary.bos_id or 0) > 0:
+      start = vocabulary.bos_id  # Llama 2 and Gemma, whose models put it first; T5's have none
+    return None if start is None else self._text(self.targets).of_model([start])[0]
 
   @property
   def zero_is_a_word(self) -> bool:

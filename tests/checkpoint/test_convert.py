@@ -287,6 +287,17 @@ def test_vocabularies_that_disagree_are_refused(tmp_path, refuses):
   path.write_text(json.dumps(CONFIGS['llama']))
   (tmp_path / 'a' / 'tokenizer.json').write_text(TOKENIZER.replace('95', '96'))
   refuses('token ids up to 96, and the model vocab_size = 96', tmp_path / 'a', tmp_path / 'ours')
+  (tmp_path / 'a' / 'tokenizer.json').unlink()
+  (tmp_path / 'a' / 'vocab.txt').write_text('a\u2028b\x85\n' * 96, encoding='utf-8')
+  (tmp_path / 'a' / 'tokenizer.model').write_bytes(b'junk')
+  refuses('tokenizer.model cannot be read', tmp_path / 'a', tmp_path / 'ours')
+  sentencepiece = pytest.importorskip('sentencepiece')
+  (tmp_path / 'text').write_text(' '.join(map(chr, range(0x4e00, 0x4e00 + 120))))
+  sentencepiece.SentencePieceTrainer.train(
+      input=str(tmp_path / 'text'), model_prefix=str(tmp_path / 'a' / 'tokenizer'),
+      vocab_size=124, hard_vocab_limit=False, minloglevel=2)
+  refuses('token ids up to 1[0-9]*, and the model vocab_size = 96', tmp_path / 'a',
+          tmp_path / 'ours')
 
 
 def test_logits_that_are_tied_in_one_place_and_not_in_another_are_refused(tmp_path, refuses):
