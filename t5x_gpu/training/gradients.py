@@ -118,7 +118,8 @@ def _check_parts(model: Any, what: str, instead: str, more: Sequence[str] = ()) 
     raise ModelError(f'{what} needs a model in three parts, and {type(model).__name__} has no '
                      f'{", ".join(missing)}.',
                      fix=f'{instead}, or give the model '
-                         f'{"this" if len(missing) == 1 else "these"}, as in models/decoder_only.py.', docs='parallelism.md')
+                         f'{"this" if len(missing) == 1 else "these"}, as in '
+                         'models/decoder_only.py.', docs='parallelism.md')
 
 
 @dataclasses.dataclass(frozen=True)
