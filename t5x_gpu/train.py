@@ -20,7 +20,7 @@ import numpy as np
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
-from t5x_gpu.checkpoint.local_promotion import check_with_local, promote_newer
+from t5x_gpu.checkpoint.local_promotion import check_with_local
 from t5x_gpu.checkpoint.local_tier import LocalTier, open_local_tier
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import Saved
@@ -143,8 +143,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
 
   # ---- 3. State: the latest checkpoint, else another run's, else a fresh one -------------------
   checkpointer = open_checkpointer(model_dir, keep=checkpoint_cfg.kept)
-  promote = functools.partial(promote_newer, model_dir, local, target=program.abstract_state)
-  state, restored = start.first_state(checkpointer, program, fresh, promote=promote)
+  state, restored = start.first_state(checkpointer, program, fresh, local)
   first_step = int(state.step)
   if restored:
     if not saved or saved.step != first_step:  # the latest one cannot be read

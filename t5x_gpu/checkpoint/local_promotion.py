@@ -64,15 +64,14 @@ def check_with_local(model_dir: str | os.PathLike, local: LocalTier | NoLocalTie
   return promoted if dry_run and promoted else saved
 
 
-def promote_newer(model_dir: str | os.PathLike, local: LocalTier | NoLocalTier,
-                  newer_than: Optional[int], *, target: Any) -> Optional[int]:
+def promote_newer(local: LocalTier | NoLocalTier, newer_than: Optional[int], *, target: Any
+                  ) -> Optional[int]:
   """Returns the newest local step after `newer_than` that is whole, once it is a checkpoint.
 
   For a run that finds, when it reads the arrays, that a checkpoint is damaged. It has MODEL_DIR
   locked. None without such a step.
 
   Args:
-    model_dir: of the run.
     local: of today's run.
     newer_than: the step that comes next among the checkpoints; None without any.
     target: the TrainState (or its shapes) of today.
@@ -81,7 +80,7 @@ def promote_newer(model_dir: str | os.PathLike, local: LocalTier | NoLocalTier,
   """
   if not isinstance(local, LocalTier):
     return None
-  folder = pathlib.Path(model_dir).absolute()
+  folder = local.model_dir
   run = distributed.broadcast_json(read_run_id(folder) if distributed.is_main_process() else None)
   if run is None:
     return None

@@ -52,7 +52,7 @@ class LocalTier:
 
   def __init__(self, folder: pathlib.Path, *, model_dir: pathlib.Path, copies: Copies,
                hosts: Hosts, period: int, process: int, attempt: str):
-    self.folder, self._model_dir = folder, model_dir
+    self.folder, self.model_dir = folder, model_dir
     self._copies, self._hosts = copies, hosts
     self._period, self._process, self._attempt = period, process, attempt
     self._thread: Optional[threading.Thread] = None
@@ -68,13 +68,13 @@ class LocalTier:
 
   def __enter__(self) -> Self:
     """Begins: MODEL_DIR is there, and this run's."""
-    run = distributed.broadcast_json(ensure_run_id(self._model_dir)
+    run = distributed.broadcast_json(ensure_run_id(self.model_dir)
                                      if distributed.is_main_process() else None)
     self._run_folder = self.folder / run
     try:
       self._run_folder.mkdir(parents=True, exist_ok=True)
       if self._is_first_of_host:
-        (self._run_folder / ABOUT).write_text(json.dumps({'model_dir': str(self._model_dir)}))
+        (self._run_folder / ABOUT).write_text(json.dumps({'model_dir': str(self.model_dir)}))
         # Of processes that were killed; none of today writes before all have come to `save`.
         for path in self._run_folder.glob(f'step_*{TEMPORARY}'):
           path.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ Each process reads the parts of the parameters that its devices hold, whatever m
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -11,7 +12,9 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.checkpointer import Promote, Restored, nothing_local, restore_from
+from t5x_gpu.checkpoint.checkpointer import Restored, restore_from
+from t5x_gpu.checkpoint.local_promotion import promote_newer
+from t5x_gpu.checkpoint.local_tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.params_files import ParamsReader, check_params
@@ -50,7 +53,7 @@ class Start:
     return self.origin or (restored and restored.manifest.get(STARTED_FROM))
 
   def first_state(self, checkpointer: AnyCheckpointer, program: Program,
-                  fresh: Optional[TrainState], *, promote: Promote = nothing_local
+                  fresh: Optional[TrainState], local: LocalTier | NoLocalTier = NoLocalTier()
                   ) -> tuple[TrainState, Optional[Restored]]:
     """Returns (the state of the next step, the checkpoint that holds all of it if there is one).
 
@@ -58,11 +61,12 @@ class Start:
       checkpointer: of the run, whose own latest checkpoint comes first.
       program: of the run.
       fresh: its initial state, used up; None to compute it if need be.
-      promote: see `Checkpointer.restore_latest`.
+      local: of the run, whose steps stand in for a checkpoint that proves damaged.
     Raises:
       CheckpointError: nothing can be read.
     """
-    restored = checkpointer.restore_latest(program.abstract_state, promote=promote)
+    restored = checkpointer.restore_latest(program.abstract_state, promote=functools.partial(
+        promote_newer, local, target=program.abstract_state))
     if restored is None and self.saved is not None:
       restored = restore_from(self.reader.path, self.saved, program.abstract_state)
     if restored is not None:

@@ -108,7 +108,7 @@ def assert_restored(tmp_path, layout: str, want, *, step: int) -> None:
   checkpointer = Checkpointer(str(tmp_path / 'model'))
   target = program(layout).abstract_state
   restored = checkpointer.restore_latest(target, promote=functools.partial(
-      promote_newer, tmp_path / 'model', tier_that_sees(tmp_path, layout), target=target))
+      promote_newer, tier_that_sees(tmp_path, layout), target=target))
   checkpointer.close()
   assert restored.data_state == b'data of %d' % step
   assert restored.manifest['next_batch_hash'] == f'hash{step}'
