@@ -63,7 +63,7 @@ def refuses(tmp_path):
 def test_hugging_face_to_ours_and_back_is_the_same_to_the_last_byte(name, dtype, tmp_path):
   write_model(tmp_path / 'a', CONFIGS[name], dtype=dtype, max_file_bytes=20_000)
   (tmp_path / 'a' / 'tokenizer.json').write_text(TOKENIZER)
-  (tmp_path / 'a' / 'spiece.model').write_bytes(b'\x01\x02')
+  (tmp_path / 'a' / 'chat_template.jinja').write_bytes(b'\x01\x02')
   before = files_of(tmp_path / 'a')
   assert sum(f.endswith('.safetensors') for f in before) > 1
   run(tmp_path / 'a', tmp_path / 'ours')
