@@ -27,6 +27,14 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU: T5X_GPU_TEST_PLATFORM=cuda'))
 
 
+@pytest.fixture(scope='session', autouse=True)
+def shared_folder(tmp_path_factory):
+  """A folder of all workers of this session (tests/helpers_layouts.py)."""
+  base = tmp_path_factory.getbasetemp()
+  os.environ['T5X_GPU_TESTS_SHARE'] = str(
+      base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base)
+
+
 @pytest.fixture(autouse=True)
 def no_threads_left_behind():
   """A failed save of one test must not let the next failing run end this process."""

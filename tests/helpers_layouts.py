@@ -7,6 +7,8 @@ replica (the relative bias) to be small.
 import dataclasses
 import functools
 import math
+import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,9 +120,14 @@ def program(name: str) -> Program:
 
 @functools.cache
 def hlo(name: str) -> str:
-  """Returns the step of one device, right after XLA's partitioner."""
-  p = program(name)
-  return partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch))
+  """Returns the step of one device, right after XLA's partitioner; one worker compiles it."""
+  path = pathlib.Path(os.environ['T5X_GPU_TESTS_SHARE'], f'{name}.hlo')
+  if not path.exists():
+    p = program(name)
+    own = path.with_suffix(f'.{os.getpid()}')
+    own.write_text(partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch)))
+    own.replace(path)
+  return path.read_text()
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Runs under every kind of layout: the same losses, evaluations, text and checkpoints as alone."""
 
+import functools
 import re
 import shutil
 
@@ -65,21 +66,23 @@ def start(folder, layout: str):
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-  """Layout -> its project after four steps, saved at 2 and 4, and what it said."""
-  done = {}
+  """Returns run(layout) -> its project after four steps, saved at 2 and 4, and what it said."""
   with pytest.MonkeyPatch.context() as patch:
-    for layout in LAYOUTS:
+    @functools.cache
+    def run(layout):
       folder = tmp_path_factory.mktemp(layout)
       patch.syspath_prepend(str(folder))
       project, result = start(folder, layout)
       assert result.code == 0, result.err
-      done[layout] = project, result.out
-    yield done
+      return project, result.out
+    yield run
 
 
-@pytest.mark.parametrize('layout', [name for name in LAYOUTS if name != 'alone'])
+@pytest.mark.parametrize('layout', [
+    '3d', *(pytest.param(name, marks=pytest.mark.slow)
+            for name in ('context_x_model', 'circular_x_fsdp'))])
 def test_losses_evaluations_and_text_are_those_of_one_device(runs, layout):
-  (got, out), (want, want_out) = runs[layout], runs['alone']
+  (got, out), (want, want_out) = runs(layout), runs('alone')
   for key in ('train/loss', 'eval/loss', 'eval/accuracy'):
     assert got.metrics(key).keys() == want.metrics(key).keys() and want.metrics(key)
     np.testing.assert_allclose(list(got.metrics(key).values()), list(want.metrics(key).values()),
@@ -92,16 +95,16 @@ def sample(out: str) -> str:
 
 
 @pytest.mark.parametrize('written_under, read_under', [
-    ('circular_x_fsdp', 'alone'), ('3d', 'circular_x_fsdp')])
+    pytest.param('circular_x_fsdp', 'alone', marks=pytest.mark.slow), ('3d', 'circular_x_fsdp')])
 def test_a_checkpoint_continues_under_another_layout_with_the_same_losses(
     runs, tmp_path, written_under, read_under):
   """Under the circular schedule layers lie in another order than in a checkpoint."""
-  shutil.copytree(runs[written_under][0].model_dir, tmp_path / 'model')
+  shutil.copytree(runs(written_under)[0].model_dir, tmp_path / 'model')
   shutil.rmtree(tmp_path / 'model/checkpoint_4')
   project, result = start(tmp_path, read_under)
   assert result.code == 0 and 'checkpoint_2.' in result.out, result.err
   for key in ('train/loss', 'eval/loss'):
-    want, got = runs[written_under][0].metrics(key), project.metrics(key)
+    want, got = runs(written_under)[0].metrics(key), project.metrics(key)
     assert got.keys() == want.keys()
     np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=MESH_LOSS, err_msg=key)
 

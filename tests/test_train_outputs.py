@@ -253,6 +253,7 @@ sys.exit(train.main())
 '''
 
 
+@pytest.mark.slow
 def test_builtin_import_is_replaced_only_while_no_other_thread_imports(tmp_path):
   """TensorFlow Datasets replaces it: JAX, tracing in the main thread, would get no class."""
   project = Project(tmp_path)

@@ -36,6 +36,7 @@ def untouched(tmp_path_factory) -> dict[int, float]:
   return losses
 
 
+@pytest.mark.slow  # kills are in tests/test_train_crashes.py and tests/property, too
 def test_losses_after_kill_9_at_any_moment_are_those_of_the_untouched_run(
     tmp_path, warm, untouched):
   project = Project(tmp_path, warm=warm)

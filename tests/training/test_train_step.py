@@ -70,7 +70,8 @@ def reference_with_dropout():
   return run(build(dropout_rate=0.3))
 
 
-@pytest.mark.parametrize('num_microbatches', [2, 4, 16])
+@pytest.mark.parametrize('num_microbatches', [
+    2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 16))])
 def test_accumulation_equals_the_full_batch(reference, num_microbatches):
   assert_same(run(build(num_microbatches=num_microbatches)), reference)
 
