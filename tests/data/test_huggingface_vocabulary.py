@@ -9,6 +9,7 @@ import pytest
 
 from t5x_gpu.data import batches, features, objectives, row_facts, vocabularies
 from t5x_gpu.data.batches import DatasetConfig, ModelOutputs
+from t5x_gpu.data.feature_converters import model_rows
 from t5x_gpu.data.huggingface_vocabulary import HuggingFaceVocabulary
 from t5x_gpu.data.prepared_index import read_index
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -197,6 +198,20 @@ def test_a_prefix_keeps_its_words_of_id_0(open_data, gpt2, tmp_path):
   got = row['decoder_target_tokens'][where].tolist()
   eos = HuggingFaceVocabulary(gpt2).eos_id
   assert [i for i in got if i != eos] == inputs + targets and 0 in inputs and 0 in targets
+
+
+def test_two_vocabularies_in_one_sequence_are_refused_where_their_ids_meet(gpt2):
+  rows = tf.data.Dataset.from_tensors({'decoder_target_tokens': tf.constant([5, 0])})
+  one = HuggingFaceVocabulary(gpt2)
+
+  def got(other):
+    [row] = model_rows(rows, converter=lambda examples, **_: examples, name='prefix_lm',
+                       task_feature_lengths={}, output_features={
+                           'inputs': seqio.Feature(other), 'targets': seqio.Feature(one)})
+    return row['decoder_target_tokens'].numpy().tolist()
+  assert got(HuggingFaceVocabulary(gpt2, extra_ids=3)) == got(seqio.ByteVocabulary()) == [5, 0]
+  with pytest.raises(DataError, match='is a word in both'):
+    got(seqio.PassThroughVocabulary(one.vocab_size))
 
 
 def test_an_encoder_tells_padding_by_id_0_so_the_word_stays_moved(open_data, gpt2, tmp_path):
