@@ -2,13 +2,14 @@
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import os
 import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 import numpy as np
@@ -104,25 +105,32 @@ def _opened(args: cli.Args) -> _Data:
                arguments.get('model_dir'))
 
 
-def _rows(data: _Data, number: int, *, repeat: bool) -> Iterator[dict[str, np.ndarray]]:
-  """Yields the first rows: as training takes them, or of one pass."""
-  batches = data.batches(repeat=repeat)
-  try:
-    for batch in batches:
-      for row in range(data.spec.batch_size):
-        if number == 0:
-          return
-        number -= 1
-        yield row_facts.row_of(batch, row)
-  finally:
-    batches.close()
+def _rows(data: _Data, batches: Iterator[Batch], number: int) -> Iterator[dict[str, np.ndarray]]:
+  """Yields the first rows."""
+  for batch in batches:
+    for row in range(data.spec.batch_size):
+      if number == 0:
+        return
+      number -= 1
+      yield row_facts.row_of(batch, row)
+
+
+def _facts(data: _Data, num_rows: int) -> tuple[row_facts.RowFacts, Mapping[str, Any]]:
+  """Returns the sums over the first rows of one pass, and what the batches say of themselves."""
+  facts = row_facts.RowFacts()
+  with contextlib.closing(data.batches(repeat=False)) as batches:
+    for row in _rows(data, batches, num_rows):
+      facts.add(row)
+    return facts, batches.describe()
 
 
 def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> None:
   """Prints rows, each example in a colour of its own; dim where no loss is taken."""
   vocabulary = open_vocabulary(data.config, feature_converter=data.feature_converter)
   facts = row_facts.RowFacts()
-  for number, row in enumerate(_rows(data, num_rows, repeat=True)):
+  with contextlib.closing(data.batches(repeat=True)) as batches:
+    rows = list(_rows(data, batches, num_rows))
+  for number, row in enumerate(rows):
     one = row_facts.RowFacts()
     one.add(row)
     facts.add(row)
@@ -145,13 +153,12 @@ def stats(data: _Data, *, num_rows: int, picture: Optional[str],
   """Prints shares of tasks, lengths and padding: of all prepared rows, of some of other data."""
   index = data.index
   if index is None:
-    facts = row_facts.RowFacts()
-    for row in _rows(data, num_rows, repeat=False):
-      facts.add(row)
+    facts, about = _facts(data, num_rows)
     lengths = {data.config.mixture_or_task_name: dict(facts.lengths)}
     console.print(f'{facts.rows:,} rows of {data.config.mixture_or_task_name}, split '
                   f'{data.config.split}: {facts.tokens:,} tokens, padding {facts.padding:.1%}',
                   markup=False)
+    _print_shares(data, about, num_rows=num_rows, console=console)
   else:
     lengths = {name: _lengths(index, name) for name in index.members}
     console.print(f'{index.rows:,} rows in {data.config.mixture_or_task_name}, split '
@@ -171,6 +178,32 @@ def stats(data: _Data, *, num_rows: int, picture: Optional[str],
     path = plot_lengths(lengths, picture, title=f'{data.config.mixture_or_task_name}, '
                         f'{data.config.split}: {sum(together.values()):,} examples')
     console.print(f'Drawn: {path}', markup=False)
+
+
+def _print_shares(data: _Data, about: Mapping[str, Any], *, num_rows: int,
+                  console: rich.console.Console) -> None:
+  """Prints what each task of a mixture has of its tokens, by its rate and some rows of its own.
+
+  Args:
+    data: any; nothing is printed of what is no mixture.
+    about: what its batches say of themselves.
+    num_rows: to read, of all tasks together.
+    console: where to.
+  """
+  rates = {name.removesuffix('.with_vocabulary'): rate
+           for name, rate in about.get('rates', {}).items() if f'source of {name}' in about}
+  per_example = {}
+  for name in rates:
+    member = dataclasses.replace(data.config, mixture_or_task_name=name)
+    facts, _ = _facts(dataclasses.replace(data, config=member), max(1, num_rows // len(rates)))
+    per_example[name] = facts.tokens / max(1, sum(facts.lengths.values()))
+  total = sum(rates.values())
+  tokens = sum(rates[name] * per_example[name] for name in rates)
+  if rates:
+    console.print('  rate     of tokens  tokens of an example  task')
+  for name, rate in rates.items():
+    console.print(f'  {rate / total:6.1%}   {rate * per_example[name] / tokens:9.1%}  '
+                  f'{per_example[name]:20,.1f}  {name}', markup=False)
 
 
 def _lengths(index: Index, name: str) -> dict[int, int]:

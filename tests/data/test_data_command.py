@@ -80,6 +80,14 @@ def test_stats_and_bench_of_text_and_what_the_model_takes(tmp_path):
            f'--gin.MIXTURE_OR_TASK_NAME=text_lines:{tmp_path}/a.txt')
   assert re.search(r'^20 rows of text_lines:.*split train: \d+ tokens, padding [\d.]+%$',
                    run('stats', *flags, '--rows=20'), re.MULTILINE)
+  out = run('stats', *flags, '--rows=30', '--gin.MIXTURE_OR_TASK_NAME=mixed_one_split',
+            '--gin.MIXTURE_OR_TASK_MODULE=tests.mixed_tasks')
+  shares = re.findall(r'^ +([\d.]+)% +([\d.]+)% +([\d.]+)  (mixed_.)$', out, re.MULTILINE)
+  assert [(rate, name) for rate, _, _, name in shares] == [
+      ('50.0', 'mixed_a'), ('50.0', 'mixed_t')]
+  parts = [float(rate) * float(length) for rate, _, length, _ in shares]
+  assert [float(share) for _, share, _, _ in shares] == pytest.approx(
+      [100 * part / sum(parts) for part in parts], abs=0.3)
   out = run('bench', *flags, '--seconds=0.1')
   assert re.search(r'batch 8: [\d,]+ tokens/s, [\d,]+ per core', out)
   assert f'The model takes 2 tokens/s ({tmp_path}/model/metrics.jsonl)' in out and 'enough' in out
