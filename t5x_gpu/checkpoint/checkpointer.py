@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from t5x_gpu.checkpoint.checksums import check_restored, checksums_of, record
 from t5x_gpu.checkpoint.chunks import save_args
 from t5x_gpu.checkpoint.commit_at_exit import CommitAtExit
-from t5x_gpu.checkpoint.keep import BEST_IS, Keep, Preservation
+from t5x_gpu.checkpoint.keep import BEST_IS, EVALUATIONS, Keep, Preservation
 from t5x_gpu.checkpoint.local_config import check_local_settings
 from t5x_gpu.checkpoint.manifest import sealed
 from t5x_gpu.checkpoint.model_dir import (
@@ -34,7 +34,7 @@ from t5x_gpu.checkpoint.paths import AnyPath, is_remote
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
-from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
 from t5x_gpu.runtime import distributed, exits
 from t5x_gpu.training.train_state import TrainState
 
@@ -98,15 +98,31 @@ class CheckpointConfig:
                 metric=self.best_metric, best_is=self.best_is)
 
   def check_best(self, total_steps: int, *eval_periods: Optional[int]) -> None:
-    """Raises CheckpointError if the best are to stay, but only the last one is evaluated."""
-    if self.keep_best and not any(p and math.lcm(p, self.period) < total_steps
-                                  for p in eval_periods):
+    """Raises CheckpointError if the best are to stay, but only the last one is evaluated.
+
+    Args:
+      total_steps: of the run.
+      eval_periods: steps between evaluations of each kind in `EVALUATIONS`; None for no such.
+    """
+    if not self.keep_best:
+      return
+    group = self.best_metric.partition('/')[0]
+    if group not in EVALUATIONS:
       raise CheckpointError(
-          f'CheckpointConfig.keep_best = {self.keep_best}, but no checkpoint before the last is '
-          f'saved at a step with an evaluation: a save every {self.period} steps, an evaluation '
-          f'every {" and ".join(str(p) for p in eval_periods if p) or "(never)"}.',
-          fix=f'Set EVAL_PERIOD = {self.period}, or CheckpointConfig.keep_best = None.',
-          parameters=('CheckpointConfig.keep_best', 'train.eval_period'))
+          f'CheckpointConfig.best_metric = {self.best_metric!r} is of no evaluation.'
+          + did_you_mean(group, EVALUATIONS),
+          fix="Set it to 'eval/loss', 'eval/accuracy', ... or 'infer_eval/TASK/METRIC'.",
+          parameters=('CheckpointConfig.best_metric',))
+    period = dict(zip(EVALUATIONS, eval_periods, strict=True))[group]
+    if not period or math.lcm(period, self.period) >= total_steps:
+      name = EVALUATIONS[group]
+      raise CheckpointError(
+          f'CheckpointConfig.keep_best = {self.keep_best} by {self.best_metric!r}, but no '
+          f'checkpoint before the last is saved at a step with that evaluation: a save every '
+          f'{self.period} steps, an evaluation every {period or "(never)"}.',
+          fix=f'Set {name.upper() if group == "eval" else f"train.{name}"} = {self.period}, or '
+              'CheckpointConfig.keep_best = None.',
+          parameters=('CheckpointConfig.keep_best', f'train.{name}'))
 
 
 @dataclasses.dataclass(frozen=True)

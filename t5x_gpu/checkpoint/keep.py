@@ -8,6 +8,8 @@ from typing import Any, Optional
 from t5x_gpu.errors import ConfigError, did_you_mean
 
 BEST_IS = ('min', 'max')
+# What the names of metrics begin with -> the parameter that says how often they are computed.
+EVALUATIONS = {'eval': 'eval_period', 'infer_eval': 'infer_eval_period'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,9 @@ class Keep:
     """
     if not self.best or not metrics:
       return None
+    group = self.metric.partition('/')[0]
+    if group in EVALUATIONS and not any(name.startswith(f'{group}/') for name in metrics):
+      return None  # it was not the turn of that evaluation
     if self.metric not in metrics:
       raise ConfigError(
           f'{self.named_by} = {self.metric!r} is not what evaluations give.'

@@ -139,6 +139,18 @@ def test_the_best_by_a_metric_that_nothing_measures_is_refused(tmp_path):
     assert checkpointer.steps() == [1]  # what was trained is kept
 
 
+def test_the_best_by_an_evaluation_that_is_not_due_or_not_there(tmp_path):
+  keep = Keep(last=1, best=1, metric='infer_eval/task/score')
+  assert keep.value_of({'eval/loss': 1.0}) is None  # not its turn
+  assert keep.value_of({'eval/loss': 1.0, 'infer_eval/task/score': 2.0}) == 2.0
+  config = CheckpointConfig(period=5, keep_best=1, best_metric='infer_eval/task/score')
+  config.check_best(20, None, 10)
+  with pytest.raises(CheckpointError, match='an evaluation every .never.'):
+    config.check_best(20, 5, None)
+  with pytest.raises(CheckpointError, match="is of no evaluation. Did you mean 'eval'"):
+    CheckpointConfig(period=5, keep_best=1, best_metric='evl/loss').check_best(20, 5, 5)
+
+
 @pytest.mark.parametrize('options, message', [
     ({'keep': None, 'keep_best': 2}, 'keep = None keeps all'),
     ({'keep_best': 2, 'best_is': 'low'}, "'min' or 'max'")])
