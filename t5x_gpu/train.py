@@ -20,6 +20,7 @@ import numpy as np
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
+from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.local_promotion import check_with_local
 from t5x_gpu.checkpoint.local_tier import LocalTier, open_local_tier
 from t5x_gpu.checkpoint.manifest import make_manifest
@@ -34,7 +35,8 @@ from t5x_gpu.data.guarantees import data_line
 from t5x_gpu.errors import ConfigError, TrainingError
 from t5x_gpu.metrics import logging_setup, reduce
 from t5x_gpu.metrics.closing import closing_text
-from t5x_gpu.metrics.evaluator import Evaluations, batches_for, open_evaluations
+from t5x_gpu.metrics.evaluator import (
+    LOSS, Evaluations, batches_for, loss_metrics, open_evaluations)
 from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig, check_sample
 from t5x_gpu.models.generation import sample
@@ -133,7 +135,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   import_modules(train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
   open_data = functools.partial(
       _open_data, model, program, train_dataset_cfg, saved, sample_cfg, total_steps=total_steps,
-      loss=(train_eval_dataset_cfg, eval_steps, eval_period),
+      loss=(train_eval_dataset_cfg, eval_steps, eval_period), keep=checkpoint_cfg.kept,
       tasks=(infer_eval_dataset_cfg, decoding_cfg, infer_eval_period))
   if dry_run:
     open_data()
@@ -234,12 +236,14 @@ def _compile_while(open_data: Callable[[], Any], program: Program,
 
 
 def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Optional[Saved],
-               sample_cfg: Optional[SampleConfig], **evaluations: Any
+               sample_cfg: Optional[SampleConfig], keep: Keep, **evaluations: Any
                ) -> tuple[BatchIterator, Evaluations]:
   """Returns training data, checked and where `saved` left it, and what evaluates."""
   if sample_cfg is not None:  # raises now rather than after the last step
     prompt = _vocabulary(model, train_cfg).encode(sample_cfg.prompt)
     check_sample(len(prompt), num_tokens=sample_cfg.num_tokens, length=_length(program))
+  if keep.best and keep.metric.startswith(LOSS):
+    keep.value_of(loss_metrics(program))  # a misspelt one is told now, too
   data = batches_for(model, train_cfg, repeat=True)
   _say(data_line(data.describe(), process_count=jax.process_count()))
   program.spec.check(data.peek())

@@ -57,6 +57,9 @@ def test_the_best_of_what_is_never_evaluated_is_refused(project):
       'keep_best = 1', 'EVAL_PERIOD = 2'], **{'CheckpointConfig.keep_best': 1})
   assert_refused(project, SAVE_PERIOD=2, EVAL_PERIOD=2, TRAIN_STEPS=6, says=['(never)'], **{
       'CheckpointConfig.keep_best': 1, 'train.train_eval_dataset_cfg': None})
+  assert_refused(project, SAVE_PERIOD=2, EVAL_PERIOD=2, TRAIN_STEPS=6, says=[
+      "best_metric = 'eval/los'", "Did you mean 'eval/loss'"], **{
+          'CheckpointConfig.keep_best': 1, 'CheckpointConfig.best_metric': 'eval/los'})
 
 
 def test_zero_steps_are_refused(project):

@@ -70,6 +70,13 @@ def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
   return means.values | classification.scores(confusion, prefix=prefix)
 
 
+def loss_metrics(program: Program) -> dict[str, float]:
+  """Returns the metrics that `Evaluator.run` gives, with values that mean nothing; runs nothing."""
+  sums = program.eval_step.lower(program.abstract_state.params, program.abstract_batch).out_info
+  return values_of({name: (np.ones(total.shape), 1.0) for name, (total, _) in sums.items()},
+                   prefix=LOSS)
+
+
 class TaskEvaluator:
   """The metrics of tasks: what the model writes, and how likely it finds what it should write.
 
