@@ -78,7 +78,7 @@ def test_diff_is_0_for_the_same_1_for_others_and_2_for_trouble(tmp_path):
           f'{most / np.max(np.abs(a)):.3g} of the largest') in other.out
   assert 'opt_state/mu' not in other.out
   trouble = run('diff', folder / 'checkpoint_3', tmp_path / 'nothing')
-  assert trouble.code == 2 and 'has no checkpoint' in trouble.err
+  assert trouble.code == 2 and 'does not exist' in trouble.err
 
 
 def test_diff_names_arrays_that_only_one_has_and_other_shapes(tmp_path):

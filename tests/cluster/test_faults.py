@@ -187,7 +187,8 @@ def test_a_killed_rank_ends_the_others_within_30_seconds_and_is_named(ranks, pro
         f'{min(others(ended.seconds, rank)):.1f} to {max(ended.seconds):.1f} s')
 
 
-@pytest.mark.parametrize('rank', [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('rank', [0, 1])
 def test_a_stopped_rank_ends_the_others_and_is_named(ranks, project, rank):
   ended = ranks.run(project, f'{rank}:12:stop', ranks=2, **SHORT)
   assert ended.codes[1 - rank] == EXIT_RANK_DEAD, ended.texts

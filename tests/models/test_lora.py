@@ -86,7 +86,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize('family', [
     pytest.param(name, marks=pytest.mark.slow) if name in (
-        'grouped_decoder', 'classifier', 'mlm') else name for name in FAMILIES])
+        'grouped_decoder', 'encoder_decoder', 'mlm') else name for name in FAMILIES])
 def test_adapters_do_nothing_at_first_and_the_same_merged_as_beside_the_kernels(family):
   base = FAMILIES[family]
   model = LoraModel(base, rank=3, alpha=12.0, pattern=ALL)
