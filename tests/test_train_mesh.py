@@ -43,7 +43,8 @@ def test_losses_on_eight_devices_are_those_of_one(runs, mesh):
 @pytest.mark.parametrize('written_on, read_on', [
     ('one_device', 'fsdp8'), ('fsdp8', 'one_device'),
     *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (
-        ('one_device', 'data8'), ('data8', 'fsdp8'), ('fsdp8', 'model8'), ('model8', 'one_device')))])
+        ('one_device', 'data8'), ('data8', 'fsdp8'), ('fsdp8', 'model8'),
+        ('model8', 'one_device')))])
 def test_a_checkpoint_continues_on_another_mesh_with_the_same_losses(
     runs, tmp_path, written_on, read_on):
   project = Project(tmp_path)

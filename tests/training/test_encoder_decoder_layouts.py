@@ -62,7 +62,8 @@ def run(model, num_devices=1, num_microbatches=1, partitioner=None):
 one_device = functools.cache(run)
 
 
-@pytest.mark.slow  # in `make test`: tests/parity/test_layouts.py, tests/partitioning/test_pipeline_stacks.py
+# In `make test`: tests/parity/test_layouts.py and tests/partitioning/test_pipeline_stacks.py.
+@pytest.mark.slow
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_gradients_of_every_layer_of_both_stacks_are_those_of_one_device(layout):
   model, *split = LAYOUTS[layout]
