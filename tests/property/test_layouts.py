@@ -31,6 +31,9 @@ DOCS = pathlib.Path(__file__).parents[2] / 'docs'
 BATCH, LENGTH = 16, 16
 AXES = {'context': 'context', 'fsdp': 'fsdp', 'model': 'num_partitions', 'expert': 'expert',
         'stage': 'stage', 'data': 'data'}
+# A layout rounds at every operation, a perturbation only at the parameters. Over ten random layouts
+# the error was 0.2 to 1.1 times the largest of five perturbations.
+PERTURBATIONS, PERTURBATION_FACTOR = 4, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,30 +118,53 @@ def alone(model):
 
 
 @functools.cache
-def first_state(model, ulps):
-  """Returns the state before the first step, on the host, its values moved by 0 or 1 ulps."""
-  init = build(alone(model)).init.lower().compile(compiler_options=QUICK)
-  up = np.random.default_rng(0)
-
-  def moved(x):
-    return x if not ulps or x.dtype != np.float32 else np.nextafter(
-        x, np.where(up.integers(2, size=x.shape), np.inf, -np.inf).astype(x.dtype))
-  return jax.tree.map(lambda x: moved(np.asarray(x)), init())
+def compiled(layout):
+  """Returns (program, batch, compiled step)."""
+  program = build(layout)
+  batch = program.layout.put_batch(uneven_batches(program.spec, seed=0, num_batches=1)[0])
+  step = program.train_step.lower(program.abstract_state, batch).compile(compiler_options=QUICK)
+  return program, batch, step
 
 
 @functools.cache
-def one_step(layout, ulps=0):
-  """Returns (loss, path -> gradient) of the first step."""
-  program = build(layout)
-  batch = program.layout.put_batch(uneven_batches(program.spec, seed=0, num_batches=1)[0])
+def first_state(model):
+  """Returns the state before the first step, on the host."""
+  init = build(alone(model)).init.lower().compile(compiler_options=QUICK)
+  return jax.tree.map(np.asarray, init())
+
+
+def one_step(layout, perturbation=None):
+  """Returns (loss, path -> gradient) of the first step.
+
+  Args:
+    layout: model and mesh.
+    perturbation: a seed; every float32 value of the state moves up or down by one ulp.
+  """
+  program, batch, step = compiled(layout)
+  up = np.random.default_rng(perturbation)
+
+  def moved(x):
+    if perturbation is None or x.dtype != np.float32:
+      return x
+    return np.nextafter(x, np.where(up.integers(2, size=x.shape), np.inf, -np.inf).astype(x.dtype))
   state = program.in_run_order(jax.tree.map(
-      lambda x, a: jax.device_put(x, a.sharding), first_state(layout.model, ulps),
+      lambda x, a: jax.device_put(moved(x), a.sharding), first_state(layout.model),
       program.abstract_state))
-  step = program.train_step.lower(program.abstract_state, batch).compile(compiler_options=QUICK)
   state, sums = step(state, batch)
   grads, _ = jax.tree_util.tree_flatten_with_path(program.in_model_order(state).opt_state)
   return (float(sums['loss'][0] / sums['loss'][1]),
           {jax.tree_util.keystr(path): np.asarray(x) for path, x in grads})
+
+
+@functools.cache
+def rounding(model):
+  """Returns path -> how far a gradient moves when the parameters move by one ulp.
+
+  The largest over PERTURBATIONS: a single one can miss the direction that matters.
+  """
+  _, want = one_step(alone(model))
+  moved = [one_step(alone(model), seed)[1] for seed in range(PERTURBATIONS)]
+  return {path: max(distance(grads[path], want[path]) for grads in moved) for path in want}
 
 
 GENERATE = [hypothesis.Phase.generate]  # to shrink takes a compilation each time
@@ -160,12 +186,13 @@ def test_the_first_steps_of_many_legal_layouts_equal_one_device(layout):
 def check_first_step(layout):
   (loss, grads), (want_loss, want_grads) = one_step(layout), one_step(alone(layout.model))
   np.testing.assert_allclose(loss, want_loss, rtol=MESH_GRADIENT)
-  for path, want in want_grads.items():
-    error = distance(grads[path], want)
-    # Norms on norms of eight features can make more of a parameter's last bit than the tolerance.
+  errors = {path: distance(grads[path], want) for path, want in want_grads.items()}
+  # Norms of a few features can amplify rounding beyond the tolerance, by how much depends on the
+  # processor. The bound for those is how sensitive this model is, measured on this machine.
+  for path, error in errors.items():
     if error >= MESH_GRADIENT:
-      rounding = distance(one_step(alone(layout.model), 1)[1][path], want)
-      assert error < min(rounding, 1e-3), f'{path}: {error:.1e}, by rounding {rounding:.1e}'
+      bound = min(PERTURBATION_FACTOR * rounding(layout.model)[path], 1e-3)
+      assert error < bound, f'{path}: {error:.1e}, allowed {bound:.1e}'
 
 
 def distance(got, want):
