@@ -46,11 +46,12 @@ setuptools.setup(
     long_description=(ROOT / 'README.md').read_text(),
     long_description_content_type='text/markdown',
     license='Apache-2.0',
+    license_files=['LICENSE'],
     python_requires='>=3.11',
     packages=setuptools.find_packages(include=['t5x_gpu', 't5x_gpu.*'])
     + ['t5x_gpu.gin_configs' + folder.replace('/', '.') for folder in gin_folders],
     package_dir={'t5x_gpu.gin_configs': 'gin_configs'},
-    package_data={'': ['*.gin']},
+    package_data={'': ['*.gin'], 't5x_gpu': ['py.typed']},
     install_requires=CORE + DATA + PLOTS,
     extras_require={
         'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"'],

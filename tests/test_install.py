@@ -32,7 +32,7 @@ def build(kind: str, folder: pathlib.Path) -> pathlib.Path:
   source = folder / 'source'
   for name in ('t5x_gpu', 'gin_configs'):
     shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns('__pycache__'))
-  for name in ('setup.py', 'README.md'):
+  for name in ('setup.py', 'README.md', 'LICENSE'):
     shutil.copy(ROOT / name, source)
   python('-W', 'ignore', '-c', BUILD.format(kind=kind), str(folder), cwd=source)
   built, = folder.glob('t5x_gpu-*')
@@ -56,7 +56,9 @@ def installed(wheel, tmp_path_factory) -> pathlib.Path:
 def test_wheel_holds_all_modules_and_gin_files(wheel):
   with zipfile.ZipFile(wheel) as archive:
     names = {name for name in archive.namelist() if '.dist-info/' not in name}
-  files = {*(ROOT / 't5x_gpu').rglob('*.py'), *(ROOT / 'gin_configs').rglob('*.gin')}
+    assert any(name.endswith('/LICENSE') for name in archive.namelist())
+  files = {*(ROOT / 't5x_gpu').rglob('*.py'), *(ROOT / 'gin_configs').rglob('*.gin'),
+           ROOT / 't5x_gpu' / 'py.typed'}
   relative = {path.relative_to(ROOT).as_posix() for path in files}
   assert names == {('t5x_gpu/' if name.startswith('gin_configs') else '') + name
                    for name in relative}
