@@ -207,7 +207,8 @@ def _load(files: Sequence[str], args: cli.Args, *, as_data: bool
     args: the command line.
     as_data: run nothing that `files` name.
   """
-  texts = [pathlib.Path(f).read_text('utf-8', 'replace') if pathlib.Path(f).is_file() else '' for f in files]
+  texts = [pathlib.Path(f).read_text('utf-8', 'replace') if pathlib.Path(f).is_file() else ''
+           for f in files]
   is_run = not any(re.search(r'^MODEL\s*=', text, re.MULTILINE) for text in texts) or any(
       re.search(r'\btrain(_script)?\.train\b|^include', text, re.MULTILINE) for text in texts)
   lines = ['from __gin__ import dynamic_registration', 'from t5x_gpu import infer as infer_script',

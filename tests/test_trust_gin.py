@@ -13,6 +13,7 @@ from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data import batches
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import ConfigError
+from tests.helpers_prepared import prepare_here
 from tests.helpers_train import TINY_GIN, compiled_kept_in, run_here
 from tests.test_infer import DECODE, write_run
 
@@ -136,6 +137,16 @@ def test_a_task_that_would_import_is_refused(folder, given, says):
   with pytest.raises(ConfigError) as error:
     batches.open_prompt_text(config, may_import=())
   assert says in str(error.value) and not (folder / 'ran').exists()
+
+
+def test_prepared_rows_of_a_task_that_would_import_are_too(folder):
+  prepare_here(f'text_lines:{folder}/p.txt', folder / 'rows', num_parts=1)
+  config = DatasetConfig(f'prepared:{folder}/rows', {'targets': 32}, 'train', 1)
+  options = dict(feature_converter='lm', model_vocab_size=264, has_inputs=False)
+  with pytest.raises(ConfigError, match="mixture_or_task_module = 'tests.mixed_tasks'"):
+    batches.open_prompt_text(config, may_import=(), **options)
+  text = batches.open_prompt_text(config, may_import=('tests.mixed_tasks',), **options)
+  assert text.name == 'byte'
 
 
 @pytest.mark.parametrize('name', ['tfds:glue/cola:2.0.0#text=sentence', 'tfds:imdb_reviews',

@@ -84,6 +84,9 @@ def load(gin_files: Sequence[Union[str, os.PathLike]], *, bindings: Sequence[str
   Raises:
     ConfigError: all problems at once, each with file:line and suggestions.
   """
+  unknown = read_as_data.keys() - set(map(os.fspath, gin_files))
+  if unknown:  # under another name the file would run
+    raise ValueError(f'read_as_data names {sorted(unknown)}, which are not among gin_files.')
   _forget()
   _make_working_directory_importable()
   entries = (entry,) if isinstance(entry, str) or callable(entry) else tuple(entry)
