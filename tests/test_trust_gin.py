@@ -50,6 +50,8 @@ ATTACKS = {
     'a function of ours': ('from t5x_gpu import cli', 'mlp_dim = @cli.run_main()',
                            'cli.run_main.main = @evil.get'),
     'one name for two modules': ('import evil as config', 'mlp_dim = 32', ''),
+    'a macro that is called as a function is': (
+        'import evil', 'mlp_dim = %evil.get', 'evil.get.x = 1\nMLP = %evil.get\n'),
     'another file': ("include 'evil.gin'", 'mlp_dim = 32', ''),
 }
 
@@ -82,8 +84,9 @@ def test_nothing_that_a_model_file_names_runs(folder, name):
   (folder / 'model.gin').write_text(attacked(MODEL, name))
   with pytest.raises(ConfigError) as error:
     convert.object_of_gin(['model.gin'], as_data=True)
-  assert re.search(r'model\.gin:\d+ (names @|includes |imports )', str(error.value))
-  assert '--trust_gin' in str(error.value) and not (folder / 'ran').exists()
+  assert re.search(r'model\.gin:\d+ (names @|includes |imports )', str(error.value)) or (
+      'nothing sets evil.get' in str(error.value))
+  assert not (folder / 'ran').exists()
 
 
 def test_the_attacks_would_work(folder):
@@ -96,6 +99,16 @@ def test_the_attacks_would_work(folder):
     except Exception:
       pass  # what comes of it is no model
     assert (folder / 'ran').exists() or name in FAIL_ANYWAY, name
+
+
+@pytest.mark.parametrize('first', ['', 'import __gin__.dynamic_registration\n'])
+def test_names_that_are_not_of_imports_lead_nowhere(folder, first):
+  (folder / '__gin__').mkdir()
+  (folder / '__gin__/dynamic_registration.py').write_text(EVIL)
+  (folder / 'model.gin').write_text(first + MODEL.split('\n', 1)[1])
+  with pytest.raises(ConfigError, match='names @decoder_only.DecoderOnlyModel()'):
+    convert.object_of_gin(['model.gin'], as_data=True)
+  assert not (folder / 'ran').exists()
 
 
 def test_what_a_command_does_not_need_is_left_out_unread(folder):

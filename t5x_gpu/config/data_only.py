@@ -29,7 +29,6 @@ ALLOWED = frozenset({
     't5x_gpu.runtime.distributed.DistributedConfig',
 })
 _TRAIN = 't5x_gpu.train.train'
-_DYNAMIC = '__gin__.dynamic_registration'
 
 
 def kept(found: Iterable[Statement], *, wanted: Collection[str], shown: str) -> list[Statement]:
@@ -47,7 +46,7 @@ def kept(found: Iterable[Statement], *, wanted: Collection[str], shown: str) -> 
   imports = _imports(found, problems, shown=shown)
   names = {id(s): _name(s, imports) for s in found if _is_binding(s)}
   todo = [s for s in found if _is_binding(s) and (
-      (s.arg_name if names[id(s)] == _TRAIN else names[id(s)]) in wanted)]
+      s.arg_name if names[id(s)] == _TRAIN else names[id(s)].removeprefix('%')) in wanted]
   needed: set[int] = set()
   used = {_TRAIN}
   while todo:
@@ -55,11 +54,12 @@ def kept(found: Iterable[Statement], *, wanted: Collection[str], shown: str) -> 
     if id(statement) in needed:
       continue
     needed.add(id(statement))
-    leads_to = {macro.name for macro in instances(statement.value, Macro)}
+    leads_to = {f'%{macro.name}' for macro in instances(statement.value, Macro)}
     for reference in instances(statement.value, Reference):
       name = _resolved(reference.scoped_selector.rpartition('/')[2], imports)
-      leads_to.add(name)
-      if name not in ALLOWED:
+      if name in ALLOWED:
+        leads_to.add(name)
+      else:
         problems.append(f'{shown}:{statement.location.line_num} names {reference}, which is not a '
                         'model or setting of t5x_gpu and could run any code.')
     used |= leads_to
@@ -71,15 +71,22 @@ def kept(found: Iterable[Statement], *, wanted: Collection[str], shown: str) -> 
             'elsewhere.\nIf you trust it, add --trust_gin, which runs the file. Or name a gin file '
             'of yours: --gin_file=FILE.', docs='infer.md#trust')
   return [s for s in found if id(s) in needed or isinstance(s, config_parser.ImportStatement) and (
-      s.module == _DYNAMIC or any(name.startswith(f'{s.module}.') for name in used))]
+      _is_dynamic(s) or any(name.startswith(f'{s.module}.') for name in used))]
 
 
 def _is_binding(statement: Statement) -> bool:
   return isinstance(statement, config_parser.BindingStatement)
 
 
+def _is_dynamic(statement: config_parser.ImportStatement) -> bool:
+  return statement.is_from and statement.module == '__gin__.dynamic_registration'
+
+
 def _imports(found: Iterable[Any], problems: list[str], *, shown: str) -> dict[str, str]:
-  """Returns imported name -> module, and adds what cannot be followed to `problems`."""
+  """Returns imported name -> module, and adds what cannot be followed to `problems`.
+
+  Without dynamic registration, names in a gin file do not come from its imports: then none.
+  """
   imports: dict[str, str] = {}
   for statement in found:
     place = f'{shown}:{statement.location.line_num}'
@@ -91,13 +98,14 @@ def _imports(found: Iterable[Any], problems: list[str], *, shown: str) -> dict[s
       module = statement.module if is_whole else statement.module.partition('.')[0]
       if imports.setdefault(name, module) != module:
         problems.append(f'{place} imports {module} as {name!r}, which is {imports[name]} already.')
-  return imports
+  is_dynamic = any(isinstance(s, config_parser.ImportStatement) and _is_dynamic(s) for s in found)
+  return imports if is_dynamic else {}
 
 
 def _name(statement: config_parser.BindingStatement, imports: dict[str, str]) -> str:
-  """Returns 'scope/MACRO', or 'package.module.Class' whatever its scope."""
+  """Returns '%scope/MACRO', or 'package.module.Class' whatever its scope."""
   if not statement.arg_name:
-    return '/'.join(filter(None, (statement.scope, statement.selector)))
+    return '%' + '/'.join(filter(None, (statement.scope, statement.selector)))
   return _resolved(statement.selector, imports)
 
 
