@@ -50,7 +50,7 @@ ATTACKS = {
     'a function of ours': ('from t5x_gpu import cli', 'mlp_dim = @cli.run_main()',
                            'cli.run_main.main = @evil.get'),
     'one name for two modules': ('import evil as config', 'mlp_dim = 32', ''),
-    'a macro that is called as a function is': (
+    'a macro with the name of a function': (
         'import evil', 'mlp_dim = %evil.get', 'evil.get.x = 1\nMLP = %evil.get\n'),
     'another file': ("include 'evil.gin'", 'mlp_dim = 32', ''),
 }
@@ -143,7 +143,8 @@ def test_runs_of_the_shipped_examples_need_no_trust(folder, name):
     (dict(mixture_or_task_module='evil'), "mixture_or_task_module = 'evil'"),
     (dict(module='evil'), "DatasetConfig.module = 'evil'"),
     (dict(mixture_or_task_name='tfds:huggingface:x'), "'tfds:huggingface:x'"),
-    (dict(mixture_or_task_name='mlm:tfds:3d:9a'), "'mlm:tfds:3d:9a'")])
+    (dict(mixture_or_task_name='mlm:tfds:3d:9'), "'mlm:tfds:3d:9'"),
+    (dict(mixture_or_task_name='tfds:ns:x#text=tfds:y'), "'tfds:ns:x#text=tfds:y'")])
 def test_a_task_that_would_import_is_refused(folder, given, says):
   config = DatasetConfig(**{'mixture_or_task_name': 'python_source', 'split': 'train',
                             'task_feature_lengths': {'targets': 8}, 'batch_size': 1} | given)
@@ -165,7 +166,8 @@ def test_prepared_rows_of_a_task_that_would_import_are_too(folder):
 @pytest.mark.parametrize('name', ['tfds:glue/cola:2.0.0#text=sentence', 'tfds:imdb_reviews',
                                   'tfds:a/b:*.*.*', 'jsonl:/data/tfds/*.jsonl', ''])
 def test_tasks_that_import_nothing_are_not(name):
-  batches._check_imports(DatasetConfig(name, {}, 'train', 1), ())
+  batches._check_imports(DatasetConfig(name, {}, 'train', 1,
+                                       mixture_or_task_module='t5x_gpu.data.tasks'), ())
 
 
 @pytest.fixture(scope='module')

@@ -24,7 +24,7 @@ Batch = dict[str, np.ndarray]
 PREPARED = 'prepared:'
 _PREPARED_MODULE = 't5x_gpu.data.prepared'
 _TEXT_MODULE = 't5x_gpu.data.seqio_batches'
-_SYNTHETIC_MODULE = 't5x_gpu.data.synthetic'
+_OUR_MODULES = 't5x_gpu.data.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,13 +279,12 @@ def _check_imports(config: DatasetConfig, may_import: Optional[Collection[str]])
   """Raises ConfigError if opening `config` would run code of somebody else."""
   if may_import is None:
     return
-  own = (None, _TEXT_MODULE, _PREPARED_MODULE, _SYNTHETIC_MODULE, *may_import)
-  foreign = [name for name in ('module', 'mixture_or_task_module')
-             if getattr(config, name) not in own]
+  modules = {name: getattr(config, name) for name in ('module', 'mixture_or_task_module')}
+  foreign = [name for name, module in modules.items()
+             if module and module not in may_import and not str(module).startswith(_OUR_MODULES)]
   # A community dataset of TFDS, tfds:NAMESPACE:NAME, comes with code that is downloaded.
-  before, _, dataset = config.mixture_or_task_name.rpartition('tfds:')
-  if dataset and (before or config.mixture_or_task_name.startswith('tfds:')) and not re.fullmatch(
-      r'[\w/.-]+(:[\d.*]+)?(#.*)?', dataset):
+  _, is_tfds, dataset = config.mixture_or_task_name.partition('tfds:')
+  if is_tfds and not re.fullmatch(r'[\w/.-]+(:[\d*]+\.[\d*]+\.[\d*]+)?(#[^#]*)?', dataset):
     foreign.append('mixture_or_task_name')
   if foreign:
     raise ConfigError(
