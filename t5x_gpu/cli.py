@@ -159,6 +159,25 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigE
   return ConfigError(f'Unknown flag {name}.{hint}', fix=f'{parser.prog} --help lists all.{gin}')
 
 
+def add_trust_flag(group: argparse._ArgumentGroup) -> None:
+  """Adds --trust_gin, for commands that read the gin file of a checkpoint folder."""
+  group.add_argument('--trust_gin', action='store_true', default=None, help=(
+      "run the folder's own gin file, which may import and call anything (default: read it as "
+      'data)'))
+
+
+def check_trust_flag(args: Args) -> None:
+  """Raises ConfigError for --trust_gin where no folder's gin file is read."""
+  if args.extra.trust_gin and args.gin_files:
+    raise ConfigError("--trust_gin is for a folder's own gin file, and --gin_file replaces that.",
+                      fix='Leave one of them out.', docs='infer.md#trust')
+
+
+def trusted(gin_file: str) -> str:
+  """Returns the line that says that a folder's gin file is run."""
+  return f'--trust_gin: running {gin_file}, which may import and call anything.'
+
+
 def check_folders_of(*paths: Optional[str]) -> None:
   """Raises ConfigError for a file that is to be written, at the end, into a folder that is not."""
   for path in filter(None, paths):

@@ -48,8 +48,6 @@ FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
 SUFFIXES = {'KB': 10**3, 'MB': 10**6, 'GB': 10**9, '': 1}
 # Names the model of a model file for gin_loader: an entry point that takes nothing else.
 _MODEL_ENTRY = 't5x_gpu.checkpoint.model_fields.describe'
-# Arguments of train() that no model needs.
-_NOT_THE_MODEL = ('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg')
 
 
 def kind_of(folder: pathlib.Path) -> str:
@@ -72,23 +70,33 @@ def model_of_gin(files: Sequence[pathlib.Path | str], **options: Any) -> ModelFi
 
 
 def object_of_gin(files: Sequence[pathlib.Path | str], *, bindings: Sequence[str] = (),
-                  search_paths: Sequence[str] = ()) -> Any:
-  """Returns the model of gin files: of a run, or of a model file, which sets MODEL alone."""
-  texts = [pathlib.Path(f).read_text('utf-8') if pathlib.Path(f).is_file() else '' for f in files]
+                  search_paths: Sequence[str] = (), as_data: bool = False) -> Any:
+  """Returns the model of gin files: of a run, or of a model file, which sets MODEL alone.
+
+  Args:
+    files: paths.
+    bindings: of the command line.
+    search_paths: further folders to look for gin files in.
+    as_data: run nothing that `files` name.
+  """
+  texts = [pathlib.Path(f).read_text('utf-8', 'replace') if pathlib.Path(f).is_file() else ''
+           for f in files]
   names = [str(f) for f in files]
   alone = (any(re.search(r'^MODEL\s*=', text, re.MULTILINE) for text in texts)
            and not any(re.search(r'\btrain(_script)?\.train\b|^include', text, re.MULTILINE)
                        for text in texts))
   if not alone:
-    loaded = gin_loader.load(names, bindings=bindings, search_paths=search_paths)
-    return loaded.arguments(without=_NOT_THE_MODEL)['model']
+    loaded = gin_loader.load(names, bindings=bindings, search_paths=search_paths,
+                             read_as_data=dict.fromkeys(names if as_data else (), ('model',)))
+    return loaded.arguments(only=('model',))['model']
   with tempfile.TemporaryDirectory() as folder:
     entry = pathlib.Path(folder) / 'entry.gin'
     entry.write_text('from __gin__ import dynamic_registration\n'
                      'from t5x_gpu.checkpoint import model_fields\n\n'
                      'model_fields.describe.model = %MODEL\n', 'utf-8')
     loaded = gin_loader.load([*names, entry], bindings=bindings, search_paths=search_paths,
-                             entry=_MODEL_ENTRY)
+                             entry=_MODEL_ENTRY,
+                             read_as_data=dict.fromkeys(names if as_data else (), ('MODEL',)))
     return loaded.arguments()['model']
 
 
@@ -132,6 +140,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
       "files' tensors; tensors: no logits (default: auto)"))
   group.add_argument('--tolerance', type=float, default=conversions.TOLERANCE, metavar='X',
                      help=f'of logits, relative to the largest ({conversions.TOLERANCE:g})')
+  cli.add_trust_flag(group)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -149,6 +158,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   source = local_path(extra.source, what='convert --from')
   kind = kind_of(source)
   _check_flags(extra, kind)
+  cli.check_trust_flag(args)
   built = None
   if args.gin_files:
     built = object_of_gin(args.gin_files, bindings=args.bindings,
@@ -157,7 +167,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     folder = source.parent if (source / 'manifest').is_dir() else source
     own = [folder / name for name in GIN_FILES if (folder / name).is_file()]
     if own:
-      built = object_of_gin(own[:1], bindings=args.bindings)
+      if extra.trust_gin:
+        print(cli.trusted(str(own[0])), flush=True)
+      built = object_of_gin(own[:1], bindings=args.bindings, as_data=not extra.trust_gin)
   lora = built if isinstance(built, LoraModel) else None
   merges = kind == 't5x_gpu' and extra.format == 't5x_gpu'
   if merges and lora is None:
@@ -169,7 +181,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
       source=source, target=local_path(extra.to, what='convert --to'), family=extra.family,
       lora=lora,
       model=None if built is None else describe(without_adapters(built)),
-      read_gin=lambda path: model_of_gin([path]), drop=tuple(extra.drop), step=extra.step,
+      read_gin=lambda path: model_of_gin([path], as_data=True),
+      drop=tuple(extra.drop), step=extra.step,
       like=pathlib.Path(extra.like).expanduser() if extra.like else None, dtype=extra.dtype,
       max_file_bytes=extra.max_shard_size, check=extra.check, tolerance=extra.tolerance)
   convert = {'hf': conversions.convert_hf, 't5x': conversions.convert_t5x,
@@ -195,8 +208,9 @@ def _check_flags(extra: argparse.Namespace, kind: str) -> None:
                                  ", or pip install 't5x_gpu[hf]' torch."),
         docs='convert.md#the-check')
   only = {'hf': ('drop', 'family'), 't5x': (),
-          't5x_gpu': ('like', 'dtype', 'step', 'family') if target == 'hf' else ('step',)}
-  useless = [f'--{name}' for name in ('drop', 'family', 'like', 'dtype', 'step')
+          't5x_gpu': (('like', 'dtype', 'step', 'family') if target == 'hf' else ('step',))
+                     + ('trust_gin',)}
+  useless = [f'--{name}' for name in ('drop', 'family', 'like', 'dtype', 'step', 'trust_gin')
              if getattr(extra, name) not in (None, []) and name not in only[kind]]
   if useless:
     raise ConfigError(f'{", ".join(useless)} means nothing where {FORMATS[kind]} becomes '

@@ -48,15 +48,16 @@ EXAMPLES = """examples:
   {prog} --checkpoint=runs/demo --interactive --gin.DecodingConfig.temperature=0.8
 
 --checkpoint takes a MODEL_DIR or what t5x_gpu.convert wrote; its own gin file says what the model
-is, unless --gin_file does. How tokens are chosen: --gin.DecodingConfig.X=VALUE (docs/infer.md).
+is, unless --gin_file does. It is read as data; nothing in it runs unless you add --trust_gin.
+How tokens are chosen: --gin.DecodingConfig.X=VALUE (docs/infer.md).
 """
 # What a run has in its folder, and a converted model.
 RUN_GIN, MODEL_GIN = 'config.gin', 'model.gin'
 TRAIN, SETUP = 't5x_gpu.train.train', 't5x_gpu.infer.setup'
-# Arguments of a run: those that say which task, the first that is there; and those of no use here.
+# Arguments of a run: those that say which task, the first that is there; and all that are used.
 _DATASETS = ('infer_eval_dataset_cfg', 'train_eval_dataset_cfg', 'train_dataset_cfg')
-_NOT_OF_TEXT = ('checkpoint_cfg', 'sample_cfg', 'initialize_from', 'optimizer', 'learning_rate',
-                'total_steps', 'log_period')
+_OF_TEXT = ('model', 'partitioner', 'decoding_cfg', 'model_dir', 'distributed_cfg', 'xla_preset',
+            *_DATASETS)
 
 
 def setup(*, model: Any = None, partitioner: Partitioner = Partitioner(),
@@ -82,7 +83,7 @@ def open_job(args: cli.Args, asked: 'Asked') -> Job:
   has_inputs = reads_inputs(model) or 'inputs' in dataset.task_feature_lengths
   text = open_prompt_text(
       dataset, feature_converter=model.feature_converter({'inputs': 1, 'targets': 1}),
-      model_vocab_size=model.num_outcomes, has_inputs=has_inputs)
+      model_vocab_size=model.num_outcomes, has_inputs=has_inputs, may_import=asked.may_import)
   reader = ParamsReader(asked.checkpoint, step=args.extra.step)
   ends = dict.fromkeys([*([] if text.eos_id is None else [text.eos_id]), *asked.ends])
   notes = [f'parameters: {reader.path}',
@@ -127,6 +128,7 @@ class Asked:
     is_run: the gin file is of a run, not of a model alone.
     checkpoint: folder of parameters.
     run_arguments: of train.train, those of a mesh.
+    may_import: the modules that the task may import besides ours; None for any.
   """
   model: Any
   partitioner: Partitioner
@@ -137,6 +139,7 @@ class Asked:
   is_run: bool
   checkpoint: AnyPath
   run_arguments: Mapping[str, Any]
+  may_import: Optional[tuple[str, ...]]
 
   @classmethod
   def of(cls, args: cli.Args) -> 'Asked':
@@ -146,11 +149,14 @@ class Asked:
       folder = as_path(flags.checkpoint)
     run_folder = folder.parent if folder and (folder / 'manifest').is_dir() else folder
     files = list(map(str, args.gin_files)) or [_own_gin_file(run_folder)]
-    loaded, is_run = _load(files, args)
+    as_data = not args.gin_files and not flags.trust_gin
+    if flags.trust_gin:  # not `say`: no device may be used yet
+      print(cli.trusted(files[0]), file=sys.stderr, flush=True)
+    loaded, is_run = _load(files, args, as_data=as_data)
     own: dict[str, Any] = loaded.arguments(SETUP)
     dataset = DatasetConfig('', {}, '', 1)
     if is_run:
-      run_arguments = loaded.arguments(TRAIN, without=_NOT_OF_TEXT)
+      run_arguments = loaded.arguments(TRAIN, only=_OF_TEXT)
       datasets = [run_arguments[name] for name in _DATASETS if run_arguments.get(name) is not None]
       dataset = dataclasses.replace(datasets[0], split=flags.split or datasets[0].split)
       own |= {name: run_arguments[name] for name in ('model', 'partitioner')}
@@ -164,11 +170,17 @@ class Asked:
       vocabulary = carried_vocabulary(run_folder)
     if vocabulary is not None:
       dataset = dataclasses.replace(dataset, vocabulary=vocabulary)
+      if as_data and (flags.interactive or flags.prompts is not None):  # the task is not needed
+        dataset = dataclasses.replace(dataset, mixture_or_task_name='', mixture_or_task_module=None,
+                                      module=DatasetConfig.module)
     return cls(own['model'], own['partitioner'], dataset, own['decoding_cfg'], is_run=is_run,
                ends=() if is_run else carried_ends(run_folder),
                sets_start=any(setting.key.endswith('DecodingConfig.start_token')
                               for setting in loaded.provenance.settings),
-               checkpoint=folder, run_arguments=run_arguments)
+               checkpoint=folder, run_arguments=run_arguments,
+               # The user may name a module: --gin.MIXTURE_OR_TASK_MODULE=my_tasks
+               may_import=tuple(binding.partition('=')[2].strip('\'"')
+                                for binding in args.bindings) if as_data else None)
 
 
 def _own_gin_file(folder: Optional[AnyPath]) -> str:
@@ -186,9 +198,17 @@ def _own_gin_file(folder: Optional[AnyPath]) -> str:
                     'or --gin_file=... as for the training.')
 
 
-def _load(files: Sequence[str], args: cli.Args) -> tuple[gin_loader.LoadedConfig, bool]:
-  """Returns the configuration, and whether it is of a run; `setup` gets what it needs."""
-  texts = [pathlib.Path(f).read_text('utf-8') if pathlib.Path(f).is_file() else '' for f in files]
+def _load(files: Sequence[str], args: cli.Args, *, as_data: bool
+          ) -> tuple[gin_loader.LoadedConfig, bool]:
+  """Returns the configuration, and whether it is of a run; `setup` gets what it needs.
+
+  Args:
+    files: gin files.
+    args: the command line.
+    as_data: run nothing that `files` name.
+  """
+  texts = [pathlib.Path(f).read_text('utf-8', 'replace') if pathlib.Path(f).is_file() else ''
+           for f in files]
   is_run = not any(re.search(r'^MODEL\s*=', text, re.MULTILINE) for text in texts) or any(
       re.search(r'\btrain(_script)?\.train\b|^include', text, re.MULTILINE) for text in texts)
   lines = ['from __gin__ import dynamic_registration', 'from t5x_gpu import infer as infer_script',
@@ -202,7 +222,9 @@ def _load(files: Sequence[str], args: cli.Args) -> tuple[gin_loader.LoadedConfig
     entry.write_text('\n'.join(lines) + '\n', 'utf-8')
     loaded = gin_loader.load([*files, entry], bindings=args.bindings,
                              search_paths=args.gin_search_paths,
-                             entry=(TRAIN, SETUP) if is_run else SETUP)
+                             entry=(TRAIN, SETUP) if is_run else SETUP,
+                             read_as_data=dict.fromkeys(
+                                 files if as_data else (), _OF_TEXT if is_run else ('MODEL',)))
   return loaded, is_run
 
 
@@ -308,6 +330,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument('--score', action='store_true',
                      help="log-probabilities of the prompts' targets, in place of new text")
   group.add_argument('--interactive', action='store_true', help='continue what is typed')
+  cli.add_trust_flag(group)
   cluster_lib.add_flags(parser)
 
 
@@ -330,6 +353,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                         sys.argv[1:] if argv is None else argv, extra=_add_flags,
                         gin_file_required=False, examples=EXAMPLES)
   _check_flags(args.extra)
+  cli.check_trust_flag(args)
   cluster = cluster_lib.detect_here(args.extra)
   if args.tfds_data_dir:
     os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir

@@ -40,10 +40,12 @@ def write_params(folder, shapes):
 def write_run(folder, gin):
   """Makes `folder` as a run leaves it: a checkpoint of random parameters, and config.gin."""
   folder.mkdir()
-  (folder / 'config.gin').write_text(gin.replace(
+  (folder / 'my.gin').write_text(gin.replace(
       "'t5x_gpu.data.synthetic'", "'t5x_gpu.data.seqio_batches'").replace(
           "MODEL_DIR = 'model'", f'MODEL_DIR = {str(folder)!r}'))
-  model = gin_loader.load([folder / 'config.gin']).arguments()['model']
+  loaded = gin_loader.load([folder / 'my.gin'])
+  (folder / 'config.gin').write_text(loaded.provenance.config)
+  model = loaded.arguments()['model']
   shapes = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), None)))[0]
   write_params(folder, shapes)
   return model, shapes
@@ -143,13 +145,14 @@ def test_inputs_of_a_task_are_continued_by_an_encoder_decoder(tmp_path):
   gin = TINY_GIN.replace('models/decoder_demo.gin', 'models/encoder_decoder_demo.gin').replace(
       "'python_source'", "'turned'").replace("{'targets': 32}", "{'inputs': 8, 'targets': 8}")
   write_run(tmp_path / 'run', gin + "MIXTURE_OR_TASK_MODULE = 'tests.eval_tasks'\nPACK = False\n")
-  got = answers(tmp_path / 'run')
+  got = answers(tmp_path / 'run', '--trust_gin')
   assert [r['inputs'] for r in got] == ['abc', 'def', 'ghi', 'jkl', 'mno']
   assert [r['targets'] for r in got] == ['cba', 'fed', 'ihg', 'lkj', 'onm']
-  scored = answers(tmp_path / 'run', '--score', '--examples=2')
+  scored = answers(tmp_path / 'run', '--score', '--examples=2', '--trust_gin')
   assert [r['num_tokens'] for r in scored] == [4, 4]  # and the end
   (tmp_path / 'p.jsonl').write_text('{"inputs": "abc", "targets": "cba"}\n')
-  [same] = answers(tmp_path / 'run', '--score', f'--prompts={tmp_path / "p.jsonl"}')
+  [same] = answers(tmp_path / 'run', '--score', f'--prompts={tmp_path / "p.jsonl"}',
+                   '--vocabulary=byte')
   assert same['score'] == pytest.approx(scored[0]['score'], rel=1e-5)
 
 
@@ -261,7 +264,7 @@ def test_a_folder_without_a_gin_file_is_refused(tmp_path):
 
 
 def test_merged_adapters_write_what_they_write_unmerged(model_dir, prompts, tmp_path):
-  lora = (model_dir / 'config.gin').read_text() + (
+  lora = (model_dir / 'my.gin').read_text() + (
       'from t5x_gpu.models import lora\n'
       'train_script.train.model = @lora.LoraModel()\n'
       'lora.LoraModel.model = %MODEL\n')

@@ -4,7 +4,8 @@ import copy
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Optional, Union
 
 import gin
@@ -35,13 +36,14 @@ class LoadedConfig:
   notes: tuple[str, ...]
   bindings: Bindings
 
-  def arguments(self, entry: Optional[Entry] = None, *,
-                without: Sequence[str] = ()) -> dict[str, Any]:
+  def arguments(self, entry: Optional[Entry] = None, *, without: Sequence[str] = (),
+                only: Optional[Collection[str]] = None) -> dict[str, Any]:
     """Returns the keyword arguments that gin files give the entry function, references resolved.
 
     Args:
       entry: 'module.function' or the function; the first entry point of `load` if None.
       without: parameters that the caller does not need: not resolved, and not missed if required.
+      only: the parameters that the caller needs; None for all.
     Raises:
       ConfigError: required values that nothing sets, all of them, with how to set each. Errors of
         the constructors that references call pass through.
@@ -52,6 +54,9 @@ class LoadedConfig:
     call = _entry_call(entry or self.entry[0])
     if call is None:
       raise ConfigError(f'No gin file configures {entry or self.entry[0]}.')
+    if only is not None:
+      configurable = gin_config._REGISTRY[call.selector]
+      without = [name for name in resolve.parameters(configurable) if name not in only]
     missing = gin_checks.missing(self.bindings, call, without=without)
     if missing:
       raise ConfigError(all_problems(missing, title='Required values are not set'))
@@ -61,7 +66,9 @@ class LoadedConfig:
 
 def load(gin_files: Sequence[Union[str, os.PathLike]], *, bindings: Sequence[str] = (),
          search_paths: Sequence[str] = (),
-         entry: Union[Entry, Sequence[Entry]] = ENTRY) -> LoadedConfig:
+         entry: Union[Entry, Sequence[Entry]] = ENTRY,
+         read_as_data: Mapping[str, Collection[str]] = types.MappingProxyType({})
+         ) -> LoadedConfig:
   """Returns the configuration of `gin_files`, then `bindings`, after every check of `gin_checks`.
 
   Forgets what was loaded before, in gin as well.
@@ -72,13 +79,18 @@ def load(gin_files: Sequence[Union[str, os.PathLike]], *, bindings: Sequence[str
     search_paths: further folders to look for gin files in.
     entry: the function that the configuration is for, or several: 'module.function'. What they do
       not reach is unused, which is an error.
+    read_as_data: those of `gin_files` that must not run any code -> the macros and arguments of
+      `train` to take from each; see `data_only.kept`.
   Raises:
     ConfigError: all problems at once, each with file:line and suggestions.
   """
+  unknown = read_as_data.keys() - set(map(os.fspath, gin_files))
+  if unknown:  # under another name the file would run
+    raise ValueError(f'read_as_data names {sorted(unknown)}, which are not among gin_files.')
   _forget()
   _make_working_directory_importable()
   entries = (entry,) if isinstance(entry, str) or callable(entry) else tuple(entry)
-  reader = Reader(GinFiles(search_paths))
+  reader = Reader(GinFiles(search_paths), read_as_data=read_as_data)
   for name in gin_files:
     reader.read_file(os.fspath(name), asked_at='')
   reader.read_command_line(bindings)

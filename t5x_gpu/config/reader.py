@@ -7,7 +7,8 @@ second binding of a key in silence.
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import gin
@@ -15,7 +16,7 @@ from gin import config as gin_config
 from gin import config_parser
 
 from t5x_gpu.config import bindings as bindings_lib
-from t5x_gpu.config import overrides, resolve, statements
+from t5x_gpu.config import data_only, overrides, resolve, statements
 from t5x_gpu.config.bindings import Binding
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.errors import ConfigError
@@ -32,10 +33,17 @@ def _context(context: gin_config.ParseContext) -> Iterator[gin_config.ParseConte
 
 
 class Reader:
-  """Reads files and bindings into gin and into `bindings`, noting problems and going on."""
+  """Reads files and bindings into gin and into `bindings`, noting problems and going on.
 
-  def __init__(self, files: GinFiles):
+  Args:
+    files: where gin files are found.
+    read_as_data: file name -> what to take from it without running it; see `data_only.kept`.
+  """
+
+  def __init__(self, files: GinFiles, *,
+               read_as_data: Mapping[str, Collection[str]] = types.MappingProxyType({})):
     self.files = files
+    self.read_as_data = read_as_data
     self.bindings: list[Binding] = []
     self.problems: list[str] = []
     self.notes: list[str] = []
@@ -66,7 +74,10 @@ class Reader:
       try:
         with _context(gin_config.ParseContext()) as context:
           self._contexts.append(context)
-          self._read_statements(statements.read(text, shown=shown), shown=shown, context=context)
+          found = statements.read(text, shown=shown)
+          if name in self.read_as_data:
+            found = data_only.kept(found, wanted=self.read_as_data[name], shown=shown)
+          self._read_statements(found, shown=shown, context=context)
           gin_config._IMPORTS.update(context.imports)
       finally:
         self._stack.pop()
@@ -74,7 +85,7 @@ class Reader:
       self.unreadable = True
       self.problems.append(str(e))
 
-  def _read_statements(self, found: Iterator[statements.Statement], *, shown: str,
+  def _read_statements(self, found: Iterable[statements.Statement], *, shown: str,
                        context: gin_config.ParseContext) -> None:
     lines: dict[tuple[str, str, str], int] = {}
     for statement in found:

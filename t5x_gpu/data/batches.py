@@ -7,8 +7,9 @@ Nothing here imports TensorFlow. A `DatasetConfig` names the module that opens i
 import dataclasses
 import hashlib
 import importlib
+import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ Batch = dict[str, np.ndarray]
 PREPARED = 'prepared:'
 _PREPARED_MODULE = 't5x_gpu.data.prepared'
 _TEXT_MODULE = 't5x_gpu.data.seqio_batches'
+_OUR_MODULES = 't5x_gpu.data.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,17 +162,21 @@ def open_class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
   return None if names is None else names(config)
 
 
-def open_prompt_text(config: DatasetConfig, **options: Any) -> Any:
+def open_prompt_text(config: DatasetConfig, *, may_import: Optional[Collection[str]] = None,
+                     **options: Any) -> Any:
   """Returns a `prompts.PromptText`: text <-> ids, and the examples of the task.
 
   Args:
     config: the task; without a name, the vocabulary alone.
+    may_import: the modules that may be imported besides our own; None for any.
     **options: see `task_prompts.prompt_text`.
   Raises:
-    ConfigError: no such module, or its batches have no text.
+    ConfigError: no such module, or its batches have no text, or it must not be imported.
     DataError: no such task or vocabulary, or more ids than the model has.
   """
+  _check_imports(config, may_import)
   config = _with(config, 'made_from')
+  _check_imports(config, may_import)  # prepared rows name the modules of their text
   make = getattr(_module(config), 'prompt_text', None)
   if make is None:
     raise ConfigError(f'The batches of {config.module} have no text.',
@@ -267,6 +273,27 @@ def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converte
             f'{_TEXT_MODULE!r}.',
         parameters=('DatasetConfig.mixture_or_task_name', 'DatasetConfig.module'))
   return make(config, spec=spec, feature_converter=feature_converter)
+
+
+def _check_imports(config: DatasetConfig, may_import: Optional[Collection[str]]) -> None:
+  """Raises ConfigError if opening `config` would run code of somebody else."""
+  if may_import is None:
+    return
+  modules = {name: getattr(config, name) for name in ('module', 'mixture_or_task_module')}
+  foreign = [name for name, module in modules.items()
+             if module and module not in may_import and not str(module).startswith(_OUR_MODULES)]
+  # A community dataset of TFDS, tfds:NAMESPACE:NAME, comes with code that is downloaded.
+  _, is_tfds, dataset = config.mixture_or_task_name.partition('tfds:')
+  if is_tfds and not re.fullmatch(r'[\w/.-]+(:[\d*]+\.[\d*]+\.[\d*]+)?(#[^#]*)?', dataset):
+    foreign.append('mixture_or_task_name')
+  if foreign:
+    raise ConfigError(
+        'The task of this checkpoint would run code from outside t5x_gpu: '
+        + ', '.join(f'DatasetConfig.{name} = {getattr(config, name)!r}' for name in foreign) + '.',
+        fix='The gin file of a checkpoint folder is read as data, because the folder may come from '
+            'elsewhere.\nIf you trust it, add --trust_gin. Or do without the task: give '
+            '--vocabulary=NAME and --prompts=FILE.\nOr name a gin file of yours: --gin_file=FILE.',
+        parameters=[f'DatasetConfig.{name}' for name in foreign], docs='infer.md#trust')
 
 
 def _with(config: DatasetConfig, function: str) -> DatasetConfig:
