@@ -21,8 +21,9 @@ from t5x_gpu import cli
 from t5x_gpu.checkpoint.model_dir import (
     check_writable, checkpoint_path, committed_steps, why)
 from t5x_gpu.checkpoint.params_files import read_params
-from t5x_gpu.checkpoint.paths import AnyPath, as_path
+from t5x_gpu.checkpoint.paths import AnyPath
 from t5x_gpu.checkpoint.run_files import RunFiles
+from t5x_gpu.checkpoint.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig, open_class_names, open_task_names
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError
@@ -181,7 +182,7 @@ def evaluate(arguments: Mapping[str, Any], options: argparse.Namespace, *, dry_r
     options: the flags.
     dry_run: build, open and check everything, say what would be done, write nothing.
   """
-  model_dir = as_path(arguments['model_dir'], parameter='train.model_dir')
+  model_dir = shared_model_dir(arguments['model_dir'], dry_run=dry_run)
   dataset = _dataset(arguments, options.split)
   wanted = _wanted(options.steps)
   _check_checkpoints(model_dir, wanted, watch=options.watch)

@@ -17,7 +17,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.errors import ClusterError
@@ -44,6 +44,7 @@ class Member:
     domain: of fast links: T5X_GPU_DOMAIN where that is set, else the host_key.
     gpus: UUIDs of the GPUs it will use, () if unknown.
     versions: what must be the same everywhere.
+    code: digest of all code and versions (runtime/same_code.py); compared after the meeting.
   """
   process_index: int
   hostname: str
@@ -51,6 +52,7 @@ class Member:
   domain: str
   gpus: tuple[str, ...] = ()
   versions: str = ''
+  code: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,7 @@ class _Host:
     connection.settimeout(TRY_SECONDS)
     try:
       hello = json.loads(_read_line(connection))
-      member = Member(**{**hello['member'], 'gpus': tuple(hello['member']['gpus'])})
+      member = _member(hello['member'])
       run, count = hello['run'], hello['count']
     except (OSError, ValueError, KeyError, TypeError):
       connection.close()  # a port scanner, or a process that died
@@ -278,8 +280,7 @@ class _Guest:
                                    'process waited')
         return None
     if 'members' in answer:
-      return Meeting(address, tuple(Member(**{**member, 'gpus': tuple(member['gpus'])})
-                                    for member in answer['members']))
+      return Meeting(address, tuple(map(_member, answer['members'])))
     if run == self._cluster.run_id:
       raise ClusterError(
           f'Process {self._me.process_index} of {self._cluster.process_count} was not joined: '
@@ -314,6 +315,12 @@ def _why(e: OSError, host: str) -> str:
   if isinstance(e, TimeoutError):
     return f'timed out (no answer within {TRY_SECONDS} s)'
   return f'{e.strerror or e}'
+
+
+def _member(values: Mapping[str, Any]) -> Member:
+  """Returns the member; fields that this version of t5x_gpu does not have are ignored."""
+  names = [field.name for field in dataclasses.fields(Member) if field.name in values]
+  return Member(**{**{name: values[name] for name in names}, 'gpus': tuple(values['gpus'])})
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -196,3 +196,15 @@ def test_a_domain_for_some_processes_only_is_an_error():
   members = [member(0), dataclasses.replace(member(1), domain='rack1')]
   with pytest.raises(ClusterError, match='T5X_GPU_DOMAIN is set for 1 of 2 .* process 0'):
     distributed.check_members(members)
+
+
+def test_a_process_without_a_digest_of_its_code_is_older_than_the_others():
+  members = [member(0, code='1234'), member(1)]
+  with pytest.raises(ClusterError, match='Process 1 on node0 runs an older t5x_gpu'):
+    distributed.check_members(members)
+  distributed.check_members([member(0), member(1)])
+
+
+def test_fields_that_only_a_newer_version_sends_are_ignored():
+  values = {**dataclasses.asdict(member(1, gpus=('GPU-1',))), 'of_the_future': [1]}
+  assert rendezvous._member(values) == member(1, gpus=('GPU-1',))
