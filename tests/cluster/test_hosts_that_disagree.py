@@ -109,6 +109,7 @@ def refused(ended: list[tuple[int, str]], *parts: str) -> None:
     assert 'Traceback' not in text and 'step 1' not in text
 
 
+@pytest.mark.slow
 def test_equal_hosts_train(hosts):
   ended = hosts.run(DATA_MODULE='my_data')
   assert [code for code, _ in ended] == [0, 0], ended
@@ -144,6 +145,7 @@ def test_a_changed_byte_in_a_file_of_one_host_is_named(hosts):
           'training data, corpus.txt: ', f'on process 1 ({HOST})', '(14,000 bytes')
 
 
+@pytest.mark.slow
 def test_a_data_module_that_differs_is_named(hosts):
   # Nothing but the data's opening imports it.
   with open(hosts.folders[1] / 'my_data.py', 'a') as f:
@@ -159,12 +161,7 @@ def test_a_model_dir_that_hosts_do_not_share_is_told_at_the_start(hosts):
   assert not (hosts.folders[1] / 'model').exists()
 
 
-def test_a_checkpoint_on_one_host_only_is_the_same_error(hosts):
-  """Else one would continue at step 2, the other start from scratch, and both hang."""
-  assert hosts.projects[1].run(num_devices=1, TRAIN_STEPS=2).code == 0
-  refused(hosts.run(script=IMPATIENT, MODEL_DIR='model'), '1 of 2 processes do not see it')
-
-
+@pytest.mark.slow
 def test_a_dry_run_looks_for_model_dir_and_leaves_no_trace(hosts):
   ended = hosts.run('--dry_run', DATA_MODULE='my_data')
   assert [code for code, _ in ended] == [0, 0], ended

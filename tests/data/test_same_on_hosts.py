@@ -50,7 +50,8 @@ def hosts(tmp_path) -> list[pathlib.Path]:
 
 
 @pytest.mark.parametrize('source, changed, options', [
-    ('text_files:{}/*.txt', '1.txt', {}), ('jsonl:{}/rows.jsonl', 'rows.jsonl', {}),
+    pytest.param('text_files:{}/*.txt', '1.txt', {}, marks=pytest.mark.slow),
+    ('jsonl:{}/rows.jsonl', 'rows.jsonl', {}),
     ('imdb_csv:{}/*.csv', 'train.csv', dict(
         converter='encoder_classification', lengths={'inputs': 16}, num_classes=2))])
 def test_copies_agree_and_a_byte_at_the_end_of_one_is_named(hosts, source, changed, options):
