@@ -180,7 +180,8 @@ def check_members(members: Sequence[Member]) -> None:
   if 0 < len(old) < len(members):
     raise ClusterError(
         f'Process {old[0].process_index} on {old[0].hostname} runs an older t5x_gpu than the '
-        'others: it sends no digest of its code.', fix=same_code.FIX, docs=same_code.DOCS)
+        'others: it sends no digest of its code.', fix=same_code.FIX,
+        docs='slurm.md#hosts-that-disagree')
 
 
 def members() -> tuple[Member, ...]:

@@ -28,7 +28,6 @@ PACKAGES = (
     'safetensors', 'grain', 'array-record', 'pyarrow', 'h5py')
 FIX = ('Give all hosts the same checkout and the same environment: a shared folder, one container '
        'image, or the same lock file.')
-DOCS = 'slurm.md#hosts-that-disagree'
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # A launcher's own, different on purpose in some processes; and what TensorFlow generates.
 _NOT_COMPARED = ('__main__', '__mp_main__', 'sitecustomize', 'usercustomize',
@@ -83,4 +82,4 @@ def raise_if_any(lines: Sequence[str]) -> None:
   """Raises ClusterError if there are `lines`, each a difference between processes."""
   if lines:
     raise ClusterError('The processes do not run the same code:\n  ' + '\n  '.join(lines),
-                       fix=FIX, docs=DOCS)
+                       fix=FIX, docs='slurm.md#hosts-that-disagree')
