@@ -12,7 +12,6 @@ from typing import Any, Optional, Protocol
 
 from jax._src import distributed as jax_distributed  # no public way to the key-value store
 
-
 _EXCHANGE_SECONDS = 60
 _rounds = itertools.count()
 
@@ -100,5 +99,8 @@ def exchange(value: Any) -> list[Any]:
   """
   state, key = jax_distributed.global_state, f't5x_gpu_exchange/{next(_rounds)}'
   state.client.key_value_set(f'{key}/{state.process_id}', json.dumps(value))
-  return [json.loads(state.client.blocking_key_value_get(f'{key}/{i}', _EXCHANGE_SECONDS * 1000))
-          for i in range(state.num_processes)]
+  values = [json.loads(state.client.blocking_key_value_get(f'{key}/{i}', _EXCHANGE_SECONDS * 1000))
+            for i in range(state.num_processes)]
+  # Process 0 may end because of these values, and the store with it.
+  state.client.wait_at_barrier(f'{key}/read', timeout_in_ms=_EXCHANGE_SECONDS * 1000)
+  return values
