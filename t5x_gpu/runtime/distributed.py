@@ -151,8 +151,8 @@ def describe_this_process(cluster: ClusterInfo) -> Member:
 
 
 def check_members(members: Sequence[Member]) -> None:
-  """Raises ClusterError if two processes use one GPU, or only some have T5X_GPU_DOMAIN or a digest
-  of their code.
+  """Raises ClusterError if two processes use one GPU, if only some have T5X_GPU_DOMAIN or a digest
+  of their code, or if their jax differs.
 
   All processes hold the same table, so all of them raise.
   """
@@ -176,6 +176,12 @@ def check_members(members: Sequence[Member]) -> None:
         f'{DOMAIN_VARIABLE} is set for {len(members) - len(without)} of {len(members)} processes, '
         f'but not for process {without[0].process_index} on {without[0].hostname}.',
         fix=f'Set {DOMAIN_VARIABLE} for all processes, or for none.')
+  other = [member for member in members if member.versions != members[0].versions]
+  if other:
+    raise ClusterError(
+        f'Process {other[0].process_index} on {other[0].hostname} runs {other[0].versions}, '
+        f'process 0 on {members[0].hostname} {members[0].versions}.', fix=same_code.FIX,
+        docs='slurm.md#hosts-that-disagree')
   old = [member for member in members if not member.code]
   if 0 < len(old) < len(members):
     raise ClusterError(
