@@ -21,10 +21,12 @@ from t5x_gpu import cli
 from t5x_gpu.checkpoint.model_dir import (
     check_writable, checkpoint_path, committed_steps, why)
 from t5x_gpu.checkpoint.params_files import read_params
-from t5x_gpu.checkpoint.paths import AnyPath, as_path
+from t5x_gpu.checkpoint.paths import AnyPath
 from t5x_gpu.checkpoint.run_files import RunFiles
+from t5x_gpu.checkpoint.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig, open_class_names, open_task_names
+from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError
 from t5x_gpu.metrics import classification, logging_setup, reduce
 from t5x_gpu.metrics.eval_results import Results, short, table
@@ -62,7 +64,7 @@ class CheckpointEvaluator:
     program: the model on its mesh.
     confusion: [true class, predicted class] of the last one, if the model classifies.
   Raises:
-    UserError: of the model, the mesh or the data.
+    UserError: of the model, the mesh or the data, on all processes if they have different data.
   """
 
   def __init__(self, arguments: Mapping[str, Any], dataset: DatasetConfig, *, metrics: str = 'all',
@@ -83,6 +85,8 @@ class CheckpointEvaluator:
         model, self.program, dataclasses.replace(own, split=dataset.split) if own else dataset,
         decoding=arguments.get('decoding_cfg'), num_examples=num_examples,
         required=metrics == 'tasks')
+    check_same_on_hosts({name: evaluator.batches for name, evaluator in self._losses.items()},
+                        self._tasks.tasks if self._tasks else ())
 
   def run(self, params: Any) -> dict[str, float]:
     """Returns the values by name; `params` with layers in the order of the model."""
@@ -181,7 +185,7 @@ def evaluate(arguments: Mapping[str, Any], options: argparse.Namespace, *, dry_r
     options: the flags.
     dry_run: build, open and check everything, say what would be done, write nothing.
   """
-  model_dir = as_path(arguments['model_dir'], parameter='train.model_dir')
+  model_dir = shared_model_dir(arguments['model_dir'], dry_run=dry_run)
   dataset = _dataset(arguments, options.split)
   wanted = _wanted(options.steps)
   _check_checkpoints(model_dir, wanted, watch=options.watch)

@@ -25,8 +25,8 @@ from t5x_gpu.checkpoint.local_promotion import check_with_local
 from t5x_gpu.checkpoint.local_tier import LocalTier, open_local_tier
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import Saved
-from t5x_gpu.checkpoint.paths import as_path
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
+from t5x_gpu.checkpoint.shared_folder import shared_model_dir
 from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
@@ -46,6 +46,7 @@ from t5x_gpu.runtime import distributed, health, preemption, xla_flags
 from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig, coordination_store
 from t5x_gpu.training.program import Program, build_program, compile_options
+from t5x_gpu.training.same_step import check_same_step
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.summary import parameter_table, size_line
 from t5x_gpu.training.train_state import TrainState
@@ -108,7 +109,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   watchdog = watchdog or Watchdog(watchdog_cfg, process_index=jax.process_index(),
                                   process_count=jax.process_count())
   # ---- 1. Shapes, shardings and every check that needs no data -------------------------------
-  model_dir = str(as_path(model_dir, parameter='train.model_dir'))
+  model_dir = str(shared_model_dir(model_dir, dry_run=dry_run))
   _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
                  eval_steps=eval_steps, infer_eval_period=infer_eval_period)
   checkpoint_cfg.check_best(total_steps, train_eval_dataset_cfg and eval_period,
@@ -138,7 +139,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       loss=(train_eval_dataset_cfg, eval_steps, eval_period), keep=checkpoint_cfg.kept,
       tasks=(infer_eval_dataset_cfg, decoding_cfg, infer_eval_period))
   if dry_run:
-    open_data()
+    _same_on_hosts(*open_data())
     _say(f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
     return 0
   train_step, fresh, (data, evaluations) = _compile_while(open_data, program, xla, bool(saved))
@@ -228,11 +229,19 @@ def _compile_while(open_data: Callable[[], Any], program: Program,
   with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
     opening = pool.submit(open_data)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    check_same_step(lowered)
     if opening.done():
       opening.result()  # a mistake in the data is told before the compile, where it is quick
     train_step = lowered.compile(compiler_options=compile_options(program, xla))
     fresh = None if has_state else program.init()  # compiles, too: better now than after the data
-    return train_step, fresh, opening.result()
+    return train_step, fresh, _same_on_hosts(*opening.result())
+
+
+def _same_on_hosts(data: BatchIterator, evaluations: Evaluations
+                   ) -> tuple[BatchIterator, Evaluations]:
+  """Returns its arguments. Raises DataError, on all processes, if hosts read different data."""
+  evaluations.check_same_on_hosts(data)
+  return data, evaluations
 
 
 def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Optional[Saved],

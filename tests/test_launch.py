@@ -255,23 +255,6 @@ def test_a_killed_run_of_two_processes_ends_with_the_losses_of_one(tmp_path):
   assert losses == pytest.approx(alone.metrics(), rel=1e-5)
 
 
-def test_processes_that_do_not_share_model_dir_are_told_and_end(tmp_path):
-  """Else one would continue at step 2, the other begin anew, and both hang."""
-  address = launch.free_address()
-  projects = [Project(_folder(tmp_path, str(i))) for i in range(2)]
-  assert projects[1].run(num_devices=1, TRAIN_STEPS=2).code == 0
-
-  def start(index: int):
-    return projects[index].start(
-        '--process_count=2', f'--process_index={index}', f'--coordinator_address={address}',
-        MODEL_DIR='model')  # of its own working folder
-  with start(0) as one, start(1) as two:
-    assert (one.finish(), two.finish()) == (1, 1), one.err + two.err
-  for run in (one, two):
-    assert '/model is not the same on all 2 processes' in run.err
-    assert 'process 0 (and 0 more): null' in run.err and 'process 1 (and 0 more): 2' in run.err
-
-
 def test_processes_with_different_flags_are_told_and_end(tmp_path):
   """Else they would train, each by its own configuration, until a collective hangs."""
   address = launch.free_address()

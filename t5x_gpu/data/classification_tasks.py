@@ -48,10 +48,11 @@ PREPROCESSORS = (functools.partial(seqio.preprocessors.tokenize, copy_pretokeniz
 
 def _from_files(name: str, pattern: str, *, form: str,
                 class_names: Optional[Sequence[str]] = None) -> seqio.Task:
-  found = tables.labelled_texts(files_lib.matching_files(pattern), form=form,
-                                class_names=class_names)
-  return seqio.Task(name, source=sources.LabelledSource(lambda: found, splits=tuple(found.texts)),
-                    preprocessors=PREPROCESSORS, output_features=features(found.class_names),
+  files = files_lib.matching_files(pattern)
+  found = tables.labelled_texts(files, form=form, class_names=class_names)
+  source = sources.LabelledSource(lambda: found, splits=tuple(found.texts), files=files)
+  return seqio.Task(name, source=source, preprocessors=PREPROCESSORS,
+                    output_features=features(found.class_names),
                     shuffle_buffer_size=SHUFFLE_BUFFER)
 
 

@@ -25,6 +25,7 @@ from t5x_gpu.data.prepared_index import INDEX, Index, check_shards, read_index
 from t5x_gpu.data.records import decode_into
 from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
 from t5x_gpu.errors import DataError, all_problems, first_line
+from t5x_gpu.runtime.agreement import Facts
 
 GUARANTEE = ('prepared: the global batch at step t depends on (data, rates, seed, t) alone; each '
              'process reads its rows of it')
@@ -44,14 +45,15 @@ class PreparedBatches:
     names: order of the features in a record.
     spec: of the batches.
     fingerprint: of the data, its order and its batches.
+    files: that the rows come from, as facts to compare between hosts.
   Attributes:
     rows_read: how many were decoded so far.
   """
 
   def __init__(self, rows: grain.MapDataset, *, num_rows: Optional[int], names: Sequence[str],
-               spec: BatchSpec, name: str, fingerprint: Mapping[str, Any]):
+               spec: BatchSpec, name: str, fingerprint: Mapping[str, Any], files: Facts):
     self._rows, self._num_rows, self._names, self._spec = rows, num_rows, tuple(names), spec
-    self._name, self._fingerprint = name, dict(fingerprint)
+    self._name, self._fingerprint, self._files = name, dict(fingerprint), files
     self._reader = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='prepared_rows')
     self._ahead: dict[int, tuple[LazyBatch, concurrent.futures.Future]] = {}
     self._last: Optional[LazyBatch] = None
@@ -142,6 +144,10 @@ class PreparedBatches:
     return {'mixture_or_task_name': self._name, **self._fingerprint, LIBRARIES: versions(_PACKAGES),
             'guarantee': GUARANTEE}
 
+  def file_facts(self) -> Facts:
+    """Returns the facts of the files, to compare them between hosts."""
+    return self._files
+
   def close(self) -> None:
     """Stops reading ahead."""
     self._closed = True
@@ -183,7 +189,8 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
   return PreparedBatches(
       rows, num_rows=None if repeat else index.rows, names=tuple(index.features), spec=spec,
       name=config.mixture_or_task_name,
-      fingerprint=_fingerprint(index, config, rates=rates, repeat=repeat))
+      fingerprint=_fingerprint(index, config, rates=rates, repeat=repeat),
+      files=_file_facts(index, folder / config.split))
 
 
 def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]:
@@ -255,6 +262,17 @@ def _fingerprint(index: Index, config: DatasetConfig, *, rates: Mapping[str, flo
     digest = hashlib.sha256(''.join(f'{s.rows} {s.sha256} ' for s in member.shards).encode())
     facts[f'rows of {name}'] = {'rows': member.rows, 'hash': digest.hexdigest()[:16]}
   return facts
+
+
+def _file_facts(index: Index, folder: pathlib.Path) -> Facts:
+  """Returns facts of index.json and of the shards, whose digests it has; no shard is read."""
+  plan = hashlib.sha256(json.dumps(index.plan(), sort_keys=True).encode()).hexdigest()
+  found = {INDEX: (plan, f'{folder / INDEX} ({plan[:12]})')}
+  for member in index.members.values():
+    for shard in member.shards:
+      if shard.rows:
+        found[shard.file] = shard.sha256, f'{folder / shard.file} ({shard.sha256[:12]})'
+  return found
 
 
 def _any_index(config: DatasetConfig) -> Index:

@@ -202,13 +202,15 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
 def file_digests(path: str | os.PathLike) -> tuple[str, str]:
   """Returns (sha256 of a file, sha256 of a sample of its blocks)."""
   with open(path, 'rb') as f:
-    return hashlib.file_digest(f, 'sha256').hexdigest(), _sample(path)
+    return hashlib.file_digest(f, 'sha256').hexdigest(), sample_digest(path)
 
 
-def _sample(path: str | os.PathLike) -> str:
+def sample_digest(path: str | os.PathLike, *, num_blocks: int = _BLOCKS) -> str:
+  """Returns the sha256 of evenly spaced blocks of a file, the first and the last among them."""
   size, digest = os.path.getsize(path), hashlib.sha256()
+  starts = {max(0, size - _BLOCK) * i // (num_blocks - 1) for i in range(num_blocks)}
   with open(path, 'rb') as f:
-    for start in sorted({max(0, size - _BLOCK) * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
+    for start in sorted(starts):
       f.seek(start)
       digest.update(f.read(_BLOCK))
   return digest.hexdigest()
@@ -230,7 +232,7 @@ def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str])
     if size != shard.bytes:
       cut = 'cut off' if size < shard.bytes else 'changed'
       return f'{path} is {cut}: it has {size:,} bytes, the index says {shard.bytes:,}.'
-    if content == 'sample' and _sample(path) != shard.sample:
+    if content == 'sample' and sample_digest(path) != shard.sample:
       return f'{path} has changed: the sha256 of a sample of it is not that of the index.'
     if content == 'all' and file_digests(path)[0] != shard.sha256:
       return f'{path} has changed: its sha256 is not that of the index.'

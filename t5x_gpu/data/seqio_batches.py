@@ -5,6 +5,7 @@ builds the whole global stream and puts only its own rows on its devices, so the
 depend on how many hosts there are; each host pays for reading all of it.
 """
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import (
     TextVocabulary, named_vocabulary, text_vocabulary, vocabulary_fingerprint)
 from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.runtime.agreement import Facts
 
 _MAGIC = b't5x_gpu data state 1\n'
 # A fixed number on every machine: parallel maps hold that many results, which the saved state
@@ -41,8 +43,9 @@ class SeqioBatches:
 
   def __init__(self, make_dataset: Callable[[], tf.data.Dataset], *, name: str, spec: BatchSpec,
                fingerprint: Mapping[str, Any], problem: Callable[[], Optional[DataError]],
-               pad_last: bool):
+               pad_last: bool, file_facts: Callable[[], Facts] = dict):
     self._make_dataset = make_dataset
+    self.file_facts = file_facts  # of the source files, to compare them between hosts
     self._name = name
     self._spec = spec
     self._fingerprint = dict(fingerprint)
@@ -211,6 +214,15 @@ def _fingerprint(task: task_lookup.TaskOrMixture, config: DatasetConfig, *, feat
   return facts
 
 
+def _file_facts(task: task_lookup.TaskOrMixture, split: str) -> Facts:
+  found = {}
+  for subtask in seqio.get_subtasks(task):
+    if split in subtask.splits:
+      facts = sources.file_facts(subtask.source, split=split)
+      found |= {f'{subtask.name}: {name}': fact for name, fact in facts.items()}
+  return found
+
+
 def _dataset(task: task_lookup.TaskOrMixture, config: DatasetConfig, *,
              converter: seqio.FeatureConverter, feature_converter: str, repeat: bool
              ) -> tf.data.Dataset:
@@ -263,7 +275,8 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
                        repeat=repeat),
       name=config.mixture_or_task_name, spec=spec,
       fingerprint=_fingerprint(task, config, feature_converter=feature_converter, repeat=repeat),
-      problem=problem, pad_last=not repeat)
+      problem=problem, pad_last=not repeat,
+      file_facts=functools.partial(_file_facts, task, config.split))
   try:
     batches.peek()
   except BaseException:

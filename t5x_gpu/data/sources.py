@@ -7,17 +7,20 @@ the same files lie.
 
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.data import files as files_lib
+from t5x_gpu.data import same_on_hosts
 from t5x_gpu.data.block_reader import BlockReader
 from t5x_gpu.data.damage import Records
 from t5x_gpu.data.line_files import LINES_PER_SPAN
 from t5x_gpu.data.tables import LabelledTexts
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
+from t5x_gpu.runtime.agreement import Facts
 
 # Files open at once, a span from each in turn: neighbours in the stream come from many files.
 FILES_AT_ONCE = 32
@@ -135,6 +138,20 @@ def source_fingerprint(source: seqio.DataSource, *, split: str) -> dict[str, Any
   return {'kind': type(source).__name__, 'examples': source.num_input_examples(split)}
 
 
+def file_facts(source: seqio.DataSource, *, split: str) -> Facts:
+  """Returns facts of the files behind any SeqIO source; without files, what identifies its data."""
+  paths = []
+  if isinstance(source, LabelledSource):
+    paths = source.files
+  elif isinstance(source, (DocumentSource, HashSplitSource, seqio.FileDataSource,
+                           seqio.TfdsDataSource)):
+    paths = sorted(source.list_shards(split))
+  if paths and all(os.path.isfile(path) for path in paths):
+    return same_on_hosts.file_facts(paths)
+  text = json.dumps(source_fingerprint(source, split=split), sort_keys=True)
+  return {'source': (text, text)}
+
+
 def reading_problem(source: seqio.DataSource) -> Optional[DataError]:
   """Returns the DataError that a reader of `source` met inside tf.data, if it did."""
   reader = getattr(source, 'block_reader', None)
@@ -187,10 +204,13 @@ class LabelledSource(seqio.DataSource):
   Args:
     texts: returns them; called once, when the data is opened.
     splits: the splits that they have.
+    files: that they come from.
   """
 
-  def __init__(self, texts: Callable[[], LabelledTexts], *, splits: Sequence[str]):
+  def __init__(self, texts: Callable[[], LabelledTexts], *, splits: Sequence[str],
+               files: Sequence[str] = ()):
     self._texts = functools.cache(texts)
+    self.files = tuple(files)
     super().__init__(splits=tuple(splits))
 
   @property

@@ -10,6 +10,7 @@ import numpy as np
 
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, EvaluatedTask, ModelOutputs, open_batches, open_evaluated_tasks)
+from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import classification, reduce
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
@@ -29,21 +30,22 @@ class Evaluator:
       with rows of weight 0.
     num_batches: at most this many, fewer if the data ends; None for all.
   Attributes:
+    batches: as given.
     confusion: [true class, predicted class] of the last evaluation, if the model classifies.
   """
 
   def __init__(self, program: Program, batches: BatchIterator, num_batches: Optional[int]):
     self._program = program
-    self._batches = batches
+    self.batches = batches
     self._num_batches = num_batches
     self._start = batches.get_state()
     self.confusion: Optional[np.ndarray] = None
 
   def sums(self, params: Any) -> reduce.Sums:
     """Returns the sums over all batches; `params` in the run's order of layers."""
-    self._batches.set_state(self._start)
+    self.batches.set_state(self._start)
     total = reduce.Accumulator()
-    for batch in itertools.islice(self._batches, self._num_batches):
+    for batch in itertools.islice(self.batches, self._num_batches):
       total.add(self._program.eval_step(params, self._program.layout.put_batch(batch)))
     return total.sums()
 
@@ -86,6 +88,8 @@ class TaskEvaluator:
     model, program: what to evaluate.
     tasks: with metrics.
     config: how predictions are decoded.
+  Attributes:
+    tasks: as given.
   Raises:
     ConfigError: a model that writes no text.
     DataError: a task whose predictions depend on nothing, or a prompt that does not fit.
@@ -98,7 +102,7 @@ class TaskEvaluator:
     self._generator = Generator(model, None, layout=program.layout, config=_with(
         config, stop_tokens=tuple(stops),
         zero_is_padding=config.zero_is_padding and not zero_is_a_word))
-    self._tasks = tasks
+    self.tasks = tasks
     for task in tasks:
       _check_inputs(task, reads_inputs(model))
       for number, (inputs, targets) in enumerate(zip(task.inputs, task.targets)):
@@ -111,7 +115,7 @@ class TaskEvaluator:
   def run(self, params: Any) -> dict[str, float]:
     """Returns infer_eval/TASK/METRIC of `params`, whose layers are in the order of the model."""
     generator = self._generator.with_params(params)
-    return {f'{TASKS}{task.name}/{name}': value for task in self._tasks
+    return {f'{TASKS}{task.name}/{name}': value for task in self.tasks
             for name, value in task.metrics(_outputs(generator, task)).items()}
 
 
@@ -187,6 +191,12 @@ class Evaluations:
   def confusion(self) -> Optional[np.ndarray]:
     """Of the last evaluation, if the model classifies."""
     return self._loss[0] and self._loss[0].confusion
+
+  def check_same_on_hosts(self, training: BatchIterator) -> None:
+    """Raises DataError, on all processes, unless all read the same data, `training` included."""
+    loss, tasks = self._loss[0], self._tasks[0]
+    check_same_on_hosts({'training': training, 'evaluation': loss and loss.batches},
+                        tasks.tasks if tasks else ())
 
   def _is_due(self, step: int, what: tuple[Any, Optional[int]]) -> bool:
     evaluator, period = what

@@ -1,7 +1,9 @@
-"""JAX's coordination service as the watchdog uses it: a store in process 0, a barrier, its end."""
+"""JAX's coordination service: a store in process 0, a barrier, its end."""
 
 import contextlib
 import ctypes
+import itertools
+import json
 import signal
 import socket
 import threading
@@ -9,6 +11,9 @@ from collections.abc import Callable
 from typing import Any, Optional, Protocol
 
 from jax._src import distributed as jax_distributed  # no public way to the key-value store
+
+_EXCHANGE_SECONDS = 60
+_rounds = itertools.count()
 
 
 class Store(Protocol):
@@ -82,3 +87,20 @@ def coordination_store() -> Optional[Store]:
   """Returns the key-value store of `jax.distributed`, or None for a single process."""
   state = jax_distributed.global_state
   return _JaxStore(state.client, state.coordinator_address) if state.client else None
+
+
+def exchange(value: Any) -> list[Any]:
+  """Returns what every process passed, by process index. Uses no device, so XLA's flags stay open.
+
+  All processes must call it the same number of times.
+
+  Args:
+    value: anything that JSON can hold.
+  """
+  state, key = jax_distributed.global_state, f't5x_gpu_exchange/{next(_rounds)}'
+  state.client.key_value_set(f'{key}/{state.process_id}', json.dumps(value))
+  values = [json.loads(state.client.blocking_key_value_get(f'{key}/{i}', _EXCHANGE_SECONDS * 1000))
+            for i in range(state.num_processes)]
+  # Process 0 may end because of these values, and the store with it.
+  state.client.wait_at_barrier(f'{key}/read', timeout_in_ms=_EXCHANGE_SECONDS * 1000)
+  return values

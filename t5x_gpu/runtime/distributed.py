@@ -19,8 +19,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from t5x_gpu.errors import ClusterError, ConfigError
-from t5x_gpu.runtime import exits, nvml, xla_flags
+from t5x_gpu.runtime import agreement, exits, nvml, same_code, xla_flags
 from t5x_gpu.runtime.cluster import ClusterInfo
+from t5x_gpu.runtime.coordination import exchange
 from t5x_gpu.runtime.rendezvous import Member, meet, numbers
 
 # A difference is shown up to this many characters per process.
@@ -80,7 +81,8 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
     cluster: from `cluster.detect`.
     config: how long to wait.
   Raises:
-    ClusterError: some processes did not come, or cannot reach process 0; two use the same GPU.
+    ClusterError: some processes did not come, or cannot reach process 0; two use the same GPU, or
+      run different code.
   """
   if cluster.process_count == 1:
     if cluster.local_device_ids:
@@ -88,8 +90,9 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
     return False
   # NVML's order, by which GPUs are told apart; must be set before CUDA starts.
   os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
-  with meet(cluster, describe_this_process(cluster),
-            timeout_seconds=config.initialization_timeout_seconds) as meeting:
+  code = same_code.facts()
+  me = dataclasses.replace(describe_this_process(cluster), code=agreement.digest(code))
+  with meet(cluster, me, timeout_seconds=config.initialization_timeout_seconds) as meeting:
     check_members(meeting.members)
     domains = list(dict.fromkeys(member.domain for member in meeting.members))
     address = meeting.address
@@ -109,6 +112,10 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
         partition_index=domains.index(meeting.members[cluster.process_index].domain))
   _members[:] = meeting.members
   exits.joined(cluster.process_index, process_count=cluster.process_count)
+  # A module that only some have imported is no difference: what imports it would be one.
+  same_code.raise_if_any(agreement.differences(
+      code, digests=[member.code for member in _members], hostnames=hostnames(),
+      process_index=cluster.process_index, exchange=exchange, only_common=True))
   return True
 
 
@@ -144,7 +151,8 @@ def describe_this_process(cluster: ClusterInfo) -> Member:
 
 
 def check_members(members: Sequence[Member]) -> None:
-  """Raises ClusterError if two processes use one GPU, or only some have T5X_GPU_DOMAIN.
+  """Raises ClusterError if two processes use one GPU, if only some have T5X_GPU_DOMAIN or a digest
+  of their code, or if their jax differs.
 
   All processes hold the same table, so all of them raise.
   """
@@ -168,11 +176,28 @@ def check_members(members: Sequence[Member]) -> None:
         f'{DOMAIN_VARIABLE} is set for {len(members) - len(without)} of {len(members)} processes, '
         f'but not for process {without[0].process_index} on {without[0].hostname}.',
         fix=f'Set {DOMAIN_VARIABLE} for all processes, or for none.')
+  other = [member for member in members if member.versions != members[0].versions]
+  if other:
+    raise ClusterError(
+        f'Process {other[0].process_index} on {other[0].hostname} runs {other[0].versions}, '
+        f'process 0 on {members[0].hostname} {members[0].versions}.', fix=same_code.FIX,
+        docs='slurm.md#hosts-that-disagree')
+  old = [member for member in members if not member.code]
+  if 0 < len(old) < len(members):
+    raise ClusterError(
+        f'Process {old[0].process_index} on {old[0].hostname} runs an older t5x_gpu than the '
+        'others: it sends no digest of its code.', fix=same_code.FIX,
+        docs='slurm.md#hosts-that-disagree')
 
 
 def members() -> tuple[Member, ...]:
   """Returns what all processes told of themselves, by process index; () for a single process."""
   return tuple(_members)
+
+
+def hostnames() -> tuple[str, ...]:
+  """Returns the host of each process; () for a single process."""
+  return tuple(member.hostname for member in _members)
 
 
 def num_hosts() -> int:
@@ -279,10 +304,32 @@ def assert_equal_across_hosts(value: Any, name: str, *, fix: str = SAME_START) -
   first_with = {}
   for process, d in enumerate(digests):
     first_with.setdefault(d, process)
-  shown = '\n'.join(f'  process {process} (and {digests.count(d) - 1} more): {texts[process]}'
-                    for d, process in first_with.items())
+  shown = '\n'.join(
+      f'  {agreement.who_text([i for i, x in enumerate(digests) if x == d], hostnames())}: '
+      f'{texts[process]}' for d, process in first_with.items())
   raise ConfigError(f'{name} is not the same on all {process_count()} processes:\n{shown}',
                     fix=fix)
+
+
+def differences(facts: agreement.Facts, *, only_common: bool = False) -> list[str]:
+  """Returns a line per fact in which processes differ, the same on all of them; [] for none.
+
+  Args:
+    facts: of this process, see runtime/agreement.py.
+    only_common: ignore facts that only some processes have.
+  """
+  return agreement.differences(
+      facts, digests=gather_json(agreement.digest(facts)), hostnames=hostnames(),
+      process_index=process_index(), exchange=gather_json, only_common=only_common)
+
+
+def check_same_modules() -> None:
+  """Raises ClusterError, on every process, unless the user's modules imported by now are the same.
+
+  `initialize` has compared those that were imported before it.
+  """
+  if process_count() > 1:
+    same_code.raise_if_any(differences(same_code.user_modules(), only_common=True))
 
 
 def _first_difference(text: str, other: str) -> Optional[int]:

@@ -17,7 +17,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.errors import ClusterError
@@ -43,7 +43,8 @@ class Member:
     host_key: equal for processes that share a host, and only for those.
     domain: of fast links: T5X_GPU_DOMAIN where that is set, else the host_key.
     gpus: UUIDs of the GPUs it will use, () if unknown.
-    versions: what must be the same everywhere.
+    versions: of jax and jaxlib, which must be the same for them to join.
+    code: digest of all code and versions (runtime/same_code.py).
   """
   process_index: int
   hostname: str
@@ -51,6 +52,7 @@ class Member:
   domain: str
   gpus: tuple[str, ...] = ()
   versions: str = ''
+  code: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,8 @@ def meet(cluster: ClusterInfo, me: Member, *, timeout_seconds: float) -> Iterato
   """Yields once all processes have come; the block must start JAX's service on process 0.
 
   The other processes are let go only when that service listens: they would otherwise be refused,
-  and try again a second later.
+  and try again a second later. Or when the block fails: what is wrong with the members, they find
+  themselves.
 
   Raises:
     ClusterError: some did not come (named), process 0 cannot be reached (with the reason), its port
@@ -96,12 +99,17 @@ class _Host:
     self._members = {0: me}
     self._connections: dict[int, socket.socket] = {}
     self._listener, self._address = _listen(cluster)
+    self._failed = threading.Event()
+    self._release: Optional[threading.Thread] = None
 
   def __enter__(self) -> '_Host':
     return self
 
   def __exit__(self, *exc_info: Any) -> None:
     self._listener.close()
+    if self._release is not None and exc_info[0] is not None:
+      self._failed.set()
+      self._release.join(TRY_SECONDS)
 
   def gather(self) -> Meeting:
     """Returns once everybody has come; tells those who came if somebody did not."""
@@ -137,7 +145,7 @@ class _Host:
     connection.settimeout(TRY_SECONDS)
     try:
       hello = json.loads(_read_line(connection))
-      member = Member(**{**hello['member'], 'gpus': tuple(hello['member']['gpus'])})
+      member = _member(hello['member'])
       run, count = hello['run'], hello['count']
     except (OSError, ValueError, KeyError, TypeError):
       connection.close()  # a port scanner, or a process that died
@@ -151,9 +159,6 @@ class _Host:
       other = self._members[member.process_index]
       refusal = (f'process {member.process_index} came twice, from {other.hostname} and from '
                  f'{member.hostname} ({peer})')
-    elif member.versions != self._members[0].versions:
-      refusal = (f'process {member.process_index} on {member.hostname} runs {member.versions}, '
-                 f'process 0 on {self._members[0].hostname} {self._members[0].versions}')
     if refusal:
       _send(connection, {'run': self._cluster.run_id, 'refused': refusal})
       connection.close()
@@ -201,7 +206,7 @@ class _Host:
               'members': [dataclasses.asdict(member) for member in meeting.members]}
 
     def release() -> None:
-      while time.monotonic() < self._deadline + TRY_SECONDS:
+      while time.monotonic() < self._deadline + TRY_SECONDS and not self._failed.is_set():
         try:
           socket.create_connection(('127.0.0.1', port), timeout=1).close()
           break
@@ -210,7 +215,8 @@ class _Host:
       for connection in self._connections.values():
         _send(connection, answer)
         connection.close()
-    threading.Thread(target=release, daemon=True, name='rendezvous').start()
+    self._release = threading.Thread(target=release, daemon=True, name='rendezvous')
+    self._release.start()
 
 
 def _listen(cluster: ClusterInfo) -> tuple[socket.socket, str]:
@@ -278,8 +284,7 @@ class _Guest:
                                    'process waited')
         return None
     if 'members' in answer:
-      return Meeting(address, tuple(Member(**{**member, 'gpus': tuple(member['gpus'])})
-                                    for member in answer['members']))
+      return Meeting(address, tuple(map(_member, answer['members'])))
     if run == self._cluster.run_id:
       raise ClusterError(
           f'Process {self._me.process_index} of {self._cluster.process_count} was not joined: '
@@ -314,6 +319,12 @@ def _why(e: OSError, host: str) -> str:
   if isinstance(e, TimeoutError):
     return f'timed out (no answer within {TRY_SECONDS} s)'
   return f'{e.strerror or e}'
+
+
+def _member(values: Mapping[str, Any]) -> Member:
+  """Returns the member; fields that this version of t5x_gpu does not have are ignored."""
+  names = [field.name for field in dataclasses.fields(Member) if field.name in values]
+  return Member(**{**{name: values[name] for name in names}, 'gpus': tuple(values['gpus'])})
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow_datasets as tfds
 
-from t5x_gpu.data import batches, task_lookup
+from t5x_gpu.data import batches, sources, task_lookup
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 
@@ -47,3 +47,10 @@ def test_tfds_that_cannot_be_read_says_what_to_do(name, says):
   with pytest.raises(DataError, match=says) as e:
     task_lookup.lookup(batches.DatasetConfig(f'tfds:{name}', {'targets': 8}, 'test', 1))
   assert e.value.fix
+
+
+def test_files_of_a_prepared_dataset_are_named_to_compare_hosts():
+  task = task_lookup.lookup(batches.DatasetConfig('tfds:mine', {'targets': 8}, 'train', 1))
+  facts = sources.file_facts(task.source, split='train')
+  assert len(facts) == 4  # of nine examples at most
+  assert all('tfrecord' in name and ' bytes, ' in shown for name, (_, shown) in facts.items())

@@ -151,12 +151,23 @@ def test_two_processes_with_one_index_are_told():
   assert 'process 1 came twice' in outcomes[2].error
 
 
-def test_other_versions_of_jax_are_told():
-  port = free_port()
-  outcomes = run_all([info(i, count=2, port=port) for i in range(2)],
-                     [member(0, versions='jax 1'), member(1, versions='jax 2')], seconds=2)
-  assert 'runs jax 2, process 0 on node0 jax 1' in outcomes[1].error
-  assert 'still waiting for 1 of 2' in outcomes[0].error
+def test_other_versions_of_jax_end_all_processes_with_the_same_error():
+  """Process 0 fails before JAX's service listens; the others must not wait for that."""
+  port, errors = free_port(), ['', '']
+
+  def run(i: int) -> None:
+    try:
+      with meet(info(i, count=2, port=port), member(i, versions=f'jax {i}'),
+                timeout_seconds=60) as meeting:
+        distributed.check_members(meeting.members)
+    except ClusterError as e:
+      errors[i] = e.what
+  threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(50)  # less than the timeout
+  assert errors == ['Process 1 on node0 runs jax 1, process 0 on node0 jax 0.'] * 2
 
 
 def test_a_process_that_came_and_died_is_missing_again(caplog):
@@ -196,3 +207,15 @@ def test_a_domain_for_some_processes_only_is_an_error():
   members = [member(0), dataclasses.replace(member(1), domain='rack1')]
   with pytest.raises(ClusterError, match='T5X_GPU_DOMAIN is set for 1 of 2 .* process 0'):
     distributed.check_members(members)
+
+
+def test_a_process_without_a_digest_of_its_code_is_older_than_the_others():
+  members = [member(0, code='1234'), member(1)]
+  with pytest.raises(ClusterError, match='Process 1 on node0 runs an older t5x_gpu'):
+    distributed.check_members(members)
+  distributed.check_members([member(0), member(1)])
+
+
+def test_fields_that_only_a_newer_version_sends_are_ignored():
+  values = {**dataclasses.asdict(member(1, gpus=('GPU-1',))), 'of_the_future': [1]}
+  assert rendezvous._member(values) == member(1, gpus=('GPU-1',))

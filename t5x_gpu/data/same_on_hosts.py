@@ -1,0 +1,94 @@
+"""Do all hosts read the same data? Compared between processes before the first step.
+
+A file that differs on one host trains without an error: every process takes its rows of what it
+believes to be the global batch. Three things are compared: size and sampled blocks of each file,
+what the data says of itself, and the hash of the next batch, which sees the code of a task.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.data.batches import Batch, BatchIterator, EvaluatedTask, batch_hash
+from t5x_gpu.data.prepared_index import sample_digest
+from t5x_gpu.errors import DataError
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.agreement import Facts
+
+_THREADS = 16
+_SAMPLED_BLOCKS = 4096  # of 4 KiB, of all files together; but at least two of each
+_SHOWN_CHARACTERS = 100
+# Facts of `describe()` that depend on where and when files were copied; the files are compared.
+_OF_FILES = ('source of ', 'rows of ')
+
+
+def check_same_on_hosts(batches: Mapping[str, Optional[BatchIterator]],
+                        tasks: Sequence[EvaluatedTask] = ()) -> None:
+  """Raises DataError, on all processes, unless all of them read the same data.
+
+  All processes must call it, from the thread that runs their collectives.
+
+  Args:
+    batches: what it is for ('training') -> an open iterator, or None.
+    tasks: with metrics.
+  Raises:
+    ClusterError: modules imported to open the data differ.
+  """
+  if distributed.process_count() == 1:
+    return
+  distributed.check_same_modules()
+  found = {f'{purpose} data, {name}': fact for purpose, iterator in batches.items()
+           if iterator is not None for name, fact in _facts(iterator).items()}
+  found |= {f'examples of {task.name}': _of_task(task) for task in tasks}
+  lines = distributed.differences(found)
+  if lines:
+    raise DataError(
+        'The hosts do not read the same data:\n  ' + '\n  '.join(lines),
+        fix='Copy the files again to the hosts that have others, or read them from a folder that '
+            'all hosts share. If only the next batch differs, the code of the task does not give '
+            'every process the same batches.',
+        parameters=('DatasetConfig.mixture_or_task_name',), docs='slurm.md#hosts-that-disagree')
+
+
+def _facts(batches: BatchIterator) -> Facts:
+  files = getattr(batches, 'file_facts', None)  # modules of the user need not have it
+  found = {} if files is None else dict(files())
+  for name, value in batches.describe().items():
+    if files is None or not name.startswith(_OF_FILES):
+      text = json.dumps(value, sort_keys=True, default=str)
+      found[name] = (hashlib.sha256(text.encode()).hexdigest(), text[:_SHOWN_CHARACTERS])
+  batch = _peek(batches)
+  if all(isinstance(x, np.ndarray) for x in batch.values()):  # prepared rows are not read for this
+    value = batch_hash(batch)
+    found['next batch'] = (value, value)
+  return found
+
+
+def _peek(batches: BatchIterator) -> Batch:
+  try:
+    return batches.peek()
+  except StopIteration:
+    return {}
+
+
+def _of_task(task: EvaluatedTask) -> tuple[str, str]:
+  ids = [[list(map(int, ids)) for ids in part] for part in (task.inputs, task.targets)]
+  value = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+  return value, f'{len(task.targets)} examples ({value})'
+
+
+def file_facts(paths: Sequence[str]) -> dict[str, Any]:
+  """Returns the facts of files of this machine, by their paths below the folder common to all."""
+  root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths] or ['/'])
+  blocks = max(2, min(16, _SAMPLED_BLOCKS // max(1, len(paths))))
+
+  def fact(path: str) -> tuple[str, tuple[str, str]]:
+    size, sample = os.path.getsize(path), sample_digest(path, num_blocks=blocks)[:12]
+    return os.path.relpath(path, root), (f'{size} {sample}', f'{path} ({size:,} bytes, {sample})')
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+    return dict(pool.map(fact, paths))

@@ -1,0 +1,78 @@
+"""Do all processes have the same? A digest travels first, names only if the digests differ.
+
+Facts are `name -> (identity, shown)`: identities are compared, `shown` goes into the error.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Facts = Mapping[str, tuple[str, str]]
+
+# Of files, the facts of at most so many differing buckets travel: megabytes for a million files.
+_BUCKETS, _SENT_BUCKETS = 64, 4
+_SHOWN_LINES, _SHOWN_VARIANTS = 8, 4
+
+
+def digest(facts: Facts) -> str:
+  """Returns 16 hex digits that are equal where names and identities are."""
+  pairs = sorted((name, identity) for name, (identity, _) in facts.items())
+  return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
+
+
+def differences(facts: Facts, *, digests: Sequence[str], hostnames: Sequence[str],
+                process_index: int, exchange: Callable[[Any], list[Any]],
+                only_common: bool = False) -> list[str]:
+  """Returns a line per fact that differs between processes; the same lines on all of them.
+
+  Args:
+    facts: of this process.
+    digests: `digest(facts)` of each process.
+    hostnames: of each process.
+    process_index: of this one.
+    exchange: takes something that JSON can hold; returns what all processes passed.
+    only_common: ignore facts that only some processes have; for a few thousand facts.
+  """
+  if len(set(digests)) == 1:
+    return []
+  first = {value: digests.index(value) for value in digests}  # one process per variant
+  parts = _buckets(facts)
+  is_first = process_index in first.values()
+  told = exchange([digest(part) for part in parts] if is_first else None)
+  differing = [i for i in range(_BUCKETS) if len({told[p][i] for p in first.values()}) > 1]
+  # A bucket may differ only by what some lack, so none may be left out.
+  limit = _BUCKETS if only_common else _SENT_BUCKETS
+  sent = {name: fact for i in differing[:limit] for name, fact in parts[i].items()}
+  told = exchange(sent if is_first else None)
+  lines = []
+  for name in sorted(set().union(*(told[p] for p in first.values()))):
+    variants: dict[Any, tuple[str, list[int]]] = {}
+    for value, process in first.items():
+      identity, shown = told[process].get(name, (None, 'nothing'))
+      if identity is not None or not only_common:
+        who = [i for i, other in enumerate(digests) if other == value]
+        variants.setdefault(identity, (shown, []))[1].extend(who)
+    if len(variants) > 1:
+      shown_variants = list(variants.values())[:_SHOWN_VARIANTS]
+      lines.append(f'{name}: ' + ', '.join(
+          f'{shown} on {who_text(sorted(who), hostnames)}' for shown, who in shown_variants))
+  if len(differing) > limit or len(lines) > _SHOWN_LINES:
+    lines[_SHOWN_LINES:] = ['... and more.']
+  return lines
+
+
+def who_text(processes: Sequence[int], hostnames: Sequence[str]) -> str:
+  """Returns 'process 3 (gpu-002)', or 'process 3 (gpu-002) and 4 more'."""
+  first = processes[0]
+  host = f' ({hostnames[first]})' if hostnames else ''
+  more = f' and {len(processes) - 1} more' if len(processes) > 1 else ''
+  return f'process {first}{host}{more}'
+
+
+def _buckets(facts: Facts) -> list[dict[str, tuple[str, str]]]:
+  """Returns the facts in parts; the name alone decides which part."""
+  parts: list[dict[str, tuple[str, str]]] = [{} for _ in range(_BUCKETS)]
+  for name, fact in facts.items():
+    parts[hashlib.sha256(name.encode()).digest()[0] % _BUCKETS][name] = fact
+  return parts
