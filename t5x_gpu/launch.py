@@ -20,7 +20,7 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import cluster, numa, nvml
+from t5x_gpu.runtime import cluster, launcher_conflicts, numa, nvml
 
 DOCTOR = 't5x_gpu.doctor'
 MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval', 't5x_gpu.infer')
@@ -218,6 +218,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     raise ConfigError('The flags of the training run stand before --.',
                       fix='Write python -m t5x_gpu.launch --nproc N -- --gin_file=FILE ...')
   flags = args.extra
+  launcher_conflicts.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   gpus = [] if flags.no_gpu else nvml.physical_gpus()
   nproc = flags.nproc
   if nproc is None:
