@@ -20,7 +20,7 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import cluster, launcher_conflicts, numa, nvml
+from t5x_gpu.runtime import cluster, job_secret, launcher_conflicts, numa, nvml
 
 DOCTOR = 't5x_gpu.doctor'
 MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval', 't5x_gpu.infer')
@@ -169,6 +169,7 @@ def plan(num_processes: int, *, use_gpus: bool, numa_mode: str, env: Mapping[str
       # PCI order for CUDA as for NVML and nvidia-smi, or a process would be bound beside the GPU
       # of another one.
       child.update(JAX_LOCAL_DEVICE_IDS=','.join(map(str, ids)), CUDA_DEVICE_ORDER='PCI_BUS_ID')
+      child.setdefault('NCCL_SOCKET_IFNAME', '=lo')
     else:
       child['JAX_PLATFORMS'] = 'cpu'
     if numa_mode == 'auto':
@@ -191,7 +192,7 @@ def free_address() -> str:
   """Returns '127.0.0.1:port' with a port that nobody listens on, outside of the ephemeral ones."""
   for port in cluster.ports(f'launch {os.getpid()} {time.time_ns()}'):
     try:
-      socket.create_server(('', port)).close()
+      socket.create_server(('127.0.0.1', port)).close()
       return f'127.0.0.1:{port}'
     except OSError:
       continue
@@ -225,8 +226,9 @@ def main(argv: Optional[list[str]] = None) -> int:
     nproc = 1 if flags.no_gpu else max(1, cluster.visible_gpus(os.environ, len(gpus)) or 0)
   if nproc < 1:
     raise ConfigError(f'--nproc={nproc} must be at least 1.', fix='Give the number of processes.')
-  plans = plan(nproc, use_gpus=not flags.no_gpu, numa_mode=flags.numa, env=os.environ, gpus=gpus,
-               address=free_address())
+  secret = os.environ.get(job_secret.VARIABLE) or job_secret.new()
+  plans = plan(nproc, use_gpus=not flags.no_gpu, numa_mode=flags.numa, gpus=gpus,
+               env={**os.environ, job_secret.VARIABLE: secret}, address=free_address())
   for index, each in enumerate(plans):
     print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
   group = Group([sys.executable, '-m', flags.module, *argv[split + 1:]], plans,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import launcher_conflicts, schedulers
+from t5x_gpu.runtime import addresses, launcher_conflicts, schedulers
 from t5x_gpu.runtime.schedulers import Environment, Found, number
 
 # Above what Linux hands out by itself (net.ipv4.ip_local_port_range ends at 60999).
@@ -36,6 +36,7 @@ class ClusterInfo:
     process_index, process_count: from 0, of all hosts.
     coordinator_address: 'host:port' where process 0 listens; None for one process.
     other_addresses: where it may listen as well, if that one is taken or not reachable.
+    bind_address: 'host:port' where process 0 listens in their stead; behind NAT, for instance.
     local_process_index, local_process_count: on this host, None if nobody says.
     local_device_ids: which of the visible GPUs are this process's; None for all of them.
     reason: why `kind`, in words.
@@ -51,6 +52,7 @@ class ClusterInfo:
   process_count: int = 1
   coordinator_address: Optional[str] = None
   other_addresses: tuple[str, ...] = ()
+  bind_address: Optional[str] = None
   local_process_index: Optional[int] = None
   local_process_count: Optional[int] = None
   local_device_ids: Optional[tuple[int, ...]] = None
@@ -141,11 +143,12 @@ def detect(env: Environment, *, coordinator_address: Optional[str] = None,
         f'--process_index={index} is not one of --process_count={count} processes '
         f'(from {found.evidence}).', fix='Number the processes from 0'
         + (f' to {count - 1}.' if count > 0 else ' and start at least one.'))
-  addresses = _addresses(coordinator_address or env.get('JAX_COORDINATOR_ADDRESS'), found, count)
+  known = _addresses(coordinator_address or env.get('JAX_COORDINATOR_ADDRESS'), found, count)
   ids, devices_reason = _local_devices(env, found, num_gpus)
   return ClusterInfo(
       kind=found.kind, process_index=index, process_count=count,
-      coordinator_address=addresses[0] if addresses else None, other_addresses=addresses[1:],
+      coordinator_address=known[0] if known else None, other_addresses=known[1:],
+      bind_address=env.get(addresses.BIND_VARIABLE) or None,
       local_process_index=found.local_index, local_process_count=found.local_count,
       local_device_ids=ids, devices_reason=devices_reason,
       reason=found.evidence + (f', and {", ".join(given)}' if given and found.evidence != 'flags'
@@ -179,18 +182,14 @@ def _addresses(explicit: Optional[str], found: Found, count: int) -> tuple[str, 
     return ()
   address = explicit or found.address
   if address:
-    host, colon, port = address.rpartition(':')
-    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
-      raise ConfigError(f'--coordinator_address={address} is not HOST:PORT.',
-                        fix='Write the name or address of the first host and a free port, such as '
-                            '--coordinator_address=node01:62000.')
+    addresses.split(address, '--coordinator_address')
     return (address,)
   if not found.hosts:
     raise ConfigError(f'{found.evidence} does not say on which host process 0 runs.',
                       fix='Set --coordinator_address=HOST:PORT (or JAX_COORDINATOR_ADDRESS) to the '
                           'first host and a free port.',
                       docs='slurm.md#by-hand-and-other-launchers')
-  return tuple(f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
+  return tuple(addresses.join(host, port)
                for port in ports(found.job) for host in found.hosts)
 
 

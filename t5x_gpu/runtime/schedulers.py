@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.runtime import addresses
 
 Environment = Mapping[str, str]
 
@@ -130,7 +131,7 @@ def _mpirun_hosts(uri: str, namespace: str) -> tuple[str, ...]:
 def flux(env: Environment) -> Optional[Found]:
   """Returns what `flux run` says. On several hosts it does not name the first one.
 
-  Source: https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html
+  Source: flux-environment(7) at https://flux-framework.readthedocs.io/projects/flux-core
   """
   index = number(env, 'FLUX_TASK_RANK')
   if index is None:
@@ -198,7 +199,8 @@ def torchrun(env: Environment) -> Optional[Found]:
   return Found(
       kind='torchrun', process_index=number(env, 'RANK'), process_count=number(env, 'WORLD_SIZE'),
       local_index=number(env, 'LOCAL_RANK'), local_count=number(env, 'LOCAL_WORLD_SIZE'),
-      address=f'{env["MASTER_ADDR"]}:{port}', evidence='RANK, WORLD_SIZE and MASTER_ADDR',
+      address=addresses.join(env['MASTER_ADDR'].strip('[]'), port),
+      evidence='RANK, WORLD_SIZE and MASTER_ADDR',
       attempt=number(env, 'TORCHELASTIC_RESTART_COUNT') or 0,
       job=f'{env.get("TORCHELASTIC_RUN_ID", "")}.{env.get("TORCHELASTIC_RESTART_COUNT", "0")}')
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from t5x_gpu.errors import ClusterError
-from t5x_gpu.runtime import distributed, rendezvous
+from t5x_gpu.runtime import distributed, rendezvous, signed_lines
 from t5x_gpu.runtime.cluster import ClusterInfo
 from t5x_gpu.runtime.rendezvous import Member, meet
 
@@ -167,8 +167,8 @@ def test_a_process_that_came_and_died_is_missing_again(caplog):
     while time.monotonic() < deadline:
       try:
         with socket.create_connection(('127.0.0.1', port)) as connection:
-          rendezvous._send(connection, {'run': 'test/1', 'count': 3,
-                                        'member': dataclasses.asdict(member(1))})
+          signed_lines.send_question(connection, {
+              'run': 'test/1', 'count': 3, 'member': dataclasses.asdict(member(1))}, '')
         return
       except ConnectionRefusedError:  # process 0 does not listen yet
         time.sleep(0.01)
