@@ -160,16 +160,17 @@ def plan(num_processes: int, *, use_gpus: bool, numa_mode: str, env: Mapping[str
   if numa_mode not in ('auto', 'off'):
     bindings = numa.read_bindings(numa_mode, num_processes=num_processes)
   plans, each = [], visible // num_processes
+  secret = env.get(job_secret.VARIABLE) or job_secret.new()
   for index in range(num_processes):
     ids = list(range(index * each, (index + 1) * each))
     child = {**env, 'JAX_COORDINATOR_ADDRESS': address, 'JAX_PROCESS_COUNT': str(num_processes),
              'JAX_PROCESS_INDEX': str(index), 'LOCAL_WORLD_SIZE': str(num_processes),
-             'LOCAL_RANK': str(index), 'PYTHONUNBUFFERED': '1'}
+             'LOCAL_RANK': str(index), 'PYTHONUNBUFFERED': '1', job_secret.VARIABLE: secret}
     if use_gpus:
       # PCI order for CUDA as for NVML and nvidia-smi, or a process would be bound beside the GPU
       # of another one.
       child.update(JAX_LOCAL_DEVICE_IDS=','.join(map(str, ids)), CUDA_DEVICE_ORDER='PCI_BUS_ID')
-      child.setdefault('NCCL_SOCKET_IFNAME', '=lo')
+      child.setdefault('NCCL_SOCKET_IFNAME', '=lo')  # all processes are on this host
     else:
       child['JAX_PLATFORMS'] = 'cpu'
     if numa_mode == 'auto':
@@ -226,9 +227,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     nproc = 1 if flags.no_gpu else max(1, cluster.visible_gpus(os.environ, len(gpus)) or 0)
   if nproc < 1:
     raise ConfigError(f'--nproc={nproc} must be at least 1.', fix='Give the number of processes.')
-  secret = os.environ.get(job_secret.VARIABLE) or job_secret.new()
-  plans = plan(nproc, use_gpus=not flags.no_gpu, numa_mode=flags.numa, gpus=gpus,
-               env={**os.environ, job_secret.VARIABLE: secret}, address=free_address())
+  plans = plan(nproc, use_gpus=not flags.no_gpu, numa_mode=flags.numa, env=os.environ, gpus=gpus,
+               address=free_address())
   for index, each in enumerate(plans):
     print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
   group = Group([sys.executable, '-m', flags.module, *argv[split + 1:]], plans,
