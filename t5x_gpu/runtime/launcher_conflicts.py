@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from t5x_gpu.errors import ClusterError
 from t5x_gpu.runtime.schedulers import Environment, Found, number
 
-DOCS = 'slurm.md#launchers-that-disagree'
-
 # kind -> its name and the variables that number a process.
 _LAUNCHERS = {
     'jax': ('JAX', ('JAX_PROCESS_INDEX', 'JAX_PROCESS_ID', 'JAX_PROCESS_COUNT',
@@ -50,7 +48,7 @@ def check(found: Sequence[Found], env: Environment, *, is_counted: bool) -> None
               f'{" ".join(_set_variables(inner, env))}. If not, pass --process_index, '
               '--process_count and --coordinator_address, which win over all variables.\n'
               'To start separate runs inside one allocation, give each its own step of one task '
-              '(srun --ntasks=1 --exact ...).', docs=DOCS)
+              '(srun --ntasks=1 --exact ...).', docs='slurm.md#launchers-that-disagree')
 
 
 def refuse_several_launches(found: Sequence[Found], env: Environment) -> None:
@@ -63,7 +61,7 @@ def refuse_several_launches(found: Sequence[Found], env: Environment) -> None:
         'a separate run, all in the same MODEL_DIR.',
         fix=f'Let {_name(outer)} start python -m t5x_gpu.train itself, one task per GPU. To start '
             'separate runs, give each its own step of one task (srun --ntasks=1 --exact ...).',
-        docs=DOCS)
+        docs='slurm.md#launchers-that-disagree')
 
 
 def _check_count(found: Sequence[Found], env: Environment) -> None:
@@ -76,12 +74,12 @@ def _check_count(found: Sequence[Found], env: Environment) -> None:
   if not found and count > 1:
     raise ClusterError(
         f'{name}={count}, but JAX_PROCESS_INDEX is not set: each process would train alone.',
-        fix=f'Set JAX_PROCESS_INDEX, from 0 to {count - 1}, in each process, and '
-            f'JAX_COORDINATOR_ADDRESS=HOST:PORT in all of them. For a single process unset {name}.',
-        docs=DOCS)
+        fix=f'Give each process its own JAX_PROCESS_INDEX, from 0 to {count - 1}, and all of them '
+            f'JAX_COORDINATOR_ADDRESS=HOST:PORT. For a single process unset {name}.',
+        docs='slurm.md#launchers-that-disagree')
   if found and found[0].process_count not in (None, count):
     raise ClusterError(f'{name}={count}, but {_shown(found[0], env)}.',
-                       fix=f'Unset {name}, or set it to {found[0].process_count}.', docs=DOCS)
+                       fix=f'Unset {name}, or set it to {found[0].process_count}.', docs='slurm.md#launchers-that-disagree')
 
 
 def _agree(inner: Found, outer: Found, env: Environment) -> bool:
