@@ -79,7 +79,8 @@ def _check_count(found: Sequence[Found], env: Environment) -> None:
         docs='slurm.md#launchers-that-disagree')
   if found and found[0].process_count not in (None, count):
     raise ClusterError(f'{name}={count}, but {_shown(found[0], env)}.',
-                       fix=f'Unset {name}, or set it to {found[0].process_count}.', docs='slurm.md#launchers-that-disagree')
+                       fix=f'Unset {name}, or set it to {found[0].process_count}.',
+                       docs='slurm.md#launchers-that-disagree')
 
 
 def _agree(inner: Found, outer: Found, env: Environment) -> bool:
