@@ -6,6 +6,8 @@
 [ $# -ge 2 ] || { echo "usage: scripts/train_mpi.sh PROCESSES my.gin [--gin.X=VALUE ...]" >&2; exit 2; }
 count=$1 gin_file=$2; shift 2
 [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
+# Processes without it are not let in. See docs/security.md.
+export T5X_GPU_JOB_SECRET="${T5X_GPU_JOB_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 # -x hands variables on to other hosts. Without --bind-to none each process would get one core.
 exported=()
 for name in $(compgen -e | grep -E '^(XLA_|JAX_|NCCL_|CUDA_|T5X_GPU_|TFDS_|LD_LIBRARY_PATH|PYTHONPATH)')

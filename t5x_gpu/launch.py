@@ -20,7 +20,7 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import cluster, numa, nvml
+from t5x_gpu.runtime import cluster, job_secret, launcher_conflicts, numa, nvml
 
 DOCTOR = 't5x_gpu.doctor'
 MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval', 't5x_gpu.infer')
@@ -160,15 +160,17 @@ def plan(num_processes: int, *, use_gpus: bool, numa_mode: str, env: Mapping[str
   if numa_mode not in ('auto', 'off'):
     bindings = numa.read_bindings(numa_mode, num_processes=num_processes)
   plans, each = [], visible // num_processes
+  secret = env.get(job_secret.VARIABLE) or job_secret.new()
   for index in range(num_processes):
     ids = list(range(index * each, (index + 1) * each))
     child = {**env, 'JAX_COORDINATOR_ADDRESS': address, 'JAX_PROCESS_COUNT': str(num_processes),
              'JAX_PROCESS_INDEX': str(index), 'LOCAL_WORLD_SIZE': str(num_processes),
-             'LOCAL_RANK': str(index), 'PYTHONUNBUFFERED': '1'}
+             'LOCAL_RANK': str(index), 'PYTHONUNBUFFERED': '1', job_secret.VARIABLE: secret}
     if use_gpus:
       # PCI order for CUDA as for NVML and nvidia-smi, or a process would be bound beside the GPU
       # of another one.
       child.update(JAX_LOCAL_DEVICE_IDS=','.join(map(str, ids)), CUDA_DEVICE_ORDER='PCI_BUS_ID')
+      child.setdefault('NCCL_SOCKET_IFNAME', '=lo')  # all processes are on this host
     else:
       child['JAX_PLATFORMS'] = 'cpu'
     if numa_mode == 'auto':
@@ -191,7 +193,7 @@ def free_address() -> str:
   """Returns '127.0.0.1:port' with a port that nobody listens on, outside of the ephemeral ones."""
   for port in cluster.ports(f'launch {os.getpid()} {time.time_ns()}'):
     try:
-      socket.create_server(('', port)).close()
+      socket.create_server(('127.0.0.1', port)).close()
       return f'127.0.0.1:{port}'
     except OSError:
       continue
@@ -218,6 +220,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     raise ConfigError('The flags of the training run stand before --.',
                       fix='Write python -m t5x_gpu.launch --nproc N -- --gin_file=FILE ...')
   flags = args.extra
+  launcher_conflicts.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   gpus = [] if flags.no_gpu else nvml.physical_gpus()
   nproc = flags.nproc
   if nproc is None:

@@ -35,6 +35,14 @@ def test_each_process_gets_its_own_gpu_index_and_address():
   assert {p.env['CUDA_DEVICE_ORDER'] for p in plans} == {'PCI_BUS_ID'}
 
 
+def test_all_processes_of_a_launch_share_a_new_secret_and_listen_on_loopback():
+  secret, = {p.env['T5X_GPU_JOB_SECRET'] for p in plan(8)}
+  assert len(secret) == 64 and {p.env['T5X_GPU_JOB_SECRET'] for p in plan(8)} != {secret}
+  assert plan(1, env={'T5X_GPU_JOB_SECRET': 'mine'})[0].env['T5X_GPU_JOB_SECRET'] == 'mine'
+  assert {p.env['NCCL_SOCKET_IFNAME'] for p in plan(8)} == {'=lo'}
+  assert plan(1, env={'NCCL_SOCKET_IFNAME': 'ib0'})[0].env['NCCL_SOCKET_IFNAME'] == 'ib0'
+
+
 def test_fewer_processes_share_the_gpus_out_in_blocks():
   assert [p.env['JAX_LOCAL_DEVICE_IDS'] for p in plan(2)] == ['0,1,2,3', '4,5,6,7']
 

@@ -23,7 +23,7 @@ from t5x_gpu.runtime import cluster
 args = cli.parse_args('x', '', sys.argv[3:], extra=cluster.add_flags)
 info = cluster.detect(os.environ, num_gpus=4, **vars(args.extra))
 print(json.dumps(dict(module=sys.argv[1:3], gin=args.gin_files, bindings=args.bindings,
-                      info=dataclasses.asdict(info))))
+                      secret=os.environ['T5X_GPU_JOB_SECRET'], info=dataclasses.asdict(info))))
 '''
 # In the place of PALS's mpiexec: -n N --ppn M ... COMMAND, all processes one after the other.
 MPIEXEC = '''#!/bin/bash
@@ -67,6 +67,8 @@ def test_the_pbs_script_starts_one_process_per_gpu_that_know_who_they_are(tmp_pa
   assert len({info['coordinator_address'] for info in infos}) == 1
   assert infos[0]['coordinator_address'].startswith('x3006c0:')
   assert told[3]['module'] == ['-m', 't5x_gpu.train']
+  secret, = {each['secret'] for each in told}
+  assert len(bytes.fromhex(secret)) == 32
   assert told[3]['gin'] == ['my.gin'] and told[3]['bindings'] == ['A=1', 'B=x']
 
 

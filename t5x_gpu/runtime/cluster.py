@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import schedulers
+from t5x_gpu.runtime import addresses, launcher_conflicts, schedulers
 from t5x_gpu.runtime.schedulers import Environment, Found, number
 
 # Above what Linux hands out by itself (net.ipv4.ip_local_port_range ends at 60999).
@@ -21,10 +21,10 @@ FIRST_PORT, NUM_PORTS = 61440, 4096
 # Ports that process 0 tries one after the other where the scheduler's job id gives them.
 PORT_CHOICES = 4
 
-# mpirun, mpiexec and torchrun run inside Slurm jobs too, and their processes then see the variables
-# of the one srun task that started the launcher: so Slurm is asked after them.
-_READERS = (schedulers.jax_variables, schedulers.torchrun, schedulers.openmpi, schedulers.slurm,
-            schedulers.kubernetes)
+# mpirun, torchrun and Flux run inside Slurm jobs too, and their processes then see the variables of
+# the one srun task that started the launcher: so Slurm is asked after them.
+_READERS = (schedulers.jax_variables, schedulers.torchrun, schedulers.flux, schedulers.jsrun,
+            schedulers.openmpi, schedulers.slurm, schedulers.kubernetes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,11 @@ class ClusterInfo:
   """This process among those of its run.
 
   Attributes:
-    kind: 'single', 'flags', 'slurm', 'openmpi', 'pals', 'pbs', 'torchrun', 'jax', 'kubernetes'.
+    kind: 'single', 'flags', or of a launcher: see `schedulers`.
     process_index, process_count: from 0, of all hosts.
     coordinator_address: 'host:port' where process 0 listens; None for one process.
     other_addresses: where it may listen as well, if that one is taken or not reachable.
+    bind_address: 'host:port' where process 0 listens in their stead; behind NAT, for instance.
     local_process_index, local_process_count: on this host, None if nobody says.
     local_device_ids: which of the visible GPUs are this process's; None for all of them.
     reason: why `kind`, in words.
@@ -51,6 +52,7 @@ class ClusterInfo:
   process_count: int = 1
   coordinator_address: Optional[str] = None
   other_addresses: tuple[str, ...] = ()
+  bind_address: Optional[str] = None
   local_process_index: Optional[int] = None
   local_process_count: Optional[int] = None
   local_device_ids: Optional[tuple[int, ...]] = None
@@ -105,10 +107,14 @@ def detect(env: Environment, *, coordinator_address: Optional[str] = None,
       unset; None if unknown.
     read: returns the text of a file (PBS_NODEFILE).
   Raises:
-    ConfigError: flags or variables that contradict each other, cannot be, or are not enough.
+    ConfigError: flags or variables that cannot be, or are not enough.
+    ClusterError: launchers that contradict each other (`launcher_conflicts`).
   Source: flag names of Rosetta-T5X, https://github.com/NVIDIA/JAX-Toolbox.
   """
-  found = _ask_all(env, read)
+  launchers = ask_all(env, read=read)
+  if process_index is None:
+    launcher_conflicts.check(launchers, env, is_counted=process_count is not None)
+  found = launchers[0] if launchers else None
   flags = {'--coordinator_address': coordinator_address, '--process_count': process_count,
            '--process_index': process_index}
   given = {flag: value for flag, value in flags.items() if value is not None}
@@ -128,6 +134,8 @@ def detect(env: Environment, *, coordinator_address: Optional[str] = None,
   index = process_index if process_index is not None else found.process_index
   count = process_count if process_count is not None else found.process_count
   if count is None:
+    count = number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES')
+  if count is None:
     raise ConfigError(f'{found.evidence} says that this is process {index}, but not of how many.',
                       fix='Set --process_count=N (or JAX_PROCESS_COUNT); 1 for a run of its own.')
   if count < 1 or not 0 <= index < count:
@@ -135,11 +143,12 @@ def detect(env: Environment, *, coordinator_address: Optional[str] = None,
         f'--process_index={index} is not one of --process_count={count} processes '
         f'(from {found.evidence}).', fix='Number the processes from 0'
         + (f' to {count - 1}.' if count > 0 else ' and start at least one.'))
-  addresses = _addresses(coordinator_address or env.get('JAX_COORDINATOR_ADDRESS'), found, count)
+  known = _addresses(coordinator_address or env.get('JAX_COORDINATOR_ADDRESS'), found, count)
   ids, devices_reason = _local_devices(env, found, num_gpus)
   return ClusterInfo(
       kind=found.kind, process_index=index, process_count=count,
-      coordinator_address=addresses[0] if addresses else None, other_addresses=addresses[1:],
+      coordinator_address=known[0] if known else None, other_addresses=known[1:],
+      bind_address=env.get(addresses.BIND_VARIABLE) or None,
       local_process_index=found.local_index, local_process_count=found.local_count,
       local_device_ids=ids, devices_reason=devices_reason,
       reason=found.evidence + (f', and {", ".join(given)}' if given and found.evidence != 'flags'
@@ -148,21 +157,10 @@ def detect(env: Environment, *, coordinator_address: Optional[str] = None,
       end_time=found.end_time)
 
 
-def _ask_all(env: Environment, read: Callable[[str], str]) -> Optional[Found]:
-  found = [reader(env) for reader in _READERS] + [schedulers.pals(env, read=read)]
-  found = [each for each in found if each is not None]
-  if not found:
-    return None
-  first, slurm = found[0], next((each for each in found if each.kind == 'slurm'), None)
-  if first.kind in ('torchrun', 'jax') and slurm and slurm.process_count and (
-      first.process_count == slurm.process_count > 1
-      and first.process_index != slurm.process_index):
-    raise ConfigError(
-        f'{first.evidence} say that this is process {first.process_index} of '
-        f'{first.process_count}, Slurm says {slurm.process_index} (SLURM_PROCID).',
-        fix='Do not export RANK or JAX_PROCESS_INDEX in the batch script: there they are the same '
-            'for all tasks. Unset them, Slurm\'s own variables are enough.')
-  return first
+def ask_all(env: Environment, *, read: Callable[[str], str] = schedulers.read_text) -> list[Found]:
+  """Returns what each launcher says of this process, the one that decides first."""
+  found = [reader(env) for reader in _READERS] + [schedulers.pmi(env, read=read)]
+  return [each for each in found if each is not None]
 
 
 def _left_idle(env: Environment, read: Callable[[str], str]) -> tuple[str, ...]:
@@ -184,17 +182,14 @@ def _addresses(explicit: Optional[str], found: Found, count: int) -> tuple[str, 
     return ()
   address = explicit or found.address
   if address:
-    host, colon, port = address.rpartition(':')
-    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
-      raise ConfigError(f'--coordinator_address={address} is not HOST:PORT.',
-                        fix='Write the name or address of the first host and a free port, such as '
-                            '--coordinator_address=node01:62000.')
+    addresses.split(address, '--coordinator_address')
     return (address,)
   if not found.hosts:
     raise ConfigError(f'{found.evidence} does not say on which host process 0 runs.',
                       fix='Set --coordinator_address=HOST:PORT (or JAX_COORDINATOR_ADDRESS) to the '
-                          'first host and a free port.')
-  return tuple(f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
+                          'first host and a free port.',
+                      docs='slurm.md#by-hand-and-other-launchers')
+  return tuple(addresses.join(host, port)
                for port in ports(found.job) for host in found.hosts)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import signal
@@ -11,6 +12,9 @@ from collections.abc import Callable
 from typing import Any, Optional, Protocol
 
 from jax._src import distributed as jax_distributed  # no public way to the key-value store
+from jax._src.lib import _jax
+
+from t5x_gpu.runtime import addresses
 
 _EXCHANGE_SECONDS = 60
 _rounds = itertools.count()
@@ -63,7 +67,7 @@ class _JaxStore:
 
   def __init__(self, client: Any, address: str):
     self._client = client
-    self._host, _, self._port = address.rpartition(':')
+    self._address = addresses.split(address)
     self.key_value_set = client.key_value_set
     self.key_value_dir_get = client.key_value_dir_get
 
@@ -75,7 +79,7 @@ class _JaxStore:
 
   def has_ended(self) -> bool:
     try:
-      socket.create_connection((self._host.strip('[]'), int(self._port)), timeout=1).close()
+      socket.create_connection(self._address, timeout=1).close()
     except ConnectionRefusedError:  # its host answers: nothing listens there
       return True
     except OSError:
@@ -104,3 +108,12 @@ def exchange(value: Any) -> list[Any]:
   # Process 0 may end because of these values, and the store with it.
   state.client.wait_at_barrier(f'{key}/read', timeout_in_ms=_EXCHANGE_SECONDS * 1000)
   return values
+
+
+def let_gloo_listen_on(host: str) -> None:
+  """Makes gloo, the collectives of CPU devices, listen on this address; before JAX has devices.
+
+  JAX does not hand gloo an address. It then takes the one of the host's own name: a network that
+  the run does not need, or Debian's 127.0.1.1, which other hosts cannot reach.
+  """
+  _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=host)

@@ -19,7 +19,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from t5x_gpu.errors import ClusterError, ConfigError
-from t5x_gpu.runtime import agreement, exits, nvml, same_code, xla_flags
+from t5x_gpu.runtime import (
+    addresses, agreement, coordination, exits, job_secret, nvml, same_code, xla_flags)
 from t5x_gpu.runtime.cluster import ClusterInfo
 from t5x_gpu.runtime.coordination import exchange
 from t5x_gpu.runtime.rendezvous import Member, meet, numbers
@@ -92,18 +93,18 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
   os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
   code = same_code.facts()
   me = dataclasses.replace(describe_this_process(cluster), code=agreement.digest(code))
-  with meet(cluster, me, timeout_seconds=config.initialization_timeout_seconds) as meeting:
+  with meet(cluster, me, timeout_seconds=config.initialization_timeout_seconds,
+            secret=job_secret.from_environment(os.environ)) as meeting:
     check_members(meeting.members)
     domains = list(dict.fromkeys(member.domain for member in meeting.members))
-    address = meeting.address
-    if cluster.process_index == 0 and 'JAX_COORDINATOR_BIND_ADDRESS' not in os.environ:
-      # To itself: its own name may resolve to an address that only others can use.
-      address = '127.0.0.1:' + address.rpartition(':')[2]
-    _go_past_proxies(address)
+    _go_past_proxies(meeting.address)
+    if meeting.own_host:
+      coordination.let_gloo_listen_on(meeting.own_host)
     # 'deactivate': JAX must not pick up Slurm's variables, which would leave each process the one
     # GPU that has the number of its local rank (jax._src.clusters.cluster).
     jax.distributed.initialize(
-        address, cluster.process_count, cluster.process_index,
+        meeting.address, cluster.process_count, cluster.process_index,
+        coordinator_bind_address=meeting.bind_address,
         local_device_ids=cluster.local_device_ids, cluster_detection_method='deactivate',
         initialization_timeout=config.initialization_timeout_seconds,
         heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
@@ -127,8 +128,7 @@ def _go_past_proxies(address: str) -> None:
   """
   hosts = [host for host in os.environ.get('no_grpc_proxy', os.environ.get('no_proxy', '')
                                            ).split(',') if host]
-  own = address.rpartition(':')[0].strip('[]')
-  os.environ['no_grpc_proxy'] = ','.join([*hosts, own])
+  os.environ['no_grpc_proxy'] = ','.join([*hosts, addresses.split(address)[0]])
   jax.config.update('jax_check_proxy_envs', False)  # its warning says to unset them
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.runtime import addresses
 
 Environment = Mapping[str, str]
 
@@ -127,23 +128,56 @@ def _mpirun_hosts(uri: str, namespace: str) -> tuple[str, ...]:
   return (found[1],) if found else ()
 
 
-def pals(env: Environment, *, read: Callable[[str], str]) -> Optional[Found]:
-  """Returns what mpiexec of HPE's PALS says (Polaris), or MPICH's and Intel's under PBS.
+def flux(env: Environment) -> Optional[Found]:
+  """Returns what `flux run` says. On several hosts it does not name the first one.
+
+  Source: flux-environment(7) at https://flux-framework.readthedocs.io/projects/flux-core
+  """
+  index = number(env, 'FLUX_TASK_RANK')
+  if index is None:
+    return None
+  count, is_one_host = number(env, 'FLUX_JOB_SIZE'), number(env, 'FLUX_JOB_NNODES') == 1
+  return Found(
+      kind='flux', process_index=index, process_count=count,
+      local_index=number(env, 'FLUX_TASK_LOCAL_ID'), local_count=count if is_one_host else None,
+      hosts=('127.0.0.1',) if is_one_host else (), job=env.get('FLUX_JOB_ID', ''),
+      evidence=f'FLUX_TASK_RANK of job {env.get("FLUX_JOB_ID", "?")}')
+
+
+def jsrun(env: Environment) -> Optional[Found]:
+  """Returns what jsrun of LSF says. It does not name the first host.
+
+  Source: https://docs.olcf.ornl.gov/systems/summit_user_guide.html#job-launcher-jsrun
+  """
+  index = number(env, 'JSM_NAMESPACE_RANK')
+  if index is None:
+    return None
+  return Found(
+      kind='jsrun', process_index=index, process_count=number(env, 'JSM_NAMESPACE_SIZE'),
+      local_index=number(env, 'JSM_NAMESPACE_LOCAL_RANK'),
+      local_count=number(env, 'JSM_NAMESPACE_LOCAL_SIZE'), job=env.get('LSB_JOBID', ''),
+      evidence=f'JSM_NAMESPACE_RANK of jsrun in job {env.get("LSB_JOBID", "?")}')
+
+
+def pmi(env: Environment, *, read: Callable[[str], str]) -> Optional[Found]:
+  """Returns what mpiexec of HPE's PALS says (Polaris), or MPICH's and Intel's, with PBS or without.
+
+  Without PBS nobody says where process 0 runs.
 
   Source: https://docs.alcf.anl.gov/polaris/ and the header pals.h of Cray MPICH.
   """
   index = number(env, 'PALS_RANKID', 'PMI_RANK')
-  if index is None or not ('PALS_RANKID' in env or 'PBS_JOBID' in env):
+  if index is None:
     return None
-  is_pals = 'PALS_RANKID' in env
+  kind = 'pals' if 'PALS_RANKID' in env else 'pbs' if 'PBS_JOBID' in env else 'mpiexec'
+  job = f' in job {env["PBS_JOBID"]}' if 'PBS_JOBID' in env else ''
   return Found(
-      kind='pals' if is_pals else 'pbs', process_index=index,
-      process_count=number(env, 'PMI_SIZE', 'PALS_SIZE'),
+      kind=kind, process_index=index, process_count=number(env, 'PMI_SIZE', 'PALS_SIZE'),
       local_index=number(env, 'PALS_LOCAL_RANKID', 'PMI_LOCAL_RANK', 'MPI_LOCALRANKID'),
       local_count=number(env, 'PALS_LOCAL_SIZE', 'PMI_LOCAL_SIZE', 'MPI_LOCALNRANKS'),
       hosts=pbs_hosts(env, read=read)[:1],
       job=f'{env.get("PBS_JOBID", "")}.{env.get("PALS_APID", "")}',
-      evidence=('PALS_RANKID' if is_pals else 'PMI_RANK') + f' in job {env.get("PBS_JOBID", "?")}')
+      evidence=('PALS_RANKID' if kind == 'pals' else 'PMI_RANK') + job)
 
 
 def pbs_hosts(env: Environment, *, read: Callable[[str], str]) -> tuple[str, ...]:
@@ -165,7 +199,8 @@ def torchrun(env: Environment) -> Optional[Found]:
   return Found(
       kind='torchrun', process_index=number(env, 'RANK'), process_count=number(env, 'WORLD_SIZE'),
       local_index=number(env, 'LOCAL_RANK'), local_count=number(env, 'LOCAL_WORLD_SIZE'),
-      address=f'{env["MASTER_ADDR"]}:{port}', evidence='RANK, WORLD_SIZE and MASTER_ADDR',
+      address=addresses.join(env['MASTER_ADDR'].strip('[]'), port),
+      evidence='RANK, WORLD_SIZE and MASTER_ADDR',
       attempt=number(env, 'TORCHELASTIC_RESTART_COUNT') or 0,
       job=f'{env.get("TORCHELASTIC_RUN_ID", "")}.{env.get("TORCHELASTIC_RESTART_COUNT", "0")}')
 

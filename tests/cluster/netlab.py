@@ -25,12 +25,16 @@ class NetLabError(Exception):
 class NetLab:
   """Hosts h1, h2, ... and a switch between them.
 
+  Args:
+    num_hosts: how many.
+    own_address: what a host's own name means on that host; its address on the switch by default.
   Raises:
     NetLabError: in `__enter__`, with the reason, where it is not permitted.
   """
 
-  def __init__(self, *, num_hosts: int):
+  def __init__(self, *, num_hosts: int, own_address: str = ''):
     self._num_hosts = num_hosts
+    self._own_address = own_address
     self._prefix = f'nl{os.getpid()}'
     self._switch = f'{self._prefix}s'
 
@@ -81,7 +85,8 @@ class NetLab:
       files = pathlib.Path('/etc/netns') / name
       files.mkdir(parents=True)
       (files / 'hosts').write_text('127.0.0.1 localhost\n' + ''.join(
-          f'{self.address(i)} h{i + 1}\n' for i in range(self._num_hosts)))
+          f'{i == host and self._own_address or self.address(i)} h{i + 1}\n'
+          for i in range(self._num_hosts)))
     if self.start(0, ['true'], stderr=subprocess.DEVNULL).wait(20) != 0:
       raise NetLabError('a command cannot be run in a namespace')
 

@@ -113,6 +113,32 @@ def test_two_steps_of_one_job_do_not_meet_each_other(slurm, tmp_path):
   assert len({line.split()[2] for line in lines}) == 2
 
 
+def test_stale_ranks_are_refused_in_a_step_of_two_tasks_and_one_process_still_runs(slurm, tmp_path):
+  program = tmp_path / 'who.py'
+  program.write_text(
+      'import os, sys\nfrom t5x_gpu.errors import ClusterError\n'
+      'from t5x_gpu.runtime.cluster import detect\n'
+      'try:\n  c = detect(os.environ)\n'
+      '  print(sys.argv[1], c.kind, c.process_index, c.process_count)\n'
+      'except ClusterError as e:\n  print(sys.argv[1], "refused", e)\n')
+  who = f'{sys.executable} {program}'
+  script = tmp_path / 'stale.sh'
+  script.write_text(
+      f'#!/bin/bash\n{who} SHELL\nsrun -n2 {who} STEP\nsrun -n1 {who} TASK\n'
+      f'export RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost\n'
+      f'{who} STALE_SHELL\nsrun -n2 {who} STALE_STEP\nsrun -n1 {who} STALE_TASK\n')
+  job = slurm.sbatch('--nodes=1', '--ntasks=2', '--output=out.txt', str(script), cwd=tmp_path,
+                     PYTHONPATH=str(REPOSITORY))
+  slurm.wait(job, seconds=RUN_SECONDS)
+  lines = (tmp_path / 'out.txt').read_text().splitlines()
+  assert sorted(line for line in lines if not line.startswith(('STALE', ' '))) == [
+      'SHELL single 0 1', 'STEP slurm 0 2', 'STEP slurm 1 2', 'TASK slurm 0 1'], lines
+  assert 'STALE_SHELL torchrun 0 1' in lines and 'STALE_TASK torchrun 0 1' in lines, lines
+  refused = sorted(line for line in lines if line.startswith('STALE_STEP'))
+  assert len(refused) == 2 and all('RANK=0, WORLD_SIZE=1' in line for line in refused), lines
+  assert [f'Slurm numbers this process {i} of 2' in refused[i] for i in range(2)] == [True] * 2
+
+
 def test_a_mistake_ends_the_job_at_once_and_is_not_requeued(slurm, tmp_path):
   project = Project(tmp_path)
   job = submit(slurm, project, sbatch=('--nodes=1', '--ntasks-per-node=2', '--gpus-per-node=2',

@@ -6,8 +6,10 @@ Each entry is a process: its number of devices, T5X_GPU_DOMAIN, and what else a 
 prints one line RESULT {json}; the last line is EXITS [codes].
 """
 
+import ipaddress
 import json
 import os
+import pathlib
 import signal
 import socket
 import sys
@@ -34,8 +36,8 @@ def join(index: int, processes: list[dict], port: int) -> None:
     os.environ['T5X_GPU_DOMAIN'] = own['domain']
   jax.config.update('jax_num_cpu_devices', own.get('devices', 1))
   distributed.initialize(cluster.detect(
-      {}, coordinator_address=f'127.0.0.1:{port}', process_count=len(processes),
-      process_index=index), distributed.DistributedConfig(
+      {}, coordinator_address=f'{own.get("host", "127.0.0.1")}:{port}',
+      process_count=len(processes), process_index=index), distributed.DistributedConfig(
           initialization_timeout_seconds=120, heartbeat_timeout_seconds=JAX_SECONDS,
           shutdown_timeout_seconds=JAX_SECONDS))
 
@@ -56,6 +58,28 @@ def layout(index: int, processes: list[dict]) -> int:
   total = jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(x)
   tell(hosts=topology.num_hosts, per_host=topology.devices_per_host, reason=topology.reason,
        blocks=[host_of[device] for device in mesh.devices.flat], sum=float(total))
+  return 0
+
+
+def listening(index: int, processes: list[dict]) -> int:
+  """The addresses on which this process listens, while a collective of all processes works."""
+  mesh = jax.make_mesh((jax.device_count(),), ('data',))
+  x = jax.make_array_from_callback((jax.device_count(),), jax.NamedSharding(mesh, jax.P('data')),
+                                   lambda part: np.ones(1, np.float32))
+  total = jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(x)
+  links = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')
+           if os.path.islink(f'/proc/self/fd/{fd}')]
+  inodes = {link.removeprefix('socket:[').rstrip(']') for link in links}
+  rows = [line.split() for table in ('tcp', 'tcp6')
+          for line in pathlib.Path(f'/proc/net/{table}').read_text().splitlines()[1:]]
+  addresses = [bytes.fromhex(row[1].partition(':')[0]) for row in rows
+               if row[3] == '0A' and row[9] in inodes]  # LISTEN
+  # The kernel shows 32-bit words in the order of the processor.
+  hosts = [ipaddress.ip_address(b''.join(a[i:i + 4][::-1] for i in range(0, len(a), 4)))
+           for a in addresses]
+  distributed.barrier('all have looked')
+  tell(listens=sorted({str(getattr(host, 'ipv4_mapped', None) or host) for host in hosts}),
+       sum=float(total))
   return 0
 
 

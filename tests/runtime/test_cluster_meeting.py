@@ -9,7 +9,7 @@ import time
 import pytest
 
 from t5x_gpu.errors import ClusterError
-from t5x_gpu.runtime import distributed, rendezvous
+from t5x_gpu.runtime import addresses, distributed, rendezvous, signed_lines
 from t5x_gpu.runtime.cluster import ClusterInfo
 from t5x_gpu.runtime.rendezvous import Member, meet
 
@@ -23,7 +23,7 @@ def free_port() -> int:
 def info(index: int, *, count: int = 3, port: int, run_id: str = 'test/1', host: str = '127.0.0.1',
          others: tuple[str, ...] = ()) -> ClusterInfo:
   return ClusterInfo(kind='flags', process_index=index, process_count=count, run_id=run_id,
-                     coordinator_address=f'{host}:{port}', other_addresses=others)
+                     coordinator_address=addresses.join(host, port), other_addresses=others)
 
 
 def member(index: int, **more) -> Member:
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def run_all(infos: list[ClusterInfo], members: list[Member], *, seconds: float = 5,
-            delays: tuple[float, ...] = ()) -> list[Outcome]:
+            delays: tuple[float, ...] = (), secrets: tuple[str, ...] = ()) -> list[Outcome]:
   """Returns what each of these processes (threads here) got."""
   outcomes = [Outcome() for _ in infos]
 
@@ -48,10 +48,13 @@ def run_all(infos: list[ClusterInfo], members: list[Member], *, seconds: float =
     started = time.monotonic()
     try:
       with contextlib.ExitStack() as stack:
-        outcomes[i].value = stack.enter_context(meet(infos[i], members[i], timeout_seconds=seconds))
+        outcomes[i].value = stack.enter_context(meet(
+            infos[i], members[i], timeout_seconds=seconds, secret=secrets[i] if secrets else ''))
         if infos[i].process_index == 0:  # in the place of JAX's service
-          port = int(outcomes[i].value.address.rpartition(':')[2])
-          stack.enter_context(socket.create_server(('127.0.0.1', port)))
+          host, port = addresses.split(outcomes[i].value.bind_address)
+          stack.enter_context(socket.create_server(
+              (host, port), family=socket.AF_INET6 if ':' in host else socket.AF_INET,
+              dualstack_ipv6=host == '::'))
           time.sleep(0.2)
     except ClusterError as e:
       outcomes[i].error = str(e)
@@ -178,8 +181,8 @@ def test_a_process_that_came_and_died_is_missing_again(caplog):
     while time.monotonic() < deadline:
       try:
         with socket.create_connection(('127.0.0.1', port)) as connection:
-          rendezvous._send(connection, {'run': 'test/1', 'count': 3,
-                                        'member': dataclasses.asdict(member(1))})
+          signed_lines.send_question(connection, {
+              'run': 'test/1', 'count': 3, 'member': dataclasses.asdict(member(1))}, '')
         return
       except ConnectionRefusedError:  # process 0 does not listen yet
         time.sleep(0.01)

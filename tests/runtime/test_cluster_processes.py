@@ -107,3 +107,12 @@ def test_a_killed_process_ends_all_without_waiting_for_jax():
   _, exits, output = run('stop', [{}, {}, {'kill_at': 5}])
   assert exits[2] == -9
   assert 0 not in exits
+
+
+@pytest.mark.parametrize('host, address', [('127.0.0.1', '127.0.0.1'), ('[::1]', '::1')])
+def test_everything_listens_on_the_coordinators_interface_only(host, address):
+  # JAX's service in process 0, and gloo in both.
+  results, exits, output = run('listening', [{'host': host}] * 2, T5X_GPU_JOB_SECRET='s3cret')
+  assert exits == [0, 0], output
+  assert [r['sum'] for r in results] == [2., 2.]
+  assert [r['listens'] for r in results] == [[address]] * 2
