@@ -286,8 +286,8 @@ class _Guest:
         own_host, service = addresses.local_host(connection), answer.get('service')
         reached = addresses.join(addresses.peer_host(connection), connection.getpeername()[1])
       except signed_lines.UNREADABLE:
-        self._failures[address] = ('something else listens there, or process 0 ended while this '
-                                   'process waited')
+        self._failures[address] = ('something else listens there (or another version of t5x_gpu), '
+                                   'or process 0 ended while this process waited')
         return None
     if 'members' in answer and is_proven:
       if service and addresses.is_loopback(own_host):  # on the host of process 0

@@ -10,12 +10,15 @@ Each line is JSON; `text` is the message itself. Without a secret the proofs are
 import contextlib
 import dataclasses
 import json
+import logging
 import selectors
 import socket
 import time
 from typing import Any
 
 from t5x_gpu.runtime import addresses, job_secret
+
+_log = logging.getLogger(__name__)
 
 LINE_SECONDS = 5  # for one line, however it is cut into pieces
 MAX_LINE = 1 << 22  # a table of ten thousand processes
@@ -63,6 +66,7 @@ class Question:
 @dataclasses.dataclass
 class _Caller:
   """Who has connected, and has not said everything yet."""
+  host: str
   challenge: str
   deadline: float
   data: bytearray = dataclasses.field(default_factory=bytearray)
@@ -97,7 +101,7 @@ class Reception:
     for key, _ in self._selector.select(seconds):
       if key.fileobj in self._listening.sockets:
         with contextlib.suppress(OSError):  # it has hung up, or there are too many open files
-          self._accept(key.fileobj.accept()[0])
+          self._accept(*key.fileobj.accept())
       else:
         questions += self._read(key.fileobj)
     for connection, caller in list(self._callers.items()):
@@ -106,9 +110,9 @@ class Reception:
         connection.close()
     return questions
 
-  def _accept(self, connection: socket.socket) -> None:
+  def _accept(self, connection: socket.socket, peer: tuple[Any, ...]) -> None:
     connection.setblocking(False)
-    caller = _Caller(job_secret.new(), time.monotonic() + LINE_SECONDS)
+    caller = _Caller(peer[0], job_secret.new(), time.monotonic() + LINE_SECONDS)
     self._callers[connection] = caller
     self._selector.register(connection, selectors.EVENT_READ)
     _send(connection, {'challenge': caller.challenge})
@@ -131,7 +135,10 @@ class Reception:
     caller = self._forget(connection)
     try:
       return [self._question(connection, caller)]
-    except UNREADABLE:  # a port scanner, or a process that died
+    except UNREADABLE:  # or a process that died
+      if caller.data:
+        _log.warning('Ignored a message from %s: from another program, or another version of '
+                     't5x_gpu.', caller.host)
       connection.close()
       return []
 

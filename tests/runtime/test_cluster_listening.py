@@ -161,6 +161,19 @@ def test_a_question_that_was_overheard_cannot_be_asked_again():
   assert proven == [('hello', True, True), ('hello', True, False)]
 
 
+def test_a_process_of_an_older_version_is_logged_with_its_host(caplog):
+  port = free_port()
+  with contextlib.closing(signed_lines.Reception(addresses.listen(
+      [f'127.0.0.1:{port}'], bind_address=None, is_one_host=True), '')) as reception:
+    with socket.create_connection(('127.0.0.1', port), timeout=SECONDS) as connection:
+      connection.sendall(b'{"run": "test/1", "count": 2, "member": {}}\n')
+      deadline = time.monotonic() + SECONDS
+      while 'Ignored a message from 127.0.0.1' not in caplog.text:
+        assert time.monotonic() < deadline
+        assert reception.poll(0.1) == []
+  assert 'another version of t5x_gpu' in caplog.text
+
+
 class Dribbler(threading.Thread):
   """Connects, and sends a byte of a line that never ends, again and again."""
 
