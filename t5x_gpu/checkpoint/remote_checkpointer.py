@@ -74,7 +74,8 @@ class RemoteCheckpointer(CommitAtExit):
       check_writable(model_dir)
       self._lock = RunLock(model_dir)
       for step in remove_left_over(model_dir):
-        _log.info('Removed what was left of checkpoint_%d, which was never committed.', step)
+        _log.info('Deleted the rest of checkpoint_%d: an earlier process ended while saving or '
+                  'deleting it.', step)
     self.files = RunFiles(model_dir, is_main=self._is_main)
     self._steps = remote_steps(model_dir)
     self._values: dict[int, float] = {}
