@@ -34,7 +34,7 @@ from t5x_gpu.checkpoint.state_files import read_state
 from t5x_gpu.checkpoint.state_writer import empty_leaves, write_about
 from t5x_gpu.checkpoint.storage_errors import reason_of
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime import distributed, exits
 from t5x_gpu.runtime.coordination import coordination_store
 from t5x_gpu.training.train_state import TrainState
 
@@ -68,6 +68,7 @@ class RemoteCheckpointer(CommitAtExit):
 
   def __init__(self, model_dir: RemotePath, *, keep: Keep = Keep(last=3)):
     self._dir, self._keep = model_dir, keep
+    exits.abandon_threads()  # should the run fail, a thread may be waiting for the storage
     self._is_main, self._index = jax.process_index() == 0, jax.process_index()
     self._lock = None
     if self._is_main:

@@ -27,7 +27,7 @@ from t5x_gpu.checkpoint.params_files import read_params
 from t5x_gpu.checkpoint.paths import RemotePath, as_path, kvstore_spec, local_path
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
 from t5x_gpu.checkpoint.remote_steps import COMMIT, SET_ASIDE, UNDER_WAY, remove
-from t5x_gpu.checkpoint.run_lock import LOCK
+from t5x_gpu.checkpoint.run_lock import LOCK, check_lock
 from t5x_gpu.checkpoint.state_files import StateReader
 from t5x_gpu.errors import CheckpointError, ConfigError
 from tests.checkpoint import remote_ranks
@@ -193,7 +193,7 @@ def test_two_runs_do_not_write_into_one(address):
     mine = json.loads(lock.read_text())
     lock.write_text(json.dumps({**mine, 'host': 'gpu-17', 'kernel': 'other', 'pid': 99}))
     with pytest.raises(CheckpointError, match='belongs to another run: process 99 on gpu-17'):
-      check_model_dir(address, target=abstract(new_state()))
+      check_lock(as_path(address))
     with pytest.raises(CheckpointError, match='now belongs to process 99 on gpu-17'):
       save(checkpointer, 1, new_state(1))
     lock.write_text(json.dumps({**mine, 'kernel': 'other', 'touched': mine['touched'] - 1000}))
