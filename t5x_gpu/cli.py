@@ -11,7 +11,7 @@ from typing import NoReturn, Optional
 from t5x_gpu.config import gin_files, provenance
 from t5x_gpu.errors import (
     ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean)
-from t5x_gpu.runtime import exits
+from t5x_gpu.runtime import exits, interrupts
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -182,6 +182,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   A `UserError` is printed without a traceback, followed by where each of its parameters was set.
   One process of several leaves at once on an error: the others wait for it, and it for them.
   """
+  interrupts.raise_again()
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
   try:
     code = main() or 0

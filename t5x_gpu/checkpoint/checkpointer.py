@@ -33,7 +33,7 @@ from t5x_gpu.checkpoint.orbax_left_over import let_go_of_reads, silent_left_over
 from t5x_gpu.checkpoint.paths import AnyPath, is_remote
 from t5x_gpu.checkpoint.removal import RenamingDeleter, finish_removals
 from t5x_gpu.checkpoint.run_files import RunFiles
-from t5x_gpu.checkpoint.run_lock import RunLock
+from t5x_gpu.checkpoint.run_lock import RunLock, check_exists
 from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
 from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
 from t5x_gpu.runtime import distributed, exits
@@ -268,6 +268,10 @@ class Checkpointer(CommitAtExit):
 
   def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
     exits.abandon_threads()  # Orbax's wait for ten minutes for each other, should one have failed
+    try:
+      check_exists(self._dir)
+    except CheckpointError as gone:
+      return gone
     what = 'The last checkpoint' if step is None else f'checkpoint_{step} (or the save before it)'
     # From the folder: Orbax's own list drops what it means to delete after a save that then fails.
     last = self.steps()[-1] if self.steps() else None

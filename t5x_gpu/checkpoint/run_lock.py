@@ -153,10 +153,12 @@ class RunLock:
     exits.before_exit(self.release)
 
   def check(self) -> None:
-    """Raises CheckpointError if another run has taken over; a removed lock is written again."""
+    """Raises CheckpointError if another run has taken over, or the folder is gone; a removed lock is
+    written again."""
     owner = self._owner()
     if self._released.is_set():  # the process is leaving
       return
+    check_exists(self._folder)
     if owner is None:
       self._write()
     elif not owner.is_same_process(self._me):
@@ -214,6 +216,16 @@ class RunLock:
       raise CheckpointError(f'{self._path} cannot be written: {e.strerror or e}.',
                             fix='Set MODEL_DIR to a folder of yours with free space.',
                             parameters=('MODEL_DIR',)) from e
+
+
+def check_exists(folder: AnyPath) -> None:
+  """Raises CheckpointError if the MODEL_DIR of this run has been deleted from its disk."""
+  if not isinstance(folder, RemotePath) and not folder.is_dir():
+    raise CheckpointError(
+        f'MODEL_DIR = {str(folder)!r} no longer exists: it was deleted, moved or unmounted during '
+        'the run. This checkpoint was not saved.',
+        fix='Put the folder back and start the same command again: it continues from the latest '
+            'checkpoint there. Without the folder the run starts over.', parameters=('MODEL_DIR',))
 
 
 def _this_process(folder: AnyPath) -> Owner:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -170,6 +171,19 @@ def test_a_run_that_was_cut_off_and_lost_its_model_dir_leaves_without_saving(tmp
   assert 'gpu-08' in run.err and 'Traceback' not in run.err
   assert not project.steps() and not list(project.model_dir.glob('checkpoint_*'))
   assert json.loads((project.model_dir / LOCK).read_text())['host'] == 'gpu-08'
+
+
+def test_a_model_dir_deleted_during_a_run_is_named(tmp_path, warm):
+  project = Project(tmp_path, warm=warm)
+  with project.start(DATA_MODULE='held_data', hold_before=6, SAVE_PERIOD=8) as run:
+    run.wait_for(run.held)
+    shutil.rmtree(project.model_dir)
+    run.let_go()
+    assert run.finish() == 1, run.out
+  assert f'CheckpointError: MODEL_DIR = {str(project.model_dir)!r} no longer exists' in run.err
+  assert 'Without the folder the run starts over' in run.err and 'MODEL_DIR is set at' in run.err
+  assert 'run.lock' not in run.err and 'Traceback' not in run.err
+  assert not project.model_dir.exists()
 
 
 def test_the_watchdog_releases_the_lock(tmp_path, warm):
