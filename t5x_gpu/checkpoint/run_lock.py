@@ -153,8 +153,11 @@ class RunLock:
     exits.before_exit(self.release)
 
   def check(self) -> None:
-    """Raises CheckpointError if another run has taken over, or the folder is gone; a removed lock is
-    written again."""
+    """Writes a removed lock again.
+
+    Raises:
+      CheckpointError: another run has taken over, or the folder is gone.
+    """
     owner = self._owner()
     if self._released.is_set():  # the process is leaving
       return
