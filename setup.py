@@ -32,9 +32,10 @@ DATA = [
 HF = ['transformers>=5.23,<6', 'safetensors>=0.8,<0.9']
 PLOTS = ['matplotlib>=3.9', 'tensorboardX>=2.6.4,<3']
 # torch for the tests that compare with Hugging Face's models: on one Python, as it is large.
-# moto is the S3-compatible server that tests start; flask is what serves it.
+# moto is the S3-compatible server that tests start; flask is what serves it. kubernetes-validate
+# brings the schemas of Kubernetes, for scripts/train_k8s.yaml.
 DEV = ['pytest>=9.0', 'pytest-xdist>=3.6', 'hypothesis>=6.120', *HF,
-       'moto[s3]>=5.1,<6', 'flask>=3.0,<4', 'flask-cors>=5.0,<7',
+       'moto[s3]>=5.1,<6', 'flask>=3.0,<4', 'flask-cors>=5.0,<7', 'kubernetes-validate>=1.37,<2',
        'torch==2.13.0; python_version < "3.12"']
 
 gin_folders = [''] + [f'/{p.name}' for p in sorted((ROOT / 'gin_configs').iterdir()) if p.is_dir()]

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, Optional
 
 from t5x_gpu.config import gin_files, provenance
-from t5x_gpu.errors import ConfigError, UserError, did_you_mean
-from t5x_gpu.runtime import exits
+from t5x_gpu.errors import (
+    ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean)
+from t5x_gpu.runtime import exits, interrupts
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -32,6 +33,11 @@ T5X_FLAGS = {
     '--seqio_additional_cache_dirs': 'Call seqio.add_global_cache_dirs in the module that '
                                      'MIXTURE_OR_TASK_MODULE names.',
 }
+
+
+# Environment variable: the exit code of errors that a retry cannot mend, for schedulers that retry.
+CONFIG_ERROR_CODE = 'T5X_GPU_CONFIG_ERROR_CODE'
+_CONFIG_ERRORS = (ConfigError, MeshError, ModelError, ShapeError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,16 +196,19 @@ def check_folders_of(*paths: Optional[str]) -> None:
 def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   """Runs `main` and exits: its code or 0; 1 on an error; 130 on Ctrl-C.
 
+  `T5X_GPU_CONFIG_ERROR_CODE` replaces the 1 of errors in the configuration (docs/slurm.md).
+
   A `UserError` is printed without a traceback, followed by where each of its parameters was set.
   One process of several leaves at once on an error: the others wait for it, and it for them.
   """
-  failed = True
+  interrupts.raise_again()
+  failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
   try:
     code = main() or 0
     failed = False
   except UserError as error:
     print(exits.label() + describe_error(error), file=sys.stderr)
-    code = 1
+    code = config_error_code if isinstance(error, _CONFIG_ERRORS) else 1
   except KeyboardInterrupt:
     print(exits.label() + 'Interrupted.', file=sys.stderr)
     code = 130

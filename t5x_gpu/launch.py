@@ -61,12 +61,16 @@ class Group:
     self._lock = threading.Lock()
     self._processes: list[subprocess.Popen] = []
     self._interrupts = 0
-    for plan in plans:
-      with numa.running_on(plan.binding.cpus):
-        # A session of its own: a terminal's Ctrl-C reaches only us, and is handed on once.
-        self._processes.append(subprocess.Popen(
-            command, env=plan.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, start_new_session=True))
+    try:
+      for plan in plans:
+        with numa.running_on(plan.binding.cpus):
+          # A session of its own: a terminal's Ctrl-C reaches only us, and is handed on once.
+          self._processes.append(subprocess.Popen(
+              command, env=plan.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+              stdin=subprocess.DEVNULL, start_new_session=True))
+    except BaseException:  # Ctrl-C, or too many processes
+      self._send(signal.SIGKILL)
+      raise
     self._readers = [threading.Thread(target=self._copy, args=(i,), daemon=True)
                      for i in range(len(plans))]
     for reader in self._readers:

@@ -108,6 +108,8 @@ def where(module: str, imported: str) -> str:
 
 def may_import(module: str, imported: str) -> bool:
   """Returns whether the order allows it."""
+  if module == 't5x_gpu':
+    return imported == 't5x_gpu.runtime.interrupts'
   if is_entry_point(module):
     return not is_entry_point(imported) or imported == SHARED_BY_ENTRY_POINTS or (
         module == 't5x_gpu.__main__')
@@ -160,7 +162,9 @@ def test_imports_are_used():
 
 
 def test_init_files_are_empty():
-  assert [str(p) for p in PACKAGE.rglob('__init__.py') if p.read_text().strip()] == []
+  # That of the package is the first of its files to run: it sees to Ctrl-C during the imports.
+  assert [p for p in PACKAGE.rglob('__init__.py') if p.read_text().strip()] == [
+      PACKAGE / '__init__.py']
 
 
 def test_only_data_imports_tensorflow():

@@ -3,14 +3,18 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
+import kubernetes_validate
 import pytest
 import yaml
 
-from t5x_gpu import cli
+from t5x_gpu import cli, train
 from t5x_gpu.runtime import cluster
+from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
+from tests.helpers_train import run_here
 
 ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = ROOT / 'scripts'
@@ -89,6 +93,36 @@ def test_the_kubernetes_job_gives_each_pod_what_it_needs():
   first = f'{job["metadata"]["name"]}-0.{pod["subdomain"]}:'
   assert infos[0].coordinator_address.startswith(first)
   assert service['spec']['selector'] == {'job-name': job['metadata']['name']}
+
+
+@pytest.mark.parametrize('version', ['1.31', '1.33', '1.37'])
+def test_the_kubernetes_file_fits_the_schema_of_kubernetes(version):
+  for resource in yaml.safe_load_all((SCRIPTS / 'train_k8s.yaml').read_text()):
+    kubernetes_validate.validate(resource, version, strict=True)
+
+
+def test_the_kubernetes_job_acts_on_our_exit_codes():
+  _, job = yaml.safe_load_all((SCRIPTS / 'train_k8s.yaml').read_text())
+  spec, (container,) = job['spec'], job['spec']['template']['spec']['containers']
+  rules = spec['podFailurePolicy']['rules']
+  action = {code: rule['action'] for rule in rules if 'onExitCodes' in rule
+            for code in rule['onExitCodes']['values']}
+  assert all(rule.get('onExitCodes', {}).get('containerName', 'train') == container['name']
+             for rule in rules)
+  environment = {each['name']: each['value'] for each in container['env']}
+  assert action == {EXIT_PREEMPTED: 'Ignore', 128 + signal.SIGTERM: 'Ignore',
+                    int(environment[cli.CONFIG_ERROR_CODE]): 'FailJob',
+                    128 + signal.SIGINT: 'FailJob'}
+  # Counted for each pod: a limit for all of them would shrink as pods are added.
+  assert 'backoffLimit' not in spec and spec['backoffLimitPerIndex'] and (
+      spec['maxFailedIndexes'] == 0)
+
+
+@pytest.mark.parametrize('flags, code', [(['--gin_file=nowhere.gin'], 78), (['--help'], 0)])
+def test_a_mistake_in_the_configuration_leaves_with_the_code_that_is_asked_for(
+    flags, code, monkeypatch):
+  monkeypatch.setenv(cli.CONFIG_ERROR_CODE, '78')
+  assert run_here(lambda: train.main(flags)).code == code
 
 
 def test_the_slurm_script_asks_for_one_task_per_gpu():

@@ -82,6 +82,42 @@ def test_storage_out_of_reach_during_a_save_stops_the_run_and_the_same_command_g
   assert losses(address) == uninterrupted
 
 
+# The thread that renews the lock is inside a request when the main thread gives up.
+GIVES_UP = """
+import pathlib, sys, time
+from t5x_gpu import cli
+from t5x_gpu.checkpoint import paths, run_lock
+from t5x_gpu.checkpoint.keep import Keep
+from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
+from t5x_gpu.errors import CheckpointError
+run_lock.REFRESH_SECONDS = 0.001
+paths.RETRIES = {'max_retries': 20, 'initial_delay': '1ms', 'max_delay': '10ms'}
+
+def main():
+  with open_checkpointer(sys.argv[-1], keep=Keep()):
+    pathlib.Path('held').touch()
+    while not pathlib.Path('go').exists():
+      time.sleep(0.005)
+    time.sleep(0.05)
+    paths._outage_seen = time.monotonic()  # by a save
+    raise CheckpointError('The storage is gone.')
+cli.run_main(main)
+"""
+
+
+def test_a_run_whose_storage_stays_away_leaves_with_1_and_its_error_each_time(
+    server, tmp_path, warm):
+  project = Project(tmp_path, warm=warm)
+  for attempt in range(8):
+    with contextlib.closing(Gate(server.port)) as gate, server.used(
+        AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'):
+      with project.start(f's3://runs/gone_{attempt}', script=GIVES_UP) as run:
+        run.wait_for(run.held)
+        gate.shut()
+        run.let_go()
+        assert (run.finish(), run.err) == (1, 'CheckpointError: The storage is gone.\n')
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_commit(server, uninterrupted, tmp_path):
   address, project = 's3://runs/killed', Project(tmp_path)

@@ -31,8 +31,9 @@ from t5x_gpu.checkpoint.model_dir import (
     is_checkpoint_of_ours, none_can_be_read, read_manifest, read_saved, remove_cut_short, why)
 from t5x_gpu.checkpoint.orbax_left_over import let_go_of_reads, silent_left_over
 from t5x_gpu.checkpoint.paths import AnyPath, is_remote
+from t5x_gpu.checkpoint.removal import RenamingDeleter, finish_removals
 from t5x_gpu.checkpoint.run_files import RunFiles
-from t5x_gpu.checkpoint.run_lock import RunLock
+from t5x_gpu.checkpoint.run_lock import RunLock, check_exists
 from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
 from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
 from t5x_gpu.runtime import distributed, exits
@@ -162,6 +163,7 @@ class Checkpointer(CommitAtExit):
     self._lock = RunLock(self._dir) if jax.process_index() == 0 else None
     if self._lock is not None:  # saves under way are then not those of another run
       remove_cut_short(self._dir)
+      finish_removals(self._dir)
     self._manager = ocp.CheckpointManager(
         self._dir, item_handlers={
             # Compressing takes longer than writing, and makes weights 8% smaller.
@@ -172,6 +174,8 @@ class Checkpointer(CommitAtExit):
                                              enable_async_checkpointing=True,
                                              # It would take those of others for ours.
                                              cleanup_tmp_directories=False))
+    # No option renames first and then deletes (0.12.8).
+    self._manager._checkpoint_deleter = RenamingDeleter(self._dir, is_main=self._lock is not None)
 
   def path(self, step: int) -> pathlib.Path:
     return checkpoint_path(self._dir, step)
@@ -264,6 +268,10 @@ class Checkpointer(CommitAtExit):
 
   def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
     exits.abandon_threads()  # Orbax's wait for ten minutes for each other, should one have failed
+    try:
+      check_exists(self._dir)
+    except CheckpointError as gone:
+      return gone
     what = 'The last checkpoint' if step is None else f'checkpoint_{step} (or the save before it)'
     # From the folder: Orbax's own list drops what it means to delete after a save that then fails.
     last = self.steps()[-1] if self.steps() else None

@@ -129,7 +129,7 @@ def _lock(folder: pathlib.Path) -> Optional[RunLock]:
   lock, problem = None, None
   if distributed.is_main_process():
     try:
-      lock = RunLock(folder)
+      lock = RunLock(folder, wait=True)
     except CheckpointError as e:
       problem = {'what': e.what, 'fix': e.fix, 'parameters': e.parameters, 'docs': e.docs}
   problem = distributed.broadcast_json(problem)

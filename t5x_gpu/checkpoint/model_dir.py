@@ -103,7 +103,7 @@ def check_model_dir(model_dir: str | os.PathLike | AnyPath, *, target: Any) -> O
         f for f in (folder, *folder.parents) if not f.exists()]
     try:
       check_writable(folder)
-      check_lock(folder)
+      check_lock(folder, wait=True)
     finally:
       for new in made:
         with contextlib.suppress(OSError):  # not made, or somebody has put something there

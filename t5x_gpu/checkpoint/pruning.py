@@ -1,24 +1,21 @@
 """Deletes checkpoints that nobody wants to keep, and nothing else.
 
-Only folders that hold a committed checkpoint of ours count. One is renamed before it is removed, so
-that a kill leaves no half checkpoint under a name that a run would read.
+Only folders that hold a committed checkpoint of ours count. checkpoint/removal.py says what a kill
+leaves of one that is being deleted.
 """
 
 import dataclasses
 import os
 import pathlib
-import re
-import shutil
 from collections.abc import Callable
 
 from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.model_dir import (
-    PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
+    UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
 from t5x_gpu.checkpoint.paths import local_path
+from t5x_gpu.checkpoint.removal import finish_removals, remove_checkpoint
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.errors import CheckpointError
-
-_REMOVED = '.removed_'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +80,9 @@ def prune(plan: Plan, *, done: Callable[[int], None]) -> None:
   """
   lock = RunLock(plan.folder)
   try:
-    for left in plan.folder.glob(f'{_REMOVED}{PREFIX}_*'):
-      if re.fullmatch(rf'{re.escape(_REMOVED)}{PREFIX}_\d+', left.name):
-        shutil.rmtree(left)
+    finish_removals(plan.folder)
     for step in sorted(plan.removed):
-      aside = plan.folder / f'{_REMOVED}{PREFIX}_{step}'
-      os.rename(checkpoint_path(plan.folder, step), aside)
-      shutil.rmtree(aside)
+      remove_checkpoint(plan.folder, step)
       done(step)
   except OSError as e:
     raise CheckpointError(f'{e.filename or plan.folder} cannot be removed: {e.strerror or e}.',

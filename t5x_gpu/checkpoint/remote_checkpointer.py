@@ -34,7 +34,7 @@ from t5x_gpu.checkpoint.state_files import read_state
 from t5x_gpu.checkpoint.state_writer import empty_leaves, write_about
 from t5x_gpu.checkpoint.storage_errors import reason_of
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime import distributed, exits
 from t5x_gpu.runtime.coordination import coordination_store
 from t5x_gpu.training.train_state import TrainState
 
@@ -68,13 +68,15 @@ class RemoteCheckpointer(CommitAtExit):
 
   def __init__(self, model_dir: RemotePath, *, keep: Keep = Keep(last=3)):
     self._dir, self._keep = model_dir, keep
+    exits.abandon_threads()  # should the run fail, a thread may be waiting for the storage
     self._is_main, self._index = jax.process_index() == 0, jax.process_index()
     self._lock = None
     if self._is_main:
       check_writable(model_dir)
       self._lock = RunLock(model_dir)
       for step in remove_left_over(model_dir):
-        _log.info('Removed what was left of checkpoint_%d, which was never committed.', step)
+        _log.info('Deleted the rest of checkpoint_%d: an earlier process ended while saving or '
+                  'deleting it.', step)
     self.files = RunFiles(model_dir, is_main=self._is_main)
     self._steps = remote_steps(model_dir)
     self._values: dict[int, float] = {}

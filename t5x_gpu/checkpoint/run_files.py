@@ -5,7 +5,6 @@ object storage they are written to a folder of process 0 and copied from there: 
 of a checkpoint, and at the end.
 """
 
-import atexit
 import contextlib
 import logging
 import pathlib
@@ -16,6 +15,7 @@ from typing import Any, Self
 
 from t5x_gpu.checkpoint.paths import AnyPath, RemotePath
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.runtime import exits
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def on_this_machine(path: AnyPath) -> pathlib.Path:
 
 def _temporary_folder() -> pathlib.Path:
   temporary = tempfile.TemporaryDirectory(prefix='t5x_gpu_', ignore_cleanup_errors=True)
-  atexit.register(temporary.cleanup)
+  exits.before_exit(temporary.cleanup)
   return pathlib.Path(temporary.name)
 
 

@@ -7,7 +7,6 @@ before it saves, and leaves. In object storage nothing can be touched: the owner
 its own clock into the object, so the clocks of hosts must agree to a minute.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import json
@@ -21,11 +20,13 @@ from typing import Optional
 
 from t5x_gpu.checkpoint.paths import AnyPath, RemotePath
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.runtime import exits
 
 _log = logging.getLogger(__name__)
 
 LOCK = 'run.lock'
 REFRESH_SECONDS = 10
+POLL_SECONDS = 1  # while waiting for somebody else's lock
 STALE_SECONDS = 120  # longer than NFS keeps attributes of files in its cache (60 s)
 
 
@@ -77,59 +78,90 @@ class Owner:
     return ''
 
 
-def check_lock(folder: AnyPath) -> Optional[str]:
+def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
   """Returns why an existing lock does not count, None if there is none; changes nothing.
 
+  Args:
+    folder: MODEL_DIR.
+    wait: whether to wait for a lock of another host or container, where nobody here can see if the
+      process has ended: until it is renewed, as a live run does every ten seconds, or is stale.
   Raises:
     CheckpointError: another run writes here.
   """
-  path = folder / LOCK
+  path, me = folder / LOCK, _this_process(folder)
+  seen: Optional[tuple[Owner, float]] = None
+  while True:
+    found = _read(path)
+    if found is None:
+      return None
+    owner, touched = found
+    if owner is None:
+      return f'{path} cannot be read'
+    age = (time.time() if isinstance(path, RemotePath) else _now(folder)) - touched
+    reason = owner.stale_because(me, age)
+    if reason:
+      return f'the last run here was {owner.name}; {reason}'
+    if not wait or owner.kernel == me.kernel or (seen is not None and seen != found):
+      raise CheckpointError(
+          f'MODEL_DIR = {str(folder)!r} belongs to another run: {owner.name}; its last sign of '
+          f'life was {max(age, 0):.0f} s ago.',
+          fix='Wait for that run or end it, or set another MODEL_DIR. A run on another host that '
+              f'is gone is taken for dead {STALE_SECONDS} s after its last sign of life; if you '
+              f'are sure, remove {path}.', parameters=('MODEL_DIR',),
+          docs='watchdog.md#two-runs-on-one-model_dir')
+    if seen is None:
+      _log.info('Waiting for %s of %s, whose last sign of life was %.0f s ago. If the lock is not '
+                'renewed, this run takes over in %.0f s.', path, owner.name, max(age, 0),
+                STALE_SECONDS - age)
+    seen = found
+    time.sleep(POLL_SECONDS)
+
+
+def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
+  """Returns (the owner, None if garbled; the time of the last renewal), or None without a lock."""
   try:
     if isinstance(path, RemotePath):
       owner = _parse(path.read_text('utf-8'))
-      age = time.time() - (owner.touched if owner else 0)
-    else:
-      with open(path, encoding='utf-8') as f:  # opening makes NFS ask the server
-        owner, touched = _parse(f.read()), os.fstat(f.fileno()).st_mtime
-      age = _now(folder) - touched
+      return owner, owner.touched if owner else 0.0
+    with open(path, encoding='utf-8') as f:  # opening makes NFS ask the server
+      return _parse(f.read()), os.fstat(f.fileno()).st_mtime
   except FileNotFoundError:
     return None
-  if owner is None:
-    return f'{path} cannot be read'
-  reason = owner.stale_because(_this_process(folder), age)
-  if not reason:
-    raise CheckpointError(
-        f'MODEL_DIR = {str(folder)!r} belongs to another run: {owner.name}; its last sign of life '
-        f'was {max(age, 0):.0f} s ago.',
-        fix=f'Wait for that run or end it, or set another MODEL_DIR. A run on another host that is '
-            f'gone is taken for dead {STALE_SECONDS} s after its last sign of life; if you are '
-            f'sure, remove {path}.', parameters=('MODEL_DIR',),
-        docs='watchdog.md#two-runs-on-one-model_dir')
-  return f'the last run here was {owner.name}; {reason}'
 
 
 class RunLock:
   """The lock of this process on `folder`, from now until `release`.
 
+  Args:
+    folder: MODEL_DIR.
+    wait: see `check_lock`.
   Raises:
     CheckpointError: another run writes here.
   """
 
-  def __init__(self, folder: AnyPath):
+  def __init__(self, folder: AnyPath, *, wait: bool = False):
     self._folder = folder
     self._path = folder / LOCK
-    reason = check_lock(folder)
+    reason = check_lock(folder, wait=wait)
     if reason and 'it is this one' not in reason:
       _log.info('Taking over %s: %s.', self._path, reason)
     self._me = _this_process(folder)
     self._write()
     self._released = threading.Event()
-    threading.Thread(target=self._refresh, name='run_lock', daemon=True).start()
-    atexit.register(self.release)
+    self._thread = threading.Thread(target=self._refresh, name='run_lock', daemon=True)
+    self._thread.start()
+    exits.before_exit(self.release)
 
   def check(self) -> None:
-    """Raises CheckpointError if another run has taken over; a removed lock is written again."""
+    """Writes a removed lock again.
+
+    Raises:
+      CheckpointError: another run has taken over, or the folder is gone.
+    """
     owner = self._owner()
+    if self._released.is_set():  # the process is leaving
+      return
+    check_exists(self._folder)
     if owner is None:
       self._write()
     elif not owner.is_same_process(self._me):
@@ -144,7 +176,9 @@ class RunLock:
     """Removes the lock if it is still this process's. May be called again."""
     if not self._released.is_set():
       self._released.set()
-      atexit.unregister(self.release)
+      exits.cancel_before_exit(self.release)
+      # Python aborts if it ends while a thread is inside TensorStore.
+      self._thread.join(exits.CLEANUP_SECONDS)
       with contextlib.suppress(OSError, CheckpointError):
         owner = self._owner()
         if owner is not None and owner.is_same_process(self._me):
@@ -185,6 +219,16 @@ class RunLock:
       raise CheckpointError(f'{self._path} cannot be written: {e.strerror or e}.',
                             fix='Set MODEL_DIR to a folder of yours with free space.',
                             parameters=('MODEL_DIR',)) from e
+
+
+def check_exists(folder: AnyPath) -> None:
+  """Raises CheckpointError if the MODEL_DIR of this run has been deleted from its disk."""
+  if not isinstance(folder, RemotePath) and not folder.is_dir():
+    raise CheckpointError(
+        f'MODEL_DIR = {str(folder)!r} no longer exists: it was deleted, moved or unmounted during '
+        'the run. This checkpoint was not saved.',
+        fix='Put the folder back and start the same command again: it continues from the latest '
+            'checkpoint there. Without the folder the run starts over.', parameters=('MODEL_DIR',))
 
 
 def _this_process(folder: AnyPath) -> Owner:

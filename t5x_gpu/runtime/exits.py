@@ -4,19 +4,22 @@ A process of several that raises must not leave the usual way: JAX's exit handle
 others, minutes long, while they wait in a collective for this one, and its exit code would be lost.
 """
 
+import atexit
 import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 MAIN_PROCESS_SECONDS = 2
+CLEANUP_SECONDS = 5  # a file system that does not answer must not keep the process from leaving
 
 _others: dict[str, int] = {}
 _left_behind = threading.Event()
+_cleanups: list[Callable[[], object]] = []
 
 
 def joined(process_index: int, *, process_count: int) -> None:
@@ -34,10 +37,36 @@ def abandon_threads() -> None:
   _left_behind.set()
 
 
+def before_exit(cleanup: Callable[[], object]) -> None:
+  """Calls `cleanup` before this process exits, with or without Python's exit handlers."""
+  _cleanups.append(cleanup)
+  atexit.register(cleanup)
+
+
+def cancel_before_exit(cleanup: Callable[[], object]) -> None:
+  """Takes back `before_exit`."""
+  _cleanups.remove(cleanup)
+  atexit.unregister(cleanup)
+
+
+def leave_at_once(code: int) -> NoReturn:
+  """Exits without Python's exit handlers, from any thread. The cleanups of `before_exit` run, for
+  at most `CLEANUP_SECONDS`."""
+  def clean_up() -> None:
+    for cleanup in reversed(_cleanups.copy()):
+      with contextlib.suppress(Exception):
+        cleanup()
+  thread = threading.Thread(target=clean_up, daemon=True)
+  thread.start()
+  thread.join(CLEANUP_SECONDS)
+  os._exit(code)
+
+
 def leave(code: int, *, failed: bool) -> NoReturn:
   """Exits with `code`; at once, without exit handlers, if this process of several has `failed`.
 
-  So does a single one whose threads have been abandoned: Python waits for all of them.
+  So does a single one whose threads have been abandoned: Python would wait for some, and abort
+  (`terminate called`) because of those that are inside TensorStore.
 
   Or if it leaves with a code: srun sends SIGTERM to the others as soon as the first one has, and
   JAX, which swallows it, lets go of it in its exit handler. That process would end with 143.
@@ -48,7 +77,7 @@ def leave(code: int, *, failed: bool) -> NoReturn:
     if label() and _others['index'] == 0:
       # JAX aborts the others when process 0 is gone: time to say what is wrong with themselves.
       time.sleep(MAIN_PROCESS_SECONDS)
-    os._exit(code)
+    leave_at_once(code)
   sys.exit(code)
 
 

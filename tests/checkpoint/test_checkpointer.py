@@ -376,6 +376,18 @@ def test_a_save_cut_short_by_a_kill_is_no_checkpoint(tmp_path):
   assert sorted(set(os.listdir(folder)) - {LOCK}) == ['checkpoint_10', 'checkpoint_20', 'notes']
 
 
+def test_a_model_dir_that_is_deleted_while_a_save_writes_is_named(tmp_path, monkeypatch):
+  folder = tmp_path / 'model'
+
+  def write(*args, **kwargs):
+    shutil.rmtree(folder)
+    raise FileNotFoundError(2, 'No such file or directory', str(folder / 'checkpoint_10'))
+  with pytest.raises(CheckpointError, match='no longer exists: it was deleted, moved or unmounted'):
+    with opened(folder) as checkpointer:
+      monkeypatch.setattr(checkpointer._manager, 'save', write)
+      save(checkpointer, 10, new_state(10))
+
+
 @pytest.fixture
 def full_disk(tmp_path):
   with small_disk(tmp_path / 'disk', size='2m') as folder:

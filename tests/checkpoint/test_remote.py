@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +26,8 @@ from t5x_gpu.checkpoint.model_dir import (
 from t5x_gpu.checkpoint.params_files import read_params
 from t5x_gpu.checkpoint.paths import RemotePath, as_path, kvstore_spec, local_path
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
-from t5x_gpu.checkpoint.remote_steps import COMMIT, SET_ASIDE, UNDER_WAY
-from t5x_gpu.checkpoint.run_lock import LOCK
+from t5x_gpu.checkpoint.remote_steps import COMMIT, SET_ASIDE, UNDER_WAY, remove
+from t5x_gpu.checkpoint.run_lock import LOCK, check_lock
 from t5x_gpu.checkpoint.state_files import StateReader
 from t5x_gpu.errors import CheckpointError, ConfigError
 from tests.checkpoint import remote_ranks
@@ -38,7 +40,7 @@ from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, run_here
 @pytest.fixture
 def address(server, request):
   """An empty MODEL_DIR."""
-  return f's3://runs/{request.node.name}'
+  return 's3://runs/' + re.sub(r'\W', '_', request.node.name)
 
 
 def run_with(address: str, *steps: int, keep: Keep = Keep()) -> RemotePath:
@@ -142,6 +144,23 @@ def test_what_was_not_committed_is_not_there_and_goes_at_the_next_start(address)
   assert committed_steps(folder) == [1, 2]
 
 
+@pytest.mark.parametrize('cut_at', ['unlink', 'remove_tree'])
+def test_a_deletion_that_was_cut_short_leaves_no_half_of_a_checkpoint(
+    address, cut_at, monkeypatch, caplog):
+  folder = run_with(address, 1, 2)
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(RemotePath, cut_at, mock.Mock(side_effect=KeyboardInterrupt))
+    remove(folder / 'checkpoint_1')
+  whole = cut_at == 'unlink'
+  assert committed_steps(folder) == ([1, 2] if whole else [2])
+  with caplog.at_level('INFO', logger='t5x_gpu'):
+    with open_checkpointer(address, keep=Keep(last=1)) as checkpointer:
+      save(checkpointer, 3, new_state(3))
+  assert whole != ('Deleted the rest of checkpoint_1' in caplog.text)
+  assert committed_steps(folder) == [3]
+  assert not [name for name in folder.files() if name.startswith('checkpoint_1/')]
+
+
 def test_one_that_cannot_be_read_counts_no_more_until_its_step_is_saved_again(address, caplog):
   folder = run_with(address, 1, 2)
   [data] = [n for n in folder.files(first='checkpoint_2/state/ocdbt', stop='checkpoint_2/state/p')
@@ -174,7 +193,7 @@ def test_two_runs_do_not_write_into_one(address):
     mine = json.loads(lock.read_text())
     lock.write_text(json.dumps({**mine, 'host': 'gpu-17', 'kernel': 'other', 'pid': 99}))
     with pytest.raises(CheckpointError, match='belongs to another run: process 99 on gpu-17'):
-      check_model_dir(address, target=abstract(new_state()))
+      check_lock(as_path(address))
     with pytest.raises(CheckpointError, match='now belongs to process 99 on gpu-17'):
       save(checkpointer, 1, new_state(1))
     lock.write_text(json.dumps({**mine, 'kernel': 'other', 'touched': mine['touched'] - 1000}))

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +14,8 @@ import pytest
 from t5x_gpu.checkpoint import run_lock
 from t5x_gpu.checkpoint.run_lock import LOCK, STALE_SECONDS, RunLock, check_lock
 from t5x_gpu.errors import CheckpointError
-from tests.helpers_train import Project, listing
+from t5x_gpu.runtime.watchdog import EXIT_STUCK
+from tests.helpers_train import TINY_GIN, Project, listing
 
 
 def lock_of(where, *, age: float = 0, **changes) -> None:
@@ -48,6 +51,37 @@ def test_another_host_is_believed_until_it_is_silent_for_long(tmp_path):
     check_lock(tmp_path)
   lock_of(tmp_path, host='gpu-07', kernel='another', age=STALE_SECONDS + 5)
   assert 'no sign of life for 125 s' in check_lock(tmp_path)
+
+
+def test_a_restart_waits_for_the_lock_of_a_container_that_is_gone_and_logs_it(
+    tmp_path, monkeypatch, caplog):
+  monkeypatch.setattr(run_lock, 'POLL_SECONDS', 0.01)
+  lock_of(tmp_path, host='t5x-gpu-0', kernel='another', age=STALE_SECONDS - 1)
+  with caplog.at_level('INFO', logger='t5x_gpu'):
+    assert 'no sign of life for 120 s' in check_lock(tmp_path, wait=True)
+  [line] = [r.getMessage() for r in caplog.records]  # once, not with each look
+  assert re.search(r'Waiting for .*run.lock of process \d+ on t5x-gpu-0.* last sign of life was 119 '
+                   r's ago.*takes over in 1 s', line)
+
+
+def test_a_restart_that_waits_gives_up_when_the_lock_is_renewed(tmp_path, monkeypatch, caplog):
+  def renew(seconds: float) -> None:
+    lock_of(tmp_path, host='gpu-07', kernel='another')
+  monkeypatch.setattr(run_lock.time, 'sleep', renew)
+  lock_of(tmp_path, host='gpu-07', kernel='another', age=30)
+  with caplog.at_level('INFO', logger='t5x_gpu'), pytest.raises(
+      CheckpointError, match='belongs to another run: process .* on gpu-07.* 0 s ago'):
+    check_lock(tmp_path, wait=True)
+  assert 'Waiting for' in caplog.text
+
+
+def test_a_run_starts_once_the_lock_of_another_container_is_stale(tmp_path, warm):
+  project = Project(tmp_path, warm=warm)
+  project.model_dir.mkdir()
+  lock_of(project.model_dir, host='t5x-gpu-0', kernel='another', age=STALE_SECONDS - 10)
+  with project.start(TRAIN_STEPS=2) as run:
+    assert run.finish() == 0, run.err
+  assert 'Taking over' in run.err and project.steps() == [2]
 
 
 @pytest.mark.parametrize('change', ['ended', 'pid used again', 'copied', 'torn'])
@@ -137,3 +171,31 @@ def test_a_run_that_was_cut_off_and_lost_its_model_dir_leaves_without_saving(tmp
   assert 'gpu-08' in run.err and 'Traceback' not in run.err
   assert not project.steps() and not list(project.model_dir.glob('checkpoint_*'))
   assert json.loads((project.model_dir / LOCK).read_text())['host'] == 'gpu-08'
+
+
+def test_a_model_dir_deleted_during_a_run_is_named(tmp_path, warm):
+  project = Project(tmp_path, warm=warm)
+  with project.start(DATA_MODULE='held_data', hold_before=6, SAVE_PERIOD=8) as run:
+    run.wait_for(run.held)
+    shutil.rmtree(project.model_dir)
+    run.let_go()
+    assert run.finish() == 1, run.out
+  assert f'CheckpointError: MODEL_DIR = {str(project.model_dir)!r} no longer exists' in run.err
+  assert 'Without the folder the run starts over' in run.err and 'MODEL_DIR is set at' in run.err
+  assert 'run.lock' not in run.err and 'Traceback' not in run.err
+  assert not project.model_dir.exists()
+
+
+def test_the_watchdog_releases_the_lock(tmp_path, warm):
+  gin = TINY_GIN.replace('from t5x_gpu.models', 'from t5x_gpu.runtime import watchdog\n'
+                         'from t5x_gpu.models', 1)
+  gin += """
+train_script.train.watchdog_cfg = @watchdog.WatchdogConfig()
+watchdog.WatchdogConfig.step_seconds = 1
+watchdog.WatchdogConfig.step_factor = 1
+"""
+  project = Project(tmp_path, gin=gin, warm=warm)
+  with project.start(DATA_MODULE='held_data', hold_before=4) as run:
+    assert run.finish() == EXIT_STUCK, run.err
+  assert 'leaves with exit code 86' in run.err
+  assert not (project.model_dir / LOCK).exists()

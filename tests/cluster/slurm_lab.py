@@ -155,11 +155,11 @@ class SlurmLab:
     """Returns the lines that a job of its own prints."""
     return self._run(['srun', *arguments]).splitlines()
 
-  def job(self, number: int) -> dict[str, str]:
-    """Returns what scontrol says of a job: JobState, Restarts, ExitCode, ..."""
+  def job(self, number: int | str) -> dict[str, str]:
+    """Returns what scontrol says of a job (or of ARRAY_TASK): JobState, Restarts, ExitCode, ..."""
     return dict(re.findall(r'(\w+)=(\S*)', self._run(['scontrol', 'show', 'job', str(number), '-o'])))
 
-  def wait(self, number: int, *states: str, seconds: float) -> dict[str, str]:
+  def wait(self, number: int | str, *states: str, seconds: float) -> dict[str, str]:
     """Returns the job once it is in one of `states`, any end by default."""
     deadline = time.monotonic() + seconds
     while (job := self.job(number))['JobState'] not in (states or ENDED):
@@ -168,7 +168,7 @@ class SlurmLab:
       time.sleep(0.1)
     return job
 
-  def signal_batch(self, number: int, name: str) -> None:
+  def signal_batch(self, number: int | str, name: str) -> None:
     """Sends a signal to the batch script alone, as --signal=B: does before the time limit."""
     self._run(['scancel', f'--signal={name}', '--batch', str(number)])
 

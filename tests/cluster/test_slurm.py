@@ -151,6 +151,51 @@ def test_a_mistake_ends_the_job_at_once_and_is_not_requeued(slurm, tmp_path):
   assert 'BATCH_SIZE is set at --gin.BATCH_SIZE' in text and 'Traceback' not in text
 
 
+# In the place of python: the task that has the array's number waits for its signal and asks to be
+# requeued, another ends at once, and the third goes on until the file `go` is there.
+ARRAY_TASK = """#!/bin/bash
+echo "$SLURM_ARRAY_TASK_ID" >> starts
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then exit 0; fi
+if [ "$SLURM_JOB_ID" = "$SLURM_ARRAY_JOB_ID" ]; then
+  trap 'exit 85' USR1; echo "$SLURM_ARRAY_TASK_ID" > waits
+  while :; do sleep 0.05; done
+fi
+mkdir first 2>/dev/null && exit 0
+while [ ! -e go ]; do sleep 0.05; done
+"""
+
+
+def test_a_signalled_task_of_an_array_is_requeued_and_the_others_are_left_alone(slurm, tmp_path):
+  python = tmp_path / 'python'
+  python.write_text(ARRAY_TASK)
+  python.chmod(0o755)
+  array = slurm.sbatch('--array=0-2', '--nodes=1', '--ntasks-per-node=1', '--gpus-per-node=1',
+                       '--cpus-per-task=1', '--time=10', SCRIPT, 'my.gin', cwd=tmp_path,
+                       PYTHON=str(python))
+
+  def starts() -> list[str]:
+    path = tmp_path / 'starts'
+    return sorted(path.read_text().split()) if path.exists() else []
+  deadline = time.monotonic() + 60
+  while not (tmp_path / 'waits').exists() or len(starts()) < 3:
+    assert time.monotonic() < deadline, starts()
+    time.sleep(0.02)
+  signalled = (tmp_path / 'waits').read_text().strip()
+  others = [f'{array}_{i}' for i in range(3) if str(i) != signalled]
+  while 'COMPLETED' not in [slurm.job(task)['JobState'] for task in others]:
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+  slurm.signal_batch(f'{array}_{signalled}', 'USR1')
+  again = slurm.wait(f'{array}_{signalled}', seconds=60)
+  assert (again['JobState'], again['Restarts']) == ('COMPLETED', '1')
+  assert sorted(slurm.job(task)['JobState'] for task in others) == ['COMPLETED', 'RUNNING']
+  (tmp_path / 'go').touch()
+  for task in others:
+    ended = slurm.wait(task, seconds=60)
+    assert (ended['JobState'], ended['Restarts']) == ('COMPLETED', '0')
+  assert starts() == sorted(['0', '1', '2', signalled])
+
+
 def test_the_script_says_how_it_is_used(slurm, tmp_path):
   job = slurm.sbatch('--nodes=1', '--ntasks-per-node=1', '--gpus-per-node=1', '--cpus-per-task=1',
                      SCRIPT, cwd=tmp_path, **{'PATH': os.environ['PATH']})
