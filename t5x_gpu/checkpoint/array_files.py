@@ -23,17 +23,20 @@ def check_array_files(folder: AnyPath) -> None:
   Args:
     folder: of the item in the checkpoint, `checkpoint_<step>/state`.
   """
-  base = ts.KvStore.open(kvstore_spec(folder), context=context()).result()
-  manifest = ts.ocdbt.dump(base).result()
-  root = manifest['versions'][-1]['root'].get('location') if manifest else None
-  if root is None:
-    raise ValueError('manifest.ocdbt names no arrays')
   ends: dict[str, int] = {}
-  for piece in _pieces(base, root):
-    # 'value:ocdbt.process_0/:d/bd17da16:65208:3861': folder, file, offset, length.
-    place, offset, length = piece.rsplit(':', 2)
-    file = ''.join(place.split(':')[1:])
-    ends[file] = max(ends.get(file, 0), int(offset) + int(length))
+  try:
+    base = ts.KvStore.open(kvstore_spec(folder), context=context()).result()
+    manifest = ts.ocdbt.dump(base).result()
+    root = manifest['versions'][-1]['root'].get('location') if manifest else None
+    if root is None:
+      raise ValueError('manifest.ocdbt names no arrays')
+    for piece in _pieces(base, root):
+      # 'value:ocdbt.process_0/:d/bd17da16:65208:3861': folder, file, offset, length.
+      place, offset, length = piece.rsplit(':', 2)
+      file = ''.join(place.split(':')[1:])
+      ends[file] = max(ends.get(file, 0), int(offset) + int(length))
+  except (LookupError, TypeError, AttributeError, RuntimeError) as e:  # of a damaged index
+    raise ValueError(f'the index of the arrays is damaged: {type(e).__name__}: {e}') from e
   if isinstance(folder, RemotePath):
     missing = sorted(ends.keys() - set(folder.files()))
     if missing:

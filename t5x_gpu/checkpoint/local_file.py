@@ -26,6 +26,8 @@ import numpy as np
 
 from t5x_gpu.checkpoint.checksums import HostSums
 from t5x_gpu.checkpoint.chunks import Shape
+from t5x_gpu.checkpoint.schemas import LOCAL_FILE
+from t5x_gpu.config.json_schema import MOST_BYTES, parse_json
 
 MAGIC = b'T5XLOCAL'
 FORMAT = 1
@@ -153,11 +155,12 @@ def open_local_file(path: pathlib.Path) -> LocalFile:
     if len(start) < _PRELUDE.size:
       raise ValueError('it is cut off')
     magic, length, crc = _PRELUDE.unpack(start)
-    header = f.read(length) if magic == MAGIC and length < os.fstat(f.fileno()).st_size else b''
+    most = min(os.fstat(f.fileno()).st_size, MOST_BYTES)
+    header = f.read(length) if magic == MAGIC and length < most else b''
     if zlib.crc32(header) != crc or not header:
       raise ValueError('its header is damaged')
     size = os.fstat(f.fileno()).st_size
-  content = json.loads(header)
+  content = parse_json(header, LOCAL_FILE)
   if content['format'] != FORMAT:
     raise ValueError(f'it has format {content["format"]}, not {FORMAT}')
   parts = tuple(Part(name, tuple(start), tuple(shape), dtype, checksum, offset)

@@ -87,12 +87,17 @@ class StateReader:
                prefix: str = '', cache_bytes: Optional[int] = None, is_committed: bool = True):
     folder, self.step = find_checkpoint(path, step=step, is_committed=is_committed)
     self.path = checkpoint_path(folder, self.step)
+    self._prefix = prefix
     try:
       self.manifest: Mapping[str, Any] = read_saved(folder, self.step).manifest
+      self._describe(cache_bytes)
     except UNREADABLE as e:
       raise CheckpointError(f'{self.path} cannot be read ({why(e)}).',
                             fix='Take an earlier checkpoint: --step names one.') from e
-    self._prefix = prefix
+
+  def _describe(self, cache_bytes: Optional[int]) -> None:
+    """Sets what the manifest says of the arrays."""
+    prefix = self._prefix
     arrays = {name.removeprefix(prefix): value for name, value in self.manifest['arrays'].items()
               if name.startswith(prefix)}
     self.shapes: dict[str, Shape] = {name: tuple(shape) for name, (shape, _) in arrays.items()}
@@ -109,6 +114,10 @@ class StateReader:
     """Returns how an array is cut on disk; a chunk is read as a whole."""
     # None for an array without dimensions.
     array = self._opened(self._parts(name)[0], self._index)
+    shape = self.shapes[name][1:] if self._is_unstacked(name) else self.shapes[name]
+    if tuple(array.shape) != shape:
+      raise ValueError(f'{name} has shape {tuple(array.shape)} in its files, {shape} in the '
+                       'manifest')
     chunk = tuple(array.chunk_layout.read_chunk.shape or ())
     return (1, *chunk) if self._is_unstacked(name) else chunk
 
