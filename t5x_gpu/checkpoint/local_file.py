@@ -27,7 +27,7 @@ import numpy as np
 from t5x_gpu.checkpoint.checksums import HostSums
 from t5x_gpu.checkpoint.chunks import Shape
 from t5x_gpu.checkpoint.schemas import LOCAL_FILE
-from t5x_gpu.config.json_schema import MOST_BYTES, parse_json
+from t5x_gpu.config.json_schema import MOST_BYTES, open_regular, parse_json
 
 MAGIC = b'T5XLOCAL'
 FORMAT = 1
@@ -150,7 +150,7 @@ def open_local_file(path: pathlib.Path) -> LocalFile:
     ValueError: it is cut off, or its header is damaged.
     OSError: it cannot be read.
   """
-  with open(path, 'rb') as f:
+  with open_regular(path) as f:
     start = f.read(_PRELUDE.size)
     if len(start) < _PRELUDE.size:
       raise ValueError('it is cut off')

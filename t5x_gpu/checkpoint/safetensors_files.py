@@ -19,7 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from t5x_gpu.checkpoint.schemas import SHAPE
-from t5x_gpu.config.json_schema import Fields, MapOf, Text, Whole, check, parse_json, read_json
+from t5x_gpu.config.json_schema import (
+    Fields, MapOf, Text, Whole, check, open_regular, parse_json, read_json)
 from t5x_gpu.errors import CheckpointError
 
 INDEX = 'model.safetensors.index.json'
@@ -157,7 +158,7 @@ def _check_index(folder: pathlib.Path, files: Mapping[str, str]) -> None:
 def _read_header(path: pathlib.Path) -> str:
   try:
     size = path.stat().st_size
-    with open(path, 'rb') as f:
+    with open_regular(path) as f:
       start = f.read(8)
       length = int.from_bytes(start, 'little')
       if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):

@@ -21,7 +21,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 MOST_BYTES = 1 << 30  # of a file; the largest hold shuffle buffers of the data
 MOST_DEPTH = 100
@@ -94,16 +94,23 @@ def read_json(path: Any, schema: Any = object, *, most_bytes: int = MOST_BYTES) 
 
 
 def read_bytes(path: Any, *, most_bytes: int = MOST_BYTES) -> bytes:
-  """Returns the content of a small file; errors as for `read_json`. A pipe does not block."""
+  """Returns the content of a small file; errors as for `read_json`."""
   if not isinstance(path, (str, os.PathLike)):  # in object storage
     return path.read_bytes()
-  with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
-    about = os.fstat(f.fileno())
-    if not stat.S_ISREG(about.st_mode):
-      raise OSError(errno.EINVAL, 'It is no regular file', str(path))
-    if about.st_size > most_bytes:
-      raise ValueError(f'it has {about.st_size:,} bytes, and {most_bytes:,} is the limit')
+  with open_regular(path) as f:
+    size = os.fstat(f.fileno()).st_size
+    if size > most_bytes:
+      raise ValueError(f'it has {size:,} bytes, and {most_bytes:,} is the limit')
     return f.read()
+
+
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+  """Returns a file, opened to be read. Raises OSError for all else; a pipe does not block."""
+  f = open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+  if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+    f.close()
+    raise OSError(errno.EINVAL, 'It is no regular file', str(path))
+  return f
 
 
 def parse_json(data: str | bytes, schema: Any = object) -> Any:

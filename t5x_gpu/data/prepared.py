@@ -211,7 +211,11 @@ def _check(index: Index, config: DatasetConfig, *, spec: BatchSpec, feature_conv
                     f'{config.vocabulary!r}.')
   problems += [f'vocabulary: prepared without one of {part!r}.' for parts in features.layout(
       feature_converter).tokens.values() for part in parts if part not in index.vocabularies]
-  if not problems:  # the same lengths and converter make the same features
+  if not problems and dict(index.features) != {
+      name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()}:
+    problems.append(f'features: prepared with {", ".join(index.features)}, the run has '
+                    f'{", ".join(spec.shapes)}, or other lengths.')
+  if not problems:
     sizes = _largest_ids(index, feature_converter)
     problems += [
         f'{name}: the rows have ids up to {size - 1:,}, the model knows {spec.vocab_sizes[name]:,}.'
