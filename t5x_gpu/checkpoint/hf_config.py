@@ -28,7 +28,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     'true or false': ((bool,), (
         'tie_word_embeddings scale_decoder_outputs mlp_bias attention_bias use_sliding_window')),
     'text': ((str,), 'feed_forward_proj hidden_act hidden_activation activation_function'),
-    'a list': ((list,), 'architectures layer_types'),
+    'a list of text': ((list,), 'architectures layer_types'),
     'an object': ((dict,), 'rope_scaling rope_parameters id2label')}
 
 
@@ -42,7 +42,8 @@ def family_of(config: Json) -> str:
            for key in keys.split() if config.get(key) is not None and not (
                isinstance(config[key], types)
                and (bool in types or not isinstance(config[key], bool))
-               and (types != (int,) or 0 <= config[key] <= _LARGEST))]
+               and (types != (int,) or 0 <= config[key] <= _LARGEST)
+               and (types != (list,) or all(isinstance(x, str) for x in config[key])))]
   if wrong:
     raise CheckpointError(f'config.json says {"; ".join(wrong)}.',
                           fix='Take the config.json that belongs to the weights.',
