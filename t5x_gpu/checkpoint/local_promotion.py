@@ -34,7 +34,7 @@ from t5x_gpu.checkpoint.model_dir import (
 from t5x_gpu.checkpoint.run_id import read_run_id
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.state_writer import StateWriter, empty_leaves
-from t5x_gpu.config.set_aside import free_name
+from t5x_gpu.config.set_aside import free_name, set_aside
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 
@@ -119,6 +119,8 @@ def _promote(folder: pathlib.Path, local: pathlib.Path, target: Any, dry_run: bo
   try:
     if lock is not None:
       shutil.rmtree(staging, ignore_errors=True)  # of a promotion that was killed
+      if os.path.lexists(staging):
+        set_aside(staging, 'it is no folder of ours')
     return _first_whole(folder, found, waiting, target, durable=durable, dry_run=dry_run)
   finally:
     if lock is not None:

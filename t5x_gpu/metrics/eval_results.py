@@ -65,7 +65,7 @@ class Results:
   @property
   def records(self) -> dict[int, dict[str, float]]:
     """Step -> values, ascending."""
-    if not self.path.exists():
+    if not self.path.is_file():
       return {}
     return {record.pop('step'): record for record in sorted(
         read_json_lines(self.path), key=lambda record: record['step'])}

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Protocol
 
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
-from t5x_gpu.config.set_aside import free_name, set_aside_unless_file
+from t5x_gpu.config.set_aside import free_name, set_aside, set_aside_unless_file
 from t5x_gpu.errors import ConfigError, TrainingError
 
 _log = logging.getLogger(__name__)
@@ -215,6 +215,8 @@ class TensorBoardWriter:
           'resumes from the last checkpoint.', parameters=('train.model_dir',)) from e
 
   def _open(self) -> None:
+    if os.path.lexists(self.log_dir) and not self.log_dir.is_dir():
+      set_aside(self.log_dir, 'it is no folder')
     self.log_dir.mkdir(parents=True, exist_ok=True)
     # The name and the first event by which TensorBoard knows such a file.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
