@@ -6,11 +6,25 @@ tell whether all pieces are there.
 Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
 
+import os
 from collections.abc import Iterator
 
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.paths import AnyPath, RemotePath, context, kvstore_spec
+
+
+def check_only_files(folder: str | os.PathLike) -> None:
+  """Raises OSError or ValueError if something in `folder` is neither a file nor a folder.
+
+  Orbax and TensorStore would wait for a pipe for ever.
+  """
+  with os.scandir(folder) as entries:
+    for entry in entries:
+      if entry.is_dir(follow_symlinks=False):
+        check_only_files(entry)
+      elif not entry.is_file():  # of a link, what it leads to; nothing is looked up for a file
+        raise ValueError(f'{entry.path} is no file')
 
 
 def check_array_files(folder: AnyPath) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 import jax
 
-from t5x_gpu.checkpoint.array_files import check_array_files
+from t5x_gpu.checkpoint.array_files import check_array_files, check_only_files
 from t5x_gpu.checkpoint.manifest import check_seal, differences
 from t5x_gpu.checkpoint.paths import AnyPath, RemotePath, as_path
 from t5x_gpu.checkpoint.remote_steps import remote_steps
@@ -146,26 +146,13 @@ def read_saved(folder: AnyPath, step: int) -> Saved:
   """
   checkpoint = checkpoint_path(folder, step)
   if not isinstance(checkpoint, RemotePath):
-    _check_only_files(checkpoint)
+    check_only_files(checkpoint)
   manifest = read_manifest(folder, step)
   data = read_json(checkpoint.joinpath('data', 'metadata'), DATA)
   check_seal(manifest, data=data)
   read_json(checkpoint.joinpath('state', '_METADATA'), TREE)
   check_array_files(checkpoint / 'state')
   return Saved(step, base64.b64decode(data['iterator']), manifest)
-
-
-def _check_only_files(folder: str | os.PathLike) -> None:
-  """Raises OSError or ValueError if something in `folder` is neither a file nor a folder.
-
-  Orbax and TensorStore would wait for a pipe for ever.
-  """
-  with os.scandir(folder) as entries:
-    for entry in entries:
-      if entry.is_dir(follow_symlinks=False):
-        _check_only_files(entry)
-      elif not entry.is_file():  # of a link, what it leads to; nothing is looked up for a file
-        raise ValueError(f'{entry.path} is no file')
 
 
 def why(e: Exception) -> str:
