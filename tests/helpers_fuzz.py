@@ -22,7 +22,8 @@ from t5x_gpu.errors import UserError
 HOSTILE = (
     '-1', '0', '1', '1.5', '-0.0', '1e308', '1e999', 'NaN', '-Infinity', '2147483648',
     '9223372036854775807', '18446744073709551616', '1' + '0' * 30, '9' * 5000, '1e-400',
-    'true', 'null', '""', '"../../x"', '"/etc/passwd"', '".."', r'"\ud800"', r'"\u0000"', '"\u202e"',
+    'true', 'null', '""', '"../../x"', '"/etc/passwd"', '".."', r'"\ud800"', r'"\u0000"',
+    '"\u202e"',
     '"' + 'A' * 5000 + '"', '"float32"', '"object"', '"O8"', '[]', '{}', '[[]]', '[{}]',
     '[1, 2, 3]', '[0]', '[' + '1, ' * 999 + '1]', '[4611686018427387904, 4611686018427387904]',
     '{"a": {"b": 1}}', '[' * 60 + ']' * 60, '[' * 100_000 + ']' * 100_000,
@@ -148,7 +149,8 @@ def _replace(path: pathlib.Path, content: bytes, packed: Packed, rng: random.Ran
   return replace(path, rng.choice(REPLACEMENTS))
 
 
-REPLACEMENTS = ('nothing', 'folder', 'full folder', 'dangling link', 'looping link', 'pipe', 'zeros')
+REPLACEMENTS = ('nothing', 'folder', 'full folder', 'dangling link', 'looping link', 'pipe',
+                'zeros')
 
 
 def replace(path: pathlib.Path, kind: str) -> str:
@@ -174,7 +176,7 @@ def _json(path: pathlib.Path, content: bytes, packed: Packed, rng: random.Random
   value = json.loads(packed.unpack(content))
   places = list(_places(value))
   holder, key = rng.choice(places)
-  kind, text = rng.choice(('put', 'put', 'put', 'put', 'drop', 'add', 'rename', 'swap', 'shift')), ''
+  kind, text = rng.choice((*['put'] * 4, 'drop', 'add', 'rename', 'swap', 'shift')), ''
   if holder is None:
     text = rng.choice(HOSTILE)
     path.write_bytes(packed.pack(content, text.encode()))

@@ -21,7 +21,7 @@ from t5x_gpu.checkpoint.journal import Journal
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY
 from t5x_gpu.checkpoint.paths import AnyPath
 from t5x_gpu.checkpoint.remote_journal import RemoteJournal, open_journal
-from t5x_gpu.checkpoint.schemas import TREE
+from t5x_gpu.checkpoint.schemas import DATA, TREE
 from t5x_gpu.checkpoint.state_files import UNSTACKED, StateReader, stacked_arrays
 from t5x_gpu.checkpoint.state_writer import StateWriter
 from t5x_gpu.checkpoint.storage_errors import StorageError
@@ -169,7 +169,7 @@ def reshard(request: Request, *, progress: Progress, say: Callable[[str], None])
                            resume=journal.entry is not None)
       checksums = _copy(reader, writer, plan, request, journal, progress=progress, say=say)
       writer.close(manifest=_manifest(reader, plan, request, checksums),
-                   data=_json(reader.path / 'data' / 'metadata'), empty=_empty(reader, request))
+                   data=read_json(reader.path / 'data' / 'metadata', DATA), empty=_empty(reader, request))
       if request.verify:
         _verify(writer.path, request, progress)
       carry(reader.path.parent, journal.folder)

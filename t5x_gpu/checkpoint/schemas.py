@@ -56,6 +56,12 @@ def _tree_problem(tree: Mapping[str, Any]) -> str:
   return f'{wrong[0]!r} is no place in a tree' if wrong else ''
 
 
+def _chunk_problem(array: Mapping[str, Any]) -> str:
+  chunks, shape = array['chunks'], array['shape']
+  return '' if len(chunks) == len(shape) and all(
+      1 <= c <= max(n, 1) for c, n in zip(chunks, shape)) else 'its chunks are not parts of it'
+
+
 _TREE_KEY_PART = r'''('[^'\\]*'|"[^"\\]*"|\d+)'''
 _TREE_KEY = re.compile(rf'\(({_TREE_KEY_PART}, )*{_TREE_KEY_PART}?,?\)')
 
@@ -80,6 +86,11 @@ DATA = Fields({'iterator': BASE64})
 # checkpoint_<step>/state/_METADATA, which Orbax writes
 TREE = Fields({'tree_metadata': Also(MapOf(Fields(
     {'value_metadata': Fields({'skip_deserialize': bool})})), _tree_problem)})
+# .zarray of an array, which TensorStore reads: it ends the process for JSON that is nested too
+# deeply, or for a chunk that does not fit into memory.
+ZARRAY = Also(Fields({'shape': SHAPE, 'chunks': SHAPE,
+                      'dtype': Text('[<>|]?[biufc][0-9]{1,2}|[a-z][a-z0-9_]{2,20}')}),
+              _chunk_problem)
 # The header of a local step's file: a part is name, start, shape, dtype, checksum, offset.
 LOCAL_FILE = Fields({
     'format': Whole(), 'facts': dict,

@@ -20,6 +20,9 @@ from t5x_gpu.checkpoint.chunks import Shape, boxes, piece_shape
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
 from t5x_gpu.checkpoint.paths import AnyPath, as_path, context, is_remote, kvstore_spec
+from t5x_gpu.checkpoint.schemas import ZARRAY
+from t5x_gpu.checkpoint.storage_errors import StorageError
+from t5x_gpu.config.json_schema import parse_json
 from t5x_gpu.errors import CheckpointError
 
 UNSTACKED = 'unstacked'
@@ -90,10 +93,13 @@ class StateReader:
     self._prefix = prefix
     try:
       self.manifest: Mapping[str, Any] = read_saved(folder, self.step).manifest
-      self._describe(cache_bytes)
+      if not is_remote(folder):
+        self._describe(cache_bytes)
     except UNREADABLE as e:
       raise CheckpointError(f'{self.path} cannot be read ({why(e)}).',
                             fix='Take an earlier checkpoint: --step names one.') from e
+    if is_remote(folder):  # an error may be an outage, which the caller looks for
+      self._describe(cache_bytes)
 
   def _describe(self, cache_bytes: Optional[int]) -> None:
     """Sets what the manifest says of the arrays."""
@@ -165,7 +171,15 @@ class StateReader:
   def _open(self, name: str) -> ts.TensorStore:
     return self._opened(name, self._context)
 
+  @functools.cache
+  def _check_metadata(self, name: str) -> None:
+    """Raises ValueError for metadata of an array that TensorStore should not see."""
+    store = ts.KvStore.open(store_of(self.path / 'state'), context=self._index).result()
+    parse_json(store.read(f'{name.replace("/", ".")}/.zarray').result().value, ZARRAY)
+
   def _opened(self, name: str, limits: ts.Context) -> ts.TensorStore:
+    if not is_remote(self.path):
+      self._check_metadata(name)
     return ts.open(spec_of(self.path / 'state', name), open=True, read=True,
                    context=limits).result()
 
@@ -184,8 +198,17 @@ def read_array(reader: StateReader, name: str, like: jax.ShapeDtypeStruct) -> ja
 
 
 def read_state(path: str | os.PathLike | AnyPath, target: Any) -> Any:
-  """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs."""
-  reader = StateReader(path)
+  """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs.
+
+  Raises:
+    Exception: of many kinds, for a damaged checkpoint; a CheckpointError is of the storage.
+  """
+  try:
+    reader = StateReader(path)
+  except StorageError:
+    raise
+  except CheckpointError as e:  # the caller falls back to an older one
+    raise ValueError(e.what) from e
   return jax.tree_util.tree_map_with_path(lambda keys, like: read_array(
       reader, jax.tree_util.keystr(keys, simple=True, separator='/'), like), target)
 

@@ -17,8 +17,8 @@ import numpy as np
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.array_files import check_only_files
-from t5x_gpu.checkpoint.schemas import SHAPE
-from t5x_gpu.config.json_schema import Fields, parse_json, read_bytes, read_json
+from t5x_gpu.checkpoint.schemas import ZARRAY
+from t5x_gpu.config.json_schema import parse_json, read_bytes, read_json
 from t5x_gpu.errors import CheckpointError, first_line
 
 _BROKEN_FIX = 'Copy the checkpoint again.'
@@ -26,9 +26,7 @@ _BROKEN_FIX = 'Copy the checkpoint again.'
 _BROKEN = (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError,
            ArithmeticError, MemoryError)
 
-
-# TensorStore crashes on JSON that is nested too deeply, so it is looked at before.
-_METADATA = {'.zarray': Fields({'shape': SHAPE, 'chunks': SHAPE}), 'zarr.json': dict}
+_METADATA = {'zarr.json': dict, '.zarray': ZARRAY}
 
 
 class T5xCheckpoint:

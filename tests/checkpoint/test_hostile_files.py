@@ -138,7 +138,8 @@ def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path, kind):
      ['{}', '{"a": "", "b": 1}']),
     (Fields({}, others=False), ['{}'], ['{"a": 1}']),
     (Also(str, lambda text: '' if text == 'x' else 'no x'), ['"x"'], ['"y"', '1']),
-    (object, ['[[[1]]]', '"\\ud83d\\ude00"'], ['[' * 101 + ']' * 101, '"\\ude00"', '1' * 41, '\xff'])
+    (object, ['[[[1]]]', '"\\ud83d\\ude00"'],
+     ['[' * 101 + ']' * 101, '"\\ude00"', '1' * 41, '\xff'])
 ], ids=str)
 def test_a_schema_takes_what_it_describes_and_nothing_else(schema, good, bad):
   for text in good:

@@ -147,7 +147,8 @@ def prepared_rows(folder: pathlib.Path) -> Target:
                       names=tuple(spec.shapes), report=lambda rows, tokens: None)
   index = Index(
       made_from={'mixture_or_task_name': 'task', 'mixture_or_task_module': None,
-                 'vocabulary': 'bytes', 'use_cached': False, 'module': 't5x_gpu.data.seqio_batches'},
+                 'vocabulary': 'bytes', 'use_cached': False,
+                 'module': 't5x_gpu.data.seqio_batches'},
       split='train', feature_converter='lm', task_feature_lengths=TINY['lengths'], pack=False,
       loss_on_targets_only=config.loss_on_targets_only,
       features={name: shape[1] for name, shape in spec.shapes.items()},
