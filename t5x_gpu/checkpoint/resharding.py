@@ -169,7 +169,8 @@ def reshard(request: Request, *, progress: Progress, say: Callable[[str], None])
                            resume=journal.entry is not None)
       checksums = _copy(reader, writer, plan, request, journal, progress=progress, say=say)
       writer.close(manifest=_manifest(reader, plan, request, checksums),
-                   data=read_json(reader.path / 'data' / 'metadata', DATA), empty=_empty(reader, request))
+                   data=read_json(reader.path / 'data' / 'metadata', DATA),
+                   empty=_empty(reader, request))
       if request.verify:
         _verify(writer.path, request, progress)
       carry(reader.path.parent, journal.folder)

@@ -20,9 +20,7 @@ from t5x_gpu.checkpoint.chunks import Shape, boxes, piece_shape
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
 from t5x_gpu.checkpoint.paths import AnyPath, as_path, context, is_remote, kvstore_spec
-from t5x_gpu.checkpoint.schemas import ZARRAY
 from t5x_gpu.checkpoint.storage_errors import StorageError
-from t5x_gpu.config.json_schema import parse_json
 from t5x_gpu.errors import CheckpointError
 
 UNSTACKED = 'unstacked'
@@ -171,15 +169,7 @@ class StateReader:
   def _open(self, name: str) -> ts.TensorStore:
     return self._opened(name, self._context)
 
-  @functools.cache
-  def _check_metadata(self, name: str) -> None:
-    """Raises ValueError for metadata of an array that TensorStore should not see."""
-    store = ts.KvStore.open(store_of(self.path / 'state'), context=self._index).result()
-    parse_json(store.read(f'{name.replace("/", ".")}/.zarray').result().value, ZARRAY)
-
   def _opened(self, name: str, limits: ts.Context) -> ts.TensorStore:
-    if not is_remote(self.path):
-      self._check_metadata(name)
     return ts.open(spec_of(self.path / 'state', name), open=True, read=True,
                    context=limits).result()
 
