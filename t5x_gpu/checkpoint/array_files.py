@@ -6,11 +6,25 @@ tell whether all pieces are there.
 Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
 """
 
+import os
 from collections.abc import Iterator
 
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.paths import AnyPath, RemotePath, context, kvstore_spec
+
+
+def check_only_files(folder: str | os.PathLike) -> None:
+  """Raises OSError or ValueError if something in `folder` is neither a file nor a folder.
+
+  Orbax and TensorStore would wait for a pipe for ever.
+  """
+  with os.scandir(folder) as entries:
+    for entry in entries:
+      if entry.is_dir(follow_symlinks=False):
+        check_only_files(entry)
+      elif not entry.is_file():  # of a link, what it leads to; nothing is looked up for a file
+        raise ValueError(f'{entry.path} is no file')
 
 
 def check_array_files(folder: AnyPath) -> None:
@@ -23,17 +37,20 @@ def check_array_files(folder: AnyPath) -> None:
   Args:
     folder: of the item in the checkpoint, `checkpoint_<step>/state`.
   """
-  base = ts.KvStore.open(kvstore_spec(folder), context=context()).result()
-  manifest = ts.ocdbt.dump(base).result()
-  root = manifest['versions'][-1]['root'].get('location') if manifest else None
-  if root is None:
-    raise ValueError('manifest.ocdbt names no arrays')
   ends: dict[str, int] = {}
-  for piece in _pieces(base, root):
-    # 'value:ocdbt.process_0/:d/bd17da16:65208:3861': folder, file, offset, length.
-    place, offset, length = piece.rsplit(':', 2)
-    file = ''.join(place.split(':')[1:])
-    ends[file] = max(ends.get(file, 0), int(offset) + int(length))
+  try:
+    base = ts.KvStore.open(kvstore_spec(folder), context=context()).result()
+    manifest = ts.ocdbt.dump(base).result()
+    root = manifest['versions'][-1]['root'].get('location') if manifest else None
+    if root is None:
+      raise ValueError('manifest.ocdbt names no arrays')
+    for piece in _pieces(base, root):
+      # 'value:ocdbt.process_0/:d/bd17da16:65208:3861': folder, file, offset, length.
+      place, offset, length = piece.rsplit(':', 2)
+      file = ''.join(place.split(':')[1:])
+      ends[file] = max(ends.get(file, 0), int(offset) + int(length))
+  except (LookupError, TypeError, AttributeError, RuntimeError) as e:  # of a damaged index
+    raise ValueError(f'the index of the arrays is damaged: {type(e).__name__}: {e}') from e
   if isinstance(folder, RemotePath):
     missing = sorted(ends.keys() - set(folder.files()))
     if missing:

@@ -1,10 +1,10 @@
 """What a converted model says of its text, in the files that came along: vocabulary and ends."""
 
-import json
 from typing import Optional
 
 from t5x_gpu.checkpoint.paths import AnyPath
 from t5x_gpu.checkpoint.run_files import on_this_machine
+from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.errors import CheckpointError
 
 FOLDER = 'hf'
@@ -34,11 +34,11 @@ def carried_ends(model_dir: AnyPath) -> tuple[int, ...]:
     if not path.is_file():
       continue
     try:
-      ends = json.loads(path.read_text('utf-8')).get('eos_token_id')
+      ends = read_json(path, dict).get('eos_token_id')
       ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
       if any(isinstance(i, bool) or not isinstance(i, int) for i in ends):
         raise ValueError(f'"eos_token_id" is {ends}, no token ids')
-    except (ValueError, AttributeError, OSError) as e:
+    except (ValueError, OSError) as e:
       raise CheckpointError(f'{path} cannot be read ({e}), which says what ends a text.',
                             fix='Copy it once more from the model that was converted.') from e
     if ends:

@@ -35,6 +35,7 @@ from t5x_gpu.checkpoint.removal import RenamingDeleter, finish_removals
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import RunLock, check_exists
 from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
+from t5x_gpu.config.set_aside import free_name
 from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
 from t5x_gpu.runtime import distributed, exits
 from t5x_gpu.training.train_state import TrainState
@@ -350,11 +351,7 @@ class Checkpointer(CommitAtExit):
     """Renames unreadable checkpoints, so that their steps can be written again."""
     if jax.process_index() == 0:
       for step in reasons:
-        aside = self._dir / f'corrupt_{PREFIX}_{step}'
-        count = 0
-        while aside.exists():
-          count += 1
-          aside = self._dir / f'corrupt_{PREFIX}_{step}.{count}'
+        aside = free_name(self._dir / f'corrupt_{PREFIX}_{step}')
         os.rename(self.path(step), aside)
         _log.warning('checkpoint_%d cannot be read (%s) and is kept as %s. Continuing from '
                      'checkpoint_%d.', step, reasons[step], aside.name, used)

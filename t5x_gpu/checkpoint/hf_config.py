@@ -11,6 +11,8 @@ from t5x_gpu.checkpoint.model_fields import ModelFields, differences
 from t5x_gpu.errors import CheckpointError, ModelError, did_you_mean
 
 FAMILY_NAMES = tuple(CONFIG_FAMILIES)
+LAYERS = ('num_layers', 'num_decoder_layers', 'num_hidden_layers', 'n_layer')
+_LARGEST = 2**31  # of the whole numbers
 # What the keys that are read hold where they are there and not null.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     'a whole number': ((int,), (
@@ -26,7 +28,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     'true or false': ((bool,), (
         'tie_word_embeddings scale_decoder_outputs mlp_bias attention_bias use_sliding_window')),
     'text': ((str,), 'feed_forward_proj hidden_act hidden_activation activation_function'),
-    'a list': ((list,), 'architectures layer_types'),
+    'a list of text': ((list,), 'architectures layer_types'),
     'an object': ((dict,), 'rope_scaling rope_parameters id2label')}
 
 
@@ -39,7 +41,9 @@ def family_of(config: Json) -> str:
   wrong = [f'{key} = {config[key]!r} (must be {kind})' for kind, (types, keys) in _TYPES.items()
            for key in keys.split() if config.get(key) is not None and not (
                isinstance(config[key], types)
-               and (bool in types or not isinstance(config[key], bool)))]
+               and (bool in types or not isinstance(config[key], bool))
+               and (types != (int,) or 0 <= config[key] <= _LARGEST)
+               and (types != (list,) or all(isinstance(x, str) for x in config[key])))]
   if wrong:
     raise CheckpointError(f'config.json says {"; ".join(wrong)}.',
                           fix='Take the config.json that belongs to the weights.',
@@ -90,7 +94,7 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
   except ModelError as e:
     raise CheckpointError(f'config.json describes a {family} model that cannot be: {e.what}',
                           fix='Take the config.json that belongs to the weights.') from e
-  except (TypeError, ValueError) as e:  # null where there must be something
+  except (TypeError, ValueError, ArithmeticError) as e:  # null, or 0, where it cannot be
     raise CheckpointError(f'config.json of this {family} model has a value that cannot be: {e}.',
                           fix='Take the config.json that belongs to the weights.') from e
 

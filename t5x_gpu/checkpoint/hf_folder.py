@@ -6,17 +6,21 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.carried import SENTENCEPIECE
-from t5x_gpu.checkpoint.hf_config import family_of, from_hf
+from t5x_gpu.checkpoint.hf_config import LAYERS, family_of, from_hf
 from t5x_gpu.checkpoint.hf_names import FAMILIES
 from t5x_gpu.checkpoint.model_fields import ModelFields
 from t5x_gpu.checkpoint.name_tables import Table
-from t5x_gpu.checkpoint.safetensors_files import INDEX, SafetensorsFolder
+from t5x_gpu.checkpoint.safetensors_files import (
+    FILE_NAME, INDEX, SafetensorsFolder, tensors_of)
 from t5x_gpu.checkpoint.transfer import Names, check_tensors, match_names, without_copies
+from t5x_gpu.config.json_schema import (
+    Also, Fields, ListOf, MapOf, Nullable, Whole, check, read_json)
 from t5x_gpu.errors import CheckpointError
 
 CONFIG = 'config.json'
@@ -24,6 +28,28 @@ CONFIG = 'config.json'
 CARRIED = (CONFIG, 'generation_config.json', 'tokenizer*', '*token*.json', 'vocab*', 'merges.txt',
            '*.model', 'chat_template*', 'README.md', 'LICENSE*')
 RECORD = 'safetensors_headers.json'
+_TOKENIZER = Fields({'model': dict}, optional={'added_tokens': Nullable(ListOf(Fields({
+    'id': Whole()})))})
+_IDS = MapOf(Whole())
+
+
+def _header_problem(header: str) -> str:
+  try:
+    tensors_of(header)
+  except ValueError as e:
+    return str(e)
+  return ''
+
+
+def _file_problem(headers: Mapping[str, str]) -> str:
+  outside = [name for name in headers if not re.fullmatch(FILE_NAME.pattern, name)]
+  return f'{outside[0]!r} is a file outside of the folder, or no safetensors file' if (
+      outside) else ''
+
+
+_RECORD = Fields({'family': str, 'of_table': MapOf(str), 'copies': MapOf(str),
+                  'unused': ListOf(str), 'index': Nullable(str),
+                  'headers': Also(MapOf(Also(str, _header_problem)), _file_problem)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +95,12 @@ def open_hf(folder: str | os.PathLike, *, family: Optional[str] = None,
                           fix=f'Leave --family out, or set --family={found}.')
   names = match_names(tensors, FAMILIES[found], drop=drop)
   _check_token_table(folder, config, tensors, names, found)
+  num_layers = max(config.get(key) or 0 for key in LAYERS)
+  if num_layers > len(tensors.shapes):  # a table of so many layers would fill the memory
+    raise CheckpointError(
+        f'{folder / CONFIG} describes {num_layers:,} layers, and the files have '
+        f'{len(tensors.shapes):,} tensors.',
+        fix=f'Take the {CONFIG} that belongs to the weights.', docs='convert.md#refused')
   model = from_hf(config, has_tensor=lambda name: (
       name in names.of_table and names.of_table[name] not in names.copies))
   table = Table(FAMILIES[found].rules(model), model.sizes())
@@ -87,10 +119,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   """Returns the parsed config.json of `folder`; raises CheckpointError without one."""
   path = folder / CONFIG
   try:
-    config = json.loads(path.read_text('utf-8'))
-    if not isinstance(config, dict):
-      raise ValueError('it is no object')
-    return config
+    return read_json(path, dict)
   except FileNotFoundError as e:
     raise CheckpointError(f'{folder} has no {CONFIG}.',
                           fix='Copy it from where the weights come from; it says what they are.'
@@ -132,7 +161,7 @@ def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
       continue
     try:
       largest = ids(path)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as e:
+    except (ValueError, RuntimeError, OSError) as e:  # SentencePiece raises RuntimeError
       raise CheckpointError(f'{path} cannot be read ({type(e).__name__}: {e}).',
                             fix='Copy the file again.') from e
     if largest >= vocab_size:
@@ -143,14 +172,15 @@ def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
 
 
 def _ids_of_tokenizer(path: pathlib.Path) -> int:
-  parsed = json.loads(path.read_text('utf-8'))
+  parsed = read_json(path, _TOKENIZER)
   vocab = parsed['model'].get('vocab', {})
+  check(vocab, _IDS if isinstance(vocab, dict) else list, 'the vocabulary')
   ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
   return max(ids + [token['id'] for token in parsed.get('added_tokens') or []], default=-1)
 
 
 def _ids_of_dictionary(path: pathlib.Path) -> int:
-  return max(json.loads(path.read_text('utf-8')).values(), default=-1)
+  return max(read_json(path, _IDS).values(), default=-1)
 
 
 def _ids_of_lines(path: pathlib.Path) -> int:
@@ -218,14 +248,12 @@ def read_record(folder: pathlib.Path) -> Optional[Record]:
   for place in (folder, folder / 'hf'):
     if (place / RECORD).is_file():
       try:
-        read = json.loads((place / RECORD).read_text('utf-8'))
-        if any(name != os.path.basename(name) for name in read['headers']):
-          raise ValueError('a file outside of the folder')
+        read = read_json(place / RECORD, _RECORD)
         return Record(place, read['family'], Names(read['of_table'], read['copies'],
                                                    tuple(read['unused'])),
                       read['headers'], read['index'])
-      except (ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f'{place / RECORD} cannot be read ({type(e).__name__}: {e}).',
+      except (ValueError, OSError) as e:
+        raise CheckpointError(f'{place / RECORD} cannot be read ({e}).',
                               fix='Remove it: the way back then makes names and files of its own.'
                               ) from e
   if (folder / CONFIG).is_file():

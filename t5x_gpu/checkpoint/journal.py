@@ -13,7 +13,10 @@ import pathlib
 import shutil
 from typing import Any, Optional, Self
 
+from t5x_gpu.config.json_schema import Fields, Nullable, read_json
 from t5x_gpu.errors import CheckpointError
+
+SCHEMA = Fields({'work': str, 'entry': Nullable(dict)})
 
 
 class Journal:
@@ -61,8 +64,8 @@ class Journal:
 
   def _open(self, num_bytes: int) -> None:
     """Reads the journal if it is of this work, else begins one."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-      kept = json.loads(self._path.read_text('utf-8'))
+    with contextlib.suppress(OSError, ValueError):
+      kept = read_json(self._path, SCHEMA)
       if kept['work'] == self._work and self.folder.is_dir():
         self.entry = kept['entry']
     if self.entry is None:

@@ -26,6 +26,8 @@ import numpy as np
 
 from t5x_gpu.checkpoint.checksums import HostSums
 from t5x_gpu.checkpoint.chunks import Shape
+from t5x_gpu.checkpoint.schemas import LOCAL_FILE
+from t5x_gpu.config.json_schema import MOST_BYTES, open_regular, parse_json
 
 MAGIC = b'T5XLOCAL'
 FORMAT = 1
@@ -148,16 +150,17 @@ def open_local_file(path: pathlib.Path) -> LocalFile:
     ValueError: it is cut off, or its header is damaged.
     OSError: it cannot be read.
   """
-  with open(path, 'rb') as f:
+  with open_regular(path) as f:
     start = f.read(_PRELUDE.size)
     if len(start) < _PRELUDE.size:
       raise ValueError('it is cut off')
     magic, length, crc = _PRELUDE.unpack(start)
-    header = f.read(length) if magic == MAGIC and length < os.fstat(f.fileno()).st_size else b''
+    most = min(os.fstat(f.fileno()).st_size, MOST_BYTES)
+    header = f.read(length) if magic == MAGIC and length < most else b''
     if zlib.crc32(header) != crc or not header:
       raise ValueError('its header is damaged')
     size = os.fstat(f.fileno()).st_size
-  content = json.loads(header)
+  content = parse_json(header, LOCAL_FILE)
   if content['format'] != FORMAT:
     raise ValueError(f'it has format {content["format"]}, not {FORMAT}')
   parts = tuple(Part(name, tuple(start), tuple(shape), dtype, checksum, offset)

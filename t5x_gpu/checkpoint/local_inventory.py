@@ -9,6 +9,8 @@ from typing import Any
 
 from t5x_gpu.checkpoint.chunks import Shape
 from t5x_gpu.checkpoint.local_file import FILE_NAME, LocalFile, open_local_file
+from t5x_gpu.checkpoint.schemas import LOCAL_FACTS
+from t5x_gpu.config.json_schema import check
 from t5x_gpu.runtime import distributed
 
 Box = tuple[int, Shape, Shape]  # array (of the sorted names), start, shape
@@ -66,12 +68,14 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Foun
                  and int(match[1]) > newer_than)
   files, damaged = [], []
   for path in paths[same.index(distributed.process_index())::len(same)]:
+    step = int(FILE_NAME.fullmatch(path.name)[1])
     try:
       file = open_local_file(path)
+      _check_facts(file, step)
       if file.facts['run'] == run:
         files.append(file)
-    except (OSError, ValueError, KeyError) as e:
-      damaged.append([int(FILE_NAME.fullmatch(path.name)[1]), f'{path}: {e}'])
+    except (OSError, ValueError) as e:
+      damaged.append([step, f'{path}: {e}'])
   told = distributed.gather_json({'files': [_summary(file) for file in files], 'damaged': damaged})
   return Found(tuple(files), [each['files'] for each in told],
                [(step, what) for each in told for step, what in each['damaged']])
@@ -85,6 +89,19 @@ def _identity(folder: pathlib.Path) -> str:
   boot_id = pathlib.Path('/proc/sys/kernel/random/boot_id')
   host = boot_id.read_text('utf-8').strip() if boot_id.exists() else ''
   return f'{host}:{stat.st_dev}:{stat.st_ino}'
+
+
+def _check_facts(file: LocalFile, step: int) -> None:
+  """Raises ValueError unless a file says of which step it is, and of which arrays its parts are."""
+  check(file.facts, LOCAL_FACTS)
+  if file.facts['step'] != step:
+    raise ValueError(f'it is of step {file.facts["step"]}')
+  arrays = file.facts['manifest']['arrays']
+  for part in file.parts:
+    shape, dtype = arrays.get(part.name, ([], ''))
+    if part.dtype != dtype or not len(part.start) == len(part.shape) == len(shape) or any(
+        begin + size > whole for begin, size, whole in zip(part.start, part.shape, shape)):
+      raise ValueError(f'{part} is no part of one of its arrays')
 
 
 def _summary(file: LocalFile) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from t5x_gpu.checkpoint.model_dir import (
 from t5x_gpu.checkpoint.run_id import read_run_id
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.state_writer import StateWriter, empty_leaves
+from t5x_gpu.config.set_aside import free_name, set_aside
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 
@@ -118,6 +119,8 @@ def _promote(folder: pathlib.Path, local: pathlib.Path, target: Any, dry_run: bo
   try:
     if lock is not None:
       shutil.rmtree(staging, ignore_errors=True)  # of a promotion that was killed
+      if os.path.lexists(staging):
+        set_aside(staging, 'it is no folder of ours')
     return _first_whole(folder, found, waiting, target, durable=durable, dry_run=dry_run)
   finally:
     if lock is not None:
@@ -346,7 +349,7 @@ class Promotion:
         self._writer.close(manifest=manifest, data={'iterator': self._facts['data_state']},
                            empty=empty_leaves(self._target))
         if is_real_folder(final):  # it could not be read
-          os.rename(final, _free_name(self._folder / f'corrupt_{PREFIX}_{step}'))
+          os.rename(final, free_name(self._folder / f'corrupt_{PREFIX}_{step}'))
         os.rename(self._writer.path, final)
       except (OSError, ValueError) as e:
         problem = (e.strerror if isinstance(e, OSError) else None) or why(e)
@@ -373,10 +376,3 @@ class Promotion:
     if distributed.is_main_process():
       _log.info('%s', text)
 
-
-def _free_name(path: pathlib.Path) -> pathlib.Path:
-  count, name = 0, path
-  while name.exists():
-    count += 1
-    name = path.with_name(f'{path.name}.{count}')
-  return name

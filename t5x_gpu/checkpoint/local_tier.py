@@ -25,7 +25,9 @@ from t5x_gpu.checkpoint.local_copies import (
     Copies, Hosts, Kept, gigabytes, hosts_of_run, plan_copies, send)
 from t5x_gpu.checkpoint.local_file import (
     FILE_NAME, TEMPORARY, open_local_file, write_local_file)
+from t5x_gpu.checkpoint.model_dir import is_real_folder
 from t5x_gpu.checkpoint.run_id import ensure_run_id, read_run_id
+from t5x_gpu.config.json_schema import Fields, read_json
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 
@@ -88,7 +90,7 @@ class LocalTier:
     attempts under this name: its own, and the first one also what nobody else is going to write.
     """
     match = FILE_NAME.fullmatch(path.name)
-    if match is None:
+    if match is None or is_real_folder(path):
       return False
     here = [i for i, key in enumerate(self._hosts.keys) if key == self._hosts.keys[self._process]]
     return int(match[2]) == self._process or (
@@ -282,8 +284,8 @@ def _name_other_runs(local: pathlib.Path, model_dir: pathlib.Path) -> None:
     if not files:
       continue
     try:
-      of = json.loads((folder / ABOUT).read_text('utf-8'))['model_dir']
-    except (OSError, ValueError, KeyError, TypeError):
+      of = read_json(folder / ABOUT, Fields({'model_dir': str}))['model_dir']
+    except (OSError, ValueError):
       of = 'an unknown MODEL_DIR'
     size = gigabytes(sum(path.stat().st_size for path in files))
     if of == str(model_dir):

@@ -7,7 +7,6 @@ behind. So a run finds out before it compiles, and a dry run finds out the same.
 import base64
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import pathlib
@@ -18,12 +17,14 @@ from typing import Any, Optional
 
 import jax
 
-from t5x_gpu.checkpoint.array_files import check_array_files
+from t5x_gpu.checkpoint.array_files import check_array_files, check_only_files
 from t5x_gpu.checkpoint.manifest import check_seal, differences
 from t5x_gpu.checkpoint.paths import AnyPath, RemotePath, as_path
 from t5x_gpu.checkpoint.remote_steps import remote_steps
 from t5x_gpu.checkpoint.run_lock import check_lock
+from t5x_gpu.checkpoint.schemas import DATA, MANIFEST, TREE
 from t5x_gpu.checkpoint.storage_errors import is_outage, reason_of, storage_error
+from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -126,9 +127,12 @@ def check_model_dir(model_dir: str | os.PathLike | AnyPath, *, target: Any) -> O
 
 
 def read_manifest(folder: AnyPath, step: int) -> Mapping[str, Any]:
-  """Returns the manifest of a checkpoint, which may be damaged otherwise; errors as below."""
-  path = checkpoint_path(folder, step) / 'manifest' / 'metadata'
-  return json.loads(path.read_text('utf-8'))
+  """Returns the manifest of a checkpoint, which may be damaged otherwise.
+
+  Raises:
+    OSError, ValueError: it is missing, cut off, garbled, or not as `schemas.MANIFEST` says.
+  """
+  return read_json(checkpoint_path(folder, step) / 'manifest' / 'metadata', MANIFEST)
 
 
 def read_saved(folder: AnyPath, step: int) -> Saved:
@@ -140,17 +144,15 @@ def read_saved(folder: AnyPath, step: int) -> Saved:
   Raises:
     OSError, ValueError, KeyError, TypeError: something is missing, cut off or garbled.
   """
-  checkpoint, manifest = checkpoint_path(folder, step), read_manifest(folder, step)
-
-  def item(*names: str) -> Any:
-    return json.loads(checkpoint.joinpath(*names).read_text('utf-8'))
-  data = item('data', 'metadata')
-  data_state = base64.b64decode(data['iterator'], validate=True)
-  check_manifest(manifest)
+  checkpoint = checkpoint_path(folder, step)
+  if not isinstance(checkpoint, RemotePath):
+    check_only_files(checkpoint)
+  manifest = read_manifest(folder, step)
+  data = read_json(checkpoint.joinpath('data', 'metadata'), DATA)
   check_seal(manifest, data=data)
-  item('state', '_METADATA')['tree_metadata']
+  read_json(checkpoint.joinpath('state', '_METADATA'), TREE)
   check_array_files(checkpoint / 'state')
-  return Saved(step, data_state, manifest)
+  return Saved(step, base64.b64decode(data['iterator']), manifest)
 
 
 def why(e: Exception) -> str:
@@ -171,13 +173,6 @@ def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointE
       + '\n'.join(f'  checkpoint_{step}: {reason}' for step, reason in reasons.items()),
       fix='Set another MODEL_DIR to start anew, or move these folders away.',
       parameters=('MODEL_DIR',))
-
-
-def check_manifest(manifest: Any) -> None:
-  """Raises KeyError or TypeError unless `manifest` has what a resume needs."""
-  for key in ('arrays', 'data', 'next_batch_hash'):
-    manifest[key]
-  differences(manifest, {})
 
 
 def check_same_model(folder: AnyPath, step: int, manifest: Mapping[str, Any], *,

@@ -44,15 +44,23 @@ def _drop_tasks(record: logging.LogRecord) -> bool:
 
 
 class _DropCallbacks:
-  """sys.unraisablehook without what TensorStore's threads tell a loop that is closed."""
+  """sys.unraisablehook without what TensorStore's threads tell a loop that is closed, and without
+  reads of Orbax that are thrown away before they end.
+  """
 
   def __init__(self, hook: Any):
     self._hook = hook
 
   def __call__(self, unraisable: Any) -> None:
-    if not (isinstance(unraisable.exc_value, RuntimeError) and
-            str(unraisable.exc_value) == _LOOP_IS_CLOSED):
+    is_callback = (isinstance(unraisable.exc_value, RuntimeError) and
+                   str(unraisable.exc_value) == _LOOP_IS_CLOSED)
+    if not is_callback and not _is_of_orbax(unraisable.object):
       self._hook(unraisable)
+
+
+def _is_of_orbax(o: Any) -> bool:
+  # Not isinstance: it asks for __class__, and objects of torch answer with a warning.
+  return type(o) is types.CoroutineType and _ORBAX in o.cr_code.co_filename
 
 
 def let_go_of_reads() -> None:
@@ -62,9 +70,6 @@ def let_go_of_reads() -> None:
   """
   deadline = time.monotonic() + GIVEN_UP_SECONDS
   gc.collect()
-  # Not isinstance: it asks for __class__, and objects of torch answer with a warning.
-  while time.monotonic() < deadline and any(
-      type(o) is types.CoroutineType and _ORBAX in o.cr_code.co_filename
-      for o in gc.get_objects()):
+  while time.monotonic() < deadline and any(_is_of_orbax(o) for o in gc.get_objects()):
     time.sleep(0.01)
     gc.collect()

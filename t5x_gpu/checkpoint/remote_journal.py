@@ -7,11 +7,13 @@ checkpoint.
 import contextlib
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Optional, Self, Union
 
-from t5x_gpu.checkpoint.journal import Journal
+from t5x_gpu.checkpoint.journal import SCHEMA, Journal
 from t5x_gpu.checkpoint.paths import AnyPath, RemotePath
 from t5x_gpu.checkpoint.remote_steps import commit
+from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.errors import CheckpointError
 
 _JOURNAL = 'reshard.json'
@@ -48,8 +50,10 @@ class RemoteJournal(contextlib.AbstractContextManager):
                             'overwritten.',
                             fix='Name another folder with --to, or remove this one.')
     if names:
-      kept = json.loads(self._path.read_text())
-      if kept['work'] == self._work:
+      kept: Mapping[str, Any] = {}
+      with contextlib.suppress(ValueError):
+        kept = read_json(self._path, SCHEMA)
+      if kept.get('work') == self._work:
         self.entry = kept['entry']
       else:
         target.remove_tree(last=[_JOURNAL])

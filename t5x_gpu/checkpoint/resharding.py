@@ -6,7 +6,6 @@ largest chunk of the source must fit into eight times.
 
 import ast
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
@@ -22,10 +21,12 @@ from t5x_gpu.checkpoint.journal import Journal
 from t5x_gpu.checkpoint.params_files import PARAMS_ONLY
 from t5x_gpu.checkpoint.paths import AnyPath
 from t5x_gpu.checkpoint.remote_journal import RemoteJournal, open_journal
+from t5x_gpu.checkpoint.schemas import DATA, TREE
 from t5x_gpu.checkpoint.state_files import UNSTACKED, StateReader, stacked_arrays
 from t5x_gpu.checkpoint.state_writer import StateWriter
 from t5x_gpu.checkpoint.storage_errors import StorageError
 from t5x_gpu.checkpoint.verification import check_sums, damage_named, verify
+from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.errors import CheckpointError
 
 RESHARDED_FROM = 'resharded_from'
@@ -168,7 +169,8 @@ def reshard(request: Request, *, progress: Progress, say: Callable[[str], None])
                            resume=journal.entry is not None)
       checksums = _copy(reader, writer, plan, request, journal, progress=progress, say=say)
       writer.close(manifest=_manifest(reader, plan, request, checksums),
-                   data=_json(reader.path / 'data' / 'metadata'), empty=_empty(reader, request))
+                   data=read_json(reader.path / 'data' / 'metadata', DATA),
+                   empty=_empty(reader, request))
       if request.verify:
         _verify(writer.path, request, progress)
       carry(reader.path.parent, journal.folder)
@@ -285,13 +287,9 @@ def _manifest(reader: StateReader, plan: Plan, request: Request, checksums: Mapp
 
 def _empty(reader: StateReader, request: Request) -> dict[str, Any]:
   """Returns what Orbax's tree has beside arrays: of an optimizer, which may be left out."""
-  tree = _json(reader.path / 'state' / '_METADATA')['tree_metadata']
+  tree = read_json(reader.path / 'state' / '_METADATA', TREE)['tree_metadata']
   return {key: leaf for key, leaf in tree.items() if leaf['value_metadata']['skip_deserialize']
           and not (request.drop_optimizer and ast.literal_eval(key)[0] == 'opt_state')}
-
-
-def _json(path: AnyPath) -> Any:
-  return json.loads(path.read_text('utf-8'))
 
 
 def _verify(folder: AnyPath, request: Request, progress: Progress) -> None:

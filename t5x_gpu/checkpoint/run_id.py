@@ -1,5 +1,6 @@
 """MODEL_DIR/run.id: which run this is, so that files kept elsewhere can be told to be of it."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -7,9 +8,13 @@ import pathlib
 import secrets
 from typing import Optional
 
+from t5x_gpu.config.json_schema import Fields, Text, read_json
+from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import CheckpointError
 
 RUN_ID = 'run.id'
+# The name is that of a folder on local disks: it must not be '../..'.
+_SCHEMA = Fields({'name': Text('[0-9a-f]{16}'), 'folder': str}, others=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +35,32 @@ def read_run_id(folder: pathlib.Path) -> Optional[str]:
   A MODEL_DIR that was moved keeps its name. In a copy of one the name is the original's, as long as
   that is there: the copy is another run.
   """
-  kept = _read(folder)
+  kept = None
+  with contextlib.suppress(OSError, ValueError):
+    kept = _read(folder)
   if kept is None:
     return None
   here, there = str(folder.resolve()), pathlib.Path(kept.folder)
-  other = None if str(there) == here else _read(there)
-  return None if other is not None and other.name == kept.name else kept.name
+  with contextlib.suppress(OSError, ValueError):
+    if str(there) != here and _read(there).name == kept.name:
+      return None
+  return kept.name
 
 
 def ensure_run_id(folder: pathlib.Path) -> str:
-  """Returns the name of the run in `folder`, which gets one if it has none. For one process."""
+  """Returns the name of the run in `folder`, which gets one if it has none. For one process.
+
+  A damaged file is renamed, with a warning.
+  """
   name = read_run_id(folder) or secrets.token_hex(8)
-  now = RunId(name, str(folder.resolve()))
-  if _read(folder) != now:
+  now, kept = RunId(name, str(folder.resolve())), None
+  try:
+    kept = _read(folder)
+  except FileNotFoundError:
+    pass
+  except (OSError, ValueError) as e:
+    set_aside(folder / RUN_ID, str(e))
+  if kept != now:
     new = folder / f'.{RUN_ID}.{os.getpid()}'
     try:
       new.write_text(json.dumps(dataclasses.asdict(now), indent=1) + '\n', 'utf-8')
@@ -54,8 +72,6 @@ def ensure_run_id(folder: pathlib.Path) -> str:
   return name
 
 
-def _read(folder: pathlib.Path) -> Optional[RunId]:
-  try:
-    return RunId(**json.loads((folder / RUN_ID).read_text('utf-8')))
-  except (OSError, ValueError, TypeError):
-    return None
+def _read(folder: pathlib.Path) -> RunId:
+  """Raises OSError or ValueError if there is none, or a damaged one."""
+  return RunId(**read_json(folder / RUN_ID, _SCHEMA))

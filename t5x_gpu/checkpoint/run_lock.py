@@ -19,6 +19,8 @@ import time
 from typing import Optional
 
 from t5x_gpu.checkpoint.paths import AnyPath, RemotePath
+from t5x_gpu.config.json_schema import Fields, Number, Whole, parse_json, read_bytes
+from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import exits
 
@@ -28,6 +30,9 @@ LOCK = 'run.lock'
 REFRESH_SECONDS = 10
 POLL_SECONDS = 1  # while waiting for somebody else's lock
 STALE_SECONDS = 120  # longer than NFS keeps attributes of files in its cache (60 s)
+_SCHEMA = Fields({**dict.fromkeys(('host', 'started', 'kernel', 'born', 'folder', 'job'), str),
+                  'pid': Whole(), 'attempt': Whole()},
+                 optional={'touched': Number(0, 1e12)}, others=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +125,14 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
 def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
   """Returns (the owner, None if garbled; the time of the last renewal), or None without a lock."""
   try:
+    owner = _parse(read_bytes(path))  # opening makes NFS ask the server
     if isinstance(path, RemotePath):
-      owner = _parse(path.read_text('utf-8'))
       return owner, owner.touched if owner else 0.0
-    with open(path, encoding='utf-8') as f:  # opening makes NFS ask the server
-      return _parse(f.read()), os.fstat(f.fileno()).st_mtime
+    return owner, path.stat().st_mtime
   except FileNotFoundError:
     return None
+  except (OSError, ValueError):  # a folder, a loop of links, bytes that are not UTF-8
+    return None, 0.0
 
 
 class RunLock:
@@ -188,7 +194,7 @@ class RunLock:
     while not self._released.wait(REFRESH_SECONDS):
       with contextlib.suppress(OSError, CheckpointError):  # the next save will tell
         if isinstance(self._path, RemotePath):
-          before = self._path.read_text()
+          before = self._path.read_bytes().decode(errors='replace')
           owner = _parse(before)
           if owner is not None and owner.is_same_process(self._me):
             self._path.swap(before, self._text())
@@ -199,8 +205,8 @@ class RunLock:
 
   def _owner(self) -> Optional[Owner]:
     try:
-      return _parse(self._path.read_text('utf-8'))
-    except OSError:
+      return _parse(read_bytes(self._path))
+    except (OSError, ValueError):
       return None
 
   def _text(self) -> str:
@@ -213,6 +219,8 @@ class RunLock:
       return
     new = self._path.with_name(f'.{LOCK}.{self._me.pid}')
     try:
+      if os.path.lexists(self._path) and self._owner() is None:
+        set_aside(self._path, 'it is damaged')
       new.write_text(self._text(), 'utf-8')
       os.replace(new, self._path)
     except OSError as e:
@@ -260,10 +268,10 @@ def _born(pid: int) -> str:
   return '' if fields[0] in 'ZX' else fields[19]
 
 
-def _parse(text: str) -> Optional[Owner]:
+def _parse(content: str | bytes) -> Optional[Owner]:
   try:
-    return Owner(**json.loads(text))
-  except (ValueError, TypeError):
+    return Owner(**parse_json(content, _SCHEMA))
+  except ValueError:
     return None
 
 

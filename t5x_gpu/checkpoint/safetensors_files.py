@@ -18,6 +18,9 @@ from typing import Any, Optional
 import ml_dtypes
 import numpy as np
 
+from t5x_gpu.checkpoint.schemas import SHAPE
+from t5x_gpu.config.json_schema import (
+    Fields, MapOf, Text, Whole, check, open_regular, parse_json, read_json)
 from t5x_gpu.errors import CheckpointError
 
 INDEX = 'model.safetensors.index.json'
@@ -29,6 +32,10 @@ DTYPES = {'F32': np.dtype(np.float32), 'F16': np.dtype(np.float16),
           'I64': np.dtype(np.int64), 'I32': np.dtype(np.int32), 'I16': np.dtype(np.int16),
           'I8': np.dtype(np.int8), 'U8': np.dtype(np.uint8), 'BOOL': np.dtype(np.bool_)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+FILE_NAME = Text(r'[^/\0]{1,200}\.safetensors')  # in the folder, never '../../x'
+_INDEX_SCHEMA = Fields({'weight_map': MapOf(FILE_NAME)})
+_TENSOR = Fields({'dtype': str, 'shape': SHAPE, 'data_offsets': (Whole(), Whole())})
+_HEADER_SCHEMA = Fields({}, optional={'__metadata__': MapOf(str)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +138,9 @@ def _file_names(folder: pathlib.Path) -> list[str]:
 
 def _read_index(index: pathlib.Path) -> dict[str, str]:
   try:
-    weight_map = json.loads(index.read_text('utf-8'))['weight_map']
-    if not all(name == os.path.basename(name) for name in weight_map.values()):
-      raise ValueError('a file outside of the folder')
-    return dict(weight_map)
-  except (ValueError, KeyError, TypeError, AttributeError) as e:
-    raise CheckpointError(f'{index} is no index of safetensors files ({type(e).__name__}: {e}).',
+    return read_json(index, _INDEX_SCHEMA)['weight_map']
+  except (ValueError, OSError) as e:
+    raise CheckpointError(f'{index} is no index of safetensors files ({e}).',
                           fix='Copy the file again.') from e
 
 
@@ -152,48 +156,46 @@ def _check_index(folder: pathlib.Path, files: Mapping[str, str]) -> None:
 
 
 def _read_header(path: pathlib.Path) -> str:
-  size = path.stat().st_size
-  with open(path, 'rb') as f:
-    start = f.read(8)
-    length = int.from_bytes(start, 'little')
-    if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-      raise CheckpointError(
-          f'{path} is cut off or no safetensors file: it has {size:,} bytes'
-          + (f', and its header alone would have {length:,}.' if len(start) == 8 else '.'),
-          fix='Copy the file again.')
-    try:
+  try:
+    size = path.stat().st_size
+    with open_regular(path) as f:
+      start = f.read(8)
+      length = int.from_bytes(start, 'little')
+      if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f'{path} is cut off or no safetensors file: it has {size:,} bytes'
+            + (f', and its header alone would have {length:,}.' if len(start) == 8 else '.'),
+            fix='Copy the file again.')
       return f.read(length).decode('utf-8')
-    except UnicodeDecodeError as e:
-      raise CheckpointError(f'{path} is no safetensors file: its header is no text.',
-                            fix='Copy the file again.') from e
+  except UnicodeDecodeError as e:
+    raise CheckpointError(f'{path} is no safetensors file: its header is no text.',
+                          fix='Copy the file again.') from e
+  except OSError as e:
+    raise CheckpointError(f'{path} cannot be read: {e.strerror or e}.',
+                          fix='Copy the file again.') from e
 
 
 def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry]]:
   """Yields the tensors of a file in the order of their bytes; raises CheckpointError."""
   begin, size = 8 + len(header.encode()), path.stat().st_size
   try:
-    parsed = json.loads(header)
-    entries = sorted(((name, value) for name, value in parsed.items() if name != '__metadata__'),
-                     key=lambda item: item[1]['data_offsets'])
-    end = 0
-    for name, value in entries:
-      if value['dtype'] not in DTYPES:
-        raise CheckpointError(
-            f'{path}: tensor {name!r} has dtype {value["dtype"]}, which is not read here.',
-            fix=f'Take a copy of the model in one of {", ".join(DTYPES)}: F32, F16 and BF16 are '
-                'usual; a quantised one has to be converted back first.')
-      entry = _Entry(path.name, DTYPES[value['dtype']], tuple(value['shape']),
-                     begin + value['data_offsets'][0])
-      start, end = end, value['data_offsets'][1]
-      if (value['data_offsets'][0] != start
-          or end - start != math.prod(entry.shape) * entry.dtype.itemsize):
-        raise ValueError(f'the bytes of {name} are {value["data_offsets"]}')
-      yield name, entry
-  except (ValueError, KeyError, TypeError, AttributeError) as e:
-    raise CheckpointError(f'{path} has a garbled header ({type(e).__name__}: {e}).',
-                          fix='Copy the file again.') from e
-  if size < begin + end:
-    raise CheckpointError(f'{path} is cut off: it has {size:,} of {begin + end:,} bytes.',
+    tensors = tensors_of(header)
+  except _UnknownDtype as e:
+    raise CheckpointError(
+        f'{path}: {e}, which is not read here.',
+        fix=f'Take a copy of the model in one of {", ".join(DTYPES)}: F32, F16 and BF16 are '
+            'usual; a quantised one has to be converted back first.') from e
+  except ValueError as e:
+    raise CheckpointError(f'{path} has a garbled header ({e}).', fix='Copy the file again.') from e
+  end = begin
+  for name, dtype, shape in tensors:
+    yield name, _Entry(path.name, dtype, shape, end)
+    end += math.prod(shape) * dtype.itemsize
+  if size < end:
+    raise CheckpointError(f'{path} is cut off: it has {size:,} of {end:,} bytes.',
+                          fix='Copy the file again.')
+  if size > end:
+    raise CheckpointError(f'{path} has {size:,} bytes, and its header describes {end:,}.',
                           fix='Copy the file again.')
 
 
@@ -240,11 +242,29 @@ class SafetensorsWriter:
       f.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
 
 
+class _UnknownDtype(ValueError):
+  """A tensor of a dtype that is not read here."""
+
+
 def tensors_of(header: str) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
-  """Returns (name, dtype, shape) of what a file with this header holds, in the order of bytes."""
-  parsed = {name: value for name, value in json.loads(header).items() if name != '__metadata__'}
-  return [(name, DTYPES[value['dtype']], tuple(value['shape'])) for name, value in
-          sorted(parsed.items(), key=lambda item: item[1]['data_offsets'])]
+  """Returns (name, dtype, shape) of what a file with this header holds, in the order of bytes.
+
+  Raises:
+    ValueError: it is no header, or its tensors do not lie one after the other.
+  """
+  parsed = parse_json(header, _HEADER_SCHEMA)
+  parsed.pop('__metadata__', None)
+  check(parsed, MapOf(_TENSOR), 'the header')
+  found, end = [], 0
+  for name, value in sorted(parsed.items(), key=lambda item: item[1]['data_offsets']):
+    if value['dtype'] not in DTYPES:
+      raise _UnknownDtype(f'tensor {name!r} has dtype {value["dtype"]}')
+    dtype, shape = DTYPES[value['dtype']], tuple(value['shape'])
+    start, end = end, end + math.prod(shape) * dtype.itemsize
+    if value['data_offsets'] != [start, end]:
+      raise ValueError(f'the bytes of {name} are {value["data_offsets"]}, not {[start, end]}')
+    found.append((name, dtype, shape))
+  return found
 
 
 def make_headers(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], *,

@@ -20,6 +20,7 @@ from t5x_gpu.checkpoint.chunks import Shape, boxes, piece_shape
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
 from t5x_gpu.checkpoint.paths import AnyPath, as_path, context, is_remote, kvstore_spec
+from t5x_gpu.checkpoint.storage_errors import StorageError
 from t5x_gpu.errors import CheckpointError
 
 UNSTACKED = 'unstacked'
@@ -87,12 +88,20 @@ class StateReader:
                prefix: str = '', cache_bytes: Optional[int] = None, is_committed: bool = True):
     folder, self.step = find_checkpoint(path, step=step, is_committed=is_committed)
     self.path = checkpoint_path(folder, self.step)
+    self._prefix = prefix
     try:
       self.manifest: Mapping[str, Any] = read_saved(folder, self.step).manifest
+      if not is_remote(folder):
+        self._describe(cache_bytes)
     except UNREADABLE as e:
       raise CheckpointError(f'{self.path} cannot be read ({why(e)}).',
                             fix='Take an earlier checkpoint: --step names one.') from e
-    self._prefix = prefix
+    if is_remote(folder):  # an error may be an outage, which the caller looks for
+      self._describe(cache_bytes)
+
+  def _describe(self, cache_bytes: Optional[int]) -> None:
+    """Sets what the manifest says of the arrays."""
+    prefix = self._prefix
     arrays = {name.removeprefix(prefix): value for name, value in self.manifest['arrays'].items()
               if name.startswith(prefix)}
     self.shapes: dict[str, Shape] = {name: tuple(shape) for name, (shape, _) in arrays.items()}
@@ -109,6 +118,10 @@ class StateReader:
     """Returns how an array is cut on disk; a chunk is read as a whole."""
     # None for an array without dimensions.
     array = self._opened(self._parts(name)[0], self._index)
+    shape = self.shapes[name][1:] if self._is_unstacked(name) else self.shapes[name]
+    if tuple(array.shape) != shape:
+      raise ValueError(f'{name} has shape {tuple(array.shape)} in its files, {shape} in the '
+                       'manifest')
     chunk = tuple(array.chunk_layout.read_chunk.shape or ())
     return (1, *chunk) if self._is_unstacked(name) else chunk
 
@@ -175,8 +188,17 @@ def read_array(reader: StateReader, name: str, like: jax.ShapeDtypeStruct) -> ja
 
 
 def read_state(path: str | os.PathLike | AnyPath, target: Any) -> Any:
-  """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs."""
-  reader = StateReader(path)
+  """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs.
+
+  Raises:
+    Exception: of many kinds, for a damaged checkpoint; a CheckpointError is of the storage.
+  """
+  try:
+    reader = StateReader(path)
+  except StorageError:
+    raise
+  except CheckpointError as e:  # the caller falls back to an older one
+    raise ValueError(e.what) from e
   return jax.tree_util.tree_map_with_path(lambda keys, like: read_array(
       reader, jax.tree_util.keystr(keys, simple=True, separator='/'), like), target)
 

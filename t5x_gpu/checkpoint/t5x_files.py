@@ -16,9 +16,17 @@ import flax.traverse_util
 import numpy as np
 import tensorstore as ts
 
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.checkpoint.array_files import check_only_files
+from t5x_gpu.checkpoint.schemas import ZARRAY
+from t5x_gpu.config.json_schema import parse_json, read_bytes, read_json
+from t5x_gpu.errors import CheckpointError, first_line
 
 _BROKEN_FIX = 'Copy the checkpoint again.'
+# What msgpack, NumPy and TensorStore raise for damaged files. RecursionError is a RuntimeError.
+_BROKEN = (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError,
+           ArithmeticError, MemoryError)
+
+_METADATA = {'zarr.json': dict, '.zarray': ZARRAY}
 
 
 class T5xCheckpoint:
@@ -40,6 +48,7 @@ class T5xCheckpoint:
     # Path of the parameter -> the array itself, or TensorStore's spec of it.
     self._arrays: Mapping[str, np.ndarray | dict[str, Any]]
     try:
+      check_only_files(self.path)
       if (self.path / 'checkpoint').is_file():
         self.step, self._arrays = _read_legacy(self.path)
       else:
@@ -48,9 +57,9 @@ class T5xCheckpoint:
       self.shapes = {name: tuple(a.shape) for name, a in opened.items()}
       self.dtypes = {name: np.dtype(a.dtype if isinstance(a, np.ndarray) else a.dtype.numpy_dtype)
                      for name, a in opened.items()}
-    except (ValueError, KeyError, TypeError, OSError) as e:
+    except _BROKEN as e:
       raise CheckpointError(f'{self.path} cannot be read as a checkpoint of T5X '
-                            f'({type(e).__name__}: {str(e).splitlines()[0][:300]}).',
+                            f'({type(e).__name__}: {first_line(e)[:300]}).',
                             fix=_BROKEN_FIX) from e
 
   @functools.cache
@@ -68,9 +77,9 @@ class T5xCheckpoint:
       return rows
     try:
       return rows.read().result()
-    except ValueError as e:
-      raise CheckpointError(f'{name} of {self.path} cannot be read: '
-                            f'{str(e).splitlines()[0][:300]}', fix=_BROKEN_FIX) from e
+    except _BROKEN as e:
+      raise CheckpointError(f'{name} of {self.path} cannot be read: {first_line(e)[:300]}',
+                            fix=_BROKEN_FIX) from e
 
 
 def is_t5x(folder: pathlib.Path) -> bool:
@@ -117,8 +126,9 @@ def _read_legacy(folder: pathlib.Path) -> tuple[int, dict[str, Any]]:
   for name, value in flat.items():
     if isinstance(value, dict):  # wherever the checkpoint was written, its arrays lie beside it
       last = value['kvstore']['path'].rstrip('/').split('/')[-1]
-      if not (folder / last / '.zarray').is_file():
-        raise FileNotFoundError(f'{last}/.zarray is missing')
+      if last == '..':
+        raise ValueError(f'{name} lies outside of the folder')
+      read_json(folder / last / '.zarray', _METADATA['.zarray'])
       arrays[name] = {'driver': 'zarr', 'kvstore': f'file://{folder / last}/'}
     else:
       arrays[name] = np.asarray(value)
@@ -129,15 +139,24 @@ def _read_orbax(folder: pathlib.Path, context: ts.Context) -> tuple[int, dict[st
   state = _orbax_state(folder)
   if (state / 'manifest.ocdbt').is_file():
     base: dict[str, Any] = {'driver': 'ocdbt', 'base': f'file://{state}/'}
-    keys = ts.KvStore.open(base, context=context).result().list().result()
-    metadata = [key.decode() for key in keys]
+    store = ts.KvStore.open(base, context=context).result()
+    metadata = [key.decode() for key in store.list().result()]
+
+    def content(name: str) -> bytes:
+      return store.read(name).result().value
     def kvstore(name: str) -> Any:
       return {**base, 'path': f'{name}/'}
   else:
     metadata = [p.relative_to(state).as_posix() for p in state.glob('*/.zarray')]
+
+    def content(name: str) -> bytes:
+      return read_bytes(state / name)
     def kvstore(name: str) -> Any:
       return f'file://{state / name}/'
   drivers = {'.zarray': 'zarr', 'zarr.json': 'zarr3'}
+  for key in metadata:
+    if (name := key.rpartition('/')[2]) in _METADATA:
+      parse_json(content(key), _METADATA[name])
   specs = {name: {'driver': drivers[file], 'kvstore': kvstore(name)}
            for name, _, file in (key.rpartition('/') for key in metadata) if file in drivers}
   targets = {name.removeprefix('target.').replace('.', '/'): spec for name, spec in specs.items()

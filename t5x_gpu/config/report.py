@@ -12,7 +12,9 @@ import rich.console
 import rich.text
 
 from t5x_gpu.config import statements
+from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.config.provenance import DEFAULT, Provenance, Setting
+from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import ConfigError, did_you_mean
 
 CONFIG, ORIGINS = 'config.gin', 'config_origins.txt'
@@ -62,6 +64,7 @@ def write(provenance: Provenance, model_dir: Union[str, os.PathLike]) -> list[st
 
   Loading config.gin gives the same run. A different earlier one is kept as config_<N>.gin, with its
   origins beside it. Each file is replaced whole: a killed process leaves the old or the new one.
+  A damaged one is renamed with a warning.
 
   Raises:
     ConfigError: the folder cannot be written.
@@ -83,19 +86,16 @@ def write(provenance: Provenance, model_dir: Union[str, os.PathLike]) -> list[st
 
 def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
   """Copies an earlier, different config.gin to config_<N>.gin; returns the changes."""
-  previous = folder / CONFIG
-  if not previous.exists():
-    return []
-  old = previous.read_text(encoding='utf-8')
-  if old == config:
+  old, origins = _text_of(folder / CONFIG), _text_of(folder / ORIGINS)
+  if old is None or old == config:
     return []
   numbers = sorted(int(match[1]) for name in os.listdir(folder)
                    if (match := re.fullmatch(r'config_(\d+)\.gin', name)))
   # A run that was killed after copying has kept it already.
-  if not numbers or _read(folder, numbers[-1]) != old:
+  if not numbers or _text_of(folder / f'config_{numbers[-1]}.gin') != old:
     number = numbers[-1] + 1 if numbers else 1
-    for name in (ORIGINS, CONFIG):
-      if (folder / name).exists():
+    for name, text in ((ORIGINS, origins), (CONFIG, old)):
+      if text is not None:
         stem, suffix = os.path.splitext(name)
         kept = folder / f'{stem}_{number}{suffix}'
         shutil.copy2(folder / name, f'{kept}.tmp')
@@ -103,8 +103,15 @@ def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
   return _changes(old, config)
 
 
-def _read(folder: pathlib.Path, number: int) -> str:
-  return (folder / f'config_{number}.gin').read_text(encoding='utf-8')
+def _text_of(path: pathlib.Path) -> Optional[str]:
+  """Returns the text of a file; None if there is none, or if it is damaged and has been renamed."""
+  if not os.path.lexists(path):
+    return None
+  try:
+    return read_bytes(path).decode('utf-8')
+  except (OSError, ValueError) as e:
+    set_aside(path, str(e))
+    return None
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
@@ -120,7 +127,8 @@ def _changes(old: str, new: str) -> list[str]:
   """Returns `KEY: old -> new` for what differs between two config.gin."""
   try:
     before, after = (dict(_texts(text)) for text in (old, new))
-  except ConfigError:  # Edited by hand since; still worth showing.
+  # Edited by hand since, or damaged; still worth showing.
+  except (ConfigError, ValueError, SyntaxError, RecursionError, MemoryError):
     return list(difflib.unified_diff(old.splitlines(), new.splitlines(), 'before', 'now',
                                      lineterm='', n=0))
   return [f'{key}: {before.get(key, "not set")} -> {after.get(key, "not set")}'

@@ -17,6 +17,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 
@@ -204,16 +205,16 @@ def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
     if not file.is_file():
       continue
     try:
-      content = json.loads(file.read_text(encoding='utf-8'))
+      content = read_json(file, dict)
       named |= {key: value['content'] if isinstance(value, dict) else value
                 for key, value in content.items()
                 if key.endswith('_token') and isinstance(value, (str, dict))}
-    except (ValueError, AttributeError, KeyError) as e:
+    except (ValueError, KeyError, OSError) as e:
       raise DataError(f'{str(file)!r} is not what save_pretrained writes: {e!r}.',
                       fix='Mend it, or copy it from the model once more.',
                       parameters=_PARAMETERS) from e
   if 'unk_token' not in named:
-    unknown = json.loads(path.read_text(encoding='utf-8')).get('model', {}).get('unk_token')
+    unknown = read_json(path, dict).get('model', {}).get('unk_token')
     named |= {'unk_token': unknown} if unknown else {}
   missing = {key: token for key, token in named.items() if tokenizer.token_to_id(token) is None}
   if missing:

@@ -18,6 +18,7 @@ from typing import Any, Optional
 import grain
 import numpy as np
 
+from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data import features, row_order
 from t5x_gpu.data.batches import PREPARED, Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.lazy_rows import LazyBatch
@@ -32,6 +33,7 @@ GUARANTEE = ('prepared: the global batch at step t depends on (data, rates, seed
 _MODULE = 't5x_gpu.data.prepared'
 _NAME = 'DatasetConfig.mixture_or_task_name'
 _PREFETCH_BATCHES = 2
+_STATE = Fields({'prepared': Whole(1, 1), 'batches_taken': Whole(), 'data': dict})
 _PACKAGES = ('grain', 'array-record', 'numpy')  # they decide about order and content
 _log = logging.getLogger(__name__)
 
@@ -124,11 +126,9 @@ class PreparedBatches:
   def set_state(self, state: bytes) -> None:
     """Continues where `get_state` was called, at once. Raises DataError if the data is another."""
     try:
-      saved = json.loads(state)
-      step, data = int(saved['batches_taken']), dict(saved['data'])
-      if saved['prepared'] != 1:
-        raise ValueError
-    except (ValueError, KeyError, TypeError) as e:
+      saved = parse_json(state, _STATE)
+      step, data = saved['batches_taken'], saved['data']
+    except ValueError as e:
       raise DataError(
           f'This data state ({len(state)} bytes) was not written by {_MODULE}: the checkpoint was '
           'trained on data that was read in another way (streaming, or synthetic).',
@@ -216,7 +216,13 @@ def _check(index: Index, config: DatasetConfig, *, spec: BatchSpec, feature_conv
   if config.vocabulary is not None and config.vocabulary not in names:
     problems.append(f'vocabulary: prepared with {", ".join(sorted(names))}, the run has '
                     f'{config.vocabulary!r}.')
-  if not problems:  # the same lengths and converter make the same features
+  problems += [f'vocabulary: prepared without one of {part!r}.' for parts in features.layout(
+      feature_converter).tokens.values() for part in parts if part not in index.vocabularies]
+  if not problems and dict(index.features) != {
+      name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()}:
+    problems.append(f'features: prepared with {", ".join(index.features)}, the run has '
+                    f'{", ".join(spec.shapes)}, or other lengths.')
+  if not problems:
     sizes = _largest_ids(index, feature_converter)
     problems += [
         f'{name}: the rows have ids up to {size - 1:,}, the model knows {spec.vocab_sizes[name]:,}.'

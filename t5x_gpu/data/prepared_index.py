@@ -11,9 +11,12 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
+from t5x_gpu.config.json_schema import (
+    Also, Fields, ListOf, MapOf, Nullable, Number, Text, Whole, parse_json, read_bytes)
 from t5x_gpu.data.damage import Records
 from t5x_gpu.errors import DataError
 
@@ -24,6 +27,43 @@ _BLOCK = 4096
 _BLOCKS = 16  # of a shard that its sample covers
 _SAMPLED_SHARDS = 32  # whose samples are looked at when training opens the data
 _THREADS = 16
+
+
+def _shard_problem(shard: Mapping[str, Any]) -> str:
+  """Returns what is wrong with where a shard says that its file is; '' if nothing is."""
+  file = pathlib.PurePosixPath(shard['file'])
+  if file.is_absolute() or '..' in file.parts or '\0' in shard['file']:
+    return 'its file is outside of the folder'
+  if shard['rows'] and not shard['file']:
+    return 'it has rows and no file'
+  if shard['rows'] > shard['bytes']:
+    return f'it has {shard["rows"]:,} rows in {shard["bytes"]:,} bytes'
+  return '' if all(re.fullmatch('[0-9]{1,2}', e) for e in shard['lengths']) else (
+      'its histogram of lengths has keys that are no exponents')
+
+
+_DIGEST = Text('[0-9a-f]{64}|')
+SHARD = Also(Fields({
+    'file': str, 'rows': Whole(), 'tokens': Whole(), 'bytes': Whole(), 'sha256': _DIGEST,
+    'sample': _DIGEST, 'largest': MapOf(Whole()), 'lengths': MapOf(Whole())},
+                    optional={'records': Whole(), 'damaged': Whole()}, others=False),
+             _shard_problem)
+# What is in index.json; the classes below have the same fields.
+_SCHEMA = Fields({
+    'format': Whole(FORMAT, FORMAT),
+    'made_from': Fields({'mixture_or_task_name': str, 'vocabulary': Nullable(str), 'module': str},
+                        optional={'mixture_or_task_module': Nullable(str), 'use_cached': bool},
+                        others=False),
+    'split': str, 'feature_converter': str, 'task_feature_lengths': MapOf(Whole()), 'pack': bool,
+    'loss_on_targets_only': bool, 'features': MapOf(Whole()),
+    'vocabularies': Also(
+        MapOf(Fields({'name': str, 'fingerprint': object, 'size': Whole(), 'by_name': bool})),
+        lambda found: '' if found else 'there is none'),
+    'class_names': Nullable(ListOf(str)),
+    'packing': Fields({'shuffle': bool, 'seed': Nullable(Whole(-2**62))}),
+    'members': MapOf(Fields({'rate': Number(0, 1e18), 'source': dict, 'num_shards': Whole(),
+                             'shards': ListOf(SHARD)}, others=False)),
+    'versions': MapOf(str)}, others=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +196,9 @@ def counted_features(names: Iterable[str]) -> tuple[str, ...]:
   return tuple(name for name in ('encoder_input_tokens', 'decoder_target_tokens') if name in names)
 
 
-def from_json(text: str) -> Index:
-  """Returns the index. Raises ValueError, KeyError or TypeError for anything else."""
-  values = json.loads(text)
-  if values.get('format') != FORMAT:
-    raise ValueError(f'its format is {values.get("format")!r}, not {FORMAT}')
+def from_json(text: str | bytes) -> Index:
+  """Returns the index. Raises ValueError for anything else."""
+  values = parse_json(text, _SCHEMA)
   members = {}
   for name, member in values.pop('members').items():
     shards = tuple(Shard(**shard) for shard in member.pop('shards'))
@@ -178,8 +216,11 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
   path = folder / split / INDEX
   fix = f'python -m t5x_gpu.prepare --gin_file=MY.gin --split={split} --output={folder}'
   try:
-    return from_json(path.read_text('utf-8'))
-  except (ValueError, KeyError, TypeError) as e:
+    index = from_json(read_bytes(path))
+    if index.split != split:
+      raise ValueError(f'it is of split {index.split!r}')
+    return index
+  except ValueError as e:
     raise DataError(f'{path} cannot be read as an index of prepared rows: {e}.',
                     fix=f'Remove {folder / split} and prepare again: {fix}',
                     parameters=(_NAME,), docs='data.md') from e

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data import evaluated_tasks as evaluated_tasks_lib
 from t5x_gpu.data import features, sources, task_lookup, task_prompts
 from t5x_gpu.data import preparation as preparation_lib
@@ -29,6 +30,8 @@ from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.runtime.agreement import Facts
 
 _MAGIC = b't5x_gpu data state 1\n'
+_HEADER = Fields({'batches_taken': Whole(), 'data': dict, 'tensorflow': str,
+                  'position_bytes': Whole(), 'has_pending': bool})
 # A fixed number on every machine: parallel maps hold that many results, which the saved state
 # contains, and it must restore on a host with other cores. 2 x 256 rows of packing are in flight.
 _THREADS = 2
@@ -172,9 +175,9 @@ def _parse_state(state: bytes) -> tuple[dict[str, Any], bytes, bytes]:
     if not state.startswith(_MAGIC):
       raise ValueError('it does not begin like one')
     head, _, rest = state[len(_MAGIC):].partition(b'\n')
-    header = json.loads(head)
+    header = parse_json(head, _HEADER)
     size = header['position_bytes']
-  except (ValueError, KeyError) as e:
+  except ValueError as e:
     raise DataError(
         f'This data state ({len(state)} bytes) was not written by t5x_gpu.data.seqio_batches: {e}.',
         fix='Set DatasetConfig.module to the module that the checkpoint was trained with.',

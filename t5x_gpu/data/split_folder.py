@@ -15,12 +15,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
+from t5x_gpu.config.json_schema import Fields, MapOf, read_bytes, read_json
 from t5x_gpu.data.damage import check_share
-from t5x_gpu.data.prepared_index import INDEX, UNFINISHED, Index, Shard, from_json, shard_problem
+from t5x_gpu.data.prepared_index import (
+    INDEX, SHARD, UNFINISHED, Index, Shard, from_json, shard_problem)
 from t5x_gpu.data.shard_writer import PARTIAL, facts_path
 from t5x_gpu.errors import DataError
 
 _PLAN, _LOCK = 'plan.json', 'lock'
+_PLAN_SCHEMA = Fields({'members': MapOf(dict)})
 _THREADS = 8
 
 Parts = dict[tuple[str, int], Shard]  # (task, part) -> what is written
@@ -147,11 +150,11 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 def _plan_of(path: pathlib.Path) -> Optional[dict[str, Any]]:
   """Returns the plan by which the folder was written, None if it has no shard of it yet."""
-  with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-    return from_json((path / INDEX).read_text('utf-8')).plan()
+  with contextlib.suppress(FileNotFoundError, ValueError):
+    return from_json(read_bytes(path / INDEX)).plan()
   if any((path / UNFINISHED).glob('*/*.json')):
     with contextlib.suppress(FileNotFoundError, ValueError):
-      return json.loads((path / UNFINISHED / _PLAN).read_text('utf-8'))
+      return read_json(path / UNFINISHED / _PLAN, _PLAN_SCHEMA)
   return None
 
 
@@ -174,15 +177,15 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: pathlib
 def _finished(path: pathlib.Path, plan: Index) -> Parts:
   """Returns the shards that are whole, every byte of them checked."""
   found: Parts = {}
-  with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-    index = from_json((path / INDEX).read_text('utf-8'))
+  with contextlib.suppress(FileNotFoundError, ValueError):
+    index = from_json(read_bytes(path / INDEX))
     found = {(name, part): shard for name, member in index.members.items()
              for part, shard in enumerate(member.shards)}
   if not found:
     for name, member in plan.members.items():
       for part in range(member.num_shards):
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-          found[name, part] = Shard(**json.loads(facts_path(path, name, part).read_text('utf-8')))
+        with contextlib.suppress(FileNotFoundError, ValueError):
+          found[name, part] = Shard(**read_json(facts_path(path, name, part), SHARD))
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     problems = list(pool.map(lambda shard: shard_problem(path, shard, content='all'),
                              found.values()))

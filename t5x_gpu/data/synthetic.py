@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.features import (
     LABEL, LABEL_WEIGHTS, check_batch_size, check_lengths, check_pack)
@@ -19,6 +20,7 @@ from t5x_gpu.errors import DataError
 SEGMENTS_PER_ROW = 4
 MASKED_SHARE = 0.15  # of the tokens, for masked language models
 EVAL_BATCHES = 8
+_STATE = Fields({'batches_taken': Whole(), 'data': dict})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +75,9 @@ class SyntheticBatches:
 
   def set_state(self, state: bytes) -> None:
     try:
-      saved = json.loads(state)
-      step, data = int(saved['batches_taken']), dict(saved['data'])
-    except (ValueError, KeyError, TypeError) as e:
+      saved = parse_json(state, _STATE)
+      step, data = saved['batches_taken'], saved['data']
+    except ValueError as e:
       raise DataError(
           f'This data state ({len(state)} bytes) was not written by t5x_gpu.data.synthetic.',
           fix='Set DatasetConfig.module to the module that the checkpoint was trained with.',

@@ -9,6 +9,7 @@ from typing import Any, Optional, Self
 
 import numpy as np
 
+from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import classification
 from t5x_gpu.metrics.confusion_picture import plot_confusion
@@ -64,7 +65,7 @@ class Results:
   @property
   def records(self) -> dict[int, dict[str, float]]:
     """Step -> values, ascending."""
-    if not self.path.exists():
+    if not self.path.is_file():
       return {}
     return {record.pop('step'): record for record in sorted(
         read_json_lines(self.path), key=lambda record: record['step'])}
@@ -87,7 +88,7 @@ class Results:
 
 def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> None:
   try:
-    before = json.loads(path.read_text())
+    before = read_json(path, dict)
   except (OSError, ValueError):
     return
   now = json.loads(json.dumps(facts))

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Optional
 
+from t5x_gpu.config.json_schema import parse_json, read_json
 from t5x_gpu.errors import ConfigError, DataError
 
 NUMBER = 'number'  # of the prompt, in every line
@@ -64,7 +65,7 @@ class ResultLines:
 
   def _check_facts(self, facts: Mapping[str, Any]) -> None:
     try:
-      before = json.loads(self._facts_path.read_text('utf-8'))
+      before = read_json(self._facts_path)
     except (OSError, ValueError):
       before = None
     fix = 'Give another --output, or begin anew with --overwrite.'
@@ -95,7 +96,7 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 def _number(line: bytes) -> Optional[int]:
   try:
-    record = json.loads(line)
+    record = parse_json(line)
   except ValueError:
     return None
   number = record.get(NUMBER) if isinstance(record, dict) else None

@@ -7,19 +7,27 @@ Keys: `train/loss`, `train/accuracy`, `train/grad_norm`, `train/learning_rate`,
 
 import importlib
 import json
+import logging
 import math
 import numbers
 import os
 import pathlib
+import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Protocol
 
+from t5x_gpu.config.json_schema import Fields, Whole, parse_json
+from t5x_gpu.config.set_aside import free_name, set_aside, set_aside_unless_file
 from t5x_gpu.errors import ConfigError, TrainingError
+
+_log = logging.getLogger(__name__)
 
 # JSON has no NaN or infinity: `"train/loss": null` stands beside `"train/loss_nonfinite": "nan"`.
 _NONFINITE = '_nonfinite'
+_NONFINITE_VALUES = ('nan', 'inf', '-inf')
+_RECORD = Fields({'step': Whole()})
 _FLUSH_SECONDS = 10  # of TensorBoard's curves: what a kill may cost
 
 
@@ -59,20 +67,22 @@ def to_json_line(step: int, values: Mapping[str, float]) -> str:
 
 
 def _parse_line(line: bytes) -> Optional[dict[str, Any]]:
-  """Returns the record of one line with NaN and infinity put back, or None for a torn line."""
+  """Returns the record of one line with NaN and infinity put back, or None for a damaged line."""
   try:
-    record = json.loads(line)
-  except ValueError:  # includes UnicodeDecodeError
-    return None
-  if not isinstance(record, dict) or not isinstance(record.get('step'), int):
+    record = parse_json(line, _RECORD)
+  except ValueError:
     return None
   for key in [k for k in record if k.endswith(_NONFINITE)]:
-    record[key.removesuffix(_NONFINITE)] = float(record.pop(key))
-  return record
+    value = record.pop(key)
+    if value not in _NONFINITE_VALUES:
+      return None
+    record[key.removesuffix(_NONFINITE)] = float(value)
+  is_number = [isinstance(value, (int, float)) for value in record.values()]
+  return record if all(is_number) else None
 
 
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Returns the records of a metrics file in order; torn lines are left out.
+  """Returns the records of a metrics file in order; damaged lines are left out.
 
   Values that were not finite come back as float NaN or infinity.
   """
@@ -84,7 +94,8 @@ class JsonLinesWriter:
   """One JSON object per `write`, appended to `path`.
 
   Each line reaches the operating system in one call, so kill -9 loses at most the line in flight.
-  A torn last line, left by such a kill, is removed when the file is opened again.
+  A torn last line, left by such a kill, is removed when the file is opened again. What is not a
+  file is renamed.
 
   Args:
     path: the file, created with its folder when missing.
@@ -96,6 +107,7 @@ class JsonLinesWriter:
     self.path = pathlib.Path(path)
     try:
       self.path.parent.mkdir(parents=True, exist_ok=True)
+      set_aside_unless_file(self.path)
       self._file = open(self.path, 'ab', buffering=0)
       self._mend_last_line()
     except OSError as e:
@@ -127,12 +139,20 @@ class JsonLinesWriter:
               'checkpoint.', parameters=('train.model_dir',)) from e
 
   def truncate_after(self, step: int) -> int:
-    """Drops lines above `step`, and torn ones; returns how many. All or nothing: file replaced."""
+    """Drops lines above `step`, and damaged ones; returns how many.
+
+    The file is replaced, all or nothing. If lines are damaged, it stays under another name.
+    """
     lines = self.path.read_bytes().splitlines()
     records = [_parse_line(line) for line in lines]
     kept = [line for line, r in zip(lines, records) if r is not None and r['step'] <= step]
     if len(kept) == len(lines):
       return 0
+    if None in records:
+      aside = free_name(self.path.with_name(f'corrupt_{self.path.name}'))
+      shutil.copy2(self.path, aside)
+      _log.warning('%s: %d of %d lines are damaged and left out. The file as it was is kept as %s.',
+                   self.path, records.count(None), len(lines), aside.name)
     temporary = self.path.with_name(self.path.name + '.tmp')
     with open(temporary, 'wb') as f:
       f.writelines(line + b'\n' for line in kept)
@@ -195,6 +215,8 @@ class TensorBoardWriter:
           'resumes from the last checkpoint.', parameters=('train.model_dir',)) from e
 
   def _open(self) -> None:
+    if os.path.lexists(self.log_dir) and not self.log_dir.is_dir():
+      set_aside(self.log_dir, 'it is no folder')
     self.log_dir.mkdir(parents=True, exist_ok=True)
     # The name and the first event by which TensorBoard knows such a file.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
+from t5x_gpu.config.json_schema import Fields, MapOf, read_json
 from t5x_gpu.runtime import children
 
 CHILD_SECONDS = 60
@@ -177,10 +178,10 @@ def _cached(system: Installed, kind: str, question: object, ask) -> Optional[dic
   key = json.dumps([1, kind, str(system), str(system.library), stamp, question])
   path = cache_folder() / f'{hashlib.sha256(key.encode()).hexdigest()[:32]}.json'
   try:
-    kept = json.loads(path.read_text(encoding='utf-8'))
+    kept = read_json(path, Fields({'question': str, 'refused': MapOf(str)}))
     if kept['question'] == key:
-      return dict(kept['refused'])
-  except (OSError, ValueError, KeyError, TypeError):
+      return kept['refused']
+  except (OSError, ValueError):
     pass  # Not there, or not ours to read: ask again.
   refused = ask()
   if refused is not None:

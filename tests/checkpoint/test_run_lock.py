@@ -100,7 +100,8 @@ def test_stale_locks_are_taken_over_at_once_with_a_log_line(tmp_path, ended, cha
   assert 'Taking over' in caplog.text
   lock.check()
   lock.release()
-  assert not list(tmp_path.iterdir())
+  assert [path.name for path in tmp_path.iterdir()] == (
+      ['corrupt_run.lock'] if change == 'torn' else [])
 
 
 def test_a_requeued_slurm_job_takes_over_from_its_earlier_attempt_at_once(tmp_path, monkeypatch):

@@ -1,0 +1,211 @@
+"""JSON that somebody else may have written: parsed safely, then checked against a schema.
+
+Whatever is in the file, the only errors are ValueError (its content) and OSError (it cannot be
+read). After `parse_json` the code that uses the value needs no checks of its own. A schema is
+
+    str, bool, dict, list, float, object   a value of that type; `float` is any number but true and
+                                           false, `object` is any value
+    Whole(low, high), Number(low, high)    a number between these bounds
+    Text(pattern)                          text that matches as a whole
+    (a, b)                                 a list with exactly these entries
+    ListOf(schema), MapOf(schema)          a list, an object with any keys
+    Fields({...}, optional={...})          an object with these keys
+    Nullable(schema)                       null, or what the schema says
+    Also(schema, problem)                  `problem(value)` must return '' as well
+"""
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+MOST_BYTES = 1 << 30  # of a file; the largest hold shuffle buffers of the data
+MOST_DEPTH = 100
+MOST_DIGITS = 40  # tokenizer files of Hugging Face have 10**30 for "no limit"
+LARGEST = 2**62
+_SHOWN = 60
+_SURROGATE = re.compile(r'\\u[dD][89abAB]|\\u[dD][c-fC-F]')
+_TYPES = {str: 'text', bool: 'true or false', dict: 'an object', list: 'a list'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+  low: int = 0
+  high: int = LARGEST
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+  low: float
+  high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+  pattern: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ListOf:
+  schema: Any
+  most: int = LARGEST
+
+
+@dataclasses.dataclass(frozen=True)
+class MapOf:
+  schema: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+  """Other keys are allowed unless `others` is False."""
+  required: Mapping[str, Any]
+  optional: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  others: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Nullable:
+  schema: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Also:
+  schema: Any
+  problem: Callable[[Any], str]
+
+
+def read_json(path: Any, schema: Any = object, *, most_bytes: int = MOST_BYTES) -> Any:
+  """Returns the content of a JSON file.
+
+  Args:
+    path: a file, or an object in storage.
+    schema: see above.
+    most_bytes: a larger file is refused without being read.
+  Raises:
+    ValueError: it is too large, no JSON, or not as `schema` says.
+    OSError: it cannot be read, or is no regular file.
+  """
+  return parse_json(read_bytes(path, most_bytes=most_bytes), schema)
+
+
+def read_bytes(path: Any, *, most_bytes: int = MOST_BYTES) -> bytes:
+  """Returns the content of a small file; errors as for `read_json`."""
+  if not isinstance(path, (str, os.PathLike)):  # in object storage
+    return path.read_bytes()
+  with open_regular(path) as f:
+    size = os.fstat(f.fileno()).st_size
+    if size > most_bytes:
+      raise ValueError(f'it has {size:,} bytes, and {most_bytes:,} is the limit')
+    return f.read()
+
+
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+  """Returns a file, opened to be read. Raises OSError for all else; a pipe does not block."""
+  f = open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+  if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+    f.close()
+    raise OSError(errno.EINVAL, 'It is no regular file', str(path))
+  return f
+
+
+def parse_json(data: str | bytes, schema: Any = object) -> Any:
+  """Returns the value of JSON text; raises ValueError if it is none, or not as `schema` says."""
+  text = data if isinstance(data, str) else data.decode('utf-8')
+  try:
+    value = json.loads(text, parse_int=_whole)
+  except RecursionError:
+    raise ValueError('it is nested too deeply') from None
+  if _is_deeper(value, MOST_DEPTH):  # what walks through it later recurses, too
+    raise ValueError(f'it is nested more than {MOST_DEPTH} levels deep')
+  if _SURROGATE.search(text):
+    json.dumps(value, ensure_ascii=False).encode()  # half a pair cannot be printed or written
+  check(value, schema)
+  return value
+
+
+def _whole(text: str) -> int:
+  if len(text) > MOST_DIGITS:
+    raise ValueError(f'a number has {len(text)} digits')
+  return int(text)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+  level = [value]
+  for _ in range(levels):
+    level = [child for each in level if isinstance(each, (dict, list))
+             for child in (each.values() if isinstance(each, dict) else each)
+             if isinstance(child, (dict, list))]
+    if not level:
+      return False
+  return True
+
+
+def check(value: Any, schema: Any, where: str = 'it') -> None:
+  """Raises ValueError, with the place, unless `value` is as `schema` says."""
+  def refuse(wanted: str) -> None:
+    raise ValueError(f'{where} is {_shown(value)}, not {wanted}')
+
+  def is_number(kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+  match schema:
+    case Nullable(inner):
+      if value is not None:
+        check(value, inner, where)
+    case Also(inner, problem):
+      check(value, inner, where)
+      if problem(value):
+        raise ValueError(f'{where} is {_shown(value)}: {problem(value)}')
+    case Whole(low, high):
+      if not is_number(int) or not low <= value <= high:
+        refuse(f'a whole number from {low} to {high}')
+    case Number(low, high):
+      if not is_number((int, float)) or not low <= value <= high:
+        refuse(f'a number from {low:g} to {high:g}')
+    case Text(pattern):
+      if not isinstance(value, str) or not re.fullmatch(pattern, value):
+        refuse(f'text like {pattern}')
+    case ListOf(inner, most):
+      if not isinstance(value, list) or len(value) > most:
+        refuse('a list' if most == LARGEST else f'a list of at most {most} entries')
+      for i, entry in enumerate(value):
+        check(entry, inner, f'{where}[{i}]')
+    case tuple():
+      if not isinstance(value, list) or len(value) != len(schema):
+        refuse(f'a list of {len(schema)} entries')
+      for i, (entry, inner) in enumerate(zip(value, schema)):
+        check(entry, inner, f'{where}[{i}]')
+    case MapOf(inner):
+      check(value, dict, where)
+      for key, entry in value.items():
+        check(entry, inner, _below(where, key))
+    case Fields(required, optional, others):
+      check(value, dict, where)
+      missing = required.keys() - value.keys()
+      if missing:
+        raise ValueError(f'{where} has no {min(missing)!r}')
+      unknown = value.keys() - required.keys() - optional.keys()
+      if unknown and not others:
+        raise ValueError(f'{where} has {_shown(min(unknown))}, which does not belong there')
+      for key, inner in (*required.items(), *optional.items()):
+        if key in value:
+          check(value[key], inner, _below(where, key))
+    case _:
+      if schema is float:
+        if not is_number((int, float)):
+          refuse('a number')
+      elif schema is not object and not isinstance(value, schema):
+        refuse(_TYPES[schema])
+
+
+def _below(where: str, key: str) -> str:
+  return f'{where}[{_shown(key)}]'
+
+
+def _shown(value: Any) -> str:
+  text = repr(value)
+  return text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...'

@@ -1,0 +1,149 @@
+"""Numbers and names in files of strangers that no honest program writes are refused by name."""
+
+import json
+import os
+import pathlib
+import time
+
+import pytest
+
+from t5x_gpu.checkpoint.run_id import RUN_ID, ensure_run_id, read_run_id
+from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
+from t5x_gpu.config.json_schema import (
+    Also, Fields, ListOf, MapOf, Nullable, Number, Text, Whole, parse_json, read_json)
+from t5x_gpu.data.prepared_index import Index, Member, Shard, check_shards, read_index
+from t5x_gpu.errors import CheckpointError, DataError
+from tests.helpers_fuzz import replace
+
+
+def write_safetensors(folder: pathlib.Path, header, *, data_bytes: int) -> pathlib.Path:
+  text = header if isinstance(header, bytes) else json.dumps(header).encode()
+  path = folder / 'model.safetensors'
+  path.write_bytes(len(text).to_bytes(8, 'little') + text)
+  os.truncate(path, 8 + len(text) + data_bytes)
+  return path
+
+
+def tensor(shape, offsets, dtype='F32'):
+  return {'dtype': dtype, 'shape': shape, 'data_offsets': offsets}
+
+
+HEADERS = {
+    'a negative size': ({'x': tensor([-2, -3], [0, 24])}, 'whole number from 0'),
+    'a fraction': ({'x': tensor([1.5, 4], [0, 24])}, 'is 1.5, not a whole number'),
+    'a boolean': ({'x': tensor([True, 6], [0, 24])}, 'is True, not a whole number'),
+    'a thousand dimensions': ({'x': tensor([1] * 1000, [0, 4])}, 'at most 32 entries'),
+    'a huge size': ({'x': tensor([10**30], [0, 24])}, 'not a whole number from 0 to'),
+    'a huge product': ({'x': tensor([2**40, 2**40], [0, 24])}, 'too large'),
+    'huge beside zero': ({'x': tensor([0, 2**60], [0, 0])}, 'too large'),
+    'floating offsets': ({'x': tensor([6], [0.0, 24.0])}, 'is 0.0, not a whole number'),
+    'offsets backwards': ({'x': tensor([6], [24, 0])}, r'the bytes of x are \[24, 0\]'),
+    'overlap': ({'x': tensor([6], [0, 24]), 'y': tensor([6], [12, 36])}, 'the bytes of y'),
+    'a gap': ({'x': tensor([3], [0, 12]), 'y': tensor([2], [16, 24])}, 'the bytes of y'),
+    'beyond the end': ({'x': tensor([600], [0, 2400])}, 'is cut off: it has'),
+    'three offsets': ({'x': tensor([6], [0, 24, 24])}, 'a list of 2 entries'),
+    'no object': ([1, 2], 'not an object'), 'no tensor': ({'x': 5}, 'not an object'),
+    'deep JSON': (b'{"x": ' + b'[' * 200_000 + b']' * 200_000 + b'}', 'nested'),
+    'many digits': (b'{"x": ' + b'9' * 5000 + b'}', '5000 digits'),
+    'half a character': (b'{"\\ud800": 1}', 'surrogates not allowed')}
+
+
+@pytest.mark.parametrize('header, text', HEADERS.values(), ids=list(HEADERS))
+def test_a_hostile_safetensors_header_is_refused(tmp_path, header, text):
+  write_safetensors(tmp_path, header, data_bytes=24)
+  with pytest.raises(CheckpointError, match=text):
+    SafetensorsFolder(tmp_path)
+
+
+def test_a_sparse_terabyte_is_refused_by_its_size_alone(tmp_path):
+  path = write_safetensors(tmp_path, {'x': tensor([6], [0, 24])}, data_bytes=24)
+  assert SafetensorsFolder(tmp_path).read('x').shape == (6,)
+  os.truncate(path, 2**40)
+  started = time.process_time()
+  with pytest.raises(CheckpointError, match='1,099,511,627,776 bytes, and its header describes'):
+    SafetensorsFolder(tmp_path)
+  path.write_bytes((2**39).to_bytes(8, 'little'))
+  os.truncate(path, 2**40)
+  with pytest.raises(CheckpointError, match='its header alone would have 549,755,813,888'):
+    SafetensorsFolder(tmp_path)
+  assert time.process_time() - started < 1
+
+
+def index_of(folder: pathlib.Path, *, file: str) -> Index:
+  content = b'rows of somebody'
+  shard = Shard(file=file, rows=3, tokens=3, bytes=len(content), sha256='0' * 64, sample='0' * 64,
+                largest={'targets': 1}, lengths={'2': 3})
+  index = Index(
+      made_from={'mixture_or_task_name': 'task', 'vocabulary': None, 'module': 'm'}, split='train',
+      feature_converter='lm', task_feature_lengths={'targets': 4}, pack=True,
+      loss_on_targets_only=False, features={'decoder_target_tokens': 4},
+      vocabularies={'targets': {'name': 'v', 'fingerprint': '', 'size': 9, 'by_name': True}},
+      class_names=None, packing={'shuffle': False, 'seed': None}, versions={},
+      members={'task': Member(rate=1.0, source={}, num_shards=1, shards=(shard,))})
+  (folder / 'train').mkdir(exist_ok=True)
+  (folder / 'train' / 'index.json').write_text(index.to_json())
+  return index
+
+
+@pytest.mark.parametrize('file', ['../../secret', '/etc/hostname', 'task/../../../secret', 'a\0b'])
+def test_a_prepared_index_may_not_name_files_elsewhere(tmp_path, file):
+  index_of(tmp_path, file=file)
+  with pytest.raises(DataError, match='its file is outside of the folder'):
+    read_index(tmp_path, split='train')
+
+
+def test_a_prepared_index_of_another_split_or_with_wrong_types_is_refused(tmp_path):
+  index = index_of(tmp_path, file='task/00000-of-00001.arrayrecord')
+  assert read_index(tmp_path, split='train') == index
+  with pytest.raises(DataError, match='1 of 1 shards'):  # no such file
+    check_shards(tmp_path, index)
+  path = tmp_path / 'train' / 'index.json'
+  good = json.loads(path.read_text())
+  for change, text in (({'split': '../../elsewhere'}, "it is of split '../../elsewhere'"),
+                       ({'pack': 'yes'}, 'is \'yes\', not true or false'),
+                       ({'features': {'x': -1}}, 'not a whole number from 0'),
+                       ({'members': []}, 'not an object'), ({'vocabularies': {}}, 'there is none'),
+                       ({'surprise': 1}, "has 'surprise'")):
+    path.write_text(json.dumps({**good, **change}))
+    with pytest.raises(DataError, match=text):
+      read_index(tmp_path, split='train')
+
+
+@pytest.mark.parametrize('name', ['../..', '/etc', 'a/b', '', 'ABCDEF0123456789', 7])
+def test_a_run_id_that_is_no_name_of_ours_is_moved_aside(tmp_path, name, caplog):
+  (tmp_path / RUN_ID).write_text(json.dumps({'name': name, 'folder': str(tmp_path)}))
+  assert read_run_id(tmp_path) is None
+  new = ensure_run_id(tmp_path)
+  assert len(new) == 16 and read_run_id(tmp_path) == new == ensure_run_id(tmp_path)
+  assert (tmp_path / 'corrupt_run.id').exists() and 'kept as corrupt_run.id' in caplog.text
+
+
+@pytest.mark.parametrize('kind', ['folder', 'full folder', 'looping link', 'pipe', 'zeros'])
+def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path, kind):
+  replace(tmp_path / RUN_ID, kind)
+  with pytest.raises(OSError):
+    read_json(tmp_path / RUN_ID)
+  assert len(ensure_run_id(tmp_path)) == 16 and os.path.lexists(tmp_path / 'corrupt_run.id')
+
+
+@pytest.mark.parametrize('schema, good, bad', [
+    (Whole(0, 5), ['0', '5'], ['-1', '6', '1.0', 'true', 'null', '"1"']),
+    (Number(0, 1), ['0', '0.5', '1'], ['1.1', 'NaN', 'Infinity', 'false', '[]']),
+    (float, ['1', '1.5', 'NaN'], ['true', '"1"']),
+    (Text('[a-z]+'), ['"abc"'], ['""', '"abc\\n"', '"a1"', '1']),
+    (ListOf(str, most=2), ['[]', '["a", "b"]'], ['["a", "b", "c"]', '[1]', '{}']),
+    ((str, bool), ['["a", true]'], ['["a"]', '["a", true, 1]', '["a", 1]']),
+    (MapOf(Nullable(str)), ['{}', '{"a": null, "b": "c"}'], ['{"a": 1}', '[]', 'null']),
+    (Fields({'a': str}, optional={'b': bool}), ['{"a": ""}', '{"a": "", "b": true, "c": 1}'],
+     ['{}', '{"a": "", "b": 1}']),
+    (Fields({}, others=False), ['{}'], ['{"a": 1}']),
+    (Also(str, lambda text: '' if text == 'x' else 'no x'), ['"x"'], ['"y"', '1']),
+    (object, ['[[[1]]]', '"\\ud83d\\ude00"'],
+     ['[' * 101 + ']' * 101, '"\\ude00"', '1' * 41, '\xff'])
+], ids=str)
+def test_a_schema_takes_what_it_describes_and_nothing_else(schema, good, bad):
+  for text in good:
+    assert json.dumps(parse_json(text, schema)) == json.dumps(json.loads(text))
+  for text in bad:
+    with pytest.raises(ValueError):
+      parse_json(text.encode('latin-1'), schema)
