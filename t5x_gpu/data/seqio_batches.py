@@ -7,7 +7,7 @@ depend on how many hosts there are; each host pays for reading all of it.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -21,6 +21,7 @@ from t5x_gpu.data.feature_converters import model_rows
 from t5x_gpu.data.guarantees import STREAMING
 from t5x_gpu.data.iterator_state import bytes_to_iterator, iterator_to_bytes
 from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
+from t5x_gpu.data.source_files import SourceFiles
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import (
     TextVocabulary, named_vocabulary, text_vocabulary, vocabulary_fingerprint)
@@ -41,13 +42,14 @@ class SeqioBatches:
 
   def __init__(self, make_dataset: Callable[[], tf.data.Dataset], *, name: str, spec: BatchSpec,
                fingerprint: Mapping[str, Any], problem: Callable[[], Optional[DataError]],
-               pad_last: bool):
+               pad_last: bool, paths: Callable[[], Mapping[str, Sequence[str]]] = dict):
     self._make_dataset = make_dataset
     self._name = name
     self._spec = spec
     self._fingerprint = dict(fingerprint)
     self._problem = problem
     self._pad_last = pad_last
+    self._paths = paths
     self._start()
 
   def _start(self) -> None:
@@ -158,6 +160,10 @@ class SeqioBatches:
     return {'mixture_or_task_name': self._name, **self._fingerprint,
             LIBRARIES: versions(_PACKAGES), 'guarantee': STREAMING}
 
+  def source_files(self) -> SourceFiles:
+    """Returns the files that the text comes from, as they are now."""
+    return SourceFiles(self._paths(), stat_remote=sources.remote_file)
+
   def close(self) -> None:
     """Drops the tf.data pipeline and its threads."""
     self._iterator = None
@@ -209,6 +215,18 @@ def _fingerprint(task: task_lookup.TaskOrMixture, config: DatasetConfig, *, feat
       facts[f'source of {subtask.name}'] = sources.source_fingerprint(
           subtask.source, split=config.split)
   return facts
+
+
+def _paths(task: task_lookup.TaskOrMixture, config: DatasetConfig) -> dict[str, list[str]]:
+  """Returns task -> files that its examples are read from: SeqIO's cache, or its source."""
+  found = {}
+  for subtask in seqio.get_subtasks(task):
+    if config.use_cached and subtask.cache_dir:
+      prefix = seqio.utils.get_cached_tfrecord_prefix(subtask.cache_dir, config.split)
+      found[subtask.name] = sorted(tf.io.gfile.glob(f'{prefix}*'))
+    elif config.split in subtask.splits:
+      found[subtask.name] = sources.source_paths(subtask.source, split=config.split)
+  return found
 
 
 def _dataset(task: task_lookup.TaskOrMixture, config: DatasetConfig, *,
@@ -263,7 +281,7 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
                        repeat=repeat),
       name=config.mixture_or_task_name, spec=spec,
       fingerprint=_fingerprint(task, config, feature_converter=feature_converter, repeat=repeat),
-      problem=problem, pad_last=not repeat)
+      problem=problem, pad_last=not repeat, paths=lambda: _paths(task, config))
   try:
     batches.peek()
   except BaseException:

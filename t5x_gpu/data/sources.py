@@ -15,6 +15,7 @@ from t5x_gpu.data import files as files_lib
 from t5x_gpu.data.block_reader import BlockReader
 from t5x_gpu.data.damage import Records
 from t5x_gpu.data.line_files import LINES_PER_SPAN
+from t5x_gpu.data.source_files import SourceFile
 from t5x_gpu.data.tables import LabelledTexts
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
@@ -133,6 +134,21 @@ def source_fingerprint(source: seqio.DataSource, *, split: str) -> dict[str, Any
     return {'files': len(paths), 'bytes': sum(size for _, size in sizes),
             'hash': hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]}
   return {'kind': type(source).__name__, 'examples': source.num_input_examples(split)}
+
+
+def source_paths(source: seqio.DataSource, *, split: str) -> list[str]:
+  """Returns the files that `split` is read from; none where its fingerprint covers all of them."""
+  if not isinstance(source, (DocumentSource, HashSplitSource, seqio.FileDataSource,
+                             seqio.TfdsDataSource)):
+    return []
+  return [path for path in map(os.fspath, source.list_shards(split))
+          if '://' in path or os.path.isfile(path)]
+
+
+def remote_file(path: str) -> SourceFile:
+  """Returns size and modification time of an object in remote storage."""
+  stat = tf.io.gfile.stat(path)
+  return SourceFile(stat.length, stat.mtime_nsec)
 
 
 def reading_problem(source: seqio.DataSource) -> Optional[DataError]:
