@@ -243,7 +243,8 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Op
   if sample_cfg is not None:  # raises now rather than after the last step
     prompt = _vocabulary(model, train_cfg).encode(sample_cfg.prompt)
     check_sample(len(prompt), num_tokens=sample_cfg.num_tokens, length=_length(program))
-  if keep.best and keep.metric.startswith(LOSS):
+  needs_loss = bool(keep.best) and keep.metric.startswith(LOSS)
+  if needs_loss:
     keep.value_of(loss_metrics(program))  # a misspelt one is told now, too
   data = batches_for(model, train_cfg, repeat=True)
   _say(data_line(data.describe(), process_count=jax.process_count()))
@@ -251,7 +252,8 @@ def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Op
   text = open_sources(data, as_path(folder), resumed=bool(saved))
   if saved:
     resume_data(data, data_state=saved.data_state, manifest=saved.manifest)
-  return data, text, open_evaluations(model, program, **evaluations)
+  return data, text, open_evaluations(model, program, loss_required=needs_loss,
+                                     **evaluations)
 
 
 def _save(saver: AnyCheckpointer | LocalTier, step: int, program: Program, state: TrainState,

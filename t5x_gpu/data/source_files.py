@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
+from t5x_gpu.data.file_patterns import unreadable
 from t5x_gpu.errors import DataError
 
 NAME = 'source_files.json'
@@ -60,13 +61,6 @@ class SourceFile:
   def same_times(self, other: 'SourceFile') -> bool:
     return (self.size, self.modified_ns, self.changed_ns) == (
         other.size, other.modified_ns, other.changed_ns)
-
-
-def unreadable(path: str, reason: OSError) -> DataError:
-  """Returns the error for a file that cannot be opened or read."""
-  return DataError(f'{path} cannot be read: {reason.strerror or reason}.',
-                   fix='Make it readable for the user of this process (chmod u+r FILE, or chown), '
-                       'or leave it out of the pattern.', parameters=_TASK)
 
 
 def scan(path: str) -> SourceFile:
