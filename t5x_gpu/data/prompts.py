@@ -64,8 +64,8 @@ class PromptText(Protocol):
 def read_prompts(path: str) -> list[Prompt]:
   """Returns the prompts of a file: one JSON object per line in .jsonl, else one text per line.
 
-  A JSON object has text under 'inputs', and under 'targets' if that is to be scored. Blank lines are
-  skipped; they count in the numbers of the prompts.
+  A JSON object has text under 'inputs', and under 'targets' if that is to be scored. Blank lines
+  are skipped; they count in the numbers of the prompts.
 
   Raises:
     DataError: no such file, nothing in it, or a line (named file:line) that is not what it should.

@@ -37,7 +37,6 @@ _JOIN_SECONDS = 10.0
 NOT_COMPARED = ('Without it a restart compares only names, sizes and the first 64 KiB of the '
                 'files, and the next batch.')
 _LISTED = 5
-_DOCS = 'data.md#the-same-data'
 _TASK = ('DatasetConfig.mixture_or_task_name',)
 log = logging.getLogger(__name__)
 
@@ -164,7 +163,7 @@ class SourceFiles:
           f'The text that this run is trained on has changed since {where} was written:'
           + _lines(changed),
           fix='Bring back the files as they were, or start a new run in another MODEL_DIR.',
-          parameters=_TASK, docs=_DOCS)
+          parameters=_TASK, docs='data.md#changed-source-files')
     if unknown:
       raise DataError(
           f'{len(unknown)} source files have been written or copied since this run began:'
@@ -173,7 +172,7 @@ class SourceFiles:
           fix='Bring back the files with their modification times; cp -a, rsync -a and tar keep '
               f'them.\nIf you are sure that they hold the same bytes, delete {where}: then only '
               'names, sizes and the first 64 KiB are compared.\nOr start a new run in another '
-              'MODEL_DIR.', parameters=_TASK, docs=_DOCS)
+              'MODEL_DIR.', parameters=_TASK, docs='data.md#changed-source-files')
 
   def _compare(self, to_hash: Mapping[tuple[str, str], str],
                before: Mapping[tuple[str, str], SourceFile], changed: list[str]) -> None:
