@@ -18,18 +18,18 @@ class Prompt:
     where: it comes from, 'file:line' or 'TASK, split SPLIT, example 3'.
     inputs: the text.
     targets: what might follow, to be scored; or None.
-    number: of its line in the file, from 0, blank lines counted; None for examples of a task, which
-      are numbered in order.
     tokens, target_tokens: their ids, where the source has them already; else None.
     extra: further fields of a JSON line, which are written beside the result.
+    number: of its line in the file, from 0, blank lines counted; None for examples of a task, which
+      are numbered in order.
   """
   where: str
   inputs: str
   targets: Optional[str] = None
-  number: Optional[int] = None
   tokens: Optional[tuple[int, ...]] = None
   target_tokens: Optional[tuple[int, ...]] = None
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  number: Optional[int] = None
 
 
 class PromptText(Protocol):
