@@ -59,6 +59,10 @@ class DataError(UserError):
   """A task, file or vocabulary that cannot give the batches asked for."""
 
 
+class NoExamplesError(DataError):
+  """A split that does not exist, or has no example."""
+
+
 class CheckpointError(UserError):
   """A checkpoint that cannot be written, or does not hold what is asked of it."""
 

@@ -25,13 +25,15 @@ from t5x_gpu.checkpoint.local_promotion import check_with_local
 from t5x_gpu.checkpoint.local_tier import LocalTier, open_local_tier
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import Saved
+from t5x_gpu.checkpoint.paths import as_path
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
 from t5x_gpu.checkpoint.shared_folder import shared_model_dir
-from t5x_gpu.checkpoint.start import resume_data
+from t5x_gpu.checkpoint.start import open_sources, resume_data
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, import_modules, open_class_names, open_vocabulary)
 from t5x_gpu.data.guarantees import data_line
+from t5x_gpu.data.source_files import SourceFiles
 from t5x_gpu.errors import ConfigError, TrainingError
 from t5x_gpu.metrics import logging_setup, reduce
 from t5x_gpu.metrics.closing import closing_text
@@ -135,14 +137,14 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   # ---- 2. Open the data while XLA compiles ----------------------------------------------------
   import_modules(train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
   open_data = functools.partial(
-      _open_data, model, program, train_dataset_cfg, saved, sample_cfg, total_steps=total_steps,
+      _open_data, model, program, train_dataset_cfg, saved, sample_cfg, start.path or model_dir,
       loss=(train_eval_dataset_cfg, eval_steps, eval_period), keep=checkpoint_cfg.kept,
-      tasks=(infer_eval_dataset_cfg, decoding_cfg, infer_eval_period))
+      total_steps=total_steps, tasks=(infer_eval_dataset_cfg, decoding_cfg, infer_eval_period))
   if dry_run:
     _same_on_hosts(*open_data())
     _say(f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
     return 0
-  train_step, fresh, (data, evaluations) = _compile_while(open_data, program, xla, bool(saved))
+  train_step, fresh, (data, text, evaluations) = _compile_while(open_data, program, xla, saved)
 
   # ---- 3. State: the latest checkpoint, else another run's, else a fresh one -------------------
   checkpointer = open_checkpointer(model_dir, keep=checkpoint_cfg.kept)
@@ -166,7 +168,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
                       tokens_per_step=math.prod(next(iter(program.spec.shapes.values()))),
                       is_main=jax.process_index() == 0, step_done=step_done)
   stop = preemption.StopRequest(before_end_seconds=checkpoint_cfg.stop_before_end_seconds)
-  with checkpointer.files, stop, recorder, checkpointer, local:
+  with checkpointer.files as run, text.kept_in(run.folder), stop, recorder, checkpointer, local:
     for step in range(first_step + 1, total_steps + 1):
       with recorder.timer.input_wait():
         batch = next(data)
@@ -223,9 +225,9 @@ def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
 
 
 def _compile_while(open_data: Callable[[], Any], program: Program,
-                   xla: Optional[xla_flags.Applied], has_state: bool
+                   xla: Optional[xla_flags.Applied], saved: Optional[Saved]
                    ) -> tuple[Callable[..., Any], Optional[TrainState], Any]:
-  """Returns the compiled step, a fresh state unless `has_state`, and what `open_data` returned."""
+  """Returns the compiled step, a fresh state unless `saved`, and what `open_data` returned."""
   with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
     opening = pool.submit(open_data)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
@@ -233,32 +235,34 @@ def _compile_while(open_data: Callable[[], Any], program: Program,
     if opening.done():
       opening.result()  # a mistake in the data is told before the compile, where it is quick
     train_step = lowered.compile(compiler_options=compile_options(program, xla))
-    fresh = None if has_state else program.init()  # compiles, too: better now than after the data
+    fresh = None if saved else program.init()  # compiles, too: better now than after the data
     return train_step, fresh, _same_on_hosts(*opening.result())
 
 
-def _same_on_hosts(data: BatchIterator, evaluations: Evaluations
-                   ) -> tuple[BatchIterator, Evaluations]:
+def _same_on_hosts(data: BatchIterator, text: SourceFiles, evaluations: Evaluations
+                   ) -> tuple[BatchIterator, SourceFiles, Evaluations]:
   """Returns its arguments. Raises DataError, on all processes, if hosts read different data."""
   evaluations.check_same_on_hosts(data)
-  return data, evaluations
+  return data, text, evaluations
 
 
 def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Optional[Saved],
-               sample_cfg: Optional[SampleConfig], keep: Keep, **evaluations: Any
-               ) -> tuple[BatchIterator, Evaluations]:
-  """Returns training data, checked and where `saved` left it, and what evaluates."""
+               sample_cfg: Optional[SampleConfig], folder: str, keep: Keep, **evaluations: Any
+               ) -> tuple[BatchIterator, SourceFiles, Evaluations]:
+  """Returns training data, checked and where `saved` left it, its files, and what evaluates."""
   if sample_cfg is not None:  # raises now rather than after the last step
     prompt = _vocabulary(model, train_cfg).encode(sample_cfg.prompt)
     check_sample(len(prompt), num_tokens=sample_cfg.num_tokens, length=_length(program))
-  if keep.best and keep.metric.startswith(LOSS):
+  needs_loss = bool(keep.best) and keep.metric.startswith(LOSS)
+  if needs_loss:
     keep.value_of(loss_metrics(program))  # a misspelt one is told now, too
   data = batches_for(model, train_cfg, repeat=True)
   _say(data_line(data.describe(), process_count=jax.process_count()))
   program.spec.check(data.peek())
+  text = open_sources(data, as_path(folder), resumed=bool(saved))
   if saved:
     resume_data(data, data_state=saved.data_state, manifest=saved.manifest)
-  return data, open_evaluations(model, program, **evaluations)
+  return data, text, open_evaluations(model, program, loss_required=needs_loss, **evaluations)
 
 
 def _save(saver: AnyCheckpointer | LocalTier, step: int, program: Program, state: TrainState,

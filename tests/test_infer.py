@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import sys
 import types
 
@@ -124,6 +125,19 @@ def test_json_lines_keep_their_fields_and_standard_input_is_read(model_dir, expe
   assert [record.pop('id') for record in got] == ['q0', 'q1']
   assert [record.pop('targets') for record in got] == ['ab', 'ab']
   assert got == expected[:2]
+
+
+def test_blank_lines_are_skipped_and_count_in_the_numbers(model_dir, expected, tmp_path):
+  path, output = tmp_path / 'p.txt', tmp_path / 'answers.jsonl'
+  path.write_text(f'{PROMPTS[0]}\n\n{PROMPTS[1]}\n \n\n{PROMPTS[2]}\n', 'utf-8')
+  command = (model_dir, f'--prompts={path}', f'--output={output}')
+  assert call(*command).code == 0
+  got = [json.loads(line) for line in output.read_text('utf-8').splitlines()]
+  assert got == [{**want, 'number': n} for want, n in zip(expected, (0, 2, 5))]
+  whole = output.read_bytes()
+  os.truncate(output, len(whole) - 3)  # as a kill leaves it
+  assert call(*command).code == 0
+  assert output.read_bytes() == whole
 
 
 def test_likelier_targets_have_higher_scores_and_their_end_counts(model_dir, expected, tmp_path):

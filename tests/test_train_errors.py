@@ -233,3 +233,16 @@ def test_steps_already_done_exit_0_say_so_and_change_nothing(trained):
     assert result.code == 0, result.err
     assert 'is already at step 2; nothing to do up to TRAIN_STEPS = 2' in result.out
   assert listing(trained.folder) == before
+
+
+@pytest.mark.tf
+def test_an_empty_validation_split_is_an_error_only_where_it_is_evaluated(tmp_path):
+  project = Project(tmp_path)  # one text, one hash: all of it goes to the training split
+  (tmp_path / 'a.txt').write_text('the same\n' * 100)
+  macros = {'DATA_MODULE': 't5x_gpu.data.seqio_batches', 'TRAIN_STEPS': 1, 'WARMUP_STEPS': 1,
+            'MIXTURE_OR_TASK_NAME': f'text_lines:{tmp_path}/a.txt'}
+  assert_refused(project, **macros, EVAL_PERIOD=1, says=["has no example in split 'validation'"])
+  result = project.run(**macros)
+  assert result.code == 0, result.err
+  assert "There will be no evaluation: 'text_lines:" in result.err
+  assert project.metrics() and not project.metrics('eval/loss')

@@ -1,6 +1,7 @@
 """What lies beside checkpoints in their folder and says of which model they are."""
 
 from t5x_gpu.checkpoint.paths import AnyPath, is_remote
+from t5x_gpu.data.source_files import NAME as SOURCE_FILES
 
 CONFIG_GIN, MODEL_GIN = 'config.gin', 'model.gin'  # of a run, and of a converted model
 GIN_FILES = (CONFIG_GIN, MODEL_GIN)
@@ -9,7 +10,7 @@ HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
 
 def carry(source: AnyPath, target: AnyPath) -> None:
   """Copies it from one folder to another."""
-  for name in GIN_FILES:
+  for name in (*GIN_FILES, SOURCE_FILES):
     if (source / name).is_file():
       (target / name).write_bytes((source / name).read_bytes())
   names = (source / HF_FOLDER).files() if is_remote(source) else [

@@ -5,6 +5,7 @@ Each process reads the parts of the parameters that its devices hold, whatever m
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -18,12 +19,17 @@ from t5x_gpu.checkpoint.local_tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.params_files import ParamsReader, check_params
+from t5x_gpu.checkpoint.paths import AnyPath
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
 from t5x_gpu.data.batches import BatchIterator, batch_hash
 from t5x_gpu.data.same_data import check_next_batch
+from t5x_gpu.data.source_files import NAME, NOT_COMPARED, SourceFiles
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +106,30 @@ class Start:
                             f'{str(e).splitlines()[0][:300]}',
                             fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
                             parameters=('RestoreConfig.path', 'RestoreConfig.step')) from e
+
+
+def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> SourceFiles:
+  """Returns the files that `data` reads; on process 0 alone, and none for data without files.
+
+  Args:
+    data: of the run.
+    folder: MODEL_DIR, or the checkpoint of another run that this one goes on from.
+    resumed: compare the files with the record in `folder`.
+  Raises:
+    DataError: a file has changed since that record was written, or cannot be read.
+  """
+  if not hasattr(data, 'source_files') or not is_main_process():
+    return SourceFiles({})
+  files = data.source_files()
+  if resumed and files.files:
+    path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
+    try:
+      files.check(path.read_bytes(), where=str(path))
+    except FileNotFoundError:
+      _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
+    except OSError as e:
+      _log.warning('%s cannot be read: %s. %s', path, e.strerror, NOT_COMPARED)
+  return files
 
 
 def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:

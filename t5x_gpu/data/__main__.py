@@ -20,7 +20,7 @@ from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data import features, row_facts
 from t5x_gpu.data.batches import (
-    PREPARED, Batch, BatchSpec, DatasetConfig, open_batches, open_vocabulary)
+    PREPARED, Batch, BatchSpec, DatasetConfig, open_batches, open_task_names, open_vocabulary)
 from t5x_gpu.data.prepared_index import Index, check_shards, read_index
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import logging_setup
@@ -116,9 +116,14 @@ def _rows(data: _Data, batches: Iterator[Batch], number: int) -> Iterator[dict[s
 
 
 def _facts(data: _Data, num_rows: int) -> tuple[row_facts.RowFacts, Mapping[str, Any]]:
-  """Returns the sums over the first rows of one pass, and what the batches say of themselves."""
+  """Returns the sums over the first rows, and what the batches say of themselves.
+
+  A task is read once. A mixture is read as in training, where small tasks start over: one pass over
+  it would end with its smallest task.
+  """
   facts = row_facts.RowFacts()
-  with contextlib.closing(data.batches(repeat=False)) as batches:
+  is_mixture = len(open_task_names(data.config)) > 1
+  with contextlib.closing(data.batches(repeat=is_mixture)) as batches:
     for row in _rows(data, batches, num_rows):
       facts.add(row)
     return facts, batches.describe()

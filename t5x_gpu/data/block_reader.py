@@ -38,6 +38,7 @@ class BlockReader:
     chosen: the columns are the user's choice, and thereby part of what the data is.
 
   Attributes:
+    form: of the files.
     damage: what was met of it.
     problem: the DataError that stopped the reading: TensorFlow can only carry text out of its
       threads, so the iterator looks here when tf.data fails.
@@ -45,7 +46,7 @@ class BlockReader:
 
   def __init__(self, form: FileForm, *, columns: Mapping[str, str], num_files: int,
                chosen: bool = False):
-    self._form = form
+    self.form = form
     self.columns = dict(columns)
     self.chosen = chosen
     self.damage = Damage(num_files)
@@ -112,7 +113,7 @@ class BlockReader:
   def _blocks(self, path: str, number: int) -> Iterator[_Block]:
     """Yields the blocks of a file from `number` on."""
     at = number * ROWS_PER_BLOCK
-    rows = self._form.rows(path, list(self.columns.values()), at)
+    rows = self.form.rows(path, list(self.columns.values()), at)
     while True:
       good: list[tuple[bytes, ...]] = []
       damaged: list[DataError] = []
@@ -124,7 +125,7 @@ class BlockReader:
           row = next(rows, rows)
         except _BROKEN as e:
           raise DataError(
-              f'{path} cannot be read on after record {at} as {self._form.name}: {e}.',
+              f'{path} cannot be read on after record {at} as {self.form.name}: {e}.',
               fix='How much is lost cannot be known, so max_corrupt_fraction does not cover it: '
                   'get the file anew, or leave it out of the pattern.') from e
         if row is rows:

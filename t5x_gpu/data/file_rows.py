@@ -38,10 +38,12 @@ class FileForm:
     name: 'csv', 'parquet', ...
     columns: path -> names of its columns.
     rows: (path, names of columns, rows to pass over) -> the rows after these.
+    errors: 'replace' if bytes that are not UTF-8 become U+FFFD, as in `bytes.decode`.
   """
   name: str
   columns: Callable[[str], Sequence[str]]
   rows: Callable[[str, Sequence[str], int], Iterator[Row]]
+  errors: str = 'strict'
 
 
 def open_stream(path: str) -> BinaryIO:
@@ -75,14 +77,24 @@ def open_text(path: str) -> BinaryIO:
   return f
 
 
-def has_mark(path: str) -> bool:
-  """Returns whether a file that is not compressed begins with UTF-8's byte order mark.
+def head(path: str) -> tuple[bool, bool]:
+  """Returns whether a file that is not compressed begins with UTF-8's byte order mark, and whether
+  its first MiB has carriage returns.
 
   Raises:
-    DataError: with that of another encoding.
+    DataError: it begins with the mark of another encoding, or cannot be read.
   """
   with open_text(path) as f:
-    return f.tell() > 0
+    return f.tell() > 0, b'\r' in f.peek()
+
+
+def not_utf8(where: str, reason: UnicodeDecodeError) -> DataError:
+  """Returns the error for text that is not UTF-8."""
+  return DataError(
+      f'{where} has bytes that are not UTF-8: {reason}.',
+      fix='Convert the file (iconv -f LATIN1 -t UTF-8 FILE > NEW_FILE), or replace such bytes by '
+          'U+FFFD: text_files:PATTERN#errors=replace, text_lines:PATTERN#errors=replace.',
+      parameters=NAME, docs='tasks.md#damaged-input')
 
 
 def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], where: str) -> Row:

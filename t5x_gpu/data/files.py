@@ -1,6 +1,5 @@
 """Finding and judging the files that documents come from: names, bytes and JSON, no TF."""
 
-import glob
 import hashlib
 import json
 import logging
@@ -9,6 +8,7 @@ import sysconfig
 from collections.abc import Sequence
 from typing import Any
 
+from t5x_gpu.data.file_patterns import find_files, unreadable
 from t5x_gpu.data.file_rows import open_text
 from t5x_gpu.errors import DataError
 
@@ -30,8 +30,11 @@ def fingerprint(files: Sequence[str]) -> dict[str, Any]:
     size = os.path.getsize(path)
     total += size
     digest.update(f'{os.path.relpath(path, root)}\0{size}\0'.encode())
-    with open(path, 'rb') as f:
-      digest.update(f.read(_HEAD_BYTES))
+    try:
+      with open(path, 'rb') as f:
+        digest.update(f.read(_HEAD_BYTES))
+    except OSError as e:
+      raise unreadable(path, e) from e
   return {'files': len(files), 'bytes': total, 'hash': digest.hexdigest()[:16]}
 
 
@@ -114,12 +117,12 @@ def matching_files(pattern: str) -> list[str]:
   """Returns the sorted files that match `pattern`: `**` goes into folders, a folder is all in it.
 
   Raises:
-    DataError: no file matches, or all that match are empty.
+    DataError: no file matches, all that match are empty, or one cannot be read.
   """
   expanded = os.path.expanduser(pattern)
   if os.path.isdir(expanded):
     expanded = os.path.join(expanded, '**')
-  files = sorted(p for p in glob.glob(expanded, recursive=True) if os.path.isfile(p))
+  files = find_files(expanded)
   if not files:
     folder = expanded
     while folder and not os.path.isdir(folder):

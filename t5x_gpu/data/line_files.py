@@ -7,31 +7,76 @@ import csv
 import functools
 import io
 import itertools
+import logging
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Optional
 
 from t5x_gpu.data import files as files_lib
 from t5x_gpu.data import tables
-from t5x_gpu.data.file_rows import COMPRESSED, FileForm, Row, checked_row, open_stream, open_text
+from t5x_gpu.data.file_rows import (
+    COMPRESSED, FileForm, Row, checked_row, not_utf8, open_stream, open_text)
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
 
 _MAX_FIELD = 10_000_000  # of csv; Python's own limit is 128 kB
 # A file is read in spans of this many lines (about 2.5 kB of source code): streaming, little state.
 LINES_PER_SPAN = 64
+_NAMED_LINES = 3  # of a file
+log = logging.getLogger(__name__)
 
 
-def _line_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
+def _line_rows(path: str, columns: Sequence[str], skip: int,
+               repaired: Optional[Callable[..., Iterator[bytes]]] = None) -> Iterator[Row]:
   with open_text(path) as f:
-    for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
+    lines: Iterator[bytes] = itertools.islice(f, skip, None)
+    if repaired is not None:
+      lines = repaired(lines, path=path, first=skip + 1)
+    for number, line in enumerate(lines, skip + 1):
       yield checked_row([line.rstrip(b'\r\n')], columns=columns, where=f'{path}:{number}')
 
 
-def _span_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
+def _utf8_lines(lines: Iterable[bytes], *, path: str, first: int) -> Iterator[bytes]:
+  for number, line in enumerate(lines, first):
+    try:
+      line.decode()
+    except UnicodeDecodeError as e:
+      raise not_utf8(f'{path}:{number}', e) from e
+    yield line
+
+
+class _Repaired:
+  """Lines with U+FFFD in place of bytes that are not UTF-8; the log counts them, once per file."""
+
+  def __init__(self):
+    self._named: set[tuple[str, int]] = set()
+    self._finished: set[str] = set()
+
+  def __call__(self, lines: Iterable[bytes], *, path: str, first: int) -> Iterator[bytes]:
+    count = number = 0
+    for number, line in enumerate(lines, first):
+      try:
+        line.decode()
+      except UnicodeDecodeError as e:
+        line = line.decode(errors='replace').encode()
+        count += 1
+        if count <= _NAMED_LINES and (path, number) not in self._named:
+          self._named.add((path, number))
+          log.warning('%s:%d has bytes that are not UTF-8 (%s), replaced by U+FFFD', path, number,
+                      e.reason)
+      yield line
+    if count and path not in self._finished:
+      self._finished.add(path)
+      log.warning('%s: %d of the lines %d to %d had bytes that are not UTF-8, replaced by U+FFFD',
+                  path, count, first, number)
+
+
+def _span_rows(path: str, columns: Sequence[str], skip: int,
+               checked: Callable[..., Iterator[bytes]] = _utf8_lines) -> Iterator[Row]:
   """Yields (64 lines, b'' or what marks the last span of the file)."""
+  first = skip * LINES_PER_SPAN
   with open_text(path) as f:
-    lines = itertools.islice(f, skip * LINES_PER_SPAN, None)
+    lines = checked(itertools.islice(f, first, None), path=path, first=first + 1)
     span = b''.join(itertools.islice(lines, LINES_PER_SPAN))
     while span:
       following = b''.join(itertools.islice(lines, LINES_PER_SPAN))
@@ -59,8 +104,8 @@ def _pair_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
   with open_text(path) as f:
     for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
       try:
-        yield tuple(tables.pair_fields(line.rstrip(b'\r\n'), where=f'{path}:{number}')) if (
-            line.strip()) else None
+        yield checked_row(tables.pair_fields(line.rstrip(b'\r\n'), where=f'{path}:{number}'),
+                          columns=columns, where=f'{path}:{number}') if line.strip() else None
       except DataError as e:
         yield e
 
@@ -224,6 +269,11 @@ def _tfrecord_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row
 
 LINES = FileForm('text_lines', lambda path: ['text'], _line_rows)
 SPANS = FileForm('text_files', lambda path: ['text'], _span_rows)
+REPAIRED_LINES, REPAIRED_SPANS = (
+    FileForm('text_lines', lambda path: ['text'],
+             functools.partial(_line_rows, repaired=_Repaired()), errors='replace'),
+    FileForm('text_files', lambda path: ['text'],
+             functools.partial(_span_rows, checked=_Repaired()), errors='replace'))
 PAIRS = FileForm('text_pairs', lambda path: ['inputs', 'targets'], _pair_rows)
 JSON_LINES = FileForm('jsonl', files_lib.json_keys, _json_rows)
 CSV, TSV = (FileForm(form, functools.partial(_header, form=form),

@@ -18,7 +18,7 @@ from typing import Any, Optional
 from t5x_gpu.config.json_schema import (
     Also, Fields, ListOf, MapOf, Nullable, Number, Text, Whole, parse_json, read_bytes)
 from t5x_gpu.data.damage import Records
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, NoExamplesError
 
 FORMAT = 1
 INDEX, UNFINISHED = 'index.json', '.unfinished'
@@ -232,7 +232,7 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
     splits = sorted(p.parent.name for p in folder.glob(f'*/{INDEX}'))
     have = f'it has {", ".join(map(repr, splits))}' if splits else (
         'nothing is prepared there' if folder.is_dir() else 'there is no such folder')
-    raise DataError(
+    raise NoExamplesError(
         f'{folder} (looked from {os.getcwd()}) has no prepared split {split!r}: {have}.',
         fix=f'Prepare it: {fix}' + (
             '\nA run that does not evaluate sets train.train_eval_dataset_cfg = None.'

@@ -20,6 +20,8 @@ class Prompt:
     targets: what might follow, to be scored; or None.
     tokens, target_tokens: their ids, where the source has them already; else None.
     extra: further fields of a JSON line, which are written beside the result.
+    number: of its line in the file, from 0, blank lines counted; None for examples of a task, which
+      are numbered in order.
   """
   where: str
   inputs: str
@@ -27,6 +29,7 @@ class Prompt:
   tokens: Optional[tuple[int, ...]] = None
   target_tokens: Optional[tuple[int, ...]] = None
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  number: Optional[int] = None
 
 
 class PromptText(Protocol):
@@ -61,8 +64,8 @@ class PromptText(Protocol):
 def read_prompts(path: str) -> list[Prompt]:
   """Returns the prompts of a file: one JSON object per line in .jsonl, else one text per line.
 
-  A JSON object has text under 'inputs', and under 'targets' if that is to be scored. Lines that are
-  blank are left out.
+  A JSON object has text under 'inputs', and under 'targets' if that is to be scored. Blank lines
+  are skipped; they count in the numbers of the prompts.
 
   Raises:
     DataError: no such file, nothing in it, or a line (named file:line) that is not what it should.
@@ -92,7 +95,8 @@ def parse_prompts(lines: Sequence[bytes], *, name: str, is_json: Optional[bool])
                     fix='Write one prompt per line: a text, or in .jsonl {"inputs": "a text"}.')
   if is_json is None:
     is_json = numbered[0][1].lstrip().startswith(b'{')
-  return [(_from_json if is_json else _from_text)(line, f'{name}:{number}')
+  parse = _from_json if is_json else _from_text
+  return [dataclasses.replace(parse(line, f'{name}:{number}'), number=number - 1)
           for number, line in numbered]
 
 

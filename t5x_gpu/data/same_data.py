@@ -2,7 +2,7 @@
 
 Two questions, in this order. The facts of the data, which every iterator writes into its state:
 task, files, vocabulary, lengths, seed, rates. Then the hash of the next batch, which sees what
-facts cannot: the code of a preprocessor, a library, text beyond what fingerprints of files cover.
+facts cannot: the code of a preprocessor, a library. Changed files are found by source_files.py.
 """
 
 import importlib.metadata
@@ -86,7 +86,8 @@ def check_next_batch(*, saved_hash: str, hash_now: str, saved: Mapping[str, Any]
     text = 'What differs of what is recorded:\n  ' + '\n  '.join(found)
   else:
     text = ('Nothing that is recorded differs. So the code of the task has changed (its '
-            'preprocessors, its source), or text beyond the first 64 KiB of a file.')
+            'preprocessors, its source); or, where MODEL_DIR has no source_files.json, text beyond '
+            'the first 64 KiB of a file.')
   raise DataError(
       f'The next batch is not the one that this run would have taken (hash {hash_now}, the '
       f'checkpoint says {saved_hash}), though {", ".join(agree) or "all that is compared"} agree: '

@@ -8,7 +8,7 @@ depend on how many hosts there are; each host pays for reading all of it.
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -23,6 +23,7 @@ from t5x_gpu.data.feature_converters import model_rows
 from t5x_gpu.data.guarantees import STREAMING
 from t5x_gpu.data.iterator_state import bytes_to_iterator, iterator_to_bytes
 from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
+from t5x_gpu.data.source_files import SourceFiles
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import (
     TextVocabulary, named_vocabulary, text_vocabulary, vocabulary_fingerprint)
@@ -46,7 +47,8 @@ class SeqioBatches:
 
   def __init__(self, make_dataset: Callable[[], tf.data.Dataset], *, name: str, spec: BatchSpec,
                fingerprint: Mapping[str, Any], problem: Callable[[], Optional[DataError]],
-               pad_last: bool, file_facts: Callable[[], Facts] = dict):
+               pad_last: bool, file_facts: Callable[[], Facts] = dict,
+               paths: Callable[[], Mapping[str, Sequence[str]]] = dict):
     self._make_dataset = make_dataset
     self.file_facts = file_facts  # of the source files, to compare them between hosts
     self._name = name
@@ -54,6 +56,7 @@ class SeqioBatches:
     self._fingerprint = dict(fingerprint)
     self._problem = problem
     self._pad_last = pad_last
+    self._paths = paths
     self._start()
 
   def _start(self) -> None:
@@ -164,6 +167,10 @@ class SeqioBatches:
     return {'mixture_or_task_name': self._name, **self._fingerprint,
             LIBRARIES: versions(_PACKAGES), 'guarantee': STREAMING}
 
+  def source_files(self) -> SourceFiles:
+    """Returns the files that the text comes from, as they are now."""
+    return SourceFiles(self._paths(), stat_remote=sources.remote_file)
+
   def close(self) -> None:
     """Drops the tf.data pipeline and its threads."""
     self._iterator = None
@@ -226,6 +233,18 @@ def _file_facts(task: task_lookup.TaskOrMixture, split: str) -> Facts:
   return found
 
 
+def _paths(task: task_lookup.TaskOrMixture, config: DatasetConfig) -> dict[str, list[str]]:
+  """Returns task -> files that its examples are read from: SeqIO's cache, or its source."""
+  found = {}
+  for subtask in seqio.get_subtasks(task):
+    if config.use_cached and subtask.cache_dir:
+      prefix = seqio.utils.get_cached_tfrecord_prefix(subtask.cache_dir, config.split)
+      found[subtask.name] = sorted(tf.io.gfile.glob(f'{prefix}*'))
+    elif config.split in subtask.splits:
+      found[subtask.name] = sources.source_paths(subtask.source, split=config.split)
+  return found
+
+
 def _dataset(task: task_lookup.TaskOrMixture, config: DatasetConfig, *,
              converter: seqio.FeatureConverter, feature_converter: str, repeat: bool
              ) -> tf.data.Dataset:
@@ -279,7 +298,8 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
       name=config.mixture_or_task_name, spec=spec,
       fingerprint=_fingerprint(task, config, feature_converter=feature_converter, repeat=repeat),
       problem=problem, pad_last=not repeat,
-      file_facts=functools.partial(_file_facts, task, config.split))
+      file_facts=functools.partial(_file_facts, task, config.split),
+      paths=functools.partial(_paths, task, config))
   try:
     batches.peek()
   except BaseException:

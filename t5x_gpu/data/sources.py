@@ -16,7 +16,9 @@ from t5x_gpu.data import files as files_lib
 from t5x_gpu.data import same_on_hosts
 from t5x_gpu.data.block_reader import BlockReader
 from t5x_gpu.data.damage import Records
+from t5x_gpu.data.file_rows import not_utf8
 from t5x_gpu.data.line_files import LINES_PER_SPAN
+from t5x_gpu.data.source_files import SourceFile
 from t5x_gpu.data.tables import LabelledTexts
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
@@ -26,6 +28,8 @@ from t5x_gpu.runtime.agreement import Facts
 FILES_AT_ONCE = 32
 # Rows of a table among which the next is drawn: their numbers are part of the saved state.
 SHUFFLED_ROWS = 65536
+# Matches exactly what `bytes.decode` accepts: RE2 knows no surrogates and no overlong forms.
+_UTF8 = r'[\x{0}-\x{d7ff}\x{e000}-\x{10ffff}]*'
 
 Reader = Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
 
@@ -72,12 +76,19 @@ class DocumentSource(seqio.DataSource):
     facts = files_lib.fingerprint(self.list_shards(split))
     if isinstance(self._reader, BlockReader) and self._reader.chosen:
       facts['columns'] = dict(self._reader.columns)
+    if isinstance(self._reader, BlockReader) and self._reader.form.errors != 'strict':
+      facts['errors'] = self._reader.form.errors
     return facts
 
   @property
   def block_reader(self) -> Optional[BlockReader]:
     """What reads the files, if it counts their damage."""
     return self._reader if isinstance(self._reader, BlockReader) else None
+
+  @property
+  def problem(self) -> Optional[DataError]:
+    """What stopped the reader, if it says so."""
+    return getattr(self._reader, 'problem', None)
 
 
 class HashSplitSource(seqio.DataSource):
@@ -111,6 +122,11 @@ class HashSplitSource(seqio.DataSource):
   def block_reader(self) -> Optional[BlockReader]:
     """What reads the files, if it counts their damage."""
     return self._documents.block_reader
+
+  @property
+  def problem(self) -> Optional[DataError]:
+    """What stopped the reader, if it says so."""
+    return self._documents.problem
 
 
 def _is_validation(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
@@ -152,10 +168,24 @@ def file_facts(source: seqio.DataSource, *, split: str) -> Facts:
   return {'source': (text, text)}
 
 
+def source_paths(source: seqio.DataSource, *, split: str) -> list[str]:
+  """Returns the files that `split` is read from; none where its fingerprint covers all of them."""
+  if not isinstance(source, (DocumentSource, HashSplitSource, seqio.FileDataSource,
+                             seqio.TfdsDataSource)):
+    return []
+  return [path for path in map(os.fspath, source.list_shards(split))
+          if '://' in path or os.path.isfile(path)]
+
+
+def remote_file(path: str) -> SourceFile:
+  """Returns size and modification time of an object in remote storage."""
+  stat = tf.io.gfile.stat(path)
+  return SourceFile(stat.length, stat.mtime_nsec)
+
+
 def reading_problem(source: seqio.DataSource) -> Optional[DataError]:
   """Returns the DataError that a reader of `source` met inside tf.data, if it did."""
-  reader = getattr(source, 'block_reader', None)
-  return reader.problem if reader is not None else None
+  return getattr(source, 'problem', None)
 
 
 def allow_damage(source: seqio.DataSource, max_corrupt_fraction: float) -> bool:
@@ -178,11 +208,54 @@ def records_read(source: seqio.DataSource) -> Records:
   return Records() if reader is None else reader.damage.records
 
 
-def read_spans(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
+class Utf8Reader:
+  """A reader for `DocumentSource` that refuses text that is not UTF-8.
+
+  A tokenizer would turn such bytes into U+FFFD without a word.
+
+  Args:
+    read: `read_spans` or `read_lines`.
+
+  Attributes:
+    problem: the DataError that stopped the reading; see `BlockReader`.
+  """
+
+  def __init__(self, read: Callable[..., tf.data.Dataset]):
+    self._read = read
+    self.problem: Optional[DataError] = None
+
+  def __call__(self, path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
+    def checked(text: tf.Tensor) -> tf.Tensor:
+      return tf.cond(tf.strings.regex_full_match(text, _UTF8), lambda: text, refuse)
+
+    def refuse() -> tf.Tensor:
+      never = tf.numpy_function(self._refuse, [path], tf.string, stateful=False)
+      return tf.ensure_shape(never, [])
+    return self._read(path, file_number, checked=checked)
+
+  def _refuse(self, path: bytes) -> bytes:
+    """Raises DataError for the first line of the file that is not UTF-8."""
+    name = path.decode('utf-8', 'surrogateescape')
+    with open(name, 'rb') as f:
+      for number, line in enumerate(f, 1):
+        try:
+          line.decode()
+        except UnicodeDecodeError as e:
+          self.problem = not_utf8(f'{name}:{number}', e)
+          raise self.problem from e
+    raise DataError(f'{name} has changed while it was read.', fix='Start again.')
+
+
+def _unchecked(text: tf.Tensor) -> tf.Tensor:
+  return text
+
+
+def read_spans(path: tf.Tensor, file_number: tf.Tensor,
+               checked: Callable[[tf.Tensor], tf.Tensor] = _unchecked) -> tf.data.Dataset:
   """Yields {'targets': up to 64 lines of the file, 'document_end': is it its last span}."""
   del file_number
   lines = tf.data.TextLineDataset(path).map(lambda line: line + '\n')
-  spans = lines.batch(LINES_PER_SPAN).map(tf.strings.reduce_join)
+  spans = lines.batch(LINES_PER_SPAN).map(lambda some: checked(tf.strings.reduce_join(some)))
   nothing = tf.constant('')
   # One behind: whether a span is the last is known from what follows it.
   return spans.concatenate(tf.data.Dataset.from_tensors(nothing)).scan(
@@ -190,12 +263,13 @@ def read_spans(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
           'targets': span, 'document_end': tf.strings.length(following) == 0})).skip(1)
 
 
-def read_lines(path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
+def read_lines(path: tf.Tensor, file_number: tf.Tensor,
+               checked: Callable[[tf.Tensor], tf.Tensor] = _unchecked) -> tf.data.Dataset:
   """Yields {'targets': line, 'document_end': True} for each line that is not blank."""
   del file_number
   lines = tf.data.TextLineDataset(path).filter(
       lambda line: tf.strings.length(tf.strings.strip(line)) > 0)
-  return lines.map(lambda line: {'targets': line, 'document_end': True})
+  return lines.map(lambda line: {'targets': checked(line), 'document_end': True})
 
 
 class LabelledSource(seqio.DataSource):

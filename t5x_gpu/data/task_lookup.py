@@ -12,7 +12,7 @@ from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import (
     ClassVocabulary, end_id, named_vocabulary, num_ids, vocabulary_name)
-from t5x_gpu.errors import ConfigError, DataError, did_you_mean, first_line
+from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, did_you_mean, first_line
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
@@ -121,10 +121,10 @@ def _registered(name: str) -> TaskOrMixture:
 
 
 def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
-  """Raises DataError unless `task` has the split."""
+  """Raises NoExamplesError unless `task` has the split."""
   splits = sorted(task.splits)
   if config.split not in splits:
-    raise DataError(
+    raise NoExamplesError(
         f'{config.mixture_or_task_name!r} has no split {config.split!r}.'
         + did_you_mean(config.split, splits)
         + f' It has {", ".join(repr(split) for split in splits) or "none"}.',
@@ -227,7 +227,7 @@ def check_not_empty(task: TaskOrMixture, config: DatasetConfig, *,
         fix=_reading_fix(task), parameters=(_NAME,))
   if not found:
     splits = ', '.join(repr(split) for split in sorted(task.splits))
-    raise DataError(
+    raise NoExamplesError(
         f'{config.mixture_or_task_name!r} has no example in split {config.split!r} '
         f'(its splits: {splits}).',
         fix='Set DatasetConfig.split to one with data, or give the task more text: where a hash '

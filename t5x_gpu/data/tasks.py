@@ -3,7 +3,7 @@
   python_source        the running interpreter's standard library: real text, on every machine
   wmt_ende             WMT English-German as Tensor2Tensor cut it, through TFDS
   text_files:PATTERN   a document per file, line breaks kept
-  text_lines:PATTERN   a document per line
+  text_lines:PATTERN   a document per line; both take #errors=replace for text that is not UTF-8
   jsonl:PATTERN        a JSON object per line: 'text', or 'inputs' and 'targets'
   csv:PATTERN, ...     columns of tables: see table_tasks
   text_pairs:PATTERN   .tsv with inputs, a tab and targets per line, or .jsonl with these keys
@@ -14,6 +14,7 @@ text (of each span of 64 lines in `text_files`) puts about 1 in 20 into the vali
 """
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
@@ -21,17 +22,19 @@ from typing import Optional
 from t5x_gpu.data import files as files_lib
 from t5x_gpu.data import sources, tables
 from t5x_gpu.data.block_reader import DOCUMENT_END, BlockReader
-from t5x_gpu.data.file_rows import COMPRESSED, FileForm, has_mark, pattern_and_columns
-from t5x_gpu.data.line_files import JSON_LINES, LINES, PAIRS, SPANS
+from t5x_gpu.data.file_rows import COMPRESSED, FileForm, head, pattern_and_columns
+from t5x_gpu.data.line_files import (
+    JSON_LINES, LINES, PAIRS, REPAIRED_LINES, REPAIRED_SPANS, SPANS)
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import named_vocabulary
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, did_you_mean
 
 # Examples in the shuffle buffer, which is part of the saved state: 1000 x 256 tokens are 1 MB
 # before compression.
 SHUFFLE_BUFFER = 1000
 # T5X's name for the same data -> ours, used where no module has registered T5X's own.
 ALIASES = {'wmt_t2t_ende_v003': 'wmt_ende'}
+log = logging.getLogger(__name__)
 
 
 def chunk_documents(dataset: tf.data.Dataset, sequence_length: Optional[Mapping[str, int]],
@@ -74,8 +77,8 @@ _SUPERVISED_PREPROCESSORS = (
 
 seqio.TaskRegistry.add(
     'python_source',
-    source=sources.DocumentSource(files_lib.standard_library_files, reader=sources.read_spans,
-                                  splits=('train', 'validation')),
+    source=sources.DocumentSource(files_lib.standard_library_files, reader=sources.Utf8Reader(
+        sources.read_spans), splits=('train', 'validation')),
     preprocessors=_LM_PREPROCESSORS,
     output_features=_features(named_vocabulary('byte'), ['targets']),
     shuffle_buffer_size=SHUFFLE_BUFFER)
@@ -89,22 +92,43 @@ def text_task(name: str, source: seqio.DataSource) -> seqio.Task:
                     shuffle_buffer_size=SHUFFLE_BUFFER)
 
 
-def _texts(name: str, pattern: str, *, plain: sources.Reader, form: FileForm) -> seqio.Task:
+def _texts(name: str, spelled: str, *, plain: sources.Reader, form: FileForm, repaired: FileForm
+           ) -> seqio.Task:
+  pattern, errors = _pattern_and_errors(spelled)
   files = files_lib.matching_files(pattern)
-  if any([path.endswith(COMPRESSED) or has_mark(path) for path in files]):  # looks at all of them
-    columns = {'targets': 'text', **({DOCUMENT_END: 'end'} if form is SPANS else {})}
-    plain = BlockReader(form, columns=columns, num_files=len(files))
+  heads = [(True, False) if path.endswith(COMPRESSED) else head(path) for path in files]
+  if errors == 'replace' or any(is_marked for is_marked, _ in heads):
+    columns = {'targets': 'text', **({DOCUMENT_END: 'end'} if name == 'text_files' else {})}
+    plain = BlockReader(repaired if errors == 'replace' else form, columns=columns,
+                        num_files=len(files))
+  elif with_returns := [path for path, (_, has_returns) in zip(files, heads) if has_returns]:
+    log.warning('%d of %d files have carriage returns (\\r), which are left out of the text: %s',
+                len(with_returns), len(files), ', '.join(with_returns[:3]))
   return text_task(name, sources.HashSplitSource(files, reader=plain))
+
+
+def _pattern_and_errors(spelled: str) -> tuple[str, str]:
+  """Returns the pattern, and 'replace' if #errors=replace is behind it, else 'strict'."""
+  pattern, mark, errors = spelled.rpartition('#errors=')
+  if not mark:
+    return spelled, 'strict'
+  if errors not in ('strict', 'replace'):
+    raise DataError(f'#errors={errors} is not known.' + did_you_mean(errors, ('strict', 'replace')),
+                    fix='Write #errors=replace, or nothing (strict).',
+                    parameters=('DatasetConfig.mixture_or_task_name',))
+  return pattern, errors
 
 
 def text_files(pattern: str) -> seqio.Task:
   """Returns a task with a document per file. Raises DataError if no file matches."""
-  return _texts('text_files', pattern, plain=sources.read_spans, form=SPANS)
+  return _texts('text_files', pattern, plain=sources.Utf8Reader(sources.read_spans), form=SPANS,
+                repaired=REPAIRED_SPANS)
 
 
 def text_lines(pattern: str) -> seqio.Task:
   """Returns a task with a document per non-blank line. Raises DataError if no file matches."""
-  return _texts('text_lines', pattern, plain=sources.read_lines, form=LINES)
+  return _texts('text_lines', pattern, plain=sources.Utf8Reader(sources.read_lines), form=LINES,
+                repaired=REPAIRED_LINES)
 
 
 def jsonl(pattern: str) -> seqio.Task:

@@ -11,7 +11,7 @@ import numpy as np
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, EvaluatedTask, ModelOutputs, open_batches, open_evaluated_tasks)
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
-from t5x_gpu.errors import ConfigError, DataError
+from t5x_gpu.errors import ConfigError, DataError, NoExamplesError
 from t5x_gpu.metrics import classification, reduce
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.generation import Generator
@@ -227,14 +227,17 @@ def batches_for(model: Any, dataset: DatasetConfig, *, repeat: bool) -> BatchIte
 
 def open_evaluations(model: Any, program: Program, *, total_steps: int,
                      loss: tuple[Optional[DatasetConfig], Optional[int], Optional[int]],
-                     tasks: tuple[Optional[DatasetConfig], Optional[DecodingConfig], Optional[int]]
-                     ) -> Evaluations:
+                     tasks: tuple[Optional[DatasetConfig], Optional[DecodingConfig],
+                                  Optional[int]],
+                     loss_required: bool = False) -> Evaluations:
   """Returns the evaluations of a training run; opens their data.
 
   Args:
     model, program, total_steps: of the run.
     loss: what on (None for nothing), how many batches, and the steps between two of them.
     tasks: what on (None for nothing), how predictions are written, and the steps between.
+    loss_required: the run needs the loss. Otherwise, and without a period of its own, a split
+      without an example is no error: the run trains, and evaluates nothing.
   Raises:
     ConfigError, DataError: batches that the mesh cannot split; see also `open_batches` and
       `open_task_evaluator`.
@@ -244,11 +247,24 @@ def open_evaluations(model: Any, program: Program, *, total_steps: int,
   evaluator = task_evaluator = None
   if dataset is not None:
     _check_eval_batch(dataset.batch_size, program)
-    evaluator = Evaluator(program, batches_for(model, dataset, repeat=False), num_batches)
+    evaluator = _open_evaluator(model, program, dataset, num_batches,
+                                required=loss_period is not None or loss_required)
   if tasks_dataset is not None:
     task_evaluator = open_task_evaluator(model, program, tasks_dataset, decoding=decoding)
   return Evaluations(program, total_steps=total_steps, loss=(evaluator, loss_period),
                      tasks=(task_evaluator, tasks_period))
+
+
+def _open_evaluator(model: Any, program: Program, dataset: DatasetConfig,
+                    num_batches: Optional[int], *, required: bool) -> Optional[Evaluator]:
+  """Returns what measures the loss on `dataset`; None, with a warning, if it has no example."""
+  try:
+    return Evaluator(program, batches_for(model, dataset, repeat=False), num_batches)
+  except NoExamplesError as e:
+    if required:
+      raise
+    _log.warning('There will be no evaluation: %s', e.what)
+    return None
 
 
 def _check_eval_batch(batch_size: int, program: Program) -> None:

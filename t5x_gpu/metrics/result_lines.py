@@ -3,7 +3,7 @@
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.config.json_schema import parse_json, read_json
@@ -22,6 +22,7 @@ class ResultLines:
   Args:
     path: of the file; its folder is made.
     facts: JSON-ready, what the results depend on.
+    numbers: of the prompts, in order.
     overwrite: begin anew.
   Attributes:
     num_done: prompts that the file already had.
@@ -30,7 +31,8 @@ class ResultLines:
     DataError: a line in the middle is no result.
   """
 
-  def __init__(self, path: str, *, facts: Mapping[str, Any], overwrite: bool = False):
+  def __init__(self, path: str, *, facts: Mapping[str, Any], numbers: Sequence[int],
+               overwrite: bool = False):
     self.path = pathlib.Path(path).expanduser()
     self._facts_path = self.path.with_name(self.path.name + FACTS)
     try:
@@ -38,14 +40,14 @@ class ResultLines:
       if overwrite:
         self.path.unlink(missing_ok=True)
         self._facts_path.unlink(missing_ok=True)
-      self.num_done = self._num_done(facts)
+      self.num_done = self._num_done(facts, numbers)
       self._facts_path.write_text(json.dumps(facts, indent=1) + '\n', 'utf-8')
       self._file = open(self.path, 'ab')
     except OSError as e:
       raise ConfigError(f'--output={path} cannot be written: {e.strerror}.',
                         fix='Give a file in a folder that you may write to.') from e
 
-  def _num_done(self, facts: Mapping[str, Any]) -> int:
+  def _num_done(self, facts: Mapping[str, Any], numbers: Sequence[int]) -> int:
     """Returns how many results the file has, after removing a torn last line."""
     if not self.path.exists() or not self.path.stat().st_size:
       return 0
@@ -55,9 +57,10 @@ class ResultLines:
       for line in f:
         if not line.endswith(b'\n'):
           break
-        if _number(line) != num_done:
+        expected = numbers[num_done] if num_done < len(numbers) else 'none'
+        if _number(line) != expected:
           raise DataError(
-              f'{self.path}:{num_done + 1} is not the result of prompt {num_done}: the line begins '
+              f'{self.path}:{num_done + 1} is not the result of prompt {expected}: the line begins '
               f'{line[:60]!r}.', fix='Mend or remove the file, or begin anew with --overwrite.')
         num_done, whole_bytes = num_done + 1, whole_bytes + len(line)
       f.truncate(whole_bytes)

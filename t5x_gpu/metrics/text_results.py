@@ -72,6 +72,7 @@ def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bo
     DataError: a prompt that does not fit, or has a field that its result has.
   """
   _check_fields(prompts, _SCORED if score else _WRITTEN)
+  numbers = [i if prompt.number is None else prompt.number for i, prompt in enumerate(prompts)]
   tokens = [job.tokens(prompt) for prompt in prompts]
   targets = [job.target_tokens(prompt) for prompt in prompts] if score else None
   for i, prompt in enumerate(prompts):
@@ -86,7 +87,8 @@ def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bo
     return 0
   lines = None
   if output is not None and distributed.is_main_process():
-    lines = ResultLines(output, facts=_facts(job, prompts, tokens, targets), overwrite=overwrite)
+    lines = ResultLines(output, facts=_facts(job, prompts, tokens, targets), numbers=numbers,
+                        overwrite=overwrite)
   done = distributed.broadcast_json(lines.num_done if lines else 0)
   if done:
     say(f'{output} has {done} of {len(prompts)} results already.')
@@ -96,15 +98,14 @@ def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bo
       scores = job.generator.score(tokens[part], targets[part])
       return [{'targets': p.targets, 'score': s, 'num_tokens': len(t)}
               for p, s, t in zip(prompts[part], scores, targets[part])]
-    generated = job.generator.generate(tokens[part],
-                                       numbers=range(*part.indices(len(prompts))))
+    generated = job.generator.generate(tokens[part], numbers=numbers[part])
     return [_result(job, p, found) for p, found in zip(prompts[part], generated)]
   try:
     with _progress(len(prompts), done) as advance:
       for start in range(done, len(prompts), job.generator.batch_size):
         part = slice(start, min(start + job.generator.batch_size, len(prompts)))
-        records = [{NUMBER: number, **prompts[number].extra, 'inputs': prompts[number].inputs,
-                    **result} for number, result in enumerate(results(part), start)]
+        records = [{NUMBER: number, **prompt.extra, 'inputs': prompt.inputs, **result}
+                   for number, prompt, result in zip(numbers[part], prompts[part], results(part))]
         if lines is not None:
           lines.write(records)
         elif distributed.is_main_process():

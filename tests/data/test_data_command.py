@@ -80,8 +80,9 @@ def test_stats_and_bench_of_text_and_what_the_model_takes(tmp_path):
            f'--gin.MIXTURE_OR_TASK_NAME=text_lines:{tmp_path}/a.txt')
   assert re.search(r'^20 rows of text_lines:.*split train: \d+ tokens, padding [\d.]+%$',
                    run('stats', *flags, '--rows=20'), re.MULTILINE)
-  out = run('stats', *flags, '--rows=30', '--gin.MIXTURE_OR_TASK_NAME=mixed_one_split',
+  out = run('stats', *flags, '--rows=200', '--gin.MIXTURE_OR_TASK_NAME=mixed_one_split',
             '--gin.MIXTURE_OR_TASK_MODULE=tests.mixed_tasks')
+  assert out.startswith('200 rows of mixed_one_split')  # the small task has 40 short examples
   shares = re.findall(r'^ +([\d.]+)% +([\d.]+)% +([\d.]+)  (mixed_.)$', out, re.MULTILINE)
   assert [(rate, name) for rate, _, _, name in shares] == [
       ('50.0', 'mixed_a'), ('50.0', 'mixed_t')]

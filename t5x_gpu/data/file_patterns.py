@@ -1,0 +1,98 @@
+"""The files that a pattern matches, each real file once; loops of symbolic links end."""
+
+import glob
+import logging
+import os
+from collections.abc import Iterator
+
+from t5x_gpu.errors import DataError
+
+_LISTED = 3
+_TASK = ('DatasetConfig.mixture_or_task_name',)
+log = logging.getLogger(__name__)
+_Inode = tuple[int, int]  # device and number
+
+
+def unreadable(path: str, reason: OSError | str) -> DataError:
+  """Returns the error for a file or folder that cannot be opened or read."""
+  reason = (reason.strerror or str(reason)) if isinstance(reason, OSError) else reason
+  return DataError(f'{path} cannot be read: {reason}.',
+                   fix='Make it readable for the user of this process (chmod, chown), or leave it '
+                       'out of the pattern.', parameters=_TASK)
+
+
+def find_files(pattern: str) -> list[str]:
+  """Returns the files that `pattern` matches, sorted; `**` goes into folders.
+
+  A file with several names is taken once, by device and inode, under a name without links if it
+  has one. The log names links that were skipped.
+
+  Raises:
+    DataError: a file or folder cannot be read.
+  """
+  skipped: list[str] = []
+  paths: dict[_Inode, str] = {}
+  for path in sorted(_matches(pattern, skipped), key=lambda path: (_has_link(path), path)):
+    if not os.path.isfile(path):
+      if os.path.islink(path) and not os.path.exists(path):
+        skipped.append(path)
+      continue
+    if not os.access(path, os.R_OK, effective_ids=True):
+      raise unreadable(path, 'Permission denied')
+    if paths.setdefault(_inode(path), path) != path:
+      skipped.append(path)
+  if skipped:
+    shown = [f'{path} -> {os.readlink(path)}' if os.path.islink(path) else path
+             for path in sorted(set(skipped))]
+    log.warning('%r: skipped %d names that are broken links, or lead to files and folders it '
+                'already has: %s', pattern, len(shown),
+                ', '.join(shown[:_LISTED]) + (', ...' if len(shown) > _LISTED else ''))
+  return sorted(paths.values())
+
+
+def _matches(pattern: str, skipped: list[str]) -> Iterator[str]:
+  """Yields what `glob.glob(pattern, recursive=True)` does, every folder below `**` once."""
+  parts = pattern.split(os.sep)
+  if '**' not in parts:
+    yield from glob.glob(pattern)
+    return
+  at = parts.index('**')
+  above, below = os.sep.join(parts[:at]), os.sep.join(parts[at + 1:]) or '*'
+  roots = glob.glob(above + os.sep) if above or at else [os.curdir]
+  for folder in _folders(sorted(roots), skipped):
+    # As glob does, names relative to the current folder have no './'.
+    inside = '' if folder == os.curdir else os.path.join(glob.escape(folder), '')
+    yield from _matches(inside + below, skipped)
+
+
+def _folders(roots: list[str], skipped: list[str]) -> Iterator[str]:
+  """Yields `roots` and all folders in them, each real one once; links come last."""
+  seen: set[_Inode] = set()
+  todo, links = roots[::-1], []
+  while todo or links:
+    folder = todo.pop() if todo else links.pop(0)
+    if _inode(folder) in seen:
+      skipped.append(folder.rstrip(os.sep))
+      continue
+    seen.add(_inode(folder))
+    yield folder
+    try:
+      with os.scandir(folder) as entries:
+        # os.path.isdir: DirEntry.is_dir raises on a link to itself.
+        inner = sorted((entry for entry in entries
+                        if not entry.name.startswith('.') and os.path.isdir(entry)),
+                       key=lambda entry: entry.name, reverse=True)
+    except OSError as e:
+      raise unreadable(folder, e) from e
+    for entry in inner:
+      path = entry.name if folder == os.curdir else entry.path
+      (links if entry.is_symlink() else todo).append(path)
+
+
+def _inode(path: str) -> _Inode:
+  stat = os.stat(path)
+  return stat.st_dev, stat.st_ino
+
+
+def _has_link(path: str) -> bool:
+  return os.path.realpath(path) != os.path.abspath(path)

@@ -1,0 +1,96 @@
+"""A run that continues trains on the text it began with, or not at all."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from t5x_gpu.data.source_files import NAME
+from tests.helpers_train import Project, listing
+
+pytestmark = pytest.mark.tf
+MACROS = {'DATA_MODULE': 't5x_gpu.data.seqio_batches', 'EVAL_STEPS': 1, 'WARMUP_STEPS': 1,
+          'MIXTURE_OR_TASK_NAME': 'text_lines:corpus/*.txt'}
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+  """Two steps on 2 MB of text, saved."""
+  project = Project(tmp_path_factory.mktemp('trained'))
+  (project.folder / 'corpus').mkdir()
+  lines = [f'line {i} of a corpus that two steps hardly enter' for i in range(40_000)]
+  (project.folder / 'corpus/a.txt').write_text('\n'.join(lines))
+  result = run(project, TRAIN_STEPS=2)
+  assert result.code == 0, result.err
+  [file] = json.loads((project.model_dir / NAME).read_bytes())['tasks']['text_lines'].values()
+  assert file[4], 'the run ended before it had hashed 2 MB'
+  return project
+
+
+@pytest.fixture(name='project')
+def _project(trained, tmp_path):
+  """A copy for one test; modification times are kept."""
+  folder = tmp_path / 'copy'
+  shutil.copytree(trained.folder, folder)
+  return Project(folder)
+
+
+def overwrite(project):
+  path = project.folder / 'corpus/a.txt'
+  shutil.copyfile(path, project.folder / 'a.txt')
+  with open(path, 'rb+') as f:
+    f.seek(200_000)
+    f.write(b'changed')
+
+
+def run(project, *flags, **macros):
+  before = os.getcwd()
+  os.chdir(project.folder)
+  try:
+    return project.run(*flags, num_devices=1, **{**MACROS, **macros})
+  finally:
+    os.chdir(before)
+
+
+@pytest.mark.parametrize('flags', [(), pytest.param(['--dry_run'], marks=pytest.mark.slow)])
+def test_bytes_that_changed_far_behind_the_next_batch_are_refused_before_a_step(project, flags):
+  overwrite(project)
+  before = listing(project.model_dir)
+  result = run(project, *flags, TRAIN_STEPS=4)
+  assert result.code == 1
+  assert 'The text that this run is trained on has changed' in result.err
+  assert 'corpus/a.txt: same size, other bytes' in result.err
+  assert listing(project.model_dir) == before
+
+
+def test_a_file_with_other_times_and_the_same_bytes_is_trained_on(project):
+  os.utime(project.folder / 'corpus/a.txt', ns=(0, 10**18))
+  result = run(project, TRAIN_STEPS=3)
+  assert result.code == 0, result.err
+  assert 'Continuing from' in result.out and 'comparing all of their bytes' in result.err
+
+
+def test_a_checkpoint_from_before_there_was_a_record_continues_and_gets_one(project):
+  (project.model_dir / NAME).unlink()
+  result = run(project, TRAIN_STEPS=3)
+  assert result.code == 0, result.err
+  assert 'source_files.json does not exist. Without it a restart compares only' in result.err
+  assert (project.model_dir / NAME).exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_another_compares_with_the_record_of_that_one(project):
+  with open(project.gin_file, 'a') as f:
+    f.write('from t5x_gpu.checkpoint import initialize\n'
+            'train_script.train.initialize_from = @initialize.RestoreConfig()\n'
+            f"initialize.RestoreConfig.path = '{project.model_dir}'\n"
+            "initialize.RestoreConfig.mode = 'resume'\n")
+  other = {'MODEL_DIR': project.folder / 'other', 'TRAIN_STEPS': 3}
+  overwrite(project)
+  result = run(project, **other)
+  assert result.code == 1 and 'corpus/a.txt: same size, other bytes' in result.err
+  shutil.copyfile(project.folder / 'a.txt', project.folder / 'corpus/a.txt')
+  result = run(project, **other)
+  assert result.code == 0, result.err
+  assert (project.folder / 'other' / NAME).exists()
