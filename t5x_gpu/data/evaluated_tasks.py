@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.data import task_lookup
+from t5x_gpu.data import prepare_tfds, task_lookup
 from t5x_gpu.data.batches import DatasetConfig, ModelOutputs
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import text_vocabulary
@@ -109,6 +109,7 @@ def task_names(config: DatasetConfig) -> tuple[str, ...]:
   found = task_lookup.lookup(config)
   if not isinstance(found, seqio.Mixture):
     return (config.mixture_or_task_name,)
+  prepare_tfds.check_prepared(found, config)
   names = [task.name.removesuffix('.with_vocabulary') for task in seqio.get_subtasks(found)
            if config.split in task.splits]
   return tuple(names) or (config.mixture_or_task_name,)  # which then says what splits there are

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Optional, Union
 
 from t5x_gpu.data import (
-    classification_tasks, pretraining_tasks, sources, table_tasks, tasks, tfds_tasks)
+    classification_tasks, prepare_tfds, pretraining_tasks, sources, table_tasks, tasks, tfds_tasks)
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -121,7 +121,13 @@ def _registered(name: str) -> TaskOrMixture:
 
 
 def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
-  """Raises DataError unless `task` has the split."""
+  """Raises DataError unless `task` has the split, and the TensorFlow datasets that it reads."""
+  try:
+    prepare_tfds.check_prepared(task, config)
+  except DataError as e:
+    files = classification_tasks.FROM_FILES.get(config.mixture_or_task_name)
+    e.fix += f"\nOr give its files: MIXTURE_OR_TASK_NAME = '{files}'." if files else ''
+    raise
   splits = sorted(task.splits)
   if config.split not in splits:
     raise DataError(
@@ -224,7 +230,7 @@ def check_not_empty(task: TaskOrMixture, config: DatasetConfig, *,
   if failure:  # outside: the frames of `e` would keep the iterator, whose threads hang at exit
     raise problem() or DataError(
         f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: {failure}',
-        fix=_reading_fix(task), parameters=(_NAME,))
+        fix='Check the files and the preprocessors of the task.', parameters=(_NAME,))
   if not found:
     splits = ', '.join(repr(split) for split in sorted(task.splits))
     raise DataError(
@@ -234,13 +240,3 @@ def check_not_empty(task: TaskOrMixture, config: DatasetConfig, *,
             'deals the documents, a handful may all go to one split.',
         parameters=('DatasetConfig.split', _NAME))
 
-
-def _reading_fix(task: TaskOrMixture) -> str:
-  for subtask in seqio.get_subtasks(task):
-    if isinstance(subtask.source, seqio.TfdsDataSource):
-      name = subtask.source.tfds_dataset.name
-      files = classification_tasks.FROM_FILES.get(subtask.name.removesuffix('.with_vocabulary'))
-      return (f'Prepare it once with: tfds build {name.split(":")[0]} --data_dir=DIR\n'
-              'and give the training run --tfds_data_dir=DIR (nothing is downloaded by a run).'
-              + (f"\nOr give its files: MIXTURE_OR_TASK_NAME = '{files}'." if files else ''))
-  return 'Check the files and the preprocessors of the task.'
