@@ -36,7 +36,7 @@ class EvaluatedTask:
 
   def __init__(self, task: seqio.Task, examples: Sequence[Mapping[str, Any]], *,
                feature_converter: str):
-    self.name = task.name.removesuffix('.with_vocabulary')
+    self.name = task_lookup.own_name(task.name)
     self._task = task
     self._examples = examples
     kinds = {metric.model_output_type for metric in task.metric_objs}
@@ -110,7 +110,7 @@ def task_names(config: DatasetConfig) -> tuple[str, ...]:
   if not isinstance(found, seqio.Mixture):
     return (config.mixture_or_task_name,)
   prepare_tfds.check_prepared(found, config)
-  names = [task.name.removesuffix('.with_vocabulary') for task in seqio.get_subtasks(found)
+  names = [task_lookup.own_name(task.name) for task in seqio.get_subtasks(found)
            if config.split in task.splits]
   return tuple(names) or (config.mixture_or_task_name,)  # which then says what splits there are
 

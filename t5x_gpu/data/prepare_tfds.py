@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from typing import Optional, Union
 
@@ -77,19 +76,17 @@ def _newer_version(builder: tfds.core.DatasetBuilder) -> Optional[str]:
 
 def check_prepared(task: Union[seqio.Task, seqio.Mixture], config: DatasetConfig) -> None:
   """Raises DataError, with the commands to run, if `task` reads datasets that are not prepared."""
-  found: dict[Missing, str] = {}
-  for subtask in seqio.get_subtasks(task):
-    if (missing := missing_dataset(subtask, config)) is not None:
-      found[missing] = subtask.name
+  lacked = {missing_dataset(subtask, config) for subtask in seqio.get_subtasks(task)} - {None}
+  found = sorted(lacked, key=lambda missing: missing.dataset)
   if not found:
     return
   name = config.mixture_or_task_name
-  lines = [f'{one.dataset}: {one.reason}' for one in list(found)[:_MAX_LISTED]]
+  lines = [f'{one.dataset}: {one.reason}' for one in found[:_MAX_LISTED]]
   lines += [f'and {len(found) - _MAX_LISTED} more'] if len(found) > _MAX_LISTED else []
   what = (f'{name!r} reads the TensorFlow dataset {lines[0]}; it is not prepared.'
           if len(found) == 1 else f'{name!r} reads {len(found)} TensorFlow datasets that are not '
           'prepared:\n  ' + '\n  '.join(lines))
-  raise DataError(what, fix=_fix(list(found)), parameters=_NAME, docs=DOCS)
+  raise DataError(what, fix=_fix(found), parameters=_NAME, docs=DOCS)
 
 
 def _fix(found: Sequence[Missing]) -> str:
@@ -179,4 +176,4 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 if __name__ == '__main__':
   from t5x_gpu import cli
-  cli.run_main(lambda: main(sys.argv[1:]))
+  cli.run_main(main)

@@ -16,6 +16,8 @@ from t5x_gpu.errors import ConfigError, DataError, did_you_mean, first_line
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
+# SeqIO calls a copy with another vocabulary TASK.MARK, and the tasks of a mixture MIXTURE.MARK.TASK.
+_MARK = '.with_vocabulary'
 _LISTED = 12
 _OWN_TASKS = (*tasks.OWN_TASKS, *classification_tasks.OWN_TASKS, *pretraining_tasks.OWN_TASKS)
 _PATTERN_TASKS = {**tasks.PATTERN_TASKS, **table_tasks.PATTERN_TASKS, **tfds_tasks.PATTERN_TASKS,
@@ -41,10 +43,15 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
   if config.vocabulary is None:
     return found
   return seqio.helpers.mixture_or_task_with_new_vocab(
-      found, f'{found.name}.with_vocabulary',
+      found, f'{found.name}{_MARK}',
       new_output_features={feature_name: _with_vocabulary(feature, config.vocabulary)
                            for feature_name, feature in found.output_features.items()},
       add_to_seqio_registry=False)
+
+
+def own_name(name: str) -> str:
+  """Returns the name under which the task was registered, without the mark of its vocabulary."""
+  return name.removesuffix(_MARK).rpartition(f'{_MARK}.')[2]
 
 
 def _allow_damage(task: TaskOrMixture, fraction: float) -> None:
