@@ -115,8 +115,9 @@ def _registered(name: str) -> TaskOrMixture:
     return registered[name].get(name)
   others = sorted(set(registered) - set(_OWN_TASKS))
   names = list(_OWN_TASKS) + others[:_LISTED]
-  patterns = ', '.join(f'{kind}:{"TEXT" if kind in pretraining_tasks.PATTERN_TASKS else "PATTERN"}'
-                       for kind in _PATTERN_TASKS)
+  after = {**dict.fromkeys(pretraining_tasks.PATTERN_TASKS, 'TEXT'),
+           'classification': 'FORM:PATTERN'}
+  patterns = ', '.join(f'{kind}:{after.get(kind, "PATTERN")}' for kind in _PATTERN_TASKS)
   raise DataError(
       f'No SeqIO Task or Mixture is called {name!r}.'
       + did_you_mean(name, [*registered, *tasks.ALIASES, *_PATTERN_TASKS]) + '\n'
