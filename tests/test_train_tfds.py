@@ -4,7 +4,7 @@ The tests of T5's own package need it: `make test-t5` installs it beside the pro
 """
 
 import importlib.util
-import os
+import pathlib
 
 import pytest
 
@@ -60,13 +60,14 @@ def test_a_mixture_without_its_data_stops_before_it_compiles(tmp_path):
 
 
 def run_t5(tmp_path, name):
-  """Returns a finished run on a task of T5's registry, in its own process: it has its own names."""
+  """Returns a finished run on a task of T5's registry, in a process of its own."""
   project = Project(tmp_path, gin=GIN)
-  package = os.path.dirname(os.path.dirname(importlib.util.find_spec('t5').origin))
+  package = str(pathlib.Path(importlib.util.find_spec('t5').origin).parents[1])
   script = (f'import sys; sys.path.append({package!r})\n'
             'from t5x_gpu import cli, train\ncli.run_main(train.main)')
   with project.start(f'--tfds_data_dir={tmp_path}/tfds', script=script,
-                     MIXTURE_OR_TASK_MODULE='t5.data.mixtures', MIXTURE_OR_TASK_NAME=name) as run:
+                     MIXTURE_OR_TASK_MODULE='t5.data.mixtures', MIXTURE_OR_TASK_NAME=name,
+                     **{'TransformerConfig.vocab_size': 360}) as run:  # bytes and 100 sentinels
     run.code = run.popen.wait(900)
   return project, run
 

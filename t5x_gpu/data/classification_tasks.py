@@ -12,7 +12,7 @@ of texts have 'token_types' [length] as well: 0 for the first text, 1 for the se
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Optional
+from typing import Any, Optional
 
 from t5x_gpu.data import features as features_lib
 from t5x_gpu.data import files as files_lib
@@ -46,13 +46,21 @@ def frame_pairs(dataset: tf.data.Dataset, sequence_length: Optional[Mapping[str,
   def framed(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
     first, second = x['inputs'], feature.vocabulary.encode_tf(x['text2'])
     if room is not None:
-      first = first[:tf.maximum(room - tf.size(second), (room + 1) // 2)]
-      second = second[:room - tf.size(first)]
+      num_first, num_second = pair_lengths(tf.size(first), tf.size(second), room)
+      first, second = first[:num_first], second[:num_second]
     inputs = objectives.framed(tf.concat([first, [end], second], axis=0), feature)
     num_second = tf.size(second) + 1
     return {'inputs': inputs, 'label': x['label'], features_lib.TOKEN_TYPES: tf.concat(
         [tf.zeros([tf.size(inputs) - num_second], tf.int32), tf.ones([num_second], tf.int32)], 0)}
   return dataset.map(framed, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def pair_lengths(first: Any, second: Any, room: int) -> tuple[Any, Any]:
+  """Returns how many of `first` and `second` tokens, numbers or scalars, stay if `room` fit."""
+  at_most = tf.maximum if tf.is_tensor(first) else max
+  at_least = tf.minimum if tf.is_tensor(first) else min
+  first = at_least(first, at_most(room - second, (room + 1) // 2))
+  return first, at_least(second, room - first)
 
 
 def _room(sequence_length: Optional[Mapping[str, int]], *, taken: int) -> Optional[int]:

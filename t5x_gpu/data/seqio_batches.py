@@ -7,15 +7,15 @@ depend on how many hosts there are; each host pays for reading all of it.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
 from t5x_gpu.data import evaluated_tasks as evaluated_tasks_lib
-from t5x_gpu.data import features, sources, task_lookup, task_prompts
+from t5x_gpu.data import class_prompts, features, sources, task_lookup, task_prompts
 from t5x_gpu.data import preparation as preparation_lib
-from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import CLASS_NAMES, Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.feature_converters import model_rows
 from t5x_gpu.data.guarantees import STREAMING
@@ -41,13 +41,14 @@ class SeqioBatches:
 
   def __init__(self, make_dataset: Callable[[], tf.data.Dataset], *, name: str, spec: BatchSpec,
                fingerprint: Mapping[str, Any], problem: Callable[[], Optional[DataError]],
-               pad_last: bool):
+               pad_last: bool, class_names: Optional[Sequence[str]] = None):
     self._make_dataset = make_dataset
     self._name = name
     self._spec = spec
     self._fingerprint = dict(fingerprint)
     self._problem = problem
     self._pad_last = pad_last
+    self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
     self._start()
 
   def _start(self) -> None:
@@ -155,7 +156,7 @@ class SeqioBatches:
 
   def describe(self) -> Mapping[str, Any]:
     """Returns what the batches are made from, and what is guaranteed about their order."""
-    return {'mixture_or_task_name': self._name, **self._fingerprint,
+    return {'mixture_or_task_name': self._name, **self._fingerprint, **self._classes,
             LIBRARIES: versions(_PACKAGES), 'guarantee': STREAMING}
 
   def close(self) -> None:
@@ -263,7 +264,7 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
                        repeat=repeat),
       name=config.mixture_or_task_name, spec=spec,
       fingerprint=_fingerprint(task, config, feature_converter=feature_converter, repeat=repeat),
-      problem=problem, pad_last=not repeat)
+      problem=problem, pad_last=not repeat, class_names=task_lookup.class_names(task))
   try:
     batches.peek()
   except BaseException:
@@ -295,4 +296,5 @@ def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
 task_names = evaluated_tasks_lib.task_names
 evaluated_tasks = evaluated_tasks_lib.open_tasks
 prompt_text = task_prompts.prompt_text
+class_text = class_prompts.class_text
 preparation = preparation_lib.preparation
