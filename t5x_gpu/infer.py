@@ -24,13 +24,12 @@ from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.paths import AnyPath, as_path
 from t5x_gpu.checkpoint.run_files import on_this_machine
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data.batches import (
-    CLASS_NAMES, DatasetConfig, open_class_text, open_prompt_text)
+from t5x_gpu.data.batches import DatasetConfig, open_prompt_text
 from t5x_gpu.data.prompts import Prompt, PromptText, parse_prompts, read_prompts
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import logging_setup
+from t5x_gpu.metrics.class_job import classifies, open_class_job
 from t5x_gpu.metrics.text_results import Job, run, say
-from t5x_gpu.models.classify import Classifier, ClassifierConfig
 from t5x_gpu.models.decoding import DecodingConfig, check_writes_text, reads_inputs
 from t5x_gpu.models.generation import Generator, by_layer
 from t5x_gpu.models.lora import without_adapters
@@ -80,8 +79,14 @@ def open_job(args: cli.Args, asked: 'Asked') -> Job:
     UserError: of the checkpoint, the vocabulary or the mesh.
   """
   model, config, dataset = asked.model, asked.config, asked.dataset
-  if getattr(without_adapters(model), 'classifies', False):
-    return _open_class_job(args, asked)
+  if classifies(model):
+    reader = ParamsReader(asked.checkpoint, step=args.extra.step)
+    layout = _layout(asked.partitioner, model, *topology_lib.discover())
+    return open_class_job(
+        model, dataset, reader=reader, layout=layout, score=args.extra.score,
+        batch_size=1 if args.extra.interactive else config.batch_size,
+        read=lambda: None if args.dry_run else read_params(
+            asked.checkpoint, _abstract_params(model, layout), step=reader.step))
   check_writes_text(model)
   has_inputs = reads_inputs(model) or 'inputs' in dataset.task_feature_lengths
   text = open_prompt_text(
@@ -117,32 +122,6 @@ def open_job(args: cli.Args, asked: 'Asked') -> Job:
   train_length = lengths.get('inputs') if reads_inputs(model) else sum(lengths.values())
   generator = Generator(model, params, layout=layout, config=dataclasses.replace(config, **changes))
   return Job(generator, text, str(reader.path), train_length or None)
-
-
-def _open_class_job(args: cli.Args, asked: 'Asked') -> Job:
-  """Returns the job of a model that tells classes apart; the same errors as of `open_job`."""
-  model, dataset = asked.model, asked.dataset
-  if args.extra.score:
-    raise ConfigError('--score is for a model that writes text; this one tells classes apart.',
-                      fix='Leave --score out: each result has the probabilities of all classes.')
-  if 'inputs' not in dataset.task_feature_lengths:
-    raise ConfigError('A model file does not say how long the texts of a classifier are.',
-                      fix='Give the gin file of the run that trained it, with --gin_file.')
-  text = open_class_text(dataset, model_vocab_size=without_adapters(model).config.vocab_size)
-  reader = ParamsReader(asked.checkpoint, step=args.extra.step)
-  number = without_adapters(model).num_classes
-  names = reader.manifest.get('data', {}).get(CLASS_NAMES) or []
-  names = [*names, *map(str, range(len(names), number))][:number]
-  topology, devices = topology_lib.discover()
-  layout = _layout(asked.partitioner, model, topology, devices)
-  say('\n'.join([layout.table(), f'parameters: {reader.path}',
-                 f'vocabulary: {text.name}, {text.size:,} ids', f'classes: {", ".join(names)}']))
-  params = None
-  if not args.dry_run:
-    params = read_params(asked.checkpoint, _abstract_params(model, layout), step=reader.step)
-  return Job(Classifier(model, params, layout=layout, config=ClassifierConfig(
-      text.length, text.end_id, 1 if args.extra.interactive else asked.config.batch_size)),
-             text, str(reader.path), class_names=names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,8 +228,7 @@ def _layout(partitioner: Partitioner, model: Any, topology: Topology, devices: l
 
 
 def _abstract_params(model: Any, layout: Layout) -> Any:
-  classifies = getattr(without_adapters(model), 'classifies', False)
-  lengths = {'inputs': 8} if classifies else {'inputs': 8, 'targets': 8}
+  lengths = {'inputs': 8} if classifies(model) else {'inputs': 8, 'targets': 8}
   spec = model.batch_spec(lengths, batch_size=1, pack=False)
   shapes, names = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), spec)))
   return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes,

@@ -10,6 +10,7 @@ import numpy as np
 
 from t5x_gpu.errors import DataError
 from t5x_gpu.models.generation import padded_length
+from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.partitioning.layout import Layout
 
 
@@ -31,7 +32,7 @@ class Classifier:
   """Gives each text the probabilities of its classes.
 
   Args:
-    model: an EncoderModel that classifies.
+    model: an EncoderModel that classifies, or its adapters.
     params: on `layout`; None for a dry run.
     layout: mesh and rules of training.
     config: how.
@@ -74,7 +75,7 @@ class Classifier:
       first = list(prompt).index(self.config.end_id) + 1
       types[row, first:len(prompt)] = 1
     batch = {'encoder_input_tokens': tokens}
-    if self._model.config.num_token_types > 1:
+    if without_adapters(self._model).config.num_token_types > 1:
       batch['encoder_token_types'] = types
     return batch
 
