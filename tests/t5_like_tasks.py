@@ -62,5 +62,10 @@ for _name, _to_text, _postprocess, _metric in (
 seqio.TaskRegistry.add(
     'like_ax', source=seqio.TfdsDataSource('glue/ax:1.0.0', splits=['test']),
     preprocessors=[seqio.preprocessors.tokenize], output_features=_FEATURES, metric_fns=[])
+seqio.TaskRegistry.add(
+    'like_unreadable', source=seqio.TfdsDataSource('glue/cola:1.0.0'),
+    preprocessors=[seqio.preprocessors.tokenize], metric_fns=[],
+    output_features={'targets': seqio.Feature(
+        seqio.SentencePieceVocabulary('nosuch/sentencepiece.model'))})
 seqio.MixtureRegistry.add('like_glue', [('like_cola', 8551.0), ('like_stsb', 5749.0),
                                         ('like_ax', 0.0)])

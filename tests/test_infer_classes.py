@@ -106,7 +106,7 @@ def test_examples_of_the_task_get_the_classes_of_its_evaluation(project, tmp_pat
 def test_what_a_classifier_does_not_do_is_refused(project, tmp_path):
   prompts = tmp_path / 'p.jsonl'
   prompts.write_text('{"inputs": "d", "text2": 3}\n')
-  for flag, says in (('--score', '--score is for a model that writes'), ('--dry_run', 'not a text')):
+  for flag, says in (('--score', '--score is for a model that'), ('--dry_run', 'not a text')):
     result = call(infer.main, project, f'--checkpoint={project.model_dir}',
                   f'--prompts={prompts}', flag)
     assert result.code == 1 and says in result.err and 'Traceback' not in result.err

@@ -1,4 +1,4 @@
-"""Labelled texts from .csv, .tsv, .jsonl and Parquet files, whatever their columns are called; no TF.
+"""Labelled texts from .csv, .tsv, .jsonl and Parquet files with columns of any name; no TF.
 
     classification:csv:reviews/*.csv                                  columns text, label
     classification:jsonl:reviews.jsonl#text=body,label=stars
@@ -24,7 +24,6 @@ from t5x_gpu.errors import DataError, did_you_mean, first_line
 _MAX_FIELD = 10_000_000
 # Columns that need not be named, in any case of letters.
 _USUAL = (('text', 'label'), ('review', 'sentiment'))
-_DOCS = 'tasks.md#your-own-classification-data'
 _CHOOSE = ('Name the columns behind the pattern: #text=COLUMN,label=COLUMN, and for pairs of texts '
            '#text=COLUMN,text2=COLUMN,label=COLUMN.')
 
@@ -102,7 +101,7 @@ def parse(spelled: str) -> tuple[LabelledReader, str]:
 
 
 def _refuse(what: str, *, fix: str) -> NoReturn:
-  raise DataError(what, fix=fix, parameters=NAME, docs=_DOCS)
+  raise DataError(what, fix=fix, parameters=NAME, docs='tasks.md#your-own-classification-data')
 
 
 def _columns(names: Sequence[str], chosen: Optional[LabelColumns], where: str) -> LabelColumns:

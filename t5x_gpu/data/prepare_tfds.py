@@ -22,7 +22,6 @@ from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError, first_line
 
 PROG = 'python -m t5x_gpu.data.prepare_tfds'
-DOCS = 'tasks.md#tensorflow-datasets'
 # What TFDS raises for a dataset, configuration or version that it does not have.
 TFDS_ERRORS = (tfds.core.registered.DatasetNotFoundError, AssertionError, OSError, ValueError)
 _NAME = ('DatasetConfig.mixture_or_task_name',)
@@ -86,7 +85,7 @@ def check_prepared(task: Union[seqio.Task, seqio.Mixture], config: DatasetConfig
   what = (f'{name!r} reads the TensorFlow dataset {lines[0]}; it is not prepared.'
           if len(found) == 1 else f'{name!r} reads {len(found)} TensorFlow datasets that are not '
           'prepared:\n  ' + '\n  '.join(lines))
-  raise DataError(what, fix=_fix(found), parameters=_NAME, docs=DOCS)
+  raise DataError(what, fix=_fix(found), parameters=_NAME, docs='tasks.md#tensorflow-datasets')
 
 
 def _fix(found: Sequence[Missing]) -> str:
@@ -129,7 +128,8 @@ def prepare(dataset: str, *, data_dir: str, from_version: Optional[str] = None) 
     if from_version is None and (newer := _newer_version(builder)):
       raise DataError(
           f'TFDS {tfds.__version__} no longer builds version {builder.version} of {name}.',
-          fix=f'To take the data of {newer} for it, add --from_version={newer}.', docs=DOCS)
+          fix=f'To take the data of {newer} for it, add --from_version={newer}.',
+          docs='tasks.md#tensorflow-datasets')
     if from_version is None:
       builder.download_and_prepare()
       return str(builder.data_dir)
@@ -138,7 +138,8 @@ def prepare(dataset: str, *, data_dir: str, from_version: Optional[str] = None) 
   except (*TFDS_ERRORS, ImportError, RuntimeError) as e:
     raise DataError(f'TFDS cannot prepare {dataset} in {data_dir}: {first_line(e)[:500]}',
                     fix='Check the name and version (https://www.tensorflow.org/datasets/catalog), '
-                        'the network, and the space in that folder.', docs=DOCS) from e
+                        'the network, and the space in that folder.',
+                    docs='tasks.md#tensorflow-datasets') from e
 
 
 def _copy_as(folder: str, *, version: str) -> str:

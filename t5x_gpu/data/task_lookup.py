@@ -11,12 +11,13 @@ from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import (
-    ClassVocabulary, end_id, named_vocabulary, num_ids, vocabulary_name)
+    ClassVocabulary, check_loads, end_id, named_vocabulary, num_ids, vocabulary_name)
 from t5x_gpu.errors import ConfigError, DataError, did_you_mean, first_line
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
-# SeqIO calls a copy with another vocabulary TASK.MARK, and the tasks of a mixture MIXTURE.MARK.TASK.
+# A copy with another vocabulary is called TASK.MARK, and SeqIO calls the tasks of a mixture
+# MIXTURE.MARK.TASK.
 _MARK = '.with_vocabulary'
 _LISTED = 12
 _OWN_TASKS = (*tasks.OWN_TASKS, *classification_tasks.OWN_TASKS, *pretraining_tasks.OWN_TASKS)
@@ -41,6 +42,8 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
     found = _registered(name)
   _allow_damage(found, config.max_corrupt_fraction)
   if config.vocabulary is None:
+    for feature in found.output_features.values():
+      check_loads(feature.vocabulary, task=name)
     return found
   return seqio.helpers.mixture_or_task_with_new_vocab(
       found, f'{found.name}{_MARK}',

@@ -51,7 +51,7 @@ def _not_prepared(name: str, reason: str) -> DataError:
       f'tfds:{name} is not prepared: {reason.strip().splitlines()[0][:200] if reason else ""}',
       fix=f'Prepare it once: {prepare_tfds.prepare_command([name])}\n'
           'and give every run --tfds_data_dir=DIR (runs download nothing).',
-      parameters=NAME, docs=prepare_tfds.DOCS)
+      parameters=NAME, docs='tasks.md#tensorflow-datasets')
 
 
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {'tfds': tfds}

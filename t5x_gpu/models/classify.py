@@ -1,4 +1,4 @@
-"""Texts of any lengths in, probabilities of classes out, on any mesh; see `generation` for writing."""
+"""Texts of any lengths in, probabilities of their classes out, on any mesh."""
 
 import dataclasses
 import functools

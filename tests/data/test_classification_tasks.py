@@ -228,7 +228,7 @@ def test_csv_without_a_file_for_validation_holds_one_row_in_twenty_back(tmp_path
     ('text,label\na,0\n"b,1\nc,0\n', 'train.csv:3 is not CSV: unexpected end of data'),
     ('text,label\na,0\nb,\n', 'train.csv:3 has no label'),
     ('text,label\na,0\n,1\n', 'train.csv:3 has no text'),
-    ('text,lable\na,0\n', "train.csv:1 has no column 'label': it has 'text', 'lable'. Did you mean"),
+    ('text,lable\na,0\n', "train.csv:1 has no column 'label': it has 'text', 'lable'. Did you"),
     ('text,label\n', 'train.csv has no rows'),
     ('\n\n', 'train.csv has no rows'),
     ('text,label\na,0\nb,0\n', "All 2 rows for training have the label '0'"),

@@ -73,6 +73,13 @@ def test_the_newer_version_stands_in_for_an_old_one_that_tfds_cannot_build(tmp_p
   assert len(rows) == 16 and rows[0]['sentence'].startswith(b'The small dog')
 
 
+def test_a_vocabulary_of_a_task_that_cannot_be_read_is_named():
+  with pytest.raises(DataError, match='nosuch/sentencepiece.model, which cannot be read') as e:
+    task_lookup.lookup(config('like_unreadable'))
+  assert "VOCABULARY = 'sentencepiece:FILE'" in e.value.fix
+  task_lookup.lookup(config('like_unreadable', vocabulary='byte'))
+
+
 class OwnDataset(tfds.core.GeneratorBasedBuilder):
   """A dataset whose builder downloads nothing."""
 
