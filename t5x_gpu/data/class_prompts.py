@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Optional
 
 import numpy as np
 
 from t5x_gpu.data import objectives, task_lookup
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.classification_tasks import features, pair_lengths
+from t5x_gpu.data.classification_tasks import (
+    OWN_TASKS, PATTERN_TASKS, features, pair_lengths)
 from t5x_gpu.data.features import LABEL
 from t5x_gpu.data.prompts import Prompt
 from t5x_gpu.data.tf_runtime import seqio
@@ -76,21 +76,26 @@ class ClassText:
       special = {self.end_id, start_id(self.inputs.vocabulary)}
       text = self.inputs.vocabulary.decode([i for i in tokens if i not in special])
       label = int(np.asarray(example[LABEL]))
-      yield Prompt(f'{where}, example {number}', text, names[label] if names else str(label),
-                   tokens)
+      hidden = label < 0  # as in the test splits of GLUE
+      yield Prompt(f'{where}, example {number}', text, None if hidden else names[label] if names
+                   else str(label), tokens)
 
 
 def class_text(config: DatasetConfig, *, model_vocab_size: int) -> ClassText:
-  """Returns what the classifier of `config` reads. Needs the vocabulary, not the task's files.
+  """Returns what the classifier of `config` reads; tasks of ours need no files for that.
 
   Raises:
     DataError: no such vocabulary, or more ids than the model has.
   """
-  lengths: dict[str, Any] = dict(config.task_feature_lengths)
-  inputs: Optional[seqio.Feature] = features(())['inputs']
+  kind = task_lookup.kind(config)
   if config.vocabulary is not None:
-    inputs = dataclasses.replace(inputs, vocabulary=named_vocabulary(config.vocabulary))
-  text = ClassText(config, lengths['inputs'], inputs)
+    inputs = dataclasses.replace(features(())['inputs'],
+                                 vocabulary=named_vocabulary(config.vocabulary))
+  elif kind in (*OWN_TASKS, *PATTERN_TASKS):
+    inputs = features(())['inputs']
+  else:
+    inputs = task_lookup.lookup(config).output_features['inputs']
+  text = ClassText(config, config.task_feature_lengths['inputs'], inputs)
   if text.size > model_vocab_size:
     raise DataError(
         f'The vocabulary {text.name} has {text.size:,} ids, the model {model_vocab_size:,}.',

@@ -134,6 +134,11 @@ def _text(value: Any, column: str, where: str) -> str:
   if not isinstance(value, str):
     _refuse(f'{where} has {type(value).__name__} {str(value)[:40]!r} in {column!r}, not a text.',
             fix=_CHOOSE)
+  try:
+    value.encode()
+  except UnicodeEncodeError as e:
+    _refuse(f'{where} has half of a surrogate pair in {column!r}, which is no character: {e}.',
+            fix='Correct or remove that row.')
   return value
 
 

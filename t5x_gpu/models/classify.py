@@ -72,8 +72,9 @@ class Classifier:
     tokens[:, 0] = 1  # rows that only fill the batch have something to attend to
     for row, prompt in enumerate(prompts):
       tokens[row, :len(prompt)] = prompt
-      first = list(prompt).index(self.config.end_id) + 1
-      types[row, first:len(prompt)] = 1
+      ends = np.flatnonzero(tokens[row] == self.config.end_id)
+      if len(ends) > 1:
+        types[row, ends[0] + 1:len(prompt)] = 1
     batch = {'encoder_input_tokens': tokens}
     if without_adapters(self._model).config.num_token_types > 1:
       batch['encoder_token_types'] = types

@@ -103,6 +103,7 @@ def test_a_row_without_a_label_or_a_text_is_named(tmp_path, form, label):
     ('{"text": "b", "label": ["x"]}', "jsonl:2 has ['x'] in 'label'; a class is a word"),
     ('["b", "x"]', 'jsonl:2 holds a JSON list, not an object'),
     ('{"text": ', 'jsonl:2 is not JSON'),
+    ('{"text": "\\ud800", "label": "x"}', "jsonl:2 has half of a surrogate pair in 'text'"),
     ('[' * 100_000, 'jsonl:2 is not JSON'),
     ('{"text": "b", "label": "x"}', "All 2 rows for training have the label 'x'"),
 ])
