@@ -134,7 +134,8 @@ def prepare(dataset: str, *, data_dir: str, from_version: Optional[str] = None) 
       builder.download_and_prepare()
       return str(builder.data_dir)
     newer_folder = prepare(f'{name}:{from_version}', data_dir=data_dir)
-    return newer_folder if version in ('', from_version) else _copy_as(newer_folder, version=version)
+    same = version in ('', from_version)
+    return newer_folder if same else _copy_as(newer_folder, version=version)
   except (*TFDS_ERRORS, ImportError, RuntimeError) as e:
     raise DataError(f'TFDS cannot prepare {dataset} in {data_dir}: {first_line(e)[:500]}',
                     fix='Check the name and version (https://www.tensorflow.org/datasets/catalog), '
