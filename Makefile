@@ -67,6 +67,21 @@ test-all: $(VENV)/.installed ## run all tests, compiled with all optimisations
 test-py312: $(VENV312)/.installed ## run all tests on Python 3.12 with a newer jax
 	$(VENV312)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
+# T5's package pins nightly builds of SeqIO and TFDS: it goes beside the virtual environment, with
+# what its tasks and metrics import and without what it asks for.
+T5 := build/t5
+T5_PACKAGES := t5==0.9.4 babel nltk rouge-score sacrebleu scikit-learn pandas joblib threadpoolctl \
+  narwhals portalocker colorama tabulate lxml regex six click tqdm python-dateutil
+
+$(T5): $(VENV)/.installed
+	@if command -v uv >/dev/null; then \
+	  uv pip install --quiet --no-deps --python $(VENV)/bin/python --target $(T5) $(T5_PACKAGES); \
+	else $(VENV)/bin/python -m pip install --quiet --no-deps --target $(T5) $(T5_PACKAGES); fi
+	@touch $@
+
+test-t5: $(T5) ## train on the tasks of T5's own package, which it installs into build/t5
+	PYTHONPATH=$(T5) $(VENV)/bin/python -m pytest tests/test_train_tfds.py $(ARGS)
+
 soak: $(VENV)/.installed ## kill, damage and resume runs for MINUTES=60, to find work that is lost
 	$(VENV)/bin/python -m tests.soak --minutes=$(MINUTES) $(ARGS)
 
@@ -82,4 +97,4 @@ $(VENV312)/.installed: setup.py
 	$(call install,$(VENV312),$(PYTHON312),python3.12,PYTHON312,jax==$(JAX312))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-py312 soak clean
+.PHONY: help setup demo test test-all test-py312 test-t5 soak clean

@@ -28,6 +28,7 @@ from t5x_gpu.data.batches import DatasetConfig, open_prompt_text
 from t5x_gpu.data.prompts import Prompt, PromptText, parse_prompts, read_prompts
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import logging_setup
+from t5x_gpu.metrics.class_job import classifies, open_class_job
 from t5x_gpu.metrics.text_results import Job, run, say
 from t5x_gpu.models.decoding import DecodingConfig, check_writes_text, reads_inputs
 from t5x_gpu.models.generation import Generator, by_layer
@@ -79,6 +80,14 @@ def open_job(args: cli.Args, asked: 'Asked') -> Job:
     UserError: of the checkpoint, the vocabulary or the mesh.
   """
   model, config, dataset = asked.model, asked.config, asked.dataset
+  if classifies(model):
+    reader = ParamsReader(asked.checkpoint, step=args.extra.step)
+    layout = _layout(asked.partitioner, model, *topology_lib.discover())
+    return open_class_job(
+        model, dataset, reader=reader, layout=layout, score=args.extra.score,
+        batch_size=1 if args.extra.interactive else config.batch_size,
+        read=lambda: None if args.dry_run else read_params(
+            asked.checkpoint, _abstract_params(model, layout), step=reader.step))
   check_writes_text(model)
   has_inputs = reads_inputs(model) or 'inputs' in dataset.task_feature_lengths
   text = open_prompt_text(
@@ -241,7 +250,8 @@ def _layout(partitioner: Partitioner, model: Any, topology: Topology, devices: l
 
 
 def _abstract_params(model: Any, layout: Layout) -> Any:
-  spec = model.batch_spec({'inputs': 8, 'targets': 8}, batch_size=1, pack=False)
+  lengths = {'inputs': 8} if classifies(model) else {'inputs': 8, 'targets': 8}
+  spec = model.batch_spec(lengths, batch_size=1, pack=False)
   shapes, names = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), spec)))
   return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes,
                       layout.shardings(shapes, names))
@@ -296,9 +306,10 @@ def talk(job: Job) -> None:
       return
     if line.strip():
       try:
-        tokens = job.text.encode_inputs(line)
+        tokens = job.tokens(Prompt('This prompt', line))
         job.generator.check_prompt(len(tokens), where='This prompt')
         [found] = job.generator.generate([tokens], numbers=[number])
+        found = found if job.class_names is None else [found]
       except DataError as e:  # the next one may do
         say(str(e))
         continue

@@ -19,7 +19,7 @@ WRITTEN = ('benchmarks/results',)
 FOREIGN_FLAGS = {'--logdir', '--data_dir', '--ipc', '--shm-size', '--nodes', '--partition',
                  '--account', '--ntasks-per-node', '--gpus-per-node', '--signal', '--requeue', '--open-mode',
                  '--cpus-per-task', '--gpus-per-task', '--kill-on-bad-exit', '--ntasks', '--exact',
-                 '--standalone', '--env', '--from-literal', '--array'}
+                 '--standalone', '--env', '--from-literal', '--array', '--no-deps'}
 FOREIGN_PREFIXES = ('--xla_', '--gin.')
 # Names that stand for something, in usage texts and examples.
 PLACEHOLDERS = {'NAME', 'KEY', 'X', 'A', 'B', 'FILE', 'VALUE', 'MACRO'}

@@ -145,7 +145,7 @@ def test_a_sample_that_does_not_fit_is_refused_before_the_first_step(sampling, s
     ({'MIXTURE_OR_TASK_NAME': 'text_files:none*.txt'}, ['none*.txt']),
     ({'TransformerConfig.vocab_size': 128}, ['259', '128', "Set the model's vocab_size"]),
     ({'MIXTURE_OR_TASK_NAME': 'wmt_ende', 'TASK_FEATURE_LENGTHS': "{'inputs': 32, 'targets': 32}"},
-     ['wmt_t2t_translate', 'tfds build', '--tfds_data_dir']),
+     ['wmt_t2t_translate', 'prepare_tfds wmt_t2t_translate', '--tfds_data_dir']),
 ], ids=['no_such_task', 'empty_task', 'no_such_file', 'vocabulary_too_large', 'no_tfds_data'])
 def test_data_that_cannot_be_read_is_refused(project, monkeypatch, macros, says):
   monkeypatch.setenv('TFDS_DATA_DIR', str(project.folder / 'tfds'))
@@ -161,7 +161,7 @@ def test_the_folder_of_tfds_data_is_that_of_the_flag(project):
                      DATA_MODULE='t5x_gpu.data.seqio_batches', MIXTURE_OR_TASK_NAME='wmt_ende',
                      TASK_FEATURE_LENGTHS="{'inputs': 32, 'targets': 32}") as run:
     assert run.finish() == 1
-  assert f'could not find data in {data}' in run.err
+  assert f'{data}/wmt_t2t_translate/de-en/1.0.0 does not exist' in run.err
 
 
 @pytest.fixture(scope='module')

@@ -195,7 +195,7 @@ def _print_shares(data: _Data, about: Mapping[str, Any], *, num_rows: int,
     num_rows: to read, of all tasks together.
     console: where to.
   """
-  rates = {name.removesuffix('.with_vocabulary'): rate
+  rates = {name.removesuffix('.with_vocabulary').rpartition('.with_vocabulary.')[2]: rate
            for name, rate in about.get('rates', {}).items() if f'source of {name}' in about}
   per_example = {}
   for name in rates:

@@ -22,6 +22,8 @@ Batch = dict[str, np.ndarray]
 
 # 'prepared:DIR': rows that `python -m t5x_gpu.prepare` has packed, whatever the module for text is.
 PREPARED = 'prepared:'
+# What `describe` calls the names of the classes, in the order of their numbers.
+CLASS_NAMES = 'class_names'
 _PREPARED_MODULE = 't5x_gpu.data.prepared'
 _TEXT_MODULE = 't5x_gpu.data.seqio_batches'
 _OUR_MODULES = 't5x_gpu.data.'
@@ -183,6 +185,22 @@ def open_prompt_text(config: DatasetConfig, *, may_import: Optional[Collection[s
                       fix="Set DatasetConfig.module to 't5x_gpu.data.seqio_batches', its default.",
                       parameters=('DatasetConfig.module',))
   return make(config, **options)
+
+
+def open_class_text(config: DatasetConfig, *, model_vocab_size: int) -> Any:
+  """Returns a `class_prompts.ClassText`: text -> ids for a classifier, and the task's examples.
+
+  Raises:
+    ConfigError: no such module, or its batches have no text.
+    DataError: no such vocabulary, or more ids than the model has.
+  """
+  config = _with(config, 'made_from')
+  make = getattr(_module(config), 'class_text', None)
+  if make is None:
+    raise ConfigError(f'The batches of {config.module} have no text.',
+                      fix="Set DatasetConfig.module to 't5x_gpu.data.seqio_batches', its default.",
+                      parameters=('DatasetConfig.module',))
+  return make(config, model_vocab_size=model_vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.data import task_lookup
+from t5x_gpu.data import prepare_tfds, task_lookup
 from t5x_gpu.data.batches import DatasetConfig, ModelOutputs
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import text_vocabulary
@@ -36,7 +36,7 @@ class EvaluatedTask:
 
   def __init__(self, task: seqio.Task, examples: Sequence[Mapping[str, Any]], *,
                feature_converter: str):
-    self.name = task.name.removesuffix('.with_vocabulary')
+    self.name = task_lookup.own_name(task.name)
     self._task = task
     self._examples = examples
     kinds = {metric.model_output_type for metric in task.metric_objs}
@@ -109,7 +109,8 @@ def task_names(config: DatasetConfig) -> tuple[str, ...]:
   found = task_lookup.lookup(config)
   if not isinstance(found, seqio.Mixture):
     return (config.mixture_or_task_name,)
-  names = [task.name.removesuffix('.with_vocabulary') for task in seqio.get_subtasks(found)
+  prepare_tfds.check_prepared(found, config)
+  names = [task_lookup.own_name(task.name) for task in seqio.get_subtasks(found)
            if config.split in task.splits]
   return tuple(names) or (config.mixture_or_task_name,)  # which then says what splits there are
 

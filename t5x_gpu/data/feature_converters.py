@@ -1,4 +1,4 @@
-"""Names of feature converters -> SeqIO's converters, and the two that SeqIO does not have.
+"""Names of feature converters -> SeqIO's converters, and those that SeqIO does not have.
 
 What each gives is written down without TF in `t5x_gpu.data.features`.
 """
@@ -40,6 +40,29 @@ class EncoderClassificationConverter(seqio.FeatureConverter):
     """Returns model feature -> length, 1 for numbers."""
     return {'encoder_input_tokens': task_feature_lengths['inputs'], features.LABEL: 1,
             features.LABEL_WEIGHTS: 1}
+
+
+class EncoderTypedClassificationConverter(EncoderClassificationConverter):
+  """The same with 'encoder_token_types', which are 0 where the task has no 'token_types'."""
+
+  MODEL_FEATURES = {**EncoderClassificationConverter.MODEL_FEATURES,
+                    'encoder_token_types': _TOKENS}
+
+  def _convert_features(self, ds: tf.data.Dataset,
+                        task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+    length = task_feature_lengths['inputs']
+    typed = ds.map(lambda x: {**x, features.TOKEN_TYPES: x.get(
+        features.TOKEN_TYPES, tf.zeros_like(x['inputs']))})
+    padded = self._pack_or_pad(typed, {'inputs': length, features.TOKEN_TYPES: length})
+    return padded.map(lambda x: {
+        'encoder_input_tokens': x['inputs'], features.LABEL: x['label'],
+        features.LABEL_WEIGHTS: tf.ones_like(x['label']),
+        'encoder_token_types': tf.cast(x[features.TOKEN_TYPES], tf.int32)})
+
+  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns model feature -> length, 1 for numbers."""
+    return {**super().get_model_feature_lengths(task_feature_lengths),
+            'encoder_token_types': task_feature_lengths['inputs']}
 
 
 class EncoderMlmConverter(seqio.FeatureConverter):
@@ -90,6 +113,7 @@ CONVERTERS = {
     'prefix_lm': seqio.PrefixLMFeatureConverter,
     'encoder_decoder': seqio.EncDecFeatureConverter,
     'encoder_classification': EncoderClassificationConverter,
+    'encoder_classification_with_types': EncoderTypedClassificationConverter,
     'encoder_mlm': EncoderMlmConverter,
 }
 assert CONVERTERS.keys() == features.LAYOUTS.keys()

@@ -17,6 +17,8 @@ from t5x_gpu.errors import ConfigError, DataError, all_problems, did_you_mean
 DTYPE = 'int32'
 # Model features of classification, both [batch]: the class, and 0 for a row that only fills.
 LABEL, LABEL_WEIGHTS = 'label', 'label_weights'
+# Task feature [length] of pairs of texts: 0 for the first, 1 for the second.
+TOKEN_TYPES = 'token_types'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,12 @@ LAYOUTS: dict[str, Layout] = {
         task_features=('inputs',),
         tokens={'encoder_input_tokens': ('inputs',)},
         aligned={},
+        packed=None,
+        label='label'),
+    'encoder_classification_with_types': Layout(
+        task_features=('inputs',),
+        tokens={'encoder_input_tokens': ('inputs',)},
+        aligned={'encoder_token_types': 'encoder_input_tokens'},
         packed=None,
         label='label'),
     'encoder_mlm': Layout(

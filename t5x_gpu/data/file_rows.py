@@ -113,20 +113,29 @@ def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], wh
   return tuple(values)
 
 
+def split_columns(spelled: str) -> tuple[str, Optional[list[tuple[str, str]]]]:
+  """Returns the pattern, and the (name, column) pairs behind `#`; None without any."""
+  pattern, mark, chosen = spelled.rpartition('#')
+  if not mark or '=' not in chosen:
+    return spelled, None
+  return pattern, [tuple(part.partition('=')[::2]) for part in chosen.split(',')]
+
+
 def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
   """Returns the pattern and, where columns are chosen behind `#`, feature -> column.
 
   Raises:
     DataError: chosen columns are neither `text` nor `inputs` and `targets`.
   """
-  pattern, mark, chosen = spelled.rpartition('#')
-  if not mark or '=' not in chosen:
+  pattern, pairs = split_columns(spelled)
+  if pairs is None:
     return spelled, None
-  parts = dict(part.partition('=')[::2] for part in chosen.split(','))
+  parts = dict(pairs)
   for ours in ({'text'}, {'targets'}, {'inputs', 'targets'}):
     if set(parts) == ours and all(parts.values()):
       return pattern, {'targets' if name == 'text' else name: column
                        for name, column in parts.items()}
+  chosen = ','.join(map('='.join, pairs))
   raise DataError(f'#{chosen} chooses columns for {", ".join(map(repr, parts))}.'
                   + did_you_mean(next(iter(parts)), ('text', 'inputs', 'targets')),
                   fix='Write #text=COLUMN, or #inputs=COLUMN,targets=COLUMN.', parameters=NAME)

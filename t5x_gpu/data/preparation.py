@@ -48,7 +48,7 @@ class Preparation:
 
   def _members(self) -> dict[str, seqio.Task]:
     """Returns name -> task, of those that have the split."""
-    return {task.name.removesuffix('.with_vocabulary'): task
+    return {task_lookup.own_name(task.name): task
             for task in sorted(seqio.get_subtasks(self._task), key=lambda task: task.name)
             if self.config.split in task.splits}
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data import features, row_order
-from t5x_gpu.data.batches import PREPARED, Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import CLASS_NAMES, PREPARED, Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.lazy_rows import LazyBatch
 from t5x_gpu.data.prepared_index import INDEX, Index, check_shards, read_index
 from t5x_gpu.data.records import decode_into
@@ -53,9 +53,11 @@ class PreparedBatches:
   """
 
   def __init__(self, rows: grain.MapDataset, *, num_rows: Optional[int], names: Sequence[str],
-               spec: BatchSpec, name: str, fingerprint: Mapping[str, Any], files: Facts):
+               spec: BatchSpec, name: str, fingerprint: Mapping[str, Any], files: Facts,
+               class_names: Optional[Sequence[str]] = None):
     self._rows, self._num_rows, self._names, self._spec = rows, num_rows, tuple(names), spec
     self._name, self._fingerprint, self._files = name, dict(fingerprint), files
+    self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
     self._reader = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='prepared_rows')
     self._ahead: dict[int, tuple[LazyBatch, concurrent.futures.Future]] = {}
     self._last: Optional[LazyBatch] = None
@@ -141,8 +143,8 @@ class PreparedBatches:
 
   def describe(self) -> Mapping[str, Any]:
     """Returns what the batches are made from, and what is guaranteed about their order."""
-    return {'mixture_or_task_name': self._name, **self._fingerprint, LIBRARIES: versions(_PACKAGES),
-            'guarantee': GUARANTEE}
+    return {'mixture_or_task_name': self._name, **self._fingerprint, **self._classes,
+            LIBRARIES: versions(_PACKAGES), 'guarantee': GUARANTEE}
 
   def file_facts(self) -> Facts:
     """Returns the facts of the files, to compare them between hosts."""
@@ -190,7 +192,7 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
       rows, num_rows=None if repeat else index.rows, names=tuple(index.features), spec=spec,
       name=config.mixture_or_task_name,
       fingerprint=_fingerprint(index, config, rates=rates, repeat=repeat),
-      files=_file_facts(index, folder / config.split))
+      files=_file_facts(index, folder / config.split), class_names=index.class_names)
 
 
 def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]:

@@ -15,9 +15,9 @@ import numpy as np
 
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data import evaluated_tasks as evaluated_tasks_lib
-from t5x_gpu.data import features, sources, task_lookup, task_prompts
+from t5x_gpu.data import class_prompts, features, sources, task_lookup, task_prompts
 from t5x_gpu.data import preparation as preparation_lib
-from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import CLASS_NAMES, Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.feature_converters import model_rows
 from t5x_gpu.data.guarantees import STREAMING
@@ -48,7 +48,8 @@ class SeqioBatches:
   def __init__(self, make_dataset: Callable[[], tf.data.Dataset], *, name: str, spec: BatchSpec,
                fingerprint: Mapping[str, Any], problem: Callable[[], Optional[DataError]],
                pad_last: bool, file_facts: Callable[[], Facts] = dict,
-               paths: Callable[[], Mapping[str, Sequence[str]]] = dict):
+               paths: Callable[[], Mapping[str, Sequence[str]]] = dict,
+               class_names: Optional[Sequence[str]] = None):
     self._make_dataset = make_dataset
     self.file_facts = file_facts  # of the source files, to compare them between hosts
     self._name = name
@@ -57,6 +58,7 @@ class SeqioBatches:
     self._problem = problem
     self._pad_last = pad_last
     self._paths = paths
+    self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
     self._start()
 
   def _start(self) -> None:
@@ -164,7 +166,7 @@ class SeqioBatches:
 
   def describe(self) -> Mapping[str, Any]:
     """Returns what the batches are made from, and what is guaranteed about their order."""
-    return {'mixture_or_task_name': self._name, **self._fingerprint,
+    return {'mixture_or_task_name': self._name, **self._fingerprint, **self._classes,
             LIBRARIES: versions(_PACKAGES), 'guarantee': STREAMING}
 
   def source_files(self) -> SourceFiles:
@@ -299,7 +301,8 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
       fingerprint=_fingerprint(task, config, feature_converter=feature_converter, repeat=repeat),
       problem=problem, pad_last=not repeat,
       file_facts=functools.partial(_file_facts, task, config.split),
-      paths=functools.partial(_paths, task, config))
+      paths=functools.partial(_paths, task, config),
+      class_names=task_lookup.class_names(task))
   try:
     batches.peek()
   except BaseException:
@@ -331,4 +334,5 @@ def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
 task_names = evaluated_tasks_lib.task_names
 evaluated_tasks = evaluated_tasks_lib.open_tasks
 prompt_text = task_prompts.prompt_text
+class_text = class_prompts.class_text
 preparation = preparation_lib.preparation

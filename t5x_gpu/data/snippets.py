@@ -75,7 +75,7 @@ def package_files() -> dict[str, list[str]]:
         f"python_source_classification reads {len(PACKAGES)} packages of the standard library, and "
         f'under {root} there is too little source of: {", ".join(short)}.',
         fix='Use a Python with its whole library in source form, or a task of your own: '
-            "MIXTURE_OR_TASK_NAME = 'imdb_csv:FOLDER/*.csv'.",
+            "MIXTURE_OR_TASK_NAME = 'classification:csv:FOLDER/*.csv'.",
         parameters=('DatasetConfig.mixture_or_task_name',))
   return found
 

@@ -273,7 +273,7 @@ def read_lines(path: tf.Tensor, file_number: tf.Tensor,
 
 
 class LabelledSource(seqio.DataSource):
-  """Labelled texts, held in memory: {'inputs': text, 'label': class number}.
+  """Labelled texts, held in memory: {'inputs': text, 'label': class number}, pairs with 'text2'.
 
   Args:
     texts: returns them; called once, when the data is opened.
@@ -302,18 +302,22 @@ class LabelledSource(seqio.DataSource):
     del unused
     table = self._texts()
     # Captured by the function below, not elements of the dataset: they stay out of its saved state.
-    texts = tf.constant(table.texts[split], dtype=tf.string)
-    labels = tf.constant(table.labels[split], dtype=tf.int32)
+    columns = {'inputs': tf.constant(table.texts[split], dtype=tf.string),
+               'label': tf.constant(table.labels[split], dtype=tf.int32)}
+    if table.texts2 is not None:
+      columns['text2'] = tf.constant(table.texts2[split], dtype=tf.string)
     numbers = tf.data.Dataset.range(len(table.labels[split]))
     if shard_info is not None:
       numbers = numbers.shard(shard_info.num_shards, shard_info.index)
     if shuffle:
       numbers = numbers.shuffle(min(len(table.labels[split]), SHUFFLED_ROWS), seed=seed)
-    return numbers.map(lambda i: {'inputs': tf.gather(texts, i), 'label': tf.gather(labels, i)})
+    return numbers.map(lambda i: {name: tf.gather(x, i) for name, x in columns.items()})
 
   def fingerprint(self, split: str) -> dict[str, Any]:
     """Returns what identifies the rows of `split`."""
     table, digest = self._texts(), hashlib.sha256()
     for text, label in zip(table.texts[split], table.labels[split]):
       digest.update(f'{label}\0{text}\0'.encode(errors='replace'))
+    for text in table.texts2[split] if table.texts2 is not None else ():
+      digest.update(f'{text}\0'.encode(errors='replace'))
     return {'examples': len(table.labels[split]), 'hash': digest.hexdigest()[:16]}

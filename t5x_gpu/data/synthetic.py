@@ -137,6 +137,8 @@ class SyntheticBatches:
     elif name == 'decoder_causal_attention':
       # As in SeqIO the prefix reaches one further: where the last input is read.
       row = rows.is_input | (rows.positions == 0) | np.append(0, rows.is_input[:-1])
+    elif name == 'encoder_token_types':
+      row = 1 - rows.is_input
     elif name.endswith('_segment_ids'):
       row = rows.segment_ids
     elif name.endswith('_positions'):

@@ -4,13 +4,12 @@ A labelled data set is small next to the text that models are pretrained on (IMD
 read whole and checked whole when it is opened: a wrong row does not wait for the third epoch.
 """
 
-import csv
 import dataclasses
 import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, Optional
 
 from t5x_gpu.data.files import VALIDATION_ONE_IN
@@ -20,18 +19,16 @@ _NAME = ('DatasetConfig.mixture_or_task_name',)
 # Words in a file's name -> the split that it belongs to.
 _SPLIT_WORDS = {'train': 'train', 'training': 'train', 'dev': 'validation', 'val': 'validation',
                 'valid': 'validation', 'validation': 'validation', 'test': 'test'}
-# A review is a few kB. Python's own limit is 128 kB, too little for a book, and none hides the
-# quote that was never closed.
-_MAX_FIELD = 10_000_000
 COLA_CLASSES = ('unacceptable', 'acceptable')
 
 
 @dataclasses.dataclass(frozen=True)
 class LabelledRow:
-  """A text and its label as the file spells it; `where` is file:line."""
+  """A text and its label as the file spells it; `where` is file:line; `text2` completes a pair."""
   text: str
   label: str
   where: str
+  text2: Optional[str] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +39,12 @@ class LabelledTexts:
     class_names: names in the order of their numbers.
     texts: split -> texts.
     labels: split -> class numbers, as many.
+    texts2: split -> the second texts of pairs, as many; None without pairs.
   """
   class_names: tuple[str, ...]
   texts: Mapping[str, Sequence[str]]
   labels: Mapping[str, Sequence[int]]
+  texts2: Optional[Mapping[str, Sequence[str]]] = None
 
 
 def _refuse(what: str, *, fix: str) -> NoReturn:
@@ -77,64 +76,6 @@ def files_by_split(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
             fix='Narrow the pattern, or put train, dev or test into each name. Where no name has '
                 f'such a word, 1 row in {VALIDATION_ONE_IN} goes to validation.')
   return by_split or None
-
-
-def read_csv(path: str) -> list[LabelledRow]:
-  """Returns the rows of a .csv with a header text,label (or review,sentiment), in any order.
-
-  Texts may hold commas and line breaks in double quotes, and "" for a quote.
-
-  Raises:
-    DataError: naming file:line: another header, too few or too many columns, an unclosed quote, an
-      empty text or label, no rows.
-  """
-  csv.field_size_limit(_MAX_FIELD)
-  rows: list[LabelledRow] = []
-  columns: Optional[tuple[int, int, int]] = None  # text, label, how many
-  with open(path, encoding='utf-8-sig', newline='') as f:
-    for line, fields in _csv_records(f, path):
-      where = f'{path}:{line}'
-      if columns is None:
-        columns = _csv_header(fields, where)
-        continue
-      text_column, label_column, count = columns
-      if len(fields) != count:
-        _refuse(f'{where} has {len(fields)} columns; the header has {count}.',
-                fix='Put a text with commas or line breaks into double quotes, and write "" for a '
-                    'quote in it.')
-      rows.append(_labelled(fields[text_column], fields[label_column].strip(), where))
-  if not rows:
-    _refuse(f'{path} has no rows' + (' below its header.' if columns else ': it is empty.'),
-            fix='Give a file with a header text,label and a row per example.')
-  return rows
-
-
-def _csv_records(lines: Iterator[str], path: str) -> Iterator[tuple[int, list[str]]]:
-  """Yields (line where it begins, fields) of each record that is not blank."""
-  reader = csv.reader(lines, strict=True)
-  while True:
-    begins = reader.line_num + 1
-    try:
-      fields = next(reader, None)
-    except UnicodeDecodeError as e:
-      _refuse(f'{path} is not UTF-8 text: {e}.', fix='Save it as UTF-8.')
-    except csv.Error as e:
-      _refuse(f'{path}:{begins} is not CSV: {e}.',
-              fix='Close every quote; write "" for a quote inside a quoted text.')
-    if fields is None:
-      return
-    if fields:
-      yield begins, fields
-
-
-def _csv_header(fields: Sequence[str], where: str) -> tuple[int, int, int]:
-  names = [name.strip().lower() for name in fields]
-  for text, label in (('text', 'label'), ('review', 'sentiment')):
-    if names.count(text) == names.count(label) == 1:
-      return names.index(text), names.index(label), len(names)
-  _refuse(f'{where} should name the columns and is {", ".join(fields)[:80]!r}.'
-          + did_you_mean(names[-1], ('label', 'sentiment')),
-          fix='Begin the file with the line: text,label')
 
 
 def _labelled(text: str, label: str, where: str) -> LabelledRow:
@@ -175,16 +116,17 @@ def read_cola(path: str) -> list[LabelledRow]:
   return rows
 
 
-READERS = {'csv': read_csv, 'cola': read_cola}
+# Path -> rows.
+Reader = Callable[[str], Sequence[LabelledRow]]
 
 
 @functools.lru_cache(maxsize=8)  # of what training, evaluation and class names all open
-def _read(form: str, path: str, size: int, modified_ns: int) -> tuple[LabelledRow, ...]:
+def _read(read: Reader, path: str, size: int, modified_ns: int) -> tuple[LabelledRow, ...]:
   del size, modified_ns  # tell a changed file from the one that was read
-  return tuple(READERS[form](path))
+  return tuple(read(path))
 
 
-def labelled_texts(files: Sequence[str], *, form: str,
+def labelled_texts(files: Sequence[str], *, read: Reader,
                    class_names: Optional[Sequence[str]] = None) -> LabelledTexts:
   """Returns all rows of `files` by split.
 
@@ -193,7 +135,7 @@ def labelled_texts(files: Sequence[str], *, form: str,
 
   Args:
     files: paths.
-    form: a key of `READERS`.
+    read: reads a file; equal ones share what they read.
     class_names: in order. None: the labels of the rows for training; whole numbers in their order,
       words in the alphabet's.
   Raises:
@@ -206,7 +148,7 @@ def labelled_texts(files: Sequence[str], *, form: str,
   rows = {}
   for split, paths in by_split.items():
     rows[split] = [row for path in paths for row in _read(
-        form, path, os.path.getsize(path), os.stat(path).st_mtime_ns)]
+        read, path, os.path.getsize(path), os.stat(path).st_mtime_ns)]
   names = tuple(class_names or _classes(rows['train']))
   if (found := len({row.label for row in rows['train']})) < 2:
     only = rows['train'][0]
@@ -223,7 +165,10 @@ def labelled_texts(files: Sequence[str], *, form: str,
               + ', '.join(map(repr, names[:12])) + ('' if len(names) <= 12 else ', ...') + '.'
               + did_you_mean(row.label, names),
               fix='Mend the label, or give rows of that class for training too.')
+  is_pair = rows['train'][0].text2 is not None
   return LabelledTexts(class_names=names,
+                       texts2={split: [r.text2 for r in some] for split, some in rows.items()
+                               } if is_pair else None,
                        texts={split: [r.text for r in some] for split, some in rows.items()},
                        labels={split: [numbers[r.label] for r in some]
                                for split, some in rows.items()})

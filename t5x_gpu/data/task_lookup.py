@@ -6,16 +6,19 @@ from collections.abc import Callable
 from typing import Optional, Union
 
 from t5x_gpu.data import (
-    classification_tasks, pretraining_tasks, sources, table_tasks, tasks, tfds_tasks)
+    classification_tasks, prepare_tfds, pretraining_tasks, sources, table_tasks, tasks, tfds_tasks)
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import (
-    ClassVocabulary, end_id, named_vocabulary, num_ids, vocabulary_name)
+    ClassVocabulary, check_loads, end_id, named_vocabulary, num_ids, vocabulary_name)
 from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, did_you_mean, first_line
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
+# A copy with another vocabulary is called TASK.MARK, and SeqIO calls the tasks of a mixture
+# MIXTURE.MARK.TASK.
+_MARK = '.with_vocabulary'
 _LISTED = 12
 _OWN_TASKS = (*tasks.OWN_TASKS, *classification_tasks.OWN_TASKS, *pretraining_tasks.OWN_TASKS)
 _PATTERN_TASKS = {**tasks.PATTERN_TASKS, **table_tasks.PATTERN_TASKS, **tfds_tasks.PATTERN_TASKS,
@@ -39,12 +42,19 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
     found = _registered(name)
   _allow_damage(found, config.max_corrupt_fraction)
   if config.vocabulary is None:
+    for feature in found.output_features.values():
+      check_loads(feature.vocabulary, task=name)
     return found
   return seqio.helpers.mixture_or_task_with_new_vocab(
-      found, f'{found.name}.with_vocabulary',
+      found, f'{found.name}{_MARK}',
       new_output_features={feature_name: _with_vocabulary(feature, config.vocabulary)
                            for feature_name, feature in found.output_features.items()},
       add_to_seqio_registry=False)
+
+
+def own_name(name: str) -> str:
+  """Returns the name under which the task was registered, without the mark of its vocabulary."""
+  return name.removesuffix(_MARK).rpartition(f'{_MARK}.')[2]
 
 
 def _allow_damage(task: TaskOrMixture, fraction: float) -> None:
@@ -108,8 +118,9 @@ def _registered(name: str) -> TaskOrMixture:
     return registered[name].get(name)
   others = sorted(set(registered) - set(_OWN_TASKS))
   names = list(_OWN_TASKS) + others[:_LISTED]
-  patterns = ', '.join(f'{kind}:{"TEXT" if kind in pretraining_tasks.PATTERN_TASKS else "PATTERN"}'
-                       for kind in _PATTERN_TASKS)
+  after = {**dict.fromkeys(pretraining_tasks.PATTERN_TASKS, 'TEXT'),
+           'classification': 'FORM:PATTERN'}
+  patterns = ', '.join(f'{kind}:{after.get(kind, "PATTERN")}' for kind in _PATTERN_TASKS)
   raise DataError(
       f'No SeqIO Task or Mixture is called {name!r}.'
       + did_you_mean(name, [*registered, *tasks.ALIASES, *_PATTERN_TASKS]) + '\n'
@@ -121,7 +132,13 @@ def _registered(name: str) -> TaskOrMixture:
 
 
 def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
-  """Raises NoExamplesError unless `task` has the split."""
+  """Raises DataError unless `task` has the split, and the TensorFlow datasets that it reads."""
+  try:
+    prepare_tfds.check_prepared(task, config)
+  except DataError as e:
+    files = classification_tasks.FROM_FILES.get(config.mixture_or_task_name)
+    e.fix += f"\nOr give its files: MIXTURE_OR_TASK_NAME = '{files}'." if files else ''
+    raise
   splits = sorted(task.splits)
   if config.split not in splits:
     raise NoExamplesError(
@@ -224,7 +241,7 @@ def check_not_empty(task: TaskOrMixture, config: DatasetConfig, *,
   if failure:  # outside: the frames of `e` would keep the iterator, whose threads hang at exit
     raise problem() or DataError(
         f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: {failure}',
-        fix=_reading_fix(task), parameters=(_NAME,))
+        fix='Check the files and the preprocessors of the task.', parameters=(_NAME,))
   if not found:
     splits = ', '.join(repr(split) for split in sorted(task.splits))
     raise NoExamplesError(
@@ -234,13 +251,3 @@ def check_not_empty(task: TaskOrMixture, config: DatasetConfig, *,
             'deals the documents, a handful may all go to one split.',
         parameters=('DatasetConfig.split', _NAME))
 
-
-def _reading_fix(task: TaskOrMixture) -> str:
-  for subtask in seqio.get_subtasks(task):
-    if isinstance(subtask.source, seqio.TfdsDataSource):
-      name = subtask.source.tfds_dataset.name
-      files = classification_tasks.FROM_FILES.get(subtask.name.removesuffix('.with_vocabulary'))
-      return (f'Prepare it once with: tfds build {name.split(":")[0]} --data_dir=DIR\n'
-              'and give the training run --tfds_data_dir=DIR (nothing is downloaded by a run).'
-              + (f"\nOr give its files: MIXTURE_OR_TASK_NAME = '{files}'." if files else ''))
-  return 'Check the files and the preprocessors of the task.'

@@ -3,9 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping
 
-import tensorflow_datasets as tfds_lib
-
-from t5x_gpu.data import tasks
+from t5x_gpu.data import prepare_tfds, tasks
 from t5x_gpu.data.file_rows import NAME, feature_columns, pattern_and_columns
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
@@ -32,8 +30,7 @@ def tfds(spelled: str) -> seqio.Task:
   try:
     info = source.tfds_dataset.info
     splits = sorted(info.splits)
-  except (tfds_lib.core.registered.DatasetNotFoundError, AssertionError, OSError,
-          ValueError) as e:
+  except prepare_tfds.TFDS_ERRORS as e:
     raise _not_prepared(name, str(e)) from e
   if not splits:
     raise _not_prepared(name, f'{info.full_name} has no split in {info.data_dir}')
@@ -50,12 +47,11 @@ def tfds(spelled: str) -> seqio.Task:
 
 
 def _not_prepared(name: str, reason: str) -> DataError:
-  dataset = name.partition(':')[0]
   return DataError(
       f'tfds:{name} is not prepared: {reason.strip().splitlines()[0][:200] if reason else ""}',
-      fix=f'Prepare it once with: tfds build {dataset} --data_dir=DIR\n'
-          'and give the run --tfds_data_dir=DIR (nothing is downloaded by a run).',
-      parameters=NAME)
+      fix=f'Prepare it once: {prepare_tfds.prepare_command([name])}\n'
+          'and give every run --tfds_data_dir=DIR (runs download nothing).',
+      parameters=NAME, docs='tasks.md#tensorflow-datasets')
 
 
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {'tfds': tfds}

@@ -12,7 +12,7 @@ from t5x_gpu.data.features import layout
 from t5x_gpu.data.hashed_vocabulary import HashedWordsVocabulary
 from t5x_gpu.data.huggingface_vocabulary import HuggingFaceVocabulary
 from t5x_gpu.data.tf_runtime import seqio
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, first_line
 
 _PREFIX, _HUGGINGFACE, _WORDS = 'sentencepiece:', 'huggingface:', 'words:'
 
@@ -119,6 +119,20 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
                     fix='Point DatasetConfig.vocabulary at the .model file (not .vocab).',
                     parameters=('DatasetConfig.vocabulary',)) from e
   return vocabulary
+
+
+def check_loads(vocabulary: seqio.Vocabulary, *, task: str) -> None:
+  """Raises DataError if a task's own SentencePiece model cannot be read (T5's needs network)."""
+  if not isinstance(vocabulary, seqio.SentencePieceVocabulary):
+    return
+  try:
+    _ = vocabulary.vocab_size  # Loads the file.
+  except Exception as e:  # as above, and TensorFlow's for gs://
+    raise DataError(f'{task!r} has the vocabulary {vocabulary.sentencepiece_model_file}, which '
+                    f'cannot be read: {first_line(e)[:300]}',
+                    fix="Set VOCABULARY = 'sentencepiece:FILE' to a copy of that file, or to "
+                        'another vocabulary.', parameters=('DatasetConfig.vocabulary',),
+                    docs='tasks.md#t5s-own-tasks') from e
 
 
 def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:

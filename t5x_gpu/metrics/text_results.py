@@ -7,20 +7,22 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import rich.console
 import rich.progress
 
-from t5x_gpu.data.prompts import Prompt, PromptText
+from t5x_gpu.data.prompts import Prompt
 from t5x_gpu.errors import DataError
 from t5x_gpu.metrics.result_lines import NUMBER, ResultLines, to_line
+from t5x_gpu.models.classify import Classifier
 from t5x_gpu.models.generation import Generated, Generator
 from t5x_gpu.runtime import distributed
 
 # Fields of a result beside those of its prompt.
 _SCORED = (NUMBER, 'score', 'num_tokens')
 _WRITTEN = (*_SCORED, 'prediction', 'is_complete', 'predictions', 'scores')
+_CLASSIFIED = (NUMBER, 'label', 'probability', 'probabilities')
 _SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal
 
 
@@ -33,13 +35,17 @@ class Job:
     text: text <-> ids.
     checkpoint: folder that the parameters come from.
     train_length: tokens of a row in training, or None.
+    class_names: of a `classify.Classifier`, which gives their probabilities; None for a Generator.
   """
-  generator: Generator
-  text: PromptText
+  generator: Union[Generator, Classifier]
+  text: Any  # a PromptText, or a ClassText of a Classifier
   checkpoint: str
   train_length: Optional[int] = None
+  class_names: Optional[Sequence[str]] = None
 
   def tokens(self, prompt: Prompt) -> list[int]:
+    if self.class_names is not None and prompt.tokens is None:
+      return self.text.encode(prompt)
     return list(self.text.encode_inputs(prompt.inputs) if prompt.tokens is None else prompt.tokens)
 
   def target_tokens(self, prompt: Prompt) -> list[int]:
@@ -50,7 +56,10 @@ class Job:
                       fix='Give every line {"inputs": ..., "targets": ...}, or leave --score out.')
     return self.text.encode_targets(prompt.targets)
 
-  def text_of(self, generated: Generated) -> str:
+  def text_of(self, generated: Union[Generated, Sequence[float]]) -> str:
+    if self.class_names is not None:
+      best = max(range(len(generated)), key=generated.__getitem__)
+      return f'{self.class_names[best]} ({generated[best]:.4f})'
     ids = generated.tokens[:-1] if generated.is_complete else generated.tokens
     return self.text.decode(ids)
 
@@ -71,7 +80,8 @@ def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bo
   Raises:
     DataError: a prompt that does not fit, or has a field that its result has.
   """
-  _check_fields(prompts, _SCORED if score else _WRITTEN)
+  _check_fields(prompts, _CLASSIFIED if job.class_names is not None else
+                _SCORED if score else _WRITTEN)
   numbers = [i if prompt.number is None else prompt.number for i, prompt in enumerate(prompts)]
   tokens = [job.tokens(prompt) for prompt in prompts]
   targets = [job.target_tokens(prompt) for prompt in prompts] if score else None
@@ -133,8 +143,13 @@ def _check_fields(prompts: Sequence[Prompt], fields: Sequence[str]) -> None:
             + ', '.join(fields) + '.', docs='infer.md#results')
 
 
-def _result(job: Job, prompt: Prompt, found: Sequence[Generated]) -> dict[str, Any]:
-  """Returns what is written of the continuations of a prompt, best first."""
+def _result(job: Job, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
+  """Returns what is written of the continuations of a prompt, or its classes, best first."""
+  if job.class_names is not None:
+    result = dict(sorted(zip(job.class_names, found), key=lambda pair: -pair[1]))
+    label, probability = next(iter(result.items()))
+    return {**({} if prompt.targets is None else {'targets': prompt.targets}), 'label': label,
+            'probability': probability, 'probabilities': result}
   best = found[0]
   result = {'prediction': job.text_of(best), 'score': best.score, 'num_tokens': len(best.tokens),
             'is_complete': best.is_complete}

@@ -79,7 +79,9 @@ class EncoderModel:
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns how SeqIO features become the model's."""
     del task_feature_lengths
-    return 'encoder_classification' if self.classifies else 'encoder_mlm'
+    if not self.classifies:
+      return 'encoder_mlm'
+    return 'encoder_classification' + '_with_types' * (self.config.num_token_types > 1)
 
   def batch_spec(self, task_feature_lengths: Mapping[str, int], *, batch_size: int,
                  pack: bool) -> BatchSpec:

@@ -9,6 +9,7 @@ import pytest
 from t5x_gpu.data import files, seqio_batches, sources, task_lookup, tasks
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
+from tests.helpers_tfds import tfds_data_dir, write_tfds
 
 pytestmark = pytest.mark.tf
 
@@ -156,14 +157,10 @@ seqio.TaskRegistry.add('numbers_of_mine', source=seqio.FunctionDataSource(number
 
 
 @pytest.mark.parametrize('name', ['wmt_ende', 'wmt_t2t_ende_v003'])
-def test_wmt_is_tensor2tensors_mixture_with_t5s_prompt(open_data, name):
-  tfds = pytest.importorskip('tensorflow_datasets')
-
-  def as_dataset(self, *args, **kwargs):
-    del self, args, kwargs
-    return tf.data.Dataset.from_tensors({'en': 'a house', 'de': 'ein Haus'}).repeat(9)
-
-  with tfds.testing.mock_data(num_examples=9, as_dataset_fn=as_dataset):
+def test_wmt_is_tensor2tensors_mixture_with_t5s_prompt(open_data, name, tmp_path):
+  write_tfds(tmp_path, 'wmt_t2t_translate/de-en:1.0.0',
+             {'train': [{'en': 'a house', 'de': 'ein Haus'}] * 9})
+  with tfds_data_dir(tmp_path):
     opened = open_data(name, converter='prefix_lm', lengths={'inputs': 64, 'targets': 64},
                        pack=False)
     batch = next(opened.iterator)
@@ -179,9 +176,5 @@ def test_wmt_is_tensor2tensors_mixture_with_t5s_prompt(open_data, name):
 
 
 def test_wmt_without_data_says_how_to_prepare_it(open_data, tmp_path):
-  seqio.set_tfds_data_dir_override(str(tmp_path))
-  try:
-    with pytest.raises(DataError, match='tfds build wmt_t2t_translate/de-en'):
-      open_data('wmt_ende', converter='prefix_lm', lengths={'inputs': 64, 'targets': 64})
-  finally:
-    seqio.set_tfds_data_dir_override(None)
+  with tfds_data_dir(tmp_path), pytest.raises(DataError, match='prepare_tfds wmt_t2t_translate/de'):
+    open_data('wmt_ende', converter='prefix_lm', lengths={'inputs': 64, 'targets': 64})
