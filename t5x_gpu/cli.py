@@ -11,6 +11,7 @@ from typing import NoReturn, Optional
 from t5x_gpu.config import gin_files, provenance
 from t5x_gpu.errors import ConfigError, UserError, did_you_mean
 from t5x_gpu.runtime import exits
+from t5x_gpu.runtime.interrupts import SecondInterruptLeaves
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -169,14 +170,15 @@ def check_folders_of(*paths: Optional[str]) -> None:
 
 
 def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
-  """Runs `main` and exits: its code or 0; 1 on an error; 130 on Ctrl-C.
+  """Runs `main` and exits: its code or 0; 1 on an error; 130 on Ctrl-C, the second time at once.
 
   A `UserError` is printed without a traceback, followed by where each of its parameters was set.
   One process of several leaves at once on an error: the others wait for it, and it for them.
   """
   failed = True
   try:
-    code = main() or 0
+    with SecondInterruptLeaves():
+      code = main() or 0
     failed = False
   except UserError as error:
     print(exits.label() + describe_error(error), file=sys.stderr)
