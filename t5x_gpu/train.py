@@ -45,6 +45,7 @@ from t5x_gpu.runtime import cluster as cluster_lib
 from t5x_gpu.runtime import distributed, health, preemption, xla_flags
 from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig, coordination_store
+from t5x_gpu.training.memory import Memory, check_memory
 from t5x_gpu.training.program import Program, build_program, compile_options
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.summary import parameter_table, size_line
@@ -118,7 +119,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
                    num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
                    loss_normalizing_factor=loss_normalizing_factor,
                    learning_rate_scaling=learning_rate_scaling)
-  _say(_opening(program, learning_rate_scaling, with_parameters=dry_run))
+  _say(_opening(program, model, learning_rate_scaling, with_parameters=dry_run))
+  memory = check_memory(program, model, num_microbatches=num_microbatches)
   local = open_local_tier(checkpoint_cfg, model_dir, program.abstract_state)
   saved = check_with_local(model_dir, local, target=program.abstract_state, dry_run=dry_run)
   start = plan_start(initialize_from, program, model, saved=saved)
@@ -139,9 +141,11 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       tasks=(infer_eval_dataset_cfg, decoding_cfg, infer_eval_period))
   if dry_run:
     open_data()
+    _say(memory.line())
     _say(f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
     return 0
-  train_step, fresh, (data, evaluations) = _compile_while(open_data, program, xla, bool(saved))
+  train_step, fresh, (data, evaluations) = _compile_while(
+      open_data, program, memory, xla, has_state=bool(saved))
 
   # ---- 3. State: the latest checkpoint, else another run's, else a fresh one -------------------
   checkpointer = open_checkpointer(model_dir, keep=checkpoint_cfg.kept)
@@ -205,13 +209,15 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   return 0
 
 
-def _opening(program: Program, scaling: Optional[str], *, with_parameters: bool) -> str:
-  """Returns the mesh, what is split how if asked for, and the size of it."""
+def _opening(program: Program, model: Any, scaling: Optional[str], *, with_parameters: bool
+             ) -> str:
+  """Returns the mesh, what is split how if asked for, and the model's size."""
   rate = [] if scaling is None else [
       f'learning rate: x {program.learning_rate_factor:g} ({scaling} in '
       f'{program.layout.batch_parts} replicas)']
   return '\n'.join([*rate, program.layout.table(),
-                    *([parameter_table(program)] if with_parameters else []), size_line(program)])
+                    *([parameter_table(program)] if with_parameters else []),
+                    f'model: {type(model).__name__}, {size_line(program)}'])
 
 
 def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
@@ -221,18 +227,25 @@ def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
                        batch_size=dataset.batch_size, **options)
 
 
-def _compile_while(open_data: Callable[[], Any], program: Program,
-                   xla: Optional[xla_flags.Applied], has_state: bool
+def _compile_while(open_data: Callable[[], Any], program: Program, memory: Memory,
+                   xla: Optional[xla_flags.Applied], *, has_state: bool
                    ) -> tuple[Callable[..., Any], Optional[TrainState], Any]:
-  """Returns the compiled step, a fresh state unless `has_state`, and what `open_data` returned."""
+  """Returns the compiled step, a fresh state unless `has_state`, and what `open_data` returned.
+
+  Raises:
+    OutOfMemoryError: the compiled step does not fit.
+  """
   with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
     opening = pool.submit(open_data)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     if opening.done():
       opening.result()  # a mistake in the data is told before the compile, where it is quick
     train_step = lowered.compile(compiler_options=compile_options(program, xla))
+    memory = memory.compiled(train_step)
     fresh = None if has_state else program.init()  # compiles, too: better now than after the data
-    return train_step, fresh, opening.result()
+    opened = opening.result()
+  _say(memory.line())
+  return train_step, fresh, opened
 
 
 def _open_data(model: Any, program: Program, train_cfg: DatasetConfig, saved: Optional[Saved],
@@ -356,23 +369,24 @@ def main(argv: Optional[list[str]] = None) -> int:
                            search_paths=args.gin_search_paths)
   arguments = loaded.arguments()
   xla = distributed.start(cluster, arguments)
-  logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
-  if jax.process_index() == 0:
-    report.print_table(loaded.provenance)
-    print(cluster, *(f'WARNING: {warning}' for warning in cluster.warnings), sep='\n')
-    print(xla.report())
-    if distributed.members():
-      print(distributed.members_table(), flush=True)
-    print(*(f'note: {note}' for note in loaded.notes), sep='\n', end='\n' if loaded.notes else '')
-
-  def write_config(model_dir: str) -> None:
-    changes = report.write(loaded.provenance, model_dir)
-    if changes:
-      _say('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
-  _preflight()
+  # From here on this process uses devices, which may never answer.
   with Watchdog(arguments.get('watchdog_cfg', WatchdogConfig()),
-                process_index=jax.process_index(), process_count=jax.process_count(),
+                process_index=cluster.process_index, process_count=cluster.process_count,
                 store=coordination_store()) as watchdog:
+    logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
+    if jax.process_index() == 0:
+      report.print_table(loaded.provenance)
+      print(cluster, *(f'WARNING: {warning}' for warning in cluster.warnings), sep='\n')
+      print(xla.report())
+      if distributed.members():
+        print(distributed.members_table(), flush=True)
+      print(*(f'note: {note}' for note in loaded.notes), sep='\n', end='\n' if loaded.notes else '')
+
+    def write_config(model_dir: str) -> None:
+      changes = report.write(loaded.provenance, model_dir)
+      if changes:
+        _say('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
+    _preflight()
     distributed.assert_equal_across_hosts(
         {setting.key: setting.value for setting in loaded.provenance.settings}, 'The configuration')
     return train(**arguments, summarize_config_fn=write_config, dry_run=args.dry_run,

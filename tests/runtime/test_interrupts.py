@@ -44,9 +44,13 @@ GRACEFUL = ('from t5x_gpu.runtime import preemption; '
             'preemption.StopRequest().__enter__()')
 
 
+# A shell starts what it runs in the background with SIGINT ignored, the tests maybe.
+NOT_IGNORED = 'import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n'
+
+
 def started(code: str) -> subprocess.Popen:
-  return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True)
+  return subprocess.Popen([sys.executable, '-c', NOT_IGNORED + code.lstrip()], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def read_until(stream, text: str) -> str:
@@ -58,7 +62,8 @@ def read_until(stream, text: str) -> str:
   return seen
 
 
-@pytest.mark.parametrize('before', ['pass', GRACEFUL], ids=['set-up', 'loop'])
+@pytest.mark.parametrize('before', [
+    pytest.param('pass', id='set-up', marks=pytest.mark.slow), pytest.param(GRACEFUL, id='loop')])
 def test_a_second_ctrl_c_leaves_a_main_thread_that_waits_inside_xla(before):
   with started(HANGS_IN_XLA.format(before=before)) as process:
     try:
