@@ -29,6 +29,7 @@ from t5x_gpu.checkpoint.paths import as_path
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
 from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.config import gin_loader, report
+from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, import_modules, open_class_names, open_vocabulary)
 from t5x_gpu.data.guarantees import data_line
@@ -37,7 +38,7 @@ from t5x_gpu.metrics import logging_setup, reduce
 from t5x_gpu.metrics.closing import closing_text
 from t5x_gpu.metrics.evaluator import (
     LOSS, Evaluations, batches_for, loss_metrics, open_evaluations)
-from t5x_gpu.metrics.recorder import Recorder
+from t5x_gpu.metrics.recorder import METRICS, TENSORBOARD, Recorder
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig, check_sample
 from t5x_gpu.models.generation import sample
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -375,15 +376,17 @@ def main(argv: Optional[list[str]] = None) -> int:
                 store=coordination_store()) as watchdog:
     logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
     if jax.process_index() == 0:
-      report.print_table(loaded.provenance)
+      report.print_changes(loaded.provenance, files=GinFiles(args.gin_search_paths),
+                           model_dir=str(arguments['model_dir']))
       print(cluster, *(f'WARNING: {warning}' for warning in cluster.warnings), sep='\n')
       print(xla.report())
       if distributed.members():
         print(distributed.members_table(), flush=True)
       print(*(f'note: {note}' for note in loaded.notes), sep='\n', end='\n' if loaded.notes else '')
 
-    def write_config(model_dir: str) -> None:
-      changes = report.write(loaded.provenance, model_dir)
+    def write_config(folder: str) -> None:
+      changes = report.write(loaded.provenance, folder)
+      _say(f'where to look: {arguments["model_dir"]}: {METRICS}, {TENSORBOARD}/, {report.ORIGINS}')
       if changes:
         _say('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
     _preflight()
