@@ -33,7 +33,7 @@ from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, import_modules, open_class_names, open_vocabulary)
 from t5x_gpu.data.guarantees import data_line
-from t5x_gpu.errors import ConfigError, TrainingError
+from t5x_gpu.errors import TrainingError
 from t5x_gpu.metrics import logging_setup, reduce
 from t5x_gpu.metrics.closing import closing_text
 from t5x_gpu.metrics.evaluator import (
@@ -46,6 +46,7 @@ from t5x_gpu.runtime import cluster as cluster_lib
 from t5x_gpu.runtime import distributed, health, preemption, xla_flags
 from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig, coordination_store
+from t5x_gpu.training.checks import check_first_loss, check_periods
 from t5x_gpu.training.memory import Memory, check_memory
 from t5x_gpu.training.program import Program, build_program, compile_options
 from t5x_gpu.training.schedules import Schedule
@@ -111,8 +112,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
                                   process_count=jax.process_count())
   # ---- 1. Shapes, shardings and every check that needs no data -------------------------------
   model_dir = str(as_path(model_dir, parameter='train.model_dir'))
-  _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
-                 eval_steps=eval_steps, infer_eval_period=infer_eval_period)
+  check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
+                eval_steps=eval_steps, infer_eval_period=infer_eval_period)
   checkpoint_cfg.check_best(total_steps, train_eval_dataset_cfg and eval_period,
                             infer_eval_dataset_cfg and infer_eval_period)
   program = _build(model=model, optimizer=optimizer, schedule=learning_rate,
@@ -120,8 +121,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
                    num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
                    loss_normalizing_factor=loss_normalizing_factor,
                    learning_rate_scaling=learning_rate_scaling)
-  _say(_opening(program, model, learning_rate_scaling, with_parameters=dry_run))
-  memory = check_memory(program, model, num_microbatches=num_microbatches)
+  memory = _introduce(program, model, learning_rate_scaling, num_microbatches, dry_run=dry_run)
   local = open_local_tier(checkpoint_cfg, model_dir, program.abstract_state)
   saved = check_with_local(model_dir, local, target=program.abstract_state, dry_run=dry_run)
   start = plan_start(initialize_from, program, model, saved=saved)
@@ -142,11 +142,9 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       tasks=(infer_eval_dataset_cfg, decoding_cfg, infer_eval_period))
   if dry_run:
     open_data()
-    _say(memory.line())
-    _say(f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
+    _say(_dry_run_text(memory, saved))
     return 0
-  train_step, fresh, (data, evaluations) = _compile_while(
-      open_data, program, memory, xla, has_state=bool(saved))
+  train_step, fresh, (data, evaluations) = _compile_while(open_data, memory, xla, bool(saved))
 
   # ---- 3. State: the latest checkpoint, else another run's, else a fresh one -------------------
   checkpointer = open_checkpointer(model_dir, keep=checkpoint_cfg.kept)
@@ -164,7 +162,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     watchdog.step_done(step)
     _check_step(step, sums, checkpointer)
     if step == 1 and not start.origin:
-      _check_first_loss(reduce.means(sums).values.get('cross_entropy'), model)
+      check_first_loss(reduce.means(sums).values.get('cross_entropy'), model)
 
   recorder = Recorder(checkpointer.files.folder, total_steps=total_steps, first_step=first_step,
                       tokens_per_step=math.prod(next(iter(program.spec.shapes.values()))),
@@ -181,7 +179,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       if evaluations.due(step):
         recorder.finish()
         with watchdog.phase('eval'), recorder.timer.pause('eval'):
-          evaluation = evaluations.run(step, state)
+          evaluation = evaluations.run(step, state, show=recorder.show)
       if is_last or evaluation or step == 1 or step % log_period == 0:
         recorder.log(step, evaluation)
       saver = checkpointer if is_last or step % checkpoint_cfg.period == 0 else local.due(step)
@@ -210,15 +208,19 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   return 0
 
 
-def _opening(program: Program, model: Any, scaling: Optional[str], *, with_parameters: bool
-             ) -> str:
-  """Returns the mesh, what is split how if asked for, and the model's size."""
+def _introduce(program: Program, model: Any, scaling: Optional[str], num_microbatches: int, *,
+               dry_run: bool) -> Memory:
+  """Prints the mesh and the model; returns what memory the run needs and has.
+
+  Raises:
+    OutOfMemoryError: it cannot fit.
+  """
   rate = [] if scaling is None else [
       f'learning rate: x {program.learning_rate_factor:g} ({scaling} in '
       f'{program.layout.batch_parts} replicas)']
-  return '\n'.join([*rate, program.layout.table(),
-                    *([parameter_table(program)] if with_parameters else []),
-                    f'model: {type(model).__name__}, {size_line(program)}'])
+  _say('\n'.join([*rate, program.layout.table(), *([parameter_table(program)] if dry_run else []),
+                  f'model: {type(model).__name__}, {size_line(program)}']))
+  return check_memory(program, model, num_microbatches=num_microbatches)
 
 
 def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
@@ -228,14 +230,20 @@ def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
                        batch_size=dataset.batch_size, **options)
 
 
-def _compile_while(open_data: Callable[[], Any], program: Program, memory: Memory,
-                   xla: Optional[xla_flags.Applied], *, has_state: bool
+def _dry_run_text(memory: Memory, saved: Optional[Saved]) -> str:
+  return (f'{memory.line()}\n'
+          f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
+
+
+def _compile_while(open_data: Callable[[], Any], memory: Memory,
+                   xla: Optional[xla_flags.Applied], has_state: bool
                    ) -> tuple[Callable[..., Any], Optional[TrainState], Any]:
   """Returns the compiled step, a fresh state unless `has_state`, and what `open_data` returned.
 
   Raises:
     OutOfMemoryError: the compiled step does not fit.
   """
+  program = memory.program
   with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
     opening = pool.submit(open_data)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
@@ -282,14 +290,6 @@ def _nothing_to_do(where: str, step: int, total_steps: int) -> str:
           f'{total_steps}. Set TRAIN_STEPS higher to train on.')
 
 
-def _check_periods(**periods: Optional[int]) -> None:
-  wrong = [name for name, value in periods.items() if value is not None and value < 1]
-  if wrong:
-    raise ConfigError(', '.join(f'train.{name} = {periods[name]}' for name in wrong)
-                      + ': must be at least 1.', fix='Give a number of steps.',
-                      parameters=[f'train.{name}' for name in wrong])
-
-
 def _check_step(step: int, sums: Mapping[str, tuple[float, float]],
                 checkpointer: AnyCheckpointer) -> None:
   """Raises TrainingError for a step that is not finite, CheckpointError for a save that failed."""
@@ -305,20 +305,6 @@ def _check_step(step: int, sums: Mapping[str, tuple[float, float]],
         fix='Lower the learning rate, lengthen the warm-up, set train.max_grad_norm = 1.0 or '
             'z_loss = 1e-4, then start again.',
         parameters=('train.learning_rate', 'train.max_grad_norm'))
-
-
-def _check_first_loss(loss: Optional[float], model: Any) -> None:
-  """Warns if an untrained model is far from guessing: wrong labels, scale or initialisation.
-
-  None, from a batch without target tokens or a model without such a metric, says nothing.
-  """
-  if loss is None:
-    return
-  expected = math.log(model.num_outcomes)
-  if not expected - 1.0 <= loss <= expected + 1.5:
-    _log.warning('The first loss is %.2f; an untrained model should be near %.2f, that of '
-                 'guessing. Check labels and initialisation (tied embeddings start higher).',
-                 loss, expected)
 
 
 def _sample_text(model: Any, program: Program, state: TrainState, dataset: DatasetConfig,
@@ -353,7 +339,7 @@ def _preflight() -> None:
 
 def _say(text: str) -> None:
   if jax.process_index() == 0 and text:
-    print(text, flush=True)
+    print(f'{logging_setup.stamp(sys.stdout)}{text}', flush=True)
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -378,11 +364,9 @@ def main(argv: Optional[list[str]] = None) -> int:
     if jax.process_index() == 0:
       report.print_changes(loaded.provenance, files=GinFiles(args.gin_search_paths),
                            model_dir=str(arguments['model_dir']))
-      print(cluster, *(f'WARNING: {warning}' for warning in cluster.warnings), sep='\n')
-      print(xla.report())
-      if distributed.members():
-        print(distributed.members_table(), flush=True)
-      print(*(f'note: {note}' for note in loaded.notes), sep='\n', end='\n' if loaded.notes else '')
+      members = [distributed.members_table()] if distributed.members() else []
+      _say('\n'.join([str(cluster), *(f'WARNING: {warning}' for warning in cluster.warnings),
+                      xla.report(), *members, *(f'note: {note}' for note in loaded.notes)]))
 
     def write_config(folder: str) -> None:
       changes = report.write(loaded.provenance, folder)

@@ -6,7 +6,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional, Union
 
 import rich.console
