@@ -3,7 +3,7 @@
 Before compiling, from shapes alone: the state, the gradients, and of the activations only what no
 setting avoids (one microbatch's input of every layer, in 16 bits, and its logits). So the estimate
 is a lower bound, and a run that it refuses cannot work. Once XLA has compiled the step it says
-what the step really takes. docs/performance.md#memory.
+what the step really takes. docs/train.md#memory.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from t5x_gpu.runtime.memory import Limit, device_limit, host_limit, show
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.summary import bytes_per_device
 
-DOCS = 'performance.md#memory'
+DOCS = 'train.md#memory'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,8 +48,8 @@ def test_a_run_prints_only_what_the_user_changed_with_old_and_new_value_and_plac
   assert re.sub(' +', ' ', changes[0]) == (
       " train.dtype: 'float32' -> 'bfloat16' --gin.train.dtype")
   assert re.search(r'^  BATCH_SIZE: 128 -> 8 +my.gin:3$', '\n'.join(changes), re.M)
-  assert re.search(r'train.total_steps: 100 -> 50 +gin_configs/runs/run.gin:16$', '\n'.join(changes),
-                   re.M)
+  assert re.search(r'train.total_steps: 100 -> 50 +gin_configs/runs/run.gin:16$',
+                   '\n'.join(changes), re.M)
   assert not any('LENGTH' in change or 'train.model_dir' in change for change in changes)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 DEADLINE_SECONDS = 60
 
-# The device never answers: a callback locks a mutex twice, in C, which no signal interrupts. Another
-# thread says so once the main thread has stood at that line for half a second.
+# The device never answers: a callback locks a mutex twice, in C, which no signal interrupts.
+# Another thread prints 'held' once the main thread has been at that line for half a second.
 HANGS_IN_XLA = '''
 import ctypes, sys, threading, time
 import jax
