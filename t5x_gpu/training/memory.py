@@ -3,7 +3,7 @@
 Before compiling, from shapes alone: the state, the gradients, and of the activations only what no
 setting avoids (one microbatch's input of every layer, in 16 bits, and its logits). So the estimate
 is a lower bound, and a run that it refuses cannot work. Once XLA has compiled the step it says
-what the step really takes. docs/train.md#memory.
+what the step really takes. docs/parallelism.md#memory.
 """
 
 import dataclasses
@@ -19,8 +19,6 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.memory import Limit, device_limit, host_limit, show
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.summary import bytes_per_device
-
-DOCS = 'train.md#memory'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +131,8 @@ class Memory:
           fix='These fit:\n' + '\n'.join(f'  {option}' for option in options) if options else
               'Nothing that only splits the run over more devices of this size fits: split '
               'each row as well, Partitioner.num_partitions (model) or Partitioner.context.',
-          parameters=('Partitioner.fsdp', 'train.num_microbatches', 'BATCH_SIZE'), docs=DOCS)
+          parameters=('Partitioner.fsdp', 'train.num_microbatches', 'BATCH_SIZE'),
+          docs='parallelism.md#memory')
     copies = min(topology.devices_per_host * (need.params + need.opt_state),
                  _bytes(self.program.abstract_state))
     if self.host is not None and not self.on_cpu and copies > self.host.bytes:
@@ -143,7 +142,7 @@ class Memory:
           f'{self.host}.',
           fix=f'Split the state over {hosts} hosts (Partitioner.fsdp = '
               f'{hosts * topology.devices_per_host}), or give the job more host memory: at least '
-              f'{show(copies)}.', parameters=('Partitioner.fsdp',), docs=DOCS)
+              f'{show(copies)}.', parameters=('Partitioner.fsdp',), docs='parallelism.md#memory')
 
 
 def check_memory(program: Program, model: Any, *, num_microbatches: int) -> Memory:

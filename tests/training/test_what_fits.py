@@ -53,7 +53,7 @@ def test_what_fits_is_accepted_and_one_byte_less_is_not():
   text = refusal(memory_of(CASES['dp'], limit=total - 1))
   assert re.search(r'A step on 8 GPUs needs \d\.\d MiB on each \(by a lower bound, before compiling'
                    r'\): \d\.\d MiB of parameters and optimizer state, ', text)
-  assert 'Each has ' in text and '(a test)' in text and 'docs/train.md#memory' in text
+  assert 'Each has ' in text and '(a test)' in text and 'docs/parallelism.md#memory' in text
 
 
 def test_a_state_too_large_for_replicas_fits_as_the_error_says():
