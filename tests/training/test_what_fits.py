@@ -120,4 +120,4 @@ def test_a_model_larger_than_this_machine_is_refused_by_a_dry_run_and_a_run(tmp_
     assert 'shared by 8 CPU devices' in result.err and 'devices with as much memory' in result.err
     assert not project.model_dir.exists()
   fits = project.run('--dry_run')
-  assert fits.code == 0 and re.search(r'^memory: at least .* on each device of ', fits.out, re.M)
+  assert fits.code == 0 and re.search(r'memory: at least .* on each device of ', fits.out)
