@@ -1,5 +1,5 @@
 """T5X-style training in JAX on NVIDIA GPUs."""
 
-from t5x_gpu.runtime import interrupts
+from t5x_gpu.runtime import import_interrupts
 
-interrupts.leave_during_imports()
+import_interrupts.leave_during_imports()

@@ -5,7 +5,7 @@ import sys
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError, did_you_mean
-from t5x_gpu.runtime import interrupts
+from t5x_gpu.runtime import import_interrupts
 
 COMMANDS = {
     'train': 'train a model from a gin file',
@@ -36,10 +36,10 @@ def _run() -> int:
   if name not in COMMANDS:
     raise ConfigError(f'{name!r} is not a command.{did_you_mean(name, COMMANDS)}',
                       fix=f'Commands: {", ".join(COMMANDS)}.')
-  interrupts.leave()
+  import_interrupts.leave()
   module = importlib.import_module(f't5x_gpu.{name}.__main__' if name in FOLDERS
                                    else f't5x_gpu.{name}')
-  interrupts.raise_again()
+  import_interrupts.raise_again()
   return module.main(rest)
 
 

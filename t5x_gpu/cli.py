@@ -11,7 +11,8 @@ from typing import NoReturn, Optional
 from t5x_gpu.config import gin_files, provenance
 from t5x_gpu.errors import (
     ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean)
-from t5x_gpu.runtime import exits, interrupts
+from t5x_gpu.runtime import exits, import_interrupts
+from t5x_gpu.runtime.interrupts import SecondInterruptLeaves
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -194,17 +195,18 @@ def check_folders_of(*paths: Optional[str]) -> None:
 
 
 def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
-  """Runs `main` and exits: its code or 0; 1 on an error; 130 on Ctrl-C.
+  """Runs `main` and exits: its code or 0; 1 on an error; 130 on Ctrl-C, the second time at once.
 
   `T5X_GPU_CONFIG_ERROR_CODE` replaces the 1 of errors in the configuration (docs/slurm.md).
 
   A `UserError` is printed without a traceback, followed by where each of its parameters was set.
   One process of several leaves at once on an error: the others wait for it, and it for them.
   """
-  interrupts.raise_again()
+  import_interrupts.raise_again()
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
   try:
-    code = main() or 0
+    with SecondInterruptLeaves(leave=exits.leave_at_once):
+      code = main() or 0
     failed = False
   except UserError as error:
     print(exits.label() + describe_error(error), file=sys.stderr)

@@ -67,6 +67,10 @@ class CheckpointError(UserError):
   """A checkpoint that cannot be written, or does not hold what is asked of it."""
 
 
+class OutOfMemoryError(UserError):
+  """A run that needs more memory than its devices or hosts have."""
+
+
 class TrainingError(UserError):
   """A run that must stop: a loss that is not finite, a step that failed."""
 

@@ -7,12 +7,14 @@ MODEL_DIR, or those that a run still writes; what has been evaluated is not eval
 
 import argparse
 import dataclasses
+import functools
 import os
 import re
+import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Optional, Union
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Optional, Self, Union
 
 import jax
 import numpy as np
@@ -29,6 +31,7 @@ from t5x_gpu.data.batches import DatasetConfig, open_class_names, open_task_name
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError
 from t5x_gpu.metrics import classification, logging_setup, reduce
+from t5x_gpu.metrics.bars import BackgroundCounts, Show, Total, bar, silent
 from t5x_gpu.metrics.eval_results import Results, short, table
 from t5x_gpu.metrics.evaluator import (
     LOSS, Evaluator, batches_for, confusion_of, open_task_evaluator, values_of)
@@ -75,11 +78,16 @@ class CheckpointEvaluator:
                                   devices=devices, num_microbatches=1)
     self.confusion: Optional[np.ndarray] = None
     self._losses: dict[str, Evaluator] = {}
+    self._uncounted: dict[str, Callable[[], Iterable[Any]]] = {}
+    self._totals: dict[str, Total] = {}
+    self._counts = BackgroundCounts()
     if metrics != 'tasks':
       for name in open_task_names(dataset):
         one = dataclasses.replace(dataset, mixture_or_task_name=name, shuffle=False)
         self._losses[name] = Evaluator(self.program, batches_for(model, one, repeat=False),
                                        num_batches)
+        if num_batches is None:  # nobody knows before all is read, and packed
+          self._uncounted[name] = functools.partial(batches_for, model, one, repeat=False)
     own = arguments.get('infer_eval_dataset_cfg')
     self._tasks = None if metrics == 'loss' else open_task_evaluator(
         model, self.program, dataclasses.replace(own, split=dataset.split) if own else dataset,
@@ -88,20 +96,35 @@ class CheckpointEvaluator:
     check_same_on_hosts({name: evaluator.batches for name, evaluator in self._losses.items()},
                         self._tasks.tasks if self._tasks else ())
 
-  def run(self, params: Any) -> dict[str, float]:
-    """Returns the values by name; `params` with layers in the order of the model."""
+  def __enter__(self) -> Self:
+    """Within, batches are counted in the background, so that bars have an estimate."""
+    self._totals = {name: self._counts.count(opened())
+                    for name, opened in self._uncounted.items()}
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self._counts.__exit__(*exc_info)
+
+  def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
+    """Returns the values by name.
+
+    Args:
+      params: with layers in the order of the model.
+      show: shows how far each part is.
+    """
     values: dict[str, float] = {}
     if self._losses:
       run_order, total = _in_run_order(self.program, params), {}
       for name, evaluator in self._losses.items():
-        sums = evaluator.sums(run_order)
+        sums = evaluator.sums(run_order, title=f'{LOSS}{name}', show=show,
+                              total=self._totals.get(name))
         total = reduce.add(total, sums)
         if len(self._losses) > 1:
           values |= values_of(sums, prefix=f'{LOSS}{name}/')
       self.confusion = confusion_of(total)
       values = values_of(total, prefix=LOSS) | values
     if self._tasks is not None:
-      values |= self._tasks.run(params)
+      values |= self._tasks.run(params, show=show)
     return values
 
 
@@ -200,11 +223,12 @@ def evaluate(arguments: Mapping[str, Any], options: argparse.Namespace, *, dry_r
     return 0
   check_writable(model_dir)
   with RunFiles(model_dir, is_main=True) as files, Results(
-      files.folder, name, _facts(arguments, dataset, options)) as results:
+      files.folder, name, _facts(arguments, dataset, options)) as results, evaluator:
     _evaluate_all(model_dir, wanted, options, arguments, evaluator, results, dataset, files)
     known = results.records
   where = results.path.parent.relative_to(files.folder)
-  print(f'\n{table(known)}\n\nIn {model_dir / where}: {results.path.name}')
+  width = shutil.get_terminal_size((100, 24)).columns
+  print(f'\n{table(known, width=width)}\n\nIn {model_dir / where}: {results.path.name}')
   if options.watch and max(known, default=0) < arguments['total_steps']:
     print(f'No further checkpoint within {options.timeout:g} s; the run is not at step '
           f'{arguments["total_steps"]}. The same command goes on from here.')
@@ -225,7 +249,7 @@ def _evaluate_all(model_dir: AnyPath, wanted: Wanted, options: argparse.Namespac
     if params is None:
       _say(f'step {step}: the run has removed this checkpoint; set CheckpointConfig.keep higher.')
       continue
-    values = evaluator.run(params)
+    values = evaluator.run(params, show=functools.partial(bar, enabled=results is not None))
     if results is None:
       continue
     results.add(step, values)
@@ -289,7 +313,7 @@ def _facts(arguments: Mapping[str, Any], dataset: DatasetConfig, options: argpar
 
 def _say(text: str) -> None:
   if distributed.is_main_process() and text:
-    print(text, flush=True)
+    print(f'{logging_setup.stamp(sys.stdout)}{text}', flush=True)
 
 
 def _positive(text: str) -> int:

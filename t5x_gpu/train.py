@@ -30,16 +30,17 @@ from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpo
 from t5x_gpu.checkpoint.shared_folder import shared_model_dir
 from t5x_gpu.checkpoint.start import open_sources, resume_data
 from t5x_gpu.config import gin_loader, report
+from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, import_modules, open_class_names, open_vocabulary)
 from t5x_gpu.data.guarantees import data_line
 from t5x_gpu.data.source_files import SourceFiles
-from t5x_gpu.errors import ConfigError, TrainingError
+from t5x_gpu.errors import TrainingError
 from t5x_gpu.metrics import logging_setup, reduce
 from t5x_gpu.metrics.closing import closing_text
 from t5x_gpu.metrics.evaluator import (
     LOSS, Evaluations, batches_for, loss_metrics, open_evaluations)
-from t5x_gpu.metrics.recorder import Recorder
+from t5x_gpu.metrics.recorder import METRICS, TENSORBOARD, Recorder
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig, check_sample
 from t5x_gpu.models.generation import sample
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -47,6 +48,8 @@ from t5x_gpu.runtime import cluster as cluster_lib
 from t5x_gpu.runtime import distributed, health, preemption, xla_flags
 from t5x_gpu.runtime import topology as topology_lib
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig, coordination_store
+from t5x_gpu.training.checks import check_first_loss, check_periods
+from t5x_gpu.training.memory import Memory, check_memory
 from t5x_gpu.training.program import Program, build_program, compile_options
 from t5x_gpu.training.same_step import check_same_step
 from t5x_gpu.training.schedules import Schedule
@@ -112,8 +115,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
                                   process_count=jax.process_count())
   # ---- 1. Shapes, shardings and every check that needs no data -------------------------------
   model_dir = str(shared_model_dir(model_dir, dry_run=dry_run))
-  _check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
-                 eval_steps=eval_steps, infer_eval_period=infer_eval_period)
+  check_periods(total_steps=total_steps, log_period=log_period, eval_period=eval_period,
+                eval_steps=eval_steps, infer_eval_period=infer_eval_period)
   checkpoint_cfg.check_best(total_steps, train_eval_dataset_cfg and eval_period,
                             infer_eval_dataset_cfg and infer_eval_period)
   program = _build(model=model, optimizer=optimizer, schedule=learning_rate,
@@ -121,7 +124,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
                    num_microbatches=num_microbatches, max_grad_norm=max_grad_norm,
                    loss_normalizing_factor=loss_normalizing_factor,
                    learning_rate_scaling=learning_rate_scaling)
-  _say(_opening(program, learning_rate_scaling, with_parameters=dry_run))
+  memory = _introduce(program, model, learning_rate_scaling, num_microbatches, dry_run=dry_run)
   local = open_local_tier(checkpoint_cfg, model_dir, program.abstract_state)
   saved = check_with_local(model_dir, local, target=program.abstract_state, dry_run=dry_run)
   start = plan_start(initialize_from, program, model, saved=saved)
@@ -142,9 +145,9 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       total_steps=total_steps, tasks=(infer_eval_dataset_cfg, decoding_cfg, infer_eval_period))
   if dry_run:
     _same_on_hosts(*open_data())
-    _say(f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
+    _say(_dry_run_text(memory, saved))
     return 0
-  train_step, fresh, (data, text, evaluations) = _compile_while(open_data, program, xla, saved)
+  train_step, fresh, (data, text, evaluations) = _compile_while(open_data, memory, xla, saved)
 
   # ---- 3. State: the latest checkpoint, else another run's, else a fresh one -------------------
   checkpointer = open_checkpointer(model_dir, keep=checkpoint_cfg.kept)
@@ -162,7 +165,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     watchdog.step_done(step)
     _check_step(step, sums, checkpointer)
     if step == 1 and not start.origin:
-      _check_first_loss(reduce.means(sums).values.get('cross_entropy'), model)
+      check_first_loss(reduce.means(sums).values.get('cross_entropy'), model)
 
   recorder = Recorder(checkpointer.files.folder, total_steps=total_steps, first_step=first_step,
                       tokens_per_step=math.prod(next(iter(program.spec.shapes.values()))),
@@ -179,7 +182,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
       if evaluations.due(step):
         recorder.finish()
         with watchdog.phase('eval'), recorder.timer.pause('eval'):
-          evaluation = evaluations.run(step, state)
+          evaluation = evaluations.run(step, state, show=recorder.show)
       if is_last or evaluation or step == 1 or step % log_period == 0:
         recorder.log(step, evaluation)
       saver = checkpointer if is_last or step % checkpoint_cfg.period == 0 else local.due(step)
@@ -208,13 +211,19 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   return 0
 
 
-def _opening(program: Program, scaling: Optional[str], *, with_parameters: bool) -> str:
-  """Returns the mesh, what is split how if asked for, and the size of it."""
+def _introduce(program: Program, model: Any, scaling: Optional[str], num_microbatches: int, *,
+               dry_run: bool) -> Memory:
+  """Prints the mesh and the model; returns what memory the run needs and has.
+
+  Raises:
+    OutOfMemoryError: it cannot fit.
+  """
   rate = [] if scaling is None else [
       f'learning rate: x {program.learning_rate_factor:g} ({scaling} in '
       f'{program.layout.batch_parts} replicas)']
-  return '\n'.join([*rate, program.layout.table(),
-                    *([parameter_table(program)] if with_parameters else []), size_line(program)])
+  _say('\n'.join([*rate, program.layout.table(), *([parameter_table(program)] if dry_run else []),
+                  f'model: {type(model).__name__}, {size_line(program)}']))
+  return check_memory(program, model, num_microbatches=num_microbatches)
 
 
 def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
@@ -224,10 +233,20 @@ def _build(*, dataset: DatasetConfig, **options: Any) -> Program:
                        batch_size=dataset.batch_size, **options)
 
 
-def _compile_while(open_data: Callable[[], Any], program: Program,
+def _dry_run_text(memory: Memory, saved: Optional[Saved]) -> str:
+  return (f'{memory.line()}\n'
+          f'Dry run: the run could start. Steps done: {saved.step if saved else 0}.')
+
+
+def _compile_while(open_data: Callable[[], Any], memory: Memory,
                    xla: Optional[xla_flags.Applied], saved: Optional[Saved]
                    ) -> tuple[Callable[..., Any], Optional[TrainState], Any]:
-  """Returns the compiled step, a fresh state unless `saved`, and what `open_data` returned."""
+  """Returns the compiled step, a fresh state unless `saved`, and what `open_data` returned.
+
+  Raises:
+    OutOfMemoryError: the compiled step does not fit.
+  """
+  program = memory.program
   with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
     opening = pool.submit(open_data)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
@@ -235,8 +254,11 @@ def _compile_while(open_data: Callable[[], Any], program: Program,
     if opening.done():
       opening.result()  # a mistake in the data is told before the compile, where it is quick
     train_step = lowered.compile(compiler_options=compile_options(program, xla))
+    memory = memory.compiled(train_step)
     fresh = None if saved else program.init()  # compiles, too: better now than after the data
-    return train_step, fresh, _same_on_hosts(*opening.result())
+    opened = _same_on_hosts(*opening.result())
+  _say(memory.line())
+  return train_step, fresh, opened
 
 
 def _same_on_hosts(data: BatchIterator, text: SourceFiles, evaluations: Evaluations
@@ -281,14 +303,6 @@ def _nothing_to_do(where: str, step: int, total_steps: int) -> str:
           f'{total_steps}. Set TRAIN_STEPS higher to train on.')
 
 
-def _check_periods(**periods: Optional[int]) -> None:
-  wrong = [name for name, value in periods.items() if value is not None and value < 1]
-  if wrong:
-    raise ConfigError(', '.join(f'train.{name} = {periods[name]}' for name in wrong)
-                      + ': must be at least 1.', fix='Give a number of steps.',
-                      parameters=[f'train.{name}' for name in wrong])
-
-
 def _check_step(step: int, sums: Mapping[str, tuple[float, float]],
                 checkpointer: AnyCheckpointer) -> None:
   """Raises TrainingError for a step that is not finite, CheckpointError for a save that failed."""
@@ -304,20 +318,6 @@ def _check_step(step: int, sums: Mapping[str, tuple[float, float]],
         fix='Lower the learning rate, lengthen the warm-up, set train.max_grad_norm = 1.0 or '
             'z_loss = 1e-4, then start again.',
         parameters=('train.learning_rate', 'train.max_grad_norm'))
-
-
-def _check_first_loss(loss: Optional[float], model: Any) -> None:
-  """Warns if an untrained model is far from guessing: wrong labels, scale or initialisation.
-
-  None, from a batch without target tokens or a model without such a metric, says nothing.
-  """
-  if loss is None:
-    return
-  expected = math.log(model.num_outcomes)
-  if not expected - 1.0 <= loss <= expected + 1.5:
-    _log.warning('The first loss is %.2f; an untrained model should be near %.2f, that of '
-                 'guessing. Check labels and initialisation (tied embeddings start higher).',
-                 loss, expected)
 
 
 def _sample_text(model: Any, program: Program, state: TrainState, dataset: DatasetConfig,
@@ -352,7 +352,7 @@ def _preflight() -> None:
 
 def _say(text: str) -> None:
   if jax.process_index() == 0 and text:
-    print(text, flush=True)
+    print(f'{logging_setup.stamp(sys.stdout)}{text}', flush=True)
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -369,23 +369,24 @@ def main(argv: Optional[list[str]] = None) -> int:
                            search_paths=args.gin_search_paths)
   arguments = loaded.arguments()
   xla = distributed.start(cluster, arguments)
-  logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
-  if jax.process_index() == 0:
-    report.print_table(loaded.provenance)
-    print(cluster, *(f'WARNING: {warning}' for warning in cluster.warnings), sep='\n')
-    print(xla.report())
-    if distributed.members():
-      print(distributed.members_table(), flush=True)
-    print(*(f'note: {note}' for note in loaded.notes), sep='\n', end='\n' if loaded.notes else '')
-
-  def write_config(model_dir: str) -> None:
-    changes = report.write(loaded.provenance, model_dir)
-    if changes:
-      _say('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
-  _preflight()
+  # From here on this process uses devices, which may never answer.
   with Watchdog(arguments.get('watchdog_cfg', WatchdogConfig()),
-                process_index=jax.process_index(), process_count=jax.process_count(),
+                process_index=cluster.process_index, process_count=cluster.process_count,
                 store=coordination_store()) as watchdog:
+    logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
+    if jax.process_index() == 0:
+      report.print_changes(loaded.provenance, files=GinFiles(args.gin_search_paths),
+                           model_dir=str(arguments['model_dir']))
+      members = [distributed.members_table()] if distributed.members() else []
+      _say('\n'.join([str(cluster), *(f'WARNING: {warning}' for warning in cluster.warnings),
+                      xla.report(), *members, *(f'note: {note}' for note in loaded.notes)]))
+
+    def write_config(folder: str) -> None:
+      changes = report.write(loaded.provenance, folder)
+      _say(f'where to look: {arguments["model_dir"]}: {METRICS}, {TENSORBOARD}/, {report.ORIGINS}')
+      if changes:
+        _say('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
+    _preflight()
     distributed.assert_equal_across_hosts(
         {setting.key: setting.value for setting in loaded.provenance.settings}, 'The configuration')
     return train(**arguments, summarize_config_fn=write_config, dry_run=args.dry_run,

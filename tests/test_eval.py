@@ -105,8 +105,10 @@ def test_a_metric_that_is_no_number_is_left_out_and_said(evaluated):
 
 def test_a_table_and_tensorboard_files_are_left(evaluated):
   table = evaluated.evaluation.out.split('\n\n')[-2].splitlines()
-  assert table[0].split()[:2] == ['step', 'accuracy']
-  assert [line.split()[0] for line in table[1:]] == ['2', '4', '6']
+  assert table[0].split() == ['step', '2', '4', '6']
+  names = {name for values in records(evaluated).values() for name in values} - {'step'}
+  assert {line.split()[0] for line in table[1:]} == {
+      name.removeprefix('infer_').removeprefix('eval/') for name in names}
   assert list((evaluated.model_dir / 'tensorboard' / 'eval_validation').iterdir())
 
 

@@ -109,7 +109,7 @@ def where(module: str, imported: str) -> str:
 def may_import(module: str, imported: str) -> bool:
   """Returns whether the order allows it."""
   if module == 't5x_gpu':
-    return imported == 't5x_gpu.runtime.interrupts'
+    return imported == 't5x_gpu.runtime.import_interrupts'
   if is_entry_point(module):
     return not is_entry_point(imported) or imported == SHARED_BY_ENTRY_POINTS or (
         module == 't5x_gpu.__main__')

@@ -50,7 +50,7 @@ def main(argv: Optional[list[str]] = None) -> Optional[int]:
     return None
   provenance = provenance_of(args.gin_files)
   if command == 'show':
-    report.print_table(provenance, defaults=True)
+    report.print_table(provenance)
   else:
     for name in names:
       print('\n'.join(report.explain(provenance, name)))

@@ -56,6 +56,12 @@ class GinFiles:
     relative = [str(path.relative_to(f)) for f in self.folders if path.is_relative_to(f)]
     return min(relative, key=len, default=str(path))
 
+  def is_shipped(self, shown: str) -> bool:
+    """Returns whether a file, as `shown` names it, comes with the package."""
+    found = next((path for f in self.folders if (path := f / shown).is_file()), None)
+    roots = [folder / 'gin_configs' for folder in (PACKAGE, PACKAGE.parent)]
+    return found is not None and any(found.is_relative_to(root) for root in roots)
+
   def shipped(self, subfolder: str = '') -> list[str]:
     """Returns the gin files that come with the package, as one would type them."""
     for folder in (PACKAGE, PACKAGE.parent):

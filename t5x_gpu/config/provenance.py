@@ -15,6 +15,7 @@ from t5x_gpu.config import resolve, statements
 from t5x_gpu.config.bindings import Binding, Bindings, Call
 
 DEFAULT = 'default'
+REQUIRED = '%gin.REQUIRED'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +183,7 @@ class _Shown(str):
 
 def _default_text(default: Any) -> str:
   if default is gin_config.REQUIRED:
-    return '%gin.REQUIRED'
+    return REQUIRED
   text = repr(default)
   return getattr(default, '__name__', text) if '<' in text else text
 

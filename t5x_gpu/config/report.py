@@ -1,6 +1,7 @@
-"""Provenance for people: the table that a run prints, the files it leaves, one key explained."""
+"""Provenance for people: what a run prints of it, the files it leaves, one key explained."""
 
 import difflib
+import functools
 import os
 import pathlib
 import re
@@ -12,44 +13,80 @@ import rich.console
 import rich.text
 
 from t5x_gpu.config import statements
+from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.config.json_schema import read_bytes
-from t5x_gpu.config.provenance import DEFAULT, Provenance, Setting
+from t5x_gpu.config.provenance import DEFAULT, REQUIRED, Provenance, Setting
 from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import ConfigError, did_you_mean
 
 CONFIG, ORIGINS = 'config.gin', 'config_origins.txt'
 _VALUE_WIDTH = 60  # Longer values are cut in the printed table, never in files.
+_MOST_CHANGES = 15  # on the first screen of a run
 
 
-def print_table(provenance: Provenance, *, console: Optional[rich.console.Console] = None,
-                defaults: bool = False) -> None:
-  """Prints what gin files and the command line set; plain text unless the console is a terminal.
+def print_table(provenance: Provenance, *, console: Optional[rich.console.Console] = None) -> None:
+  """Prints every value and who set it; plain text unless the console is a terminal.
 
   Args:
     provenance: of the configuration.
     console: stdout if None.
-    defaults: print also what nothing sets; else only how many there are.
   """
   console = console or rich.console.Console(highlight=False)
-  settings = (*provenance.settings, *provenance.defaults) if defaults else provenance.settings
-  rows = _columns(settings, width=_VALUE_WIDTH)
+  rows = _columns((*provenance.settings, *provenance.defaults), width=_VALUE_WIDTH)
   for expression, origin, overridden in rows:
     line = rich.text.Text.assemble((expression, 'bold'), '   ', (origin, 'cyan'),
                                    *([('   ' + overridden, 'dim')] if overridden.strip() else []))
     console.print(line.plain.rstrip() if not console.is_terminal else line, soft_wrap=True,
                   markup=False, highlight=False)
-  if provenance.defaults and not defaults:
-    console.print(f'and {len(provenance.defaults)} defaults (python -m t5x_gpu.config show lists '
-                  f'them, a run writes them to MODEL_DIR/{ORIGINS})', soft_wrap=True, markup=False,
-                  highlight=False)
+
+
+def print_changes(provenance: Provenance, *, files: GinFiles, model_dir: str,
+                  console: Optional[rich.console.Console] = None) -> None:
+  """Prints what the user's own gin files and flags change: the old and the new value, and where.
+
+  Args:
+    provenance: of the configuration.
+    files: finds gin files; those that come with the package are not the user's.
+    model_dir: where the run writes all values.
+    console: stdout if None.
+  """
+  console = console or rich.console.Console(highlight=False)
+  is_users = functools.cache(lambda file: file != DEFAULT and not files.is_shipped(file))
+  changes = []
+  for setting in provenance.settings:
+    # A value that the user gives twice is changed once.
+    old = next((value for value, origin in setting.overrides
+                if value != setting.value or not is_users(_file(origin))), setting.value)
+    if old != setting.value and is_users(_file(setting.origin)):
+      changes.append((f'{setting.key}: {_cut("not set" if old == REQUIRED else old)} -> '
+                      f'{_cut(setting.value)}', setting.origin))
+  changes.sort(key=lambda change: not change[1].startswith('--'))  # flags first: they win
+  shown, more = changes[:_MOST_CHANGES], len(changes) - _MOST_CHANGES
+  width = max((len(change) for change, _ in shown), default=0)
+  total = len(provenance.settings) + len(provenance.defaults)
+  text = [f'configuration: {len(changes) or "nothing"} changed; all {total} values, and who set '
+          f'them, in {os.path.join(model_dir, ORIGINS)}',
+          *(f'  {change.ljust(width)}   {origin}' for change, origin in shown)]
+  if more > 0:
+    text.append(f'  and {more} more')
+  for line in text:
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _file(origin: str) -> str:
+  """Returns 'a.gin' of 'a.gin:7' and of 'scope/Class.parameter, a.gin:7'."""
+  return origin.rsplit(', ', 1)[-1].rsplit(':', 1)[0]
+
+
+def _cut(text: str, width: int = _VALUE_WIDTH) -> str:
+  return text if len(text) <= width else text[:width - 3] + '...'
 
 
 def _columns(settings: Sequence[Setting], *, width: Optional[int] = None
              ) -> list[tuple[str, str, str]]:
   """Returns (expression, origin, overridden) padded to columns, expressions cut at `width`."""
-  def cut(text: str) -> str:
-    return text if width is None or len(text) <= width else text[:width - 3] + '...'
-  rows = [(cut(s.expression), s.origin, s.overridden) for s in settings]
+  rows = [(_cut(s.expression, width or len(s.expression)), s.origin, s.overridden)
+          for s in settings]
   widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
   return [(a.ljust(min(widths[0], _VALUE_WIDTH)), b.ljust(widths[1]), c) for a, b, c in rows]
 

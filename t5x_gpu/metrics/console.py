@@ -1,4 +1,4 @@
-"""What commands that copy files show: lines, and bars on a terminal."""
+"""What commands that copy files show: lines, which begin with the time in a file, and bars."""
 
 import contextlib
 import resource
@@ -6,19 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-import rich.console
-import rich.progress
+from t5x_gpu.metrics.bars import bar
+from t5x_gpu.metrics.logging_setup import stamp
 
 
 class Console:
   """Prints to a terminal or a file; see `checkpoint.conversions.Console`."""
 
-  def __init__(self) -> None:
-    self._console = rich.console.Console(highlight=False, soft_wrap=True)
-
   def say(self, text: str) -> None:
     """Prints a line."""
-    self._console.print(text, markup=False)
+    print(f'{stamp(sys.stdout)}{text}', flush=True)
 
   @contextlib.contextmanager
   def progress(self, title: str, num_bytes: int, *, done: int = 0
@@ -31,14 +28,8 @@ class Console:
       done: of them, by an earlier process.
     """
     start = time.monotonic()
-    bar = rich.progress.Progress(
-        rich.progress.TextColumn('{task.description}'), rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn(),
-        rich.progress.TimeRemainingColumn(), console=self._console, transient=True,
-        disable=not self._console.is_terminal)
-    with bar:
-      task = bar.add_task(title, total=num_bytes, completed=done)
-      yield lambda n: bar.advance(task, n)
+    with bar(title, num_bytes, done=done, bytes=True) as advance:
+      yield advance
     seconds = max(time.monotonic() - start, 1e-9)
     megabytes = (num_bytes - done) / 1e6
     self.say(f'{title}: {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s; '

@@ -18,8 +18,6 @@ from t5x_gpu.metrics.writers import (
     JsonLinesWriter, MetricWriter, MultiWriter, TensorBoardWriter, read_json_lines)
 
 FOLDER = 'eval'
-# Columns of the table, and what is not worth one.
-_SHOWN, _NOT_IN_TABLE = 8, ('/z_loss', '/majority')
 _log = logging.getLogger(__name__)
 
 
@@ -101,15 +99,25 @@ def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> Non
         fix=f'Give this one a name of its own: --name={name}_2. Or remove {path.parent}/{name}.*')
 
 
-def table(records: Mapping[int, Mapping[str, float]]) -> str:
-  """Returns a row per step, a column per metric; the .jsonl has them all where these are many."""
+def table(records: Mapping[int, Mapping[str, float]], *, width: int) -> str:
+  """Returns a row for each metric and a column for each step, in several blocks if need be.
+
+  Args:
+    records: step -> values.
+    width: of the terminal, in characters.
+  """
   names = list(dict.fromkeys(name for values in records.values() for name in values))
-  shown = [name for name in names if not name.endswith(_NOT_IN_TABLE)][:_SHOWN]
-  rows = [['step', *map(short, shown)]] + [
-      [str(step), *(f'{values[name]:.4f}' if name in values else '-' for name in shown)]
-      for step, values in records.items()]
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  return '\n'.join('  '.join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
+  first = max(map(len, ('step', *map(short, names))))
+  columns = [[str(step), *(f'{values[name]:.4f}' if name in values else '-' for name in names)]
+             for step, values in records.items()]
+  cell = max((len(text) for column in columns for text in column), default=0) + 2
+  at_once = max(1, (width - first) // cell)
+  blocks = []
+  for start in range(0, len(columns), at_once):
+    rows = zip(['step', *map(short, names)], *columns[start:start + at_once])
+    blocks.append('\n'.join(name.ljust(first) + ''.join(text.rjust(cell) for text in texts)
+                            for name, *texts in rows))
+  return '\n\n'.join(blocks)
 
 
 def short(name: str) -> str:

@@ -13,6 +13,7 @@ from t5x_gpu.data.batches import (
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.errors import ConfigError, DataError, NoExamplesError
 from t5x_gpu.metrics import classification, reduce
+from t5x_gpu.metrics.bars import Show, Total, silent
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.generation import Generator
 from t5x_gpu.training.program import Program
@@ -41,17 +42,27 @@ class Evaluator:
     self._start = batches.get_state()
     self.confusion: Optional[np.ndarray] = None
 
-  def sums(self, params: Any) -> reduce.Sums:
-    """Returns the sums over all batches; `params` in the run's order of layers."""
-    self.batches.set_state(self._start)
-    total = reduce.Accumulator()
-    for batch in itertools.islice(self.batches, self._num_batches):
-      total.add(self._program.eval_step(params, self._program.layout.put_batch(batch)))
-    return total.sums()
+  def sums(self, params: Any, *, title: str = 'eval', show: Show = silent,
+           total: Total = None) -> reduce.Sums:
+    """Returns the sums over all batches.
 
-  def run(self, params: Any) -> dict[str, float]:
+    Args:
+      params: in the run's order of layers.
+      title: of the bar.
+      show: shows how many batches are done.
+      total: number of batches, for the bar; None for `num_batches`.
+    """
+    self.batches.set_state(self._start)
+    sums = reduce.Accumulator()
+    with show(title, total or self._num_batches) as advance:
+      for batch in itertools.islice(self.batches, self._num_batches):
+        sums.add(self._program.eval_step(params, self._program.layout.put_batch(batch)))
+        advance(1)
+      return sums.sums()
+
+  def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
     """Returns eval/loss, eval/accuracy, ... of `params`, for classes eval/macro_f1, ... as well."""
-    sums = self.sums(params)
+    sums = self.sums(params, show=show)
     self.confusion = confusion_of(sums)
     return values_of(sums, prefix=LOSS)
 
@@ -112,16 +123,21 @@ class TaskEvaluator:
         if task.needs_scores:
           self._generator.check_prompt(len(inputs), where=where, targets=len(targets))
 
-  def run(self, params: Any) -> dict[str, float]:
+  def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
     """Returns infer_eval/TASK/METRIC of `params`, whose layers are in the order of the model."""
     generator = self._generator.with_params(params)
     return {f'{TASKS}{task.name}/{name}': value for task in self.tasks
-            for name, value in task.metrics(_outputs(generator, task)).items()}
+            for name, value in task.metrics(_outputs(generator, task, show)).items()}
 
 
-def _outputs(generator: Generator, task: EvaluatedTask) -> ModelOutputs:
-  best = [texts[0] for texts in generator.generate(task.inputs)] if task.needs_predictions else []
-  scores = generator.score(task.inputs, task.targets) if task.needs_scores else []
+def _outputs(generator: Generator, task: EvaluatedTask, show: Show) -> ModelOutputs:
+  best, scores = [], []
+  if task.needs_predictions:
+    with show(f'{TASKS}{task.name} predictions', len(task.inputs)) as advance:
+      best = [texts[0] for texts in generator.generate(task.inputs, advance=advance)]
+  if task.needs_scores:
+    with show(f'{TASKS}{task.name} scores', len(task.inputs)) as advance:
+      scores = generator.score(task.inputs, task.targets, advance=advance)
   return ModelOutputs([text.tokens for text in best], [text.score for text in best], scores)
 
 
@@ -207,13 +223,13 @@ class Evaluations:
     """Returns whether any comes after `step`."""
     return self._is_due(step, self._loss) or self._is_due(step, self._tasks)
 
-  def run(self, step: int, state: Any) -> Mapping[str, float]:
-    """Returns the values of those that come after `step`."""
+  def run(self, step: int, state: Any, *, show: Show = silent) -> Mapping[str, float]:
+    """Returns the values of those that come after `step`; `show` shows how far they are."""
     values: dict[str, float] = {}
     if self._is_due(step, self._loss):
-      values |= self._loss[0].run(state.params)
+      values |= self._loss[0].run(state.params, show=show)
     if self._is_due(step, self._tasks):
-      values |= self._tasks[0].run(self._program.in_model_order(state).params)
+      values |= self._tasks[0].run(self._program.in_model_order(state).params, show=show)
     return values
 
 

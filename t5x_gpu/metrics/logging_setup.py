@@ -6,6 +6,8 @@
     11-20 14:05:21 INFO mesh: data=2 fsdp=4
     11-20 14:05:22 [3/8] WARNING this host is slow
 
+On a terminal lines have no time.
+
 Upstream T5X writes 947 lines for 30 steps. T5X_GPU_VERBOSE=1 brings all of it back.
 """
 
@@ -13,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from typing import TextIO
+from typing import Optional, TextIO
 
 from absl import logging as absl_logging
 
@@ -23,6 +25,18 @@ from t5x_gpu.runtime.verbosity import is_verbose
 _THIRD_PARTY = ('absl', 'etils', 'flax', 'h5py', 'jax', 'matplotlib', 'optax', 'orbax', 'seqio',
                 'tensorboardX', 'tensorflow', 'tensorflow_datasets', 'urllib3')
 _OURS = ('t5x_gpu', '__main__')
+
+
+def stamp(stream: TextIO, *, seconds: Optional[float] = None) -> str:
+  """Returns `11-20 14:05:21 `, what a line in a file begins with; '' for a terminal.
+
+  Args:
+    stream: where the line goes.
+    seconds: since 1970; None for now.
+  """
+  if stream.isatty():
+    return ''
+  return time.strftime('%m-%d %H:%M:%S ', time.localtime(seconds))
 
 
 def quiet_environment() -> None:
@@ -53,8 +67,8 @@ class _Formatter(logging.Formatter):
       message += '\n' + self.formatException(record.exc_info)
     if record.stack_info:
       message += '\n' + self.formatStack(record.stack_info)
-    moment = time.strftime('%m-%d %H:%M:%S', time.localtime(record.created))
-    return f'{moment} {self._process}{record.levelname} {message}'
+    moment = stamp(sys.stderr, seconds=record.created)
+    return f'{moment}{self._process}{record.levelname} {message}'
 
 
 class _FirstOfEachWarning(logging.Filter):

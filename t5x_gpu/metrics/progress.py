@@ -2,15 +2,18 @@
 
     step 10/100 | loss 5.912 | acc 0.121 | 12,345 tok/s | wait 0.3% | ETA 0:01:23
 
+Plain lines begin with the time.
+
 Only the main process shows anything. The terminal is restored however the run ends.
 """
 
 import atexit
+import contextlib
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Optional, Self, TextIO
 
 import rich.console
@@ -19,20 +22,13 @@ import rich.progress_bar
 import rich.table
 import rich.text
 
+from t5x_gpu.metrics.bars import Advance, Count, Total, format_seconds
+from t5x_gpu.metrics.logging_setup import stamp
+
 # On a terminal the live line overwrites itself: this many lines of the run stay above it, so that
 # the falling loss can still be seen at the end.
 _LINES_KEPT = 10
 _MIN_BAR, _MAX_BAR = 10, 40
-
-
-def format_seconds(seconds: float) -> str:
-  """Returns `0:01:23`, or `2d 03:04:05` from a day on."""
-  whole = int(round(seconds))
-  days, rest = divmod(whole, 86400)
-  hours, minutes, secs = rest // 3600, rest % 3600 // 60, rest % 60
-  if days:
-    return f'{days}d {hours:02d}:{minutes:02d}:{secs:02d}'
-  return f'{hours}:{minutes:02d}:{secs:02d}'
 
 
 def format_loss(value: float) -> str:
@@ -97,6 +93,7 @@ class Progress:
     self._fields: list[str] = []
     self._eta_end: Optional[float] = None
     self._kept = 0
+    self._part: Optional[Count] = None
     self._unprinted = ''  # the last line of numbers, if the live line alone has shown it
 
   def __enter__(self) -> Self:
@@ -153,6 +150,21 @@ class Progress:
     self._unprinted = line
     self._live.refresh()
 
+  @contextlib.contextmanager
+  def part(self, title: str, total: Total) -> Iterator[Advance]:
+    """Shows how far something is for which the steps wait, an evaluation say."""
+    count = Count(title, total)
+
+    def advance(number: int) -> None:
+      count.advance(number)
+      if self._enabled and self._live is None and count.line_is_due():
+        self._print(str(count))
+    self._part = count
+    try:
+      yield advance
+    finally:
+      self._part = None
+
   def note(self, text: str) -> None:
     """Prints `text` as lines that stay, above the live line if there is one."""
     if self._enabled:
@@ -164,6 +176,7 @@ class Progress:
       return
     # Past rich here: a plain line is never wrapped to 80 columns nor coloured.
     encoding = getattr(self._stream, 'encoding', None) or 'utf-8'
+    line = stamp(self._stream) + line
     self._stream.write(line.encode(encoding, 'replace').decode(encoding) + '\n')
     self._stream.flush()
 
@@ -171,7 +184,11 @@ class Progress:
     """Returns the live line, with as many fields as the terminal is wide enough for."""
     head = f'step {self._step}/{self._total_steps}'
     fields = list(self._fields)
-    if self._eta_end is not None:
+    total, done = self._total_steps, self._step
+    if self._part is not None:  # the steps wait for it
+      fields = [str(self._part)]
+      total, done = self._part.total or 1, self._part.done
+    elif self._eta_end is not None:
       fields.append(f'ETA {format_seconds(max(0.0, self._eta_end - time.monotonic()))}')
     width = self._console.width - 1  # some terminals wrap as soon as the last column is written
 
@@ -186,7 +203,7 @@ class Progress:
     cells = [rich.text.Text(head, style='bold', no_wrap=True)]
     if room() >= _MIN_BAR:
       cells.append(rich.progress_bar.ProgressBar(
-          total=max(1, self._total_steps), completed=self._step, width=min(_MAX_BAR, room())))
+          total=max(1, total), completed=done, width=min(_MAX_BAR, room())))
     cells.append(rich.text.Text(''.join(f' | {field}' for field in fields)[1:], no_wrap=True))
     row = rich.table.Table.grid(padding=(0, 1, 0, 0))
     row.add_row(*cells)

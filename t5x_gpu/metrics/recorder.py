@@ -45,6 +45,7 @@ class Recorder(contextlib.ExitStack):
     self._is_main = is_main
     self._step_done = step_done
     self._progress = Progress(total_steps, first_step=first_step, enabled=is_main)
+    self.show = self._progress.part  # for what the steps wait for
     self._writer = MultiWriter([])
     self._window = reduce.Accumulator()
     self._in_flight: Optional[tuple[int, Any]] = None

@@ -1,19 +1,16 @@
 """A model at work on prompts: text into ids, results in order, how far it is."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional, Union
-
-import rich.console
-import rich.progress
 
 from t5x_gpu.data.prompts import Prompt
 from t5x_gpu.errors import DataError
+from t5x_gpu.metrics.bars import bar
+from t5x_gpu.metrics.logging_setup import stamp
 from t5x_gpu.metrics.result_lines import NUMBER, ResultLines, to_line
 from t5x_gpu.models.classify import Classifier
 from t5x_gpu.models.generation import Generated, Generator
@@ -23,7 +20,6 @@ from t5x_gpu.runtime import distributed
 _SCORED = (NUMBER, 'score', 'num_tokens')
 _WRITTEN = (*_SCORED, 'prediction', 'is_complete', 'predictions', 'scores')
 _CLASSIFIED = (NUMBER, 'label', 'probability', 'probabilities')
-_SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +107,8 @@ def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bo
     generated = job.generator.generate(tokens[part], numbers=numbers[part])
     return [_result(job, p, found) for p, found in zip(prompts[part], generated)]
   try:
-    with _progress(len(prompts), done) as advance:
+    with bar('prompts', len(prompts), done=done, stream=sys.stderr,
+             enabled=distributed.is_main_process()) as advance:
       for start in range(done, len(prompts), job.generator.batch_size):
         part = slice(start, min(start + job.generator.batch_size, len(prompts)))
         records = [{NUMBER: number, **prompt.extra, 'inputs': prompt.inputs, **result}
@@ -173,29 +170,7 @@ def _facts(job: Job, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]],
   return facts | {f'DecodingConfig.{name}': decoding[name] for name in sorted(used)}
 
 
-@contextlib.contextmanager
-def _progress(total: int, done: int) -> Iterator[Callable[[int], None]]:
-  """Shows how many prompts are done: a bar on a terminal, else a line now and then."""
-  console = rich.console.Console(stderr=True)
-  bar = rich.progress.Progress(
-      rich.progress.TextColumn('prompts'), rich.progress.BarColumn(),
-      rich.progress.MofNCompleteColumn(), rich.progress.TimeRemainingColumn(), console=console,
-      disable=not (console.is_terminal and distributed.is_main_process()))
-  count, start, said = done, time.monotonic(), time.monotonic()
-  with bar:
-    task = bar.add_task('prompts', total=total, completed=done)
-
-    def advance(number: int) -> None:
-      nonlocal count, said
-      count += number
-      bar.advance(task, number)
-      if bar.disable and time.monotonic() - said > _SECONDS_BETWEEN_LINES:
-        said = time.monotonic()
-        say(f'{count} of {total} prompts, {said - start:.0f} s')
-    yield advance
-
-
 def say(text: str) -> None:
   """Prints to standard error: results may go to standard output."""
   if distributed.is_main_process():
-    print(text, file=sys.stderr, flush=True)
+    print(f'{stamp(sys.stderr)}{text}', file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ Prompts are padded to a few lengths, and batches to one size, so that few progra
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import jax
@@ -171,8 +171,8 @@ class Generator:
                       fix='Take the vocabulary that the model was trained with.',
                       parameters=('DatasetConfig.vocabulary', 'TransformerConfig.vocab_size'))
 
-  def generate(self, prompts: Sequence[Sequence[int]], *, numbers: Optional[Sequence[int]] = None
-               ) -> list[list[Generated]]:
+  def generate(self, prompts: Sequence[Sequence[int]], *, numbers: Optional[Sequence[int]] = None,
+               advance: Callable[[int], None] = lambda number: None) -> list[list[Generated]]:
     """Returns `num_decodes` continuations of each prompt, best first.
 
     A beam search that has found fewer (there are not as many texts) returns those.
@@ -180,6 +180,7 @@ class Generator:
     Args:
       prompts: ids of each; they go to the encoder if the model has one.
       numbers: of the prompts, on which samples depend; 0, 1, 2, ... by default.
+      advance: called with the number of prompts that are done, after each batch.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     for number, prompt in zip(numbers, prompts):
@@ -190,6 +191,7 @@ class Generator:
       part = slice(start, start + self.batch_size)
       found = self._generate(self._params, self._prompt_batch(prompts[part], numbers[part]))
       results += self._texts(jax.device_get(found))[:len(prompts[part])]
+      advance(len(prompts[part]))
     return results
 
   def _prompt_batch(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]
@@ -223,10 +225,13 @@ class Generator:
              for tokens, length, score in zip(*row) if score > -np.inf][:self.config.num_decodes]
             for row in zip(found.tokens, found.lengths, found.scores)]
 
-  def score(self, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-            ) -> list[float]:
+  def score(self, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], *,
+            advance: Callable[[int], None] = lambda number: None) -> list[float]:
     """Returns the log-probability of each of `targets` (ids, their end included) after its prompt.
 
+    Args:
+      prompts, targets: ids of each.
+      advance: called with the number of targets that are done, after each batch.
     Raises:
       DataError: a prompt does not fit, or a target is empty.
     """
@@ -242,6 +247,7 @@ class Generator:
       batch = self._layout.put(self._target_batch(prompts[part], targets[part]))
       sums = self._score(self._params, batch)
       results += np.asarray(sums)[:len(prompts[part])].tolist()
+      advance(len(prompts[part]))
     return results
 
   def _target_batch(self, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]

@@ -1,35 +1,125 @@
-"""Ctrl-C while a command imports: one line and exit code 130.
+"""A second Ctrl-C ends the process at once, whatever the main thread is waiting for.
 
-The imports take seconds, and a KeyboardInterrupt inside them ends in a traceback, or in an abort
-from a C extension. This runs before all of them, so it imports next to nothing itself.
+Python runs a signal handler only when the main thread is back in Python. A main thread that waits
+for a device is inside XLA, maybe for ever, so a handler alone never sees Ctrl-C. But the C part of
+Python writes the number of each signal to `signal.set_wakeup_fd` at once, and a thread reads it.
 """
 
 import os
 import signal
+import socket
 import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Optional, Self, TypeVar
+
+EXIT_INTERRUPTED = 130
+_HANDLER_SECONDS = 1.0  # for the handler to run; if it has not, the main thread is stuck
+_CLEANUP_SECONDS = 2.0  # for `with` blocks, after the second Ctrl-C
+_Handler = TypeVar('_Handler', bound=Callable[..., Any])
+_handled = threading.Event()
 
 
-def leave_during_imports() -> None:
-  """Makes Ctrl-C leave if Python was started as `python -m t5x_gpu...`; else does nothing."""
-  if sys.argv[:1] == ['-m']:  # so while Python looks for the module, whose name precedes its flags
-    name = sys.orig_argv[-len(sys.argv)].removeprefix('-m')
-    if name.partition('.')[0] == 't5x_gpu':
-      leave()
+def stops_on_interrupt(handler: _Handler) -> _Handler:
+  """Marks a SIGINT handler whose first call asks the program to stop, and whose second leaves.
+
+  Handlers without the mark, such as `launch`'s, decide for themselves.
+  """
+  def marked(*args: Any) -> Any:
+    _handled.set()
+    return handler(*args)
+  marked.stops_on_interrupt = True
+  return marked
 
 
-def leave() -> None:
-  """Makes Ctrl-C exit with 130 and one line, until `raise_again`."""
-  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it, for one
-    signal.signal(signal.SIGINT, _leave_now)
+@stops_on_interrupt
+def _raise(number: int, frame: Optional[FrameType]) -> None:
+  del number, frame
+  raise KeyboardInterrupt
 
 
-def raise_again() -> None:
-  """Makes Ctrl-C raise KeyboardInterrupt again."""
-  if signal.getsignal(signal.SIGINT) is _leave_now:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+class SecondInterruptLeaves:
+  """Within, a second Ctrl-C leaves with exit code 130, two seconds later at most.
+
+  Only the main thread can listen for signals: elsewhere this does nothing. After the block it
+  listens on if Ctrl-C was pressed: Python's own exit may wait for a device, too.
+
+  Args:
+    leave: called with the exit code.
+  """
+
+  def __init__(self, leave: Callable[[int], Any] = os._exit):
+    self._leave = leave
+    self._sockets: Optional[tuple[socket.socket, socket.socket]] = None
+    self._interrupted = False
+
+  def __enter__(self) -> Self:
+    if threading.current_thread() is not threading.main_thread():
+      return self
+    self._sockets = reading, writing = socket.socketpair()
+    writing.setblocking(False)
+    _handled.clear()
+    self._replaced = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if self._replaced:
+      signal.signal(signal.SIGINT, _raise)
+    self._previous = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=self._forget)
+    threading.Thread(target=self._listen, args=(reading,), name='interrupts', daemon=True).start()
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    if self._sockets is None or self._interrupted:
+      return
+    if self._replaced and signal.getsignal(signal.SIGINT) is _raise:
+      signal.signal(signal.SIGINT, signal.default_int_handler)
+    self._forget()
+
+  def _forget(self) -> None:
+    """Stops listening. A forked process would otherwise write its signals to its parent."""
+    if self._sockets is None:
+      return
+    (_, writing), self._sockets = self._sockets, None
+    signal.set_wakeup_fd(self._previous)
+    writing.close()  # ends the thread
+
+  def _listen(self, reading: socket.socket) -> None:
+    with reading:
+      try:
+        self._next_interrupt(reading, None)
+        self._interrupted = True
+        # A thread cannot ask whether the handler will run: it waits to see.
+        if not self._next_interrupt(reading, _HANDLER_SECONDS):
+          if not _handled.is_set():
+            os.write(2, f'\nSIGINT: stopping as soon as {_main_thread_place()} returns. '
+                     'Once more to leave at once.\n'.encode())
+          self._next_interrupt(reading, None)
+        # The handler raises KeyboardInterrupt if it can run, and the process ends by itself.
+        self._next_interrupt(reading, _CLEANUP_SECONDS)
+      except EOFError:
+        return
+      os.write(2, b'Leaving at once.\n')
+      self._leave(EXIT_INTERRUPTED)
+
+  def _next_interrupt(self, reading: socket.socket, seconds: Optional[float]) -> bool:
+    """Returns True for the next Ctrl-C, False if none comes in time; raises EOFError at the end."""
+    reading.settimeout(seconds)
+    while True:
+      try:
+        number = reading.recv(1)
+      except TimeoutError:
+        return False
+      if not number:
+        raise EOFError
+      handler = signal.getsignal(signal.SIGINT)
+      if number[0] == signal.SIGINT and getattr(handler, 'stops_on_interrupt', False):
+        return True
 
 
-def _leave_now(number: int, frame: object) -> None:
-  del frame
-  os.write(2, b'Interrupted.\n')
-  os._exit(128 + number)
+def _main_thread_place() -> str:
+  """Returns 'file.py:27 (function)' where the main thread is, outside of JAX."""
+  frame = sys._current_frames()[threading.main_thread().ident]
+  while frame.f_back is not None and f'{os.sep}jax' in frame.f_code.co_filename:
+    frame = frame.f_back
+  code = frame.f_code
+  return f'{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})'

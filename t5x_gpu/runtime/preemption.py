@@ -16,6 +16,7 @@ from typing import Any, Optional, Self
 from jax.experimental import multihost_utils
 
 from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.interrupts import stops_on_interrupt
 
 # Slurm's --signal=USR1 comes before the time limit; SIGTERM at the limit and on preemption.
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -76,9 +77,10 @@ class StopRequest:
     self._previous: dict[signal.Signals, Any] = {}
 
   def __enter__(self) -> Self:
+    handle = stops_on_interrupt(self._handle)
     for number in SIGNALS:
       if not (self._together and number == signal.SIGTERM):
-        self._previous[number] = signal.signal(number, self._handle)
+        self._previous[number] = signal.signal(number, handle)
     if _early:
       self._request(_early.pop(), 'Asked to stop during set-up')
     return self

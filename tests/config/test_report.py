@@ -2,19 +2,27 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import rich.console
 
-from t5x_gpu.config import report
+from t5x_gpu.config import gin_loader, report
+from t5x_gpu.config.gin_files import PACKAGE, GinFiles
 from t5x_gpu.errors import ConfigError
 from tests.config.project import ENTRY, write
 
 TRICKY = ['MODEL_DIR=it\'s "a" long ' + 'path ' * 30, 'AdamW.betas=(1e-9, 0.5)',
           'train.eval_data=None', "Data.lengths={'targets': %LENGTH, 'inputs': 3}",
           'train.layers=[-1, 2]']
+
+
+def changed(config, model_dir='out') -> list[str]:
+  console = rich.console.Console(file=io.StringIO(), width=80)
+  report.print_changes(config.provenance, files=GinFiles(), model_dir=model_dir, console=console)
+  return console.file.getvalue().splitlines()
 
 
 def printed(config, **kwargs) -> str:
@@ -29,7 +37,35 @@ def test_table_is_plain_lines_where_there_is_no_terminal(load):
   row = next(line for line in text.splitlines() if line.startswith('train.total_steps'))
   assert row.split('   ')[0] == 'train.total_steps = 50 (%TRAIN_STEPS)'
   assert row.endswith('gin_configs/runs/run.gin:16   overrides 100 (default)')
-  assert text.splitlines()[-1].startswith('and ')
+  assert len(text.splitlines()) == len(
+      load(['my.gin']).provenance.settings + load(['my.gin']).provenance.defaults)
+
+
+def test_a_run_prints_only_what_the_user_changed_with_old_and_new_value_and_place(load):
+  first, *changes = changed(load(['my.gin'], bindings=['train.dtype=bfloat16', 'LENGTH=16']))
+  assert re.fullmatch(r'configuration: \d changed; all \d+ values, and who set them, in '
+                      r'out/config_origins.txt', first)
+  assert re.sub(' +', ' ', changes[0]) == (
+      " train.dtype: 'float32' -> 'bfloat16' --gin.train.dtype")
+  assert re.search(r'^  BATCH_SIZE: 128 -> 8 +my.gin:3$', '\n'.join(changes), re.M)
+  assert re.search(r'train.total_steps: 100 -> 50 +gin_configs/runs/run.gin:16$',
+                   '\n'.join(changes), re.M)
+  assert not any('LENGTH' in change or 'train.model_dir' in change for change in changes)
+
+
+def test_files_of_the_package_change_nothing_and_a_copy_of_one_is_the_users(project):
+  demo = 'gin_configs/examples/demo.gin'
+  flags = ['TRAIN_STEPS=2', 'BATCH_SIZE=8']
+  shipped = gin_loader.load([demo], bindings=flags)
+  assert changed(shipped)[0].startswith('configuration: 1 changed; all ')
+  assert changed(shipped)[1:] == ['  TRAIN_STEPS: 400 -> 2   --gin.TRAIN_STEPS']
+  assert changed(gin_loader.load([demo]))[0].startswith('configuration: nothing changed; all ')
+  (project / 'mine.gin').write_text((PACKAGE.parent / demo).read_text())
+  mine = changed(gin_loader.load(['mine.gin']))
+  line = next(i for i, text in enumerate((project / 'mine.gin').read_text().splitlines(), 1)
+              if text.startswith('LOG_PERIOD'))
+  assert re.search(rf'LOG_PERIOD: 100 -> 20 +mine.gin:{line}$', '\n'.join(mine), re.M)
+  assert re.search(r"MODEL_DIR: not set -> 'runs/demo' +mine.gin:", '\n'.join(mine))
 
 
 def test_table_has_colours_on_a_terminal_and_cuts_long_values(load):

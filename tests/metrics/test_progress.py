@@ -26,19 +26,26 @@ def _plain(text):
   return re.sub(r'\x1b\[[0-9;?]*[a-zA-Z]', '', text)
 
 
+def _unstamped(text: str) -> str:
+  """`text` without the time at the beginning of each line, which must be there."""
+  lines = text.splitlines(keepends=True)
+  assert all(re.match(r'\d\d-\d\d \d\d:\d\d:\d\d ', line) for line in lines), text
+  return ''.join(line[len('11-20 14:05:21 '):] for line in lines)
+
+
 def test_plain_line_is_exactly_this():
   out = io.StringIO()
   with progress.Progress(100, stream=out) as p:
     p.advance(9)
     p.update(10, METRICS, eta_seconds=83)
-  assert out.getvalue() == (
+  assert _unstamped(out.getvalue()) == (
       'step 10/100 | loss 5.912 | acc 0.121 | 12,345 tok/s | wait 0.3% | ETA 0:01:23\n')
 
 
 def test_unknown_numbers_are_left_out_of_the_line():
   out = io.StringIO()
   progress.Progress(100, stream=out).update(1, {'train/loss': float('nan')})
-  assert out.getvalue() == 'step 1/100 | loss nan\n'
+  assert _unstamped(out.getvalue()) == 'step 1/100 | loss nan\n'
 
 
 def test_a_pipe_gets_plain_lines_even_when_colour_is_forced(monkeypatch):
@@ -55,7 +62,7 @@ def test_a_pipe_gets_plain_lines_even_when_colour_is_forced(monkeypatch):
 def test_long_plain_lines_are_not_wrapped():
   out = io.StringIO()
   progress.Progress(100, stream=out).note('x' * 500)
-  assert out.getvalue() == 'x' * 500 + '\n'
+  assert _unstamped(out.getvalue()) == 'x' * 500 + '\n'
 
 
 def test_other_processes_print_nothing():
@@ -70,7 +77,7 @@ def test_ascii_streams_take_any_text():
   raw = io.BytesIO()
   out = io.TextIOWrapper(raw, encoding='ascii')
   progress.Progress(100, stream=out).note('sample: ünïcode')
-  assert raw.getvalue() == b'sample: ?n?code\n'
+  assert _unstamped(raw.getvalue().decode()) == 'sample: ?n?code\n'
 
 
 def test_terminal_keeps_about_ten_lines_of_a_long_run(monkeypatch):

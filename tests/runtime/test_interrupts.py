@@ -1,62 +1,120 @@
-"""Ctrl-C while a command still imports: one line and 130, from the first import on."""
+"""Ctrl-C while the main thread waits inside XLA, in real processes."""
 
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from tests.helpers_train import REPOSITORY
+DEADLINE_SECONDS = 60
 
-FIRST, LATE = 'concurrent.futures', 'jax._src.api'
+# The device never answers: a callback locks a mutex twice, in C, which no signal interrupts.
+# Another thread prints 'held' once the main thread has been at that line for half a second.
+HANGS_IN_XLA = '''
+import ctypes, sys, threading, time
+import jax
+import numpy as np
+from t5x_gpu import cli
 
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+main_thread = threading.get_ident()
 
-def interrupted_at(module: str, *arguments: str) -> tuple[int, str]:
-  """Returns (exit code, stderr) of `python ARGUMENTS`, which gets SIGINT once `module` is imported."""
-  with subprocess.Popen([sys.executable, '-v', *arguments], stderr=subprocess.PIPE, text=True,
-                        stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, cwd=REPOSITORY,
-                        env={**os.environ, 'PYTHONPATH': str(REPOSITORY)}) as process:
-    for line in process.stderr:
-      if line.startswith(f"import '{module}'"):
-        process.send_signal(signal.SIGINT)
-        break
-    rest = process.stderr.read()
-  return process.returncode, rest
+def never(x):
+  lock(mutex)
+  return lock(mutex)
 
+def watch():
+  same = 0
+  while same < 5:
+    time.sleep(0.1)
+    frame = sys._current_frames()[main_thread]
+    same = same + 1 if (frame.f_code.co_name, frame.f_lineno) == ('never', 12) else 0
+  print('held', flush=True)
 
-@pytest.mark.parametrize('name, module', [
-    ('t5x_gpu.train', FIRST), ('t5x_gpu.train', LATE), ('t5x_gpu.launch', 't5x_gpu.errors'),
-    ('t5x_gpu.checkpoint', LATE)])
-def test_ctrl_c_during_imports_exits_with_130_and_one_line(name, module):
-  code, err = interrupted_at(module, '-m', name, '--help')
-  assert code == 130, err[-2000:]
-  assert err.endswith('Interrupted.\n') and 'Traceback' not in err
+def main():
+  {before}
+  threading.Thread(target=watch, daemon=True).start()
+  wait = jax.jit(lambda x: jax.pure_callback(never, jax.ShapeDtypeStruct((), np.float32), x))
+  return int(wait(np.float32(1)))
 
-
-def test_the_command_of_the_package_is_interrupted_in_the_same_way():
-  code, err = interrupted_at(LATE, '-m', 't5x_gpu', 'train', '--help')
-  assert code == 130 and err.endswith('Interrupted.\n') and 'Traceback' not in err
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_the_processes_of_launch_import_exits_with_130():
-  with subprocess.Popen([sys.executable, '-m', 't5x_gpu.launch', '--nproc=2', '--no_gpu', '--',
-                         '--help'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                        cwd=REPOSITORY, env={**os.environ, 'PYTHONPATH': str(REPOSITORY)}) as process:
-    for line in process.stdout:
-      if line.startswith('launch: process 1'):
-        break
-    time.sleep(0.5)  # any time before the imports are over will do
-    process.send_signal(signal.SIGINT)
-    rest = process.stdout.read()
-  assert process.returncode == 130 and 'Traceback' not in rest, rest
+cli.run_main(main)
+'''
+GRACEFUL = ('from t5x_gpu.runtime import preemption; '
+            'preemption.StopRequest().__enter__()')
 
 
-def test_programs_that_use_the_package_keep_their_ctrl_c():
-  script = ('import signal, t5x_gpu.cli; '
-            'print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)')
-  done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True,
-                        cwd=REPOSITORY)
-  assert done.stdout == 'True\n', done.stderr
+# A shell starts what it runs in the background with SIGINT ignored, the tests maybe.
+NOT_IGNORED = 'import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n'
+
+
+def started(code: str) -> subprocess.Popen:
+  return subprocess.Popen([sys.executable, '-c', NOT_IGNORED + code.lstrip()], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def read_until(stream, text: str) -> str:
+  seen = ''
+  while text not in seen:
+    line = stream.readline()
+    assert line, f'ended before {text!r}: {seen}'
+    seen += line
+  return seen
+
+
+@pytest.mark.parametrize('before', [
+    pytest.param('pass', id='set-up', marks=pytest.mark.slow), pytest.param(GRACEFUL, id='loop')])
+def test_a_second_ctrl_c_leaves_a_main_thread_that_waits_inside_xla(before):
+  with started(HANGS_IN_XLA.format(before=before)) as process:
+    try:
+      read_until(process.stdout, 'held')
+      process.send_signal(signal.SIGINT)
+      said = read_until(process.stderr, 'Once more to leave at once.')
+      assert 'stopping as soon as <string>:' in said
+      assert process.poll() is None
+      process.send_signal(signal.SIGINT)
+      assert process.wait(DEADLINE_SECONDS) == 130
+      assert 'Leaving at once.' in process.stderr.read()
+    finally:
+      process.kill()
+
+
+def test_one_ctrl_c_interrupts_python_code_without_any_message():
+  with started('import time\nfrom t5x_gpu import cli\n'
+               'def main():\n  print("held", flush=True)\n  time.sleep(600)\n'
+               'cli.run_main(main)') as process:
+    try:
+      read_until(process.stdout, 'held')
+      process.send_signal(signal.SIGINT)
+      assert process.wait(DEADLINE_SECONDS) == 130
+      assert process.stderr.read() == 'Interrupted.\n'
+    finally:
+      process.kill()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_cleanup_that_hangs():
+  with started('import time\nfrom t5x_gpu import cli\n'
+               'def main():\n  try:\n    print("held", flush=True)\n    time.sleep(600)\n'
+               '  finally:\n    print("cleanup", flush=True)\n    {}\n'
+               'cli.run_main(main)'.format('[print(end="") for _ in iter(int, 1)]')) as process:
+    try:
+      read_until(process.stdout, 'held')
+      process.send_signal(signal.SIGINT)
+      read_until(process.stdout, 'cleanup')
+      process.send_signal(signal.SIGINT)
+      assert process.wait(DEADLINE_SECONDS) == 130
+    finally:
+      process.kill()
+
+
+def test_a_forked_child_does_not_press_ctrl_c_for_its_parent():
+  """In a terminal Ctrl-C reaches all processes of the group: it must count once."""
+  with started('import os, signal, time\nfrom t5x_gpu import cli\n'
+               'def main():\n'
+               '  if os.fork() == 0:\n'
+               '    signal.signal(signal.SIGINT, lambda *_: print("child", flush=True))\n'
+               '    [os.kill(os.getpid(), signal.SIGINT) for _ in range(3)]\n'
+               '    os._exit(0)\n'
+               '  os.wait()\n  time.sleep(1)\n  print("alive", flush=True)\n'
+               'cli.run_main(main)') as process:
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert 'child' in out and 'alive' in out and not err and process.returncode == 0

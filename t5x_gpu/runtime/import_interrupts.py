@@ -1,0 +1,35 @@
+"""Ctrl-C while a command imports: one line and exit code 130.
+
+The imports take seconds, and a KeyboardInterrupt inside them ends in a traceback, or in an abort
+from a C extension. This runs before all of them, so it imports next to nothing itself.
+"""
+
+import os
+import signal
+import sys
+
+
+def leave_during_imports() -> None:
+  """Makes Ctrl-C leave if Python was started as `python -m t5x_gpu...`; else does nothing."""
+  if sys.argv[:1] == ['-m']:  # so while Python looks for the module, whose name precedes its flags
+    name = sys.orig_argv[-len(sys.argv)].removeprefix('-m')
+    if name.partition('.')[0] == 't5x_gpu':
+      leave()
+
+
+def leave() -> None:
+  """Makes Ctrl-C exit with 130 and one line, until `raise_again`."""
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it, for one
+    signal.signal(signal.SIGINT, _leave_now)
+
+
+def raise_again() -> None:
+  """Makes Ctrl-C raise KeyboardInterrupt again."""
+  if signal.getsignal(signal.SIGINT) is _leave_now:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave_now(number: int, frame: object) -> None:
+  del frame
+  os.write(2, b'Interrupted.\n')
+  os._exit(128 + number)

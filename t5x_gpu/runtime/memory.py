@@ -1,0 +1,97 @@
+"""How much memory this process may use: on a device, and on its host."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Optional
+
+from t5x_gpu.runtime import hardware
+from t5x_gpu.runtime.topology import Device
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+  """A bound on memory.
+
+  Attributes:
+    bytes: how much there is.
+    source: where the number comes from: "this host's memory".
+  """
+  bytes: int
+  source: str
+
+  def __str__(self) -> str:
+    return f'{show(self.bytes)} ({self.source})'
+
+
+def show(num_bytes: float) -> str:
+  """Returns '1.50 GiB' or '3.7 MiB'."""
+  return f'{num_bytes / GIB:,.2f} GiB' if num_bytes >= GIB else f'{num_bytes / 2**20:.1f} MiB'
+
+
+def host_limit(root: pathlib.Path = pathlib.Path('/')) -> Optional[Limit]:
+  """Returns the memory of this host, or of the control group if that is less; None if unknown.
+
+  Swap does not count: a training run that swaps does not get anywhere.
+
+  Args:
+    root: of the file system.
+  """
+  limits = [*_total(root), *_cgroups(root)]
+  return min(limits, key=lambda limit: limit.bytes, default=None)
+
+
+def _total(root: pathlib.Path) -> Iterator[Limit]:
+  for line in _read(root / 'proc/meminfo').splitlines():
+    if line.startswith('MemTotal:'):
+      yield Limit(int(line.split()[1]) * 1024, "the host's memory")
+
+
+def _cgroups(root: pathlib.Path) -> Iterator[Limit]:
+  """Yields the limit of each control group that this process is in, versions 1 and 2."""
+  for line in _read(root / 'proc/self/cgroup').splitlines():
+    _, controllers, path = line.split(':', 2)
+    if not controllers:
+      folder, name = root / 'sys/fs/cgroup', 'memory.max'
+    elif 'memory' in controllers.split(','):
+      folder, name = root / 'sys/fs/cgroup/memory', 'memory.limit_in_bytes'
+    else:
+      continue
+    # In a container the path may be the host's: then only the top folder exists.
+    parts = pathlib.PurePosixPath(path).relative_to('/').parts
+    for depth in range(len(parts), -1, -1):
+      file = folder.joinpath(*parts[:depth], name)
+      text = _read(file).strip()
+      if text.isdecimal():
+        yield Limit(int(text), f'limit of {file}')
+
+
+def _read(path: pathlib.Path) -> str:
+  try:
+    return path.read_text()
+  except OSError:
+    return ''
+
+
+def device_limit(devices: Sequence[Device], *, devices_per_host: int,
+                 host: Optional[Limit]) -> Optional[Limit]:
+  """Returns what each of `devices`, all of this process, may use; None if unknown.
+
+  Args:
+    devices: of one platform.
+    devices_per_host: CPU devices share the memory of their host.
+    host: see `host_limit`.
+  """
+  if devices[0].platform == 'cpu':
+    if host is None:
+      return None
+    source = host.source if devices_per_host == 1 else (
+        f'{show(host.bytes)} shared by {devices_per_host} CPU devices; {host.source}')
+    return Limit(host.bytes // devices_per_host, source)
+  limits = [(device.memory_stats() or {}).get('bytes_limit') for device in devices]
+  if all(limits):
+    return Limit(min(limits), "bytes_limit of the device's memory_stats")
+  nominal = hardware.memory_bytes(devices[0].device_kind)
+  return None if nominal is None else Limit(nominal, f'nominal, {devices[0].device_kind}')

@@ -1,0 +1,218 @@
+"""Whether a run fits into the memory of its devices and hosts, and what would fit if it does not.
+
+Before compiling, from shapes alone: the state, the gradients, and of the activations only what no
+setting avoids (one microbatch's input of every layer, in 16 bits, and its logits). So the estimate
+is a lower bound, and a run that it refuses cannot work. Once XLA has compiled the step it says
+what the step really takes. docs/parallelism.md#memory.
+"""
+
+import dataclasses
+import math
+import socket
+from collections.abc import Iterator
+from typing import Any, Optional, Self
+
+import jax
+
+from t5x_gpu.errors import OutOfMemoryError
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.memory import Limit, device_limit, host_limit, show
+from t5x_gpu.training.program import Program
+from t5x_gpu.training.summary import bytes_per_device
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+  """What a training step takes on one device, in bytes.
+
+  Attributes:
+    params, opt_state, gradients: of the state and the step.
+    activations: everything else that the step holds.
+    is_compiled: whether XLA says so; else it is a lower bound.
+  """
+  params: int
+  opt_state: int
+  gradients: int
+  activations: int
+  is_compiled: bool = False
+
+  @property
+  def total(self) -> int:
+    return self.params + self.opt_state + self.gradients + self.activations
+
+  def __str__(self) -> str:
+    return (f'{show(self.params + self.opt_state)} of parameters and optimizer state, '
+            f'{show(self.gradients)} of gradients, {show(self.activations)} of activations')
+
+
+def estimate(program: Program, model: Any, *, num_microbatches: int) -> Need:
+  """Returns a lower bound of what a step takes, from shapes alone."""
+  layout, mesh = program.layout, program.layout.mesh.shape
+  state, names = program.abstract_state, program.names
+  trained, trained_names = (program.trained.split(tree)[0] for tree in (state.params, names.params))
+  table = layout.rules.state if layout.zero_stage > 1 else layout.rules.parameters
+  shardings = layout.shardings(trained, trained_names, table)
+  gradients = jax.tree.map(
+      lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), trained, shardings)
+  sizes = model.logical_sizes()
+  layers = sizes.get('layers', 0) + sizes.get('encoder_layers', 0)
+  length = min((shape[1] for shape in program.spec.shapes.values() if len(shape) > 1), default=1)
+  parts = layout.batch_parts * num_microbatches * mesh['context']
+  if layout.pipeline is not None:
+    parts *= layout.pipeline.num_microbatches
+  tokens = program.spec.batch_size * length // parts
+  inputs = 2 * tokens * sizes.get('embed', 0) * layers // (mesh['stage'] * mesh['model'])
+  logits = 4 * tokens * getattr(model, 'num_outcomes', 0) // mesh['model']
+  return Need(params=bytes_per_device(state.params), opt_state=bytes_per_device(state.opt_state),
+              gradients=bytes_per_device(gradients), activations=inputs + logits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """What a run needs and has.
+
+  Attributes:
+    need: on each device.
+    limit: of the device that has least; None if unknown.
+    host: of the host that has least; None if unknown.
+    program: of the run.
+    num_microbatches: of the run.
+    remat_policy: of the model, if it has one.
+  """
+  need: Need
+  limit: Optional[Limit]
+  host: Optional[Limit]
+  program: Program
+  num_microbatches: int
+  remat_policy: Optional[str] = None
+
+  @property
+  def on_cpu(self) -> bool:
+    """Whether the devices have no memory but their host's."""
+    return self.program.layout.mesh.devices.flat[0].platform == 'cpu'
+
+  def compiled(self, step: Any) -> Self:
+    """Returns the same with the bytes that XLA gives for the compiled `step`.
+
+    Raises:
+      OutOfMemoryError: as `check`.
+    """
+    stats = step.memory_analysis()
+    if stats is None:  # not on every platform
+      return self
+    total = (stats.argument_size_in_bytes + stats.output_size_in_bytes
+             - stats.alias_size_in_bytes + stats.temp_size_in_bytes)
+    rest = total - (self.need.total - self.need.activations)
+    need = dataclasses.replace(self.need, activations=max(rest, 0), is_compiled=True)
+    result = dataclasses.replace(self, need=need)
+    result.check(least=self.need)
+    return result
+
+  def line(self) -> str:
+    """Returns `memory: 1.52 GiB on each device of 79.20 GiB (...): ...` for the log."""
+    of = f' of {self.limit}' if self.limit else ''
+    least = '' if self.need.is_compiled else 'at least '
+    return f'memory: {least}{show(self.need.total)} on each device{of}: {self.need}'
+
+  def check(self, *, least: Optional[Need] = None) -> None:
+    """Raises OutOfMemoryError, with what would fit, unless the run fits.
+
+    Args:
+      least: the lower bound, if `need` is more than that.
+    """
+    need, limit = self.need, self.limit
+    topology = self.program.layout.topology
+    if limit is not None and need.total > limit.bytes:
+      source = 'as compiled' if need.is_compiled else 'by a lower bound, before compiling'
+      options = list(_what_fits(self, least or need))
+      raise OutOfMemoryError(
+          f'A step on {topology.count(topology.num_devices)} needs {show(need.total)} on each '
+          f'({source}): {need}. Each has {limit}.',
+          fix='These fit:\n' + '\n'.join(f'  {option}' for option in options) if options else
+              'Nothing that only splits the run over more devices of this size fits: split '
+              'each row as well, Partitioner.num_partitions (model) or Partitioner.context.',
+          parameters=('Partitioner.fsdp', 'train.num_microbatches', 'BATCH_SIZE'),
+          docs='parallelism.md#memory')
+    copies = min(topology.devices_per_host * (need.params + need.opt_state),
+                 _bytes(self.program.abstract_state))
+    if self.host is not None and not self.on_cpu and copies > self.host.bytes:
+      hosts = topology.num_hosts * math.ceil(copies / self.host.bytes)
+      raise OutOfMemoryError(
+          f'Each save copies {show(copies)} of the state to the memory of a host, which has '
+          f'{self.host}.',
+          fix=f'Split the state over {hosts} hosts (Partitioner.fsdp = '
+              f'{hosts * topology.devices_per_host}), or give the job more host memory: at least '
+              f'{show(copies)}.', parameters=('Partitioner.fsdp',), docs='parallelism.md#memory')
+
+
+def check_memory(program: Program, model: Any, *, num_microbatches: int) -> Memory:
+  """Returns what the run needs and has; all processes must call it.
+
+  Raises:
+    OutOfMemoryError: it does not fit, on all processes alike.
+  """
+  devices = program.layout.mesh.local_devices
+  host = host_limit()
+  own = device_limit(devices, devices_per_host=program.layout.topology.devices_per_host, host=host)
+  name = socket.gethostname()
+  everywhere = distributed.gather_json(
+      [[limit.bytes, f'{limit.source} of {name}' if jax.process_count() > 1 else limit.source]
+       if limit else None for limit in (own, host)])
+  limits = [min((Limit(*found[i]) for found in everywhere if found[i]),
+                key=lambda limit: limit.bytes, default=None) for i in range(2)]
+  memory = Memory(estimate(program, model, num_microbatches=num_microbatches), *limits, program,
+                  num_microbatches, getattr(getattr(model, 'config', None), 'remat_policy', None))
+  memory.check()
+  return memory
+
+
+def _bytes(tree: Any) -> int:
+  return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def _what_fits(memory: Memory, least: Need) -> Iterator[str]:
+  """Yields settings under which a step fits, with what it takes then, the least change first."""
+  need, limit = memory.need, memory.limit.bytes
+  layout, num_microbatches = memory.program.layout, memory.num_microbatches
+  mesh, stage = layout.mesh.shape, layout.zero_stage
+  fixed = need.total - need.activations
+  rows = memory.program.spec.batch_size // (layout.batch_parts * num_microbatches)
+  factors = [f for f in range(2, rows + 1) if rows % f == 0]
+  by_row = need.activations / max(rows, 1)  # with one row per device and microbatch
+
+  smaller = next((f for f in factors if fixed + need.activations / f <= limit), None)
+  if smaller:
+    of_layers = mesh['fsdp'] > 1 and stage > 1 and layout.accumulate_by == 'layer'
+    also = " with Partitioner.accumulate_by = 'microbatch'" if of_layers else ''
+    size = show(fixed + need.activations / smaller)
+    yield f'train.num_microbatches = {num_microbatches * smaller}{also}: about {size}'
+    yield f'BATCH_SIZE = {memory.program.spec.batch_size // smaller}: about {size}'
+  if need.is_compiled and memory.remat_policy in ('none', 'minimal') and least.total <= limit:
+    yield f"TransformerConfig.remat_policy = 'full': at least {show(least.total)}"
+
+  # Without FSDP, and split over `ways` devices by each stage of ZeRO.
+  params, opt_state, gradients = (
+      need.params * (mesh['fsdp'] if stage == 3 else 1), need.opt_state * mesh['fsdp'],
+      need.gradients * (mesh['fsdp'] if stage > 1 else 1))
+
+  def split(zero_stage: int, ways: int) -> float:
+    parts = (opt_state, gradients, params)
+    return sum(part / ways if i < zero_stage else part for i, part in enumerate(parts))
+  ways = mesh['data'] * mesh['fsdp']
+  for activations, rest in ((need.activations, ''), (by_row, ' and train.num_microbatches = '
+                             f'{num_microbatches * rows}')):
+    stages = [z for z in (1, 2, 3) if split(z, ways) + activations <= limit
+              and (ways, z) != (mesh['fsdp'], stage) and ways > 1]
+    if stages:
+      yield (f'Partitioner.fsdp = {ways} with Partitioner.zero_stage = {stages[0]}{rest}: about '
+             f'{show(split(stages[0], ways) + activations)}')
+      return
+  if by_row < limit and not smaller:
+    more = 2
+    while split(3, ways * more) + by_row > limit:
+      more *= 2
+    activations = need.activations if (
+        split(3, ways * more) + need.activations <= limit) else by_row
+    few = '' if activations == need.activations else ', one row at a time'
+    yield (f'{layout.mesh.size * more} devices with as much memory each, Partitioner.fsdp = '
+           f'{ways * more}{few}: about {show(split(3, ways * more) + activations)}')

@@ -1,0 +1,123 @@
+"""A run that does not fit is refused before it starts, with settings that do fit."""
+
+import dataclasses
+import re
+
+import pytest
+
+from t5x_gpu.errors import OutOfMemoryError
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.runtime.memory import Limit
+from t5x_gpu.training.memory import Memory, estimate
+from tests import helpers_layouts
+from tests.helpers_layouts import CASES, QUICK, Case
+from tests.helpers_train import Project
+
+FULL_REMAT = Case(config=dict(remat_policy='full'), num_devices=1, num_microbatches=8)
+SMALL_BATCH = dict(batch_size=8)
+
+
+def memory_of(case: Case, limit: int = 2**50, host: int = 2**50, **sizes) -> Memory:
+  program = helpers_layouts.build(case, **sizes)
+  need = estimate(program, DecoderOnlyModel(helpers_layouts.config_of(case)),
+                  num_microbatches=case.num_microbatches)
+  return Memory(need, Limit(limit, 'a test'), Limit(host, 'a test'), program,
+                case.num_microbatches, helpers_layouts.config_of(case).remat_policy)
+
+
+def compiled(memory: Memory):
+  program = memory.program
+  return program.train_step.lower(program.abstract_state, program.abstract_batch).compile(QUICK)
+
+
+@pytest.mark.parametrize('case', [
+    pytest.param(FULL_REMAT, id='full_remat'), pytest.param(CASES['zero1'], id='zero1'),
+    *(pytest.param(case, id=f'all_{name}', marks=pytest.mark.slow)
+      for name, case in CASES.items())])
+def test_the_estimate_is_a_lower_bound_of_what_xla_gives(case):
+  memory = memory_of(case)
+  exact = memory.compiled(compiled(memory))
+  assert 0 < memory.need.activations and memory.need.total <= exact.need.total
+  assert 'at least' in memory.line() and 'at least' not in exact.line()
+
+
+def refusal(memory: Memory, **kwargs) -> str:
+  with pytest.raises(OutOfMemoryError) as error:
+    memory.check(**kwargs)
+  return str(error.value)
+
+
+def test_what_fits_is_accepted_and_one_byte_less_is_not():
+  total = memory_of(CASES['dp']).need.total
+  memory_of(CASES['dp'], limit=total).check()
+  text = refusal(memory_of(CASES['dp'], limit=total - 1))
+  assert re.search(r'A step on 8 GPUs needs \d\.\d MiB on each \(by a lower bound, before compiling'
+                   r'\): \d\.\d MiB of parameters and optimizer state, ', text)
+  assert 'Each has ' in text and '(a test)' in text and 'docs/parallelism.md#memory' in text
+
+
+def test_a_state_too_large_for_replicas_fits_as_the_error_says():
+  """The first stage of ZeRO that fits, and it does."""
+  need = memory_of(CASES['dp'], **SMALL_BATCH).need
+  stages = []
+  for limit in (need.total - need.opt_state // 2, need.total * 2 // 5, need.total * 3 // 10):
+    text = refusal(memory_of(CASES['dp'], limit, **SMALL_BATCH))
+    ways, stage = map(int, re.search(
+        r'Partitioner.fsdp = (\d+) with Partitioner.zero_stage = (\d)', text).groups())
+    memory_of(Case(dict(fsdp=ways, zero_stage=stage)), limit, **SMALL_BATCH).check()
+    stages.append(stage)
+    for lower in range(1, stage):
+      refusal(memory_of(Case(dict(fsdp=ways, zero_stage=lower)), limit, **SMALL_BATCH))
+  assert stages == [1, 2, 3]
+
+
+def test_a_state_too_large_for_all_devices_names_how_many_would_do():
+  limit = memory_of(CASES['fsdp'], **SMALL_BATCH).need.total * 2 // 3
+  text = refusal(memory_of(CASES['fsdp'], limit, **SMALL_BATCH))
+  assert re.search('16 devices with as much memory each, Partitioner.fsdp = 16: about ', text)
+
+
+def test_too_many_activations_fit_in_microbatches_or_a_smaller_batch():
+  need = memory_of(CASES['dp']).need
+  limit = need.total - need.activations * 5 // 8
+  text = refusal(memory_of(CASES['dp'], limit))
+  parts, batch = (int(re.search(f'{name} = (\\d+)', text)[1])
+                  for name in ('train.num_microbatches', 'BATCH_SIZE'))
+  assert (parts, batch) == (4, helpers_layouts.BATCH // 4)
+  memory_of(dataclasses.replace(CASES['dp'], num_microbatches=parts), limit).check()
+  memory_of(CASES['dp'], limit, batch_size=batch).check()
+
+
+def test_a_compiled_step_is_held_against_the_memory_too():
+  case = dataclasses.replace(FULL_REMAT, config={}, num_microbatches=1)
+  free = memory_of(case)
+  step = compiled(free)
+  total = free.compiled(step).need.total
+  memory_of(case, total).compiled(step)
+  memory = memory_of(case, total - 1)
+  memory.check()  # the lower bound fits
+  with pytest.raises(OutOfMemoryError, match='as compiled') as error:
+    memory.compiled(step)
+  assert "TransformerConfig.remat_policy = 'full': at least" in str(error.value)
+
+
+def test_a_host_without_room_for_the_copy_of_a_save_is_refused(monkeypatch):
+  """Devices with memory of their own: CPU devices hold the state in that of the host already."""
+  memory = memory_of(CASES['fsdp'], host=1000)
+  memory.check()
+  monkeypatch.setattr(Memory, 'on_cpu', False)
+  text = refusal(memory)
+  assert 'Each save copies' in text and 'Partitioner.fsdp = ' in text
+
+
+def test_a_model_larger_than_this_machine_is_refused_by_a_dry_run_and_a_run(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  project = Project(tmp_path)
+  for flags in ((), ('--dry_run',)):
+    result = project.run(*flags, **{'TransformerConfig.mlp_dim': 2**36})
+    assert result.code == 1 and 'Traceback' not in result.err
+    assert 'OutOfMemoryError: A step on 8 CPU devices needs ' in result.err
+    assert 'shared by 8 CPU devices' in result.err and 'devices with as much memory' in result.err
+    assert not project.model_dir.exists()
+  fits = project.run('--dry_run')
+  assert fits.code == 0 and re.search(r'memory: at least .* on each device of ', fits.out)
