@@ -128,6 +128,8 @@ def _read_legacy(folder: pathlib.Path) -> tuple[int, dict[str, Any]]:
       last = value['kvstore']['path'].rstrip('/').split('/')[-1]
       if last == '..':
         raise ValueError(f'{name} lies outside of the folder')
+      if not (folder / last / '.zarray').is_file():
+        raise FileNotFoundError(f'{last}/.zarray is missing')
       read_json(folder / last / '.zarray', _METADATA['.zarray'])
       arrays[name] = {'driver': 'zarr', 'kvstore': f'file://{folder / last}/'}
     else:
