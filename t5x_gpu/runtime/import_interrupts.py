@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 
+_replaced = []  # handlers of Ctrl-C
+
 
 def leave_during_imports() -> None:
   """Makes Ctrl-C leave if Python was started as `python -m t5x_gpu...`; else does nothing."""
@@ -19,14 +21,16 @@ def leave_during_imports() -> None:
 
 def leave() -> None:
   """Makes Ctrl-C exit with 130 and one line, until `raise_again`."""
-  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it, for one
+  handler = signal.getsignal(signal.SIGINT)
+  if callable(handler) and handler is not _leave_now:  # nohup ignores it, for one
+    _replaced.append(handler)
     signal.signal(signal.SIGINT, _leave_now)
 
 
 def raise_again() -> None:
-  """Makes Ctrl-C raise KeyboardInterrupt again."""
+  """Gives Ctrl-C back to the handler that `leave` replaced."""
   if signal.getsignal(signal.SIGINT) is _leave_now:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, _replaced.pop())
 
 
 def _leave_now(number: int, frame: object) -> None:
