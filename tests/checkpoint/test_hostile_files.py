@@ -140,7 +140,8 @@ def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path, kind):
     (Also(str, lambda text: '' if text == 'x' else 'no x'), ['"x"'], ['"y"', '1']),
     (object, ['[[[1]]]', '"\\ud83d\\ude00"'],
      ['[' * 101 + ']' * 101, '"\\ude00"', '1' * 41, '\xff'])
-], ids=str)
+], ids=['Whole', 'Number', 'float', 'Text', 'ListOf', 'tuple', 'MapOf', 'Fields', 'no others', 'Also',
+        'object'])
 def test_a_schema_takes_what_it_describes_and_nothing_else(schema, good, bad):
   for text in good:
     assert json.dumps(parse_json(text, schema)) == json.dumps(json.loads(text))
