@@ -9,7 +9,6 @@ import functools
 import logging
 import math
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
@@ -342,14 +341,6 @@ def _length(program: Program) -> int:
   return next(iter(program.spec.shapes.values()))[1]
 
 
-def _preflight() -> None:
-  """Logs what is wrong with this host, on every process: one bad node of many must be seen."""
-  for check in health.quick_checks():
-    if check.status != health.OK:
-      _log.warning('%s: %s %s: %s %s', socket.gethostname(), check.status, check.name, check.value,
-                   check.fix)
-
-
 def _say(text: str) -> None:
   if jax.process_index() == 0 and text:
     print(f'{logging_setup.stamp(sys.stdout)}{text}', flush=True)
@@ -386,7 +377,7 @@ def main(argv: Optional[list[str]] = None) -> int:
       _say(f'where to look: {arguments["model_dir"]}: {METRICS}, {TENSORBOARD}/, {report.ORIGINS}')
       if changes:
         _say('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
-    _preflight()
+    health.log_problems()
     distributed.assert_equal_across_hosts(
         {setting.key: setting.value for setting in loaded.provenance.settings}, 'The configuration')
     return train(**arguments, summarize_config_fn=write_config, dry_run=args.dry_run,

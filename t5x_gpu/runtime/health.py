@@ -6,15 +6,19 @@ nvidia-smi or jax are in health_gpus.py; the doctor runs both, a training run th
 
 import dataclasses
 import importlib.metadata
+import logging
 import os
 import pathlib
 import re
 import resource
+import socket
 import sys
 from collections.abc import Mapping
 from typing import Optional
 
 from t5x_gpu.runtime import gpu_detect
+
+_log = logging.getLogger(__name__)
 
 OK, WARN, FAIL = 'ok', 'warn', 'FAIL'
 GIB = 2**30
@@ -256,3 +260,11 @@ def quick_checks(*, expect_gpus: Optional[int] = None) -> list[Check]:
           check_driver(driver, versions, on_bus=len(nodes), expected=expect_gpus),
           check_numa(nodes, num_nodes=count_numa_nodes()), check_host(), check_ulimits(),
           check_shared_memory(gpus=gpus)]
+
+
+def log_problems() -> None:
+  """Logs what is wrong with this host, on every process: one bad node of many must be seen."""
+  for check in quick_checks():
+    if check.status != OK:
+      _log.warning('%s: %s %s: %s %s', socket.gethostname(), check.status, check.name, check.value,
+                   check.fix)
