@@ -26,6 +26,7 @@ from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.paths import as_path
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
+from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.shared_folder import shared_model_dir
 from t5x_gpu.checkpoint.start import open_sources, resume_data
 from t5x_gpu.config import gin_loader, report
@@ -203,10 +204,7 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
     with watchdog.phase('eval'):
       _say(_sample_text(model, program, state, train_dataset_cfg, sample_cfg))
   if jax.process_index() == 0:
-    confusion = evaluations.confusion
-    names = None if confusion is None else open_class_names(train_dataset_cfg)
-    _say(closing_text(checkpointer.files, step=step, num_outcomes=model.num_outcomes,
-                      confusion=confusion, class_names=names))
+    _say(_closing(checkpointer.files, step, model, evaluations.confusion, train_dataset_cfg))
   return 0
 
 
@@ -295,6 +293,15 @@ def _save(saver: AnyCheckpointer | LocalTier, step: int, program: Program, state
   saver.save(step, saved_state, data_state=data_state, manifest=make_manifest(
       saved_state, mesh_shape=program.layout.mesh.shape, data=data.describe(),
       next_batch_hash=batch_hash(data.peek()), started_from=started_from, metrics=metrics))
+
+
+def _closing(files: RunFiles, step: int, model: Any, confusion: Optional[np.ndarray],
+             dataset: DatasetConfig) -> str:
+  names = None if confusion is None else open_class_names(dataset)
+  text = closing_text(files.folder, shown=str(files.model_dir), step=step,
+                      num_outcomes=model.num_outcomes, confusion=confusion, class_names=names)
+  files.push()
+  return text
 
 
 def _nothing_to_do(where: str, step: int, total_steps: int) -> str:

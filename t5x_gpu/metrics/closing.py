@@ -6,7 +6,6 @@ from typing import Optional
 
 import numpy as np
 
-from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import classification, plots
 from t5x_gpu.metrics.confusion_picture import plot_confusion
@@ -14,18 +13,18 @@ from t5x_gpu.metrics.confusion_picture import plot_confusion
 _log = logging.getLogger(__name__)
 
 
-def closing_text(run: RunFiles, *, step: int, num_outcomes: int, confusion: Optional[np.ndarray],
-                 class_names: Optional[tuple[str, ...]]) -> str:
-  """Draws the loss curve and what was taken for what; returns what to look at and to do next.
+def closing_text(folder: str | os.PathLike, *, shown: str, step: int, num_outcomes: int,
+                 confusion: Optional[np.ndarray], class_names: Optional[tuple[str, ...]]) -> str:
+  """Draws the loss curve and the confusion matrix; returns what to look at and to do next.
 
   Args:
-    run: its small files, of which the pictures become some.
+    folder: where metrics.jsonl is; the pictures go there.
+    shown: MODEL_DIR, as the user knows it.
     step: updates done.
     num_outcomes: classes of one prediction, whose logarithm is the loss of guessing.
     confusion: [classes, classes] rows of what was right, columns of what was said; None for none.
     class_names: of `confusion`; None numbers them.
   """
-  folder, shown = str(run.folder), str(run.model_dir)
   files = ['metrics.jsonl', 'tensorboard/', 'config.gin', 'config_origins.txt']
   table = ''
   try:
@@ -41,7 +40,6 @@ def closing_text(run: RunFiles, *, step: int, num_outcomes: int, confusion: Opti
       files[:0] = ['confusion.png', 'confusion.csv']
   except ConfigError as e:  # a bare machine without matplotlib; the run itself is complete
     _log.warning('No picture of the loss: %s', e)
-  run.push()
   return (f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'
           'Next:\n'
           f'  train on     the same command with --gin.TRAIN_STEPS={2 * step}\n'
