@@ -18,7 +18,7 @@ WRITTEN = ('benchmarks/results',)
 # Flags of other programs that our pages show.
 FOREIGN_FLAGS = {'--logdir', '--data_dir', '--ipc', '--shm-size', '--nodes', '--partition',
                  '--account', '--ntasks-per-node', '--gpus-per-node', '--signal', '--requeue', '--open-mode',
-                 '--cpus-per-task', '--gpus-per-task', '--kill-on-bad-exit', '--ntasks', '--exact',
+                 '--cpus-per-task', '--gpus-per-task', '--kill-on-bad-exit', '--ntasks', '--exact', '--pty',
                  '--standalone', '--env', '--from-literal', '--array', '--no-deps'}
 FOREIGN_PREFIXES = ('--xla_', '--gin.')
 # Names that stand for something, in usage texts and examples.

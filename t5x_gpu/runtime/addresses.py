@@ -113,7 +113,13 @@ def _own_addresses(host: str, is_one_host: bool) -> tuple[str, ...]:
   except OSError as e:
     _log_all_interfaces(f'{host!r} does not resolve on this host ({e.strerror})')
     return (ALL_INTERFACES,)
-  numeric = tuple(dict.fromkeys(str(info[4][0]) for info in found))
+  # Link-local IPv6 addresses need an interface, which names do not give: systemd lists them under
+  # the host's own name.
+  numeric = tuple(each for each in dict.fromkeys(str(info[4][0]) for info in found)
+                  if ':' not in each or not ipaddress.ip_address(each).is_link_local)
+  if not numeric:
+    _log_all_interfaces(f'{host!r} has link-local addresses only')
+    return (ALL_INTERFACES,)
   is_name = host not in (*numeric, 'localhost')
   if is_name and not is_one_host and all(map(is_loopback, numeric)):
     _log_all_interfaces(f'{host!r} means {numeric[0]} on this host')
@@ -130,7 +136,8 @@ def _open(hosts: Sequence[str], port: int, *, is_fixed: bool) -> tuple[socket.so
     try:
       sockets.append(_server(host, port))
     except OSError as e:
-      if e.errno == errno.EADDRNOTAVAIL and not is_fixed:
+      # Another host's address, or IPv6 that the kernel does not have.
+      if e.errno != errno.EADDRINUSE and not is_fixed:
         continue
       for each in sockets:
         each.close()

@@ -2,9 +2,9 @@
 
 import contextlib
 import ctypes
-import functools
 import itertools
 import json
+import logging
 import signal
 import socket
 import threading
@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import Any, Optional, Protocol
 
 from jax._src import distributed as jax_distributed  # no public way to the key-value store
-from jax._src.lib import _jax
+from jax._src import lib as jax_lib
 
 from t5x_gpu.runtime import addresses
+
+_log = logging.getLogger(__name__)
 
 _EXCHANGE_SECONDS = 60
 _rounds = itertools.count()
@@ -115,5 +117,19 @@ def let_gloo_listen_on(host: str) -> None:
 
   JAX does not hand gloo an address. It then takes the one of the host's own name: a network that
   the run does not need, or Debian's 127.0.1.1, which other hosts cannot reach.
+
+  There is no public way to it. JAX makes gloo for runs on GPUs as well, which do not need it, so
+  gloo keeps its own choice, and the log says so, where it does not take the address.
   """
-  _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname=host)
+  make = getattr(getattr(jax_lib, '_jax', None), 'make_gloo_tcp_collectives', None)
+  if make is None:
+    _log.info('This jaxlib has no make_gloo_tcp_collectives: gloo listens where it chooses.')
+    return
+
+  def make_on_host(*args: Any, **kwargs: Any) -> Any:
+    try:
+      return make(*args, **{'hostname': host, **kwargs})
+    except (TypeError, RuntimeError) as e:  # another signature; no such address
+      _log.warning('gloo cannot listen on %s, and chooses an address itself: %s', host, e)
+      return make(*args, **kwargs)
+  jax_lib._jax.make_gloo_tcp_collectives = make_on_host

@@ -25,6 +25,9 @@ _LAUNCHERS = {
     'mpiexec': ('mpiexec', ('PMI_RANK', 'PMI_SIZE')),
 }
 _EXPORTED = ('jax', 'torchrun')  # variables that anybody may export; the others come from programs
+# They contradict nothing: Kubernetes numbers the pods of one job, and the count of processes is
+# that of JAX's variables. A pod may start several, and a run may have several jobs.
+_NEVER_OUTER = (*_EXPORTED, 'kubernetes')
 
 
 def check(found: Sequence[Found], env: Environment, *, is_counted: bool) -> None:
@@ -38,7 +41,7 @@ def check(found: Sequence[Found], env: Environment, *, is_counted: bool) -> None
   if not is_counted:
     _check_count(found, env)
   nested = [each for i, each in enumerate(found)
-            if (i == 0 or each.kind not in _EXPORTED) and each.process_count is not None]
+            if (i == 0 or each.kind not in _NEVER_OUTER) and each.process_count is not None]
   for inner, outer in zip(nested, nested[1:]):
     if not _agree(inner, outer, env):
       raise ClusterError(
@@ -54,7 +57,7 @@ def check(found: Sequence[Found], env: Environment, *, is_counted: bool) -> None
 def refuse_several_launches(found: Sequence[Found], env: Environment) -> None:
   """Raises ClusterError if a scheduler started this launcher several times: each is its own run."""
   outer = next((each for each in found if each.kind not in _EXPORTED
-                and (each.process_count or 1) > 1), None)
+                and (each.process_count or 1) > 1 and not _is_terminal(each, env)), None)
   if outer is not None:
     raise ClusterError(
         f't5x_gpu.launch runs {outer.process_count} times: {_shown(outer, env)}. Each would start '
@@ -85,21 +88,30 @@ def _check_count(found: Sequence[Found], env: Environment) -> None:
 
 def _agree(inner: Found, outer: Found, env: Environment) -> bool:
   """Returns whether `outer` can have started what `inner` describes."""
-  if outer.process_count == 1 or (inner.process_index, inner.process_count) == (
-      outer.process_index, outer.process_count):
+  if outer.process_count == 1 or _is_terminal(outer, env) or (
+      inner.process_index, inner.process_count) == (outer.process_index, outer.process_count):
     return True
   if inner.kind == 'slurm':  # PMI's numbers are those of srun, or of an mpiexec inside the step
     return False
   if inner.kind not in _EXPORTED:
     # mpirun starts one daemon per host by srun, and its processes see the daemon's variables.
     return inner.process_count > 1
-  local_count = inner.local_count or 1
   if 'TORCHELASTIC_RUN_ID' in env and inner.kind == 'torchrun':  # numbers hosts in its own order
-    agents = number(env, 'GROUP_WORLD_SIZE') or inner.process_count // local_count
+    agents = number(env, 'GROUP_WORLD_SIZE') or inner.process_count // (inner.local_count or 1)
     return agents == outer.process_count
-  # Each task may have started one process per GPU and numbered them.
-  return inner.process_count == outer.process_count * local_count and (
-      inner.process_index == outer.process_index * local_count + (inner.local_index or 0))
+  # Each task may have started one process per GPU and numbered them, with LOCAL_WORLD_SIZE or not.
+  local_count = inner.local_count or max(1, inner.process_count // outer.process_count)
+  task, local_index = divmod(inner.process_index, local_count)
+  return (inner.process_count == outer.process_count * local_count
+          and task == outer.process_index and inner.local_index in (None, local_index))
+
+
+def _is_terminal(found: Found, env: Environment) -> bool:
+  """Returns whether this is the shell of `srun --ntasks=8 --pty bash`.
+
+  It is the first task; the shells of the others have ended, as they have no terminal.
+  """
+  return found.kind == 'slurm' and found.process_index == 0 and 'SLURM_PTY_PORT' in env
 
 
 def _name(found: Found) -> str:

@@ -1,6 +1,7 @@
 """Where process 0 listens, whom it lets in, and that a slow client holds nobody."""
 
 import contextlib
+import errno
 import json
 import socket
 import threading
@@ -49,6 +50,35 @@ def test_a_name_that_means_loopback_here_means_another_address_elsewhere(monkeyp
       assert (elsewhere.connect_ex(('127.0.0.2', listening.port)) == 0) == is_seen_elsewhere
       elsewhere.close()
   assert "'gpu-001' means 127.0.1.1 on this host" in caplog.text
+
+
+@pytest.mark.parametrize('found, hosts', [
+    # The host's own name by systemd: every address, those without an interface included.
+    (('127.0.0.3', 'fe80::1'), ('127.0.0.3',)),
+    (('fe80::1',), ('::',)),
+])
+def test_link_local_addresses_of_a_name_do_not_keep_process_0_from_listening(
+    monkeypatch, found, hosts):
+  monkeypatch.setattr(socket, 'getaddrinfo', lambda *arguments, **options: [
+      (socket.AF_INET6 if ':' in each else socket.AF_INET, socket.SOCK_STREAM, 6, '', (each, 0))
+      for each in found])
+  with contextlib.closing(addresses.listen(
+      [f'gpu-001:{free_port()}'], bind_address=None, is_one_host=True)) as listening:
+    assert listening.hosts == hosts or (hosts, listening.hosts) == (('::',), ('0.0.0.0',))
+
+
+def test_a_host_without_ipv6_listens_on_the_other_addresses(monkeypatch):
+  real = socket.create_server
+
+  def create_server(address, *, family, **options):  # ipv6.disable=1, but ::1 is in /etc/hosts
+    if family == socket.AF_INET6:
+      raise OSError(errno.EAFNOSUPPORT, 'Address family not supported by protocol')
+    return real(address, family=family, **options)
+  monkeypatch.setattr(socket, 'create_server', create_server)
+  port = free_port()
+  with contextlib.closing(addresses.listen(
+      [f'[::1]:{port}', f'127.0.0.1:{port}'], bind_address=None, is_one_host=True)) as listening:
+    assert listening.hosts == ('127.0.0.1',)
 
 
 def test_all_addresses_that_a_launcher_offers_are_listened_on():

@@ -4,7 +4,8 @@ import pytest
 
 from t5x_gpu import launch
 from t5x_gpu.errors import ClusterError, ConfigError
-from t5x_gpu.runtime.cluster import detect
+from t5x_gpu.runtime import launcher_conflicts
+from t5x_gpu.runtime.cluster import ask_all, detect
 from tests.runtime.test_cluster import openmpi_task, slurm_step
 
 STALE = {'RANK': '0', 'WORLD_SIZE': '1', 'MASTER_ADDR': 'localhost'}
@@ -123,6 +124,15 @@ def test_tasks_that_number_their_own_processes_are_accepted():
   assert detect({**task, **same}).process_index == 1
 
 
+@pytest.mark.parametrize('ranks', [
+    {'JAX_PROCESS_INDEX': '5', 'JAX_PROCESS_COUNT': '8', 'JAX_COORDINATOR_ADDRESS': 'n1:62000'},
+    {'RANK': '5', 'WORLD_SIZE': '8', 'MASTER_ADDR': 'n1', 'LOCAL_RANK': '1'},
+], ids=['JAX', 'RANK'])
+def test_tasks_that_number_their_own_processes_need_not_say_how_many(ranks):
+  assert detect({**slurm_step(1, tasks=2, per_node='1(x2)', node=1), **ranks}).process_index == 5
+  assert 'contradict' in refusal({**slurm_step(0, tasks=2, per_node='1(x2)'), **ranks})
+
+
 def test_a_script_that_copies_the_ranks_of_mpirun_is_accepted_inside_slurm():
   env = {**slurm_step(0, tasks=2, per_node='1(x2)'), **openmpi_task(5, size=8),
          'RANK': '5', 'WORLD_SIZE': '8', 'MASTER_ADDR': 'n1'}
@@ -140,6 +150,29 @@ def test_one_process_in_an_allocation_still_runs(shell):
   from_launch = {'JAX_PROCESS_INDEX': '1', 'JAX_PROCESS_COUNT': '2', 'LOCAL_RANK': '1',
                  'LOCAL_WORLD_SIZE': '2', 'JAX_COORDINATOR_ADDRESS': '127.0.0.1:62000'}
   assert detect({**env, **from_launch}).process_index == 1
+
+
+FROM_LAUNCH = {'JAX_PROCESS_INDEX': '5', 'JAX_PROCESS_COUNT': '8', 'LOCAL_RANK': '5',
+               'LOCAL_WORLD_SIZE': '8', 'JAX_COORDINATOR_ADDRESS': '127.0.0.1:62000'}
+POD = {'JOB_COMPLETION_INDEX': '1', 'KUBERNETES_SERVICE_HOST': '10.0.0.1'}
+
+
+@pytest.mark.parametrize('ranks', [
+    FROM_LAUNCH,
+    {**FROM_LAUNCH, 'JAX_PROCESS_COUNT': '16', 'JAX_PROCESS_INDEX': '13'},
+    # Pod 1 of the second job of a JobSet.
+    {'JAX_PROCESS_INDEX': '5', 'JAX_PROCESS_COUNT': '8', 'JAX_COORDINATOR_ADDRESS': 'h:62000'},
+], ids=['launch in a pod', 'eight processes per pod', 'JobSet'])
+def test_pods_may_number_their_processes_themselves(ranks):
+  assert detect({**POD, **ranks}).process_index == int(ranks['JAX_PROCESS_INDEX'])
+
+
+def test_launch_works_in_the_terminal_of_a_step_of_several_tasks():
+  shell = slurm_step(0, tasks=8, per_node='8', SLURM_PTY_PORT='40123')  # srun -n8 --pty bash
+  assert detect({**shell, **FROM_LAUNCH}).process_index == 5
+  launcher_conflicts.refuse_several_launches(ask_all(shell), shell)
+  # srun inside of it: the variable is inherited.
+  assert 'contradict' in refusal(slurm_step(1, SLURM_PTY_PORT='40123', **STALE))
 
 
 def test_launch_in_a_step_of_several_tasks_is_refused(monkeypatch):
