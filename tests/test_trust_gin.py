@@ -148,9 +148,10 @@ def test_runs_of_the_shipped_examples_need_no_trust(folder, name):
 def test_a_task_that_would_import_is_refused(folder, given, says):
   config = DatasetConfig(**{'mixture_or_task_name': 'python_source', 'split': 'train',
                             'task_feature_lengths': {'targets': 8}, 'batch_size': 1} | given)
-  with pytest.raises(ConfigError) as error:
-    batches.open_prompt_text(config, may_import=())
-  assert says in str(error.value) and not (folder / 'ran').exists()
+  for opened in (batches.open_prompt_text, batches.open_class_text):
+    with pytest.raises(ConfigError) as error:
+      opened(config, may_import=(), model_vocab_size=264)
+    assert says in str(error.value) and not (folder / 'ran').exists()
 
 
 def test_prepared_rows_of_a_task_that_would_import_are_too(folder):
