@@ -129,6 +129,12 @@ def test_values_are_checked_as_those_of_any_gin_file(folder, line, says):
   assert 'model.gin' in str(error.value) or line.startswith('mlp_dim = -')
 
 
+def test_brackets_without_end_are_an_error_of_ours(folder):
+  (folder / 'model.gin').write_text(MODEL + 'A = ' + '[' * 5000 + ']' * 5000 + '\n')
+  with pytest.raises(ConfigError, match='model.gin has brackets that are nested too deeply'):
+    convert.object_of_gin(['model.gin'], as_data=True)
+
+
 @pytest.mark.parametrize('name', GinFiles().shipped('examples'))
 def test_runs_of_the_shipped_examples_need_no_trust(folder, name):
   loaded = gin_loader.load([name], bindings=['MODEL_DIR=run'])
