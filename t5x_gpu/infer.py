@@ -85,7 +85,7 @@ def open_job(args: cli.Args, asked: 'Asked') -> Job:
     layout = _layout(asked.partitioner, model, *topology_lib.discover())
     return open_class_job(
         model, dataset, reader=reader, layout=layout, score=args.extra.score,
-        batch_size=1 if args.extra.interactive else config.batch_size,
+        may_import=asked.may_import, batch_size=1 if args.extra.interactive else config.batch_size,
         read=lambda: None if args.dry_run else read_params(
             asked.checkpoint, _abstract_params(model, layout), step=reader.step))
   check_writes_text(model)

@@ -1,6 +1,8 @@
 """A classifier from own files: trained, evaluated, and asked for the classes of new texts."""
 
 import json
+import re
+import shutil
 
 import pytest
 
@@ -110,6 +112,23 @@ def test_what_a_classifier_does_not_do_is_refused(project, tmp_path):
     result = call(infer.main, project, f'--checkpoint={project.model_dir}',
                   f'--prompts={prompts}', flag)
     assert result.code == 1 and says in result.err and 'Traceback' not in result.err
+
+
+def test_a_module_that_the_checkpoints_gin_file_names_is_not_imported(
+    project, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  (tmp_path / 'evil.py').write_text("open('ran', 'w').close()\n")
+  (tmp_path / 'p.txt').write_text('d\n')
+  folder = tmp_path / 'stranger'
+  shutil.copytree(project.model_dir, folder)
+  text, count = re.subn('^MIXTURE_OR_TASK_MODULE = .*', "MIXTURE_OR_TASK_MODULE = 'evil'",
+                        (folder / 'config.gin').read_text(), flags=re.MULTILINE)
+  assert count == 1
+  (folder / 'config.gin').write_text(text)
+  result = call(infer.main, project, f'--checkpoint={folder}', '--prompts=p.txt', '--dry_run')
+  assert not (tmp_path / 'ran').exists()
+  assert result.code == 1 and "DatasetConfig.mixture_or_task_module = 'evil'" in result.err
 
 
 def test_types_that_the_model_has_are_in_its_batches(project):

@@ -129,6 +129,12 @@ def test_values_are_checked_as_those_of_any_gin_file(folder, line, says):
   assert 'model.gin' in str(error.value) or line.startswith('mlp_dim = -')
 
 
+def test_brackets_without_end_are_an_error_of_ours(folder):
+  (folder / 'model.gin').write_text(MODEL + 'A = ' + '[' * 5000 + ']' * 5000 + '\n')
+  with pytest.raises(ConfigError, match='model.gin has brackets that are nested too deeply'):
+    convert.object_of_gin(['model.gin'], as_data=True)
+
+
 @pytest.mark.parametrize('name', GinFiles().shipped('examples'))
 def test_runs_of_the_shipped_examples_need_no_trust(folder, name):
   loaded = gin_loader.load([name], bindings=['MODEL_DIR=run'])
@@ -148,9 +154,10 @@ def test_runs_of_the_shipped_examples_need_no_trust(folder, name):
 def test_a_task_that_would_import_is_refused(folder, given, says):
   config = DatasetConfig(**{'mixture_or_task_name': 'python_source', 'split': 'train',
                             'task_feature_lengths': {'targets': 8}, 'batch_size': 1} | given)
-  with pytest.raises(ConfigError) as error:
-    batches.open_prompt_text(config, may_import=())
-  assert says in str(error.value) and not (folder / 'ran').exists()
+  for opened in (batches.open_prompt_text, batches.open_class_text):
+    with pytest.raises(ConfigError) as error:
+      opened(config, may_import=(), model_vocab_size=264)
+    assert says in str(error.value) and not (folder / 'ran').exists()
 
 
 def test_prepared_rows_of_a_task_that_would_import_are_too(folder):

@@ -67,6 +67,9 @@ def read(text: str, *, shown: str) -> Iterator[Statement]:
     if 'EOF' in message:
       message = 'a bracket or a triple quote is not closed before the end of the file'
     raise _not_gin(message, shown=shown, line=min(line, len(lines)), lines=lines) from e
+  except RecursionError as e:
+    raise ConfigError(f'{shown} has brackets that are nested too deeply to be read.',
+                      fix='Correct the file, or name another: --gin_file=FILE.') from e
 
 
 def _location(error: SyntaxError) -> tuple[int, str]:

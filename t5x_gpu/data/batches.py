@@ -187,14 +187,21 @@ def open_prompt_text(config: DatasetConfig, *, may_import: Optional[Collection[s
   return make(config, **options)
 
 
-def open_class_text(config: DatasetConfig, *, model_vocab_size: int) -> Any:
+def open_class_text(config: DatasetConfig, *, model_vocab_size: int,
+                    may_import: Optional[Collection[str]] = None) -> Any:
   """Returns a `class_prompts.ClassText`: text -> ids for a classifier, and the task's examples.
 
+  Args:
+    config: the task.
+    model_vocab_size: ids that the model has.
+    may_import: as for `open_prompt_text`.
   Raises:
-    ConfigError: no such module, or its batches have no text.
+    ConfigError: no such module, or its batches have no text, or it must not be imported.
     DataError: no such vocabulary, or more ids than the model has.
   """
+  _check_imports(config, may_import)
   config = _with(config, 'made_from')
+  _check_imports(config, may_import)  # prepared rows name the modules of their text
   make = getattr(_module(config), 'class_text', None)
   if make is None:
     raise ConfigError(f'The batches of {config.module} have no text.',

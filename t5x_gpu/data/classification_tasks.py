@@ -101,21 +101,22 @@ def cola_tsv(pattern: str) -> seqio.Task:
   return _from_files('cola_tsv', pattern, read=tables.read_cola, class_names=tables.COLA_CLASSES)
 
 
-def classification(spelled: str) -> seqio.Task:
+def classification(spelled: str, *, name: str = 'classification') -> seqio.Task:
   """Returns classification of the texts, or pairs of texts, of files of any form and columns.
 
   Args:
     spelled: 'FORM:PATTERN', with '#text=COLUMN,label=COLUMN' behind it, or 'text2=COLUMN' as well.
+    name: of the task; checkpoints record it.
   Raises:
     DataError: no such form, file or column, or a flaw in any row (named by file and place).
   """
   reader, pattern = labelled_files.parse(spelled)
-  return _from_files('classification', pattern, read=reader)
+  return _from_files(name, pattern, read=reader)
 
 
 def imdb_csv(pattern: str) -> seqio.Task:
   """Returns `classification` of .csv files."""
-  return classification(f'csv:{pattern}')
+  return classification(f'csv:{pattern}', name='imdb_csv')
 
 
 def _cola_features(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -11,6 +11,8 @@ _LISTED = 3
 _TASK = ('DatasetConfig.mixture_or_task_name',)
 log = logging.getLogger(__name__)
 _Inode = tuple[int, int]  # device and number
+# Of every ext4 volume; only root may read it, and no data set is in it.
+_LOST_AND_FOUND = 'lost+found'
 
 
 def unreadable(path: str, reason: OSError | str) -> DataError:
@@ -24,22 +26,23 @@ def unreadable(path: str, reason: OSError | str) -> DataError:
 def find_files(pattern: str) -> list[str]:
   """Returns the files that `pattern` matches, sorted; `**` goes into folders.
 
-  A file with several names is taken once, by device and inode, under a name without links if it
-  has one. The log names links that were skipped.
+  A file with several names is taken once, by device and inode: under a name with an ending if it
+  has one (Hugging Face's cache has links to blobs without endings), and then one without links.
+  The log names links that were skipped.
 
   Raises:
     DataError: a file or folder cannot be read.
   """
   skipped: list[str] = []
-  paths: dict[_Inode, str] = {}
-  for path in sorted(_matches(pattern, skipped), key=lambda path: (_has_link(path), path)):
+  paths: dict[tuple[int, ...], str] = {}
+  for path in sorted(_matches(pattern, skipped), key=_preference):
     if not os.path.isfile(path):
       if os.path.islink(path) and not os.path.exists(path):
         skipped.append(path)
       continue
     if not os.access(path, os.R_OK, effective_ids=True):
-      raise unreadable(path, 'Permission denied')
-    if paths.setdefault(_inode(path), path) != path:
+      _check_opens(path)
+    if paths.setdefault(_identity(path), path) != path:
       skipped.append(path)
   if skipped:
     shown = [f'{path} -> {os.readlink(path)}' if os.path.islink(path) else path
@@ -83,10 +86,27 @@ def _folders(roots: list[str], skipped: list[str]) -> Iterator[str]:
                         if not entry.name.startswith('.') and os.path.isdir(entry)),
                        key=lambda entry: entry.name, reverse=True)
     except OSError as e:
+      if os.path.basename(folder.rstrip(os.sep)) == _LOST_AND_FOUND:
+        continue
       raise unreadable(folder, e) from e
     for entry in inner:
       path = entry.name if folder == os.curdir else entry.path
       (links if entry.is_symlink() else todo).append(path)
+
+
+def _check_opens(path: str) -> None:
+  """Raises DataError unless the file opens: some containers forbid `os.access`, not the reading."""
+  try:
+    with open(path, 'rb'):
+      pass
+  except OSError as e:
+    raise unreadable(path, e) from e
+
+
+def _identity(path: str) -> tuple[int, ...]:
+  """Returns what tells a file from others, also where a FUSE file system repeats its inodes."""
+  stat = os.stat(path)
+  return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _inode(path: str) -> _Inode:
@@ -94,5 +114,6 @@ def _inode(path: str) -> _Inode:
   return stat.st_dev, stat.st_ino
 
 
-def _has_link(path: str) -> bool:
-  return os.path.realpath(path) != os.path.abspath(path)
+def _preference(path: str) -> tuple[bool, bool, str]:
+  has_link = os.path.realpath(path) != os.path.abspath(path)
+  return not os.path.splitext(path)[1], has_link, path

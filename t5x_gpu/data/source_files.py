@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pathlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -213,8 +214,9 @@ class SourceFiles:
       log.warning('%s cannot be written: %s. %s', folder / NAME, e.strerror, NOT_COMPARED)
 
   def _hash_all(self, folder: pathlib.Path) -> None:
-    with contextlib.suppress(OSError):  # of this thread alone
-      os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    if sys.platform == 'linux':  # there of this thread alone; elsewhere the id may be a process's
+      with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     known: dict[str, str] = {}  # several tasks may read one file
     written, pause = time.monotonic(), _SECONDS_BETWEEN_WRITES
     for key, path in self._paths.items():

@@ -1,7 +1,7 @@
 """A classifier at work on texts: the job that `python -m t5x_gpu.infer` runs for an encoder."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Optional
 
 from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.data.batches import CLASS_NAMES, DatasetConfig, open_class_text
@@ -18,7 +18,8 @@ def classifies(model: Any) -> bool:
 
 
 def open_class_job(model: Any, dataset: DatasetConfig, *, reader: ParamsReader, layout: Layout,
-                   read: Callable[[], Any], batch_size: int, score: bool) -> Job:
+                   read: Callable[[], Any], batch_size: int, score: bool,
+                   may_import: Optional[Collection[str]]) -> Job:
   """Returns the job of a model that classifies.
 
   Args:
@@ -29,8 +30,10 @@ def open_class_job(model: Any, dataset: DatasetConfig, *, reader: ParamsReader, 
     read: returns the parameters on `layout`; None in a dry run.
     batch_size: texts at a time.
     score: whether --score was given, which is for models that write text.
+    may_import: the modules that the task may import besides ours; None for any.
   Raises:
-    ConfigError: `score`, or a model file that does not say how long texts are.
+    ConfigError: `score`, a model file that does not say how long texts are, or a task that would
+      import something else.
     DataError: no such vocabulary, or more ids than the model has.
   """
   if score:
@@ -40,8 +43,10 @@ def open_class_job(model: Any, dataset: DatasetConfig, *, reader: ParamsReader, 
     raise ConfigError('A model file does not say how long the texts of a classifier are.',
                       fix='Give the gin file of the run that trained it, with --gin_file.')
   plain = without_adapters(model)
-  text = open_class_text(dataset, model_vocab_size=plain.config.vocab_size)
-  names = list(reader.manifest.get('data', {}).get(CLASS_NAMES) or ())
+  text = open_class_text(dataset, model_vocab_size=plain.config.vocab_size,
+                         may_import=may_import)
+  found = reader.manifest.get('data', {}).get(CLASS_NAMES)
+  names = list(map(str, found)) if isinstance(found, list) else []
   names += [f'unused {i}' if names else str(i) for i in range(len(names), plain.num_classes)]
   say('\n'.join([layout.table(), f'parameters: {reader.path}',
                  f'vocabulary: {text.name}, {text.size:,} ids', f'classes: {", ".join(names)}']))

@@ -203,6 +203,7 @@ def test_csv_holds_commas_quotes_and_line_breaks(tmp_path):
   assert sorted(got) == [('Bad.\n\nVery bad.', 'negative'), ('Fine', 'positive'),
                          ('Good, even "great".', 'positive')]
   assert rows(name, 'test') == [('a\r\nb', 'negative')]
+  assert task_lookup.lookup(config(name)).name == 'imdb_csv'  # checkpoints of older runs have it
 
 
 def test_csv_numbers_are_in_their_order_and_words_in_the_alphabets(tmp_path):

@@ -54,6 +54,16 @@ def test_a_file_with_several_names_is_taken_once_under_the_real_one(tree, caplog
   assert 'skipped 4 names' in caplog.text and 'tree/A.txt -> b/c.txt' in caplog.text
 
 
+def test_links_with_endings_stand_for_blobs_without(tmp_path):
+  """As in Hugging Face's cache of a dataset."""
+  for name in ('blobs', 'snapshots/0', 'snapshots/1'):
+    (tmp_path / name).mkdir(parents=True)
+  (tmp_path / 'blobs/9f3a').write_text('{"text": "a"}')
+  for number in (0, 1):
+    (tmp_path / f'snapshots/{number}/train.jsonl').symlink_to('../../blobs/9f3a')
+  assert files_lib.matching_files(str(tmp_path)) == [f'{tmp_path}/snapshots/0/train.jsonl']
+
+
 def test_links_to_what_is_elsewhere_are_followed(tree, tmp_path, caplog):
   (tmp_path / 'other/inner').mkdir(parents=True)
   (tmp_path / 'other/inner/x.txt').write_text('x')
@@ -95,3 +105,16 @@ def test_a_file_or_folder_that_cannot_be_read_is_named(open_folder, locked):
   os.chmod(open_folder / 'a.txt', 0)
   with another_user(), pytest.raises(DataError, match='a.txt cannot be read: Permission denied'):
     files_lib.fingerprint([str(open_folder / 'a.txt')])
+
+
+def test_the_lost_and_found_of_a_volume_is_no_reason_to_refuse_it(open_folder):
+  (open_folder / 'lost+found').mkdir(mode=0)
+  (open_folder / 'a.txt').write_text('a')
+  with another_user():
+    assert files_lib.matching_files(str(open_folder)) == [f'{open_folder}/a.txt']
+
+
+def test_a_file_that_opens_is_readable_whatever_access_says(tree, monkeypatch):
+  # Docker before 20.10 answers EPERM to faccessat2, which glibc's faccessat calls.
+  monkeypatch.setattr(os, 'access', lambda *args, **kwargs: False)
+  assert find_files('tree/*.txt') == ['tree/a.txt']
