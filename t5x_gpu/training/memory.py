@@ -2,8 +2,8 @@
 
 Before compiling, from shapes alone: the state, the gradients, and of the activations only what no
 setting avoids (one microbatch's input of every layer, in 16 bits, and its logits, in whose memory
-gradients may lie later). So the estimate is a lower bound, and a run that it refuses cannot work. Once XLA has compiled the step it says
-what the step really takes. docs/parallelism.md#memory.
+gradients may lie later). So the estimate is a lower bound, and a run that it refuses cannot work.
+Once XLA has compiled the step it says what the step really takes. docs/parallelism.md#memory.
 """
 
 import dataclasses
