@@ -123,7 +123,11 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
 
 
 def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
-  """Returns (the owner, None if garbled; the time of the last renewal), or None without a lock."""
+  """Returns (the owner, None if garbled; the time of the last renewal), or None without a lock.
+
+  Raises:
+    CheckpointError: this user may not read it, and its owner may be alive.
+  """
   try:
     owner = _parse(read_bytes(path))  # opening makes NFS ask the server
     if isinstance(path, RemotePath):
@@ -131,6 +135,14 @@ def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
     return owner, path.stat().st_mtime
   except FileNotFoundError:
     return None
+  except PermissionError as e:
+    if _now(path.parent) - path.stat().st_mtime > STALE_SECONDS:
+      return None, 0.0
+    raise CheckpointError(
+        f'MODEL_DIR = {str(path.parent)!r} belongs to another run: {path.name} there was renewed '
+        'less than two minutes ago, by a user whose file you may not read.',
+        fix='Wait for that run or end it, or set another MODEL_DIR.', parameters=('MODEL_DIR',),
+        docs='watchdog.md#two-runs-on-one-model_dir') from e
   except (OSError, ValueError):  # a folder, a loop of links, bytes that are not UTF-8
     return None, 0.0
 

@@ -91,6 +91,7 @@ TREE = Fields({'tree_metadata': Also(MapOf(Fields(
 ZARRAY = Also(Fields({'shape': SHAPE, 'chunks': SHAPE,
                       'dtype': Text('[<>|]?[biufc][0-9]{1,2}|[a-z][a-z0-9_]{2,20}')}),
               _chunk_problem)
+ARRAY_METADATA = {'.zarray': ZARRAY, 'zarr.json': dict}
 # The header of a local step's file: a part is name, start, shape, dtype, checksum, offset.
 LOCAL_FILE = Fields({
     'format': Whole(), 'facts': dict,

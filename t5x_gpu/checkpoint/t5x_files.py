@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.array_files import check_only_files
-from t5x_gpu.checkpoint.schemas import ZARRAY
+from t5x_gpu.checkpoint.schemas import ARRAY_METADATA
 from t5x_gpu.config.json_schema import parse_json, read_bytes, read_json
 from t5x_gpu.errors import CheckpointError, first_line
 
@@ -25,8 +25,6 @@ _BROKEN_FIX = 'Copy the checkpoint again.'
 # What msgpack, NumPy and TensorStore raise for damaged files. RecursionError is a RuntimeError.
 _BROKEN = (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError,
            ArithmeticError, MemoryError)
-
-_METADATA = {'zarr.json': dict, '.zarray': ZARRAY}
 
 
 class T5xCheckpoint:
@@ -130,7 +128,7 @@ def _read_legacy(folder: pathlib.Path) -> tuple[int, dict[str, Any]]:
         raise ValueError(f'{name} lies outside of the folder')
       if not (folder / last / '.zarray').is_file():
         raise FileNotFoundError(f'{last}/.zarray is missing')
-      read_json(folder / last / '.zarray', _METADATA['.zarray'])
+      read_json(folder / last / '.zarray', ARRAY_METADATA['.zarray'])
       arrays[name] = {'driver': 'zarr', 'kvstore': f'file://{folder / last}/'}
     else:
       arrays[name] = np.asarray(value)
@@ -157,8 +155,8 @@ def _read_orbax(folder: pathlib.Path, context: ts.Context) -> tuple[int, dict[st
       return f'file://{state / name}/'
   drivers = {'.zarray': 'zarr', 'zarr.json': 'zarr3'}
   for key in metadata:
-    if (name := key.rpartition('/')[2]) in _METADATA:
-      parse_json(content(key), _METADATA[name])
+    if (name := key.rpartition('/')[2]) in ARRAY_METADATA:
+      parse_json(content(key), ARRAY_METADATA[name])
   specs = {name: {'driver': drivers[file], 'kvstore': kvstore(name)}
            for name, _, file in (key.rpartition('/') for key in metadata) if file in drivers}
   targets = {name.removeprefix('target.').replace('.', '/'): spec for name, spec in specs.items()

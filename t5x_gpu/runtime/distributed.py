@@ -205,6 +205,11 @@ def num_hosts() -> int:
   return len({member.domain for member in _members}) or 1
 
 
+def num_machines() -> int:
+  """Returns how many machines the processes are on; several may be one host of `num_hosts`."""
+  return len({member.host_key for member in _members}) or process_count()
+
+
 def members_table() -> str:
   """Returns a line per host, `gpu-001   0: 5f1c2a3b   1: 77aa01b2`: its processes, their GPUs.
 

@@ -1,6 +1,7 @@
 """How much memory this process may use: on a device, and on its host."""
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Optional
@@ -91,7 +92,9 @@ def device_limit(devices: Sequence[Device], *, devices_per_host: int,
         f'{show(host.bytes)} shared by {devices_per_host} CPU devices; {host.source}')
     return Limit(host.bytes // devices_per_host, source)
   limits = [(device.memory_stats() or {}).get('bytes_limit') for device in devices]
-  if all(limits):
+  # That allocator takes more if it has to: its `bytes_limit` is what it keeps.
+  is_bound = os.environ.get('XLA_PYTHON_CLIENT_ALLOCATOR', '').lower() != 'cuda_async'
+  if all(limits) and is_bound:
     return Limit(min(limits), "bytes_limit of the device's memory_stats")
   nominal = hardware.memory_bytes(devices[0].device_kind)
   return None if nominal is None else Limit(nominal, f'nominal, {devices[0].device_kind}')

@@ -1,9 +1,9 @@
 """Whether a run fits into the memory of its devices and hosts, and what would fit if it does not.
 
 Before compiling, from shapes alone: the state, the gradients, and of the activations only what no
-setting avoids (one microbatch's input of every layer, in 16 bits, and its logits). So the estimate
-is a lower bound, and a run that it refuses cannot work. Once XLA has compiled the step it says
-what the step really takes. docs/parallelism.md#memory.
+setting avoids (one microbatch's input of every layer, in 16 bits, and its logits, in whose memory
+gradients may lie later). So the estimate is a lower bound, and a run that it refuses cannot work.
+Once XLA has compiled the step it says what the step really takes. docs/parallelism.md#memory.
 """
 
 import dataclasses
@@ -62,9 +62,12 @@ def estimate(program: Program, model: Any, *, num_microbatches: int) -> Need:
     parts *= layout.pipeline.num_microbatches
   tokens = program.spec.batch_size * length // parts
   inputs = 2 * tokens * sizes.get('embed', 0) * layers // (mesh['stage'] * mesh['model'])
-  logits = 4 * tokens * getattr(model, 'num_outcomes', 0) // mesh['model']
-  return Need(params=bytes_per_device(state.params), opt_state=bytes_per_device(state.opt_state),
-              gradients=bytes_per_device(gradients), activations=inputs + logits)
+  predictions = tokens // length if getattr(model, 'classifies', False) else tokens
+  logits = 4 * predictions * getattr(model, 'num_outcomes', 0) // mesh['model']
+  need = Need(params=bytes_per_device(state.params), opt_state=bytes_per_device(state.opt_state),
+              gradients=bytes_per_device(gradients), activations=inputs)
+  # The logits are gone before most gradients are computed.
+  return dataclasses.replace(need, activations=inputs + max(logits - need.gradients, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Memory:
     program: of the run.
     num_microbatches: of the run.
     remat_policy: of the model, if it has one.
+    num_machines: that the run is on. A topology's hosts may be racks of machines.
   """
   need: Need
   limit: Optional[Limit]
@@ -85,6 +89,7 @@ class Memory:
   program: Program
   num_microbatches: int
   remat_policy: Optional[str] = None
+  num_machines: int = 1
 
   @property
   def on_cpu(self) -> bool:
@@ -133,16 +138,17 @@ class Memory:
               'each row as well, Partitioner.num_partitions (model) or Partitioner.context.',
           parameters=('Partitioner.fsdp', 'train.num_microbatches', 'BATCH_SIZE'),
           docs='parallelism.md#memory')
-    copies = min(topology.devices_per_host * (need.params + need.opt_state),
-                 _bytes(self.program.abstract_state))
+    # Also of a state that all hosts hold: they may share the work.
+    copies = _bytes(self.program.abstract_state) // self.num_machines
     if self.host is not None and not self.on_cpu and copies > self.host.bytes:
-      hosts = topology.num_hosts * math.ceil(copies / self.host.bytes)
+      hosts = self.num_machines * math.ceil(copies / self.host.bytes)
+      devices = hosts * topology.num_devices // self.num_machines
       raise OutOfMemoryError(
-          f'Each save copies {show(copies)} of the state to the memory of a host, which has '
-          f'{self.host}.',
-          fix=f'Split the state over {hosts} hosts (Partitioner.fsdp = '
-              f'{hosts * topology.devices_per_host}), or give the job more host memory: at least '
-              f'{show(copies)}.', parameters=('Partitioner.fsdp',), docs='parallelism.md#memory')
+          f'Each save copies at least {show(copies)} of the state to the memory of a host, which '
+          f'has {self.host}.',
+          fix=f'Split the state over {hosts} hosts (Partitioner.fsdp = {devices}), or give the job '
+              f'more host memory: at least {show(copies)}.',
+          parameters=('Partitioner.fsdp',), docs='parallelism.md#memory')
 
 
 def check_memory(program: Program, model: Any, *, num_microbatches: int) -> Memory:
@@ -151,9 +157,10 @@ def check_memory(program: Program, model: Any, *, num_microbatches: int) -> Memo
   Raises:
     OutOfMemoryError: it does not fit, on all processes alike.
   """
-  devices = program.layout.mesh.local_devices
+  devices, machines = program.layout.mesh.local_devices, distributed.num_machines()
   host = host_limit()
-  own = device_limit(devices, devices_per_host=program.layout.topology.devices_per_host, host=host)
+  own = device_limit(devices, host=host, devices_per_host=max(
+      program.layout.topology.num_devices // machines, 1))
   name = socket.gethostname()
   everywhere = distributed.gather_json(
       [[limit.bytes, f'{limit.source} of {name}' if jax.process_count() > 1 else limit.source]
@@ -161,7 +168,8 @@ def check_memory(program: Program, model: Any, *, num_microbatches: int) -> Memo
   limits = [min((Limit(*found[i]) for found in everywhere if found[i]),
                 key=lambda limit: limit.bytes, default=None) for i in range(2)]
   memory = Memory(estimate(program, model, num_microbatches=num_microbatches), *limits, program,
-                  num_microbatches, getattr(getattr(model, 'config', None), 'remat_policy', None))
+                  num_microbatches, getattr(getattr(model, 'config', None), 'remat_policy', None),
+                  machines)
   memory.check()
   return memory
 

@@ -282,6 +282,11 @@ def test_pieces_of_arrays_are_found_through_many_nodes_of_the_index(tmp_path):
     for i in range(500):
       store.with_transaction(transaction)[f'layer_{i:03}/0'] = b'some value' * (i % 3)
   check_array_files(tmp_path)
+  for key in (b'layer_300/.zarray', b'layer_300/0/.zarray'):
+    store[key] = b'[]'
+    with pytest.raises(ValueError, match=f'{key.decode()} is damaged: it is .*, not an object'):
+      check_array_files(tmp_path)
+    del store[key]
   largest = largest_data_file(tmp_path)
   # In half: at the end may stand nodes that a second attempt of the commit has replaced.
   os.truncate(largest, largest.stat().st_size // 2)

@@ -6,13 +6,16 @@ import pathlib
 import time
 
 import pytest
+import tensorstore as ts
 
+from t5x_gpu.checkpoint.params_files import ParamsReader
 from t5x_gpu.checkpoint.run_id import RUN_ID, ensure_run_id, read_run_id
 from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
 from t5x_gpu.config.json_schema import (
     Also, Fields, ListOf, MapOf, Nullable, Number, Text, Whole, parse_json, read_json)
 from t5x_gpu.data.prepared_index import Index, Member, Shard, check_shards, read_index
 from t5x_gpu.errors import CheckpointError, DataError
+from tests.checkpoint.test_checkpointer import abstract, folder_with, new_state, opened
 from tests.helpers_fuzz import replace
 
 
@@ -67,6 +70,25 @@ def test_a_sparse_terabyte_is_refused_by_its_size_alone(tmp_path):
   with pytest.raises(CheckpointError, match='its header alone would have 549,755,813,888'):
     SafetensorsFolder(tmp_path)
   assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize('change, text', [
+    (lambda good: b'[' * 100_000 + b']' * 100_000, 'nested'),
+    (lambda good: good + b' ' * 2**20, 'bytes, and 1,048,576 is the limit'),
+    (lambda good: json.dumps({**json.loads(good), 'chunks': [2**50, 4]}).encode(), 'chunks are'),
+    (lambda good: b'{}', "has no 'chunks'"),  # so short that the index itself holds it
+], ids=['deep', 'long', 'huge chunk', 'short'])
+def test_metadata_of_arrays_is_refused_before_tensorstore_sees_it(tmp_path, change, text):
+  """TensorStore ends the process for the first of them."""
+  folder = folder_with(tmp_path, 3, 7)
+  store = ts.KvStore.open({
+      'driver': 'ocdbt', 'base': f'file://{folder}/checkpoint_7/state/'}).result()
+  key = b'params.dense.kernel/.zarray'
+  store[key] = change(store[key])
+  with pytest.raises(CheckpointError, match=f'checkpoint_7 cannot be read .*zarray .*{text}'):
+    ParamsReader(folder)
+  with opened(folder) as checkpointer:
+    assert checkpointer.restore_latest(abstract(new_state())).path.name == 'checkpoint_3'
 
 
 def index_of(folder: pathlib.Path, *, file: str) -> Index:

@@ -53,6 +53,22 @@ def test_another_host_is_believed_until_it_is_silent_for_long(tmp_path):
   assert 'no sign of life for 125 s' in check_lock(tmp_path)
 
 
+def test_a_lock_that_another_user_keeps_to_himself_counts_while_it_is_renewed(
+    tmp_path, monkeypatch):
+  lock_of(tmp_path)
+  real_open = os.open  # root may read everything, so permissions cannot show it
+
+  def refuse(name, *args, **kwargs):
+    if str(name).endswith(LOCK):
+      raise PermissionError(13, 'Permission denied', name)
+    return real_open(name, *args, **kwargs)
+  monkeypatch.setattr(os, 'open', refuse)
+  with pytest.raises(CheckpointError, match='renewed less than two minutes ago, by a user'):
+    RunLock(tmp_path)
+  os.utime(tmp_path / LOCK, (time.time() - STALE_SECONDS - 5,) * 2)
+  assert 'cannot be read' in check_lock(tmp_path)
+
+
 def test_a_restart_waits_for_the_lock_of_a_container_that_is_gone_and_logs_it(
     tmp_path, monkeypatch, caplog):
   monkeypatch.setattr(run_lock, 'POLL_SECONDS', 0.01)

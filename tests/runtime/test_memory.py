@@ -55,6 +55,12 @@ def gpu(**stats: int) -> types.SimpleNamespace:
                                memory_stats=lambda: stats or None)
 
 
+def test_an_allocator_that_exceeds_its_limit_is_not_held_to_it(monkeypatch):
+  monkeypatch.setenv('XLA_PYTHON_CLIENT_ALLOCATOR', 'cuda_async')
+  limit = memory.device_limit([gpu(bytes_limit=60 * GIB)], devices_per_host=1, host=None)
+  assert limit.bytes == 80 * GIB
+
+
 def test_a_gpu_has_what_its_allocator_may_use_and_the_smallest_counts():
   gpus = [gpu(bytes_limit=60 * GIB), gpu(bytes_limit=59 * GIB)]
   limit = memory.device_limit(gpus, devices_per_host=2, host=Limit(8 * GIB, 'host'))

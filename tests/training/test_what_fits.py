@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+import types
 
+import jax
 import pytest
 
 from t5x_gpu.errors import OutOfMemoryError
@@ -108,6 +110,21 @@ def test_a_host_without_room_for_the_copy_of_a_save_is_refused(monkeypatch):
   monkeypatch.setattr(Memory, 'on_cpu', False)
   text = refusal(memory)
   assert 'Each save copies' in text and 'Partitioner.fsdp = ' in text
+  # A rack of machines is one host of the topology, but each machine has its own memory.
+  whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(memory.program.abstract_state))
+  dataclasses.replace(memory, host=Limit(whole // 4, 'a test'), num_machines=4).check()
+
+
+def test_logits_and_gradients_share_memory_in_the_lower_bound():
+  small, large = (memory_of(CASES['dp'], batch_size=n).need for n in (8, 64))
+  assert small.activations * 8 == large.activations < large.gradients
+
+
+def test_a_classifier_has_logits_for_each_row_alone():
+  program = helpers_layouts.build(CASES['dp'])
+  model = types.SimpleNamespace(logical_sizes=dict, num_outcomes=10**6, classifies=True)
+  need = estimate(program, model, num_microbatches=1)
+  assert need.activations == 4 * helpers_layouts.BATCH // 8 * 10**6 - need.gradients
 
 
 def test_a_model_larger_than_this_machine_is_refused_by_a_dry_run_and_a_run(tmp_path, monkeypatch):
