@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from t5x_gpu.checkpoint.hf_config import guess_family, to_hf
-from t5x_gpu.checkpoint.hf_names import FAMILIES
-from t5x_gpu.checkpoint.name_tables import Table
-from t5x_gpu.checkpoint.safetensors_files import SafetensorsWriter, make_headers
-from t5x_gpu.checkpoint.transfer import FLOATS
+from t5x_gpu.checkpoint.convert.hf_config import guess_family, to_hf
+from t5x_gpu.checkpoint.convert.hf_names import FAMILIES
+from t5x_gpu.checkpoint.convert.name_table import Table
+from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter, make_headers
+from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
 from t5x_gpu.convert import model_of_gin
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'convert.json'

@@ -51,7 +51,7 @@ def of_ours(name: str, length: int) -> Iterator[dict[str, np.ndarray]]:
 def of_seqio(length: int) -> Iterator[dict[str, np.ndarray]]:
   """Returns the batches of SeqIO's own `get_dataset`, tf.data's options as they are by default."""
   # Imported here: the process of prepared rows has neither TensorFlow nor SeqIO.
-  seqio = importlib.import_module('t5x_gpu.data.tasks').seqio
+  seqio = importlib.import_module('t5x_gpu.data.tasks.builtin').seqio
   dataset = seqio.get_dataset(
       mixture_or_task_name='python_source', task_feature_lengths={'targets': length},
       dataset_split='train', shuffle=True, num_epochs=None, seed=0,

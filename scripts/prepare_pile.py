@@ -25,12 +25,12 @@ import rich.console
 import rich.progress
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from t5x_gpu.data.damage import Damage
-from t5x_gpu.data.file_rows import open_stream
-from t5x_gpu.data.files import matching_files
+from t5x_gpu.data.sources.corrupt_records import Damage
+from t5x_gpu.data.sources.discovery import matching_files
+from t5x_gpu.data.sources.rows import open_stream
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError, UserError
-from t5x_gpu.runtime.exits import sigterm_raises
+from t5x_gpu.runtime.process_exit import sigterm_raises
 
 SETTINGS = 'prepare_pile.json'
 DONE = '.done.json'

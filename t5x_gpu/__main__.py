@@ -23,7 +23,8 @@ COMMANDS = {
     'reshard': 'write a checkpoint anew: other dtypes, chunks, groups of layers',
     'config': 'show or explain the values of a configuration',
 }
-FOLDERS = ('checkpoint', 'config', 'data')  # whose commands are in their __main__
+# A folder has the name; the command has its own module.
+MODULES = {name: f'{name}_tools' for name in ('checkpoint', 'config', 'data')}
 
 
 def _run() -> int:
@@ -37,8 +38,7 @@ def _run() -> int:
     raise ConfigError(f'{name!r} is not a command.{did_you_mean(name, COMMANDS)}',
                       fix=f'Commands: {", ".join(COMMANDS)}.')
   import_interrupts.leave()
-  module = importlib.import_module(f't5x_gpu.{name}.__main__' if name in FOLDERS
-                                   else f't5x_gpu.{name}')
+  module = importlib.import_module(f't5x_gpu.{MODULES.get(name, name)}')
   import_interrupts.raise_again()
   return module.main(rest)
 

@@ -18,11 +18,12 @@ from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import open_batches
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.metrics import logging_setup
 from t5x_gpu.metrics.throughput import mfu
-from t5x_gpu.runtime import cluster as cluster_lib
-from t5x_gpu.runtime import distributed, hardware, xla_flags
-from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.runtime import distributed, hardware
+from t5x_gpu.runtime.cluster import cluster as cluster_lib
+from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, compile_options, program_of_run
 from t5x_gpu.training.summary import size_line
 

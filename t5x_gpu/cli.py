@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, Optional
 
 from t5x_gpu.config import gin_files, provenance
-from t5x_gpu.errors import (
-    ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean)
-from t5x_gpu.runtime import exits, import_interrupts
+from t5x_gpu.errors import ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean
+from t5x_gpu.runtime import import_interrupts, process_exit
 from t5x_gpu.runtime.interrupts import SecondInterruptLeaves
 
 EXAMPLES = """examples:
@@ -205,26 +204,26 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   import_interrupts.raise_again()
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
   try:
-    with SecondInterruptLeaves(leave=exits.leave_at_once):
+    with SecondInterruptLeaves(leave=process_exit.leave_at_once):
       code = main() or 0
     failed = False
   except UserError as error:
-    print(exits.label() + describe_error(error), file=sys.stderr)
+    print(process_exit.label() + describe_error(error), file=sys.stderr)
     code = config_error_code if isinstance(error, _CONFIG_ERRORS) else 1
   except KeyboardInterrupt:
-    print(exits.label() + 'Interrupted.', file=sys.stderr)
+    print(process_exit.label() + 'Interrupted.', file=sys.stderr)
     code = 130
   except BrokenPipeError:  # `| head` has seen enough.
     code = 1
   except Exception:  # Not the user's doing: show all of it.
-    print(exits.label() + traceback.format_exc(), end='', file=sys.stderr)
+    print(process_exit.label() + traceback.format_exc(), end='', file=sys.stderr)
     code = 1
   try:
     sys.stdout.flush()
   except BrokenPipeError:  # Python would flush once more on exit, and complain.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   sys.stderr.flush()
-  exits.leave(code, failed=failed)
+  process_exit.leave(code, failed=failed)
 
 
 def describe_error(error: UserError) -> str:

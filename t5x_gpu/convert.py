@@ -15,25 +15,25 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint import conversions
 from t5x_gpu.checkpoint.beside import GIN_FILES
-from t5x_gpu.checkpoint.conversions import CHECKS, Request
-from t5x_gpu.checkpoint.hf_config import FAMILY_NAMES
-from t5x_gpu.checkpoint.hf_folder import CONFIG
-from t5x_gpu.checkpoint.logits_check import has_transformers
-from t5x_gpu.checkpoint.merge_lora import merge_lora
+from t5x_gpu.checkpoint.convert import convert as conversions
+from t5x_gpu.checkpoint.convert.convert import CHECKS, Request
+from t5x_gpu.checkpoint.convert.hf_config import FAMILY_NAMES
+from t5x_gpu.checkpoint.convert.hf_folder import CONFIG
+from t5x_gpu.checkpoint.convert.logits_check import has_transformers
+from t5x_gpu.checkpoint.convert.merge_lora import merge_lora
+from t5x_gpu.checkpoint.convert.model_spec import ModelFields, describe
+from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
+from t5x_gpu.checkpoint.convert.t5x_files import is_t5x
+from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
 from t5x_gpu.checkpoint.model_dir import committed_steps
-from t5x_gpu.checkpoint.model_fields import ModelFields, describe
-from t5x_gpu.checkpoint.paths import local_path
-from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
-from t5x_gpu.checkpoint.t5x_files import is_t5x
-from t5x_gpu.checkpoint.transfer import FLOATS
+from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.metrics import logging_setup
-from t5x_gpu.metrics.console import Console
 from t5x_gpu.models.lora import LoraModel, without_adapters
-from t5x_gpu.runtime.exits import sigterm_raises
+from t5x_gpu.runtime.process_exit import sigterm_raises
+from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal.console import Console
 
 EXAMPLES = """examples:
   {prog} --from=Llama-3.2-1B --to=runs/llama
@@ -47,7 +47,7 @@ The last multiplies the adapters of a LoRA run into the kernels.
 FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
 SUFFIXES = {'KB': 10**3, 'MB': 10**6, 'GB': 10**9, '': 1}
 # Names the model of a model file for gin_loader: an entry point that takes nothing else.
-_MODEL_ENTRY = 't5x_gpu.checkpoint.model_fields.describe'
+_MODEL_ENTRY = 't5x_gpu.checkpoint.convert.model_spec.describe'
 
 
 def kind_of(folder: pathlib.Path) -> str:
@@ -92,7 +92,7 @@ def object_of_gin(files: Sequence[pathlib.Path | str], *, bindings: Sequence[str
   with tempfile.TemporaryDirectory() as folder:
     entry = pathlib.Path(folder) / 'entry.gin'
     entry.write_text('from __gin__ import dynamic_registration\n'
-                     'from t5x_gpu.checkpoint import model_fields\n\n'
+                     'from t5x_gpu.checkpoint.convert import model_spec as model_fields\n\n'
                      'model_fields.describe.model = %MODEL\n', 'utf-8')
     loaded = gin_loader.load([*names, entry], bindings=bindings, search_paths=search_paths,
                              entry=_MODEL_ENTRY,

@@ -17,11 +17,16 @@ from typing import Any, Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import (
-    children, gpu_detect, health, health_gpus, xla_docs, xla_flags, xla_presets)
-from t5x_gpu.runtime import cluster as cluster_lib
-from t5x_gpu.runtime.cluster import ClusterInfo
-from t5x_gpu.runtime.health import FAIL, OK, WARN, Check
+from t5x_gpu.runtime import run_with_deadline
+from t5x_gpu.runtime import gpus as gpu_detect
+from t5x_gpu.runtime.cluster import cluster as cluster_lib
+from t5x_gpu.runtime.cluster.cluster import ClusterInfo
+from t5x_gpu.runtime.health import gpu_checks
+from t5x_gpu.runtime.health import checks as health
+from t5x_gpu.runtime.health.checks import FAIL, OK, WARN, Check
+from t5x_gpu.runtime.xla import docs_tables
+from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla import presets as xla_presets
 
 EXAMPLES = """examples:
   {prog}
@@ -78,19 +83,19 @@ def examine(request: Request) -> Iterator[Check]:
     applied = xla_flags.prepare_environment(request.preset, environ=dict(os.environ))
     yield Check('xla flags', WARN if applied.warnings else OK,
                 applied.line.removeprefix('xla preset: '), '\n'.join(applied.warnings))
-    topology = children.run(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds
-                            ) if on_machine > 1 else None
-    links = health_gpus.check_links(topology.output if topology else '', gpus=on_machine)
+    topology = run_with_deadline.run(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds
+                                     ) if on_machine > 1 else None
+    links = gpu_checks.check_links(topology.output if topology else '', gpus=on_machine)
     nvlink = 'NV' in links.value
     yield links
   yield from _examine_devices(request, on_machine=on_machine, nvlink=nvlink)
   if request.is_first_here:
-    done = children.run(
-        [sys.executable, '-m', 't5x_gpu.runtime.health_disk', request.model_dir],
+    done = run_with_deadline.run(
+        [sys.executable, '-m', 't5x_gpu.runtime.health.measure_disk', request.model_dir],
         seconds=request.timeout_seconds)
-    yield health_gpus.check_disk(health_gpus.json_lines(done.output).get('disk'),
-                                 folder=request.model_dir,
-                                 problem=done.problem or _last_line(done.errors))
+    yield gpu_checks.check_disk(gpu_checks.json_lines(done.output).get('disk'),
+                                folder=request.model_dir,
+                                problem=done.problem or _last_line(done.errors))
 
 
 def _examine_devices(request: Request, *, on_machine: int, nvlink: bool) -> Iterator[Check]:
@@ -99,7 +104,7 @@ def _examine_devices(request: Request, *, on_machine: int, nvlink: bool) -> Iter
   found, problem = _measure('devices', request, seconds=seconds)
   devices = found.get('devices')
   chosen = request.cluster.local_device_ids
-  seen = health_gpus.check_devices(
+  seen = gpu_checks.check_devices(
       devices, on_machine=len(chosen) if chosen else on_machine, expected=request.expected_here,
       environ=os.environ, problem=problem)
   yield seen
@@ -112,15 +117,15 @@ def _examine_devices(request: Request, *, on_machine: int, nvlink: bool) -> Iter
     yield health.check_library('nccl', versions, gpus=max(gpus, on_machine))
   if devices is None:
     return  # Said already: jax did not start.
-  yield health_gpus.check_matmul(found.get('matmul'), devices=devices, problem=problem)
-  yield health_gpus.check_clocks(found.get('clocks'), gpus=gpus)
+  yield gpu_checks.check_matmul(found.get('matmul'), devices=devices, problem=problem)
+  yield gpu_checks.check_clocks(found.get('clocks'), gpus=gpus)
   if request.cluster.process_count == 1 and gpus < 2:
     yield Check('all-reduce', OK, f'not measured: jax sees {gpus or "no"} GPU')
   elif seen.status != FAIL:  # CPU devices among GPUs would let all the others wait.
     join = int(max(request.timeout_seconds, 1))
     found, problem = _measure('all_reduce', request, f'--join_seconds={join}',
                               seconds=seconds + join)
-    check = health_gpus.check_all_reduce(found, nvlink=nvlink, problem=problem)
+    check = gpu_checks.check_all_reduce(found, nvlink=nvlink, problem=problem)
     if request.is_first_here or check.status == FAIL:  # else all of a host say it is slow
       yield check
 
@@ -131,11 +136,11 @@ def _measure(what: str, request: Request, *flags: str, seconds: float
   # PREALLOCATE: not 90% of a GPU's memory for a look, somebody else may be on it.
   environ = {'CUDA_DEVICE_ORDER': 'PCI_BUS_ID', **os.environ,
              'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
-  done = children.run([sys.executable, '-m', 't5x_gpu.runtime.health_measure', what,
-                       f'--preset={request.preset}', *request.cluster_flags, *flags],
-                      seconds=seconds, environ=environ)
+  done = run_with_deadline.run([sys.executable, '-m', 't5x_gpu.runtime.health.measure', what,
+                                f'--preset={request.preset}', *request.cluster_flags, *flags],
+                               seconds=seconds, environ=environ)
   ended = f'ended by {signal.Signals(-done.code).name}' if (done.code or 0) < 0 else ''
-  return health_gpus.json_lines(done.output), done.problem or ended or _last_line(done.errors)
+  return gpu_checks.json_lines(done.output), done.problem or ended or _last_line(done.errors)
 
 
 def _last_line(text: str) -> str:
@@ -185,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
     raise ConfigError('--markdown is set without --flags.', fix='Add --flags.')
   xla_presets.check_preset(args.extra.preset)
   if args.extra.flags:
-    print(xla_docs.page() if args.extra.markdown else xla_docs.table(), end='')
+    print(docs_tables.page() if args.extra.markdown else docs_tables.table(), end='')
     return 0
   cluster = cluster_lib.detect_here(args.extra)
   request = Request(model_dir=args.extra.model_dir, expect_gpus=args.extra.expect_gpus,

@@ -20,25 +20,25 @@ import jax
 import numpy as np
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.model_dir import (
-    check_writable, checkpoint_path, committed_steps, why)
-from t5x_gpu.checkpoint.params_files import read_params
-from t5x_gpu.checkpoint.paths import AnyPath
+from t5x_gpu.checkpoint.arrays.params_files import read_params
+from t5x_gpu.checkpoint.model_dir import check_writable, checkpoint_path, committed_steps, why
 from t5x_gpu.checkpoint.run_files import RunFiles
-from t5x_gpu.checkpoint.shared_folder import shared_model_dir
+from t5x_gpu.checkpoint.storage.paths import AnyPath
+from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig, open_class_names, open_task_names
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError
-from t5x_gpu.metrics import classification, logging_setup, reduce
-from t5x_gpu.metrics.bars import BackgroundCounts, Show, Total, bar, silent
-from t5x_gpu.metrics.eval_results import Results, short, table
-from t5x_gpu.metrics.evaluator import (
+from t5x_gpu.evaluation.eval_results import Results, short, table
+from t5x_gpu.evaluation.evaluator import (
     LOSS, Evaluator, batches_for, confusion_of, open_task_evaluator, values_of)
+from t5x_gpu.metrics import classification, reduce
 from t5x_gpu.partitioning.layout import LaidOut
-from t5x_gpu.runtime import cluster as cluster_lib
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.runtime.cluster import cluster as cluster_lib
+from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal.bars import BackgroundCounts, Show, Total, bar, silent
 from t5x_gpu.training.program import Program, program_of_run
 
 EXAMPLES = """examples:

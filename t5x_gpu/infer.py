@@ -19,27 +19,27 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu import cli
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.carried import carried_ends, carried_vocabulary
-from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
-from t5x_gpu.checkpoint.paths import AnyPath, as_path
 from t5x_gpu.checkpoint.run_files import on_this_machine
+from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig, open_prompt_text
 from t5x_gpu.data.prompts import Prompt, PromptText, parse_prompts, read_prompts
 from t5x_gpu.errors import ConfigError, DataError
-from t5x_gpu.metrics import logging_setup
-from t5x_gpu.metrics.class_job import classifies, open_class_job
-from t5x_gpu.metrics.text_results import Job, run, say
+from t5x_gpu.evaluation.class_job import classifies, open_class_job
+from t5x_gpu.evaluation.generated_text import Job, run, say
 from t5x_gpu.models.decoding import DecodingConfig, check_writes_text, reads_inputs
-from t5x_gpu.models.generation import Generator, by_layer
+from t5x_gpu.models.inference.generation import Generator, by_layer
 from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime import cluster as cluster_lib
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime import topology as topology_lib
-from t5x_gpu.runtime.topology import Device, Topology
+from t5x_gpu.runtime.cluster import cluster as cluster_lib
+from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime.cluster.topology import Device, Topology
+from t5x_gpu.terminal import logging_setup
 
 EXAMPLES = """examples:
   {prog} --checkpoint=runs/demo --prompts=prompts.txt --output=answers.jsonl

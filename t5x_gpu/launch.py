@@ -20,7 +20,8 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import cluster, job_secret, launcher_conflicts, numa, nvml
+from t5x_gpu.runtime import numa, nvml
+from t5x_gpu.runtime.cluster import cluster, job_secret, launcher_conflicts
 
 DOCTOR = 't5x_gpu.doctor'
 MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval', 't5x_gpu.infer')

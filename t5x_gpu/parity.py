@@ -23,17 +23,17 @@ from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.uneven import uneven_batches
 from t5x_gpu.errors import ConfigError, MeshError
-from t5x_gpu.metrics import logging_setup
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime import topology as topology_lib
-from t5x_gpu.runtime import xla_flags
-from t5x_gpu.runtime.topology import Device, Topology
-from t5x_gpu.training.parity_tables import as_dict, layer_rows, parameter_rows, step_rows
+from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime.cluster.topology import Device, Topology
+from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.terminal import logging_setup
+from t5x_gpu.training.parity.gradient_recorder import Recording
+from t5x_gpu.training.parity.paired_run import Run, TwoRuns
+from t5x_gpu.training.parity.report import Report, compare_runs
+from t5x_gpu.training.parity.tables import as_dict, layer_rows, parameter_rows, step_rows
 from t5x_gpu.training.program import Program, compile_options, program_of_run
 from t5x_gpu.training.schedules import Schedule
-from t5x_gpu.training.recording import Recording
-from t5x_gpu.training.two_runs import Run, TwoRuns
-from t5x_gpu.training.verdict import Report, compare_runs
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin

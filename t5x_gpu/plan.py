@@ -18,16 +18,16 @@ import jax
 import numpy as np
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.local_copies import Hosts, plan_copies
+from t5x_gpu.analysis import sharding_picture, sharding_tables
+from t5x_gpu.analysis.array_layout import ArrayLayout, state_layouts
+from t5x_gpu.analysis.collectives import Collective, flops_per_device, inventory, partitioned_hlo
+from t5x_gpu.analysis.purposes import ParameterShapes, purpose
+from t5x_gpu.analysis.sharding_lint import Finding, lint
+from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.metrics import logging_setup, sharding_picture, sharding_tables
-from t5x_gpu.partitioning.array_layout import ArrayLayout, state_layouts
-from t5x_gpu.partitioning.collectives import (
-    Collective, flops_per_device, inventory, partitioned_hlo)
-from t5x_gpu.partitioning.purposes import ParameterShapes, purpose
-from t5x_gpu.partitioning.sharding_lint import Finding, lint
-from t5x_gpu.runtime.topology import Device, Topology
+from t5x_gpu.runtime.cluster.topology import Device, Topology
+from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, program_of_run
 from t5x_gpu.training.summary import size_line
 

@@ -20,12 +20,12 @@ import rich.progress
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig, open_preparation
-from t5x_gpu.data.prepare_workers import Finished, Job, Progress, make_shards
-from t5x_gpu.data.prepared_index import INDEX, Index
-from t5x_gpu.data.split_folder import Parts, SplitFolder, open_split
+from t5x_gpu.data.prepared.index import INDEX, Index
+from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
+from t5x_gpu.data.prepared.workers import Finished, Job, Progress, make_shards
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.metrics import logging_setup
-from t5x_gpu.runtime.exits import sigterm_raises
+from t5x_gpu.runtime.process_exit import sigterm_raises
+from t5x_gpu.terminal import logging_setup
 
 EXAMPLES = """examples:
   {prog} --gin_file=my.gin --output=/data/my_rows

@@ -13,14 +13,14 @@ from typing import Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.chunks import CHUNK_BYTES
-from t5x_gpu.checkpoint.paths import as_path
-from t5x_gpu.checkpoint.resharding import Request, reshard
-from t5x_gpu.checkpoint.transfer import FLOATS
+from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
+from t5x_gpu.checkpoint.storage.chunks import CHUNK_BYTES
+from t5x_gpu.checkpoint.storage.paths import as_path
+from t5x_gpu.checkpoint.tools.reshard import Request, reshard
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.metrics import logging_setup
-from t5x_gpu.metrics.console import Console
-from t5x_gpu.runtime.exits import sigterm_raises
+from t5x_gpu.runtime.process_exit import sigterm_raises
+from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal.console import Console
 
 PROG = 'python -m t5x_gpu.reshard'
 EXAMPLES = """examples:

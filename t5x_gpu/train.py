@@ -19,35 +19,38 @@ import numpy as np
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
-from t5x_gpu.checkpoint.keep import Keep
-from t5x_gpu.checkpoint.local_promotion import check_with_local
-from t5x_gpu.checkpoint.local_tier import LocalTier, open_local_tier
+from t5x_gpu.checkpoint.local.local_tier import LocalTier, open_local_tier
+from t5x_gpu.checkpoint.local.promotion import check_with_local
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.model_dir import Saved
-from t5x_gpu.checkpoint.paths import as_path
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
+from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_files import RunFiles
-from t5x_gpu.checkpoint.shared_folder import shared_model_dir
 from t5x_gpu.checkpoint.start import open_sources, resume_data
+from t5x_gpu.checkpoint.storage.paths import as_path
+from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, import_modules, open_class_names, open_vocabulary)
 from t5x_gpu.data.guarantees import data_line
-from t5x_gpu.data.source_files import SourceFiles
+from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.errors import TrainingError
-from t5x_gpu.metrics import logging_setup, reduce
-from t5x_gpu.metrics.closing import closing_text
-from t5x_gpu.metrics.evaluator import (
+from t5x_gpu.evaluation.evaluator import (
     LOSS, Evaluations, batches_for, loss_metrics, open_evaluations)
+from t5x_gpu.metrics import reduce
+from t5x_gpu.metrics.end_of_run import closing_text
 from t5x_gpu.metrics.recorder import METRICS, TENSORBOARD, Recorder
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig, check_sample
-from t5x_gpu.models.generation import sample
+from t5x_gpu.models.inference.generation import sample
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime import cluster as cluster_lib
-from t5x_gpu.runtime import distributed, health, preemption, xla_flags
-from t5x_gpu.runtime import topology as topology_lib
+from t5x_gpu.runtime import distributed, preemption
+from t5x_gpu.runtime.cluster import cluster as cluster_lib
+from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime.health import checks as health
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig, coordination_store
+from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.checks import check_first_loss, check_periods
 from t5x_gpu.training.memory import Memory, check_memory
 from t5x_gpu.training.program import Program, build_program, compile_options

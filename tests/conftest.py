@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from t5x_gpu.runtime import exits
+from t5x_gpu.runtime import process_exit
 from tests.helpers_xla import set_default_flags
 
 # On a GPU machine: T5X_GPU_TEST_PLATFORM=cuda python -m pytest tests/gpu
@@ -39,7 +39,7 @@ def shared_folder(tmp_path_factory):
 def no_threads_left_behind():
   """A failed save of one test must not let the next failing run end this process."""
   yield
-  exits._left_behind.clear()
+  process_exit._left_behind.clear()
 
 
 @pytest.fixture(scope='module')

@@ -6,8 +6,8 @@ import pathlib
 
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import DatasetConfig, open_preparation
-from t5x_gpu.data.shard_writer import write_shard
-from t5x_gpu.data.split_folder import open_split
+from t5x_gpu.data.prepared.output_folder import open_split
+from t5x_gpu.data.prepared.shard_writer import write_shard
 
 
 def prepare_here(name: str, folder: pathlib.Path, *, num_parts: int = 2, converter: str = 'lm',

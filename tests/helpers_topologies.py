@@ -14,15 +14,15 @@ import jax
 import numpy as np
 
 from t5x_gpu.checkpoint.checkpointer import Checkpointer, Restored
-from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.data.batches import batch_hash
 from t5x_gpu.data.synthetic import SyntheticBatches
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant

@@ -29,7 +29,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from t5x_gpu import cli, train
 from t5x_gpu.metrics.writers import read_json_lines
-from t5x_gpu.runtime import exits, topology
+from t5x_gpu.runtime import process_exit
+from t5x_gpu.runtime.cluster import topology
 from tests.helpers_xla import xla_flags
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -256,7 +257,7 @@ def run_here(main: Callable[[], Optional[int]], *, num_devices: int = 8) -> Resu
   out, err = io.StringIO(), io.StringIO()
   code: Any = None
   # A run whose save has failed leaves at once, and would end the tests.
-  stays = mock.patch.object(exits, 'leave', lambda code, *, failed: sys.exit(code))
+  stays = mock.patch.object(process_exit, 'leave', lambda code, *, failed: sys.exit(code))
   with stays, devices(num_devices), quiet_logging(), warnings.catch_warnings(), (
       contextlib.redirect_stdout(out)), contextlib.redirect_stderr(err):
     try:

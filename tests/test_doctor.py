@@ -14,9 +14,13 @@ import pytest
 
 from t5x_gpu import __main__, doctor, launch
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import children, gpu_detect, health, health_disk, health_gpus, health_measure
-from t5x_gpu.runtime.cluster import ClusterInfo
-from t5x_gpu.runtime.health import FAIL, OK, WARN
+from t5x_gpu.runtime import run_with_deadline
+from t5x_gpu.runtime import gpus as gpu_detect
+from t5x_gpu.runtime.cluster.cluster import ClusterInfo
+from t5x_gpu.runtime.health import gpu_checks, measure_disk
+from t5x_gpu.runtime.health import checks as health
+from t5x_gpu.runtime.health import measure as health_measure
+from t5x_gpu.runtime.health.checks import FAIL, OK, WARN
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEADLINE_SECONDS = 180
@@ -64,14 +68,14 @@ def test_missing_gpus_fail_in_words(tmp_path):
 
 
 def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_goes_on(monkeypatch, tmp_path):
-  run = children.run
+  run = run_with_deadline.run
 
   def hanging(command, *, seconds, environ=None):
     if 'devices' in command:
       command = [sys.executable, '-c', 'import time; time.sleep(60)']
       seconds = 0.3
     return run(command, seconds=seconds, environ=environ)
-  monkeypatch.setattr(children, 'run', hanging)
+  monkeypatch.setattr(run_with_deadline, 'run', hanging)
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   checks = {c.name: c for c in doctor.examine(doctor.Request(model_dir=str(tmp_path)))}
   assert checks['devices'].status == FAIL
@@ -81,10 +85,10 @@ def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_goes_on(monkeypatch,
 
 def test_deadlines_hold_and_keep_what_was_printed():
   begin = time.monotonic()
-  done = children.run(['sh', '-c', 'echo first; sleep 60'], seconds=0.3)
+  done = run_with_deadline.run(['sh', '-c', 'echo first; sleep 60'], seconds=0.3)
   assert time.monotonic() - begin < 30
   assert (done.code, done.output, done.problem) == (None, 'first\n', 'no answer within 0.3 s')
-  assert children.run(['no-such-program'], seconds=1).problem.startswith('no-such-program: No such')
+  assert run_with_deadline.run(['no-such-program'], seconds=1).problem.startswith('no-such-program: No such')
 
 
 def test_gin_files_are_refused():
@@ -143,8 +147,8 @@ def test_drivers(driver, plugin, on_bus, expected, status, text):
     (CPU, 0, 1, {}, FAIL, '1 expected'),
     (None, 0, None, {}, FAIL, 'jax did not start: cuDNN is missing')])
 def test_a_quiet_fall_back_to_the_cpu_fails(found, on_machine, expected, environ, status, text):
-  check = health_gpus.check_devices(found, on_machine=on_machine, expected=expected,
-                                    environ=environ, problem='cuDNN is missing')
+  check = gpu_checks.check_devices(found, on_machine=on_machine, expected=expected,
+                                   environ=environ, problem='cuDNN is missing')
   assert check.status == status and text in check.value and bool(check.fix) == (status != OK)
 
 
@@ -163,15 +167,15 @@ Legend:
 @pytest.mark.parametrize('cell, status, text', [
     ('NV18', OK, '6 pairs by NV18'), ('SYS', WARN, '5 pairs by NV18, 1 pairs by SYS')])
 def test_links_between_gpus(cell, status, text):
-  check = health_gpus.check_links(TOPOLOGY.format(a=cell), gpus=4)
+  check = gpu_checks.check_links(TOPOLOGY.format(a=cell), gpus=4)
   assert (check.status, check.value) == (status, text)
 
 
 def test_without_any_nvlink_it_is_said():
   topology = TOPOLOGY.format(a='PHB').replace('NV18', 'PHB')
-  assert 'No NVLink' in health_gpus.check_links(topology, gpus=4).fix
-  assert health_gpus.check_links('', gpus=4).status == WARN
-  assert health_gpus.check_links('', gpus=1).status == OK
+  assert 'No NVLink' in gpu_checks.check_links(topology, gpus=4).fix
+  assert gpu_checks.check_links('', gpus=4).status == WARN
+  assert gpu_checks.check_links('', gpus=1).status == OK
 
 
 @pytest.mark.parametrize('rates, status, text', [
@@ -179,7 +183,7 @@ def test_without_any_nvlink_it_is_said():
     ([700e12] * 7 + [500e12], WARN, '500 to 700'), ([400e12] * 8, WARN, '40% of 989'),
     (None, FAIL, 'died')])
 def test_matmul_is_held_against_the_datasheet(rates, status, text):
-  check = health_gpus.check_matmul(rates, devices=H100, problem='died')
+  check = gpu_checks.check_matmul(rates, devices=H100, problem='died')
   assert check.status == status and text in check.value
   if rates and rates[-1] == 500e12:
     assert 'GPU 7 is slower' in check.fix
@@ -193,7 +197,7 @@ TOGETHER = {'topology': '2 hosts x 8 GPUs', 'kind': 'NVIDIA H100 80GB HBM3'}
     ({'in_host': 360e9, 'across_hosts': 45e9}, OK, '360 GB/s in host, 45 GB/s across hosts'),
     ({'in_host': 20e9}, WARN, 'NVLink does 450')])
 def test_all_reduce_is_held_against_the_links(rates, status, text):
-  check = health_gpus.check_all_reduce({'together': TOGETHER, 'all_reduce': rates})
+  check = gpu_checks.check_all_reduce({'together': TOGETHER, 'all_reduce': rates})
   assert check.status == status and text in check.value
 
 
@@ -202,7 +206,7 @@ def test_all_reduce_is_held_against_the_links(rates, status, text):
     ({'together': TOGETHER}, '2 hosts x 8 GPUs were ready, then: no answer within 60 s'),
     ({'problem': {'what': 'Waiting for 1 of 16.', 'fix': 'Start it.'}}, 'Waiting for 1 of 16.')])
 def test_an_all_reduce_that_is_not_measured_fails_with_how_far_it_came(found, text):
-  check = health_gpus.check_all_reduce(found, problem='no answer within 60 s')
+  check = gpu_checks.check_all_reduce(found, problem='no answer within 60 s')
   assert (check.status, check.value) == (FAIL, text) and check.fix
 
 
@@ -211,7 +215,7 @@ def test_an_all_reduce_that_is_not_measured_fails_with_how_far_it_came(found, te
     ('1755, 1980, 0x4\n345, 1980, 0x48\n', WARN, 'GPU 1: hardware slowdown and heat'),
     (None, WARN, 'did not say')])
 def test_clocks_and_what_slows_them(text, status, value):
-  check = health_gpus.check_clocks(text, gpus=2)
+  check = gpu_checks.check_clocks(text, gpus=2)
   assert check.status == status and value in check.value
 
 
@@ -266,11 +270,11 @@ def test_all_reduce_is_measured_per_tier():
 
 def test_a_folder_that_cannot_be_written_to_fails(tmp_path):
   with pytest.raises(OSError) as e:
-    health_disk.measure_disk('/proc/me')
-  check = health_gpus.check_disk(None, folder='/proc/me', problem=str(e.value))
+    measure_disk.measure_disk('/proc/me')
+  check = gpu_checks.check_disk(None, folder='/proc/me', problem=str(e.value))
   assert check.status == FAIL and '--model_dir' in check.fix
   slow = {'write': 20e6, 'read': 1e9, 'sync_seconds': .01, 'free': 1e12}
-  assert '10 min' in health_gpus.check_disk(slow, folder='.').fix
+  assert '10 min' in gpu_checks.check_disk(slow, folder='.').fix
 
 
 def start_two(tmp_path, *flags):
@@ -325,11 +329,11 @@ def test_json_of_several_processes_is_a_line_each(tmp_path):
 
 def measure_links(*flags, seconds, index=0):
   """Returns the check of an all-reduce by one of two processes."""
-  done = children.run(
-      [sys.executable, '-m', 't5x_gpu.runtime.health_measure', 'all_reduce', '--process_count=2',
+  done = run_with_deadline.run(
+      [sys.executable, '-m', 't5x_gpu.runtime.health.measure', 'all_reduce', '--process_count=2',
        f'--process_index={index}', *flags], seconds=seconds,
       environ={'PYTHONPATH': str(ROOT), 'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu'})
-  return health_gpus.check_all_reduce(health_gpus.json_lines(done.output), problem=done.problem)
+  return gpu_checks.check_all_reduce(gpu_checks.json_lines(done.output), problem=done.problem)
 
 
 def test_a_process_that_does_not_come_is_named():
@@ -341,7 +345,8 @@ def test_a_process_that_does_not_come_is_named():
 # Joins, and then computes nothing.
 IDLE = '''
 import sys, time
-from t5x_gpu.runtime import cluster, distributed
+from t5x_gpu.runtime.cluster import cluster
+from t5x_gpu.runtime import distributed
 distributed.initialize(cluster.detect({}, coordinator_address=sys.argv[1], process_count=2,
                                       process_index=1))
 import jax
@@ -376,7 +381,7 @@ def test_processes_of_one_host_share_what_is_expected_of_it(cluster, expect, her
 def test_matmul_on_a_gpu_stays_below_its_datasheet():
   rates = health_measure.measure_matmul(jax.local_devices()[:1], size=8192, dtype='bfloat16')
   found = health_measure.describe_devices()
-  check = health_gpus.check_matmul(rates, devices=found)
+  check = gpu_checks.check_matmul(rates, devices=found)
   assert check.status == OK, check
   clocks = health_measure.clocks_under_load(jax.local_devices()[:1], rates[0])
-  assert 'MHz under load' in health_gpus.check_clocks(clocks, gpus=1).value
+  assert 'MHz under load' in gpu_checks.check_clocks(clocks, gpus=1).value

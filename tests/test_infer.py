@@ -14,13 +14,13 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from t5x_gpu import convert, infer
-from t5x_gpu.checkpoint.params_files import ParamsWriter, read_params
+from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter, read_params
 from t5x_gpu.config import gin_loader
 from t5x_gpu.models.decoding import DecodingConfig
-from t5x_gpu.models.generation import Generator
+from t5x_gpu.models.inference.generation import Generator
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime import topology
+from t5x_gpu.runtime.cluster import topology
 from tests.helpers_train import TINY_GIN, compiled_kept_in, devices, run_here
 
 PROMPTS = ['def f(', 'import os', 'x', 'class Ä:', 'for i in', 'while True']

@@ -1,6 +1,7 @@
 """The import order of the package, its sizes, and a core that needs no TensorFlow."""
 
 import ast
+import collections
 import functools
 import graphlib
 import pathlib
@@ -15,19 +16,19 @@ PACKAGE = ROOT / 't5x_gpu'
 
 # A file imports from its own folder and from those before it. Entry points lie outside of it: they
 # import everything, nothing imports them.
-ORDER = ('errors', 'config', 'runtime', 'partitioning', 'data', 'layers', 'models', 'training',
-         'checkpoint', 'metrics')
+ORDER = ('errors', 'terminal', 'config', 'runtime', 'partitioning', 'data', 'layers', 'models',
+         'training', 'metrics', 'checkpoint', 'evaluation', 'analysis')
 NOT_EVEN_ABOVE = {('partitioning', 'config')}
 SHARED_BY_ENTRY_POINTS = 't5x_gpu.cli'
 
 TENSORFLOW = {'tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 't5', 't5x'}
-# In data/, but the trainer needs them where there is no TensorFlow.
+# In data/, but the trainer needs them where there is no TensorFlow. All of data/prepared/ is, too.
 WITHOUT_TENSORFLOW = {f't5x_gpu.data.{name}' for name in (
-    'batches', 'features', 'synthetic', 'prepared', 'prepared_index', 'prepare_workers', 'records',
-    'row_order', 'lazy_rows', 'same_data', 'shard_writer', 'split_folder')}
+    'batches', 'features', 'synthetic', 'same_data')}
 JAX = {'jax', 'jaxlib', 'flax', 'optax', 'orbax'}
 
 MAX_FILE_LINES = 400
+MAX_MODULES = 16  # per folder, not counting __init__.py; the root has one per command
 MAX_FUNCTION_LINES = 100
 LONGER_FUNCTIONS = {'t5x_gpu.train.train': 150}  # the run, read from top to bottom
 
@@ -102,6 +103,11 @@ def is_entry_point(module: str) -> bool:
   return is_root or module.endswith('.__main__')
 
 
+def may_use_tensorflow(module: str) -> bool:
+  return layer(module) == 'data' and module not in WITHOUT_TENSORFLOW and not module.startswith(
+      't5x_gpu.data.prepared.')
+
+
 def where(module: str, imported: str) -> str:
   return f'{path_of(module).relative_to(ROOT)}:{imported_by(module)[imported]} imports {imported}'
 
@@ -112,7 +118,7 @@ def may_import(module: str, imported: str) -> bool:
     return imported == 't5x_gpu.runtime.import_interrupts'
   if is_entry_point(module):
     return not is_entry_point(imported) or imported == SHARED_BY_ENTRY_POINTS or (
-        module == 't5x_gpu.__main__')
+        module.endswith('.__main__'))
   if is_entry_point(imported) or (layer(module), layer(imported)) in NOT_EVEN_ABOVE:
     return False
   return ORDER.index(layer(imported)) <= ORDER.index(layer(module))
@@ -161,6 +167,13 @@ def test_imports_are_used():
   none(found)
 
 
+def test_folders_have_few_modules():
+  counts = collections.Counter(path_of(m).parent for m in modules()
+                               if path_of(m).name != '__init__.py')
+  none([f'{folder.relative_to(ROOT)}: {count} modules of at most {MAX_MODULES}'
+        for folder, count in counts.items() if count > MAX_MODULES and folder != PACKAGE])
+
+
 def test_init_files_are_empty():
   # That of the package is the first of its files to run: it sees to Ctrl-C during the imports.
   assert [p for p in PACKAGE.rglob('__init__.py') if p.read_text().strip()] == [
@@ -169,14 +182,14 @@ def test_init_files_are_empty():
 
 def test_only_data_imports_tensorflow():
   found = [where(m, i) for m in modules() for i in imported_by(m)
-           if top_level(i) in TENSORFLOW and (layer(m) != 'data' or m in WITHOUT_TENSORFLOW)]
+           if top_level(i) in TENSORFLOW and not may_use_tensorflow(m)]
   none(found)
 
 
 def test_nothing_outside_data_reaches_tensorflow_through_data():
   found = {}
   for m in modules():
-    if layer(m) != 'data' or m in WITHOUT_TENSORFLOW:
+    if not may_use_tensorflow(m):
       through = {r for r in reached_from(m) if TENSORFLOW & set(map(top_level, imported_by(r)))}
       if through:
         found[m] = through
@@ -186,7 +199,7 @@ def test_nothing_outside_data_reaches_tensorflow_through_data():
 def test_config_and_xla_flags_do_not_import_jax():
   # They run before a backend may be chosen, and answer in a fraction of a second.
   for m in modules():
-    if (layer(m) == 'config' or m in ('t5x_gpu.cli', 't5x_gpu.runtime.xla_flags')):
+    if (layer(m) == 'config' or m in ('t5x_gpu.cli', 't5x_gpu.runtime.xla.flags')):
       for r in reached_from(m):
         assert [where(r, i) for i in imported_by(r) if top_level(i) in JAX] == [], m
 

@@ -22,9 +22,9 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.topology import Topology
-from t5x_gpu.training.compare import differences, update_differences
+from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.parity.compare import differences, update_differences
 from t5x_gpu.training.schedules import constant
 
 from tests.helpers_train import REPOSITORY, TINY_GIN, compiled_kept_in, run_here

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from t5x_gpu import prepare
-from t5x_gpu.data.prepared_index import read_index
+from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.errors import ConfigError
 from tests.helpers_prepared import prepare_here
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, run_here

@@ -8,7 +8,8 @@ import sys
 import pyarrow as pa
 import pytest
 
-from t5x_gpu.data import batches, task_lookup
+from t5x_gpu.data import batches
+from t5x_gpu.data.streaming import task_lookup
 
 pytestmark = pytest.mark.tf
 ROOT = pathlib.Path(__file__).parents[1]

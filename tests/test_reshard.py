@@ -15,21 +15,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from t5x_gpu import checkpoint_tools, infer, reshard
 from t5x_gpu import eval as eval_lib
-from t5x_gpu import infer, reshard
-from t5x_gpu.checkpoint import __main__ as tools
-from t5x_gpu.checkpoint import resharding
-from t5x_gpu.checkpoint.chunks import boxes
-from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter, read_params
-from t5x_gpu.checkpoint.state_files import StateReader
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, read_params
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader
+from t5x_gpu.checkpoint.storage.chunks import boxes
+from t5x_gpu.checkpoint.tools import reshard as resharding
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.training.train_state import TrainState
+from tests.checkpoint.storage.test_checksums import flip_a_bit
 from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, opened, save
-from tests.checkpoint.test_checksums import flip_a_bit
 from tests.helpers_disk import small_disk
-from tests.helpers_train import (
-    DEADLINE_SECONDS, REPOSITORY, Project, compiled_kept_in, run_here)
+from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, compiled_kept_in, run_here
 
 
 def run(*argv):
@@ -80,7 +78,7 @@ def test_every_form_restores_to_the_bit_with_data_state_and_manifest(source, tmp
   assert got.manifest['checksums'] == want.manifest['checksums']  # of values, not of files
   assert got.manifest['resharded_from']['checkpoint'] == str(source / 'checkpoint_7')
   assert (tmp_path / 'new/config.gin').read_text() == '# of the run'
-  assert tools.main(['verify', str(tmp_path / 'new')]) == 0
+  assert checkpoint_tools.main(['verify', str(tmp_path / 'new')]) == 0
   assert [p.name for p in tmp_path.glob('.*')] == []
   is_unscanned = 'params/encoder/layers_3/w' in names_on_disk(tmp_path / 'new')
   assert is_unscanned == ('--unscan' in flags)
@@ -91,8 +89,8 @@ def test_unscanned_and_scanned_again_is_what_it_was_and_both_are_read_alike(sour
   assert run(f'--from={source}', f'--to={one}', '--unscan').code == 0
   assert run(f'--from={one}', f'--to={two}', '--scan').code == 0
   assert names_on_disk(two) == names_on_disk(source)
-  assert tools.main(['diff', str(source), str(one)]) == 0
-  assert tools.main(['diff', str(one), str(two)]) == 0
+  assert checkpoint_tools.main(['diff', str(source), str(one)]) == 0
+  assert checkpoint_tools.main(['diff', str(one), str(two)]) == 0
   params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layered_state(0).params)
   a, b = read_params(source, params), read_params(one, params)
   jax.tree.map(np.testing.assert_array_equal, a, b)
@@ -205,7 +203,7 @@ def test_an_existing_folder_is_not_overwritten(source, tmp_path):
 # The process stops itself before piece number HOLD, in the middle of an array, until it is killed.
 HELD = '''
 import os, pathlib, time
-from t5x_gpu.checkpoint import resharding
+from t5x_gpu.checkpoint.tools import reshard as resharding
 read, count = resharding._read, 0
 def held(*args):
   global count
@@ -251,8 +249,8 @@ def test_reshard_killed_in_the_middle_goes_on_and_equals_the_one_that_nobody_tou
   assert not list(tmp_path.glob('.*'))
   whole, cut = StateReader(tmp_path / 'whole'), StateReader(tmp_path / 'cut')
   assert cut.manifest == whole.manifest
-  assert tools.main(['verify', str(tmp_path / 'cut')]) == 0
-  assert tools.main(['diff', str(tmp_path / 'cut'), str(tmp_path / 'whole')]) == 0
+  assert checkpoint_tools.main(['verify', str(tmp_path / 'cut')]) == 0
+  assert checkpoint_tools.main(['diff', str(tmp_path / 'cut'), str(tmp_path / 'whole')]) == 0
 
 
 def wait_for(path: pathlib.Path, process: subprocess.Popen) -> None:
@@ -294,7 +292,7 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on_when_there_is_room(
     subprocess.run(['mount', '-o', 'remount,size=20m', str(disk)], check=True)
     result = run(*flags)
     assert result.code == 0 and 'cut off: ' in result.out
-    assert tools.main(['diff', str(big), str(disk / 'new')]) == 0
+    assert checkpoint_tools.main(['diff', str(big), str(disk / 'new')]) == 0
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path, source):
@@ -344,7 +342,7 @@ def test_training_goes_on_from_a_resharded_checkpoint_as_if_nothing_had_happened
     assert f'Continuing from {new.model_dir}/checkpoint_10' in result.out
     losses = whole.metrics()
     assert new.metrics() == {step: losses[step] for step in range(11, 21)}
-    assert tools.main(['diff', str(new.model_dir), str(whole.model_dir)]) == 0
+    assert checkpoint_tools.main(['diff', str(new.model_dir), str(whole.model_dir)]) == 0
 
 
 @pytest.mark.slow  # its quick sibling: test_unscanned_and_scanned_again_is_what_it_was

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from t5x_gpu import cli, train
-from t5x_gpu.runtime import cluster
+from t5x_gpu.runtime.cluster import cluster
 from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from tests.helpers_train import run_here
 
@@ -23,7 +23,7 @@ SCRIPTS = ROOT / 'scripts'
 PYTHON = f'''#!{sys.executable}
 import dataclasses, json, os, sys
 from t5x_gpu import cli
-from t5x_gpu.runtime import cluster
+from t5x_gpu.runtime.cluster import cluster
 args = cli.parse_args('x', '', sys.argv[3:], extra=cluster.add_flags)
 info = cluster.detect(os.environ, num_gpus=4, **vars(args.extra))
 print(json.dumps(dict(module=sys.argv[1:3], gin=args.gin_files, bindings=args.bindings,

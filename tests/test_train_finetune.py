@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from t5x_gpu import convert
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter
+from t5x_gpu.checkpoint.convert.model_spec import describe
 from t5x_gpu.checkpoint.model_dir import read_saved
-from t5x_gpu.checkpoint.model_fields import describe
-from t5x_gpu.checkpoint.params_files import ParamsReader, ParamsWriter
 from t5x_gpu.config import gin_loader
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.lora import LoraModel, without_adapters

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from t5x_gpu import eval as eval_lib
 from t5x_gpu import infer
+from t5x_gpu import eval as eval_lib
 from t5x_gpu.checkpoint.model_dir import committed_steps
-from t5x_gpu.checkpoint.paths import as_path
-from t5x_gpu.checkpoint.remote_steps import COMMIT, UNDER_WAY
 from t5x_gpu.checkpoint.run_lock import LOCK
+from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, UNDER_WAY
+from t5x_gpu.checkpoint.storage.paths import as_path
 from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate
 from tests.helpers_train import Project, run_here
 
@@ -86,8 +86,9 @@ def test_storage_out_of_reach_during_a_save_stops_the_run_and_the_same_command_g
 GIVES_UP = """
 import pathlib, sys, time
 from t5x_gpu import cli
-from t5x_gpu.checkpoint import paths, run_lock
-from t5x_gpu.checkpoint.keep import Keep
+from t5x_gpu.checkpoint.storage import paths
+from t5x_gpu.checkpoint import run_lock
+from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
 from t5x_gpu.errors import CheckpointError
 run_lock.REFRESH_SECONDS = 0.001

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from t5x_gpu.data.source_files import NAME
+from t5x_gpu.data.sources.source_files import NAME
 from tests.helpers_train import Project, listing
 
 pytestmark = pytest.mark.tf

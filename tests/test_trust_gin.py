@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from t5x_gpu import convert, eval as eval_script, infer, parity, reshard, train
-from t5x_gpu.checkpoint.params_files import ParamsReader
+from t5x_gpu import convert, infer, parity, reshard, train
+from t5x_gpu import eval as eval_script
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data import batches
@@ -174,7 +175,7 @@ def test_prepared_rows_of_a_task_that_would_import_are_too(folder):
                                   'tfds:a/b:*.*.*', 'jsonl:/data/tfds/*.jsonl', ''])
 def test_tasks_that_import_nothing_are_not(name):
   batches._check_imports(DatasetConfig(name, {}, 'train', 1,
-                                       mixture_or_task_module='t5x_gpu.data.tasks'), ())
+                                       mixture_or_task_module='t5x_gpu.data.tasks.builtin'), ())
 
 
 @pytest.fixture(scope='module')

@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.paths import AnyPath, RemotePath, context, kvstore_spec
 from t5x_gpu.checkpoint.schemas import ARRAY_METADATA
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, context, kvstore_spec
 from t5x_gpu.config.json_schema import open_regular, parse_json
 
 _MOST_METADATA_BYTES = 1 << 20  # of one array

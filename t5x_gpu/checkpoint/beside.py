@@ -1,7 +1,7 @@
 """What lies beside checkpoints in their folder and says of which model they are."""
 
-from t5x_gpu.checkpoint.paths import AnyPath, is_remote
-from t5x_gpu.data.source_files import NAME as SOURCE_FILES
+from t5x_gpu.checkpoint.storage.paths import AnyPath, is_remote
+from t5x_gpu.data.sources.source_files import NAME as SOURCE_FILES
 
 CONFIG_GIN, MODEL_GIN = 'config.gin', 'model.gin'  # of a run, and of a converted model
 GIN_FILES = (CONFIG_GIN, MODEL_GIN)

@@ -2,8 +2,8 @@
 
 from typing import Optional
 
-from t5x_gpu.checkpoint.paths import AnyPath
 from t5x_gpu.checkpoint.run_files import on_this_machine
+from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.errors import CheckpointError
 

@@ -20,24 +20,24 @@ from typing import Any, Optional
 import jax
 import orbax.checkpoint as ocp
 
-from t5x_gpu.checkpoint.checksums import check_restored, checksums_of, record
-from t5x_gpu.checkpoint.chunks import save_args
-from t5x_gpu.checkpoint.commit_at_exit import CommitAtExit
-from t5x_gpu.checkpoint.keep import BEST_IS, EVALUATIONS, Keep, Preservation
-from t5x_gpu.checkpoint.local_config import check_local_settings
+from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, read_state
+from t5x_gpu.checkpoint.base_checkpointer import CommitAtExit
+from t5x_gpu.checkpoint.local.settings import check_local_settings
 from t5x_gpu.checkpoint.manifest import sealed
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
     is_checkpoint_of_ours, none_can_be_read, read_manifest, read_saved, remove_cut_short, why)
-from t5x_gpu.checkpoint.orbax_left_over import let_go_of_reads, silent_left_over
-from t5x_gpu.checkpoint.paths import AnyPath, is_remote
-from t5x_gpu.checkpoint.removal import RenamingDeleter, finish_removals
+from t5x_gpu.checkpoint.retention import BEST_IS, EVALUATIONS, Keep, Preservation
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import RunLock, check_exists
-from t5x_gpu.checkpoint.state_files import UNSTACKED, read_state
+from t5x_gpu.checkpoint.storage.checksums import check_restored, checksums_of, record
+from t5x_gpu.checkpoint.storage.chunks import save_args
+from t5x_gpu.checkpoint.storage.orbax_internals import let_go_of_reads, silent_left_over
+from t5x_gpu.checkpoint.storage.paths import AnyPath, is_remote
+from t5x_gpu.checkpoint.storage.removal import RenamingDeleter, finish_removals
 from t5x_gpu.config.set_aside import free_name
 from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
-from t5x_gpu.runtime import distributed, exits
+from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class CheckpointConfig:
     best_is: which values of it are best, 'min' or 'max'.
     stop_before_end_seconds: save and leave this long before the job's time limit, if it is known.
     local_checkpoint_dir: of each host, '/dev/shm/$USER', for steps in between; None for none.
-    local_period: steps between those; a divisor of `period` (checkpoint/local_tier.py).
+    local_period: steps between those; a divisor of `period` (checkpoint/local/local_tier.py).
   """
   period: int
   keep: Optional[int] = 3
@@ -268,7 +268,7 @@ class Checkpointer(CommitAtExit):
       raise problem
 
   def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
-    exits.abandon_threads()  # Orbax's wait for ten minutes for each other, should one have failed
+    process_exit.abandon_threads()  # Orbax's wait for ten minutes for each other, should one have failed
     try:
       check_exists(self._dir)
     except CheckpointError as gone:

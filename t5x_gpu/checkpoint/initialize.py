@@ -13,11 +13,11 @@ from typing import Any, Optional
 import flax.traverse_util
 import jax
 
+from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY, ParamsReader, tree_problems
 from t5x_gpu.checkpoint.manifest import differences
 from t5x_gpu.checkpoint.model_dir import Saved, read_saved
-from t5x_gpu.checkpoint.params_files import PARAMS_ONLY, ParamsReader, tree_problems
-from t5x_gpu.checkpoint.paths import as_path
 from t5x_gpu.checkpoint.start import Start
+from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState

@@ -19,11 +19,11 @@ import jax
 
 from t5x_gpu.checkpoint.array_files import check_array_files, check_only_files
 from t5x_gpu.checkpoint.manifest import check_seal, differences
-from t5x_gpu.checkpoint.paths import AnyPath, RemotePath, as_path
-from t5x_gpu.checkpoint.remote_steps import remote_steps
 from t5x_gpu.checkpoint.run_lock import check_lock
 from t5x_gpu.checkpoint.schemas import DATA, MANIFEST, TREE
-from t5x_gpu.checkpoint.storage_errors import is_outage, reason_of, storage_error
+from t5x_gpu.checkpoint.storage.object_store_steps import remote_steps
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, as_path
+from t5x_gpu.checkpoint.storage.storage_errors import is_outage, reason_of, storage_error
 from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.errors import CheckpointError
 

@@ -16,26 +16,27 @@ from typing import Any, Optional, Union
 
 import jax
 
+from t5x_gpu.checkpoint.arrays.remote_arrays import (
+    HostArray, copy_to_host, join_stores, write_arrays)
+from t5x_gpu.checkpoint.arrays.state_reader import read_state
+from t5x_gpu.checkpoint.arrays.state_writer import empty_leaves, write_about
+from t5x_gpu.checkpoint.base_checkpointer import CommitAtExit
 from t5x_gpu.checkpoint.checkpointer import Checkpointer, Promote, Restored, nothing_local
-from t5x_gpu.checkpoint.checksums import check_restored, checksums_of, record
-from t5x_gpu.checkpoint.commit_at_exit import CommitAtExit
-from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.manifest import describe_arrays
 from t5x_gpu.checkpoint.model_dir import (
     UNREADABLE, check_no_outage, check_same_model, check_writable, checkpoint_path,
     none_can_be_read, read_manifest, read_saved, why)
-from t5x_gpu.checkpoint.paths import RemotePath, as_path
-from t5x_gpu.checkpoint.remote_arrays import HostArray, copy_to_host, join_stores, write_arrays
-from t5x_gpu.checkpoint.remote_steps import (
-    begin, commit, remote_steps, remove, remove_left_over, set_aside)
+from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import RunLock
-from t5x_gpu.checkpoint.state_files import read_state
-from t5x_gpu.checkpoint.state_writer import empty_leaves, write_about
-from t5x_gpu.checkpoint.storage_errors import reason_of
+from t5x_gpu.checkpoint.storage.checksums import check_restored, checksums_of, record
+from t5x_gpu.checkpoint.storage.object_store_steps import (
+    begin, commit, remote_steps, remove, remove_left_over, set_aside)
+from t5x_gpu.checkpoint.storage.paths import RemotePath, as_path
+from t5x_gpu.checkpoint.storage.storage_errors import reason_of
 from t5x_gpu.errors import CheckpointError, ConfigError
-from t5x_gpu.runtime import distributed, exits
-from t5x_gpu.runtime.coordination import coordination_store
+from t5x_gpu.runtime import distributed, process_exit
+from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class RemoteCheckpointer(CommitAtExit):
 
   def __init__(self, model_dir: RemotePath, *, keep: Keep = Keep(last=3)):
     self._dir, self._keep = model_dir, keep
-    exits.abandon_threads()  # should the run fail, a thread may be waiting for the storage
+    process_exit.abandon_threads()  # should the run fail, a thread may be waiting for the storage
     self._is_main, self._index = jax.process_index() == 0, jax.process_index()
     self._lock = None
     if self._is_main:

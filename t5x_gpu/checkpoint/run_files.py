@@ -13,9 +13,9 @@ import shutil
 import tempfile
 from typing import Any, Self
 
-from t5x_gpu.checkpoint.paths import AnyPath, RemotePath
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.runtime import exits
+from t5x_gpu.runtime import process_exit
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def on_this_machine(path: AnyPath) -> pathlib.Path:
 
 def _temporary_folder() -> pathlib.Path:
   temporary = tempfile.TemporaryDirectory(prefix='t5x_gpu_', ignore_cleanup_errors=True)
-  exits.before_exit(temporary.cleanup)
+  process_exit.before_exit(temporary.cleanup)
   return pathlib.Path(temporary.name)
 
 

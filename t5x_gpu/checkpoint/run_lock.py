@@ -18,11 +18,11 @@ import threading
 import time
 from typing import Optional
 
-from t5x_gpu.checkpoint.paths import AnyPath, RemotePath
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
 from t5x_gpu.config.json_schema import Fields, Number, Whole, parse_json, read_bytes
 from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import CheckpointError
-from t5x_gpu.runtime import exits
+from t5x_gpu.runtime import process_exit
 
 _log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class RunLock:
     self._released = threading.Event()
     self._thread = threading.Thread(target=self._refresh, name='run_lock', daemon=True)
     self._thread.start()
-    exits.before_exit(self.release)
+    process_exit.before_exit(self.release)
 
   def check(self) -> None:
     """Writes a removed lock again.
@@ -194,9 +194,9 @@ class RunLock:
     """Removes the lock if it is still this process's. May be called again."""
     if not self._released.is_set():
       self._released.set()
-      exits.cancel_before_exit(self.release)
+      process_exit.cancel_before_exit(self.release)
       # Python aborts if it ends while a thread is inside TensorStore.
-      self._thread.join(exits.CLEANUP_SECONDS)
+      self._thread.join(process_exit.CLEANUP_SECONDS)
       with contextlib.suppress(OSError, CheckpointError):
         owner = self._owner()
         if owner is not None and owner.is_same_process(self._me):

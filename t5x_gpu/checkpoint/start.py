@@ -13,17 +13,17 @@ import flax.traverse_util
 import jax
 import numpy as np
 
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, check_params
 from t5x_gpu.checkpoint.checkpointer import Restored, restore_from
-from t5x_gpu.checkpoint.local_promotion import promote_newer
-from t5x_gpu.checkpoint.local_tier import LocalTier, NoLocalTier
+from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
+from t5x_gpu.checkpoint.local.promotion import promote_newer
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from t5x_gpu.checkpoint.model_dir import Saved
-from t5x_gpu.checkpoint.params_files import ParamsReader, check_params
-from t5x_gpu.checkpoint.paths import AnyPath
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
+from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.data.batches import BatchIterator, batch_hash
 from t5x_gpu.data.same_data import check_next_batch
-from t5x_gpu.data.source_files import NAME, NOT_COMPARED, SourceFiles
+from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, SourceFiles
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.training.program import Program

@@ -24,7 +24,7 @@ Batch = dict[str, np.ndarray]
 PREPARED = 'prepared:'
 # What `describe` calls the names of the classes, in the order of their numbers.
 CLASS_NAMES = 'class_names'
-_PREPARED_MODULE = 't5x_gpu.data.prepared'
+_PREPARED_MODULE = 't5x_gpu.data.prepared.batches'
 _TEXT_MODULE = 't5x_gpu.data.seqio_batches'
 _OUR_MODULES = 't5x_gpu.data.'
 

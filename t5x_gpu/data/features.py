@@ -1,7 +1,7 @@
 """Which model features a feature converter makes from task features, as plain data without TF.
 
 The trainer builds abstract batches from this before (or without) importing SeqIO;
-`tests/data/test_feature_converters.py` holds it against what SeqIO emits.
+`tests/data/streaming/test_feature_converters.py` holds it against what SeqIO emits.
 """
 
 import dataclasses

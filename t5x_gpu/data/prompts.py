@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
-from t5x_gpu.data.files import json_fields
+from t5x_gpu.data.sources.discovery import json_fields
 from t5x_gpu.errors import DataError
 
 

@@ -15,10 +15,10 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.batches import Batch, BatchIterator, EvaluatedTask, batch_hash
-from t5x_gpu.data.prepared_index import sample_digest
+from t5x_gpu.data.prepared.index import sample_digest
 from t5x_gpu.errors import DataError
 from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.agreement import Facts
+from t5x_gpu.runtime.cluster.agreement import Facts
 
 _THREADS = 16
 _SAMPLED_BLOCKS = 4096  # of 4 KiB, of all files together; but at least two of each

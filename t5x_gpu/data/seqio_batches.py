@@ -14,21 +14,23 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
-from t5x_gpu.data import evaluated_tasks as evaluated_tasks_lib
-from t5x_gpu.data import class_prompts, features, sources, task_lookup, task_prompts
-from t5x_gpu.data import preparation as preparation_lib
+from t5x_gpu.data import features
 from t5x_gpu.data.batches import CLASS_NAMES, Batch, BatchSpec, DatasetConfig
-from t5x_gpu.data.feature_converters import feature_converter as make_converter
-from t5x_gpu.data.feature_converters import model_rows
 from t5x_gpu.data.guarantees import STREAMING
-from t5x_gpu.data.iterator_state import bytes_to_iterator, iterator_to_bytes
 from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
-from t5x_gpu.data.source_files import SourceFiles
+from t5x_gpu.data.sources import seqio_sources
+from t5x_gpu.data.sources.source_files import SourceFiles
+from t5x_gpu.data.streaming import class_prompts, task_lookup, task_prompts
+from t5x_gpu.data.streaming import evaluated_tasks as evaluated_tasks_lib
+from t5x_gpu.data.streaming import preparation as preparation_lib
+from t5x_gpu.data.streaming.feature_converters import model_rows
+from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
+from t5x_gpu.data.streaming.iterator_state import bytes_to_iterator, iterator_to_bytes
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies import (
+from t5x_gpu.data.vocabularies.vocabularies import (
     TextVocabulary, named_vocabulary, text_vocabulary, vocabulary_fingerprint)
 from t5x_gpu.errors import DataError, first_line
-from t5x_gpu.runtime.agreement import Facts
+from t5x_gpu.runtime.cluster.agreement import Facts
 
 _MAGIC = b't5x_gpu data state 1\n'
 _HEADER = Fields({'batches_taken': Whole(), 'data': dict, 'tensorflow': str,
@@ -171,7 +173,7 @@ class SeqioBatches:
 
   def source_files(self) -> SourceFiles:
     """Returns the files that the text comes from, as they are now."""
-    return SourceFiles(self._paths(), stat_remote=sources.remote_file)
+    return SourceFiles(self._paths(), stat_remote=seqio_sources.remote_file)
 
   def close(self) -> None:
     """Drops the tf.data pipeline and its threads."""
@@ -221,7 +223,7 @@ def _fingerprint(task: task_lookup.TaskOrMixture, config: DatasetConfig, *, feat
     facts['rates'] = {subtask.name: float(task.get_rate(subtask)) for subtask in subtasks}
   for subtask in subtasks:
     if config.split in subtask.splits:
-      facts[f'source of {subtask.name}'] = sources.source_fingerprint(
+      facts[f'source of {subtask.name}'] = seqio_sources.source_fingerprint(
           subtask.source, split=config.split)
   return facts
 
@@ -230,7 +232,7 @@ def _file_facts(task: task_lookup.TaskOrMixture, split: str) -> Facts:
   found = {}
   for subtask in seqio.get_subtasks(task):
     if split in subtask.splits:
-      facts = sources.file_facts(subtask.source, split=split)
+      facts = seqio_sources.file_facts(subtask.source, split=split)
       found |= {f'{subtask.name}: {name}': fact for name, fact in facts.items()}
   return found
 
@@ -243,7 +245,7 @@ def _paths(task: task_lookup.TaskOrMixture, config: DatasetConfig) -> dict[str, 
       prefix = seqio.utils.get_cached_tfrecord_prefix(subtask.cache_dir, config.split)
       found[subtask.name] = sorted(tf.io.gfile.glob(f'{prefix}*'))
     elif config.split in subtask.splits:
-      found[subtask.name] = sources.source_paths(subtask.source, split=config.split)
+      found[subtask.name] = seqio_sources.source_paths(subtask.source, split=config.split)
   return found
 
 
@@ -290,7 +292,7 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
   task_lookup.check(task, config, spec=spec, feature_converter=feature_converter)
 
   def problem() -> Optional[DataError]:
-    found = (sources.reading_problem(t.source) for t in seqio.get_subtasks(task))
+    found = (seqio_sources.reading_problem(t.source) for t in seqio.get_subtasks(task))
     return next((p for p in found if p is not None), None)
 
   task_lookup.check_not_empty(task, config, problem=problem)

@@ -9,8 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.layers.copies import combine, param_along
-from t5x_gpu.partitioning.axis_rules import split_axis, shard
+from t5x_gpu.layers.sharded_bias_params import combine, param_along
+from t5x_gpu.partitioning.axis_rules import shard, split_axis
 
 Initializer = Callable[..., jax.Array]
 FACTORS = ('lora_a', 'lora_b')  # parameters beside a kernel, see `Linear`

@@ -8,9 +8,9 @@ from typing import Any, Optional, Self
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import reduce
-from t5x_gpu.metrics.progress import Progress
 from t5x_gpu.metrics.throughput import StepTimer
 from t5x_gpu.metrics.writers import JsonLinesWriter, MetricWriter, MultiWriter, TensorBoardWriter
+from t5x_gpu.terminal.progress_line import Progress
 
 METRICS = 'metrics.jsonl'
 TENSORBOARD = 'tensorboard'

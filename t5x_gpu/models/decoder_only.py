@@ -13,11 +13,10 @@ from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.heads import init_token_logits, token_logits
-from t5x_gpu.models.incremental import DecodingState, advance, begin
+from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
 from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy
 from t5x_gpu.models.sizes import check_length, transformer_sizes
-from t5x_gpu.models.stack import (
-    Activation, DeviceBatch, Embeddings, Params, Stack, dropout_rng)
+from t5x_gpu.models.stack import Activation, DeviceBatch, Embeddings, Params, Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 
 

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import MeshError, ShapeError, did_you_mean
-from t5x_gpu.partitioning.mesh_problems import any_of, divisors, nearest_multiples
+from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors, nearest_multiples
 
 # The one vocabulary for shapes in docstrings, parameters and rules.
 AXES: dict[str, str] = {
@@ -140,7 +140,7 @@ def use_rules(rules: AxisRules, mesh_shape: Mapping[str, int], *,
   Args:
     rules: the sum of what every parallelism contributes.
     mesh_shape: mesh axis -> size.
-    manual_axes: those along which arrays are local already (partitioning/region.py).
+    manual_axes: those along which arrays are local already (partitioning/manual_region.py).
   """
   automatic = {axis: size for axis, size in mesh_shape.items() if axis not in manual_axes}
   token = _active.set(_Active(rules, automatic, tuple(manual_axes)))
@@ -233,7 +233,7 @@ def with_axes(init: Callable[..., jax.Array], names: Names, *, along: Optional[s
     init: (key, shape, ...) -> values.
     names: one per dimension.
     along: of activations, an axis along which the parameter acts on each part alone, for modules
-      that take copies of it (layers/copies.py).
+      that take copies of it (layers/sharded_bias_params.py).
   """
   def named_init(key: jax.Array, shape: Sequence[int], *args: Any) -> NamedParam:
     check_names(names, rank=len(shape), what='parameter')

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.partitioning import beside_model
+from t5x_gpu.partitioning import manual_collectives
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_axis
-from t5x_gpu.partitioning.mesh_problems import any_of, divisors
+from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors
 from t5x_gpu.partitioning.ring_attention import (
     BLOCK_LENGTH, LogitsFn, largest_block, to_query_heads)
 
@@ -166,8 +166,8 @@ _LENGTH, _HEADS = -3, -2
 
 
 def _all_lengths(axis: str, x: jax.Array) -> jax.Array:
-  return beside_model.all_gather(x, axis, dim=_LENGTH,
-                                 model_dim=_HEADS if split_axis('kv_heads') else None)
+  return manual_collectives.all_gather(x, axis, dim=_LENGTH,
+                                       model_dim=_HEADS if split_axis('kv_heads') else None)
 
 
 def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
@@ -175,8 +175,8 @@ def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _all_lengths_backward(axis: str, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-  part = beside_model.psum_scatter(gradient.astype(jnp.float32), axis, dim=_LENGTH,
-                                   model_dim=_HEADS if split_axis('kv_heads') else None)
+  part = manual_collectives.psum_scatter(gradient.astype(jnp.float32), axis, dim=_LENGTH,
+                                         model_dim=_HEADS if split_axis('kv_heads') else None)
   return (part.astype(gradient.dtype),)
 
 

@@ -17,7 +17,7 @@ from typing import Optional
 import jax
 
 from t5x_gpu.partitioning.axis_rules import AxisRules, is_manual
-from t5x_gpu.partitioning.mesh_problems import any_of, divisors, nearest_multiples
+from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors, nearest_multiples
 
 
 def rules() -> AxisRules:

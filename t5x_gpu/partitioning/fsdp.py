@@ -21,7 +21,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.partitioning import beside_model
+from t5x_gpu.partitioning import manual_collectives
 from t5x_gpu.partitioning.axis_rules import AxisRules
 
 SPLIT = {'embed': ('fsdp',)}
@@ -99,12 +99,12 @@ def whole(tree: Any, dtype: Any) -> Any:
 
 def gather(part: jax.Array, dims: Dims) -> jax.Array:
   """Returns the whole of a parameter from its parts; its gradient is not defined."""
-  return beside_model.all_gather(part, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
+  return manual_collectives.all_gather(part, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
 
 
 def scatter(gradient: jax.Array, dims: Dims) -> jax.Array:
   """Returns this device's part of the sum of `gradient` over `fsdp`."""
-  return beside_model.psum_scatter(gradient, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
+  return manual_collectives.psum_scatter(gradient, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
 
 
 def _make_whole(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> jax.Array:

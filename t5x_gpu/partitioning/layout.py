@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t5x_gpu.partitioning import context_parallel, pipeline_parallel
-from t5x_gpu.partitioning.axis_rules import (
-    AxisNames, AxisRules, Table, partition_spec, use_rules)
-from t5x_gpu.partitioning.mesh import mesh_table
-from t5x_gpu.partitioning.mesh_sizes import MeshSizes
-from t5x_gpu.partitioning.region import Pipeline, Region
-from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.partitioning import context_parallel
+from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, partition_spec, use_rules
+from t5x_gpu.partitioning.manual_region import Pipeline, Region
+from t5x_gpu.partitioning.mesh.mesh import mesh_table
+from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
+from t5x_gpu.partitioning.pipeline import pipeline_parallel
+from t5x_gpu.runtime.cluster.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Layout:
     topology: hosts and devices per host.
     zero_stage: see partitioning/fsdp.py.
     pipeline: how stages take turns; None without stages.
-    accumulate_by: see partitioning/region.py.
+    accumulate_by: see partitioning/manual_region.py.
     notes: what a user should know of it, a line each.
   """
   mesh: Mesh

@@ -12,15 +12,15 @@ from typing import Optional
 
 from t5x_gpu.errors import MeshError, all_problems, did_you_mean
 from t5x_gpu.partitioning import (
-    context_parallel, data_parallel, expert_parallel, fsdp, pipeline_parallel, sequence_parallel,
-    tensor_parallel)
+    context_parallel, data_parallel, expert_parallel, fsdp, sequence_parallel, tensor_parallel)
 from t5x_gpu.partitioning.axis_rules import AxisRules
 from t5x_gpu.partitioning.layout import Layout
-from t5x_gpu.partitioning.mesh import SizeHint, build_mesh, check_model_sizes
-from t5x_gpu.partitioning.mesh_problems import any_of, divisors
-from t5x_gpu.partitioning.mesh_sizes import SIZE_PARAMETERS, MeshSizes, resolve_mesh_sizes
-from t5x_gpu.partitioning.region import Pipeline
-from t5x_gpu.runtime.topology import Device, Topology
+from t5x_gpu.partitioning.manual_region import Pipeline
+from t5x_gpu.partitioning.mesh.mesh import SizeHint, build_mesh, check_model_sizes
+from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors
+from t5x_gpu.partitioning.mesh.mesh_sizes import SIZE_PARAMETERS, MeshSizes, resolve_mesh_sizes
+from t5x_gpu.partitioning.pipeline import pipeline_parallel
+from t5x_gpu.runtime.cluster.topology import Device, Topology
 
 # What a user sets to change the size of an array axis, for errors.
 SET_BY = {'batch': 'BATCH_SIZE', 'length': 'the sum of TASK_FEATURE_LENGTHS',

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import shard
-from t5x_gpu.partitioning.mesh_problems import divisors
+from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 
 # Local queries and keys meet in blocks of at most this many positions.
 BLOCK_LENGTH = 1024

@@ -23,7 +23,7 @@ def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int
   halves, a reduce-scatter and an all-gather. Around the layers, the logits' input is gathered and
   its gradient scattered; the embedding's sum is scattered and its gradient gathered. New are the
   gradients of the norms' scales, of which each device has seen only its positions: they are summed
-  once (layers/copies.py).
+  once (layers/sharded_bias_params.py).
 
   Args:
     batch, length, embed_dim, num_layers, model, dtype_bytes, recomputed: as in

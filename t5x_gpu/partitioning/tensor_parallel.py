@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from t5x_gpu.partitioning.axis_rules import AxisRules
-from t5x_gpu.partitioning.mesh_problems import any_of
+from t5x_gpu.partitioning.mesh.mesh_problems import any_of
 
 SPLIT = {name: ('model',) for name in ('heads', 'kv_heads', 'mlp', 'vocab')}
 

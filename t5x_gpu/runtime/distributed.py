@@ -19,11 +19,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from t5x_gpu.errors import ClusterError, ConfigError
-from t5x_gpu.runtime import (
-    addresses, agreement, coordination, exits, job_secret, nvml, same_code, xla_flags)
-from t5x_gpu.runtime.cluster import ClusterInfo
-from t5x_gpu.runtime.coordination import exchange
-from t5x_gpu.runtime.rendezvous import Member, meet, numbers
+from t5x_gpu.runtime import nvml, process_exit
+from t5x_gpu.runtime.cluster import addresses, agreement, coordination, job_secret, same_code
+from t5x_gpu.runtime.cluster.cluster import ClusterInfo
+from t5x_gpu.runtime.cluster.coordination import exchange
+from t5x_gpu.runtime.cluster.rendezvous import Member, meet, numbers
+from t5x_gpu.runtime.xla import flags as xla_flags
 
 # A difference is shown up to this many characters per process.
 SHOWN_CHARACTERS = 300
@@ -112,7 +113,7 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
         # device.slice_index on GPUs: JAX's create_hybrid_device_mesh then sees our hosts.
         partition_index=domains.index(meeting.members[cluster.process_index].domain))
   _members[:] = meeting.members
-  exits.joined(cluster.process_index, process_count=cluster.process_count)
+  process_exit.joined(cluster.process_index, process_count=cluster.process_count)
   # A module that only some have imported is no difference: what imports it would be one.
   same_code.raise_if_any(agreement.differences(
       code, digests=[member.code for member in _members], hostnames=hostnames(),
@@ -320,7 +321,7 @@ def differences(facts: agreement.Facts, *, only_common: bool = False) -> list[st
   """Returns a line per fact in which processes differ, the same on all of them; [] for none.
 
   Args:
-    facts: of this process, see runtime/agreement.py.
+    facts: of this process, see runtime/cluster/agreement.py.
     only_common: ignore facts that only some processes have.
   """
   return agreement.differences(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Optional
 
 from t5x_gpu.runtime import hardware
-from t5x_gpu.runtime.topology import Device
+from t5x_gpu.runtime.cluster.topology import Device
 
 GIB = 2**30
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Optional
 
-from t5x_gpu.runtime.schedulers import Environment
+from t5x_gpu.runtime.cluster.schedulers import Environment
 
 _log = logging.getLogger(__name__)
 

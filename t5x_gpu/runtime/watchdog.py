@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Optional, Self
 
 from t5x_gpu.errors import ConfigError, UserError
-from t5x_gpu.runtime import exits, heartbeats
-from t5x_gpu.runtime.coordination import Store, coordination_store, delay_aborts, within
+from t5x_gpu.runtime import heartbeats, process_exit
+from t5x_gpu.runtime.cluster.coordination import Store, coordination_store, delay_aborts, within
 from t5x_gpu.runtime.heartbeats import Beat
 
 __all__ = ['Watchdog', 'WatchdogConfig', 'coordination_store']
@@ -110,7 +110,7 @@ class Watchdog:
   """
 
   def __init__(self, config: WatchdogConfig, *, process_index: int, process_count: int,
-               store: Optional[Store] = None, leave: Callable[[int], Any] = exits.leave_at_once,
+               store: Optional[Store] = None, leave: Callable[[int], Any] = process_exit.leave_at_once,
                clock: Callable[[], float] = time.monotonic):
     self._config = config
     self._index = process_index

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning import fsdp
-from t5x_gpu.partitioning.stacks import (
+from t5x_gpu.partitioning.layer_stacks import (
     layers_of, num_layers, part_of, run_layers, stacks_of, with_layers, with_part, without_layers)
 
 Batch = Mapping[str, jax.Array]

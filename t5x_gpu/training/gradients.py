@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.partitioning import pipeline_parallel
-from t5x_gpu.partitioning.region import Pipeline, Region, is_places
-from t5x_gpu.partitioning.stacks import ONLY, run_layers, stacks_of
+from t5x_gpu.partitioning.layer_stacks import ONLY, run_layers, stacks_of
+from t5x_gpu.partitioning.manual_region import Pipeline, Region, is_places
+from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.training import breadth_first
-from t5x_gpu.training.trained import Trained
+from t5x_gpu.training.trainable import Trained
 
 Batch = Mapping[str, jax.Array]
 # (params, batch, dropout key) -> (gradients of the summed loss, sums).

@@ -13,16 +13,16 @@ import jax
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.partitioning.axis_rules import split_names
+from t5x_gpu.partitioning.layer_stacks import stacks_of
 from t5x_gpu.partitioning.layout import LaidOut, Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.partitioning.stacks import stacks_of
-from t5x_gpu.runtime import xla_flags
-from t5x_gpu.runtime.topology import Device, Topology
+from t5x_gpu.runtime.cluster.topology import Device, Topology
+from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.training.gradients import make_eval_step, make_gradients
 from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.train_state import TrainState, new_state, state_names
-from t5x_gpu.training.gradients import make_eval_step, make_gradients
 from t5x_gpu.training.train_step import check_microbatches, make_train_step
-from t5x_gpu.training.trained import Trained, trained_of
+from t5x_gpu.training.trainable import Trained, trained_of
 
 
 @dataclasses.dataclass(frozen=True)

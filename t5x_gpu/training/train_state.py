@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import AxisNames
-from t5x_gpu.training.trained import Trained
+from t5x_gpu.training.trainable import Trained
 
 
 class TrainState(flax.struct.PyTreeNode):

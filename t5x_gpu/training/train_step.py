@@ -14,7 +14,7 @@ from t5x_gpu.models.losses import Sums
 from t5x_gpu.training.gradients import GradientsFn
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.train_state import TrainState
-from t5x_gpu.training.trained import Trained
+from t5x_gpu.training.trainable import Trained
 
 Batch = Any
 # Metric name -> (sum, weight); norms and the learning rate have weight 1.

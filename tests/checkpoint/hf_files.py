@@ -7,11 +7,11 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.checkpoint.hf_config import family_of, from_hf
-from t5x_gpu.checkpoint.hf_names import FAMILIES
-from t5x_gpu.checkpoint.name_tables import Table
-from t5x_gpu.checkpoint.safetensors_files import SafetensorsWriter, make_headers
-from t5x_gpu.checkpoint.transfer import FLOATS
+from t5x_gpu.checkpoint.convert.hf_config import family_of, from_hf
+from t5x_gpu.checkpoint.convert.hf_names import FAMILIES
+from t5x_gpu.checkpoint.convert.name_table import Table
+from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter, make_headers
+from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
 
 VOCAB = 96
 _T5 = {'vocab_size': VOCAB, 'd_model': 32, 'd_kv': 8, 'd_ff': 48, 'num_layers': 2,

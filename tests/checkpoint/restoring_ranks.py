@@ -15,9 +15,10 @@ import sys
 
 import jax
 
-from t5x_gpu.checkpoint.checksums import checksums_of
+from t5x_gpu.checkpoint.storage.checksums import checksums_of
 from t5x_gpu.launch import free_address
-from t5x_gpu.runtime import cluster, distributed
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster import cluster
 from tests import helpers_topologies as topologies
 
 LAYOUT = 'fsdp_8'

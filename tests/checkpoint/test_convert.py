@@ -17,12 +17,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 from t5x_gpu import convert
-from t5x_gpu.checkpoint import logits_check, name_tables, staging, state_writer
+from t5x_gpu.checkpoint.arrays import state_writer
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.hf_config import to_hf
+from t5x_gpu.checkpoint.convert import logits_check, name_table
+from t5x_gpu.checkpoint.convert.hf_config import to_hf
+from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
 from t5x_gpu.checkpoint.manifest import make_manifest
-from t5x_gpu.checkpoint.params_files import ParamsReader, read_params
-from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
+from t5x_gpu.checkpoint.storage import staging
 from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError, ConfigError
 
@@ -196,7 +198,7 @@ def test_a_checkpoint_of_a_run_becomes_a_model_of_hugging_face(tmp_path):
 
 
 def test_memory_is_bounded_by_pieces(tmp_path, monkeypatch):
-  monkeypatch.setattr(name_tables, 'PIECE_BYTES', 4096)
+  monkeypatch.setattr(name_table, 'PIECE_BYTES', 4096)
   monkeypatch.setattr(state_writer, 'FLUSH_BYTES', 4096)
   write_model(tmp_path / 'a', CONFIGS['llama'])
   sizes = []
@@ -385,7 +387,7 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path):
 SLOW = '''
 import sys, time
 from t5x_gpu import convert
-from t5x_gpu.checkpoint import conversions
+from t5x_gpu.checkpoint.convert import convert as conversions
 conversions.copy_to_ours = lambda *args, **kwargs: (print('copying', flush=True), time.sleep(60))
 from t5x_gpu import cli
 cli.run_main(convert.main)

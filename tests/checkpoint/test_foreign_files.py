@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from t5x_gpu.checkpoint.keep import Keep
 from t5x_gpu.checkpoint.model_dir import check_model_dir
+from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.errors import CheckpointError
 from tests.checkpoint.test_checkpointer import (
     abstract, assert_equal, folder_with, new_state, opened, save)

@@ -8,12 +8,12 @@ import time
 import pytest
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.params_files import ParamsReader
-from t5x_gpu.checkpoint.run_id import RUN_ID, ensure_run_id, read_run_id
-from t5x_gpu.checkpoint.safetensors_files import SafetensorsFolder
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
+from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
+from t5x_gpu.checkpoint.local.run_id import RUN_ID, ensure_run_id, read_run_id
 from t5x_gpu.config.json_schema import (
     Also, Fields, ListOf, MapOf, Nullable, Number, Text, Whole, parse_json, read_json)
-from t5x_gpu.data.prepared_index import Index, Member, Shard, check_shards, read_index
+from t5x_gpu.data.prepared.index import Index, Member, Shard, check_shards, read_index
 from t5x_gpu.errors import CheckpointError, DataError
 from tests.checkpoint.test_checkpointer import abstract, folder_with, new_state, opened
 from tests.helpers_fuzz import replace

@@ -19,20 +19,20 @@ import numpy as np
 import optax
 import pytest
 
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader
+from t5x_gpu.checkpoint.arrays.state_writer import empty_leaves
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from t5x_gpu.checkpoint.local_copies import Hosts, plan_copies
-from t5x_gpu.checkpoint.local_file import open_local_file
-from t5x_gpu.checkpoint.local_promotion import check_with_local, promote_newer
-from t5x_gpu.checkpoint.local_tier import ABOUT, LocalTier, open_local_tier
+from t5x_gpu.checkpoint.local.file_format import open_local_file
+from t5x_gpu.checkpoint.local.local_tier import ABOUT, LocalTier, open_local_tier
+from t5x_gpu.checkpoint.local.promotion import check_with_local, promote_newer
+from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
+from t5x_gpu.checkpoint.local.run_id import read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest
-from t5x_gpu.checkpoint.run_id import read_run_id
-from t5x_gpu.checkpoint.state_files import StateReader
-from t5x_gpu.checkpoint.state_writer import empty_leaves
-from t5x_gpu.checkpoint.verification import verify
+from t5x_gpu.checkpoint.tools.verify import verify
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.adafactor import FactoredMoment
 from t5x_gpu.training.train_state import TrainState
-from tests.checkpoint.test_checksums import flip_a_bit
+from tests.checkpoint.storage.test_checksums import flip_a_bit
 from tests.helpers_layouts import Case, build, program
 from tests.helpers_train import listing
 

@@ -19,22 +19,21 @@ import pytest
 import tensorstore as ts
 
 from t5x_gpu import reshard
+from t5x_gpu.checkpoint.arrays.params_files import read_params
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader
 from t5x_gpu.checkpoint.checkpointer import Checkpointer, restore_from
-from t5x_gpu.checkpoint.keep import Keep
-from t5x_gpu.checkpoint.model_dir import (
-    check_model_dir, committed_steps, read_manifest, read_saved)
-from t5x_gpu.checkpoint.params_files import read_params
-from t5x_gpu.checkpoint.paths import RemotePath, as_path, kvstore_spec, local_path
+from t5x_gpu.checkpoint.model_dir import check_model_dir, committed_steps, read_manifest, read_saved
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
-from t5x_gpu.checkpoint.remote_steps import COMMIT, SET_ASIDE, UNDER_WAY, remove
+from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK, check_lock
-from t5x_gpu.checkpoint.state_files import StateReader
+from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, SET_ASIDE, UNDER_WAY, remove
+from t5x_gpu.checkpoint.storage.paths import RemotePath, as_path, kvstore_spec, local_path
 from t5x_gpu.errors import CheckpointError, ConfigError
 from tests.checkpoint import remote_ranks
 from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, save
-from tests.checkpoint.test_tools import run as run_tool
 from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate, StorageServer
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, run_here
+from tests.test_checkpoint_tools import run as run_tool
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def open_batches(config, **options):
 # As `python -m t5x_gpu.train`, with little patience.
 IMPATIENT = '''
 from t5x_gpu import cli, train
-from t5x_gpu.checkpoint import shared_folder
+from t5x_gpu.checkpoint.storage import shared_folder
 shared_folder.LOOK_SECONDS = 0.5
 cli.run_main(train.main)
 '''

@@ -9,8 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from t5x_gpu.checkpoint.state_files import StateReader
-from t5x_gpu.checkpoint.verification import verify
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader
+from t5x_gpu.checkpoint.tools.verify import verify
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 

@@ -80,7 +80,7 @@ def test_what_slurm_shows_to_tasks_gives_each_its_own_gpus(slurm):
   """The trap of --gpus-per-task, with the variables of a real Slurm and fake devices."""
   if not all((slurm.folder / 'dev' / f'nvidia{i}').is_char_device() for i in range(2)):
     pytest.skip('without root there are no device files, and Slurm sets no CUDA_VISIBLE_DEVICES')
-  program = ('import os; from t5x_gpu.runtime.cluster import detect; '
+  program = ('import os; from t5x_gpu.runtime.cluster.cluster import detect; '
              'os.environ.pop("JAX_PLATFORMS", None); c = detect(os.environ); '
              'print(c.process_index, os.environ["CUDA_VISIBLE_DEVICES"], c.local_device_ids, '
              'c.coordinator_address)')
@@ -100,7 +100,7 @@ def test_what_slurm_shows_to_tasks_gives_each_its_own_gpus(slurm):
 
 
 def test_two_steps_of_one_job_do_not_meet_each_other(slurm, tmp_path):
-  program = ('import os; from t5x_gpu.runtime.cluster import detect; c = detect(os.environ); '
+  program = ('import os; from t5x_gpu.runtime.cluster.cluster import detect; c = detect(os.environ); '
              'print("STEP", c.run_id, c.coordinator_address)')
   script = tmp_path / 'two_steps.sh'
   step = f'srun --ntasks=2 --overlap {sys.executable} -c \'{program}\''
@@ -117,7 +117,7 @@ def test_stale_ranks_are_refused_in_a_step_of_two_tasks_and_one_process_still_ru
   program = tmp_path / 'who.py'
   program.write_text(
       'import os, sys\nfrom t5x_gpu.errors import ClusterError\n'
-      'from t5x_gpu.runtime.cluster import detect\n'
+      'from t5x_gpu.runtime.cluster.cluster import detect\n'
       'try:\n  c = detect(os.environ)\n'
       '  print(sys.argv[1], c.kind, c.process_index, c.process_count)\n'
       'except ClusterError as e:\n  print(sys.argv[1], "refused", e)\n')

@@ -5,10 +5,11 @@ import gzip
 import numpy as np
 import pytest
 
-from t5x_gpu.data import sources, tasks
+from t5x_gpu.data.sources import seqio_sources
+from t5x_gpu.data.tasks import builtin as tasks
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
-from tests.data.test_tasks import examples
+from tests.data.tasks.test_builtin import examples
 
 pytestmark = pytest.mark.tf
 LINES = [f'line {i} caf\u00e9'.encode() for i in range(400)]
@@ -85,7 +86,7 @@ def test_exactly_what_python_decodes_is_taken_for_utf8():
            b'\xf0', b'\xf4', b'\xf5', b'\xff', '\ud7ff'.encode(), '\uffff'.encode(),
            '\U0010ffff'.encode(), b'\xf4\x90\x80\x80', b'\xed\xa0\x80', b'\xc0\x80']
   cases = [a + b + c for a in parts for b in parts for c in parts]
-  got = tf.strings.regex_full_match(tf.constant(cases), sources._UTF8).numpy()
+  got = tf.strings.regex_full_match(tf.constant(cases), seqio_sources._UTF8).numpy()
 
   def decodes(text):
     try:

@@ -8,10 +8,10 @@ import subprocess
 import numpy as np
 import pytest
 
-from t5x_gpu.data import records
-from t5x_gpu.data.damage import Records
-from t5x_gpu.data.prepared import task_rows
-from t5x_gpu.data.prepared_index import read_index
+from t5x_gpu.data.prepared import records
+from t5x_gpu.data.prepared.batches import task_rows
+from t5x_gpu.data.prepared.index import read_index
+from t5x_gpu.data.sources.corrupt_records import Records
 from t5x_gpu.errors import DataError
 from tests.helpers_disk import small_disk
 from tests.helpers_prepared import prepare_here

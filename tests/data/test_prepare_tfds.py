@@ -3,7 +3,8 @@
 import pytest
 import tensorflow_datasets as tfds
 
-from t5x_gpu.data import batches, evaluated_tasks, prepare_tfds, task_lookup
+from t5x_gpu.data import batches, prepare_tfds
+from t5x_gpu.data.streaming import evaluated_tasks, task_lookup
 from t5x_gpu.errors import DataError
 from tests.helpers_tfds import tfds_data_dir, write_glue
 

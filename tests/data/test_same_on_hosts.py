@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
-from t5x_gpu.data import features, prepared, same_on_hosts
+from t5x_gpu.data import features, same_on_hosts
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.prepared import batches as prepared
 from tests.helpers_prepared import prepare_here
 
 pytestmark = pytest.mark.tf

@@ -15,10 +15,10 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
-from t5x_gpu.models.generation import Generator, by_layer, padded_length, sample
+from t5x_gpu.models.inference.generation import Generator, by_layer, padded_length, sample
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.runtime.cluster.topology import Topology
 from tests.helpers_layouts import QUICK
 
 CONFIG = TransformerConfig(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, head_dim=8,

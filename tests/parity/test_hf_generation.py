@@ -14,15 +14,15 @@ transformers = pytest.importorskip('transformers')
 
 import jax  # noqa: E402
 
-from t5x_gpu import convert  # noqa: E402
-from t5x_gpu.checkpoint.logits_check import params_of_checkpoint  # noqa: E402
-from t5x_gpu.checkpoint.params_files import ParamsReader  # noqa: E402
-from t5x_gpu.models.decoding import DecodingConfig  # noqa: E402
-from t5x_gpu.models.generation import Generator  # noqa: E402
-from t5x_gpu.partitioning.partitioner import Partitioner  # noqa: E402
-from t5x_gpu.runtime.topology import Topology  # noqa: E402
-from tests.checkpoint.hf_files import CONFIGS, VOCAB, random_tensors, write_model  # noqa: E402
-from tests.helpers_layouts import QUICK  # noqa: E402
+from t5x_gpu import convert
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
+from t5x_gpu.checkpoint.convert.logits_check import params_of_checkpoint
+from t5x_gpu.models.decoding import DecodingConfig
+from t5x_gpu.models.inference.generation import Generator
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.cluster.topology import Topology
+from tests.checkpoint.hf_files import CONFIGS, VOCAB, random_tensors, write_model
+from tests.helpers_layouts import QUICK
 
 NEW, BATCH = 12, 5
 STOPS = tuple(range(10, 40))

@@ -18,13 +18,13 @@ import pytest
 torch = pytest.importorskip('torch')
 transformers = pytest.importorskip('transformers')
 
-from t5x_gpu import convert  # noqa: E402
-from t5x_gpu.checkpoint import hf_folder, logits_check  # noqa: E402
-from t5x_gpu.checkpoint.hf_config import guess_family, to_hf  # noqa: E402
-from t5x_gpu.checkpoint.hf_names import FAMILIES  # noqa: E402
-from t5x_gpu.checkpoint.logits_check import params_of_checkpoint, params_of_files  # noqa: E402
-from t5x_gpu.checkpoint.name_tables import Table  # noqa: E402
-from t5x_gpu.checkpoint.params_files import ParamsReader  # noqa: E402
+from t5x_gpu import convert
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
+from t5x_gpu.checkpoint.convert import hf_folder, logits_check
+from t5x_gpu.checkpoint.convert.hf_config import guess_family, to_hf
+from t5x_gpu.checkpoint.convert.hf_names import FAMILIES
+from t5x_gpu.checkpoint.convert.logits_check import params_of_checkpoint, params_of_files
+from t5x_gpu.checkpoint.convert.name_table import Table
 
 from tests.checkpoint.hf_files import CONFIGS, files_of, write_model  # noqa: E402
 from tests.parity.tolerances import HUGGING_FACE_GRADIENT, HUGGING_FACE_LOGITS  # noqa: E402

@@ -17,14 +17,14 @@ import pytest
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.uneven import uneven_batches
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.evaluation.evaluator import open_evaluations
 from t5x_gpu.layers.positions import RotaryEmbedding
-from t5x_gpu.metrics.evaluator import open_evaluations
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program

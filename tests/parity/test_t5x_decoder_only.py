@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.checkpoint.import_t5x import from_t5x
+from t5x_gpu.checkpoint.convert.t5x import from_t5x
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import rsqrt

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from t5x_gpu import convert
-from t5x_gpu.checkpoint.import_t5x import from_t5x, t5x_model
-from t5x_gpu.checkpoint.params_files import read_params
+from t5x_gpu.checkpoint.arrays.params_files import read_params
+from t5x_gpu.checkpoint.convert.t5x import from_t5x, t5x_model
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import rsqrt

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 from t5x_gpu.errors import MeshError, ShapeError
 from t5x_gpu.partitioning.axis_rules import (
     AxisNames, AxisRules, partition_spec, shard, split_names, use_rules, with_axes)
-from t5x_gpu.partitioning.mesh import build_mesh, resolve_mesh_sizes
-from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.partitioning.mesh.mesh import build_mesh, resolve_mesh_sizes
+from t5x_gpu.runtime.cluster.topology import Topology
 
 TABLE = {'batch': ('data', 'fsdp'), 'heads': ('model',), 'mlp': ('model',)}
 MESH = {'data': 2, 'fsdp': 2, 'model': 2}

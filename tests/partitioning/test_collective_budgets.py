@@ -9,11 +9,11 @@ import math
 
 import pytest
 
+from t5x_gpu.analysis.collectives import chosen, inventory, partitioned_hlo
 from t5x_gpu.models.config import DTYPES
 from t5x_gpu.partitioning import (
-    context_parallel, data_parallel, expert_parallel, fsdp, pipeline_parallel, sequence_parallel,
-    tensor_parallel)
-from t5x_gpu.partitioning.collectives import chosen, inventory, partitioned_hlo
+    context_parallel, data_parallel, expert_parallel, fsdp, sequence_parallel, tensor_parallel)
+from t5x_gpu.partitioning.pipeline import pipeline_parallel
 
 from tests.helpers_layouts import (
     BATCH, CASES, CONFIG, EXPERTS, LENGTH, QUICK, Case, build, busy, collectives, config_of,

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_gpu.analysis.collectives import chosen, inventory, total_bytes
 from t5x_gpu.layers import attention_backends
 from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.positions import relative_position_buckets
 from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
-from t5x_gpu.partitioning.collectives import chosen, inventory, total_bytes
 from t5x_gpu.partitioning.context_parallel import (
-    causal_pairs, check, gathered_attention, length_order, local_positions, rules,
-    traffic_per_step)
+    causal_pairs, check, gathered_attention, length_order, local_positions, rules, traffic_per_step)
 from t5x_gpu.partitioning.ring_attention import MASKED, ring_attention
 
 BATCH, LENGTH, HEADS, KV, BUCKETS = 4, 32, 4, 8, 8

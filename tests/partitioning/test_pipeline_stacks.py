@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from t5x_gpu.partitioning import pipeline_parallel as pp
-from t5x_gpu.partitioning.collectives import inventory, partitioned_hlo
-from t5x_gpu.partitioning.pipeline_schedules import Timetable
-from t5x_gpu.partitioning.stacks import ONLY, with_layers, with_part, without_layers
+from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.partitioning.layer_stacks import ONLY, with_layers, with_part, without_layers
+from t5x_gpu.partitioning.pipeline import pipeline_parallel as pp
+from t5x_gpu.partitioning.pipeline.pipeline_schedules import Timetable
 
 from tests.helpers_layouts import QUICK
 from tests.parity.tolerances import MESH_GRADIENT

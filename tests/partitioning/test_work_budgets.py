@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from t5x_gpu.partitioning import hlo_text
-from t5x_gpu.partitioning.collectives import flops_per_device
+from t5x_gpu.analysis import hlo_text
+from t5x_gpu.analysis.collectives import flops_per_device
 
 from tests.helpers_layouts import (
     BATCH, CASES, CONFIG, EXPERTS, LENGTH, busy, config_of, hlo, program, slots, ticks, timetable)

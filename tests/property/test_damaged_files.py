@@ -13,23 +13,24 @@ import numpy as np
 import pytest
 
 from t5x_gpu.checkpoint import initialize, run_lock
-from t5x_gpu.checkpoint.hf_folder import open_hf, read_record, write_record
-from t5x_gpu.checkpoint.keep import Keep
-from t5x_gpu.checkpoint.import_t5x import t5x_model, t5x_table
-from t5x_gpu.checkpoint.local_file import write_local_file
-from t5x_gpu.checkpoint.local_inventory import candidates, find_local_files
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader
+from t5x_gpu.checkpoint.convert.hf_folder import open_hf, read_record, write_record
+from t5x_gpu.checkpoint.convert.t5x import t5x_model, t5x_table
+from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
+from t5x_gpu.checkpoint.local.file_format import write_local_file
+from t5x_gpu.checkpoint.local.inventory import candidates, find_local_files
+from t5x_gpu.checkpoint.local.run_id import ensure_run_id, read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest, sealed
 from t5x_gpu.checkpoint.model_dir import check_model_dir
-from t5x_gpu.checkpoint.run_id import ensure_run_id, read_run_id
-from t5x_gpu.checkpoint.state_files import StateReader
-from t5x_gpu.checkpoint.t5x_files import T5xCheckpoint
-from t5x_gpu.checkpoint.verification import verify
+from t5x_gpu.checkpoint.retention import Keep
+from t5x_gpu.checkpoint.tools.verify import verify
 from t5x_gpu.config import report
 from t5x_gpu.config.provenance import Provenance
-from t5x_gpu.data import features, prepared
+from t5x_gpu.data import features
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.prepared_index import Index, Member
-from t5x_gpu.data.shard_writer import write_shard
+from t5x_gpu.data.prepared import batches as prepared
+from t5x_gpu.data.prepared.index import Index, Member
+from t5x_gpu.data.prepared.shard_writer import write_shard
 from t5x_gpu.metrics.writers import JsonLinesWriter, read_json_lines
 from tests.checkpoint.hf_files import CONFIGS, write_model
 from tests.checkpoint.test_checkpointer import (

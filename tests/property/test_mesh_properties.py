@@ -6,10 +6,10 @@ from hypothesis import given, settings, strategies as st
 import numpy as np
 
 from t5x_gpu.errors import MeshError
-from t5x_gpu.partitioning.mesh import check_model_sizes, device_array, mesh_table
-from t5x_gpu.partitioning.mesh_problems import divisors, legal_partitions
-from t5x_gpu.partitioning.mesh_sizes import MESH_AXES, resolve_mesh_sizes
-from t5x_gpu.runtime.topology import Topology
+from t5x_gpu.partitioning.mesh.mesh import check_model_sizes, device_array, mesh_table
+from t5x_gpu.partitioning.mesh.mesh_problems import divisors, legal_partitions
+from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES, resolve_mesh_sizes
+from t5x_gpu.runtime.cluster.topology import Topology
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 

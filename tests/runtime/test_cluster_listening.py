@@ -10,8 +10,8 @@ import time
 import pytest
 
 from t5x_gpu.errors import ClusterError, ConfigError
-from t5x_gpu.runtime import addresses, job_secret, signed_lines
-from t5x_gpu.runtime.cluster import detect
+from t5x_gpu.runtime.cluster import addresses, job_secret, signed_lines
+from t5x_gpu.runtime.cluster.cluster import detect
 from tests.runtime.test_cluster_meeting import free_port, info, member, run_all
 
 SECONDS = 60

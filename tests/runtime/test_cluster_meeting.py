@@ -9,9 +9,10 @@ import time
 import pytest
 
 from t5x_gpu.errors import ClusterError
-from t5x_gpu.runtime import addresses, distributed, rendezvous, signed_lines
-from t5x_gpu.runtime.cluster import ClusterInfo
-from t5x_gpu.runtime.rendezvous import Member, meet
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster import addresses, rendezvous, signed_lines
+from t5x_gpu.runtime.cluster.cluster import ClusterInfo
+from t5x_gpu.runtime.cluster.rendezvous import Member, meet
 
 
 def free_port() -> int:

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from t5x_gpu.runtime import cluster, distributed
-from t5x_gpu.runtime.rendezvous import Member
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster import cluster
+from t5x_gpu.runtime.cluster.rendezvous import Member
 from tests.helpers_xla import xla_flags
 
 DEADLINE_SECONDS = 120

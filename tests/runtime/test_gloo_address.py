@@ -3,7 +3,7 @@
 import pytest
 from jax._src import lib as jax_lib
 
-from t5x_gpu.runtime import coordination
+from t5x_gpu.runtime.cluster import coordination
 
 MAKE = 'make_gloo_tcp_collectives'
 

@@ -1,0 +1,197 @@
+"""What in a compiled step probably is not meant: copies that nobody needs, collectives too many.
+
+Left to itself the compiler gathers an array rather than complain, and the run is merely slow or out
+of memory. `lint` looks for what has an explanation in no parallelism in use.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from t5x_gpu.analysis.array_layout import ArrayLayout, state_layouts
+from t5x_gpu.analysis.collectives import Collective, inventory, partitioned_hlo
+from t5x_gpu.analysis.purposes import GRADIENT, Match, ParameterShapes, key, purpose
+from t5x_gpu.partitioning.axis_rules import Table
+
+# An array counts as large from this share of the state and this many bytes on.
+LARGE_SHARE, LARGE_BYTES = 0.01, 2**20
+# A gather counts from this share of all bytes that a step sends.
+TRAFFIC_SHARE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """Something to look at.
+
+  Attributes:
+    rule: 'replicated', 'gathered' or 'repeated'.
+    what: what is the case, with numbers and the name of the parameter or operation.
+    fix: what to do about it.
+    num_bytes: per device, held or sent for nothing.
+  """
+  rule: str
+  what: str
+  fix: str
+  num_bytes: int
+
+  def __str__(self) -> str:
+    return f'{self.rule}: {self.what}\n  {self.fix}'
+
+
+def lint(program: Any, *, collectives: Optional[Sequence[Collective]] = None) -> list[Finding]:
+  """Returns the findings for the training step of a program, the most expensive first.
+
+  Args:
+    program: a training.program.Program.
+    collectives: of its training step, if they are known already; else it is compiled here.
+  """
+  mesh_shape = program.layout.mesh.shape
+  if collectives is None:
+    collectives = inventory(partitioned_hlo(program.train_step.lower(
+        program.abstract_state, program.abstract_batch)), mesh_shape)
+  parameters, optimizer = state_layouts(program.abstract_state, program.names)
+  rules = program.layout.rules
+  found = [*replicated(parameters, optimizer, mesh_shape,
+                       meant={'parameter': _axes_of(rules.parameters),
+                              'optimizer state': _axes_of(rules.state)}),
+           *gathered(collectives, parameters, optimizer, mesh_shape),
+           *repeated(collectives, parameters, mesh_shape)]
+  return sorted(found, key=lambda finding: -finding.num_bytes)
+
+
+def replicated(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout],
+               mesh_shape: Mapping[str, int], *, meant: Mapping[str, Mapping[str, Sequence[str]]]
+               ) -> list[Finding]:
+  """Returns large arrays of which every device has a copy, though the layout means to split them.
+
+  Args:
+    parameters, optimizer: where they are.
+    mesh_shape: mesh axis -> size.
+    meant: 'parameter' and 'optimizer state' -> mesh axis -> the names that it splits by the rules.
+  """
+  total = sum(a.num_bytes for a in (*parameters, *optimizer))
+  found = []
+  for kind, arrays in (('parameter', parameters), ('optimizer state', optimizer)):
+    for array in arrays:
+      if not array.is_whole or array.num_bytes <= max(LARGE_BYTES, LARGE_SHARE * total):
+        continue
+      axis = next((a for a in meant[kind] if mesh_shape[a] > 1
+                   and any(n % mesh_shape[a] == 0 for n in array.shape)), None)
+      if axis:
+        names = ' or '.join(map(repr, meant[kind][axis]))
+        found.append(Finding(
+            'replicated', f'{kind} {array.name} [{_by(array.shape)}] ({_mib(array.num_bytes)}, '
+            f'{array.num_bytes / total:.0%} of the state) is whole on every device, although '
+            f'{axis} = {mesh_shape[axis]} could split it.',
+            f'It splits dimensions that are named {names}; those of this array are '
+            f'{", ".join(str(n or "-") for n in array.names)}. Name one so in with_axes.',
+            array.num_bytes - array.num_bytes // mesh_shape[axis]))
+  return found
+
+
+def _axes_of(table: Table) -> dict[str, list[str]]:
+  """Returns mesh axis -> array axes that it splits, without those of stacked layers, experts."""
+  found: dict[str, list[str]] = {}
+  for name in table.keys() - {'layers', 'experts'}:
+    for axis in table[name]:
+      found.setdefault(axis, []).append(name)
+  return found
+
+
+def gathered(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout],
+             optimizer: Sequence[ArrayLayout], mesh_shape: Mapping[str, int]) -> list[Finding]:
+  """Returns all-gathers that no parallelism explains, one finding per reason."""
+  shapes = ParameterShapes(parameters, mesh_shape)
+  vocab = {size for p in parameters for name, size in zip(p.names, p.shape) if name == 'vocab'}
+  split_axes = {axis for array in (*parameters, *optimizer) for axis in array.mesh_axes}
+  enough = TRAFFIC_SHARE * sum(c.bytes_per_call for c in collectives)
+  groups: dict[tuple[str, str], list[Collective]] = collections.defaultdict(list)
+  for c in collectives:
+    reason = _unexplained(c.axes, c.shape, shapes.find(c.shape), vocab, split_axes)
+    if c.kind == 'all-gather' and reason:
+      groups[reason].append(c)
+  found = []
+  for (what, fix), members in groups.items():
+    num_bytes = sum(c.bytes_per_call for c in members)
+    if num_bytes >= enough:
+      largest = max(members, key=lambda c: c.bytes_per_call)
+      found.append(Finding(
+          'gathered', f'{what}: {sum(c.count for c in members)} all-gathers over '
+          f'{" and ".join(largest.axes)} per step send {_mib(num_bytes)} per device; the largest '
+          f'is [{_by(largest.shape)}] at {_place(largest)}.', fix, num_bytes))
+  return found
+
+
+def _unexplained(axes: Sequence[str], shape: Sequence[int], matches: Sequence[Match],
+                 vocab: set[int], split_axes: set[str]) -> Optional[tuple[str, str]]:
+  """Returns (what, fix), or None if the gather is what some parallelism does."""
+  if 'model' in axes and vocab & set(shape) and not any(
+      'vocab' not in m.parameter.names for m in matches):
+    tables = [m for m in matches if 'vocab' in m.parameter.names]
+    if tables:
+      return (f'The vocabulary of {tables[0].parameter.name} is made whole',
+              'Look it up and multiply by it where its parts are: shard the result by vocab.')
+    return ('Logits (or one-hot labels) are made whole over the vocabulary',
+            "Keep them split: shard(logits, 'batch', 'length', 'vocab'), and take the loss with "
+            'models/losses.py, which sums over the parts.')
+  if 'model' in axes and matches:
+    return (f'Parts of {matches[0].parameter.name} are made whole, which tensor parallelism uses '
+            'where they are',
+            # The partitioner replicates what a manual all_gather or psum_scatter takes over every
+            # axis that is left to it (jaxlib 0.10.2 and 0.11.2).
+            'Constrain the activations around it with shard(x, *names). A written-out all_gather '
+            "or psum_scatter does it too, unless it stands in a jax.shard_map over {'model'}.")
+  stacks = [m for m in matches if not m.is_layer and 'layers' in m.parameter.names
+            and set(axes) & set(m.parameter.mesh_axes)]
+  if stacks and not any(m.is_layer for m in matches):
+    return (f'All layers of {stacks[0].parameter.name} are whole at once',
+            'Gather a layer inside the scan over layers (fsdp.whole), not before it.')
+  if 'data' in axes and 'data' not in split_axes:
+    return ('No array is split over data but the batch',
+            'Something computes on all rows at once; constrain it with shard(x, "batch", ...).')
+  return None
+
+
+def repeated(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout],
+             mesh_shape: Mapping[str, int]) -> list[Finding]:
+  """Returns reductions of gradients that run more often than there are gradients of the shape."""
+  shapes = ParameterShapes(parameters, mesh_shape)
+  groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
+  for c in collectives:
+    if purpose(c, shapes) == GRADIENT:
+      groups[c.axes, c.kind, key(c.shape)].append(c)
+  wasted: dict[tuple[Any, ...], list[tuple[int, str, Collective]]] = collections.defaultdict(list)
+  for (axes, kind, _), members in groups.items():
+    matches = shapes.find(members[0].shape)
+    times = sum(c.count for c in members) / sum(m.copies for m in matches)
+    if times > 1 and any(c.count > 1 for c in members):
+      num_bytes = sum(c.bytes_per_call for c in members)
+      largest = max(matches, key=lambda m: m.parameter.num_bytes).parameter.name
+      wasted[axes, kind, round(times, 1)].append(
+          (int(num_bytes * (1 - 1 / times)), largest, members[0]))
+  found = []
+  for (axes, kind, times), losses in wasted.items():
+    num_bytes = sum(loss for loss, _, _ in losses)
+    _, name, example = max(losses, key=lambda loss: loss[0])
+    more = f' and of {len(losses) - 1} other shapes' if len(losses) > 1 else ''
+    found.append(Finding(
+        'repeated', f'Gradients of the shape of {name}{more} are reduced ({kind} over '
+        f'{" and ".join(axes)}) {times:g} times per step: {_mib(num_bytes)} per device for '
+        f'nothing, at {_place(example)}.',
+        'A loop repeats it: microbatches (NUM_MICROBATCHES), chunks of the loss or pipeline ticks. '
+        'Sum the gradients over the loop and reduce once after it.', num_bytes))
+  return found
+
+
+def _by(shape: Sequence[int]) -> str:
+  return ' x '.join(map(str, shape)) or 'scalar'
+
+
+def _mib(num_bytes: int) -> str:
+  return f'{num_bytes / 2**20:.3g} MiB' if num_bytes < 2**30 else f'{num_bytes / 2**30:.3g} GiB'
+
+
+def _place(collective: Collective) -> str:
+  source = f' ({collective.source})' if collective.source else ''
+  return (collective.op_name or 'an unnamed operation') + source

@@ -1,0 +1,169 @@
+"""Parameters alone, in our checkpoints: read and written in slices, by any number of pieces.
+
+The files are Orbax's (zarr arrays in one OCDBT store), so whatever reads a checkpoint of a run
+reads these; written here is only what a converter has: parameters and step, no optimizer state.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Self
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from t5x_gpu.checkpoint.arrays.state_reader import Place, StateReader, read_array
+from t5x_gpu.checkpoint.arrays.state_writer import StateWriter
+from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.storage.checksums import HostSums, check_restored, record
+from t5x_gpu.checkpoint.storage.paths import AnyPath
+from t5x_gpu.errors import CheckpointError, did_you_mean
+
+PARAMS_ONLY = 'params_only'
+
+
+class ParamsReader:
+  """The parameters of a checkpoint; see `name_tables.Tensors` for the attributes.
+
+  Args:
+    model_dir: MODEL_DIR, or the folder of one checkpoint.
+    step: which checkpoint; None for the latest.
+  Attributes:
+    path: folder of the checkpoint.
+    step: of the checkpoint.
+    manifest: what it says of itself.
+    shapes: '/'-joined path -> shape.
+    state: what reads the files.
+  Raises:
+    CheckpointError: none there, or it cannot be read.
+  """
+
+  def __init__(self, model_dir: str | os.PathLike | AnyPath, *, step: Optional[int] = None):
+    self.state = StateReader(model_dir, step=step, prefix='params/')
+    self.path, self.step = self.state.path, self.state.step
+    self.manifest: Mapping[str, Any] = self.state.manifest
+    self.shapes, self.dtypes = self.state.shapes, self.state.dtypes
+
+  def read_at(self, path: str, place: Place) -> np.ndarray:
+    """Returns a part of a parameter."""
+    return self.state.read_at(path, place)
+
+  def read(self, path: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
+    """Returns rows `start` to `stop` of a parameter."""
+    return self.read_at(path, (slice(start, self.shapes[path][0] if stop is None else stop),))
+
+
+def read_params(model_dir: str | os.PathLike | AnyPath, abstract_params: Any, *,
+                step: Optional[int] = None) -> Any:
+  """Returns the parameters of a checkpoint on the devices of `abstract_params`.
+
+  Each process reads the parts that its devices hold. The checkpoint may be a converted one, which
+  has parameters alone, or one of a run.
+
+  Args:
+    model_dir: MODEL_DIR, or the folder of one checkpoint.
+    abstract_params: tree of ShapeDtypeStructs with shardings (`Program.abstract_state.params`);
+      layers in the order of the model (`Program.in_run_order` comes after).
+    step: which checkpoint; None for the latest.
+  Raises:
+    CheckpointError: no such checkpoint, or other parameters than those asked for, all of them.
+  """
+  reader = ParamsReader(model_dir, step=step)
+  want = flax.traverse_util.flatten_dict(abstract_params, sep='/')
+  problems = tree_problems({name: a.shape for name, a in want.items()}, reader.shapes,
+                           wanted_by='the model', had_by='the checkpoint')
+  if problems:
+    raise CheckpointError(f'{reader.path} holds other parameters than this model has:\n  '
+                          + '\n  '.join(problems),
+                          fix='Take the model file that belongs to the checkpoint.',
+                          parameters=('MODEL_DIR',))
+
+  params = {name: read_array(reader.state, name, a) for name, a in want.items()}
+  check_params(reader, params)
+  return flax.traverse_util.unflatten_dict(params, sep='/')
+
+
+def check_params(reader: ParamsReader, params: Mapping[str, jax.Array]) -> None:
+  """Raises CheckpointError if parameters have other values than were saved; see `check_restored`.
+
+  Args:
+    reader: of the checkpoint that they come from.
+    params: '/'-joined path in the checkpoint -> parameter, on any mesh.
+  """
+  try:
+    check_restored(dict(params), reader.manifest, step=reader.step, prefix='params/')
+  except ValueError as e:
+    raise CheckpointError(f'{reader.path} is damaged: {e}.',
+                          fix='Take another checkpoint, or copy this one again. All of its arrays '
+                              f'are checked by\npython -m t5x_gpu.checkpoint verify {reader.path}',
+                          parameters=('MODEL_DIR',), docs='checkpoints.md#checksums') from e
+
+
+def tree_problems(want: Mapping[str, Sequence[int]], have: Mapping[str, Sequence[int]], *,
+                  wanted_by: str, had_by: str, limit: int = 8) -> list[str]:
+  """Returns a line per tensor that is missing (with the closest names), left over or of another
+  shape, at most `limit` of each kind; [] if both are the same.
+  """
+  over = sorted(have.keys() - want.keys())
+  missing = [f'missing: {n} {list(want[n])}.{did_you_mean(n, over, limit=2)}'
+             for n in sorted(want.keys() - have.keys())]
+  left_over = [f'left over: {n} {list(have[n])}.' for n in over]
+  changed = [f'{n}: {list(have[n])} in {had_by}, {list(want[n])} in {wanted_by}.'
+             for n in sorted(want.keys() & have.keys()) if tuple(want[n]) != tuple(have[n])]
+  return [line for kind in (changed, missing, left_over) for line in
+          kind[:limit] + ([f'... and {len(kind) - limit} more.'] if len(kind) > limit else [])]
+
+
+class ParamsWriter:
+  """Writes `folder`/checkpoint_<step> with parameters alone; all of it is there after `close`.
+
+  Args:
+    folder: exists; of the checkpoint's parent.
+    step: updates done.
+    shapes: '/'-joined path -> shape, all float32.
+    chunks: the same -> shape of a chunk, which `write` should fill.
+    about: JSON-ready, for the manifest: where the parameters come from.
+    compress: worth it where values were narrower than float32, and are half zeros.
+  """
+
+  def __init__(self, folder: AnyPath, *, step: int, shapes: Mapping[str, tuple[int, ...]],
+               chunks: Mapping[str, tuple[int, ...]], about: Mapping[str, Any], compress: bool):
+    self._shapes, self._about = dict(shapes), dict(about)
+    arrays = {'step': ((), np.int32), **{
+        f'params/{name}': (tuple(shape), np.float32) for name, shape in self._shapes.items()}}
+    self._writer = StateWriter(
+        folder, step=step, arrays=arrays, compress=compress,
+        chunks={'step': (), **{f'params/{name}': chunk for name, chunk in chunks.items()}})
+    self._sums = {name: HostSums(shape) for name, (shape, _) in arrays.items()}
+    self._write('step', (), np.asarray(step, np.int32))
+
+  def write(self, path: str, place: Place, value: np.ndarray) -> None:
+    """Writes a part of a parameter; each element is to be written once."""
+    self._write(f'params/{path}', place, np.asarray(value, np.float32))
+
+  def _write(self, name: str, place: Place, value: np.ndarray) -> None:
+    self._writer.write(name, place, value)
+    self._sums[name].add_at(place, value)
+
+  def close(self) -> None:
+    """Writes what is pending, and what the checkpoint says of itself."""
+    tree = {'step': jax.ShapeDtypeStruct((), np.int32), 'params': flax.traverse_util.unflatten_dict(
+        {n: jax.ShapeDtypeStruct(s, np.float32) for n, s in self._shapes.items()}, sep='/')}
+    self._writer.close(
+        manifest={**make_manifest(tree, mesh_shape={}, data={}, next_batch_hash=''),
+                  **record({name: str(sums) for name, sums in self._sums.items()}),
+                  PARAMS_ONLY: True, 'converted_from': self._about},
+        data={'iterator': ''}, empty={})
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    if error[0] is None:
+      self.close()
+
+
+def num_bytes(shapes: Mapping[str, Sequence[int]]) -> int:
+  """Returns the bytes of float32 arrays of these shapes."""
+  return sum(4 * math.prod(shape) for shape in shapes.values())

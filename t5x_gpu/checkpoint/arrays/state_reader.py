@@ -1,0 +1,227 @@
+"""The arrays of a checkpoint, read in slices: no more than a few pieces in memory.
+
+The files are Orbax's (zarr arrays in one OCDBT store). Layers are one array with a leading axis
+here, whether the files have them so or as an array per layer (`layers_0`, `layers_1`): a manifest
+names what is kept so under 'unstacked'.
+"""
+
+import functools
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from t5x_gpu.checkpoint.model_dir import (
+    PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
+from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, piece_shape
+from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path, context, is_remote, kvstore_spec
+from t5x_gpu.checkpoint.storage.storage_errors import StorageError
+from t5x_gpu.errors import CheckpointError
+
+UNSTACKED = 'unstacked'
+STACK = 'layers'
+PIECE_BYTES = 32 << 20  # what is read at once; larger chunks are kept for the next piece
+
+Place = tuple[slice | int, ...]
+
+
+def find_checkpoint(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None,
+                    is_committed: bool = True) -> tuple[AnyPath, int]:
+  """Returns (MODEL_DIR, step) of a checkpoint.
+
+  Args:
+    path: MODEL_DIR, or the folder of one checkpoint.
+    step: which checkpoint; None for the latest.
+    is_committed: False for the folder of one that is being written.
+  Raises:
+    CheckpointError: none there, or the folder of one checkpoint and the step of another.
+  """
+  folder = as_path(path)
+  number = re.fullmatch(rf'{PREFIX}_(\d+)', folder.name)
+  if number and _is_one(folder, int(number[1]), is_committed):
+    if step not in (None, int(number[1])):
+      raise CheckpointError(f'{folder} is the checkpoint of step {number[1]}, not of step {step}.',
+                            fix=f'Give its MODEL_DIR, {folder.parent}, or leave the step out.')
+    return folder.parent, int(number[1])
+  steps = committed_steps(folder)
+  if not steps or step not in (None, *steps):
+    raise CheckpointError(
+        f'{folder} does not exist.' if not is_remote(folder) and not folder.exists() else
+        f'{folder} has no checkpoint' + ('.' if step is None else f' of step {step}.'),
+        fix=f'Its steps are {", ".join(map(str, steps))}.' if steps else
+        'Give the MODEL_DIR of a run, which has checkpoint_<step> in it.')
+  return folder, steps[-1] if step is None else step
+
+
+def _is_one(folder: AnyPath, step: int, is_committed: bool) -> bool:
+  """Returns whether a folder called checkpoint_<step> is that checkpoint, no MODEL_DIR."""
+  if is_remote(folder):
+    return (folder / 'manifest').exists() and (
+        not is_committed or step in committed_steps(folder.parent))
+  return (folder / 'manifest').exists() or folder.is_dir() and not committed_steps(folder)
+
+
+class StateReader:
+  """The arrays of a checkpoint.
+
+  Args:
+    path: MODEL_DIR, or the folder of one checkpoint.
+    step: which checkpoint; None for the latest.
+    prefix: of the arrays to read, 'params/'; it is left out of their names.
+    cache_bytes: for chunks that are asked for in parts; None for what the largest of them takes.
+    is_committed: see `find_checkpoint`.
+  Attributes:
+    path: folder of the checkpoint.
+    step: of the checkpoint.
+    manifest: what it says of itself.
+    shapes, dtypes: '/'-joined path -> shape, dtype.
+  Raises:
+    CheckpointError: none there, or it cannot be read.
+  """
+
+  def __init__(self, path: str | os.PathLike | AnyPath, *, step: Optional[int] = None,
+               prefix: str = '', cache_bytes: Optional[int] = None, is_committed: bool = True):
+    folder, self.step = find_checkpoint(path, step=step, is_committed=is_committed)
+    self.path = checkpoint_path(folder, self.step)
+    self._prefix = prefix
+    try:
+      self.manifest: Mapping[str, Any] = read_saved(folder, self.step).manifest
+      if not is_remote(folder):
+        self._describe(cache_bytes)
+    except UNREADABLE as e:
+      raise CheckpointError(f'{self.path} cannot be read ({why(e)}).',
+                            fix='Take an earlier checkpoint: --step names one.') from e
+    if is_remote(folder):  # an error may be an outage, which the caller looks for
+      self._describe(cache_bytes)
+
+  def _describe(self, cache_bytes: Optional[int]) -> None:
+    """Sets what the manifest says of the arrays."""
+    prefix = self._prefix
+    arrays = {name.removeprefix(prefix): value for name, value in self.manifest['arrays'].items()
+              if name.startswith(prefix)}
+    self.shapes: dict[str, Shape] = {name: tuple(shape) for name, (shape, _) in arrays.items()}
+    self.dtypes = {name: np.dtype(dtype) for name, (_, dtype) in arrays.items()}
+    self._unstacked = frozenset(self.manifest.get(UNSTACKED, ()))
+    self._index = context()  # where chunks are not read
+    # A run may write what a device holds as one chunk: several layers, which are asked for in turn.
+    if cache_bytes is None:
+      largest = max(map(self.chunk_bytes, self.shapes), default=0)
+      cache_bytes = 4 * largest if largest > PIECE_BYTES else 0  # query, key and value together
+    self._context = context(cache_bytes=cache_bytes)
+
+  def chunk_shape(self, name: str) -> Shape:
+    """Returns how an array is cut on disk; a chunk is read as a whole."""
+    # None for an array without dimensions.
+    array = self._opened(self._parts(name)[0], self._index)
+    shape = self.shapes[name][1:] if self._is_unstacked(name) else self.shapes[name]
+    if tuple(array.shape) != shape:
+      raise ValueError(f'{name} has shape {tuple(array.shape)} in its files, {shape} in the '
+                       'manifest')
+    chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+    return (1, *chunk) if self._is_unstacked(name) else chunk
+
+  def chunk_bytes(self, name: str) -> int:
+    return math.prod(self.chunk_shape(name)) * self.dtypes[name].itemsize
+
+  def read_at(self, name: str, place: Place) -> np.ndarray:
+    """Returns a part of an array."""
+    if not self._is_unstacked(name):
+      return self._open(self._parts(name)[0])[place].read().result()
+    first, rest = (place[0], place[1:]) if place else (slice(None), ())
+    parts = self._parts(name)
+    if isinstance(first, int):
+      return self._open(parts[first])[rest].read().result()
+    layers = [self._open(part)[rest].read().result() for part in parts[first]]
+    return np.stack(layers) if layers else np.empty((0, *self.shapes[name][1:]), self.dtypes[name])
+
+  def pieces(self, name: str, *, most_bytes: int = PIECE_BYTES
+             ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """Yields (where, values) of parts that make up an array, of about `most_bytes` each."""
+    shape = self.shapes[name]
+    piece = piece_shape(shape, self.chunk_shape(name), itemsize=self.dtypes[name].itemsize,
+                        most_bytes=most_bytes)
+    for place in boxes(shape, piece):
+      yield place, self.read_at(name, place)
+
+  @property
+  def num_bytes(self) -> int:
+    """Returns the size of all arrays."""
+    return sum(self.bytes_of(name) for name in self.shapes)
+
+  def bytes_of(self, name: str) -> int:
+    return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
+
+  def _is_unstacked(self, name: str) -> bool:
+    return self._prefix + name in self._unstacked
+
+  @functools.cache
+  def _parts(self, name: str) -> list[str]:
+    """Returns the names of the files' arrays that make up one of ours."""
+    full = self._prefix + name
+    return layer_names(full, self.shapes[name][0]) if self._is_unstacked(name) else [full]
+
+  @functools.cache
+  def _open(self, name: str) -> ts.TensorStore:
+    return self._opened(name, self._context)
+
+  def _opened(self, name: str, limits: ts.Context) -> ts.TensorStore:
+    return ts.open(spec_of(self.path / 'state', name), open=True, read=True,
+                   context=limits).result()
+
+
+def read_array(reader: StateReader, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+  """Returns an array as `like` wants it; each process reads the parts that its devices hold."""
+  if like.sharding is None:
+    return jax.numpy.asarray(reader.read_at(name, ()), like.dtype)
+  parts: dict[str, np.ndarray] = {}
+
+  def part(place: tuple[slice, ...]) -> np.ndarray:
+    if str(place) not in parts:  # several devices may hold the same
+      parts[str(place)] = reader.read_at(name, place).astype(like.dtype, copy=False)
+    return parts[str(place)]
+  return jax.make_array_from_callback(like.shape, like.sharding, part)
+
+
+def read_state(path: str | os.PathLike | AnyPath, target: Any) -> Any:
+  """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs.
+
+  Raises:
+    Exception: of many kinds, for a damaged checkpoint; a CheckpointError is of the storage.
+  """
+  try:
+    reader = StateReader(path)
+  except StorageError:
+    raise
+  except CheckpointError as e:  # the caller falls back to an older one
+    raise ValueError(e.what) from e
+  return jax.tree_util.tree_map_with_path(lambda keys, like: read_array(
+      reader, jax.tree_util.keystr(keys, simple=True, separator='/'), like), target)
+
+
+def layer_names(name: str, num_layers: int) -> list[str]:
+  """Returns 'params/layers_0/mlp/wo/kernel', ... for 'params/layers/mlp/wo/kernel'."""
+  before, after = re.fullmatch(rf'(.*/)?{STACK}/(.*)', name).groups()
+  return [f'{before or ""}{STACK}_{i}/{after}' for i in range(num_layers)]
+
+
+def stacked_arrays(shapes: Mapping[str, Shape]) -> list[str]:
+  """Returns the arrays that have all layers of a stack on their first axis."""
+  return [n for n, shape in shapes.items() if re.search(rf'(^|/){STACK}/', n) and shape]
+
+
+def spec_of(state: AnyPath, name: str) -> dict[str, Any]:
+  """Returns TensorStore's description of an array in the folder `state` of a checkpoint."""
+  return {'driver': 'zarr', 'kvstore': {**store_of(state), 'path': name.replace('/', '.') + '/'}}
+
+
+def store_of(state: AnyPath) -> dict[str, Any]:
+  """Returns TensorStore's description of the store of all arrays in a folder."""
+  store = {'driver': 'ocdbt', 'base': kvstore_spec(state)}
+  if is_remote(state):  # the index is read once, not once per array
+    store['cache_pool'] = 'cache_pool#ocdbt'
+  return store

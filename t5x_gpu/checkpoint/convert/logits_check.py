@@ -1,0 +1,185 @@
+"""Whether two sets of weights are one model: logits of random tokens, padded, side by side.
+
+The other side is `transformers` where it is installed; else our own model with the tensors of the
+other files, which tells that the files hold the same, not that Hugging Face computes the same.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, num_bytes
+from t5x_gpu.checkpoint.convert.model_spec import ModelFields
+from t5x_gpu.checkpoint.convert.name_table import Table, Tensors
+from t5x_gpu.checkpoint.convert.tensor_copy import Names
+from t5x_gpu.errors import CheckpointError
+
+TOLERANCE = 1e-4  # relative to the largest logit, or absolute where that is below 1
+ROWS, LENGTH = 2, 48
+_AUTO_CLASSES = {'decoder_only': 'AutoModelForCausalLM', 'encoder_decoder': 'AutoModelForSeq2SeqLM',
+                 'classification': 'AutoModelForSequenceClassification',
+                 'mlm': 'AutoModelForMaskedLM'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+  """How far apart logits are.
+
+  Attributes:
+    against: what ours were compared with.
+    num_logits: how many.
+    largest: of the reference, by absolute value.
+    difference: the largest.
+  """
+  against: str
+  num_logits: int
+  largest: float
+  difference: float
+
+  @property
+  def relative(self) -> float:
+    return self.difference / max(self.largest, 1.0)
+
+  def __str__(self) -> str:
+    return (f'{self.num_logits:,} logits of random tokens, ours against {self.against}: off by '
+            f'{self.difference:.1e} at most, the largest is {self.largest:.3g}')
+
+
+def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
+  """Returns a batch of random tokens for `model`, the second row padded at its end."""
+  c = model.config
+  length = min(LENGTH, c.length_limit or LENGTH)
+  rng = np.random.default_rng(seed)
+
+  def tokens(length: int, kept: int) -> np.ndarray:
+    out = rng.integers(min(2, c.vocab_size - 1), c.vocab_size, (ROWS, length)).astype(np.int32)
+    out[1, kept:] = 0
+    return out
+  targets = tokens(length, length - length // 3)
+  if model.kind == 'encoder':
+    return {'encoder_input_tokens': targets}
+  batch = {'decoder_target_tokens': targets, 'decoder_input_tokens': tokens(length, length)}
+  if model.kind == 'encoder_decoder':
+    batch['encoder_input_tokens'] = tokens(length + 5, length // 2)
+  return batch
+
+
+def our_logits(model: ModelFields, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Returns the logits of `batch` in float32, on this machine's CPU."""
+  exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype='float32'))
+  return logits_of(exact.build(), params, batch)
+
+
+def logits_of(model: Any, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Returns the logits of `batch` in the dtype of `model`, one of models/, on this CPU."""
+  with jax.default_device(_cpu()):
+    return np.asarray(jax.jit(model.logits)(params, dict(batch)))
+
+
+def counted(model: ModelFields, batch: Mapping[str, np.ndarray]) -> np.ndarray | slice:
+  """Returns the logits that count as an index: not those at padding."""
+  if model.kind == 'encoder':
+    if model.options['head_type'] == 'classification':
+      return slice(None)
+    return batch['encoder_input_tokens'] > 0
+  return batch['decoder_target_tokens'] > 0
+
+
+def compare(model: ModelFields, ours: np.ndarray, other: np.ndarray,
+            batch: Mapping[str, np.ndarray], *, against: str,
+            tolerance: float = TOLERANCE) -> Agreement:
+  """Returns how far apart two sets of logits are; raises CheckpointError beyond `tolerance`."""
+  index = counted(model, batch)
+  ours, other = ours[index], other[index]
+  agreement = Agreement(against, ours.size, float(np.max(np.abs(other))),
+                        float(np.max(np.abs(ours - other))))
+  if not agreement.relative <= tolerance:  # so that NaN fails
+    raise CheckpointError(
+        f'The conversion is wrong: {agreement} (relative tolerance {tolerance:g}).',
+        fix='Nothing has been kept. If config.json belongs to the weights, please report this.',
+        docs='convert.md#the-check')
+  return agreement
+
+
+def params_of_files(source: Tensors, table: Table, names: Names) -> Any:
+  """Returns our tree of parameters from other files, all in memory of the CPU."""
+  ours = {path: np.empty(shape, np.float32) for path, shape in table.our_shapes.items()}
+  for name in table.uses:
+    for piece in table.pieces(name):
+      rows = source.read(names.of_table[name], piece.start, piece.stop)
+      for path, value in table.to_ours(name, rows).items():
+        ours[path][piece.slices[path]] = value
+  # One by one, so that there is one copy of all of them and no second one.
+  return flax.traverse_util.unflatten_dict(
+      {path: jax.device_put(ours.pop(path), _cpu()) for path in list(ours)}, sep='/')
+
+
+def params_of_checkpoint(reader: ParamsReader) -> Any:
+  """Returns the tree of parameters of our checkpoint, all in memory of the CPU."""
+  return flax.traverse_util.unflatten_dict(
+      {path: jax.device_put(reader.read_at(path, ()), _cpu()) for path in reader.shapes}, sep='/')
+
+
+def _cpu() -> jax.Device:
+  return jax.local_devices(backend='cpu')[0]
+
+
+def has_transformers() -> bool:
+  """Returns whether transformers and torch are installed; imports neither."""
+  return all(importlib.util.find_spec(name) for name in ('transformers', 'torch'))
+
+
+def transformers_logits(folder: str | os.PathLike, model: ModelFields,
+                        batch: Mapping[str, np.ndarray]) -> tuple[np.ndarray, str]:
+  """Returns what transformers makes of `batch` with the model in `folder`, and its version."""
+  torch, transformers = map(importlib.import_module, ('torch', 'transformers'))
+  transformers.logging.set_verbosity_error()
+  transformers.logging.disable_progress_bar()
+  kind = model.options['head_type'] if model.kind == 'encoder' else model.kind
+  auto = getattr(transformers, _AUTO_CLASSES[kind])
+  theirs = auto.from_pretrained(pathlib.Path(folder), local_files_only=True, use_safetensors=True,
+                                trust_remote_code=False, attn_implementation='eager',
+                                dtype=torch.float32).eval()
+
+  def tensor(name: str) -> Any:
+    return torch.from_numpy(np.asarray(batch[name], np.int64))
+  if model.kind == 'decoder_only':
+    given = {'input_ids': tensor('decoder_input_tokens')}
+  else:
+    given = {'input_ids': tensor('encoder_input_tokens'),
+             'attention_mask': (tensor('encoder_input_tokens') > 0).long()}
+    if model.kind == 'encoder_decoder':
+      given['decoder_input_ids'] = tensor('decoder_input_tokens')
+  with torch.no_grad():
+    return theirs(**given).logits.numpy(), f'transformers {transformers.__version__}'
+
+
+def check_memory(shapes: Mapping[str, Any], *, copies: float) -> None:
+  """Raises CheckpointError if `copies` of the parameters in float32 do not fit into memory."""
+  need, available = copies * num_bytes(shapes), available_bytes()
+  if available is not None and need > available:
+    raise CheckpointError(
+        f'Comparing logits takes the model in memory: about {need / 2**30:.1f} GiB, and '
+        f'{available / 2**30:.1f} GiB are free.',
+        fix='Convert on a machine with more memory. With --check=tensors every tensor is read '
+            'again and compared to the bit, and no logits are: that takes little memory.',
+        docs='convert.md#the-check')
+
+
+def available_bytes() -> Optional[int]:
+  """Returns the memory that programs can still have, None where the system does not tell."""
+  try:
+    for line in pathlib.Path('/proc/meminfo').read_text('ascii').splitlines():
+      if line.startswith('MemAvailable:'):
+        return int(line.split()[1]) * 1024
+  except OSError:
+    pass
+  return None

@@ -1,0 +1,176 @@
+"""A file of a local step: parts of arrays as raw bytes, behind a header that says what they are.
+
+    8 bytes   T5XLOCAL
+    8 bytes   length of the header, little endian
+    4 bytes   CRC-32 of the header
+    header    JSON: facts of the save, and name, start, shape, dtype, checksum, offset of each part
+    parts     raw bytes, each from a multiple of 64
+
+The checksum of a part is that of checkpoint/storage/checksums.py: those of an array's parts add up to the
+array's own, which a durable checkpoint has in its manifest.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_gpu.checkpoint.schemas import LOCAL_FILE
+from t5x_gpu.checkpoint.storage.checksums import HostSums
+from t5x_gpu.checkpoint.storage.chunks import Shape
+from t5x_gpu.config.json_schema import MOST_BYTES, open_regular, parse_json
+
+MAGIC = b'T5XLOCAL'
+FORMAT = 1
+TEMPORARY = '.tmp'
+FILE_NAME = re.compile(r'step_(\d+)\.process_(\d+)')
+_PRELUDE = struct.Struct('<8sQI')
+_ALIGNED = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """A box of an array, as a file describes it.
+
+  Attributes:
+    name: '/'-joined path of the array.
+    start: of the box in the array.
+    shape: of the box.
+    dtype: of the array.
+    checksum: of the box, where it lies in the array.
+    offset: of its bytes behind the header.
+  """
+  name: str
+  start: Shape
+  shape: Shape
+  dtype: str
+  checksum: str
+  offset: int
+
+  @property
+  def num_bytes(self) -> int:
+    return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalFile:
+  """A file whose header is whole and which is long enough.
+
+  Attributes:
+    path: of the file.
+    facts: of the save; JSON-ready.
+    parts: what is in it.
+    data_start: offset of the first part.
+  """
+  path: pathlib.Path
+  facts: Mapping[str, Any]
+  parts: tuple[Part, ...]
+  data_start: int
+
+  def read(self, part: Part, shape: Shape) -> np.ndarray:
+    """Returns a part's values.
+
+    Args:
+      part: of `parts`.
+      shape: of the whole array.
+    Raises:
+      ValueError: they are not those that were written.
+      OSError: the file cannot be read.
+    """
+    dtype = jnp.dtype(part.dtype)
+    with open(self.path, 'rb') as f:
+      f.seek(self.data_start + part.offset)
+      values = np.fromfile(f, np.uint8, part.num_bytes)
+    if values.nbytes != part.num_bytes:
+      raise ValueError(f'{part.name} is cut off')
+    values = values.view(dtype).reshape(part.shape)
+    got = checksum(values, part.start, shape)
+    if got != part.checksum:
+      raise ValueError(f'{part.name} has other values than were saved: its checksum is {got}, not '
+                       f'{part.checksum}')
+    return values
+
+
+def checksum(values: np.ndarray, start: Shape, shape: Shape) -> str:
+  """Returns the checksum of a box that begins at `start` of an array of `shape`."""
+  sums = HostSums(shape)
+  sums.add(values, start)
+  return str(sums)
+
+
+def write_local_file(path: pathlib.Path, *, facts: Mapping[str, Any],
+                     parts: Sequence[tuple[str, Shape, Shape, np.ndarray]]) -> None:
+  """Writes a file that has its name only once it is whole.
+
+  Nothing is forced to disk: what a killed process has written stays, and what a loss of power takes
+  is found by the checksums.
+
+  Args:
+    path: of the file; one that is there is replaced.
+    facts: of the save; JSON-ready.
+    parts: (name, shape of the array, start of the box, its values) of each.
+  Raises:
+    OSError: no space, say; nothing is left then.
+  """
+  described, offset = [], 0
+  for name, shape, start, values in parts:
+    described.append(Part(name, start, values.shape, str(values.dtype),
+                          checksum(values, start, shape), offset))
+    offset = _aligned(offset + values.nbytes)
+  header = json.dumps({'format': FORMAT, 'facts': facts,
+                       'parts': [dataclasses.astuple(part) for part in described]}).encode()
+  new = path.with_name(path.name + TEMPORARY)
+  begin = _aligned(_PRELUDE.size + len(header))
+  try:
+    with open(new, 'wb') as f:
+      f.write(_PRELUDE.pack(MAGIC, len(header), zlib.crc32(header)) + header)
+      for part, (_, _, _, values) in zip(described, parts):
+        f.seek(begin + part.offset)
+        f.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+      f.truncate(begin + offset)
+    os.replace(new, path)
+  except OSError:
+    new.unlink(missing_ok=True)
+    raise
+
+
+def open_local_file(path: pathlib.Path) -> LocalFile:
+  """Returns a file by its header; its parts are not read.
+
+  Raises:
+    ValueError: it is cut off, or its header is damaged.
+    OSError: it cannot be read.
+  """
+  with open_regular(path) as f:
+    start = f.read(_PRELUDE.size)
+    if len(start) < _PRELUDE.size:
+      raise ValueError('it is cut off')
+    magic, length, crc = _PRELUDE.unpack(start)
+    most = min(os.fstat(f.fileno()).st_size, MOST_BYTES)
+    header = f.read(length) if magic == MAGIC and length < most else b''
+    if zlib.crc32(header) != crc or not header:
+      raise ValueError('its header is damaged')
+    size = os.fstat(f.fileno()).st_size
+  content = parse_json(header, LOCAL_FILE)
+  if content['format'] != FORMAT:
+    raise ValueError(f'it has format {content["format"]}, not {FORMAT}')
+  parts = tuple(Part(name, tuple(start), tuple(shape), dtype, checksum, offset)
+                for name, start, shape, dtype, checksum, offset in content['parts'])
+  begin = _aligned(_PRELUDE.size + length)
+  end = begin + max((part.offset + part.num_bytes for part in parts), default=0)
+  if size < end:
+    raise ValueError(f'it is cut off: it has {size:,} of {end:,} bytes')
+  return LocalFile(path, content['facts'], parts, begin)
+
+
+def _aligned(offset: int) -> int:
+  return -(-offset // _ALIGNED) * _ALIGNED

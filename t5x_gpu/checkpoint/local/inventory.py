@@ -1,0 +1,146 @@
+"""Which parts of which local steps the processes of a run find, told to all of them."""
+
+import collections
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5x_gpu.checkpoint.local.file_format import FILE_NAME, LocalFile, open_local_file
+from t5x_gpu.checkpoint.schemas import LOCAL_FACTS
+from t5x_gpu.checkpoint.storage.chunks import Shape
+from t5x_gpu.config.json_schema import check
+from t5x_gpu.runtime import distributed
+
+Box = tuple[int, Shape, Shape]  # array (of the sorted names), start, shape
+Holder = tuple[int, int]  # process, number of the file among those that it found
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+  """What one process, and what all of them have found.
+
+  Attributes:
+    files: of this process.
+    of_all: for every process, {'step', 'attempt', 'process', 'parts'} of each of its files.
+    damaged: (step, what) of files of any process that cannot be read.
+  """
+  files: tuple[LocalFile, ...]
+  of_all: Sequence[Sequence[Mapping[str, Any]]]
+  damaged: Sequence[tuple[int, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """A local step of which there are parts.
+
+  Attributes:
+    step: updates done.
+    attempt: of the run; parts of different ones make no state.
+    files: who has files of it.
+    processes: of the run that wrote it, those whose files there are.
+    holders: box -> who has it.
+    damaged: what cannot be read of it.
+  """
+  step: int
+  attempt: str
+  files: Sequence[Holder]
+  processes: frozenset[int]
+  holders: Mapping[Box, Sequence[Holder]]
+  damaged: list[str]
+
+
+def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Found:
+  """Returns the files of a run that the processes find, each file by one of them.
+
+  Args:
+    folder: of the run on this host; it need not exist.
+    run: its name, which the files bear as well.
+    newer_than: a step; files of others are not opened.
+  """
+  # Processes of one host see the same folder, and share it out.
+  seers = distributed.gather_json(_identity(folder))
+  same = [i for i, seer in enumerate(seers) if seer == seers[distributed.process_index()]]
+  paths = sorted(path for path in folder.glob('step_*') if (match := FILE_NAME.fullmatch(path.name))
+                 and int(match[1]) > newer_than)
+  files, damaged = [], []
+  for path in paths[same.index(distributed.process_index())::len(same)]:
+    step = int(FILE_NAME.fullmatch(path.name)[1])
+    try:
+      file = open_local_file(path)
+      _check_facts(file, step)
+      if file.facts['run'] == run:
+        files.append(file)
+    except (OSError, ValueError) as e:
+      damaged.append([step, f'{path}: {e}'])
+  told = distributed.gather_json({'files': [_summary(file) for file in files], 'damaged': damaged})
+  return Found(tuple(files), [each['files'] for each in told],
+               [(step, what) for each in told for step, what in each['damaged']])
+
+
+def _identity(folder: pathlib.Path) -> str:
+  try:
+    stat = folder.stat()
+  except OSError:
+    return ''
+  boot_id = pathlib.Path('/proc/sys/kernel/random/boot_id')
+  host = boot_id.read_text('utf-8').strip() if boot_id.exists() else ''
+  return f'{host}:{stat.st_dev}:{stat.st_ino}'
+
+
+def _check_facts(file: LocalFile, step: int) -> None:
+  """Raises ValueError unless a file says of which step it is, and of which arrays its parts are."""
+  check(file.facts, LOCAL_FACTS)
+  if file.facts['step'] != step:
+    raise ValueError(f'it is of step {file.facts["step"]}')
+  arrays = file.facts['manifest']['arrays']
+  for part in file.parts:
+    shape, dtype = arrays.get(part.name, ([], ''))
+    if part.dtype != dtype or not len(part.start) == len(part.shape) == len(shape) or any(
+        begin + size > whole for begin, size, whole in zip(part.start, part.shape, shape)):
+      raise ValueError(f'{part} is no part of one of its arrays')
+
+
+def _summary(file: LocalFile) -> dict[str, Any]:
+  """Returns what the others learn of a file; arrays are told by number, as names are long."""
+  number = {name: i for i, name in enumerate(sorted(file.facts['manifest']['arrays']))}
+  return {**{key: file.facts[key] for key in ('step', 'attempt', 'process')},
+          'parts': [[number[part.name], part.start, part.shape] for part in file.parts]}
+
+
+def candidates(found: Found) -> list[Candidate]:
+  """Returns the local steps, newest first; the same on all processes."""
+  groups: dict[tuple[int, str], list[tuple[Holder, Mapping[str, Any]]]] = {}
+  for process, files in enumerate(found.of_all):
+    for number, file in enumerate(files):
+      groups.setdefault((file['step'], file['attempt']), []).append(((process, number), file))
+  out = []
+  for (step, attempt), files in sorted(groups.items(), reverse=True):
+    holders: dict[Box, list[Holder]] = collections.defaultdict(list)
+    for holder, file in files:
+      for array, start, shape in file['parts']:
+        holders[array, tuple(start), tuple(shape)].append(holder)
+    out.append(Candidate(step, attempt, [holder for holder, _ in files],
+                         frozenset(file['process'] for _, file in files), dict(holders),
+                         [what for s, what in found.damaged if s == step]))
+  return out
+
+
+def missing_words(candidate: Candidate, hosts: Sequence[str]) -> str:
+  """Returns whose parts are missing, 'the parts of process 1 on gpu-002 are missing'.
+
+  Args:
+    candidate: the step.
+    hosts: of the processes that wrote it.
+  """
+  by_host = collections.defaultdict(list)
+  for process, host in enumerate(hosts):
+    if process not in candidate.processes:
+      by_host[host].append(process)
+  words = [f'process{"es" * (len(p) > 1)} {", ".join(map(str, p))} on {host}'
+           for host, p in by_host.items()]
+  found = [f'the parts of {" and ".join(words)} are missing'] if words else []
+  return '; '.join([*found, *candidate.damaged]) or 'parts are missing'

@@ -1,0 +1,212 @@
+"""Who keeps which part of a state on a local disk, so that any one host may be lost.
+
+Every box of every array is kept twice, on two hosts. Where two hosts hold it anyway (data
+parallelism), each writes what it has. Where one host alone holds it (fsdp over all hosts), its
+values are sent to the next host: a permutation of the devices inside the compiled world, array by
+array, which takes the memory of one shard and no further ports.
+
+This is a pure function of shardings and hosts: all processes compute the same.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster.topology import Device
+
+Shape = tuple[int, ...]
+Pairs = tuple[tuple[int, int], ...]  # (from, to), places in the flat mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+  """Which process drives a device, and on which host a process is.
+
+  Attributes:
+    names: of the host of each process.
+    keys: equal for processes that fail together.
+    process_of: device -> index of its process.
+  """
+  names: tuple[str, ...]
+  keys: tuple[str, ...]
+  process_of: Callable[[Device], int]
+
+  @property
+  def num_hosts(self) -> int:
+    return len(set(self.keys))
+
+  def is_first_of_host(self, process: int) -> bool:
+    """Returns whether no process of a lower index shares the host."""
+    return self.keys.index(self.keys[process]) == process
+
+
+def hosts_of_run() -> Hosts:
+  """Returns the hosts of this run: machines, or racks (T5X_GPU_DOMAIN) where there are several."""
+  members = distributed.members()
+  if members:
+    domains = tuple(member.domain for member in members)
+    keys = domains if len(set(domains)) > 1 else tuple(member.host_key for member in members)
+    names = tuple(member.hostname for member in members)
+  else:
+    names = keys = tuple(f'host {i}' for i in range(jax.process_count()))
+  return Hosts(names, keys, lambda device: device.process_index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+  """A box that a process keeps.
+
+  Attributes:
+    array: place of the array among those of the state.
+    start: of the box.
+    shape: of the box.
+    device: place in the flat mesh of the device that hands it over.
+    is_sent: whether that device gets it from another host.
+  """
+  array: int
+  start: Shape
+  shape: Shape
+  device: int
+  is_sent: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+  """Who keeps what.
+
+  Attributes:
+    by_process: what each process keeps.
+    bytes_of: how much that is.
+    sent: array -> how its shards move; those that need not are not in it.
+    sent_bytes: of one step, over all processes.
+    num_copies: of each box, on as many hosts.
+  """
+  by_process: tuple[tuple[Kept, ...], ...]
+  bytes_of: tuple[int, ...]
+  sent: Mapping[int, Pairs]
+  sent_bytes: int
+  num_copies: int
+
+  def bytes_on_host(self, hosts: Hosts, process: int) -> int:
+    """Returns what a step takes on the host of a process."""
+    return sum(size for size, key in zip(self.bytes_of, hosts.keys) if key == hosts.keys[process])
+
+  def words(self, hosts: Hosts) -> str:
+    """Returns how much a host keeps of each step, and how many hosts may be lost."""
+    most = gigabytes(max(self.bytes_on_host(hosts, i) for i in range(len(hosts.keys))))
+    if hosts.num_hosts == 1:
+      return f'{most} on the only host: they survive processes that end, not its loss'
+    if self.num_copies == 1:
+      return (f'{most} on a host, each part once, as one host has more than half of the devices: a '
+              'host that is lost takes its part with it')
+    sent = (f'{gigabytes(self.sent_bytes)} are sent to another host' if self.sent else
+            'nothing is sent, as two hosts hold every part anyway')
+    return (f'{most} on a host, each part on two of {hosts.num_hosts}, so any one may be lost; '
+            f'{sent}')
+
+
+def gigabytes(num_bytes: int) -> str:
+  """Returns '1.23 GB', '4.56 MB'."""
+  return f'{num_bytes / 1e9:.3g} GB' if num_bytes >= 1e8 else f'{num_bytes / 1e6:.3g} MB'
+
+
+def plan_copies(state: Any, hosts: Hosts) -> Copies:
+  """Returns who keeps what.
+
+  Args:
+    state: tree of arrays or shapes with NamedShardings of one mesh.
+    hosts: of the devices.
+  """
+  arrays = jax.tree.leaves(state)
+  devices = list(arrays[0].sharding.mesh.devices.flat)
+  process_of = [hosts.process_of(device) for device in devices]
+  host_of = [hosts.keys[process] for process in process_of]
+  to_next = _to_next_host(host_of)
+  kept: list[list[Kept]] = [[] for _ in hosts.keys]
+  loads = [0] * len(hosts.keys)
+  sent: dict[int, Pairs] = {}
+  sent_bytes, num_copies = 0, 2 if hosts.num_hosts > 1 else 1
+
+  def keep(process: int, part: Kept, num_bytes: int) -> None:
+    kept[process].append(part)
+    loads[process] += num_bytes
+  # The large ones first: what is small then evens out the loads.
+  for i in sorted(range(len(arrays)), key=lambda i: -_bytes(arrays[i], arrays[i].shape)):
+    pairs = []
+    for (start, shape), holders in _boxes(arrays[i], devices).items():
+      num_bytes = _bytes(arrays[i], shape)
+      own = min(holders, key=lambda d: (loads[process_of[d]], d))
+      others = [d for d in holders if host_of[d] != host_of[own]]
+      keep(process_of[own], Kept(i, start, shape, own, is_sent=False), num_bytes)
+      if others:
+        other = min(others, key=lambda d: (loads[process_of[d]], d))
+        keep(process_of[other], Kept(i, start, shape, other, is_sent=False), num_bytes)
+      elif to_next is not None:
+        other = to_next[own]
+        keep(process_of[other], Kept(i, start, shape, other, is_sent=True), num_bytes)
+        pairs.append((own, other))
+        sent_bytes += num_bytes
+      elif hosts.num_hosts > 1:
+        num_copies = 1
+    if pairs:
+      sent[i] = tuple(sorted(pairs))
+  return Copies(tuple(map(tuple, kept)), tuple(loads), sent, sent_bytes, num_copies)
+
+
+def _bytes(array: Any, shape: Sequence[int]) -> int:
+  return math.prod(shape) * array.dtype.itemsize
+
+
+def _boxes(array: Any, devices: Sequence[Device]) -> dict[tuple[Shape, Shape], list[int]]:
+  """Returns (start, shape) of each box -> the places in the mesh of the devices that hold it."""
+  indices = array.sharding.devices_indices_map(tuple(array.shape))
+  found = collections.defaultdict(list)
+  for place, device in enumerate(devices):
+    bounds = [s.indices(n)[:2] for s, n in zip(indices[device], array.shape)]
+    found[tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)].append(place)
+  return found
+
+
+def _to_next_host(host_of: Sequence[str]) -> Optional[list[int]]:
+  """Returns for each place in the mesh the corresponding one on another host; None if a host has
+  more than half of the devices.
+  """
+  order = list(dict.fromkeys(host_of))
+  by_host = sorted(range(len(host_of)), key=lambda d: (order.index(host_of[d]), d))
+  shift = max(collections.Counter(host_of).values())
+  to_next = [0] * len(host_of)
+  for i, place in enumerate(by_host):
+    to_next[place] = by_host[(i + shift) % len(by_host)]
+  if any(host_of[a] == host_of[b] for a, b in enumerate(to_next)):
+    return None
+  return to_next
+
+
+def send(array: jax.Array, pairs: Pairs) -> jax.Array:
+  """Returns for every device the shard that it got, [devices, ...]; zeros if it got none.
+
+  All processes must call it. Numbers travel as bits (unsigned): some links round.
+  """
+  return _sending(array.sharding.mesh, array.sharding.spec, pairs)(array)
+
+
+@functools.cache
+def _sending(mesh: jax.sharding.Mesh, spec: jax.P, pairs: Pairs) -> Any:
+  def moved(shard: jax.Array) -> jax.Array:
+    return jax.lax.ppermute(_bits(shard), mesh.axis_names, pairs)[None]
+  return jax.jit(jax.shard_map(moved, mesh=mesh, in_specs=spec, out_specs=jax.P(mesh.axis_names),
+                               check_vma=False))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    return x
+  unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
+  return jax.lax.bitcast_convert_type(x, unsigned)

@@ -1,0 +1,99 @@
+"""Checkpoints in object storage: which are there, how one begins, and how it ends.
+
+Nothing can be renamed there, so a checkpoint is written under its own name, and its last object
+makes it one: `commit_success.txt`, Orbax's name for it. Its first object, `under_way.json`, says
+who writes it, so that what a kill has left can be told from what somebody else has put there; it is
+the last to go when a checkpoint is removed. All other objects are those of a checkpoint on disk.
+"""
+
+import json
+import os
+import re
+import socket
+import time
+
+from t5x_gpu.checkpoint.storage.paths import RemotePath
+from t5x_gpu.errors import CheckpointError
+
+COMMIT, UNDER_WAY, SET_ASIDE = 'commit_success.txt', 'under_way.json', 'cannot_be_read.txt'
+_PREFIX = 'checkpoint_'
+_AFTER_PREFIX = 'checkpoint`'  # the next character after '_'
+
+
+def _marks(folder: RemotePath) -> dict[int, set[str]]:
+  """Returns step -> which of the names above are in its folder, for all that begin like one."""
+  found: dict[int, set[str]] = {}
+  for name in folder.files(first=_PREFIX, stop=_AFTER_PREFIX):
+    match = re.fullmatch(rf'{_PREFIX}(0|[1-9][0-9]*)/(.*)', name)
+    if match:
+      found.setdefault(int(match[1]), set()).update({match[2]} & {COMMIT, UNDER_WAY, SET_ASIDE})
+  return found
+
+
+def remote_steps(folder: RemotePath) -> list[int]:
+  """Returns the steps of the checkpoints in `folder`, oldest first; saves cut short are none."""
+  return sorted(step for step, marks in _marks(folder).items()
+                if COMMIT in marks and SET_ASIDE not in marks)
+
+
+def remove_left_over(folder: RemotePath) -> list[int]:
+  """Removes what kills have left of saves and removals; returns the steps.
+
+  To be called by who holds the lock of `folder`.
+  """
+  left = sorted(step for step, marks in _marks(folder).items()
+                if UNDER_WAY in marks and COMMIT not in marks)
+  for step in left:
+    (folder / f'{_PREFIX}{step}').remove_tree(last=[UNDER_WAY])
+  return left
+
+
+def begin(path: RemotePath) -> None:
+  """Makes sure that nothing is at `path`, and says that a checkpoint is on its way there.
+
+  What could not be read, and was set aside, makes room.
+
+  Raises:
+    CheckpointError: there is a checkpoint, or something else.
+  """
+  names = set(path.files())
+  if names and not names & {UNDER_WAY, SET_ASIDE}:
+    raise CheckpointError(
+        f'{path} ' + ('exists and was not overwritten.' if COMMIT in names else
+                      f'has {len(names)} objects that are no checkpoint: {COMMIT} is missing. '
+                      'Nothing was overwritten.'),
+        fix='Continue from the latest checkpoint, move that one away, or set another MODEL_DIR.',
+        parameters=('MODEL_DIR',))
+  _claim(path)
+  path.joinpath(COMMIT).unlink(missing_ok=True)
+  if names:
+    for name in sorted(names - {UNDER_WAY, COMMIT}):
+      path.joinpath(name).unlink(missing_ok=True)
+
+
+def _claim(path: RemotePath) -> None:
+  about = {'host': socket.gethostname(), 'pid': os.getpid(), 'since': _now()}
+  (path / UNDER_WAY).write_text(json.dumps(about) + '\n')
+
+
+def commit(path: RemotePath) -> None:
+  """Makes what was written a checkpoint; everything else must be there by now."""
+  (path / COMMIT).write_text(f'Committed {_now()}.\n')
+  (path / UNDER_WAY).unlink(missing_ok=True)
+
+
+def remove(path: RemotePath) -> None:
+  """Removes a checkpoint; after a kill it is none, and `remove_left_over` does the rest."""
+  _claim(path)
+  (path / COMMIT).unlink(missing_ok=True)
+  path.remove_tree(last=[UNDER_WAY])
+
+
+def set_aside(path: RemotePath, reason: str) -> None:
+  """Makes a checkpoint that cannot be read count no more; its objects stay until its step is saved
+  again."""
+  (path / SET_ASIDE).write_text(f'{_now()}: {reason}\n')
+
+
+def _now() -> str:
+  return time.strftime('%Y-%m-%d %H:%M:%S %Z')

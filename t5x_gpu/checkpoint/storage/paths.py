@@ -1,0 +1,258 @@
+"""Where checkpoints lie: folders of this machine, or object storage (`s3://`, `gs://`).
+
+The only place that knows the difference. A `RemotePath` has those methods of `pathlib.Path` that
+readers of checkpoints call, and is no os.PathLike: what can only deal with files cannot take it for
+one. TensorStore talks to the storage, for arrays and for small objects alike, so nothing else needs
+to be installed. Secrets are read by it, from the environment or from files; they pass through no
+string of ours.
+Source: https://google.github.io/tensorstore/kvstore/s3/index.html and .../gcs/index.html
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import re
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from typing import Any, Union
+
+import tensorstore as ts
+
+from t5x_gpu.checkpoint.storage.storage_errors import (
+    GS, S3, is_outage, storage_error, without_secrets)
+from t5x_gpu.errors import ConfigError
+
+# 0.5 + 1 + 2 + 4 + 8 + 16 + 16 + 16 s: a minute of outage passes unnoticed. TensorStore's own
+# default would hang for a quarter of an hour before it says that nobody answers.
+RETRIES = {'max_retries': 8, 'initial_delay': '500ms', 'max_delay': '16s'}
+# After that it is asked once: what a run does to leave must not take minutes more.
+_SOON_SECONDS = 60.0
+INDEX_CACHE_BYTES = 64 << 20  # of indices of arrays, which every array is looked up in
+
+
+@dataclasses.dataclass(frozen=True)
+class RemotePath:
+  """A place in object storage, as `pathlib.Path` is one on a disk.
+
+  There are no folders there, only objects whose names have slashes: making one does nothing, and
+  one exists if something is in it. What fails for another reason than a missing object raises
+  CheckpointError, which says what to do.
+
+  Attributes:
+    scheme: 's3' or 'gs'.
+    bucket: its name.
+    key: what follows, without slashes at its ends.
+  """
+  scheme: str
+  bucket: str
+  key: str
+
+  def __str__(self) -> str:
+    return f'{self.scheme}://{self.bucket}/{self.key}'
+
+  def __truediv__(self, name: Union[str, os.PathLike]) -> 'RemotePath':
+    return self.joinpath(name)
+
+  def joinpath(self, *names: Union[str, os.PathLike]) -> 'RemotePath':
+    return dataclasses.replace(self, key='/'.join([self.key, *map(os.fspath, names)]).strip('/'))
+
+  @property
+  def name(self) -> str:
+    return self.key.rpartition('/')[2]
+
+  @property
+  def parent(self) -> 'RemotePath':
+    return dataclasses.replace(self, key=self.key.rpartition('/')[0])
+
+  def expanduser(self) -> 'RemotePath':
+    return self
+
+  def absolute(self) -> 'RemotePath':
+    return self
+
+  def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+    """Does nothing: an object brings its folders with it."""
+
+  def is_file(self) -> bool:
+    return self._ask('read', lambda: self._above.read(self.name)).state == 'value'
+
+  def is_dir(self) -> bool:
+    return bool(self.files())
+
+  def exists(self) -> bool:
+    return self.is_file() or self.is_dir()
+
+  def files(self, *, first: str = '', stop: str = '') -> list[str]:
+    """Returns the names of all objects in this folder, from `first` to before `stop`, in order."""
+    keys = self._ask('listed', lambda: kvstore(self).list(ts.KvStore.KeyRange(first, stop)))
+    return sorted(key.decode() for key in keys)
+
+  def read_bytes(self) -> bytes:
+    found = self._ask('read', lambda: self._above.read(self.name))
+    if found.state != 'value':
+      raise FileNotFoundError(2, 'No such object', str(self))
+    return found.value
+
+  def read_text(self, encoding: str = 'utf-8') -> str:
+    return self.read_bytes().decode(encoding)
+
+  def write_bytes(self, data: bytes) -> int:
+    """Writes an object; it is there as a whole or not at all."""
+    self._ask('written', lambda: self._above.write(self.name, data))
+    return len(data)
+
+  def write_text(self, text: str, encoding: str = 'utf-8') -> int:
+    return self.write_bytes(text.encode(encoding))
+
+  def swap(self, before: str, after: str) -> bool:
+    """Returns whether the object was `before`, and is `after` now; nobody can come between."""
+    found = self._ask('read', lambda: self._above.read(self.name))
+    if found.value != before.encode():
+      return False
+    written = self._ask('written', lambda: self._above.write(
+        self.name, after, if_equal=found.stamp.generation))
+    return bool(written.generation)
+
+  def unlink(self, missing_ok: bool = False) -> None:
+    if not missing_ok and not self.is_file():
+      raise FileNotFoundError(2, 'No such object', str(self))
+    self._ask('removed', lambda: self._above.write(self.name, None))
+
+  def remove_tree(self, *, last: Sequence[str] = ()) -> None:
+    """Removes all objects in this folder, those that `last` names after the others."""
+    for names in ([n for n in self.files() if n not in last], last):
+      store = kvstore(self)
+      for future in [store.write(name, None) for name in names]:
+        self._ask('removed', lambda future=future: future)
+
+  @property
+  def _above(self) -> ts.KvStore:
+    return kvstore(self.parent)
+
+  def _ask(self, what: str, request: Callable[[], ts.Future]) -> Any:
+    global _outage_seen
+    try:
+      return request().result()
+    except Exception as e:  # TensorStore's are ValueErrors, whatever the reason
+      if is_outage(e):
+        _outage_seen = time.monotonic()
+      raise storage_error(e, f'{self} cannot be {what}', self.scheme) from None
+
+
+AnyPath = Union[pathlib.Path, RemotePath]
+
+
+def as_path(text: Union[str, os.PathLike, RemotePath], *, parameter: str = '') -> AnyPath:
+  """Returns a place that a person has named; a folder of this machine is made absolute.
+
+  Args:
+    text: a folder, `s3://BUCKET/FOLDER` or `gs://BUCKET/FOLDER`.
+    parameter: of gin, to be named in errors.
+  Raises:
+    ConfigError: an address of another kind, or without a folder.
+  """
+  if isinstance(text, RemotePath):
+    return text
+  text = os.fspath(text)
+  match = re.fullmatch(r'(\w[\w+.-]*):/(/?)(.*)', text)
+  if not match:
+    return pathlib.Path(text).expanduser().absolute()
+  scheme, slash, rest = match.groups()
+  shown = without_secrets(text)
+  parameters = (parameter,) if parameter else ()
+  if not slash and scheme not in (S3, GS):
+    return pathlib.Path(text).absolute()  # a folder whose name ends in a colon
+  if scheme not in (S3, GS):
+    raise ConfigError(f'{shown!r} is an address of {scheme}://, which is not supported.',
+                      fix='Give a folder of a file system, s3://BUCKET/FOLDER or '
+                          'gs://BUCKET/FOLDER.', parameters=parameters,
+                      docs='checkpoints.md#object-storage')
+  bucket, _, key = rest.partition('/')
+  key = key.strip('/')
+  if not slash or not re.fullmatch(r'[\w.-]+', bucket) or not key or (
+      {'', '.', '..'} & set(key.split('/')) or set('?#') & set(key)):
+    raise ConfigError(f'{shown!r} does not name a folder in a bucket.',
+                      fix=f'Write {scheme}://BUCKET/FOLDER: two slashes, the name of the bucket '
+                          'alone (no user or password), a folder in it.', parameters=parameters,
+                      docs='checkpoints.md#object-storage')
+  return RemotePath(scheme, bucket, key)
+
+
+def local_path(text: Union[str, os.PathLike, RemotePath], *, what: str) -> pathlib.Path:
+  """Returns a folder of this machine, absolute; raises ConfigError for object storage.
+
+  Args:
+    text: what a person has named.
+    what: takes folders alone, 'average --to'.
+  """
+  path = as_path(text)
+  if isinstance(path, RemotePath):
+    raise ConfigError(
+        f'{what} takes a folder of this machine, not {path}.',
+        fix='Name a folder. Checkpoints are copied from and to object storage by\n'
+            'python -m t5x_gpu.reshard --from=... --to=...', docs='checkpoints.md#object-storage')
+  return path
+
+
+def is_remote(path: AnyPath) -> bool:
+  return isinstance(path, RemotePath)
+
+
+# ---- TensorStore ---------------------------------------------------------------------------------
+
+
+def kvstore_spec(folder: AnyPath) -> dict[str, Any]:
+  """Returns TensorStore's description of a folder; no secret is in it."""
+  if not isinstance(folder, RemotePath):
+    return {'driver': 'file', 'path': f'{folder}/'}
+  path = f'{folder.key}/' if folder.key else ''
+  if folder.scheme == GS:
+    return {'driver': 'gcs', 'bucket': folder.bucket, 'path': path}
+  spec = {'driver': 's3', 'bucket': folder.bucket, 'path': path}
+  endpoint = os.environ.get('AWS_ENDPOINT_URL_S3') or os.environ.get('AWS_ENDPOINT_URL')
+  region = os.environ.get('AWS_REGION') or os.environ.get('AWS_DEFAULT_REGION')
+  if endpoint:
+    spec['endpoint'] = _checked_endpoint(endpoint)
+    region = region or 'us-east-1'  # what servers other than Amazon's take for granted
+  if region:
+    spec['aws_region'] = region
+  # Left to itself, it prints a page of complaints about files that nobody has written.
+  if os.environ.get('AWS_ACCESS_KEY_ID'):
+    spec['aws_credentials'] = {'type': 'environment'}
+  return spec
+
+
+def _checked_endpoint(endpoint: str) -> str:
+  parts = urllib.parse.urlsplit(endpoint)
+  if parts.scheme not in ('http', 'https') or not parts.hostname or '@' in parts.netloc:
+    raise ConfigError(
+        f'AWS_ENDPOINT_URL = {without_secrets(endpoint)!r} is no address of a server.',
+        fix='Write http://HOST:PORT or https://HOST. Keys belong into AWS_ACCESS_KEY_ID and '
+            'AWS_SECRET_ACCESS_KEY.', docs='checkpoints.md#object-storage')
+  return endpoint.rstrip('/')
+
+
+def context(*, cache_bytes: int = 0) -> ts.Context:
+  """Returns limits for TensorStore: memory for chunks, tries where a server does not answer."""
+  return ts.Context({'cache_pool': {'total_bytes_limit': cache_bytes},
+                     'cache_pool#ocdbt': {'total_bytes_limit': INDEX_CACHE_BYTES},
+                     's3_request_retries': RETRIES, 'gcs_request_retries': RETRIES})
+
+
+_outage_seen = -math.inf
+
+
+@functools.cache
+def _small_objects(max_retries: int) -> ts.Context:
+  return ts.Context({name: {**RETRIES, 'max_retries': max_retries}
+                     for name in ('s3_request_retries', 'gcs_request_retries')})
+
+
+def kvstore(folder: AnyPath) -> ts.KvStore:
+  """Returns TensorStore's view of a folder, for small objects."""
+  is_soon = time.monotonic() < _outage_seen + _SOON_SECONDS
+  tries = 1 if is_soon else RETRIES['max_retries']
+  return ts.KvStore.open(kvstore_spec(folder), context=_small_objects(tries)).result()

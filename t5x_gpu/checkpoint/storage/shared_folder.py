@@ -1,0 +1,106 @@
+"""Do all processes see one MODEL_DIR? Found at the start, not by a hang in the first save.
+
+Process 0 writes a file with a name that nobody has looked up before, and all others look for it.
+A client of NFS may keep attributes of folders for a minute (acdirmax): reading the folders above
+makes it ask the server, and the name itself is in no cache.
+"""
+
+import contextlib
+import os
+import pathlib
+import secrets
+import time
+from collections.abc import Iterator
+
+from t5x_gpu.checkpoint.model_dir import check_writable
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, as_path
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster.agreement import who_text
+
+# Longer than a file server in trouble takes; whoever sees the file at once does not wait.
+LOOK_SECONDS = 20.0
+_POLL_SECONDS = 0.1
+
+
+def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = False) -> AnyPath:
+  """Returns MODEL_DIR as a path, once all processes see the same folder.
+
+  Object storage is looked at in the same way: hosts may talk to different servers. A single process
+  does nothing.
+
+  Args:
+    model_dir: of the run.
+    dry_run: remove the folder if it did not exist. Else it stays: a folder that is removed and made
+      again gives other hosts stale handles.
+  Raises:
+    ConfigError: an address that is not supported.
+    CheckpointError: process 0 cannot write there, or other processes do not see what it wrote; on
+      all processes.
+  """
+  folder = as_path(model_dir, parameter='train.model_dir')
+  if distributed.process_count() > 1:
+    with _nonce(folder, dry_run=dry_run) as name:
+      seen = distributed.gather_json([_sees(folder, name), str(folder)])
+    blind = [i for i, (sees, _) in enumerate(seen) if not sees]
+    if blind:
+      raise _not_shared(blind, [path for _, path in seen])
+  return folder
+
+
+@contextlib.contextmanager
+def _nonce(folder: AnyPath, *, dry_run: bool) -> Iterator[str]:
+  """Yields the name of a file that process 0 has written into the folder; removes it at the end."""
+  name, made = '', []
+  try:
+    if distributed.is_main_process():
+      if dry_run and not isinstance(folder, RemotePath):
+        made = [f for f in (folder, *folder.parents) if not f.exists()]
+      check_writable(folder)
+      name = f'.shared_{secrets.token_hex(8)}'
+      (folder / name).write_bytes(b'ok')
+    yield distributed.broadcast_json(name)
+  finally:
+    if name:
+      with contextlib.suppress(OSError):
+        (folder / name).unlink(missing_ok=True)
+    for new in made:
+      with contextlib.suppress(OSError):  # somebody has put something there
+        new.rmdir()
+
+
+def _sees(folder: AnyPath, name: str) -> bool:
+  """Returns whether this process finds the file, after some patience."""
+  deadline = time.monotonic() + LOOK_SECONDS
+  while True:
+    if not isinstance(folder, RemotePath):
+      _refresh(folder)
+    with contextlib.suppress(OSError):  # no right to look there, a stale handle
+      if (folder / name).is_file():
+        return True
+    if time.monotonic() > deadline:
+      return False
+    time.sleep(_POLL_SECONDS)
+
+
+def _refresh(folder: pathlib.Path) -> None:
+  """Reads the beginning of each folder above, so that NFS asks the server what is there."""
+  for above in (*reversed(folder.parents), folder):
+    with contextlib.suppress(OSError), os.scandir(above) as entries:
+      next(entries, None)
+
+
+def _not_shared(blind: list[int], paths: list[str]) -> CheckpointError:
+  names = distributed.hostnames()
+  by_host: dict[str, list[int]] = {}
+  for process in blind:
+    by_host.setdefault(names[process] if names else '', []).append(process)
+  hosts = [f'{who_text(who, names)}: {paths[who[0]]}' for who in by_host.values()]
+  return CheckpointError(
+      f'MODEL_DIR = {paths[0]!r} is not one folder for all processes. Process 0'
+      f'{f" ({names[0]})" if names else ""} wrote a file there; {len(blind)} of {len(paths)} '
+      'processes do not see it:\n  ' + '\n  '.join(hosts[:8])
+      + (f'\n  ... and {len(hosts) - 8} more hosts.' if len(hosts) > 8 else ''),
+      fix='Set MODEL_DIR to an absolute path on a file system that all hosts mount, or to object '
+          'storage (s3://BUCKET/FOLDER). Every process writes its part of a checkpoint there.',
+      parameters=('MODEL_DIR',), docs='slurm.md#what-hosts-must-share')

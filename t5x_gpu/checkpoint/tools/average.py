@@ -1,0 +1,64 @@
+"""The mean of the parameters of several checkpoints, as a checkpoint of parameters."""
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from t5x_gpu.checkpoint.arrays.params_files import (
+    ParamsReader, ParamsWriter, num_bytes, tree_problems)
+from t5x_gpu.checkpoint.arrays.state_reader import PIECE_BYTES
+from t5x_gpu.checkpoint.beside import carry
+from t5x_gpu.checkpoint.storage.checksums import HostSums
+from t5x_gpu.checkpoint.storage.chunks import boxes, smaller_chunk
+from t5x_gpu.checkpoint.storage.staging import new_folder
+from t5x_gpu.checkpoint.tools.verify import check_sums, damage_named
+from t5x_gpu.errors import CheckpointError
+
+Progress = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
+
+
+def average(readers: Sequence[ParamsReader], target: pathlib.Path, *, progress: Progress) -> int:
+  """Writes `target`/checkpoint_<step> with the mean of the parameters, in float32; returns it.
+
+  Sums are float32, in the order given. What the checkpoints are of (config.gin, model.gin, hf/)
+  comes along from the last one. What is read is compared with its checksums.
+
+  Args:
+    readers: of two checkpoints or more, of the same model.
+    target: new folder, which appears at the end.
+    progress: (title, bytes) -> shows how far it is.
+  Raises:
+    CheckpointError: they are not of the same model, or one is damaged.
+  """
+  last = readers[-1]
+  for reader in readers[:-1]:
+    problems = tree_problems(last.shapes, reader.shapes, wanted_by=str(last.path),
+                             had_by=str(reader.path))
+    if problems:
+      raise CheckpointError(f'{reader.path} and {last.path} are not of the same model:\n  '
+                            + '\n  '.join(problems), fix='Name checkpoints of one model.')
+  size = num_bytes(last.shapes)
+  chunks = {name: smaller_chunk(shape, itemsize=4, most_bytes=PIECE_BYTES)
+            for name, shape in last.shapes.items()}
+  about = {'format': 'average', 'of': [str(reader.path) for reader in readers]}
+  with new_folder(target, num_bytes=size) as folder:
+    with progress('averaged', size * len(readers)) as told, ParamsWriter(
+        folder, step=last.step, shapes=last.shapes, chunks=chunks, about=about,
+        compress=False) as writer:
+      for name, shape in last.shapes.items():
+        sums = [HostSums(shape) for _ in readers]
+        for place in boxes(shape, chunks[name]):
+          total = np.zeros([s.stop - s.start for s in place], np.float32)
+          for reader, seen in zip(readers, sums):
+            with damage_named(f'params/{name}', reader.path):
+              values = reader.read_at(name, place)
+            seen.add_at(place, values)
+            total += values.astype(np.float32)
+            told(total.nbytes)
+          writer.write(name, place, total / np.float32(len(readers)))
+        for reader, seen in zip(readers, sums):
+          check_sums(f'params/{name}', seen, reader.manifest, str(reader.path))
+    carry(last.path.parent, folder)
+  return last.step

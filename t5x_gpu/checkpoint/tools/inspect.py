@@ -1,0 +1,87 @@
+"""What a checkpoint holds and says of itself. No array is read."""
+
+import math
+import os
+from typing import Any, Optional
+
+from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY
+from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, StateReader, find_checkpoint
+from t5x_gpu.checkpoint.beside import GIN_FILES
+from t5x_gpu.checkpoint.manifest import STARTED_FROM
+from t5x_gpu.checkpoint.model_dir import read_saved
+from t5x_gpu.checkpoint.storage.checksums import recorded
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
+
+_ORIGINS = (STARTED_FROM, 'converted_from', 'resharded_from')
+
+
+def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -> dict[str, Any]:
+  """Returns what there is to know, JSON-ready; sizes are in bytes.
+
+  Args:
+    path: MODEL_DIR, or the folder of one checkpoint.
+    step: which checkpoint; None for the latest.
+  Raises:
+    CheckpointError: none there, or it cannot be read.
+  """
+  reader, folder = StateReader(path, step=step), find_checkpoint(path, step=step)[0]
+  manifest = reader.manifest
+  checksums = recorded(manifest)
+  arrays = {name: {'shape': list(shape), 'dtype': str(reader.dtypes[name]),
+                   'bytes': reader.bytes_of(name), 'chunk': list(reader.chunk_shape(name)),
+                   'checksum': checksums.get(name)} for name, shape in reader.shapes.items()}
+  parts: dict[str, dict[str, int]] = {}
+  for name, array in arrays.items():
+    part = parts.setdefault(name.split('/')[0], {'arrays': 0, 'elements': 0, 'bytes': 0})
+    part['arrays'] += 1
+    part['elements'] += math.prod(array['shape'])
+    part['bytes'] += array['bytes']
+  return {
+      'path': str(reader.path), 'step': reader.step, 'written': manifest.get('written'),
+      'parts': parts, 'bytes_on_disk': _disk_bytes(reader.path), 'arrays': arrays,
+      'params_only': bool(manifest.get(PARAMS_ONLY)), 'unstacked': bool(manifest.get(UNSTACKED)),
+      'mesh': manifest.get('mesh'), 'num_processes': manifest.get('num_processes'),
+      'gin': [str(folder / name) for name in GIN_FILES if (folder / name).is_file()],
+      'versions': manifest.get('versions'), 'data': manifest.get('data'),
+      'data_state_bytes': len(read_saved(folder, reader.step).data_state),
+      'next_batch_hash': manifest.get('next_batch_hash'),
+      'checksums': f'{len(checksums)} of {len(arrays)} arrays',
+      **{key: manifest[key] for key in _ORIGINS if manifest.get(key)}}
+
+
+def _disk_bytes(path: AnyPath) -> Optional[int]:
+  if isinstance(path, RemotePath):
+    return None  # TensorStore lists no sizes
+  return sum(p.stat().st_size for p in path.rglob('*') if p.is_file())
+
+
+def text_of(described: dict[str, Any]) -> str:
+  """Returns the same for people: a line per array, then the rest."""
+  d = described
+  lines = [f'{d["path"]}: step {d["step"]}' + (f', written {d["written"]}' if d['written'] else '')]
+  width = max(map(len, d['arrays']), default=0)
+  for name, a in d['arrays'].items():
+    shape = f'{a["dtype"]}[{", ".join(map(str, a["shape"]))}]'
+    lines.append(f'  {name:{width}}  {shape:28} {_size(a["bytes"]):>10}')
+  for part, n in d['parts'].items():
+    lines.append(f'{part}: {n["arrays"]} arrays, {n["elements"]:,} elements, {_size(n["bytes"])}')
+  lines.append(f'on disk: {"unknown" if d["bytes_on_disk"] is None else _size(d["bytes_on_disk"])}'
+               + ('; one array per layer' if d['unstacked'] else '')
+               + ('; parameters only: nothing to resume' if d['params_only'] else ''))
+  sizes = ' '.join(f'{axis}={n}' for axis, n in (d['mesh'] or {}).items())
+  lines.append(f'written by: {sizes or "no mesh"}; {d["num_processes"]} processes; ' + ', '.join(
+      f'{name} {version}' for name, version in (d['versions'] or {}).items()))
+  data = ', '.join(f'{k}={v}' for k, v in (d['data'] or {}).items())
+  lines.append(f'data: {data or "none"}; state of {d["data_state_bytes"]} bytes; next batch '
+               f'{d["next_batch_hash"] or "unknown"}')
+  lines.append(f'gin: {", ".join(d["gin"]) or "none beside it"}')
+  lines.append(f'checksums: {d["checksums"]}')
+  lines += [f'{key.replace("_", " ")}: {d[key]}' for key in _ORIGINS if key in d]
+  return '\n'.join(lines)
+
+
+def _size(num_bytes: int) -> str:
+  for unit, size in (('GiB', 2**30), ('MiB', 2**20), ('KiB', 2**10)):
+    if num_bytes >= size:
+      return f'{num_bytes / size:.1f} {unit}'
+  return f'{num_bytes} B'

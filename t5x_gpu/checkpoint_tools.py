@@ -1,0 +1,208 @@
+"""`python -m t5x_gpu.checkpoint inspect | diff | verify | average | prune`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Optional
+
+import jax
+
+from t5x_gpu import cli
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader, find_checkpoint
+from t5x_gpu.checkpoint.model_dir import checkpoint_path, committed_steps
+from t5x_gpu.checkpoint.retention import BEST_IS, Keep
+from t5x_gpu.checkpoint.run_lock import check_lock
+from t5x_gpu.checkpoint.storage.paths import as_path, local_path
+from t5x_gpu.checkpoint.tools.average import average
+from t5x_gpu.checkpoint.tools.diff import tree_differences, value_differences
+from t5x_gpu.checkpoint.tools.inspect import describe, text_of
+from t5x_gpu.checkpoint.tools.prune import Plan, plan_prune, prune
+from t5x_gpu.checkpoint.tools.verify import verify
+from t5x_gpu.errors import CheckpointError, ConfigError, UserError
+from t5x_gpu.runtime.process_exit import sigterm_raises
+from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal.console import Console
+
+PROG = 'python -m t5x_gpu.checkpoint'
+DESCRIPTION = 'Looks at checkpoints, compares, checks, averages and removes them; needs no GPU.'
+EXAMPLES = """examples:
+  {prog} inspect runs/a                       what the latest checkpoint holds; --json
+  {prog} diff runs/a/checkpoint_100 runs/b    0: the same, 1: they differ, 2: trouble
+  {prog} verify runs/a                        every checkpoint; 0: all whole, 1: damage, 2: trouble
+  {prog} average runs/a --last=5 --to=runs/a_mean
+  {prog} prune runs/a --keep_last=3 --keep_every=1000        shows what would go
+  {prog} prune runs/a --keep_last=3 --keep_every=1000 --yes
+
+A FOLDER is a MODEL_DIR, or one of its checkpoints; inspect, diff, verify and average read them from
+s3:// and gs:// as well.
+"""
+TROUBLE = 2
+# Flags, and the commands that take them.
+FLAGS = {'json': ('inspect',), 'step': ('inspect', 'verify'), 'last': ('average',),
+         'to': ('average',), 'keep_last': ('prune',), 'keep_every': ('prune',),
+         'keep_steps': ('prune',), 'keep_best': ('prune',), 'metric': ('prune',),
+         'best_is': ('prune',), 'yes': ('prune',)}
+
+
+def _positive(text: str) -> int:
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f'{text!r} is no whole number of at least 1')
+  return int(text)
+
+
+def _steps(text: str) -> tuple[int, ...]:
+  if not all(part.isdecimal() for part in text.split(',')):
+    raise argparse.ArgumentTypeError(f'{text!r} is no list of steps such as 100,200')
+  return tuple(map(int, text.split(',')))
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument('command', choices=COMMANDS)
+  parser.add_argument('folders', nargs='*', metavar='FOLDER')
+  group = parser.add_argument_group('checkpoint')
+  group.add_argument('--step', type=int, metavar='N',
+                     help='inspect, verify: which checkpoint (default: the latest; verify: all)')
+  group.add_argument('--json', action='store_true', help='inspect: for programs')
+  group.add_argument('--to', metavar='FOLDER', help='average: new folder')
+  group.add_argument('--last', type=_positive, metavar='N',
+                     help='average: the last N checkpoints of each MODEL_DIR (default: the latest)')
+  group.add_argument('--keep_last', type=_positive, metavar='N', help='prune: keep the last N')
+  group.add_argument('--keep_every', type=_positive, metavar='K',
+                     help='prune: keep steps that are multiples of K')
+  group.add_argument('--keep_steps', type=_steps, default=(), metavar='N,N',
+                     help='prune: keep these steps')
+  group.add_argument('--keep_best', type=_positive, metavar='N',
+                     help='prune: keep the N that were best when they were evaluated')
+  group.add_argument('--metric', help='prune: by which (default: eval/loss)')
+  group.add_argument('--best_is', choices=BEST_IS, help='prune: what is best (default: min)')
+  group.add_argument('--yes', action='store_true', help='prune: do it (default: show it)')
+
+
+def _inspect(args: argparse.Namespace, console: Console) -> int:
+  described = describe(args.folders[0], step=args.step)
+  print(json.dumps(described, indent=1) if args.json else text_of(described))
+  return 0
+
+
+def _diff(args: argparse.Namespace, console: Console) -> int:
+  a, b = map(StateReader, args.folders)
+  lines = tree_differences(a, b)
+  for line in lines:
+    console.say(line)
+  both = sum(a.bytes_of(name) for name in a.shapes if b.shapes.get(name) == a.shapes[name])
+  count = 0
+  with console.progress('compared', both) as told:
+    for difference in value_differences(a, b, step=told):
+      console.say(str(difference))
+      count += 1
+  if lines or count:
+    console.say(f'{a.path} and {b.path} differ: {len(lines)} arrays in name, shape or dtype, '
+                f'{count} in values')
+    return 1
+  console.say(f'{a.path} and {b.path} hold the same {len(a.shapes)} arrays')
+  return 0
+
+
+def _verify(args: argparse.Namespace, console: Console) -> int:
+  folder, latest = find_checkpoint(args.folders[0], step=args.step)
+  is_one = args.step is not None or as_path(args.folders[0]).parent == folder
+  damaged = 0
+  for step in [latest] if is_one else committed_steps(folder):
+    where = checkpoint_path(folder, step)
+    try:
+      reader = StateReader(where)
+    except CheckpointError as e:
+      console.say(f'checkpoint_{step}: DAMAGED: {e.what}')
+      damaged += 1
+      continue
+    with console.progress(f'checkpoint_{step} read', reader.num_bytes) as told:
+      verdict = verify(reader, step=told)
+    for name, problem in verdict.damaged.items():
+      console.say(f'checkpoint_{step}: DAMAGED: {name} {problem}')
+    damaged += bool(verdict.damaged)
+    if not verdict.damaged:
+      known = verdict.num_arrays - verdict.num_unknown
+      console.say(f'checkpoint_{step}: {known} arrays have the values that were saved'
+                  + (f'; {verdict.num_unknown} can be read, and have no checksum'
+                     if verdict.num_unknown else ''))
+  return int(damaged > 0)
+
+
+def _average(args: argparse.Namespace, console: Console) -> int:
+  if not args.to:
+    raise ConfigError('--to must be given.', fix=f'{PROG} average FOLDER ... --to=NEW_FOLDER')
+  readers = []
+  for name in args.folders:
+    folder, step = find_checkpoint(name)
+    is_one = as_path(name) == checkpoint_path(folder, step)
+    steps = [step] if is_one or not args.last else committed_steps(folder)[-args.last:]
+    readers += [ParamsReader(folder, step=n) for n in steps]
+  if len(readers) < 2:
+    raise ConfigError(f'The mean of {len(readers)} checkpoint is itself.',
+                      fix='Name several folders, or --last=N with N of at least 2.')
+  for reader in readers:
+    console.say(f'from: {reader.path}')
+  with sigterm_raises():
+    step = average(readers, local_path(args.to, what='average --to'), progress=console.progress)
+  console.say(f'done: {args.to}: checkpoint_{step}, parameters alone')
+  return 0
+
+
+def _prune(args: argparse.Namespace, console: Console) -> int:
+  if not (args.keep_last or args.keep_every or args.keep_steps or args.keep_best):
+    raise ConfigError('Nothing says which checkpoints are to stay.',
+                      fix='Set --keep_last=N, --keep_every=K, --keep_steps=N,N or --keep_best=N.')
+  keep = Keep(args.keep_last, args.keep_every, args.keep_steps, args.keep_best,
+              args.metric or Keep.metric, args.best_is or Keep.best_is, named_by='--metric')
+  plan = plan_prune(args.folders[0], keep)
+  check_lock(plan.folder)
+  _show(plan, console)
+  if not args.yes:
+    console.say('Nothing was removed: --yes does it.')
+    return 0
+  prune(plan, done=lambda step: console.say(f'removed checkpoint_{step}'))
+  return 0
+
+
+def _show(plan: Plan, console: Console) -> None:
+  for step in sorted((*plan.kept, *plan.removed)):
+    if step in plan.kept:
+      console.say(f'keep    checkpoint_{step}: {plan.kept[step]}')
+    else:
+      console.say(f'remove  checkpoint_{step}: {plan.removed[step] / 1e6:,.1f} MB')
+  total = sum(plan.removed.values()) / 1e6
+  console.say(f'{len(plan.kept)} stay, {len(plan.removed)} go: {total:,.1f} MB')
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
+    'inspect': _inspect, 'diff': _diff, 'verify': _verify, 'average': _average, 'prune': _prune}
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+  """Does what one command says; returns its exit code."""
+  logging_setup.quiet_environment()
+  jax.config.update('jax_platforms', 'cpu')  # no GPU is needed, nor taken from a run
+  args = cli.parse_args(PROG, DESCRIPTION, sys.argv[1:] if argv is None else argv, extra=_flags,
+                        gin_file_required=False, takes_config=False, examples=EXAMPLES)
+  extra = args.extra
+  if args.has_config:
+    raise ConfigError(f'{PROG} takes no configuration.', fix='Leave --gin_file and --gin.X out.')
+  useless = [f'--{name}' for name, commands in FLAGS.items()
+             if getattr(extra, name) not in (None, False, ()) and extra.command not in commands]
+  if useless:
+    raise ConfigError(f'{", ".join(useless)} means nothing to {extra.command}.',
+                      fix=f'{PROG} --help says what each is for.')
+  wanted = {'diff': 2, 'average': max(len(extra.folders), 1)}.get(extra.command, 1)
+  if len(extra.folders) != wanted:
+    raise ConfigError(f'{extra.command} takes {wanted} folder(s), got {len(extra.folders)}.',
+                      fix=f'{PROG} --help shows how it is used.')
+  logging_setup.setup()
+  try:
+    return COMMANDS[extra.command](extra, Console())
+  except UserError as e:
+    if extra.command not in ('diff', 'verify'):
+      raise
+    print(cli.describe_error(e), file=sys.stderr)  # as `diff` does: 1 has a meaning of its own
+    return TROUBLE

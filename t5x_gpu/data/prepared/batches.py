@@ -1,0 +1,315 @@
+"""Batches of rows that `python -m t5x_gpu.prepare` has packed: `prepared:DIR`, through Grain.
+
+What is guaranteed: the global batch at step t is a function of (data, rates, seed, t), found at
+once whatever t is, and each process reads only the rows that its devices need. Neither TensorFlow
+nor SeqIO is imported.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import logging
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+import grain
+import numpy as np
+
+from t5x_gpu.config.json_schema import Fields, Whole, parse_json
+from t5x_gpu.data import features
+from t5x_gpu.data.batches import CLASS_NAMES, PREPARED, Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.prepared import row_order
+from t5x_gpu.data.prepared.index import INDEX, Index, check_shards, read_index
+from t5x_gpu.data.prepared.lazy_batch import LazyBatch
+from t5x_gpu.data.prepared.records import decode_into
+from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
+from t5x_gpu.errors import DataError, all_problems, first_line
+from t5x_gpu.runtime.cluster.agreement import Facts
+
+GUARANTEE = ('prepared: the global batch at step t depends on (data, rates, seed, t) alone; each '
+             'process reads its rows of it')
+_MODULE = 't5x_gpu.data.prepared.batches'
+_NAME = 'DatasetConfig.mixture_or_task_name'
+_PREFETCH_BATCHES = 2
+_STATE = Fields({'prepared': Whole(1, 1), 'batches_taken': Whole(), 'data': dict})
+_PACKAGES = ('grain', 'array-record', 'numpy')  # they decide about order and content
+_log = logging.getLogger(__name__)
+
+
+class PreparedBatches:
+  """A `BatchIterator` over rows that can be had by their number.
+
+  Args:
+    rows: number of the row -> its record.
+    num_rows: how many there are; None if they are endless.
+    names: order of the features in a record.
+    spec: of the batches.
+    fingerprint: of the data, its order and its batches.
+    files: that the rows come from, as facts to compare between hosts.
+  Attributes:
+    rows_read: how many were decoded so far.
+  """
+
+  def __init__(self, rows: grain.MapDataset, *, num_rows: Optional[int], names: Sequence[str],
+               spec: BatchSpec, name: str, fingerprint: Mapping[str, Any], files: Facts,
+               class_names: Optional[Sequence[str]] = None):
+    self._rows, self._num_rows, self._names, self._spec = rows, num_rows, tuple(names), spec
+    self._name, self._fingerprint, self._files = name, dict(fingerprint), files
+    self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
+    self._reader = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='prepared_rows')
+    self._ahead: dict[int, tuple[LazyBatch, concurrent.futures.Future]] = {}
+    self._last: Optional[LazyBatch] = None
+    self._step = 0
+    self._closed = False
+    self.rows_read = 0
+
+  def __iter__(self) -> Iterator[Batch]:
+    return self
+
+  def __next__(self) -> Batch:
+    batch = self._batch()
+    self._ahead.pop(self._step)
+    self._step += 1
+    self._read_ahead()
+    self._last = batch
+    return batch.features
+
+  def peek(self) -> Batch:
+    """Returns the next batch without taking it. Raises StopIteration at the end."""
+    return self._batch().features
+
+  def _batch(self) -> LazyBatch:
+    size = self._spec.batch_size
+    if self._closed or (self._num_rows is not None and self._step * size >= self._num_rows):
+      raise StopIteration
+    if self._step not in self._ahead:
+      self._ahead[self._step] = self._started(self._step, rows=())
+    batch, done = self._ahead[self._step]
+    done.result()
+    return batch
+
+  def _read_ahead(self) -> None:
+    """Starts to read the following batches: of each the rows that were taken of the last one."""
+    rows = tuple(sorted(self._last.asked)) if self._last is not None else ()
+    size = self._spec.batch_size
+    for step in range(self._step, self._step + _PREFETCH_BATCHES):
+      if step not in self._ahead and (self._num_rows is None or step * size < self._num_rows):
+        self._ahead[step] = self._started(step, rows=rows)
+
+  def _started(self, step: int, *, rows: Sequence[int]
+               ) -> tuple[LazyBatch, concurrent.futures.Future]:
+    first = step * self._spec.batch_size
+
+    def read(numbers: Sequence[int], arrays: dict[str, np.ndarray]) -> None:
+      for number in numbers:
+        # The last batch of an evaluation is filled up with zeros: padding of weight 0.
+        if self._num_rows is None or first + number < self._num_rows:
+          self._decode(first + number, arrays, number)
+    batch = LazyBatch(self._spec, read=read, names=self._names)
+    return batch, self._reader.submit(batch.need, rows)
+
+  def _decode(self, row: int, arrays: dict[str, np.ndarray], number: int) -> None:
+    try:
+      decode_into(self._rows[row], arrays, number)
+      self.rows_read += 1
+    except Exception as e:  # ArrayRecord raises IndexError, RuntimeError and ValueError
+      raise DataError(
+          f'Row {row:,} of {self._name!r} cannot be read: {first_line(e)[:300]}',
+          fix=f'python -m t5x_gpu.data check {self._name} names the shards that have changed.',
+          parameters=(_NAME,), docs='data.md') from e
+
+  def get_state(self) -> bytes:
+    """Returns the number of the next batch, and what it is a batch of."""
+    return json.dumps({'prepared': 1, 'batches_taken': self._step, 'data': self._fingerprint,
+                       LIBRARIES: versions(_PACKAGES)}).encode()
+
+  def set_state(self, state: bytes) -> None:
+    """Continues where `get_state` was called, at once. Raises DataError if the data is another."""
+    try:
+      saved = parse_json(state, _STATE)
+      step, data = saved['batches_taken'], saved['data']
+    except ValueError as e:
+      raise DataError(
+          f'This data state ({len(state)} bytes) was not written by {_MODULE}: the checkpoint was '
+          'trained on data that was read in another way (streaming, or synthetic).',
+          fix='Set MIXTURE_OR_TASK_NAME to what it was, or start anew in another MODEL_DIR; '
+              'RestoreConfig takes the parameters along.',
+          parameters=(_NAME, 'DatasetConfig.module')) from e
+    check_same_data(data, json.loads(json.dumps(self._fingerprint)))
+    self._ahead.clear()
+    self._step = step
+
+  def describe(self) -> Mapping[str, Any]:
+    """Returns what the batches are made from, and what is guaranteed about their order."""
+    return {'mixture_or_task_name': self._name, **self._fingerprint, **self._classes,
+            LIBRARIES: versions(_PACKAGES), 'guarantee': GUARANTEE}
+
+  def file_facts(self) -> Facts:
+    """Returns the facts of the files, to compare them between hosts."""
+    return self._files
+
+  def close(self) -> None:
+    """Stops reading ahead."""
+    self._closed = True
+    self._ahead.clear()
+    self._reader.shutdown(cancel_futures=True)
+
+
+def folder_of(config: DatasetConfig) -> pathlib.Path:
+  """Returns DIR of 'prepared:DIR'."""
+  return pathlib.Path(config.mixture_or_task_name.removeprefix(PREPARED)).expanduser()
+
+
+def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str,
+                 repeat: bool = True) -> PreparedBatches:
+  """Returns the batches of 'prepared:DIR'.
+
+  Args:
+    config: what to open. Its tasks, packing, lengths and vocabulary must be those of DIR.
+    spec: what the model takes, `features.batch_spec(...)`.
+    feature_converter: a key of `features.LAYOUTS`.
+    repeat: start over at the end of each task, in another order. Otherwise take every row once,
+      the last batch filled up with rows of weight 0.
+  Raises:
+    DataError: DIR was not prepared for this model, is not finished, or has changed.
+  """
+  features.check_batch_size(config.batch_size)
+  folder = folder_of(config)
+  index = read_index(folder, split=config.split)
+  _check(index, config, spec=spec, feature_converter=feature_converter)
+  check_shards(folder, index)
+  own = {name: member.rate for name, member in index.members.items()}
+  rates = row_order.checked_rates(config.mixture_rates, own=own, rows={
+      name: member.rows for name, member in index.members.items()})
+  seed = config.seed if config.shuffle else None
+  rows = row_order.mixed_rows(task_rows(folder, index), rates=rates, seed=seed, repeat=repeat)
+  if repeat and index.rows < config.batch_size:
+    _log.warning('%s has %d rows, a batch takes %d: each batch has some of them more than once.',
+                 folder, index.rows, config.batch_size)
+  return PreparedBatches(
+      rows, num_rows=None if repeat else index.rows, names=tuple(index.features), spec=spec,
+      name=config.mixture_or_task_name,
+      fingerprint=_fingerprint(index, config, rates=rates, repeat=repeat),
+      files=_file_facts(index, folder / config.split), class_names=index.class_names)
+
+
+def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]:
+  """Returns task -> its records in the order of the files, for tasks that have any."""
+  found = {}
+  for name, member in index.members.items():
+    # The numbers of rows are known: Grain would open every file to count them.
+    paths = [f'{folder / index.split / shard.file}[0:{shard.rows}]'
+             for shard in member.shards if shard.rows]
+    if paths:
+      found[name] = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
+  return found
+
+
+def _check(index: Index, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> None:
+  """Raises DataError, with all that differs, unless DIR was prepared for this model and config."""
+  asked = {'feature_converter': feature_converter, 'pack': config.pack,
+           'task_feature_lengths': dict(config.task_feature_lengths),
+           'loss_on_targets_only': config.loss_on_targets_only}
+  problems = [f'{name}: prepared with {getattr(index, name)!r}, the run has {value!r}.'
+              for name, value in asked.items() if getattr(index, name) != value]
+  names = {v['name'] for v in index.vocabularies.values() if v['name'] != 'classes'}
+  if config.vocabulary is not None and config.vocabulary not in names:
+    problems.append(f'vocabulary: prepared with {", ".join(sorted(names))}, the run has '
+                    f'{config.vocabulary!r}.')
+  problems += [f'vocabulary: prepared without one of {part!r}.' for parts in features.layout(
+      feature_converter).tokens.values() for part in parts if part not in index.vocabularies]
+  if not problems and dict(index.features) != {
+      name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()}:
+    problems.append(f'features: prepared with {", ".join(index.features)}, the run has '
+                    f'{", ".join(spec.shapes)}, or other lengths.')
+  if not problems:
+    sizes = _largest_ids(index, feature_converter)
+    problems += [
+        f'{name}: the rows have ids up to {size - 1:,}, the model knows {spec.vocab_sizes[name]:,}.'
+        for name, size in sizes.items() if size > spec.vocab_sizes.get(name, size)]
+  if problems:
+    folder = folder_of(config)
+    raise DataError(
+        all_problems(problems, title=f'{folder} was prepared for another model'),
+        fix=f'Prepare for this one: python -m t5x_gpu.prepare --gin_file=MY.gin --output=OTHER_DIR'
+            f"\n(there MIXTURE_OR_TASK_NAME = '{index.made_from['mixture_or_task_name']}'"
+            '), or set in the run what DIR was prepared with (VOCABULARY = None does).',
+        parameters=(_NAME, 'DatasetConfig.task_feature_lengths', 'DatasetConfig.pack',
+                    'DatasetConfig.vocabulary'), docs='data.md')
+
+
+def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:
+  """Returns model feature -> exclusive bound of its ids, of what is there and may be written."""
+  bounds: dict[str, int] = collections.defaultdict(int)
+  for member in index.members.values():
+    for shard in member.shards:
+      for name, value in shard.largest.items():
+        bounds[name] = max(bounds[name], value + 1)
+  kind = features.layout(feature_converter)
+  for name, parts in kind.tokens.items():
+    bounds[name] = max(bounds[name], *(index.vocabularies[part]['size'] for part in parts))
+  if index.class_names:
+    bounds[features.LABEL] = max(bounds[features.LABEL], len(index.class_names))
+  return dict(bounds)
+
+
+def _fingerprint(index: Index, config: DatasetConfig, *, rates: Mapping[str, float], repeat: bool
+                 ) -> dict[str, Any]:
+  facts = {
+      'task': index.made_from['mixture_or_task_name'].partition(':')[0], 'split': config.split,
+      'seed': config.seed, 'shuffle': config.shuffle, 'pack': config.pack,
+      'batch_size': config.batch_size, 'task_feature_lengths': dict(config.task_feature_lengths),
+      'repeat': repeat, 'feature_converter': index.feature_converter,
+      'loss_on_targets_only': config.loss_on_targets_only,
+      'rates': {name: round(rate, 12) for name, rate in rates.items()}}
+  for name, vocabulary in sorted(index.vocabularies.items()):
+    facts[f'vocabulary of {name}'] = vocabulary['fingerprint']
+  for name, member in index.members.items():
+    digest = hashlib.sha256(''.join(f'{s.rows} {s.sha256} ' for s in member.shards).encode())
+    facts[f'rows of {name}'] = {'rows': member.rows, 'hash': digest.hexdigest()[:16]}
+  return facts
+
+
+def _file_facts(index: Index, folder: pathlib.Path) -> Facts:
+  """Returns facts of index.json and of the shards, whose digests it has; no shard is read."""
+  plan = hashlib.sha256(json.dumps(index.plan(), sort_keys=True).encode()).hexdigest()
+  found = {INDEX: (plan, f'{folder / INDEX} ({plan[:12]})')}
+  for member in index.members.values():
+    for shard in member.shards:
+      if shard.rows:
+        found[shard.file] = shard.sha256, f'{folder / shard.file} ({shard.sha256[:12]})'
+  return found
+
+
+def _any_index(config: DatasetConfig) -> Index:
+  """Returns the index of the split, or of another one: their text is of one kind."""
+  splits = sorted(path.parent.name for path in folder_of(config).glob(f'*/{INDEX}'))
+  split = config.split if config.split in splits or not splits else splits[0]
+  return read_index(folder_of(config), split=split)
+
+
+def made_from(config: DatasetConfig) -> DatasetConfig:
+  """Returns the config of the task or mixture whose text was prepared; it may need its files."""
+  index = _any_index(config)
+  own = {**index.made_from, 'vocabulary': config.vocabulary or index.made_from['vocabulary']}
+  return dataclasses.replace(config, **own, mixture_rates=None)
+
+
+def text_of(config: DatasetConfig) -> DatasetConfig:
+  """Returns a config that turns ids into text; where its name says all, of a vocabulary alone."""
+  index = _any_index(config)
+  given = index.vocabularies.get('targets', next(iter(index.vocabularies.values())))
+  if not given['by_name']:
+    return made_from(config)
+  return dataclasses.replace(
+      config, mixture_or_task_name='', mixture_or_task_module=None, mixture_rates=None,
+      vocabulary=given['name'], module=index.made_from['module'])
+
+
+def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
+  """Returns the names of the classes of the labels, or None without labels."""
+  index = _any_index(config)
+  return None if index.class_names is None else tuple(index.class_names)

@@ -1,0 +1,174 @@
+"""Tasks with SeqIO's metrics: examples for a model, and what its outputs are worth.
+
+The semantics are those of `seqio.Evaluator`, because the metrics are SeqIO's own objects: targets
+are the text before tokenization where the task keeps it (else decoded), predictions are decoded,
+both go through the task's postprocessor, and each metric sees the whole split of one task.
+"""
+
+import dataclasses
+import itertools
+import logging
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.data import prepare_tfds
+from t5x_gpu.data.batches import DatasetConfig, ModelOutputs
+from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.vocabularies.vocabularies import text_vocabulary
+from t5x_gpu.errors import DataError, first_line
+
+_log = logging.getLogger(__name__)
+_TARGETS, _INPUTS = 'targets', 'inputs'
+_Output = seqio.metrics.ModelOutputType
+
+
+class EvaluatedTask:
+  """One task of SeqIO with metrics; see `batches.EvaluatedTask`.
+
+  Args:
+    task: what to evaluate.
+    examples: its split, as numpy.
+    feature_converter: of the model.
+  """
+
+  def __init__(self, task: seqio.Task, examples: Sequence[Mapping[str, Any]], *,
+               feature_converter: str):
+    self.name = task_lookup.own_name(task.name)
+    self._task = task
+    self._examples = examples
+    kinds = {metric.model_output_type for metric in task.metric_objs}
+    self.needs_predictions = bool(kinds & {_Output.PREDICTION, _Output.PREDICTION_WITH_AUX})
+    self.needs_scores = _Output.SCORE in kinds
+    texts = {name: text_vocabulary(task.output_features[name].vocabulary,
+                                   feature_converter=feature_converter)
+             for name in (_INPUTS, _TARGETS) if name in task.output_features}
+    self._targets = texts[_TARGETS]
+    self.eos_id: Optional[int] = self._targets.eos_id
+    self.zero_is_a_word = self._targets.moved_zero_id is not None
+    inputs = texts.get(_INPUTS, self._targets)  # of which a task without them has none
+    self.inputs = [inputs.of_model(_ids(example.get(_INPUTS, ()))) for example in examples]
+    self.targets = [self._targets.of_model(_ids(example[_TARGETS])) for example in examples]
+
+  def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
+    """Returns metric -> value; values that are no number (texts, pictures) are left out, and said.
+
+    Raises:
+      DataError: a metric or postprocessor of the task fails, or two have one name.
+    """
+    written = [self._targets.of_seqio(ids) for ids in outputs.predictions]
+    predictions = np.zeros((len(written), max(map(len, written), default=0)), np.int32)
+    for row, ids in zip(predictions, written):
+      row[:len(ids)] = ids
+    by_kind = {
+        _Output.PREDICTION: predictions, _Output.SCORE: np.asarray(outputs.scores, np.float32),
+        _Output.PREDICTION_WITH_AUX: (
+            predictions, {'scores': np.asarray(outputs.prediction_scores, np.float32)})}
+    values: dict[str, float] = {}
+    for metric in self._task.metric_objs:
+      for key, value in self._compute(metric, by_kind[metric.model_output_type]).items():
+        if key in values:
+          raise DataError(f'Two metrics of {self.name!r} give a value called {key!r}.',
+                          fix='Rename one in the dictionary that the metric function returns.')
+        number = value.value if isinstance(value, seqio.metrics.Scalar) else value
+        if isinstance(number, numbers.Number) or np.ndim(number) == 0 and isinstance(
+            number, (np.ndarray, np.generic)):
+          values[key] = float(number)
+        else:
+          _log.warning('%s: the metric %s is a %s, no number, and is not written.', self.name, key,
+                       type(value).__name__)
+    return values
+
+  def _compute(self, metric: Any, output: Any) -> Mapping[str, Any]:
+    features = self._task.output_features
+    try:
+      computed = metric.from_model_output(self._examples, output, features, _TARGETS)
+      if isinstance(computed, seqio.metrics.CollectingMetric):
+        return computed.actual_compute(self._examples, features, _TARGETS)[0]
+      return computed.compute()
+    except Exception as e:  # a user's metric may raise anything
+      raise DataError(
+          f'A metric or the postprocessor of {self.name!r} failed on {len(self._examples)} '
+          f'examples: {type(e).__name__}: {e}',
+          fix='Mend the metric_fns or postprocess_fn of the task: they get the decoded text, '
+              'postprocess_fn also example= and is_target=.') from e
+
+
+def _ids(x: Any) -> list[int]:
+  return [int(i) for i in np.asarray(x).reshape(-1)]
+
+
+def task_names(config: DatasetConfig) -> tuple[str, ...]:
+  """Returns the tasks of a mixture that have the split; for a task, its own name.
+
+  Raises:
+    ConfigError, DataError: no such task; no task with that split.
+  """
+  found = task_lookup.lookup(config)
+  if not isinstance(found, seqio.Mixture):
+    return (config.mixture_or_task_name,)
+  prepare_tfds.check_prepared(found, config)
+  names = [task_lookup.own_name(task.name) for task in seqio.get_subtasks(found)
+           if config.split in task.splits]
+  return tuple(names) or (config.mixture_or_task_name,)  # which then says what splits there are
+
+
+def open_tasks(config: DatasetConfig, *, feature_converter: str, num_examples: Optional[int],
+               required: bool) -> list[EvaluatedTask]:
+  """Returns the tasks of `config` that have metrics, the examples of their split in memory.
+
+  Args:
+    config, feature_converter, num_examples, required: as for `batches.open_evaluated_tasks`.
+  Raises:
+    DataError: no task has metrics, the split, or example; or a metric needs what no model gives.
+  """
+  found = []
+  names = task_names(config)
+  for name in names:
+    one = dataclasses.replace(config, mixture_or_task_name=name, shuffle=False)
+    task = task_lookup.lookup(one)
+    task_lookup.check_split(task, one)
+    if task.metric_objs:
+      _check(task, one)
+      found.append(EvaluatedTask(task, _examples(task, one, num_examples),
+                                 feature_converter=feature_converter))
+  if not found and required:
+    raise DataError(
+        f'{config.mixture_or_task_name!r} has no metrics: none of its {len(names)} '
+        f'task{"s" * (len(names) > 1)} was registered with metric_fns.',
+        fix='Give seqio.TaskRegistry.add(..., metric_fns=[...]), or take the loss alone: remove '
+            'train.infer_eval_dataset_cfg, or run python -m t5x_gpu.eval with --metrics=loss.',
+        parameters=('DatasetConfig.mixture_or_task_name',), docs='eval.md#metrics-of-tasks')
+  return found
+
+
+def _check(task: seqio.Task, config: DatasetConfig) -> None:
+  if _TARGETS not in task.output_features:
+    raise DataError(f"{config.mixture_or_task_name!r} has metrics but no feature 'targets'; it has "
+                    f'{", ".join(map(repr, task.output_features))}.',
+                    fix="Call the feature that holds what the model is to write 'targets'.",
+                    parameters=('DatasetConfig.mixture_or_task_name',))
+  for metric in task.metric_objs:
+    if metric.model_output_type == _Output.SCORE_WITH_INTERMEDIATES:
+      raise DataError(f'A metric of {config.mixture_or_task_name!r} asks for scores with '
+                      'intermediate values, which no model here gives.',
+                      fix='Use metrics of (targets, predictions) or (targets, scores).')
+
+
+def _examples(task: seqio.Task, config: DatasetConfig, num_examples: Optional[int]
+              ) -> list[Mapping[str, Any]]:
+  dataset = task_lookup.examples(task, config, shuffle=False, num_epochs=1)
+  try:
+    examples = list(itertools.islice(dataset.as_numpy_iterator(), num_examples))
+  except tf.errors.OpError as e:
+    raise DataError(f'Reading {config.mixture_or_task_name!r}, split {config.split!r}, failed: '
+                    f'{first_line(e)}',
+                    fix='Check that the files of the task are complete and readable.') from e
+  if not examples:
+    raise DataError(f'{config.mixture_or_task_name!r} has no example in split {config.split!r}.',
+                    fix='Set DatasetConfig.split to one with data.',
+                    parameters=('DatasetConfig.split',))
+  return examples

@@ -1,0 +1,183 @@
+"""Names of feature converters -> SeqIO's converters, and those that SeqIO does not have.
+
+What each gives is written down without TF in `t5x_gpu.data.features`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+from t5x_gpu.data import features
+from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.vocabularies.vocabularies import moved_zero_id, vocabulary_name
+from t5x_gpu.errors import DataError
+
+_TOKENS = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)
+_NUMBER = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32, rank=0)
+# Task feature of masked language models: 1 where the loss is taken, 0 elsewhere.
+LOSS_MASK = 'loss_mask'
+
+
+class EncoderClassificationConverter(seqio.FeatureConverter):
+  """{'inputs': tokens, 'label': class} -> a row per example, its class and a weight of 1."""
+
+  TASK_FEATURES = {'inputs': _TOKENS, 'label': _NUMBER}
+  MODEL_FEATURES = {'encoder_input_tokens': _TOKENS, features.LABEL: _NUMBER,
+                    features.LABEL_WEIGHTS: _NUMBER}
+  PACKING_FEATURE_DTYPES = None
+
+  def __call__(self, ds: tf.data.Dataset,
+               task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+    """Returns the converted dataset; people give the length of the inputs alone."""
+    return super().__call__(ds, {**task_feature_lengths, 'label': 1})
+
+  def _convert_features(self, ds: tf.data.Dataset,
+                        task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+    padded = self._pack_or_pad(ds, {'inputs': task_feature_lengths['inputs']})
+    return padded.map(lambda x: {'encoder_input_tokens': x['inputs'], features.LABEL: x['label'],
+                                 features.LABEL_WEIGHTS: tf.ones_like(x['label'])})
+
+  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns model feature -> length, 1 for numbers."""
+    return {'encoder_input_tokens': task_feature_lengths['inputs'], features.LABEL: 1,
+            features.LABEL_WEIGHTS: 1}
+
+
+class EncoderTypedClassificationConverter(EncoderClassificationConverter):
+  """The same with 'encoder_token_types', which are 0 where the task has no 'token_types'."""
+
+  MODEL_FEATURES = {**EncoderClassificationConverter.MODEL_FEATURES,
+                    'encoder_token_types': _TOKENS}
+
+  def _convert_features(self, ds: tf.data.Dataset,
+                        task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+    length = task_feature_lengths['inputs']
+    typed = ds.map(lambda x: {**x, features.TOKEN_TYPES: x.get(
+        features.TOKEN_TYPES, tf.zeros_like(x['inputs']))})
+    padded = self._pack_or_pad(typed, {'inputs': length, features.TOKEN_TYPES: length})
+    return padded.map(lambda x: {
+        'encoder_input_tokens': x['inputs'], features.LABEL: x['label'],
+        features.LABEL_WEIGHTS: tf.ones_like(x['label']),
+        'encoder_token_types': tf.cast(x[features.TOKEN_TYPES], tf.int32)})
+
+  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns model feature -> length, 1 for numbers."""
+    return {**super().get_model_feature_lengths(task_feature_lengths),
+            'encoder_token_types': task_feature_lengths['inputs']}
+
+
+class EncoderMlmConverter(seqio.FeatureConverter):
+  """{'inputs': tokens, some hidden, 'targets': all of them} -> rows of a masked language model.
+
+  SeqIO's EncoderFeatureConverter takes the loss where the input is the mask token. BERT also takes
+  it where a token was replaced by another, or left as it was; so the task says where, by a feature
+  'loss_mask' of zeros and ones. Without it, the loss is taken where inputs and targets differ,
+  which for a task that only ever hides tokens is the same as SeqIO's.
+  """
+
+  TASK_FEATURES = {'inputs': _TOKENS, 'targets': _TOKENS}
+  MODEL_FEATURES = {'encoder_input_tokens': _TOKENS, 'encoder_target_tokens': _TOKENS,
+                    'encoder_loss_weights': _TOKENS}
+  PACKING_FEATURE_DTYPES = {'encoder_segment_ids': tf.int32, 'encoder_positions': tf.int32}
+
+  def _convert_features(self, ds: tf.data.Dataset,
+                        task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+    length = task_feature_lengths['inputs']
+
+    def with_mask(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+      tf.debugging.assert_equal(tf.size(x['inputs']), tf.size(x['targets']), message=(
+          "'inputs' and 'targets' of a masked language model have different lengths"))
+      taken = x.get(LOSS_MASK, tf.not_equal(x['inputs'], x['targets']))
+      # One more than the weight: packing takes zeros for padding and would cut them off.
+      return {**x, LOSS_MASK: 1 + tf.cast(taken, tf.int32)}
+
+    def model_features(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+      row = {'encoder_input_tokens': x['inputs'], 'encoder_target_tokens': x['targets'],
+             'encoder_loss_weights': tf.maximum(x[LOSS_MASK] - 1, 0)}
+      if self.pack:
+        row['encoder_segment_ids'] = x['inputs_segment_ids']
+        row['encoder_positions'] = x['inputs_positions']
+      return row
+
+    rows = self._pack_or_pad(ds.map(with_mask),
+                             {**task_feature_lengths, LOSS_MASK: length})
+    return rows.map(model_features)
+
+  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns model feature -> length."""
+    names = (*self.MODEL_FEATURES, *(self.PACKING_FEATURE_DTYPES if self.pack else ()))
+    return dict.fromkeys(names, task_feature_lengths['inputs'])
+
+
+CONVERTERS = {
+    'lm': seqio.LMFeatureConverter,
+    'prefix_lm': seqio.PrefixLMFeatureConverter,
+    'encoder_decoder': seqio.EncDecFeatureConverter,
+    'encoder_classification': EncoderClassificationConverter,
+    'encoder_classification_with_types': EncoderTypedClassificationConverter,
+    'encoder_mlm': EncoderMlmConverter,
+}
+assert CONVERTERS.keys() == features.LAYOUTS.keys()
+
+
+def feature_converter(name: str, *, pack: bool,
+                      loss_on_targets_only: bool = True) -> seqio.FeatureConverter:
+  """Returns the converter called `name`.
+
+  Args:
+    name: a key of `CONVERTERS`.
+    pack: put several examples into one row.
+    loss_on_targets_only: 'prefix_lm' only: weight 0 on the inputs.
+  Raises:
+    ConfigError: no such converter.
+    DataError: `loss_on_targets_only=False` where no inputs share the sequence with the targets;
+      `pack` where a row is one example.
+  """
+  features.check_pack(name, pack=pack)
+  if name == 'prefix_lm':
+    return CONVERTERS[name](pack=pack, loss_on_targets_only=loss_on_targets_only)
+  if not loss_on_targets_only:
+    raise DataError(
+        f'loss_on_targets_only = False has no meaning for feature converter {name!r}: its inputs '
+        'are not in the sequence of its targets.',
+        fix="Leave DatasetConfig.loss_on_targets_only at True, or take feature converter "
+            "'prefix_lm'.",
+        parameters=('DatasetConfig.loss_on_targets_only',))
+  return CONVERTERS[name](pack=pack)
+
+
+def model_rows(examples: tf.data.Dataset, *, converter: seqio.FeatureConverter, name: str,
+               task_feature_lengths: Mapping[str, int],
+               output_features: Mapping[str, seqio.Feature]) -> tf.data.Dataset:
+  """Returns rows of model features, in the ids that the model knows.
+
+  Args:
+    examples: of the task.
+    converter: `feature_converter(name, ...)`.
+    name: of the converter.
+    task_feature_lengths: task feature -> tokens.
+    output_features: of the task.
+  Raises:
+    DataError: one sequence has words of two vocabularies that cannot be told apart.
+  """
+  rows = converter(examples, task_feature_lengths=dict(task_feature_lengths))
+  moved = {feature: _moved_zero_id([output_features[part] for part in parts], name)
+           for feature, parts in features.layout(name).tokens.items()}
+  if not any(moved.values()):
+    return rows
+  return rows.map(lambda row: {feature: tf.where(x == moved[feature], 0, x)
+                               if moved.get(feature) else x for feature, x in row.items()})
+
+
+def _moved_zero_id(parts: Sequence[seqio.Feature], name: str) -> Optional[int]:
+  """Returns SeqIO's id of the word that the model knows as 0 in the sequence of `parts`."""
+  found = [moved_zero_id(part.vocabulary, feature_converter=name) for part in parts]
+  moved = next((i for i in found if i is not None), None)
+  if moved is not None and any(i != moved and part.vocabulary.vocab_size > moved
+                               for part, i in zip(parts, found)):
+    raise DataError(
+        'Inputs and targets are one sequence here, and of different vocabularies: '
+        + ', '.join(vocabulary_name(part.vocabulary) for part in parts)
+        + f'. Id {moved} is a word in both.',
+        fix='Set DatasetConfig.vocabulary, which gives all features one vocabulary.',
+        parameters=('DatasetConfig.vocabulary', 'DatasetConfig.mixture_or_task_name'))
+  return moved

@@ -1,0 +1,171 @@
+"""From SeqIO Tasks and Mixtures to packed rows, part by part: what `prepare` writes.
+
+A task is cut into a fixed number of parts, each tokenised and packed by itself; so the rows do not
+depend on how many processes share the work, only on how many parts there are. With one part they
+are the rows of the streaming path.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.data import features
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig, module_of
+from t5x_gpu.data.prepared.index import Index, Member
+from t5x_gpu.data.same_data import versions
+from t5x_gpu.data.sources import seqio_sources
+from t5x_gpu.data.sources.corrupt_records import Records
+from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.streaming.feature_converters import model_rows
+from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
+from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.vocabularies import vocabularies
+from t5x_gpu.errors import DataError, first_line
+
+PART_BYTES = 64 * 2**20  # of source for one part, if nobody says how many
+_MIN_PARTS = 4
+# A source of fewer files than parts is read as a whole for every part.
+_MAX_READINGS = 16
+_PACKAGES = ('t5x_gpu', 'seqio', 'tensorflow', 'array-record')
+_NAMED = ('byte', 'sentencepiece:', 'huggingface:', 'words:')
+
+
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+  """A task or mixture whose rows can be made.
+
+  Attributes:
+    config: which one; its shuffle and seed give the order in which examples are packed.
+    converter_name: a key of `features.LAYOUTS`.
+    names: model features, in the order of the records.
+    lengths: model feature -> length, 0 for a number per row.
+    vocab_sizes: model feature -> exclusive bound of the model's ids.
+  """
+  config: DatasetConfig
+  converter_name: str
+  lengths: dict[str, int]
+  vocab_sizes: dict[str, int]
+  _task: task_lookup.TaskOrMixture
+
+  def _members(self) -> dict[str, seqio.Task]:
+    """Returns name -> task, of those that have the split."""
+    return {task_lookup.own_name(task.name): task
+            for task in sorted(seqio.get_subtasks(self._task), key=lambda task: task.name)
+            if self.config.split in task.splits}
+
+  def plan(self, *, num_parts: Optional[int]) -> Index:
+    """Returns the index without shards.
+
+    Args:
+      num_parts: of each task; None for one per 64 MiB of its source, 4 at least.
+    """
+    config, members = self.config, {}
+    for name, task in self._members().items():
+      source = seqio_sources.source_fingerprint(task.source, split=config.split)
+      rate = float(self._task.get_rate(task)) if isinstance(self._task, seqio.Mixture) else 1.0
+      parts = num_parts or _num_parts(task, config.split, source)
+      members[name] = Member(rate=rate, source=source, num_shards=parts)
+    own = {name: feature.vocabulary for name, feature in self._task.output_features.items()}
+    kind = features.layout(self.converter_name)
+    return Index(
+        made_from={'mixture_or_task_name': config.mixture_or_task_name,
+                   'mixture_or_task_module': config.mixture_or_task_module,
+                   'vocabulary': config.vocabulary, 'use_cached': config.use_cached,
+                   'module': module_of(config)},
+        split=config.split, feature_converter=self.converter_name,
+        task_feature_lengths=dict(config.task_feature_lengths), pack=config.pack,
+        loss_on_targets_only=config.loss_on_targets_only, features=self.lengths,
+        vocabularies={name: _about(own[name], self.converter_name)
+                      for name in kind.task_features},
+        class_names=task_lookup.class_names(self._task),
+        packing={'shuffle': config.shuffle, 'seed': config.seed if config.shuffle else None},
+        members=members,
+        versions=versions(_PACKAGES))
+
+  def rows(self, member: str, *, part: int, num_parts: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields the rows of one part of a task.
+
+    Args:
+      member: name of the task.
+      part, num_parts: which, of how many.
+    Raises:
+      DataError: text that cannot be read, or ids that the model does not know.
+    """
+    config, task = self.config, self._members()[member]
+    seqio_sources.begin_part(task.source)
+    tf.random.set_seed(config.seed)  # as in streaming: user tasks may draw without a seed of theirs
+    converter = make_converter(self.converter_name, pack=config.pack,
+                               loss_on_targets_only=config.loss_on_targets_only)
+    # The same seed in all parts: where a source cannot be cut, each takes every n-th example of it.
+    info = None if num_parts == 1 else seqio.ShardInfo(index=part, num_shards=num_parts)
+    options = tf.data.Options()
+    options.deterministic = True
+    options.autotune.enabled = False
+    options.threading.private_threadpool_size = 1  # the other cores have parts of their own
+    options.threading.max_intra_op_parallelism = 1
+    try:
+      examples = task_lookup.examples(task, config, shuffle=config.shuffle, num_epochs=1, part=info)
+      rows = model_rows(examples, converter=converter, name=self.converter_name,
+                        task_feature_lengths=config.task_feature_lengths,
+                        output_features=task.output_features)
+      for row in rows.with_options(options).as_numpy_iterator():
+        self._check(row, member)
+        yield {name: row[name] for name in self.lengths}
+    except (tf.errors.OpError, ValueError, AssertionError) as e:
+      raise seqio_sources.reading_problem(task.source) or DataError(
+          f'{member!r}, split {config.split!r}, cannot be read: '
+          f'{first_line(e)[:300]}',
+          fix='Check the files and the preprocessors of the task.',
+          parameters=('DatasetConfig.mixture_or_task_name',)) from e
+
+  def records(self, member: str, *, part: int, num_parts: int) -> Records:
+    """Returns what was read for the part whose `rows` came last, so that all parts add up.
+
+    Where every part reads all files, it is the first one that counts them.
+    """
+    source = self._members()[member].source
+    found = seqio_sources.records_read(source)
+    if found.read and part > 0 and num_parts > len(source.list_shards(self.config.split)):
+      return Records()
+    return found
+
+  def _check(self, row: dict[str, Any], member: str) -> None:
+    for name, bound in self.vocab_sizes.items():
+      low, high = int(np.min(row[name])), int(np.max(row[name]))
+      if low < 0 or high >= bound:
+        raise DataError(
+            f'{member!r} has numbers from {low:,} to {high:,} in {name!r}; the model knows 0 to '
+            f'{bound - 1:,}.',
+            fix="Set the model's vocab_size (num_classes for labels) higher, or mend the task.",
+            parameters=('TransformerConfig.vocab_size', 'EncoderModel.num_classes'))
+
+
+def preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Preparation:
+  """Returns the preparation of a task or mixture; see `batches.open_preparation`."""
+  features.check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
+  features.check_pack(feature_converter, pack=config.pack)
+  task = task_lookup.lookup(config)
+  task_lookup.check(task, config, spec=spec, feature_converter=feature_converter)
+  lengths = {name: shape[1] if len(shape) > 1 else 0 for name, shape in sorted(spec.shapes.items())}
+  return Preparation(config, feature_converter, lengths, dict(spec.vocab_sizes), task)
+
+
+def _num_parts(task: seqio.Task, split: str, source: dict[str, Any]) -> int:
+  size = source.get('bytes')
+  if size is None and isinstance(task.source, seqio.TfdsDataSource):
+    info = task.source.tfds_dataset.info.splits
+    size = info[split].num_bytes if split in info else None
+  parts = max(_MIN_PARTS, -(-(size or 0) // PART_BYTES))
+  if task.source.supports_arbitrary_sharding:
+    return parts
+  return min(parts, max(_MAX_READINGS, len(task.source.list_shards(split))))
+
+
+def _about(vocabulary: seqio.Vocabulary, feature_converter: str) -> dict[str, Any]:
+  name = vocabularies.vocabulary_name(vocabulary)
+  return {'name': name, 'by_name': name.startswith(_NAMED),
+          'size': vocabularies.num_ids(vocabulary, feature_converter=feature_converter),
+          'fingerprint': vocabularies.vocabulary_fingerprint(
+              vocabulary, feature_converter=feature_converter)}

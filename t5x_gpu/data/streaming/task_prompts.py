@@ -1,0 +1,154 @@
+"""Prompts of SeqIO tasks, and text <-> ids as a task has it: see `prompts.PromptText`."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.prompts import Prompt
+from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
+from t5x_gpu.data.vocabularies.vocabularies import TextVocabulary, named_vocabulary, text_vocabulary
+from t5x_gpu.errors import ConfigError, DataError, first_line
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskText:
+  """Text of a task, or of a vocabulary alone; see `prompts.PromptText`.
+
+  Attributes:
+    config: of the task; without a `mixture_or_task_name`, of a vocabulary alone.
+    task: None of a vocabulary alone.
+    inputs: the feature that prompts are like; None for the beginning of a text.
+    targets: the feature that the model writes.
+    feature_converter: of the model.
+  """
+  config: DatasetConfig
+  task: Optional[task_lookup.TaskOrMixture]
+  inputs: Optional[seqio.Feature]
+  targets: seqio.Feature
+  feature_converter: str
+
+  def _text(self, feature: seqio.Feature) -> TextVocabulary:
+    return text_vocabulary(feature.vocabulary, feature_converter=self.feature_converter)
+
+  @property
+  def name(self) -> str:
+    return self._text(self.targets).name
+
+  @property
+  def size(self) -> int:
+    return max(self._text(f).size for f in (self.inputs, self.targets) if f is not None)
+
+  @property
+  def eos_id(self) -> Optional[int]:
+    return self._text(self.targets).eos_id
+
+  @property
+  def start_id(self) -> Optional[int]:
+    vocabulary, start = self.targets.vocabulary, None
+    if isinstance(vocabulary, HuggingFaceVocabulary):
+      start = vocabulary.template_start
+    elif isinstance(vocabulary, seqio.SentencePieceVocabulary) and (vocabulary.bos_id or 0) > 0:
+      start = vocabulary.bos_id  # Llama 2 and Gemma, whose models put it first; T5's have none
+    return None if start is None else self._text(self.targets).of_model([start])[0]
+
+  @property
+  def zero_is_a_word(self) -> bool:
+    return self._text(self.targets).moved_zero_id is not None
+
+  def encode_inputs(self, text: str) -> list[int]:
+    if self.inputs is None:
+      return self._text(self.targets).encode(text)
+    return self._ids(self.inputs, text)
+
+  def encode_targets(self, text: str) -> list[int]:
+    return self._ids(self.targets, text)
+
+  def _ids(self, feature: seqio.Feature, text: str) -> list[int]:
+    vocabulary = self._text(feature)
+    ends = feature.add_eos and vocabulary.eos_id is not None
+    return vocabulary.encode(text) + [vocabulary.eos_id] * ends
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return self._text(self.targets).decode(list(ids))
+
+  def examples(self) -> Iterator[Prompt]:
+    """Yields the examples of the split, one epoch in order."""
+    if self.task is None:
+      raise DataError('No gin file names a task, whose examples could be read.',
+                      fix='Give prompts: --prompts=FILE, or - for standard input.')
+    config, task = self.config, self.task
+    task_lookup.check_split(task, config)
+    task_lookup.check_not_empty(task, config, problem=lambda: None)
+    name = f'{config.mixture_or_task_name}, split {config.split}'
+    data = task_lookup.examples(task, config, shuffle=False, num_epochs=1).as_numpy_iterator()
+    for number in range(1 << 62):
+      try:
+        example = next(data, None)
+      except tf.errors.OpError as e:
+        raise DataError(f'{name}: reading example {number} failed: {first_line(e)}',
+                        fix='Check that the files of the task are complete and readable.') from e
+      if example is None:
+        return
+      yield self._prompt(example, f'{name}, example {number}')
+
+  def _prompt(self, example: dict[str, Any], where: str) -> Prompt:
+    def ids(feature: str) -> tuple[int, ...]:
+      return tuple(int(i) for i in np.asarray(example.get(feature, ())).reshape(-1))
+
+    def text(feature: str, tokens: tuple[int, ...]) -> str:
+      written = example.get(f'{feature}_pretokenized')
+      if isinstance(written, bytes):
+        return written.decode('utf-8', 'replace')
+      vocabulary = self.task.output_features[feature].vocabulary
+      return vocabulary.decode([i for i in tokens if i not in (0, vocabulary.eos_id)])
+    def of_model(feature: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
+      features = self.task.output_features
+      return tuple(self._text(features[feature]).of_model(tokens)) if tokens else ()
+    inputs, targets = ids('inputs'), ids('targets')
+    return Prompt(where, text('inputs', inputs) if inputs else '', text('targets', targets),
+                  of_model('inputs', inputs), of_model('targets', targets))
+
+
+def prompt_text(config: DatasetConfig, *, feature_converter: str, model_vocab_size: int,
+                has_inputs: bool) -> TaskText:
+  """Returns how the task of `config` writes text, or a vocabulary if it names no task.
+
+  Args:
+    config: of the task.
+    feature_converter: of the model, whose ids they are.
+    model_vocab_size: ids that the model knows.
+    has_inputs: the model reads prompts in an encoder, or was trained on inputs before its targets.
+  Raises:
+    ConfigError, DataError: no such task or vocabulary, ids that the model does not know, or a task
+      without 'targets'.
+  """
+  if config.mixture_or_task_name:
+    task = task_lookup.lookup(config)
+    features = task.output_features
+    if 'targets' not in features:
+      raise DataError(f"{config.mixture_or_task_name!r} has no feature 'targets', which a model "
+                      f'could write; it has {", ".join(map(repr, features))}.',
+                      fix='Take a task with one, or give prompts: --prompts=FILE.',
+                      parameters=('DatasetConfig.mixture_or_task_name',))
+    inputs, targets = features.get('inputs') if has_inputs else None, features['targets']
+  elif config.vocabulary is None:
+    raise ConfigError('Neither a task nor a vocabulary says how text becomes token ids.',
+                      fix="Give --vocabulary=huggingface:FOLDER, sentencepiece:FILE or byte.")
+  else:
+    task, vocabulary = None, named_vocabulary(config.vocabulary)
+    targets = seqio.Feature(vocabulary=vocabulary, add_eos=True)
+    inputs = targets if has_inputs else None
+  text = TaskText(config, task, inputs, targets, feature_converter)
+  if text.size > model_vocab_size:
+    raise DataError(
+        f'The vocabulary {text.name} has {text.size:,} ids, the model {model_vocab_size:,}: ids '
+        f'{model_vocab_size:,} to {text.size - 1:,} would mean nothing to it.',
+        fix='Take the vocabulary that the model was trained with (DatasetConfig.vocabulary, or '
+            '--vocabulary), or the checkpoint that belongs to this one.',
+        parameters=('DatasetConfig.vocabulary', 'TransformerConfig.vocab_size'))
+  return text

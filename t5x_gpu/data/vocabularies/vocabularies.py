@@ -1,0 +1,227 @@
+"""Vocabularies by name, their special ids, and text <-> ids for people who look at model output."""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Optional, Union
+
+import numpy as np
+
+from t5x_gpu.data.features import layout
+from t5x_gpu.data.tf_runtime import seqio
+from t5x_gpu.data.vocabularies.hashed import HashedWordsVocabulary
+from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
+from t5x_gpu.errors import DataError, first_line
+
+_PREFIX, _HUGGINGFACE, _WORDS = 'sentencepiece:', 'huggingface:', 'words:'
+
+
+class ClassVocabulary(seqio.PassThroughVocabulary):
+  """The classes of a label: number <-> name.
+
+  Args:
+    names: class names, in the order of their numbers.
+  """
+
+  def __init__(self, names: Sequence[str]):
+    super().__init__(size=len(names))
+    self.names = tuple(names)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, ClassVocabulary) and self.names == other.names
+
+  def __hash__(self) -> int:
+    return hash(self.names)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextVocabulary:
+  """Text <-> token ids of one feature, as the model knows them.
+
+  Attributes:
+    size: number of ids; the model's vocabulary must be at least as large.
+    eos_id: id that ends a document, or None.
+    moved_zero_id: SeqIO's id of the word that is 0 for the model; None where 0 is padding.
+    name: for logs: 'byte', 'sentencepiece:FILE', 'huggingface:FILE', 'words:N' or SeqIO's class
+      name.
+  """
+  size: int
+  eos_id: Optional[int]
+  name: str
+  _seqio: seqio.Vocabulary = dataclasses.field(repr=False)
+  moved_zero_id: Optional[int] = None
+
+  def of_model(self, ids: Iterable[int]) -> list[int]:
+    """Returns the model's ids of SeqIO's."""
+    return [0 if i == self.moved_zero_id else int(i) for i in ids]
+
+  def of_seqio(self, ids: Iterable[int]) -> list[int]:
+    """Returns SeqIO's ids of the model's, padding left out."""
+    if self.moved_zero_id is None:
+      return [int(i) for i in ids if i != 0]
+    return [self.moved_zero_id if i == 0 else int(i) for i in ids]
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the ids of `text`, without an end-of-sequence id."""
+    return self.of_model(self._seqio.encode(text))
+
+  def decode(self, ids: Union[list[int], np.ndarray]) -> str:
+    """Returns the text of `ids`, up to the first end-of-sequence id; padding gives nothing."""
+    ids = [int(i) for i in np.asarray(ids).reshape(-1)]
+    if self.eos_id in ids:
+      ids = ids[:ids.index(self.eos_id)]
+    return self._seqio.decode(self.of_seqio(ids))
+
+
+def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
+  """Returns SeqIO's vocabulary for 'byte' (259 ids), 'sentencepiece:FILE', 'huggingface:FOLDER'
+  or 'words:N' (words hashed into N ids; no file).
+
+  Args:
+    name: which.
+    extra_ids: sentinels after the last id, counted from the end as in T5. A Hugging Face tokenizer
+      that has as many of its own, or [MASK] where one is asked for, gets none.
+  Raises:
+    DataError: another name, or a file that is missing or broken.
+  """
+  if name == 'byte':
+    return seqio.ByteVocabulary(extra_ids=extra_ids)
+  if name.startswith(_HUGGINGFACE):
+    path = name[len(_HUGGINGFACE):]
+    own = HuggingFaceVocabulary(path)
+    num_own = max(len(own.sentinel_ids), own.mask_id is not None)
+    return own if num_own >= extra_ids else HuggingFaceVocabulary(path, extra_ids=extra_ids)
+  if name.startswith(_WORDS):
+    number = name[len(_WORDS):]
+    if not number.isdecimal() or not 0 < int(number) < 2**30:
+      raise DataError(f'The vocabulary {name!r} hashes words into {number!r} ids; that must be a '
+                      'whole number from 1 to 2**30 - 1.',
+                      fix="Set DatasetConfig.vocabulary to 'words:8192', say.",
+                      parameters=('DatasetConfig.vocabulary',))
+    return HashedWordsVocabulary(int(number), extra_ids=extra_ids)
+  if not name.startswith(_PREFIX):
+    raise DataError(f'There is no vocabulary {name!r}.',
+                    fix="Set DatasetConfig.vocabulary to 'byte', 'sentencepiece:MODEL_FILE', "
+                        "'huggingface:FOLDER', 'words:8192', or None for the task's own.",
+                    parameters=('DatasetConfig.vocabulary',))
+  path = os.path.expanduser(name[len(_PREFIX):])
+  if '://' not in path and not os.path.isfile(path):
+    raise DataError(
+        f'The SentencePiece model {path!r} does not exist (looked from {os.getcwd()}).',
+        fix='Correct the path after sentencepiece: in DatasetConfig.vocabulary; it is the .model '
+            'file that spm_train writes.', parameters=('DatasetConfig.vocabulary',))
+  vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=extra_ids)
+  try:
+    _ = vocabulary.vocab_size  # Loads the file.
+  except Exception as e:  # SentencePiece raises RuntimeError, OSError and protobuf's own errors.
+    raise DataError(f'{path!r} cannot be read as a SentencePiece model: {e}',
+                    fix='Point DatasetConfig.vocabulary at the .model file (not .vocab).',
+                    parameters=('DatasetConfig.vocabulary',)) from e
+  return vocabulary
+
+
+def check_loads(vocabulary: seqio.Vocabulary, *, task: str) -> None:
+  """Raises DataError if a task's own SentencePiece model cannot be read (T5's needs network)."""
+  if not isinstance(vocabulary, seqio.SentencePieceVocabulary):
+    return
+  try:
+    _ = vocabulary.vocab_size  # Loads the file.
+  except Exception as e:  # as above, and TensorFlow's for gs://
+    raise DataError(f'{task!r} has the vocabulary {vocabulary.sentencepiece_model_file}, which '
+                    f'cannot be read: {first_line(e)[:300]}',
+                    fix="Set VOCABULARY = 'sentencepiece:FILE' to a copy of that file, or to "
+                        'another vocabulary.', parameters=('DatasetConfig.vocabulary',),
+                    docs='tasks.md#t5s-own-tasks') from e
+
+
+def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
+  """Returns how people call `vocabulary`, for messages and fingerprints."""
+  if isinstance(vocabulary, seqio.ByteVocabulary):
+    return 'byte'
+  if isinstance(vocabulary, seqio.SentencePieceVocabulary):
+    return _PREFIX + vocabulary.sentencepiece_model_file
+  if isinstance(vocabulary, HuggingFaceVocabulary):
+    return _HUGGINGFACE + str(vocabulary.path)
+  if isinstance(vocabulary, HashedWordsVocabulary):
+    return f'{_WORDS}{vocabulary.num_words}'
+  if isinstance(vocabulary, ClassVocabulary):
+    return 'classes'
+  return type(vocabulary).__name__
+
+
+def moved_zero_id(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> Optional[int]:
+  """Returns SeqIO's id of the word that is 0 in finished batches, or None: 0 is padding there."""
+  if isinstance(vocabulary, HuggingFaceVocabulary) and layout(feature_converter).zero_may_be_a_word:
+    return vocabulary.moved_zero_id
+  return None
+
+
+def num_ids(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> int:
+  """Returns how many ids finished batches may have: of a model, the vocab_size at least."""
+  size = vocabulary.vocab_size
+  return size - (moved_zero_id(vocabulary, feature_converter=feature_converter) == size - 1)
+
+
+def vocabulary_fingerprint(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> str:
+  """Returns what identifies `vocabulary` in a checkpoint: the content of its file, not its path."""
+  kind = vocabulary_name(vocabulary)
+  if isinstance(vocabulary, seqio.SentencePieceVocabulary):
+    digest = hashlib.sha256(vocabulary.sp_model).hexdigest()[:16]
+    kind = f'{_PREFIX}{os.path.basename(vocabulary.sentencepiece_model_file)} ({digest})'
+  elif isinstance(vocabulary, HuggingFaceVocabulary):
+    kind = f'{_HUGGINGFACE}{vocabulary.path.name} ({vocabulary.fingerprint})'
+  elif isinstance(vocabulary, ClassVocabulary):
+    kind = f'classes {", ".join(vocabulary.names)}'
+  return f'{kind}, {num_ids(vocabulary, feature_converter=feature_converter)} ids'
+
+
+def text_vocabulary(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> TextVocabulary:
+  """Returns `vocabulary` for encoding prompts and decoding samples."""
+  moved, eos_id = moved_zero_id(vocabulary, feature_converter=feature_converter), vocabulary.eos_id
+  if eos_id is not None:  # SentencePiece says -1 for none
+    eos_id = 0 if eos_id == moved else eos_id if eos_id > 0 else None
+  return TextVocabulary(
+      size=num_ids(vocabulary, feature_converter=feature_converter), eos_id=eos_id,
+      name=vocabulary_name(vocabulary), _seqio=vocabulary, moved_zero_id=moved)
+
+
+def start_id(vocabulary: seqio.Vocabulary) -> Optional[int]:
+  """Returns the id that stands before a text for an encoder ([CLS]), or None: most have none."""
+  return vocabulary.start_id if isinstance(vocabulary, HuggingFaceVocabulary) else None
+
+
+def end_id(vocabulary: seqio.Vocabulary) -> int:
+  """Returns the id that ends a text. Raises DataError if `vocabulary` has none."""
+  if vocabulary.eos_id is None or vocabulary.eos_id < 0:  # SentencePiece says -1
+    raise DataError(
+        f'{vocabulary_name(vocabulary)!r} has no id that ends a text, and this task ends its texts '
+        'in one.',
+        fix='Name "eos_token" (or "sep_token") in the tokenizer_config.json beside tokenizer.json; '
+            'a SentencePiece model is trained with eos_id 1.',
+        parameters=('DatasetConfig.vocabulary',))
+  return vocabulary.eos_id
+
+
+def sentinel_ids(vocabulary: seqio.Vocabulary) -> tuple[int, ...]:
+  """Returns the ids that stand for missing spans, first one first; they descend, as in T5."""
+  if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.sentinel_ids:
+    return vocabulary.sentinel_ids
+  return tuple(vocabulary.vocab_size - 1 - i for i in range(vocabulary.extra_ids))
+
+
+def mask_id(vocabulary: seqio.Vocabulary) -> Optional[int]:
+  """Returns the id that hides a token: [MASK], or else the first sentinel; None without either."""
+  if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.mask_id is not None:
+    return vocabulary.mask_id
+  return next(iter(sentinel_ids(vocabulary)), None)
+
+
+def ordinary_ids(vocabulary: seqio.Vocabulary) -> np.ndarray:
+  """Returns the ids [n], int32, that are pieces of text: no padding, end, unknown or sentinel."""
+  if isinstance(vocabulary, HuggingFaceVocabulary):
+    return vocabulary.ordinary_ids
+  special = {0, vocabulary.eos_id, vocabulary.unk_id, *sentinel_ids(vocabulary)}
+  if isinstance(vocabulary, seqio.SentencePieceVocabulary):
+    special.add(vocabulary.bos_id)
+  return np.asarray([i for i in range(vocabulary.vocab_size) if i not in special], np.int32)

@@ -1,0 +1,55 @@
+"""A classifier at work on texts: the job that `python -m t5x_gpu.infer` runs for an encoder."""
+
+from collections.abc import Callable, Collection
+from typing import Any, Optional
+
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
+from t5x_gpu.data.batches import CLASS_NAMES, DatasetConfig, open_class_text
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.evaluation.generated_text import Job, say
+from t5x_gpu.models.inference.classify import Classifier, ClassifierConfig
+from t5x_gpu.models.lora import without_adapters
+from t5x_gpu.partitioning.layout import Layout
+
+
+def classifies(model: Any) -> bool:
+  """Returns whether `model` gives a text one of its classes, rather than more text."""
+  return getattr(without_adapters(model), 'classifies', False)
+
+
+def open_class_job(model: Any, dataset: DatasetConfig, *, reader: ParamsReader, layout: Layout,
+                   read: Callable[[], Any], batch_size: int, score: bool,
+                   may_import: Optional[Collection[str]]) -> Job:
+  """Returns the job of a model that classifies.
+
+  Args:
+    model: an EncoderModel that classifies, or its adapters.
+    dataset: of the run that trained it; its files need not be there.
+    reader: of the checkpoint, whose manifest has the names of the classes.
+    layout: mesh and rules.
+    read: returns the parameters on `layout`; None in a dry run.
+    batch_size: texts at a time.
+    score: whether --score was given, which is for models that write text.
+    may_import: the modules that the task may import besides ours; None for any.
+  Raises:
+    ConfigError: `score`, a model file that does not say how long texts are, or a task that would
+      import something else.
+    DataError: no such vocabulary, or more ids than the model has.
+  """
+  if score:
+    raise ConfigError('--score is for a model that writes text; this one classifies.',
+                      fix='Remove --score: each result has the probabilities of all classes.')
+  if 'inputs' not in dataset.task_feature_lengths:
+    raise ConfigError('A model file does not say how long the texts of a classifier are.',
+                      fix='Give the gin file of the run that trained it, with --gin_file.')
+  plain = without_adapters(model)
+  text = open_class_text(dataset, model_vocab_size=plain.config.vocab_size,
+                         may_import=may_import)
+  found = reader.manifest.get('data', {}).get(CLASS_NAMES)
+  names = list(map(str, found)) if isinstance(found, list) else []
+  names += [f'unused {i}' if names else str(i) for i in range(len(names), plain.num_classes)]
+  say('\n'.join([layout.table(), f'parameters: {reader.path}',
+                 f'vocabulary: {text.name}, {text.size:,} ids', f'classes: {", ".join(names)}']))
+  config = ClassifierConfig(text.length, text.end_id, batch_size)
+  return Job(Classifier(model, read(), layout=layout, config=config), text, str(reader.path),
+             class_names=names[:plain.num_classes])

@@ -1,0 +1,125 @@
+"""What the checkpoints of a run are worth, on disk: MODEL_DIR/eval/NAME.jsonl and its pictures."""
+
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Self
+
+import numpy as np
+
+from t5x_gpu.config.json_schema import read_json
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.evaluation.evaluator import LOSS
+from t5x_gpu.metrics import classification
+from t5x_gpu.metrics.confusion_picture import plot_confusion
+from t5x_gpu.metrics.writers import (
+    JsonLinesWriter, MetricWriter, MultiWriter, TensorBoardWriter, read_json_lines)
+
+FOLDER = 'eval'
+_log = logging.getLogger(__name__)
+
+
+class Results:
+  """What is known of the checkpoints of one MODEL_DIR, on disk: MODEL_DIR/eval/NAME.*.
+
+  Only process 0 has one.
+
+  Args:
+    model_dir: of the run.
+    name: of this evaluation.
+    facts: what its numbers depend on, besides the checkpoint.
+  Raises:
+    ConfigError: numbers of that name depend on other facts.
+  """
+
+  def __init__(self, model_dir: pathlib.Path, name: str, facts: Mapping[str, Any]):
+    self.folder, self.name = model_dir / FOLDER, name
+    self.path = self.folder / f'{name}.jsonl'
+    self._facts = facts
+    self._tensorboard = model_dir / 'tensorboard' / f'{FOLDER}_{name}'
+    self._writer: Optional[MultiWriter] = None  # opened by the first number: errors leave no trace
+    _check_facts(self.folder / f'{name}.json', facts, name)
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    if self._writer is not None:
+      self._writer.close()
+
+  def _open(self) -> MultiWriter:
+    writers: list[MetricWriter] = [JsonLinesWriter(self.path)]
+    temporary = self.folder / f'{self.name}.json.tmp'
+    temporary.write_text(json.dumps(self._facts, indent=1) + '\n')
+    os.replace(temporary, self.folder / f'{self.name}.json')
+    try:
+      writers.append(TensorBoardWriter(self._tensorboard))
+    except ConfigError as e:  # a bare machine; the .jsonl has the same numbers
+      _log.warning('No TensorBoard files: %s', e)
+    return MultiWriter(writers)
+
+  @property
+  def records(self) -> dict[int, dict[str, float]]:
+    """Step -> values, ascending."""
+    if not self.path.is_file():
+      return {}
+    return {record.pop('step'): record for record in sorted(
+        read_json_lines(self.path), key=lambda record: record['step'])}
+
+  def add(self, step: int, values: Mapping[str, float]) -> None:
+    """Writes what a checkpoint is worth. A kill leaves at most one torn line."""
+    self._writer = self._writer or self._open()
+    self._writer.write(step, values)
+    self._writer.flush()
+
+  def add_confusion(self, step: int, confusion: np.ndarray, names: Sequence[str]) -> None:
+    """Writes what was taken for what as a table and, where there is matplotlib, as a picture."""
+    stem = self.folder / f'{self.name}_confusion_{step}'
+    classification.write_csv(confusion, names, f'{stem}.csv')
+    try:
+      plot_confusion(confusion, names, f'{stem}.png', title=f'Step {step}, {self.name}')
+    except ConfigError as e:
+      _log.warning('No picture: %s', e)
+
+
+def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> None:
+  try:
+    before = read_json(path, dict)
+  except (OSError, ValueError):
+    return
+  now = json.loads(json.dumps(facts))
+  different = [f'{key}: then {before.get(key)!r}, now {now.get(key)!r}'
+               for key in now.keys() | before.keys() if before.get(key) != now.get(key)]
+  if different:
+    raise ConfigError(
+        f'{path.with_suffix(".jsonl")} has numbers of another evaluation:\n  '
+        + '\n  '.join(sorted(different)),
+        fix=f'Give this one a name of its own: --name={name}_2. Or remove {path.parent}/{name}.*')
+
+
+def table(records: Mapping[int, Mapping[str, float]], *, width: int) -> str:
+  """Returns a row for each metric and a column for each step, in several blocks if need be.
+
+  Args:
+    records: step -> values.
+    width: of the terminal, in characters.
+  """
+  names = list(dict.fromkeys(name for values in records.values() for name in values))
+  first = max(map(len, ('step', *map(short, names))))
+  columns = [[str(step), *(f'{values[name]:.4f}' if name in values else '-' for name in names)]
+             for step, values in records.items()]
+  cell = max((len(text) for column in columns for text in column), default=0) + 2
+  at_once = max(1, (width - first) // cell)
+  blocks = []
+  for start in range(0, len(columns), at_once):
+    rows = zip(['step', *map(short, names)], *columns[start:start + at_once])
+    blocks.append('\n'.join(name.ljust(first) + ''.join(text.rjust(cell) for text in texts)
+                            for name, *texts in rows))
+  return '\n\n'.join(blocks)
+
+
+def short(name: str) -> str:
+  """Returns the name of a metric without what all of them begin with."""
+  return name.removeprefix('infer_').removeprefix(LOSS)

@@ -1,0 +1,302 @@
+"""What a model is worth on held-back data: its loss, scores of classes, metrics of tasks."""
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.data.batches import (
+    BatchIterator, DatasetConfig, EvaluatedTask, ModelOutputs, open_batches, open_evaluated_tasks)
+from t5x_gpu.data.same_on_hosts import check_same_on_hosts
+from t5x_gpu.errors import ConfigError, DataError, NoExamplesError
+from t5x_gpu.metrics import classification, reduce
+from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
+from t5x_gpu.models.inference.generation import Generator
+from t5x_gpu.terminal.bars import Show, Total, silent
+from t5x_gpu.training.program import Program
+
+_log = logging.getLogger(__name__)
+LOSS, TASKS = 'eval/', 'infer_eval/'
+
+
+class Evaluator:
+  """The mean loss over the same batches each time.
+
+  Args:
+    program: has the eval step.
+    batches: opened without repeat. Every process has as many as any other, the last one filled up
+      with rows of weight 0.
+    num_batches: at most this many, fewer if the data ends; None for all.
+  Attributes:
+    batches: as given.
+    confusion: [true class, predicted class] of the last evaluation, if the model classifies.
+  """
+
+  def __init__(self, program: Program, batches: BatchIterator, num_batches: Optional[int]):
+    self._program = program
+    self.batches = batches
+    self._num_batches = num_batches
+    self._start = batches.get_state()
+    self.confusion: Optional[np.ndarray] = None
+
+  def sums(self, params: Any, *, title: str = 'eval', show: Show = silent,
+           total: Total = None) -> reduce.Sums:
+    """Returns the sums over all batches.
+
+    Args:
+      params: in the run's order of layers.
+      title: of the bar.
+      show: shows how many batches are done.
+      total: number of batches, for the bar; None for `num_batches`.
+    """
+    self.batches.set_state(self._start)
+    sums = reduce.Accumulator()
+    with show(title, total or self._num_batches) as advance:
+      for batch in itertools.islice(self.batches, self._num_batches):
+        sums.add(self._program.eval_step(params, self._program.layout.put_batch(batch)))
+        advance(1)
+      return sums.sums()
+
+  def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
+    """Returns eval/loss, eval/accuracy, ... of `params`, for classes eval/macro_f1, ... as well."""
+    sums = self.sums(params, show=show)
+    self.confusion = confusion_of(sums)
+    return values_of(sums, prefix=LOSS)
+
+
+def confusion_of(sums: reduce.Sums) -> Optional[np.ndarray]:
+  """Returns [true class, predicted class] of the sums of an evaluation, None without classes."""
+  return sums[reduce.COUNTS][0] if reduce.COUNTS in sums else None
+
+
+def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
+  """Returns the metrics of an evaluation by name; what has no target tokens has no value."""
+  means = reduce.means(sums, prefix=prefix)
+  if means.empty:
+    _log.warning('The evaluation has no target tokens: %s without a value.', ', '.join(means.empty))
+  confusion = confusion_of(sums)
+  if confusion is None:
+    return dict(means.values)
+  return means.values | classification.scores(confusion, prefix=prefix)
+
+
+def loss_metrics(program: Program) -> dict[str, float]:
+  """Returns the metrics that `Evaluator.run` gives, with values that mean nothing; runs nothing."""
+  sums = program.eval_step.lower(program.abstract_state.params, program.abstract_batch).out_info
+  return values_of({name: (np.ones(total.shape), 1.0) for name, (total, _) in sums.items()},
+                   prefix=LOSS)
+
+
+class TaskEvaluator:
+  """The metrics of tasks: what the model writes, and how likely it finds what it should write.
+
+  Every process computes its rows of each batch, and has all results.
+
+  Args:
+    model, program: what to evaluate.
+    tasks: with metrics.
+    config: how predictions are decoded.
+  Attributes:
+    tasks: as given.
+  Raises:
+    ConfigError: a model that writes no text.
+    DataError: a task whose predictions depend on nothing, or a prompt that does not fit.
+  """
+
+  def __init__(self, model: Any, program: Program, tasks: Sequence[EvaluatedTask],
+               config: DecodingConfig):
+    stops = sorted({*config.stop_tokens, *(t.eos_id for t in tasks if t.eos_id is not None)})
+    zero_is_a_word = any(task.zero_is_a_word for task in tasks)
+    self._generator = Generator(model, None, layout=program.layout, config=_with(
+        config, stop_tokens=tuple(stops),
+        zero_is_padding=config.zero_is_padding and not zero_is_a_word))
+    self.tasks = tasks
+    for task in tasks:
+      _check_inputs(task, reads_inputs(model))
+      for number, (inputs, targets) in enumerate(zip(task.inputs, task.targets)):
+        where = f'Example {number} of {task.name}'
+        if task.needs_predictions:
+          self._generator.check_prompt(len(inputs), where=where)
+        if task.needs_scores:
+          self._generator.check_prompt(len(inputs), where=where, targets=len(targets))
+
+  def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
+    """Returns infer_eval/TASK/METRIC of `params`, whose layers are in the order of the model."""
+    generator = self._generator.with_params(params)
+    return {f'{TASKS}{task.name}/{name}': value for task in self.tasks
+            for name, value in task.metrics(_outputs(generator, task, show)).items()}
+
+
+def _outputs(generator: Generator, task: EvaluatedTask, show: Show) -> ModelOutputs:
+  best, scores = [], []
+  if task.needs_predictions:
+    with show(f'{TASKS}{task.name} predictions', len(task.inputs)) as advance:
+      best = [texts[0] for texts in generator.generate(task.inputs, advance=advance)]
+  if task.needs_scores:
+    with show(f'{TASKS}{task.name} scores', len(task.inputs)) as advance:
+      scores = generator.score(task.inputs, task.targets, advance=advance)
+  return ModelOutputs([text.tokens for text in best], [text.score for text in best], scores)
+
+
+def _with(config: DecodingConfig, **changes: Any) -> DecodingConfig:
+  return dataclasses.replace(config, **changes)
+
+
+def _check_inputs(task: EvaluatedTask, has_encoder: bool) -> None:
+  if (task.needs_predictions or has_encoder) and not all(task.inputs):
+    raise DataError(
+        f"{task.name!r} has metrics of predictions, but examples without 'inputs' to predict from.",
+        fix="Take a task with the features 'inputs' and 'targets', or metrics of scores.",
+        parameters=('train.infer_eval_dataset_cfg',))
+
+
+def open_task_evaluator(model: Any, program: Program, dataset: DatasetConfig, *,
+                        decoding: Optional[DecodingConfig] = None,
+                        num_examples: Optional[int] = None,
+                        required: bool = True) -> Optional[TaskEvaluator]:
+  """Returns the evaluator of the metrics of a task, or of all tasks of a mixture.
+
+  Args:
+    model, program: what to evaluate.
+    dataset: which task or mixture, its split, and the lengths that inputs and targets are cut to.
+    decoding: how to write predictions; None for the likeliest tokens, as many as targets may have.
+    num_examples: of each task, the first ones; None for all.
+    required: whether it is an error that there are no metrics; None comes back otherwise.
+  Raises:
+    ConfigError: a model that writes no text.
+    DataError: no metrics, no such split, no example.
+  """
+  if not hasattr(model, 'start_decoding'):
+    if not required:
+      return None
+    raise ConfigError(
+        f'A {type(model).__name__} does not write text, which metrics of tasks are computed from.',
+        fix='Remove train.infer_eval_dataset_cfg (for python -m t5x_gpu.eval: --metrics=loss), or '
+            'take a DecoderOnlyModel or an EncoderDecoderModel.',
+        parameters=('train.model', 'train.infer_eval_dataset_cfg'))
+  config = decoding or DecodingConfig(
+      max_decode_length=dataset.task_feature_lengths.get('targets', 128),
+      batch_size=dataset.batch_size)
+  tasks = open_evaluated_tasks(
+      dataset, feature_converter=model.feature_converter(dataset.task_feature_lengths),
+      num_examples=num_examples, required=required)
+  return TaskEvaluator(model, program, tasks, config) if tasks else None
+
+
+class Evaluations:
+  """All evaluations of a training run, each in its period.
+
+  Args:
+    program: of the run.
+    total_steps: of the run; every evaluation also comes at the end.
+    loss: of held-back batches, if any, and its period.
+    tasks: metrics of tasks, if any, and its period.
+  """
+
+  def __init__(self, program: Program, *, total_steps: int,
+               loss: tuple[Optional[Evaluator], Optional[int]],
+               tasks: tuple[Optional[TaskEvaluator], Optional[int]]):
+    self._program = program
+    self._total_steps = total_steps
+    self._loss, self._tasks = loss, tasks
+
+  @property
+  def confusion(self) -> Optional[np.ndarray]:
+    """Of the last evaluation, if the model classifies."""
+    return self._loss[0] and self._loss[0].confusion
+
+  def check_same_on_hosts(self, training: BatchIterator) -> None:
+    """Raises DataError, on all processes, unless all read the same data, `training` included."""
+    loss, tasks = self._loss[0], self._tasks[0]
+    check_same_on_hosts({'training': training, 'evaluation': loss and loss.batches},
+                        tasks.tasks if tasks else ())
+
+  def _is_due(self, step: int, what: tuple[Any, Optional[int]]) -> bool:
+    evaluator, period = what
+    return evaluator is not None and (
+        step == self._total_steps or bool(period) and step % period == 0)
+
+  def due(self, step: int) -> bool:
+    """Returns whether any comes after `step`."""
+    return self._is_due(step, self._loss) or self._is_due(step, self._tasks)
+
+  def run(self, step: int, state: Any, *, show: Show = silent) -> Mapping[str, float]:
+    """Returns the values of those that come after `step`; `show` shows how far they are."""
+    values: dict[str, float] = {}
+    if self._is_due(step, self._loss):
+      values |= self._loss[0].run(state.params, show=show)
+    if self._is_due(step, self._tasks):
+      values |= self._tasks[0].run(self._program.in_model_order(state).params, show=show)
+    return values
+
+
+def batches_for(model: Any, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
+  """Returns the batches of `dataset` as `model` takes them; errors as of `open_batches`."""
+  spec = model.batch_spec(dataset.task_feature_lengths, batch_size=dataset.batch_size,
+                          pack=dataset.pack)
+  return open_batches(dataset, spec=spec, repeat=repeat,
+                      feature_converter=model.feature_converter(dataset.task_feature_lengths))
+
+
+def open_evaluations(model: Any, program: Program, *, total_steps: int,
+                     loss: tuple[Optional[DatasetConfig], Optional[int], Optional[int]],
+                     tasks: tuple[Optional[DatasetConfig], Optional[DecodingConfig],
+                                  Optional[int]],
+                     loss_required: bool = False) -> Evaluations:
+  """Returns the evaluations of a training run; opens their data.
+
+  Args:
+    model, program, total_steps: of the run.
+    loss: what on (None for nothing), how many batches, and the steps between two of them.
+    tasks: what on (None for nothing), how predictions are written, and the steps between.
+    loss_required: the run needs the loss. Otherwise, and without a period of its own, a split
+      without an example is no error: the run trains, and evaluates nothing.
+  Raises:
+    ConfigError, DataError: batches that the mesh cannot split; see also `open_batches` and
+      `open_task_evaluator`.
+  """
+  dataset, num_batches, loss_period = loss
+  tasks_dataset, decoding, tasks_period = tasks
+  evaluator = task_evaluator = None
+  if dataset is not None:
+    _check_eval_batch(dataset.batch_size, program)
+    evaluator = _open_evaluator(model, program, dataset, num_batches,
+                                required=loss_period is not None or loss_required)
+  if tasks_dataset is not None:
+    task_evaluator = open_task_evaluator(model, program, tasks_dataset, decoding=decoding)
+  return Evaluations(program, total_steps=total_steps, loss=(evaluator, loss_period),
+                     tasks=(task_evaluator, tasks_period))
+
+
+def _open_evaluator(model: Any, program: Program, dataset: DatasetConfig,
+                    num_batches: Optional[int], *, required: bool) -> Optional[Evaluator]:
+  """Returns what measures the loss on `dataset`; None, with a warning, if it has no example."""
+  try:
+    return Evaluator(program, batches_for(model, dataset, repeat=False), num_batches)
+  except NoExamplesError as e:
+    if required:
+      raise
+    _log.warning('There will be no evaluation: %s', e.what)
+    return None
+
+
+def _check_eval_batch(batch_size: int, program: Program) -> None:
+  """Raises ConfigError if the mesh, or a pipeline, cannot split batches of this size."""
+  layout = program.layout
+  parts, pipeline = layout.batch_parts, layout.pipeline
+  if batch_size % parts:
+    what = f'do not divide into the {parts} parts that the mesh splits a batch into.'
+  elif pipeline is not None and batch_size // parts < pipeline.least_rows:
+    who = ('the circular schedule' if pipeline.num_stacks == 1 else
+           'an encoder-decoder in a pipeline')
+    what = (f'are too small: {who} of {pipeline.num_stages} stages needs at least '
+            f'{pipeline.least_rows} rows in each of the {parts} parts of a batch.')
+  else:
+    return
+  multiple = parts * (1 if pipeline is None else pipeline.least_rows)
+  raise ConfigError(f'Evaluation batches of {batch_size} {what}',
+                    fix=f'Set train_eval/DatasetConfig.batch_size to a multiple of {multiple}.',
+                    parameters=('train_eval/DatasetConfig.batch_size',))

@@ -1,0 +1,176 @@
+"""A model at work on prompts: text into ids, results in order, how far it is."""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+from t5x_gpu.data.prompts import Prompt
+from t5x_gpu.errors import DataError
+from t5x_gpu.evaluation.result_lines import NUMBER, ResultLines, to_line
+from t5x_gpu.models.inference.classify import Classifier
+from t5x_gpu.models.inference.generation import Generated, Generator
+from t5x_gpu.runtime import distributed
+from t5x_gpu.terminal.bars import bar
+from t5x_gpu.terminal.logging_setup import stamp
+
+# Fields of a result beside those of its prompt.
+_SCORED = (NUMBER, 'score', 'num_tokens')
+_WRITTEN = (*_SCORED, 'prediction', 'is_complete', 'predictions', 'scores')
+_CLASSIFIED = (NUMBER, 'label', 'probability', 'probabilities')
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """A model, and the text that it is to work on.
+
+  Attributes:
+    generator: of the model.
+    text: text <-> ids.
+    checkpoint: folder that the parameters come from.
+    train_length: tokens of a row in training, or None.
+    class_names: of a `classify.Classifier`, which gives their probabilities; None for a Generator.
+  """
+  generator: Union[Generator, Classifier]
+  text: Any  # a PromptText, or a ClassText of a Classifier
+  checkpoint: str
+  train_length: Optional[int] = None
+  class_names: Optional[Sequence[str]] = None
+
+  def tokens(self, prompt: Prompt) -> list[int]:
+    if self.class_names is not None and prompt.tokens is None:
+      return self.text.encode(prompt)
+    return list(self.text.encode_inputs(prompt.inputs) if prompt.tokens is None else prompt.tokens)
+
+  def target_tokens(self, prompt: Prompt) -> list[int]:
+    if prompt.target_tokens is not None:
+      return list(prompt.target_tokens)
+    if prompt.targets is None:
+      raise DataError(f"{prompt.where} has no text under key 'targets', which --score needs.",
+                      fix='Give every line {"inputs": ..., "targets": ...}, or leave --score out.')
+    return self.text.encode_targets(prompt.targets)
+
+  def text_of(self, generated: Union[Generated, Sequence[float]]) -> str:
+    if self.class_names is not None:
+      best = max(range(len(generated)), key=generated.__getitem__)
+      return f'{self.class_names[best]} ({generated[best]:.4f})'
+    ids = generated.tokens[:-1] if generated.is_complete else generated.tokens
+    return self.text.decode(ids)
+
+
+def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bool = False,
+        overwrite: bool = False, dry_run: bool = False) -> int:
+  """Writes the results of `prompts` in order; returns how many were new.
+
+  Every device of every process has its share of each batch; process 0 writes.
+
+  Args:
+    job: model and text.
+    prompts: all of them, also those that `output` has already.
+    output: file, continued if it has results of the same; None for standard output.
+    score: the probabilities of given targets, in place of new text.
+    overwrite: begin the file anew.
+    dry_run: check everything, and leave.
+  Raises:
+    DataError: a prompt that does not fit, or has a field that its result has.
+  """
+  _check_fields(prompts, _CLASSIFIED if job.class_names is not None else
+                _SCORED if score else _WRITTEN)
+  numbers = [i if prompt.number is None else prompt.number for i, prompt in enumerate(prompts)]
+  tokens = [job.tokens(prompt) for prompt in prompts]
+  targets = [job.target_tokens(prompt) for prompt in prompts] if score else None
+  for i, prompt in enumerate(prompts):
+    job.generator.check_prompt(len(tokens[i]), where=prompt.where,
+                               targets=len(targets[i]) if score else 0)
+  longer = sum(len(t) > (job.train_length or len(t)) for t in tokens)
+  if longer:
+    say(f'note: {longer} of {len(tokens)} prompts are longer than the {job.train_length} tokens of '
+         'a row in training.')
+  if dry_run:
+    say(f'Dry run: {len(prompts)} prompts could be worked on.')
+    return 0
+  lines = None
+  if output is not None and distributed.is_main_process():
+    lines = ResultLines(output, facts=_facts(job, prompts, tokens, targets), numbers=numbers,
+                        overwrite=overwrite)
+  done = distributed.broadcast_json(lines.num_done if lines else 0)
+  if done:
+    say(f'{output} has {done} of {len(prompts)} results already.')
+
+  def results(part: slice) -> list[dict[str, Any]]:
+    if score:
+      scores = job.generator.score(tokens[part], targets[part])
+      return [{'targets': p.targets, 'score': s, 'num_tokens': len(t)}
+              for p, s, t in zip(prompts[part], scores, targets[part])]
+    generated = job.generator.generate(tokens[part], numbers=numbers[part])
+    return [_result(job, p, found) for p, found in zip(prompts[part], generated)]
+  try:
+    with bar('prompts', len(prompts), done=done, stream=sys.stderr,
+             enabled=distributed.is_main_process()) as advance:
+      for start in range(done, len(prompts), job.generator.batch_size):
+        part = slice(start, min(start + job.generator.batch_size, len(prompts)))
+        records = [{NUMBER: number, **prompt.extra, 'inputs': prompt.inputs, **result}
+                   for number, prompt, result in zip(numbers[part], prompts[part], results(part))]
+        if lines is not None:
+          lines.write(records)
+        elif distributed.is_main_process():
+          print(*map(to_line, records), sep='', end='', flush=True)
+        advance(len(records))
+  except KeyboardInterrupt:
+    if lines is not None:
+      say(f'Everything up to here is in {output}; the same command goes on.')
+    raise
+  finally:
+    if lines is not None:
+      lines.close()
+  return len(prompts) - done
+
+
+def _check_fields(prompts: Sequence[Prompt], fields: Sequence[str]) -> None:
+  """Raises DataError if fields of prompts, which come back in the results, are called as ours."""
+  taken = {field: prompt.where for prompt in reversed(prompts) for field in prompt.extra
+           if field in fields}
+  if taken:
+    names = [field for field in fields if field in taken]
+    raise DataError(
+        f'{taken[names[0]]} has {", ".join(map(repr, names))}, which the result has as well.',
+        fix='Rename what the prompts have; other fields come back as they are. Results have '
+            + ', '.join(fields) + '.', docs='infer.md#results')
+
+
+def _result(job: Job, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
+  """Returns what is written of the continuations of a prompt, or its classes, best first."""
+  if job.class_names is not None:
+    result = dict(sorted(zip(job.class_names, found), key=lambda pair: -pair[1]))
+    label, probability = next(iter(result.items()))
+    return {**({} if prompt.targets is None else {'targets': prompt.targets}), 'label': label,
+            'probability': probability, 'probabilities': result}
+  best = found[0]
+  result = {'prediction': job.text_of(best), 'score': best.score, 'num_tokens': len(best.tokens),
+            'is_complete': best.is_complete}
+  if prompt.targets is not None:
+    result = {'targets': prompt.targets, **result}
+  if job.generator.config.num_decodes > 1:
+    result['predictions'] = [job.text_of(one) for one in found]
+    result['scores'] = [one.score for one in found]
+  return result
+
+
+def _facts(job: Job, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]],
+           targets: Optional[Sequence[Sequence[int]]]) -> dict[str, Any]:
+  """Returns what results depend on; the prompts as a hash."""
+  content = json.dumps([[p.inputs, p.targets, dict(p.extra)] for p in prompts])
+  digest = hashlib.sha256((content + json.dumps([tokens, targets])).encode())
+  facts = {'prompts': f'{len(prompts)}, {digest.hexdigest()[:16]}', 'checkpoint': job.checkpoint,
+           'vocabulary': job.text.name, 'score': targets is not None}
+  decoding = dataclasses.asdict(job.generator.config)
+  used = ['start_token'] if targets is not None else decoding.keys() - {'batch_size'}
+  return facts | {f'DecodingConfig.{name}': decoding[name] for name in sorted(used)}
+
+
+def say(text: str) -> None:
+  """Prints to standard error: results may go to standard output."""
+  if distributed.is_main_process():
+    print(f'{stamp(sys.stderr)}{text}', file=sys.stderr, flush=True)

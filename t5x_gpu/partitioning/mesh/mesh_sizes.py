@@ -1,0 +1,272 @@
+"""How large each axis of the mesh is, and which part of it stays inside a host: numbers only.
+
+`resolve_mesh_sizes` is a pure function of the topology and of what the user set, so that the mesh
+of 24 hosts can be computed on a laptop. `mesh` puts devices into these sizes.
+
+*ici* is the part of an axis inside a host (NVLink), *dcn* the part across hosts (network), as in
+T5X: the size of an axis is ici * dcn.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+from t5x_gpu.errors import did_you_mean
+from t5x_gpu.partitioning.mesh.mesh_problems import (
+    Problem, Slots, check_sizes, fill_problem, is_size, legal_partitions, partitions_problem,
+    product_problem, raise_all)
+from t5x_gpu.runtime.cluster.topology import Topology
+
+# Outermost first: neighbours on the last axis talk most and get the fastest link.
+MESH_AXES = ('stage', 'data', 'fsdp', 'context', 'expert', 'model')
+
+OUTER_AXES = MESH_AXES[:-1]
+
+# The parameter that sets the size of each axis.
+SIZE_PARAMETERS = {axis: 'num_partitions' if axis == 'model' else axis for axis in MESH_AXES}
+
+Sizes = dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSizes:
+  """Sizes of a mesh that fits its topology.
+
+  Attributes:
+    total: size of every axis in `MESH_AXES`, in that order; the product is the number of devices.
+    ici: the part inside a host; the product is the number of devices of a host.
+    dcn: the part across hosts; the product is the number of hosts.
+    notes: why the sizes are what they are, for the log.
+    warnings: choices that are allowed and probably slow.
+  """
+  total: Mapping[str, int]
+  ici: Mapping[str, int]
+  dcn: Mapping[str, int]
+  notes: tuple[str, ...] = ()
+  warnings: tuple[str, ...] = ()
+
+  @property
+  def num_devices(self) -> int:
+    return math.prod(self.total.values())
+
+  def crosses_hosts(self, axis: str) -> bool:
+    return self.dcn[axis] > 1
+
+
+def resolve_mesh_sizes(topology: Topology, *, num_partitions: Optional[int] = None,
+                       model_parallel_submesh: Optional[Sequence[int]] = None,
+                       stage: int = 1, data: int = -1, fsdp: int = 1, context: int = 1,
+                       expert: int = 1, ici_mesh_shape: Optional[Mapping[str, int]] = None,
+                       dcn_mesh_shape: Optional[Mapping[str, int]] = None) -> MeshSizes:
+  """Returns the mesh sizes for `topology`, or raises with everything that is wrong and what fits.
+
+  Args:
+    topology: hosts and devices per host.
+    num_partitions: size of `model` (tensor parallelism); 1 by default.
+    model_parallel_submesh: T5X's other way to say it: 4 numbers, or 2 (hosts, devices of a host);
+      their product is the size of `model`. Not together with `num_partitions`.
+    stage, data, fsdp, context, expert: sizes of the other axes. One may be -1: what is left over.
+    ici_mesh_shape: axis -> size inside a host, such as {'fsdp': 8}; axes left out are 1, one may
+      be -1. Instead of the sizes above, not together with them. {'data': -1} by default when
+      only `dcn_mesh_shape` is given.
+    dcn_mesh_shape: the same across hosts.
+  Raises:
+    MeshError: the sizes do not fit the topology; all reasons in one message.
+  Source: T5X `partitioning.get_gpu_mesh` for the names and for NVLink first.
+  """
+  problems: list[Problem] = []
+  model = _model_size(num_partitions, model_parallel_submesh, problems)
+  flat = {'stage': stage, 'data': data, 'fsdp': fsdp, 'context': context, 'expert': expert}
+  if ici_mesh_shape is None and dcn_mesh_shape is None:
+    sizes = {**flat, 'model': 1 if model is None else model}
+    sizes = _flat_sizes(topology, sizes, model_parallel_submesh, problems)
+    raise_all(problems)
+    return _split_over_hosts(topology, sizes, model_parallel_submesh)
+  set_too = [axis for axis, size in flat.items() if size != (-1 if axis == 'data' else 1)]
+  if set_too:
+    problems.append(Problem(
+        f'The sizes are given twice: by ici_mesh_shape/dcn_mesh_shape and by '
+        f'{", ".join(f"{axis}={flat[axis]}" for axis in set_too)}.',
+        f'Remove {", ".join(f"Partitioner.{axis}" for axis in set_too)}, or write the sizes into '
+        'ici_mesh_shape (inside a host) and dcn_mesh_shape (across hosts).',
+        tuple(set_too) + ('ici_mesh_shape', 'dcn_mesh_shape')))
+  return _hybrid_sizes(topology, model, ici_mesh_shape, dcn_mesh_shape, problems)
+
+
+def _model_size(num_partitions, submesh, problems: list[Problem]) -> Optional[int]:
+  """Returns the size of `model`, None when neither way sets it."""
+  if submesh is not None:
+    numbers = tuple(submesh) if isinstance(submesh, Sequence) else (submesh,)
+    if len(numbers) not in (2, 4) or not all(is_size(n) and n != -1 for n in numbers):
+      problems.append(Problem(
+          f'model_parallel_submesh = {submesh!r} is not four sizes as in T5X, (1, 2, 1, 1), nor '
+          'two, (hosts, devices of a host).',
+          'Set Partitioner.num_partitions instead: it is the product of the four.',
+          ('model_parallel_submesh',)))
+      return None
+    if num_partitions is not None:
+      problems.append(Problem(
+          f'num_partitions = {num_partitions} and model_parallel_submesh = {numbers} both set the '
+          'size of the model axis.',
+          f'Keep one of them: Partitioner.num_partitions = {math.prod(numbers)} means the same as '
+          'that submesh.', ('num_partitions', 'model_parallel_submesh')))
+    return math.prod(numbers)
+  if num_partitions is not None and (not is_size(num_partitions) or num_partitions == -1):
+    problems.append(Problem(
+        f'num_partitions = {num_partitions!r} is not a number of 1 or more.',
+        'Set Partitioner.num_partitions = 1 for no tensor parallelism. Only the other sizes can '
+        'be -1 (what is left over).', ('num_partitions',)))
+    return None
+  return num_partitions
+
+
+def _flat_sizes(topology: Topology, given: Mapping[str, int], submesh,
+                problems: list[Problem]) -> Sizes:
+  """Returns the sizes with -1 filled in, in the order of `MESH_AXES`."""
+  sizes = {axis: given[axis] for axis in MESH_AXES}
+  if submesh is None:
+    bad = partitions_problem(topology, sizes['model'])
+  else:
+    bad = partitions_problem(topology, sizes['model'],
+                             given_as=f' (the product of model_parallel_submesh = {submesh})',
+                             parameters=('model_parallel_submesh',))
+  if bad:
+    problems.append(bad)
+  if not check_sizes(sizes, '', problems, SIZE_PARAMETERS):
+    return sizes
+  names = dict(SIZE_PARAMETERS)
+  if submesh is not None:
+    names['model'] = 'the product of model_parallel_submesh'
+  slots = Slots(topology.num_devices, topology.count(topology.num_devices), names=names,
+                parameters=(*OUTER_AXES, 'num_partitions' if submesh is None else
+                            'model_parallel_submesh'),
+                multiple_of=topology.devices_per_host, more_words=f'{{}} {topology.device_word}s',
+                legal={'model': sum(legal_partitions(topology), ())})
+  _fill(sizes, problems, slots, open_axis='model' if bad else None)
+  return sizes
+
+
+def _fill(sizes: Sizes, problems: list[Problem], slots: Slots, *,
+          open_axis: Optional[str] = None) -> None:
+  """Sets the axis that is -1 to what is left over, or adds to `problems` why nothing is.
+
+  Args:
+    sizes: all of them good on their own, at most one -1; changed in place.
+    problems: added to.
+    slots: what the sizes have to fill.
+    open_axis: judge as if this axis were not set, because its size has to change anyway.
+  """
+  fixed = {axis: size for axis, size in sizes.items() if size != -1 and axis != open_axis}
+  rest = math.prod(fixed.values())
+  left_over = next((axis for axis, size in sizes.items() if size == -1), open_axis)
+  named = {axis for axis, size in sizes.items() if size != 1}
+  slots = dataclasses.replace(slots, parameters=tuple(dict.fromkeys(
+      parameter for axis, parameter in zip(slots.names, slots.parameters) if axis in named)))
+  if left_over is None and rest != slots.number:
+    problems.append(product_problem(slots, sizes))
+  elif left_over is not None and slots.number % rest:
+    problems.append(fill_problem(slots, fixed, left_over))
+  elif left_over is not None:
+    sizes[left_over] = slots.number // rest
+
+
+def _split_over_hosts(topology: Topology, sizes: Sizes, submesh) -> MeshSizes:
+  """Returns `sizes` with each axis split in its part inside a host and its part across hosts.
+
+  Innermost axes take a host's devices first. Every prime factor of the devices of a host finds a
+  place, because the sizes multiply to hosts * devices per host.
+  """
+  ici, left = {}, topology.devices_per_host
+  for axis in reversed(MESH_AXES):
+    ici[axis] = math.gcd(sizes[axis], left)
+    left //= ici[axis]
+  assert left == 1, (topology, sizes)
+  ici = {axis: ici[axis] for axis in MESH_AXES}
+  dcn = {axis: sizes[axis] // ici[axis] for axis in MESH_AXES}
+  notes = []
+  if submesh is not None:
+    notes.append(f'model = {sizes["model"]}, the product of model_parallel_submesh {submesh}; '
+                 'where it lies follows from the size alone')
+  if topology.num_hosts > 1:
+    notes.append(f'the {topology.count(topology.devices_per_host)} of a host go to the innermost '
+                 'axes first: '
+                 + ', '.join(f'{axis} {_split_words(ici[axis], dcn[axis])}'
+                             for axis in reversed(MESH_AXES) if sizes[axis] > 1))
+  return MeshSizes(sizes, ici, dcn, tuple(notes), _warnings(topology, ici, dcn))
+
+
+def _hybrid_sizes(topology: Topology, model: Optional[int], ici_shape, dcn_shape,
+                  problems: list[Problem]) -> MeshSizes:
+  """Returns sizes from `ici_mesh_shape` and `dcn_mesh_shape`."""
+  notes = []
+  parts = []
+  for parameter, shape, count, what in (
+      ('ici_mesh_shape', ici_shape, topology.devices_per_host, 'the devices of a host'),
+      ('dcn_mesh_shape', dcn_shape, topology.num_hosts, 'the hosts')):
+    if shape is None:
+      shape = {'data': -1}
+      notes.append(f'{parameter} is not set: data takes {what} ({count})')
+    parts.append(_part_sizes(topology, parameter, shape, count, problems))
+  raise_all(problems)
+  ici, dcn = parts
+  sizes = {axis: ici[axis] * dcn[axis] for axis in MESH_AXES}
+  if model is not None and model != sizes['model']:
+    problems.append(Problem(
+        f'The model axis has {model} partitions by num_partitions (or model_parallel_submesh), '
+        f'but {ici["model"]} inside a host x {dcn["model"]} across hosts = {sizes["model"]} by '
+        'ici_mesh_shape and dcn_mesh_shape.',
+        f'Set Partitioner.num_partitions = None, or {sizes["model"]}.',
+        ('num_partitions', 'ici_mesh_shape', 'dcn_mesh_shape')))
+  bad = partitions_problem(topology, sizes['model'],
+                           given_as=' (by ici_mesh_shape and dcn_mesh_shape)',
+                           parameters=('ici_mesh_shape', 'dcn_mesh_shape'))
+  if bad:
+    problems.append(bad)
+  raise_all(problems)
+  return MeshSizes(sizes, ici, dcn, tuple(notes), _warnings(topology, ici, dcn))
+
+
+def _part_sizes(topology: Topology, parameter: str, shape, count: int,
+                problems: list[Problem]) -> Sizes:
+  """Returns one of the two shapes with all axes and -1 filled in; the product is `count`."""
+  ones = dict.fromkeys(MESH_AXES, 1)
+  inside = parameter == 'ici_mesh_shape'
+  if not isinstance(shape, Mapping):
+    problems.append(Problem(
+        f'{parameter} = {shape!r} is not a mapping of axis to size.',
+        f"Write Partitioner.{parameter} = {{'data': -1, 'model': {count if inside else 1}}}; T5X's "
+        'tuple (data, model) has no names.', (parameter,)))
+    return ones
+  unknown = [axis for axis in shape if axis not in MESH_AXES]
+  if unknown:
+    problems.append(Problem(
+        f'{parameter} names {", ".join(map(repr, unknown))}, which no mesh has. The axes are '
+        f'{", ".join(MESH_AXES)}.{did_you_mean(str(unknown[0]), MESH_AXES)}',
+        f'Correct the name in Partitioner.{parameter}.', (parameter,)))
+    return ones
+  sizes = {**ones, **shape}
+  parameters = dict.fromkeys(MESH_AXES, parameter)
+  if not check_sizes(sizes, f'{parameter}: ', problems, parameters):
+    return ones
+  devices_words = f'The {topology.count(count)} of a host'
+  _fill(sizes, problems, Slots(
+      count, devices_words if inside else '1 host' if count == 1 else f'{count} hosts',
+      names={axis: axis for axis in MESH_AXES}, parameters=(parameter,) * len(MESH_AXES),
+      where=f' in {parameter}', multiple_of=0 if inside else 1, more_words='{} hosts'))
+  return sizes
+
+
+def _warnings(topology: Topology, ici: Sizes, dcn: Sizes) -> tuple[str, ...]:
+  if dcn['model'] == 1:
+    return ()
+  total = ici['model'] * dcn['model']
+  return (f'num_partitions = {total} spans {dcn["model"]} hosts: each layer then waits for sums '
+          f'over the network instead of NVLink. Up to {topology.devices_per_host} stays inside a '
+          'host; fsdp across hosts is usually faster.',)
+
+
+def _split_words(ici: int, dcn: int) -> str:
+  """Returns '4 inside a host', '2 across hosts' or '2 inside a host x 3 across hosts'."""
+  words = [f'{ici} inside a host'] * (ici > 1) + [f'{dcn} across hosts'] * (dcn > 1)
+  return ' x '.join(words) or '1'

@@ -1,0 +1,352 @@
+"""All processes of a run meet at process 0 before JAX starts, over a plain TCP connection each.
+
+JAX's own start has one answer to a wrong host name, a closed port and a process that never came:
+after five minutes every process aborts with the same text, which names none of them. Here process 0
+learns who came and says who did not; the others learn why they cannot reach it. What the processes
+tell of themselves (host, GPUs) is known before anything is allocated, and processes of another run
+that knock at the same port are sent away.
+
+Each process says who it is, and process 0 answers once all are there (`signed_lines`).
+"""
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
+
+from t5x_gpu.errors import ClusterError
+from t5x_gpu.runtime.cluster import addresses, job_secret, signed_lines
+from t5x_gpu.runtime.cluster.cluster import ClusterInfo
+
+_log = logging.getLogger(__name__)
+
+TRY_SECONDS = 5  # for one connection
+RETRY_SECONDS = 0.1
+POLL_SECONDS = 0.2
+# A name that does not resolve now seldom does so later; in Kubernetes it does, once the pod is up.
+DNS_SECONDS = 20
+REPORT_SECONDS = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+  """What a process tells of itself.
+
+  Attributes:
+    process_index: in the run.
+    hostname: as the operating system says.
+    host_key: equal for processes that share a host, and only for those.
+    domain: of fast links: T5X_GPU_DOMAIN where that is set, else the host_key.
+    gpus: UUIDs of the GPUs it will use, () if unknown.
+    versions: of jax and jaxlib, which must be the same for them to join.
+    code: digest of all code and versions (runtime/cluster/same_code.py).
+  """
+  process_index: int
+  hostname: str
+  host_key: str
+  domain: str
+  gpus: tuple[str, ...] = ()
+  versions: str = ''
+  code: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+  """How it ended: everybody is there.
+
+  Attributes:
+    address: 'host:port' at which this process reaches process 0; the host is numeric.
+    members: by process index.
+    own_host: numeric address of this process on the network of process 0; None if the processes use
+      several networks.
+    bind_address: 'host:port' on which process 0 must start JAX's service; None for the others.
+  """
+  address: str
+  members: tuple[Member, ...]
+  own_host: Optional[str] = None
+  bind_address: Optional[str] = None
+
+
+@contextlib.contextmanager
+def meet(cluster: ClusterInfo, me: Member, *, timeout_seconds: float, secret: str = ''
+         ) -> Iterator[Meeting]:
+  """Yields once all processes have come; the block must start JAX's service on process 0.
+
+  The other processes are let go only when that service listens: they would otherwise be refused,
+  and try again a second later. Or when the block fails: what is wrong with the members, they find
+  themselves.
+
+  Args:
+    cluster: which process this is.
+    me: what the others learn of it.
+    timeout_seconds: until all must have come.
+    secret: of the job (`job_secret.from_environment`); '' lets anybody in.
+  Raises:
+    ClusterError: some did not come (named), process 0 cannot be reached (with the reason), its port
+      is in use, or two processes claim the same index.
+  """
+  if cluster.process_index == 0:
+    host = _Host(cluster, me, secret, timeout_seconds)
+    with host:
+      meeting = host.gather()
+      host.release_once_listening(meeting)
+      yield meeting
+  else:
+    yield _Guest(cluster, me, secret, timeout_seconds).meet()
+
+
+class _Host:
+  """Process 0's side."""
+
+  def __init__(self, cluster: ClusterInfo, me: Member, secret: str, timeout_seconds: float):
+    self._cluster = cluster
+    self._secret = secret
+    self._deadline = time.monotonic() + timeout_seconds
+    self._timeout_seconds = timeout_seconds
+    self._members = {0: me}
+    self._questions: dict[int, signed_lines.Question] = {}
+    self._listening = addresses.listen(
+        (cluster.coordinator_address, *cluster.other_addresses), bind_address=cluster.bind_address,
+        is_one_host=cluster.local_process_count == cluster.process_count)
+    self._reception = signed_lines.Reception(self._listening, secret)
+    if not secret and not all(map(addresses.is_loopback, self._listening.hosts)):
+      _log.warning('%s is not set: anybody who reaches %s can join this run. See docs/security.md.',
+                   job_secret.VARIABLE, self._listening.address)
+    self._failed = threading.Event()
+    self._release: Optional[threading.Thread] = None
+
+  def __enter__(self) -> '_Host':
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self._reception.close()
+    if self._release is not None and exc_info[0] is not None:
+      self._failed.set()
+      self._release.join(TRY_SECONDS)
+
+  def gather(self) -> Meeting:
+    """Returns once everybody has come; tells those who came if somebody did not."""
+    count = self._cluster.process_count
+    report_at = time.monotonic() + REPORT_SECONDS
+    while not self._all_here():
+      questions = self._reception.poll(POLL_SECONDS)
+      for question in questions:
+        self._welcome(question)
+      if not questions:
+        self._drop_the_gone()
+      if time.monotonic() > self._deadline:
+        self._refuse_all(self._missing_text(self._timeout_seconds))
+        raise ClusterError(
+            self._missing_text(self._timeout_seconds),
+            fix='Look at the first lines of the missing processes: they could not start, or could '
+                f'not reach {self._listening.address} (a wrong name, a firewall). Start all '
+                f'{count} processes, with the same --coordinator_address.',
+            docs='slurm.md#they-do-not-find-each-other')
+      if time.monotonic() > report_at:
+        _log.warning(self._missing_text(None))
+        report_at += REPORT_SECONDS
+    host, port = self._service_host(), self._listening.port
+    return Meeting(
+        addresses.join(host or '127.0.0.1', port), tuple(self._members[i] for i in range(count)),
+        own_host=host,
+        bind_address=self._cluster.bind_address or addresses.join(host or '::', port))
+
+  def _service_host(self) -> Optional[str]:
+    """Returns the one address of this host at which the others came; None if there are several.
+
+    Loopback counts only if nobody came from elsewhere: who used it can use the other address too.
+    """
+    used = sorted({question.own_host for question in self._questions.values()})
+    remote = [host for host in used if not addresses.is_loopback(host)]
+    return (remote or used)[0] if len(remote) < 2 else None
+
+  def _all_here(self) -> bool:
+    if len(self._members) == self._cluster.process_count:
+      self._drop_the_gone()
+    return len(self._members) == self._cluster.process_count
+
+  def _welcome(self, question: signed_lines.Question) -> None:
+    try:
+      hello = question.message
+      member = _member(hello['member'])
+      run, count = hello['run'], hello['count']
+      if member.process_index not in range(count):
+        raise ValueError('no such process')
+    except signed_lines.UNREADABLE:
+      question.connection.close()  # no process of ours
+      return
+    refusal = ''
+    if run != self._cluster.run_id:
+      refusal = f'another run listens here ({self._cluster.run_id!r}, not {run!r})'
+    elif not question.is_proven:
+      refusal = (f'process {member.process_index} on {member.hostname} ({question.peer_host}) has '
+                 f'{"another" if question.is_signed else "no"} {job_secret.VARIABLE}, process 0 '
+                 f'has {"its own" if self._secret else "none"}')
+    elif count != self._cluster.process_count:
+      refusal = f'process 0 belongs to a run of {self._cluster.process_count}, not of {count}'
+    elif member.process_index in self._members:
+      other = self._members[member.process_index]
+      refusal = (f'process {member.process_index} came twice, from {other.hostname} and from '
+                 f'{member.hostname} ({question.peer_host})')
+    if refusal:
+      question.answer({'run': self._cluster.run_id, 'refused': refusal})
+      if run == self._cluster.run_id:
+        _log.warning('Not joined: %s.', refusal)
+      return
+    self._members[member.process_index] = member
+    self._questions[member.process_index] = question
+
+  def _drop_the_gone(self) -> None:
+    """Forgets processes that came and died: they may be started again, and are else missing."""
+    for index, question in list(self._questions.items()):
+      if question.is_gone():
+        _log.warning('Process %d on %s came and ended.', index, self._members[index].hostname)
+        question.connection.close()
+        del self._questions[index], self._members[index]
+
+  def _missing_text(self, waited: Optional[float]) -> str:
+    count = self._cluster.process_count
+    missing = [i for i in range(count) if i not in self._members]
+    hosts = collections.Counter(member.hostname for member in self._members.values())
+    present = ', '.join(f'{n} on {host}' for host, n in list(hosts.items())[:8])
+    after = 'Waiting' if waited is None else f'After {waited:g} s: still waiting'
+    return (f'{after} for {len(missing)} of {count} processes: {numbers(missing)}. '
+            f'Here: {present}{", ..." if len(hosts) > 8 else ""}.')
+
+  def _refuse_all(self, text: str) -> None:
+    for question in self._questions.values():
+      question.answer({'run': self._cluster.run_id, 'refused': text})
+
+  def release_once_listening(self, meeting: Meeting) -> None:
+    """Closes the port for JAX's service to take it, and answers everybody once that listens."""
+    self._reception.close()
+    host, port = addresses.split(meeting.address)
+    answer = {'run': self._cluster.run_id, 'service': meeting.own_host and meeting.address,
+              'members': [dataclasses.asdict(member) for member in meeting.members]}
+
+    def release() -> None:
+      while time.monotonic() < self._deadline + TRY_SECONDS and not self._failed.is_set():
+        try:
+          socket.create_connection((host, port), timeout=1).close()
+          break
+        except OSError:
+          time.sleep(0.01)
+      for question in self._questions.values():
+        question.answer(answer)
+    self._release = threading.Thread(target=release, daemon=True, name='rendezvous')
+    self._release.start()
+
+
+class _Guest:
+  """The side of all other processes."""
+
+  def __init__(self, cluster: ClusterInfo, me: Member, secret: str, timeout_seconds: float):
+    self._cluster = cluster
+    self._me = me
+    self._secret = secret
+    self._timeout_seconds = timeout_seconds
+    self._failures: dict[str, str] = {}  # address -> the last reason
+
+  def meet(self) -> Meeting:
+    started = time.monotonic()
+    deadline = started + self._timeout_seconds
+    addresses = (self._cluster.coordinator_address, *self._cluster.other_addresses)
+    dns_seconds = (self._timeout_seconds if self._cluster.kind == 'kubernetes' else
+                   min(DNS_SECONDS, self._timeout_seconds))
+    while True:
+      for address in addresses:
+        meeting = self._try(address, deadline)
+        if meeting is not None:
+          return meeting
+      waited = time.monotonic() - started
+      no_name = all('resolve' in self._failures[address] for address in addresses)
+      if waited > self._timeout_seconds or (no_name and waited > dns_seconds):
+        raise self._unreachable(waited)
+      time.sleep(RETRY_SECONDS)
+
+  def _try(self, address: str, deadline: float) -> Optional[Meeting]:
+    host, port = addresses.split(address)
+    try:
+      connection = socket.create_connection((host, port), timeout=TRY_SECONDS)
+    except OSError as e:
+      self._failures[address] = _why(e, host)
+      return None
+    with connection:
+      try:
+        challenge = signed_lines.send_question(connection, self._hello(), self._secret)
+        # Until the slowest process has come; a little longer than process 0 itself waits.
+        answer, is_proven = signed_lines.read_answer(
+            connection, challenge, self._secret, deadline=deadline + 2 * TRY_SECONDS)
+        run = answer['run']
+        own_host, service = addresses.local_host(connection), answer.get('service')
+        reached = addresses.join(addresses.peer_host(connection), connection.getpeername()[1])
+      except signed_lines.UNREADABLE:
+        self._failures[address] = ('something else listens there (or another version of t5x_gpu), '
+                                   'or process 0 ended while this process waited')
+        return None
+    if 'members' in answer and is_proven:
+      if service and addresses.is_loopback(own_host):  # on the host of process 0
+        own_host, reached = addresses.split(service)[0], service
+      return Meeting(reached, tuple(map(_member, answer['members'])),
+                     own_host=own_host if service else None)
+    if run == self._cluster.run_id and 'refused' in answer:
+      raise ClusterError(
+          f'Process {self._me.process_index} of {self._cluster.process_count} was not joined: '
+          f'{answer["refused"]}.', fix='Start each process once, all with the same count, '
+          'address, versions and secret.', docs='slurm.md#they-do-not-find-each-other')
+    self._failures[address] = str(answer.get(
+        'refused', f'what listens there has another {job_secret.VARIABLE}, or none'))
+    return None
+
+  def _hello(self) -> dict[str, Any]:
+    return {'run': self._cluster.run_id, 'count': self._cluster.process_count,
+            'member': dataclasses.asdict(self._me)}
+
+  def _unreachable(self, waited: float) -> ClusterError:
+    reasons = '; '.join(f'{address}: {reason}' for address, reason in self._failures.items())
+    text = ' '.join(self._failures.values())
+    if 'resolve' in text:
+      fix = ('Set --coordinator_address to a name that all hosts know (getent hosts NAME), or to '
+             'an IP address of the first host.')
+    elif 'timed out' in text:
+      fix = ('A firewall or a wrong network: open the port between the hosts, or set '
+             '--coordinator_address to an address of process 0 on a network that they share.')
+    else:
+      fix = ('Look at the first lines of process 0: it did not start, or listens elsewhere. All '
+             'processes need the same --coordinator_address, on the host of process 0.')
+    return ClusterError(
+        f'Process {self._me.process_index} of {self._cluster.process_count} (on '
+        f'{self._me.hostname}) could not reach process 0 for {waited:.0f} s. {reasons}.', fix=fix,
+        docs='slurm.md#they-do-not-find-each-other')
+
+
+def _why(e: OSError, host: str) -> str:
+  if isinstance(e, socket.gaierror):
+    return f'the name {host!r} does not resolve (DNS: {e.strerror})'
+  if isinstance(e, ConnectionRefusedError):
+    return 'connection refused (the host answers, nothing listens on the port)'
+  if isinstance(e, TimeoutError):
+    return f'timed out (no answer within {TRY_SECONDS} s)'
+  return f'{e.strerror or e}'
+
+
+def _member(values: Mapping[str, Any]) -> Member:
+  """Returns the member; fields that this version of t5x_gpu does not have are ignored."""
+  names = [field.name for field in dataclasses.fields(Member) if field.name in values]
+  return Member(**{**{name: values[name] for name in names}, 'gpus': tuple(values['gpus'])})
+
+
+def numbers(values: Sequence[int]) -> str:
+  """Returns '1, 4-7, 9' for [1, 4, 5, 6, 7, 9]."""
+  spans: list[list[int]] = []
+  for value in values:
+    if spans and value == spans[-1][-1] + 1:
+      spans[-1] = [spans[-1][0], value]
+    else:
+      spans.append([value, value])
+  return ', '.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)

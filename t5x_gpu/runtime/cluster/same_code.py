@@ -1,0 +1,85 @@
+"""Do all processes run the same code? Sources of this package, modules of the user, versions.
+
+A host with an old checkout or another release trains without an error, to another loss. Facts are
+those of `agreement`: a file's identity is the sha256 of its bytes, wherever it lies.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import sys
+import sysconfig
+from collections.abc import Sequence
+
+from t5x_gpu.errors import ClusterError
+from t5x_gpu.runtime.cluster.agreement import Facts
+
+# What computes, or decides what is computed. Read from metadata: nothing here is imported.
+_CUDA = ('12', '13')
+PACKAGES = (
+    'jax', 'jaxlib', *(f'jax-cuda{cuda}-{part}' for cuda in _CUDA for part in ('plugin', 'pjrt')),
+    *(f'nvidia-{part}-cu{cuda}' for cuda in _CUDA for part in ('cudnn', 'nccl', 'cublas')),
+    'nvidia-cublas', 'transformer-engine', 'transformer-engine-jax', 'tokamax', 'ml-dtypes',
+    'flax', 'optax', 'chex', 'orbax-checkpoint', 'tensorstore', 'numpy', 'scipy', 'gin-config',
+    'seqio', 'seqio-nightly', 't5', 'tensorflow', 'tensorflow-cpu', 'tensorflow-text',
+    'tensorflow-datasets', 'tfds-nightly', 'sentencepiece', 'tokenizers', 'transformers',
+    'safetensors', 'grain', 'array-record', 'pyarrow', 'h5py')
+FIX = ('Give all hosts the same checkout and the same environment: a shared folder, one container '
+       'image, or the same lock file.')
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+# A launcher's own, different on purpose in some processes; and what TensorFlow generates.
+_NOT_COMPARED = ('__main__', '__mp_main__', 'sitecustomize', 'usercustomize',
+                 '__autograph_generated_file')
+
+
+def facts() -> Facts:
+  """Returns facts of the package's sources, of the user's modules and of installed versions."""
+  found = {f'{_PACKAGE.name}/{path.relative_to(_PACKAGE).as_posix()}': _of_file(path)
+           for path in sorted(_PACKAGE.rglob('*.py'))}
+  return found | user_modules() | versions()
+
+
+def user_modules() -> Facts:
+  """Returns facts of the modules imported so far that are not installed packages.
+
+  Those are what gin files import from the working directory or PYTHONPATH, and what that imports.
+  """
+  library = {pathlib.Path(sysconfig.get_path(name)).resolve() for name in ('stdlib', 'platstdlib')}
+  found = {}
+  for name, module in sorted(sys.modules.items()):
+    file = getattr(module, '__file__', None)
+    if name.startswith(_NOT_COMPARED) or not isinstance(file, str) or not os.path.isfile(file):
+      continue
+    path = pathlib.Path(file).resolve()
+    installed = {'site-packages', 'dist-packages'} & set(path.parts)
+    if not (installed or library & set(path.parents) or path.is_relative_to(_PACKAGE)):
+      found[f'module {name}'] = _of_file(path)
+  return found
+
+
+def versions() -> Facts:
+  """Returns facts of Python and of everything that computes; missing packages are facts, too."""
+  found = {'python': '.'.join(platform.python_version_tuple()[:2])}
+  for package in PACKAGES:
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      found[package] = 'not installed'
+  return {f'version of {name}': (version, version) for name, version in found.items()}
+
+
+def _of_file(path: pathlib.Path) -> tuple[str, str]:
+  try:
+    content = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+  except OSError as e:
+    content = f'unreadable: {e.strerror}'
+  return content, f'{path} ({content})'
+
+
+def raise_if_any(lines: Sequence[str]) -> None:
+  """Raises ClusterError if there are `lines`, each a difference between processes."""
+  if lines:
+    raise ClusterError('The processes do not run the same code:\n  ' + '\n  '.join(lines),
+                       fix=FIX, docs='slurm.md#hosts-that-disagree')

@@ -1,0 +1,265 @@
+"""What each scheduler and launcher says of a process, read from its environment variables.
+
+One function per scheduler; each returns what it knows, or None where that scheduler started
+nothing. `cluster.detect` asks them in order and fills in the rest.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Optional
+
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.runtime.cluster import addresses
+
+Environment = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+  """What a scheduler says; None where it says nothing.
+
+  Attributes:
+    kind: 'slurm', 'openmpi', ...
+    process_index, process_count: of the run.
+    local_index, local_count: among the processes of this host.
+    hosts: names or addresses under which process 0 may be reached, best first.
+    address: 'host:port' of process 0, where the launcher names the port as well.
+    job: differs between any two runs that may overlap in time: job, step, attempt.
+    node: the scheduler's name of this host.
+    gpus_per_process, gpus_on_host: as asked of the scheduler.
+    attempt: how often the scheduler has restarted this job.
+    end_time: when the job's time is up, seconds since 1970.
+    evidence: the variables that decided, for the log.
+  """
+  kind: str
+  process_index: Optional[int] = None
+  process_count: Optional[int] = None
+  local_index: Optional[int] = None
+  local_count: Optional[int] = None
+  hosts: tuple[str, ...] = ()
+  address: Optional[str] = None
+  job: str = ''
+  node: str = ''
+  gpus_per_process: Optional[int] = None
+  gpus_on_host: Optional[int] = None
+  attempt: int = 0
+  end_time: Optional[float] = None
+  evidence: str = ''
+
+
+def number(env: Environment, *names: str) -> Optional[int]:
+  """Returns the first of these variables that is set, as a number; None if none is.
+
+  Raises:
+    ConfigError: it is set and is no number.
+  """
+  for name in names:
+    if env.get(name, ''):
+      try:
+        return int(env[name])
+      except ValueError as e:
+        raise ConfigError(f'The environment variable {name} = {env[name]!r} is not a number.',
+                          fix=f'Unset {name}, or set it to a number.') from e
+  return None
+
+
+def slurm(env: Environment) -> Optional[Found]:
+  """Returns what srun says. The batch shell itself is no step, and gives None.
+
+  Source: https://slurm.schedmd.com/srun.html, "Output environment variables".
+  """
+  step = ('SLURM_JOB_ID', 'SLURM_STEP_NODELIST', 'SLURM_PROCID', 'SLURM_LOCALID')
+  if not all(env.get(name) for name in step):
+    return None
+  attempt = number(env, 'SLURM_RESTART_COUNT') or 0
+  per_node = _repeated(env.get('SLURM_STEP_TASKS_PER_NODE', ''))
+  node_index = number(env, 'SLURM_NODEID')
+  known = node_index is not None and node_index < len(per_node)
+  end = number(env, 'SLURM_JOB_END_TIME')
+  return Found(
+      kind='slurm',
+      process_index=number(env, 'SLURM_PROCID'),
+      # Of the step: SLURM_NTASKS may be that of the whole job.
+      process_count=number(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS', 'SLURM_NPROCS'),
+      local_index=number(env, 'SLURM_LOCALID'),
+      local_count=per_node[node_index] if known else None,
+      hosts=(first_host(env['SLURM_STEP_NODELIST']),),
+      # A requeued job keeps its id: without the attempt in it, what is left of the old one on a
+      # host that was cut off could join the new one.
+      job=f'{env["SLURM_JOB_ID"]}.{env.get("SLURM_STEP_ID", "0")}.{attempt}',
+      node=env.get('SLURMD_NODENAME', ''),
+      gpus_per_process=_gpu_count(env.get('SLURM_GPUS_PER_TASK', '')),
+      gpus_on_host=number(env, 'SLURM_GPUS_ON_NODE'),
+      attempt=attempt, end_time=None if end is None else float(end),
+      evidence=f'Slurm step {env["SLURM_JOB_ID"]}.{env.get("SLURM_STEP_ID", "0")}')
+
+
+def openmpi(env: Environment) -> Optional[Found]:
+  """Returns what Open MPI's mpirun says.
+
+  Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
+  """
+  index = number(env, 'OMPI_COMM_WORLD_RANK')
+  if index is None:
+    return None
+  count = number(env, 'OMPI_COMM_WORLD_SIZE')
+  local_count = number(env, 'OMPI_COMM_WORLD_LOCAL_SIZE')
+  uri, namespace = env.get('OMPI_MCA_orte_hnp_uri', ''), env.get('PMIX_NAMESPACE', '')
+  if count is not None and count == local_count:
+    hosts: tuple[str, ...] = ('127.0.0.1',)
+  else:
+    hosts = _mpirun_hosts(uri, namespace)
+  return Found(
+      kind='openmpi', process_index=index, process_count=count,
+      local_index=number(env, 'OMPI_COMM_WORLD_LOCAL_RANK'), local_count=local_count, hosts=hosts,
+      job=namespace or uri.split(';', 1)[0], evidence='OMPI_COMM_WORLD_RANK of mpirun')
+
+
+def _mpirun_hosts(uri: str, namespace: str) -> tuple[str, ...]:
+  """Returns where mpirun itself runs, which is where it starts process 0 by default."""
+  # Open MPI 4: '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911'; all interfaces of that host.
+  found = re.search(r'tcp://([^:;]+):\d+|tcp6://\[([^\]]+)\]', uri)
+  if found:
+    return tuple((found[1] or found[2]).split(','))
+  # Open MPI 5: 'prterun-HOST-PID@1'.
+  found = re.fullmatch(r'prterun-(.+)-\d+@\d+', namespace)
+  return (found[1],) if found else ()
+
+
+def flux(env: Environment) -> Optional[Found]:
+  """Returns what `flux run` says. On several hosts it does not name the first one.
+
+  Source: flux-environment(7) at https://flux-framework.readthedocs.io/projects/flux-core
+  """
+  index = number(env, 'FLUX_TASK_RANK')
+  if index is None:
+    return None
+  count, is_one_host = number(env, 'FLUX_JOB_SIZE'), number(env, 'FLUX_JOB_NNODES') == 1
+  return Found(
+      kind='flux', process_index=index, process_count=count,
+      local_index=number(env, 'FLUX_TASK_LOCAL_ID'), local_count=count if is_one_host else None,
+      hosts=('127.0.0.1',) if is_one_host else (), job=env.get('FLUX_JOB_ID', ''),
+      evidence=f'FLUX_TASK_RANK of job {env.get("FLUX_JOB_ID", "?")}')
+
+
+def jsrun(env: Environment) -> Optional[Found]:
+  """Returns what jsrun of LSF says. It does not name the first host.
+
+  Source: https://docs.olcf.ornl.gov/systems/summit_user_guide.html#job-launcher-jsrun
+  """
+  index = number(env, 'JSM_NAMESPACE_RANK')
+  if index is None:
+    return None
+  return Found(
+      kind='jsrun', process_index=index, process_count=number(env, 'JSM_NAMESPACE_SIZE'),
+      local_index=number(env, 'JSM_NAMESPACE_LOCAL_RANK'),
+      local_count=number(env, 'JSM_NAMESPACE_LOCAL_SIZE'), job=env.get('LSB_JOBID', ''),
+      evidence=f'JSM_NAMESPACE_RANK of jsrun in job {env.get("LSB_JOBID", "?")}')
+
+
+def pmi(env: Environment, *, read: Callable[[str], str]) -> Optional[Found]:
+  """Returns what mpiexec of HPE's PALS says (Polaris), or MPICH's and Intel's, with PBS or without.
+
+  Without PBS nobody says where process 0 runs.
+
+  Source: https://docs.alcf.anl.gov/polaris/ and the header pals.h of Cray MPICH.
+  """
+  index = number(env, 'PALS_RANKID', 'PMI_RANK')
+  if index is None:
+    return None
+  kind = 'pals' if 'PALS_RANKID' in env else 'pbs' if 'PBS_JOBID' in env else 'mpiexec'
+  job = f' in job {env["PBS_JOBID"]}' if 'PBS_JOBID' in env else ''
+  return Found(
+      kind=kind, process_index=index, process_count=number(env, 'PMI_SIZE', 'PALS_SIZE'),
+      local_index=number(env, 'PALS_LOCAL_RANKID', 'PMI_LOCAL_RANK', 'MPI_LOCALRANKID'),
+      local_count=number(env, 'PALS_LOCAL_SIZE', 'PMI_LOCAL_SIZE', 'MPI_LOCALNRANKS'),
+      hosts=pbs_hosts(env, read=read)[:1],
+      job=f'{env.get("PBS_JOBID", "")}.{env.get("PALS_APID", "")}',
+      evidence=('PALS_RANKID' if kind == 'pals' else 'PMI_RANK') + job)
+
+
+def pbs_hosts(env: Environment, *, read: Callable[[str], str]) -> tuple[str, ...]:
+  """Returns the hosts of a PBS job, each once, the first one first; () outside of one."""
+  file = env.get('PBS_NODEFILE', '')
+  return tuple(dict.fromkeys(read(file).split())) if file else ()
+
+
+def torchrun(env: Environment) -> Optional[Found]:
+  """Returns what torchrun and scripts in its manner set: RANK, WORLD_SIZE, MASTER_ADDR.
+
+  Source: https://docs.pytorch.org/docs/stable/elastic/run.html
+  """
+  if not all(env.get(name) for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')):
+    return None
+  # torchrun's own store listens on MASTER_PORT, so process 0 takes the port after it.
+  taken = 'TORCHELASTIC_RUN_ID' in env
+  port = (number(env, 'MASTER_PORT') or 29500) + taken
+  return Found(
+      kind='torchrun', process_index=number(env, 'RANK'), process_count=number(env, 'WORLD_SIZE'),
+      local_index=number(env, 'LOCAL_RANK'), local_count=number(env, 'LOCAL_WORLD_SIZE'),
+      address=addresses.join(env['MASTER_ADDR'].strip('[]'), port),
+      evidence='RANK, WORLD_SIZE and MASTER_ADDR',
+      attempt=number(env, 'TORCHELASTIC_RESTART_COUNT') or 0,
+      job=f'{env.get("TORCHELASTIC_RUN_ID", "")}.{env.get("TORCHELASTIC_RESTART_COUNT", "0")}')
+
+
+def jax_variables(env: Environment) -> Optional[Found]:
+  """Returns JAX_PROCESS_INDEX and JAX_PROCESS_COUNT, or JAX_PROCESS_ID and JAX_NUM_PROCESSES.
+
+  JAX has no names for the place on a host; t5x_gpu.launch sets torchrun's.
+  """
+  index = number(env, 'JAX_PROCESS_INDEX', 'JAX_PROCESS_ID')
+  if index is None:
+    return None
+  return Found(
+      kind='jax', process_index=index,
+      process_count=number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES'),
+      local_index=number(env, 'LOCAL_RANK'), local_count=number(env, 'LOCAL_WORLD_SIZE'),
+      job=env.get('JAX_COORDINATOR_ADDRESS', ''), evidence='JAX_PROCESS_INDEX or JAX_PROCESS_ID')
+
+
+def kubernetes(env: Environment) -> Optional[Found]:
+  """Returns the index of a pod in an indexed job; count and address it does not tell.
+
+  Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
+  """
+  index = number(env, 'JOB_COMPLETION_INDEX')
+  if index is None or 'KUBERNETES_SERVICE_HOST' not in env:
+    return None
+  return Found(kind='kubernetes', process_index=index,
+               process_count=number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES'),
+               local_index=0, local_count=1, evidence='JOB_COMPLETION_INDEX')
+
+
+def read_text(path: str) -> str:
+  """Returns the text of a file that a scheduler names; raises ConfigError if there is none."""
+  try:
+    return pathlib.Path(path).read_text()
+  except OSError as e:
+    raise ConfigError(f'The scheduler names a file {path} that cannot be read: {e.strerror}.',
+                      fix='Set --coordinator_address=HOST:PORT, which needs no such file.') from e
+
+
+def first_host(node_list: str) -> str:
+  """Returns 'gpu-001' for Slurm's 'gpu-[001-004,7],login1'."""
+  prefix, bracket, rest = re.match(r'([^\[,]*)(\[?)(.*)', node_list).groups()
+  if not bracket:
+    return prefix
+  inside, _, after = rest.partition(']')
+  return prefix + re.split(r'[-,]', inside)[0] + re.split(r',', after)[0]
+
+
+def _repeated(text: str) -> list[int]:
+  """Returns [2, 2, 1] for Slurm's '2(x2),1'."""
+  counts: list[int] = []
+  for value, times in re.findall(r'(\d+)(?:\(x(\d+)\))?', text):
+    counts += [int(value)] * int(times or 1)
+  return counts
+
+
+def _gpu_count(text: str) -> Optional[int]:
+  """Returns 2 for '2', 'h100:2' or 'gres/gpu:h100:2'."""
+  found = re.search(r'(\d+)$', text)
+  return int(found[1]) if found else None

@@ -1,0 +1,270 @@
+"""Checks of the machine and the installation, each a function that returns a `Check`.
+
+These read files and package metadata only, so they are quick and cannot hang. Those that need
+nvidia-smi or jax are in health_gpus.py; the doctor runs both, a training run these.
+"""
+
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import pathlib
+import re
+import resource
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Optional
+
+from t5x_gpu.runtime import gpus as gpu_detect
+
+_log = logging.getLogger(__name__)
+
+OK, WARN, FAIL = 'ok', 'warn', 'FAIL'
+GIB = 2**30
+OLDEST_PYTHON = (3, 11)
+# Smallest driver per CUDA major version: https://docs.jax.dev/en/latest/installation.html
+OLDEST_DRIVER = {12: 525, 13: 580}
+LEAST_OPEN_FILES = 4096
+LEAST_SHM_BYTES = GIB
+INFINIBAND = pathlib.Path('/sys/class/infiniband')
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+  """One line of the doctor's report.
+
+  Attributes:
+    name: what was looked at.
+    status: 'ok', 'warn' (slower or riskier than need be) or 'FAIL' (a run would break or mislead).
+    value: what was found, with units.
+    fix: what to do about it; '' when ok.
+  """
+  name: str
+  status: str
+  value: str
+  fix: str = ''
+
+
+def check_python(version: Optional[tuple[int, ...]] = None) -> Check:
+  """Returns whether Python is new enough."""
+  version = tuple(sys.version_info[:3]) if version is None else version
+  text = '.'.join(map(str, version))
+  if version[:2] < OLDEST_PYTHON:
+    return Check('python', FAIL, f'{text} ({sys.executable})',
+                 'Install Python 3.11 or newer and make a new virtual environment with it.')
+  return Check('python', OK, f'{text} ({sys.executable})')
+
+
+def installed_versions() -> dict[str, str]:
+  """Returns package -> version of jax, jaxlib, the CUDA plugins and NVIDIA's libraries."""
+  found = {}
+  for package in ('jax', 'jaxlib', *(f'jax-cuda{cuda}-{part}' for cuda in OLDEST_DRIVER
+                                     for part in ('plugin', 'pjrt')),
+                  *(f'nvidia-{part}-cu{cuda}' for cuda in OLDEST_DRIVER
+                    for part in ('cudnn', 'nccl'))):
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      pass
+  return found
+
+
+def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 0) -> Check:
+  """Returns whether jax, jaxlib and the CUDA plugin belong together.
+
+  Args:
+    versions: package -> version, the installed ones by default.
+    gpus: GPUs that are there or expected; with some, a plugin must be installed.
+  """
+  versions = installed_versions() if versions is None else versions
+  value = ', '.join(f'{name} {version}' for name, version in versions.items()
+                    if name.startswith('jax'))
+  jax, jaxlib = versions.get('jax'), versions.get('jaxlib')
+  if jax is None or jaxlib is None:
+    return Check('packages', FAIL, value or 'no jax', 'pip install t5x_gpu, or: pip install jax')
+  cudas = [cuda for cuda in OLDEST_DRIVER if f'jax-cuda{cuda}-plugin' in versions]
+  again = f"pip install -U 'jax[cuda{cudas[-1] if cudas else 13}]=={jax}'"
+  if jax != jaxlib:
+    # A jax runs with somewhat older jaxlibs, never with a newer one.
+    newer = _numbers(jaxlib) > _numbers(jax)
+    return Check('packages', FAIL if newer else WARN, value, f"pip install -U 'jaxlib=={jax}'")
+  if len(cudas) > 1:
+    return Check('packages', WARN, value, 'Two CUDA plugins: pip uninstall the '
+                 'jax-cuda12-plugin and jax-cuda12-pjrt packages.')
+  for cuda in cudas:
+    for part in ('plugin', 'pjrt'):
+      version = versions.get(f'jax-cuda{cuda}-{part}')
+      if version != jaxlib:
+        different = version is None or _numbers(version)[:2] != _numbers(jaxlib)[:2]
+        return Check('packages', FAIL if different else WARN,
+                     value if version else f'{value}, no jax-cuda{cuda}-{part}', again)
+  if gpus and not cudas:
+    return Check('packages', FAIL, f'{value}, no CUDA plugin: jax will run on the CPU', again)
+  return Check('packages', OK, value)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+  return tuple(int(part) for part in re.findall(r'\d+', version))
+
+
+def check_driver(driver: Optional[str], versions: Mapping[str, str], *, on_bus: int,
+                 expected: Optional[int] = None) -> Check:
+  """Returns whether the kernel driver is there and new enough for the CUDA plugin.
+
+  Args:
+    driver: its version, None if there is none.
+    versions: from `installed_versions`.
+    on_bus: NVIDIA GPUs on the PCI bus.
+    expected: GPUs that the user wants.
+  """
+  if driver is None:
+    if on_bus:
+      return Check('driver', FAIL, f'none, but {on_bus} NVIDIA GPUs are on the PCI bus',
+                   'Install the NVIDIA driver; in a container, start it with GPUs '
+                   '(docker run --gpus all, apptainer --nv).')
+    if expected:
+      return Check('driver', FAIL, f'none, {expected} GPUs expected',
+                   'This machine has no NVIDIA GPU: ask the scheduler for some '
+                   '(Slurm: --gpus-per-node), or expect none.')
+    return Check('driver', OK, 'none (no GPU here)')
+  cuda = max((c for c in OLDEST_DRIVER if f'jax-cuda{c}-plugin' in versions), default=None)
+  if cuda and int(driver.split('.')[0]) < OLDEST_DRIVER[cuda]:
+    older = [c for c in OLDEST_DRIVER if int(driver.split('.')[0]) >= OLDEST_DRIVER[c]]
+    instead = f", or install the plugin for CUDA {older[-1]}: pip install 'jax[cuda{older[-1]}]'" \
+        if older else ''
+    return Check('driver', FAIL, f'{driver}, CUDA {cuda} needs {OLDEST_DRIVER[cuda]} or newer',
+                 f'Update the NVIDIA driver{instead}.')
+  return Check('driver', OK, driver)
+
+
+def check_numa(nodes: Mapping[str, int], *, num_nodes: int) -> Check:
+  """Returns which NUMA node each GPU hangs on.
+
+  Args:
+    nodes: PCI address -> node, from `gpu_detect.pci_numa_nodes`.
+    num_nodes: NUMA nodes of the machine.
+  """
+  if not nodes:
+    return Check('numa', OK, f'{num_nodes} node{"s" * (num_nodes != 1)}, no GPU on the PCI bus')
+  text = ', '.join(f'{address} on {"?" if node < 0 else node}' for address, node in nodes.items())
+  if num_nodes > 1 and min(nodes.values()) < 0:
+    return Check('numa', WARN, f'{num_nodes} nodes, but not known for every GPU: {text}',
+                 'Bind processes by hand: the firmware or the virtual machine hides the layout.')
+  return Check('numa', OK, f'{num_nodes} node{"s" * (num_nodes != 1)}: {text}')
+
+
+def count_numa_nodes(root: pathlib.Path = pathlib.Path('/sys/devices/system/node')) -> int:
+  """Returns the NUMA nodes of this machine, at least 1."""
+  return max(1, len(list(root.glob('node[0-9]*'))))
+
+
+def check_library(part: str, versions: Mapping[str, str], *, gpus: int,
+                  loaded: Optional[int] = None, built: Optional[int] = None) -> Check:
+  """Returns whether 'cudnn' or 'nccl' is installed, and not older than what jax was built with.
+
+  Args:
+    part: 'cudnn' or 'nccl'.
+    versions: from `installed_versions`.
+    gpus: on this machine.
+    loaded: version number of the library that jax loaded (91200 for 9.12.0), if known.
+    built: version number that the plugin was built with, if known.
+  """
+  packages = {name: version for name, version in versions.items() if f'nvidia-{part}-' in name}
+  value = ', '.join(f'{name} {version}' for name, version in packages.items())
+  if loaded and built and loaded // 100 < built // 100:
+    return Check(part, FAIL, f'{value or "system"}, {loaded} loaded, jax was built with {built}',
+                 f'pip install -U {" ".join(packages) or f"nvidia-{part}-cu13"}, and take older '
+                 'copies out of LD_LIBRARY_PATH.')
+  if loaded:
+    value = f'{value or "system library"} ({loaded} loaded)'
+  if not gpus:
+    return Check(part, OK, value or 'none (no GPU here)')
+  if not value:
+    return Check(part, WARN, 'no wheel: whatever the system has',
+                 "pip install 'jax[cuda13]' brings the version that was tested.")
+  return Check(part, OK, value)
+
+
+def check_ulimits(limits: Optional[Mapping[str, int]] = None, *,
+                  infiniband: pathlib.Path = INFINIBAND) -> Check:
+  """Returns whether open files, processes and locked memory suffice.
+
+  Args:
+    limits: 'nofile', 'nproc', 'memlock' -> soft limit, -1 for none; this process's by default.
+    infiniband: a folder with entries where there is RDMA hardware.
+  """
+  if limits is None:
+    limits = {name: resource.getrlimit(getattr(resource, f'RLIMIT_{name.upper()}'))[0]
+              for name in ('nofile', 'nproc', 'memlock')}
+  shown = ', '.join(f'{name} {"unlimited" if limit == resource.RLIM_INFINITY else limit}'
+                    for name, limit in limits.items())
+
+  def below(name: str, least: float) -> bool:
+    return limits[name] != resource.RLIM_INFINITY and limits[name] < least
+  if below('nofile', LEAST_OPEN_FILES):
+    return Check('ulimits', WARN, shown, 'ulimit -n 65536: checkpoints and data readers open '
+                 'thousands of files.')
+  if below('nproc', LEAST_OPEN_FILES):
+    return Check('ulimits', WARN, shown, 'ulimit -u unlimited: XLA, NCCL and TensorFlow start '
+                 'hundreds of threads per process.')
+  if below('memlock', float('inf')) and infiniband.is_dir() and any(infiniband.iterdir()):
+    return Check('ulimits', WARN, shown, 'ulimit -l unlimited (Slurm: '
+                 'PropagateResourceLimitsExcept=MEMLOCK): NCCL registers its buffers with the '
+                 'network card.')
+  return Check('ulimits', OK, shown)
+
+
+def check_shared_memory(folder: str = '/dev/shm', *, gpus: int = 0) -> Check:
+  """Returns whether /dev/shm is large enough; a container gets 64 MiB unless told otherwise.
+
+  Args:
+    folder: where it is mounted.
+    gpus: on this machine; between several, NCCL uses it.
+  """
+  fix = 'Start the container with --ipc=host or --shm-size=16g.'
+  try:
+    stat = os.statvfs(folder)
+  except OSError:
+    return Check('/dev/shm', FAIL if gpus > 1 else WARN, 'not there', fix)
+  size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+  value = f'{size / GIB:.2g} GiB, {free / GIB:.2g} GiB free'
+  if min(size, free) < LEAST_SHM_BYTES:
+    return Check('/dev/shm', FAIL if gpus > 1 else WARN, value, fix if size < LEAST_SHM_BYTES else
+                 'Remove what crashed jobs left there: ls -la /dev/shm')
+  return Check('/dev/shm', OK, value)
+
+
+def check_host(cgroup: pathlib.Path = pathlib.Path('/sys/fs/cgroup')) -> Check:
+  """Returns the CPUs and memory that this process may use."""
+  cpus = len(os.sched_getaffinity(0))
+  total = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  try:
+    limit = (cgroup / 'memory.max').read_text(encoding='ascii').strip()
+    total = min(total, int(limit))
+  except (OSError, ValueError):
+    pass  # No limit ('max'), or another cgroup layout.
+  return Check('host', OK, f'{cpus} CPUs, {total / GIB:.0f} GiB of memory for this process')
+
+
+def quick_checks(*, expect_gpus: Optional[int] = None) -> list[Check]:
+  """Returns the checks that take milliseconds: what a run looks at before it starts.
+
+  Args:
+    expect_gpus: GPUs that must be on this machine; None for whatever there are.
+  """
+  versions, nodes = installed_versions(), gpu_detect.pci_numa_nodes()
+  driver = gpu_detect.driver_version()
+  gpus = len(nodes) or expect_gpus or 0
+  return [check_python(), check_packages(versions, gpus=gpus),
+          check_driver(driver, versions, on_bus=len(nodes), expected=expect_gpus),
+          check_numa(nodes, num_nodes=count_numa_nodes()), check_host(), check_ulimits(),
+          check_shared_memory(gpus=gpus)]
+
+
+def log_problems() -> None:
+  """Logs what is wrong with this host, on every process: one bad node of many must be seen."""
+  for check in quick_checks():
+    if check.status != OK:
+      _log.warning('%s: %s %s: %s %s', socket.gethostname(), check.status, check.name, check.value,
+                   check.fix)

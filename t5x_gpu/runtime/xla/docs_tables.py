@@ -1,0 +1,124 @@
+"""The table of presets as text and as the page docs/xla_flags.md."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from t5x_gpu.runtime.xla.legacy import LEGACY
+from t5x_gpu.runtime.xla.presets import LEFT_ALONE, ONE_LAYER, PRESETS, TABLE, Setting
+
+_KINDS = {
+    'compile_option': 'Compile options: handed to `.compile()` of each program',
+    'jax_config': 'jax.config',
+    'xla_flag': 'XLA_FLAGS: read while programs run',
+    'env': 'Environment variables',
+}
+_EXAMPLE = ('xla preset: h200 single-host (default), 1 compile option, 1 flag, 4 variables, '
+            '1 flag dropped: not in jaxlib 0.10.2')
+_INTRODUCTION = '''\
+# XLA, NCCL and memory settings
+
+This page is made from the table in `t5x_gpu/runtime/xla/presets.py`:
+
+    python -m t5x_gpu.doctor --flags --markdown > docs/xla_flags.md
+
+A run needs none of these to be correct. They decide whether communication hides behind
+computation, how much memory XLA takes, and what is said when something fails.
+
+## Presets
+
+{presets}
+
+What a preset sets depends on the GPU (A100, H100, H200, B200 and their relatives; others get the
+rows for every GPU), on whether the run has one host or several, and on the mesh. A machine without
+GPU gets nothing. One line says what was done:
+
+    {line}
+
+## Your own flags
+
+- **Yours win.** A flag in `XLA_FLAGS`, or a variable that is set, takes the place of ours.
+- **Unknown flags are dropped, with a warning.** XLA ends the process at a name that it does not
+  know, and names come and go with every release. A child process tries all flags on the installed
+  jaxlib (0.3 s; the answer is kept in `~/.cache/t5x_gpu`, so later starts take a millisecond).
+- **Flags of older scripts** are translated or dropped, see [below](#older-flags).
+- `XLA_FLAGS='${{XLA_FLAGS}} --xla_...'` in single quotes loses what was set before: the shell does
+  not look into single quotes. Use double quotes.
+- `XLA_CLIENT_MEM_FRACTION` and `XLA_PYTHON_CLIENT_MEM_FRACTION` are the same; jax refuses to start
+  with both, so the second, older one is then dropped.
+
+What `python -m t5x_gpu.doctor` says about `xla flags` is what a run would say.
+
+'''
+_NOTES = '''\
+`one layer` is the size of the gathered parameters of one layer, at least 128 MiB, at most 1 GiB
+(2 GiB on a B200). From jax 0.11 on `xla_gpu_enable_pipelined_*` is spelled `xla_gpu_pipeline_*`;
+that is taken care of.
+
+The shares of overlapped bytes are from the schedules of a training step (FSDP, 12 layers of width
+2048, or 872 million parameters), compiled by jax 0.10.2 without a GPU: they count the bytes of
+collectives that have a matmul between their start and end, not time. By that count `max_overlap`
+is no better than `default` on these programs, with 8 GPUs or 64.
+'''
+
+
+def page() -> str:
+  """Returns docs/xla_flags.md."""
+  parts = [_INTRODUCTION.format(presets='\n'.join(
+      f'- `{name}`: {text}.' for name, text in PRESETS.items()), line=_EXAMPLE)]
+  for kind, title in _KINDS.items():
+    rows = [['<br>'.join(f'`{name}`' for name in names), f'`{_shown(row)}`',
+             ', '.join(row.presets), _where(row), f'{row.reason} [source]({row.source})']
+            for names, row in _alike(kind)]
+    parts.append(f'## {title}\n\n' + _markdown(
+        ['setting', 'value', 'presets', 'where', 'why'], rows))
+  parts.append(_NOTES)
+  parts.append('## Left alone\n\n' + _markdown(
+      ['setting', 'why'], [[f'`{name}`', why] for name, why in LEFT_ALONE.items()]))
+  parts.append('<a name="older-flags"></a>\n## Older flags\n\nWhere the installed jaxlib does not '
+               'know one of these, it becomes what it means today.\n\n' + _markdown(
+                   ['flag', 'with the value 1', 'why'],
+                   [[f'`{name}`', ' '.join(f'`{new}`' for new in (
+                       legacy.now('1') if legacy.now else ())) or 'dropped', legacy.why]
+                    for name, legacy in LEGACY.items()]))
+  return '\n'.join(parts)
+
+
+def table() -> str:
+  """Returns the table for a terminal: a line per setting, with its reason below."""
+  lines = [f'{name:14}{text}' for name, text in PRESETS.items()]
+  for kind, title in _KINDS.items():
+    lines += ['', title]
+    for names, row in _alike(kind):
+      lines += [f'  {name}={_shown(row)}' for name in names]
+      lines += [f'      {", ".join(row.presets)}; {_where(row)}', f'      {row.reason}',
+                f'      {row.source}']
+  return '\n'.join(lines) + '\n'
+
+
+def _alike(kind: str) -> Iterator[tuple[list[str], Setting]]:
+  """Yields names that differ in nothing else, and a row that stands for them."""
+  rows = (row for row in TABLE if row.kind == kind)
+  for _, group in itertools.groupby(rows, lambda row: dataclasses.replace(row, name='')):
+    group = list(group)
+    yield [row.name for row in group], group[0]
+
+
+def _shown(row: Setting) -> str:
+  return row.value if row.value == ONE_LAYER else f'{row.value}' or "''"
+
+
+def _where(row: Setting) -> str:
+  parts = [', '.join(row.generations).upper() or 'every GPU']
+  if row.hosts != 'any':
+    parts.append(f'{row.hosts} host{"s" if row.hosts == "several" else ""}')
+  elif row.several_gpus:
+    parts.append('several GPUs')
+  if row.axes:
+    parts.append(f'mesh axis {" or ".join(row.axes)}')
+  return ', '.join(parts)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  return '\n'.join('| ' + ' | '.join(cells) + ' |'
+                   for cells in [head, ['---'] * len(head), *rows]) + '\n'

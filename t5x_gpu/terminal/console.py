@@ -1,0 +1,41 @@
+"""What commands that copy files show: lines, which begin with the time in a file, and bars."""
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from t5x_gpu.terminal.bars import bar
+from t5x_gpu.terminal.logging_setup import stamp
+
+
+class Console:
+  """Prints to a terminal or a file; see `checkpoint.conversions.Console`."""
+
+  def say(self, text: str) -> None:
+    """Prints a line."""
+    print(f'{stamp(sys.stdout)}{text}', flush=True)
+
+  @contextlib.contextmanager
+  def progress(self, title: str, num_bytes: int, *, done: int = 0
+               ) -> Iterator[Callable[[int], None]]:
+    """Shows how far something with so many bytes is; prints how long it took.
+
+    Args:
+      title: what has happened to the bytes at the end: 'written'.
+      num_bytes: in all.
+      done: of them, by an earlier process.
+    """
+    start = time.monotonic()
+    with bar(title, num_bytes, done=done, bytes=True) as advance:
+      yield advance
+    seconds = max(time.monotonic() - start, 1e-9)
+    megabytes = (num_bytes - done) / 1e6
+    self.say(f'{title}: {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s; '
+             f'most memory so far {_peak_bytes() / 1e6:,.0f} MB')
+
+
+def _peak_bytes() -> int:
+  unit = 1 if sys.platform == 'darwin' else 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

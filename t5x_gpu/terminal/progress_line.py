@@ -1,0 +1,210 @@
+"""What a run shows while it goes: a live line on a terminal, plain lines anywhere else.
+
+    step 10/100 | loss 5.912 | acc 0.121 | 12,345 tok/s | wait 0.3% | ETA 0:01:23
+
+Plain lines begin with the time.
+
+Only the main process shows anything. The terminal is restored however the run ends.
+"""
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Optional, Self, TextIO
+
+import rich.console
+import rich.live
+import rich.progress_bar
+import rich.table
+import rich.text
+
+from t5x_gpu.terminal.bars import Advance, Count, Total, format_seconds
+from t5x_gpu.terminal.logging_setup import stamp
+
+# On a terminal the live line overwrites itself: this many lines of the run stay above it, so that
+# the falling loss can still be seen at the end.
+_LINES_KEPT = 10
+_MIN_BAR, _MAX_BAR = 10, 40
+
+
+def format_loss(value: float) -> str:
+  """Returns three decimals, or three significant digits where those would say 0.00."""
+  if not math.isfinite(value):
+    return str(value)
+  return f'{value:.3f}' if value == 0 or abs(value) >= 0.01 else f'{value:.2e}'
+
+
+def format_fields(values: Mapping[str, float], *, eta_seconds: Optional[float] = None) -> list[str]:
+  """Returns the parts of a progress line after the step, most important first.
+
+  Args:
+    values: metrics by name, `train/loss` or `loss`; unknown names are not shown, missing ones are
+      left out.
+    eta_seconds: seconds until the end of the run, if known.
+  """
+  short = {name.removeprefix('train/'): value for name, value in values.items()}
+  show = {
+      'loss': lambda v: f'loss {format_loss(v)}',
+      'accuracy': lambda v: f'acc {v:.3f}',
+      'tokens_per_second': lambda v: f'{v:,.0f} tok/s',
+      'input_wait_fraction': lambda v: f'wait {100 * v:.1f}%',
+  }
+  fields = [text(short[name]) for name, text in show.items() if name in short]
+  if eta_seconds is not None:
+    fields.append(f'ETA {format_seconds(eta_seconds)}')
+  return fields
+
+
+class Progress:
+  """Shows how far a run is. Use it as a context manager.
+
+      with Progress(100, first_step=0, enabled=jax.process_index() == 0) as progress:
+        progress.advance(step)                                    # each step; only moves the bar
+        progress.update(step, metrics, eta_seconds=...)           # each log period
+        progress.note('eval  step 50 | loss 2.310')               # a line that stays
+
+  Args:
+    total_steps: step at which the run ends.
+    first_step: step at which this process starts.
+    enabled: False on all processes but the main one: nothing is printed.
+    stream: where to; `sys.stdout` of the moment when None.
+    live: True or False to overrule the choice (live on a terminal that can move its cursor).
+  """
+
+  def __init__(self, total_steps: int, *, first_step: int = 0, enabled: bool = True,
+               stream: Optional[TextIO] = None, live: Optional[bool] = None):
+    self._total_steps = total_steps
+    self._first_step = first_step
+    self._step = first_step
+    self._enabled = enabled
+    self._stream = sys.stdout if stream is None else stream
+    # rich honours NO_COLOR, COLUMNS and TERM. FORCE_COLOR makes it take a pipe for a terminal, so
+    # that choice is ours: a log file gets plain lines whatever the colours.
+    can_move = self._stream.isatty() and os.environ.get('TERM', '') not in ('dumb', 'unknown', '')
+    self._is_live = enabled and (can_move if live is None else live)
+    self._console = rich.console.Console(
+        file=self._stream, highlight=False, soft_wrap=True,
+        force_terminal=True if self._is_live else None)
+    self._live: Optional[rich.live.Live] = None
+    self._fields: list[str] = []
+    self._eta_end: Optional[float] = None
+    self._kept = 0
+    self._part: Optional[Count] = None
+    self._unprinted = ''  # the last line of numbers, if the live line alone has shown it
+
+  def __enter__(self) -> Self:
+    if self._is_live:
+      self._live = rich.live.Live(
+          get_renderable=self._render, console=self._console, refresh_per_second=4,
+          transient=True,  # the bar goes at the end; the last numbers stay as a plain line
+          # stderr is woven in only if it is the same terminal; `2> log` must stay a log.
+          redirect_stdout=self._stream is sys.stdout, redirect_stderr=sys.stderr.isatty())
+      self._live.start()
+      atexit.register(self.close)  # sys.exit from a thread or handler that skips __exit__
+    return self
+
+  def __exit__(self, *exc_info) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Gives the terminal back, cursor included. May be called again."""
+    live, self._live = self._live, None
+    if live is not None:
+      live.stop()
+      atexit.unregister(self.close)
+      if self._unprinted:
+        self._print(self._unprinted)
+
+  def advance(self, step: int) -> None:
+    """Moves the bar to `step` (number of completed steps); prints nothing."""
+    self._step = step
+
+  def update(self, step: int, values: Mapping[str, float], *,
+             eta_seconds: Optional[float] = None) -> None:
+    """Shows the numbers of a log period: a plain line, or the live line's new content.
+
+    Args:
+      step: number of completed steps.
+      values: metrics by name, as given to the writers.
+      eta_seconds: seconds until the end, if known.
+    """
+    if not self._enabled:
+      return
+    self._step = step
+    self._fields = format_fields(values)
+    self._eta_end = None if eta_seconds is None else time.monotonic() + eta_seconds
+    line = ' | '.join([f'step {step}/{self._total_steps}',
+                       *format_fields(values, eta_seconds=eta_seconds)])
+    if self._live is None:
+      self._print(line)
+      return
+    done = (step - self._first_step) / max(1, self._total_steps - self._first_step)
+    if self._kept == 0 or done * _LINES_KEPT >= self._kept + 1 or step >= self._total_steps:
+      self._kept = max(self._kept + 1, int(done * _LINES_KEPT))
+      self._print(line)
+      line = ''
+    self._unprinted = line
+    self._live.refresh()
+
+  @contextlib.contextmanager
+  def part(self, title: str, total: Total) -> Iterator[Advance]:
+    """Shows how far something is for which the steps wait, an evaluation say."""
+    count = Count(title, total)
+
+    def advance(number: int) -> None:
+      count.advance(number)
+      if self._enabled and self._live is None and count.line_is_due():
+        self._print(str(count))
+    self._part = count
+    try:
+      yield advance
+    finally:
+      self._part = None
+
+  def note(self, text: str) -> None:
+    """Prints `text` as lines that stay, above the live line if there is one."""
+    if self._enabled:
+      self._print(text)
+
+  def _print(self, line: str) -> None:
+    if self._live is not None:
+      self._console.print(line, markup=False, emoji=False)
+      return
+    # Past rich here: a plain line is never wrapped to 80 columns nor coloured.
+    encoding = getattr(self._stream, 'encoding', None) or 'utf-8'
+    line = stamp(self._stream) + line
+    self._stream.write(line.encode(encoding, 'replace').decode(encoding) + '\n')
+    self._stream.flush()
+
+  def _render(self) -> rich.table.Table:
+    """Returns the live line, with as many fields as the terminal is wide enough for."""
+    head = f'step {self._step}/{self._total_steps}'
+    fields = list(self._fields)
+    total, done = self._total_steps, self._step
+    if self._part is not None:  # the steps wait for it
+      fields = [str(self._part)]
+      total, done = self._part.total or 1, self._part.done
+    elif self._eta_end is not None:
+      fields.append(f'ETA {format_seconds(max(0.0, self._eta_end - time.monotonic()))}')
+    width = self._console.width - 1  # some terminals wrap as soon as the last column is written
+
+    def room() -> int:
+      return width - len(head) - 2 - sum(len(field) + 3 for field in fields)
+
+    # What goes first when there is no room. The loss outlives the bar.
+    for name in ('acc', 'wait', 'tok/s', 'ETA'):
+      if room() >= _MIN_BAR:
+        break
+      fields = [field for field in fields if name not in field]
+    cells = [rich.text.Text(head, style='bold', no_wrap=True)]
+    if room() >= _MIN_BAR:
+      cells.append(rich.progress_bar.ProgressBar(
+          total=max(1, total), completed=done, width=min(_MAX_BAR, room())))
+    cells.append(rich.text.Text(''.join(f' | {field}' for field in fields)[1:], no_wrap=True))
+    row = rich.table.Table.grid(padding=(0, 1, 0, 0))
+    row.add_row(*cells)
+    return row

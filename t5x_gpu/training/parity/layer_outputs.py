@@ -1,0 +1,146 @@
+"""A forward and a backward pass that keep what every layer returns, and its gradient.
+
+A training step shows what goes in and what comes out. To see where two runs part, the same model is
+run in the same region, split in the same way, one layer after the other: with the rows of all
+microbatches at once, and in a pipeline without turns, where the stage that has a layer runs it and
+hands the result to all others. How microbatches and ticks take turns changes no layer; whether it
+is right shows in the gradients of the step.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from t5x_gpu.models.losses import Sums
+from t5x_gpu.partitioning.layer_stacks import (
+    ONLY, layers_of, num_layers, prefix_of, run_layers, stacks_of, with_layers)
+from t5x_gpu.partitioning.manual_region import Region
+from t5x_gpu.partitioning.pipeline import pipeline_parallel
+
+Batch = Mapping[str, jax.Array]
+Tree = Any
+PARTS = ('embed', 'run_layers', 'head')
+
+
+class LayerOutputs(flax.struct.PyTreeNode):
+  """What the layers of a model returned.
+
+  Attributes:
+    outputs: [1 + layers, batch, length, ...], what `embed` returned and then each layer, of one
+      stack after the other.
+    gradients: of the summed loss with respect to `outputs`.
+    sums: of the head.
+    layers: names of the layers: 'layers/0', or 'encoder/layers/0' where there are several stacks.
+  """
+  outputs: Tree
+  gradients: Tree
+  sums: Sums
+  layers: tuple[str, ...] = flax.struct.field(pytree_node=False)
+
+
+def has_layers(model: Any, params: Any) -> bool:
+  """Returns whether `model` comes in the parts of a pipeline, so that it can be run by layer."""
+  return all(hasattr(model, part) for part in PARTS) and all(
+      'layers' in (params if stack == ONLY else params.get(stack, {}))
+      for stack in stacks_of(model))
+
+
+def make_layer_outputs(*, model: Any, region: Region, names: Any, seed: int
+                       ) -> Callable[[Any, Batch, jax.Array], LayerOutputs]:
+  """Returns the function (params, batch, step) -> LayerOutputs of global arrays.
+
+  Args:
+    model: has `embed`, `run_layers` and `head`, as models/decoder_only.py or, with several stacks,
+      models/encoder_decoder.py.
+    region: how a step is split.
+    names: tree of AxisNames of the parameters.
+    seed: of dropout, as in `make_train_step`.
+  """
+  stacks = stacks_of(model)
+
+  def of_stage(tree: Tree, stage: Any) -> Tree:
+    """Returns on all stages what `stage` has."""
+    if 'stage' not in region.axes:
+      return tree
+    here = jax.lax.axis_index('stage') == stage
+    return jax.tree.map(lambda x: jax.lax.psum(
+        region.varying(jnp.where(here, x, jnp.zeros_like(x))), 'stage'), tree)
+
+  def varying(tree: Tree) -> Tree:
+    return jax.tree.map(region.varying, tree)
+
+  def local(kept: Any, batch: Batch, dropout_key: jax.Array, places: Any
+            ) -> tuple[Tree, Tree, Sums]:
+    params = (region.parameters(kept, kept, names) if region.pipeline is None else
+              region.whole(kept, names))
+
+    def run(stack: str, x: Tree, place: Any) -> Tree:
+      number, _, index = place
+      layer = jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, index, 1),
+                           layers_of(params, stack))
+      return varying(run_layers(model, with_layers(params, stack, layer), x, batch, stack=stack,
+                                dropout_key=dropout_key, first_layer=number))
+
+    def forward(stack: str, x: Tree, place: Any) -> tuple[Tree, Tree]:
+      y = of_stage(run(stack, x, place), place[1])
+      return varying(y), (x, y)
+
+    def loss(x: Tree) -> tuple[jax.Array, Sums]:
+      sums = varying(model.head(params, x, batch, dropout_key=dropout_key))
+      return sums['loss'][0], sums
+
+    def backward(stack: str, dy: Tree, of_layer: Any) -> tuple[Tree, Tree]:
+      x, place = of_layer
+      _, transpose = jax.vjp(lambda x: run(stack, x, place), x)
+      dx = of_stage(transpose(dy)[0], place[1])
+      return varying(dx), dx
+
+    x = of_stage(varying(model.embed(params, batch, dropout_key=dropout_key)), 0)
+    y, inputs, outputs = varying(x), [], [jax.tree.map(lambda x: x[None], x)]
+    for stack, of_layers in zip(stacks, places, strict=True):
+      y, (xs, ys) = jax.lax.scan(functools.partial(forward, stack), y, of_layers)
+      inputs.append(xs)
+      outputs.append(ys)
+    dy, sums = jax.grad(loss, has_aux=True)(y)
+    dy, sums = of_stage(dy, 0), of_stage(sums, 0)
+    gradients, dy = [jax.tree.map(lambda dy: dy[None], dy)], varying(dy)
+    for stack, xs, of_layers in reversed(list(zip(stacks, inputs, places))):
+      dy, dxs = jax.lax.scan(functools.partial(backward, stack), dy, (xs, of_layers), reverse=True)
+      gradients.insert(0, dxs)
+    # The head is computed by every stage, but counts once.
+    others = tuple(a for a in region.axes if a != 'stage')
+    return _joined(outputs), _joined(gradients), jax.lax.psum(sums, others) if others else sums
+
+  def layer_outputs(params: Any, batch: Batch, step: jax.Array) -> LayerOutputs:
+    batch = region.with_rows(batch)
+    counts = {stack: num_layers(params, stack) for stack in stacks}
+    places = tuple(_places(count, region) for count in counts.values())
+    of_layers = PartitionSpec(None, *region.spec(('batch', 'length'), region.rules.activations))
+    found = region.map(
+        local, in_specs=(region.kept_specs(names), region.batch_specs(batch), PartitionSpec(),
+                         PartitionSpec()),
+        out_specs=(of_layers, of_layers, PartitionSpec()))(
+            params, batch, jax.random.fold_in(jax.random.key(seed), step), places)
+    return LayerOutputs(*found, layers=tuple(
+        f'{prefix_of(stack)}/{i}' for stack, count in counts.items() for i in range(count)))
+  return layer_outputs
+
+
+def _joined(trees: Sequence[Tree]) -> Tree:
+  return jax.tree.map(lambda *parts: jnp.concatenate(parts), *trees)
+
+
+def _places(num_layers: int, region: Region) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns of each layer, in the order of the model, its number, its stage, its index there."""
+  numbers, pipeline = np.arange(num_layers), region.pipeline
+  if pipeline is None:
+    return jnp.asarray(numbers), jnp.zeros_like(numbers), jnp.asarray(numbers)
+  order = pipeline_parallel.layer_order(num_layers, pipeline.num_stages, pipeline.repeats)
+  stage, index = np.divmod(np.argsort(order), num_layers // pipeline.num_stages)
+  return jnp.asarray(numbers), jnp.asarray(stage), jnp.asarray(index)

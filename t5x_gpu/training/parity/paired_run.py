@@ -1,0 +1,254 @@
+"""The same training steps on a mesh and on one device, and what differs.
+
+The run on the mesh goes its own way. At every step one device starts from the mesh's state, so that
+rounding does not pile up and each step is compared by itself; by induction the whole run is then
+the same. A step is compared in three parts: what every layer returns, and the gradient of the loss
+with respect to it; the gradients of the parameters; the update. In the last, one device's optimizer
+is given the *mesh's* gradient, because Adam turns the rounding of a tiny gradient into a step of
+full size, and a comparison of the updates that either side makes of its own would report that.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_gpu.data.batches import Batch
+from t5x_gpu.partitioning.context_parallel import length_order
+from t5x_gpu.training.parity.compare import (
+    Difference, LayerDifference, Leaf, differences, layer_differences, update_differences)
+from t5x_gpu.training.parity.layer_outputs import LayerOutputs, has_layers, make_layer_outputs
+from t5x_gpu.training.program import Program
+from t5x_gpu.training.schedules import Schedule
+from t5x_gpu.training.train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class After:
+  """What one step made, on the host.
+
+  Attributes:
+    state: after the step; its `opt_state` is the optimizer's own.
+    metrics: name -> sum / weight.
+    weights: name -> weight.
+    gradient: as the optimizer got it.
+    unclipped: the gradient before clipping by the global norm.
+  """
+  state: TrainState
+  metrics: Mapping[str, float]
+  weights: Mapping[str, float]
+  gradient: Any
+  unclipped: Any
+
+
+class Run:
+  """Training steps of one program, from and to the host, where layers are in the model's order.
+
+  Args:
+    program: built with `Recording` around its optimizer.
+    model, seed, max_grad_norm: of the program.
+    compiler_options: for what it compiles.
+  """
+
+  def __init__(self, program: Program, *, model: Any, seed: int,
+               max_grad_norm: Optional[float] = None,
+               compiler_options: Optional[Mapping[str, Any]] = None):
+    self.program = program
+    self._max_grad_norm = max_grad_norm
+    options = None if compiler_options is None else dict(compiler_options)
+    state, batch = program.abstract_state, program.abstract_batch
+    self._step = program.train_step.lower(state, batch).compile(compiler_options=options)
+    self._layers = None
+    if has_layers(model, state.params):
+      function = make_layer_outputs(model=model, region=program.layout.region,
+                                    names=program.names.params, seed=seed)
+      self._layers = program.layout.jit(function).lower(state.params, batch, state.step).compile(
+          compiler_options=options)
+
+  def init(self) -> TrainState:
+    """Returns the state before the first step."""
+    return _without_recording(self._from_mesh(self.program.init()))
+
+  def step(self, state: TrainState, batch: Batch) -> After:
+    """Returns what one step makes of `state`, which stays as it is."""
+    abstract = self.program.abstract_state
+    zeros = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), abstract.opt_state.gradient)
+    recorded = state.replace(opt_state=abstract.opt_state.replace(optimizer=state.opt_state,
+                                                                  gradient=zeros))
+    new, sums = self._step(self._to_mesh(recorded, abstract, self.program.names),
+                           self.program.layout.put_batch(batch))
+    new, sums = self._from_mesh(new), _to_host(sums)
+    metrics = {name: float(np.divide(*pair)) for name, pair in sums.items()}
+    gradient = new.opt_state.gradient
+    return After(_without_recording(new), metrics,
+                 {name: float(weight) for name, (_, weight) in sums.items()}, gradient,
+                 self._unclip(gradient, metrics['grad_norm']))
+
+  def layers(self, state: TrainState, batch: Batch) -> Optional[LayerOutputs]:
+    """Returns what every layer makes of `batch`; None of a model that does not come in layers."""
+    if self._layers is None:
+      return None
+    abstract, names = self.program.abstract_state, self.program.names
+    layout, ways = self.program.layout, self.program.layout.mesh.shape['context']
+    found = _to_host(self._layers(
+        self._to_mesh(state.params, abstract.params, names.params), layout.put_batch(batch),
+        self._to_mesh(state.step, abstract.step, names.step)))
+
+    def in_order(x: np.ndarray) -> np.ndarray:
+      return x if ways == 1 else np.take(x, np.argsort(length_order(x.shape[2], ways)), axis=2)
+    return found.replace(outputs=jax.tree.map(in_order, found.outputs),
+                         gradients=jax.tree.map(in_order, found.gradients))
+
+  def _to_mesh(self, tree: Any, abstract: Any, names: Any) -> Any:
+    """Returns copies: the step takes its argument's memory."""
+    tree = self.program.layout.in_run_order(tree, names)
+    return jax.tree.map(lambda x, a: jax.device_put(np.array(x), a.sharding), tree, abstract)
+
+  def _from_mesh(self, state: TrainState) -> TrainState:
+    return _to_host(self.program.layout.in_model_order(_to_host(state), self.program.names))
+
+  def _unclip(self, gradient: Any, norm: float) -> Any:
+    if self._max_grad_norm is None or not norm > self._max_grad_norm:
+      return gradient
+    return jax.tree.map(lambda g: g * np.float32(norm / self._max_grad_norm), gradient)
+
+
+def _to_host(tree: Any) -> Any:
+  """Returns copies: a view of a device's array would change when that is reused."""
+  return jax.tree.map(np.array, jax.device_get(tree))
+
+
+def _without_recording(state: TrainState) -> TrainState:
+  return state.replace(opt_state=state.opt_state.optimizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDifferences:
+  """What differs in one step, by array and relative (see compare.py).
+
+  Attributes:
+    step: from 1.
+    mesh, one: the metrics of either side.
+    layers: what the layers return, in order of the forward pass, and last the head's loss; empty
+      for a model that does not come in layers.
+    metrics: name -> relative difference; `JUDGED_METRICS` and the weight of the loss.
+    gradient: of the parameters, before clipping.
+    update: parameters after the update, the optimizer's input being equal.
+    optimizer_state: likewise.
+    drift: parameters of two runs that go their own ways from the start, relative to the parameter.
+  """
+  step: int
+  mesh: Mapping[str, float]
+  one: Mapping[str, float]
+  layers: list[LayerDifference]
+  metrics: Mapping[str, float]
+  gradient: list[Difference]
+  update: list[Difference]
+  optimizer_state: list[Difference]
+  drift: list[Difference]
+
+
+# Others may jump where rounding moves a token from one side to the other, as accuracy does.
+JUDGED_METRICS = ('loss', 'grad_norm', 'learning_rate')
+# Of a gradient of a few numbers one draw may by chance change little.
+ROUNDING_DRAWS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+  """How much one device's numbers change when every parameter moves by one ulp, relative.
+
+  Attributes:
+    gradient: array -> of its gradient.
+    layers: of what every layer returns and the head's loss, forward, then of the gradients with
+      respect to what the layers return, backward.
+  """
+  gradient: Mapping[Leaf, float]
+  layers: list[float]
+
+
+class TwoRuns:
+  """A run on a mesh and the same on one device.
+
+  Args:
+    mesh, one: runs of the same model, optimizer, schedule and seed.
+    optimizer, schedule: of both.
+  """
+
+  def __init__(self, mesh: Run, one: Run, *, optimizer: Any, schedule: Schedule):
+    self.mesh, self.one = mesh, one
+    self.names = dataclasses.replace(one.program.names,
+                                     opt_state=one.program.names.opt_state.optimizer)
+    trained = one.program.trained
+    self._gradient_names, _ = trained.split(self.names.params)
+
+    def update(state: TrainState, gradient: Any) -> tuple[Any, Any]:
+      params, frozen = trained.split(state.params)
+      params, opt_state = optimizer.update(
+          gradient, state.opt_state, params, names=self._gradient_names, step=state.step,
+          learning_rate=jnp.asarray(schedule(state.step), jnp.float32))
+      return trained.join(params, frozen), opt_state
+    self._update = one.program.layout.jit(update)
+
+  def init(self) -> tuple[TrainState, list[Difference]]:
+    """Returns the state before the first step on the mesh, and how its parameters differ."""
+    state = self.mesh.init()
+    return state, differences(state.params, self.one.init().params, names=self.names.params)
+
+  def rounding(self, state: TrainState, batch: Batch) -> Rounding:
+    """Returns how much rounding of the parameters changes on one device.
+
+    What differs by as much between two runs need not be a mistake of either: a gradient that is
+    zero but for cancellation, say, as that of a bias of attention keys.
+    """
+    random = np.random.default_rng(0)
+
+    def moved(x: np.ndarray) -> np.ndarray:
+      up = random.random(x.shape) < 0.5
+      return np.nextafter(x, np.where(up, np.inf, -np.inf).astype(x.dtype))
+    was, was_layers = self.one.step(state, batch), self.one.layers(state, batch)
+    gradient: dict[Leaf, float] = {}
+    layers = []
+    for _ in range(ROUNDING_DRAWS):
+      moved_state = state.replace(params=jax.tree.map(moved, state.params))
+      now = self.one.step(moved_state, batch)
+      for d in differences(now.unclipped, was.unclipped, names=self._gradient_names):
+        gradient[d.leaf] = max(gradient.get(d.leaf, 0.0), d.worst)
+      found = layer_differences(self.one.layers(moved_state, batch), was_layers)
+      layers.append([d.output for d in found] + [d.gradient for d in found[-2::-1]])
+    return Rounding(gradient, [max(errors) for errors in zip(*layers)])
+
+  def step(self, number: int, state: TrainState, alone: TrainState, batch: Batch
+           ) -> tuple[StepDifferences, TrainState, TrainState]:
+    """Returns what differs in a step, and the states after it of the mesh and of one device.
+
+    Args:
+      number: of the step, from 1.
+      state: on the mesh before the step.
+      alone: the state of one device that never took anything from the mesh.
+      batch: for all of them.
+    """
+    mesh, one = self.mesh.step(state, batch), self.one.step(state, batch)
+    params, opt_state = _to_host(self._update(state, mesh.gradient))
+    alone = self.one.step(alone, batch).state
+    metrics = {name: _relative(mesh.metrics[name], one.metrics[name]) for name in JUDGED_METRICS}
+    metrics['loss weight'] = _relative(mesh.weights['loss'], one.weights['loss'])
+    return StepDifferences(
+        step=number, mesh=mesh.metrics, one=one.metrics, metrics=metrics,
+        layers=layer_differences(self.mesh.layers(state, batch), self.one.layers(state, batch)),
+        gradient=differences(mesh.unclipped, one.unclipped, names=self._gradient_names),
+        update=update_differences(mesh.state.params, params, state.params,
+                                  names=self.names.params),
+        optimizer_state=differences(mesh.state.opt_state, opt_state, names=self.names.opt_state),
+        drift=differences(mesh.state.params, alone.params, names=self.names.params),
+    ), mesh.state, alone
+
+
+def _relative(got: float, want: float) -> float:
+  if got == want:
+    return 0.0
+  difference = abs(got - want)
+  return difference / abs(want) if np.isfinite(difference) and want else float('inf')

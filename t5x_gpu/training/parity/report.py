@@ -1,0 +1,206 @@
+"""Whether two runs are the same: every difference against the tolerance, the first one named.
+
+One mistake in a forward pass changes every activation after it and every gradient; one in a
+backward pass changes the gradients of all that comes before it. So the order in which differences
+count is that of the computation: what layers return, forward; the gradients with respect to it,
+backward; then gradients of parameters, numbers of the step, optimizer state, update.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Optional
+
+from t5x_gpu.data.batches import Batch
+from t5x_gpu.training.parity.compare import Difference
+from t5x_gpu.training.parity.paired_run import Rounding, StepDifferences, TwoRuns
+
+# How many times what one unit in the last place of the parameters does a difference may be, and
+# still count as rounding: the mesh sums in another order, which is more than one such change.
+ROUNDING_FACTOR = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+  """The first difference beyond the tolerance.
+
+  Attributes:
+    step: where; 0 for the parameters before the first step.
+    what: 'output of layers/2', 'gradient of layers/2/mlp/wo/kernel'.
+    error: relative.
+    how: what else is known of it.
+  """
+  step: int
+  what: str
+  error: float
+  how: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What a comparison found.
+
+  Attributes:
+    tolerance: largest relative difference allowed.
+    initial: of the parameters before the first step.
+    steps: of each step.
+    rounding: what differs by more, but not beyond what rounding does: 'gradient of head/shift'.
+    failure: the first difference beyond the tolerance; None if the runs are the same.
+  """
+  tolerance: float
+  initial: list[Difference]
+  steps: list[StepDifferences]
+  rounding: tuple[str, ...]
+  failure: Optional[Failure]
+
+  @property
+  def worst(self) -> tuple[float, str]:
+    """The largest difference that was judged and what it is of; rounding apart."""
+    judged = [(d.worst, f'{d.name}, initial value') for d in self.initial]
+    for step in self.steps:
+      judged += [(check.error, check.what) for check in _by_layer(step)
+                 if check.what not in self.rounding]
+      judged += [(d.worst, f'{d.name}, gradient') for d in step.gradient
+                 if _gradient_of(d) not in self.rounding]
+      judged += [(d.worst, f'{d.name}, update') for d in step.update]
+      judged += [(d.worst, f'{d.name}, optimizer state') for d in step.optimizer_state]
+      judged += [(error, name) for name, error in step.metrics.items()]
+    return max(judged)
+
+  @property
+  def drift(self) -> float:
+    """How far the parameters of two runs are apart that never met, relative; not judged."""
+    return max((d.worst for step in self.steps for d in step.drift), default=0.0)
+
+  def sentence(self) -> str:
+    """Returns the verdict in one line."""
+    if self.failure is not None:
+      f = self.failure
+      when = f'at step {f.step}' if f.step else 'before step 1'
+      return f'parity: FAILED {when}: first divergence: {f.what}, {f.error:.1e} relative'
+    worst, what = self.worst
+    beyond = f'; {len(self.rounding)} more within rounding' if self.rounding else ''
+    return f'parity: ok, worst {worst:.1e} ({what}){beyond}'
+
+
+def compare_runs(runs: TwoRuns, batches: Sequence[Batch], *, tolerance: float) -> Report:
+  """Returns how two runs differ, step by step; the steps after a divergence are left out.
+
+  Args:
+    runs: on a mesh and on one device.
+    batches: one per step.
+    tolerance: largest relative difference allowed.
+  """
+  state, initial = runs.init()
+  steps: list[StepDifferences] = []
+  rounding: dict[str, None] = {}
+  failure = _of_arrays(0, 'initial value', initial, tolerance)
+  alone = state
+  for number, batch in enumerate(batches, 1):
+    if failure:
+      break
+    step, after, alone = runs.step(number, state, alone, batch)
+    steps.append(step)
+    errors = [check.error for check in _by_layer(step)] + [d.worst for d in step.gradient]
+    if max(errors) > tolerance:
+      excused, failure = _judge(step, runs.rounding(state, batch), tolerance)
+      rounding |= dict.fromkeys(excused)
+    failure = (failure or _of_metrics(step, tolerance)
+               or _of_arrays(number, 'optimizer state', step.optimizer_state, tolerance)
+               or _of_arrays(number, 'update', step.update, tolerance))
+    state = after
+  return Report(tolerance, initial, steps, tuple(rounding), failure)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Check:
+  """A number of the forward or backward pass, in order of the computation.
+
+  Attributes:
+    what: it is.
+    error: its difference.
+    layer: that has made it, as `LayerDifference.name`.
+    how: what is known if it is the first that differs.
+  """
+  what: str
+  error: float
+  layer: str
+  how: str
+
+
+def _by_layer(step: StepDifferences) -> list[_Check]:
+  """Returns what the layers return, forward, then the gradients with respect to it, backward."""
+  checks, names = [], [d.name for d in step.layers]
+  for i, d in enumerate(step.layers):
+    if i == 0:
+      checks.append(_Check(f'output of {d.name}', d.output, d.name,
+                           'It is what the first layer gets: look at the embedding.'))
+    elif d.name == 'head':
+      checks.append(_Check('loss of the head', d.output, d.name,
+                           'The outputs of all layers agree: look at head and loss.'))
+    else:
+      checks.append(_Check(f'output of {d.name}', d.output, d.name,
+                           f'What {d.name} gets, the output of {names[i - 1]}, agrees.'))
+  for d, later in zip(step.layers[-2::-1], names[:0:-1]):
+    checks.append(_Check(f'gradient of the output of {d.name}', d.gradient, later,
+                         'The outputs of all layers agree, and the gradients as far back as '
+                         f'{later}: its backward pass differs.'))
+  return checks
+
+
+def _gradient_of(d: Difference) -> str:
+  return f'gradient of {d.leaf.name()}'
+
+
+def _judge(step: StepDifferences, noise: Rounding, tolerance: float
+           ) -> tuple[list[str], Optional[Failure]]:
+  """Returns what is beyond the tolerance but within rounding, and the first that is not."""
+  excused: list[str] = []
+
+  def is_beyond(what: str, error: float, rounding: float) -> bool:
+    if tolerance < error <= ROUNDING_FACTOR * rounding:
+      excused.append(what)
+    return error > max(tolerance, ROUNDING_FACTOR * rounding)
+  of_layers = [check for check, rounding in zip(_by_layer(step), noise.layers, strict=True)
+               if is_beyond(check.what, check.error, rounding)]
+  gradients = [d for d in step.gradient
+               if is_beyond(_gradient_of(d), d.worst, noise.gradient[d.leaf])]
+  if of_layers:
+    first = of_layers[0]
+    return excused, Failure(step.step, first.what, first.error,
+                            first.how + _worst_parameter(first.layer, gradients))
+  if not gradients:
+    return excused, None
+  worst = max(gradients, key=lambda d: d.worst / max(tolerance, noise.gradient[d.leaf]))
+  how = ('The outputs of all layers agree, and the gradients with respect to them: look at how '
+         'this gradient is made, or at how gradients are added up over devices, microbatches or '
+         'the ticks of a pipeline.') if step.layers else (
+             'The model does not come in layers (embed, run_layers, head), so this is the array '
+             'that differs most; the mistake may be elsewhere.')
+  return excused, Failure(step.step, f'gradient of {worst.name}', worst.worst, how)
+
+
+def _worst_parameter(layer: str, gradients: Sequence[Difference]) -> str:
+  """Returns a sentence on the parameter of a layer whose gradient differs most, if any does."""
+  stack, is_layer, number = layer.rpartition('/')
+  own = [(d.by_layer[int(number)], d.leaf.name(int(number))) for d in gradients
+         if is_layer and d.leaf.stack == tuple(stack.split('/'))]
+  if not own:
+    return ''
+  error, name = max(own)
+  return f' Of its parameters, the gradient of {name} differs most: {error:.1e}.'
+
+
+def _of_metrics(step: StepDifferences, tolerance: float) -> Optional[Failure]:
+  for name, error in step.metrics.items():
+    if error > tolerance:
+      return Failure(step.step, name, error, 'The gradients agree.')
+  return None
+
+
+def _of_arrays(number: int, what: str, found: list[Difference], tolerance: float
+               ) -> Optional[Failure]:
+  worst = max(found, key=lambda d: d.worst, default=None)
+  if worst is None or worst.worst <= tolerance:
+    return None
+  how = '' if number == 0 else 'The gradients agree; one device makes something else of them.'
+  return Failure(number, f'{what} of {worst.name}', worst.worst, how)

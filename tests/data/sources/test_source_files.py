@@ -1,0 +1,153 @@
+"""Source files that changed between two starts of a run are found by times, blocks or all bytes."""
+
+import json
+import os
+import shutil
+import time
+
+import pytest
+
+from t5x_gpu.data.sources import source_files
+from t5x_gpu.data.sources.source_files import NAME, SourceFile, SourceFiles
+from t5x_gpu.errors import DataError
+
+MEGABYTE = bytes(range(256)) * 4096
+
+
+@pytest.fixture(name='folder')
+def _folder(tmp_path):
+  """One file of 1 MB and one of a few bytes."""
+  folder = tmp_path / 'text'
+  folder.mkdir()
+  (folder / 'large.txt').write_bytes(MEGABYTE)
+  (folder / 'small.txt').write_bytes(b'a few bytes')
+  return folder
+
+
+def files(folder):
+  return SourceFiles({'task': sorted(map(str, folder.iterdir()))})
+
+
+def record_with_all_hashes(folder, model_dir):
+  """What a run leaves that had the time to hash everything."""
+  model_dir.mkdir()
+  run = files(folder)
+  with run.kept_in(model_dir):
+    deadline = time.monotonic() + 60
+    while not all(file.sha256 for file in run.files.values()):
+      assert time.monotonic() < deadline
+      time.sleep(0.002)
+  return (model_dir / NAME).read_bytes()
+
+
+def overwrite(path, *, at, keep_times=False):
+  before = path.stat()
+  with open(path, 'rb+') as f:
+    f.seek(at)
+    f.write(b'changed')
+  if keep_times:
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+  else:
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
+def refusal(folder, record):
+  with pytest.raises(DataError) as e:
+    files(folder).check(record, where='model/' + NAME)
+  return str(e.value)
+
+
+def test_the_same_files_pass_with_and_without_hashes(folder, tmp_path):
+  files(folder).check(files(folder).to_json(), where='')
+  files(folder).check(record_with_all_hashes(folder, tmp_path / 'model'), where='')
+
+
+@pytest.mark.parametrize('at', [0, 200_000, len(MEGABYTE) - 7])
+def test_bytes_overwritten_anywhere_are_refused(folder, tmp_path, at):
+  record = record_with_all_hashes(folder, tmp_path / 'model')
+  overwrite(folder / 'large.txt', at=at)
+  text = refusal(folder, record)
+  assert 'has changed since model/source_files.json was written' in text
+  assert f'{folder}/large.txt: same size, other bytes' in text and 'small.txt' not in text
+
+
+def test_a_forged_modification_time_does_not_hide_a_change(folder, tmp_path):
+  record = record_with_all_hashes(folder, tmp_path / 'model')
+  overwrite(folder / 'large.txt', at=200_000, keep_times=True)
+  assert 'large.txt: same size, other bytes' in refusal(folder, record)
+
+
+def test_a_file_of_few_bytes_is_compared_in_full_from_the_start(folder):
+  record = files(folder).to_json()
+  overwrite(folder / 'small.txt', at=3, keep_times=True)
+  assert 'small.txt: same size, other bytes' in refusal(folder, record)
+
+
+def test_another_size_is_named(folder):
+  record = files(folder).to_json()
+  (folder / 'small.txt').write_bytes(b'more than a few bytes')
+  assert 'small.txt: 11 bytes then, 21 now' in refusal(folder, record)
+
+
+def test_copies_and_touched_files_pass_by_their_hashes(folder, tmp_path, caplog):
+  record = record_with_all_hashes(folder, tmp_path / 'model')
+  shutil.copytree(folder, tmp_path / 'elsewhere', copy_function=shutil.copyfile)
+  moved = files(tmp_path / 'elsewhere')
+  moved.check(record, where='')
+  assert '1 source files (0.00105 GB) have other times' in caplog.text
+  assert all(file.sha256 for file in moved.files.values())  # the next restart has them, too
+
+
+def test_a_touched_file_without_a_hash_is_refused_with_what_to_do(folder):
+  record = files(folder).to_json()
+  os.utime(folder / 'large.txt', ns=(0, 10**18))
+  text = refusal(folder, record)
+  assert '1 source files have been written or copied' in text and 'has no sha256 of them' in text
+  assert 'cp -a' in text and 'delete model/source_files.json' in text
+
+
+def test_a_copy_that_keeps_modification_times_needs_no_hash(folder, tmp_path):
+  record = files(folder).to_json()
+  shutil.copytree(folder, tmp_path / 'elsewhere')  # as cp -a
+  files(tmp_path / 'elsewhere').check(record, where='')
+
+
+def test_a_file_written_to_during_the_run_is_reported_and_refused(folder, tmp_path, caplog):
+  run = files(folder)
+  overwrite(folder / 'large.txt', at=200_000)
+  with run.kept_in(tmp_path):
+    deadline = time.monotonic() + 60
+    while 'has been written to since this run began' not in caplog.text:
+      assert time.monotonic() < deadline
+      time.sleep(0.002)
+  assert 'large.txt' in refusal(folder, (tmp_path / NAME).read_bytes())
+
+
+def test_hashing_ends_with_the_run_and_goes_on_with_the_next(folder, tmp_path, monkeypatch):
+  monkeypatch.setattr(source_files, '_BYTES_PER_SECOND', 1)  # a block takes eleven days
+  run = files(folder)
+  with run.kept_in(tmp_path):
+    pass
+  record = (tmp_path / NAME).read_bytes()
+  assert [bool(f[4]) for f in json.loads(record)['tasks']['task'].values()] == [False, True]
+  monkeypatch.undo()
+  again = files(folder)
+  again.check(record, where='')
+  assert record_with_all_hashes(folder, tmp_path / 'next') != record
+
+
+def test_remote_objects_are_compared_by_size_and_time():
+  def stored(modified_ns):
+    return SourceFiles({'task': ['gs://b/a']},
+                       stat_remote=lambda path: SourceFile(7, modified_ns))
+  stored(1).check(stored(1).to_json(), where='')
+  with pytest.raises(DataError, match='never for remote storage'):
+    stored(2).check(stored(1).to_json(), where='')
+
+
+@pytest.mark.parametrize('damage', [b'', b'{', b'[]', b'\xff', b'[' * 100_000, b'{"version": 2}',
+                                    b'{"version": 1, "tasks": {"task": {"large.txt": [1]}}}',
+                                    b'{"version": 1, "tasks": {"task": 3}}'])
+def test_a_damaged_record_is_reported_and_stops_nothing(folder, damage, caplog):
+  files(folder).check(damage, where='model/' + NAME)
+  assert 'model/source_files.json is damaged' in caplog.text

@@ -1,0 +1,312 @@
+"""Hugging Face tokenizers give the ids they give elsewhere, and id 0 is padding nevertheless."""
+
+import functools
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from t5x_gpu.data import batches, features
+from t5x_gpu.data.batches import DatasetConfig, ModelOutputs
+from t5x_gpu.data.prepared import row_stats
+from t5x_gpu.data.prepared.index import read_index
+from t5x_gpu.data.streaming.feature_converters import model_rows
+from t5x_gpu.data.tasks import objectives
+from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.vocabularies import vocabularies
+from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
+from t5x_gpu.errors import DataError
+from tests import eval_tasks
+from tests.helpers_prepared import prepare_here
+
+tokenizers = pytest.importorskip('tokenizers')
+pytestmark = pytest.mark.tf
+TEXTS = ['Hello, world! How are you?', 'def f(x):\n  return x  # twice', 'line 17 of the text!',
+         'Stra\u00dfe \u4f60\u597d \U0001f600'] * 5
+
+
+def save(folder, tokenizer, config=None, name='tokenizer_config.json'):
+  folder.mkdir(exist_ok=True)
+  tokenizer.save(str(folder / 'tokenizer.json'))
+  if config:
+    (folder / name).write_text(json.dumps(config))
+  return folder
+
+
+@pytest.fixture(name='bert')
+def _bert(tmp_path):
+  """WordPiece as BERT has it: [PAD] is 0; a template adds [CLS] and [SEP]; rows are cut to 4."""
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token='[UNK]'))
+  tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+  tokenizer.decoder = tokenizers.decoders.WordPiece()
+  special = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]']
+  tokenizer.train_from_iterator(TEXTS, tokenizers.trainers.WordPieceTrainer(
+      vocab_size=120, special_tokens=special, show_progress=False))
+  tokenizer.post_processor = tokenizers.processors.BertProcessing(('[SEP]', 3), ('[CLS]', 2))
+  tokenizer.enable_truncation(4)
+  tokenizer.enable_padding()
+  return save(tmp_path / 'bert', tokenizer, {
+      'pad_token': '[PAD]', 'unk_token': '[UNK]', 'cls_token': '[CLS]', 'sep_token': '[SEP]',
+      'mask_token': {'content': '[MASK]', 'lstrip': True}, 'model_max_length': 512})
+
+
+@pytest.fixture(name='gpt2')
+def _gpt2(tmp_path):
+  """Byte-level BPE as GPT-2 has it: '!' is 0, and there is no padding."""
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  tokenizer.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(
+      vocab_size=300, show_progress=False,
+      initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+  tokenizer.add_special_tokens(['<|endoftext|>'])
+  assert tokenizer.id_to_token(0) == '!'
+  return save(tmp_path / 'gpt2', tokenizer, {'eos_token': '<|endoftext|>'},
+              name='special_tokens_map.json')
+
+
+@pytest.fixture(name='t5')
+def _t5(tmp_path):
+  """Ids 0, 1, 2 and sentinels at the end as T5 has them."""
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token='<unk>', fuse_unk=True))
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+  tokenizer.decoder = tokenizers.decoders.Metaspace()
+  tokenizer.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(
+      vocab_size=100, special_tokens=['<pad>', '</s>', '<unk>'], show_progress=False))
+  tokenizer.add_special_tokens([f'<extra_id_{i}>' for i in range(99, -1, -1)])
+  return save(tmp_path / 't5', tokenizer, {'eos_token': '</s>', 'pad_token': '<pad>',
+                                           'unk_token': '<unk>'})
+
+
+def ids_of(folder, text):
+  tokenizer = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  tokenizer.no_truncation()
+  tokenizer.no_padding()
+  return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_bert_ids_are_the_tokenizers_without_template_cutting_and_padding(bert):
+  vocabulary = HuggingFaceVocabulary(bert)
+  assert vocabulary.moved_zero_id is None and vocabulary.pad_id == 0
+  assert (vocabulary.unk_id, vocabulary.start_id, vocabulary.eos_id, vocabulary.mask_id) == (
+      1, 2, 3, 4)
+  for text in TEXTS:
+    assert vocabulary.encode(text) == ids_of(bert, text)
+  assert len(vocabulary.encode(TEXTS[0])) > 4
+  assert vocabulary.decode(
+      [2, *vocabulary.encode('hello, world!'), 3, 0, 0, 17]) == 'hello, world!'
+
+
+def test_gpt2_text_survives_and_its_exclamation_mark_is_no_padding(gpt2):
+  vocabulary = HuggingFaceVocabulary(gpt2 / 'tokenizer.json')
+  own = tokenizers.Tokenizer.from_file(str(gpt2 / 'tokenizer.json')).get_vocab_size()
+  assert vocabulary.moved_zero_id == own and vocabulary.vocab_size == own + 1
+  for text in TEXTS:
+    ids = vocabulary.encode(text)
+    assert 0 not in ids and [0 if i == own else i for i in ids] == ids_of(gpt2, text)
+    assert vocabulary.decode([*ids, vocabulary.eos_id, 5]) == text
+  assert own in vocabulary.encode('wow !') and own in vocabulary.ordinary_ids
+  assert vocabulary.unk_id is None and vocabulary.start_id is None
+  assert HuggingFaceVocabulary(gpt2, extra_ids=3).vocab_size == own + 4
+
+
+def test_declared_padding_elsewhere_moves_id_0_too(gpt2):
+  (gpt2 / 'tokenizer_config.json').write_text(json.dumps({'pad_token': '<|endoftext|>'}))
+  assert HuggingFaceVocabulary(gpt2).moved_zero_id is not None
+
+
+def test_t5_sentinels_are_the_tokenizers_own_and_descend(t5):
+  vocabulary = vocabularies.named_vocabulary(f'huggingface:{t5}', extra_ids=100)
+  assert (vocabulary.pad_id, vocabulary.eos_id, vocabulary.unk_id) == (0, 1, 2)
+  size = vocabulary.vocab_size
+  assert vocabulary.extra_ids == 0 and vocabulary.moved_zero_id is None
+  assert vocabularies.sentinel_ids(vocabulary) == tuple(range(size - 1, size - 101, -1))
+  assert vocabularies.mask_id(vocabulary) == size - 1
+  assert vocabulary.decode(vocabulary.encode('Hello, world!') + [1]) == 'Hello, world!'
+
+
+def test_tokenizer_without_sentinels_gets_them_after_its_own_ids(bert):
+  vocabulary = vocabularies.named_vocabulary(f'huggingface:{bert}', extra_ids=100)
+  assert vocabularies.sentinel_ids(vocabulary)[0] == vocabulary.vocab_size - 1
+  assert len(vocabularies.sentinel_ids(vocabulary)) == 100
+  assert vocabularies.named_vocabulary(f'huggingface:{bert}', extra_ids=1).extra_ids == 0  # [MASK]
+  assert not {0, 1, 2, 3, 4} & set(vocabularies.ordinary_ids(vocabulary).tolist())
+
+
+@pytest.mark.parametrize('kind', ['bert', 'gpt2', 't5'])
+def test_tensorflow_and_python_agree(kind, request):
+  vocabulary = HuggingFaceVocabulary(request.getfixturevalue(kind))
+  dataset = tf.data.Dataset.from_tensor_slices(TEXTS).map(vocabulary.encode_tf)
+  assert [x.tolist() for x in dataset.as_numpy_iterator()] == list(map(vocabulary.encode, TEXTS))
+  ragged = vocabulary.encode_tf(tf.constant(TEXTS[:3]))
+  assert ragged.to_list() == list(map(vocabulary.encode, TEXTS[:3]))
+  assert vocabulary.encode_tf(tf.constant('')).numpy().tolist() == []
+  rows = ragged.to_tensor(0)
+  texts = [text.decode() for text in vocabulary.decode_tf(rows).numpy()]
+  assert texts == [vocabulary.decode(vocabulary.encode(text)) for text in TEXTS[:3]]
+  assert vocabulary.decode_tf(rows[0]).numpy().decode() == texts[0]
+  # What follows the end of a text is not part of it.
+  after = tf.concat([ragged[0], [vocabulary.eos_id, 7, 8]], axis=0)
+  assert vocabulary.decode_tf(after).numpy().decode() == texts[0]
+
+
+EXCLAIMED = [f'well ! number {i} !!' for i in range(200)]
+
+
+@pytest.mark.parametrize('way', ['packed', 'one_a_row', 'prepared'])
+def test_batches_have_the_tokenizers_own_ids_and_lose_none(open_data, gpt2, tmp_path, way):
+  (tmp_path / 'a.txt').write_text('\n'.join(EXCLAIMED))
+  size = HuggingFaceVocabulary(gpt2).vocab_size - 1
+  name, options = f'text_lines:{tmp_path}/a.txt', {'vocabulary': f'huggingface:{gpt2}'}
+  if way == 'prepared':
+    prepare_here(name, tmp_path / 'rows', num_parts=1, lengths={'targets': 64}, vocab_size=size,
+                 **options)
+    assert read_index(tmp_path / 'rows', split='train').tokens > 2000
+    name, options = f'prepared:{tmp_path}/rows', {}
+  opened = open_data(name, vocab_size=size, lengths={'targets': 64}, repeat=False,
+                     pack=way != 'one_a_row', **options)
+  vocabulary = batches.open_vocabulary(opened.config, feature_converter='lm')
+  assert vocabulary.size == size and vocabulary.decode(vocabulary.encode('a !')) == 'a !'
+  got = []
+  for batch in opened.iterator:
+    segments = batch.get('decoder_segment_ids', batch['decoder_loss_weights'])
+    for row, weights, segment in zip(batch['decoder_target_tokens'], batch['decoder_loss_weights'],
+                                     segments):
+      assert ((segment > 0) == (weights > 0)).all()
+      assert (row[weights > 0] == 0).any() or not weights.any()
+      got += [row[segment == s].tolist() for s in range(1, segment.max() + 1)]
+  own = [ids_of(gpt2, line) + [vocabulary.eos_id] for line in EXCLAIMED]
+  assert len(got) > 150 and all(row in own for row in got)
+  facts = opened.iterator.describe()
+  assert facts['vocabulary of targets'].startswith('huggingface:tokenizer.json (')
+  assert facts['vocabulary of targets'].endswith(f', {size} ids')
+  rows = row_stats.RowFacts()
+  for text, row in zip(got, map(np.asarray, got)):
+    rows.add({'decoder_target_tokens': row, 'decoder_loss_weights': row < size})
+    [piece] = row_stats.pieces({'decoder_target_tokens': row, 'decoder_loss_weights': row < size},
+                               decode=vocabulary.decode)
+    assert piece.text in EXCLAIMED
+  assert rows.tokens == sum(map(len, got))
+
+
+def test_a_prefix_keeps_its_words_of_id_0(open_data, gpt2, tmp_path):
+  (tmp_path / 'train.tsv').write_text('! what !\ta !\n' * 60)
+  opened = open_data(f'text_pairs:{tmp_path}/*.tsv', vocabulary=f'huggingface:{gpt2}', vocab_size=384,
+                     lengths={'inputs': 24, 'targets': 24}, converter='prefix_lm', pack=False)
+  row = row_stats.row_of(next(opened.iterator), 0)
+  inputs, targets = ids_of(gpt2, '! what !'), ids_of(gpt2, 'a !')
+  where = features.is_token(row, 'decoder_target_tokens')
+  got = row['decoder_target_tokens'][where].tolist()
+  eos = HuggingFaceVocabulary(gpt2).eos_id
+  assert [i for i in got if i != eos] == inputs + targets and 0 in inputs and 0 in targets
+
+
+def test_two_vocabularies_in_one_sequence_are_refused_where_their_ids_meet(gpt2):
+  rows = tf.data.Dataset.from_tensors({'decoder_target_tokens': tf.constant([5, 0])})
+  one = HuggingFaceVocabulary(gpt2)
+
+  def got(other):
+    [row] = model_rows(rows, converter=lambda examples, **_: examples, name='prefix_lm',
+                       task_feature_lengths={}, output_features={
+                           'inputs': seqio.Feature(other), 'targets': seqio.Feature(one)})
+    return row['decoder_target_tokens'].numpy().tolist()
+  assert got(HuggingFaceVocabulary(gpt2, extra_ids=3)) == got(seqio.ByteVocabulary()) == [5, 0]
+  with pytest.raises(DataError, match='is a word in both'):
+    got(seqio.PassThroughVocabulary(one.vocab_size))
+
+
+def test_an_encoder_tells_padding_by_id_0_so_the_word_stays_moved(open_data, gpt2, tmp_path):
+  (tmp_path / 'train.tsv').write_text('! what !\ta !\n' * 60)
+  vocabulary = HuggingFaceVocabulary(gpt2)
+  options = dict(vocabulary=f'huggingface:{gpt2}', lengths={'inputs': 24, 'targets': 24},
+                 converter='encoder_decoder', pack=False)
+  opened = open_data(f'text_pairs:{tmp_path}/*.tsv', vocab_size=vocabulary.vocab_size, **options)
+  assert next(opened.iterator)['encoder_input_tokens'][0, 0] == vocabulary.moved_zero_id
+  with pytest.raises(DataError, match='has a vocabulary of'):
+    open_data(f'text_pairs:{tmp_path}/*.tsv', vocab_size=vocabulary.vocab_size - 1, **options)
+
+
+def test_metrics_read_and_get_the_ids_of_the_model(gpt2):
+  config = DatasetConfig('turned', {'inputs': 8, 'targets': 8}, 'validation', 4, pack=False,
+                         vocabulary=f'huggingface:{gpt2}')
+  [task] = batches.open_evaluated_tasks(config, feature_converter='prefix_lm')
+  assert task.zero_is_a_word and task.inputs[0][:3] == ids_of(gpt2, 'abc')
+  answers = [[*ids_of(gpt2, 'cba!'), task.eos_id]] * 5
+  task.metrics(ModelOutputs(answers, [0.0] * 5, [0.0] * 5))
+  assert eval_tasks.seen['exact_match'][1][0] == 'prediction: cba!'
+
+
+def test_masked_model_over_bert_has_cls_mask_and_sep(open_data, bert, tmp_path):
+  lines = [f'Hello world, number {i}, how are you' for i in range(99)]
+  (tmp_path / 'a.txt').write_text('\n'.join(lines))
+  opened = open_data(f'mlm:text_lines:{tmp_path}/a.txt', converter='encoder_mlm', pack=False,
+                     vocabulary=f'huggingface:{bert}', lengths={'inputs': 12, 'targets': 12},
+                     vocab_size=120)
+  batch = next(opened.iterator)
+  tokens, targets = batch['encoder_input_tokens'], batch['encoder_target_tokens']
+  assert (tokens[:, 0] == 2).all() and (targets[:, 0] == 2).all()
+  ends = (targets > 0).sum(1) - 1
+  assert (targets[np.arange(4), ends] == 3).all() and (tokens == 4).any()
+  assert not batch['encoder_loss_weights'][targets == 3].any()
+
+
+def test_classification_over_bert_keeps_its_end_and_its_classes(open_data, bert, tmp_path):
+  (tmp_path / 'train.csv').write_text('text,label\nhello world how are you,a\nline of text,b\n')
+  (tmp_path / 'dev.csv').write_text('text,label\nyou,a\n')
+  opened = open_data(f'imdb_csv:{tmp_path}/*.csv', converter='encoder_classification', pack=False,
+                     vocabulary=f'huggingface:{bert}', lengths={'inputs': 5}, vocab_size=120,
+                     batch_size=2, num_classes=2, repeat=False)
+  tokens = next(opened.iterator)['encoder_input_tokens']
+  assert (tokens[:, 0] == 2).all() and (tokens.max(1) > 4).all()
+  assert all(row[row > 0][-1] == 3 for row in tokens)
+  assert batches.open_class_names(opened.config) == ('a', 'b')
+
+
+def test_same_files_are_the_same_vocabulary(bert, t5):
+  one, same = HuggingFaceVocabulary(bert), HuggingFaceVocabulary(bert / 'tokenizer.json')
+  assert one == same and hash(one) == hash(same) and one != HuggingFaceVocabulary(t5)
+  fingerprint = functools.partial(vocabularies.vocabulary_fingerprint, feature_converter='lm')
+  before = fingerprint(one)
+  (bert / 'tokenizer_config.json').write_text('{}')
+  assert fingerprint(HuggingFaceVocabulary(bert)) != before
+
+
+@pytest.mark.parametrize('break_it, says', [
+    (lambda folder: (folder / 'tokenizer.json').unlink(),
+     'tokenizer.json\' does not exist .*; the folder holds tokenizer_config.json'),
+    (lambda folder: (folder / 'tokenizer.json').write_text('{"model": '), 'cannot be read as a'),
+    (lambda folder: (folder / 'tokenizer_config.json').write_text('[1'), 'not what save_pre'),
+    (lambda folder: (folder / 'tokenizer_config.json').write_text('{"eos_token": "</end>"}'),
+     "has no id for '</end>' .eos_token"),
+])
+def test_broken_tokenizers_are_named(bert, break_it, says):
+  break_it(bert)
+  with pytest.raises(DataError, match=says) as e:
+    vocabularies.named_vocabulary(f'huggingface:{bert}')
+  assert e.value.fix and e.value.parameters
+
+
+def test_tokenizer_without_an_end_is_named_where_an_end_is_needed(bert, open_data, tmp_path):
+  (bert / 'tokenizer_config.json').unlink()
+  (tmp_path / 'a.txt').write_text('hello\n' * 9)
+  with pytest.raises(DataError, match='no id that ends a text'):
+    open_data(f'mlm:text_lines:{tmp_path}/a.txt', converter='encoder_mlm', vocab_size=400,
+              vocabulary=f'huggingface:{bert}', lengths={'inputs': 12, 'targets': 12})
+  with pytest.raises(DataError, match='no id that ends a text'):
+    open_data(f'text_lines:{tmp_path}/a.txt', vocabulary=f'huggingface:{bert}', vocab_size=400)
+
+
+def test_missing_package_names_the_pip_command(bert, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'tokenizers', None)
+  with pytest.raises(DataError, match='needs the package tokenizers') as e:
+    HuggingFaceVocabulary(bert)
+  assert 'pip install' in e.value.fix
+
+
+def test_framing_counts_what_it_adds(bert, t5):
+  for folder, added in ((bert, 2), (t5, 1)):
+    feature = seqio.Feature(HuggingFaceVocabulary(folder), add_eos=True)
+    assert objectives.frame_size(feature) == added
+    assert len(objectives.framed(tf.constant([9, 9]), feature)) == 2 + added

@@ -1,0 +1,225 @@
+"""Mesh sizes: what is legal, where it lies, and what the errors advise."""
+
+import re
+
+import pytest
+
+from t5x_gpu.errors import MeshError
+from t5x_gpu.partitioning.mesh.mesh_problems import divisors, legal_partitions
+from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES, resolve_mesh_sizes
+from t5x_gpu.runtime.cluster.topology import Topology
+
+
+def error(topology, **sizes) -> MeshError:
+  with pytest.raises(MeshError) as e:
+    resolve_mesh_sizes(topology, **sizes)
+  return e.value
+
+
+def big(sizes) -> dict[str, int]:
+  return {axis: size for axis, size in sizes.items() if size > 1}
+
+
+def test_all_devices_are_data_parallel_by_default():
+  sizes = resolve_mesh_sizes(Topology(2, 8))
+  assert tuple(sizes.total) == tuple(sizes.ici) == tuple(sizes.dcn) == MESH_AXES
+  assert big(sizes.total) == {'data': 16}
+  assert (big(sizes.ici), big(sizes.dcn)) == ({'data': 8}, {'data': 2})
+  assert sizes.num_devices == 16 and sizes.crosses_hosts('data')
+
+
+def test_innermost_axes_take_the_devices_of_a_host_first():
+  sizes = resolve_mesh_sizes(Topology(4, 8), num_partitions=4, fsdp=4, stage=2)
+  assert big(sizes.ici) == {'fsdp': 2, 'model': 4}
+  assert big(sizes.dcn) == {'stage': 2, 'fsdp': 2}
+  assert 'fsdp 2 inside a host x 2 across hosts' in sizes.notes[-1]
+  assert sizes.warnings == ()
+
+
+def test_three_partitions_of_eight_gpus_name_every_legal_value():
+  message = str(error(Topology(1, 8), num_partitions=3))
+  assert 'num_partitions = 3 does not fit 1 host x 8 GPUs' in message
+  assert 'Set Partitioner.num_partitions = 1, 2, 4 or 8.' in message
+
+
+def test_legal_partitions_across_hosts_are_listed_apart():
+  topology = Topology(6, 8)
+  assert legal_partitions(topology) == ((1, 2, 4, 8), (16, 24, 48))
+  e = error(topology, num_partitions=12)
+  assert ('num_partitions = 1, 2, 4 or 8 (inside a host), or 16, 24 or 48 (across hosts, over the '
+          'network)') in str(e)
+  assert e.parameters == ('Partitioner.num_partitions',)
+
+
+@pytest.mark.parametrize('topology', [Topology(1, 8), Topology(3, 6), Topology(24, 8)])
+def test_exactly_the_legal_partitions_resolve(topology):
+  legal = sum(legal_partitions(topology), ())
+  for num_partitions in range(1, topology.num_devices + 2):
+    if num_partitions in legal:
+      assert resolve_mesh_sizes(
+          topology, num_partitions=num_partitions).total['model'] == num_partitions
+    else:
+      error(topology, num_partitions=num_partitions)
+
+
+def test_partitions_that_span_hosts_are_allowed_with_a_warning():
+  sizes = resolve_mesh_sizes(Topology(4, 8), num_partitions=16)
+  assert (sizes.ici['model'], sizes.dcn['model']) == (8, 2)
+  assert len(sizes.warnings) == 1
+  assert 'spans 2 hosts' in sizes.warnings[0] and 'network' in sizes.warnings[0]
+
+
+def test_product_error_is_the_message_of_the_design():
+  e = error(Topology(2, 8), data=2, fsdp=4, num_partitions=4)
+  assert str(e).splitlines()[:2] == [
+      '16 GPUs cannot form data=2 x fsdp=4 x model=4 (= 32). The sizes must multiply to 16.',
+      '  Set data = 1, fsdp = 2 or num_partitions = 2 (each gives 16), or start 32 GPUs.']
+  assert e.parameters == ('Partitioner.data', 'Partitioner.fsdp', 'Partitioner.num_partitions')
+
+
+@pytest.mark.parametrize('sizes', [
+    dict(data=2, fsdp=4, num_partitions=4), dict(data=3, fsdp=5), dict(data=2), dict(data=7),
+    dict(data=1, fsdp=2, expert=2, num_partitions=8), dict(data=3, fsdp=3, context=3, stage=3)])
+def test_every_advised_set_of_sizes_resolves(sizes):
+  topology = Topology(2, 8)
+  advice = str(error(topology, **sizes)).splitlines()[1]
+  advice = advice.split('Set ')[1].split(', or start')[0].split(' (each')[0].rstrip('.')
+  changes = re.split(', | or ', advice)
+  assert changes
+  for change in changes:
+    new = {k: int(v) for k, v in (part.split(' = ') for part in change.split(' with '))}
+    resolve_mesh_sizes(topology, **{**sizes, **new})
+
+
+@pytest.mark.parametrize('sizes', [dict(data=2, fsdp=4, num_partitions=4), dict(fsdp=3),
+                                   dict(fsdp=3, num_partitions=4), dict(data=2)])
+def test_the_number_of_gpus_to_start_resolves(sizes):
+  number = int(re.search(r'start (\d+) GPUs', str(error(Topology(2, 8), **sizes))).group(1))
+  topology = Topology(1, number) if number < 8 else Topology(number // 8, 8)
+  assert resolve_mesh_sizes(topology, **sizes).num_devices == number
+
+
+def test_advice_leaves_out_partitions_that_hosts_do_not_allow():
+  # num_partitions = 12 would also give 24, but straddles hosts of 8.
+  message = str(error(Topology(3, 8), data=2, num_partitions=4))
+  assert 'Set data = 6, or start 8 GPUs.' in message
+
+
+def test_sizes_that_leave_no_whole_rest_name_both_numbers():
+  message = str(error(Topology(2, 8), fsdp=3, num_partitions=4))
+  assert 'fsdp=3 x model=4 (= 12) with data taking what is left over' in message
+  assert '16 is not a multiple of 12' in message and 'Set fsdp = 4, or start 24 GPUs.' in message
+
+
+def test_another_axis_can_take_what_is_left():
+  assert big(resolve_mesh_sizes(Topology(2, 8), data=2, fsdp=-1).total) == {'data': 2, 'fsdp': 8}
+
+
+def test_two_open_sizes_are_an_error_that_says_which_to_set():
+  message = str(error(Topology(2, 8), fsdp=-1))
+  assert 'data and fsdp are -1' in message and 'set data = 1' in message
+
+
+def test_all_problems_come_in_one_message():
+  e = error(Topology(2, 8), num_partitions=3, data=3, fsdp=0)
+  assert '2 problems' in str(e)
+  assert 'num_partitions = 3' in str(e) and 'fsdp = 0 is not a size' in str(e)
+  e = error(Topology(2, 8), num_partitions=3, data=3, fsdp=8)
+  assert '2 problems' in str(e) and 'data=3 x fsdp=8 (= 24)' in str(e)
+
+
+@pytest.mark.parametrize('value', [0, -2, 2.0, '2', True, None])
+def test_a_size_that_is_no_size_is_refused(value):
+  assert f'fsdp = {value!r} is not a size' in str(error(Topology(1, 8), fsdp=value))
+  if value is not None:
+    assert 'num_partitions' in str(error(Topology(1, 8), num_partitions=value))
+
+
+@pytest.mark.parametrize('submesh, model', [
+    ((1, 1, 1, 1), 1), ((1, 2, 1, 1), 2), ((1, 1, 1, 2), 2), ((1, 2), 2), ([1, 4, 1, 1], 4),
+    ((2, 8), 16)])
+def test_a_t5x_submesh_sets_the_size_of_model(submesh, model):
+  sizes = resolve_mesh_sizes(Topology(2, 8), model_parallel_submesh=submesh)
+  assert sizes.total['model'] == model
+  assert any('model_parallel_submesh' in note for note in sizes.notes)
+
+
+@pytest.mark.parametrize('submesh', [8, (1,), (1, 2, 1), (1, 0, 1, 1), (1, -1, 1, 1), ('a', 'b')])
+def test_a_submesh_of_another_form_is_refused(submesh):
+  e = error(Topology(1, 8), model_parallel_submesh=submesh)
+  assert 'not four sizes' in str(e)
+  assert e.parameters == ('Partitioner.model_parallel_submesh',)
+
+
+def test_an_illegal_submesh_names_itself():
+  e = error(Topology(1, 8), model_parallel_submesh=(1, 3, 1, 1))
+  assert 'model_parallel_submesh = (1, 3, 1, 1)' in str(e) and '1, 2, 4 or 8' in str(e)
+  assert e.parameters == ('Partitioner.model_parallel_submesh',)
+
+
+def test_advice_for_a_submesh_does_not_name_num_partitions():
+  e = error(Topology(2, 8), model_parallel_submesh=(1, 4, 1, 1), data=8)
+  assert 'Set data = 4 or the product of model_parallel_submesh = 2 (each gives 16)' in str(e)
+  assert e.parameters == ('Partitioner.data', 'Partitioner.model_parallel_submesh')
+
+
+def test_submesh_and_num_partitions_exclude_each_other():
+  message = str(error(Topology(1, 8), model_parallel_submesh=(1, 2, 1, 1), num_partitions=2))
+  assert 'Keep one of them' in message
+
+
+def test_sizes_can_be_given_inside_and_across_hosts():
+  sizes = resolve_mesh_sizes(Topology(4, 8), ici_mesh_shape={'fsdp': -1, 'model': 2},
+                             dcn_mesh_shape={'stage': 2, 'data': -1})
+  assert big(sizes.ici) == {'fsdp': 4, 'model': 2}
+  assert big(sizes.dcn) == {'stage': 2, 'data': 2}
+  assert list(sizes.total.values()) == [2, 2, 4, 1, 1, 2]
+
+
+def test_ici_sizes_alone_put_the_hosts_on_data_and_say_so():
+  sizes = resolve_mesh_sizes(Topology(3, 8), ici_mesh_shape={'fsdp': 8}, num_partitions=1)
+  assert big(sizes.total) == {'data': 3, 'fsdp': 8}
+  assert sizes.notes == ('dcn_mesh_shape is not set: data takes the hosts (3)',)
+
+
+def test_dcn_sizes_can_put_an_inner_axis_across_hosts():
+  # Flat sizes would lay fsdp=2 inside the host.
+  sizes = resolve_mesh_sizes(Topology(2, 8), ici_mesh_shape={'data': 8},
+                             dcn_mesh_shape={'fsdp': 2})
+  assert sizes.crosses_hosts('fsdp') and not sizes.crosses_hosts('data')
+
+
+@pytest.mark.parametrize('sizes, words', [
+    (dict(ici_mesh_shape={'fsdp': 4}), 'The 8 GPUs of a host cannot form fsdp=4'),
+    (dict(dcn_mesh_shape={'data': 3}), '2 hosts cannot form data=3'),
+    (dict(ici_mesh_shape={'fsdp': 3, 'data': -1}), '8 is not a multiple of 3'),
+    (dict(ici_mesh_shape={'fsdp': -1, 'data': -1}), 'only one axis'),
+    (dict(ici_mesh_shape={'fdsp': 8}), "Did you mean 'fsdp'?"),
+    (dict(ici_mesh_shape=(1, 8)), "{'data': -1, 'model': 8}"),
+    (dict(dcn_mesh_shape={'data': 'x'}), "data = 'x' is not a size"),
+    (dict(ici_mesh_shape={'fsdp': 8}, fsdp=8), 'given twice'),
+    (dict(ici_mesh_shape={'fsdp': 8}, num_partitions=2), 'Set Partitioner.num_partitions = None'),
+])
+def test_bad_ici_and_dcn_sizes_say_what_fits(sizes, words):
+  e = error(Topology(2, 8), **sizes)
+  assert words in str(e)
+  assert any('mesh_shape' in parameter for parameter in e.parameters)
+
+
+def test_model_across_hosts_by_dcn_must_cover_whole_hosts_or_divide_one():
+  sizes = resolve_mesh_sizes(Topology(2, 8), ici_mesh_shape={'model': 4, 'data': 2},
+                             dcn_mesh_shape={'model': 2})
+  assert sizes.warnings
+  message = str(error(Topology(3, 8), ici_mesh_shape={'model': 4, 'data': 2},
+                      dcn_mesh_shape={'model': 3}))
+  assert 'num_partitions = 12 (by ici_mesh_shape and dcn_mesh_shape)' in message
+
+
+def test_messages_use_the_word_of_the_topology():
+  message = str(error(Topology(1, 8, device_word='CPU device'), num_partitions=3))
+  assert '8 CPU devices' in message and 'GPU' not in message
+
+
+def test_divisors_are_all_and_ascending():
+  for number in (1, 2, 12, 36, 97):
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]

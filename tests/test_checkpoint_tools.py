@@ -1,0 +1,268 @@
+"""python -m t5x_gpu.checkpoint: what it shows is what is there, and it removes nothing else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu import checkpoint_tools
+from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter, read_params
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader
+from t5x_gpu.checkpoint.model_dir import committed_steps
+from t5x_gpu.checkpoint.retention import Keep
+from t5x_gpu.checkpoint.storage import chunks
+from t5x_gpu.checkpoint.storage.checksums import checksums_of
+from t5x_gpu.checkpoint.tools import prune as pruning
+from t5x_gpu.errors import CheckpointError, ConfigError
+from tests.checkpoint.storage.test_checksums import flip_a_bit
+from tests.checkpoint.test_checkpointer import (
+    folder_with, largest_data_file, new_state, opened, save)
+from tests.helpers_train import REPOSITORY, listing, run_here
+
+
+def run(*argv):
+  return run_here(lambda: checkpoint_tools.main([str(a) for a in argv]))
+
+
+def write_params(folder, step, value):
+  folder.mkdir(exist_ok=True)
+  values = np.full((64, 32), value, np.float32)
+  with ParamsWriter(folder, step=step, shapes={'dense/kernel': (64, 32)},
+                    chunks={'dense/kernel': (16, 32)}, about={}, compress=False) as writer:
+    writer.write('dense/kernel', (), values)
+  return folder
+
+
+def random_bits(step: int):
+  """Returns a state that no compression shortens."""
+  bits = np.random.default_rng(step).integers(-2**31, 2**31, (64, 8)).astype(np.int32)
+  return bits, new_state(step).replace(params={'dense': {'kernel': jnp.asarray(bits)}})
+
+
+def test_inspect_tells_what_was_saved(tmp_path):
+  folder = folder_with(tmp_path, 3)
+  (folder / 'config.gin').write_text('')
+  told = json.loads(run('inspect', folder, '--json').out)
+  state = new_state(3, seed=3)
+  assert told['step'] == 3 and told['mesh'] == {'data': 1} and told['num_processes'] == 1
+  assert told['arrays']['params/dense/kernel'] == {
+      'shape': [64, 8], 'dtype': 'float32', 'bytes': 2048, 'chunk': [64, 8],
+      'checksum': checksums_of(state)['params/dense/kernel']}
+  assert told['parts'] == {'step': {'arrays': 1, 'elements': 1, 'bytes': 4},
+                           'params': {'arrays': 1, 'elements': 512, 'bytes': 2048},
+                           'opt_state': {'arrays': 1, 'elements': 512, 'bytes': 2048}}
+  assert told['bytes_on_disk'] == sum(size for size, _ in listing(folder / 'checkpoint_3').values())
+  assert told['data_state_bytes'] == len(b'data of 3') and told['next_batch_hash'] == 'hash3'
+  assert told['gin'] == [str(folder / 'config.gin')] and 'jax' in told['versions']
+  assert told['checksums'] == '3 of 3 arrays'
+  text = run('inspect', folder / 'checkpoint_3').out
+  for part in ('params/dense/kernel', 'float32[64, 8]', '2.0 KiB', 'data=1', 'config.gin', 'hash3'):
+    assert part in text
+
+
+def test_diff_is_0_for_the_same_1_for_others_and_2_for_trouble(tmp_path):
+  folder = folder_with(tmp_path, 3, 4)
+  shutil.copytree(folder / 'checkpoint_3', tmp_path / 'checkpoint_3')
+  same = run('diff', folder / 'checkpoint_3', tmp_path / 'checkpoint_3')
+  assert same.code == 0 and 'hold the same 3 arrays' in same.out
+  other = run('diff', folder / 'checkpoint_3', folder / 'checkpoint_4')
+  a, b = (np.asarray(new_state(seed=n).params['dense']['kernel'], np.float64) for n in (3, 4))
+  most = np.max(np.abs(a - b))
+  assert other.code == 1
+  assert (f'params/dense/kernel: 512 elements differ, by {most:.3g} at most, '
+          f'{most / np.max(np.abs(a)):.3g} of the largest') in other.out
+  assert 'opt_state/mu' not in other.out
+  trouble = run('diff', folder / 'checkpoint_3', tmp_path / 'nothing')
+  assert trouble.code == 2 and 'does not exist' in trouble.err
+
+
+def test_diff_names_arrays_that_only_one_has_and_other_shapes(tmp_path):
+  with opened(tmp_path / 'a') as checkpointer:
+    save(checkpointer, 1, new_state(1))
+    checkpointer.wait()
+  with opened(tmp_path / 'b') as checkpointer:
+    state = new_state(1, rows=32)
+    save(checkpointer, 1, state.replace(params={'dense': {'kernels': jnp.zeros((2,))}}))
+    checkpointer.wait()
+  result = run('diff', tmp_path / 'a', tmp_path / 'b')
+  assert result.code == 1
+  for line in ("params/dense/kernel float32[64, 8]: only in the first. Did you mean "
+               "'params/dense/kernels'?", 'params/dense/kernels float32[2]: only in the second.',
+               'opt_state/mu float32[64, 8] in the first, opt_state/mu float32[32, 8] in the'):
+    assert line in result.out
+
+
+def test_verify_finds_one_bit_in_one_of_two_checkpoints(tmp_path):
+  with opened(tmp_path, keep=Keep()) as checkpointer:
+    for step in (10, 20):
+      save(checkpointer, step, random_bits(step)[1])
+    checkpointer.wait()
+  whole = run('verify', tmp_path)
+  assert whole.code == 0 and 'checkpoint_20: 3 arrays have the values that were saved' in whole.out
+  flip_a_bit(tmp_path / 'checkpoint_20', value=random_bits(20)[0][30].tobytes())
+  damaged = run('verify', tmp_path)
+  assert damaged.code == 1 and 'checkpoint_10: 3 arrays have' in damaged.out
+  assert 'checkpoint_20: DAMAGED: params/dense/kernel has other values than' in damaged.out
+  assert run('verify', tmp_path / 'checkpoint_10').code == 0
+  assert run('verify', tmp_path, '--step=20').code == 1
+  assert run('verify', tmp_path, '--step=30').code == 2
+
+
+def test_a_folder_of_one_checkpoint_is_judged_as_in_its_model_dir_and_has_one_step(tmp_path):
+  folder = folder_with(tmp_path, 3, 5)
+  one = folder / 'checkpoint_5'
+  for command in ('inspect', 'verify'):
+    said = run(command, one, '--step=3')
+    assert said.code and f'{one} is the checkpoint of step 5, not of step 3' in said.err
+    said = run(command, folder / 'checkpoint_7')
+    assert said.code and f'{folder / "checkpoint_7"} does not exist' in said.err
+  assert run('verify', one, '--step=5').code == 0
+  shutil.rmtree(one / 'manifest')
+  for path in (folder, one):
+    said = run('verify', path)
+    assert said.code == 1 and 'checkpoint_5: DAMAGED' in said.out
+
+
+def test_verify_tells_of_files_that_are_cut_or_do_not_decompress(tmp_path):
+  folder = folder_with(tmp_path, 10, 20)
+  os.truncate(largest_data_file(folder / 'checkpoint_10'), 40)
+  for path in (folder / 'checkpoint_20/state/ocdbt.process_0/d').iterdir():
+    size = path.stat().st_size
+    path.write_bytes(b'\xff' * (size // 2) + path.read_bytes()[size // 2:])
+  result = run('verify', folder)
+  assert result.code == 1
+  assert 'checkpoint_10: DAMAGED' in result.out and 'checkpoint_20: DAMAGED' in result.out
+
+
+def test_verify_reads_what_has_no_checksums_and_says_so(tmp_path):
+  folder = folder_with(tmp_path, 3)
+  path = folder / 'checkpoint_3/manifest/metadata'
+  manifest = json.loads(path.read_text())
+  del manifest['checksums'], manifest['seal']
+  path.write_text(json.dumps(manifest))
+  result = run('verify', folder)
+  assert result.code == 0 and '3 can be read, and have no checksum' in result.out
+
+
+def test_average_is_the_mean_and_reads_as_any_checkpoint(tmp_path):
+  folder = write_params(tmp_path / 'run', 1, 1.0)
+  write_params(folder, 2, 3.0)
+  write_params(folder, 5, 8.0)
+  (folder / 'config.gin').write_text('# of the run')
+  assert run('average', folder, '--last=2', f'--to={tmp_path / "two"}').code == 0
+  result = run('average', folder / 'checkpoint_1', folder / 'checkpoint_2', folder,
+               f'--to={tmp_path / "three"}')
+  assert result.code == 0, result.err
+  want = {'dense': {'kernel': jax.ShapeDtypeStruct((64, 32), jnp.float32)}}
+  for name, mean in (('two', 5.5), ('three', 4.0)):
+    got = read_params(tmp_path / name, want)['dense']['kernel']
+    np.testing.assert_array_equal(got, np.full((64, 32), mean, np.float32))
+    assert committed_steps(tmp_path / name) == [5]
+    assert (tmp_path / name / 'config.gin').read_text() == '# of the run'
+    assert run('verify', tmp_path / name).code == 0
+
+
+def test_average_of_another_model_or_of_damaged_files_leaves_nothing(tmp_path):
+  a, b = write_params(tmp_path / 'a', 1, 1.0), write_params(tmp_path / 'b', 1, 1.5)
+  data = np.full((64, 32), 1.5, np.float32)
+  flipped = data.copy()
+  for path in (b / 'checkpoint_1/state').rglob('d/*'):
+    text = path.read_bytes()
+    flipped[:] = 1.25
+    path.write_bytes(text.replace(data[:16].tobytes(), flipped[:16].tobytes(), 1))
+  result = run('average', a, b, f'--to={tmp_path / "c"}')
+  assert result.code == 1 and 'params/dense/kernel of' in result.err
+  folder = folder_with(tmp_path, 3)
+  with pytest.raises(CheckpointError, match='not of the same model'):
+    checkpoint_tools.main(['average', str(a), str(folder), f'--to={tmp_path / "c"}'])
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['a', 'b', 'model']
+
+
+def test_prune_shows_first_and_then_removes_what_it_showed(tmp_path):
+  folder = folder_with(tmp_path, 10, 20, 30, 40, 50)
+  before = listing(folder)
+  shown = run('prune', folder, '--keep_last=2', '--keep_every=20')
+  assert shown.code == 0 and 'Nothing was removed: --yes does it' in shown.out
+  assert listing(folder) == before
+  done = run('prune', folder, '--keep_last=2', '--keep_every=20', '--yes')
+  assert done.code == 0 and committed_steps(folder) == [20, 40, 50]
+  for step, words in ((10, 'remove  '), (20, 'keep    '), (30, 'remove  '), (50, 'keep    ')):
+    assert f'{words}checkpoint_{step}:' in shown.out
+  assert run('prune', folder, '--keep_steps=20', '--yes').code == 0
+  assert committed_steps(folder) == [20] and run('verify', folder).code == 0
+
+
+def test_prune_removes_nothing_that_it_does_not_know(tmp_path):
+  folder = folder_with(tmp_path, 10, 20)
+  (folder / 'checkpoint_5').mkdir()  # somebody's own
+  (folder / 'checkpoint_5/notes').write_text('mine')
+  shutil.copytree(folder / 'checkpoint_10', folder / 'checkpoint_15')
+  shutil.rmtree(folder / 'checkpoint_15/manifest')
+  (folder / '.removed_checkpoint_10.mine').mkdir()
+  result = run('prune', folder, '--keep_last=1', '--yes')
+  assert result.code == 0, result.err
+  assert 'keep    checkpoint_15: cannot be read as a checkpoint' in result.out
+  assert sorted(p.name for p in folder.iterdir() if p.name != 'run.lock') == [
+      '.removed_checkpoint_10.mine', 'checkpoint_15', 'checkpoint_20', 'checkpoint_5']
+
+
+def test_prune_is_refused_while_a_run_writes_and_would_leave_one(tmp_path):
+  folder = folder_with(tmp_path, 10, 20)
+  with pytest.raises(CheckpointError, match='--keep_last=1 keeps step 20'):
+    pruning.plan_prune(folder, Keep(every=7))
+  with pytest.raises(CheckpointError, match='no checkpoint of step 7'):
+    pruning.plan_prune(folder, Keep(steps=(7,)))
+  holds = ('import pathlib, sys; from t5x_gpu.checkpoint.run_lock import RunLock; '
+           'RunLock(pathlib.Path(sys.argv[1])); print("locked", flush=True); sys.stdin.read()')
+  with subprocess.Popen([sys.executable, '-c', holds, str(folder)], cwd=REPOSITORY, text=True,
+                        stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    assert other.stdout.readline() == 'locked\n'
+    for more in ((), ('--yes',)):
+      result = run('prune', folder, '--keep_last=1', *more)
+      assert result.code == 1 and 'belongs to another run' in result.err
+    assert committed_steps(folder) == [10, 20]
+    other.stdin.close()
+  assert run('prune', folder, '--keep_last=1', '--yes').code == 0
+  assert committed_steps(folder) == [20]
+
+
+def test_a_prune_that_was_killed_leaves_no_half_checkpoint_and_the_next_one_clears_up(tmp_path):
+  folder = folder_with(tmp_path, 10, 20)
+  os.rename(folder / 'checkpoint_10', folder / '.removed_checkpoint_10')  # what a kill leaves
+  shutil.rmtree(folder / '.removed_checkpoint_10/state')
+  assert committed_steps(folder) == [20]
+  assert run('prune', folder, '--keep_last=1', '--yes').code == 0
+  assert [p.name for p in folder.iterdir() if p.name != 'run.lock'] == ['checkpoint_20']
+
+
+@pytest.mark.parametrize('argv, words', [
+    (('inspect', 'a', '--yes'), '--yes means nothing to inspect'),
+    (('diff', 'a'), 'diff takes 2 folder'), (('prune', 'a'), 'which checkpoints are to stay'),
+    (('average', 'a'), '--to must be given'), (('verfy', 'a'), 'invalid choice'),
+    (('inspect', 'a', '--gin_file=x.gin'), 'takes no configuration'),
+    (('prune', 'a', '--keep_last=0'), 'whole number of at least 1')])
+def test_mistakes_are_named(argv, words):
+  with pytest.raises(ConfigError, match=words):
+    checkpoint_tools.main(argv)
+
+
+def test_a_run_s_shards_become_chunks_that_can_be_read_in_pieces(tmp_path, monkeypatch):
+  monkeypatch.setattr(chunks, 'CHUNK_BYTES', 4096)
+  state = new_state(1, rows=512)  # 16 KiB
+  prime = jnp.zeros((4099, 2))  # cut by Orbax, it would be rows of 8 bytes
+  state = state.replace(params={**state.params, 'prime': prime})
+  with opened(tmp_path) as checkpointer:
+    save(checkpointer, 1, state)
+    checkpointer.wait()
+  reader = StateReader(tmp_path)
+  assert reader.chunk_bytes('params/dense/kernel') == 4096
+  assert reader.chunk_shape('params/prime') == (4099, 2)
+  np.testing.assert_array_equal(reader.read_at('params/dense/kernel', ()),
+                                state.params['dense']['kernel'])
+  assert run('verify', tmp_path).code == 0

@@ -1,0 +1,114 @@
+"""python -m t5x_gpu.data: rows decoded and coloured, lengths and shares, speed, checksums."""
+
+import importlib
+import json
+import re
+import shutil
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from t5x_gpu.data.prepared.index import read_index
+from t5x_gpu.data.prepared.row_stats import RowFacts, pieces
+from t5x_gpu.errors import ConfigError, DataError
+from t5x_gpu.metrics.lengths_picture import bins, lengths_table
+from tests.helpers_train import TINY_GIN, run_here
+
+pytestmark = pytest.mark.tf
+command = importlib.import_module('t5x_gpu.data_tools')
+
+# Two examples and three of padding; the first two tokens of the second one are not taught.
+ROW = {'decoder_target_tokens': np.asarray([5, 6, 7, 8, 9, 0, 0, 0]),
+       'decoder_segment_ids': np.asarray([1, 1, 2, 2, 2, 0, 0, 0]),
+       'decoder_loss_weights': np.asarray([1, 1, 0, 0, 1, 0, 0, 0])}
+
+
+def run(*argv):
+  result = run_here(lambda: command.main(list(map(str, argv))))
+  assert result.code == 0, result.err
+  return result.out
+
+
+def test_a_row_falls_into_its_examples_and_what_is_taught_of_them():
+  found = [(p.example, p.taught, p.text, p.is_first) for p in pieces(ROW, decode=str)]
+  assert found == [(1, True, '[5, 6]', True), (2, False, '[7, 8]', True), (2, True, '[9]', False)]
+
+
+def test_facts_of_rows_leave_out_rows_that_only_fill_a_batch():
+  facts = RowFacts()
+  facts.add(ROW)
+  facts.add({name: np.zeros_like(x) for name, x in ROW.items()})
+  assert (facts.rows, facts.tokens, facts.positions, facts.padding) == (1, 5, 8, 3 / 8)
+  assert facts.lengths == {1: 1, 2: 1}  # of 2 and of 3 tokens
+
+
+def test_lengths_have_bins_without_gaps():
+  assert bins({0: 1, 3: 2}) == [('1', 1), ('2', 0), ('3-4', 0), ('5-8', 2)]
+  assert lengths_table({0: 1, 1: 3})[1] == '  2   75.0%  ' + '#' * 40
+  assert bins({}) == []
+
+
+def test_preview_shows_rows_as_text(mixed_rows):
+  out = run('preview', f'prepared:{mixed_rows}')
+  assert len(re.findall(r'^row \d: \d+ examples, \d+ of 32 positions, padding [\d.]+%$', out,
+                        re.MULTILINE)) == 4
+  assert re.search(r'^  \[1\] a\d+ a*$', out, re.MULTILINE), out
+  assert re.search(r'^4 rows: padding [\d.]+%$', out, re.MULTILINE)
+
+
+def test_stats_of_prepared_rows_are_those_of_all(mixed_rows, tmp_path):
+  picture = tmp_path / 'lengths.png'
+  out = run('stats', mixed_rows, f'--picture={picture}')
+  index = read_index(mixed_rows, split='train')
+  assert f'{index.rows:,} rows in prepared:{mixed_rows}' in out
+  shares = re.findall(r'^ +([\d.]+)% +([\d.]+)% +([\d.]+)% +(\d+)  (mixed_.)$', out, re.MULTILINE)
+  assert [(s[0], int(s[3]), s[4]) for s in shares] == [
+      (rate, index.members[name].rows, name)
+      for rate, name in (('60.0', 'mixed_a'), ('30.0', 'mixed_b'), ('10.0', 'mixed_c'))]
+  assert matplotlib.image.imread(picture).std() > 0.05  # something is drawn
+
+
+def test_stats_and_bench_of_text_and_what_the_model_takes(tmp_path):
+  (tmp_path / 'tiny.gin').write_text(TINY_GIN)
+  (tmp_path / 'model').mkdir()
+  (tmp_path / 'model' / 'metrics.jsonl').write_text(''.join(
+      json.dumps({'step': i, 'train/tokens_per_second': float(i)}) + '\n' for i in (1, 2, 30)))
+  (tmp_path / 'a.txt').write_text(''.join(f'line {i}\n' for i in range(500)))
+  flags = (f'--gin_file={tmp_path}/tiny.gin', f'--gin.MODEL_DIR={tmp_path}/model',
+           '--gin.DATA_MODULE=t5x_gpu.data.seqio_batches',
+           f'--gin.MIXTURE_OR_TASK_NAME=text_lines:{tmp_path}/a.txt')
+  assert re.search(r'^20 rows of text_lines:.*split train: \d+ tokens, padding [\d.]+%$',
+                   run('stats', *flags, '--rows=20'), re.MULTILINE)
+  out = run('stats', *flags, '--rows=200', '--gin.MIXTURE_OR_TASK_NAME=mixed_one_split',
+            '--gin.MIXTURE_OR_TASK_MODULE=tests.mixed_tasks')
+  assert out.startswith('200 rows of mixed_one_split')  # the small task has 40 short examples
+  shares = re.findall(r'^ +([\d.]+)% +([\d.]+)% +([\d.]+)  (mixed_.)$', out, re.MULTILINE)
+  assert [(rate, name) for rate, _, _, name in shares] == [
+      ('50.0', 'mixed_a'), ('50.0', 'mixed_t')]
+  parts = [float(rate) * float(length) for rate, _, length, _ in shares]
+  assert [float(share) for _, share, _, _ in shares] == pytest.approx(
+      [100 * part / sum(parts) for part in parts], abs=0.3)
+  out = run('bench', *flags, '--seconds=0.1')
+  assert re.search(r'batch 8: [\d,]+ tokens/s, [\d,]+ per core', out)
+  assert f'The model takes 2 tokens/s ({tmp_path}/model/metrics.jsonl)' in out and 'enough' in out
+  assert 'too slow' in run('bench', *flags, '--seconds=0.1', '--eats=1e15')
+
+
+def test_check_reads_every_byte(mixed_rows, tmp_path):
+  assert 'every byte as it was written' in run('check', f'prepared:{mixed_rows}')
+  copied = shutil.copytree(mixed_rows, tmp_path / 'copied')
+  shard = copied / 'train' / 'mixed_b' / '00001-of-00002.arrayrecord'
+  content = bytearray(shard.read_bytes())
+  content[len(content) // 3] ^= 1
+  shard.write_bytes(content)
+  with pytest.raises(DataError, match=f'{shard} has changed: its sha256'):
+    command.main(['check', f'prepared:{copied}'])
+
+
+@pytest.mark.parametrize('argv, says', [
+    (['stats'], 'one of the two'), (['preview', 'a', '--gin_file=b.gin'], 'one of the two'),
+    (['preview', 'a', '--rows=0'], 'must be positive')])
+def test_command_lines_that_cannot_be_are_refused(argv, says):
+  with pytest.raises(ConfigError, match=says):
+    command.main(argv)
