@@ -15,7 +15,6 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.beside import GIN_FILES
 from t5x_gpu.checkpoint.convert import convert as conversions
 from t5x_gpu.checkpoint.convert.convert import CHECKS, Request
 from t5x_gpu.checkpoint.convert.hf_config import FAMILY_NAMES
@@ -24,9 +23,10 @@ from t5x_gpu.checkpoint.convert.logits_check import has_transformers
 from t5x_gpu.checkpoint.convert.merge_lora import merge_lora
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, describe
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
-from t5x_gpu.checkpoint.convert.t5x_files import is_t5x
+from t5x_gpu.checkpoint.convert.t5x import is_t5x
 from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
 from t5x_gpu.checkpoint.model_dir import committed_steps
+from t5x_gpu.checkpoint.run_files import GIN_FILES
 from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import CheckpointError, ConfigError

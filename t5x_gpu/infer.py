@@ -20,8 +20,7 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
-from t5x_gpu.checkpoint.carried import carried_ends, carried_vocabulary
-from t5x_gpu.checkpoint.run_files import on_this_machine
+from t5x_gpu.checkpoint.run_files import carried_ends, carried_vocabulary, on_this_machine
 from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig, open_prompt_text

@@ -20,7 +20,8 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import numa, nvml
+from t5x_gpu.runtime import numa
+from t5x_gpu.runtime import gpus as nvml
 from t5x_gpu.runtime.cluster import cluster, job_secret, launcher_conflicts
 
 DOCTOR = 't5x_gpu.doctor'

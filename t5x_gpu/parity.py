@@ -21,7 +21,7 @@ import rich.table
 
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data.uneven import uneven_batches
+from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ConfigError, MeshError
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster import topology as topology_lib

@@ -21,8 +21,7 @@ from t5x_gpu import cli
 from t5x_gpu.analysis import sharding_picture, sharding_tables
 from t5x_gpu.analysis.array_layout import ArrayLayout, state_layouts
 from t5x_gpu.analysis.collectives import Collective, flops_per_device, inventory, partitioned_hlo
-from t5x_gpu.analysis.purposes import ParameterShapes, purpose
-from t5x_gpu.analysis.sharding_lint import Finding, lint
+from t5x_gpu.analysis.sharding_lint import Finding, ParameterShapes, lint, purpose
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import ConfigError

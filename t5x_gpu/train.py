@@ -18,7 +18,7 @@ import numpy as np
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
-from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
+from t5x_gpu.checkpoint.initialize import RestoreConfig, open_sources, plan_start, resume_data
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, open_local_tier
 from t5x_gpu.checkpoint.local.promotion import check_with_local
 from t5x_gpu.checkpoint.manifest import make_manifest
@@ -26,14 +26,13 @@ from t5x_gpu.checkpoint.model_dir import Saved
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_files import RunFiles
-from t5x_gpu.checkpoint.start import open_sources, resume_data
 from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, import_modules, open_class_names, open_vocabulary)
-from t5x_gpu.data.guarantees import data_line
+from t5x_gpu.data.same_data import data_line
 from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.errors import TrainingError
 from t5x_gpu.evaluation.evaluator import (

@@ -14,7 +14,7 @@ import pytest
 
 from t5x_gpu import parity
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
-from t5x_gpu.data.uneven import MAX_WEIGHT, uneven_batches
+from t5x_gpu.data.synthetic import MAX_WEIGHT, uneven_batches
 from t5x_gpu.errors import ConfigError, MeshError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel

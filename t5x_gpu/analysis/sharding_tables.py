@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from t5x_gpu.analysis.array_layout import ArrayLayout, optimizer_bytes, part_held
 from t5x_gpu.analysis.collectives import Collective
-from t5x_gpu.analysis.purposes import PURPOSES, ParameterShapes, purpose
+from t5x_gpu.analysis.sharding_lint import PURPOSES, ParameterShapes, purpose
 from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
 
 MAX_DEVICES_DRAWN = 32

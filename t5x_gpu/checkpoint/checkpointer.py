@@ -268,7 +268,8 @@ class Checkpointer(CommitAtExit):
       raise problem
 
   def _save_error(self, step: Optional[int], e: Exception) -> CheckpointError:
-    process_exit.abandon_threads()  # Orbax's wait for ten minutes for each other, should one have failed
+    # After a failure, Orbax's threads wait for each other for ten minutes.
+    process_exit.abandon_threads()
     try:
       check_exists(self._dir)
     except CheckpointError as gone:

@@ -1,9 +1,14 @@
 """What a run without a checkpoint of its own is to start from: another run's, or a converted one.
 
 `RestoreConfig` says it in gin. Names and shapes are compared here, before anything compiles.
+
+The first state of a run: its own checkpoint, another run's, or parameters of either kind.
+
+Each process reads the parts of the parameters that its devices hold, whatever mesh wrote them.
 """
 
 import dataclasses
+import functools
 import logging
 import math
 import re
@@ -12,17 +17,134 @@ from typing import Any, Optional
 
 import flax.traverse_util
 import jax
+import numpy as np
 
-from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY, ParamsReader, tree_problems
-from t5x_gpu.checkpoint.manifest import differences
+from t5x_gpu.checkpoint.arrays.params_files import (
+    PARAMS_ONLY, ParamsReader, check_params, tree_problems)
+from t5x_gpu.checkpoint.checkpointer import Restored, restore_from
+from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
+from t5x_gpu.checkpoint.local.promotion import promote_newer
+from t5x_gpu.checkpoint.manifest import STARTED_FROM, differences
 from t5x_gpu.checkpoint.model_dir import Saved, read_saved
-from t5x_gpu.checkpoint.start import Start
-from t5x_gpu.checkpoint.storage.paths import as_path
+from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
+from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path
+from t5x_gpu.data.batches import BatchIterator, batch_hash
+from t5x_gpu.data.same_data import check_next_batch
+from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, SourceFiles
 from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
+from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """What a run starts from; without a `reader`, nothing but its seed, or its own checkpoint.
+
+  Attributes:
+    reader: of the checkpoint.
+    taken: path of a parameter -> its path in the checkpoint.
+    saved: to 'resume', what the checkpoint says of itself.
+    origin: for the manifests of the run: where its first state comes from; JSON-ready.
+    text: a table for the log.
+  """
+  reader: Optional[ParamsReader] = None
+  taken: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  saved: Optional[Saved] = None
+  origin: Optional[Mapping[str, Any]] = None
+  text: str = ''
+
+  @property
+  def path(self) -> str:
+    """Folder of the checkpoint; empty without one."""
+    return '' if self.reader is None else str(self.reader.path)
+
+  def origin_of(self, restored: Optional[Restored]) -> Optional[Mapping[str, Any]]:
+    """Returns where the run's first state came from, if its own checkpoint was `restored`."""
+    return self.origin or (restored and restored.manifest.get(STARTED_FROM))
+
+  def first_state(self, checkpointer: AnyCheckpointer, program: Program,
+                  fresh: Optional[TrainState], local: LocalTier | NoLocalTier = NoLocalTier()
+                  ) -> tuple[TrainState, Optional[Restored]]:
+    """Returns (the state of the next step, the checkpoint that holds all of it if there is one).
+
+    Args:
+      checkpointer: of the run, whose own latest checkpoint comes first.
+      program: of the run.
+      fresh: its initial state, used up; None to compute it if need be.
+      local: of the run, whose steps stand in for a checkpoint that proves damaged.
+    Raises:
+      CheckpointError: nothing can be read.
+    """
+    restored = checkpointer.restore_latest(program.abstract_state, promote=functools.partial(
+        promote_newer, local, target=program.abstract_state))
+    if restored is None and self.saved is not None:
+      restored = restore_from(self.reader.path, self.saved, program.abstract_state)
+    if restored is not None:
+      return program.in_run_order(restored.state), restored
+    return self._filled(fresh or program.init(), program), None
+
+  def _filled(self, state: TrainState, program: Program) -> TrainState:
+    """Returns a fresh state with the parameters of the checkpoint; `state` is used up."""
+    if not self.taken:
+      return state
+    state = program.in_model_order(state)
+    flat = flax.traverse_util.flatten_dict(state.params, sep='/')
+    for name, source in self.taken.items():
+      flat[name].delete()  # so that no more than one parameter is there twice
+      flat[name] = self._read(source, flat[name])
+    check_params(self.reader, {source: flat[name] for name, source in self.taken.items()})
+    params = flax.traverse_util.unflatten_dict(flat, sep='/')
+    return program.in_run_order(state.replace(params=params))
+
+  def _read(self, source: str, like: jax.Array) -> jax.Array:
+    parts: dict[str, np.ndarray] = {}
+
+    def part(place: tuple[slice, ...]) -> np.ndarray:
+      if str(place) not in parts:  # several devices may hold the same
+        parts[str(place)] = self.reader.read_at(source, place).astype(like.dtype, copy=False)
+      return parts[str(place)]
+    try:
+      return jax.make_array_from_callback(like.shape, like.sharding, part)
+    except (ValueError, OSError) as e:
+      raise CheckpointError(f'{source} of {self.reader.path} cannot be read: '
+                            f'{str(e).splitlines()[0][:300]}',
+                            fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
+                            parameters=('RestoreConfig.path', 'RestoreConfig.step')) from e
+
+
+def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> SourceFiles:
+  """Returns the files that `data` reads; on process 0 alone, and none for data without files.
+
+  Args:
+    data: of the run.
+    folder: MODEL_DIR, or the checkpoint of another run that this one goes on from.
+    resumed: compare the files with the record in `folder`.
+  Raises:
+    DataError: a file has changed since that record was written, or cannot be read.
+  """
+  if not hasattr(data, 'source_files') or not is_main_process():
+    return SourceFiles({})
+  files = data.source_files()
+  if resumed and files.files:
+    path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
+    try:
+      files.check(path.read_bytes(), where=str(path))
+    except FileNotFoundError:
+      _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
+    except OSError as e:
+      _log.warning('%s cannot be read: %s. %s', path, e.strerror, NOT_COMPARED)
+  return files
+
+
+def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
+  """Puts the data where a checkpoint left it; raises DataError if it is not the same data."""
+  data.set_state(data_state)
+  check_next_batch(saved_hash=manifest['next_batch_hash'], hash_now=batch_hash(data.peek()),
+                   saved=manifest['data'], now=data.describe())
+
 
 MODES = {
     'resume': 'the whole state: parameters, optimizer, step, and where the data stands',

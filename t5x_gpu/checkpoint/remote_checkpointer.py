@@ -32,8 +32,7 @@ from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.storage.checksums import check_restored, checksums_of, record
 from t5x_gpu.checkpoint.storage.object_store_steps import (
     begin, commit, remote_steps, remove, remove_left_over, set_aside)
-from t5x_gpu.checkpoint.storage.paths import RemotePath, as_path
-from t5x_gpu.checkpoint.storage.storage_errors import reason_of
+from t5x_gpu.checkpoint.storage.paths import RemotePath, as_path, reason_of
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.runtime import distributed, process_exit
 from t5x_gpu.runtime.cluster.coordination import coordination_store

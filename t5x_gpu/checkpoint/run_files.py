@@ -3,6 +3,10 @@
 What writes them appends, renames and flushes, as one can on a disk alone. So with a MODEL_DIR in
 object storage they are written to a folder of process 0 and copied from there: before each commit
 of a checkpoint, and at the end.
+
+What lies beside checkpoints in their folder and says of which model they are.
+
+What a converted model says of its text, in the files that came along: vocabulary and ends.
 """
 
 import contextlib
@@ -11,13 +15,16 @@ import pathlib
 import re
 import shutil
 import tempfile
-from typing import Any, Self
+from typing import Any, Optional, Self
 
-from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, is_remote
+from t5x_gpu.config.json_schema import read_json
+from t5x_gpu.data.sources.source_files import NAME as SOURCE_FILES
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import process_exit
 
 _log = logging.getLogger(__name__)
+
 
 # What a run that goes on needs of an earlier one: it appends, and keeps other configurations.
 _OF_A_RUN = re.compile(r'config(_origins)?(_\d+)?\.(gin|txt)|metrics\.jsonl|tensorboard/.*|eval/.*')
@@ -97,3 +104,61 @@ class RunFiles(contextlib.AbstractContextManager):
     except CheckpointError as e:
       kept = shutil.copytree(self.folder, f'{self.folder}_kept')
       _log.error('%s\nThe last lines of metrics are in %s.', e, kept)
+
+
+CONFIG_GIN, MODEL_GIN = 'config.gin', 'model.gin'  # of a run, and of a converted model
+GIN_FILES = (CONFIG_GIN, MODEL_GIN)
+HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
+
+
+def carry(source: AnyPath, target: AnyPath) -> None:
+  """Copies it from one folder to another."""
+  for name in (*GIN_FILES, SOURCE_FILES):
+    if (source / name).is_file():
+      (target / name).write_bytes((source / name).read_bytes())
+  names = (source / HF_FOLDER).files() if is_remote(source) else [
+      p.relative_to(source / HF_FOLDER).as_posix() for p in (source / HF_FOLDER).rglob('*')
+      if p.is_file()]
+  for name in names:
+    copy = target / HF_FOLDER / name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes((source / HF_FOLDER / name).read_bytes())
+
+
+FOLDER = 'hf'
+# SentencePiece models: T5's, and that of Llama 2 and Gemma.
+SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
+
+
+def carried_vocabulary(model_dir: AnyPath) -> Optional[str]:
+  """Returns the tokenizer of a converted model as DatasetConfig.vocabulary names it, or None."""
+  folder = model_dir / FOLDER
+  if (folder / 'tokenizer.json').is_file():
+    return f'huggingface:{on_this_machine(folder)}'
+  for name in SENTENCEPIECE:
+    if (folder / name).is_file():
+      return f'sentencepiece:{on_this_machine(folder / name)}'
+  return None
+
+
+def carried_ends(model_dir: AnyPath) -> tuple[int, ...]:
+  """Returns the ids that end a text by generation_config.json, or else config.json; maybe none.
+
+  Raises:
+    CheckpointError: a file that cannot be read.
+  """
+  for name in ('generation_config.json', 'config.json'):
+    path = model_dir / FOLDER / name
+    if not path.is_file():
+      continue
+    try:
+      ends = read_json(path, dict).get('eos_token_id')
+      ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+      if any(isinstance(i, bool) or not isinstance(i, int) for i in ends):
+        raise ValueError(f'"eos_token_id" is {ends}, no token ids')
+    except (ValueError, OSError) as e:
+      raise CheckpointError(f'{path} cannot be read ({e}), which says what ends a text.',
+                            fix='Copy it once more from the model that was converted.') from e
+    if ends:
+      return tuple(ends)
+  return ()

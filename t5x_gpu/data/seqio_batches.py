@@ -16,8 +16,7 @@ import numpy as np
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import CLASS_NAMES, Batch, BatchSpec, DatasetConfig
-from t5x_gpu.data.guarantees import STREAMING
-from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
+from t5x_gpu.data.same_data import LIBRARIES, STREAMING, check_same_data, versions
 from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.data.streaming import class_prompts, task_lookup, task_prompts

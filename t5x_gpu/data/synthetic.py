@@ -1,6 +1,11 @@
 """Random batches without TensorFlow: for benchmarks, dry runs and tests of everything after data.
 
 Batch t is a function of (seed, spec, t), so that any step can be reached at once.
+
+Random batches on which a wrong mean shows: ragged rows, unequal weights, a row of padding alone.
+
+With the full rows and weights 1 of `synthetic` a mean of the devices' means is the true mean, and a
+sum that should have been divided by the target tokens of all devices looks right.
 """
 
 import dataclasses
@@ -12,8 +17,7 @@ import numpy as np
 
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
-from t5x_gpu.data.features import (
-    LABEL, LABEL_WEIGHTS, check_batch_size, check_lengths, check_pack)
+from t5x_gpu.data.features import LABEL, LABEL_WEIGHTS, check_batch_size, check_lengths, check_pack
 from t5x_gpu.data.same_data import check_same_data
 from t5x_gpu.errors import DataError
 
@@ -167,3 +171,42 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
 def vocabulary(config: DatasetConfig, *, feature_converter: str) -> None:
   """Returns None: random ids stand for no text."""
   del config, feature_converter
+
+
+MAX_WEIGHT = 3
+
+
+def uneven_batches(spec: BatchSpec, *, seed: int, num_batches: int) -> list[Batch]:
+  """Returns `num_batches` batches of `spec`, a function of the arguments alone.
+
+  Each row ends at a random length of its own, padding (0 in every feature) follows; the last of
+  several rows is nothing but padding. Weights, where they are not 0, are 1 to `MAX_WEIGHT`; labels
+  have the weight 0 where the row is empty.
+
+  Raises:
+    DataError: `spec` has a feature that no random batch can have.
+  """
+  batches = SyntheticBatches(spec, seed=seed, num_batches=num_batches)
+  return [_uneven(batch, np.random.default_rng([seed, step]))
+          for step, batch in enumerate(batches)]
+
+
+def _uneven(batch: Batch, random: np.random.Generator) -> Batch:
+  ends: dict[str, np.ndarray] = {}  # of the rows of each stack, 'encoder' or 'decoder'
+  result = {}
+  for name, x in sorted(batch.items(), key=lambda item: -item[1].ndim):  # labels after tokens
+    if x.ndim == 1:
+      if name == LABEL_WEIGHTS:
+        x = x * random.integers(1, MAX_WEIGHT + 1, x.shape)
+      result[name] = np.where(ends['encoder'] > 0, x, 0).astype(batch[name].dtype)
+      continue
+    rows, length = x.shape[:2]
+    stack = name.split('_')[0]
+    if stack not in ends:
+      ends[stack] = random.integers(min(2, length), length + 1, rows)
+      if rows > 1:
+        ends[stack][-1] = 0
+    if name.endswith('loss_weights'):
+      x = x * random.integers(1, MAX_WEIGHT + 1, x.shape).astype(x.dtype)
+    result[name] = np.where(np.arange(length) < ends[stack][:, None], x, 0).astype(x.dtype)
+  return {name: result[name] for name in batch}

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 
 from t5x_gpu.errors import DataError
-from t5x_gpu.terminal.verbosity import is_verbose
+from t5x_gpu.terminal.logging_setup import is_verbose
 
 _LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
 

@@ -1,8 +1,8 @@
 """Collectives along a manual axis, of arrays that may be split over `model` as well.
 
-`model` is automatic in the region (partitioning/manual_region.py), and of an array that is split over an
-automatic axis XLA first gathers all parts on every device. Here each part goes by itself. To be
-called where nothing is derived through it: in the two functions of a `jax.custom_vjp`.
+`model` is automatic in the region (partitioning/manual_region.py), and of an array that is split
+over an automatic axis XLA first gathers all parts on every device. Here each part goes by itself.
+To be called where nothing is differentiated through it: in the two functions of a `jax.custom_vjp`.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """Copies of parameters, one for each device along `model`, while a step lasts.
 
-`model` is the compiler's (partitioning/manual_region.py). Of a parameter that every device keeps whole and
-uses on its own part of the activations, it would sum the gradient at each use: for every layer,
-microbatch and tick of a pipeline. A copy that is the device's own has a gradient that is its own,
-and the copies' are summed once. There are two kinds:
+`model` is the compiler's (partitioning/manual_region.py). Of a parameter that every device keeps
+whole and uses on its own part of the activations, it would sum the gradient at each use: for every
+layer, microbatch and tick of a pipeline. A copy that is the device's own has a gradient that is its
+own, and the copies' are summed once. There are two kinds:
 
 - what acts on each position or head alone (`AxisNames.along`): [copies, ...] of [...];
 - keys and values of fewer heads than devices: [..., copies of each head, kv] of [..., heads, kv].

@@ -19,7 +19,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from t5x_gpu.errors import ClusterError, ConfigError
-from t5x_gpu.runtime import nvml, process_exit
+from t5x_gpu.runtime import process_exit
+from t5x_gpu.runtime import gpus as nvml
 from t5x_gpu.runtime.cluster import addresses, agreement, coordination, job_secret, same_code
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.coordination import exchange

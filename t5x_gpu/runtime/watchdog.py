@@ -110,7 +110,8 @@ class Watchdog:
   """
 
   def __init__(self, config: WatchdogConfig, *, process_index: int, process_count: int,
-               store: Optional[Store] = None, leave: Callable[[int], Any] = process_exit.leave_at_once,
+               store: Optional[Store] = None,
+               leave: Callable[[int], Any] = process_exit.leave_at_once,
                clock: Callable[[], float] = time.monotonic):
     self._config = config
     self._index = process_index

@@ -9,6 +9,8 @@
 On a terminal lines have no time.
 
 Upstream T5X writes 947 lines for 30 steps. T5X_GPU_VERBOSE=1 brings all of it back.
+
+Whether the log lines of all libraries are wanted.
 """
 
 import logging
@@ -19,7 +21,10 @@ from typing import Optional, TextIO
 
 from absl import logging as absl_logging
 
-from t5x_gpu.terminal.verbosity import is_verbose
+def is_verbose() -> bool:
+  """Returns whether T5X_GPU_VERBOSE asks for the log lines of all libraries."""
+  return os.environ.get('T5X_GPU_VERBOSE', '') not in ('', '0')
+
 
 # Loggers that set a level of their own somewhere, so that the root's would not reach them.
 _THIRD_PARTY = ('absl', 'etils', 'flax', 'h5py', 'jax', 'matplotlib', 'optax', 'orbax', 'seqio',

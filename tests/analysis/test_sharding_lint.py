@@ -10,9 +10,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from t5x_gpu.analysis.array_layout import array_layouts, part_held
 from t5x_gpu.analysis.collectives import Collective, inventory, partitioned_hlo
-from t5x_gpu.analysis.purposes import (
-    ACTIVATION, GRADIENT, OPTIMIZER, OTHER, PARAMETER, ParameterShapes, purpose)
-from t5x_gpu.analysis.sharding_lint import gathered, repeated, replicated
+from t5x_gpu.analysis.sharding_lint import (
+    ACTIVATION, GRADIENT, OPTIMIZER, OTHER, PARAMETER, ParameterShapes, gathered, purpose, repeated,
+    replicated)
 from t5x_gpu.partitioning.axis_rules import AxisNames
 
 SHAPE = {'data': 2, 'fsdp': 2, 'model': 2}

@@ -24,7 +24,7 @@ from t5x_gpu.checkpoint.convert import logits_check, name_table
 from t5x_gpu.checkpoint.convert.hf_config import to_hf
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
 from t5x_gpu.checkpoint.manifest import make_manifest
-from t5x_gpu.checkpoint.storage import staging
+from t5x_gpu.checkpoint.storage import atomic_folder
 from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError, ConfigError
 
@@ -369,7 +369,7 @@ def test_nothing_is_overwritten(tmp_path, refuses):
 
 def test_a_disk_that_is_too_small_is_told_before_anything(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
-  monkeypatch.setattr(staging.shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=0))
+  monkeypatch.setattr(atomic_folder.shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=0))
   refuses('0.00 GB are free', tmp_path / 'a', tmp_path / 'new' / 'ours')
 
 

@@ -1,6 +1,6 @@
 """What a run says of the order of its data."""
 
-from t5x_gpu.data.guarantees import STREAMING, data_line
+from t5x_gpu.data.same_data import STREAMING, data_line
 from tests.helpers_train import Project
 
 STREAM = {'guarantee': STREAMING, 'source of a': {'files': 3, 'bytes': 9}, 'seed': 0}

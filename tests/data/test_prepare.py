@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from t5x_gpu.data.prepared import records
+from t5x_gpu.data.prepared import shard_writer
 from t5x_gpu.data.prepared.batches import task_rows
 from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.data.sources.corrupt_records import Records
@@ -27,7 +27,7 @@ def rows_of(folder, split='train'):
     found[name] = arrays = {feature: np.zeros((len(rows), length), np.int32)
                             for feature, length in index.features.items()}
     for i in range(len(rows)):
-      records.decode_into(rows[i], arrays, i)
+      shard_writer.decode_into(rows[i], arrays, i)
   return found
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from t5x_gpu.data import batches, features, uneven
+from t5x_gpu.data import batches, features, synthetic
 from t5x_gpu.errors import DataError
 
 
@@ -66,7 +66,7 @@ def test_labels_are_of_all_classes_and_weigh_1():
 def test_uneven_batches_have_an_empty_row_without_weight_and_others_of_several(converter):
   spec, _ = open_synthetic(converter)
   seen = set()
-  for batch in uneven.uneven_batches(spec, seed=0, num_batches=3):
+  for batch in synthetic.uneven_batches(spec, seed=0, num_batches=3):
     spec.check(batch)
     assert not any(x[-1].any() for x in batch.values())
     weights = next(x for name, x in batch.items() if name.endswith('_weights'))

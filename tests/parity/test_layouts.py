@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.uneven import uneven_batches
+from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.evaluator import open_evaluations
 from t5x_gpu.layers.positions import RotaryEmbedding

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.analysis.collectives import chosen, count, inventory, partitioned_hlo, total_bytes
-from t5x_gpu.data.uneven import uneven_batches
+from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.layers.moe import capacity
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel

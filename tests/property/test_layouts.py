@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.data.uneven import uneven_batches
+from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import MeshError
 from t5x_gpu.layers.positions import RotaryEmbedding
 from t5x_gpu.models.config import TransformerConfig

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.data.uneven import uneven_batches
+from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.lora import LoraModel

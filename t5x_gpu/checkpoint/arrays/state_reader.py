@@ -19,8 +19,8 @@ import tensorstore as ts
 from t5x_gpu.checkpoint.model_dir import (
     PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, piece_shape
-from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path, context, is_remote, kvstore_spec
-from t5x_gpu.checkpoint.storage.storage_errors import StorageError
+from t5x_gpu.checkpoint.storage.paths import (
+    AnyPath, StorageError, as_path, context, is_remote, kvstore_spec)
 from t5x_gpu.errors import CheckpointError
 
 UNSTACKED = 'unstacked'

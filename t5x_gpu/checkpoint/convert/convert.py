@@ -14,7 +14,6 @@ from typing import Any, Optional, Protocol
 
 from t5x_gpu.checkpoint.arrays.params_files import (
     ParamsReader, ParamsWriter, num_bytes, tree_problems)
-from t5x_gpu.checkpoint.beside import HF_FOLDER, MODEL_GIN
 from t5x_gpu.checkpoint.convert import logits_check
 from t5x_gpu.checkpoint.convert.hf_config import from_hf, guess_family, to_hf
 from t5x_gpu.checkpoint.convert.hf_folder import (
@@ -24,12 +23,12 @@ from t5x_gpu.checkpoint.convert.merged_params import MergedParams
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences, gin_text
 from t5x_gpu.checkpoint.convert.name_table import Table, Tensors
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter, make_headers, tensors_of
-from t5x_gpu.checkpoint.convert.t5x import t5x_model, t5x_table
-from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
+from t5x_gpu.checkpoint.convert.t5x import T5xCheckpoint, t5x_model, t5x_table
 from t5x_gpu.checkpoint.convert.tensor_copy import (
     FLOATS, Names, Step, check_tensors, compare_with_ours, compare_with_theirs, copy_to_ours,
     copy_to_theirs)
-from t5x_gpu.checkpoint.storage.staging import new_folder
+from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN
+from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.models.lora import LoraModel
 

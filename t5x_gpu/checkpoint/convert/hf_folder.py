@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.checkpoint.carried import SENTENCEPIECE
 from t5x_gpu.checkpoint.convert.hf_config import LAYERS, family_of, from_hf
 from t5x_gpu.checkpoint.convert.hf_names import FAMILIES
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
@@ -19,6 +18,7 @@ from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.safetensors_io import (
     FILE_NAME, INDEX, SafetensorsFolder, tensors_of)
 from t5x_gpu.checkpoint.convert.tensor_copy import Names, check_tensors, match_names, without_copies
+from t5x_gpu.checkpoint.run_files import SENTENCEPIECE
 from t5x_gpu.config.json_schema import (
     Also, Fields, ListOf, MapOf, Nullable, Whole, check, read_json)
 from t5x_gpu.errors import CheckpointError

@@ -9,13 +9,13 @@ import numpy as np
 
 from t5x_gpu.checkpoint.arrays.params_files import (
     ParamsReader, ParamsWriter, Place, num_bytes, tree_problems)
-from t5x_gpu.checkpoint.beside import HF_FOLDER, MODEL_GIN
 from t5x_gpu.checkpoint.convert import logits_check
 from t5x_gpu.checkpoint.convert.convert import Console, Request
 from t5x_gpu.checkpoint.convert.merged_params import MergedParams
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, gin_text
 from t5x_gpu.checkpoint.convert.name_table import rows_per_piece
-from t5x_gpu.checkpoint.storage.staging import new_folder
+from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN
+from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
 from t5x_gpu.errors import CheckpointError
 
 

@@ -2,20 +2,33 @@
 
 T5X joins heads and their features in one dimension. Without scan each layer has parameters of its
 own, `layers_0`, `layers_1`; with scan they are stacked, on dimension 1 unless its user chose 0.
+
+T5X's checkpoints, read in slices: the legacy format, and Orbax's with or without OCDBT.
+
+Legacy: a msgpack file `checkpoint` with small arrays and, for each large one, where its zarr files
+lie beside it. TensorStore reads both; no TensorFlow, T5X or pickle is involved.
 """
 
 import dataclasses
+import functools
+import os
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any, Optional
 
+import flax.serialization
 import flax.traverse_util
 import numpy as np
+import tensorstore as ts
 
 from t5x_gpu.checkpoint.arrays.params_files import tree_problems
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.name_table import Rule, Shape, Table
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.checkpoint.model_dir import check_only_files
+from t5x_gpu.checkpoint.schemas import ARRAY_METADATA
+from t5x_gpu.config.json_schema import parse_json, read_bytes, read_json
+from t5x_gpu.errors import CheckpointError, first_line
 from t5x_gpu.models.config import TransformerConfig
 
 _SCANNED = re.compile(r'(encoder|decoder)/(?!layers_\d)(\w+)/pre_mlp_layer_norm/scale')
@@ -194,3 +207,152 @@ def from_t5x(flat: Mapping[str, np.ndarray], abstract_params: Any) -> Any:
       for path, value in table.to_ours(name, flat[name][piece.start:piece.stop]).items():
         ours[path][piece.slices[path]] = value
   return flax.traverse_util.unflatten_dict(ours, sep='/')
+
+
+_BROKEN_FIX = 'Copy the checkpoint again.'
+# What msgpack, NumPy and TensorStore raise for damaged files. RecursionError is a RuntimeError.
+_BROKEN = (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError,
+           ArithmeticError, MemoryError)
+
+
+class T5xCheckpoint:
+  """The parameters of a checkpoint of T5X; see `name_tables.Tensors`.
+
+  Args:
+    folder: `checkpoint_<step>`, or its parent, of which the latest is taken.
+  Attributes:
+    path: folder of the checkpoint.
+    step: updates done.
+    shapes, dtypes: 'decoder/layers_0/mlp/wi_0/kernel' -> what it says.
+  Raises:
+    CheckpointError: no such checkpoint, or it cannot be read.
+  """
+
+  def __init__(self, folder: str | os.PathLike):
+    self.path = _checkpoint_folder(pathlib.Path(folder).absolute())
+    self._context = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
+    # Path of the parameter -> the array itself, or TensorStore's spec of it.
+    self._arrays: Mapping[str, np.ndarray | dict[str, Any]]
+    try:
+      check_only_files(self.path)
+      if (self.path / 'checkpoint').is_file():
+        self.step, self._arrays = _read_legacy(self.path)
+      else:
+        self.step, self._arrays = _read_orbax(self.path, self._context)
+      opened = {name: self._open(name) for name in self._arrays}
+      self.shapes = {name: tuple(a.shape) for name, a in opened.items()}
+      self.dtypes = {name: np.dtype(a.dtype if isinstance(a, np.ndarray) else a.dtype.numpy_dtype)
+                     for name, a in opened.items()}
+    except _BROKEN as e:
+      raise CheckpointError(f'{self.path} cannot be read as a checkpoint of T5X '
+                            f'({type(e).__name__}: {first_line(e)[:300]}).',
+                            fix=_BROKEN_FIX) from e
+
+  @functools.cache
+  def _open(self, name: str) -> Any:
+    array = self._arrays[name]
+    if isinstance(array, np.ndarray):
+      return array
+    return ts.open(array, open=True, read=True, context=self._context).result()
+
+  def read(self, name: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
+    """Returns rows `start` to `stop` of a parameter, in its own dtype."""
+    array = self._open(name)
+    rows = array[start:array.shape[0] if stop is None else stop]
+    if isinstance(array, np.ndarray):
+      return rows
+    try:
+      return rows.read().result()
+    except _BROKEN as e:
+      raise CheckpointError(f'{name} of {self.path} cannot be read: {first_line(e)[:300]}',
+                            fix=_BROKEN_FIX) from e
+
+
+def is_t5x(folder: pathlib.Path) -> bool:
+  """Returns whether `folder`, or a checkpoint_<step> in it, looks like a checkpoint of T5X."""
+  return _latest(folder) is not None
+
+
+def _latest(folder: pathlib.Path) -> Optional[pathlib.Path]:
+  steps = {int(m[1]): p for p in folder.glob('checkpoint_*')
+           if (m := re.fullmatch(r'checkpoint_(\d+)', p.name)) and _kind(p)}
+  return folder if _kind(folder) else steps[max(steps)] if steps else None
+
+
+def _kind(folder: pathlib.Path) -> str:
+  if (folder / 'checkpoint').is_file():
+    return 'legacy'
+  state = _orbax_state(folder)
+  return 'orbax' if state and not (folder / 'manifest').exists() else ''  # with it, it is ours
+
+
+def _orbax_state(folder: pathlib.Path) -> Optional[pathlib.Path]:
+  for state in (folder / 'state', folder):
+    if (state / 'manifest.ocdbt').is_file() or next(state.glob('target.*/.zarray'), None):
+      return state
+  return None
+
+
+def _checkpoint_folder(folder: pathlib.Path) -> pathlib.Path:
+  found = _latest(folder) if folder.is_dir() else None
+  if found is None:
+    raise CheckpointError(
+        f'{folder} holds no checkpoint of T5X.',
+        fix='Give checkpoint_<step>, which has a file `checkpoint` (legacy) or a folder `state` '
+            '(Orbax) in it, or the folder above.')
+  return found
+
+
+def _read_legacy(folder: pathlib.Path) -> tuple[int, dict[str, Any]]:
+  tree = flax.serialization.msgpack_restore((folder / 'checkpoint').read_bytes())
+  optimizer = tree['optimizer']
+  flat = flax.traverse_util.flatten_dict(optimizer['target'], sep='/',
+                                         is_leaf=lambda _, value: 'driver' in value)
+  arrays = {}
+  for name, value in flat.items():
+    if isinstance(value, dict):  # wherever the checkpoint was written, its arrays lie beside it
+      last = value['kvstore']['path'].rstrip('/').split('/')[-1]
+      if last == '..':
+        raise ValueError(f'{name} lies outside of the folder')
+      if not (folder / last / '.zarray').is_file():
+        raise FileNotFoundError(f'{last}/.zarray is missing')
+      read_json(folder / last / '.zarray', ARRAY_METADATA['.zarray'])
+      arrays[name] = {'driver': 'zarr', 'kvstore': f'file://{folder / last}/'}
+    else:
+      arrays[name] = np.asarray(value)
+  return int(optimizer['state']['step']), arrays
+
+
+def _read_orbax(folder: pathlib.Path, context: ts.Context) -> tuple[int, dict[str, Any]]:
+  state = _orbax_state(folder)
+  if (state / 'manifest.ocdbt').is_file():
+    base: dict[str, Any] = {'driver': 'ocdbt', 'base': f'file://{state}/'}
+    store = ts.KvStore.open(base, context=context).result()
+    metadata = [key.decode() for key in store.list().result()]
+
+    def content(name: str) -> bytes:
+      return store.read(name).result().value
+    def kvstore(name: str) -> Any:
+      return {**base, 'path': f'{name}/'}
+  else:
+    metadata = [p.relative_to(state).as_posix() for p in state.glob('*/.zarray')]
+
+    def content(name: str) -> bytes:
+      return read_bytes(state / name)
+    def kvstore(name: str) -> Any:
+      return f'file://{state / name}/'
+  drivers = {'.zarray': 'zarr', 'zarr.json': 'zarr3'}
+  for key in metadata:
+    if (name := key.rpartition('/')[2]) in ARRAY_METADATA:
+      parse_json(content(key), ARRAY_METADATA[name])
+  specs = {name: {'driver': drivers[file], 'kvstore': kvstore(name)}
+           for name, _, file in (key.rpartition('/') for key in metadata) if file in drivers}
+  targets = {name.removeprefix('target.').replace('.', '/'): spec for name, spec in specs.items()
+             if name.startswith('target.')}
+  if not targets:
+    raise KeyError('no array is called target.*')
+  step = next((spec for name, spec in specs.items() if name in ('state.step', 'step')), None)
+  number = re.fullmatch(r'checkpoint_(\d+)', folder.name)
+  if step is not None:
+    return int(ts.open(step, context=context).result().read().result()), targets
+  return int(number[1]) if number else 0, targets

@@ -6,8 +6,8 @@
     header    JSON: facts of the save, and name, start, shape, dtype, checksum, offset of each part
     parts     raw bytes, each from a multiple of 64
 
-The checksum of a part is that of checkpoint/storage/checksums.py: those of an array's parts add up to the
-array's own, which a durable checkpoint has in its manifest.
+The checksum of a part is that of checkpoint/storage/checksums.py. The checksums of an array's parts
+add up to the checksum of the array, which a durable checkpoint has in its manifest.
 """
 
 import dataclasses

@@ -6,6 +6,8 @@ one. TensorStore talks to the storage, for arrays and for small objects alike, s
 to be installed. Secrets are read by it, from the environment or from files; they pass through no
 string of ours.
 Source: https://google.github.io/tensorstore/kvstore/s3/index.html and .../gcs/index.html
+
+What object storage answers, as errors that say what to do; no secret is in any of them.
 """
 
 import dataclasses
@@ -21,9 +23,71 @@ from typing import Any, Union
 
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.storage.storage_errors import (
-    GS, S3, is_outage, storage_error, without_secrets)
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import CheckpointError, ConfigError, UserError
+
+S3, GS = 's3', 'gs'
+
+
+class StorageError(CheckpointError):
+  """Storage has refused a request, or not answered: what lies there may be whole."""
+
+
+# Read by TensorStore, but for the endpoint and the region, which are passed on to it.
+VARIABLES = {
+    S3: ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN', 'AWS_PROFILE',
+         'AWS_REGION', 'AWS_ENDPOINT_URL_S3', 'AWS_ENDPOINT_URL'),
+    GS: ('GOOGLE_APPLICATION_CREDENTIALS', 'TENSORSTORE_GCS_HTTP_URL')}
+_SECRET = ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN',
+           'GOOGLE_AUTH_TOKEN_FOR_TESTING')
+
+
+def without_secrets(text: str) -> str:
+  """Returns `text` without keys of the environment, and without user:password@ in addresses."""
+  text = re.sub(r'(\w[\w+.-]*://)[^/\s\'"]*@', r'\1***@', text)
+  for value in filter(None, map(os.environ.get, _SECRET)):
+    text = text.replace(value, '***')
+  return text
+
+
+def reason_of(error: Exception) -> str:
+  """Returns why TensorStore has failed: its first line, without the server's whole answer."""
+  text = str(error).split('\n')[0]
+  return without_secrets(re.split(r' ?\[\w[\w-]*=', text)[0])[:300]
+
+
+def is_outage(error: Exception) -> bool:
+  """Returns whether storage has refused or not answered: this says nothing of what lies there."""
+  if isinstance(error, CheckpointError):
+    return False
+  return bool(re.match('UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|ABORTED|'
+                       'INTERNAL|CANCELLED|RESOURCE_EXHAUSTED', str(error)))
+
+
+def storage_error(error: Exception, what: str, scheme: str) -> CheckpointError:
+  """Returns the error for a request that storage has refused or not answered.
+
+  Args:
+    error: TensorStore's.
+    what: has failed, 's3://bucket/run cannot be written'.
+    scheme: of the address.
+  """
+  if isinstance(error, UserError):
+    return error
+  text = str(error)
+  names = VARIABLES[scheme]
+  have = [name for name in names if os.environ.get(name)]
+  read = (f'Read from the environment: {", ".join(names)} (set: {", ".join(have) or "none"}); '
+          'then from the files and the machine that the command line of this storage uses.')
+  if 'NoSuchBucket' in text or ('NOT_FOUND' in text and 'bucket' in text):
+    fix = 'Make the bucket, or correct its name. The endpoint may be another server.\n' + read
+  elif re.search(r'PERMISSION_DENIED|UNAUTHENTICATED|redential|AccessDenied|\'40[13]\'', text):
+    fix = 'Give keys that may list, read, write and delete there.\n' + read
+  else:
+    fix = ('The server was asked several times. Look at the network, and at the endpoint if there '
+           'is one.\n' + read)
+  return StorageError(f'{without_secrets(what)}: {reason_of(error)}.', fix=fix,
+                      parameters=('MODEL_DIR',), docs='checkpoints.md#object-storage')
+
 
 # 0.5 + 1 + 2 + 4 + 8 + 16 + 16 + 16 s: a minute of outage passes unnoticed. TensorStore's own
 # default would hang for a quarter of an hour before it says that nobody answers.

@@ -9,10 +9,10 @@ import numpy as np
 from t5x_gpu.checkpoint.arrays.params_files import (
     ParamsReader, ParamsWriter, num_bytes, tree_problems)
 from t5x_gpu.checkpoint.arrays.state_reader import PIECE_BYTES
-from t5x_gpu.checkpoint.beside import carry
+from t5x_gpu.checkpoint.run_files import carry
+from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
 from t5x_gpu.checkpoint.storage.checksums import HostSums
 from t5x_gpu.checkpoint.storage.chunks import boxes, smaller_chunk
-from t5x_gpu.checkpoint.storage.staging import new_folder
 from t5x_gpu.checkpoint.tools.verify import check_sums, damage_named
 from t5x_gpu.errors import CheckpointError
 

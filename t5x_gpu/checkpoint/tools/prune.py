@@ -1,7 +1,7 @@
 """Deletes checkpoints that nobody wants to keep, and nothing else.
 
-Only folders that hold a committed checkpoint of ours count. checkpoint/storage/removal.py says what a kill
-leaves of one that is being deleted.
+Only folders that hold a committed checkpoint of ours count. checkpoint/storage/removal.py says what
+a kill leaves of one that is being deleted.
 """
 
 import dataclasses

@@ -16,14 +16,12 @@ import numpy as np
 from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY
 from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, StateReader, stacked_arrays
 from t5x_gpu.checkpoint.arrays.state_writer import StateWriter
-from t5x_gpu.checkpoint.beside import carry
+from t5x_gpu.checkpoint.run_files import carry
 from t5x_gpu.checkpoint.schemas import DATA, TREE
-from t5x_gpu.checkpoint.storage.atomic_folder import Journal
+from t5x_gpu.checkpoint.storage.atomic_folder import Journal, RemoteJournal, open_journal
 from t5x_gpu.checkpoint.storage.checksums import HostSums, record
 from t5x_gpu.checkpoint.storage.chunks import CHUNK_BYTES, Shape, boxes, piece_shape, smaller_chunk
-from t5x_gpu.checkpoint.storage.paths import AnyPath
-from t5x_gpu.checkpoint.storage.remote_journal import RemoteJournal, open_journal
-from t5x_gpu.checkpoint.storage.storage_errors import StorageError
+from t5x_gpu.checkpoint.storage.paths import AnyPath, StorageError
 from t5x_gpu.checkpoint.tools.average import Progress
 from t5x_gpu.checkpoint.tools.verify import check_sums, damage_named, verify
 from t5x_gpu.config.json_schema import read_json

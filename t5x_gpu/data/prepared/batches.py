@@ -24,7 +24,7 @@ from t5x_gpu.data.batches import CLASS_NAMES, PREPARED, Batch, BatchSpec, Datase
 from t5x_gpu.data.prepared import row_order
 from t5x_gpu.data.prepared.index import INDEX, Index, check_shards, read_index
 from t5x_gpu.data.prepared.lazy_batch import LazyBatch
-from t5x_gpu.data.prepared.records import decode_into
+from t5x_gpu.data.prepared.shard_writer import decode_into
 from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
 from t5x_gpu.errors import DataError, all_problems, first_line
 from t5x_gpu.runtime.cluster.agreement import Facts

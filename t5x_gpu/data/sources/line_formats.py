@@ -103,8 +103,10 @@ def _pair_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
   with open_text(path) as f:
     for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
       try:
-        yield checked_row(labelled_tables.pair_fields(line.rstrip(b'\r\n'), where=f'{path}:{number}'),
-                          columns=columns, where=f'{path}:{number}') if line.strip() else None
+        where = f'{path}:{number}'
+        yield None if not line.strip() else checked_row(
+            labelled_tables.pair_fields(line.rstrip(b'\r\n'), where=where), columns=columns,
+            where=where)
       except DataError as e:
         yield e
 

@@ -76,8 +76,9 @@ _SUPERVISED_PREPROCESSORS = (
 
 seqio.TaskRegistry.add(
     'python_source',
-    source=seqio_sources.DocumentSource(discovery.standard_library_files, reader=seqio_sources.Utf8Reader(
-        seqio_sources.read_spans), splits=('train', 'validation')),
+    source=seqio_sources.DocumentSource(
+        discovery.standard_library_files, splits=('train', 'validation'),
+        reader=seqio_sources.Utf8Reader(seqio_sources.read_spans)),
     preprocessors=_LM_PREPROCESSORS,
     output_features=_features(named_vocabulary('byte'), ['targets']),
     shuffle_buffer_size=SHUFFLE_BUFFER)
@@ -91,8 +92,8 @@ def text_task(name: str, source: seqio.DataSource) -> seqio.Task:
                     shuffle_buffer_size=SHUFFLE_BUFFER)
 
 
-def _texts(name: str, spelled: str, *, plain: seqio_sources.Reader, form: FileForm, repaired: FileForm
-           ) -> seqio.Task:
+def _texts(name: str, spelled: str, *, plain: seqio_sources.Reader, form: FileForm,
+           repaired: FileForm) -> seqio.Task:
   pattern, errors = _pattern_and_errors(spelled)
   files = discovery.matching_files(pattern)
   heads = [(True, False) if path.endswith(COMPRESSED) else head(path) for path in files]
@@ -120,14 +121,14 @@ def _pattern_and_errors(spelled: str) -> tuple[str, str]:
 
 def text_files(pattern: str) -> seqio.Task:
   """Returns a task with a document per file. Raises DataError if no file matches."""
-  return _texts('text_files', pattern, plain=seqio_sources.Utf8Reader(seqio_sources.read_spans), form=SPANS,
-                repaired=REPAIRED_SPANS)
+  return _texts('text_files', pattern, form=SPANS, repaired=REPAIRED_SPANS,
+                plain=seqio_sources.Utf8Reader(seqio_sources.read_spans))
 
 
 def text_lines(pattern: str) -> seqio.Task:
   """Returns a task with a document per non-blank line. Raises DataError if no file matches."""
-  return _texts('text_lines', pattern, plain=seqio_sources.Utf8Reader(seqio_sources.read_lines), form=LINES,
-                repaired=REPAIRED_LINES)
+  return _texts('text_lines', pattern, form=LINES, repaired=REPAIRED_LINES,
+                plain=seqio_sources.Utf8Reader(seqio_sources.read_lines))
 
 
 def jsonl(pattern: str) -> seqio.Task:

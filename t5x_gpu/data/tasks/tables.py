@@ -57,7 +57,8 @@ def _maker(name: str) -> Callable[[str], seqio.Task]:
   def make(spelled: str) -> seqio.Task:
     pattern, chosen = pattern_and_columns(spelled)
     files = discovery.matching_files(pattern)
-    return _task(name, FORMS[name], files, by_split=labelled_tables.files_by_split(files), chosen=chosen)
+    by_split = labelled_tables.files_by_split(files)
+    return _task(name, FORMS[name], files, by_split=by_split, chosen=chosen)
   return make
 
 

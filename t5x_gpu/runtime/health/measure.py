@@ -24,7 +24,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu.errors import UserError
-from t5x_gpu.runtime import distributed, nvml, process_exit
+from t5x_gpu.runtime import distributed, process_exit
+from t5x_gpu.runtime import gpus as nvml
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo

@@ -169,8 +169,8 @@ def _options_in_child(options: dict[str, object]) -> Optional[dict[str, str]]:
 def _child(code: str, *arguments: str, flags: str = '') -> run_with_deadline.Finished:
   # Errors of XLA must not be silenced by the user's log level; -P: no module of the working folder.
   environ = {**os.environ, 'XLA_FLAGS': flags, 'TF_CPP_MIN_LOG_LEVEL': '0'}
-  return run_with_deadline.run([sys.executable, '-P', '-c', code, *arguments], seconds=CHILD_SECONDS,
-                               environ=environ)
+  return run_with_deadline.run([sys.executable, '-P', '-c', code, *arguments],
+                               seconds=CHILD_SECONDS, environ=environ)
 
 
 def _cached(system: Installed, kind: str, question: object, ask) -> Optional[dict[str, str]]:

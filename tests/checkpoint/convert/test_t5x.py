@@ -14,8 +14,7 @@ import tensorstore as ts
 
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
-from t5x_gpu.checkpoint.convert.t5x import from_t5x, t5x_model, t5x_table
-from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint, is_t5x
+from t5x_gpu.checkpoint.convert.t5x import T5xCheckpoint, from_t5x, is_t5x, t5x_model, t5x_table
 from t5x_gpu.errors import CheckpointError
 
 FIXTURES = pathlib.Path(__file__).parents[2] / 'parity' / 'fixtures'

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from t5x_gpu.data.prepared.records import decode_into, encode_row
+from t5x_gpu.data.prepared.shard_writer import decode_into, encode_row
 from t5x_gpu.errors import DataError
 
 
