@@ -32,7 +32,8 @@ _PARTS = {
     'rows': ('the data version', ''),
 }
 _REST = {
-    'feature_converter': 'Take the model that the run had.',
+    'feature_converter': 'Take the model that the run had. For a classifier of an earlier version: '
+                         'EncoderModel.token_types = False.',
     'rates': 'Register the mixture with the rates that it had; for prepared:DIR set '
              'DatasetConfig.mixture_rates to them.',
     'vocabulary': 'Bring back the vocabulary that it had: the same file, or VOCABULARY.',

@@ -41,6 +41,8 @@ class EncoderModel:
     head_mlp_dim: hidden features of an MLP between that and the classes; 0 for none.
     label_smoothing: probability given to the other classes or tokens.
     z_loss: coefficient of log(Z)^2 in the loss.
+    token_types: whether rows with labels carry token types, so that the two texts of a pair differ;
+      None if the config has several types. False continues a run from before rows carried them.
     layer: module of one layer, if it is to be another than TransformerLayer (docs/add_a_model.md).
   """
   config: TransformerConfig
@@ -50,6 +52,7 @@ class EncoderModel:
   head_mlp_dim: int = 0
   label_smoothing: float = 0.0
   z_loss: float = 0.0
+  token_types: Optional[bool] = None
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
 
   def __post_init__(self) -> None:
@@ -65,6 +68,12 @@ class EncoderModel:
       raise ModelError(f'EncoderModel.num_classes = {self.num_classes}: there is nothing to tell '
                        'apart.', fix='Set EncoderModel.num_classes to 2 or more.',
                        parameters=('EncoderModel.num_classes',))
+    if self.token_types and self.config.num_token_types < 2:
+      raise ModelError(
+          'EncoderModel.token_types = True, but TransformerConfig.num_token_types = '
+          f'{self.config.num_token_types}: the model has no embeddings of token types.',
+          fix='Set TransformerConfig.num_token_types = 2, or leave EncoderModel.token_types out.',
+          parameters=('EncoderModel.token_types', 'TransformerConfig.num_token_types'))
 
   @property
   def classifies(self) -> bool:
@@ -81,7 +90,8 @@ class EncoderModel:
     del task_feature_lengths
     if not self.classifies:
       return 'encoder_mlm'
-    return 'encoder_classification' + '_with_types' * (self.config.num_token_types > 1)
+    typed = self.config.num_token_types > 1 if self.token_types is None else self.token_types
+    return 'encoder_classification_with_types' if typed else 'encoder_classification'
 
   def batch_spec(self, task_feature_lengths: Mapping[str, int], *, batch_size: int,
                  pack: bool) -> BatchSpec:

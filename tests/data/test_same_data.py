@@ -7,6 +7,7 @@ from t5x_gpu.errors import DataError
 
 FACTS = {'task': 'mixed', 'seed': 0, 'rates': {'a': 0.5, 'b': 0.5}, 'batch_size': 8,
          'task_feature_lengths': {'targets': 32}, 'vocabulary of targets': 'byte, 259 ids',
+         'feature_converter': 'encoder_classification',
          'source of a': {'files': 3, 'hash': '12'}, 'rows of b': {'rows': 7, 'hash': '34'}}
 
 
@@ -24,6 +25,8 @@ def test_the_same_facts_are_the_same_data():
     ('vocabulary of targets', 'x', 'the tokenizer', 'Bring back the vocabulary'),
     ('source of a', {'files': 4}, 'the data version', 'Bring back the files'),
     ('rows of b', {'rows': 8}, 'the data version', 'Bring back the prepared folder'),
+    ('feature_converter', 'encoder_classification_with_types', 'the objective',
+     'EncoderModel.token_types = False'),
 ])
 def test_each_part_is_named_with_its_values_and_what_to_set(key, value, part, fix):
   with pytest.raises(DataError) as e:
@@ -56,7 +59,7 @@ def test_another_next_batch_is_put_down_to_libraries_or_places_that_changed():
 
 def test_another_next_batch_of_the_same_facts_is_put_down_to_code_or_text():
   what = next_batch(FACTS, FACTS)
-  assert 'task, seed, rates, batch_size, task_feature_lengths agree' in what
+  assert 'task, seed, rates, batch_size, task_feature_lengths, feature_converter agree' in what
   assert 'code of the task has changed' in what and '64 KiB' in what
 
 

@@ -1,10 +1,13 @@
-"""Heads of encoders: where features are dropped."""
+"""Heads of encoders: where features are dropped, which features rows have."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.partitioning.axis_rules import split_names
@@ -44,3 +47,16 @@ def test_nothing_is_dropped_between_the_layers_and_masked_tokens():
   model = EncoderModel(CONFIG, head_type='mlm')
   np.testing.assert_array_equal(*(head_logits(model, lambda params: params, dropout_key=key)
                                   for key in (None, jax.random.key(2))))
+
+
+def test_rows_of_a_classifier_carry_token_types_if_the_model_has_several_or_is_set_to():
+  typed = dataclasses.replace(CONFIG, num_token_types=2)
+
+  def features(config, **options):
+    spec = EncoderModel(config, **options).batch_spec({'inputs': 8}, batch_size=2, pack=False)
+    return {name for name in spec.shapes if 'type' in name}
+  assert features(CONFIG) == set()
+  assert len(features(typed)) == 1
+  assert features(typed, token_types=False) == set()  # a run from before rows carried them
+  with pytest.raises(ModelError, match='num_token_types = 0'):
+    EncoderModel(CONFIG, token_types=True)
