@@ -15,7 +15,7 @@ LAYERS = ('num_layers', 'num_decoder_layers', 'num_hidden_layers', 'n_layer')
 _LARGEST = 2**31  # of the whole numbers
 # What the keys that are read hold where they are there and not null.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    'a whole number': ((int,), (
+    'a whole number from 0': ((int,), (
         'vocab_size d_model d_kv d_ff num_layers num_decoder_layers num_heads '
         'relative_attention_num_buckets relative_attention_max_distance hidden_size '
         'num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size '

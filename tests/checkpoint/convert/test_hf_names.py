@@ -148,12 +148,12 @@ def test_models_that_ours_cannot_be_are_refused(name, change, text):
 
 
 @pytest.mark.parametrize('name, change, text', [
-    ('llama', {'num_attention_heads': '4'}, "num_attention_heads = '4' (must be a whole number)"),
+    ('llama', {'num_attention_heads': '4'}, "num_attention_heads = '4' (must be a whole number from 0)"),
     ('llama', {'rms_norm_eps': [1e-5], 'tie_word_embeddings': 'no'}, 'tie_word_embeddings = '),
-    ('llama', {'architectures': 3}, 'architectures = 3 (must be a list)'),
+    ('llama', {'architectures': 3}, 'architectures = 3 (must be a list of text)'),
     ('llama', {'hidden_size': None}, 'a value that cannot be'),
     ('gpt2', {'n_head': 0}, 'which n_head = 0 does not divide'),
-    ('llama', {'num_hidden_layers': -1}, 'num_layers = -1 must be at least 1'),
+    ('llama', {'num_hidden_layers': -1}, 'num_hidden_layers = -1 (must be a whole number from 0)'),
     ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': 0.0}}, 'factor = 0.0 must be'),
     ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': '2'}}, "factor = '2' must be"),
     ('qwen3', {'rope_theta': -1e4}, 'theta = -10000.0 must be'),
