@@ -34,7 +34,7 @@ from t5x_gpu.data.batches import (
     BatchIterator, DatasetConfig, batch_hash, import_modules, open_class_names, open_vocabulary)
 from t5x_gpu.data.same_data import data_line
 from t5x_gpu.data.sources.source_files import SourceFiles
-from t5x_gpu.errors import TrainingError
+from t5x_gpu.errors import CheckpointError, TrainingError
 from t5x_gpu.evaluation.evaluator import (
     LOSS, Evaluations, batches_for, loss_metrics, open_evaluations)
 from t5x_gpu.metrics import reduce
@@ -132,7 +132,8 @@ def train(*, model: Any, model_dir: str, train_dataset_cfg: DatasetConfig,
   start = plan_start(initialize_from, program, model, saved=saved)
   distributed.assert_equal_across_hosts(
       start.origin or (saved and saved.step), f'The latest checkpoint in {model_dir}',
-      fix='Set MODEL_DIR to one folder of a file system that all processes share.')
+      fix='Set MODEL_DIR to one folder of a file system that all processes share.',
+      error=CheckpointError)
   _say(start.text)
   saved = saved or start.saved
   if saved and saved.step >= total_steps:

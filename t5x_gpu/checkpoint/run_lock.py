@@ -9,6 +9,7 @@ its own clock into the object, so the clocks of hosts must agree to a minute.
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ LOCK = 'run.lock'
 REFRESH_SECONDS = 10
 POLL_SECONDS = 1  # while waiting for somebody else's lock
 STALE_SECONDS = 120  # longer than NFS keeps attributes of files in its cache (60 s)
+_FILE_SERVER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # the lock may be whole
 _SCHEMA = Fields({**dict.fromkeys(('host', 'started', 'kernel', 'born', 'folder', 'job'), str),
                   'pid': Whole(), 'attempt': Whole()},
                  optional={'touched': Number(0, 1e12)}, others=False)
@@ -143,7 +145,10 @@ def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
         'less than two minutes ago, by a user whose file you may not read.',
         fix='Wait for that run or end it, or set another MODEL_DIR.', parameters=('MODEL_DIR',),
         docs='watchdog.md#two-runs-on-one-model_dir') from e
-  except (OSError, ValueError):  # a folder, a loop of links, bytes that are not UTF-8
+  except (OSError, ValueError) as e:  # a folder, a loop of links, bytes that are not UTF-8
+    if getattr(e, 'errno', None) in _FILE_SERVER:
+      raise CheckpointError(f'{path} cannot be read: {e}.',
+                            fix='Start again once the file server answers.') from e
     return None, 0.0
 
 

@@ -21,6 +21,7 @@ from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import Facts
 
 _THREADS = 16
+_SAMPLED_FILES = 2048  # every process opens them, on one file server perhaps
 _SAMPLED_BLOCKS = 4096  # of 4 KiB, of all files together; but at least two of each
 _SHOWN_CHARACTERS = 100
 # Facts of `describe()` that depend on where and when files were copied; the files are compared.
@@ -83,12 +84,26 @@ def _of_task(task: EvaluatedTask) -> tuple[str, str]:
 
 
 def file_facts(paths: Sequence[str]) -> dict[str, Any]:
-  """Returns the facts of files of this machine, by their paths below the folder common to all."""
-  root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths] or ['/'])
-  blocks = max(2, min(16, _SAMPLED_BLOCKS // max(1, len(paths))))
+  """Returns the facts of files of this machine, by their paths below the folder common to all.
 
-  def fact(path: str) -> tuple[str, tuple[str, str]]:
+  The names of all files are compared, and size and blocks of `_SAMPLED_FILES` of them.
+  """
+  root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths] or ['/'])
+  names = {os.path.relpath(path, root): path for path in paths}
+  # By the hash of the name, so that all hosts choose the same.
+  sampled = sorted(names, key=_hash)[:_SAMPLED_FILES]
+  blocks = max(2, min(16, _SAMPLED_BLOCKS // max(1, len(sampled))))
+
+  def fact(name: str) -> tuple[str, tuple[str, str]]:
+    path = names[name]
     size, sample = os.path.getsize(path), sample_digest(path, num_blocks=blocks)[:12]
-    return os.path.relpath(path, root), (f'{size} {sample}', f'{path} ({size:,} bytes, {sample})')
+    return name, (f'{size} {sample}', f'{path} ({size:,} bytes, {sample})')
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-    return dict(pool.map(fact, paths))
+    found = dict(pool.map(fact, sampled))
+  if len(sampled) < len(names):
+    found['names of all files'] = (_hash('\n'.join(sorted(names))), f'{len(names):,} files')
+  return found
+
+
+def _hash(text: str) -> str:
+  return hashlib.sha256(os.fsencode(text)).hexdigest()

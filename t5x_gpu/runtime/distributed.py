@@ -18,7 +18,7 @@ import jaxlib
 import numpy as np
 from jax.experimental import multihost_utils
 
-from t5x_gpu.errors import ClusterError, ConfigError
+from t5x_gpu.errors import ClusterError, ConfigError, UserError
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime import gpus as nvml
 from t5x_gpu.runtime.cluster import addresses, agreement, coordination, job_secret, same_code
@@ -288,8 +288,9 @@ def gather_json(value: Any) -> list[Any]:
   return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(data)]
 
 
-def assert_equal_across_hosts(value: Any, name: str, *, fix: str = SAME_START) -> None:
-  """Raises ConfigError, on every process, unless all passed an equal `value`.
+def assert_equal_across_hosts(value: Any, name: str, *, fix: str = SAME_START,
+                              error: type[UserError] = ConfigError) -> None:
+  """Raises `error`, on every process, unless all passed an equal `value`.
 
   Only a hash travels, unless there is a difference to show.
 
@@ -297,6 +298,7 @@ def assert_equal_across_hosts(value: Any, name: str, *, fix: str = SAME_START) -
     value: anything that JSON can hold; dictionaries may differ in order.
     name: what it is, for the message: 'The configuration'.
     fix: what to do where they differ.
+    error: its class; a ConfigError is not worth a retry.
   """
   if process_count() == 1:
     return
@@ -314,8 +316,7 @@ def assert_equal_across_hosts(value: Any, name: str, *, fix: str = SAME_START) -
   shown = '\n'.join(
       f'  {agreement.who_text([i for i, x in enumerate(digests) if x == d], hostnames())}: '
       f'{texts[process]}' for d, process in first_with.items())
-  raise ConfigError(f'{name} is not the same on all {process_count()} processes:\n{shown}',
-                    fix=fix)
+  raise error(f'{name} is not the same on all {process_count()} processes:\n{shown}', fix=fix)
 
 
 def differences(facts: agreement.Facts, *, only_common: bool = False) -> list[str]:

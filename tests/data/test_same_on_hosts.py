@@ -97,3 +97,18 @@ def test_examples_of_tasks_with_metrics_are_compared():
   other = Task()
   other.targets = [[4], [6]]
   assert same_on_hosts._of_task(other)[0] != value
+
+
+def test_of_many_files_some_are_sampled_and_all_are_listed(tmp_path, monkeypatch):
+  monkeypatch.setattr(same_on_hosts, '_SAMPLED_FILES', 3)
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  for folder in (one, two):
+    folder.mkdir()
+    for number in range(8):
+      (folder / f'{number}.txt').write_text('text')
+
+  def found(folder):
+    return same_on_hosts.file_facts(sorted(map(str, folder.iterdir())))
+  assert len(found(one)) == 4 and differing(found(one), found(two)) == []
+  (two / '8.txt').write_text('text')
+  assert found(one)['names of all files'][0] != found(two)['names of all files'][0]

@@ -318,7 +318,8 @@ class _Guest:
              '--coordinator_address to an address of process 0 on a network that they share.')
     else:
       fix = ('Look at the first lines of process 0: it did not start, or listens elsewhere. All '
-             'processes need the same --coordinator_address, on the host of process 0.')
+             'processes need the same --coordinator_address, on the host of process 0. If that '
+             f'host has several networks, set {addresses.BIND_VARIABLE}=0.0.0.0:PORT there.')
     return ClusterError(
         f'Process {self._me.process_index} of {self._cluster.process_count} (on '
         f'{self._me.hostname}) could not reach process 0 for {waited:.0f} s. {reasons}.', fix=fix,
