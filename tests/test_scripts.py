@@ -109,7 +109,7 @@ def test_the_kubernetes_job_acts_on_our_exit_codes():
             for code in rule['onExitCodes']['values']}
   assert all(rule.get('onExitCodes', {}).get('containerName', 'train') == container['name']
              for rule in rules)
-  environment = {each['name']: each['value'] for each in container['env']}
+  environment = {each['name']: each.get('value') for each in container['env']}
   assert action == {EXIT_PREEMPTED: 'Ignore', 128 + signal.SIGTERM: 'Ignore',
                     int(environment[cli.CONFIG_ERROR_CODE]): 'FailJob',
                     128 + signal.SIGINT: 'FailJob'}

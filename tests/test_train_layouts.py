@@ -91,7 +91,7 @@ def test_losses_evaluations_and_text_are_those_of_one_device(runs, layout):
 
 
 def sample(out: str) -> str:
-  return re.search(r"^Sample \(.*\):\n(def .{6})\n", out, re.MULTILINE | re.DOTALL).group(1)
+  return re.search(r"Sample \(.*\):\n(def .{6})\n", out, re.MULTILINE | re.DOTALL).group(1)
 
 
 @pytest.mark.parametrize('written_under, read_under', [

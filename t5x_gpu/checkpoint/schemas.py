@@ -18,6 +18,7 @@ from t5x_gpu.config.json_schema import (
 
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**58  # so that bytes of any dtype fit into 63 bits
+_MOST_CHUNK_ELEMENTS = 2**28  # of an array that is smaller than its chunk
 _MOST_LAYERS = 10_000
 
 
@@ -58,8 +59,11 @@ def _tree_problem(tree: Mapping[str, Any]) -> str:
 
 def _chunk_problem(array: Mapping[str, Any]) -> str:
   chunks, shape = array['chunks'], array['shape']
-  return '' if len(chunks) == len(shape) and all(
-      1 <= c <= max(n, 1) for c, n in zip(chunks, shape)) else 'its chunks are not parts of it'
+  if len(chunks) != len(shape) or min(chunks, default=1) < 1:
+    return 'its chunks are not parts of it'
+  # The last chunk along an axis may reach beyond the array, and a small array may have one chunk.
+  largest = max(math.prod(shape), _MOST_CHUNK_ELEMENTS)
+  return '' if math.prod(chunks) <= largest else 'its chunks are larger than it'
 
 
 _TREE_KEY_PART = r'''('[^'\\]*'|"[^"\\]*"|\d+)'''

@@ -28,7 +28,7 @@ PACKAGES = (
     'safetensors', 'grain', 'array-record', 'pyarrow', 'h5py')
 FIX = ('Give all hosts the same checkout and the same environment: a shared folder, one container '
        'image, or the same lock file.')
-_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+_PACKAGE = pathlib.Path(__file__).resolve().parents[2]
 # A launcher's own, different on purpose in some processes; and what TensorFlow generates.
 _NOT_COMPARED = ('__main__', '__mp_main__', 'sitecustomize', 'usercustomize',
                  '__autograph_generated_file')
