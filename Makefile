@@ -55,6 +55,14 @@ help: ## list the commands
 
 setup: $(VENV)/.installed ## create .venv and install everything; a second call does nothing
 
+lint: $(VENV)/.installed ## check the style, as CI does (ruff.toml)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/.installed ## apply the style
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
 demo: $(VENV)/.installed ## train a small model on Python's own source text, about three minutes
 	$(VENV)/bin/python -m t5x_gpu.train --gin_file=$(DEMO)
 
@@ -97,4 +105,4 @@ $(VENV312)/.installed: setup.py
 	$(call install,$(VENV312),$(PYTHON312),python3.12,PYTHON312,jax==$(JAX312))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-py312 test-t5 soak clean
+.PHONY: help setup lint format demo test test-all test-py312 test-t5 soak clean

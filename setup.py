@@ -7,25 +7,25 @@ import setuptools
 ROOT = pathlib.Path(__file__).parent
 
 CORE = [
-    'jax>=0.10.2,<0.13',
-    'flax>=0.12.8,<0.13',
-    'optax>=0.2.8,<0.3',
-    'orbax-checkpoint>=0.12.8,<0.13',
-    'tensorstore>=0.1.84,<0.2',  # Orbax's files; it brings it
-    'gin-config==0.5.0',
-    'absl-py>=2.1',
-    'numpy>=2.0,<3',
-    'rich>=13.7',
+  'jax>=0.10.2,<0.13',
+  'flax>=0.12.8,<0.13',
+  'optax>=0.2.8,<0.3',
+  'orbax-checkpoint>=0.12.8,<0.13',
+  'tensorstore>=0.1.84,<0.2',  # Orbax's files; it brings it
+  'gin-config==0.5.0',
+  'absl-py>=2.1',
+  'numpy>=2.0,<3',
+  'rich>=13.7',
 ]
 # What turns text into batches. Only t5x_gpu/data imports these.
 DATA = [
-    'seqio==0.0.20',
-    'tensorflow>=2.21,<2.22',  # from PyPI it sees no GPU without its and-cuda extra; we hide them too
-    'tensorflow-datasets>=4.9.10,<5',
-    'grain>=0.2.18,<0.3',  # prepared rows: it brings cloudpickle and portpicker, no TensorFlow
-    'array-record>=0.8.3,<0.9',
-    'pyarrow>=26.0,<27',  # Parquet, Arrow, and what is compressed with zstd
-    'h5py>=3.14,<4',
+  'seqio==0.0.20',
+  'tensorflow>=2.21,<2.22',  # from PyPI it sees no GPU without its and-cuda extra; we hide them too
+  'tensorflow-datasets>=4.9.10,<5',
+  'grain>=0.2.18,<0.3',  # prepared rows: it brings cloudpickle and portpicker, no TensorFlow
+  'array-record>=0.8.3,<0.9',
+  'pyarrow>=26.0,<27',  # Parquet, Arrow, and what is compressed with zstd
+  'h5py>=3.14,<4',
 ]
 # Models and tokenizers of Hugging Face: what python -m t5x_gpu.convert compares logits with, beside
 # torch, which it takes as it finds it. Converting itself needs neither.
@@ -34,31 +34,40 @@ PLOTS = ['matplotlib>=3.9', 'tensorboardX>=2.6.4,<3']
 # torch for the tests that compare with Hugging Face's models: on one Python, as it is large.
 # moto is the S3-compatible server that tests start; flask is what serves it. kubernetes-validate
 # brings the schemas of Kubernetes, for scripts/train_k8s.yaml.
-DEV = ['pytest>=9.0', 'pytest-xdist>=3.6', 'hypothesis>=6.120', *HF,
-       'moto[s3]>=5.1,<6', 'flask>=3.0,<4', 'flask-cors>=5.0,<7', 'kubernetes-validate>=1.37,<2',
-       'torch==2.13.0; python_version < "3.12"']
+DEV = [
+  'pytest>=9.0',
+  'pytest-xdist>=3.6',
+  'hypothesis>=6.120',
+  'ruff==0.17.6',
+  *HF,
+  'moto[s3]>=5.1,<6',
+  'flask>=3.0,<4',
+  'flask-cors>=5.0,<7',
+  'kubernetes-validate>=1.37,<2',
+  'torch==2.13.0; python_version < "3.12"',
+]
 
 gin_folders = [''] + [f'/{p.name}' for p in sorted((ROOT / 'gin_configs').iterdir()) if p.is_dir()]
 
 setuptools.setup(
-    name='t5x_gpu',
-    version='0.1.0',
-    description='Gin-configured T5X-style training in JAX on NVIDIA GPUs.',
-    long_description=(ROOT / 'README.md').read_text(),
-    long_description_content_type='text/markdown',
-    license='Apache-2.0',
-    license_files=['LICENSE'],
-    python_requires='>=3.11',
-    packages=setuptools.find_packages(include=['t5x_gpu', 't5x_gpu.*'])
-    + ['t5x_gpu.gin_configs' + folder.replace('/', '.') for folder in gin_folders],
-    package_dir={'t5x_gpu.gin_configs': 'gin_configs'},
-    package_data={'': ['*.gin'], 't5x_gpu': ['py.typed']},
-    install_requires=CORE + DATA + PLOTS,
-    extras_require={
-        'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"'],
-        'dev': DEV,
-        'hf': HF,
-        'pile': [],  # pyarrow of the base reads and writes .zst; kept for `pip install .[pile]`
-    },
-    entry_points={'console_scripts': ['t5x_gpu = t5x_gpu.__main__:main']},
+  name='t5x_gpu',
+  version='0.1.0',
+  description='Gin-configured T5X-style training in JAX on NVIDIA GPUs.',
+  long_description=(ROOT / 'README.md').read_text(),
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  license_files=['LICENSE'],
+  python_requires='>=3.11',
+  packages=setuptools.find_packages(include=['t5x_gpu', 't5x_gpu.*'])
+  + ['t5x_gpu.gin_configs' + folder.replace('/', '.') for folder in gin_folders],
+  package_dir={'t5x_gpu.gin_configs': 'gin_configs'},
+  package_data={'': ['*.gin'], 't5x_gpu': ['py.typed']},
+  install_requires=CORE + DATA + PLOTS,
+  extras_require={
+    'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"'],
+    'dev': DEV,
+    'hf': HF,
+    'pile': [],  # pyarrow of the base reads and writes .zst; kept for `pip install .[pile]`
+  },
+  entry_points={'console_scripts': ['t5x_gpu = t5x_gpu.__main__:main']},
 )

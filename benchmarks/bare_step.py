@@ -24,14 +24,24 @@ def init() -> dict[str, jax.Array]:
   """Returns parameters; matrices at 1/sqrt(fan in)."""
   shapes = {'embedding': (VOCAB, EMBED), 'bias': (HEADS, 32), 'norm': (EMBED,)}
   for i in range(LAYERS):
-    shapes |= {f'{i}/q': (EMBED, HEADS, HEAD_DIM), f'{i}/k': (EMBED, HEADS, HEAD_DIM),
-               f'{i}/v': (EMBED, HEADS, HEAD_DIM), f'{i}/o': (HEADS, HEAD_DIM, EMBED),
-               f'{i}/wi0': (EMBED, MLP), f'{i}/wi1': (EMBED, MLP), f'{i}/wo': (MLP, EMBED),
-               f'{i}/norm1': (EMBED,), f'{i}/norm2': (EMBED,)}
+    shapes |= {
+      f'{i}/q': (EMBED, HEADS, HEAD_DIM),
+      f'{i}/k': (EMBED, HEADS, HEAD_DIM),
+      f'{i}/v': (EMBED, HEADS, HEAD_DIM),
+      f'{i}/o': (HEADS, HEAD_DIM, EMBED),
+      f'{i}/wi0': (EMBED, MLP),
+      f'{i}/wi1': (EMBED, MLP),
+      f'{i}/wo': (MLP, EMBED),
+      f'{i}/norm1': (EMBED,),
+      f'{i}/norm2': (EMBED,),
+    }
   rng = np.random.default_rng(0)
-  return {name: jnp.ones(shape) if 'norm' in name else
-          jnp.asarray(rng.normal(size=shape) / np.sqrt(EMBED), jnp.float32)
-          for name, shape in shapes.items()}
+  return {
+    name: jnp.ones(shape)
+    if 'norm' in name
+    else jnp.asarray(rng.normal(size=shape) / np.sqrt(EMBED), jnp.float32)
+    for name, shape in shapes.items()
+  }
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -67,6 +77,7 @@ def main() -> None:
     loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
+
   params = init()
   state = tx.init(params)
   tokens = jnp.asarray(np.random.default_rng(1).integers(1, 259, (BATCH, LENGTH)), jnp.int32)
@@ -79,10 +90,16 @@ def main() -> None:
     params, state, loss = jitted(params, state, tokens)
     loss.block_until_ready()
     seconds.append(time.monotonic() - begin)
-  print(json.dumps({
-      'what': 'bare jax step', 'step_seconds': statistics.median(seconds[2:]),
-      'cpu_seconds_per_step': (time.process_time() - cpu) / steps,
-      'peak_rss_mib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+  print(
+    json.dumps(
+      {
+        'what': 'bare jax step',
+        'step_seconds': statistics.median(seconds[2:]),
+        'cpu_seconds_per_step': (time.process_time() - cpu) / steps,
+        'peak_rss_mib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+      }
+    )
+  )
 
 
 if __name__ == '__main__':

@@ -60,22 +60,34 @@ def dd(*flags: str) -> None:
 def random_state(model: str) -> TrainState:
   """Returns a state of the model that the gin file sets; without zeros, which compress."""
   arguments = gin_loader.load([str(ROOT / RUN), model], bindings=[], search_paths=()).arguments(
-      without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
-  program = program_of_run(arguments, optimizer=AdamW(), topology=Topology(1, 1),
-                           devices=jax.devices()[:1])
+    without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg')
+  )
+  program = program_of_run(
+    arguments, optimizer=AdamW(), topology=Topology(1, 1), devices=jax.devices()[:1]
+  )
   key = jax.random.key(0)
-  return jax.block_until_ready(jax.tree.map(
-      lambda x: jax.device_put(jax.random.normal(key, x.shape, x.dtype), x.sharding)
-      if jnp.issubdtype(x.dtype, jnp.floating) else x, program.init()))
+  return jax.block_until_ready(
+    jax.tree.map(
+      lambda x: (
+        jax.device_put(jax.random.normal(key, x.shape, x.dtype), x.sharding)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else x
+      ),
+      program.init(),
+    )
+  )
 
 
 def disk(folder: pathlib.Path, state: TrainState, *, rounds: int) -> dict[str, float]:
   """Returns medians of seconds; leaves the last checkpoint."""
   size = sum(x.nbytes for x in jax.tree.leaves(state))
-  facts = {'data_state': b'', 'manifest': make_manifest(
-      state, mesh_shape={}, data={}, next_batch_hash='')}
-  target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-                        state)
+  facts = {
+    'data_state': b'',
+    'manifest': make_manifest(state, mesh_shape={}, data={}, next_batch_hash=''),
+  }
+  target = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+  )
   times: dict[str, list[float]] = {}
   (folder / 'dd').mkdir()
   raw = folder / 'dd' / 'raw'
@@ -85,6 +97,7 @@ def disk(folder: pathlib.Path, state: TrainState, *, rounds: int) -> dict[str, f
       times.setdefault(name, []).append(seconds(what))
     else:
       what()
+
   with Checkpointer(str(folder / 'run'), keep=Keep(last=1)) as checkpointer:
     for step in range(rounds + 1):
       begin = time.perf_counter()
@@ -117,8 +130,12 @@ def reshard(source: pathlib.Path, to: pathlib.Path, *, memory: str) -> dict[str,
   drop_from_cache(source)
   begin = time.perf_counter()
   done = subprocess.run(
-      [sys.executable, '-c', RESHARD, f'--from={source}', f'--to={to}', f'--memory={memory}'],
-      cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    [sys.executable, '-c', RESHARD, f'--from={source}', f'--to={to}', f'--memory={memory}'],
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    text=True,
+    check=True,
+  )
   peak = int(done.stdout.split()[-1]) * 1024
   return {'seconds': time.perf_counter() - begin, 'peak_bytes': peak}
 
@@ -126,8 +143,12 @@ def reshard(source: pathlib.Path, to: pathlib.Path, *, memory: str) -> dict[str,
 def small_checkpoint(folder: pathlib.Path) -> pathlib.Path:
   state = TrainState(step=jnp.int32(1), params={'w': jnp.zeros(8)}, opt_state=(jnp.zeros(8),))
   with Checkpointer(str(folder)) as checkpointer:
-    checkpointer.save(1, state, data_state=b'', manifest=make_manifest(
-        state, mesh_shape={}, data={}, next_batch_hash=''))
+    checkpointer.save(
+      1,
+      state,
+      data_state=b'',
+      manifest=make_manifest(state, mesh_shape={}, data={}, next_batch_hash=''),
+    )
   return folder
 
 
@@ -142,18 +163,34 @@ def main() -> None:
     folder = pathlib.Path(name)
     r = disk(folder, random_state(args.model), rounds=args.rounds)
     base = reshard(small_checkpoint(folder / 'small'), folder / 'to_small', memory=BUDGETS[0])
-    resharded = {memory: reshard(folder / 'run', folder / f'to_{memory}', memory=memory)
-                 for memory in BUDGETS}
+    resharded = {
+      memory: reshard(folder / 'run', folder / f'to_{memory}', memory=memory) for memory in BUDGETS
+    }
   mega = r['bytes'] / 1e6
-  print(f'{mega:.0f} MB at load {load:.1f}: stall {r["save_stall"]:.2f} s; save '
-        f'{mega / r["save"]:.0f} MB/s, {r["dd_write"] / r["save"]:.2f} of dd; restore '
-        f'{mega / r["restore"]:.0f} MB/s, {r["dd_read"] / r["restore"]:.2f} of dd')
+  print(
+    f'{mega:.0f} MB at load {load:.1f}: stall {r["save_stall"]:.2f} s; save '
+    f'{mega / r["save"]:.0f} MB/s, {r["dd_write"] / r["save"]:.2f} of dd; restore '
+    f'{mega / r["restore"]:.0f} MB/s, {r["dd_read"] / r["restore"]:.2f} of dd'
+  )
   for memory, run in resharded.items():
     run['over_base_bytes'] = run['peak_bytes'] - base['peak_bytes']
-    print(f'reshard --memory={memory}: {mega / (run["seconds"] - base["seconds"]):.0f} MB/s, peak '
-          f'{run["over_base_bytes"] / 2**20:.0f} MiB over that of next to nothing')
-  OUT.write_text(json.dumps({'load_before': load, 'rounds': args.rounds, 'disk': r,
-                             'reshard_of_nothing': base, 'reshard': resharded}, indent=1) + '\n')
+    print(
+      f'reshard --memory={memory}: {mega / (run["seconds"] - base["seconds"]):.0f} MB/s, peak '
+      f'{run["over_base_bytes"] / 2**20:.0f} MiB over that of next to nothing'
+    )
+  OUT.write_text(
+    json.dumps(
+      {
+        'load_before': load,
+        'rounds': args.rounds,
+        'disk': r,
+        'reshard_of_nothing': base,
+        'reshard': resharded,
+      },
+      indent=1,
+    )
+    + '\n'
+  )
 
 
 if __name__ == '__main__':

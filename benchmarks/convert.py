@@ -37,8 +37,12 @@ def write_model(gin_file: str, folder: pathlib.Path, dtype: str) -> None:
   shapes = Table(FAMILIES[family].rules(model), model.sizes()).their_shapes
   folder.mkdir()
   (folder / 'config.json').write_text(json.dumps(to_hf(model, family=family)))
-  writer = SafetensorsWriter(folder, make_headers(
-      [(name, FLOATS[dtype], shape) for name, shape in shapes.items()], max_file_bytes=10**12))
+  writer = SafetensorsWriter(
+    folder,
+    make_headers(
+      [(name, FLOATS[dtype], shape) for name, shape in shapes.items()], max_file_bytes=10**12
+    ),
+  )
   rng = np.random.default_rng(0)
   for name, shape in shapes.items():
     writer.write(name, 0, (rng.standard_normal(shape, np.float32) * 0.02).astype(FLOATS[dtype]))
@@ -46,21 +50,25 @@ def write_model(gin_file: str, folder: pathlib.Path, dtype: str) -> None:
 
 def run(*flags: str) -> dict[str, Any]:
   """Returns what a conversion printed of its speed, and its peak memory."""
-  process = subprocess.Popen([sys.executable, '-m', 't5x_gpu.convert', *flags],
-                             stdout=subprocess.PIPE, text=True)
+  process = subprocess.Popen(
+    [sys.executable, '-m', 't5x_gpu.convert', *flags], stdout=subprocess.PIPE, text=True
+  )
   out = process.stdout.read()
   _, status, usage = os.wait4(process.pid, 0)
   assert status == 0, out
   written = re.search(r'written: ([\d,.]+) MB in ([\d.]+) s', out)
-  return {'megabytes': float(written[1].replace(',', '')), 'write_seconds': float(written[2]),
-          'peak_mib': usage.ru_maxrss // 1024,
-          'logits': next((line for line in out.splitlines() if 'logits' in line), '')}
+  return {
+    'megabytes': float(written[1].replace(',', '')),
+    'write_seconds': float(written[2]),
+    'peak_mib': usage.ru_maxrss // 1024,
+    'logits': next((line for line in out.splitlines() if 'logits' in line), ''),
+  }
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--model', default='gin_configs/models/gpt2_medium.gin')
-  parser.add_argument('--folder', help='where to work (default: the system\'s)')
+  parser.add_argument('--folder', help="where to work (default: the system's)")
   args = parser.parse_args()
   rows = []
   with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -72,15 +80,29 @@ def main() -> None:
         pool.apply(write_model, (args.model, theirs, dtype))
       for check in ('tensors', 'auto'):
         ours, back = (base / f'{dtype}_{check}_{kind}' for kind in ('ours', 'back'))
-        rows.append({'dtype': dtype, 'check': check, 'to': 't5x_gpu', **run(
-            f'--from={theirs}', f'--to={ours}', f'--check={check}')})
-        rows.append({'dtype': dtype, 'check': check, 'to': 'hf', **run(
-            f'--from={ours}', f'--to={back}', f'--check={check}')})
+        rows.append(
+          {
+            'dtype': dtype,
+            'check': check,
+            'to': 't5x_gpu',
+            **run(f'--from={theirs}', f'--to={ours}', f'--check={check}'),
+          }
+        )
+        rows.append(
+          {
+            'dtype': dtype,
+            'check': check,
+            'to': 'hf',
+            **run(f'--from={ours}', f'--to={back}', f'--check={check}'),
+          }
+        )
         assert filecmp.cmp(*(f / 'model.safetensors' for f in (theirs, back)), shallow=False)
         for row in rows[-2:]:
-          print(f'{dtype:9} to {row["to"]:8} check={check:8} {row["megabytes"]:9,.1f} MB '
-                f'{row["megabytes"] / row["write_seconds"]:6,.0f} MB/s  peak {row["peak_mib"]:,} MiB',
-                flush=True)
+          print(
+            f'{dtype:9} to {row["to"]:8} check={check:8} {row["megabytes"]:9,.1f} MB '
+            f'{row["megabytes"] / row["write_seconds"]:6,.0f} MB/s  peak {row["peak_mib"]:,} MiB',
+            flush=True,
+          )
   OUT.write_text(json.dumps({'model': args.model, 'rows': rows}, indent=1) + '\n')
 
 

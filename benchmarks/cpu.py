@@ -23,18 +23,28 @@ import time
 from typing import Any, Optional
 
 ROOT = pathlib.Path(__file__).parents[1]
-RUNS = {'demo': ['--gin.TRAIN_STEPS=60', '--gin.EVAL_PERIOD=None', '--gin.SAVE_PERIOD=20'],
-        'decoder_14m': []}
+RUNS = {
+  'demo': ['--gin.TRAIN_STEPS=60', '--gin.EVAL_PERIOD=None', '--gin.SAVE_PERIOD=20'],
+  'decoder_14m': [],
+}
 
 
 def train(example: str, options: list[str]) -> dict[str, float]:
   """Returns what one run of the trainer took, from its output, its metrics and the kernel."""
   with tempfile.TemporaryDirectory() as folder:
-    command = [sys.executable, '-m', 't5x_gpu.train', f'--gin.MODEL_DIR={folder}',
-               f'--gin_file=gin_configs/examples/{example}.gin', '--gin.LOG_PERIOD=1', *options]
+    command = [
+      sys.executable,
+      '-m',
+      't5x_gpu.train',
+      f'--gin.MODEL_DIR={folder}',
+      f'--gin_file=gin_configs/examples/{example}.gin',
+      '--gin.LOG_PERIOD=1',
+      *options,
+    ]
     begin = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+      command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     seen: dict[str, float] = {}
     lines = 0
     for line in process.stdout:
@@ -47,22 +57,33 @@ def train(example: str, options: list[str]) -> dict[str, float]:
     if status:
       raise SystemExit(f'{" ".join(command)} failed; run it by hand to see why.')
     records = [json.loads(line) for line in (pathlib.Path(folder) / 'metrics.jsonl').open()]
+
     def values(key: str) -> list[float]:
       return [r[key] for r in records if key in r]
-    return {'seconds_from_command_to_first_step': seen['first_step_seconds'],
-            'step_seconds': statistics.median(values('train/step_seconds')),
-            'tokens_per_second': statistics.median(values('train/tokens_per_second')),
-            'input_wait_fraction': statistics.median(values('train/input_wait_fraction')),
-            'save_stall_seconds': statistics.median(values('train/save_seconds')),
-            'cpu_seconds': usage.ru_utime + usage.ru_stime, 'wall_seconds': wall,
-            'peak_rss_mib': usage.ru_maxrss / 1024, 'output_lines': lines,
-            'final_loss': values('train/loss')[-1]}
+
+    return {
+      'seconds_from_command_to_first_step': seen['first_step_seconds'],
+      'step_seconds': statistics.median(values('train/step_seconds')),
+      'tokens_per_second': statistics.median(values('train/tokens_per_second')),
+      'input_wait_fraction': statistics.median(values('train/input_wait_fraction')),
+      'save_stall_seconds': statistics.median(values('train/save_seconds')),
+      'cpu_seconds': usage.ru_utime + usage.ru_stime,
+      'wall_seconds': wall,
+      'peak_rss_mib': usage.ru_maxrss / 1024,
+      'output_lines': lines,
+      'final_loss': values('train/loss')[-1],
+    }
 
 
 def script(python: str, name: str) -> dict[str, Any]:
   """Returns the JSON line that another script of this folder prints."""
-  out = subprocess.run([python, str(ROOT / 'benchmarks' / name)], cwd=ROOT, check=True, text=True,
-                       stdout=subprocess.PIPE).stdout
+  out = subprocess.run(
+    [python, str(ROOT / 'benchmarks' / name)],
+    cwd=ROOT,
+    check=True,
+    text=True,
+    stdout=subprocess.PIPE,
+  ).stdout
   return json.loads(out.strip().splitlines()[-1])
 
 
@@ -70,18 +91,38 @@ def bench(example: str) -> dict[str, Any]:
   """Returns the numbers of `python -m t5x_gpu.bench`: the step alone, as the bare step is timed."""
   with tempfile.TemporaryDirectory() as folder:
     out = os.path.join(folder, 'result.json')
-    subprocess.run([sys.executable, '-m', 't5x_gpu.bench', '--steps', '10', '--warmup', '2',
-                    f'--gin_file=gin_configs/examples/{example}.gin', '--json', out], cwd=ROOT,
-                   check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+      [
+        sys.executable,
+        '-m',
+        't5x_gpu.bench',
+        '--steps',
+        '10',
+        '--warmup',
+        '2',
+        f'--gin_file=gin_configs/examples/{example}.gin',
+        '--json',
+        out,
+      ],
+      cwd=ROOT,
+      check=True,
+      stdout=subprocess.DEVNULL,
+    )
     with open(out) as f:
       result = json.load(f)
-  return {key: result[key] for key in ('step_seconds', 'cpu_seconds_per_step', 'compile_seconds',
-                                       'tokens_per_second')}
+  return {
+    key: result[key]
+    for key in ('step_seconds', 'cpu_seconds_per_step', 'compile_seconds', 'tokens_per_second')
+  }
 
 
 def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-  return {key: round(statistics.median(r[key] for r in rounds), 4) if isinstance(
-      rounds[0][key], (int, float)) else rounds[0][key] for key in rounds[0]}
+  return {
+    key: round(statistics.median(r[key] for r in rounds), 4)
+    if isinstance(rounds[0][key], (int, float))
+    else rounds[0][key]
+    for key in rounds[0]
+  }
 
 
 def measure(repeats: int, torch: Optional[str]) -> dict[str, Any]:
@@ -91,7 +132,8 @@ def measure(repeats: int, torch: Optional[str]) -> dict[str, Any]:
       results.setdefault(f't5x_gpu {example}', []).append(train(example, options))
     results.setdefault('t5x_gpu.bench decoder_14m', []).append(bench('decoder_14m'))
     results.setdefault('bare jax step, decoder_14m', []).append(
-        script(sys.executable, 'bare_step.py'))
+      script(sys.executable, 'bare_step.py')
+    )
     if torch:
       results.setdefault('PyTorch step, decoder_14m', []).append(script(torch, 'torch_step.py'))
     print(f'round {i + 1} of {repeats} done', flush=True)
@@ -108,14 +150,27 @@ def main() -> None:
     print(f'Something else is running (load {load:.1f}); the seconds will be too long.')
   results = measure(args.repeats, args.torch)
   versions = subprocess.run(
-      [sys.executable, '-c', 'import jax, flax, optax; print(jax.__version__, flax.__version__, '
-       'optax.__version__)'], text=True, stdout=subprocess.PIPE, check=True).stdout.split()
-  report = {'command': ' '.join(['python', 'benchmarks/cpu.py', *(
-                os.path.basename(word) for word in sys.argv[1:])]),
-            'date': datetime.date.today().isoformat(), 'load_at_start': load,
-            'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}',
-            'python': platform.python_version(),
-            'jax, flax, optax': versions, 'repeats': args.repeats, 'medians': results}
+    [
+      sys.executable,
+      '-c',
+      'import jax, flax, optax; print(jax.__version__, flax.__version__, optax.__version__)',
+    ],
+    text=True,
+    stdout=subprocess.PIPE,
+    check=True,
+  ).stdout.split()
+  report = {
+    'command': ' '.join(
+      ['python', 'benchmarks/cpu.py', *(os.path.basename(word) for word in sys.argv[1:])]
+    ),
+    'date': datetime.date.today().isoformat(),
+    'load_at_start': load,
+    'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}',
+    'python': platform.python_version(),
+    'jax, flax, optax': versions,
+    'repeats': args.repeats,
+    'medians': results,
+  }
   out = ROOT / 'benchmarks' / 'results' / 'cpu.json'
   out.parent.mkdir(exist_ok=True)
   out.write_text(json.dumps(report, indent=1) + '\n')

@@ -3,7 +3,7 @@
     python benchmarks/decode.py
 
 One random model, converted; the same prompts; float32 on the CPU. Ours and theirs, with one thread
-and with all, take turns, so that whatever else the machine does falls on each. How many of the texts
+and with all, take turns, so that other load on the machine falls on each. How many of the texts
 differ is written, too. Writes decode.json.
 Needs torch and transformers.
 """
@@ -38,12 +38,22 @@ from t5x_gpu.runtime.cluster.topology import Topology
 OUT = pathlib.Path(__file__).parent / 'results' / 'decode.json'
 PROMPT, NEW = 64, 128
 MODELS = {
-    'llama, 41.6M': transformers.LlamaConfig(
-        vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
-        max_position_embeddings=2048, bos_token_id=None, eos_token_id=None),
-    'gpt2, 51.5M': transformers.GPT2Config(
-        vocab_size=50304, n_embd=512, n_layer=8, n_head=8, bos_token_id=None, eos_token_id=None),
+  'llama, 41.6M': transformers.LlamaConfig(
+    vocab_size=32000,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    tie_word_embeddings=True,
+    max_position_embeddings=2048,
+    bos_token_id=None,
+    eos_token_id=None,
+  ),
+  'gpt2, 51.5M': transformers.GPT2Config(
+    vocab_size=50304, n_embd=512, n_layer=8, n_head=8, bos_token_id=None, eos_token_id=None
+  ),
 }
 
 
@@ -61,17 +71,23 @@ def _copied(params: Any, layout: Any) -> Any:
   return jax.device_put(jax.device_get(params), layout.replicated)
 
 
-def measure(theirs: Any, ours: Any, params: Any, *, batch: int, rounds: int,
-            threads: list[int]) -> dict[str, Any]:
+def measure(
+  theirs: Any, ours: Any, params: Any, *, batch: int, rounds: int, threads: list[int]
+) -> dict[str, Any]:
   """Returns seconds and tokens per second of both, and their ratio.
 
   The least CPU seconds are given, too: those of other programs are not in them.
   """
   prompts = np.random.default_rng(0).integers(1, theirs.config.vocab_size, (batch, PROMPT))
-  layout = Partitioner().lay_out(Topology(1, 1), jax.devices()[:1], logical_sizes={
-      **ours.logical_sizes(), 'batch': batch})
-  generator = Generator(ours, by_layer(ours, _copied(params, layout), layout=layout), layout=layout, config=DecodingConfig(
-      max_decode_length=NEW, start_token=None, batch_size=batch))
+  layout = Partitioner().lay_out(
+    Topology(1, 1), jax.devices()[:1], logical_sizes={**ours.logical_sizes(), 'batch': batch}
+  )
+  generator = Generator(
+    ours,
+    by_layer(ours, _copied(params, layout), layout=layout),
+    layout=layout,
+    config=DecodingConfig(max_decode_length=NEW, start_token=None, batch_size=batch),
+  )
   rows, given = prompts.tolist(), torch.from_numpy(prompts)
 
   def our_texts() -> list[list[int]]:
@@ -80,16 +96,27 @@ def measure(theirs: Any, ours: Any, params: Any, *, batch: int, rounds: int,
   def their_texts(threads: int) -> list[list[int]]:
     torch.set_num_threads(threads)
     with torch.inference_mode():
-      return theirs.generate(given, attention_mask=torch.ones_like(given), do_sample=False,
-                             max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0,
-                             use_cache=True, suppress_tokens=[0])[:, PROMPT:].tolist()
+      return theirs.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        do_sample=False,
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        pad_token_id=0,
+        use_cache=True,
+        suppress_tokens=[0],
+      )[:, PROMPT:].tolist()
+
   begin = time.monotonic()
   first = our_texts()
   compile_seconds = time.monotonic() - begin
   different = sum(a != b for a, b in zip(first, their_texts(1)))
-  cases = {'ours': our_texts, **{  # beside other work, torch is faster with fewer threads
-      f'theirs, {n} threads': functools.partial(their_texts, n)
-      for n in threads}}
+  cases = {
+    'ours': our_texts,
+    **{  # beside other work, torch is faster with fewer threads
+      f'theirs, {n} threads': functools.partial(their_texts, n) for n in threads
+    },
+  }
   seconds: dict[str, list[float]] = {name: [] for name in cases}
   cpu_seconds = {name: [] for name in cases}
   for _ in range(rounds):
@@ -100,15 +127,19 @@ def measure(theirs: Any, ours: Any, params: Any, *, batch: int, rounds: int,
       cpu_seconds[name].append(time.process_time() - cpu_begin)
   theirs_best = [min(s) for s in zip(*(seconds[n] for n in cases if n != 'ours'))]
   ratios = [b / a for a, b in zip(seconds['ours'], theirs_best)]
-  return {'batch': batch, 'rows_with_other_text': different,
-          'first_call_seconds': round(compile_seconds, 2),
-          'tokens_per_second': {n: round(batch * NEW / min(s), 1) for n, s in seconds.items()},
-          'median_tokens_per_second': {
-              n: round(batch * NEW / statistics.median(s), 1) for n, s in seconds.items()},
-          'seconds': {n: [round(x, 3) for x in s] for n, s in seconds.items()},
-          'cpu_seconds': {n: round(min(s), 2) for n, s in cpu_seconds.items()},
-          'ours_to_theirs': round(min(theirs_best) / min(seconds['ours']), 2),
-          'ours_to_theirs_by_round': [round(x, 2) for x in ratios]}
+  return {
+    'batch': batch,
+    'rows_with_other_text': different,
+    'first_call_seconds': round(compile_seconds, 2),
+    'tokens_per_second': {n: round(batch * NEW / min(s), 1) for n, s in seconds.items()},
+    'median_tokens_per_second': {
+      n: round(batch * NEW / statistics.median(s), 1) for n, s in seconds.items()
+    },
+    'seconds': {n: [round(x, 3) for x in s] for n, s in seconds.items()},
+    'cpu_seconds': {n: round(min(s), 2) for n, s in cpu_seconds.items()},
+    'ours_to_theirs': round(min(theirs_best) / min(seconds['ours']), 2),
+    'ours_to_theirs_by_round': [round(x, 2) for x in ratios],
+  }
 
 
 def main() -> None:
@@ -124,19 +155,29 @@ def main() -> None:
   transformers.logging.set_verbosity_error()
   transformers.logging.disable_progress_bar()
   results = {
-      'command': ' '.join(['python benchmarks/decode.py', *sys.argv[1:]]),
-      'date': datetime.date.today().isoformat(), 'machine': f'{os.cpu_count()} CPU cores',
-      'load_at_start': round(os.getloadavg()[0], 2), 'python': sys.version.split()[0],
-      'jax': jax.__version__, 'torch': torch.__version__, 'transformers': transformers.__version__,
-      'dtype': 'float32', 'prompt_tokens': PROMPT,
-      'new_tokens': NEW, 'tokens_per_second': 'of the fastest round', 'models': {}}
+    'command': ' '.join(['python benchmarks/decode.py', *sys.argv[1:]]),
+    'date': datetime.date.today().isoformat(),
+    'machine': f'{os.cpu_count()} CPU cores',
+    'load_at_start': round(os.getloadavg()[0], 2),
+    'python': sys.version.split()[0],
+    'jax': jax.__version__,
+    'torch': torch.__version__,
+    'transformers': transformers.__version__,
+    'dtype': 'float32',
+    'prompt_tokens': PROMPT,
+    'new_tokens': NEW,
+    'tokens_per_second': 'of the fastest round',
+    'models': {},
+  }
   for name, config in MODELS.items():
     if name.split(',')[0] not in args.models.split(','):
       continue
     with tempfile.TemporaryDirectory() as folder:
       both = make_both(config, pathlib.Path(folder))
-    found = [measure(*both, batch=int(batch), rounds=args.rounds, threads=threads)
-             for batch in args.batches.split(',')]
+    found = [
+      measure(*both, batch=int(batch), rounds=args.rounds, threads=threads)
+      for batch in args.batches.split(',')
+    ]
     results['models'][name] = found
     for one in found:
       print(name, json.dumps(one), flush=True)

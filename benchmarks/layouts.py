@@ -24,6 +24,7 @@ from typing import Any, Optional
 
 import jax
 import matplotlib
+
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
@@ -41,10 +42,16 @@ from t5x_gpu.training.program import Program, program_of_run
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_DEVICES = 8
 # The decoder of the demo with as many heads as devices, AdamW, layers in a loop.
-MODEL = ('TransformerConfig.num_heads=8', 'TransformerConfig.head_dim=16',
-         'TransformerConfig.scan_unroll=1', 'BATCH_SIZE=32',
-         "TASK_FEATURE_LENGTHS={'targets': 128}", 'MIXTURE_OR_TASK_NAME=none', 'MODEL_DIR=none',
-         'TRAIN_STEPS=100')
+MODEL = (
+  'TransformerConfig.num_heads=8',
+  'TransformerConfig.head_dim=16',
+  'TransformerConfig.scan_unroll=1',
+  'BATCH_SIZE=32',
+  "TASK_FEATURE_LENGTHS={'targets': 128}",
+  'MIXTURE_OR_TASK_NAME=none',
+  'MODEL_DIR=none',
+  'TRAIN_STEPS=100',
+)
 EXPERTS = ('TransformerConfig.num_experts=4', 'TransformerConfig.mlp_dim=192')
 
 
@@ -58,6 +65,7 @@ class Setting:
     hosts: that the devices stand for.
     base: the layout whose step is 1.
   """
+
   gin: str
   bindings: tuple[str, ...] = ()
   hosts: int = 1
@@ -65,18 +73,30 @@ class Setting:
 
 
 SETTINGS = {
-    'dp': Setting('dp'), 'zero1': Setting('zero1'), 'fsdp': Setting('fsdp'),
-    'hsdp': Setting('hsdp', hosts=2), 'tp': Setting('tp'), 'tp_sp': Setting('tp_sp'),
-    'cp': Setting('cp'), 'cp_gather': Setting('cp', ("Partitioner.context_attention='gather'",)),
-    'pp_1f1b': Setting('pp'), 'pp_gpipe': Setting('pp', ("Partitioner.pipeline_schedule='gpipe'",)),
-    'pp_circular': Setting('pp', ("Partitioner.pipeline_schedule='circular'",
-                                  'Partitioner.pipeline_repeats=2')),
-    '3d': Setting('3d'), 'dp_experts': Setting('dp', EXPERTS, base='dp_experts'),
-    'ep': Setting('ep', EXPERTS, base='dp_experts')}
+  'dp': Setting('dp'),
+  'zero1': Setting('zero1'),
+  'fsdp': Setting('fsdp'),
+  'hsdp': Setting('hsdp', hosts=2),
+  'tp': Setting('tp'),
+  'tp_sp': Setting('tp_sp'),
+  'cp': Setting('cp'),
+  'cp_gather': Setting('cp', ("Partitioner.context_attention='gather'",)),
+  'pp_1f1b': Setting('pp'),
+  'pp_gpipe': Setting('pp', ("Partitioner.pipeline_schedule='gpipe'",)),
+  'pp_circular': Setting(
+    'pp', ("Partitioner.pipeline_schedule='circular'", 'Partitioner.pipeline_repeats=2')
+  ),
+  '3d': Setting('3d'),
+  'dp_experts': Setting('dp', EXPERTS, base='dp_experts'),
+  'ep': Setting('ep', EXPERTS, base='dp_experts'),
+}
 # What the picture shows: heading, key of a row.
-PANELS = (('CPU s of a step / data parallel', ('cpu_ratio',)), ('FLOPs / ideal', ('flops_ratio',)),
-          ('MiB sent per device and step', ('sent_mib',)),
-          ('MiB per device: state (dark), temporaries', ('state_mib', 'temp_mib')))
+PANELS = (
+  ('CPU s of a step / data parallel', ('cpu_ratio',)),
+  ('FLOPs / ideal', ('flops_ratio',)),
+  ('MiB sent per device and step', ('sent_mib',)),
+  ('MiB per device: state (dark), temporaries', ('state_mib', 'temp_mib')),
+)
 
 
 class Layout:
@@ -98,9 +118,10 @@ class Layout:
     ideal = one_device_flops(arguments, devices[0]) / NUM_DEVICES
     hlo = partitioned_hlo(self._lowered())
     self.flops_ratio = mean_flops(hlo, program) / ideal
-    self.sent_bytes = sum(c.bytes_per_call * (
-        share_of_ticks(program, c.trip_counts) if c.in_branch else 1)
-                          for c in inventory(hlo, program.layout.mesh.shape))
+    self.sent_bytes = sum(
+      c.bytes_per_call * (share_of_ticks(program, c.trip_counts) if c.in_branch else 1)
+      for c in inventory(hlo, program.layout.mesh.shape)
+    )
     parameters, optimizer = state_layouts(program.abstract_state, program.names)
     self.state_bytes = sum(a.bytes_per_device for a in (*parameters, *optimizer))
     self.temp_bytes = self._step.memory_analysis().temp_size_in_bytes
@@ -131,25 +152,32 @@ class Layout:
 
 def load(setting: Setting) -> dict[str, Any]:
   """Returns the arguments of train() under a setting."""
-  files = [ROOT / 'gin_configs' / name for name in (
-      'models/decoder_demo.gin', f'parallel/{setting.gin}.gin', 'runs/pretrain.gin')]
+  files = [
+    ROOT / 'gin_configs' / name
+    for name in ('models/decoder_demo.gin', f'parallel/{setting.gin}.gin', 'runs/pretrain.gin')
+  ]
   loaded = gin_loader.load(files, bindings=(*MODEL, *setting.bindings))
   return loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
 
 
 def one_device_flops(arguments: Mapping[str, Any], device: Any) -> int:
   """Returns the FLOPs of a step's matrix products where nothing is split."""
-  program = program_of_run({**arguments, 'partitioner': Partitioner()}, topology=topology_of(1, 1),
-                           devices=[device])
-  return flops_per_device(program.train_step.lower(
-      program.abstract_state, program.abstract_batch).as_text('hlo'))
+  program = program_of_run(
+    {**arguments, 'partitioner': Partitioner()}, topology=topology_of(1, 1), devices=[device]
+  )
+  return flops_per_device(
+    program.train_step.lower(program.abstract_state, program.abstract_batch).as_text('hlo')
+  )
 
 
 def share_of_ticks(program: Program, trip_counts: Sequence[int]) -> float:
   """Returns in how many of a pipeline's ticks, the outermost of the loops, a stage has work."""
   pipeline = program.layout.pipeline
-  return (1.0 if pipeline is None else
-          pipeline.num_stacks * pipeline.repeats * pipeline.num_microbatches / trip_counts[0])
+  return (
+    1.0
+    if pipeline is None
+    else pipeline.num_stacks * pipeline.repeats * pipeline.num_microbatches / trip_counts[0]
+  )
 
 
 def mean_flops(hlo: str, program: Program) -> float:
@@ -183,8 +211,11 @@ def mean_flops(hlo: str, program: Program) -> float:
 def ready_batches(arguments: Mapping[str, Any], program: Program) -> list[Any]:
   """Returns a few synthetic batches on the devices; the same for every layout."""
   dataset = dataclasses.replace(arguments['train_dataset_cfg'], module='t5x_gpu.data.synthetic')
-  batches = open_batches(dataset, spec=program.spec, feature_converter=arguments[
-      'model'].feature_converter(dataset.task_feature_lengths))
+  batches = open_batches(
+    dataset,
+    spec=program.spec,
+    feature_converter=arguments['model'].feature_converter(dataset.task_feature_lengths),
+  )
   return [program.layout.put_batch(next(batches)) for _ in range(4)]
 
 
@@ -210,48 +241,62 @@ def check_losses(layouts: Mapping[str, Layout]) -> None:
     base = layouts[SETTINGS[name].base].losses
     off = max(abs(a - b) / b for a, b in zip(layout.losses, base))
     if not off < 1e-3:
-      raise SystemExit(f'{name}: its losses {layout.losses} are not those of '
-                       f'{SETTINGS[name].base}, {base}: nothing here can be compared.')
+      raise SystemExit(
+        f'{name}: its losses {layout.losses} are not those of '
+        f'{SETTINGS[name].base}, {base}: nothing here can be compared.'
+      )
 
 
-def row(name: str, layouts: Mapping[str, Layout], seconds: Mapping[str, Sequence[float]]
-        ) -> dict[str, Any]:
+def row(
+  name: str, layouts: Mapping[str, Layout], seconds: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
   layout, base = layouts[name], layouts[SETTINGS[name].base]
   mesh = {axis: size for axis, size in layout.program.layout.mesh.shape.items() if size > 1}
   ratios = [own / other for own, other in zip(seconds[name], seconds[SETTINGS[name].base])]
   cpu = [statistics.median(one.cpu_seconds[1:]) for one in (layout, base)]
-  return {'layout': name, 'mesh': ' x '.join(f'{axis} {size}' for axis, size in mesh.items()),
-          'hosts': layout.topology.num_hosts, 'base': SETTINGS[name].base,
-          'compile_seconds': round(layout.compile_seconds, 2),
-          'step_seconds': round(statistics.median(seconds[name]), 4),
-          'step_ratio': round(statistics.median(ratios), 3),
-          'cpu_ratio': round(cpu[0] / cpu[1], 3), 'flops_ratio': round(layout.flops_ratio, 3),
-          'sent_mib': round(layout.sent_bytes / 2**20, 3),
-          'sent_ratio': round(layout.sent_bytes / base.sent_bytes, 3),
-          'state_mib': round(layout.state_bytes / 2**20, 3),
-          'state_ratio': round(layout.state_bytes * NUM_DEVICES / base.state_bytes, 3),
-          'temp_mib': round(layout.temp_bytes / 2**20, 3),
-          'bubble': None if layout.bubble is None else round(layout.bubble, 4),
-          'last_loss': layout.losses[-1]}
+  return {
+    'layout': name,
+    'mesh': ' x '.join(f'{axis} {size}' for axis, size in mesh.items()),
+    'hosts': layout.topology.num_hosts,
+    'base': SETTINGS[name].base,
+    'compile_seconds': round(layout.compile_seconds, 2),
+    'step_seconds': round(statistics.median(seconds[name]), 4),
+    'step_ratio': round(statistics.median(ratios), 3),
+    'cpu_ratio': round(cpu[0] / cpu[1], 3),
+    'flops_ratio': round(layout.flops_ratio, 3),
+    'sent_mib': round(layout.sent_bytes / 2**20, 3),
+    'sent_ratio': round(layout.sent_bytes / base.sent_bytes, 3),
+    'state_mib': round(layout.state_bytes / 2**20, 3),
+    'state_ratio': round(layout.state_bytes * NUM_DEVICES / base.state_bytes, 3),
+    'temp_mib': round(layout.temp_bytes / 2**20, 3),
+    'bubble': None if layout.bubble is None else round(layout.bubble, 4),
+    'last_loss': layout.losses[-1],
+  }
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
   """Returns the rows as a table for docs/performance.md."""
-  lines = ['| layout | mesh | compile s | step / dp | CPU s / dp | FLOPs / ideal | bubble | sent '
-           '/ dp | MiB sent | state / ideal | state MiB | temp MiB |', '|---' * 12 + '|']
+  lines = [
+    '| layout | mesh | compile s | step / dp | CPU s / dp | FLOPs / ideal | bubble | sent '
+    '/ dp | MiB sent | state / ideal | state MiB | temp MiB |',
+    '|---' * 12 + '|',
+  ]
   for r in rows:
     bubble = '' if r['bubble'] is None else f'{r["bubble"]:.0%}'
-    lines.append(f'| {r["layout"]} | {r["mesh"]} | {r["compile_seconds"]:.1f} | '
-                 f'{r["step_ratio"]:.2f} | {r["cpu_ratio"]:.2f} | {r["flops_ratio"]:.2f} | '
-                 f'{bubble} | {r["sent_ratio"]:.2f} | {r["sent_mib"]:.1f} | '
-                 f'{r["state_ratio"]:.2f} | {r["state_mib"]:.1f} | {r["temp_mib"]:.0f} |')
+    lines.append(
+      f'| {r["layout"]} | {r["mesh"]} | {r["compile_seconds"]:.1f} | '
+      f'{r["step_ratio"]:.2f} | {r["cpu_ratio"]:.2f} | {r["flops_ratio"]:.2f} | '
+      f'{bubble} | {r["sent_ratio"]:.2f} | {r["sent_mib"]:.1f} | '
+      f'{r["state_ratio"]:.2f} | {r["state_mib"]:.1f} | {r["temp_mib"]:.0f} |'
+    )
   return '\n'.join(lines)
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
   """Writes the picture: a panel per column, a bar per layout."""
-  figure, panels = plt.subplots(1, len(PANELS), figsize=(12, 0.32 * len(rows) + 1), sharey=True,
-                                layout='constrained')
+  figure, panels = plt.subplots(
+    1, len(PANELS), figsize=(12, 0.32 * len(rows) + 1), sharey=True, layout='constrained'
+  )
   places = range(len(rows))
   for axes, (title, keys) in zip(panels, PANELS):
     left = [0.0] * len(rows)
@@ -260,8 +305,13 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
       axes.barh(places, values, left=left, color=colour)
       left = [a + b for a, b in zip(left, values)]
     for place, total in zip(places, left):
-      axes.text(total, place, f' {total:.2f}' if max(left) < 10 else f' {total:.0f}', va='center',
-                fontsize=8)
+      axes.text(
+        total,
+        place,
+        f' {total:.2f}' if max(left) < 10 else f' {total:.0f}',
+        va='center',
+        fontsize=8,
+      )
     if keys[0].endswith('_ratio'):
       axes.axvline(1.0, color='0.6', linewidth=0.8)
     axes.set_title(title, fontsize=9)
@@ -278,8 +328,10 @@ def chosen(text: Optional[str]) -> list[str]:
   """Returns the names of layouts, in our order, with those that they are compared with."""
   wanted = set(SETTINGS) if text is None else set(text.split(','))
   if not wanted <= set(SETTINGS):
-    raise SystemExit(f'--layouts: there is no {", ".join(sorted(wanted - set(SETTINGS)))}; there '
-                     f'are {", ".join(SETTINGS)}.')
+    raise SystemExit(
+      f'--layouts: there is no {", ".join(sorted(wanted - set(SETTINGS)))}; there '
+      f'are {", ".join(SETTINGS)}.'
+    )
   wanted |= {SETTINGS[name].base for name in wanted}
   return [name for name in SETTINGS if name in wanted]
 
@@ -298,19 +350,28 @@ def main() -> None:
   logging_setup.quiet_environment()
   load_before, begin = os.getloadavg()[0], time.monotonic()
   rows = measure(names, rounds=args.rounds, steps=args.steps)
-  report = {'command': ' '.join(['python', 'benchmarks/layouts.py', *sys.argv[1:]]),
-            'date': datetime.date.today().isoformat(), 'load_at_start': round(load_before, 2),
-            'load_at_end': round(os.getloadavg()[0], 2),
-            'seconds': round(time.monotonic() - begin),
-            'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}',
-            'python': platform.python_version(), 'jax': jax.__version__, 'model': MODEL,
-            'devices': NUM_DEVICES, 'rounds': args.rounds, 'steps_per_round': args.steps,
-            'layouts': rows}
+  report = {
+    'command': ' '.join(['python', 'benchmarks/layouts.py', *sys.argv[1:]]),
+    'date': datetime.date.today().isoformat(),
+    'load_at_start': round(load_before, 2),
+    'load_at_end': round(os.getloadavg()[0], 2),
+    'seconds': round(time.monotonic() - begin),
+    'machine': f'{os.cpu_count()} CPU cores, {platform.machine()}',
+    'python': platform.python_version(),
+    'jax': jax.__version__,
+    'model': MODEL,
+    'devices': NUM_DEVICES,
+    'rounds': args.rounds,
+    'steps_per_round': args.steps,
+    'layouts': rows,
+  }
   args.json.write_text(json.dumps(report, indent=1) + '\n')
   draw(rows, args.picture)
   print(markdown(rows))
-  print(f'load {load_before:.1f} at the start, {report["load_at_end"]:.1f} at the end; written: '
-        f'{args.json} {args.picture}')
+  print(
+    f'load {load_before:.1f} at the start, {report["load_at_end"]:.1f} at the end; written: '
+    f'{args.json} {args.picture}'
+  )
 
 
 if __name__ == '__main__':

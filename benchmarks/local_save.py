@@ -41,25 +41,40 @@ def seconds(what: Callable[[], Any]) -> float:
   return time.perf_counter() - begin
 
 
-def measure(num_devices: int, num_hosts: int, settings: dict[str, Any], *, rounds: int,
-            local: str) -> dict[str, float]:
+def measure(
+  num_devices: int, num_hosts: int, settings: dict[str, Any], *, rounds: int, local: str
+) -> dict[str, float]:
   """Returns medians of seconds; `written` is until it is on disk, the stall included."""
   bindings = [f'{key}={value}' for key, value in settings.items()]
   arguments = gin_loader.load([str(ROOT / EXAMPLE)], bindings=bindings, search_paths=()).arguments(
-      without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
-  program = program_of_run(arguments, optimizer=AdamW(), topology=Topology(
-      num_hosts, num_devices // num_hosts), devices=jax.devices()[:num_devices])
+    without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg')
+  )
+  program = program_of_run(
+    arguments,
+    optimizer=AdamW(),
+    topology=Topology(num_hosts, num_devices // num_hosts),
+    devices=jax.devices()[:num_devices],
+  )
   state = jax.block_until_ready(program.init())
   names = tuple(f'host {i}' for i in range(num_hosts))
   hosts = Hosts(names, names, lambda device: device.id * num_hosts // num_devices)
   copies = plan_copies(state, hosts)
-  facts = {'data_state': b'', 'manifest': make_manifest(
-      state, mesh_shape={}, data={}, next_batch_hash='')}
+  facts = {
+    'data_state': b'',
+    'manifest': make_manifest(state, mesh_shape={}, data={}, next_batch_hash=''),
+  }
   times: dict[str, list[float]] = {}
   with tempfile.TemporaryDirectory() as model_dir, tempfile.TemporaryDirectory(dir=local) as near:
     checkpointer = Checkpointer(model_dir, keep=Keep(last=2))
-    tier = LocalTier(pathlib.Path(near), model_dir=pathlib.Path(model_dir), copies=copies,
-                     hosts=hosts, period=1, process=0, attempt='')
+    tier = LocalTier(
+      pathlib.Path(near),
+      model_dir=pathlib.Path(model_dir),
+      copies=copies,
+      hosts=hosts,
+      period=1,
+      process=0,
+      attempt='',
+    )
     with tier:
       for step in range(rounds + 1):
         for name, saver in (('durable', checkpointer), ('local', tier)):
@@ -69,8 +84,11 @@ def measure(num_devices: int, num_hosts: int, settings: dict[str, Any], *, round
             times.setdefault(f'{name}_stall', []).append(stall)
             times.setdefault(f'{name}_written', []).append(stall + rest)
     checkpointer.close()
-  return {'bytes': sum(x.nbytes for x in jax.tree.leaves(state)), 'local_bytes': copies.bytes_of[0],
-          **{name: statistics.median(values) for name, values in times.items()}}
+  return {
+    'bytes': sum(x.nbytes for x in jax.tree.leaves(state)),
+    'local_bytes': copies.bytes_of[0],
+    **{name: statistics.median(values) for name, values in times.items()},
+  }
 
 
 def main() -> None:
@@ -80,15 +98,19 @@ def main() -> None:
   args = parser.parse_args()
   play_devices(8, environ=os.environ)
   load = os.getloadavg()[0]
-  results = {name: measure(*case, rounds=args.rounds, local=args.local)
-             for name, case in CASES.items()}
+  results = {
+    name: measure(*case, rounds=args.rounds, local=args.local) for name, case in CASES.items()
+  }
   for name, r in results.items():
-    print(f'{name}: {r["bytes"] / 1e6:.0f} MB; stall {r["durable_stall"]:.3f} s durable, '
-          f'{r["local_stall"]:.3f} s local, ratio {r["local_stall"] / r["durable_stall"]:.2f}; '
-          f'on disk after {r["durable_written"]:.2f} s and {r["local_written"]:.2f} s')
+    print(
+      f'{name}: {r["bytes"] / 1e6:.0f} MB; stall {r["durable_stall"]:.3f} s durable, '
+      f'{r["local_stall"]:.3f} s local, ratio {r["local_stall"] / r["durable_stall"]:.2f}; '
+      f'on disk after {r["durable_written"]:.2f} s and {r["local_written"]:.2f} s'
+    )
   out = ROOT / 'benchmarks' / 'results' / 'local_save.json'
-  out.write_text(json.dumps({'load_before': load, 'rounds': args.rounds, 'results': results},
-                            indent=1) + '\n')
+  out.write_text(
+    json.dumps({'load_before': load, 'rounds': args.rounds, 'results': results}, indent=1) + '\n'
+  )
 
 
 if __name__ == '__main__':

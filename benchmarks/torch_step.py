@@ -17,7 +17,6 @@ STEPS = 10
 
 
 class Layer(nn.Module):
-
   def __init__(self):
     super().__init__()
     self.norm1, self.norm2 = nn.RMSNorm(EMBED), nn.RMSNorm(EMBED)
@@ -39,8 +38,9 @@ def main() -> None:
   torch.manual_seed(0)
   embedding = nn.Embedding(VOCAB, EMBED)
   layers, norm = nn.Sequential(*(Layer() for _ in range(LAYERS))), nn.RMSNorm(EMBED)
-  optimizer = torch.optim.AdamW([p for m in (embedding, layers, norm) for p in m.parameters()],
-                                lr=1e-3)
+  optimizer = torch.optim.AdamW(
+    [p for m in (embedding, layers, norm) for p in m.parameters()], lr=1e-3
+  )
   tokens = torch.randint(1, 259, (BATCH, LENGTH))
   inputs = F.pad(tokens, (1, 0))[:, :-1]
   seconds = []
@@ -53,10 +53,16 @@ def main() -> None:
     optimizer.step()
     optimizer.zero_grad()
     seconds.append(time.monotonic() - begin)
-  print(json.dumps({
-      'what': f'PyTorch {torch.__version__} step', 'step_seconds': statistics.median(seconds[2:]),
-      'cpu_seconds_per_step': (time.process_time() - cpu) / STEPS,
-      'peak_rss_mib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+  print(
+    json.dumps(
+      {
+        'what': f'PyTorch {torch.__version__} step',
+        'step_seconds': statistics.median(seconds[2:]),
+        'cpu_seconds_per_step': (time.process_time() - cpu) / STEPS,
+        'peak_rss_mib': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+      }
+    )
+  )
 
 
 if __name__ == '__main__':

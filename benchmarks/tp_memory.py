@@ -29,40 +29,61 @@ MODEL = pathlib.Path(__file__).parents[1] / 'gin_configs' / 'models' / 'bert_lar
 OUT = pathlib.Path(__file__).parent / 'results' / 'tp_memory.json'
 
 
-def measure(args: argparse.Namespace, remat: str, model: int,
-            sequence_parallel: bool) -> dict[str, Any]:
+def measure(
+  args: argparse.Namespace, remat: str, model: int, sequence_parallel: bool
+) -> dict[str, Any]:
   """Returns parameters, and bytes of state and of everything else on one of `model` devices."""
   with gin.unlock_config():
     gin.clear_config()
-    gin.parse_config_files_and_bindings([str(MODEL)], [
-        "HEAD = 'mlm'", 'VOCAB_SIZE = 30_592', "DTYPE = 'float32'", f'REMAT_POLICY = {remat!r}'])
+    gin.parse_config_files_and_bindings(
+      [str(MODEL)],
+      ["HEAD = 'mlm'", 'VOCAB_SIZE = 30_592', "DTYPE = 'float32'", f'REMAT_POLICY = {remat!r}'],
+    )
     bert = gin.query_parameter('%MODEL').scoped_configurable_fn()
   program = build_program(
-      model=bert, optimizer=AdamW(), schedule=constant(1e-4),
-      partitioner=Partitioner(num_partitions=model, sequence_parallel=sequence_parallel),
-      topology=Topology(1, model), devices=jax.devices()[:model], batch_size=args.batch,
-      task_feature_lengths={'inputs': args.length, 'targets': args.length}, pack=False, seed=0)
+    model=bert,
+    optimizer=AdamW(),
+    schedule=constant(1e-4),
+    partitioner=Partitioner(num_partitions=model, sequence_parallel=sequence_parallel),
+    topology=Topology(1, model),
+    devices=jax.devices()[:model],
+    batch_size=args.batch,
+    task_feature_lengths={'inputs': args.length, 'targets': args.length},
+    pack=False,
+    seed=0,
+  )
   compiled = program.train_step.lower(program.abstract_state, program.abstract_batch).compile(
-      compiler_options={'xla_llvm_disable_expensive_passes': True})
+    compiler_options={'xla_llvm_disable_expensive_passes': True}
+  )
   memory = compiled.memory_analysis()
   unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
-  return {'remat_policy': remat, 'model': model, 'sequence_parallel': sequence_parallel,
-          'parameters': program.num_params, 'state_bytes': memory.argument_size_in_bytes,
-          'temporary_bytes': memory.temp_size_in_bytes + unaliased}
+  return {
+    'remat_policy': remat,
+    'model': model,
+    'sequence_parallel': sequence_parallel,
+    'parameters': program.num_params,
+    'state_bytes': memory.argument_size_in_bytes,
+    'temporary_bytes': memory.temp_size_in_bytes + unaliased,
+  }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
   """Returns the rows as text, with the total relative to a fair share of one device's."""
+
   def total(row: dict[str, Any]) -> int:
     return row['state_bytes'] + row['temporary_bytes']
-  lines = [f'{"model":>5} {"sequence":>8} {"state GiB":>10} {"rest GiB":>9} {"total GiB":>10} '
-           f'{"of 1/model":>10}']
+
+  lines = [
+    f'{"model":>5} {"sequence":>8} {"state GiB":>10} {"rest GiB":>9} {"total GiB":>10} '
+    f'{"of 1/model":>10}'
+  ]
   for row in rows:
     gib = [n / 2**30 for n in (row['state_bytes'], row['temporary_bytes'], total(row))]
     share = total(row) * row['model'] / total(rows[0])
     split = 'split' if row['sequence_parallel'] else 'whole'
-    lines.append(f'{row["model"]:>5} {split:>8} {gib[0]:>10.2f} {gib[1]:>9.2f} {gib[2]:>10.2f} '
-                 f'{share:>9.2f}x')
+    lines.append(
+      f'{row["model"]:>5} {split:>8} {gib[0]:>10.2f} {gib[1]:>9.2f} {gib[2]:>10.2f} {share:>9.2f}x'
+    )
   return '\n'.join(lines)
 
 
@@ -78,15 +99,28 @@ def main() -> None:
   rows = []
   for remat in ('none', 'full'):
     part = [measure(args, remat, 1, False)] + [
-        measure(args, remat, model, split) for split in (False, True) for model in DEVICES[1:]]
-    print(f'{part[0]["parameters"]:,} parameters, batch {args.batch} x {args.length}, float32, '
-          f'AdamW, remat_policy = {remat!r}')
+      measure(args, remat, model, split) for split in (False, True) for model in DEVICES[1:]
+    ]
+    print(
+      f'{part[0]["parameters"]:,} parameters, batch {args.batch} x {args.length}, float32, '
+      f'AdamW, remat_policy = {remat!r}'
+    )
     print(table(part))
     rows += part
-  args.out.write_text(json.dumps({
-      'command': f'python benchmarks/tp_memory.py --batch {args.batch} --length {args.length}',
-      'batch': args.batch, 'length': args.length, 'dtype': 'float32', 'jax': jax.__version__,
-      'rows': rows}, indent=2) + '\n')
+  args.out.write_text(
+    json.dumps(
+      {
+        'command': f'python benchmarks/tp_memory.py --batch {args.batch} --length {args.length}',
+        'batch': args.batch,
+        'length': args.length,
+        'dtype': 'float32',
+        'jax': jax.__version__,
+        'rows': rows,
+      },
+      indent=2,
+    )
+    + '\n'
+  )
 
 
 if __name__ == '__main__':

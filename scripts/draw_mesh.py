@@ -10,6 +10,7 @@ import pathlib
 import sys
 
 import matplotlib
+
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 import numpy as np
@@ -19,9 +20,9 @@ from t5x_gpu.runtime.cluster.topology import Topology
 
 TOPOLOGY = Topology(2, 8)
 SETTINGS = {
-    'num_partitions = 1': dict(num_partitions=1),
-    'num_partitions = 4': dict(num_partitions=4),
-    'fsdp = 4, num_partitions = 2': dict(fsdp=4, num_partitions=2),
+  'num_partitions = 1': dict(num_partitions=1),
+  'num_partitions = 4': dict(num_partitions=4),
+  'fsdp = 4, num_partitions = 2': dict(fsdp=4, num_partitions=2),
 }
 
 
@@ -34,15 +35,25 @@ def draw(axes: plt.Axes, title: str, **settings: int) -> None:
     at = dict(zip(MESH_AXES, place))
     host, gpu = divmod(int(number), TOPOLOGY.devices_per_host)
     axes.add_patch(plt.Rectangle((gpu, -1.5 * host), 0.92, 0.92, color=colours(at['data'] % 20)))
-    axes.text(gpu + 0.46, -1.5 * host + 0.46, f'fsdp {at["fsdp"]}\nmodel {at["model"]}',
-              fontsize=7, ha='center', va='center',
-              color='white' if at['data'] % 2 == 0 else 'black')
+    axes.text(
+      gpu + 0.46,
+      -1.5 * host + 0.46,
+      f'fsdp {at["fsdp"]}\nmodel {at["model"]}',
+      fontsize=7,
+      ha='center',
+      va='center',
+      color='white' if at['data'] % 2 == 0 else 'black',
+    )
   for host in range(TOPOLOGY.num_hosts):
     axes.text(-0.2, -1.5 * host + 0.46, f'host {host}', ha='right', va='center', fontsize=9)
   axes.text(4, -0.29, 'network', ha='center', va='center', fontsize=8, color='0.4')
   total = sizes.total
-  axes.set_title(f'{title}: copies: {total["data"]} (colours), parts of a copy: '
-                 f'{total["fsdp"]} (fsdp) x {total["model"]} (model)', fontsize=9, loc='left')
+  axes.set_title(
+    f'{title}: copies: {total["data"]} (colours), parts of a copy: '
+    f'{total["fsdp"]} (fsdp) x {total["model"]} (model)',
+    fontsize=9,
+    loc='left',
+  )
   axes.set_xlim(-1.4, 8.1)
   axes.set_ylim(-1.6, 1.0)
   axes.set_aspect('equal')

@@ -38,8 +38,9 @@ PARTIAL = '.partial'
 _LINES_PER_COUNT = 1000
 
 
-def documents(path: str, *, sets: Optional[frozenset[str]],
-              max_corrupt_fraction: float) -> Iterator[tuple[str, str]]:
+def documents(
+  path: str, *, sets: Optional[frozenset[str]], max_corrupt_fraction: float
+) -> Iterator[tuple[str, str]]:
   """Yields (text, set) of the lines of a shard; with `sets`, of these sets alone.
 
   Raises:
@@ -58,8 +59,12 @@ def documents(path: str, *, sets: Optional[frozenset[str]],
           if not isinstance(text, str) or not isinstance(name, str):
             raise TypeError('its text or pile_set_name is no text')
         except (ValueError, TypeError, KeyError, AttributeError) as e:
-          damaged.append(DataError(f'{path}:{number} is no document of The Pile: '
-                                   f'{type(e).__name__}: {e}.', fix='Remove that line.'))
+          damaged.append(
+            DataError(
+              f'{path}:{number} is no document of The Pile: {type(e).__name__}: {e}.',
+              fix='Remove that line.',
+            )
+          )
         else:
           if text.strip() and (sets is None or name in sets):
             yield text, name
@@ -67,8 +72,9 @@ def documents(path: str, *, sets: Optional[frozenset[str]],
           damage.count(path, first=first, num_records=number - first, damaged=damaged)
           first, damaged = number, []
   except (OSError, EOFError) as e:
-    raise DataError(f'{path} breaks off after line {number}: {e}.',
-                    fix='Download that file again.') from e
+    raise DataError(
+      f'{path} breaks off after line {number}: {e}.', fix='Download that file again.'
+    ) from e
   if number > first:
     damage.count(path, first=first, num_records=number - first, damaged=damaged)
   damage.end_of_file(path, num_records=number)
@@ -89,8 +95,11 @@ class _Files:
     if self._writer is None:
       self.files.append(f'{self._name}-{len(self.files):05d}.{self._form}')
       partial = str(self._folder / (self.files[-1] + PARTIAL))
-      self._writer = (ArrayRecordWriter(partial, 'group_size:1,zstd:3')
-                      if self._form == 'arrayrecord' else tf.io.TFRecordWriter(partial))
+      self._writer = (
+        ArrayRecordWriter(partial, 'group_size:1,zstd:3')
+        if self._form == 'arrayrecord'
+        else tf.io.TFRecordWriter(partial)
+      )
       self._bytes = 0
     self._writer.write(record)
     self._bytes += len(record)
@@ -114,15 +123,22 @@ def convert(path: str, folder: pathlib.Path, settings: dict[str, Any]) -> dict[s
   """Returns documents per set, after writing those of one shard; all there or not marked done."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the workers
   sets = frozenset(settings['sets']) if settings['sets'] is not None else None
-  files = _Files(folder, _name_of(path), form=settings['format'],
-                 max_bytes=settings['file_megabytes'] * 10**6)
+  files = _Files(
+    folder, _name_of(path), form=settings['format'], max_bytes=settings['file_megabytes'] * 10**6
+  )
   counts: collections.Counter[str] = collections.Counter()
-  for text, name in documents(path, sets=sets,
-                              max_corrupt_fraction=settings['max_corrupt_fraction']):
-    feature = {key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[value.encode(
-        'utf-8', 'replace')])) for key, value in (('text', text), ('pile_set_name', name))}
-    files.write(tf.train.Example(
-        features=tf.train.Features(feature=feature)).SerializeToString(deterministic=True))
+  for text, name in documents(
+    path, sets=sets, max_corrupt_fraction=settings['max_corrupt_fraction']
+  ):
+    feature = {
+      key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[value.encode('utf-8', 'replace')]))
+      for key, value in (('text', text), ('pile_set_name', name))
+    }
+    files.write(
+      tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString(
+        deterministic=True
+      )
+    )
     counts[name] += 1
   files.close()
   done = folder / (_name_of(path) + DONE)
@@ -142,21 +158,34 @@ def _check_settings(folder: pathlib.Path, settings: dict[str, Any]) -> None:
   before = json.loads(path.read_text('utf-8'))
   if different := [name for name in settings if settings[name] != before.get(name)]:
     raise DataError(
-        f'{folder} was begun with ' + ', '.join(
-            f'{name} = {before.get(name)!r} (now {settings[name]!r})' for name in different) + '.',
-        fix='Repeat the command as it was, or give another --output.')
+      f'{folder} was begun with '
+      + ', '.join(f'{name} = {before.get(name)!r} (now {settings[name]!r})' for name in different)
+      + '.',
+      fix='Repeat the command as it was, or give another --output.',
+    )
 
 
 def _inputs(patterns: list[str]) -> list[str]:
-  paths = sorted({path for pattern in patterns for path in matching_files(pattern)
-                  if '.jsonl' in os.path.basename(path)})
+  paths = sorted(
+    {
+      path
+      for pattern in patterns
+      for path in matching_files(pattern)
+      if '.jsonl' in os.path.basename(path)
+    }
+  )
   names = collections.Counter(map(_name_of, paths))
   if twice := [name for name, count in names.items() if count > 1]:
-    raise DataError(f'{names[twice[0]]} files are called {twice[0]}.jsonl*; their outputs would '
-                    'overwrite each other.', fix='Convert them into two folders.')
+    raise DataError(
+      f'{names[twice[0]]} files are called {twice[0]}.jsonl*; their outputs would '
+      'overwrite each other.',
+      fix='Convert them into two folders.',
+    )
   if not paths:
-    raise DataError(f'No .jsonl, .jsonl.gz or .jsonl.zst file in {", ".join(patterns)}.',
-                    fix='Give the shards of The Pile, or their folder.')
+    raise DataError(
+      f'No .jsonl, .jsonl.gz or .jsonl.zst file in {", ".join(patterns)}.',
+      fix='Give the shards of The Pile, or their folder.',
+    )
   return paths
 
 
@@ -165,24 +194,33 @@ def run(args: argparse.Namespace) -> None:
   folder = pathlib.Path(args.output).expanduser()
   paths = _inputs(args.inputs)
   folder.mkdir(parents=True, exist_ok=True)
-  settings = {'format': args.format, 'file_megabytes': args.file_megabytes,
-              'sets': sorted(s.strip() for s in args.sets.split(',')) if args.sets else None,
-              'max_corrupt_fraction': args.max_corrupt_fraction}
+  settings = {
+    'format': args.format,
+    'file_megabytes': args.file_megabytes,
+    'sets': sorted(s.strip() for s in args.sets.split(',')) if args.sets else None,
+    'max_corrupt_fraction': args.max_corrupt_fraction,
+  }
   _check_settings(folder, settings)
   todo = [path for path in paths if not (folder / (_name_of(path) + DONE)).exists()]
   console = rich.console.Console(highlight=False, soft_wrap=True)
   console.print(f'{len(paths)} files, {len(paths) - len(todo)} done before', markup=False)
   if len(todo) < args.workers and todo:
-    console.print(f'{len(todo)} files keep {len(todo)} of {args.workers} workers busy: a file is '
-                  'read by one worker.', markup=False)
+    console.print(
+      f'{len(todo)} files keep {len(todo)} of {args.workers} workers busy: a file is '
+      'read by one worker.',
+      markup=False,
+    )
   counts: collections.Counter[str] = collections.Counter()
   # TensorFlow does not survive a fork.
   context = multiprocessing.get_context('spawn')
   pool = concurrent.futures.ProcessPoolExecutor(args.workers, mp_context=context)
   try:
-    with rich.progress.Progress(*rich.progress.Progress.get_default_columns(),
-                                rich.progress.MofNCompleteColumn(), console=console,
-                                disable=not console.is_terminal) as bar:
+    with rich.progress.Progress(
+      *rich.progress.Progress.get_default_columns(),
+      rich.progress.MofNCompleteColumn(),
+      console=console,
+      disable=not console.is_terminal,
+    ) as bar:
       task = bar.add_task('files', total=len(paths), completed=len(paths) - len(todo))
       futures = {pool.submit(convert, path, folder, settings): path for path in todo}
       for future in concurrent.futures.as_completed(futures):
@@ -204,17 +242,23 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> int:
   """Returns the exit code."""
-  parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
   parser.add_argument('inputs', nargs='+', metavar='FILES', help='shards, patterns or folders')
   parser.add_argument('--output', required=True, metavar='DIR')
   parser.add_argument('--format', choices=('arrayrecord', 'tfrecord'), default='arrayrecord')
-  parser.add_argument('--sets', metavar='NAMES', help=(
-      'pile_set_names to keep, separated by commas (default: all)'))
+  parser.add_argument(
+    '--sets', metavar='NAMES', help=('pile_set_names to keep, separated by commas (default: all)')
+  )
   parser.add_argument('--file_megabytes', type=int, default=256, help='text per file written')
   parser.add_argument('--workers', type=int, default=os.cpu_count() or 1)
-  parser.add_argument('--max_corrupt_fraction', type=float, default=0.0, help=(
-      'share of the lines of a file that may be damaged: left out (default: none)'))
+  parser.add_argument(
+    '--max_corrupt_fraction',
+    type=float,
+    default=0.0,
+    help=('share of the lines of a file that may be damaged: left out (default: none)'),
+  )
   try:
     with sigterm_raises():
       run(parser.parse_args())

@@ -46,6 +46,7 @@ class Result:
     peak_bytes: high-water mark of device memory.
     losses: first and last of the timed steps, to see that it trains.
   """
+
   device_kind: str
   num_devices: int
   dtype: str
@@ -63,8 +64,14 @@ class Result:
   losses: tuple[float, float]
 
 
-def bench(program: Program, arguments: Mapping[str, Any], *, num_steps: int, warmup_steps: int,
-          xla: Optional[xla_flags.Applied] = None) -> Result:
+def bench(
+  program: Program,
+  arguments: Mapping[str, Any],
+  *,
+  num_steps: int,
+  warmup_steps: int,
+  xla: Optional[xla_flags.Applied] = None,
+) -> Result:
   """Returns the measurement of the training step of `program`.
 
   Each step is waited for; the wait costs microseconds and makes every step a sample of its own.
@@ -73,11 +80,14 @@ def bench(program: Program, arguments: Mapping[str, Any], *, num_steps: int, war
   devices = program.layout.mesh.devices.reshape(-1)
   dataset = dataclasses.replace(arguments['train_dataset_cfg'], module='t5x_gpu.data.synthetic')
   batches = open_batches(
-      dataset, spec=program.spec,
-      feature_converter=model.feature_converter(dataset.task_feature_lengths))
+    dataset,
+    spec=program.spec,
+    feature_converter=model.feature_converter(dataset.task_feature_lengths),
+  )
   begin = time.monotonic()
   step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile(
-      compiler_options=compile_options(program, xla))
+    compiler_options=compile_options(program, xla)
+  )
   compile_seconds = time.monotonic() - begin
   state = program.init()
   # The same few batches again and again: making them must not be what is timed.
@@ -101,51 +111,70 @@ def bench(program: Program, arguments: Mapping[str, Any], *, num_steps: int, war
   tf32 = dtype == 'float32' and jax.config.jax_default_matmul_precision is None
   peak = (hardware.peak_flops(kind, 'tf32') if tf32 else None) or hardware.peak_flops(kind, dtype)
   return Result(
-      device_kind=kind, num_devices=len(devices), dtype=dtype,
-      jax_version=jax.__version__, num_params=program.num_params, batch_size=batch_size,
-      length=length, compile_seconds=compile_seconds, step_seconds=step_seconds,
-      cpu_seconds_per_step=cpu_seconds_per_step,
-      tokens_per_second=batch_size * length / step_seconds,
-      model_tflops_per_second_per_device=step_flops / step_seconds / 1e12,
-      mfu=mfu(step_flops, step_seconds=step_seconds, peak_flops=peak),
-      peak_bytes=(devices[0].memory_stats() or {}).get('peak_bytes_in_use'),
-      losses=(losses[0], losses[-1]))
+    device_kind=kind,
+    num_devices=len(devices),
+    dtype=dtype,
+    jax_version=jax.__version__,
+    num_params=program.num_params,
+    batch_size=batch_size,
+    length=length,
+    compile_seconds=compile_seconds,
+    step_seconds=step_seconds,
+    cpu_seconds_per_step=cpu_seconds_per_step,
+    tokens_per_second=batch_size * length / step_seconds,
+    model_tflops_per_second_per_device=step_flops / step_seconds / 1e12,
+    mfu=mfu(step_flops, step_seconds=step_seconds, peak_flops=peak),
+    peak_bytes=(devices[0].memory_stats() or {}).get('peak_bytes_in_use'),
+    losses=(losses[0], losses[-1]),
+  )
 
 
 def describe(result: Result) -> str:
   """Returns the measurement as a few lines to read."""
   r = result
   memory = 'unknown' if r.peak_bytes is None else f'{r.peak_bytes / 2**30:.2f} GiB'
-  utilisation = ('unknown (no dense peak known for this device and dtype)' if r.mfu is None
-                 else f'{r.mfu:.1%}')
-  return (f'{r.num_devices} x {r.device_kind}, {r.dtype}, jax {r.jax_version}; batch '
-          f'{r.batch_size} x {r.length}\n'
-          f'  compile      {r.compile_seconds:.1f} s\n'
-          f'  step         {r.step_seconds * 1e3:.1f} ms (median)\n'
-          f'  tokens/s     {r.tokens_per_second:,.0f}\n'
-          f'  TFLOP/s      {r.model_tflops_per_second_per_device:.2f} per device '
-          '(model FLOPs, models/flops.py)\n'
-          f'  MFU          {utilisation}\n'
-          f'  peak memory  {memory}\n'
-          f'  loss         {r.losses[0]:.3f} -> {r.losses[1]:.3f}')
+  utilisation = (
+    'unknown (no dense peak known for this device and dtype)' if r.mfu is None else f'{r.mfu:.1%}'
+  )
+  return (
+    f'{r.num_devices} x {r.device_kind}, {r.dtype}, jax {r.jax_version}; batch '
+    f'{r.batch_size} x {r.length}\n'
+    f'  compile      {r.compile_seconds:.1f} s\n'
+    f'  step         {r.step_seconds * 1e3:.1f} ms (median)\n'
+    f'  tokens/s     {r.tokens_per_second:,.0f}\n'
+    f'  TFLOP/s      {r.model_tflops_per_second_per_device:.2f} per device '
+    '(model FLOPs, models/flops.py)\n'
+    f'  MFU          {utilisation}\n'
+    f'  peak memory  {memory}\n'
+    f'  loss         {r.losses[0]:.3f} -> {r.losses[1]:.3f}'
+  )
 
 
 def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files, measures, prints, and with --json writes the result."""
+
   def extra(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--steps', type=int, default=20, help='timed steps (default 20)')
     parser.add_argument('--warmup', type=int, default=3, help='untimed steps first (default 3)')
     parser.add_argument('--json', metavar='FILE', help='also write the result to FILE')
     cluster_lib.add_flags(parser)
+
   logging_setup.quiet_environment()
-  args = cli.parse_args('python -m t5x_gpu.bench', __doc__.splitlines()[0],
-                        sys.argv[1:] if argv is None else argv, extra=extra)
+  args = cli.parse_args(
+    'python -m t5x_gpu.bench',
+    __doc__.splitlines()[0],
+    sys.argv[1:] if argv is None else argv,
+    extra=extra,
+  )
   if args.extra.steps < 1 or args.extra.warmup < 0:
-    raise ConfigError(f'--steps={args.extra.steps} --warmup={args.extra.warmup}: there is nothing '
-                      'to time.', fix='Give --steps of at least 1 and --warmup of at least 0.')
+    raise ConfigError(
+      f'--steps={args.extra.steps} --warmup={args.extra.warmup}: there is nothing to time.',
+      fix='Give --steps of at least 1 and --warmup of at least 0.',
+    )
   cluster = cluster_lib.detect_here(args.extra)
-  loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
-                           search_paths=args.gin_search_paths)
+  loaded = gin_loader.load(
+    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
+  )
   arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
   xla = distributed.start(cluster, arguments)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
@@ -156,8 +185,9 @@ def main(argv: Optional[list[str]] = None) -> int:
     print(xla.report(), program.layout.table(), size_line(program), sep='\n', flush=True)
   if args.dry_run:
     return 0
-  result = bench(program, arguments, num_steps=args.extra.steps, warmup_steps=args.extra.warmup,
-                 xla=xla)
+  result = bench(
+    program, arguments, num_steps=args.extra.steps, warmup_steps=args.extra.warmup, xla=xla
+  )
   if is_main:
     print(describe(result))
     if args.extra.json:

@@ -40,10 +40,19 @@ s3:// and gs:// as well.
 """
 TROUBLE = 2
 # Flags, and the commands that take them.
-FLAGS = {'json': ('inspect',), 'step': ('inspect', 'verify'), 'last': ('average',),
-         'to': ('average',), 'keep_last': ('prune',), 'keep_every': ('prune',),
-         'keep_steps': ('prune',), 'keep_best': ('prune',), 'metric': ('prune',),
-         'best_is': ('prune',), 'yes': ('prune',)}
+FLAGS = {
+  'json': ('inspect',),
+  'step': ('inspect', 'verify'),
+  'last': ('average',),
+  'to': ('average',),
+  'keep_last': ('prune',),
+  'keep_every': ('prune',),
+  'keep_steps': ('prune',),
+  'keep_best': ('prune',),
+  'metric': ('prune',),
+  'best_is': ('prune',),
+  'yes': ('prune',),
+}
 
 
 def _positive(text: str) -> int:
@@ -62,19 +71,33 @@ def _flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('command', choices=COMMANDS)
   parser.add_argument('folders', nargs='*', metavar='FOLDER')
   group = parser.add_argument_group('checkpoint')
-  group.add_argument('--step', type=int, metavar='N',
-                     help='inspect, verify: which checkpoint (default: the latest; verify: all)')
+  group.add_argument(
+    '--step',
+    type=int,
+    metavar='N',
+    help='inspect, verify: which checkpoint (default: the latest; verify: all)',
+  )
   group.add_argument('--json', action='store_true', help='inspect: for programs')
   group.add_argument('--to', metavar='FOLDER', help='average: new folder')
-  group.add_argument('--last', type=_positive, metavar='N',
-                     help='average: the last N checkpoints of each MODEL_DIR (default: the latest)')
+  group.add_argument(
+    '--last',
+    type=_positive,
+    metavar='N',
+    help='average: the last N checkpoints of each MODEL_DIR (default: the latest)',
+  )
   group.add_argument('--keep_last', type=_positive, metavar='N', help='prune: keep the last N')
-  group.add_argument('--keep_every', type=_positive, metavar='K',
-                     help='prune: keep steps that are multiples of K')
-  group.add_argument('--keep_steps', type=_steps, default=(), metavar='N,N',
-                     help='prune: keep these steps')
-  group.add_argument('--keep_best', type=_positive, metavar='N',
-                     help='prune: keep the N that were best when they were evaluated')
+  group.add_argument(
+    '--keep_every', type=_positive, metavar='K', help='prune: keep steps that are multiples of K'
+  )
+  group.add_argument(
+    '--keep_steps', type=_steps, default=(), metavar='N,N', help='prune: keep these steps'
+  )
+  group.add_argument(
+    '--keep_best',
+    type=_positive,
+    metavar='N',
+    help='prune: keep the N that were best when they were evaluated',
+  )
   group.add_argument('--metric', help='prune: by which (default: eval/loss)')
   group.add_argument('--best_is', choices=BEST_IS, help='prune: what is best (default: min)')
   group.add_argument('--yes', action='store_true', help='prune: do it (default: show it)')
@@ -98,8 +121,10 @@ def _diff(args: argparse.Namespace, console: Console) -> int:
       console.say(str(difference))
       count += 1
   if lines or count:
-    console.say(f'{a.path} and {b.path} differ: {len(lines)} arrays in name, shape or dtype, '
-                f'{count} in values')
+    console.say(
+      f'{a.path} and {b.path} differ: {len(lines)} arrays in name, shape or dtype, '
+      f'{count} in values'
+    )
     return 1
   console.say(f'{a.path} and {b.path} hold the same {len(a.shapes)} arrays')
   return 0
@@ -124,9 +149,14 @@ def _verify(args: argparse.Namespace, console: Console) -> int:
     damaged += bool(verdict.damaged)
     if not verdict.damaged:
       known = verdict.num_arrays - verdict.num_unknown
-      console.say(f'checkpoint_{step}: {known} arrays have the values that were saved'
-                  + (f'; {verdict.num_unknown} can be read, and have no checksum'
-                     if verdict.num_unknown else ''))
+      console.say(
+        f'checkpoint_{step}: {known} arrays have the values that were saved'
+        + (
+          f'; {verdict.num_unknown} can be read, and have no checksum'
+          if verdict.num_unknown
+          else ''
+        )
+      )
   return int(damaged > 0)
 
 
@@ -137,11 +167,13 @@ def _average(args: argparse.Namespace, console: Console) -> int:
   for name in args.folders:
     folder, step = find_checkpoint(name)
     is_one = as_path(name) == checkpoint_path(folder, step)
-    steps = [step] if is_one or not args.last else committed_steps(folder)[-args.last:]
+    steps = [step] if is_one or not args.last else committed_steps(folder)[-args.last :]
     readers += [ParamsReader(folder, step=n) for n in steps]
   if len(readers) < 2:
-    raise ConfigError(f'The mean of {len(readers)} checkpoint is itself.',
-                      fix='Name several folders, or --last=N with N of at least 2.')
+    raise ConfigError(
+      f'The mean of {len(readers)} checkpoint is itself.',
+      fix='Name several folders, or --last=N with N of at least 2.',
+    )
   for reader in readers:
     console.say(f'from: {reader.path}')
   with sigterm_raises():
@@ -152,10 +184,19 @@ def _average(args: argparse.Namespace, console: Console) -> int:
 
 def _prune(args: argparse.Namespace, console: Console) -> int:
   if not (args.keep_last or args.keep_every or args.keep_steps or args.keep_best):
-    raise ConfigError('Nothing says which checkpoints are to stay.',
-                      fix='Set --keep_last=N, --keep_every=K, --keep_steps=N,N or --keep_best=N.')
-  keep = Keep(args.keep_last, args.keep_every, args.keep_steps, args.keep_best,
-              args.metric or Keep.metric, args.best_is or Keep.best_is, named_by='--metric')
+    raise ConfigError(
+      'Nothing says which checkpoints are to stay.',
+      fix='Set --keep_last=N, --keep_every=K, --keep_steps=N,N or --keep_best=N.',
+    )
+  keep = Keep(
+    args.keep_last,
+    args.keep_every,
+    args.keep_steps,
+    args.keep_best,
+    args.metric or Keep.metric,
+    args.best_is or Keep.best_is,
+    named_by='--metric',
+  )
   plan = plan_prune(args.folders[0], keep)
   check_lock(plan.folder)
   _show(plan, console)
@@ -177,27 +218,46 @@ def _show(plan: Plan, console: Console) -> None:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
-    'inspect': _inspect, 'diff': _diff, 'verify': _verify, 'average': _average, 'prune': _prune}
+  'inspect': _inspect,
+  'diff': _diff,
+  'verify': _verify,
+  'average': _average,
+  'prune': _prune,
+}
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
   """Does what one command says; returns its exit code."""
   logging_setup.quiet_environment()
   jax.config.update('jax_platforms', 'cpu')  # no GPU is needed, nor taken from a run
-  args = cli.parse_args(PROG, DESCRIPTION, sys.argv[1:] if argv is None else argv, extra=_flags,
-                        gin_file_required=False, takes_config=False, examples=EXAMPLES)
+  args = cli.parse_args(
+    PROG,
+    DESCRIPTION,
+    sys.argv[1:] if argv is None else argv,
+    extra=_flags,
+    gin_file_required=False,
+    takes_config=False,
+    examples=EXAMPLES,
+  )
   extra = args.extra
   if args.has_config:
     raise ConfigError(f'{PROG} takes no configuration.', fix='Leave --gin_file and --gin.X out.')
-  useless = [f'--{name}' for name, commands in FLAGS.items()
-             if getattr(extra, name) not in (None, False, ()) and extra.command not in commands]
+  useless = [
+    f'--{name}'
+    for name, commands in FLAGS.items()
+    if getattr(extra, name) not in (None, False, ()) and extra.command not in commands
+  ]
   if useless:
-    raise ConfigError(f'{", ".join(useless)} means nothing to {extra.command}.',
-                      fix=f'{PROG} --help says what each is for.')
+    raise ConfigError(
+      f'{", ".join(useless)} means nothing to {extra.command}.',
+      fix=f'{PROG} --help says what each is for.',
+    )
   wanted = {'diff': 2, 'average': max(len(extra.folders), 1)}.get(extra.command, 1)
   if len(extra.folders) != wanted:
-    raise ConfigError(f'{extra.command} takes {wanted} folder(s), got {len(extra.folders)}.',
-                      fix=f'{PROG} --help shows how it is used.')
+    raise ConfigError(
+      f'{extra.command} takes {wanted} folder(s), got {len(extra.folders)}.',
+      fix=f'{PROG} --help shows how it is used.',
+    )
   logging_setup.setup()
   try:
     return COMMANDS[extra.command](extra, Console())

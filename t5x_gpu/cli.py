@@ -26,12 +26,12 @@ True, None, [1, 2], %MACRO and @module.name() mean what they mean in gin. Who se
 
 # Flags of t5x/train.py that are not ours, and what does the same.
 T5X_FLAGS = {
-    '--gin_bindings': 'Write each binding as a flag: --gin.NAME=VALUE.',
-    '--multiprocess_gpu': 'Leave it out: several processes are recognised by themselves, see '
-                          'docs/slurm.md.',
-    '--run_mode': 'Leave it out: this command trains.',
-    '--seqio_additional_cache_dirs': 'Call seqio.add_global_cache_dirs in the module that '
-                                     'MIXTURE_OR_TASK_MODULE names.',
+  '--gin_bindings': 'Write each binding as a flag: --gin.NAME=VALUE.',
+  '--multiprocess_gpu': 'Leave it out: several processes are recognised by themselves, see '
+  'docs/slurm.md.',
+  '--run_mode': 'Leave it out: this command trains.',
+  '--seqio_additional_cache_dirs': 'Call seqio.add_global_cache_dirs in the module that '
+  'MIXTURE_OR_TASK_MODULE names.',
 }
 
 
@@ -52,6 +52,7 @@ class Args:
     dry_run: parse, check, print, leave.
     extra: the flags that the entry point itself added.
   """
+
   gin_files: tuple[str, ...]
   bindings: tuple[str, ...]
   gin_search_paths: tuple[str, ...]
@@ -62,20 +63,26 @@ class Args:
   @property
   def has_config(self) -> bool:
     """Whether any flag of a configuration is given."""
-    return bool(self.gin_files or self.bindings or self.gin_search_paths or self.tfds_data_dir
-                or self.dry_run)
+    return bool(
+      self.gin_files or self.bindings or self.gin_search_paths or self.tfds_data_dir or self.dry_run
+    )
 
 
 class _Parser(argparse.ArgumentParser):
-
   def error(self, message: str) -> NoReturn:
     raise ConfigError(f'{message[0].upper()}{message[1:]}.', fix=f'{self.prog} --help lists all.')
 
 
-def parse_args(prog: str, description: str, argv: Sequence[str], *,
-               extra: Optional[Callable[[argparse.ArgumentParser], None]] = None,
-               gin_file_required: bool = True, takes_config: bool = True,
-               examples: str = EXAMPLES) -> Args:
+def parse_args(
+  prog: str,
+  description: str,
+  argv: Sequence[str],
+  *,
+  extra: Optional[Callable[[argparse.ArgumentParser], None]] = None,
+  gin_file_required: bool = True,
+  takes_config: bool = True,
+  examples: str = EXAMPLES,
+) -> Args:
   """Returns the parsed flags; prints and exits on --help.
 
   Args:
@@ -90,24 +97,46 @@ def parse_args(prog: str, description: str, argv: Sequence[str], *,
   Raises:
     ConfigError: an unknown flag (with the closest known ones), a bad value, no --gin_file.
   """
-  parser = _Parser(prog=prog, description=description, allow_abbrev=False,
-                   epilog=examples.format(prog=prog),
-                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = _Parser(
+    prog=prog,
+    description=description,
+    allow_abbrev=False,
+    epilog=examples.format(prog=prog),
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
   common = parser.add_argument_group('configuration')
 
   def shown(text: str) -> str:
     return text if takes_config else argparse.SUPPRESS
+
   common.add_argument(
-      '--gin_file', action='append', default=[], metavar='FILE',
-      help=shown('gin file; repeat it or separate by commas, later ones override'))
-  common.add_argument('--gin.X', dest='gin_x', metavar='VALUE', help=shown(
-      'set X to VALUE after the gin files (any macro or parameter X)'))
-  common.add_argument('--gin_search_paths', action='append', default=[], metavar='FOLDERS',
-                      help=shown('comma-separated folders to look for gin files in'))
-  common.add_argument('--tfds_data_dir', metavar='FOLDER',
-                      help=shown('folder of TensorFlow Datasets'))
-  common.add_argument('--dry_run', action='store_true', help=shown(
-      'parse and check everything, print what would run, and leave'))
+    '--gin_file',
+    action='append',
+    default=[],
+    metavar='FILE',
+    help=shown('gin file; repeat it or separate by commas, later ones override'),
+  )
+  common.add_argument(
+    '--gin.X',
+    dest='gin_x',
+    metavar='VALUE',
+    help=shown('set X to VALUE after the gin files (any macro or parameter X)'),
+  )
+  common.add_argument(
+    '--gin_search_paths',
+    action='append',
+    default=[],
+    metavar='FOLDERS',
+    help=shown('comma-separated folders to look for gin files in'),
+  )
+  common.add_argument(
+    '--tfds_data_dir', metavar='FOLDER', help=shown('folder of TensorFlow Datasets')
+  )
+  common.add_argument(
+    '--dry_run',
+    action='store_true',
+    help=shown('parse and check everything, print what would run, and leave'),
+  )
   known = {action.dest for action in parser._actions}
   if extra is not None:
     extra(parser)
@@ -118,14 +147,19 @@ def parse_args(prog: str, description: str, argv: Sequence[str], *,
   files = _split(values.gin_file)
   if gin_file_required and not files:
     shipped = gin_files.GinFiles().shipped('examples')
-    raise ConfigError('No --gin_file is given.',
-                      fix='Give a gin file of yours or one of the shipped examples:\n'
-                          + '\n'.join(f'  {prog} --gin_file={name}' for name in shipped))
-  return Args(gin_files=files, bindings=tuple(bindings),
-              gin_search_paths=_split(values.gin_search_paths),
-              tfds_data_dir=values.tfds_data_dir, dry_run=values.dry_run,
-              extra=argparse.Namespace(
-                  **{k: v for k, v in vars(values).items() if k not in known}))
+    raise ConfigError(
+      'No --gin_file is given.',
+      fix='Give a gin file of yours or one of the shipped examples:\n'
+      + '\n'.join(f'  {prog} --gin_file={name}' for name in shipped),
+    )
+  return Args(
+    gin_files=files,
+    bindings=tuple(bindings),
+    gin_search_paths=_split(values.gin_search_paths),
+    tfds_data_dir=values.tfds_data_dir,
+    dry_run=values.dry_run,
+    extra=argparse.Namespace(**{k: v for k, v in vars(values).items() if k not in known}),
+  )
 
 
 def _split(values: list[str]) -> tuple[str, ...]:
@@ -151,8 +185,11 @@ def _take_bindings(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigError:
   if not argument.startswith('-'):
-    fix = (f'Write --gin_file={argument}' if argument.endswith('.gin') else
-           f'Flags start with --; {parser.prog} --help lists them.')
+    fix = (
+      f'Write --gin_file={argument}'
+      if argument.endswith('.gin')
+      else f'Flags start with --; {parser.prog} --help lists them.'
+    )
     return ConfigError(f'{argument!r} belongs to no flag.', fix=fix)
   name = argument.split('=', 1)[0]
   flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -160,23 +197,36 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigE
     return ConfigError(f'{name} is a flag of T5X, not of t5x_gpu.', fix=T5X_FLAGS[name])
   hint = did_you_mean(name, flags)
   word = name.lstrip('-').replace('-', '_')
-  gin = '' if hint else (f' A macro is set by --gin.{word.upper()}=VALUE, a parameter by '
-                         f'--gin.Class.{word}=VALUE.')
+  gin = (
+    ''
+    if hint
+    else (
+      f' A macro is set by --gin.{word.upper()}=VALUE, a parameter by --gin.Class.{word}=VALUE.'
+    )
+  )
   return ConfigError(f'Unknown flag {name}.{hint}', fix=f'{parser.prog} --help lists all.{gin}')
 
 
 def add_trust_flag(group: argparse._ArgumentGroup) -> None:
   """Adds --trust_gin, for commands that read the gin file of a checkpoint folder."""
-  group.add_argument('--trust_gin', action='store_true', default=None, help=(
-      "run the folder's own gin file, which may import and call anything (default: read it as "
-      'data)'))
+  group.add_argument(
+    '--trust_gin',
+    action='store_true',
+    default=None,
+    help=(
+      "run the folder's own gin file, which may import and call anything (default: read it as data)"
+    ),
+  )
 
 
 def check_trust_flag(args: Args) -> None:
   """Raises ConfigError for --trust_gin where no folder's gin file is read."""
   if args.extra.trust_gin and args.gin_files:
-    raise ConfigError("--trust_gin is for a folder's own gin file, and --gin_file replaces that.",
-                      fix='Leave one of them out.', docs='infer.md#trust')
+    raise ConfigError(
+      "--trust_gin is for a folder's own gin file, and --gin_file replaces that.",
+      fix='Leave one of them out.',
+      docs='infer.md#trust',
+    )
 
 
 def trusted(gin_file: str) -> str:
@@ -189,8 +239,10 @@ def check_folders_of(*paths: Optional[str]) -> None:
   for path in filter(None, paths):
     folder = os.path.dirname(path) or '.'
     if not os.path.isdir(folder):
-      raise ConfigError(f'{path!r} cannot be written: there is no folder {folder!r}.',
-                        fix=f'Make it first: mkdir -p {folder}')
+      raise ConfigError(
+        f'{path!r} cannot be written: there is no folder {folder!r}.',
+        fix=f'Make it first: mkdir -p {folder}',
+      )
 
 
 def run_main(main: Callable[[], Optional[int]]) -> NoReturn:

@@ -21,25 +21,38 @@ EXAMPLES = """examples:
 def _flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('command', choices=('explain', 'show', 'diff'))
   parser.add_argument('names', nargs='*', metavar='KEY|FILE')
-  parser.add_argument('--entry', default=gin_loader.ENTRY, metavar='MODULE.FUNCTION',
-                      help='what the configuration is for (default: %(default)s)')
+  parser.add_argument(
+    '--entry',
+    default=gin_loader.ENTRY,
+    metavar='MODULE.FUNCTION',
+    help='what the configuration is for (default: %(default)s)',
+  )
 
 
 def main(argv: Optional[list[str]] = None) -> Optional[int]:
   """Answers one command on standard output."""
-  args = cli.parse_args(PROG, DESCRIPTION, sys.argv[1:] if argv is None else argv, extra=_flags,
-                        gin_file_required=False, examples=EXAMPLES)
+  args = cli.parse_args(
+    PROG,
+    DESCRIPTION,
+    sys.argv[1:] if argv is None else argv,
+    extra=_flags,
+    gin_file_required=False,
+    examples=EXAMPLES,
+  )
   command, names = args.extra.command, args.extra.names
   wanted = {'show': 0, 'diff': 2}.get(command, max(1, len(names)))
   if len(names) != wanted:
-    raise ConfigError(f'{command} takes {wanted} name(s), got {len(names)}: {" ".join(names)}',
-                      fix=f'{PROG} --help shows how it is used.')
+    raise ConfigError(
+      f'{command} takes {wanted} name(s), got {len(names)}: {" ".join(names)}',
+      fix=f'{PROG} --help shows how it is used.',
+    )
   if command != 'diff' and not args.gin_files:
     raise ConfigError('No --gin_file is given.', fix=f'{PROG} {command} ... --gin_file=FILE')
 
   def provenance_of(files: tuple[str, ...]) -> Provenance:
-    config = gin_loader.load(files, bindings=args.bindings, search_paths=args.gin_search_paths,
-                             entry=args.extra.entry)
+    config = gin_loader.load(
+      files, bindings=args.bindings, search_paths=args.gin_search_paths, entry=args.extra.entry
+    )
     for note in config.notes:
       print(f'note: {note}', file=sys.stderr)
     return config.provenance

@@ -69,8 +69,13 @@ def model_of_gin(files: Sequence[pathlib.Path | str], **options: Any) -> ModelFi
   return describe(without_adapters(object_of_gin(files, **options)))
 
 
-def object_of_gin(files: Sequence[pathlib.Path | str], *, bindings: Sequence[str] = (),
-                  search_paths: Sequence[str] = (), as_data: bool = False) -> Any:
+def object_of_gin(
+  files: Sequence[pathlib.Path | str],
+  *,
+  bindings: Sequence[str] = (),
+  search_paths: Sequence[str] = (),
+  as_data: bool = False,
+) -> Any:
   """Returns the model of gin files: of a run, or of a model file, which sets MODEL alone.
 
   Args:
@@ -79,24 +84,37 @@ def object_of_gin(files: Sequence[pathlib.Path | str], *, bindings: Sequence[str
     search_paths: further folders to look for gin files in.
     as_data: run nothing that `files` name.
   """
-  texts = [pathlib.Path(f).read_text('utf-8', 'replace') if pathlib.Path(f).is_file() else ''
-           for f in files]
+  texts = [
+    pathlib.Path(f).read_text('utf-8', 'replace') if pathlib.Path(f).is_file() else ''
+    for f in files
+  ]
   names = [str(f) for f in files]
-  alone = (any(re.search(r'^MODEL\s*=', text, re.MULTILINE) for text in texts)
-           and not any(re.search(r'\btrain(_script)?\.train\b|^include', text, re.MULTILINE)
-                       for text in texts))
+  alone = any(re.search(r'^MODEL\s*=', text, re.MULTILINE) for text in texts) and not any(
+    re.search(r'\btrain(_script)?\.train\b|^include', text, re.MULTILINE) for text in texts
+  )
   if not alone:
-    loaded = gin_loader.load(names, bindings=bindings, search_paths=search_paths,
-                             read_as_data=dict.fromkeys(names if as_data else (), ('model',)))
+    loaded = gin_loader.load(
+      names,
+      bindings=bindings,
+      search_paths=search_paths,
+      read_as_data=dict.fromkeys(names if as_data else (), ('model',)),
+    )
     return loaded.arguments(only=('model',))['model']
   with tempfile.TemporaryDirectory() as folder:
     entry = pathlib.Path(folder) / 'entry.gin'
-    entry.write_text('from __gin__ import dynamic_registration\n'
-                     'from t5x_gpu.checkpoint.convert import model_spec as model_fields\n\n'
-                     'model_fields.describe.model = %MODEL\n', 'utf-8')
-    loaded = gin_loader.load([*names, entry], bindings=bindings, search_paths=search_paths,
-                             entry=_MODEL_ENTRY,
-                             read_as_data=dict.fromkeys(names if as_data else (), ('MODEL',)))
+    entry.write_text(
+      'from __gin__ import dynamic_registration\n'
+      'from t5x_gpu.checkpoint.convert import model_spec as model_fields\n\n'
+      'model_fields.describe.model = %MODEL\n',
+      'utf-8',
+    )
+    loaded = gin_loader.load(
+      [*names, entry],
+      bindings=bindings,
+      search_paths=search_paths,
+      entry=_MODEL_ENTRY,
+      read_as_data=dict.fromkeys(names if as_data else (), ('MODEL',)),
+    )
     return loaded.arguments()['model']
 
 
@@ -117,29 +135,68 @@ def _pattern(text: str) -> str:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group('convert')
-  group.add_argument('--from', dest='source', metavar='FOLDER', help=(
-      'what to convert: a Hugging Face model, a MODEL_DIR or checkpoint of ours, one of T5X'))
+  group.add_argument(
+    '--from',
+    dest='source',
+    metavar='FOLDER',
+    help=('what to convert: a Hugging Face model, a MODEL_DIR or checkpoint of ours, one of T5X'),
+  )
   group.add_argument('--to', metavar='FOLDER', help='new folder')
-  group.add_argument('--format', choices=('t5x_gpu', 'hf'),
-                     help='of the new folder (default: t5x_gpu, or hf from t5x_gpu; a run with '
-                     'adapters may become one without: t5x_gpu)')
-  group.add_argument('--family', choices=FAMILY_NAMES,
-                     help='of Hugging Face (default: what the files say, or look like)')
-  group.add_argument('--like', metavar='FOLDER', help=(
-      'to hf: take names, dtypes, config.json and tokenizer from this Hugging Face model'))
-  group.add_argument('--dtype', choices=tuple(FLOATS),
-                     help='to hf: of the tensors (default: as in --like, else float32)')
-  group.add_argument('--step', type=int, metavar='N', help='from t5x_gpu: which checkpoint '
-                     '(default: the latest)')
-  group.add_argument('--drop', action='append', default=[], type=_pattern, metavar='PATTERN',
-                     help='from hf: leave out tensors with such names (regular expression)')
-  group.add_argument('--max_shard_size', type=_size, default='5GB', metavar='SIZE',
-                     help='to hf: of one file (default: 5GB)')
-  group.add_argument('--check', choices=CHECKS, default='auto', help=(
+  group.add_argument(
+    '--format',
+    choices=('t5x_gpu', 'hf'),
+    help='of the new folder (default: t5x_gpu, or hf from t5x_gpu; a run with '
+    'adapters may become one without: t5x_gpu)',
+  )
+  group.add_argument(
+    '--family',
+    choices=FAMILY_NAMES,
+    help='of Hugging Face (default: what the files say, or look like)',
+  )
+  group.add_argument(
+    '--like',
+    metavar='FOLDER',
+    help=('to hf: take names, dtypes, config.json and tokenizer from this Hugging Face model'),
+  )
+  group.add_argument(
+    '--dtype',
+    choices=tuple(FLOATS),
+    help='to hf: of the tensors (default: as in --like, else float32)',
+  )
+  group.add_argument(
+    '--step', type=int, metavar='N', help='from t5x_gpu: which checkpoint (default: the latest)'
+  )
+  group.add_argument(
+    '--drop',
+    action='append',
+    default=[],
+    type=_pattern,
+    metavar='PATTERN',
+    help='from hf: leave out tensors with such names (regular expression)',
+  )
+  group.add_argument(
+    '--max_shard_size',
+    type=_size,
+    default='5GB',
+    metavar='SIZE',
+    help='to hf: of one file (default: 5GB)',
+  )
+  group.add_argument(
+    '--check',
+    choices=CHECKS,
+    default='auto',
+    help=(
       'whose logits to compare with: transformers, if installed; own: our model with the other '
-      "files' tensors; tensors: no logits (default: auto)"))
-  group.add_argument('--tolerance', type=float, default=conversions.TOLERANCE, metavar='X',
-                     help=f'of logits, relative to the largest ({conversions.TOLERANCE:g})')
+      "files' tensors; tensors: no logits (default: auto)"
+    ),
+  )
+  group.add_argument(
+    '--tolerance',
+    type=float,
+    default=conversions.TOLERANCE,
+    metavar='X',
+    help=f'of logits, relative to the largest ({conversions.TOLERANCE:g})',
+  )
   cli.add_trust_flag(group)
 
 
@@ -147,22 +204,30 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   """Parses flags and converts."""
   logging_setup.quiet_environment()
   jax.config.update('jax_platforms', 'cpu')  # no GPU is needed, nor taken from a run
-  args = cli.parse_args('python -m t5x_gpu.convert', __doc__.splitlines()[0],
-                        sys.argv[1:] if argv is None else argv, extra=_add_flags,
-                        gin_file_required=False, examples=EXAMPLES)
+  args = cli.parse_args(
+    'python -m t5x_gpu.convert',
+    __doc__.splitlines()[0],
+    sys.argv[1:] if argv is None else argv,
+    extra=_add_flags,
+    gin_file_required=False,
+    examples=EXAMPLES,
+  )
   extra = args.extra
   missing = [flag for flag, value in (('--from', extra.source), ('--to', extra.to)) if not value]
   if missing:
-    raise ConfigError(f'{" and ".join(missing)} must be given.',
-                      fix='python -m t5x_gpu.convert --from=FOLDER --to=NEW_FOLDER')
+    raise ConfigError(
+      f'{" and ".join(missing)} must be given.',
+      fix='python -m t5x_gpu.convert --from=FOLDER --to=NEW_FOLDER',
+    )
   source = local_path(extra.source, what='convert --from')
   kind = kind_of(source)
   _check_flags(extra, kind)
   cli.check_trust_flag(args)
   built = None
   if args.gin_files:
-    built = object_of_gin(args.gin_files, bindings=args.bindings,
-                          search_paths=args.gin_search_paths)
+    built = object_of_gin(
+      args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
+    )
   elif kind == 't5x_gpu':
     folder = source.parent if (source / 'manifest').is_dir() else source
     own = [folder / name for name in GIN_FILES if (folder / name).is_file()]
@@ -173,20 +238,32 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   lora = built if isinstance(built, LoraModel) else None
   merges = kind == 't5x_gpu' and extra.format == 't5x_gpu'
   if merges and lora is None:
-    raise ConfigError(f'{source} has no adapters to merge: its model is no LoraModel.',
-                      fix='Without --format=t5x_gpu it becomes a Hugging Face model.',
-                      docs='finetune.md#merge')
+    raise ConfigError(
+      f'{source} has no adapters to merge: its model is no LoraModel.',
+      fix='Without --format=t5x_gpu it becomes a Hugging Face model.',
+      docs='finetune.md#merge',
+    )
   logging_setup.setup()
   request = Request(
-      source=source, target=local_path(extra.to, what='convert --to'), family=extra.family,
-      lora=lora,
-      model=None if built is None else describe(without_adapters(built)),
-      read_gin=lambda path: model_of_gin([path], as_data=True),
-      drop=tuple(extra.drop), step=extra.step,
-      like=pathlib.Path(extra.like).expanduser() if extra.like else None, dtype=extra.dtype,
-      max_file_bytes=extra.max_shard_size, check=extra.check, tolerance=extra.tolerance)
-  convert = {'hf': conversions.convert_hf, 't5x': conversions.convert_t5x,
-             't5x_gpu': merge_lora if merges else conversions.convert_ours}[kind]
+    source=source,
+    target=local_path(extra.to, what='convert --to'),
+    family=extra.family,
+    lora=lora,
+    model=None if built is None else describe(without_adapters(built)),
+    read_gin=lambda path: model_of_gin([path], as_data=True),
+    drop=tuple(extra.drop),
+    step=extra.step,
+    like=pathlib.Path(extra.like).expanduser() if extra.like else None,
+    dtype=extra.dtype,
+    max_file_bytes=extra.max_shard_size,
+    check=extra.check,
+    tolerance=extra.tolerance,
+  )
+  convert = {
+    'hf': conversions.convert_hf,
+    't5x': conversions.convert_t5x,
+    't5x_gpu': merge_lora if merges else conversions.convert_ours,
+  }[kind]
   with sigterm_raises():
     convert(request, Console())
   return 0
@@ -196,25 +273,39 @@ def _check_flags(extra: argparse.Namespace, kind: str) -> None:
   """Raises ConfigError for flags that this conversion has no use for."""
   target = 'hf' if kind == 't5x_gpu' and extra.format != 't5x_gpu' else 't5x_gpu'
   if extra.format not in (None, target):
-    raise ConfigError(f'{extra.source} is a checkpoint of {FORMATS[kind]}: --format={extra.format} '
-                      'cannot be made of it.',
-                      fix='Hugging Face becomes t5x_gpu, t5x_gpu becomes Hugging Face, and T5X '
-                          'becomes t5x_gpu; two steps make Hugging Face of T5X.')
+    raise ConfigError(
+      f'{extra.source} is a checkpoint of {FORMATS[kind]}: --format={extra.format} '
+      'cannot be made of it.',
+      fix='Hugging Face becomes t5x_gpu, t5x_gpu becomes Hugging Face, and T5X '
+      'becomes t5x_gpu; two steps make Hugging Face of T5X.',
+    )
   if extra.check == 'transformers' and (kind == 't5x' or not has_transformers()):
     raise ConfigError(
-        '--check=transformers ' + ('means nothing for T5X.' if kind == 't5x' else
-                                   'needs transformers and torch, which are not both installed.'),
-        fix="Set --check=own" + ("." if kind == 't5x' else
-                                 ", or pip install 't5x_gpu[hf]' torch."),
-        docs='convert.md#the-check')
-  only = {'hf': ('drop', 'family'), 't5x': (),
-          't5x_gpu': (('like', 'dtype', 'step', 'family') if target == 'hf' else ('step',))
-                     + ('trust_gin',)}
-  useless = [f'--{name}' for name in ('drop', 'family', 'like', 'dtype', 'step', 'trust_gin')
-             if getattr(extra, name) not in (None, []) and name not in only[kind]]
+      '--check=transformers '
+      + (
+        'means nothing for T5X.'
+        if kind == 't5x'
+        else 'needs transformers and torch, which are not both installed.'
+      ),
+      fix='Set --check=own' + ('.' if kind == 't5x' else ", or pip install 't5x_gpu[hf]' torch."),
+      docs='convert.md#the-check',
+    )
+  only = {
+    'hf': ('drop', 'family'),
+    't5x': (),
+    't5x_gpu': (('like', 'dtype', 'step', 'family') if target == 'hf' else ('step',))
+    + ('trust_gin',),
+  }
+  useless = [
+    f'--{name}'
+    for name in ('drop', 'family', 'like', 'dtype', 'step', 'trust_gin')
+    if getattr(extra, name) not in (None, []) and name not in only[kind]
+  ]
   if useless:
-    raise ConfigError(f'{", ".join(useless)} means nothing where {FORMATS[kind]} becomes '
-                      f'{FORMATS[target]}.', fix='Leave it out; --help says what each is for.')
+    raise ConfigError(
+      f'{", ".join(useless)} means nothing where {FORMATS[kind]} becomes {FORMATS[target]}.',
+      fix='Leave it out; --help says what each is for.',
+    )
 
 
 if __name__ == '__main__':

@@ -20,7 +20,14 @@ from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import (
-    PREPARED, Batch, BatchSpec, DatasetConfig, open_batches, open_task_names, open_vocabulary)
+  PREPARED,
+  Batch,
+  BatchSpec,
+  DatasetConfig,
+  open_batches,
+  open_task_names,
+  open_vocabulary,
+)
 from t5x_gpu.data.prepared import row_stats
 from t5x_gpu.data.prepared.index import Index, check_shards, read_index
 from t5x_gpu.errors import ConfigError, DataError
@@ -44,6 +51,7 @@ _NOT_NEEDED = ('checkpoint_cfg', 'infer_eval_dataset_cfg', 'sample_cfg')
 @dataclasses.dataclass(frozen=True)
 class _Data:
   """What to look at: a config, what its batches are, and of a run its folder."""
+
   config: DatasetConfig
   spec: BatchSpec
   feature_converter: str
@@ -53,46 +61,80 @@ class _Data:
   def index(self) -> Optional[Index]:
     """Of prepared rows."""
     name = self.config.mixture_or_task_name
-    return read_index(name.removeprefix(PREPARED), split=self.config.split) if name.startswith(
-        PREPARED) else None
+    return (
+      read_index(name.removeprefix(PREPARED), split=self.config.split)
+      if name.startswith(PREPARED)
+      else None
+    )
 
   def batches(self, *, repeat: bool) -> Any:
-    return open_batches(self.config, spec=self.spec, feature_converter=self.feature_converter,
-                        repeat=repeat)
+    return open_batches(
+      self.config, spec=self.spec, feature_converter=self.feature_converter, repeat=repeat
+    )
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('command', choices=('preview', 'stats', 'bench', 'check'))
-  parser.add_argument('data', nargs='?', metavar='prepared:DIR',
-                      help='prepared rows; without, what --gin_file trains on')
+  parser.add_argument(
+    'data',
+    nargs='?',
+    metavar='prepared:DIR',
+    help='prepared rows; without, what --gin_file trains on',
+  )
   parser.add_argument('--split', metavar='NAME', help="(default: the run's own, or train)")
-  parser.add_argument('--rows', type=int, metavar='N',
-                      help='preview: how many (4); stats of text: how many to read (1000)')
+  parser.add_argument(
+    '--rows',
+    type=int,
+    metavar='N',
+    help='preview: how many (4); stats of text: how many to read (1000)',
+  )
   parser.add_argument('--picture', metavar='FILE.png', help='stats: draw the lengths')
-  parser.add_argument('--seconds', type=float, default=10.0, metavar='S',
-                      help='bench: how long (default: %(default)g)')
-  parser.add_argument('--eats', type=float, metavar='TOKENS', help=(
-      'bench: tokens/s that the model takes (default: what MODEL_DIR/metrics.jsonl says)'))
+  parser.add_argument(
+    '--seconds',
+    type=float,
+    default=10.0,
+    metavar='S',
+    help='bench: how long (default: %(default)g)',
+  )
+  parser.add_argument(
+    '--eats',
+    type=float,
+    metavar='TOKENS',
+    help=('bench: tokens/s that the model takes (default: what MODEL_DIR/metrics.jsonl says)'),
+  )
 
 
 def _opened(args: cli.Args) -> _Data:
   """Returns what the command line names."""
   given = args.extra.data
   if bool(given) == bool(args.gin_files):
-    raise ConfigError('Name the data by --gin_file or as prepared:DIR, one of the two.',
-                      fix=f'{PROG} --help shows how.')
+    raise ConfigError(
+      'Name the data by --gin_file or as prepared:DIR, one of the two.',
+      fix=f'{PROG} --help shows how.',
+    )
   if given:
     folder = given.removeprefix(PREPARED)
     index = read_index(folder, split=args.extra.split or 'train')
-    config = DatasetConfig(f'{PREPARED}{folder}', index.task_feature_lengths, index.split,
-                           _BENCH_ROWS if args.extra.command == 'bench' else 4, pack=index.pack,
-                           loss_on_targets_only=index.loss_on_targets_only)
+    config = DatasetConfig(
+      f'{PREPARED}{folder}',
+      index.task_feature_lengths,
+      index.split,
+      _BENCH_ROWS if args.extra.command == 'bench' else 4,
+      pack=index.pack,
+      loss_on_targets_only=index.loss_on_targets_only,
+    )
     spec = features.batch_spec(
-        index.feature_converter, task_feature_lengths=config.task_feature_lengths,
-        batch_size=config.batch_size, pack=index.pack, vocab_size=2**31 - 1, num_classes=2**31 - 1)
+      index.feature_converter,
+      task_feature_lengths=config.task_feature_lengths,
+      batch_size=config.batch_size,
+      pack=index.pack,
+      vocab_size=2**31 - 1,
+      num_classes=2**31 - 1,
+    )
     return _Data(config, spec, index.feature_converter)
-  loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
-                           search_paths=args.gin_search_paths)
+  loaded = gin_loader.load(
+    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
+  )
   arguments = loaded.arguments(without=_NOT_NEEDED)
   model, config = arguments['model'], arguments['train_dataset_cfg']
   evaluated = arguments.get('train_eval_dataset_cfg')
@@ -100,10 +142,12 @@ def _opened(args: cli.Args) -> _Data:
     config = evaluated
   elif args.extra.split:
     config = dataclasses.replace(config, split=args.extra.split)
-  spec = model.batch_spec(config.task_feature_lengths, batch_size=config.batch_size,
-                          pack=config.pack)
-  return _Data(config, spec, model.feature_converter(config.task_feature_lengths),
-               arguments.get('model_dir'))
+  spec = model.batch_spec(
+    config.task_feature_lengths, batch_size=config.batch_size, pack=config.pack
+  )
+  return _Data(
+    config, spec, model.feature_converter(config.task_feature_lengths), arguments.get('model_dir')
+  )
 
 
 def _rows(data: _Data, batches: Iterator[Batch], number: int) -> Iterator[dict[str, np.ndarray]]:
@@ -141,8 +185,11 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
     one.add(row)
     facts.add(row)
     label = f', label {int(row["label"])}' if 'label' in row else ''
-    console.print(f'row {number}: {sum(one.lengths.values())} examples, {one.tokens} of '
-                  f'{one.positions} positions, padding {one.padding:.1%}{label}', style='bold')
+    console.print(
+      f'row {number}: {sum(one.lengths.values())} examples, {one.tokens} of '
+      f'{one.positions} positions, padding {one.padding:.1%}{label}',
+      style='bold',
+    )
     feature = None
     for piece in row_stats.pieces(row, decode=vocabulary.decode):
       if piece.feature != feature:
@@ -154,40 +201,52 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
   console.print(f'{facts.rows} rows: padding {facts.padding:.1%}')
 
 
-def stats(data: _Data, *, num_rows: int, picture: Optional[str],
-          console: rich.console.Console) -> None:
+def stats(
+  data: _Data, *, num_rows: int, picture: Optional[str], console: rich.console.Console
+) -> None:
   """Prints shares of tasks, lengths and padding: of all prepared rows, of some of other data."""
   index = data.index
   if index is None:
     facts, about = _facts(data, num_rows)
     lengths = {data.config.mixture_or_task_name: dict(facts.lengths)}
-    console.print(f'{facts.rows:,} rows of {data.config.mixture_or_task_name}, split '
-                  f'{data.config.split}: {facts.tokens:,} tokens, padding {facts.padding:.1%}',
-                  markup=False)
+    console.print(
+      f'{facts.rows:,} rows of {data.config.mixture_or_task_name}, split '
+      f'{data.config.split}: {facts.tokens:,} tokens, padding {facts.padding:.1%}',
+      markup=False,
+    )
     _print_shares(data, about, num_rows=num_rows, console=console)
   else:
     lengths = {name: _lengths(index, name) for name in index.members}
-    console.print(f'{index.rows:,} rows in {data.config.mixture_or_task_name}, split '
-                  f'{index.split}: {index.tokens:,} tokens, padding {index.padding:.1%}',
-                  markup=False)
+    console.print(
+      f'{index.rows:,} rows in {data.config.mixture_or_task_name}, split '
+      f'{index.split}: {index.tokens:,} tokens, padding {index.padding:.1%}',
+      markup=False,
+    )
     total = sum(member.rate for member in index.members.values())
     console.print('  rate     of rows  of tokens  rows per epoch  task')
     for name, member in index.members.items():
-      console.print(f'  {member.rate / total:6.1%}   {member.rows / max(1, index.rows):6.1%}   '
-                    f'{member.tokens / max(1, index.tokens):6.1%}   {member.rows:15,}  {name}',
-                    markup=False)
+      console.print(
+        f'  {member.rate / total:6.1%}   {member.rows / max(1, index.rows):6.1%}   '
+        f'{member.tokens / max(1, index.tokens):6.1%}   {member.rows:15,}  {name}',
+        markup=False,
+      )
   together: collections.Counter = collections.Counter()
   for histogram in lengths.values():
     together.update(histogram)
   console.print('tokens of an example:', *lengths_table(together), sep='\n', markup=False)
   if picture:
-    path = plot_lengths(lengths, picture, title=f'{data.config.mixture_or_task_name}, '
-                        f'{data.config.split}: {sum(together.values()):,} examples')
+    path = plot_lengths(
+      lengths,
+      picture,
+      title=f'{data.config.mixture_or_task_name}, '
+      f'{data.config.split}: {sum(together.values()):,} examples',
+    )
     console.print(f'Drawn: {path}', markup=False)
 
 
-def _print_shares(data: _Data, about: Mapping[str, Any], *, num_rows: int,
-                  console: rich.console.Console) -> None:
+def _print_shares(
+  data: _Data, about: Mapping[str, Any], *, num_rows: int, console: rich.console.Console
+) -> None:
   """Prints what each task of a mixture has of its tokens, by its rate and some rows of its own.
 
   Args:
@@ -196,8 +255,11 @@ def _print_shares(data: _Data, about: Mapping[str, Any], *, num_rows: int,
     num_rows: to read, of all tasks together.
     console: where to.
   """
-  rates = {name.removesuffix('.with_vocabulary').rpartition('.with_vocabulary.')[2]: rate
-           for name, rate in about.get('rates', {}).items() if f'source of {name}' in about}
+  rates = {
+    name.removesuffix('.with_vocabulary').rpartition('.with_vocabulary.')[2]: rate
+    for name, rate in about.get('rates', {}).items()
+    if f'source of {name}' in about
+  }
   per_example = {}
   for name in rates:
     member = dataclasses.replace(data.config, mixture_or_task_name=name)
@@ -208,8 +270,11 @@ def _print_shares(data: _Data, about: Mapping[str, Any], *, num_rows: int,
   if rates:
     console.print('  rate     of tokens  tokens of an example  task')
   for name, rate in rates.items():
-    console.print(f'  {rate / total:6.1%}   {rate * per_example[name] / tokens:9.1%}  '
-                  f'{per_example[name]:20,.1f}  {name}', markup=False)
+    console.print(
+      f'  {rate / total:6.1%}   {rate * per_example[name] / tokens:9.1%}  '
+      f'{per_example[name]:20,.1f}  {name}',
+      markup=False,
+    )
 
 
 def _lengths(index: Index, name: str) -> dict[int, int]:
@@ -222,6 +287,7 @@ def _lengths(index: Index, name: str) -> dict[int, int]:
 @dataclasses.dataclass(frozen=True)
 class Speed:
   """How fast batches came: tokens per second, and per second of one core's work."""
+
   tokens_per_second: float
   tokens_per_core_second: float
   batches: int
@@ -230,19 +296,22 @@ class Speed:
 def measure(data: _Data, *, seconds: float) -> Speed:
   """Returns how fast whole batches come, padding not counted; the first one is not timed."""
   batches = data.batches(repeat=True)
-  counted = [name for name in ('encoder_input_tokens', 'decoder_target_tokens')
-             if name in data.spec.shapes]
+  counted = [
+    name for name in ('encoder_input_tokens', 'decoder_target_tokens') if name in data.spec.shapes
+  ]
 
   def take(batch: Batch) -> int:
     return sum(int(features.is_token(batch, name).sum()) for name in counted)
+
   try:
     take(next(batches))
     start, cpu, number, tokens = time.perf_counter(), time.process_time(), 0, 0
     while number == 0 or time.perf_counter() - start < seconds:
       tokens += take(next(batches))
       number += 1
-    return Speed(tokens / (time.perf_counter() - start),
-                 tokens / max(time.process_time() - cpu, 1e-9), number)
+    return Speed(
+      tokens / (time.perf_counter() - start), tokens / max(time.process_time() - cpu, 1e-9), number
+    )
   finally:
     batches.close()
 
@@ -254,52 +323,78 @@ def _eaten(data: _Data, given: Optional[float]) -> tuple[Optional[float], str]:
   path = pathlib.Path(os.path.expanduser(data.model_dir or '')) / 'metrics.jsonl'
   if data.model_dir is None or not path.is_file():
     return None, ''
-  rates = [record[key] for record in read_json_lines(path) for key in record
-           if key.rpartition('/')[2] == 'tokens_per_second' and record[key]]
+  rates = [
+    record[key]
+    for record in read_json_lines(path)
+    for key in record
+    if key.rpartition('/')[2] == 'tokens_per_second' and record[key]
+  ]
   return (statistics.median(rates), str(path)) if rates else (None, '')
 
 
-def bench(data: _Data, *, seconds: float, eats: Optional[float], console: rich.console.Console
-          ) -> None:
+def bench(
+  data: _Data, *, seconds: float, eats: Optional[float], console: rich.console.Console
+) -> None:
   """Prints tokens/s of the data alone, and how many cores of that the model would take."""
   speed = measure(data, seconds=seconds)
-  console.print(f'{data.config.mixture_or_task_name}, batch {data.spec.batch_size}: '
-                f'{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_core_second:,.0f} per '
-                f'core ({speed.batches} batches)', markup=False)
+  console.print(
+    f'{data.config.mixture_or_task_name}, batch {data.spec.batch_size}: '
+    f'{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_core_second:,.0f} per '
+    f'core ({speed.batches} batches)',
+    markup=False,
+  )
   takes, source = _eaten(data, eats)
   if takes is None:
-    console.print('What the model takes is not known: train for some steps with this MODEL_DIR, or '
-                  'give --eats=TOKENS (python -m t5x_gpu.bench measures it).')
+    console.print(
+      'What the model takes is not known: train for some steps with this MODEL_DIR, or '
+      'give --eats=TOKENS (python -m t5x_gpu.bench measures it).'
+    )
     return
-  verdict = ('enough' if speed.tokens_per_second > takes else
-             'too slow: the model would wait. Prepare the data (docs/data.md)'
-             if data.index is None else 'too slow: the model would wait')
-  console.print(f'The model takes {takes:,.0f} tokens/s ({source}): '
-                f'{takes / speed.tokens_per_core_second:.2f} cores of this work; {verdict}.',
-                markup=False)
+  verdict = (
+    'enough'
+    if speed.tokens_per_second > takes
+    else 'too slow: the model would wait. Prepare the data (docs/data.md)'
+    if data.index is None
+    else 'too slow: the model would wait'
+  )
+  console.print(
+    f'The model takes {takes:,.0f} tokens/s ({source}): '
+    f'{takes / speed.tokens_per_core_second:.2f} cores of this work; {verdict}.',
+    markup=False,
+  )
 
 
 def check(data: _Data, *, console: rich.console.Console) -> None:
   """Reads every byte of prepared rows. Raises DataError naming the shards that have changed."""
   index = data.index
   if index is None:
-    raise DataError(f'{data.config.mixture_or_task_name!r} is not prepared; there are no checksums '
-                    'to check.', fix=f'{PROG} check prepared:DIR')
+    raise DataError(
+      f'{data.config.mixture_or_task_name!r} is not prepared; there are no checksums to check.',
+      fix=f'{PROG} check prepared:DIR',
+    )
   check_shards(data.config.mixture_or_task_name.removeprefix(PREPARED), index, content='all')
   number = sum(1 for member in index.members.values() for shard in member.shards if shard.rows)
-  console.print(f'{index.split}: {number} shards, {index.rows:,} rows, every byte as it was '
-                'written.')
+  console.print(
+    f'{index.split}: {number} shards, {index.rows:,} rows, every byte as it was written.'
+  )
 
 
 def main(argv: Optional[list[str]] = None) -> int:
   """Answers one command on standard output."""
-  args = cli.parse_args(PROG, __doc__.partition(': ')[2].capitalize(),
-                        sys.argv[1:] if argv is None else argv, extra=_flags,
-                        gin_file_required=False, examples=EXAMPLES)
+  args = cli.parse_args(
+    PROG,
+    __doc__.partition(': ')[2].capitalize(),
+    sys.argv[1:] if argv is None else argv,
+    extra=_flags,
+    gin_file_required=False,
+    examples=EXAMPLES,
+  )
   extra = args.extra
   if extra.rows is not None and extra.rows < 1 or extra.seconds <= 0:
-    raise ConfigError(f'--rows={extra.rows}, --seconds={extra.seconds:g}: both must be positive.',
-                      fix='Leave them out.')
+    raise ConfigError(
+      f'--rows={extra.rows}, --seconds={extra.seconds:g}: both must be positive.',
+      fix='Leave them out.',
+    )
   if args.tfds_data_dir:
     os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
   logging_setup.quiet_environment()

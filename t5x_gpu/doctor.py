@@ -17,12 +17,12 @@ from typing import Any, Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import run_with_deadline
 from t5x_gpu.runtime import gpus as gpu_detect
+from t5x_gpu.runtime import run_with_deadline
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
-from t5x_gpu.runtime.health import gpu_checks
 from t5x_gpu.runtime.health import checks as health
+from t5x_gpu.runtime.health import gpu_checks
 from t5x_gpu.runtime.health.checks import FAIL, OK, WARN, Check
 from t5x_gpu.runtime.xla import docs_tables
 from t5x_gpu.runtime.xla import flags as xla_flags
@@ -50,6 +50,7 @@ class Request:
     cluster: this process among those that look.
     cluster_flags: flags that said so, if any.
   """
+
   model_dir: str
   expect_gpus: Optional[int] = None
   preset: str = 'default'
@@ -76,26 +77,40 @@ def examine(request: Request) -> Iterator[Check]:
   """
   on_machine = max(gpu_detect.find_gpus({}).count, len(gpu_detect.pci_numa_nodes()))
   nvlink = True
-  yield Check('processes', WARN if request.cluster.warnings else OK, str(request.cluster),
-              '\n'.join(request.cluster.warnings))
+  yield Check(
+    'processes',
+    WARN if request.cluster.warnings else OK,
+    str(request.cluster),
+    '\n'.join(request.cluster.warnings),
+  )
   if request.is_first_here:
     yield from health.quick_checks(expect_gpus=request.expect_gpus)
     applied = xla_flags.prepare_environment(request.preset, environ=dict(os.environ))
-    yield Check('xla flags', WARN if applied.warnings else OK,
-                applied.line.removeprefix('xla preset: '), '\n'.join(applied.warnings))
-    topology = run_with_deadline.run(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds
-                                     ) if on_machine > 1 else None
+    yield Check(
+      'xla flags',
+      WARN if applied.warnings else OK,
+      applied.line.removeprefix('xla preset: '),
+      '\n'.join(applied.warnings),
+    )
+    topology = (
+      run_with_deadline.run(['nvidia-smi', 'topo', '-m'], seconds=request.timeout_seconds)
+      if on_machine > 1
+      else None
+    )
     links = gpu_checks.check_links(topology.output if topology else '', gpus=on_machine)
     nvlink = 'NV' in links.value
     yield links
   yield from _examine_devices(request, on_machine=on_machine, nvlink=nvlink)
   if request.is_first_here:
     done = run_with_deadline.run(
-        [sys.executable, '-m', 't5x_gpu.runtime.health.measure_disk', request.model_dir],
-        seconds=request.timeout_seconds)
-    yield gpu_checks.check_disk(gpu_checks.json_lines(done.output).get('disk'),
-                                folder=request.model_dir,
-                                problem=done.problem or _last_line(done.errors))
+      [sys.executable, '-m', 't5x_gpu.runtime.health.measure_disk', request.model_dir],
+      seconds=request.timeout_seconds,
+    )
+    yield gpu_checks.check_disk(
+      gpu_checks.json_lines(done.output).get('disk'),
+      folder=request.model_dir,
+      problem=done.problem or _last_line(done.errors),
+    )
 
 
 def _examine_devices(request: Request, *, on_machine: int, nvlink: bool) -> Iterator[Check]:
@@ -105,15 +120,23 @@ def _examine_devices(request: Request, *, on_machine: int, nvlink: bool) -> Iter
   devices = found.get('devices')
   chosen = request.cluster.local_device_ids
   seen = gpu_checks.check_devices(
-      devices, on_machine=len(chosen) if chosen else on_machine, expected=request.expected_here,
-      environ=os.environ, problem=problem)
+    devices,
+    on_machine=len(chosen) if chosen else on_machine,
+    expected=request.expected_here,
+    environ=os.environ,
+    problem=problem,
+  )
   yield seen
   gpus = devices['count'] if devices and devices['platform'] != 'cpu' else 0
   if request.is_first_here:
     versions = health.installed_versions()
-    yield health.check_library('cudnn', versions, gpus=max(gpus, on_machine),
-                               loaded=(devices or {}).get('cudnn'),
-                               built=(devices or {}).get('cudnn_built'))
+    yield health.check_library(
+      'cudnn',
+      versions,
+      gpus=max(gpus, on_machine),
+      loaded=(devices or {}).get('cudnn'),
+      built=(devices or {}).get('cudnn_built'),
+    )
     yield health.check_library('nccl', versions, gpus=max(gpus, on_machine))
   if devices is None:
     return  # Said already: jax did not start.
@@ -123,22 +146,37 @@ def _examine_devices(request: Request, *, on_machine: int, nvlink: bool) -> Iter
     yield Check('all-reduce', OK, f'not measured: jax sees {gpus or "no"} GPU')
   elif seen.status != FAIL:  # CPU devices among GPUs would let all the others wait.
     join = int(max(request.timeout_seconds, 1))
-    found, problem = _measure('all_reduce', request, f'--join_seconds={join}',
-                              seconds=seconds + join)
+    found, problem = _measure(
+      'all_reduce', request, f'--join_seconds={join}', seconds=seconds + join
+    )
     check = gpu_checks.check_all_reduce(found, nvlink=nvlink, problem=problem)
     if request.is_first_here or check.status == FAIL:  # else all of a host say it is slow
       yield check
 
 
-def _measure(what: str, request: Request, *flags: str, seconds: float
-             ) -> tuple[Mapping[str, Any], str]:
+def _measure(
+  what: str, request: Request, *flags: str, seconds: float
+) -> tuple[Mapping[str, Any], str]:
   """Returns what a measuring child printed, and its last words if it did not end well."""
   # PREALLOCATE: not 90% of a GPU's memory for a look, somebody else may be on it.
-  environ = {'CUDA_DEVICE_ORDER': 'PCI_BUS_ID', **os.environ,
-             'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
-  done = run_with_deadline.run([sys.executable, '-m', 't5x_gpu.runtime.health.measure', what,
-                                f'--preset={request.preset}', *request.cluster_flags, *flags],
-                               seconds=seconds, environ=environ)
+  environ = {
+    'CUDA_DEVICE_ORDER': 'PCI_BUS_ID',
+    **os.environ,
+    'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
+  }
+  done = run_with_deadline.run(
+    [
+      sys.executable,
+      '-m',
+      't5x_gpu.runtime.health.measure',
+      what,
+      f'--preset={request.preset}',
+      *request.cluster_flags,
+      *flags,
+    ],
+    seconds=seconds,
+    environ=environ,
+  )
   ended = f'ended by {signal.Signals(-done.code).name}' if (done.code or 0) < 0 else ''
   return gpu_checks.json_lines(done.output), done.problem or ended or _last_line(done.errors)
 
@@ -159,33 +197,62 @@ def format_check(check: Check, *, colour: bool = False) -> str:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group('doctor')
-  group.add_argument('--model_dir', default='.', metavar='FOLDER',
-                     help='measure the disk of this folder (default: the working folder)')
-  group.add_argument('--expect_gpus', type=int, metavar='N',
-                     help='GPUs that jax must see on each machine; fail at any other number')
-  group.add_argument('--preset', default='default', metavar='NAME',
-                     help=f'XLA preset to try: {", ".join(xla_presets.PRESETS)}')
-  group.add_argument('--timeout_seconds', type=float, default=60, metavar='S',
-                     help='deadline of each check that could hang (default: 60)')
-  group.add_argument('--json', action='store_true',
-                     help='print one JSON object; of several processes each, on one line')
-  group.add_argument('--flags', action='store_true',
-                     help='print the table of XLA, NCCL and memory settings instead')
-  group.add_argument('--markdown', action='store_true',
-                     help='with --flags: print the page docs/xla_flags.md')
+  group.add_argument(
+    '--model_dir',
+    default='.',
+    metavar='FOLDER',
+    help='measure the disk of this folder (default: the working folder)',
+  )
+  group.add_argument(
+    '--expect_gpus',
+    type=int,
+    metavar='N',
+    help='GPUs that jax must see on each machine; fail at any other number',
+  )
+  group.add_argument(
+    '--preset',
+    default='default',
+    metavar='NAME',
+    help=f'XLA preset to try: {", ".join(xla_presets.PRESETS)}',
+  )
+  group.add_argument(
+    '--timeout_seconds',
+    type=float,
+    default=60,
+    metavar='S',
+    help='deadline of each check that could hang (default: 60)',
+  )
+  group.add_argument(
+    '--json',
+    action='store_true',
+    help='print one JSON object; of several processes each, on one line',
+  )
+  group.add_argument(
+    '--flags', action='store_true', help='print the table of XLA, NCCL and memory settings instead'
+  )
+  group.add_argument(
+    '--markdown', action='store_true', help='with --flags: print the page docs/xla_flags.md'
+  )
   cluster_lib.add_flags(parser)
 
 
 def main(argv: Sequence[str]) -> int:
   """Returns 1 if a check failed, else 0."""
-  args = cli.parse_args('python -m t5x_gpu.doctor',
-                        'Looks at this machine before a run does: versions, GPUs, links, speeds.',
-                        argv, extra=_add_flags, gin_file_required=False, takes_config=False,
-                        examples=EXAMPLES)
+  args = cli.parse_args(
+    'python -m t5x_gpu.doctor',
+    'Looks at this machine before a run does: versions, GPUs, links, speeds.',
+    argv,
+    extra=_add_flags,
+    gin_file_required=False,
+    takes_config=False,
+    examples=EXAMPLES,
+  )
   if args.has_config:
-    raise ConfigError('The doctor looks at a machine, not at a configuration.',
-                      fix='Leave the gin files and bindings out; --model_dir names the folder of '
-                          'the run. A run itself is checked by python -m t5x_gpu.train --dry_run.')
+    raise ConfigError(
+      'The doctor looks at a machine, not at a configuration.',
+      fix='Leave the gin files and bindings out; --model_dir names the folder of '
+      'the run. A run itself is checked by python -m t5x_gpu.train --dry_run.',
+    )
   if args.extra.markdown and not args.extra.flags:
     raise ConfigError('--markdown is set without --flags.', fix='Add --flags.')
   xla_presets.check_preset(args.extra.preset)
@@ -193,9 +260,14 @@ def main(argv: Sequence[str]) -> int:
     print(docs_tables.page() if args.extra.markdown else docs_tables.table(), end='')
     return 0
   cluster = cluster_lib.detect_here(args.extra)
-  request = Request(model_dir=args.extra.model_dir, expect_gpus=args.extra.expect_gpus,
-                    preset=args.extra.preset, timeout_seconds=args.extra.timeout_seconds,
-                    cluster=cluster, cluster_flags=cluster_lib.as_flags(args.extra))
+  request = Request(
+    model_dir=args.extra.model_dir,
+    expect_gpus=args.extra.expect_gpus,
+    preset=args.extra.preset,
+    timeout_seconds=args.extra.timeout_seconds,
+    cluster=cluster,
+    cluster_flags=cluster_lib.as_flags(args.extra),
+  )
   if args.extra.json:
     return _report_json(list(examine(request)), cluster)
   return _report(examine(request), cluster)
@@ -205,8 +277,9 @@ def _report(checks: Iterable[Check], cluster: ClusterInfo) -> int:
   """Prints each check, on other processes than the first what is not ok; returns the exit code."""
   statuses = []
   failed = []
-  who = f'{socket.gethostname()}, process {cluster.process_index}: ' if (
-      cluster.process_index) else ''
+  who = (
+    f'{socket.gethostname()}, process {cluster.process_index}: ' if (cluster.process_index) else ''
+  )
   for check in checks:
     statuses.append(check.status)
     failed += [check.name] * (check.status == FAIL)
@@ -215,15 +288,21 @@ def _report(checks: Iterable[Check], cluster: ClusterInfo) -> int:
       # One write: a line of several processes' output belongs to one of them.
       print('\n'.join(who + line for line in lines), flush=True)
   if not who:
-    print(f'{len(statuses)} checks, {statuses.count(WARN)} warnings, {len(failed)} failed'
-          + (f': {", ".join(failed)}' if failed else ''))
+    print(
+      f'{len(statuses)} checks, {statuses.count(WARN)} warnings, {len(failed)} failed'
+      + (f': {", ".join(failed)}' if failed else '')
+    )
   return int(bool(failed))
 
 
 def _report_json(checks: Sequence[Check], cluster: ClusterInfo) -> int:
   failed = [check.name for check in checks if check.status == FAIL]
-  report = {'host': socket.gethostname(), 'process': cluster.process_index, 'failed': failed,
-            'checks': [dataclasses.asdict(check) for check in checks]}
+  report = {
+    'host': socket.gethostname(),
+    'process': cluster.process_index,
+    'failed': failed,
+    'checks': [dataclasses.asdict(check) for check in checks],
+  }
   print(json.dumps(report, indent=2 if cluster.process_count == 1 else None))
   return int(bool(failed))
 

@@ -94,4 +94,5 @@ def all_problems(problems: list[str], *, title: str) -> str:
   if len(problems) == 1:
     return problems[0]
   return f'{title}: {len(problems)} problems.\n' + '\n'.join(
-      f'  {i}. {problem}' for i, problem in enumerate(problems, 1))
+    f'  {i}. {problem}' for i, problem in enumerate(problems, 1)
+  )

@@ -56,12 +56,23 @@ RUN_GIN, MODEL_GIN = 'config.gin', 'model.gin'
 TRAIN, SETUP = 't5x_gpu.train.train', 't5x_gpu.infer.setup'
 # Arguments of a run: those that say which task, the first that is there; and all that are used.
 _DATASETS = ('infer_eval_dataset_cfg', 'train_eval_dataset_cfg', 'train_dataset_cfg')
-_OF_TEXT = ('model', 'partitioner', 'decoding_cfg', 'model_dir', 'distributed_cfg', 'xla_preset',
-            *_DATASETS)
+_OF_TEXT = (
+  'model',
+  'partitioner',
+  'decoding_cfg',
+  'model_dir',
+  'distributed_cfg',
+  'xla_preset',
+  *_DATASETS,
+)
 
 
-def setup(*, model: Any = None, partitioner: Partitioner = Partitioner(),
-          decoding_cfg: DecodingConfig = DecodingConfig()) -> None:
+def setup(
+  *,
+  model: Any = None,
+  partitioner: Partitioner = Partitioner(),
+  decoding_cfg: DecodingConfig = DecodingConfig(),
+) -> None:
   """What gin may set for this command alone; a run's own gin file sets the first two elsewhere.
 
   Args:
@@ -83,27 +94,46 @@ def open_job(args: cli.Args, asked: 'Asked') -> Job:
     reader = ParamsReader(asked.checkpoint, step=args.extra.step)
     layout = _layout(asked.partitioner, model, *topology_lib.discover())
     return open_class_job(
-        model, dataset, reader=reader, layout=layout, score=args.extra.score,
-        may_import=asked.may_import, batch_size=1 if args.extra.interactive else config.batch_size,
-        read=lambda: None if args.dry_run else read_params(
-            asked.checkpoint, _abstract_params(model, layout), step=reader.step))
+      model,
+      dataset,
+      reader=reader,
+      layout=layout,
+      score=args.extra.score,
+      may_import=asked.may_import,
+      batch_size=1 if args.extra.interactive else config.batch_size,
+      read=lambda: (
+        None
+        if args.dry_run
+        else read_params(asked.checkpoint, _abstract_params(model, layout), step=reader.step)
+      ),
+    )
   check_writes_text(model)
   has_inputs = reads_inputs(model) or 'inputs' in dataset.task_feature_lengths
   text = open_prompt_text(
-      dataset, feature_converter=model.feature_converter({'inputs': 1, 'targets': 1}),
-      model_vocab_size=model.num_outcomes, has_inputs=has_inputs, may_import=asked.may_import)
+    dataset,
+    feature_converter=model.feature_converter({'inputs': 1, 'targets': 1}),
+    model_vocab_size=model.num_outcomes,
+    has_inputs=has_inputs,
+    may_import=asked.may_import,
+  )
   reader = ParamsReader(asked.checkpoint, step=args.extra.step)
   ends = dict.fromkeys([*([] if text.eos_id is None else [text.eos_id]), *asked.ends])
-  notes = [f'parameters: {reader.path}',
-           f'vocabulary: {text.name}, {text.size:,} ids'
-           + (f'; {", ".join(map(str, ends))} end{"s" * (len(ends) == 1)} a text' if ends else '')]
-  changes = {'stop_tokens': tuple(dict.fromkeys([*config.stop_tokens, *ends])),
-             'zero_is_padding': config.zero_is_padding and not text.zero_is_a_word}
+  notes = [
+    f'parameters: {reader.path}',
+    f'vocabulary: {text.name}, {text.size:,} ids'
+    + (f'; {", ".join(map(str, ends))} end{"s" * (len(ends) == 1)} a text' if ends else ''),
+  ]
+  changes = {
+    'stop_tokens': tuple(dict.fromkeys([*config.stop_tokens, *ends])),
+    'zero_is_padding': config.zero_is_padding and not text.zero_is_a_word,
+  }
   origin = reader.manifest.get('converted_from', {})
   if origin.get('format') == 'hf' and not (asked.sets_start or has_inputs or asked.is_run):
     changes['start_token'] = text.start_id
-    notes.append(f'DecodingConfig.start_token = {text.start_id}: what the tokenizer puts before a '
-                 'text, as the model is converted from Hugging Face')
+    notes.append(
+      f'DecodingConfig.start_token = {text.start_id}: what the tokenizer puts before a '
+      'text, as the model is converted from Hugging Face'
+    )
   if args.extra.interactive:
     changes['batch_size'] = 1
   topology, devices = topology_lib.discover()
@@ -138,6 +168,7 @@ class Asked:
     run_arguments: of train.train, those of a mesh.
     may_import: the modules that the task may import besides ours; None for any.
   """
+
   model: Any
   partitioner: Partitioner
   dataset: DatasetConfig
@@ -171,43 +202,62 @@ class Asked:
       own['decoding_cfg'] = run_arguments.get('decoding_cfg') or own['decoding_cfg']
       folder = folder or as_path(run_arguments['model_dir'])
     elif folder is None:
-      raise ConfigError('A model file does not say where the parameters are.',
-                        fix='Give --checkpoint=FOLDER, or the gin file of a run.')
+      raise ConfigError(
+        'A model file does not say where the parameters are.',
+        fix='Give --checkpoint=FOLDER, or the gin file of a run.',
+      )
     vocabulary = flags.vocabulary
     if vocabulary is None and not is_run:
       vocabulary = carried_vocabulary(run_folder)
     if vocabulary is not None:
       dataset = dataclasses.replace(dataset, vocabulary=vocabulary)
       if as_data and (flags.interactive or flags.prompts is not None):  # the task is not needed
-        dataset = dataclasses.replace(dataset, mixture_or_task_name='', mixture_or_task_module=None,
-                                      module=DatasetConfig.module)
-    return cls(own['model'], own['partitioner'], dataset, own['decoding_cfg'], is_run=is_run,
-               ends=() if is_run else carried_ends(run_folder),
-               sets_start=any(setting.key.endswith('DecodingConfig.start_token')
-                              for setting in loaded.provenance.settings),
-               checkpoint=folder, run_arguments=run_arguments,
-               # The user may name a module: --gin.MIXTURE_OR_TASK_MODULE=my_tasks
-               may_import=tuple(binding.partition('=')[2].strip('\'"')
-                                for binding in args.bindings) if as_data else None)
+        dataset = dataclasses.replace(
+          dataset, mixture_or_task_name='', mixture_or_task_module=None, module=DatasetConfig.module
+        )
+    return cls(
+      own['model'],
+      own['partitioner'],
+      dataset,
+      own['decoding_cfg'],
+      is_run=is_run,
+      ends=() if is_run else carried_ends(run_folder),
+      sets_start=any(
+        setting.key.endswith('DecodingConfig.start_token') for setting in loaded.provenance.settings
+      ),
+      checkpoint=folder,
+      run_arguments=run_arguments,
+      # The user may name a module: --gin.MIXTURE_OR_TASK_MODULE=my_tasks
+      may_import=tuple(binding.partition('=')[2].strip('\'"') for binding in args.bindings)
+      if as_data
+      else None,
+    )
 
 
 def _own_gin_file(folder: Optional[AnyPath]) -> str:
   if folder is None:
-    raise ConfigError('Neither --checkpoint nor --gin_file is given.',
-                      fix='Give the MODEL_DIR of a run, as in --checkpoint=runs/demo')
+    raise ConfigError(
+      'Neither --checkpoint nor --gin_file is given.',
+      fix='Give the MODEL_DIR of a run, as in --checkpoint=runs/demo',
+    )
   for name in (RUN_GIN, MODEL_GIN):
     if (folder / name).is_file():
       return str(on_this_machine(folder / name))
   if not folder.exists():
-    raise ConfigError(f'--checkpoint={folder} does not exist (looked from {os.getcwd()}).',
-                      fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote.')
-  raise ConfigError(f'{folder} has neither {RUN_GIN} nor {MODEL_GIN}, which would say what the '
-                    'model is.', fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote, '
-                    'or --gin_file=... as for the training.')
+    raise ConfigError(
+      f'--checkpoint={folder} does not exist (looked from {os.getcwd()}).',
+      fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote.',
+    )
+  raise ConfigError(
+    f'{folder} has neither {RUN_GIN} nor {MODEL_GIN}, which would say what the model is.',
+    fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote, '
+    'or --gin_file=... as for the training.',
+  )
 
 
-def _load(files: Sequence[str], args: cli.Args, *, as_data: bool
-          ) -> tuple[gin_loader.LoadedConfig, bool]:
+def _load(
+  files: Sequence[str], args: cli.Args, *, as_data: bool
+) -> tuple[gin_loader.LoadedConfig, bool]:
   """Returns the configuration, and whether it is of a run; `setup` gets what it needs.
 
   Args:
@@ -215,45 +265,67 @@ def _load(files: Sequence[str], args: cli.Args, *, as_data: bool
     args: the command line.
     as_data: run nothing that `files` name.
   """
-  texts = [pathlib.Path(f).read_text('utf-8', 'replace') if pathlib.Path(f).is_file() else ''
-           for f in files]
+  texts = [
+    pathlib.Path(f).read_text('utf-8', 'replace') if pathlib.Path(f).is_file() else ''
+    for f in files
+  ]
   is_run = not any(re.search(r'^MODEL\s*=', text, re.MULTILINE) for text in texts) or any(
-      re.search(r'\btrain(_script)?\.train\b|^include', text, re.MULTILINE) for text in texts)
-  lines = ['from __gin__ import dynamic_registration', 'from t5x_gpu import infer as infer_script',
-           'from t5x_gpu.models import decoding', 'from t5x_gpu.partitioning import partitioner',
-           'infer_script.setup.decoding_cfg = @decoding.DecodingConfig()']
+    re.search(r'\btrain(_script)?\.train\b|^include', text, re.MULTILINE) for text in texts
+  )
+  lines = [
+    'from __gin__ import dynamic_registration',
+    'from t5x_gpu import infer as infer_script',
+    'from t5x_gpu.models import decoding',
+    'from t5x_gpu.partitioning import partitioner',
+    'infer_script.setup.decoding_cfg = @decoding.DecodingConfig()',
+  ]
   if not is_run:
-    lines += ['infer_script.setup.model = %MODEL',
-              'infer_script.setup.partitioner = @partitioner.Partitioner()']
+    lines += [
+      'infer_script.setup.model = %MODEL',
+      'infer_script.setup.partitioner = @partitioner.Partitioner()',
+    ]
   with tempfile.TemporaryDirectory() as temporary:
     entry = pathlib.Path(temporary) / 'infer.gin'
     entry.write_text('\n'.join(lines) + '\n', 'utf-8')
-    loaded = gin_loader.load([*files, entry], bindings=args.bindings,
-                             search_paths=args.gin_search_paths,
-                             entry=(TRAIN, SETUP) if is_run else SETUP,
-                             read_as_data=dict.fromkeys(
-                                 files if as_data else (), _OF_TEXT if is_run else ('MODEL',)))
+    loaded = gin_loader.load(
+      [*files, entry],
+      bindings=args.bindings,
+      search_paths=args.gin_search_paths,
+      entry=(TRAIN, SETUP) if is_run else SETUP,
+      read_as_data=dict.fromkeys(files if as_data else (), _OF_TEXT if is_run else ('MODEL',)),
+    )
   return loaded, is_run
 
 
-def _layout(partitioner: Partitioner, model: Any, topology: Topology, devices: list[Device]
-            ) -> Layout:
+def _layout(
+  partitioner: Partitioner, model: Any, topology: Topology, devices: list[Device]
+) -> Layout:
   """Returns the layout to write text on: no batch or length of a training must divide."""
   partitioner = dataclasses.replace(
-      partitioner, sequence_parallel=False, pipeline_schedule='gpipe', pipeline_repeats=1,
-      num_pipeline_microbatches=1)
+    partitioner,
+    sequence_parallel=False,
+    pipeline_schedule='gpipe',
+    pipeline_repeats=1,
+    num_pipeline_microbatches=1,
+  )
   sizes = partitioner.mesh_sizes(topology).total
   parts = math.prod(sizes[axis] for axis in partitioner.rules().activations['batch'])
-  return partitioner.lay_out(topology, devices, logical_sizes={
-      **model.logical_sizes(), 'batch': parts, 'length': 2 * sizes['context']}).for_decoding
+  return partitioner.lay_out(
+    topology,
+    devices,
+    logical_sizes={**model.logical_sizes(), 'batch': parts, 'length': 2 * sizes['context']},
+  ).for_decoding
 
 
 def _abstract_params(model: Any, layout: Layout) -> Any:
   lengths = {'inputs': 8} if classifies(model) else {'inputs': 8, 'targets': 8}
   spec = model.batch_spec(lengths, batch_size=1, pack=False)
   shapes, names = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), spec)))
-  return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes,
-                      layout.shardings(shapes, names))
+  return jax.tree.map(
+    lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+    shapes,
+    layout.shardings(shapes, names),
+  )
 
 
 def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
@@ -279,24 +351,28 @@ def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
   records = distributed.broadcast_json(records)
   if isinstance(records, dict):  # on every process: the others wait for prompts
     raise DataError(records['what'], fix=records['fix'])
-  return [Prompt(**record) for record in records][:args.examples]
+  return [Prompt(**record) for record in records][: args.examples]
 
 
 def _with_inputs(prompts: Iterator[Prompt]) -> Iterator[Prompt]:
   for prompt in prompts:
     if not prompt.tokens:
-      raise DataError(f"{prompt.where} has no 'inputs' to continue: the task has texts alone.",
-                      fix='Give prompts (--prompts=FILE), or --score the texts.',
-                      parameters=('DatasetConfig.mixture_or_task_name',))
+      raise DataError(
+        f"{prompt.where} has no 'inputs' to continue: the task has texts alone.",
+        fix='Give prompts (--prompts=FILE), or --score the texts.',
+        parameters=('DatasetConfig.mixture_or_task_name',),
+      )
     yield prompt
 
 
 def talk(job: Job) -> None:
   """Continues what is typed, line by line, until the end of input."""
   if distributed.process_count() > 1:
-    raise ConfigError('--interactive reads from one terminal; this run has '
-                      f'{distributed.process_count()} processes.',
-                      fix='Start one process, or give --prompts=FILE.')
+    raise ConfigError(
+      '--interactive reads from one terminal; this run has '
+      f'{distributed.process_count()} processes.',
+      fix='Start one process, or give --prompts=FILE.',
+    )
   say('Write a prompt and press Enter; Ctrl-D ends.')
   for number in itertools.count():
     try:
@@ -324,34 +400,58 @@ def _positive(text: str) -> int:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group('text')
-  group.add_argument('--checkpoint', metavar='FOLDER', help=(
-      "MODEL_DIR, one of its checkpoints, or a converted model (default: the gin file's)"))
+  group.add_argument(
+    '--checkpoint',
+    metavar='FOLDER',
+    help=("MODEL_DIR, one of its checkpoints, or a converted model (default: the gin file's)"),
+  )
   group.add_argument('--step', type=int, metavar='N', help='which checkpoint (default: the latest)')
-  group.add_argument('--prompts', metavar='FILE', help=(
+  group.add_argument(
+    '--prompts',
+    metavar='FILE',
+    help=(
       '.txt with a prompt per line, .jsonl with {"inputs": ...}, or - for standard input (default: '
-      "the task's examples)"))
+      "the task's examples)"
+    ),
+  )
   group.add_argument('--split', metavar='SPLIT', help="of the task (default: the gin file's)")
   group.add_argument('--examples', type=_positive, metavar='N', help='only the first N prompts')
-  group.add_argument('--vocabulary', metavar='NAME', help=(
-      "huggingface:FOLDER, sentencepiece:FILE, byte (default: the task's; the converted model's)"))
-  group.add_argument('--output', metavar='FILE', help=(
-      '.jsonl; results that it has already are not computed again (default: standard output)'))
+  group.add_argument(
+    '--vocabulary',
+    metavar='NAME',
+    help=(
+      "huggingface:FOLDER, sentencepiece:FILE, byte (default: the task's; the converted model's)"
+    ),
+  )
+  group.add_argument(
+    '--output',
+    metavar='FILE',
+    help=('.jsonl; results that it has already are not computed again (default: standard output)'),
+  )
   group.add_argument('--overwrite', action='store_true', help='begin --output anew')
-  group.add_argument('--score', action='store_true',
-                     help="log-probabilities of the prompts' targets, in place of new text")
+  group.add_argument(
+    '--score',
+    action='store_true',
+    help="log-probabilities of the prompts' targets, in place of new text",
+  )
   group.add_argument('--interactive', action='store_true', help='continue what is typed')
   cli.add_trust_flag(group)
   cluster_lib.add_flags(parser)
 
 
 def _check_flags(flags: argparse.Namespace) -> None:
-  without = [name for name in ('prompts', 'output', 'score', 'examples', 'split')
-             if flags.interactive and getattr(flags, name)]
+  without = [
+    name
+    for name in ('prompts', 'output', 'score', 'examples', 'split')
+    if flags.interactive and getattr(flags, name)
+  ]
   without += ['split'] if flags.prompts is not None and flags.split else []
   if without:
     other = '--interactive' if flags.interactive else '--prompts'
-    raise ConfigError(f'{other} leaves nothing for ' + ', '.join(f'--{n}' for n in without) + '.',
-                      fix='Leave one of them out.')
+    raise ConfigError(
+      f'{other} leaves nothing for ' + ', '.join(f'--{n}' for n in without) + '.',
+      fix='Leave one of them out.',
+    )
   if flags.overwrite and not flags.output:
     raise ConfigError('--overwrite without --output.', fix='Give --output=FILE.')
 
@@ -359,9 +459,14 @@ def _check_flags(flags: argparse.Namespace) -> None:
 def main(argv: Optional[Sequence[str]] = None) -> int:
   """Parses flags and gin files, then writes."""
   logging_setup.quiet_environment()
-  args = cli.parse_args('python -m t5x_gpu.infer', __doc__.splitlines()[0],
-                        sys.argv[1:] if argv is None else argv, extra=_add_flags,
-                        gin_file_required=False, examples=EXAMPLES)
+  args = cli.parse_args(
+    'python -m t5x_gpu.infer',
+    __doc__.splitlines()[0],
+    sys.argv[1:] if argv is None else argv,
+    extra=_add_flags,
+    gin_file_required=False,
+    examples=EXAMPLES,
+  )
   _check_flags(args.extra)
   cli.check_trust_flag(args)
   cluster = cluster_lib.detect_here(args.extra)
@@ -377,8 +482,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 0
   flags = args.extra
   prompts = prompts_of(flags, job.text)
-  new = run(job, prompts, output=flags.output, score=flags.score, overwrite=flags.overwrite,
-            dry_run=args.dry_run)
+  new = run(
+    job,
+    prompts,
+    output=flags.output,
+    score=flags.score,
+    overwrite=flags.overwrite,
+    dry_run=args.dry_run,
+  )
   if flags.output and not args.dry_run:
     say(f'{len(prompts)} results in {flags.output}, {new} of them new.')
   return 0
@@ -387,4 +498,5 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 if __name__ == '__main__':
   # Under its own name: gin files import t5x_gpu.infer, and there must be one of each module.
   from t5x_gpu.infer import main as main_
+
   cli.run_main(main_)

@@ -20,8 +20,8 @@ from typing import Optional
 
 from t5x_gpu import cli
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import numa
 from t5x_gpu.runtime import gpus as nvml
+from t5x_gpu.runtime import numa
 from t5x_gpu.runtime.cluster import cluster, job_secret, launcher_conflicts
 
 DOCTOR = 't5x_gpu.doctor'
@@ -43,6 +43,7 @@ EXAMPLES = """examples:
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """What one process is started with."""
+
   env: Mapping[str, str]
   binding: numa.Binding
   gpus: str
@@ -67,14 +68,22 @@ class Group:
       for plan in plans:
         with numa.running_on(plan.binding.cpus):
           # A session of its own: a terminal's Ctrl-C reaches only us, and is handed on once.
-          self._processes.append(subprocess.Popen(
-              command, env=plan.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-              stdin=subprocess.DEVNULL, start_new_session=True))
+          self._processes.append(
+            subprocess.Popen(
+              command,
+              env=plan.env,
+              stdout=subprocess.PIPE,
+              stderr=subprocess.STDOUT,
+              stdin=subprocess.DEVNULL,
+              start_new_session=True,
+            )
+          )
     except BaseException:  # Ctrl-C, or too many processes
       self._send(signal.SIGKILL)
       raise
-    self._readers = [threading.Thread(target=self._copy, args=(i,), daemon=True)
-                     for i in range(len(plans))]
+    self._readers = [
+      threading.Thread(target=self._copy, args=(i,), daemon=True) for i in range(len(plans))
+    ]
     for reader in self._readers:
       reader.start()
 
@@ -135,14 +144,24 @@ class Group:
 
   def _show(self, index: int, code: int) -> None:
     how = f'exit code {code}' if code > 0 else f'{signal.Signals(-code).name}'
-    print(f'\nlaunch: process {index} of {len(self._processes)} failed first ({how}); the others '
-          f'were ended. Its last lines:', file=sys.stderr)
+    print(
+      f'\nlaunch: process {index} of {len(self._processes)} failed first ({how}); the others '
+      f'were ended. Its last lines:',
+      file=sys.stderr,
+    )
     for line in self._tails[index]:
       print(f'  {line.decode(errors="replace").rstrip()}', file=sys.stderr)
 
 
-def plan(num_processes: int, *, use_gpus: bool, numa_mode: str, env: Mapping[str, str],
-         gpus: Sequence[nvml.PhysicalGpu], address: str) -> list[Plan]:
+def plan(
+  num_processes: int,
+  *,
+  use_gpus: bool,
+  numa_mode: str,
+  env: Mapping[str, str],
+  gpus: Sequence[nvml.PhysicalGpu],
+  address: str,
+) -> list[Plan]:
   """Returns what each process is started with.
 
   Args:
@@ -158,10 +177,12 @@ def plan(num_processes: int, *, use_gpus: bool, numa_mode: str, env: Mapping[str
   visible = cluster.visible_gpus(env, len(gpus)) or 0 if use_gpus else 0
   if use_gpus and (visible < num_processes or visible % num_processes):
     raise ConfigError(
-        f'--nproc={num_processes}, but {visible} GPUs are visible on this machine'
-        f'{" through CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in env else ""}.',
-        fix=f'Set --nproc to {cluster_choices(visible)}.' if visible else
-        'Add --no_gpu for CPU devices, or look why there are none: nvidia-smi.')
+      f'--nproc={num_processes}, but {visible} GPUs are visible on this machine'
+      f'{" through CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in env else ""}.',
+      fix=f'Set --nproc to {cluster_choices(visible)}.'
+      if visible
+      else 'Add --no_gpu for CPU devices, or look why there are none: nvidia-smi.',
+    )
   allowed = frozenset(os.sched_getaffinity(0))
   if numa_mode not in ('auto', 'off'):
     bindings = numa.read_bindings(numa_mode, num_processes=num_processes)
@@ -169,9 +190,16 @@ def plan(num_processes: int, *, use_gpus: bool, numa_mode: str, env: Mapping[str
   secret = env.get(job_secret.VARIABLE) or job_secret.new()
   for index in range(num_processes):
     ids = list(range(index * each, (index + 1) * each))
-    child = {**env, 'JAX_COORDINATOR_ADDRESS': address, 'JAX_PROCESS_COUNT': str(num_processes),
-             'JAX_PROCESS_INDEX': str(index), 'LOCAL_WORLD_SIZE': str(num_processes),
-             'LOCAL_RANK': str(index), 'PYTHONUNBUFFERED': '1', job_secret.VARIABLE: secret}
+    child = {
+      **env,
+      'JAX_COORDINATOR_ADDRESS': address,
+      'JAX_PROCESS_COUNT': str(num_processes),
+      'JAX_PROCESS_INDEX': str(index),
+      'LOCAL_WORLD_SIZE': str(num_processes),
+      'LOCAL_RANK': str(index),
+      'PYTHONUNBUFFERED': '1',
+      job_secret.VARIABLE: secret,
+    }
     if use_gpus:
       # PCI order for CUDA as for NVML and nvidia-smi, or a process would be bound beside the GPU
       # of another one.
@@ -183,8 +211,9 @@ def plan(num_processes: int, *, use_gpus: bool, numa_mode: str, env: Mapping[str
       own = nvml.own_gpus(gpus, child, ids) if use_gpus else ()
       binding = numa.bind_to_gpus([g.pci_address for g in gpus if g.uuid in own], allowed=allowed)
     else:
-      binding = numa.Binding(None, 'not bound: --numa=off') if numa_mode == 'off' else (
-          bindings[index])
+      binding = (
+        numa.Binding(None, 'not bound: --numa=off') if numa_mode == 'off' else (bindings[index])
+      )
     plans.append(Plan(child, binding, 'GPU ' + ','.join(map(str, ids)) if ids else 'CPU'))
   return plans
 
@@ -203,14 +232,20 @@ def free_address() -> str:
       return f'127.0.0.1:{port}'
     except OSError:
       continue
-  raise ConfigError('No free port was found for the processes to meet.',
-                    fix='End other runs on this machine, or try again.')
+  raise ConfigError(
+    'No free port was found for the processes to meet.',
+    fix='End other runs on this machine, or try again.',
+  )
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument('--nproc', type=int, metavar='N', help='processes; one per GPU by default')
-  parser.add_argument('--numa', default='auto', metavar='auto|off|FILE',
-                      help='cores of each process: near its GPU, any, or by lines of a file')
+  parser.add_argument(
+    '--numa',
+    default='auto',
+    metavar='auto|off|FILE',
+    help='cores of each process: near its GPU, any, or by lines of a file',
+  )
   parser.add_argument('--no_gpu', action='store_true', help='CPU devices, even where GPUs are')
   parser.add_argument('--module', default=MODULES[0], choices=MODULES, help='what to start')
 
@@ -219,12 +254,20 @@ def main(argv: Optional[list[str]] = None) -> int:
   """Starts the processes and returns the exit code of the first that failed."""
   argv = list(sys.argv[1:] if argv is None else argv)
   split = argv.index('--') if '--' in argv else len(argv)
-  args = cli.parse_args('python -m t5x_gpu.launch', __doc__.splitlines()[0], argv[:split],
-                        extra=_add_flags, gin_file_required=False, takes_config=False,
-                        examples=EXAMPLES)
+  args = cli.parse_args(
+    'python -m t5x_gpu.launch',
+    __doc__.splitlines()[0],
+    argv[:split],
+    extra=_add_flags,
+    gin_file_required=False,
+    takes_config=False,
+    examples=EXAMPLES,
+  )
   if args.has_config:
-    raise ConfigError('The flags of the training run stand before --.',
-                      fix='Write python -m t5x_gpu.launch --nproc N -- --gin_file=FILE ...')
+    raise ConfigError(
+      'The flags of the training run stand before --.',
+      fix='Write python -m t5x_gpu.launch --nproc N -- --gin_file=FILE ...',
+    )
   flags = args.extra
   launcher_conflicts.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   gpus = [] if flags.no_gpu else nvml.physical_gpus()
@@ -233,12 +276,21 @@ def main(argv: Optional[list[str]] = None) -> int:
     nproc = 1 if flags.no_gpu else max(1, cluster.visible_gpus(os.environ, len(gpus)) or 0)
   if nproc < 1:
     raise ConfigError(f'--nproc={nproc} must be at least 1.', fix='Give the number of processes.')
-  plans = plan(nproc, use_gpus=not flags.no_gpu, numa_mode=flags.numa, env=os.environ, gpus=gpus,
-               address=free_address())
+  plans = plan(
+    nproc,
+    use_gpus=not flags.no_gpu,
+    numa_mode=flags.numa,
+    env=os.environ,
+    gpus=gpus,
+    address=free_address(),
+  )
   for index, each in enumerate(plans):
     print(f'launch: process {index}: {each.gpus}; {each.binding.reason}', flush=True)
-  group = Group([sys.executable, '-m', flags.module, *argv[split + 1:]], plans,
-                end_together=flags.module != DOCTOR)
+  group = Group(
+    [sys.executable, '-m', flags.module, *argv[split + 1 :]],
+    plans,
+    end_together=flags.module != DOCTOR,
+  )
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, group.forward)
   return group.wait()

@@ -65,8 +65,9 @@ def in_float32(model: Any) -> tuple[Any, bool]:
   return (dataclasses.replace(model, **changes) if changes else model), found
 
 
-def build(arguments: Mapping[str, Any], *, topology: Topology, devices: Sequence[Device]
-          ) -> tuple[Program, Program]:
+def build(
+  arguments: Mapping[str, Any], *, topology: Topology, devices: Sequence[Device]
+) -> tuple[Program, Program]:
   """Returns the program on the mesh, and the one to compare with, on the first device.
 
   The latter has neither axes nor accumulation: the whole batch at once.
@@ -77,13 +78,23 @@ def build(arguments: Mapping[str, Any], *, topology: Topology, devices: Sequence
   Raises:
     MeshError, ConfigError, ShapeError: as a run of the gin file would.
   """
-  changes = {'model': in_float32(arguments['model'])[0],
-             'optimizer': Recording(arguments['optimizer'])}
+  changes = {
+    'model': in_float32(arguments['model'])[0],
+    'optimizer': Recording(arguments['optimizer']),
+  }
   on_mesh = program_of_run(arguments, topology=topology, devices=list(devices), **changes)
   on_one = program_of_run(
-      {**arguments, 'partitioner': Partitioner(), 'num_microbatches': 1,
-       'learning_rate': _scaled(arguments['learning_rate'], on_mesh.learning_rate_factor),
-       'learning_rate_scaling': None}, topology=Topology(1, 1), devices=[devices[0]], **changes)
+    {
+      **arguments,
+      'partitioner': Partitioner(),
+      'num_microbatches': 1,
+      'learning_rate': _scaled(arguments['learning_rate'], on_mesh.learning_rate_factor),
+      'learning_rate_scaling': None,
+    },
+    topology=Topology(1, 1),
+    devices=[devices[0]],
+    **changes,
+  )
   return on_mesh, on_one
 
 
@@ -91,8 +102,14 @@ def _scaled(schedule: Schedule, factor: float) -> Schedule:
   return lambda step: factor * schedule(step)
 
 
-def parity(arguments: Mapping[str, Any], programs: tuple[Program, Program], *, num_steps: int = 3,
-           tolerance: float = 1e-5, xla: Optional[xla_flags.Applied] = None) -> Report:
+def parity(
+  arguments: Mapping[str, Any],
+  programs: tuple[Program, Program],
+  *,
+  num_steps: int = 3,
+  tolerance: float = 1e-5,
+  xla: Optional[xla_flags.Applied] = None,
+) -> Report:
   """Returns how the two programs of `build` differ over `num_steps` steps.
 
   Args:
@@ -105,11 +122,22 @@ def parity(arguments: Mapping[str, Any], programs: tuple[Program, Program], *, n
   seed = arguments.get('random_seed', 0)
   # GPUs multiply float32 matrices in TF32, with 10 bits, unless told otherwise.
   with jax.default_matmul_precision('highest'):
-    mesh, one = (Run(program, model=in_float32(arguments['model'])[0], seed=seed,
-                     max_grad_norm=arguments.get('max_grad_norm'),
-                     compiler_options=compile_options(program, xla)) for program in programs)
-    runs = TwoRuns(mesh, one, optimizer=arguments['optimizer'],
-                   schedule=_scaled(arguments['learning_rate'], programs[0].learning_rate_factor))
+    mesh, one = (
+      Run(
+        program,
+        model=in_float32(arguments['model'])[0],
+        seed=seed,
+        max_grad_norm=arguments.get('max_grad_norm'),
+        compiler_options=compile_options(program, xla),
+      )
+      for program in programs
+    )
+    runs = TwoRuns(
+      mesh,
+      one,
+      optimizer=arguments['optimizer'],
+      schedule=_scaled(arguments['learning_rate'], programs[0].learning_rate_factor),
+    )
     batches = uneven_batches(programs[0].spec, seed=seed, num_batches=num_steps)
     return compare_runs(runs, batches, tolerance=tolerance)
 
@@ -118,17 +146,23 @@ def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
   """Returns the mesh's devices: CPU devices that XLA makes, or with --real this machine's GPUs."""
   number, hosts = args.devices, args.hosts
   if number < 1 or hosts < 1 or number % hosts:
-    raise ConfigError(f'--devices={number} --hosts={hosts}: every host has the same number of '
-                      'devices, at least one.',
-                      fix=f'Give --hosts one of {", ".join(_divisors(number))}.' if number >= 1
-                      else 'Give --devices of at least 1.')
+    raise ConfigError(
+      f'--devices={number} --hosts={hosts}: every host has the same number of '
+      'devices, at least one.',
+      fix=f'Give --hosts one of {", ".join(_divisors(number))}.'
+      if number >= 1
+      else 'Give --devices of at least 1.',
+    )
   if args.real:
     _, found = topology_lib.discover()
     if found[0].platform == 'cpu' or len(found) < number:
       gpus = 0 if found[0].platform == 'cpu' else len(found)
-      raise MeshError(f'--real --devices={number}: jax sees {gpus} GPUs here.',
-                      fix=f'Give --devices={gpus} or fewer.' if gpus else
-                      'Leave --real out: CPU devices take their place.')
+      raise MeshError(
+        f'--real --devices={number}: jax sees {gpus} GPUs here.',
+        fix=f'Give --devices={gpus} or fewer.'
+        if gpus
+        else 'Leave --real out: CPU devices take their place.',
+      )
     return Topology(hosts, number // hosts, reason='--hosts'), found[:number]
   flags = os.environ.get('XLA_FLAGS', '')
   before = re.search(rf'--{FAKE}=(\d+)', flags)
@@ -138,10 +172,13 @@ def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
   jax.config.update('jax_platforms', 'cpu')  # the variable was read when jax was imported
   found = jax.devices('cpu')
   if len(found) < number:
-    raise MeshError(f'--devices={number}: jax has started with {len(found)} CPU devices.',
-                    fix=f'Give --devices={len(found)} or fewer, or start a Python of its own.')
-  return Topology(hosts, number // hosts, device_word='CPU device',
-                  reason='XLA plays them on this CPU'), found[:number]
+    raise MeshError(
+      f'--devices={number}: jax has started with {len(found)} CPU devices.',
+      fix=f'Give --devices={len(found)} or fewer, or start a Python of its own.',
+    )
+  return Topology(
+    hosts, number // hosts, device_word='CPU device', reason='XLA plays them on this CPU'
+  ), found[:number]
 
 
 def _divisors(number: int) -> list[str]:
@@ -162,16 +199,29 @@ def print_table(rows: list[list[str]], *, console: rich.console.Console) -> None
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('--devices', type=int, default=8, metavar='N',
-                      help='devices of the mesh, all hosts together (default 8)')
-  parser.add_argument('--hosts', type=int, default=1, metavar='N',
-                      help='hosts that they stand for (default 1)')
-  parser.add_argument('--steps', type=int, default=3, metavar='N',
-                      help='updates to compare (default 3)')
-  parser.add_argument('--tolerance', type=float, default=1e-5, metavar='X',
-                      help='largest relative difference (default 1e-5)')
-  parser.add_argument('--real', action='store_true',
-                      help="this machine's GPUs in place of CPU devices")
+  parser.add_argument(
+    '--devices',
+    type=int,
+    default=8,
+    metavar='N',
+    help='devices of the mesh, all hosts together (default 8)',
+  )
+  parser.add_argument(
+    '--hosts', type=int, default=1, metavar='N', help='hosts that they stand for (default 1)'
+  )
+  parser.add_argument(
+    '--steps', type=int, default=3, metavar='N', help='updates to compare (default 3)'
+  )
+  parser.add_argument(
+    '--tolerance',
+    type=float,
+    default=1e-5,
+    metavar='X',
+    help='largest relative difference (default 1e-5)',
+  )
+  parser.add_argument(
+    '--real', action='store_true', help="this machine's GPUs in place of CPU devices"
+  )
   parser.add_argument('--json', metavar='FILE', help='also write every number to FILE')
 
 
@@ -179,33 +229,51 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   """Returns 0 if the model of the command line trains alike on its mesh and on one device."""
   logging_setup.quiet_environment()
   args = cli.parse_args(
-      'python -m t5x_gpu.parity',
-      'Proves that a model trains on its mesh as on one device: a few steps of both, compared.',
-      sys.argv[1:] if argv is None else argv, extra=_add_flags, examples=EXAMPLES)
+    'python -m t5x_gpu.parity',
+    'Proves that a model trains on its mesh as on one device: a few steps of both, compared.',
+    sys.argv[1:] if argv is None else argv,
+    extra=_add_flags,
+    examples=EXAMPLES,
+  )
   if args.extra.steps < 1 or not args.extra.tolerance > 0:
-    raise ConfigError(f'--steps={args.extra.steps} --tolerance={args.extra.tolerance}: nothing '
-                      'could be compared.', fix='Give --steps of at least 1 and a positive '
-                      '--tolerance, such as 1e-5.')
+    raise ConfigError(
+      f'--steps={args.extra.steps} --tolerance={args.extra.tolerance}: nothing could be compared.',
+      fix='Give --steps of at least 1 and a positive --tolerance, such as 1e-5.',
+    )
   cli.check_folders_of(args.extra.json)
   topology, devices = _devices(args.extra)
   logging_setup.setup()
-  loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
-                           search_paths=args.gin_search_paths)
+  loaded = gin_loader.load(
+    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
+  )
   arguments = loaded.arguments(
-      without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg', 'sample_cfg'))
-  xla = xla_flags.prepare_environment(arguments.get('xla_preset', 'default')
-                                      ) if args.extra.real else None
+    without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg', 'sample_cfg')
+  )
+  xla = (
+    xla_flags.prepare_environment(arguments.get('xla_preset', 'default'))
+    if args.extra.real
+    else None
+  )
   programs = build(arguments, topology=topology, devices=devices)
   batch_size, length = max(programs[0].spec.shapes.values(), key=len)[:2]  # labels have no length
-  float32 = ('float32' if in_float32(arguments['model'])[1] else
-             "the model's own precision (it has no field dtype to set to float32)")
-  print(programs[0].layout.table(), f'{programs[0].num_params:,} parameters',
-        f'steps: {args.extra.steps} of {batch_size} x {length} tokens in {float32}, against '
-        f'{topology.count(1)}; relative tolerance {args.extra.tolerance:g}', sep='\n', flush=True)
+  float32 = (
+    'float32'
+    if in_float32(arguments['model'])[1]
+    else "the model's own precision (it has no field dtype to set to float32)"
+  )
+  print(
+    programs[0].layout.table(),
+    f'{programs[0].num_params:,} parameters',
+    f'steps: {args.extra.steps} of {batch_size} x {length} tokens in {float32}, against '
+    f'{topology.count(1)}; relative tolerance {args.extra.tolerance:g}',
+    sep='\n',
+    flush=True,
+  )
   if args.dry_run:
     return 0
-  report = parity(arguments, programs, num_steps=args.extra.steps, tolerance=args.extra.tolerance,
-                  xla=xla)
+  report = parity(
+    arguments, programs, num_steps=args.extra.steps, tolerance=args.extra.tolerance, xla=xla
+  )
   console = rich.console.Console(highlight=False)
   for rows in (step_rows(report), layer_rows(report), parameter_rows(report)):
     if len(rows) > 1:
@@ -213,8 +281,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
       print_table(rows, console=console)
   print()
   if report.rounding:
-    print('Beyond the tolerance, but no more than one ulp of the parameters changes them on one '
-          f'device: {", ".join(report.rounding)}.')
+    print(
+      'Beyond the tolerance, but no more than one ulp of the parameters changes them on one '
+      f'device: {", ".join(report.rounding)}.'
+    )
   if report.failure and report.failure.how:
     print(report.failure.how)
   print(report.sentence())

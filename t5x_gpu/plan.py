@@ -52,6 +52,7 @@ class Plan:
     flops_per_device: of a step's matrix products.
     findings: what looks wrong.
   """
+
   program: Program
   parameters: Sequence[ArrayLayout]
   optimizer: Sequence[ArrayLayout]
@@ -81,8 +82,10 @@ def play_devices(number: int, *, environ: MutableMapping[str, str]) -> list[Devi
     else:
       environ['XLA_FLAGS'] = before
   if len(devices) < number:
-    raise ConfigError(f'{number} devices are asked for, but JAX has started with {len(devices)}.',
-                      fix=f'Start the process with XLA_FLAGS={_COUNT_FLAG}={number}.')
+    raise ConfigError(
+      f'{number} devices are asked for, but JAX has started with {len(devices)}.',
+      fix=f'Start the process with XLA_FLAGS={_COUNT_FLAG}={number}.',
+    )
   return devices[:number]
 
 
@@ -91,11 +94,14 @@ def topology_of(num_devices: int, num_hosts: int) -> Topology:
   if num_devices < 1 or num_hosts < 1 or num_devices % num_hosts:
     legal = [n for n in range(1, max(num_devices, 1) + 1) if num_devices % n == 0]
     raise ConfigError(
-        f'--devices={num_devices} cannot be divided into --hosts={num_hosts}.',
-        fix=f'--devices is the number of all GPUs; --hosts may be {", ".join(map(str, legal))}.'
-        if num_devices > 0 else 'Give --devices of at least 1.')
-  return Topology(num_hosts, num_devices // num_hosts,
-                  reason=f'--devices={num_devices} --hosts={num_hosts}')
+      f'--devices={num_devices} cannot be divided into --hosts={num_hosts}.',
+      fix=f'--devices is the number of all GPUs; --hosts may be {", ".join(map(str, legal))}.'
+      if num_devices > 0
+      else 'Give --devices of at least 1.',
+    )
+  return Topology(
+    num_hosts, num_devices // num_hosts, reason=f'--devices={num_devices} --hosts={num_hosts}'
+  )
 
 
 def make_plan(program: Program) -> Plan:
@@ -103,8 +109,14 @@ def make_plan(program: Program) -> Plan:
   hlo = partitioned_hlo(program.train_step.lower(program.abstract_state, program.abstract_batch))
   collectives = inventory(hlo, program.layout.mesh.shape)
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
-  return Plan(program, parameters, optimizer, collectives, flops_per_device(hlo),
-              lint(program, collectives=collectives))
+  return Plan(
+    program,
+    parameters,
+    optimizer,
+    collectives,
+    flops_per_device(hlo),
+    lint(program, collectives=collectives),
+  )
 
 
 def layout_text(program: Program) -> str:
@@ -116,22 +128,28 @@ def layout_text(program: Program) -> str:
   for place, device in np.ndenumerate(mesh.devices):
     places[number[device]] = dict(zip(mesh.axis_names, place))
   parts = [
-      program.layout.table(), f'{size_line(program)}\n{local_steps_line(program)}',
-      sharding_tables.parameter_table(parameters, optimizer),
-      'Which part each device holds (the same letter: the same part)\n'
-      + sharding_tables.device_picture(parameters, program.layout.sizes, places)]
+    program.layout.table(),
+    f'{size_line(program)}\n{local_steps_line(program)}',
+    sharding_tables.parameter_table(parameters, optimizer),
+    'Which part each device holds (the same letter: the same part)\n'
+    + sharding_tables.device_picture(parameters, program.layout.sizes, places),
+  ]
   apart = sharding_tables.split_apart(parameters, optimizer)
   if apart:
-    parts.append('And of the optimizer state\n' + sharding_tables.device_picture(
-        apart, program.layout.sizes, places, what='array'))
+    parts.append(
+      'And of the optimizer state\n'
+      + sharding_tables.device_picture(apart, program.layout.sizes, places, what='array')
+    )
   return '\n\n'.join(parts)
 
 
 def local_steps_line(program: Program) -> str:
   """Returns what local steps of the run would take (docs/checkpoints.md#local-steps)."""
   topology = program.layout.topology
-  host = {device: f'host {i // topology.devices_per_host}'
-          for i, device in enumerate(_in_host_order(program))}
+  host = {
+    device: f'host {i // topology.devices_per_host}'
+    for i, device in enumerate(_in_host_order(program))
+  }
   names = tuple(dict.fromkeys(host.values()))
   hosts = Hosts(names, names, lambda device: names.index(host[device]))
   return f'local steps would take {plan_copies(program.abstract_state, hosts).words(hosts)}'
@@ -145,14 +163,21 @@ def _in_host_order(program: Program) -> list[Device]:
 def traffic_text(plan: Plan) -> str:
   """Returns what a step sends, computes, and what the lint found."""
   rows = sharding_tables.traffic(plan.collectives, plan.parameters, plan.program.layout.sizes)
-  lines = ['What a training step sends', sharding_tables.traffic_table(rows),
-           f'matrix products per device and step: {plan.flops_per_device / 1e9:,.3f} GFLOP', '']
+  lines = [
+    'What a training step sends',
+    sharding_tables.traffic_table(rows),
+    f'matrix products per device and step: {plan.flops_per_device / 1e9:,.3f} GFLOP',
+    '',
+  ]
   if plan.findings:
-    lines += [f'{len(plan.findings)} finding{"s" * (len(plan.findings) > 1)}:',
-              *map(str, plan.findings)]
+    lines += [
+      f'{len(plan.findings)} finding{"s" * (len(plan.findings) > 1)}:',
+      *map(str, plan.findings),
+    ]
   else:
-    lines.append('No findings: what the layout can split is split, every gather and reduction is '
-                 'explained.')
+    lines.append(
+      'No findings: what the layout can split is split, every gather and reduction is explained.'
+    )
   return '\n'.join(lines)
 
 
@@ -162,29 +187,42 @@ def as_json(plan: Plan) -> dict[str, Any]:
   shapes = ParameterShapes(plan.parameters, sizes.total)
 
   def arrays(layouts: Sequence[ArrayLayout]) -> list[dict[str, Any]]:
-    return [{**dataclasses.asdict(a), 'bytes': a.num_bytes, 'bytes_per_device': a.bytes_per_device}
-            for a in layouts]
+    return [
+      {**dataclasses.asdict(a), 'bytes': a.num_bytes, 'bytes_per_device': a.bytes_per_device}
+      for a in layouts
+    ]
+
   return {
-      'num_devices': sizes.num_devices, 'num_params': plan.program.num_params,
-      'mesh': {axis: {'size': size, 'inside_a_host': sizes.ici[axis],
-                      'across_hosts': sizes.dcn[axis]} for axis, size in sizes.total.items()},
-      'parameters': arrays(plan.parameters), 'optimizer': arrays(plan.optimizer),
-      'bytes_per_device': {'parameters': sum(a.bytes_per_device for a in plan.parameters),
-                           'optimizer': sum(a.bytes_per_device for a in plan.optimizer)},
-      'flops_per_device': plan.flops_per_device,
-      'collectives': [{**dataclasses.asdict(c), 'purpose': purpose(c, shapes),
-                       'bytes_per_step': c.bytes_per_call} for c in plan.collectives],
-      'findings': [dataclasses.asdict(finding) for finding in plan.findings]}
+    'num_devices': sizes.num_devices,
+    'num_params': plan.program.num_params,
+    'mesh': {
+      axis: {'size': size, 'inside_a_host': sizes.ici[axis], 'across_hosts': sizes.dcn[axis]}
+      for axis, size in sizes.total.items()
+    },
+    'parameters': arrays(plan.parameters),
+    'optimizer': arrays(plan.optimizer),
+    'bytes_per_device': {
+      'parameters': sum(a.bytes_per_device for a in plan.parameters),
+      'optimizer': sum(a.bytes_per_device for a in plan.optimizer),
+    },
+    'flops_per_device': plan.flops_per_device,
+    'collectives': [
+      {**dataclasses.asdict(c), 'purpose': purpose(c, shapes), 'bytes_per_step': c.bytes_per_call}
+      for c in plan.collectives
+    ],
+    'findings': [dataclasses.asdict(finding) for finding in plan.findings],
+  }
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group('plan')
-  group.add_argument('--show', choices=SHOWN, default='sharding',
-                     help='what to show (default: sharding)')
-  group.add_argument('--devices', type=int, default=8, metavar='N',
-                     help='GPUs in all (default: 8)')
-  group.add_argument('--hosts', type=int, default=1, metavar='N',
-                     help='hosts that share them equally (default: 1)')
+  group.add_argument(
+    '--show', choices=SHOWN, default='sharding', help='what to show (default: sharding)'
+  )
+  group.add_argument('--devices', type=int, default=8, metavar='N', help='GPUs in all (default: 8)')
+  group.add_argument(
+    '--hosts', type=int, default=1, metavar='N', help='hosts that share them equally (default: 1)'
+  )
   group.add_argument('--out', metavar='FILE.png', help='also draw every parameter to FILE.png')
   group.add_argument('--json', metavar='FILE', help='also write everything to FILE')
 
@@ -192,22 +230,28 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files, plans, prints; with --out draws, with --json writes."""
   logging_setup.quiet_environment()
-  args = cli.parse_args('python -m t5x_gpu.plan', __doc__.splitlines()[0],
-                        sys.argv[1:] if argv is None else argv, extra=_add_flags,
-                        examples=EXAMPLES)
+  args = cli.parse_args(
+    'python -m t5x_gpu.plan',
+    __doc__.splitlines()[0],
+    sys.argv[1:] if argv is None else argv,
+    extra=_add_flags,
+    examples=EXAMPLES,
+  )
   topology = topology_of(args.extra.devices, args.extra.hosts)
   cli.check_folders_of(args.extra.out, args.extra.json)
   devices = play_devices(topology.num_devices, environ=os.environ)
-  loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
-                           search_paths=args.gin_search_paths)
+  loaded = gin_loader.load(
+    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
+  )
   arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
   logging_setup.setup()
   program = program_of_run(arguments, topology=topology, devices=devices)
   print(layout_text(program), flush=True)
   if args.extra.out:
     parameters, optimizer = state_layouts(program.abstract_state, program.names)
-    sharding_picture.draw(parameters, optimizer, args.extra.out, title=(
-        f'{", ".join(args.gin_files)} on {topology}'))
+    sharding_picture.draw(
+      parameters, optimizer, args.extra.out, title=(f'{", ".join(args.gin_files)} on {topology}')
+    )
     print(f'Picture: {args.extra.out}')
   if args.dry_run:
     return 0

@@ -43,6 +43,7 @@ _LINE_SECONDS = 10.0  # between two lines where there is no terminal
 @dataclasses.dataclass(frozen=True)
 class _Split:
   """One split to prepare."""
+
   config: DatasetConfig
   spec: BatchSpec
   feature_converter: str
@@ -52,13 +53,30 @@ class _Split:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group('prepare')
   group.add_argument('--output', metavar='DIR', help='folder of the rows, one per split in it')
-  group.add_argument('--split', action='append', default=[], metavar='NAME', help=(
+  group.add_argument(
+    '--split',
+    action='append',
+    default=[],
+    metavar='NAME',
+    help=(
       'which split; may be repeated (default: that of training, and that of the evaluation of the '
-      'same task if the gin file has one)'))
-  group.add_argument('--workers', type=int, metavar='N',
-                     help='processes (default: the cores); the rows do not depend on it')
-  group.add_argument('--shards', type=int, metavar='N', help=(
-      'files per task (default: one per 64 MiB of text, 4 at least); rows are packed within one'))
+      'same task if the gin file has one)'
+    ),
+  )
+  group.add_argument(
+    '--workers',
+    type=int,
+    metavar='N',
+    help='processes (default: the cores); the rows do not depend on it',
+  )
+  group.add_argument(
+    '--shards',
+    type=int,
+    metavar='N',
+    help=(
+      'files per task (default: one per 64 MiB of text, 4 at least); rows are packed within one'
+    ),
+  )
 
 
 def _splits(arguments: dict[str, Any], names: list[str], num_parts: Optional[int]) -> list[_Split]:
@@ -92,10 +110,15 @@ class _Bar:
     self._rows = self._tokens = 0
     self._start = self._last_line = time.monotonic()
     self._bar = rich.progress.Progress(
-        rich.progress.TextColumn('{task.description}'), rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(), rich.progress.TextColumn('shards {task.fields[rate]}'),
-        rich.progress.TimeRemainingColumn(), console=console, transient=True,
-        disable=not console.is_terminal)
+      rich.progress.TextColumn('{task.description}'),
+      rich.progress.BarColumn(),
+      rich.progress.MofNCompleteColumn(),
+      rich.progress.TextColumn('shards {task.fields[rate]}'),
+      rich.progress.TimeRemainingColumn(),
+      console=console,
+      transient=True,
+      disable=not console.is_terminal,
+    )
     self._task = self._bar.add_task(index.split, total=num_shards, completed=done, rate='')
 
   def __enter__(self) -> '_Bar':
@@ -116,29 +139,47 @@ class _Bar:
     now = time.monotonic()
     if not self._console.is_terminal and now - self._last_line > _LINE_SECONDS:
       self._last_line = now
-      self._console.print(f'{self._index.split}: {self._done} of {self._num_shards} shards'
-                          f'{self._rate()}', markup=False)
+      self._console.print(
+        f'{self._index.split}: {self._done} of {self._num_shards} shards{self._rate()}',
+        markup=False,
+      )
 
   def _rate(self) -> str:
     if not self._rows:
       return ''
     seconds = max(time.monotonic() - self._start, 1e-9)
     padding = 1 - self._tokens / (self._rows * self._index.tokens_per_row)
-    return (f', {self._rows:,} rows, {self._rows / seconds:,.0f} rows/s, '
-            f'{self._tokens / seconds:,.0f} tokens/s, padding {padding:.1%}')
+    return (
+      f', {self._rows:,} rows, {self._rows / seconds:,.0f} rows/s, '
+      f'{self._tokens / seconds:,.0f} tokens/s, padding {padding:.1%}'
+    )
 
 
-def _prepare(folder: SplitFolder, split: _Split, *, num_workers: int,
-             console: rich.console.Console) -> Optional[Index]:
+def _prepare(
+  folder: SplitFolder, split: _Split, *, num_workers: int, console: rich.console.Console
+) -> Optional[Index]:
   """Returns the index of what is then there; None if it was complete before."""
   if not folder.todo and (folder.path / INDEX).exists():
     return None
-  jobs = [Job(split.config, split.spec, split.feature_converter, folder.path, name, part,
-              split.index.members[name].num_shards) for name, part in folder.todo]
+  jobs = [
+    Job(
+      split.config,
+      split.spec,
+      split.feature_converter,
+      folder.path,
+      name,
+      part,
+      split.index.members[name].num_shards,
+    )
+    for name, part in folder.todo
+  ]
   written: Parts = {}
-  with _Bar(console, split.index, num_shards=len(jobs) + len(folder.finished),
-            done=len(folder.finished)) as bar, contextlib.closing(
-                make_shards(jobs, num_workers=num_workers)) as events:
+  with (
+    _Bar(
+      console, split.index, num_shards=len(jobs) + len(folder.finished), done=len(folder.finished)
+    ) as bar,
+    contextlib.closing(make_shards(jobs, num_workers=num_workers)) as events,
+  ):
     for event in events:
       bar.add(event)
       if isinstance(event, Finished):
@@ -149,12 +190,16 @@ def _prepare(folder: SplitFolder, split: _Split, *, num_workers: int,
 def _summary(index: Index) -> Iterable[str]:
   """Yields what a split holds."""
   size = sum(shard.bytes for member in index.members.values() for shard in member.shards)
-  yield (f'{index.split}: {index.rows:,} rows, {index.tokens:,} tokens, padding '
-         f'{index.padding:.1%}, {size / 1e6:,.1f} MB')
+  yield (
+    f'{index.split}: {index.rows:,} rows, {index.tokens:,} tokens, padding '
+    f'{index.padding:.1%}, {size / 1e6:,.1f} MB'
+  )
   for name, member in index.members.items():
     if member.records.damaged:
-      yield (f'  {name}: {member.records.damaged:,} of {member.records.read:,} records are damaged '
-             'and left out')
+      yield (
+        f'  {name}: {member.records.damaged:,} of {member.records.read:,} records are damaged '
+        'and left out'
+      )
   if len(index.members) > 1:
     for name, member in index.members.items():
       yield f'  {name}: {member.rows:,} rows, {member.tokens:,} tokens, rate {member.rate:g}'
@@ -162,9 +207,13 @@ def _summary(index: Index) -> Iterable[str]:
 
 def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files, then prepares each split."""
-  args = cli.parse_args('python -m t5x_gpu.prepare', __doc__.splitlines()[0],
-                        sys.argv[1:] if argv is None else argv, extra=_add_flags,
-                        examples=EXAMPLES)
+  args = cli.parse_args(
+    'python -m t5x_gpu.prepare',
+    __doc__.splitlines()[0],
+    sys.argv[1:] if argv is None else argv,
+    extra=_add_flags,
+    examples=EXAMPLES,
+  )
   extra = args.extra
   if not extra.output:
     raise ConfigError('--output must be given.', fix='--output=DIR, a folder for the rows.')
@@ -175,8 +224,9 @@ def main(argv: Optional[list[str]] = None) -> int:
   if args.tfds_data_dir:
     os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
   logging_setup.quiet_environment()
-  loaded = gin_loader.load(args.gin_files, bindings=args.bindings,
-                           search_paths=args.gin_search_paths)
+  loaded = gin_loader.load(
+    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
+  )
   logging_setup.setup()
   splits = _splits(loaded.arguments(without=_NOT_NEEDED), extra.split, extra.shards)
   output = pathlib.Path(extra.output).expanduser()
@@ -185,25 +235,32 @@ def main(argv: Optional[list[str]] = None) -> int:
   for split in splits:
     shards = {name: member.num_shards for name, member in split.index.members.items()}
     if args.dry_run:
-      console.print(f'Dry run: {output / split.config.split} would get shards of '
-                    f'{", ".join(f"{name} ({number})" for name, number in shards.items())}.')
+      console.print(
+        f'Dry run: {output / split.config.split} would get shards of '
+        f'{", ".join(f"{name} ({number})" for name, number in shards.items())}.'
+      )
       continue
     with sigterm_raises(), open_split(output / split.config.split, split.index) as folder:
       if folder.finished and folder.todo:
-        console.print(f'{split.config.split}: {len(folder.finished)} shards are finished and as '
-                      f'they were written, {len(folder.todo)} are to do.')
+        console.print(
+          f'{split.config.split}: {len(folder.finished)} shards are finished and as '
+          f'they were written, {len(folder.todo)} are to do.'
+        )
       index = _prepare(folder, split, num_workers=num_workers, console=console)
     if index is None:
       console.print(f'{split.config.split}: complete before, and every byte as it was written.')
     else:
       console.print('\n'.join(_summary(index)), markup=False)
   if not args.dry_run:
-    console.print(f"Train on it: the same gin file with --gin.MIXTURE_OR_TASK_NAME='prepared:"
-                  f"{output}'", markup=False)
+    console.print(
+      f"Train on it: the same gin file with --gin.MIXTURE_OR_TASK_NAME='prepared:{output}'",
+      markup=False,
+    )
   return 0
 
 
 if __name__ == '__main__':
   # Under its own name: the workers start from it, too.
   from t5x_gpu.prepare import main as main_
+
   cli.run_main(main_)

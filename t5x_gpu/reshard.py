@@ -51,54 +51,98 @@ def _layout(text: str) -> tuple[int, ...]:
 
 def _flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group('reshard')
-  group.add_argument('--from', dest='source', metavar='FOLDER',
-                     help='a MODEL_DIR, or one of its checkpoints')
+  group.add_argument(
+    '--from', dest='source', metavar='FOLDER', help='a MODEL_DIR, or one of its checkpoints'
+  )
   group.add_argument('--to', metavar='FOLDER', help='new MODEL_DIR')
   group.add_argument('--step', type=int, metavar='N', help='which checkpoint (default: the latest)')
   group.add_argument('--dtype', choices=tuple(FLOATS), help='of parameters (default: as they are)')
-  group.add_argument('--optimizer_dtype', choices=tuple(FLOATS),
-                     help='of the optimizer state (default: as it is)')
-  group.add_argument('--drop_optimizer', action='store_true',
-                     help='parameters alone: for eval, infer and warm starts, not to be resumed')
-  group.add_argument('--layout', type=_layout, default=(), metavar='NxN', help=(
+  group.add_argument(
+    '--optimizer_dtype', choices=tuple(FLOATS), help='of the optimizer state (default: as it is)'
+  )
+  group.add_argument(
+    '--drop_optimizer',
+    action='store_true',
+    help='parameters alone: for eval, infer and warm starts, not to be resumed',
+  )
+  group.add_argument(
+    '--layout',
+    type=_layout,
+    default=(),
+    metavar='NxN',
+    help=(
       'cut the largest dimension of each array into N chunks, the next into N: what a mesh of '
-      'fsdp=8 and model=2 reads is 8x2 (default: chunks as they are)'))
-  group.add_argument('--chunk_size', type=_size, default=CHUNK_BYTES, metavar='SIZE',
-                     help=f'of a chunk at most (default: {CHUNK_BYTES >> 20}MiB)')
+      'fsdp=8 and model=2 reads is 8x2 (default: chunks as they are)'
+    ),
+  )
+  group.add_argument(
+    '--chunk_size',
+    type=_size,
+    default=CHUNK_BYTES,
+    metavar='SIZE',
+    help=f'of a chunk at most (default: {CHUNK_BYTES >> 20}MiB)',
+  )
   form = group.add_mutually_exclusive_group()
-  form.add_argument('--unscan', dest='unscan', action='store_const', const=True,
-                    help='an array for each layer')
-  form.add_argument('--scan', dest='unscan', action='store_const', const=False,
-                    help='one array for all layers (default: as it is)')
+  form.add_argument(
+    '--unscan', dest='unscan', action='store_const', const=True, help='an array for each layer'
+  )
+  form.add_argument(
+    '--scan',
+    dest='unscan',
+    action='store_const',
+    const=False,
+    help='one array for all layers (default: as it is)',
+  )
   group.add_argument('--verify', action='store_true', help='read everything again at the end')
-  group.add_argument('--memory', type=_size, default='2GiB', metavar='SIZE',
-                     help='bound of the host memory for arrays (default: 2GiB)')
+  group.add_argument(
+    '--memory',
+    type=_size,
+    default='2GiB',
+    metavar='SIZE',
+    help='bound of the host memory for arrays (default: 2GiB)',
+  )
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
   """Parses flags and writes."""
   logging_setup.quiet_environment()
   jax.config.update('jax_platforms', 'cpu')  # no GPU is needed, nor taken from a run
-  args = cli.parse_args(PROG, __doc__.splitlines()[0], sys.argv[1:] if argv is None else argv,
-                        extra=_flags, gin_file_required=False, takes_config=False,
-                        examples=EXAMPLES)
+  args = cli.parse_args(
+    PROG,
+    __doc__.splitlines()[0],
+    sys.argv[1:] if argv is None else argv,
+    extra=_flags,
+    gin_file_required=False,
+    takes_config=False,
+    examples=EXAMPLES,
+  )
   extra = args.extra
   if args.has_config:
     raise ConfigError(f'{PROG} takes no configuration.', fix='Leave --gin_file and --gin.X out.')
   missing = [flag for flag, value in (('--from', extra.source), ('--to', extra.to)) if not value]
   if missing:
-    raise ConfigError(f'{" and ".join(missing)} must be given.',
-                      fix=f'{PROG} --from=CHECKPOINT --to=NEW_FOLDER')
+    raise ConfigError(
+      f'{" and ".join(missing)} must be given.', fix=f'{PROG} --from=CHECKPOINT --to=NEW_FOLDER'
+    )
   if extra.drop_optimizer and extra.optimizer_dtype:
-    raise ConfigError('--optimizer_dtype means nothing with --drop_optimizer.',
-                      fix='Leave one of the two out.')
+    raise ConfigError(
+      '--optimizer_dtype means nothing with --drop_optimizer.', fix='Leave one of the two out.'
+    )
   logging_setup.setup()
   console = Console()
   request = Request(
-      source=as_path(extra.source), target=as_path(extra.to),
-      step=extra.step, dtype=extra.dtype, optimizer_dtype=extra.optimizer_dtype,
-      drop_optimizer=extra.drop_optimizer, layout=extra.layout, chunk_bytes=extra.chunk_size,
-      unscan=extra.unscan, verify=extra.verify, memory=extra.memory)
+    source=as_path(extra.source),
+    target=as_path(extra.to),
+    step=extra.step,
+    dtype=extra.dtype,
+    optimizer_dtype=extra.optimizer_dtype,
+    drop_optimizer=extra.drop_optimizer,
+    layout=extra.layout,
+    chunk_bytes=extra.chunk_size,
+    unscan=extra.unscan,
+    verify=extra.verify,
+    memory=extra.memory,
+  )
   try:
     with sigterm_raises():
       console.say(f'done: {reshard(request, progress=console.progress, say=console.say)}')

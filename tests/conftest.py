@@ -16,8 +16,11 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 
 def pytest_addoption(parser):
-  parser.addoption('--update_golden', action='store_true',
-                   help='rewrite tests/golden/ with what the code gives now; look at git diff after')
+  parser.addoption(
+    '--update_golden',
+    action='store_true',
+    help='rewrite tests/golden/ with what the code gives now; look at git diff after',
+  )
 
 
 def pytest_collection_modifyitems(items):
@@ -32,7 +35,8 @@ def shared_folder(tmp_path_factory):
   """A folder of all workers of this session (tests/helpers_layouts.py)."""
   base = tmp_path_factory.getbasetemp()
   os.environ['T5X_GPU_TESTS_SHARE'] = str(
-      base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base)
+    base.parent if 'PYTEST_XDIST_WORKER' in os.environ else base
+  )
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +50,7 @@ def no_threads_left_behind():
 def server(tmp_path_factory):
   """A server of object storage with the bucket `runs`, which this process uses."""
   from tests.helpers_storage import StorageServer
+
   with StorageServer(tmp_path_factory.mktemp('s3')) as started:
     started.bucket('runs')
     with started.used():
@@ -56,6 +61,7 @@ def server(tmp_path_factory):
 def warm(tmp_path_factory):
   """A process that has imported everything and forks runs: Project(folder, warm=warm)."""
   from tests.helpers_warm import WarmStart
+
   with WarmStart(tmp_path_factory.mktemp('compiled')) as started:
     yield started
 
@@ -64,4 +70,5 @@ def warm(tmp_path_factory):
 def golden(request):
   """Returns check(path, text), which fails with a diff where text is not what `path` holds."""
   from tests.golden import check
+
   return lambda path, text: check(path, text, update=request.config.getoption('update_golden'))

@@ -10,9 +10,11 @@ seen = {}
 
 def exact_match(targets, predictions):
   seen['exact_match'] = targets, predictions
-  return {'exact_match': sum(map(str.__eq__, targets, predictions)) / len(targets),
-          'examples': seqio.metrics.Scalar(len(targets)),
-          'first': seqio.metrics.Text(predictions[0])}
+  return {
+    'exact_match': sum(map(str.__eq__, targets, predictions)) / len(targets),
+    'examples': seqio.metrics.Scalar(len(targets)),
+    'first': seqio.metrics.Text(predictions[0]),
+  }
 
 
 def mean_score(targets, scores):
@@ -34,22 +36,46 @@ def _rows(words, split, shuffle_files=False, seed=None):
   del shuffle_files, seed
   chosen = [w for i, w in enumerate(words) if (i % 3 == 0) == (split == 'validation')]
   return tf.data.Dataset.from_tensor_slices(
-      {'inputs': chosen, 'targets': [w[::-1] for w in chosen]})
+    {'inputs': chosen, 'targets': [w[::-1] for w in chosen]}
+  )
 
 
 def _add(name, words, **options):
   feature = seqio.Feature(vocabulary=seqio.ByteVocabulary(), add_eos=True)
   seqio.TaskRegistry.add(
-      name, output_features={'inputs': feature, 'targets': feature},
-      source=seqio.FunctionDataSource(functools.partial(_rows, words),
-                                      splits=('train', 'validation')),
-      preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos], **options)
+    name,
+    output_features={'inputs': feature, 'targets': feature},
+    source=seqio.FunctionDataSource(
+      functools.partial(_rows, words), splits=('train', 'validation')
+    ),
+    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+    **options,
+  )
 
 
 # 5 and 11 examples for validation: neither fills batches of 8.
-_add('turned', ['abc', 'bcd', 'cde', 'def', 'efg', 'fgh', 'ghi', 'hij', 'ijk', 'jkl', 'klm', 'lmn',
-                'mno', 'nop', 'opq'],
-     metric_fns=[exact_match, mean_score], postprocess_fn=marked)
+_add(
+  'turned',
+  [
+    'abc',
+    'bcd',
+    'cde',
+    'def',
+    'efg',
+    'fgh',
+    'ghi',
+    'hij',
+    'ijk',
+    'jkl',
+    'klm',
+    'lmn',
+    'mno',
+    'nop',
+    'opq',
+  ],
+  metric_fns=[exact_match, mean_score],
+  postprocess_fn=marked,
+)
 _add('turned_more', [f'{a}{b}' for a in 'abcdef' for b in 'uvwxy'][:31], metric_fns=[mean_score])
 _add('turned_without_metrics', ['ab', 'cd', 'ef', 'gh'])
 _add('turned_broken', ['ab', 'cd', 'ef', 'gh'], metric_fns=[broken])

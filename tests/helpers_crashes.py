@@ -10,8 +10,12 @@ from t5x_gpu.checkpoint.tools.verify import verify
 from tests.helpers_train import DEADLINE_SECONDS, Process, Project
 
 # Of runs that are forked from a WarmStart: with dropout, without evaluations.
-MACROS = {'DATA_MODULE': 'held_data', 'DROPOUT_RATE': 0.1, 'LEARNING_RATE': 1e-3,
-          'train.train_eval_dataset_cfg': None}
+MACROS = {
+  'DATA_MODULE': 'held_data',
+  'DROPOUT_RATE': 0.1,
+  'LEARNING_RATE': 1e-3,
+  'train.train_eval_dataset_cfg': None,
+}
 
 
 def files_of_saves(model_dir: pathlib.Path) -> int:

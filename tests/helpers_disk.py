@@ -15,8 +15,12 @@ def mount(folder: pathlib.Path, *, size: str) -> str:
   Mounting takes root. CI and containers have it, some users' machines do not.
   """
   folder.mkdir(exist_ok=True)
-  done = subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(folder)],
-                        capture_output=True, text=True, check=False)
+  done = subprocess.run(
+    ['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(folder)],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
   return done.stderr.strip() if done.returncode else ''
 
 

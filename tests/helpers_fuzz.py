@@ -20,14 +20,47 @@ from t5x_gpu.errors import UserError
 
 # JSON texts, of which many are no values of Python's json.
 HOSTILE = (
-    '-1', '0', '1', '1.5', '-0.0', '1e308', '1e999', 'NaN', '-Infinity', '2147483648',
-    '9223372036854775807', '18446744073709551616', '1' + '0' * 30, '9' * 5000, '1e-400',
-    'true', 'null', '""', '"../../x"', '"/etc/passwd"', '".."', r'"\ud800"', r'"\u0000"',
-    '"\u202e"',
-    '"' + 'A' * 5000 + '"', '"float32"', '"object"', '"O8"', '[]', '{}', '[[]]', '[{}]',
-    '[1, 2, 3]', '[0]', '[' + '1, ' * 999 + '1]', '[4611686018427387904, 4611686018427387904]',
-    '{"a": {"b": 1}}', '[' * 60 + ']' * 60, '[' * 100_000 + ']' * 100_000,
-    '{"a":' * 3000 + '1' + '}' * 3000)
+  '-1',
+  '0',
+  '1',
+  '1.5',
+  '-0.0',
+  '1e308',
+  '1e999',
+  'NaN',
+  '-Infinity',
+  '2147483648',
+  '9223372036854775807',
+  '18446744073709551616',
+  '1' + '0' * 30,
+  '9' * 5000,
+  '1e-400',
+  'true',
+  'null',
+  '""',
+  '"../../x"',
+  '"/etc/passwd"',
+  '".."',
+  r'"\ud800"',
+  r'"\u0000"',
+  '"\u202e"',
+  '"' + 'A' * 5000 + '"',
+  '"float32"',
+  '"object"',
+  '"O8"',
+  '[]',
+  '{}',
+  '[[]]',
+  '[{}]',
+  '[1, 2, 3]',
+  '[0]',
+  '[' + '1, ' * 999 + '1]',
+  '[4611686018427387904, 4611686018427387904]',
+  '{"a": {"b": 1}}',
+  '[' * 60 + ']' * 60,
+  '[' * 100_000 + ']' * 100_000,
+  '{"a":' * 3000 + '1' + '}' * 3000,
+)
 _MARK = '"the value to replace"'
 
 Seal = Callable[[bytes], bytes]
@@ -43,6 +76,7 @@ class Target:
     use: reads them.
     errors: that it may raise.
   """
+
   folder: pathlib.Path
   files: Mapping[str, 'Packed']
   use: Callable[[], Any]
@@ -57,6 +91,7 @@ class Packed:
     unpack: bytes -> text, b'' for a file without JSON.
     pack: (bytes as they were, new text) -> bytes whose checksums and lengths are right again.
   """
+
   unpack: Callable[[bytes], bytes] = lambda content: content
   pack: Callable[[bytes, bytes], bytes] = lambda content, text: text
 
@@ -81,15 +116,19 @@ def fuzz(target: Target, *, count: int, seed: int) -> collections.Counter:
       str(e).encode()  # it can be printed
       outcomes[type(e).__name__] += 1
     except BaseException as e:
-      raise AssertionError(f'mutation {number} of seed {seed}, {name}, {what}: '
-                           f'{type(e).__name__}: {str(e)[:500]}') from e
+      raise AssertionError(
+        f'mutation {number} of seed {seed}, {name}, {what}: {type(e).__name__}: {str(e)[:500]}'
+      ) from e
     _restore(target.folder, original)
   return outcomes
 
 
 def _contents(folder: pathlib.Path) -> dict[str, bytes]:
-  return {path.relative_to(folder).as_posix(): path.read_bytes()
-          for path in folder.rglob('*') if path.is_file()}
+  return {
+    path.relative_to(folder).as_posix(): path.read_bytes()
+    for path in folder.rglob('*')
+    if path.is_file()
+  }
 
 
 def _restore(folder: pathlib.Path, contents: Mapping[str, bytes]) -> None:
@@ -131,7 +170,7 @@ def _bytes(path: pathlib.Path, content: bytes, packed: Packed, rng: random.Rando
     for _ in range(rng.choice((1, 1, 4, 64)) if new else 0):
       new[rng.randrange(len(new))] ^= 1 << rng.randrange(8)
   elif kind == 'cut':
-    del new[rng.randrange(len(new) + 1):]
+    del new[rng.randrange(len(new) + 1) :]
   elif kind == 'empty':
     new.clear()
   elif kind == 'pad':
@@ -149,8 +188,15 @@ def _replace(path: pathlib.Path, content: bytes, packed: Packed, rng: random.Ran
   return replace(path, rng.choice(REPLACEMENTS))
 
 
-REPLACEMENTS = ('nothing', 'folder', 'full folder', 'dangling link', 'looping link', 'pipe',
-                'zeros')
+REPLACEMENTS = (
+  'nothing',
+  'folder',
+  'full folder',
+  'dangling link',
+  'looping link',
+  'pipe',
+  'zeros',
+)
 
 
 def replace(path: pathlib.Path, kind: str) -> str:
@@ -182,7 +228,7 @@ def _json(path: pathlib.Path, content: bytes, packed: Packed, rng: random.Random
     path.write_bytes(packed.pack(content, text.encode()))
     return f'all of it {text[:60]}'
   if kind == 'shift' and isinstance(holder[key], int):
-    holder[key] += rng.choice((-1, 1, -8, 8, 1000, -10**6))
+    holder[key] += rng.choice((-1, 1, -8, 8, 1000, -(10**6)))
   elif kind == 'drop':
     del holder[key]
   elif kind == 'swap':
@@ -204,8 +250,12 @@ def _json(path: pathlib.Path, content: bytes, packed: Packed, rng: random.Random
 
 def _holds(value: Any, holder: Any) -> bool:
   """Returns whether `holder` is `value` or inside of it: a swap would make a ring."""
-  return value is holder or any(_holds(child, holder) for child in (
-      value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()))
+  return value is holder or any(
+    _holds(child, holder)
+    for child in (
+      value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    )
+  )
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
@@ -214,8 +264,11 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
   todo: list[Any] = [value]
   while todo:
     holder = todo.pop()
-    keys: Sequence[Any] = list(holder) if isinstance(holder, dict) else (
-        range(len(holder)) if isinstance(holder, list) else ())
+    keys: Sequence[Any] = (
+      list(holder)
+      if isinstance(holder, dict)
+      else (range(len(holder)) if isinstance(holder, list) else ())
+    )
     for key in keys:
       found.append((holder, key))
       todo.append(holder[key])

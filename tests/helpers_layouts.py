@@ -30,8 +30,9 @@ QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes
 
 # No size equals another that it could be mistaken for.
 BATCH, LENGTH = 512, 16
-CONFIG = TransformerConfig(vocab_size=160, num_layers=4, embed_dim=32, num_heads=8, head_dim=8,
-                           mlp_dim=96)
+CONFIG = TransformerConfig(
+  vocab_size=160, num_layers=4, embed_dim=32, num_heads=8, head_dim=8, mlp_dim=96
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Case:
     num_hosts: that share the devices.
     num_devices: 8, or 1 to compare with.
   """
+
   partitioner: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   num_microbatches: int = 1
@@ -58,38 +60,38 @@ BFLOAT16 = dict(dtype='bfloat16')
 # Just enough room in experts for tokens that are evenly spread.
 EXPERTS = dict(num_experts=4, expert_capacity_factor=1.0)
 CASES = {
-    'one_device': Case(num_devices=1),
-    'one_device_experts': Case(config=EXPERTS, num_devices=1),
-    'dp': Case(),
-    'dp_4_microbatches': Case(num_microbatches=4),
-    'zero1': Case(dict(fsdp=8, zero_stage=1)),
-    'zero2': Case(dict(fsdp=8, zero_stage=2)),
-    'zero2_4_microbatches': Case(dict(fsdp=8, zero_stage=2), num_microbatches=4),
-    'fsdp': Case(dict(fsdp=8)),
-    'fsdp_4_microbatches': Case(dict(fsdp=8), num_microbatches=4),
-    'fsdp_by_4_microbatches': Case(dict(fsdp=8, accumulate_by='microbatch'), num_microbatches=4),
-    'fsdp_bfloat16': Case(dict(fsdp=8), BFLOAT16),
-    'hsdp': Case(_HSDP, num_hosts=2),
-    'tp': Case(dict(num_partitions=8)),
-    'tp_bfloat16': Case(dict(num_partitions=8), BFLOAT16),
-    'tp_full_remat': Case(dict(num_partitions=8), dict(remat_policy='full')),
-    'tp_sp': Case(dict(num_partitions=8, sequence_parallel=True)),
-    'tp_grouped': Case(dict(num_partitions=4), dict(num_kv_heads=4)),
-    'tp_shared_kv': Case(dict(num_partitions=8), dict(num_kv_heads=2)),
-    'cp': Case(dict(context=4)),
-    'cp_grouped': Case(dict(context=4), dict(num_kv_heads=2)),
-    'cp_gather': Case(dict(context=4, context_attention='gather')),
-    'pp': Case(_1F1B),
-    'pp_16_microbatches': Case(dict(_1F1B, num_pipeline_microbatches=16)),
-    'pp_gpipe': Case(dict(stage=2, pipeline_schedule='gpipe')),
-    'pp_circular': Case(dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2)),
-    'fsdp_tp': Case(dict(fsdp=4, num_partitions=2)),
-    'fsdp_pp': Case(dict(_1F1B, fsdp=4)),
-    'fsdp_cp': Case(dict(fsdp=4, context=2)),
-    'cp_tp': Case(dict(context=2, num_partitions=2)),
-    '3d': Case(dict(_1F1B, num_partitions=2, sequence_parallel=True)),
-    'ep': Case(dict(expert=4), EXPERTS),
-    'ep_fsdp': Case(dict(data=1, fsdp=4, expert=2), EXPERTS),
+  'one_device': Case(num_devices=1),
+  'one_device_experts': Case(config=EXPERTS, num_devices=1),
+  'dp': Case(),
+  'dp_4_microbatches': Case(num_microbatches=4),
+  'zero1': Case(dict(fsdp=8, zero_stage=1)),
+  'zero2': Case(dict(fsdp=8, zero_stage=2)),
+  'zero2_4_microbatches': Case(dict(fsdp=8, zero_stage=2), num_microbatches=4),
+  'fsdp': Case(dict(fsdp=8)),
+  'fsdp_4_microbatches': Case(dict(fsdp=8), num_microbatches=4),
+  'fsdp_by_4_microbatches': Case(dict(fsdp=8, accumulate_by='microbatch'), num_microbatches=4),
+  'fsdp_bfloat16': Case(dict(fsdp=8), BFLOAT16),
+  'hsdp': Case(_HSDP, num_hosts=2),
+  'tp': Case(dict(num_partitions=8)),
+  'tp_bfloat16': Case(dict(num_partitions=8), BFLOAT16),
+  'tp_full_remat': Case(dict(num_partitions=8), dict(remat_policy='full')),
+  'tp_sp': Case(dict(num_partitions=8, sequence_parallel=True)),
+  'tp_grouped': Case(dict(num_partitions=4), dict(num_kv_heads=4)),
+  'tp_shared_kv': Case(dict(num_partitions=8), dict(num_kv_heads=2)),
+  'cp': Case(dict(context=4)),
+  'cp_grouped': Case(dict(context=4), dict(num_kv_heads=2)),
+  'cp_gather': Case(dict(context=4, context_attention='gather')),
+  'pp': Case(_1F1B),
+  'pp_16_microbatches': Case(dict(_1F1B, num_pipeline_microbatches=16)),
+  'pp_gpipe': Case(dict(stage=2, pipeline_schedule='gpipe')),
+  'pp_circular': Case(dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2)),
+  'fsdp_tp': Case(dict(fsdp=4, num_partitions=2)),
+  'fsdp_pp': Case(dict(_1F1B, fsdp=4)),
+  'fsdp_cp': Case(dict(fsdp=4, context=2)),
+  'cp_tp': Case(dict(context=2, num_partitions=2)),
+  '3d': Case(dict(_1F1B, num_partitions=2, sequence_parallel=True)),
+  'ep': Case(dict(expert=4), EXPERTS),
+  'ep_fsdp': Case(dict(data=1, fsdp=4, expert=2), EXPERTS),
 }
 
 
@@ -99,18 +101,29 @@ def config_of(case: Case) -> TransformerConfig:
 
 def slots(config: TransformerConfig) -> int:
   """Returns how many tokens of a row one expert has room for."""
-  return capacity(LENGTH, num_experts=config.num_experts, factor=config.expert_capacity_factor,
-                  experts_per_token=config.num_experts_per_token)
+  return capacity(
+    LENGTH,
+    num_experts=config.num_experts,
+    factor=config.expert_capacity_factor,
+    experts_per_token=config.num_experts_per_token,
+  )
 
 
 def build(case: Case, **sizes: Any) -> Program:
   """Returns the program of a case; `sizes` are batch_size and task_feature_lengths, if others."""
   sizes = {'batch_size': BATCH, 'task_feature_lengths': {'targets': LENGTH}, **sizes}
   return build_program(
-      model=DecoderOnlyModel(config_of(case)), optimizer=AdamW(), schedule=constant(1e-2),
-      partitioner=Partitioner(**case.partitioner), devices=jax.devices()[:case.num_devices],
-      topology=Topology(case.num_hosts, case.num_devices // case.num_hosts), pack=False, seed=0,
-      num_microbatches=case.num_microbatches, **sizes)
+    model=DecoderOnlyModel(config_of(case)),
+    optimizer=AdamW(),
+    schedule=constant(1e-2),
+    partitioner=Partitioner(**case.partitioner),
+    devices=jax.devices()[: case.num_devices],
+    topology=Topology(case.num_hosts, case.num_devices // case.num_hosts),
+    pack=False,
+    seed=0,
+    num_microbatches=case.num_microbatches,
+    **sizes,
+  )
 
 
 @functools.cache
@@ -133,15 +146,21 @@ def hlo(name: str) -> str:
 @functools.cache
 def collectives(name: str) -> list[Collective]:
   """Returns what the step exchanges, without single numbers: sums of the loss, and norms."""
-  return [c for c in inventory(hlo(name), program(name).layout.mesh.shape)
-          if math.prod(c.shape) > 1]
+  return [
+    c for c in inventory(hlo(name), program(name).layout.mesh.shape) if math.prod(c.shape) > 1
+  ]
 
 
 def timetable(name: str) -> Timetable:
   """Returns who does what when in the pipeline of a case."""
   pipeline = program(name).layout.pipeline
-  return Timetable(pipeline.schedule, pipeline.num_stages, pipeline.num_microbatches,
-                   pipeline.repeats, pipeline.num_stacks)
+  return Timetable(
+    pipeline.schedule,
+    pipeline.num_stages,
+    pipeline.num_microbatches,
+    pipeline.repeats,
+    pipeline.num_stacks,
+  )
 
 
 def ticks(name: str) -> int:

@@ -1,8 +1,8 @@
 """A real S3-compatible server on this machine (moto's), and buckets in it.
 
-    server = StorageServer(tmp_path_factory.mktemp('s3'))
-    with server:
-      address = server.bucket('runs') + '/a'     # s3://runs/a
+server = StorageServer(tmp_path_factory.mktemp('s3'))
+with server:
+  address = server.bucket('runs') + '/a'     # s3://runs/a
 """
 
 import contextlib
@@ -49,15 +49,23 @@ class StorageServer:
   @property
   def environment(self) -> dict[str, str]:
     """Returns what a client has to have set."""
-    return {'AWS_ENDPOINT_URL': self.endpoint, 'AWS_ACCESS_KEY_ID': KEY_ID,
-            'AWS_SECRET_ACCESS_KEY': SECRET, 'AWS_SESSION_TOKEN': TOKEN,
-            'AWS_REGION': 'us-east-1'}
+    return {
+      'AWS_ENDPOINT_URL': self.endpoint,
+      'AWS_ACCESS_KEY_ID': KEY_ID,
+      'AWS_SECRET_ACCESS_KEY': SECRET,
+      'AWS_SESSION_TOKEN': TOKEN,
+      'AWS_REGION': 'us-east-1',
+    }
 
   def __enter__(self) -> Self:
     with open(self._log, 'wb') as log:
       self._process = subprocess.Popen(
-          [sys.executable, '-m', 'moto.server', '-H', '127.0.0.1', '-p', str(self.port)],
-          stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **self._options})
+        [sys.executable, '-m', 'moto.server', '-H', '127.0.0.1', '-p', str(self.port)],
+        stdout=log,
+        stderr=log,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **self._options},
+      )
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
       try:
@@ -78,18 +86,25 @@ class StorageServer:
   def bucket(self, name: str) -> str:
     """Makes a bucket; returns its address."""
     # The server looks at who signs, and at nothing else.
-    signed = (f'AWS4-HMAC-SHA256 Credential={KEY_ID}/20260101/us-east-1/s3/aws4_request, '
-              'SignedHeaders=host, Signature=0')
-    with urllib.request.urlopen(urllib.request.Request(
-        f'{self.endpoint}/{name}', method='PUT', headers={'Authorization': signed})) as answer:
+    signed = (
+      f'AWS4-HMAC-SHA256 Credential={KEY_ID}/20260101/us-east-1/s3/aws4_request, '
+      'SignedHeaders=host, Signature=0'
+    )
+    with urllib.request.urlopen(
+      urllib.request.Request(
+        f'{self.endpoint}/{name}', method='PUT', headers={'Authorization': signed}
+      )
+    ) as answer:
       assert answer.status == 200
     return f's3://{name}'
 
   @contextlib.contextmanager
   def used(self, **other: str) -> Iterator[None]:
     """Within, this process finds the server; `other` changes its environment further."""
-    with mock.patch.dict(os.environ, {**self.environment, **other}), (
-        mock.patch.object(paths, 'RETRIES', IMPATIENT)):
+    with (
+      mock.patch.dict(os.environ, {**self.environment, **other}),
+      mock.patch.object(paths, 'RETRIES', IMPATIENT),
+    ):
       yield
 
 

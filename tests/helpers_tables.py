@@ -49,9 +49,14 @@ def _hdf5(path, rows):
 
 
 def example(row):
-  return tf.train.Example(features=tf.train.Features(feature={
-      name: tf.train.Feature(bytes_list=tf.train.BytesList(value=[text.encode()]))
-      for name, text in row.items()})).SerializeToString()
+  return tf.train.Example(
+    features=tf.train.Features(
+      feature={
+        name: tf.train.Feature(bytes_list=tf.train.BytesList(value=[text.encode()]))
+        for name, text in row.items()
+      }
+    )
+  ).SerializeToString()
 
 
 def _tfrecord(path, rows):
@@ -68,10 +73,16 @@ def _arrayrecord(path, rows):
 
 
 # Name of the task -> (ending, what writes it).
-FORMS = {'csv': ('.csv', _csv), 'tsv': ('.tsv', _tsv), 'jsonl': ('.jsonl', _jsonl),
-         'parquet': ('.parquet', _parquet), 'hf_dataset': ('.arrow', _arrow),
-         'hdf5': ('.h5', _hdf5), 'tfrecord': ('.tfrecord', _tfrecord),
-         'arrayrecord': ('.arrayrecord', _arrayrecord)}
+FORMS = {
+  'csv': ('.csv', _csv),
+  'tsv': ('.tsv', _tsv),
+  'jsonl': ('.jsonl', _jsonl),
+  'parquet': ('.parquet', _parquet),
+  'hf_dataset': ('.arrow', _arrow),
+  'hdf5': ('.h5', _hdf5),
+  'tfrecord': ('.tfrecord', _tfrecord),
+  'arrayrecord': ('.arrayrecord', _arrayrecord),
+}
 
 
 def write_form(form, folder, rows, *, name='part', ending=''):

@@ -26,8 +26,12 @@ def write_tfds(data_dir, name, rows, *, features=None):
   features = features or tfds.builder(name, data_dir=str(data_dir / 'empty')).info.features
   dataset, _, config = path.partition('/')
   identity = tfds.core.dataset_info.DatasetIdentity(
-      name=dataset, config_name=config or None, version=tfds.core.Version(version),
-      data_dir=str(folder), module_name=dataset)
+    name=dataset,
+    config_name=config or None,
+    version=tfds.core.Version(version),
+    data_dir=str(folder),
+    module_name=dataset,
+  )
   info = tfds.core.DatasetInfo(builder=identity, features=features)
   writer = tfds.core.SequentialWriter(info, 9)
   writer.initialize_splits(list(rows))
@@ -49,10 +53,13 @@ def write_glue(data_dir, configs, *, version='1.0.0', train=16, validation=6):
   for config in configs:
     name = f'glue/{config}:{version}'
     features = tfds.builder(name, data_dir=str(data_dir / 'empty')).info.features
-    rows = [{key: _value(feature, key, i) for key, feature in features.items()}
-            for i in range(train + validation)]
-    held_back = (['validation_matched', 'validation_mismatched'] if config == 'mnli' else
-                 ['validation'])
+    rows = [
+      {key: _value(feature, key, i) for key, feature in features.items()}
+      for i in range(train + validation)
+    ]
+    held_back = (
+      ['validation_matched', 'validation_mismatched'] if config == 'mnli' else ['validation']
+    )
     splits = dict.fromkeys(held_back, rows[train:])
     if not config.startswith('mnli_'):
       splits['train'] = rows[:train]

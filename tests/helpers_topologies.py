@@ -29,8 +29,9 @@ from t5x_gpu.training.schedules import constant
 from t5x_gpu.training.train_state import TrainState
 from tests.helpers_layouts import QUICK
 
-CONFIG = TransformerConfig(vocab_size=264, num_layers=4, embed_dim=16, num_heads=8, head_dim=4,
-                           mlp_dim=32)
+CONFIG = TransformerConfig(
+  vocab_size=264, num_layers=4, embed_dim=16, num_heads=8, head_dim=4, mlp_dim=32
+)
 BATCH, LENGTH = 8, 32
 STEPS_BEFORE = 2
 
@@ -43,14 +44,16 @@ class Split:
     num_devices: of the run.
     partitioner: arguments of Partitioner, as gin sets them.
   """
+
   num_devices: int
   partitioner: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def num_axes(self) -> int:
     """Returns over how many axes of the mesh the devices are spread."""
-    given = [self.partitioner.get(name, 1) for name in ('fsdp', 'num_partitions', 'stage',
-                                                        'context')]
+    given = [
+      self.partitioner.get(name, 1) for name in ('fsdp', 'num_partitions', 'stage', 'context')
+    ]
     rest = self.num_devices // int(np.prod(given))
     return sum(size > 1 for size in (*given, rest))
 
@@ -63,11 +66,15 @@ def _of(axis: str, count: int) -> Split:
 
 
 # alone, data_2, ..., context_8, and one under which layers lie in another order than in the model.
-SPLITS = {'alone': Split(1),
-          **{f'{"model" if axis == "num_partitions" else axis}_{count}': _of(axis, count)
-             for axis in ('data', 'fsdp', 'num_partitions', 'stage', 'context')
-             for count in (2, 4, 8)},
-          'circular_2': Split(2, dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2))}
+SPLITS = {
+  'alone': Split(1),
+  **{
+    f'{"model" if axis == "num_partitions" else axis}_{count}': _of(axis, count)
+    for axis in ('data', 'fsdp', 'num_partitions', 'stage', 'context')
+    for count in (2, 4, 8)
+  },
+  'circular_2': Split(2, dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2)),
+}
 
 
 @functools.cache
@@ -75,10 +82,17 @@ def program(name: str) -> Program:
   """Returns the program of a row of the table; nothing is compiled."""
   split = SPLITS[name]
   return build_program(
-      model=DecoderOnlyModel(CONFIG), optimizer=AdamW(), schedule=constant(1e-3),
-      partitioner=Partitioner(**split.partitioner), topology=Topology(1, split.num_devices),
-      devices=jax.devices()[:split.num_devices], task_feature_lengths={'targets': LENGTH},
-      batch_size=BATCH, pack=True, seed=0)
+    model=DecoderOnlyModel(CONFIG),
+    optimizer=AdamW(),
+    schedule=constant(1e-3),
+    partitioner=Partitioner(**split.partitioner),
+    topology=Topology(1, split.num_devices),
+    devices=jax.devices()[: split.num_devices],
+    task_feature_lengths={'targets': LENGTH},
+    batch_size=BATCH,
+    pack=True,
+    seed=0,
+  )
 
 
 def data() -> SyntheticBatches:
@@ -98,7 +112,8 @@ def forward(name: str) -> Any:
   """Returns what computes the loss alone: it compiles in a fifth of the time of the step."""
   p = program(name)
   return p.eval_step.lower(p.abstract_state.params, p.abstract_batch).compile(
-      compiler_options=QUICK)
+    compiler_options=QUICK
+  )
 
 
 def put(name: str, batch: Any) -> Any:
@@ -124,14 +139,17 @@ def state() -> TrainState:
       return (1e-4 * rng.random(like.shape)).astype(like.dtype)
     mean = 1.0 if name.endswith('scale') else 0.0
     return (mean + 0.1 * rng.standard_normal(like.shape)).astype(like.dtype)
+
   return jax.tree_util.tree_map_with_path(draw, program('alone').abstract_state)
 
 
 def placed(name: str) -> TrainState:
   """Returns `state` as a run under this layout would have it."""
   p = program(name)
+
   def put_parts(x: np.ndarray, like: Any) -> jax.Array:
     return jax.make_array_from_callback(x.shape, like.sharding, lambda place: x[place])
+
   return p.in_run_order(jax.tree.map(put_parts, state(), p.abstract_state))
 
 
@@ -142,9 +160,17 @@ def write(folder: os.PathLike, name: str) -> None:
     next(batches)
   of_run = program(name).in_model_order(placed(name))
   with Checkpointer(str(folder), keep=Keep()) as checkpointer:
-    checkpointer.save(STEPS_BEFORE, of_run, data_state=batches.get_state(), manifest=make_manifest(
-        of_run, mesh_shape=program(name).layout.mesh.shape, data=batches.describe(),
-        next_batch_hash=batch_hash(batches.peek())))
+    checkpointer.save(
+      STEPS_BEFORE,
+      of_run,
+      data_state=batches.get_state(),
+      manifest=make_manifest(
+        of_run,
+        mesh_shape=program(name).layout.mesh.shape,
+        data=batches.describe(),
+        next_batch_hash=batch_hash(batches.peek()),
+      ),
+    )
 
 
 def read(folder: os.PathLike, name: str) -> Restored:

@@ -37,7 +37,7 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 180
 
 # Sizes that eight devices divide in every way: batch, heads, embed, mlp, vocab.
-TINY_GIN = '''# A model that compiles in two seconds and takes milliseconds per step.
+TINY_GIN = """# A model that compiles in two seconds and takes milliseconds per step.
 from __gin__ import dynamic_registration
 from t5x_gpu import train as train_script
 from t5x_gpu.data import batches
@@ -68,10 +68,10 @@ TASK_FEATURE_LENGTHS = {'targets': 32}
 TRAIN_STEPS = 20
 WARMUP_STEPS = 2
 batches.DatasetConfig.module = %DATA_MODULE
-'''
+"""
 
 # The end of a user's own data module, which has batches of another one, `_inner`.
-WATCHED_BATCHES = '''
+WATCHED_BATCHES = """
 vocabulary = _inner.vocabulary
 
 
@@ -97,9 +97,10 @@ def open_batches(config, *, spec, feature_converter, repeat=True):
   batches = _inner.open_batches(config, spec=spec, feature_converter=feature_converter,
                                 repeat=repeat)
   return WatchedBatches(batches) if repeat else batches
-'''
+"""
 
-HELD_DATA = '''"""Batches of $HELD_MODULE; after $HOLD_AFTER of them training waits until the file `go`
+HELD_DATA = (
+  '''"""Batches of $HELD_MODULE; after $HOLD_AFTER of them training waits until the file `go`
 appears, and says so by the file `held`."""
 
 import importlib
@@ -116,12 +117,15 @@ def before(number):
     while not pathlib.Path('go').exists():
       time.sleep(0.005)
 
-''' + WATCHED_BATCHES
+'''
+  + WATCHED_BATCHES
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
   """How a run in this process ended."""
+
   code: int
   out: str
   err: str
@@ -156,8 +160,9 @@ class Process:
   def err(self) -> str:
     return self._err.read_text()
 
-  def wait_for(self, condition: Callable[[], Any] | pathlib.Path, *,
-               seconds: float = DEADLINE_SECONDS) -> None:
+  def wait_for(
+    self, condition: Callable[[], Any] | pathlib.Path, *, seconds: float = DEADLINE_SECONDS
+  ) -> None:
     """Returns once `condition` is true (or the file exists) while the process still runs."""
     if isinstance(condition, pathlib.Path):
       condition = condition.exists
@@ -211,32 +216,53 @@ class Project:
     with compiled_kept_in(self._compiled):
       return run_here(lambda: train.main(self.argv(*flags, **macros)), num_devices=num_devices)
 
-  def start(self, *flags: str, script: Optional[str] = None, hold_before: int = -1,
-            held_module: str = 't5x_gpu.data.synthetic', num_devices: int = 1, **macros: Any
-            ) -> Process:
+  def start(
+    self,
+    *flags: str,
+    script: Optional[str] = None,
+    hold_before: int = -1,
+    held_module: str = 't5x_gpu.data.synthetic',
+    num_devices: int = 1,
+    **macros: Any,
+  ) -> Process:
     """Returns a started process; `script` takes the place of `-m t5x_gpu.train`.
 
     It is forked from `warm` if the project has one.
     """
     environment = {**os.environ, 'XLA_FLAGS': xla_flags(num_devices)}
-    environment.update(JAX_PLATFORMS='cpu', PYTHONPATH=str(REPOSITORY), PYTHONUNBUFFERED='1',
-                       HOLD_AFTER=str(hold_before), HELD_MODULE=held_module)
-    environment.update(JAX_COMPILATION_CACHE_DIR=str(self._compiled),
-                       JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+    environment.update(
+      JAX_PLATFORMS='cpu',
+      PYTHONPATH=str(REPOSITORY),
+      PYTHONUNBUFFERED='1',
+      HOLD_AFTER=str(hold_before),
+      HELD_MODULE=held_module,
+    )
+    environment.update(
+      JAX_COMPILATION_CACHE_DIR=str(self._compiled), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0'
+    )
     argv = self.argv(*flags, **macros)
 
     def popen(out: pathlib.Path, err: pathlib.Path) -> Any:
       if self._warm is not None:
-        return self._warm.start(argv, cwd=self.folder, environment=environment, out=out, err=err,
-                                script=script or '')
+        return self._warm.start(
+          argv, cwd=self.folder, environment=environment, out=out, err=err, script=script or ''
+        )
       begin = ['-m', 't5x_gpu.train'] if script is None else ['-c', script]
       with open(out, 'wb') as stdout, open(err, 'wb') as stderr:
-        return subprocess.Popen([sys.executable, *begin, *argv], cwd=self.folder, env=environment,
-                                stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL)
+        return subprocess.Popen(
+          [sys.executable, *begin, *argv],
+          cwd=self.folder,
+          env=environment,
+          stdout=stdout,
+          stderr=stderr,
+          stdin=subprocess.DEVNULL,
+        )
+
     return Process(self.folder, popen)
 
-  def metrics(self, key: str = 'train/loss', *, model_dir: Optional[pathlib.Path] = None
-              ) -> dict[int, float]:
+  def metrics(
+    self, key: str = 'train/loss', *, model_dir: Optional[pathlib.Path] = None
+  ) -> dict[int, float]:
     """Returns step -> value. Fails if a line is torn or a step comes twice."""
     path = (model_dir or self.model_dir) / 'metrics.jsonl'
     lines = len(path.read_bytes().splitlines())  # counted first: a live run may write on
@@ -248,8 +274,11 @@ class Project:
 
   def steps(self) -> list[int]:
     """Returns the committed checkpoints by the names of their folders."""
-    return sorted(int(p.name.split('_')[1]) for p in self.model_dir.glob('checkpoint_*')
-                  if p.name.split('_')[1].isdigit())
+    return sorted(
+      int(p.name.split('_')[1])
+      for p in self.model_dir.glob('checkpoint_*')
+      if p.name.split('_')[1].isdigit()
+    )
 
 
 def run_here(main: Callable[[], Optional[int]], *, num_devices: int = 8) -> Result:
@@ -258,8 +287,14 @@ def run_here(main: Callable[[], Optional[int]], *, num_devices: int = 8) -> Resu
   code: Any = None
   # A run whose save has failed leaves at once, and would end the tests.
   stays = mock.patch.object(process_exit, 'leave', lambda code, *, failed: sys.exit(code))
-  with stays, devices(num_devices), quiet_logging(), warnings.catch_warnings(), (
-      contextlib.redirect_stdout(out)), contextlib.redirect_stderr(err):
+  with (
+    stays,
+    devices(num_devices),
+    quiet_logging(),
+    warnings.catch_warnings(),
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err),
+  ):
     try:
       cli.run_main(main)
     except SystemExit as e:
@@ -281,8 +316,10 @@ def devices(number: int) -> Iterator[None]:
 @contextlib.contextmanager
 def compiled_kept_in(folder: pathlib.Path) -> Iterator[None]:
   """Within, jax keeps everything it compiles in `folder`."""
-  values = {'jax_compilation_cache_dir': str(folder),
-            'jax_persistent_cache_min_compile_time_secs': 0.0}
+  values = {
+    'jax_compilation_cache_dir': str(folder),
+    'jax_persistent_cache_min_compile_time_secs': 0.0,
+  }
   before = {name: getattr(jax.config, name) for name in values}
   for name, value in values.items():
     jax.config.update(name, value)
@@ -310,5 +347,8 @@ def quiet_logging() -> Iterator[None]:
 
 def listing(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
   """Returns each file under `folder` with size and modification time."""
-  return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns)
-          for p in sorted(folder.rglob('*')) if p.is_file()}
+  return {
+    str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns)
+    for p in sorted(folder.rglob('*'))
+    if p.is_file()
+  }

@@ -58,12 +58,22 @@ class WarmStart:
   """
 
   def __init__(self, compiled: pathlib.Path):
-    environment = {**os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
-                   'JAX_COMPILATION_CACHE_DIR': str(compiled),
-                   'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+    environment = {
+      **os.environ,
+      'PYTHONPATH': str(REPOSITORY),
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_COMPILATION_CACHE_DIR': str(compiled),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    }
     self._popen = subprocess.Popen(
-        [sys.executable, '-m', 'tests.helpers_warm'], env=environment, text=True, cwd=REPOSITORY,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+      [sys.executable, '-m', 'tests.helpers_warm'],
+      env=environment,
+      text=True,
+      cwd=REPOSITORY,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      start_new_session=True,
+    )
 
   def __enter__(self) -> Self:
     return self
@@ -77,8 +87,16 @@ class WarmStart:
     self._popen.stdin.flush()
     return json.loads(self._popen.stdout.readline())
 
-  def start(self, argv: Sequence[str], *, cwd: pathlib.Path, environment: Mapping[str, str],
-            out: pathlib.Path, err: pathlib.Path, script: str = '') -> Forked:
+  def start(
+    self,
+    argv: Sequence[str],
+    *,
+    cwd: pathlib.Path,
+    environment: Mapping[str, str],
+    out: pathlib.Path,
+    err: pathlib.Path,
+    script: str = '',
+  ) -> Forked:
     """Returns a started run.
 
     Args:
@@ -87,17 +105,29 @@ class WarmStart:
       out, err: files to which it writes.
       script: in the place of `-m t5x_gpu.train`.
     """
-    return Forked(self, self.ask({
-        'argv': list(argv), 'cwd': str(cwd), 'out': str(out), 'err': str(err), 'script': script,
-        'environment': dict(environment)}))
+    return Forked(
+      self,
+      self.ask(
+        {
+          'argv': list(argv),
+          'cwd': str(cwd),
+          'out': str(out),
+          'err': str(err),
+          'script': script,
+          'environment': dict(environment),
+        }
+      ),
+    )
 
 
 def _run(request: Mapping[str, Any]) -> None:
   """Becomes a run."""
   os.chdir(request['cwd'])
-  for descriptor, path, mode in ((0, os.devnull, os.O_RDONLY),
-                                 (1, request['out'], os.O_WRONLY | os.O_APPEND),
-                                 (2, request['err'], os.O_WRONLY | os.O_APPEND)):
+  for descriptor, path, mode in (
+    (0, os.devnull, os.O_RDONLY),
+    (1, request['out'], os.O_WRONLY | os.O_APPEND),
+    (2, request['err'], os.O_WRONLY | os.O_APPEND),
+  ):
     os.dup2(os.open(path, mode), descriptor)
   os.environ.clear()
   os.environ.update(request['environment'])

@@ -16,9 +16,11 @@ def _add(letter, number, splits=('train', 'validation')):
   name = f'mixed_{letter}'
   feature = seqio.Feature(vocabulary=seqio.ByteVocabulary(), add_eos=True)
   seqio.TaskRegistry.add(
-      name, output_features={'targets': feature},
-      source=seqio.FunctionDataSource(functools.partial(_rows, letter, number), splits=splits),
-      preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos])
+    name,
+    output_features={'targets': feature},
+    source=seqio.FunctionDataSource(functools.partial(_rows, letter, number), splits=splits),
+    preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+  )
   return name
 
 

@@ -49,10 +49,18 @@ def try_seed(seed: int, lab: Lab, log: Log) -> bool:
   log.lines.clear()
   try:
     run_state_machine_as_test(
-        hypothesis.seed(seed)(machine(lab, tell=log)), settings=settings(
-            max_examples=EXAMPLES_PER_SEED, stateful_step_count=RULES_PER_EXAMPLE, deadline=None,
-            database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-            print_blob=False, report_multiple_bugs=False))
+      hypothesis.seed(seed)(machine(lab, tell=log)),
+      settings=settings(
+        max_examples=EXAMPLES_PER_SEED,
+        stateful_step_count=RULES_PER_EXAMPLE,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+        report_multiple_bugs=False,
+      ),
+    )
   except Exception:
     print(f'\nSeed {seed} FAILED. What happened in its examples, the last one at the end:')
     print(*(f'  {line}' for line in log.lines), sep='\n')
@@ -64,19 +72,26 @@ def try_seed(seed: int, lab: Lab, log: Log) -> bool:
 
 def main(argv: Optional[list[str]] = None) -> int:
   """Returns 1 if anything was lost."""
-  parser = argparse.ArgumentParser(prog='python -m tests.soak', description=__doc__,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = argparse.ArgumentParser(
+    prog='python -m tests.soak',
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
   parser.add_argument('--minutes', type=float, default=60, help='how long; 60 by default')
   parser.add_argument('--seed', type=int, help='this one alone, to see a failure again')
-  parser.add_argument('--layouts', default=','.join(ALL_LAYOUTS),
-                      help=f'of runs; all by default: {", ".join(ALL_LAYOUTS)}')
+  parser.add_argument(
+    '--layouts',
+    default=','.join(ALL_LAYOUTS),
+    help=f'of runs; all by default: {", ".join(ALL_LAYOUTS)}',
+  )
   parser.add_argument('--verbose', action='store_true', help='print every run')
   flags = parser.parse_args(argv)
   set_default_flags()
   log, failed, tried = Log(verbose=flags.verbose), [], 0
   end = time.monotonic() + 60 * flags.minutes
-  seeds = iter([flags.seed]) if flags.seed is not None else iter(
-      lambda: random.randrange(2**32), None)
+  seeds = (
+    iter([flags.seed]) if flags.seed is not None else iter(lambda: random.randrange(2**32), None)
+  )
   with tempfile.TemporaryDirectory(prefix='t5x_gpu_soak_') as folder:
     lab = Lab(pathlib.Path(folder), layouts=flags.layouts.split(','))
     try:
@@ -85,8 +100,11 @@ def main(argv: Optional[list[str]] = None) -> int:
         if not try_seed(seed, lab, log):
           failed.append(seed)
         left = end - time.monotonic()
-        print(f'{tried} seeds, {len(failed)} failed; {summary(log)}; '
-              f'{max(left, 0) / 60:.1f} minutes left', flush=True)
+        print(
+          f'{tried} seeds, {len(failed)} failed; {summary(log)}; '
+          f'{max(left, 0) / 60:.1f} minutes left',
+          flush=True,
+        )
         if left <= 0:
           break
     except KeyboardInterrupt:

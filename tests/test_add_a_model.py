@@ -37,10 +37,20 @@ def run(folder: pathlib.Path, command: str) -> str:
   """Returns what a command of the page prints, run in `folder` on two devices."""
   program, *arguments = shlex.split(command)
   assert program == 'python'
-  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(folder), str(ROOT)]),
-                 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(2)}
-  done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, text=True,
-                        capture_output=True, timeout=600)
+  environment = {
+    **os.environ,
+    'PYTHONPATH': os.pathsep.join([str(folder), str(ROOT)]),
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': xla_flags(2),
+  }
+  done = subprocess.run(
+    [sys.executable, *arguments],
+    cwd=folder,
+    env=environment,
+    text=True,
+    capture_output=True,
+    timeout=600,
+  )
   assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
   return done.stdout
 

@@ -7,8 +7,12 @@ import pytest
 from t5x_gpu import bench
 from t5x_gpu.errors import ConfigError, DataError
 
-DEMO = ['--gin_file=gin_configs/examples/demo.gin', '--gin.TransformerConfig.num_layers=1',
-        "--gin.TASK_FEATURE_LENGTHS={'targets': 16}", '--gin.BATCH_SIZE=8']
+DEMO = [
+  '--gin_file=gin_configs/examples/demo.gin',
+  '--gin.TransformerConfig.num_layers=1',
+  "--gin.TASK_FEATURE_LENGTHS={'targets': 16}",
+  '--gin.BATCH_SIZE=8',
+]
 
 
 def test_bench_writes_what_it_measured(tmp_path, capsys):

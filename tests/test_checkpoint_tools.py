@@ -22,7 +22,12 @@ from t5x_gpu.checkpoint.tools import prune as pruning
 from t5x_gpu.errors import CheckpointError, ConfigError
 from tests.checkpoint.storage.test_checksums import flip_a_bit
 from tests.checkpoint.test_checkpointer import (
-    folder_with, largest_data_file, new_state, opened, save)
+  folder_with,
+  largest_data_file,
+  new_state,
+  opened,
+  save,
+)
 from tests.helpers_train import REPOSITORY, listing, run_here
 
 
@@ -33,15 +38,21 @@ def run(*argv):
 def write_params(folder, step, value):
   folder.mkdir(exist_ok=True)
   values = np.full((64, 32), value, np.float32)
-  with ParamsWriter(folder, step=step, shapes={'dense/kernel': (64, 32)},
-                    chunks={'dense/kernel': (16, 32)}, about={}, compress=False) as writer:
+  with ParamsWriter(
+    folder,
+    step=step,
+    shapes={'dense/kernel': (64, 32)},
+    chunks={'dense/kernel': (16, 32)},
+    about={},
+    compress=False,
+  ) as writer:
     writer.write('dense/kernel', (), values)
   return folder
 
 
 def random_bits(step: int):
   """Returns a state that no compression shortens."""
-  bits = np.random.default_rng(step).integers(-2**31, 2**31, (64, 8)).astype(np.int32)
+  bits = np.random.default_rng(step).integers(-(2**31), 2**31, (64, 8)).astype(np.int32)
   return bits, new_state(step).replace(params={'dense': {'kernel': jnp.asarray(bits)}})
 
 
@@ -52,11 +63,17 @@ def test_inspect_tells_what_was_saved(tmp_path):
   state = new_state(3, seed=3)
   assert told['step'] == 3 and told['mesh'] == {'data': 1} and told['num_processes'] == 1
   assert told['arrays']['params/dense/kernel'] == {
-      'shape': [64, 8], 'dtype': 'float32', 'bytes': 2048, 'chunk': [64, 8],
-      'checksum': checksums_of(state)['params/dense/kernel']}
-  assert told['parts'] == {'step': {'arrays': 1, 'elements': 1, 'bytes': 4},
-                           'params': {'arrays': 1, 'elements': 512, 'bytes': 2048},
-                           'opt_state': {'arrays': 1, 'elements': 512, 'bytes': 2048}}
+    'shape': [64, 8],
+    'dtype': 'float32',
+    'bytes': 2048,
+    'chunk': [64, 8],
+    'checksum': checksums_of(state)['params/dense/kernel'],
+  }
+  assert told['parts'] == {
+    'step': {'arrays': 1, 'elements': 1, 'bytes': 4},
+    'params': {'arrays': 1, 'elements': 512, 'bytes': 2048},
+    'opt_state': {'arrays': 1, 'elements': 512, 'bytes': 2048},
+  }
   assert told['bytes_on_disk'] == sum(size for size, _ in listing(folder / 'checkpoint_3').values())
   assert told['data_state_bytes'] == len(b'data of 3') and told['next_batch_hash'] == 'hash3'
   assert told['gin'] == [str(folder / 'config.gin')] and 'jax' in told['versions']
@@ -75,8 +92,10 @@ def test_diff_is_0_for_the_same_1_for_others_and_2_for_trouble(tmp_path):
   a, b = (np.asarray(new_state(seed=n).params['dense']['kernel'], np.float64) for n in (3, 4))
   most = np.max(np.abs(a - b))
   assert other.code == 1
-  assert (f'params/dense/kernel: 512 elements differ, by {most:.3g} at most, '
-          f'{most / np.max(np.abs(a)):.3g} of the largest') in other.out
+  assert (
+    f'params/dense/kernel: 512 elements differ, by {most:.3g} at most, '
+    f'{most / np.max(np.abs(a)):.3g} of the largest'
+  ) in other.out
   assert 'opt_state/mu' not in other.out
   trouble = run('diff', folder / 'checkpoint_3', tmp_path / 'nothing')
   assert trouble.code == 2 and 'does not exist' in trouble.err
@@ -92,9 +111,11 @@ def test_diff_names_arrays_that_only_one_has_and_other_shapes(tmp_path):
     checkpointer.wait()
   result = run('diff', tmp_path / 'a', tmp_path / 'b')
   assert result.code == 1
-  for line in ("params/dense/kernel float32[64, 8]: only in the first. Did you mean "
-               "'params/dense/kernels'?", 'params/dense/kernels float32[2]: only in the second.',
-               'opt_state/mu float32[64, 8] in the first, opt_state/mu float32[32, 8] in the'):
+  for line in (
+    "params/dense/kernel float32[64, 8]: only in the first. Did you mean 'params/dense/kernels'?",
+    'params/dense/kernels float32[2]: only in the second.',
+    'opt_state/mu float32[64, 8] in the first, opt_state/mu float32[32, 8] in the',
+  ):
     assert line in result.out
 
 
@@ -134,7 +155,7 @@ def test_verify_tells_of_files_that_are_cut_or_do_not_decompress(tmp_path):
   os.truncate(largest_data_file(folder / 'checkpoint_10'), 40)
   for path in (folder / 'checkpoint_20/state/ocdbt.process_0/d').iterdir():
     size = path.stat().st_size
-    path.write_bytes(b'\xff' * (size // 2) + path.read_bytes()[size // 2:])
+    path.write_bytes(b'\xff' * (size // 2) + path.read_bytes()[size // 2 :])
   result = run('verify', folder)
   assert result.code == 1
   assert 'checkpoint_10: DAMAGED' in result.out and 'checkpoint_20: DAMAGED' in result.out
@@ -156,8 +177,13 @@ def test_average_is_the_mean_and_reads_as_any_checkpoint(tmp_path):
   write_params(folder, 5, 8.0)
   (folder / 'config.gin').write_text('# of the run')
   assert run('average', folder, '--last=2', f'--to={tmp_path / "two"}').code == 0
-  result = run('average', folder / 'checkpoint_1', folder / 'checkpoint_2', folder,
-               f'--to={tmp_path / "three"}')
+  result = run(
+    'average',
+    folder / 'checkpoint_1',
+    folder / 'checkpoint_2',
+    folder,
+    f'--to={tmp_path / "three"}',
+  )
   assert result.code == 0, result.err
   want = {'dense': {'kernel': jax.ShapeDtypeStruct((64, 32), jnp.float32)}}
   for name, mean in (('two', 5.5), ('three', 4.0)):
@@ -209,7 +235,11 @@ def test_prune_removes_nothing_that_it_does_not_know(tmp_path):
   assert result.code == 0, result.err
   assert 'keep    checkpoint_15: cannot be read as a checkpoint' in result.out
   assert sorted(p.name for p in folder.iterdir() if p.name != 'run.lock') == [
-      '.removed_checkpoint_10.mine', 'checkpoint_15', 'checkpoint_20', 'checkpoint_5']
+    '.removed_checkpoint_10.mine',
+    'checkpoint_15',
+    'checkpoint_20',
+    'checkpoint_5',
+  ]
 
 
 def test_prune_is_refused_while_a_run_writes_and_would_leave_one(tmp_path):
@@ -218,10 +248,17 @@ def test_prune_is_refused_while_a_run_writes_and_would_leave_one(tmp_path):
     pruning.plan_prune(folder, Keep(every=7))
   with pytest.raises(CheckpointError, match='no checkpoint of step 7'):
     pruning.plan_prune(folder, Keep(steps=(7,)))
-  holds = ('import pathlib, sys; from t5x_gpu.checkpoint.run_lock import RunLock; '
-           'RunLock(pathlib.Path(sys.argv[1])); print("locked", flush=True); sys.stdin.read()')
-  with subprocess.Popen([sys.executable, '-c', holds, str(folder)], cwd=REPOSITORY, text=True,
-                        stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+  holds = (
+    'import pathlib, sys; from t5x_gpu.checkpoint.run_lock import RunLock; '
+    'RunLock(pathlib.Path(sys.argv[1])); print("locked", flush=True); sys.stdin.read()'
+  )
+  with subprocess.Popen(
+    [sys.executable, '-c', holds, str(folder)],
+    cwd=REPOSITORY,
+    text=True,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+  ) as other:
     assert other.stdout.readline() == 'locked\n'
     for more in ((), ('--yes',)):
       result = run('prune', folder, '--keep_last=1', *more)
@@ -241,12 +278,18 @@ def test_a_prune_that_was_killed_leaves_no_half_checkpoint_and_the_next_one_clea
   assert [p.name for p in folder.iterdir() if p.name != 'run.lock'] == ['checkpoint_20']
 
 
-@pytest.mark.parametrize('argv, words', [
+@pytest.mark.parametrize(
+  'argv, words',
+  [
     (('inspect', 'a', '--yes'), '--yes means nothing to inspect'),
-    (('diff', 'a'), 'diff takes 2 folder'), (('prune', 'a'), 'which checkpoints are to stay'),
-    (('average', 'a'), '--to must be given'), (('verfy', 'a'), 'invalid choice'),
+    (('diff', 'a'), 'diff takes 2 folder'),
+    (('prune', 'a'), 'which checkpoints are to stay'),
+    (('average', 'a'), '--to must be given'),
+    (('verfy', 'a'), 'invalid choice'),
     (('inspect', 'a', '--gin_file=x.gin'), 'takes no configuration'),
-    (('prune', 'a', '--keep_last=0'), 'whole number of at least 1')])
+    (('prune', 'a', '--keep_last=0'), 'whole number of at least 1'),
+  ],
+)
 def test_mistakes_are_named(argv, words):
   with pytest.raises(ConfigError, match=words):
     checkpoint_tools.main(argv)
@@ -263,6 +306,7 @@ def test_a_run_s_shards_become_chunks_that_can_be_read_in_pieces(tmp_path, monke
   reader = StateReader(tmp_path)
   assert reader.chunk_bytes('params/dense/kernel') == 4096
   assert reader.chunk_shape('params/prime') == (4099, 2)
-  np.testing.assert_array_equal(reader.read_at('params/dense/kernel', ()),
-                                state.params['dense']['kernel'])
+  np.testing.assert_array_equal(
+    reader.read_at('params/dense/kernel', ()), state.params['dense']['kernel']
+  )
   assert run('verify', tmp_path).code == 0

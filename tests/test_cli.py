@@ -21,20 +21,42 @@ def test_gin_files_repeat_and_split_at_commas():
 
 
 def test_gin_bindings_in_both_forms_keep_their_order():
-  args = parse('--gin.A=1', '--gin_file=a.gin', '--gin.train/DatasetConfig.batch_size', '8',
-               '--dry_run', '--gin.LR=-5', '--gin.B', '-5', '--gin.C=a=b', '--gin.D=[1, 2]')
-  assert args.bindings == ('A=1', 'train/DatasetConfig.batch_size=8', 'LR=-5', 'B=-5', 'C=a=b',
-                           'D=[1, 2]')
+  args = parse(
+    '--gin.A=1',
+    '--gin_file=a.gin',
+    '--gin.train/DatasetConfig.batch_size',
+    '8',
+    '--dry_run',
+    '--gin.LR=-5',
+    '--gin.B',
+    '-5',
+    '--gin.C=a=b',
+    '--gin.D=[1, 2]',
+  )
+  assert args.bindings == (
+    'A=1',
+    'train/DatasetConfig.batch_size=8',
+    'LR=-5',
+    'B=-5',
+    'C=a=b',
+    'D=[1, 2]',
+  )
   assert args.dry_run
 
 
 def test_entry_points_add_flags():
-  args = parse('--gin_file=a', '--num_steps', '5',
-               extra=lambda p: p.add_argument('--num_steps', type=int, default=3))
+  args = parse(
+    '--gin_file=a',
+    '--num_steps',
+    '5',
+    extra=lambda p: p.add_argument('--num_steps', type=int, default=3),
+  )
   assert vars(args.extra) == {'num_steps': 5}
 
 
-@pytest.mark.parametrize('argv, expected', [
+@pytest.mark.parametrize(
+  'argv, expected',
+  [
     (['--gin_flie=a.gin'], "Unknown flag --gin_flie. Did you mean '--gin_file'"),
     (['--gin-file=a.gin'], "Did you mean '--gin_file'"),
     (['--dryrun'], "Did you mean '--dry_run'"),
@@ -48,11 +70,13 @@ def test_entry_points_add_flags():
     (['--gin.A', '--dry_run'], '--gin.A has no value'),
     (['--gin_file'], 'expected one argument'),
     (['--num_steps=x'], 'invalid int value'),
-])
+  ],
+)
 def test_mistakes_name_the_flag_and_the_fix(argv, expected):
   with pytest.raises(ConfigError) as e:
-    parse('--gin_file=a.gin', *argv,
-          extra=lambda p: p.add_argument('--num_steps', type=int, default=3))
+    parse(
+      '--gin_file=a.gin', *argv, extra=lambda p: p.add_argument('--num_steps', type=int, default=3)
+    )
   assert expected in str(e.value)
 
 
@@ -69,9 +93,16 @@ def test_help_shows_examples_and_every_flag(capsys):
     parse('--help')
   text = capsys.readouterr().out
   assert e.value.code == 0
-  for part in ('Trains a model.', '--gin_file', '--gin.X', '--gin_search_paths', '--tfds_data_dir',
-               '--dry_run', f'{PROG} --gin_file=my.gin --gin.MODEL_DIR=runs/a',
-               'explain BATCH_SIZE'):
+  for part in (
+    'Trains a model.',
+    '--gin_file',
+    '--gin.X',
+    '--gin_search_paths',
+    '--tfds_data_dir',
+    '--dry_run',
+    f'{PROG} --gin_file=my.gin --gin.MODEL_DIR=runs/a',
+    'explain BATCH_SIZE',
+  ):
     assert part in text
   assert max(map(len, text.splitlines())) <= 100
 
@@ -84,20 +115,24 @@ def test_every_command_of_the_console_script_has_help(command, monkeypatch, caps
   text = capsys.readouterr().out
   assert e.value.code == 0 and f'python -m t5x_gpu.{command}' in text
   assert ('--gin_file FILE' in text) == (
-      command not in ('launch', 'doctor', 'checkpoint', 'reshard'))
+    command not in ('launch', 'doctor', 'checkpoint', 'reshard')
+  )
 
 
 def test_the_console_script_hands_its_arguments_to_the_command(monkeypatch, capsys):
-  monkeypatch.setattr('sys.argv', ['t5x_gpu', 'config', 'explain', 'EVAL_STEPS',
-                                   '--gin_file=gin_configs/examples/demo.gin'])
+  monkeypatch.setattr(
+    'sys.argv',
+    ['t5x_gpu', 'config', 'explain', 'EVAL_STEPS', '--gin_file=gin_configs/examples/demo.gin'],
+  )
   with pytest.raises(SystemExit) as e:
     __main__.main()
   assert e.value.code == 0
   assert 'EVAL_STEPS = 10   gin_configs/examples/demo.gin:' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('flag', ['--gin_file=a.gin', '--gin.A=1', '--dry_run',
-                                  '--tfds_data_dir=a'])
+@pytest.mark.parametrize(
+  'flag', ['--gin_file=a.gin', '--gin.A=1', '--dry_run', '--tfds_data_dir=a']
+)
 def test_flags_of_the_run_before_the_dashes_of_launch_start_nothing(flag):
   with pytest.raises(ConfigError, match='stand before --'):
     launch.main(['--nproc=1', '--no_gpu', flag, '--', '--help'])
@@ -117,36 +152,46 @@ def test_success_exits_0_or_with_the_code_of_main():
 def test_user_errors_print_class_fix_and_docs_without_a_traceback(capsys):
   def main():
     raise MeshError('16 GPUs cannot form 32.', fix='Set data = 1.', docs='mesh.md#sizes')
+
   assert exit_code(main) == 1
-  assert capsys.readouterr().err == ('MeshError: 16 GPUs cannot form 32.\n  Set data = 1.\n'
-                                     '  See docs/mesh.md#sizes\n')
+  assert capsys.readouterr().err == (
+    'MeshError: 16 GPUs cannot form 32.\n  Set data = 1.\n  See docs/mesh.md#sizes\n'
+  )
 
 
-def test_user_errors_of_gin_constructors_say_where_the_parameter_was_set(tmp_path, monkeypatch,
-                                                                        capsys):
+def test_user_errors_of_gin_constructors_say_where_the_parameter_was_set(
+  tmp_path, monkeypatch, capsys
+):
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
   (tmp_path / 'cli_app.py').write_text(
-      'from t5x_gpu.errors import MeshError\n'
-      'class Mesh:\n  def __init__(self, n: int, m: int = 2):\n'
-      "    raise MeshError(f'{n} is odd.', parameters=('Mesh.n', 'Mesh.m', 'Mesh.other'))\n"
-      'def train(*, mesh: Mesh): pass\n')
-  (tmp_path / 'a.gin').write_text('from __gin__ import dynamic_registration\n'
-                                  'import cli_app\nN = 3\n'
-                                  'cli_app.train.mesh = @cli_app.Mesh()\ncli_app.Mesh.n = %N\n')
+    'from t5x_gpu.errors import MeshError\n'
+    'class Mesh:\n  def __init__(self, n: int, m: int = 2):\n'
+    "    raise MeshError(f'{n} is odd.', parameters=('Mesh.n', 'Mesh.m', 'Mesh.other'))\n"
+    'def train(*, mesh: Mesh): pass\n'
+  )
+  (tmp_path / 'a.gin').write_text(
+    'from __gin__ import dynamic_registration\n'
+    'import cli_app\nN = 3\n'
+    'cli_app.train.mesh = @cli_app.Mesh()\ncli_app.Mesh.n = %N\n'
+  )
   assert exit_code(lambda: gin_loader.load(['a.gin'], entry='cli_app.train').arguments()) == 1
   assert capsys.readouterr().err == (
-      'MeshError: 3 is odd.\n  Mesh.n is set at a.gin:3, through %N at a.gin:5.\n'
-      '  Mesh.m is 2, its default; nothing sets it.\n')
+    'MeshError: 3 is odd.\n  Mesh.n is set at a.gin:3, through %N at a.gin:5.\n'
+    '  Mesh.m is 2, its default; nothing sets it.\n'
+  )
 
 
 def test_ctrl_c_exits_130_and_other_errors_show_their_traceback(capsys):
   def interrupted():
     raise KeyboardInterrupt
+
   assert exit_code(interrupted) == 130
   assert 'Traceback' not in capsys.readouterr().err
+
   def broken():
     raise RuntimeError('bug')
+
   provenance.forget()
   assert exit_code(broken) == 1
   error = capsys.readouterr().err
@@ -156,4 +201,5 @@ def test_ctrl_c_exits_130_and_other_errors_show_their_traceback(capsys):
 def test_a_system_exit_of_main_keeps_its_code():
   def main():
     raise SystemExit(3)
+
   assert exit_code(main) == 3

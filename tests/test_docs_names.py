@@ -16,10 +16,31 @@ SCRIPTS = [ROOT / 'Makefile', *sorted(p for p in (ROOT / 'scripts').rglob('*') i
 # Folders that commands write.
 WRITTEN = ('benchmarks/results',)
 # Flags of other programs that our pages show.
-FOREIGN_FLAGS = {'--logdir', '--data_dir', '--ipc', '--shm-size', '--nodes', '--partition',
-                 '--account', '--ntasks-per-node', '--gpus-per-node', '--signal', '--requeue', '--open-mode',
-                 '--cpus-per-task', '--gpus-per-task', '--kill-on-bad-exit', '--ntasks', '--exact', '--pty',
-                 '--standalone', '--env', '--from-literal', '--array', '--no-deps'}
+FOREIGN_FLAGS = {
+  '--logdir',
+  '--data_dir',
+  '--ipc',
+  '--shm-size',
+  '--nodes',
+  '--partition',
+  '--account',
+  '--ntasks-per-node',
+  '--gpus-per-node',
+  '--signal',
+  '--requeue',
+  '--open-mode',
+  '--cpus-per-task',
+  '--gpus-per-task',
+  '--kill-on-bad-exit',
+  '--ntasks',
+  '--exact',
+  '--pty',
+  '--standalone',
+  '--env',
+  '--from-literal',
+  '--array',
+  '--no-deps',
+}
 FOREIGN_PREFIXES = ('--xla_', '--gin.')
 # Names that stand for something, in usage texts and examples.
 PLACEHOLDERS = {'NAME', 'KEY', 'X', 'A', 'B', 'FILE', 'VALUE', 'MACRO'}
@@ -57,8 +78,11 @@ def _arguments(function: ast.FunctionDef) -> set[str]:
 
 @functools.cache
 def macros() -> set[str]:
-  return {name for path in GIN_FILES
-          for name in re.findall(r'^([A-Z][A-Z0-9_]*) = ', path.read_text(), re.MULTILINE)}
+  return {
+    name
+    for path in GIN_FILES
+    for name in re.findall(r'^([A-Z][A-Z0-9_]*) = ', path.read_text(), re.MULTILINE)
+  }
 
 
 def knob_problem(name: str) -> str:
@@ -69,8 +93,11 @@ def knob_problem(name: str) -> str:
   owner, parameter = name.rsplit('.', 2)[-2:]
   if owner not in parameters():
     return f'{name}: nothing is called {owner}'
-  return '' if parameter in parameters()[owner] | PLACEHOLDERS else (
-      f'{name}: {owner} has no {parameter}')
+  return (
+    ''
+    if parameter in parameters()[owner] | PLACEHOLDERS
+    else (f'{name}: {owner} has no {parameter}')
+  )
 
 
 def shown(path: pathlib.Path, line: int, what: str) -> str:
@@ -83,22 +110,39 @@ def none(problems: list[str]) -> None:
 
 
 def lines_of(paths: list[pathlib.Path]) -> list[tuple[pathlib.Path, int, str]]:
-  return [(path, i, line) for path in paths if path.exists()
-          for i, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1)]
+  return [
+    (path, i, line)
+    for path in paths
+    if path.exists()
+    for i, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1)
+  ]
 
 
 def errors_keywords(keyword: str) -> list[tuple[pathlib.Path, ast.expr]]:
-  return [(path, k.value) for path, tree in trees().items() for node in ast.walk(tree)
-          if isinstance(node, ast.Call) for k in node.keywords if k.arg == keyword]
+  return [
+    (path, k.value)
+    for path, tree in trees().items()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Call)
+    for k in node.keywords
+    if k.arg == keyword
+  ]
 
 
 def test_parameters_of_errors_exist():
   found = errors_keywords('parameters')
   assert len(found) > 20
-  none([shown(path, text.lineno, problem) for path, value in found for text in ast.walk(value)
-        if isinstance(text, ast.Constant) and isinstance(text.value, str)
-        and re.fullmatch(r'[\w/]+\.\w+|[A-Z][A-Z0-9_]+', text.value)
-        and (problem := knob_problem(text.value))])
+  none(
+    [
+      shown(path, text.lineno, problem)
+      for path, value in found
+      for text in ast.walk(value)
+      if isinstance(text, ast.Constant)
+      and isinstance(text.value, str)
+      and re.fullmatch(r'[\w/]+\.\w+|[A-Z][A-Z0-9_]+', text.value)
+      and (problem := knob_problem(text.value))
+    ]
+  )
 
 
 def test_parameters_in_texts_exist():
@@ -115,17 +159,27 @@ def test_parameters_in_texts_exist():
 
 def test_macros_in_remedies_exist():
   # `Set TRAIN_STEPS higher`, `Set BATCH_SIZE = 8`.
-  none([shown(path, text.lineno, f'there is no macro {name}')
-        for path, value in errors_keywords('fix') for text in ast.walk(value)
-        if isinstance(text, ast.Constant) and isinstance(text.value, str)
-        for name in re.findall(r'\b[Ss]et ([A-Z][A-Z0-9_]{2,})\b', text.value)
-        if name not in macros()])
+  none(
+    [
+      shown(path, text.lineno, f'there is no macro {name}')
+      for path, value in errors_keywords('fix')
+      for text in ast.walk(value)
+      if isinstance(text, ast.Constant) and isinstance(text.value, str)
+      for name in re.findall(r'\b[Ss]et ([A-Z][A-Z0-9_]{2,})\b', text.value)
+      if name not in macros()
+    ]
+  )
 
 
 def test_gin_overrides_in_pages_and_headers_exist():
-  none([shown(path, i, problem)
-        for path, i, line in lines_of(PAGES + GIN_FILES + SCRIPTS)
-        for name in re.findall(r'--gin\.([\w/.]+)', line) if (problem := knob_problem(name))])
+  none(
+    [
+      shown(path, i, problem)
+      for path, i, line in lines_of(PAGES + GIN_FILES + SCRIPTS)
+      for name in re.findall(r'--gin\.([\w/.]+)', line)
+      if (problem := knob_problem(name))
+    ]
+  )
 
 
 def test_pages_that_errors_point_to_exist():
@@ -143,8 +197,10 @@ def test_pages_that_errors_point_to_exist():
 def anchors(markdown: str) -> set[str]:
   """Returns the anchors of a page: headings as GitHub names them, and `<a name=...>`."""
   heads = re.findall(r'^#+ (.+)$', markdown, re.MULTILINE)
-  return {*re.findall(r'<a (?:name|id)="([^"]+)">', markdown),
-          *(re.sub(r'<.*?>|[^\w -]', '', head.lower()).replace(' ', '-') for head in heads)}
+  return {
+    *re.findall(r'<a (?:name|id)="([^"]+)">', markdown),
+    *(re.sub(r'<.*?>|[^\w -]', '', head.lower()).replace(' ', '-') for head in heads),
+  }
 
 
 def test_links_between_pages_lead_somewhere():
@@ -172,28 +228,46 @@ def test_files_that_texts_mention_exist():
 
 
 def test_modules_that_texts_run_exist():
-  none([shown(path, i, f'runs {name}')
-        for path, i, line in lines_of(PAGES + GIN_FILES + SCRIPTS + SOURCES)
-        for name in re.findall(r'python -m (t5x_gpu[\w.]*[a-z])\b', line)
-        if not (ROOT / name.replace('.', '/')).is_dir()
-        and not (ROOT / f'{name.replace(".", "/")}.py').exists()])
+  none(
+    [
+      shown(path, i, f'runs {name}')
+      for path, i, line in lines_of(PAGES + GIN_FILES + SCRIPTS + SOURCES)
+      for name in re.findall(r'python -m (t5x_gpu[\w.]*[a-z])\b', line)
+      if not (ROOT / name.replace('.', '/')).is_dir()
+      and not (ROOT / f'{name.replace(".", "/")}.py').exists()
+    ]
+  )
 
 
 def test_flags_that_pages_mention_exist():
   benchmarks = [ast.parse(path.read_text()) for path in (ROOT / 'benchmarks').glob('*.py')]
-  ours = {argument.value for tree in (*trees().values(), *benchmarks) for node in ast.walk(tree)
-          if isinstance(node, ast.Call) and ast.unparse(node.func).endswith('.add_argument')
-          for argument in node.args if isinstance(argument, ast.Constant)}
+  ours = {
+    argument.value
+    for tree in (*trees().values(), *benchmarks)
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith('.add_argument')
+    for argument in node.args
+    if isinstance(argument, ast.Constant)
+  }
   assert {'--gin_file', '--dry_run', '--gin_search_paths', '--tfds_data_dir'} <= ours
-  none([shown(path, i, f'mentions {flag}')
-        for path, i, line in lines_of(PAGES + GIN_FILES)
-        for flag in re.findall(r'(?<![\w-])--[a-zA-Z][\w.-]*', line)
-        if flag.rstrip('.') not in ours | FOREIGN_FLAGS and not flag.startswith(FOREIGN_PREFIXES)])
+  none(
+    [
+      shown(path, i, f'mentions {flag}')
+      for path, i, line in lines_of(PAGES + GIN_FILES)
+      for flag in re.findall(r'(?<![\w-])--[a-zA-Z][\w.-]*', line)
+      if flag.rstrip('.') not in ours | FOREIGN_FLAGS and not flag.startswith(FOREIGN_PREFIXES)
+    ]
+  )
 
 
 def test_make_targets_that_pages_mention_exist():
   targets = set(re.findall(r'^([a-z0-9-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
   assert {'setup', 'demo', 'test', 'test-all', 'test-py312'} <= targets
-  none([shown(path, i, f'runs make {name}') for path, i, line in lines_of(PAGES + GIN_FILES)
-        for name in re.findall(r'(?:`|^# ?|^ *\$? ?)make ([a-z0-9-]+)(?:`|$)', line)
-        if name not in targets])
+  none(
+    [
+      shown(path, i, f'runs make {name}')
+      for path, i, line in lines_of(PAGES + GIN_FILES)
+      for name in re.findall(r'(?:`|^# ?|^ *\$? ?)make ([a-z0-9-]+)(?:`|$)', line)
+      if name not in targets
+    ]
+  )

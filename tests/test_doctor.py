@@ -14,11 +14,11 @@ import pytest
 
 from t5x_gpu import __main__, doctor, launch
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.runtime import run_with_deadline
 from t5x_gpu.runtime import gpus as gpu_detect
+from t5x_gpu.runtime import run_with_deadline
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
-from t5x_gpu.runtime.health import gpu_checks, measure_disk
 from t5x_gpu.runtime.health import checks as health
+from t5x_gpu.runtime.health import gpu_checks, measure_disk
 from t5x_gpu.runtime.health import measure as health_measure
 from t5x_gpu.runtime.health.checks import FAIL, OK, WARN
 
@@ -30,8 +30,14 @@ CPU = {'platform': 'cpu', 'count': 1, 'kinds': ['cpu']}
 
 def start_doctor(*flags, cwd, **env):
   env = {'PATH': '/usr/bin:/bin', 'PYTHONPATH': str(ROOT), 'HOME': str(cwd), **env}
-  return subprocess.Popen([sys.executable, '-m', 't5x_gpu.doctor', *flags], cwd=cwd, env=env,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  return subprocess.Popen(
+    [sys.executable, '-m', 't5x_gpu.doctor', *flags],
+    cwd=cwd,
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
 
 
 def run_doctor(*flags, cwd, **env):
@@ -41,13 +47,34 @@ def run_doctor(*flags, cwd, **env):
 
 
 def test_report_on_this_machine(tmp_path):
-  done = run_doctor('--json', f'--model_dir={tmp_path / "new" / "run"}', cwd=tmp_path,
-                    JAX_PLATFORMS='cpu', XLA_FLAGS='--xla_gpu_simplify_all_fp_conversions')
+  done = run_doctor(
+    '--json',
+    f'--model_dir={tmp_path / "new" / "run"}',
+    cwd=tmp_path,
+    JAX_PLATFORMS='cpu',
+    XLA_FLAGS='--xla_gpu_simplify_all_fp_conversions',
+  )
   report = json.loads(done.stdout)
   checks = {check['name']: check for check in report['checks']}
-  assert list(checks) == ['processes', 'python', 'packages', 'driver', 'numa', 'host', 'ulimits',
-                          '/dev/shm', 'xla flags', 'nvlink', 'devices', 'cudnn', 'nccl', 'matmul',
-                          'clocks', 'all-reduce', 'disk']
+  assert list(checks) == [
+    'processes',
+    'python',
+    'packages',
+    'driver',
+    'numa',
+    'host',
+    'ulimits',
+    '/dev/shm',
+    'xla flags',
+    'nvlink',
+    'devices',
+    'cudnn',
+    'nccl',
+    'matmul',
+    'clocks',
+    'all-reduce',
+    'disk',
+  ]
   assert 'GFLOP/s' in checks['matmul']['value'] and 'write' in checks['disk']['value']
   assert checks['xla flags']['status'] == 'warn'
   assert 'xla_gpu_simplify_all_fp_conversions is dropped' in checks['xla flags']['fix']
@@ -75,6 +102,7 @@ def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_goes_on(monkeypatch,
       command = [sys.executable, '-c', 'import time; time.sleep(60)']
       seconds = 0.3
     return run(command, seconds=seconds, environ=environ)
+
   monkeypatch.setattr(run_with_deadline, 'run', hanging)
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   checks = {c.name: c for c in doctor.examine(doctor.Request(model_dir=str(tmp_path)))}
@@ -88,7 +116,9 @@ def test_deadlines_hold_and_keep_what_was_printed():
   done = run_with_deadline.run(['sh', '-c', 'echo first; sleep 60'], seconds=0.3)
   assert time.monotonic() - begin < 30
   assert (done.code, done.output, done.problem) == (None, 'first\n', 'no answer within 0.3 s')
-  assert run_with_deadline.run(['no-such-program'], seconds=1).problem.startswith('no-such-program: No such')
+  assert run_with_deadline.run(['no-such-program'], seconds=1).problem.startswith(
+    'no-such-program: No such'
+  )
 
 
 def test_gin_files_are_refused():
@@ -104,37 +134,74 @@ def test_flags_prints_the_table(capsys):
   assert 'doctor' in __main__.COMMANDS
 
 
-@pytest.mark.parametrize('versions, gpus, status, text', [
+@pytest.mark.parametrize(
+  'versions, gpus, status, text',
+  [
     ({'jax': '0.10.2', 'jaxlib': '0.10.2'}, 0, OK, ''),
     ({'jax': '0.10.2', 'jaxlib': '0.10.2'}, 8, FAIL, "'jax[cuda13]==0.10.2'"),
     ({'jax': '0.10.2', 'jaxlib': '0.11.0'}, 0, FAIL, 'jaxlib==0.10.2'),
     ({'jax': '0.11.2', 'jaxlib': '0.11.0'}, 0, WARN, 'jaxlib==0.11.2'),
-    ({'jax': '0.11.2', 'jaxlib': '0.11.2', 'jax-cuda12-plugin': '0.10.2',
-      'jax-cuda12-pjrt': '0.10.2'}, 8, FAIL, "'jax[cuda12]==0.11.2'"),
+    (
+      {
+        'jax': '0.11.2',
+        'jaxlib': '0.11.2',
+        'jax-cuda12-plugin': '0.10.2',
+        'jax-cuda12-pjrt': '0.10.2',
+      },
+      8,
+      FAIL,
+      "'jax[cuda12]==0.11.2'",
+    ),
     ({'jax': '0.11.2', 'jaxlib': '0.11.2', 'jax-cuda13-plugin': '0.11.2'}, 8, FAIL, 'cuda13'),
-    ({'jax': '0.11.2', 'jaxlib': '0.11.2', 'jax-cuda13-plugin': '0.11.2',
-      'jax-cuda13-pjrt': '0.11.2'}, 8, OK, ''),
-    ({'jax': '0.11.2', 'jaxlib': '0.11.2', 'jax-cuda12-plugin': '0.11.2',
-      'jax-cuda13-plugin': '0.11.2'}, 8, WARN, 'uninstall'),
-    ({}, 0, FAIL, 'pip install')])
+    (
+      {
+        'jax': '0.11.2',
+        'jaxlib': '0.11.2',
+        'jax-cuda13-plugin': '0.11.2',
+        'jax-cuda13-pjrt': '0.11.2',
+      },
+      8,
+      OK,
+      '',
+    ),
+    (
+      {
+        'jax': '0.11.2',
+        'jaxlib': '0.11.2',
+        'jax-cuda12-plugin': '0.11.2',
+        'jax-cuda13-plugin': '0.11.2',
+      },
+      8,
+      WARN,
+      'uninstall',
+    ),
+    ({}, 0, FAIL, 'pip install'),
+  ],
+)
 def test_packages_that_do_not_belong_together(versions, gpus, status, text):
   check = health.check_packages(versions, gpus=gpus)
   assert check.status == status and text in check.fix and bool(check.fix) == (status != OK)
 
 
-@pytest.mark.parametrize('driver, plugin, on_bus, expected, status, text', [
+@pytest.mark.parametrize(
+  'driver, plugin, on_bus, expected, status, text',
+  [
     ('580.95.05', 'jax-cuda13-plugin', 8, None, OK, ''),
     ('550.54.15', 'jax-cuda13-plugin', 8, None, FAIL, 'CUDA 12'),
     ('470.1', 'jax-cuda13-plugin', 8, None, FAIL, 'Update the NVIDIA driver.'),
     (None, 'jax-cuda13-plugin', 8, None, FAIL, '--gpus all'),
     (None, '', 0, 8, FAIL, '--gpus-per-node'),
-    (None, '', 0, None, OK, '')])
+    (None, '', 0, None, OK, ''),
+  ],
+)
 def test_drivers(driver, plugin, on_bus, expected, status, text):
   check = health.check_driver(driver, {plugin: '0.11.2'}, on_bus=on_bus, expected=expected)
   assert check.status == status and text in check.fix
 
 
-@pytest.mark.parametrize('found, on_machine, expected, environ, status, text', [
+@pytest.mark.parametrize(
+  'found, on_machine, expected, environ, status, text',
+  [
     (H100, 8, None, {}, OK, '8 x NVIDIA H100'),
     (H100, 8, 8, {}, OK, '8 x NVIDIA H100'),
     (H100 | {'count': 1}, 8, None, {}, FAIL, 'though 8 GPUs are here'),
@@ -145,14 +212,17 @@ def test_drivers(driver, plugin, on_bus, expected, status, text):
     (CPU, 8, 8, {'JAX_PLATFORMS': 'cpu'}, FAIL, '8 expected'),
     (CPU, 0, None, {}, OK, 'no GPU on this machine'),
     (CPU, 0, 1, {}, FAIL, '1 expected'),
-    (None, 0, None, {}, FAIL, 'jax did not start: cuDNN is missing')])
+    (None, 0, None, {}, FAIL, 'jax did not start: cuDNN is missing'),
+  ],
+)
 def test_a_quiet_fall_back_to_the_cpu_fails(found, on_machine, expected, environ, status, text):
-  check = gpu_checks.check_devices(found, on_machine=on_machine, expected=expected,
-                                   environ=environ, problem='cuDNN is missing')
+  check = gpu_checks.check_devices(
+    found, on_machine=on_machine, expected=expected, environ=environ, problem='cuDNN is missing'
+  )
   assert check.status == status and text in check.value and bool(check.fix) == (status != OK)
 
 
-TOPOLOGY = '''\
+TOPOLOGY = """\
         GPU0    GPU1    GPU2    GPU3    NIC0    CPU Affinity    NUMA Affinity
 GPU0     X      {a}     NV18    NV18    PIX     0-51            0
 GPU1    {a}      X      NV18    NV18    NODE    0-51            0
@@ -161,11 +231,13 @@ GPU3    NV18    NV18    NV18     X      SYS     52-103          1
 
 Legend:
   X    = Self
-'''
+"""
 
 
-@pytest.mark.parametrize('cell, status, text', [
-    ('NV18', OK, '6 pairs by NV18'), ('SYS', WARN, '5 pairs by NV18, 1 pairs by SYS')])
+@pytest.mark.parametrize(
+  'cell, status, text',
+  [('NV18', OK, '6 pairs by NV18'), ('SYS', WARN, '5 pairs by NV18, 1 pairs by SYS')],
+)
 def test_links_between_gpus(cell, status, text):
   check = gpu_checks.check_links(TOPOLOGY.format(a=cell), gpus=4)
   assert (check.status, check.value) == (status, text)
@@ -178,10 +250,15 @@ def test_without_any_nvlink_it_is_said():
   assert gpu_checks.check_links('', gpus=1).status == OK
 
 
-@pytest.mark.parametrize('rates, status, text', [
+@pytest.mark.parametrize(
+  'rates, status, text',
+  [
     ([700e12] * 8, OK, '700 to 700 TFLOP/s bfloat16, 71% of 989'),
-    ([700e12] * 7 + [500e12], WARN, '500 to 700'), ([400e12] * 8, WARN, '40% of 989'),
-    (None, FAIL, 'died')])
+    ([700e12] * 7 + [500e12], WARN, '500 to 700'),
+    ([400e12] * 8, WARN, '40% of 989'),
+    (None, FAIL, 'died'),
+  ],
+)
 def test_matmul_is_held_against_the_datasheet(rates, status, text):
   check = gpu_checks.check_matmul(rates, devices=H100, problem='died')
   assert check.status == status and text in check.value
@@ -192,28 +269,40 @@ def test_matmul_is_held_against_the_datasheet(rates, status, text):
 TOGETHER = {'topology': '2 hosts x 8 GPUs', 'kind': 'NVIDIA H100 80GB HBM3'}
 
 
-@pytest.mark.parametrize('rates, status, text', [
+@pytest.mark.parametrize(
+  'rates, status, text',
+  [
     ({'in_host': 360e9}, OK, '360 GB/s in host (2 hosts x 8 GPUs)'),
     ({'in_host': 360e9, 'across_hosts': 45e9}, OK, '360 GB/s in host, 45 GB/s across hosts'),
-    ({'in_host': 20e9}, WARN, 'NVLink does 450')])
+    ({'in_host': 20e9}, WARN, 'NVLink does 450'),
+  ],
+)
 def test_all_reduce_is_held_against_the_links(rates, status, text):
   check = gpu_checks.check_all_reduce({'together': TOGETHER, 'all_reduce': rates})
   assert check.status == status and text in check.value
 
 
-@pytest.mark.parametrize('found, text', [
+@pytest.mark.parametrize(
+  'found, text',
+  [
     ({}, 'did not start: no answer within 60 s'),
     ({'together': TOGETHER}, '2 hosts x 8 GPUs were ready, then: no answer within 60 s'),
-    ({'problem': {'what': 'Waiting for 1 of 16.', 'fix': 'Start it.'}}, 'Waiting for 1 of 16.')])
+    ({'problem': {'what': 'Waiting for 1 of 16.', 'fix': 'Start it.'}}, 'Waiting for 1 of 16.'),
+  ],
+)
 def test_an_all_reduce_that_is_not_measured_fails_with_how_far_it_came(found, text):
   check = gpu_checks.check_all_reduce(found, problem='no answer within 60 s')
   assert (check.status, check.value) == (FAIL, text) and check.fix
 
 
-@pytest.mark.parametrize('text, status, value', [
+@pytest.mark.parametrize(
+  'text, status, value',
+  [
     ('1755, 1980, 0x0000000000000004\n' * 2, OK, '1755 of 1980 MHz under load'),
     ('1755, 1980, 0x4\n345, 1980, 0x48\n', WARN, 'GPU 1: hardware slowdown and heat'),
-    (None, WARN, 'did not say')])
+    (None, WARN, 'did not say'),
+  ],
+)
 def test_clocks_and_what_slows_them(text, status, value):
   check = gpu_checks.check_clocks(text, gpus=2)
   assert check.status == status and value in check.value
@@ -245,10 +334,12 @@ def test_an_older_cudnn_than_jax_was_built_with_fails():
 
 
 def test_numa_nodes_of_gpus_come_from_the_bus(tmp_path):
-  for address, vendor, kind, node in (('0000:1b:00.0', '0x10de', '0x030200', '0'),
-                                      ('0000:9b:00.0', '0x10de', '0x030200', '1'),
-                                      ('0000:05:00.0', '0x10de', '0x068000', '0'),  # NVSwitch
-                                      ('0000:00:02.0', '0x1af4', '0x030000', '0')):
+  for address, vendor, kind, node in (
+    ('0000:1b:00.0', '0x10de', '0x030200', '0'),
+    ('0000:9b:00.0', '0x10de', '0x030200', '1'),
+    ('0000:05:00.0', '0x10de', '0x068000', '0'),  # NVSwitch
+    ('0000:00:02.0', '0x1af4', '0x030000', '0'),
+  ):
     folder = tmp_path / address
     folder.mkdir()
     for name, text in (('vendor', vendor), ('class', kind), ('numa_node', node)):
@@ -273,17 +364,26 @@ def test_a_folder_that_cannot_be_written_to_fails(tmp_path):
     measure_disk.measure_disk('/proc/me')
   check = gpu_checks.check_disk(None, folder='/proc/me', problem=str(e.value))
   assert check.status == FAIL and '--model_dir' in check.fix
-  slow = {'write': 20e6, 'read': 1e9, 'sync_seconds': .01, 'free': 1e12}
+  slow = {'write': 20e6, 'read': 1e9, 'sync_seconds': 0.01, 'free': 1e12}
   assert '10 min' in gpu_checks.check_disk(slow, folder='.').fix
 
 
 def start_two(tmp_path, *flags):
   """Returns two processes of a run, each with two devices and a host of its own."""
   address = launch.free_address()
-  return [start_doctor(
-      *flags, f'--coordinator_address={address}', '--process_count=2',
-      f'--process_index={i}', cwd=tmp_path, JAX_PLATFORMS='cpu', T5X_GPU_DOMAIN=f'rack{i}',
-      XLA_FLAGS='--xla_force_host_platform_device_count=2') for i in range(2)]
+  return [
+    start_doctor(
+      *flags,
+      f'--coordinator_address={address}',
+      '--process_count=2',
+      f'--process_index={i}',
+      cwd=tmp_path,
+      JAX_PLATFORMS='cpu',
+      T5X_GPU_DOMAIN=f'rack{i}',
+      XLA_FLAGS='--xla_force_host_platform_device_count=2',
+    )
+    for i in range(2)
+  ]
 
 
 def outputs(doctors):
@@ -298,8 +398,11 @@ def outputs(doctors):
 def test_processes_measure_the_links_inside_and_across_hosts_and_the_first_tells(tmp_path):
   doctors = start_two(tmp_path)
   first, second = outputs(doctors)
-  found = re.search(r'ok    all-reduce  (\S+) GB/s in host, (\S+) GB/s across hosts '
-                    r'\(2 hosts x 2 CPU devices\)', first)
+  found = re.search(
+    r'ok    all-reduce  (\S+) GB/s in host, (\S+) GB/s across hosts '
+    r'\(2 hosts x 2 CPU devices\)',
+    first,
+  )
   assert found, first + second
   assert float(found[1]) > 0 and float(found[2]) > 0
   assert 'ok    matmul' in first and ' checks, ' in first
@@ -313,8 +416,9 @@ def test_each_process_tells_its_own_failures_with_its_host_and_number(tmp_path):
   doctors = start_two(tmp_path, '--expect_gpus=1', '--timeout_seconds=20')
   first, second = outputs(doctors)
   assert 'FAIL  devices     jax runs on cpu, 1 expected' in first
-  assert (f'{socket.gethostname()}, process 1: FAIL  devices     jax runs on cpu, 1 expected'
-          in second), second
+  assert (
+    f'{socket.gethostname()}, process 1: FAIL  devices     jax runs on cpu, 1 expected' in second
+  ), second
   assert [doctor.returncode for doctor in doctors] == [1, 1]
   assert 'all-reduce' not in first + second  # nobody waits for GPUs that are not there
 
@@ -323,27 +427,37 @@ def test_json_of_several_processes_is_a_line_each(tmp_path):
   reports = [json.loads(text) for text in outputs(start_two(tmp_path, '--json'))]
   assert [r['process'] for r in reports] == [0, 1]
   for report in reports:
-    check, = (c for c in report['checks'] if c['name'] == 'all-reduce')
+    (check,) = (c for c in report['checks'] if c['name'] == 'all-reduce')
     assert 'GB/s across hosts' in check['value']
 
 
 def measure_links(*flags, seconds, index=0):
   """Returns the check of an all-reduce by one of two processes."""
   done = run_with_deadline.run(
-      [sys.executable, '-m', 't5x_gpu.runtime.health.measure', 'all_reduce', '--process_count=2',
-       f'--process_index={index}', *flags], seconds=seconds,
-      environ={'PYTHONPATH': str(ROOT), 'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu'})
+    [
+      sys.executable,
+      '-m',
+      't5x_gpu.runtime.health.measure',
+      'all_reduce',
+      '--process_count=2',
+      f'--process_index={index}',
+      *flags,
+    ],
+    seconds=seconds,
+    environ={'PYTHONPATH': str(ROOT), 'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu'},
+  )
   return gpu_checks.check_all_reduce(gpu_checks.json_lines(done.output), problem=done.problem)
 
 
 def test_a_process_that_does_not_come_is_named():
-  check = measure_links(f'--coordinator_address={launch.free_address()}', '--join_seconds=1',
-                        seconds=DEADLINE_SECONDS)
+  check = measure_links(
+    f'--coordinator_address={launch.free_address()}', '--join_seconds=1', seconds=DEADLINE_SECONDS
+  )
   assert check.status == FAIL and 'still waiting for 1 of 2 processes: 1' in check.value
 
 
 # Joins, and then computes nothing.
-IDLE = '''
+IDLE = """
 import sys, time
 from t5x_gpu.runtime.cluster import cluster
 from t5x_gpu.runtime import distributed
@@ -352,13 +466,16 @@ distributed.initialize(cluster.detect({}, coordinator_address=sys.argv[1], proce
 import jax
 jax.devices()
 time.sleep(1000)
-'''
+"""
 
 
 def test_a_process_that_hangs_ends_the_measuring_at_its_deadline_and_it_is_said():
   address = launch.free_address()
-  with subprocess.Popen([sys.executable, '-c', IDLE, address], stderr=subprocess.DEVNULL,
-                        env={'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}) as idle:
+  with subprocess.Popen(
+    [sys.executable, '-c', IDLE, address],
+    stderr=subprocess.DEVNULL,
+    env={'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+  ) as idle:
     try:
       check = measure_links(f'--coordinator_address={address}', seconds=6)
     finally:
@@ -366,12 +483,16 @@ def test_a_process_that_hangs_ends_the_measuring_at_its_deadline_and_it_is_said(
   assert check.status == FAIL and 'no answer within 6 s' in check.value
 
 
-@pytest.mark.parametrize('cluster, expect, here, first', [
+@pytest.mark.parametrize(
+  'cluster, expect, here, first',
+  [
     (ClusterInfo('single'), 8, 8, True),
     (ClusterInfo('slurm', local_process_index=0, local_process_count=8), 8, 1, True),
     (ClusterInfo('slurm', local_process_index=3, local_process_count=8), 8, 1, False),
     (ClusterInfo('slurm', local_process_index=1, local_process_count=2), 8, 4, False),
-    (ClusterInfo('flags', process_index=3, process_count=8), None, None, True)])
+    (ClusterInfo('flags', process_index=3, process_count=8), None, None, True),
+  ],
+)
 def test_processes_of_one_host_share_what_is_expected_of_it(cluster, expect, here, first):
   request = doctor.Request(model_dir='.', expect_gpus=expect, cluster=cluster)
   assert (request.expected_here, request.is_first_here) == (here, first)

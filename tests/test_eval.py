@@ -20,7 +20,7 @@ def tiny_gin(text: str) -> str:
   return '\n'.join([*kept, text])
 
 
-GIN = tiny_gin('''DATA_MODULE = 't5x_gpu.data.seqio_batches'
+GIN = tiny_gin("""DATA_MODULE = 't5x_gpu.data.seqio_batches'
 MIXTURE_OR_TASK_MODULE = 'tests.eval_tasks'
 MIXTURE_OR_TASK_NAME = 'turned'
 TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}
@@ -34,8 +34,10 @@ train_script.train.infer_eval_dataset_cfg = @train_eval/batches.DatasetConfig()
 train_script.train.infer_eval_period = 4
 train_script.train.decoding_cfg = @decoding.DecodingConfig()
 decoding.DecodingConfig.max_decode_length = 6
-''').replace('from t5x_gpu.models import config\n',
-             'from t5x_gpu.models import config\nfrom t5x_gpu.models import decoding\n')
+""").replace(
+  'from t5x_gpu.models import config\n',
+  'from t5x_gpu.models import config\nfrom t5x_gpu.models import decoding\n',
+)
 
 
 @pytest.fixture(scope='module')
@@ -87,7 +89,8 @@ def test_scores_are_the_loss_of_whole_examples(evaluated):
   record = records(evaluated)[6]
   tokens = 4  # three letters and the end
   assert record['infer_eval/turned/mean_score'] == pytest.approx(
-      -tokens * record['eval/cross_entropy'], rel=1e-4)
+    -tokens * record['eval/cross_entropy'], rel=1e-4
+  )
 
 
 def test_metrics_get_postprocessed_text_of_the_whole_split_in_order(evaluated):
@@ -108,7 +111,8 @@ def test_a_table_and_tensorboard_files_are_left(evaluated):
   assert table[0].split() == ['step', '2', '4', '6']
   names = {name for values in records(evaluated).values() for name in values} - {'step'}
   assert {line.split()[0] for line in table[1:]} == {
-      name.removeprefix('infer_').removeprefix('eval/') for name in names}
+    name.removeprefix('infer_').removeprefix('eval/') for name in names
+  }
   assert list((evaluated.model_dir / 'tensorboard' / 'eval_validation').iterdir())
 
 
@@ -139,7 +143,8 @@ def test_a_mixture_has_results_of_each_task_over_its_whole_split(evaluated):
   total = (20 * record['eval/turned/loss'] + 30 * record['eval/turned_more/loss']) / 50
   assert record['eval/loss'] == pytest.approx(total, rel=1e-5)
   assert record['infer_eval/turned_more/mean_score'] == pytest.approx(
-      -3 * record['eval/turned_more/cross_entropy'], rel=1e-4)
+    -3 * record['eval/turned_more/cross_entropy'], rel=1e-4
+  )
   assert record['eval/turned/loss'] == pytest.approx(records(evaluated)[4]['eval/loss'], rel=1e-5)
 
 
@@ -153,7 +158,12 @@ def test_the_loss_alone_needs_no_metrics(evaluated):
   result = evaluate(evaluated, '--name=loss', '--steps=6', '--metrics=loss')
   assert result.code == 0, result.err
   assert set(records(evaluated, 'loss')[6]) == {
-      'step', 'eval/loss', 'eval/cross_entropy', 'eval/accuracy', 'eval/z_loss'}
+    'step',
+    'eval/loss',
+    'eval/cross_entropy',
+    'eval/accuracy',
+    'eval/z_loss',
+  }
 
 
 def test_a_dry_run_writes_nothing(project, tmp_path):
@@ -163,19 +173,31 @@ def test_a_dry_run_writes_nothing(project, tmp_path):
   assert [p.name for p in (tmp_path / 'm').iterdir()] == ['checkpoint_6']
 
 
-@pytest.mark.parametrize('flags, macros, said', [
+@pytest.mark.parametrize(
+  'flags, macros, said',
+  [
     (['--steps=5'], {}, ['no checkpoint of step 5', 'Its steps are 2, 4, 6']),
     (['--steps=newest'], {}, ['--steps=newest', '--steps=last']),
     (['--split=tset'], {}, ["no split 'tset'", "'train', 'validation'"]),
-    (['--name=validation', '--examples=3'], {}, ['another evaluation', 'examples: then None, now 3',
-                                                '--name=validation_2']),
-    (['--name=x', '--metrics=tasks'], {'MIXTURE_OR_TASK_NAME': 'turned_without_metrics'},
-     ["'turned_without_metrics' has no metrics", '--metrics=loss']),
-    (['--name=x'], {'MIXTURE_OR_TASK_NAME': 'turned_broken'},
-     ['ZeroDivisionError: nobody guessed right', 'metric_fns']),
+    (
+      ['--name=validation', '--examples=3'],
+      {},
+      ['another evaluation', 'examples: then None, now 3', '--name=validation_2'],
+    ),
+    (
+      ['--name=x', '--metrics=tasks'],
+      {'MIXTURE_OR_TASK_NAME': 'turned_without_metrics'},
+      ["'turned_without_metrics' has no metrics", '--metrics=loss'],
+    ),
+    (
+      ['--name=x'],
+      {'MIXTURE_OR_TASK_NAME': 'turned_broken'},
+      ['ZeroDivisionError: nobody guessed right', 'metric_fns'],
+    ),
     (['--name=x', '--batches=0'], {}, ["'0' is no whole number"]),
     (['--name=x'], {'TransformerConfig.mlp_dim': 64}, ['holds other parameters', 'mlp']),
-])
+  ],
+)
 def test_bad_input_is_an_error_with_a_remedy(evaluated, flags, macros, said):
   before = records(evaluated)
   result = evaluate(evaluated, *flags, **macros)
@@ -193,15 +215,17 @@ def test_a_folder_without_checkpoints_is_an_error(project, tmp_path):
 
 
 def test_a_task_without_metrics_has_its_loss(evaluated):
-  result = evaluate(evaluated, '--name=bare', '--steps=6',
-                    MIXTURE_OR_TASK_NAME='turned_without_metrics')
+  result = evaluate(
+    evaluated, '--name=bare', '--steps=6', MIXTURE_OR_TASK_NAME='turned_without_metrics'
+  )
   assert result.code == 0, result.err
   assert math.isfinite(records(evaluated, 'bare')[6]['eval/loss'])
 
 
 def test_infer_eval_of_a_task_without_metrics_fails_before_the_first_step(project, tmp_path):
-  result = project.run(num_devices=1, MODEL_DIR=tmp_path / 'm',
-                       MIXTURE_OR_TASK_NAME='turned_without_metrics')
+  result = project.run(
+    num_devices=1, MODEL_DIR=tmp_path / 'm', MIXTURE_OR_TASK_NAME='turned_without_metrics'
+  )
   assert result.code == 1 and 'has no metrics' in result.err
   assert not (tmp_path / 'm').exists()
 
@@ -211,8 +235,9 @@ def test_infer_eval_of_a_task_without_metrics_fails_before_the_first_step(projec
 
 def steps_of(folder, monkeypatch, *, timeout=60.0, last_step=6, wanted='all', done=()):
   monkeypatch.setattr(eval_lib, 'POLL_SECONDS', 0.001)
-  return eval_lib.steps_to_evaluate(folder, wanted=wanted, done=done, last_step=last_step,
-                                    timeout=timeout)
+  return eval_lib.steps_to_evaluate(
+    folder, wanted=wanted, done=done, last_step=last_step, timeout=timeout
+  )
 
 
 def test_watching_takes_new_checkpoints_until_the_last_step(tmp_path, monkeypatch):
@@ -232,6 +257,7 @@ def test_watching_waits_for_the_first_checkpoint(tmp_path, monkeypatch):
     naps.append(seconds)
     if len(naps) == 3:
       (tmp_path / 'checkpoint_6').mkdir()
+
   monkeypatch.setattr(eval_lib.time, 'sleep', nap)
   assert list(steps_of(tmp_path, monkeypatch)) == [6]
   assert len(naps) == 3
@@ -265,6 +291,7 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_left_out(evaluated, monk
     if step == 2:
       shutil.rmtree(model_dir / 'checkpoint_2')
     return read(model_dir, *args, step=step, **kwargs)
+
   monkeypatch.setattr(eval_lib, 'read_params', removed_first)
   kept = evaluated.folder / 'kept'
   shutil.copytree(evaluated.model_dir / 'checkpoint_2', kept)
@@ -279,12 +306,12 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_left_out(evaluated, monk
 
 # ---- Classes -----------------------------------------------------------------------------------
 
-CLASSES_GIN = tiny_gin('''DATA_MODULE = 't5x_gpu.data.seqio_batches'
+CLASSES_GIN = tiny_gin("""DATA_MODULE = 't5x_gpu.data.seqio_batches'
 TASK_FEATURE_LENGTHS = {'inputs': 16}
 PACK = False
 NUM_CLASSES = 3
 TRAIN_STEPS = 2
-''').replace('decoder_demo', 'encoder_demo')
+""").replace('decoder_demo', 'encoder_demo')
 
 
 def test_classes_have_scores_and_a_confusion_matrix_over_every_row_once(tmp_path):

@@ -28,21 +28,32 @@ DEVICES = {'one': 1, 'two': 2, 'four': 4, 'eight': 8, 'sixteen': 16}
 
 # Macro -> (a value to give it, what of train's arguments must then have that value).
 MACROS = {
-    'MODEL_DIR': ('elsewhere', lambda a: [a['model_dir']]),
-    'TRAIN_STEPS': (12_345, lambda a: [a['total_steps']]),
-    'BATCH_SIZE': (24, lambda a: [a['train_dataset_cfg'].batch_size,
-                                  a['train_eval_dataset_cfg'].batch_size]),
-    'NUM_PARTITIONS': (4, lambda a: [a['partitioner'].num_partitions]),
-    'RANDOM_SEED': (7, lambda a: [a['random_seed'], a['train_dataset_cfg'].seed]),
-    'LOG_PERIOD': (3, lambda a: [a['log_period']]),
-    'SAVE_PERIOD': (5, lambda a: [a['checkpoint_cfg'].period]),
-    'EVAL_PERIOD': (6, lambda a: [a['eval_period']]),
-    'MIXTURE_OR_TASK_NAME': ('mine', lambda a: [a['train_dataset_cfg'].mixture_or_task_name,
-                                                a['train_eval_dataset_cfg'].mixture_or_task_name]),
-    'TASK_FEATURE_LENGTHS': ({'targets': 99}, lambda a: [
-        a['train_dataset_cfg'].task_feature_lengths,
-        a['train_eval_dataset_cfg'].task_feature_lengths]),
-    'DROPOUT_RATE': (0.25, lambda a: [a['model'].config.dropout_rate]),
+  'MODEL_DIR': ('elsewhere', lambda a: [a['model_dir']]),
+  'TRAIN_STEPS': (12_345, lambda a: [a['total_steps']]),
+  'BATCH_SIZE': (
+    24,
+    lambda a: [a['train_dataset_cfg'].batch_size, a['train_eval_dataset_cfg'].batch_size],
+  ),
+  'NUM_PARTITIONS': (4, lambda a: [a['partitioner'].num_partitions]),
+  'RANDOM_SEED': (7, lambda a: [a['random_seed'], a['train_dataset_cfg'].seed]),
+  'LOG_PERIOD': (3, lambda a: [a['log_period']]),
+  'SAVE_PERIOD': (5, lambda a: [a['checkpoint_cfg'].period]),
+  'EVAL_PERIOD': (6, lambda a: [a['eval_period']]),
+  'MIXTURE_OR_TASK_NAME': (
+    'mine',
+    lambda a: [
+      a['train_dataset_cfg'].mixture_or_task_name,
+      a['train_eval_dataset_cfg'].mixture_or_task_name,
+    ],
+  ),
+  'TASK_FEATURE_LENGTHS': (
+    {'targets': 99},
+    lambda a: [
+      a['train_dataset_cfg'].task_feature_lengths,
+      a['train_eval_dataset_cfg'].task_feature_lengths,
+    ],
+  ),
+  'DROPOUT_RATE': (0.25, lambda a: [a['model'].config.dropout_rate]),
 }
 
 by_name = functools.partial(pytest.mark.parametrize, ids=lambda path: path.stem)
@@ -82,22 +93,41 @@ def build(loaded: gin_loader.LoadedConfig, topology: Topology) -> Program:
   a = loaded.arguments()
   dataset = a['train_dataset_cfg']
   return build_program(
-      model=a['model'], optimizer=a['optimizer'], schedule=a['learning_rate'],
-      partitioner=a['partitioner'], topology=topology,
-      devices=jax.devices()[:topology.num_devices], pack=dataset.pack,
-      task_feature_lengths=dataset.task_feature_lengths, batch_size=dataset.batch_size,
-      seed=a['random_seed'], **{name: a[name] for name in (
-          'num_microbatches', 'max_grad_norm', 'loss_normalizing_factor') if name in a})
+    model=a['model'],
+    optimizer=a['optimizer'],
+    schedule=a['learning_rate'],
+    partitioner=a['partitioner'],
+    topology=topology,
+    devices=jax.devices()[: topology.num_devices],
+    pack=dataset.pack,
+    task_feature_lengths=dataset.task_feature_lengths,
+    batch_size=dataset.batch_size,
+    seed=a['random_seed'],
+    **{
+      name: a[name]
+      for name in ('num_microbatches', 'max_grad_norm', 'loss_normalizing_factor')
+      if name in a
+    },
+  )
 
 
 def parts(folder: pathlib.Path, *files: pathlib.Path) -> str:
   """Returns the path of a gin file in `folder` that includes `files` and says what runs must."""
   path = folder / 'mine.gin'
   start = ["INITIALIZE_FROM = 'unused'"] if any(f.stem == 'finetune' for f in files) else []
-  path.write_text('\n'.join([
-      *(f"include '{file.relative_to(ROOT)}'" for file in files),
-      "MODEL_DIR = 'unused'", "MIXTURE_OR_TASK_NAME = 'unused'", 'TRAIN_STEPS = 1000',
-      'BATCH_SIZE = 16', "TASK_FEATURE_LENGTHS = {'targets': 64}", *start]))
+  path.write_text(
+    '\n'.join(
+      [
+        *(f"include '{file.relative_to(ROOT)}'" for file in files),
+        "MODEL_DIR = 'unused'",
+        "MIXTURE_OR_TASK_NAME = 'unused'",
+        'TRAIN_STEPS = 1000',
+        'BATCH_SIZE = 16',
+        "TASK_FEATURE_LENGTHS = {'targets': 64}",
+        *start,
+      ]
+    )
+  )
   return str(path)
 
 
@@ -110,18 +140,21 @@ def shardings(program: Program, *, with_state: bool = False) -> str:
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(program.abstract_state.params)
   names = jax.tree.leaves(program.names.params)
-  moments = (jax.tree.leaves(program.abstract_state.opt_state[0].mu) if with_state else
-             [array for _, array in flat])
+  moments = (
+    jax.tree.leaves(program.abstract_state.opt_state[0].mu)
+    if with_state
+    else [array for _, array in flat]
+  )
   rows = []
   for (path, array), axes, moment in zip(flat, names, moments, strict=True):
     row = {'shape': array.shape, 'axes': axes.names, 'split': tuple(array.sharding.spec)}
     if moment.sharding.spec != array.sharding.spec:
       row['state'] = tuple(moment.sharding.spec)
-    rows.append(json.dumps(jax.tree_util.keystr(path, simple=True, separator='/')) + ': '
-                + json.dumps(row))
+    rows.append(
+      json.dumps(jax.tree_util.keystr(path, simple=True, separator='/')) + ': ' + json.dumps(row)
+    )
   mesh = {axis: size for axis, size in program.layout.mesh.shape.items() if size > 1}
-  return ('{"mesh": ' + json.dumps(mesh) + ',\n "parameters": {\n  ' + ',\n  '.join(rows)
-          + '\n }}\n')
+  return '{"mesh": ' + json.dumps(mesh) + ',\n "parameters": {\n  ' + ',\n  '.join(rows) + '\n }}\n'
 
 
 @by_name('path', [p for paths in PARTS.values() for p in paths])
@@ -134,7 +167,10 @@ def test_model_parallel_and_run_files_include_nothing_and_say_what_they_are(path
 def test_examples_include_one_model_one_parallel_and_one_run_file(path):
   included = re.findall(r"^include '(.+)'$", path.read_text(), re.MULTILINE)
   assert [pathlib.PurePath(name).parent.as_posix() for name in included] == [
-      'gin_configs/models', 'gin_configs/parallel', 'gin_configs/runs']
+    'gin_configs/models',
+    'gin_configs/parallel',
+    'gin_configs/runs',
+  ]
   assert all((ROOT / name).is_file() for name in included)
 
 
@@ -159,11 +195,13 @@ def test_tiny_gpu_4x_is_two_replicas_of_two_gpus_each():
 
 
 def test_tiny_gpu_examples_differ_only_in_batch_and_mesh():
-  one, four = (load(GIN / f'examples/tiny_gpu_{name}.gin').provenance
-               for name in ('single', '4x'))
+  one, four = (load(GIN / f'examples/tiny_gpu_{name}.gin').provenance for name in ('single', '4x'))
   values = [{s.key: s.value for s in p.settings if s.text == s.value} for p in (one, four)]
   assert {k for k in values[0] | values[1] if values[0].get(k) != values[1].get(k)} == {
-      'BATCH_SIZE', 'MODEL_DIR', 'NUM_PARTITIONS'}
+    'BATCH_SIZE',
+    'MODEL_DIR',
+    'NUM_PARTITIONS',
+  }
 
 
 @pytest.mark.parametrize('macro', MACROS)
@@ -178,8 +216,9 @@ def test_examples_honour_the_macros_that_people_type(path, macro):
 @by_name('parallel', PARTS['parallel'])
 def test_parallel_and_run_files_go_together(tmp_path, parallel, run):
   model = 'decoder_moe_demo' if parallel.stem == 'ep' else 'decoder_demo'
-  loaded = gin_loader.load([parts(tmp_path, GIN / f'models/{model}.gin', parallel, run)],
-                           bindings=['NUM_PARTITIONS=2'])
+  loaded = gin_loader.load(
+    [parts(tmp_path, GIN / f'models/{model}.gin', parallel, run)], bindings=['NUM_PARTITIONS=2']
+  )
   program = build(loaded, Topology(1, 8))
   assert program.layout.mesh.shape['model'] == 2
 
@@ -187,17 +226,21 @@ def test_parallel_and_run_files_go_together(tmp_path, parallel, run):
 # Those of published models are in tests/models/test_published_sizes.py.
 @by_name('model', [path for path in PARTS['models'] if path.stem.startswith('decoder')])
 def test_model_files_state_their_parameter_count(tmp_path, model):
-  loaded = gin_loader.load([parts(tmp_path, model, GIN / 'parallel/dp.gin',
-                                  GIN / 'runs/pretrain.gin')])
+  loaded = gin_loader.load(
+    [parts(tmp_path, model, GIN / 'parallel/dp.gin', GIN / 'runs/pretrain.gin')]
+  )
   count = re.search(r'([\d,]{6,}) parameters', header(model))
   assert count and count[1] == f'{build(loaded, Topology(1, 8)).num_params:,}'
 
 
-@pytest.mark.parametrize('overrides, count', [
+@pytest.mark.parametrize(
+  'overrides, count',
+  [
     ([], 134_307_072),
     (['TIED_LOGITS=True'], 109_632_768),
     (['TIED_LOGITS=True', 'RELATIVE_BIAS=shared'], 109_628_544),
-])
+  ],
+)
 def test_decoder_base_has_the_three_published_parameter_counts(overrides, count):
   loaded = load(GIN / 'examples/tiny_gpu_single.gin', *overrides)
   assert build(loaded, Topology(1, 1)).num_params == count
@@ -223,36 +266,54 @@ def test_shardings_of_examples_are_the_golden_ones(path, golden):
 
 
 def test_shardings_of_decoder_base_over_fsdp_and_model_are_the_golden_ones(tmp_path, golden):
-  loaded = gin_loader.load([parts(tmp_path, GIN / 'models/decoder_base.gin',
-                                  GIN / 'parallel/fsdp.gin', GIN / 'runs/pretrain.gin')],
-                           bindings=['NUM_PARTITIONS=2'])
+  loaded = gin_loader.load(
+    [
+      parts(
+        tmp_path,
+        GIN / 'models/decoder_base.gin',
+        GIN / 'parallel/fsdp.gin',
+        GIN / 'runs/pretrain.gin',
+      )
+    ],
+    bindings=['NUM_PARTITIONS=2'],
+  )
   golden('shardings/decoder_base.fsdp4_model2.json', shardings(build(loaded, Topology(1, 8))))
 
 
 # Layouts by what they split.
 LAYOUTS = [path.stem for path in PARTS['parallel'] if path.stem != 'ep']
-OF_FAMILY = {'bert_base': ['VOCAB_SIZE=30720', "TASK_FEATURE_LENGTHS={'inputs': 64}",
-                           'PACK=False'],
-             'gpt2_small': ['VOCAB_SIZE=50304'],
-             't5_1_1_small': ["TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 64}"]}
+OF_FAMILY = {
+  'bert_base': ['VOCAB_SIZE=30720', "TASK_FEATURE_LENGTHS={'inputs': 64}", 'PACK=False'],
+  'gpt2_small': ['VOCAB_SIZE=50304'],
+  't5_1_1_small': ["TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 64}"],
+}
 
 
-@pytest.mark.parametrize('model, parallel', [
+@pytest.mark.parametrize(
+  'model, parallel',
+  [
     ('decoder_moe_demo', 'ep'),
     *((model, layout) for model in ('decoder_base', 'decoder_demo') for layout in LAYOUTS),
-    *((model, layout) for model in ('bert_base', 'gpt2_small', 'llama3_2_1b', 'gemma2_2b',
-                                    'qwen3_0_6b') for layout in LAYOUTS),
-    *(('t5_1_1_small', layout) for layout in LAYOUTS)])
-def test_shardings_of_models_under_every_layout_are_the_golden_ones(tmp_path, golden, model,
-                                                                    parallel):
+    *(
+      (model, layout)
+      for model in ('bert_base', 'gpt2_small', 'llama3_2_1b', 'gemma2_2b', 'qwen3_0_6b')
+      for layout in LAYOUTS
+    ),
+    *(('t5_1_1_small', layout) for layout in LAYOUTS),
+  ],
+)
+def test_shardings_of_models_under_every_layout_are_the_golden_ones(
+  tmp_path, golden, model, parallel
+):
   model, parallel = GIN / f'models/{model}.gin', GIN / f'parallel/{parallel}.gin'
   more = list(OF_FAMILY.get(model.stem, ()))
   if parallel.stem in ('tp', 'tp_sp'):
     more += [f'NUM_PARTITIONS={2 if model.stem == "t5_1_1_small" else 4}']  # of 4, 6, 12 heads
   if parallel.stem in ('pp', '3d') and model.stem == 't5_1_1_small':
     more += ["Partitioner.pipeline_schedule='gpipe'"]  # 1f1b takes one stack of layers
-  loaded = gin_loader.load([parts(tmp_path, model, parallel, GIN / 'runs/pretrain.gin')],
-                           bindings=more)
+  loaded = gin_loader.load(
+    [parts(tmp_path, model, parallel, GIN / 'runs/pretrain.gin')], bindings=more
+  )
   topology = Topology(2, 4) if parallel.stem == 'hsdp' else Topology(1, 8)
   program = build(loaded, topology)
   golden(f'shardings/{model.stem}.{parallel.stem}.json', shardings(program, with_state=True))

@@ -29,11 +29,14 @@ DECODE = ['--gin.DecodingConfig.max_decode_length=6', '--gin.DecodingConfig.batc
 
 def write_params(folder, shapes):
   rng = np.random.default_rng(0)
-  flat = {name: rng.normal(0, 0.5, a.shape).astype(np.float32)
-          for name, a in flax.traverse_util.flatten_dict(shapes, sep='/').items()}
+  flat = {
+    name: rng.normal(0, 0.5, a.shape).astype(np.float32)
+    for name, a in flax.traverse_util.flatten_dict(shapes, sep='/').items()
+  }
   shapes = {name: value.shape for name, value in flat.items()}
-  with ParamsWriter(folder, step=3, shapes=shapes, chunks=shapes, about={},
-                    compress=False) as writer:
+  with ParamsWriter(
+    folder, step=3, shapes=shapes, chunks=shapes, about={}, compress=False
+  ) as writer:
     for name, value in flat.items():
       writer.write(name, (), value)
 
@@ -41,9 +44,11 @@ def write_params(folder, shapes):
 def write_run(folder, gin):
   """Makes `folder` as a run leaves it: a checkpoint of random parameters, and config.gin."""
   folder.mkdir()
-  (folder / 'my.gin').write_text(gin.replace(
-      "'t5x_gpu.data.synthetic'", "'t5x_gpu.data.seqio_batches'").replace(
-          "MODEL_DIR = 'model'", f'MODEL_DIR = {str(folder)!r}'))
+  (folder / 'my.gin').write_text(
+    gin.replace("'t5x_gpu.data.synthetic'", "'t5x_gpu.data.seqio_batches'").replace(
+      "MODEL_DIR = 'model'", f'MODEL_DIR = {str(folder)!r}'
+    )
+  )
   loaded = gin_loader.load([folder / 'my.gin'])
   (folder / 'config.gin').write_text(loaded.provenance.config)
   model = loaded.arguments()['model']
@@ -68,8 +73,11 @@ def prompts(tmp_path):
 
 
 def call(model_dir, *flags, num_devices=1):
-  argv = [f'--checkpoint={model_dir}', *map(str, flags), *(
-      [] if any('DecodingConfig' in str(f) for f in flags) else DECODE)]
+  argv = [
+    f'--checkpoint={model_dir}',
+    *map(str, flags),
+    *([] if any('DecodingConfig' in str(f) for f in flags) else DECODE),
+  ]
   return run_here(lambda: infer.main(argv), num_devices=num_devices)
 
 
@@ -109,9 +117,14 @@ def nothing_kept():
 def test_answers_on_eight_devices_are_those_of_one(model_dir, prompts, expected):
   # jax 0.10 on CPU may hang when it reads a program of several axes from its cache.
   with nothing_kept():
-    on_eight = answers(model_dir, f'--prompts={prompts}', *DECODE,
-                       '--gin.Partitioner.num_partitions=2', '--gin.Partitioner.fsdp=2',
-                       num_devices=8)
+    on_eight = answers(
+      model_dir,
+      f'--prompts={prompts}',
+      *DECODE,
+      '--gin.Partitioner.num_partitions=2',
+      '--gin.Partitioner.fsdp=2',
+      num_devices=8,
+    )
   for got, want in zip(on_eight, expected, strict=True):
     assert got.pop('score') == pytest.approx(want['score'], rel=1e-4)
     assert got == {key: value for key, value in want.items() if key != 'score'}
@@ -142,8 +155,9 @@ def test_blank_lines_are_skipped_and_count_in_the_numbers(model_dir, expected, t
 
 def test_likelier_targets_have_higher_scores_and_their_end_counts(model_dir, expected, tmp_path):
   path = tmp_path / 'pairs.jsonl'
-  path.write_text('\n'.join(json.dumps({'inputs': 'x', 'targets': text})
-                            for text in ('abc', 'abcd', 'Ä')))
+  path.write_text(
+    '\n'.join(json.dumps({'inputs': 'x', 'targets': text}) for text in ('abc', 'abcd', 'Ä'))
+  )
   got = answers(model_dir, f'--prompts={path}', '--score')
   assert [r['num_tokens'] for r in got] == [4, 5, 3]
   assert [r['targets'] for r in got] == ['abc', 'abcd', 'Ä']
@@ -156,8 +170,11 @@ def test_texts_of_a_task_are_scored(model_dir):
 
 
 def test_inputs_of_a_task_are_continued_by_an_encoder_decoder(tmp_path):
-  gin = TINY_GIN.replace('models/decoder_demo.gin', 'models/encoder_decoder_demo.gin').replace(
-      "'python_source'", "'turned'").replace("{'targets': 32}", "{'inputs': 8, 'targets': 8}")
+  gin = (
+    TINY_GIN.replace('models/decoder_demo.gin', 'models/encoder_decoder_demo.gin')
+    .replace("'python_source'", "'turned'")
+    .replace("{'targets': 32}", "{'inputs': 8, 'targets': 8}")
+  )
   write_run(tmp_path / 'run', gin + "MIXTURE_OR_TASK_MODULE = 'tests.eval_tasks'\nPACK = False\n")
   got = answers(tmp_path / 'run', '--trust_gin')
   assert [r['inputs'] for r in got] == ['abc', 'def', 'ghi', 'jkl', 'mno']
@@ -165,34 +182,50 @@ def test_inputs_of_a_task_are_continued_by_an_encoder_decoder(tmp_path):
   scored = answers(tmp_path / 'run', '--score', '--examples=2', '--trust_gin')
   assert [r['num_tokens'] for r in scored] == [4, 4]  # and the end
   (tmp_path / 'p.jsonl').write_text('{"inputs": "abc", "targets": "cba"}\n')
-  [same] = answers(tmp_path / 'run', '--score', f'--prompts={tmp_path / "p.jsonl"}',
-                   '--vocabulary=byte')
+  [same] = answers(
+    tmp_path / 'run', '--score', f'--prompts={tmp_path / "p.jsonl"}', '--vocabulary=byte'
+  )
   assert same['score'] == pytest.approx(scored[0]['score'], rel=1e-5)
 
 
 def test_several_decodes_are_all_written(model_dir, prompts):
-  got = answers(model_dir, f'--prompts={prompts}', '--examples=2',
-                '--gin.DecodingConfig.num_beams=3', '--gin.DecodingConfig.num_decodes=3',
-                '--gin.DecodingConfig.max_decode_length=4', '--gin.DecodingConfig.batch_size=2')
+  got = answers(
+    model_dir,
+    f'--prompts={prompts}',
+    '--examples=2',
+    '--gin.DecodingConfig.num_beams=3',
+    '--gin.DecodingConfig.num_decodes=3',
+    '--gin.DecodingConfig.max_decode_length=4',
+    '--gin.DecodingConfig.batch_size=2',
+  )
   for record in got:
     assert len(record['predictions']) == 3 and record['predictions'][0] == record['prediction']
     assert record['scores'] == sorted(record['scores'], reverse=True)
 
 
 @pytest.mark.parametrize('cut', ['mid_line', 'after_line', 'no_newline'])
-def test_a_killed_run_goes_on_where_it_stopped(model_dir, prompts, expected, tmp_path, cut,
-                                               monkeypatch):
+def test_a_killed_run_goes_on_where_it_stopped(
+  model_dir, prompts, expected, tmp_path, cut, monkeypatch
+):
   output = tmp_path / 'answers.jsonl'
   assert call(model_dir, f'--prompts={prompts}', f'--output={output}').code == 0
   whole = output.read_bytes()
   assert [json.loads(line) for line in whole.splitlines()] == expected
   lines = whole.splitlines(keepends=True)
-  output.write_bytes(b''.join(lines[:3]) + {
-      'mid_line': lines[3][:20], 'after_line': b'', 'no_newline': lines[3][:-1]}[cut])
+  output.write_bytes(
+    b''.join(lines[:3])
+    + {'mid_line': lines[3][:20], 'after_line': b'', 'no_newline': lines[3][:-1]}[cut]
+  )
   asked = []
   generate = Generator.generate
-  monkeypatch.setattr(Generator, 'generate', lambda self, prompts, **options: (
-      asked.extend(options['numbers']), generate(self, prompts, **options))[1])
+  monkeypatch.setattr(
+    Generator,
+    'generate',
+    lambda self, prompts, **options: (
+      asked.extend(options['numbers']),
+      generate(self, prompts, **options),
+    )[1],
+  )
   again = call(model_dir, f'--prompts={prompts}', f'--output={output}')
   assert again.code == 0 and '6 results' in again.err and '3 of them new' in again.err
   assert output.read_bytes() == whole
@@ -207,6 +240,7 @@ def test_ctrl_c_keeps_what_is_written(model_dir, prompts, tmp_path, monkeypatch)
     if 4 in options['numbers']:
       raise KeyboardInterrupt
     return generate(self, prompts, **options)
+
   monkeypatch.setattr(Generator, 'generate', interrupted)
   result = call(model_dir, f'--prompts={prompts}', f'--output={output}')
   assert result.code == 130 and 'the same command goes on' in result.err
@@ -218,32 +252,47 @@ def test_ctrl_c_keeps_what_is_written(model_dir, prompts, tmp_path, monkeypatch)
 def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_path):
   output = tmp_path / 'answers.jsonl'
   assert call(model_dir, f'--prompts={prompts}', f'--output={output}').code == 0
-  other = call(model_dir, f'--prompts={prompts}', f'--output={output}', *DECODE,
-               '--gin.DecodingConfig.length_penalty=0.1', '--examples=2')
+  other = call(
+    model_dir,
+    f'--prompts={prompts}',
+    f'--output={output}',
+    *DECODE,
+    '--gin.DecodingConfig.length_penalty=0.1',
+    '--examples=2',
+  )
   assert other.code == 1
   for part in ('length_penalty: then 0.6, now 0.1', 'prompts: then', '--overwrite'):
     assert part in other.err
   assert len(output.read_text().splitlines()) == 6
-  changed = call(model_dir, f'--prompts={prompts}', f'--output={output}', '--examples=2',
-                 '--overwrite')
+  changed = call(
+    model_dir, f'--prompts={prompts}', f'--output={output}', '--examples=2', '--overwrite'
+  )
   assert changed.code == 0 and len(output.read_text().splitlines()) == 2
   output.write_text('{"number": 5}\n')
-  assert 'answers.jsonl:1 is not the result of prompt 0' in call(
-      model_dir, f'--prompts={prompts}', f'--output={output}', '--examples=2').err
+  assert (
+    'answers.jsonl:1 is not the result of prompt 0'
+    in call(model_dir, f'--prompts={prompts}', f'--output={output}', '--examples=2').err
+  )
   output.with_name('answers.jsonl.facts.json').unlink()
   assert 'does not' in call(model_dir, f'--prompts={prompts}', f'--output={output}').err
 
 
-@pytest.mark.parametrize('text, name, message', [
+@pytest.mark.parametrize(
+  'text, name, message',
+  [
     ('', 'p.txt', 'holds no prompt: it is empty'),
     ('\n\n', 'p.jsonl', 'holds no prompt: 2 blank lines'),
     ('{"inputs": "a"}\n{"inputs": a}', 'p.jsonl', 'p.jsonl:2 is not JSON'),
     ('{"text": "a"}', 'p.jsonl', "p.jsonl:1 has no text under key 'inputs'"),
     ('{"inputs": "a", "targets": 3}', 'p.jsonl', "p.jsonl:1 has no text under key 'targets'"),
-    ('{"inputs": "a"}\n{"inputs": "a", "number": 7, "scores": 1, "id": 2}', 'p.jsonl',
-     "p.jsonl:2 has 'number', 'scores', which the result has as well"),
+    (
+      '{"inputs": "a"}\n{"inputs": "a", "number": 7, "scores": 1, "id": 2}',
+      'p.jsonl',
+      "p.jsonl:2 has 'number', 'scores', which the result has as well",
+    ),
     (None, 'none.txt', 'none.txt cannot be read: No such file'),
-])
+  ],
+)
 def test_bad_prompts_are_refused_by_file_and_line(model_dir, tmp_path, text, name, message):
   if text is not None:
     (tmp_path / name).write_text(text)
@@ -252,9 +301,13 @@ def test_bad_prompts_are_refused_by_file_and_line(model_dir, tmp_path, text, nam
   assert len(result.err.strip().splitlines()) >= 2  # and the fix
 
 
-@pytest.mark.parametrize('flags, message', [
-    (['--prompts={p}', '--gin.config.TransformerConfig.num_positions=8'],
-     'prompts.txt:1: the prompt has 6 tokens and 6 new ones may follow'),
+@pytest.mark.parametrize(
+  'flags, message',
+  [
+    (
+      ['--prompts={p}', '--gin.config.TransformerConfig.num_positions=8'],
+      'prompts.txt:1: the prompt has 6 tokens and 6 new ones may follow',
+    ),
     (['--prompts={p}', '--vocabulary=sentencepiece:none.model'], 'does not exist'),
     (['--prompts={p}', '--vocabulary=words:8192'], 'the model 264'),
     (['--prompts={p}', '--step=7'], 'has no checkpoint of step 7'),
@@ -262,7 +315,8 @@ def test_bad_prompts_are_refused_by_file_and_line(model_dir, tmp_path, text, nam
     (['--dry_run'], "has no 'inputs' to continue"),
     (['--prompts={p}', '--interactive'], '--interactive leaves nothing for --prompts'),
     (['--prompts={p}', '--gin.DecodingConfig.beams=2'], "Did you mean 'num_beams'"),
-])
+  ],
+)
 def test_what_cannot_work_is_refused(model_dir, prompts, flags, message):
   flags = [flag.format(p=prompts) for flag in flags]
   result = call(model_dir, *flags, '--dry_run')
@@ -279,16 +333,18 @@ def test_a_folder_without_a_gin_file_is_refused(tmp_path):
 
 def test_merged_adapters_write_what_they_write_unmerged(model_dir, prompts, tmp_path):
   lora = (model_dir / 'my.gin').read_text() + (
-      'from t5x_gpu.models import lora\n'
-      'train_script.train.model = @lora.LoraModel()\n'
-      'lora.LoraModel.model = %MODEL\n')
+    'from t5x_gpu.models import lora\n'
+    'train_script.train.model = @lora.LoraModel()\n'
+    'lora.LoraModel.model = %MODEL\n'
+  )
   folder = tmp_path / 'lora'
   model, shapes = write_run(folder, lora)
   got = answers(folder, f'--prompts={prompts}', '--examples=2')
   params = read_params(folder, shapes)
   with devices(1):
-    layout = Partitioner().lay_out(*topology.discover(), logical_sizes={
-        **model.logical_sizes(), 'batch': 2})
+    layout = Partitioner().lay_out(
+      *topology.discover(), logical_sizes={**model.logical_sizes(), 'batch': 2}
+    )
     generator = Generator(model, params, layout=layout, config=DecodingConfig(max_decode_length=6))
     wanted = generator.generate([[3 + b for b in text.encode()] for text in PROMPTS[:2]])
   assert [record['score'] for record in got] == pytest.approx([w.score for [w] in wanted], rel=1e-4)
@@ -302,6 +358,7 @@ def test_what_is_typed_is_continued(model_dir, expected, monkeypatch):
       return next(lines)
     except StopIteration:
       raise EOFError from None
+
   monkeypatch.setattr('builtins.input', typed)
   result = call(model_dir, '--interactive')
   assert result.code == 0, result.err
@@ -314,17 +371,22 @@ def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
   files = pytest.importorskip('tests.checkpoint.hf_files')
   # As Llama 3 has it: '!' is 0, there is no padding, and a template puts <bos> first; as Qwen 3 has
   # it, the model knows more ids than the tokenizer.
-  tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(
       {'!': 0, '<bos>': 1, '<eos>': 2, **{f'w{i}': i for i in range(3, files.VOCAB - 4)}},
-      unk_token='!'))
+      unk_token='!',
+    )
+  )
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
   tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-      single='<bos> $A', special_tokens=[('<bos>', 1)])
+    single='<bos> $A', special_tokens=[('<bos>', 1)]
+  )
   theirs = tmp_path / 'theirs'
   files.write_model(theirs, files.CONFIGS['llama'])
   tokenizer.save(str(theirs / 'tokenizer.json'))
-  (theirs / 'tokenizer_config.json').write_text(json.dumps(
-      {'bos_token': '<bos>', 'eos_token': '<eos>'}))
+  (theirs / 'tokenizer_config.json').write_text(
+    json.dumps({'bos_token': '<bos>', 'eos_token': '<eos>'})
+  )
   (theirs / 'generation_config.json').write_text('{"eos_token_id": [2, 7]}')
   convert.main([f'--from={theirs}', f'--to={tmp_path / "ours"}', '--check=tensors'])
   (tmp_path / 'p.txt').write_text('w5 w9 !\n')
@@ -341,11 +403,16 @@ def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
 def test_a_converted_model_with_a_sentencepiece_file_alone_is_read_with_it(tmp_path):
   files = pytest.importorskip('tests.checkpoint.hf_files')
   import sentencepiece
+
   files.write_model(tmp_path / 'theirs', {**files.CONFIGS['llama'], 'eos_token_id': 2})
   (tmp_path / 'text').write_text('one two three four\n' * 9)
   sentencepiece.SentencePieceTrainer.train(
-      input=str(tmp_path / 'text'), model_prefix=str(tmp_path / 'theirs' / 'tokenizer'),
-      vocab_size=30, hard_vocab_limit=False, minloglevel=2)
+    input=str(tmp_path / 'text'),
+    model_prefix=str(tmp_path / 'theirs' / 'tokenizer'),
+    vocab_size=30,
+    hard_vocab_limit=False,
+    minloglevel=2,
+  )
   convert.main([f'--from={tmp_path}/theirs', f'--to={tmp_path}/ours', '--check=tensors'])
   (tmp_path / 'p.txt').write_text('one two\n')
   result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', '--dry_run')

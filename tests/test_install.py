@@ -9,20 +9,27 @@ import sys
 import tarfile
 import zipfile
 
-from packaging.requirements import Requirement
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = pathlib.Path(__file__).parents[1]
 BUILD = 'import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])'
 # What the script that pip writes for a console entry point does.
-CONSOLE = ('import importlib.metadata as m; '
-           "m.distribution('t5x_gpu').entry_points['t5x_gpu'].load()()")
+CONSOLE = (
+  "import importlib.metadata as m; m.distribution('t5x_gpu').entry_points['t5x_gpu'].load()()"
+)
 
 
 def python(*arguments: str, cwd: pathlib.Path, **environment: str) -> str:
   """Returns what a Python process printed; fails with its errors unless it left with 0."""
-  done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True,
-                        timeout=200, env={**os.environ, **environment})
+  done = subprocess.run(
+    [sys.executable, *arguments],
+    cwd=cwd,
+    capture_output=True,
+    text=True,
+    timeout=200,
+    env={**os.environ, **environment},
+  )
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
 
@@ -35,7 +42,7 @@ def build(kind: str, folder: pathlib.Path) -> pathlib.Path:
   for name in ('setup.py', 'README.md', 'LICENSE'):
     shutil.copy(ROOT / name, source)
   python('-W', 'ignore', '-c', BUILD.format(kind=kind), str(folder), cwd=source)
-  built, = folder.glob('t5x_gpu-*')
+  (built,) = folder.glob('t5x_gpu-*')
   return built
 
 
@@ -57,45 +64,61 @@ def test_wheel_holds_all_modules_and_gin_files(wheel):
   with zipfile.ZipFile(wheel) as archive:
     names = {name for name in archive.namelist() if '.dist-info/' not in name}
     assert any(name.endswith('/LICENSE') for name in archive.namelist())
-  files = {*(ROOT / 't5x_gpu').rglob('*.py'), *(ROOT / 'gin_configs').rglob('*.gin'),
-           ROOT / 't5x_gpu' / 'py.typed'}
+  files = {
+    *(ROOT / 't5x_gpu').rglob('*.py'),
+    *(ROOT / 'gin_configs').rglob('*.gin'),
+    ROOT / 't5x_gpu' / 'py.typed',
+  }
   relative = {path.relative_to(ROOT).as_posix() for path in files}
-  assert names == {('t5x_gpu/' if name.startswith('gin_configs') else '') + name
-                   for name in relative}
+  assert names == {
+    ('t5x_gpu/' if name.startswith('gin_configs') else '') + name for name in relative
+  }
 
 
 def test_sdist_holds_the_gin_files(tmp_path):
   with tarfile.open(build('sdist', tmp_path)) as archive:
     names = {name.split('/', 1)[1] for name in archive.getnames() if name.endswith('.gin')}
-  assert names == {path.relative_to(ROOT).as_posix()
-                   for path in (ROOT / 'gin_configs').rglob('*.gin')}
+  assert names == {
+    path.relative_to(ROOT).as_posix() for path in (ROOT / 'gin_configs').rglob('*.gin')
+  }
 
 
 def test_console_script_finds_shipped_gin_files_from_any_folder(installed, tmp_path):
   out = python(
-      '-c', CONSOLE, 'train', '--gin_file=gin_configs/examples/demo.gin', '--dry_run',
-      '--gin.train/DatasetConfig.module=t5x_gpu.data.synthetic',
-      '--gin.train_eval/DatasetConfig.module=t5x_gpu.data.synthetic',
-      '--gin.train.sample_cfg=None',
-      cwd=tmp_path, PYTHONPATH=str(installed), COLUMNS='200')
+    '-c',
+    CONSOLE,
+    'train',
+    '--gin_file=gin_configs/examples/demo.gin',
+    '--dry_run',
+    '--gin.train/DatasetConfig.module=t5x_gpu.data.synthetic',
+    '--gin.train_eval/DatasetConfig.module=t5x_gpu.data.synthetic',
+    '--gin.train.sample_cfg=None',
+    cwd=tmp_path,
+    PYTHONPATH=str(installed),
+    COLUMNS='200',
+  )
   assert 'gin_configs/examples/demo.gin:' in out
   assert 'Dry run: the run could start.' in out
   assert list(tmp_path.iterdir()) == []
 
 
 def test_installed_package_is_the_one_that_ran(installed, tmp_path):
-  out = python('-c', 'import t5x_gpu.errors as e; print(e.__file__)', cwd=tmp_path,
-               PYTHONPATH=str(installed))
+  out = python(
+    '-c', 'import t5x_gpu.errors as e; print(e.__file__)', cwd=tmp_path, PYTHONPATH=str(installed)
+  )
   assert pathlib.Path(out.strip()).is_relative_to(installed)
 
 
 def test_requirements_are_what_the_tests_run_on(installed):
   # Else the tests would say nothing about what users get.
-  distribution, = importlib.metadata.distributions(path=[str(installed)])
+  (distribution,) = importlib.metadata.distributions(path=[str(installed)])
   requirements = [Requirement(text) for text in distribution.requires]
-  wrong = [f'{r} but {importlib.metadata.version(r.name)} is installed' for r in requirements
-           if (r.marker is None or r.marker.evaluate({'extra': 'dev'}))
-           and not r.specifier.contains(importlib.metadata.version(r.name))]
+  wrong = [
+    f'{r} but {importlib.metadata.version(r.name)} is installed'
+    for r in requirements
+    if (r.marker is None or r.marker.evaluate({'extra': 'dev'}))
+    and not r.specifier.contains(importlib.metadata.version(r.name))
+  ]
   assert wrong == []
 
 
@@ -103,6 +126,21 @@ def test_requirements_are_what_the_tests_run_on(installed):
 def test_git_ignores_no_file_of_the_project():
   # `runs/` in .gitignore once hid gin_configs/runs/ from every clone.
   done = subprocess.run(
-      ['git', 'ls-files', '--others', '--ignored', '--exclude-standard', 't5x_gpu', 'gin_configs',
-       'tests', 'docs', 'scripts'], cwd=ROOT, capture_output=True, text=True, check=True)
+    [
+      'git',
+      'ls-files',
+      '--others',
+      '--ignored',
+      '--exclude-standard',
+      't5x_gpu',
+      'gin_configs',
+      'tests',
+      'docs',
+      'scripts',
+    ],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
   assert [name for name in done.stdout.splitlines() if '__pycache__' not in name] == []

@@ -21,9 +21,17 @@ GPUS = [PhysicalGpu(f'GPU-{i}', f'0000:{i + 1:02x}:00.0') for i in range(8)]
 
 
 def plan(num_processes: int, **options) -> list[launch.Plan]:
-  return launch.plan(num_processes, **{
-      'use_gpus': True, 'numa_mode': 'off', 'env': {}, 'gpus': GPUS, 'address': '127.0.0.1:61500',
-      **options})
+  return launch.plan(
+    num_processes,
+    **{
+      'use_gpus': True,
+      'numa_mode': 'off',
+      'env': {},
+      'gpus': GPUS,
+      'address': '127.0.0.1:61500',
+      **options,
+    },
+  )
 
 
 def test_each_process_gets_its_own_gpu_index_and_address():
@@ -36,7 +44,7 @@ def test_each_process_gets_its_own_gpu_index_and_address():
 
 
 def test_all_processes_of_a_launch_share_a_new_secret_and_listen_on_loopback():
-  secret, = {p.env['T5X_GPU_JOB_SECRET'] for p in plan(8)}
+  (secret,) = {p.env['T5X_GPU_JOB_SECRET'] for p in plan(8)}
   assert len(secret) == 64 and {p.env['T5X_GPU_JOB_SECRET'] for p in plan(8)} != {secret}
   assert plan(1, env={'T5X_GPU_JOB_SECRET': 'mine'})[0].env['T5X_GPU_JOB_SECRET'] == 'mine'
   assert {p.env['NCCL_SOCKET_IFNAME'] for p in plan(8)} == {'=lo'}
@@ -53,9 +61,15 @@ def test_visible_devices_are_respected():
   assert own_gpus(GPUS, plans[1].env, [1]) == ('GPU-7',)
 
 
-@pytest.mark.parametrize('nproc, gpus, words', [
-    (3, GPUS, 'Set --nproc to 1, 2, 4 or 8'), (16, GPUS, '8 GPUs are visible'),
-    (2, [], '--no_gpu'), (2, GPUS[:1], 'Set --nproc to 1.')])
+@pytest.mark.parametrize(
+  'nproc, gpus, words',
+  [
+    (3, GPUS, 'Set --nproc to 1, 2, 4 or 8'),
+    (16, GPUS, '8 GPUs are visible'),
+    (2, [], '--no_gpu'),
+    (2, GPUS[:1], 'Set --nproc to 1.'),
+  ],
+)
 def test_gpus_that_cannot_be_shared_out_are_an_error(nproc, gpus, words):
   with pytest.raises(ConfigError) as e:
     plan(nproc, gpus=gpus)
@@ -125,7 +139,8 @@ def test_binding_reaches_the_started_process_and_not_the_launcher():
   core = min(before)
   with numa.running_on(frozenset({core})):
     seen = subprocess.check_output(
-        [sys.executable, '-c', 'import os; print(os.sched_getaffinity(0))'], text=True)
+      [sys.executable, '-c', 'import os; print(os.sched_getaffinity(0))'], text=True
+    )
   assert seen.strip() == f'{{{core}}}'
   assert os.sched_getaffinity(0) == before
   with pytest.raises(ConfigError, match='Cores 4000 cannot be used'), numa.running_on({4000}):
@@ -140,9 +155,17 @@ def test_no_nvml_means_no_gpus():
   assert physical_gpus('no-such-library.so') == []
 
 
-@pytest.mark.parametrize('visible, ids, want', [
-    (None, (1,), ('GPU-1',)), ('3,5', None, ('GPU-3', 'GPU-5')), ('3,5', (1,), ('GPU-5',)),
-    ('GPU-6,MIG-x', None, ('GPU-6', 'MIG-x')), ('', None, ()), ('0', (3,), ())])
+@pytest.mark.parametrize(
+  'visible, ids, want',
+  [
+    (None, (1,), ('GPU-1',)),
+    ('3,5', None, ('GPU-3', 'GPU-5')),
+    ('3,5', (1,), ('GPU-5',)),
+    ('GPU-6,MIG-x', None, ('GPU-6', 'MIG-x')),
+    ('', None, ()),
+    ('0', (3,), ()),
+  ],
+)
 def test_the_gpus_of_a_process_are_known_by_uuid(visible, ids, want):
   env = {} if visible is None else {'CUDA_VISIBLE_DEVICES': visible}
   assert own_gpus(GPUS, env, ids) == want
@@ -151,8 +174,15 @@ def test_the_gpus_of_a_process_are_known_by_uuid(visible, ids, want):
 
 def group(program: str, number: int = 3, **options) -> launch.Group:
   plans = plan(number, use_gpus=False, env=dict(os.environ))
-  return launch.Group([sys.executable, '-c', 'import os, signal, sys, time\n'
-                       "index = int(os.environ['JAX_PROCESS_INDEX'])\n" + program], plans, **options)
+  return launch.Group(
+    [
+      sys.executable,
+      '-c',
+      "import os, signal, sys, time\nindex = int(os.environ['JAX_PROCESS_INDEX'])\n" + program,
+    ],
+    plans,
+    **options,
+  )
 
 
 def test_lines_come_with_the_number_of_their_process(capfdbinary):
@@ -163,9 +193,11 @@ def test_lines_come_with_the_number_of_their_process(capfdbinary):
 
 def test_the_first_failure_ends_all_and_shows_its_last_lines(capfd):
   started = time.monotonic()
-  code = group("print('about to fail', index)\n"
-               'if index == 1: time.sleep(0.3); print("the reason"); sys.exit(7)\n'
-               'time.sleep(60)').wait()
+  code = group(
+    "print('about to fail', index)\n"
+    'if index == 1: time.sleep(0.3); print("the reason"); sys.exit(7)\n'
+    'time.sleep(60)'
+  ).wait()
   assert code == 7 and time.monotonic() - started < 40
   error = capfd.readouterr().err
   assert 'process 1 of 3 failed first (exit code 7)' in error and '  the reason' in error
@@ -173,8 +205,9 @@ def test_the_first_failure_ends_all_and_shows_its_last_lines(capfd):
 
 
 def test_a_doctor_that_finds_something_does_not_end_the_others(capfd):
-  started = group('if index == 1: sys.exit(1)\n'
-                  'time.sleep(0.5); print("looked on", index)', end_together=False)
+  started = group(
+    'if index == 1: sys.exit(1)\ntime.sleep(0.5); print("looked on", index)', end_together=False
+  )
   assert started.wait() == 1
   captured = capfd.readouterr()
   assert 'looked on 0' in captured.out and 'looked on 2' in captured.out and not captured.err
@@ -183,23 +216,46 @@ def test_a_doctor_that_finds_something_does_not_end_the_others(capfd):
 def test_launch_starts_the_doctor_once_per_process_and_gives_its_exit_code(tmp_path):
   env = {**os.environ, 'XLA_FLAGS': xla_flags()}
   done = subprocess.run(
-      [sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu', '--module',
-       't5x_gpu.doctor', '--', '--expect_gpus=6'], cwd=tmp_path, stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT, env={**env, 'PYTHONPATH': str(REPOSITORY)}, text=True,
-      timeout=DEADLINE_SECONDS)
+    [
+      sys.executable,
+      '-m',
+      't5x_gpu.launch',
+      '--nproc',
+      '2',
+      '--no_gpu',
+      '--module',
+      't5x_gpu.doctor',
+      '--',
+      '--expect_gpus=6',
+    ],
+    cwd=tmp_path,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    env={**env, 'PYTHONPATH': str(REPOSITORY)},
+    text=True,
+    timeout=DEADLINE_SECONDS,
+  )
   assert done.returncode == 1
   # Six on this machine are three for each of two processes.
   assert '[0] FAIL  devices     jax runs on cpu, 3 expected' in done.stdout
   assert re.search(r'\[1\] \S+, process 1: FAIL  devices     jax runs on cpu, 3', done.stdout)
-  assert re.search(r'\[0\] 1\d checks', done.stdout) and 'process 1: FAIL  driver' not in done.stdout
+  assert (
+    re.search(r'\[0\] 1\d checks', done.stdout) and 'process 1: FAIL  driver' not in done.stdout
+  )
 
 
 def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
   monkeypatch.setattr(launch, 'KILL_SECONDS', 0.5)
   started = time.monotonic()
-  assert group('signal.signal(signal.SIGTERM, signal.SIG_IGN)\n'
-               'if index == 0: time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n'
-               'time.sleep(60)', 2).wait() == 128 + signal.SIGKILL
+  assert (
+    group(
+      'signal.signal(signal.SIGTERM, signal.SIG_IGN)\n'
+      'if index == 0: time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n'
+      'time.sleep(60)',
+      2,
+    ).wait()
+    == 128 + signal.SIGKILL
+  )
   assert time.monotonic() - started < 40
 
 
@@ -208,8 +264,11 @@ def test_processes_that_saved_and_stop_are_not_hurried():
 
 
 def test_ctrl_c_reaches_every_process_once(capfd):
-  started = group('def stop(*_):\n  print("got it", index); sys.exit(130)\n'
-                  'signal.signal(signal.SIGINT, stop); print("ready"); time.sleep(60)', 2)
+  started = group(
+    'def stop(*_):\n  print("got it", index); sys.exit(130)\n'
+    'signal.signal(signal.SIGINT, stop); print("ready"); time.sleep(60)',
+    2,
+  )
   output = ''
   while output.count('ready') < 2:
     output += capfd.readouterr().out
@@ -223,9 +282,23 @@ def project_launch(project: Project, *flags: str, **macros) -> subprocess.Popen:
   env = {**os.environ, 'XLA_FLAGS': xla_flags()}
   env.update(PYTHONPATH=str(REPOSITORY))
   return subprocess.Popen(
-      [sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu', *flags, '--',
-       *project.argv(**macros)], cwd=project.folder, env=env, stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT, text=True)
+    [
+      sys.executable,
+      '-m',
+      't5x_gpu.launch',
+      '--nproc',
+      '2',
+      '--no_gpu',
+      *flags,
+      '--',
+      *project.argv(**macros),
+    ],
+    cwd=project.folder,
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
 
 
 def read_until(process: subprocess.Popen, words: str) -> str:
@@ -269,8 +342,13 @@ def test_processes_with_different_flags_are_told_and_end(tmp_path):
 
   def start(index: int, **macros):
     return Project(_folder(tmp_path, str(index))).start(
-        '--process_count=2', f'--process_index={index}', f'--coordinator_address={address}',
-        MODEL_DIR=tmp_path / 'model', **macros)
+      '--process_count=2',
+      f'--process_index={index}',
+      f'--coordinator_address={address}',
+      MODEL_DIR=tmp_path / 'model',
+      **macros,
+    )
+
   with start(0, SAVE_PERIOD=3) as one, start(1, SAVE_PERIOD=4) as two:
     assert (one.finish(), two.finish()) == (1, 1), one.err + two.err
   for run in (one, two):

@@ -16,33 +16,95 @@ PACKAGE = ROOT / 't5x_gpu'
 
 # A file imports from its own folder and from those before it. Entry points lie outside of it: they
 # import everything, nothing imports them.
-ORDER = ('errors', 'terminal', 'config', 'runtime', 'partitioning', 'data', 'layers', 'models',
-         'training', 'metrics', 'checkpoint', 'evaluation', 'analysis')
+ORDER = (
+  'errors',
+  'terminal',
+  'config',
+  'runtime',
+  'partitioning',
+  'data',
+  'layers',
+  'models',
+  'training',
+  'metrics',
+  'checkpoint',
+  'evaluation',
+  'analysis',
+)
 NOT_EVEN_ABOVE = {('partitioning', 'config')}
 SHARED_BY_ENTRY_POINTS = 't5x_gpu.cli'
 
 TENSORFLOW = {'tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 't5', 't5x'}
 # In data/, but the trainer needs them where there is no TensorFlow. All of data/prepared/ is, too.
-WITHOUT_TENSORFLOW = {f't5x_gpu.data.{name}' for name in (
-    'batches', 'features', 'synthetic', 'same_data')}
+WITHOUT_TENSORFLOW = {
+  f't5x_gpu.data.{name}' for name in ('batches', 'features', 'synthetic', 'same_data')
+}
 JAX = {'jax', 'jaxlib', 'flax', 'optax', 'orbax'}
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 350
 MAX_MODULES = 16  # per folder, not counting __init__.py; the root has one per command
-MAX_FUNCTION_LINES = 100
-LONGER_FUNCTIONS = {'t5x_gpu.train.train': 150}  # the run, read from top to bottom
+MAX_FUNCTION_LINES = 70
+# Still to be split.
+TO_SPLIT = {
+  't5x_gpu.analysis.collectives',
+  't5x_gpu.analysis.sharding_lint',
+  't5x_gpu.checkpoint.checkpointer',
+  't5x_gpu.checkpoint.convert.convert',
+  't5x_gpu.checkpoint.convert.hf_families',
+  't5x_gpu.checkpoint.convert.t5x',
+  't5x_gpu.checkpoint.initialize',
+  't5x_gpu.checkpoint.local.local_tier',
+  't5x_gpu.checkpoint.local.promotion',
+  't5x_gpu.checkpoint.storage.paths',
+  't5x_gpu.checkpoint.tools.reshard',
+  't5x_gpu.data.batches',
+  't5x_gpu.data.prepared.batches',
+  't5x_gpu.data.prepared.index',
+  't5x_gpu.data.seqio_batches',
+  't5x_gpu.data.sources.seqio_sources',
+  't5x_gpu.data_tools',
+  't5x_gpu.eval',
+  't5x_gpu.evaluation.evaluator',
+  't5x_gpu.infer',
+  't5x_gpu.models.inference.generation',
+  't5x_gpu.partitioning.mesh.mesh_sizes',
+  't5x_gpu.runtime.cluster.rendezvous',
+  't5x_gpu.runtime.distributed',
+  't5x_gpu.runtime.watchdog',
+  't5x_gpu.runtime.xla.flags',
+  't5x_gpu.runtime.xla.presets',
+  't5x_gpu.train',
+  't5x_gpu.cli.parse_args',
+  't5x_gpu.evaluation.generated_text.run',
+  't5x_gpu.models.config.__post_init__',
+  't5x_gpu.models.transformer.__call__',
+  't5x_gpu.partitioning.partitioner._problems',
+  't5x_gpu.partitioning.ring_attention._backward',
+  't5x_gpu.runtime.cluster.cluster.detect',
+  't5x_gpu.runtime.xla.flags.prepare_environment',
+  't5x_gpu.train.train',
+  't5x_gpu.training.gradients.make_gradients',
+  't5x_gpu.training.parity.layer_outputs.make_layer_outputs',
+  't5x_gpu.training.program.build_program',
+}
 
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
   """Returns the syntax trees of the package's files by module name."""
-  names = {path: '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
-           for path in sorted(PACKAGE.rglob('*.py'))}
-  trees = {name: ast.parse(path.read_text(encoding='utf-8'), str(path))
-           for path, name in names.items()}
+  names = {
+    path: '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__')
+    for path in sorted(PACKAGE.rglob('*.py'))
+  }
+  trees = {
+    name: ast.parse(path.read_text(encoding='utf-8'), str(path)) for path, name in names.items()
+  }
   for tree in trees.values():  # `if __name__ == '__main__'` may import the file by its own name.
-    tree.body = [node for node in tree.body if not (
-        isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'")]
+    tree.body = [
+      node
+      for node in tree.body
+      if not (isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'")
+    ]
   return trees
 
 
@@ -98,14 +160,20 @@ def layer(module: str) -> str:
 
 
 def is_entry_point(module: str) -> bool:
-  is_root = module.count('.') == 1 and layer(module) not in ORDER and path_of(module).name != (
-      '__init__.py')
+  is_root = (
+    module.count('.') == 1
+    and layer(module) not in ORDER
+    and path_of(module).name != ('__init__.py')
+  )
   return is_root or module.endswith('.__main__')
 
 
 def may_use_tensorflow(module: str) -> bool:
-  return layer(module) == 'data' and module not in WITHOUT_TENSORFLOW and not module.startswith(
-      't5x_gpu.data.prepared.')
+  return (
+    layer(module) == 'data'
+    and module not in WITHOUT_TENSORFLOW
+    and not module.startswith('t5x_gpu.data.prepared.')
+  )
 
 
 def where(module: str, imported: str) -> str:
@@ -117,8 +185,11 @@ def may_import(module: str, imported: str) -> bool:
   if module == 't5x_gpu':
     return imported == 't5x_gpu.runtime.import_interrupts'
   if is_entry_point(module):
-    return not is_entry_point(imported) or imported == SHARED_BY_ENTRY_POINTS or (
-        module.endswith('.__main__'))
+    return (
+      not is_entry_point(imported)
+      or imported == SHARED_BY_ENTRY_POINTS
+      or (module.endswith('.__main__'))
+    )
   if is_entry_point(imported) or (layer(module), layer(imported)) in NOT_EVEN_ABOVE:
     return False
   return ORDER.index(layer(imported)) <= ORDER.index(layer(module))
@@ -143,11 +214,15 @@ def test_imports_have_no_cycles():
 
 
 def test_own_modules_are_not_imported_inside_functions():
-  found = [f'{path_of(name).relative_to(ROOT)}:{line} imports {imported} in {function.name}'
-           for name, tree in modules().items() if not name.endswith('.__main__')
-           for function in ast.walk(tree)
-           if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-           for imported, line in imports_in(function) if top_level(imported) == 't5x_gpu']
+  found = [
+    f'{path_of(name).relative_to(ROOT)}:{line} imports {imported} in {function.name}'
+    for name, tree in modules().items()
+    if not name.endswith('.__main__')
+    for function in ast.walk(tree)
+    if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+    for imported, line in imports_in(function)
+    if top_level(imported) == 't5x_gpu'
+  ]
   none(found)
 
 
@@ -168,21 +243,32 @@ def test_imports_are_used():
 
 
 def test_folders_have_few_modules():
-  counts = collections.Counter(path_of(m).parent for m in modules()
-                               if path_of(m).name != '__init__.py')
-  none([f'{folder.relative_to(ROOT)}: {count} modules of at most {MAX_MODULES}'
-        for folder, count in counts.items() if count > MAX_MODULES and folder != PACKAGE])
+  counts = collections.Counter(
+    path_of(m).parent for m in modules() if path_of(m).name != '__init__.py'
+  )
+  none(
+    [
+      f'{folder.relative_to(ROOT)}: {count} modules of at most {MAX_MODULES}'
+      for folder, count in counts.items()
+      if count > MAX_MODULES and folder != PACKAGE
+    ]
+  )
 
 
 def test_init_files_are_empty():
   # That of the package is the first of its files to run: it sees to Ctrl-C during the imports.
   assert [p for p in PACKAGE.rglob('__init__.py') if p.read_text().strip()] == [
-      PACKAGE / '__init__.py']
+    PACKAGE / '__init__.py'
+  ]
 
 
 def test_only_data_imports_tensorflow():
-  found = [where(m, i) for m in modules() for i in imported_by(m)
-           if top_level(i) in TENSORFLOW and not may_use_tensorflow(m)]
+  found = [
+    where(m, i)
+    for m in modules()
+    for i in imported_by(m)
+    if top_level(i) in TENSORFLOW and not may_use_tensorflow(m)
+  ]
   none(found)
 
 
@@ -199,14 +285,18 @@ def test_nothing_outside_data_reaches_tensorflow_through_data():
 def test_config_and_xla_flags_do_not_import_jax():
   # They run before a backend may be chosen, and answer in a fraction of a second.
   for m in modules():
-    if (layer(m) == 'config' or m in ('t5x_gpu.cli', 't5x_gpu.runtime.xla.flags')):
+    if layer(m) == 'config' or m in ('t5x_gpu.cli', 't5x_gpu.runtime.xla.flags'):
       for r in reached_from(m):
         assert [where(r, i) for i in imported_by(r) if top_level(i) in JAX] == [], m
 
 
 def test_only_config_and_entry_points_import_gin():
-  found = [where(m, i) for m in modules() for i in imported_by(m)
-           if top_level(i) == 'gin' and layer(m) != 'config' and not is_entry_point(m)]
+  found = [
+    where(m, i)
+    for m in modules()
+    for i in imported_by(m)
+    if top_level(i) == 'gin' and layer(m) != 'config' and not is_entry_point(m)
+  ]
   none(found)
 
 
@@ -214,14 +304,13 @@ def test_files_and_functions_are_short():
   found = []
   for name, tree in modules().items():
     lines = len(path_of(name).read_text(encoding='utf-8').splitlines())
-    if lines > MAX_FILE_LINES:
+    if lines > MAX_FILE_LINES and name not in TO_SPLIT:
       found.append(f'{name}: {lines} lines of at most {MAX_FILE_LINES}')
     for node in ast.walk(tree):
       if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         lines, function = node.end_lineno - node.lineno + 1, f'{name}.{node.name}'
-        allowed = LONGER_FUNCTIONS.get(function, MAX_FUNCTION_LINES)
-        if lines > allowed:
-          found.append(f'{function}: {lines} lines of at most {allowed}')
+        if lines > MAX_FUNCTION_LINES and function not in TO_SPLIT:
+          found.append(f'{function}: {lines} lines of at most {MAX_FUNCTION_LINES}')
   none(found)
 
 
@@ -230,20 +319,26 @@ def test_lines_fit_and_public_functions_are_typed():
   for name, tree in modules().items():
     path = path_of(name).relative_to(ROOT)
     text = (ROOT / path).read_text(encoding='utf-8').splitlines()
-    found += [f'{path}:{i} has {len(line)} columns' for i, line in enumerate(text, 1)
-              if len(line) > 100]
-    for node in [*tree.body, *(n for c in tree.body if isinstance(c, ast.ClassDef)
-                               for n in c.body)]:
+    found += [
+      f'{path}:{i} has {len(line)} columns' for i, line in enumerate(text, 1) if len(line) > 100
+    ]
+    for node in [
+      *tree.body,
+      *(n for c in tree.body if isinstance(c, ast.ClassDef) for n in c.body),
+    ]:
       if isinstance(node, ast.FunctionDef) and not node.name.startswith('_'):
-        untyped = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-                   if a.annotation is None and a.arg not in ('self', 'cls')]
+        untyped = [
+          a.arg
+          for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+          if a.annotation is None and a.arg not in ('self', 'cls')
+        ]
         if untyped or (node.returns is None):
           found.append(f'{path}:{node.lineno} {node.name}: types are missing')
   none(found)
 
 
 # What a machine with jax, flax, optax, orbax, numpy, absl and gin-config alone does not have.
-BARE = '''
+BARE = """
 import sys
 for name in ('tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 'matplotlib',
              'tensorboardX', 'tensorboard', 'sentencepiece'):
@@ -253,13 +348,23 @@ code = bench.main(['--gin_file=gin_configs/examples/demo.gin', '--steps=2', '--w
                    '--gin.TransformerConfig.num_layers=1', '--gin.TransformerConfig.scan_unroll=1',
                    '--gin.BATCH_SIZE=8', "--gin.TASK_FEATURE_LENGTHS={'targets': 32}"])
 sys.exit(code)
-'''
+"""
 
 
 @pytest.mark.skipif(sys.platform == 'win32', reason='POSIX only')
 def test_bench_runs_without_tensorflow_seqio_matplotlib_and_tensorboardx(tmp_path):
-  done = subprocess.run([sys.executable, '-c', BARE], cwd=tmp_path, capture_output=True, text=True,
-                        timeout=120, env={'PYTHONPATH': str(ROOT), 'PATH': '/usr/bin:/bin',
-                                          'JAX_PLATFORMS': 'cpu', 'HOME': str(tmp_path)})
+  done = subprocess.run(
+    [sys.executable, '-c', BARE],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    env={
+      'PYTHONPATH': str(ROOT),
+      'PATH': '/usr/bin:/bin',
+      'JAX_PLATFORMS': 'cpu',
+      'HOME': str(tmp_path),
+    },
+  )
   assert done.returncode == 0, done.stdout + done.stderr
   assert 'tokens/s' in done.stdout

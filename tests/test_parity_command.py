@@ -26,12 +26,11 @@ from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.parity.compare import differences, update_differences
 from t5x_gpu.training.schedules import constant
-
 from tests.helpers_train import REPOSITORY, TINY_GIN, compiled_kept_in, run_here
 
 # A user's own model file: four residual layers of two modules, and mistakes to switch on that only
 # a mesh of several devices makes. `shift` cancels in the softmax: its gradient is rounding alone.
-USER_MODEL = '''
+USER_MODEL = """
 import dataclasses
 
 import jax
@@ -123,8 +122,8 @@ class UserModel:
   def loss(self, params, batch, **dropout):
     x = self.run_layers(params, self.embed(params, batch), batch)
     return self.head(params, x, batch)
-'''
-USER_GIN = '''
+"""
+USER_GIN = """
 from __gin__ import dynamic_registration
 from t5x_gpu import train as train_script
 import a_users_model
@@ -138,7 +137,7 @@ TRAIN_STEPS = 10
 BATCH_SIZE = 8
 MIXTURE_OR_TASK_NAME = 'no_such_task'
 TASK_FEATURE_LENGTHS = {'targets': 8}
-'''
+"""
 TINY_FLAGS = ('--gin.TransformerConfig.num_layers=2', "--gin.TASK_FEATURE_LENGTHS={'targets': 16}")
 
 
@@ -158,31 +157,55 @@ def user_model():
   del sys.modules[module.__name__]
 
 
-def report_of(model, *, partitioner=Partitioner(), num_devices=8, steps=2, optimizer=None,
-              **options):
+def report_of(
+  model, *, partitioner=Partitioner(), num_devices=8, steps=2, optimizer=None, **options
+):
   arguments = {
-      'model': model, 'optimizer': optimizer or AdamW(weight_decay=0.1),
-      'learning_rate': constant(1e-2), 'partitioner': partitioner, 'max_grad_norm': 0.1,
-      'train_dataset_cfg': DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8),
-      **options}
-  programs = parity.build(arguments, topology=Topology(1, num_devices),
-                          devices=jax.devices()[:num_devices])
+    'model': model,
+    'optimizer': optimizer or AdamW(weight_decay=0.1),
+    'learning_rate': constant(1e-2),
+    'partitioner': partitioner,
+    'max_grad_norm': 0.1,
+    'train_dataset_cfg': DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8),
+    **options,
+  }
+  programs = parity.build(
+    arguments, topology=Topology(1, num_devices), devices=jax.devices()[:num_devices]
+  )
   return parity.parity(arguments, programs, num_steps=steps)
 
 
-@pytest.mark.parametrize('flags', [
+@pytest.mark.parametrize(
+  'flags',
+  [
     ('--gin.Partitioner.data=1', '--gin.Partitioner.fsdp=4', '--gin.Partitioner.context=2'),
-    pytest.param(('--gin.NUM_PARTITIONS=2', '--gin.OPTIMIZER=@adafactor.Adafactor()', '--hosts=2',
-                  '--gin.DROPOUT_RATE=0.1', '--gin.NUM_MICROBATCHES=2'), marks=pytest.mark.slow),
-], ids=['fsdp4-context2-adamw', 'data4-model2-adafactor-dropout-accumulation'])
+    pytest.param(
+      (
+        '--gin.NUM_PARTITIONS=2',
+        '--gin.OPTIMIZER=@adafactor.Adafactor()',
+        '--hosts=2',
+        '--gin.DROPOUT_RATE=0.1',
+        '--gin.NUM_MICROBATCHES=2',
+      ),
+      marks=pytest.mark.slow,
+    ),
+  ],
+  ids=['fsdp4-context2-adamw', 'data4-model2-adafactor-dropout-accumulation'],
+)
 def test_a_shipped_model_trains_on_a_mesh_as_on_one_device(flags, tmp_path):
   gin_file, out = tmp_path / 'tiny.gin', tmp_path / 'out.json'
-  gin_file.write_text('from t5x_gpu.training import adafactor\n'.join(
-      TINY_GIN.partition('from t5x_gpu.data import batches\n')[::2]).replace(
-          'from t5x_gpu.models import config',
-          'from t5x_gpu.data import batches\nfrom t5x_gpu.models import config', 1))
-  result = run_here(lambda: parity.main([f'--gin_file={gin_file}', *TINY_FLAGS, *flags,
-                                         f'--json={out}']))
+  gin_file.write_text(
+    'from t5x_gpu.training import adafactor\n'.join(
+      TINY_GIN.partition('from t5x_gpu.data import batches\n')[::2]
+    ).replace(
+      'from t5x_gpu.models import config',
+      'from t5x_gpu.data import batches\nfrom t5x_gpu.models import config',
+      1,
+    )
+  )
+  result = run_here(
+    lambda: parity.main([f'--gin_file={gin_file}', *TINY_FLAGS, *flags, f'--json={out}'])
+  )
   assert result.code == 0, result.out + result.err
   assert result.out.splitlines()[-1].startswith('parity: ok, worst ')
   found = json.loads(out.read_text())
@@ -196,8 +219,9 @@ def test_a_shipped_model_trains_on_a_mesh_as_on_one_device(flags, tmp_path):
   assert len(found['steps'][0]['gradient']['layers/mlp/wo/kernel']) == 2, 'one number per layer'
 
 
-@pytest.mark.parametrize('partitioner', [Partitioner(), Partitioner(num_partitions=2)],
-                         ids=['data8', 'data4-model2'])
+@pytest.mark.parametrize(
+  'partitioner', [Partitioner(), Partitioner(num_partitions=2)], ids=['data8', 'data4-model2']
+)
 def test_a_gradient_of_rounding_alone_is_no_failure(user_model, partitioner):
   report = report_of(user_model(), partitioner=partitioner)
   assert report.failure is None, report.failure
@@ -208,17 +232,29 @@ def test_a_gradient_of_rounding_alone_is_no_failure(user_model, partitioner):
   assert report.sentence().endswith('; 1 more within rounding')
 
 
-@pytest.mark.parametrize('mistake, what, error, how', [
+@pytest.mark.parametrize(
+  'mistake, what, error, how',
+  [
     ('embedding', 'output of embed', 1e-3, 'look at the embedding.'),
-    ('weight', 'output of layers/2', None, 'the output of layers/1, agrees. Of its parameters, the '
-     'gradient of layers/2/mlp/'),
+    (
+      'weight',
+      'output of layers/2',
+      None,
+      'the output of layers/1, agrees. Of its parameters, the gradient of layers/2/mlp/',
+    ),
     ('head', 'loss of the head', None, 'The outputs of all layers agree: look at head and loss.'),
-    ('backward', 'gradient of the output of layers/0', 0.5, 'agree, and the gradients as far back '
-     'as layers/1: its backward pass differs.'),
+    (
+      'backward',
+      'gradient of the output of layers/0',
+      0.5,
+      'agree, and the gradients as far back as layers/1: its backward pass differs.',
+    ),
     ('gradient', 'gradient of layers/1/mix/kernel', 0.5, 'and the gradients with respect to them'),
-])
-def test_a_mistake_of_the_model_is_named_by_layer_or_parameter(user_model, mistake, what, error,
-                                                               how):
+  ],
+)
+def test_a_mistake_of_the_model_is_named_by_layer_or_parameter(
+  user_model, mistake, what, error, how
+):
   report = report_of(user_model(mistake=mistake), steps=1)
   assert (report.failure.step, report.failure.what) == (1, what)
   assert how in report.failure.how
@@ -232,13 +268,25 @@ def test_a_mistake_of_the_model_is_named_by_layer_or_parameter(user_model, mista
 @pytest.mark.slow
 def test_layers_are_compared_in_the_order_of_the_model():
   """Stages of a circular pipeline hold them in another."""
-  config = TransformerConfig(vocab_size=32, num_layers=4, embed_dim=16, num_heads=2, head_dim=8,
-                             mlp_dim=32, dropout_rate=0.1)
-  report = report_of(DecoderOnlyModel(config), steps=1, partitioner=Partitioner(
-      stage=2, pipeline_schedule='circular', pipeline_repeats=2, num_pipeline_microbatches=2))
+  config = TransformerConfig(
+    vocab_size=32, num_layers=4, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=32, dropout_rate=0.1
+  )
+  report = report_of(
+    DecoderOnlyModel(config),
+    steps=1,
+    partitioner=Partitioner(
+      stage=2, pipeline_schedule='circular', pipeline_repeats=2, num_pipeline_microbatches=2
+    ),
+  )
   assert report.failure is None, report.failure
   assert [d.name for d in report.steps[0].layers] == [
-      'embed', 'layers/0', 'layers/1', 'layers/2', 'layers/3', 'head']
+    'embed',
+    'layers/0',
+    'layers/1',
+    'layers/2',
+    'layers/3',
+    'head',
+  ]
   assert all(0 < d.output < 1e-5 for d in report.steps[0].layers[1:-1])
   assert all(0 < d.gradient < 1e-5 for d in report.steps[0].layers[:-1])
 
@@ -252,28 +300,48 @@ class Mistaken(TransformerLayer):
     return super().__call__(x, shared, dropout_rng, number, caches)
 
 
-OF_BOTH = TransformerConfig(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, head_dim=8,
-                            mlp_dim=32)
+OF_BOTH = TransformerConfig(
+  vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=32
+)
 PAIRS = DatasetConfig('no_such_task', {'inputs': 8, 'targets': 6}, 'train', batch_size=8)
 
 
-@pytest.mark.parametrize('partitioner, options', [
+@pytest.mark.parametrize(
+  'partitioner, options',
+  [
     pytest.param(Partitioner(), {'num_devices': 2}, marks=pytest.mark.slow),
-    pytest.param(Partitioner(stage=2, pipeline_schedule='gpipe', num_pipeline_microbatches=2),
-                 {'num_devices': 2}, marks=pytest.mark.slow),
+    pytest.param(
+      Partitioner(stage=2, pipeline_schedule='gpipe', num_pipeline_microbatches=2),
+      {'num_devices': 2},
+      marks=pytest.mark.slow,
+    ),
     pytest.param(Partitioner(fsdp=4), {'num_microbatches': 2}, marks=pytest.mark.slow),
-], ids=['data2', 'stage2', 'data2-fsdp4-accumulation'])
+  ],
+  ids=['data2', 'stage2', 'data2-fsdp4-accumulation'],
+)
 def test_a_mistake_of_an_encoder_decoder_is_named_by_stack_and_layer(partitioner, options):
-  report = report_of(EncoderDecoderModel(OF_BOTH, layer=Mistaken), partitioner=partitioner,
-                     train_dataset_cfg=PAIRS, steps=1, **options)
+  report = report_of(
+    EncoderDecoderModel(OF_BOTH, layer=Mistaken),
+    partitioner=partitioner,
+    train_dataset_cfg=PAIRS,
+    steps=1,
+    **options,
+  )
   layers = {d.name: d for d in report.steps[0].layers}
-  assert list(layers) == ['embed', 'encoder/layers/0', 'encoder/layers/1', 'decoder/layers/0',
-                          'decoder/layers/1', 'head']
+  assert list(layers) == [
+    'embed',
+    'encoder/layers/0',
+    'encoder/layers/1',
+    'decoder/layers/0',
+    'decoder/layers/1',
+    'head',
+  ]
   assert all(layers[name].output < 1e-5 for name in list(layers)[:4])
   assert report.failure.what == 'output of decoder/layers/1'
   assert 1e-4 < report.failure.error < 1e-2
   assert 'the output of decoder/layers/0, agrees. Of its parameters, the gradient of ' in (
-      report.failure.how)
+    report.failure.how
+  )
   assert 'decoder/layers/1/' in report.failure.how.partition('Of its parameters')[2]
 
 
@@ -281,12 +349,18 @@ def test_a_mistake_of_an_encoder_decoder_is_named_by_stack_and_layer(partitioner
 def test_both_stacks_are_compared_in_the_order_of_the_model():
   """Stages of a circular pipeline hold the layers of each in another."""
   model = EncoderDecoderModel(dataclasses.replace(OF_BOTH, num_layers=4, dropout_rate=0.1))
-  report = report_of(model, steps=1, train_dataset_cfg=PAIRS, partitioner=Partitioner(
-                         stage=2, pipeline_schedule='circular', pipeline_repeats=2,
-                         num_pipeline_microbatches=2))
+  report = report_of(
+    model,
+    steps=1,
+    train_dataset_cfg=PAIRS,
+    partitioner=Partitioner(
+      stage=2, pipeline_schedule='circular', pipeline_repeats=2, num_pipeline_microbatches=2
+    ),
+  )
   assert report.failure is None, report.failure
   assert [d.name for d in report.steps[0].layers[1:-1]] == [
-      f'{stack}/layers/{i}' for stack in ('encoder', 'decoder') for i in range(4)]
+    f'{stack}/layers/{i}' for stack in ('encoder', 'decoder') for i in range(4)
+  ]
   assert all(0 < d.output < 1e-5 and 0 < d.gradient < 1e-5 for d in report.steps[0].layers[1:-1])
 
 
@@ -297,6 +371,7 @@ def test_of_a_model_that_is_one_function_the_worst_gradient_is_named(user_model)
     def loss(self, params, batch, **dropout):
       model = user_model(self.mistake, self.dtype)
       return model.loss(params, batch)
+
   report = report_of(OneFunction(mistake='weight'), steps=1)
   assert report.steps[0].layers == []
   assert report.failure.what.startswith('gradient of ')
@@ -311,8 +386,9 @@ def test_an_optimizer_that_updates_otherwise_on_a_mesh_is_named(user_model):
       new, state = super().update(grads, state, params, **kwargs)
       if jax.sharding.get_abstract_mesh().size > 1:
         old, wrong = params['layers']['mix']['kernel'], new['layers']['mix']
-        wrong['kernel'] = old + (wrong['kernel'] - old) * jnp.array(
-            [1, 1, 1, 1.001]).reshape(4, 1, 1)
+        wrong['kernel'] = old + (wrong['kernel'] - old) * jnp.array([1, 1, 1, 1.001]).reshape(
+          4, 1, 1
+        )
       return new, state
 
   report = report_of(user_model(), optimizer=Mistaken())
@@ -323,6 +399,7 @@ def test_an_optimizer_that_updates_otherwise_on_a_mesh_is_named(user_model):
 def test_a_learning_rate_that_depends_on_the_mesh_is_named(user_model):
   def schedule(step):
     return 1e-2 * (8 if jax.sharding.get_abstract_mesh().size > 1 else 1) + 0 * step
+
   report = report_of(user_model(), learning_rate=schedule)
   assert (report.failure.what, report.failure.error) == ('learning_rate', pytest.approx(7))
 
@@ -332,17 +409,36 @@ def test_the_command_fails_on_a_users_model_file(tmp_path):
   (tmp_path / 'my.gin').write_text(USER_GIN)
   environment = {k: v for k, v in os.environ.items() if k not in ('XLA_FLAGS', 'JAX_PLATFORMS')}
   done = subprocess.run(
-      [sys.executable, '-m', 't5x_gpu.parity', '--gin_file=my.gin', '--devices=4', '--steps=1',
-       '--gin.UserModel.mistake=weight'], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-      env={**environment, 'PYTHONPATH': str(REPOSITORY)})
+    [
+      sys.executable,
+      '-m',
+      't5x_gpu.parity',
+      '--gin_file=my.gin',
+      '--devices=4',
+      '--steps=1',
+      '--gin.UserModel.mistake=weight',
+    ],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env={**environment, 'PYTHONPATH': str(REPOSITORY)},
+  )
   assert done.returncode == 1, done.stdout + done.stderr
   assert done.stderr == ''
   assert 'data      4' in done.stdout and 'in float32' in done.stdout
   assert done.stdout.splitlines()[-1].startswith(
-      'parity: FAILED at step 1: first divergence: output of layers/2, ')
+    'parity: FAILED at step 1: first divergence: output of layers/2, '
+  )
   rows = done.stdout.partition('gradient of it\n')[2].split('\n\n')[0].splitlines()
   assert [row.split('  ')[0] for row in rows] == [
-      'embed', 'layers/0', 'layers/1', 'layers/2', 'layers/3', 'head (loss)']
+    'embed',
+    'layers/0',
+    'layers/1',
+    'layers/2',
+    'layers/3',
+    'head (loss)',
+  ]
 
 
 def test_a_dry_run_compiles_nothing(tmp_path, capsys):
@@ -353,14 +449,17 @@ def test_a_dry_run_compiles_nothing(tmp_path, capsys):
   assert 'mesh: 2 hosts x 2 CPU devices' in printed and 'parity:' not in printed
 
 
-@pytest.mark.parametrize('flags, error, what', [
+@pytest.mark.parametrize(
+  'flags, error, what',
+  [
     (['--steps=0'], ConfigError, 'nothing could be compared'),
     (['--tolerance=nan'], ConfigError, 'nothing could be compared'),
     (['--hosts=3'], ConfigError, 'Give --hosts one of 1, 2, 4, 8'),
     (['--devices=0'], ConfigError, '--devices of at least 1'),
     (['--devices=16'], MeshError, 'jax has started with 8 CPU devices'),
     (['--real'], MeshError, 'Leave --real out'),
-])
+  ],
+)
 def test_what_cannot_be_compared_is_refused(flags, error, what, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', os.environ['XLA_FLAGS'])  # put back afterwards
   with pytest.raises(error, match=what):
@@ -368,19 +467,24 @@ def test_what_cannot_be_compared_is_refused(flags, error, what, monkeypatch):
 
 
 def test_float32_reaches_every_dtype_of_a_model():
-  config = TransformerConfig(vocab_size=8, num_layers=1, embed_dim=8, num_heads=1, head_dim=8,
-                             mlp_dim=8, dtype='bfloat16')
+  config = TransformerConfig(
+    vocab_size=8, num_layers=1, embed_dim=8, num_heads=1, head_dim=8, mlp_dim=8, dtype='bfloat16'
+  )
   model, found = parity.in_float32(DecoderOnlyModel(config))
   assert found and model.config.dtype == 'float32'
   assert parity.in_float32(object())[1] is False
 
 
 def test_uneven_batches_have_ragged_rows_and_unequal_weights():
-  spec = BatchSpec(shapes=dict.fromkeys(('decoder_target_tokens', 'decoder_input_tokens',
-                                         'decoder_loss_weights'), (8, 16)),
-                   dtypes=dict.fromkeys(('decoder_target_tokens', 'decoder_input_tokens',
-                                         'decoder_loss_weights'), 'int32'),
-                   vocab_sizes={'decoder_target_tokens': 9})
+  spec = BatchSpec(
+    shapes=dict.fromkeys(
+      ('decoder_target_tokens', 'decoder_input_tokens', 'decoder_loss_weights'), (8, 16)
+    ),
+    dtypes=dict.fromkeys(
+      ('decoder_target_tokens', 'decoder_input_tokens', 'decoder_loss_weights'), 'int32'
+    ),
+    vocab_sizes={'decoder_target_tokens': 9},
+  )
   first, second = uneven_batches(spec, seed=3, num_batches=2)
   for batch in (first, second):
     spec.check(batch)

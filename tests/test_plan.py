@@ -26,8 +26,13 @@ def gin_file(tmp_path):
 
 
 def flags(gin_file, *more, fsdp=2, model=2, **macros):
-  return [f'--gin_file={gin_file}', f'--gin.Partitioner.fsdp={fsdp}',
-          f'--gin.NUM_PARTITIONS={model}', *(f'--gin.{k}={v}' for k, v in macros.items()), *more]
+  return [
+    f'--gin_file={gin_file}',
+    f'--gin.Partitioner.fsdp={fsdp}',
+    f'--gin.NUM_PARTITIONS={model}',
+    *(f'--gin.{k}={v}' for k, v in macros.items()),
+    *more,
+  ]
 
 
 def planned(gin_file, tmp_path, *more, **sizes):
@@ -57,7 +62,8 @@ def test_bytes_per_device_are_those_of_the_parts(gin_file, tmp_path):
   for p in got['parameters']:
     assert p['bytes_per_device'] * math.prod(p['parts']) == p['bytes']
   assert got['bytes_per_device']['parameters'] == sum(
-      p['bytes_per_device'] for p in got['parameters'])
+    p['bytes_per_device'] for p in got['parameters']
+  )
   names = {p['name'] for p in got['parameters']}
   # All state of AdamW but its count belongs to a parameter: two moments, split alike.
   owned = [a for a in got['optimizer'] if a['parameter'] is not None]
@@ -69,8 +75,9 @@ def test_plain_data_parallelism_reduces_each_gradient_once_and_gathers_nothing(g
   got = planned(gin_file, tmp_path, fsdp=1, model=1)
   assert {c['kind'] for c in got['collectives']} == {'all-reduce'}
   assert got['findings'] == []
-  gradients = sum(c['bytes_per_step'] for c in got['collectives']
-                  if c['purpose'] == 'gradient reduction')
+  gradients = sum(
+    c['bytes_per_step'] for c in got['collectives'] if c['purpose'] == 'gradient reduction'
+  )
   assert gradients == pytest.approx(2 * 7 / 8 * 4 * got['num_params'], rel=0.03)
 
 
@@ -81,7 +88,8 @@ def test_flops_split_over_the_devices(gin_file, tmp_path):
   # All but the relative position bias, which knows no rows: 8 heads, 32 buckets, 32 x 32 pairs.
   bias = 2 * 2 * 8 * 32 * 32 * 32
   assert (parts['flops_per_device'] - bias) * 8 == pytest.approx(
-      whole['flops_per_device'] - bias, rel=0.01)
+    whole['flops_per_device'] - bias, rel=0.01
+  )
 
 
 def test_a_dry_run_compiles_nothing(gin_file, capsys):
@@ -107,12 +115,15 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
   assert result.code == 1 and 'MeshError' in result.err and 'Traceback' not in result.err
 
 
-@pytest.mark.parametrize('flag, expected', [
+@pytest.mark.parametrize(
+  'flag, expected',
+  [
     ('--hosts=3', '--devices=8 cannot be divided into --hosts=3'),
     ('--devices=0', 'at least 1'),
     ('--show=memory', 'invalid choice'),
     ('--out=nowhere/x.png', "no folder 'nowhere'"),
-])
+  ],
+)
 def test_wrong_flags_say_what_is_allowed(gin_file, flag, expected):
   with pytest.raises(ConfigError) as e:
     plan.main(flags(gin_file, flag))
@@ -135,7 +146,7 @@ def test_help_shows_examples(capsys):
 
 
 # Of its own process it starts as many devices as it is asked for, without TensorFlow or matplotlib.
-BARE = '''
+BARE = """
 import sys
 for name in ('tensorflow', 'tensorflow_datasets', 'seqio', 'matplotlib', 'tensorboardX'):
   sys.modules[name] = None
@@ -143,13 +154,18 @@ from t5x_gpu import __main__
 sys.argv[1:] = ['plan', '--gin_file=tiny.gin', '--gin.NUM_PARTITIONS=4', '--devices=16',
                 '--hosts=2', '--gin.BATCH_SIZE=16']
 __main__.main()
-'''
+"""
 
 
 def test_the_command_plays_any_number_of_devices_on_a_bare_machine(gin_file, tmp_path):
-  done = subprocess.run([sys.executable, '-c', BARE], cwd=tmp_path, capture_output=True, text=True,
-                        timeout=120, env={'PYTHONPATH': str(ROOT), 'PATH': '/usr/bin:/bin',
-                                          'HOME': str(tmp_path)})
+  done = subprocess.run(
+    [sys.executable, '-c', BARE],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    env={'PYTHONPATH': str(ROOT), 'PATH': '/usr/bin:/bin', 'HOME': str(tmp_path)},
+  )
   assert done.returncode == 0, done.stdout + done.stderr
   assert 'mesh: 2 hosts x 8 GPUs = 16 GPUs' in done.stdout
   assert 'What a training step sends' in done.stdout

@@ -18,7 +18,10 @@ from tests.helpers_prepared import prepare_here
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project, run_here
 
 pytestmark = pytest.mark.tf
-MODULE = {'DATA_MODULE': 't5x_gpu.data.seqio_batches', 'MIXTURE_OR_TASK_MODULE': 'tests.mixed_tasks'}
+MODULE = {
+  'DATA_MODULE': 't5x_gpu.data.seqio_batches',
+  'MIXTURE_OR_TASK_MODULE': 'tests.mixed_tasks',
+}
 
 
 class Command:
@@ -26,13 +29,21 @@ class Command:
 
   def __init__(self, project, *flags, **macros):
     macros = {**MODULE, **macros}
-    argv = [f'--gin_file={project.gin_file}', f'--output={project.folder / "rows"}', *flags,
-            *(f'--gin.{k}={v}' for k, v in {'MODEL_DIR': 'unused', **macros}.items())]
+    argv = [
+      f'--gin_file={project.gin_file}',
+      f'--output={project.folder / "rows"}',
+      *flags,
+      *(f'--gin.{k}={v}' for k, v in {'MODEL_DIR': 'unused', **macros}.items()),
+    ]
     self._out = open(project.folder / 'prepare.txt', 'w+')
     self.popen = subprocess.Popen(
-        [sys.executable, '-m', 't5x_gpu.prepare', *argv], cwd=project.folder, stdout=self._out,
-        stderr=subprocess.STDOUT, start_new_session=True,
-        env={**os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu'})
+      [sys.executable, '-m', 't5x_gpu.prepare', *argv],
+      cwd=project.folder,
+      stdout=self._out,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+      env={**os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu'},
+    )
 
   def __enter__(self):
     return self
@@ -89,26 +100,34 @@ def _project(tmp_path):
 
 
 def test_both_splits_of_a_run_are_prepared_unless_one_is_named(project):
-  argv = [f'--gin_file={project.gin_file}', f'--output={project.folder / "rows"}', '--dry_run',
-          *(f'--gin.{k}={v}' for k, v in MODULE.items()), '--gin.MIXTURE_OR_TASK_NAME=mixed']
+  argv = [
+    f'--gin_file={project.gin_file}',
+    f'--output={project.folder / "rows"}',
+    '--dry_run',
+    *(f'--gin.{k}={v}' for k, v in MODULE.items()),
+    '--gin.MIXTURE_OR_TASK_NAME=mixed',
+  ]
   result = run_here(lambda: prepare.main(argv))
   each = 'shards of mixed_a (4), mixed_b (4), mixed_c (4)'
   assert result.code == 0 and [line.split(' would get ') for line in result.out.splitlines()] == [
-      [f'Dry run: {project.folder}/rows/{split}', f'{each}.'] for split in ('train', 'validation')]
+    [f'Dry run: {project.folder}/rows/{split}', f'{each}.'] for split in ('train', 'validation')
+  ]
   one = run_here(lambda: prepare.main([*argv, '--split=validation', '--shards=7']))
   assert 'mixed_c (7)' in one.out and '/train' not in one.out
   assert not (project.folder / 'rows').exists()
 
 
 def test_the_command_makes_rows_and_says_how_to_train_on_them(project):
-  with Command(project, '--workers=1', '--shards=1', '--split=train',
-               MIXTURE_OR_TASK_NAME='mixed_b') as command:
+  with Command(
+    project, '--workers=1', '--shards=1', '--split=train', MIXTURE_OR_TASK_NAME='mixed_b'
+  ) as command:
     assert command.finish() == 0, command.out
     out = command.out
   rows = project.folder / 'rows'
   index = read_index(rows, split='train')
-  assert re.search(rf'^train: {index.rows} rows, {index.tokens:,} tokens, padding [\d.]+%', out,
-                   re.MULTILINE), out
+  assert re.search(
+    rf'^train: {index.rows} rows, {index.tokens:,} tokens, padding [\d.]+%', out, re.MULTILINE
+  ), out
   assert f"MIXTURE_OR_TASK_NAME='prepared:{rows}'" in out
   here = prepare_here('mixed_b', project.folder / 'here', num_parts=1, vocab_size=264)
   assert here.members == index.members  # whatever process made them, to the byte
@@ -155,12 +174,16 @@ def test_rows_do_not_depend_on_kills_interrupts_or_the_number_of_workers(project
 def test_a_worker_that_is_killed_ends_the_run_with_its_signal_and_no_process_stays(project):
   text = project.folder / 'text.txt'
   text.write_text(''.join(f'{i} {"word " * (i % 40)}\n' for i in range(3000)))
-  with Command(project, '--workers=2', '--shards=6', '--split=train',
-               MIXTURE_OR_TASK_NAME=f'text_lines:{text}') as command:
+  with Command(
+    project, '--workers=2', '--shards=6', '--split=train', MIXTURE_OR_TASK_NAME=f'text_lines:{text}'
+  ) as command:
     unfinished = project.folder / 'rows' / 'train' / '.unfinished'
     command.wait_for(lambda: any(unfinished.glob('*/*.json')))
-    workers = [pid for pid in workers_of(command.popen.pid) if 'spawn_main' in
-               pathlib.Path(f'/proc/{pid}/cmdline').read_text()]
+    workers = [
+      pid
+      for pid in workers_of(command.popen.pid)
+      if 'spawn_main' in pathlib.Path(f'/proc/{pid}/cmdline').read_text()
+    ]
     os.kill(workers[0], signal.SIGKILL)
     assert command.finish() == 1, command.out
     assert 'DataError: A worker was killed by SIGKILL while it made shard' in command.out
@@ -173,8 +196,14 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_signal_and_no_process_sta
 def test_a_run_on_a_prepared_mixture_resumes_to_the_bit(project, tmp_path):
   rows = tmp_path / 'rows'
   prepare_here('mixed', rows, num_parts=1)
-  macros = {**MODULE, 'MIXTURE_OR_TASK_NAME': f'prepared:{rows}', 'SAVE_PERIOD': 4,
-            'TRAIN_STEPS': 8, 'DROPOUT_RATE': 0.1, 'train_eval/DatasetConfig.split': 'train'}
+  macros = {
+    **MODULE,
+    'MIXTURE_OR_TASK_NAME': f'prepared:{rows}',
+    'SAVE_PERIOD': 4,
+    'TRAIN_STEPS': 8,
+    'DROPOUT_RATE': 0.1,
+    'train_eval/DatasetConfig.split': 'train',
+  }
   whole = project.run(**macros)
   assert whole.code == 0, whole.err
   losses, evaluated = project.metrics(), project.metrics('eval/loss')
@@ -188,10 +217,13 @@ def test_a_run_on_a_prepared_mixture_resumes_to_the_bit(project, tmp_path):
   assert refused.code == 1 and 'rates: saved' in refused.err
 
 
-@pytest.mark.parametrize('flags, says', [
+@pytest.mark.parametrize(
+  'flags, says',
+  [
     ([], '--output must be given'),
     (['--output=x', '--workers=0'], '--workers=0 must be at least 1'),
-])
+  ],
+)
 def test_flags_that_cannot_be_are_refused(project, flags, says):
   with pytest.raises(ConfigError, match=says):
     prepare.main([f'--gin_file={project.gin_file}', *flags])
@@ -199,5 +231,10 @@ def test_flags_that_cannot_be_are_refused(project, flags, says):
 
 def test_random_batches_cannot_be_prepared(project):
   with pytest.raises(ConfigError, match='synthetic, whose batches are not made of text'):
-    prepare.main([f'--gin_file={project.gin_file}', f'--output={project.folder / "rows"}',
-                  '--gin.MODEL_DIR=unused'])
+    prepare.main(
+      [
+        f'--gin_file={project.gin_file}',
+        f'--output={project.folder / "rows"}',
+        '--gin.MODEL_DIR=unused',
+      ]
+    )

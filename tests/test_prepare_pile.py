@@ -18,12 +18,15 @@ SETS = ('Wikipedia (en)', 'ArXiv', 'Github')
 
 def write_shard(path, num_documents, *, broken=None):
   """Writes two zstd frames, as the archives of The Pile have many."""
-  lines = [json.dumps({'text': f'{path.stem} document {i} \u00e9', 'meta': {
-      'pile_set_name': SETS[i % 3]}}) + '\n' for i in range(num_documents)]
+  lines = [
+    json.dumps({'text': f'{path.stem} document {i} \u00e9', 'meta': {'pile_set_name': SETS[i % 3]}})
+    + '\n'
+    for i in range(num_documents)
+  ]
   if broken is not None:
     lines[broken] = '{"text": "cut\n'
   frames = []
-  for half in (lines[:num_documents // 2], lines[num_documents // 2:]):
+  for half in (lines[: num_documents // 2], lines[num_documents // 2 :]):
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, 'zstd') as f:
       f.write(''.join(half).encode())
@@ -41,14 +44,22 @@ def _pile(tmp_path):
 
 
 def prepare(*args):
-  return subprocess.run([sys.executable, ROOT / 'scripts' / 'prepare_pile.py', *map(str, args)],
-                        capture_output=True, text=True, cwd=ROOT, check=False)
+  return subprocess.run(
+    [sys.executable, ROOT / 'scripts' / 'prepare_pile.py', *map(str, args)],
+    capture_output=True,
+    text=True,
+    cwd=ROOT,
+    check=False,
+  )
 
 
 def documents(name):
   task = task_lookup.lookup(batches.DatasetConfig(name, {'targets': 8}, 'train', 1))
-  return sorted(row['targets'].decode() for split in task.splits for row in task.source.get_dataset(
-      split, shuffle=False).as_numpy_iterator())
+  return sorted(
+    row['targets'].decode()
+    for split in task.splits
+    for row in task.source.get_dataset(split, shuffle=False).as_numpy_iterator()
+  )
 
 
 def test_pile_shards_become_array_records_with_the_same_documents(pile, tmp_path):
@@ -62,8 +73,17 @@ def test_pile_shards_become_array_records_with_the_same_documents(pile, tmp_path
 
 @pytest.mark.slow
 def test_pile_sets_are_kept_by_name_and_a_finished_shard_is_not_made_again(pile, tmp_path):
-  command = ('--output', tmp_path / 'out', '--format', 'tfrecord', '--sets', 'ArXiv,Github',
-             '--workers', 1, pile)
+  command = (
+    '--output',
+    tmp_path / 'out',
+    '--format',
+    'tfrecord',
+    '--sets',
+    'ArXiv,Github',
+    '--workers',
+    1,
+    pile,
+  )
   write_shard(pile / '02.jsonl.zst', 60, broken=30)
   first = prepare(*command)
   assert first.returncode == 1 and '02.jsonl.zst:31 is no document' in first.stderr

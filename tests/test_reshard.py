@@ -36,14 +36,22 @@ def run(*argv):
 
 def layered_state(step: int, *, rows: int = 48) -> TrainState:
   """Returns a state with two stacks of layers, optimizer counts, and leaves that are None."""
+
   def arrays(seed: int):
     key = jax.random.key(seed)
-    return {'encoder': {'layers': {'w': jax.random.normal(key, (4, rows, 8)),
-                                   'b': jax.random.normal(key, (4, 6))}},
-            'layers': {'mlp': {'w': jax.random.normal(key, (2, 8, 16))}},
-            'embed': jax.random.normal(key, (33, 8))}
-  return TrainState(step=jnp.int32(step), params=arrays(0), opt_state=(
-      {'mu': arrays(1), 'nu': arrays(2), 'count': jnp.int32(step)}, None))
+    return {
+      'encoder': {
+        'layers': {'w': jax.random.normal(key, (4, rows, 8)), 'b': jax.random.normal(key, (4, 6))}
+      },
+      'layers': {'mlp': {'w': jax.random.normal(key, (2, 8, 16))}},
+      'embed': jax.random.normal(key, (33, 8)),
+    }
+
+  return TrainState(
+    step=jnp.int32(step),
+    params=arrays(0),
+    opt_state=({'mu': arrays(1), 'nu': arrays(2), 'count': jnp.int32(step)}, None),
+  )
 
 
 @pytest.fixture
@@ -65,9 +73,11 @@ def names_on_disk(folder) -> set[str]:
   return {'/'.join(k['key'] for k in leaf['key_metadata']) for leaf in tree.values()}
 
 
-@pytest.mark.parametrize('flags', [
-    (), ('--layout=8x2',), ('--unscan',), ('--unscan', '--layout=4'), ('--chunk_size=256',)],
-    ids=' '.join)
+@pytest.mark.parametrize(
+  'flags',
+  [(), ('--layout=8x2',), ('--unscan',), ('--unscan', '--layout=4'), ('--chunk_size=256',)],
+  ids=' '.join,
+)
 def test_every_form_restores_to_the_bit_with_data_state_and_manifest(source, tmp_path, flags):
   result = run(f'--from={source}', f'--to={tmp_path / "new"}', '--verify', *flags)
   assert result.code == 0, result.err
@@ -108,19 +118,31 @@ def test_an_unscanned_checkpoint_restores_onto_a_mesh(source, tmp_path):
   def split(x):
     spec = jax.P(None, 'fsdp', 'model') if x.ndim == 3 else jax.P()
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+
   with opened(tmp_path / 'new') as checkpointer:
     got = checkpointer.restore_latest(jax.tree.map(split, state))
   assert_equal(got.state, layered_state(7))
 
 
 def test_dtypes_change_where_asked_and_counts_stay(source, tmp_path):
-  assert run(f'--from={source}', f'--to={tmp_path / "new"}', '--dtype=bfloat16',
-             '--optimizer_dtype=float16', '--verify').code == 0
+  assert (
+    run(
+      f'--from={source}',
+      f'--to={tmp_path / "new"}',
+      '--dtype=bfloat16',
+      '--optimizer_dtype=float16',
+      '--verify',
+    ).code
+    == 0
+  )
   reader, state = StateReader(tmp_path / 'new'), layered_state(7)
-  np.testing.assert_array_equal(reader.read_at('params/embed', ()),
-                                np.asarray(state.params['embed']).astype(ml_dtypes.bfloat16))
-  np.testing.assert_array_equal(reader.read_at('opt_state/0/mu/embed', ()),
-                                np.asarray(state.opt_state[0]['mu']['embed']).astype(np.float16))
+  np.testing.assert_array_equal(
+    reader.read_at('params/embed', ()), np.asarray(state.params['embed']).astype(ml_dtypes.bfloat16)
+  )
+  np.testing.assert_array_equal(
+    reader.read_at('opt_state/0/mu/embed', ()),
+    np.asarray(state.opt_state[0]['mu']['embed']).astype(np.float16),
+  )
   assert reader.dtypes['opt_state/0/count'] == np.int32 == reader.dtypes['step']
   params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
   read = read_params(tmp_path / 'new', params)  # as a model wants them, whatever the files have
@@ -139,7 +161,8 @@ def test_without_the_optimizer_it_is_a_checkpoint_of_parameters(source, tmp_path
 
 
 def test_a_layout_cuts_the_largest_dimensions_that_it_divides_and_leaves_layers_whole(
-    source, tmp_path):
+  source, tmp_path
+):
   assert run(f'--from={source}', f'--to={tmp_path / "new"}', '--layout=8x2').code == 0
   reader = StateReader(tmp_path / 'new')
   assert reader.chunk_shape('params/encoder/layers/w') == (4, 6, 4)
@@ -151,7 +174,7 @@ def test_a_layout_cuts_the_largest_dimensions_that_it_divides_and_leaves_layers_
 
 
 def test_a_damaged_source_is_refused_and_nothing_is_left(tmp_path):
-  bits = np.random.default_rng(0).integers(-2**31, 2**31, (64, 8)).astype(np.int32)
+  bits = np.random.default_rng(0).integers(-(2**31), 2**31, (64, 8)).astype(np.int32)
   with opened(tmp_path / 'run') as checkpointer:
     save(checkpointer, 3, new_state(3).replace(params={'kernel': jnp.asarray(bits)}))
     checkpointer.wait()
@@ -180,11 +203,17 @@ def test_a_budget_below_the_chunks_of_the_source_names_the_least(tmp_path):
   assert StateReader(tmp_path / 'new').chunk_bytes('params/dense/kernel') == 4 << 20
 
 
-@pytest.mark.parametrize('flags, words', [
-    (('--from=a',), '--to must be given'), (('--layout=8x',), 'no layout such as 8 or 8x2'),
-    (('--memory=lots',), 'no size such as 2GiB'), (('--scan', '--unscan'), 'not allowed with'),
+@pytest.mark.parametrize(
+  'flags, words',
+  [
+    (('--from=a',), '--to must be given'),
+    (('--layout=8x',), 'no layout such as 8 or 8x2'),
+    (('--memory=lots',), 'no size such as 2GiB'),
+    (('--scan', '--unscan'), 'not allowed with'),
     (('--drop_optimizer', '--optimizer_dtype=bfloat16', '--from=a', '--to=b'), 'means nothing'),
-    (('--gin_file=a.gin',), 'takes no configuration')])
+    (('--gin_file=a.gin',), 'takes no configuration'),
+  ],
+)
 def test_mistakes_are_named(flags, words):
   with pytest.raises(ConfigError, match=words):
     reshard.main(flags)
@@ -201,7 +230,7 @@ def test_an_existing_folder_is_not_overwritten(source, tmp_path):
 # ---- Kills ---------------------------------------------------------------------------------------
 
 # The process stops itself before piece number HOLD, in the middle of an array, until it is killed.
-HELD = '''
+HELD = """
 import os, pathlib, time
 from t5x_gpu.checkpoint.tools import reshard as resharding
 read, count = resharding._read, 0
@@ -215,15 +244,21 @@ def held(*args):
 resharding._read = held
 from t5x_gpu import cli, reshard
 cli.run_main(reshard.main)
-'''
+"""
 
 
 def big_params(folder: pathlib.Path, *, rows: int, cols: int = 256) -> pathlib.Path:
   """Writes parameters in chunks of 1 MiB at most."""
   folder.mkdir()
   shapes, rng = {'layers/w': (2, rows, cols), 'b': (5,)}, np.random.default_rng(0)
-  with ParamsWriter(folder, step=3, shapes=shapes, chunks={'layers/w': (1, 1024, cols), 'b': (5,)},
-                    about={}, compress=False) as writer:
+  with ParamsWriter(
+    folder,
+    step=3,
+    shapes=shapes,
+    chunks={'layers/w': (1, 1024, cols), 'b': (5,)},
+    about={},
+    compress=False,
+  ) as writer:
     for place in boxes(shapes['layers/w'], (1, 1024, cols)):
       size = [s.stop - s.start for s in place]
       writer.write('layers/w', place, rng.normal(size=size).astype(np.float32))
@@ -237,8 +272,11 @@ def test_reshard_killed_in_the_middle_goes_on_and_equals_the_one_that_nobody_tou
   assert run(*flags, f'--to={tmp_path / "whole"}').code == 0
   environment = {**os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu'}
   for hold in (12, 3):  # twice: the second one has gone on by then
-    with subprocess.Popen([sys.executable, '-c', HELD, *flags, f'--to={tmp_path / "cut"}'],
-                          cwd=tmp_path, env={**environment, 'HOLD': str(hold)}) as process:
+    with subprocess.Popen(
+      [sys.executable, '-c', HELD, *flags, f'--to={tmp_path / "cut"}'],
+      cwd=tmp_path,
+      env={**environment, 'HOLD': str(hold)},
+    ) as process:
       wait_for(tmp_path / 'held', process)
       process.send_signal(signal.SIGKILL)
     (tmp_path / 'held').unlink()
@@ -263,6 +301,7 @@ def wait_for(path: pathlib.Path, process: subprocess.Popen) -> None:
 def test_what_another_request_has_left_is_not_gone_on_with(tmp_path, source, monkeypatch):
   def stop(*args, **options):
     raise KeyboardInterrupt
+
   monkeypatch.setattr(resharding.StateWriter, 'close', stop)
   result = run(f'--from={source}', f'--to={tmp_path / "new"}', '--unscan')
   assert result.code == 130 and 'new is unfinished: the same command goes on.' in result.out
@@ -275,7 +314,8 @@ def test_what_another_request_has_left_is_not_gone_on_with(tmp_path, source, mon
 
 
 def test_a_full_disk_is_named_and_the_same_command_goes_on_when_there_is_room(
-    tmp_path, monkeypatch):
+  tmp_path, monkeypatch
+):
   big = big_params(tmp_path / 'run', rows=2048)  # 4 MiB
   with small_disk(tmp_path / 'disk', size='2m') as disk:
     flags = (f'--from={big}', f'--to={disk / "new"}', '--memory=16MiB')
@@ -307,10 +347,18 @@ def test_two_processes_do_not_write_one_folder(tmp_path, source):
 
 def peak_bytes(*flags: str) -> int:
   """Returns the most memory that a reshard has had in its own process."""
-  code = ('import resource, sys; from t5x_gpu import reshard; reshard.main(sys.argv[1:]); '
-          'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)')
-  done = subprocess.run([sys.executable, '-c', code, *flags], capture_output=True, text=True,
-                        cwd=REPOSITORY, timeout=DEADLINE_SECONDS, check=False)
+  code = (
+    'import resource, sys; from t5x_gpu import reshard; reshard.main(sys.argv[1:]); '
+    'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code, *flags],
+    capture_output=True,
+    text=True,
+    cwd=REPOSITORY,
+    timeout=DEADLINE_SECONDS,
+    check=False,
+  )
   assert done.returncode == 0, done.stderr
   return 1024 * int(done.stdout.split()[-1])
 
@@ -334,8 +382,9 @@ def test_training_goes_on_from_a_resharded_checkpoint_as_if_nothing_had_happened
   assert whole.run(num_devices=2, DROPOUT_RATE=0.1).code == 0
   for name, flags in (('chunks', ('--layout=4',)), ('layers', ('--unscan',))):
     new = Project(folder(tmp_path, name))
-    result = run(f'--from={whole.model_dir}', f'--to={new.model_dir}', '--step=10', '--verify',
-                 *flags)
+    result = run(
+      f'--from={whole.model_dir}', f'--to={new.model_dir}', '--step=10', '--verify', *flags
+    )
     assert result.code == 0, result.err
     result = new.run(num_devices=2, DROPOUT_RATE=0.1)
     assert result.code == 0, result.err
@@ -355,13 +404,19 @@ def test_eval_and_infer_find_the_same_in_an_unscanned_checkpoint(tmp_path):
   for project in (whole, layers):
     with compiled_kept_in(tmp_path / 'compiled'):
       evaluated = run_here(lambda: eval_lib.main(project.argv(TRAIN_STEPS=10)), num_devices=1)
-      written = run_here(lambda: infer.main([
-          f'--checkpoint={project.model_dir}', f'--prompts={tmp_path / "prompts.txt"}',
-          '--gin.DATA_MODULE=t5x_gpu.data.seqio_batches',
-          '--gin.DecodingConfig.max_decode_length=6']), num_devices=1)
+      written = run_here(
+        lambda: infer.main(
+          [
+            f'--checkpoint={project.model_dir}',
+            f'--prompts={tmp_path / "prompts.txt"}',
+            '--gin.DATA_MODULE=t5x_gpu.data.seqio_batches',
+            '--gin.DecodingConfig.max_decode_length=6',
+          ]
+        ),
+        num_devices=1,
+      )
     assert (evaluated.code, written.code) == (0, 0), evaluated.err + written.err
-    losses += [r['eval/loss'] for r in read_json_lines(
-        project.model_dir / 'eval/validation.jsonl')]
+    losses += [r['eval/loss'] for r in read_json_lines(project.model_dir / 'eval/validation.jsonl')]
     texts.append([json.loads(x) for x in written.out.splitlines() if x.startswith('{')])
   assert losses[0] == losses[1] and len(losses) == 2
   assert texts[0] == texts[1] and len(texts[0]) == 2

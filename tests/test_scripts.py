@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SCRIPTS = ROOT / 'scripts'
 
 # In the place of python: shows its arguments and what cluster.detect makes of its variables.
-PYTHON = f'''#!{sys.executable}
+PYTHON = f"""#!{sys.executable}
 import dataclasses, json, os, sys
 from t5x_gpu import cli
 from t5x_gpu.runtime.cluster import cluster
@@ -28,15 +28,15 @@ args = cli.parse_args('x', '', sys.argv[3:], extra=cluster.add_flags)
 info = cluster.detect(os.environ, num_gpus=4, **vars(args.extra))
 print(json.dumps(dict(module=sys.argv[1:3], gin=args.gin_files, bindings=args.bindings,
                       secret=os.environ['T5X_GPU_JOB_SECRET'], info=dataclasses.asdict(info))))
-'''
+"""
 # In the place of PALS's mpiexec: -n N --ppn M ... COMMAND, all processes one after the other.
-MPIEXEC = '''#!/bin/bash
+MPIEXEC = """#!/bin/bash
 count=$2 per_host=$4; shift 4
 while [[ $1 == --* ]]; do case $1 in --cpu-bind) shift 2;; *) shift;; esac; done
 for ((i = 0; i < count; i++)); do
   PALS_RANKID=$i PALS_LOCAL_RANKID=$((i % per_host)) PALS_LOCAL_SIZE=$per_host PALS_APID=1 "$@"
 done
-'''
+"""
 
 
 def executable(path: pathlib.Path, text: str) -> str:
@@ -58,11 +58,21 @@ def test_the_pbs_script_starts_one_process_per_gpu_that_know_who_they_are(tmp_pa
   (tmp_path / 'nodes').write_text('x3006c0\nx3006c1\n')
   environ = {k: v for k, v in os.environ.items() if k != 'JAX_PLATFORMS'}
   done = subprocess.run(
-      ['bash', SCRIPTS / 'train.pbs'], text=True, stdout=subprocess.PIPE, env={
-          **environ, 'PATH': f'{bin_folder}:{os.environ["PATH"]}', 'PYTHONPATH': str(ROOT),
-          'PYTHON': executable(tmp_path / 'python', PYTHON), 'PBS_O_WORKDIR': str(tmp_path),
-          'PBS_JOBID': '12.polaris', 'PBS_NODEFILE': str(tmp_path / 'nodes'),
-          'GIN_FILE': 'my.gin', 'FLAGS': '--gin.A=1 --gin.B=x'})
+    ['bash', SCRIPTS / 'train.pbs'],
+    text=True,
+    stdout=subprocess.PIPE,
+    env={
+      **environ,
+      'PATH': f'{bin_folder}:{os.environ["PATH"]}',
+      'PYTHONPATH': str(ROOT),
+      'PYTHON': executable(tmp_path / 'python', PYTHON),
+      'PBS_O_WORKDIR': str(tmp_path),
+      'PBS_JOBID': '12.polaris',
+      'PBS_NODEFILE': str(tmp_path / 'nodes'),
+      'GIN_FILE': 'my.gin',
+      'FLAGS': '--gin.A=1 --gin.B=x',
+    },
+  )
   told = [json.loads(line) for line in done.stdout.splitlines()]
   infos = [each['info'] for each in told]
   assert [info['process_index'] for info in infos] == list(range(8))
@@ -71,7 +81,7 @@ def test_the_pbs_script_starts_one_process_per_gpu_that_know_who_they_are(tmp_pa
   assert len({info['coordinator_address'] for info in infos}) == 1
   assert infos[0]['coordinator_address'].startswith('x3006c0:')
   assert told[3]['module'] == ['-m', 't5x_gpu.train']
-  secret, = {each['secret'] for each in told}
+  (secret,) = {each['secret'] for each in told}
   assert len(bytes.fromhex(secret)) == 32
   assert told[3]['gin'] == ['my.gin'] and told[3]['bindings'] == ['A=1', 'B=x']
 
@@ -79,14 +89,18 @@ def test_the_pbs_script_starts_one_process_per_gpu_that_know_who_they_are(tmp_pa
 def test_the_kubernetes_job_gives_each_pod_what_it_needs():
   service, job = yaml.safe_load_all((SCRIPTS / 'train_k8s.yaml').read_text())
   spec, pod = job['spec'], job['spec']['template']['spec']
-  container, = pod['containers']
+  (container,) = pod['containers']
   args = cli.parse_args('x', '', container['args'], extra=cluster.add_flags)
   assert (ROOT / args.gin_files[0]).exists()
   assert container['command'] == ['python', '-m', 't5x_gpu.train']
   count = spec['completions']
   assert spec['completionMode'] == 'Indexed' and spec['parallelism'] == count
-  infos = [cluster.detect({'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': str(i)},
-                          **vars(args.extra)) for i in range(count)]
+  infos = [
+    cluster.detect(
+      {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': str(i)}, **vars(args.extra)
+    )
+    for i in range(count)
+  ]
   assert [info.process_index for info in infos] == list(range(count))
   # A pod of an indexed job is called JOB-INDEX, and its address is that of its subdomain.
   assert service['spec']['clusterIP'] == 'None' and pod['subdomain'] == service['metadata']['name']
@@ -105,30 +119,42 @@ def test_the_kubernetes_job_acts_on_our_exit_codes():
   _, job = yaml.safe_load_all((SCRIPTS / 'train_k8s.yaml').read_text())
   spec, (container,) = job['spec'], job['spec']['template']['spec']['containers']
   rules = spec['podFailurePolicy']['rules']
-  action = {code: rule['action'] for rule in rules if 'onExitCodes' in rule
-            for code in rule['onExitCodes']['values']}
-  assert all(rule.get('onExitCodes', {}).get('containerName', 'train') == container['name']
-             for rule in rules)
+  action = {
+    code: rule['action']
+    for rule in rules
+    if 'onExitCodes' in rule
+    for code in rule['onExitCodes']['values']
+  }
+  assert all(
+    rule.get('onExitCodes', {}).get('containerName', 'train') == container['name'] for rule in rules
+  )
   environment = {each['name']: each.get('value') for each in container['env']}
-  assert action == {EXIT_PREEMPTED: 'Ignore', 128 + signal.SIGTERM: 'Ignore',
-                    int(environment[cli.CONFIG_ERROR_CODE]): 'FailJob',
-                    128 + signal.SIGINT: 'FailJob'}
+  assert action == {
+    EXIT_PREEMPTED: 'Ignore',
+    128 + signal.SIGTERM: 'Ignore',
+    int(environment[cli.CONFIG_ERROR_CODE]): 'FailJob',
+    128 + signal.SIGINT: 'FailJob',
+  }
   # Counted for each pod: a limit for all of them would shrink as pods are added.
-  assert 'backoffLimit' not in spec and spec['backoffLimitPerIndex'] and (
-      spec['maxFailedIndexes'] == 0)
+  assert (
+    'backoffLimit' not in spec and spec['backoffLimitPerIndex'] and (spec['maxFailedIndexes'] == 0)
+  )
 
 
 @pytest.mark.parametrize('flags, code', [(['--gin_file=nowhere.gin'], 78), (['--help'], 0)])
 def test_a_mistake_in_the_configuration_leaves_with_the_code_that_is_asked_for(
-    flags, code, monkeypatch):
+  flags, code, monkeypatch
+):
   monkeypatch.setenv(cli.CONFIG_ERROR_CODE, '78')
   assert run_here(lambda: train.main(flags)).code == code
 
 
 def test_the_slurm_script_asks_for_one_task_per_gpu():
-  options = dict(line.removeprefix('#SBATCH --').partition('=')[::2]
-                 for line in (SCRIPTS / 'train.slurm').read_text().splitlines()
-                 if line.startswith('#SBATCH'))
+  options = dict(
+    line.removeprefix('#SBATCH --').partition('=')[::2]
+    for line in (SCRIPTS / 'train.slurm').read_text().splitlines()
+    if line.startswith('#SBATCH')
+  )
   assert options['ntasks-per-node'] == options['gpus-per-node']
   assert options['signal'] == 'B:USR1@120' and options['open-mode'] == 'append'
   assert 'requeue' in options and 'gpus-per-task' not in options

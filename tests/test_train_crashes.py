@@ -10,7 +10,7 @@ from tests.helpers_crashes import MACROS, damaged, files_of_saves, is_saving, to
 from tests.helpers_train import Project
 
 # Held in the middle of deleting an old checkpoint: what makes it one is gone, its arrays are not.
-HELD_DELETION = '''
+HELD_DELETION = """
 import pathlib, shutil, time
 rmtree = shutil.rmtree
 def held(path, *args, **kwargs):
@@ -23,7 +23,7 @@ def held(path, *args, **kwargs):
 shutil.rmtree = held
 from t5x_gpu import cli, train
 cli.run_main(train.main)
-'''
+"""
 
 
 @pytest.fixture(scope='module')
@@ -86,7 +86,8 @@ def test_kill_9_while_an_old_checkpoint_is_deleted_leaves_no_half_of_it(project,
 
 @pytest.mark.slow
 def test_a_disk_that_turns_read_only_ends_the_run_by_name_and_the_same_command_goes_on(
-    project, untouched):
+  project, untouched
+):
   with helpers_disk.small_disk(project.folder / 'disk', size='8m') as disk:
     project.model_dir = disk / 'model'
     with project.start(**MACROS, SAVE_PERIOD=4, hold_before=6) as run:

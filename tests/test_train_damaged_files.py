@@ -11,8 +11,12 @@ from tests.helpers_train import Project
 
 SMALL = ('config.gin', 'config_origins.txt', 'metrics.jsonl', LOCK)
 DEEP = b'[' * 100_000 + b']' * 100_000
-GARBAGE = {'config.gin': b'\xff\xfe not text', 'config_origins.txt': b'\x80' * 10,
-           LOCK: b'\xff\xfe\x00', 'metrics.jsonl': b'{"step": ' + DEEP + b'}\n\xff\n'}
+GARBAGE = {
+  'config.gin': b'\xff\xfe not text',
+  'config_origins.txt': b'\x80' * 10,
+  LOCK: b'\xff\xfe\x00',
+  'metrics.jsonl': b'{"step": ' + DEEP + b'}\n\xff\n',
+}
 
 
 @pytest.fixture
@@ -37,8 +41,14 @@ def put(project: Project, kind: str) -> None:
       replace(path, kind)
 
 
-@pytest.mark.parametrize('kinds', [('garbage', 'full folder', 'looping link'), pytest.param(
-    ('nothing', 'folder', 'dangling link', 'pipe', 'zeros'), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+  'kinds',
+  [
+    ('garbage', 'full folder', 'looping link'),
+    pytest.param(('nothing', 'folder', 'dangling link', 'pipe', 'zeros'), marks=pytest.mark.slow),
+  ],
+  ids=str,
+)
 def test_a_restart_moves_damaged_files_aside_and_names_them(project, kinds):
   restart(project, 2)
   for number, kind in enumerate(kinds):
@@ -67,8 +77,13 @@ def test_metrics_keep_the_good_lines_of_a_damaged_file(project):
   assert (project.model_dir / 'corrupt_metrics.jsonl').read_bytes().startswith(b'{"step": [[')
 
 
-@pytest.mark.parametrize('damage', ['types', *(
-    pytest.param(kind, marks=pytest.mark.slow) for kind in ('deep', 'folder', 'looping link'))])
+@pytest.mark.parametrize(
+  'damage',
+  [
+    'types',
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('deep', 'folder', 'looping link')),
+  ],
+)
 def test_a_damaged_manifest_falls_back_to_the_older_checkpoint(project, damage):
   restart(project, 4)
   manifest = project.model_dir / 'checkpoint_4' / 'manifest' / 'metadata'

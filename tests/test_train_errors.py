@@ -32,7 +32,7 @@ def assert_refused(project: Project, *flags: str, says: list[str], **macros) -> 
     assert re.match(r'(\d.* WARNING .*\n)*[A-Z]\w+Error: ', result.err), result.err
     for part in says:
       assert part in result.err, f'{part!r} is not in:\n{result.err}'
-    errors.append(result.err[re.search(r'[A-Z]\w+Error: ', result.err).start():])
+    errors.append(result.err[re.search(r'[A-Z]\w+Error: ', result.err).start() :])
   assert errors[0] == errors[1]
   assert listing(project.folder) == before
   if not any(name.startswith('model/') for name in before):
@@ -53,13 +53,30 @@ def test_zero_periods_are_refused(project, macro):
 
 
 def test_the_best_of_what_is_never_evaluated_is_refused(project):
-  assert_refused(project, SAVE_PERIOD=2, EVAL_PERIOD=3, TRAIN_STEPS=6, says=[
-      'keep_best = 1', 'EVAL_PERIOD = 2'], **{'CheckpointConfig.keep_best': 1})
-  assert_refused(project, SAVE_PERIOD=2, EVAL_PERIOD=2, TRAIN_STEPS=6, says=['(never)'], **{
-      'CheckpointConfig.keep_best': 1, 'train.train_eval_dataset_cfg': None})
-  assert_refused(project, SAVE_PERIOD=2, EVAL_PERIOD=2, TRAIN_STEPS=6, says=[
-      "best_metric = 'eval/los'", "Did you mean 'eval/loss'"], **{
-          'CheckpointConfig.keep_best': 1, 'CheckpointConfig.best_metric': 'eval/los'})
+  assert_refused(
+    project,
+    SAVE_PERIOD=2,
+    EVAL_PERIOD=3,
+    TRAIN_STEPS=6,
+    says=['keep_best = 1', 'EVAL_PERIOD = 2'],
+    **{'CheckpointConfig.keep_best': 1},
+  )
+  assert_refused(
+    project,
+    SAVE_PERIOD=2,
+    EVAL_PERIOD=2,
+    TRAIN_STEPS=6,
+    says=['(never)'],
+    **{'CheckpointConfig.keep_best': 1, 'train.train_eval_dataset_cfg': None},
+  )
+  assert_refused(
+    project,
+    SAVE_PERIOD=2,
+    EVAL_PERIOD=2,
+    TRAIN_STEPS=6,
+    says=["best_metric = 'eval/los'", "Did you mean 'eval/loss'"],
+    **{'CheckpointConfig.keep_best': 1, 'CheckpointConfig.best_metric': 'eval/los'},
+  )
 
 
 def test_zero_steps_are_refused(project):
@@ -67,56 +84,87 @@ def test_zero_steps_are_refused(project):
 
 
 def test_sequences_of_length_zero_are_refused(project):
-  assert_refused(project, TASK_FEATURE_LENGTHS="{'targets': 0}",
-                 says=["'targets' has length 0", 'Set TASK_FEATURE_LENGTHS',
-                       'is set at --gin.TASK_FEATURE_LENGTHS'])
+  assert_refused(
+    project,
+    TASK_FEATURE_LENGTHS="{'targets': 0}",
+    says=[
+      "'targets' has length 0",
+      'Set TASK_FEATURE_LENGTHS',
+      'is set at --gin.TASK_FEATURE_LENGTHS',
+    ],
+  )
 
 
 def test_a_batch_that_the_data_axis_does_not_divide_is_refused(project):
-  assert_refused(project, BATCH_SIZE=12, says=['12', 'data', '8',
-                                               'BATCH_SIZE is set at --gin.BATCH_SIZE'])
+  assert_refused(
+    project, BATCH_SIZE=12, says=['12', 'data', '8', 'BATCH_SIZE is set at --gin.BATCH_SIZE']
+  )
 
 
 def test_an_evaluation_batch_that_the_mesh_does_not_divide_is_refused(project):
-  assert_refused(project, **{'train_eval/DatasetConfig.batch_size': 12}, says=[
-      'Evaluation batches of 12', '8 parts', 'is set at --gin.train_eval/DatasetConfig.batch_size'])
+  assert_refused(
+    project,
+    **{'train_eval/DatasetConfig.batch_size': 12},
+    says=[
+      'Evaluation batches of 12',
+      '8 parts',
+      'is set at --gin.train_eval/DatasetConfig.batch_size',
+    ],
+  )
 
 
 def test_a_batch_that_the_microbatches_do_not_divide_is_refused(project):
-  assert_refused(project, NUM_MICROBATCHES=3, says=['BATCH_SIZE = 8', 'num_microbatches = 3',
-                                                    '1, 2, 4, 8'])
+  assert_refused(
+    project, NUM_MICROBATCHES=3, says=['BATCH_SIZE = 8', 'num_microbatches = 3', '1, 2, 4, 8']
+  )
 
 
 def test_three_partitions_of_eight_devices_are_refused_with_the_legal_numbers(project):
-  assert_refused(project, NUM_PARTITIONS=3, says=['MeshError', '8', '3', '1, 2, 4 or 8',
-                                                  'NUM_PARTITIONS'])
+  assert_refused(
+    project, NUM_PARTITIONS=3, says=['MeshError', '8', '3', '1, 2, 4 or 8', 'NUM_PARTITIONS']
+  )
 
 
 def test_an_unwritable_model_dir_is_refused(project):
   (project.folder / 'file').write_text('not a folder')
-  assert_refused(project, MODEL_DIR=project.folder / 'file' / 'model',
-                 says=['CheckpointError', 'cannot be written to: Not a directory', 'MODEL_DIR'])
+  assert_refused(
+    project,
+    MODEL_DIR=project.folder / 'file' / 'model',
+    says=['CheckpointError', 'cannot be written to: Not a directory', 'MODEL_DIR'],
+  )
 
 
 def test_a_model_dir_of_an_unknown_kind_is_refused(project):
   # A local folder called "hdfs:" would be made without a word.
-  assert_refused(project, MODEL_DIR='hdfs://bucket/run', says=[
+  assert_refused(
+    project,
+    MODEL_DIR='hdfs://bucket/run',
+    says=[
       "'hdfs://bucket/run' is an address of hdfs://, which is not supported",
-      'is set at --gin.MODEL_DIR'])
+      'is set at --gin.MODEL_DIR',
+    ],
+  )
 
 
 def test_a_data_module_that_is_not_there_is_refused(project):
-  assert_refused(project, DATA_MODULE='t5x_gpu.data.synthetics',
-                 says=["'t5x_gpu.data.synthetics' cannot be imported", 'DatasetConfig.module'])
+  assert_refused(
+    project,
+    DATA_MODULE='t5x_gpu.data.synthetics',
+    says=["'t5x_gpu.data.synthetics' cannot be imported", 'DatasetConfig.module'],
+  )
 
 
 @pytest.fixture
 def sampling(project):
   """A project whose runs end with a sample."""
-  project.gin_file.write_text(project.gin_file.read_text() + (
+  project.gin_file.write_text(
+    project.gin_file.read_text()
+    + (
       'from t5x_gpu.models import decoding\n'
       'train_script.train.sample_cfg = @decoding.SampleConfig()\n'
-      "decoding.SampleConfig.prompt = 'def '\n"))
+      "decoding.SampleConfig.prompt = 'def '\n"
+    )
+  )
   return project
 
 
@@ -125,28 +173,45 @@ def test_a_sample_of_batches_without_text_is_refused_before_the_first_step(sampl
 
 
 @pytest.mark.tf
-@pytest.mark.parametrize('sample, fix', [
+@pytest.mark.parametrize(
+  'sample, fix',
+  [
     ({'num_tokens': 29}, 'Set SampleConfig.num_tokens to 1 to 28.'),
     ({'num_tokens': 0}, 'Set SampleConfig.num_tokens to 1 to 28.'),
     ({'prompt': 'x' * 32}, 'Set SampleConfig.prompt to a text of 1 to 31 tokens.'),
-], ids=['too_long', 'nothing', 'prompt_too_long'])
+  ],
+  ids=['too_long', 'nothing', 'prompt_too_long'],
+)
 def test_a_sample_that_does_not_fit_is_refused_before_the_first_step(sampling, sample, fix):
-  assert_refused(sampling, DATA_MODULE='t5x_gpu.data.seqio_batches', says=[
-      'the model takes 32 in all', fix, 'TASK_FEATURE_LENGTHS is set at'],
-      **{f'SampleConfig.{name}': value for name, value in sample.items()})
+  assert_refused(
+    sampling,
+    DATA_MODULE='t5x_gpu.data.seqio_batches',
+    says=['the model takes 32 in all', fix, 'TASK_FEATURE_LENGTHS is set at'],
+    **{f'SampleConfig.{name}': value for name, value in sample.items()},
+  )
 
 
 @pytest.mark.tf
-@pytest.mark.parametrize('macros, says', [
-    ({'MIXTURE_OR_TASK_NAME': 'python_sauce'},
-     ["No SeqIO Task or Mixture is called 'python_sauce'. Did you mean 'python_source'"]),
-    ({'MIXTURE_OR_TASK_NAME': 'text_files:empty*.txt'},
-     ['All 20 files', 'are empty', 'MIXTURE_OR_TASK_NAME']),
+@pytest.mark.parametrize(
+  'macros, says',
+  [
+    (
+      {'MIXTURE_OR_TASK_NAME': 'python_sauce'},
+      ["No SeqIO Task or Mixture is called 'python_sauce'. Did you mean 'python_source'"],
+    ),
+    (
+      {'MIXTURE_OR_TASK_NAME': 'text_files:empty*.txt'},
+      ['All 20 files', 'are empty', 'MIXTURE_OR_TASK_NAME'],
+    ),
     ({'MIXTURE_OR_TASK_NAME': 'text_files:none*.txt'}, ['none*.txt']),
     ({'TransformerConfig.vocab_size': 128}, ['259', '128', "Set the model's vocab_size"]),
-    ({'MIXTURE_OR_TASK_NAME': 'wmt_ende', 'TASK_FEATURE_LENGTHS': "{'inputs': 32, 'targets': 32}"},
-     ['wmt_t2t_translate', 'prepare_tfds wmt_t2t_translate', '--tfds_data_dir']),
-], ids=['no_such_task', 'empty_task', 'no_such_file', 'vocabulary_too_large', 'no_tfds_data'])
+    (
+      {'MIXTURE_OR_TASK_NAME': 'wmt_ende', 'TASK_FEATURE_LENGTHS': "{'inputs': 32, 'targets': 32}"},
+      ['wmt_t2t_translate', 'prepare_tfds wmt_t2t_translate', '--tfds_data_dir'],
+    ),
+  ],
+  ids=['no_such_task', 'empty_task', 'no_such_file', 'vocabulary_too_large', 'no_tfds_data'],
+)
 def test_data_that_cannot_be_read_is_refused(project, monkeypatch, macros, says):
   monkeypatch.setenv('TFDS_DATA_DIR', str(project.folder / 'tfds'))
   for i in range(20):
@@ -157,9 +222,14 @@ def test_data_that_cannot_be_read_is_refused(project, monkeypatch, macros, says)
 @pytest.mark.tf
 def test_the_folder_of_tfds_data_is_that_of_the_flag(project):
   data = project.folder / 'tfds_of_mine'
-  with project.start(f'--tfds_data_dir={data}', '--dry_run', held_module='unused',
-                     DATA_MODULE='t5x_gpu.data.seqio_batches', MIXTURE_OR_TASK_NAME='wmt_ende',
-                     TASK_FEATURE_LENGTHS="{'inputs': 32, 'targets': 32}") as run:
+  with project.start(
+    f'--tfds_data_dir={data}',
+    '--dry_run',
+    held_module='unused',
+    DATA_MODULE='t5x_gpu.data.seqio_batches',
+    MIXTURE_OR_TASK_NAME='wmt_ende',
+    TASK_FEATURE_LENGTHS="{'inputs': 32, 'targets': 32}",
+  ) as run:
     assert run.finish() == 1
   assert f'{data}/wmt_t2t_translate/de-en/1.0.0 does not exist' in run.err
 
@@ -174,43 +244,70 @@ def trained(tmp_path_factory):
 
 
 def test_a_checkpoint_of_another_size_is_refused_by_array_names(trained):
-  assert_refused(trained, TRAIN_STEPS=4, **{'TransformerConfig.embed_dim': 32}, says=[
-      'CheckpointError', 'checkpoint_2 holds another model or optimizer',
+  assert_refused(
+    trained,
+    TRAIN_STEPS=4,
+    **{'TransformerConfig.embed_dim': 32},
+    says=[
+      'CheckpointError',
+      'checkpoint_2 holds another model or optimizer',
       'params/decoder_norm/scale: float32[16] in the checkpoint, float32[32] in the model.',
-      'Set another MODEL_DIR', 'MODEL_DIR is set at --gin.MODEL_DIR'])
+      'Set another MODEL_DIR',
+      'MODEL_DIR is set at --gin.MODEL_DIR',
+    ],
+  )
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused_by_array_names(trained):
   adafactor = copy.copy(trained)
   adafactor.gin_file = trained.folder / 'adafactor.gin'
-  adafactor.gin_file.write_text(trained.gin_file.read_text().replace('pretrain.gin',
-                                                                     'pretrain_t5.gin'))
-  assert_refused(adafactor, TRAIN_STEPS=4, says=[
+  adafactor.gin_file.write_text(
+    trained.gin_file.read_text().replace('pretrain.gin', 'pretrain_t5.gin')
+  )
+  assert_refused(
+    adafactor,
+    TRAIN_STEPS=4,
+    says=[
       'checkpoint_2 holds another model or optimizer',
-      'The parameters are the same, the optimizer state is not:', 'opt_state/0/mu/',
-      'in the checkpoint, not in the model', 'not in the checkpoint'])
+      'The parameters are the same, the optimizer state is not:',
+      'opt_state/0/mu/',
+      'in the checkpoint, not in the model',
+      'not in the checkpoint',
+    ],
+  )
 
 
 def test_other_data_on_resume_is_refused_by_what_differs_before_anything_compiles(trained):
   compiled = trained.folder.parent / 'compiled'
   before = listing(compiled)
-  assert_refused(trained, TRAIN_STEPS=4, RANDOM_SEED=1, says=[
-      'DataError: The data is not what the checkpoint was trained on', 'seed: saved 0, now 1'])
+  assert_refused(
+    trained,
+    TRAIN_STEPS=4,
+    RANDOM_SEED=1,
+    says=['DataError: The data is not what the checkpoint was trained on', 'seed: saved 0, now 1'],
+  )
   assert not listing(compiled).keys() - before.keys()
 
 
 def test_a_next_batch_that_is_not_the_one_saved_is_refused(trained, monkeypatch):
   """The data says of itself that it is the same, and gives other tokens."""
   (trained.folder / 'other_data.py').write_text(
-      'from t5x_gpu.data import synthetic\nvocabulary = synthetic.vocabulary\n'
-      'class Other(synthetic.SyntheticBatches):\n'
-      '  def _batch(self, step):\n    return super()._batch(step + 7)\n'
-      'def open_batches(config, *, spec, feature_converter, repeat=True):\n'
-      '  return Other(spec, seed=config.seed, num_batches=None if repeat else 8)\n')
+    'from t5x_gpu.data import synthetic\nvocabulary = synthetic.vocabulary\n'
+    'class Other(synthetic.SyntheticBatches):\n'
+    '  def _batch(self, step):\n    return super()._batch(step + 7)\n'
+    'def open_batches(config, *, spec, feature_converter, repeat=True):\n'
+    '  return Other(spec, seed=config.seed, num_batches=None if repeat else 8)\n'
+  )
   monkeypatch.syspath_prepend(str(trained.folder))
-  assert_refused(trained, TRAIN_STEPS=4, DATA_MODULE='other_data', says=[
+  assert_refused(
+    trained,
+    TRAIN_STEPS=4,
+    DATA_MODULE='other_data',
+    says=[
       'DataError: The next batch is not the one that this run would have taken (hash ',
-      'start a new MODEL_DIR'])
+      'start a new MODEL_DIR',
+    ],
+  )
 
 
 def test_checkpoints_of_which_no_array_is_whole_are_refused(trained):
@@ -221,9 +318,16 @@ def test_checkpoints_of_which_no_array_is_whole_are_refused(trained):
   (damaged.model_dir / LOCK).unlink(missing_ok=True)
   for path in damaged.model_dir.glob('checkpoint_*/state/**/d/*'):
     os.truncate(path, path.stat().st_size // 2)
-  assert_refused(damaged, TRAIN_STEPS=4, says=[
-      'CheckpointError: None of the 1 checkpoints in', 'checkpoint_2: ValueError:',
-      'Set another MODEL_DIR to start anew', 'is set at --gin.MODEL_DIR'])
+  assert_refused(
+    damaged,
+    TRAIN_STEPS=4,
+    says=[
+      'CheckpointError: None of the 1 checkpoints in',
+      'checkpoint_2: ValueError:',
+      'Set another MODEL_DIR to start anew',
+      'is set at --gin.MODEL_DIR',
+    ],
+  )
 
 
 def test_steps_already_done_exit_0_say_so_and_change_nothing(trained):
@@ -239,8 +343,12 @@ def test_steps_already_done_exit_0_say_so_and_change_nothing(trained):
 def test_an_empty_validation_split_is_an_error_only_where_it_is_evaluated(tmp_path):
   project = Project(tmp_path)  # one text, one hash: all of it goes to the training split
   (tmp_path / 'a.txt').write_text('the same\n' * 100)
-  macros = {'DATA_MODULE': 't5x_gpu.data.seqio_batches', 'TRAIN_STEPS': 1, 'WARMUP_STEPS': 1,
-            'MIXTURE_OR_TASK_NAME': f'text_lines:{tmp_path}/a.txt'}
+  macros = {
+    'DATA_MODULE': 't5x_gpu.data.seqio_batches',
+    'TRAIN_STEPS': 1,
+    'WARMUP_STEPS': 1,
+    'MIXTURE_OR_TASK_NAME': f'text_lines:{tmp_path}/a.txt',
+  }
   assert_refused(project, **macros, EVAL_PERIOD=1, says=["has no example in split 'validation'"])
   result = project.run(**macros)
   assert result.code == 0, result.err

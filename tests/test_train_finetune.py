@@ -16,11 +16,11 @@ from t5x_gpu.models.lora import LoraModel, without_adapters
 from tests.checkpoint.hf_files import CONFIGS, write_model
 from tests.helpers_train import TINY_GIN, Project, listing
 
-START = '''
+START = """
 from t5x_gpu.checkpoint import initialize
 train_script.train.initialize_from = @initialize.RestoreConfig()
 initialize.RestoreConfig.path = '%s'
-'''
+"""
 
 
 @pytest.fixture(scope='module')
@@ -58,8 +58,12 @@ def test_resume_goes_on_as_the_other_run_did_and_leaves_it_alone(tmp_path, base)
   assert project.metrics() == {step: losses[step] for step in (3, 4)}  # data, optimizer, schedule
   assert listing(base.model_dir) == before
   assert origin(project, 4) == {
-      'checkpoint': f'{base.model_dir}/checkpoint_2', 'step': 2, 'mode': 'resume', 'pattern': None,
-      'assignment_map': []}
+    'checkpoint': f'{base.model_dir}/checkpoint_2',
+    'step': 2,
+    'mode': 'resume',
+    'pattern': None,
+    'assignment_map': [],
+  }
 
 
 def test_warm_start_takes_parameters_and_nothing_else(tmp_path, base):
@@ -67,8 +71,9 @@ def test_warm_start_takes_parameters_and_nothing_else(tmp_path, base):
   result = project.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=1)
   assert result.code == 0, result.err
   count = len(parameters(base.model_dir, 4))
-  assert (f'Starting from {base.model_dir}/checkpoint_4 (warm_start): {count} of {count} '
-          'parameters') in result.out
+  assert (
+    f'Starting from {base.model_dir}/checkpoint_4 (warm_start): {count} of {count} parameters'
+  ) in result.out
   assert 'untrained' not in result.err  # the first loss is not that of guessing, and should not be
   assert sorted(project.metrics()) == [1]
   want, got = parameters(base.model_dir, 4), parameters(project.model_dir, 1)
@@ -83,11 +88,11 @@ def test_warm_start_takes_parameters_and_nothing_else(tmp_path, base):
 
 @pytest.mark.slow
 def test_partial_takes_what_matches_on_any_mesh(tmp_path, base):
-  layouts = '''
+  layouts = """
 from t5x_gpu.partitioning import partitioner
 partitioner.Partitioner.fsdp = 2
 partitioner.Partitioner.num_partitions = 2
-'''
+"""
   project = started(tmp_path, base.model_dir, mode='partial', pattern=r'layers/.*|decoder_norm/.*')
   project.gin_file.write_text(project.gin_file.read_text() + layouts)
   dry = project.run('--dry_run', TRAIN_STEPS=1)
@@ -98,8 +103,11 @@ partitioner.Partitioner.num_partitions = 2
   same = {name for name in want if np.array_equal(want[name], got[name])}
   assert same == {n for n in want if n.startswith(('layers/', 'decoder_norm/'))}
   for name in want:
-    row = next(line for line in dry.out.splitlines() if line.startswith(f'  {name} ')
-               and line.endswith(('checkpoint', 'new')))
+    row = next(
+      line
+      for line in dry.out.splitlines()
+      if line.startswith(f'  {name} ') and line.endswith(('checkpoint', 'new'))
+    )
     assert row.endswith('checkpoint' if name in same else 'new')
 
 
@@ -107,8 +115,9 @@ def test_checkpoints_with_parameters_only_start_a_run(tmp_path, base):
   values = parameters(base.model_dir, 4)
   shapes = {name: a.shape for name, a in values.items()}
   (tmp_path / 'converted').mkdir()
-  with ParamsWriter(tmp_path / 'converted', step=7, shapes=shapes, chunks=shapes, about={},
-                    compress=False) as writer:
+  with ParamsWriter(
+    tmp_path / 'converted', step=7, shapes=shapes, chunks=shapes, about={}, compress=False
+  ) as writer:
     for name, value in values.items():
       writer.write(name, (), value)
   project = started(tmp_path, tmp_path / 'converted')
@@ -118,22 +127,23 @@ def test_checkpoints_with_parameters_only_start_a_run(tmp_path, base):
   for name in values:
     np.testing.assert_array_equal(got[name], values[name], err_msg=name)
 
-  refused = project.run("--gin.RestoreConfig.mode='resume'", TRAIN_STEPS=1,
-                        MODEL_DIR=tmp_path / 'other')
+  refused = project.run(
+    "--gin.RestoreConfig.mode='resume'", TRAIN_STEPS=1, MODEL_DIR=tmp_path / 'other'
+  )
   assert refused.code == 1 and 'parameters only' in refused.err
   assert "mode = 'warm_start'" in refused.err
   refused = project.run(TRAIN_STEPS=1, MODEL_DIR=tmp_path / 'converted')
   assert refused.code == 1 and 'RestoreConfig.path' in refused.err
 
 
-LORA = '''
+LORA = """
 from t5x_gpu.models import lora
 train_script.train.model = @lora.LoraModel()
 lora.LoraModel:
   model = %MODEL
   rank = 2
   pattern = r'layers/.*/kernel'
-'''
+"""
 
 
 def test_adapters_are_trained_on_a_pretrained_model_saved_restored_and_merged(tmp_path, base):
@@ -159,19 +169,22 @@ def test_adapters_are_trained_on_a_pretrained_model_saved_restored_and_merged(tm
   assert uninterrupted.run(TRAIN_STEPS=4).code == 0
   assert project.metrics() == uninterrupted.metrics()
 
-  assert convert.main([f'--from={project.model_dir}', f'--to={tmp_path / "merged"}',
-                       '--format=t5x_gpu']) == 0
+  assert (
+    convert.main([f'--from={project.model_dir}', f'--to={tmp_path / "merged"}', '--format=t5x_gpu'])
+    == 0
+  )
   plain = started(tmp_path / 'plain', tmp_path / 'merged')
   result = plain.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=1)
   assert result.code == 0, result.err
-  assert plain.metrics('eval/loss')[1] == pytest.approx(
-      project.metrics('eval/loss')[4], rel=1e-5)
+  assert plain.metrics('eval/loss')[1] == pytest.approx(project.metrics('eval/loss')[4], rel=1e-5)
 
 
 def test_the_examples_of_the_page_are_runs_from_a_converted_llama(tmp_path, monkeypatch):
   page = (pathlib.Path(__file__).parents[1] / 'docs' / 'finetune.md').read_text()
-  plain, lora = (next(block for block in re.findall(r'```text\n(.*?)```', page, re.DOTALL)
-                      if word in block) for word in ("include 'runs/llama", 'lora.LoraModel'))
+  plain, lora = (
+    next(block for block in re.findall(r'```text\n(.*?)```', page, re.DOTALL) if word in block)
+    for word in ("include 'runs/llama", 'lora.LoraModel')
+  )
   monkeypatch.chdir(tmp_path)
   write_model(tmp_path / 'hf', {**CONFIGS['llama'], 'max_position_embeddings': 1024})
   pathlib.Path('hf/tokenizer.json').write_text('{"model": {"vocab": {"a": 1}}}')

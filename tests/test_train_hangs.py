@@ -9,7 +9,7 @@ from t5x_gpu.runtime.watchdog import EXIT_STUCK
 from tests.helpers_train import TINY_GIN, Project
 
 # A driver that hangs when JAX looks for devices: JAX imports all of `jax_plugins` for that.
-HANGING_PLUGIN = '''
+HANGING_PLUGIN = """
 import pathlib
 import time
 
@@ -20,9 +20,9 @@ def initialize():
       time.sleep(600)
     except KeyboardInterrupt:
       pass
-'''
+"""
 # A model whose first parameters never come: a callback on the device waits for ever.
-HANGING_MODEL = '''
+HANGING_MODEL = """
 import ctypes
 import dataclasses
 import pathlib
@@ -49,14 +49,21 @@ class Hanging:
     params = self.inner.init(key, spec)
     wait = lambda x: jax.pure_callback(_never, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
     return jax.tree.map(wait, params)
-'''
-HANGING_GIN = TINY_GIN.replace('from t5x_gpu.models import config\n', (
-    'from t5x_gpu.models import config\nfrom t5x_gpu.models import decoder_only\n'
-    'from t5x_gpu.runtime import watchdog\nimport hanging\n')) + '''
+"""
+HANGING_GIN = (
+  TINY_GIN.replace(
+    'from t5x_gpu.models import config\n',
+    (
+      'from t5x_gpu.models import config\nfrom t5x_gpu.models import decoder_only\n'
+      'from t5x_gpu.runtime import watchdog\nimport hanging\n'
+    ),
+  )
+  + """
 train_script.train.model = @hanging.Hanging()
 hanging.Hanging.inner = @decoder_only.DecoderOnlyModel()
 train_script.train.watchdog_cfg = @watchdog.WatchdogConfig()
-'''
+"""
+)
 
 
 @pytest.fixture
@@ -87,8 +94,10 @@ def test_the_watchdog_covers_the_wait_for_the_first_state(project):
 
 def test_two_ctrl_cs_end_a_run_that_waits_for_its_first_state(project):
   # A shell starts what it runs in the background with SIGINT ignored, the tests maybe.
-  script = ('import signal; signal.signal(signal.SIGINT, signal.default_int_handler); '
-            'from t5x_gpu import cli, train; cli.run_main(train.main)')
+  script = (
+    'import signal; signal.signal(signal.SIGINT, signal.default_int_handler); '
+    'from t5x_gpu import cli, train; cli.run_main(train.main)'
+  )
   with project.start(script=script) as run:
     run.wait_for(run.held)
     run.popen.send_signal(signal.SIGINT)

@@ -9,7 +9,8 @@ from t5x_gpu.checkpoint.manifest import STARTED_FROM
 from tests.helpers_train import WATCHED_BATCHES, Project, listing
 
 # A user's own data module, whose training batches end with an error at number $FAIL_AT.
-FAILING_DATA = '''"""Synthetic batches; before batch number $FAIL_AT something fails."""
+FAILING_DATA = (
+  '''"""Synthetic batches; before batch number $FAIL_AT something fails."""
 
 import os
 
@@ -20,7 +21,9 @@ def before(number):
   if str(number) == os.environ.get('FAIL_AT'):
     raise ValueError('The network of the data is gone.')
 
-''' + WATCHED_BATCHES
+'''
+  + WATCHED_BATCHES
+)
 
 
 @pytest.fixture
@@ -32,10 +35,18 @@ def project(tmp_path, monkeypatch) -> Project:
 
 
 def run(project: Project, *flags: str, **macros):
-  return project.run(*flags, num_devices=1, **{
-      'DATA_MODULE': 'failing_data', 'SAVE_PERIOD': 8, 'TRAIN_STEPS': 16,
+  return project.run(
+    *flags,
+    num_devices=1,
+    **{
+      'DATA_MODULE': 'failing_data',
+      'SAVE_PERIOD': 8,
+      'TRAIN_STEPS': 16,
       'CheckpointConfig.local_checkpoint_dir': project.folder / '$LOCAL_OF_TEST',
-      'CheckpointConfig.local_period': 2, **macros})
+      'CheckpointConfig.local_period': 2,
+      **macros,
+    },
+  )
 
 
 def test_a_run_goes_on_from_a_local_step_and_a_dry_run_says_so(project, monkeypatch):
@@ -63,5 +74,7 @@ def test_a_run_goes_on_from_a_local_step_and_a_dry_run_says_so(project, monkeypa
   whole = project.folder / 'whole'
   assert run(project, MODEL_DIR=whole).code == 0
   assert project.metrics() == project.metrics(model_dir=whole)
-  assert StateReader(project.model_dir, step=16).manifest['checksums'] == (
-      StateReader(whole, step=16).manifest['checksums'])
+  assert (
+    StateReader(project.model_dir, step=16).manifest['checksums']
+    == (StateReader(whole, step=16).manifest['checksums'])
+  )

@@ -12,10 +12,10 @@ from tests.helpers_train import Project
 from tests.parity.tolerances import MESH_LOSS
 
 MESHES = {
-    'one_device': (1, {}),
-    'data8': (8, {}),
-    'fsdp8': (8, {'Partitioner.data': 1, 'Partitioner.fsdp': 8}),
-    'model8': (8, {'NUM_PARTITIONS': 8}),
+  'one_device': (1, {}),
+  'data8': (8, {}),
+  'fsdp8': (8, {'Partitioner.data': 1, 'Partitioner.fsdp': 8}),
+  'model8': (8, {'NUM_PARTITIONS': 8}),
 }
 MACROS = {'DROPOUT_RATE': 0.1, 'SAVE_PERIOD': 4, 'TRAIN_STEPS': 8}
 
@@ -23,30 +23,45 @@ MACROS = {'DROPOUT_RATE': 0.1, 'SAVE_PERIOD': 4, 'TRAIN_STEPS': 8}
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory) -> Callable[[str], Project]:
   """Returns run(mesh) -> the project after eight steps, saved at steps 4 and 8."""
+
   @functools.cache
   def run(name):
     project, (num_devices, macros) = Project(tmp_path_factory.mktemp(name)), MESHES[name]
     result = project.run(num_devices=num_devices, **MACROS, **macros)
     assert result.code == 0, result.err
     return project
+
   return run
 
 
-@pytest.mark.parametrize('mesh', [
-    'fsdp8', *(pytest.param(name, marks=pytest.mark.slow) for name in ('data8', 'model8'))])
+@pytest.mark.parametrize(
+  'mesh', ['fsdp8', *(pytest.param(name, marks=pytest.mark.slow) for name in ('data8', 'model8'))]
+)
 def test_losses_on_eight_devices_are_those_of_one(runs, mesh):
   want, got = runs('one_device').metrics(), runs(mesh).metrics()
   np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=MESH_LOSS)
   assert len(set(want.values())) == 8
 
 
-@pytest.mark.parametrize('written_on, read_on', [
-    ('one_device', 'fsdp8'), ('fsdp8', 'one_device'),
-    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (
-        ('one_device', 'data8'), ('data8', 'fsdp8'), ('fsdp8', 'model8'),
-        ('model8', 'one_device')))])
+@pytest.mark.parametrize(
+  'written_on, read_on',
+  [
+    ('one_device', 'fsdp8'),
+    ('fsdp8', 'one_device'),
+    *(
+      pytest.param(*pair, marks=pytest.mark.slow)
+      for pair in (
+        ('one_device', 'data8'),
+        ('data8', 'fsdp8'),
+        ('fsdp8', 'model8'),
+        ('model8', 'one_device'),
+      )
+    ),
+  ],
+)
 def test_a_checkpoint_continues_on_another_mesh_with_the_same_losses(
-    runs, tmp_path, written_on, read_on):
+  runs, tmp_path, written_on, read_on
+):
   project = Project(tmp_path)
   shutil.copytree(runs(written_on).model_dir, project.model_dir)
   shutil.rmtree(project.model_dir / 'checkpoint_8')
@@ -55,8 +70,9 @@ def test_a_checkpoint_continues_on_another_mesh_with_the_same_losses(
   assert result.code == 0 and 'Continuing from' in result.out, result.err
   want, got = runs(written_on).metrics(), project.metrics()
   assert [got[step] for step in range(1, 5)] == [want[step] for step in range(1, 5)]
-  np.testing.assert_allclose([got[step] for step in range(5, 9)],
-                             [want[step] for step in range(5, 9)], rtol=MESH_LOSS)
+  np.testing.assert_allclose(
+    [got[step] for step in range(5, 9)], [want[step] for step in range(5, 9)], rtol=MESH_LOSS
+  )
 
 
 def test_four_microbatches_give_the_losses_of_one(tmp_path):

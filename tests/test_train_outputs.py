@@ -10,8 +10,15 @@ from t5x_gpu import train
 from t5x_gpu.metrics.writers import read_json_lines
 from tests.helpers_train import TINY_GIN, Project, compiled_kept_in, listing, run_here
 
-PROMISED = ('train/loss', 'train/accuracy', 'train/grad_norm', 'train/learning_rate',
-            'train/step_seconds', 'train/tokens_per_second', 'train/input_wait_fraction')
+PROMISED = (
+  'train/loss',
+  'train/accuracy',
+  'train/grad_norm',
+  'train/learning_rate',
+  'train/step_seconds',
+  'train/tokens_per_second',
+  'train/input_wait_fraction',
+)
 
 
 @pytest.fixture(scope='module')
@@ -38,17 +45,30 @@ def test_the_last_step_is_saved_and_the_last_three_checkpoints_stay(finished):
 def test_a_checkpoint_holds_the_evaluation_of_its_step_if_there_was_one(finished):
   records = read_json_lines(finished.model_dir / 'metrics.jsonl')
   measured = {r['step']: r['eval/loss'] for r in records if 'eval/loss' in r}
-  saved = {step: json.loads((finished.model_dir / f'checkpoint_{step}/manifest/metadata')
-                            .read_text())['metrics'] for step in (6, 8, 9)}
+  saved = {
+    step: json.loads((finished.model_dir / f'checkpoint_{step}/manifest/metadata').read_text())[
+      'metrics'
+    ]
+    for step in (6, 8, 9)
+  }
   assert saved[8] is None
   assert {step: saved[step]['eval/loss'] for step in (6, 9)} == {
-      step: measured[step] for step in (6, 9)}
+    step: measured[step] for step in (6, 9)
+  }
 
 
 def test_nothing_unexpected_is_left_in_model_dir(finished):
   names = sorted(p.name for p in finished.model_dir.iterdir())
-  assert names == ['checkpoint_6', 'checkpoint_8', 'checkpoint_9', 'config.gin',
-                   'config_origins.txt', 'loss.png', 'metrics.jsonl', 'tensorboard']
+  assert names == [
+    'checkpoint_6',
+    'checkpoint_8',
+    'checkpoint_9',
+    'config.gin',
+    'config_origins.txt',
+    'loss.png',
+    'metrics.jsonl',
+    'tensorboard',
+  ]
 
 
 def test_the_picture_of_the_loss_is_a_png_of_some_size(finished):
@@ -64,10 +84,10 @@ def test_tensorboard_events_hold_the_numbers_of_the_metrics_file(finished):
   for path in (finished.model_dir / 'tensorboard').iterdir():
     content = path.read_bytes()
     while content:  # length, its checksum, the event, its checksum
-      length, = struct.unpack('<Q', content[:8])
-      event = event_pb2.Event.FromString(content[12:12 + length])
+      (length,) = struct.unpack('<Q', content[:8])
+      event = event_pb2.Event.FromString(content[12 : 12 + length])
       found.update({(event.step, v.tag): v.simple_value for v in event.summary.value})
-      content = content[16 + length:]
+      content = content[16 + length :]
   records = read_json_lines(finished.model_dir / 'metrics.jsonl')
   wanted = {(r['step'], k): v for r in records for k, v in r.items() if k != 'step'}
   assert found.keys() == wanted.keys()
@@ -77,8 +97,11 @@ def test_tensorboard_events_hold_the_numbers_of_the_metrics_file(finished):
 def test_the_saved_config_gives_the_same_run(finished, tmp_path):
   model_dir = tmp_path / 'again'
   with compiled_kept_in(tmp_path.parent / 'compiled'):
-    result = run_here(lambda: train.main([f'--gin_file={finished.model_dir}/config.gin',
-                                          f'--gin.MODEL_DIR={model_dir}']))
+    result = run_here(
+      lambda: train.main(
+        [f'--gin_file={finished.model_dir}/config.gin', f'--gin.MODEL_DIR={model_dir}']
+      )
+    )
   assert result.code == 0, result.err
   assert finished.metrics(model_dir=model_dir) == finished.metrics()
   assert finished.metrics('eval/loss', model_dir=model_dir) == finished.metrics('eval/loss')
@@ -92,8 +115,13 @@ def test_the_origin_of_each_value_is_saved(finished):
 
 
 def test_the_end_names_the_next_commands(finished):
-  for part in ('Done at step 9', 'loss.png', '--gin.TRAIN_STEPS=18', 'tensorboard --logdir',
-               'grep BATCH_SIZE'):
+  for part in (
+    'Done at step 9',
+    'loss.png',
+    '--gin.TRAIN_STEPS=18',
+    'tensorboard --logdir',
+    'grep BATCH_SIZE',
+  ):
     assert part in finished.result.out
 
 
@@ -110,8 +138,9 @@ def test_a_corrupt_latest_checkpoint_is_named_kept_and_trained_past(tmp_path):
   project = Project(tmp_path)
   assert project.run(TRAIN_STEPS=6, SAVE_PERIOD=3).code == 0
   want = project.metrics()
-  data = max((project.model_dir / 'checkpoint_6/state').rglob('d/*'),
-             key=lambda p: p.stat().st_size)
+  data = max(
+    (project.model_dir / 'checkpoint_6/state').rglob('d/*'), key=lambda p: p.stat().st_size
+  )
   data.write_bytes(data.read_bytes()[:50])
   before = listing(project.model_dir / 'checkpoint_6')
   result = project.run('--dry_run', TRAIN_STEPS=6, SAVE_PERIOD=3)
@@ -119,8 +148,11 @@ def test_a_corrupt_latest_checkpoint_is_named_kept_and_trained_past(tmp_path):
 
   result = project.run(TRAIN_STEPS=6, SAVE_PERIOD=3)
   assert result.code == 0, result.err
-  for part in ('checkpoint_6 cannot be read', 'Continuing from checkpoint_3',
-               'corrupt_checkpoint_6'):
+  for part in (
+    'checkpoint_6 cannot be read',
+    'Continuing from checkpoint_3',
+    'corrupt_checkpoint_6',
+  ):
     assert part in result.err
   assert 'Traceback' not in result.err
   assert listing(project.model_dir / 'corrupt_checkpoint_6') == before
@@ -142,14 +174,28 @@ def test_only_corrupt_checkpoints_end_the_run_and_stay_as_they_are(tmp_path):
 
 
 def test_a_dry_run_of_the_134m_decoder_prints_its_size_mesh_and_layout_and_creates_nothing(
-    tmp_path, monkeypatch):
+  tmp_path, monkeypatch
+):
   monkeypatch.chdir(tmp_path)
-  result = run_here(lambda: train.main([
-      '--gin_file=gin_configs/examples/tiny_gpu_single.gin', '--gin.MODEL_DIR=runs/tiny',
-      '--gin.DatasetConfig.module=t5x_gpu.data.synthetic', '--dry_run']), num_devices=1)
+  result = run_here(
+    lambda: train.main(
+      [
+        '--gin_file=gin_configs/examples/tiny_gpu_single.gin',
+        '--gin.MODEL_DIR=runs/tiny',
+        '--gin.DatasetConfig.module=t5x_gpu.data.synthetic',
+        '--dry_run',
+      ]
+    ),
+    num_devices=1,
+  )
   assert result.code == 0, result.err
-  for part in ('134,307,072 parameters', 'axis   size  splits', 'token_embedder/embedding',
-               '32128 x 768', 'Dry run: the run could start. Steps done: 0.'):
+  for part in (
+    '134,307,072 parameters',
+    'axis   size  splits',
+    'token_embedder/embedding',
+    '32128 x 768',
+    'Dry run: the run could start. Steps done: 0.',
+  ):
     assert part in result.out
   assert not list(tmp_path.iterdir())
 
@@ -163,7 +209,7 @@ def test_a_dry_run_tells_from_where_it_would_continue(finished):
 
 
 # A user's own model, in a module beside the gin file.
-OWN_MODEL = '''
+OWN_MODEL = """
 import dataclasses
 
 from t5x_gpu.models import decoder_only
@@ -183,21 +229,27 @@ class Own:
       return {'loss': sums['loss']}
     total, weight = sums['cross_entropy']
     return {**sums, 'cross_entropy': (2 * total, weight)}
-'''
+"""
 
 
 @pytest.mark.parametrize('loss_alone', [False, True])
-def test_a_first_loss_far_from_guessing_is_warned_of_where_it_is_known(tmp_path, monkeypatch,
-                                                                       loss_alone):
+def test_a_first_loss_far_from_guessing_is_warned_of_where_it_is_known(
+  tmp_path, monkeypatch, loss_alone
+):
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(str(tmp_path))
   monkeypatch.delitem(sys.modules, 'own_model', raising=False)
   (tmp_path / 'own_model.py').write_text(OWN_MODEL)
-  project = Project(tmp_path, gin=TINY_GIN + (
+  project = Project(
+    tmp_path,
+    gin=TINY_GIN
+    + (
       'import own_model\nfrom t5x_gpu.models import decoder_only\n'
       'train_script.train.model = @own_model.Own()\n'
       'own_model.Own.inner = @decoder_only.DecoderOnlyModel()\n'
-      f'own_model.Own.loss_alone = {loss_alone}\n'))
+      f'own_model.Own.loss_alone = {loss_alone}\n'
+    ),
+  )
   result = project.run(TRAIN_STEPS=2)
   assert result.code == 0, result.err
   assert ('near 5.58, that of guessing' in result.err) != loss_alone
@@ -208,10 +260,16 @@ def test_evaluation_has_batches_of_its_own_if_asked(tmp_path):
   result = project.run(TRAIN_STEPS=2, **{'train/DatasetConfig.batch_size': 24})
   assert result.code == 0, result.err
   alike = project.metrics('eval/loss', model_dir=project.model_dir)
-  result = project.run(TRAIN_STEPS=2, MODEL_DIR=tmp_path / 'other', **{
-      'train/DatasetConfig.batch_size': 24, 'train_eval/DatasetConfig.batch_size': 16,
+  result = project.run(
+    TRAIN_STEPS=2,
+    MODEL_DIR=tmp_path / 'other',
+    **{
+      'train/DatasetConfig.batch_size': 24,
+      'train_eval/DatasetConfig.batch_size': 16,
       'train_eval/DatasetConfig.task_feature_lengths': "{'targets': 16}",
-      'train_eval/DatasetConfig.pack': False})
+      'train_eval/DatasetConfig.pack': False,
+    },
+  )
   assert result.code == 0, result.err
   other = project.metrics('eval/loss', model_dir=tmp_path / 'other')
   assert list(other) == list(alike) == [2] and other != alike
@@ -236,7 +294,7 @@ def test_manifests_hold_what_an_error_message_needs(finished):
   assert manifest['data']['seed'] == 0 and len(manifest['next_batch_hash']) == 16
 
 
-SPY_ON_LAZY_IMPORTS = '''
+SPY_ON_LAZY_IMPORTS = """
 import sys
 import threading
 
@@ -250,15 +308,19 @@ epy.lazy_imports = spy
 
 from t5x_gpu import train
 sys.exit(train.main())
-'''
+"""
 
 
 @pytest.mark.slow
 def test_builtin_import_is_replaced_only_while_no_other_thread_imports(tmp_path):
   """TensorFlow Datasets replaces it: JAX, tracing in the main thread, would get no class."""
   project = Project(tmp_path)
-  with project.start('--dry_run', script=SPY_ON_LAZY_IMPORTS, TASK_FEATURE_LENGTHS={'targets': 32},
-                     DATA_MODULE="'t5x_gpu.data.seqio_batches'") as run:
+  with project.start(
+    '--dry_run',
+    script=SPY_ON_LAZY_IMPORTS,
+    TASK_FEATURE_LENGTHS={'targets': 32},
+    DATA_MODULE="'t5x_gpu.data.seqio_batches'",
+  ) as run:
     assert run.finish() == 0, run.err
   lines = [line for line in run.out.splitlines() if line.startswith('lazy imports in')]
   assert set(lines) == {'lazy imports in MainThread'} and 'the run could start' in run.out

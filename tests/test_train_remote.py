@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from t5x_gpu import infer
 from t5x_gpu import eval as eval_lib
+from t5x_gpu import infer
 from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, UNDER_WAY
@@ -28,15 +28,17 @@ def uninterrupted(tmp_path_factory):
 
 def losses(address: str) -> dict[int, float]:
   """Returns step -> loss; fails if a step comes twice."""
-  records = [json.loads(line) for line in
-             (as_path(address) / 'metrics.jsonl').read_text().splitlines()]
+  records = [
+    json.loads(line) for line in (as_path(address) / 'metrics.jsonl').read_text().splitlines()
+  ]
   found = {r['step']: r['train/loss'] for r in records if 'train/loss' in r}
   assert len(found) == len([r for r in records if 'train/loss' in r])
   return found
 
 
 def test_a_run_is_that_of_a_disk_resumes_on_other_devices_and_leaves_no_secret(
-    server, uninterrupted, tmp_path):
+  server, uninterrupted, tmp_path
+):
   address, project = 's3://runs/resumed', Project(tmp_path)
   first = project.run(MODEL_DIR=address, **FAST)
   assert first.code == 0, first.err
@@ -64,10 +66,13 @@ def test_a_run_is_that_of_a_disk_resumes_on_other_devices_and_leaves_no_secret(
 
 
 def test_storage_out_of_reach_during_a_save_stops_the_run_and_the_same_command_goes_on(
-    server, uninterrupted, tmp_path):
+  server, uninterrupted, tmp_path
+):
   address, project = 's3://runs/cut_off', Project(tmp_path)
-  with contextlib.closing(Gate(server.port)) as gate, server.used(
-      AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'):
+  with (
+    contextlib.closing(Gate(server.port)) as gate,
+    server.used(AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'),
+  ):
     gate.shut_at = b'PUT /runs/cut_off/checkpoint_4/state/'
     result = project.run(MODEL_DIR=address, **FAST)
     assert result.code == 1, result.err
@@ -107,11 +112,14 @@ cli.run_main(main)
 
 
 def test_a_run_whose_storage_stays_away_leaves_with_1_and_its_error_each_time(
-    server, tmp_path, warm):
+  server, tmp_path, warm
+):
   project = Project(tmp_path, warm=warm)
   for attempt in range(8):
-    with contextlib.closing(Gate(server.port)) as gate, server.used(
-        AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'):
+    with (
+      contextlib.closing(Gate(server.port)) as gate,
+      server.used(AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'),
+    ):
       with project.start(f's3://runs/gone_{attempt}', script=GIVES_UP) as run:
         run.wait_for(run.held)
         gate.shut()
@@ -143,7 +151,8 @@ def test_an_address_that_is_none_stops_the_run_with_the_parameter(tmp_path):
 
 
 def test_what_lies_in_storage_is_evaluated_as_during_training_and_continues_prompts(
-    server, tmp_path):
+  server, tmp_path
+):
   address, project = 's3://runs/evaluated', Project(tmp_path)
   macros = {'TRAIN_STEPS': 2, 'SAVE_PERIOD': 2, 'EVAL_STEPS': 100, 'Z_LOSS': 0.0}
   trained = project.run(MODEL_DIR=address, num_devices=1, **macros)
@@ -151,13 +160,23 @@ def test_what_lies_in_storage_is_evaluated_as_during_training_and_continues_prom
   found = run_here(lambda: eval_lib.main(project.argv(MODEL_DIR=address, **macros)), num_devices=1)
   assert found.code == 0, found.err
   record = json.loads((as_path(address) / 'eval/validation.jsonl').read_text())
-  [trained_loss] = [r['eval/loss'] for r in map(json.loads, (
-      as_path(address) / 'metrics.jsonl').read_text().splitlines()) if 'eval/loss' in r]
+  [trained_loss] = [
+    r['eval/loss']
+    for r in map(json.loads, (as_path(address) / 'metrics.jsonl').read_text().splitlines())
+    if 'eval/loss' in r
+  ]
   assert record['step'] == 2 and record['eval/loss'] == pytest.approx(trained_loss, rel=1e-5)
   (tmp_path / 'prompts.txt').write_text('ab\ncd\n')
-  written = run_here(lambda: infer.main([
-      f'--checkpoint={address}', f'--prompts={tmp_path}/prompts.txt',
-      "--gin.DATA_MODULE='t5x_gpu.data.seqio_batches'",
-      '--gin.DecodingConfig.max_decode_length=3']), num_devices=1)
+  written = run_here(
+    lambda: infer.main(
+      [
+        f'--checkpoint={address}',
+        f'--prompts={tmp_path}/prompts.txt',
+        "--gin.DATA_MODULE='t5x_gpu.data.seqio_batches'",
+        '--gin.DecodingConfig.max_decode_length=3',
+      ]
+    ),
+    num_devices=1,
+  )
   assert written.code == 0, written.err
   assert len(written.out.splitlines()) == 2

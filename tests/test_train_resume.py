@@ -9,7 +9,7 @@ from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from tests.helpers_train import Project
 
 # The checkpoint is complete in a temporary folder, and gets its name only once `go` appears.
-HELD_COMMIT = '''
+HELD_COMMIT = """
 import os, pathlib, time
 rename = os.rename
 def held(source, target, **kwargs):
@@ -21,7 +21,7 @@ def held(source, target, **kwargs):
 os.rename = held
 from t5x_gpu import cli, train
 cli.run_main(train.main)
-'''
+"""
 HELD = {'DATA_MODULE': 'held_data', 'DROPOUT_RATE': 0.1}
 
 
@@ -38,7 +38,8 @@ def untouched(tmp_path_factory) -> dict[int, float]:
 
 @pytest.mark.slow  # kills are in tests/test_train_crashes.py and tests/property, too
 def test_losses_after_kill_9_at_any_moment_are_those_of_the_untouched_run(
-    tmp_path, warm, untouched):
+  tmp_path, warm, untouched
+):
   project = Project(tmp_path, warm=warm)
 
   with project.start(**HELD) as run:  # while it compiles

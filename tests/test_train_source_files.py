@@ -10,8 +10,12 @@ from t5x_gpu.data.sources.source_files import NAME
 from tests.helpers_train import Project, listing
 
 pytestmark = pytest.mark.tf
-MACROS = {'DATA_MODULE': 't5x_gpu.data.seqio_batches', 'EVAL_STEPS': 1, 'WARMUP_STEPS': 1,
-          'MIXTURE_OR_TASK_NAME': 'text_lines:corpus/*.txt'}
+MACROS = {
+  'DATA_MODULE': 't5x_gpu.data.seqio_batches',
+  'EVAL_STEPS': 1,
+  'WARMUP_STEPS': 1,
+  'MIXTURE_OR_TASK_NAME': 'text_lines:corpus/*.txt',
+}
 
 
 @pytest.fixture(scope='module')
@@ -82,10 +86,12 @@ def test_a_checkpoint_from_before_there_was_a_record_continues_and_gets_one(proj
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_another_compares_with_the_record_of_that_one(project):
   with open(project.gin_file, 'a') as f:
-    f.write('from t5x_gpu.checkpoint import initialize\n'
-            'train_script.train.initialize_from = @initialize.RestoreConfig()\n'
-            f"initialize.RestoreConfig.path = '{project.model_dir}'\n"
-            "initialize.RestoreConfig.mode = 'resume'\n")
+    f.write(
+      'from t5x_gpu.checkpoint import initialize\n'
+      'train_script.train.initialize_from = @initialize.RestoreConfig()\n'
+      f"initialize.RestoreConfig.path = '{project.model_dir}'\n"
+      "initialize.RestoreConfig.mode = 'resume'\n"
+    )
   other = {'MODEL_DIR': project.folder / 'other', 'TRAIN_STEPS': 3}
   overwrite(project)
   result = run(project, **other)

@@ -34,13 +34,13 @@ def burst(*, at: int, learning_rate: float = 1e-3):
   return lambda step: jnp.where(step + 1 == at, jnp.nan, learning_rate)
 '''
 
-MY_GIN = '''
+MY_GIN = """
 import my_module
 train_script.train.model = @my_module.Doubled()
 my_module.Doubled.inner = @decoder_only.DecoderOnlyModel()
 train_script.train.learning_rate = @my_module.burst()
 my_module.burst.at = 7
-'''
+"""
 
 
 @pytest.fixture
@@ -64,8 +64,10 @@ def test_a_model_and_a_schedule_of_the_users_own_module_work_and_stop_at_the_bad
   """The step before the bad one has just been saved, in the background: it must get there."""
   (project.folder / 'my_module.py').write_text(MY_MODULE)
   gin = project.gin_file.read_text() + MY_GIN
-  gin = gin.replace('from t5x_gpu.models import config\n',
-                    'from t5x_gpu.models import config\nfrom t5x_gpu.models import decoder_only\n')
+  gin = gin.replace(
+    'from t5x_gpu.models import config\n',
+    'from t5x_gpu.models import config\nfrom t5x_gpu.models import decoder_only\n',
+  )
   for line in ('WARMUP_STEPS = 2\n', 'LEARNING_RATE = 1e-2\n'):
     gin = gin.replace(line, '')
   project.gin_file.write_text(gin)
@@ -74,7 +76,7 @@ def test_a_model_and_a_schedule_of_the_users_own_module_work_and_stop_at_the_bad
   assert 'TrainingError: Step 7: learning_rate, param_norm is not finite' in result.err
   assert 'checkpoint_6 is intact.' in result.err
   assert project.steps() == [6] and list(project.metrics()) == [1, 2, 3, 4, 5, 6]
-  assert project.metrics()[1] > 10, 'twice ln(264) = 11.2: the loss was not the user\'s'
+  assert project.metrics()[1] > 10, "twice ln(264) = 11.2: the loss was not the user's"
   again = project.run(SAVE_PERIOD=6, **{'my_module.burst.at': 0})
   assert again.code == 0, again.err
   assert 'checkpoint_6' in again.out and list(project.metrics()) == list(range(1, 21))
@@ -82,8 +84,9 @@ def test_a_model_and_a_schedule_of_the_users_own_module_work_and_stop_at_the_bad
 
 def test_a_full_disk_ends_the_run_with_its_name_and_the_last_good_checkpoint(project):
   with small_disk(project.folder / 'disk', size='1m') as disk:
-    with project.start(MODEL_DIR=disk / 'model', SAVE_PERIOD=2, TRAIN_STEPS=40,
-                       **{'CheckpointConfig.keep': None}) as run:
+    with project.start(
+      MODEL_DIR=disk / 'model', SAVE_PERIOD=2, TRAIN_STEPS=40, **{'CheckpointConfig.keep': None}
+    ) as run:
       code = run.finish()
     assert code == 1, run.out
     # On a full disk tensorboardX's and Orbax's threads may print stacks of their own as well.

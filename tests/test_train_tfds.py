@@ -14,7 +14,7 @@ from tests.helpers_train import Project
 from tests.test_eval import evaluate, records, tiny_gin
 
 pytestmark = pytest.mark.tf
-GIN = tiny_gin('''DATA_MODULE = 't5x_gpu.data.seqio_batches'
+GIN = tiny_gin("""DATA_MODULE = 't5x_gpu.data.seqio_batches'
 MIXTURE_OR_TASK_MODULE = 'tests.t5_like_tasks'
 MIXTURE_OR_TASK_NAME = 'like_glue'
 VOCABULARY = 'byte'
@@ -26,12 +26,23 @@ EVAL_PERIOD = 4
 WARMUP_STEPS = 1
 train_script.train.infer_eval_dataset_cfg = @train_eval/batches.DatasetConfig()
 train_script.train.infer_eval_period = 4
-''')
-T5_TASKS = ['cola', 'sst2', 'mrpc', 'stsb', 'qqp', 'mnli', 'qnli', 'rte', 'mnli_mismatched',
-            'mnli_matched']
+""")
+T5_TASKS = [
+  'cola',
+  'sst2',
+  'mrpc',
+  'stsb',
+  'qqp',
+  'mnli',
+  'qnli',
+  'rte',
+  'mnli_mismatched',
+  'mnli_matched',
+]
 needs_t5 = pytest.mark.skipif(
-    importlib.util.find_spec('t5') is None,
-    reason="T5's package is not installed: it pins nightly builds of SeqIO and TFDS. make test-t5")
+  importlib.util.find_spec('t5') is None,
+  reason="T5's package is not installed: it pins nightly builds of SeqIO and TFDS. make test-t5",
+)
 
 
 def test_a_mixture_trains_and_is_judged_by_the_metrics_of_its_tasks(tmp_path):
@@ -48,7 +59,8 @@ def test_a_mixture_trains_and_is_judged_by_the_metrics_of_its_tasks(tmp_path):
     result = evaluate(project)
   assert result.code == 0, result.err
   assert records(project)[4]['infer_eval/like_cola/accuracy'] == pytest.approx(
-      project.metrics('infer_eval/like_cola/accuracy')[4])
+    project.metrics('infer_eval/like_cola/accuracy')[4]
+  )
 
 
 def test_a_mixture_without_its_data_stops_before_it_compiles(tmp_path):
@@ -63,24 +75,40 @@ def run_t5(tmp_path, name):
   """Returns a finished run on a task of T5's registry, in a process of its own."""
   project = Project(tmp_path, gin=GIN)
   package = str(pathlib.Path(importlib.util.find_spec('t5').origin).parents[1])
-  script = (f'import sys; sys.path.append({package!r})\n'
-            'from t5x_gpu import cli, train\ncli.run_main(train.main)')
-  with project.start(f'--tfds_data_dir={tmp_path}/tfds', script=script,
-                     MIXTURE_OR_TASK_MODULE='t5.data.mixtures', MIXTURE_OR_TASK_NAME=name,
-                     **{'TransformerConfig.vocab_size': 360}) as run:  # bytes and 100 sentinels
+  script = (
+    f'import sys; sys.path.append({package!r})\n'
+    'from t5x_gpu import cli, train\ncli.run_main(train.main)'
+  )
+  with project.start(
+    f'--tfds_data_dir={tmp_path}/tfds',
+    script=script,
+    MIXTURE_OR_TASK_MODULE='t5.data.mixtures',
+    MIXTURE_OR_TASK_NAME=name,
+    **{'TransformerConfig.vocab_size': 360},
+  ) as run:  # bytes and 100 sentinels
     run.code = run.popen.wait(900)
   return project, run
 
 
 @pytest.mark.slow
 @needs_t5
-@pytest.mark.parametrize('name, metrics', [
+@pytest.mark.parametrize(
+  'name, metrics',
+  [
     ('glue_cola_v002', ['glue_cola_v002/matthews_corrcoef']),
     ('glue_stsb_v002', ['glue_stsb_v002/pearson_corrcoef', 'glue_stsb_v002/spearman_corrcoef']),
-    ('glue_v002_proportional', [
-        'glue_cola_v002/matthews_corrcoef', 'glue_mrpc_v002/f1', 'glue_mrpc_v002/accuracy',
-        'glue_stsb_v002/pearson_corrcoef', 'glue_mnli_matched_v002/accuracy']),
-])
+    (
+      'glue_v002_proportional',
+      [
+        'glue_cola_v002/matthews_corrcoef',
+        'glue_mrpc_v002/f1',
+        'glue_mrpc_v002/accuracy',
+        'glue_stsb_v002/pearson_corrcoef',
+        'glue_mnli_matched_v002/accuracy',
+      ],
+    ),
+  ],
+)
 def test_t5s_own_tasks_train_with_t5s_own_metrics(tmp_path, name, metrics):
   write_glue(tmp_path / 'tfds', T5_TASKS)
   project, run = run_t5(tmp_path, name)

@@ -18,7 +18,7 @@ from tests.helpers_prepared import prepare_here
 from tests.helpers_train import TINY_GIN, compiled_kept_in, run_here
 from tests.test_infer import DECODE, write_run
 
-MODEL = '''from __gin__ import dynamic_registration
+MODEL = """from __gin__ import dynamic_registration
 from t5x_gpu.models import config
 from t5x_gpu.models import decoder_only
 
@@ -32,28 +32,39 @@ config.TransformerConfig:
   head_dim = 4
   mlp_dim = 32
   scan_unroll = 1
-'''
+"""
 EVIL = "open('ran', 'w').close()\ndef get(**kwargs):\n  return 0.0\n"
 CALL = "subprocess.getoutput.cmd = 'touch ran'\n"
 # What is added to the imports, what replaces `mlp_dim = 32`, what is added at the end.
 ATTACKS = {
-    'a called reference': ('import subprocess', 'mlp_dim = @subprocess.getoutput()', CALL),
-    'a scoped one': ('import subprocess', 'mlp_dim = @a/b/subprocess.getoutput()', CALL),
-    'in a list': ('import subprocess', 'windows = (None, [@subprocess.getoutput()])', CALL),
-    'as a key': ('import subprocess', 'rope = {@subprocess.getoutput(): 1}', CALL),
-    'through macros': ('import subprocess', 'mlp_dim = %A',
-                       'A = %B\nB = @subprocess.getoutput()\n' + CALL),
-    'a module that does it on import': ('import evil', 'mlp_dim = @evil.get()', ''),
-    'a reference that is not called': ('import evil', 'mlp_dim = @evil.get', ''),
-    'through a module of ours': (
-        'from t5x_gpu import launch', 'mlp_dim = @launch.subprocess.getoutput()',
-        "launch.subprocess.getoutput.cmd = 'touch ran'\n"),
-    'a function of ours': ('from t5x_gpu import cli', 'mlp_dim = @cli.run_main()',
-                           'cli.run_main.main = @evil.get'),
-    'one name for two modules': ('import evil as config', 'mlp_dim = 32', ''),
-    'a macro with the name of a function': (
-        'import evil', 'mlp_dim = %evil.get', 'evil.get.x = 1\nMLP = %evil.get\n'),
-    'another file': ("include 'evil.gin'", 'mlp_dim = 32', ''),
+  'a called reference': ('import subprocess', 'mlp_dim = @subprocess.getoutput()', CALL),
+  'a scoped one': ('import subprocess', 'mlp_dim = @a/b/subprocess.getoutput()', CALL),
+  'in a list': ('import subprocess', 'windows = (None, [@subprocess.getoutput()])', CALL),
+  'as a key': ('import subprocess', 'rope = {@subprocess.getoutput(): 1}', CALL),
+  'through macros': (
+    'import subprocess',
+    'mlp_dim = %A',
+    'A = %B\nB = @subprocess.getoutput()\n' + CALL,
+  ),
+  'a module that does it on import': ('import evil', 'mlp_dim = @evil.get()', ''),
+  'a reference that is not called': ('import evil', 'mlp_dim = @evil.get', ''),
+  'through a module of ours': (
+    'from t5x_gpu import launch',
+    'mlp_dim = @launch.subprocess.getoutput()',
+    "launch.subprocess.getoutput.cmd = 'touch ran'\n",
+  ),
+  'a function of ours': (
+    'from t5x_gpu import cli',
+    'mlp_dim = @cli.run_main()',
+    'cli.run_main.main = @evil.get',
+  ),
+  'one name for two modules': ('import evil as config', 'mlp_dim = 32', ''),
+  'a macro with the name of a function': (
+    'import evil',
+    'mlp_dim = %evil.get',
+    'evil.get.x = 1\nMLP = %evil.get\n',
+  ),
+  'another file': ("include 'evil.gin'", 'mlp_dim = 32', ''),
 }
 
 
@@ -86,7 +97,8 @@ def test_nothing_that_a_model_file_names_runs(folder, name):
   with pytest.raises(ConfigError) as error:
     convert.object_of_gin(['model.gin'], as_data=True)
   assert re.search(r'model\.gin:\d+ (names @|includes |imports )', str(error.value)) or (
-      'nothing sets evil.get' in str(error.value))
+    'nothing sets evil.get' in str(error.value)
+  )
   assert not (folder / 'ran').exists()
 
 
@@ -114,15 +126,21 @@ def test_names_that_are_not_of_imports_lead_nowhere(folder, first):
 
 def test_what_a_command_does_not_need_is_left_out_unread(folder):
   (folder / 'model.gin').write_text(
-      MODEL.replace('from t5x', 'import evil\nimport nowhere\nfrom t5x', 1)
-      + 'OPTIMIZER = @evil.get()\nevil.get.x = @nowhere.f()\nA = %B\n')
+    MODEL.replace('from t5x', 'import evil\nimport nowhere\nfrom t5x', 1)
+    + 'OPTIMIZER = @evil.get()\nevil.get.x = @nowhere.f()\nA = %B\n'
+  )
   assert convert.object_of_gin(['model.gin'], as_data=True).config.mlp_dim == 32
   assert not (folder / 'ran').exists()
 
 
-@pytest.mark.parametrize('line, says', [
-    ("mlp_dim = '32'", 'mlp_dim'), ('mlp_dimension = 32', 'did you mean'),
-    ('mlp_dim = -4', 'mlp_dim')])
+@pytest.mark.parametrize(
+  'line, says',
+  [
+    ("mlp_dim = '32'", 'mlp_dim'),
+    ('mlp_dimension = 32', 'did you mean'),
+    ('mlp_dim = -4', 'mlp_dim'),
+  ],
+)
 def test_values_are_checked_as_those_of_any_gin_file(folder, line, says):
   (folder / 'model.gin').write_text(MODEL.replace('mlp_dim = 32', line))
   with pytest.raises(Exception, match=f'(?i){says}') as error:
@@ -146,15 +164,26 @@ def test_runs_of_the_shipped_examples_need_no_trust(folder, name):
   assert as_data.arguments(only=wanted) == expected
 
 
-@pytest.mark.parametrize('given, says', [
+@pytest.mark.parametrize(
+  'given, says',
+  [
     (dict(mixture_or_task_module='evil'), "mixture_or_task_module = 'evil'"),
     (dict(module='evil'), "DatasetConfig.module = 'evil'"),
     (dict(mixture_or_task_name='tfds:huggingface:x'), "'tfds:huggingface:x'"),
     (dict(mixture_or_task_name='mlm:tfds:3d:9'), "'mlm:tfds:3d:9'"),
-    (dict(mixture_or_task_name='tfds:ns:x#text=tfds:y'), "'tfds:ns:x#text=tfds:y'")])
+    (dict(mixture_or_task_name='tfds:ns:x#text=tfds:y'), "'tfds:ns:x#text=tfds:y'"),
+  ],
+)
 def test_a_task_that_would_import_is_refused(folder, given, says):
-  config = DatasetConfig(**{'mixture_or_task_name': 'python_source', 'split': 'train',
-                            'task_feature_lengths': {'targets': 8}, 'batch_size': 1} | given)
+  config = DatasetConfig(
+    **{
+      'mixture_or_task_name': 'python_source',
+      'split': 'train',
+      'task_feature_lengths': {'targets': 8},
+      'batch_size': 1,
+    }
+    | given
+  )
   for opened in (batches.open_prompt_text, batches.open_class_text):
     with pytest.raises(ConfigError) as error:
       opened(config, may_import=(), model_vocab_size=264)
@@ -171,11 +200,20 @@ def test_prepared_rows_of_a_task_that_would_import_are_too(folder):
   assert text.name == 'byte'
 
 
-@pytest.mark.parametrize('name', ['tfds:glue/cola:2.0.0#text=sentence', 'tfds:imdb_reviews',
-                                  'tfds:a/b:*.*.*', 'jsonl:/data/tfds/*.jsonl', ''])
+@pytest.mark.parametrize(
+  'name',
+  [
+    'tfds:glue/cola:2.0.0#text=sentence',
+    'tfds:imdb_reviews',
+    'tfds:a/b:*.*.*',
+    'jsonl:/data/tfds/*.jsonl',
+    '',
+  ],
+)
 def test_tasks_that_import_nothing_are_not(name):
-  batches._check_imports(DatasetConfig(name, {}, 'train', 1,
-                                       mixture_or_task_module='t5x_gpu.data.tasks.builtin'), ())
+  batches._check_imports(
+    DatasetConfig(name, {}, 'train', 1, mixture_or_task_module='t5x_gpu.data.tasks.builtin'), ()
+  )
 
 
 @pytest.fixture(scope='module')
@@ -189,6 +227,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def hostile(run, folder):
   """Returns a function that makes a MODEL_DIR whose config.gin has an attack."""
+
   def make(name=None, **replaced):
     path = folder / 'stranger'
     path.mkdir()
@@ -198,6 +237,7 @@ def hostile(run, folder):
       text = re.sub(rf'^{old} = .*', f'{old} = {new}', text, flags=re.MULTILINE)
     (path / 'config.gin').write_text(attacked(text, name) if name else text)
     return path
+
   return make
 
 
@@ -225,17 +265,22 @@ def test_infer_runs_the_file_when_asked_and_says_so(hostile, folder):
 
 def test_infer_needs_no_task_where_a_vocabulary_and_prompts_are_given(hostile, folder):
   path = hostile(MIXTURE_OR_TASK_MODULE="'evil'")
-  result = run_here(lambda: infer.main([
-      f'--checkpoint={path}', '--vocabulary=byte', '--prompts=p.txt', *DECODE]), num_devices=1)
+  result = run_here(
+    lambda: infer.main([f'--checkpoint={path}', '--vocabulary=byte', '--prompts=p.txt', *DECODE]),
+    num_devices=1,
+  )
   assert result.code == 0 and '"inputs": "import os"' in result.out, result.err
   assert not (folder / 'ran').exists()
 
 
 def test_a_module_on_the_command_line_is_imported(hostile, folder):
   path = hostile(MIXTURE_OR_TASK_MODULE="'nowhere'")
-  result = run_here(lambda: infer.main([
-      f'--checkpoint={path}', '--dry_run', '--prompts=p.txt', '--gin.MIXTURE_OR_TASK_MODULE=evil']),
-      num_devices=1)
+  result = run_here(
+    lambda: infer.main(
+      [f'--checkpoint={path}', '--dry_run', '--prompts=p.txt', '--gin.MIXTURE_OR_TASK_MODULE=evil']
+    ),
+    num_devices=1,
+  )
   assert result.code == 0 and (folder / 'ran').exists(), result.err
 
 
@@ -243,8 +288,9 @@ def test_own_parts_that_infer_does_not_need_are_in_nobodys_way(hostile, folder):
   path = hostile(OPTIMIZER='@evil.get()')
   text = (path / 'config.gin').read_text()
   (path / 'config.gin').write_text(text.replace('from t5x_gpu', 'import evil\nfrom t5x_gpu', 1))
-  result = run_here(lambda: infer.main([f'--checkpoint={path}', '--dry_run', '--prompts=p.txt']),
-                    num_devices=1)
+  result = run_here(
+    lambda: infer.main([f'--checkpoint={path}', '--dry_run', '--prompts=p.txt']), num_devices=1
+  )
   assert result.code == 0 and not (folder / 'ran').exists(), result.err
 
 
@@ -256,15 +302,18 @@ def test_convert_runs_nothing_unless_asked(hostile, folder):
   assert not (folder / 'ran').exists() and not (folder / 'out').exists()
   trusted = run_here(lambda: convert.main([*argv, '--trust_gin']))
   assert f'--trust_gin: running {path}/config.gin' in trusted.out and (folder / 'ran').exists()
-  useless = run_here(lambda: convert.main(
-      [*argv, '--trust_gin', f'--gin_file={path}/config.gin']))
+  useless = run_here(lambda: convert.main([*argv, '--trust_gin', f'--gin_file={path}/config.gin']))
   assert useless.code == 1 and 'Leave one of them out' in useless.err
 
 
 def test_other_commands_do_not_read_the_file(hostile, run, folder):
   path = hostile('a module that does it on import')
-  given = [f'--gin_file={run}/config.gin', '--dry_run', f'--gin.MODEL_DIR={path}',
-           '--gin.DATA_MODULE=t5x_gpu.data.synthetic']
+  given = [
+    f'--gin_file={run}/config.gin',
+    '--dry_run',
+    f'--gin.MODEL_DIR={path}',
+    '--gin.DATA_MODULE=t5x_gpu.data.synthetic',
+  ]
   evaluated = run_here(lambda: eval_script.main([*given, '--batches=1']), num_devices=1)
   compared = run_here(lambda: parity.main(given), num_devices=1)
   resharded = run_here(lambda: reshard.main([f'--from={path}', f'--to={folder}/new']))

@@ -22,6 +22,7 @@ class ArrayLayout:
     item_bytes: of one element.
     parameter: of optimizer state: the parameter that it belongs to, if any.
   """
+
   name: str
   shape: tuple[int, ...]
   names: tuple[Optional[str], ...]
@@ -71,10 +72,17 @@ def array_layouts(tree: Any, names: Any, *, parameters: Sequence[str] = ()) -> l
     split = tuple(tuple(a for a in _axes(entry) if sizes[a] > 1) for entry in array.sharding.spec)
     split += ((),) * (len(array.shape) - len(split))
     owners = [p for p in parameters if f'/{p}/' in f'/{name}/']
-    found.append(ArrayLayout(
-        name=name, shape=tuple(array.shape), names=tuple(axis_names.names), split=split,
+    found.append(
+      ArrayLayout(
+        name=name,
+        shape=tuple(array.shape),
+        names=tuple(axis_names.names),
+        split=split,
         parts=tuple(math.prod(sizes[a] for a in axes) for axes in split),
-        item_bytes=array.dtype.itemsize, parameter=max(owners, key=len, default=None)))
+        item_bytes=array.dtype.itemsize,
+        parameter=max(owners, key=len, default=None),
+      )
+    )
   return found
 
 
@@ -87,8 +95,9 @@ def _axes(entry: Any) -> tuple[str, ...]:
 def state_layouts(state: Any, names: Any) -> tuple[list[ArrayLayout], list[ArrayLayout]]:
   """Returns the layouts of (parameters, optimizer state) of a TrainState and its names."""
   parameters = array_layouts(state.params, names.params)
-  return parameters, array_layouts(state.opt_state, names.opt_state,
-                                   parameters=[p.name for p in parameters])
+  return parameters, array_layouts(
+    state.opt_state, names.opt_state, parameters=[p.name for p in parameters]
+  )
 
 
 def optimizer_bytes(optimizer: Sequence[ArrayLayout]) -> Mapping[Optional[str], int]:
@@ -99,8 +108,9 @@ def optimizer_bytes(optimizer: Sequence[ArrayLayout]) -> Mapping[Optional[str], 
   return found
 
 
-def part_held(layout: ArrayLayout, place: Mapping[str, int], mesh_shape: Mapping[str, int]
-              ) -> tuple[int, ...]:
+def part_held(
+  layout: ArrayLayout, place: Mapping[str, int], mesh_shape: Mapping[str, int]
+) -> tuple[int, ...]:
   """Returns which part of each dimension the device at `place` (mesh axis -> index) holds."""
   held = []
   for axes in layout.split:

@@ -30,10 +30,12 @@ _SAME_ELEMENTS = ('copy', 'bitcast', 'convert', 'reshape', 'transpose')
 
 # How to compile for nothing but the dump.
 _LEAST_EFFORT = {
-    'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True,
-    # This pass of the CPU's aborts the process ("Invalid binary instruction opcode copy") at a
-    # bfloat16 psum in a shard_map that leaves an axis to the compiler (jaxlib 0.10.2, 0.11.2).
-    'xla_disable_hlo_passes': 'all-reduce-promotion'}
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+  # This pass of the CPU's aborts the process ("Invalid binary instruction opcode copy") at a
+  # bfloat16 psum in a shard_map that leaves an axis to the compiler (jaxlib 0.10.2, 0.11.2).
+  'xla_disable_hlo_passes': 'all-reduce-promotion',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Collective:
     op_name: path in the traced program, 'jit(train_step)/.../mlp/wo/dot_general'.
     source: 'path/file.py:line' of that operation; '' if unknown.
   """
+
   kind: str
   axes: tuple[str, ...]
   dtype: str
@@ -71,8 +74,9 @@ class Collective:
     return self.bytes_per_device * self.count
 
 
-def total_bytes(collectives: Iterable[Collective], *, kind: Optional[str] = None,
-                axis: Optional[str] = None) -> int:
+def total_bytes(
+  collectives: Iterable[Collective], *, kind: Optional[str] = None, axis: Optional[str] = None
+) -> int:
   """Returns the bytes that a device sends in one call: of all, of one kind, over one mesh axis.
 
   A collective over several axes counts for each of them. One in a branch counts as if it ran.
@@ -80,8 +84,13 @@ def total_bytes(collectives: Iterable[Collective], *, kind: Optional[str] = None
   return sum(c.bytes_per_call for c in chosen(collectives, kind=kind, axis=axis))
 
 
-def count(collectives: Iterable[Collective], *, kind: Optional[str] = None,
-          axis: Optional[str] = None, min_bytes: int = 0) -> int:
+def count(
+  collectives: Iterable[Collective],
+  *,
+  kind: Optional[str] = None,
+  axis: Optional[str] = None,
+  min_bytes: int = 0,
+) -> int:
   """Returns how many collectives run in one call.
 
   Args:
@@ -89,16 +98,17 @@ def count(collectives: Iterable[Collective], *, kind: Optional[str] = None,
     kind, axis: count these only.
     min_bytes: leave out what sends less each time, such as sums of the loss.
   """
-  return sum(c.count for c in chosen(collectives, kind=kind, axis=axis)
-             if c.bytes_per_device >= min_bytes)
+  return sum(
+    c.count for c in chosen(collectives, kind=kind, axis=axis) if c.bytes_per_device >= min_bytes
+  )
 
 
-def chosen(collectives: Iterable[Collective], *, kind: Optional[str] = None,
-           axis: Optional[str] = None) -> list[Collective]:
+def chosen(
+  collectives: Iterable[Collective], *, kind: Optional[str] = None, axis: Optional[str] = None
+) -> list[Collective]:
   """Returns those of a kind and over a mesh axis (among others); None takes all."""
   assert kind is None or kind in KINDS, kind
-  return [c for c in collectives
-          if kind in (None, c.kind) and (axis is None or axis in c.axes)]
+  return [c for c in collectives if kind in (None, c.kind) and (axis is None or axis in c.axes)]
 
 
 @contextlib.contextmanager
@@ -123,8 +133,13 @@ def partitioned_hlo(lowered: Any) -> str:
   """
   with tempfile.TemporaryDirectory(prefix='t5x_gpu_hlo_') as folder:
     with _no_compilation_cache():
-      lowered.compile(compiler_options={
-          'xla_dump_to': folder, 'xla_dump_hlo_pass_re': 'spmd-part.*', **_LEAST_EFFORT})
+      lowered.compile(
+        compiler_options={
+          'xla_dump_to': folder,
+          'xla_dump_hlo_pass_re': 'spmd-part.*',
+          **_LEAST_EFFORT,
+        }
+      )
     dumps = sorted(pathlib.Path(folder).glob('*.after_spmd-partitioning.*.txt'))
     return dumps[-1].read_text() if dumps else lowered.as_text('hlo')
 
@@ -141,8 +156,11 @@ def inventory(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
     mesh_shape: mesh axis -> size, in the order of the mesh (`mesh.shape`).
   """
   module = hlo_text.parse(hlo)
-  return [collective for visit in module.walk()
-          for collective in _collectives(module, visit, dict(mesh_shape))]
+  return [
+    collective
+    for visit in module.walk()
+    for collective in _collectives(module, visit, dict(mesh_shape))
+  ]
 
 
 def _collectives(module: Module, visit: Visit, mesh_shape: dict[str, int]) -> list[Collective]:
@@ -165,15 +183,27 @@ def _collectives(module: Module, visit: Visit, mesh_shape: dict[str, int]) -> li
     this = kind
     if kind == 'reduce-scatter':
       array = _gathered(array, instruction, parts)
-    elif kind == 'all-reduce' and len(results) == 1 and _only_own_part_used(
-        module, visit.computation, instruction, parts):
+    elif (
+      kind == 'all-reduce'
+      and len(results) == 1
+      and _only_own_part_used(module, visit.computation, instruction, parts)
+    ):
       this = 'reduce-scatter'
-    found.append(Collective(
-        kind=this, axes=axes, dtype=array.dtype, shape=array.shape,
-        bytes_per_device=_wire_bytes(this, array.num_bytes, parts), count=visit.count,
-        trip_counts=visit.trip_counts, in_branch=visit.in_branch,
-        unknown_count=visit.unknown_count, op_name=visit.op_name,
-        source=module.source(instruction)))
+    found.append(
+      Collective(
+        kind=this,
+        axes=axes,
+        dtype=array.dtype,
+        shape=array.shape,
+        bytes_per_device=_wire_bytes(this, array.num_bytes, parts),
+        count=visit.count,
+        trip_counts=visit.trip_counts,
+        in_branch=visit.in_branch,
+        unknown_count=visit.unknown_count,
+        op_name=visit.op_name,
+        source=module.source(instruction),
+      )
+    )
   return found
 
 
@@ -186,7 +216,7 @@ def _results(computation: Computation, instruction: Instruction) -> list[Array]:
   number = sum(len(operand.arrays) for operand in operands)
   if len(instruction.arrays) < 2 * number:
     return list(instruction.arrays[:number])
-  return list(instruction.arrays[number:2 * number])
+  return list(instruction.arrays[number : 2 * number])
 
 
 def _gathered(array: Array, instruction: Instruction, parts: int) -> Array:
@@ -202,8 +232,9 @@ def _wire_bytes(kind: str, num_bytes: int, parts: int) -> int:
   return (2 if kind == 'all-reduce' else 1) * num_bytes * (parts - 1) // parts
 
 
-def _only_own_part_used(module: Module, computation: Computation, all_reduce: Instruction,
-                        parts: int) -> bool:
+def _only_own_part_used(
+  module: Module, computation: Computation, all_reduce: Instruction, parts: int
+) -> bool:
   """Returns whether all users slice out 1 / `parts` at a place that follows from the device."""
   todo = [all_reduce]
   slices = []
@@ -219,8 +250,10 @@ def _only_own_part_used(module: Module, computation: Computation, all_reduce: In
       else:
         return False
   size = all_reduce.arrays[0].size
-  return bool(slices) and all(s.arrays[0].size * parts == size and _follows_from_device(
-      module, computation, s.operands[1:]) for s in slices)
+  return bool(slices) and all(
+    s.arrays[0].size * parts == size and _follows_from_device(module, computation, s.operands[1:])
+    for s in slices
+  )
 
 
 def _follows_from_device(module: Module, computation: Computation, names: Sequence[str]) -> bool:
@@ -232,8 +265,10 @@ def _follows_from_device(module: Module, computation: Computation, names: Sequen
       continue
     seen.add(name)
     if instruction.opcode == 'partition-id' or any(
-        inner.opcode == 'partition-id' for called in module.called(instruction)
-        for inner in module.computations[called].instructions.values()):
+      inner.opcode == 'partition-id'
+      for called in module.called(instruction)
+      for inner in module.computations[called].instructions.values()
+    ):
       return True
     todo += instruction.operands
   return False
@@ -247,8 +282,9 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
       [2,2]<=[2,2]T(1,0); mesh['a'=2,'b'=2] {'b'}; and the last with device_ids=([2,2]T(1,0)).
     num_devices: of the program; `replica_groups={}` means all of them.
   """
-  mesh = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\) )?\s*\{([^}]*)\}",
-                   attributes)
+  mesh = re.search(
+    r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\) )?\s*\{([^}]*)\}', attributes
+  )
   if mesh:
     return _mesh_groups(*mesh.groups())
   iota = re.search(r'replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)', attributes)
@@ -282,8 +318,10 @@ def _mesh_groups(axes: str, device_ids: Optional[str], used: str) -> np.ndarray:
   else:
     devices = np.array(_numbers(device_ids))
   shape, varying = [], []
-  parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in re.findall(
-      r"'([^']+)'(?::\((\d+)\)(\d+))?", used)}
+  parts = {
+    name: (int(before or 1), int(size or sizes[name]))
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)
+  }
   for name, size in sizes.items():
     before, own = parts.get(name, (size, 1))
     shape += [before, own, size // before // own]
@@ -299,8 +337,7 @@ def varying_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str
   Devices are numbered as in the flattened mesh, its last axis first.
   """
   places = np.unravel_index(groups, tuple(mesh_shape.values()))
-  return tuple(name for name, place in zip(mesh_shape, places)
-               if (place != place[:, :1]).any())
+  return tuple(name for name, place in zip(mesh_shape, places) if (place != place[:, :1]).any())
 
 
 def flops_per_device(hlo: str) -> int:

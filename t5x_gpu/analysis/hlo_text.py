@@ -14,21 +14,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Optional
 
 # Other types (pred, s8, u8, the eight-bit floats) take one byte.
-ITEM_BYTES = {'bf16': 2, 'f16': 2, 's16': 2, 'u16': 2, 'f32': 4, 's32': 4, 'u32': 4, 'f64': 8,
-              's64': 8, 'u64': 8, 'c64': 8, 'c128': 16}
+ITEM_BYTES = {
+  'bf16': 2,
+  'f16': 2,
+  's16': 2,
+  'u16': 2,
+  'f32': 4,
+  's32': 4,
+  'u32': 4,
+  'f64': 8,
+  's64': 8,
+  'u64': 8,
+  'c64': 8,
+  'c128': 16,
+}
 # Instructions that hand on the value of their first operand.
 SAME_VALUE = ('copy', 'bitcast', 'convert', 'reshape')
 
 _HEADER = re.compile(r'(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$')
 _INSTRUCTION = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = ')
 _ARRAY = re.compile(r'([a-z]\w*)\[([\d,]*)\]')
-_CALLED = re.compile(r'\b(?:to_apply|calls|called_computations?|true_computation|false_computation|'
-                     r'branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))')
+_CALLED = re.compile(
+  r'\b(?:to_apply|calls|called_computations?|true_computation|false_computation|'
+  r'branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))'
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
   """Type and shape of one array on one device."""
+
   dtype: str
   shape: tuple[int, ...]
 
@@ -52,6 +67,7 @@ class Instruction:
     operands: names of instructions, or the literal of a constant.
     rest: the attributes as text.
   """
+
   name: str
   opcode: str
   arrays: tuple[Array, ...]
@@ -61,8 +77,9 @@ class Instruction:
   def attribute(self, name: str) -> Optional[str]:
     """Returns the text of `name=VALUE` or `name={...}`, without braces; None if absent."""
     found = re.search(rf'\b{name}=(?:\{{([^}}]*)\}}|([^\s,]+))', self.rest)
-    return None if found is None else found.group(1) if found.group(1) is not None else (
-        found.group(2))
+    return (
+      None if found is None else found.group(1) if found.group(1) is not None else (found.group(2))
+    )
 
   def numbers(self, name: str) -> tuple[int, ...]:
     """Returns an attribute such as dimensions={0,1}; () if absent."""
@@ -77,6 +94,7 @@ class Instruction:
 @dataclasses.dataclass
 class Computation:
   """A function of the module: its instructions by name, in order."""
+
   name: str
   instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
   root: str = ''
@@ -110,6 +128,7 @@ class Visit:
     unknown_count: a loop around it has no fixed length and is counted once.
     op_name: its path in the traced Python program, that of its callers in front.
   """
+
   computation: Computation
   instruction: Instruction
   count: int
@@ -122,6 +141,7 @@ class Visit:
 @dataclasses.dataclass(frozen=True)
 class Module:
   """A program: computations by name, and the name of the one that is run."""
+
   computations: Mapping[str, Computation]
   entry: str
   sources: Mapping[int, str]
@@ -130,8 +150,9 @@ class Module:
     """Yields every instruction that can run, once per path of calls that leads to it."""
     yield from self._walk(self.entry, (), False, False, '')
 
-  def _walk(self, name: str, trips: tuple[int, ...], in_branch: bool, unknown: bool,
-            prefix: str) -> Iterator[Visit]:
+  def _walk(
+    self, name: str, trips: tuple[int, ...], in_branch: bool, unknown: bool, prefix: str
+  ) -> Iterator[Visit]:
     computation = self.computations[name]
     for instruction in computation.instructions.values():
       # Names inside a shard_map are relative to it.
@@ -140,18 +161,23 @@ class Module:
       yield Visit(computation, instruction, math.prod(trips), trips, in_branch, unknown, path)
       if instruction.opcode == 'while':
         count = self.trip_count(computation, instruction)
-        yield from self._walk(self.body(instruction), (*trips, count or 1), in_branch,
-                              unknown or count is None, prefix)
+        yield from self._walk(
+          self.body(instruction), (*trips, count or 1), in_branch, unknown or count is None, prefix
+        )
       elif instruction.opcode in ('call', 'conditional', 'fusion', 'async-start'):
         inner = path if instruction.opcode == 'call' else prefix
         for called in self.called(instruction):
-          yield from self._walk(called, trips, in_branch or instruction.opcode == 'conditional',
-                                unknown, inner)
+          yield from self._walk(
+            called, trips, in_branch or instruction.opcode == 'conditional', unknown, inner
+          )
 
   def called(self, instruction: Instruction) -> list[str]:
     """Returns the computations that a call, fusion or conditional runs."""
-    names = [name.strip().lstrip('%') for found in _CALLED.finditer(instruction.rest)
-             for name in (found.group(1) or found.group(2)).split(',')]
+    names = [
+      name.strip().lstrip('%')
+      for found in _CALLED.finditer(instruction.rest)
+      for name in (found.group(1) or found.group(2)).split(',')
+    ]
     return [name for name in names if name in self.computations]
 
   def body(self, loop: Instruction) -> str:
@@ -172,8 +198,12 @@ class Module:
     if left is not None and left.opcode == 'constant':  # n > i
       left, right, direction = right, left, {'GT': 'LT', 'GE': 'LE'}.get(direction or '')
     end = _constant(right)
-    if end is None or left is None or left.opcode != 'get-tuple-element' or (
-        direction not in ('LT', 'LE')):
+    if (
+      end is None
+      or left is None
+      or left.opcode != 'get-tuple-element'
+      or (direction not in ('LT', 'LE'))
+    ):
       return None
     index = left.numbers('index')[0]
     start = _constant(_element(computation, loop.operands[0], index))
@@ -238,7 +268,7 @@ def parse(text: str) -> Module:
     elif current is not None:
       found = _INSTRUCTION.match(line)
       if found:
-        instruction = _instruction(found.group(2), re.sub(r'/\*.*?\*/', '', line[found.end():]))
+        instruction = _instruction(found.group(2), re.sub(r'/\*.*?\*/', '', line[found.end() :]))
         for operand in instruction.operands:
           if '#' in operand and operand not in current.instructions:
             current.instructions[operand] = _element_instruction(current, operand)
@@ -258,17 +288,20 @@ def _instruction(name: str, text: str) -> Instruction:
   operands = split(rest[:end])
   if opcode != 'constant':  # with or without its type: `f32[4]{0} %x`
     operands = [operand.split(' ')[-1].lstrip('%') for operand in operands]
-  arrays = tuple(Array(dtype, tuple(int(n) for n in shape.split(',') if n))
-                 for dtype, shape in _ARRAY.findall(text[:type_end]))
-  return Instruction(name, opcode, arrays, tuple(operands), rest[end + 1:])
+  arrays = tuple(
+    Array(dtype, tuple(int(n) for n in shape.split(',') if n))
+    for dtype, shape in _ARRAY.findall(text[:type_end])
+  )
+  return Instruction(name, opcode, arrays, tuple(operands), rest[end + 1 :])
 
 
 def _element_instruction(computation: Computation, name: str) -> Instruction:
   """Returns the get-tuple-element that `x#1` stands for, as jaxlib 0.11 prints it."""
   made, index = name.rsplit('#', 1)
   arrays = computation.instructions[made].arrays if made in computation.instructions else ()
-  return Instruction(name, 'get-tuple-element', arrays[int(index):int(index) + 1], (made,),
-                     f'index={index}')
+  return Instruction(
+    name, 'get-tuple-element', arrays[int(index) : int(index) + 1], (made,), f'index={index}'
+  )
 
 
 def _matching(text: str, start: int) -> int:
@@ -296,14 +329,20 @@ def split(text: str) -> list[str]:
 
 def _sources(text: str) -> dict[int, str]:
   """Returns stack frame id -> 'file:line', from the tables at the head of a module."""
+
   def table(title: str, pattern: str) -> Iterator[Sequence[str]]:
     section = re.search(rf'^{title}\n((?:\d+ .*\n)+)', text, re.MULTILINE)
     for line in section.group(1).splitlines() if section else ():
       found = re.match(r'(\d+) ' + pattern, line)
       if found:
         yield found.groups()
-  files = {number: name for number, name in table('FileNames', r'"(.*)"')}
-  lines = {number: f'{files.get(file, "")}:{line}' for number, file, line in table(
-      'FileLocations', r'\{file_name_id=(\d+).*? line=(\d+)')}
-  return {int(number): lines.get(location, '') for number, location in table(
-      'StackFrames', r'\{file_location_id=(\d+)')}
+
+  files = dict(table('FileNames', r'"(.*)"'))
+  lines = {
+    number: f'{files.get(file, "")}:{line}'
+    for number, file, line in table('FileLocations', r'\{file_name_id=(\d+).*? line=(\d+)')
+  }
+  return {
+    int(number): lines.get(location, '')
+    for number, location in table('StackFrames', r'\{file_location_id=(\d+)')
+  }

@@ -31,6 +31,7 @@ class Match:
     is_layer: the array is one layer of it, not the whole stack.
     copies: how many arrays of this shape one device makes of it: its layers, or 1.
   """
+
   parameter: ArrayLayout
   is_layer: bool
   copies: int
@@ -45,17 +46,25 @@ class ParameterShapes:
   """
 
   def __init__(self, parameters: Sequence[ArrayLayout], mesh_shape: Mapping[str, int]):
-    self._matches: dict[tuple[int, ...], dict[tuple[str, bool], Match]] = (
-        collections.defaultdict(dict))
+    self._matches: dict[tuple[int, ...], dict[tuple[str, bool], Match]] = collections.defaultdict(
+      dict
+    )
     for parameter in parameters:
-      sizes = [sorted({size // math.prod(mesh_shape[a] for a in axes)
-                       for n in range(len(split) + 1) for axes in itertools.combinations(split, n)})
-               for size, split in zip(parameter.shape, parameter.split)]
+      sizes = [
+        sorted(
+          {
+            size // math.prod(mesh_shape[a] for a in axes)
+            for n in range(len(split) + 1)
+            for axes in itertools.combinations(split, n)
+          }
+        )
+        for size, split in zip(parameter.shape, parameter.split)
+      ]
       layers = parameter.names.index('layers') if 'layers' in parameter.names else None
       self._add(Match(parameter, False, 1), sizes)
       if layers is not None:
         copies = parameter.shape[layers] // parameter.parts[layers]
-        self._add(Match(parameter, True, copies), sizes[:layers] + sizes[layers + 1:])
+        self._add(Match(parameter, True, copies), sizes[:layers] + sizes[layers + 1 :])
 
   def _add(self, match: Match, sizes: Sequence[Sequence[int]]) -> None:
     for shape in itertools.product(*sizes):
@@ -85,10 +94,16 @@ def purpose(collective: Collective, shapes: ParameterShapes) -> str:
     return OTHER if in_step else OPTIMIZER
   if collective.kind == 'all-gather' and shapes.find(collective.shape):
     return PARAMETER
-  if in_step and collective.kind in ('all-reduce', 'reduce-scatter') and (
-      backward or not in_loss) and shapes.find(collective.shape) and (
-          # Tensor parallelism sums activations, and gradients of norms only.
-          collective.axes != ('model',) or len(key(collective.shape)) < 3):
+  if (
+    in_step
+    and collective.kind in ('all-reduce', 'reduce-scatter')
+    and (backward or not in_loss)
+    and shapes.find(collective.shape)
+    and (
+      # Tensor parallelism sums activations, and gradients of norms only.
+      collective.axes != ('model',) or len(key(collective.shape)) < 3
+    )
+  ):
     return GRADIENT
   return ACTIVATION if in_step else OPTIMIZER
 
@@ -109,6 +124,7 @@ class Finding:
     fix: what to do about it.
     num_bytes: per device, held or sent for nothing.
   """
+
   rule: str
   what: str
   fix: str
@@ -127,21 +143,32 @@ def lint(program: Any, *, collectives: Optional[Sequence[Collective]] = None) ->
   """
   mesh_shape = program.layout.mesh.shape
   if collectives is None:
-    collectives = inventory(partitioned_hlo(program.train_step.lower(
-        program.abstract_state, program.abstract_batch)), mesh_shape)
+    collectives = inventory(
+      partitioned_hlo(program.train_step.lower(program.abstract_state, program.abstract_batch)),
+      mesh_shape,
+    )
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
   rules = program.layout.rules
-  found = [*replicated(parameters, optimizer, mesh_shape,
-                       meant={'parameter': _axes_of(rules.parameters),
-                              'optimizer state': _axes_of(rules.state)}),
-           *gathered(collectives, parameters, optimizer, mesh_shape),
-           *repeated(collectives, parameters, mesh_shape)]
+  found = [
+    *replicated(
+      parameters,
+      optimizer,
+      mesh_shape,
+      meant={'parameter': _axes_of(rules.parameters), 'optimizer state': _axes_of(rules.state)},
+    ),
+    *gathered(collectives, parameters, optimizer, mesh_shape),
+    *repeated(collectives, parameters, mesh_shape),
+  ]
   return sorted(found, key=lambda finding: -finding.num_bytes)
 
 
-def replicated(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout],
-               mesh_shape: Mapping[str, int], *, meant: Mapping[str, Mapping[str, Sequence[str]]]
-               ) -> list[Finding]:
+def replicated(
+  parameters: Sequence[ArrayLayout],
+  optimizer: Sequence[ArrayLayout],
+  mesh_shape: Mapping[str, int],
+  *,
+  meant: Mapping[str, Mapping[str, Sequence[str]]],
+) -> list[Finding]:
   """Returns large arrays of which every device has a copy, though the layout means to split them.
 
   Args:
@@ -155,17 +182,27 @@ def replicated(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayou
     for array in arrays:
       if not array.is_whole or array.num_bytes <= max(LARGE_BYTES, LARGE_SHARE * total):
         continue
-      axis = next((a for a in meant[kind] if mesh_shape[a] > 1
-                   and any(n % mesh_shape[a] == 0 for n in array.shape)), None)
+      axis = next(
+        (
+          a
+          for a in meant[kind]
+          if mesh_shape[a] > 1 and any(n % mesh_shape[a] == 0 for n in array.shape)
+        ),
+        None,
+      )
       if axis:
         names = ' or '.join(map(repr, meant[kind][axis]))
-        found.append(Finding(
-            'replicated', f'{kind} {array.name} [{_by(array.shape)}] ({_mib(array.num_bytes)}, '
+        found.append(
+          Finding(
+            'replicated',
+            f'{kind} {array.name} [{_by(array.shape)}] ({_mib(array.num_bytes)}, '
             f'{array.num_bytes / total:.0%} of the state) is whole on every device, although '
             f'{axis} = {mesh_shape[axis]} could split it.',
             f'It splits dimensions that are named {names}; those of this array are '
             f'{", ".join(str(n or "-") for n in array.names)}. Name one so in with_axes.',
-            array.num_bytes - array.num_bytes // mesh_shape[axis]))
+            array.num_bytes - array.num_bytes // mesh_shape[axis],
+          )
+        )
   return found
 
 
@@ -178,8 +215,12 @@ def _axes_of(table: Table) -> dict[str, list[str]]:
   return found
 
 
-def gathered(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout],
-             optimizer: Sequence[ArrayLayout], mesh_shape: Mapping[str, int]) -> list[Finding]:
+def gathered(
+  collectives: Sequence[Collective],
+  parameters: Sequence[ArrayLayout],
+  optimizer: Sequence[ArrayLayout],
+  mesh_shape: Mapping[str, int],
+) -> list[Finding]:
   """Returns all-gathers that no parallelism explains, one finding per reason."""
   shapes = ParameterShapes(parameters, mesh_shape)
   vocab = {size for p in parameters for name, size in zip(p.names, p.shape) if name == 'vocab'}
@@ -195,45 +236,75 @@ def gathered(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout
     num_bytes = sum(c.bytes_per_call for c in members)
     if num_bytes >= enough:
       largest = max(members, key=lambda c: c.bytes_per_call)
-      found.append(Finding(
-          'gathered', f'{what}: {sum(c.count for c in members)} all-gathers over '
+      found.append(
+        Finding(
+          'gathered',
+          f'{what}: {sum(c.count for c in members)} all-gathers over '
           f'{" and ".join(largest.axes)} per step send {_mib(num_bytes)} per device; the largest '
-          f'is [{_by(largest.shape)}] at {_place(largest)}.', fix, num_bytes))
+          f'is [{_by(largest.shape)}] at {_place(largest)}.',
+          fix,
+          num_bytes,
+        )
+      )
   return found
 
 
-def _unexplained(axes: Sequence[str], shape: Sequence[int], matches: Sequence[Match],
-                 vocab: set[int], split_axes: set[str]) -> Optional[tuple[str, str]]:
+def _unexplained(
+  axes: Sequence[str],
+  shape: Sequence[int],
+  matches: Sequence[Match],
+  vocab: set[int],
+  split_axes: set[str],
+) -> Optional[tuple[str, str]]:
   """Returns (what, fix), or None if the gather is what some parallelism does."""
-  if 'model' in axes and vocab & set(shape) and not any(
-      'vocab' not in m.parameter.names for m in matches):
+  if (
+    'model' in axes
+    and vocab & set(shape)
+    and not any('vocab' not in m.parameter.names for m in matches)
+  ):
     tables = [m for m in matches if 'vocab' in m.parameter.names]
     if tables:
-      return (f'The vocabulary of {tables[0].parameter.name} is made whole',
-              'Look it up and multiply by it where its parts are: shard the result by vocab.')
-    return ('Logits (or one-hot labels) are made whole over the vocabulary',
-            "Keep them split: shard(logits, 'batch', 'length', 'vocab'), and take the loss with "
-            'models/losses.py, which sums over the parts.')
+      return (
+        f'The vocabulary of {tables[0].parameter.name} is made whole',
+        'Look it up and multiply by it where its parts are: shard the result by vocab.',
+      )
+    return (
+      'Logits (or one-hot labels) are made whole over the vocabulary',
+      "Keep them split: shard(logits, 'batch', 'length', 'vocab'), and take the loss with "
+      'models/losses.py, which sums over the parts.',
+    )
   if 'model' in axes and matches:
-    return (f'Parts of {matches[0].parameter.name} are made whole, which tensor parallelism uses '
-            'where they are',
-            # The partitioner replicates what a manual all_gather or psum_scatter takes over every
-            # axis that is left to it (jaxlib 0.10.2 and 0.11.2).
-            'Constrain the activations around it with shard(x, *names). A written-out all_gather '
-            "or psum_scatter does it too, unless it stands in a jax.shard_map over {'model'}.")
-  stacks = [m for m in matches if not m.is_layer and 'layers' in m.parameter.names
-            and set(axes) & set(m.parameter.mesh_axes)]
+    return (
+      f'Parts of {matches[0].parameter.name} are made whole, which tensor parallelism uses '
+      'where they are',
+      # The partitioner replicates what a manual all_gather or psum_scatter takes over every
+      # axis that is left to it (jaxlib 0.10.2 and 0.11.2).
+      'Constrain the activations around it with shard(x, *names). A written-out all_gather '
+      "or psum_scatter does it too, unless it stands in a jax.shard_map over {'model'}.",
+    )
+  stacks = [
+    m
+    for m in matches
+    if not m.is_layer and 'layers' in m.parameter.names and set(axes) & set(m.parameter.mesh_axes)
+  ]
   if stacks and not any(m.is_layer for m in matches):
-    return (f'All layers of {stacks[0].parameter.name} are whole at once',
-            'Gather a layer inside the scan over layers (fsdp.whole), not before it.')
+    return (
+      f'All layers of {stacks[0].parameter.name} are whole at once',
+      'Gather a layer inside the scan over layers (fsdp.whole), not before it.',
+    )
   if 'data' in axes and 'data' not in split_axes:
-    return ('No array is split over data but the batch',
-            'Something computes on all rows at once; constrain it with shard(x, "batch", ...).')
+    return (
+      'No array is split over data but the batch',
+      'Something computes on all rows at once; constrain it with shard(x, "batch", ...).',
+    )
   return None
 
 
-def repeated(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout],
-             mesh_shape: Mapping[str, int]) -> list[Finding]:
+def repeated(
+  collectives: Sequence[Collective],
+  parameters: Sequence[ArrayLayout],
+  mesh_shape: Mapping[str, int],
+) -> list[Finding]:
   """Returns reductions of gradients that run more often than there are gradients of the shape."""
   shapes = ParameterShapes(parameters, mesh_shape)
   groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
@@ -248,18 +319,24 @@ def repeated(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout
       num_bytes = sum(c.bytes_per_call for c in members)
       largest = max(matches, key=lambda m: m.parameter.num_bytes).parameter.name
       wasted[axes, kind, round(times, 1)].append(
-          (int(num_bytes * (1 - 1 / times)), largest, members[0]))
+        (int(num_bytes * (1 - 1 / times)), largest, members[0])
+      )
   found = []
   for (axes, kind, times), losses in wasted.items():
     num_bytes = sum(loss for loss, _, _ in losses)
     _, name, example = max(losses, key=lambda loss: loss[0])
     more = f' and of {len(losses) - 1} other shapes' if len(losses) > 1 else ''
-    found.append(Finding(
-        'repeated', f'Gradients of the shape of {name}{more} are reduced ({kind} over '
+    found.append(
+      Finding(
+        'repeated',
+        f'Gradients of the shape of {name}{more} are reduced ({kind} over '
         f'{" and ".join(axes)}) {times:g} times per step: {_mib(num_bytes)} per device for '
         f'nothing, at {_place(example)}.',
         'A loop repeats it: microbatches (NUM_MICROBATCHES), chunks of the loss or pipeline ticks. '
-        'Sum the gradients over the loop and reduce once after it.', num_bytes))
+        'Sum the gradients over the loop and reduce once after it.',
+        num_bytes,
+      )
+    )
   return found
 
 

@@ -11,16 +11,22 @@ from t5x_gpu.metrics import plots
 from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; grey for what is not cut.
-AXIS_COLOURS = dict(zip(MESH_AXES, ('#CC79A7', '#0072B2', '#E69F00', '#56B4E9', '#F0E442',
-                                    '#009E73')))
+AXIS_COLOURS = dict(
+  zip(MESH_AXES, ('#CC79A7', '#0072B2', '#E69F00', '#56B4E9', '#F0E442', '#009E73'))
+)
 WHOLE = '#CCCCCC'
 _PARAMETERS, _OPTIMIZER = '#444444', '#AAAAAA'
 _ROW_INCHES = 0.32
 _MAX_CUTS = 64  # of one dimension; more would be a haze
 
 
-def draw(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout],
-         png_path: str | os.PathLike, *, title: str) -> pathlib.Path:
+def draw(
+  parameters: Sequence[ArrayLayout],
+  optimizer: Sequence[ArrayLayout],
+  png_path: str | os.PathLike,
+  *,
+  title: str,
+) -> pathlib.Path:
   """Draws one row per parameter and returns the path of the picture.
 
   Left, the array as a rectangle of fixed size, cut into its parts, one colour per mesh axis; the
@@ -46,12 +52,12 @@ def draw(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout],
     axes.set_ylim(rows, 0)
     axes.set_yticks([])
     return axes
+
   cells = axes_at(left, boxes)
   cells.set_xlim(0, 1)
   cells.axis('off')
   for row, p in enumerate(parameters):
-    cells.text(-0.03, row + 0.5, p.name, ha='right', va='center', fontsize=8,
-               family='monospace')
+    cells.text(-0.03, row + 0.5, p.name, ha='right', va='center', fontsize=8, family='monospace')
     cells.text(1.03, row + 0.5, _words(p), ha='left', va='center', fontsize=7)
     _draw_array(cells, p, row)
   _draw_bytes(axes_at(left + boxes + right, bars), parameters, optimizer)
@@ -65,8 +71,10 @@ def draw(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout],
 
 
 def _words(p: ArrayLayout) -> str:
-  return ', '.join(f'{name or "-"} {size}' + (f' / {"+".join(axes)} {parts}' if axes else '')
-                   for name, size, axes, parts in zip(p.names, p.shape, p.split, p.parts))
+  return ', '.join(
+    f'{name or "-"} {size}' + (f' / {"+".join(axes)} {parts}' if axes else '')
+    for name, size, axes, parts in zip(p.names, p.shape, p.split, p.parts)
+  )
 
 
 def _draw_array(axes: Any, p: ArrayLayout, row: int) -> None:
@@ -81,24 +89,47 @@ def _draw_array(axes: Any, p: ArrayLayout, row: int) -> None:
   colours = [[AXIS_COLOURS[axis] for axis in p.split[i]] for i in cut] or [[WHOLE]]
   for i in range(columns):
     # A dimension split over two axes shows both colours in turn.
-    axes.barh(top + high / 2, 1 / columns, left=i / columns, height=high, linewidth=0,
-              color=colours[0][i % len(colours[0])], alpha=0.95 if i % 2 == 0 else 0.55)
+    axes.barh(
+      top + high / 2,
+      1 / columns,
+      left=i / columns,
+      height=high,
+      linewidth=0,
+      color=colours[0][i % len(colours[0])],
+      alpha=0.95 if i % 2 == 0 else 0.55,
+    )
   for i in range(1, lines):
     y = top + high * i / lines
-    axes.plot([0, 1], [y, y], color=colours[1][0], linewidth=max(0.6, 3 - 0.3 * lines),
-              solid_capstyle='butt')
+    axes.plot(
+      [0, 1],
+      [y, y],
+      color=colours[1][0],
+      linewidth=max(0.6, 3 - 0.3 * lines),
+      solid_capstyle='butt',
+    )
   for i in range(1, columns * inner):
     if i % inner:
       x = i / (columns * inner)
-      axes.plot([x, x], [top, top + high], color=colours[2][0], solid_capstyle='butt',
-                linewidth=max(0.6, 3 - 0.1 * columns * inner))
+      axes.plot(
+        [x, x],
+        [top, top + high],
+        color=colours[2][0],
+        solid_capstyle='butt',
+        linewidth=max(0.6, 3 - 0.1 * columns * inner),
+      )
   wide, tall = 1 / (columns * inner), high / lines
-  axes.plot([0, wide, wide, 0, 0], [top, top, top + tall, top + tall, top],
-            color='black', linewidth=1, clip_on=False)
+  axes.plot(
+    [0, wide, wide, 0, 0],
+    [top, top, top + tall, top + tall, top],
+    color='black',
+    linewidth=1,
+    clip_on=False,
+  )
 
 
-def _draw_bytes(axes: Any, parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]
-                ) -> None:
+def _draw_bytes(
+  axes: Any, parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]
+) -> None:
   state = optimizer_bytes(optimizer)
   middle = [row + 0.5 for row in range(len(parameters))]
   own = [p.bytes_per_device / 2**20 for p in parameters]
@@ -106,8 +137,9 @@ def _draw_bytes(axes: Any, parameters: Sequence[ArrayLayout], optimizer: Sequenc
   axes.barh(middle, own, height=0.6, color=_PARAMETERS)
   axes.barh(middle, rest, left=own, height=0.6, color=_OPTIMIZER)
   for y, a, b in zip(middle, own, rest):
-    axes.text(a + b, y, f' {a + b:.2g}' if a + b < 100 else f' {a + b:,.0f}', va='center',
-              fontsize=7)
+    axes.text(
+      a + b, y, f' {a + b:.2g}' if a + b < 100 else f' {a + b:,.0f}', va='center', fontsize=7
+    )
   axes.set_xlim(0, max(a + b for a, b in zip(own, rest)) * 1.18)
   axes.set_xlabel('MiB per device', fontsize=8)
   axes.tick_params(labelsize=7)
@@ -121,9 +153,20 @@ def _draw_legend(figure: Any, parameters: Sequence[ArrayLayout], y: float) -> No
   entries = [(f'cut over {a}', AXIS_COLOURS[a]) for a in MESH_AXES if a in used]
   if any(p.is_whole for p in parameters):
     entries.append(('whole on every device', WHOLE))
-  entries += [('(framed: the part of device 0)', 'white'), ('parameter', _PARAMETERS),
-              ('optimizer state', _OPTIMIZER)]
+  entries += [
+    ('(framed: the part of device 0)', 'white'),
+    ('parameter', _PARAMETERS),
+    ('optimizer state', _OPTIMIZER),
+  ]
   patches = importlib.import_module('matplotlib.patches')
   handles = [patches.Patch(color=colour, label=label) for label, colour in entries]
-  figure.legend(handles=handles, loc='upper left', bbox_to_anchor=(0, y), ncols=len(handles),
-                fontsize=7.5, frameon=False, handlelength=1.2, columnspacing=1.4)
+  figure.legend(
+    handles=handles,
+    loc='upper left',
+    bbox_to_anchor=(0, y),
+    ncols=len(handles),
+    fontsize=7.5,
+    frameon=False,
+    handlelength=1.2,
+    columnspacing=1.4,
+  )

@@ -22,9 +22,13 @@ def mib(num_bytes: float) -> str:
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
   """Returns rows as aligned columns, those numbered in `right` aligned at their end."""
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  return '\n'.join('  '.join(
+  return '\n'.join(
+    '  '.join(
       cell.rjust(width) if i in right else cell.ljust(width)
-      for i, (cell, width) in enumerate(zip(row, widths))).rstrip() for row in rows)
+      for i, (cell, width) in enumerate(zip(row, widths))
+    ).rstrip()
+    for row in rows
+  )
 
 
 def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]) -> str:
@@ -33,31 +37,62 @@ def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[Array
   Where the state of a parameter is split over more (ZeRO-1 and 2), it says so.
   """
   state = optimizer_bytes(optimizer)
-  apart = {array.parameter: f' (state over {" and ".join(array.mesh_axes)})'
-           for array in split_apart(parameters, optimizer)}
+  apart = {
+    array.parameter: f' (state over {" and ".join(array.mesh_axes)})'
+    for array in split_apart(parameters, optimizer)
+  }
   rows = [('parameter', 'shape', 'axes', 'split over', 'MiB/device', 'optimizer MiB/device')]
   for p in parameters:
-    rows.append((p.name, ' x '.join(map(str, p.shape)), ' '.join(n or '-' for n in p.names),
-                 p.split_words + apart.get(p.name, ''), mib(p.bytes_per_device),
-                 mib(state[p.name])))
+    rows.append(
+      (
+        p.name,
+        ' x '.join(map(str, p.shape)),
+        ' '.join(n or '-' for n in p.names),
+        p.split_words + apart.get(p.name, ''),
+        mib(p.bytes_per_device),
+        mib(state[p.name]),
+      )
+    )
   if state[None]:
     rows.append(('(of no parameter)', '', '', '', '', mib(state[None])))
-  rows.append(('total', '', '', '', mib(sum(p.bytes_per_device for p in parameters)),
-               mib(sum(state.values()))))
-  rows.append(('whole, on one device', '', '', '', mib(sum(p.num_bytes for p in parameters)),
-               mib(sum(a.num_bytes for a in optimizer))))
+  rows.append(
+    (
+      'total',
+      '',
+      '',
+      '',
+      mib(sum(p.bytes_per_device for p in parameters)),
+      mib(sum(state.values())),
+    )
+  )
+  rows.append(
+    (
+      'whole, on one device',
+      '',
+      '',
+      '',
+      mib(sum(p.num_bytes for p in parameters)),
+      mib(sum(a.num_bytes for a in optimizer)),
+    )
+  )
   return table(rows, right=(4, 5))
 
 
-def split_apart(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]
-                ) -> list[ArrayLayout]:
+def split_apart(
+  parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]
+) -> list[ArrayLayout]:
   """Returns the optimizer's arrays that are split over an axis that their parameter is not."""
   axes = {p.name: set(p.mesh_axes) for p in parameters}
   return [a for a in optimizer if a.parameter in axes and set(a.mesh_axes) - axes[a.parameter]]
 
 
-def device_picture(arrays: Sequence[ArrayLayout], sizes: MeshSizes,
-                   devices: Sequence[Mapping[str, int]], *, what: str = 'parameter') -> str:
+def device_picture(
+  arrays: Sequence[ArrayLayout],
+  sizes: MeshSizes,
+  devices: Sequence[Mapping[str, int]],
+  *,
+  what: str = 'parameter',
+) -> str:
   """Returns a column per device: its place on the mesh, and which part it holds of each array.
 
   Devices with the same letter hold the same part. Arrays that are held alike share a line.
@@ -73,25 +108,36 @@ def device_picture(arrays: Sequence[ArrayLayout], sizes: MeshSizes,
 
   def line(cells: Sequence[object]) -> str:
     width = max(len(str(cell)) for cell in cells)
-    return ' | '.join(' '.join(f'{cells[i]!s:>{width}}' for i in range(start, min(
-        start + per_host, len(cells)))) for start in range(0, len(cells), per_host))
+    return ' | '.join(
+      ' '.join(f'{cells[i]!s:>{width}}' for i in range(start, min(start + per_host, len(cells))))
+      for start in range(0, len(cells), per_host)
+    )
+
   rows = []
   if sizes.num_devices > per_host:
     rows.append(('host', line([i // per_host for i in range(len(shown))]), ''))
-  rows += [(axis, line([place[axis] for place in shown]), '')
-           for axis, size in sizes.total.items() if size > 1]
+  rows += [
+    (axis, line([place[axis] for place in shown]), '')
+    for axis, size in sizes.total.items()
+    if size > 1
+  ]
   alike = collections.defaultdict(list)
   for array in arrays:
     held = [part_held(array, place, sizes.total) for place in shown]
     alike[tuple(held.index(part) for part in held), math.prod(array.parts)].append(array.name)
   for (firsts, parts), names in alike.items():
     letters = {first: _LETTERS[i % len(_LETTERS)] for i, first in enumerate(dict.fromkeys(firsts))}
-    rows.append(('1 part' if parts == 1 else f'{parts} parts',
-                 line([letters[first] for first in firsts]),
-                 f'{len(names)} {what}{"s" * (len(names) > 1)}: {_listed(names)}'))
+    rows.append(
+      (
+        '1 part' if parts == 1 else f'{parts} parts',
+        line([letters[first] for first in firsts]),
+        f'{len(names)} {what}{"s" * (len(names) > 1)}: {_listed(names)}',
+      )
+    )
   more = len(devices) - len(shown)
   return table([('device', line([i % 10 for i in range(len(shown))]), ''), *rows]) + (
-      f'\n({more} more devices)' if more else '')
+    f'\n({more} more devices)' if more else ''
+  )
 
 
 def _listed(names: Sequence[str], *, width: int = 60) -> str:
@@ -114,6 +160,7 @@ class TrafficRow:
     flags: what makes the count uncertain, or ''.
     largest: the one that sends most.
   """
+
   purpose: str
   kind: str
   axes: tuple[str, ...]
@@ -124,8 +171,9 @@ class TrafficRow:
   largest: Collective
 
 
-def traffic(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout],
-            sizes: MeshSizes) -> list[TrafficRow]:
+def traffic(
+  collectives: Sequence[Collective], parameters: Sequence[ArrayLayout], sizes: MeshSizes
+) -> list[TrafficRow]:
   """Returns what a step sends, summed by purpose, kind and axes; the dearest first."""
   shapes = ParameterShapes(parameters, sizes.total)
   groups = collections.defaultdict(list)
@@ -135,10 +183,18 @@ def traffic(collectives: Sequence[Collective], parameters: Sequence[ArrayLayout]
   for (why, kind, axes), members in groups.items():
     flags = ['some in branches'] * any(c.in_branch for c in members)
     flags += ['loops of unknown length'] * any(c.unknown_count for c in members)
-    rows.append(TrafficRow(
-        why, kind, axes, 'network' if any(map(sizes.crosses_hosts, axes)) else 'inside a host',
-        sum(c.count for c in members), sum(c.bytes_per_call for c in members), ', '.join(flags),
-        max(members, key=lambda c: c.bytes_per_call)))
+    rows.append(
+      TrafficRow(
+        why,
+        kind,
+        axes,
+        'network' if any(map(sizes.crosses_hosts, axes)) else 'inside a host',
+        sum(c.count for c in members),
+        sum(c.bytes_per_call for c in members),
+        ', '.join(flags),
+        max(members, key=lambda c: c.bytes_per_call),
+      )
+    )
   return sorted(rows, key=lambda row: (-row.num_bytes, PURPOSES.index(row.purpose)))
 
 
@@ -150,19 +206,36 @@ def traffic_table(rows: Sequence[TrafficRow]) -> str:
   for r in rows:
     shape = ' x '.join(map(str, r.largest.shape))
     flags = f' ({r.flags})' if r.flags else ''
-    lines.append((r.purpose, r.kind, '+'.join(r.axes), r.link, f'{r.count:,}', mib(r.num_bytes),
-                  f'{r.largest.dtype}[{shape}] {place(r.largest)}{flags}'))
+    lines.append(
+      (
+        r.purpose,
+        r.kind,
+        '+'.join(r.axes),
+        r.link,
+        f'{r.count:,}',
+        mib(r.num_bytes),
+        f'{r.largest.dtype}[{shape}] {place(r.largest)}{flags}',
+      )
+    )
   links = collections.Counter()
   for r in rows:
     links[r.link] += r.num_bytes
-  return table(lines, right=(4, 5)) + '\nper device and step: ' + ', '.join(
+  return (
+    table(lines, right=(4, 5))
+    + '\nper device and step: '
+    + ', '.join(
       f'{mib(num_bytes)} MiB {"over the network" if link == "network" else link}'
-      for link, num_bytes in links.most_common())
+      for link, num_bytes in links.most_common()
+    )
+  )
 
 
 def place(collective: Collective) -> str:
   """Returns the last words of its path, 'mlp/wo/dot_general', after 'backward' if it is that."""
   name = collective.op_name
-  words = [word for word in name.split('/') if word not in ('body', 'closed_call', 'while')
-           and '(' not in word]
+  words = [
+    word
+    for word in name.split('/')
+    if word not in ('body', 'closed_call', 'while') and '(' not in word
+  ]
   return ('backward ' if 'transpose(' in name else '') + '/'.join(words[-3:])

@@ -29,8 +29,12 @@ class CommitAtExit(abc.ABC):
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(self, kind: Optional[type[BaseException]], error: Optional[BaseException],
-               trace: Optional[types.TracebackType]) -> None:
+  def __exit__(
+    self,
+    kind: Optional[type[BaseException]],
+    error: Optional[BaseException],
+    trace: Optional[types.TracebackType],
+  ) -> None:
     try:
       if error is None:
         self.wait()

@@ -25,8 +25,20 @@ from t5x_gpu.checkpoint.base_checkpointer import CommitAtExit
 from t5x_gpu.checkpoint.local.settings import check_local_settings
 from t5x_gpu.checkpoint.manifest import sealed
 from t5x_gpu.checkpoint.model_dir import (
-    PREFIX, UNREADABLE, Saved, check_same_model, check_writable, checkpoint_path, committed_steps,
-    is_checkpoint_of_ours, none_can_be_read, read_manifest, read_saved, remove_cut_short, why)
+  PREFIX,
+  UNREADABLE,
+  Saved,
+  check_same_model,
+  check_writable,
+  checkpoint_path,
+  committed_steps,
+  is_checkpoint_of_ours,
+  none_can_be_read,
+  read_manifest,
+  read_saved,
+  remove_cut_short,
+  why,
+)
 from t5x_gpu.checkpoint.retention import BEST_IS, EVALUATIONS, Keep, Preservation
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import RunLock, check_exists
@@ -65,6 +77,7 @@ class CheckpointConfig:
     local_checkpoint_dir: of each host, '/dev/shm/$USER', for steps in between; None for none.
     local_period: steps between those; a divisor of `period` (checkpoint/local/local_tier.py).
   """
+
   period: int
   keep: Optional[int] = 3
   keep_every: Optional[int] = None
@@ -76,28 +89,43 @@ class CheckpointConfig:
   local_period: Optional[int] = None
 
   def __post_init__(self) -> None:
-    for name, what in (('period', 'steps'), ('keep', 'checkpoints'), ('keep_every', 'steps'),
-                       ('keep_best', 'checkpoints')):
+    for name, what in (
+      ('period', 'steps'),
+      ('keep', 'checkpoints'),
+      ('keep_every', 'steps'),
+      ('keep_best', 'checkpoints'),
+    ):
       value = getattr(self, name)
       if value is not None and value < 1:
-        raise CheckpointError(f'CheckpointConfig.{name} = {value} must be at least 1.',
-                              fix=f'Set CheckpointConfig.{name} to a number of {what}.',
-                              parameters=(f'CheckpointConfig.{name}',))
+        raise CheckpointError(
+          f'CheckpointConfig.{name} = {value} must be at least 1.',
+          fix=f'Set CheckpointConfig.{name} to a number of {what}.',
+          parameters=(f'CheckpointConfig.{name}',),
+        )
       if name.startswith('keep_') and value is not None and self.keep is None:
-        raise CheckpointError(f'CheckpointConfig.{name} = {value}, but keep = None keeps all.',
-                              fix=f'Set CheckpointConfig.keep = 1, or {name} = None.',
-                              parameters=('CheckpointConfig.keep', f'CheckpointConfig.{name}'))
+        raise CheckpointError(
+          f'CheckpointConfig.{name} = {value}, but keep = None keeps all.',
+          fix=f'Set CheckpointConfig.keep = 1, or {name} = None.',
+          parameters=('CheckpointConfig.keep', f'CheckpointConfig.{name}'),
+        )
     if self.best_is not in BEST_IS:
-      raise CheckpointError(f'CheckpointConfig.best_is = {self.best_is!r} is neither.',
-                            fix=f'Set it to {" or ".join(map(repr, BEST_IS))}.',
-                            parameters=('CheckpointConfig.best_is',))
+      raise CheckpointError(
+        f'CheckpointConfig.best_is = {self.best_is!r} is neither.',
+        fix=f'Set it to {" or ".join(map(repr, BEST_IS))}.',
+        parameters=('CheckpointConfig.best_is',),
+      )
     check_local_settings(self.local_checkpoint_dir, self.local_period, period=self.period)
 
   @property
   def kept(self) -> Keep:
     """Which checkpoints stay."""
-    return Keep(last=self.keep, every=self.keep_every, best=self.keep_best,
-                metric=self.best_metric, best_is=self.best_is)
+    return Keep(
+      last=self.keep,
+      every=self.keep_every,
+      best=self.keep_best,
+      metric=self.best_metric,
+      best_is=self.best_is,
+    )
 
   def check_best(self, total_steps: int, *eval_periods: Optional[int]) -> None:
     """Raises CheckpointError if the best are to stay, but only the last one is evaluated.
@@ -111,20 +139,22 @@ class CheckpointConfig:
     group = self.best_metric.partition('/')[0]
     if group not in EVALUATIONS:
       raise CheckpointError(
-          f'CheckpointConfig.best_metric = {self.best_metric!r} is of no evaluation.'
-          + did_you_mean(group, EVALUATIONS),
-          fix="Set it to 'eval/loss', 'eval/accuracy', ... or 'infer_eval/TASK/METRIC'.",
-          parameters=('CheckpointConfig.best_metric',))
+        f'CheckpointConfig.best_metric = {self.best_metric!r} is of no evaluation.'
+        + did_you_mean(group, EVALUATIONS),
+        fix="Set it to 'eval/loss', 'eval/accuracy', ... or 'infer_eval/TASK/METRIC'.",
+        parameters=('CheckpointConfig.best_metric',),
+      )
     period = dict(zip(EVALUATIONS, eval_periods, strict=True))[group]
     if not period or math.lcm(period, self.period) >= total_steps:
       name = EVALUATIONS[group]
       raise CheckpointError(
-          f'CheckpointConfig.keep_best = {self.keep_best} by {self.best_metric!r}, but no '
-          f'checkpoint before the last is saved at a step with that evaluation: a save every '
-          f'{self.period} steps, an evaluation every {period or "(never)"}.',
-          fix=f'Set {name.upper() if group == "eval" else f"train.{name}"} = {self.period}, or '
-              'CheckpointConfig.keep_best = None.',
-          parameters=('CheckpointConfig.keep_best', f'train.{name}'))
+        f'CheckpointConfig.keep_best = {self.keep_best} by {self.best_metric!r}, but no '
+        f'checkpoint before the last is saved at a step with that evaluation: a save every '
+        f'{self.period} steps, an evaluation every {period or "(never)"}.',
+        fix=f'Set {name.upper() if group == "eval" else f"train.{name}"} = {self.period}, or '
+        'CheckpointConfig.keep_best = None.',
+        parameters=('CheckpointConfig.keep_best', f'train.{name}'),
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +167,7 @@ class Restored:
     data_state: for `BatchIterator.set_state`.
     manifest: what the checkpoint says of itself.
   """
+
   path: AnyPath
   state: TrainState
   data_state: bytes
@@ -159,22 +190,33 @@ class Checkpointer(CommitAtExit):
     self._dir = pathlib.Path(model_dir).absolute()
     check_writable(self._dir)
     self.files = RunFiles(self._dir, is_main=jax.process_index() == 0)  # where the run writes them
-    self._keep, self._preservation = keep, Preservation(
-        keep, self._values(keep), is_ours=lambda step: is_checkpoint_of_ours(self._dir, step))
+    self._keep, self._preservation = (
+      keep,
+      Preservation(
+        keep, self._values(keep), is_ours=lambda step: is_checkpoint_of_ours(self._dir, step)
+      ),
+    )
     self._lock = RunLock(self._dir) if jax.process_index() == 0 else None
     if self._lock is not None:  # saves under way are then not those of another run
       remove_cut_short(self._dir)
       finish_removals(self._dir)
     self._manager = ocp.CheckpointManager(
-        self._dir, item_handlers={
-            # Compressing takes longer than writing, and makes weights 8% smaller.
-            'state': ocp.PyTreeCheckpointHandler(use_compression=False),
-            'data': ocp.JsonCheckpointHandler(), 'manifest': ocp.JsonCheckpointHandler()},
-        options=ocp.CheckpointManagerOptions(preservation_policy=self._preservation,
-                                             step_prefix=PREFIX, create=True,
-                                             enable_async_checkpointing=True,
-                                             # It would take those of others for ours.
-                                             cleanup_tmp_directories=False))
+      self._dir,
+      item_handlers={
+        # Compressing takes longer than writing, and makes weights 8% smaller.
+        'state': ocp.PyTreeCheckpointHandler(use_compression=False),
+        'data': ocp.JsonCheckpointHandler(),
+        'manifest': ocp.JsonCheckpointHandler(),
+      },
+      options=ocp.CheckpointManagerOptions(
+        preservation_policy=self._preservation,
+        step_prefix=PREFIX,
+        create=True,
+        enable_async_checkpointing=True,
+        # It would take those of others for ours.
+        cleanup_tmp_directories=False,
+      ),
+    )
     # No option renames first and then deletes (0.12.8).
     self._manager._checkpoint_deleter = RenamingDeleter(self._dir, is_main=self._lock is not None)
 
@@ -199,11 +241,13 @@ class Checkpointer(CommitAtExit):
     """Raises CheckpointError if the save under way has failed by now."""
     # Orbax's check_for_errors stays silent (0.12.8): the thread that commits has taken the error.
     if self._manager._finalize_thread.map(
-        lambda thread: thread is not None and not thread.is_alive() and thread.exception):
+      lambda thread: thread is not None and not thread.is_alive() and thread.exception
+    ):
       self.wait()
 
-  def save(self, step: int, state: TrainState, *, data_state: bytes,
-           manifest: Mapping[str, Any]) -> None:
+  def save(
+    self, step: int, state: TrainState, *, data_state: bytes, manifest: Mapping[str, Any]
+  ) -> None:
     """Starts to write `checkpoint_<step>`; returns once `state` may be overwritten.
 
     Raises:
@@ -226,9 +270,15 @@ class Checkpointer(CommitAtExit):
       self._preservation.values[step] = value
     with self._mended_errors(step):
       self._manager.check_for_errors()
-      written = self._manager.save(step, force=True, args=ocp.args.Composite(
+      written = self._manager.save(
+        step,
+        force=True,
+        args=ocp.args.Composite(
           state=ocp.args.PyTreeSave(state, save_args=save_args(state)),
-          data=ocp.args.JsonSave(data), manifest=ocp.args.JsonSave(manifest)))
+          data=ocp.args.JsonSave(data),
+          manifest=ocp.args.JsonSave(manifest),
+        ),
+      )
     if not written:
       raise self._exists(step)
     if no_metric is not None:
@@ -236,9 +286,11 @@ class Checkpointer(CommitAtExit):
       raise no_metric
 
   def _exists(self, step: int) -> CheckpointError:
-    return CheckpointError(f'{self.path(step)} exists and was not overwritten.',
-                           fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
-                           parameters=('MODEL_DIR',))
+    return CheckpointError(
+      f'{self.path(step)} exists and was not overwritten.',
+      fix='Continue from the latest checkpoint, or set another MODEL_DIR.',
+      parameters=('MODEL_DIR',),
+    )
 
   def wait(self) -> None:
     """Returns when everything is committed; raises CheckpointError if it could not be."""
@@ -281,14 +333,19 @@ class Checkpointer(CommitAtExit):
     if os.strerror(errno.ENOSPC) in reason:
       reason = os.strerror(errno.ENOSPC) + '.'
     return CheckpointError(
-        f'{what} could not be written to {self._dir}: {reason}',
-        fix=('No checkpoint has been committed yet.' if last is None else
-             f'The last good one is checkpoint_{last}; a restart continues from it.')
-        + f' Free space there: {shutil.disk_usage(self._dir).free / 2**30:.2f} GiB.',
-        parameters=('MODEL_DIR',))
+      f'{what} could not be written to {self._dir}: {reason}',
+      fix=(
+        'No checkpoint has been committed yet.'
+        if last is None
+        else f'The last good one is checkpoint_{last}; a restart continues from it.'
+      )
+      + f' Free space there: {shutil.disk_usage(self._dir).free / 2**30:.2f} GiB.',
+      parameters=('MODEL_DIR',),
+    )
 
-  def restore_latest(self, target: TrainState, *, promote: Promote = nothing_local
-                     ) -> Optional[Restored]:
+  def restore_latest(
+    self, target: TrainState, *, promote: Promote = nothing_local
+  ) -> Optional[Restored]:
     """Returns the latest readable checkpoint on the mesh of `target`, or None without any.
 
     A checkpoint that cannot be read is renamed to `corrupt_checkpoint_<step>`, with a warning that
@@ -319,7 +376,8 @@ class Checkpointer(CommitAtExit):
             state = read_state(self.path(step), target)
           else:
             args = ocp.args.PyTreeRestore(
-                target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
+              target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
+            )
             state = self._manager.restore(step, args=ocp.args.Composite(state=args))['state']
           check_restored(state, saved.manifest, step=step)
         except (CheckpointError, MemoryError):
@@ -354,8 +412,13 @@ class Checkpointer(CommitAtExit):
       for step in reasons:
         aside = free_name(self._dir / f'corrupt_{PREFIX}_{step}')
         os.rename(self.path(step), aside)
-        _log.warning('checkpoint_%d cannot be read (%s) and is kept as %s. Continuing from '
-                     'checkpoint_%d.', step, reasons[step], aside.name, used)
+        _log.warning(
+          'checkpoint_%d cannot be read (%s) and is kept as %s. Continuing from checkpoint_%d.',
+          step,
+          reasons[step],
+          aside.name,
+          used,
+        )
     self._manager.reload()
 
 
@@ -371,8 +434,14 @@ def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
   """
   with silent_left_over(), ocp.StandardCheckpointer() as checkpointer:
     try:
-      state, problem = (read_state(path, target) if saved.manifest.get(UNSTACKED) or
-                        is_remote(path) else checkpointer.restore(path / 'state', target)), None
+      state, problem = (
+        (
+          read_state(path, target)
+          if saved.manifest.get(UNSTACKED) or is_remote(path)
+          else checkpointer.restore(path / 'state', target)
+        ),
+        None,
+      )
       check_restored(state, saved.manifest, step=saved.step)
     except MemoryError:
       raise
@@ -382,7 +451,9 @@ def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
       problem = why(e)
     if problem:
       let_go_of_reads()  # out of the `except` block, which still holds them
-      raise CheckpointError(f'{path} cannot be read: {problem}',
-                            fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
-                            parameters=('RestoreConfig.path', 'RestoreConfig.step'))
+      raise CheckpointError(
+        f'{path} cannot be read: {problem}',
+        fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
+        parameters=('RestoreConfig.path', 'RestoreConfig.step'),
+      )
   return Restored(path, state, saved.data_state, saved.manifest)

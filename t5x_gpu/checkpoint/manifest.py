@@ -26,13 +26,21 @@ _OPTIMIZER = 'opt_state/'
 def describe_arrays(tree: Any) -> dict[str, list[Any]]:
   """Returns 'params/decoder_norm/scale' -> [shape, dtype] of every array in `tree`."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): [list(x.shape), str(x.dtype)]
-          for path, x in flat}
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): [list(x.shape), str(x.dtype)]
+    for path, x in flat
+  }
 
 
-def make_manifest(state: Any, *, mesh_shape: Mapping[str, int], data: Mapping[str, Any],
-                  next_batch_hash: str, started_from: Optional[Mapping[str, Any]] = None,
-                  metrics: Optional[Mapping[str, float]] = None) -> dict[str, Any]:
+def make_manifest(
+  state: Any,
+  *,
+  mesh_shape: Mapping[str, int],
+  data: Mapping[str, Any],
+  next_batch_hash: str,
+  started_from: Optional[Mapping[str, Any]] = None,
+  metrics: Optional[Mapping[str, float]] = None,
+) -> dict[str, Any]:
   """Returns the JSON-ready manifest of `state` as it is saved now.
 
   Args:
@@ -44,12 +52,18 @@ def make_manifest(state: Any, *, mesh_shape: Mapping[str, int], data: Mapping[st
       their initialisation.
     metrics: of the evaluation at this step, by name; None without one.
   """
-  return {'format': FORMAT, 'arrays': describe_arrays(state), 'mesh': dict(mesh_shape),
-          'num_processes': jax.process_count(), 'data': dict(data),
-          'next_batch_hash': next_batch_hash, 'versions': _versions(),
-          STARTED_FROM: None if started_from is None else dict(started_from),
-          'metrics': None if metrics is None else dict(metrics),
-          'written': datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds')}
+  return {
+    'format': FORMAT,
+    'arrays': describe_arrays(state),
+    'mesh': dict(mesh_shape),
+    'num_processes': jax.process_count(),
+    'data': dict(data),
+    'next_batch_hash': next_batch_hash,
+    'versions': _versions(),
+    STARTED_FROM: None if started_from is None else dict(started_from),
+    'metrics': None if metrics is None else dict(metrics),
+    'written': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+  }
 
 
 def sealed(manifest: Mapping[str, Any], *, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,22 +112,40 @@ def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
   return ['The parameters are the same, the optimizer state is not:'] + lines if lines else []
 
 
-def _differing(have: Mapping[str, Any], want: Mapping[str, Any], names: list[str], *,
-               limit: Optional[int] = _SHOWN) -> list[str]:
+def _differing(
+  have: Mapping[str, Any],
+  want: Mapping[str, Any],
+  names: list[str],
+  *,
+  limit: Optional[int] = _SHOWN,
+) -> list[str]:
   """Returns a line per name that differs: at most `limit` of each kind, and how many more."""
-  missing = [f'{n} {_text(want[n])}: not in the checkpoint.'
-             + ('' if n.startswith(_OPTIMIZER) else  # their names are the parameters'
-                did_you_mean(n, have.keys() - want.keys(), limit=1))
-             for n in names if n not in have]
-  left_over = [f'{n} {_text(have[n])}: in the checkpoint, not in the model.'
-               for n in names if n not in want]
-  changed = [f'{n}: {_text(have[n])} in the checkpoint, {_text(want[n])} in the model.'
-             for n in names if n in have and n in want and have[n] != want[n]]
+  missing = [
+    f'{n} {_text(want[n])}: not in the checkpoint.'
+    + (
+      ''
+      if n.startswith(_OPTIMIZER)
+      # their names are the parameters'
+      else did_you_mean(n, have.keys() - want.keys(), limit=1)
+    )
+    for n in names
+    if n not in have
+  ]
+  left_over = [
+    f'{n} {_text(have[n])}: in the checkpoint, not in the model.' for n in names if n not in want
+  ]
+  changed = [
+    f'{n}: {_text(have[n])} in the checkpoint, {_text(want[n])} in the model.'
+    for n in names
+    if n in have and n in want and have[n] != want[n]
+  ]
   if limit is None:
     return changed + missing + left_over
-  return [line for kind in (changed, missing, left_over)
-          for line in kind[:limit] + ([f'... and {len(kind) - limit} more.'] if len(kind) > limit
-                                      else [])]
+  return [
+    line
+    for kind in (changed, missing, left_over)
+    for line in kind[:limit] + ([f'... and {len(kind) - limit} more.'] if len(kind) > limit else [])
+  ]
 
 
 def _text(array: list[Any]) -> str:

@@ -30,7 +30,15 @@ from t5x_gpu.checkpoint.run_lock import check_lock
 from t5x_gpu.checkpoint.schemas import ARRAY_METADATA, DATA, MANIFEST, TREE
 from t5x_gpu.checkpoint.storage.object_store_steps import remote_steps
 from t5x_gpu.checkpoint.storage.paths import (
-    AnyPath, RemotePath, as_path, context, is_outage, kvstore_spec, reason_of, storage_error)
+  AnyPath,
+  RemotePath,
+  as_path,
+  context,
+  is_outage,
+  kvstore_spec,
+  reason_of,
+  storage_error,
+)
 from t5x_gpu.config.json_schema import open_regular, parse_json, read_json
 from t5x_gpu.errors import CheckpointError
 
@@ -102,8 +110,9 @@ def check_array_files(folder: AnyPath) -> None:
         _check_metadata(key, f.read(length))
 
 
-def _entries(base: ts.KvStore, node: str, prefix: bytes = b''
-             ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _entries(
+  base: ts.KvStore, node: str, prefix: bytes = b''
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
   """Yields key and entry of each value below a node of the index."""
   for entry in ts.ocdbt.dump(base, node).result()['entries']:
     if 'location' in entry:
@@ -140,6 +149,7 @@ class Saved:
     data_state: for `BatchIterator.set_state`.
     manifest: see checkpoint/manifest.py.
   """
+
   step: int
   data_state: bytes
   manifest: Mapping[str, Any]
@@ -157,8 +167,10 @@ def committed_steps(folder: AnyPath) -> list[int]:
   """
   if isinstance(folder, RemotePath):
     return remote_steps(folder)
-  found = {path: re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', path.name)
-           for path in folder.glob(f'{PREFIX}_*')}
+  found = {
+    path: re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', path.name)
+    for path in folder.glob(f'{PREFIX}_*')
+  }
   return sorted(int(match[1]) for path, match in found.items() if match and is_real_folder(path))
 
 
@@ -171,7 +183,8 @@ def is_checkpoint_of_ours(folder: pathlib.Path, step: int) -> bool:
   """Returns whether `checkpoint_<step>` has a manifest of ours; without, it may be anybody's."""
   with contextlib.suppress(*UNREADABLE):
     return is_real_folder(checkpoint_path(folder, step)) and bool(
-        read_manifest(folder, step)['arrays'])
+      read_manifest(folder, step)['arrays']
+    )
   return False
 
 
@@ -179,7 +192,8 @@ def remove_cut_short(folder: pathlib.Path) -> None:
   """Removes what a kill has left of saves, each up to as big as a checkpoint, and nothing else."""
   for path in folder.glob(f'{PREFIX}_*{CUT_SHORT}*'):
     if re.fullmatch(rf'{PREFIX}_[0-9]+{re.escape(CUT_SHORT)}(-[0-9]+)?', path.name) and (
-        is_real_folder(path)):
+      is_real_folder(path)
+    ):
       shutil.rmtree(path, ignore_errors=True)  # what stays is in nobody's way
 
 
@@ -196,8 +210,11 @@ def check_model_dir(model_dir: str | os.PathLike | AnyPath, *, target: Any) -> O
   """
   folder = as_path(model_dir)
   if jax.process_index() == 0:  # the others would find folders that come and go
-    made = [] if isinstance(folder, RemotePath) else [
-        f for f in (folder, *folder.parents) if not f.exists()]
+    made = (
+      []
+      if isinstance(folder, RemotePath)
+      else [f for f in (folder, *folder.parents) if not f.exists()]
+    )
     try:
       check_writable(folder)
       check_lock(folder, wait=True)
@@ -265,29 +282,35 @@ def check_no_outage(e: Exception, folder: AnyPath) -> None:
 def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointError:
   """Returns the error for checkpoints (step -> reason) of which none can be read."""
   return CheckpointError(
-      f'None of the {len(reasons)} checkpoints in {folder} can be read.\n'
-      + '\n'.join(f'  checkpoint_{step}: {reason}' for step, reason in reasons.items()),
-      fix='Set another MODEL_DIR to start anew, or move these folders away.',
-      parameters=('MODEL_DIR',))
+    f'None of the {len(reasons)} checkpoints in {folder} can be read.\n'
+    + '\n'.join(f'  checkpoint_{step}: {reason}' for step, reason in reasons.items()),
+    fix='Set another MODEL_DIR to start anew, or move these folders away.',
+    parameters=('MODEL_DIR',),
+  )
 
 
-def check_same_model(folder: AnyPath, step: int, manifest: Mapping[str, Any], *,
-                     target: Any) -> None:
+def check_same_model(
+  folder: AnyPath, step: int, manifest: Mapping[str, Any], *, target: Any
+) -> None:
   """Raises CheckpointError with the arrays in which `manifest` and `target` differ, if any do."""
   different = differences(manifest, target)
   if different and not any(name.startswith('opt_state/') for name in manifest['arrays']):
     raise CheckpointError(
-        f'{checkpoint_path(folder, step)} holds parameters only, as a converted checkpoint does: '
-        'no run has written it that could go on.',
-        fix='Set another MODEL_DIR, and start from this one: train.initialize_from =\n'
-            f'@initialize.RestoreConfig() with RestoreConfig.path = {str(folder)!r}.',
-        parameters=('MODEL_DIR',), docs='finetune.md#what-a-run-starts-from')
+      f'{checkpoint_path(folder, step)} holds parameters only, as a converted checkpoint does: '
+      'no run has written it that could go on.',
+      fix='Set another MODEL_DIR, and start from this one: train.initialize_from =\n'
+      f'@initialize.RestoreConfig() with RestoreConfig.path = {str(folder)!r}.',
+      parameters=('MODEL_DIR',),
+      docs='finetune.md#what-a-run-starts-from',
+    )
   if different:
     raise CheckpointError(
-        f'{checkpoint_path(folder, step)} holds another model or optimizer:\n  '
-        + '\n  '.join(different),
-        fix='Set another MODEL_DIR for this model, or go back to the configuration of '
-            f'{folder / "config.gin"}. Nothing was overwritten.', parameters=('MODEL_DIR',))
+      f'{checkpoint_path(folder, step)} holds another model or optimizer:\n  '
+      + '\n  '.join(different),
+      fix='Set another MODEL_DIR for this model, or go back to the configuration of '
+      f'{folder / "config.gin"}. Nothing was overwritten.',
+      parameters=('MODEL_DIR',),
+    )
 
 
 def check_writable(folder: AnyPath) -> None:
@@ -299,6 +322,7 @@ def check_writable(folder: AnyPath) -> None:
     probe.unlink()
   except OSError as e:
     raise CheckpointError(
-        f'MODEL_DIR = {str(folder)!r} cannot be written to: {e.strerror or e}.',
-        fix='Set MODEL_DIR to a folder of yours with free space '
-            '(--gin.MODEL_DIR=runs/my_run).', parameters=('MODEL_DIR',)) from e
+      f'MODEL_DIR = {str(folder)!r} cannot be written to: {e.strerror or e}.',
+      fix='Set MODEL_DIR to a folder of yours with free space (--gin.MODEL_DIR=runs/my_run).',
+      parameters=('MODEL_DIR',),
+    ) from e

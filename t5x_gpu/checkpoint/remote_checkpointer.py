@@ -17,21 +17,39 @@ from typing import Any, Optional, Union
 import jax
 
 from t5x_gpu.checkpoint.arrays.remote_arrays import (
-    HostArray, copy_to_host, join_stores, write_arrays)
+  HostArray,
+  copy_to_host,
+  join_stores,
+  write_arrays,
+)
 from t5x_gpu.checkpoint.arrays.state_reader import read_state
 from t5x_gpu.checkpoint.arrays.state_writer import empty_leaves, write_about
 from t5x_gpu.checkpoint.base_checkpointer import CommitAtExit
 from t5x_gpu.checkpoint.checkpointer import Checkpointer, Promote, Restored, nothing_local
 from t5x_gpu.checkpoint.manifest import describe_arrays
 from t5x_gpu.checkpoint.model_dir import (
-    UNREADABLE, check_no_outage, check_same_model, check_writable, checkpoint_path,
-    none_can_be_read, read_manifest, read_saved, why)
+  UNREADABLE,
+  check_no_outage,
+  check_same_model,
+  check_writable,
+  checkpoint_path,
+  none_can_be_read,
+  read_manifest,
+  read_saved,
+  why,
+)
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.storage.checksums import check_restored, checksums_of, record
 from t5x_gpu.checkpoint.storage.object_store_steps import (
-    begin, commit, remote_steps, remove, remove_left_over, set_aside)
+  begin,
+  commit,
+  remote_steps,
+  remove,
+  remove_left_over,
+  set_aside,
+)
 from t5x_gpu.checkpoint.storage.paths import RemotePath, as_path, reason_of
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.runtime import distributed, process_exit
@@ -75,8 +93,11 @@ class RemoteCheckpointer(CommitAtExit):
       check_writable(model_dir)
       self._lock = RunLock(model_dir)
       for step in remove_left_over(model_dir):
-        _log.info('Deleted the rest of checkpoint_%d: an earlier process ended while saving or '
-                  'deleting it.', step)
+        _log.info(
+          'Deleted the rest of checkpoint_%d: an earlier process ended while saving or '
+          'deleting it.',
+          step,
+        )
     self.files = RunFiles(model_dir, is_main=self._is_main)
     self._steps = remote_steps(model_dir)
     self._values: dict[int, float] = {}
@@ -107,8 +128,9 @@ class RemoteCheckpointer(CommitAtExit):
     if self._problem is not None:
       raise self._problem
 
-  def save(self, step: int, state: TrainState, *, data_state: bytes,
-           manifest: Mapping[str, Any]) -> None:
+  def save(
+    self, step: int, state: TrainState, *, data_state: bytes, manifest: Mapping[str, Any]
+  ) -> None:
     """Starts to write `checkpoint_<step>`; returns once `state` may be overwritten.
 
     Raises:
@@ -126,14 +148,20 @@ class RemoteCheckpointer(CommitAtExit):
     except ConfigError as e:
       no_metric = e
     manifest = {**manifest, **record(checksums_of(state))}
-    about = {'manifest': manifest, 'empty': empty_leaves(state),
-             'leaves': {name: shape for name, (shape, _) in describe_arrays(state).items()},
-             'data': {'iterator': base64.b64encode(data_state).decode()}}
+    about = {
+      'manifest': manifest,
+      'empty': empty_leaves(state),
+      'leaves': {name: shape for name, (shape, _) in describe_arrays(state).items()},
+      'data': {'iterator': base64.b64encode(data_state).decode()},
+    }
     arrays = copy_to_host(state)
     self._num_saves += 1
     self._thread = threading.Thread(
-        target=self._save, args=(step, arrays, about, f't5x_gpu/save/{self._num_saves}'),
-        name='save', daemon=True)  # an interrupted run does not wait for it
+      target=self._save,
+      args=(step, arrays, about, f't5x_gpu/save/{self._num_saves}'),
+      name='save',
+      daemon=True,
+    )  # an interrupted run does not wait for it
     self._thread.start()
     if no_metric is not None:
       self.wait()
@@ -143,8 +171,12 @@ class RemoteCheckpointer(CommitAtExit):
     """Writes, in its own thread; what goes wrong is kept for the step loop."""
     try:
       work = self._save_as_main if self._is_main else self._save_as_other
-      work(step, key, lambda: write_arrays(arrays, self.path(step) / 'state',
-                                           process_index=self._index), about)
+      work(
+        step,
+        key,
+        lambda: write_arrays(arrays, self.path(step) / 'state', process_index=self._index),
+        about,
+      )
       self._steps.append(step)
     except Exception as e:  # TensorStore's are of many kinds
       self._problem = self._save_error(step, e)
@@ -152,8 +184,9 @@ class RemoteCheckpointer(CommitAtExit):
     if self._is_main:
       self._remove_old()
 
-  def _save_as_main(self, step: int, key: str, write: Callable[[], None],
-                    about: Mapping[str, Any]) -> None:
+  def _save_as_main(
+    self, step: int, key: str, write: Callable[[], None], about: Mapping[str, Any]
+  ) -> None:
     path, ended = self.path(step), 'it has not ended'
     try:
       self._tell(f'{key}/begun')
@@ -174,8 +207,9 @@ class RemoteCheckpointer(CommitAtExit):
     finally:
       self._tell(f'{key}/ended', ended)
 
-  def _save_as_other(self, step: int, key: str, write: Callable[[], None],
-                     about: Mapping[str, Any]) -> None:
+  def _save_as_other(
+    self, step: int, key: str, write: Callable[[], None], about: Mapping[str, Any]
+  ) -> None:
     del step, about
     self._hear(f'{key}/begun')
     said = _DONE
@@ -214,10 +248,18 @@ class RemoteCheckpointer(CommitAtExit):
     reason = e.what if isinstance(e, CheckpointError) else f'{reason_of(e)}.'
     fix = [e.fix] if isinstance(e, CheckpointError) and e.fix else []
     return CheckpointError(
-        f'checkpoint_{step} could not be written to {self._dir}: {reason}',
-        fix='\n'.join([*fix, 'No checkpoint has been committed yet.' if last is None else
-                       f'The last good one is checkpoint_{last}; a restart continues from it.']),
-        parameters=('MODEL_DIR',), docs='checkpoints.md#object-storage')
+      f'checkpoint_{step} could not be written to {self._dir}: {reason}',
+      fix='\n'.join(
+        [
+          *fix,
+          'No checkpoint has been committed yet.'
+          if last is None
+          else f'The last good one is checkpoint_{last}; a restart continues from it.',
+        ]
+      ),
+      parameters=('MODEL_DIR',),
+      docs='checkpoints.md#object-storage',
+    )
 
   def wait(self) -> None:
     """Returns when everything is committed; raises CheckpointError if it could not be."""
@@ -236,8 +278,9 @@ class RemoteCheckpointer(CommitAtExit):
 
   # ---- Restoring ---------------------------------------------------------------------------------
 
-  def restore_latest(self, target: TrainState, *, promote: Promote = nothing_local
-                     ) -> Optional[Restored]:
+  def restore_latest(
+    self, target: TrainState, *, promote: Promote = nothing_local
+  ) -> Optional[Restored]:
     """Returns the latest readable checkpoint on the mesh of `target`, or None without any.
 
     One that cannot be read counts no more, with a warning that says which is used in its place.
@@ -285,8 +328,13 @@ class RemoteCheckpointer(CommitAtExit):
       self._steps.remove(step)
       if self._is_main:
         set_aside(self.path(step), reason)
-        _log.warning('checkpoint_%d cannot be read (%s) and counts no more; its objects stay until '
-                     'that step is saved again. Continuing from checkpoint_%d.', step, reason, used)
+        _log.warning(
+          'checkpoint_%d cannot be read (%s) and counts no more; its objects stay until '
+          'that step is saved again. Continuing from checkpoint_%d.',
+          step,
+          reason,
+          used,
+        )
 
 
 AnyCheckpointer = Union[Checkpointer, RemoteCheckpointer]

@@ -25,6 +25,7 @@ class Keep:
     best_is: 'min' or 'max'.
     named_by: the parameter or flag that `metric` was given by, for errors.
   """
+
   last: Optional[int] = None
   every: Optional[int] = None
   steps: Collection[int] = ()
@@ -41,17 +42,18 @@ class Keep:
       values: step -> value of the metric, for those that were evaluated when they were saved.
     """
     known = [step for step in steps if step in values and not math.isnan(values[step])]
-    ranked = sorted(known, key=lambda step: (-values[step] if self.best_is == 'max' else
-                                             values[step], -step))
+    ranked = sorted(
+      known, key=lambda step: (-values[step] if self.best_is == 'max' else values[step], -step)
+    )
     kept = {}
     for step in steps:
-      if self.last and step in steps[-self.last:]:
+      if self.last and step in steps[-self.last :]:
         kept[step] = f'one of the last {self.last}'
       elif self.every and step % self.every == 0:
         kept[step] = f'a multiple of {self.every}'
       elif step in self.steps:
         kept[step] = 'named'
-      elif self.best and step in ranked[:self.best]:
+      elif self.best and step in ranked[: self.best]:
         kept[step] = f'one of the best {self.best} ({self.metric} {values[step]:.6g})'
     return kept
 
@@ -68,10 +70,11 @@ class Keep:
       return None  # it was not the turn of that evaluation
     if self.metric not in metrics:
       raise ConfigError(
-          f'{self.named_by} = {self.metric!r} is not what evaluations give.'
-          + did_you_mean(self.metric, metrics),
-          fix=f'They give: {", ".join(sorted(metrics))}.',
-          parameters=() if self.named_by.startswith('--') else (self.named_by,))
+        f'{self.named_by} = {self.metric!r} is not what evaluations give.'
+        + did_you_mean(self.metric, metrics),
+        fix=f'They give: {", ".join(sorted(metrics))}.',
+        parameters=() if self.named_by.startswith('--') else (self.named_by,),
+      )
     return float(metrics[self.metric])
 
 

@@ -80,9 +80,11 @@ class RunFiles(contextlib.AbstractContextManager):
     self._pushed = self._listing()
 
   def _listing(self) -> dict[str, tuple[int, int]]:
-    return {path.relative_to(self.folder).as_posix(): (stat.st_size, stat.st_mtime_ns)
-            for path in sorted(self.folder.rglob('*'))
-            if path.is_file() and not path.name.endswith('.tmp') and (stat := path.stat())}
+    return {
+      path.relative_to(self.folder).as_posix(): (stat.st_size, stat.st_mtime_ns)
+      for path in sorted(self.folder.rglob('*'))
+      if path.is_file() and not path.name.endswith('.tmp') and (stat := path.stat())
+    }
 
   def push(self) -> None:
     """Copies what has changed since the last time; raises CheckpointError if it cannot be."""
@@ -116,9 +118,15 @@ def carry(source: AnyPath, target: AnyPath) -> None:
   for name in (*GIN_FILES, SOURCE_FILES):
     if (source / name).is_file():
       (target / name).write_bytes((source / name).read_bytes())
-  names = (source / HF_FOLDER).files() if is_remote(source) else [
-      p.relative_to(source / HF_FOLDER).as_posix() for p in (source / HF_FOLDER).rglob('*')
-      if p.is_file()]
+  names = (
+    (source / HF_FOLDER).files()
+    if is_remote(source)
+    else [
+      p.relative_to(source / HF_FOLDER).as_posix()
+      for p in (source / HF_FOLDER).rglob('*')
+      if p.is_file()
+    ]
+  )
   for name in names:
     copy = target / HF_FOLDER / name
     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -157,8 +165,10 @@ def carried_ends(model_dir: AnyPath) -> tuple[int, ...]:
       if any(isinstance(i, bool) or not isinstance(i, int) for i in ends):
         raise ValueError(f'"eos_token_id" is {ends}, no token ids')
     except (ValueError, OSError) as e:
-      raise CheckpointError(f'{path} cannot be read ({e}), which says what ends a text.',
-                            fix='Copy it once more from the model that was converted.') from e
+      raise CheckpointError(
+        f'{path} cannot be read ({e}), which says what ends a text.',
+        fix='Copy it once more from the model that was converted.',
+      ) from e
     if ends:
       return tuple(ends)
   return ()

@@ -32,9 +32,15 @@ REFRESH_SECONDS = 10
 POLL_SECONDS = 1  # while waiting for somebody else's lock
 STALE_SECONDS = 120  # longer than NFS keeps attributes of files in its cache (60 s)
 _FILE_SERVER = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # the lock may be whole
-_SCHEMA = Fields({**dict.fromkeys(('host', 'started', 'kernel', 'born', 'folder', 'job'), str),
-                  'pid': Whole(), 'attempt': Whole()},
-                 optional={'touched': Number(0, 1e12)}, others=False)
+_SCHEMA = Fields(
+  {
+    **dict.fromkeys(('host', 'started', 'kernel', 'born', 'folder', 'job'), str),
+    'pid': Whole(),
+    'attempt': Whole(),
+  },
+  optional={'touched': Number(0, 1e12)},
+  others=False,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Owner:
     job, attempt: of Slurm, '' and 0 without.
     touched: its last sign of life in seconds since 1970, in object storage.
   """
+
   host: str
   pid: int
   started: str
@@ -77,8 +84,11 @@ class Owner:
     if self.kernel == me.kernel:
       if self.born != _born(self.pid):
         return 'it has ended'
-      is_copy = '://' not in me.folder and os.path.exists(self.folder) and (
-          not os.path.samefile(self.folder, me.folder))
+      is_copy = (
+        '://' not in me.folder
+        and os.path.exists(self.folder)
+        and (not os.path.samefile(self.folder, me.folder))
+      )
       return f'its folder is {self.folder}, this is a copy' if is_copy else ''
     if age_seconds > STALE_SECONDS:
       return f'it has given no sign of life for {age_seconds:.0f} s'
@@ -110,16 +120,23 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
       return f'the last run here was {owner.name}; {reason}'
     if not wait or owner.kernel == me.kernel or (seen is not None and seen != found):
       raise CheckpointError(
-          f'MODEL_DIR = {str(folder)!r} belongs to another run: {owner.name}; its last sign of '
-          f'life was {max(age, 0):.0f} s ago.',
-          fix='Wait for that run or end it, or set another MODEL_DIR. A run on another host that '
-              f'is gone is taken for dead {STALE_SECONDS} s after its last sign of life; if you '
-              f'are sure, remove {path}.', parameters=('MODEL_DIR',),
-          docs='watchdog.md#two-runs-on-one-model_dir')
+        f'MODEL_DIR = {str(folder)!r} belongs to another run: {owner.name}; its last sign of '
+        f'life was {max(age, 0):.0f} s ago.',
+        fix='Wait for that run or end it, or set another MODEL_DIR. A run on another host that '
+        f'is gone is taken for dead {STALE_SECONDS} s after its last sign of life; if you '
+        f'are sure, remove {path}.',
+        parameters=('MODEL_DIR',),
+        docs='watchdog.md#two-runs-on-one-model_dir',
+      )
     if seen is None:
-      _log.info('Waiting for %s of %s, whose last sign of life was %.0f s ago. If the lock is not '
-                'renewed, this run takes over in %.0f s.', path, owner.name, max(age, 0),
-                STALE_SECONDS - age)
+      _log.info(
+        'Waiting for %s of %s, whose last sign of life was %.0f s ago. If the lock is not '
+        'renewed, this run takes over in %.0f s.',
+        path,
+        owner.name,
+        max(age, 0),
+        STALE_SECONDS - age,
+      )
     seen = found
     time.sleep(POLL_SECONDS)
 
@@ -141,14 +158,17 @@ def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
     if _now(path.parent) - path.stat().st_mtime > STALE_SECONDS:
       return None, 0.0
     raise CheckpointError(
-        f'MODEL_DIR = {str(path.parent)!r} belongs to another run: {path.name} there was renewed '
-        'less than two minutes ago, by a user whose file you may not read.',
-        fix='Wait for that run or end it, or set another MODEL_DIR.', parameters=('MODEL_DIR',),
-        docs='watchdog.md#two-runs-on-one-model_dir') from e
+      f'MODEL_DIR = {str(path.parent)!r} belongs to another run: {path.name} there was renewed '
+      'less than two minutes ago, by a user whose file you may not read.',
+      fix='Wait for that run or end it, or set another MODEL_DIR.',
+      parameters=('MODEL_DIR',),
+      docs='watchdog.md#two-runs-on-one-model_dir',
+    ) from e
   except (OSError, ValueError) as e:  # a folder, a loop of links, bytes that are not UTF-8
     if getattr(e, 'errno', None) in _FILE_SERVER:
-      raise CheckpointError(f'{path} cannot be read: {e}.',
-                            fix='Start again once the file server answers.') from e
+      raise CheckpointError(
+        f'{path} cannot be read: {e}.', fix='Start again once the file server answers.'
+      ) from e
     return None, 0.0
 
 
@@ -189,11 +209,14 @@ class RunLock:
       self._write()
     elif not owner.is_same_process(self._me):
       raise CheckpointError(
-          f'MODEL_DIR = {str(self._folder)!r} now belongs to {owner.name}: it took over while this '
-          f'run (process {self._me.pid} on {self._me.host}) gave no sign of life. Nothing more is '
-          'written.', fix='Nothing is to be done if that is the restart of this run; else set '
-          'another MODEL_DIR for one of the two.', parameters=('MODEL_DIR',),
-          docs='watchdog.md#two-runs-on-one-model_dir')
+        f'MODEL_DIR = {str(self._folder)!r} now belongs to {owner.name}: it took over while this '
+        f'run (process {self._me.pid} on {self._me.host}) gave no sign of life. Nothing more is '
+        'written.',
+        fix='Nothing is to be done if that is the restart of this run; else set '
+        'another MODEL_DIR for one of the two.',
+        parameters=('MODEL_DIR',),
+        docs='watchdog.md#two-runs-on-one-model_dir',
+      )
 
   def release(self) -> None:
     """Removes the lock if it is still this process's. May be called again."""
@@ -241,19 +264,23 @@ class RunLock:
       new.write_text(self._text(), 'utf-8')
       os.replace(new, self._path)
     except OSError as e:
-      raise CheckpointError(f'{self._path} cannot be written: {e.strerror or e}.',
-                            fix='Set MODEL_DIR to a folder of yours with free space.',
-                            parameters=('MODEL_DIR',)) from e
+      raise CheckpointError(
+        f'{self._path} cannot be written: {e.strerror or e}.',
+        fix='Set MODEL_DIR to a folder of yours with free space.',
+        parameters=('MODEL_DIR',),
+      ) from e
 
 
 def check_exists(folder: AnyPath) -> None:
   """Raises CheckpointError if the MODEL_DIR of this run has been deleted from its disk."""
   if not isinstance(folder, RemotePath) and not folder.is_dir():
     raise CheckpointError(
-        f'MODEL_DIR = {str(folder)!r} no longer exists: it was deleted, moved or unmounted during '
-        'the run. This checkpoint was not saved.',
-        fix='Put the folder back and start the same command again: it continues from the latest '
-            'checkpoint there. Without the folder the run starts over.', parameters=('MODEL_DIR',))
+      f'MODEL_DIR = {str(folder)!r} no longer exists: it was deleted, moved or unmounted during '
+      'the run. This checkpoint was not saved.',
+      fix='Put the folder back and start the same command again: it continues from the latest '
+      'checkpoint there. Without the folder the run starts over.',
+      parameters=('MODEL_DIR',),
+    )
 
 
 def _this_process(folder: AnyPath) -> Owner:
@@ -262,17 +289,24 @@ def _this_process(folder: AnyPath) -> Owner:
       return pathlib.Path(path).read_text('utf-8').strip()
     except OSError:
       return ''
+
   def link(path: str) -> str:
     try:
       return os.readlink(path)
     except OSError:
       return ''
+
   host = socket.gethostname()
-  return Owner(host=host, pid=os.getpid(), started=time.strftime('%Y-%m-%d %H:%M:%S'),
-               kernel='/'.join((text('/proc/sys/kernel/random/boot_id') or host,
-                                link('/proc/self/ns/pid'))),
-               born=_born(os.getpid()), folder=str(folder), job=os.environ.get('SLURM_JOB_ID', ''),
-               attempt=int(os.environ.get('SLURM_RESTART_COUNT') or 0))
+  return Owner(
+    host=host,
+    pid=os.getpid(),
+    started=time.strftime('%Y-%m-%d %H:%M:%S'),
+    kernel='/'.join((text('/proc/sys/kernel/random/boot_id') or host, link('/proc/self/ns/pid'))),
+    born=_born(os.getpid()),
+    folder=str(folder),
+    job=os.environ.get('SLURM_JOB_ID', ''),
+    attempt=int(os.environ.get('SLURM_RESTART_COUNT') or 0),
+  )
 
 
 def _born(pid: int) -> str:

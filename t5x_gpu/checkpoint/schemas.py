@@ -13,8 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from t5x_gpu.config.json_schema import (
-    Also, Fields, ListOf, MapOf, Nullable, Text, Whole)
+from t5x_gpu.config.json_schema import Also, Fields, ListOf, MapOf, Nullable, Text, Whole
 
 _MOST_DIMENSIONS = 32
 _MOST_ELEMENTS = 2**58  # so that bytes of any dtype fit into 63 bits
@@ -66,7 +65,7 @@ def _chunk_problem(array: Mapping[str, Any]) -> str:
   return '' if math.prod(chunks) <= largest else 'its chunks are larger than it'
 
 
-_TREE_KEY_PART = r'''('[^'\\]*'|"[^"\\]*"|\d+)'''
+_TREE_KEY_PART = r"""('[^'\\]*'|"[^"\\]*"|\d+)"""
 _TREE_KEY = re.compile(rf'\(({_TREE_KEY_PART}, )*{_TREE_KEY_PART}?,?\)')
 
 SHAPE = Also(ListOf(Whole(), most=_MOST_DIMENSIONS), _too_large)
@@ -75,30 +74,67 @@ CHECKSUM = Text('[0-9a-f]{16}')
 BASE64 = Also(str, _base64_problem)
 
 # checkpoint_<step>/manifest/metadata, written by checkpoint/manifest.py and whoever adds to it.
-MANIFEST = Also(Fields(
-    {'arrays': MapOf((SHAPE, DTYPE)), 'next_batch_hash': str,
-     'data': Fields({}, optional={'libraries': MapOf(str)})},
-    optional={'format': Whole(), 'mesh': MapOf(Whole()), 'num_processes': Whole(),
-              'versions': MapOf(str), 'written': str, 'seal': str, 'params_only': bool,
-              'metrics': Nullable(MapOf(float)), 'started_from': Nullable(dict),
-              'converted_from': dict, 'resharded_from': dict, 'promoted_from': dict,
-              'unstacked': ListOf(str),
-              'checksums': Nullable(Fields({'method': str, 'arrays': MapOf(str)}))}),
-                _unstacked_problem)
+MANIFEST = Also(
+  Fields(
+    {
+      'arrays': MapOf((SHAPE, DTYPE)),
+      'next_batch_hash': str,
+      'data': Fields({}, optional={'libraries': MapOf(str)}),
+    },
+    optional={
+      'format': Whole(),
+      'mesh': MapOf(Whole()),
+      'num_processes': Whole(),
+      'versions': MapOf(str),
+      'written': str,
+      'seal': str,
+      'params_only': bool,
+      'metrics': Nullable(MapOf(float)),
+      'started_from': Nullable(dict),
+      'converted_from': dict,
+      'resharded_from': dict,
+      'promoted_from': dict,
+      'unstacked': ListOf(str),
+      'checksums': Nullable(Fields({'method': str, 'arrays': MapOf(str)})),
+    },
+  ),
+  _unstacked_problem,
+)
 # checkpoint_<step>/data/metadata
 DATA = Fields({'iterator': BASE64})
 # checkpoint_<step>/state/_METADATA, which Orbax writes
-TREE = Fields({'tree_metadata': Also(MapOf(Fields(
-    {'value_metadata': Fields({'skip_deserialize': bool})})), _tree_problem)})
+TREE = Fields(
+  {
+    'tree_metadata': Also(
+      MapOf(Fields({'value_metadata': Fields({'skip_deserialize': bool})})), _tree_problem
+    )
+  }
+)
 # .zarray of an array, which TensorStore reads: it ends the process for JSON that is nested too
 # deeply, or for a chunk that does not fit into memory.
-ZARRAY = Also(Fields({'shape': SHAPE, 'chunks': SHAPE,
-                      'dtype': Text('[<>|]?[biufc][0-9]{1,2}|[a-z][a-z0-9_]{2,20}')}),
-              _chunk_problem)
+ZARRAY = Also(
+  Fields(
+    {'shape': SHAPE, 'chunks': SHAPE, 'dtype': Text('[<>|]?[biufc][0-9]{1,2}|[a-z][a-z0-9_]{2,20}')}
+  ),
+  _chunk_problem,
+)
 ARRAY_METADATA = {'.zarray': ZARRAY, 'zarr.json': dict}
 # The header of a local step's file: a part is name, start, shape, dtype, checksum, offset.
-LOCAL_FILE = Fields({
-    'format': Whole(), 'facts': dict,
-    'parts': ListOf((str, ListOf(Whole()), SHAPE, DTYPE, CHECKSUM, Whole()))})
-LOCAL_FACTS = Fields({'run': str, 'attempt': str, 'step': Whole(), 'process': Whole(),
-                      'hosts': ListOf(str), 'data_state': BASE64, 'manifest': MANIFEST})
+LOCAL_FILE = Fields(
+  {
+    'format': Whole(),
+    'facts': dict,
+    'parts': ListOf((str, ListOf(Whole()), SHAPE, DTYPE, CHECKSUM, Whole())),
+  }
+)
+LOCAL_FACTS = Fields(
+  {
+    'run': str,
+    'attempt': str,
+    'step': Whole(),
+    'process': Whole(),
+    'hosts': ListOf(str),
+    'data_state': BASE64,
+    'manifest': MANIFEST,
+  }
+)

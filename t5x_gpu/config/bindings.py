@@ -32,6 +32,7 @@ class Binding:
     origin: 'FILE:LINE', or '--gin.KEY' for the command line.
     stack: the chain of open files, outermost first; () for the command line.
   """
+
   scope: str
   selector: str
   arg: str
@@ -77,8 +78,11 @@ def is_constant(reference: gin_config.ConfigurableReference) -> bool:
 
 def is_required(value: Any) -> bool:
   """Returns whether `value` is %gin.REQUIRED."""
-  return (isinstance(value, gin_config.ConfigurableReference) and is_constant(value)
-          and gin_config._CONSTANTS.get('/'.join(value.scopes)) is gin_config.REQUIRED)
+  return (
+    isinstance(value, gin_config.ConfigurableReference)
+    and is_constant(value)
+    and gin_config._CONSTANTS.get('/'.join(value.scopes)) is gin_config.REQUIRED
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Call:
     evaluated: gin itself calls it without arguments (`@x()`).
     binding: whose value holds the reference; None for an entry point.
   """
+
   selector: str
   scopes: Scopes
   evaluated: bool
@@ -133,8 +138,11 @@ class Bindings:
   def follow(self, binding: Binding) -> Binding:
     """Returns the binding at the end of a chain of macros: the one that holds the value."""
     seen = set()
-    while (isinstance(binding.value, gin_config.ConfigurableReference) and is_macro(binding.value)
-           and binding not in seen):
+    while (
+      isinstance(binding.value, gin_config.ConfigurableReference)
+      and is_macro(binding.value)
+      and binding not in seen
+    ):
       seen.add(binding)
       binding = self.macro(binding.value) or binding
     return binding
@@ -153,12 +161,14 @@ class Bindings:
         continue
       seen[call] = None
       for found in self.applied(call.selector, call.scopes).values():
-        for binding in (found if overridden else found[-1:]):
+        for binding in found if overridden else found[-1:]:
           queue += calls_in(binding.value, scopes=call.scopes, binding=binding)
     return list(seen)
 
 
 def calls_in(value: Any, *, scopes: Scopes, binding: Optional[Binding] = None) -> list[Call]:
   """Returns the calls that `value` asks for. A reference's own scopes replace the active ones."""
-  return [Call(r.configurable.selector, tuple(r.scopes) or scopes, r.evaluate, binding)
-          for r in references(value)]
+  return [
+    Call(r.configurable.selector, tuple(r.scopes) or scopes, r.evaluate, binding)
+    for r in references(value)
+  ]

@@ -15,7 +15,8 @@ from t5x_gpu.errors import ConfigError, all_problems
 
 # Building one of these imports nothing, reads no file and calls nothing that gin names. What
 # DatasetConfig names is imported when it is opened: see `may_import` in data/batches.py.
-ALLOWED = frozenset({
+ALLOWED = frozenset(
+  {
     't5x_gpu.data.batches.DatasetConfig',
     't5x_gpu.layers.positions.RotaryEmbedding',
     't5x_gpu.models.config.TransformerConfig',
@@ -27,7 +28,8 @@ ALLOWED = frozenset({
     't5x_gpu.models.transformer.TransformerLayer',
     't5x_gpu.partitioning.partitioner.Partitioner',
     't5x_gpu.runtime.distributed.DistributedConfig',
-})
+  }
+)
 _TRAIN = 't5x_gpu.train.train'
 
 
@@ -45,8 +47,12 @@ def kept(found: Iterable[Statement], *, wanted: Collection[str], shown: str) -> 
   problems: list[str] = []
   imports = _imports(found, problems, shown=shown)
   names = {id(s): _name(s, imports) for s in found if _is_binding(s)}
-  todo = [s for s in found if _is_binding(s) and (
-      s.arg_name if names[id(s)] == _TRAIN else names[id(s)].removeprefix('%')) in wanted]
+  todo = [
+    s
+    for s in found
+    if _is_binding(s)
+    and (s.arg_name if names[id(s)] == _TRAIN else names[id(s)].removeprefix('%')) in wanted
+  ]
   needed: set[int] = set()
   used = {_TRAIN}
   while todo:
@@ -60,18 +66,27 @@ def kept(found: Iterable[Statement], *, wanted: Collection[str], shown: str) -> 
       if name in ALLOWED:
         leads_to.add(name)
       else:
-        problems.append(f'{shown}:{statement.location.line_num} names {reference}, which is not a '
-                        'model or setting of t5x_gpu and could run any code.')
+        problems.append(
+          f'{shown}:{statement.location.line_num} names {reference}, which is not a '
+          'model or setting of t5x_gpu and could run any code.'
+        )
     used |= leads_to
     todo += [s for s in found if _is_binding(s) and names[id(s)] in leads_to]
   if problems:
     raise ConfigError(
-        all_problems(problems, title=f'{shown} is more than data'),
-        fix='The gin file of a checkpoint folder is read as data, because the folder may come from '
-            'elsewhere.\nIf you trust it, add --trust_gin, which runs the file. Or name a gin file '
-            'of yours: --gin_file=FILE.', docs='infer.md#trust')
-  return [s for s in found if id(s) in needed or isinstance(s, config_parser.ImportStatement) and (
-      _is_dynamic(s) or any(name.startswith(f'{s.module}.') for name in used))]
+      all_problems(problems, title=f'{shown} is more than data'),
+      fix='The gin file of a checkpoint folder is read as data, because the folder may come from '
+      'elsewhere.\nIf you trust it, add --trust_gin, which runs the file. Or name a gin file '
+      'of yours: --gin_file=FILE.',
+      docs='infer.md#trust',
+    )
+  return [
+    s
+    for s in found
+    if id(s) in needed
+    or isinstance(s, config_parser.ImportStatement)
+    and (_is_dynamic(s) or any(name.startswith(f'{s.module}.') for name in used))
+  ]
 
 
 def _is_binding(statement: Statement) -> bool:

@@ -18,8 +18,9 @@ from t5x_gpu.errors import did_you_mean
 _CONFIG_SCOPE = re.compile(r'config_scope\(\s*[\'"]([\w./]+)[\'"]')
 
 
-def problems(bindings: Bindings, entries: Sequence[Call],
-             lost: Sequence[gin_config.ConfigurableReference] = ()) -> list[str]:
+def problems(
+  bindings: Bindings, entries: Sequence[Call], lost: Sequence[gin_config.ConfigurableReference] = ()
+) -> list[str]:
   """Returns everything wrong with bindings that gin accepted.
 
   Args:
@@ -34,15 +35,21 @@ def problems(bindings: Bindings, entries: Sequence[Call],
   if circles:  # Following values would not end.
     return circles
   reached = bindings.calls(roots)
-  return [*_lost_overrides(bindings),
-          *_unused(bindings, reached, roots=roots, refused=refused, scopes=scopes),
-          *_wrong_types(bindings, reached)]
+  return [
+    *_lost_overrides(bindings),
+    *_unused(bindings, reached, roots=roots, refused=refused, scopes=scopes),
+    *_wrong_types(bindings, reached),
+  ]
 
 
 def _scopes(bindings: Bindings, refused: Sequence[Call]) -> set[bindings_lib.Scopes]:
   """Returns the scopes that some reference, or `gin.config_scope` in a user's module, enters."""
-  found = {tuple(r.scopes) for b in bindings.ordered for r in bindings_lib.references(b.value)
-           if not bindings_lib.is_constant(r)}
+  found = {
+    tuple(r.scopes)
+    for b in bindings.ordered
+    for r in bindings_lib.references(b.value)
+    if not bindings_lib.is_constant(r)
+  }
   found |= {call.scopes for call in refused}
   for module in {c.wrapped.__module__ for _, c in gin_config._REGISTRY.items() if _is_decorated(c)}:
     try:
@@ -59,8 +66,12 @@ def _is_decorated(configurable: gin_config.Configurable) -> bool:
 
 def _decorated(scopes: set[bindings_lib.Scopes]) -> list[Call]:
   """Returns calls of what `@gin.configurable` registered: Python code may call it in any scope."""
-  return [Call(selector, s, evaluated=False) for selector, c in gin_config._REGISTRY.items()
-          if _is_decorated(c) for s in sorted(scopes)]
+  return [
+    Call(selector, s, evaluated=False)
+    for selector, c in gin_config._REGISTRY.items()
+    if _is_decorated(c)
+    for s in sorted(scopes)
+  ]
 
 
 def _macro_circles(bindings: Bindings) -> list[str]:
@@ -69,13 +80,15 @@ def _macro_circles(bindings: Bindings) -> list[str]:
     path, binding = [], start
     while binding is not None and binding.is_macro and binding not in path:
       path.append(binding)
-      inner = next((r for r in bindings_lib.references(binding.value) if bindings_lib.is_macro(r)),
-                   None)
+      inner = next(
+        (r for r in bindings_lib.references(binding.value) if bindings_lib.is_macro(r)), None
+      )
       binding = inner and bindings.macro(inner)
     if path and binding is start:
       text = ' -> '.join(f'%{b.key} ({b.origin})' for b in path)
-      found.setdefault(frozenset(path), f'Macros that name each other in a circle: {text} -> '
-                                        f'%{start.key}.')
+      found.setdefault(
+        frozenset(path), f'Macros that name each other in a circle: {text} -> %{start.key}.'
+      )
   return list(found.values())
 
 
@@ -87,16 +100,25 @@ def _lost_overrides(bindings: Bindings) -> list[str]:
     for earlier, later in zip(history, history[1:]):
       depth = len(earlier.stack)
       if 0 < depth < len(later.stack) and later.stack[:depth] == earlier.stack:
-        result.append(f'{earlier.origin} sets {earlier.key} = {earlier.text}, and {later.origin}, '
-                      f'included after it, sets it to {later.text}. Move the include above.')
+        result.append(
+          f'{earlier.origin} sets {earlier.key} = {earlier.text}, and {later.origin}, '
+          f'included after it, sets it to {later.text}. Move the include above.'
+        )
   return result
 
 
-def _unused(bindings: Bindings, reached: Sequence[Call], *, roots: Sequence[Call],
-            refused: Sequence[Call], scopes: set[bindings_lib.Scopes]) -> list[str]:
+def _unused(
+  bindings: Bindings,
+  reached: Sequence[Call],
+  *,
+  roots: Sequence[Call],
+  refused: Sequence[Call],
+  scopes: set[bindings_lib.Scopes],
+) -> list[str]:
   """Returns the bindings that reach nothing, without those that only an unused one refers to."""
-  operative = {found[-1] for call in reached
-               for found in bindings.applied(call.selector, call.scopes).values()}
+  operative = {
+    found[-1] for call in reached for found in bindings.applied(call.selector, call.scopes).values()
+  }
   excused = _applied(bindings, bindings.calls([*roots, *refused], overridden=True))
   idle = [b for b in bindings.final() if b not in excused]
   # An unused binding that another unused one refers to is a consequence, not a second problem.
@@ -115,17 +137,27 @@ def _unused(bindings: Bindings, reached: Sequence[Call], *, roots: Sequence[Call
 
 
 def _applied(bindings: Bindings, calls: Sequence[Call]) -> set[Binding]:
-  return {b for call in calls for found in bindings.applied(call.selector, call.scopes).values()
-          for b in found}
+  return {
+    b
+    for call in calls
+    for found in bindings.applied(call.selector, call.scopes).values()
+    for b in found
+  }
 
 
-def _why_unused(binding: Binding, bindings: Bindings, reached: Sequence[Call],
-                scopes: set[bindings_lib.Scopes]) -> str:
+def _why_unused(
+  binding: Binding, bindings: Bindings, reached: Sequence[Call], scopes: set[bindings_lib.Scopes]
+) -> str:
   if binding.is_macro:
-    used = {'/'.join(r.scopes) for b in bindings.ordered for r in bindings_lib.references(b.value)
-            if bindings_lib.is_macro(r)}
-    unset = sorted(name for name in used if not bindings.effective(
-        bindings_lib.MACRO, tuple(name.split('/'))))
+    used = {
+      '/'.join(r.scopes)
+      for b in bindings.ordered
+      for r in bindings_lib.references(b.value)
+      if bindings_lib.is_macro(r)
+    }
+    unset = sorted(
+      name for name in used if not bindings.effective(bindings_lib.MACRO, tuple(name.split('/')))
+    )
     hint = did_you_mean(binding.key, unset) or did_you_mean(binding.key, used - {binding.key})
     if binding.from_command_line:
       return f'{binding.origin}: no gin file uses a macro {binding.key}.{hint}'
@@ -134,22 +166,28 @@ def _why_unused(binding: Binding, bindings: Bindings, reached: Sequence[Call],
   known = sorted('/'.join(s) for s in scopes if s and not _is_macro_name(s, bindings))
   if scope not in scopes:
     hint = did_you_mean(binding.scope, known) or (
-        f' Scopes in use: {", ".join(known)}.' if known else ' No reference uses a scope.')
+      f' Scopes in use: {", ".join(known)}.' if known else ' No reference uses a scope.'
+    )
     return f'{binding.origin}: no reference enters scope {binding.scope!r} of {binding.key}.{hint}'
   elsewhere = sorted({'/'.join(c.scopes) for c in reached if c.selector == binding.selector})
   name = bindings_lib.short_name(binding.selector)
   if scope and elsewhere:
-    return (f'{binding.origin}: {binding.key} is set, but no @{binding.scope}/{name} is used. '
-            f'It is used as ' + ', '.join(f'@{s}/{name}' if s else f'@{name}' for s in elsewhere)
-            + '.')
-  return (f'{binding.origin}: {binding.key} is set, but the run never uses {name}: no @{name} '
-          'leads to it from the entry point. Remove the binding, or bind the reference.')
+    return (
+      f'{binding.origin}: {binding.key} is set, but no @{binding.scope}/{name} is used. '
+      f'It is used as ' + ', '.join(f'@{s}/{name}' if s else f'@{name}' for s in elsewhere) + '.'
+    )
+  return (
+    f'{binding.origin}: {binding.key} is set, but the run never uses {name}: no @{name} '
+    'leads to it from the entry point. Remove the binding, or bind the reference.'
+  )
 
 
 def _is_macro_name(scope: bindings_lib.Scopes, bindings: Bindings) -> bool:
   return any(b.is_macro and b.scope == '/'.join(scope) for b in bindings.ordered) or any(
-      bindings_lib.is_macro(r) and tuple(r.scopes)[:len(scope)] == scope
-      for b in bindings.ordered for r in bindings_lib.references(b.value))
+    bindings_lib.is_macro(r) and tuple(r.scopes)[: len(scope)] == scope
+    for b in bindings.ordered
+    for r in bindings_lib.references(b.value)
+  )
 
 
 def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[str]:
@@ -167,7 +205,7 @@ def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[str]:
       if wrong:
         source = bindings.follow(binding)
         through = '' if source is binding else f' through {binding.text} at {binding.origin}'
-        result[binding] = (f'{source.origin}: {binding.key} = {source.text}{through}: {wrong}')
+        result[binding] = f'{source.origin}: {binding.key} = {source.text}{through}: {wrong}'
   return list(result.values())
 
 
@@ -176,12 +214,18 @@ def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> 
   macros that nothing sets. Parameters of the entry function in `without` are left out."""
   result: dict[str, str] = {}
   roots = [entry]
-  own = {arg: b for arg, b in bindings.effective(entry.selector, entry.scopes).items()
-         if arg not in without}
+  own = {
+    arg: b
+    for arg, b in bindings.effective(entry.selector, entry.scopes).items()
+    if arg not in without
+  }
   _required(entry, own, skip=without, result=result)
   _unset(own, bindings, result=result)
-  roots = [call for b in own.values()
-           for call in bindings_lib.calls_in(b.value, scopes=entry.scopes, binding=b)]
+  roots = [
+    call
+    for b in own.values()
+    for call in bindings_lib.calls_in(b.value, scopes=entry.scopes, binding=b)
+  ]
   for call in bindings.calls(roots):
     if call.selector == bindings_lib.CONSTANT:
       continue
@@ -192,16 +236,18 @@ def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> 
   return list(result.values())
 
 
-def _required(call: Call, bound: dict[str, Binding], *, skip: Sequence[str],
-              result: dict[str, str]) -> None:
+def _required(
+  call: Call, bound: dict[str, Binding], *, skip: Sequence[str], result: dict[str, str]
+) -> None:
   name = '/'.join((*call.scopes, bindings_lib.short_name(call.selector)))
   used = f', which {call.binding.key} uses ({call.binding.origin})' if call.binding else ''
   for arg, parameter in resolve.parameters(gin_config._REGISTRY[call.selector]).items():
     needed = any(parameter.default is x for x in (inspect.Parameter.empty, gin_config.REQUIRED))
     if needed and arg not in bound and arg not in skip:
       key = f'{name}.{arg}'
-      result.setdefault(key, f'{key} is required{used}. Set it in a gin file or by '
-                             f'--gin.{key}=VALUE')
+      result.setdefault(
+        key, f'{key} is required{used}. Set it in a gin file or by --gin.{key}=VALUE'
+      )
 
 
 def _unset(bound: dict[str, Binding], bindings: Bindings, *, result: dict[str, str]) -> None:
@@ -210,10 +256,14 @@ def _unset(bound: dict[str, Binding], bindings: Bindings, *, result: dict[str, s
     for reference in bindings_lib.references(b.value):
       if bindings_lib.is_required(reference):
         # A bare macro `X = %gin.REQUIRED` is what users set; so is a parameter.
-        result.setdefault(b.key, f'{b.key} is required ({b.origin}). Set it in a gin file or by '
-                                 f'--gin.{b.key}=VALUE')
+        result.setdefault(
+          b.key, f'{b.key} is required ({b.origin}). Set it in a gin file or by --gin.{b.key}=VALUE'
+        )
       elif bindings_lib.is_macro(reference) and bindings.macro(reference) is None:
         name = '/'.join(reference.scopes)
-        result.setdefault(name, f'{b.key} = {b.text} at {b.origin}, and nothing sets {name}.'
-                                f'{did_you_mean(name, macros)} Set it in a gin file or by '
-                                f'--gin.{name}=VALUE')
+        result.setdefault(
+          name,
+          f'{b.key} = {b.text} at {b.origin}, and nothing sets {name}.'
+          f'{did_you_mean(name, macros)} Set it in a gin file or by '
+          f'--gin.{name}=VALUE',
+        )

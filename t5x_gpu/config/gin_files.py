@@ -22,8 +22,9 @@ class GinFiles:
     folders = [cwd, *((cwd / os.path.expanduser(p)) for p in search_paths), PACKAGE, PACKAGE.parent]
     self.folders = list(dict.fromkeys(pathlib.Path(os.path.abspath(f)) for f in folders))
 
-  def find(self, name: str, *, asked_at: str = '',
-           beside: Optional[pathlib.Path] = None) -> pathlib.Path:
+  def find(
+    self, name: str, *, asked_at: str = '', beside: Optional[pathlib.Path] = None
+  ) -> pathlib.Path:
     """Returns the absolute path of the gin file `name`.
 
     Args:
@@ -39,16 +40,20 @@ class GinFiles:
     for path in dict.fromkeys(tried):
       if path.is_file():
         return path
-    where = ('' if os.path.isabs(expanded) else
-             ' It was looked for in ' + ', '.join(map(str, dict.fromkeys(folders))) + '.')
+    where = (
+      ''
+      if os.path.isabs(expanded)
+      else ' It was looked for in ' + ', '.join(map(str, dict.fromkeys(folders))) + '.'
+    )
     asked = f'{asked_at} includes {name!r}, which' if asked_at else f'Gin file {name!r}'
     shipped = self.shipped()
     by_tail = [s for s in shipped if s.rsplit('/', 1)[1] == os.path.basename(name)]
     hint = f' Did you mean {by_tail[0]!r}?' if by_tail else did_you_mean(name, shipped)
     folder = any(path.is_dir() for path in tried)
     raise ConfigError(
-        f'{asked} {"is a folder" if folder else "does not exist"}.{where}{hint}',
-        fix='Give the path from one of these folders, or add its folder: --gin_search_paths=FOLDER')
+      f'{asked} {"is a folder" if folder else "does not exist"}.{where}{hint}',
+      fix='Give the path from one of these folders, or add its folder: --gin_search_paths=FOLDER',
+    )
 
   def shown(self, path: pathlib.Path) -> str:
     """Returns `path` relative to the folder that it lies in, as messages and tables print it."""

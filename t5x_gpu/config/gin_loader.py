@@ -31,13 +31,19 @@ class LoadedConfig:
     notes: remarks to print; none of them is an error.
     bindings: what was bound, in order.
   """
+
   entry: tuple[Entry, ...]
   provenance: provenance.Provenance
   notes: tuple[str, ...]
   bindings: Bindings
 
-  def arguments(self, entry: Optional[Entry] = None, *, without: Sequence[str] = (),
-                only: Optional[Collection[str]] = None) -> dict[str, Any]:
+  def arguments(
+    self,
+    entry: Optional[Entry] = None,
+    *,
+    without: Sequence[str] = (),
+    only: Optional[Collection[str]] = None,
+  ) -> dict[str, Any]:
     """Returns the keyword arguments that gin files give the entry function, references resolved.
 
     Args:
@@ -49,8 +55,10 @@ class LoadedConfig:
         the constructors that references call pass through.
     """
     if gin_config._CONFIG and provenance.current() is not self.provenance:
-      raise ConfigError('Another configuration has been loaded since this one.',
-                        fix='Call arguments() before the next load().')
+      raise ConfigError(
+        'Another configuration has been loaded since this one.',
+        fix='Call arguments() before the next load().',
+      )
     call = _entry_call(entry or self.entry[0])
     if call is None:
       raise ConfigError(f'No gin file configures {entry or self.entry[0]}.')
@@ -64,11 +72,14 @@ class LoadedConfig:
     return {k: copy.deepcopy(v) for k, v in bound.items() if k not in without}
 
 
-def load(gin_files: Sequence[Union[str, os.PathLike]], *, bindings: Sequence[str] = (),
-         search_paths: Sequence[str] = (),
-         entry: Union[Entry, Sequence[Entry]] = ENTRY,
-         read_as_data: Mapping[str, Collection[str]] = types.MappingProxyType({})
-         ) -> LoadedConfig:
+def load(
+  gin_files: Sequence[Union[str, os.PathLike]],
+  *,
+  bindings: Sequence[str] = (),
+  search_paths: Sequence[str] = (),
+  entry: Union[Entry, Sequence[Entry]] = ENTRY,
+  read_as_data: Mapping[str, Collection[str]] = types.MappingProxyType({}),
+) -> LoadedConfig:
   """Returns the configuration of `gin_files`, then `bindings`, after every check of `gin_checks`.
 
   Forgets what was loaded before, in gin as well.
@@ -99,15 +110,19 @@ def load(gin_files: Sequence[Union[str, os.PathLike]], *, bindings: Sequence[str
   roots = [_entry_call(e) for e in entries] if not reader.unreadable else []
   if not reader.unreadable:
     unbound = [str(e) for e, call in zip(entries, roots) if call is None]
-    problems += [f'No gin file configures {name}: include one of gin_configs/runs/, or import '
-                 'its module and bind its parameters.' for name in unbound]
+    problems += [
+      f'No gin file configures {name}: include one of gin_configs/runs/, or import '
+      'its module and bind its parameters.'
+      for name in unbound
+    ]
     if not unbound:
       problems += gin_checks.problems(bound, roots, lost=reader.lost)
   if problems:
     raise ConfigError(all_problems(problems, title='The configuration cannot be used'))
   report, notes = provenance.collect(bound, roots)
-  return LoadedConfig(entry=entries, provenance=report, bindings=bound,
-                      notes=(*reader.notes, *notes))
+  return LoadedConfig(
+    entry=entries, provenance=report, bindings=bound, notes=(*reader.notes, *notes)
+  )
 
 
 def _forget() -> None:

@@ -63,6 +63,7 @@ class MapOf:
 @dataclasses.dataclass(frozen=True)
 class Fields:
   """Other keys are allowed unless `others` is False."""
+
   required: Mapping[str, Any]
   optional: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   others: bool = True
@@ -137,9 +138,13 @@ def _whole(text: str) -> int:
 def _is_deeper(value: Any, levels: int) -> bool:
   level = [value]
   for _ in range(levels):
-    level = [child for each in level if isinstance(each, (dict, list))
-             for child in (each.values() if isinstance(each, dict) else each)
-             if isinstance(child, (dict, list))]
+    level = [
+      child
+      for each in level
+      if isinstance(each, (dict, list))
+      for child in (each.values() if isinstance(each, dict) else each)
+      if isinstance(child, (dict, list))
+    ]
     if not level:
       return False
   return True
@@ -147,11 +152,13 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 def check(value: Any, schema: Any, where: str = 'it') -> None:
   """Raises ValueError, with the place, unless `value` is as `schema` says."""
+
   def refuse(wanted: str) -> None:
     raise ValueError(f'{where} is {_shown(value)}, not {wanted}')
 
   def is_number(kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
+
   match schema:
     case Nullable(inner):
       if value is not None:

@@ -14,6 +14,7 @@ _KEY = re.compile(r'^([A-Za-z_][\w.]*/)*[A-Za-z_][\w.]*$')
 @dataclasses.dataclass(frozen=True)
 class Override:
   """One binding of the command line; `value` may hold statements.Reference and statements.Macro."""
+
   key: str
   value: Any
 
@@ -35,12 +36,16 @@ def parse_override(text: str) -> Override:
   key, equals, value = (part.strip() for part in text.partition('='))
   key = key.removeprefix('--gin.').removeprefix('%')
   if not equals or not value:
-    raise ConfigError(f'--gin.{key} has no value.',
-                      fix=f"Write --gin.{key}=VALUE; the empty text is --gin.{key}=\"''\".")
+    raise ConfigError(
+      f'--gin.{key} has no value.',
+      fix=f'Write --gin.{key}=VALUE; the empty text is --gin.{key}="\'\'".',
+    )
   if not _KEY.match(key):
-    raise ConfigError(f'--gin.{key} is not a name that gin can bind.',
-                      fix='Write --gin.MACRO=VALUE, --gin.Class.parameter=VALUE or '
-                          '--gin.scope/Class.parameter=VALUE.')
+    raise ConfigError(
+      f'--gin.{key} is not a name that gin can bind.',
+      fix='Write --gin.MACRO=VALUE, --gin.Class.parameter=VALUE or '
+      '--gin.scope/Class.parameter=VALUE.',
+    )
   for quote in ('\\"', "\\'"):
     if value.startswith(quote) and value.endswith(quote) and len(value) > 2:
       value = value.replace(quote, quote[1])
@@ -48,7 +53,9 @@ def parse_override(text: str) -> Override:
     return Override(key, statements.parse_value(value))
   except (SyntaxError, tokenize.TokenError) as e:
     if value[0] in '@%[({"\'':
-      raise ConfigError(f'--gin.{key}={value} starts like a gin value but is not one.',
-                        fix='Close its quotes and brackets; text that begins with one of @%[({ '
-                            f'needs quotes: --gin.{key}="{value!r}"') from e
+      raise ConfigError(
+        f'--gin.{key}={value} starts like a gin value but is not one.',
+        fix='Close its quotes and brackets; text that begins with one of @%[({ '
+        f'needs quotes: --gin.{key}="{value!r}"',
+      ) from e
     return Override(key, value)

@@ -1,6 +1,6 @@
 """Where each value of a run came from and what it overrode.
 
-    train.total_steps = 50000   gin_configs/runs/pretrain.gin:12   overrides 10000 (default)
+train.total_steps = 50000   gin_configs/runs/pretrain.gin:12   overrides 10000 (default)
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ class Setting:
     value_origin: where `value` was written; differs from `origin` when a macro gives it.
     overrides: (value, origin) of what it overrode, the nearest first.
   """
+
   key: str
   text: str
   value: str
@@ -64,6 +65,7 @@ class Provenance:
     defaults: parameters of what the run calls that nothing sets.
     config: gin text that gives the same run when it is loaded.
   """
+
   settings: tuple[Setting, ...]
   defaults: tuple[Setting, ...]
   config: str
@@ -75,12 +77,13 @@ class Provenance:
     """
     everything = (*self.settings, *self.defaults)
     readings = [
-        lambda s: s.key == name,
-        lambda s: s.unscoped == name,
-        lambda s: f'.{s.unscoped}'.endswith(f'.{name}'),
-        # A longer spelling of the class, 'train_script.train.total_steps'.
-        lambda s: '.' in s.key and f'.{name}'.endswith(f'.{s.unscoped}'),
-        lambda s: partial and name.lower() in s.key.lower()]
+      lambda s: s.key == name,
+      lambda s: s.unscoped == name,
+      lambda s: f'.{s.unscoped}'.endswith(f'.{name}'),
+      # A longer spelling of the class, 'train_script.train.total_steps'.
+      lambda s: '.' in s.key and f'.{name}'.endswith(f'.{s.unscoped}'),
+      lambda s: partial and name.lower() in s.key.lower(),
+    ]
     for same in readings:
       found = [s for s in everything if same(s)]
       if found:
@@ -105,14 +108,16 @@ def forget() -> None:
 def origin_sentences(name: str) -> list[str]:
   """Returns one sentence per parameter called `name` that says where it was set, for errors."""
   result = []
-  for setting in (_current.find(name, partial=False) if _current else []):
+  for setting in _current.find(name, partial=False) if _current else []:
     if setting.origin == DEFAULT:
       result.append(f'{setting.key} is {setting.value}, its default; nothing sets it.')
     elif setting.origin == setting.value_origin:
       result.append(f'{setting.key} is set at {setting.origin}.')
     else:
-      result.append(f'{setting.key} is set at {setting.value_origin}, through {setting.text} at '
-                    f'{setting.origin}.')
+      result.append(
+        f'{setting.key} is set at {setting.value_origin}, through {setting.text} at '
+        f'{setting.origin}.'
+      )
   return result
 
 
@@ -138,28 +143,45 @@ def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list
         text = _default_text(parameter.default)
         defaults.setdefault(key, Setting(key, text, text, DEFAULT, DEFAULT))
   idle = [b for b in bindings.final() if b not in settings]
-  ordered = sorted(settings, key=lambda b: (
-      not b.is_macro, bindings_lib.short_name(b.selector), b.scope, b.arg))
-  _current = Provenance(settings=tuple(settings[b] for b in ordered),
-                        defaults=tuple(defaults[key] for key in sorted(defaults)),
-                        config=_config_text(settings))
-  notes = [] if not idle else [
+  ordered = sorted(
+    settings, key=lambda b: (not b.is_macro, bindings_lib.short_name(b.selector), b.scope, b.arg)
+  )
+  _current = Provenance(
+    settings=tuple(settings[b] for b in ordered),
+    defaults=tuple(defaults[key] for key in sorted(defaults)),
+    config=_config_text(settings),
+  )
+  notes = (
+    []
+    if not idle
+    else [
       'Not used, because what used them is overridden: '
-      + ', '.join(f'{b.key} ({b.origin})' for b in idle) + '.']
+      + ', '.join(f'{b.key} ({b.origin})' for b in idle)
+      + '.'
+    ]
+  )
   return _current, notes
 
 
-def _setting(bindings: Bindings, found: list[Binding],
-             parameter: Optional[inspect.Parameter]) -> Setting:
+def _setting(
+  bindings: Bindings, found: list[Binding], parameter: Optional[inspect.Parameter]
+) -> Setting:
   """Returns the setting of the last of `found`; it overrode the others and the default."""
   binding = found[-1]
-  overrides = [(_value_text(bindings, b), b.origin if b.key == binding.key else
-                f'{b.key}, {b.origin}') for b in reversed(found[:-1])]
+  overrides = [
+    (_value_text(bindings, b), b.origin if b.key == binding.key else f'{b.key}, {b.origin}')
+    for b in reversed(found[:-1])
+  ]
   if parameter is not None and parameter.default is not inspect.Parameter.empty:
     overrides.append((_default_text(parameter.default), DEFAULT))
-  return Setting(key=binding.key, text=binding.text, value=_value_text(bindings, binding),
-                 origin=binding.origin, value_origin=bindings.follow(binding).origin,
-                 overrides=tuple(overrides))
+  return Setting(
+    key=binding.key,
+    text=binding.text,
+    value=_value_text(bindings, binding),
+    origin=binding.origin,
+    value_origin=bindings.follow(binding).origin,
+    overrides=tuple(overrides),
+  )
 
 
 def _value_text(bindings: Bindings, binding: Binding) -> str:
@@ -169,8 +191,11 @@ def _value_text(bindings: Bindings, binding: Binding) -> str:
     return binding.text
 
   def shown(symbol: Any) -> Any:
-    found = bindings.effective(bindings_lib.MACRO, tuple(symbol.name.split('/'))).get(
-        'value') if isinstance(symbol, statements.Macro) else None
+    found = (
+      bindings.effective(bindings_lib.MACRO, tuple(symbol.name.split('/'))).get('value')
+      if isinstance(symbol, statements.Macro)
+      else None
+    )
     return symbol if found is None else _Shown(_value_text(bindings, found))
 
   return repr(statements.map_symbols(statements.parse_value(binding.text), shown))
@@ -178,6 +203,7 @@ def _value_text(bindings: Bindings, binding: Binding) -> str:
 
 class _Shown(str):
   """Text that stands for itself inside a printed list."""
+
   __repr__ = str.__str__
 
 

@@ -40,8 +40,12 @@ class Reader:
     read_as_data: file name -> what to take from it without running it; see `data_only.kept`.
   """
 
-  def __init__(self, files: GinFiles, *,
-               read_as_data: Mapping[str, Collection[str]] = types.MappingProxyType({})):
+  def __init__(
+    self,
+    files: GinFiles,
+    *,
+    read_as_data: Mapping[str, Collection[str]] = types.MappingProxyType({}),
+  ):
     self.files = files
     self.read_as_data = read_as_data
     self.bindings: list[Binding] = []
@@ -57,19 +61,23 @@ class Reader:
   def read_file(self, name: str, *, asked_at: str) -> None:
     """Reads one file; `asked_at` is the include statement, '' for the command line."""
     try:
-      path = self.files.find(name, asked_at=asked_at,
-                             beside=self._stack[-1][1] if self._stack else None)
+      path = self.files.find(
+        name, asked_at=asked_at, beside=self._stack[-1][1] if self._stack else None
+      )
       if path in [p for _, p in self._stack]:
-        raise ConfigError(f'{asked_at} includes {name!r}, which is being read: includes go in a '
-                          'circle.')
+        raise ConfigError(
+          f'{asked_at} includes {name!r}, which is being read: includes go in a circle.'
+        )
       shown = self.files.shown(path)
       try:
         text = path.read_text(encoding='utf-8')
       except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f'{shown} cannot be read: {e}.') from e
       if len(self._stack) > 1:
-        self.notes.append(f'{asked_at} includes {shown}: files that include files that include '
-                          'files are hard to follow; shipped ones do not.')
+        self.notes.append(
+          f'{asked_at} includes {shown}: files that include files that include '
+          'files are hard to follow; shipped ones do not.'
+        )
       self._stack.append((f'{len(self._contexts)}:{shown}', path))
       try:
         with _context(gin_config.ParseContext()) as context:
@@ -85,8 +93,9 @@ class Reader:
       self.unreadable = True
       self.problems.append(str(e))
 
-  def _read_statements(self, found: Iterable[statements.Statement], *, shown: str,
-                       context: gin_config.ParseContext) -> None:
+  def _read_statements(
+    self, found: Iterable[statements.Statement], *, shown: str, context: gin_config.ParseContext
+  ) -> None:
     lines: dict[tuple[str, str, str], int] = {}
     for statement in found:
       line = statement.location.line_num
@@ -98,14 +107,21 @@ class Reader:
       elif isinstance(statement, config_parser.BlockDeclaration):
         self._configurable(statement.selector, at=at, context=context)
       else:
-        binding = self._bind(statement.scope, statement.selector, statement.arg_name,
-                             statement.value, origin=at, context=context)
+        binding = self._bind(
+          statement.scope,
+          statement.selector,
+          statement.arg_name,
+          statement.value,
+          origin=at,
+          context=context,
+        )
         if binding is None:
           continue
         first = lines.setdefault((binding.scope, binding.selector, binding.arg), line)
         if first != line:
-          self.problems.append(f'{at} binds {binding.key} a second time; {shown}:{first} does too. '
-                               'Keep one of them.')
+          self.problems.append(
+            f'{at} binds {binding.key} a second time; {shown}:{first} does too. Keep one of them.'
+          )
 
   def read_command_line(self, texts: Sequence[str]) -> None:
     """Binds each 'KEY=VALUE'."""
@@ -119,8 +135,9 @@ class Reader:
         scope, selector, arg = config_parser.parse_binding_key(override.key)
         self._bind(scope, selector, arg, override.value, origin=override.origin, context=context)
 
-  def _import(self, statement: config_parser.ImportStatement, *, at: str,
-              context: gin_config.ParseContext) -> None:
+  def _import(
+    self, statement: config_parser.ImportStatement, *, at: str, context: gin_config.ParseContext
+  ) -> None:
     try:
       context.process_import(statement)
     except Exception as e:  # Users' modules may raise anything on import.
@@ -128,8 +145,9 @@ class Reader:
       self._failed_imports.add((id(context), statement.bound_name()))
       self.problems.append(f'{at}: {resolve.import_problem(statement, e)}')
 
-  def _configurable(self, selector: str, *, at: str, context: gin_config.ParseContext,
-                    arg: str = '') -> Optional[gin_config.Configurable]:
+  def _configurable(
+    self, selector: str, *, at: str, context: gin_config.ParseContext, arg: str = ''
+  ) -> Optional[gin_config.Configurable]:
     """Returns gin's configurable, or notes once per file why there is none."""
     problem = resolve.selector_problem(context, selector, arg=arg)
     if problem is None:
@@ -144,8 +162,16 @@ class Reader:
       self.problems.append(f'{at}: {problem}')
     return None
 
-  def _bind(self, scope: str, selector: str, arg: str, raw: Any, *, origin: str,
-            context: gin_config.ParseContext) -> Optional[Binding]:
+  def _bind(
+    self,
+    scope: str,
+    selector: str,
+    arg: str,
+    raw: Any,
+    *,
+    origin: str,
+    context: gin_config.ParseContext,
+  ) -> Optional[Binding]:
     """Binds one value, or notes the problem and keeps its references in `lost`."""
     if arg:
       configurable = self._configurable(selector, at=origin, context=context, arg=arg)
@@ -174,7 +200,14 @@ class Reader:
       self.lost += bindings_lib.references(value)
       return None
     gin.bind_parameter((scope, selector, arg), value)
-    binding = Binding(scope, configurable.selector, arg, value, repr(raw), origin,
-                      tuple(name for name, _ in self._stack))
+    binding = Binding(
+      scope,
+      configurable.selector,
+      arg,
+      value,
+      repr(raw),
+      origin,
+      tuple(name for name, _ in self._stack),
+    )
     self.bindings.append(binding)
     return binding

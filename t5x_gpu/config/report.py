@@ -34,14 +34,27 @@ def print_table(provenance: Provenance, *, console: Optional[rich.console.Consol
   console = console or rich.console.Console(highlight=False)
   rows = _columns((*provenance.settings, *provenance.defaults), width=_VALUE_WIDTH)
   for expression, origin, overridden in rows:
-    line = rich.text.Text.assemble((expression, 'bold'), '   ', (origin, 'cyan'),
-                                   *([('   ' + overridden, 'dim')] if overridden.strip() else []))
-    console.print(line.plain.rstrip() if not console.is_terminal else line, soft_wrap=True,
-                  markup=False, highlight=False)
+    line = rich.text.Text.assemble(
+      (expression, 'bold'),
+      '   ',
+      (origin, 'cyan'),
+      *([('   ' + overridden, 'dim')] if overridden.strip() else []),
+    )
+    console.print(
+      line.plain.rstrip() if not console.is_terminal else line,
+      soft_wrap=True,
+      markup=False,
+      highlight=False,
+    )
 
 
-def print_changes(provenance: Provenance, *, files: GinFiles, model_dir: str,
-                  console: Optional[rich.console.Console] = None) -> None:
+def print_changes(
+  provenance: Provenance,
+  *,
+  files: GinFiles,
+  model_dir: str,
+  console: Optional[rich.console.Console] = None,
+) -> None:
   """Prints what the user's own gin files and flags change: the old and the new value, and where.
 
   Args:
@@ -55,18 +68,30 @@ def print_changes(provenance: Provenance, *, files: GinFiles, model_dir: str,
   changes = []
   for setting in provenance.settings:
     # A value that the user gives twice is changed once.
-    old = next((value for value, origin in setting.overrides
-                if value != setting.value or not is_users(_file(origin))), setting.value)
+    old = next(
+      (
+        value
+        for value, origin in setting.overrides
+        if value != setting.value or not is_users(_file(origin))
+      ),
+      setting.value,
+    )
     if old != setting.value and is_users(_file(setting.origin)):
-      changes.append((f'{setting.key}: {_cut("not set" if old == REQUIRED else old)} -> '
-                      f'{_cut(setting.value)}', setting.origin))
+      changes.append(
+        (
+          f'{setting.key}: {_cut("not set" if old == REQUIRED else old)} -> {_cut(setting.value)}',
+          setting.origin,
+        )
+      )
   changes.sort(key=lambda change: not change[1].startswith('--'))  # flags first: they win
   shown, more = changes[:_MOST_CHANGES], len(changes) - _MOST_CHANGES
   width = max((len(change) for change, _ in shown), default=0)
   total = len(provenance.settings) + len(provenance.defaults)
-  text = [f'configuration: {len(changes) or "nothing"} changed; all {total} values, and who set '
-          f'them, in {os.path.join(model_dir, ORIGINS)}',
-          *(f'  {change.ljust(width)}   {origin}' for change, origin in shown)]
+  text = [
+    f'configuration: {len(changes) or "nothing"} changed; all {total} values, and who set '
+    f'them, in {os.path.join(model_dir, ORIGINS)}',
+    *(f'  {change.ljust(width)}   {origin}' for change, origin in shown),
+  ]
   if more > 0:
     text.append(f'  and {more} more')
   for line in text:
@@ -79,14 +104,16 @@ def _file(origin: str) -> str:
 
 
 def _cut(text: str, width: int = _VALUE_WIDTH) -> str:
-  return text if len(text) <= width else text[:width - 3] + '...'
+  return text if len(text) <= width else text[: width - 3] + '...'
 
 
-def _columns(settings: Sequence[Setting], *, width: Optional[int] = None
-             ) -> list[tuple[str, str, str]]:
+def _columns(
+  settings: Sequence[Setting], *, width: Optional[int] = None
+) -> list[tuple[str, str, str]]:
   """Returns (expression, origin, overridden) padded to columns, expressions cut at `width`."""
-  rows = [(_cut(s.expression, width or len(s.expression)), s.origin, s.overridden)
-          for s in settings]
+  rows = [
+    (_cut(s.expression, width or len(s.expression)), s.origin, s.overridden) for s in settings
+  ]
   widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
   return [(a.ljust(min(widths[0], _VALUE_WIDTH)), b.ljust(widths[1]), c) for a, b, c in rows]
 
@@ -107,17 +134,24 @@ def write(provenance: Provenance, model_dir: Union[str, os.PathLike]) -> list[st
     ConfigError: the folder cannot be written.
   """
   folder = pathlib.Path(model_dir)
-  origins = [*lines(provenance.settings), '', '# Defaults that nothing sets:',
-             *lines(provenance.defaults), '']
+  origins = [
+    *lines(provenance.settings),
+    '',
+    '# Defaults that nothing sets:',
+    *lines(provenance.defaults),
+    '',
+  ]
   try:
     folder.mkdir(parents=True, exist_ok=True)
     changes = _keep_previous(folder, provenance.config)
     _replace(folder / CONFIG, provenance.config)
     _replace(folder / ORIGINS, '\n'.join(origins))
   except OSError as e:
-    raise ConfigError(f'{folder} cannot be written: {e}.',
-                      fix='Give a folder that this user may write: --gin.MODEL_DIR=FOLDER',
-                      parameters=('train.model_dir',)) from e
+    raise ConfigError(
+      f'{folder} cannot be written: {e}.',
+      fix='Give a folder that this user may write: --gin.MODEL_DIR=FOLDER',
+      parameters=('train.model_dir',),
+    ) from e
   return changes
 
 
@@ -126,8 +160,11 @@ def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
   old, origins = _text_of(folder / CONFIG), _text_of(folder / ORIGINS)
   if old is None or old == config:
     return []
-  numbers = sorted(int(match[1]) for name in os.listdir(folder)
-                   if (match := re.fullmatch(r'config_(\d+)\.gin', name)))
+  numbers = sorted(
+    int(match[1])
+    for name in os.listdir(folder)
+    if (match := re.fullmatch(r'config_(\d+)\.gin', name))
+  )
   # A run that was killed after copying has kept it already.
   if not numbers or _text_of(folder / f'config_{numbers[-1]}.gin') != old:
     number = numbers[-1] + 1 if numbers else 1
@@ -166,10 +203,14 @@ def _changes(old: str, new: str) -> list[str]:
     before, after = (dict(_texts(text)) for text in (old, new))
   # Edited by hand since, or damaged; still worth showing.
   except (ConfigError, ValueError, SyntaxError, RecursionError, MemoryError):
-    return list(difflib.unified_diff(old.splitlines(), new.splitlines(), 'before', 'now',
-                                     lineterm='', n=0))
-  return [f'{key}: {before.get(key, "not set")} -> {after.get(key, "not set")}'
-          for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    return list(
+      difflib.unified_diff(old.splitlines(), new.splitlines(), 'before', 'now', lineterm='', n=0)
+    )
+  return [
+    f'{key}: {before.get(key, "not set")} -> {after.get(key, "not set")}'
+    for key in sorted(before.keys() | after.keys())
+    if before.get(key) != after.get(key)
+  ]
 
 
 def _texts(config: str) -> Iterator[tuple[str, str]]:
@@ -188,14 +229,18 @@ def explain(provenance: Provenance, name: str) -> list[str]:
   found = provenance.find(name)
   everything = (*provenance.settings, *provenance.defaults)
   if not found:
-    names = sorted({n for s in everything
-                    for n in (s.key, s.unscoped, s.unscoped.rsplit('.', 1)[-1])})
+    names = sorted(
+      {n for s in everything for n in (s.key, s.unscoped, s.unscoped.rsplit('.', 1)[-1])}
+    )
     # BATCHSIZE means a macro, batchsize a parameter.
-    hint = (did_you_mean(name, [n for n in names if n.isupper() == name.isupper()])
-            or did_you_mean(name, names))
-    raise ConfigError(f'This run uses nothing called {name!r}.{hint}',
-                      fix='Name a macro, Class.parameter, scope/Class.parameter or part of one; '
-                          'python -m t5x_gpu.config show --gin_file=... lists all.')
+    hint = did_you_mean(name, [n for n in names if n.isupper() == name.isupper()]) or did_you_mean(
+      name, names
+    )
+    raise ConfigError(
+      f'This run uses nothing called {name!r}.{hint}',
+      fix='Name a macro, Class.parameter, scope/Class.parameter or part of one; '
+      'python -m t5x_gpu.config show --gin_file=... lists all.',
+    )
   result = []
   for setting in found:
     result += _explained(setting, provenance)
@@ -223,11 +268,16 @@ def _macros(setting: Setting) -> list[str]:
 
 def diff(a: Provenance, b: Provenance) -> list[str]:
   """Returns `KEY: value (origin) -> value (origin)` for the values in which two runs differ."""
+
   def by_key(settings: Iterable[Setting]) -> dict[str, Setting]:
     return {s.key: s for s in settings}
+
   def shown(setting: Optional[Setting]) -> str:
     return f'{setting.value} ({setting.value_origin})' if setting else 'not used'
+
   left, right = (by_key((*p.defaults, *p.settings)) for p in (a, b))
-  return [f'{key}: {shown(left.get(key))} -> {shown(right.get(key))}'
-          for key in sorted(left.keys() | right.keys())
-          if key not in left or key not in right or left[key].value != right[key].value]
+  return [
+    f'{key}: {shown(left.get(key))} -> {shown(right.get(key))}'
+    for key in sorted(left.keys() | right.keys())
+    if key not in left or key not in right or left[key].value != right[key].value
+  ]

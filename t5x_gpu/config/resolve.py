@@ -34,8 +34,9 @@ class CommandLineContext(gin_config.ParseContext):
     return found
 
 
-def selector_problem(context: gin_config.ParseContext, selector: str, *, arg: str = ''
-                     ) -> Optional[str]:
+def selector_problem(
+  context: gin_config.ParseContext, selector: str, *, arg: str = ''
+) -> Optional[str]:
   """Returns why `selector` names nothing that gin can configure, or None if it does.
 
   Args:
@@ -49,8 +50,10 @@ def selector_problem(context: gin_config.ParseContext, selector: str, *, arg: st
     problem = _registry_problem(selector, gin_config._REGISTRY.matching_selectors(selector))
     imported = [statement.bound_name() for statement in context.imports]
     if problem and selector.split('.')[0] in imported:
-      problem += (' The imports of this file name nothing without a line before them: '
-                  'from __gin__ import dynamic_registration')
+      problem += (
+        ' The imports of this file name nothing without a line before them: '
+        'from __gin__ import dynamic_registration'
+      )
     return problem
   first, *rest = selector.split('.')
   if first not in context._symbol_table:
@@ -60,8 +63,9 @@ def selector_problem(context: gin_config.ParseContext, selector: str, *, arg: st
     if not hasattr(value, name):
       kind = 'Module' if inspect.ismodule(value) else 'Class'
       known = [n for n, v in vars(value).items() if not n.startswith('_') and callable(v)]
-      return (f'{kind} {getattr(value, "__name__", path)} has no {name!r}.'
-              f'{did_you_mean(name, known)}')
+      return (
+        f'{kind} {getattr(value, "__name__", path)} has no {name!r}.{did_you_mean(name, known)}'
+      )
     value, path = getattr(value, name), f'{path}.{name}'
   if not callable(value):
     return f'{path} is a {type(value).__name__}: only functions and classes have parameters.'
@@ -77,36 +81,54 @@ def _named(selector: str) -> list[str]:
   return [m for m in matches if selector.startswith('gin.') or not m.startswith('gin.')]
 
 
-def _registry_problem(selector: str, matches: Sequence[str],
-                      contexts: Sequence[gin_config.ParseContext] = (), arg: str = ''
-                      ) -> Optional[str]:
+def _registry_problem(
+  selector: str,
+  matches: Sequence[str],
+  contexts: Sequence[gin_config.ParseContext] = (),
+  arg: str = '',
+) -> Optional[str]:
   if len(matches) > 1:
-    return (f'{selector!r} may mean ' + ' or '.join(repr(m) for m in sorted(matches))
-            + ': write more of the name.')
+    return (
+      f'{selector!r} may mean '
+      + ' or '.join(repr(m) for m in sorted(matches))
+      + ': write more of the name.'
+    )
   if matches or any(selector_problem(c, selector) is None for c in contexts):
     return None
-  longer = sorted({f'{alias}.{selector}' for context in contexts for alias in context._symbol_table
-                   if alias != 'gin'
-                   and selector_problem(context, f'{alias}.{selector}') is None})
+  longer = sorted(
+    {
+      f'{alias}.{selector}'
+      for context in contexts
+      for alias in context._symbol_table
+      if alias != 'gin' and selector_problem(context, f'{alias}.{selector}') is None
+    }
+  )
   if longer:
-    return (f'{selector!r} is not used by the gin files, so gin does not know it by its short name.'
-            f' Write {" or ".join(longer)}.')
+    return (
+      f'{selector!r} is not used by the gin files, so gin does not know it by its short name.'
+      f' Write {" or ".join(longer)}.'
+    )
   known = [s for s, c in gin_config._REGISTRY.items() if c.module != 'gin']
   if '.' not in selector:
     known = [s.rsplit('.', 1)[-1] for s in known]
   else:
     known = [gin_config._REGISTRY.minimal_selector(s) for s in known] + known
   hint = did_you_mean(selector, known)
-  owners = [gin_config._REGISTRY.minimal_selector(s) for s, c in gin_config._REGISTRY.items()
-            if c.module != 'gin' and arg in parameters(c)]
+  owners = [
+    gin_config._REGISTRY.minimal_selector(s)
+    for s, c in gin_config._REGISTRY.items()
+    if c.module != 'gin' and arg in parameters(c)
+  ]
   # `trainer.Trainer.num_microbatches`, as T5X spells it, looks like `train_script.train`, but what
   # was meant is known by its parameter.
   if len(owners) == 1 and repr(owners[0]) not in hint:
     hint = f' {arg} is a parameter of {owners[0]}: write {owners[0]}.{arg}.'
   imported = sorted({a for context in contexts for a in context._symbol_table if a != 'gin'})
   if imported and not hint and '.' in selector and selector.split('.')[0] not in imported:
-    hint = (f' No gin file imports {selector.split(".")[0]!r}; imported are {", ".join(imported)}.'
-            ' Import it in a gin file first.')
+    hint = (
+      f' No gin file imports {selector.split(".")[0]!r}; imported are {", ".join(imported)}.'
+      ' Import it in a gin file first.'
+    )
   return f'No function or class {selector!r} is known to gin.{hint}'
 
 
@@ -115,8 +137,9 @@ def parameter_problem(configurable: gin_config.Configurable, arg: str) -> Option
   known = [p for p in parameters(configurable) if _allowed(configurable, p)]
   if gin_config._might_have_parameter(configurable.wrapper, arg) and _allowed(configurable, arg):
     return None
-  hint = did_you_mean(arg, known) or (f' It takes {", ".join(known)}.' if known else
-                                      ' It takes none.')
+  hint = did_you_mean(arg, known) or (
+    f' It takes {", ".join(known)}.' if known else ' It takes none.'
+  )
   return f'{configurable.name} has no parameter {arg!r}.{hint}'
 
 
@@ -148,15 +171,19 @@ def import_problem(statement: config_parser.ImportStatement, error: BaseExceptio
   if not isinstance(error, ModuleNotFoundError) or not f'{module}.'.startswith(f'{missing}.'):
     frame = traceback.extract_tb(error.__traceback__)[-1]
     message = str(error).splitlines()[0] if str(error) else ''
-    return (f'Importing {module} failed: {type(error).__name__}: {message} '
-            f'({frame.filename}:{frame.lineno}).')
+    return (
+      f'Importing {module} failed: {type(error).__name__}: {message} '
+      f'({frame.filename}:{frame.lineno}).'
+    )
   parent, _, name = missing.rpartition('.')
   package = sys.modules.get(parent)
   if package is not None and not hasattr(package, '__path__'):
     grand, _, short = parent.rpartition('.')
     spelled = f'from {grand} import {short}' if grand else f'import {short}'
-    return (f'{parent} is a module, and gin imports modules, not what is in them: write '
-            f'`{spelled}` and use {short}.{name}.')
+    return (
+      f'{parent} is a module, and gin imports modules, not what is in them: write '
+      f'`{spelled}` and use {short}.{name}.'
+    )
   paths = package.__path__ if package is not None else None
   siblings = [info.name for info in pkgutil.iter_modules(paths)]
   where = f' in {parent}' if parent else ''

@@ -18,17 +18,26 @@ def set_aside(path: pathlib.Path, reason: str) -> pathlib.Path:
   """
   aside = free_name(path.with_name(f'corrupt_{path.name}'))
   os.rename(path, aside)
-  _log.warning('%s cannot be read (%s) and is kept as %s. The run goes on without it.', path,
-               reason, aside.name)
+  _log.warning(
+    '%s cannot be read (%s) and is kept as %s. The run goes on without it.',
+    path,
+    reason,
+    aside.name,
+  )
   return aside
 
 
 def set_aside_unless_file(path: pathlib.Path) -> None:
   """Renames what is at `path` unless it is a file to read and write, or nothing is there."""
-  if os.path.lexists(path) and not (
-      os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)):
-    set_aside(path, 'it is a link to nothing' if path.is_symlink() and not os.path.exists(path) else
-              'it is no file' if not os.path.isfile(path) else 'it may not be read and written')
+  if os.path.lexists(path) and not (os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)):
+    set_aside(
+      path,
+      'it is a link to nothing'
+      if path.is_symlink() and not os.path.exists(path)
+      else 'it is no file'
+      if not os.path.isfile(path)
+      else 'it may not be read and written',
+    )
 
 
 def free_name(path: pathlib.Path) -> pathlib.Path:

@@ -14,14 +14,19 @@ from gin import config_parser
 
 from t5x_gpu.errors import ConfigError
 
-Statement = Union[config_parser.BindingStatement, config_parser.ImportStatement,
-                  config_parser.IncludeStatement, config_parser.BlockDeclaration]
+Statement = Union[
+  config_parser.BindingStatement,
+  config_parser.ImportStatement,
+  config_parser.IncludeStatement,
+  config_parser.BlockDeclaration,
+]
 _T = TypeVar('_T')
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
   """`@scope/name` or, evaluated, `@scope/name()`."""
+
   scoped_selector: str
   evaluate: bool
 
@@ -32,6 +37,7 @@ class Reference:
 @dataclasses.dataclass(frozen=True)
 class Macro:
   """`%NAME`, which may also name a gin constant."""
+
   name: str
 
   def __repr__(self) -> str:
@@ -39,7 +45,6 @@ class Macro:
 
 
 class _Symbols(config_parser.ParserDelegate):
-
   def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
     return Reference(scoped_configurable_name, evaluate)
 
@@ -68,8 +73,10 @@ def read(text: str, *, shown: str) -> Iterator[Statement]:
       message = 'a bracket or a triple quote is not closed before the end of the file'
     raise _not_gin(message, shown=shown, line=min(line, len(lines)), lines=lines) from e
   except RecursionError as e:
-    raise ConfigError(f'{shown} has brackets that are nested too deeply to be read.',
-                      fix='Correct the file, or name another: --gin_file=FILE.') from e
+    raise ConfigError(
+      f'{shown} has brackets that are nested too deeply to be read.',
+      fix='Correct the file, or name another: --gin_file=FILE.',
+    ) from e
 
 
 def _location(error: SyntaxError) -> tuple[int, str]:
@@ -85,7 +92,7 @@ def _not_gin(message: str, *, shown: str, line: int, lines: list[str]) -> Config
   key, equals, value = content.partition('=')
   value = value.partition('#')[0].strip()
   if not equals and content and content.endswith(')') is False and ':' not in content:
-    fix = "A binding is spelled `Class.parameter = value`, a block `Class:` and indented lines."
+    fix = 'A binding is spelled `Class.parameter = value`, a block `Class:` and indented lines.'
   elif value and value[0] not in '@%[({"\'' and not is_literal(value):
     fix = f'Text needs quotes: {key.strip()} = {value!r}'
   return ConfigError(f'{shown}:{line} is not gin: {message.rstrip(".")}.\n    {content}', fix=fix)

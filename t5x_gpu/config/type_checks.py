@@ -26,6 +26,7 @@ _NUMBERS = {int: (int,), float: (int, float), complex: (int, float, complex)}
 @dataclasses.dataclass(frozen=True)
 class Made:
   """A value that a reference will make: an instance of `what` (`@x()`), or `what` itself (`@x`)."""
+
   what: Any
   evaluated: bool
   text: str
@@ -131,8 +132,7 @@ def _fits(value: Any, annotation: Any) -> bool:
   if origin in (typing.Annotated, typing.Final, typing.ClassVar):
     return _fits(value, args[0]) if args else True
   if origin is typing.Literal:
-    return isinstance(value, Made) or any(
-        value == a and type(value) is type(a) for a in args)
+    return isinstance(value, Made) or any(value == a and type(value) is type(a) for a in args)
   if isinstance(value, Made):
     return _made_fits(value, origin or annotation)
   if annotation is None or annotation is type(None):
@@ -153,8 +153,14 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 def _is_container(kind: type) -> bool:
   abstract = ('Sequence', 'Iterable', 'Collection', 'Mapping', 'MutableMapping', 'MutableSequence')
-  return kind in (list, tuple, dict, set, frozenset,
-                  *(getattr(collections.abc, name) for name in abstract))
+  return kind in (
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    *(getattr(collections.abc, name) for name in abstract),
+  )
 
 
 def _container_fits(value: Any, kind: type, args: tuple) -> bool:
@@ -175,8 +181,12 @@ def _made_fits(value: Made, kind: Any) -> bool:
   if not inspect.isclass(kind) or getattr(kind, '_is_protocol', False) or kind is object:
     return True
   if not value.evaluated:
-    return kind not in _LITERALS and kind is not type(None) and not dataclasses.is_dataclass(
-        kind) and not (_is_container(kind))
+    return (
+      kind not in _LITERALS
+      and kind is not type(None)
+      and not dataclasses.is_dataclass(kind)
+      and not (_is_container(kind))
+    )
   if kind in (collections.abc.Callable, type):
     return True
   if not inspect.isclass(value.what):

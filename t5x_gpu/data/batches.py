@@ -39,6 +39,7 @@ class BatchSpec:
     vocab_sizes: feature name -> exclusive upper bound of the token ids or class numbers, for
       features that hold them.
   """
+
   shapes: Mapping[str, tuple[int, ...]]
   dtypes: Mapping[str, str]
   vocab_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -51,13 +52,17 @@ class BatchSpec:
     """Raises ShapeError unless `batch` has exactly these features, shapes and dtypes."""
     got = {name: (tuple(x.shape), str(x.dtype)) for name, x in batch.items()}
     want = {name: (tuple(shape), self.dtypes[name]) for name, shape in self.shapes.items()}
-    wrong = [f'{name}: the model takes {want.get(name, "nothing")}, the data gives '
-             f'{got.get(name, "nothing")}'
-             for name in sorted(got.keys() | want.keys()) if got.get(name) != want.get(name)]
+    wrong = [
+      f'{name}: the model takes {want.get(name, "nothing")}, the data gives '
+      f'{got.get(name, "nothing")}'
+      for name in sorted(got.keys() | want.keys())
+      if got.get(name) != want.get(name)
+    ]
     if wrong:
-      raise ShapeError('The batch is not what the model takes (shape, dtype):\n  '
-                       + '\n  '.join(wrong),
-                       fix='Set TASK_FEATURE_LENGTHS, BATCH_SIZE and the feature converter alike.')
+      raise ShapeError(
+        'The batch is not what the model takes (shape, dtype):\n  ' + '\n  '.join(wrong),
+        fix='Set TASK_FEATURE_LENGTHS, BATCH_SIZE and the feature converter alike.',
+      )
 
 
 class BatchIterator(Protocol):
@@ -65,14 +70,18 @@ class BatchIterator(Protocol):
 
   Every process sees the same global batch and puts only its own part on its devices.
   """
+
   def __next__(self) -> Batch: ...
   def __iter__(self) -> Iterator[Batch]: ...
   def peek(self) -> Batch:
     """The batch that `next` will return, without taking it. Raises StopIteration at the end."""
+
   def get_state(self) -> bytes:
     """What `set_state` needs to make `next` continue from here, on any number of hosts."""
+
   def set_state(self, state: bytes) -> None:
     """Continues where `get_state` was called. Raises DataError if the data is not the same."""
+
   def describe(self) -> Mapping[str, Any]:
     """JSON-ready facts for logs and manifests: task, split, seed, examples, guarantees."""
 
@@ -101,6 +110,7 @@ class DatasetConfig:
       counted and reported. 0.0: the first one is an error that names file and place.
     module: what opens this: it has `open_batches(config, feature_converter, ...)`.
   """
+
   mixture_or_task_name: str
   task_feature_lengths: Mapping[str, int]
   split: str
@@ -117,8 +127,9 @@ class DatasetConfig:
   module: str = _TEXT_MODULE
 
 
-def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str,
-                 repeat: bool = True) -> BatchIterator:
+def open_batches(
+  config: DatasetConfig, *, spec: BatchSpec, feature_converter: str, repeat: bool = True
+) -> BatchIterator:
   """Returns the iterator of `config`, opened by the module that it names.
 
   Args:
@@ -130,8 +141,9 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
     ConfigError: no such module.
     DataError: the task cannot give these batches.
   """
-  return _module(config).open_batches(config, spec=spec, feature_converter=feature_converter,
-                                      repeat=repeat)
+  return _module(config).open_batches(
+    config, spec=spec, feature_converter=feature_converter, repeat=repeat
+  )
 
 
 def open_vocabulary(config: DatasetConfig, *, feature_converter: str) -> Any:
@@ -146,9 +158,11 @@ def open_vocabulary(config: DatasetConfig, *, feature_converter: str) -> Any:
   config = _with(config, 'text_of')
   vocabulary = _module(config).vocabulary(config, feature_converter=feature_converter)
   if vocabulary is None:
-    raise ConfigError(f'The batches of {config.module} have no text, so none can be sampled.',
-                      fix='Remove train.sample_cfg, or train on a task with a vocabulary.',
-                      parameters=('train.sample_cfg', 'DatasetConfig.module'))
+    raise ConfigError(
+      f'The batches of {config.module} have no text, so none can be sampled.',
+      fix='Remove train.sample_cfg, or train on a task with a vocabulary.',
+      parameters=('train.sample_cfg', 'DatasetConfig.module'),
+    )
   return vocabulary
 
 
@@ -164,8 +178,9 @@ def open_class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
   return None if names is None else names(config)
 
 
-def open_prompt_text(config: DatasetConfig, *, may_import: Optional[Collection[str]] = None,
-                     **options: Any) -> Any:
+def open_prompt_text(
+  config: DatasetConfig, *, may_import: Optional[Collection[str]] = None, **options: Any
+) -> Any:
   """Returns a `prompts.PromptText`: text <-> ids, and the examples of the task.
 
   Args:
@@ -181,14 +196,17 @@ def open_prompt_text(config: DatasetConfig, *, may_import: Optional[Collection[s
   _check_imports(config, may_import)  # prepared rows name the modules of their text
   make = getattr(_module(config), 'prompt_text', None)
   if make is None:
-    raise ConfigError(f'The batches of {config.module} have no text.',
-                      fix="Set DatasetConfig.module to 't5x_gpu.data.seqio_batches', its default.",
-                      parameters=('DatasetConfig.module',))
+    raise ConfigError(
+      f'The batches of {config.module} have no text.',
+      fix="Set DatasetConfig.module to 't5x_gpu.data.seqio_batches', its default.",
+      parameters=('DatasetConfig.module',),
+    )
   return make(config, **options)
 
 
-def open_class_text(config: DatasetConfig, *, model_vocab_size: int,
-                    may_import: Optional[Collection[str]] = None) -> Any:
+def open_class_text(
+  config: DatasetConfig, *, model_vocab_size: int, may_import: Optional[Collection[str]] = None
+) -> Any:
   """Returns a `class_prompts.ClassText`: text -> ids for a classifier, and the task's examples.
 
   Args:
@@ -204,9 +222,11 @@ def open_class_text(config: DatasetConfig, *, model_vocab_size: int,
   _check_imports(config, may_import)  # prepared rows name the modules of their text
   make = getattr(_module(config), 'class_text', None)
   if make is None:
-    raise ConfigError(f'The batches of {config.module} have no text.',
-                      fix="Set DatasetConfig.module to 't5x_gpu.data.seqio_batches', its default.",
-                      parameters=('DatasetConfig.module',))
+    raise ConfigError(
+      f'The batches of {config.module} have no text.',
+      fix="Set DatasetConfig.module to 't5x_gpu.data.seqio_batches', its default.",
+      parameters=('DatasetConfig.module',),
+    )
   return make(config, model_vocab_size=model_vocab_size)
 
 
@@ -219,6 +239,7 @@ class ModelOutputs:
     prediction_scores: their log-probabilities.
     scores: log-probabilities of the targets.
   """
+
   predictions: Sequence[Sequence[int]] = ()
   prediction_scores: Sequence[float] = ()
   scores: Sequence[float] = ()
@@ -234,6 +255,7 @@ class EvaluatedTask(Protocol):
     zero_is_a_word: id 0 is no padding.
     needs_predictions, needs_scores: what the metrics are computed from.
   """
+
   name: str
   inputs: Sequence[Sequence[int]]
   targets: Sequence[Sequence[int]]
@@ -252,9 +274,13 @@ def open_task_names(config: DatasetConfig) -> tuple[str, ...]:
   return (config.mixture_or_task_name,) if names is None else names(config)
 
 
-def open_evaluated_tasks(config: DatasetConfig, *, feature_converter: str,
-                         num_examples: Optional[int] = None,
-                         required: bool = True) -> Sequence[EvaluatedTask]:
+def open_evaluated_tasks(
+  config: DatasetConfig,
+  *,
+  feature_converter: str,
+  num_examples: Optional[int] = None,
+  required: bool = True,
+) -> Sequence[EvaluatedTask]:
   """Returns the tasks of `config` that have metrics, with all examples (or the first few).
 
   Args:
@@ -271,13 +297,15 @@ def open_evaluated_tasks(config: DatasetConfig, *, feature_converter: str,
   if open_tasks is None:
     if not required:
       return ()
-    raise ConfigError(f'The batches of {config.module} come from no task, so they have no metrics '
-                      'but the loss.',
-                      fix='Remove train.infer_eval_dataset_cfg (for python -m t5x_gpu.eval: '
-                          '--metrics=loss), or take a task with metrics.',
-                      parameters=('DatasetConfig.module',))
-  return open_tasks(config, feature_converter=feature_converter, num_examples=num_examples,
-                    required=required)
+    raise ConfigError(
+      f'The batches of {config.module} come from no task, so they have no metrics but the loss.',
+      fix='Remove train.infer_eval_dataset_cfg (for python -m t5x_gpu.eval: '
+      '--metrics=loss), or take a task with metrics.',
+      parameters=('DatasetConfig.module',),
+    )
+  return open_tasks(
+    config, feature_converter=feature_converter, num_examples=num_examples, required=required
+  )
 
 
 def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Any:
@@ -292,11 +320,12 @@ def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converte
   make = getattr(_module(config), 'preparation', None)
   if make is None:
     raise ConfigError(
-        f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, whose batches are not '
-        'made of text: there is nothing to prepare.',
-        fix="Set MIXTURE_OR_TASK_NAME to a task, and DatasetConfig.module to its default, "
-            f'{_TEXT_MODULE!r}.',
-        parameters=('DatasetConfig.mixture_or_task_name', 'DatasetConfig.module'))
+      f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, whose batches are not '
+      'made of text: there is nothing to prepare.',
+      fix='Set MIXTURE_OR_TASK_NAME to a task, and DatasetConfig.module to its default, '
+      f'{_TEXT_MODULE!r}.',
+      parameters=('DatasetConfig.mixture_or_task_name', 'DatasetConfig.module'),
+    )
   return make(config, spec=spec, feature_converter=feature_converter)
 
 
@@ -305,20 +334,26 @@ def _check_imports(config: DatasetConfig, may_import: Optional[Collection[str]])
   if may_import is None:
     return
   modules = {name: getattr(config, name) for name in ('module', 'mixture_or_task_module')}
-  foreign = [name for name, module in modules.items()
-             if module and module not in may_import and not str(module).startswith(_OUR_MODULES)]
+  foreign = [
+    name
+    for name, module in modules.items()
+    if module and module not in may_import and not str(module).startswith(_OUR_MODULES)
+  ]
   # A community dataset of TFDS, tfds:NAMESPACE:NAME, comes with code that is downloaded.
   _, is_tfds, dataset = config.mixture_or_task_name.partition('tfds:')
   if is_tfds and not re.fullmatch(r'[\w/.-]+(:[\d*]+\.[\d*]+\.[\d*]+)?(#[^#]*)?', dataset):
     foreign.append('mixture_or_task_name')
   if foreign:
     raise ConfigError(
-        'The task of this checkpoint would run code from outside t5x_gpu: '
-        + ', '.join(f'DatasetConfig.{name} = {getattr(config, name)!r}' for name in foreign) + '.',
-        fix='The gin file of a checkpoint folder is read as data, because the folder may come from '
-            'elsewhere.\nIf you trust it, add --trust_gin. Or do without the task: give '
-            '--vocabulary=NAME and --prompts=FILE.\nOr name a gin file of yours: --gin_file=FILE.',
-        parameters=[f'DatasetConfig.{name}' for name in foreign], docs='infer.md#trust')
+      'The task of this checkpoint would run code from outside t5x_gpu: '
+      + ', '.join(f'DatasetConfig.{name} = {getattr(config, name)!r}' for name in foreign)
+      + '.',
+      fix='The gin file of a checkpoint folder is read as data, because the folder may come from '
+      'elsewhere.\nIf you trust it, add --trust_gin. Or do without the task: give '
+      '--vocabulary=NAME and --prompts=FILE.\nOr name a gin file of yours: --gin_file=FILE.',
+      parameters=[f'DatasetConfig.{name}' for name in foreign],
+      docs='infer.md#trust',
+    )
 
 
 def _with(config: DatasetConfig, function: str) -> DatasetConfig:
@@ -357,10 +392,11 @@ def _module(config: DatasetConfig) -> types.ModuleType:
     return importlib.import_module(name)
   except ModuleNotFoundError as e:
     raise ConfigError(
-        f'DatasetConfig.module = {name!r} cannot be imported: {e}.',
-        fix="Install what is missing (pip install 't5x_gpu' brings SeqIO and TensorFlow), or set "
-            "DatasetConfig.module = 't5x_gpu.data.synthetic' for random batches without them.",
-        parameters=('DatasetConfig.module',)) from e
+      f'DatasetConfig.module = {name!r} cannot be imported: {e}.',
+      fix="Install what is missing (pip install 't5x_gpu' brings SeqIO and TensorFlow), or set "
+      "DatasetConfig.module = 't5x_gpu.data.synthetic' for random batches without them.",
+      parameters=('DatasetConfig.module',),
+    ) from e
 
 
 def batch_hash(batch: Batch) -> str:

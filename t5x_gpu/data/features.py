@@ -36,6 +36,7 @@ class Layout:
     zero_may_be_a_word: loss weights and prefix say where padding is, so that a word may have id 0.
       Rows of an encoder have neither: id 0 is padding there.
   """
+
   task_features: tuple[str, ...]
   tokens: Mapping[str, tuple[str, ...]]
   aligned: Mapping[str, str]
@@ -46,49 +47,67 @@ class Layout:
 
 
 _DECODER_ALIGNED = {'decoder_loss_weights': 'decoder_target_tokens'}
-_DECODER_PACKED = {'decoder_segment_ids': 'decoder_target_tokens',
-                   'decoder_positions': 'decoder_target_tokens'}
+_DECODER_PACKED = {
+  'decoder_segment_ids': 'decoder_target_tokens',
+  'decoder_positions': 'decoder_target_tokens',
+}
 
 LAYOUTS: dict[str, Layout] = {
-    'lm': Layout(
-        task_features=('targets',),
-        tokens={'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
-        aligned=_DECODER_ALIGNED,
-        packed=_DECODER_PACKED,
-        zero_may_be_a_word=True),
-    'prefix_lm': Layout(
-        task_features=('inputs', 'targets'),
-        tokens={'decoder_target_tokens': ('inputs', 'targets'),
-                'decoder_input_tokens': ('inputs', 'targets')},
-        aligned={**_DECODER_ALIGNED, 'decoder_causal_attention': 'decoder_target_tokens'},
-        packed=_DECODER_PACKED,
-        zero_may_be_a_word=True),
-    'encoder_decoder': Layout(
-        task_features=('inputs', 'targets'),
-        tokens={'encoder_input_tokens': ('inputs',),
-                'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
-        aligned=_DECODER_ALIGNED,
-        packed={'encoder_segment_ids': 'encoder_input_tokens',
-                'encoder_positions': 'encoder_input_tokens', **_DECODER_PACKED}),
-    'encoder_classification': Layout(
-        task_features=('inputs',),
-        tokens={'encoder_input_tokens': ('inputs',)},
-        aligned={},
-        packed=None,
-        label='label'),
-    'encoder_classification_with_types': Layout(
-        task_features=('inputs',),
-        tokens={'encoder_input_tokens': ('inputs',)},
-        aligned={'encoder_token_types': 'encoder_input_tokens'},
-        packed=None,
-        label='label'),
-    'encoder_mlm': Layout(
-        task_features=('inputs', 'targets'),
-        tokens={'encoder_input_tokens': ('inputs',), 'encoder_target_tokens': ('targets',)},
-        aligned={'encoder_loss_weights': 'encoder_target_tokens'},
-        packed={'encoder_segment_ids': 'encoder_input_tokens',
-                'encoder_positions': 'encoder_input_tokens'},
-        equal_lengths=True),
+  'lm': Layout(
+    task_features=('targets',),
+    tokens={'decoder_target_tokens': ('targets',), 'decoder_input_tokens': ('targets',)},
+    aligned=_DECODER_ALIGNED,
+    packed=_DECODER_PACKED,
+    zero_may_be_a_word=True,
+  ),
+  'prefix_lm': Layout(
+    task_features=('inputs', 'targets'),
+    tokens={
+      'decoder_target_tokens': ('inputs', 'targets'),
+      'decoder_input_tokens': ('inputs', 'targets'),
+    },
+    aligned={**_DECODER_ALIGNED, 'decoder_causal_attention': 'decoder_target_tokens'},
+    packed=_DECODER_PACKED,
+    zero_may_be_a_word=True,
+  ),
+  'encoder_decoder': Layout(
+    task_features=('inputs', 'targets'),
+    tokens={
+      'encoder_input_tokens': ('inputs',),
+      'decoder_target_tokens': ('targets',),
+      'decoder_input_tokens': ('targets',),
+    },
+    aligned=_DECODER_ALIGNED,
+    packed={
+      'encoder_segment_ids': 'encoder_input_tokens',
+      'encoder_positions': 'encoder_input_tokens',
+      **_DECODER_PACKED,
+    },
+  ),
+  'encoder_classification': Layout(
+    task_features=('inputs',),
+    tokens={'encoder_input_tokens': ('inputs',)},
+    aligned={},
+    packed=None,
+    label='label',
+  ),
+  'encoder_classification_with_types': Layout(
+    task_features=('inputs',),
+    tokens={'encoder_input_tokens': ('inputs',)},
+    aligned={'encoder_token_types': 'encoder_input_tokens'},
+    packed=None,
+    label='label',
+  ),
+  'encoder_mlm': Layout(
+    task_features=('inputs', 'targets'),
+    tokens={'encoder_input_tokens': ('inputs',), 'encoder_target_tokens': ('targets',)},
+    aligned={'encoder_loss_weights': 'encoder_target_tokens'},
+    packed={
+      'encoder_segment_ids': 'encoder_input_tokens',
+      'encoder_positions': 'encoder_input_tokens',
+    },
+    equal_lengths=True,
+  ),
 }
 
 
@@ -96,9 +115,10 @@ def layout(feature_converter: str) -> Layout:
   """Returns the layout called `feature_converter`. Raises ConfigError if there is none."""
   if feature_converter not in LAYOUTS:
     raise ConfigError(
-        f'There is no feature converter {feature_converter!r}.'
-        + did_you_mean(feature_converter, LAYOUTS),
-        fix='Take one of ' + ', '.join(repr(name) for name in LAYOUTS) + '.')
+      f'There is no feature converter {feature_converter!r}.'
+      + did_you_mean(feature_converter, LAYOUTS),
+      fix='Take one of ' + ', '.join(repr(name) for name in LAYOUTS) + '.',
+    )
   return LAYOUTS[feature_converter]
 
 
@@ -106,11 +126,12 @@ def check_batch_size(batch_size: Any) -> None:
   """Raises DataError unless `batch_size` is a whole number of at least 1."""
   if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
     raise DataError(
-        f'The global batch has batch_size = {batch_size!r} examples; it must be a whole number '
-        'of at least 1.',
-        fix='Set BATCH_SIZE (DatasetConfig.batch_size) to a multiple of the devices that split '
-            'the batch, such as 8.',
-        parameters=('DatasetConfig.batch_size',))
+      f'The global batch has batch_size = {batch_size!r} examples; it must be a whole number '
+      'of at least 1.',
+      fix='Set BATCH_SIZE (DatasetConfig.batch_size) to a multiple of the devices that split '
+      'the batch, such as 8.',
+      parameters=('DatasetConfig.batch_size',),
+    )
 
 
 def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, int]) -> None:
@@ -119,15 +140,19 @@ def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, 
   problems = []
   for name in wanted:
     if name not in task_feature_lengths:
-      problems.append(f'{name!r} has no length.'
-                      + did_you_mean(name, task_feature_lengths.keys() - set(wanted)))
+      problems.append(
+        f'{name!r} has no length.' + did_you_mean(name, task_feature_lengths.keys() - set(wanted))
+      )
   for name, length in task_feature_lengths.items():
     if name not in wanted:
       problems.append(f'{name!r} is not a feature of it.' + did_you_mean(name, wanted))
     elif isinstance(length, bool) or not isinstance(length, int) or length < 1:
       problems.append(f'{name!r} has length {length!r}; a sequence needs at least 1 token.')
-  lengths = {name: task_feature_lengths[name] for name in wanted
-             if _is_length(task_feature_lengths.get(name))}
+  lengths = {
+    name: task_feature_lengths[name]
+    for name in wanted
+    if _is_length(task_feature_lengths.get(name))
+  }
   if layout(feature_converter).equal_lengths and len(set(lengths.values())) > 1:
     problems.append('They are the same positions, hidden and not, so their lengths must be equal.')
     lengths = dict.fromkeys(wanted, max(lengths.values()))
@@ -136,24 +161,29 @@ def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, 
   example = {name: lengths.get(name, 256) for name in wanted}
   hint = ''
   if feature_converter == 'lm' and 'inputs' in task_feature_lengths:
-    hint = ("\nFor inputs and targets in one sequence take feature converter 'prefix_lm'; "
-            "for an encoder over the inputs, 'encoder_decoder'.")
+    hint = (
+      "\nFor inputs and targets in one sequence take feature converter 'prefix_lm'; "
+      "for an encoder over the inputs, 'encoder_decoder'."
+    )
   raise DataError(
-      all_problems(problems, title='task_feature_lengths') + '\n'
-      f'  Feature converter {feature_converter!r} takes '
-      + ' and '.join(repr(name) for name in wanted)
-      + f', task_feature_lengths = {dict(task_feature_lengths)}.',
-      fix=f'Set TASK_FEATURE_LENGTHS = {example}.' + hint,
-      parameters=('DatasetConfig.task_feature_lengths',))
+    all_problems(problems, title='task_feature_lengths') + '\n'
+    f'  Feature converter {feature_converter!r} takes '
+    + ' and '.join(repr(name) for name in wanted)
+    + f', task_feature_lengths = {dict(task_feature_lengths)}.',
+    fix=f'Set TASK_FEATURE_LENGTHS = {example}.' + hint,
+    parameters=('DatasetConfig.task_feature_lengths',),
+  )
 
 
 def check_pack(feature_converter: str, *, pack: bool) -> None:
   """Raises DataError if examples shall be packed where each row has one label."""
   if pack and layout(feature_converter).packed is None:
     raise DataError(
-        f'Feature converter {feature_converter!r} has one label per row, so pack = True, which '
-        'puts several examples into one row, cannot be.',
-        fix='Set PACK = False.', parameters=('DatasetConfig.pack',))
+      f'Feature converter {feature_converter!r} has one label per row, so pack = True, which '
+      'puts several examples into one row, cannot be.',
+      fix='Set PACK = False.',
+      parameters=('DatasetConfig.pack',),
+    )
 
 
 def is_token(row: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -169,8 +199,15 @@ def _is_length(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def batch_spec(feature_converter: str, *, task_feature_lengths: Mapping[str, int], batch_size: int,
-               pack: bool, vocab_size: int, num_classes: Optional[int] = None) -> BatchSpec:
+def batch_spec(
+  feature_converter: str,
+  *,
+  task_feature_lengths: Mapping[str, int],
+  batch_size: int,
+  pack: bool,
+  vocab_size: int,
+  num_classes: Optional[int] = None,
+) -> BatchSpec:
   """Returns shapes, dtypes and vocabulary bounds of the global batch; imports no TF.
 
   Args:
@@ -189,19 +226,22 @@ def batch_spec(feature_converter: str, *, task_feature_lengths: Mapping[str, int
   check_lengths(feature_converter, task_feature_lengths=task_feature_lengths)
   check_pack(feature_converter, pack=pack)
   kind = layout(feature_converter)
-  lengths = {name: sum(task_feature_lengths[part] for part in parts)
-             for name, parts in kind.tokens.items()}
+  lengths = {
+    name: sum(task_feature_lengths[part] for part in parts) for name, parts in kind.tokens.items()
+  }
   for name, like in {**kind.aligned, **(kind.packed if pack else {})}.items():
     lengths[name] = lengths[like]
   shapes: dict[str, tuple[int, ...]] = {
-      name: (batch_size, length) for name, length in lengths.items()}
-  vocab_sizes = {name: vocab_size for name in kind.tokens}
+    name: (batch_size, length) for name, length in lengths.items()
+  }
+  vocab_sizes = dict.fromkeys(kind.tokens, vocab_size)
   if kind.label:
     if num_classes is None or num_classes < 2:
       raise DataError(
-          f'The model tells num_classes = {num_classes} classes apart; there must be at least 2.',
-          fix="Set the model's num_classes to the number of classes of the task.",
-          parameters=('EncoderModel.num_classes',))
+        f'The model tells num_classes = {num_classes} classes apart; there must be at least 2.',
+        fix="Set the model's num_classes to the number of classes of the task.",
+        parameters=('EncoderModel.num_classes',),
+      )
     shapes |= {LABEL: (batch_size,), LABEL_WEIGHTS: (batch_size,)}
     vocab_sizes[LABEL] = num_classes
-  return BatchSpec(shapes=shapes, dtypes={name: DTYPE for name in shapes}, vocab_sizes=vocab_sizes)
+  return BatchSpec(shapes=shapes, dtypes=dict.fromkeys(shapes, DTYPE), vocab_sizes=vocab_sizes)

@@ -38,6 +38,7 @@ class Missing:
     reason: what was found in place of the dataset.
     from_version: what to build instead, where TFDS no longer builds the task's version.
   """
+
   dataset: str
   data_dir: str
   reason: str
@@ -62,9 +63,12 @@ def missing_dataset(task: seqio.Task, config: DatasetConfig) -> Optional[Missing
   except TFDS_ERRORS as e:
     return Missing(loader.name, root, first_line(e)[:300])
   folder = str(builder.data_dir)
-  return Missing(loader.name, root, f'{folder} ' + (
-      'has no prepared split' if os.path.isdir(folder) else 'does not exist'),
-                 from_version=_newer_version(builder))
+  return Missing(
+    loader.name,
+    root,
+    f'{folder} ' + ('has no prepared split' if os.path.isdir(folder) else 'does not exist'),
+    from_version=_newer_version(builder),
+  )
 
 
 def _newer_version(builder: tfds.core.DatasetBuilder) -> Optional[str]:
@@ -82,9 +86,12 @@ def check_prepared(task: Union[seqio.Task, seqio.Mixture], config: DatasetConfig
   name = config.mixture_or_task_name
   lines = [f'{one.dataset}: {one.reason}' for one in found[:_MAX_LISTED]]
   lines += [f'and {len(found) - _MAX_LISTED} more'] if len(found) > _MAX_LISTED else []
-  what = (f'{name!r} reads the TensorFlow dataset {lines[0]}; it is not prepared.'
-          if len(found) == 1 else f'{name!r} reads {len(found)} TensorFlow datasets that are not '
-          'prepared:\n  ' + '\n  '.join(lines))
+  what = (
+    f'{name!r} reads the TensorFlow dataset {lines[0]}; it is not prepared.'
+    if len(found) == 1
+    else f'{name!r} reads {len(found)} TensorFlow datasets that are not '
+    'prepared:\n  ' + '\n  '.join(lines)
+  )
   raise DataError(what, fix=_fix(found), parameters=_NAME, docs='tasks.md#tensorflow-datasets')
 
 
@@ -96,18 +103,27 @@ def _fix(found: Sequence[Missing]) -> str:
   for (data_dir, from_version), names in groups.items():
     lines.append('  ' + prepare_command(names, data_dir=data_dir, from_version=from_version))
   if versions := sorted({one.from_version for one in found if one.from_version}):
-    lines.append(f'TFDS {tfds.__version__} no longer builds the version that the task names; this '
-                 f'takes the data of {", ".join(versions)} for it.')
-  return '\n'.join([*lines, 'Another folder: give it to this command as --data_dir=DIR, and to '
-                    'every run as --tfds_data_dir=DIR.'])
+    lines.append(
+      f'TFDS {tfds.__version__} no longer builds the version that the task names; this '
+      f'takes the data of {", ".join(versions)} for it.'
+    )
+  return '\n'.join(
+    [
+      *lines,
+      'Another folder: give it to this command as --data_dir=DIR, and to '
+      'every run as --tfds_data_dir=DIR.',
+    ]
+  )
 
 
-def prepare_command(datasets: Sequence[str], *, data_dir: str = 'DIR',
-                    from_version: Optional[str] = None) -> str:
+def prepare_command(
+  datasets: Sequence[str], *, data_dir: str = 'DIR', from_version: Optional[str] = None
+) -> str:
   """Returns the command that prepares `datasets`; versions with wildcards are left out."""
   names = [name.partition(':')[0] if '*' in name else name for name in datasets]
   return f'{PROG} {" ".join(names)} --data_dir={data_dir}' + (
-      f' --from_version={from_version}' if from_version else '')
+    f' --from_version={from_version}' if from_version else ''
+  )
 
 
 def prepare(dataset: str, *, data_dir: str, from_version: Optional[str] = None) -> str:
@@ -127,9 +143,10 @@ def prepare(dataset: str, *, data_dir: str, from_version: Optional[str] = None) 
       return str(builder.data_dir)
     if from_version is None and (newer := _newer_version(builder)):
       raise DataError(
-          f'TFDS {tfds.__version__} no longer builds version {builder.version} of {name}.',
-          fix=f'To take the data of {newer} for it, add --from_version={newer}.',
-          docs='tasks.md#tensorflow-datasets')
+        f'TFDS {tfds.__version__} no longer builds version {builder.version} of {name}.',
+        fix=f'To take the data of {newer} for it, add --from_version={newer}.',
+        docs='tasks.md#tensorflow-datasets',
+      )
     if from_version is None:
       builder.download_and_prepare()
       return str(builder.data_dir)
@@ -137,10 +154,12 @@ def prepare(dataset: str, *, data_dir: str, from_version: Optional[str] = None) 
     same = version in ('', from_version)
     return newer_folder if same else _copy_as(newer_folder, version=version)
   except (*TFDS_ERRORS, ImportError, RuntimeError) as e:
-    raise DataError(f'TFDS cannot prepare {dataset} in {data_dir}: {first_line(e)[:500]}',
-                    fix='Check the name and version (https://www.tensorflow.org/datasets/catalog), '
-                        'the network, and the space in that folder.',
-                    docs='tasks.md#tensorflow-datasets') from e
+    raise DataError(
+      f'TFDS cannot prepare {dataset} in {data_dir}: {first_line(e)[:500]}',
+      fix='Check the name and version (https://www.tensorflow.org/datasets/catalog), '
+      'the network, and the space in that folder.',
+      docs='tasks.md#tensorflow-datasets',
+    ) from e
 
 
 def _copy_as(folder: str, *, version: str) -> str:
@@ -163,19 +182,27 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   """Prepares the datasets of the command line, one after the other."""
   parser = argparse.ArgumentParser(prog=PROG, description='Prepares TensorFlow datasets.')
   parser.add_argument('datasets', nargs='+', metavar='NAME[:VERSION]')
-  parser.add_argument('--data_dir', required=True, metavar='DIR',
-                      help='where to; runs find it with --tfds_data_dir=DIR')
-  parser.add_argument('--from_version', metavar='VERSION',
-                      help='take the data of this version, where TFDS no longer builds the one '
-                           'that a task names')
+  parser.add_argument(
+    '--data_dir',
+    required=True,
+    metavar='DIR',
+    help='where to; runs find it with --tfds_data_dir=DIR',
+  )
+  parser.add_argument(
+    '--from_version',
+    metavar='VERSION',
+    help='take the data of this version, where TFDS no longer builds the one that a task names',
+  )
   args = parser.parse_args(argv)
   for dataset in args.datasets:
-    folder = prepare(dataset, data_dir=os.path.expanduser(args.data_dir),
-                     from_version=args.from_version)
+    folder = prepare(
+      dataset, data_dir=os.path.expanduser(args.data_dir), from_version=args.from_version
+    )
     print(f'{dataset}: {folder}', flush=True)
   return 0
 
 
 if __name__ == '__main__':
   from t5x_gpu import cli
+
   cli.run_main(main)

@@ -23,6 +23,7 @@ class Prompt:
     number: of its line in the file, from 0, blank lines counted; None for examples of a task, which
       are numbered in order.
   """
+
   where: str
   inputs: str
   targets: Optional[str] = None
@@ -42,6 +43,7 @@ class PromptText(Protocol):
     start_id: stands before a prompt in the tokenizer's own template (<bos>), or None.
     zero_is_a_word: id 0 is no padding: it is a word of the tokenizer, and the model knows it so.
   """
+
   name: str
   size: int
   eos_id: Optional[int]
@@ -75,8 +77,10 @@ def read_prompts(path: str) -> list[Prompt]:
     with open(shown, 'rb') as f:
       lines = f.readlines()
   except OSError as e:
-    raise DataError(f'--prompts={path} cannot be read: {e.strerror} (looked from {os.getcwd()}).',
-                    fix='Give a .jsonl or .txt file, or - for standard input.') from e
+    raise DataError(
+      f'--prompts={path} cannot be read: {e.strerror} (looked from {os.getcwd()}).',
+      fix='Give a .jsonl or .txt file, or - for standard input.',
+    ) from e
   return parse_prompts(lines, name=path, is_json=shown.endswith(('.jsonl', '.json')))
 
 
@@ -90,22 +94,26 @@ def parse_prompts(lines: Sequence[bytes], *, name: str, is_json: Optional[bool])
   """
   numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
   if not numbered:
-    raise DataError(f'{name} holds no prompt: ' + (
-        f'{len(lines)} blank lines.' if lines else 'it is empty.'),
-                    fix='Write one prompt per line: a text, or in .jsonl {"inputs": "a text"}.')
+    raise DataError(
+      f'{name} holds no prompt: ' + (f'{len(lines)} blank lines.' if lines else 'it is empty.'),
+      fix='Write one prompt per line: a text, or in .jsonl {"inputs": "a text"}.',
+    )
   if is_json is None:
     is_json = numbered[0][1].lstrip().startswith(b'{')
   parse = _from_json if is_json else _from_text
-  return [dataclasses.replace(parse(line, f'{name}:{number}'), number=number - 1)
-          for number, line in numbered]
+  return [
+    dataclasses.replace(parse(line, f'{name}:{number}'), number=number - 1)
+    for number, line in numbered
+  ]
 
 
 def _from_text(line: bytes, where: str) -> Prompt:
   try:
     return Prompt(where, line.decode('utf-8').rstrip('\r\n'))
   except UnicodeDecodeError as e:
-    raise DataError(f'{where} is not UTF-8: {e.reason} at byte {e.start}.',
-                    fix='Save the file as UTF-8.') from e
+    raise DataError(
+      f'{where} is not UTF-8: {e.reason} at byte {e.start}.', fix='Save the file as UTF-8.'
+    ) from e
 
 
 def _from_json(line: bytes, where: str) -> Prompt:

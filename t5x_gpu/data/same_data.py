@@ -16,29 +16,29 @@ from t5x_gpu.errors import DataError
 LIBRARIES = 'libraries'
 # Fact -> (what it is, what a user sets it by); facts of a task or feature end in ' of NAME'.
 _PARTS = {
-    'task': ('the mixture or task', 'MIXTURE_OR_TASK_NAME'),
-    'split': ('the split', 'DatasetConfig.split'),
-    'seed': ('the seed', 'RANDOM_SEED'),
-    'shuffle': ('shuffling', 'SHUFFLE_TRAIN_EXAMPLES'),
-    'pack': ('packing', 'PACK'),
-    'batch_size': ('the batch size', 'BATCH_SIZE'),
-    'task_feature_lengths': ('the lengths', 'TASK_FEATURE_LENGTHS'),
-    'use_cached': ('the cache', 'USE_CACHED_TASKS'),
-    'loss_on_targets_only': ('the objective', 'DatasetConfig.loss_on_targets_only'),
-    'feature_converter': ('the objective', ''),
-    'rates': ('the rates of the mixture', ''),
-    'vocabulary': ('the tokenizer', ''),
-    'source': ('the data version', ''),
-    'rows': ('the data version', ''),
+  'task': ('the mixture or task', 'MIXTURE_OR_TASK_NAME'),
+  'split': ('the split', 'DatasetConfig.split'),
+  'seed': ('the seed', 'RANDOM_SEED'),
+  'shuffle': ('shuffling', 'SHUFFLE_TRAIN_EXAMPLES'),
+  'pack': ('packing', 'PACK'),
+  'batch_size': ('the batch size', 'BATCH_SIZE'),
+  'task_feature_lengths': ('the lengths', 'TASK_FEATURE_LENGTHS'),
+  'use_cached': ('the cache', 'USE_CACHED_TASKS'),
+  'loss_on_targets_only': ('the objective', 'DatasetConfig.loss_on_targets_only'),
+  'feature_converter': ('the objective', ''),
+  'rates': ('the rates of the mixture', ''),
+  'vocabulary': ('the tokenizer', ''),
+  'source': ('the data version', ''),
+  'rows': ('the data version', ''),
 }
 _REST = {
-    'feature_converter': 'Take the model that the run had. For a classifier of an earlier version: '
-                         'EncoderModel.token_types = False.',
-    'rates': 'Register the mixture with the rates that it had; for prepared:DIR set '
-             'DatasetConfig.mixture_rates to them.',
-    'vocabulary': 'Bring back the vocabulary that it had: the same file, or VOCABULARY.',
-    'source': 'Bring back the files as they were.',
-    'rows': 'Bring back the prepared folder as it was.',
+  'feature_converter': 'Take the model that the run had. For a classifier of an earlier version: '
+  'EncoderModel.token_types = False.',
+  'rates': 'Register the mixture with the rates that it had; for prepared:DIR set '
+  'DatasetConfig.mixture_rates to them.',
+  'vocabulary': 'Bring back the vocabulary that it had: the same file, or VOCABULARY.',
+  'source': 'Bring back the files as they were.',
+  'rows': 'Bring back the prepared folder as it was.',
 }
 _PARAMETERS = {'rates': 'DatasetConfig.mixture_rates', 'vocabulary': 'DatasetConfig.vocabulary'}
 _NAME = 'DatasetConfig.mixture_or_task_name'
@@ -46,8 +46,11 @@ _NAME = 'DatasetConfig.mixture_or_task_name'
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
   """Returns a line per fact in which two descriptions of data differ."""
-  return [f'{key}: saved {saved.get(key)!r}, now {now.get(key)!r}'
-          for key in sorted(saved.keys() | now.keys()) if saved.get(key) != now.get(key)]
+  return [
+    f'{key}: saved {saved.get(key)!r}, now {now.get(key)!r}'
+    for key in sorted(saved.keys() | now.keys())
+    if saved.get(key) != now.get(key)
+  ]
 
 
 def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -66,13 +69,16 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     parameters.append(_PARAMETERS.get(kind) or knob or _NAME)
   parts = f' What differs: {", ".join(dict.fromkeys(kinds))}.' if kinds else ''
   raise DataError(
-      f'The data is not what the checkpoint was trained on.{parts}\n  ' + '\n  '.join(wrong),
-      fix='\n'.join([*dict.fromkeys(fixes), 'Or start anew in another MODEL_DIR.']),
-      parameters=dict.fromkeys(parameters or [_NAME]), docs='data.md#the-same-data')
+    f'The data is not what the checkpoint was trained on.{parts}\n  ' + '\n  '.join(wrong),
+    fix='\n'.join([*dict.fromkeys(fixes), 'Or start anew in another MODEL_DIR.']),
+    parameters=dict.fromkeys(parameters or [_NAME]),
+    docs='data.md#the-same-data',
+  )
 
 
-def check_next_batch(*, saved_hash: str, hash_now: str, saved: Mapping[str, Any],
-                     now: Mapping[str, Any]) -> None:
+def check_next_batch(
+  *, saved_hash: str, hash_now: str, saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
   """Raises DataError unless the next batch is the one that the checkpoint's run would have taken.
 
   Args:
@@ -88,16 +94,20 @@ def check_next_batch(*, saved_hash: str, hash_now: str, saved: Mapping[str, Any]
   if found:
     text = 'What differs of what is recorded:\n  ' + '\n  '.join(found)
   else:
-    text = ('Nothing that is recorded differs. So the code of the task has changed (its '
-            'preprocessors, its source); or, where MODEL_DIR has no source_files.json, text beyond '
-            'the first 64 KiB of a file.')
+    text = (
+      'Nothing that is recorded differs. So the code of the task has changed (its '
+      'preprocessors, its source); or, where MODEL_DIR has no source_files.json, text beyond '
+      'the first 64 KiB of a file.'
+    )
   raise DataError(
-      f'The next batch is not the one that this run would have taken (hash {hash_now}, the '
-      f'checkpoint says {saved_hash}), though {", ".join(agree) or "all that is compared"} agree: '
-      f'the data, its preprocessing or its libraries changed.\n  {text}',
-      fix='Install the versions that the run had, or bring back its data and the code of its task; '
-          'or start a new MODEL_DIR.',
-      parameters=('MODEL_DIR', _NAME), docs='data.md#the-same-data')
+    f'The next batch is not the one that this run would have taken (hash {hash_now}, the '
+    f'checkpoint says {saved_hash}), though {", ".join(agree) or "all that is compared"} agree: '
+    f'the data, its preprocessing or its libraries changed.\n  {text}',
+    fix='Install the versions that the run had, or bring back its data and the code of its task; '
+    'or start a new MODEL_DIR.',
+    parameters=('MODEL_DIR', _NAME),
+    docs='data.md#the-same-data',
+  )
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
@@ -111,8 +121,10 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
   return found
 
 
-STREAMING = ('streaming: the global batch at step t depends on (data, seed, t) alone; every '
-             'process reads the whole stream')
+STREAMING = (
+  'streaming: the global batch at step t depends on (data, seed, t) alone; every '
+  'process reads the whole stream'
+)
 
 
 def data_line(described: Mapping[str, Any], *, process_count: int) -> str:
@@ -127,12 +139,19 @@ def data_line(described: Mapping[str, Any], *, process_count: int) -> str:
     return ''
   lines = [f'data: {guarantee}']
   if guarantee == STREAMING and process_count > 1:
-    files = [source['files'] for name, source in described.items()
-             if name.startswith('source of ') and 'files' in source]
-    few = f', in {min(files)} file(s) for {process_count} processes' if (
-        files and min(files) < process_count) else ''
+    files = [
+      source['files']
+      for name, source in described.items()
+      if name.startswith('source of ') and 'files' in source
+    ]
+    few = (
+      f', in {min(files)} file(s) for {process_count} processes'
+      if (files and min(files) < process_count)
+      else ''
+    )
     lines.append(
-        f'WARNING: each of the {process_count} processes reads and tokenises all of the text{few}. '
-        'Where input_wait_fraction shows, prepare it once, whatever the number of files: '
-        'python -m t5x_gpu.prepare, then MIXTURE_OR_TASK_NAME = "prepared:DIR" (docs/data.md).')
+      f'WARNING: each of the {process_count} processes reads and tokenises all of the text{few}. '
+      'Where input_wait_fraction shows, prepare it once, whatever the number of files: '
+      'python -m t5x_gpu.prepare, then MIXTURE_OR_TASK_NAME = "prepared:DIR" (docs/data.md).'
+    )
   return '\n'.join(lines)

@@ -28,8 +28,9 @@ _SHOWN_CHARACTERS = 100
 _OF_FILES = ('source of ', 'rows of ')
 
 
-def check_same_on_hosts(batches: Mapping[str, Optional[BatchIterator]],
-                        tasks: Sequence[EvaluatedTask] = ()) -> None:
+def check_same_on_hosts(
+  batches: Mapping[str, Optional[BatchIterator]], tasks: Sequence[EvaluatedTask] = ()
+) -> None:
   """Raises DataError, on all processes, unless all of them read the same data.
 
   All processes must call it, from the thread that runs their collectives.
@@ -43,17 +44,23 @@ def check_same_on_hosts(batches: Mapping[str, Optional[BatchIterator]],
   if distributed.process_count() == 1:
     return
   distributed.check_same_modules()
-  found = {f'{purpose} data, {name}': fact for purpose, iterator in batches.items()
-           if iterator is not None for name, fact in _facts(iterator).items()}
+  found = {
+    f'{purpose} data, {name}': fact
+    for purpose, iterator in batches.items()
+    if iterator is not None
+    for name, fact in _facts(iterator).items()
+  }
   found |= {f'examples of {task.name}': _of_task(task) for task in tasks}
   lines = distributed.differences(found)
   if lines:
     raise DataError(
-        'The hosts do not read the same data:\n  ' + '\n  '.join(lines),
-        fix='Copy the files again to the hosts that have others, or read them from a folder that '
-            'all hosts share. If only the next batch differs, the code of the task does not give '
-            'every process the same batches.',
-        parameters=('DatasetConfig.mixture_or_task_name',), docs='slurm.md#hosts-that-disagree')
+      'The hosts do not read the same data:\n  ' + '\n  '.join(lines),
+      fix='Copy the files again to the hosts that have others, or read them from a folder that '
+      'all hosts share. If only the next batch differs, the code of the task does not give '
+      'every process the same batches.',
+      parameters=('DatasetConfig.mixture_or_task_name',),
+      docs='slurm.md#hosts-that-disagree',
+    )
 
 
 def _facts(batches: BatchIterator) -> Facts:
@@ -98,6 +105,7 @@ def file_facts(paths: Sequence[str]) -> dict[str, Any]:
     path = names[name]
     size, sample = os.path.getsize(path), sample_digest(path, num_blocks=blocks)[:12]
     return name, (f'{size} {sample}', f'{path} ({size:,} bytes, {sample})')
+
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     found = dict(pool.map(fact, sampled))
   if len(sampled) < len(names):

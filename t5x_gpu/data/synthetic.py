@@ -30,6 +30,7 @@ _STATE = Fields({'batches_taken': Whole(), 'data': dict})
 @dataclasses.dataclass(frozen=True)
 class _Rows:
   """Where the segments of a row of `length` tokens begin; all of `[length]`, int32."""
+
   segment_ids: np.ndarray
   positions: np.ndarray
   is_input: np.ndarray
@@ -41,8 +42,11 @@ def _rows(length: int, *, pack: bool) -> _Rows:
   starts = np.searchsorted(segment, np.arange(segments))
   sizes = np.diff(np.append(starts, length))
   positions = np.arange(length) - starts[segment]
-  return _Rows(segment_ids=(segment + 1).astype(np.int32), positions=positions.astype(np.int32),
-               is_input=(positions < sizes[segment] // 2).astype(np.int32))
+  return _Rows(
+    segment_ids=(segment + 1).astype(np.int32),
+    positions=positions.astype(np.int32),
+    is_input=(positions < sizes[segment] // 2).astype(np.int32),
+  )
 
 
 class SyntheticBatches:
@@ -51,8 +55,14 @@ class SyntheticBatches:
   Masked language models get the last id where a token is hidden, and weight 1 only there.
   """
 
-  def __init__(self, spec: BatchSpec, *, seed: int, num_batches: Optional[int],
-               loss_on_targets_only: bool = True):
+  def __init__(
+    self,
+    spec: BatchSpec,
+    *,
+    seed: int,
+    num_batches: Optional[int],
+    loss_on_targets_only: bool = True,
+  ):
     self._spec = spec
     self._seed = seed
     self._num_batches = num_batches
@@ -83,42 +93,52 @@ class SyntheticBatches:
       step, data = saved['batches_taken'], saved['data']
     except ValueError as e:
       raise DataError(
-          f'This data state ({len(state)} bytes) was not written by t5x_gpu.data.synthetic.',
-          fix='Set DatasetConfig.module to the module that the checkpoint was trained with.',
-          parameters=('DatasetConfig.module',)) from e
+        f'This data state ({len(state)} bytes) was not written by t5x_gpu.data.synthetic.',
+        fix='Set DatasetConfig.module to the module that the checkpoint was trained with.',
+        parameters=('DatasetConfig.module',),
+      ) from e
     check_same_data(data, self._fingerprint())
     self._step = step
 
   def describe(self) -> Mapping[str, Any]:
-    return {**self._fingerprint(), 'guarantee':
-            'random ids; the global batch at step t depends on (seed, spec, t) alone'}
+    return {
+      **self._fingerprint(),
+      'guarantee': 'random ids; the global batch at step t depends on (seed, spec, t) alone',
+    }
 
   def close(self) -> None:
     """Ends the iterator; it holds nothing."""
     self._closed = True
 
   def _fingerprint(self) -> dict[str, Any]:
-    return {'task': 'synthetic', 'seed': self._seed, 'num_batches': self._num_batches,
-            'shapes': {name: list(shape) for name, shape in sorted(self._spec.shapes.items())},
-            'vocab_sizes': dict(sorted(self._spec.vocab_sizes.items())),
-            'loss_on_targets_only': self._loss_on_targets_only}
+    return {
+      'task': 'synthetic',
+      'seed': self._seed,
+      'num_batches': self._num_batches,
+      'shapes': {name: list(shape) for name, shape in sorted(self._spec.shapes.items())},
+      'vocab_sizes': dict(sorted(self._spec.vocab_sizes.items())),
+      'loss_on_targets_only': self._loss_on_targets_only,
+    }
 
   def _batch(self, step: int) -> Batch:
     # Philox counts: the stream of (seed, step) needs no predecessor.
     random = np.random.Generator(np.random.Philox(key=[self._seed, step]))
     spec, batch = self._spec, {}
-    encoder_tokens = ('encoder_target_tokens' if 'encoder_target_tokens' in spec.shapes else
-                      'encoder_input_tokens')
+    encoder_tokens = (
+      'encoder_target_tokens' if 'encoder_target_tokens' in spec.shapes else 'encoder_input_tokens'
+    )
     for name in (encoder_tokens, 'decoder_target_tokens'):
       if name in spec.shapes:
-        batch[name] = random.integers(1, spec.vocab_sizes[name], size=spec.shapes[name],
-                                      dtype=np.int32)
+        batch[name] = random.integers(
+          1, spec.vocab_sizes[name], size=spec.shapes[name], dtype=np.int32
+        )
     if 'encoder_target_tokens' in spec.shapes:
       hidden = random.random(spec.shapes[encoder_tokens]) < MASKED_SHARE
       hidden[:, 0] = True  # no row without a weight
       batch['encoder_loss_weights'] = hidden.astype(np.int32)
       batch['encoder_input_tokens'] = np.where(
-          hidden, spec.vocab_sizes['encoder_input_tokens'] - 1, batch[encoder_tokens])
+        hidden, spec.vocab_sizes['encoder_input_tokens'] - 1, batch[encoder_tokens]
+      )
     if LABEL in spec.shapes:
       batch[LABEL] = random.integers(0, spec.vocab_sizes[LABEL], size=spec.shapes[LABEL])
       batch[LABEL_WEIGHTS] = np.ones(spec.shapes[LABEL_WEIGHTS])
@@ -148,14 +168,17 @@ class SyntheticBatches:
     elif name.endswith('_positions'):
       row = rows.positions
     else:
-      raise DataError(f'Synthetic batches cannot make feature {name!r}.',
-                      fix="Set DatasetConfig.module = 't5x_gpu.data.seqio_batches'.",
-                      parameters=('DatasetConfig.module',))
+      raise DataError(
+        f'Synthetic batches cannot make feature {name!r}.',
+        fix="Set DatasetConfig.module = 't5x_gpu.data.seqio_batches'.",
+        parameters=('DatasetConfig.module',),
+      )
     return np.broadcast_to(row, shape).copy()
 
 
-def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str,
-                 repeat: bool = True) -> SyntheticBatches:
+def open_batches(
+  config: DatasetConfig, *, spec: BatchSpec, feature_converter: str, repeat: bool = True
+) -> SyntheticBatches:
   """Returns random batches of `spec`: endless, or `EVAL_BATCHES` of them without `repeat`.
 
   Raises:
@@ -164,8 +187,12 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
   check_batch_size(config.batch_size)
   check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
   check_pack(feature_converter, pack=config.pack)
-  return SyntheticBatches(spec, seed=config.seed, num_batches=None if repeat else EVAL_BATCHES,
-                          loss_on_targets_only=config.loss_on_targets_only)
+  return SyntheticBatches(
+    spec,
+    seed=config.seed,
+    num_batches=None if repeat else EVAL_BATCHES,
+    loss_on_targets_only=config.loss_on_targets_only,
+  )
 
 
 def vocabulary(config: DatasetConfig, *, feature_converter: str) -> None:
@@ -187,8 +214,7 @@ def uneven_batches(spec: BatchSpec, *, seed: int, num_batches: int) -> list[Batc
     DataError: `spec` has a feature that no random batch can have.
   """
   batches = SyntheticBatches(spec, seed=seed, num_batches=num_batches)
-  return [_uneven(batch, np.random.default_rng([seed, step]))
-          for step, batch in enumerate(batches)]
+  return [_uneven(batch, np.random.default_rng([seed, step])) for step, batch in enumerate(batches)]
 
 
 def _uneven(batch: Batch, random: np.random.Generator) -> Batch:

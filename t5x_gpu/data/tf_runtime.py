@@ -63,9 +63,11 @@ try:
   tf.config.set_visible_devices([], 'GPU')
 except RuntimeError as e:
   raise DataError(
-      'TensorFlow had already taken hold of the GPUs when the data was opened: some module that '
-      'was imported first ran a TensorFlow operation.',
-      fix="Move that work out of the module's top level, or import t5x_gpu.data.tf_runtime before "
-          'it.', parameters=('DatasetConfig.mixture_or_task_module',)) from e
+    'TensorFlow had already taken hold of the GPUs when the data was opened: some module that '
+    'was imported first ran a TensorFlow operation.',
+    fix="Move that work out of the module's top level, or import t5x_gpu.data.tf_runtime before "
+    'it.',
+    parameters=('DatasetConfig.mixture_or_task_module',),
+  ) from e
 
 __all__ = ['seqio', 'tf']

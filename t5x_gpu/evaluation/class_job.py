@@ -17,9 +17,17 @@ def classifies(model: Any) -> bool:
   return getattr(without_adapters(model), 'classifies', False)
 
 
-def open_class_job(model: Any, dataset: DatasetConfig, *, reader: ParamsReader, layout: Layout,
-                   read: Callable[[], Any], batch_size: int, score: bool,
-                   may_import: Optional[Collection[str]]) -> Job:
+def open_class_job(
+  model: Any,
+  dataset: DatasetConfig,
+  *,
+  reader: ParamsReader,
+  layout: Layout,
+  read: Callable[[], Any],
+  batch_size: int,
+  score: bool,
+  may_import: Optional[Collection[str]],
+) -> Job:
   """Returns the job of a model that classifies.
 
   Args:
@@ -37,19 +45,34 @@ def open_class_job(model: Any, dataset: DatasetConfig, *, reader: ParamsReader, 
     DataError: no such vocabulary, or more ids than the model has.
   """
   if score:
-    raise ConfigError('--score is for a model that writes text; this one classifies.',
-                      fix='Remove --score: each result has the probabilities of all classes.')
+    raise ConfigError(
+      '--score is for a model that writes text; this one classifies.',
+      fix='Remove --score: each result has the probabilities of all classes.',
+    )
   if 'inputs' not in dataset.task_feature_lengths:
-    raise ConfigError('A model file does not say how long the texts of a classifier are.',
-                      fix='Give the gin file of the run that trained it, with --gin_file.')
+    raise ConfigError(
+      'A model file does not say how long the texts of a classifier are.',
+      fix='Give the gin file of the run that trained it, with --gin_file.',
+    )
   plain = without_adapters(model)
-  text = open_class_text(dataset, model_vocab_size=plain.config.vocab_size,
-                         may_import=may_import)
+  text = open_class_text(dataset, model_vocab_size=plain.config.vocab_size, may_import=may_import)
   found = reader.manifest.get('data', {}).get(CLASS_NAMES)
   names = list(map(str, found)) if isinstance(found, list) else []
   names += [f'unused {i}' if names else str(i) for i in range(len(names), plain.num_classes)]
-  say('\n'.join([layout.table(), f'parameters: {reader.path}',
-                 f'vocabulary: {text.name}, {text.size:,} ids', f'classes: {", ".join(names)}']))
+  say(
+    '\n'.join(
+      [
+        layout.table(),
+        f'parameters: {reader.path}',
+        f'vocabulary: {text.name}, {text.size:,} ids',
+        f'classes: {", ".join(names)}',
+      ]
+    )
+  )
   config = ClassifierConfig(text.length, text.end_id, batch_size)
-  return Job(Classifier(model, read(), layout=layout, config=config), text, str(reader.path),
-             class_names=names[:plain.num_classes])
+  return Job(
+    Classifier(model, read(), layout=layout, config=config),
+    text,
+    str(reader.path),
+    class_names=names[: plain.num_classes],
+  )

@@ -15,7 +15,12 @@ from t5x_gpu.evaluation.evaluator import LOSS
 from t5x_gpu.metrics import classification
 from t5x_gpu.metrics.confusion_picture import plot_confusion
 from t5x_gpu.metrics.writers import (
-    JsonLinesWriter, MetricWriter, MultiWriter, TensorBoardWriter, read_json_lines)
+  JsonLinesWriter,
+  MetricWriter,
+  MultiWriter,
+  TensorBoardWriter,
+  read_json_lines,
+)
 
 FOLDER = 'eval'
 _log = logging.getLogger(__name__)
@@ -65,8 +70,10 @@ class Results:
     """Step -> values, ascending."""
     if not self.path.is_file():
       return {}
-    return {record.pop('step'): record for record in sorted(
-        read_json_lines(self.path), key=lambda record: record['step'])}
+    return {
+      record.pop('step'): record
+      for record in sorted(read_json_lines(self.path), key=lambda record: record['step'])
+    }
 
   def add(self, step: int, values: Mapping[str, float]) -> None:
     """Writes what a checkpoint is worth. A kill leaves at most one torn line."""
@@ -90,13 +97,17 @@ def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> Non
   except (OSError, ValueError):
     return
   now = json.loads(json.dumps(facts))
-  different = [f'{key}: then {before.get(key)!r}, now {now.get(key)!r}'
-               for key in now.keys() | before.keys() if before.get(key) != now.get(key)]
+  different = [
+    f'{key}: then {before.get(key)!r}, now {now.get(key)!r}'
+    for key in now.keys() | before.keys()
+    if before.get(key) != now.get(key)
+  ]
   if different:
     raise ConfigError(
-        f'{path.with_suffix(".jsonl")} has numbers of another evaluation:\n  '
-        + '\n  '.join(sorted(different)),
-        fix=f'Give this one a name of its own: --name={name}_2. Or remove {path.parent}/{name}.*')
+      f'{path.with_suffix(".jsonl")} has numbers of another evaluation:\n  '
+      + '\n  '.join(sorted(different)),
+      fix=f'Give this one a name of its own: --name={name}_2. Or remove {path.parent}/{name}.*',
+    )
 
 
 def table(records: Mapping[int, Mapping[str, float]], *, width: int) -> str:
@@ -108,15 +119,20 @@ def table(records: Mapping[int, Mapping[str, float]], *, width: int) -> str:
   """
   names = list(dict.fromkeys(name for values in records.values() for name in values))
   first = max(map(len, ('step', *map(short, names))))
-  columns = [[str(step), *(f'{values[name]:.4f}' if name in values else '-' for name in names)]
-             for step, values in records.items()]
+  columns = [
+    [str(step), *(f'{values[name]:.4f}' if name in values else '-' for name in names)]
+    for step, values in records.items()
+  ]
   cell = max((len(text) for column in columns for text in column), default=0) + 2
   at_once = max(1, (width - first) // cell)
   blocks = []
   for start in range(0, len(columns), at_once):
-    rows = zip(['step', *map(short, names)], *columns[start:start + at_once])
-    blocks.append('\n'.join(name.ljust(first) + ''.join(text.rjust(cell) for text in texts)
-                            for name, *texts in rows))
+    rows = zip(['step', *map(short, names)], *columns[start : start + at_once])
+    blocks.append(
+      '\n'.join(
+        name.ljust(first) + ''.join(text.rjust(cell) for text in texts) for name, *texts in rows
+      )
+    )
   return '\n\n'.join(blocks)
 
 

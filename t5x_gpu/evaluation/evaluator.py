@@ -9,7 +9,13 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.batches import (
-    BatchIterator, DatasetConfig, EvaluatedTask, ModelOutputs, open_batches, open_evaluated_tasks)
+  BatchIterator,
+  DatasetConfig,
+  EvaluatedTask,
+  ModelOutputs,
+  open_batches,
+  open_evaluated_tasks,
+)
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.errors import ConfigError, DataError, NoExamplesError
 from t5x_gpu.metrics import classification, reduce
@@ -42,8 +48,9 @@ class Evaluator:
     self._start = batches.get_state()
     self.confusion: Optional[np.ndarray] = None
 
-  def sums(self, params: Any, *, title: str = 'eval', show: Show = silent,
-           total: Total = None) -> reduce.Sums:
+  def sums(
+    self, params: Any, *, title: str = 'eval', show: Show = silent, total: Total = None
+  ) -> reduce.Sums:
     """Returns the sums over all batches.
 
     Args:
@@ -86,8 +93,9 @@ def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
 def loss_metrics(program: Program) -> dict[str, float]:
   """Returns the metrics that `Evaluator.run` gives, with values that mean nothing; runs nothing."""
   sums = program.eval_step.lower(program.abstract_state.params, program.abstract_batch).out_info
-  return values_of({name: (np.ones(total.shape), 1.0) for name, (total, _) in sums.items()},
-                   prefix=LOSS)
+  return values_of(
+    {name: (np.ones(total.shape), 1.0) for name, (total, _) in sums.items()}, prefix=LOSS
+  )
 
 
 class TaskEvaluator:
@@ -106,13 +114,21 @@ class TaskEvaluator:
     DataError: a task whose predictions depend on nothing, or a prompt that does not fit.
   """
 
-  def __init__(self, model: Any, program: Program, tasks: Sequence[EvaluatedTask],
-               config: DecodingConfig):
+  def __init__(
+    self, model: Any, program: Program, tasks: Sequence[EvaluatedTask], config: DecodingConfig
+  ):
     stops = sorted({*config.stop_tokens, *(t.eos_id for t in tasks if t.eos_id is not None)})
     zero_is_a_word = any(task.zero_is_a_word for task in tasks)
-    self._generator = Generator(model, None, layout=program.layout, config=_with(
-        config, stop_tokens=tuple(stops),
-        zero_is_padding=config.zero_is_padding and not zero_is_a_word))
+    self._generator = Generator(
+      model,
+      None,
+      layout=program.layout,
+      config=_with(
+        config,
+        stop_tokens=tuple(stops),
+        zero_is_padding=config.zero_is_padding and not zero_is_a_word,
+      ),
+    )
     self.tasks = tasks
     for task in tasks:
       _check_inputs(task, reads_inputs(model))
@@ -126,8 +142,11 @@ class TaskEvaluator:
   def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
     """Returns infer_eval/TASK/METRIC of `params`, whose layers are in the order of the model."""
     generator = self._generator.with_params(params)
-    return {f'{TASKS}{task.name}/{name}': value for task in self.tasks
-            for name, value in task.metrics(_outputs(generator, task, show)).items()}
+    return {
+      f'{TASKS}{task.name}/{name}': value
+      for task in self.tasks
+      for name, value in task.metrics(_outputs(generator, task, show)).items()
+    }
 
 
 def _outputs(generator: Generator, task: EvaluatedTask, show: Show) -> ModelOutputs:
@@ -148,15 +167,21 @@ def _with(config: DecodingConfig, **changes: Any) -> DecodingConfig:
 def _check_inputs(task: EvaluatedTask, has_encoder: bool) -> None:
   if (task.needs_predictions or has_encoder) and not all(task.inputs):
     raise DataError(
-        f"{task.name!r} has metrics of predictions, but examples without 'inputs' to predict from.",
-        fix="Take a task with the features 'inputs' and 'targets', or metrics of scores.",
-        parameters=('train.infer_eval_dataset_cfg',))
+      f"{task.name!r} has metrics of predictions, but examples without 'inputs' to predict from.",
+      fix="Take a task with the features 'inputs' and 'targets', or metrics of scores.",
+      parameters=('train.infer_eval_dataset_cfg',),
+    )
 
 
-def open_task_evaluator(model: Any, program: Program, dataset: DatasetConfig, *,
-                        decoding: Optional[DecodingConfig] = None,
-                        num_examples: Optional[int] = None,
-                        required: bool = True) -> Optional[TaskEvaluator]:
+def open_task_evaluator(
+  model: Any,
+  program: Program,
+  dataset: DatasetConfig,
+  *,
+  decoding: Optional[DecodingConfig] = None,
+  num_examples: Optional[int] = None,
+  required: bool = True,
+) -> Optional[TaskEvaluator]:
   """Returns the evaluator of the metrics of a task, or of all tasks of a mixture.
 
   Args:
@@ -173,16 +198,21 @@ def open_task_evaluator(model: Any, program: Program, dataset: DatasetConfig, *,
     if not required:
       return None
     raise ConfigError(
-        f'A {type(model).__name__} does not write text, which metrics of tasks are computed from.',
-        fix='Remove train.infer_eval_dataset_cfg (for python -m t5x_gpu.eval: --metrics=loss), or '
-            'take a DecoderOnlyModel or an EncoderDecoderModel.',
-        parameters=('train.model', 'train.infer_eval_dataset_cfg'))
+      f'A {type(model).__name__} does not write text, which metrics of tasks are computed from.',
+      fix='Remove train.infer_eval_dataset_cfg (for python -m t5x_gpu.eval: --metrics=loss), or '
+      'take a DecoderOnlyModel or an EncoderDecoderModel.',
+      parameters=('train.model', 'train.infer_eval_dataset_cfg'),
+    )
   config = decoding or DecodingConfig(
-      max_decode_length=dataset.task_feature_lengths.get('targets', 128),
-      batch_size=dataset.batch_size)
+    max_decode_length=dataset.task_feature_lengths.get('targets', 128),
+    batch_size=dataset.batch_size,
+  )
   tasks = open_evaluated_tasks(
-      dataset, feature_converter=model.feature_converter(dataset.task_feature_lengths),
-      num_examples=num_examples, required=required)
+    dataset,
+    feature_converter=model.feature_converter(dataset.task_feature_lengths),
+    num_examples=num_examples,
+    required=required,
+  )
   return TaskEvaluator(model, program, tasks, config) if tasks else None
 
 
@@ -196,9 +226,14 @@ class Evaluations:
     tasks: metrics of tasks, if any, and its period.
   """
 
-  def __init__(self, program: Program, *, total_steps: int,
-               loss: tuple[Optional[Evaluator], Optional[int]],
-               tasks: tuple[Optional[TaskEvaluator], Optional[int]]):
+  def __init__(
+    self,
+    program: Program,
+    *,
+    total_steps: int,
+    loss: tuple[Optional[Evaluator], Optional[int]],
+    tasks: tuple[Optional[TaskEvaluator], Optional[int]],
+  ):
     self._program = program
     self._total_steps = total_steps
     self._loss, self._tasks = loss, tasks
@@ -211,13 +246,15 @@ class Evaluations:
   def check_same_on_hosts(self, training: BatchIterator) -> None:
     """Raises DataError, on all processes, unless all read the same data, `training` included."""
     loss, tasks = self._loss[0], self._tasks[0]
-    check_same_on_hosts({'training': training, 'evaluation': loss and loss.batches},
-                        tasks.tasks if tasks else ())
+    check_same_on_hosts(
+      {'training': training, 'evaluation': loss and loss.batches}, tasks.tasks if tasks else ()
+    )
 
   def _is_due(self, step: int, what: tuple[Any, Optional[int]]) -> bool:
     evaluator, period = what
     return evaluator is not None and (
-        step == self._total_steps or bool(period) and step % period == 0)
+      step == self._total_steps or bool(period) and step % period == 0
+    )
 
   def due(self, step: int) -> bool:
     """Returns whether any comes after `step`."""
@@ -235,17 +272,26 @@ class Evaluations:
 
 def batches_for(model: Any, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
   """Returns the batches of `dataset` as `model` takes them; errors as of `open_batches`."""
-  spec = model.batch_spec(dataset.task_feature_lengths, batch_size=dataset.batch_size,
-                          pack=dataset.pack)
-  return open_batches(dataset, spec=spec, repeat=repeat,
-                      feature_converter=model.feature_converter(dataset.task_feature_lengths))
+  spec = model.batch_spec(
+    dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack
+  )
+  return open_batches(
+    dataset,
+    spec=spec,
+    repeat=repeat,
+    feature_converter=model.feature_converter(dataset.task_feature_lengths),
+  )
 
 
-def open_evaluations(model: Any, program: Program, *, total_steps: int,
-                     loss: tuple[Optional[DatasetConfig], Optional[int], Optional[int]],
-                     tasks: tuple[Optional[DatasetConfig], Optional[DecodingConfig],
-                                  Optional[int]],
-                     loss_required: bool = False) -> Evaluations:
+def open_evaluations(
+  model: Any,
+  program: Program,
+  *,
+  total_steps: int,
+  loss: tuple[Optional[DatasetConfig], Optional[int], Optional[int]],
+  tasks: tuple[Optional[DatasetConfig], Optional[DecodingConfig], Optional[int]],
+  loss_required: bool = False,
+) -> Evaluations:
   """Returns the evaluations of a training run; opens their data.
 
   Args:
@@ -263,16 +309,27 @@ def open_evaluations(model: Any, program: Program, *, total_steps: int,
   evaluator = task_evaluator = None
   if dataset is not None:
     _check_eval_batch(dataset.batch_size, program)
-    evaluator = _open_evaluator(model, program, dataset, num_batches,
-                                required=loss_period is not None or loss_required)
+    evaluator = _open_evaluator(
+      model, program, dataset, num_batches, required=loss_period is not None or loss_required
+    )
   if tasks_dataset is not None:
     task_evaluator = open_task_evaluator(model, program, tasks_dataset, decoding=decoding)
-  return Evaluations(program, total_steps=total_steps, loss=(evaluator, loss_period),
-                     tasks=(task_evaluator, tasks_period))
+  return Evaluations(
+    program,
+    total_steps=total_steps,
+    loss=(evaluator, loss_period),
+    tasks=(task_evaluator, tasks_period),
+  )
 
 
-def _open_evaluator(model: Any, program: Program, dataset: DatasetConfig,
-                    num_batches: Optional[int], *, required: bool) -> Optional[Evaluator]:
+def _open_evaluator(
+  model: Any,
+  program: Program,
+  dataset: DatasetConfig,
+  num_batches: Optional[int],
+  *,
+  required: bool,
+) -> Optional[Evaluator]:
   """Returns what measures the loss on `dataset`; None, with a warning, if it has no example."""
   try:
     return Evaluator(program, batches_for(model, dataset, repeat=False), num_batches)
@@ -290,13 +347,18 @@ def _check_eval_batch(batch_size: int, program: Program) -> None:
   if batch_size % parts:
     what = f'do not divide into the {parts} parts that the mesh splits a batch into.'
   elif pipeline is not None and batch_size // parts < pipeline.least_rows:
-    who = ('the circular schedule' if pipeline.num_stacks == 1 else
-           'an encoder-decoder in a pipeline')
-    what = (f'are too small: {who} of {pipeline.num_stages} stages needs at least '
-            f'{pipeline.least_rows} rows in each of the {parts} parts of a batch.')
+    who = (
+      'the circular schedule' if pipeline.num_stacks == 1 else 'an encoder-decoder in a pipeline'
+    )
+    what = (
+      f'are too small: {who} of {pipeline.num_stages} stages needs at least '
+      f'{pipeline.least_rows} rows in each of the {parts} parts of a batch.'
+    )
   else:
     return
   multiple = parts * (1 if pipeline is None else pipeline.least_rows)
-  raise ConfigError(f'Evaluation batches of {batch_size} {what}',
-                    fix=f'Set train_eval/DatasetConfig.batch_size to a multiple of {multiple}.',
-                    parameters=('train_eval/DatasetConfig.batch_size',))
+  raise ConfigError(
+    f'Evaluation batches of {batch_size} {what}',
+    fix=f'Set train_eval/DatasetConfig.batch_size to a multiple of {multiple}.',
+    parameters=('train_eval/DatasetConfig.batch_size',),
+  )

@@ -43,8 +43,9 @@ class ResultLines:
     DataError: a line in the middle is no result.
   """
 
-  def __init__(self, path: str, *, facts: Mapping[str, Any], numbers: Sequence[int],
-               overwrite: bool = False):
+  def __init__(
+    self, path: str, *, facts: Mapping[str, Any], numbers: Sequence[int], overwrite: bool = False
+  ):
     self.path = pathlib.Path(path).expanduser()
     self._facts_path = self.path.with_name(self.path.name + FACTS)
     try:
@@ -56,8 +57,10 @@ class ResultLines:
       self._facts_path.write_text(json.dumps(facts, indent=1) + '\n', 'utf-8')
       self._file = open(self.path, 'ab')
     except OSError as e:
-      raise ConfigError(f'--output={path} cannot be written: {e.strerror}.',
-                        fix='Give a file in a folder that you may write to.') from e
+      raise ConfigError(
+        f'--output={path} cannot be written: {e.strerror}.',
+        fix='Give a file in a folder that you may write to.',
+      ) from e
 
   def _num_done(self, facts: Mapping[str, Any], numbers: Sequence[int]) -> int:
     """Returns how many results the file has, after removing a torn last line."""
@@ -72,8 +75,10 @@ class ResultLines:
         expected = numbers[num_done] if num_done < len(numbers) else 'none'
         if _number(line) != expected:
           raise DataError(
-              f'{self.path}:{num_done + 1} is not the result of prompt {expected}: the line begins '
-              f'{line[:60]!r}.', fix='Mend or remove the file, or begin anew with --overwrite.')
+            f'{self.path}:{num_done + 1} is not the result of prompt {expected}: the line begins '
+            f'{line[:60]!r}.',
+            fix='Mend or remove the file, or begin anew with --overwrite.',
+          )
         num_done, whole_bytes = num_done + 1, whole_bytes + len(line)
       f.truncate(whole_bytes)
     return num_done
@@ -85,14 +90,21 @@ class ResultLines:
       before = None
     fix = 'Give another --output, or begin anew with --overwrite.'
     if not isinstance(before, dict):
-      raise ConfigError(f'{self.path} exists, and {self._facts_path.name}, which would say what is '
-                        'in it, does not.', fix=fix)
+      raise ConfigError(
+        f'{self.path} exists, and {self._facts_path.name}, which would say what is '
+        'in it, does not.',
+        fix=fix,
+      )
     now = json.loads(json.dumps(facts))
-    different = [f'{key}: then {before.get(key)!r}, now {now.get(key)!r}'
-                 for key in sorted(now.keys() | before.keys()) if before.get(key) != now.get(key)]
+    different = [
+      f'{key}: then {before.get(key)!r}, now {now.get(key)!r}'
+      for key in sorted(now.keys() | before.keys())
+      if before.get(key) != now.get(key)
+    ]
     if different:
-      raise ConfigError(f'{self.path} has results of something else:\n  '
-                        + '\n  '.join(different), fix=fix)
+      raise ConfigError(
+        f'{self.path} has results of something else:\n  ' + '\n  '.join(different), fix=fix
+      )
 
   def write(self, records: list[dict[str, Any]]) -> None:
     """Appends results, which come with their numbers, in order."""
@@ -135,6 +147,7 @@ class Job:
     train_length: tokens of a row in training, or None.
     class_names: of a `classify.Classifier`, which gives their probabilities; None for a Generator.
   """
+
   generator: Union[Generator, Classifier]
   text: Any  # a PromptText, or a ClassText of a Classifier
   checkpoint: str
@@ -150,8 +163,10 @@ class Job:
     if prompt.target_tokens is not None:
       return list(prompt.target_tokens)
     if prompt.targets is None:
-      raise DataError(f"{prompt.where} has no text under key 'targets', which --score needs.",
-                      fix='Give every line {"inputs": ..., "targets": ...}, or leave --score out.')
+      raise DataError(
+        f"{prompt.where} has no text under key 'targets', which --score needs.",
+        fix='Give every line {"inputs": ..., "targets": ...}, or leave --score out.',
+      )
     return self.text.encode_targets(prompt.targets)
 
   def text_of(self, generated: Union[Generated, Sequence[float]]) -> str:
@@ -162,8 +177,15 @@ class Job:
     return self.text.decode(ids)
 
 
-def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bool = False,
-        overwrite: bool = False, dry_run: bool = False) -> int:
+def run(
+  job: Job,
+  prompts: Sequence[Prompt],
+  *,
+  output: Optional[str],
+  score: bool = False,
+  overwrite: bool = False,
+  dry_run: bool = False,
+) -> int:
   """Writes the results of `prompts` in order; returns how many were new.
 
   Every device of every process has its share of each batch; process 0 writes.
@@ -178,25 +200,30 @@ def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bo
   Raises:
     DataError: a prompt that does not fit, or has a field that its result has.
   """
-  _check_fields(prompts, _CLASSIFIED if job.class_names is not None else
-                _SCORED if score else _WRITTEN)
+  _check_fields(
+    prompts, _CLASSIFIED if job.class_names is not None else _SCORED if score else _WRITTEN
+  )
   numbers = [i if prompt.number is None else prompt.number for i, prompt in enumerate(prompts)]
   tokens = [job.tokens(prompt) for prompt in prompts]
   targets = [job.target_tokens(prompt) for prompt in prompts] if score else None
   for i, prompt in enumerate(prompts):
-    job.generator.check_prompt(len(tokens[i]), where=prompt.where,
-                               targets=len(targets[i]) if score else 0)
+    job.generator.check_prompt(
+      len(tokens[i]), where=prompt.where, targets=len(targets[i]) if score else 0
+    )
   longer = sum(len(t) > (job.train_length or len(t)) for t in tokens)
   if longer:
-    say(f'note: {longer} of {len(tokens)} prompts are longer than the {job.train_length} tokens of '
-         'a row in training.')
+    say(
+      f'note: {longer} of {len(tokens)} prompts are longer than the {job.train_length} tokens of '
+      'a row in training.'
+    )
   if dry_run:
     say(f'Dry run: {len(prompts)} prompts could be worked on.')
     return 0
   lines = None
   if output is not None and distributed.is_main_process():
-    lines = ResultLines(output, facts=_facts(job, prompts, tokens, targets), numbers=numbers,
-                        overwrite=overwrite)
+    lines = ResultLines(
+      output, facts=_facts(job, prompts, tokens, targets), numbers=numbers, overwrite=overwrite
+    )
   done = distributed.broadcast_json(lines.num_done if lines else 0)
   if done:
     say(f'{output} has {done} of {len(prompts)} results already.')
@@ -204,17 +231,23 @@ def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bo
   def results(part: slice) -> list[dict[str, Any]]:
     if score:
       scores = job.generator.score(tokens[part], targets[part])
-      return [{'targets': p.targets, 'score': s, 'num_tokens': len(t)}
-              for p, s, t in zip(prompts[part], scores, targets[part])]
+      return [
+        {'targets': p.targets, 'score': s, 'num_tokens': len(t)}
+        for p, s, t in zip(prompts[part], scores, targets[part])
+      ]
     generated = job.generator.generate(tokens[part], numbers=numbers[part])
     return [_result(job, p, found) for p, found in zip(prompts[part], generated)]
+
   try:
-    with bar('prompts', len(prompts), done=done, stream=sys.stderr,
-             enabled=distributed.is_main_process()) as advance:
+    with bar(
+      'prompts', len(prompts), done=done, stream=sys.stderr, enabled=distributed.is_main_process()
+    ) as advance:
       for start in range(done, len(prompts), job.generator.batch_size):
         part = slice(start, min(start + job.generator.batch_size, len(prompts)))
-        records = [{NUMBER: number, **prompt.extra, 'inputs': prompt.inputs, **result}
-                   for number, prompt, result in zip(numbers[part], prompts[part], results(part))]
+        records = [
+          {NUMBER: number, **prompt.extra, 'inputs': prompt.inputs, **result}
+          for number, prompt, result in zip(numbers[part], prompts[part], results(part))
+        ]
         if lines is not None:
           lines.write(records)
         elif distributed.is_main_process():
@@ -232,14 +265,18 @@ def run(job: Job, prompts: Sequence[Prompt], *, output: Optional[str], score: bo
 
 def _check_fields(prompts: Sequence[Prompt], fields: Sequence[str]) -> None:
   """Raises DataError if fields of prompts, which come back in the results, are called as ours."""
-  taken = {field: prompt.where for prompt in reversed(prompts) for field in prompt.extra
-           if field in fields}
+  taken = {
+    field: prompt.where for prompt in reversed(prompts) for field in prompt.extra if field in fields
+  }
   if taken:
     names = [field for field in fields if field in taken]
     raise DataError(
-        f'{taken[names[0]]} has {", ".join(map(repr, names))}, which the result has as well.',
-        fix='Rename what the prompts have; other fields come back as they are. Results have '
-            + ', '.join(fields) + '.', docs='infer.md#results')
+      f'{taken[names[0]]} has {", ".join(map(repr, names))}, which the result has as well.',
+      fix='Rename what the prompts have; other fields come back as they are. Results have '
+      + ', '.join(fields)
+      + '.',
+      docs='infer.md#results',
+    )
 
 
 def _result(job: Job, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
@@ -247,11 +284,19 @@ def _result(job: Job, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
   if job.class_names is not None:
     result = dict(sorted(zip(job.class_names, found), key=lambda pair: -pair[1]))
     label, probability = next(iter(result.items()))
-    return {**({} if prompt.targets is None else {'targets': prompt.targets}), 'label': label,
-            'probability': probability, 'probabilities': result}
+    return {
+      **({} if prompt.targets is None else {'targets': prompt.targets}),
+      'label': label,
+      'probability': probability,
+      'probabilities': result,
+    }
   best = found[0]
-  result = {'prediction': job.text_of(best), 'score': best.score, 'num_tokens': len(best.tokens),
-            'is_complete': best.is_complete}
+  result = {
+    'prediction': job.text_of(best),
+    'score': best.score,
+    'num_tokens': len(best.tokens),
+    'is_complete': best.is_complete,
+  }
   if prompt.targets is not None:
     result = {'targets': prompt.targets, **result}
   if job.generator.config.num_decodes > 1:
@@ -260,13 +305,21 @@ def _result(job: Job, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
   return result
 
 
-def _facts(job: Job, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]],
-           targets: Optional[Sequence[Sequence[int]]]) -> dict[str, Any]:
+def _facts(
+  job: Job,
+  prompts: Sequence[Prompt],
+  tokens: Sequence[Sequence[int]],
+  targets: Optional[Sequence[Sequence[int]]],
+) -> dict[str, Any]:
   """Returns what results depend on; the prompts as a hash."""
   content = json.dumps([[p.inputs, p.targets, dict(p.extra)] for p in prompts])
   digest = hashlib.sha256((content + json.dumps([tokens, targets])).encode())
-  facts = {'prompts': f'{len(prompts)}, {digest.hexdigest()[:16]}', 'checkpoint': job.checkpoint,
-           'vocabulary': job.text.name, 'score': targets is not None}
+  facts = {
+    'prompts': f'{len(prompts)}, {digest.hexdigest()[:16]}',
+    'checkpoint': job.checkpoint,
+    'vocabulary': job.text.name,
+    'score': targets is not None,
+  }
   decoding = dataclasses.asdict(job.generator.config)
   used = ['start_token'] if targets is not None else decoding.keys() - {'batch_size'}
   return facts | {f'DecodingConfig.{name}': decoding[name] for name in sorted(used)}

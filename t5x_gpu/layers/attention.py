@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.attention_backends import Attention
-from t5x_gpu.layers.dense import (
-    DenseGeneral, Initializer, Linear, LinearParams, fan_in_init)
+from t5x_gpu.layers.dense import DenseGeneral, Initializer, Linear, LinearParams, fan_in_init
 from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
 from t5x_gpu.layers.kv_cache import KVCache
 from t5x_gpu.layers.norm import RMSNorm
@@ -34,6 +33,7 @@ class MultiHeadAttention(nn.Module):
     dtype: of the projections; logits and softmax are float32.
     kernel_init: of all kernels; T5's if None.
   """
+
   num_heads: int
   head_dim: int
   num_kv_heads: Optional[int] = None
@@ -46,11 +46,19 @@ class MultiHeadAttention(nn.Module):
   kernel_init: Optional[Initializer] = None
 
   @nn.compact
-  def __call__(self, x: jax.Array, attention: Attention, *, kv_input: Optional[jax.Array] = None,
-               bias: Any = None, window: Optional[jax.Array] = None,
-               rotation: Optional[Rotation] = None, cache: Optional[KVCache] = None,
-               layer: Any = 0, dropout_rng: Optional[DropoutRng] = None
-               ) -> tuple[jax.Array, Optional[KVCache]]:
+  def __call__(
+    self,
+    x: jax.Array,
+    attention: Attention,
+    *,
+    kv_input: Optional[jax.Array] = None,
+    bias: Any = None,
+    window: Optional[jax.Array] = None,
+    rotation: Optional[Rotation] = None,
+    cache: Optional[KVCache] = None,
+    layer: Any = 0,
+    dropout_rng: Optional[DropoutRng] = None,
+  ) -> tuple[jax.Array, Optional[KVCache]]:
     """Returns the attention of `x` [batch, length, embed], of the same shape, and `cache` after it.
 
     Args:
@@ -76,20 +84,28 @@ class MultiHeadAttention(nn.Module):
     if rotation is not None:
       query, key = rotation(query), rotation(key)
     if self.query_pre_attn_scalar is not None:
-      query = query * jnp.asarray(self.query_pre_attn_scalar ** -0.5, query.dtype)
+      query = query * jnp.asarray(self.query_pre_attn_scalar**-0.5, query.dtype)
     if cache is not None:
       if key is not None:
         cache = cache.write(layer, key, value)
       key, value = cache.read(layer)
     # T5 drops an attention weight for all queries at once: the same as dropping a value.
-    value = dropout_positions(value, self.dropout_rate, dropout_rng,
-                              num_heads=self.num_kv_heads or self.num_heads)
+    value = dropout_positions(
+      value, self.dropout_rate, dropout_rng, num_heads=self.num_kv_heads or self.num_heads
+    )
     out = attention(query, key, value, bias, window)
     out = shard(out, 'batch', 'length', 'heads', 'kv')
     init = self.kernel_init or fan_in_init(num_in=2, distribution='normal')
-    out = DenseGeneral((x.shape[-1],), ('heads', 'kv', 'embed'), num_in=2, kernel_init=init,
-                       dtype=self.dtype, use_bias=self.bias_in == 'all',
-                       bias_along='residual_length', name='out')(out)
+    out = DenseGeneral(
+      (x.shape[-1],),
+      ('heads', 'kv', 'embed'),
+      num_in=2,
+      kernel_init=init,
+      dtype=self.dtype,
+      use_bias=self.bias_in == 'all',
+      bias_along='residual_length',
+      name='out',
+    )(out)
     return shard(out, 'batch', 'residual_length', 'embed'), cache
 
   def _feature_norm(self, name: str, heads: str) -> RMSNorm:
@@ -107,14 +123,25 @@ class MultiHeadAttention(nn.Module):
     for name, x in inputs.items():
       axis, count = ('heads', self.num_heads) if name == 'query' else ('kv_heads', kv_heads)
       init = self.kernel_init or fan_in_init(
-          num_in=1, distribution='normal', scale=1.0 / self.head_dim if name == 'query' and
-          self.query_pre_attn_scalar is None else 1.0)  # the 1/sqrt(kv) of T5's softmax
-      maps[name] = LinearParams((x.shape[-1], count, self.head_dim), ('embed', axis, 'kv'), init,
-                                self.bias_in != 'none', name=name)(self.dtype)
+        num_in=1,
+        distribution='normal',
+        scale=1.0 / self.head_dim
+        if name == 'query' and self.query_pre_attn_scalar is None
+        else 1.0,
+      )  # the 1/sqrt(kv) of T5's softmax
+      maps[name] = LinearParams(
+        (x.shape[-1], count, self.head_dim),
+        ('embed', axis, 'kv'),
+        init,
+        self.bias_in != 'none',
+        name=name,
+      )(self.dtype)
     ways = split_ways('kv_heads')
     if ways == 1:
-      return {name: self._finish(name, m, jnp.tensordot(x.astype(self.dtype), m.kernel, 1), x)
-              for (name, x), m in zip(inputs.items(), maps.values())}
+      return {
+        name: self._finish(name, m, jnp.tensordot(x.astype(self.dtype), m.kernel, 1), x)
+        for (name, x), m in zip(inputs.items(), maps.values())
+      }
     groups = kv_heads if kv_heads % ways == 0 else ways
 
     def by_group(x: jax.Array) -> jax.Array:
@@ -122,6 +149,7 @@ class MultiHeadAttention(nn.Module):
       if x.shape[-2] < groups:
         x = jnp.repeat(x, groups // x.shape[-2], axis=-2)
       return x.reshape(*x.shape[:-2], groups, -1, x.shape[-1])
+
     projected = {}
     for x in {id(x): x for x in inputs.values()}.values():
       names = [name for name in inputs if inputs[name] is x]
@@ -130,10 +158,9 @@ class MultiHeadAttention(nn.Module):
       y = shard(y, 'batch', 'length', 'kv_heads', None, 'kv')
       start = 0
       for name, kernel in zip(names, kernels):
-        part = y[..., start:start + kernel.shape[-2], :]
+        part = y[..., start : start + kernel.shape[-2], :]
         start += kernel.shape[-2]
-        m = maps[name].on_features(
-            lambda w: by_group(w).reshape(*w.shape[:-2], -1, self.head_dim))
+        m = maps[name].on_features(lambda w: by_group(w).reshape(*w.shape[:-2], -1, self.head_dim))
         projected[name] = self._finish(name, m, part.reshape(*x.shape[:2], -1, self.head_dim), x)
     return projected
 

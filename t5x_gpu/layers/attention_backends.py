@@ -27,8 +27,14 @@ class Attention(Protocol):
   def bias(self, table: jax.Array) -> Any:
     """Returns what a call takes as `bias`, from a table [heads, relpos_buckets]."""
 
-  def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, bias: Any,
-               window: Optional[jax.Array] = None) -> jax.Array:
+  def __call__(
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Any,
+    window: Optional[jax.Array] = None,
+  ) -> jax.Array:
     """Returns outputs of the queries' shape; `bias` may be None, `window` is this layer's size."""
 
 
@@ -41,6 +47,7 @@ class AttentionKind:
     softcap: logits are bent to at most this, or None.
     buckets: of the relative bias.
   """
+
   causal: bool = True
   softcap: Optional[float] = None
   buckets: RelativeBuckets = RelativeBuckets()
@@ -50,8 +57,9 @@ class AttentionKind:
     return decoder_mask(q, kv) if self.causal else encoder_mask(q, kv)
 
 
-def make_attention(kind: AttentionKind, info: TokenInfo, kv_info: Optional[TokenInfo] = None
-                   ) -> Attention:
+def make_attention(
+  kind: AttentionKind, info: TokenInfo, kv_info: Optional[TokenInfo] = None
+) -> Attention:
   """Returns attention: dense, or over `context` where the active rules split the length.
 
   Args:
@@ -60,15 +68,25 @@ def make_attention(kind: AttentionKind, info: TokenInfo, kv_info: Optional[Token
     kv_info: of tokens elsewhere: of the encoder, or of what is in a cache.
   """
   if context_method() is None:
-    return DenseAttention(info, info if kv_info is None else kv_info,
-                          kind.mask(info, info if kv_info is None else kv_info), kind,
-                          whole_rows=kv_info is None)
+    return DenseAttention(
+      info,
+      info if kv_info is None else kv_info,
+      kind.mask(info, info if kv_info is None else kv_info),
+      kind,
+      whole_rows=kv_info is None,
+    )
   return ContextAttention(info, info if kv_info is None else kv_info, kind)
 
 
-def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
-                          mask: Optional[jax.Array] = None, bias: Optional[jax.Array] = None,
-                          softcap: Optional[float] = None) -> jax.Array:
+def dot_product_attention(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  *,
+  mask: Optional[jax.Array] = None,
+  bias: Optional[jax.Array] = None,
+  softcap: Optional[float] = None,
+) -> jax.Array:
   """Returns attention output [batch, q_length, heads, kv], with the softmax in float32.
 
   Args:
@@ -90,8 +108,13 @@ def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array, *,
   return out.reshape(batch, q_length, heads, -1)
 
 
-def _logits(query: jax.Array, key: jax.Array, mask: Optional[jax.Array],
-            bias: Optional[jax.Array], softcap: Optional[float]) -> jax.Array:
+def _logits(
+  query: jax.Array,
+  key: jax.Array,
+  mask: Optional[jax.Array],
+  bias: Optional[jax.Array],
+  softcap: Optional[float],
+) -> jax.Array:
   """Returns float32 [batch, heads, q_length, kv_length]."""
   batch, q_length, heads, kv = query.shape
   kv_heads = key.shape[2]
@@ -118,6 +141,7 @@ class DenseAttention:
     kind: of the stack.
     whole_rows: queries and keys are the same positions 0, 1, 2, ...
   """
+
   q: TokenInfo
   kv: TokenInfo
   mask: jax.Array
@@ -130,8 +154,14 @@ class DenseAttention:
       return self.kind.buckets.bias(table, length)
     return self.kind.buckets.bias_between(table, self.q.positions, self.kv.positions, length=length)
 
-  def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array,
-               bias: Optional[jax.Array], window: Optional[jax.Array] = None) -> jax.Array:
+  def __call__(
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Optional[jax.Array],
+    window: Optional[jax.Array] = None,
+  ) -> jax.Array:
     mask = self.mask if window is None else self.kind.mask(self.q.with_window(window), self.kv)
     return dot_product_attention(query, key, value, mask=mask, bias=bias, softcap=self.kind.softcap)
 
@@ -144,6 +174,7 @@ class ContextAttention:
     q, kv: of the local tokens.
     kind: of the stack.
   """
+
   q: TokenInfo
   kv: TokenInfo
   kind: AttentionKind = flax.struct.field(pytree_node=False)
@@ -151,11 +182,21 @@ class ContextAttention:
   def bias(self, table: jax.Array) -> jax.Array:
     return table
 
-  def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array,
-               bias: Optional[jax.Array], window: Optional[jax.Array] = None) -> jax.Array:
+  def __call__(
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Optional[jax.Array],
+    window: Optional[jax.Array] = None,
+  ) -> jax.Array:
     length = key.shape[1] * jax.lax.axis_size('context')
-    options = dict(logits_fn=_BlockLogits(self.kind, length), logits_params=bias,
-                   q_info=self.q.with_window(window), kv_info=self.kv)
+    options = dict(
+      logits_fn=_BlockLogits(self.kind, length),
+      logits_params=bias,
+      q_info=self.q.with_window(window),
+      kv_info=self.kv,
+    )
     if context_method() == 'gather':
       return gathered_attention(query, key, value, **options)
     return ring_attention(query, key, value, may_attend=_MayAttend(self.kind), **options)
@@ -164,19 +205,25 @@ class ContextAttention:
 @dataclasses.dataclass(frozen=True)
 class _BlockLogits:
   """Logits of any queries and keys of rows of `length`."""
+
   kind: AttentionKind
   length: int
 
-  def __call__(self, table: Optional[jax.Array], query: jax.Array, key: jax.Array, q: TokenInfo,
-               kv: TokenInfo) -> jax.Array:
-    bias = None if table is None else self.kind.buckets.bias_between(
-        table, q.positions, kv.positions, length=self.length)
+  def __call__(
+    self, table: Optional[jax.Array], query: jax.Array, key: jax.Array, q: TokenInfo, kv: TokenInfo
+  ) -> jax.Array:
+    bias = (
+      None
+      if table is None
+      else self.kind.buckets.bias_between(table, q.positions, kv.positions, length=self.length)
+    )
     return _logits(query, key, self.kind.mask(q, kv), bias, self.kind.softcap)
 
 
 @dataclasses.dataclass(frozen=True)
 class _MayAttend:
   """Whether a block has anything to compute."""
+
   kind: AttentionKind
 
   def __call__(self, q: TokenInfo, kv: TokenInfo) -> jax.Array:

@@ -31,6 +31,7 @@ def fan_in_init(*, num_in: int, distribution: str, scale: float = 1.0) -> Initia
     # Drawn as a matrix: fan-in is then the product of the contracted dimensions.
     flat = (math.prod(shape[:num_in]), math.prod(shape[num_in:]))
     return flat_init(key, flat, dtype).reshape(shape)
+
   return init
 
 
@@ -44,6 +45,7 @@ class Linear:
     factors: [inputs..., rank] and [rank, features...] whose product adds to the kernel without ever
       being formed (models/lora.py), or None.
   """
+
   kernel: jax.Array
   bias: Optional[jax.Array] = None
   factors: Optional[tuple[jax.Array, jax.Array]] = None
@@ -58,8 +60,11 @@ class Linear:
 
   def on_features(self, function: Callable[[jax.Array], jax.Array]) -> 'Linear':
     """Returns the map with `function` applied to all arrays [..., features...]."""
-    return Linear(function(self.kernel), None if self.bias is None else function(self.bias),
-                  self.factors and (self.factors[0], function(self.factors[1])))
+    return Linear(
+      function(self.kernel),
+      None if self.bias is None else function(self.bias),
+      self.factors and (self.factors[0], function(self.factors[1])),
+    )
 
 
 def factors_beside(module: nn.Module, dtype: Any) -> Optional[tuple[jax.Array, jax.Array]]:
@@ -85,6 +90,7 @@ class DenseGeneral(nn.Module):
       neither of its own dimensions is split.
     bias_along: the same for the bias of [batch, bias_along, features].
   """
+
   features: tuple[int, ...]
   axes: tuple[Optional[str], ...]
   num_in: int = 1
@@ -99,9 +105,10 @@ class DenseGeneral(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns [..., features] from [..., inputs]."""
     init = self.kernel_init or fan_in_init(num_in=self.num_in, distribution='truncated_normal')
-    in_shape = x.shape[x.ndim - self.num_in:]
-    kernel = param_along(self, 'kernel', init, axes=self.axes, shape=in_shape + self.features,
-                         along=self.along).astype(self.dtype)
+    in_shape = x.shape[x.ndim - self.num_in :]
+    kernel = param_along(
+      self, 'kernel', init, axes=self.axes, shape=in_shape + self.features, along=self.along
+    ).astype(self.dtype)
     x = x.astype(self.dtype)
     if self.along:
       y = combine(jnp.matmul, x, kernel, rank=2)
@@ -111,8 +118,14 @@ class DenseGeneral(nn.Module):
     y = Linear(kernel, factors=factors_beside(self, self.dtype)).finish(y, x)
     if not self.use_bias:
       return y
-    bias = param_along(self, 'bias', nn.initializers.zeros, axes=self.axes[self.num_in:],
-                       shape=self.features, along=self.bias_along).astype(self.dtype)
+    bias = param_along(
+      self,
+      'bias',
+      nn.initializers.zeros,
+      axes=self.axes[self.num_in :],
+      shape=self.features,
+      along=self.bias_along,
+    ).astype(self.dtype)
     if self.bias_along is None:
       return y + bias
     if y.ndim == 3:
@@ -120,9 +133,15 @@ class DenseGeneral(nn.Module):
     return combine(jnp.add, y, bias)
 
 
-def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *, features: int,
-                     axes: tuple[str, str], dtype: Any = jnp.float32,
-                     use_bias: bool = False) -> list[jax.Array]:
+def project_together(
+  x: jax.Array,
+  kernel_inits: Mapping[str, Initializer],
+  *,
+  features: int,
+  axes: tuple[str, str],
+  dtype: Any = jnp.float32,
+  use_bias: bool = False,
+) -> list[jax.Array]:
   """Returns several linear maps [batch, length, features] of `x` [batch, length, inputs].
 
   To be called in a module, which gets a submodule with a kernel for each map, as the branches of a
@@ -138,8 +157,10 @@ def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *, f
     use_bias: each map has a bias [features].
   """
   x = x.astype(dtype)
-  maps = [LinearParams((x.shape[-1], features), axes, init, use_bias, name=name)(dtype)
-          for name, init in kernel_inits.items()]
+  maps = [
+    LinearParams((x.shape[-1], features), axes, init, use_bias, name=name)(dtype)
+    for name, init in kernel_inits.items()
+  ]
   if len(maps) > 1 and split_axis(axes[1]):
     y = jnp.tensordot(x, jnp.stack([m.kernel for m in maps], axis=1), 1)
     y = shard(y, 'batch', 'length', None, axes[1])
@@ -151,6 +172,7 @@ def project_together(x: jax.Array, kernel_inits: Mapping[str, Initializer], *, f
 
 class LinearParams(nn.Module):
   """The kernel of a linear map [inputs, *features], and its bias [*features] if it has one."""
+
   shape: tuple[int, ...]
   axes: tuple[str, ...]
   init: Initializer
@@ -162,6 +184,7 @@ class LinearParams(nn.Module):
     kernel = param_along(self, 'kernel', self.init, axes=self.axes, shape=self.shape)
     bias = None
     if self.use_bias:
-      bias = param_along(self, 'bias', nn.initializers.zeros, axes=self.axes[1:],
-                         shape=self.shape[1:]).astype(dtype)
+      bias = param_along(
+        self, 'bias', nn.initializers.zeros, axes=self.axes[1:], shape=self.shape[1:]
+      ).astype(dtype)
     return Linear(kernel.astype(dtype), bias, factors_beside(self, dtype))

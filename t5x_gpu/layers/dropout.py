@@ -21,6 +21,7 @@ class DropoutRng:
     rows: [batch] number of each example in the global batch.
     positions: [length] of each token in its row, where the row is split; None for 0, 1, 2, ...
   """
+
   key: jax.Array
   rows: jax.Array
   positions: Optional[jax.Array] = None
@@ -53,8 +54,9 @@ def dropout(x: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
   return _masked(x, mask, rate)
 
 
-def dropout_positions(x: jax.Array, rate: float, rng: Optional[DropoutRng], *,
-                      num_heads: Optional[int] = None) -> jax.Array:
+def dropout_positions(
+  x: jax.Array, rate: float, rng: Optional[DropoutRng], *, num_heads: Optional[int] = None
+) -> jax.Array:
   """Returns `x` [batch, length, heads, kv] with vectors [kv] dropped, by position and head.
 
   Args:
@@ -71,6 +73,7 @@ def dropout_positions(x: jax.Array, rate: float, rng: Optional[DropoutRng], *,
   def of_row(key: jax.Array) -> jax.Array:
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
     return jax.vmap(lambda k: jax.random.bernoulli(k, 1.0 - rate, (num_heads, 1)))(keys)
+
   mask = jax.vmap(of_row)(rng.row_keys())
   if num_heads < x.shape[2]:
     mask = jnp.repeat(mask, x.shape[2] // num_heads, axis=2)

@@ -22,6 +22,7 @@ class Embedding(nn.Module):
     dtype: of the vectors that come out.
     stddev: of the initial values; 1 as in T5, whose residual stream starts at unit variance.
   """
+
   vocab_size: int
   embed_dim: int
   dtype: Any = jnp.float32
@@ -41,6 +42,7 @@ class Embedding(nn.Module):
 
 def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
   """Returns the rows `ids` of a table, whose rows may be split over the mesh axis `axis`."""
+
   def local(table: jax.Array, ids: jax.Array) -> jax.Array:
     here, mine = _own(axis, table, ids)
     rows = jnp.where(mine[..., None], jnp.take(table, here, axis=0, mode='clip'), 0)
@@ -49,11 +51,16 @@ def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
     if by_position:
       return jax.lax.psum_scatter(rows, axis, scatter_dimension=1, tiled=True)
     return jax.lax.psum(rows, axis)
+
   if axis is None:
     return jnp.take(table, ids, axis=0, mode='clip')
   by_position = split_axes('residual_length') == (axis,)  # then each device needs its own ones only
-  return jax.shard_map(local, axis_names={axis}, in_specs=(P(axis), P()),
-                       out_specs=P(None, axis) if by_position else P())(table, ids)
+  return jax.shard_map(
+    local,
+    axis_names={axis},
+    in_specs=(P(axis), P()),
+    out_specs=P(None, axis) if by_position else P(),
+  )(table, ids)
 
 
 def _rows_forward(axis: Optional[str], table: jax.Array, ids: jax.Array) -> Any:
@@ -62,14 +69,15 @@ def _rows_forward(axis: Optional[str], table: jax.Array, ids: jax.Array) -> Any:
 
 def _rows_backward(axis: Optional[str], saved: Any, gradient: jax.Array) -> Any:
   """Adds in float32: a common token has thousands of terms."""
+
   def local(table: jax.Array, ids: jax.Array, gradient: jax.Array) -> jax.Array:
     here, mine = _own(axis, table, ids)
     here = jnp.where(mine, here, table.shape[0])  # out of bounds: dropped
     zeros = jnp.zeros_like(table, jnp.float32)
     return zeros.at[here].add(gradient.astype(jnp.float32), mode='drop').astype(table.dtype)
+
   if axis is not None:
-    local = jax.shard_map(local, axis_names={axis}, in_specs=(P(axis), P(), P()),
-                          out_specs=P(axis))
+    local = jax.shard_map(local, axis_names={axis}, in_specs=(P(axis), P(), P()), out_specs=P(axis))
   return local(*saved, gradient), None
 
 

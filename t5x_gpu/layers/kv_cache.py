@@ -22,21 +22,26 @@ class KVCache:
       slots first, each token would copy all of them into this order.
     slot: scalar int32, the slot that the next token goes to.
   """
+
   key: jax.Array
   value: jax.Array
   slot: jax.Array
 
   def write(self, layer: Any, key: jax.Array, value: jax.Array) -> 'KVCache':
     """Returns the cache with `key` and `value` [batch, new, kv_heads, kv] of `layer` added."""
+
     def put(stack: jax.Array, x: jax.Array) -> jax.Array:
       x = jnp.swapaxes(x, 1, 2)[None].astype(stack.dtype)
       return _laid_out(jax.lax.dynamic_update_slice(stack, x, (layer, 0, 0, self.slot, 0)))
+
     return self.replace(key=put(self.key, key), value=put(self.value, value))
 
   def read(self, layer: Any) -> tuple[jax.Array, jax.Array]:
     """Returns (key, value) [batch, slots, kv_heads, kv] of `layer`."""
-    return tuple(jnp.swapaxes(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), 1, 2)
-                 for x in (self.key, self.value))
+    return tuple(
+      jnp.swapaxes(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), 1, 2)
+      for x in (self.key, self.value)
+    )
 
   def of_rows(self, function: Callable[[jax.Array], jax.Array]) -> 'KVCache':
     """Returns the cache with `function` of its arrays, which may change their rows alone."""
@@ -48,8 +53,9 @@ class KVCache:
     return self.key.shape[3]
 
 
-def empty_cache(*, num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: int,
-                dtype: Any) -> KVCache:
+def empty_cache(
+  *, num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: int, dtype: Any
+) -> KVCache:
   """Returns a cache of zeros, split over the mesh as the active rules say."""
   zeros = _laid_out(jnp.zeros((num_layers, batch, num_kv_heads, slots, head_dim), dtype))
   return KVCache(zeros, zeros, jnp.int32(0))

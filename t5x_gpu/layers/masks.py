@@ -20,6 +20,7 @@ class TokenInfo:
     prefix: [batch, length], non-zero on positions that see each other in both directions, or None.
     window: [length] how many positions back a query sees, itself included; 0 for all; or None.
   """
+
   positions: jax.Array
   segments: jax.Array
   prefix: Optional[jax.Array] = None
@@ -30,9 +31,14 @@ class TokenInfo:
     return self if size is None else self.replace(window=jnp.full_like(self.positions, size))
 
 
-def token_info(target_tokens: jax.Array, *, segment_ids: Optional[jax.Array] = None,
-               prefix: Optional[jax.Array] = None, positions: Optional[jax.Array] = None,
-               known: Sequence[Optional[jax.Array]] = ()) -> TokenInfo:
+def token_info(
+  target_tokens: jax.Array,
+  *,
+  segment_ids: Optional[jax.Array] = None,
+  prefix: Optional[jax.Array] = None,
+  positions: Optional[jax.Array] = None,
+  known: Sequence[Optional[jax.Array]] = (),
+) -> TokenInfo:
   """Returns what is known of every token of a row.
 
   Args:

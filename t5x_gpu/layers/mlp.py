@@ -10,26 +10,27 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError, did_you_mean
-from t5x_gpu.layers.dense import (
-    DenseGeneral, Initializer, fan_in_init, project_together)
+from t5x_gpu.layers.dense import DenseGeneral, Initializer, fan_in_init, project_together
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.partitioning.axis_rules import shard
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    'linear': lambda x: x,
-    'relu': jax.nn.relu,
-    'gelu': jax.nn.gelu,  # by tanh
-    'gelu_exact': functools.partial(jax.nn.gelu, approximate=False),
-    'silu': jax.nn.silu,
+  'linear': lambda x: x,
+  'relu': jax.nn.relu,
+  'gelu': jax.nn.gelu,  # by tanh
+  'gelu_exact': functools.partial(jax.nn.gelu, approximate=False),
+  'silu': jax.nn.silu,
 }
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
   """Returns the activation function; raises ModelError for a name that is not one."""
   if name not in ACTIVATIONS:
-    raise ModelError(f'mlp_activations has {name!r}.{did_you_mean(name, ACTIVATIONS)}',
-                     fix=f'Choose from {", ".join(ACTIVATIONS)}.',
-                     parameters=('TransformerConfig.mlp_activations',))
+    raise ModelError(
+      f'mlp_activations has {name!r}.{did_you_mean(name, ACTIVATIONS)}',
+      fix=f'Choose from {", ".join(ACTIVATIONS)}.',
+      parameters=('TransformerConfig.mlp_activations',),
+    )
   return ACTIVATIONS[name]
 
 
@@ -45,6 +46,7 @@ class Mlp(nn.Module):
     kernel_init: of all kernels; T5's if None.
   Source: Shazeer 2020 (GLU variants).
   """
+
   mlp_dim: int
   activations: tuple[str, ...] = ('gelu', 'linear')
   dropout_rate: float = 0.0
@@ -56,14 +58,28 @@ class Mlp(nn.Module):
   def __call__(self, x: jax.Array, *, dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
     """Returns [batch, length, embed] from the same; no dropout without `dropout_rng`."""
     init = self.kernel_init or fan_in_init(num_in=1, distribution='truncated_normal')
-    names = ['wi'] if len(self.activations) == 1 else [
-        f'wi_{i}' for i in range(len(self.activations))]
-    branches = project_together(x, dict.fromkeys(names, init), features=self.mlp_dim,
-                                axes=('embed', 'mlp'), dtype=self.dtype, use_bias=self.use_bias)
-    hidden = functools.reduce(operator.mul, (
-        activation(name)(y) for name, y in zip(self.activations, branches)))
+    names = (
+      ['wi'] if len(self.activations) == 1 else [f'wi_{i}' for i in range(len(self.activations))]
+    )
+    branches = project_together(
+      x,
+      dict.fromkeys(names, init),
+      features=self.mlp_dim,
+      axes=('embed', 'mlp'),
+      dtype=self.dtype,
+      use_bias=self.use_bias,
+    )
+    hidden = functools.reduce(
+      operator.mul, (activation(name)(y) for name, y in zip(self.activations, branches))
+    )
     hidden = dropout(shard(hidden, 'batch', 'length', 'mlp'), self.dropout_rate, dropout_rng)
-    out = DenseGeneral((x.shape[-1],), ('mlp', 'embed'), dtype=self.dtype, name='wo',
-                       kernel_init=self.kernel_init, use_bias=self.use_bias,
-                       bias_along='residual_length')(hidden)
+    out = DenseGeneral(
+      (x.shape[-1],),
+      ('mlp', 'embed'),
+      dtype=self.dtype,
+      name='wo',
+      kernel_init=self.kernel_init,
+      use_bias=self.use_bias,
+      bias_along='residual_length',
+    )(hidden)
     return shard(out, 'batch', 'residual_length', 'embed')

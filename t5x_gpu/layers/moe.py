@@ -26,8 +26,9 @@ from t5x_gpu.partitioning.axis_rules import is_manual, shard, with_axes
 from t5x_gpu.partitioning.context_parallel import length_order, local_positions
 
 
-def capacity(length: int, *, num_experts: int, experts_per_token: int,
-             factor: Optional[float]) -> int:
+def capacity(
+  length: int, *, num_experts: int, experts_per_token: int, factor: Optional[float]
+) -> int:
   """Returns how many tokens of a row of `length` each expert has room for.
 
   Args:
@@ -55,8 +56,7 @@ def router_charges(logits: jax.Array, *, experts_per_token: int, valid: jax.Arra
   """
   num_experts = logits.shape[-1]
   chosen = jax.lax.top_k(logits, experts_per_token)[1]
-  counts = jnp.einsum('blke,bl->be', jax.nn.one_hot(chosen, num_experts),
-                      valid.astype(jnp.float32))
+  counts = jnp.einsum('blke,bl->be', jax.nn.one_hot(chosen, num_experts), valid.astype(jnp.float32))
   if is_manual('context'):
     counts = jax.lax.psum(counts, 'context')
   shares = jax.lax.stop_gradient(counts / jnp.maximum(counts.sum(-1, keepdims=True), 1.0))
@@ -76,6 +76,7 @@ class Routing:
     choices: [batch, slots] which of a row's length * k choices a slot holds; their number if none.
     num_experts: of them.
   """
+
   gates: jax.Array
   slots: jax.Array
   choices: jax.Array
@@ -123,8 +124,12 @@ def route(logits: jax.Array, *, experts_per_token: int, capacity: int) -> Routin
   places = starts[:, :-1, None] + jnp.arange(capacity)  # in `order`, of each slot
   filled = places < starts[:, 1:, None]
   choices = jnp.take_along_axis(order, jnp.minimum(places, num_choices - 1).reshape(batch, -1), -1)
-  return Routing(gates, slots.reshape(batch, length, experts_per_token),
-                 jnp.where(filled.reshape(batch, -1), choices, num_choices), experts)
+  return Routing(
+    gates,
+    slots.reshape(batch, length, experts_per_token),
+    jnp.where(filled.reshape(batch, -1), choices, num_choices),
+    experts,
+  )
 
 
 def _grouped(ids: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -188,6 +193,7 @@ class MoeMlp(nn.Module):
     capacity_factor: room of the experts, as in `capacity`; None drops no token.
     mlp_dim, activations, dropout_rate, dtype: as in `Mlp`, of each expert.
   """
+
   num_experts: int
   mlp_dim: int
   experts_per_token: int = 2
@@ -197,8 +203,13 @@ class MoeMlp(nn.Module):
   dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array, *, valid: Optional[jax.Array] = None,
-               dropout_rng: Optional[DropoutRng] = None) -> tuple[jax.Array, Optional[jax.Array]]:
+  def __call__(
+    self,
+    x: jax.Array,
+    *,
+    valid: Optional[jax.Array] = None,
+    dropout_rng: Optional[DropoutRng] = None,
+  ) -> tuple[jax.Array, Optional[jax.Array]]:
     """Returns [batch, length, embed] from the same, and `router_charges` where `valid` is given.
 
     Args:
@@ -210,33 +221,52 @@ class MoeMlp(nn.Module):
     # Whole rows from here to the result: split by position, as the residual may be, sorting would
     # exchange them over `model` again and again.
     logits = shard(_Router(self.num_experts, name='router')(x), 'batch', 'length', None)
-    routing = route(logits, experts_per_token=self.experts_per_token,
-                    capacity=self._capacity(x.shape[1]))
+    routing = route(
+      logits, experts_per_token=self.experts_per_token, capacity=self._capacity(x.shape[1])
+    )
     tokens = shard(routing.dispatch(x.astype(self.dtype)), 'batch', 'experts', None, 'embed')
     tokens = expert_parallel.to_experts(tokens)
-    names = ['wi'] if len(self.activations) == 1 else [
-        f'wi_{i}' for i in range(len(self.activations))]
+    names = (
+      ['wi'] if len(self.activations) == 1 else [f'wi_{i}' for i in range(len(self.activations))]
+    )
     # All branches in one matmul: `model` then reduces the gradient of their input once.
-    kernels = jnp.stack([_ExpertKernel((local, embed_dim, self.mlp_dim), ('embed', 'mlp'),
-                                       name=name)().astype(self.dtype) for name in names], axis=2)
-    branches = shard(jnp.einsum('becd,edim->becim', tokens, kernels),
-                     'batch', 'experts', None, None, 'mlp')
-    hidden = functools.reduce(operator.mul, (
-        activation(name)(branches[..., i, :]) for i, name in enumerate(self.activations)))
+    kernels = jnp.stack(
+      [
+        _ExpertKernel((local, embed_dim, self.mlp_dim), ('embed', 'mlp'), name=name)().astype(
+          self.dtype
+        )
+        for name in names
+      ],
+      axis=2,
+    )
+    branches = shard(
+      jnp.einsum('becd,edim->becim', tokens, kernels), 'batch', 'experts', None, None, 'mlp'
+    )
+    hidden = functools.reduce(
+      operator.mul,
+      (activation(name)(branches[..., i, :]) for i, name in enumerate(self.activations)),
+    )
     hidden = self._dropout(shard(hidden, 'batch', 'experts', None, 'mlp'), dropout_rng)
     kernel = _ExpertKernel((local, self.mlp_dim, embed_dim), ('mlp', 'embed'), name='wo')()
     out = jnp.einsum('becm,emd->becd', hidden, kernel.astype(self.dtype))
     out = expert_parallel.from_experts(shard(out, 'batch', 'experts', None, 'embed'))
     out = shard(routing.combine(out), 'batch', 'length', 'embed')
-    charges = None if valid is None else router_charges(
-        logits, experts_per_token=self.experts_per_token, valid=valid)
+    charges = (
+      None
+      if valid is None
+      else router_charges(logits, experts_per_token=self.experts_per_token, valid=valid)
+    )
     return shard(out, 'batch', 'residual_length', 'embed'), charges
 
   def _capacity(self, length: int) -> int:
     if is_manual('context'):
       length *= jax.lax.axis_size('context')
-    return capacity(length, num_experts=self.num_experts, factor=self.capacity_factor,
-                    experts_per_token=self.experts_per_token)
+    return capacity(
+      length,
+      num_experts=self.num_experts,
+      factor=self.capacity_factor,
+      experts_per_token=self.experts_per_token,
+    )
 
   def _dropout(self, hidden: jax.Array, rng: Optional[DropoutRng]) -> jax.Array:
     """Returns `hidden` [rows of the group, local experts, capacity, mlp], as `Mlp` drops it."""
@@ -254,26 +284,31 @@ class _Router(nn.Module):
   Its kernel has no axis names: every device chooses for its own tokens among all experts, and what
   `fsdp` splits is gathered in the dtype of the computation, where close choices would flip.
   """
+
   num_experts: int
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     init = fan_in_init(num_in=1, distribution='truncated_normal')
-    kernel = self.param('kernel', with_axes(init, (None, None)), (x.shape[-1], self.num_experts),
-                        jnp.float32)
-    return jnp.einsum('bld,de->ble', x.astype(jnp.float32), kernel,
-                      precision=jax.lax.Precision.HIGHEST)
+    kernel = self.param(
+      'kernel', with_axes(init, (None, None)), (x.shape[-1], self.num_experts), jnp.float32
+    )
+    return jnp.einsum(
+      'bld,de->ble', x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST
+    )
 
 
 class _ExpertKernel(nn.Module):
   """The kernels [experts, inputs, features] of the experts of this device, kept in float32."""
+
   shape: tuple[int, int, int]
   axes: tuple[str, str]
 
   @nn.compact
   def __call__(self) -> jax.Array:
-    return self.param('kernel', with_axes(_of_each_expert, ('experts', *self.axes)), self.shape,
-                      jnp.float32)
+    return self.param(
+      'kernel', with_axes(_of_each_expert, ('experts', *self.axes)), self.shape, jnp.float32
+    )
 
 
 def _of_each_expert(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:

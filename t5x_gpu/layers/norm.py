@@ -23,6 +23,7 @@ class RMSNorm(nn.Module):
     along: name of the dimension before it.
   Source: Zhang and Sennrich 2019, eq. 4; T5 calls it LayerNorm.
   """
+
   epsilon: float = 1e-6
   dtype: Any = jnp.float32
   plus_one: bool = False
@@ -33,8 +34,9 @@ class RMSNorm(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns the normalised [..., features] in `dtype`."""
     init = nn.initializers.zeros if self.plus_one else nn.initializers.ones
-    scale = param_along(self, 'scale', init, axes=(self.axis,), shape=x.shape[-1:],
-                        along=self.along)
+    scale = param_along(
+      self, 'scale', init, axes=(self.axis,), shape=x.shape[-1:], along=self.along
+    )
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(jax.lax.square(x), axis=-1, keepdims=True)
     y = x * jax.lax.rsqrt(mean_square + self.epsilon)
@@ -48,6 +50,7 @@ class LayerNorm(nn.Module):
 
   Source: Ba et al. 2016, eq. 3.
   """
+
   epsilon: float = 1e-6
   dtype: Any = jnp.float32
 
@@ -55,8 +58,9 @@ class LayerNorm(nn.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns the normalised [..., embed] in `dtype`."""
     scale, bias = (
-        param_along(self, name, init, axes=('embed',), shape=x.shape[-1:], along='residual_length')
-        for name, init in (('scale', nn.initializers.ones), ('bias', nn.initializers.zeros)))
+      param_along(self, name, init, axes=('embed',), shape=x.shape[-1:], along='residual_length')
+      for name, init in (('scale', nn.initializers.ones), ('bias', nn.initializers.zeros))
+    )
     x = x.astype(jnp.float32)
     x = x - jnp.mean(x, axis=-1, keepdims=True)
     y = x * jax.lax.rsqrt(jnp.mean(jax.lax.square(x), axis=-1, keepdims=True) + self.epsilon)

@@ -16,8 +16,9 @@ from t5x_gpu.partitioning.axis_rules import shard, with_axes
 ROPE_SCALINGS = ('none', 'linear', 'llama3')
 
 
-def relative_position_buckets(q_length: int, kv_length: int, *, bidirectional: bool,
-                              num_buckets: int, max_distance: int) -> np.ndarray:
+def relative_position_buckets(
+  q_length: int, kv_length: int, *, bidirectional: bool, num_buckets: int, max_distance: int
+) -> np.ndarray:
   """Returns int32 bucket numbers [q_length, kv_length] of key position minus query position.
 
   Half of the buckets are exact distances, the other half grow logarithmically up to
@@ -35,8 +36,9 @@ def relative_position_buckets(q_length: int, kv_length: int, *, bidirectional: b
     distance = np.maximum(distance, 0)
   num_exact = num_buckets // 2
   # float32 as in T5X: the boundaries of the logarithmic buckets fall the same way.
-  log_ratio = (np.log(distance.astype(np.float32) / num_exact + np.finfo(np.float32).eps)
-               / np.log(max_distance / num_exact))
+  log_ratio = np.log(distance.astype(np.float32) / num_exact + np.finfo(np.float32).eps) / np.log(
+    max_distance / num_exact
+  )
   logarithmic = num_exact + (log_ratio * (num_buckets - num_exact)).astype(np.int32)
   logarithmic = np.minimum(logarithmic, num_buckets - 1)
   return (buckets + np.where(distance < num_exact, distance, logarithmic)).astype(np.int32)
@@ -49,6 +51,7 @@ class RelativeBuckets:
   Attributes:
     num_buckets, max_distance, bidirectional: as in `relative_position_buckets`.
   """
+
   num_buckets: int = 32
   max_distance: int = 128
   bidirectional: bool = False
@@ -57,8 +60,9 @@ class RelativeBuckets:
     """Returns [1, heads, length, length] from `table` [heads, relpos_buckets], for whole rows."""
     return self._look_up(table, self._buckets(length))
 
-  def bias_between(self, table: jax.Array, q_positions: jax.Array, kv_positions: jax.Array, *,
-                   length: int) -> jax.Array:
+  def bias_between(
+    self, table: jax.Array, q_positions: jax.Array, kv_positions: jax.Array, *, length: int
+  ) -> jax.Array:
     """Returns [1, heads, q_length, kv_length] for any positions in a row of `length`."""
     whole = self._buckets(length)
     by_distance = np.concatenate([whole[0, :0:-1], whole[:, 0]])  # key after, then before query
@@ -66,8 +70,13 @@ class RelativeBuckets:
     return self._look_up(table, jnp.asarray(by_distance)[distance + length - 1])
 
   def _buckets(self, length: int) -> np.ndarray:
-    return relative_position_buckets(length, length, bidirectional=self.bidirectional,
-                                     num_buckets=self.num_buckets, max_distance=self.max_distance)
+    return relative_position_buckets(
+      length,
+      length,
+      bidirectional=self.bidirectional,
+      num_buckets=self.num_buckets,
+      max_distance=self.max_distance,
+    )
 
   def _look_up(self, table: jax.Array, buckets: Any) -> jax.Array:
     # A one-hot matmul: its gradient is a matmul too, where a gather's is a slow scatter.
@@ -83,6 +92,7 @@ class RelativePositionTable(nn.Module):
     num_buckets: columns.
     dtype: of the table that comes out.
   """
+
   num_heads: int
   num_buckets: int = 32
   dtype: Any = jnp.float32
@@ -90,8 +100,9 @@ class RelativePositionTable(nn.Module):
   @nn.compact
   def __call__(self) -> jax.Array:
     """Returns [heads, relpos_buckets]."""
-    init = with_axes(nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'),
-                     ('heads', 'relpos_buckets'))
+    init = with_axes(
+      nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform'), ('heads', 'relpos_buckets')
+    )
     table = self.param('rel_embedding', init, (self.num_heads, self.num_buckets), jnp.float32)
     return table.astype(self.dtype)
 
@@ -99,14 +110,16 @@ class RelativePositionTable(nn.Module):
 @flax.struct.dataclass
 class Rotation:
   """Cosines and sines of each position's angles, [batch or 1, length, 1, kv / 2]."""
+
   cos: jax.Array
   sin: jax.Array
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns queries or keys [batch, length, heads, kv], turned; pairs are kv / 2 apart."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * self.cos - second * self.sin,
-                              second * self.cos + first * self.sin], axis=-1)
+    turned = jnp.concatenate(
+      [first * self.cos - second * self.sin, second * self.cos + first * self.sin], axis=-1
+    )
     return turned.astype(x.dtype)
 
 
@@ -124,6 +137,7 @@ class RotaryEmbedding:
     original_length: positions of the first training.
   Source: Su et al. 2021 (RoFormer); Chen et al. 2023 (linear); Llama 3.1's reference code.
   """
+
   theta: float = 10000.0
   scaling: str = 'none'
   factor: float = 1.0
@@ -137,9 +151,13 @@ class RotaryEmbedding:
     def refuse(parameter: str, text: str) -> None:
       problems.append(f'{parameter} = {getattr(self, parameter)!r} {text}')
       parameters.append(f'RotaryEmbedding.{parameter}')
+
     if self.scaling not in ROPE_SCALINGS:
-      refuse('scaling', f'is not one of {", ".join(ROPE_SCALINGS)}.'
-             + did_you_mean(str(self.scaling), ROPE_SCALINGS))
+      refuse(
+        'scaling',
+        f'is not one of {", ".join(ROPE_SCALINGS)}.'
+        + did_you_mean(str(self.scaling), ROPE_SCALINGS),
+      )
     for parameter in ('theta', 'factor', 'low_freq_factor', 'high_freq_factor', 'original_length'):
       value = getattr(self, parameter)
       if not (isinstance(value, (int, float)) and 0.0 < value < math.inf):
@@ -147,9 +165,11 @@ class RotaryEmbedding:
     if not problems and self.low_freq_factor >= self.high_freq_factor:
       refuse('low_freq_factor', f'must be below high_freq_factor = {self.high_freq_factor!r}.')
     if problems:
-      raise ModelError(all_problems(problems, title='Rotary positions cannot be so'),
-                       fix='Set them in the model file or with --gin.RotaryEmbedding.NAME=VALUE.',
-                       parameters=parameters)
+      raise ModelError(
+        all_problems(problems, title='Rotary positions cannot be so'),
+        fix='Set them in the model file or with --gin.RotaryEmbedding.NAME=VALUE.',
+        parameters=parameters,
+      )
 
   def frequencies(self, head_dim: int) -> np.ndarray:
     """Returns float32 [head_dim / 2]: radians per position."""
@@ -179,6 +199,7 @@ class PositionTable(nn.Module):
     dtype: of the vectors that come out.
     stddev: of the initial values.
   """
+
   size: int
   embed_dim: int
   dtype: Any = jnp.float32

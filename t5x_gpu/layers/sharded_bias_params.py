@@ -15,9 +15,15 @@ import jax.numpy as jnp
 from t5x_gpu.partitioning.axis_rules import with_axes
 
 
-def param_along(module: nn.Module, name: str, init: Callable[..., jax.Array], *,
-                axes: Sequence[Optional[str]], shape: Sequence[int],
-                along: Optional[str] = None) -> jax.Array:
+def param_along(
+  module: nn.Module,
+  name: str,
+  init: Callable[..., jax.Array],
+  *,
+  axes: Sequence[Optional[str]],
+  shape: Sequence[int],
+  along: Optional[str] = None,
+) -> jax.Array:
   """Returns the float32 parameter `name` of a module, of `shape` or [copies, *shape].
 
   Args:
@@ -34,8 +40,13 @@ def param_along(module: nn.Module, name: str, init: Callable[..., jax.Array], *,
   return module.param(name, with_axes(init, axes, along=along), tuple(shape), jnp.float32)
 
 
-def combine(operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array,
-            parameter: jax.Array, *, rank: int = 1) -> jax.Array:
+def combine(
+  operation: Callable[[jax.Array, jax.Array], jax.Array],
+  x: jax.Array,
+  parameter: jax.Array,
+  *,
+  rank: int = 1,
+) -> jax.Array:
   """Returns `operation(x, parameter)`, with its own copy for each part of `x`.
 
   Args:

@@ -14,8 +14,13 @@ import numpy as np
 from t5x_gpu.errors import ShapeError
 
 
-def confusion_matrix(labels: np.ndarray, predictions: np.ndarray, *, num_classes: int,
-                     weights: Optional[np.ndarray] = None) -> np.ndarray:
+def confusion_matrix(
+  labels: np.ndarray,
+  predictions: np.ndarray,
+  *,
+  num_classes: int,
+  weights: Optional[np.ndarray] = None,
+) -> np.ndarray:
   """Returns [true class, predicted class], float64: the summed weights of the examples.
 
   Args:
@@ -29,15 +34,20 @@ def confusion_matrix(labels: np.ndarray, predictions: np.ndarray, *, num_classes
   labels, predictions = np.asarray(labels), np.asarray(predictions)
   weights = np.ones(labels.shape) if weights is None else np.asarray(weights, np.float64)
   if not labels.ndim == 1 or not labels.shape == predictions.shape == weights.shape:
-    raise ShapeError(f'labels {labels.shape}, predictions {predictions.shape} and weights '
-                     f'{weights.shape} must all be [batch].',
-                     fix='Give the predicted class of each row, logits.argmax(-1).')
+    raise ShapeError(
+      f'labels {labels.shape}, predictions {predictions.shape} and weights '
+      f'{weights.shape} must all be [batch].',
+      fix='Give the predicted class of each row, logits.argmax(-1).',
+    )
   counted = weights != 0
   labels, predictions, weights = labels[counted], predictions[counted], weights[counted]
   for name, x in (('labels', labels), ('predictions', predictions)):
     if x.size and (x.min() < 0 or x.max() >= num_classes):
-      raise ShapeError(f'{name} are from {x.min()} to {x.max()}; {num_classes} classes are 0 to '
-                       f'{num_classes - 1}.', fix='Set num_classes to the number of classes.')
+      raise ShapeError(
+        f'{name} are from {x.min()} to {x.max()}; {num_classes} classes are 0 to '
+        f'{num_classes - 1}.',
+        fix='Set num_classes to the number of classes.',
+      )
   matrix = np.zeros((num_classes, num_classes))
   np.add.at(matrix, (labels, predictions), weights)
   return matrix
@@ -91,9 +101,15 @@ def scores(matrix: np.ndarray, *, prefix: str = '') -> dict[str, float]:
   """
   if not matrix.sum():
     return {}
-  return {prefix + name: function(matrix) for name, function in (
-      ('accuracy', accuracy), ('macro_f1', macro_f1), ('matthews_corrcoef', matthews_corrcoef),
-      ('majority', majority))}
+  return {
+    prefix + name: function(matrix)
+    for name, function in (
+      ('accuracy', accuracy),
+      ('macro_f1', macro_f1),
+      ('matthews_corrcoef', matthews_corrcoef),
+      ('majority', majority),
+    )
+  }
 
 
 def table(matrix: np.ndarray, class_names: Sequence[str]) -> str:
@@ -105,8 +121,10 @@ def table(matrix: np.ndarray, class_names: Sequence[str]) -> str:
     true, predicted, right = matrix[k].sum(), matrix[:, k].sum(), matrix[k, k]
     wrong = np.where(np.arange(len(matrix)) == k, 0, matrix[k])
     other = f'{class_names[wrong.argmax()]} ({wrong.max():g})' if wrong.any() else ''
-    lines.append(f'{name:{width}}  {true:8g}  {_share(right, predicted):>9}  '
-                 f'{_share(right, true):>6}  {_share(f1[k], 1.0):>5}  {other}'.rstrip())
+    lines.append(
+      f'{name:{width}}  {true:8g}  {_share(right, predicted):>9}  '
+      f'{_share(right, true):>6}  {_share(f1[k], 1.0):>5}  {other}'.rstrip()
+    )
   return '\n'.join(lines)
 
 
@@ -114,8 +132,9 @@ def _share(part: float, whole: float) -> str:
   return f'{part / whole:.3f}' if whole and np.isfinite(part) else '-'
 
 
-def write_csv(matrix: np.ndarray, class_names: Sequence[str],
-              path: str | os.PathLike) -> pathlib.Path:
+def write_csv(
+  matrix: np.ndarray, class_names: Sequence[str], path: str | os.PathLike
+) -> pathlib.Path:
   """Writes `matrix` as a .csv, a row per true and a column per predicted class; returns where."""
   target = pathlib.Path(path)
   quoted = ['"' + name.replace('"', '""') + '"' for name in class_names]

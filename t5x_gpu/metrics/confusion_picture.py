@@ -14,8 +14,9 @@ from t5x_gpu.metrics.plots import new_figure
 MAX_WRITTEN_CLASSES = 30
 
 
-def plot_confusion(matrix: np.ndarray, class_names: Sequence[str], png_path: str | os.PathLike, *,
-                   title: str = '') -> pathlib.Path:
+def plot_confusion(
+  matrix: np.ndarray, class_names: Sequence[str], png_path: str | os.PathLike, *, title: str = ''
+) -> pathlib.Path:
   """Draws `matrix` [true, predicted], each row as shares of its class; returns where.
 
   The colour and the number in a square are the percentage of the true class that was predicted so;
@@ -33,8 +34,10 @@ def plot_confusion(matrix: np.ndarray, class_names: Sequence[str], png_path: str
   matrix = np.asarray(matrix, np.float64)
   count = len(class_names)
   if matrix.shape != (count, count):
-    raise ShapeError(f'A confusion matrix {matrix.shape} cannot be of {count} classes.',
-                     fix=f'Give a matrix [{count}, {count}] for these names.')
+    raise ShapeError(
+      f'A confusion matrix {matrix.shape} cannot be of {count} classes.',
+      fix=f'Give a matrix [{count}, {count}] for these names.',
+    )
   totals = matrix.sum(1)
   shares = matrix / np.where(totals, totals, 1)[:, None]
   side = min(2.5 + 0.42 * count, 16)
@@ -42,24 +45,34 @@ def plot_confusion(matrix: np.ndarray, class_names: Sequence[str], png_path: str
   axes = figure.subplots()
   image = axes.imshow(shares, cmap='Blues', vmin=0, vmax=1)
   axes.set_xticks(range(count), class_names, rotation=90 if count > 3 else 0, fontsize=8)
-  axes.set_yticks(range(count), [f'{name} ({total:g})' for name, total in zip(class_names, totals)],
-                  fontsize=8)
+  axes.set_yticks(
+    range(count), [f'{name} ({total:g})' for name, total in zip(class_names, totals)], fontsize=8
+  )
   axes.set_xlabel('predicted', fontsize=9)
   axes.set_ylabel('true (examples)', fontsize=9)
   if count <= MAX_WRITTEN_CLASSES:
     for row, column in zip(*np.nonzero(matrix)):
       share = shares[row, column]
       if share >= 0.005:  # what rounds to 0% is noise to the eye
-        axes.text(column, row, f'{100 * share:.0f}', ha='center', va='center', fontsize=7,
-                  color='white' if share > 0.55 else 'black')
+        axes.text(
+          column,
+          row,
+          f'{100 * share:.0f}',
+          ha='center',
+          va='center',
+          fontsize=7,
+          color='white' if share > 0.55 else 'black',
+        )
   bar = figure.colorbar(image, ax=axes, fraction=0.045, pad=0.02)
   bar.set_ticks([0, 0.5, 1], labels=['0%', '50%', '100%'], fontsize=8)
   bar.outline.set_visible(False)
-  line = '   '.join(f'{name.replace("_", " ")} {value:.3f}'
-                    for name, value in classification.scores(matrix).items())
+  line = '   '.join(
+    f'{name.replace("_", " ")} {value:.3f}' for name, value in classification.scores(matrix).items()
+  )
   # No mathematics: a $ in a name is a dollar.
-  axes.set_title('\n'.join(part for part in (title, line) if part), fontsize=9, loc='left',
-                 parse_math=False)
+  axes.set_title(
+    '\n'.join(part for part in (title, line) if part), fontsize=9, loc='left', parse_math=False
+  )
   for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
     label.set_parse_math(False)
   target = pathlib.Path(png_path)

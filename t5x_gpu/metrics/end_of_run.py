@@ -13,8 +13,15 @@ from t5x_gpu.metrics.confusion_picture import plot_confusion
 _log = logging.getLogger(__name__)
 
 
-def closing_text(folder: str | os.PathLike, *, shown: str, step: int, num_outcomes: int,
-                 confusion: Optional[np.ndarray], class_names: Optional[tuple[str, ...]]) -> str:
+def closing_text(
+  folder: str | os.PathLike,
+  *,
+  shown: str,
+  step: int,
+  num_outcomes: int,
+  confusion: Optional[np.ndarray],
+  class_names: Optional[tuple[str, ...]],
+) -> str:
   """Draws the loss curve and the confusion matrix; returns what to look at and to do next.
 
   Args:
@@ -28,20 +35,26 @@ def closing_text(folder: str | os.PathLike, *, shown: str, step: int, num_outcom
   files = ['metrics.jsonl', 'tensorboard/', 'config.gin', 'config_origins.txt']
   table = ''
   try:
-    if plots.plot_losses(os.path.join(folder, 'metrics.jsonl'),
-                         os.path.join(folder, 'loss.png'), vocab_size=num_outcomes):
+    if plots.plot_losses(
+      os.path.join(folder, 'metrics.jsonl'),
+      os.path.join(folder, 'loss.png'),
+      vocab_size=num_outcomes,
+    ):
       files.insert(0, 'loss.png')
     if confusion is not None:
       names = class_names or tuple(map(str, range(len(confusion))))
       table = classification.table(confusion, names) + '\n'
       classification.write_csv(confusion, names, os.path.join(folder, 'confusion.csv'))
-      plot_confusion(confusion, names, os.path.join(folder, 'confusion.png'),
-                     title=f'Step {step}, validation')
+      plot_confusion(
+        confusion, names, os.path.join(folder, 'confusion.png'), title=f'Step {step}, validation'
+      )
       files[:0] = ['confusion.png', 'confusion.csv']
   except ConfigError as e:  # a bare machine without matplotlib; the run itself is complete
     _log.warning('No picture of the loss: %s', e)
-  return (f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'
-          'Next:\n'
-          f'  train on     the same command with --gin.TRAIN_STEPS={2 * step}\n'
-          f'  curves       tensorboard --logdir {shown}/tensorboard\n'
-          f'  who set it   grep BATCH_SIZE {shown}/config_origins.txt')
+  return (
+    f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'
+    'Next:\n'
+    f'  train on     the same command with --gin.TRAIN_STEPS={2 * step}\n'
+    f'  curves       tensorboard --logdir {shown}/tensorboard\n'
+    f'  who set it   grep BATCH_SIZE {shown}/config_origins.txt'
+  )

@@ -19,8 +19,9 @@ def bins(lengths: Mapping[int, int]) -> list[tuple[str, int]]:
     return []
 
   def label(e: int) -> str:
-    low, high = (2**(e - 1) + 1 if e else 1), 2**e
+    low, high = (2 ** (e - 1) + 1 if e else 1), 2**e
     return f'{low:,}' if low == high else f'{low:,}-{high:,}'
+
   return [(label(e), lengths.get(e, 0)) for e in range(min(lengths), max(lengths) + 1)]
 
 
@@ -29,12 +30,15 @@ def lengths_table(lengths: Mapping[int, int]) -> list[str]:
   found = bins(lengths)
   total, most = sum(lengths.values()), max(lengths.values(), default=1)
   width = max((len(name) for name, _ in found), default=0)
-  return [f'  {name:>{width}}  {number / total:6.1%}  {"#" * round(_BAR * number / most)}'.rstrip()
-          for name, number in found]
+  return [
+    f'  {name:>{width}}  {number / total:6.1%}  {"#" * round(_BAR * number / most)}'.rstrip()
+    for name, number in found
+  ]
 
 
-def plot_lengths(lengths: Mapping[str, Mapping[int, int]], png_path: str | os.PathLike, *,
-                 title: str) -> pathlib.Path:
+def plot_lengths(
+  lengths: Mapping[str, Mapping[int, int]], png_path: str | os.PathLike, *, title: str
+) -> pathlib.Path:
   """Draws the share of examples of each length, a curve per task; returns where.
 
   Args:
@@ -50,8 +54,14 @@ def plot_lengths(lengths: Mapping[str, Mapping[int, int]], png_path: str | os.Pa
   exponents = range(min(found), max(found) + 1)
   for name, histogram in lengths.items():
     total = sum(histogram.values()) or 1
-    axes.plot(exponents, [100 * histogram.get(e, 0) / total for e in exponents], marker='o',
-              markersize=3, linewidth=1.2, label=name)
+    axes.plot(
+      exponents,
+      [100 * histogram.get(e, 0) / total for e in exponents],
+      marker='o',
+      markersize=3,
+      linewidth=1.2,
+      label=name,
+    )
   axes.set_xticks(exponents, [f'{2**e:,}' for e in exponents], fontsize=8)
   axes.set_xlabel('tokens of an example, at most', fontsize=9)
   axes.set_ylabel('% of examples', fontsize=9)

@@ -40,7 +40,7 @@ def smooth(values: Sequence[float], *, span: float) -> list[float]:
   def moment(x: np.ndarray, power: int) -> np.ndarray:
     # convolve flips the kernel: weights of x[i + k] are kernel(k) * k**power
     full = np.convolve(x, (kernel * offsets.astype(np.float64) ** power)[::-1])
-    return full[radius:radius + len(x)]
+    return full[radius : radius + len(x)]
 
   weight, value = known.astype(np.float64), np.where(known, y, 0.0)
   s0, s1, s2 = (moment(weight, power) for power in range(3))
@@ -69,11 +69,14 @@ def new_figure(size: tuple[float, float], *, layout: Optional[str] = None) -> An
   """
   try:
     figure = importlib.import_module('matplotlib.figure').Figure(
-        figsize=size, dpi=150, layout=layout)
+      figsize=size, dpi=150, layout=layout
+    )
     importlib.import_module('matplotlib.backends.backend_agg').FigureCanvasAgg(figure)
   except ModuleNotFoundError as e:
-    raise ConfigError(f'A plot was asked for, but {e.name} is not installed.',
-                      fix="Run: pip install 'matplotlib>=3.9'") from e
+    raise ConfigError(
+      f'A plot was asked for, but {e.name} is not installed.',
+      fix="Run: pip install 'matplotlib>=3.9'",
+    ) from e
   return figure
 
 
@@ -86,39 +89,75 @@ def _tidy(axes: Any) -> None:
   axes.tick_params(labelsize=8)
 
 
-def _draw_losses(axes: Any, train: tuple[list[int], list[float]],
-                 evals: tuple[list[int], list[float]], vocab_size: Optional[int]) -> None:
+def _draw_losses(
+  axes: Any,
+  train: tuple[list[int], list[float]],
+  evals: tuple[list[int], list[float]],
+  vocab_size: Optional[int],
+) -> None:
   steps, values = _finite(*train)
   dense = len(steps) > 30  # few points: the raw line is the curve
   if dense:
     smoothed = smooth(values, span=min(len(values) / 20, 200))
     axes.plot(steps, values, color=_TRAIN, linewidth=0.8, alpha=0.35, label='train, each log')
-    axes.plot(steps, smoothed, color=_TRAIN, linewidth=1.8,
-              label=f'train, smoothed ({smoothed[-1]:.3f})')
+    axes.plot(
+      steps, smoothed, color=_TRAIN, linewidth=1.8, label=f'train, smoothed ({smoothed[-1]:.3f})'
+    )
   elif steps:
-    axes.plot(steps, values, color=_TRAIN, linewidth=1.8, marker='o', markersize=3,
-              label=f'train ({values[-1]:.3f})')
+    axes.plot(
+      steps,
+      values,
+      color=_TRAIN,
+      linewidth=1.8,
+      marker='o',
+      markersize=3,
+      label=f'train ({values[-1]:.3f})',
+    )
   steps, values = _finite(*evals)
   if steps:
-    axes.plot(steps, values, color=_EVAL, linewidth=1.5, marker='o', markersize=4,
-              label=f'evaluation ({values[-1]:.3f})')
+    axes.plot(
+      steps,
+      values,
+      color=_EVAL,
+      linewidth=1.5,
+      marker='o',
+      markersize=4,
+      label=f'evaluation ({values[-1]:.3f})',
+    )
   lost = sorted({s for s, v in (*zip(*train), *zip(*evals)) if not math.isfinite(v)})
   if lost:  # along the lower edge, as they have no height
-    axes.plot(lost, [0.02] * len(lost), transform=axes.get_xaxis_transform(), linestyle='',
-              marker='x', markersize=5, color='#CC0000',
-              label=f'not finite, first at step {lost[0]:,}')
+    axes.plot(
+      lost,
+      [0.02] * len(lost),
+      transform=axes.get_xaxis_transform(),
+      linestyle='',
+      marker='x',
+      markersize=5,
+      color='#CC0000',
+      label=f'not finite, first at step {lost[0]:,}',
+    )
   if vocab_size:
     chance = math.log(vocab_size)
-    axes.axhline(chance, color=_GREY, linewidth=1, linestyle=(0, (4, 3)),
-                 label=f'guessing: ln {vocab_size:,} = {chance:.2f}')
+    axes.axhline(
+      chance,
+      color=_GREY,
+      linewidth=1,
+      linestyle=(0, (4, 3)),
+      label=f'guessing: ln {vocab_size:,} = {chance:.2f}',
+    )
   axes.set_ylabel('loss per target token [nats]', fontsize=9)
   if axes.get_legend_handles_labels()[0]:
     axes.legend(fontsize=8, loc='best', framealpha=0.9, edgecolor='none')
   _tidy(axes)
 
 
-def plot_losses(metrics_jsonl_path: str | os.PathLike, png_path: str | os.PathLike, *,
-                vocab_size: Optional[int] = None, title: str = '') -> Optional[pathlib.Path]:
+def plot_losses(
+  metrics_jsonl_path: str | os.PathLike,
+  png_path: str | os.PathLike,
+  *,
+  vocab_size: Optional[int] = None,
+  title: str = '',
+) -> Optional[pathlib.Path]:
   """Draws train and evaluation loss, and below them the learning rate; returns where, or None.
 
   The raw train loss is pale with its smoothed curve on top. The picture replaces an older one only
@@ -142,8 +181,9 @@ def plot_losses(metrics_jsonl_path: str | os.PathLike, png_path: str | os.PathLi
   figure = new_figure((7.2, 4.6 if rate[0] else 3.6), layout='constrained')
   if rate[0]:
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    rates.plot(*rate, color=_RATE, linewidth=1.5, marker='o' if len(rate[0]) < 3 else '',
-               markersize=3)
+    rates.plot(
+      *rate, color=_RATE, linewidth=1.5, marker='o' if len(rate[0]) < 3 else '', markersize=3
+    )
     rates.set_ylim(bottom=0)
     rates.set_ylabel('learning rate', fontsize=9)
     rates.ticklabel_format(axis='y', style='sci', scilimits=(-3, 3), useMathText=True)

@@ -35,11 +35,20 @@ class Recorder(contextlib.ExitStack):
     step_done: called with (step, sums as numbers) for every step, once it is done.
   """
 
-  def __init__(self, model_dir: str | os.PathLike, *, total_steps: int, first_step: int,
-               tokens_per_step: int, is_main: bool, step_done: Callable[[int, reduce.Sums], None]):
+  def __init__(
+    self,
+    model_dir: str | os.PathLike,
+    *,
+    total_steps: int,
+    first_step: int,
+    tokens_per_step: int,
+    is_main: bool,
+    step_done: Callable[[int, reduce.Sums], None],
+  ):
     super().__init__()
-    self.timer = StepTimer(total_steps, tokens_per_step=tokens_per_step, first_step=first_step,
-                           warmup_steps=0)  # compiled ahead: the first step is a step like others
+    self.timer = StepTimer(
+      total_steps, tokens_per_step=tokens_per_step, first_step=first_step, warmup_steps=0
+    )  # compiled ahead: the first step is a step like others
     self._model_dir = model_dir
     self._first_step = first_step
     self._is_main = is_main
@@ -98,5 +107,9 @@ class Recorder(contextlib.ExitStack):
     self._writer.write(step, {**values, **(evaluation or {})})
     self._progress.update(step, values, eta_seconds=times.eta_seconds)
     if evaluation:
-      self._progress.note(f'eval  step {step} | ' + ' | '.join(
-          f'{name.removeprefix("eval/")} {value:.4f}' for name, value in evaluation.items()))
+      self._progress.note(
+        f'eval  step {step} | '
+        + ' | '.join(
+          f'{name.removeprefix("eval/")} {value:.4f}' for name, value in evaluation.items()
+        )
+      )

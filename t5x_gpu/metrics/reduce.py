@@ -32,6 +32,7 @@ class Means:
     empty: names whose total weight is 0 (say, an evaluation split with no target token). They have
       no value, rather than a 0 or NaN that would look like one.
   """
+
   values: dict[str, float]
   empty: tuple[str, ...] = ()
 

@@ -31,6 +31,7 @@ class StepTimes:
     pauses: seconds by name ('save', 'eval') in this window.
     first_step_seconds: of the warm-up step (compilation included), in the window that holds it.
   """
+
   num_steps: int
   step_seconds: Optional[float]
   median_step_seconds: Optional[float]
@@ -43,12 +44,12 @@ class StepTimes:
   def metrics(self, *, prefix: str = 'train/') -> dict[str, float]:
     """Returns the known numbers by metric name; what is None is left out."""
     values = {
-        'step_seconds': self.step_seconds,
-        'step_seconds_median': self.median_step_seconds,
-        'tokens_per_second': self.tokens_per_second,
-        'input_wait_fraction': self.input_wait_fraction,
-        'first_step_seconds': self.first_step_seconds,
-        **{f'{name}_seconds': seconds for name, seconds in self.pauses.items()},
+      'step_seconds': self.step_seconds,
+      'step_seconds_median': self.median_step_seconds,
+      'tokens_per_second': self.tokens_per_second,
+      'input_wait_fraction': self.input_wait_fraction,
+      'first_step_seconds': self.first_step_seconds,
+      **{f'{name}_seconds': seconds for name, seconds in self.pauses.items()},
     }
     return {prefix + name: value for name, value in values.items() if value is not None}
 
@@ -74,8 +75,15 @@ class StepTimer:
     clock: seconds that never go back; tests give their own.
   """
 
-  def __init__(self, total_steps: int, *, tokens_per_step: int, first_step: int = 0,
-               warmup_steps: int = 1, clock: Callable[[], float] = time.monotonic):
+  def __init__(
+    self,
+    total_steps: int,
+    *,
+    tokens_per_step: int,
+    first_step: int = 0,
+    warmup_steps: int = 1,
+    clock: Callable[[], float] = time.monotonic,
+  ):
     self._clock = clock
     self._tokens_per_step = tokens_per_step
     self._total_steps = total_steps
@@ -102,8 +110,10 @@ class StepTimer:
   @contextlib.contextmanager
   def _measure(self, name: str) -> Iterator[list[float]]:
     if self._inside is not None:
-      raise ValueError(f'StepTimer: {name!r} began inside {self._inside!r}; they cannot nest, '
-                       'as the same seconds would count twice.')
+      raise ValueError(
+        f'StepTimer: {name!r} began inside {self._inside!r}; they cannot nest, '
+        'as the same seconds would count twice.'
+      )
     self._inside = name
     seconds: list[float] = []
     begin = self._clock()
@@ -164,21 +174,23 @@ class StepTimer:
     n, total = len(self._seconds), sum(self._seconds)
     timed = n > 0 and total > 0
     times = StepTimes(
-        num_steps=n,
-        step_seconds=total / n if n else None,
-        median_step_seconds=statistics.median(self._seconds) if n else None,
-        tokens_per_second=self._tokens_per_step * n / total if timed else None,
-        input_wait_fraction=min(1.0, self._wait_seconds / total) if timed else None,
-        eta_seconds=self.eta_seconds(),
-        pauses=self._pauses,
-        first_step_seconds=self._first_step_seconds)
+      num_steps=n,
+      step_seconds=total / n if n else None,
+      median_step_seconds=statistics.median(self._seconds) if n else None,
+      tokens_per_second=self._tokens_per_step * n / total if timed else None,
+      input_wait_fraction=min(1.0, self._wait_seconds / total) if timed else None,
+      eta_seconds=self.eta_seconds(),
+      pauses=self._pauses,
+      first_step_seconds=self._first_step_seconds,
+    )
     self._seconds, self._wait_seconds, self._pauses = [], 0.0, {}
     self._first_step_seconds = None
     return times
 
 
-def mfu(model_flops_per_step: float, *, step_seconds: Optional[float],
-        peak_flops: Optional[float]) -> Optional[float]:
+def mfu(
+  model_flops_per_step: float, *, step_seconds: Optional[float], peak_flops: Optional[float]
+) -> Optional[float]:
   """Returns the model FLOPs utilisation (0 to 1), or None where it is unknown.
 
   Args:
@@ -193,7 +205,11 @@ def mfu(model_flops_per_step: float, *, step_seconds: Optional[float],
   if value > 1:
     # Faster than the hardware can be: a sparse or a wrong dtype's peak, or steps not waited for.
     logging.getLogger(__name__).warning(
-        'MFU unknown: %.4g FLOPs in %.4g s would be %.0f%% of the peak of %.4g FLOP/s.',
-        model_flops_per_step, step_seconds, 100 * value, peak_flops)
+      'MFU unknown: %.4g FLOPs in %.4g s would be %.0f%% of the peak of %.4g FLOP/s.',
+      model_flops_per_step,
+      step_seconds,
+      100 * value,
+      peak_flops,
+    )
     return None
   return value

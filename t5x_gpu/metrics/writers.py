@@ -112,9 +112,10 @@ class JsonLinesWriter:
       self._mend_last_line()
     except OSError as e:
       raise ConfigError(
-          f'The metrics file {self.path} cannot be opened for writing: {e.strerror or e}.',
-          fix='Set MODEL_DIR to a folder that you may write to.',
-          parameters=('train.model_dir',)) from e
+        f'The metrics file {self.path} cannot be opened for writing: {e.strerror or e}.',
+        fix='Set MODEL_DIR to a folder that you may write to.',
+        parameters=('train.model_dir',),
+      ) from e
 
   def _mend_last_line(self) -> None:
     content = self.path.read_bytes()
@@ -131,12 +132,14 @@ class JsonLinesWriter:
     line = memoryview(to_json_line(step, values).encode())
     try:
       while line:  # an unbuffered write may take only a part, on a full or remote disk
-        line = line[self._file.write(line):]
+        line = line[self._file.write(line) :]
     except OSError as e:
       raise TrainingError(
-          f'Step {step}: the metrics file {self.path} cannot be written: {e.strerror or e}.',
-          fix='Make room on that disk and start the same command again: it resumes from the last '
-              'checkpoint.', parameters=('train.model_dir',)) from e
+        f'Step {step}: the metrics file {self.path} cannot be written: {e.strerror or e}.',
+        fix='Make room on that disk and start the same command again: it resumes from the last '
+        'checkpoint.',
+        parameters=('train.model_dir',),
+      ) from e
 
   def truncate_after(self, step: int) -> int:
     """Drops lines above `step`, and damaged ones; returns how many.
@@ -151,8 +154,13 @@ class JsonLinesWriter:
     if None in records:
       aside = free_name(self.path.with_name(f'corrupt_{self.path.name}'))
       shutil.copy2(self.path, aside)
-      _log.warning('%s: %d of %d lines are damaged and left out. The file as it was is kept as %s.',
-                   self.path, records.count(None), len(lines), aside.name)
+      _log.warning(
+        '%s: %d of %d lines are damaged and left out. The file as it was is kept as %s.',
+        self.path,
+        records.count(None),
+        len(lines),
+        aside.name,
+      )
     temporary = self.path.with_name(self.path.name + '.tmp')
     with open(temporary, 'wb') as f:
       f.writelines(line + b'\n' for line in kept)
@@ -190,11 +198,14 @@ class TensorBoardWriter:
     try:
       importlib.import_module('tensorboardX')
       self._records, self._protos, self._scalars = (
-          importlib.import_module(f'tensorboardX.{name}')
-          for name in ('record_writer', 'proto.event_pb2', 'summary'))
+        importlib.import_module(f'tensorboardX.{name}')
+        for name in ('record_writer', 'proto.event_pb2', 'summary')
+      )
     except ModuleNotFoundError as e:
-      raise ConfigError(f'TensorBoard files were asked for, but {e.name} is not installed.',
-                        fix="Run: pip install 'tensorboardX>=2.6.4,<3'") from e
+      raise ConfigError(
+        f'TensorBoard files were asked for, but {e.name} is not installed.',
+        fix="Run: pip install 'tensorboardX>=2.6.4,<3'",
+      ) from e
     self._file: Any = None  # opened by the first write, so that an empty run leaves no empty file
     self._purge_step: Optional[int] = None
     self._flushed = 0.0
@@ -210,9 +221,11 @@ class TensorBoardWriter:
         self.flush()
     except OSError as e:
       raise TrainingError(
-          f'Step {step}: TensorBoard files in {self.log_dir} cannot be written: '
-          f'{e.strerror or e}.', fix='Make room on that disk and start the same command again: it '
-          'resumes from the last checkpoint.', parameters=('train.model_dir',)) from e
+        f'Step {step}: TensorBoard files in {self.log_dir} cannot be written: {e.strerror or e}.',
+        fix='Make room on that disk and start the same command again: it '
+        'resumes from the last checkpoint.',
+        parameters=('train.model_dir',),
+      ) from e
 
   def _open(self) -> None:
     if os.path.lexists(self.log_dir) and not self.log_dir.is_dir():
@@ -220,8 +233,7 @@ class TensorBoardWriter:
     self.log_dir.mkdir(parents=True, exist_ok=True)
     # The name and the first event by which TensorBoard knows such a file.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-    name = (f'events.out.tfevents.{seconds}.{socket.gethostname()}.{os.getpid()}.'
-            f'{nanoseconds:09}')
+    name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09}'
     self._file = self._records.RecordWriter(str(self.log_dir / name))
     self._add(0, file_version='brain.Event:2')
     if self._purge_step is not None:

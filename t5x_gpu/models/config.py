@@ -76,6 +76,7 @@ class TransformerConfig:
     router_balance_loss: coefficient of the loss that spreads tokens over experts (0.01 is usual).
     router_z_loss: coefficient of log(Z)^2 of the router's logits (1e-3 is usual).
   """
+
   vocab_size: int
   num_layers: int
   embed_dim: int
@@ -127,12 +128,26 @@ class TransformerConfig:
       problems.append(f'{parameter} = {getattr(self, parameter)!r} {text}')
       parameters.append(f'TransformerConfig.{parameter}')
 
-    for parameter in ('vocab_size', 'num_layers', 'embed_dim', 'num_heads', 'head_dim', 'mlp_dim',
-                      'num_relpos_buckets', 'max_relpos_distance', 'scan_unroll'):
+    for parameter in (
+      'vocab_size',
+      'num_layers',
+      'embed_dim',
+      'num_heads',
+      'head_dim',
+      'mlp_dim',
+      'num_relpos_buckets',
+      'max_relpos_distance',
+      'scan_unroll',
+    ):
       if getattr(self, parameter) < 1:
         refuse(parameter, 'must be at least 1.')
-    for parameter in ('query_pre_attn_scalar', 'attention_softcap', 'logits_softcap',
-                      'init_stddev', 'norm_epsilon'):
+    for parameter in (
+      'query_pre_attn_scalar',
+      'attention_softcap',
+      'logits_softcap',
+      'init_stddev',
+      'norm_epsilon',
+    ):
       value = getattr(self, parameter)
       if value is not None and not value > 0.0:
         refuse(parameter, 'must be above 0.')
@@ -140,14 +155,21 @@ class TransformerConfig:
       if getattr(self, parameter) < 0:
         refuse(parameter, 'must be at least 1, or 0 for none.')
     if self.max_length > 0 and self.num_positions > 0:
-      refuse('max_length', f'has no meaning beside num_positions = {self.num_positions}, which '
-             'limits the length: leave it out.')
+      refuse(
+        'max_length',
+        f'has no meaning beside num_positions = {self.num_positions}, which '
+        'limits the length: leave it out.',
+      )
     if self.num_heads >= 1 and not (1 <= self.kv_heads and self.num_heads % self.kv_heads == 0):
       legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-      refuse('num_kv_heads', f'does not divide num_heads = {self.num_heads}: set it to one of '
-             f'{", ".join(map(str, legal))}.')
-    if not self.windows or any(isinstance(w, bool) or not isinstance(w, int) or w < 0
-                               for w in self.windows):
+      refuse(
+        'num_kv_heads',
+        f'does not divide num_heads = {self.num_heads}: set it to one of '
+        f'{", ".join(map(str, legal))}.',
+      )
+    if not self.windows or any(
+      isinstance(w, bool) or not isinstance(w, int) or w < 0 for w in self.windows
+    ):
       refuse('windows', 'must be sizes of at least 1, or 0 for no window, as in (4096, 0).')
     if self.rope is not None and self.head_dim % 2:
       refuse('head_dim', 'must be even for rotary positions, which turn pairs of features.')
@@ -164,19 +186,28 @@ class TransformerConfig:
         refuse(parameter, 'must be at least 0.')
     if not 0.0 <= self.dropout_rate < 1.0:
       refuse('dropout_rate', 'must be at least 0 and below 1.')
-    for parameter, allowed in (('relative_bias', RELATIVE_BIAS), ('remat_policy', REMAT_POLICIES),
-                               ('dtype', tuple(DTYPES)), ('norm', NORMS),
-                               ('norm_position', NORM_POSITIONS), ('attention_bias', BIASES)):
+    for parameter, allowed in (
+      ('relative_bias', RELATIVE_BIAS),
+      ('remat_policy', REMAT_POLICIES),
+      ('dtype', tuple(DTYPES)),
+      ('norm', NORMS),
+      ('norm_position', NORM_POSITIONS),
+      ('attention_bias', BIASES),
+    ):
       value = getattr(self, parameter)
       if value not in allowed:
         refuse(parameter, f'is not one of {", ".join(allowed)}.{did_you_mean(value, allowed)}')
     if self.relative_bias == 'none' and self.rope is None and self.num_positions == 0:
-      _log.warning("relative_bias = 'none', and neither rope nor num_positions: nothing tells this "
-                   'model where a token stands.')
+      _log.warning(
+        "relative_bias = 'none', and neither rope nor num_positions: nothing tells this "
+        'model where a token stands.'
+      )
     if problems:
-      raise ModelError(all_problems(problems, title='The model cannot be built'),
-                       fix='Set them in the model file or with --gin.TransformerConfig.NAME=VALUE.',
-                       parameters=parameters)
+      raise ModelError(
+        all_problems(problems, title='The model cannot be built'),
+        fix='Set them in the model file or with --gin.TransformerConfig.NAME=VALUE.',
+        parameters=parameters,
+      )
 
   @property
   def compute_dtype(self) -> Any:

@@ -34,6 +34,7 @@ class DecoderOnlyModel:
       for tasks that have 'inputs'.
     layer: module of one layer, if it is to be another than TransformerLayer (docs/add_a_model.md).
   """
+
   config: TransformerConfig
   z_loss: float = 0.0
   label_smoothing: float = 0.0
@@ -52,12 +53,17 @@ class DecoderOnlyModel:
     """Returns how SeqIO features become the model's: 'prefix_lm' with inputs, else 'lm'."""
     return 'prefix_lm' if 'inputs' in task_feature_lengths else 'lm'
 
-  def batch_spec(self, task_feature_lengths: Mapping[str, int], *, batch_size: int,
-                 pack: bool) -> BatchSpec:
+  def batch_spec(
+    self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
+  ) -> BatchSpec:
     """Returns the features that `loss` takes from a batch of this size."""
-    spec = batch_spec(self.feature_converter(task_feature_lengths),
-                      task_feature_lengths=task_feature_lengths,
-                      batch_size=batch_size, pack=pack, vocab_size=self.config.vocab_size)
+    spec = batch_spec(
+      self.feature_converter(task_feature_lengths),
+      task_feature_lengths=task_feature_lengths,
+      batch_size=batch_size,
+      pack=pack,
+      vocab_size=self.config.vocab_size,
+    )
     check_length(self.config, spec)
     return spec
 
@@ -72,11 +78,21 @@ class DecoderOnlyModel:
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
     """Returns freshly drawn parameters, boxed with their axis names (`NamedParam`)."""
     del spec  # of what fits any length
-    names = ('token_embedder', 'relpos_bias', 'layers', 'decoder_norm', 'logits_dense',
-             'position_embedder', 'embedding_norm')
+    names = (
+      'token_embedder',
+      'relpos_bias',
+      'layers',
+      'decoder_norm',
+      'logits_dense',
+      'position_embedder',
+      'embedding_norm',
+    )
     keys = dict(zip(names, jax.random.split(rng, len(names))))
-    return {**self._embeddings.init(keys), **self._stack.init(keys),
-            **init_token_logits(self.config, keys['logits_dense'])}
+    return {
+      **self._embeddings.init(keys),
+      **self._stack.init(keys),
+      **init_token_logits(self.config, keys['logits_dense']),
+    }
 
   @property
   def _embeddings(self) -> Embeddings:
@@ -84,51 +100,87 @@ class DecoderOnlyModel:
 
   @property
   def _stack(self) -> Stack:
-    return Stack(self.config, self.config.num_layers, causal=True, final_norm='decoder_norm',
-                 layer=self.layer)
+    return Stack(
+      self.config, self.config.num_layers, causal=True, final_norm='decoder_norm', layer=self.layer
+    )
 
-  def embed(self, params: Params, batch: DeviceBatch, *,
-            dropout_key: Optional[jax.Array] = None) -> Activation:
+  def embed(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> Activation:
     """Returns [batch, length, embed], what the first layer gets."""
-    return self._embeddings(params, batch['decoder_input_tokens'], self._positions(batch),
-                            rng=dropout_rng(dropout_key, batch, 'embed', side='decoder'))
+    return self._embeddings(
+      params,
+      batch['decoder_input_tokens'],
+      self._positions(batch),
+      rng=dropout_rng(dropout_key, batch, 'embed', side='decoder'),
+    )
 
-  def run_layers(self, params: Params, x: Activation, batch: DeviceBatch, *,
-                 dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> Activation:
+  def run_layers(
+    self,
+    params: Params,
+    x: Activation,
+    batch: DeviceBatch,
+    *,
+    dropout_key: Optional[jax.Array] = None,
+    first_layer: Any = 0,
+  ) -> Activation:
     """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
-    return self._stack.run(params, x, self._info(batch), self._positions(batch),
-                           rng=dropout_rng(dropout_key, batch, 'layers', side='decoder'),
-                           first_layer=first_layer)
+    return self._stack.run(
+      params,
+      x,
+      self._info(batch),
+      self._positions(batch),
+      rng=dropout_rng(dropout_key, batch, 'layers', side='decoder'),
+      first_layer=first_layer,
+    )
 
   def _info(self, batch: DeviceBatch) -> TokenInfo:
     prefix = batch['decoder_causal_attention'] if self.uses_prefix(batch) else None
-    return token_info(batch['decoder_target_tokens'], prefix=prefix,
-                      segment_ids=batch.get('decoder_segment_ids'),
-                      positions=batch.get('decoder_places'),
-                      known=(batch.get('decoder_loss_weights'),
-                             batch.get('decoder_causal_attention')))
+    return token_info(
+      batch['decoder_target_tokens'],
+      prefix=prefix,
+      segment_ids=batch.get('decoder_segment_ids'),
+      positions=batch.get('decoder_places'),
+      known=(batch.get('decoder_loss_weights'), batch.get('decoder_causal_attention')),
+    )
 
   def _positions(self, batch: DeviceBatch) -> jax.Array:
     """Returns where each token stands in its example: packed rows hold several."""
     return batch.get('decoder_positions', self._info(batch).positions)
 
-  def _logits(self, params: Params, x: Activation, batch: DeviceBatch,
-              dropout_key: Optional[jax.Array]) -> jax.Array:
-    x = dropout(self._stack.finish(params, x), self.config.dropout_rate,
-                dropout_rng(dropout_key, batch, 'head', side='decoder'))
+  def _logits(
+    self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
+  ) -> jax.Array:
+    x = dropout(
+      self._stack.finish(params, x),
+      self.config.dropout_rate,
+      dropout_rng(dropout_key, batch, 'head', side='decoder'),
+    )
     return token_logits(self.config, params, x, params['token_embedder'])
 
-  def head(self, params: Params, x: Activation, batch: DeviceBatch, *,
-           dropout_key: Optional[jax.Array] = None) -> Sums:
+  def head(
+    self,
+    params: Params,
+    x: Activation,
+    batch: DeviceBatch,
+    *,
+    dropout_key: Optional[jax.Array] = None,
+  ) -> Sums:
     """Returns sums over target tokens from `x`, what the last layer returned."""
     logits = self._logits(params, x, batch, dropout_key)
     weights = batch['decoder_loss_weights']
-    sums = cross_entropy(logits, batch['decoder_target_tokens'], weights, z_loss=self.z_loss,
-                         label_smoothing=self.label_smoothing)
+    sums = cross_entropy(
+      logits,
+      batch['decoder_target_tokens'],
+      weights,
+      z_loss=self.z_loss,
+      label_smoothing=self.label_smoothing,
+    )
     return self._stack.charge_routers(sums, x, weights)
 
-  def logits(self, params: Params, batch: DeviceBatch, *,
-             dropout_key: Optional[jax.Array] = None) -> jax.Array:
+  def logits(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
     """Returns [batch, length, vocab] in float32; dropout only with a key for it."""
     x = self.embed(params, batch, dropout_key=dropout_key)
     x = self.run_layers(params, x, batch, dropout_key=dropout_key)
@@ -137,15 +189,17 @@ class DecoderOnlyModel:
   def uses_prefix(self, batch: DeviceBatch) -> bool:
     return self.inputs_bidirectional_attention and 'decoder_causal_attention' in batch
 
-  def loss(self, params: Params, batch: DeviceBatch, *,
-           dropout_key: Optional[jax.Array] = None) -> Sums:
+  def loss(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> Sums:
     """Returns sums over target tokens; 'loss' is what training minimises, per token."""
     x = self.embed(params, batch, dropout_key=dropout_key)
     x = self.run_layers(params, x, batch, dropout_key=dropout_key)
     return self.head(params, x, batch, dropout_key=dropout_key)
 
-  def start_decoding(self, params: Params, prompts: jax.Array, lengths: jax.Array, *,
-                     slots: int) -> tuple[jax.Array, DecodingState]:
+  def start_decoding(
+    self, params: Params, prompts: jax.Array, lengths: jax.Array, *, slots: int
+  ) -> tuple[jax.Array, DecodingState]:
     """Returns float32 logits [batch, vocab] of the token after each prompt, and the state.
 
     Args:
@@ -154,18 +208,25 @@ class DecoderOnlyModel:
       lengths: [batch] tokens of each prompt.
       slots: room for prompt and new tokens together.
     """
-    state = begin(self.config, num_layers=self.config.num_layers, lengths=lengths,
-                  prompt_length=prompts.shape[1], slots=slots,
-                  bidirectional_prompt=self.inputs_bidirectional_attention)
+    state = begin(
+      self.config,
+      num_layers=self.config.num_layers,
+      lengths=lengths,
+      prompt_length=prompts.shape[1],
+      slots=slots,
+      bidirectional_prompt=self.inputs_bidirectional_attention,
+    )
     return self._extend(params, prompts, state)
 
-  def decode_step(self, params: Params, tokens: jax.Array, state: DecodingState
-                  ) -> tuple[jax.Array, DecodingState]:
+  def decode_step(
+    self, params: Params, tokens: jax.Array, state: DecodingState
+  ) -> tuple[jax.Array, DecodingState]:
     """Returns logits [batch, vocab] of what follows `tokens` [batch], and the state with them."""
     return self._extend(params, tokens[:, None], state)
 
-  def _extend(self, params: Params, tokens: jax.Array, state: DecodingState
-              ) -> tuple[jax.Array, DecodingState]:
+  def _extend(
+    self, params: Params, tokens: jax.Array, state: DecodingState
+  ) -> tuple[jax.Array, DecodingState]:
     info, positions, cached = state.of_next(tokens.shape[1])
     x = self._embeddings(params, tokens, positions)
     x, caches = self._stack.extend(params, x, info, positions, state.caches, cached)

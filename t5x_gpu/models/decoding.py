@@ -38,6 +38,7 @@ class DecodingConfig:
     batch_size: prompts at a time; as many more as the mesh needs to split them evenly.
   Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Wu et al. 2016, eq. 14 (penalty).
   """
+
   max_decode_length: int = 128
   num_decodes: int = 1
   temperature: float = 0.0
@@ -59,6 +60,7 @@ class DecodingConfig:
     def refuse(parameter: str, text: str) -> None:
       problems.append(f'{parameter} = {getattr(self, parameter)!r} {text}')
       parameters.append(f'DecodingConfig.{parameter}')
+
     for parameter in ('max_decode_length', 'num_decodes', 'num_beams', 'batch_size'):
       if getattr(self, parameter) < 1:
         refuse(parameter, 'must be at least 1.')
@@ -73,8 +75,11 @@ class DecodingConfig:
     if self.start_token is not None and self.start_token < 0:
       refuse('start_token', 'must be a token id, or None for none.')
     if self.beam_rule not in BEAM_RULES:
-      refuse('beam_rule', f'is not one of {", ".join(map(repr, BEAM_RULES))}.'
-             + did_you_mean(str(self.beam_rule), BEAM_RULES))
+      refuse(
+        'beam_rule',
+        f'is not one of {", ".join(map(repr, BEAM_RULES))}.'
+        + did_you_mean(str(self.beam_rule), BEAM_RULES),
+      )
     if self.num_beams > 1:
       if self.temperature or self.top_k or self.top_p < 1.0:
         refuse('num_beams', 'searches: leave out temperature, top_k and top_p, those of samples.')
@@ -84,12 +89,16 @@ class DecodingConfig:
       if self.num_decodes > 1:
         refuse('num_decodes', 'would all be the same: set temperature above 0, or num_beams.')
       if self.top_k or self.top_p < 1.0:
-        refuse('temperature', 'takes the likeliest token, so that top_k and top_p change nothing: '
-               'set it above 0.')
+        refuse(
+          'temperature',
+          'takes the likeliest token, so that top_k and top_p change nothing: set it above 0.',
+        )
     if problems:
-      raise ConfigError(all_problems(problems, title='Text cannot be decoded so'),
-                        fix='Set them in gin or with --gin.DecodingConfig.NAME=VALUE.',
-                        parameters=parameters)
+      raise ConfigError(
+        all_problems(problems, title='Text cannot be decoded so'),
+        fix='Set them in gin or with --gin.DecodingConfig.NAME=VALUE.',
+        parameters=parameters,
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +110,7 @@ class SampleConfig:
     num_tokens: tokens to add; prompt and continuation must fit the model's length.
     temperature: 0 takes the likeliest token, 1 samples from the model's distribution.
   """
+
   prompt: str
   num_tokens: int = 128
   temperature: float = 0.7
@@ -112,11 +122,13 @@ def check_sample(prompt_length: int, *, num_tokens: int, length: int) -> None:
   if prompt_length >= 1 and 1 <= num_tokens <= room:
     return
   raise ConfigError(
-      f'The sample has {prompt_length} prompt tokens and {num_tokens} new ones; the model takes '
-      f'{length} in all, and at least one of each.',
-      fix=f'Set SampleConfig.prompt to a text of 1 to {length - 1} tokens.'
-      if prompt_length < 1 or room < 1 else f'Set SampleConfig.num_tokens to 1 to {room}.',
-      parameters=('SampleConfig.num_tokens', 'SampleConfig.prompt', 'TASK_FEATURE_LENGTHS'))
+    f'The sample has {prompt_length} prompt tokens and {num_tokens} new ones; the model takes '
+    f'{length} in all, and at least one of each.',
+    fix=f'Set SampleConfig.prompt to a text of 1 to {length - 1} tokens.'
+    if prompt_length < 1 or room < 1
+    else f'Set SampleConfig.num_tokens to 1 to {room}.',
+    parameters=('SampleConfig.num_tokens', 'SampleConfig.prompt', 'TASK_FEATURE_LENGTHS'),
+  )
 
 
 def reads_inputs(model: Any) -> bool:
@@ -128,7 +140,8 @@ def check_writes_text(model: Any) -> None:
   """Raises ConfigError for a model that cannot continue a text, such as an encoder."""
   if not hasattr(model, 'start_decoding'):
     raise ConfigError(
-        f'A {type(model).__name__} does not write text.',
-        fix='Take a DecoderOnlyModel or an EncoderDecoderModel, or give your model '
-            'start_decoding and decode_step; without a text to write, remove train.sample_cfg.',
-        parameters=('train.model', 'train.sample_cfg'))
+      f'A {type(model).__name__} does not write text.',
+      fix='Take a DecoderOnlyModel or an EncoderDecoderModel, or give your model '
+      'start_decoding and decode_step; without a text to write, remove train.sample_cfg.',
+      parameters=('train.model', 'train.sample_cfg'),
+    )

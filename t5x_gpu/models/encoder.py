@@ -16,10 +16,14 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.heads import POOLINGS, Classifier, MaskedTokenLogits, pool
 from t5x_gpu.models.losses import (
-    Sums, check_loss_options, cross_entropy, of_examples, refuse_router_losses)
+  Sums,
+  check_loss_options,
+  cross_entropy,
+  of_examples,
+  refuse_router_losses,
+)
 from t5x_gpu.models.sizes import check_length, transformer_sizes
-from t5x_gpu.models.stack import (
-    Activation, DeviceBatch, Embeddings, Params, Stack, dropout_rng)
+from t5x_gpu.models.stack import Activation, DeviceBatch, Embeddings, Params, Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning import fsdp
 
@@ -45,6 +49,7 @@ class EncoderModel:
       None if the config has several types. False continues a run from before rows carried them.
     layer: module of one layer, if it is to be another than TransformerLayer (docs/add_a_model.md).
   """
+
   config: TransformerConfig
   head_type: str = 'classification'
   num_classes: int = 2
@@ -61,19 +66,25 @@ class EncoderModel:
     for name, allowed in (('head_type', HEADS), ('pooling', POOLINGS)):
       value = getattr(self, name)
       if value not in allowed:
-        raise ModelError(f'EncoderModel.{name} = {value!r} is not one of {", ".join(allowed)}.'
-                         f'{did_you_mean(value, allowed)}', fix=f'Set EncoderModel.{name} to one '
-                         'of them.', parameters=(f'EncoderModel.{name}',))
+        raise ModelError(
+          f'EncoderModel.{name} = {value!r} is not one of {", ".join(allowed)}.'
+          f'{did_you_mean(value, allowed)}',
+          fix=f'Set EncoderModel.{name} to one of them.',
+          parameters=(f'EncoderModel.{name}',),
+        )
     if self.head_type == 'classification' and self.num_classes < 2:
-      raise ModelError(f'EncoderModel.num_classes = {self.num_classes}: there is nothing to tell '
-                       'apart.', fix='Set EncoderModel.num_classes to 2 or more.',
-                       parameters=('EncoderModel.num_classes',))
+      raise ModelError(
+        f'EncoderModel.num_classes = {self.num_classes}: there is nothing to tell apart.',
+        fix='Set EncoderModel.num_classes to 2 or more.',
+        parameters=('EncoderModel.num_classes',),
+      )
     if self.token_types and self.config.num_token_types < 2:
       raise ModelError(
-          'EncoderModel.token_types = True, but TransformerConfig.num_token_types = '
-          f'{self.config.num_token_types}: the model has no embeddings of token types.',
-          fix='Set TransformerConfig.num_token_types = 2, or leave EncoderModel.token_types out.',
-          parameters=('EncoderModel.token_types', 'TransformerConfig.num_token_types'))
+        'EncoderModel.token_types = True, but TransformerConfig.num_token_types = '
+        f'{self.config.num_token_types}: the model has no embeddings of token types.',
+        fix='Set TransformerConfig.num_token_types = 2, or leave EncoderModel.token_types out.',
+        parameters=('EncoderModel.token_types', 'TransformerConfig.num_token_types'),
+      )
 
   @property
   def classifies(self) -> bool:
@@ -93,13 +104,18 @@ class EncoderModel:
     typed = self.config.num_token_types > 1 if self.token_types is None else self.token_types
     return 'encoder_classification_with_types' if typed else 'encoder_classification'
 
-  def batch_spec(self, task_feature_lengths: Mapping[str, int], *, batch_size: int,
-                 pack: bool) -> BatchSpec:
+  def batch_spec(
+    self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
+  ) -> BatchSpec:
     """Returns the features that `loss` takes from a batch of this size."""
-    spec = batch_spec(self.feature_converter(task_feature_lengths),
-                      task_feature_lengths=task_feature_lengths,
-                      batch_size=batch_size, pack=pack, vocab_size=self.config.vocab_size,
-                      num_classes=self.num_classes if self.classifies else None)
+    spec = batch_spec(
+      self.feature_converter(task_feature_lengths),
+      task_feature_lengths=task_feature_lengths,
+      batch_size=batch_size,
+      pack=pack,
+      vocab_size=self.config.vocab_size,
+      num_classes=self.num_classes if self.classifies else None,
+    )
     check_length(self.config, spec)
     return spec
 
@@ -114,16 +130,27 @@ class EncoderModel:
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
     """Returns freshly drawn parameters, boxed with their axis names (`NamedParam`)."""
     del spec  # of what fits any length
-    names = ('token_embedder', 'relpos_bias', 'layers', 'encoder_norm', 'head',
-             'position_embedder', 'token_type_embedder', 'embedding_norm')
+    names = (
+      'token_embedder',
+      'relpos_bias',
+      'layers',
+      'encoder_norm',
+      'head',
+      'position_embedder',
+      'token_type_embedder',
+      'embedding_norm',
+    )
     keys = dict(zip(names, jax.random.split(rng, len(names))))
     params = {**self._embeddings.init(keys), **self._stack.init(keys)}
     x = jnp.zeros((1, 1, self.config.embed_dim), self.config.compute_dtype)
     if self.classifies:
       head = self._head_module.init(keys['head'], x[:, 0])
     else:
-      head = self._head_module.init(keys['head'], x, jnp.zeros(
-          (self.config.vocab_size, self.config.embed_dim), self.config.compute_dtype))
+      head = self._head_module.init(
+        keys['head'],
+        x,
+        jnp.zeros((self.config.vocab_size, self.config.embed_dim), self.config.compute_dtype),
+      )
     return {**params, **head['params']}
 
   @property
@@ -132,53 +159,87 @@ class EncoderModel:
 
   @property
   def _stack(self) -> Stack:
-    return Stack(self.config, self.config.num_layers, causal=False, final_norm='encoder_norm',
-                 layer=self.layer)
+    return Stack(
+      self.config, self.config.num_layers, causal=False, final_norm='encoder_norm', layer=self.layer
+    )
 
   @property
   def _head_module(self) -> nn.Module:
     if self.classifies:
-      return Classifier(self.config, self.num_classes, tanh_layer=self.pooling.endswith('tanh'),
-                        mlp_dim=self.head_mlp_dim)
+      return Classifier(
+        self.config,
+        self.num_classes,
+        tanh_layer=self.pooling.endswith('tanh'),
+        mlp_dim=self.head_mlp_dim,
+      )
     return MaskedTokenLogits(self.config)
 
-  def embed(self, params: Params, batch: DeviceBatch, *,
-            dropout_key: Optional[jax.Array] = None) -> Activation:
+  def embed(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> Activation:
     """Returns [batch, length, embed], what the first layer gets."""
-    return self._embeddings(params, batch['encoder_input_tokens'], self._positions(batch),
-                            token_types=batch.get('encoder_token_types'),
-                            rng=dropout_rng(dropout_key, batch, 'embed', side='encoder'))
+    return self._embeddings(
+      params,
+      batch['encoder_input_tokens'],
+      self._positions(batch),
+      token_types=batch.get('encoder_token_types'),
+      rng=dropout_rng(dropout_key, batch, 'embed', side='encoder'),
+    )
 
-  def run_layers(self, params: Params, x: Activation, batch: DeviceBatch, *,
-                 dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> Activation:
+  def run_layers(
+    self,
+    params: Params,
+    x: Activation,
+    batch: DeviceBatch,
+    *,
+    dropout_key: Optional[jax.Array] = None,
+    first_layer: Any = 0,
+  ) -> Activation:
     """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
-    return self._stack.run(params, x, self._info(batch), self._positions(batch),
-                           rng=dropout_rng(dropout_key, batch, 'layers', side='encoder'),
-                           first_layer=first_layer)
+    return self._stack.run(
+      params,
+      x,
+      self._info(batch),
+      self._positions(batch),
+      rng=dropout_rng(dropout_key, batch, 'layers', side='encoder'),
+      first_layer=first_layer,
+    )
 
   def _info(self, batch: DeviceBatch) -> TokenInfo:
-    return token_info(batch['encoder_input_tokens'], segment_ids=batch.get('encoder_segment_ids'),
-                      positions=batch.get('encoder_places'))
+    return token_info(
+      batch['encoder_input_tokens'],
+      segment_ids=batch.get('encoder_segment_ids'),
+      positions=batch.get('encoder_places'),
+    )
 
   def _positions(self, batch: DeviceBatch) -> jax.Array:
     """Returns where each token stands in its example: packed rows hold several."""
     return batch.get('encoder_positions', self._info(batch).positions)
 
-  def _logits(self, params: Params, x: Activation, batch: DeviceBatch,
-              dropout_key: Optional[jax.Array]) -> jax.Array:
+  def _logits(
+    self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
+  ) -> jax.Array:
     c = self.config
-    own = {name: fsdp.whole(params[name], c.compute_dtype)
-           for name in self._head_module.parameter_names}
+    own = {
+      name: fsdp.whole(params[name], c.compute_dtype) for name in self._head_module.parameter_names
+    }
     x = self._stack.finish(params, x)
     if self.classifies:
       row = pool(x, self._info(batch), kind=self.pooling)
       return self._head_module.apply(
-          {'params': own}, row, dropout_rng(dropout_key, batch, 'head', side='encoder'))
+        {'params': own}, row, dropout_rng(dropout_key, batch, 'head', side='encoder')
+      )
     table = fsdp.whole(params['token_embedder'], c.compute_dtype)['embedding']
     return self._head_module.apply({'params': own}, x, table)
 
-  def head(self, params: Params, x: Activation, batch: DeviceBatch, *,
-           dropout_key: Optional[jax.Array] = None) -> Sums:
+  def head(
+    self,
+    params: Params,
+    x: Activation,
+    batch: DeviceBatch,
+    *,
+    dropout_key: Optional[jax.Array] = None,
+  ) -> Sums:
     """Returns sums over examples or masked tokens from `x`, what the last layer returned.
 
     Without a key for dropout those of classification include 'confusion', see losses.of_examples.
@@ -186,21 +247,28 @@ class EncoderModel:
     logits = self._logits(params, x, batch, dropout_key)
     options = dict(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
     if self.classifies:
-      return of_examples(logits, batch['label'], batch['label_weights'], **options,
-                         with_confusion=dropout_key is None)  # in evaluation
+      return of_examples(
+        logits,
+        batch['label'],
+        batch['label_weights'],
+        **options,
+        with_confusion=dropout_key is None,
+      )  # in evaluation
     weights = batch['encoder_loss_weights']
     sums = cross_entropy(logits, batch['encoder_target_tokens'], weights, **options)
     return self._stack.charge_routers(sums, x, weights)
 
-  def logits(self, params: Params, batch: DeviceBatch, *,
-             dropout_key: Optional[jax.Array] = None) -> jax.Array:
+  def logits(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
     """Returns float32 [batch, classes], or [batch, length, vocab] of masked language modelling."""
     x = self.embed(params, batch, dropout_key=dropout_key)
     x = self.run_layers(params, x, batch, dropout_key=dropout_key)
     return self._logits(params, x, batch, dropout_key)
 
-  def loss(self, params: Params, batch: DeviceBatch, *,
-           dropout_key: Optional[jax.Array] = None) -> Sums:
+  def loss(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> Sums:
     """Returns sums; 'loss' is what training minimises, per example or masked token."""
     x = self.embed(params, batch, dropout_key=dropout_key)
     x = self.run_layers(params, x, batch, dropout_key=dropout_key)

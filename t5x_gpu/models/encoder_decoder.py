@@ -38,6 +38,7 @@ class EncoderDecoderModel:
     label_smoothing: probability given to the other tokens.
     layer: module of one layer, if it is to be another than TransformerLayer (docs/add_a_model.md).
   """
+
   config: TransformerConfig
   num_encoder_layers: Optional[int] = None
   z_loss: float = 0.0
@@ -59,11 +60,17 @@ class EncoderDecoderModel:
     del task_feature_lengths
     return 'encoder_decoder'
 
-  def batch_spec(self, task_feature_lengths: Mapping[str, int], *, batch_size: int,
-                 pack: bool) -> BatchSpec:
+  def batch_spec(
+    self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
+  ) -> BatchSpec:
     """Returns the features that `loss` takes from a batch of this size."""
-    spec = batch_spec('encoder_decoder', task_feature_lengths=task_feature_lengths,
-                      batch_size=batch_size, pack=pack, vocab_size=self.config.vocab_size)
+    spec = batch_spec(
+      'encoder_decoder',
+      task_feature_lengths=task_feature_lengths,
+      batch_size=batch_size,
+      pack=pack,
+      vocab_size=self.config.vocab_size,
+    )
     check_length(self.config, spec)
     return spec
 
@@ -76,8 +83,9 @@ class EncoderDecoderModel:
 
   def flops_per_token(self, length: int) -> float:
     """Returns model FLOPs of one training step per input token, inputs and targets this long."""
-    return encoder_decoder_flops_per_token(self.config, length,
-                                           num_encoder_layers=self._encoder.num_layers)
+    return encoder_decoder_flops_per_token(
+      self.config, length, num_encoder_layers=self._encoder.num_layers
+    )
 
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
     """Returns freshly drawn parameters, boxed with their axis names (`NamedParam`)."""
@@ -88,10 +96,16 @@ class EncoderDecoderModel:
     def of_stack(name: str) -> dict[str, jax.Array]:
       parts = ('relpos_bias', 'layers', f'{name}_norm', 'logits_dense')
       return dict(zip(parts, jax.random.split(keys[name], len(parts))))
+
     decoder = of_stack('decoder')
-    return {**self._embeddings.init(keys), 'encoder': self._encoder.init(of_stack('encoder')),
-            'decoder': {**self._decoder.init(decoder),
-                        **init_token_logits(self.config, decoder['logits_dense'])}}
+    return {
+      **self._embeddings.init(keys),
+      'encoder': self._encoder.init(of_stack('encoder')),
+      'decoder': {
+        **self._decoder.init(decoder),
+        **init_token_logits(self.config, decoder['logits_dense']),
+      },
+    }
 
   @property
   def _embeddings(self) -> Embeddings:
@@ -99,22 +113,44 @@ class EncoderDecoderModel:
 
   @property
   def _encoder(self) -> Stack:
-    return Stack(self.config, self.num_encoder_layers or self.config.num_layers, causal=False,
-                 final_norm='encoder_norm', layer=self.layer)
+    return Stack(
+      self.config,
+      self.num_encoder_layers or self.config.num_layers,
+      causal=False,
+      final_norm='encoder_norm',
+      layer=self.layer,
+    )
 
   @property
   def _decoder(self) -> Stack:
-    return Stack(self.config, self.config.num_layers, causal=True, final_norm='decoder_norm',
-                 attends_to_encoder=True, layer=self.layer)
+    return Stack(
+      self.config,
+      self.config.num_layers,
+      causal=True,
+      final_norm='decoder_norm',
+      attends_to_encoder=True,
+      layer=self.layer,
+    )
 
-  def embed(self, params: Params, batch: DeviceBatch, *,
-            dropout_key: Optional[jax.Array] = None) -> Activations:
+  def embed(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> Activations:
     """Returns what the first layers of both get."""
-    return (self._embed(params, batch, 'encoder', dropout_key),
-            self._embed(params, batch, 'decoder', dropout_key))
+    return (
+      self._embed(params, batch, 'encoder', dropout_key),
+      self._embed(params, batch, 'decoder', dropout_key),
+    )
 
-  def run_layers(self, params: Params, x: Activations, batch: DeviceBatch, *, stack: str,
-                 dropout_key: Optional[jax.Array] = None, first_layer: Any = 0) -> Activations:
+  def run_layers(
+    self,
+    params: Params,
+    x: Activations,
+    batch: DeviceBatch,
+    *,
+    stack: str,
+    dropout_key: Optional[jax.Array] = None,
+    first_layer: Any = 0,
+  ) -> Activations:
     """Returns `x` after the layers of `params[stack]['layers']`.
 
     Args:
@@ -131,67 +167,122 @@ class EncoderDecoderModel:
     # Not carried from layer to layer: the norm of what the encoder returned costs less.
     encoded = self._finish(params, of_encoder, batch, 'encoder', dropout_key)
     return of_encoder, self._decoder.run(
-        params['decoder'], of_decoder, _info(batch, 'decoder'), _positions(batch, 'decoder'),
-        encoder_info=_info(batch, 'encoder'), encoded=encoded, first_layer=first_layer,
-        rng=_dropout_rng(dropout_key, batch, 'decoder', 'layers'))
+      params['decoder'],
+      of_decoder,
+      _info(batch, 'decoder'),
+      _positions(batch, 'decoder'),
+      encoder_info=_info(batch, 'encoder'),
+      encoded=encoded,
+      first_layer=first_layer,
+      rng=_dropout_rng(dropout_key, batch, 'decoder', 'layers'),
+    )
 
-  def _embed(self, params: Params, batch: DeviceBatch, side: str,
-             dropout_key: Optional[jax.Array]) -> jax.Array:
-    return self._embeddings(params, batch[f'{side}_input_tokens'], _positions(batch, side),
-                            rng=_dropout_rng(dropout_key, batch, side, 'embed'))
+  def _embed(
+    self, params: Params, batch: DeviceBatch, side: str, dropout_key: Optional[jax.Array]
+  ) -> jax.Array:
+    return self._embeddings(
+      params,
+      batch[f'{side}_input_tokens'],
+      _positions(batch, side),
+      rng=_dropout_rng(dropout_key, batch, side, 'embed'),
+    )
 
-  def _run_encoder(self, params: Params, x: jax.Array, batch: DeviceBatch,
-                   dropout_key: Optional[jax.Array], first_layer: Any = 0) -> jax.Array:
+  def _run_encoder(
+    self,
+    params: Params,
+    x: jax.Array,
+    batch: DeviceBatch,
+    dropout_key: Optional[jax.Array],
+    first_layer: Any = 0,
+  ) -> jax.Array:
     return self._encoder.run(
-        params['encoder'], x, _info(batch, 'encoder'), _positions(batch, 'encoder'),
-        rng=_dropout_rng(dropout_key, batch, 'encoder', 'layers'), first_layer=first_layer)
+      params['encoder'],
+      x,
+      _info(batch, 'encoder'),
+      _positions(batch, 'encoder'),
+      rng=_dropout_rng(dropout_key, batch, 'encoder', 'layers'),
+      first_layer=first_layer,
+    )
 
-  def _finish(self, params: Params, x: jax.Array, batch: DeviceBatch, side: str,
-              dropout_key: Optional[jax.Array]) -> jax.Array:
+  def _finish(
+    self,
+    params: Params,
+    x: jax.Array,
+    batch: DeviceBatch,
+    side: str,
+    dropout_key: Optional[jax.Array],
+  ) -> jax.Array:
     """Returns [batch, length, embed] after the last norm of a stack, and dropout."""
     stack = self._encoder if side == 'encoder' else self._decoder
-    return dropout(stack.finish(params[side], x), self.config.dropout_rate,
-                   _dropout_rng(dropout_key, batch, side, 'head'))
+    return dropout(
+      stack.finish(params[side], x),
+      self.config.dropout_rate,
+      _dropout_rng(dropout_key, batch, side, 'head'),
+    )
 
-  def encode(self, params: Params, batch: DeviceBatch, *,
-             dropout_key: Optional[jax.Array] = None) -> jax.Array:
+  def encode(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
     """Returns [batch, length, embed] of 'encoder_input_tokens', after the encoder's last norm."""
     x = self._embed(params, batch, 'encoder', dropout_key)
     x = self._run_encoder(params, x, batch, dropout_key)
     return self._finish(params, x, batch, 'encoder', dropout_key)
 
-  def _logits(self, params: Params, x: Activations, batch: DeviceBatch,
-              dropout_key: Optional[jax.Array]) -> jax.Array:
+  def _logits(
+    self, params: Params, x: Activations, batch: DeviceBatch, dropout_key: Optional[jax.Array]
+  ) -> jax.Array:
     x = self._finish(params, x[1], batch, 'decoder', dropout_key)
     return token_logits(self.config, params['decoder'], x, params['token_embedder'])
 
-  def head(self, params: Params, x: Activations, batch: DeviceBatch, *,
-           dropout_key: Optional[jax.Array] = None) -> Sums:
+  def head(
+    self,
+    params: Params,
+    x: Activations,
+    batch: DeviceBatch,
+    *,
+    dropout_key: Optional[jax.Array] = None,
+  ) -> Sums:
     """Returns sums over target tokens from `x`, of which what the decoder returned is used."""
     logits = self._logits(params, x, batch, dropout_key)
-    return cross_entropy(logits, batch['decoder_target_tokens'], batch['decoder_loss_weights'],
-                         z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+    return cross_entropy(
+      logits,
+      batch['decoder_target_tokens'],
+      batch['decoder_loss_weights'],
+      z_loss=self.z_loss,
+      label_smoothing=self.label_smoothing,
+    )
 
-  def _after_layers(self, params: Params, batch: DeviceBatch,
-                    dropout_key: Optional[jax.Array]) -> Activations:
+  def _after_layers(
+    self, params: Params, batch: DeviceBatch, dropout_key: Optional[jax.Array]
+  ) -> Activations:
     x = self.embed(params, batch, dropout_key=dropout_key)
     for stack in self.stacks:
       x = self.run_layers(params, x, batch, stack=stack, dropout_key=dropout_key)
     return x
 
-  def logits(self, params: Params, batch: DeviceBatch, *,
-             dropout_key: Optional[jax.Array] = None) -> jax.Array:
+  def logits(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
     """Returns [batch, targets_length, vocab] in float32; dropout only with a key for it."""
     return self._logits(params, self._after_layers(params, batch, dropout_key), batch, dropout_key)
 
-  def loss(self, params: Params, batch: DeviceBatch, *,
-           dropout_key: Optional[jax.Array] = None) -> Sums:
+  def loss(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> Sums:
     """Returns sums over target tokens; 'loss' is what training minimises, per token."""
-    return self.head(params, self._after_layers(params, batch, dropout_key), batch,
-                     dropout_key=dropout_key)
+    return self.head(
+      params, self._after_layers(params, batch, dropout_key), batch, dropout_key=dropout_key
+    )
 
-  def start_decoding(self, params: Params, prompts: jax.Array, lengths: jax.Array, *, slots: int,
-                     encoder_tokens: jax.Array) -> tuple[jax.Array, DecodingState]:
+  def start_decoding(
+    self,
+    params: Params,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    *,
+    slots: int,
+    encoder_tokens: jax.Array,
+  ) -> tuple[jax.Array, DecodingState]:
     """Returns float32 logits [batch, vocab] of the token after each prompt, and the state.
 
     Args:
@@ -202,22 +293,37 @@ class EncoderDecoderModel:
       encoder_tokens: [batch, inputs_length], padded with 0 on the right.
     """
     encoded = self.encode(params, {'encoder_input_tokens': encoder_tokens})
-    state = begin(self.config, num_layers=self.config.num_layers, lengths=lengths,
-                  prompt_length=prompts.shape[1], slots=slots,
-                  encoder_segments=(encoder_tokens > 0).astype(jnp.int32))
+    state = begin(
+      self.config,
+      num_layers=self.config.num_layers,
+      lengths=lengths,
+      prompt_length=prompts.shape[1],
+      slots=slots,
+      encoder_segments=(encoder_tokens > 0).astype(jnp.int32),
+    )
     return self._extend(params, prompts, state, encoded)
 
-  def decode_step(self, params: Params, tokens: jax.Array, state: DecodingState
-                  ) -> tuple[jax.Array, DecodingState]:
+  def decode_step(
+    self, params: Params, tokens: jax.Array, state: DecodingState
+  ) -> tuple[jax.Array, DecodingState]:
     """Returns logits [batch, vocab] of what follows `tokens` [batch], and the state with them."""
     return self._extend(params, tokens[:, None], state, None)
 
-  def _extend(self, params: Params, tokens: jax.Array, state: DecodingState,
-              encoded: Optional[jax.Array]) -> tuple[jax.Array, DecodingState]:
+  def _extend(
+    self, params: Params, tokens: jax.Array, state: DecodingState, encoded: Optional[jax.Array]
+  ) -> tuple[jax.Array, DecodingState]:
     info, positions, cached = state.of_next(tokens.shape[1])
     x = self._embeddings(params, tokens, positions)
-    x, caches = self._decoder.extend(params['decoder'], x, info, positions, state.caches, cached,
-                                     encoder_info=state.encoder_info(), encoded=encoded)
+    x, caches = self._decoder.extend(
+      params['decoder'],
+      x,
+      info,
+      positions,
+      state.caches,
+      cached,
+      encoder_info=state.encoder_info(),
+      encoded=encoded,
+    )
     x = self._decoder.finish(params['decoder'], x[:, -1:])
     logits = token_logits(self.config, params['decoder'], x, params['token_embedder'])
     return logits[:, 0], advance(state, caches, tokens.shape[1])
@@ -225,9 +331,12 @@ class EncoderDecoderModel:
 
 def _info(batch: DeviceBatch, side: str) -> TokenInfo:
   tokens = 'encoder_input_tokens' if side == 'encoder' else 'decoder_target_tokens'
-  return token_info(batch[tokens], segment_ids=batch.get(f'{side}_segment_ids'),
-                    positions=batch.get(f'{side}_places'),
-                    known=(batch.get(f'{side}_loss_weights'),))
+  return token_info(
+    batch[tokens],
+    segment_ids=batch.get(f'{side}_segment_ids'),
+    positions=batch.get(f'{side}_places'),
+    known=(batch.get(f'{side}_loss_weights'),),
+  )
 
 
 def _positions(batch: DeviceBatch, side: str) -> jax.Array:
@@ -235,6 +344,7 @@ def _positions(batch: DeviceBatch, side: str) -> jax.Array:
   return batch.get(f'{side}_positions', _info(batch, side).positions)
 
 
-def _dropout_rng(key: Optional[jax.Array], batch: DeviceBatch, side: str, part: str
-                 ) -> Optional[DropoutRng]:
+def _dropout_rng(
+  key: Optional[jax.Array], batch: DeviceBatch, side: str, part: str
+) -> Optional[DropoutRng]:
   return dropout_rng(key, batch, f'{side}_{part}', side=side)

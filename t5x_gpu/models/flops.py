@@ -5,8 +5,9 @@ import dataclasses
 from t5x_gpu.models.config import TransformerConfig
 
 
-def transformer_flops_per_token(config: TransformerConfig, length: int, *,
-                                token_logits: bool = True) -> float:
+def transformer_flops_per_token(
+  config: TransformerConfig, length: int, *, token_logits: bool = True
+) -> float:
   """Returns FLOPs of forward and backward per position of a row of `length`.
 
   2 FLOPs per weight and position in the forward pass, twice that in the backward pass; attention
@@ -31,8 +32,9 @@ def transformer_flops_per_token(config: TransformerConfig, length: int, *,
   return 6.0 * weights + attention
 
 
-def encoder_decoder_flops_per_token(config: TransformerConfig, length: int, *,
-                                    num_encoder_layers: int) -> float:
+def encoder_decoder_flops_per_token(
+  config: TransformerConfig, length: int, *, num_encoder_layers: int
+) -> float:
   """Returns FLOPs of forward and backward per input token, of rows of `length` inputs and targets.
 
   Args:
@@ -41,8 +43,9 @@ def encoder_decoder_flops_per_token(config: TransformerConfig, length: int, *,
     num_encoder_layers: of the encoder.
   """
   c = config
-  encoder = transformer_flops_per_token(dataclasses.replace(c, num_layers=num_encoder_layers),
-                                        length, token_logits=False)
+  encoder = transformer_flops_per_token(
+    dataclasses.replace(c, num_layers=num_encoder_layers), length, token_logits=False
+  )
   cross_weights = 2 * c.embed_dim * (c.num_heads + c.kv_heads) * c.head_dim
   cross = c.num_layers * (6.0 * cross_weights + 12 * c.num_heads * c.head_dim * length)
   return encoder + transformer_flops_per_token(c, length) + cross

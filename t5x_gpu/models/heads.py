@@ -21,6 +21,7 @@ POOLINGS = ('first_token_tanh', 'first_token', 'mean')
 
 class TokenLogits(nn.Module):
   """Logits over the vocabulary, from the token table or from a kernel of their own."""
+
   config: TransformerConfig
 
   @nn.compact
@@ -40,9 +41,14 @@ class TokenLogits(nn.Module):
     else:
       # Accumulated and kept in float32: the softmax over the vocabulary needs the digits.
       dot_general = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
-      logits = DenseGeneral((c.vocab_size,), ('embed', 'vocab'), name='projection',
-                            dtype=c.compute_dtype, dot_general=dot_general,
-                            kernel_init=c.kernel_init)(x)
+      logits = DenseGeneral(
+        (c.vocab_size,),
+        ('embed', 'vocab'),
+        name='projection',
+        dtype=c.compute_dtype,
+        dot_general=dot_general,
+        kernel_init=c.kernel_init,
+      )(x)
     logits = logits.astype(jnp.float32)
     if c.logits_softcap is not None:
       logits = c.logits_softcap * jnp.tanh(logits / c.logits_softcap)
@@ -57,8 +63,9 @@ def init_token_logits(config: TransformerConfig, key: jax.Array) -> dict[str, An
   return {'logits_dense': TokenLogits(config).init(key, x, None)['params']}
 
 
-def token_logits(config: TransformerConfig, params: Any, x: jax.Array,
-                 token_embedder: Any) -> jax.Array:
+def token_logits(
+  config: TransformerConfig, params: Any, x: jax.Array, token_embedder: Any
+) -> jax.Array:
   """Returns [batch, length, vocab] in float32.
 
   Args:
@@ -84,6 +91,7 @@ class Classifier(nn.Module):
     tanh_layer: a linear map and tanh first (BERT's pooler).
     mlp_dim: hidden features of an MLP before the classes, split as those of the layers; 0 for none.
   """
+
   config: TransformerConfig
   num_classes: int
   tanh_layer: bool
@@ -92,8 +100,11 @@ class Classifier(nn.Module):
   @property
   def parameter_names(self) -> tuple[str, ...]:
     """Names of the parts of its parameters."""
-    return (*(('pooler',) if self.tanh_layer else ()),
-            *(('classifier_mlp',) if self.mlp_dim else ()), 'classifier')
+    return (
+      *(('pooler',) if self.tanh_layer else ()),
+      *(('classifier_mlp',) if self.mlp_dim else ()),
+      'classifier',
+    )
 
   @nn.compact
   def __call__(self, row: jax.Array, dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
@@ -109,14 +120,22 @@ class Classifier(nn.Module):
       row = jnp.tanh(DenseGeneral((row.shape[-1],), ('embed', None), name='pooler', **options)(row))
     row = dropout(row[:, None], c.dropout_rate, dropout_rng)[:, 0]
     if self.mlp_dim:
-      row = Mlp(self.mlp_dim, c.mlp_activations[:1], dtype=c.compute_dtype, use_bias=True,
-                kernel_init=c.kernel_init, name='classifier_mlp')(row[:, None])[:, 0]
-    return DenseGeneral((self.num_classes,), ('embed', None), name='classifier',
-                        **options)(row).astype(jnp.float32)
+      row = Mlp(
+        self.mlp_dim,
+        c.mlp_activations[:1],
+        dtype=c.compute_dtype,
+        use_bias=True,
+        kernel_init=c.kernel_init,
+        name='classifier_mlp',
+      )(row[:, None])[:, 0]
+    return DenseGeneral((self.num_classes,), ('embed', None), name='classifier', **options)(
+      row
+    ).astype(jnp.float32)
 
 
 class MaskedTokenLogits(nn.Module):
   """Logits of every token from the token table, after one more linear map and norm (BERT)."""
+
   config: TransformerConfig
   parameter_names = ('mlm_transform', 'mlm_norm', 'mlm_bias')
 
@@ -129,14 +148,23 @@ class MaskedTokenLogits(nn.Module):
       table: [vocab, embed] token table.
     """
     c, x = self.config, shard(x, 'batch', 'residual_length', 'embed')
-    x = DenseGeneral((x.shape[-1],), ('embed', None), name='mlm_transform', use_bias=True,
-                     dtype=c.compute_dtype, kernel_init=c.kernel_init, along='residual_length',
-                     bias_along='residual_length')(x)
-    x = norm(c.norm, epsilon=c.norm_epsilon, dtype=c.compute_dtype,
-             name='mlm_norm')(activation(c.mlp_activations[0])(x))
+    x = DenseGeneral(
+      (x.shape[-1],),
+      ('embed', None),
+      name='mlm_transform',
+      use_bias=True,
+      dtype=c.compute_dtype,
+      kernel_init=c.kernel_init,
+      along='residual_length',
+      bias_along='residual_length',
+    )(x)
+    x = norm(c.norm, epsilon=c.norm_epsilon, dtype=c.compute_dtype, name='mlm_norm')(
+      activation(c.mlp_activations[0])(x)
+    )
     x = shard(x, 'batch', 'length', 'embed')
-    bias = self.param('mlm_bias', with_axes(nn.initializers.zeros, ('vocab',)), (c.vocab_size,),
-                      jnp.float32)
+    bias = self.param(
+      'mlm_bias', with_axes(nn.initializers.zeros, ('vocab',)), (c.vocab_size,), jnp.float32
+    )
     logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype)).astype(jnp.float32) + bias
     return shard(logits, 'batch', 'length', 'vocab')
 

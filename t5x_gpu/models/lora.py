@@ -26,8 +26,16 @@ from t5x_gpu.partitioning.axis_rules import NamedParam
 Params = Any
 STACKS = ('layers',)  # names of leading axes, of which each entry is a kernel of its own
 # Methods of a model whose first argument is its parameters.
-_OF_PARAMS = ('embed', 'run_layers', 'head', 'encode', 'logits', 'loss', 'start_decoding',
-              'decode_step')
+_OF_PARAMS = (
+  'embed',
+  'run_layers',
+  'head',
+  'encode',
+  'logits',
+  'loss',
+  'start_decoding',
+  'decode_step',
+)
 _KERNEL = '/kernel'
 
 
@@ -46,6 +54,7 @@ class LoraModel:
     pattern: regular expression that matches the whole path of each kernel to adapt.
     also_train: the same for parameters to train as they are: r'classifier/.*'; None for no others.
   """
+
   model: Any
   rank: int = 8
   alpha: float = 16.0
@@ -54,16 +63,21 @@ class LoraModel:
 
   def __post_init__(self) -> None:
     if self.rank < 1:
-      raise ModelError(f'LoraModel.rank = {self.rank} must be at least 1.',
-                       fix='Set LoraModel.rank = 8.', parameters=('LoraModel.rank',),
-                       docs='finetune.md#lora')
+      raise ModelError(
+        f'LoraModel.rank = {self.rank} must be at least 1.',
+        fix='Set LoraModel.rank = 8.',
+        parameters=('LoraModel.rank',),
+        docs='finetune.md#lora',
+      )
     for name in ('pattern', 'also_train'):
       try:
         re.compile(getattr(self, name) or '')
       except re.error as e:
-        raise ModelError(f'LoraModel.{name} = {getattr(self, name)!r} is no regular expression: '
-                         f'{e}.', fix='See docs.python.org/3/library/re.html.',
-                         parameters=(f'LoraModel.{name}',)) from e
+        raise ModelError(
+          f'LoraModel.{name} = {getattr(self, name)!r} is no regular expression: {e}.',
+          fix='See docs.python.org/3/library/re.html.',
+          parameters=(f'LoraModel.{name}',),
+        ) from e
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith('__') or name == 'model':  # asked for before there is one: copies, pickles
@@ -85,7 +99,8 @@ class LoraModel:
   def is_trained(self, path: str) -> bool:
     """Returns whether a parameter is trained."""
     return self.is_adapter(path) or bool(
-        self.also_train is not None and re.fullmatch(self.also_train, path))
+      self.also_train is not None and re.fullmatch(self.also_train, path)
+    )
 
   def init(self, rng: jax.Array, spec: Optional[BatchSpec]) -> Params:
     """Returns the parameters that the wrapped model draws, and the factors, boxed with names."""
@@ -110,8 +125,10 @@ class LoraModel:
     limit = 1.0 / math.sqrt(math.prod(inputs))
     a = jax.random.uniform(key, (*stack, *inputs, self.rank), jnp.float32, -limit, limit)
     b = jnp.zeros((*stack, self.rank, *features), jnp.float32)
-    return (NamedParam(a, (*of_stack, *of_inputs, None)),
-            NamedParam(b, (*of_stack, None, *of_features)))
+    return (
+      NamedParam(a, (*of_stack, *of_inputs, None)),
+      NamedParam(b, (*of_stack, None, *of_features)),
+    )
 
   def _check(self, flat: Mapping[str, NamedParam]) -> None:
     """Raises ModelError for patterns that match nothing, or what cannot be adapted."""
@@ -119,31 +136,46 @@ class LoraModel:
     adapted = self._adapted(flat)
     if not adapted:
       raise ModelError(
-          f'LoraModel.pattern = {self.pattern!r} matches no kernel.'
-          + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.pattern), kernels),
-          fix='It must match a whole path. The kernels are\n  ' + '\n  '.join(kernels),
-          parameters=('LoraModel.pattern',), docs='finetune.md#lora')
+        f'LoraModel.pattern = {self.pattern!r} matches no kernel.'
+        + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.pattern), kernels),
+        fix='It must match a whole path. The kernels are\n  ' + '\n  '.join(kernels),
+        parameters=('LoraModel.pattern',),
+        docs='finetune.md#lora',
+      )
     wrong = [path for path in adapted if path not in kernels]
     if wrong:
       raise ModelError(
-          f'LoraModel.pattern = {self.pattern!r} matches kernels that cannot be adapted: '
-          + ', '.join(f'{path} {tuple(flat[path].names)}' for path in wrong) + '.',
-          fix='Kernels of experts and their routers have no adapters. Those that may have are\n  '
-              + '\n  '.join(kernels), parameters=('LoraModel.pattern',), docs='finetune.md#lora')
+        f'LoraModel.pattern = {self.pattern!r} matches kernels that cannot be adapted: '
+        + ', '.join(f'{path} {tuple(flat[path].names)}' for path in wrong)
+        + '.',
+        fix='Kernels of experts and their routers have no adapters. Those that may have are\n  '
+        + '\n  '.join(kernels),
+        parameters=('LoraModel.pattern',),
+        docs='finetune.md#lora',
+      )
     if self.also_train is not None and not any(re.fullmatch(self.also_train, p) for p in flat):
       raise ModelError(
-          f'LoraModel.also_train = {self.also_train!r} matches no parameter.'
-          + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.also_train), flat),
-          fix='It must match whole paths. The parameters are\n  ' + '\n  '.join(flat),
-          parameters=('LoraModel.also_train',), docs='finetune.md#lora')
+        f'LoraModel.also_train = {self.also_train!r} matches no parameter.'
+        + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.also_train), flat),
+        fix='It must match whole paths. The parameters are\n  ' + '\n  '.join(flat),
+        parameters=('LoraModel.also_train',),
+        docs='finetune.md#lora',
+      )
 
   def _scaled(self, params: Params) -> Params:
     """Returns `params` with the scale in the second factors, where a layer needs no word of it."""
     if isinstance(params, tuple):  # the layers one by one
       return tuple(map(self._scaled, params))
-    return {name: (self._scaled(value) if isinstance(value, (Mapping, tuple)) else
-                   jax.tree.map(lambda x: x * self.scale, value) if name == FACTORS[1] else value)
-            for name, value in params.items()}
+    return {
+      name: (
+        self._scaled(value)
+        if isinstance(value, (Mapping, tuple))
+        else jax.tree.map(lambda x: x * self.scale, value)
+        if name == FACTORS[1]
+        else value
+      )
+      for name, value in params.items()
+    }
 
   def flops_per_token(self, length: int) -> float:
     """Returns model FLOPs of one training step per position of a row of `length`.
@@ -153,18 +185,27 @@ class LoraModel:
     """
     of_weights = self.model.flops_per_token(0)
     shapes = flax.traverse_util.flatten_dict(
-        jax.eval_shape(lambda: self.init(jax.random.key(0), None)), sep='/')
+      jax.eval_shape(lambda: self.init(jax.random.key(0), None)), sep='/'
+    )
     factors = sum(p.value.size for path, p in shapes.items() if self.is_adapter(path))
-    kernels = sum(p.value.size for path, p in shapes.items() if self.is_trained(path)
-                  and path.endswith(_KERNEL) and p.names[0] in STACKS)
-    return (self.model.flops_per_token(length) - of_weights / 3 + 2.0 * kernels + 6.0 * factors)
+    kernels = sum(
+      p.value.size
+      for path, p in shapes.items()
+      if self.is_trained(path) and path.endswith(_KERNEL) and p.names[0] in STACKS
+    )
+    return self.model.flops_per_token(length) - of_weights / 3 + 2.0 * kernels + 6.0 * factors
 
   def merged(self, params: Params) -> Params:
     """Returns parameters of the wrapped model that do what `params` do."""
     flat = flax.traverse_util.flatten_dict(params, sep='/')
-    return flax.traverse_util.unflatten_dict({
+    return flax.traverse_util.unflatten_dict(
+      {
         path: merged_kernel(value, *factors_of(path, flat.get), scale=self.scale)
-        for path, value in flat.items() if not self.is_adapter(path)}, sep='/')
+        for path, value in flat.items()
+        if not self.is_adapter(path)
+      },
+      sep='/',
+    )
 
 
 def without_adapters(model: Any) -> Any:
@@ -196,10 +237,11 @@ def merged_kernel(kernel: Any, a: Any, b: Any, *, scale: float) -> Any:
   """
   if a is None:
     return kernel
-  stack = kernel.shape[:a.ndim + b.ndim - 2 - kernel.ndim]
+  stack = kernel.shape[: a.ndim + b.ndim - 2 - kernel.ndim]
   rank = a.shape[-1]
   product = (np if isinstance(kernel, np.ndarray) else jnp).matmul(
-      a.reshape(*stack, -1, rank), b.reshape(*stack, rank, -1))
+    a.reshape(*stack, -1, rank), b.reshape(*stack, rank, -1)
+  )
   return kernel + scale * product.reshape(kernel.shape)
 
 

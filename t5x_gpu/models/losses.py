@@ -16,27 +16,38 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 def check_loss_options(model: Any) -> None:
   """Raises ModelError unless the `z_loss` and `label_smoothing` of a model can be meant."""
-  for name, good in (('z_loss', getattr(model, 'z_loss', 0.0) >= 0.0),
-                     ('label_smoothing', 0.0 <= model.label_smoothing < 1.0)):
+  for name, good in (
+    ('z_loss', getattr(model, 'z_loss', 0.0) >= 0.0),
+    ('label_smoothing', 0.0 <= model.label_smoothing < 1.0),
+  ):
     if not good:
-      raise ModelError(f'{name} = {getattr(model, name)} is out of range.',
-                       fix='Set z_loss to 0 or more (1e-4 is usual), label_smoothing to 0 or '
-                           'more and below 1.', parameters=(f'{type(model).__name__}.{name}',))
+      raise ModelError(
+        f'{name} = {getattr(model, name)} is out of range.',
+        fix='Set z_loss to 0 or more (1e-4 is usual), label_smoothing to 0 or more and below 1.',
+        parameters=(f'{type(model).__name__}.{name}',),
+      )
 
 
 def refuse_router_losses(model: Any, *, unless: bool) -> None:
   """Raises ModelError for router losses of a model whose tokens are not all targets."""
   if model.config.charges_routers and not unless:
     raise ModelError(
-        f'{type(model).__name__} cannot charge the routers of its experts: their losses are '
-        'averaged over target tokens, and not all of its tokens are.',
-        fix='Set TransformerConfig.router_balance_loss = 0.0 and router_z_loss = 0.0; without them '
-            'give experts room: TransformerConfig.expert_capacity_factor = 2.0 or more.',
-        parameters=('TransformerConfig.router_balance_loss', 'TransformerConfig.router_z_loss'))
+      f'{type(model).__name__} cannot charge the routers of its experts: their losses are '
+      'averaged over target tokens, and not all of its tokens are.',
+      fix='Set TransformerConfig.router_balance_loss = 0.0 and router_z_loss = 0.0; without them '
+      'give experts room: TransformerConfig.expert_capacity_factor = 2.0 or more.',
+      parameters=('TransformerConfig.router_balance_loss', 'TransformerConfig.router_z_loss'),
+    )
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *,
-                  z_loss: float = 0.0, label_smoothing: float = 0.0) -> Sums:
+def cross_entropy(
+  logits: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+  *,
+  z_loss: float = 0.0,
+  label_smoothing: float = 0.0,
+) -> Sums:
   """Returns sums over target tokens: 'loss' (with z-loss), 'cross_entropy', 'z_loss', 'accuracy'.
 
   Args:
@@ -70,8 +81,9 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array, *,
   return {name: (jnp.sum(value * weights), weight) for name, value in total.items()}
 
 
-def with_router_losses(sums: Sums, charges: jax.Array, weights: jax.Array, *, num_layers: int,
-                       balance: float, z: float) -> Sums:
+def with_router_losses(
+  sums: Sums, charges: jax.Array, weights: jax.Array, *, num_layers: int, balance: float, z: float
+) -> Sums:
   """Returns `sums` with what routers of experts are charged: in 'loss', and as metrics per layer.
 
   Args:
@@ -83,13 +95,22 @@ def with_router_losses(sums: Sums, charges: jax.Array, weights: jax.Array, *, nu
   """
   total = jnp.einsum('blc,bl->c', charges, weights.astype(jnp.float32))
   loss, weight = sums['loss']
-  return {**sums, 'loss': (loss + balance * total[0] + z * total[1], weight),
-          'router_balance': (total[0] / num_layers, weight),
-          'router_z': (total[1] / num_layers, weight)}
+  return {
+    **sums,
+    'loss': (loss + balance * total[0] + z * total[1], weight),
+    'router_balance': (total[0] / num_layers, weight),
+    'router_z': (total[1] / num_layers, weight),
+  }
 
 
-def of_examples(logits: jax.Array, labels: jax.Array, weights: jax.Array, *,
-                with_confusion: bool, **options: float) -> Sums:
+def of_examples(
+  logits: jax.Array,
+  labels: jax.Array,
+  weights: jax.Array,
+  *,
+  with_confusion: bool,
+  **options: float,
+) -> Sums:
   """Returns the sums of `cross_entropy` over examples.
 
   Where the length of rows is split, each device has the logits of whole rows: one of them counts.
@@ -106,7 +127,12 @@ def of_examples(logits: jax.Array, labels: jax.Array, weights: jax.Array, *,
   sums = cross_entropy(logits[:, None], labels[:, None], weights[:, None], **options)
   if with_confusion:
     true, predicted = (jax.nn.one_hot(x, logits.shape[-1]) for x in (labels, logits.argmax(-1)))
-    counts = jnp.einsum('bt,bp,b->tp', true, predicted, weights.astype(jnp.float32),
-                        precision=jax.lax.Precision.HIGHEST)
+    counts = jnp.einsum(
+      'bt,bp,b->tp',
+      true,
+      predicted,
+      weights.astype(jnp.float32),
+      precision=jax.lax.Precision.HIGHEST,
+    )
     sums['confusion'] = counts, counts.sum()
   return sums

@@ -8,24 +8,35 @@ from t5x_gpu.models.config import TransformerConfig
 def transformer_sizes(config: TransformerConfig) -> dict[str, int]:
   """Returns axis name -> size of everything that a mesh may split."""
   c = config
-  sizes = {'vocab': c.vocab_size, 'embed': c.embed_dim, 'heads': c.num_heads,
-           'kv_heads': c.kv_heads, 'kv': c.head_dim, 'mlp': c.mlp_dim, 'layers': c.num_layers}
+  sizes = {
+    'vocab': c.vocab_size,
+    'embed': c.embed_dim,
+    'heads': c.num_heads,
+    'kv_heads': c.kv_heads,
+    'kv': c.head_dim,
+    'mlp': c.mlp_dim,
+    'layers': c.num_layers,
+  }
   return {**sizes, 'experts': c.num_experts} if c.num_experts else sizes
 
 
 def check_length(config: TransformerConfig, spec: BatchSpec) -> None:
   """Raises ModelError for rows longer than the model takes."""
   limit = config.length_limit
-  too_long = {name: shape[1] for name, shape in spec.shapes.items()
-              if limit is not None and len(shape) > 1 and shape[1] > limit}
+  too_long = {
+    name: shape[1]
+    for name, shape in spec.shapes.items()
+    if limit is not None and len(shape) > 1 and shape[1] > limit
+  }
   if too_long:
     name, length = max(too_long.items(), key=lambda item: item[1])
     learned = config.num_positions > 0
     parameter = f'TransformerConfig.{"num_positions" if learned else "max_length"}'
     raise ModelError(
-        f'{name} has {length} positions and the model '
-        + (f'a learned vector for {limit}.' if learned else f'was made for {limit}.'),
-        fix=f'Set TASK_FEATURE_LENGTHS so that rows have at most {limit} tokens, or, '
-            + ('for a model that starts from scratch, ' if learned else
-               'to train it for longer ones, ') + f'{parameter} = {length}.',
-        parameters=('TASK_FEATURE_LENGTHS', parameter))
+      f'{name} has {length} positions and the model '
+      + (f'a learned vector for {limit}.' if learned else f'was made for {limit}.'),
+      fix=f'Set TASK_FEATURE_LENGTHS so that rows have at most {limit} tokens, or, '
+      + ('for a model that starts from scratch, ' if learned else 'to train it for longer ones, ')
+      + f'{parameter} = {length}.',
+      parameters=('TASK_FEATURE_LENGTHS', parameter),
+    )

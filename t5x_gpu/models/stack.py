@@ -20,8 +20,15 @@ from t5x_gpu.layers.positions import PositionTable
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.losses import Sums, with_router_losses
 from t5x_gpu.models.transformer import (
-    LayerCaches, StackInputs, TransformerLayer, attention_kind, init_layers, make_norm,
-    relative_table, scan_layers)
+  LayerCaches,
+  StackInputs,
+  TransformerLayer,
+  attention_kind,
+  init_layers,
+  make_norm,
+  relative_table,
+  scan_layers,
+)
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import shard
 
@@ -32,8 +39,9 @@ Keys = Mapping[str, jax.Array]
 DeviceBatch = Mapping[str, jax.Array]
 
 
-def dropout_rng(key: Optional[jax.Array], batch: DeviceBatch, part: str, *,
-                side: str) -> Optional[DropoutRng]:
+def dropout_rng(
+  key: Optional[jax.Array], batch: DeviceBatch, part: str, *, side: str
+) -> Optional[DropoutRng]:
   """Returns the source of the masks of one part of a model; None without a key.
 
   Args:
@@ -55,6 +63,7 @@ class Routed:
     x: [batch, length, embed], as passes between all other layers.
     charges: [batch, length, 2] `moe.router_charges`, summed over the layers so far.
   """
+
   x: jax.Array
   charges: jax.Array
 
@@ -66,6 +75,7 @@ Activation = Union[jax.Array, Routed]
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
   """Token vectors, with those of positions and token types added where the model has them."""
+
   config: TransformerConfig
 
   def init(self, keys: Keys) -> dict[str, Params]:
@@ -73,17 +83,25 @@ class Embeddings:
     ids, c = jnp.zeros((1, 1), jnp.int32), self.config
     x = jnp.zeros((1, 1, c.embed_dim), c.compute_dtype)
     params = {'token_embedder': self._tokens.init(keys['token_embedder'], ids)['params']}
-    for name, size in (('position_embedder', c.num_positions),
-                       ('token_type_embedder', c.num_token_types)):
+    for name, size in (
+      ('position_embedder', c.num_positions),
+      ('token_type_embedder', c.num_token_types),
+    ):
       if size:
         params[name] = self._table(size).init(keys[name], ids)['params']
     if c.embedding_norm:
       params['embedding_norm'] = make_norm(c).init(keys['embedding_norm'], x)['params']
     return params
 
-  def __call__(self, params: Params, tokens: jax.Array, positions: jax.Array, *,
-               token_types: Optional[jax.Array] = None,
-               rng: Optional[DropoutRng] = None) -> Activation:
+  def __call__(
+    self,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    *,
+    token_types: Optional[jax.Array] = None,
+    rng: Optional[DropoutRng] = None,
+  ) -> Activation:
     """Returns [batch, length, embed], what the first layer gets.
 
     Args:
@@ -97,9 +115,10 @@ class Embeddings:
 
     def whole(name: str) -> Params:
       return {'params': fsdp.whole(params[name], c.compute_dtype)}
+
     x = self._tokens.apply(whole('token_embedder'), tokens)
     if c.scale_embedding:
-      x = x * jnp.asarray(c.embed_dim ** 0.5, x.dtype)
+      x = x * jnp.asarray(c.embed_dim**0.5, x.dtype)
     if c.num_positions:
       x = x + self._table(c.num_positions).apply(whole('position_embedder'), positions)
     if c.num_token_types:
@@ -116,13 +135,21 @@ class Embeddings:
   @property
   def _tokens(self) -> Embedding:
     c = self.config
-    return Embedding(c.vocab_size, c.embed_dim, dtype=c.compute_dtype,
-                     stddev=1.0 if c.init_stddev is None else c.init_stddev)
+    return Embedding(
+      c.vocab_size,
+      c.embed_dim,
+      dtype=c.compute_dtype,
+      stddev=1.0 if c.init_stddev is None else c.init_stddev,
+    )
 
   def _table(self, size: int) -> PositionTable:
     c = self.config
-    return PositionTable(size, c.embed_dim, dtype=c.compute_dtype,
-                         stddev=1.0 if c.init_stddev is None else c.init_stddev)
+    return PositionTable(
+      size,
+      c.embed_dim,
+      dtype=c.compute_dtype,
+      stddev=1.0 if c.init_stddev is None else c.init_stddev,
+    )
 
 
 def output(x: Activation) -> jax.Array:
@@ -142,6 +169,7 @@ class Stack:
     attends_to_encoder: layers have a second attention.
     layer: module of one layer, made as `layer(config)` and called as a TransformerLayer is.
   """
+
   config: TransformerConfig
   num_layers: int
   causal: bool
@@ -155,17 +183,29 @@ class Stack:
     x, ones = jnp.zeros((1, 1, c.embed_dim), c.compute_dtype), jnp.ones((1, 1), jnp.int32)
     info = TokenInfo(jnp.arange(1), ones)
     shared = self._shared({}, info, info.positions, *((info, x) if self.attends_to_encoder else ()))
-    params = {'layers': init_layers(self.layer(c), keys['layers'], x, shared, None,
-                                    num_layers=self.num_layers)}
+    params = {
+      'layers': init_layers(
+        self.layer(c), keys['layers'], x, shared, None, num_layers=self.num_layers
+      )
+    }
     if c.relative_bias == 'shared':
       params['relpos_bias'] = relative_table(c).init(keys['relpos_bias'])['params']
     if c.norm_position != 'post':
       params[self.final_norm] = make_norm(c).init(keys[self.final_norm], x)['params']
     return params
 
-  def run(self, params: Params, x: Activation, info: TokenInfo, positions: jax.Array, *,
-          encoder_info: Optional[TokenInfo] = None, encoded: Optional[jax.Array] = None,
-          rng: Optional[DropoutRng] = None, first_layer: Any = 0) -> Activation:
+  def run(
+    self,
+    params: Params,
+    x: Activation,
+    info: TokenInfo,
+    positions: jax.Array,
+    *,
+    encoder_info: Optional[TokenInfo] = None,
+    encoded: Optional[jax.Array] = None,
+    rng: Optional[DropoutRng] = None,
+    first_layer: Any = 0,
+  ) -> Activation:
     """Returns `x` after the layers of `params['layers']`.
 
     Args:
@@ -185,9 +225,18 @@ class Stack:
     x, _, charges = self._scan(params, x.x, shared, charges=x.charges, **options)
     return Routed(x, charges)
 
-  def extend(self, params: Params, x: jax.Array, info: TokenInfo, positions: jax.Array,
-             caches: LayerCaches, cached: TokenInfo, *, encoder_info: Optional[TokenInfo] = None,
-             encoded: Optional[jax.Array] = None) -> tuple[jax.Array, LayerCaches]:
+  def extend(
+    self,
+    params: Params,
+    x: jax.Array,
+    info: TokenInfo,
+    positions: jax.Array,
+    caches: LayerCaches,
+    cached: TokenInfo,
+    *,
+    encoder_info: Optional[TokenInfo] = None,
+    encoded: Optional[jax.Array] = None,
+  ) -> tuple[jax.Array, LayerCaches]:
     """Returns `x` [batch, new, embed] after all layers, and the caches with the new tokens in them.
 
     Args:
@@ -218,25 +267,46 @@ class Stack:
     """
     if not isinstance(x, Routed):
       return sums
-    return with_router_losses(sums, x.charges, weights, num_layers=self.num_layers,
-                              balance=self.config.router_balance_loss,
-                              z=self.config.router_z_loss)
+    return with_router_losses(
+      sums,
+      x.charges,
+      weights,
+      num_layers=self.num_layers,
+      balance=self.config.router_balance_loss,
+      z=self.config.router_z_loss,
+    )
 
-  def _shared(self, params: Params, info: TokenInfo, positions: jax.Array,
-              encoder_info: Optional[TokenInfo] = None, encoded: Optional[jax.Array] = None, *,
-              cached: Optional[TokenInfo] = None) -> StackInputs:
+  def _shared(
+    self,
+    params: Params,
+    info: TokenInfo,
+    positions: jax.Array,
+    encoder_info: Optional[TokenInfo] = None,
+    encoded: Optional[jax.Array] = None,
+    *,
+    cached: Optional[TokenInfo] = None,
+  ) -> StackInputs:
     c, bias, cross = self.config, None, None
     attention = make_attention(attention_kind(c, causal=self.causal), info, cached)
     if c.relative_bias == 'shared' and 'relpos_bias' in params:
       bias = attention.bias(relative_table(c).apply({'params': params['relpos_bias']}))
     if self.attends_to_encoder:
-      cross = make_attention(AttentionKind(causal=False, softcap=c.attention_softcap), info,
-                             encoder_info)
+      cross = make_attention(
+        AttentionKind(causal=False, softcap=c.attention_softcap), info, encoder_info
+      )
     rotation = None if c.rope is None else c.rope.rotation(positions, c.head_dim)
-    return StackInputs(attention, bias, rotation, cross, encoded,
-                       None if encoder_info is None else encoder_info.positions)
+    return StackInputs(
+      attention,
+      bias,
+      rotation,
+      cross,
+      encoded,
+      None if encoder_info is None else encoder_info.positions,
+    )
 
-  def _scan(self, params: Params, x: jax.Array, shared: StackInputs, **options: Any
-            ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
-    return scan_layers(self.layer(self.config), params['layers'], x, shared,
-                       config=self.config, **options)
+  def _scan(
+    self, params: Params, x: jax.Array, shared: StackInputs, **options: Any
+  ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
+    return scan_layers(
+      self.layer(self.config), params['layers'], x, shared, config=self.config, **options
+    )

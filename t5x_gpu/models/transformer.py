@@ -24,8 +24,11 @@ from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import is_named, shard
 
 # What the backward pass finds stored; the rest is computed again.
-REMAT = {'none': None, 'minimal': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-         'full': jax.checkpoint_policies.nothing_saveable}
+REMAT = {
+  'none': None,
+  'minimal': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'full': jax.checkpoint_policies.nothing_saveable,
+}
 
 
 @flax.struct.dataclass
@@ -41,6 +44,7 @@ class StackInputs:
     encoder_places: [kv_length] of the encoder's tokens in their rows.
     valid: [batch, length], 0 on padding; where routers of experts are charged.
   """
+
   attention: Attention
   bias: Any = None
   rotation: Optional[Rotation] = None
@@ -53,21 +57,32 @@ class StackInputs:
 @flax.struct.dataclass
 class LayerCaches:
   """Caches of a decoder while it decodes: of its own tokens, and of the encoder's."""
+
   own: KVCache
   encoder: Optional[KVCache] = None
 
 
 def attention_kind(config: TransformerConfig, *, causal: bool) -> AttentionKind:
   """Returns what self-attention is like in a stack of this configuration."""
-  return AttentionKind(causal=causal, softcap=config.attention_softcap, buckets=RelativeBuckets(
-      config.num_relpos_buckets, config.max_relpos_distance, bidirectional=not causal))
+  return AttentionKind(
+    causal=causal,
+    softcap=config.attention_softcap,
+    buckets=RelativeBuckets(
+      config.num_relpos_buckets, config.max_relpos_distance, bidirectional=not causal
+    ),
+  )
 
 
-def relative_table(config: TransformerConfig, *,
-                   name: Optional[str] = None) -> RelativePositionTable:
+def relative_table(
+  config: TransformerConfig, *, name: Optional[str] = None
+) -> RelativePositionTable:
   """Returns the module of the learned bias."""
-  return RelativePositionTable(num_heads=config.num_heads, num_buckets=config.num_relpos_buckets,
-                               dtype=config.compute_dtype, name=name)
+  return RelativePositionTable(
+    num_heads=config.num_heads,
+    num_buckets=config.num_relpos_buckets,
+    dtype=config.compute_dtype,
+    name=name,
+  )
 
 
 def make_norm(config: TransformerConfig, *, name: Optional[str] = None) -> nn.Module:
@@ -77,12 +92,18 @@ def make_norm(config: TransformerConfig, *, name: Optional[str] = None) -> nn.Mo
 
 class TransformerLayer(nn.Module):
   """Self-attention, attention to an encoder if there is one, and an MLP, each on the residual."""
+
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x: jax.Array, shared: StackInputs, dropout_rng: Optional[DropoutRng],
-               number: Any = 0, caches: Optional[LayerCaches] = None
-               ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
+  def __call__(
+    self,
+    x: jax.Array,
+    shared: StackInputs,
+    dropout_rng: Optional[DropoutRng],
+    number: Any = 0,
+    caches: Optional[LayerCaches] = None,
+  ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
     """Returns [batch, length, embed] from the same, `caches` with this layer's part, and charges.
 
     The last are `moe.router_charges`, where the routers of experts are charged, else None.
@@ -110,8 +131,9 @@ class TransformerLayer(nn.Module):
         h = make_norm(c, name=f'post_{block}_layer_norm')(h)
       x = x + dropout(h, c.dropout_rate, rng(f'{site}_out'))
       if c.norm_position == 'post':
-        x = shard(make_norm(c, name=f'post_{block}_layer_norm')(x), 'batch', 'residual_length',
-                  'embed')
+        x = shard(
+          make_norm(c, name=f'post_{block}_layer_norm')(x), 'batch', 'residual_length', 'embed'
+        )
       return x
 
     # Said here as well: what the loop carries, and stores for the backward pass, is split.
@@ -123,15 +145,28 @@ class TransformerLayer(nn.Module):
       bias = shared.attention.bias(relative_table(c, name='relpos_bias')())
     h = before(x, 'self_attention')
     h, own = self._attention('self_attention')(
-        h, shared.attention, kv_input=h, bias=bias, window=self._window(number),
-        rotation=shared.rotation, cache=own, layer=number, dropout_rng=rng('attention'))
+      h,
+      shared.attention,
+      kv_input=h,
+      bias=bias,
+      window=self._window(number),
+      rotation=shared.rotation,
+      cache=own,
+      layer=number,
+      dropout_rng=rng('attention'),
+    )
     x = add(x, h, 'self_attention', 'attention')
     if shared.cross_attention is not None:
       cross_rng = rng('cross_attention')  # drops values, which stand where the encoder's tokens do
       cross_rng = cross_rng and cross_rng.replace(positions=shared.encoder_places)
       h, of_encoder = self._attention('cross_attention')(
-          before(x, 'cross_attention'), shared.cross_attention, kv_input=shared.encoded,
-          cache=of_encoder, layer=number, dropout_rng=cross_rng)
+        before(x, 'cross_attention'),
+        shared.cross_attention,
+        kv_input=shared.encoded,
+        cache=of_encoder,
+        layer=number,
+        dropout_rng=cross_rng,
+      )
       x = add(x, h, 'cross_attention', 'cross_attention')
     h, charges = before(x, 'mlp'), None
     if c.num_experts:
@@ -144,18 +179,43 @@ class TransformerLayer(nn.Module):
   def _attention(self, name: str) -> MultiHeadAttention:
     c = self.config
     return MultiHeadAttention(
-        c.num_heads, c.head_dim, c.num_kv_heads, c.query_pre_attn_scalar, c.attention_bias,
-        c.qk_norm, c.norm_epsilon, c.dropout_rate, c.compute_dtype, c.kernel_init, name=name)
+      c.num_heads,
+      c.head_dim,
+      c.num_kv_heads,
+      c.query_pre_attn_scalar,
+      c.attention_bias,
+      c.qk_norm,
+      c.norm_epsilon,
+      c.dropout_rate,
+      c.compute_dtype,
+      c.kernel_init,
+      name=name,
+    )
 
   def _mlp(self) -> Mlp:
     c = self.config
-    return Mlp(c.mlp_dim, c.mlp_activations, c.dropout_rate, c.compute_dtype, c.mlp_bias,
-               c.kernel_init, name='mlp')
+    return Mlp(
+      c.mlp_dim,
+      c.mlp_activations,
+      c.dropout_rate,
+      c.compute_dtype,
+      c.mlp_bias,
+      c.kernel_init,
+      name='mlp',
+    )
 
   def _experts(self) -> MoeMlp:
     c = self.config
-    return MoeMlp(c.num_experts, c.mlp_dim, c.num_experts_per_token, c.expert_capacity_factor,
-                  c.mlp_activations, c.dropout_rate, c.compute_dtype, name='moe')
+    return MoeMlp(
+      c.num_experts,
+      c.mlp_dim,
+      c.num_experts_per_token,
+      c.expert_capacity_factor,
+      c.mlp_activations,
+      c.dropout_rate,
+      c.compute_dtype,
+      name='moe',
+    )
 
   def _window(self, number: Any) -> Optional[jax.Array]:
     windows = self.config.windows
@@ -172,17 +232,26 @@ def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int)
     num_layers: length of the stack.
   """
   stacked = jax.vmap(lambda key: layer.init(key, *inputs)['params'])(
-      jax.random.split(rng, num_layers))
+    jax.random.split(rng, num_layers)
+  )
   # One without names stays as it is: `split_names` tells the user of all of them.
-  return jax.tree.map(lambda p: p.replace(names=('layers', *p.names)) if is_named(p) else p,
-                      stacked, is_leaf=is_named)
+  return jax.tree.map(
+    lambda p: p.replace(names=('layers', *p.names)) if is_named(p) else p, stacked, is_leaf=is_named
+  )
 
 
-def scan_layers(layer: nn.Module, params: Any, x: jax.Array, shared: Any, *,
-                config: TransformerConfig, dropout_rng: Optional[DropoutRng] = None,
-                first_layer: Any = 0, caches: Optional[LayerCaches] = None,
-                charges: Optional[jax.Array] = None
-                ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
+def scan_layers(
+  layer: nn.Module,
+  params: Any,
+  x: jax.Array,
+  shared: Any,
+  *,
+  config: TransformerConfig,
+  dropout_rng: Optional[DropoutRng] = None,
+  first_layer: Any = 0,
+  caches: Optional[LayerCaches] = None,
+  charges: Optional[jax.Array] = None,
+) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
   """Returns `x` after all layers of `params`, each made whole when its turn comes; and the rest.
 
   The rest are `caches`, and `charges` with those of these layers added.
@@ -199,12 +268,14 @@ def scan_layers(layer: nn.Module, params: Any, x: jax.Array, shared: Any, *,
     caches: while decoding.
     charges: [batch, length, 2] of routers so far; None where they are not charged.
   """
+
   def body(carry: Any, of_layer: Any) -> tuple[Any, None]:
     (x, caches, charges), (split_params, number) = carry, of_layer
     weights = fsdp.whole(split_params, config.compute_dtype)
     rng = dropout_rng and dropout_rng.fold(number)
     x, caches, more = layer.apply({'params': weights}, x, shared, rng, number, caches)
     return (x, caches, charges if more is None else charges + more), None
+
   carry = (x, caches, charges)
   if isinstance(params, tuple):
     for number, of_layer in enumerate(params, first_layer):

@@ -24,18 +24,18 @@ from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors, nearest_mu
 
 # The one vocabulary for shapes in docstrings, parameters and rules.
 AXES: dict[str, str] = {
-    'batch': 'examples of the global batch',
-    'length': 'positions of a sequence',
-    'residual_length': 'positions between the matmuls: of norms, dropout and residuals',
-    'embed': 'features of the residual stream',
-    'mlp': 'hidden features of the MLP',
-    'heads': 'attention heads',
-    'kv_heads': 'key and value heads (fewer than heads under grouped queries)',
-    'kv': 'features of one head',
-    'vocab': 'token ids',
-    'layers': 'layers of a stack',
-    'experts': 'experts of a mixture-of-experts MLP',
-    'relpos_buckets': 'buckets of the relative position bias',
+  'batch': 'examples of the global batch',
+  'length': 'positions of a sequence',
+  'residual_length': 'positions between the matmuls: of norms, dropout and residuals',
+  'embed': 'features of the residual stream',
+  'mlp': 'hidden features of the MLP',
+  'heads': 'attention heads',
+  'kv_heads': 'key and value heads (fewer than heads under grouped queries)',
+  'kv': 'features of one head',
+  'vocab': 'token ids',
+  'layers': 'layers of a stack',
+  'experts': 'experts of a mixture-of-experts MLP',
+  'relpos_buckets': 'buckets of the relative position bias',
 }
 
 # An axis name, or None for a dimension that is never split.
@@ -52,16 +52,19 @@ class AxisRules:
   splits the optimizer's state further than its parameter (ZeRO-1), `context_method` how attention
   reaches over a split length.
   """
+
   parameters: Table = dataclasses.field(default_factory=dict)
   activations: Table = dataclasses.field(default_factory=dict)
   optimizer: Table = dataclasses.field(default_factory=dict)
   context_method: Optional[str] = None
 
   def __add__(self, other: 'AxisRules') -> 'AxisRules':
-    return AxisRules(_joined(self.parameters, other.parameters),
-                     _joined(self.activations, other.activations),
-                     _joined(self.optimizer, other.optimizer),
-                     self.context_method or other.context_method)
+    return AxisRules(
+      _joined(self.parameters, other.parameters),
+      _joined(self.activations, other.activations),
+      _joined(self.optimizer, other.optimizer),
+      self.context_method or other.context_method,
+    )
 
   @property
   def state(self) -> Table:
@@ -76,16 +79,26 @@ def _joined(a: Table, b: Table) -> Table:
 def check_names(names: Names, *, rank: int, what: str) -> None:
   """Raises ShapeError unless `names` are known and as many as the array has dimensions."""
   if len(names) != rank:
-    raise ShapeError(f'{what} has {rank} dimensions but {len(names)} axis names {tuple(names)}.',
-                     fix='Give one name (or None) per dimension.')
+    raise ShapeError(
+      f'{what} has {rank} dimensions but {len(names)} axis names {tuple(names)}.',
+      fix='Give one name (or None) per dimension.',
+    )
   for name in names:
     if name is not None and name not in AXES:
-      raise ShapeError(f'{what} has the unknown axis name {name!r}.{did_you_mean(name, AXES)}',
-                       fix=f'Known names: {", ".join(AXES)} (partitioning/axis_rules.py).')
+      raise ShapeError(
+        f'{what} has the unknown axis name {name!r}.{did_you_mean(name, AXES)}',
+        fix=f'Known names: {", ".join(AXES)} (partitioning/axis_rules.py).',
+      )
 
 
-def partition_spec(names: Names, shape: Sequence[int], *, table: Table,
-                   mesh_shape: Mapping[str, int], what: str = 'array') -> PartitionSpec:
+def partition_spec(
+  names: Names,
+  shape: Sequence[int],
+  *,
+  table: Table,
+  mesh_shape: Mapping[str, int],
+  what: str = 'array',
+) -> PartitionSpec:
   """Returns how an array is split over the mesh.
 
   Args:
@@ -105,18 +118,22 @@ def partition_spec(names: Names, shape: Sequence[int], *, table: Table,
     axes = tuple(a for a in table.get(name, ()) if mesh_shape.get(a, 1) > 1) if name else ()
     for axis in axes:
       if axis in taken:
-        raise MeshError(f'{what} {tuple(names)}: both {taken[axis]!r} and {name!r} are split over '
-                        f'mesh axis {axis!r}.', fix='One mesh axis can split one dimension only.')
+        raise MeshError(
+          f'{what} {tuple(names)}: both {taken[axis]!r} and {name!r} are split over '
+          f'mesh axis {axis!r}.',
+          fix='One mesh axis can split one dimension only.',
+        )
       taken[axis] = name
     parts = math.prod(mesh_shape[a] for a in axes)
     if size % parts:
       split = ' x '.join(f'{a}={mesh_shape[a]}' for a in axes)
       legal = any_of(divisors(math.gcd(size, parts)))
       raise MeshError(
-          f'{what}: {name} = {size} cannot be split {parts} ways ({split}).',
-          fix=f'Set the size that is its {name} to {any_of(nearest_multiples(size, parts))}, make '
-              f'{" x ".join(axes)} = {legal}, or name that dimension None if it is to be whole on '
-              'every device.')
+        f'{what}: {name} = {size} cannot be split {parts} ways ({split}).',
+        fix=f'Set the size that is its {name} to {any_of(nearest_multiples(size, parts))}, make '
+        f'{" x ".join(axes)} = {legal}, or name that dimension None if it is to be whole on '
+        'every device.',
+      )
     entries.append(axes[0] if len(axes) == 1 else axes or None)
   return PartitionSpec(*entries)
 
@@ -128,13 +145,15 @@ class _Active:
   manual_axes: tuple[str, ...]
 
 
-_active: contextvars.ContextVar[Optional[_Active]] = contextvars.ContextVar('axis_rules',
-                                                                            default=None)
+_active: contextvars.ContextVar[Optional[_Active]] = contextvars.ContextVar(
+  'axis_rules', default=None
+)
 
 
 @contextlib.contextmanager
-def use_rules(rules: AxisRules, mesh_shape: Mapping[str, int], *,
-              manual_axes: Sequence[str] = ()) -> Iterator[None]:
+def use_rules(
+  rules: AxisRules, mesh_shape: Mapping[str, int], *, manual_axes: Sequence[str] = ()
+) -> Iterator[None]:
   """Makes `shard` follow `rules`. Enter it inside the traced function, where jit caches by it.
 
   Args:
@@ -156,16 +175,22 @@ def shard(x: jax.Array, *names: Optional[str]) -> jax.Array:
   if active is None:
     check_names(names, rank=x.ndim, what='activation')
     return x
-  spec = partition_spec(names, x.shape, table=active.rules.activations,
-                        mesh_shape=active.mesh_shape, what='activation')
+  spec = partition_spec(
+    names, x.shape, table=active.rules.activations, mesh_shape=active.mesh_shape, what='activation'
+  )
   return jax.lax.with_sharding_constraint(x, spec)
 
 
 def split_axes(name: str) -> tuple[str, ...]:
   """Returns the mesh axes over which the active rules split activations along `name`."""
   active = _active.get()
-  return () if active is None else tuple(axis for axis in active.rules.activations.get(name, ())
-                                         if active.mesh_shape.get(axis, 1) > 1)
+  return (
+    ()
+    if active is None
+    else tuple(
+      axis for axis in active.rules.activations.get(name, ()) if active.mesh_shape.get(axis, 1) > 1
+    )
+  )
 
 
 def split_axis(name: str) -> Optional[str]:
@@ -203,6 +228,7 @@ def varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 @flax.struct.dataclass
 class NamedParam(nn.meta.AxisMetadata):
   """A parameter together with its axis names, as `init` returns it."""
+
   value: Any
   names: tuple[Optional[str], ...] = flax.struct.field(pytree_node=False)
   along: Optional[str] = flax.struct.field(pytree_node=False, default=None)
@@ -225,8 +251,9 @@ class NamedParam(nn.meta.AxisMetadata):
     return self.replace(names=tuple(names))
 
 
-def with_axes(init: Callable[..., jax.Array], names: Names, *, along: Optional[str] = None
-              ) -> Callable[..., NamedParam]:
+def with_axes(
+  init: Callable[..., jax.Array], names: Names, *, along: Optional[str] = None
+) -> Callable[..., NamedParam]:
   """Returns an initializer whose parameter carries `names`.
 
   Args:
@@ -235,9 +262,11 @@ def with_axes(init: Callable[..., jax.Array], names: Names, *, along: Optional[s
     along: of activations, an axis along which the parameter acts on each part alone, for modules
       that take copies of it (layers/sharded_bias_params.py).
   """
+
   def named_init(key: jax.Array, shape: Sequence[int], *args: Any) -> NamedParam:
     check_names(names, rank=len(shape), what='parameter')
     return NamedParam(init(key, shape, *args), tuple(names), along)
+
   return named_init
 
 
@@ -254,6 +283,7 @@ class AxisNames:
     names: one per dimension.
     along: axis of activations along which it acts on each part alone, or None.
   """
+
   names: tuple[Optional[str], ...]
   along: Optional[str] = None
 
@@ -265,18 +295,24 @@ def split_names(boxed: Any) -> tuple[Any, Any]:
     ShapeError: parameters without axis names, all of them listed.
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=is_named)
-  bare = {jax.tree_util.keystr(path, simple=True, separator='/'): leaf
-          for path, leaf in flat if not is_named(leaf)}
+  bare = {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in flat
+    if not is_named(leaf)
+  }
   if bare:
     listed = ', '.join(f'{path} {list(x.shape)}' for path, x in bare.items())
     name = next(iter(bare)).split('/')[-1]
     raise ShapeError(
-        f'Parameters without axis names: {listed}. Nothing says how a mesh may split them.',
-        fix='Name every dimension where the module creates it (the stack of layers adds its own):\n'
-            '  from t5x_gpu.partitioning.axis_rules import with_axes\n'
-            f'  self.param({name!r}, with_axes(init, NAMES), shape)\n'
-            'NAMES has one name per dimension of shape, or None for one that is never split: '
-            f'{", ".join(AXES)}. A matrix of an MLP has (\'embed\', \'mlp\').',
-        docs='parallelism.md#writing-a-layer-or-a-model-that-works-everywhere')
-  return (jax.tree.map(lambda p: p.value, boxed, is_leaf=is_named),
-          jax.tree.map(lambda p: AxisNames(p.names, p.along), boxed, is_leaf=is_named))
+      f'Parameters without axis names: {listed}. Nothing says how a mesh may split them.',
+      fix='Name every dimension where the module creates it (the stack of layers adds its own):\n'
+      '  from t5x_gpu.partitioning.axis_rules import with_axes\n'
+      f'  self.param({name!r}, with_axes(init, NAMES), shape)\n'
+      'NAMES has one name per dimension of shape, or None for one that is never split: '
+      f"{', '.join(AXES)}. A matrix of an MLP has ('embed', 'mlp').",
+      docs='parallelism.md#writing-a-layer-or-a-model-that-works-everywhere',
+    )
+  return (
+    jax.tree.map(lambda p: p.value, boxed, is_leaf=is_named),
+    jax.tree.map(lambda p: AxisNames(p.names, p.along), boxed, is_leaf=is_named),
+  )

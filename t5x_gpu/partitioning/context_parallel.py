@@ -23,20 +23,31 @@ from t5x_gpu.partitioning import manual_collectives
 from t5x_gpu.partitioning.axis_rules import AxisRules, split_axis
 from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors
 from t5x_gpu.partitioning.ring_attention import (
-    BLOCK_LENGTH, LogitsFn, largest_block, to_query_heads)
+  BLOCK_LENGTH,
+  LogitsFn,
+  largest_block,
+  to_query_heads,
+)
 
 METHODS = ('ring', 'gather')
 
 
 def rules(method: str = 'ring') -> AxisRules:
   """Returns what context parallelism adds to the table."""
-  return AxisRules(activations={'length': ('context',), 'residual_length': ('context',)},
-                   context_method=method)
+  return AxisRules(
+    activations={'length': ('context',), 'residual_length': ('context',)}, context_method=method
+  )
 
 
-def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
-          method: str = 'ring', parameter: str = 'length', multiple_of: int = 1,
-          legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
+def check(
+  sizes: Mapping[str, int],
+  mesh_shape: Mapping[str, int],
+  *,
+  method: str = 'ring',
+  parameter: str = 'length',
+  multiple_of: int = 1,
+  legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+) -> list[str]:
   """Returns one sentence with its fix if the length cannot be split over `context`.
 
   Args:
@@ -54,16 +65,23 @@ def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
   chunks = 2 * ways
   nearest = _nearest_lengths(length, math.lcm(chunks, multiple_of), ways, method)
   # What `context` gives up another axis must take, so its size divides all devices.
-  possible = (divisors(math.prod(mesh_shape.values())) if legal_sizes is None else
-              legal_sizes['context'])
+  possible = (
+    divisors(math.prod(mesh_shape.values())) if legal_sizes is None else legal_sizes['context']
+  )
   legal = [c for c in possible if fits(length, c, method)]
-  what = (f'does not divide over 2 x context={ways} (= {chunks}): each device takes one chunk from '
-          'the front and one from the back, so that causal attention is the same work for all.')
+  what = (
+    f'does not divide over 2 x context={ways} (= {chunks}): each device takes one chunk from '
+    'the front and one from the back, so that causal attention is the same work for all.'
+  )
   if length > 0 and length % chunks == 0:
-    what = (f'over 2 x context={ways} makes chunks of {length // chunks}, which ring attention '
-            f'could only take in blocks of {largest_block(length // ways)}: it would crawl.')
-  return [f'length = {length} {what} Set {parameter} = {any_of(nearest)}'
-          + (f', or Partitioner.context = {any_of(legal)}.' if legal else '.')]
+    what = (
+      f'over 2 x context={ways} makes chunks of {length // chunks}, which ring attention '
+      f'could only take in blocks of {largest_block(length // ways)}: it would crawl.'
+    )
+  return [
+    f'length = {length} {what} Set {parameter} = {any_of(nearest)}'
+    + (f', or Partitioner.context = {any_of(legal)}.' if legal else '.')
+  ]
 
 
 def fits(length: int, ways: int, method: str) -> bool:
@@ -74,15 +92,24 @@ def fits(length: int, ways: int, method: str) -> bool:
   if ways == 1:
     return True
   chunk = length // (2 * ways)
-  return length > 0 and length % (2 * ways) == 0 and (
-      method != 'ring' or 8 * largest_block(2 * chunk) >= min(chunk, BLOCK_LENGTH))
+  return (
+    length > 0
+    and length % (2 * ways) == 0
+    and (method != 'ring' or 8 * largest_block(2 * chunk) >= min(chunk, BLOCK_LENGTH))
+  )
 
 
 def _nearest_lengths(length: int, unit: int, ways: int, method: str) -> list[int]:
   """Returns the multiples of `unit` next below and above `length` that fit, without 0."""
   below, above = length // unit * unit, (length // unit + 1) * unit
-  return [n for n in (next((n for n in range(below, 0, -unit) if fits(n, ways, method)), 0),
-                      next(n for n in itertools.count(above, unit) if fits(n, ways, method))) if n]
+  return [
+    n
+    for n in (
+      next((n for n in range(below, 0, -unit) if fits(n, ways, method)), 0),
+      next(n for n in itertools.count(above, unit) if fits(n, ways, method)),
+    )
+    if n
+  ]
 
 
 def length_order(length: int, ways: int) -> np.ndarray:
@@ -94,7 +121,7 @@ def length_order(length: int, ways: int) -> np.ndarray:
   """
   assert length % (2 * ways) == 0, (length, ways)
   chunks = np.arange(length, dtype=np.int32).reshape(2 * ways, -1)
-  return np.stack([chunks[:ways], chunks[:ways - 1:-1]], axis=1).reshape(-1)
+  return np.stack([chunks[:ways], chunks[: ways - 1 : -1]], axis=1).reshape(-1)
 
 
 def local_positions(length: int, *, axis: str = 'context') -> jax.Array:
@@ -120,9 +147,19 @@ def causal_pairs(order: np.ndarray, ways: int) -> np.ndarray:
   return (order.reshape(ways, -1).astype(np.int64) + 1).sum(-1)
 
 
-def traffic_per_step(*, batch: int, length: int, num_heads: int, head_dim: int, num_layers: int,
-                     context: int, dtype_bytes: int, method: str = 'ring', num_forwards: int = 1,
-                     info_bytes: int = 0) -> int:
+def traffic_per_step(
+  *,
+  batch: int,
+  length: int,
+  num_heads: int,
+  head_dim: int,
+  num_layers: int,
+  context: int,
+  dtype_bytes: int,
+  method: str = 'ring',
+  num_forwards: int = 1,
+  info_bytes: int = 0,
+) -> int:
   """Returns bytes that a device sends over `context` in one training step.
 
   Args:
@@ -145,17 +182,26 @@ def traffic_per_step(*, batch: int, length: int, num_heads: int, head_dim: int, 
   return num_layers * ((num_forwards + 1) * there + home)
 
 
-def gathered_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, logits_fn: LogitsFn,
-                       logits_params: Any, q_info: Any, kv_info: Any,
-                       axis: str = 'context') -> jax.Array:
+def gathered_attention(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  *,
+  logits_fn: LogitsFn,
+  logits_params: Any,
+  q_info: Any,
+  kv_info: Any,
+  axis: str = 'context',
+) -> jax.Array:
   """Returns attention output [batch, q_length, heads, kv] of the local queries.
 
   Gathers key, value and kv_info over `axis` and holds logits [batch, heads, q_length, length].
   Arguments as in `ring_attention`.
   """
   key, value = _gather_length(axis, key), _gather_length(axis, value)
-  kv_info = jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True),
-                         kv_info)
+  kv_info = jax.tree.map(
+    lambda x: jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True), kv_info
+  )
   logits = logits_fn(logits_params, query, key, q_info, kv_info)
   weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
   return jnp.einsum('bhqk,bkhd->bqhd', weights, to_query_heads(value, query.shape[2]))
@@ -166,8 +212,9 @@ _LENGTH, _HEADS = -3, -2
 
 
 def _all_lengths(axis: str, x: jax.Array) -> jax.Array:
-  return manual_collectives.all_gather(x, axis, dim=_LENGTH,
-                                       model_dim=_HEADS if split_axis('kv_heads') else None)
+  return manual_collectives.all_gather(
+    x, axis, dim=_LENGTH, model_dim=_HEADS if split_axis('kv_heads') else None
+  )
 
 
 def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
@@ -175,8 +222,12 @@ def _all_lengths_forward(axis: str, x: jax.Array) -> tuple[jax.Array, None]:
 
 
 def _all_lengths_backward(axis: str, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-  part = manual_collectives.psum_scatter(gradient.astype(jnp.float32), axis, dim=_LENGTH,
-                                         model_dim=_HEADS if split_axis('kv_heads') else None)
+  part = manual_collectives.psum_scatter(
+    gradient.astype(jnp.float32),
+    axis,
+    dim=_LENGTH,
+    model_dim=_HEADS if split_axis('kv_heads') else None,
+  )
   return (part.astype(gradient.dtype),)
 
 

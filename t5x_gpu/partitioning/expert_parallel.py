@@ -25,9 +25,13 @@ def rules() -> AxisRules:
   return AxisRules(parameters={'experts': ('expert',)}, activations={'batch': ('expert',)})
 
 
-def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
-          parameter: str = 'TransformerConfig.num_experts',
-          legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
+def check(
+  sizes: Mapping[str, int],
+  mesh_shape: Mapping[str, int],
+  *,
+  parameter: str = 'TransformerConfig.num_experts',
+  legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+) -> list[str]:
   """Returns one sentence with its fix if there are no experts to split, or they do not divide.
 
   Args:
@@ -41,17 +45,22 @@ def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
   if ways == 1 or (experts > 0 and experts % ways == 0):
     return []
   if not experts:
-    return [f'expert={ways} splits experts, but this model has none: its MLPs are dense. Set '
-            f'{parameter} = {any_of([ways, 2 * ways])}, or Partitioner.expert = 1 and give its '
-            'devices to Partitioner.fsdp or Partitioner.data.']
+    return [
+      f'expert={ways} splits experts, but this model has none: its MLPs are dense. Set '
+      f'{parameter} = {any_of([ways, 2 * ways])}, or Partitioner.expert = 1 and give its '
+      'devices to Partitioner.fsdp or Partitioner.data.'
+    ]
   nearest = nearest_multiples(experts, ways)
   # What `expert` gives up another axis must take, so its size divides all devices.
-  possible = (divisors(math.prod(mesh_shape.values())) if legal_sizes is None else
-              legal_sizes['expert'])
+  possible = (
+    divisors(math.prod(mesh_shape.values())) if legal_sizes is None else legal_sizes['expert']
+  )
   legal = [n for n in possible if experts % n == 0]
-  return [f'experts = {experts} does not divide over expert={ways}: every expert is whole on one '
-          f'device. Set {parameter} = {any_of(nearest)}'
-          + (f', or Partitioner.expert = {any_of(legal)}.' if legal else '.')]
+  return [
+    f'experts = {experts} does not divide over expert={ways}: every expert is whole on one '
+    f'device. Set {parameter} = {any_of(nearest)}'
+    + (f', or Partitioner.expert = {any_of(legal)}.' if legal else '.')
+  ]
 
 
 def num_local(num_experts: int) -> int:
@@ -85,9 +94,17 @@ def group_rows(rows: jax.Array) -> jax.Array:
   return jax.lax.all_gather(rows, 'expert', tiled=True) if is_manual('expert') else rows
 
 
-def traffic_per_step(*, batch: int, num_experts: int, capacity: int, embed_dim: int,
-                     num_layers: int, expert: int, dtype_bytes: int, num_forwards: int = 1
-                     ) -> dict[str, float]:
+def traffic_per_step(
+  *,
+  batch: int,
+  num_experts: int,
+  capacity: int,
+  embed_dim: int,
+  num_layers: int,
+  expert: int,
+  dtype_bytes: int,
+  num_forwards: int = 1,
+) -> dict[str, float]:
   """Returns the bytes that a device sends over `expert` in one training step, by kind.
 
   Gradients of all but experts cross `expert` as they cross `data`: once per step, together. With

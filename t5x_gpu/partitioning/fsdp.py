@@ -29,13 +29,16 @@ SPLIT = {'embed': ('fsdp',)}
 
 def rules(zero_stage: int = 3) -> AxisRules:
   """Returns what FSDP adds to the table."""
-  return AxisRules(parameters=SPLIT if zero_stage == 3 else {},
-                   optimizer={} if zero_stage == 3 else SPLIT,
-                   activations={'batch': ('fsdp',)})
+  return AxisRules(
+    parameters=SPLIT if zero_stage == 3 else {},
+    optimizer={} if zero_stage == 3 else SPLIT,
+    activations={'batch': ('fsdp',)},
+  )
 
 
-def traffic_per_step(*, layers_size: int, other_size: int, fsdp: int, zero_stage: int = 3,
-                     dtype_bytes: int = 4) -> dict[str, float]:
+def traffic_per_step(
+  *, layers_size: int, other_size: int, fsdp: int, zero_stage: int = 3, dtype_bytes: int = 4
+) -> dict[str, float]:
   """Returns the bytes that a device sends over `fsdp` in one training step, by collective.
 
   Of a parameter that `fsdp` does not split, the gradient is all-reduced as under data parallelism.
@@ -60,6 +63,7 @@ class Dims:
     fsdp: the one that is split over `fsdp`.
     model: the one that is split over `model` as well, if any is.
   """
+
   fsdp: int
   model: Optional[int] = None
 
@@ -73,6 +77,7 @@ class Split:
     full: the whole parameter where every device has it (stage 2), else None.
     dims: where it is split.
   """
+
   part: jax.Array
   full: Optional[jax.Array]
   dims: Dims = flax.struct.field(pytree_node=False)
@@ -93,8 +98,9 @@ def whole(tree: Any, dtype: Any) -> Any:
     tree: parameters as a model's `loss` gets them.
     dtype: of the computation; half as many bytes travel in bfloat16.
   """
-  return jax.tree.map(lambda x: _use(dtype, x.dims, x.part, x.full) if is_split(x) else x, tree,
-                      is_leaf=is_split)
+  return jax.tree.map(
+    lambda x: _use(dtype, x.dims, x.part, x.full) if is_split(x) else x, tree, is_leaf=is_split
+  )
 
 
 def gather(part: jax.Array, dims: Dims) -> jax.Array:
@@ -117,8 +123,10 @@ def _use_forward(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Arr
 
 def _use_backward(dtype: Any, dims: Dims, full: Optional[jax.Array], gradient: jax.Array) -> Any:
   del dtype
-  return (scatter(gradient.astype(jnp.float32), dims),
-          None if full is None else jnp.zeros_like(full))
+  return (
+    scatter(gradient.astype(jnp.float32), dims),
+    None if full is None else jnp.zeros_like(full),
+  )
 
 
 _use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1))
@@ -126,8 +134,20 @@ _use.defvjp(_use_forward, _use_backward)
 
 # Primitives that make a layer's weights from its parameters. Their results are not worth keeping
 # for the backward pass: kept, all layers would be whole at once.
-_MOVES = frozenset({'all_gather', 'shard_map', 'concatenate', 'stack', 'convert_element_type',
-                    'reshape', 'transpose', 'broadcast_in_dim', 'squeeze', 'sharding_constraint'})
+_MOVES = frozenset(
+  {
+    'all_gather',
+    'shard_map',
+    'concatenate',
+    'stack',
+    'convert_element_type',
+    'reshape',
+    'transpose',
+    'broadcast_in_dim',
+    'squeeze',
+    'sharding_constraint',
+  }
+)
 
 
 def keep_activations_only(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -135,9 +155,9 @@ def keep_activations_only(primitive: Any, *_: Any, **__: Any) -> bool:
   return primitive.name not in _MOVES
 
 
-def keep_policy(policy: Optional[Callable[..., bool]], params: Any
-                ) -> Optional[Callable[..., bool]]:
+def keep_policy(
+  policy: Optional[Callable[..., bool]], params: Any
+) -> Optional[Callable[..., bool]]:
   """Returns a remat policy under which a layer with `params` gathers them again."""
-  has_split = any(is_split(x) and x.full is None
-                  for x in jax.tree.leaves(params, is_leaf=is_split))
+  has_split = any(is_split(x) and x.full is None for x in jax.tree.leaves(params, is_leaf=is_split))
   return keep_activations_only if policy is None and has_split else policy

@@ -41,8 +41,10 @@ def with_layers(params: Params, stack: str, layers: Any) -> dict[str, Any]:
 
 def without_layers(params: Params, stacks: Sequence[str]) -> dict[str, Any]:
   """Returns `params` without the layers of `stacks`."""
+
   def others(group: Params) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != 'layers'}
+
   if tuple(stacks) == (ONLY,):
     return others(params)
   return {name: others(value) if name in stacks else value for name, value in params.items()}
@@ -65,8 +67,9 @@ def prefix_of(stack: str) -> str:
   return 'layers' if stack == ONLY else f'{stack}/layers'
 
 
-def run_layers(model: Any, params: Params, x: Any, batch: Any, *, stack: str, **options: Any
-               ) -> Any:
+def run_layers(
+  model: Any, params: Params, x: Any, batch: Any, *, stack: str, **options: Any
+) -> Any:
   """Returns what `model.run_layers` makes of `x`; a model with one stack is not told its name.
 
   Args:

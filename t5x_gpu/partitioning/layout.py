@@ -39,6 +39,7 @@ class Layout:
     accumulate_by: see partitioning/manual_region.py.
     notes: what a user should know of it, a line each.
   """
+
   mesh: Mesh
   rules: AxisRules
   sizes: MeshSizes
@@ -64,8 +65,11 @@ class Layout:
     Devices along `context` then repeat each other's work; those of later stages take part in every
     layer, whose parameters come to them when its turn comes.
     """
-    split = {name: axes for name, axes in self.rules.activations.items()
-             if name not in ('length', 'residual_length')}
+    split = {
+      name: axes
+      for name, axes in self.rules.activations.items()
+      if name not in ('length', 'residual_length')
+    }
     rules = dataclasses.replace(self.rules, activations=split, context_method=None)
     return dataclasses.replace(self, rules=rules, pipeline=None)
 
@@ -86,39 +90,55 @@ class Layout:
 
     def sharding(path: Any, axis_names: AxisNames, array: Any) -> NamedSharding:
       what = jax.tree_util.keystr(path, simple=True, separator='/')
-      return NamedSharding(self.mesh, partition_spec(
-          axis_names.names, array.shape, table=table, mesh_shape=self.mesh.shape,
-          what=what))
+      return NamedSharding(
+        self.mesh,
+        partition_spec(
+          axis_names.names, array.shape, table=table, mesh_shape=self.mesh.shape, what=what
+        ),
+      )
+
     return jax.tree_util.tree_map_with_path(sharding, names, abstract)
 
   def batch_shardings(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, NamedSharding]:
     """Returns feature name -> sharding of the global batch; dimensions are batch, length, ..."""
+
     def sharding(name: str, shape: Sequence[int]) -> NamedSharding:
-      names = ('batch', 'length')[:len(shape)] + (None,) * (len(shape) - 2)
-      return NamedSharding(self.mesh, partition_spec(
-          names, shape, table=self.rules.activations, mesh_shape=self.mesh.shape, what=name))
+      names = ('batch', 'length')[: len(shape)] + (None,) * (len(shape) - 2)
+      return NamedSharding(
+        self.mesh,
+        partition_spec(
+          names, shape, table=self.rules.activations, mesh_shape=self.mesh.shape, what=name
+        ),
+      )
+
     return {name: sharding(name, shape) for name, shape in shapes.items()}
 
   def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns the global batch on devices; each process hands over only its devices' rows."""
     shardings = self.batch_shardings({name: x.shape for name, x in batch.items()})
-    return {name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
-            for name, x in batch.items()}
+    return {
+      name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
+      for name, x in batch.items()
+    }
 
   def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns what training and evaluation take: as `put`, positions in the order of `context`."""
     ways = self.mesh.shape['context']
     if ways > 1:
-      batch = {name: x[:, context_parallel.length_order(x.shape[1], ways)] if x.ndim > 1 else x
-               for name, x in batch.items()}
+      batch = {
+        name: x[:, context_parallel.length_order(x.shape[1], ways)] if x.ndim > 1 else x
+        for name, x in batch.items()
+      }
     return self.put(batch)
 
   def jit(self, function: Callable[..., Any], **jit_options: Any) -> 'LaidOut':
     """Returns `function` jitted over this layout; options are jax.jit's."""
+
     @functools.wraps(function)
     def traced(*args: Any) -> Any:
       with use_rules(self.rules, self.mesh.shape):
         return function(*args)
+
     return LaidOut(self.mesh, jax.jit(traced, **jit_options))
 
   @property
@@ -142,9 +162,11 @@ class Layout:
       if 'layers' not in axis_names.names:
         return x
       axis = axis_names.names.index('layers')
-      order = pipeline_parallel.layer_order(x.shape[axis], self.pipeline.num_stages,
-                                            self.pipeline.repeats)
+      order = pipeline_parallel.layer_order(
+        x.shape[axis], self.pipeline.num_stages, self.pipeline.repeats
+      )
       return jnp.take(x, of_order(order), axis=axis)
+
     return jax.tree.map(reorder, names, tree)
 
   def table(self) -> str:
@@ -153,14 +175,17 @@ class Layout:
     if self.pipeline is not None:
       options = self.pipeline.options
       bubble = pipeline_parallel.bubble_fraction(**options)
-      lines.append(f'  pipeline: {self.pipeline.schedule}, {self.pipeline.num_microbatches} '
-                   f'microbatches, bubble {bubble:.1%} of the step')
+      lines.append(
+        f'  pipeline: {self.pipeline.schedule}, {self.pipeline.num_microbatches} '
+        f'microbatches, bubble {bubble:.1%} of the step'
+      )
     return '\n'.join([*lines, *(f'  {note}' for note in self.notes)])
 
 
 @dataclasses.dataclass(frozen=True)
 class LaidOut:
   """A jitted function that sets its mesh whenever it is called, lowered or evaluated."""
+
   mesh: Mesh
   jitted: Any
 

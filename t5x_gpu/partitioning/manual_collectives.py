@@ -21,19 +21,25 @@ def all_gather(x: jax.Array, axis: str, *, dim: int, model_dim: Optional[int] = 
     dim: the dimension, counted from the last one (-1).
     model_dim: the one that `model` splits, counted alike; None if it splits none.
   """
-  return _on_each_part(lambda part: jax.lax.all_gather(part, axis, axis=part.ndim + dim,
-                                                       tiled=True), x, model_dim)
+  return _on_each_part(
+    lambda part: jax.lax.all_gather(part, axis, axis=part.ndim + dim, tiled=True), x, model_dim
+  )
 
 
-def psum_scatter(x: jax.Array, axis: str, *, dim: int, model_dim: Optional[int] = None
-                 ) -> jax.Array:
+def psum_scatter(
+  x: jax.Array, axis: str, *, dim: int, model_dim: Optional[int] = None
+) -> jax.Array:
   """Returns this device's part of the sum of `x` over `axis`; arguments as in `all_gather`."""
-  return _on_each_part(lambda part: jax.lax.psum_scatter(
-      part, axis, scatter_dimension=part.ndim + dim, tiled=True), x, model_dim)
+  return _on_each_part(
+    lambda part: jax.lax.psum_scatter(part, axis, scatter_dimension=part.ndim + dim, tiled=True),
+    x,
+    model_dim,
+  )
 
 
-def _on_each_part(collective: Callable[[jax.Array], jax.Array], x: jax.Array,
-                  model_dim: Optional[int]) -> jax.Array:
+def _on_each_part(
+  collective: Callable[[jax.Array], jax.Array], x: jax.Array, model_dim: Optional[int]
+) -> jax.Array:
   if model_dim is None:
     return collective(x)
   spec = PartitionSpec(*('model' if i == x.ndim + model_dim else None for i in range(x.ndim)))

@@ -33,6 +33,7 @@ def is_places(name: str) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
   """How stages take turns; the arguments of pipeline_parallel.value_and_grad."""
+
   schedule: str
   num_stages: int
   num_microbatches: int
@@ -72,6 +73,7 @@ class Region:
     accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
       next one, 'microbatch' the other way around.
   """
+
   rules: AxisRules
   mesh_shape: Mapping[str, int]
   zero_stage: int = 3
@@ -112,8 +114,12 @@ class Region:
 
   def batch_specs(self, batch: Mapping[str, jax.Array]) -> dict[str, PartitionSpec]:
     """Returns name -> PartitionSpec of [batch, length, ...], [batch], or places [length]."""
-    return {name: self.spec(('length',) if is_places(name) else ('batch', 'length')[:x.ndim],
-                            self.rules.activations) for name, x in batch.items()}
+    return {
+      name: self.spec(
+        ('length',) if is_places(name) else ('batch', 'length')[: x.ndim], self.rules.activations
+      )
+      for name, x in batch.items()
+    }
 
   def with_rows(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns `batch` with what local arrays cannot tell: where rows and positions stand.
@@ -126,8 +132,9 @@ class Region:
     if 'context' in self.axes:
       for name, x in batch.items():
         if x.ndim > 1:
-          more[name.split('_')[0] + PLACES] = jnp.asarray(context_parallel.length_order(
-              x.shape[1], self.mesh_shape['context']))
+          more[name.split('_')[0] + PLACES] = jnp.asarray(
+            context_parallel.length_order(x.shape[1], self.mesh_shape['context'])
+          )
     return {**batch, **more}
 
   def parameters(self, parts: Any, params: Any, names: Any) -> Any:
@@ -138,6 +145,7 @@ class Region:
       params: the same as the run keeps them; used where that is more than the part (ZeRO-2).
       names: tree of AxisNames.
     """
+
     def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array) -> Any:
       dims = self._fsdp_dims(axis_names) if self.reduces_in_backward else None
       if dims is None:
@@ -145,10 +153,13 @@ class Region:
       full = param if self.zero_stage == 2 else None
       copies = self._copies.dim(axis_names)
       if copies is not None and (part.ndim, part.shape[copies:]) != (
-          param.ndim, param.shape[copies:]):
+        param.ndim,
+        param.shape[copies:],
+      ):
         dims = dataclasses.replace(dims, model=copies)
         full = None if full is None else self._copies.make(axis_names, full)
       return fsdp.Split(part, full, dims)
+
     return jax.tree.map(parameter, names, parts, params)
 
   def frozen(self, params: Any, names: Any) -> Any:
@@ -159,16 +170,26 @@ class Region:
 
   def whole(self, params: Any, names: Any) -> Any:
     """Returns parameters, as the run keeps them, made whole over `fsdp`; not to derive through."""
+
     def parameter(axis_names: AxisNames, param: jax.Array) -> jax.Array:
       dims = self._fsdp_dims(axis_names) if self.zero_stage == 3 else None
       return param if dims is None else fsdp.gather(param, dims)
+
     return jax.tree.map(parameter, names, params)
 
   def _fsdp_dims(self, axis_names: AxisNames) -> Optional[fsdp.Dims]:
     """Returns where `fsdp` splits the optimizer's state, None if it does not."""
+
     def dim_of(axis: str) -> Optional[int]:
-      return next((i - len(axis_names.names) for i, name in enumerate(axis_names.names)
-                   if axis in self.rules.state.get(name, ())), None)
+      return next(
+        (
+          i - len(axis_names.names)
+          for i, name in enumerate(axis_names.names)
+          if axis in self.rules.state.get(name, ())
+        ),
+        None,
+      )
+
     dim = dim_of('fsdp') if 'fsdp' in self.axes else None
     if dim is None:
       return None
@@ -207,8 +228,9 @@ class Region:
           leaves[i] = reduced
     return jax.tree.unflatten(treedef, leaves)
 
-  def map(self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
-          ) -> Callable[..., Any]:
+  def map(
+    self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+  ) -> Callable[..., Any]:
     """Returns `function` of local arrays as one of global arrays; itself without manual axes."""
     if not self.axes:
       return function
@@ -216,6 +238,7 @@ class Region:
     def local(*args: Any) -> Any:
       with use_rules(self.rules, self.mesh_shape, manual_axes=self.axes):
         return function(*jax.tree.map(self.varying, args))
+
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes))
 
   def varying(self, x: jax.Array) -> jax.Array:

@@ -12,7 +12,13 @@ from typing import Optional
 
 from t5x_gpu.errors import MeshError, all_problems, did_you_mean
 from t5x_gpu.partitioning import (
-    context_parallel, data_parallel, expert_parallel, fsdp, sequence_parallel, tensor_parallel)
+  context_parallel,
+  data_parallel,
+  expert_parallel,
+  fsdp,
+  sequence_parallel,
+  tensor_parallel,
+)
 from t5x_gpu.partitioning.axis_rules import AxisRules
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.manual_region import Pipeline
@@ -23,9 +29,14 @@ from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 
 # What a user sets to change the size of an array axis, for errors.
-SET_BY = {'batch': 'BATCH_SIZE', 'length': 'the sum of TASK_FEATURE_LENGTHS',
-          'heads': 'TransformerConfig.num_heads', 'mlp': 'TransformerConfig.mlp_dim',
-          'embed': 'TransformerConfig.embed_dim', 'vocab': 'TransformerConfig.vocab_size'}
+SET_BY = {
+  'batch': 'BATCH_SIZE',
+  'length': 'the sum of TASK_FEATURE_LENGTHS',
+  'heads': 'TransformerConfig.num_heads',
+  'mlp': 'TransformerConfig.mlp_dim',
+  'embed': 'TransformerConfig.embed_dim',
+  'vocab': 'TransformerConfig.vocab_size',
+}
 # Axes with checks of their own.
 OWN_CHECKS = ('layers', 'encoder_layers', 'stacks', 'length', 'experts', 'kv_heads', 'kv')
 
@@ -56,6 +67,7 @@ class Partitioner:
     ici_mesh_shape: axis -> size inside a host, one may be -1; instead of the sizes above.
     dcn_mesh_shape: axis -> size across hosts, one may be -1.
   """
+
   num_partitions: Optional[int] = None
   model_parallel_submesh: Optional[Sequence[int]] = None
   data: int = -1
@@ -74,25 +86,37 @@ class Partitioner:
   dcn_mesh_shape: Optional[Mapping[str, int]] = None
 
   def __post_init__(self) -> None:
-    for name, legal in (('zero_stage', (1, 2, 3)), ('accumulate_by', ('layer', 'microbatch')),
-                        ('context_attention', context_parallel.METHODS),
-                        ('pipeline_schedule', pipeline_parallel.SCHEDULES)):
+    for name, legal in (
+      ('zero_stage', (1, 2, 3)),
+      ('accumulate_by', ('layer', 'microbatch')),
+      ('context_attention', context_parallel.METHODS),
+      ('pipeline_schedule', pipeline_parallel.SCHEDULES),
+    ):
       value = getattr(self, name)
       if value not in legal:
         is_word = isinstance(value, str) and isinstance(legal[0], str)
         hint = did_you_mean(value, legal) if is_word else ''
-        raise MeshError(f'Partitioner.{name} = {value!r} is not one of '
-                        f'{", ".join(map(repr, legal))}.{hint}',
-                        fix=f'Set Partitioner.{name} to one of them.',
-                        parameters=(f'Partitioner.{name}',), docs='parallelism.md')
+        raise MeshError(
+          f'Partitioner.{name} = {value!r} is not one of {", ".join(map(repr, legal))}.{hint}',
+          fix=f'Set Partitioner.{name} to one of them.',
+          parameters=(f'Partitioner.{name}',),
+          docs='parallelism.md',
+        )
 
   def mesh_sizes(self, topology: Topology) -> MeshSizes:
     """Returns the sizes on `topology`; raises MeshError with the legal ones."""
     return resolve_mesh_sizes(
-        topology, num_partitions=self.num_partitions,
-        model_parallel_submesh=self.model_parallel_submesh, stage=self.stage, data=self.data,
-        fsdp=self.fsdp, context=self.context, expert=self.expert,
-        ici_mesh_shape=self.ici_mesh_shape, dcn_mesh_shape=self.dcn_mesh_shape)
+      topology,
+      num_partitions=self.num_partitions,
+      model_parallel_submesh=self.model_parallel_submesh,
+      stage=self.stage,
+      data=self.data,
+      fsdp=self.fsdp,
+      context=self.context,
+      expert=self.expert,
+      ici_mesh_shape=self.ici_mesh_shape,
+      dcn_mesh_shape=self.dcn_mesh_shape,
+    )
 
   def rules(self, *, shares_kv_heads: bool = False) -> AxisRules:
     """Returns the sum of the rules of every parallelism.
@@ -100,13 +124,24 @@ class Partitioner:
     Args:
       shares_kv_heads: see `tensor_parallel.rules`.
     """
-    rules = (pipeline_parallel.rules() + data_parallel.rules() + fsdp.rules(self.zero_stage)
-             + context_parallel.rules(self.context_attention) + expert_parallel.rules()
-             + tensor_parallel.rules(shares_kv_heads=shares_kv_heads))
+    rules = (
+      pipeline_parallel.rules()
+      + data_parallel.rules()
+      + fsdp.rules(self.zero_stage)
+      + context_parallel.rules(self.context_attention)
+      + expert_parallel.rules()
+      + tensor_parallel.rules(shares_kv_heads=shares_kv_heads)
+    )
     return rules + sequence_parallel.rules() if self.sequence_parallel else rules
 
-  def lay_out(self, topology: Topology, devices: Sequence[Device], *,
-              logical_sizes: Mapping[str, int], num_microbatches: int = 1) -> Layout:
+  def lay_out(
+    self,
+    topology: Topology,
+    devices: Sequence[Device],
+    *,
+    logical_sizes: Mapping[str, int],
+    num_microbatches: int = 1,
+  ) -> Layout:
     """Returns the layout over `devices` (host-major, as `topology.discover` gives them).
 
     Args:
@@ -125,13 +160,20 @@ class Partitioner:
       raise _model_error(self._problems(sizes, logical_sizes, num_microbatches, better))
     shares_kv_heads = tensor_parallel.devices_per_kv_head(logical_sizes, sizes.total) > 1
     note = tensor_parallel.shared_kv_heads_note(logical_sizes, sizes.total)
-    return Layout(mesh=build_mesh(sizes, topology, devices), sizes=sizes, topology=topology,
-                  rules=self.rules(shares_kv_heads=shares_kv_heads), notes=(note,) if note else (),
-                  zero_stage=self.zero_stage, accumulate_by=self.accumulate_by,
-                  pipeline=self._pipeline(sizes, logical_sizes, num_microbatches))
+    return Layout(
+      mesh=build_mesh(sizes, topology, devices),
+      sizes=sizes,
+      topology=topology,
+      rules=self.rules(shares_kv_heads=shares_kv_heads),
+      notes=(note,) if note else (),
+      zero_stage=self.zero_stage,
+      accumulate_by=self.accumulate_by,
+      pipeline=self._pipeline(sizes, logical_sizes, num_microbatches),
+    )
 
-  def _pipeline(self, sizes: MeshSizes, logical_sizes: Mapping[str, int],
-                num_microbatches: int) -> Optional[Pipeline]:
+  def _pipeline(
+    self, sizes: MeshSizes, logical_sizes: Mapping[str, int], num_microbatches: int
+  ) -> Optional[Pipeline]:
     stages = sizes.total['stage']
     if stages == 1:
       return None
@@ -142,14 +184,25 @@ class Partitioner:
       count = next((n for n in legal if n >= 4 * stages), legal[-1])
     # A ring needs all devices in every step, those of an idle stage as well.
     ring = sizes.total['context'] > 1 and self.context_attention == 'ring'
-    return Pipeline(self.pipeline_schedule, stages, count, self.pipeline_repeats, not ring,
-                    logical_sizes.get('stacks', 1))
+    return Pipeline(
+      self.pipeline_schedule,
+      stages,
+      count,
+      self.pipeline_repeats,
+      not ring,
+      logical_sizes.get('stacks', 1),
+    )
 
   def _batch_parts(self, sizes: MeshSizes) -> int:
     return math.prod(sizes.total[axis] for axis in self.rules().activations['batch'])
 
-  def _problems(self, sizes: MeshSizes, logical_sizes: Mapping[str, int], num_microbatches: int,
-                legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
+  def _problems(
+    self,
+    sizes: MeshSizes,
+    logical_sizes: Mapping[str, int],
+    num_microbatches: int,
+    legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+  ) -> list[str]:
     """Returns everything in which the model does not fit the mesh, a sentence each.
 
     Args:
@@ -163,42 +216,72 @@ class Partitioner:
     rows = 1  # what a device's rows must be a multiple of
     if pipeline is not None:
       rows = self.num_pipeline_microbatches or (
-          pipeline.num_stages if pipeline.schedule == 'circular' else pipeline.least_rows)
+        pipeline.num_stages if pipeline.schedule == 'circular' else pipeline.least_rows
+      )
     between = math.prod(total[axis] for axis in rules.activations.get('residual_length', ()))
     chunks = 2 * total['context'] if total['context'] > 1 else 1
     hints = {name: SizeHint(set_by) for name, set_by in SET_BY.items()}
     unit = max(rows, 1) * self._batch_parts(sizes)
-    fewer = [n for n in divisors(num_microbatches)
-             if logical_sizes.get('batch', 1) % (n * unit) == 0]
+    fewer = [
+      n for n in divisors(num_microbatches) if logical_sizes.get('batch', 1) % (n * unit) == 0
+    ]
     hints['batch'] = SizeHint(
-        'BATCH_SIZE', each_of=num_microbatches, multiple_of=num_microbatches * unit,
-        or_else=f'NUM_MICROBATCHES = {any_of(fewer)}' if fewer else '')
+      'BATCH_SIZE',
+      each_of=num_microbatches,
+      multiple_of=num_microbatches * unit,
+      or_else=f'NUM_MICROBATCHES = {any_of(fewer)}' if fewer else '',
+    )
     hints['residual_length'] = SizeHint(
-        SET_BY['length'], 'With Partitioner.sequence_parallel, length', multiple_of=chunks,
-        or_else='Partitioner.sequence_parallel = False')
+      SET_BY['length'],
+      'With Partitioner.sequence_parallel, length',
+      multiple_of=chunks,
+      or_else='Partitioner.sequence_parallel = False',
+    )
     generic = {name: size for name, size in logical_sizes.items() if name not in OWN_CHECKS}
     if 'length' in logical_sizes and self.sequence_parallel:
       generic['residual_length'] = logical_sizes['length']
-    problems = [problem for table in (rules.activations, rules.state)
-                for problem in check_model_sizes(
-                    sizes, generic, {name: table.get(name, ()) for name in generic}, hints=hints,
-                    legal_sizes=legal_sizes)]
-    problems += context_parallel.check(logical_sizes, total, method=self.context_attention,
-                                       parameter=SET_BY['length'],
-                                       multiple_of=between if self.sequence_parallel else 1,
-                                       legal_sizes=legal_sizes)
+    problems = [
+      problem
+      for table in (rules.activations, rules.state)
+      for problem in check_model_sizes(
+        sizes,
+        generic,
+        {name: table.get(name, ()) for name in generic},
+        hints=hints,
+        legal_sizes=legal_sizes,
+      )
+    ]
+    problems += context_parallel.check(
+      logical_sizes,
+      total,
+      method=self.context_attention,
+      parameter=SET_BY['length'],
+      multiple_of=between if self.sequence_parallel else 1,
+      legal_sizes=legal_sizes,
+    )
     problems += tensor_parallel.check(logical_sizes, total, legal_sizes=legal_sizes)
     problems += expert_parallel.check(logical_sizes, total, legal_sizes=legal_sizes)
     if pipeline is not None:
       problems += pipeline_parallel.check(
-          logical_sizes, total, schedule=pipeline.schedule, repeats=pipeline.repeats,
-          num_pipeline_microbatches=pipeline.num_microbatches,
-          batch_parts=self._batch_parts(sizes), num_microbatches=num_microbatches,
-          skip_idle=pipeline.skip_idle, legal_sizes=legal_sizes)
+        logical_sizes,
+        total,
+        schedule=pipeline.schedule,
+        repeats=pipeline.repeats,
+        num_pipeline_microbatches=pipeline.num_microbatches,
+        batch_parts=self._batch_parts(sizes),
+        num_microbatches=num_microbatches,
+        skip_idle=pipeline.skip_idle,
+        legal_sizes=legal_sizes,
+      )
     return list(dict.fromkeys(problems))  # an axis may be split alike in both tables
 
-  def _better_sizes(self, topology: Topology, logical_sizes: Mapping[str, int],
-                    num_microbatches: int, num_problems: int) -> dict[str, list[int]]:
+  def _better_sizes(
+    self,
+    topology: Topology,
+    logical_sizes: Mapping[str, int],
+    num_microbatches: int,
+    num_problems: int,
+  ) -> dict[str, list[int]]:
     """Returns mesh axis -> sizes that, set alone, make a mesh with fewer problems."""
     better: dict[str, list[int]] = {}
     for axis, parameter in SIZE_PARAMETERS.items():
@@ -206,8 +289,9 @@ class Partitioner:
       for size in divisors(topology.num_devices):
         try:
           changed = dataclasses.replace(self, **{parameter: size})
-          problems = changed._problems(changed.mesh_sizes(topology), logical_sizes,
-                                       num_microbatches)
+          problems = changed._problems(
+            changed.mesh_sizes(topology), logical_sizes, num_microbatches
+          )
         except MeshError:
           continue
         if len(problems) < num_problems:
@@ -217,8 +301,13 @@ class Partitioner:
 
 def _model_error(problems: Sequence[str]) -> MeshError:
   """Returns one error for all `problems`, with the origin of every parameter that they name."""
-  named = [name for problem in problems for name in re.findall(
-      r'\b(?:Partitioner|TransformerConfig|EncoderDecoderModel)\.\w+|\b[A-Z]+_[A-Z_]+\b', problem)]
+  named = [
+    name
+    for problem in problems
+    for name in re.findall(
+      r'\b(?:Partitioner|TransformerConfig|EncoderDecoderModel)\.\w+|\b[A-Z]+_[A-Z_]+\b', problem
+    )
+  ]
   axes = [axis for problem in problems for axis in re.findall(r'\b([a-z]+)=\d', problem)]
   parameters = list(dict.fromkeys([*named, *(f'Partitioner.{SIZE_PARAMETERS[a]}' for a in axes)]))
   what, fix = all_problems(list(problems), title='The model does not fit the mesh'), ''

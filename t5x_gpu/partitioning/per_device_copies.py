@@ -30,6 +30,7 @@ class Copies:
     rules: which mesh axes split each array axis.
     mesh_shape: mesh axis -> size.
   """
+
   rules: AxisRules
   mesh_shape: Mapping[str, int]
 
@@ -54,8 +55,9 @@ class Copies:
     if axis_names.along is not None:
       x = jnp.expand_dims(x, dim)
     x = jnp.repeat(x, self.count // x.shape[dim], axis=dim)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(
-        *('model' if i == x.ndim + dim else None for i in range(x.ndim))))
+    return jax.lax.with_sharding_constraint(
+      x, PartitionSpec(*('model' if i == x.ndim + dim else None for i in range(x.ndim)))
+    )
 
   def total(self, axis_names: AxisNames, gradient: jax.Array, like: jax.Array) -> jax.Array:
     """Returns the sum over copies of `gradient`, of the shape of the parameter `like`."""
@@ -65,5 +67,6 @@ class Copies:
     if axis_names.along is not None:
       return gradient.sum(dim)
     at = gradient.ndim + dim
-    return gradient.reshape(*gradient.shape[:at], like.shape[at], -1,
-                            *gradient.shape[at + 1:]).sum(at + 1)
+    return gradient.reshape(
+      *gradient.shape[:at], like.shape[at], -1, *gradient.shape[at + 1 :]
+    ).sum(at + 1)

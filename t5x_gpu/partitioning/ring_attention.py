@@ -40,16 +40,26 @@ MayAttendFn = Callable[[Any, Any], jax.Array]
 @dataclasses.dataclass(frozen=True)
 class _Ring:
   """What does not change during a call, and hashes as custom_vjp wants it."""
+
   logits_fn: LogitsFn
   may_attend: Optional[MayAttendFn]
   axis: str
   block_length: int
 
 
-def ring_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, logits_fn: LogitsFn,
-                   logits_params: Any, q_info: Any, kv_info: Any, axis: str = 'context',
-                   may_attend: Optional[MayAttendFn] = None,
-                   block_length: int = BLOCK_LENGTH) -> jax.Array:
+def ring_attention(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  *,
+  logits_fn: LogitsFn,
+  logits_params: Any,
+  q_info: Any,
+  kv_info: Any,
+  axis: str = 'context',
+  may_attend: Optional[MayAttendFn] = None,
+  block_length: int = BLOCK_LENGTH,
+) -> jax.Array:
   """Returns attention output [batch, q_length, heads, kv] of the local queries.
 
   Equal to dense attention, gradients included: also for a row that may attend to nothing, whose
@@ -93,8 +103,12 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
         logits = ring.logits_fn(logits_params, q(query, 1), k(visitor[0], 1), *infos)
         new_max = jnp.maximum(old_max, logits.max(-1))
         weights = jnp.exp(logits - new_max[..., None])
-        mix = jnp.einsum('bhqk,bkhd->bqhd', weights.astype(value.dtype), visiting_value,
-                         preferred_element_type=jnp.float32)
+        mix = jnp.einsum(
+          'bhqk,bkhd->bqhd',
+          weights.astype(value.dtype),
+          visiting_value,
+          preferred_element_type=jnp.float32,
+        )
         return new_max, weights.sum(-1), mix
 
       def skip():  # the same, knowing that every logit is MASKED
@@ -104,8 +118,11 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
 
       new_max, total, mix = _attend_or_skip(ring, infos, attend, skip)
       keep = jnp.exp(old_max - new_max)
-      return (q.put(sums[0], new_max, -1), q.put(sums[1], old_total * keep + total, -1),
-              q.put(sums[2], old_mix * _per_row(keep) + mix, 1))
+      return (
+        q.put(sums[0], new_max, -1),
+        q.put(sums[1], old_total * keep + total, -1),
+        q.put(sums[2], old_mix * _per_row(keep) + mix, 1),
+      )
 
     return _for_pairs(ring, block, sums, query.shape[1], key.shape[1])
 
@@ -115,10 +132,14 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
     return (meet(sums, visitor), arriving), None
 
   rows = shard(query[..., 0].swapaxes(1, 2), None, 'heads', None)
-  sums = (_full_like(rows, MASKED), _full_like(rows, 0.0),
-          _full_like(shard(query, None, None, 'heads', None), 0.0))
-  (sums, visitor), _ = jax.lax.scan(step, (sums, (key, value, kv_info)),
-                                    length=jax.lax.axis_size(ring.axis) - 1)
+  sums = (
+    _full_like(rows, MASKED),
+    _full_like(rows, 0.0),
+    _full_like(shard(query, None, None, 'heads', None), 0.0),
+  )
+  (sums, visitor), _ = jax.lax.scan(
+    step, (sums, (key, value, kv_info)), length=jax.lax.axis_size(ring.axis) - 1
+  )
   row_max, row_total, mix = meet(sums, visitor)
   out = (mix / _per_row(row_total)).astype(value.dtype)
   saved = (query, key, value, logits_params, q_info, kv_info, out, row_max, row_total)
@@ -133,6 +154,7 @@ def _backward(ring: _Ring, saved, dout):
 
   def meet(grads, visitor):
     """Adds to (dquery, dparams); returns them and this part's (dkey, dvalue)."""
+
     def block(carry, q, k):
       dquery, dparams, dkey, dvalue = carry
       dout_block, visiting_value = q(dout, 1), to_query_heads(k(visitor[1], 1), heads)
@@ -141,25 +163,39 @@ def _backward(ring: _Ring, saved, dout):
       infos = q(q_info, -1), k(visitor[2], -1)
 
       def attend():
-        logits, pull = jax.vjp(lambda *of: ring.logits_fn(*of, *infos), logits_params, q_block,
-                               k_block)
+        logits, pull = jax.vjp(
+          lambda *of: ring.logits_fn(*of, *infos), logits_params, q_block, k_block
+        )
         weights = jnp.exp(logits - block_max[..., None]) / block_total[..., None]
-        dv = jnp.einsum('bhqk,bqhd->bkhd', weights.astype(value.dtype), dout_block,
-                        preferred_element_type=jnp.float32)
-        dweights = jnp.einsum('bqhd,bkhd->bhqk', dout_block, visiting_value,
-                              preferred_element_type=jnp.float32)
+        dv = jnp.einsum(
+          'bhqk,bqhd->bkhd',
+          weights.astype(value.dtype),
+          dout_block,
+          preferred_element_type=jnp.float32,
+        )
+        dweights = jnp.einsum(
+          'bqhd,bkhd->bhqk', dout_block, visiting_value, preferred_element_type=jnp.float32
+        )
         dp, dq, dk = pull(weights * (dweights - q(delta, -1)[..., None]))
         return (*jax.tree.map(lambda x: x.astype(jnp.float32), (dq, dp, dk)), dv)
 
       def skip():
         weight = jnp.exp(MASKED - block_max) / block_total
         dv = (_per_row(weight) * dout_block).sum(1, keepdims=True)
-        return (_full_like(q_block, 0.0), jax.tree.map(lambda x: _full_like(x, 0.0), logits_params),
-                _full_like(k_block, 0.0), jnp.broadcast_to(dv, visiting_value.shape))
+        return (
+          _full_like(q_block, 0.0),
+          jax.tree.map(lambda x: _full_like(x, 0.0), logits_params),
+          _full_like(k_block, 0.0),
+          jnp.broadcast_to(dv, visiting_value.shape),
+        )
 
       dq, dp, dk, dv = _attend_or_skip(ring, infos, attend, skip)
-      return (q.add(dquery, dq, 1), jax.tree.map(jnp.add, dparams, dp), k.add(dkey, dk, 1),
-              k.add(dvalue, _of_kv_heads(dv, kv_heads), 1))
+      return (
+        q.add(dquery, dq, 1),
+        jax.tree.map(jnp.add, dparams, dp),
+        k.add(dkey, dk, 1),
+        k.add(dvalue, _of_kv_heads(dv, kv_heads), 1),
+      )
 
     zeros = _full_like(visitor[0], 0.0), _full_like(visitor[1], 0.0)
     dquery, dparams, *dkv = _for_pairs(ring, block, (*grads, *zeros), query.shape[1], key.shape[1])
@@ -172,8 +208,10 @@ def _backward(ring: _Ring, saved, dout):
     return (grads, arriving, jax.tree.map(jnp.add, dkv, more)), None
 
   ways = jax.lax.axis_size(ring.axis)
-  grads = (_full_like(shard(query, None, None, 'heads', None), 0.0),
-           jax.tree.map(lambda x: _full_like(x, 0.0), logits_params))
+  grads = (
+    _full_like(shard(query, None, None, 'heads', None), 0.0),
+    jax.tree.map(lambda x: _full_like(x, 0.0), logits_params),
+  )
   visitor = (key, value, kv_info)
   # First and last step apart, so that neither zeros nor keys that nobody needs travel.
   arriving = _pass_on(visitor, ring.axis) if ways > 1 else visitor
@@ -184,8 +222,14 @@ def _backward(ring: _Ring, saved, dout):
     grads, more = meet(grads, visitor)
     dkv = _pass_on(jax.tree.map(jnp.add, dkv, more), ring.axis)  # home
   dquery, dparams, dkey, dvalue = (*grads, *dkv)
-  return (dquery.astype(query.dtype), dkey.astype(key.dtype), dvalue.astype(value.dtype),
-          jax.tree.map(lambda d, p: d.astype(p.dtype), dparams, logits_params), None, None)
+  return (
+    dquery.astype(query.dtype),
+    dkey.astype(key.dtype),
+    dvalue.astype(value.dtype),
+    jax.tree.map(lambda d, p: d.astype(p.dtype), dparams, logits_params),
+    None,
+    None,
+  )
 
 
 _ring.defvjp(_forward, _backward)
@@ -194,12 +238,14 @@ _ring.defvjp(_forward, _backward)
 @dataclasses.dataclass(frozen=True)
 class _Block:
   """One block of positions: cuts it out of arrays, and puts results back."""
+
   start: Any
   length: int
 
   def __call__(self, tree: Any, dimension: int) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(
-        x, self.start, self.length, dimension % x.ndim), tree)
+    return jax.tree.map(
+      lambda x: jax.lax.dynamic_slice_in_dim(x, self.start, self.length, dimension % x.ndim), tree
+    )
 
   def put(self, x: jax.Array, update: jax.Array, dimension: int) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(x, update, self.start, dimension % x.ndim)
@@ -208,16 +254,17 @@ class _Block:
     return self.put(x, self(x, dimension) + more, dimension)
 
 
-def _for_pairs(ring: _Ring, block: Callable[..., Any], carry: Any, q_length: int,
-               kv_length: int) -> Any:
+def _for_pairs(
+  ring: _Ring, block: Callable[..., Any], carry: Any, q_length: int, kv_length: int
+) -> Any:
   """Returns `carry` after block(carry, queries, keys) for every pair of blocks."""
-  q_block, kv_block = (largest_block(length, ring.block_length)
-                       for length in (q_length, kv_length))
+  q_block, kv_block = (largest_block(length, ring.block_length) for length in (q_length, kv_length))
   per_row = kv_length // kv_block
 
   def body(n, carry):
-    return block(carry, _Block(n // per_row * q_block, q_block),
-                 _Block(n % per_row * kv_block, kv_block))
+    return block(
+      carry, _Block(n // per_row * q_block, q_block), _Block(n % per_row * kv_block, kv_block)
+    )
 
   return jax.lax.fori_loop(0, q_length // q_block * per_row, body, carry)
 
@@ -228,8 +275,9 @@ def largest_block(length: int, at_most: int = BLOCK_LENGTH) -> int:
   return max(size for size in divisors(chunk) if size <= max(at_most, 1))
 
 
-def _attend_or_skip(ring: _Ring, infos: tuple[Any, Any], attend: Callable[[], Any],
-                    skip: Callable[[], Any]) -> Any:
+def _attend_or_skip(
+  ring: _Ring, infos: tuple[Any, Any], attend: Callable[[], Any], skip: Callable[[], Any]
+) -> Any:
   if ring.may_attend is None:
     return attend()
   return jax.lax.cond(ring.may_attend(*infos), attend, skip)

@@ -15,8 +15,16 @@ def rules() -> AxisRules:
   return AxisRules(activations={'residual_length': ('model',)})
 
 
-def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int, model: int,
-                     dtype_bytes: int, recomputed: int = 0) -> dict[str, float]:
+def traffic_per_step(
+  *,
+  batch: int,
+  length: int,
+  embed_dim: int,
+  num_layers: int,
+  model: int,
+  dtype_bytes: int,
+  recomputed: int = 0,
+) -> dict[str, float]:
   """Returns the bytes that a device sends over `model` in one training step, by collective.
 
   Of a layer as much as tensor parallelism alone sends: each all-reduce of an activation is two
@@ -35,5 +43,8 @@ def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int
   gathered = (4 + (2 if recomputed else 0)) * num_layers * activation + 2 * activation
   scattered = (4 + recomputed) * num_layers * activation + 2 * in_float32
   scales = (2 * num_layers + 1) * embed_dim * 4
-  return {'all-gather': share * gathered, 'reduce-scatter': share * scattered,
-          'all-reduce': 2 * share * (3 * tokens * 4 + scales)}
+  return {
+    'all-gather': share * gathered,
+    'reduce-scatter': share * scattered,
+    'all-reduce': 2 * share * (3 * tokens * 4 + scales),
+  }

@@ -15,7 +15,7 @@ from typing import Optional
 from t5x_gpu.partitioning.axis_rules import AxisRules
 from t5x_gpu.partitioning.mesh.mesh_problems import any_of
 
-SPLIT = {name: ('model',) for name in ('heads', 'kv_heads', 'mlp', 'vocab')}
+SPLIT = dict.fromkeys(('heads', 'kv_heads', 'mlp', 'vocab'), ('model',))
 
 
 def rules(*, shares_kv_heads: bool = False) -> AxisRules:
@@ -26,8 +26,9 @@ def rules(*, shares_kv_heads: bool = False) -> AxisRules:
       on each, activations are split after each device has computed one.
   """
   whole = ('kv_heads',) if shares_kv_heads else ()
-  return AxisRules(parameters={name: axes for name, axes in SPLIT.items() if name not in whole},
-                   activations=SPLIT)
+  return AxisRules(
+    parameters={name: axes for name, axes in SPLIT.items() if name not in whole}, activations=SPLIT
+  )
 
 
 def devices_per_kv_head(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]) -> int:
@@ -41,8 +42,12 @@ def devices_per_kv_head(sizes: Mapping[str, int], mesh_shape: Mapping[str, int])
   return model // kv_heads if kv_heads and model > kv_heads and model % kv_heads == 0 else 1
 
 
-def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
-          legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
+def check(
+  sizes: Mapping[str, int],
+  mesh_shape: Mapping[str, int],
+  *,
+  legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+) -> list[str]:
   """Returns one sentence with its fix if key and value heads can be neither split nor shared.
 
   All other axes need only be divisible, which is checked for all parallelisms at once.
@@ -52,20 +57,28 @@ def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *,
     mesh_shape: mesh axis -> size.
     legal_sizes: mesh axis -> sizes that it could have, for the fix.
   """
-  model, heads, kv_heads = (mesh_shape.get('model', 1), sizes.get('heads', 0),
-                            sizes.get('kv_heads', 0))
+  model, heads, kv_heads = (
+    mesh_shape.get('model', 1),
+    sizes.get('heads', 0),
+    sizes.get('kv_heads', 0),
+  )
   if kv_heads in (0, heads) or kv_heads % model == 0 or model % kv_heads == 0:
     return []
 
   def fits(kv_heads: int, model: int) -> bool:
     return kv_heads % model == 0 or model % kv_heads == 0
-  fixes = ['TransformerConfig.num_kv_heads = ' + any_of(
-      [n for n in range(1, heads + 1) if heads % n == 0 and fits(n, model)])]
+
+  fixes = [
+    'TransformerConfig.num_kv_heads = '
+    + any_of([n for n in range(1, heads + 1) if heads % n == 0 and fits(n, model)])
+  ]
   possible = [n for n in (legal_sizes or {}).get('model', ()) if fits(kv_heads, n)]
   if possible:
     fixes.append(f'Partitioner.num_partitions = {any_of(possible)}')
-  return [f'kv_heads = {kv_heads} neither divides over model={model} nor divides it: they cannot '
-          f'be split evenly, nor shared by as many devices each. Set {", or ".join(fixes)}.']
+  return [
+    f'kv_heads = {kv_heads} neither divides over model={model} nor divides it: they cannot '
+    f'be split evenly, nor shared by as many devices each. Set {", or ".join(fixes)}.'
+  ]
 
 
 def shared_kv_heads_note(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]) -> Optional[str]:
@@ -81,15 +94,25 @@ def shared_kv_heads_note(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]
   model, kv_heads = mesh_shape['model'], sizes['kv_heads']
   layers = sizes['layers'] // mesh_shape.get('stage', 1)
   kernels = 2 * layers * sizes['embed'] * kv_heads * sizes['kv'] * 4
-  return (f'kv_heads = {kv_heads} < model = {model}: each device keeps all of them and computes '
-          f'one, which {devices} devices share: {kernels * (model - 1) / model / 2 ** 20:,.3g} MiB '
-          f'of parameters more than if split, their gradients ({kernels / 2 ** 20:,.3g} MiB) '
-          'all-reduced over model once per step')
+  return (
+    f'kv_heads = {kv_heads} < model = {model}: each device keeps all of them and computes '
+    f'one, which {devices} devices share: {kernels * (model - 1) / model / 2**20:,.3g} MiB '
+    f'of parameters more than if split, their gradients ({kernels / 2**20:,.3g} MiB) '
+    'all-reduced over model once per step'
+  )
 
 
-def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int, model: int,
-                     dtype_bytes: int, recomputed: int = 0,
-                     shared_kv_size: int = 0) -> dict[str, float]:
+def traffic_per_step(
+  *,
+  batch: int,
+  length: int,
+  embed_dim: int,
+  num_layers: int,
+  model: int,
+  dtype_bytes: int,
+  recomputed: int = 0,
+  shared_kv_size: int = 0,
+) -> dict[str, float]:
   """Returns the bytes that a device sends over `model` in one training step, all by all-reduce.
 
   A layer sums its two outputs forward and the gradients of its two inputs backward. Besides: the
@@ -111,5 +134,9 @@ def traffic_per_step(*, batch: int, length: int, embed_dim: int, num_layers: int
   tokens = batch * length
   of_layers = (4 + recomputed) * num_layers * tokens * embed_dim * dtype_bytes
   of_ends = 2 * tokens * embed_dim * 4
-  return {'all-reduce': 2 * (model - 1) / model * (
-      of_layers + of_ends + 3 * tokens * 4 + 4 * shared_kv_size)}
+  return {
+    'all-reduce': 2
+    * (model - 1)
+    / model
+    * (of_layers + of_ends + 3 * tokens * 4 + 4 * shared_kv_size)
+  }

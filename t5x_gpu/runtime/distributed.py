@@ -19,8 +19,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from t5x_gpu.errors import ClusterError, ConfigError, UserError
-from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime import gpus as nvml
+from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster import addresses, agreement, coordination, job_secret, same_code
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.coordination import exchange
@@ -47,6 +47,7 @@ class DistributedConfig:
       job runs again elsewhere.
     shutdown_timeout_seconds: for all to end, once one has.
   """
+
   initialization_timeout_seconds: int = 300
   heartbeat_timeout_seconds: int = 60
   shutdown_timeout_seconds: int = 120
@@ -54,9 +55,11 @@ class DistributedConfig:
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       if getattr(self, field.name) < 1:
-        raise ConfigError(f'DistributedConfig.{field.name} = {getattr(self, field.name)}: must be '
-                          'at least 1.', fix='Give a number of seconds.',
-                          parameters=(f'DistributedConfig.{field.name}',))
+        raise ConfigError(
+          f'DistributedConfig.{field.name} = {getattr(self, field.name)}: must be at least 1.',
+          fix='Give a number of seconds.',
+          parameters=(f'DistributedConfig.{field.name}',),
+        )
 
 
 def start(cluster: ClusterInfo, arguments: Mapping[str, Any]) -> xla_flags.Applied:
@@ -71,8 +74,9 @@ def start(cluster: ClusterInfo, arguments: Mapping[str, Any]) -> xla_flags.Appli
     ClusterError: see `initialize`.
   """
   initialize(cluster, arguments.get('distributed_cfg', DistributedConfig()))
-  return xla_flags.prepare_environment(arguments.get('xla_preset', 'default'),
-                                       num_hosts=num_hosts())
+  return xla_flags.prepare_environment(
+    arguments.get('xla_preset', 'default'), num_hosts=num_hosts()
+  )
 
 
 def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConfig()) -> bool:
@@ -95,8 +99,12 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
   os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
   code = same_code.facts()
   me = dataclasses.replace(describe_this_process(cluster), code=agreement.digest(code))
-  with meet(cluster, me, timeout_seconds=config.initialization_timeout_seconds,
-            secret=job_secret.from_environment(os.environ)) as meeting:
+  with meet(
+    cluster,
+    me,
+    timeout_seconds=config.initialization_timeout_seconds,
+    secret=job_secret.from_environment(os.environ),
+  ) as meeting:
     check_members(meeting.members)
     domains = list(dict.fromkeys(member.domain for member in meeting.members))
     _go_past_proxies(meeting.address)
@@ -105,20 +113,31 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
     # 'deactivate': JAX must not pick up Slurm's variables, which would leave each process the one
     # GPU that has the number of its local rank (jax._src.clusters.cluster).
     jax.distributed.initialize(
-        meeting.address, cluster.process_count, cluster.process_index,
-        coordinator_bind_address=meeting.bind_address,
-        local_device_ids=cluster.local_device_ids, cluster_detection_method='deactivate',
-        initialization_timeout=config.initialization_timeout_seconds,
-        heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
-        shutdown_timeout_seconds=config.shutdown_timeout_seconds,
-        # device.slice_index on GPUs: JAX's create_hybrid_device_mesh then sees our hosts.
-        partition_index=domains.index(meeting.members[cluster.process_index].domain))
+      meeting.address,
+      cluster.process_count,
+      cluster.process_index,
+      coordinator_bind_address=meeting.bind_address,
+      local_device_ids=cluster.local_device_ids,
+      cluster_detection_method='deactivate',
+      initialization_timeout=config.initialization_timeout_seconds,
+      heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
+      shutdown_timeout_seconds=config.shutdown_timeout_seconds,
+      # device.slice_index on GPUs: JAX's create_hybrid_device_mesh then sees our hosts.
+      partition_index=domains.index(meeting.members[cluster.process_index].domain),
+    )
   _members[:] = meeting.members
   process_exit.joined(cluster.process_index, process_count=cluster.process_count)
   # A module that only some have imported is no difference: what imports it would be one.
-  same_code.raise_if_any(agreement.differences(
-      code, digests=[member.code for member in _members], hostnames=hostnames(),
-      process_index=cluster.process_index, exchange=exchange, only_common=True))
+  same_code.raise_if_any(
+    agreement.differences(
+      code,
+      digests=[member.code for member in _members],
+      hostnames=hostnames(),
+      process_index=cluster.process_index,
+      exchange=exchange,
+      only_common=True,
+    )
+  )
   return True
 
 
@@ -128,8 +147,11 @@ def _go_past_proxies(address: str) -> None:
   Compute nodes often have http_proxy set, for downloads; gRPC takes it for everything, and JAX
   then waits for process 0 until it aborts. The plain connection of the rendezvous did get there.
   """
-  hosts = [host for host in os.environ.get('no_grpc_proxy', os.environ.get('no_proxy', '')
-                                           ).split(',') if host]
+  hosts = [
+    host
+    for host in os.environ.get('no_grpc_proxy', os.environ.get('no_proxy', '')).split(',')
+    if host
+  ]
   os.environ['no_grpc_proxy'] = ','.join([*hosts, addresses.split(address)[0]])
   jax.config.update('jax_check_proxy_envs', False)  # its warning says to unset them
 
@@ -143,13 +165,17 @@ def describe_this_process(cluster: ClusterInfo) -> Member:
   """
   boot_id = pathlib.Path('/proc/sys/kernel/random/boot_id')
   hostname = socket.gethostname()
-  host_key = '/'.join((hostname, cluster.node,
-                       boot_id.read_text().strip() if boot_id.exists() else ''))
+  host_key = '/'.join(
+    (hostname, cluster.node, boot_id.read_text().strip() if boot_id.exists() else '')
+  )
   return Member(
-      process_index=cluster.process_index, hostname=hostname, host_key=host_key,
-      domain=os.environ.get(DOMAIN_VARIABLE) or host_key,
-      gpus=nvml.own_gpus(nvml.physical_gpus(), os.environ, cluster.local_device_ids),
-      versions=f'jax {jax.__version__}, jaxlib {jaxlib.__version__}')
+    process_index=cluster.process_index,
+    hostname=hostname,
+    host_key=host_key,
+    domain=os.environ.get(DOMAIN_VARIABLE) or host_key,
+    gpus=nvml.own_gpus(nvml.physical_gpus(), os.environ, cluster.local_device_ids),
+    versions=f'jax {jax.__version__}, jaxlib {jaxlib.__version__}',
+  )
 
 
 def check_members(members: Sequence[Member]) -> None:
@@ -167,29 +193,36 @@ def check_members(members: Sequence[Member]) -> None:
     gpu, who = next(iter(shared.items()))
     names = ', '.join(str(member.process_index) for member in who[:8])
     raise ClusterError(
-        f'{len(shared)} of {len(users)} GPUs are each used by several processes: {gpu} on '
-        f'{who[0].hostname} by processes {names}. Each would take most of its memory.',
-        fix='Give each process its own: python -m t5x_gpu.launch --nproc N does on one host; in '
-            'Slurm set --ntasks-per-node and --gpus-per-node to the same number; by hand, use '
-            'CUDA_VISIBLE_DEVICES.', docs='slurm.md#which-gpus')
+      f'{len(shared)} of {len(users)} GPUs are each used by several processes: {gpu} on '
+      f'{who[0].hostname} by processes {names}. Each would take most of its memory.',
+      fix='Give each process its own: python -m t5x_gpu.launch --nproc N does on one host; in '
+      'Slurm set --ntasks-per-node and --gpus-per-node to the same number; by hand, use '
+      'CUDA_VISIBLE_DEVICES.',
+      docs='slurm.md#which-gpus',
+    )
   without = [member for member in members if member.domain == member.host_key]
   if 0 < len(without) < len(members):
     raise ClusterError(
-        f'{DOMAIN_VARIABLE} is set for {len(members) - len(without)} of {len(members)} processes, '
-        f'but not for process {without[0].process_index} on {without[0].hostname}.',
-        fix=f'Set {DOMAIN_VARIABLE} for all processes, or for none.')
+      f'{DOMAIN_VARIABLE} is set for {len(members) - len(without)} of {len(members)} processes, '
+      f'but not for process {without[0].process_index} on {without[0].hostname}.',
+      fix=f'Set {DOMAIN_VARIABLE} for all processes, or for none.',
+    )
   other = [member for member in members if member.versions != members[0].versions]
   if other:
     raise ClusterError(
-        f'Process {other[0].process_index} on {other[0].hostname} runs {other[0].versions}, '
-        f'process 0 on {members[0].hostname} {members[0].versions}.', fix=same_code.FIX,
-        docs='slurm.md#hosts-that-disagree')
+      f'Process {other[0].process_index} on {other[0].hostname} runs {other[0].versions}, '
+      f'process 0 on {members[0].hostname} {members[0].versions}.',
+      fix=same_code.FIX,
+      docs='slurm.md#hosts-that-disagree',
+    )
   old = [member for member in members if not member.code]
   if 0 < len(old) < len(members):
     raise ClusterError(
-        f'Process {old[0].process_index} on {old[0].hostname} runs an older t5x_gpu than the '
-        'others: it sends no digest of its code.', fix=same_code.FIX,
-        docs='slurm.md#hosts-that-disagree')
+      f'Process {old[0].process_index} on {old[0].hostname} runs an older t5x_gpu than the '
+      'others: it sends no digest of its code.',
+      fix=same_code.FIX,
+      docs='slurm.md#hosts-that-disagree',
+    )
 
 
 def members() -> tuple[Member, ...]:
@@ -224,15 +257,26 @@ def members_table() -> str:
   title = f'processes: {len(_members)} on {len(hosts)} host{"s" if len(hosts) > 1 else ""}'
   if not any(member.gpus for member in _members):
     why = 'no GPUs' if jax.default_backend() == 'cpu' else 'which GPUs is not known without NVML'
-    return '\n'.join([f'{title}, {why}', *(
-        f'  {group[0].hostname}   {numbers([member.process_index for member in group])}'
-        for group in hosts.values())])
+    return '\n'.join(
+      [
+        f'{title}, {why}',
+        *(
+          f'  {group[0].hostname}   {numbers([member.process_index for member in group])}'
+          for group in hosts.values()
+        ),
+      ]
+    )
 
   def shown(member: Member) -> str:
     gpus = [gpu if gpu.startswith('MIG') else gpu.removeprefix('GPU-')[:8] for gpu in member.gpus]
     return f'{member.process_index}: {",".join(gpus) or "no GPU"}'
-  return '\n'.join([title, *(f'  {group[0].hostname}   ' + '   '.join(map(shown, group))
-                             for group in hosts.values())])
+
+  return '\n'.join(
+    [
+      title,
+      *(f'  {group[0].hostname}   ' + '   '.join(map(shown, group)) for group in hosts.values()),
+    ]
+  )
 
 
 def process_index() -> int:
@@ -288,8 +332,9 @@ def gather_json(value: Any) -> list[Any]:
   return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(data)]
 
 
-def assert_equal_across_hosts(value: Any, name: str, *, fix: str = SAME_START,
-                              error: type[UserError] = ConfigError) -> None:
+def assert_equal_across_hosts(
+  value: Any, name: str, *, fix: str = SAME_START, error: type[UserError] = ConfigError
+) -> None:
   """Raises `error`, on every process, unless all passed an equal `value`.
 
   Only a hash travels, unless there is a difference to show.
@@ -307,15 +352,18 @@ def assert_equal_across_hosts(value: Any, name: str, *, fix: str = SAME_START,
   digests = gather_json(digest)
   if len(set(digests)) == 1:
     return
-  differing = [at for at in gather_json(_first_difference(text, broadcast_json(text)))
-               if at is not None]
+  differing = [
+    at for at in gather_json(_first_difference(text, broadcast_json(text))) if at is not None
+  ]
   texts = gather_json(_cut(text, max(min(differing) - 60, 0)))
   first_with = {}
   for process, d in enumerate(digests):
     first_with.setdefault(d, process)
   shown = '\n'.join(
-      f'  {agreement.who_text([i for i, x in enumerate(digests) if x == d], hostnames())}: '
-      f'{texts[process]}' for d, process in first_with.items())
+    f'  {agreement.who_text([i for i, x in enumerate(digests) if x == d], hostnames())}: '
+    f'{texts[process]}'
+    for d, process in first_with.items()
+  )
   raise error(f'{name} is not the same on all {process_count()} processes:\n{shown}', fix=fix)
 
 
@@ -327,8 +375,13 @@ def differences(facts: agreement.Facts, *, only_common: bool = False) -> list[st
     only_common: ignore facts that only some processes have.
   """
   return agreement.differences(
-      facts, digests=gather_json(agreement.digest(facts)), hostnames=hostnames(),
-      process_index=process_index(), exchange=gather_json, only_common=only_common)
+    facts,
+    digests=gather_json(agreement.digest(facts)),
+    hostnames=hostnames(),
+    process_index=process_index(),
+    exchange=gather_json,
+    only_common=only_common,
+  )
 
 
 def check_same_modules() -> None:
@@ -344,8 +397,9 @@ def _first_difference(text: str, other: str) -> Optional[int]:
   """Returns the number of characters that two texts begin alike; None if they are equal."""
   if text == other:
     return None
-  return next((i for i, (a, b) in enumerate(zip(text, other)) if a != b),
-              min(len(text), len(other)))
+  return next(
+    (i for i, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other))
+  )
 
 
 def _cut(text: str, start: int) -> str:

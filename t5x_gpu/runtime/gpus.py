@@ -38,13 +38,18 @@ class MachineGpus:
     count: on the machine, whichever of them CUDA_VISIBLE_DEVICES names.
     reason: where that is from, or why there is none.
   """
+
   kind: Optional[str]
   count: int
   reason: str
 
 
-def find_gpus(environ: Optional[Mapping[str, str]] = None, *, proc: pathlib.Path = PROC,
-              nvidia_smi: str = 'nvidia-smi') -> MachineGpus:
+def find_gpus(
+  environ: Optional[Mapping[str, str]] = None,
+  *,
+  proc: pathlib.Path = PROC,
+  nvidia_smi: str = 'nvidia-smi',
+) -> MachineGpus:
   """Returns the GPUs of this machine, none if the environment hides them all.
 
   Args:
@@ -59,8 +64,11 @@ def find_gpus(environ: Optional[Mapping[str, str]] = None, *, proc: pathlib.Path
   visible = environ.get('CUDA_VISIBLE_DEVICES')
   if visible is not None and (not visible.strip() or visible.startswith(('-1', 'NoDevFiles'))):
     return MachineGpus(None, 0, f'CUDA_VISIBLE_DEVICES={visible!r}')
-  kinds = [match.group(1) for path in sorted(proc.glob('gpus/*/information'))
-           if (match := re.search(r'^Model:\s*(.+?)\s*$', _read(path), re.MULTILINE))]
+  kinds = [
+    match.group(1)
+    for path in sorted(proc.glob('gpus/*/information'))
+    if (match := re.search(r'^Model:\s*(.+?)\s*$', _read(path), re.MULTILINE))
+  ]
   if kinds:
     return MachineGpus(kinds[0], len(kinds), str(proc))
   done = _ask('name', nvidia_smi)
@@ -74,8 +82,9 @@ def find_gpus(environ: Optional[Mapping[str, str]] = None, *, proc: pathlib.Path
 
 
 def _ask(field: str, nvidia_smi: str) -> run_with_deadline.Finished:
-  return run_with_deadline.run([nvidia_smi, f'--query-gpu={field}', '--format=csv,noheader'],
-                               seconds=NVIDIA_SMI_SECONDS)
+  return run_with_deadline.run(
+    [nvidia_smi, f'--query-gpu={field}', '--format=csv,noheader'], seconds=NVIDIA_SMI_SECONDS
+  )
 
 
 def driver_version(proc: pathlib.Path = PROC, *, nvidia_smi: str = 'nvidia-smi') -> Optional[str]:
@@ -94,7 +103,8 @@ def pci_numa_nodes(pci: pathlib.Path = PCI) -> dict[str, int]:
   for device in sorted(pci.glob('*')):
     # 0x0300 and 0x0302: VGA and 3D controllers. NVSwitches and bridges have other classes.
     if _read(device / 'vendor').strip() == NVIDIA_VENDOR and (
-        _read(device / 'class').startswith(('0x0300', '0x0302'))):
+      _read(device / 'class').startswith(('0x0300', '0x0302'))
+    ):
       node = _read(device / 'numa_node').strip()
       found[device.name] = int(node) if node.lstrip('-').isdigit() else -1
   return found
@@ -110,15 +120,22 @@ def _read(path: pathlib.Path) -> str:
 @dataclasses.dataclass(frozen=True)
 class PhysicalGpu:
   """One GPU: its UUID and its PCI address as in /sys/bus/pci/devices."""
+
   uuid: str
   pci_address: str
 
 
 class _PciInfo(ctypes.Structure):
   # nvmlPciInfo_t, https://docs.nvidia.com/deploy/nvml-api/structnvmlPciInfo__t.html
-  _fields_ = [('busIdLegacy', ctypes.c_char * 16), ('domain', ctypes.c_uint),
-              ('bus', ctypes.c_uint), ('device', ctypes.c_uint), ('pciDeviceId', ctypes.c_uint),
-              ('pciSubSystemId', ctypes.c_uint), ('busId', ctypes.c_char * 32)]
+  _fields_ = [
+    ('busIdLegacy', ctypes.c_char * 16),
+    ('domain', ctypes.c_uint),
+    ('bus', ctypes.c_uint),
+    ('device', ctypes.c_uint),
+    ('pciDeviceId', ctypes.c_uint),
+    ('pciSubSystemId', ctypes.c_uint),
+    ('busId', ctypes.c_char * 32),
+  ]
 
 
 def physical_gpus(library: str = 'libnvidia-ml.so.1') -> list[PhysicalGpu]:
@@ -134,9 +151,11 @@ def physical_gpus(library: str = 'libnvidia-ml.so.1') -> list[PhysicalGpu]:
   gpus = []
   for index in range(count.value):
     handle, uuid, pci = ctypes.c_void_p(), ctypes.create_string_buffer(96), _PciInfo()
-    codes = (nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)),
-             nvml.nvmlDeviceGetUUID(handle, uuid, len(uuid)),
-             nvml.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(pci)))
+    codes = (
+      nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)),
+      nvml.nvmlDeviceGetUUID(handle, uuid, len(uuid)),
+      nvml.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(pci)),
+    )
     if any(codes):
       _log.warning('NVML does not describe GPU %d (codes %s).', index, codes)
       continue
@@ -147,8 +166,9 @@ def physical_gpus(library: str = 'libnvidia-ml.so.1') -> list[PhysicalGpu]:
   return gpus
 
 
-def own_gpus(gpus: Sequence[PhysicalGpu], env: Environment,
-             local_device_ids: Optional[Sequence[int]]) -> tuple[str, ...]:
+def own_gpus(
+  gpus: Sequence[PhysicalGpu], env: Environment, local_device_ids: Optional[Sequence[int]]
+) -> tuple[str, ...]:
   """Returns the UUIDs of the GPUs that a process will use; () if they cannot be told.
 
   Args:

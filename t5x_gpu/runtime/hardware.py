@@ -12,8 +12,10 @@ from typing import Optional
 
 GIB = 2**30
 _NVIDIA = 'https://www.nvidia.com/'
-_AMPERE = _NVIDIA + ('content/dam/en-zz/Solutions/Data-Center/a100/pdf/'
-                     'nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf')
+_AMPERE = _NVIDIA + (
+  'content/dam/en-zz/Solutions/Data-Center/a100/pdf/'
+  'nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf'
+)
 # Table "NVIDIA H100 Tensor Core GPU preliminary performance specs": dense beside sparse.
 _HOPPER = 'https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper'
 # Table of per-GPU figures, dense beside sparse, for HGX B200 and GB200.
@@ -21,11 +23,19 @@ _BLACKWELL = 'https://resources.nvidia.com/en-us-blackwell-architecture'
 
 # Other spellings of the dtypes in the table.
 _DTYPES = {
-    'bfloat16': 'bfloat16', 'bf16': 'bfloat16',
-    'float16': 'float16', 'fp16': 'float16', 'f16': 'float16',
-    'fp8': 'fp8', 'float8_e4m3fn': 'fp8', 'float8_e5m2': 'fp8',
-    'tf32': 'tf32', 'tensorfloat32': 'tf32',
-    'float32': 'float32', 'fp32': 'float32', 'f32': 'float32',
+  'bfloat16': 'bfloat16',
+  'bf16': 'bfloat16',
+  'float16': 'float16',
+  'fp16': 'float16',
+  'f16': 'float16',
+  'fp8': 'fp8',
+  'float8_e4m3fn': 'fp8',
+  'float8_e5m2': 'fp8',
+  'tf32': 'tf32',
+  'tensorfloat32': 'tf32',
+  'float32': 'float32',
+  'fp32': 'float32',
+  'f32': 'float32',
 }
 
 
@@ -40,6 +50,7 @@ class Gpu:
     memory_bytes: nominal; a program gets somewhat less.
     source: where the figures are from.
   """
+
   kind: str
   teraflops: Mapping[str, float]
   memory_bytes: int
@@ -50,40 +61,81 @@ _A100 = {'bfloat16': 312, 'float16': 312, 'tf32': 156, 'float32': 19.5}
 _H100_SXM = {'bfloat16': 989.4, 'float16': 989.4, 'fp8': 1978.9, 'tf32': 494.7, 'float32': 66.9}
 
 GPUS = (
-    Gpu(r'NVIDIA A100(-SXM4|-PCIE|-PCIe)-40GB', _A100, 40 * GIB, _AMPERE),
-    Gpu(r'NVIDIA A100(-SXM4-80GB| 80GB PCIe)', _A100, 80 * GIB, _AMPERE),
-    Gpu(r'NVIDIA H100 80GB HBM3', _H100_SXM, 80 * GIB, _HOPPER),
-    Gpu(r'NVIDIA H100 PCIe',
-        {'bfloat16': 756, 'float16': 756, 'fp8': 1513, 'tf32': 378, 'float32': 51.2}, 80 * GIB,
-        _HOPPER),
-    # The die and clocks of the H100 SXM, with more memory.
-    Gpu(r'NVIDIA H200', _H100_SXM, 141 * GIB, _NVIDIA + 'en-us/data-center/h200/'),
-    # float32 is left out of the next two: NVIDIA's brief and data sheets disagree (75 or 80, 80
-    # or 90).
-    Gpu(r'NVIDIA B200', {'bfloat16': 2250, 'float16': 2250, 'fp8': 4500, 'tf32': 1100}, 180 * GIB,
-        _BLACKWELL),
-    Gpu(r'NVIDIA GB200', {'bfloat16': 2500, 'float16': 2500, 'fp8': 5000, 'tf32': 1250}, 186 * GIB,
-        _BLACKWELL),
-    Gpu(r'NVIDIA L40S',
-        {'bfloat16': 362.05, 'float16': 362.05, 'fp8': 733, 'tf32': 183, 'float32': 91.6}, 48 * GIB,
-        _NVIDIA + 'en-us/data-center/l40s/'),
-    Gpu(r'NVIDIA L4',
-        {'bfloat16': 121, 'float16': 121, 'fp8': 242.5, 'tf32': 60, 'float32': 30.3}, 24 * GIB,
-        _NVIDIA + 'en-us/data-center/l4/'),
-    # Not the A10G of Amazon, which is another chip configuration.
-    Gpu(r'NVIDIA A10', {'bfloat16': 125, 'float16': 125, 'tf32': 62.5, 'float32': 31.2}, 24 * GIB,
-        _NVIDIA + 'en-us/data-center/products/a10-gpu/'),
-    # No bfloat16 tensor cores before Ampere.
-    Gpu(r'(NVIDIA |)Tesla T4', {'float16': 65, 'float32': 8.1}, 16 * GIB,
-        _NVIDIA + 'en-us/data-center/tesla-t4/'),
-    Gpu(r'(NVIDIA |)Tesla V100-SXM2-16GB', {'float16': 125, 'float32': 15.7}, 16 * GIB,
-        _NVIDIA + 'en-us/data-center/v100/'),
-    Gpu(r'(NVIDIA |)Tesla V100-SXM[23]-32GB', {'float16': 125, 'float32': 15.7}, 32 * GIB,
-        _NVIDIA + 'en-us/data-center/v100/'),
-    Gpu(r'(NVIDIA |)Tesla V100-PCIE-16GB', {'float16': 112, 'float32': 14}, 16 * GIB,
-        _NVIDIA + 'en-us/data-center/v100/'),
-    Gpu(r'(NVIDIA |)Tesla V100-PCIE-32GB', {'float16': 112, 'float32': 14}, 32 * GIB,
-        _NVIDIA + 'en-us/data-center/v100/'),
+  Gpu(r'NVIDIA A100(-SXM4|-PCIE|-PCIe)-40GB', _A100, 40 * GIB, _AMPERE),
+  Gpu(r'NVIDIA A100(-SXM4-80GB| 80GB PCIe)', _A100, 80 * GIB, _AMPERE),
+  Gpu(r'NVIDIA H100 80GB HBM3', _H100_SXM, 80 * GIB, _HOPPER),
+  Gpu(
+    r'NVIDIA H100 PCIe',
+    {'bfloat16': 756, 'float16': 756, 'fp8': 1513, 'tf32': 378, 'float32': 51.2},
+    80 * GIB,
+    _HOPPER,
+  ),
+  # The die and clocks of the H100 SXM, with more memory.
+  Gpu(r'NVIDIA H200', _H100_SXM, 141 * GIB, _NVIDIA + 'en-us/data-center/h200/'),
+  # float32 is left out of the next two: NVIDIA's brief and data sheets disagree (75 or 80, 80
+  # or 90).
+  Gpu(
+    r'NVIDIA B200',
+    {'bfloat16': 2250, 'float16': 2250, 'fp8': 4500, 'tf32': 1100},
+    180 * GIB,
+    _BLACKWELL,
+  ),
+  Gpu(
+    r'NVIDIA GB200',
+    {'bfloat16': 2500, 'float16': 2500, 'fp8': 5000, 'tf32': 1250},
+    186 * GIB,
+    _BLACKWELL,
+  ),
+  Gpu(
+    r'NVIDIA L40S',
+    {'bfloat16': 362.05, 'float16': 362.05, 'fp8': 733, 'tf32': 183, 'float32': 91.6},
+    48 * GIB,
+    _NVIDIA + 'en-us/data-center/l40s/',
+  ),
+  Gpu(
+    r'NVIDIA L4',
+    {'bfloat16': 121, 'float16': 121, 'fp8': 242.5, 'tf32': 60, 'float32': 30.3},
+    24 * GIB,
+    _NVIDIA + 'en-us/data-center/l4/',
+  ),
+  # Not the A10G of Amazon, which is another chip configuration.
+  Gpu(
+    r'NVIDIA A10',
+    {'bfloat16': 125, 'float16': 125, 'tf32': 62.5, 'float32': 31.2},
+    24 * GIB,
+    _NVIDIA + 'en-us/data-center/products/a10-gpu/',
+  ),
+  # No bfloat16 tensor cores before Ampere.
+  Gpu(
+    r'(NVIDIA |)Tesla T4',
+    {'float16': 65, 'float32': 8.1},
+    16 * GIB,
+    _NVIDIA + 'en-us/data-center/tesla-t4/',
+  ),
+  Gpu(
+    r'(NVIDIA |)Tesla V100-SXM2-16GB',
+    {'float16': 125, 'float32': 15.7},
+    16 * GIB,
+    _NVIDIA + 'en-us/data-center/v100/',
+  ),
+  Gpu(
+    r'(NVIDIA |)Tesla V100-SXM[23]-32GB',
+    {'float16': 125, 'float32': 15.7},
+    32 * GIB,
+    _NVIDIA + 'en-us/data-center/v100/',
+  ),
+  Gpu(
+    r'(NVIDIA |)Tesla V100-PCIE-16GB',
+    {'float16': 112, 'float32': 14},
+    16 * GIB,
+    _NVIDIA + 'en-us/data-center/v100/',
+  ),
+  Gpu(
+    r'(NVIDIA |)Tesla V100-PCIE-32GB',
+    {'float16': 112, 'float32': 14},
+    32 * GIB,
+    _NVIDIA + 'en-us/data-center/v100/',
+  ),
 )
 
 

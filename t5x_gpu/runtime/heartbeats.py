@@ -40,6 +40,7 @@ class Beat:
     broken: whether a collective of it has failed because another process is gone.
     left: whether this is its last one.
   """
+
   rank: int
   host: str
   pid: int
@@ -109,8 +110,10 @@ def table(beats: Mapping[int, Beat], *, process_count: int) -> str:
   """
   late = behind(list(beats.values()))
   order = late + [beat for _, beat in sorted(beats.items()) if beat not in late]
-  lines = [f'  {beat.name}: step {beat.step}, phase {beat.phase!r} for {beat.seconds:.0f} s, '
-           f'{beat.state}' for beat in order[:SHOWN]]
+  lines = [
+    f'  {beat.name}: step {beat.step}, phase {beat.phase!r} for {beat.seconds:.0f} s, {beat.state}'
+    for beat in order[:SHOWN]
+  ]
   if order[SHOWN:]:
     lines.append(f'  ... and {len(order) - SHOWN} more')
   if late:

@@ -26,9 +26,11 @@ def stops_on_interrupt(handler: _Handler) -> _Handler:
 
   Handlers without the mark, such as `launch`'s, decide for themselves.
   """
+
   def marked(*args: Any) -> Any:
     _handled.set()
     return handler(*args)
+
   marked.stops_on_interrupt = True
   return marked
 
@@ -91,8 +93,11 @@ class SecondInterruptLeaves:
         # A thread cannot ask whether the handler will run: it waits to see.
         if not self._next_interrupt(reading, _HANDLER_SECONDS):
           if not _handled.is_set():
-            os.write(2, f'\nSIGINT: stopping as soon as {_main_thread_place()} returns. '
-                     'Once more to leave at once.\n'.encode())
+            os.write(
+              2,
+              f'\nSIGINT: stopping as soon as {_main_thread_place()} returns. '
+              'Once more to leave at once.\n'.encode(),
+            )
           self._next_interrupt(reading, None)
         # The handler raises KeyboardInterrupt if it can run, and the process ends by itself.
         self._next_interrupt(reading, _CLEANUP_SECONDS)

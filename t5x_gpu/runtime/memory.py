@@ -20,6 +20,7 @@ class Limit:
     bytes: how much there is.
     source: where the number comes from: "this host's memory".
   """
+
   bytes: int
   source: str
 
@@ -76,8 +77,9 @@ def _read(path: pathlib.Path) -> str:
     return ''
 
 
-def device_limit(devices: Sequence[Device], *, devices_per_host: int,
-                 host: Optional[Limit]) -> Optional[Limit]:
+def device_limit(
+  devices: Sequence[Device], *, devices_per_host: int, host: Optional[Limit]
+) -> Optional[Limit]:
   """Returns what each of `devices`, all of this process, may use; None if unknown.
 
   Args:
@@ -88,8 +90,11 @@ def device_limit(devices: Sequence[Device], *, devices_per_host: int,
   if devices[0].platform == 'cpu':
     if host is None:
       return None
-    source = host.source if devices_per_host == 1 else (
-        f'{show(host.bytes)} shared by {devices_per_host} CPU devices; {host.source}')
+    source = (
+      host.source
+      if devices_per_host == 1
+      else (f'{show(host.bytes)} shared by {devices_per_host} CPU devices; {host.source}')
+    )
     return Limit(host.bytes // devices_per_host, source)
   limits = [(device.memory_stats() or {}).get('bytes_limit') for device in devices]
   # That allocator takes more if it has to: its `bytes_limit` is what it keeps.

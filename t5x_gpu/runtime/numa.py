@@ -19,12 +19,14 @@ ROOT = pathlib.Path('/')
 @dataclasses.dataclass(frozen=True)
 class Binding:
   """The cores of a process, None to leave it as it is; and why, for the log."""
+
   cpus: frozenset[int] | None
   reason: str
 
 
-def bind_to_gpus(pci_addresses: Sequence[str], *, allowed: frozenset[int],
-                 root: pathlib.Path = ROOT) -> Binding:
+def bind_to_gpus(
+  pci_addresses: Sequence[str], *, allowed: frozenset[int], root: pathlib.Path = ROOT
+) -> Binding:
   """Returns the cores near these GPUs.
 
   Args:
@@ -65,21 +67,27 @@ def read_bindings(file: str, *, num_processes: int) -> list[Binding]:
   try:
     lines = pathlib.Path(file).read_text().splitlines()
   except OSError as e:
-    raise ConfigError(f'--numa={file} cannot be read: {e.strerror}.',
-                      fix='Give auto, off or a file of lines like 0: 0-15,128-143') from e
+    raise ConfigError(
+      f'--numa={file} cannot be read: {e.strerror}.',
+      fix='Give auto, off or a file of lines like 0: 0-15,128-143',
+    ) from e
   cpus = {}
   for number, line in enumerate(lines, 1):
     line = line.split('#')[0].strip()
     if line:
       found = re.fullmatch(r'(\d+)\s*:\s*([\d,\s-]+)', line)
       if not found:
-        raise ConfigError(f'{file}:{number}: {line!r} is not PROCESS: CORES.',
-                          fix='Write lines like 0: 0-15,128-143')
+        raise ConfigError(
+          f'{file}:{number}: {line!r} is not PROCESS: CORES.',
+          fix='Write lines like 0: 0-15,128-143',
+        )
       cpus[int(found[1])] = parse_cpus(found[2])
   missing = [i for i in range(num_processes) if not cpus.get(i)]
   if missing:
-    raise ConfigError(f'{file} has no cores for process {missing[0]} of {num_processes}.',
-                      fix=f'Add a line such as {missing[0]}: 0-15')
+    raise ConfigError(
+      f'{file} has no cores for process {missing[0]} of {num_processes}.',
+      fix=f'Add a line such as {missing[0]}: 0-15',
+    )
   return [Binding(cpus[i], f'cores {format_cpus(cpus[i])} by {file}') for i in range(num_processes)]
 
 
@@ -116,9 +124,11 @@ def running_on(cpus: frozenset[int] | None) -> Iterator[None]:
     try:
       os.sched_setaffinity(0, cpus)
     except OSError as e:
-      raise ConfigError(f'Cores {format_cpus(cpus)} cannot be used: {e.strerror}; allowed are '
-                        f'{format_cpus(frozenset(before))}.',
-                        fix='Correct the file of --numa, or set --numa=off.') from e
+      raise ConfigError(
+        f'Cores {format_cpus(cpus)} cannot be used: {e.strerror}; allowed are '
+        f'{format_cpus(frozenset(before))}.',
+        fix='Correct the file of --numa, or set --numa=off.',
+      ) from e
   try:
     yield
   finally:

@@ -68,8 +68,9 @@ class StopRequest:
     now: seconds since 1970.
   """
 
-  def __init__(self, *, before_end_seconds: float = 0.0,
-               now: Callable[[], float] = time.time) -> None:
+  def __init__(
+    self, *, before_end_seconds: float = 0.0, now: Callable[[], float] = time.time
+  ) -> None:
     self._stop_at = _job_end[0] - before_end_seconds if _job_end else None
     self._now = now
     self.signal: Optional[signal.Signals] = None
@@ -125,7 +126,6 @@ class StopRequest:
     if distributed.is_main_process():
       again = ' Once more to leave at once.' if number == signal.SIGINT else ''
       # Not print(): a handler may run inside a print of the main thread.
-      os.write(2, f'\n{why}: finishing this step, then saving and leaving.{again}\n'
-               .encode())
+      os.write(2, f'\n{why}: finishing this step, then saving and leaving.{again}\n'.encode())
     if self._together:
       os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, which tells the others

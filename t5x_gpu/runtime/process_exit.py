@@ -52,10 +52,12 @@ def cancel_before_exit(cleanup: Callable[[], object]) -> None:
 def leave_at_once(code: int) -> NoReturn:
   """Exits without Python's exit handlers, from any thread. The cleanups of `before_exit` run, for
   at most `CLEANUP_SECONDS`."""
+
   def clean_up() -> None:
     for cleanup in reversed(_cleanups.copy()):
       with contextlib.suppress(Exception):
         cleanup()
+
   thread = threading.Thread(target=clean_up, daemon=True)
   thread.start()
   thread.join(CLEANUP_SECONDS)
@@ -84,9 +86,11 @@ def leave(code: int, *, failed: bool) -> NoReturn:
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
   """Within, SIGTERM ends the process as an exception does: nothing half-written stays."""
+
   def leave_now(number: int, frame: Any) -> NoReturn:
     del frame
     raise SystemExit(128 + number)
+
   before = signal.signal(signal.SIGTERM, leave_now)
   try:
     yield

@@ -20,14 +20,16 @@ class Finished:
     errors: standard error so far.
     problem: '' or why there is no exit code.
   """
+
   code: Optional[int]
   output: str
   errors: str
   problem: str = ''
 
 
-def run(command: Sequence[str], *, seconds: float,
-        environ: Optional[Mapping[str, str]] = None) -> Finished:
+def run(
+  command: Sequence[str], *, seconds: float, environ: Optional[Mapping[str, str]] = None
+) -> Finished:
   """Returns what `command` printed, after `seconds` and a little at the latest.
 
   A process that waits in the kernel, for a broken GPU or a lost file server, does not die of
@@ -40,8 +42,14 @@ def run(command: Sequence[str], *, seconds: float,
   """
   with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
     try:
-      child = subprocess.Popen(command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL,
-                               env=environ, start_new_session=True)
+      child = subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=errors,
+        stdin=subprocess.DEVNULL,
+        env=environ,
+        start_new_session=True,
+      )
     except OSError as error:
       return Finished(None, '', '', f'{command[0]}: {error.strerror}')
     problem = ''

@@ -31,8 +31,8 @@ from t5x_gpu.runtime.heartbeats import Beat
 
 __all__ = ['Watchdog', 'WatchdogConfig', 'coordination_store']
 
-EXIT_ERROR = 1       # another rank failed with an error of its own
-EXIT_STUCK = 86      # this or another rank did not get on
+EXIT_ERROR = 1  # another rank failed with an error of its own
+EXIT_STUCK = 86  # this or another rank did not get on
 EXIT_RANK_DEAD = 87  # another rank gave no sign of life
 STUCK, DEAD, FAILED = 'stuck', 'dead', 'failed'
 _BEATS = 't5x_gpu_watchdog/beats'
@@ -45,8 +45,10 @@ _BROKEN_PERIODS = 3
 _ASK_SECONDS = 3  # for a request that a report can do without
 # Errors of a collective whose other end has gone, as they are or wrapped: they name nobody.
 _BROKEN = re.compile(
-    '(jax|xla)runtimeerror:.*(gloo|nccl|connection (closed|reset|refused)|broken pipe|'
-    'socket closed|coordination|barrier|deadline_exceeded|unavailable)', re.IGNORECASE | re.DOTALL)
+  '(jax|xla)runtimeerror:.*(gloo|nccl|connection (closed|reset|refused)|broken pipe|'
+  'socket closed|coordination|barrier|deadline_exceeded|unavailable)',
+  re.IGNORECASE | re.DOTALL,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ class WatchdogConfig:
     dead_seconds: without a heartbeat, until a rank is declared dead.
     period_seconds: between heartbeats.
   """
+
   compile_seconds: float = 3600
   step_seconds: float = 300
   step_factor: float = 20
@@ -72,9 +75,12 @@ class WatchdogConfig:
   def __post_init__(self) -> None:
     wrong = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) <= 0]
     if wrong:
-      raise ConfigError(', '.join(f'WatchdogConfig.{n} = {getattr(self, n)}' for n in wrong)
-                        + ': must be more than 0.', fix='Give a number of seconds.',
-                        parameters=[f'WatchdogConfig.{n}' for n in wrong])
+      raise ConfigError(
+        ', '.join(f'WatchdogConfig.{n} = {getattr(self, n)}' for n in wrong)
+        + ': must be more than 0.',
+        fix='Give a number of seconds.',
+        parameters=[f'WatchdogConfig.{n}' for n in wrong],
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +92,7 @@ class Verdict:
     text: for the report.
     code: to leave with.
   """
+
   kind: str
   text: str
   code: int
@@ -109,10 +116,16 @@ class Watchdog:
     clock: seconds that never go back.
   """
 
-  def __init__(self, config: WatchdogConfig, *, process_index: int, process_count: int,
-               store: Optional[Store] = None,
-               leave: Callable[[int], Any] = process_exit.leave_at_once,
-               clock: Callable[[], float] = time.monotonic):
+  def __init__(
+    self,
+    config: WatchdogConfig,
+    *,
+    process_index: int,
+    process_count: int,
+    store: Optional[Store] = None,
+    leave: Callable[[int], Any] = process_exit.leave_at_once,
+    clock: Callable[[], float] = time.monotonic,
+  ):
     self._config = config
     self._index = process_index
     self._count = process_count
@@ -133,8 +146,10 @@ class Watchdog:
     self._stop = threading.Event()
     self._leaving = threading.RLock()
     rounds = [('watchdog', self._watch)] + [('heartbeats', self._talk)] * (self._store is not None)
-    self._threads = [threading.Thread(target=self._every_period, args=(f,), name=name, daemon=True)
-                     for name, f in rounds]
+    self._threads = [
+      threading.Thread(target=self._every_period, args=(f,), name=name, daemon=True)
+      for name, f in rounds
+    ]
 
   def __enter__(self) -> Self:
     self._main_thread = threading.get_ident()
@@ -144,8 +159,12 @@ class Watchdog:
       thread.start()
     return self
 
-  def __exit__(self, kind: Optional[type[BaseException]], error: Optional[BaseException],
-               trace: Optional[types.TracebackType]) -> None:
+  def __exit__(
+    self,
+    kind: Optional[type[BaseException]],
+    error: Optional[BaseException],
+    trace: Optional[types.TracebackType],
+  ) -> None:
     """Waits for the others to come as far, or tells them why this process fails."""
     clean = error is None or isinstance(error, SystemExit) and not error.code
     if self._store is not None:
@@ -181,10 +200,12 @@ class Watchdog:
     with self._lock:
       now = self._clock()
       if self._phase == 'step':
-        self._seconds = [*self._seconds[1 - _STEPS_FOR_MEDIAN:], now - self._since]
+        self._seconds = [*self._seconds[1 - _STEPS_FOR_MEDIAN :], now - self._since]
       self._step, self._phase, self._since = step, 'step', now
-      self._deadline = max(self._config.step_seconds, self._config.step_factor * statistics.median(
-          self._seconds or [0.0]))
+      self._deadline = max(
+        self._config.step_seconds,
+        self._config.step_factor * statistics.median(self._seconds or [0.0]),
+      )
 
   # ---- What the two threads do ------------------------------------------------------------------
   def _every_period(self, round_: Callable[[], None]) -> None:
@@ -217,14 +238,20 @@ class Watchdog:
     for rank, beat in beats.items():
       if self._news.get(rank, (None,))[0] != beat.count:
         self._news[rank] = beat.count, now
-    dead = [beat for rank, beat in sorted(beats.items())
-            if now - self._news[rank][1] > limit and not beat.left]
+    dead = [
+      beat
+      for rank, beat in sorted(beats.items())
+      if now - self._news[rank][1] > limit and not beat.left
+    ]
     if dead:
       self._dead = {beat.rank for beat in dead}
       silent = min(now - self._news[beat.rank][1] for beat in dead)
       self._verdict = Verdict(
-          DEAD, f'No sign of life for {silent:.0f} s from '
-          f'{"; ".join(beat.last_seen for beat in dead[:heartbeats.SHOWN])}.', EXIT_RANK_DEAD)
+        DEAD,
+        f'No sign of life for {silent:.0f} s from '
+        f'{"; ".join(beat.last_seen for beat in dead[: heartbeats.SHOWN])}.',
+        EXIT_RANK_DEAD,
+      )
       with contextlib.suppress(Exception):
         self._publish(self._verdict)
 
@@ -234,8 +261,11 @@ class Watchdog:
       phase, seconds, deadline = self._phase, self._clock() - self._since, self._deadline
     if seconds > deadline:
       verdict = Verdict(
-          STUCK, f'{self._me()} has been in phase {phase!r} for {seconds:.0f} s; its deadline is '
-          f'{deadline:.0f} s (WatchdogConfig).', EXIT_STUCK)
+        STUCK,
+        f'{self._me()} has been in phase {phase!r} for {seconds:.0f} s; its deadline is '
+        f'{deadline:.0f} s (WatchdogConfig).',
+        EXIT_STUCK,
+      )
       if self._store is not None:
         within(_ASK_SECONDS, lambda: self._publish(verdict))
       self._report(verdict)
@@ -250,11 +280,17 @@ class Watchdog:
       return
     zero = self._process_zero.last_seen if self._process_zero else 'process 0'
     if self._store.has_ended():
-      self._report(Verdict(DEAD, f'The end of {zero}: nothing listens on its port any more.',
-                           EXIT_RANK_DEAD))
+      self._report(
+        Verdict(DEAD, f'The end of {zero}: nothing listens on its port any more.', EXIT_RANK_DEAD)
+      )
     elif silent > self._config.dead_seconds:
-      self._report(Verdict(DEAD, f'{self._me()} has not reached {zero}, for {silent:.0f} s: '
-                           f'{self._trouble}.', EXIT_RANK_DEAD))
+      self._report(
+        Verdict(
+          DEAD,
+          f'{self._me()} has not reached {zero}, for {silent:.0f} s: {self._trouble}.',
+          EXIT_RANK_DEAD,
+        )
+      )
 
   def _follow(self, verdict: Verdict) -> None:
     """Leaves because of what another process said, unless this one has an error of its own.
@@ -266,8 +302,9 @@ class Watchdog:
       patience = self._config.period_seconds * (2 if verdict.kind == FAILED else 0)
       if isinstance(self._own_error(), UserError):
         # A save under way is committed on the way out, unless a process it needs is gone.
-        patience = (self._config.dead_seconds if verdict.kind == FAILED else
-                    5 * self._config.period_seconds)
+        patience = (
+          self._config.dead_seconds if verdict.kind == FAILED else 5 * self._config.period_seconds
+        )
       if time.monotonic() - started >= patience:
         break
       if self._stop.wait(min(0.05, self._config.period_seconds)):
@@ -284,15 +321,24 @@ class Watchdog:
     with self._lock:
       values = {'step': self._step, 'phase': self._phase, 'seconds': self._clock() - self._since}
     self._beats_told += 1
-    beat = Beat.now(thread=self._main_thread, rank=self._index, count=self._beats_told, left=left,
-                    broken=_is_broken(self._own_error()), **values)
+    beat = Beat.now(
+      thread=self._main_thread,
+      rank=self._index,
+      count=self._beats_told,
+      left=left,
+      broken=_is_broken(self._own_error()),
+      **values,
+    )
     self._store.key_value_set(f'{_BEATS}/{self._index}', beat.to_json(), allow_overwrite=True)
     if self._index == 0:
       self._store.key_value_set(f'{_MAIN}/beat', beat.to_json(), allow_overwrite=True)
 
   def _publish(self, verdict: Verdict) -> None:
-    self._store.key_value_set(f'{_MAIN}/verdict_{self._index}',
-                              json.dumps(dataclasses.asdict(verdict)), allow_overwrite=True)
+    self._store.key_value_set(
+      f'{_MAIN}/verdict_{self._index}',
+      json.dumps(dataclasses.asdict(verdict)),
+      allow_overwrite=True,
+    )
 
   def _beats(self) -> dict[int, Beat]:
     beats = [Beat.from_json(text) for _, text in self._store.key_value_dir_get(_BEATS)]
@@ -312,8 +358,11 @@ class Watchdog:
       self._wait_for_verdict()
     with self._leaving:  # either a report is on its way and ends this process, or none comes now
       self._stop.set()
-    verdict = Verdict(FAILED, f'{self._me()} failed after step {self._step}: '
-                      f'{_words(error).splitlines()[0]}', EXIT_ERROR)
+    verdict = Verdict(
+      FAILED,
+      f'{self._me()} failed after step {self._step}: {_words(error).splitlines()[0]}',
+      EXIT_ERROR,
+    )
     within(_ASK_SECONDS, lambda: (self._publish(verdict), self._tell(left=True)))
     self._let_others_read()
 
@@ -339,8 +388,11 @@ class Watchdog:
       lines = [f'\nWATCHDOG: {verdict.text}']
       if verdict.kind == STUCK and self._store is not None:
         beats = within(_ASK_SECONDS, self._beats)
-        lines.append('The heartbeats cannot be read.' if beats is None else
-                     heartbeats.table(beats, process_count=self._count))
+        lines.append(
+          'The heartbeats cannot be read.'
+          if beats is None
+          else heartbeats.table(beats, process_count=self._count)
+        )
       os.write(2, '\n'.join([*lines, '']).encode())
       if verdict.kind == STUCK:
         faulthandler.dump_traceback(file=2, all_threads=True)

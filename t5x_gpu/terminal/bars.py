@@ -47,8 +47,15 @@ class Count:
     clock: seconds that never go back.
   """
 
-  def __init__(self, title: str, total: Total, *, done: int = 0, bytes: bool = False,
-               clock: Callable[[], float] = time.monotonic):
+  def __init__(
+    self,
+    title: str,
+    total: Total,
+    *,
+    done: int = 0,
+    bytes: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+  ):
     self._title, self._total, self._clock = title, total, clock
     self._unit, self._divisor = (' MB', 10**6) if bytes else ('', 1)
     self._first = self.done = done
@@ -82,8 +89,15 @@ class Count:
 
 
 @contextlib.contextmanager
-def bar(title: str, total: Total, *, done: int = 0, bytes: bool = False,
-        stream: Optional[TextIO] = None, enabled: bool = True) -> Iterator[Advance]:
+def bar(
+  title: str,
+  total: Total,
+  *,
+  done: int = 0,
+  bytes: bool = False,
+  stream: Optional[TextIO] = None,
+  enabled: bool = True,
+) -> Iterator[Advance]:
   """Shows how far something is; arguments as of `Count`.
 
   Args:
@@ -93,12 +107,20 @@ def bar(title: str, total: Total, *, done: int = 0, bytes: bool = False,
   stream = sys.stdout if stream is None else stream
   console = rich.console.Console(file=stream)
   count = Count(title, total, done=done, bytes=bytes)
-  numbers = ((rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn()) if bytes else
-             (rich.progress.MofNCompleteColumn(),))
+  numbers = (
+    (rich.progress.DownloadColumn(), rich.progress.TransferSpeedColumn())
+    if bytes
+    else (rich.progress.MofNCompleteColumn(),)
+  )
   with rich.progress.Progress(
-      rich.progress.TextColumn('{task.description}'), rich.progress.BarColumn(), *numbers,
-      rich.progress.TimeRemainingColumn(), console=console, transient=True,
-      disable=not (enabled and stream.isatty())) as shown:
+    rich.progress.TextColumn('{task.description}'),
+    rich.progress.BarColumn(),
+    *numbers,
+    rich.progress.TimeRemainingColumn(),
+    console=console,
+    transient=True,
+    disable=not (enabled and stream.isatty()),
+  ) as shown:
     task = shown.add_task(title, total=count.total, completed=done)
 
     def advance(number: int) -> None:
@@ -106,6 +128,7 @@ def bar(title: str, total: Total, *, done: int = 0, bytes: bool = False,
       shown.update(task, completed=count.done, total=count.total)
       if enabled and shown.disable and count.line_is_due():
         print(f'{stamp(stream)}{count}', file=stream, flush=True)
+
     yield advance
 
 
@@ -136,6 +159,7 @@ class BackgroundCounts:
           if self._stop.is_set():
             return
         found.append(number)
+
     thread = threading.Thread(target=run, name='count')
     thread.start()
     self._threads.append(thread)

@@ -18,8 +18,9 @@ class Console:
     print(f'{stamp(sys.stdout)}{text}', flush=True)
 
   @contextlib.contextmanager
-  def progress(self, title: str, num_bytes: int, *, done: int = 0
-               ) -> Iterator[Callable[[int], None]]:
+  def progress(
+    self, title: str, num_bytes: int, *, done: int = 0
+  ) -> Iterator[Callable[[int], None]]:
     """Shows how far something with so many bytes is; prints how long it took.
 
     Args:
@@ -32,8 +33,10 @@ class Console:
       yield advance
     seconds = max(time.monotonic() - start, 1e-9)
     megabytes = (num_bytes - done) / 1e6
-    self.say(f'{title}: {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s; '
-             f'most memory so far {_peak_bytes() / 1e6:,.0f} MB')
+    self.say(
+      f'{title}: {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s; '
+      f'most memory so far {_peak_bytes() / 1e6:,.0f} MB'
+    )
 
 
 def _peak_bytes() -> int:

@@ -21,14 +21,28 @@ from typing import Optional, TextIO
 
 from absl import logging as absl_logging
 
+
 def is_verbose() -> bool:
   """Returns whether T5X_GPU_VERBOSE asks for the log lines of all libraries."""
   return os.environ.get('T5X_GPU_VERBOSE', '') not in ('', '0')
 
 
 # Loggers that set a level of their own somewhere, so that the root's would not reach them.
-_THIRD_PARTY = ('absl', 'etils', 'flax', 'h5py', 'jax', 'matplotlib', 'optax', 'orbax', 'seqio',
-                'tensorboardX', 'tensorflow', 'tensorflow_datasets', 'urllib3')
+_THIRD_PARTY = (
+  'absl',
+  'etils',
+  'flax',
+  'h5py',
+  'jax',
+  'matplotlib',
+  'optax',
+  'orbax',
+  'seqio',
+  'tensorboardX',
+  'tensorflow',
+  'tensorflow_datasets',
+  'urllib3',
+)
 _OURS = ('t5x_gpu', '__main__')
 
 
@@ -126,7 +140,8 @@ def setup(process_index: int = 0, *, process_count: int = 1) -> None:
   for handler in list(root.handlers):
     # Only handlers that print: a test's or a notebook's own handlers stay.
     if isinstance(handler, (_StderrHandler, absl_logging.ABSLHandler)) or (
-        type(handler) is logging.StreamHandler):
+      type(handler) is logging.StreamHandler
+    ):
       root.removeHandler(handler)
   handler = _StderrHandler()
   handler.setFormatter(_Formatter(process_index, process_count))
@@ -140,5 +155,6 @@ def setup(process_index: int = 0, *, process_count: int = 1) -> None:
     logging.getLogger(name).setLevel(logging.NOTSET if verbose else logging.WARNING)
   for name in _OURS:
     logging.getLogger(name).setLevel(
-        logging.INFO if verbose or process_index == 0 else logging.WARNING)
+      logging.INFO if verbose or process_index == 0 else logging.WARNING
+    )
   logging.captureWarnings(True)

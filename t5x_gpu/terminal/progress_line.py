@@ -48,10 +48,10 @@ def format_fields(values: Mapping[str, float], *, eta_seconds: Optional[float] =
   """
   short = {name.removeprefix('train/'): value for name, value in values.items()}
   show = {
-      'loss': lambda v: f'loss {format_loss(v)}',
-      'accuracy': lambda v: f'acc {v:.3f}',
-      'tokens_per_second': lambda v: f'{v:,.0f} tok/s',
-      'input_wait_fraction': lambda v: f'wait {100 * v:.1f}%',
+    'loss': lambda v: f'loss {format_loss(v)}',
+    'accuracy': lambda v: f'acc {v:.3f}',
+    'tokens_per_second': lambda v: f'{v:,.0f} tok/s',
+    'input_wait_fraction': lambda v: f'wait {100 * v:.1f}%',
   }
   fields = [text(short[name]) for name, text in show.items() if name in short]
   if eta_seconds is not None:
@@ -75,8 +75,15 @@ class Progress:
     live: True or False to overrule the choice (live on a terminal that can move its cursor).
   """
 
-  def __init__(self, total_steps: int, *, first_step: int = 0, enabled: bool = True,
-               stream: Optional[TextIO] = None, live: Optional[bool] = None):
+  def __init__(
+    self,
+    total_steps: int,
+    *,
+    first_step: int = 0,
+    enabled: bool = True,
+    stream: Optional[TextIO] = None,
+    live: Optional[bool] = None,
+  ):
     self._total_steps = total_steps
     self._first_step = first_step
     self._step = first_step
@@ -87,8 +94,11 @@ class Progress:
     can_move = self._stream.isatty() and os.environ.get('TERM', '') not in ('dumb', 'unknown', '')
     self._is_live = enabled and (can_move if live is None else live)
     self._console = rich.console.Console(
-        file=self._stream, highlight=False, soft_wrap=True,
-        force_terminal=True if self._is_live else None)
+      file=self._stream,
+      highlight=False,
+      soft_wrap=True,
+      force_terminal=True if self._is_live else None,
+    )
     self._live: Optional[rich.live.Live] = None
     self._fields: list[str] = []
     self._eta_end: Optional[float] = None
@@ -99,10 +109,14 @@ class Progress:
   def __enter__(self) -> Self:
     if self._is_live:
       self._live = rich.live.Live(
-          get_renderable=self._render, console=self._console, refresh_per_second=4,
-          transient=True,  # the bar goes at the end; the last numbers stay as a plain line
-          # stderr is woven in only if it is the same terminal; `2> log` must stay a log.
-          redirect_stdout=self._stream is sys.stdout, redirect_stderr=sys.stderr.isatty())
+        get_renderable=self._render,
+        console=self._console,
+        refresh_per_second=4,
+        transient=True,  # the bar goes at the end; the last numbers stay as a plain line
+        # stderr is woven in only if it is the same terminal; `2> log` must stay a log.
+        redirect_stdout=self._stream is sys.stdout,
+        redirect_stderr=sys.stderr.isatty(),
+      )
       self._live.start()
       atexit.register(self.close)  # sys.exit from a thread or handler that skips __exit__
     return self
@@ -123,8 +137,9 @@ class Progress:
     """Moves the bar to `step` (number of completed steps); prints nothing."""
     self._step = step
 
-  def update(self, step: int, values: Mapping[str, float], *,
-             eta_seconds: Optional[float] = None) -> None:
+  def update(
+    self, step: int, values: Mapping[str, float], *, eta_seconds: Optional[float] = None
+  ) -> None:
     """Shows the numbers of a log period: a plain line, or the live line's new content.
 
     Args:
@@ -137,8 +152,9 @@ class Progress:
     self._step = step
     self._fields = format_fields(values)
     self._eta_end = None if eta_seconds is None else time.monotonic() + eta_seconds
-    line = ' | '.join([f'step {step}/{self._total_steps}',
-                       *format_fields(values, eta_seconds=eta_seconds)])
+    line = ' | '.join(
+      [f'step {step}/{self._total_steps}', *format_fields(values, eta_seconds=eta_seconds)]
+    )
     if self._live is None:
       self._print(line)
       return
@@ -159,6 +175,7 @@ class Progress:
       count.advance(number)
       if self._enabled and self._live is None and count.line_is_due():
         self._print(str(count))
+
     self._part = count
     try:
       yield advance
@@ -202,8 +219,11 @@ class Progress:
       fields = [field for field in fields if name not in field]
     cells = [rich.text.Text(head, style='bold', no_wrap=True)]
     if room() >= _MIN_BAR:
-      cells.append(rich.progress_bar.ProgressBar(
-          total=max(1, total), completed=done, width=min(_MAX_BAR, room())))
+      cells.append(
+        rich.progress_bar.ProgressBar(
+          total=max(1, total), completed=done, width=min(_MAX_BAR, room())
+        )
+      )
     cells.append(rich.text.Text(''.join(f' | {field}' for field in fields)[1:], no_wrap=True))
     row = rich.table.Table.grid(padding=(0, 1, 0, 0))
     row.add_row(*cells)

@@ -22,6 +22,7 @@ STACKS = frozenset({'layers', 'experts'})  # each slice is a parameter of its ow
 
 class FactoredMoment(flax.struct.PyTreeNode):
   """Second moment of one parameter: `row` and `column` if factored, else `full`."""
+
   row: Optional[Any] = None
   column: Optional[Any] = None
   full: Optional[Any] = None
@@ -30,6 +31,7 @@ class FactoredMoment(flax.struct.PyTreeNode):
 @dataclasses.dataclass(frozen=True)
 class _Dims:
   """Dimensions of one parameter by role; `factored` if both sides are large enough."""
+
   stack: tuple[int, ...]
   rows: tuple[int, ...]
   columns: tuple[int, ...]
@@ -54,6 +56,7 @@ class Adafactor:
     epsilon1: added to squared gradients.
     epsilon2: least parameter scale.
   """
+
   decay_rate: float = 0.8
   clipping_threshold: Optional[float] = 1.0
   multiply_by_parameter_scale: bool = True
@@ -64,19 +67,22 @@ class Adafactor:
   def _dims(self, shape: tuple[int, ...], names: AxisNames) -> _Dims:
     def where(role: frozenset[str]) -> tuple[int, ...]:
       return tuple(i for i, name in enumerate(names.names) if name in role)
+
     stack, rows, columns = where(STACKS), where(ROWS), where(COLUMNS)
     side = min(math.prod(shape[i] for i in dims) if dims else 0 for dims in (rows, columns))
     complete = len(stack) + len(rows) + len(columns) == len(shape)
-    return _Dims(stack, rows, columns, len(shape),
-                 complete and side >= self.min_dim_size_to_factor)
+    return _Dims(stack, rows, columns, len(shape), complete and side >= self.min_dim_size_to_factor)
 
   def init(self, params: Any, names: Any) -> Any:
     def moment(param: jax.Array, axis_names: AxisNames) -> FactoredMoment:
       dims = self._dims(param.shape, axis_names)
       if not dims.factored:
         return FactoredMoment(full=jnp.zeros(param.shape, jnp.float32))
-      return FactoredMoment(row=jnp.zeros(_without(param.shape, dims.columns), jnp.float32),
-                            column=jnp.zeros(_without(param.shape, dims.rows), jnp.float32))
+      return FactoredMoment(
+        row=jnp.zeros(_without(param.shape, dims.columns), jnp.float32),
+        column=jnp.zeros(_without(param.shape, dims.rows), jnp.float32),
+      )
+
     return jax.tree.map(moment, params, names)
 
   def state_names(self, params: Any, names: Any) -> Any:
@@ -84,12 +90,23 @@ class Adafactor:
       dims = self._dims(param.shape, axis_names)
       if not dims.factored:
         return FactoredMoment(full=axis_names)
-      return FactoredMoment(row=AxisNames(_without(axis_names.names, dims.columns)),
-                            column=AxisNames(_without(axis_names.names, dims.rows)))
+      return FactoredMoment(
+        row=AxisNames(_without(axis_names.names, dims.columns)),
+        column=AxisNames(_without(axis_names.names, dims.rows)),
+      )
+
     return jax.tree.map(moment, params, names)
 
-  def update(self, grads: Any, state: Any, params: Any, *, names: Any, learning_rate: jax.Array,
-             step: jax.Array) -> tuple[Any, Any]:
+  def update(
+    self,
+    grads: Any,
+    state: Any,
+    params: Any,
+    *,
+    names: Any,
+    learning_rate: jax.Array,
+    step: jax.Array,
+  ) -> tuple[Any, Any]:
     decay = 1.0 - (step.astype(jnp.float32) + 1.0) ** -self.decay_rate
 
     def new_moment(grad: jax.Array, moment: FactoredMoment, axis_names: AxisNames):
@@ -98,13 +115,17 @@ class Adafactor:
 
       def decayed(old: jax.Array, new: jax.Array) -> jax.Array:
         return decay * old + (1.0 - decay) * new
+
       if not dims.factored:
         return FactoredMoment(full=decayed(moment.full, square))
-      return FactoredMoment(row=decayed(moment.row, jnp.mean(square, dims.columns)),
-                            column=decayed(moment.column, jnp.mean(square, dims.rows)))
+      return FactoredMoment(
+        row=decayed(moment.row, jnp.mean(square, dims.columns)),
+        column=decayed(moment.column, jnp.mean(square, dims.rows)),
+      )
 
-    def new_param(param: jax.Array, grad: jax.Array, moment: FactoredMoment,
-                  axis_names: AxisNames) -> jax.Array:
+    def new_param(
+      param: jax.Array, grad: jax.Array, moment: FactoredMoment, axis_names: AxisNames
+    ) -> jax.Array:
       dims = self._dims(grad.shape, axis_names)
       update = grad.astype(jnp.float32) * _inverse_root(moment, dims)
       if self.clipping_threshold is not None:

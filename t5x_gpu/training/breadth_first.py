@@ -17,13 +17,22 @@ import jax.numpy as jnp
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.layer_stacks import (
-    layers_of, num_layers, part_of, run_layers, stacks_of, with_layers, with_part, without_layers)
+  layers_of,
+  num_layers,
+  part_of,
+  run_layers,
+  stacks_of,
+  with_layers,
+  with_part,
+  without_layers,
+)
 
 Batch = Mapping[str, jax.Array]
 
 
-def loss(model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch, *,
-         dropout_key: jax.Array) -> Sums:
+def loss(
+  model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch, *, dropout_key: jax.Array
+) -> Sums:
   """Returns the sums of `model.loss` over all microbatches.
 
   Args:
@@ -35,10 +44,13 @@ def loss(model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch
     same: what all of them share.
     dropout_key: of the step.
   """
+
   def whole(tree: Any) -> Any:
     # In float32, so that the gradients of the microbatches add up in it.
-    return jax.tree.map(lambda w: w.astype(jnp.float32),
-                        fsdp.whole(tree, model.config.compute_dtype))
+    return jax.tree.map(
+      lambda w: w.astype(jnp.float32), fsdp.whole(tree, model.config.compute_dtype)
+    )
+
   stacks = stacks_of(model)
   rest = whole(without_layers(params, stacks))
 
@@ -49,9 +61,17 @@ def loss(model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch
 
     def one(of_microbatch: tuple[Any, Batch]) -> Any:
       x, microbatch = of_microbatch
-      y = run_layers(model, one_layer, x, {**microbatch, **same}, stack=stack,
-                     dropout_key=dropout_key, first_layer=number)
+      y = run_layers(
+        model,
+        one_layer,
+        x,
+        {**microbatch, **same},
+        stack=stack,
+        dropout_key=dropout_key,
+        first_layer=number,
+      )
       return part_of(y, stacks, stack)
+
     x = with_part(x, stacks, stack, part)
     return jax.lax.map(jax.checkpoint(one, prevent_cse=False), (x, microbatches)), None
 
@@ -64,8 +84,11 @@ def loss(model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch
   x = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x)
   for stack in stacks:
     body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False)
-    part, _ = jax.lax.scan(body, part_of(x, stacks, stack),
-                           (layers_of(params, stack), jnp.arange(num_layers(params, stack))))
+    part, _ = jax.lax.scan(
+      body,
+      part_of(x, stacks, stack),
+      (layers_of(params, stack), jnp.arange(num_layers(params, stack))),
+    )
     x = with_part(x, stacks, stack, part)
   sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
   return jax.tree.map(lambda s: s.sum(0), sums)

@@ -13,9 +13,11 @@ def check_periods(**periods: Optional[int]) -> None:
   """Raises ConfigError for a number of steps below 1; None is no number."""
   wrong = [name for name, value in periods.items() if value is not None and value < 1]
   if wrong:
-    raise ConfigError(', '.join(f'train.{name} = {periods[name]}' for name in wrong)
-                      + ': must be at least 1.', fix='Give a number of steps.',
-                      parameters=[f'train.{name}' for name in wrong])
+    raise ConfigError(
+      ', '.join(f'train.{name} = {periods[name]}' for name in wrong) + ': must be at least 1.',
+      fix='Give a number of steps.',
+      parameters=[f'train.{name}' for name in wrong],
+    )
 
 
 def check_first_loss(loss: Optional[float], model: Any) -> None:
@@ -27,6 +29,9 @@ def check_first_loss(loss: Optional[float], model: Any) -> None:
     return
   expected = math.log(model.num_outcomes)
   if not expected - 1.0 <= loss <= expected + 1.5:
-    _log.warning('The first loss is %.2f; an untrained model should be near %.2f, that of '
-                 'guessing. Check labels and initialisation (tied embeddings start higher).',
-                 loss, expected)
+    _log.warning(
+      'The first loss is %.2f; an untrained model should be near %.2f, that of '
+      'guessing. Check labels and initialisation (tied embeddings start higher).',
+      loss,
+      expected,
+    )

@@ -27,8 +27,9 @@ Batch = Mapping[str, jax.Array]
 GradientsFn = Callable[[Any, Batch, jax.Array], tuple[Any, Sums]]
 
 
-def make_gradients(*, model: Any, region: Region, names: Any, num_microbatches: int = 1,
-                   trained: Trained = Trained()) -> GradientsFn:
+def make_gradients(
+  *, model: Any, region: Region, names: Any, num_microbatches: int = 1, trained: Trained = Trained()
+) -> GradientsFn:
   """Returns the function (params, batch, dropout_key) -> (gradients, sums) of global arrays.
 
   The gradients are a tree of the parameters that are trained.
@@ -47,8 +48,12 @@ def make_gradients(*, model: Any, region: Region, names: Any, num_microbatches: 
   if region.pipeline is not None:
     _check_parts(model, 'A pipeline', 'Set Partitioner.stage = 1')
   if by_layer:
-    _check_parts(model, 'Accumulation by layer', "Set Partitioner.accumulate_by = 'microbatch'",
-                 ('config.compute_dtype',))
+    _check_parts(
+      model,
+      'Accumulation by layer',
+      "Set Partitioner.accumulate_by = 'microbatch'",
+      ('config.compute_dtype',),
+    )
 
   trained_names, frozen_names = trained.split(names)
 
@@ -60,8 +65,7 @@ def make_gradients(*, model: Any, region: Region, names: Any, num_microbatches: 
       params = trained.join(region.parameters(parts, kept, trained_names), frozen)
       if by_layer:
         same, microbatches = _split_rows(batch, num_microbatches)
-        sums = breadth_first.loss(model, params, batch, microbatches, same,
-                                  dropout_key=dropout_key)
+        sums = breadth_first.loss(model, params, batch, microbatches, same, dropout_key=dropout_key)
       else:
         sums = model.loss(params, batch, dropout_key=dropout_key)
       return sums['loss'][0], jax.tree.map(region.varying, sums)
@@ -71,39 +75,67 @@ def make_gradients(*, model: Any, region: Region, names: Any, num_microbatches: 
         return jax.grad(loss_sum, has_aux=True)(params, batch)
       pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
       return pipeline_parallel.value_and_grad(
-          pieces, params, microbatches, complete=lambda params: trained.join(params, frozen),
-          varying_axes=region.axes, **region.pipeline.options)
+        pieces,
+        params,
+        microbatches,
+        complete=lambda params: trained.join(params, frozen),
+        varying_axes=region.axes,
+        **region.pipeline.options,
+      )
+
     parts = parts if in_parts else region.whole(kept, trained_names)
-    grads, sums = _accumulate(grads_and_sums, region.copies(parts, trained_names), batch,
-                              1 if by_layer else num_microbatches, region)
+    grads, sums = _accumulate(
+      grads_and_sums,
+      region.copies(parts, trained_names),
+      batch,
+      1 if by_layer else num_microbatches,
+      region,
+    )
     grads = region.sum_copies(grads, parts, trained_names)
     return region.reduce_gradients(grads, trained_names), region.total(sums)
 
   def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
     batch = region.with_rows(batch)
-    in_specs = (region.part_specs(trained_names), region.kept_specs(names),
-                region.batch_specs(batch), PartitionSpec())
+    in_specs = (
+      region.part_specs(trained_names),
+      region.kept_specs(names),
+      region.batch_specs(batch),
+      PartitionSpec(),
+    )
     out_specs = (region.gradient_specs(trained_names), PartitionSpec())
     return region.map(local, in_specs=in_specs, out_specs=out_specs)(
-        trained.split(params)[0], params, batch, dropout_key)
+      trained.split(params)[0], params, batch, dropout_key
+    )
+
   return gradients
 
 
 def make_eval_step(*, model: Any, region: Region, names: Any) -> Callable[[Any, Batch], Sums]:
   """Returns the function (params, batch) -> sums, without dropout."""
+
   def local(params: Any, batch: Batch) -> Sums:
     if region.pipeline is None:
       return region.total(model.loss(region.parameters(params, params, names), batch))
     pipeline = region.pipeline.for_rows(batch['rows'].shape[0])
     pieces, microbatches = _pipeline_input(model, batch, pipeline, None)
-    return region.total(pipeline_parallel.forward(
-        pieces, region.whole(params, names), microbatches, varying_axes=region.axes,
-        **pipeline.options))
+    return region.total(
+      pipeline_parallel.forward(
+        pieces,
+        region.whole(params, names),
+        microbatches,
+        varying_axes=region.axes,
+        **pipeline.options,
+      )
+    )
 
   def eval_step(params: Any, batch: Batch) -> Sums:
     batch = region.with_rows(batch)
-    return region.map(local, in_specs=(region.kept_specs(names), region.batch_specs(batch)),
-                      out_specs=PartitionSpec())(params, batch)
+    return region.map(
+      local,
+      in_specs=(region.kept_specs(names), region.batch_specs(batch)),
+      out_specs=PartitionSpec(),
+    )(params, batch)
+
   return eval_step
 
 
@@ -115,16 +147,20 @@ def _check_parts(model: Any, what: str, instead: str, more: Sequence[str] = ()) 
     except AttributeError:
       missing.append(part)
   if missing:
-    raise ModelError(f'{what} needs a model in three parts, and {type(model).__name__} has no '
-                     f'{", ".join(missing)}.',
-                     fix=f'{instead}, or give the model '
-                         f'{"this" if len(missing) == 1 else "these"}, as in '
-                         'models/decoder_only.py.', docs='parallelism.md')
+    raise ModelError(
+      f'{what} needs a model in three parts, and {type(model).__name__} has no '
+      f'{", ".join(missing)}.',
+      fix=f'{instead}, or give the model '
+      f'{"this" if len(missing) == 1 else "these"}, as in '
+      'models/decoder_only.py.',
+      docs='parallelism.md',
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
   """A model as a pipeline runs it: what is the same for all microbatches is bound."""
+
   model: Any
   same: Batch
   dropout_key: Optional[jax.Array]
@@ -136,17 +172,26 @@ class _Pieces:
   def embed(self, params: Any, microbatch: Batch) -> Any:
     return self.model.embed(params, {**microbatch, **self.same}, dropout_key=self.dropout_key)
 
-  def run_layers(self, params: Any, x: Any, microbatch: Batch, first_layer: Any,
-                 stack: str = ONLY) -> Any:
-    return run_layers(self.model, params, x, {**microbatch, **self.same}, stack=stack,
-                      dropout_key=self.dropout_key, first_layer=first_layer)
+  def run_layers(
+    self, params: Any, x: Any, microbatch: Batch, first_layer: Any, stack: str = ONLY
+  ) -> Any:
+    return run_layers(
+      self.model,
+      params,
+      x,
+      {**microbatch, **self.same},
+      stack=stack,
+      dropout_key=self.dropout_key,
+      first_layer=first_layer,
+    )
 
   def head(self, params: Any, x: Any, microbatch: Batch) -> Sums:
     return self.model.head(params, x, {**microbatch, **self.same}, dropout_key=self.dropout_key)
 
 
-def _pipeline_input(model: Any, batch: Batch, pipeline: Pipeline,
-                    dropout_key: Optional[jax.Array]) -> tuple[_Pieces, Batch]:
+def _pipeline_input(
+  model: Any, batch: Batch, pipeline: Pipeline, dropout_key: Optional[jax.Array]
+) -> tuple[_Pieces, Batch]:
   """Returns the model in parts, and the local rows cut into microbatches."""
   same, microbatches = _split_rows(batch, pipeline.num_microbatches)
   return _Pieces(model, same, dropout_key), microbatches
@@ -155,12 +200,20 @@ def _pipeline_input(model: Any, batch: Batch, pipeline: Pipeline,
 def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
   """Returns (what has no rows, the rest as [count, rows / count, ...])."""
   same = {name: x for name, x in batch.items() if is_places(name)}
-  return same, {name: x.reshape(count, x.shape[0] // count, *x.shape[1:])
-                for name, x in batch.items() if name not in same}
+  return same, {
+    name: x.reshape(count, x.shape[0] // count, *x.shape[1:])
+    for name, x in batch.items()
+    if name not in same
+  }
 
 
-def _accumulate(grads_and_sums: Callable[[Any, Batch], tuple[Any, Sums]], parts: Any, batch: Batch,
-                num_microbatches: int, region: Region) -> tuple[Any, Sums]:
+def _accumulate(
+  grads_and_sums: Callable[[Any, Batch], tuple[Any, Sums]],
+  parts: Any,
+  batch: Batch,
+  num_microbatches: int,
+  region: Region,
+) -> tuple[Any, Sums]:
   """Returns (gradients, sums) over all microbatches of local rows."""
   if num_microbatches == 1:
     return grads_and_sums(parts, batch)
@@ -168,7 +221,10 @@ def _accumulate(grads_and_sums: Callable[[Any, Batch], tuple[Any, Sums]], parts:
 
   def body(carry: Any, microbatch: Batch) -> tuple[Any, None]:
     return jax.tree.map(jnp.add, carry, grads_and_sums(parts, {**microbatch, **same})), None
+
   first = jax.tree.map(lambda x: x[0], microbatches)
-  zeros = jax.tree.map(lambda x: region.varying(jnp.zeros(x.shape, x.dtype)),
-                       jax.eval_shape(grads_and_sums, parts, {**first, **same}))
+  zeros = jax.tree.map(
+    lambda x: region.varying(jnp.zeros(x.shape, x.dtype)),
+    jax.eval_shape(grads_and_sums, parts, {**first, **same}),
+  )
   return jax.lax.scan(body, zeros, microbatches)[0]

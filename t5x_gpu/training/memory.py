@@ -30,6 +30,7 @@ class Need:
     activations: everything else that the step holds.
     is_compiled: whether XLA says so; else it is a lower bound.
   """
+
   params: int
   opt_state: int
   gradients: int
@@ -41,8 +42,10 @@ class Need:
     return self.params + self.opt_state + self.gradients + self.activations
 
   def __str__(self) -> str:
-    return (f'{show(self.params + self.opt_state)} of parameters and optimizer state, '
-            f'{show(self.gradients)} of gradients, {show(self.activations)} of activations')
+    return (
+      f'{show(self.params + self.opt_state)} of parameters and optimizer state, '
+      f'{show(self.gradients)} of gradients, {show(self.activations)} of activations'
+    )
 
 
 def estimate(program: Program, model: Any, *, num_microbatches: int) -> Need:
@@ -53,7 +56,8 @@ def estimate(program: Program, model: Any, *, num_microbatches: int) -> Need:
   table = layout.rules.state if layout.zero_stage > 1 else layout.rules.parameters
   shardings = layout.shardings(trained, trained_names, table)
   gradients = jax.tree.map(
-      lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), trained, shardings)
+    lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), trained, shardings
+  )
   sizes = model.logical_sizes()
   layers = sizes.get('layers', 0) + sizes.get('encoder_layers', 0)
   length = min((shape[1] for shape in program.spec.shapes.values() if len(shape) > 1), default=1)
@@ -64,8 +68,12 @@ def estimate(program: Program, model: Any, *, num_microbatches: int) -> Need:
   inputs = 2 * tokens * sizes.get('embed', 0) * layers // (mesh['stage'] * mesh['model'])
   predictions = tokens // length if getattr(model, 'classifies', False) else tokens
   logits = 4 * predictions * getattr(model, 'num_outcomes', 0) // mesh['model']
-  need = Need(params=bytes_per_device(state.params), opt_state=bytes_per_device(state.opt_state),
-              gradients=bytes_per_device(gradients), activations=inputs)
+  need = Need(
+    params=bytes_per_device(state.params),
+    opt_state=bytes_per_device(state.opt_state),
+    gradients=bytes_per_device(gradients),
+    activations=inputs,
+  )
   # The logits are gone before most gradients are computed.
   return dataclasses.replace(need, activations=inputs + max(logits - need.gradients, 0))
 
@@ -83,6 +91,7 @@ class Memory:
     remat_policy: of the model, if it has one.
     num_machines: that the run is on. A topology's hosts may be racks of machines.
   """
+
   need: Need
   limit: Optional[Limit]
   host: Optional[Limit]
@@ -105,8 +114,12 @@ class Memory:
     stats = step.memory_analysis()
     if stats is None:  # not on every platform
       return self
-    total = (stats.argument_size_in_bytes + stats.output_size_in_bytes
-             - stats.alias_size_in_bytes + stats.temp_size_in_bytes)
+    total = (
+      stats.argument_size_in_bytes
+      + stats.output_size_in_bytes
+      - stats.alias_size_in_bytes
+      + stats.temp_size_in_bytes
+    )
     rest = total - (self.need.total - self.need.activations)
     need = dataclasses.replace(self.need, activations=max(rest, 0), is_compiled=True)
     result = dataclasses.replace(self, need=need)
@@ -131,24 +144,28 @@ class Memory:
       source = 'as compiled' if need.is_compiled else 'by a lower bound, before compiling'
       options = list(_what_fits(self, least or need))
       raise OutOfMemoryError(
-          f'A step on {topology.count(topology.num_devices)} needs {show(need.total)} on each '
-          f'({source}): {need}. Each has {limit}.',
-          fix='These fit:\n' + '\n'.join(f'  {option}' for option in options) if options else
-              'Nothing that only splits the run over more devices of this size fits: split '
-              'each row as well, Partitioner.num_partitions (model) or Partitioner.context.',
-          parameters=('Partitioner.fsdp', 'train.num_microbatches', 'BATCH_SIZE'),
-          docs='parallelism.md#memory')
+        f'A step on {topology.count(topology.num_devices)} needs {show(need.total)} on each '
+        f'({source}): {need}. Each has {limit}.',
+        fix='These fit:\n' + '\n'.join(f'  {option}' for option in options)
+        if options
+        else 'Nothing that only splits the run over more devices of this size fits: split '
+        'each row as well, Partitioner.num_partitions (model) or Partitioner.context.',
+        parameters=('Partitioner.fsdp', 'train.num_microbatches', 'BATCH_SIZE'),
+        docs='parallelism.md#memory',
+      )
     # Also of a state that all hosts hold: they may share the work.
     copies = _bytes(self.program.abstract_state) // self.num_machines
     if self.host is not None and not self.on_cpu and copies > self.host.bytes:
       hosts = self.num_machines * math.ceil(copies / self.host.bytes)
       devices = hosts * topology.num_devices // self.num_machines
       raise OutOfMemoryError(
-          f'Each save copies at least {show(copies)} of the state to the memory of a host, which '
-          f'has {self.host}.',
-          fix=f'Split the state over {hosts} hosts (Partitioner.fsdp = {devices}), or give the job '
-              f'more host memory: at least {show(copies)}.',
-          parameters=('Partitioner.fsdp',), docs='parallelism.md#memory')
+        f'Each save copies at least {show(copies)} of the state to the memory of a host, which '
+        f'has {self.host}.',
+        fix=f'Split the state over {hosts} hosts (Partitioner.fsdp = {devices}), or give the job '
+        f'more host memory: at least {show(copies)}.',
+        parameters=('Partitioner.fsdp',),
+        docs='parallelism.md#memory',
+      )
 
 
 def check_memory(program: Program, model: Any, *, num_microbatches: int) -> Memory:
@@ -159,17 +176,34 @@ def check_memory(program: Program, model: Any, *, num_microbatches: int) -> Memo
   """
   devices, machines = program.layout.mesh.local_devices, distributed.num_machines()
   host = host_limit()
-  own = device_limit(devices, host=host, devices_per_host=max(
-      program.layout.topology.num_devices // machines, 1))
+  own = device_limit(
+    devices, host=host, devices_per_host=max(program.layout.topology.num_devices // machines, 1)
+  )
   name = socket.gethostname()
   everywhere = distributed.gather_json(
-      [[limit.bytes, f'{limit.source} of {name}' if jax.process_count() > 1 else limit.source]
-       if limit else None for limit in (own, host)])
-  limits = [min((Limit(*found[i]) for found in everywhere if found[i]),
-                key=lambda limit: limit.bytes, default=None) for i in range(2)]
-  memory = Memory(estimate(program, model, num_microbatches=num_microbatches), *limits, program,
-                  num_microbatches, getattr(getattr(model, 'config', None), 'remat_policy', None),
-                  machines)
+    [
+      [limit.bytes, f'{limit.source} of {name}' if jax.process_count() > 1 else limit.source]
+      if limit
+      else None
+      for limit in (own, host)
+    ]
+  )
+  limits = [
+    min(
+      (Limit(*found[i]) for found in everywhere if found[i]),
+      key=lambda limit: limit.bytes,
+      default=None,
+    )
+    for i in range(2)
+  ]
+  memory = Memory(
+    estimate(program, model, num_microbatches=num_microbatches),
+    *limits,
+    program,
+    num_microbatches,
+    getattr(getattr(model, 'config', None), 'remat_policy', None),
+    machines,
+  )
   memory.check()
   return memory
 
@@ -200,27 +234,40 @@ def _what_fits(memory: Memory, least: Need) -> Iterator[str]:
 
   # Without FSDP, and split over `ways` devices by each stage of ZeRO.
   params, opt_state, gradients = (
-      need.params * (mesh['fsdp'] if stage == 3 else 1), need.opt_state * mesh['fsdp'],
-      need.gradients * (mesh['fsdp'] if stage > 1 else 1))
+    need.params * (mesh['fsdp'] if stage == 3 else 1),
+    need.opt_state * mesh['fsdp'],
+    need.gradients * (mesh['fsdp'] if stage > 1 else 1),
+  )
 
   def split(zero_stage: int, ways: int) -> float:
     parts = (opt_state, gradients, params)
     return sum(part / ways if i < zero_stage else part for i, part in enumerate(parts))
+
   ways = mesh['data'] * mesh['fsdp']
-  for activations, rest in ((need.activations, ''), (by_row, ' and train.num_microbatches = '
-                             f'{num_microbatches * rows}')):
-    stages = [z for z in (1, 2, 3) if split(z, ways) + activations <= limit
-              and (ways, z) != (mesh['fsdp'], stage) and ways > 1]
+  for activations, rest in (
+    (need.activations, ''),
+    (by_row, f' and train.num_microbatches = {num_microbatches * rows}'),
+  ):
+    stages = [
+      z
+      for z in (1, 2, 3)
+      if split(z, ways) + activations <= limit and (ways, z) != (mesh['fsdp'], stage) and ways > 1
+    ]
     if stages:
-      yield (f'Partitioner.fsdp = {ways} with Partitioner.zero_stage = {stages[0]}{rest}: about '
-             f'{show(split(stages[0], ways) + activations)}')
+      yield (
+        f'Partitioner.fsdp = {ways} with Partitioner.zero_stage = {stages[0]}{rest}: about '
+        f'{show(split(stages[0], ways) + activations)}'
+      )
       return
   if by_row < limit and not smaller:
     more = 2
     while split(3, ways * more) + by_row > limit:
       more *= 2
-    activations = need.activations if (
-        split(3, ways * more) + need.activations <= limit) else by_row
+    activations = (
+      need.activations if (split(3, ways * more) + need.activations <= limit) else by_row
+    )
     few = '' if activations == need.activations else ', one row at a time'
-    yield (f'{layout.mesh.size * more} devices with as much memory each, Partitioner.fsdp = '
-           f'{ways * more}{few}: about {show(split(3, ways * more) + activations)}')
+    yield (
+      f'{layout.mesh.size * more} devices with as much memory each, Partitioner.fsdp = '
+      f'{ways * more}{few}: about {show(split(3, ways * more) + activations)}'
+    )

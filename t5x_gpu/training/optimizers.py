@@ -22,8 +22,16 @@ class Optimizer(Protocol):
   def init(self, params: Params, names: Any) -> OptState:
     """Returns the state before the first step."""
 
-  def update(self, grads: Params, state: OptState, params: Params, *, names: Any,
-             learning_rate: jax.Array, step: jax.Array) -> tuple[Params, OptState]:
+  def update(
+    self,
+    grads: Params,
+    state: OptState,
+    params: Params,
+    *,
+    names: Any,
+    learning_rate: jax.Array,
+    step: jax.Array,
+  ) -> tuple[Params, OptState]:
     """Returns (new parameters, new state). `step` counts from 0."""
 
   def state_names(self, params: Params, names: Any) -> Any:
@@ -40,6 +48,7 @@ class AdamW:
     weight_decay: per step, times the learning rate; on matrices only, not on norm scales or biases.
   Source: Loshchilov and Hutter 2019, algorithm 2; the arithmetic is optax's.
   """
+
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
@@ -47,14 +56,24 @@ class AdamW:
 
   def _transformation(self, names: Any) -> optax.GradientTransformation:
     decays = jax.tree_util.tree_map_with_path(_decays, names)
-    return optax.chain(optax.scale_by_adam(self.b1, self.b2, self.eps),
-                       optax.add_decayed_weights(self.weight_decay, mask=decays))
+    return optax.chain(
+      optax.scale_by_adam(self.b1, self.b2, self.eps),
+      optax.add_decayed_weights(self.weight_decay, mask=decays),
+    )
 
   def init(self, params: Params, names: Any) -> OptState:
     return self._transformation(names).init(params)
 
-  def update(self, grads: Params, state: OptState, params: Params, *, names: Any,
-             learning_rate: jax.Array, step: jax.Array) -> tuple[Params, OptState]:
+  def update(
+    self,
+    grads: Params,
+    state: OptState,
+    params: Params,
+    *,
+    names: Any,
+    learning_rate: jax.Array,
+    step: jax.Array,
+  ) -> tuple[Params, OptState]:
     del step  # optax counts its own
     updates, state = self._transformation(names).update(grads, state, params)
     return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates), state
@@ -62,8 +81,13 @@ class AdamW:
   def state_names(self, params: Params, names: Any) -> Any:
     transformation = self._transformation(names)
     state = jax.eval_shape(transformation.init, params)
-    return optax.tree_map_params(transformation, lambda _, n: n, state, names,
-                                 transform_non_params=lambda x: AxisNames((None,) * x.ndim))
+    return optax.tree_map_params(
+      transformation,
+      lambda _, n: n,
+      state,
+      names,
+      transform_non_params=lambda x: AxisNames((None,) * x.ndim),
+    )
 
 
 def _decays(path: Any, names: AxisNames) -> bool:

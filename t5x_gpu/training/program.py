@@ -40,6 +40,7 @@ class Program:
     learning_rate_factor: by which the number of replicas scales the schedule; 1 for not.
     trained: which parameters the step changes.
   """
+
   layout: Layout
   spec: BatchSpec
   names: TrainState
@@ -62,8 +63,9 @@ class Program:
     if not self.layout.reorders_layers:
       return state
     shardings = jax.tree.map(lambda a: a.sharding, self.abstract_state)
-    return LaidOut(self.layout.mesh, jax.jit(lambda state: reorder(state, self.names),
-                                             out_shardings=shardings))(state)
+    return LaidOut(
+      self.layout.mesh, jax.jit(lambda state: reorder(state, self.names), out_shardings=shardings)
+    )(state)
 
   @property
   def num_params(self) -> int:
@@ -77,16 +79,29 @@ class Program:
   @property
   def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
     shardings = self.layout.batch_shardings(self.spec.shapes)
-    return {name: jax.ShapeDtypeStruct(shape, self.spec.dtypes[name], sharding=shardings[name])
-            for name, shape in self.spec.shapes.items()}
+    return {
+      name: jax.ShapeDtypeStruct(shape, self.spec.dtypes[name], sharding=shardings[name])
+      for name, shape in self.spec.shapes.items()
+    }
 
 
-def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner: Partitioner,
-                  topology: Topology, devices: list[Device],
-                  task_feature_lengths: Mapping[str, int], batch_size: int, pack: bool, seed: int,
-                  num_microbatches: int = 1, max_grad_norm: Optional[float] = None,
-                  loss_normalizing_factor: Optional[float] = None,
-                  learning_rate_scaling: Optional[str] = None) -> Program:
+def build_program(
+  *,
+  model: Any,
+  optimizer: Any,
+  schedule: Schedule,
+  partitioner: Partitioner,
+  topology: Topology,
+  devices: list[Device],
+  task_feature_lengths: Mapping[str, int],
+  batch_size: int,
+  pack: bool,
+  seed: int,
+  num_microbatches: int = 1,
+  max_grad_norm: Optional[float] = None,
+  loss_normalizing_factor: Optional[float] = None,
+  learning_rate_scaling: Optional[str] = None,
+) -> Program:
   """Returns the program, after checking that the sizes of model, batch and mesh fit each other.
 
   Args:
@@ -104,15 +119,25 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
   spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
   check_microbatches(batch_size, num_microbatches)
   # Rows of an encoder and of a decoder may differ in length; both must fit.
-  layouts = [partitioner.lay_out(
-      topology, devices, num_microbatches=num_microbatches,
-      logical_sizes={**model.logical_sizes(), 'stacks': len(stacks_of(model)),
-                     'batch': batch_size, 'length': length})
-      for length in dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)]
+  layouts = [
+    partitioner.lay_out(
+      topology,
+      devices,
+      num_microbatches=num_microbatches,
+      logical_sizes={
+        **model.logical_sizes(),
+        'stacks': len(stacks_of(model)),
+        'batch': batch_size,
+        'length': length,
+      },
+    )
+    for length in dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
+  ]
   layout = layouts[0]
 
   def init_boxed() -> Any:
     return model.init(jax.random.key(seed), spec)
+
   abstract_params, names = split_names(jax.eval_shape(init_boxed))
   trained = trained_of(model)
   all_names = state_names(abstract_params, optimizer, names, trained=trained)
@@ -120,39 +145,69 @@ def build_program(*, model: Any, optimizer: Any, schedule: Schedule, partitioner
   def init() -> TrainState:
     params, _ = split_names(init_boxed())
     return new_state(layout.in_run_order(params, names), optimizer, names, trained=trained)
+
   abstract = jax.eval_shape(init)
   shardings = TrainState(
-      step=layout.replicated, params=layout.shardings(abstract.params, names),
-      opt_state=layout.shardings(abstract.opt_state, all_names.opt_state, layout.rules.state))
+    step=layout.replicated,
+    params=layout.shardings(abstract.params, names),
+    opt_state=layout.shardings(abstract.opt_state, all_names.opt_state, layout.rules.state),
+  )
   batch_shardings = layout.batch_shardings(spec.shapes)
   region = layout.region
-  gradients = make_gradients(model=model, region=region, names=names,
-                             num_microbatches=num_microbatches, trained=trained)
+  gradients = make_gradients(
+    model=model, region=region, names=names, num_microbatches=num_microbatches, trained=trained
+  )
   factor = replica_factor(learning_rate_scaling, layout.batch_parts)
-  step = make_train_step(gradients=gradients, optimizer=optimizer, names=names, seed=seed,
-                         schedule=lambda step: factor * schedule(step),
-                         max_grad_norm=max_grad_norm,
-                         loss_normalizing_factor=loss_normalizing_factor, trained=trained)
+  step = make_train_step(
+    gradients=gradients,
+    optimizer=optimizer,
+    names=names,
+    seed=seed,
+    schedule=lambda step: factor * schedule(step),
+    max_grad_norm=max_grad_norm,
+    loss_normalizing_factor=loss_normalizing_factor,
+    trained=trained,
+  )
   return Program(
-      layout=layout, learning_rate_factor=factor, spec=spec, names=all_names, trained=trained,
-      abstract_state=jax.tree.map(
-          lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings),
-      # Without rules: the forward pass of an initialisation is never computed.
-      init=LaidOut(layout.mesh, jax.jit(init, out_shardings=shardings)),
-      train_step=layout.jit(step, in_shardings=(shardings, batch_shardings), donate_argnums=0,
-                            out_shardings=(shardings, layout.replicated)),
-      eval_step=layout.jit(make_eval_step(model=model, region=region, names=names),
-                           out_shardings=layout.replicated,
-                           in_shardings=(shardings.params, None)))  # its batches may differ
+    layout=layout,
+    learning_rate_factor=factor,
+    spec=spec,
+    names=all_names,
+    trained=trained,
+    abstract_state=jax.tree.map(
+      lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
+    ),
+    # Without rules: the forward pass of an initialisation is never computed.
+    init=LaidOut(layout.mesh, jax.jit(init, out_shardings=shardings)),
+    train_step=layout.jit(
+      step,
+      in_shardings=(shardings, batch_shardings),
+      donate_argnums=0,
+      out_shardings=(shardings, layout.replicated),
+    ),
+    eval_step=layout.jit(
+      make_eval_step(model=model, region=region, names=names),
+      out_shardings=layout.replicated,
+      in_shardings=(shardings.params, None),
+    ),
+  )  # its batches may differ
 
 
 # What `train` and `build_program` call alike.
-SAME_ARGUMENTS = ('model', 'optimizer', 'partitioner', 'num_microbatches', 'max_grad_norm',
-                  'loss_normalizing_factor', 'learning_rate_scaling')
+SAME_ARGUMENTS = (
+  'model',
+  'optimizer',
+  'partitioner',
+  'num_microbatches',
+  'max_grad_norm',
+  'loss_normalizing_factor',
+  'learning_rate_scaling',
+)
 
 
-def program_of_run(arguments: Mapping[str, Any], *, topology: Topology, devices: list[Device],
-                   **changes: Any) -> Program:
+def program_of_run(
+  arguments: Mapping[str, Any], *, topology: Topology, devices: list[Device], **changes: Any
+) -> Program:
   """Returns the program of a run.
 
   Args:
@@ -164,10 +219,19 @@ def program_of_run(arguments: Mapping[str, Any], *, topology: Topology, devices:
   """
   dataset = arguments['train_dataset_cfg']
   same = {name: arguments[name] for name in SAME_ARGUMENTS if name in arguments}
-  return build_program(**{
-      'schedule': arguments['learning_rate'], 'seed': arguments.get('random_seed', 0),
-      'task_feature_lengths': dataset.task_feature_lengths, 'batch_size': dataset.batch_size,
-      'pack': dataset.pack, 'topology': topology, 'devices': devices, **same, **changes})
+  return build_program(
+    **{
+      'schedule': arguments['learning_rate'],
+      'seed': arguments.get('random_seed', 0),
+      'task_feature_lengths': dataset.task_feature_lengths,
+      'batch_size': dataset.batch_size,
+      'pack': dataset.pack,
+      'topology': topology,
+      'devices': devices,
+      **same,
+      **changes,
+    }
+  )
 
 
 def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optional[dict[str, Any]]:
@@ -177,11 +241,19 @@ def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optio
   """
   if xla is None:
     return None
-  params, names = (jax.tree.leaves(t) for t in (program.abstract_state.params,
-                                                program.names.params))
-  layer_bytes = sum(2 * math.prod(p.shape) // p.shape[n.names.index('layers')]
-                    for p, n in zip(params, names) if 'layers' in n.names)
+  params, names = (
+    jax.tree.leaves(t) for t in (program.abstract_state.params, program.names.params)
+  )
+  layer_bytes = sum(
+    2 * math.prod(p.shape) // p.shape[n.names.index('layers')]
+    for p, n in zip(params, names)
+    if 'layers' in n.names
+  )
   mesh = program.layout.mesh
-  applied = xla_flags.refine(xla, mesh_axes=[a for a, size in mesh.shape.items() if size > 1],
-                             layer_bytes=layer_bytes or None, num_gpus=mesh.size)
+  applied = xla_flags.refine(
+    xla,
+    mesh_axes=[a for a, size in mesh.shape.items() if size > 1],
+    layer_bytes=layer_bytes or None,
+    num_gpus=mesh.size,
+  )
   return dict(applied.compile_options) or None

@@ -30,6 +30,8 @@ def check_same_step(lowered: jax.stages.Lowered) -> None:
   """
   if distributed.process_count() > 1:
     distributed.assert_equal_across_hosts(
-        comparable_text(lowered), 'The lowered training step',
-        fix='Compare the environment of the hosts (env | sort), their GPUs (nvidia-smi -L) and '
-            'what your own modules read: the code and the versions are the same.')
+      comparable_text(lowered),
+      'The lowered training step',
+      fix='Compare the environment of the hosts (env | sort), their GPUs (nvidia-smi -L) and '
+      'what your own modules read: the code and the versions are the same.',
+    )

@@ -30,8 +30,10 @@ def rsqrt(base: float = 1.0, *, warmup_steps: int = 10_000) -> Schedule:
 
 def linear(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
   """Returns a linear rise to `peak`, then a linear fall to `final` at `total_steps`."""
-  return lambda step: (final + (peak - final) * (1 - _progress(step, warmup_steps, total_steps))
-                       ) * _warmup(step, warmup_steps)
+  return lambda step: (
+    (final + (peak - final) * (1 - _progress(step, warmup_steps, total_steps)))
+    * _warmup(step, warmup_steps)
+  )
 
 
 def cosine(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float = 0.0) -> Schedule:
@@ -39,9 +41,11 @@ def cosine(peak: float, *, total_steps: int, warmup_steps: int = 0, final: float
 
   Source: Loshchilov and Hutter 2017 (SGDR), without restarts.
   """
+
   def schedule(step: jax.Array) -> jax.Array:
     cosine_decay = 0.5 * (1 + jnp.cos(jnp.pi * _progress(step, warmup_steps, total_steps)))
     return (final + (peak - final) * cosine_decay) * _warmup(step, warmup_steps)
+
   return schedule
 
 
@@ -60,13 +64,14 @@ def replica_factor(scaling: Optional[str], num_replicas: int) -> float:
   Source: Goyal et al. 2017 (linear, for SGD); Krizhevsky 2014 and Malladi et al. 2022 (root, which
     suits Adam).
   """
-  factors = {None: 1.0, 'linear': float(num_replicas), 'sqrt': num_replicas ** 0.5}
+  factors = {None: 1.0, 'linear': float(num_replicas), 'sqrt': num_replicas**0.5}
   if scaling not in factors:
     raise ConfigError(
-        f'train.learning_rate_scaling = {scaling!r} is not one of None, \'linear\', \'sqrt\'.'
-        f'{did_you_mean(str(scaling), ("linear", "sqrt"))}',
-        fix='Set train.learning_rate_scaling to one of them.',
-        parameters=('train.learning_rate_scaling',))
+      f"train.learning_rate_scaling = {scaling!r} is not one of None, 'linear', 'sqrt'."
+      f'{did_you_mean(str(scaling), ("linear", "sqrt"))}',
+      fix='Set train.learning_rate_scaling to one of them.',
+      parameters=('train.learning_rate_scaling',),
+    )
   return factors[scaling]
 
 

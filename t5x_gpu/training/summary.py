@@ -15,14 +15,19 @@ def parameter_table(program: Program) -> str:
   rows = [('parameter', 'shape', 'axes', 'split over', 'MiB/device')]
   for (path, array), axis_names in zip(flat, names):
     local = array.sharding.shard_shape(array.shape)
-    rows.append((jax.tree_util.keystr(path, simple=True, separator='/'),
-                 ' x '.join(map(str, array.shape)),
-                 ' '.join(str(n or '-') for n in axis_names.names),
-                 ' '.join(_entry(e) for e in array.sharding.spec) or '-',
-                 f'{math.prod(local) * array.dtype.itemsize / 2**20:.2f}'))
+    rows.append(
+      (
+        jax.tree_util.keystr(path, simple=True, separator='/'),
+        ' x '.join(map(str, array.shape)),
+        ' '.join(str(n or '-') for n in axis_names.names),
+        ' '.join(_entry(e) for e in array.sharding.spec) or '-',
+        f'{math.prod(local) * array.dtype.itemsize / 2**20:.2f}',
+      )
+    )
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-                   for row in rows)
+  return '\n'.join(
+    '  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+  )
 
 
 def _entry(entry: Any) -> str:
@@ -33,8 +38,9 @@ def _entry(entry: Any) -> str:
 
 def bytes_per_device(tree: Any) -> int:
   """Returns the bytes that the arrays of an abstract, sharded tree take on one device."""
-  return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-             for a in jax.tree.leaves(tree))
+  return sum(
+    math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree)
+  )
 
 
 def size_line(program: Program) -> str:
@@ -44,7 +50,12 @@ def size_line(program: Program) -> str:
   """
   mib = bytes_per_device(program.abstract_state) / 2**20
   size = f'{mib / 1024:.2f} GiB' if mib >= 1024 else f'{mib:.1f} MiB'
-  trained = ('' if program.num_trained == program.num_params else
-             f', {program.num_trained:,} of them trained')
-  return (f'{program.num_params:,} parameters{trained}; {size} of parameters and optimizer state '
-          'per device')
+  trained = (
+    ''
+    if program.num_trained == program.num_params
+    else f', {program.num_trained:,} of them trained'
+  )
+  return (
+    f'{program.num_params:,} parameters{trained}; {size} of parameters and optimizer state '
+    'per device'
+  )

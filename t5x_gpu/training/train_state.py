@@ -18,20 +18,29 @@ class TrainState(flax.struct.PyTreeNode):
     params: tree of float32 parameters; layers are stacked on a leading `layers` axis.
     opt_state: the optimizer's own tree, of the parameters that are trained.
   """
+
   step: jax.Array
   params: Any
   opt_state: Any
 
 
-def new_state(params: Any, optimizer: Any, names: Any, *,
-              trained: Trained = Trained()) -> TrainState:
+def new_state(
+  params: Any, optimizer: Any, names: Any, *, trained: Trained = Trained()
+) -> TrainState:
   """Returns the state before the first step."""
-  return TrainState(step=jnp.zeros((), jnp.int32), params=params,
-                    opt_state=optimizer.init(trained.split(params)[0], trained.split(names)[0]))
+  return TrainState(
+    step=jnp.zeros((), jnp.int32),
+    params=params,
+    opt_state=optimizer.init(trained.split(params)[0], trained.split(names)[0]),
+  )
 
 
-def state_names(params: Any, optimizer: Any, names: Any, *,
-                trained: Trained = Trained()) -> TrainState:
+def state_names(
+  params: Any, optimizer: Any, names: Any, *, trained: Trained = Trained()
+) -> TrainState:
   """Returns a TrainState of AxisNames; `params` may be abstract."""
-  return TrainState(step=AxisNames(()), params=names, opt_state=optimizer.state_names(
-      trained.split(params)[0], trained.split(names)[0]))
+  return TrainState(
+    step=AxisNames(()),
+    params=names,
+    opt_state=optimizer.state_names(trained.split(params)[0], trained.split(names)[0]),
+  )

@@ -21,10 +21,17 @@ Batch = Any
 StepFn = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 
 
-def make_train_step(*, gradients: GradientsFn, optimizer: Any, schedule: Schedule, names: Any,
-                    seed: int, max_grad_norm: Optional[float] = None,
-                    loss_normalizing_factor: Optional[float] = None,
-                    trained: Trained = Trained()) -> StepFn:
+def make_train_step(
+  *,
+  gradients: GradientsFn,
+  optimizer: Any,
+  schedule: Schedule,
+  names: Any,
+  seed: int,
+  max_grad_norm: Optional[float] = None,
+  loss_normalizing_factor: Optional[float] = None,
+  trained: Trained = Trained(),
+) -> StepFn:
   """Returns the function that makes one update.
 
   Args:
@@ -54,14 +61,20 @@ def make_train_step(*, gradients: GradientsFn, optimizer: Any, schedule: Schedul
       grads = jax.tree.map(lambda g: g * clip, grads)
     learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
     params, frozen = trained.split(state.params)
-    params, opt_state = optimizer.update(grads, state.opt_state, params, names=names,
-                                         learning_rate=learning_rate, step=state.step)
+    params, opt_state = optimizer.update(
+      grads, state.opt_state, params, names=names, learning_rate=learning_rate, step=state.step
+    )
     # Of the new parameters: an update that ruins them is noticed before it is saved.
     param_norm = _global_norm(params)
     one = jnp.ones(())
-    sums = {**sums, 'grad_norm': (grad_norm, one), 'param_norm': (param_norm, one),
-            'learning_rate': (learning_rate, one)}
+    sums = {
+      **sums,
+      'grad_norm': (grad_norm, one),
+      'param_norm': (param_norm, one),
+      'learning_rate': (learning_rate, one),
+    }
     return TrainState(state.step + 1, trained.join(params, frozen), opt_state), sums
+
   return train_step
 
 
@@ -74,6 +87,7 @@ def check_microbatches(batch_size: int, num_microbatches: int) -> None:
   if num_microbatches < 1 or batch_size % num_microbatches:
     legal = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
     raise ConfigError(
-        f'BATCH_SIZE = {batch_size} cannot be divided into num_microbatches = {num_microbatches}.',
-        fix=f'Set train.num_microbatches to one of {", ".join(map(str, legal))}.',
-        parameters=('train.num_microbatches', 'BATCH_SIZE'))
+      f'BATCH_SIZE = {batch_size} cannot be divided into num_microbatches = {num_microbatches}.',
+      fix=f'Set train.num_microbatches to one of {", ".join(map(str, legal))}.',
+      parameters=('train.num_microbatches', 'BATCH_SIZE'),
+    )

@@ -18,6 +18,7 @@ class Trained:
   Attributes:
     is_trained: '/'-joined path of a parameter -> whether it is; None for all.
   """
+
   is_trained: Optional[Callable[[str], bool]] = None
 
   def split(self, tree: Any) -> tuple[Any, Any]:
@@ -33,8 +34,9 @@ class Trained:
     """Returns the tree whose two parts these are."""
     if self.is_trained is None:
       return trained
-    return flax.traverse_util.unflatten_dict({**flax.traverse_util.flatten_dict(trained),
-                                              **flax.traverse_util.flatten_dict(frozen)})
+    return flax.traverse_util.unflatten_dict(
+      {**flax.traverse_util.flatten_dict(trained), **flax.traverse_util.flatten_dict(frozen)}
+    )
 
 
 def trained_of(model: Any) -> Trained:

@@ -6,13 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.analysis.array_layout import array_layouts, part_held
 from t5x_gpu.analysis.collectives import Collective, inventory, partitioned_hlo
 from t5x_gpu.analysis.sharding_lint import (
-    ACTIVATION, GRADIENT, OPTIMIZER, OTHER, PARAMETER, ParameterShapes, gathered, purpose, repeated,
-    replicated)
+  ACTIVATION,
+  GRADIENT,
+  OPTIMIZER,
+  OTHER,
+  PARAMETER,
+  ParameterShapes,
+  gathered,
+  purpose,
+  repeated,
+  replicated,
+)
 from t5x_gpu.partitioning.axis_rules import AxisNames
 
 SHAPE = {'data': 2, 'fsdp': 2, 'model': 2}
@@ -21,8 +31,9 @@ LAYERS, EMBED, MLP, VOCAB, BATCH = 6, 8, 20, 48, 64
 
 @functools.cache
 def mesh() -> Mesh:
-  return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), tuple(SHAPE),
-              axis_types=(AxisType.Auto,) * 3)
+  return Mesh(
+    np.array(jax.devices()[:8]).reshape(2, 2, 2), tuple(SHAPE), axis_types=(AxisType.Auto,) * 3
+  )
 
 
 def struct(shape, *spec):
@@ -35,16 +46,18 @@ def put(x, *spec):
 
 # name -> (shape, axis names, how it is split)
 PARAMETERS = {
-    'embedding': ((VOCAB, EMBED), ('vocab', 'embed'), ('model', 'fsdp')),
-    'layers/w': ((LAYERS, EMBED, MLP), ('layers', 'embed', 'mlp'), (None, 'fsdp', 'model')),
-    'scale': ((EMBED,), ('embed',), ('fsdp',)),
+  'embedding': ((VOCAB, EMBED), ('vocab', 'embed'), ('model', 'fsdp')),
+  'layers/w': ((LAYERS, EMBED, MLP), ('layers', 'embed', 'mlp'), (None, 'fsdp', 'model')),
+  'scale': ((EMBED,), ('embed',), ('fsdp',)),
 }
 
 
 def layouts(parameters=None):
   parameters = PARAMETERS if parameters is None else parameters
-  return array_layouts({k: struct(shape, *spec) for k, (shape, _, spec) in parameters.items()},
-                       {k: AxisNames(names) for k, (_, names, _) in parameters.items()})
+  return array_layouts(
+    {k: struct(shape, *spec) for k, (shape, _, spec) in parameters.items()},
+    {k: AxisNames(names) for k, (_, names, _) in parameters.items()},
+  )
 
 
 def shapes():
@@ -63,7 +76,9 @@ X = struct((BATCH, EMBED), ('data', 'fsdp'))
 # ---- What a collective is for -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('kind, axes, shape, op_name, expected', [
+@pytest.mark.parametrize(
+  'kind, axes, shape, op_name, expected',
+  [
     ('all-gather', ('fsdp',), (EMBED, MLP // 2), 'jit(f)/jvp()/while/body/dot', PARAMETER),
     ('all-gather', ('fsdp',), (1, MLP // 2, EMBED), 'jit(f)/transpose(jvp())/dot', PARAMETER),
     ('all-gather', ('fsdp',), (VOCAB // 2, EMBED), 'jit(f)/convert', PARAMETER),
@@ -76,16 +91,17 @@ X = struct((BATCH, EMBED), ('data', 'fsdp'))
     ('all-reduce', ('model',), (8, 16, EMBED), 'jit(f)/jvp()/mlp/wo/dot', ACTIVATION),
     ('all-reduce', ('model',), (LAYERS, EMBED, MLP), 'jit(f)/transpose(jvp())/dot', ACTIVATION),
     ('collective-permute', ('stage',), (8, 16, EMBED), 'jit(f)/shard_map/ppermute', ACTIVATION),
-])
+  ],
+)
 def test_purposes_follow_from_shape_and_place(kind, axes, shape, op_name, expected):
   c = Collective(kind, axes, 'f32', shape, bytes_per_device=1, op_name=op_name)
   assert purpose(c, shapes()) == expected
 
 
 def test_a_stack_and_one_layer_of_it_are_told_apart():
-  layer, = shapes().find((MLP, EMBED))
+  (layer,) = shapes().find((MLP, EMBED))
   assert (layer.parameter.name, layer.is_layer, layer.copies) == ('layers/w', True, LAYERS)
-  stack, = shapes().find((LAYERS, EMBED // 2, MLP))
+  (stack,) = shapes().find((LAYERS, EMBED // 2, MLP))
   assert (stack.is_layer, stack.copies) == (False, 1)
   assert shapes().find((7, 7)) == []
 
@@ -98,7 +114,8 @@ def test_devices_hold_the_parts_that_their_arrays_say():
       slices = sharding.devices_indices_map(shape)[device]
       sizes = sharding.shard_shape(shape)
       assert part_held(layout, at, SHAPE) == tuple(
-          (s.start or 0) // n for s, n in zip(slices, sizes)), (layout.name, at)
+        (s.start or 0) // n for s, n in zip(slices, sizes)
+      ), (layout.name, at)
 
 
 # ---- Replicated ---------------------------------------------------------------------------------
@@ -106,12 +123,12 @@ def test_devices_hold_the_parts_that_their_arrays_say():
 
 MEANT = {'fsdp': ['embed'], 'model': ['mlp', 'vocab']}
 FSDP = {'parameter': MEANT, 'optimizer state': MEANT}
-WHOLE = {name: ((1024, 1024), (None, None), ()) for name in 'ab'}
+WHOLE = dict.fromkeys('ab', ((1024, 1024), (None, None), ()))
 
 
 def test_a_large_array_that_is_whole_beside_split_ones_is_found():
   large = {**PARAMETERS, 'table': ((1024, 1024), (None, None), ())}
-  finding, = replicated(layouts(large), [], SHAPE, meant=FSDP)
+  (finding,) = replicated(layouts(large), [], SHAPE, meant=FSDP)
   assert finding.rule == 'replicated' and finding.num_bytes == 2**21
   assert 'parameter table [1024 x 1024] (4 MiB' in finding.what
   assert 'fsdp = 2 could split it' in finding.what and "named 'embed'" in finding.fix
@@ -131,10 +148,16 @@ def test_whole_arrays_are_fine_when_small():
 
 
 def test_optimizer_state_alone_is_meant_to_be_split_by_zero_1():
-  state = {'mu/a': ((1024, 1024), ('embed', None), ('fsdp',)),
-           'mu/b': ((1024, 1024), (None, None), ())}
-  finding, = replicated(layouts(WHOLE), layouts(state), SHAPE,
-                        meant={'parameter': {}, 'optimizer state': {'fsdp': ['embed']}})
+  state = {
+    'mu/a': ((1024, 1024), ('embed', None), ('fsdp',)),
+    'mu/b': ((1024, 1024), (None, None), ()),
+  }
+  (finding,) = replicated(
+    layouts(WHOLE),
+    layouts(state),
+    SHAPE,
+    meant={'parameter': {}, 'optimizer state': {'fsdp': ['embed']}},
+  )
   assert 'optimizer state mu/b' in finding.what
 
 
@@ -155,7 +178,7 @@ def test_gathered_logits_are_found():
     findings = gathered(found, layouts(), [], SHAPE)
     assert len(findings) == int(whole)
   whole = found_in(functools.partial(loss_of_logits, whole=True), X, table)
-  finding, = gathered(whole, layouts(), [], SHAPE)
+  (finding,) = gathered(whole, layouts(), [], SHAPE)
   assert 'Logits' in finding.what and f'[{BATCH // 4} x {VOCAB}]' in finding.what
   assert 'test_sharding_lint.py:' in finding.what and 'losses.py' in finding.fix
 
@@ -165,8 +188,9 @@ def test_a_stack_that_is_gathered_before_the_loop_is_found():
     if whole:
       w = put(w, None, None, 'model')
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ put(w, None, 'model')) @ w.T, None), x, w)[0]
+
   args = (W, X)
-  finding, = gathered(found_in(lambda w, x: f(w, x, True), *args), layouts(), [], SHAPE)
+  (finding,) = gathered(found_in(lambda w, x: f(w, x, True), *args), layouts(), [], SHAPE)
   assert 'All layers of layers/w are whole at once' in finding.what
   per_layer = found_in(lambda w, x: f(w, x, False), *args)
   assert any(c.kind == 'all-gather' and c.count == LAYERS for c in per_layer)
@@ -175,7 +199,7 @@ def test_a_stack_that_is_gathered_before_the_loop_is_found():
 
 def test_a_gather_of_rows_over_data_is_found():
   found = found_in(lambda x: put(jnp.tanh(x), 'fsdp') + 1, X)
-  finding, = gathered(found, layouts(), [], SHAPE)
+  (finding,) = gathered(found, layouts(), [], SHAPE)
   assert 'No array is split over data' in finding.what
 
 
@@ -186,19 +210,23 @@ def gradients(w, x, *, steps):
   def loss(w, x):
     def layer(x, w):
       return x + jnp.sum(jnp.tanh(x @ w), axis=-1, keepdims=True), None
+
     return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
   if steps == 1:
     return jax.grad(loss)(w, x)
 
   def body(total, x):
     return total + jax.grad(loss)(w, x), None
+
   xs = put(x.reshape(steps, -1, EMBED), None, ('data', 'fsdp'))
   return jax.lax.scan(body, jnp.zeros_like(w), xs)[0]
 
 
 def test_gradients_that_a_loop_reduces_each_time_are_found():
-  once, often = (found_in(functools.partial(gradients, steps=n), W, X, out_shardings=W.sharding)
-                 for n in (1, 4))
+  once, often = (
+    found_in(functools.partial(gradients, steps=n), W, X, out_shardings=W.sharding) for n in (1, 4)
+  )
   assert any(purpose(c, shapes()) == GRADIENT and c.count == LAYERS for c in once)
   assert repeated(once, layouts(), SHAPE) == []
   findings = repeated(often, layouts(), SHAPE)
@@ -207,7 +235,14 @@ def test_gradients_that_a_loop_reduces_each_time_are_found():
 
 
 def test_layers_in_turns_of_two_are_no_repetition():
-  c = Collective('all-reduce', ('data',), 'f32', (EMBED, MLP), bytes_per_device=8,
-                 count=LAYERS // 2, op_name='jit(f)/transpose(jvp())/while/body/dot')
+  c = Collective(
+    'all-reduce',
+    ('data',),
+    'f32',
+    (EMBED, MLP),
+    bytes_per_device=8,
+    count=LAYERS // 2,
+    op_name='jit(f)/transpose(jvp())/while/body/dot',
+  )
   assert repeated([c, c], layouts(), SHAPE) == []
   assert repeated([c, c, c], layouts(), SHAPE)[0].num_bytes == 24  # of 72

@@ -14,41 +14,116 @@ from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter, make_he
 from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
 
 VOCAB = 96
-_T5 = {'vocab_size': VOCAB, 'd_model': 32, 'd_kv': 8, 'd_ff': 48, 'num_layers': 2,
-       'num_decoder_layers': 3, 'num_heads': 4, 'decoder_start_token_id': 0, 'pad_token_id': 0}
-_BERT = {'model_type': 'bert', 'vocab_size': VOCAB, 'hidden_size': 32, 'num_hidden_layers': 2,
-         'num_attention_heads': 4, 'intermediate_size': 48, 'hidden_act': 'gelu',
-         'max_position_embeddings': 64, 'type_vocab_size': 2, 'layer_norm_eps': 1e-12,
-         'pad_token_id': 0}
-_LLAMA = {'vocab_size': VOCAB, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4,
-          'num_key_value_heads': 2, 'head_dim': 16, 'intermediate_size': 48, 'hidden_act': 'silu',
-          'rms_norm_eps': 1e-5, 'tie_word_embeddings': False}
+_T5 = {
+  'vocab_size': VOCAB,
+  'd_model': 32,
+  'd_kv': 8,
+  'd_ff': 48,
+  'num_layers': 2,
+  'num_decoder_layers': 3,
+  'num_heads': 4,
+  'decoder_start_token_id': 0,
+  'pad_token_id': 0,
+}
+_BERT = {
+  'model_type': 'bert',
+  'vocab_size': VOCAB,
+  'hidden_size': 32,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 4,
+  'intermediate_size': 48,
+  'hidden_act': 'gelu',
+  'max_position_embeddings': 64,
+  'type_vocab_size': 2,
+  'layer_norm_eps': 1e-12,
+  'pad_token_id': 0,
+}
+_LLAMA = {
+  'vocab_size': VOCAB,
+  'hidden_size': 32,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'head_dim': 16,
+  'intermediate_size': 48,
+  'hidden_act': 'silu',
+  'rms_norm_eps': 1e-5,
+  'tie_word_embeddings': False,
+}
 
 # What config.json says, as transformers 4 writes it: 5 reads both, and writes its own.
 CONFIGS: dict[str, dict[str, Any]] = {
-    't5': {**_T5, 'model_type': 't5', 'architectures': ['T5ForConditionalGeneration'],
-           'feed_forward_proj': 'relu'},
-    't5_1_1': {**_T5, 'model_type': 't5', 'architectures': ['T5ForConditionalGeneration'],
-               'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False},
-    'mt5': {**_T5, 'model_type': 'mt5', 'architectures': ['MT5ForConditionalGeneration'],
-            'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False},
-    'bert_classification': {**_BERT, 'architectures': ['BertForSequenceClassification'],
-                            'id2label': {'0': 'bad', '1': 'so', '2': 'good'},
-                            'label2id': {'bad': 0, 'so': 1, 'good': 2}},
-    'bert_mlm': {**_BERT, 'architectures': ['BertForMaskedLM']},
-    'gpt2': {'model_type': 'gpt2', 'architectures': ['GPT2LMHeadModel'], 'vocab_size': VOCAB,
-             'n_embd': 32, 'n_layer': 2, 'n_head': 4, 'n_positions': 64, 'eos_token_id': 1,
-             'bos_token_id': 1},
-    'llama': {**_LLAMA, 'model_type': 'llama', 'architectures': ['LlamaForCausalLM'],
-              'rope_theta': 500000.0, 'max_position_embeddings': 128, 'rope_scaling': {
-                  'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0,
-                  'high_freq_factor': 4.0, 'original_max_position_embeddings': 16}},
-    'gemma2': {**_LLAMA, 'model_type': 'gemma2', 'architectures': ['Gemma2ForCausalLM'],
-               'hidden_activation': 'gelu_pytorch_tanh', 'num_hidden_layers': 4,
-               'sliding_window': 8, 'query_pre_attn_scalar': 24, 'attn_logit_softcapping': 5.0,
-               'final_logit_softcapping': 3.0, 'tie_word_embeddings': True},
-    'qwen3': {**_LLAMA, 'model_type': 'qwen3', 'architectures': ['Qwen3ForCausalLM'],
-              'tie_word_embeddings': True, 'rope_theta': 1e6},
+  't5': {
+    **_T5,
+    'model_type': 't5',
+    'architectures': ['T5ForConditionalGeneration'],
+    'feed_forward_proj': 'relu',
+  },
+  't5_1_1': {
+    **_T5,
+    'model_type': 't5',
+    'architectures': ['T5ForConditionalGeneration'],
+    'feed_forward_proj': 'gated-gelu',
+    'tie_word_embeddings': False,
+  },
+  'mt5': {
+    **_T5,
+    'model_type': 'mt5',
+    'architectures': ['MT5ForConditionalGeneration'],
+    'feed_forward_proj': 'gated-gelu',
+    'tie_word_embeddings': False,
+  },
+  'bert_classification': {
+    **_BERT,
+    'architectures': ['BertForSequenceClassification'],
+    'id2label': {'0': 'bad', '1': 'so', '2': 'good'},
+    'label2id': {'bad': 0, 'so': 1, 'good': 2},
+  },
+  'bert_mlm': {**_BERT, 'architectures': ['BertForMaskedLM']},
+  'gpt2': {
+    'model_type': 'gpt2',
+    'architectures': ['GPT2LMHeadModel'],
+    'vocab_size': VOCAB,
+    'n_embd': 32,
+    'n_layer': 2,
+    'n_head': 4,
+    'n_positions': 64,
+    'eos_token_id': 1,
+    'bos_token_id': 1,
+  },
+  'llama': {
+    **_LLAMA,
+    'model_type': 'llama',
+    'architectures': ['LlamaForCausalLM'],
+    'rope_theta': 500000.0,
+    'max_position_embeddings': 128,
+    'rope_scaling': {
+      'rope_type': 'llama3',
+      'factor': 8.0,
+      'low_freq_factor': 1.0,
+      'high_freq_factor': 4.0,
+      'original_max_position_embeddings': 16,
+    },
+  },
+  'gemma2': {
+    **_LLAMA,
+    'model_type': 'gemma2',
+    'architectures': ['Gemma2ForCausalLM'],
+    'hidden_activation': 'gelu_pytorch_tanh',
+    'num_hidden_layers': 4,
+    'sliding_window': 8,
+    'query_pre_attn_scalar': 24,
+    'attn_logit_softcapping': 5.0,
+    'final_logit_softcapping': 3.0,
+    'tie_word_embeddings': True,
+  },
+  'qwen3': {
+    **_LLAMA,
+    'model_type': 'qwen3',
+    'architectures': ['Qwen3ForCausalLM'],
+    'tie_word_embeddings': True,
+    'rope_theta': 1e6,
+  },
 }
 
 
@@ -62,24 +137,36 @@ def table_of(config: Mapping[str, Any]) -> Table:
   return Table(FAMILIES[family_of(config)].rules(model), model.sizes())
 
 
-def random_tensors(config: Mapping[str, Any], *, dtype: str = 'float32', seed: int = 0
-                   ) -> dict[str, np.ndarray]:
+def random_tensors(
+  config: Mapping[str, Any], *, dtype: str = 'float32', seed: int = 0
+) -> dict[str, np.ndarray]:
   """Returns every tensor of the model, none of them zero or one throughout."""
   rng = np.random.default_rng(seed)
-  return {name: rng.normal(1.0 if len(shape) == 1 else 0.0, 0.2, shape).astype(FLOATS[dtype])
-          for name, shape in table_of(config).their_shapes.items()}
+  return {
+    name: rng.normal(1.0 if len(shape) == 1 else 0.0, 0.2, shape).astype(FLOATS[dtype])
+    for name, shape in table_of(config).their_shapes.items()
+  }
 
 
-def write_model(folder: pathlib.Path, config: Mapping[str, Any],
-                tensors: Optional[Mapping[str, np.ndarray]] = None, *,
-                max_file_bytes: int = 10**9, **options: Any) -> dict[str, np.ndarray]:
+def write_model(
+  folder: pathlib.Path,
+  config: Mapping[str, Any],
+  tensors: Optional[Mapping[str, np.ndarray]] = None,
+  *,
+  max_file_bytes: int = 10**9,
+  **options: Any,
+) -> dict[str, np.ndarray]:
   """Writes config.json and the weights, random unless given; returns the tensors."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').write_text(json.dumps(config, indent=1))
   tensors = dict(tensors or random_tensors(config, **options))
-  writer = SafetensorsWriter(folder, make_headers(
+  writer = SafetensorsWriter(
+    folder,
+    make_headers(
       [(name, value.dtype, value.shape) for name, value in tensors.items()],
-      max_file_bytes=max_file_bytes))
+      max_file_bytes=max_file_bytes,
+    ),
+  )
   for name, value in tensors.items():
     writer.write(name, 0, value)
   return tensors
@@ -87,5 +174,6 @@ def write_model(folder: pathlib.Path, config: Mapping[str, Any],
 
 def files_of(folder: pathlib.Path) -> dict[str, bytes]:
   """Returns every file of a folder, by its path in it."""
-  return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob('*')
-          if p.is_file()}
+  return {
+    p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob('*') if p.is_file()
+  }

@@ -26,25 +26,30 @@ from tests.checkpoint.test_checkpointer import abstract, save
 def values_of(step: int) -> dict[str, np.ndarray]:
   """Returns what the parameters are at a step."""
   random = np.random.default_rng(step)
-  return {name: random.normal(size=(64, 24)).astype(np.float32)
-          for name in ('split', 'both', 'same')}
+  return {
+    name: random.normal(size=(64, 24)).astype(np.float32) for name in ('split', 'both', 'same')
+  }
 
 
 def state_of(step: int) -> TrainState:
   """Returns the state of a step over all devices: split over hosts, within them, and not at all."""
   mesh = jax.make_mesh((2, jax.device_count() // 2), ('hosts', 'local'))
   specs = {'split': jax.P('hosts'), 'both': jax.P('local', 'hosts'), 'same': jax.P()}
-  params = {name: jax.make_array_from_callback(
-      value.shape, jax.NamedSharding(mesh, specs[name]), lambda place, value=value: value[place])
-      for name, value in values_of(step).items()}
+  params = {
+    name: jax.make_array_from_callback(
+      value.shape, jax.NamedSharding(mesh, specs[name]), lambda place, value=value: value[place]
+    )
+    for name, value in values_of(step).items()
+  }
   count = jax.device_put(jnp.int32(step), jax.NamedSharding(mesh, jax.P()))
   return TrainState(step=count, params=params, opt_state={'none': None})
 
 
 def rank(index: int, address: str, flags: argparse.Namespace) -> None:
   """Does the work of one process."""
-  distributed.initialize(cluster.detect({}, coordinator_address=address,
-                                        process_count=flags.count, process_index=index))
+  distributed.initialize(
+    cluster.detect({}, coordinator_address=address, process_count=flags.count, process_index=index)
+  )
   with open_checkpointer(flags.address, keep=Keep(last=2)) as checkpointer:
     for step in (1, 2, 3):
       save(checkpointer, step, state_of(step))

@@ -27,8 +27,9 @@ PR_SET_PDEATHSIG = 1
 
 def rank(index: int, address: str, flags: argparse.Namespace) -> None:
   """Does the work of one process."""
-  distributed.initialize(cluster.detect({}, coordinator_address=address,
-                                        process_count=flags.count, process_index=index))
+  distributed.initialize(
+    cluster.detect({}, coordinator_address=address, process_count=flags.count, process_index=index)
+  )
   assert jax.process_count() == flags.count and jax.device_count() == 8
   for folder in flags.write:
     topologies.write(folder, LAYOUT)
@@ -37,8 +38,10 @@ def rank(index: int, address: str, flags: argparse.Namespace) -> None:
     restored = topologies.read(folder, LAYOUT)
     batch = topologies.put(LAYOUT, next(topologies.data_of(restored)))
     sums = topologies.forward(LAYOUT)(restored.state.params, batch)
-    found[str(folder)] = {'checksums': checksums_of(restored.state),
-                          'loss': topologies.loss_of(sums)}
+    found[str(folder)] = {
+      'checksums': checksums_of(restored.state),
+      'loss': topologies.loss_of(sums),
+    }
   if index == 0:
     print(json.dumps(found), flush=True)
 

@@ -84,8 +84,7 @@ def after_restore(written, writer: str, reader: str):
 
 @pytest.mark.parametrize('writer, reader', QUICK_LOSSES)
 def test_the_next_loss_is_that_of_one_device(written, writer, reader):
-  """Up to MESH_LOSS: matrix products and means are sums, which other meshes add in another order.
-  """
+  """Within MESH_LOSS: other meshes add the same sums in another order."""
   losses = []
   for pair in (('alone', 'alone'), (writer, reader)):
     state, batches = after_restore(written, *pair)
@@ -109,7 +108,8 @@ def test_the_next_two_steps_have_the_losses_of_one_device(written, writer, reade
   """Up to MESH_LOSS, as above; one device itself, to the bit."""
   want = two_steps(written, 'alone', 'alone')
   assert two_steps(written, writer, reader) == (
-      want if reader == 'alone' else pytest.approx(want, rel=MESH_LOSS))
+    want if reader == 'alone' else pytest.approx(want, rel=MESH_LOSS)
+  )
 
 
 # ---- Numbers of processes ----------------------------------------------------------------------
@@ -118,12 +118,25 @@ def test_the_next_two_steps_have_the_losses_of_one_device(written, writer, reade
 def processes(count: int, **folders) -> dict:
   """Returns what `count` processes with eight devices in all wrote or found in these folders."""
   environment = {
-      **os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
-      'XLA_FLAGS': xla_flags(8 // count)}
+    **os.environ,
+    'PYTHONPATH': str(REPOSITORY),
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': xla_flags(8 // count),
+  }
   done = subprocess.run(
-      [sys.executable, '-m', 'tests.checkpoint.restoring_ranks', f'--count={count}',
-       *(f'--{what}={folder}' for what, all_of in folders.items() for folder in all_of)],
-      cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    [
+      sys.executable,
+      '-m',
+      'tests.checkpoint.restoring_ranks',
+      f'--count={count}',
+      *(f'--{what}={folder}' for what, all_of in folders.items() for folder in all_of),
+    ],
+    cwd=REPOSITORY,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=DEADLINE_SECONDS,
+  )
   assert done.returncode == 0, done.stdout + done.stderr
   return json.loads(done.stdout.splitlines()[-1])
 
@@ -154,8 +167,10 @@ def test_any_number_of_processes_reads_what_any_wrote(tmp_path):
   folders = {count: tmp_path / f'of_{count}' for count in (1, 2, 4)}
   for count, folder in folders.items():
     processes(count, write=[folder])
-  sums = [json.loads((f / f'checkpoint_{STEPS_BEFORE}/manifest/metadata').read_text())['checksums']
-          for f in folders.values()]
+  sums = [
+    json.loads((f / f'checkpoint_{STEPS_BEFORE}/manifest/metadata').read_text())['checksums']
+    for f in folders.values()
+  ]
   assert sums[0] == sums[1] == sums[2]
   for count in folders:
     found = processes(count, read=folders.values())

@@ -28,8 +28,11 @@ from tests.helpers_train import listing
 def new_state(step: int = 0, *, rows: int = 64, seed: int = 0) -> TrainState:
   # 2 KiB of random numbers: arrays below 1 KiB are kept in the index.
   kernel = jax.random.normal(jax.random.key(seed), (rows, 8))
-  return TrainState(step=jnp.int32(step), params={'dense': {'kernel': kernel}},
-                    opt_state={'mu': jnp.zeros((rows, 8))})
+  return TrainState(
+    step=jnp.int32(step),
+    params={'dense': {'kernel': kernel}},
+    opt_state={'mu': jnp.zeros((rows, 8))},
+  )
 
 
 def abstract(state: TrainState) -> TrainState:
@@ -37,8 +40,14 @@ def abstract(state: TrainState) -> TrainState:
 
 
 def save(checkpointer: Checkpointer, step: int, state: TrainState, **facts) -> None:
-  checkpointer.save(step, state, data_state=b'data of %d' % step, manifest=make_manifest(
-      state, mesh_shape={'data': 1}, data={'task': 'none'}, next_batch_hash=f'hash{step}', **facts))
+  checkpointer.save(
+    step,
+    state,
+    data_state=b'data of %d' % step,
+    manifest=make_manifest(
+      state, mesh_shape={'data': 1}, data={'task': 'none'}, next_batch_hash=f'hash{step}', **facts
+    ),
+  )
 
 
 @contextlib.contextmanager
@@ -87,9 +96,14 @@ def addresses(state: TrainState) -> set[int]:
 
 def test_a_saved_state_is_that_of_its_step_though_donated_buffers_change_meanwhile(tmp_path):
   """The write goes on in the background while the next updates reuse the memory of the state."""
-  update = jax.jit(lambda s: TrainState(s.step + 1, jax.tree.map(lambda x: x * 1.5 + 1, s.params),
-                                        jax.tree.map(lambda x: x - 1, s.opt_state)),
-                   donate_argnums=0)
+  update = jax.jit(
+    lambda s: TrainState(
+      s.step + 1,
+      jax.tree.map(lambda x: x * 1.5 + 1, s.params),
+      jax.tree.map(lambda x: x - 1, s.opt_state),
+    ),
+    donate_argnums=0,
+  )
   rows = 2**18  # 8 MiB an array: big enough for the write to overlap
   state = update(new_state(rows=rows))
   memory = addresses(state)
@@ -115,7 +129,10 @@ def test_the_last_three_stay(tmp_path):
     checkpointer.wait()
     assert checkpointer.steps() == [6, 8, 9]
   assert sorted(set(os.listdir(tmp_path / 'model')) - {LOCK}) == [
-      'checkpoint_6', 'checkpoint_8', 'checkpoint_9']
+    'checkpoint_6',
+    'checkpoint_8',
+    'checkpoint_9',
+  ]
 
 
 @pytest.mark.parametrize('best_is, best', [('min', 4), ('max', 5)])
@@ -125,8 +142,12 @@ def test_multiples_and_the_best_stay_beside_the_last_also_after_a_restart(tmp_pa
   for steps in ((2, 3, 4, 5), (10, 11, 12)):
     with opened(tmp_path / 'model', keep=keep) as checkpointer:
       for step in steps:
-        save(checkpointer, step, new_state(step), metrics=(
-            {'eval/loss': losses[step]} if step in losses else None))
+        save(
+          checkpointer,
+          step,
+          new_state(step),
+          metrics=({'eval/loss': losses[step]} if step in losses else None),
+        )
       checkpointer.wait()
       assert checkpointer.steps() == {5: sorted({best, 5}), 12: [best, 10, 12]}[steps[-1]]
 
@@ -150,16 +171,21 @@ def test_the_best_by_an_evaluation_that_is_not_due_or_not_there(tmp_path):
     CheckpointConfig(period=5, keep_best=1, best_metric='evl/loss').check_best(20, 5, 5)
 
 
-@pytest.mark.parametrize('options, message', [
+@pytest.mark.parametrize(
+  'options, message',
+  [
     ({'keep': None, 'keep_best': 2}, 'keep = None keeps all'),
-    ({'keep_best': 2, 'best_is': 'low'}, "'min' or 'max'")])
+    ({'keep_best': 2, 'best_is': 'low'}, "'min' or 'max'"),
+  ],
+)
 def test_what_to_keep_must_make_sense(options, message):
   with pytest.raises(CheckpointError, match=message):
     CheckpointConfig(period=1, **options)
 
 
-@pytest.mark.parametrize('options', [{'period': 0}, {'period': 5, 'keep': 0},
-                                     {'period': 5, 'keep_best': 0}])
+@pytest.mark.parametrize(
+  'options', [{'period': 0}, {'period': 5, 'keep': 0}, {'period': 5, 'keep_best': 0}]
+)
 def test_periods_and_counts_below_one_are_refused(options):
   with pytest.raises(CheckpointError, match='must be at least 1'):
     CheckpointConfig(**options)
@@ -185,45 +211,62 @@ def largest_data_file(checkpoint):
 
 
 CORRUPTIONS = {
-    'data_file_cut': lambda c: os.truncate(largest_data_file(c), 40),
-    'data_file_short_by_one_byte': lambda c: os.truncate(
-        largest_data_file(c), largest_data_file(c).stat().st_size - 1),
-    'data_file_empty': lambda c: os.truncate(largest_data_file(c), 0),
-    'data_file_gone': lambda c: largest_data_file(c).unlink(),
-    'node_of_index_cut': lambda c: [os.truncate(p, 40) for p in (c / 'state/d').iterdir()],
-    'index_cut': lambda c: os.truncate(c / 'state/manifest.ocdbt', 20),
-    'tree_garbled': lambda c: (c / 'state/_METADATA').write_text('{"not": '),
-    'tree_gone': lambda c: (c / 'state/_METADATA').unlink(),
-    'state_gone': lambda c: shutil.rmtree(c / 'state'),
-    'manifest_gone': lambda c: shutil.rmtree(c / 'manifest'),
-    'manifest_cut': lambda c: os.truncate(c / 'manifest/metadata', 30),
-    'manifest_of_nothing': lambda c: (c / 'manifest/metadata').write_text('{}'),
-    'manifest_without_hash': lambda c: (c / 'manifest/metadata').write_text(
-        (c / 'manifest/metadata').read_text().replace('next_batch_hash', 'hash')),
-    'manifest_not_an_object': lambda c: (c / 'manifest/metadata').write_text('[]'),
-    'manifest_bit_flipped_in_the_hash': lambda c: flip_bit(
-        c / 'manifest/metadata', '"next_batch_hash": "hash'),
-    'manifest_bit_flipped_in_a_name': lambda c: flip_bit(
-        c / 'manifest/metadata', '"arrays": {"step": [[], "int3'),
-    'data_state_bit_flipped': lambda c: flip_bit(c / 'data/metadata', '{"iterator": "ZG'),
-    'data_state_gone': lambda c: shutil.rmtree(c / 'data'),
-    'data_state_garbled': lambda c: (c / 'data/metadata').write_text('{"iterator": "!"}'),
-    'data_state_not_an_object': lambda c: (c / 'data/metadata').write_text('7'),
-    'empty_folder': lambda c: [shutil.rmtree(c), c.mkdir()],
-    'orbax_metadata_garbled': lambda c: (c / '_CHECKPOINT_METADATA').write_bytes(b'\x00\xff'),
+  'data_file_cut': lambda c: os.truncate(largest_data_file(c), 40),
+  'data_file_short_by_one_byte': lambda c: os.truncate(
+    largest_data_file(c), largest_data_file(c).stat().st_size - 1
+  ),
+  'data_file_empty': lambda c: os.truncate(largest_data_file(c), 0),
+  'data_file_gone': lambda c: largest_data_file(c).unlink(),
+  'node_of_index_cut': lambda c: [os.truncate(p, 40) for p in (c / 'state/d').iterdir()],
+  'index_cut': lambda c: os.truncate(c / 'state/manifest.ocdbt', 20),
+  'tree_garbled': lambda c: (c / 'state/_METADATA').write_text('{"not": '),
+  'tree_gone': lambda c: (c / 'state/_METADATA').unlink(),
+  'state_gone': lambda c: shutil.rmtree(c / 'state'),
+  'manifest_gone': lambda c: shutil.rmtree(c / 'manifest'),
+  'manifest_cut': lambda c: os.truncate(c / 'manifest/metadata', 30),
+  'manifest_of_nothing': lambda c: (c / 'manifest/metadata').write_text('{}'),
+  'manifest_without_hash': lambda c: (c / 'manifest/metadata').write_text(
+    (c / 'manifest/metadata').read_text().replace('next_batch_hash', 'hash')
+  ),
+  'manifest_not_an_object': lambda c: (c / 'manifest/metadata').write_text('[]'),
+  'manifest_bit_flipped_in_the_hash': lambda c: flip_bit(
+    c / 'manifest/metadata', '"next_batch_hash": "hash'
+  ),
+  'manifest_bit_flipped_in_a_name': lambda c: flip_bit(
+    c / 'manifest/metadata', '"arrays": {"step": [[], "int3'
+  ),
+  'data_state_bit_flipped': lambda c: flip_bit(c / 'data/metadata', '{"iterator": "ZG'),
+  'data_state_gone': lambda c: shutil.rmtree(c / 'data'),
+  'data_state_garbled': lambda c: (c / 'data/metadata').write_text('{"iterator": "!"}'),
+  'data_state_not_an_object': lambda c: (c / 'data/metadata').write_text('7'),
+  'empty_folder': lambda c: [shutil.rmtree(c), c.mkdir()],
+  'orbax_metadata_garbled': lambda c: (c / '_CHECKPOINT_METADATA').write_bytes(b'\x00\xff'),
 }
 
 
 # One of each kind in `make test`; the next test has all.
-KINDS = ('data_file_cut', 'index_cut', 'tree_garbled', 'state_gone', 'manifest_gone',
-         'manifest_bit_flipped_in_a_name', 'data_state_garbled', 'empty_folder')
+KINDS = (
+  'data_file_cut',
+  'index_cut',
+  'tree_garbled',
+  'state_gone',
+  'manifest_gone',
+  'manifest_bit_flipped_in_a_name',
+  'data_state_garbled',
+  'empty_folder',
+)
 
 
-@pytest.mark.parametrize('corrupt', [
+@pytest.mark.parametrize(
+  'corrupt',
+  [
     pytest.param(corrupt, id=name, marks=[] if name in KINDS else pytest.mark.slow)
-    for name, corrupt in CORRUPTIONS.items()])
+    for name, corrupt in CORRUPTIONS.items()
+  ],
+)
 def test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used(
-    tmp_path, caplog, corrupt):
+  tmp_path, caplog, corrupt
+):
   folder = folder_with(tmp_path, 10, 20)
   corrupt(folder / 'checkpoint_20')
   with opened(folder) as checkpointer:
@@ -246,7 +289,8 @@ def test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used(
 
 @pytest.mark.parametrize('corrupt', CORRUPTIONS.values(), ids=CORRUPTIONS)
 def test_the_check_before_a_run_finds_what_the_restore_would_stumble_over(
-    tmp_path, caplog, corrupt):
+  tmp_path, caplog, corrupt
+):
   folder = folder_with(tmp_path, 10, 20)
   corrupt(folder / 'checkpoint_20')
   before = listing(folder)
@@ -274,9 +318,13 @@ def test_the_check_fails_in_the_words_of_the_restore_when_none_can_be_read(tmp_p
 
 
 def test_pieces_of_arrays_are_found_through_many_nodes_of_the_index(tmp_path):
-  store = ts.KvStore.open({
-      'driver': 'ocdbt', 'base': f'file://{tmp_path}/', 'config': {
-          'max_inline_value_bytes': 10, 'max_decoded_node_bytes': 1000}}).result()
+  store = ts.KvStore.open(
+    {
+      'driver': 'ocdbt',
+      'base': f'file://{tmp_path}/',
+      'config': {'max_inline_value_bytes': 10, 'max_decoded_node_bytes': 1000},
+    }
+  ).result()
   with ts.Transaction() as transaction:
     for i in range(500):
       store.with_transaction(transaction)[f'layer_{i:03}/0'] = b'some value' * (i % 3)
@@ -305,14 +353,17 @@ def test_a_file_that_is_cut_off_is_named_with_what_is_missing(tmp_path):
 
 @pytest.mark.parametrize('attempt', range(5))
 def test_bytes_that_changed_inside_a_file_are_found_by_the_restore_which_leaves_nothing_behind(
-    tmp_path, caplog, attempt):
+  tmp_path, caplog, attempt
+):
   """Orbax gives the reads of the other arrays up; what is left of them would fail a later test.
 
   Several attempts: how many are still under way then is chance.
   """
   shardings = jax.NamedSharding(jax.make_mesh((8,), ('data',)), jax.P('data'))
-  kernels = {f'dense{i}': jax.device_put(jax.random.normal(jax.random.key(i), (64, 64)), shardings)
-             for i in range(20)}
+  kernels = {
+    f'dense{i}': jax.device_put(jax.random.normal(jax.random.key(i), (64, 64)), shardings)
+    for i in range(20)
+  }
   state = TrainState(step=jnp.int32(10), params=kernels, opt_state={})
   with opened(tmp_path / 'model', keep=Keep()) as checkpointer:
     for step in (10, 20):
@@ -320,13 +371,16 @@ def test_bytes_that_changed_inside_a_file_are_found_by_the_restore_which_leaves_
     checkpointer.wait()
   for path in (tmp_path / 'model/checkpoint_20/state/ocdbt.process_0/d').iterdir():
     size = path.stat().st_size
-    path.write_bytes(b'\xff' * (size // 2) + path.read_bytes()[size // 2:])
+    path.write_bytes(b'\xff' * (size // 2) + path.read_bytes()[size // 2 :])
   with opened(tmp_path / 'model') as checkpointer:
     assert_equal(checkpointer.restore_latest(abstract(state)).state, state)
   assert 'Continuing from checkpoint_10' in caplog.text
   assert 'asyncio' not in {record.name for record in caplog.records}
-  assert not [o for o in gc.get_objects() if type(o) is types.CoroutineType
-              and 'orbax' in o.cr_code.co_filename]
+  assert not [
+    o
+    for o in gc.get_objects()
+    if type(o) is types.CoroutineType and 'orbax' in o.cr_code.co_filename
+  ]
 
 
 def test_the_second_corrupt_checkpoint_of_a_step_is_kept_too(tmp_path):
@@ -346,8 +400,12 @@ def test_nothing_is_renamed_or_written_when_all_are_corrupt(tmp_path):
   with opened(folder) as checkpointer:
     with pytest.raises(CheckpointError) as e:
       checkpointer.restore_latest(abstract(new_state()))
-  for part in ('None of the 2 checkpoints', 'checkpoint_10:', 'checkpoint_20:',
-               'Set another MODEL_DIR'):
+  for part in (
+    'None of the 2 checkpoints',
+    'checkpoint_10:',
+    'checkpoint_20:',
+    'Set another MODEL_DIR',
+  ):
     assert part in str(e.value)
   assert sorted(str(p) for p in folder.rglob('*')) == before
 
@@ -358,18 +416,21 @@ def test_another_model_is_refused_with_the_arrays_that_differ(tmp_path):
   with opened(folder) as checkpointer:
     with pytest.raises(CheckpointError) as e:
       checkpointer.restore_latest(target)
-  for part in ('checkpoint_10 holds another model or optimizer',
-               'params/dense/kernel: float32[64, 8] in the checkpoint, float32[6, 8] in the model.',
-               '1 arrays of the optimizer state differ as well.',
-               'Nothing was overwritten'):
+  for part in (
+    'checkpoint_10 holds another model or optimizer',
+    'params/dense/kernel: float32[64, 8] in the checkpoint, float32[6, 8] in the model.',
+    '1 arrays of the optimizer state differ as well.',
+    'Nothing was overwritten',
+  ):
     assert part in str(e.value)
   assert sorted(set(os.listdir(folder)) - {LOCK}) == ['checkpoint_10']
 
 
 def test_a_save_cut_short_by_a_kill_is_no_checkpoint(tmp_path):
   folder = folder_with(tmp_path, 10)
-  shutil.copytree(folder / 'checkpoint_10',
-                  folder / 'checkpoint_20.orbax-checkpoint-tmp-1234567890123456')
+  shutil.copytree(
+    folder / 'checkpoint_10', folder / 'checkpoint_20.orbax-checkpoint-tmp-1234567890123456'
+  )
   (folder / 'notes').mkdir()
   with opened(folder) as checkpointer:
     assert checkpointer.steps() == [10]
@@ -386,6 +447,7 @@ def test_a_model_dir_that_is_deleted_while_a_save_writes_is_named(tmp_path, monk
   def write(*args, **kwargs):
     shutil.rmtree(folder)
     raise FileNotFoundError(2, 'No such file or directory', str(folder / 'checkpoint_10'))
+
   with pytest.raises(CheckpointError, match='no longer exists: it was deleted, moved or unmounted'):
     with opened(folder) as checkpointer:
       monkeypatch.setattr(checkpointer._manager, 'save', write)
@@ -407,8 +469,7 @@ def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(full_disk, capl
     with pytest.raises(CheckpointError) as e:
       save(checkpointer, 20, big)
       checkpointer.wait()
-    for part in (str(full_disk / 'model'), 'No space left on', 'checkpoint_10',
-                 'Free space there'):
+    for part in (str(full_disk / 'model'), 'No space left on', 'checkpoint_10', 'Free space there'):
       assert part in str(e.value)
     assert not [r for r in caplog.records if r.exc_info]
   finally:

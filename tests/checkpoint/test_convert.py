@@ -27,13 +27,22 @@ from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.storage import atomic_folder
 from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError, ConfigError
-
 from tests.checkpoint.hf_files import (
-    CONFIGS, VOCAB, files_of, random_tensors, table_of, write_model)
+  CONFIGS,
+  VOCAB,
+  files_of,
+  random_tensors,
+  table_of,
+  write_model,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
-TOKENIZER = json.dumps({'model': {'type': 'BPE', 'vocab': {'a': 0, 'b': VOCAB - 2}, 'merges': []},
-                        'added_tokens': [{'id': VOCAB - 1, 'content': '<end>'}]})
+TOKENIZER = json.dumps(
+  {
+    'model': {'type': 'BPE', 'vocab': {'a': 0, 'b': VOCAB - 2}, 'merges': []},
+    'added_tokens': [{'id': VOCAB - 1, 'content': '<end>'}],
+  }
+)
 
 
 def run(source, target, *flags, check='tensors'):
@@ -43,6 +52,7 @@ def run(source, target, *flags, check='tensors'):
 @pytest.fixture
 def refuses(tmp_path):
   """Returns check(text, *arguments of run): it is refused so, and nothing new lies anywhere."""
+
   def check(text, *args, error=CheckpointError, **kwargs):
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob('*') if p.is_file()}
     folders = {p for p in tmp_path.rglob('*') if p.is_dir()}
@@ -52,16 +62,27 @@ def refuses(tmp_path):
     assert {p for p in tmp_path.rglob('*') if p.is_dir()} == folders
     assert e.value.fix
     return str(e.value)
+
   return check
 
 
 # ---- there and back ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name, dtype', [
-    ('t5', 'float32'), ('t5_1_1', 'bfloat16'), ('mt5', 'float32'), ('bert_mlm', 'float16'),
-    ('bert_classification', 'float32'), ('gpt2', 'float16'), ('llama', 'bfloat16'),
-    ('gemma2', 'bfloat16'), ('qwen3', 'float32')])
+@pytest.mark.parametrize(
+  'name, dtype',
+  [
+    ('t5', 'float32'),
+    ('t5_1_1', 'bfloat16'),
+    ('mt5', 'float32'),
+    ('bert_mlm', 'float16'),
+    ('bert_classification', 'float32'),
+    ('gpt2', 'float16'),
+    ('llama', 'bfloat16'),
+    ('gemma2', 'bfloat16'),
+    ('qwen3', 'float32'),
+  ],
+)
 def test_hugging_face_to_ours_and_back_is_the_same_to_the_last_byte(name, dtype, tmp_path):
   write_model(tmp_path / 'a', CONFIGS[name], dtype=dtype, max_file_bytes=20_000)
   (tmp_path / 'a' / 'tokenizer.json').write_text(TOKENIZER)
@@ -75,16 +96,19 @@ def test_hugging_face_to_ours_and_back_is_the_same_to_the_last_byte(name, dtype,
 
 def test_names_of_older_files_copies_and_one_file_come_back_too(tmp_path):
   tensors = random_tensors(CONFIGS['bert_mlm'])
-  old = {n.replace('Norm.weight', 'Norm.gamma').replace('Norm.bias', 'Norm.beta'): v
-         for n, v in tensors.items()}
+  old = {
+    n.replace('Norm.weight', 'Norm.gamma').replace('Norm.bias', 'Norm.beta'): v
+    for n, v in tensors.items()
+  }
   old['cls.predictions.decoder.weight'] = tensors['bert.embeddings.word_embeddings.weight']
   old['cls.predictions.decoder.bias'] = tensors['cls.predictions.bias']
   write_model(tmp_path / 'a', CONFIGS['bert_mlm'], old)
   run(tmp_path / 'a', tmp_path / 'ours')
   run(tmp_path / 'ours', tmp_path / 'b')
   assert files_of(tmp_path / 'b') == files_of(tmp_path / 'a')
-  assert 'bert.embeddings.LayerNorm.gamma' in (tmp_path / 'b' / 'model.safetensors').read_bytes(
-      ).decode('latin1')
+  assert 'bert.embeddings.LayerNorm.gamma' in (
+    tmp_path / 'b' / 'model.safetensors'
+  ).read_bytes().decode('latin1')
 
 
 def test_names_without_the_models_prefix_are_read(tmp_path):
@@ -104,8 +128,9 @@ def test_query_key_and_value_of_gpt2_are_the_thirds_of_its_one_kernel(tmp_path):
   fused = tensors['transformer.h.1.attn.c_attn.weight']
   for i, name in enumerate(('query', 'key', 'value')):
     np.testing.assert_array_equal(
-        reader.read_at(f'layers/self_attention/{name}/kernel', (1,)),
-        fused[:, 32 * i:32 * (i + 1)].reshape(32, 4, 8))
+      reader.read_at(f'layers/self_attention/{name}/kernel', (1,)),
+      fused[:, 32 * i : 32 * (i + 1)].reshape(32, 4, 8),
+    )
 
 
 def test_dtype_rounds_and_says_so(tmp_path, capsys):
@@ -130,8 +155,9 @@ def test_own_check_compares_logits(tmp_path, capsys):
 
 
 def abstract(shapes, sharding):
-  return flax.traverse_util.unflatten_dict({
-      n: jax.ShapeDtypeStruct(s, np.float32, sharding=sharding) for n, s in shapes.items()}, sep='/')
+  return flax.traverse_util.unflatten_dict(
+    {n: jax.ShapeDtypeStruct(s, np.float32, sharding=sharding) for n, s in shapes.items()}, sep='/'
+  )
 
 
 def test_converted_parameters_are_read_onto_any_mesh(tmp_path):
@@ -142,7 +168,8 @@ def test_converted_parameters_are_read_onto_any_mesh(tmp_path):
   split = jax.NamedSharding(mesh, jax.P(None, 'x'))
   params = abstract(shapes, jax.NamedSharding(mesh, jax.P()))
   params['layers']['mlp']['wo']['kernel'] = jax.ShapeDtypeStruct(
-      shapes['layers/mlp/wo/kernel'], np.float32, sharding=split)
+    shapes['layers/mlp/wo/kernel'], np.float32, sharding=split
+  )
   got = read_params(tmp_path / 'ours', params)
   wo = got['layers']['mlp']['wo']['kernel']
   assert wo.sharding == split and wo.addressable_shards[0].data.shape == (2, 6, 32)
@@ -159,13 +186,16 @@ def test_orbax_itself_reads_what_is_written(dtype, tmp_path):
   tensors = write_model(tmp_path / 'a', CONFIGS['gpt2'], dtype=dtype)
   run(tmp_path / 'a', tmp_path / 'ours')
   sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  target = {'step': jax.ShapeDtypeStruct((), np.int32, sharding=sharding),
-            'params': abstract(table_of(CONFIGS['gpt2']).our_shapes, sharding)}
+  target = {
+    'step': jax.ShapeDtypeStruct((), np.int32, sharding=sharding),
+    'params': abstract(table_of(CONFIGS['gpt2']).our_shapes, sharding),
+  }
   with ocp.StandardCheckpointer() as checkpointer:
     got = checkpointer.restore(tmp_path / 'ours' / 'checkpoint_0' / 'state', target)
   assert got['step'] == 0
-  np.testing.assert_array_equal(got['params']['token_embedder']['embedding'],
-                                tensors['transformer.wte.weight'])
+  np.testing.assert_array_equal(
+    got['params']['token_embedder']['embedding'], tensors['transformer.wte.weight']
+  )
 
 
 def test_a_checkpoint_of_a_run_becomes_a_model_of_hugging_face(tmp_path):
@@ -178,8 +208,12 @@ def test_a_checkpoint_of_a_run_becomes_a_model_of_hugging_face(tmp_path):
   params = jax.tree.map(lambda x: x * 2, params)
   state = {'step': np.int32(7), 'params': params, 'opt_state': {'mu': params}}
   with Checkpointer(str(tmp_path / 'run')) as checkpointer:
-    checkpointer.save(7, state, data_state=b'', manifest=make_manifest(
-        state, mesh_shape={}, data={}, next_batch_hash=''))
+    checkpointer.save(
+      7,
+      state,
+      data_state=b'',
+      manifest=make_manifest(state, mesh_shape={}, data={}, next_batch_hash=''),
+    )
   model_gin = f'--gin_file={tmp_path / "ours" / "model.gin"}'
   run(tmp_path / 'run', tmp_path / 'plain', model_gin)
   config = json.loads((tmp_path / 'plain' / 'config.json').read_text())
@@ -190,11 +224,14 @@ def test_a_checkpoint_of_a_run_becomes_a_model_of_hugging_face(tmp_path):
     assert read.shapes.keys() == tensors.keys()
     got = read.read('model.layers.1.self_attn.k_proj.weight')
     assert got.dtype == dtype
-    np.testing.assert_array_equal(got.astype(np.float32), 2 * tensors[
-        'model.layers.1.self_attn.k_proj.weight'].astype(np.float32))
+    np.testing.assert_array_equal(
+      got.astype(np.float32),
+      2 * tensors['model.layers.1.self_attn.k_proj.weight'].astype(np.float32),
+    )
   assert (tmp_path / 'like' / 'tokenizer.json').read_text() == TOKENIZER
   assert (tmp_path / 'like' / 'config.json').read_bytes() == (
-      tmp_path / 'a' / 'config.json').read_bytes()
+    tmp_path / 'a' / 'config.json'
+  ).read_bytes()
 
 
 def test_memory_is_bounded_by_pieces(tmp_path, monkeypatch):
@@ -203,8 +240,11 @@ def test_memory_is_bounded_by_pieces(tmp_path, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   sizes = []
   read = convert.SafetensorsFolder.read
-  monkeypatch.setattr(convert.SafetensorsFolder, 'read', lambda *args: (
-      lambda out: sizes.append(out.nbytes) or out)(read(*args)))
+  monkeypatch.setattr(
+    convert.SafetensorsFolder,
+    'read',
+    lambda *args: (lambda out: sizes.append(out.nbytes) or out)(read(*args)),
+  )
   run(tmp_path / 'a', tmp_path / 'ours')
   assert max(sizes) <= 4096 < 4 * VOCAB * 32  # the token table is larger
 
@@ -218,23 +258,29 @@ def test_tensors_left_over_and_missing_are_named_with_the_closest(tmp_path, refu
   tensors['model.layers.0.mlp.up_proj.weight'] = np.zeros((48, 31), np.float32)
   write_model(tmp_path / 'a', CONFIGS['llama'], tensors)
   text = refuses('not those of the llama model', tmp_path / 'a', tmp_path / 'ours')
-  assert ("missing: model.layers.1.mlp.gate_proj.weight [48, 32]. Did you mean "
-          "'model.layers.1.mlp.gate.weight'") in text
+  assert (
+    'missing: model.layers.1.mlp.gate_proj.weight [48, 32]. Did you mean '
+    "'model.layers.1.mlp.gate.weight'"
+  ) in text
   assert 'left over: model.layers.1.mlp.gate.weight [48, 32].' in text
   assert 'model.layers.0.mlp.up_proj.weight: [48, 31] in the files, [48, 32] in the model.' in text
   assert "--drop='PATTERN'" in text
 
 
 def test_tensors_are_dropped_by_name_only(tmp_path, refuses, capsys):
-  tensors = {**random_tensors(CONFIGS['bert_mlm']),
-             'cls.seq_relationship.weight': np.ones((2, 32), np.float32)}
+  tensors = {
+    **random_tensors(CONFIGS['bert_mlm']),
+    'cls.seq_relationship.weight': np.ones((2, 32), np.float32),
+  }
   write_model(tmp_path / 'a', CONFIGS['bert_mlm'], tensors)
   refuses('left over: cls.seq_relationship.weight', tmp_path / 'a', tmp_path / 'ours')
   run(tmp_path / 'a', tmp_path / 'ours', r'--drop=cls\.seq_relationship\..*')
   assert 'left out: cls.seq_relationship.weight [2, 32]' in capsys.readouterr().out
   run(tmp_path / 'ours', tmp_path / 'b')
-  assert convert.SafetensorsFolder(tmp_path / 'b').shapes.keys() == random_tensors(
-      CONFIGS['bert_mlm']).keys()
+  assert (
+    convert.SafetensorsFolder(tmp_path / 'b').shapes.keys()
+    == random_tensors(CONFIGS['bert_mlm']).keys()
+  )
 
 
 def test_a_pickle_is_refused_and_not_read(tmp_path, refuses):
@@ -242,7 +288,8 @@ def test_a_pickle_is_refused_and_not_read(tmp_path, refuses):
   (tmp_path / 'a' / 'model.safetensors').rename(tmp_path / 'a' / 'pytorch_model.bin')
   os.chmod(tmp_path / 'a' / 'pytorch_model.bin', 0)
   assert 'a pickle, which can run any program' in refuses(
-      'only pytorch_model.bin', tmp_path / 'a', tmp_path / 'ours')
+    'only pytorch_model.bin', tmp_path / 'a', tmp_path / 'ours'
+  )
   (tmp_path / 'a' / 'config.json').unlink()
   refuses('only pytorch_model.bin', tmp_path / 'a', tmp_path / 'ours')
 
@@ -265,8 +312,12 @@ def test_garbled_headers_are_refused(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   path = tmp_path / 'a' / 'model.safetensors'
   good = path.read_bytes()
-  for bad in (good.replace(b'"F32"', b'"F3"', 1), good.replace(b'"F32"', b'"Q99"', 1),
-              good.replace(b'[0,', b'[4,', 1), good[:8] + b'\xff' + good[9:]):
+  for bad in (
+    good.replace(b'"F32"', b'"F3"', 1),
+    good.replace(b'"F32"', b'"Q99"', 1),
+    good.replace(b'[0,', b'[4,', 1),
+    good[:8] + b'\xff' + good[9:],
+  ):
     path.write_bytes(bad)
     refuses('header|dtype Q99|cut off', tmp_path / 'a', tmp_path / 'ours')
 
@@ -274,8 +325,11 @@ def test_garbled_headers_are_refused(tmp_path, refuses):
 def test_another_family_is_named(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['gpt2'])
   (tmp_path / 'a' / 'config.json').write_text(json.dumps(CONFIGS['llama']))
-  refuses('says that this is a llama model; the tensors are those of gpt2', tmp_path / 'a',
-          tmp_path / 'ours')
+  refuses(
+    'says that this is a llama model; the tensors are those of gpt2',
+    tmp_path / 'a',
+    tmp_path / 'ours',
+  )
   write_model(tmp_path / 'c', CONFIGS['gpt2'])
   refuses('is a gpt2 model, --family=llama', tmp_path / 'c', tmp_path / 'ours', '--family=llama')
 
@@ -284,8 +338,11 @@ def test_vocabularies_that_disagree_are_refused(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   path = tmp_path / 'a' / 'config.json'
   path.write_text(json.dumps({**CONFIGS['llama'], 'vocab_size': 90}))
-  refuses('says vocab_size = 90, and model.embed_tokens.weight has 96 rows', tmp_path / 'a',
-          tmp_path / 'ours')
+  refuses(
+    'says vocab_size = 90, and model.embed_tokens.weight has 96 rows',
+    tmp_path / 'a',
+    tmp_path / 'ours',
+  )
   path.write_text(json.dumps(CONFIGS['llama']))
   (tmp_path / 'a' / 'tokenizer.json').write_text(TOKENIZER.replace('95', '96'))
   refuses('token ids up to 96, and the model vocab_size = 96', tmp_path / 'a', tmp_path / 'ours')
@@ -294,12 +351,17 @@ def test_vocabularies_that_disagree_are_refused(tmp_path, refuses):
   (tmp_path / 'a' / 'tokenizer.model').write_bytes(b'junk')
   refuses('tokenizer.model cannot be read', tmp_path / 'a', tmp_path / 'ours')
   sentencepiece = pytest.importorskip('sentencepiece')
-  (tmp_path / 'text').write_text(' '.join(map(chr, range(0x4e00, 0x4e00 + 120))))
+  (tmp_path / 'text').write_text(' '.join(map(chr, range(0x4E00, 0x4E00 + 120))))
   sentencepiece.SentencePieceTrainer.train(
-      input=str(tmp_path / 'text'), model_prefix=str(tmp_path / 'a' / 'tokenizer'),
-      vocab_size=124, hard_vocab_limit=False, minloglevel=2)
-  refuses('token ids up to 1[0-9]*, and the model vocab_size = 96', tmp_path / 'a',
-          tmp_path / 'ours')
+    input=str(tmp_path / 'text'),
+    model_prefix=str(tmp_path / 'a' / 'tokenizer'),
+    vocab_size=124,
+    hard_vocab_limit=False,
+    minloglevel=2,
+  )
+  refuses(
+    'token ids up to 1[0-9]*, and the model vocab_size = 96', tmp_path / 'a', tmp_path / 'ours'
+  )
 
 
 def test_logits_that_are_tied_in_one_place_and_not_in_another_are_refused(tmp_path, refuses):
@@ -307,8 +369,11 @@ def test_logits_that_are_tied_in_one_place_and_not_in_another_are_refused(tmp_pa
   tied = {**CONFIGS['llama'], 'tie_word_embeddings': True}
   write_model(tmp_path / 'a', tied, tensors)
   refuses('left over: lm_head.weight', tmp_path / 'a', tmp_path / 'ours')
-  write_model(tmp_path / 'b', CONFIGS['t5'], {
-      **random_tensors(CONFIGS['t5']), 'lm_head.weight': np.ones((VOCAB, 32), np.float32)})
+  write_model(
+    tmp_path / 'b',
+    CONFIGS['t5'],
+    {**random_tensors(CONFIGS['t5']), 'lm_head.weight': np.ones((VOCAB, 32), np.float32)},
+  )
   refuses('tied to the token table', tmp_path / 'b', tmp_path / 'ours')
   tensors['lm_head.weight'] = tensors['model.embed_tokens.weight']
   write_model(tmp_path / 'c', tied, tensors)
@@ -326,8 +391,12 @@ def test_values_beyond_the_range_of_the_dtype_are_refused(tmp_path, refuses):
   tensors['model.norm.weight'][3] = 1e6
   write_model(tmp_path / 'a', CONFIGS['llama'], tensors)
   run(tmp_path / 'a', tmp_path / 'ours')
-  refuses('model.norm.weight has values beyond the range of float16', tmp_path / 'ours',
-          tmp_path / 'b', '--dtype=float16')
+  refuses(
+    'model.norm.weight has values beyond the range of float16',
+    tmp_path / 'ours',
+    tmp_path / 'b',
+    '--dtype=float16',
+  )
 
 
 def test_a_conversion_whose_logits_differ_leaves_nothing(tmp_path, refuses, monkeypatch):
@@ -337,8 +406,17 @@ def test_a_conversion_whose_logits_differ_leaves_nothing(tmp_path, refuses, monk
   def wrong(reader):
     params = right(reader)
     kernel = params['layers']['self_attention']['key']['kernel']
-    return {**params, 'layers': {**params['layers'], 'self_attention': {
-        **params['layers']['self_attention'], 'key': {'kernel': kernel[:, :, ::-1]}}}}
+    return {
+      **params,
+      'layers': {
+        **params['layers'],
+        'self_attention': {
+          **params['layers']['self_attention'],
+          'key': {'kernel': kernel[:, :, ::-1]},
+        },
+      },
+    }
+
   monkeypatch.setattr(logits_check, 'params_of_checkpoint', wrong)
   refuses('The conversion is wrong: .* logits', tmp_path / 'a', tmp_path / 'ours', check='own')
 
@@ -346,16 +424,20 @@ def test_a_conversion_whose_logits_differ_leaves_nothing(tmp_path, refuses, monk
 def test_a_disk_that_changes_a_bit_is_noticed(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   right = ParamsReader.read_at
-  monkeypatch.setattr(ParamsReader, 'read_at', lambda self, path, place: (
-      right(self, path, place) * np.float32(1 + 1e-7)))
+  monkeypatch.setattr(
+    ParamsReader,
+    'read_at',
+    lambda self, path, place: right(self, path, place) * np.float32(1 + 1e-7),
+  )
   refuses('was read back .* with other values', tmp_path / 'a', tmp_path / 'ours')
 
 
 def test_logits_that_do_not_fit_into_memory_are_refused(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   monkeypatch.setattr(logits_check, 'available_bytes', lambda: 10_000)
-  assert '--check=tensors' in refuses('Comparing logits takes the model in memory',
-                                      tmp_path / 'a', tmp_path / 'ours', check='own')
+  assert '--check=tensors' in refuses(
+    'Comparing logits takes the model in memory', tmp_path / 'a', tmp_path / 'ours', check='own'
+  )
 
 
 def test_nothing_is_overwritten(tmp_path, refuses):
@@ -369,36 +451,43 @@ def test_nothing_is_overwritten(tmp_path, refuses):
 
 def test_a_disk_that_is_too_small_is_told_before_anything(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
-  monkeypatch.setattr(atomic_folder.shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=0))
+  monkeypatch.setattr(
+    atomic_folder.shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=0)
+  )
   refuses('0.00 GB are free', tmp_path / 'a', tmp_path / 'new' / 'ours')
 
 
 def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   here = socket.gethostname()
-  left, lives, elsewhere = (tmp_path / f'.ours.partial-{of}' for of in (
-      f'{here}-999999999', f'{here}-{os.getppid()}', 'gpu-001-999999999'))
+  left, lives, elsewhere = (
+    tmp_path / f'.ours.partial-{of}'
+    for of in (f'{here}-999999999', f'{here}-{os.getppid()}', 'gpu-001-999999999')
+  )
   for folder in (left, lives, elsewhere):
     folder.mkdir()
   run(tmp_path / 'a', tmp_path / 'ours')
   assert not left.exists() and lives.exists() and elsewhere.exists()
 
 
-SLOW = '''
+SLOW = """
 import sys, time
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.convert import convert as conversions
 conversions.copy_to_ours = lambda *args, **kwargs: (print('copying', flush=True), time.sleep(60))
 from t5x_gpu import cli
 cli.run_main(convert.main)
-'''
+"""
 
 
 def test_sigterm_leaves_nothing(tmp_path):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   process = subprocess.Popen(
-      [sys.executable, '-c', SLOW, f'--from={tmp_path / "a"}', f'--to={tmp_path / "new" / "ours"}'],
-      env={**os.environ, 'PYTHONPATH': str(ROOT)}, stdout=subprocess.PIPE, text=True)
+    [sys.executable, '-c', SLOW, f'--from={tmp_path / "a"}', f'--to={tmp_path / "new" / "ours"}'],
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    stdout=subprocess.PIPE,
+    text=True,
+  )
   while 'copying' not in process.stdout.readline():
     assert process.poll() is None
   assert (tmp_path / 'new').exists()
@@ -408,7 +497,9 @@ def test_sigterm_leaves_nothing(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ['a']
 
 
-@pytest.mark.parametrize('flags, text', [
+@pytest.mark.parametrize(
+  'flags, text',
+  [
     (['--from=a'], '--to must be given'),
     (['--to=b'], '--from must be given'),
     (['--from=a', '--to=b', '--format=hf'], '--format=hf cannot be made of it'),
@@ -416,7 +507,9 @@ def test_sigterm_leaves_nothing(tmp_path):
     (['--from=a', '--to=b', '--drop=('], 'no regular expression'),
     (['--from=a', '--to=b', '--max_shard_size=big'], 'no size such as 5GB'),
     (['--from=a', '--to=b', '--famly=llama'], "Did you mean '--family'"),
-], ids=str)
+  ],
+  ids=str,
+)
 def test_flags_that_mean_nothing_are_refused(flags, text, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   write_model(tmp_path / 'a', CONFIGS['llama'])
@@ -436,8 +529,13 @@ def test_a_record_that_names_files_elsewhere_is_refused(tmp_path, refuses):
 def test_a_check_that_cannot_be_made_is_told_first(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   monkeypatch.setattr(convert, 'has_transformers', lambda: False)
-  refuses('which are not both installed', tmp_path / 'a', tmp_path / 'ours', check='transformers',
-          error=ConfigError)
+  refuses(
+    'which are not both installed',
+    tmp_path / 'a',
+    tmp_path / 'ours',
+    check='transformers',
+    error=ConfigError,
+  )
 
 
 def test_the_model_file_beside_a_checkpoint_says_what_model_it_is(tmp_path, refuses):
@@ -447,8 +545,9 @@ def test_the_model_file_beside_a_checkpoint_says_what_model_it_is(tmp_path, refu
   model.write_text(model.read_text().replace('max_length = 128', 'max_length = 256'))
   run(tmp_path / 'ours', tmp_path / 'b')  # config.json of hf/, with what has changed
   assert json.loads((tmp_path / 'b' / 'config.json').read_text()) == {
-      **to_hf(model_of_gin([model]), family='llama', like=CONFIGS['llama']),
-      'max_position_embeddings': 256}
+    **to_hf(model_of_gin([model]), family='llama', like=CONFIGS['llama']),
+    'max_position_embeddings': 256,
+  }
   shutil.rmtree(tmp_path / 'ours' / 'hf')  # as of T5X, or of a run whose adapters are merged
   run(tmp_path / 'ours', tmp_path / 'c')
   found = SafetensorsFolder(tmp_path / 'c')
@@ -461,9 +560,13 @@ def test_the_model_file_beside_a_checkpoint_says_what_model_it_is(tmp_path, refu
 def test_a_gin_file_of_another_model_is_refused(tmp_path, refuses):
   write_model(tmp_path / 'a', CONFIGS['llama'])
   run(tmp_path / 'a', tmp_path / 'ours')
-  refuses('describes another model .*\n.*mlp_dim = 47 in the gin file, 48 there', tmp_path / 'a',
-          tmp_path / 'b', f'--gin_file={tmp_path / "ours" / "model.gin"}',
-          '--gin.TransformerConfig.mlp_dim=47')
+  refuses(
+    'describes another model .*\n.*mlp_dim = 47 in the gin file, 48 there',
+    tmp_path / 'a',
+    tmp_path / 'b',
+    f'--gin_file={tmp_path / "ours" / "model.gin"}',
+    '--gin.TransformerConfig.mlp_dim=47',
+  )
 
 
 def test_folders_without_a_checkpoint_are_refused(tmp_path, refuses):

@@ -10,7 +10,13 @@ from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.errors import CheckpointError
 from tests.checkpoint.test_checkpointer import (
-    abstract, assert_equal, folder_with, new_state, opened, save)
+  abstract,
+  assert_equal,
+  folder_with,
+  new_state,
+  opened,
+  save,
+)
 from tests.helpers_train import listing
 
 
@@ -19,6 +25,7 @@ def a_folder(name: str):
     del good
     (folder / name).mkdir()
     (folder / name / 'notes.txt').write_text('mine')
+
   return put
 
 
@@ -35,22 +42,38 @@ def a_link(name: str):
 
 
 FOREIGN = [
-    a_folder('checkpoint_notes'), a_copy('my_checkpoint_7'), a_copy('old_checkpoint_5'),
-    a_copy('checkpoint_5.backup'), a_copy('checkpoint_5 (copy)'), a_copy('7'),
-    # Python's int() takes these for numbers.
-    a_copy('checkpoint_007'), a_copy('checkpoint_1_0'), a_copy('checkpoint_\u0667'),
-    a_copy('checkpoint_+7'), a_copy('checkpoint_-7'),
-    a_link('checkpoint_7'), a_file('checkpoint_5'),
-    lambda folder, good: (folder / 'checkpoint_6').symlink_to('nowhere'),
-    a_file('checkpoint_7.orbax-checkpoint-tmp-1'), a_folder('notes.orbax-checkpoint-tmp'),
-    a_folder('checkpoint_notes.orbax-checkpoint-tmp'), a_link('checkpoint_4.orbax-checkpoint-tmp')]
+  a_folder('checkpoint_notes'),
+  a_copy('my_checkpoint_7'),
+  a_copy('old_checkpoint_5'),
+  a_copy('checkpoint_5.backup'),
+  a_copy('checkpoint_5 (copy)'),
+  a_copy('7'),
+  # Python's int() takes these for numbers.
+  a_copy('checkpoint_007'),
+  a_copy('checkpoint_1_0'),
+  a_copy('checkpoint_\u0667'),
+  a_copy('checkpoint_+7'),
+  a_copy('checkpoint_-7'),
+  a_link('checkpoint_7'),
+  a_file('checkpoint_5'),
+  lambda folder, good: (folder / 'checkpoint_6').symlink_to('nowhere'),
+  a_file('checkpoint_7.orbax-checkpoint-tmp-1'),
+  a_folder('notes.orbax-checkpoint-tmp'),
+  a_folder('checkpoint_notes.orbax-checkpoint-tmp'),
+  a_link('checkpoint_4.orbax-checkpoint-tmp'),
+]
 
 
 def entries(folder: pathlib.Path) -> dict:
   """Returns every entry below `folder`, links as such, but those of the run."""
+
   def kind(path: pathlib.Path):
-    return os.readlink(path) if path.is_symlink() else (
-        path.read_bytes() if path.is_file() else 'folder')
+    return (
+      os.readlink(path)
+      if path.is_symlink()
+      else (path.read_bytes() if path.is_file() else 'folder')
+    )
+
   return {str(p.relative_to(folder)): kind(p) for p in folder.rglob('*')}
 
 
@@ -79,8 +102,7 @@ def test_what_somebody_put_there_stays_and_does_not_count(tmp_path, last):
 
 
 def test_a_folder_with_the_name_of_a_checkpoint_is_never_deleted(tmp_path):
-  """It counts, as it may be a damaged checkpoint: where a restore stumbles over it, it is renamed.
-  """
+  """It counts, as it may be a damaged checkpoint; a restore that fails on it renames it."""
   folder = folder_with(tmp_path, 8)
   for step in (7, 9):
     a_folder(f'checkpoint_{step}')(folder, None)

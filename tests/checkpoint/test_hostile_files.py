@@ -12,7 +12,17 @@ from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
 from t5x_gpu.checkpoint.local.run_id import RUN_ID, ensure_run_id, read_run_id
 from t5x_gpu.config.json_schema import (
-    Also, Fields, ListOf, MapOf, Nullable, Number, Text, Whole, parse_json, read_json)
+  Also,
+  Fields,
+  ListOf,
+  MapOf,
+  Nullable,
+  Number,
+  Text,
+  Whole,
+  parse_json,
+  read_json,
+)
 from t5x_gpu.data.prepared.index import Index, Member, Shard, check_shards, read_index
 from t5x_gpu.errors import CheckpointError, DataError
 from tests.checkpoint.test_checkpointer import abstract, folder_with, new_state, opened
@@ -32,23 +42,25 @@ def tensor(shape, offsets, dtype='F32'):
 
 
 HEADERS = {
-    'a negative size': ({'x': tensor([-2, -3], [0, 24])}, 'whole number from 0'),
-    'a fraction': ({'x': tensor([1.5, 4], [0, 24])}, 'is 1.5, not a whole number'),
-    'a boolean': ({'x': tensor([True, 6], [0, 24])}, 'is True, not a whole number'),
-    'a thousand dimensions': ({'x': tensor([1] * 1000, [0, 4])}, 'at most 32 entries'),
-    'a huge size': ({'x': tensor([10**30], [0, 24])}, 'not a whole number from 0 to'),
-    'a huge product': ({'x': tensor([2**40, 2**40], [0, 24])}, 'too large'),
-    'huge beside zero': ({'x': tensor([0, 2**60], [0, 0])}, 'too large'),
-    'floating offsets': ({'x': tensor([6], [0.0, 24.0])}, 'is 0.0, not a whole number'),
-    'offsets backwards': ({'x': tensor([6], [24, 0])}, r'the bytes of x are \[24, 0\]'),
-    'overlap': ({'x': tensor([6], [0, 24]), 'y': tensor([6], [12, 36])}, 'the bytes of y'),
-    'a gap': ({'x': tensor([3], [0, 12]), 'y': tensor([2], [16, 24])}, 'the bytes of y'),
-    'beyond the end': ({'x': tensor([600], [0, 2400])}, 'is cut off: it has'),
-    'three offsets': ({'x': tensor([6], [0, 24, 24])}, 'a list of 2 entries'),
-    'no object': ([1, 2], 'not an object'), 'no tensor': ({'x': 5}, 'not an object'),
-    'deep JSON': (b'{"x": ' + b'[' * 200_000 + b']' * 200_000 + b'}', 'nested'),
-    'many digits': (b'{"x": ' + b'9' * 5000 + b'}', '5000 digits'),
-    'half a character': (b'{"\\ud800": 1}', 'surrogates not allowed')}
+  'a negative size': ({'x': tensor([-2, -3], [0, 24])}, 'whole number from 0'),
+  'a fraction': ({'x': tensor([1.5, 4], [0, 24])}, 'is 1.5, not a whole number'),
+  'a boolean': ({'x': tensor([True, 6], [0, 24])}, 'is True, not a whole number'),
+  'a thousand dimensions': ({'x': tensor([1] * 1000, [0, 4])}, 'at most 32 entries'),
+  'a huge size': ({'x': tensor([10**30], [0, 24])}, 'not a whole number from 0 to'),
+  'a huge product': ({'x': tensor([2**40, 2**40], [0, 24])}, 'too large'),
+  'huge beside zero': ({'x': tensor([0, 2**60], [0, 0])}, 'too large'),
+  'floating offsets': ({'x': tensor([6], [0.0, 24.0])}, 'is 0.0, not a whole number'),
+  'offsets backwards': ({'x': tensor([6], [24, 0])}, r'the bytes of x are \[24, 0\]'),
+  'overlap': ({'x': tensor([6], [0, 24]), 'y': tensor([6], [12, 36])}, 'the bytes of y'),
+  'a gap': ({'x': tensor([3], [0, 12]), 'y': tensor([2], [16, 24])}, 'the bytes of y'),
+  'beyond the end': ({'x': tensor([600], [0, 2400])}, 'is cut off: it has'),
+  'three offsets': ({'x': tensor([6], [0, 24, 24])}, 'a list of 2 entries'),
+  'no object': ([1, 2], 'not an object'),
+  'no tensor': ({'x': 5}, 'not an object'),
+  'deep JSON': (b'{"x": ' + b'[' * 200_000 + b']' * 200_000 + b'}', 'nested'),
+  'many digits': (b'{"x": ' + b'9' * 5000 + b'}', '5000 digits'),
+  'half a character': (b'{"\\ud800": 1}', 'surrogates not allowed'),
+}
 
 
 @pytest.mark.parametrize('header, text', HEADERS.values(), ids=list(HEADERS))
@@ -72,17 +84,22 @@ def test_a_sparse_terabyte_is_refused_by_its_size_alone(tmp_path):
   assert time.process_time() - started < 1
 
 
-@pytest.mark.parametrize('change, text', [
+@pytest.mark.parametrize(
+  'change, text',
+  [
     (lambda good: b'[' * 100_000 + b']' * 100_000, 'nested'),
     (lambda good: good + b' ' * 2**20, 'bytes, and 1,048,576 is the limit'),
     (lambda good: json.dumps({**json.loads(good), 'chunks': [2**50, 4]}).encode(), 'chunks are'),
     (lambda good: b'{}', "has no 'chunks'"),  # so short that the index itself holds it
-], ids=['deep', 'long', 'huge chunk', 'short'])
+  ],
+  ids=['deep', 'long', 'huge chunk', 'short'],
+)
 def test_metadata_of_arrays_is_refused_before_tensorstore_sees_it(tmp_path, change, text):
   """TensorStore ends the process for the first of them."""
   folder = folder_with(tmp_path, 3, 7)
-  store = ts.KvStore.open({
-      'driver': 'ocdbt', 'base': f'file://{folder}/checkpoint_7/state/'}).result()
+  store = ts.KvStore.open(
+    {'driver': 'ocdbt', 'base': f'file://{folder}/checkpoint_7/state/'}
+  ).result()
   key = b'params.dense.kernel/.zarray'
   store[key] = change(store[key])
   with pytest.raises(CheckpointError, match=f'checkpoint_7 cannot be read .*zarray .*{text}'):
@@ -93,15 +110,30 @@ def test_metadata_of_arrays_is_refused_before_tensorstore_sees_it(tmp_path, chan
 
 def index_of(folder: pathlib.Path, *, file: str) -> Index:
   content = b'rows of somebody'
-  shard = Shard(file=file, rows=3, tokens=3, bytes=len(content), sha256='0' * 64, sample='0' * 64,
-                largest={'targets': 1}, lengths={'2': 3})
+  shard = Shard(
+    file=file,
+    rows=3,
+    tokens=3,
+    bytes=len(content),
+    sha256='0' * 64,
+    sample='0' * 64,
+    largest={'targets': 1},
+    lengths={'2': 3},
+  )
   index = Index(
-      made_from={'mixture_or_task_name': 'task', 'vocabulary': None, 'module': 'm'}, split='train',
-      feature_converter='lm', task_feature_lengths={'targets': 4}, pack=True,
-      loss_on_targets_only=False, features={'decoder_target_tokens': 4},
-      vocabularies={'targets': {'name': 'v', 'fingerprint': '', 'size': 9, 'by_name': True}},
-      class_names=None, packing={'shuffle': False, 'seed': None}, versions={},
-      members={'task': Member(rate=1.0, source={}, num_shards=1, shards=(shard,))})
+    made_from={'mixture_or_task_name': 'task', 'vocabulary': None, 'module': 'm'},
+    split='train',
+    feature_converter='lm',
+    task_feature_lengths={'targets': 4},
+    pack=True,
+    loss_on_targets_only=False,
+    features={'decoder_target_tokens': 4},
+    vocabularies={'targets': {'name': 'v', 'fingerprint': '', 'size': 9, 'by_name': True}},
+    class_names=None,
+    packing={'shuffle': False, 'seed': None},
+    versions={},
+    members={'task': Member(rate=1.0, source={}, num_shards=1, shards=(shard,))},
+  )
   (folder / 'train').mkdir(exist_ok=True)
   (folder / 'train' / 'index.json').write_text(index.to_json())
   return index
@@ -121,11 +153,14 @@ def test_a_prepared_index_of_another_split_or_with_wrong_types_is_refused(tmp_pa
     check_shards(tmp_path, index)
   path = tmp_path / 'train' / 'index.json'
   good = json.loads(path.read_text())
-  for change, text in (({'split': '../../elsewhere'}, "it is of split '../../elsewhere'"),
-                       ({'pack': 'yes'}, 'is \'yes\', not true or false'),
-                       ({'features': {'x': -1}}, 'not a whole number from 0'),
-                       ({'members': []}, 'not an object'), ({'vocabularies': {}}, 'there is none'),
-                       ({'surprise': 1}, "has 'surprise'")):
+  for change, text in (
+    ({'split': '../../elsewhere'}, "it is of split '../../elsewhere'"),
+    ({'pack': 'yes'}, "is 'yes', not true or false"),
+    ({'features': {'x': -1}}, 'not a whole number from 0'),
+    ({'members': []}, 'not an object'),
+    ({'vocabularies': {}}, 'there is none'),
+    ({'surprise': 1}, "has 'surprise'"),
+  ):
     path.write_text(json.dumps({**good, **change}))
     with pytest.raises(DataError, match=text):
       read_index(tmp_path, split='train')
@@ -148,7 +183,9 @@ def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path, kind):
   assert len(ensure_run_id(tmp_path)) == 16 and os.path.lexists(tmp_path / 'corrupt_run.id')
 
 
-@pytest.mark.parametrize('schema, good, bad', [
+@pytest.mark.parametrize(
+  'schema, good, bad',
+  [
     (Whole(0, 5), ['0', '5'], ['-1', '6', '1.0', 'true', 'null', '"1"']),
     (Number(0, 1), ['0', '0.5', '1'], ['1.1', 'NaN', 'Infinity', 'false', '[]']),
     (float, ['1', '1.5', 'NaN'], ['true', '"1"']),
@@ -156,14 +193,33 @@ def test_what_is_no_file_is_neither_read_nor_waited_for(tmp_path, kind):
     (ListOf(str, most=2), ['[]', '["a", "b"]'], ['["a", "b", "c"]', '[1]', '{}']),
     ((str, bool), ['["a", true]'], ['["a"]', '["a", true, 1]', '["a", 1]']),
     (MapOf(Nullable(str)), ['{}', '{"a": null, "b": "c"}'], ['{"a": 1}', '[]', 'null']),
-    (Fields({'a': str}, optional={'b': bool}), ['{"a": ""}', '{"a": "", "b": true, "c": 1}'],
-     ['{}', '{"a": "", "b": 1}']),
+    (
+      Fields({'a': str}, optional={'b': bool}),
+      ['{"a": ""}', '{"a": "", "b": true, "c": 1}'],
+      ['{}', '{"a": "", "b": 1}'],
+    ),
     (Fields({}, others=False), ['{}'], ['{"a": 1}']),
     (Also(str, lambda text: '' if text == 'x' else 'no x'), ['"x"'], ['"y"', '1']),
-    (object, ['[[[1]]]', '"\\ud83d\\ude00"'],
-     ['[' * 101 + ']' * 101, '"\\ude00"', '1' * 41, '\xff'])
-], ids=['Whole', 'Number', 'float', 'Text', 'ListOf', 'tuple', 'MapOf', 'Fields', 'no others', 'Also',
-        'object'])
+    (
+      object,
+      ['[[[1]]]', '"\\ud83d\\ude00"'],
+      ['[' * 101 + ']' * 101, '"\\ude00"', '1' * 41, '\xff'],
+    ),
+  ],
+  ids=[
+    'Whole',
+    'Number',
+    'float',
+    'Text',
+    'ListOf',
+    'tuple',
+    'MapOf',
+    'Fields',
+    'no others',
+    'Also',
+    'object',
+  ],
+)
 def test_a_schema_takes_what_it_describes_and_nothing_else(schema, good, bad):
   for text in good:
     assert json.dumps(parse_json(text, schema)) == json.dumps(json.loads(text))

@@ -20,33 +20,46 @@ from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
 
-CONFIG = TransformerConfig(vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, head_dim=4,
-                           mlp_dim=32)
+CONFIG = TransformerConfig(
+  vocab_size=32, num_layers=4, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32
+)
 MODEL = DecoderOnlyModel(CONFIG)
 
 
 def program(model: object = MODEL, *, num_devices: int = 1, **partitioner: object) -> Program:
   return build_program(
-      model=model, optimizer=AdamW(), schedule=constant(1e-2),
-      partitioner=Partitioner(**partitioner), topology=Topology(1, num_devices),
-      devices=jax.devices()[:num_devices], task_feature_lengths={'targets': 8}, batch_size=8,
-      pack=False, seed=0)
+    model=model,
+    optimizer=AdamW(),
+    schedule=constant(1e-2),
+    partitioner=Partitioner(**partitioner),
+    topology=Topology(1, num_devices),
+    devices=jax.devices()[:num_devices],
+    task_feature_lengths={'targets': 8},
+    batch_size=8,
+    pack=False,
+    seed=0,
+  )
 
 
 @pytest.fixture(scope='module')
 def values() -> dict[str, np.ndarray]:
   rng = np.random.default_rng(0)
   flat, _ = jax.tree_util.tree_flatten_with_path(program().abstract_state.params)
-  return {jax.tree_util.keystr(path, simple=True, separator='/'):
-          rng.normal(size=a.shape).astype(np.float32) for path, a in flat}
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): rng.normal(size=a.shape).astype(
+      np.float32
+    )
+    for path, a in flat
+  }
 
 
 def write(folder: pathlib.Path, values: dict[str, np.ndarray]) -> str:
   """Returns `folder`, with checkpoint_3 of parameters alone."""
   folder.mkdir()
   shapes = {name: a.shape for name, a in values.items()}
-  with ParamsWriter(folder, step=3, shapes=shapes, chunks=shapes, about={},
-                    compress=False) as writer:
+  with ParamsWriter(
+    folder, step=3, shapes=shapes, chunks=shapes, about={}, compress=False
+  ) as writer:
     for name, value in values.items():
       writer.write(name, (), value)
   return str(folder)
@@ -59,8 +72,7 @@ def started(start: Start, p: Program, tmp_path: pathlib.Path) -> dict[str, np.nd
   assert restored is None and int(state.step) == 0
   state = p.in_model_order(state)
   flat, _ = jax.tree_util.tree_flatten_with_path(state.params)
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(a)
-          for path, a in flat}
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(a) for path, a in flat}
 
 
 def message(config: RestoreConfig, p: Program) -> str:
@@ -70,10 +82,15 @@ def message(config: RestoreConfig, p: Program) -> str:
   return str(e.value)
 
 
-@pytest.mark.parametrize('partitioner', [
-    {}, dict(fsdp=4, num_partitions=2),
-    dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2, fsdp=2)],
-    ids=['dp', 'fsdp_tp', 'circular'])
+@pytest.mark.parametrize(
+  'partitioner',
+  [
+    {},
+    dict(fsdp=4, num_partitions=2),
+    dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2, fsdp=2),
+  ],
+  ids=['dp', 'fsdp_tp', 'circular'],
+)
 def test_every_layout_starts_from_the_same_values(tmp_path, values, partitioner):
   path, p = write(tmp_path / 'base', values), program(num_devices=8, **partitioner)
   want = jax.tree.map(lambda a: a.sharding, p.abstract_state.params)
@@ -86,8 +103,13 @@ def test_every_layout_starts_from_the_same_values(tmp_path, values, partitioner)
 
 
 def test_assignment_map_reads_under_other_names(tmp_path, values):
-  path = write(tmp_path / 'base', {f'encoder/{name}' if name.startswith('layers/') else name: value
-                                   for name, value in values.items()})
+  path = write(
+    tmp_path / 'base',
+    {
+      f'encoder/{name}' if name.startswith('layers/') else name: value
+      for name, value in values.items()
+    },
+  )
   config = RestoreConfig(path, assignment_map=((r'layers/(.*)', r'encoder/layers/\1'),))
   start = plan_start(config, program(), MODEL, saved=None)
   got = started(start, program(), tmp_path)
@@ -103,22 +125,27 @@ def test_a_checkpoint_of_its_own_wins_even_where_the_other_is_gone(tmp_path):
 
 
 def test_missing_left_over_and_changed_parameters_are_listed_with_the_closest_names(
-    tmp_path, values):
+  tmp_path, values
+):
   other = dict(values)
   other['layers/mlp/wi_zero/kernel'] = other.pop('layers/mlp/wi_0/kernel')
   other['token_embedder/embedding'] = np.zeros((48, 16), np.float32)
   path = write(tmp_path / 'base', other)
   text = message(RestoreConfig(path), program())
-  assert ('missing: layers/mlp/wi_0/kernel [4, 16, 32]. '
-          "Did you mean 'layers/mlp/wi_zero/kernel'?") in text
+  assert (
+    "missing: layers/mlp/wi_0/kernel [4, 16, 32]. Did you mean 'layers/mlp/wi_zero/kernel'?"
+  ) in text
   assert 'left over: layers/mlp/wi_zero/kernel [4, 16, 32].' in text
   assert ('token_embedder/embedding: [48, 16] in the checkpoint, [32, 16] in this model.') in text
   advice = "RestoreConfig.pattern = r'(decoder_norm|logits_dense|relpos_bias)/.*'"
   assert advice in text
   pattern = advice.split("r'")[1].rstrip("'")
   start = plan_start(RestoreConfig(path, 'partial', pattern), program(), MODEL, saved=None)
-  assert set(start.taken) == {'decoder_norm/scale', 'logits_dense/projection/kernel',
-                              'relpos_bias/rel_embedding'}
+  assert set(start.taken) == {
+    'decoder_norm/scale',
+    'logits_dense/projection/kernel',
+    'relpos_bias/rel_embedding',
+  }
 
   text = message(RestoreConfig(path, 'partial', r'layers/mlp/.*'), program())
   assert "Did you mean 'layers/mlp/wi_zero/kernel'" in text and 'token_embedder' not in text
@@ -137,13 +164,16 @@ def test_frozen_parameters_that_start_from_chance_are_named(tmp_path, values, ca
   p = program(model)
   plan_start(None, p, model, saved=None)
   assert 'are not trained, and start from no checkpoint: decoder_norm/scale' in (
-      ' '.join(caplog.messages))
+    ' '.join(caplog.messages)
+  )
   caplog.clear()
   path = write(tmp_path / 'base', values)
   start = plan_start(RestoreConfig(path), p, model, saved=None)
   assert not caplog.messages and set(start.taken) == set(values)
   assert start.text.splitlines()[-1].split() == [
-      'layers/self_attention/value/lora_b', *'4 x 2 x 4 x 4 new'.split()]
+    'layers/self_attention/value/lora_b',
+    *'4 x 2 x 4 x 4 new'.split(),
+  ]
 
 
 def test_resume_needs_a_whole_state_of_the_same_model(tmp_path, values):
@@ -151,9 +181,15 @@ def test_resume_needs_a_whole_state_of_the_same_model(tmp_path, values):
   assert 'parameters only' in message(RestoreConfig(path, 'resume'), program())
 
 
-@pytest.mark.parametrize('files,step,says', [
-    ((), None, 'has no checkpoint'), (('config.json',), None, 'python -m t5x_gpu.convert --from='),
-    ((), 9, 'no checkpoint of step 9')], ids=['empty', 'hugging_face', 'step'])
+@pytest.mark.parametrize(
+  'files,step,says',
+  [
+    ((), None, 'has no checkpoint'),
+    (('config.json',), None, 'python -m t5x_gpu.convert --from='),
+    ((), 9, 'no checkpoint of step 9'),
+  ],
+  ids=['empty', 'hugging_face', 'step'],
+)
 def test_folders_without_such_a_checkpoint_are_refused(tmp_path, values, files, step, says):
   path = write(tmp_path / 'base', values) if step else str(tmp_path)
   for file in files:
@@ -161,12 +197,16 @@ def test_folders_without_such_a_checkpoint_are_refused(tmp_path, values, files, 
   assert says in message(RestoreConfig(path, step=step), program())
 
 
-@pytest.mark.parametrize('settings,says', [
+@pytest.mark.parametrize(
+  'settings,says',
+  [
     (dict(mode='warmstart'), "Did you mean 'warm_start'"),
     (dict(mode='partial'), 'pattern = None'),
     (dict(pattern='layers/.*'), "mode = 'warm_start' with pattern"),
     (dict(mode='partial', pattern='layers/('), 'no regular expression'),
-    (dict(mode='resume', assignment_map=(('a', 'b'),)), 'nothing to assign')])
+    (dict(mode='resume', assignment_map=(('a', 'b'),)), 'nothing to assign'),
+  ],
+)
 def test_settings_that_contradict_each_other_are_refused(settings, says):
   with pytest.raises(ConfigError) as e:
     RestoreConfig('base', **settings)

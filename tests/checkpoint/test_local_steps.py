@@ -51,13 +51,18 @@ def filled(abstract, *, step: int):
     bits = np.frombuffer(random.bytes(math.prod(like.shape) * like.dtype.itemsize), like.dtype)
     bits = bits.reshape(like.shape)
     return jax.make_array_from_callback(like.shape, like.sharding, bits.__getitem__)
+
   state = jax.tree.map(array, abstract)
   return state.replace(step=jax.device_put(np.int32(step), abstract.step.sharding))
 
 
 def facts_of(state, step: int, **changes):
-  return {'data_state': b'data of %d' % step, 'manifest': make_manifest(
-      state, mesh_shape={}, data={'task': 'none'}, next_batch_hash=f'hash{step}', **changes)}
+  return {
+    'data_state': b'data of %d' % step,
+    'manifest': make_manifest(
+      state, mesh_shape={}, data={'task': 'none'}, next_batch_hash=f'hash{step}', **changes
+    ),
+  }
 
 
 def tiers_of(tmp_path, layout: str, hosts: Hosts, *, attempt: str = 'first') -> list[LocalTier]:
@@ -65,8 +70,18 @@ def tiers_of(tmp_path, layout: str, hosts: Hosts, *, attempt: str = 'first') -> 
   model_dir = tmp_path / 'model'
   model_dir.mkdir(exist_ok=True)
   copies = plan_copies(program(layout).abstract_state, hosts)
-  return [LocalTier(tmp_path / hosts.names[i], model_dir=model_dir, copies=copies, hosts=hosts,
-                    period=1, process=i, attempt=attempt) for i in range(len(hosts.names))]
+  return [
+    LocalTier(
+      tmp_path / hosts.names[i],
+      model_dir=model_dir,
+      copies=copies,
+      hosts=hosts,
+      period=1,
+      process=i,
+      attempt=attempt,
+    )
+    for i in range(len(hosts.names))
+  ]
 
 
 def save(tiers: list[LocalTier], state, step: int, **changes) -> None:
@@ -88,8 +103,15 @@ def save_all(tmp_path, layout: str, hosts: Hosts, *steps: int, **options) -> Non
 def tier_that_sees(tmp_path, layout: str) -> LocalTier:
   """Returns that of a process which finds the folder `seen`."""
   copies = plan_copies(program(layout).abstract_state, TOGETHER)
-  return LocalTier(tmp_path / 'seen', model_dir=tmp_path / 'model', hosts=TOGETHER, period=1,
-                   copies=copies, process=0, attempt='again')
+  return LocalTier(
+    tmp_path / 'seen',
+    model_dir=tmp_path / 'model',
+    hosts=TOGETHER,
+    period=1,
+    copies=copies,
+    process=0,
+    attempt='again',
+  )
 
 
 def restart(tmp_path, layout: str, *, lost: tuple[str, ...] = (), dry_run: bool = False):
@@ -107,8 +129,10 @@ def restart(tmp_path, layout: str, *, lost: tuple[str, ...] = (), dry_run: bool 
 def assert_restored(tmp_path, layout: str, want, *, step: int) -> None:
   checkpointer = Checkpointer(str(tmp_path / 'model'))
   target = program(layout).abstract_state
-  restored = checkpointer.restore_latest(target, promote=functools.partial(
-      promote_newer, tier_that_sees(tmp_path, layout), target=target))
+  restored = checkpointer.restore_latest(
+    target,
+    promote=functools.partial(promote_newer, tier_that_sees(tmp_path, layout), target=target),
+  )
   checkpointer.close()
   assert restored.data_state == b'data of %d' % step
   assert restored.manifest['next_batch_hash'] == f'hash{step}'
@@ -141,9 +165,16 @@ def test_every_part_is_kept_on_two_hosts_and_sent_only_where_it_must_be(layout, 
   assert max(copies.bytes_of) <= 1.3 * sum(copies.bytes_of) / len(copies.bytes_of)
 
 
-@pytest.mark.parametrize('layout, lost', [
-    ('dp', 'gpu-001'), ('fsdp', 'gpu-002'), ('tp', 'gpu-003'), ('pp', 'gpu-004'),
-    ('hsdp', 'gpu-001')])
+@pytest.mark.parametrize(
+  'layout, lost',
+  [
+    ('dp', 'gpu-001'),
+    ('fsdp', 'gpu-002'),
+    ('tp', 'gpu-003'),
+    ('pp', 'gpu-004'),
+    ('hsdp', 'gpu-001'),
+  ],
+)
 def test_any_host_may_be_lost_and_the_step_comes_back_to_the_bit(tmp_path, layout, lost):
   save_all(tmp_path, layout, TOGETHER, 5, 6)
   saved = restart(tmp_path, layout, lost=(lost,))
@@ -166,8 +197,10 @@ def test_two_lost_hosts_are_named_and_the_run_starts_from_what_it_has(tmp_path, 
   save_all(tmp_path, 'fsdp', TOGETHER, 6)
   with caplog.at_level(logging.WARNING):
     assert restart(tmp_path, 'fsdp', lost=('gpu-002', 'gpu-003')) is None
-  assert ('Local step 6 cannot be promoted: the parts of process 1 on gpu-002 and process 2 on '
-          'gpu-003 are missing') in caplog.text
+  assert (
+    'Local step 6 cannot be promoted: the parts of process 1 on gpu-002 and process 2 on '
+    'gpu-003 are missing'
+  ) in caplog.text
   assert 'Continuing from the seed' in caplog.text
 
 
@@ -228,13 +261,16 @@ def test_an_unreadable_checkpoint_of_the_step_makes_room(tmp_path):
 
 @pytest.mark.parametrize('kept, used', [(6, 6), (8, 8), (3, 4)])
 def test_a_checkpoint_whose_arrays_are_damaged_gives_way_to_the_local_step_before_it(
-    tmp_path, kept, used):
+  tmp_path, kept, used
+):
   for step in (4, 8):
     durable(tmp_path, 'fsdp', step)
   save_all(tmp_path, 'fsdp', TOGETHER, kept)
   bits = max(jax.tree.leaves(filled(program('fsdp').abstract_state, step=8)), key=lambda x: x.size)
-  flip_a_bit(tmp_path / 'model/checkpoint_8', value=np.asarray(
-      bits.addressable_shards[0].data).tobytes()[:64])
+  flip_a_bit(
+    tmp_path / 'model/checkpoint_8',
+    value=np.asarray(bits.addressable_shards[0].data).tobytes()[:64],
+  )
   assert restart(tmp_path, 'fsdp').step == 8  # by what it says of itself
   assert_restored(tmp_path, 'fsdp', filled(program('fsdp').abstract_state, step=used), step=used)
   assert (tmp_path / 'model' / 'corrupt_checkpoint_8').is_dir()
@@ -262,8 +298,15 @@ def test_a_promotion_that_was_killed_leaves_nothing_behind_the_next_start(tmp_pa
 def test_another_model_is_not_promoted(tmp_path, caplog):
   save_all(tmp_path, 'fsdp', TOGETHER, 6)
   other = build(Case(dict(fsdp=8), dict(mlp_dim=64))).abstract_state
-  tier = LocalTier(tmp_path / NAMES[0], model_dir=tmp_path / 'model', hosts=TOGETHER, period=1,
-                   copies=plan_copies(other, TOGETHER), process=0, attempt='again')
+  tier = LocalTier(
+    tmp_path / NAMES[0],
+    model_dir=tmp_path / 'model',
+    hosts=TOGETHER,
+    period=1,
+    copies=plan_copies(other, TOGETHER),
+    process=0,
+    attempt='again',
+  )
   with caplog.at_level(logging.WARNING):
     assert check_with_local(tmp_path / 'model', tier, target=other, dry_run=False) is None
   assert 'another model' in caplog.text
@@ -285,7 +328,8 @@ def test_two_steps_stay_and_a_run_that_ends_well_leaves_nothing(tmp_path):
   for step in (1, 2, 3):
     save(tiers, filled(program('dp').abstract_state, step=step), step)
     assert {p.name.split('.')[0] for p in (tmp_path / NAMES[0]).glob('*/step_*')} == {
-        f'step_{n}' for n in range(max(step - 1, 1), step + 1)}
+      f'step_{n}' for n in range(max(step - 1, 1), step + 1)
+    }
   for tier in tiers:
     tier.__exit__(None, None, None)
   assert not any(p.is_file() for host in NAMES for p in (tmp_path / host).rglob('*'))
@@ -341,10 +385,20 @@ def test_the_start_says_what_is_kept_where_and_names_an_earlier_run_of_the_path(
 
 def test_a_promotion_waits_for_no_other_run(tmp_path):
   save_all(tmp_path, 'fsdp', TOGETHER, 6)
-  other = subprocess.Popen([sys.executable, '-c', (
-      'import pathlib, sys; from t5x_gpu.checkpoint.run_lock import RunLock\n'
-      'lock = RunLock(pathlib.Path(sys.argv[1])); print("held", flush=True); sys.stdin.read()'),
-      str(tmp_path / 'model')], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  other = subprocess.Popen(
+    [
+      sys.executable,
+      '-c',
+      (
+        'import pathlib, sys; from t5x_gpu.checkpoint.run_lock import RunLock\n'
+        'lock = RunLock(pathlib.Path(sys.argv[1])); print("held", flush=True); sys.stdin.read()'
+      ),
+      str(tmp_path / 'model'),
+    ],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
   with other:
     assert other.stdout.readline() == 'held\n'
     with pytest.raises(CheckpointError, match='belongs to another run'):
@@ -354,11 +408,20 @@ def test_a_promotion_waits_for_no_other_run(tmp_path):
 
 
 def test_what_is_no_array_is_described_as_orbax_does(tmp_path):
-  state = TrainState(step=jnp.int32(1), params={'w': jnp.ones(3)}, opt_state={
+  state = TrainState(
+    step=jnp.int32(1),
+    params={'w': jnp.ones(3)},
+    opt_state={
       'chain': optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1)).init(
-          {'w': jnp.ones(3)}),
-      'none': None, 'dict': {}, 'tuple': (), 'list': [jnp.ones(3), None],
-      'moment': FactoredMoment(full=jnp.ones(3))})
+        {'w': jnp.ones(3)}
+      ),
+      'none': None,
+      'dict': {},
+      'tuple': (),
+      'list': [jnp.ones(3), None],
+      'moment': FactoredMoment(full=jnp.ones(3)),
+    },
+  )
   with Checkpointer(str(tmp_path / 'model')) as checkpointer:
     checkpointer.save(1, state, **facts_of(state, 1))
   tree = json.loads((tmp_path / 'model/checkpoint_1/state/_METADATA').read_text())['tree_metadata']

@@ -1,4 +1,4 @@
-"""Orbax's own CheckpointManager lists and restores what lies in a MODEL_DIR, as the docs show it."""
+"""Orbax's CheckpointManager lists and restores checkpoints of a MODEL_DIR, as the docs show."""
 
 import jax
 import numpy as np
@@ -17,9 +17,13 @@ def open_manager():
   managers = []
 
   def opened(folder):
-    managers.append(ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(
-        step_prefix='checkpoint', read_only=True)))
+    managers.append(
+      ocp.CheckpointManager(
+        folder, options=ocp.CheckpointManagerOptions(step_prefix='checkpoint', read_only=True)
+      )
+    )
     return managers[-1]
+
   yield opened
   for manager in managers:
     manager.close()
@@ -38,11 +42,15 @@ def test_steps_are_listed_and_a_state_comes_back_on_any_mesh(tmp_path, open_mana
   mesh = Mesh(np.array(jax.devices()), ('data',))
   rows = NamedSharding(mesh, PartitionSpec('data'))
   target = abstract(new_state())
-  target = target.replace(params=jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), target.params))
+  target = target.replace(
+    params=jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), target.params
+    )
+  )
   for step in (3, 7):
-    state = manager.restore(step, args=ocp.args.Composite(
-        state=ocp.args.StandardRestore(target)))['state']
+    state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))[
+      'state'
+    ]
     assert_equal(state, new_state(step, seed=step))
     assert state.params['dense']['kernel'].sharding == rows
   assert listing(folder) == before
@@ -51,23 +59,30 @@ def test_steps_are_listed_and_a_state_comes_back_on_any_mesh(tmp_path, open_mana
 @pytest.mark.filterwarnings('ignore:Sharding info not provided')
 def test_without_a_target_the_items_are_dictionaries(tmp_path, open_manager):
   items = open_manager(folder_with(tmp_path, 3)).restore(3)
-  np.testing.assert_array_equal(items['state']['params']['dense']['kernel'],
-                                new_state(3, seed=3).params['dense']['kernel'])
+  np.testing.assert_array_equal(
+    items['state']['params']['dense']['kernel'], new_state(3, seed=3).params['dense']['kernel']
+  )
   assert items['state']['step'] == 3 and items['manifest']['next_batch_hash'] == 'hash3'
 
 
 def test_so_are_checkpoints_that_other_commands_wrote(tmp_path, open_manager):
   kernel = np.arange(64.0, dtype=np.float32).reshape(16, 4)
-  with ParamsWriter(tmp_path / 'converted', step=5, shapes={'dense/kernel': (16, 4)},
-                    chunks={'dense/kernel': (8, 4)}, about={}, compress=True) as writer:
+  with ParamsWriter(
+    tmp_path / 'converted',
+    step=5,
+    shapes={'dense/kernel': (16, 4)},
+    chunks={'dense/kernel': (8, 4)},
+    about={},
+    compress=True,
+  ) as writer:
     writer.write('dense/kernel', (), kernel)
   folder = folder_with(tmp_path, 3)
   done = run_here(lambda: reshard.main([f'--from={folder}', f'--to={tmp_path}/new']))
   assert done.code == 0, done.err
   converted, resharded = open_manager(tmp_path / 'converted'), open_manager(tmp_path / 'new')
   assert converted.all_steps() == [5] and resharded.all_steps() == [3]
-  np.testing.assert_array_equal(
-      converted.restore(5)['state']['params']['dense']['kernel'], kernel)
-  state = resharded.restore(3, args=ocp.args.Composite(
-      state=ocp.args.StandardRestore(abstract(new_state()))))['state']
+  np.testing.assert_array_equal(converted.restore(5)['state']['params']['dense']['kernel'], kernel)
+  state = resharded.restore(
+    3, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(new_state())))
+  )['state']
   assert_equal(state, new_state(3, seed=3))

@@ -61,15 +61,23 @@ def test_state_data_and_manifest_come_back(address):
 
 def test_what_lies_there_is_a_checkpoint_on_a_disk_too(address, tmp_path):
   # Everything that Orbax's tree can hold: None, empty containers, tuples, bfloat16, int64 layers.
-  state = new_state(3).replace(opt_state={
-      'none': None, 'empty': {}, 'chain': (optax.EmptyState(), {'mu': jnp.ones((8, 3))}),
-      'half': jnp.arange(700, dtype=jnp.bfloat16), 'unit': ()})
+  state = new_state(3).replace(
+    opt_state={
+      'none': None,
+      'empty': {},
+      'chain': (optax.EmptyState(), {'mu': jnp.ones((8, 3))}),
+      'half': jnp.arange(700, dtype=jnp.bfloat16),
+      'unit': (),
+    }
+  )
   with open_checkpointer(address, keep=Keep()) as remote, Checkpointer(str(tmp_path / 'a')) as disk:
     save(remote, 3, state)
     save(disk, 3, state)
   path = as_path(address) / 'checkpoint_3'
-  tree, same = (json.loads((folder / 'state' / '_METADATA').read_text())['tree_metadata']
-                for folder in (path, tmp_path / 'a' / 'checkpoint_3'))
+  tree, same = (
+    json.loads((folder / 'state' / '_METADATA').read_text())['tree_metadata']
+    for folder in (path, tmp_path / 'a' / 'checkpoint_3')
+  )
   assert tree == same
   for name in path.files():  # copied object by object
     copy = tmp_path / 'b' / 'checkpoint_3' / name
@@ -82,17 +90,23 @@ def test_what_lies_there_is_a_checkpoint_on_a_disk_too(address, tmp_path):
 def test_what_several_devices_hold_is_written_once_and_read_onto_any_mesh(address):
   mesh = jax.make_mesh((4, 2), ('data', 'model'))
   values = jax.random.normal(jax.random.key(1), (64, 8))
-  state = new_state(3).replace(params={
+  state = new_state(3).replace(
+    params={
       'split': jax.device_put(values, jax.NamedSharding(mesh, jax.P('model', None))),
-      'both': jax.device_put(values, jax.NamedSharding(mesh, jax.P('data', 'model')))})
+      'both': jax.device_put(values, jax.NamedSharding(mesh, jax.P('data', 'model'))),
+    }
+  )
   with open_checkpointer(address, keep=Keep()) as checkpointer:
     save(checkpointer, 3, state)
   reader = StateReader(address)
   assert reader.chunk_shape('params/split') == (32, 8)
   assert reader.chunk_shape('params/both') == (16, 4)
   other = jax.NamedSharding(jax.make_mesh((8,), ('x',)), jax.P(None, 'x'))
-  target = abstract(state).replace(params=jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=other), state.params))
+  target = abstract(state).replace(
+    params=jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=other), state.params
+    )
+  )
   with open_checkpointer(address, keep=Keep()) as checkpointer:
     restored = checkpointer.restore_latest(target).state
   assert restored.params['both'].sharding == other
@@ -104,8 +118,9 @@ def test_a_state_may_be_overwritten_once_save_returns(address):
   state = new_state(3, seed=3)
   with open_checkpointer(address, keep=Keep()) as checkpointer:
     save(checkpointer, 3, state)
-    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(
-        state))
+    jax.block_until_ready(
+      jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(state)
+    )
   with open_checkpointer(address, keep=Keep()) as checkpointer:
     assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(3, seed=3))
 
@@ -145,7 +160,8 @@ def test_what_was_not_committed_is_not_there_and_goes_at_the_next_start(address)
 
 @pytest.mark.parametrize('cut_at', ['unlink', 'remove_tree'])
 def test_a_deletion_that_was_cut_short_leaves_no_half_of_a_checkpoint(
-    address, cut_at, monkeypatch, caplog):
+  address, cut_at, monkeypatch, caplog
+):
   folder = run_with(address, 1, 2)
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(RemotePath, cut_at, mock.Mock(side_effect=KeyboardInterrupt))
@@ -162,8 +178,11 @@ def test_a_deletion_that_was_cut_short_leaves_no_half_of_a_checkpoint(
 
 def test_one_that_cannot_be_read_counts_no_more_until_its_step_is_saved_again(address, caplog):
   folder = run_with(address, 1, 2)
-  [data] = [n for n in folder.files(first='checkpoint_2/state/ocdbt', stop='checkpoint_2/state/p')
-            if '/d/' in n]
+  [data] = [
+    n
+    for n in folder.files(first='checkpoint_2/state/ocdbt', stop='checkpoint_2/state/p')
+    if '/d/' in n
+  ]
   whole = (folder / data).read_bytes()
   (folder / data).write_bytes(whole[:200] + bytes(len(whole) - 200))
   with open_checkpointer(address, keep=Keep()) as checkpointer:
@@ -179,8 +198,11 @@ def test_one_that_cannot_be_read_counts_no_more_until_its_step_is_saved_again(ad
 
 def test_a_missing_object_of_arrays_is_found_before_they_are_read(address):
   folder = run_with(address, 1, 2)
-  [data] = [n for n in folder.files(first='checkpoint_2/state/ocdbt', stop='checkpoint_2/state/p')
-            if '/d/' in n]
+  [data] = [
+    n
+    for n in folder.files(first='checkpoint_2/state/ocdbt', stop='checkpoint_2/state/p')
+    if '/d/' in n
+  ]
   (folder / data).unlink()
   saved = check_model_dir(address, target=abstract(new_state()))
   assert saved.step == 1
@@ -217,9 +239,13 @@ def test_a_server_that_is_gone_fails_the_save_with_the_reason(tmp_path):
   assert 'Could not connect' in str(failed.value) and 'AWS_ENDPOINT_URL' in str(failed.value)
 
 
-@pytest.mark.parametrize('what, options, part', [
-    ('bucket', {}, 'Make the bucket'), ('endpoint', {'AWS_ENDPOINT_URL': 'http://127.0.0.1:9'},
-                                        'Look at the network')])
+@pytest.mark.parametrize(
+  'what, options, part',
+  [
+    ('bucket', {}, 'Make the bucket'),
+    ('endpoint', {'AWS_ENDPOINT_URL': 'http://127.0.0.1:9'}, 'Look at the network'),
+  ],
+)
 def test_errors_say_what_is_wrong_and_which_variables_are_read(server, what, options, part):
   with server.used(**options), pytest.raises(CheckpointError) as failed:
     check_model_dir('s3://nobody-has-this/run', target=abstract(new_state()))
@@ -229,10 +255,17 @@ def test_errors_say_what_is_wrong_and_which_variables_are_read(server, what, opt
   assert not [secret for secret in (KEY_ID, SECRET, TOKEN) if secret in text]
 
 
-@pytest.mark.parametrize('text, part', [
-    ('s3:/bucket/run', 'two slashes'), ('s3://bucket', 'a folder in it'),
-    ('s3://user:secret@bucket/run', 'no user or password'), ('hdfs://host/run', 'not supported'),
-    ('gs://bucket/../run', 'BUCKET/FOLDER'), ('s3://bucket/run?x=1', 'BUCKET/FOLDER')])
+@pytest.mark.parametrize(
+  'text, part',
+  [
+    ('s3:/bucket/run', 'two slashes'),
+    ('s3://bucket', 'a folder in it'),
+    ('s3://user:secret@bucket/run', 'no user or password'),
+    ('hdfs://host/run', 'not supported'),
+    ('gs://bucket/../run', 'BUCKET/FOLDER'),
+    ('s3://bucket/run?x=1', 'BUCKET/FOLDER'),
+  ],
+)
 def test_other_addresses_are_refused_and_never_a_local_folder(text, part):
   with pytest.raises(ConfigError) as failed:
     as_path(text)
@@ -290,8 +323,10 @@ def test_a_reshard_that_was_cut_off_is_no_checkpoint_and_goes_on(server, address
   run_with(address, 3)
   assert reshard_from(address, tmp_path / 'disk').code == 0
   new = as_path(address + '_new')
-  with contextlib.closing(Gate(server.port)) as gate, server.used(
-      AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'):
+  with (
+    contextlib.closing(Gate(server.port)) as gate,
+    server.used(AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'),
+  ):
     gate.shut_at = f'PUT /runs/{new.key}/checkpoint_3/manifest'.encode()
     cut = reshard_from(tmp_path / 'disk', new)
   assert cut.code == 1 and str(new) in cut.err and 'AWS_ENDPOINT_URL' in cut.err
@@ -305,8 +340,9 @@ def test_another_run_starts_from_a_checkpoint_in_storage(address):
   restored = restore_from(folder / 'checkpoint_3', read_saved(folder, 3), abstract(new_state()))
   assert_equal(restored.state, new_state(3, seed=3))
   params = read_params(address, abstract(new_state()).params)
-  np.testing.assert_array_equal(params['dense']['kernel'],
-                                new_state(3, seed=3).params['dense']['kernel'])
+  np.testing.assert_array_equal(
+    params['dense']['kernel'], new_state(3, seed=3).params['dense']['kernel']
+  )
 
 
 def test_the_tools_read_storage_and_those_that_cannot_say_so(address, tmp_path):
@@ -317,8 +353,10 @@ def test_the_tools_read_storage_and_those_that_cannot_say_so(address, tmp_path):
   assert run_tool('verify', folder / 'checkpoint_2').out.count('values that were saved') == 1
   assert run_tool('diff', folder / 'checkpoint_3', address).code == 0
   assert run_tool('diff', folder / 'checkpoint_2', address).code == 1
-  for argv in (['average', address, '--last=2', f'--to={address}_mean'],
-               ['prune', address, '--keep_last=1', '--yes']):
+  for argv in (
+    ['average', address, '--last=2', f'--to={address}_mean'],
+    ['prune', address, '--keep_last=1', '--yes'],
+  ):
     refused = run_tool(*argv)
     assert refused.code == 1 and 'takes a folder of this machine' in refused.err
     assert 't5x_gpu.reshard' in refused.err
@@ -328,8 +366,10 @@ def test_the_tools_read_storage_and_those_that_cannot_say_so(address, tmp_path):
 
 def test_verify_does_not_call_storage_out_of_reach_damage(server, address):
   run_with(address, 3)
-  with contextlib.closing(Gate(server.port)) as gate, server.used(
-      AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'):
+  with (
+    contextlib.closing(Gate(server.port)) as gate,
+    server.used(AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'),
+  ):
     gate.shut_at = b'/ocdbt.process_0/d/'  # where the values are
     result = run_tool('verify', address)
   assert result.code == 2 and 'DAMAGED' not in result.out and 'AWS_ENDPOINT_URL' in result.err
@@ -338,10 +378,18 @@ def test_verify_does_not_call_storage_out_of_reach_damage(server, address):
 @pytest.mark.slow
 def test_two_processes_write_one_checkpoint_each_its_part(server, address):
   done = subprocess.run(
-      [sys.executable, '-m', 'tests.checkpoint.remote_ranks', '--count=2', f'--address={address}'],
-      cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_SECONDS, env={
-          **os.environ, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
-          'XLA_FLAGS': '--xla_force_host_platform_device_count=2'})
+    [sys.executable, '-m', 'tests.checkpoint.remote_ranks', '--count=2', f'--address={address}'],
+    cwd=REPOSITORY,
+    capture_output=True,
+    text=True,
+    timeout=DEADLINE_SECONDS,
+    env={
+      **os.environ,
+      'PYTHONPATH': str(REPOSITORY),
+      'JAX_PLATFORMS': 'cpu',
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=2',
+    },
+  )
   assert done.returncode == 0, done.stdout + done.stderr
   folder = as_path(address)
   assert committed_steps(folder) == [2, 3]

@@ -54,7 +54,8 @@ def test_another_host_is_believed_until_it_is_silent_for_long(tmp_path):
 
 
 def test_a_lock_that_another_user_keeps_to_himself_counts_while_it_is_renewed(
-    tmp_path, monkeypatch):
+  tmp_path, monkeypatch
+):
   lock_of(tmp_path)
   real_open = os.open  # root may read everything, so permissions cannot show it
 
@@ -62,6 +63,7 @@ def test_a_lock_that_another_user_keeps_to_himself_counts_while_it_is_renewed(
     if str(name).endswith(LOCK):
       raise PermissionError(13, 'Permission denied', name)
     return real_open(name, *args, **kwargs)
+
   monkeypatch.setattr(os, 'open', refuse)
   with pytest.raises(CheckpointError, match='renewed less than two minutes ago, by a user'):
     RunLock(tmp_path)
@@ -70,23 +72,30 @@ def test_a_lock_that_another_user_keeps_to_himself_counts_while_it_is_renewed(
 
 
 def test_a_restart_waits_for_the_lock_of_a_container_that_is_gone_and_logs_it(
-    tmp_path, monkeypatch, caplog):
+  tmp_path, monkeypatch, caplog
+):
   monkeypatch.setattr(run_lock, 'POLL_SECONDS', 0.01)
   lock_of(tmp_path, host='t5x-gpu-0', kernel='another', age=STALE_SECONDS - 1)
   with caplog.at_level('INFO', logger='t5x_gpu'):
     assert 'no sign of life for 120 s' in check_lock(tmp_path, wait=True)
   [line] = [r.getMessage() for r in caplog.records]  # once, not with each look
-  assert re.search(r'Waiting for .*run.lock of process \d+ on t5x-gpu-0.* last sign of life was 119 '
-                   r's ago.*takes over in 1 s', line)
+  assert re.search(
+    r'Waiting for .*run.lock of process \d+ on t5x-gpu-0.* last sign of life was 119 '
+    r's ago.*takes over in 1 s',
+    line,
+  )
 
 
 def test_a_restart_that_waits_gives_up_when_the_lock_is_renewed(tmp_path, monkeypatch, caplog):
   def renew(seconds: float) -> None:
     lock_of(tmp_path, host='gpu-07', kernel='another')
+
   monkeypatch.setattr(run_lock.time, 'sleep', renew)
   lock_of(tmp_path, host='gpu-07', kernel='another', age=30)
-  with caplog.at_level('INFO', logger='t5x_gpu'), pytest.raises(
-      CheckpointError, match='belongs to another run: process .* on gpu-07.* 0 s ago'):
+  with (
+    caplog.at_level('INFO', logger='t5x_gpu'),
+    pytest.raises(CheckpointError, match='belongs to another run: process .* on gpu-07.* 0 s ago'),
+  ):
     check_lock(tmp_path, wait=True)
   assert 'Waiting for' in caplog.text
 
@@ -107,8 +116,9 @@ def test_stale_locks_are_taken_over_at_once_with_a_log_line(tmp_path, ended, cha
   elif change == 'pid used again':
     lock_of(tmp_path, pid=os.getppid(), born='1')
   elif change == 'copied':
-    lock_of(tmp_path, pid=os.getppid(), born=run_lock._born(os.getppid()),
-            folder=str(tmp_path.parent))
+    lock_of(
+      tmp_path, pid=os.getppid(), born=run_lock._born(os.getppid()), folder=str(tmp_path.parent)
+    )
   else:
     (tmp_path / LOCK).write_text('{"host"')
   with caplog.at_level('INFO', logger='t5x_gpu'):
@@ -117,7 +127,8 @@ def test_stale_locks_are_taken_over_at_once_with_a_log_line(tmp_path, ended, cha
   lock.check()
   lock.release()
   assert [path.name for path in tmp_path.iterdir()] == (
-      ['corrupt_run.lock'] if change == 'torn' else [])
+    ['corrupt_run.lock'] if change == 'torn' else []
+  )
 
 
 def test_a_requeued_slurm_job_takes_over_from_its_earlier_attempt_at_once(tmp_path, monkeypatch):
@@ -142,7 +153,8 @@ def test_whoever_lost_the_lock_is_told_and_does_not_remove_it(tmp_path):
 
 
 def test_a_removed_lock_is_written_again_and_a_lock_is_touched_while_it_is_held(
-    tmp_path, monkeypatch):
+  tmp_path, monkeypatch
+):
   monkeypatch.setattr(run_lock, 'REFRESH_SECONDS', 0.01)
   lock = RunLock(tmp_path)
   (tmp_path / LOCK).unlink()
@@ -170,7 +182,8 @@ def test_a_second_run_and_a_dry_run_are_told_before_they_compile_and_change_noth
       assert 'MODEL_DIR is set at' in result.err
     now = listing(project.model_dir)
     assert {k: v for k, v in now.items() if k != LOCK} == {
-        k: v for k, v in before.items() if k != LOCK}
+      k: v for k, v in before.items() if k != LOCK
+    }
     run.let_go()
     assert run.finish() == 0, run.err
   assert not (project.model_dir / LOCK).exists()
@@ -204,8 +217,9 @@ def test_a_model_dir_deleted_during_a_run_is_named(tmp_path, warm):
 
 
 def test_the_watchdog_releases_the_lock(tmp_path, warm):
-  gin = TINY_GIN.replace('from t5x_gpu.models', 'from t5x_gpu.runtime import watchdog\n'
-                         'from t5x_gpu.models', 1)
+  gin = TINY_GIN.replace(
+    'from t5x_gpu.models', 'from t5x_gpu.runtime import watchdog\nfrom t5x_gpu.models', 1
+  )
   gin += """
 train_script.train.watchdog_cfg = @watchdog.WatchdogConfig()
 watchdog.WatchdogConfig.step_seconds = 1

@@ -11,8 +11,10 @@ import pytest
 
 from tests.cluster.slurm_lab import SlurmLab
 
-SLURM = {'programs': ('slurmctld', 'slurmd', 'sbatch', 'munged'),
-         'packages': ('slurmctld', 'slurmd', 'slurm-client', 'munge')}
+SLURM = {
+  'programs': ('slurmctld', 'slurmd', 'sbatch', 'munged'),
+  'packages': ('slurmctld', 'slurmd', 'slurm-client', 'munge'),
+}
 OPEN_MPI = {'programs': ('mpirun',), 'packages': ('openmpi-bin',)}
 INSTALL_SECONDS = 300
 _SBIN = ':/usr/sbin:/sbin'
@@ -27,14 +29,24 @@ def _installed(*, programs: tuple[str, ...], packages: tuple[str, ...]) -> None:
   if not _missing(programs):
     return
   if os.getuid() != 0 or not shutil.which('apt-get'):
-    pytest.skip(f'needs {", ".join(_missing(programs))}: apt-get install {" ".join(packages)} '
-                '(as root, it would have been done here)')
+    pytest.skip(
+      f'needs {", ".join(_missing(programs))}: apt-get install {" ".join(packages)} '
+      '(as root, it would have been done here)'
+    )
   env = {**os.environ, 'DEBIAN_FRONTEND': 'noninteractive'}
-  for command in (['apt-get', 'update', '-qq'],
-                  ['apt-get', 'install', '-y', '-qq', '--no-install-recommends', *packages]):
+  for command in (
+    ['apt-get', 'update', '-qq'],
+    ['apt-get', 'install', '-y', '-qq', '--no-install-recommends', *packages],
+  ):
     try:
-      done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True, timeout=INSTALL_SECONDS)
+      done = subprocess.run(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=INSTALL_SECONDS,
+      )
     except subprocess.TimeoutExpired:
       pytest.skip(f'{" ".join(command)} took more than {INSTALL_SECONDS} s')
     if done.returncode != 0:
@@ -64,6 +76,7 @@ def mpirun() -> str:
 def alone(tmp_path_factory) -> dict[int, float]:
   """The losses of the run that all clusters repeat: one process, one device, twenty steps."""
   from tests.helpers_train import Project  # it imports jax: only where a cluster test runs
+
   project = Project(pathlib.Path(tmp_path_factory.mktemp('alone')))
   assert project.run(num_devices=1).code == 0
   return project.metrics()

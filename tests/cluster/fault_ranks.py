@@ -28,9 +28,16 @@ def rank(index: int, run: dict) -> None:
   if run['hosts']:
     os.environ['T5X_GPU_DOMAIN'] = f'host {index}'
   sys.path.insert(0, run['folder'])
-  cli.run_main(lambda: train.main([
-      *run['argv'], f'--coordinator_address=127.0.0.1:{run["port"]}',
-      f'--process_count={run["count"]}', f'--process_index={index}']))
+  cli.run_main(
+    lambda: train.main(
+      [
+        *run['argv'],
+        f'--coordinator_address=127.0.0.1:{run["port"]}',
+        f'--process_count={run["count"]}',
+        f'--process_index={index}',
+      ]
+    )
+  )
 
 
 def is_stopped(pid: int) -> bool:

@@ -76,17 +76,33 @@ class NetLab:
     for host in range(self._num_hosts):
       name = self._name(host)
       _ip('netns', 'add', name)
-      _ip('-n', self._switch, 'link', 'add', f'port{host}', 'type', 'veth', 'peer', 'name', 'eth0',
-          'netns', name)
+      _ip(
+        '-n',
+        self._switch,
+        'link',
+        'add',
+        f'port{host}',
+        'type',
+        'veth',
+        'peer',
+        'name',
+        'eth0',
+        'netns',
+        name,
+      )
       _ip('-n', self._switch, 'link', 'set', f'port{host}', 'master', 'br0', 'up')
       _ip('-n', name, 'link', 'set', 'lo', 'up')
       _ip('-n', name, 'address', 'add', f'{self.address(host)}/24', 'dev', 'eth0')
       _ip('-n', name, 'link', 'set', 'eth0', 'up')
       files = pathlib.Path('/etc/netns') / name
       files.mkdir(parents=True)
-      (files / 'hosts').write_text('127.0.0.1 localhost\n' + ''.join(
+      (files / 'hosts').write_text(
+        '127.0.0.1 localhost\n'
+        + ''.join(
           f'{i == host and self._own_address or self.address(i)} h{i + 1}\n'
-          for i in range(self._num_hosts)))
+          for i in range(self._num_hosts)
+        )
+      )
     if self.start(0, ['true'], stderr=subprocess.DEVNULL).wait(20) != 0:
       raise NetLabError('a command cannot be run in a namespace')
 

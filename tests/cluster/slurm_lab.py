@@ -63,12 +63,16 @@ FirstJobId={first_job}
 class SlurmLab:
   """The daemons, and what one asks of them. As a context manager it leaves no process behind."""
 
-  def __init__(self, folder: pathlib.Path, *, num_nodes: int = 2, num_cpus: int = 8,
-               num_gpus: int = 2):
+  def __init__(
+    self, folder: pathlib.Path, *, num_nodes: int = 2, num_cpus: int = 8, num_gpus: int = 2
+  ):
     self.folder = folder.resolve()
     self._num_nodes, self._num_cpus, self._num_gpus = num_nodes, num_cpus, num_gpus
-    self.env = {**os.environ, 'SLURM_CONF': str(self.folder / 'slurm.conf'),
-                'PATH': os.environ['PATH'] + ':/usr/sbin:/sbin'}
+    self.env = {
+      **os.environ,
+      'SLURM_CONF': str(self.folder / 'slurm.conf'),
+      'PATH': os.environ['PATH'] + ':/usr/sbin:/sbin',
+    }
 
   def __enter__(self) -> Self:
     self._write_config()
@@ -81,17 +85,34 @@ class SlurmLab:
 
   def _start(self) -> None:
     munge = self.folder / 'munge'
-    self._run(['munged', *(f'--{name}={munge / file}' for name, file in (
-        ('key-file', 'key'), ('socket', 'socket'), ('pid-file', 'pid'), ('log-file', 'log'),
-        ('seed-file', 'seed'))), '--num-threads=2'])
+    self._run(
+      [
+        'munged',
+        *(
+          f'--{name}={munge / file}'
+          for name, file in (
+            ('key-file', 'key'),
+            ('socket', 'socket'),
+            ('pid-file', 'pid'),
+            ('log-file', 'log'),
+            ('seed-file', 'seed'),
+          )
+        ),
+        '--num-threads=2',
+      ]
+    )
     self._run(['slurmctld', '-c'])
     for node in self.nodes:
       self._run(['slurmd', '-c', '-N', node])
     deadline = time.monotonic() + START_SECONDS
     while self._idle_nodes() != len(self.nodes):
       if time.monotonic() > deadline:
-        raise AssertionError('Slurm did not come up:\n' + '\n'.join(
-            f'== {p}\n{p.read_text()[-2000:]}' for p in sorted((self.folder / 'log').iterdir())))
+        raise AssertionError(
+          'Slurm did not come up:\n'
+          + '\n'.join(
+            f'== {p}\n{p.read_text()[-2000:]}' for p in sorted((self.folder / 'log').iterdir())
+          )
+        )
       time.sleep(0.05)
 
   def __exit__(self, *exc_info: Any) -> None:
@@ -112,13 +133,18 @@ class SlurmLab:
     user = subprocess.check_output(['id', '-un'], text=True).strip()
     host = socket.gethostname().split('.')[0]
     # Job ids decide ports: two labs must not count alike.
-    text = CONFIG.format(folder=self.folder, port=port, user=user, host=host,
-                         first_job=port % 4096 + 1)
+    text = CONFIG.format(
+      folder=self.folder, port=port, user=user, host=host, first_job=port % 4096 + 1
+    )
     for node, its_port in zip(self.nodes, node_port):
-      text += (f'NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={its_port} '
-               f'CPUs={self._num_cpus} RealMemory=8000 Gres=gpu:{self._num_gpus} State=UNKNOWN\n')
+      text += (
+        f'NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={its_port} '
+        f'CPUs={self._num_cpus} RealMemory=8000 Gres=gpu:{self._num_gpus} State=UNKNOWN\n'
+      )
       (self.folder / 'spool' / node).mkdir()
-    text += f'PartitionName=main Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE State=UP\n'
+    text += (
+      f'PartitionName=main Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE State=UP\n'
+    )
     (self.folder / 'slurm.conf').write_text(text)
     # Named, so that slurmd does not look for a cgroup mount, which a container may lack.
     (self.folder / 'cgroup.conf').write_text('CgroupPlugin=cgroup/v1\n')
@@ -129,25 +155,42 @@ class SlurmLab:
         os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(195, i))
       except PermissionError:
         device.touch()
-    (self.folder / 'gres.conf').write_text(''.join(
+    (self.folder / 'gres.conf').write_text(
+      ''.join(
         f'NodeName={node} Name=gpu File={self.folder}/dev/nvidia[0-{self._num_gpus - 1}]\n'
-        for node in self.nodes))
+        for node in self.nodes
+      )
+    )
 
   def _run(self, command: list[str], **options: Any) -> str:
-    done = subprocess.run(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, timeout=30, **options)
+    done = subprocess.run(
+      command,
+      env=self.env,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      timeout=30,
+      **options,
+    )
     assert done.returncode == 0, f'{command}: {done.stdout}'
     return done.stdout
 
   def _idle_nodes(self) -> int:
-    done = subprocess.run(['sinfo', '-h', '-N', '-o', '%T'], env=self.env, text=True,
-                          capture_output=True, timeout=30)
+    done = subprocess.run(
+      ['sinfo', '-h', '-N', '-o', '%T'], env=self.env, text=True, capture_output=True, timeout=30
+    )
     return done.stdout.split().count('idle')
 
   def sbatch(self, *arguments: str, cwd: pathlib.Path, **variables: str) -> int:
     """Returns the id of the submitted job; `variables` are added to its environment."""
-    done = subprocess.run(['sbatch', '--parsable', *arguments], cwd=cwd, text=True, timeout=30,
-                          env={**self.env, **variables}, capture_output=True)
+    done = subprocess.run(
+      ['sbatch', '--parsable', *arguments],
+      cwd=cwd,
+      text=True,
+      timeout=30,
+      env={**self.env, **variables},
+      capture_output=True,
+    )
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
@@ -157,7 +200,9 @@ class SlurmLab:
 
   def job(self, number: int | str) -> dict[str, str]:
     """Returns what scontrol says of a job (or of ARRAY_TASK): JobState, Restarts, ExitCode, ..."""
-    return dict(re.findall(r'(\w+)=(\S*)', self._run(['scontrol', 'show', 'job', str(number), '-o'])))
+    return dict(
+      re.findall(r'(\w+)=(\S*)', self._run(['scontrol', 'show', 'job', str(number), '-o']))
+    )
 
   def wait(self, number: int | str, *states: str, seconds: float) -> dict[str, str]:
     """Returns the job once it is in one of `states`, any end by default."""
@@ -174,8 +219,9 @@ class SlurmLab:
 
   def stop(self) -> None:
     """Ends jobs, daemons, and whatever outlived them."""
-    ids = subprocess.run(['squeue', '-h', '-o', '%A'], env=self.env, text=True,
-                         capture_output=True).stdout.split()
+    ids = subprocess.run(
+      ['squeue', '-h', '-o', '%A'], env=self.env, text=True, capture_output=True
+    ).stdout.split()
     if ids:
       subprocess.run(['scancel', '--signal=KILL', '--full', *ids], env=self.env)
       subprocess.run(['scancel', *ids], env=self.env)
@@ -190,8 +236,11 @@ class SlurmLab:
       except OSError:
         continue
       pid = int(path.parent.name)
-      if mark in environment and pid != os.getpid() and (
-          _name(pid) == 'slurmstepd' or any(e.startswith(b'SLURM_JOB_ID=') for e in environment)):
+      if (
+        mark in environment
+        and pid != os.getpid()
+        and (_name(pid) == 'slurmstepd' or any(e.startswith(b'SLURM_JOB_ID=') for e in environment))
+      ):
         _kill(pid, signal.SIGKILL)
 
 

@@ -26,13 +26,29 @@ def test_two_processes_with_unequal_rows_find_what_one_finds(tmp_path):
   assert alone.code == 0, alone.err
   environment = {**os.environ, 'XLA_FLAGS': xla_flags()}
   done = subprocess.run(
-      [sys.executable, '-m', 't5x_gpu.launch', '--nproc', '2', '--no_gpu',
-       '--module', 't5x_gpu.eval', '--', *project.argv('--name=together', **FLAGS)],
-      cwd=tmp_path, env={**environment, 'PYTHONPATH': str(REPOSITORY)}, stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_SECONDS)
+    [
+      sys.executable,
+      '-m',
+      't5x_gpu.launch',
+      '--nproc',
+      '2',
+      '--no_gpu',
+      '--module',
+      't5x_gpu.eval',
+      '--',
+      *project.argv('--name=together', **FLAGS),
+    ],
+    cwd=tmp_path,
+    env={**environment, 'PYTHONPATH': str(REPOSITORY)},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=DEADLINE_SECONDS,
+  )
   assert done.returncode == 0, done.stdout
-  one, many = (read_json_lines(project.model_dir / 'eval' / f'{name}.jsonl')
-               for name in ('alone', 'together'))
+  one, many = (
+    read_json_lines(project.model_dir / 'eval' / f'{name}.jsonl') for name in ('alone', 'together')
+  )
   assert [r['step'] for r in many] == [2] and len(one[0]) == len(many[0]) > 8
   for name, value in many[0].items():
     assert value == pytest.approx(one[0][name], rel=1e-4), name

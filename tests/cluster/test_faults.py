@@ -26,14 +26,18 @@ pytestmark = pytest.mark.cluster
 
 DEADLINE_SECONDS = 90
 
-GIN = TINY_GIN.replace('LOG_PERIOD = 1', 'LOG_PERIOD = 5') + '''
+GIN = (
+  TINY_GIN.replace('LOG_PERIOD = 1', 'LOG_PERIOD = 5')
+  + """
 from t5x_gpu.runtime import watchdog
 train_script.train.watchdog_cfg = @watchdog.WatchdogConfig()
-'''
+"""
+)
 SHORT = {'WatchdogConfig.period_seconds': 0.2, 'WatchdogConfig.dead_seconds': 3}
 
 # A user's own data module. FAULT is 'RANK:BATCH:KIND', BATCH from 1; the time goes to `fault`.
-FAULTY_DATA = '''"""Synthetic batches of 50 ms, and something that goes wrong before one of them."""
+FAULTY_DATA = (
+  '''"""Synthetic batches of 50 ms, and something that goes wrong before one of them."""
 
 import os
 import signal
@@ -74,7 +78,9 @@ def before(number):
     fault()
   time.sleep(0.05)
 
-''' + WATCHED_BATCHES + '''
+'''
+  + WATCHED_BATCHES
+  + """
 
 class FaultyBatches(WatchedBatches):
 
@@ -89,7 +95,8 @@ def open_batches(config, *, spec, feature_converter, repeat=True):
   if not repeat:
     slow(is_me=True)
   return FaultyBatches(batches) if repeat else batches
-'''
+"""
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +108,7 @@ class Ended:
     seconds: from the fault until each rank ended.
     texts: what each rank wrote.
   """
+
   codes: list[int]
   seconds: list[float]
   texts: list[str]
@@ -117,26 +125,43 @@ class Ranks:
 
   def __init__(self, compiled: pathlib.Path):
     env = {**os.environ, 'XLA_FLAGS': xla_flags()}
-    env.update(JAX_PLATFORMS='cpu', PYTHONPATH=str(REPOSITORY), PYTHONUNBUFFERED='1',
-               TF_CPP_MIN_LOG_LEVEL='1', JAX_COMPILATION_CACHE_DIR=str(compiled),
-               JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+    env.update(
+      JAX_PLATFORMS='cpu',
+      PYTHONPATH=str(REPOSITORY),
+      PYTHONUNBUFFERED='1',
+      TF_CPP_MIN_LOG_LEVEL='1',
+      JAX_COMPILATION_CACHE_DIR=str(compiled),
+      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
+    )
     self._popen = subprocess.Popen(
-        [sys.executable, REPOSITORY / 'tests' / 'cluster' / 'fault_ranks.py'], env=env, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+      [sys.executable, REPOSITORY / 'tests' / 'cluster' / 'fault_ranks.py'],
+      env=env,
+      text=True,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      start_new_session=True,
+    )
 
   def close(self) -> None:
     if self._popen.poll() is None:
       os.killpg(self._popen.pid, signal.SIGKILL)  # its ranks as well, if a test left some
     self._popen.communicate()
 
-  def run(self, project: Project, fault: str, *, ranks: int, hosts: bool = False, **settings
-          ) -> Ended:
+  def run(
+    self, project: Project, fault: str, *, ranks: int, hosts: bool = False, **settings
+  ) -> Ended:
     """Returns how a run of `ranks` processes, or hosts, with `fault` ended."""
     settings = {'DATA_MODULE': 'faulty_data', 'TRAIN_STEPS': 40, 'BATCH_SIZE': 12, **settings}
     for path in project.folder.glob('fault_*'):
       path.unlink()
-    run = {'count': ranks, 'folder': str(project.folder), 'fault': fault, 'hosts': hosts,
-           'port': random.randrange(20000, 30000), 'argv': project.argv(**settings)}
+    run = {
+      'count': ranks,
+      'folder': str(project.folder),
+      'fault': fault,
+      'hosts': hosts,
+      'port': random.randrange(20000, 30000),
+      'argv': project.argv(**settings),
+    }
     # A run that hangs is ended by the timer: the answer is then an empty line.
     timer = threading.Timer(DEADLINE_SECONDS, self.close)
     timer.start()
@@ -148,8 +173,9 @@ class Ranks:
     ends = json.loads(answer.removeprefix('ENDS '))
     times = [float(path.read_text()) for path in project.folder.glob('fault_*')]
     started = min(times, default=ends[0][1])
-    return Ended([code for code, _ in ends], [end - started for _, end in ends],
-                 texts(project, ranks))
+    return Ended(
+      [code for code, _ in ends], [end - started for _, end in ends], texts(project, ranks)
+    )
 
 
 @pytest.fixture(scope='module')
@@ -179,12 +205,15 @@ def test_a_killed_rank_ends_the_others_within_30_seconds_and_is_named(ranks, pro
   assert others(ended.codes, rank) == [EXIT_RANK_DEAD] * 3, ended.texts
   assert max(ended.seconds) < 30
   for text in others(ended.texts, rank):
-    found = re.search(fr'process {rank} on (\S+) \(pid \d+\), last seen at step (\d+)',
-                      reports(text)[0])
+    found = re.search(
+      rf'process {rank} on (\S+) \(pid \d+\), last seen at step (\d+)', reports(text)[0]
+    )
     assert found, text
     assert step - 25 <= int(found[2]) < step  # heartbeats come once a second, steps each 50 ms
-  print(f'\nkill -9 of rank {rank} of 4: the others ended after '
-        f'{min(others(ended.seconds, rank)):.1f} to {max(ended.seconds):.1f} s')
+  print(
+    f'\nkill -9 of rank {rank} of 4: the others ended after '
+    f'{min(others(ended.seconds, rank)):.1f} to {max(ended.seconds):.1f} s'
+  )
 
 
 @pytest.mark.slow
@@ -192,23 +221,29 @@ def test_a_killed_rank_ends_the_others_within_30_seconds_and_is_named(ranks, pro
 def test_a_stopped_rank_ends_the_others_and_is_named(ranks, project, rank):
   ended = ranks.run(project, f'{rank}:12:stop', ranks=2, **SHORT)
   assert ended.codes[1 - rank] == EXIT_RANK_DEAD, ended.texts
-  assert re.search(fr'process {rank} on \S+ \(pid \d+\), last seen at step \d',
-                   reports(ended.texts[1 - rank])[0])
+  assert re.search(
+    rf'process {rank} on \S+ \(pid \d+\), last seen at step \d', reports(ended.texts[1 - rank])[0]
+  )
   assert ended.seconds[1 - rank] < 30  # JAX alone: 60
   print(f'\nSIGSTOP of rank {rank} of 2, dead_seconds 3: {ended.seconds[1 - rank]:.1f} s')
 
 
 def test_a_rank_stuck_in_its_data_is_named_on_all_with_its_stack(ranks, project):
   rank = 2
-  ended = ranks.run(project, f'{rank}:12:sleep', ranks=3, **SHORT,
-              **{'WatchdogConfig.step_seconds': 4, 'WatchdogConfig.step_factor': 1})
+  ended = ranks.run(
+    project,
+    f'{rank}:12:sleep',
+    ranks=3,
+    **SHORT,
+    **{'WatchdogConfig.step_seconds': 4, 'WatchdogConfig.step_factor': 1},
+  )
   assert ended.codes == [EXIT_STUCK] * 3, ended.texts
   assert max(ended.seconds) < 30  # JAX alone: never
   for text in ended.texts:
     behind = re.search('^Behind the others: (.*)$', text, re.MULTILINE)
     assert behind and behind[1].startswith(f'process {rank} on'), text
     assert behind[1].count('process') == 1, text
-    assert re.search(fr'process {rank} on .* in faulty_data.py:\d+ \(fault\)', text), text
+    assert re.search(rf'process {rank} on .* in faulty_data.py:\d+ \(fault\)', text), text
     assert 'most recent call first' in text
   assert 'in fault' in ended.texts[rank]  # its own stack
   print(f'\nrank {rank} of 3 stuck, step_seconds 4: {max(ended.seconds):.1f} s')
@@ -237,9 +272,18 @@ def test_a_user_error_on_all_ranks_is_each_ones_own_and_leaves_with_1(ranks, pro
 def test_what_takes_long_but_goes_on_is_no_fault(ranks, project):
   """Opening the data, and each save on one rank, take longer than any silence or step may."""
   # A busy machine may well take three seconds for a step.
-  ended = ranks.run(project, '1:0:slow', ranks=2, TRAIN_STEPS=10,
-                    **SHORT | {'WatchdogConfig.dead_seconds': 6, 'WatchdogConfig.step_seconds': 6,
-                               'WatchdogConfig.step_factor': 1})
+  ended = ranks.run(
+    project,
+    '1:0:slow',
+    ranks=2,
+    TRAIN_STEPS=10,
+    **SHORT
+    | {
+      'WatchdogConfig.dead_seconds': 6,
+      'WatchdogConfig.step_seconds': 6,
+      'WatchdogConfig.step_factor': 1,
+    },
+  )
   assert ended.codes == [0, 0], ended.texts
   assert not reports(''.join(ended.texts)) and project.steps() == [10]
 
@@ -252,8 +296,10 @@ def test_preemption_of_one_rank_saves_on_all_and_the_run_continues(ranks, projec
   signalled = float((project.folder / 'fault_1').read_text())
   assert 12 <= step < 40 and 0 < saved - signalled < 15
   assert 'Reached preemption sync point' not in ''.join(ended.texts)
-  print(f'\nSIGTERM to committed checkpoint, 2 ranks: {saved - signalled:.1f} s; '
-        f'until both had left: {max(ended.seconds):.1f} s')
+  print(
+    f'\nSIGTERM to committed checkpoint, 2 ranks: {saved - signalled:.1f} s; '
+    f'until both had left: {max(ended.seconds):.1f} s'
+  )
   again = ranks.run(project, '9:1:none', ranks=2)
   assert again.codes == [0, 0], again.texts
   assert f'Continuing from {project.model_dir}/checkpoint_{step}' in again.texts[0]

@@ -36,19 +36,34 @@ class Run:
   def __init__(self, lab: NetLab, project: Project, **settings):
     settings = {**SETTINGS, **settings}
     env = {**os.environ, 'XLA_FLAGS': xla_flags()}
-    env.update(JAX_PLATFORMS='cpu', PYTHONPATH=f'{REPOSITORY}:{project.folder}',
-               FAULT='none:0:none', PYTHONUNBUFFERED='1', TF_CPP_MIN_LOG_LEVEL='1',
-               JAX_COMPILATION_CACHE_DIR=str(project.folder.parent / 'compiled_faults'),
-               JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0')
+    env.update(
+      JAX_PLATFORMS='cpu',
+      PYTHONPATH=f'{REPOSITORY}:{project.folder}',
+      FAULT='none:0:none',
+      PYTHONUNBUFFERED='1',
+      TF_CPP_MIN_LOG_LEVEL='1',
+      JAX_COMPILATION_CACHE_DIR=str(project.folder.parent / 'compiled_faults'),
+      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
+    )
     self._files = [project.folder / f'host_{i}.txt' for i in range(2)]
     self._processes = []
     for i in range(2):
-      flags = (f'--coordinator_address={lab.address(0)}:{PORT}', '--process_count=2',
-               f'--process_index={i}')
+      flags = (
+        f'--coordinator_address={lab.address(0)}:{PORT}',
+        '--process_count=2',
+        f'--process_index={i}',
+      )
       with open(self._files[i], 'wb') as out:
-        self._processes.append(lab.start(
-            i, [sys.executable, '-m', 't5x_gpu.train', *project.argv(*flags, **settings)],
-            cwd=project.folder, env=env, stdout=out, stderr=subprocess.STDOUT))
+        self._processes.append(
+          lab.start(
+            i,
+            [sys.executable, '-m', 't5x_gpu.train', *project.argv(*flags, **settings)],
+            cwd=project.folder,
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+          )
+        )
 
   def __enter__(self):
     return self
@@ -110,10 +125,15 @@ def test_a_short_cut_heals_a_long_one_ends_both_sides_and_nothing_is_lost(lab, p
   lab.heal(1)
   assert [code for code, _ in ends] == [EXIT_RANK_DEAD] * 2, texts
   assert max(seconds for _, seconds in ends) < 30
-  assert re.search(r'No sign of life for 1\d s from process 1 on h2 \(pid \d+\), last seen at step',
-                   reports(texts[0])[0])
-  assert re.search(r'Process 1 on h2 .* has not reached process 0 on h1 \(pid \d+\), last seen at '
-                   r'step \d+', reports(texts[1])[0])
+  assert re.search(
+    r'No sign of life for 1\d s from process 1 on h2 \(pid \d+\), last seen at step',
+    reports(texts[0])[0],
+  )
+  assert re.search(
+    r'Process 1 on h2 .* has not reached process 0 on h1 \(pid \d+\), last seen at '
+    r'step \d+',
+    reports(texts[1])[0],
+  )
   print(f'\nlink cut: process 0 ended after {ends[0][1]:.1f} s, process 1 after {ends[1][1]:.1f} s')
   last = project.steps()[-1]
   with Run(lab, project, **total) as run:

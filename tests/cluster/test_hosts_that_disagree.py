@@ -25,10 +25,13 @@ import os
 def mine(factor=1.0):
   return lambda step: factor * float(os.environ.get('MY_RATE', 1e-2)) * (step >= 0)
 '''
-GIN = TINY_GIN + '''
+GIN = (
+  TINY_GIN
+  + """
 import my_schedules
 train_script.train.learning_rate = @my_schedules.mine()
-'''
+"""
+)
 # A user's own data module: synthetic batches, and one file of text.
 DATA = '''"""Synthetic batches that belong to corpus.txt."""
 
@@ -57,12 +60,12 @@ def open_batches(config, **options):
   return MyBatches(synthetic.open_batches(config, **options))
 '''
 # As `python -m t5x_gpu.train`, with little patience.
-IMPATIENT = '''
+IMPATIENT = """
 from t5x_gpu import cli, train
 from t5x_gpu.checkpoint.storage import shared_folder
 shared_folder.LOOK_SECONDS = 0.5
 cli.run_main(train.main)
-'''
+"""
 
 
 class TwoHosts:
@@ -91,8 +94,13 @@ class TwoHosts:
 
   def _start(self, index: int, address: str, flags: tuple[str, ...], script, settings):
     return self.projects[index].start(
-        *flags, '--process_count=2', f'--process_index={index}',
-        f'--coordinator_address={address}', script=script, **settings)
+      *flags,
+      '--process_count=2',
+      f'--process_index={index}',
+      f'--coordinator_address={address}',
+      script=script,
+      **settings,
+    )
 
 
 @pytest.fixture
@@ -120,8 +128,14 @@ def test_another_module_of_the_user_on_one_host_is_named_before_anything_compile
   other = hosts.folders[1] / 'my_schedules.py'
   other.write_text(SCHEDULES.replace('1e-2', '2e-2'))
   ended = hosts.run()
-  refused(ended, 'ClusterError: The processes do not run the same code', 'module my_schedules: ',
-          f'on process 0 ({HOST})', f'{other} (', f'on process 1 ({HOST})')
+  refused(
+    ended,
+    'ClusterError: The processes do not run the same code',
+    'module my_schedules: ',
+    f'on process 0 ({HOST})',
+    f'{other} (',
+    f'on process 1 ({HOST})',
+  )
   assert not any('mesh:' in text for _, text in ended)
   assert not hosts.model_dir.exists()
 
@@ -133,16 +147,26 @@ def test_an_environment_variable_that_changes_the_step_is_found(hosts, monkeypat
   def started(index, *args):
     monkeypatch.setenv('MY_RATE', str(0.01 * (index + 1)))
     return start(index, *args)
+
   monkeypatch.setattr(hosts, '_start', started)
-  refused(hosts.run(), 'The lowered training step is not the same on all 2 processes',
-          f'process 1 ({HOST}): ', '2.000000e-02')
+  refused(
+    hosts.run(),
+    'The lowered training step is not the same on all 2 processes',
+    f'process 1 ({HOST}): ',
+    '2.000000e-02',
+  )
 
 
 def test_a_changed_byte_in_a_file_of_one_host_is_named(hosts):
   path = hosts.folders[1] / 'corpus.txt'
   path.write_bytes(path.read_bytes()[:-2] + b'!\n')
-  refused(hosts.run(DATA_MODULE='my_data'), 'DataError: The hosts do not read the same data',
-          'training data, corpus.txt: ', f'on process 1 ({HOST})', '(14,000 bytes')
+  refused(
+    hosts.run(DATA_MODULE='my_data'),
+    'DataError: The hosts do not read the same data',
+    'training data, corpus.txt: ',
+    f'on process 1 ({HOST})',
+    '(14,000 bytes',
+  )
 
 
 @pytest.mark.slow
@@ -155,9 +179,14 @@ def test_a_data_module_that_differs_is_named(hosts):
 
 def test_a_model_dir_that_hosts_do_not_share_is_told_at_the_start(hosts):
   ended = hosts.run(script=IMPATIENT, MODEL_DIR='model')  # each below its own working folder
-  refused(ended, f'CheckpointError: MODEL_DIR = {str(hosts.folders[0] / "model")!r} is not one '
-          'folder for all processes', '1 of 2 processes do not see it',
-          f'process 1 ({HOST}): {hosts.folders[1] / "model"}', 'docs/slurm.md#what-hosts-must')
+  refused(
+    ended,
+    f'CheckpointError: MODEL_DIR = {str(hosts.folders[0] / "model")!r} is not one '
+    'folder for all processes',
+    '1 of 2 processes do not see it',
+    f'process 1 ({HOST}): {hosts.folders[1] / "model"}',
+    'docs/slurm.md#what-hosts-must',
+  )
   assert not (hosts.folders[1] / 'model').exists()
 
 
@@ -184,6 +213,7 @@ def test_an_older_checkout_of_this_package_on_one_host_is_named(tmp_path, monkey
   def started(index, address, flags, script, settings):
     run = interpreter + 'from t5x_gpu import cli, train\ncli.run_main(train.main)'
     return start(index, address, flags, run if index else None, settings)
+
   monkeypatch.setattr(hosts, '_start', started)
   refused(hosts.run(), 't5x_gpu/training/schedules.py: ', str(changed))
 
@@ -202,5 +232,3 @@ def test_real_data_that_differs_is_named(tmp_path, warm, kind):
     for seed, folder in enumerate(hosts.folders):
       prepare_here('mixed', folder / 'rows', num_parts=1, seed=seed)
   refused(hosts.run(MIXTURE_OR_TASK_NAME=name, **settings), 'do not read the same data', changed)
-
-

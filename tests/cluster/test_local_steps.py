@@ -12,7 +12,8 @@ pytestmark = pytest.mark.cluster
 
 # A user's own data module, which kills its process before batch FAULT once both hosts have kept the
 # step before the one under way.
-KILLING_DATA = '''"""Synthetic batches; before batch number $FAULT the process ends, by kill -9."""
+KILLING_DATA = (
+  '''"""Synthetic batches; before batch number $FAULT the process ends, by kill -9."""
 
 import os
 import pathlib
@@ -30,7 +31,9 @@ def before(number):
       time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
-''' + WATCHED_BATCHES
+'''
+  + WATCHED_BATCHES
+)
 NEVER = '0'
 KILLED_BEFORE, KEPT, STEPS = 12, 9, 15  # 12, 15: of a save that the kill may cut off
 
@@ -49,10 +52,22 @@ def project_in(folder) -> Project:
 
 
 def run(ranks: Ranks, project: Project, fault: str, *, hosts: int = 2, **settings) -> Ended:
-  return ranks.run(project, fault, ranks=hosts, hosts=True, **{
-      'DATA_MODULE': 'killing_data', 'TRAIN_STEPS': STEPS, 'SAVE_PERIOD': 30, 'BATCH_SIZE': 8,
+  return ranks.run(
+    project,
+    fault,
+    ranks=hosts,
+    hosts=True,
+    **{
+      'DATA_MODULE': 'killing_data',
+      'TRAIN_STEPS': STEPS,
+      'SAVE_PERIOD': 30,
+      'BATCH_SIZE': 8,
       'CheckpointConfig.local_checkpoint_dir': f'{project.folder}/host_$RANK_OF_TEST',
-      'CheckpointConfig.local_period': 3, 'train.train_eval_dataset_cfg': None, **settings})
+      'CheckpointConfig.local_period': 3,
+      'train.train_eval_dataset_cfg': None,
+      **settings,
+    },
+  )
 
 
 FSDP = {'Partitioner.fsdp': 2}
@@ -75,8 +90,7 @@ def assert_went_on(ended: Ended, project: Project) -> None:
   assert not any(p.is_file() for p in project.folder.glob('host_*/**/*'))  # all is in MODEL_DIR
 
 
-def test_killed_hosts_of_which_one_lost_its_disk_go_on_from_a_local_step(
-    ranks, tmp_path):
+def test_killed_hosts_of_which_one_lost_its_disk_go_on_from_a_local_step(ranks, tmp_path):
   project = project_in(tmp_path / 'killed')
   killed(ranks, project, lost=1, **FSDP)
   before = project.metrics()
@@ -87,10 +101,12 @@ def test_killed_hosts_of_which_one_lost_its_disk_go_on_from_a_local_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('parallel, lost, hosts_after', [
-    (FSDP, 0, 2), ({}, 0, 2), (FSDP, 1, 1), ({}, 1, 1)])
+@pytest.mark.parametrize(
+  'parallel, lost, hosts_after', [(FSDP, 0, 2), ({}, 0, 2), (FSDP, 1, 1), ({}, 1, 1)]
+)
 def test_losses_are_those_of_a_run_that_was_not_killed(
-    ranks, tmp_path, parallel, lost, hosts_after):
+  ranks, tmp_path, parallel, lost, hosts_after
+):
   whole, project = project_in(tmp_path / 'whole'), project_in(tmp_path / 'killed')
   assert run(ranks, whole, NEVER, **parallel).codes == [0, 0]
   killed(ranks, project, lost=lost, **parallel)
@@ -104,10 +120,12 @@ def test_losses_are_those_of_a_run_that_was_not_killed(
 
 @pytest.mark.slow
 def test_without_both_copies_the_run_starts_from_what_is_durable_and_names_the_hosts(
-    ranks, tmp_path):
+  ranks, tmp_path
+):
   project = project_in(tmp_path / 'killed')
-  assert -signal.SIGKILL in run(ranks, project, str(KILLED_BEFORE), **{
-      **FSDP, 'SAVE_PERIOD': 6}).codes
+  assert (
+    -signal.SIGKILL in run(ranks, project, str(KILLED_BEFORE), **{**FSDP, 'SAVE_PERIOD': 6}).codes
+  )
   for path in project.folder.glob('host_*/*/step_*'):
     if not path.name.startswith('step_3.'):
       path.write_bytes(path.read_bytes()[:-1000])

@@ -14,13 +14,25 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 def test_two_processes_of_mpirun_give_the_losses_of_one(mpirun, tmp_path, alone):
   project = Project(tmp_path)
-  env = {**os.environ, 'PYTHON': sys.executable, 'PYTHONPATH': str(REPOSITORY),
-         'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags(), 'OMPI_ALLOW_RUN_AS_ROOT': '1',
-         'OMPI_ALLOW_RUN_AS_ROOT_CONFIRM': '1', 'OMPI_MCA_rmaps_base_oversubscribe': '1'}
+  env = {
+    **os.environ,
+    'PYTHON': sys.executable,
+    'PYTHONPATH': str(REPOSITORY),
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': xla_flags(),
+    'OMPI_ALLOW_RUN_AS_ROOT': '1',
+    'OMPI_ALLOW_RUN_AS_ROOT_CONFIRM': '1',
+    'OMPI_MCA_rmaps_base_oversubscribe': '1',
+  }
   done = subprocess.run(
-      [REPOSITORY / 'scripts' / 'train_mpi.sh', '2', project.gin_file, *project.argv()[1:]],
-      cwd=project.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-      timeout=DEADLINE_SECONDS)
+    [REPOSITORY / 'scripts' / 'train_mpi.sh', '2', project.gin_file, *project.argv()[1:]],
+    cwd=project.folder,
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=DEADLINE_SECONDS,
+  )
   assert done.returncode == 0, done.stdout
   assert '(OMPI_COMM_WORLD_RANK of mpirun)' in done.stdout
   assert 'mesh: 1 host x 2 CPU devices' in done.stdout

@@ -18,8 +18,14 @@ from tests.helpers_xla import xla_flags
 pytestmark = pytest.mark.cluster
 
 # A low learning rate: where a gradient is nearly 0, Adam makes whole steps of its rounding.
-MACROS = {'TRAIN_STEPS': 3, 'WARMUP_STEPS': 1, 'TransformerConfig.num_layers': 4,
-          'LEARNING_RATE': 1e-3, 'DROPOUT_RATE': 0.1, 'train.train_eval_dataset_cfg': None}
+MACROS = {
+  'TRAIN_STEPS': 3,
+  'WARMUP_STEPS': 1,
+  'TransformerConfig.num_layers': 4,
+  'LEARNING_RATE': 1e-3,
+  'DROPOUT_RATE': 0.1,
+  'train.train_eval_dataset_cfg': None,
+}
 
 
 @pytest.fixture(scope='module')
@@ -33,14 +39,21 @@ def alone(tmp_path_factory) -> Project:
 def parameters(project: Project) -> dict[str, np.ndarray]:
   """Returns path -> value of the parameters in the last checkpoint, read by Orbax alone."""
   folder, reader = project.model_dir / 'checkpoint_3' / 'state', ocp.PyTreeCheckpointer()
-  state = reader.restore(folder, restore_args=jax.tree.map(
-      lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
-      reader.metadata(folder).item_metadata.tree))
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): value
-          for path, value in jax.tree_util.tree_leaves_with_path(state['params'])}
+  state = reader.restore(
+    folder,
+    restore_args=jax.tree.map(
+      lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(folder).item_metadata.tree
+    ),
+  )
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): value
+    for path, value in jax.tree_util.tree_leaves_with_path(state['params'])
+  }
 
 
-@pytest.mark.parametrize('parallel, processes, devices_of_each, macros', [
+@pytest.mark.parametrize(
+  'parallel, processes, devices_of_each, macros',
+  [
     ('fsdp', 4, 1, {}),
     # Over processes of one host: legal.
     pytest.param('tp', 4, 1, {'NUM_PARTITIONS': 4}, marks=pytest.mark.slow),
@@ -52,19 +65,37 @@ def parameters(project: Project) -> dict[str, np.ndarray]:
     pytest.param('tp_sp', 2, 2, {'NUM_PARTITIONS': 4}, marks=pytest.mark.slow),
     pytest.param('pp', 2, 2, {'Partitioner.stage': 2}, marks=pytest.mark.slow),
     pytest.param('3d', 2, 4, {}, marks=pytest.mark.slow),
-])
+  ],
+)
 def test_processes_give_the_losses_and_parameters_of_one(
-    tmp_path, alone, parallel, processes, devices_of_each, macros):
+  tmp_path, alone, parallel, processes, devices_of_each, macros
+):
   project = Project(tmp_path)
-  env = {**os.environ, 'PYTHONPATH': str(REPOSITORY),
-         'XLA_FLAGS': xla_flags(devices_of_each)}
+  env = {**os.environ, 'PYTHONPATH': str(REPOSITORY), 'XLA_FLAGS': xla_flags(devices_of_each)}
   done = subprocess.run(
-      [sys.executable, '-m', 't5x_gpu.launch', '--nproc', str(processes), '--no_gpu', '--',
-       f'--gin_file={project.gin_file}', f'--gin_file=gin_configs/parallel/{parallel}.gin',
-       *project.argv(**MACROS, **macros)[1:]], cwd=tmp_path, env=env, stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_SECONDS)
+    [
+      sys.executable,
+      '-m',
+      't5x_gpu.launch',
+      '--nproc',
+      str(processes),
+      '--no_gpu',
+      '--',
+      f'--gin_file={project.gin_file}',
+      f'--gin_file=gin_configs/parallel/{parallel}.gin',
+      *project.argv(**MACROS, **macros)[1:],
+    ],
+    cwd=tmp_path,
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    timeout=DEADLINE_SECONDS,
+  )
   assert done.returncode == 0, done.stdout
-  assert re.search(rf'\[0\] .*mesh: 1 host x {processes * devices_of_each} CPU devices', done.stdout)
+  assert re.search(
+    rf'\[0\] .*mesh: 1 host x {processes * devices_of_each} CPU devices', done.stdout
+  )
   assert list(project.metrics()) == [1, 2, 3]
   assert project.metrics() == pytest.approx(alone.metrics(), rel=1e-6)
   ours, theirs = parameters(project), parameters(alone)

@@ -1,4 +1,4 @@
-"""sbatch scripts/train.slurm on a real Slurm of two nodes: trains, is requeued, and is the same run."""
+"""scripts/train.slurm on a real Slurm of two nodes: it trains, is requeued, and continues."""
 
 import os
 import re
@@ -13,24 +13,39 @@ from tests.helpers_xla import xla_flags
 pytestmark = pytest.mark.cluster
 
 SCRIPT = str(REPOSITORY / 'scripts' / 'train.slurm')
-TWO_BY_TWO = ('--nodes=2', '--ntasks-per-node=2', '--gpus-per-node=2', '--cpus-per-task=1',
-              '--time=10')
+TWO_BY_TWO = (
+  '--nodes=2',
+  '--ntasks-per-node=2',
+  '--gpus-per-node=2',
+  '--cpus-per-task=1',
+  '--time=10',
+)
 RUN_SECONDS = 150
 
 
 def environment(project: Project) -> dict[str, str]:
-  return {'PYTHON': sys.executable, 'PYTHONPATH': str(REPOSITORY), 'JAX_PLATFORMS': 'cpu',
-          # One device per process: the fake eight of the test session are not meant here.
-          'XLA_FLAGS': xla_flags(),
-          'JAX_COMPILATION_CACHE_DIR': str(project.folder.parent / 'compiled'),
-          'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'PYTHONUNBUFFERED': '1'}
+  return {
+    'PYTHON': sys.executable,
+    'PYTHONPATH': str(REPOSITORY),
+    'JAX_PLATFORMS': 'cpu',
+    # One device per process: the fake eight of the test session are not meant here.
+    'XLA_FLAGS': xla_flags(),
+    'JAX_COMPILATION_CACHE_DIR': str(project.folder.parent / 'compiled'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'PYTHONUNBUFFERED': '1',
+  }
 
 
-def submit(slurm, project: Project, *flags: str, sbatch: tuple[str, ...] = TWO_BY_TWO, **macros
-           ) -> int:
-  return slurm.sbatch(*sbatch, SCRIPT, *(
-      str(project.gin_file), *project.argv(*flags, **macros)[1:]), cwd=project.folder,
-                      **environment(project))
+def submit(
+  slurm, project: Project, *flags: str, sbatch: tuple[str, ...] = TWO_BY_TWO, **macros
+) -> int:
+  return slurm.sbatch(
+    *sbatch,
+    SCRIPT,
+    *(str(project.gin_file), *project.argv(*flags, **macros)[1:]),
+    cwd=project.folder,
+    **environment(project),
+  )
 
 
 def output(project: Project, job: int) -> str:
@@ -39,7 +54,8 @@ def output(project: Project, job: int) -> str:
 
 
 def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_process(
-    slurm, tmp_path, alone):
+  slurm, tmp_path, alone
+):
   project = Project(tmp_path)
   job = submit(slurm, project)
   deadline = time.monotonic() + RUN_SECONDS
@@ -66,12 +82,17 @@ def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_
 def test_the_doctor_looks_at_all_tasks_and_measures_the_links_between_the_nodes(slurm, tmp_path):
   script = tmp_path / 'doctor.sh'
   script.write_text(f'#!/bin/bash\nsrun {sys.executable} -m t5x_gpu.doctor\n')
-  job = slurm.sbatch(*TWO_BY_TWO, '--output=out.txt', str(script), cwd=tmp_path,
-                     **environment(Project(tmp_path)))
+  job = slurm.sbatch(
+    *TWO_BY_TWO, '--output=out.txt', str(script), cwd=tmp_path, **environment(Project(tmp_path))
+  )
   ended = slurm.wait(job, seconds=RUN_SECONDS)
   text = (tmp_path / 'out.txt').read_text()
-  assert re.search(r'^ok    all-reduce  \S+ GB/s in host, \S+ GB/s across hosts '
-                   r'\(2 hosts x 2 CPU devices\)$', text, re.MULTILINE), text
+  assert re.search(
+    r'^ok    all-reduce  \S+ GB/s in host, \S+ GB/s across hosts '
+    r'\(2 hosts x 2 CPU devices\)$',
+    text,
+    re.MULTILINE,
+  ), text
   assert text.count('ok    matmul') == 1  # of process 0
   assert ended['ExitCode'] == f'{int("FAIL" in text)}:0', text
 
@@ -80,33 +101,52 @@ def test_what_slurm_shows_to_tasks_gives_each_its_own_gpus(slurm):
   """The trap of --gpus-per-task, with the variables of a real Slurm and fake devices."""
   if not all((slurm.folder / 'dev' / f'nvidia{i}').is_char_device() for i in range(2)):
     pytest.skip('without root there are no device files, and Slurm sets no CUDA_VISIBLE_DEVICES')
-  program = ('import os; from t5x_gpu.runtime.cluster.cluster import detect; '
-             'os.environ.pop("JAX_PLATFORMS", None); c = detect(os.environ); '
-             'print(c.process_index, os.environ["CUDA_VISIBLE_DEVICES"], c.local_device_ids, '
-             'c.coordinator_address)')
+  program = (
+    'import os; from t5x_gpu.runtime.cluster.cluster import detect; '
+    'os.environ.pop("JAX_PLATFORMS", None); c = detect(os.environ); '
+    'print(c.process_index, os.environ["CUDA_VISIBLE_DEVICES"], c.local_device_ids, '
+    'c.coordinator_address)'
+  )
 
   def seen(*flags: str) -> list[str]:
     lines = slurm.srun(*flags, f'--chdir={REPOSITORY}', sys.executable, '-c', program)
     return sorted(line for line in lines if not line.startswith('srun:'))  # queued, allocated
+
   shared = seen('-N2', '--ntasks-per-node=2', '--gpus-per-node=2')
   assert [line.rsplit(' ', 1)[0] for line in shared] == [
-      '0 0,1 (0,)', '1 0,1 (1,)', '2 0,1 (0,)', '3 0,1 (1,)']
+    '0 0,1 (0,)',
+    '1 0,1 (1,)',
+    '2 0,1 (0,)',
+    '3 0,1 (1,)',
+  ]
   assert len({line.rsplit(' ', 1)[1] for line in shared}) == 1
   bound = seen('-N2', '-n4', '--ntasks-per-node=2', '--gpus-per-task=1')
   assert [line.rsplit(' ', 1)[0] for line in bound] == [
-      '0 0 None', '1 1 None', '2 0 None', '3 1 None']
+    '0 0 None',
+    '1 1 None',
+    '2 0 None',
+    '3 1 None',
+  ]
   whole = seen('-N2', '--ntasks-per-node=1', '--gpus-per-node=2')
   assert [line.rsplit(' ', 1)[0] for line in whole] == ['0 0,1 None', '1 0,1 None']
 
 
 def test_two_steps_of_one_job_do_not_meet_each_other(slurm, tmp_path):
-  program = ('import os; from t5x_gpu.runtime.cluster.cluster import detect; c = detect(os.environ); '
-             'print("STEP", c.run_id, c.coordinator_address)')
+  program = (
+    'import os; from t5x_gpu.runtime.cluster.cluster import detect; c = detect(os.environ); '
+    'print("STEP", c.run_id, c.coordinator_address)'
+  )
   script = tmp_path / 'two_steps.sh'
-  step = f'srun --ntasks=2 --overlap {sys.executable} -c \'{program}\''
+  step = f"srun --ntasks=2 --overlap {sys.executable} -c '{program}'"
   script.write_text(f'#!/bin/bash\n{step} & {step} & wait\n')
-  job = slurm.sbatch('--nodes=1', '--ntasks=2', '--output=out.txt', str(script), cwd=tmp_path,
-                     PYTHONPATH=str(REPOSITORY))
+  job = slurm.sbatch(
+    '--nodes=1',
+    '--ntasks=2',
+    '--output=out.txt',
+    str(script),
+    cwd=tmp_path,
+    PYTHONPATH=str(REPOSITORY),
+  )
   slurm.wait(job, seconds=60)
   lines = [line for line in (tmp_path / 'out.txt').read_text().splitlines() if 'STEP' in line]
   assert len(lines) == 4 and len(set(lines)) == 2
@@ -116,23 +156,35 @@ def test_two_steps_of_one_job_do_not_meet_each_other(slurm, tmp_path):
 def test_stale_ranks_are_refused_in_a_step_of_two_tasks_and_one_process_still_runs(slurm, tmp_path):
   program = tmp_path / 'who.py'
   program.write_text(
-      'import os, sys\nfrom t5x_gpu.errors import ClusterError\n'
-      'from t5x_gpu.runtime.cluster.cluster import detect\n'
-      'try:\n  c = detect(os.environ)\n'
-      '  print(sys.argv[1], c.kind, c.process_index, c.process_count)\n'
-      'except ClusterError as e:\n  print(sys.argv[1], "refused", e)\n')
+    'import os, sys\nfrom t5x_gpu.errors import ClusterError\n'
+    'from t5x_gpu.runtime.cluster.cluster import detect\n'
+    'try:\n  c = detect(os.environ)\n'
+    '  print(sys.argv[1], c.kind, c.process_index, c.process_count)\n'
+    'except ClusterError as e:\n  print(sys.argv[1], "refused", e)\n'
+  )
   who = f'{sys.executable} {program}'
   script = tmp_path / 'stale.sh'
   script.write_text(
-      f'#!/bin/bash\n{who} SHELL\nsrun -n2 {who} STEP\nsrun -n1 {who} TASK\n'
-      f'export RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost\n'
-      f'{who} STALE_SHELL\nsrun -n2 {who} STALE_STEP\nsrun -n1 {who} STALE_TASK\n')
-  job = slurm.sbatch('--nodes=1', '--ntasks=2', '--output=out.txt', str(script), cwd=tmp_path,
-                     PYTHONPATH=str(REPOSITORY))
+    f'#!/bin/bash\n{who} SHELL\nsrun -n2 {who} STEP\nsrun -n1 {who} TASK\n'
+    f'export RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost\n'
+    f'{who} STALE_SHELL\nsrun -n2 {who} STALE_STEP\nsrun -n1 {who} STALE_TASK\n'
+  )
+  job = slurm.sbatch(
+    '--nodes=1',
+    '--ntasks=2',
+    '--output=out.txt',
+    str(script),
+    cwd=tmp_path,
+    PYTHONPATH=str(REPOSITORY),
+  )
   slurm.wait(job, seconds=RUN_SECONDS)
   lines = (tmp_path / 'out.txt').read_text().splitlines()
   assert sorted(line for line in lines if not line.startswith(('STALE', ' '))) == [
-      'SHELL single 0 1', 'STEP slurm 0 2', 'STEP slurm 1 2', 'TASK slurm 0 1'], lines
+    'SHELL single 0 1',
+    'STEP slurm 0 2',
+    'STEP slurm 1 2',
+    'TASK slurm 0 1',
+  ], lines
   assert 'STALE_SHELL torchrun 0 1' in lines and 'STALE_TASK torchrun 0 1' in lines, lines
   refused = sorted(line for line in lines if line.startswith('STALE_STEP'))
   assert len(refused) == 2 and all('RANK=0, WORLD_SIZE=1' in line for line in refused), lines
@@ -141,8 +193,18 @@ def test_stale_ranks_are_refused_in_a_step_of_two_tasks_and_one_process_still_ru
 
 def test_a_mistake_ends_the_job_at_once_and_is_not_requeued(slurm, tmp_path):
   project = Project(tmp_path)
-  job = submit(slurm, project, sbatch=('--nodes=1', '--ntasks-per-node=2', '--gpus-per-node=2',
-                                       '--cpus-per-task=1', '--time=10'), BATCH_SIZE=7)
+  job = submit(
+    slurm,
+    project,
+    sbatch=(
+      '--nodes=1',
+      '--ntasks-per-node=2',
+      '--gpus-per-node=2',
+      '--cpus-per-task=1',
+      '--time=10',
+    ),
+    BATCH_SIZE=7,
+  )
   ended = slurm.wait(job, seconds=RUN_SECONDS)
   text = output(project, job)
   assert (ended['JobState'], ended['Restarts']) == ('FAILED', '0'), text
@@ -169,13 +231,23 @@ def test_a_signalled_task_of_an_array_is_requeued_and_the_others_are_left_alone(
   python = tmp_path / 'python'
   python.write_text(ARRAY_TASK)
   python.chmod(0o755)
-  array = slurm.sbatch('--array=0-2', '--nodes=1', '--ntasks-per-node=1', '--gpus-per-node=1',
-                       '--cpus-per-task=1', '--time=10', SCRIPT, 'my.gin', cwd=tmp_path,
-                       PYTHON=str(python))
+  array = slurm.sbatch(
+    '--array=0-2',
+    '--nodes=1',
+    '--ntasks-per-node=1',
+    '--gpus-per-node=1',
+    '--cpus-per-task=1',
+    '--time=10',
+    SCRIPT,
+    'my.gin',
+    cwd=tmp_path,
+    PYTHON=str(python),
+  )
 
   def starts() -> list[str]:
     path = tmp_path / 'starts'
     return sorted(path.read_text().split()) if path.exists() else []
+
   deadline = time.monotonic() + 60
   while not (tmp_path / 'waits').exists() or len(starts()) < 3:
     assert time.monotonic() < deadline, starts()
@@ -197,7 +269,14 @@ def test_a_signalled_task_of_an_array_is_requeued_and_the_others_are_left_alone(
 
 
 def test_the_script_says_how_it_is_used(slurm, tmp_path):
-  job = slurm.sbatch('--nodes=1', '--ntasks-per-node=1', '--gpus-per-node=1', '--cpus-per-task=1',
-                     SCRIPT, cwd=tmp_path, **{'PATH': os.environ['PATH']})
+  job = slurm.sbatch(
+    '--nodes=1',
+    '--ntasks-per-node=1',
+    '--gpus-per-node=1',
+    '--cpus-per-task=1',
+    SCRIPT,
+    cwd=tmp_path,
+    PATH=os.environ['PATH'],
+  )
   assert slurm.wait(job, seconds=60)['ExitCode'] == '2:0'
   assert 'usage: sbatch scripts/train.slurm' in (tmp_path / f't5x_gpu-{job}.out').read_text()

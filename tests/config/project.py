@@ -2,7 +2,7 @@
 
 import pathlib
 
-TRAIN = '''
+TRAIN = """
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Literal, Optional, Union
@@ -56,9 +56,9 @@ def train(*, model_dir: str, data: Data, eval_data: Optional[Data] = None,
 
 def infer(*, model_dir: str):
   return model_dir
-'''
+"""
 
-RUN = '''# python -m app.train
+RUN = """# python -m app.train
 from __gin__ import dynamic_registration
 from app import train as train_script
 
@@ -82,12 +82,12 @@ train_script.Data.lengths = {'targets': %LENGTH}
 OPTIMIZER = @train_script.AdamW()
 train_script.AdamW.schedule = @train_script.rsqrt
 train_script.rsqrt.warmup = 20
-'''
+"""
 
-EXAMPLE = '''include 'gin_configs/runs/run.gin'
+EXAMPLE = """include 'gin_configs/runs/run.gin'
 
 BATCH_SIZE = 8
-'''
+"""
 
 ENTRY = 'app.train.train'
 

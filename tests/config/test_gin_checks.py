@@ -12,55 +12,89 @@ def problems_of(load, *files, bindings=()) -> str:
   return str(e.value)
 
 
-@pytest.mark.parametrize('line, expected', [
-    ('trian/train_script.Data.pack = False',
-     "no reference enters scope 'trian' of trian/Data.pack. Did you mean 'train'?"),
+@pytest.mark.parametrize(
+  'line, expected',
+  [
+    (
+      'trian/train_script.Data.pack = False',
+      "no reference enters scope 'trian' of trian/Data.pack. Did you mean 'train'?",
+    ),
     ('BATCH_SZIE = 7', "macro BATCH_SZIE is set, and nothing uses it. Did you mean 'BATCH_SIZE'?"),
-    ('train_script.Adafactor.decay = 0.5',
-     'Adafactor.decay is set, but the run never uses Adafactor: no @Adafactor leads to it'),
-    ('train/train_script.AdamW.decay = 0.5',
-     'train/AdamW.decay is set, but no @train/AdamW is used. It is used as @OPTIMIZER/AdamW.'),
+    (
+      'train_script.Adafactor.decay = 0.5',
+      'Adafactor.decay is set, but the run never uses Adafactor: no @Adafactor leads to it',
+    ),
+    (
+      'train/train_script.AdamW.decay = 0.5',
+      'train/AdamW.decay is set, but no @train/AdamW is used. It is used as @OPTIMIZER/AdamW.',
+    ),
     ("train_script.Data.pack = 'yes'", "Data.pack = 'yes': 'yes' is a str, it takes bool."),
-    ('train_script.Partitioner.num_partition = 2',
-     "Partitioner has no parameter 'num_partition'. Did you mean 'num_partitions'?"),
-    ('train_script.Partitoner.num_partitions = 2',
-     "Module app.train has no 'Partitoner'. Did you mean 'Partitioner'?"),
-    ('train_scrip.Partitioner.num_partitions = 2',
-     "'train_scrip' is not imported. Did you mean 'train_script'?"),
-    ('train_script.train.optimizer = @train_script.AdmaW()',
-     "Module app.train has no 'AdmaW'. Did you mean 'AdamW'?"),
-])
+    (
+      'train_script.Partitioner.num_partition = 2',
+      "Partitioner has no parameter 'num_partition'. Did you mean 'num_partitions'?",
+    ),
+    (
+      'train_script.Partitoner.num_partitions = 2',
+      "Module app.train has no 'Partitoner'. Did you mean 'Partitioner'?",
+    ),
+    (
+      'train_scrip.Partitioner.num_partitions = 2',
+      "'train_scrip' is not imported. Did you mean 'train_script'?",
+    ),
+    (
+      'train_script.train.optimizer = @train_script.AdmaW()',
+      "Module app.train has no 'AdmaW'. Did you mean 'AdamW'?",
+    ),
+  ],
+)
 def test_one_wrong_line_gives_one_problem_with_its_place(project, load, line, expected):
-  write(project / 'bad.gin', 'from __gin__ import dynamic_registration\n'
-        f'from app import train as train_script\n{line}\n')
+  write(
+    project / 'bad.gin',
+    f'from __gin__ import dynamic_registration\nfrom app import train as train_script\n{line}\n',
+  )
   text = problems_of(load, 'my.gin', 'bad.gin')
   assert text.startswith('bad.gin:3: ')
   assert expected in text
   assert 'problems' not in text, 'consequences of the one problem are reported as well'
 
 
-@pytest.mark.parametrize('binding, expected', [
-    ('BATCHSIZE=8', "--gin.BATCHSIZE: no gin file uses a macro BATCHSIZE. "
-                    "Did you mean 'BATCH_SIZE'?"),
-    ('tran.total_steps=8', "--gin.tran.total_steps: No function or class 'tran' is known to gin. "
-                           "Did you mean 'train'?"),
+@pytest.mark.parametrize(
+  'binding, expected',
+  [
+    (
+      'BATCHSIZE=8',
+      "--gin.BATCHSIZE: no gin file uses a macro BATCHSIZE. Did you mean 'BATCH_SIZE'?",
+    ),
+    (
+      'tran.total_steps=8',
+      "--gin.tran.total_steps: No function or class 'tran' is known to gin. Did you mean 'train'?",
+    ),
     # As T5X spells it, where it belongs to another class.
-    ('trainer.Trainer.total_steps=8', 'total_steps is a parameter of train: '
-                                      'write train.total_steps.'),
+    (
+      'trainer.Trainer.total_steps=8',
+      'total_steps is a parameter of train: write train.total_steps.',
+    ),
     ('partitioning.PjitPartitioner.num_partitions=2', 'write Partitioner.num_partitions.'),
     ('train.total_step=8', "train has no parameter 'total_step'. Did you mean 'total_steps'?"),
-    ('evl/Data.batch_size=8', "no reference enters scope 'evl' of evl/Data.batch_size. "
-                              "Did you mean 'eval'?"),
-    ('TRAIN_STEPS="8"', "--gin.TRAIN_STEPS: train.total_steps = '8' through %TRAIN_STEPS at "
-                        "gin_configs/runs/run.gin:16: '8' is a str, it takes int. Write 8."),
+    (
+      'evl/Data.batch_size=8',
+      "no reference enters scope 'evl' of evl/Data.batch_size. Did you mean 'eval'?",
+    ),
+    (
+      'TRAIN_STEPS="8"',
+      "--gin.TRAIN_STEPS: train.total_steps = '8' through %TRAIN_STEPS at "
+      "gin_configs/runs/run.gin:16: '8' is a str, it takes int. Write 8.",
+    ),
     ('TRAIN_STEPS=many', "'many' is a str, it takes int."),
     ('Data.pack=true', "'true' is a str, it takes bool. Write True."),
     ('train.dtype=float16', "'float16' is a str, it takes 'float32' or 'bfloat16'."),
     ('train.optimizer=@AdamW', 'is the class or function itself; write @AdamW() to call it.'),
     ('train.data=@Partitioner()', '@Partitioner() gives Partitioner, it takes Data.'),
-    ('train.layers=abc', "it takes Sequence[int]"),
-    ('AdamW.betas=[0.9, 0.99]', '[0.9, 0.99] is a list, it takes tuple[float, float]. '
-                                'Write (0.9, 0.99).'),
+    ('train.layers=abc', 'it takes Sequence[int]'),
+    (
+      'AdamW.betas=[0.9, 0.99]',
+      '[0.9, 0.99] is a list, it takes tuple[float, float]. Write (0.9, 0.99).',
+    ),
     ('AdamW.betas=(0.9,)', 'it takes tuple[float, float]'),
     ('Data.lengths={"targets": 8.0}', 'it takes Mapping[str, int]'),
     ('LENGTH=8.5', 'it takes Mapping[str, int]'),
@@ -73,29 +107,45 @@ def test_one_wrong_line_gives_one_problem_with_its_place(project, load, line, ex
     ('MODEL_DIR=[a', 'starts like a gin value but is not one'),
     ('MODEL_DIR=', '--gin.MODEL_DIR has no value.'),
     ('MODEL-DIR=a', '--gin.MODEL-DIR is not a name that gin can bind.'),
-])
+  ],
+)
 def test_command_line_mistakes(load, binding, expected):
   text = problems_of(load, bindings=[binding])
   assert expected in text
   assert 'problems' not in text
 
 
-@pytest.mark.parametrize('binding', [
-    'AdamW.decay=1', 'train.layers=(1, 2)', 'train.eval_data=None',
+@pytest.mark.parametrize(
+  'binding',
+  [
+    'AdamW.decay=1',
+    'train.layers=(1, 2)',
+    'train.eval_data=None',
     'train.optimizer=@train_script.Adafactor()',
-    'train.model_dir=a', "Data.lengths={'targets': %TRAIN_STEPS}", 'train.dtype=bfloat16',
-    'AdamW.schedule=@train_script.Adafactor'])
+    'train.model_dir=a',
+    "Data.lengths={'targets': %TRAIN_STEPS}",
+    'train.dtype=bfloat16',
+    'AdamW.schedule=@train_script.Adafactor',
+  ],
+)
 def test_legal_values_pass(load, binding):
   load(['my.gin'], bindings=[binding])
 
 
 def test_all_problems_come_in_one_error(project, load):
   write(project / 'bad.gin', 'A = 1\nB = 2\nA = 3\n')
-  text = problems_of(load, 'my.gin', 'bad.gin',
-                     bindings=['TRAIN_STEPS=x', 'trian/Data.pack=False', 'Data.pak=True'])
+  text = problems_of(
+    load, 'my.gin', 'bad.gin', bindings=['TRAIN_STEPS=x', 'trian/Data.pack=False', 'Data.pak=True']
+  )
   assert 'The configuration cannot be used: 6 problems.' in text
-  for expected in ('bad.gin:3 binds A a second time; bad.gin:1 does too', 'bad.gin:2: macro B',
-                   'bad.gin:3: macro A', "'x' is a str", "'trian'", "'pak'"):
+  for expected in (
+    'bad.gin:3 binds A a second time; bad.gin:1 does too',
+    'bad.gin:2: macro B',
+    'bad.gin:3: macro A',
+    "'x' is a str",
+    "'trian'",
+    "'pak'",
+  ):
     assert expected in text
 
 
@@ -108,8 +158,10 @@ def test_a_key_bound_twice_in_one_file(project, load):
 
 def test_an_include_below_may_not_take_back_a_value(project, load):
   write(project / 'my.gin', "BATCH_SIZE = 8\ninclude 'gin_configs/runs/run.gin'\n")
-  assert ('my.gin:1 sets BATCH_SIZE = 8, and gin_configs/runs/run.gin:5, included after it, '
-          'sets it to 128. Move the include above.') in problems_of(load)
+  assert (
+    'my.gin:1 sets BATCH_SIZE = 8, and gin_configs/runs/run.gin:5, included after it, '
+    'sets it to 128. Move the include above.'
+  ) in problems_of(load)
 
 
 def test_macros_in_a_circle(project, load):
@@ -119,10 +171,12 @@ def test_macros_in_a_circle(project, load):
 
 
 def test_overriding_a_user_of_macros_is_no_error_but_noted(load):
-  config = load(['my.gin'], bindings=['train.total_steps=5', 'MODEL_DIR=a',
-                                      'train.optimizer=@train_script.Adafactor()'])
+  config = load(
+    ['my.gin'],
+    bindings=['train.total_steps=5', 'MODEL_DIR=a', 'train.optimizer=@train_script.Adafactor()'],
+  )
   assert config.arguments()['total_steps'] == 5
-  note, = config.notes
+  (note,) = config.notes
   for key in ('TRAIN_STEPS (gin_configs/runs/run.gin:8)', 'OPTIMIZER', 'AdamW.schedule', 'rsqrt'):
     assert key in note
 
@@ -133,16 +187,21 @@ def test_a_command_line_override_that_changes_nothing_is_an_error(load):
 
 
 def test_bindings_of_decorated_configurables_count_as_used(project, load):
-  write(project / 'mine.py', 'import gin\n@gin.configurable\ndef helper(x: int = 1): return x\n'
-        "def f():\n  with gin.config_scope('inner'):\n    return helper()\n")
+  write(
+    project / 'mine.py',
+    'import gin\n@gin.configurable\ndef helper(x: int = 1): return x\n'
+    "def f():\n  with gin.config_scope('inner'):\n    return helper()\n",
+  )
   write(project / 'more.gin', 'import mine\nhelper.x = %HELP\nHELP = 2\ninner/helper.x = 3\n')
   load(['my.gin', 'more.gin'])
   write(project / 'more.gin', 'import mine\nhelper.x = 1\nother/helper.x = 3\n')
   assert "more.gin:3: no reference enters scope 'other'" in problems_of(load, 'my.gin', 'more.gin')
 
 
-@pytest.mark.parametrize('text, expected', [
-    ('A = runs/a\n', "bad.gin:1 is not gin"),
+@pytest.mark.parametrize(
+  'text, expected',
+  [
+    ('A = runs/a\n', 'bad.gin:1 is not gin'),
     ('A = runs/a\n', "Text needs quotes: A = 'runs/a'"),
     ('A = 1\n\nB = [1, 2\n', 'is not closed'),
     ('A = 1\nB 2\n', "bad.gin:2 is not gin: Couldn't parse statement, expected ':' or '='"),
@@ -155,7 +214,8 @@ def test_bindings_of_decorated_configurables_count_as_used(project, load):
     ('import broken\n', 'broken.py:2).'),
     ('import needs\n', "Importing needs failed: ModuleNotFoundError: No module named 'nothing"),
     ("include 'nowhere.gin'\n", "bad.gin:1 includes 'nowhere.gin', which does not exist."),
-])
+  ],
+)
 def test_unreadable_files_and_modules_are_the_only_problem(project, load, text, expected):
   write(project / 'bad.gin', text)
   write(project / 'broken.py', '\nx\n')
@@ -166,8 +226,11 @@ def test_unreadable_files_and_modules_are_the_only_problem(project, load, text, 
 
 
 def test_one_failed_import_hides_its_consequences(project, load):
-  write(project / 'bad.gin', 'from __gin__ import dynamic_registration\nfrom app import trian\n'
-        'trian.train.total_steps = 5\ntrian.train.model_dir = @trian.f()\n')
+  write(
+    project / 'bad.gin',
+    'from __gin__ import dynamic_registration\nfrom app import trian\n'
+    'trian.train.total_steps = 5\ntrian.train.model_dir = @trian.f()\n',
+  )
   text = problems_of(load, 'bad.gin')
   assert text == "bad.gin:2: There is no module 'trian' in app. Did you mean 'train'?"
 
@@ -186,10 +249,13 @@ def test_problems_in_two_files_are_both_found(project, load):
 
 
 def test_macros_used_only_by_unused_bindings_are_not_reported_as_well(project, load):
-  write(project / 'bad.gin', 'from __gin__ import dynamic_registration\n'
-        'from app import train as train_script\n'
-        'trian/train_script.Data.pack = %A\nA = True\n'
-        'evla/train_script.Data.pack = %B\nB = %C\nC = False\n')
+  write(
+    project / 'bad.gin',
+    'from __gin__ import dynamic_registration\n'
+    'from app import train as train_script\n'
+    'trian/train_script.Data.pack = %A\nA = True\n'
+    'evla/train_script.Data.pack = %B\nB = %C\nC = False\n',
+  )
   text = problems_of(load, 'my.gin', 'bad.gin')
   assert '2 problems' in text and "'trian'" in text and "'evla'" in text
 
@@ -197,4 +263,5 @@ def test_macros_used_only_by_unused_bindings_are_not_reported_as_well(project, l
 def test_a_chain_of_unused_macros_is_one_problem(project, load):
   write(project / 'bad.gin', 'A = %B\nB = %C\nC = 1\n')
   assert problems_of(load, 'my.gin', 'bad.gin') == (
-      'bad.gin:1: macro A is set, and nothing uses it.')
+    'bad.gin:1: macro A is set, and nothing uses it.'
+  )

@@ -18,7 +18,7 @@ def test_arguments_are_what_gin_would_pass(project, load):
   assert arguments['total_steps'] == 50
   assert arguments['data'].batch_size == 8 and arguments['eval_data'].batch_size == 4
   assert arguments['data'].lengths == {'targets': 16}
-  assert arguments['optimizer'].schedule(5) == pytest.approx(25 ** -0.5)
+  assert arguments['optimizer'].schedule(5) == pytest.approx(25**-0.5)
   assert type(arguments['data']).__module__ == 'app.train'
 
 
@@ -28,7 +28,9 @@ def test_later_files_and_the_command_line_override(project, load):
   assert (arguments['data'].batch_size, arguments['total_steps']) == (9, 3)
 
 
-@pytest.mark.parametrize('binding, name, value', [
+@pytest.mark.parametrize(
+  'binding, name, value',
+  [
     ('train.total_steps=3', 'total_steps', 3),
     ('train_script.train.total_steps=3', 'total_steps', 3),
     ('app.train_script.train.total_steps=3', 'total_steps', 3),
@@ -39,16 +41,23 @@ def test_later_files_and_the_command_line_override(project, load):
     ('MODEL_DIR=2024/a', 'model_dir', '2024/a'),
     ('MODEL_DIR=a=b', 'model_dir', 'a=b'),
     ('train.optimizer=None', 'optimizer', None),
-])
+  ],
+)
 def test_command_line_spellings(load, binding, name, value):
   bindings = ['MODEL_DIR=d', binding]
   assert load(['my.gin'], bindings=bindings).arguments()[name] == value
 
 
 def test_command_line_reaches_scopes_and_unregistered_names(load):
-  arguments = load(['my.gin'], bindings=['MODEL_DIR=d', 'train/Data.batch_size=2',
-                                         'AdamW.schedule=@train_script.constant',
-                                         'constant.rate=0.5']).arguments()
+  arguments = load(
+    ['my.gin'],
+    bindings=[
+      'MODEL_DIR=d',
+      'train/Data.batch_size=2',
+      'AdamW.schedule=@train_script.constant',
+      'constant.rate=0.5',
+    ],
+  ).arguments()
   assert arguments['data'].batch_size == 2 and arguments['eval_data'].batch_size == 4
   assert arguments['optimizer'].schedule(1) == 0.5
 
@@ -56,8 +65,10 @@ def test_command_line_reaches_scopes_and_unregistered_names(load):
 def test_loads_do_not_see_each_other(project, load):
   load(['my.gin'], bindings=['train.dtype=bfloat16'])
   write(project / 'app/train.py', 'def train(*, x: int = 0): pass\n')
-  write(project / 'other.gin', 'from __gin__ import dynamic_registration\n'
-        'from app import train\ntrain.train.x = 5\n')
+  write(
+    project / 'other.gin',
+    'from __gin__ import dynamic_registration\nfrom app import train\ntrain.train.x = 5\n',
+  )
   for name in ('app.train', 'app'):
     del sys.modules[name]
   assert load(['other.gin']).arguments() == {'x': 5}
@@ -80,8 +91,11 @@ def test_an_older_configuration_refuses_to_answer_for_gin(load):
 
 
 def test_required_values_are_listed_together(project, load):
-  write(project / 'bare.gin', 'from __gin__ import dynamic_registration\n'
-        'from app import train\ntrain.train:\n  data = @train.Data()\n  total_steps = %STEPS\n')
+  write(
+    project / 'bare.gin',
+    'from __gin__ import dynamic_registration\n'
+    'from app import train\ntrain.train:\n  data = @train.Data()\n  total_steps = %STEPS\n',
+  )
   with pytest.raises(ConfigError) as e:
     load(['bare.gin']).arguments()
   text = str(e.value)
@@ -93,8 +107,11 @@ def test_required_values_are_listed_together(project, load):
 
 
 def test_a_required_macro_names_its_flag(load):
-  with pytest.raises(ConfigError, match=r'MODEL_DIR is required \(gin_configs/runs/run.gin:7\)'
-                                        r'(.|\n)*--gin.MODEL_DIR=VALUE'):
+  with pytest.raises(
+    ConfigError,
+    match=r'MODEL_DIR is required \(gin_configs/runs/run.gin:7\)'
+    r'(.|\n)*--gin.MODEL_DIR=VALUE',
+  ):
     load(['my.gin']).arguments()
 
 
@@ -113,9 +130,12 @@ def test_errors_of_constructors_keep_their_class_and_text(load):
 
 
 def test_several_entries_share_a_file(project):
-  write(project / 'both.gin', "include 'gin_configs/runs/run.gin'\n"
-        'from __gin__ import dynamic_registration\nfrom app import train as script\n'
-        "MODEL_DIR = 'a'\nscript.infer.model_dir = %MODEL_DIR\n")
+  write(
+    project / 'both.gin',
+    "include 'gin_configs/runs/run.gin'\n"
+    'from __gin__ import dynamic_registration\nfrom app import train as script\n'
+    "MODEL_DIR = 'a'\nscript.infer.model_dir = %MODEL_DIR\n",
+  )
   config = gin_loader.load(['both.gin'], entry=('app.train.train', 'app.train.infer'))
   assert config.arguments('app.train.infer') == {'model_dir': 'a'}
   with pytest.raises(ConfigError, match=r'both.gin:5: infer.model_dir is set, but the run never'):
@@ -176,13 +196,15 @@ def test_a_file_beside_the_including_one_is_found_last(project, load):
   write(project / 'experiments/mine.gin', "include 'base.gin'\n")
   assert load(['experiments/mine.gin']).provenance.find('BATCH_SIZE')
   write(project / 'base.gin', text.replace('BATCH_SIZE = ', 'BATCH_SIZE = 1'))
-  assert load(['experiments/mine.gin']).provenance.find('BATCH_SIZE')[0].origin.startswith('base.gin')
+  assert (
+    load(['experiments/mine.gin']).provenance.find('BATCH_SIZE')[0].origin.startswith('base.gin')
+  )
 
 
 def test_deep_includes_give_a_note(project, load):
   write(project / 'deep.gin', "include 'my.gin'\n")
   assert load(['my.gin']).notes == ()
-  note, = load(['deep.gin']).notes
+  (note,) = load(['deep.gin']).notes
   assert note.startswith('my.gin:1 includes gin_configs/runs/run.gin')
 
 
@@ -192,32 +214,48 @@ def test_gin_stays_open_for_modules_imported_later(load):
 
 
 def test_config_layer_imports_neither_jax_nor_tensorflow():
-  code = ('import sys, t5x_gpu.cli, t5x_gpu.config.gin_loader, t5x_gpu.config.report\n'
-          "print(sorted({'jax', 'tensorflow', 'seqio', 'flax', 'numpy'} & set(sys.modules)))")
+  code = (
+    'import sys, t5x_gpu.cli, t5x_gpu.config.gin_loader, t5x_gpu.config.report\n'
+    "print(sorted({'jax', 'tensorflow', 'seqio', 'flax', 'numpy'} & set(sys.modules)))"
+  )
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=60)
   assert done.stdout.strip() == '[]', done.stderr
 
 
 def test_a_module_run_with_dash_m_finds_its_importable_entry(project):
   """`python -m app.main` has two `train`: __main__.train, and the one that the gin file names."""
-  write(project / 'app/main.py', 'from t5x_gpu.config import gin_loader\n'
-        'def train(*, x: int): return x\n'
-        "if __name__ == '__main__':\n"
-        "  print(train(**gin_loader.load(['m.gin'], entry=train).arguments()))\n")
-  write(project / 'm.gin', 'from __gin__ import dynamic_registration\nfrom app import main\n'
-        'main.train.x = 5\n')
+  write(
+    project / 'app/main.py',
+    'from t5x_gpu.config import gin_loader\n'
+    'def train(*, x: int): return x\n'
+    "if __name__ == '__main__':\n"
+    "  print(train(**gin_loader.load(['m.gin'], entry=train).arguments()))\n",
+  )
+  write(
+    project / 'm.gin',
+    'from __gin__ import dynamic_registration\nfrom app import main\nmain.train.x = 5\n',
+  )
   env = {**os.environ, 'PYTHONPATH': str(gin_files.PACKAGE.parent)}
-  done = subprocess.run([sys.executable, '-m', 'app.main'], capture_output=True, text=True,
-                        timeout=60, cwd=project, env=env)
+  done = subprocess.run(
+    [sys.executable, '-m', 'app.main'],
+    capture_output=True,
+    text=True,
+    timeout=60,
+    cwd=project,
+    env=env,
+  )
   assert done.stdout == '5\n', done.stderr
 
 
 def test_singletons_are_one_object(project, load):
-  write(project / 'one.gin', 'from __gin__ import dynamic_registration\n'
-        'from app import train as train_script\n'
-        'train_script.train.data = @shared/gin.singleton()\n'
-        'train_script.train.eval_data = @shared/gin.singleton()\n'
-        'shared/gin.singleton.constructor = @train/train_script.Data\nMODEL_DIR = "a"\n')
+  write(
+    project / 'one.gin',
+    'from __gin__ import dynamic_registration\n'
+    'from app import train as train_script\n'
+    'train_script.train.data = @shared/gin.singleton()\n'
+    'train_script.train.eval_data = @shared/gin.singleton()\n'
+    'shared/gin.singleton.constructor = @train/train_script.Data\nMODEL_DIR = "a"\n',
+  )
   arguments = load(['my.gin', 'one.gin']).arguments()
   assert arguments['data'] is arguments['eval_data'] and arguments['data'].batch_size == 8
 

@@ -11,15 +11,23 @@ def setting(config, key):
 
 
 def test_chain_from_command_line_over_files_to_the_default(project, load):
-  write(project / 'more.gin', 'from __gin__ import dynamic_registration\n'
-        'from app import train as train_script\ntrain_script.train.total_steps = 7\n')
-  found = setting(load(['my.gin', 'more.gin'], bindings=['train.total_steps=3']),
-                  'train.total_steps')
+  write(
+    project / 'more.gin',
+    'from __gin__ import dynamic_registration\n'
+    'from app import train as train_script\ntrain_script.train.total_steps = 7\n',
+  )
+  found = setting(
+    load(['my.gin', 'more.gin'], bindings=['train.total_steps=3']), 'train.total_steps'
+  )
   assert (found.value, found.origin) == ('3', '--gin.train.total_steps')
-  assert found.overrides == (('7', 'more.gin:3'), ('50', 'gin_configs/runs/run.gin:16'),
-                             ('100', 'default'))
-  assert found.overridden == ('overrides 7 (more.gin:3), 50 (gin_configs/runs/run.gin:16), '
-                              '100 (default)')
+  assert found.overrides == (
+    ('7', 'more.gin:3'),
+    ('50', 'gin_configs/runs/run.gin:16'),
+    ('100', 'default'),
+  )
+  assert found.overridden == (
+    'overrides 7 (more.gin:3), 50 (gin_configs/runs/run.gin:16), 100 (default)'
+  )
 
 
 def test_macros_are_followed_and_both_places_kept(load):
@@ -33,8 +41,9 @@ def test_macros_are_followed_and_both_places_kept(load):
 
 
 def test_a_scoped_value_overrides_the_unscoped_one(load):
-  found = setting(load(['my.gin'], bindings=['Data.pack=False', 'eval/Data.pack=True']),
-                  'eval/Data.pack')
+  found = setting(
+    load(['my.gin'], bindings=['Data.pack=False', 'eval/Data.pack=True']), 'eval/Data.pack'
+  )
   assert found.overrides == (('False', 'Data.pack, --gin.Data.pack'), ('True', 'default'))
   assert found.overridden == 'overrides False (Data.pack, --gin.Data.pack)'
 
@@ -50,13 +59,16 @@ def test_defaults_of_what_the_run_calls_are_listed(load):
 def test_origins_for_error_messages(load):
   load(['my.gin'], bindings=['Partitioner.num_partitions=%BATCH_SIZE'])
   assert provenance.origin_sentences('Partitioner.num_partitions') == [
-      'Partitioner.num_partitions is set at my.gin:3, through %BATCH_SIZE at '
-      '--gin.Partitioner.num_partitions.']
+    'Partitioner.num_partitions is set at my.gin:3, through %BATCH_SIZE at '
+    '--gin.Partitioner.num_partitions.'
+  ]
   assert provenance.origin_sentences('AdamW.decay') == [
-      'AdamW.decay is 0.0, its default; nothing sets it.']
+    'AdamW.decay is 0.0, its default; nothing sets it.'
+  ]
   assert provenance.origin_sentences('train.model_dir') == [
-      'train.model_dir is set at gin_configs/runs/run.gin:7, through %MODEL_DIR at '
-      'gin_configs/runs/run.gin:11.']
+    'train.model_dir is set at gin_configs/runs/run.gin:7, through %MODEL_DIR at '
+    'gin_configs/runs/run.gin:11.'
+  ]
   assert provenance.origin_sentences('BATCH_SIZE') == ['BATCH_SIZE is set at my.gin:3.']
   assert provenance.origin_sentences('batch') == provenance.origin_sentences('No.thing') == []
 
@@ -67,10 +79,17 @@ def test_nothing_loaded_has_no_origins(load):
   assert provenance.origin_sentences('BATCH_SIZE') == []
 
 
-@pytest.mark.parametrize('name, keys', [
-    ('BATCH_SIZE', ['BATCH_SIZE']), ('eval/Data.batch_size', ['eval/Data.batch_size']),
+@pytest.mark.parametrize(
+  'name, keys',
+  [
+    ('BATCH_SIZE', ['BATCH_SIZE']),
+    ('eval/Data.batch_size', ['eval/Data.batch_size']),
     ('Data.batch_size', ['eval/Data.batch_size', 'train/Data.batch_size']),
-    ('warmup', ['rsqrt.warmup']), ('train_script.rsqrt.warmup', ['rsqrt.warmup']),
-    ('sqrt.warm', ['rsqrt.warmup']), ('nothing', [])])
+    ('warmup', ['rsqrt.warmup']),
+    ('train_script.rsqrt.warmup', ['rsqrt.warmup']),
+    ('sqrt.warm', ['rsqrt.warmup']),
+    ('nothing', []),
+  ],
+)
 def test_names_are_read_as_exactly_as_possible(load, name, keys):
   assert [s.key for s in load(['my.gin']).provenance.find(name)] == keys

@@ -14,9 +14,13 @@ from t5x_gpu.config.gin_files import PACKAGE, GinFiles
 from t5x_gpu.errors import ConfigError
 from tests.config.project import ENTRY, write
 
-TRICKY = ['MODEL_DIR=it\'s "a" long ' + 'path ' * 30, 'AdamW.betas=(1e-9, 0.5)',
-          'train.eval_data=None', "Data.lengths={'targets': %LENGTH, 'inputs': 3}",
-          'train.layers=[-1, 2]']
+TRICKY = [
+  'MODEL_DIR=it\'s "a" long ' + 'path ' * 30,
+  'AdamW.betas=(1e-9, 0.5)',
+  'train.eval_data=None',
+  "Data.lengths={'targets': %LENGTH, 'inputs': 3}",
+  'train.layers=[-1, 2]',
+]
 
 
 def changed(config, model_dir='out') -> list[str]:
@@ -38,18 +42,24 @@ def test_table_is_plain_lines_where_there_is_no_terminal(load):
   assert row.split('   ')[0] == 'train.total_steps = 50 (%TRAIN_STEPS)'
   assert row.endswith('gin_configs/runs/run.gin:16   overrides 100 (default)')
   assert len(text.splitlines()) == len(
-      load(['my.gin']).provenance.settings + load(['my.gin']).provenance.defaults)
+    load(['my.gin']).provenance.settings + load(['my.gin']).provenance.defaults
+  )
 
 
 def test_a_run_prints_only_what_the_user_changed_with_old_and_new_value_and_place(load):
   first, *changes = changed(load(['my.gin'], bindings=['train.dtype=bfloat16', 'LENGTH=16']))
-  assert re.fullmatch(r'configuration: \d changed; all \d+ values, and who set them, in '
-                      r'out/config_origins.txt', first)
+  assert re.fullmatch(
+    r'configuration: \d changed; all \d+ values, and who set them, in '
+    r'out/config_origins.txt',
+    first,
+  )
   assert re.sub(' +', ' ', changes[0]) == (
-      " train.dtype: 'float32' -> 'bfloat16' --gin.train.dtype")
+    " train.dtype: 'float32' -> 'bfloat16' --gin.train.dtype"
+  )
   assert re.search(r'^  BATCH_SIZE: 128 -> 8 +my.gin:3$', '\n'.join(changes), re.M)
-  assert re.search(r'train.total_steps: 100 -> 50 +gin_configs/runs/run.gin:16$',
-                   '\n'.join(changes), re.M)
+  assert re.search(
+    r'train.total_steps: 100 -> 50 +gin_configs/runs/run.gin:16$', '\n'.join(changes), re.M
+  )
   assert not any('LENGTH' in change or 'train.model_dir' in change for change in changes)
 
 
@@ -62,8 +72,11 @@ def test_files_of_the_package_change_nothing_and_a_copy_of_one_is_the_users(proj
   assert changed(gin_loader.load([demo]))[0].startswith('configuration: nothing changed; all ')
   (project / 'mine.gin').write_text((PACKAGE.parent / demo).read_text())
   mine = changed(gin_loader.load(['mine.gin']))
-  line = next(i for i, text in enumerate((project / 'mine.gin').read_text().splitlines(), 1)
-              if text.startswith('LOG_PERIOD'))
+  line = next(
+    i
+    for i, text in enumerate((project / 'mine.gin').read_text().splitlines(), 1)
+    if text.startswith('LOG_PERIOD')
+  )
   assert re.search(rf'LOG_PERIOD: 100 -> 20 +mine.gin:{line}$', '\n'.join(mine), re.M)
   assert re.search(r"MODEL_DIR: not set -> 'runs/demo' +mine.gin:", '\n'.join(mine))
 
@@ -113,9 +126,14 @@ def test_a_different_earlier_config_is_kept_and_the_changes_told(project, load):
   assert (out / 'config_1.gin').read_text() == first
   assert 'my.gin:3' in (out / 'config_origins_1.txt').read_text()
   report.write(load(['my.gin']).provenance, out)
-  assert sorted(os.listdir(out)) == ['config.gin', 'config_1.gin', 'config_2.gin',
-                                     'config_origins.txt', 'config_origins_1.txt',
-                                     'config_origins_2.txt']
+  assert sorted(os.listdir(out)) == [
+    'config.gin',
+    'config_1.gin',
+    'config_2.gin',
+    'config_origins.txt',
+    'config_origins_1.txt',
+    'config_origins_2.txt',
+  ]
 
 
 def test_killed_while_writing_leaves_whole_files_and_loses_none(project, load, monkeypatch):
@@ -125,11 +143,13 @@ def test_killed_while_writing_leaves_whole_files_and_loses_none(project, load, m
   changed = load(['my.gin'], bindings=['BATCH_SIZE=9']).provenance
   real, calls = os.replace, []
   for survive in range(3):  # Dies at each rename in turn.
+
     def replace(a, b, calls=calls, survive=survive):
       calls.append(b)
       if len(calls) > survive:
         raise KeyboardInterrupt
       real(a, b)
+
     calls.clear()
     monkeypatch.setattr(os, 'replace', replace)
     with pytest.raises(KeyboardInterrupt):
@@ -158,12 +178,14 @@ def test_an_unwritable_folder_is_a_clear_error(project, load):
 def test_explain_follows_macros_and_names_users(load):
   provenance = load(['my.gin'], bindings=['BATCH_SIZE=9']).provenance
   assert report.explain(provenance, 'train/Data.batch_size') == [
-      'train/Data.batch_size = %BATCH_SIZE   gin_configs/runs/run.gin:18',
-      '  BATCH_SIZE = 9   --gin.BATCH_SIZE',
-      '    overrides 8   my.gin:3',
-      '    overrides 128   gin_configs/runs/run.gin:5']
+    'train/Data.batch_size = %BATCH_SIZE   gin_configs/runs/run.gin:18',
+    '  BATCH_SIZE = 9   --gin.BATCH_SIZE',
+    '    overrides 8   my.gin:3',
+    '    overrides 128   gin_configs/runs/run.gin:5',
+  ]
   assert report.explain(provenance, 'BATCH_SIZE')[-1] == (
-      '  used by train/Data.batch_size   gin_configs/runs/run.gin:18')
+    '  used by train/Data.batch_size   gin_configs/runs/run.gin:18'
+  )
   assert report.explain(provenance, 'betas') == ['AdamW.betas = (0.9, 0.999)   default']
   with pytest.raises(ConfigError, match="nothing called 'warmpu'. Did you mean 'warmup'"):
     report.explain(provenance, 'warmpu')
@@ -171,31 +193,47 @@ def test_explain_follows_macros_and_names_users(load):
 
 def config_command(project, *args, stdout=subprocess.PIPE) -> subprocess.CompletedProcess:
   root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-  return subprocess.run([sys.executable, '-m', 't5x_gpu.config', *args, f'--entry={ENTRY}'],
-                        cwd=project, env={**os.environ, 'PYTHONPATH': root}, stdout=stdout,
-                        stderr=subprocess.PIPE, text=True, timeout=60)
+  return subprocess.run(
+    [sys.executable, '-m', 't5x_gpu.config', *args, f'--entry={ENTRY}'],
+    cwd=project,
+    env={**os.environ, 'PYTHONPATH': root},
+    stdout=stdout,
+    stderr=subprocess.PIPE,
+    text=True,
+    timeout=60,
+  )
 
 
 def test_command_explains_one_key(project):
   done = config_command(project, 'explain', '--gin_file', 'my.gin', 'BATCH_SIZE')
   assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines()[:2] == ['BATCH_SIZE = 8   my.gin:3',
-                                          '  overrides 128   gin_configs/runs/run.gin:5']
+  assert done.stdout.splitlines()[:2] == [
+    'BATCH_SIZE = 8   my.gin:3',
+    '  overrides 128   gin_configs/runs/run.gin:5',
+  ]
 
 
 def test_command_shows_all(project):
   done = config_command(project, 'show', '--gin_file=my.gin', '--gin.TRAIN_STEPS', '5')
   assert done.returncode == 0, done.stderr
   row = next(line for line in done.stdout.splitlines() if line.startswith('TRAIN_STEPS'))
-  assert row.split() == ['TRAIN_STEPS', '=', '5', '--gin.TRAIN_STEPS', 'overrides', '50',
-                         '(gin_configs/runs/run.gin:8)']
+  assert row.split() == [
+    'TRAIN_STEPS',
+    '=',
+    '5',
+    '--gin.TRAIN_STEPS',
+    'overrides',
+    '50',
+    '(gin_configs/runs/run.gin:8)',
+  ]
 
 
 def test_command_shows_what_differs(project):
   done = config_command(project, 'diff', 'my.gin', 'gin_configs/runs/run.gin')
   assert done.stdout.splitlines() == [
-      'BATCH_SIZE: 8 (my.gin:3) -> 128 (gin_configs/runs/run.gin:5)',
-      'train/Data.batch_size: 8 (my.gin:3) -> 128 (gin_configs/runs/run.gin:5)']
+    'BATCH_SIZE: 8 (my.gin:3) -> 128 (gin_configs/runs/run.gin:5)',
+    'train/Data.batch_size: 8 (my.gin:3) -> 128 (gin_configs/runs/run.gin:5)',
+  ]
   assert config_command(project, 'diff', 'my.gin', 'my.gin').stdout == 'No value differs.\n'
 
 
@@ -207,11 +245,16 @@ def test_a_closed_pipe_is_no_error(project):
   assert 'Traceback' not in done.stderr and 'BrokenPipe' not in done.stderr
 
 
-@pytest.mark.parametrize('args, expected', [
+@pytest.mark.parametrize(
+  'args, expected',
+  [
     (['explain', 'BATCHSIZE', '--gin_file=my.gin'], "Did you mean 'BATCH_SIZE'"),
     (['explain', '--gin_file=my.gin'], 'explain takes 1 name(s), got 0'),
-    (['show'], 'No --gin_file is given.'), (['diff', 'my.gin'], 'diff takes 2 name(s), got 1'),
-    (['shwo'], "invalid choice: 'shwo'")])
+    (['show'], 'No --gin_file is given.'),
+    (['diff', 'my.gin'], 'diff takes 2 name(s), got 1'),
+    (['shwo'], "invalid choice: 'shwo'"),
+  ],
+)
 def test_command_mistakes_exit_1_without_a_traceback(project, args, expected):
   done = config_command(project, *args)
   assert done.returncode == 1

@@ -26,28 +26,52 @@ class Special(Point):
 NEW = typing.NewType('NEW', int)
 
 
-@pytest.mark.parametrize('value, annotation', [
-    (1, int), (1, float), (1.5, float), (True, bool), ('a', str), (None, None),
-    (None, Optional[int]), (1, Optional[int]), (1, int | None), ('a', Union[int, str]),
-    ([1], list), ([1], list[int]),
-    ((1, 2), tuple[int, ...]), ((1, 'a'), tuple[int, str]), ((), tuple[()]),
-    ([1, 2], typing.Sequence[int]), ((1,), collections.abc.Sequence[int]),
-    ({'a': 1}, dict[str, int]), ({'a': 1}, typing.Mapping[str, Any]), ({}, collections.abc.Mapping),
+@pytest.mark.parametrize(
+  'value, annotation',
+  [
+    (1, int),
+    (1, float),
+    (1.5, float),
+    (True, bool),
+    ('a', str),
+    (None, None),
+    (None, Optional[int]),
+    (1, Optional[int]),
+    (1, int | None),
+    ('a', Union[int, str]),
+    ([1], list),
+    ([1], list[int]),
+    ((1, 2), tuple[int, ...]),
+    ((1, 'a'), tuple[int, str]),
+    ((), tuple[()]),
+    ([1, 2], typing.Sequence[int]),
+    ((1,), collections.abc.Sequence[int]),
+    ({'a': 1}, dict[str, int]),
+    ({'a': 1}, typing.Mapping[str, Any]),
+    ({}, collections.abc.Mapping),
     ('b', Literal['a', 'b']),
-    ('anything', Model), ('x', NEW), ('x', Any), ('x', 'Unresolved'), (1, typing.TypeVar('T')),
-    ('x', typing.Annotated[str, 'unit']), (type_checks.Unknown(), int),
+    ('anything', Model),
+    ('x', NEW),
+    ('x', Any),
+    ('x', 'Unresolved'),
+    (1, typing.TypeVar('T')),
+    ('x', typing.Annotated[str, 'unit']),
+    (type_checks.Unknown(), int),
     ({'a': type_checks.Unknown()}, dict[str, int]),
     (type_checks.Made(Special, True, '@Special()'), Point),
     (type_checks.Made(Special, False, '@Special'), collections.abc.Callable[..., Any]),
     (type_checks.Made(Special, False, '@Special'), type[Point]),
     (type_checks.Made(Point, True, '@Point()'), Model),
     (type_checks.Made(len, True, '@len()'), Point),
-])
+  ],
+)
 def test_fitting_values(value, annotation):
   assert type_checks.mismatch(value, annotation) == ''
 
 
-@pytest.mark.parametrize('value, annotation, expected', [
+@pytest.mark.parametrize(
+  'value, annotation, expected',
+  [
     ('1', int, "'1' is a str, it takes int. Write 1."),
     (1.0, int, '1.0 is a float, it takes int. Write 1.'),
     (1.5, int, '1.5 is a float, it takes int.'),
@@ -66,9 +90,13 @@ def test_fitting_values(value, annotation):
     ({'x': 1}, Point, "{'x': 1} is a dict, it takes Point."),
     ('f', collections.abc.Callable[..., Any], "'f' is a str, it takes Callable[..., Any]."),
     (type_checks.Made(Point, True, '@Point()'), Special, '@Point() gives Point, it takes Special.'),
-    (type_checks.Made(Point, False, '@Point'), Point,
-     '@Point is the class or function itself; write @Point() to call it.'),
+    (
+      type_checks.Made(Point, False, '@Point'),
+      Point,
+      '@Point is the class or function itself; write @Point() to call it.',
+    ),
     (type_checks.Made(Point, True, '@Point()'), int, '@Point() gives Point, it takes int.'),
-])
+  ],
+)
 def test_mismatches_say_what_would_fit(value, annotation, expected):
   assert type_checks.mismatch(value, annotation) == expected

@@ -39,13 +39,28 @@ def _open_data():
   """Opens batches of `name` and closes them after the test."""
   opened = []
 
-  def open_data(name, *, converter='lm', lengths=None, batch_size=4, vocab_size=384, repeat=True,
-                split='train', num_classes=None, **kwargs):
+  def open_data(
+    name,
+    *,
+    converter='lm',
+    lengths=None,
+    batch_size=4,
+    vocab_size=384,
+    repeat=True,
+    split='train',
+    num_classes=None,
+    **kwargs,
+  ):
     lengths = lengths or {'targets': 32}
     config = batches.DatasetConfig(name, lengths, split, batch_size, **kwargs)
-    spec = features.batch_spec(converter, task_feature_lengths=lengths, batch_size=batch_size,
-                               pack=config.pack, vocab_size=vocab_size,
-                               num_classes=num_classes)
+    spec = features.batch_spec(
+      converter,
+      task_feature_lengths=lengths,
+      batch_size=batch_size,
+      pack=config.pack,
+      vocab_size=vocab_size,
+      num_classes=num_classes,
+    )
     iterator = batches.open_batches(config, spec=spec, feature_converter=converter, repeat=repeat)
     opened.append(iterator)
     return Opened(spec, iterator, config)

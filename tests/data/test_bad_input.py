@@ -71,16 +71,18 @@ def test_unknown_split(open_data):
 
 
 def test_task_without_the_feature_that_the_model_takes(open_data):
-  text = refused(open_data, 'python_source', converter='encoder_decoder',
-                 lengths={'inputs': 8, 'targets': 8})
+  text = refused(
+    open_data, 'python_source', converter='encoder_decoder', lengths={'inputs': 8, 'targets': 8}
+  )
   assert "'python_source' gives 'targets' alone" in text and "take 'lm'" in text
 
 
 def test_lengths_and_batch_size_are_checked_by_every_module(open_data):
   for module in ('t5x_gpu.data.seqio_batches', 't5x_gpu.data.synthetic'):
     good = {'targets': 8}
-    spec = features.batch_spec('lm', task_feature_lengths=good, batch_size=1, pack=True,
-                               vocab_size=384)
+    spec = features.batch_spec(
+      'lm', task_feature_lengths=good, batch_size=1, pack=True, vocab_size=384
+    )
     for lengths, batch_size, says in [({'targets': 0}, 1, 'has length 0'), (good, 0, 'batch_size')]:
       config = batches.DatasetConfig('python_source', lengths, 'train', batch_size, module=module)
       with pytest.raises(DataError, match=says):
@@ -92,10 +94,13 @@ def test_vocabulary_larger_than_the_models_names_both(open_data):
   assert '259 token ids' in text and 'a vocabulary of 100' in text and 'at least 259 (384' in text
 
 
-@pytest.mark.parametrize('name, says', [
+@pytest.mark.parametrize(
+  'name, says',
+  [
     ('sentencepiece:/no/such.model', "'/no/such.model' does not exist"),
     ('bytes', "no vocabulary 'bytes'"),
-])
+  ],
+)
 def test_vocabulary_that_is_not_there(open_data, name, says):
   assert says in refused(open_data, 'python_source', vocabulary=name)
 
@@ -106,11 +111,14 @@ def test_broken_sentencepiece_file(open_data, tmp_path):
   assert 'cannot be read as a SentencePiece model' in text
 
 
-@pytest.mark.parametrize('first, says', [
+@pytest.mark.parametrize(
+  'first, says',
+  [
     ('{"text": "a"', 'a.jsonl:1 is not JSON'),
     ('["a"]', 'a.jsonl:1 holds a JSON list'),
     ('{"body": "a"}', "a.jsonl:1 has no text under key 'text': it has body"),
-])
+  ],
+)
 def test_jsonl_with_a_broken_first_line(open_data, tmp_path, first, says):
   (tmp_path / 'a.jsonl').write_text(first + '\n')
   assert says in refused(open_data, f'jsonl:{tmp_path}/a.jsonl')
@@ -125,7 +133,7 @@ def test_jsonl_with_a_later_broken_line_names_file_and_line(open_data, tmp_path)
 
 
 def test_data_opens_without_a_word_on_stderr_and_leaves_at_once(text_folder):
-  code = f'''
+  code = f"""
 import time
 from t5x_gpu.data import batches, features
 lengths = {{'targets': 32}}
@@ -135,7 +143,7 @@ spec = features.batch_spec('lm', task_feature_lengths=lengths, batch_size=2, pac
 iterator = batches.open_batches(config, spec=spec, feature_converter='lm')
 next(iterator)
 print(time.time())
-'''
+"""
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
   assert done.stderr == ''
   assert time.time() - float(done.stdout) < 30  # tf.data's threads may hang for ever

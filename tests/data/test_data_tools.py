@@ -19,9 +19,11 @@ pytestmark = pytest.mark.tf
 command = importlib.import_module('t5x_gpu.data_tools')
 
 # Two examples and three of padding; the first two tokens of the second one are not taught.
-ROW = {'decoder_target_tokens': np.asarray([5, 6, 7, 8, 9, 0, 0, 0]),
-       'decoder_segment_ids': np.asarray([1, 1, 2, 2, 2, 0, 0, 0]),
-       'decoder_loss_weights': np.asarray([1, 1, 0, 0, 1, 0, 0, 0])}
+ROW = {
+  'decoder_target_tokens': np.asarray([5, 6, 7, 8, 9, 0, 0, 0]),
+  'decoder_segment_ids': np.asarray([1, 1, 2, 2, 2, 0, 0, 0]),
+  'decoder_loss_weights': np.asarray([1, 1, 0, 0, 1, 0, 0, 0]),
+}
 
 
 def run(*argv):
@@ -51,8 +53,12 @@ def test_lengths_have_bins_without_gaps():
 
 def test_preview_shows_rows_as_text(mixed_rows):
   out = run('preview', f'prepared:{mixed_rows}')
-  assert len(re.findall(r'^row \d: \d+ examples, \d+ of 32 positions, padding [\d.]+%$', out,
-                        re.MULTILINE)) == 4
+  assert (
+    len(
+      re.findall(r'^row \d: \d+ examples, \d+ of 32 positions, padding [\d.]+%$', out, re.MULTILINE)
+    )
+    == 4
+  )
   assert re.search(r'^  \[1\] a\d+ a*$', out, re.MULTILINE), out
   assert re.search(r'^4 rows: padding [\d.]+%$', out, re.MULTILINE)
 
@@ -64,31 +70,44 @@ def test_stats_of_prepared_rows_are_those_of_all(mixed_rows, tmp_path):
   assert f'{index.rows:,} rows in prepared:{mixed_rows}' in out
   shares = re.findall(r'^ +([\d.]+)% +([\d.]+)% +([\d.]+)% +(\d+)  (mixed_.)$', out, re.MULTILINE)
   assert [(s[0], int(s[3]), s[4]) for s in shares] == [
-      (rate, index.members[name].rows, name)
-      for rate, name in (('60.0', 'mixed_a'), ('30.0', 'mixed_b'), ('10.0', 'mixed_c'))]
+    (rate, index.members[name].rows, name)
+    for rate, name in (('60.0', 'mixed_a'), ('30.0', 'mixed_b'), ('10.0', 'mixed_c'))
+  ]
   assert matplotlib.image.imread(picture).std() > 0.05  # something is drawn
 
 
 def test_stats_and_bench_of_text_and_what_the_model_takes(tmp_path):
   (tmp_path / 'tiny.gin').write_text(TINY_GIN)
   (tmp_path / 'model').mkdir()
-  (tmp_path / 'model' / 'metrics.jsonl').write_text(''.join(
-      json.dumps({'step': i, 'train/tokens_per_second': float(i)}) + '\n' for i in (1, 2, 30)))
+  (tmp_path / 'model' / 'metrics.jsonl').write_text(
+    ''.join(json.dumps({'step': i, 'train/tokens_per_second': float(i)}) + '\n' for i in (1, 2, 30))
+  )
   (tmp_path / 'a.txt').write_text(''.join(f'line {i}\n' for i in range(500)))
-  flags = (f'--gin_file={tmp_path}/tiny.gin', f'--gin.MODEL_DIR={tmp_path}/model',
-           '--gin.DATA_MODULE=t5x_gpu.data.seqio_batches',
-           f'--gin.MIXTURE_OR_TASK_NAME=text_lines:{tmp_path}/a.txt')
-  assert re.search(r'^20 rows of text_lines:.*split train: \d+ tokens, padding [\d.]+%$',
-                   run('stats', *flags, '--rows=20'), re.MULTILINE)
-  out = run('stats', *flags, '--rows=200', '--gin.MIXTURE_OR_TASK_NAME=mixed_one_split',
-            '--gin.MIXTURE_OR_TASK_MODULE=tests.mixed_tasks')
+  flags = (
+    f'--gin_file={tmp_path}/tiny.gin',
+    f'--gin.MODEL_DIR={tmp_path}/model',
+    '--gin.DATA_MODULE=t5x_gpu.data.seqio_batches',
+    f'--gin.MIXTURE_OR_TASK_NAME=text_lines:{tmp_path}/a.txt',
+  )
+  assert re.search(
+    r'^20 rows of text_lines:.*split train: \d+ tokens, padding [\d.]+%$',
+    run('stats', *flags, '--rows=20'),
+    re.MULTILINE,
+  )
+  out = run(
+    'stats',
+    *flags,
+    '--rows=200',
+    '--gin.MIXTURE_OR_TASK_NAME=mixed_one_split',
+    '--gin.MIXTURE_OR_TASK_MODULE=tests.mixed_tasks',
+  )
   assert out.startswith('200 rows of mixed_one_split')  # the small task has 40 short examples
   shares = re.findall(r'^ +([\d.]+)% +([\d.]+)% +([\d.]+)  (mixed_.)$', out, re.MULTILINE)
-  assert [(rate, name) for rate, _, _, name in shares] == [
-      ('50.0', 'mixed_a'), ('50.0', 'mixed_t')]
+  assert [(rate, name) for rate, _, _, name in shares] == [('50.0', 'mixed_a'), ('50.0', 'mixed_t')]
   parts = [float(rate) * float(length) for rate, _, length, _ in shares]
   assert [float(share) for _, share, _, _ in shares] == pytest.approx(
-      [100 * part / sum(parts) for part in parts], abs=0.3)
+    [100 * part / sum(parts) for part in parts], abs=0.3
+  )
   out = run('bench', *flags, '--seconds=0.1')
   assert re.search(r'batch 8: [\d,]+ tokens/s, [\d,]+ per core', out)
   assert f'The model takes 2 tokens/s ({tmp_path}/model/metrics.jsonl)' in out and 'enough' in out
@@ -106,9 +125,14 @@ def test_check_reads_every_byte(mixed_rows, tmp_path):
     command.main(['check', f'prepared:{copied}'])
 
 
-@pytest.mark.parametrize('argv, says', [
-    (['stats'], 'one of the two'), (['preview', 'a', '--gin_file=b.gin'], 'one of the two'),
-    (['preview', 'a', '--rows=0'], 'must be positive')])
+@pytest.mark.parametrize(
+  'argv, says',
+  [
+    (['stats'], 'one of the two'),
+    (['preview', 'a', '--gin_file=b.gin'], 'one of the two'),
+    (['preview', 'a', '--rows=0'], 'must be positive'),
+  ],
+)
 def test_command_lines_that_cannot_be_are_refused(argv, says):
   with pytest.raises(ConfigError, match=says):
     command.main(argv)

@@ -11,8 +11,11 @@ from t5x_gpu.errors import ConfigError, DataError
 
 
 def spec(converter='lm', lengths=None, **kwargs):
-  return features.batch_spec(converter, task_feature_lengths=lengths or {'targets': 16},
-                             **{'batch_size': 4, 'pack': True, 'vocab_size': 384, **kwargs})
+  return features.batch_spec(
+    converter,
+    task_feature_lengths=lengths or {'targets': 16},
+    **{'batch_size': 4, 'pack': True, 'vocab_size': 384, **kwargs},
+  )
 
 
 def test_prefix_lm_joins_inputs_and_targets():
@@ -23,7 +26,10 @@ def test_prefix_lm_joins_inputs_and_targets():
 
 def test_only_token_features_have_a_vocabulary():
   assert spec('encoder_decoder', {'inputs': 8, 'targets': 4}).vocab_sizes == {
-      'encoder_input_tokens': 384, 'decoder_target_tokens': 384, 'decoder_input_tokens': 384}
+    'encoder_input_tokens': 384,
+    'decoder_target_tokens': 384,
+    'decoder_input_tokens': 384,
+  }
 
 
 @pytest.mark.parametrize('batch_size', [0, -8, 2.5, True])
@@ -32,11 +38,14 @@ def test_batch_size_below_one_is_refused(batch_size):
     spec(batch_size=batch_size)
 
 
-@pytest.mark.parametrize('lengths, says', [
+@pytest.mark.parametrize(
+  'lengths, says',
+  [
     ({'targets': 0}, "'targets' has length 0"),
     ({'targets': 16, 'inputs': 8}, "'inputs' is not a feature.*prefix_lm"),
     ({'target': 16}, "'targets' has no length. Did you mean 'target'"),
-])
+  ],
+)
 def test_wrong_lengths_name_the_feature_and_the_fix(lengths, says):
   with pytest.raises(DataError) as e:
     spec(lengths=lengths)
@@ -76,7 +85,9 @@ def test_unknown_converter_is_refused_with_a_suggestion():
 
 
 def test_specs_and_synthetic_batches_import_no_tensorflow():
-  code = ('import sys, t5x_gpu.data.synthetic, t5x_gpu.data.features\n'
-          'import t5x_gpu.data.sources.discovery, t5x_gpu.data.sources.labelled_tables\n'
-          'assert not {"tensorflow", "seqio", "jax"} & set(sys.modules)')
+  code = (
+    'import sys, t5x_gpu.data.synthetic, t5x_gpu.data.features\n'
+    'import t5x_gpu.data.sources.discovery, t5x_gpu.data.sources.labelled_tables\n'
+    'assert not {"tensorflow", "seqio", "jax"} & set(sys.modules)'
+  )
   subprocess.run([sys.executable, '-c', code], check=True)

@@ -16,27 +16,37 @@ LINES = [f'line {i} caf\u00e9'.encode() for i in range(400)]
 
 
 def with_latin1_at(*numbers):
-  return b'\n'.join('caf\u00e9'.encode('latin-1') if number in numbers else line
-                    for number, line in enumerate(LINES, 1)) + b'\n'
+  return (
+    b'\n'.join(
+      'caf\u00e9'.encode('latin-1') if number in numbers else line
+      for number, line in enumerate(LINES, 1)
+    )
+    + b'\n'
+  )
 
 
 def read_all(opened):
   return sum(1 for _ in opened.iterator)
 
 
-@pytest.mark.parametrize('name, write', [
+@pytest.mark.parametrize(
+  'name, write',
+  [
     ('text_files:a.txt', lambda path, text: path.write_bytes(text)),
     ('text_lines:a.txt', lambda path, text: path.write_bytes(text)),
     ('text_files:a.txt.gz', lambda path, text: path.write_bytes(gzip.compress(text))),
     ('text_lines:a.txt.gz', lambda path, text: path.write_bytes(gzip.compress(text))),
     ('text_files:a.txt', lambda path, text: path.write_bytes(b'\xef\xbb\xbf' + text)),
     ('mlm:text_files:a.txt', lambda path, text: path.write_bytes(text)),
-], ids=['files', 'lines', 'files_gz', 'lines_gz', 'files_with_mark', 'mlm'])
+  ],
+  ids=['files', 'lines', 'files_gz', 'lines_gz', 'files_with_mark', 'mlm'],
+)
 def test_the_first_line_that_is_not_utf8_is_named(open_data, tmp_path, monkeypatch, name, write):
   monkeypatch.chdir(tmp_path)
   write(tmp_path / name.rpartition(':')[2], with_latin1_at(130, 131, 390))
-  converter, lengths = ('encoder_mlm', {'inputs': 64, 'targets': 64}) if 'mlm' in name else (
-      'lm', {'targets': 64})
+  converter, lengths = (
+    ('encoder_mlm', {'inputs': 64, 'targets': 64}) if 'mlm' in name else ('lm', {'targets': 64})
+  )
   with pytest.raises(DataError, match=r'a\.txt(\.gz)?:130 has bytes') as e:
     read_all(open_data(name, converter=converter, lengths=lengths, repeat=False, shuffle=False))
   assert 'not UTF-8' in e.value.what and '0xe9' in e.value.what and e.value.fix
@@ -45,19 +55,29 @@ def test_the_first_line_that_is_not_utf8_is_named(open_data, tmp_path, monkeypat
 def test_pairs_that_are_not_utf8_are_refused(open_data, tmp_path):
   (tmp_path / 'a.tsv').write_bytes(b'good\tpair\n' * 30 + b'bad\tcaf\xe9\n')
   with pytest.raises(DataError, match=r"a.tsv:31 has bytes in 'targets' that are not UTF-8"):
-    read_all(open_data(f'text_pairs:{tmp_path}/a.tsv', converter='prefix_lm', repeat=False,
-                       lengths={'inputs': 16, 'targets': 16}))
+    read_all(
+      open_data(
+        f'text_pairs:{tmp_path}/a.tsv',
+        converter='prefix_lm',
+        repeat=False,
+        lengths={'inputs': 16, 'targets': 16},
+      )
+    )
 
 
 @pytest.mark.parametrize('kind', ['text_files', 'text_lines'])
-def test_replacing_is_asked_for_counted_and_part_of_what_the_data_is(open_data, tmp_path, kind,
-                                                                     caplog):
+def test_replacing_is_asked_for_counted_and_part_of_what_the_data_is(
+  open_data, tmp_path, kind, caplog
+):
   path = tmp_path / 'a.txt'
   path.write_bytes(with_latin1_at(30, 31, 32, 33, 390))
   task = getattr(tasks, kind)(f'{path}#errors=replace')
   for _ in range(2):
-    found = [bytes(np.array([i - 3 for i in e['targets'] if i > 2], np.uint8)).decode()
-             for split in ('train', 'validation') for e in examples(task, split)]
+    found = [
+      bytes(np.array([i - 3 for i in e['targets'] if i > 2], np.uint8)).decode()
+      for split in ('train', 'validation')
+      for e in examples(task, split)
+    ]
   text = ''.join(found) if kind == 'text_files' else '\n'.join(found)
   assert text.count('caf\ufffd') == 5 and text.count('caf\u00e9') == 395
   assert caplog.text.count(f'{path}: 5 of the lines 1 to 400 had bytes') == 1
@@ -67,8 +87,12 @@ def test_replacing_is_asked_for_counted_and_part_of_what_the_data_is(open_data, 
 
 
 def test_what_can_be_asked_for(open_data, text_folder):
-  assert 'errors' not in open_data(f'text_files:{text_folder}#errors=strict').iterator.describe()[
-      'source of text_files']
+  assert (
+    'errors'
+    not in open_data(f'text_files:{text_folder}#errors=strict').iterator.describe()[
+      'source of text_files'
+    ]
+  )
   with pytest.raises(DataError, match="#errors=replce is not known. Did you mean 'replace'"):
     open_data(f'text_files:{text_folder}#errors=replce')
 
@@ -82,9 +106,28 @@ def test_carriage_returns_that_are_left_out_are_reported(open_data, tmp_path, ca
 
 def test_exactly_what_python_decodes_is_taken_for_utf8():
   """All bytes that decide about a character, in every combination of up to three."""
-  parts = [b'a', b'\x80', b'\x9f', b'\xa0', b'\xbf', b'\xc1', b'\xc2', b'\xe0', b'\xed', b'\xef',
-           b'\xf0', b'\xf4', b'\xf5', b'\xff', '\ud7ff'.encode(), '\uffff'.encode(),
-           '\U0010ffff'.encode(), b'\xf4\x90\x80\x80', b'\xed\xa0\x80', b'\xc0\x80']
+  parts = [
+    b'a',
+    b'\x80',
+    b'\x9f',
+    b'\xa0',
+    b'\xbf',
+    b'\xc1',
+    b'\xc2',
+    b'\xe0',
+    b'\xed',
+    b'\xef',
+    b'\xf0',
+    b'\xf4',
+    b'\xf5',
+    b'\xff',
+    '\ud7ff'.encode(),
+    '\uffff'.encode(),
+    '\U0010ffff'.encode(),
+    b'\xf4\x90\x80\x80',
+    b'\xed\xa0\x80',
+    b'\xc0\x80',
+  ]
   cases = [a + b + c for a in parts for b in parts for c in parts]
   got = tf.strings.regex_full_match(tf.constant(cases), seqio_sources._UTF8).numpy()
 
@@ -94,4 +137,5 @@ def test_exactly_what_python_decodes_is_taken_for_utf8():
     except UnicodeDecodeError:
       return False
     return True
+
   assert [bool(g) for g in got] == [decodes(case) for case in cases]

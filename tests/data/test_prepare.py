@@ -24,8 +24,9 @@ def rows_of(folder, split='train'):
   index = read_index(folder, split=split)
   found = {}
   for name, rows in task_rows(folder, index).items():
-    found[name] = arrays = {feature: np.zeros((len(rows), length), np.int32)
-                            for feature, length in index.features.items()}
+    found[name] = arrays = {
+      feature: np.zeros((len(rows), length), np.int32) for feature, length in index.features.items()
+    }
     for i in range(len(rows)):
       shard_writer.decode_into(rows[i], arrays, i)
   return found
@@ -33,15 +34,18 @@ def rows_of(folder, split='train'):
 
 def as_multiset(arrays):
   names = sorted(arrays)
-  return collections.Counter(b''.join(np.asarray(arrays[name][i], np.int32).tobytes()
-                                      for name in names) for i in range(len(arrays[names[0]])))
+  return collections.Counter(
+    b''.join(np.asarray(arrays[name][i], np.int32).tobytes() for name in names)
+    for i in range(len(arrays[names[0]]))
+  )
 
 
 def examples(arrays):
   """Returns the packed examples of rows, each as the bytes of its tokens, counted."""
   tokens, segments = arrays['decoder_target_tokens'], arrays['decoder_segment_ids']
-  return collections.Counter(row[ids == i].tobytes() for row, ids in zip(tokens, segments)
-                             for i in range(1, ids.max() + 1))
+  return collections.Counter(
+    row[ids == i].tobytes() for row, ids in zip(tokens, segments) for i in range(1, ids.max() + 1)
+  )
 
 
 def files_of(folder):
@@ -52,8 +56,9 @@ def files_of(folder):
 def _lines(tmp_path_factory):
   folder = tmp_path_factory.mktemp('lines')
   for f in range(5):
-    (folder / f'{f}.txt').write_text(''.join(f'line {f} {i} ' + 'abc' * (i % 9) + '\n'
-                                             for i in range(60)))
+    (folder / f'{f}.txt').write_text(
+      ''.join(f'line {f} {i} ' + 'abc' * (i % 9) + '\n' for i in range(60))
+    )
   return f'text_lines:{folder}/*.txt'
 
 
@@ -83,28 +88,47 @@ def test_encoder_decoder_rows_and_labels_are_prepared_too(tmp_path, open_data):
   (tmp_path / 'pairs.tsv').write_text(''.join(f'in {i}\tout {i * i}\n' for i in range(40)))
   (tmp_path / 'cola.tsv').write_text(''.join(f's\t{i % 2}\t\tThis is {i}.\n' for i in range(40)))
   for name, converter, options in (
-      (f'text_pairs:{tmp_path}/pairs.tsv', 'encoder_decoder',
-       {'lengths': {'inputs': 16, 'targets': 24}}),
-      (f'cola_tsv:{tmp_path}/cola.tsv', 'encoder_classification',
-       {'lengths': {'inputs': 16}, 'pack': False, 'num_classes': 2})):
+    (
+      f'text_pairs:{tmp_path}/pairs.tsv',
+      'encoder_decoder',
+      {'lengths': {'inputs': 16, 'targets': 24}},
+    ),
+    (
+      f'cola_tsv:{tmp_path}/cola.tsv',
+      'encoder_classification',
+      {'lengths': {'inputs': 16}, 'pack': False, 'num_classes': 2},
+    ),
+  ):
     folder = tmp_path / converter
     prepare_here(name, folder, converter=converter, **options)
     config = {**options, 'converter': converter, 'repeat': False, 'batch_size': 4}
-    streamed, prepared = ([{k: np.asarray(v) for k, v in batch.items()}
-                           for batch in open_data(source, **config).iterator]
-                          for source in (name, f'prepared:{folder}'))
+    streamed, prepared = (
+      [
+        {k: np.asarray(v) for k, v in batch.items()}
+        for batch in open_data(source, **config).iterator
+      ]
+      for source in (name, f'prepared:{folder}')
+    )
     assert streamed[0].keys() == prepared[0].keys()
     if converter == 'encoder_classification':  # rows are examples, however they are packed
-      streamed, prepared = (collections.Counter(
-          (bytes(b['encoder_input_tokens'][i]), int(b['label'][i])) for b in batches
-          for i in range(4)) for batches in (streamed, prepared))
+      streamed, prepared = (
+        collections.Counter(
+          (bytes(b['encoder_input_tokens'][i]), int(b['label'][i]))
+          for b in batches
+          for i in range(4)
+        )
+        for batches in (streamed, prepared)
+      )
       assert streamed == prepared and len(streamed) > 30
 
 
 def test_a_mixture_has_a_folder_per_task_with_its_rate(mixed_rows):
   folder, index = mixed_rows, read_index(mixed_rows, split='train')
   assert {name: m.rate for name, m in index.members.items()} == {
-      'mixed_a': 6.0, 'mixed_b': 3.0, 'mixed_c': 1.0}
+    'mixed_a': 6.0,
+    'mixed_b': 3.0,
+    'mixed_c': 1.0,
+  }
   assert {p.parent.name for p in (folder / 'train').rglob('*.arrayrecord')} == set(index.members)
   for name, rows in rows_of(folder).items():
     tokens = rows['decoder_target_tokens']
@@ -121,7 +145,8 @@ def test_a_mixture_has_a_folder_per_task_with_its_rate(mixed_rows):
 
 def test_a_member_without_the_split_is_left_out_and_one_without_examples_refused(tmp_path):
   assert list(prepare_here('mixed_one_split', tmp_path / 'a', split='validation').members) == [
-      'mixed_a']
+    'mixed_a'
+  ]
   with pytest.raises(DataError, match='mixed_none: no example in split'):
     prepare_here('mixed_with_none', tmp_path / 'b')
 
@@ -154,13 +179,16 @@ def test_preparing_again_does_nothing_or_mends_what_is_damaged(copied):
   assert files_of(copied) == before
 
 
-@pytest.mark.parametrize('change, says', [
+@pytest.mark.parametrize(
+  'change, says',
+  [
     ({'lengths': {'targets': 48}}, "task_feature_lengths: it has {'targets': 32}"),
     ({'seed': 1}, "packing: it has {'shuffle': True, 'seed': 0}"),
     ({'pack': False}, 'pack: it has True, this run False'),
     ({'num_parts': 5}, 'num_shards of mixed_a: it has 2, this run 5'),
     ({'vocabulary': 'words:300'}, 'vocabularies: it has .*byte'),
-])
+  ],
+)
 def test_other_settings_are_refused_by_name_and_nothing_is_touched(copied, change, says):
   before = files_of(copied)
   with pytest.raises(DataError, match=says):
@@ -179,8 +207,9 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
 def test_two_at_once_are_told_apart(copied):
   unfinished = copied / 'train' / '.unfinished'
   unfinished.mkdir()
-  holder = subprocess.Popen(['flock', str(unfinished / 'lock'), 'cat'],
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+  holder = subprocess.Popen(
+    ['flock', str(unfinished / 'lock'), 'cat'], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+  )
   try:
     holder.stdin.write(b'x\n')
     holder.stdin.flush()
@@ -226,8 +255,10 @@ def test_the_bound_of_damage_is_judged_on_all_parts_together(tmp_path, num_files
   name, rows = f'jsonl:{tmp_path}/*.jsonl', tmp_path / 'rows'
   # Each part by a reading of its own, as if each had a worker; some before, and some after a stop.
   for bound in (0.019, 0.019):
-    assert prepare_here(name, rows, num_parts=num_parts, stop_after=1,
-                        max_corrupt_fraction=bound) is None
+    assert (
+      prepare_here(name, rows, num_parts=num_parts, stop_after=1, max_corrupt_fraction=bound)
+      is None
+    )
   with pytest.raises(DataError) as e:
     prepare_here(name, rows, num_parts=num_parts, max_corrupt_fraction=0.019)
   assert f'{num_files} of the {num_files * 50} records read for jsonl are damaged (2.00%)' in str(e)

@@ -13,8 +13,9 @@ MODULE = 'tests.t5_like_tasks'
 
 
 def config(name, split='train', **kwargs):
-  return batches.DatasetConfig(name, {'inputs': 64, 'targets': 16}, split, 4,
-                               mixture_or_task_module=MODULE, **kwargs)
+  return batches.DatasetConfig(
+    name, {'inputs': 64, 'targets': 16}, split, 4, mixture_or_task_module=MODULE, **kwargs
+  )
 
 
 def check(cfg):
@@ -30,8 +31,10 @@ def refused(folder, cfg):
 def test_a_task_of_a_registry_names_dataset_folder_and_command(tmp_path):
   text = refused(tmp_path, config('like_cola'))
   assert f'glue/cola:1.0.0: {tmp_path}/glue/cola/1.0.0 does not exist' in text
-  assert (f'python -m t5x_gpu.data.prepare_tfds glue/cola:1.0.0 --data_dir={tmp_path} '
-          '--from_version=2.0.0') in text
+  assert (
+    f'python -m t5x_gpu.data.prepare_tfds glue/cola:1.0.0 --data_dir={tmp_path} '
+    '--from_version=2.0.0'
+  ) in text
   assert 'no longer builds' in text and '--tfds_data_dir=DIR' in text
 
 
@@ -87,8 +90,9 @@ class OwnDataset(tfds.core.GeneratorBasedBuilder):
   VERSION = tfds.core.Version('1.0.0')
 
   def _info(self):
-    return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(
-        {'text': tfds.features.Text()}))
+    return tfds.core.DatasetInfo(
+      builder=self, features=tfds.features.FeaturesDict({'text': tfds.features.Text()})
+    )
 
   def _split_generators(self, dl_manager):
     return {'train': ((i, {'text': f'text {i}'}) for i in range(3))}

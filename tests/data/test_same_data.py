@@ -5,29 +5,47 @@ import pytest
 from t5x_gpu.data.same_data import check_next_batch, check_same_data
 from t5x_gpu.errors import DataError
 
-FACTS = {'task': 'mixed', 'seed': 0, 'rates': {'a': 0.5, 'b': 0.5}, 'batch_size': 8,
-         'task_feature_lengths': {'targets': 32}, 'vocabulary of targets': 'byte, 259 ids',
-         'feature_converter': 'encoder_classification',
-         'source of a': {'files': 3, 'hash': '12'}, 'rows of b': {'rows': 7, 'hash': '34'}}
+FACTS = {
+  'task': 'mixed',
+  'seed': 0,
+  'rates': {'a': 0.5, 'b': 0.5},
+  'batch_size': 8,
+  'task_feature_lengths': {'targets': 32},
+  'vocabulary of targets': 'byte, 259 ids',
+  'feature_converter': 'encoder_classification',
+  'source of a': {'files': 3, 'hash': '12'},
+  'rows of b': {'rows': 7, 'hash': '34'},
+}
 
 
 def test_the_same_facts_are_the_same_data():
   check_same_data(FACTS, dict(reversed(FACTS.items())))
 
 
-@pytest.mark.parametrize('key, value, part, fix', [
+@pytest.mark.parametrize(
+  'key, value, part, fix',
+  [
     ('task', 'other', 'the mixture or task', "Set MIXTURE_OR_TASK_NAME = 'mixed'"),
     ('seed', 3, 'the seed', 'Set RANDOM_SEED = 0'),
     ('rates', {'a': 1.0}, 'the rates of the mixture', 'DatasetConfig.mixture_rates'),
     ('batch_size', 4, 'the batch size', 'Set BATCH_SIZE = 8'),
-    ('task_feature_lengths', {'targets': 8}, 'the lengths',
-     "Set TASK_FEATURE_LENGTHS = {'targets': 32}"),
+    (
+      'task_feature_lengths',
+      {'targets': 8},
+      'the lengths',
+      "Set TASK_FEATURE_LENGTHS = {'targets': 32}",
+    ),
     ('vocabulary of targets', 'x', 'the tokenizer', 'Bring back the vocabulary'),
     ('source of a', {'files': 4}, 'the data version', 'Bring back the files'),
     ('rows of b', {'rows': 8}, 'the data version', 'Bring back the prepared folder'),
-    ('feature_converter', 'encoder_classification_with_types', 'the objective',
-     'EncoderModel.token_types = False'),
-])
+    (
+      'feature_converter',
+      'encoder_classification_with_types',
+      'the objective',
+      'EncoderModel.token_types = False',
+    ),
+  ],
+)
 def test_each_part_is_named_with_its_values_and_what_to_set(key, value, part, fix):
   with pytest.raises(DataError) as e:
     check_same_data(FACTS, {**FACTS, key: value})
@@ -52,8 +70,10 @@ def test_another_next_batch_is_put_down_to_libraries_or_places_that_changed():
   saved = {**FACTS, 'libraries': {'seqio': '0.0.20', 'tensorflow': '2.20'}}
   what = next_batch(saved, {**FACTS, 'libraries': {'seqio': '0.0.20', 'tensorflow': '2.21'}})
   assert "tensorflow: saved '2.20', now '2.21' (library)" in what and 'seqio: saved' not in what
-  what = next_batch({**saved, 'mixture_or_task_name': 'text_files:a'},
-                    {**saved, 'mixture_or_task_name': 'text_files:b'})
+  what = next_batch(
+    {**saved, 'mixture_or_task_name': 'text_files:a'},
+    {**saved, 'mixture_or_task_name': 'text_files:b'},
+  )
   assert "mixture_or_task_name: saved 'text_files:a', now 'text_files:b'" in what
 
 

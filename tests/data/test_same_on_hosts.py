@@ -15,16 +15,23 @@ pytestmark = pytest.mark.tf
 
 
 def spec_of(config: DatasetConfig, converter: str, **options):
-  return features.batch_spec(converter, task_feature_lengths=config.task_feature_lengths,
-                             batch_size=config.batch_size, pack=config.pack, vocab_size=384,
-                             **options)
+  return features.batch_spec(
+    converter,
+    task_feature_lengths=config.task_feature_lengths,
+    batch_size=config.batch_size,
+    pack=config.pack,
+    vocab_size=384,
+    **options,
+  )
 
 
 def facts(name: str, *, lengths=None, converter: str = 'lm', **options) -> dict:
   from t5x_gpu.data import seqio_batches
+
   config = DatasetConfig(name, lengths or {'targets': 32}, 'train', 2, pack=converter == 'lm')
-  batches = seqio_batches.open_batches(config, spec=spec_of(config, converter, **options),
-                                       feature_converter=converter)
+  batches = seqio_batches.open_batches(
+    config, spec=spec_of(config, converter, **options), feature_converter=converter
+  )
   try:
     return dict(same_on_hosts._facts(batches))
   finally:
@@ -50,16 +57,24 @@ def hosts(tmp_path) -> list[pathlib.Path]:
   return [first, second]
 
 
-@pytest.mark.parametrize('source, changed, options', [
+@pytest.mark.parametrize(
+  'source, changed, options',
+  [
     pytest.param('text_files:{}/*.txt', '1.txt', {}, marks=pytest.mark.slow),
     ('jsonl:{}/rows.jsonl', 'rows.jsonl', {}),
-    ('imdb_csv:{}/*.csv', 'train.csv', dict(
-        converter='encoder_classification', lengths={'inputs': 16}, num_classes=2))])
+    (
+      'imdb_csv:{}/*.csv',
+      'train.csv',
+      dict(converter='encoder_classification', lengths={'inputs': 16}, num_classes=2),
+    ),
+  ],
+)
 def test_copies_agree_and_a_byte_at_the_end_of_one_is_named(hosts, source, changed, options):
   def of(folder: pathlib.Path) -> dict:
     found = facts(source.format(folder), **options)
     found.pop('mixture_or_task_name')  # the configuration, which is compared by itself
     return found
+
   one, two = (of(folder) for folder in hosts)
   assert differing(one, two) == []
   path = hosts[1] / changed
@@ -67,7 +82,7 @@ def test_copies_agree_and_a_byte_at_the_end_of_one_is_named(hosts, source, chang
   path.write_bytes(before + b'a' + after)
   assert last and path.stat().st_size == (hosts[0] / changed).stat().st_size
   two = of(hosts[1])
-  named, = [name for name in differing(one, two) if name.endswith(changed)]
+  (named,) = [name for name in differing(one, two) if name.endswith(changed)]
   assert str(path) in two[named][1]
 
 
@@ -85,13 +100,15 @@ def test_prepared_rows_are_compared_by_the_digests_in_their_index(tmp_path):
   files = prepared._file_facts(other, tmp_path / 'train')
   assert differing({n: found[n] for n in files}, files) == [shard.file]
   other = dataclasses.replace(index, split='another')
-  assert differing({n: found[n] for n in files}, prepared._file_facts(
-      other, tmp_path / 'train')) == ['index.json']
+  assert differing(
+    {n: found[n] for n in files}, prepared._file_facts(other, tmp_path / 'train')
+  ) == ['index.json']
 
 
 def test_examples_of_tasks_with_metrics_are_compared():
   class Task:
     name, inputs, targets = 'task', [[1, 2], [3]], [[4], [5]]
+
   value, shown = same_on_hosts._of_task(Task())
   assert shown == f'2 examples ({value})'
   other = Task()
@@ -109,6 +126,7 @@ def test_of_many_files_some_are_sampled_and_all_are_listed(tmp_path, monkeypatch
 
   def found(folder):
     return same_on_hosts.file_facts(sorted(map(str, folder.iterdir())))
+
   assert len(found(one)) == 4 and differing(found(one), found(two)) == []
   (two / '8.txt').write_text('text')
   assert found(one)['names of all files'][0] != found(two)['names of all files'][0]

@@ -27,11 +27,19 @@ def test_another_seed_gives_another_order(open_data, lines):
 
 
 # About 235 packed rows = 58 batches make an epoch, so 150 batches are in the third.
-@pytest.mark.parametrize('options, taken, peeked', [
-    ({}, 150, True), ({'shuffle': False}, 1, True),
-    *(pytest.param(options, taken, peeked, marks=pytest.mark.slow)
-      for options in ({}, {'pack': False}, {'shuffle': False}) for taken in (1, 150)
-      for peeked in (False, True))])
+@pytest.mark.parametrize(
+  'options, taken, peeked',
+  [
+    ({}, 150, True),
+    ({'shuffle': False}, 1, True),
+    *(
+      pytest.param(options, taken, peeked, marks=pytest.mark.slow)
+      for options in ({}, {'pack': False}, {'shuffle': False})
+      for taken in (1, 150)
+      for peeked in (False, True)
+    ),
+  ],
+)
 def test_restored_batches_equal_the_uninterrupted_ones(open_data, lines, taken, peeked, options):
   whole = open_data(lines, **options).iterator
   hashes(whole, taken)
@@ -79,13 +87,20 @@ def test_state_moves_with_the_files(open_data, text_folder, tmp_path):
   assert hashes(rest, 30) == want
 
 
-@pytest.mark.parametrize('change, says', [
+@pytest.mark.parametrize(
+  'change, says',
+  [
     ({'seed': 7}, 'seed: saved 0, now 7'),
-    *(pytest.param(change, says, marks=pytest.mark.slow) for change, says in (
+    *(
+      pytest.param(change, says, marks=pytest.mark.slow)
+      for change, says in (
         ({'batch_size': 2}, 'batch_size: saved 4, now 2'),
         ({'lengths': {'targets': 48}}, 'task_feature_lengths: saved'),
-        ({'split': 'validation'}, "split: saved 'train', now 'validation'"))),
-])
+        ({'split': 'validation'}, "split: saved 'train', now 'validation'"),
+      )
+    ),
+  ],
+)
 def test_state_of_other_data_is_refused_naming_the_difference(open_data, lines, change, says):
   state = open_data(lines).iterator.get_state()
   with pytest.raises(DataError, match=says):
@@ -118,22 +133,29 @@ def test_state_of_another_tensorflow_is_replayed_and_exact(open_data, lines, cap
 
 
 def test_evaluation_pads_the_last_batch_and_drops_nothing(open_data, lines):
-  opened = open_data(lines, repeat=False, shuffle=False, pack=False, batch_size=100,
-                     lengths={'targets': 64})
+  opened = open_data(
+    lines, repeat=False, shuffle=False, pack=False, batch_size=100, lengths={'targets': 64}
+  )
   got = list(opened.iterator)
   weights = np.concatenate([b['decoder_loss_weights'].any(axis=1) for b in got])
   number = int(weights.sum())
   assert weights[:number].all() and not weights[number:].any()
-  alone = open_data(lines, repeat=False, shuffle=False, pack=False, batch_size=1,
-                    lengths={'targets': 64}).iterator
+  alone = open_data(
+    lines, repeat=False, shuffle=False, pack=False, batch_size=1, lengths={'targets': 64}
+  ).iterator
   assert number == len(list(alone)) == 843 - _validation_lines(open_data, lines)
   with pytest.raises(StopIteration):
     opened.iterator.peek()
 
 
 def _validation_lines(open_data, lines):
-  return len(list(open_data(lines, repeat=False, pack=False, batch_size=1, split='validation',
-                            lengths={'targets': 64}).iterator))
+  return len(
+    list(
+      open_data(
+        lines, repeat=False, pack=False, batch_size=1, split='validation', lengths={'targets': 64}
+      ).iterator
+    )
+  )
 
 
 def test_evaluation_starts_anew_from_its_first_state(open_data, lines):

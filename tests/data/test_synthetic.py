@@ -10,11 +10,18 @@ from t5x_gpu.errors import DataError
 def open_synthetic(converter='lm', *, repeat=True, pack=True, seed=0, lengths=None, **kwargs):
   kind = features.layout(converter)
   names, pack = kind.task_features, pack and kind.packed is not None
-  lengths = lengths or {name: 16 for name in names}
-  config = batches.DatasetConfig('random', lengths, 'train', 4, seed=seed, pack=pack,
-                                 module='t5x_gpu.data.synthetic', **kwargs)
-  spec = features.batch_spec(converter, task_feature_lengths=lengths, batch_size=4, pack=pack,
-                             vocab_size=50, num_classes=3 if kind.label else None)
+  lengths = lengths or dict.fromkeys(names, 16)
+  config = batches.DatasetConfig(
+    'random', lengths, 'train', 4, seed=seed, pack=pack, module='t5x_gpu.data.synthetic', **kwargs
+  )
+  spec = features.batch_spec(
+    converter,
+    task_feature_lengths=lengths,
+    batch_size=4,
+    pack=pack,
+    vocab_size=50,
+    num_classes=3 if kind.label else None,
+  )
   return spec, batches.open_batches(config, spec=spec, feature_converter=converter, repeat=repeat)
 
 
@@ -33,8 +40,10 @@ def test_inputs_are_targets_shifted_within_each_segment():
   batch = next(iterator)
   starts = batch['decoder_positions'] == 0
   assert (batch['decoder_input_tokens'][starts] == 0).all()
-  assert (batch['decoder_input_tokens'][:, 1:][~starts[:, 1:]]
-          == batch['decoder_target_tokens'][:, :-1][~starts[:, 1:]]).all()
+  assert (
+    batch['decoder_input_tokens'][:, 1:][~starts[:, 1:]]
+    == batch['decoder_target_tokens'][:, :-1][~starts[:, 1:]]
+  ).all()
   assert (np.diff(batch['decoder_segment_ids'][0]) == starts[0, 1:]).all()
 
 
@@ -49,8 +58,9 @@ def test_masked_rows_hide_what_has_a_weight_and_nothing_else():
   spec, iterator = open_synthetic('encoder_mlm', lengths={'inputs': 512, 'targets': 512})
   batch = next(iterator)
   hidden = batch['encoder_loss_weights'] == 1
-  assert (batch['encoder_input_tokens'][hidden] == spec.vocab_sizes['encoder_input_tokens'] - 1
-          ).all()
+  assert (
+    batch['encoder_input_tokens'][hidden] == spec.vocab_sizes['encoder_input_tokens'] - 1
+  ).all()
   assert (batch['encoder_input_tokens'] == batch['encoder_target_tokens'])[~hidden].all()
   assert 0.1 < hidden.mean() < 0.2
 

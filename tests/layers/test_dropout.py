@@ -43,8 +43,10 @@ def test_masks_of_some_positions_are_those_of_the_whole_row():
 
 def test_layers_and_sites_have_masks_of_their_own():
   base = rng(np.arange(6))
-  masks = [np.asarray(dropout(X, RATE, r)) for r in (base.fold(0).at('a'), base.fold(1).at('a'),
-                                                      base.fold(0).at('b'))]
+  masks = [
+    np.asarray(dropout(X, RATE, r))
+    for r in (base.fold(0).at('a'), base.fold(1).at('a'), base.fold(0).at('b'))
+  ]
   assert all((a != b).any() for i, a in enumerate(masks) for b in masks[:i])
 
 

@@ -37,8 +37,9 @@ def test_attention_equals_numpy_softmax(rng):
   weights = np.exp(logits - logits.max(-1, keepdims=True))
   weights /= weights.sum(-1, keepdims=True)
   want = np.einsum('bhqk,bkhd->bqhd', weights, v)
-  np.testing.assert_allclose(dot_product_attention(q, k, v, mask=mask, bias=bias), want, rtol=2e-5,
-                             atol=1e-6)
+  np.testing.assert_allclose(
+    dot_product_attention(q, k, v, mask=mask, bias=bias), want, rtol=2e-5, atol=1e-6
+  )
 
 
 def test_attention_of_a_row_that_may_attend_to_nothing_is_finite(rng):
@@ -55,8 +56,9 @@ def mask_of(tokens, **more):
 def test_mask_is_causal_and_stays_in_its_segment_and_off_padding():
   tokens = jnp.asarray([[5, 6, 7, 8, 0]])
   segments = jnp.asarray([[1, 1, 2, 2, 0]])
-  want = np.array([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0],
-                   [0, 0, 0, 0, 0]], bool)
+  want = np.array(
+    [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]], bool
+  )
   np.testing.assert_array_equal(mask_of(tokens, segment_ids=segments), want)
 
 
@@ -67,8 +69,9 @@ def test_prefix_positions_see_each_other_both_ways():
 
 
 def test_causal_position_buckets_are_exact_then_logarithmic_then_constant():
-  row = relative_position_buckets(300, 300, bidirectional=False, num_buckets=32,
-                                  max_distance=128)[299]
+  row = relative_position_buckets(300, 300, bidirectional=False, num_buckets=32, max_distance=128)[
+    299
+  ]
   by_distance = row[::-1]
   np.testing.assert_array_equal(by_distance[:16], np.arange(16))
   assert (np.diff(by_distance) >= 0).all()
@@ -81,13 +84,18 @@ def test_bidirectional_position_buckets_tell_the_sides_apart():
   np.testing.assert_array_equal(buckets[20, 21:] - 16, buckets[20, 19:0:-1][:19])
 
 
-@pytest.mark.parametrize('changes, text', [
-    ({'theta': 0.0}, 'theta = 0.0 must be'), ({'theta': -1.0}, 'theta = -1.0 must be'),
+@pytest.mark.parametrize(
+  'changes, text',
+  [
+    ({'theta': 0.0}, 'theta = 0.0 must be'),
+    ({'theta': -1.0}, 'theta = -1.0 must be'),
     ({'scaling': 'linear', 'factor': 0}, 'factor = 0 must be'),
     ({'scaling': 'linear', 'factor': math.nan}, 'factor = nan must be'),
     ({'scaling': 'llama3', 'low_freq_factor': 4.0}, 'must be below high_freq_factor = 4.0'),
     ({'scaling': 'llama3', 'original_length': 0}, 'original_length = 0 must be'),
-    ({'scaling': 'lama3'}, "Did you mean 'llama3'")])
+    ({'scaling': 'lama3'}, "Did you mean 'llama3'"),
+  ],
+)
 def test_rotary_positions_that_cannot_be_are_refused(changes, text):
   with pytest.raises(ModelError) as e:
     RotaryEmbedding(**changes)
@@ -105,8 +113,10 @@ def test_rms_norm_divides_by_the_root_mean_square(rng):
 def test_rms_norm_plus_one_rounds_its_result_alone(rng):
   x = jnp.asarray(rng.normal(size=(4, 256)), jnp.bfloat16)
   scale = jnp.asarray(rng.normal(0, 0.1, 256), jnp.bfloat16)
-  exact, rounded = (RMSNorm(plus_one=True, dtype=dtype).apply({'params': {'scale': scale}}, x)
-                    for dtype in (jnp.float32, jnp.bfloat16))
+  exact, rounded = (
+    RMSNorm(plus_one=True, dtype=dtype).apply({'params': {'scale': scale}}, x)
+    for dtype in (jnp.float32, jnp.bfloat16)
+  )
   np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16))
 
 
@@ -128,6 +138,7 @@ def test_embedding_and_its_gradient_are_those_of_a_gather_whole_or_split(rng, mo
   def read(table):
     with use_rules(AxisRules(activations={'vocab': ('model',)}), mesh.shape):
       return (Embedding(12, 4).apply({'params': {'embedding': table}}, ids) * pull).sum()
+
   with jax.set_mesh(mesh):
     got = jax.jit(jax.value_and_grad(read))(table)
   want = jax.value_and_grad(lambda t: (t[ids] * pull).sum())(table)
@@ -137,8 +148,14 @@ def test_embedding_and_its_gradient_are_those_of_a_gather_whole_or_split(rng, mo
 def test_gradient_of_a_bfloat16_table_adds_up_in_float32():
   table = jnp.zeros((2, 1), jnp.bfloat16)
   ids = jnp.zeros((1, 1000), jnp.int32)
-  grad = jax.grad(lambda t: Embedding(2, 1, jnp.bfloat16).apply(
-      {'params': {'embedding': t}}, ids).sum().astype(jnp.float32))(table)
+  grad = jax.grad(
+    lambda t: (
+      Embedding(2, 1, jnp.bfloat16)
+      .apply({'params': {'embedding': t}}, ids)
+      .sum()
+      .astype(jnp.float32)
+    )
+  )(table)
   assert float(grad[0, 0]) == 1000  # bfloat16 would stop at 256
 
 
@@ -162,5 +179,6 @@ def test_gated_mlp_multiplies_its_branches(rng):
   module = Mlp(8, ('gelu', 'linear'))
   params = init(module, x)
   hidden = jax.nn.gelu(x @ params['wi_0']['kernel']) * (x @ params['wi_1']['kernel'])
-  np.testing.assert_allclose(module.apply({'params': params}, x),
-                             hidden @ params['wo']['kernel'], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(
+    module.apply({'params': params}, x), hidden @ params['wo']['kernel'], rtol=1e-5, atol=1e-6
+  )

@@ -17,8 +17,9 @@ from t5x_gpu.partitioning.axis_rules import AxisNames, split_names
 from t5x_gpu.training.adafactor import Adafactor
 
 BATCH, LENGTH, EMBED, MLP = 3, 12, 8, 16
-CONFIG = TransformerConfig(vocab_size=32, num_layers=2, embed_dim=8, num_heads=2, head_dim=4,
-                           mlp_dim=16)
+CONFIG = TransformerConfig(
+  vocab_size=32, num_layers=2, embed_dim=8, num_heads=2, head_dim=4, mlp_dim=16
+)
 
 
 @pytest.fixture
@@ -28,8 +29,9 @@ def x():
 
 def init(module):
   """Returns plain parameters of `module`."""
-  return jax.jit(lambda: split_names(
-      module.init(jax.random.key(0), jnp.zeros((1, 1, EMBED)))['params'])[0])()
+  return jax.jit(
+    lambda: split_names(module.init(jax.random.key(0), jnp.zeros((1, 1, EMBED)))['params'])[0]
+  )()
 
 
 def output(module, params, x, **options):
@@ -69,13 +71,11 @@ def reference(params, x, ids, kept):
   one_hot = jax.nn.one_hot(ids, probabilities.shape[-1])
   weights = jnp.sum(one_hot * (gates * kept)[..., None], axis=2)
   wi_0, wi_1, wo = (params[name]['kernel'] for name in ('wi_0', 'wi_1', 'wo'))
-  hidden = (jax.nn.gelu(jnp.einsum('bld,edm->belm', x, wi_0))
-            * jnp.einsum('bld,edm->belm', x, wi_1))
+  hidden = jax.nn.gelu(jnp.einsum('bld,edm->belm', x, wi_0)) * jnp.einsum('bld,edm->belm', x, wi_1)
   return jnp.einsum('belm,emd,ble->bld', hidden, wo, weights)
 
 
-@pytest.mark.parametrize('experts, k, factor', [(4, 2, 4.0), (4, 2, 0.5), (6, 1, 1.0),
-                                                (5, 3, 0.7)])
+@pytest.mark.parametrize('experts, k, factor', [(4, 2, 4.0), (4, 2, 0.5), (6, 1, 1.0), (5, 3, 0.7)])
 def test_outputs_and_gradients_equal_those_of_every_expert_on_every_token(x, experts, k, factor):
   module = MoeMlp(experts, MLP, k, factor)
   params = init(module)
@@ -87,11 +87,14 @@ def test_outputs_and_gradients_equal_those_of_every_expert_on_every_token(x, exp
 
   @jax.jit
   def both(params, x, ids, kept):
-    return tuple(jax.value_and_grad(lambda p, x: jnp.sum(weights * f(p, x)), (0, 1))(params, x)
-                 for f in (lambda p, x: output(module, p, x),
-                           lambda p, x: reference(p, x, ids, kept)))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-               *both(params, x, ids, kept))
+    return tuple(
+      jax.value_and_grad(lambda p, x: jnp.sum(weights * f(p, x)), (0, 1))(params, x)
+      for f in (lambda p, x: output(module, p, x), lambda p, x: reference(p, x, ids, kept))
+    )
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *both(params, x, ids, kept)
+  )
 
 
 @pytest.mark.parametrize('activations', [('relu',), ('gelu', 'linear')])
@@ -102,8 +105,12 @@ def test_one_expert_with_room_for_all_is_the_dense_mlp(x, activations, rate):
   params = init(dense)
   of_expert = {**jax.tree.map(lambda p: p[None], params), 'router': init(module)['router']}
   rng = DropoutRng(jax.random.key(1), jnp.arange(BATCH))
-  np.testing.assert_allclose(apply(module, of_expert, x, dropout_rng=rng),
-                             apply(dense, params, x, dropout_rng=rng), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(
+    apply(module, of_expert, x, dropout_rng=rng),
+    apply(dense, params, x, dropout_rng=rng),
+    rtol=1e-5,
+    atol=1e-6,
+  )
 
 
 def all_to_one_expert(module):
@@ -164,15 +171,20 @@ def test_the_router_chooses_in_float32_whatever_the_dtype(x):
 
 def test_experts_are_drawn_as_so_many_mlps():
   kernel = init(MoeMlp(64, MLP))['wo']['kernel']
-  np.testing.assert_allclose(np.std(kernel), MLP ** -0.5, rtol=0.05)
+  np.testing.assert_allclose(np.std(kernel), MLP**-0.5, rtol=0.05)
   assert len({float(k[0, 0]) for k in kernel}) == 64
 
 
-@pytest.mark.parametrize('changes, parameter', [
-    ({'num_experts': -1}, 'num_experts'), ({'num_experts': 2, 'num_experts_per_token': 3},
-                                           'num_experts_per_token'),
+@pytest.mark.parametrize(
+  'changes, parameter',
+  [
+    ({'num_experts': -1}, 'num_experts'),
+    ({'num_experts': 2, 'num_experts_per_token': 3}, 'num_experts_per_token'),
     ({'num_experts': 2, 'num_experts_per_token': 0}, 'num_experts_per_token'),
-    ({'num_experts': 2, 'expert_capacity_factor': 0.0}, 'expert_capacity_factor')], ids=str)
+    ({'num_experts': 2, 'expert_capacity_factor': 0.0}, 'expert_capacity_factor'),
+  ],
+  ids=str,
+)
 def test_experts_that_cannot_be_are_refused_by_name(changes, parameter):
   with pytest.raises(ModelError, match=f'{parameter} = ') as caught:
     dataclasses.replace(CONFIG, **changes)
@@ -180,8 +192,10 @@ def test_experts_that_cannot_be_are_refused_by_name(changes, parameter):
 
 
 def test_flops_count_the_experts_that_a_token_uses():
-  dense, many, more = (transformer_flops_per_token(dataclasses.replace(CONFIG, **changes), 16)
-                       for changes in ({}, {'num_experts': 8}, {'num_experts': 16}))
+  dense, many, more = (
+    transformer_flops_per_token(dataclasses.replace(CONFIG, **changes), 16)
+    for changes in ({}, {'num_experts': 8}, {'num_experts': 16})
+  )
   mlp, router = 3 * 8 * 16, 8 * 8
   assert many - dense == 6 * CONFIG.num_layers * (mlp + router)
   assert more - many == 6 * CONFIG.num_layers * router
@@ -195,8 +209,10 @@ def test_adafactor_treats_each_expert_as_a_parameter_of_its_own():
   def update(param, grad, names):
     names = {'p': AxisNames(names)}
     state = optimizer.init({'p': param}, names)
-    return optimizer.update({'p': grad}, state, {'p': param}, names=names, learning_rate=0.1,
-                            step=jnp.asarray(0))[0]['p']
+    return optimizer.update(
+      {'p': grad}, state, {'p': param}, names=names, learning_rate=0.1, step=jnp.asarray(0)
+    )[0]['p']
+
   together = update(param, grad, ('experts', 'embed', 'mlp'))
   for i in range(3):
     np.testing.assert_allclose(together[i], update(param[i], grad[i], ('embed', 'mlp')), rtol=1e-5)

@@ -25,8 +25,14 @@ def test_scores_are_those_worked_out_by_hand():
   # precision 3/4 2/3 2/3, recall 3/4 2/3 2/3: F1 3/4 2/3 2/3.
   # MCC: (7*10 - (4*4 + 3*3 + 3*3)) / sqrt((100 - 34) * (100 - 34)) = 36 / 66.
   got = classification.scores(MATRIX, prefix='eval/')
-  assert got == pytest.approx({'eval/accuracy': 0.7, 'eval/macro_f1': (0.75 + 4 / 3) / 3,
-                               'eval/matthews_corrcoef': 36 / 66, 'eval/majority': 0.4})
+  assert got == pytest.approx(
+    {
+      'eval/accuracy': 0.7,
+      'eval/macro_f1': (0.75 + 4 / 3) / 3,
+      'eval/matthews_corrcoef': 36 / 66,
+      'eval/majority': 0.4,
+    }
+  )
 
 
 def test_two_classes_have_matthews_own_formula():
@@ -61,8 +67,10 @@ def test_batches_add_up_and_rows_that_fill_do_not_count():
   whole = classification.confusion_matrix(LABELS, PREDICTIONS, num_classes=3)
   parts = np.zeros((3, 3))
   for start in (0, 4, 8):
-    labels, predictions = (np.pad(x[start:start + 4], (0, 4 - len(x[start:start + 4])))
-                           for x in (LABELS, PREDICTIONS))
+    labels, predictions = (
+      np.pad(x[start : start + 4], (0, 4 - len(x[start : start + 4])))
+      for x in (LABELS, PREDICTIONS)
+    )
     weights = (np.arange(start, start + 4) < 10).astype(np.int32)
     parts += classification.confusion_matrix(labels, predictions, num_classes=3, weights=weights)
   np.testing.assert_array_equal(parts, whole)
@@ -84,19 +92,21 @@ def test_classes_that_do_not_occur_do_not_pull_macro_f1_down():
 
 
 def test_nothing_counted_has_no_scores():
-  empty = classification.confusion_matrix(LABELS, PREDICTIONS, num_classes=3,
-                                          weights=np.zeros(10))
+  empty = classification.confusion_matrix(LABELS, PREDICTIONS, num_classes=3, weights=np.zeros(10))
   assert classification.scores(empty) == {}
   assert math.isnan(classification.matthews_corrcoef(empty))
   assert math.isnan(classification.macro_f1(empty))
 
 
-@pytest.mark.parametrize('labels, predictions, says', [
+@pytest.mark.parametrize(
+  'labels, predictions, says',
+  [
     ([0, 3], [0, 1], 'labels are from 0 to 3; 3 classes are 0 to 2'),
     ([0, 1], [0, -1], 'predictions are from -1 to 0'),
     ([0, 1], [0], 'must all be'),
     ([[0, 1]], [[0, 1]], 'must all be'),
-])
+  ],
+)
 def test_what_is_no_class_per_row_is_refused(labels, predictions, says):
   with pytest.raises(ShapeError, match=says):
     classification.confusion_matrix(np.array(labels), np.array(predictions), num_classes=3)
@@ -106,7 +116,12 @@ def test_table_has_a_line_per_class_and_what_it_is_taken_for():
   lines = classification.table(MATRIX, ('one', 'two', 'three')).splitlines()
   assert lines[1].split() == ['one', '4', '0.750', '0.750', '0.750', 'two', '(1)']
   assert classification.table(np.zeros((2, 2)), ('x', 'y')).splitlines()[1].split() == [
-      'x', '0', '-', '-', '-']
+    'x',
+    '0',
+    '-',
+    '-',
+    '-',
+  ]
 
 
 def test_csv_reads_back(tmp_path):
@@ -127,8 +142,10 @@ def test_any_matrix_gives_a_picture_without_warnings(tmp_path, count):
 
 
 def test_picture_shows_what_the_matrix_holds(tmp_path):
-  pngs = [confusion_picture.plot_confusion(matrix, NAMES, tmp_path / f'{i}.png').read_bytes()
-          for i, matrix in enumerate((MATRIX, MATRIX.T))]
+  pngs = [
+    confusion_picture.plot_confusion(matrix, NAMES, tmp_path / f'{i}.png').read_bytes()
+    for i, matrix in enumerate((MATRIX, MATRIX.T))
+  ]
   assert pngs[0] != pngs[1]
 
 

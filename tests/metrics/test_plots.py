@@ -20,15 +20,24 @@ def _metrics(path, records):
 
 
 def _run(steps):
-  return [{'step': s, 'train/loss': 2 + 4 * math.exp(-s / 50), 'train/learning_rate': 0.01}
-          for s in range(1, steps + 1)]
+  return [
+    {'step': s, 'train/loss': 2 + 4 * math.exp(-s / 50), 'train/learning_rate': 0.01}
+    for s in range(1, steps + 1)
+  ]
 
 
-@pytest.mark.parametrize('records', [
-    _run(1), _run(10), _run(100), _run(100) + [{'step': 100, 'eval/loss': 2.5}],
+@pytest.mark.parametrize(
+  'records',
+  [
+    _run(1),
+    _run(10),
+    _run(100),
+    _run(100) + [{'step': 100, 'eval/loss': 2.5}],
     [{'step': 1, 'eval/loss': 2.5}],
     [{'step': s, 'train/loss': None, 'train/loss_nonfinite': 'nan'} for s in (1, 2)],
-], ids=['one step', 'few', 'many', 'with eval', 'eval alone', 'all nan'])
+  ],
+  ids=['one step', 'few', 'many', 'with eval', 'eval alone', 'all nan'],
+)
 def test_any_run_gives_a_picture_without_warnings(tmp_path, records):
   path = _metrics(tmp_path / 'metrics.jsonl', records)
   png = plots.plot_losses(path, tmp_path / 'loss.png', vocab_size=384, title='a $title_1')
@@ -40,8 +49,11 @@ def test_the_picture_shows_what_the_file_holds(tmp_path):
   pngs = []
   for scale in (1, 2):
     records = [{**r, 'train/loss': r['train/loss'] * scale} for r in _run(40)]
-    pngs.append(plots.plot_losses(_metrics(tmp_path / f'{scale}.jsonl', records),
-                                  tmp_path / f'{scale}.png').read_bytes())
+    pngs.append(
+      plots.plot_losses(
+        _metrics(tmp_path / f'{scale}.jsonl', records), tmp_path / f'{scale}.png'
+      ).read_bytes()
+    )
   assert pngs[0] != pngs[1]
 
 

@@ -19,8 +19,9 @@ class Clock:
 
 def _timer(**kwargs):
   clock = Clock()
-  return throughput.StepTimer(kwargs.pop('total_steps', 10), clock=clock,
-                              tokens_per_step=1000, **kwargs), clock
+  return throughput.StepTimer(
+    kwargs.pop('total_steps', 10), clock=clock, tokens_per_step=1000, **kwargs
+  ), clock
 
 
 def _step(timer, clock, seconds, wait=0.0):
@@ -122,8 +123,11 @@ def test_metrics_have_the_names_of_the_metrics_file():
   timer, clock = _timer(warmup_steps=0)
   _step(timer, clock, 2.0, wait=1.0)
   assert timer.window().metrics() == {
-      'train/step_seconds': 2.0, 'train/step_seconds_median': 2.0,
-      'train/tokens_per_second': 500.0, 'train/input_wait_fraction': 0.5}
+    'train/step_seconds': 2.0,
+    'train/step_seconds_median': 2.0,
+    'train/tokens_per_second': 500.0,
+    'train/input_wait_fraction': 0.5,
+  }
 
 
 def test_restart_forgets_set_up_time():

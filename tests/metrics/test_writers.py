@@ -26,6 +26,7 @@ def open_writer(tmp_path):
   def open_one(path=tmp_path / 'metrics.jsonl'):
     opened.append(writers.JsonLinesWriter(path))
     return opened[-1]
+
   yield open_one
   for writer in opened:
     writer.close()
@@ -42,8 +43,10 @@ def test_each_write_is_one_json_object_with_step_first(tmp_path, open_writer):
   writer.write(20, {'train/loss': jnp.float32(4.5), 'train/tokens': np.int64(7)})
   text = path.read_text()  # before close: nothing waits in a buffer
   writer.close()
-  assert text == ('{"step": 10, "train/loss": 5.5, "train/accuracy": 0.25}\n'
-                  '{"step": 20, "train/loss": 4.5, "train/tokens": 7}\n')
+  assert text == (
+    '{"step": 10, "train/loss": 5.5, "train/accuracy": 0.25}\n'
+    '{"step": 20, "train/loss": 4.5, "train/tokens": 7}\n'
+  )
 
 
 def test_floats_come_back_bit_identical(tmp_path, open_writer):
@@ -60,6 +63,7 @@ def test_nonfinite_values_are_valid_json_and_come_back(tmp_path, open_writer, va
 
   def refuse(constant):
     raise AssertionError(f'{constant} is not JSON')
+
   record = json.loads(path.read_text(), parse_constant=refuse)
   assert record['train/loss'] is None and record['train/loss_nonfinite'] == str(value)
   back = writers.read_json_lines(path)[0]
@@ -96,6 +100,7 @@ def test_interrupted_truncation_keeps_the_old_file(tmp_path, open_writer, monkey
 
   def killed(*_):
     raise KeyboardInterrupt
+
   monkeypatch.setattr(os, 'replace', killed)
   with pytest.raises(KeyboardInterrupt):
     writer.truncate_after(10)
@@ -120,13 +125,13 @@ def test_whole_last_line_without_newline_is_kept(tmp_path, open_writer):
 
 def test_kill_9_loses_at_most_the_line_in_flight(tmp_path):
   path = tmp_path / 'metrics.jsonl'
-  code = textwrap.dedent(f'''
+  code = textwrap.dedent(f"""
       from t5x_gpu.metrics import writers
       writer = writers.JsonLinesWriter({str(path)!r})
       for step in range(10**9):
         writer.write(step, {{'train/loss': 1.0}})
         print(step, flush=True)
-  ''')
+  """)
   process = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
   try:
     for line in process.stdout:
@@ -166,13 +171,14 @@ def test_reserved_names_are_refused():
 
 def _tensorboard_events(folder):
   from tensorboardX.proto import event_pb2
+
   events = []
   for path in sorted(folder.glob('events.out.tfevents.*'), key=lambda p: p.stat().st_mtime_ns):
     data = path.read_bytes()
     while data:  # a record: length (8), crc (4), payload, crc (4)
       size = int.from_bytes(data[:8], 'little')
-      events.append(event_pb2.Event.FromString(data[12:12 + size]))
-      data = data[16 + size:]
+      events.append(event_pb2.Event.FromString(data[12 : 12 + size]))
+      data = data[16 + size :]
   return events
 
 
@@ -181,8 +187,11 @@ def test_tensorboard_files_hold_the_scalars(tmp_path):
   writer.write(10, {'train/loss': np.float32(2.5), 'eval/loss': 3})
   writer.close()
   writer.close()
-  scalars = {v.tag: (e.step, v.simple_value) for e in _tensorboard_events(tmp_path / 'tb')
-             for v in e.summary.value}
+  scalars = {
+    v.tag: (e.step, v.simple_value)
+    for e in _tensorboard_events(tmp_path / 'tb')
+    for v in e.summary.value
+  }
   assert scalars == {'train/loss': (10, 2.5), 'eval/loss': (10, 3.0)}
 
 
@@ -197,7 +206,8 @@ def test_tensorboard_resume_marks_later_steps_as_outdated(tmp_path):
 
 
 def test_a_full_disk_ends_a_run_that_writes_tensorboard_files_and_does_not_stop_it_for_ever(
-    tmp_path):
+  tmp_path,
+):
   with small_disk(tmp_path / 'disk', size='256k') as disk:
     writer = writers.TensorBoardWriter(disk / 'tensorboard')
     writer.write(1, {'train/loss': 1.0})
@@ -213,11 +223,13 @@ def test_a_full_disk_ends_a_run_that_writes_tensorboard_files_and_does_not_stop_
 
 
 def test_tensorboard_imports_no_tensorflow(tmp_path):
-  code = ('import sys\nfrom t5x_gpu.metrics import writers\n'
-          'assert "tensorboardX" not in sys.modules\n'
-          f'w = writers.TensorBoardWriter({str(tmp_path)!r})\n'
-          'w.write(1, {"train/loss": 1.0})\nw.close()\n'
-          'assert not {"tensorflow", "tensorboard"} & set(sys.modules)')
+  code = (
+    'import sys\nfrom t5x_gpu.metrics import writers\n'
+    'assert "tensorboardX" not in sys.modules\n'
+    f'w = writers.TensorBoardWriter({str(tmp_path)!r})\n'
+    'w.write(1, {"train/loss": 1.0})\nw.close()\n'
+    'assert not {"tensorflow", "tensorboard"} & set(sys.modules)'
+  )
   subprocess.run([sys.executable, '-c', code], check=True)
 
 

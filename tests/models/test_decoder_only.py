@@ -13,8 +13,15 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.partitioning.axis_rules import split_names
 
-CONFIG = TransformerConfig(vocab_size=17, num_layers=3, embed_dim=16, num_heads=2, head_dim=8,
-                           mlp_dim=32, relative_bias='per_layer')
+CONFIG = TransformerConfig(
+  vocab_size=17,
+  num_layers=3,
+  embed_dim=16,
+  num_heads=2,
+  head_dim=8,
+  mlp_dim=32,
+  relative_bias='per_layer',
+)
 LENGTH = 12
 
 
@@ -39,8 +46,12 @@ def loss_of(model, params, batch, key=None):
 
 def batch_of(targets, **more):
   inputs = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
-  return {'decoder_target_tokens': targets, 'decoder_input_tokens': inputs,
-          'decoder_loss_weights': (targets > 0).astype(np.int32), **more}
+  return {
+    'decoder_target_tokens': targets,
+    'decoder_input_tokens': inputs,
+    'decoder_loss_weights': (targets > 0).astype(np.int32),
+    **more,
+  }
 
 
 @pytest.mark.parametrize('told_by', ['decoder_loss_weights', 'decoder_causal_attention'])
@@ -56,18 +67,23 @@ def test_id_0_is_a_word_where_weights_or_prefix_say_so(told_by):
   assert np.abs(masked - want)[0, 2:10].max() > 1e-3
 
 
-@pytest.mark.parametrize('changes', [{'scan_unroll': 2}, {'scan_unroll': 8},
-                                     {'remat_policy': 'full'}, {'remat_policy': 'minimal'}], ids=str)
+@pytest.mark.parametrize(
+  'changes',
+  [{'scan_unroll': 2}, {'scan_unroll': 8}, {'remat_policy': 'full'}, {'remat_policy': 'minimal'}],
+  ids=str,
+)
 def test_loss_and_gradients_do_not_depend_on_unrolling_or_rematerialisation(changes):
   model, params, batch = make()
   other = DecoderOnlyModel(dataclasses.replace(CONFIG, **changes))
 
   def value_and_grad(m):
     return jax.jit(jax.value_and_grad(lambda p: m.loss(p, batch)['loss'][0]))(params)
+
   (loss, grads), (other_loss, other_grads) = value_and_grad(model), value_and_grad(other)
   np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads,
-               other_grads)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, other_grads
+  )
 
 
 def test_rematerialisation_saves_memory():
@@ -76,6 +92,7 @@ def test_rematerialisation_saves_memory():
     model, params, batch = make(num_layers=4, mlp_dim=512, remat_policy=remat_policy)
     grad = jax.jit(jax.grad(lambda p: model.loss(p, batch)['loss'][0]))
     return grad.lower(params).compile().memory_analysis().temp_size_in_bytes
+
   none, full = temp_bytes('none'), temp_bytes('full')
   assert full < 0.75 * none, (full, none)
 
@@ -98,6 +115,7 @@ def test_packed_examples_have_the_loss_of_separate_ones():
 
   def padded(x):
     return batch_of(np.pad(x, ((0, 0), (0, LENGTH - x.shape[1]))))
+
   want = sum(loss_of(model, params, padded(x)) for x in (a, b))
   np.testing.assert_allclose(loss_of(model, params, packed), want, rtol=1e-5)
 
@@ -116,8 +134,10 @@ def test_inputs_see_each_other_only_when_asked():
 def test_dropout_needs_a_key_and_follows_it():
   model, params, batch = make(dropout_rate=0.5)
   keys = jax.random.split(jax.random.key(1))
+
   def loss(key=None):
     return float(loss_of(model, params, batch, key))
+
   assert loss(keys[0]) == loss(keys[0]) != loss(keys[1])
   assert loss() == loss() != loss(keys[0])
 
@@ -141,28 +161,36 @@ def test_an_untrained_model_guesses():
 
 def test_flops_count_the_weights_six_times_and_attention_twelve_times():
   c = CONFIG
-  matmul_weights = sum(np.prod(p.shape) for path, p in jax.tree_util.tree_leaves_with_path(
-      make()[1]) if 'kernel' in str(path))
+  matmul_weights = sum(
+    np.prod(p.shape)
+    for path, p in jax.tree_util.tree_leaves_with_path(make()[1])
+    if 'kernel' in str(path)
+  )
   want = 6 * matmul_weights + 12 * c.num_layers * c.num_heads * c.head_dim * LENGTH
   assert transformer_flops_per_token(c, LENGTH) == want
 
 
-@pytest.mark.parametrize('changes, words', [
+@pytest.mark.parametrize(
+  'changes, words',
+  [
     ({'num_heads': 0}, 'num_heads = 0 must be at least 1'),
     ({'dropout_rate': 1.0}, 'dropout_rate = 1.0'),
     ({'dtype': 'bfloat61'}, "Did you mean 'bfloat16'"),
     ({'relative_bias': 'per-layer'}, "Did you mean 'per_layer'"),
     ({'mlp_activations': ('gleu',)}, "Did you mean 'gelu'"),
     ({'max_length': 64, 'num_positions': 32}, 'max_length = 64 has no meaning beside'),
-], ids=str)
+  ],
+  ids=str,
+)
 def test_impossible_models_are_refused_with_the_value_and_a_suggestion(changes, words):
   with pytest.raises(ModelError) as e:
     dataclasses.replace(CONFIG, **changes)
   assert words in str(e.value)
 
 
-@pytest.mark.parametrize('parameter, text', [('num_positions', 'a learned vector for 8'),
-                                             ('max_length', 'was made for 8')])
+@pytest.mark.parametrize(
+  'parameter, text', [('num_positions', 'a learned vector for 8'), ('max_length', 'was made for 8')]
+)
 def test_rows_longer_than_the_model_takes_are_refused(parameter, text):
   model = DecoderOnlyModel(dataclasses.replace(CONFIG, **{parameter: 8}))
   model.batch_spec({'targets': 8}, batch_size=1, pack=False)

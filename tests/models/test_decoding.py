@@ -21,24 +21,43 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
 from tests.helpers_layouts import QUICK
 
-CONFIG = TransformerConfig(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, head_dim=8,
-                           mlp_dim=32)
+CONFIG = TransformerConfig(
+  vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, head_dim=8, mlp_dim=32
+)
 LLAMA = dataclasses.replace(
-    CONFIG, relative_bias='none', rope=RotaryEmbedding(), num_kv_heads=2, qk_norm=True,
-    query_pre_attn_scalar=8.0, windows=(3, 0), attention_softcap=5.0, logits_softcap=9.0,
-    init_stddev=0.3, mlp_activations=('silu', 'linear'))
+  CONFIG,
+  relative_bias='none',
+  rope=RotaryEmbedding(),
+  num_kv_heads=2,
+  qk_norm=True,
+  query_pre_attn_scalar=8.0,
+  windows=(3, 0),
+  attention_softcap=5.0,
+  logits_softcap=9.0,
+  init_stddev=0.3,
+  mlp_activations=('silu', 'linear'),
+)
 GPT2 = dataclasses.replace(
-    CONFIG, relative_bias='none', num_positions=24, norm='layer', attention_bias='all',
-    mlp_bias=True, mlp_activations=('gelu',), query_pre_attn_scalar=8.0, init_stddev=0.3)
+  CONFIG,
+  relative_bias='none',
+  num_positions=24,
+  norm='layer',
+  attention_bias='all',
+  mlp_bias=True,
+  mlp_activations=('gelu',),
+  query_pre_attn_scalar=8.0,
+  init_stddev=0.3,
+)
 MODELS = {
-    't5x_decoder': DecoderOnlyModel(CONFIG),
-    'prefix_lm': DecoderOnlyModel(CONFIG, inputs_bidirectional_attention=True),
-    'llama': DecoderOnlyModel(LLAMA),
-    'llama_24': DecoderOnlyModel(dataclasses.replace(LLAMA, max_length=24)),
-    'gpt2': DecoderOnlyModel(GPT2),
-    'encoder_decoder': EncoderDecoderModel(CONFIG, num_encoder_layers=1),
-    'experts': DecoderOnlyModel(dataclasses.replace(CONFIG, num_experts=4,
-                                                    expert_capacity_factor=None)),
+  't5x_decoder': DecoderOnlyModel(CONFIG),
+  'prefix_lm': DecoderOnlyModel(CONFIG, inputs_bidirectional_attention=True),
+  'llama': DecoderOnlyModel(LLAMA),
+  'llama_24': DecoderOnlyModel(dataclasses.replace(LLAMA, max_length=24)),
+  'gpt2': DecoderOnlyModel(GPT2),
+  'encoder_decoder': EncoderDecoderModel(CONFIG, num_encoder_layers=1),
+  'experts': DecoderOnlyModel(
+    dataclasses.replace(CONFIG, num_experts=4, expert_capacity_factor=None)
+  ),
 }
 PROMPTS = [[3, 7, 5], [9, 9, 4, 2, 30, 11, 6], [8]]
 NEW = 8
@@ -51,18 +70,22 @@ def params_and_names(name):
   return jax.tree.map(lambda x: rng.normal(0, 0.4, x.shape).astype(np.float32), shapes), names
 
 
-def make_generator(name, partitioner=Partitioner(), num_devices=1, *, layers_apart=False,
-                   **options):
+def make_generator(
+  name, partitioner=Partitioner(), num_devices=1, *, layers_apart=False, **options
+):
   model, (params, names) = MODELS[name], params_and_names(name)
   layout = partitioner.lay_out(
-      Topology(1, num_devices), jax.devices()[:num_devices],
-      logical_sizes={**model.logical_sizes(), 'batch': 8, 'length': 16})
+    Topology(1, num_devices),
+    jax.devices()[:num_devices],
+    logical_sizes={**model.logical_sizes(), 'batch': 8, 'length': 16},
+  )
   params = jax.device_put(params, layout.shardings(params, names))
   if layers_apart:
     params = by_layer(model, params, layout=layout)
   options = {'max_decode_length': NEW, 'batch_size': 4, **options}
-  return Generator(model, params, layout=layout, config=DecodingConfig(**options),
-                   compiler_options=QUICK)
+  return Generator(
+    model, params, layout=layout, config=DecodingConfig(**options), compiler_options=QUICK
+  )
 
 
 @functools.cache
@@ -77,11 +100,16 @@ def tokens_of(generator, prompts=PROMPTS, **options):
 @functools.cache
 def all_logits(name):
   """Returns (encoder inputs, decoder inputs, prefix) [1, length] -> logits [1, length, vocab]."""
+
   def logits(params, inputs, tokens, prefix):
     batch = {'decoder_input_tokens': tokens, 'decoder_target_tokens': jnp.ones_like(tokens)}
-    batch |= ({'encoder_input_tokens': inputs} if name == 'encoder_decoder' else
-              {'decoder_causal_attention': prefix})
+    batch |= (
+      {'encoder_input_tokens': inputs}
+      if name == 'encoder_decoder'
+      else {'decoder_causal_attention': prefix}
+    )
     return MODELS[name].logits(params, batch)
+
   return jax.jit(logits, compiler_options=QUICK)
 
 
@@ -91,9 +119,10 @@ def uncached_logits(name, prompt, tokens, start=(0,)):
   row = [*start, *([] if is_encoded else prompt), *tokens]
   before = len(row) - len(tokens)
   padded = lambda x: np.pad(np.asarray(x, np.int32), (0, length - len(x)))[None]
-  logits = all_logits(name)(params_and_names(name)[0], padded(prompt), padded(row),
-                            padded([1] * before))
-  return np.asarray(logits)[0, before - 1:len(row) - 1]
+  logits = all_logits(name)(
+    params_and_names(name)[0], padded(prompt), padded(row), padded([1] * before)
+  )
+  return np.asarray(logits)[0, before - 1 : len(row) - 1]
 
 
 def likeliest(logits):
@@ -133,8 +162,10 @@ def test_id_0_stops_a_text_where_it_is_a_word_alone():
   assert make_generator('llama', stop_tokens=(0,), zero_is_padding=False).config.stop_tokens == (0,)
 
 
-@pytest.mark.parametrize('options', [dict(temperature=1.0, num_decodes=2, top_k=20, top_p=0.95),
-                                     dict(num_beams=3, num_decodes=3)])
+@pytest.mark.parametrize(
+  'options',
+  [dict(temperature=1.0, num_decodes=2, top_k=20, top_p=0.95), dict(num_beams=3, num_decodes=3)],
+)
 def test_samples_and_beams_depend_on_the_prompt_and_its_number_alone(options):
   generator = make_generator('t5x_decoder', stop_tokens=(1, 2, 3, 4, 5), **options)
   together = tokens_of(generator)
@@ -144,26 +175,34 @@ def test_samples_and_beams_depend_on_the_prompt_and_its_number_alone(options):
     assert tokens_of(generator, PROMPTS[:1], numbers=[7])[0] != together[0]
     assert together[0][0] != together[0][1]
     other = dataclasses.replace(generator.config, seed=1)
-    other = make_generator('t5x_decoder', **{
-        k: v for k, v in dataclasses.asdict(other).items() if k != 'batch_size'})
+    other = make_generator(
+      't5x_decoder', **{k: v for k, v in dataclasses.asdict(other).items() if k != 'batch_size'}
+    )
     assert tokens_of(other) != together
 
 
 MESHES = {
-    'data2_fsdp2_model2': dict(fsdp=2, num_partitions=2),
-    'stage2': dict(stage=2, num_pipeline_microbatches=1),
-    'context2_sequence_parallel': dict(context=2, num_partitions=2, sequence_parallel=True),
+  'data2_fsdp2_model2': dict(fsdp=2, num_partitions=2),
+  'stage2': dict(stage=2, num_pipeline_microbatches=1),
+  'context2_sequence_parallel': dict(context=2, num_partitions=2, sequence_parallel=True),
 }
-SEARCHES = {'greedy': dict(), 'sample': dict(temperature=1.0, top_p=0.9, num_decodes=2),
-            'beam': dict(num_beams=2, stop_tokens=(1, 2, 3, 4))}
+SEARCHES = {
+  'greedy': dict(),
+  'sample': dict(temperature=1.0, top_p=0.9, num_decodes=2),
+  'beam': dict(num_beams=2, stop_tokens=(1, 2, 3, 4)),
+}
 
 
-@pytest.mark.parametrize('name, mesh, search', [
+@pytest.mark.parametrize(
+  'name, mesh, search',
+  [
     ('llama', 'data2_fsdp2_model2', 'sample'),
     ('encoder_decoder', 'data2_fsdp2_model2', 'beam'),
     pytest.param('llama', 'stage2', 'beam', marks=pytest.mark.slow),
     pytest.param('t5x_decoder', 'data2_fsdp2_model2', 'greedy', marks=pytest.mark.slow),
-    pytest.param('gpt2', 'context2_sequence_parallel', 'sample', marks=pytest.mark.slow)])
+    pytest.param('gpt2', 'context2_sequence_parallel', 'sample', marks=pytest.mark.slow),
+  ],
+)
 def test_text_on_eight_devices_is_that_of_one(name, mesh, search):
   eight = make_generator(name, Partitioner(**MESHES[mesh]), 8, **SEARCHES[search])
   assert eight.batch_size % eight._layout.batch_parts == 0
@@ -178,8 +217,9 @@ def test_experts_on_a_mesh_of_three_axes_write_what_one_device_writes():
   assert tokens_of(eight) == tokens_of(greedy_generator('experts'))
 
 
-@pytest.mark.parametrize('name, mesh', [('llama', {}), ('encoder_decoder', dict(
-    fsdp=2, num_partitions=2))])
+@pytest.mark.parametrize(
+  'name, mesh', [('llama', {}), ('encoder_decoder', dict(fsdp=2, num_partitions=2))]
+)
 def test_layers_one_by_one_write_what_a_stack_of_them_writes(name, mesh):
   generator = make_generator(name, Partitioner(**mesh), 8 if mesh else 1, layers_apart=True)
   assert tokens_of(generator) == tokens_of(greedy_generator(name))
@@ -192,8 +232,9 @@ def test_layers_one_by_one_take_the_place_of_the_stack():
   apart = by_layer(model, stacked, layout=layout)
   assert all(x.is_deleted() for x in jax.tree.leaves(stacked['layers']))
   for i, layer in enumerate(apart['layers']):
-    jax.tree.map(lambda one, stack: np.testing.assert_array_equal(one, stack[i]), layer,
-                 params['layers'])
+    jax.tree.map(
+      lambda one, stack: np.testing.assert_array_equal(one, stack[i]), layer, params['layers']
+    )
   assert len(apart['layers']) == 2 and apart['token_embedder'] is stacked['token_embedder']
 
 
@@ -211,8 +252,7 @@ def test_prompts_of_many_lengths_are_padded_to_a_few():
   assert sorted({padded_length(n) for n in range(1, 200)}) == [16, 32, 64, 128, 256]
 
 
-@pytest.mark.parametrize('name, parameter', [('gpt2', 'num_positions'),
-                                             ('llama_24', 'max_length')])
+@pytest.mark.parametrize('name, parameter', [('gpt2', 'num_positions'), ('llama_24', 'max_length')])
 def test_prompts_that_do_not_fit_the_positions_are_refused(name, parameter):
   generator = make_generator(name)
   with pytest.raises(DataError, match='Prompt 1: the prompt has 17 tokens and 8 new') as error:
@@ -262,15 +302,25 @@ def test_an_encoder_does_not_write():
 
 def sample_from(name, **options):
   generator = greedy_generator(name)
-  return sample(MODELS[name], params_and_names(name)[0], np.asarray(PROMPTS[0], np.int32),
-                layout=generator._layout, length=12, **{'num_tokens': NEW, **options}).tolist()
+  return sample(
+    MODELS[name],
+    params_and_names(name)[0],
+    np.asarray(PROMPTS[0], np.int32),
+    layout=generator._layout,
+    length=12,
+    **{'num_tokens': NEW, **options},
+  ).tolist()
 
 
 def test_a_sample_is_a_prompt_and_its_continuation():
-  assert sample_from('llama', temperature=0) == [*PROMPTS[0], *tokens_of(
-      greedy_generator('llama'))[0][0]]
-  assert sample_from('encoder_decoder', temperature=0) == tokens_of(
-      greedy_generator('encoder_decoder'))[0][0]
+  assert sample_from('llama', temperature=0) == [
+    *PROMPTS[0],
+    *tokens_of(greedy_generator('llama'))[0][0],
+  ]
+  assert (
+    sample_from('encoder_decoder', temperature=0)
+    == tokens_of(greedy_generator('encoder_decoder'))[0][0]
+  )
 
 
 def test_a_sample_that_does_not_fit_the_length_is_refused():

@@ -12,8 +12,17 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.partitioning.axis_rules import split_names
 
-CONFIG = TransformerConfig(vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, head_dim=8,
-                           mlp_dim=16, mlp_activations=('gelu',), norm='layer', dropout_rate=0.5)
+CONFIG = TransformerConfig(
+  vocab_size=32,
+  num_layers=1,
+  embed_dim=16,
+  num_heads=2,
+  head_dim=8,
+  mlp_dim=16,
+  mlp_activations=('gelu',),
+  norm='layer',
+  dropout_rate=0.5,
+)
 
 
 def head_logits(model, change, *, dropout_key):
@@ -34,6 +43,7 @@ def test_what_the_pooler_returns_is_dropped_before_the_classes(pooling):
       params['pooler'] = jax.tree.map(jnp.ones_like, params['pooler'])
       params['pooler']['kernel'] *= 0.0
     return params
+
   whole = head_logits(model, change, dropout_key=None)
   if pooling == 'first_token_tanh':
     np.testing.assert_allclose(whole, np.tanh(1.0), rtol=1e-6)
@@ -45,8 +55,12 @@ def test_what_the_pooler_returns_is_dropped_before_the_classes(pooling):
 
 def test_nothing_is_dropped_between_the_layers_and_masked_tokens():
   model = EncoderModel(CONFIG, head_type='mlm')
-  np.testing.assert_array_equal(*(head_logits(model, lambda params: params, dropout_key=key)
-                                  for key in (None, jax.random.key(2))))
+  np.testing.assert_array_equal(
+    *(
+      head_logits(model, lambda params: params, dropout_key=key)
+      for key in (None, jax.random.key(2))
+    )
+  )
 
 
 def test_rows_of_a_classifier_carry_token_types_if_the_model_has_several_or_is_set_to():
@@ -55,6 +69,7 @@ def test_rows_of_a_classifier_carry_token_types_if_the_model_has_several_or_is_s
   def features(config, **options):
     spec = EncoderModel(config, **options).batch_spec({'inputs': 8}, batch_size=2, pack=False)
     return {name for name in spec.shapes if 'type' in name}
+
   assert features(CONFIG) == set()
   assert len(features(typed)) == 1
   assert features(typed, token_types=False) == set()  # a run from before rows carried them

@@ -24,36 +24,56 @@ from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
 from tests.helpers_layouts import QUICK
 
-CONFIG = TransformerConfig(vocab_size=48, num_layers=4, embed_dim=16, num_heads=4, head_dim=8,
-                           mlp_dim=24, dropout_rate=0.1)
+CONFIG = TransformerConfig(
+  vocab_size=48, num_layers=4, embed_dim=16, num_heads=4, head_dim=8, mlp_dim=24, dropout_rate=0.1
+)
 GROUPED = dict(num_kv_heads=2, attention_bias='all', mlp_bias=True)
 ALL = r'.*/kernel'
 LENGTH, BATCH = 8, 16
-LENGTHS = {'lm': {'targets': LENGTH}, 'encoder_classification': {'inputs': LENGTH},
-           'encoder_mlm': {'inputs': LENGTH, 'targets': LENGTH},
-           'encoder_decoder': {'inputs': LENGTH, 'targets': LENGTH}}
+LENGTHS = {
+  'lm': {'targets': LENGTH},
+  'encoder_classification': {'inputs': LENGTH},
+  'encoder_mlm': {'inputs': LENGTH, 'targets': LENGTH},
+  'encoder_decoder': {'inputs': LENGTH, 'targets': LENGTH},
+}
 
 
 def config(**changes) -> TransformerConfig:
   return dataclasses.replace(CONFIG, **changes)
 
 
-def program(model, *, num_devices: int = 1, optimizer=AdamW(weight_decay=0.1),
-            num_microbatches: int = 1, **partitioner) -> Program:
+def program(
+  model,
+  *,
+  num_devices: int = 1,
+  optimizer=AdamW(weight_decay=0.1),
+  num_microbatches: int = 1,
+  **partitioner,
+) -> Program:
   return build_program(
-      model=model, optimizer=optimizer, schedule=constant(1e-2),
-      partitioner=Partitioner(**partitioner), topology=Topology(1, num_devices),
-      devices=jax.devices()[:num_devices], batch_size=BATCH, pack=False, seed=0,
-      num_microbatches=num_microbatches, task_feature_lengths=LENGTHS[model.feature_converter({})])
+    model=model,
+    optimizer=optimizer,
+    schedule=constant(1e-2),
+    partitioner=Partitioner(**partitioner),
+    topology=Topology(1, num_devices),
+    devices=jax.devices()[:num_devices],
+    batch_size=BATCH,
+    pack=False,
+    seed=0,
+    num_microbatches=num_microbatches,
+    task_feature_lengths=LENGTHS[model.feature_converter({})],
+  )
 
 
 def batch(p: Program, seed: int = 0) -> dict[str, np.ndarray]:
   rng = np.random.default_rng(seed)
+
   def feature(name: str, shape: tuple[int, ...]) -> np.ndarray:
     if name.endswith('weights'):
       return np.ones(shape, p.spec.dtypes[name])
     high = 3 if name == 'label' else CONFIG.vocab_size
     return rng.integers(0 if name == 'label' else 1, high, shape).astype(p.spec.dtypes[name])
+
   return {name: feature(name, shape) for name, shape in p.spec.shapes.items()}
 
 
@@ -62,8 +82,7 @@ def shapes(model):
 
 
 def flat(tree) -> dict[str, np.ndarray]:
-  return {name: np.asarray(x) for name, x in
-          flax.traverse_util.flatten_dict(tree, sep='/').items()}
+  return {name: np.asarray(x) for name, x in flax.traverse_util.flatten_dict(tree, sep='/').items()}
 
 
 def trained(model, steps: int = 2, **options) -> tuple[Program, dict, dict]:
@@ -78,15 +97,22 @@ def trained(model, steps: int = 2, **options) -> tuple[Program, dict, dict]:
 
 
 FAMILIES = {
-    'grouped_decoder': DecoderOnlyModel(config(**GROUPED)),
-    'classifier': EncoderModel(config(mlp_activations=('gelu',)), num_classes=3),
-    'mlm': EncoderModel(CONFIG, head_type='mlm'),
-    'encoder_decoder': EncoderDecoderModel(CONFIG, num_encoder_layers=2)}
+  'grouped_decoder': DecoderOnlyModel(config(**GROUPED)),
+  'classifier': EncoderModel(config(mlp_activations=('gelu',)), num_classes=3),
+  'mlm': EncoderModel(CONFIG, head_type='mlm'),
+  'encoder_decoder': EncoderDecoderModel(CONFIG, num_encoder_layers=2),
+}
 
 
-@pytest.mark.parametrize('family', [
-    pytest.param(name, marks=pytest.mark.slow) if name in (
-        'grouped_decoder', 'encoder_decoder', 'mlm') else name for name in FAMILIES])
+@pytest.mark.parametrize(
+  'family',
+  [
+    pytest.param(name, marks=pytest.mark.slow)
+    if name in ('grouped_decoder', 'encoder_decoder', 'mlm')
+    else name
+    for name in FAMILIES
+  ],
+)
 def test_adapters_do_nothing_at_first_and_the_same_merged_as_beside_the_kernels(family):
   base = FAMILIES[family]
   model = LoraModel(base, rank=3, alpha=12.0, pattern=ALL)
@@ -98,15 +124,28 @@ def test_adapters_do_nothing_at_first_and_the_same_merged_as_beside_the_kernels(
     own, names = split_names(base.init(jax.random.key(0), p.spec))
     params, _ = split_names(model.init(jax.random.key(0), p.spec))
     keys = iter(jax.random.split(jax.random.key(1), 100))
-    return own, params, jax.tree_util.tree_map_with_path(
-        lambda path, x: 0.3 * jax.random.normal(next(keys), x.shape)
-        if path[-1].key == 'lora_b' else x, params)
+    return (
+      own,
+      params,
+      jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+          0.3 * jax.random.normal(next(keys), x.shape) if path[-1].key == 'lora_b' else x
+        ),
+        params,
+      ),
+    )
 
   @jax.jit
   def computed(own, untrained, params) -> tuple:
     loss = lambda params: model.loss(params, rows)['loss'][0]
-    return (base.logits(own, rows), model.logits(untrained, rows), model.logits(params, rows),
-            base.logits(model.merged(params), rows), jax.grad(loss)(params))
+    return (
+      base.logits(own, rows),
+      model.logits(untrained, rows),
+      model.logits(params, rows),
+      base.logits(model.merged(params), rows),
+      jax.grad(loss)(params),
+    )
+
   own, untrained, params = new()
   first, unchanged, adapted, as_merged, grads = computed(own, untrained, params)
   np.testing.assert_array_equal(unchanged, first)
@@ -115,23 +154,33 @@ def test_adapters_do_nothing_at_first_and_the_same_merged_as_beside_the_kernels(
   np.testing.assert_allclose(as_merged, adapted, atol=1e-5 * largest)
   in_numpy = model.merged(jax.tree.map(np.asarray, params))
   assert jax.tree.structure(in_numpy) == jax.tree.structure(own)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), in_numpy,
-               model.merged(params))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), in_numpy, model.merged(params)
+  )
   # Every factor has a part in it: none is left out by a layer.
-  dead = [name for name, g in flat(grads).items() if name.endswith(('lora_a', 'lora_b'))
-          and not np.abs(g).max() > 0]
+  dead = [
+    name
+    for name, g in flat(grads).items()
+    if name.endswith(('lora_a', 'lora_b')) and not np.abs(g).max() > 0
+  ]
   assert not dead
 
 
-@pytest.mark.parametrize('optimizer', [AdamW(weight_decay=0.1), Adafactor()],
-                         ids=['adamw', 'adafactor'])
+@pytest.mark.parametrize(
+  'optimizer', [AdamW(weight_decay=0.1), Adafactor()], ids=['adamw', 'adafactor']
+)
 def test_only_what_is_trained_has_optimizer_state(optimizer):
   model = LoraModel(FAMILIES['classifier'], rank=2, also_train=r'classifier/.*')
   p = program(model, optimizer=optimizer)
-  sizes = {name: a.shape for name, a in
-            flax.traverse_util.flatten_dict(p.abstract_state.params, sep='/').items()}
-  trained = {'classifier/kernel', 'classifier/bias', *(
-      f'layers/self_attention/{m}/lora_{f}' for m in ('query', 'value') for f in 'ab')}
+  sizes = {
+    name: a.shape
+    for name, a in flax.traverse_util.flatten_dict(p.abstract_state.params, sep='/').items()
+  }
+  trained = {
+    'classifier/kernel',
+    'classifier/bias',
+    *(f'layers/self_attention/{m}/lora_{f}' for m in ('query', 'value') for f in 'ab'),
+  }
   assert {name for name in sizes if model.is_trained(name)} == trained
   state, _ = jax.tree_util.tree_flatten_with_path(p.abstract_state.opt_state)
   of = {jax.tree_util.keystr(path, simple=True, separator='/') for path, x in state if x.ndim}
@@ -140,18 +189,20 @@ def test_only_what_is_trained_has_optimizer_state(optimizer):
 
 
 LAYOUTS = {
-    'zero2_by_layer': dict(fsdp=4, zero_stage=2, num_microbatches=2),
-    'fsdp_tp': dict(fsdp=4, num_partitions=2),
-    'fsdp_by_layer': dict(fsdp=8, num_microbatches=2),
-    'zero1_pp': dict(stage=2, pipeline_schedule='1f1b', fsdp=2, zero_stage=1),
-    'fsdp_circular_tp': dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2, fsdp=2,
-                             num_partitions=2),
-    'sp_cp': dict(context=2, num_partitions=4, sequence_parallel=True),
+  'zero2_by_layer': dict(fsdp=4, zero_stage=2, num_microbatches=2),
+  'fsdp_tp': dict(fsdp=4, num_partitions=2),
+  'fsdp_by_layer': dict(fsdp=8, num_microbatches=2),
+  'zero1_pp': dict(stage=2, pipeline_schedule='1f1b', fsdp=2, zero_stage=1),
+  'fsdp_circular_tp': dict(
+    stage=2, pipeline_schedule='circular', pipeline_repeats=2, fsdp=2, num_partitions=2
+  ),
+  'sp_cp': dict(context=2, num_partitions=4, sequence_parallel=True),
 }
 
 
-ADAPTED = LoraModel(FAMILIES['grouped_decoder'], rank=2, pattern=ALL,
-                    also_train=r'decoder_norm/scale')
+ADAPTED = LoraModel(
+  FAMILIES['grouped_decoder'], rank=2, pattern=ALL, also_train=r'decoder_norm/scale'
+)
 
 
 @pytest.fixture(scope='module')
@@ -159,9 +210,10 @@ def one_device() -> tuple:
   return trained(ADAPTED)
 
 
-@pytest.mark.parametrize('layout', [
-    name if name == 'fsdp_tp' else
-    pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
+@pytest.mark.parametrize(
+  'layout',
+  [name if name == 'fsdp_tp' else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+)
 def test_every_layout_trains_as_one_device(layout, one_device):
   p, want, want_losses = one_device
   start = flat(p.init().params)
@@ -174,9 +226,14 @@ def test_every_layout_trains_as_one_device(layout, one_device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('layout', [
+@pytest.mark.parametrize(
+  'layout',
+  [
     dict(fsdp=4, num_microbatches=2),
-    dict(stage=2, pipeline_schedule='gpipe', fsdp=2, num_partitions=2)], ids=str)
+    dict(stage=2, pipeline_schedule='gpipe', fsdp=2, num_partitions=2),
+  ],
+  ids=str,
+)
 def test_adapters_of_one_stack_of_an_encoder_decoder_train_as_on_one_device(layout):
   model = LoraModel(FAMILIES['encoder_decoder'], rank=2, pattern=r'decoder/.*/(query|wo)/kernel')
   _, want, want_losses = trained(model)
@@ -189,9 +246,11 @@ def test_adapters_of_one_stack_of_an_encoder_decoder_train_as_on_one_device(layo
 def test_no_gradient_of_a_frozen_kernel_is_computed():
   """A step has fewer FLOPs: 4 of 6 per weight, and those of the factors."""
   base = DecoderOnlyModel(config(dropout_rate=0.0, scan_unroll=4))
+
   def flops(model) -> float:
     p = program(model)
     return p.train_step.lower(p.abstract_state, p.abstract_batch).compile().cost_analysis()['flops']
+
   model = LoraModel(base, rank=1)
   ratio = flops(model) / flops(base)
   assert ratio < 0.85, ratio
@@ -200,18 +259,21 @@ def test_no_gradient_of_a_frozen_kernel_is_computed():
 
 def test_over_fsdp_gradients_of_factors_alone_travel():
   """Reduced are factors and single numbers; whole kernels are gathered, as any layer's."""
-  p = program(LoraModel(DecoderOnlyModel(config(embed_dim=64, mlp_dim=256)), rank=2),
-              num_devices=8, fsdp=8)
-  found = inventory(partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch)),
-                    p.layout.mesh.shape)
+  p = program(
+    LoraModel(DecoderOnlyModel(config(embed_dim=64, mlp_dim=256)), rank=2), num_devices=8, fsdp=8
+  )
+  found = inventory(
+    partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch)), p.layout.mesh.shape
+  )
   reduced = [math.prod(c.shape) for c in found if c.kind in ('reduce-scatter', 'all-reduce')]
   assert reduced and max(reduced) <= 4 * 64 * 2  # a, of all layers
   assert max(math.prod(c.shape) for c in found if c.kind == 'all-gather') >= 64 * 256
 
 
 def test_updates_that_bfloat16_kernels_cannot_hold_count():
-  base = DecoderOnlyModel(config(dtype='bfloat16', dropout_rate=0.0, num_layers=1,
-                                 logits_via_embedding=False))
+  base = DecoderOnlyModel(
+    config(dtype='bfloat16', dropout_rate=0.0, num_layers=1, logits_via_embedding=False)
+  )
   model = LoraModel(base, rank=1, alpha=1.0, pattern=r'logits_dense/projection/kernel')
   params, _ = split_names(model.init(jax.random.key(0), None))
   logits = params['logits_dense']['projection']
@@ -222,14 +284,20 @@ def test_updates_that_bfloat16_kernels_cannot_hold_count():
   merged = model.merged(params)['logits_dense']['projection']['kernel'].astype('bfloat16')
   assert (merged == 1).all()
   moved = jax.jit(model.logits)(params, rows) - jax.jit(base.logits)(
-      {**params, 'logits_dense': {'projection': {'kernel': logits['kernel']}}}, rows)
+    {**params, 'logits_dense': {'projection': {'kernel': logits['kernel']}}}, rows
+  )
   assert np.abs(moved).max() > 1e-4
 
 
-@pytest.mark.parametrize('model,says', [
+@pytest.mark.parametrize(
+  'model,says',
+  [
     (dict(pattern=r'.*/quary/kernel'), 'layers/self_attention/query/kernel'),
     (dict(also_train=r'clasifier/.*'), 'matches no parameter'),
-    (dict(rank=0), 'at least 1'), (dict(pattern='('), 'no regular expression')])
+    (dict(rank=0), 'at least 1'),
+    (dict(pattern='('), 'no regular expression'),
+  ],
+)
 def test_what_cannot_be_meant_is_refused(model, says):
   with pytest.raises(ModelError) as e:
     shapes(LoraModel(FAMILIES['classifier'], **model))

@@ -36,8 +36,9 @@ def test_z_loss_is_the_squared_log_partition_and_part_of_the_loss(case):
   sums = cross_entropy(logits, targets, weights, z_loss=0.1)
   log_z = np.asarray(jax.nn.logsumexp(logits, -1))
   np.testing.assert_allclose(sums['z_loss'][0], (0.1 * log_z**2 * weights).sum(), rtol=1e-6)
-  np.testing.assert_allclose(sums['loss'][0], sums['cross_entropy'][0] + sums['z_loss'][0],
-                             rtol=1e-6)
+  np.testing.assert_allclose(
+    sums['loss'][0], sums['cross_entropy'][0] + sums['z_loss'][0], rtol=1e-6
+  )
 
 
 def test_label_smoothing_is_the_divergence_from_the_smoothed_target(case):
@@ -53,5 +54,6 @@ def test_label_smoothing_is_the_divergence_from_the_smoothed_target(case):
 def test_a_batch_of_padding_has_no_loss_and_no_gradient(case):
   logits, targets, weights = case
   loss, grad = jax.value_and_grad(
-      lambda x: cross_entropy(x, targets, weights * 0, z_loss=1e-4)['loss'][0])(logits)
+    lambda x: cross_entropy(x, targets, weights * 0, z_loss=1e-4)['loss'][0]
+  )(logits)
   assert loss == 0 and (np.asarray(grad) == 0).all()

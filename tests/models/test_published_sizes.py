@@ -18,26 +18,57 @@ from t5x_gpu.partitioning.axis_rules import split_names
 
 MODELS = pathlib.Path(__file__).parents[2] / 'gin_configs' / 'models'
 PUBLISHED = {
-    't5_small': 60_506_624, 't5_base': 222_903_552, 't5_large': 737_668_096,
-    't5_3b': 2_851_598_336, 't5_11b': 11_307_321_344,
-    't5_1_1_small': 76_961_152, 't5_1_1_base': 247_577_856, 't5_1_1_large': 783_150_080,
-    't5_1_1_xl': 2_849_757_184, 't5_1_1_xxl': 11_135_332_352,
-    'mt5_small': 300_176_768, 'mt5_base': 582_401_280, 'mt5_large': 1_229_581_312,
-    'mt5_xl': 3_742_619_648, 'mt5_xxl': 12_921_057_280,
-    'byt5_small': '300M', 'byt5_base': '582M', 'byt5_large': '1.23B', 'byt5_xl': '3.74B',
-    'byt5_xxl': '12.9B',
-    'gpt2_small': 124_439_808, 'gpt2_medium': 354_823_168, 'gpt2_large': 774_030_080,
-    'gpt2_xl': 1_557_611_200,
-    'llama3_8b': 8_030_261_248, 'llama3_70b': 70_553_706_496, 'llama3_1_8b': 8_030_261_248,
-    'llama3_2_1b': 1_235_814_400, 'llama3_2_3b': 3_212_749_824,
-    'gemma2_2b': 2_614_341_888, 'gemma2_9b': 9_241_705_984, 'gemma2_27b': 27_227_128_320,
-    'qwen3_0_6b': 596_049_920, 'qwen3_1_7b': 1_720_574_976, 'qwen3_4b': 4_022_468_096,
-    'qwen3_8b': 8_190_735_360, 'qwen3_14b': 14_768_307_200, 'qwen3_32b': 32_762_123_264,
-    'bert_base': 109_482_240, 'bert_large': 335_141_888,
+  't5_small': 60_506_624,
+  't5_base': 222_903_552,
+  't5_large': 737_668_096,
+  't5_3b': 2_851_598_336,
+  't5_11b': 11_307_321_344,
+  't5_1_1_small': 76_961_152,
+  't5_1_1_base': 247_577_856,
+  't5_1_1_large': 783_150_080,
+  't5_1_1_xl': 2_849_757_184,
+  't5_1_1_xxl': 11_135_332_352,
+  'mt5_small': 300_176_768,
+  'mt5_base': 582_401_280,
+  'mt5_large': 1_229_581_312,
+  'mt5_xl': 3_742_619_648,
+  'mt5_xxl': 12_921_057_280,
+  'byt5_small': '300M',
+  'byt5_base': '582M',
+  'byt5_large': '1.23B',
+  'byt5_xl': '3.74B',
+  'byt5_xxl': '12.9B',
+  'gpt2_small': 124_439_808,
+  'gpt2_medium': 354_823_168,
+  'gpt2_large': 774_030_080,
+  'gpt2_xl': 1_557_611_200,
+  'llama3_8b': 8_030_261_248,
+  'llama3_70b': 70_553_706_496,
+  'llama3_1_8b': 8_030_261_248,
+  'llama3_2_1b': 1_235_814_400,
+  'llama3_2_3b': 3_212_749_824,
+  'gemma2_2b': 2_614_341_888,
+  'gemma2_9b': 9_241_705_984,
+  'gemma2_27b': 27_227_128_320,
+  'qwen3_0_6b': 596_049_920,
+  'qwen3_1_7b': 1_720_574_976,
+  'qwen3_4b': 4_022_468_096,
+  'qwen3_8b': 8_190_735_360,
+  'qwen3_14b': 14_768_307_200,
+  'qwen3_32b': 32_762_123_264,
+  'bert_base': 109_482_240,
+  'bert_large': 335_141_888,
 }
 # Of our own making: nothing was published.
-OURS = {'decoder_14m', 'decoder_base', 'decoder_demo', 'decoder_moe_demo', 'encoder_demo',
-        'encoder_small', 'encoder_decoder_demo'}
+OURS = {
+  'decoder_14m',
+  'decoder_base',
+  'decoder_demo',
+  'decoder_moe_demo',
+  'encoder_demo',
+  'encoder_small',
+  'encoder_decoder_demo',
+}
 
 
 def counted(name: str) -> int:
@@ -46,8 +77,12 @@ def counted(name: str) -> int:
   gin.parse_config_file(str(MODELS / f'{name}.gin'))
   model = gin.query_parameter('%MODEL').scoped_configurable_fn()
   params, _ = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), None)))
-  return sum(math.prod(x.shape) for part, tree in params.items() if part != 'classifier'
-             for x in jax.tree.leaves(tree))
+  return sum(
+    math.prod(x.shape)
+    for part, tree in params.items()
+    if part != 'classifier'
+    for x in jax.tree.leaves(tree)
+  )
 
 
 def test_every_model_file_is_either_published_or_ours():

@@ -28,14 +28,16 @@ NEW, BATCH = 12, 5
 STOPS = tuple(range(10, 40))
 LENGTHS = (9, 3, 14, 1, 6)
 PROMPTS = [np.random.default_rng(i).integers(2, VOCAB, n).tolist() for i, n in enumerate(LENGTHS)]
-FAMILIES = [pytest.param(name, marks=[] if name in ('t5_1_1', 'gpt2', 'llama') else
-                         pytest.mark.slow)
-            for name in ('t5', 't5_1_1', 'gpt2', 'llama', 'gemma2', 'qwen3')]
+FAMILIES = [
+  pytest.param(name, marks=[] if name in ('t5_1_1', 'gpt2', 'llama') else pytest.mark.slow)
+  for name in ('t5', 't5_1_1', 'gpt2', 'llama', 'gemma2', 'qwen3')
+]
 
 
 @pytest.fixture(scope='module')
 def both(tmp_path_factory):
   """Returns get(name) -> (their model, our model, our parameters), made once."""
+
   @functools.cache
   def get(name):
     folder = tmp_path_factory.mktemp(name)
@@ -46,14 +48,19 @@ def both(tmp_path_factory):
     if name == 't5':  # tied and scaled, its logits are small: all texts would be one token
       tensors['shared.weight'] *= 8
     write_model(folder / 'theirs', config, tensors)
-    auto = (transformers.AutoModelForSeq2SeqLM if name.startswith('t5') else
-            transformers.AutoModelForCausalLM)
+    auto = (
+      transformers.AutoModelForSeq2SeqLM
+      if name.startswith('t5')
+      else transformers.AutoModelForCausalLM
+    )
     theirs = auto.from_pretrained(folder / 'theirs', attn_implementation='eager').eval()
     theirs.generation_config = transformers.GenerationConfig(
-        decoder_start_token_id=0 if name.startswith('t5') else None)
+      decoder_start_token_id=0 if name.startswith('t5') else None
+    )
     convert.main([f'--from={folder / "theirs"}', f'--to={folder / "ours"}', '--check=tensors'])
     ours = convert.model_of_gin([folder / 'ours' / 'model.gin']).build()
     return theirs, ours, params_of_checkpoint(ParamsReader(folder / 'ours'))
+
   return get
 
 
@@ -66,33 +73,51 @@ def their_texts(model, *, is_encoder_decoder, stops, num, **options):
     tokens[row, place], mask[row, place] = prompt, 1
   with torch.no_grad():
     out = model.generate(
-        torch.from_numpy(tokens), attention_mask=torch.from_numpy(mask), do_sample=False,
-        max_new_tokens=NEW, eos_token_id=list(stops), pad_token_id=0, suppress_tokens=[0],
-        num_return_sequences=num, return_dict_in_generate=True, output_scores=True, **options)
-  new = out.sequences[:, 1 if is_encoder_decoder else width:].numpy()
+      torch.from_numpy(tokens),
+      attention_mask=torch.from_numpy(mask),
+      do_sample=False,
+      max_new_tokens=NEW,
+      eos_token_id=list(stops),
+      pad_token_id=0,
+      suppress_tokens=[0],
+      num_return_sequences=num,
+      return_dict_in_generate=True,
+      output_scores=True,
+      **options,
+    )
+  new = out.sequences[:, 1 if is_encoder_decoder else width :].numpy()
   scores = getattr(out, 'sequences_scores', None)
   scores = [None] * len(new) if scores is None else scores.tolist()
 
   def text(row):
     end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
     return row[:end].tolist()
+
   flat = [(text(row), score) for row, score in zip(new, scores)]
-  return [flat[i:i + num] for i in range(0, len(flat), num)]
+  return [flat[i : i + num] for i in range(0, len(flat), num)]
 
 
 def our_texts(model, params, *, name, stops, **options):
-  layout = Partitioner().lay_out(Topology(1, 1), jax.devices()[:1],
-                                 logical_sizes={**model.logical_sizes(), 'batch': BATCH})
-  config = DecodingConfig(max_decode_length=NEW, stop_tokens=stops, batch_size=BATCH,
-                          start_token=0 if name.startswith('t5') else None, **options)
-  return Generator(model, params, layout=layout, config=config,
-                   compiler_options=QUICK).generate(PROMPTS)
+  layout = Partitioner().lay_out(
+    Topology(1, 1), jax.devices()[:1], logical_sizes={**model.logical_sizes(), 'batch': BATCH}
+  )
+  config = DecodingConfig(
+    max_decode_length=NEW,
+    stop_tokens=stops,
+    batch_size=BATCH,
+    start_token=0 if name.startswith('t5') else None,
+    **options,
+  )
+  return Generator(model, params, layout=layout, config=config, compiler_options=QUICK).generate(
+    PROMPTS
+  )
 
 
 def check(both, name, *, num, theirs, ours, stops):
   their_model, model, params = both(name)
-  want = their_texts(their_model, is_encoder_decoder=name.startswith('t5'), stops=stops, num=num,
-                     **theirs)
+  want = their_texts(
+    their_model, is_encoder_decoder=name.startswith('t5'), stops=stops, num=num, **theirs
+  )
   got = our_texts(model, params, name=name, stops=stops, **ours)
   for texts, wanted in zip(got, want, strict=True):
     assert [list(text.tokens) for text in texts] == [tokens for tokens, _ in wanted]
@@ -110,5 +135,11 @@ def test_greedy_text_equals_hugging_face(name, both):
 @pytest.mark.parametrize('penalty', [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize('name', FAMILIES)
 def test_texts_and_scores_of_a_beam_search_equal_hugging_face(name, penalty, both):
-  check(both, name, num=3, stops=STOPS, theirs=dict(num_beams=3, length_penalty=penalty),
-        ours=dict(num_beams=3, num_decodes=3, length_penalty=penalty, beam_rule='huggingface'))
+  check(
+    both,
+    name,
+    num=3,
+    stops=STOPS,
+    theirs=dict(num_beams=3, length_penalty=penalty),
+    ours=dict(num_beams=3, num_decodes=3, length_penalty=penalty, beam_rule='huggingface'),
+  )

@@ -25,22 +25,35 @@ from t5x_gpu.checkpoint.convert.hf_config import guess_family, to_hf
 from t5x_gpu.checkpoint.convert.hf_names import FAMILIES
 from t5x_gpu.checkpoint.convert.logits_check import params_of_checkpoint, params_of_files
 from t5x_gpu.checkpoint.convert.name_table import Table
-
 from tests.checkpoint.hf_files import CONFIGS, files_of, write_model  # noqa: E402
 from tests.parity.tolerances import HUGGING_FACE_GRADIENT, HUGGING_FACE_LOGITS  # noqa: E402
 
-AUTO = {'decoder_only': 'AutoModelForCausalLM', 'encoder_decoder': 'AutoModelForSeq2SeqLM',
-        'classification': 'AutoModelForSequenceClassification', 'mlm': 'AutoModelForMaskedLM'}
+AUTO = {
+  'decoder_only': 'AutoModelForCausalLM',
+  'encoder_decoder': 'AutoModelForSeq2SeqLM',
+  'classification': 'AutoModelForSequenceClassification',
+  'mlm': 'AutoModelForMaskedLM',
+}
 VARIANTS = {
-    **CONFIGS,
-    'gpt2_wide': {**CONFIGS['gpt2'], 'n_inner': 40, 'activation_function': 'gelu'},
-    'llama_biased': {**CONFIGS['llama'], 'attention_bias': True, 'mlp_bias': True,
-                     'tie_word_embeddings': True, 'rope_scaling': {'rope_type': 'linear',
-                                                                   'factor': 4.0}},
-    'qwen3_windows': {**CONFIGS['qwen3'], 'num_hidden_layers': 3, 'use_sliding_window': True,
-                      'sliding_window': 6, 'max_window_layers': 1, 'attention_bias': True},
-    'bert_relu': {**CONFIGS['bert_classification'], 'hidden_act': 'relu'},
-    't5_silu': {**CONFIGS['t5_1_1'], 'feed_forward_proj': 'gated-silu'},
+  **CONFIGS,
+  'gpt2_wide': {**CONFIGS['gpt2'], 'n_inner': 40, 'activation_function': 'gelu'},
+  'llama_biased': {
+    **CONFIGS['llama'],
+    'attention_bias': True,
+    'mlp_bias': True,
+    'tie_word_embeddings': True,
+    'rope_scaling': {'rope_type': 'linear', 'factor': 4.0},
+  },
+  'qwen3_windows': {
+    **CONFIGS['qwen3'],
+    'num_hidden_layers': 3,
+    'use_sliding_window': True,
+    'sliding_window': 6,
+    'max_window_layers': 1,
+    'attention_bias': True,
+  },
+  'bert_relu': {**CONFIGS['bert_classification'], 'hidden_act': 'relu'},
+  't5_silu': {**CONFIGS['t5_1_1'], 'feed_forward_proj': 'gated-silu'},
 }
 LENGTH = 21  # longer than all windows
 
@@ -53,12 +66,23 @@ def each(names, *, quick):
 def make_theirs(config, folder):
   """Returns a random model of Hugging Face, saved in `folder` by its own library."""
   torch.manual_seed(0)
-  kind = getattr(transformers, {'t5': 'T5Config', 'mt5': 'MT5Config', 'bert': 'BertConfig',
-                                'gpt2': 'GPT2Config', 'llama': 'LlamaConfig',
-                                'gemma2': 'Gemma2Config', 'qwen3': 'Qwen3Config'}[
-                                    config['model_type']])
-  model = getattr(transformers, config['architectures'][0])._from_config(
-      kind.from_dict(copy.deepcopy(dict(config))), attn_implementation='eager').eval()
+  kind = getattr(
+    transformers,
+    {
+      't5': 'T5Config',
+      'mt5': 'MT5Config',
+      'bert': 'BertConfig',
+      'gpt2': 'GPT2Config',
+      'llama': 'LlamaConfig',
+      'gemma2': 'Gemma2Config',
+      'qwen3': 'Qwen3Config',
+    }[config['model_type']],
+  )
+  model = (
+    getattr(transformers, config['architectures'][0])
+    ._from_config(kind.from_dict(copy.deepcopy(dict(config))), attn_implementation='eager')
+    .eval()
+  )
   if config['model_type'] in ('t5', 'mt5') and config.get('tie_word_embeddings') is False:
     model.lm_head.weight = torch.nn.Parameter(torch.zeros_like(model.shared.weight))
   with torch.no_grad():
@@ -72,21 +96,25 @@ def make_theirs(config, folder):
 @pytest.fixture(scope='module')
 def converted(tmp_path_factory):
   """Returns get(name) -> (their model, our fields, our parameters), made once."""
+
   @functools.cache
   def get(name):
     folder = tmp_path_factory.mktemp(name)
     theirs = make_theirs(VARIANTS[name], folder / 'theirs')
     convert.main([f'--from={folder / "theirs"}', f'--to={folder / "ours"}', '--check=tensors'])
     fields = convert.model_of_gin([folder / 'ours' / 'model.gin'])
-    fields = dataclasses.replace(fields, config=dataclasses.replace(
-        fields.config, dropout_rate=0.0))
+    fields = dataclasses.replace(
+      fields, config=dataclasses.replace(fields.config, dropout_rate=0.0)
+    )
     return theirs, fields, params_of_checkpoint(ParamsReader(folder / 'ours'))
+
   return get
 
 
 def theirs_of(model, **given):
-  return model(**{name: torch.from_numpy(np.asarray(value, np.int64))
-                  for name, value in given.items()}).logits
+  return model(
+    **{name: torch.from_numpy(np.asarray(value, np.int64)) for name, value in given.items()}
+  ).logits
 
 
 def near(got, want):
@@ -98,10 +126,15 @@ def their_logits(theirs, fields, batch):
   """Returns their logits of rows padded at the end."""
   with torch.no_grad():
     if fields.kind == 'decoder_only':
-      return theirs_of(theirs, input_ids=batch['decoder_input_tokens'],
-                       attention_mask=batch['decoder_target_tokens'] > 0).numpy()
-    given = {'input_ids': batch['encoder_input_tokens'],
-             'attention_mask': batch['encoder_input_tokens'] > 0}
+      return theirs_of(
+        theirs,
+        input_ids=batch['decoder_input_tokens'],
+        attention_mask=batch['decoder_target_tokens'] > 0,
+      ).numpy()
+    given = {
+      'input_ids': batch['encoder_input_tokens'],
+      'attention_mask': batch['encoder_input_tokens'] > 0,
+    }
     if 'encoder_token_types' in batch:
       given['token_type_ids'] = batch['encoder_token_types']
     if fields.kind == 'encoder_decoder':
@@ -129,9 +162,13 @@ def packed(parts, length):
   return tokens, ids, positions
 
 
-@pytest.mark.parametrize('name', each(
+@pytest.mark.parametrize(
+  'name',
+  each(
     [n for n in VARIANTS if n not in ('bert_classification', 'bert_relu')],
-    quick={'t5_1_1', 'bert_mlm', 'gpt2', 'llama', 'gemma2', 'qwen3'}))
+    quick={'t5_1_1', 'bert_mlm', 'gpt2', 'llama', 'gemma2', 'qwen3'},
+  ),
+)
 def test_logits_of_packed_rows_equal_hugging_faces_of_each_example(name, converted):
   theirs, fields, params = converted(name)
   rng = np.random.default_rng(2)
@@ -146,8 +183,9 @@ def test_logits_of_packed_rows_equal_hugging_faces_of_each_example(name, convert
     alone = [{'decoder_input_tokens': p[None], 'decoder_target_tokens': p[None]} for p in parts]
   if fields.kind == 'encoder_decoder':
     sources = [rng.integers(2, fields.config.vocab_size, n) for n in (7, 12, LENGTH)]
-    batch.update(zip(('encoder_input_tokens', 'encoder_segment_ids', 'encoder_positions'),
-                     packed(sources, 42)))
+    batch.update(
+      zip(('encoder_input_tokens', 'encoder_segment_ids', 'encoder_positions'), packed(sources, 42))
+    )
     for example, source in zip(alone, sources):
       example['encoder_input_tokens'] = source[None]
   got = logits_check.our_logits(fields, params, batch)
@@ -160,13 +198,18 @@ def test_token_types_of_bert_are_used(converted):
   theirs, fields, params = converted('bert_classification')
   batch = logits_check.random_batch(fields)
   batch['encoder_token_types'] = (np.arange(batch['encoder_input_tokens'].shape[1]) > 20).astype(
-      np.int32) * np.ones((2, 1), np.int32)
+    np.int32
+  ) * np.ones((2, 1), np.int32)
   near(logits_check.our_logits(fields, params, batch), their_logits(theirs, fields, batch))
 
 
-@pytest.mark.parametrize('name', each(
+@pytest.mark.parametrize(
+  'name',
+  each(
     ['bert_classification', 'bert_mlm', 't5', 't5_1_1', 'llama'],
-    quick={'bert_mlm', 't5_1_1', 'llama'}))
+    quick={'bert_mlm', 't5_1_1', 'llama'},
+  ),
+)
 def test_gradients_equal_hugging_face(name, converted, tmp_path):
   theirs, fields, params = converted(name)
   batch = logits_check.random_batch(fields, seed=3)
@@ -180,22 +223,30 @@ def test_gradients_equal_hugging_face(name, converted, tmp_path):
     labels = np.where(labels > 0, rng.integers(2, fields.config.vocab_size, labels.shape), 0)
     weights = (labels > 0).astype(np.int32)
     side = 'encoder' if fields.kind == 'encoder' else 'decoder'
-    batch.update({f'{side}_target_tokens': labels.astype(np.int32),
-                  f'{side}_loss_weights': weights})
+    batch.update(
+      {f'{side}_target_tokens': labels.astype(np.int32), f'{side}_loss_weights': weights}
+    )
 
   def loss(params):
     total, weight = model.loss(params, batch)['loss']
     return total / weight
+
   got_loss, got = jax.jit(jax.value_and_grad(loss))(jax.tree.map(jnp.asarray, params))
-  given = ({'input_ids': batch['decoder_input_tokens']} if fields.kind == 'decoder_only' else
-           {'input_ids': batch['encoder_input_tokens'],
-            'attention_mask': batch['encoder_input_tokens'] > 0})
+  given = (
+    {'input_ids': batch['decoder_input_tokens']}
+    if fields.kind == 'decoder_only'
+    else {
+      'input_ids': batch['encoder_input_tokens'],
+      'attention_mask': batch['encoder_input_tokens'] > 0,
+    }
+  )
   if fields.kind == 'encoder_decoder':
     given['decoder_input_ids'] = batch['decoder_input_tokens']
   theirs = copy.deepcopy(theirs)  # other tests want its weights
   logits = theirs_of(theirs, **given)
-  wanted = torch.from_numpy(np.where(labels > 0, labels, -100)
-                            if logits.dim() == 3 else labels).long()
+  wanted = torch.from_numpy(
+    np.where(labels > 0, labels, -100) if logits.dim() == 3 else labels
+  ).long()
   want_loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
   want_loss.backward()
   np.testing.assert_allclose(got_loss, want_loss.item(), rtol=HUGGING_FACE_LOGITS)
@@ -219,6 +270,7 @@ def test_gradients_equal_hugging_face(name, converted, tmp_path):
     else:
       assert np.abs(a - b).max() <= HUGGING_FACE_GRADIENT * np.abs(b).max(), name
       assert np.abs(b).max() > 0, name
+
   jax.tree_util.tree_map_with_path(compare, got, want)
 
 
@@ -250,9 +302,17 @@ def write_anew(fields, params, folder):
   family = guess_family(fields)
   table = Table(FAMILIES[family].rules(fields), fields.sizes())
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  tensors = {name: table.to_theirs(name, {
-      use.rule.ours: flat[use.rule.ours] if use.layer is None else flat[use.rule.ours][use.layer]
-      for use in uses}, num_rows=table.their_shapes[name][0]) for name, uses in table.uses.items()}
+  tensors = {
+    name: table.to_theirs(
+      name,
+      {
+        use.rule.ours: flat[use.rule.ours] if use.layer is None else flat[use.rule.ours][use.layer]
+        for use in uses
+      },
+      num_rows=table.their_shapes[name][0],
+    )
+    for name, uses in table.uses.items()
+  }
   write_model(folder, to_hf(fields, family=family), tensors)
   return hf_folder.open_hf(folder).model
 

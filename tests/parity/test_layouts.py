@@ -29,43 +29,76 @@ from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
-
 from tests.parity.tolerances import MESH_GRADIENT
 
 STEPS = 3
 BATCH, LENGTH = 16, 16
-LENGTHS = {'t5': {'inputs': 24, 'targets': LENGTH}, 'tied_t5': {'inputs': LENGTH, 'targets': 24},
-           'classifier': {'inputs': LENGTH}, 'mean_classifier': {'inputs': LENGTH},
-           'mlm': {'inputs': LENGTH, 'targets': LENGTH}}
-DENSE = TransformerConfig(vocab_size=64, num_layers=4, embed_dim=16, num_heads=4, head_dim=4,
-                          mlp_dim=32, dropout_rate=0.1)
+LENGTHS = {
+  't5': {'inputs': 24, 'targets': LENGTH},
+  'tied_t5': {'inputs': LENGTH, 'targets': 24},
+  'classifier': {'inputs': LENGTH},
+  'mean_classifier': {'inputs': LENGTH},
+  'mlm': {'inputs': LENGTH, 'targets': LENGTH},
+}
+DENSE = TransformerConfig(
+  vocab_size=64, num_layers=4, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32, dropout_rate=0.1
+)
 MODELS = {
-    'dense': DENSE,
-    'tied': dataclasses.replace(DENSE, logits_via_embedding=True, relative_bias='per_layer'),
-    'moe': dataclasses.replace(DENSE, num_experts=4),
-    'charged_moe': dataclasses.replace(DENSE, num_experts=4, expert_capacity_factor=None,
-                                       router_balance_loss=0.1, router_z_loss=0.01),
-    'modern': dataclasses.replace(
-        DENSE, relative_bias='none', rope=RotaryEmbedding(), num_kv_heads=2, qk_norm=True,
-        query_pre_attn_scalar=4.0, attention_softcap=5.0, logits_softcap=5.0, windows=(6, 0),
-        norm='rms_plus_one', norm_position='sandwich', attention_bias='qkv',
-        mlp_activations=('silu', 'linear')),
-    'gpt2': dataclasses.replace(
-        DENSE, relative_bias='none', num_positions=LENGTH, norm='layer', attention_bias='all',
-        mlp_bias=True, mlp_activations=('gelu',), query_pre_attn_scalar=4.0,
-        logits_via_embedding=True, scale_tied_logits=False),
-    'bert': dataclasses.replace(
-        DENSE, relative_bias='none', num_positions=LENGTH, num_token_types=2, norm='layer',
-        norm_position='post', embedding_norm=True, attention_bias='all', mlp_bias=True,
-        mlp_activations=('gelu_exact',), query_pre_attn_scalar=4.0),
+  'dense': DENSE,
+  'tied': dataclasses.replace(DENSE, logits_via_embedding=True, relative_bias='per_layer'),
+  'moe': dataclasses.replace(DENSE, num_experts=4),
+  'charged_moe': dataclasses.replace(
+    DENSE, num_experts=4, expert_capacity_factor=None, router_balance_loss=0.1, router_z_loss=0.01
+  ),
+  'modern': dataclasses.replace(
+    DENSE,
+    relative_bias='none',
+    rope=RotaryEmbedding(),
+    num_kv_heads=2,
+    qk_norm=True,
+    query_pre_attn_scalar=4.0,
+    attention_softcap=5.0,
+    logits_softcap=5.0,
+    windows=(6, 0),
+    norm='rms_plus_one',
+    norm_position='sandwich',
+    attention_bias='qkv',
+    mlp_activations=('silu', 'linear'),
+  ),
+  'gpt2': dataclasses.replace(
+    DENSE,
+    relative_bias='none',
+    num_positions=LENGTH,
+    norm='layer',
+    attention_bias='all',
+    mlp_bias=True,
+    mlp_activations=('gelu',),
+    query_pre_attn_scalar=4.0,
+    logits_via_embedding=True,
+    scale_tied_logits=False,
+  ),
+  'bert': dataclasses.replace(
+    DENSE,
+    relative_bias='none',
+    num_positions=LENGTH,
+    num_token_types=2,
+    norm='layer',
+    norm_position='post',
+    embedding_norm=True,
+    attention_bias='all',
+    mlp_bias=True,
+    mlp_activations=('gelu_exact',),
+    query_pre_attn_scalar=4.0,
+  ),
 }
 FAMILIES = {
-    'classifier': lambda **options: EncoderModel(MODELS['bert'], num_classes=5, **options),
-    'mean_classifier': lambda **options: EncoderModel(DENSE, num_classes=5, pooling='mean',
-                                                      **options),
-    'mlm': lambda **options: EncoderModel(MODELS['bert'], head_type='mlm', **options),
-    't5': lambda **options: EncoderDecoderModel(DENSE, num_encoder_layers=2, **options),
-    'tied_t5': lambda **options: EncoderDecoderModel(MODELS['tied'], **options),
+  'classifier': lambda **options: EncoderModel(MODELS['bert'], num_classes=5, **options),
+  'mean_classifier': lambda **options: EncoderModel(
+    DENSE, num_classes=5, pooling='mean', **options
+  ),
+  'mlm': lambda **options: EncoderModel(MODELS['bert'], head_type='mlm', **options),
+  't5': lambda **options: EncoderDecoderModel(DENSE, num_encoder_layers=2, **options),
+  'tied_t5': lambda **options: EncoderDecoderModel(MODELS['tied'], **options),
 }
 
 
@@ -80,6 +113,7 @@ class Case:
     num_microbatches: gradient accumulation.
     num_hosts: that share the devices.
   """
+
   partitioner: Mapping[str, Any]
   model: str = 'dense'
   config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -89,68 +123,88 @@ class Case:
 
 _GPIPE = dict(pipeline_schedule='gpipe')
 CASES = {
-    'dp_2_microbatches': Case({}, num_microbatches=2),
-    'zero1': Case(dict(fsdp=8, zero_stage=1)),
-    'zero2_remat': Case(dict(fsdp=4, zero_stage=2), config=dict(remat_policy='full'),
-                        num_microbatches=2),
-    'fsdp': Case(dict(fsdp=8)),
-    'fsdp_by_microbatch': Case(dict(fsdp=4, accumulate_by='microbatch'), num_microbatches=2),
-    'hsdp_minimal': Case(dict(ici_mesh_shape={'fsdp': 4}, dcn_mesh_shape={'data': 2}), num_hosts=2,
-                         config=dict(remat_policy='minimal'), model='tied'),
-    'tp': Case(dict(num_partitions=4)),
-    'tp_sp_tied': Case(dict(num_partitions=4, sequence_parallel=True), model='tied'),
-    'cp_ring': Case(dict(context=4)),
-    'cp_gather': Case(dict(context=2, context_attention='gather'), num_microbatches=2),
-    'pp_1f1b': Case(dict(stage=4)),
-    'pp_gpipe': Case(dict(stage=2, pipeline_schedule='gpipe'), num_microbatches=2),
-    'pp_circular': Case(dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2)),
-    'modern_tp_shared_kv_heads': Case(dict(num_partitions=4), model='modern'),
-    'modern_ring_model': Case(dict(context=2, num_partitions=2), model='modern'),
-    'modern_gather_shared_kv_heads': Case(dict(context=2, num_partitions=4, fsdp=1,
-                                               context_attention='gather'), model='modern'),
-    'modern_pp_fsdp': Case(dict(stage=2, fsdp=2), model='modern'),
-    'gpt2_fsdp_model': Case(dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='gpt2',
-                            num_microbatches=2),
-    'gpt2_context_stage': Case(dict(context=2, stage=2), model='gpt2'),
-    'charged_moe_fsdp_by_layer': Case(dict(expert=2, fsdp=2), model='charged_moe',
-                                      num_microbatches=2),
-    'charged_moe_context_stage': Case(dict(expert=2, context=2, stage=2), model='charged_moe'),
-    'charged_moe_model': Case(dict(expert=2, num_partitions=2, sequence_parallel=True),
-                              model='charged_moe'),
-    'ep': Case(dict(expert=4), model='moe', num_microbatches=2),
-    'classifier_fsdp_model': Case(dict(fsdp=2, num_partitions=2, sequence_parallel=True),
-                                  model='classifier', num_microbatches=2),
-    'classifier_context_stage': Case(dict(context=2, stage=2), model='mean_classifier'),
-    'mlm_ring_model': Case(dict(context=2, num_partitions=2), model='mlm'),
-    't5_fsdp_model': Case(dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='t5'),
-    't5_ring': Case(dict(context=2, fsdp=2), model='t5'),
-    't5_fsdp_by_layer': Case(dict(fsdp=4), model='t5', num_microbatches=2),
-    't5_zero2_by_layer': Case(dict(fsdp=2, zero_stage=2, num_partitions=2), model='tied_t5',
-                              num_microbatches=2),
-    't5_stage': Case(dict(stage=2, **_GPIPE), model='t5'),
-    't5_fsdp_stage': Case(dict(stage=2, fsdp=4, **_GPIPE), model='tied_t5', num_microbatches=2),
-    't5_data_stage_model': Case(dict(stage=2, num_partitions=2, sequence_parallel=True, **_GPIPE),
-                                model='t5'),
-    't5_gather_stage': Case(dict(stage=2, context=2, context_attention='gather', **_GPIPE),
-                            model='t5'),
-    't5_circular': Case(dict(stage=2, fsdp=2, pipeline_schedule='circular', pipeline_repeats=2,
-                             num_pipeline_microbatches=2), model='tied_t5'),
-    # Combinations.
-    'fsdp_model_remat': Case(dict(data=2, fsdp=2, num_partitions=2, sequence_parallel=True),
-                             config=dict(remat_policy='full'), num_microbatches=2),
-    'fsdp_stage': Case(dict(stage=2, fsdp=4)),
-    'data_stage_model': Case(dict(stage=2, num_partitions=2, sequence_parallel=True),
-                             model='tied'),
-    'context_model': Case(dict(context=2, num_partitions=2, sequence_parallel=True)),
-    'fsdp_context': Case(dict(fsdp=2, context=2)),
-    'context_stage': Case(dict(context=2, stage=2)),
-    'expert_fsdp': Case(dict(data=1, expert=2, fsdp=4), model='moe'),
-    'expert_model': Case(dict(expert=2, num_partitions=2), model='moe'),
+  'dp_2_microbatches': Case({}, num_microbatches=2),
+  'zero1': Case(dict(fsdp=8, zero_stage=1)),
+  'zero2_remat': Case(
+    dict(fsdp=4, zero_stage=2), config=dict(remat_policy='full'), num_microbatches=2
+  ),
+  'fsdp': Case(dict(fsdp=8)),
+  'fsdp_by_microbatch': Case(dict(fsdp=4, accumulate_by='microbatch'), num_microbatches=2),
+  'hsdp_minimal': Case(
+    dict(ici_mesh_shape={'fsdp': 4}, dcn_mesh_shape={'data': 2}),
+    num_hosts=2,
+    config=dict(remat_policy='minimal'),
+    model='tied',
+  ),
+  'tp': Case(dict(num_partitions=4)),
+  'tp_sp_tied': Case(dict(num_partitions=4, sequence_parallel=True), model='tied'),
+  'cp_ring': Case(dict(context=4)),
+  'cp_gather': Case(dict(context=2, context_attention='gather'), num_microbatches=2),
+  'pp_1f1b': Case(dict(stage=4)),
+  'pp_gpipe': Case(dict(stage=2, pipeline_schedule='gpipe'), num_microbatches=2),
+  'pp_circular': Case(dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2)),
+  'modern_tp_shared_kv_heads': Case(dict(num_partitions=4), model='modern'),
+  'modern_ring_model': Case(dict(context=2, num_partitions=2), model='modern'),
+  'modern_gather_shared_kv_heads': Case(
+    dict(context=2, num_partitions=4, fsdp=1, context_attention='gather'), model='modern'
+  ),
+  'modern_pp_fsdp': Case(dict(stage=2, fsdp=2), model='modern'),
+  'gpt2_fsdp_model': Case(
+    dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='gpt2', num_microbatches=2
+  ),
+  'gpt2_context_stage': Case(dict(context=2, stage=2), model='gpt2'),
+  'charged_moe_fsdp_by_layer': Case(
+    dict(expert=2, fsdp=2), model='charged_moe', num_microbatches=2
+  ),
+  'charged_moe_context_stage': Case(dict(expert=2, context=2, stage=2), model='charged_moe'),
+  'charged_moe_model': Case(
+    dict(expert=2, num_partitions=2, sequence_parallel=True), model='charged_moe'
+  ),
+  'ep': Case(dict(expert=4), model='moe', num_microbatches=2),
+  'classifier_fsdp_model': Case(
+    dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='classifier', num_microbatches=2
+  ),
+  'classifier_context_stage': Case(dict(context=2, stage=2), model='mean_classifier'),
+  'mlm_ring_model': Case(dict(context=2, num_partitions=2), model='mlm'),
+  't5_fsdp_model': Case(dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='t5'),
+  't5_ring': Case(dict(context=2, fsdp=2), model='t5'),
+  't5_fsdp_by_layer': Case(dict(fsdp=4), model='t5', num_microbatches=2),
+  't5_zero2_by_layer': Case(
+    dict(fsdp=2, zero_stage=2, num_partitions=2), model='tied_t5', num_microbatches=2
+  ),
+  't5_stage': Case(dict(stage=2, **_GPIPE), model='t5'),
+  't5_fsdp_stage': Case(dict(stage=2, fsdp=4, **_GPIPE), model='tied_t5', num_microbatches=2),
+  't5_data_stage_model': Case(
+    dict(stage=2, num_partitions=2, sequence_parallel=True, **_GPIPE), model='t5'
+  ),
+  't5_gather_stage': Case(
+    dict(stage=2, context=2, context_attention='gather', **_GPIPE), model='t5'
+  ),
+  't5_circular': Case(
+    dict(
+      stage=2, fsdp=2, pipeline_schedule='circular', pipeline_repeats=2, num_pipeline_microbatches=2
+    ),
+    model='tied_t5',
+  ),
+  # Combinations.
+  'fsdp_model_remat': Case(
+    dict(data=2, fsdp=2, num_partitions=2, sequence_parallel=True),
+    config=dict(remat_policy='full'),
+    num_microbatches=2,
+  ),
+  'fsdp_stage': Case(dict(stage=2, fsdp=4)),
+  'data_stage_model': Case(dict(stage=2, num_partitions=2, sequence_parallel=True), model='tied'),
+  'context_model': Case(dict(context=2, num_partitions=2, sequence_parallel=True)),
+  'fsdp_context': Case(dict(fsdp=2, context=2)),
+  'context_stage': Case(dict(context=2, stage=2)),
+  'expert_fsdp': Case(dict(data=1, expert=2, fsdp=4), model='moe'),
+  'expert_model': Case(dict(expert=2, num_partitions=2), model='moe'),
 }
 
 
 class BothState(flax.struct.PyTreeNode):
   """State of `Both`."""
+
   adamw: Any
   adafactor: Any
   adafactor_params: Any
@@ -164,21 +218,28 @@ class Both:
   One compiled step tests both. AdamW's epsilon is far above rounding: with the usual one, it turns
   the rounding of a gradient near 0 into a step of full size, on any machine.
   """
+
   adamw: AdamW = AdamW(eps=1e-3, weight_decay=0.1)
   adafactor: Adafactor = Adafactor(min_dim_size_to_factor=16)
 
   def init(self, params, names):
-    return BothState(self.adamw.init(params, names), self.adafactor.init(params, names), params,
-                     jax.tree.map(jax.numpy.zeros_like, params))
+    return BothState(
+      self.adamw.init(params, names),
+      self.adafactor.init(params, names),
+      params,
+      jax.tree.map(jax.numpy.zeros_like, params),
+    )
 
   def state_names(self, params, names):
-    return BothState(self.adamw.state_names(params, names),
-                     self.adafactor.state_names(params, names), names, names)
+    return BothState(
+      self.adamw.state_names(params, names), self.adafactor.state_names(params, names), names, names
+    )
 
   def update(self, grads, state, params, *, names, **step):
     params, adamw = self.adamw.update(grads, state.adamw, params, names=names, **step)
-    copy, adafactor = self.adafactor.update(grads, state.adafactor, state.adafactor_params,
-                                            names=names, **step)
+    copy, adafactor = self.adafactor.update(
+      grads, state.adafactor, state.adafactor_params, names=names, **step
+    )
     return params, BothState(adamw, adafactor, copy, grads)
 
 
@@ -189,12 +250,18 @@ def build(case: Case, num_devices: int) -> Program:
     model = DecoderOnlyModel(dataclasses.replace(MODELS[case.model], **case.config), z_loss=1e-3)
   lengths = LENGTHS.get(case.model, {'targets': LENGTH})
   return build_program(
-      model=model, optimizer=Both(), schedule=constant(1e-2),
-      partitioner=Partitioner(**case.partitioner),
-      topology=Topology(case.num_hosts, num_devices // case.num_hosts),
-      devices=jax.devices()[:num_devices], task_feature_lengths=lengths,
-      batch_size=BATCH, pack='classifier' not in case.model, seed=0,
-      num_microbatches=case.num_microbatches)
+    model=model,
+    optimizer=Both(),
+    schedule=constant(1e-2),
+    partitioner=Partitioner(**case.partitioner),
+    topology=Topology(case.num_hosts, num_devices // case.num_hosts),
+    devices=jax.devices()[:num_devices],
+    task_feature_lengths=lengths,
+    batch_size=BATCH,
+    pack='classifier' not in case.model,
+    seed=0,
+    num_microbatches=case.num_microbatches,
+  )
 
 
 def run(program: Program) -> dict[str, Any]:
@@ -209,15 +276,19 @@ def run(program: Program) -> dict[str, Any]:
     if i == 0:
       grads = arrays(program.in_model_order(state).opt_state.grads)
   state = program.in_model_order(state)
-  return {'losses': losses, 'norms': norms, 'grads': grads, 'adamw': arrays(state.params),
-          'adafactor': arrays(state.opt_state.adafactor_params),
-          'evaluation': jax.tree.map(np.asarray, evaluation)}
+  return {
+    'losses': losses,
+    'norms': norms,
+    'grads': grads,
+    'adamw': arrays(state.params),
+    'adafactor': arrays(state.opt_state.adafactor_params),
+    'evaluation': jax.tree.map(np.asarray, evaluation),
+  }
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x)
-          for path, x in flat}
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x) for path, x in flat}
 
 
 @functools.cache
@@ -226,13 +297,23 @@ def one_device(model: str) -> dict[str, Any]:
 
 
 # In `make test`: the combinations that runs have; the others are parts of these, or more of them.
-FAST = ('zero2_remat', 'pp_circular', 'modern_tp_shared_kv_heads', 't5_fsdp_model',
-        'fsdp_model_remat', 'fsdp_stage', 'data_stage_model', 'context_model', 'fsdp_context',
-        'expert_fsdp')
+FAST = (
+  'zero2_remat',
+  'pp_circular',
+  'modern_tp_shared_kv_heads',
+  't5_fsdp_model',
+  'fsdp_model_remat',
+  'fsdp_stage',
+  'data_stage_model',
+  'context_model',
+  'fsdp_context',
+  'expert_fsdp',
+)
 
 
-@pytest.mark.parametrize('name', [
-    name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+  'name', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_layout_trains_as_one_device(name):
   case = CASES[name]
   got, want = run(build(case, 8)), one_device(case.model)
@@ -243,8 +324,9 @@ def test_layout_trains_as_one_device(name):
       if case.model in ('gpt2', 'classifier', 'mlm') and path.endswith('key/bias'):
         continue  # shifts all logits of a query alike: its gradient is nothing but rounding
       # What starts at 0 is as small as its few updates, whose rounding it is not held to.
-      starts_at_0 = kind != 'grads' and (path.endswith('bias') or (
-          case.model == 'modern' and path.endswith('norm/scale')))
+      starts_at_0 = kind != 'grads' and (
+        path.endswith('bias') or (case.model == 'modern' and path.endswith('norm/scale'))
+      )
       largest = np.abs(array).max() + (0.1 if starts_at_0 else 0.0)
       error = np.abs(got[kind][path] - array).max() / largest
       assert error < MESH_GRADIENT, f'{kind} {path}: {error:.1e}'
@@ -255,11 +337,21 @@ def test_layout_trains_as_one_device(name):
 
 def test_evaluation_of_an_encoder_decoder_in_a_pipeline_takes_odd_batches():
   lengths = {'inputs': 8, 'targets': 6}
-  pipeline, alone = (build_program(
-      model=FAMILIES['t5'](), optimizer=AdamW(), schedule=constant(1e-2), seed=0, pack=False,
-      partitioner=partitioner, topology=Topology(1, count), devices=jax.devices()[:count],
-      task_feature_lengths=lengths, batch_size=8) for count, partitioner in (
-          (2, Partitioner(stage=2, **_GPIPE)), (1, Partitioner())))
+  pipeline, alone = (
+    build_program(
+      model=FAMILIES['t5'](),
+      optimizer=AdamW(),
+      schedule=constant(1e-2),
+      seed=0,
+      pack=False,
+      partitioner=partitioner,
+      topology=Topology(1, count),
+      devices=jax.devices()[:count],
+      task_feature_lengths=lengths,
+      batch_size=8,
+    )
+    for count, partitioner in ((2, Partitioner(stage=2, **_GPIPE)), (1, Partitioner()))
+  )
   params = pipeline.init().params
   spec = FAMILIES['t5']().batch_spec(lengths, batch_size=5, pack=False)
   [batch] = uneven_batches(spec, seed=1, num_batches=1)
@@ -268,7 +360,15 @@ def test_evaluation_of_an_encoder_decoder_in_a_pipeline_takes_odd_batches():
   want = alone.eval_step(jax.device_get(params), alone.layout.put_batch(batch))
   for name, pair in want.items():
     np.testing.assert_allclose(got[name], pair, rtol=MESH_GRADIENT, err_msg=name)
-  with pytest.raises(ConfigError, match='batches of 1 are too small: an encoder-decoder in a '
-                     'pipeline of 2 stages needs at least 2 rows'):
-    open_evaluations(FAMILIES['t5'](), pipeline, total_steps=1, tasks=(None, None, None),
-                     loss=(DatasetConfig('no_such_task', lengths, 'train', batch_size=1), 1, 1))
+  with pytest.raises(
+    ConfigError,
+    match='batches of 1 are too small: an encoder-decoder in a '
+    'pipeline of 2 stages needs at least 2 rows',
+  ):
+    open_evaluations(
+      FAMILIES['t5'](),
+      pipeline,
+      total_steps=1,
+      tasks=(None, None, None),
+      loss=(DatasetConfig('no_such_task', lengths, 'train', batch_size=1), 1, 1),
+    )

@@ -16,21 +16,36 @@ from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import rsqrt
 from t5x_gpu.training.train_state import new_state
-
 from tests.parity.tolerances import REFERENCE_LOSS
 
 FIXTURE = pathlib.Path(__file__).parent / 'fixtures' / 't5x_decoder_only'
 
 
 def build(num_devices: int, partitioner: Partitioner, **options) -> Program:
-  config = TransformerConfig(vocab_size=384, num_layers=2, embed_dim=128, num_heads=8, head_dim=16,
-                             mlp_dim=512, logits_via_embedding=True, relative_bias='shared')
+  config = TransformerConfig(
+    vocab_size=384,
+    num_layers=2,
+    embed_dim=128,
+    num_heads=8,
+    head_dim=16,
+    mlp_dim=512,
+    logits_via_embedding=True,
+    relative_bias='shared',
+  )
   return build_program(
-      model=DecoderOnlyModel(config, z_loss=1e-4), optimizer=Adafactor(),
-      schedule=rsqrt(1.0, warmup_steps=10_000), partitioner=partitioner,
-      topology=Topology(1, num_devices), devices=jax.devices()[:num_devices],
-      task_feature_lengths={'targets': 64}, batch_size=8, pack=True, seed=0,
-      loss_normalizing_factor=1.0, **options)
+    model=DecoderOnlyModel(config, z_loss=1e-4),
+    optimizer=Adafactor(),
+    schedule=rsqrt(1.0, warmup_steps=10_000),
+    partitioner=partitioner,
+    topology=Topology(1, num_devices),
+    devices=jax.devices()[:num_devices],
+    task_feature_lengths={'targets': 64},
+    batch_size=8,
+    pack=True,
+    seed=0,
+    loss_normalizing_factor=1.0,
+    **options,
+  )
 
 
 def losses(program: Program) -> list[float]:
@@ -47,12 +62,18 @@ def losses(program: Program) -> list[float]:
   return out
 
 
-@pytest.mark.parametrize('num_devices, partitioner', [
+@pytest.mark.parametrize(
+  'num_devices, partitioner',
+  [
     (1, Partitioner()),
-    *(pytest.param(8, partitioner, marks=pytest.mark.slow) for partitioner in (
-        Partitioner(), Partitioner(data=1, fsdp=8), Partitioner(num_partitions=8))),
+    *(
+      pytest.param(8, partitioner, marks=pytest.mark.slow)
+      for partitioner in (Partitioner(), Partitioner(data=1, fsdp=8), Partitioner(num_partitions=8))
+    ),
     (8, Partitioner(data=2, fsdp=2, num_partitions=2)),
-], ids=['one_device', 'data8', 'fsdp8', 'model8', 'data2_fsdp2_model2'])
+  ],
+  ids=['one_device', 'data8', 'fsdp8', 'model8', 'data2_fsdp2_model2'],
+)
 def test_losses_of_twenty_adafactor_steps_equal_t5x(num_devices, partitioner):
   want = json.loads((FIXTURE / 'loss_per_target_token.json').read_text())
   got = losses(build(num_devices, partitioner))

@@ -18,7 +18,6 @@ from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import rsqrt
 from t5x_gpu.training.train_state import new_state
-
 from tests.parity.tolerances import REFERENCE_LOGITS, REFERENCE_LOSS
 
 FIXTURES = pathlib.Path(__file__).parent / 'fixtures'
@@ -29,17 +28,28 @@ def build(num_devices=1, partitioner=Partitioner()):
   flat = dict(np.load(FIXTURE / 'init_params.npz'))
   model = t5x_model({name: value.shape for name, value in flat.items()})
   return flat, build_program(
-      model=EncoderDecoderModel(model.config, z_loss=1e-4, **model.options),
-      optimizer=Adafactor(), schedule=rsqrt(1.0, warmup_steps=10_000), partitioner=partitioner,
-      topology=Topology(1, num_devices), devices=jax.devices()[:num_devices],
-      task_feature_lengths={'inputs': 64, 'targets': 48}, batch_size=8, pack=True, seed=0,
-      loss_normalizing_factor=1.0)
+    model=EncoderDecoderModel(model.config, z_loss=1e-4, **model.options),
+    optimizer=Adafactor(),
+    schedule=rsqrt(1.0, warmup_steps=10_000),
+    partitioner=partitioner,
+    topology=Topology(1, num_devices),
+    devices=jax.devices()[:num_devices],
+    task_feature_lengths={'inputs': 64, 'targets': 48},
+    batch_size=8,
+    pack=True,
+    seed=0,
+    loss_normalizing_factor=1.0,
+  )
 
 
-@pytest.mark.parametrize('num_devices, partitioner', [
+@pytest.mark.parametrize(
+  'num_devices, partitioner',
+  [
     (1, Partitioner()),
-    pytest.param(8, Partitioner(data=2, fsdp=2, num_partitions=2), marks=pytest.mark.slow)],
-    ids=['one_device', 'data2_fsdp2_model2'])
+    pytest.param(8, Partitioner(data=2, fsdp=2, num_partitions=2), marks=pytest.mark.slow),
+  ],
+  ids=['one_device', 'data2_fsdp2_model2'],
+)
 def test_losses_of_twenty_adafactor_steps_equal_t5x(num_devices, partitioner):
   flat, program = build(num_devices, partitioner)
   params = from_t5x(flat, program.abstract_state.params)
@@ -54,23 +64,30 @@ def test_losses_of_twenty_adafactor_steps_equal_t5x(num_devices, partitioner):
   np.testing.assert_allclose(got, list(want.values()), rtol=REFERENCE_LOSS)
 
 
-@pytest.mark.parametrize('name, kind', [
-    ('decoder_only', 'orbax'), ('encoder_decoder', 'orbax'), ('encoder_decoder', 'legacy')])
+@pytest.mark.parametrize(
+  'name, kind',
+  [('decoder_only', 'orbax'), ('encoder_decoder', 'orbax'), ('encoder_decoder', 'legacy')],
+)
 def test_logits_of_imported_checkpoints_equal_t5x(name, kind, tmp_path):
   fixture = FIXTURES / f't5x_{name}'
   with tarfile.open(fixture / f'checkpoint_{kind}.tar.xz') as archive:
     archive.extractall(tmp_path, filter='data')
-  convert.main([f'--from={tmp_path / f"checkpoint_{kind}"}', f'--to={tmp_path / "ours"}',
-                '--check=tensors'])
+  convert.main(
+    [f'--from={tmp_path / f"checkpoint_{kind}"}', f'--to={tmp_path / "ours"}', '--check=tensors']
+  )
   fields = convert.model_of_gin([tmp_path / 'ours' / 'model.gin'])
   sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  params = read_params(tmp_path / 'ours', jax.tree.map(
-      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-      fields.abstract_params()))
+  params = read_params(
+    tmp_path / 'ours',
+    jax.tree.map(
+      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), fields.abstract_params()
+    ),
+  )
   batches = np.load(fixture / 'batches.npz')
   batch = {feature: batches[feature][0][:4] for feature in batches}
   got = jax.jit(fields.build().logits)(params, batch)
   want = np.load(fixture / 'logits_batch0_rows4_step20.npz')['logits']
   targets = batch['decoder_target_tokens'] > 0
-  np.testing.assert_allclose(np.asarray(got)[targets], want[targets], atol=REFERENCE_LOGITS,
-                             rtol=REFERENCE_LOGITS)
+  np.testing.assert_allclose(
+    np.asarray(got)[targets], want[targets], atol=REFERENCE_LOGITS, rtol=REFERENCE_LOGITS
+  )

@@ -8,7 +8,14 @@ from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.errors import MeshError, ShapeError
 from t5x_gpu.partitioning.axis_rules import (
-    AxisNames, AxisRules, partition_spec, shard, split_names, use_rules, with_axes)
+  AxisNames,
+  AxisRules,
+  partition_spec,
+  shard,
+  split_names,
+  use_rules,
+  with_axes,
+)
 from t5x_gpu.partitioning.mesh.mesh import build_mesh, resolve_mesh_sizes
 from t5x_gpu.runtime.cluster.topology import Topology
 
@@ -55,8 +62,9 @@ def test_a_wrong_number_of_names_is_an_error_with_and_without_a_mesh():
 
 
 def test_rules_add_up_per_name():
-  total = (AxisRules(activations={'batch': ('data',)})
-           + AxisRules(parameters={'embed': ('fsdp',)}, activations={'batch': ('fsdp',)}))
+  total = AxisRules(activations={'batch': ('data',)}) + AxisRules(
+    parameters={'embed': ('fsdp',)}, activations={'batch': ('fsdp',)}
+  )
   assert total.activations == {'batch': ('data', 'fsdp')}
   assert total.parameters == {'embed': ('fsdp',)}
 
@@ -70,6 +78,7 @@ def test_shard_puts_a_constraint_into_the_program_under_a_partitioner():
   def f(x):
     with use_rules(rules, mesh.shape):
       return shard(x * 2, 'batch', 'heads')
+
   with jax.set_mesh(mesh):
     out = jax.jit(f)(jnp.ones((8, 4)))
   assert out.sharding.shard_shape(out.shape) == (2, 2)
@@ -103,6 +112,11 @@ class SquareLayer(nn.Module):
 class Square(nn.Module):
   @nn.compact
   def __call__(self, x):
-    stack = nn.scan(SquareLayer, variable_axes={'params': 0}, split_rngs={'params': True}, length=2,
-                    metadata_params={nn.PARTITION_NAME: 'layers'})
+    stack = nn.scan(
+      SquareLayer,
+      variable_axes={'params': 0},
+      split_rngs={'params': True},
+      length=2,
+      metadata_params={nn.PARTITION_NAME: 'layers'},
+    )
     return stack(name='stack')(x)[0]

@@ -12,12 +12,30 @@ import pytest
 from t5x_gpu.analysis.collectives import chosen, inventory, partitioned_hlo
 from t5x_gpu.models.config import DTYPES
 from t5x_gpu.partitioning import (
-    context_parallel, data_parallel, expert_parallel, fsdp, sequence_parallel, tensor_parallel)
+  context_parallel,
+  data_parallel,
+  expert_parallel,
+  fsdp,
+  sequence_parallel,
+  tensor_parallel,
+)
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
-
 from tests.helpers_layouts import (
-    BATCH, CASES, CONFIG, EXPERTS, LENGTH, QUICK, Case, build, busy, collectives, config_of,
-    program, slots, ticks)
+  BATCH,
+  CASES,
+  CONFIG,
+  EXPERTS,
+  LENGTH,
+  QUICK,
+  Case,
+  build,
+  busy,
+  collectives,
+  config_of,
+  program,
+  slots,
+  ticks,
+)
 
 # Axes that split rows or positions, and so make gradients that are sums. So does `expert`, of all
 # but the experts.
@@ -50,8 +68,13 @@ def expected_bytes(name):
 
   def all_reduced(size, *more_axes):
     axes = [a for a in (*TOKENS, *more_axes) if n[a] > 1]
-    add(axes, data_parallel.traffic_per_step(
-        gradient_bytes=4 * size, replicas=math.prod(n[a] for a in axes)))
+    add(
+      axes,
+      data_parallel.traffic_per_step(
+        gradient_bytes=4 * size, replicas=math.prod(n[a] for a in axes)
+      ),
+    )
+
   all_reduced(experts // n['fsdp'])
   all_reduced(others // n['fsdp'], 'expert')
   all_reduced(ends // n['fsdp'], 'expert', 'stage')
@@ -59,32 +82,77 @@ def expected_bytes(name):
   all_reduced(bias, 'expert', 'stage', 'fsdp')
   pipeline = partitioner.pipeline
   if n['fsdp'] > 1:
-    add(['fsdp'], fsdp.traffic_per_step(
-        layers_size=experts + others, other_size=ends, fsdp=n['fsdp'],
-        zero_stage=1 if pipeline else stage, dtype_bytes=dtype_bytes))
+    add(
+      ['fsdp'],
+      fsdp.traffic_per_step(
+        layers_size=experts + others,
+        other_size=ends,
+        fsdp=n['fsdp'],
+        zero_stage=1 if pipeline else stage,
+        dtype_bytes=dtype_bytes,
+      ),
+    )
   if n['model'] > 1:
-    sizes = dict(batch=rows, length=length, embed_dim=c.embed_dim, num_layers=num_layers,
-                 model=n['model'], dtype_bytes=dtype_bytes,
-                 recomputed=2 if pipeline else 1 if c.remat_policy == 'full' else 0)
+    sizes = dict(
+      batch=rows,
+      length=length,
+      embed_dim=c.embed_dim,
+      num_layers=num_layers,
+      model=n['model'],
+      dtype_bytes=dtype_bytes,
+      recomputed=2 if pipeline else 1 if c.remat_policy == 'full' else 0,
+    )
     split = case.partitioner.get('sequence_parallel', False)
     shared_kv_size = num_layers * keys * c.embed_dim if shares_kv else 0
-    add(['model'], sequence_parallel.traffic_per_step(**sizes) if split else
-        tensor_parallel.traffic_per_step(shared_kv_size=shared_kv_size, **sizes))
+    add(
+      ['model'],
+      sequence_parallel.traffic_per_step(**sizes)
+      if split
+      else tensor_parallel.traffic_per_step(shared_kv_size=shared_kv_size, **sizes),
+    )
   if n['expert'] > 1:
-    add(['expert'], expert_parallel.traffic_per_step(
-        batch=rows, num_experts=c.num_experts, capacity=slots(c), embed_dim=c.embed_dim,
-        num_layers=num_layers, expert=n['expert'], dtype_bytes=dtype_bytes))
+    add(
+      ['expert'],
+      expert_parallel.traffic_per_step(
+        batch=rows,
+        num_experts=c.num_experts,
+        capacity=slots(c),
+        embed_dim=c.embed_dim,
+        num_layers=num_layers,
+        expert=n['expert'],
+        dtype_bytes=dtype_bytes,
+      ),
+    )
   if pipeline:
     activation = rows // pipeline.num_microbatches * length * c.embed_dim * dtype_bytes
     between = n['model'] if case.partitioner.get('sequence_parallel') else 1
-    add(['stage'], pipeline_parallel.traffic_per_step(
-        schedule=pipeline.schedule, num_stages=n['stage'], repeats=pipeline.repeats,
-        num_microbatches=pipeline.num_microbatches, activation_bytes=activation // between))
+    add(
+      ['stage'],
+      pipeline_parallel.traffic_per_step(
+        schedule=pipeline.schedule,
+        num_stages=n['stage'],
+        repeats=pipeline.repeats,
+        num_microbatches=pipeline.num_microbatches,
+        activation_bytes=activation // between,
+      ),
+    )
   if n['context'] > 1:
-    add(['context'], {'': context_parallel.traffic_per_step(
-        batch=rows, length=LENGTH, num_heads=c.kv_heads // n['model'], head_dim=c.head_dim,
-        num_layers=num_layers, context=n['context'], dtype_bytes=dtype_bytes,
-        method=partitioner.rules.context_method, info_bytes=4 * (rows + 1) * length)})
+    add(
+      ['context'],
+      {
+        '': context_parallel.traffic_per_step(
+          batch=rows,
+          length=LENGTH,
+          num_heads=c.kv_heads // n['model'],
+          head_dim=c.head_dim,
+          num_layers=num_layers,
+          context=n['context'],
+          dtype_bytes=dtype_bytes,
+          method=partitioner.rules.context_method,
+          info_bytes=4 * (rows + 1) * length,
+        )
+      },
+    )
   return dict(expected)
 
 
@@ -101,9 +169,14 @@ def sent_bytes(name):
   return dict(sent)
 
 
-@pytest.mark.parametrize('name', [
-    name for name, case in CASES.items()
-    if case.num_devices > 1 and name != 'fsdp_by_4_microbatches'])
+@pytest.mark.parametrize(
+  'name',
+  [
+    name
+    for name, case in CASES.items()
+    if case.num_devices > 1 and name != 'fsdp_by_4_microbatches'
+  ],
+)
 def test_bytes_are_what_the_formulas_say(name):
   sent, expected = sent_bytes(name), expected_bytes(name)
   assert sent == pytest.approx(expected, rel=0.05)
@@ -120,8 +193,9 @@ EMBED_DIM, LAYERS = 32, 4
 
 def found(name, kind, axis=None):
   """Returns the shapes of what runs, sorted, each as often as it runs."""
-  return sorted(c.shape for c in chosen(collectives(name), kind=kind, axis=axis)
-                for _ in range(c.count))
+  return sorted(
+    c.shape for c in chosen(collectives(name), kind=kind, axis=axis) for _ in range(c.count)
+  )
 
 
 def kinds(name, **of):
@@ -165,8 +239,12 @@ def test_zero3_never_gathers_a_stack_of_layers(name):
   p = program(name)
   layers = CONFIG.num_layers // p.layout.mesh.shape['stage']
   gathered = found(name, 'all-gather', 'fsdp')
-  assert gathered and not any(len(shape) > 1 and shape[0] == layers and shape[1:] in {
-      *LAYER, *[(s[0], s[1] // 2, *s[2:]) for s in LAYER if len(s) > 1]} for shape in gathered)
+  assert gathered and not any(
+    len(shape) > 1
+    and shape[0] == layers
+    and shape[1:] in {*LAYER, *[(s[0], s[1] // 2, *s[2:]) for s in LAYER if len(s) > 1]}
+    for shape in gathered
+  )
 
 
 def test_zero3_does_not_have_all_layers_whole_at_once():
@@ -174,18 +252,24 @@ def test_zero3_does_not_have_all_layers_whole_at_once():
   layer_bytes = 4 * (4 * 64 * 64 + 3 * 64 * 512)
 
   def temp_layers(num_layers):
-    p = build(Case(dict(fsdp=8), dict(sizes, num_layers=num_layers)), batch_size=8,
-              task_feature_lengths={'targets': 8})
+    p = build(
+      Case(dict(fsdp=8), dict(sizes, num_layers=num_layers)),
+      batch_size=8,
+      task_feature_lengths={'targets': 8},
+    )
     compiled = p.train_step.lower(p.abstract_state, p.abstract_batch).compile(
-        compiler_options=QUICK)
+      compiler_options=QUICK
+    )
     return compiled.memory_analysis().temp_size_in_bytes / layer_bytes
+
   # The parts (an eighth each) of a gradient, two moments and the parameter; never a whole layer.
   assert temp_layers(8) - temp_layers(4) < 4 * 0.55
 
 
 def test_hybrid_sharding_sends_only_parts_between_hosts():
-  parts = [tuple(size // 4 if size == EMBED_DIM else size for size in shape)
-           for shape in STACKED + ENDS]
+  parts = [
+    tuple(size // 4 if size == EMBED_DIM else size for size in shape) for shape in STACKED + ENDS
+  ]
   assert found('hsdp', 'all-reduce', 'data') == sorted(parts + BIAS)
   assert kinds('hsdp', axis='data') == {'all-reduce'}
   assert found('hsdp', 'all-gather') == sorted(2 * LAYERS * LAYER + ENDS)
@@ -197,9 +281,13 @@ VOCABULARY = (CONFIG.vocab_size, CONFIG.vocab_size // 2, CONFIG.vocab_size // 8)
 
 def where(name, kind, shape=ACTIVATION):
   """Returns (in the loop over layers, backward) -> how many per layer, or in all outside of it."""
-  return dict(collections.Counter(
+  return dict(
+    collections.Counter(
       (bool(c.trip_counts), 'transpose(' in c.op_name)
-      for c in collectives(name) if (c.kind, c.shape) == (kind, shape)))
+      for c in collectives(name)
+      if (c.kind, c.shape) == (kind, shape)
+    )
+  )
 
 
 FORWARD, BACKWARD = (True, False), (True, True)
@@ -229,25 +317,46 @@ def test_sequence_parallel_gathers_and_scatters_in_place_of_all_reduces():
 
 
 _1F1B = dict(stage=2, pipeline_schedule='1f1b')
-_POSITIONED = dict(norm='layer', attention_bias='all', mlp_bias=True, num_positions=LENGTH,
-                   relative_bias='none')
+_POSITIONED = dict(
+  norm='layer', attention_bias='all', mlp_bias=True, num_positions=LENGTH, relative_bias='none'
+)
 
 
-@pytest.mark.parametrize('case, count', [
+@pytest.mark.parametrize(
+  'case, count',
+  [
     # Scale and bias of two norms, and the biases of two projections out of a layer; the last norm.
     (Case(dict(num_partitions=4, sequence_parallel=True), _POSITIONED, num_microbatches=2), 6 + 2),
-    (Case(dict(fsdp=2, num_partitions=4, sequence_parallel=True), dict(qk_norm=True),
-          num_microbatches=2), 2 + 2 + 1),
+    (
+      Case(
+        dict(fsdp=2, num_partitions=4, sequence_parallel=True),
+        dict(qk_norm=True),
+        num_microbatches=2,
+      ),
+      2 + 2 + 1,
+    ),
     (Case(dict(_1F1B, num_partitions=2, sequence_parallel=True), dict(qk_norm=True)), 2 + 2 + 1),
     # Kernels and biases of keys and values of which there are fewer than devices.
-    (Case(dict(fsdp=2, num_partitions=4, sequence_parallel=True),
-          dict(num_kv_heads=2, attention_bias='qkv'), num_microbatches=2), 4 + 2 + 1)
-], ids=['layer_norm', 'qk_norm_fsdp', 'qk_norm_1f1b', 'shared_kv_heads'])
+    (
+      Case(
+        dict(fsdp=2, num_partitions=4, sequence_parallel=True),
+        dict(num_kv_heads=2, attention_bias='qkv'),
+        num_microbatches=2,
+      ),
+      4 + 2 + 1,
+    ),
+  ],
+  ids=['layer_norm', 'qk_norm_fsdp', 'qk_norm_1f1b', 'shared_kv_heads'],
+)
 def test_parameters_of_positions_and_heads_are_summed_over_model_once(case, count):
   p = build(case, batch_size=64)
-  sent = [c for c in inventory(partitioned_hlo(p.train_step.lower(
-      p.abstract_state, p.abstract_batch)), p.layout.mesh.shape)
-          if c.axes == ('model',) and math.prod(c.shape) > 1]
+  sent = [
+    c
+    for c in inventory(
+      partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch)), p.layout.mesh.shape
+    )
+    if c.axes == ('model',) and math.prod(c.shape) > 1
+  ]
   sums = [c for c in sent if c.kind == 'all-reduce']
   losses = [c for c in sums if c.shape[-1] == LENGTH and len(c.shape) == 2]  # [rows, length]
   assert len([c for c in sums if c.count == 1]) == count
@@ -259,19 +368,30 @@ def test_parameters_of_positions_and_heads_are_summed_over_model_once(case, coun
 def test_a_layer_sends_as_many_bytes_with_sequence_parallelism_as_without():
   def of_layers(name):
     return sum(c.bytes_per_call for c in collectives(name) if c.trip_counts and c.shape != NORM)
+
   assert of_layers('tp') == of_layers('tp_sp') > 0
 
 
-@pytest.mark.parametrize('name', [name for name, case in CASES.items()
-                                  if 'num_partitions' in case.partitioner])
+@pytest.mark.parametrize(
+  'name', [name for name, case in CASES.items() if 'num_partitions' in case.partitioner]
+)
 def test_neither_logits_nor_tables_are_gathered_over_model(name):
-  assert not [c for c in chosen(collectives(name), axis='model')
-              if c.kind == 'all-gather' and set(c.shape) & set(VOCABULARY)]
+  assert not [
+    c
+    for c in chosen(collectives(name), axis='model')
+    if c.kind == 'all-gather' and set(c.shape) & set(VOCABULARY)
+  ]
 
 
-@pytest.mark.parametrize('name, activation', [
-    ('pp', (16, 16, 32)), ('pp_16_microbatches', (8, 16, 32)), ('3d', (32, 8, 32)),
-    ('fsdp_pp', (16, 16, 32))])
+@pytest.mark.parametrize(
+  'name, activation',
+  [
+    ('pp', (16, 16, 32)),
+    ('pp_16_microbatches', (8, 16, 32)),
+    ('3d', (32, 8, 32)),
+    ('fsdp_pp', (16, 16, 32)),
+  ],
+)
 def test_a_pipeline_moves_one_activation_per_tick_and_direction(name, activation):
   assert found(name, 'collective-permute') == [activation] * 2 * ticks(name)
   assert kinds(name, axis='stage') == {'collective-permute', 'all-reduce'}
@@ -300,17 +420,30 @@ def test_gathered_attention_gathers_keys_and_values_and_scatters_their_gradients
 
 
 def test_beside_model_fsdp_moves_only_what_model_left():
-  halves = {(32, 8, 8): (32, 4, 8), (8, 8, 32): (4, 8, 32), (32, 96): (32, 48),
-            (96, 32): (48, 32), (160, 32): (80, 32), (32, 160): (32, 80), NORM: NORM}
+  halves = {
+    (32, 8, 8): (32, 4, 8),
+    (8, 8, 32): (4, 8, 32),
+    (32, 96): (32, 48),
+    (96, 32): (48, 32),
+    (160, 32): (80, 32),
+    (32, 160): (32, 80),
+    NORM: NORM,
+  }
   assert found('fsdp_tp', 'all-gather') == sorted(
-      halves[shape] for shape in 2 * LAYERS * LAYER + ENDS)
+    halves[shape] for shape in 2 * LAYERS * LAYER + ENDS
+  )
   assert where('fsdp_tp', 'all-reduce', (BATCH // 4, LENGTH, EMBED_DIM)) == {
-      FORWARD: 2, BACKWARD: 2, EMBEDDING: 1, LOGITS: 1}
+    FORWARD: 2,
+    BACKWARD: 2,
+    EMBEDDING: 1,
+    LOGITS: 1,
+  }
 
 
 def test_beside_context_gradients_of_parts_are_summed_over_it_once():
-  parts = [tuple(size // 4 if size == EMBED_DIM else size for size in shape)
-           for shape in STACKED + ENDS]
+  parts = [
+    tuple(size // 4 if size == EMBED_DIM else size for size in shape) for shape in STACKED + ENDS
+  ]
   assert found('fsdp_cp', 'all-reduce', 'context') == sorted(parts + BIAS)
 
 
@@ -318,18 +451,25 @@ def test_experts_exchange_tokens_twice_each_way_and_every_gradient_is_summed_onc
   exchanged = [c for c in collectives('ep') if c.kind == 'all-to-all']
   assert sum(c.count for c in exchanged) == 4 * LAYERS
   assert {math.prod(c.shape) for c in exchanged} == {
-      BATCH // 8 * EXPERTS['num_experts'] * slots(config_of(CASES['ep'])) * EMBED_DIM}
+    BATCH // 8 * EXPERTS['num_experts'] * slots(config_of(CASES['ep'])) * EMBED_DIM
+  }
   own = [(4, 1, 32, 96), (4, 1, 32, 96), (4, 1, 96, 32)]  # of the one expert of each device
   shared = [shape for shape in STACKED if 96 not in shape] + [(4, 32, 4)] + ENDS + BIAS
-  reduced = {axes: sorted(c.shape for c in collectives('ep') if c.axes == axes
-                          and c.kind == 'all-reduce' for _ in range(c.count))
-             for axes in (('data',), ('data', 'expert'))}
+  reduced = {
+    axes: sorted(
+      c.shape
+      for c in collectives('ep')
+      if c.axes == axes and c.kind == 'all-reduce'
+      for _ in range(c.count)
+    )
+    for axes in (('data',), ('data', 'expert'))
+  }
   assert reduced == {('data',): own, ('data', 'expert'): sorted(shared)}
   assert kinds('ep') == {'all-to-all', 'all-reduce'}
 
 
 def test_in_3d_every_gradient_is_summed_once_over_data():
-  reduced = [c for c in chosen(collectives('3d'), axis='data')]
+  reduced = list(chosen(collectives('3d'), axis='data'))
   assert all(c.count == 1 and c.kind == 'all-reduce' for c in reduced)
   assert len(reduced) == len(LAYER + ENDS + BIAS)
   assert sorted(len(c.axes) for c in reduced) == [1] * len(LAYER) + [2] * len(ENDS + BIAS)

@@ -3,12 +3,14 @@
 import functools
 import math
 
-from hypothesis import given, settings, strategies as st
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.analysis.collectives import chosen, inventory, total_bytes
 from t5x_gpu.layers import attention_backends
@@ -16,7 +18,14 @@ from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.positions import relative_position_buckets
 from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
 from t5x_gpu.partitioning.context_parallel import (
-    causal_pairs, check, gathered_attention, length_order, local_positions, rules, traffic_per_step)
+  causal_pairs,
+  check,
+  gathered_attention,
+  length_order,
+  local_positions,
+  rules,
+  traffic_per_step,
+)
 from t5x_gpu.partitioning.ring_attention import MASKED, ring_attention
 
 BATCH, LENGTH, HEADS, KV, BUCKETS = 4, 32, 4, 8, 8
@@ -26,8 +35,9 @@ MODEL_RULES = AxisRules(activations={'heads': ('model',)})
 
 
 def bucket_matrix(length: int) -> np.ndarray:
-  return relative_position_buckets(length, length, bidirectional=False, num_buckets=BUCKETS,
-                                   max_distance=16)
+  return relative_position_buckets(
+    length, length, bidirectional=False, num_buckets=BUCKETS, max_distance=16
+  )
 
 
 def buckets_by_distance(length: int) -> np.ndarray:
@@ -76,8 +86,8 @@ def example(length: int = LENGTH, seed: int = 0):
   info = {name: np.ones((BATCH, length), np.int32) for name in ('token', 'segment')}
   info['prefix'] = np.zeros((BATCH, length), np.int32)
   info['segment'][1] = 1 + (places > length // 5) + (places > length // 2)
-  info['token'][1, -length // 8:] = info['segment'][1, -length // 8:] = 0
-  info['prefix'][2, :length * 5 // 8] = 1
+  info['token'][1, -length // 8 :] = info['segment'][1, -length // 8 :] = 0
+  info['prefix'][2, : length * 5 // 8] = 1
   info['token'][3] = info['segment'][3] = 0
   return arrays, info
 
@@ -85,8 +95,9 @@ def example(length: int = LENGTH, seed: int = 0):
 def dense(query, key, value, *, table, info):
   tokens = token_info(info['token'], segment_ids=info['segment'], prefix=info['prefix'])
   mask = decoder_mask(tokens, tokens)
-  return attention_backends.dot_product_attention(query, key, value, mask=mask,
-                                         bias=table[:, bucket_matrix(query.shape[1])][None])
+  return attention_backends.dot_product_attention(
+    query, key, value, mask=mask, bias=table[:, bucket_matrix(query.shape[1])][None]
+  )
 
 
 def ring(query, key, value, **kwargs):
@@ -106,8 +117,9 @@ def results_of(arrays, info, attend=dense):
   return out, *grads
 
 
-def compiled(mesh_shape, attend, *, length=LENGTH, batch=BATCH, dtype=np.float32,
-             logits_fn=logits_fn_for):
+def compiled(
+  mesh_shape, attend, *, length=LENGTH, batch=BATCH, dtype=np.float32, logits_fn=logits_fn_for
+):
   """Returns a function like `results_of`, compiled; its arrays are laid out by `length_order`."""
   return _compiled(tuple(mesh_shape.items()), attend, length, batch, np.dtype(dtype), logits_fn)
 
@@ -115,9 +127,12 @@ def compiled(mesh_shape, attend, *, length=LENGTH, batch=BATCH, dtype=np.float32
 @functools.cache
 def _compiled(mesh_sizes, attend, length, batch, dtype, logits_fn):
   mesh_shape = dict(mesh_sizes)
-  devices = np.array(jax.devices()[:math.prod(mesh_shape.values())])
-  mesh = Mesh(devices.reshape(list(mesh_shape.values())), list(mesh_shape),
-              axis_types=(AxisType.Auto,) * len(mesh_shape))
+  devices = np.array(jax.devices()[: math.prod(mesh_shape.values())])
+  mesh = Mesh(
+    devices.reshape(list(mesh_shape.values())),
+    list(mesh_shape),
+    axis_types=(AxisType.Auto,) * len(mesh_shape),
+  )
   manual = tuple(axis for axis in mesh_shape if axis != 'model')
   tokens = P('data' if 'data' in manual else None, 'context')
 
@@ -126,17 +141,30 @@ def _compiled(mesh_sizes, attend, length, batch, dtype, logits_fn):
     info = {**info, 'position': local_positions(length)}
 
     def loss(query, key, value, table):
-      out = attend(query, key, value, logits_fn=logits_fn(length), logits_params=table,
-                   q_info=info, kv_info=info)
+      out = attend(
+        query,
+        key,
+        value,
+        logits_fn=logits_fn(length),
+        logits_params=table,
+        q_info=info,
+        kv_info=info,
+      )
       return (out.astype(jnp.float32) * weights).sum(), out
 
     with use_rules(MODEL_RULES, mesh_shape):
       (_, out), (dq, dk, dv, dtable) = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(
-          query, key, value, table)
+        query, key, value, table
+      )
     return out, dq, dk, dv, jax.lax.psum(dtable, manual)
 
-  mapped = jax.shard_map(region, mesh=mesh, in_specs=(tokens,) * 3 + (P(), tokens, tokens),
-                         out_specs=(tokens,) * 4 + (P(),), axis_names=set(manual))
+  mapped = jax.shard_map(
+    region,
+    mesh=mesh,
+    in_specs=(tokens,) * 3 + (P(), tokens, tokens),
+    out_specs=(tokens,) * 4 + (P(),),
+    axis_names=set(manual),
+  )
   heads = 'model' if 'model' in mesh_shape else None
 
   def array(shape, dtype, *spec):
@@ -144,9 +172,18 @@ def _compiled(mesh_sizes, attend, length, batch, dtype, logits_fn):
 
   x = array((batch, length, HEADS, KV), dtype, *tokens, heads)
   with jax.set_mesh(mesh):
-    return jax.jit(mapped).lower(
-        x, x, x, array((HEADS, BUCKETS), jnp.float32, heads), x.update(dtype=np.float32),
-        {name: array((batch, length), jnp.int32, *tokens) for name in INFOS}).compile()
+    return (
+      jax.jit(mapped)
+      .lower(
+        x,
+        x,
+        x,
+        array((HEADS, BUCKETS), jnp.float32, heads),
+        x.update(dtype=np.float32),
+        {name: array((batch, length), jnp.int32, *tokens) for name in INFOS},
+      )
+      .compile()
+    )
 
 
 def split_results(mesh_shape, arrays, info, attend=ring, **kwargs):
@@ -155,8 +192,12 @@ def split_results(mesh_shape, arrays, info, attend=ring, **kwargs):
   function = compiled(mesh_shape, attend, length=length, dtype=arrays[0].dtype, **kwargs)
   order = length_order(length, mesh_shape['context'])
   query, key, value, table, weights = arrays
-  arguments = (*(x[:, order] for x in (query, key, value)), table, weights[:, order],
-               {name: x[:, order] for name, x in info.items()})
+  arguments = (
+    *(x[:, order] for x in (query, key, value)),
+    table,
+    weights[:, order],
+    {name: x[:, order] for name, x in info.items()},
+  )
   results = function(*jax.device_put(arguments, function.input_shardings[0]))
   back = np.argsort(order)
   return [np.asarray(x) if x.ndim == 2 else np.asarray(x)[:, back] for x in results]
@@ -167,22 +208,34 @@ def assert_close(results, expected, tolerance=1e-5):
     assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
 
 
-@pytest.mark.parametrize('mesh_shape', [
-    {'context': 1}, {'context': 2}, {'context': 4}, {'context': 8}, {'data': 2, 'context': 2},
-    {'context': 2, 'model': 2}, {'data': 2, 'context': 2, 'model': 2}], ids=str)
+@pytest.mark.parametrize(
+  'mesh_shape',
+  [
+    {'context': 1},
+    {'context': 2},
+    {'context': 4},
+    {'context': 8},
+    {'data': 2, 'context': 2},
+    {'context': 2, 'model': 2},
+    {'data': 2, 'context': 2, 'model': 2},
+  ],
+  ids=str,
+)
 def test_ring_attention_and_all_gradients_equal_dense(mesh_shape):
   # Every row counts in this loss, also those that may attend to nothing.
   assert_close(split_results(mesh_shape, *example()), results_of(*example()))
 
 
-@pytest.mark.parametrize('mesh_shape', [{'context': 4}, {'data': 2, 'context': 2, 'model': 2}],
-                         ids=str)
+@pytest.mark.parametrize(
+  'mesh_shape', [{'context': 4}, {'data': 2, 'context': 2, 'model': 2}], ids=str
+)
 def test_gathered_attention_and_all_gradients_equal_dense(mesh_shape):
   assert_close(split_results(mesh_shape, *example(), gathered_attention), results_of(*example()))
 
 
-@pytest.mark.parametrize('kwargs', [{}, {'block_length': 3, 'may_attend': may_attend}],
-                         ids=['all blocks', 'blocks of 3'])
+@pytest.mark.parametrize(
+  'kwargs', [{}, {'block_length': 3, 'may_attend': may_attend}], ids=['all blocks', 'blocks of 3']
+)
 def test_ring_equals_dense_without_skipping_and_with_smaller_blocks(kwargs):
   attend = functools.partial(ring_attention, **kwargs)
   assert_close(split_results({'context': 2}, *example(48), attend), results_of(*example(48)))
@@ -192,27 +245,33 @@ def test_blocks_in_which_nothing_may_attend_are_never_computed():
   arrays, info = example()
   info = {**info, 'prefix': np.zeros_like(info['prefix'])}
   poison = functools.partial(logits_fn_for, poisoned=True)
-  assert_close(split_results({'context': 2}, arrays, info, logits_fn=poison),
-               results_of(arrays, info))
+  assert_close(
+    split_results({'context': 2}, arrays, info, logits_fn=poison), results_of(arrays, info)
+  )
   # The poison works: without skipping it is found.
-  assert np.isnan(split_results({'context': 2}, arrays, info, ring_attention,
-                                logits_fn=poison)[0]).any()
+  assert np.isnan(
+    split_results({'context': 2}, arrays, info, ring_attention, logits_fn=poison)[0]
+  ).any()
 
 
 def test_ring_in_bfloat16_is_as_near_to_float32_as_dense_in_bfloat16():
   arrays, info = example()
   low = [x.astype(jnp.bfloat16) for x in arrays[:3]] + arrays[3:]
-  for name, *results in zip(NAMES, split_results({'context': 4}, low, info),
-                            results_of(low, info), results_of(arrays, info)):
+  for name, *results in zip(
+    NAMES, split_results({'context': 4}, low, info), results_of(low, info), results_of(arrays, info)
+  ):
     ring, dense, exact = (np.asarray(x, np.float32) for x in results)
-    assert np.abs(ring - exact).max() <= (1.5 * np.abs(dense - exact).max()
-                                          + 2e-3 * np.abs(exact).max()), name
+    assert np.abs(ring - exact).max() <= (
+      1.5 * np.abs(dense - exact).max() + 2e-3 * np.abs(exact).max()
+    ), name
 
 
 def two_layers(layer, query, key, value, table):
   """Returns a scan over two layers, each of which attends with what comes out of the one before."""
+
   def body(x, table):
     return layer(query + x, key - x, value * x, table), None
+
   return jax.lax.scan(body, query, jnp.stack([table, 0.5 * table]))[0]
 
 
@@ -227,8 +286,10 @@ def dense_layers(query, key, value, *, table, info):
 
 
 def test_layers_of_ring_attention_with_remat_equal_dense_layers():
-  assert_close(split_results({'context': 4}, *example(), ring_layers),
-               results_of(*example(), attend=dense_layers))
+  assert_close(
+    split_results({'context': 4}, *example(), ring_layers),
+    results_of(*example(), attend=dense_layers),
+  )
 
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -258,8 +319,9 @@ def test_contiguous_order_is_unbalanced():
 @pytest.mark.parametrize('ways', [1, 2, 4, 8])
 def test_local_positions_are_the_order_of_the_host(ways):
   mesh = Mesh(np.array(jax.devices()[:ways]), ('context',), axis_types=(AxisType.Auto,))
-  positions = jax.jit(jax.shard_map(lambda: local_positions(LENGTH), mesh=mesh, in_specs=(),
-                                    out_specs=P('context')))()
+  positions = jax.jit(
+    jax.shard_map(lambda: local_positions(LENGTH), mesh=mesh, in_specs=(), out_specs=P('context'))
+  )()
   assert positions.dtype == jnp.int32
   np.testing.assert_array_equal(positions, length_order(LENGTH, ways))
 
@@ -273,17 +335,27 @@ def sent_bytes(mesh_shape, attend) -> dict[str, int]:
 
 def traffic(context, num_layers=1, **kwargs):
   info_bytes = 4 * (LENGTH // context) * (len(INFOS) * BATCH + 1)
-  return traffic_per_step(batch=BATCH, length=LENGTH, num_heads=HEADS, head_dim=KV,
-                          num_layers=num_layers, context=context, dtype_bytes=4,
-                          info_bytes=info_bytes, **kwargs)
+  return traffic_per_step(
+    batch=BATCH,
+    length=LENGTH,
+    num_heads=HEADS,
+    head_dim=KV,
+    num_layers=num_layers,
+    context=context,
+    dtype_bytes=4,
+    info_bytes=info_bytes,
+    **kwargs,
+  )
 
 
 @pytest.mark.parametrize('context', [4, 8])
 def test_traffic_is_what_the_compiled_ring_sends(context):
   sent = sent_bytes({'context': context}, ring)
   # The all-reduce is the bias table's gradient, summed by these tests.
-  assert sent == {'collective-permute': traffic(context),
-                  'all-reduce': int(2 * (context - 1) / context * 4 * HEADS * BUCKETS)}
+  assert sent == {
+    'collective-permute': traffic(context),
+    'all-reduce': int(2 * (context - 1) / context * 4 * HEADS * BUCKETS),
+  }
 
 
 def test_traffic_of_layers_with_remat_counts_the_second_forward():
@@ -319,10 +391,10 @@ def test_traffic_of_one_device_is_none_and_recomputation_is_counted():
 def test_backward_of_a_ring_of_eight_needs_far_less_memory_than_dense():
   length = 1024
   ring_bytes, dense_bytes = (
-      compiled({'context': ways}, attend, length=length,
-               batch=1).memory_analysis().temp_size_in_bytes
-      for ways, attend in ((8, ring), (1, gathered_attention)))
-  assert dense_bytes > HEADS * 4 * length ** 2  # one array of logits
+    compiled({'context': ways}, attend, length=length, batch=1).memory_analysis().temp_size_in_bytes
+    for ways, attend in ((8, ring), (1, gathered_attention))
+  )
+  assert dense_bytes > HEADS * 4 * length**2  # one array of logits
   assert ring_bytes < dense_bytes / 30
 
 
@@ -335,20 +407,25 @@ def test_lengths_that_do_not_divide_are_told_the_nearest():
   mesh_shape = {'data': 2, 'context': 4, 'model': 1}
   assert check({'length': 64, 'batch': 3}, mesh_shape) == []
   assert check({'length': 7}, {'data': 8, 'context': 1}) == []
-  balance = ('each device takes one chunk from the front and one from the back, so that causal '
-             'attention is the same work for all.')
+  balance = (
+    'each device takes one chunk from the front and one from the back, so that causal '
+    'attention is the same work for all.'
+  )
   assert check({'length': 100}, mesh_shape, parameter='TARGETS_LENGTH') == [
-      f'length = 100 does not divide over 2 x context=4 (= 8): {balance} '
-      'Set TARGETS_LENGTH = 96 or 104, or Partitioner.context = 1 or 2.']
+    f'length = 100 does not divide over 2 x context=4 (= 8): {balance} '
+    'Set TARGETS_LENGTH = 96 or 104, or Partitioner.context = 1 or 2.'
+  ]
   assert check({'length': 5}, mesh_shape) == [
-      f'length = 5 does not divide over 2 x context=4 (= 8): {balance} '
-      'Set length = 8, or Partitioner.context = 1.']
+    f'length = 5 does not divide over 2 x context=4 (= 8): {balance} '
+    'Set length = 8, or Partitioner.context = 1.'
+  ]
 
 
 def test_a_chunk_without_divisors_is_refused_by_the_ring():
   mesh_shape = {'data': 4, 'context': 2}  # 4124 = 2 x 2 x 1031
   assert check({'length': 4124}, mesh_shape) == [
-      'length = 4124 over 2 x context=2 makes chunks of 1031, which ring attention could only take '
-      'in blocks of 1: it would crawl. Set length = 4120 or 4128, or Partitioner.context = 1.']
+    'length = 4124 over 2 x context=2 makes chunks of 1031, which ring attention could only take '
+    'in blocks of 1: it would crawl. Set length = 4120 or 4128, or Partitioner.context = 1.'
+  ]
   assert check({'length': 4124}, mesh_shape, method='gather') == []
   assert check({'length': 4 * 1021}, mesh_shape) == []  # a prime, but one block

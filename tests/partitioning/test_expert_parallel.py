@@ -17,23 +17,30 @@ from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
-
 from tests.parity.tolerances import MESH_GRADIENT
 
 BATCH, LENGTH, EXPERTS = 16, 16, 4
 # As much room as evenly spread tokens need: some find none.
-CONFIG = TransformerConfig(vocab_size=64, num_layers=2, embed_dim=16, num_heads=2, head_dim=8,
-                           mlp_dim=32, dropout_rate=0.1, num_experts=EXPERTS,
-                           expert_capacity_factor=1.0)
+CONFIG = TransformerConfig(
+  vocab_size=64,
+  num_layers=2,
+  embed_dim=16,
+  num_heads=2,
+  head_dim=8,
+  mlp_dim=32,
+  dropout_rate=0.1,
+  num_experts=EXPERTS,
+  expert_capacity_factor=1.0,
+)
 LAYOUTS = {
-    'one': {},
-    'data': dict(data=2, expert=4),
-    'fsdp': dict(fsdp=4, expert=2),
-    'model': dict(data=2, expert=2, num_partitions=2),
-    'sequence': dict(fsdp=2, expert=2, num_partitions=2, sequence_parallel=True),
-    'ring': dict(context=4, expert=2),
-    'gather': dict(context=2, expert=2, fsdp=2, context_attention='gather'),
-    'stage': dict(stage=2, expert=2, num_partitions=2),
+  'one': {},
+  'data': dict(data=2, expert=4),
+  'fsdp': dict(fsdp=4, expert=2),
+  'model': dict(data=2, expert=2, num_partitions=2),
+  'sequence': dict(fsdp=2, expert=2, num_partitions=2, sequence_parallel=True),
+  'ring': dict(context=4, expert=2),
+  'gather': dict(context=2, expert=2, fsdp=2, context_attention='gather'),
+  'stage': dict(stage=2, expert=2, num_partitions=2),
 }
 
 
@@ -41,12 +48,18 @@ LAYOUTS = {
 def program(name):
   number = 1 if name == 'one' else 8
   return build_program(
-      model=DecoderOnlyModel(CONFIG, z_loss=1e-3), optimizer=AdamW(eps=1e-3),
-      schedule=constant(1e-2), partitioner=Partitioner(
-          accumulate_by='microbatch', **LAYOUTS[name]),
-      topology=Topology(1, number), devices=jax.devices()[:number],
-      task_feature_lengths={'targets': LENGTH}, batch_size=BATCH, pack=True, seed=0,
-      num_microbatches=2)
+    model=DecoderOnlyModel(CONFIG, z_loss=1e-3),
+    optimizer=AdamW(eps=1e-3),
+    schedule=constant(1e-2),
+    partitioner=Partitioner(accumulate_by='microbatch', **LAYOUTS[name]),
+    topology=Topology(1, number),
+    devices=jax.devices()[:number],
+    task_feature_lengths={'targets': LENGTH},
+    batch_size=BATCH,
+    pack=True,
+    seed=0,
+    num_microbatches=2,
+  )
 
 
 @functools.cache
@@ -63,8 +76,9 @@ def trained(name):
 @functools.cache
 def collectives(name):
   p = program(name)
-  return inventory(partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch)),
-                   p.layout.mesh.shape)
+  return inventory(
+    partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch)), p.layout.mesh.shape
+  )
 
 
 # More layouts, and every gradient, in tests/parity/test_layouts.py, with room for nearly all.
@@ -77,6 +91,7 @@ def test_rows_without_room_for_all_tokens_train_as_on_one_device(name):
   def compare(path, got, want):
     error = np.abs(got - want).max() / np.abs(want).max()
     assert error < MESH_GRADIENT, f'{jax.tree_util.keystr(path)}: {error:.1e}'
+
   jax.tree_util.tree_map_with_path(compare, params, want)
 
 
@@ -86,26 +101,36 @@ def test_a_device_keeps_its_own_experts_and_the_whole_router(name):
   ways, model = p.layout.mesh.shape['expert'], p.layout.mesh.shape['model']
   layers = CONFIG.num_layers // p.layout.mesh.shape['stage']
   embed = CONFIG.embed_dim // p.layout.mesh.shape['fsdp']
-  moe = {path: a.sharding.shard_shape(a.shape)
-         for path, a in p.abstract_state.params['layers']['moe'].items()
-         for a in a.values()}
-  assert moe == {'router': (layers, CONFIG.embed_dim, EXPERTS),
-                 'wi_0': (layers, EXPERTS // ways, embed, CONFIG.mlp_dim // model),
-                 'wi_1': (layers, EXPERTS // ways, embed, CONFIG.mlp_dim // model),
-                 'wo': (layers, EXPERTS // ways, CONFIG.mlp_dim // model, embed)}
+  moe = {
+    path: a.sharding.shard_shape(a.shape)
+    for path, a in p.abstract_state.params['layers']['moe'].items()
+    for a in a.values()
+  }
+  assert moe == {
+    'router': (layers, CONFIG.embed_dim, EXPERTS),
+    'wi_0': (layers, EXPERTS // ways, embed, CONFIG.mlp_dim // model),
+    'wi_1': (layers, EXPERTS // ways, embed, CONFIG.mlp_dim // model),
+    'wo': (layers, EXPERTS // ways, CONFIG.mlp_dim // model, embed),
+  }
 
 
-@pytest.mark.parametrize('name', [
-    'sequence', *(pytest.param(name, marks=pytest.mark.slow) for name in ('data', 'fsdp'))])
+@pytest.mark.parametrize(
+  'name', ['sequence', *(pytest.param(name, marks=pytest.mark.slow) for name in ('data', 'fsdp'))]
+)
 def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
   found, mesh = collectives(name), program(name).layout.mesh.shape
   assert {c.axes for c in found if c.kind == 'all-to-all'} == {('expert',)}
   assert count(found, kind='all-to-all') == 4 * CONFIG.num_layers * 2  # microbatches
   rows = BATCH // (mesh['data'] * mesh['fsdp'] * mesh['expert'])
   want = traffic_per_step(
-      batch=rows, num_experts=EXPERTS, embed_dim=CONFIG.embed_dim, num_layers=CONFIG.num_layers,
-      capacity=capacity(LENGTH, num_experts=EXPERTS, experts_per_token=2, factor=1.0),
-      expert=mesh['expert'], dtype_bytes=4)
+    batch=rows,
+    num_experts=EXPERTS,
+    embed_dim=CONFIG.embed_dim,
+    num_layers=CONFIG.num_layers,
+    capacity=capacity(LENGTH, num_experts=EXPERTS, experts_per_token=2, factor=1.0),
+    expert=mesh['expert'],
+    dtype_bytes=4,
+  )
   assert total_bytes(found, kind='all-to-all') == want['all-to-all']
   # What else crosses `expert`: numbers of rows, for dropout, and sums over replicas, at the end.
   others = [c for c in chosen(found, axis='expert') if c.kind != 'all-to-all']
@@ -117,10 +142,14 @@ def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
 @pytest.mark.parametrize('name', ['data', 'fsdp'])
 def test_gradients_of_experts_are_not_reduced_over_expert(name):
   p = program(name)
-  parts = [a.sharding.shard_shape(a.shape) for kind in ('wi_0', 'wi_1', 'wo')
-           for a in p.abstract_state.params['layers']['moe'][kind].values()]
-  assert not [c for c in chosen(collectives(name), kind='all-reduce', axis='expert')
-              if c.shape in parts]
+  parts = [
+    a.sharding.shard_shape(a.shape)
+    for kind in ('wi_0', 'wi_1', 'wo')
+    for a in p.abstract_state.params['layers']['moe'][kind].values()
+  ]
+  assert not [
+    c for c in chosen(collectives(name), kind='all-reduce', axis='expert') if c.shape in parts
+  ]
 
 
 def test_devices_of_model_route_alike_without_talking_about_it():

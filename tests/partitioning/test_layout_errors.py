@@ -26,36 +26,55 @@ from t5x_gpu.training.schedules import constant
 from tests.test_docs_names import knob_problem
 
 LENGTH = 'the sum of TASK_FEATURE_LENGTHS'
-FITS = {'BATCH_SIZE': 16, LENGTH: 32, 'NUM_MICROBATCHES': 1, 'TransformerConfig.vocab_size': 64,
-        'TransformerConfig.num_layers': 8, 'TransformerConfig.embed_dim': 16,
-        'TransformerConfig.num_heads': 8, 'TransformerConfig.mlp_dim': 32}
+FITS = {
+  'BATCH_SIZE': 16,
+  LENGTH: 32,
+  'NUM_MICROBATCHES': 1,
+  'TransformerConfig.vocab_size': 64,
+  'TransformerConfig.num_layers': 8,
+  'TransformerConfig.embed_dim': 16,
+  'TransformerConfig.num_heads': 8,
+  'TransformerConfig.mlp_dim': 32,
+}
 
 
 def arguments(prefix: str, settings: dict[str, Any]) -> dict[str, Any]:
-  return {name.removeprefix(prefix): value for name, value in settings.items()
-          if name.startswith(prefix)}
+  return {
+    name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)
+  }
 
 
 def lay_out(settings: dict[str, Any], topology: Topology = Topology(1, 8)) -> Layout:
   """Returns the layout of a run with gin settings `settings`, as `build_program` asks for it."""
   settings = {**FITS, **settings}
   of_both = arguments('EncoderDecoderModel.', settings)
-  model = (EncoderDecoderModel if of_both else DecoderOnlyModel)(TransformerConfig(
-      head_dim=4, **arguments('TransformerConfig.', settings)), **of_both)
+  model = (EncoderDecoderModel if of_both else DecoderOnlyModel)(
+    TransformerConfig(head_dim=4, **arguments('TransformerConfig.', settings)), **of_both
+  )
   return Partitioner(**arguments('Partitioner.', settings)).lay_out(
-      topology, jax.devices()[:topology.num_devices], logical_sizes={
-          **model.logical_sizes(), 'stacks': len(stacks_of(model)),
-          'batch': settings['BATCH_SIZE'], 'length': settings[LENGTH]},
-      num_microbatches=settings['NUM_MICROBATCHES'])
+    topology,
+    jax.devices()[: topology.num_devices],
+    logical_sizes={
+      **model.logical_sizes(),
+      'stacks': len(stacks_of(model)),
+      'batch': settings['BATCH_SIZE'],
+      'length': settings[LENGTH],
+    },
+    num_microbatches=settings['NUM_MICROBATCHES'],
+  )
 
 
 def advice(text: str) -> list[dict[str, list[Any]]]:
   """Returns what `Set a = 1 or 2, or b = 3 and c = 4.` offers: parameter -> values, per way out."""
-  text = text[text.index('Set ') + 4:].rstrip('.')
+  text = text[text.index('Set ') + 4 :].rstrip('.')
   ways = []
   for way in re.split(r', or (?=[A-Zt])', text):
-    ways.append({name: [eval(value) for value in re.split(', | or ', values)]
-                 for name, values in (part.split(' = ') for part in way.split(' and '))})
+    ways.append(
+      {
+        name: [eval(value) for value in re.split(', | or ', values)]
+        for name, values in (part.split(' = ') for part in way.split(' and '))
+      }
+    )
   return ways
 
 
@@ -71,70 +90,157 @@ def subject_named(what: str, fix: str) -> str:
 
 
 ENCODER_LAYERS = 'EncoderDecoderModel.num_encoder_layers'
-PIPELINE_OF_BOTH = {'Partitioner.stage': 2, 'Partitioner.pipeline_schedule': 'gpipe',
-                    ENCODER_LAYERS: None}
+PIPELINE_OF_BOTH = {
+  'Partitioner.stage': 2,
+  'Partitioner.pipeline_schedule': 'gpipe',
+  ENCODER_LAYERS: None,
+}
 SETTINGS = [
-    ({'Partitioner.stage': 4, 'TransformerConfig.num_layers': 6},
-     'layers = 6 does not divide over stage=4.'),
-    ({'Partitioner.stage': 2, 'Partitioner.pipeline_schedule': 'circular',
-      'Partitioner.pipeline_repeats': 4, 'TransformerConfig.num_layers': 12},
-     'layers = 12 does not divide over stage=2 x 4 blocks each (= 8).'),
-    ({'Partitioner.num_partitions': 4, 'TransformerConfig.num_heads': 6},
-     'heads = 6 does not divide over model=4.'),
-    ({'Partitioner.num_partitions': 8, 'TransformerConfig.vocab_size': 100},
-     'vocab = 100 does not divide over model=8.'),
-    ({'Partitioner.context': 4, LENGTH: 20}, 'length = 20 does not divide over 2 x context=4'),
-    ({'Partitioner.context': 2, LENGTH: 4124}, 'length = 4124 over 2 x context=2 makes chunks of 1031'),
-    ({'Partitioner.expert': 4, 'TransformerConfig.num_experts': 6},
-     'experts = 6 does not divide over expert=4'),
-    ({'Partitioner.fsdp': 4, 'BATCH_SIZE': 12},
-     'batch = 12 does not divide over data=2 x fsdp=4 (= 8).'),
-    ({'BATCH_SIZE': 16, 'NUM_MICROBATCHES': 4},
-     'batch = 16 does not divide over data=8 in each of 4 microbatches.'),
-    ({'Partitioner.fsdp': 2, 'Partitioner.stage': 2, 'BATCH_SIZE': 6,
-      'Partitioner.num_pipeline_microbatches': 3},
-     'batch = 6 does not divide over data=2 x fsdp=2 (= 4).'),
-    ({'Partitioner.zero_stage': 1, 'Partitioner.fsdp': 8, 'TransformerConfig.embed_dim': 12},
-     'embed = 12 does not divide over fsdp=8.'),
-    ({'Partitioner.stage': 2, 'Partitioner.num_pipeline_microbatches': 3},
-     'batch = 16: the 4 rows of each of 4 parts cannot be cut into '
-     'Partitioner.num_pipeline_microbatches = 3.'),
-    ({'Partitioner.stage': 4, 'Partitioner.num_pipeline_microbatches': 4, 'NUM_MICROBATCHES': 4},
-     'the 2 rows of each of 8 parts cannot be cut'),
-    ({'Partitioner.stage': 4, 'Partitioner.pipeline_schedule': 'circular', 'BATCH_SIZE': 4,
-      'Partitioner.pipeline_repeats': 2}, 'is fewer than the 4 stages'),
-    ({'Partitioner.stage': 2, 'Partitioner.pipeline_schedule': 'circular',
-      'TransformerConfig.num_layers': 6}, 'The circular schedule with'),
-    ({'Partitioner.stage': 2, 'Partitioner.pipeline_repeats': 2}, 'under 1f1b each microbatch'),
-    ({'Partitioner.num_partitions': 4, 'Partitioner.sequence_parallel': True, LENGTH: 30},
-     'With Partitioner.sequence_parallel, length = 30 does not divide over model=4.'),
-    ({'Partitioner.ici_mesh_shape': {'fsdp': 8}, 'TransformerConfig.embed_dim': 12},
-     'embed = 12 does not divide over fsdp=8.'),
-    ({**PIPELINE_OF_BOTH, 'Partitioner.pipeline_schedule': '1f1b'},
-     "Partitioner.pipeline_schedule = '1f1b' takes microbatches back as soon as they have passed "
-     'the 2 stages; those of an encoder and a decoder pass them 2 times.'),
-    ({**PIPELINE_OF_BOTH, 'Partitioner.pipeline_schedule': '1f1b',
-      'Partitioner.pipeline_repeats': 2}, "Partitioner.pipeline_schedule = '1f1b' takes"),
-    ({**PIPELINE_OF_BOTH, ENCODER_LAYERS: 4, 'Partitioner.pipeline_schedule': 'circular'},
-     'passes the 2 stages once per stack of layers, 2 times.'),
-    ({**PIPELINE_OF_BOTH, 'Partitioner.pipeline_repeats': 2},
-     'under gpipe each microbatch passes the 2 stages once per stack of layers.'),
-    ({**PIPELINE_OF_BOTH, 'Partitioner.context': 2, 'Partitioner.context_attention': 'ring'},
-     "Partitioner.context_attention = 'ring' in a pipeline of encoder and decoder"),
-    ({**PIPELINE_OF_BOTH, 'Partitioner.num_pipeline_microbatches': 1},
-     'is fewer than the 2 stages: from the encoder to the decoder the first'),
-    ({**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, 'BATCH_SIZE': 4},
-     'is fewer than the 4 stages: from the encoder to the decoder the first'),
-    ({**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, ENCODER_LAYERS: 6},
-     'encoder_layers = 6 does not divide over stage=4 (layers = 8 does).'),
-    ({**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, ENCODER_LAYERS: 6,
-      'TransformerConfig.num_layers': 10},
-     'layers = 10 and encoder_layers = 6 do not divide over stage=4.'),
-    ({**PIPELINE_OF_BOTH, 'Partitioner.pipeline_schedule': 'circular', ENCODER_LAYERS: 6,
-      'Partitioner.pipeline_repeats': 2},
-     'encoder_layers = 6 does not divide over stage=2 x 2 blocks each (= 4) (layers = 8 does).'),
-    ({**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, 'TransformerConfig.num_layers': 6},
-     'layers = 6 does not divide over stage=4.'),
+  (
+    {'Partitioner.stage': 4, 'TransformerConfig.num_layers': 6},
+    'layers = 6 does not divide over stage=4.',
+  ),
+  (
+    {
+      'Partitioner.stage': 2,
+      'Partitioner.pipeline_schedule': 'circular',
+      'Partitioner.pipeline_repeats': 4,
+      'TransformerConfig.num_layers': 12,
+    },
+    'layers = 12 does not divide over stage=2 x 4 blocks each (= 8).',
+  ),
+  (
+    {'Partitioner.num_partitions': 4, 'TransformerConfig.num_heads': 6},
+    'heads = 6 does not divide over model=4.',
+  ),
+  (
+    {'Partitioner.num_partitions': 8, 'TransformerConfig.vocab_size': 100},
+    'vocab = 100 does not divide over model=8.',
+  ),
+  ({'Partitioner.context': 4, LENGTH: 20}, 'length = 20 does not divide over 2 x context=4'),
+  (
+    {'Partitioner.context': 2, LENGTH: 4124},
+    'length = 4124 over 2 x context=2 makes chunks of 1031',
+  ),
+  (
+    {'Partitioner.expert': 4, 'TransformerConfig.num_experts': 6},
+    'experts = 6 does not divide over expert=4',
+  ),
+  (
+    {'Partitioner.fsdp': 4, 'BATCH_SIZE': 12},
+    'batch = 12 does not divide over data=2 x fsdp=4 (= 8).',
+  ),
+  (
+    {'BATCH_SIZE': 16, 'NUM_MICROBATCHES': 4},
+    'batch = 16 does not divide over data=8 in each of 4 microbatches.',
+  ),
+  (
+    {
+      'Partitioner.fsdp': 2,
+      'Partitioner.stage': 2,
+      'BATCH_SIZE': 6,
+      'Partitioner.num_pipeline_microbatches': 3,
+    },
+    'batch = 6 does not divide over data=2 x fsdp=2 (= 4).',
+  ),
+  (
+    {'Partitioner.zero_stage': 1, 'Partitioner.fsdp': 8, 'TransformerConfig.embed_dim': 12},
+    'embed = 12 does not divide over fsdp=8.',
+  ),
+  (
+    {'Partitioner.stage': 2, 'Partitioner.num_pipeline_microbatches': 3},
+    'batch = 16: the 4 rows of each of 4 parts cannot be cut into '
+    'Partitioner.num_pipeline_microbatches = 3.',
+  ),
+  (
+    {'Partitioner.stage': 4, 'Partitioner.num_pipeline_microbatches': 4, 'NUM_MICROBATCHES': 4},
+    'the 2 rows of each of 8 parts cannot be cut',
+  ),
+  (
+    {
+      'Partitioner.stage': 4,
+      'Partitioner.pipeline_schedule': 'circular',
+      'BATCH_SIZE': 4,
+      'Partitioner.pipeline_repeats': 2,
+    },
+    'is fewer than the 4 stages',
+  ),
+  (
+    {
+      'Partitioner.stage': 2,
+      'Partitioner.pipeline_schedule': 'circular',
+      'TransformerConfig.num_layers': 6,
+    },
+    'The circular schedule with',
+  ),
+  ({'Partitioner.stage': 2, 'Partitioner.pipeline_repeats': 2}, 'under 1f1b each microbatch'),
+  (
+    {'Partitioner.num_partitions': 4, 'Partitioner.sequence_parallel': True, LENGTH: 30},
+    'With Partitioner.sequence_parallel, length = 30 does not divide over model=4.',
+  ),
+  (
+    {'Partitioner.ici_mesh_shape': {'fsdp': 8}, 'TransformerConfig.embed_dim': 12},
+    'embed = 12 does not divide over fsdp=8.',
+  ),
+  (
+    {**PIPELINE_OF_BOTH, 'Partitioner.pipeline_schedule': '1f1b'},
+    "Partitioner.pipeline_schedule = '1f1b' takes microbatches back as soon as they have passed "
+    'the 2 stages; those of an encoder and a decoder pass them 2 times.',
+  ),
+  (
+    {
+      **PIPELINE_OF_BOTH,
+      'Partitioner.pipeline_schedule': '1f1b',
+      'Partitioner.pipeline_repeats': 2,
+    },
+    "Partitioner.pipeline_schedule = '1f1b' takes",
+  ),
+  (
+    {**PIPELINE_OF_BOTH, ENCODER_LAYERS: 4, 'Partitioner.pipeline_schedule': 'circular'},
+    'passes the 2 stages once per stack of layers, 2 times.',
+  ),
+  (
+    {**PIPELINE_OF_BOTH, 'Partitioner.pipeline_repeats': 2},
+    'under gpipe each microbatch passes the 2 stages once per stack of layers.',
+  ),
+  (
+    {**PIPELINE_OF_BOTH, 'Partitioner.context': 2, 'Partitioner.context_attention': 'ring'},
+    "Partitioner.context_attention = 'ring' in a pipeline of encoder and decoder",
+  ),
+  (
+    {**PIPELINE_OF_BOTH, 'Partitioner.num_pipeline_microbatches': 1},
+    'is fewer than the 2 stages: from the encoder to the decoder the first',
+  ),
+  (
+    {**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, 'BATCH_SIZE': 4},
+    'is fewer than the 4 stages: from the encoder to the decoder the first',
+  ),
+  (
+    {**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, ENCODER_LAYERS: 6},
+    'encoder_layers = 6 does not divide over stage=4 (layers = 8 does).',
+  ),
+  (
+    {
+      **PIPELINE_OF_BOTH,
+      'Partitioner.stage': 4,
+      ENCODER_LAYERS: 6,
+      'TransformerConfig.num_layers': 10,
+    },
+    'layers = 10 and encoder_layers = 6 do not divide over stage=4.',
+  ),
+  (
+    {
+      **PIPELINE_OF_BOTH,
+      'Partitioner.pipeline_schedule': 'circular',
+      ENCODER_LAYERS: 6,
+      'Partitioner.pipeline_repeats': 2,
+    },
+    'encoder_layers = 6 does not divide over stage=2 x 2 blocks each (= 4) (layers = 8 does).',
+  ),
+  (
+    {**PIPELINE_OF_BOTH, 'Partitioner.stage': 4, 'TransformerConfig.num_layers': 6},
+    'layers = 6 does not divide over stage=4.',
+  ),
 ]
 
 
@@ -151,8 +257,11 @@ def test_every_change_that_an_error_advises_gives_a_layout(settings, says):
   # Where they were set is told: of each parameter that the message names, and only of those.
   for name in e.value.parameters:
     assert not knob_problem(name)
-    assert name in str(e.value) or f'{name.removeprefix("Partitioner.")}=' in str(e.value) or (
-        name == 'Partitioner.num_partitions' and 'model=' in str(e.value))
+    assert (
+      name in str(e.value)
+      or f'{name.removeprefix("Partitioner.")}=' in str(e.value)
+      or (name == 'Partitioner.num_partitions' and 'model=' in str(e.value))
+    )
 
 
 def test_a_model_without_experts_is_told_how_to_get_some():
@@ -163,36 +272,59 @@ def test_a_model_without_experts_is_told_how_to_get_some():
 
 
 def test_all_that_does_not_fit_is_in_one_message():
-  settings = {'Partitioner.stage': 2, 'Partitioner.context': 2, 'Partitioner.num_partitions': 2,
-              'Partitioner.num_pipeline_microbatches': 3, 'Partitioner.sequence_parallel': True,
-              'TransformerConfig.num_layers': 7, 'TransformerConfig.num_heads': 5,
-              'TransformerConfig.mlp_dim': 31, LENGTH: 30}
+  settings = {
+    'Partitioner.stage': 2,
+    'Partitioner.context': 2,
+    'Partitioner.num_partitions': 2,
+    'Partitioner.num_pipeline_microbatches': 3,
+    'Partitioner.sequence_parallel': True,
+    'TransformerConfig.num_layers': 7,
+    'TransformerConfig.num_heads': 5,
+    'TransformerConfig.mlp_dim': 31,
+    LENGTH: 30,
+  }
   with pytest.raises(MeshError) as e:
     lay_out(settings)
   lines = re.findall(r'^  \d\. .*$', str(e.value), re.MULTILINE)
   assert str(e.value).startswith('The model does not fit the mesh: 6 problems.')
   assert [line.split(' = ')[0].split()[-1] for line in lines] == [
-      'heads', 'mlp', 'length', 'length', 'layers', 'batch']
+    'heads',
+    'mlp',
+    'length',
+    'length',
+    'layers',
+    'batch',
+  ]
   # The first way out of each of them, all together.
-  lay_out({**settings, **{name: values[0] for line in lines
-                          for name, values in advice(line)[0].items()}})
+  lay_out(
+    {**settings, **{name: values[0] for line in lines for name, values in advice(line)[0].items()}}
+  )
 
 
 def test_sizes_of_two_kinds_of_parallelism_are_advised_together():
   """16 is a multiple of 2 x context, and not of context x model."""
   with pytest.raises(MeshError) as e:
-    lay_out({'Partitioner.context': 2, 'Partitioner.num_partitions': 4, LENGTH: 18,
-             'Partitioner.sequence_parallel': True})
+    lay_out(
+      {
+        'Partitioner.context': 2,
+        'Partitioner.num_partitions': 4,
+        LENGTH: 18,
+        'Partitioner.sequence_parallel': True,
+      }
+    )
   assert str(e.value).count(f'Set {LENGTH} = 16 or 24') == 2
 
 
-@pytest.mark.parametrize('parameter, value, says', [
+@pytest.mark.parametrize(
+  'parameter, value, says',
+  [
     ('pipeline_schedule', '1F1B', "Did you mean '1f1b'?"),
     ('pipeline_schedule', 'cirular', "Did you mean 'circular'?"),
     ('zero_stage', 4, 'zero_stage = 4 is not one of 1, 2, 3.'),
     ('zero_stage', '3', "zero_stage = '3' is not one of 1, 2, 3."),
     ('context_attention', 'rings', "Did you mean 'ring'?"),
-])
+  ],
+)
 def test_an_unknown_choice_is_an_error_with_all_choices(parameter, value, says):
   with pytest.raises(MeshError) as e:
     Partitioner(**{parameter: value})
@@ -212,17 +344,32 @@ def meshes(draw) -> dict[str, int]:
 
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 @hypothesis.given(
-    meshes(), st.sampled_from([{}, {'Partitioner.pipeline_schedule': 'circular',
-                                    'Partitioner.pipeline_repeats': 2}]),
-    st.booleans(), st.sampled_from([None, 1, 2, 3, 4]), st.sampled_from([1, 2]),
-    st.integers(2, 24), st.integers(1, 12), st.integers(1, 12), st.integers(2, 40))
-def test_whatever_the_sizes_the_advice_works(mesh, schedule, sequence_parallel, microbatches,
-                                             accumulation, batch, layers, heads, length):
-  settings = {**mesh, **schedule, 'Partitioner.sequence_parallel': sequence_parallel,
-              'Partitioner.num_pipeline_microbatches': microbatches,
-              'NUM_MICROBATCHES': accumulation, 'BATCH_SIZE': batch * accumulation,
-              'TransformerConfig.num_layers': layers, 'TransformerConfig.num_heads': heads,
-              LENGTH: length}
+  meshes(),
+  st.sampled_from(
+    [{}, {'Partitioner.pipeline_schedule': 'circular', 'Partitioner.pipeline_repeats': 2}]
+  ),
+  st.booleans(),
+  st.sampled_from([None, 1, 2, 3, 4]),
+  st.sampled_from([1, 2]),
+  st.integers(2, 24),
+  st.integers(1, 12),
+  st.integers(1, 12),
+  st.integers(2, 40),
+)
+def test_whatever_the_sizes_the_advice_works(
+  mesh, schedule, sequence_parallel, microbatches, accumulation, batch, layers, heads, length
+):
+  settings = {
+    **mesh,
+    **schedule,
+    'Partitioner.sequence_parallel': sequence_parallel,
+    'Partitioner.num_pipeline_microbatches': microbatches,
+    'NUM_MICROBATCHES': accumulation,
+    'BATCH_SIZE': batch * accumulation,
+    'TransformerConfig.num_layers': layers,
+    'TransformerConfig.num_heads': heads,
+    LENGTH: length,
+  }
   try:
     lay_out(settings)
     return
@@ -239,8 +386,10 @@ def test_whatever_the_sizes_the_advice_works(mesh, schedule, sequence_parallel, 
 
 def test_the_table_tells_the_bubble_of_a_pipeline_of_both_stacks():
   # M = 4 in 2 blocks of S = 2 stages: (S-1) / (2M + S-1) = 1 / 9.
-  assert 'pipeline: gpipe, 4 microbatches, bubble 11.1% of the step' in lay_out(
-      {**PIPELINE_OF_BOTH, 'Partitioner.num_pipeline_microbatches': 4}).table()
+  assert (
+    'pipeline: gpipe, 4 microbatches, bubble 11.1% of the step'
+    in lay_out({**PIPELINE_OF_BOTH, 'Partitioner.num_pipeline_microbatches': 4}).table()
+  )
 
 
 def test_key_and_value_heads_that_are_fewer_than_devices_are_shared_and_the_cost_is_said():
@@ -248,14 +397,19 @@ def test_key_and_value_heads_that_are_fewer_than_devices_are_shared_and_the_cost
   layout = lay_out(settings)
   assert 'kv_heads' not in layout.rules.parameters
   # 2 maps x 8 layers x 16 x 2 heads x 4 features x 4 bytes = 8 KiB, of which 7/8 more than split.
-  assert ('kv_heads = 2 < model = 8: each device keeps all of them and computes one, which 4 '
-          'devices share: 0.00684 MiB of parameters more than if split') in layout.table()
+  assert (
+    'kv_heads = 2 < model = 8: each device keeps all of them and computes one, which 4 '
+    'devices share: 0.00684 MiB of parameters more than if split'
+  ) in layout.table()
   assert 'kv_heads =' not in lay_out({**settings, 'Partitioner.num_partitions': 2}).table()
 
 
 def test_key_and_value_heads_that_can_be_neither_split_nor_shared_are_an_error_with_legal_sizes():
-  settings = {'TransformerConfig.num_heads': 12, 'TransformerConfig.num_kv_heads': 3,
-              'Partitioner.num_partitions': 4}
+  settings = {
+    'TransformerConfig.num_heads': 12,
+    'TransformerConfig.num_kv_heads': 3,
+    'Partitioner.num_partitions': 4,
+  }
   with pytest.raises(MeshError) as e:
     lay_out(settings)
   assert 'kv_heads = 3 neither divides over model=4 nor divides it' in str(e.value)
@@ -265,6 +419,7 @@ def test_key_and_value_heads_that_can_be_neither_split_nor_shared_are_an_error_w
 
 class Nameless(nn.Module):
   """A layer as one brings it along from elsewhere."""
+
   config: TransformerConfig
 
   @nn.compact
@@ -277,13 +432,22 @@ class Nameless(nn.Module):
 def test_a_layer_whose_parameters_have_no_names_is_named_with_the_code_that_mends_it():
   config = TransformerConfig(head_dim=4, **arguments('TransformerConfig.', FITS))
   with pytest.raises(ShapeError) as e:
-    build_program(model=DecoderOnlyModel(config, layer=Nameless), optimizer=AdamW(),
-                  schedule=constant(1e-2), partitioner=Partitioner(), topology=Topology(1, 8),
-                  devices=jax.devices(), task_feature_lengths={'targets': 32}, batch_size=16,
-                  pack=False, seed=0)
+    build_program(
+      model=DecoderOnlyModel(config, layer=Nameless),
+      optimizer=AdamW(),
+      schedule=constant(1e-2),
+      partitioner=Partitioner(),
+      topology=Topology(1, 8),
+      devices=jax.devices(),
+      task_feature_lengths={'targets': 32},
+      batch_size=16,
+      pack=False,
+      seed=0,
+    )
   text = str(e.value)
-  assert ('Parameters without axis names: layers/adapter/bias [8, 16], layers/adapter/kernel '
-          '[8, 16, 16].') in text
+  assert (
+    'Parameters without axis names: layers/adapter/bias [8, 16], layers/adapter/kernel [8, 16, 16].'
+  ) in text
   assert 'gain' not in text
   assert "self.param('bias', with_axes(init, NAMES), shape)" in text
   assert all(name in text for name in AXES) and 'docs/parallelism.md#writing-a-layer' in text

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
 from t5x_gpu.partitioning.layer_stacks import ONLY, with_layers, with_part, without_layers
 from t5x_gpu.partitioning.pipeline import pipeline_parallel as pp
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import Timetable
-
 from tests.helpers_layouts import QUICK
 from tests.parity.tolerances import MESH_GRADIENT
 
@@ -29,6 +29,7 @@ def norm(x):
 
 class TwoStacks:
   """Residual MLPs that know their number; the writer's see the mean of what the reader returned."""
+
   stacks = STACKS
 
   def embed(self, params, microbatch):
@@ -44,6 +45,7 @@ class TwoStacks:
         h += (norm(read) * params['reader']['scale']).mean(axis=1, keepdims=True)
       keep = (microbatch['rows'][:, None] * 7 + number * 5 + jnp.arange(MLP)) % 4 > 0
       return x + (jnp.tanh(h @ w['wi']) * keep[:, None] * (1 + number / 8)) @ w['wo'], None
+
     layers = params[stack]['layers']
     numbers = first_layer + jnp.arange(layers['wi'].shape[0])
     if stack == 'reader':
@@ -58,33 +60,48 @@ class TwoStacks:
 
 def toy_params():
   rng = np.random.default_rng(0)
+
   def draw(*shape):
     return rng.normal(size=shape).astype(np.float32) * np.float32(0.3)
-  params = {stack: {'layers': {'wi': draw(LAYERS[stack], EMBED, MLP),
-                               'wo': draw(LAYERS[stack], MLP, EMBED)}} for stack in STACKS}
+
+  params = {
+    stack: {
+      'layers': {'wi': draw(LAYERS[stack], EMBED, MLP), 'wo': draw(LAYERS[stack], MLP, EMBED)}
+    }
+    for stack in STACKS
+  }
   params['reader']['scale'], params['writer']['logits'] = 1 + draw(EMBED), draw(EMBED, VOCAB)
   return {**params, 'table': draw(VOCAB, EMBED)}
 
 
 def toy_batch(num_microbatches):
   rng = np.random.default_rng(0)
+
   def draw(length):
     return rng.integers(VOCAB, size=(num_microbatches, ROWS, length))
-  return {**{stack: draw(LENGTHS[stack]) for stack in STACKS}, 'targets': draw(LENGTHS['writer']),
-          'rows': np.arange(num_microbatches * ROWS).reshape(num_microbatches, ROWS)}
+
+  return {
+    **{stack: draw(LENGTHS[stack]) for stack in STACKS},
+    'targets': draw(LENGTHS['writer']),
+    'rows': np.arange(num_microbatches * ROWS).reshape(num_microbatches, ROWS),
+  }
 
 
 @functools.cache
 def sequential(num_microbatches):
   """Returns (gradients, sums) on one device, all microbatches at once."""
-  model, batch = TwoStacks(), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]),
-                                           toy_batch(num_microbatches))
+  model, batch = (
+    TwoStacks(),
+    jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), toy_batch(num_microbatches)),
+  )
+
   def loss(params):
     x = model.embed(params, batch)
     for stack in STACKS:
       x = model.run_layers(params, x, batch, 0, stack)
     sums = model.head(params, x, batch)
     return sums['loss'][0], sums
+
   return jax.jit(jax.grad(loss, has_aux=True))(toy_params())
 
 
@@ -97,42 +114,74 @@ def in_memory_order(params, stages, repeats):
 
 def pipeline(schedule, num_microbatches, *, repeats=1, train=True, **sizes):
   """Returns (jitted function of parameters in memory order and microbatches, its mesh)."""
-  devices = np.array(jax.devices()[:np.prod(list(sizes.values()))])
-  mesh = Mesh(devices.reshape(*sizes.values()), tuple(sizes),
-              axis_types=(AxisType.Auto,) * len(sizes))
+  devices = np.array(jax.devices()[: np.prod(list(sizes.values()))])
+  mesh = Mesh(
+    devices.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+  )
   manual = mesh.axis_names
-  specs = {'table': P(), 'reader': {'layers': P('stage'), 'scale': P()},
-           'writer': {'layers': P('stage'), 'logits': P()}}
-  specs = jax.tree.map(lambda spec, p: jax.tree.map(lambda _: spec, p), specs, toy_params(),
-                       is_leaf=lambda x: isinstance(x, P))
+  specs = {
+    'table': P(),
+    'reader': {'layers': P('stage'), 'scale': P()},
+    'writer': {'layers': P('stage'), 'logits': P()},
+  }
+  specs = jax.tree.map(
+    lambda spec, p: jax.tree.map(lambda _: spec, p),
+    specs,
+    toy_params(),
+    is_leaf=lambda x: isinstance(x, P),
+  )
   batch = jax.tree.map(lambda _: P(None, 'data' if 'data' in sizes else None), toy_batch(1))
-  options = dict(schedule=schedule, num_stages=sizes['stage'], repeats=repeats, num_stacks=2,
-                 num_microbatches=num_microbatches, varying_axes=manual)
+  options = dict(
+    schedule=schedule,
+    num_stages=sizes['stage'],
+    repeats=repeats,
+    num_stacks=2,
+    num_microbatches=num_microbatches,
+    varying_axes=manual,
+  )
 
   def missing(spec):
     return tuple(a for a in manual if a not in tuple(spec))
 
   def body(params, microbatches):
     params, microbatches = jax.tree.map(
-        lambda x, spec: jax.lax.pcast(x, missing(spec), to='varying') if missing(spec) else x,
-        (params, microbatches), (specs, batch))
+      lambda x, spec: jax.lax.pcast(x, missing(spec), to='varying') if missing(spec) else x,
+      (params, microbatches),
+      (specs, batch),
+    )
     if not train:
       return jax.lax.psum(pp.forward(TwoStacks(), params, microbatches, **options), manual)
     grads, sums = pp.value_and_grad(TwoStacks(), params, microbatches, **options)
     grads = jax.tree.map(lambda g, spec: jax.lax.psum(g, missing(spec)), grads, specs)
     return grads, jax.lax.psum(sums, manual)
-  return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, batch),
-                               out_specs=(specs, P()) if train else P())), mesh
+
+  return jax.jit(
+    jax.shard_map(
+      body, mesh=mesh, in_specs=(specs, batch), out_specs=(specs, P()) if train else P()
+    )
+  ), mesh
 
 
 # As many microbatches as stages, more, and a multiple.
-@pytest.mark.parametrize('schedule, repeats, num_microbatches, sizes, train', [
-    ('gpipe', 1, 3, dict(stage=2, data=2), True), ('circular', 2, 5, dict(stage=2), False),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ('circular', 2, 5, dict(stage=2), True), ('gpipe', 1, 4, dict(stage=4), True),
-        ('gpipe', 1, 6, dict(stage=4), True), ('circular', 2, 2, dict(stage=2, data=2), True)))])
+@pytest.mark.parametrize(
+  'schedule, repeats, num_microbatches, sizes, train',
+  [
+    ('gpipe', 1, 3, dict(stage=2, data=2), True),
+    ('circular', 2, 5, dict(stage=2), False),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (
+        ('circular', 2, 5, dict(stage=2), True),
+        ('gpipe', 1, 4, dict(stage=4), True),
+        ('gpipe', 1, 6, dict(stage=4), True),
+        ('circular', 2, 2, dict(stage=2, data=2), True),
+      )
+    ),
+  ],
+)
 def test_a_pipeline_of_two_stacks_equals_the_sequential_model(
-    schedule, repeats, num_microbatches, sizes, train):
+  schedule, repeats, num_microbatches, sizes, train
+):
   step, mesh = pipeline(schedule, num_microbatches, repeats=repeats, train=train, **sizes)
   args = in_memory_order(toy_params(), sizes['stage'], repeats), toy_batch(num_microbatches)
   found = step.lower(*args).compile(compiler_options=QUICK)(*args)
@@ -142,15 +191,20 @@ def test_a_pipeline_of_two_stacks_equals_the_sequential_model(
 
   def compare(path, a, b):
     scale = np.abs(b).max()
-    np.testing.assert_allclose(a / scale, b / scale, rtol=0, atol=MESH_GRADIENT,
-                               err_msg=jax.tree_util.keystr(path))
+    np.testing.assert_allclose(
+      a / scale, b / scale, rtol=0, atol=MESH_GRADIENT, err_msg=jax.tree_util.keystr(path)
+    )
+
   jax.tree.map_with_path(compare, found, expected)
 
 
-@pytest.mark.parametrize('schedule, repeats, num_microbatches', [
-    ('gpipe', 1, 5), pytest.param('circular', 2, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  'schedule, repeats, num_microbatches',
+  [('gpipe', 1, 5), pytest.param('circular', 2, 4, marks=pytest.mark.slow)],
+)
 def test_what_both_stacks_have_moves_once_per_tick_and_to_other_heads_the_seconds_alone(
-    schedule, repeats, num_microbatches):
+  schedule, repeats, num_microbatches
+):
   step, mesh = pipeline(schedule, num_microbatches, repeats=repeats, stage=2)
   program = partitioned_hlo(step.lower(toy_params(), toy_batch(num_microbatches)))
   found = [c for c in inventory(program, mesh.shape) if c.kind == 'collective-permute']
@@ -159,23 +213,38 @@ def test_what_both_stacks_have_moves_once_per_tick_and_to_other_heads_the_second
   assert table.forward_ticks == 2 * repeats * num_microbatches + 1
   shapes = {stack: (ROWS, LENGTHS[stack], EMBED) for stack in STACKS}
   assert sorted((c.shape, c.count) for c in found if c.trip_counts) == sorted(
-      (shape, table.forward_ticks) for shape in shapes.values() for _ in range(2))
+    (shape, table.forward_ticks) for shape in shapes.values() for _ in range(2)
+  )
   dealt_out = [c.shape for c in found if not c.trip_counts]
   assert dealt_out == [(table.head_share, *shapes['writer'])] * 2
   sizes = {stack: 4 * int(np.prod(shape)) for stack, shape in shapes.items()}
   expected = pp.traffic_per_step(
-      schedule=schedule, num_stages=2, num_microbatches=num_microbatches, repeats=repeats,
-      num_stacks=2, activation_bytes=sum(sizes.values()), output_bytes=sizes['writer'])
+    schedule=schedule,
+    num_stages=2,
+    num_microbatches=num_microbatches,
+    repeats=repeats,
+    num_stacks=2,
+    activation_bytes=sum(sizes.values()),
+    output_bytes=sizes['writer'],
+  )
   assert sum(c.bytes_per_call for c in found) == expected['collective-permute']
 
 
-@pytest.mark.parametrize('table', [Timetable(schedule, s, m, r, num_stacks=2)
-                                   for s in (2, 3, 4) for m in (s, s + 1, 4 * s)
-                                   for schedule, r in (('gpipe', 1), ('circular', 2))], ids=str)
+@pytest.mark.parametrize(
+  'table',
+  [
+    Timetable(schedule, s, m, r, num_stacks=2)
+    for s in (2, 3, 4)
+    for m in (s, s + 1, 4 * s)
+    for schedule, r in (('gpipe', 1), ('circular', 2))
+  ],
+  ids=str,
+)
 def test_two_stacks_halve_the_bubble_and_no_unit_starts_before_its_input_is_there(table):
   s, m = table.num_stages, table.num_microbatches
   assert pp.bubble_fraction(table.schedule, s, m, table.repeats, num_stacks=2) == pytest.approx(
-      (s - 1) / (2 * table.repeats * m + s - 1))
+    (s - 1) / (2 * table.repeats * m + s - 1)
+  )
   done = {}
   for tick in range(table.forward_ticks):
     for stage in range(s):

@@ -6,9 +6,20 @@ import pytest
 
 from t5x_gpu.analysis import hlo_text
 from t5x_gpu.analysis.collectives import flops_per_device
-
 from tests.helpers_layouts import (
-    BATCH, CASES, CONFIG, EXPERTS, LENGTH, busy, config_of, hlo, program, slots, ticks, timetable)
+  BATCH,
+  CASES,
+  CONFIG,
+  EXPERTS,
+  LENGTH,
+  busy,
+  config_of,
+  hlo,
+  program,
+  slots,
+  ticks,
+  timetable,
+)
 
 C = CONFIG
 TOKENS = BATCH * LENGTH
@@ -23,15 +34,15 @@ IDEAL = 3 * (C.num_layers * LAYER + HEAD)
 NUM_EXPERTS = EXPERTS['num_experts']
 SLOTS = BATCH * NUM_EXPERTS * slots(config_of(CASES['one_device_experts']))
 IDEAL_EXPERTS = IDEAL + 3 * C.num_layers * 2 * C.embed_dim * (
-    3 * C.mlp_dim * (SLOTS - TOKENS) + TOKENS * NUM_EXPERTS)
+  3 * C.mlp_dim * (SLOTS - TOKENS) + TOKENS * NUM_EXPERTS
+)
 
 PIPELINES = [name for name, case in CASES.items() if 'stage' in case.partitioner]
 REMAT = [name for name, case in CASES.items() if 'remat_policy' in case.config]
 BY_LAYER = ['fsdp_4_microbatches', 'zero2_4_microbatches']
 ONE_DEVICE = [name for name, case in CASES.items() if case.num_devices == 1]
 GROUPED = [name for name, case in CASES.items() if 'num_kv_heads' in case.config]
-OTHERS = [name for name in CASES
-          if name not in PIPELINES + REMAT + ONE_DEVICE + BY_LAYER + GROUPED]
+OTHERS = [name for name in CASES if name not in PIPELINES + REMAT + ONE_DEVICE + BY_LAYER + GROUPED]
 
 
 def has_experts(name):
@@ -51,16 +62,21 @@ def test_one_device_computes_what_the_mathematics_needs(name):
   assert flops_per_device(hlo(name)) == ideal(name) + 2 * BIAS
 
 
-@pytest.mark.parametrize('name', [
+@pytest.mark.parametrize(
+  'name',
+  [
     pytest.param(name, marks=pytest.mark.slow) if name in ('cp_tp', 'fsdp_cp', 'ep') else name
-    for name in OTHERS])
+    for name in OTHERS
+  ],
+)
 def test_each_device_does_its_part_of_the_work(name):
   alone = 'one_device_experts' if has_experts(name) else 'one_device'
   assert flops_per_device(hlo(name)) == pytest.approx(flops_per_device(hlo(alone)) / 8, rel=0.03)
 
 
-@pytest.mark.parametrize('name', [name for name in OTHERS
-                                  if 'context' not in CASES[name].partitioner])
+@pytest.mark.parametrize(
+  'name', [name for name in OTHERS if 'context' not in CASES[name].partitioner]
+)
 def test_only_the_relative_bias_is_computed_by_every_replica(name):
   bias = 2 * BIAS // size(name, 'model') * CASES[name].num_microbatches
   assert flops_per_device(hlo(name)) == ideal(name) // 8 + bias
@@ -114,8 +130,7 @@ def state_bytes(name):
   mlp = 3 * C.mlp_dim * (NUM_EXPERTS // n['expert'] if has_experts(name) else 1)
   kv_heads = config_of(CASES[name]).kv_heads
   keys = 2 * kv_heads * C.head_dim // (1 if kv_heads < n['model'] else n['model'])
-  layers = C.num_layers * C.embed_dim // n['stage'] * (
-      (2 * HEADS + mlp) // n['model'] + keys)
+  layers = C.num_layers * C.embed_dim // n['stage'] * ((2 * HEADS + mlp) // n['model'] + keys)
   scales = 2 * C.num_layers * C.embed_dim // n['stage'] + C.embed_dim
   tables = 2 * C.vocab_size * C.embed_dim // n['model']
   whole = C.num_heads * C.num_relpos_buckets // n['model']
@@ -128,8 +143,11 @@ def state_bytes(name):
 @pytest.mark.parametrize('name', CASES)
 def test_each_device_keeps_its_part_of_parameters_and_optimizer_state(name):
   module = hlo_text.parse(hlo(name))
-  kept = sum(i.arrays[0].num_bytes for i in module.computations[module.entry].instructions.values()
-             if i.opcode == 'parameter')
+  kept = sum(
+    i.arrays[0].num_bytes
+    for i in module.computations[module.entry].instructions.values()
+    if i.opcode == 'parameter'
+  )
   rows = math.prod(size(name, axis) for axis in ('data', 'fsdp', 'context', 'expert'))
   batch = 3 * 4 * TOKENS // rows
   assert kept - batch == pytest.approx(state_bytes(name), rel=0.001)

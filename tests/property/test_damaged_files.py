@@ -33,7 +33,12 @@ from t5x_gpu.data.prepared.shard_writer import write_shard
 from t5x_gpu.metrics.writers import JsonLinesWriter, read_json_lines
 from tests.checkpoint.hf_files import CONFIGS, write_model
 from tests.checkpoint.test_checkpointer import (
-    abstract, assert_equal, folder_with, new_state, opened)
+  abstract,
+  assert_equal,
+  folder_with,
+  new_state,
+  opened,
+)
 from tests.helpers_fuzz import BINARY, Packed, Target, fuzz
 
 FIXTURES = pathlib.Path(__file__).parents[1] / 'parity' / 'fixtures'
@@ -43,8 +48,9 @@ TINY = {'lengths': {'targets': 16}, 'batch': 2, 'vocab': 32}
 def safetensors(folder: pathlib.Path) -> Target:
   """A model of Hugging Face in two files, with its index and what a conversion writes down."""
   write_model(folder, CONFIGS['llama'], max_file_bytes=40_000)
-  (folder / 'tokenizer.json').write_text(json.dumps(
-      {'model': {'vocab': {'a': 0, 'b': 1}}, 'added_tokens': [{'id': 2, 'content': 'c'}]}))
+  (folder / 'tokenizer.json').write_text(
+    json.dumps({'model': {'vocab': {'a': 0, 'b': 1}}, 'added_tokens': [{'id': 2, 'content': 'c'}]})
+  )
   (folder / 'hf').mkdir()
   (folder / 'hf' / 'config.json').write_bytes((folder / 'config.json').read_bytes())
   write_record(open_hf(folder), folder / 'hf')
@@ -53,15 +59,32 @@ def safetensors(folder: pathlib.Path) -> Target:
     model = open_hf(folder)
     for name in model.tensors.shapes:
       model.tensors.read(name)
-    read_record(folder).config
-  header = Packed(lambda content: content[8:8 + int.from_bytes(content[:8], 'little')],
-                  lambda content, text: len(text).to_bytes(8, 'little') + text + content[
-                      8 + int.from_bytes(content[:8], 'little'):])
+    _ = read_record(folder).config
+
+  header = Packed(
+    lambda content: content[8 : 8 + int.from_bytes(content[:8], 'little')],
+    lambda content, text: (
+      len(text).to_bytes(8, 'little') + text + content[8 + int.from_bytes(content[:8], 'little') :]
+    ),
+  )
   files = {path.name: header for path in folder.glob('*.safetensors')}
   assert len(files) > 1
-  return Target(folder, {**files, **{name: Packed() for name in (
-      'model.safetensors.index.json', 'config.json', 'tokenizer.json',
-      'hf/safetensors_headers.json')}}, use)
+  return Target(
+    folder,
+    {
+      **files,
+      **{
+        name: Packed()
+        for name in (
+          'model.safetensors.index.json',
+          'config.json',
+          'tokenizer.json',
+          'hf/safetensors_headers.json',
+        )
+      },
+    },
+    use,
+  )
 
 
 def checkpoints(folder: pathlib.Path) -> Target:
@@ -85,11 +108,16 @@ def checkpoints(folder: pathlib.Path) -> Target:
     except (ValueError, RecursionError):
       pass
     return text
+
   newest = folder / 'checkpoint_7'
-  files = {path.relative_to(folder).as_posix(): BINARY for path in newest.rglob('*')
-           if path.is_file()}
-  small = {'checkpoint_7/data/metadata': Packed(), 'checkpoint_7/state/_METADATA': Packed(),
-           'checkpoint_7/manifest/metadata': Packed(pack=seal)}
+  files = {
+    path.relative_to(folder).as_posix(): BINARY for path in newest.rglob('*') if path.is_file()
+  }
+  small = {
+    'checkpoint_7/data/metadata': Packed(),
+    'checkpoint_7/state/_METADATA': Packed(),
+    'checkpoint_7/manifest/metadata': Packed(pack=seal),
+  }
   assert files.keys() >= small.keys()
   return Target(folder, {**files, **small}, use)
 
@@ -103,17 +131,29 @@ def restored(folder: pathlib.Path) -> Target:
       state = checkpointer.restore_latest(like).state
     step = int(state.step)
     assert_equal(state, new_state(step, seed=step))
+
   return Target(target.folder, target.files, use)
 
 
 def local_steps(folder: pathlib.Path) -> Target:
   """A file of a local step, its checksum mended or not."""
   values = np.arange(12, dtype=np.float32).reshape(3, 4)
-  manifest = make_manifest({'params': {'kernel': values}}, mesh_shape={}, data={},
-                           next_batch_hash='')
-  write_local_file(folder / 'step_7.process_0', parts=[('params/kernel', (3, 4), (0, 0), values)],
-                   facts={'run': 'ab', 'attempt': 'cd', 'step': 7, 'process': 0, 'hosts': ['here'],
-                          'data_state': base64.b64encode(b'state').decode(), 'manifest': manifest})
+  manifest = make_manifest(
+    {'params': {'kernel': values}}, mesh_shape={}, data={}, next_batch_hash=''
+  )
+  write_local_file(
+    folder / 'step_7.process_0',
+    parts=[('params/kernel', (3, 4), (0, 0), values)],
+    facts={
+      'run': 'ab',
+      'attempt': 'cd',
+      'step': 7,
+      'process': 0,
+      'hosts': ['here'],
+      'data_state': base64.b64encode(b'state').decode(),
+      'manifest': manifest,
+    },
+  )
   prelude = struct.Struct('<8sQI')
 
   def use():
@@ -128,35 +168,74 @@ def local_steps(folder: pathlib.Path) -> Target:
           pass
 
   def pack(content: bytes, text: bytes) -> bytes:
-    magic, length, _ = prelude.unpack(content[:prelude.size])
-    return prelude.pack(magic, len(text), zlib.crc32(text)) + text + content[
-        prelude.size + length:]
-  return Target(folder, {'step_7.process_0': Packed(lambda content: content[
-      prelude.size:prelude.size + prelude.unpack(content[:prelude.size])[1]], pack)}, use)
+    magic, length, _ = prelude.unpack(content[: prelude.size])
+    return (
+      prelude.pack(magic, len(text), zlib.crc32(text)) + text + content[prelude.size + length :]
+    )
+
+  return Target(
+    folder,
+    {
+      'step_7.process_0': Packed(
+        lambda content: content[
+          prelude.size : prelude.size + prelude.unpack(content[: prelude.size])[1]
+        ],
+        pack,
+      )
+    },
+    use,
+  )
 
 
 def prepared_rows(folder: pathlib.Path) -> Target:
   """The index of prepared rows; three batches are read by it."""
   config = DatasetConfig(f'prepared:{folder}', TINY['lengths'], 'train', TINY['batch'], pack=False)
-  spec = features.batch_spec('lm', task_feature_lengths=TINY['lengths'], batch_size=TINY['batch'],
-                             pack=False, vocab_size=TINY['vocab'])
+  spec = features.batch_spec(
+    'lm',
+    task_feature_lengths=TINY['lengths'],
+    batch_size=TINY['batch'],
+    pack=False,
+    vocab_size=TINY['vocab'],
+  )
   rng = np.random.default_rng(0)
-  rows = [{name: rng.integers(1, 2 if 'weights' in name else 9, shape[1:])
-           for name, shape in spec.shapes.items()} for _ in range(5)]
-  shard = write_shard(rows, split=folder / 'train', task='task', part=0, num_parts=1,
-                      names=tuple(spec.shapes), report=lambda rows, tokens: None)
+  rows = [
+    {
+      name: rng.integers(1, 2 if 'weights' in name else 9, shape[1:])
+      for name, shape in spec.shapes.items()
+    }
+    for _ in range(5)
+  ]
+  shard = write_shard(
+    rows,
+    split=folder / 'train',
+    task='task',
+    part=0,
+    num_parts=1,
+    names=tuple(spec.shapes),
+    report=lambda rows, tokens: None,
+  )
   index = Index(
-      made_from={'mixture_or_task_name': 'task', 'mixture_or_task_module': None,
-                 'vocabulary': 'bytes', 'use_cached': False,
-                 'module': 't5x_gpu.data.seqio_batches'},
-      split='train', feature_converter='lm', task_feature_lengths=TINY['lengths'], pack=False,
-      loss_on_targets_only=config.loss_on_targets_only,
-      features={name: shape[1] for name, shape in spec.shapes.items()},
-      vocabularies={'targets': {'name': 'bytes', 'by_name': True, 'size': TINY['vocab'],
-                                'fingerprint': 'x'}},
-      class_names=None, packing={'shuffle': True, 'seed': 0},
-      members={'task': Member(rate=1.0, source={'files': 3}, num_shards=1, shards=(shard,))},
-      versions={'numpy': '2'})
+    made_from={
+      'mixture_or_task_name': 'task',
+      'mixture_or_task_module': None,
+      'vocabulary': 'bytes',
+      'use_cached': False,
+      'module': 't5x_gpu.data.seqio_batches',
+    },
+    split='train',
+    feature_converter='lm',
+    task_feature_lengths=TINY['lengths'],
+    pack=False,
+    loss_on_targets_only=config.loss_on_targets_only,
+    features={name: shape[1] for name, shape in spec.shapes.items()},
+    vocabularies={
+      'targets': {'name': 'bytes', 'by_name': True, 'size': TINY['vocab'], 'fingerprint': 'x'}
+    },
+    class_names=None,
+    packing={'shuffle': True, 'seed': 0},
+    members={'task': Member(rate=1.0, source={'files': 3}, num_shards=1, shards=(shard,))},
+    versions={'numpy': '2'},
+  )
   (folder / 'train' / 'index.json').write_text(index.to_json())
 
   def use():
@@ -170,6 +249,7 @@ def prepared_rows(folder: pathlib.Path) -> Target:
       prepared.class_names(config)
     finally:
       opened.close()
+
   return Target(folder, {'train/index.json': Packed()}, use)
 
 
@@ -205,19 +285,35 @@ def small_files(folder: pathlib.Path) -> Target:
     writer.write(3, {'train/loss': 1.25})
     writer.close()
     assert read_json_lines(folder / 'metrics.jsonl')[-1] == {'step': 3, 'train/loss': 1.25}
-  lines = Packed(lambda content: content.splitlines()[1],
-                 lambda content, text: content.replace(content.splitlines()[1], text, 1))
-  return Target(folder, {'config.gin': BINARY, 'config_origins.txt': BINARY, 'config_1.gin': BINARY,
-                         'run.id': Packed(), 'run.lock': Packed(), 'metrics.jsonl': lines}, use,
-                errors=())
+
+  lines = Packed(
+    lambda content: content.splitlines()[1],
+    lambda content, text: content.replace(content.splitlines()[1], text, 1),
+  )
+  return Target(
+    folder,
+    {
+      'config.gin': BINARY,
+      'config_origins.txt': BINARY,
+      'config_1.gin': BINARY,
+      'run.id': Packed(),
+      'run.lock': Packed(),
+      'metrics.jsonl': lines,
+    },
+    use,
+    errors=(),
+  )
 
 
 def t5x(folder: pathlib.Path) -> Target:
   """A checkpoint of T5X in its older form: one file of msgpack, and arrays beside it."""
   with tarfile.open(FIXTURES / 't5x_encoder_decoder' / 'checkpoint_legacy.tar.xz') as archive:
     archive.extractall(folder, filter='data')
-  files = {path.relative_to(folder).as_posix(): Packed() if path.name == '.zarray' else BINARY
-           for path in sorted(folder.rglob('*')) if path.is_file()}
+  files = {
+    path.relative_to(folder).as_posix(): Packed() if path.name == '.zarray' else BINARY
+    for path in sorted(folder.rglob('*'))
+    if path.is_file()
+  }
 
   def use():
     checkpoint = T5xCheckpoint(folder / 'checkpoint_legacy')
@@ -225,6 +321,7 @@ def t5x(folder: pathlib.Path) -> Target:
     for name, shape in checkpoint.shapes.items():
       if math.prod(shape) < 2**20:  # else it does not fit on the disk
         checkpoint.read(name)
+
   return Target(folder, files, use)
 
 
@@ -251,8 +348,10 @@ def test_a_damaged_file_raises_nothing_but_errors_of_ours(make, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('make, count', [
-    *((make, 700 if make is t5x else 1800) for make in TARGETS), (restored, 300)],
-                         ids=lambda value: getattr(value, '__name__', ''))
+@pytest.mark.parametrize(
+  'make, count',
+  [*((make, 700 if make is t5x else 1800) for make in TARGETS), (restored, 300)],
+  ids=lambda value: getattr(value, '__name__', ''),
+)
 def test_ten_thousand_damaged_files_raise_nothing_but_errors_of_ours(make, count, tmp_path):
   assert tried(make, tmp_path, count=count, seed=1).total() == count

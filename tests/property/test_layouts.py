@@ -23,14 +23,19 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
-
 from tests.helpers_layouts import QUICK, KeepGradients
 from tests.parity.tolerances import MESH_GRADIENT
 
 DOCS = pathlib.Path(__file__).parents[2] / 'docs'
 BATCH, LENGTH = 16, 16
-AXES = {'context': 'context', 'fsdp': 'fsdp', 'model': 'num_partitions', 'expert': 'expert',
-        'stage': 'stage', 'data': 'data'}
+AXES = {
+  'context': 'context',
+  'fsdp': 'fsdp',
+  'model': 'num_partitions',
+  'expert': 'expert',
+  'stage': 'stage',
+  'data': 'data',
+}
 # A layout rounds at every operation, a perturbation only at the parameters. Over ten random layouts
 # the error was 0.2 to 1.1 times the largest of five perturbations.
 PERTURBATIONS, PERTURBATION_FACTOR = 4, 4
@@ -39,6 +44,7 @@ PERTURBATIONS, PERTURBATION_FACTOR = 4, 4
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """What is drawn: a model, and how it is split."""
+
   model: TransformerConfig
   num_devices: int
   mesh: tuple[tuple[str, int], ...]
@@ -52,10 +58,13 @@ class Layout:
   def partitioner(self) -> Partitioner:
     circular = self.schedule == 'circular' and self.size('stage') > 1
     return Partitioner(
-        **{AXES[axis]: size for axis, size in self.mesh}, zero_stage=self.zero_stage,
-        sequence_parallel=self.sequence_parallel, context_attention=self.context_attention,
-        pipeline_schedule=self.schedule if circular or self.schedule != 'circular' else 'gpipe',
-        pipeline_repeats=2 if circular else 1)
+      **{AXES[axis]: size for axis, size in self.mesh},
+      zero_stage=self.zero_stage,
+      sequence_parallel=self.sequence_parallel,
+      context_attention=self.context_attention,
+      pipeline_schedule=self.schedule if circular or self.schedule != 'circular' else 'gpipe',
+      pipeline_repeats=2 if circular else 1,
+    )
 
   def size(self, axis: str) -> int:
     return dict(self.mesh)[axis]
@@ -64,25 +73,36 @@ class Layout:
 @st.composite
 def models(draw) -> TransformerConfig:
   """Draws models whose sizes eight devices divide in any way, but for key and value heads."""
+
   def multiple(of: int) -> int:
     return of * draw(st.sampled_from([1, 2, 3]))
+
   num_heads, gated = multiple(8), draw(st.booleans())
   positions = draw(st.sampled_from(['shared', 'per_layer', 'rope', 'table']))
   num_experts = draw(st.sampled_from([0, 0, 8]))
   return TransformerConfig(
-      vocab_size=multiple(16), num_layers=4, embed_dim=multiple(8), num_heads=num_heads,
-      head_dim=multiple(2), mlp_dim=multiple(8), dropout_rate=draw(st.sampled_from([0.0, 0.1])),
-      mlp_activations=('silu', 'linear') if gated else ('gelu',),
-      num_kv_heads=draw(st.sampled_from([None, 1, 2, 4])),
-      relative_bias=positions if positions in ('shared', 'per_layer') else 'none',
-      rope=RotaryEmbedding() if positions == 'rope' else None,
-      num_positions=LENGTH if positions == 'table' else 0,
-      logits_via_embedding=draw(st.booleans()), norm=draw(st.sampled_from(['rms', 'layer'])),
-      norm_position=draw(st.sampled_from(['pre', 'post', 'sandwich'])),
-      windows=draw(st.sampled_from([(0,), (5, 0)])), qk_norm=draw(st.booleans()),
-      mlp_bias=num_experts == 0 and draw(st.booleans()),
-      remat_policy=draw(st.sampled_from(['none', 'minimal', 'full'])), num_experts=num_experts,
-      router_balance_loss=draw(st.sampled_from([0.0, 0.1])))
+    vocab_size=multiple(16),
+    num_layers=4,
+    embed_dim=multiple(8),
+    num_heads=num_heads,
+    head_dim=multiple(2),
+    mlp_dim=multiple(8),
+    dropout_rate=draw(st.sampled_from([0.0, 0.1])),
+    mlp_activations=('silu', 'linear') if gated else ('gelu',),
+    num_kv_heads=draw(st.sampled_from([None, 1, 2, 4])),
+    relative_bias=positions if positions in ('shared', 'per_layer') else 'none',
+    rope=RotaryEmbedding() if positions == 'rope' else None,
+    num_positions=LENGTH if positions == 'table' else 0,
+    logits_via_embedding=draw(st.booleans()),
+    norm=draw(st.sampled_from(['rms', 'layer'])),
+    norm_position=draw(st.sampled_from(['pre', 'post', 'sandwich'])),
+    windows=draw(st.sampled_from([(0,), (5, 0)])),
+    qk_norm=draw(st.booleans()),
+    mlp_bias=num_experts == 0 and draw(st.booleans()),
+    remat_policy=draw(st.sampled_from(['none', 'minimal', 'full'])),
+    num_experts=num_experts,
+    router_balance_loss=draw(st.sampled_from([0.0, 0.1])),
+  )
 
 
 @st.composite
@@ -96,21 +116,31 @@ def layouts(draw) -> Layout:
     # Circular needs two blocks per stage, of four layers or a multiple.
     mesh[draw(st.sampled_from([a for a in splits if a != 'stage' or mesh['stage'] == 1]))] *= 2
   return Layout(
-      model, num_devices, tuple(mesh.items()), zero_stage=draw(st.sampled_from([3, 2, 1])),
-      sequence_parallel=draw(st.booleans()),
-      context_attention=draw(st.sampled_from(['ring', 'gather'])),
-      schedule=draw(st.sampled_from(['1f1b', 'gpipe', 'circular'])),
-      num_microbatches=draw(st.sampled_from([1, 2])))
+    model,
+    num_devices,
+    tuple(mesh.items()),
+    zero_stage=draw(st.sampled_from([3, 2, 1])),
+    sequence_parallel=draw(st.booleans()),
+    context_attention=draw(st.sampled_from(['ring', 'gather'])),
+    schedule=draw(st.sampled_from(['1f1b', 'gpipe', 'circular'])),
+    num_microbatches=draw(st.sampled_from([1, 2])),
+  )
 
 
 def build(layout, *, config=None, batch_size=BATCH, length=LENGTH, **partitioner):
   return build_program(
-      model=DecoderOnlyModel(config or layout.model), optimizer=KeepGradients(),
-      schedule=constant(1.0),
-      partitioner=dataclasses.replace(layout.partitioner, **partitioner), seed=0,
-      topology=Topology(1, layout.num_devices), devices=jax.devices()[:layout.num_devices],
-      task_feature_lengths={'targets': length}, batch_size=batch_size, pack=True,
-      num_microbatches=layout.num_microbatches)
+    model=DecoderOnlyModel(config or layout.model),
+    optimizer=KeepGradients(),
+    schedule=constant(1.0),
+    partitioner=dataclasses.replace(layout.partitioner, **partitioner),
+    seed=0,
+    topology=Topology(1, layout.num_devices),
+    devices=jax.devices()[: layout.num_devices],
+    task_feature_lengths={'targets': length},
+    batch_size=batch_size,
+    pack=True,
+    num_microbatches=layout.num_microbatches,
+  )
 
 
 def alone(model):
@@ -147,13 +177,20 @@ def one_step(layout, perturbation=None):
     if perturbation is None or x.dtype != np.float32:
       return x
     return np.nextafter(x, np.where(up.integers(2, size=x.shape), np.inf, -np.inf).astype(x.dtype))
-  state = program.in_run_order(jax.tree.map(
-      lambda x, a: jax.device_put(moved(x), a.sharding), first_state(layout.model),
-      program.abstract_state))
+
+  state = program.in_run_order(
+    jax.tree.map(
+      lambda x, a: jax.device_put(moved(x), a.sharding),
+      first_state(layout.model),
+      program.abstract_state,
+    )
+  )
   state, sums = step(state, batch)
   grads, _ = jax.tree_util.tree_flatten_with_path(program.in_model_order(state).opt_state)
-  return (float(sums['loss'][0] / sums['loss'][1]),
-          {jax.tree_util.keystr(path): np.asarray(x) for path, x in grads})
+  return (
+    float(sums['loss'][0] / sums['loss'][1]),
+    {jax.tree_util.keystr(path): np.asarray(x) for path, x in grads},
+  )
 
 
 @functools.cache
@@ -201,22 +238,23 @@ def distance(got, want):
 
 # What is made odd: the axes that split it, and the parameter that the error must name.
 SIZES = {
-    'num_layers': (('stage',), 'TransformerConfig.num_layers'),
-    'num_heads': (('model',), 'TransformerConfig.num_heads'),
-    'mlp_dim': (('model',), 'TransformerConfig.mlp_dim'),
-    'vocab_size': (('model',), 'TransformerConfig.vocab_size'),
-    'embed_dim': (('fsdp',), 'TransformerConfig.embed_dim'),
-    'num_experts': (('expert',), 'TransformerConfig.num_experts'),
-    'batch_size': (('data', 'fsdp', 'expert'), 'BATCH_SIZE'),
-    'length': (('context',), 'TASK_FEATURE_LENGTHS'),
+  'num_layers': (('stage',), 'TransformerConfig.num_layers'),
+  'num_heads': (('model',), 'TransformerConfig.num_heads'),
+  'mlp_dim': (('model',), 'TransformerConfig.mlp_dim'),
+  'vocab_size': (('model',), 'TransformerConfig.vocab_size'),
+  'embed_dim': (('fsdp',), 'TransformerConfig.embed_dim'),
+  'num_experts': (('expert',), 'TransformerConfig.num_experts'),
+  'batch_size': (('data', 'fsdp', 'expert'), 'BATCH_SIZE'),
+  'length': (('context',), 'TASK_FEATURE_LENGTHS'),
 }
 
 
 @hypothesis.settings(max_examples=80, deadline=None, derandomize=True)
 @hypothesis.given(layout=layouts(), data=st.data())
 def test_sizes_that_do_not_divide_are_one_error_that_names_each_and_what_to_set(layout, data):
-  breakable = [name for name, (axes, _) in SIZES.items()
-               if any(layout.size(axis) > 1 for axis in axes)]
+  breakable = [
+    name for name, (axes, _) in SIZES.items() if any(layout.size(axis) > 1 for axis in axes)
+  ]
   hypothesis.assume(breakable)
   broken = data.draw(st.lists(st.sampled_from(breakable), min_size=1, max_size=3, unique=True))
   odd = {name: data.draw(st.sampled_from([3, 5, 7, 9, 11])) for name in broken}
@@ -232,8 +270,9 @@ def test_sizes_that_do_not_divide_are_one_error_that_names_each_and_what_to_set(
 
 
 @hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
-@hypothesis.given(layout=layouts(), axis=st.sampled_from(sorted(AXES)),
-                  size=st.sampled_from([3, 5, 7]))
+@hypothesis.given(
+  layout=layouts(), axis=st.sampled_from(sorted(AXES)), size=st.sampled_from([3, 5, 7])
+)
 def test_sizes_that_do_not_make_the_devices_are_one_error_that_says_what_would(layout, axis, size):
   with pytest.raises(MeshError) as e:
     build(layout, **{AXES[axis]: size})
@@ -245,8 +284,11 @@ def complete(error):
   """Checks the four parts: what happened, the fix, parameters that exist, a page to read."""
   text = str(error)
   assert 'Set ' in text and error.what and error.parameters and error.docs, text
-  owners = collections.defaultdict(set, Partitioner={f.name for f in dataclasses.fields(
-      Partitioner)}, TransformerConfig={f.name for f in dataclasses.fields(TransformerConfig)})
+  owners = collections.defaultdict(
+    set,
+    Partitioner={f.name for f in dataclasses.fields(Partitioner)},
+    TransformerConfig={f.name for f in dataclasses.fields(TransformerConfig)},
+  )
   for parameter in error.parameters:
     owner, _, name = parameter.rpartition('.')
     assert name in owners[owner] if owner in owners else name.isupper(), parameter

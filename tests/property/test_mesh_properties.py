@@ -2,8 +2,9 @@
 
 import math
 
-from hypothesis import given, settings, strategies as st
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from t5x_gpu.errors import MeshError
 from t5x_gpu.partitioning.mesh.mesh import check_model_sizes, device_array, mesh_table
@@ -100,17 +101,21 @@ def test_sizes_inside_and_across_hosts_are_taken_as_given(case):
 
 
 @quick
-@given(topologies, st.integers(1, 40),
-       st.fixed_dictionaries({axis: st.integers(1, 9) for axis in OUTER}),
-       st.sampled_from(OUTER + (None,)))
-def test_any_sizes_resolve_or_raise_one_mesh_error_that_is_right(topology, partitions, sizes,
-                                                                open_axis):
+@given(
+  topologies,
+  st.integers(1, 40),
+  st.fixed_dictionaries({axis: st.integers(1, 9) for axis in OUTER}),
+  st.sampled_from(OUTER + (None,)),
+)
+def test_any_sizes_resolve_or_raise_one_mesh_error_that_is_right(
+  topology, partitions, sizes, open_axis
+):
   if open_axis:
     sizes = {**sizes, open_axis: -1}
   fixed = partitions * math.prod(size for size in sizes.values() if size != -1)
-  legal = (partitions in sum(legal_partitions(topology), ())
-           and (topology.num_devices % fixed == 0 if open_axis
-                else fixed == topology.num_devices))
+  legal = partitions in sum(legal_partitions(topology), ()) and (
+    topology.num_devices % fixed == 0 if open_axis else fixed == topology.num_devices
+  )
   try:
     resolved = resolve_mesh_sizes(topology, num_partitions=partitions, **sizes)
   except MeshError as e:
@@ -126,16 +131,28 @@ values = st.one_of(st.integers(-3, 30), st.none(), st.booleans(), st.just('8'), 
 
 
 @quick
-@given(topologies, values, values, values,
-       st.one_of(st.none(), st.tuples(values, values), st.tuples(values, values, values, values)),
-       st.one_of(st.none(), st.dictionaries(st.sampled_from(MESH_AXES + ('modle',)), values)),
-       st.one_of(st.none(), st.dictionaries(st.sampled_from(MESH_AXES + ('modle',)), values)))
-def test_nonsense_never_raises_anything_but_mesh_error(topology, partitions, data, fsdp, submesh,
-                                                       ici, dcn):
+@given(
+  topologies,
+  values,
+  values,
+  values,
+  st.one_of(st.none(), st.tuples(values, values), st.tuples(values, values, values, values)),
+  st.one_of(st.none(), st.dictionaries(st.sampled_from(MESH_AXES + ('modle',)), values)),
+  st.one_of(st.none(), st.dictionaries(st.sampled_from(MESH_AXES + ('modle',)), values)),
+)
+def test_nonsense_never_raises_anything_but_mesh_error(
+  topology, partitions, data, fsdp, submesh, ici, dcn
+):
   try:
     sizes = resolve_mesh_sizes(
-        topology, num_partitions=partitions, data=data, fsdp=fsdp,
-        model_parallel_submesh=submesh, ici_mesh_shape=ici, dcn_mesh_shape=dcn)
+      topology,
+      num_partitions=partitions,
+      data=data,
+      fsdp=fsdp,
+      model_parallel_submesh=submesh,
+      ici_mesh_shape=ici,
+      dcn_mesh_shape=dcn,
+    )
   except MeshError as e:
     assert e.parameters and all(p.startswith('Partitioner.') for p in e.parameters)
   else:

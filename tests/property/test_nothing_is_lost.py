@@ -18,8 +18,7 @@ from typing import Optional
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine, precondition, rule, run_state_machine_as_test)
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
@@ -32,8 +31,13 @@ from tests.parity.tolerances import MESH_LOSS
 
 STEPS, SAVE_PERIOD, KEEP = 12, 3, 2
 DISK = '8m'  # a checkpoint takes 1 MiB
-MACROS = {**helpers_crashes.MACROS, 'TRAIN_STEPS': STEPS, 'SAVE_PERIOD': SAVE_PERIOD,
-          'CheckpointConfig.keep': KEEP, 'TransformerConfig.num_layers': 4}
+MACROS = {
+  **helpers_crashes.MACROS,
+  'TRAIN_STEPS': STEPS,
+  'SAVE_PERIOD': SAVE_PERIOD,
+  'CheckpointConfig.keep': KEEP,
+  'TransformerConfig.num_layers': 4,
+}
 # One axis of the mesh each: XLA forgets the order of the collectives of a program that it reads
 # back from its cache, and over several axes they wait for each other (jax 0.10.2, CPUs).
 ALL_LAYOUTS = tuple(name for name, split in SPLITS.items() if split.num_axes <= 1)
@@ -58,9 +62,12 @@ class Lab:
 
   def start(self, project: Project, layout: str, **options) -> Process:
     split = SPLITS[layout]
-    sizes = {'NUM_PARTITIONS' if name == 'num_partitions' else f'Partitioner.{name}':
-             repr(value) if isinstance(value, str) else value
-             for name, value in split.partitioner.items()}
+    sizes = {
+      'NUM_PARTITIONS' if name == 'num_partitions' else f'Partitioner.{name}': repr(value)
+      if isinstance(value, str)
+      else value
+      for name, value in split.partitioner.items()
+    }
     return project.start(num_devices=split.num_devices, **MACROS, **sizes, **options)
 
   def losses(self, layout: str) -> dict[int, float]:
@@ -88,6 +95,7 @@ class NothingIsLost(RuleBasedStateMachine):
     damaged: the step of a committed checkpoint that has been damaged since it was last read.
     filler: the file that fills the disk.
   """
+
   lab: Lab
   tell: Callable[[str], None] = staticmethod(lambda text: None)
 
@@ -121,8 +129,11 @@ class NothingIsLost(RuleBasedStateMachine):
     self._run(layout, hold_before=1, lines=lines)
 
   @precondition(lambda self: self.damaged is None and self.project.steps())
-  @rule(how=st.sampled_from(['flip', 'cut', 'delete']), file=st.integers(0, 99),
-        place=st.floats(0, 1, exclude_max=True))
+  @rule(
+    how=st.sampled_from(['flip', 'cut', 'delete']),
+    file=st.integers(0, 99),
+    place=st.floats(0, 1, exclude_max=True),
+  )
   def damage_the_newest(self, how: str, file: int, place: float) -> None:
     self.damaged = self.project.steps()[-1]
     checkpoint = self._path(self.damaged)
@@ -167,8 +178,15 @@ class NothingIsLost(RuleBasedStateMachine):
 
   # ---- What must hold --------------------------------------------------------------------------
 
-  def _run(self, layout: str, *, hold_before: int = -1, number: int = signal.SIGKILL,
-           when: Optional[Callable[[], bool]] = None, lines: Optional[int] = None) -> int:
+  def _run(
+    self,
+    layout: str,
+    *,
+    hold_before: int = -1,
+    number: int = signal.SIGKILL,
+    when: Optional[Callable[[], bool]] = None,
+    lines: Optional[int] = None,
+  ) -> int:
     """Returns the exit code of a run that gets the signal `number` once it is held, or `when` is
     true, or it has printed so many lines; checks what it leaves.
     """
@@ -177,9 +195,15 @@ class NothingIsLost(RuleBasedStateMachine):
       self.computed_by.clear()
     self.computed_by.add(layout)
     with self.lab.start(self.project, layout, hold_before=hold_before) as run:
+
       def due() -> bool:
-        return (run.held.exists() or bool(when and when())
-                or lines is not None and run.out.count('\n') >= lines)
+        return (
+          run.held.exists()
+          or bool(when and when())
+          or lines is not None
+          and run.out.count('\n') >= lines
+        )
+
       if until(run, due):
         if number == signal.SIGKILL:
           run.popen.kill()
@@ -214,13 +238,14 @@ class NothingIsLost(RuleBasedStateMachine):
       assert self.project.steps()[-1] == STEPS
     return steps
 
-  def _check_checkpoints(self, run: Process, code: int, before: Sequence[int],
-                         aside: set[str]) -> None:
+  def _check_checkpoints(
+    self, run: Process, code: int, before: Sequence[int], aside: set[str]
+  ) -> None:
     """Fails unless what was committed is still there, or has been set aside or succeeded."""
     now = self.project.steps()
     if aside:
       [name] = aside
-      assert re.fullmatch(fr'corrupt_checkpoint_{self.damaged}(\.\d+)?', name), name
+      assert re.fullmatch(rf'corrupt_checkpoint_{self.damaged}(\.\d+)?', name), name
       assert digests(self.project.model_dir / name) == self.damage_done, 'it was not kept as it was'
       assert code == -signal.SIGKILL or f'checkpoint_{self.damaged} cannot be read' in run.err
       before = [step for step in before if step != self.damaged]
@@ -263,8 +288,11 @@ def full_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def digests(folder: pathlib.Path) -> dict[str, str]:
-  return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-          for p in folder.rglob('*') if p.is_file()}
+  return {
+    str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+    for p in folder.rglob('*')
+    if p.is_file()
+  }
 
 
 def machine(lab: Lab, *, tell: Callable[[str], None] = print) -> type[NothingIsLost]:
@@ -272,13 +300,23 @@ def machine(lab: Lab, *, tell: Callable[[str], None] = print) -> type[NothingIsL
   return type('NothingIsLost', (NothingIsLost,), {'lab': lab, 'tell': staticmethod(tell)})
 
 
-def try_examples(folder: pathlib.Path, layouts: Sequence[str], *, examples: int, rules: int
-                 ) -> None:
+def try_examples(
+  folder: pathlib.Path, layouts: Sequence[str], *, examples: int, rules: int
+) -> None:
   lab = Lab(folder, layouts=layouts)
   try:
-    run_state_machine_as_test(machine(lab), settings=settings(
-        max_examples=examples, stateful_step_count=rules, deadline=None, derandomize=True,
-        database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)))
+    run_state_machine_as_test(
+      machine(lab),
+      settings=settings(
+        max_examples=examples,
+        stateful_step_count=rules,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+      ),
+    )
   finally:
     lab.close()
 
@@ -300,5 +338,6 @@ def test_a_run_that_is_killed_damaged_and_moved_is_the_run_that_nothing_happened
 
 @pytest.mark.slow
 def test_a_run_on_changing_layouts_that_anything_happens_to_is_the_run_that_nothing_happened_to(
-    tmp_path):
+  tmp_path,
+):
   try_examples(tmp_path, ('alone', 'fsdp_4', 'stage_2'), examples=3, rules=6)

@@ -1,4 +1,4 @@
-"""Run by test_cluster_processes: one import of jax, then real processes by fork, before any backend.
+"""Run by test_cluster_processes: imports jax once, then forks real processes before any backend.
 
     python forked_processes.py SCENARIO '[{"devices": 2, "domain": "a"}, ...]'
 
@@ -36,11 +36,19 @@ def join(index: int, processes: list[dict], port: int) -> None:
   if own.get('domain'):
     os.environ['T5X_GPU_DOMAIN'] = own['domain']
   jax.config.update('jax_num_cpu_devices', own.get('devices', 1))
-  distributed.initialize(cluster.detect(
-      {}, coordinator_address=f'{own.get("host", "127.0.0.1")}:{port}',
-      process_count=len(processes), process_index=index), distributed.DistributedConfig(
-          initialization_timeout_seconds=120, heartbeat_timeout_seconds=JAX_SECONDS,
-          shutdown_timeout_seconds=JAX_SECONDS))
+  distributed.initialize(
+    cluster.detect(
+      {},
+      coordinator_address=f'{own.get("host", "127.0.0.1")}:{port}',
+      process_count=len(processes),
+      process_index=index,
+    ),
+    distributed.DistributedConfig(
+      initialization_timeout_seconds=120,
+      heartbeat_timeout_seconds=JAX_SECONDS,
+      shutdown_timeout_seconds=JAX_SECONDS,
+    ),
+  )
 
 
 def tell(**values) -> None:
@@ -54,33 +62,54 @@ def layout(index: int, processes: list[dict]) -> int:
   mesh = build_mesh(resolve_mesh_sizes(topology, num_partitions=2), topology, devices)
   host_of = {device: i // topology.devices_per_host for i, device in enumerate(devices)}
   x = jax.make_array_from_callback(
-      (len(devices),), jax.NamedSharding(mesh, jax.P(('data', 'model'))),
-      lambda part: np.arange(float(len(devices)))[part])
+    (len(devices),),
+    jax.NamedSharding(mesh, jax.P(('data', 'model'))),
+    lambda part: np.arange(float(len(devices)))[part],
+  )
   total = jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(x)
-  tell(hosts=topology.num_hosts, per_host=topology.devices_per_host, reason=topology.reason,
-       blocks=[host_of[device] for device in mesh.devices.flat], sum=float(total))
+  tell(
+    hosts=topology.num_hosts,
+    per_host=topology.devices_per_host,
+    reason=topology.reason,
+    blocks=[host_of[device] for device in mesh.devices.flat],
+    sum=float(total),
+  )
   return 0
 
 
 def listening(index: int, processes: list[dict]) -> int:
   """The addresses on which this process listens, while a collective of all processes works."""
   mesh = jax.make_mesh((jax.device_count(),), ('data',))
-  x = jax.make_array_from_callback((jax.device_count(),), jax.NamedSharding(mesh, jax.P('data')),
-                                   lambda part: np.ones(1, np.float32))
+  x = jax.make_array_from_callback(
+    (jax.device_count(),),
+    jax.NamedSharding(mesh, jax.P('data')),
+    lambda part: np.ones(1, np.float32),
+  )
   total = jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(x)
-  links = [os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')
-           if os.path.islink(f'/proc/self/fd/{fd}')]
+  links = [
+    os.readlink(f'/proc/self/fd/{fd}')
+    for fd in os.listdir('/proc/self/fd')
+    if os.path.islink(f'/proc/self/fd/{fd}')
+  ]
   inodes = {link.removeprefix('socket:[').rstrip(']') for link in links}
-  rows = [line.split() for table in ('tcp', 'tcp6')
-          for line in pathlib.Path(f'/proc/net/{table}').read_text().splitlines()[1:]]
-  addresses = [bytes.fromhex(row[1].partition(':')[0]) for row in rows
-               if row[3] == '0A' and row[9] in inodes]  # LISTEN
+  rows = [
+    line.split()
+    for table in ('tcp', 'tcp6')
+    for line in pathlib.Path(f'/proc/net/{table}').read_text().splitlines()[1:]
+  ]
+  addresses = [
+    bytes.fromhex(row[1].partition(':')[0]) for row in rows if row[3] == '0A' and row[9] in inodes
+  ]  # LISTEN
   # The kernel shows 32-bit words in the order of the processor.
-  hosts = [ipaddress.ip_address(b''.join(a[i:i + 4][::-1] for i in range(0, len(a), 4)))
-           for a in addresses]
+  hosts = [
+    ipaddress.ip_address(b''.join(a[i : i + 4][::-1] for i in range(0, len(a), 4)))
+    for a in addresses
+  ]
   distributed.barrier('all have looked')
-  tell(listens=sorted({str(getattr(host, 'ipv4_mapped', None) or host) for host in hosts}),
-       sum=float(total))
+  tell(
+    listens=sorted({str(getattr(host, 'ipv4_mapped', None) or host) for host in hosts}),
+    sum=float(total),
+  )
   return 0
 
 
@@ -90,15 +119,16 @@ def hybrid(index: int, processes: list[dict]) -> int:
   mesh = build_mesh(resolve_mesh_sizes(topology, num_partitions=2), topology, devices)
 
   class Told:  # a device of the GPU backend, where slice_index is what we handed to JAX
-
     def __init__(self, device):
       self.device, self.id, self.process_index = device, device.id, device.process_index
       self.platform, self.device_kind = 'gpu', 'fake'
       domains = list(dict.fromkeys(m.domain for m in distributed.members()))
       self.slice_index = domains.index(distributed.members()[device.process_index].domain)
+
   inner = topology.devices_per_host // 2
-  theirs = create_hybrid_device_mesh((inner, 2), (topology.num_hosts, 1),
-                                     [Told(device) for device in jax.devices()])
+  theirs = create_hybrid_device_mesh(
+    (inner, 2), (topology.num_hosts, 1), [Told(device) for device in jax.devices()]
+  )
   hosts = [[d.slice_index for d in row] for row in theirs]
   ours = [[Told(d).slice_index for d in row] for row in mesh.devices.reshape(-1, 2)]
   tell(ours=ours, theirs=hosts)
@@ -109,8 +139,11 @@ def stop(index: int, processes: list[dict]) -> int:
   """A loop with a collective per step; one process gets a signal at a step of its own."""
   mesh = jax.make_mesh((jax.device_count(),), ('data',))
   f = jax.jit(lambda x: x + x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P('data')))
-  x = jax.make_array_from_callback((jax.device_count(),), jax.NamedSharding(mesh, jax.P('data')),
-                                   lambda part: np.zeros(1, np.float32))
+  x = jax.make_array_from_callback(
+    (jax.device_count(),),
+    jax.NamedSharding(mesh, jax.P('data')),
+    lambda part: np.zeros(1, np.float32),
+  )
   with preemption.StopRequest() as request:
     for step in range(1, STEPS + 1):
       if step == processes[index].get('at'):
@@ -136,9 +169,11 @@ def main() -> None:
   for index in range(len(processes)):
     pid = os.fork()
     if pid == 0:
+
       def run() -> int:
         join(index, processes, port)
         return scenario(index, processes)
+
       cli.run_main(run)
     pids.append(pid)
   exits = {}

@@ -19,8 +19,9 @@ SECONDS = 60
 
 @pytest.mark.parametrize('host', ['127.0.0.1', '::1', 'localhost'])
 def test_the_interface_of_the_coordinators_address_is_the_only_one(host):
-  listening = addresses.listen([addresses.join(host, free_port())], bind_address=None,
-                               is_one_host=False)
+  listening = addresses.listen(
+    [addresses.join(host, free_port())], bind_address=None, is_one_host=False
+  )
   with contextlib.closing(listening):
     assert set(listening.hosts) <= {'127.0.0.1', '::1'} and '' not in listening.hosts
     with pytest.raises(ConnectionRefusedError):
@@ -28,10 +29,13 @@ def test_the_interface_of_the_coordinators_address_is_the_only_one(host):
 
 
 def test_all_interfaces_only_where_others_use_another_address_and_the_log_says_so(caplog):
-  for host, reason in (('no-such-host.invalid', 'does not resolve on this host'),
-                       ('192.0.2.77', '192.0.2.77 is not an address of this host')):
-    with contextlib.closing(addresses.listen(
-        [f'{host}:{free_port()}'], bind_address=None, is_one_host=False)) as listening:
+  for host, reason in (
+    ('no-such-host.invalid', 'does not resolve on this host'),
+    ('192.0.2.77', '192.0.2.77 is not an address of this host'),
+  ):
+    with contextlib.closing(
+      addresses.listen([f'{host}:{free_port()}'], bind_address=None, is_one_host=False)
+    ) as listening:
       socket.create_connection(('127.0.0.2', listening.port), timeout=SECONDS).close()
     assert reason in caplog.text
 
@@ -41,10 +45,12 @@ def test_a_name_that_means_loopback_here_means_another_address_elsewhere(monkeyp
 
   def debian(host, *arguments, **options):  # 127.0.1.1 <own name> in /etc/hosts
     return real('127.0.1.1' if host == 'gpu-001' else host, *arguments, **options)
+
   monkeypatch.setattr(socket, 'getaddrinfo', debian)
   for is_one_host, is_seen_elsewhere in ((True, False), (False, True)):
-    with contextlib.closing(addresses.listen(
-        [f'gpu-001:{free_port()}'], bind_address=None, is_one_host=is_one_host)) as listening:
+    with contextlib.closing(
+      addresses.listen([f'gpu-001:{free_port()}'], bind_address=None, is_one_host=is_one_host)
+    ) as listening:
       elsewhere = socket.socket()
       elsewhere.settimeout(SECONDS)
       assert (elsewhere.connect_ex(('127.0.0.2', listening.port)) == 0) == is_seen_elsewhere
@@ -52,18 +58,28 @@ def test_a_name_that_means_loopback_here_means_another_address_elsewhere(monkeyp
   assert "'gpu-001' means 127.0.1.1 on this host" in caplog.text
 
 
-@pytest.mark.parametrize('found, hosts', [
+@pytest.mark.parametrize(
+  'found, hosts',
+  [
     # The host's own name by systemd: every address, those without an interface included.
     (('127.0.0.3', 'fe80::1'), ('127.0.0.3',)),
     (('fe80::1',), ('::',)),
-])
+  ],
+)
 def test_link_local_addresses_of_a_name_do_not_keep_process_0_from_listening(
-    monkeypatch, found, hosts):
-  monkeypatch.setattr(socket, 'getaddrinfo', lambda *arguments, **options: [
+  monkeypatch, found, hosts
+):
+  monkeypatch.setattr(
+    socket,
+    'getaddrinfo',
+    lambda *arguments, **options: [
       (socket.AF_INET6 if ':' in each else socket.AF_INET, socket.SOCK_STREAM, 6, '', (each, 0))
-      for each in found])
-  with contextlib.closing(addresses.listen(
-      [f'gpu-001:{free_port()}'], bind_address=None, is_one_host=True)) as listening:
+      for each in found
+    ],
+  )
+  with contextlib.closing(
+    addresses.listen([f'gpu-001:{free_port()}'], bind_address=None, is_one_host=True)
+  ) as listening:
     assert listening.hosts == hosts or (hosts, listening.hosts) == (('::',), ('0.0.0.0',))
 
 
@@ -74,24 +90,30 @@ def test_a_host_without_ipv6_listens_on_the_other_addresses(monkeypatch):
     if family == socket.AF_INET6:
       raise OSError(errno.EAFNOSUPPORT, 'Address family not supported by protocol')
     return real(address, family=family, **options)
+
   monkeypatch.setattr(socket, 'create_server', create_server)
   port = free_port()
-  with contextlib.closing(addresses.listen(
-      [f'[::1]:{port}', f'127.0.0.1:{port}'], bind_address=None, is_one_host=True)) as listening:
+  with contextlib.closing(
+    addresses.listen([f'[::1]:{port}', f'127.0.0.1:{port}'], bind_address=None, is_one_host=True)
+  ) as listening:
     assert listening.hosts == ('127.0.0.1',)
 
 
 def test_all_addresses_that_a_launcher_offers_are_listened_on():
   port = free_port()
-  with contextlib.closing(addresses.listen(
-      [f'127.0.0.2:{port}', f'127.0.0.3:{port}'], bind_address=None, is_one_host=False)) as both:
+  with contextlib.closing(
+    addresses.listen(
+      [f'127.0.0.2:{port}', f'127.0.0.3:{port}'], bind_address=None, is_one_host=False
+    )
+  ) as both:
     assert both.hosts == ('127.0.0.2', '127.0.0.3')
 
 
 def test_the_bind_address_wins_and_must_be_of_this_host():
   port = free_port()
-  with contextlib.closing(addresses.listen(
-      ['node1:62000'], bind_address=f'127.0.0.3:{port}', is_one_host=False)) as listening:
+  with contextlib.closing(
+    addresses.listen(['node1:62000'], bind_address=f'127.0.0.3:{port}', is_one_host=False)
+  ) as listening:
     assert (listening.hosts, listening.port) == (('127.0.0.3',), port)
   with pytest.raises(ClusterError, match=f'cannot listen on port {port}: Cannot assign') as e:
     addresses.listen(['node1:62000'], bind_address=f'192.0.2.77:{port}', is_one_host=False)
@@ -112,8 +134,11 @@ def test_an_ipv6_master_address_gets_its_brackets():
 
 def test_processes_meet_over_ipv6():
   port = free_port()
-  outcomes = run_all([info(i, port=port, host='::1') for i in range(3)],
-                     [member(i) for i in range(3)], seconds=SECONDS)
+  outcomes = run_all(
+    [info(i, port=port, host='::1') for i in range(3)],
+    [member(i) for i in range(3)],
+    seconds=SECONDS,
+  )
   assert [o.error for o in outcomes] == [''] * 3
   assert {o.value.address for o in outcomes} == {f'[::1]:{port}'}
   assert outcomes[0].value.bind_address == f'[::1]:{port}'
@@ -123,29 +148,45 @@ def test_processes_meet_over_ipv6():
 def test_jaxs_service_listens_where_the_others_came_not_on_all_interfaces():
   # Process 0 cannot tell which of its addresses the others use, and listens on all of them.
   port = free_port()
-  outcomes = run_all([info(0, count=2, port=port, host='no-such-host.invalid'),
-                      info(1, count=2, port=port, host='127.0.0.2')],
-                     [member(0), member(1)], seconds=SECONDS)
+  outcomes = run_all(
+    [
+      info(0, count=2, port=port, host='no-such-host.invalid'),
+      info(1, count=2, port=port, host='127.0.0.2'),
+    ],
+    [member(0), member(1)],
+    seconds=SECONDS,
+  )
   assert [o.error for o in outcomes] == ['', '']
   assert outcomes[0].value.bind_address == outcomes[1].value.address == f'127.0.0.2:{port}'
 
 
 def test_the_secret_lets_the_processes_of_the_job_in():
   port = free_port()
-  outcomes = run_all([info(i, port=port) for i in range(3)], [member(i) for i in range(3)],
-                     seconds=SECONDS, secrets=('s3cret',) * 3)
+  outcomes = run_all(
+    [info(i, port=port) for i in range(3)],
+    [member(i) for i in range(3)],
+    seconds=SECONDS,
+    secrets=('s3cret',) * 3,
+  )
   assert [o.error for o in outcomes] == [''] * 3
 
 
-@pytest.mark.parametrize('secrets, words', [
+@pytest.mark.parametrize(
+  'secrets, words',
+  [
     (('a', 'a', 'b'), 'has another T5X_GPU_JOB_SECRET, process 0 has its own'),
     (('a', 'a', ''), 'has no T5X_GPU_JOB_SECRET, process 0 has its own'),
     (('', '', 'b'), 'has another T5X_GPU_JOB_SECRET, process 0 has none'),
-])
+  ],
+)
 def test_a_process_with_another_secret_is_sent_away_and_told(secrets, words, caplog):
   port = free_port()
-  outcomes = run_all([info(i, port=port) for i in range(3)], [member(i) for i in range(3)],
-                     seconds=3, secrets=secrets)
+  outcomes = run_all(
+    [info(i, port=port) for i in range(3)],
+    [member(i) for i in range(3)],
+    seconds=3,
+    secrets=secrets,
+  )
   assert words in outcomes[2].error and 'process 2 on node1 (127.0.0.1)' in outcomes[2].error
   assert 'still waiting for 1 of 3 processes: 2' in outcomes[0].error
   assert words in caplog.text
@@ -167,7 +208,7 @@ def test_a_process_0_that_does_not_know_the_secret_is_not_believed():
   answer = b'{"text": "{\\"run\\": \\"test/1\\", \\"members\\": []}", "proof": ""}\n'
   server = threading.Thread(target=serve, args=(answer, port, received))
   server.start()
-  outcome, = run_all([info(1, port=port)], [member(1)], seconds=0.5, secrets=('s3cret',))
+  (outcome,) = run_all([info(1, port=port)], [member(1)], seconds=0.5, secrets=('s3cret',))
   server.join(SECONDS)
   assert 'could not reach process 0' in outcome.error
   assert b'test/1' in received and b's3cret' not in received  # a signature travels, not the secret
@@ -175,17 +216,28 @@ def test_a_process_0_that_does_not_know_the_secret_is_not_believed():
 
 def test_a_question_that_was_overheard_cannot_be_asked_again():
   port, overheard, proven = free_port(), b'', []
-  with contextlib.closing(signed_lines.Reception(addresses.listen(
-      [f'127.0.0.1:{port}'], bind_address=None, is_one_host=True), 's3cret')) as reception:
+  with contextlib.closing(
+    signed_lines.Reception(
+      addresses.listen([f'127.0.0.1:{port}'], bind_address=None, is_one_host=True), 's3cret'
+    )
+  ) as reception:
     for _ in range(2):
       with socket.create_connection(('127.0.0.1', port), timeout=SECONDS) as connection:
         assert reception.poll(SECONDS) == []  # accepts, and sends the challenge
         challenge = json.loads(connection.recv(1000))['challenge']
-        overheard = overheard or json.dumps({
-            'text': '"hello"', 'challenge': 'x', 'proof': job_secret.proof(
-                's3cret', 'question', challenge, 'x', '"hello"')}).encode() + b'\n'
+        overheard = (
+          overheard
+          or json.dumps(
+            {
+              'text': '"hello"',
+              'challenge': 'x',
+              'proof': job_secret.proof('s3cret', 'question', challenge, 'x', '"hello"'),
+            }
+          ).encode()
+          + b'\n'
+        )
         connection.sendall(overheard)
-        question, = reception.poll(SECONDS)
+        (question,) = reception.poll(SECONDS)
         proven.append((question.message, question.is_signed, question.is_proven))
         question.connection.close()
   assert proven == [('hello', True, True), ('hello', True, False)]
@@ -193,8 +245,11 @@ def test_a_question_that_was_overheard_cannot_be_asked_again():
 
 def test_a_process_of_an_older_version_is_logged_with_its_host(caplog):
   port = free_port()
-  with contextlib.closing(signed_lines.Reception(addresses.listen(
-      [f'127.0.0.1:{port}'], bind_address=None, is_one_host=True), '')) as reception:
+  with contextlib.closing(
+    signed_lines.Reception(
+      addresses.listen([f'127.0.0.1:{port}'], bind_address=None, is_one_host=True), ''
+    )
+  ) as reception:
     with socket.create_connection(('127.0.0.1', port), timeout=SECONDS) as connection:
       connection.sendall(b'{"run": "test/1", "count": 2, "member": {}}\n')
       deadline = time.monotonic() + SECONDS
@@ -233,8 +288,9 @@ def test_a_client_that_sends_byte_by_byte_holds_nobody():
   port = free_port()
   dribblers = [Dribbler(port) for _ in range(3)]
   results = []
-  host = threading.Thread(target=lambda: results.extend(
-      run_all([info(0, port=port)], [member(0)], seconds=SECONDS)))
+  host = threading.Thread(
+    target=lambda: results.extend(run_all([info(0, port=port)], [member(0)], seconds=SECONDS))
+  )
   host.start()
   for dribbler in dribblers:
     dribbler.start()
@@ -251,8 +307,11 @@ def test_a_client_that_sends_byte_by_byte_holds_nobody():
 def test_a_client_that_sends_byte_by_byte_is_dropped(monkeypatch):
   monkeypatch.setattr(signed_lines, 'LINE_SECONDS', 0.3)
   port = free_port()
-  with contextlib.closing(signed_lines.Reception(addresses.listen(
-      [f'127.0.0.1:{port}'], bind_address=None, is_one_host=True), '')) as reception:
+  with contextlib.closing(
+    signed_lines.Reception(
+      addresses.listen([f'127.0.0.1:{port}'], bind_address=None, is_one_host=True), ''
+    )
+  ) as reception:
     dribbler = Dribbler(port)
     dribbler.start()
     deadline = time.monotonic() + SECONDS
@@ -264,6 +323,7 @@ def test_a_client_that_sends_byte_by_byte_is_dropped(monkeypatch):
 def test_a_server_that_sends_byte_by_byte_does_not_hold_a_process(monkeypatch):
   monkeypatch.setattr(signed_lines, 'LINE_SECONDS', 0.3)
   with socket.create_server(('127.0.0.1', 0)) as server:
+
     def dribble() -> None:
       with contextlib.suppress(OSError):
         while True:
@@ -272,6 +332,7 @@ def test_a_server_that_sends_byte_by_byte_does_not_hold_a_process(monkeypatch):
             while True:
               connection.sendall(b'x')
               time.sleep(0.05)
+
     threading.Thread(target=dribble, daemon=True).start()
-    outcome, = run_all([info(1, port=server.getsockname()[1])], [member(1)], seconds=0.5)
+    (outcome,) = run_all([info(1, port=server.getsockname()[1])], [member(1)], seconds=0.5)
   assert 'something else listens there' in outcome.error

@@ -21,26 +21,50 @@ def free_port() -> int:
     return s.getsockname()[1]
 
 
-def info(index: int, *, count: int = 3, port: int, run_id: str = 'test/1', host: str = '127.0.0.1',
-         others: tuple[str, ...] = ()) -> ClusterInfo:
-  return ClusterInfo(kind='flags', process_index=index, process_count=count, run_id=run_id,
-                     coordinator_address=addresses.join(host, port), other_addresses=others)
+def info(
+  index: int,
+  *,
+  count: int = 3,
+  port: int,
+  run_id: str = 'test/1',
+  host: str = '127.0.0.1',
+  others: tuple[str, ...] = (),
+) -> ClusterInfo:
+  return ClusterInfo(
+    kind='flags',
+    process_index=index,
+    process_count=count,
+    run_id=run_id,
+    coordinator_address=addresses.join(host, port),
+    other_addresses=others,
+  )
 
 
 def member(index: int, **more) -> Member:
-  return Member(process_index=index, hostname=f'node{index // 2}', host_key=f'node{index // 2}',
-                domain=f'node{index // 2}', **more)
+  return Member(
+    process_index=index,
+    hostname=f'node{index // 2}',
+    host_key=f'node{index // 2}',
+    domain=f'node{index // 2}',
+    **more,
+  )
 
 
 @dataclasses.dataclass
 class Outcome:
   value: object = None
   error: str = ''
-  seconds: float = 0.
+  seconds: float = 0.0
 
 
-def run_all(infos: list[ClusterInfo], members: list[Member], *, seconds: float = 5,
-            delays: tuple[float, ...] = (), secrets: tuple[str, ...] = ()) -> list[Outcome]:
+def run_all(
+  infos: list[ClusterInfo],
+  members: list[Member],
+  *,
+  seconds: float = 5,
+  delays: tuple[float, ...] = (),
+  secrets: tuple[str, ...] = (),
+) -> list[Outcome]:
   """Returns what each of these processes (threads here) got."""
   outcomes = [Outcome() for _ in infos]
 
@@ -49,17 +73,23 @@ def run_all(infos: list[ClusterInfo], members: list[Member], *, seconds: float =
     started = time.monotonic()
     try:
       with contextlib.ExitStack() as stack:
-        outcomes[i].value = stack.enter_context(meet(
-            infos[i], members[i], timeout_seconds=seconds, secret=secrets[i] if secrets else ''))
+        outcomes[i].value = stack.enter_context(
+          meet(infos[i], members[i], timeout_seconds=seconds, secret=secrets[i] if secrets else '')
+        )
         if infos[i].process_index == 0:  # in the place of JAX's service
           host, port = addresses.split(outcomes[i].value.bind_address)
-          stack.enter_context(socket.create_server(
-              (host, port), family=socket.AF_INET6 if ':' in host else socket.AF_INET,
-              dualstack_ipv6=host == '::'))
+          stack.enter_context(
+            socket.create_server(
+              (host, port),
+              family=socket.AF_INET6 if ':' in host else socket.AF_INET,
+              dualstack_ipv6=host == '::',
+            )
+          )
           time.sleep(0.2)
     except ClusterError as e:
       outcomes[i].error = str(e)
     outcomes[i].seconds = time.monotonic() - started
+
   threads = [threading.Thread(target=run, args=(i,)) for i in range(len(infos))]
   for thread in threads:
     thread.start()
@@ -81,8 +111,9 @@ def test_everybody_gets_the_same_table_whoever_comes_first():
 def test_missing_processes_are_named_to_all_who_came():
   port = free_port()
   ids = (0, 1, 3)
-  outcomes = run_all([info(i, count=6, port=port) for i in ids], [member(i) for i in ids],
-                     seconds=2)
+  outcomes = run_all(
+    [info(i, count=6, port=port) for i in ids], [member(i) for i in ids], seconds=2
+  )
   for outcome in outcomes:
     assert 'still waiting for 3 of 6 processes: 2, 4-5' in outcome.error
     assert '2 on node0, 1 on node1' in outcome.error
@@ -90,14 +121,14 @@ def test_missing_processes_are_named_to_all_who_came():
 
 
 def test_a_name_that_does_not_resolve_is_told_as_dns():
-  outcome, = run_all([info(1, port=1, host='no-such-host.invalid')], [member(1)], seconds=0.3)
+  (outcome,) = run_all([info(1, port=1, host='no-such-host.invalid')], [member(1)], seconds=0.3)
   assert "'no-such-host.invalid' does not resolve (DNS" in outcome.error
   assert 'Process 1 of 3 (on node0) could not reach process 0' in outcome.error
   assert 'getent hosts' in outcome.error
 
 
 def test_a_port_where_nobody_listens_is_told_as_refused():
-  outcome, = run_all([info(2, port=free_port())], [member(2)], seconds=0.3)
+  (outcome,) = run_all([info(2, port=free_port())], [member(2)], seconds=0.3)
   assert 'connection refused' in outcome.error and 'Process 2 of 3' in outcome.error
 
 
@@ -111,14 +142,14 @@ def test_a_host_that_does_not_answer_is_told_as_timed_out(monkeypatch):
       with contextlib.suppress(BlockingIOError):
         waiting.connect(('127.0.0.1', port))
     time.sleep(0.1)
-    outcome, = run_all([info(1, port=port)], [member(1)], seconds=0.3)
+    (outcome,) = run_all([info(1, port=port)], [member(1)], seconds=0.3)
   assert 'timed out' in outcome.error and 'firewall' in outcome.error
 
 
 def test_a_fixed_port_in_use_is_an_error_at_once():
   with socket.create_server(('', 0)) as taken:
     port = taken.getsockname()[1]
-    outcome, = run_all([info(0, port=port)], [member(0)])
+    (outcome,) = run_all([info(0, port=port)], [member(0)])
   assert f'cannot listen on port {port}: in use' in outcome.error
   assert outcome.seconds < 10  # not the 30 s and more of a retry
 
@@ -131,6 +162,7 @@ def test_a_derived_port_in_use_is_passed_over_by_all():
       with contextlib.suppress(OSError):  # closed, at the end of the test
         while True:
           taken.accept()[0].close()
+
     threading.Thread(target=hang_up, daemon=True).start()
     infos = [info(i, count=2, port=port, others=(f'127.0.0.1:{second}',)) for i in range(2)]
     outcomes = run_all(infos, [member(0), member(1)])
@@ -140,8 +172,11 @@ def test_a_derived_port_in_use_is_passed_over_by_all():
 
 def test_a_process_of_another_run_is_sent_away_and_told():
   port = free_port()
-  infos = [info(0, count=2, port=port), info(1, count=2, port=port),
-           info(1, count=2, port=port, run_id='test/older attempt')]
+  infos = [
+    info(0, count=2, port=port),
+    info(1, count=2, port=port),
+    info(1, count=2, port=port, run_id='test/older attempt'),
+  ]
   outcomes = run_all(infos, [member(0), member(1), member(1)], seconds=4, delays=(0, 0.5, 0))
   assert [o.error for o in outcomes[:2]] == ['', '']
   assert 'another run listens here' in outcomes[2].error or 'refused' in outcomes[2].error
@@ -161,11 +196,13 @@ def test_other_versions_of_jax_end_all_processes_with_the_same_error():
 
   def run(i: int) -> None:
     try:
-      with meet(info(i, count=2, port=port), member(i, versions=f'jax {i}'),
-                timeout_seconds=60) as meeting:
+      with meet(
+        info(i, count=2, port=port), member(i, versions=f'jax {i}'), timeout_seconds=60
+      ) as meeting:
         distributed.check_members(meeting.members)
     except ClusterError as e:
       errors[i] = e.what
+
   threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
   for thread in threads:
     thread.start()
@@ -182,14 +219,16 @@ def test_a_process_that_came_and_died_is_missing_again(caplog):
     while time.monotonic() < deadline:
       try:
         with socket.create_connection(('127.0.0.1', port)) as connection:
-          signed_lines.send_question(connection, {
-              'run': 'test/1', 'count': 3, 'member': dataclasses.asdict(member(1))}, '')
+          signed_lines.send_question(
+            connection, {'run': 'test/1', 'count': 3, 'member': dataclasses.asdict(member(1))}, ''
+          )
         return
       except ConnectionRefusedError:  # process 0 does not listen yet
         time.sleep(0.01)
+
   thread = threading.Thread(target=come_and_go)
   thread.start()
-  outcome, = run_all([info(0, count=3, port=port)], [member(0)], seconds=3)
+  (outcome,) = run_all([info(0, count=3, port=port)], [member(0)], seconds=3)
   thread.join()
   assert 'waiting for 2 of 3 processes: 1-2' in outcome.error
   assert 'Process 1 on node0 came and ended' in caplog.text
@@ -197,8 +236,9 @@ def test_a_process_that_came_and_died_is_missing_again(caplog):
 
 def test_one_gpu_in_two_processes_is_an_error_that_names_both():
   with pytest.raises(ClusterError, match='1 of 2 GPUs .* GPU-a on node0 by processes 0, 2') as e:
-    distributed.check_members([member(0, gpus=('GPU-a',)), member(1, gpus=('GPU-b',)),
-                               member(2, gpus=('GPU-a',))])
+    distributed.check_members(
+      [member(0, gpus=('GPU-a',)), member(1, gpus=('GPU-b',)), member(2, gpus=('GPU-a',))]
+    )
   assert 't5x_gpu.launch' in str(e.value) and '--ntasks-per-node' in str(e.value)
 
 

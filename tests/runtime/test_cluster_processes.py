@@ -15,16 +15,33 @@ ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE_SECONDS = 240  # JAX alone would take forked_processes.JAX_SECONDS
 
 
-def run(scenario: str, processes: list[dict], **variables: str) -> tuple[list[dict], list[int], str]:
+def run(
+  scenario: str, processes: list[dict], **variables: str
+) -> tuple[list[dict], list[int], str]:
   """Returns what each process told, its exit code, and all output; fails if one does not end."""
-  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'TF_CPP_MIN_LOG_LEVEL': '1',
-         **variables}
+  env = {
+    **os.environ,
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': str(ROOT),
+    'TF_CPP_MIN_LOG_LEVEL': '1',
+    **variables,
+  }
   env.pop('XLA_FLAGS', None)
   with subprocess.Popen(
-      [sys.executable, '-W', 'ignore::RuntimeWarning',
-       str(pathlib.Path(__file__).parent / 'forked_processes.py'), scenario, json.dumps(processes)],
-      env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-      start_new_session=True) as forked:
+    [
+      sys.executable,
+      '-W',
+      'ignore::RuntimeWarning',
+      str(pathlib.Path(__file__).parent / 'forked_processes.py'),
+      scenario,
+      json.dumps(processes),
+    ],
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    start_new_session=True,
+  ) as forked:
     try:
       output = forked.communicate(timeout=DEADLINE_SECONDS)[0]
     except subprocess.TimeoutExpired:
@@ -33,8 +50,11 @@ def run(scenario: str, processes: list[dict], **variables: str) -> tuple[list[di
   results = [json.loads(text) for text in re.findall(r'RESULT (\{[^{}]*\})', output)]
   exits = [line for line in output.splitlines() if line.startswith('EXITS ')]
   assert exits, output
-  return (sorted(results, key=lambda r: r['index']), json.loads(exits[0].removeprefix('EXITS ')),
-          output)
+  return (
+    sorted(results, key=lambda r: r['index']),
+    json.loads(exits[0].removeprefix('EXITS ')),
+    output,
+  )
 
 
 @pytest.fixture(scope='module')
@@ -48,7 +68,7 @@ def test_one_process_per_device_finds_two_hosts(one_per_device):
   assert exits == [0] * 4, output
   assert {(r['hosts'], r['per_host']) for r in results} == {(2, 2)}
   assert {r['reason'] for r in results} == {'told apart by T5X_GPU_DOMAIN'}
-  assert {r['sum'] for r in results} == {6.}
+  assert {r['sum'] for r in results} == {6.0}
 
 
 def test_one_process_per_host_gives_the_same_host_blocks(one_per_device):
@@ -114,5 +134,5 @@ def test_everything_listens_on_the_coordinators_interface_only(host, address):
   # JAX's service in process 0, and gloo in both.
   results, exits, output = run('listening', [{'host': host}] * 2, T5X_GPU_JOB_SECRET='s3cret')
   assert exits == [0, 0], output
-  assert [r['sum'] for r in results] == [2., 2.]
+  assert [r['sum'] for r in results] == [2.0, 2.0]
   assert [r['listens'] for r in results] == [[address]] * 2

@@ -27,13 +27,18 @@ def free_port() -> int:
 def run_two(folder: pathlib.Path, *, prefixes=((), ())) -> list[dict]:
   """Returns what each of two processes printed; `prefixes` are put before their commands."""
   address = f'127.0.0.1:{free_port()}'
-  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT),
-         'XLA_FLAGS': xla_flags(2)}
+  env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'XLA_FLAGS': xla_flags(2)}
   script = str(pathlib.Path(__file__).parent / 'two_processes.py')
-  processes = [subprocess.Popen(
-      [*prefix, sys.executable, script, address, str(i), str(folder)], env=env,
-      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-      for i, prefix in enumerate(prefixes)]
+  processes = [
+    subprocess.Popen(
+      [*prefix, sys.executable, script, address, str(i), str(folder)],
+      env=env,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for i, prefix in enumerate(prefixes)
+  ]
   try:
     outputs = [process.communicate(timeout=DEADLINE_SECONDS)[0] for process in processes]
   finally:
@@ -42,8 +47,12 @@ def run_two(folder: pathlib.Path, *, prefixes=((), ())) -> list[dict]:
       process.wait()
   for process, output in zip(processes, outputs):
     assert process.returncode == 0, output
-  return [json.loads(line.removeprefix('RESULT ')) for output in outputs
-          for line in output.splitlines() if line.startswith('RESULT ')]
+  return [
+    json.loads(line.removeprefix('RESULT '))
+    for output in outputs
+    for line in output.splitlines()
+    if line.startswith('RESULT ')
+  ]
 
 
 @pytest.fixture(scope='module')
@@ -80,22 +89,30 @@ def test_two_processes_of_one_machine_are_one_host(results):
   for r in results:
     assert r['topology'] == [1, 4]
     assert r['reason'] == 'told apart by host name and boot id'
-    assert r['sum'] == 28.
+    assert r['sum'] == 28.0
 
 
 def test_machines_are_told_apart_by_boot_id_and_keep_model_inside(tmp_path):
   # A second "machine": the same one, with another boot id in a mount namespace of its own.
   (tmp_path / 'boot_id').write_text('11111111-2222-3333-4444-555555555555\n')
   mount = f'mount --bind {tmp_path}/boot_id /proc/sys/kernel/random/boot_id && exec "$@"'
-  other = next((prefix for prefix in (['unshare', '-m', 'sh', '-c', mount, 'sh'],
-                                      ['unshare', '-rm', 'sh', '-c', mount, 'sh'])
-                if subprocess.run([*prefix, 'true'], capture_output=True).returncode == 0), None)
+  other = next(
+    (
+      prefix
+      for prefix in (
+        ['unshare', '-m', 'sh', '-c', mount, 'sh'],
+        ['unshare', '-rm', 'sh', '-c', mount, 'sh'],
+      )
+      if subprocess.run([*prefix, 'true'], capture_output=True).returncode == 0
+    ),
+    None,
+  )
   if other is None:
     pytest.skip('mount namespaces are not allowed here')
   for r in run_two(tmp_path, prefixes=((), other)):
     assert r['topology'] == [2, 2]
     assert r['model_groups'] == [[0], [1]]
-    assert r['sum'] == 28.
+    assert r['sum'] == 28.0
 
 
 def test_a_single_process_starts_nothing():
@@ -107,9 +124,20 @@ def test_a_single_process_starts_nothing():
 def table_of(monkeypatch, gpus_of_each):
   """Returns the table of processes on two hosts, with these GPUs."""
   half = len(gpus_of_each) // 2
-  monkeypatch.setattr(distributed, '_members', [
-      Member(process_index=i, hostname=f'gpu-00{1 + i // half}', host_key=str(i // half),
-             domain='rack', gpus=gpus) for i, gpus in enumerate(gpus_of_each)])
+  monkeypatch.setattr(
+    distributed,
+    '_members',
+    [
+      Member(
+        process_index=i,
+        hostname=f'gpu-00{1 + i // half}',
+        host_key=str(i // half),
+        domain='rack',
+        gpus=gpus,
+      )
+      for i, gpus in enumerate(gpus_of_each)
+    ],
+  )
   return distributed.members_table().splitlines()
 
 
@@ -118,11 +146,15 @@ def uuid(number):
 
 
 def test_the_table_tells_which_process_has_which_gpu_on_which_host(monkeypatch):
-  assert table_of(monkeypatch, [(uuid(0xa0 + i),) for i in range(4)]) == [
-      'processes: 4 on 2 hosts', '  gpu-001   0: 000000a0   1: 000000a1',
-      '  gpu-002   2: 000000a2   3: 000000a3']
+  assert table_of(monkeypatch, [(uuid(0xA0 + i),) for i in range(4)]) == [
+    'processes: 4 on 2 hosts',
+    '  gpu-001   0: 000000a0   1: 000000a1',
+    '  gpu-002   2: 000000a2   3: 000000a3',
+  ]
   assert table_of(monkeypatch, [(uuid(1), 'MIG-1de0e7ab-9a53'), ()])[1:] == [
-      '  gpu-001   0: 00000001,MIG-1de0e7ab-9a53', '  gpu-002   1: no GPU']
+    '  gpu-001   0: 00000001,MIG-1de0e7ab-9a53',
+    '  gpu-002   1: no GPU',
+  ]
 
 
 def test_the_table_of_many_processes_has_a_line_per_host(monkeypatch):
@@ -132,7 +164,10 @@ def test_the_table_of_many_processes_has_a_line_per_host(monkeypatch):
 
 def test_the_table_of_cpu_processes_says_that_they_have_no_gpus(monkeypatch):
   assert table_of(monkeypatch, [()] * 6) == [
-      'processes: 6 on 2 hosts, no GPUs', '  gpu-001   0-2', '  gpu-002   3-5']
+    'processes: 6 on 2 hosts, no GPUs',
+    '  gpu-001   0-2',
+    '  gpu-002   3-5',
+  ]
 
 
 def test_one_process_agrees_with_itself():

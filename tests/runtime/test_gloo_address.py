@@ -22,10 +22,12 @@ def test_gloo_chooses_itself_where_it_does_not_take_the_address(monkeypatch, cap
     if 'hostname' in options:
       raise error
     return options
+
   monkeypatch.setattr(jax_lib._jax, MAKE, make)
   coordination.let_gloo_listen_on('127.0.0.2')
   assert getattr(jax_lib._jax, MAKE)(distributed_client='client') == {
-      'distributed_client': 'client'}
+    'distributed_client': 'client'
+  }
   assert f'gloo cannot listen on 127.0.0.2, and chooses an address itself: {error}' in caplog.text
 
 

@@ -7,20 +7,36 @@ import pytest
 from t5x_gpu.runtime.hardware import GIB, GPUS, find_gpu, memory_bytes, peak_flops
 
 KINDS = {
-    'NVIDIA A100-SXM4-40GB': (312e12, 40), 'NVIDIA A100-PCIE-40GB': (312e12, 40),
-    'NVIDIA A100-SXM4-80GB': (312e12, 80), 'NVIDIA A100 80GB PCIe': (312e12, 80),
-    'NVIDIA H100 80GB HBM3': (989.4e12, 80), 'NVIDIA H100 PCIe': (756e12, 80),
-    'NVIDIA H200': (989.4e12, 141), 'NVIDIA B200': (2250e12, 180), 'NVIDIA GB200': (2500e12, 186),
-    'NVIDIA L4': (121e12, 24), 'NVIDIA L40S': (362.05e12, 48), 'NVIDIA A10': (125e12, 24),
-    'Tesla T4': (None, 16), 'Tesla V100-SXM2-16GB': (None, 16), 'Tesla V100-SXM2-32GB': (None, 32),
-    'Tesla V100-PCIE-16GB': (None, 16), 'Tesla V100-PCIE-32GB': (None, 32),
+  'NVIDIA A100-SXM4-40GB': (312e12, 40),
+  'NVIDIA A100-PCIE-40GB': (312e12, 40),
+  'NVIDIA A100-SXM4-80GB': (312e12, 80),
+  'NVIDIA A100 80GB PCIe': (312e12, 80),
+  'NVIDIA H100 80GB HBM3': (989.4e12, 80),
+  'NVIDIA H100 PCIe': (756e12, 80),
+  'NVIDIA H200': (989.4e12, 141),
+  'NVIDIA B200': (2250e12, 180),
+  'NVIDIA GB200': (2500e12, 186),
+  'NVIDIA L4': (121e12, 24),
+  'NVIDIA L40S': (362.05e12, 48),
+  'NVIDIA A10': (125e12, 24),
+  'Tesla T4': (None, 16),
+  'Tesla V100-SXM2-16GB': (None, 16),
+  'Tesla V100-SXM2-32GB': (None, 32),
+  'Tesla V100-PCIE-16GB': (None, 16),
+  'Tesla V100-PCIE-32GB': (None, 32),
 }
 
 # What data sheets print "with sparsity" for bfloat16, in 1e12.
 SPARSE_BFLOAT16 = {
-    'NVIDIA A100-SXM4-40GB': 624, 'NVIDIA H100 80GB HBM3': 1979, 'NVIDIA H100 PCIe': 1513,
-    'NVIDIA H200': 1979, 'NVIDIA B200': 4500, 'NVIDIA GB200': 5000, 'NVIDIA L4': 242,
-    'NVIDIA L40S': 733, 'NVIDIA A10': 250,
+  'NVIDIA A100-SXM4-40GB': 624,
+  'NVIDIA H100 80GB HBM3': 1979,
+  'NVIDIA H100 PCIe': 1513,
+  'NVIDIA H200': 1979,
+  'NVIDIA B200': 4500,
+  'NVIDIA GB200': 5000,
+  'NVIDIA L4': 242,
+  'NVIDIA L40S': 733,
+  'NVIDIA A10': 250,
 }
 
 
@@ -50,9 +66,21 @@ def test_peaks_of_one_gpu_are_in_their_usual_ratios():
       assert peaks['float32'] < peaks['tf32']
 
 
-@pytest.mark.parametrize('kind', [
-    'cpu', '', 'NVIDIA H100', 'NVIDIA H20', 'NVIDIA H800', 'NVIDIA A10G', 'NVIDIA L40',
-    'NVIDIA A100-SXM4-80GB MIG 1g.10gb', 'NVIDIA GeForce RTX 4090', 'NVIDIA B2000'])
+@pytest.mark.parametrize(
+  'kind',
+  [
+    'cpu',
+    '',
+    'NVIDIA H100',
+    'NVIDIA H20',
+    'NVIDIA H800',
+    'NVIDIA A10G',
+    'NVIDIA L40',
+    'NVIDIA A100-SXM4-80GB MIG 1g.10gb',
+    'NVIDIA GeForce RTX 4090',
+    'NVIDIA B2000',
+  ],
+)
 def test_other_devices_are_unknown(kind):
   assert peak_flops(kind, 'bfloat16') is None
   assert memory_bytes(kind) is None

@@ -14,10 +14,16 @@ FIRST, LATE = 'concurrent.futures', 'jax._src.api'
 
 
 def interrupted_at(module: str, *arguments: str) -> tuple[int, str]:
-  """Returns (exit code, stderr) of `python ARGUMENTS`, which gets SIGINT once `module` is imported."""
-  with subprocess.Popen([sys.executable, '-v', *arguments], stderr=subprocess.PIPE, text=True,
-                        stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, cwd=REPOSITORY,
-                        env={**os.environ, 'PYTHONPATH': str(REPOSITORY)}) as process:
+  """Returns (exit code, stderr) of `python ARGUMENTS`, interrupted once `module` is imported."""
+  with subprocess.Popen(
+    [sys.executable, '-v', *arguments],
+    stderr=subprocess.PIPE,
+    text=True,
+    stdout=subprocess.DEVNULL,
+    stdin=subprocess.DEVNULL,
+    cwd=REPOSITORY,
+    env={**os.environ, 'PYTHONPATH': str(REPOSITORY)},
+  ) as process:
     for line in process.stderr:
       if line.startswith(f"import '{module}'"):
         process.send_signal(signal.SIGINT)
@@ -26,9 +32,15 @@ def interrupted_at(module: str, *arguments: str) -> tuple[int, str]:
   return process.returncode, rest
 
 
-@pytest.mark.parametrize('name, module', [
-    ('t5x_gpu.train', FIRST), ('t5x_gpu.train', LATE), ('t5x_gpu.launch', 't5x_gpu.errors'),
-    ('t5x_gpu.checkpoint', LATE)])
+@pytest.mark.parametrize(
+  'name, module',
+  [
+    ('t5x_gpu.train', FIRST),
+    ('t5x_gpu.train', LATE),
+    ('t5x_gpu.launch', 't5x_gpu.errors'),
+    ('t5x_gpu.checkpoint', LATE),
+  ],
+)
 def test_ctrl_c_during_imports_exits_with_130_and_one_line(name, module):
   code, err = interrupted_at(module, '-m', name, '--help')
   assert code == 130, err[-2000:]
@@ -42,9 +54,14 @@ def test_the_command_of_the_package_is_interrupted_in_the_same_way():
 
 @pytest.mark.slow
 def test_ctrl_c_while_the_processes_of_launch_import_exits_with_130():
-  with subprocess.Popen([sys.executable, '-m', 't5x_gpu.launch', '--nproc=2', '--no_gpu', '--',
-                         '--help'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                        cwd=REPOSITORY, env={**os.environ, 'PYTHONPATH': str(REPOSITORY)}) as process:
+  with subprocess.Popen(
+    [sys.executable, '-m', 't5x_gpu.launch', '--nproc=2', '--no_gpu', '--', '--help'],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    cwd=REPOSITORY,
+    env={**os.environ, 'PYTHONPATH': str(REPOSITORY)},
+  ) as process:
     for line in process.stdout:
       if line.startswith('launch: process 1'):
         break
@@ -55,8 +72,11 @@ def test_ctrl_c_while_the_processes_of_launch_import_exits_with_130():
 
 
 def test_programs_that_use_the_package_keep_their_ctrl_c():
-  script = ('import signal, t5x_gpu.cli; '
-            'print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)')
-  done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True,
-                        cwd=REPOSITORY)
+  script = (
+    'import signal, t5x_gpu.cli; '
+    'print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', script], capture_output=True, text=True, cwd=REPOSITORY
+  )
   assert done.stdout == 'True\n', done.stderr

@@ -10,7 +10,7 @@ DEADLINE_SECONDS = 60
 
 # The device never answers: a callback locks a mutex twice, in C, which no signal interrupts.
 # Another thread prints 'held' once the main thread has been at that line for half a second.
-HANGS_IN_XLA = '''
+HANGS_IN_XLA = """
 import ctypes, sys, threading, time
 import jax
 import numpy as np
@@ -38,9 +38,8 @@ def main():
   return int(wait(np.float32(1)))
 
 cli.run_main(main)
-'''
-GRACEFUL = ('from t5x_gpu.runtime import preemption; '
-            'preemption.StopRequest().__enter__()')
+"""
+GRACEFUL = 'from t5x_gpu.runtime import preemption; preemption.StopRequest().__enter__()'
 
 
 # A shell starts what it runs in the background with SIGINT ignored, the tests maybe.
@@ -48,8 +47,12 @@ NOT_IGNORED = 'import signal; signal.signal(signal.SIGINT, signal.default_int_ha
 
 
 def started(code: str) -> subprocess.Popen:
-  return subprocess.Popen([sys.executable, '-c', NOT_IGNORED + code.lstrip()], text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+  return subprocess.Popen(
+    [sys.executable, '-c', NOT_IGNORED + code.lstrip()],
+    text=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  )
 
 
 def read_until(stream, text: str) -> str:
@@ -61,8 +64,10 @@ def read_until(stream, text: str) -> str:
   return seen
 
 
-@pytest.mark.parametrize('before', [
-    pytest.param('pass', id='set-up', marks=pytest.mark.slow), pytest.param(GRACEFUL, id='loop')])
+@pytest.mark.parametrize(
+  'before',
+  [pytest.param('pass', id='set-up', marks=pytest.mark.slow), pytest.param(GRACEFUL, id='loop')],
+)
 def test_a_second_ctrl_c_leaves_a_main_thread_that_waits_inside_xla(before):
   with started(HANGS_IN_XLA.format(before=before)) as process:
     try:
@@ -79,9 +84,11 @@ def test_a_second_ctrl_c_leaves_a_main_thread_that_waits_inside_xla(before):
 
 
 def test_one_ctrl_c_interrupts_python_code_without_any_message():
-  with started('import time\nfrom t5x_gpu import cli\n'
-               'def main():\n  print("held", flush=True)\n  time.sleep(600)\n'
-               'cli.run_main(main)') as process:
+  with started(
+    'import time\nfrom t5x_gpu import cli\n'
+    'def main():\n  print("held", flush=True)\n  time.sleep(600)\n'
+    'cli.run_main(main)'
+  ) as process:
     try:
       read_until(process.stdout, 'held')
       process.send_signal(signal.SIGINT)
@@ -92,10 +99,12 @@ def test_one_ctrl_c_interrupts_python_code_without_any_message():
 
 
 def test_a_second_ctrl_c_does_not_wait_for_cleanup_that_hangs():
-  with started('import time\nfrom t5x_gpu import cli\n'
-               'def main():\n  try:\n    print("held", flush=True)\n    time.sleep(600)\n'
-               '  finally:\n    print("cleanup", flush=True)\n    {}\n'
-               'cli.run_main(main)'.format('[print(end="") for _ in iter(int, 1)]')) as process:
+  with started(
+    'import time\nfrom t5x_gpu import cli\n'
+    'def main():\n  try:\n    print("held", flush=True)\n    time.sleep(600)\n'
+    '  finally:\n    print("cleanup", flush=True)\n    {}\n'
+    'cli.run_main(main)'.format('[print(end="") for _ in iter(int, 1)]')
+  ) as process:
     try:
       read_until(process.stdout, 'held')
       process.send_signal(signal.SIGINT)
@@ -108,13 +117,15 @@ def test_a_second_ctrl_c_does_not_wait_for_cleanup_that_hangs():
 
 def test_a_forked_child_does_not_press_ctrl_c_for_its_parent():
   """In a terminal Ctrl-C reaches all processes of the group: it must count once."""
-  with started('import os, signal, time\nfrom t5x_gpu import cli\n'
-               'def main():\n'
-               '  if os.fork() == 0:\n'
-               '    signal.signal(signal.SIGINT, lambda *_: print("child", flush=True))\n'
-               '    [os.kill(os.getpid(), signal.SIGINT) for _ in range(3)]\n'
-               '    os._exit(0)\n'
-               '  os.wait()\n  time.sleep(1)\n  print("alive", flush=True)\n'
-               'cli.run_main(main)') as process:
+  with started(
+    'import os, signal, time\nfrom t5x_gpu import cli\n'
+    'def main():\n'
+    '  if os.fork() == 0:\n'
+    '    signal.signal(signal.SIGINT, lambda *_: print("child", flush=True))\n'
+    '    [os.kill(os.getpid(), signal.SIGINT) for _ in range(3)]\n'
+    '    os._exit(0)\n'
+    '  os.wait()\n  time.sleep(1)\n  print("alive", flush=True)\n'
+    'cli.run_main(main)'
+  ) as process:
     out, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert 'child' in out and 'alive' in out and not err and process.returncode == 0

@@ -22,18 +22,28 @@ def test_without_control_groups_it_is_the_hosts_memory(tmp_path):
   assert memory.host_limit(files(tmp_path)) == Limit(64 * GIB, "the host's memory")
 
 
-@pytest.mark.parametrize('groups, limits, expected', [
+@pytest.mark.parametrize(
+  'groups, limits, expected',
+  [
     ('0::/job/step', {'job/memory.max': 8 * GIB, 'job/step/memory.max': 'max'}, 8),
     ('0::/job/step', {'job/memory.max': 'max', 'job/step/memory.max': 4 * GIB}, 4),
     ('0::/', {'memory.max': 2 * GIB}, 2),
     ('0::/of/the/host', {'memory.max': 3 * GIB}, 3),
     ('0::/job', {'job/memory.max': 128 * GIB}, 64),
     ('7:blkio:/job\n4:memory:/job', {'memory/job/memory.limit_in_bytes': 5 * GIB}, 5),
-    ('4:cpu,memory:/x/y', {'memory/memory.limit_in_bytes': 2**63 - 4096,
-                           'memory/x/memory.limit_in_bytes': 6 * GIB}, 6)])
+    (
+      '4:cpu,memory:/x/y',
+      {'memory/memory.limit_in_bytes': 2**63 - 4096, 'memory/x/memory.limit_in_bytes': 6 * GIB},
+      6,
+    ),
+  ],
+)
 def test_the_smallest_limit_of_all_control_groups_counts(tmp_path, groups, limits, expected):
-  root = files(tmp_path, **{'proc/self/cgroup': groups + '\n'}, **{
-      f'sys/fs/cgroup/{name}': f'{value}\n' for name, value in limits.items()})
+  root = files(
+    tmp_path,
+    **{'proc/self/cgroup': groups + '\n'},
+    **{f'sys/fs/cgroup/{name}': f'{value}\n' for name, value in limits.items()},
+  )
   assert memory.host_limit(root).bytes == expected * GIB
 
 
@@ -51,8 +61,9 @@ def test_this_machine_has_memory_that_its_cpu_devices_share():
 
 def gpu(**stats: int) -> types.SimpleNamespace:
   """What jax.Device of a GPU says of itself."""
-  return types.SimpleNamespace(platform='gpu', device_kind='NVIDIA H100 80GB HBM3',
-                               memory_stats=lambda: stats or None)
+  return types.SimpleNamespace(
+    platform='gpu', device_kind='NVIDIA H100 80GB HBM3', memory_stats=lambda: stats or None
+  )
 
 
 def test_an_allocator_that_exceeds_its_limit_is_not_held_to_it(monkeypatch):

@@ -14,8 +14,9 @@ def no_end():
   preemption.expect_end(None)
 
 
-@pytest.mark.parametrize('number, code', [(signal.SIGINT, 130), (signal.SIGTERM, 85),
-                                          (signal.SIGUSR1, 85)])
+@pytest.mark.parametrize(
+  'number, code', [(signal.SIGINT, 130), (signal.SIGTERM, 85), (signal.SIGUSR1, 85)]
+)
 def test_a_signal_is_remembered_until_the_step_is_done(number, code):
   with preemption.StopRequest() as stop:
     assert not stop.reached(1) and stop.exit_code == 0

@@ -11,7 +11,12 @@ from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.runtime import heartbeats
 from t5x_gpu.runtime.heartbeats import Beat
 from t5x_gpu.runtime.watchdog import (
-    EXIT_ERROR, EXIT_RANK_DEAD, EXIT_STUCK, Watchdog, WatchdogConfig)
+  EXIT_ERROR,
+  EXIT_RANK_DEAD,
+  EXIT_STUCK,
+  Watchdog,
+  WatchdogConfig,
+)
 
 
 class Left(Exception):
@@ -65,9 +70,11 @@ def clock():
 def make(clock, store=None, index=0, count=1, **config):
   def leave(code):
     raise Left(code)
+
   config = WatchdogConfig(**{'period_seconds': 0.001, **config})
-  return Watchdog(config, process_index=index, process_count=count, store=store, leave=leave,
-                  clock=clock)
+  return Watchdog(
+    config, process_index=index, process_count=count, store=store, leave=leave, clock=clock
+  )
 
 
 def poll(dog):
@@ -192,13 +199,20 @@ def test_the_end_of_process_zero_is_told_at_once_by_name(clock, capfd):
 
 def test_a_request_that_never_returns_does_not_keep_the_watch_from_ending_the_process(clock):
   """What a stopped or cut-off process 0 does to the others: no error, no answer."""
+
   class Silent(DictStore):
     def key_value_set(self, key, value, allow_overwrite=False):
       never.wait()
+
   never = threading.Event()
   codes = []
-  with Watchdog(WatchdogConfig(period_seconds=0.01, dead_seconds=0.2), process_index=1,
-                process_count=2, store=Silent(), leave=codes.append) as dog:
+  with Watchdog(
+    WatchdogConfig(period_seconds=0.01, dead_seconds=0.2),
+    process_index=1,
+    process_count=2,
+    store=Silent(),
+    leave=codes.append,
+  ) as dog:
     deadline = time.monotonic() + 20
     while not codes and time.monotonic() < deadline:
       time.sleep(0.01)
@@ -213,13 +227,15 @@ def test_the_block_ends_together_and_nobody_is_declared_dead_meanwhile():
   config = WatchdogConfig(period_seconds=0.01, dead_seconds=1.5)
 
   def run(index, seconds):
-    with Watchdog(config, process_index=index, process_count=2, store=store, leave=left.append
-                  ) as dog:
+    with Watchdog(
+      config, process_index=index, process_count=2, store=store, leave=left.append
+    ) as dog:
       dog.step_done(1)
       with dog.phase('save'):
         time.sleep(seconds)
         saved.append(time.monotonic())
     ends.append(time.monotonic())
+
   threads = [threading.Thread(target=run, args=pair) for pair in ((0, 0), (1, 3))]
   for thread in threads:
     thread.start()
@@ -249,11 +265,15 @@ def test_an_interrupted_process_is_no_silent_one(clock):
   assert store.verdicts()[0]['text'].endswith('KeyboardInterrupt')
 
 
-@pytest.mark.parametrize('error, waits', [
+@pytest.mark.parametrize(
+  'error, waits',
+  [
     (jax.errors.JaxRuntimeError('UNKNOWN: Gloo all-reduce failed: Connection closed'), True),
     (CheckpointError('checkpoint_3: JaxRuntimeError: DEADLINE_EXCEEDED: Barrier timed out.'), True),
     (jax.errors.JaxRuntimeError('INTERNAL: CpuCallback error: ValueError: boom'), False),
-    (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory'), False)])
+    (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory'), False),
+  ],
+)
 def test_a_broken_collective_waits_for_the_name_of_the_dead_rank(clock, error, waits):
   store = DictStore()
   dog = make(clock, store, index=1, count=3, dead_seconds=2)
@@ -281,6 +301,7 @@ def test_an_own_user_error_on_its_way_wins_over_the_verdict_of_another_process(c
       raising.set()
       time.sleep(0.3)  # a checkpointer that commits, say
       second._explain(e)
+
   thread = threading.Thread(target=slower)
   thread.start()
   raising.wait()
@@ -310,17 +331,33 @@ def test_when_collectives_have_broken_the_silent_one_is_named_sooner(clock, capf
 
 
 def beat(rank, step=5, **values):
-  return Beat(**{'rank': rank, 'host': 'h', 'pid': 10 + rank, 'count': 1, 'step': step,
-                 'phase': 'step', 'seconds': 9, 'where': 'reduce.py:48 (to_host)', 'waits': True,
-                 **values})
+  return Beat(
+    **{
+      'rank': rank,
+      'host': 'h',
+      'pid': 10 + rank,
+      'count': 1,
+      'step': step,
+      'phase': 'step',
+      'seconds': 9,
+      'where': 'reduce.py:48 (to_host)',
+      'waits': True,
+      **values,
+    }
+  )
 
 
-@pytest.mark.parametrize('beats, late', [
+@pytest.mark.parametrize(
+  'beats, late',
+  [
     ([beat(0), beat(1), beat(2, step=4)], [2]),
     ([beat(0), beat(1, waits=False), beat(2)], [1]),
     ([beat(0, step=4), beat(1, step=4, waits=False), beat(2)], [1]),
     ([beat(0, waits=False, broken=True), beat(1, waits=False), beat(2)], [1]),
-    ([beat(0), beat(1)], []), ([], [])])
+    ([beat(0), beat(1)], []),
+    ([], []),
+  ],
+)
 def test_behind_are_those_whom_the_others_wait_for(beats, late):
   assert [b.rank for b in heartbeats.behind(beats)] == late
 
@@ -331,6 +368,7 @@ def test_a_heartbeat_says_where_its_thread_is():
   def wait():
     ready.set()
     go.wait()
+
   thread = threading.Thread(target=wait)
   thread.start()
   ready.wait()

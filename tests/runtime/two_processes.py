@@ -20,14 +20,17 @@ def mesh_results() -> dict:
   sizes = resolve_mesh_sizes(topology, num_partitions=2)
   mesh = build_mesh(sizes, topology, devices)
   x = jax.make_array_from_callback(
-      (4, 2), jax.NamedSharding(mesh, jax.P('data', 'model')),
-      lambda index: np.arange(8.).reshape(4, 2)[index])
+    (4, 2),
+    jax.NamedSharding(mesh, jax.P('data', 'model')),
+    lambda index: np.arange(8.0).reshape(4, 2)[index],
+  )
   return {
-      'topology': [topology.num_hosts, topology.devices_per_host],
-      'reason': topology.reason,
-      'model_groups': [sorted({d.process_index for d in group})
-                       for group in mesh.devices.reshape(-1, 2)],
-      'sum': float(jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(x)),
+    'topology': [topology.num_hosts, topology.devices_per_host],
+    'reason': topology.reason,
+    'model_groups': [
+      sorted({d.process_index for d in group}) for group in mesh.devices.reshape(-1, 2)
+    ],
+    'sum': float(jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(x)),
   }
 
 
@@ -45,24 +48,25 @@ def barrier_rounds(folder: pathlib.Path, index: int) -> list[bool]:
 
 
 def main(address: str, index: int, folder: str) -> None:
-  joined = distributed.initialize(cluster.detect(
-      os.environ, coordinator_address=address, process_count=2, process_index=index),
-      distributed.DistributedConfig(initialization_timeout_seconds=60))
+  joined = distributed.initialize(
+    cluster.detect(os.environ, coordinator_address=address, process_count=2, process_index=index),
+    distributed.DistributedConfig(initialization_timeout_seconds=60),
+  )
   results = {
-      'joined': joined,
-      'index': distributed.process_index(),
-      'count': distributed.process_count(),
-      'main': distributed.is_main_process(),
-      'barrier': barrier_rounds(pathlib.Path(folder), index),
-      'broadcast': distributed.broadcast_json(
-          {'from': 0, 'text': 'é' * 100} if index == 0 else None),
-      'gathered': distributed.gather_json({'i': index, 'pad': 'x' * (50 * index)}),
-      **mesh_results(),
+    'joined': joined,
+    'index': distributed.process_index(),
+    'count': distributed.process_count(),
+    'main': distributed.is_main_process(),
+    'barrier': barrier_rounds(pathlib.Path(folder), index),
+    'broadcast': distributed.broadcast_json({'from': 0, 'text': 'é' * 100} if index == 0 else None),
+    'gathered': distributed.gather_json({'i': index, 'pad': 'x' * (50 * index)}),
+    **mesh_results(),
   }
   distributed.assert_equal_across_hosts({'a': 1, 'b': [2]} if index else {'b': [2], 'a': 1}, 'same')
   try:
     distributed.assert_equal_across_hosts(
-        {'lr': 0.1 * (index + 1), 'steps': 100, 'text': 'x' * 1000}, 'The config')
+      {'lr': 0.1 * (index + 1), 'steps': 100, 'text': 'x' * 1000}, 'The config'
+    )
   except ConfigError as e:
     results['difference'] = str(e)
   print('RESULT ' + json.dumps(results), flush=True)

@@ -12,8 +12,13 @@ import pytest
 
 from t5x_gpu.terminal import progress_line
 
-METRICS = {'train/loss': 5.9123, 'train/accuracy': 0.1214, 'train/tokens_per_second': 12345.4,
-           'train/input_wait_fraction': 0.0031, 'train/learning_rate': 0.01}
+METRICS = {
+  'train/loss': 5.9123,
+  'train/accuracy': 0.1214,
+  'train/tokens_per_second': 12345.4,
+  'train/input_wait_fraction': 0.0031,
+  'train/learning_rate': 0.01,
+}
 
 
 class Terminal(io.StringIO):
@@ -30,7 +35,7 @@ def _unstamped(text: str) -> str:
   """`text` without the time at the beginning of each line, which must be there."""
   lines = text.splitlines(keepends=True)
   assert all(re.match(r'\d\d-\d\d \d\d:\d\d:\d\d ', line) for line in lines), text
-  return ''.join(line[len('11-20 14:05:21 '):] for line in lines)
+  return ''.join(line[len('11-20 14:05:21 ') :] for line in lines)
 
 
 def test_plain_line_is_exactly_this():
@@ -39,7 +44,8 @@ def test_plain_line_is_exactly_this():
     p.advance(9)
     p.update(10, METRICS, eta_seconds=83)
   assert _unstamped(out.getvalue()) == (
-      'step 10/100 | loss 5.912 | acc 0.121 | 12,345 tok/s | wait 0.3% | ETA 0:01:23\n')
+    'step 10/100 | loss 5.912 | acc 0.121 | 12,345 tok/s | wait 0.3% | ETA 0:01:23\n'
+  )
 
 
 def test_unknown_numbers_are_left_out_of_the_line():
@@ -138,7 +144,7 @@ def test_dumb_terminals_get_plain_lines(monkeypatch):
 
 
 def test_prints_and_warnings_of_others_stay_whole_lines_on_a_real_terminal(tmp_path):
-  code = textwrap.dedent('''
+  code = textwrap.dedent("""
       import sys
       from t5x_gpu.terminal import progress_line as progress
       with progress.Progress(100) as p:
@@ -146,11 +152,12 @@ def test_prints_and_warnings_of_others_stay_whole_lines_on_a_real_terminal(tmp_p
         print('from stdout')
         print('from stderr', file=sys.stderr)
         p.note('from note')
-  ''')
+  """)
   main, worker = pty.openpty()
   env = {**os.environ, 'TERM': 'xterm-256color', 'COLUMNS': '100'}
-  process = subprocess.Popen([sys.executable, '-c', code], stdin=worker, stdout=worker,
-                             stderr=worker, env=env)
+  process = subprocess.Popen(
+    [sys.executable, '-c', code], stdin=worker, stdout=worker, stderr=worker, env=env
+  )
   os.close(worker)
   out = b''
   try:
@@ -171,4 +178,6 @@ def test_format_seconds():
 
 
 def test_small_losses_keep_their_digits():
-  assert progress_line.format_loss(0.00123) == '1.23e-03' and progress_line.format_loss(0.0) == '0.000'
+  assert (
+    progress_line.format_loss(0.00123) == '1.23e-03' and progress_line.format_loss(0.0) == '0.000'
+  )

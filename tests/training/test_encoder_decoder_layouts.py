@@ -17,46 +17,65 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
-
 from tests.helpers_layouts import QUICK, KeepGradients
 from tests.parity.tolerances import MESH_GRADIENT
 
-CONFIG = TransformerConfig(vocab_size=32, num_layers=4, embed_dim=8, num_heads=2, head_dim=4,
-                           mlp_dim=16, dropout_rate=0.1)
+CONFIG = TransformerConfig(
+  vocab_size=32, num_layers=4, embed_dim=8, num_heads=2, head_dim=4, mlp_dim=16, dropout_rate=0.1
+)
 T5 = EncoderDecoderModel(CONFIG, num_encoder_layers=2)
 MODELS = {
-    't5': T5, 'deep': EncoderDecoderModel(CONFIG, num_encoder_layers=8),
-    'adapted': LoraModel(T5, rank=2, pattern=r'decoder/.*/(query|wo)/kernel',
-                         also_train='encoder/encoder_norm/scale')}
+  't5': T5,
+  'deep': EncoderDecoderModel(CONFIG, num_encoder_layers=8),
+  'adapted': LoraModel(
+    T5, rank=2, pattern=r'decoder/.*/(query|wo)/kernel', also_train='encoder/encoder_norm/scale'
+  ),
+}
 GPIPE = dict(stage=2, pipeline_schedule='gpipe')
 LAYOUTS = {
-    'stage': ('t5', 2, 1, GPIPE),
-    'by_layer': ('t5', 2, 2, dict(fsdp=2)),
-    'zero2_by_layer': ('t5', 4, 2, dict(fsdp=4, zero_stage=2)),
-    'data_stage_model': ('t5', 8, 1, dict(num_partitions=2, sequence_parallel=True, **GPIPE)),
-    'fsdp_stage_accumulated': ('deep', 4, 2, dict(fsdp=2, **GPIPE)),
-    'gather_stage': ('t5', 4, 1, dict(context=2, context_attention='gather', **GPIPE)),
-    'fsdp_circular': ('deep', 4, 1, dict(fsdp=2, stage=2, pipeline_schedule='circular',
-                                         pipeline_repeats=2, num_pipeline_microbatches=2)),
-    'adapted_by_layer': ('adapted', 2, 2, dict(fsdp=2)),
-    'adapted_stage': ('adapted', 4, 1, dict(fsdp=2, **GPIPE)),
+  'stage': ('t5', 2, 1, GPIPE),
+  'by_layer': ('t5', 2, 2, dict(fsdp=2)),
+  'zero2_by_layer': ('t5', 4, 2, dict(fsdp=4, zero_stage=2)),
+  'data_stage_model': ('t5', 8, 1, dict(num_partitions=2, sequence_parallel=True, **GPIPE)),
+  'fsdp_stage_accumulated': ('deep', 4, 2, dict(fsdp=2, **GPIPE)),
+  'gather_stage': ('t5', 4, 1, dict(context=2, context_attention='gather', **GPIPE)),
+  'fsdp_circular': (
+    'deep',
+    4,
+    1,
+    dict(
+      fsdp=2, stage=2, pipeline_schedule='circular', pipeline_repeats=2, num_pipeline_microbatches=2
+    ),
+  ),
+  'adapted_by_layer': ('adapted', 2, 2, dict(fsdp=2)),
+  'adapted_stage': ('adapted', 4, 1, dict(fsdp=2, **GPIPE)),
 }
 
 
 def run(model, num_devices=1, num_microbatches=1, partitioner=None):
   """Returns (loss, path -> gradient) of one step."""
   program = build_program(
-      model=MODELS[model], optimizer=KeepGradients(), schedule=constant(1.0), pack=True, seed=0,
-      partitioner=Partitioner(**(partitioner or {})), topology=Topology(1, num_devices),
-      devices=jax.devices()[:num_devices], task_feature_lengths={'inputs': 8, 'targets': 12},
-      batch_size=16, num_microbatches=num_microbatches)
+    model=MODELS[model],
+    optimizer=KeepGradients(),
+    schedule=constant(1.0),
+    pack=True,
+    seed=0,
+    partitioner=Partitioner(**(partitioner or {})),
+    topology=Topology(1, num_devices),
+    devices=jax.devices()[:num_devices],
+    task_feature_lengths={'inputs': 8, 'targets': 12},
+    batch_size=16,
+    num_microbatches=num_microbatches,
+  )
   step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile(
-      compiler_options=QUICK)
+    compiler_options=QUICK
+  )
   [batch] = uneven_batches(program.spec, seed=1, num_batches=1)
   state, sums = step(program.init(), program.layout.put_batch(batch))
   flat, _ = jax.tree_util.tree_flatten_with_path(program.in_model_order(state).opt_state)
-  return float(np.divide(*sums['loss'])), {jax.tree_util.keystr(path): np.asarray(x)
-                                           for path, x in flat}
+  return float(np.divide(*sums['loss'])), {
+    jax.tree_util.keystr(path): np.asarray(x) for path, x in flat
+  }
 
 
 one_device = functools.cache(run)

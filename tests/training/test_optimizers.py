@@ -15,34 +15,52 @@ NAMES = {'kernel': AxisNames(('layers', 'embed', 'mlp')), 'scale': AxisNames(('l
 
 def arrays(seed, shapes):
   rng = np.random.default_rng(seed)
-  return jax.tree.map(lambda shape: rng.normal(size=shape).astype(np.float32), shapes,
-                      is_leaf=lambda x: isinstance(x, tuple))
+  return jax.tree.map(
+    lambda shape: rng.normal(size=shape).astype(np.float32),
+    shapes,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
 
 
 def run(optimizer, params, names, *, steps=3, learning_rate=0.1):
   """Returns parameters after `steps` updates with the same sequence of gradients."""
   shapes = {name: p.shape for name, p in params.items()}
   state = optimizer.init(params, names)
-  update = jax.jit(lambda g, s, p, i: optimizer.update(
-      g, s, p, names=names, learning_rate=jnp.float32(learning_rate), step=i))
+  update = jax.jit(
+    lambda g, s, p, i: optimizer.update(
+      g, s, p, names=names, learning_rate=jnp.float32(learning_rate), step=i
+    )
+  )
   for i in range(steps):
     params, state = update(arrays(i + 1, shapes), state, params, jnp.int32(i))
   return params
 
 
 def test_adamw_is_optax_adamw_with_decay_on_matrices_only():
-  names = {**NAMES, 'query': {'kernel': AxisNames(('embed', 'heads', 'kv')),
-                              'bias': AxisNames(('layers', 'heads', 'kv'))}}
+  names = {
+    **NAMES,
+    'query': {
+      'kernel': AxisNames(('embed', 'heads', 'kv')),
+      'bias': AxisNames(('layers', 'heads', 'kv')),
+    },
+  }
   shapes = {'kernel': (2, 4, 6), 'scale': (2, 4), 'query': {'kernel': (4, 2, 3), 'bias': (2, 2, 3)}}
-  tx = optax.adamw(0.1, 0.9, 0.95, 1e-8, weight_decay=0.3, mask={
-      'kernel': True, 'scale': False, 'query': {'kernel': True, 'bias': False}})
+  tx = optax.adamw(
+    0.1,
+    0.9,
+    0.95,
+    1e-8,
+    weight_decay=0.3,
+    mask={'kernel': True, 'scale': False, 'query': {'kernel': True, 'bias': False}},
+  )
   grads = [arrays(i, shapes) for i in range(4)]
   got = want = grads[0]
   optimizer = AdamW(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.3)
   state, want_state = optimizer.init(got, names), tx.init(want)
   for i in range(1, 4):
-    got, state = optimizer.update(grads[i], state, got, names=names,
-                                  learning_rate=jnp.float32(0.1), step=jnp.int32(i))
+    got, state = optimizer.update(
+      grads[i], state, got, names=names, learning_rate=jnp.float32(0.1), step=jnp.int32(i)
+    )
     updates, want_state = tx.update(grads[i], want_state, want)
     want = optax.apply_updates(want, updates)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
@@ -53,7 +71,7 @@ def reference_adafactor(param, grads, *, learning_rate, factored):
   rows, cols = param.shape if factored else (0, 0)
   r, c, v = np.zeros(rows), np.zeros(cols), np.zeros(param.shape)
   for t, grad in enumerate(grads, 1):
-    beta = 1 - t ** -0.8
+    beta = 1 - t**-0.8
     square = grad.astype(np.float64) ** 2 + 1e-30
     if factored:
       r = beta * r + (1 - beta) * square.mean(1)
@@ -62,8 +80,8 @@ def reference_adafactor(param, grads, *, learning_rate, factored):
     else:
       v = beta * v + (1 - beta) * square
       update = grad / np.sqrt(v)
-    update /= max(1.0, np.sqrt((update ** 2).mean()))
-    param = param - learning_rate * max(np.sqrt((param ** 2).mean()), 1e-3) * update
+    update /= max(1.0, np.sqrt((update**2).mean()))
+    param = param - learning_rate * max(np.sqrt((param**2).mean()), 1e-3) * update
   return param
 
 
@@ -74,11 +92,16 @@ def test_adafactor_of_a_stack_is_adafactor_of_each_layer(shape, factored):
   got = run(Adafactor(), params, NAMES)
   grads = [arrays(i + 1, shapes) for i in range(3)]
   for layer in range(3):
-    want = reference_adafactor(params['kernel'][layer], [g['kernel'][layer] for g in grads],
-                               learning_rate=0.1, factored=factored)
+    want = reference_adafactor(
+      params['kernel'][layer],
+      [g['kernel'][layer] for g in grads],
+      learning_rate=0.1,
+      factored=factored,
+    )
     np.testing.assert_allclose(got['kernel'][layer], want, rtol=1e-4, atol=1e-6)
-    want = reference_adafactor(params['scale'][layer], [g['scale'][layer] for g in grads],
-                               learning_rate=0.1, factored=False)
+    want = reference_adafactor(
+      params['scale'][layer], [g['scale'][layer] for g in grads], learning_rate=0.1, factored=False
+    )
     np.testing.assert_allclose(got['scale'][layer], want, rtol=1e-4, atol=1e-6)
 
 
@@ -89,8 +112,14 @@ def test_adafactor_takes_heads_and_their_features_for_one_dimension():
 
   def step(params, names, grad):
     return Adafactor().update(
-        {'kernel': grad}, Adafactor().init(params, names), params, names=names,
-        learning_rate=jnp.float32(0.1), step=jnp.int32(0))[0]['kernel']
+      {'kernel': grad},
+      Adafactor().init(params, names),
+      params,
+      names=names,
+      learning_rate=jnp.float32(0.1),
+      step=jnp.int32(0),
+    )[0]['kernel']
+
   want = step(flat, {'kernel': AxisNames(('embed', 'mlp'))}, grads)
   got = step(apart, {'kernel': AxisNames(('embed', 'heads', 'kv'))}, grads.reshape(128, 8, 16))
   np.testing.assert_allclose(got.reshape(128, 128), want, rtol=1e-6)
@@ -98,8 +127,10 @@ def test_adafactor_takes_heads_and_their_features_for_one_dimension():
 
 def test_adafactor_keeps_a_row_and_a_column_where_adamw_keeps_two_matrices():
   params = arrays(0, {'kernel': (2, 256, 512), 'scale': (2, 256)})
+
   def size(optimizer):
     return sum(x.size for x in jax.tree.leaves(optimizer.init(params, NAMES)))
+
   assert size(Adafactor()) == 2 * (256 + 512) + 2 * 256
   assert size(AdamW()) > 2 * 2 * 256 * 512
 

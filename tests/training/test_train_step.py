@@ -13,21 +13,34 @@ from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
-
 from tests.parity.tolerances import MESH_GRADIENT, MESH_LOSS
-
 
 CONFIG = dict(vocab_size=64, num_layers=2, embed_dim=16, num_heads=8, head_dim=4, mlp_dim=32)
 
 
-def build(num_devices=1, partitioner=Partitioner(), *, dropout_rate=0.0, optimizer=AdamW(),
-          config=None, **options):
+def build(
+  num_devices=1,
+  partitioner=Partitioner(),
+  *,
+  dropout_rate=0.0,
+  optimizer=AdamW(),
+  config=None,
+  **options,
+):
   config = {**CONFIG, 'dropout_rate': dropout_rate, **(config or {})}
   return build_program(
-      model=DecoderOnlyModel(TransformerConfig(**config), z_loss=1e-3), optimizer=optimizer,
-      schedule=constant(1e-2), partitioner=partitioner, topology=Topology(1, num_devices),
-      devices=jax.devices()[:num_devices], task_feature_lengths={'targets': 16}, batch_size=16,
-      pack=True, seed=0, **options)
+    model=DecoderOnlyModel(TransformerConfig(**config), z_loss=1e-3),
+    optimizer=optimizer,
+    schedule=constant(1e-2),
+    partitioner=partitioner,
+    topology=Topology(1, num_devices),
+    devices=jax.devices()[:num_devices],
+    task_feature_lengths={'targets': 16},
+    batch_size=16,
+    pack=True,
+    seed=0,
+    **options,
+  )
 
 
 def batches(count=3, seed=0):
@@ -38,9 +51,13 @@ def batches(count=3, seed=0):
     targets[np.arange(16)[None] >= rng.integers(1, 17, 16)[:, None]] = 0
     targets[:4] = 0
     real = (targets > 0).astype(np.int32)
-    yield {'decoder_target_tokens': targets, 'decoder_loss_weights': real,
-           'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
-           'decoder_segment_ids': real, 'decoder_positions': np.arange(16, dtype=np.int32) * real}
+    yield {
+      'decoder_target_tokens': targets,
+      'decoder_loss_weights': real,
+      'decoder_input_tokens': np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+      'decoder_segment_ids': real,
+      'decoder_positions': np.arange(16, dtype=np.int32) * real,
+    }
 
 
 def run(program):
@@ -70,21 +87,30 @@ def reference_with_dropout():
   return run(build(dropout_rate=0.3))
 
 
-@pytest.mark.parametrize('num_microbatches', [
-    2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 16))])
+@pytest.mark.parametrize(
+  'num_microbatches', [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 16))]
+)
 def test_accumulation_equals_the_full_batch(reference, num_microbatches):
   assert_same(run(build(num_microbatches=num_microbatches)), reference)
 
 
-MESHES = {'data8': Partitioner(), 'fsdp8': Partitioner(data=1, fsdp=8),
-          'model8': Partitioner(num_partitions=8),
-          'data2_fsdp2_model2': Partitioner(data=2, fsdp=2, num_partitions=2),
-          'ici_dcn': Partitioner(ici_mesh_shape={'fsdp': 4, 'model': 2})}
+MESHES = {
+  'data8': Partitioner(),
+  'fsdp8': Partitioner(data=1, fsdp=8),
+  'model8': Partitioner(num_partitions=8),
+  'data2_fsdp2_model2': Partitioner(data=2, fsdp=2, num_partitions=2),
+  'ici_dcn': Partitioner(ici_mesh_shape={'fsdp': 4, 'model': 2}),
+}
 
 
 # More layouts, and every gradient, in tests/parity/test_layouts.py.
-@pytest.mark.parametrize('mesh', [name if name in ('data8', 'ici_dcn') else
-                                  pytest.param(name, marks=pytest.mark.slow) for name in MESHES])
+@pytest.mark.parametrize(
+  'mesh',
+  [
+    name if name in ('data8', 'ici_dcn') else pytest.param(name, marks=pytest.mark.slow)
+    for name in MESHES
+  ],
+)
 def test_every_mesh_equals_one_device_with_dropout_on(reference_with_dropout, mesh):
   assert_same(run(build(8, MESHES[mesh], dropout_rate=0.3)), reference_with_dropout)
 
@@ -158,7 +184,9 @@ def test_a_batch_that_does_not_divide_into_microbatches_is_refused_with_the_lega
 
 def test_everything_that_does_not_fit_the_mesh_comes_in_one_error():
   with pytest.raises(MeshError) as e:
-    build(8, Partitioner(num_partitions=4), config={'num_heads': 6, 'mlp_dim': 30, 'vocab_size': 63})
+    build(
+      8, Partitioner(num_partitions=4), config={'num_heads': 6, 'mlp_dim': 30, 'vocab_size': 63}
+    )
   for part in ('heads = 6', 'mlp = 30', 'vocab = 63', '3 problems'):
     assert part in str(e.value)
 
@@ -170,23 +198,46 @@ def test_learning_rate_scales_with_the_parts_of_the_batch_and_is_what_is_logged(
   np.testing.assert_allclose(float(sums['learning_rate'][0]), 4 * 1e-2)
 
 
-@pytest.mark.parametrize('partitioner, parts, missing, instead', [
+@pytest.mark.parametrize(
+  'partitioner, parts, missing, instead',
+  [
     (Partitioner(stage=2), (), 'embed, run_layers, head.', 'Partitioner.stage = 1'),
-    (Partitioner(fsdp=2), (), 'embed, run_layers, head, config.compute_dtype.',
-     "Partitioner.accumulate_by = 'microbatch'"),
-    (Partitioner(fsdp=2), ('embed', 'run_layers', 'head'), 'config.compute_dtype.',
-     "Partitioner.accumulate_by = 'microbatch'")])
-def test_a_model_without_parts_is_refused_where_they_are_needed(partitioner, parts, missing,
-                                                                instead):
+    (
+      Partitioner(fsdp=2),
+      (),
+      'embed, run_layers, head, config.compute_dtype.',
+      "Partitioner.accumulate_by = 'microbatch'",
+    ),
+    (
+      Partitioner(fsdp=2),
+      ('embed', 'run_layers', 'head'),
+      'config.compute_dtype.',
+      "Partitioner.accumulate_by = 'microbatch'",
+    ),
+  ],
+)
+def test_a_model_without_parts_is_refused_where_they_are_needed(
+  partitioner, parts, missing, instead
+):
   inner = DecoderOnlyModel(TransformerConfig(**CONFIG))
 
   class Partly:
     def __init__(self):
       for name in ('init', 'loss', 'batch_spec', 'logical_sizes', *parts):
         setattr(self, name, getattr(inner, name))
+
   with pytest.raises(ModelError, match=f'has no {missing}') as error:
     build_program(
-        model=Partly(), optimizer=AdamW(), schedule=constant(1e-2), partitioner=partitioner,
-        topology=Topology(1, 8), devices=jax.devices(), task_feature_lengths={'targets': 16},
-        batch_size=16, pack=True, seed=0, num_microbatches=2)
+      model=Partly(),
+      optimizer=AdamW(),
+      schedule=constant(1e-2),
+      partitioner=partitioner,
+      topology=Topology(1, 8),
+      devices=jax.devices(),
+      task_feature_lengths={'targets': 16},
+      batch_size=16,
+      pack=True,
+      seed=0,
+      num_microbatches=2,
+    )
   assert instead in str(error.value)

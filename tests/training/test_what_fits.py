@@ -21,10 +21,19 @@ SMALL_BATCH = dict(batch_size=8)
 
 def memory_of(case: Case, limit: int = 2**50, host: int = 2**50, **sizes) -> Memory:
   program = helpers_layouts.build(case, **sizes)
-  need = estimate(program, DecoderOnlyModel(helpers_layouts.config_of(case)),
-                  num_microbatches=case.num_microbatches)
-  return Memory(need, Limit(limit, 'a test'), Limit(host, 'a test'), program,
-                case.num_microbatches, helpers_layouts.config_of(case).remat_policy)
+  need = estimate(
+    program,
+    DecoderOnlyModel(helpers_layouts.config_of(case)),
+    num_microbatches=case.num_microbatches,
+  )
+  return Memory(
+    need,
+    Limit(limit, 'a test'),
+    Limit(host, 'a test'),
+    program,
+    case.num_microbatches,
+    helpers_layouts.config_of(case).remat_policy,
+  )
 
 
 def compiled(memory: Memory):
@@ -32,10 +41,14 @@ def compiled(memory: Memory):
   return program.train_step.lower(program.abstract_state, program.abstract_batch).compile(QUICK)
 
 
-@pytest.mark.parametrize('case', [
-    pytest.param(FULL_REMAT, id='full_remat'), pytest.param(CASES['zero1'], id='zero1'),
-    *(pytest.param(case, id=f'all_{name}', marks=pytest.mark.slow)
-      for name, case in CASES.items())])
+@pytest.mark.parametrize(
+  'case',
+  [
+    pytest.param(FULL_REMAT, id='full_remat'),
+    pytest.param(CASES['zero1'], id='zero1'),
+    *(pytest.param(case, id=f'all_{name}', marks=pytest.mark.slow) for name, case in CASES.items()),
+  ],
+)
 def test_the_estimate_is_a_lower_bound_of_what_xla_gives(case):
   memory = memory_of(case)
   exact = memory.compiled(compiled(memory))
@@ -53,8 +66,11 @@ def test_what_fits_is_accepted_and_one_byte_less_is_not():
   total = memory_of(CASES['dp']).need.total
   memory_of(CASES['dp'], limit=total).check()
   text = refusal(memory_of(CASES['dp'], limit=total - 1))
-  assert re.search(r'A step on 8 GPUs needs \d\.\d MiB on each \(by a lower bound, before compiling'
-                   r'\): \d\.\d MiB of parameters and optimizer state, ', text)
+  assert re.search(
+    r'A step on 8 GPUs needs \d\.\d MiB on each \(by a lower bound, before compiling'
+    r'\): \d\.\d MiB of parameters and optimizer state, ',
+    text,
+  )
   assert 'Each has ' in text and '(a test)' in text and 'docs/parallelism.md#memory' in text
 
 
@@ -64,8 +80,9 @@ def test_a_state_too_large_for_replicas_fits_as_the_error_says():
   stages = []
   for limit in (need.total - need.opt_state // 2, need.total * 2 // 5, need.total * 3 // 10):
     text = refusal(memory_of(CASES['dp'], limit, **SMALL_BATCH))
-    ways, stage = map(int, re.search(
-        r'Partitioner.fsdp = (\d+) with Partitioner.zero_stage = (\d)', text).groups())
+    ways, stage = map(
+      int, re.search(r'Partitioner.fsdp = (\d+) with Partitioner.zero_stage = (\d)', text).groups()
+    )
     memory_of(Case(dict(fsdp=ways, zero_stage=stage)), limit, **SMALL_BATCH).check()
     stages.append(stage)
     for lower in range(1, stage):
@@ -83,8 +100,9 @@ def test_too_many_activations_fit_in_microbatches_or_a_smaller_batch():
   need = memory_of(CASES['dp']).need
   limit = need.total - need.activations * 5 // 8
   text = refusal(memory_of(CASES['dp'], limit))
-  parts, batch = (int(re.search(f'{name} = (\\d+)', text)[1])
-                  for name in ('train.num_microbatches', 'BATCH_SIZE'))
+  parts, batch = (
+    int(re.search(f'{name} = (\\d+)', text)[1]) for name in ('train.num_microbatches', 'BATCH_SIZE')
+  )
   assert (parts, batch) == (4, helpers_layouts.BATCH // 4)
   memory_of(dataclasses.replace(CASES['dp'], num_microbatches=parts), limit).check()
   memory_of(CASES['dp'], limit, batch_size=batch).check()

@@ -54,8 +54,9 @@ class ParamsReader:
     return self.read_at(path, (slice(start, self.shapes[path][0] if stop is None else stop),))
 
 
-def read_params(model_dir: str | os.PathLike | AnyPath, abstract_params: Any, *,
-                step: Optional[int] = None) -> Any:
+def read_params(
+  model_dir: str | os.PathLike | AnyPath, abstract_params: Any, *, step: Optional[int] = None
+) -> Any:
   """Returns the parameters of a checkpoint on the devices of `abstract_params`.
 
   Each process reads the parts that its devices hold. The checkpoint may be a converted one, which
@@ -71,13 +72,18 @@ def read_params(model_dir: str | os.PathLike | AnyPath, abstract_params: Any, *,
   """
   reader = ParamsReader(model_dir, step=step)
   want = flax.traverse_util.flatten_dict(abstract_params, sep='/')
-  problems = tree_problems({name: a.shape for name, a in want.items()}, reader.shapes,
-                           wanted_by='the model', had_by='the checkpoint')
+  problems = tree_problems(
+    {name: a.shape for name, a in want.items()},
+    reader.shapes,
+    wanted_by='the model',
+    had_by='the checkpoint',
+  )
   if problems:
-    raise CheckpointError(f'{reader.path} holds other parameters than this model has:\n  '
-                          + '\n  '.join(problems),
-                          fix='Take the model file that belongs to the checkpoint.',
-                          parameters=('MODEL_DIR',))
+    raise CheckpointError(
+      f'{reader.path} holds other parameters than this model has:\n  ' + '\n  '.join(problems),
+      fix='Take the model file that belongs to the checkpoint.',
+      parameters=('MODEL_DIR',),
+    )
 
   params = {name: read_array(reader.state, name, a) for name, a in want.items()}
   check_params(reader, params)
@@ -94,25 +100,42 @@ def check_params(reader: ParamsReader, params: Mapping[str, jax.Array]) -> None:
   try:
     check_restored(dict(params), reader.manifest, step=reader.step, prefix='params/')
   except ValueError as e:
-    raise CheckpointError(f'{reader.path} is damaged: {e}.',
-                          fix='Take another checkpoint, or copy this one again. All of its arrays '
-                              f'are checked by\npython -m t5x_gpu.checkpoint verify {reader.path}',
-                          parameters=('MODEL_DIR',), docs='checkpoints.md#checksums') from e
+    raise CheckpointError(
+      f'{reader.path} is damaged: {e}.',
+      fix='Take another checkpoint, or copy this one again. All of its arrays '
+      f'are checked by\npython -m t5x_gpu.checkpoint verify {reader.path}',
+      parameters=('MODEL_DIR',),
+      docs='checkpoints.md#checksums',
+    ) from e
 
 
-def tree_problems(want: Mapping[str, Sequence[int]], have: Mapping[str, Sequence[int]], *,
-                  wanted_by: str, had_by: str, limit: int = 8) -> list[str]:
+def tree_problems(
+  want: Mapping[str, Sequence[int]],
+  have: Mapping[str, Sequence[int]],
+  *,
+  wanted_by: str,
+  had_by: str,
+  limit: int = 8,
+) -> list[str]:
   """Returns a line per tensor that is missing (with the closest names), left over or of another
   shape, at most `limit` of each kind; [] if both are the same.
   """
   over = sorted(have.keys() - want.keys())
-  missing = [f'missing: {n} {list(want[n])}.{did_you_mean(n, over, limit=2)}'
-             for n in sorted(want.keys() - have.keys())]
+  missing = [
+    f'missing: {n} {list(want[n])}.{did_you_mean(n, over, limit=2)}'
+    for n in sorted(want.keys() - have.keys())
+  ]
   left_over = [f'left over: {n} {list(have[n])}.' for n in over]
-  changed = [f'{n}: {list(have[n])} in {had_by}, {list(want[n])} in {wanted_by}.'
-             for n in sorted(want.keys() & have.keys()) if tuple(want[n]) != tuple(have[n])]
-  return [line for kind in (changed, missing, left_over) for line in
-          kind[:limit] + ([f'... and {len(kind) - limit} more.'] if len(kind) > limit else [])]
+  changed = [
+    f'{n}: {list(have[n])} in {had_by}, {list(want[n])} in {wanted_by}.'
+    for n in sorted(want.keys() & have.keys())
+    if tuple(want[n]) != tuple(have[n])
+  ]
+  return [
+    line
+    for kind in (changed, missing, left_over)
+    for line in kind[:limit] + ([f'... and {len(kind) - limit} more.'] if len(kind) > limit else [])
+  ]
 
 
 class ParamsWriter:
@@ -127,14 +150,28 @@ class ParamsWriter:
     compress: worth it where values were narrower than float32, and are half zeros.
   """
 
-  def __init__(self, folder: AnyPath, *, step: int, shapes: Mapping[str, tuple[int, ...]],
-               chunks: Mapping[str, tuple[int, ...]], about: Mapping[str, Any], compress: bool):
+  def __init__(
+    self,
+    folder: AnyPath,
+    *,
+    step: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    chunks: Mapping[str, tuple[int, ...]],
+    about: Mapping[str, Any],
+    compress: bool,
+  ):
     self._shapes, self._about = dict(shapes), dict(about)
-    arrays = {'step': ((), np.int32), **{
-        f'params/{name}': (tuple(shape), np.float32) for name, shape in self._shapes.items()}}
+    arrays = {
+      'step': ((), np.int32),
+      **{f'params/{name}': (tuple(shape), np.float32) for name, shape in self._shapes.items()},
+    }
     self._writer = StateWriter(
-        folder, step=step, arrays=arrays, compress=compress,
-        chunks={'step': (), **{f'params/{name}': chunk for name, chunk in chunks.items()}})
+      folder,
+      step=step,
+      arrays=arrays,
+      compress=compress,
+      chunks={'step': (), **{f'params/{name}': chunk for name, chunk in chunks.items()}},
+    )
     self._sums = {name: HostSums(shape) for name, (shape, _) in arrays.items()}
     self._write('step', (), np.asarray(step, np.int32))
 
@@ -148,13 +185,22 @@ class ParamsWriter:
 
   def close(self) -> None:
     """Writes what is pending, and what the checkpoint says of itself."""
-    tree = {'step': jax.ShapeDtypeStruct((), np.int32), 'params': flax.traverse_util.unflatten_dict(
-        {n: jax.ShapeDtypeStruct(s, np.float32) for n, s in self._shapes.items()}, sep='/')}
+    tree = {
+      'step': jax.ShapeDtypeStruct((), np.int32),
+      'params': flax.traverse_util.unflatten_dict(
+        {n: jax.ShapeDtypeStruct(s, np.float32) for n, s in self._shapes.items()}, sep='/'
+      ),
+    }
     self._writer.close(
-        manifest={**make_manifest(tree, mesh_shape={}, data={}, next_batch_hash=''),
-                  **record({name: str(sums) for name, sums in self._sums.items()}),
-                  PARAMS_ONLY: True, 'converted_from': self._about},
-        data={'iterator': ''}, empty={})
+      manifest={
+        **make_manifest(tree, mesh_shape={}, data={}, next_batch_hash=''),
+        **record({name: str(sums) for name, sums in self._sums.items()}),
+        PARAMS_ONLY: True,
+        'converted_from': self._about,
+      },
+      data={'iterator': ''},
+      empty={},
+    )
 
   def __enter__(self) -> Self:
     return self

@@ -30,6 +30,7 @@ class HostArray:
     chunk: shape of what is read as a whole; no chunk lies in two shards.
     parts: (where, values), copied to host memory.
   """
+
   name: str
   shape: Shape
   dtype: Any
@@ -40,15 +41,28 @@ class HostArray:
 def copy_to_host(tree: Any) -> list[HostArray]:
   """Returns what this process writes of all arrays; the arrays may be overwritten afterwards."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  owned = [(jax.tree_util.keystr(path, simple=True, separator='/'), x,
-            [s for s in x.addressable_shards if s.replica_id == 0]) for path, x in flat]
+  owned = [
+    (
+      jax.tree_util.keystr(path, simple=True, separator='/'),
+      x,
+      [s for s in x.addressable_shards if s.replica_id == 0],
+    )
+    for path, x in flat
+  ]
   for _, _, shards in owned:
     for shard in shards:
       shard.data.copy_to_host_async()
-  return [HostArray(name, x.shape, x.dtype, _chunk(x),
-                    # On CPU the array would be the device's own memory.
-                    [(s.index, np.array(s.data, copy=True)) for s in shards])
-          for name, x, shards in owned]
+  return [
+    HostArray(
+      name,
+      x.shape,
+      x.dtype,
+      _chunk(x),
+      # On CPU the array would be the device's own memory.
+      [(s.index, np.array(s.data, copy=True)) for s in shards],
+    )
+    for name, x, shards in owned
+  ]
 
 
 def _chunk(x: jax.Array) -> Shape:
@@ -68,10 +82,20 @@ def write_arrays(arrays: Sequence[HostArray], state: RemotePath, *, process_inde
   for array in arrays:
     if not array.parts and process_index:
       continue
-    store = ts.open({**spec_of(own, array.name), 'metadata': {
-        'shape': list(array.shape), 'chunks': [max(c, 1) for c in array.chunk],
-        'compressor': COMPRESSOR}}, create=True, dtype=array.dtype, context=limits,
-        transaction=transaction).result()
+    store = ts.open(
+      {
+        **spec_of(own, array.name),
+        'metadata': {
+          'shape': list(array.shape),
+          'chunks': [max(c, 1) for c in array.chunk],
+          'compressor': COMPRESSOR,
+        },
+      },
+      create=True,
+      dtype=array.dtype,
+      context=limits,
+      transaction=transaction,
+    ).result()
     for place, values in _pieces(array):
       store[place] = values
       waiting += values.nbytes
@@ -86,8 +110,7 @@ def _pieces(array: HostArray) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
   """Yields (where, values) of whole chunks, about as large as what is sent at once."""
   for place, values in array.parts:
     starts = [s.indices(n)[0] for s, n in zip(place, array.shape)]
-    piece = piece_shape(values.shape, array.chunk, itemsize=values.itemsize,
-                        most_bytes=FLUSH_BYTES)
+    piece = piece_shape(values.shape, array.chunk, itemsize=values.itemsize, most_bytes=FLUSH_BYTES)
     for box in boxes(values.shape, piece):
       yield tuple(slice(i + b.start, i + b.stop) for i, b in zip(starts, box)), values[box]
 
@@ -98,6 +121,7 @@ def join_stores(state: RemotePath, *, num_processes: int) -> None:
 
   def opened(folder: RemotePath) -> ts.KvStore:
     return ts.KvStore.open(store_of(folder), context=limits).result()
+
   whole, transaction = opened(state), ts.Transaction(atomic=True)
   for i in _written(state, num_processes):
     opened(_own(state, i)).experimental_copy_range_to(whole.with_transaction(transaction)).result()

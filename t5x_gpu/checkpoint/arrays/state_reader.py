@@ -17,10 +17,22 @@ import numpy as np
 import tensorstore as ts
 
 from t5x_gpu.checkpoint.model_dir import (
-    PREFIX, UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
+  PREFIX,
+  UNREADABLE,
+  checkpoint_path,
+  committed_steps,
+  read_saved,
+  why,
+)
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, piece_shape
 from t5x_gpu.checkpoint.storage.paths import (
-    AnyPath, StorageError, as_path, context, is_remote, kvstore_spec)
+  AnyPath,
+  StorageError,
+  as_path,
+  context,
+  is_remote,
+  kvstore_spec,
+)
 from t5x_gpu.errors import CheckpointError
 
 UNSTACKED = 'unstacked'
@@ -30,8 +42,9 @@ PIECE_BYTES = 32 << 20  # what is read at once; larger chunks are kept for the n
 Place = tuple[slice | int, ...]
 
 
-def find_checkpoint(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None,
-                    is_committed: bool = True) -> tuple[AnyPath, int]:
+def find_checkpoint(
+  path: str | os.PathLike | AnyPath, *, step: Optional[int] = None, is_committed: bool = True
+) -> tuple[AnyPath, int]:
   """Returns (MODEL_DIR, step) of a checkpoint.
 
   Args:
@@ -45,16 +58,21 @@ def find_checkpoint(path: str | os.PathLike | AnyPath, *, step: Optional[int] = 
   number = re.fullmatch(rf'{PREFIX}_(\d+)', folder.name)
   if number and _is_one(folder, int(number[1]), is_committed):
     if step not in (None, int(number[1])):
-      raise CheckpointError(f'{folder} is the checkpoint of step {number[1]}, not of step {step}.',
-                            fix=f'Give its MODEL_DIR, {folder.parent}, or leave the step out.')
+      raise CheckpointError(
+        f'{folder} is the checkpoint of step {number[1]}, not of step {step}.',
+        fix=f'Give its MODEL_DIR, {folder.parent}, or leave the step out.',
+      )
     return folder.parent, int(number[1])
   steps = committed_steps(folder)
   if not steps or step not in (None, *steps):
     raise CheckpointError(
-        f'{folder} does not exist.' if not is_remote(folder) and not folder.exists() else
-        f'{folder} has no checkpoint' + ('.' if step is None else f' of step {step}.'),
-        fix=f'Its steps are {", ".join(map(str, steps))}.' if steps else
-        'Give the MODEL_DIR of a run, which has checkpoint_<step> in it.')
+      f'{folder} does not exist.'
+      if not is_remote(folder) and not folder.exists()
+      else f'{folder} has no checkpoint' + ('.' if step is None else f' of step {step}.'),
+      fix=f'Its steps are {", ".join(map(str, steps))}.'
+      if steps
+      else 'Give the MODEL_DIR of a run, which has checkpoint_<step> in it.',
+    )
   return folder, steps[-1] if step is None else step
 
 
@@ -62,7 +80,8 @@ def _is_one(folder: AnyPath, step: int, is_committed: bool) -> bool:
   """Returns whether a folder called checkpoint_<step> is that checkpoint, no MODEL_DIR."""
   if is_remote(folder):
     return (folder / 'manifest').exists() and (
-        not is_committed or step in committed_steps(folder.parent))
+      not is_committed or step in committed_steps(folder.parent)
+    )
   return (folder / 'manifest').exists() or folder.is_dir() and not committed_steps(folder)
 
 
@@ -84,8 +103,15 @@ class StateReader:
     CheckpointError: none there, or it cannot be read.
   """
 
-  def __init__(self, path: str | os.PathLike | AnyPath, *, step: Optional[int] = None,
-               prefix: str = '', cache_bytes: Optional[int] = None, is_committed: bool = True):
+  def __init__(
+    self,
+    path: str | os.PathLike | AnyPath,
+    *,
+    step: Optional[int] = None,
+    prefix: str = '',
+    cache_bytes: Optional[int] = None,
+    is_committed: bool = True,
+  ):
     folder, self.step = find_checkpoint(path, step=step, is_committed=is_committed)
     self.path = checkpoint_path(folder, self.step)
     self._prefix = prefix
@@ -94,16 +120,21 @@ class StateReader:
       if not is_remote(folder):
         self._describe(cache_bytes)
     except UNREADABLE as e:
-      raise CheckpointError(f'{self.path} cannot be read ({why(e)}).',
-                            fix='Take an earlier checkpoint: --step names one.') from e
+      raise CheckpointError(
+        f'{self.path} cannot be read ({why(e)}).',
+        fix='Take an earlier checkpoint: --step names one.',
+      ) from e
     if is_remote(folder):  # an error may be an outage, which the caller looks for
       self._describe(cache_bytes)
 
   def _describe(self, cache_bytes: Optional[int]) -> None:
     """Sets what the manifest says of the arrays."""
     prefix = self._prefix
-    arrays = {name.removeprefix(prefix): value for name, value in self.manifest['arrays'].items()
-              if name.startswith(prefix)}
+    arrays = {
+      name.removeprefix(prefix): value
+      for name, value in self.manifest['arrays'].items()
+      if name.startswith(prefix)
+    }
     self.shapes: dict[str, Shape] = {name: tuple(shape) for name, (shape, _) in arrays.items()}
     self.dtypes = {name: np.dtype(dtype) for name, (_, dtype) in arrays.items()}
     self._unstacked = frozenset(self.manifest.get(UNSTACKED, ()))
@@ -120,8 +151,9 @@ class StateReader:
     array = self._opened(self._parts(name)[0], self._index)
     shape = self.shapes[name][1:] if self._is_unstacked(name) else self.shapes[name]
     if tuple(array.shape) != shape:
-      raise ValueError(f'{name} has shape {tuple(array.shape)} in its files, {shape} in the '
-                       'manifest')
+      raise ValueError(
+        f'{name} has shape {tuple(array.shape)} in its files, {shape} in the manifest'
+      )
     chunk = tuple(array.chunk_layout.read_chunk.shape or ())
     return (1, *chunk) if self._is_unstacked(name) else chunk
 
@@ -139,12 +171,14 @@ class StateReader:
     layers = [self._open(part)[rest].read().result() for part in parts[first]]
     return np.stack(layers) if layers else np.empty((0, *self.shapes[name][1:]), self.dtypes[name])
 
-  def pieces(self, name: str, *, most_bytes: int = PIECE_BYTES
-             ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+  def pieces(
+    self, name: str, *, most_bytes: int = PIECE_BYTES
+  ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
     """Yields (where, values) of parts that make up an array, of about `most_bytes` each."""
     shape = self.shapes[name]
-    piece = piece_shape(shape, self.chunk_shape(name), itemsize=self.dtypes[name].itemsize,
-                        most_bytes=most_bytes)
+    piece = piece_shape(
+      shape, self.chunk_shape(name), itemsize=self.dtypes[name].itemsize, most_bytes=most_bytes
+    )
     for place in boxes(shape, piece):
       yield place, self.read_at(name, place)
 
@@ -159,19 +193,20 @@ class StateReader:
   def _is_unstacked(self, name: str) -> bool:
     return self._prefix + name in self._unstacked
 
-  @functools.cache
+  @functools.cache  # noqa: B019 - a reader lives as long as its command
   def _parts(self, name: str) -> list[str]:
     """Returns the names of the files' arrays that make up one of ours."""
     full = self._prefix + name
     return layer_names(full, self.shapes[name][0]) if self._is_unstacked(name) else [full]
 
-  @functools.cache
+  @functools.cache  # noqa: B019 - a reader lives as long as its command
   def _open(self, name: str) -> ts.TensorStore:
     return self._opened(name, self._context)
 
   def _opened(self, name: str, limits: ts.Context) -> ts.TensorStore:
-    return ts.open(spec_of(self.path / 'state', name), open=True, read=True,
-                   context=limits).result()
+    return ts.open(
+      spec_of(self.path / 'state', name), open=True, read=True, context=limits
+    ).result()
 
 
 def read_array(reader: StateReader, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -184,6 +219,7 @@ def read_array(reader: StateReader, name: str, like: jax.ShapeDtypeStruct) -> ja
     if str(place) not in parts:  # several devices may hold the same
       parts[str(place)] = reader.read_at(name, place).astype(like.dtype, copy=False)
     return parts[str(place)]
+
   return jax.make_array_from_callback(like.shape, like.sharding, part)
 
 
@@ -199,8 +235,12 @@ def read_state(path: str | os.PathLike | AnyPath, target: Any) -> Any:
     raise
   except CheckpointError as e:  # the caller falls back to an older one
     raise ValueError(e.what) from e
-  return jax.tree_util.tree_map_with_path(lambda keys, like: read_array(
-      reader, jax.tree_util.keystr(keys, simple=True, separator='/'), like), target)
+  return jax.tree_util.tree_map_with_path(
+    lambda keys, like: read_array(
+      reader, jax.tree_util.keystr(keys, simple=True, separator='/'), like
+    ),
+    target,
+  )
 
 
 def layer_names(name: str, num_layers: int) -> list[str]:

@@ -40,10 +40,19 @@ class StateWriter:
       first of them calls `merge` once all have flushed, and then `close`.
   """
 
-  def __init__(self, folder: AnyPath, *, step: int, arrays: Mapping[str, tuple[Shape, Any]],
-               chunks: Mapping[str, Shape], unstacked: Collection[str] = (), compress: bool = False,
-               flush_bytes: Optional[int] = None, resume: bool = False,
-               process: Optional[int] = None):
+  def __init__(
+    self,
+    folder: AnyPath,
+    *,
+    step: int,
+    arrays: Mapping[str, tuple[Shape, Any]],
+    chunks: Mapping[str, Shape],
+    unstacked: Collection[str] = (),
+    compress: bool = False,
+    flush_bytes: Optional[int] = None,
+    resume: bool = False,
+    process: Optional[int] = None,
+  ):
     self.path = checkpoint_path(folder, step)
     self._arrays, self._unstacked = dict(arrays), frozenset(unstacked)
     self._compress, self._flush_bytes = compress, flush_bytes or FLUSH_BYTES
@@ -58,15 +67,24 @@ class StateWriter:
       parts, shape, chunk = [name], tuple(shape), tuple(chunks[name])
       if name in self._unstacked:
         parts, shape, chunk = layer_names(name, shape[0]), shape[1:], chunk[1:]
-      self._stores[name] = [self._reopen(part) if resume else
-                            self._create(part, shape, dtype, chunk) for part in parts]
+      self._stores[name] = [
+        self._reopen(part) if resume else self._create(part, shape, dtype, chunk) for part in parts
+      ]
     self.flush()
 
   def _create(self, name: str, shape: Shape, dtype: Any, chunk: Shape) -> ts.TensorStore:
-    metadata = {'shape': list(shape), 'chunks': [max(c, 1) for c in chunk],
-                'compressor': COMPRESSOR if self._compress else None}
-    return ts.open({**spec_of(self._written, name), 'metadata': metadata}, create=True, dtype=dtype,
-                   context=self._context, transaction=self._transaction).result()
+    metadata = {
+      'shape': list(shape),
+      'chunks': [max(c, 1) for c in chunk],
+      'compressor': COMPRESSOR if self._compress else None,
+    }
+    return ts.open(
+      {**spec_of(self._written, name), 'metadata': metadata},
+      create=True,
+      dtype=dtype,
+      context=self._context,
+      transaction=self._transaction,
+    ).result()
 
   def _reopen(self, name: str) -> ts.TensorStore:
     return ts.open(spec_of(self._written, name), open=True, context=self._context).result()
@@ -76,8 +94,11 @@ class StateWriter:
     transaction = self._transaction
     if name in self._unstacked:
       first, rest = place[0], place[1:]
-      layers = [(first, value)] if isinstance(first, int) else zip(
-          range(*first.indices(self._arrays[name][0][0])), value)
+      layers = (
+        [(first, value)]
+        if isinstance(first, int)
+        else zip(range(*first.indices(self._arrays[name][0][0])), value)
+      )
       for i, layer in layers:
         self._stores[name][i].with_transaction(transaction)[rest] = layer
     else:
@@ -115,19 +136,25 @@ class StateWriter:
     Raises:
       OSError: it cannot be written.
     """
+
     def opened(folder: AnyPath) -> ts.KvStore:
-      return ts.KvStore.open({'driver': 'ocdbt', 'base': f'file://{folder}/'},
-                             context=self._context).result()  # one for all, or it is refused
+      return ts.KvStore.open(
+        {'driver': 'ocdbt', 'base': f'file://{folder}/'}, context=self._context
+      ).result()  # one for all, or it is refused
+
     merged, transaction = opened(self._state), ts.Transaction(atomic=True)
-    copies = [opened(folder).experimental_copy_range_to(merged.with_transaction(transaction))
-              for folder in sorted(self._state.glob(f'{_PROCESS}*'))]
+    copies = [
+      opened(folder).experimental_copy_range_to(merged.with_transaction(transaction))
+      for folder in sorted(self._state.glob(f'{_PROCESS}*'))
+    ]
     for copy in copies:
       copy.result()
     self._writing = transaction.commit_async()
     self._wait()
 
-  def close(self, *, manifest: Mapping[str, Any], data: Mapping[str, Any],
-            empty: Mapping[str, Any]) -> None:
+  def close(
+    self, *, manifest: Mapping[str, Any], data: Mapping[str, Any], empty: Mapping[str, Any]
+  ) -> None:
     """Writes what is pending, and what the checkpoint says of itself.
 
     Args:
@@ -143,8 +170,14 @@ class StateWriter:
     write_about(self.path, leaves=leaves, manifest=manifest, data=data, empty=empty)
 
 
-def write_about(path: AnyPath, *, leaves: Mapping[str, Shape], manifest: Mapping[str, Any],
-                data: Mapping[str, Any], empty: Mapping[str, Any]) -> None:
+def write_about(
+  path: AnyPath,
+  *,
+  leaves: Mapping[str, Shape],
+  manifest: Mapping[str, Any],
+  data: Mapping[str, Any],
+  empty: Mapping[str, Any],
+) -> None:
   """Writes all that Orbax writes of a checkpoint beside its arrays.
 
   Args:
@@ -152,38 +185,69 @@ def write_about(path: AnyPath, *, leaves: Mapping[str, Shape], manifest: Mapping
     leaves: '/'-joined path -> shape of an array, as it lies there.
     manifest, data, empty: see `StateWriter.close`.
   """
-  tree = {str(tuple(name.split('/'))): _leaf_metadata(name, shape)
-          for name, shape in leaves.items()}
-  write_json(path / 'state' / '_METADATA', {
-      'tree_metadata': {**tree, **empty}, 'use_ocdbt': True, 'use_zarr3': False,
-      'store_array_data_equal_to_fill_value': True, 'custom_metadata': None})
+  tree = {
+    str(tuple(name.split('/'))): _leaf_metadata(name, shape) for name, shape in leaves.items()
+  }
+  write_json(
+    path / 'state' / '_METADATA',
+    {
+      'tree_metadata': {**tree, **empty},
+      'use_ocdbt': True,
+      'use_zarr3': False,
+      'store_array_data_equal_to_fill_value': True,
+      'custom_metadata': None,
+    },
+  )
   write_json(path / 'data' / 'metadata', data)
   write_json(path / 'manifest' / 'metadata', sealed(manifest, data=data))
   now = time.time_ns()
-  write_json(path / '_CHECKPOINT_METADATA', {
+  write_json(
+    path / '_CHECKPOINT_METADATA',
+    {
       'item_handlers': {
-          'data': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
-          'manifest': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
-          'state': f'{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler'},
-      'metrics': {}, 'performance_metrics': {}, 'init_timestamp_nsecs': now,
-      'commit_timestamp_nsecs': now, 'custom_metadata': {}})
+        'data': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
+        'manifest': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
+        'state': f'{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler',
+      },
+      'metrics': {},
+      'performance_metrics': {},
+      'init_timestamp_nsecs': now,
+      'commit_timestamp_nsecs': now,
+      'custom_metadata': {},
+    },
+  )
 
 
 def empty_leaves(tree: Any) -> dict[str, Any]:
   """Returns what Orbax's tree has beside arrays: leaves that are None, containers without any."""
+
   def is_empty(x: Any) -> bool:
     return x is None or isinstance(x, (Mapping, list, tuple)) and not x
+
   found = {}
   for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]:
     if is_empty(x):
-      keys = [(jax.tree_util.keystr((key,), simple=True),
-               1 if isinstance(key, jax.tree_util.SequenceKey) else 2) for key in path]
+      keys = [
+        (
+          jax.tree_util.keystr((key,), simple=True),
+          1 if isinstance(key, jax.tree_util.SequenceKey) else 2,
+        )
+        for key in path
+      ]
       # A NamedTuple is what Orbax calls None.
-      kind = ('Dict' if isinstance(x, Mapping) else 'List' if isinstance(x, list) else
-              'Tuple' if type(x) is tuple else 'None')
+      kind = (
+        'Dict'
+        if isinstance(x, Mapping)
+        else 'List'
+        if isinstance(x, list)
+        else 'Tuple'
+        if type(x) is tuple
+        else 'None'
+      )
       found[str(tuple(name for name, _ in keys))] = {
-          'key_metadata': _key_metadata(keys),
-          'value_metadata': {'value_type': kind, 'skip_deserialize': True}}
+        'key_metadata': _key_metadata(keys),
+        'value_metadata': {'value_type': kind, 'skip_deserialize': True},
+      }
   return found
 
 
@@ -194,9 +258,14 @@ def _key_metadata(keys: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
 
 def _leaf_metadata(name: str, shape: Sequence[int]) -> dict[str, Any]:
   keys = name.split('/')
-  return {'key_metadata': _key_metadata([(key, 1 if key.isdecimal() else 2) for key in keys]),
-          'value_metadata': {'value_type': 'jax.Array', 'skip_deserialize': False,
-                             'write_shape': list(shape)}}
+  return {
+    'key_metadata': _key_metadata([(key, 1 if key.isdecimal() else 2) for key in keys]),
+    'value_metadata': {
+      'value_type': 'jax.Array',
+      'skip_deserialize': False,
+      'write_shape': list(shape),
+    },
+  }
 
 
 def write_json(path: AnyPath, value: Any) -> None:

@@ -15,21 +15,32 @@ LAYERS = ('num_layers', 'num_decoder_layers', 'num_hidden_layers', 'n_layer')
 _LARGEST = 2**31  # of the whole numbers
 # What the keys that are read hold where they are there and not null.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    'a whole number from 0': ((int,), (
-        'vocab_size d_model d_kv d_ff num_layers num_decoder_layers num_heads '
-        'relative_attention_num_buckets relative_attention_max_distance hidden_size '
-        'num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size '
-        'max_position_embeddings type_vocab_size num_labels n_embd n_layer n_head n_inner '
-        'n_positions n_ctx sliding_window max_window_layers')),
-    'a number': ((int, float), (
-        'layer_norm_epsilon layer_norm_eps rms_norm_eps dropout_rate hidden_dropout_prob '
-        'resid_pdrop attention_dropout initializer_range query_pre_attn_scalar '
-        'attn_logit_softcapping final_logit_softcapping rope_theta')),
-    'true or false': ((bool,), (
-        'tie_word_embeddings scale_decoder_outputs mlp_bias attention_bias use_sliding_window')),
-    'text': ((str,), 'feed_forward_proj hidden_act hidden_activation activation_function'),
-    'a list of text': ((list,), 'architectures layer_types'),
-    'an object': ((dict,), 'rope_scaling rope_parameters id2label')}
+  'a whole number from 0': (
+    (int,),
+    (
+      'vocab_size d_model d_kv d_ff num_layers num_decoder_layers num_heads '
+      'relative_attention_num_buckets relative_attention_max_distance hidden_size '
+      'num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size '
+      'max_position_embeddings type_vocab_size num_labels n_embd n_layer n_head n_inner '
+      'n_positions n_ctx sliding_window max_window_layers'
+    ),
+  ),
+  'a number': (
+    (int, float),
+    (
+      'layer_norm_epsilon layer_norm_eps rms_norm_eps dropout_rate hidden_dropout_prob '
+      'resid_pdrop attention_dropout initializer_range query_pre_attn_scalar '
+      'attn_logit_softcapping final_logit_softcapping rope_theta'
+    ),
+  ),
+  'true or false': (
+    (bool,),
+    ('tie_word_embeddings scale_decoder_outputs mlp_bias attention_bias use_sliding_window'),
+  ),
+  'text': ((str,), 'feed_forward_proj hidden_act hidden_activation activation_function'),
+  'a list of text': ((list,), 'architectures layer_types'),
+  'an object': ((dict,), 'rope_scaling rope_parameters id2label'),
+}
 
 
 def family_of(config: Json) -> str:
@@ -38,33 +49,43 @@ def family_of(config: Json) -> str:
   Raises:
     CheckpointError: any other model, or values that are of another type than their keys have.
   """
-  wrong = [f'{key} = {config[key]!r} (must be {kind})' for kind, (types, keys) in _TYPES.items()
-           for key in keys.split() if config.get(key) is not None and not (
-               isinstance(config[key], types)
-               and (bool in types or not isinstance(config[key], bool))
-               and (types != (int,) or 0 <= config[key] <= _LARGEST)
-               and (types != (list,) or all(isinstance(x, str) for x in config[key])))]
+  wrong = [
+    f'{key} = {config[key]!r} (must be {kind})'
+    for kind, (types, keys) in _TYPES.items()
+    for key in keys.split()
+    if config.get(key) is not None
+    and not (
+      isinstance(config[key], types)
+      and (bool in types or not isinstance(config[key], bool))
+      and (types != (int,) or 0 <= config[key] <= _LARGEST)
+      and (types != (list,) or all(isinstance(x, str) for x in config[key]))
+    )
+  ]
   if wrong:
-    raise CheckpointError(f'config.json says {"; ".join(wrong)}.',
-                          fix='Take the config.json that belongs to the weights.',
-                          docs='convert.md#refused')
+    raise CheckpointError(
+      f'config.json says {"; ".join(wrong)}.',
+      fix='Take the config.json that belongs to the weights.',
+      docs='convert.md#refused',
+    )
   model_type = config.get('model_type')
   family = 't5' if model_type == 'mt5' else str(model_type)
   if family not in CONFIG_FAMILIES:
     raise CheckpointError(
-        f'config.json says model_type = {model_type!r}, which is not converted.'
-        + did_you_mean(family, CONFIG_FAMILIES),
-        fix=f'Families: {", ".join(CONFIG_FAMILIES)} (t5 is T5, T5.1.1, mT5 and ByT5).',
-        docs='convert.md#families')
+      f'config.json says model_type = {model_type!r}, which is not converted.'
+      + did_you_mean(family, CONFIG_FAMILIES),
+      fix=f'Families: {", ".join(CONFIG_FAMILIES)} (t5 is T5, T5.1.1, mT5 and ByT5).',
+      docs='convert.md#families',
+    )
   known = CONFIG_FAMILIES[family].architectures
   architectures = config.get('architectures') or []
   if not set(architectures) & set(known):
     raise CheckpointError(
-        f'config.json says architectures = {architectures}; of {model_type} are converted: '
-        f'{", ".join(known)}.',
-        fix='Take a checkpoint with that head, or save one with transformers: '
-            f'{known[0]}.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER).',
-        docs='convert.md#families')
+      f'config.json says architectures = {architectures}; of {model_type} are converted: '
+      f'{", ".join(known)}.',
+      fix='Take a checkpoint with that head, or save one with transformers: '
+      f'{known[0]}.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER).',
+      docs='convert.md#families',
+    )
   return family
 
 
@@ -80,23 +101,36 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
   """
   family = family_of(config)
   reader = CONFIG_FAMILIES[family]
-  wrong = [f'{key} = {config[key]!r} (must be {" or ".join(map(repr, allowed))})'
-           for key, allowed in reader.fixed.items() if config.get(key, allowed[0]) not in allowed]
+  wrong = [
+    f'{key} = {config[key]!r} (must be {" or ".join(map(repr, allowed))})'
+    for key, allowed in reader.fixed.items()
+    if config.get(key, allowed[0]) not in allowed
+  ]
   if wrong:
-    raise CheckpointError(f'config.json of this {family} model says what our models do not do: '
-                          + '; '.join(wrong) + '.', fix='Such a model cannot be converted.',
-                          docs='convert.md#families')
+    raise CheckpointError(
+      f'config.json of this {family} model says what our models do not do: '
+      + '; '.join(wrong)
+      + '.',
+      fix='Such a model cannot be converted.',
+      docs='convert.md#families',
+    )
   try:
     return reader.read(config, has_tensor)
   except KeyError as e:
-    raise CheckpointError(f'config.json of this {family} model has no {e}.',
-                          fix='Take the config.json that belongs to the weights.') from e
+    raise CheckpointError(
+      f'config.json of this {family} model has no {e}.',
+      fix='Take the config.json that belongs to the weights.',
+    ) from e
   except ModelError as e:
-    raise CheckpointError(f'config.json describes a {family} model that cannot be: {e.what}',
-                          fix='Take the config.json that belongs to the weights.') from e
+    raise CheckpointError(
+      f'config.json describes a {family} model that cannot be: {e.what}',
+      fix='Take the config.json that belongs to the weights.',
+    ) from e
   except (TypeError, ValueError, ArithmeticError) as e:  # null, or 0, where it cannot be
-    raise CheckpointError(f'config.json of this {family} model has a value that cannot be: {e}.',
-                          fix='Take the config.json that belongs to the weights.') from e
+    raise CheckpointError(
+      f'config.json of this {family} model has a value that cannot be: {e}.',
+      fix='Take the config.json that belongs to the weights.',
+    ) from e
 
 
 def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> dict[str, Any]:
@@ -121,13 +155,15 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
   problems = differences(from_hf(config, has_tensor=lambda name: has_own_logits), model)
   if problems:
     raise CheckpointError(
-        f'The {family} family of Hugging Face cannot have this model:\n  '
-        + '\n  '.join(f'{name} = {ours!r}, where {family} has {theirs!r}'
-                      for name, theirs, ours in problems),
-        fix='Name the family that the model is of: --family=... of '
-            f'{", ".join(CONFIG_FAMILIES)}. A model of none of them stays with t5x_gpu.',
-        docs='convert.md#families',
-        parameters=[model.parameter(name) for name, _, _ in problems])
+      f'The {family} family of Hugging Face cannot have this model:\n  '
+      + '\n  '.join(
+        f'{name} = {ours!r}, where {family} has {theirs!r}' for name, theirs, ours in problems
+      ),
+      fix='Name the family that the model is of: --family=... of '
+      f'{", ".join(CONFIG_FAMILIES)}. A model of none of them stays with t5x_gpu.',
+      docs='convert.md#families',
+      parameters=[model.parameter(name) for name, _, _ in problems],
+    )
   return config
 
 

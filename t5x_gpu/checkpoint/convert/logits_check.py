@@ -24,9 +24,12 @@ from t5x_gpu.errors import CheckpointError
 
 TOLERANCE = 1e-4  # relative to the largest logit, or absolute where that is below 1
 ROWS, LENGTH = 2, 48
-_AUTO_CLASSES = {'decoder_only': 'AutoModelForCausalLM', 'encoder_decoder': 'AutoModelForSeq2SeqLM',
-                 'classification': 'AutoModelForSequenceClassification',
-                 'mlm': 'AutoModelForMaskedLM'}
+_AUTO_CLASSES = {
+  'decoder_only': 'AutoModelForCausalLM',
+  'encoder_decoder': 'AutoModelForSeq2SeqLM',
+  'classification': 'AutoModelForSequenceClassification',
+  'mlm': 'AutoModelForMaskedLM',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Agreement:
     largest: of the reference, by absolute value.
     difference: the largest.
   """
+
   against: str
   num_logits: int
   largest: float
@@ -49,8 +53,10 @@ class Agreement:
     return self.difference / max(self.largest, 1.0)
 
   def __str__(self) -> str:
-    return (f'{self.num_logits:,} logits of random tokens, ours against {self.against}: off by '
-            f'{self.difference:.1e} at most, the largest is {self.largest:.3g}')
+    return (
+      f'{self.num_logits:,} logits of random tokens, ours against {self.against}: off by '
+      f'{self.difference:.1e} at most, the largest is {self.largest:.3g}'
+    )
 
 
 def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
@@ -63,6 +69,7 @@ def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
     out = rng.integers(min(2, c.vocab_size - 1), c.vocab_size, (ROWS, length)).astype(np.int32)
     out[1, kept:] = 0
     return out
+
   targets = tokens(length, length - length // 3)
   if model.kind == 'encoder':
     return {'encoder_input_tokens': targets}
@@ -93,19 +100,27 @@ def counted(model: ModelFields, batch: Mapping[str, np.ndarray]) -> np.ndarray |
   return batch['decoder_target_tokens'] > 0
 
 
-def compare(model: ModelFields, ours: np.ndarray, other: np.ndarray,
-            batch: Mapping[str, np.ndarray], *, against: str,
-            tolerance: float = TOLERANCE) -> Agreement:
+def compare(
+  model: ModelFields,
+  ours: np.ndarray,
+  other: np.ndarray,
+  batch: Mapping[str, np.ndarray],
+  *,
+  against: str,
+  tolerance: float = TOLERANCE,
+) -> Agreement:
   """Returns how far apart two sets of logits are; raises CheckpointError beyond `tolerance`."""
   index = counted(model, batch)
   ours, other = ours[index], other[index]
-  agreement = Agreement(against, ours.size, float(np.max(np.abs(other))),
-                        float(np.max(np.abs(ours - other))))
+  agreement = Agreement(
+    against, ours.size, float(np.max(np.abs(other))), float(np.max(np.abs(ours - other)))
+  )
   if not agreement.relative <= tolerance:  # so that NaN fails
     raise CheckpointError(
-        f'The conversion is wrong: {agreement} (relative tolerance {tolerance:g}).',
-        fix='Nothing has been kept. If config.json belongs to the weights, please report this.',
-        docs='convert.md#the-check')
+      f'The conversion is wrong: {agreement} (relative tolerance {tolerance:g}).',
+      fix='Nothing has been kept. If config.json belongs to the weights, please report this.',
+      docs='convert.md#the-check',
+    )
   return agreement
 
 
@@ -119,13 +134,15 @@ def params_of_files(source: Tensors, table: Table, names: Names) -> Any:
         ours[path][piece.slices[path]] = value
   # One by one, so that there is one copy of all of them and no second one.
   return flax.traverse_util.unflatten_dict(
-      {path: jax.device_put(ours.pop(path), _cpu()) for path in list(ours)}, sep='/')
+    {path: jax.device_put(ours.pop(path), _cpu()) for path in list(ours)}, sep='/'
+  )
 
 
 def params_of_checkpoint(reader: ParamsReader) -> Any:
   """Returns the tree of parameters of our checkpoint, all in memory of the CPU."""
   return flax.traverse_util.unflatten_dict(
-      {path: jax.device_put(reader.read_at(path, ()), _cpu()) for path in reader.shapes}, sep='/')
+    {path: jax.device_put(reader.read_at(path, ()), _cpu()) for path in reader.shapes}, sep='/'
+  )
 
 
 def _cpu() -> jax.Device:
@@ -137,25 +154,34 @@ def has_transformers() -> bool:
   return all(importlib.util.find_spec(name) for name in ('transformers', 'torch'))
 
 
-def transformers_logits(folder: str | os.PathLike, model: ModelFields,
-                        batch: Mapping[str, np.ndarray]) -> tuple[np.ndarray, str]:
+def transformers_logits(
+  folder: str | os.PathLike, model: ModelFields, batch: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, str]:
   """Returns what transformers makes of `batch` with the model in `folder`, and its version."""
   torch, transformers = map(importlib.import_module, ('torch', 'transformers'))
   transformers.logging.set_verbosity_error()
   transformers.logging.disable_progress_bar()
   kind = model.options['head_type'] if model.kind == 'encoder' else model.kind
   auto = getattr(transformers, _AUTO_CLASSES[kind])
-  theirs = auto.from_pretrained(pathlib.Path(folder), local_files_only=True, use_safetensors=True,
-                                trust_remote_code=False, attn_implementation='eager',
-                                dtype=torch.float32).eval()
+  theirs = auto.from_pretrained(
+    pathlib.Path(folder),
+    local_files_only=True,
+    use_safetensors=True,
+    trust_remote_code=False,
+    attn_implementation='eager',
+    dtype=torch.float32,
+  ).eval()
 
   def tensor(name: str) -> Any:
     return torch.from_numpy(np.asarray(batch[name], np.int64))
+
   if model.kind == 'decoder_only':
     given = {'input_ids': tensor('decoder_input_tokens')}
   else:
-    given = {'input_ids': tensor('encoder_input_tokens'),
-             'attention_mask': (tensor('encoder_input_tokens') > 0).long()}
+    given = {
+      'input_ids': tensor('encoder_input_tokens'),
+      'attention_mask': (tensor('encoder_input_tokens') > 0).long(),
+    }
     if model.kind == 'encoder_decoder':
       given['decoder_input_ids'] = tensor('decoder_input_tokens')
   with torch.no_grad():
@@ -167,11 +193,12 @@ def check_memory(shapes: Mapping[str, Any], *, copies: float) -> None:
   need, available = copies * num_bytes(shapes), available_bytes()
   if available is not None and need > available:
     raise CheckpointError(
-        f'Comparing logits takes the model in memory: about {need / 2**30:.1f} GiB, and '
-        f'{available / 2**30:.1f} GiB are free.',
-        fix='Convert on a machine with more memory. With --check=tensors every tensor is read '
-            'again and compared to the bit, and no logits are: that takes little memory.',
-        docs='convert.md#the-check')
+      f'Comparing logits takes the model in memory: about {need / 2**30:.1f} GiB, and '
+      f'{available / 2**30:.1f} GiB are free.',
+      fix='Convert on a machine with more memory. With --check=tensors every tensor is read '
+      'again and compared to the bit, and no logits are: that takes little memory.',
+      docs='convert.md#the-check',
+    )
 
 
 def available_bytes() -> Optional[int]:

@@ -33,10 +33,11 @@ class MergedParams:
     factors = {name: factors_of(name, {n: n for n in reader.shapes}.get) for name in self.shapes}
     self._factors = {name: both for name, both in factors.items() if both[0] is not None}
     if not self._factors:
-      raise CheckpointError(f'{reader.path} has no adapters, and its model should have: '
-                            f'LoraModel.pattern = {lora.pattern!r}.',
-                            fix='Name the gin file that the checkpoint was trained with: '
-                                '--gin_file=FILE.')
+      raise CheckpointError(
+        f'{reader.path} has no adapters, and its model should have: '
+        f'LoraModel.pattern = {lora.pattern!r}.',
+        fix='Name the gin file that the checkpoint was trained with: --gin_file=FILE.',
+      )
 
   @property
   def num_merged(self) -> int:

@@ -18,15 +18,23 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning.axis_rules import split_names
 
-MODELS = {'decoder_only': DecoderOnlyModel, 'encoder': EncoderModel,
-          'encoder_decoder': EncoderDecoderModel}
+MODELS = {
+  'decoder_only': DecoderOnlyModel,
+  'encoder': EncoderModel,
+  'encoder_decoder': EncoderDecoderModel,
+}
 # Choices of a run: config.json does not have them, or they change no logits.
 OF_THE_RUN = ('dropout_rate', 'dtype', 'remat_policy', 'scan_unroll', 'init_stddev', 'max_length')
 LOSS_OPTIONS = ('z_loss', 'label_smoothing')
 # Name -> default of every other argument of a model: what its parameters or logits depend on.
-OPTIONS = {kind: {f.name: f.default for f in dataclasses.fields(cls)
-                  if f.name not in ('config', 'layer', *LOSS_OPTIONS)}
-           for kind, cls in MODELS.items()}
+OPTIONS = {
+  kind: {
+    f.name: f.default
+    for f in dataclasses.fields(cls)
+    if f.name not in ('config', 'layer', *LOSS_OPTIONS)
+  }
+  for kind, cls in MODELS.items()
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +46,7 @@ class ModelFields:
     config: its TransformerConfig.
     options: further arguments of the model, of `OPTIONS`; the others have their defaults.
   """
+
   kind: str
   config: TransformerConfig
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -55,8 +64,9 @@ class ModelFields:
 
   def abstract_params(self) -> Any:
     """Returns the tree of shapes of its parameters."""
-    return split_names(jax.eval_shape(
-        lambda: self.build().init(jax.random.key(0), None)))[0]  # they fit batches of any shape
+    return split_names(jax.eval_shape(lambda: self.build().init(jax.random.key(0), None)))[
+      0
+    ]  # they fit batches of any shape
 
   def abstract_shapes(self) -> dict[str, tuple[int, ...]]:
     """Returns '/'-joined path -> shape of its parameters."""
@@ -67,12 +77,23 @@ class ModelFields:
     """Returns the sizes of all axes that tables of names use."""
     c, options = self.config, self.options
     encoder_layers = options.get('num_encoder_layers')
-    return {'vocab': c.vocab_size, 'embed': c.embed_dim, 'embed_out': c.embed_dim,
-            'heads': c.num_heads, 'kv_heads': c.kv_heads, 'kv': c.head_dim, 'mlp': c.mlp_dim,
-            'layers': c.num_layers, 'decoder_layers': c.num_layers,
-            'encoder_layers': c.num_layers if encoder_layers is None else encoder_layers,
-            'buckets': c.num_relpos_buckets, 'positions': c.num_positions,
-            'types': c.num_token_types, 'classes': options.get('num_classes', 0), 'qkv': 3}
+    return {
+      'vocab': c.vocab_size,
+      'embed': c.embed_dim,
+      'embed_out': c.embed_dim,
+      'heads': c.num_heads,
+      'kv_heads': c.kv_heads,
+      'kv': c.head_dim,
+      'mlp': c.mlp_dim,
+      'layers': c.num_layers,
+      'decoder_layers': c.num_layers,
+      'encoder_layers': c.num_layers if encoder_layers is None else encoder_layers,
+      'buckets': c.num_relpos_buckets,
+      'positions': c.num_positions,
+      'types': c.num_token_types,
+      'classes': options.get('num_classes', 0),
+      'qkv': 3,
+    }
 
 
 def describe(model: Any) -> ModelFields:
@@ -82,30 +103,35 @@ def describe(model: Any) -> ModelFields:
       name, module = (getattr(model.layer, a, '') for a in ('__qualname__', '__module__'))
       if (name, module) != (TransformerLayer.__qualname__, TransformerLayer.__module__):
         raise CheckpointError(
-            f'{cls.__name__}.layer = {name or repr(model.layer)}: layers of your own are neither '
-            'of a family that is converted, nor in model.gin.',
-            fix=f'Remove {cls.__name__}.layer if the checkpoint is of TransformerLayer; a model '
-                'with other layers stays with the gin file of its run.',
-            docs='convert.md#families', parameters=(f'{cls.__name__}.layer',))
-      return ModelFields(kind, model.config, {name: getattr(model, name)
-                                              for name in OPTIONS[kind]})
-  raise CheckpointError(f'{type(model).__name__} is not a model that other formats know.',
-                        fix=f'Converted are {", ".join(c.__name__ for c in MODELS.values())}.',
-                        docs='convert.md#families')
+          f'{cls.__name__}.layer = {name or repr(model.layer)}: layers of your own are neither '
+          'of a family that is converted, nor in model.gin.',
+          fix=f'Remove {cls.__name__}.layer if the checkpoint is of TransformerLayer; a model '
+          'with other layers stays with the gin file of its run.',
+          docs='convert.md#families',
+          parameters=(f'{cls.__name__}.layer',),
+        )
+      return ModelFields(kind, model.config, {name: getattr(model, name) for name in OPTIONS[kind]})
+  raise CheckpointError(
+    f'{type(model).__name__} is not a model that other formats know.',
+    fix=f'Converted are {", ".join(c.__name__ for c in MODELS.values())}.',
+    docs='convert.md#families',
+  )
 
 
 def differences(a: ModelFields, b: ModelFields) -> list[tuple[str, Any, Any]]:
   """Returns (field, of a, of b) of what differs and is not a choice of the run."""
   ours, theirs = _comparable(a), _comparable(b)
-  return [(name, ours.get(name), theirs.get(name)) for name in sorted(ours.keys() | theirs.keys())
-          if ours.get(name) != theirs.get(name)]
+  return [
+    (name, ours.get(name), theirs.get(name))
+    for name in sorted(ours.keys() | theirs.keys())
+    if ours.get(name) != theirs.get(name)
+  ]
 
 
 def _comparable(model: ModelFields) -> dict[str, Any]:
   """Returns what matters of a model, equal for equal models."""
   c = model.config
-  values = {f.name: getattr(c, f.name) for f in dataclasses.fields(c)
-            if f.name not in OF_THE_RUN}
+  values = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in OF_THE_RUN}
   values['num_kv_heads'] = c.kv_heads
   values['windows'] = tuple(c.windows[i % len(c.windows)] for i in range(c.num_layers))
   if c.relative_bias == 'none':
@@ -134,14 +160,21 @@ def gin_text(model: ModelFields, *, title: str) -> str:
   cls, c = MODELS[model.kind].__name__, model.config
   macros = {'dropout_rate': 'DROPOUT_RATE', 'dtype': 'DTYPE', 'remat_policy': 'REMAT_POLICY'}
   lines = [f'# {line}' for line in title.splitlines()]
-  lines += ['from __gin__ import dynamic_registration',
-            *(['from t5x_gpu.layers import positions'] if c.rope else []),
-            'from t5x_gpu.models import config', f'from t5x_gpu.models import {model.kind}', '',
-            f'MODEL = @{model.kind}.{cls}()',
-            *(f'{macro} = {getattr(c, name)!r}' for name, macro in macros.items()), '',
-            f'{model.kind}.{cls}:', '  config = @config.TransformerConfig()',
-            *(f'  {name} = {value!r}' for name, value in model.options.items()
-              if value is not None), '', 'config.TransformerConfig:']
+  lines += [
+    'from __gin__ import dynamic_registration',
+    *(['from t5x_gpu.layers import positions'] if c.rope else []),
+    'from t5x_gpu.models import config',
+    f'from t5x_gpu.models import {model.kind}',
+    '',
+    f'MODEL = @{model.kind}.{cls}()',
+    *(f'{macro} = {getattr(c, name)!r}' for name, macro in macros.items()),
+    '',
+    f'{model.kind}.{cls}:',
+    '  config = @config.TransformerConfig()',
+    *(f'  {name} = {value!r}' for name, value in model.options.items() if value is not None),
+    '',
+    'config.TransformerConfig:',
+  ]
   for field in dataclasses.fields(c):
     value = getattr(c, field.name)
     if field.name in macros:
@@ -151,7 +184,10 @@ def gin_text(model: ModelFields, *, title: str) -> str:
     elif value != field.default:
       lines.append(f'  {field.name} = {value!r}')
   if c.rope:
-    changed = [(f.name, getattr(c.rope, f.name)) for f in dataclasses.fields(c.rope)
-               if getattr(c.rope, f.name) != f.default or f.name == 'theta']
+    changed = [
+      (f.name, getattr(c.rope, f.name))
+      for f in dataclasses.fields(c.rope)
+      if getattr(c.rope, f.name) != f.default or f.name == 'theta'
+    ]
     lines += ['', 'positions.RotaryEmbedding:', *(f'  {k} = {v!r}' for k, v in changed)]
   return '\n'.join(lines) + '\n'

@@ -46,6 +46,7 @@ class Rule:
     part: (axis, index) of an axis of theirs that ours lacks: where query, key and value are one
       tensor, each of ours is a part of it.
   """
+
   ours: str
   theirs: str
   axes: str
@@ -71,6 +72,7 @@ class Rule:
 @dataclasses.dataclass(frozen=True)
 class Use:
   """A rule at one layer (None: not of a layer)."""
+
   rule: Rule
   layer: Optional[int]
 
@@ -83,6 +85,7 @@ class Piece:
     start, stop: rows of theirs.
     slices: of each of our parameters that the tensor holds.
   """
+
   start: int
   stop: int
   slices: Mapping[str, tuple[slice | int, ...]]
@@ -110,7 +113,8 @@ class Table:
         name = rule.theirs.format(layer) if rule.is_stacked else rule.theirs
         self.uses.setdefault(name, []).append(Use(rule, layer))
         self.their_shapes[name] = tuple(
-            math.prod(sizes[axis] for axis in d) for d in rule.their_axes)
+          math.prod(sizes[axis] for axis in d) for d in rule.their_axes
+        )
 
   def pieces(self, name: str) -> Iterator[Piece]:
     """Yields their tensor `name` in pieces of PIECE_BYTES at most, in the order of its rows."""
@@ -122,12 +126,16 @@ class Table:
     step = math.ceil(count / math.ceil(count / most))  # all pieces about as large
     for start in range(0, count, step):
       stop = min(start + step, count)
-      yield Piece(start * rows, stop * rows, {
-          use.rule.ours: self._place(use, first, slice(start, stop)) for use in uses})
+      yield Piece(
+        start * rows,
+        stop * rows,
+        {use.rule.ours: self._place(use, first, slice(start, stop)) for use in uses},
+      )
 
   def _place(self, use: Use, first: str, chosen: slice) -> tuple[slice | int, ...]:
-    inner = tuple(chosen if axis == first else slice(0, self._sizes[axis])
-                  for axis in use.rule.our_axes)
+    inner = tuple(
+      chosen if axis == first else slice(0, self._sizes[axis]) for axis in use.rule.our_axes
+    )
     return inner if use.layer is None else (use.layer, *inner)
 
   def chunks(self) -> dict[str, Shape]:

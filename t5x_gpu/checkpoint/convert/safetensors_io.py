@@ -20,17 +20,33 @@ import numpy as np
 
 from t5x_gpu.checkpoint.schemas import SHAPE
 from t5x_gpu.config.json_schema import (
-    Fields, MapOf, Text, Whole, check, open_regular, parse_json, read_json)
+  Fields,
+  MapOf,
+  Text,
+  Whole,
+  check,
+  open_regular,
+  parse_json,
+  read_json,
+)
 from t5x_gpu.errors import CheckpointError
 
 INDEX = 'model.safetensors.index.json'
 SINGLE = 'model.safetensors'
 PICKLES = ('.bin', '.pt', '.pth', '.pkl', '.ckpt')
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-DTYPES = {'F32': np.dtype(np.float32), 'F16': np.dtype(np.float16),
-          'BF16': np.dtype(ml_dtypes.bfloat16), 'F64': np.dtype(np.float64),
-          'I64': np.dtype(np.int64), 'I32': np.dtype(np.int32), 'I16': np.dtype(np.int16),
-          'I8': np.dtype(np.int8), 'U8': np.dtype(np.uint8), 'BOOL': np.dtype(np.bool_)}
+DTYPES = {
+  'F32': np.dtype(np.float32),
+  'F16': np.dtype(np.float16),
+  'BF16': np.dtype(ml_dtypes.bfloat16),
+  'F64': np.dtype(np.float64),
+  'I64': np.dtype(np.int64),
+  'I32': np.dtype(np.int32),
+  'I16': np.dtype(np.int16),
+  'I8': np.dtype(np.int8),
+  'U8': np.dtype(np.uint8),
+  'BOOL': np.dtype(np.bool_),
+}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 FILE_NAME = Text(r'[^/\0]{1,200}\.safetensors')  # in the folder, never '../../x'
 _INDEX_SCHEMA = Fields({'weight_map': MapOf(FILE_NAME)})
@@ -66,8 +82,10 @@ class SafetensorsFolder:
       self.headers[file] = _read_header(self.folder / file)
       for name, entry in _parse_header(self.folder / file, self.headers[file]):
         if name in self._entries:
-          raise CheckpointError(f'Tensor {name!r} is in both {self._entries[name].file} and {file} '
-                                f'of {self.folder}.', fix='Take the folder of one model.')
+          raise CheckpointError(
+            f'Tensor {name!r} is in both {self._entries[name].file} and {file} of {self.folder}.',
+            fix='Take the folder of one model.',
+          )
         self._entries[name] = entry
     _check_index(self.folder, {name: entry.file for name, entry in self._entries.items()})
 
@@ -97,8 +115,9 @@ class SafetensorsFolder:
       f.seek(entry.begin + rows[0] * row_bytes)
       read = f.readinto(out.reshape(-1).view(np.uint8))
     if read != out.nbytes:
-      raise CheckpointError(f'{self.folder / entry.file} was cut off while it was read.',
-                            fix='Copy the file again.')
+      raise CheckpointError(
+        f'{self.folder / entry.file} was cut off while it was read.', fix='Copy the file again.'
+      )
     return out
 
 
@@ -111,9 +130,10 @@ def _file_names(folder: pathlib.Path) -> list[str]:
     missing = [name for name in named if not (folder / name).is_file()]
     if missing:
       raise CheckpointError(
-          f'{index} names {len(named)} files; {len(missing)} of them are not there: '
-          f'{", ".join(missing[:5])}{" ..." if len(missing) > 5 else ""}.',
-          fix='Copy all files of the model.')
+        f'{index} names {len(named)} files; {len(missing)} of them are not there: '
+        f'{", ".join(missing[:5])}{" ..." if len(missing) > 5 else ""}.',
+        fix='Copy all files of the model.',
+      )
     return named
   found = sorted(p.name for p in folder.glob('*.safetensors'))
   if SINGLE in found:
@@ -121,38 +141,50 @@ def _file_names(folder: pathlib.Path) -> list[str]:
   if len(found) == 1:
     return found
   if found:
-    raise CheckpointError(f'{folder} has {len(found)} safetensors files and no {INDEX}.',
-                          fix=f'Copy {INDEX} too, it tells which of them make up the model.')
+    raise CheckpointError(
+      f'{folder} has {len(found)} safetensors files and no {INDEX}.',
+      fix=f'Copy {INDEX} too, it tells which of them make up the model.',
+    )
   pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
   if pickles:
     raise CheckpointError(
-        f'{folder} has no safetensors file, only {", ".join(pickles[:3])}: a pickle, which can run '
-        'any program when it is read. It is never read here.',
-        fix='If you trust where it comes from, write it anew with transformers: '
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER); or take "
-            'the safetensors files, which most models have as well.', docs='convert.md#pickles')
-  raise CheckpointError(f'{folder} has no *.safetensors file.',
-                        fix='Give the folder of a Hugging Face model: config.json and '
-                            f'{SINGLE}, or {INDEX} with its files.')
+      f'{folder} has no safetensors file, only {", ".join(pickles[:3])}: a pickle, which can run '
+      'any program when it is read. It is never read here.',
+      fix='If you trust where it comes from, write it anew with transformers: '
+      'AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER); or take '
+      'the safetensors files, which most models have as well.',
+      docs='convert.md#pickles',
+    )
+  raise CheckpointError(
+    f'{folder} has no *.safetensors file.',
+    fix='Give the folder of a Hugging Face model: config.json and '
+    f'{SINGLE}, or {INDEX} with its files.',
+  )
 
 
 def _read_index(index: pathlib.Path) -> dict[str, str]:
   try:
     return read_json(index, _INDEX_SCHEMA)['weight_map']
   except (ValueError, OSError) as e:
-    raise CheckpointError(f'{index} is no index of safetensors files ({e}).',
-                          fix='Copy the file again.') from e
+    raise CheckpointError(
+      f'{index} is no index of safetensors files ({e}).', fix='Copy the file again.'
+    ) from e
 
 
 def _check_index(folder: pathlib.Path, files: Mapping[str, str]) -> None:
   index = folder / INDEX
   if not index.exists():
     return
-  wrong = [f'{name}: {file} in the index, {files.get(name, "in no file")}'
-           for name, file in _read_index(index).items() if files.get(name) != file]
+  wrong = [
+    f'{name}: {file} in the index, {files.get(name, "in no file")}'
+    for name, file in _read_index(index).items()
+    if files.get(name) != file
+  ]
   if wrong:
-    raise CheckpointError(f'{index} and the files do not agree on {len(wrong)} tensors:\n  '
-                          + '\n  '.join(wrong[:5]), fix='Copy all files of one model anew.')
+    raise CheckpointError(
+      f'{index} and the files do not agree on {len(wrong)} tensors:\n  ' + '\n  '.join(wrong[:5]),
+      fix='Copy all files of one model anew.',
+    )
 
 
 def _read_header(path: pathlib.Path) -> str:
@@ -163,16 +195,19 @@ def _read_header(path: pathlib.Path) -> str:
       length = int.from_bytes(start, 'little')
       if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(
-            f'{path} is cut off or no safetensors file: it has {size:,} bytes'
-            + (f', and its header alone would have {length:,}.' if len(start) == 8 else '.'),
-            fix='Copy the file again.')
+          f'{path} is cut off or no safetensors file: it has {size:,} bytes'
+          + (f', and its header alone would have {length:,}.' if len(start) == 8 else '.'),
+          fix='Copy the file again.',
+        )
       return f.read(length).decode('utf-8')
   except UnicodeDecodeError as e:
-    raise CheckpointError(f'{path} is no safetensors file: its header is no text.',
-                          fix='Copy the file again.') from e
+    raise CheckpointError(
+      f'{path} is no safetensors file: its header is no text.', fix='Copy the file again.'
+    ) from e
   except OSError as e:
-    raise CheckpointError(f'{path} cannot be read: {e.strerror or e}.',
-                          fix='Copy the file again.') from e
+    raise CheckpointError(
+      f'{path} cannot be read: {e.strerror or e}.', fix='Copy the file again.'
+    ) from e
 
 
 def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry]]:
@@ -182,9 +217,10 @@ def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry
     tensors = tensors_of(header)
   except _UnknownDtype as e:
     raise CheckpointError(
-        f'{path}: {e}, which is not read here.',
-        fix=f'Take a copy of the model in one of {", ".join(DTYPES)}: F32, F16 and BF16 are '
-            'usual; a quantised one has to be converted back first.') from e
+      f'{path}: {e}, which is not read here.',
+      fix=f'Take a copy of the model in one of {", ".join(DTYPES)}: F32, F16 and BF16 are '
+      'usual; a quantised one has to be converted back first.',
+    ) from e
   except ValueError as e:
     raise CheckpointError(f'{path} has a garbled header ({e}).', fix='Copy the file again.') from e
   end = begin
@@ -192,11 +228,13 @@ def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry
     yield name, _Entry(path.name, dtype, shape, end)
     end += math.prod(shape) * dtype.itemsize
   if size < end:
-    raise CheckpointError(f'{path} is cut off: it has {size:,} of {end:,} bytes.',
-                          fix='Copy the file again.')
+    raise CheckpointError(
+      f'{path} is cut off: it has {size:,} of {end:,} bytes.', fix='Copy the file again.'
+    )
   if size > end:
-    raise CheckpointError(f'{path} has {size:,} bytes, and its header describes {end:,}.',
-                          fix='Copy the file again.')
+    raise CheckpointError(
+      f'{path} has {size:,} bytes, and its header describes {end:,}.', fix='Copy the file again.'
+    )
 
 
 class SafetensorsWriter:
@@ -210,8 +248,9 @@ class SafetensorsWriter:
     tensors: name -> (dtype, shape).
   """
 
-  def __init__(self, folder: pathlib.Path, headers: Mapping[str, str], *,
-               index: Optional[str] = None):
+  def __init__(
+    self, folder: pathlib.Path, headers: Mapping[str, str], *, index: Optional[str] = None
+  ):
     self.tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     self._places: dict[str, tuple[pathlib.Path, int]] = {}
     weight_map, total = {}, 0
@@ -227,8 +266,13 @@ class SafetensorsWriter:
         f.write(len(encoded).to_bytes(8, 'little') + encoded)
         f.truncate(offset)
     if index is None and list(headers) != [SINGLE]:
-      index = json.dumps({'metadata': {'total_size': total},
-                          'weight_map': dict(sorted(weight_map.items()))}, indent=2) + '\n'
+      index = (
+        json.dumps(
+          {'metadata': {'total_size': total}, 'weight_map': dict(sorted(weight_map.items()))},
+          indent=2,
+        )
+        + '\n'
+      )
     if index is not None:
       (folder / INDEX).write_text(index, 'utf-8')
 
@@ -267,8 +311,9 @@ def tensors_of(header: str) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
   return found
 
 
-def make_headers(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], *,
-                 max_file_bytes: int) -> dict[str, str]:
+def make_headers(
+  tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], *, max_file_bytes: int
+) -> dict[str, str]:
   """Returns file name -> header for tensors in this order, files filled one after the other."""
   files: list[list[tuple[str, np.dtype, tuple[int, ...]]]] = [[]]
   used = 0
@@ -279,8 +324,11 @@ def make_headers(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], *,
       used = 0
     files[-1].append(tensor)
     used += size
-  names = [SINGLE] if len(files) == 1 else [
-      f'model-{i:05d}-of-{len(files):05d}.safetensors' for i in range(1, len(files) + 1)]
+  names = (
+    [SINGLE]
+    if len(files) == 1
+    else [f'model-{i:05d}-of-{len(files):05d}.safetensors' for i in range(1, len(files) + 1)]
+  )
   return {name: _make_header(tensors) for name, tensors in zip(names, files)}
 
 

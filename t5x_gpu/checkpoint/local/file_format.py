@@ -49,6 +49,7 @@ class Part:
     checksum: of the box, where it lies in the array.
     offset: of its bytes behind the header.
   """
+
   name: str
   start: Shape
   shape: Shape
@@ -71,6 +72,7 @@ class LocalFile:
     parts: what is in it.
     data_start: offset of the first part.
   """
+
   path: pathlib.Path
   facts: Mapping[str, Any]
   parts: tuple[Part, ...]
@@ -95,8 +97,9 @@ class LocalFile:
     values = values.view(dtype).reshape(part.shape)
     got = checksum(values, part.start, shape)
     if got != part.checksum:
-      raise ValueError(f'{part.name} has other values than were saved: its checksum is {got}, not '
-                       f'{part.checksum}')
+      raise ValueError(
+        f'{part.name} has other values than were saved: its checksum is {got}, not {part.checksum}'
+      )
     return values
 
 
@@ -107,8 +110,12 @@ def checksum(values: np.ndarray, start: Shape, shape: Shape) -> str:
   return str(sums)
 
 
-def write_local_file(path: pathlib.Path, *, facts: Mapping[str, Any],
-                     parts: Sequence[tuple[str, Shape, Shape, np.ndarray]]) -> None:
+def write_local_file(
+  path: pathlib.Path,
+  *,
+  facts: Mapping[str, Any],
+  parts: Sequence[tuple[str, Shape, Shape, np.ndarray]],
+) -> None:
   """Writes a file that has its name only once it is whole.
 
   Nothing is forced to disk: what a killed process has written stays, and what a loss of power takes
@@ -123,11 +130,13 @@ def write_local_file(path: pathlib.Path, *, facts: Mapping[str, Any],
   """
   described, offset = [], 0
   for name, shape, start, values in parts:
-    described.append(Part(name, start, values.shape, str(values.dtype),
-                          checksum(values, start, shape), offset))
+    described.append(
+      Part(name, start, values.shape, str(values.dtype), checksum(values, start, shape), offset)
+    )
     offset = _aligned(offset + values.nbytes)
-  header = json.dumps({'format': FORMAT, 'facts': facts,
-                       'parts': [dataclasses.astuple(part) for part in described]}).encode()
+  header = json.dumps(
+    {'format': FORMAT, 'facts': facts, 'parts': [dataclasses.astuple(part) for part in described]}
+  ).encode()
   new = path.with_name(path.name + TEMPORARY)
   begin = _aligned(_PRELUDE.size + len(header))
   try:
@@ -163,8 +172,10 @@ def open_local_file(path: pathlib.Path) -> LocalFile:
   content = parse_json(header, LOCAL_FILE)
   if content['format'] != FORMAT:
     raise ValueError(f'it has format {content["format"]}, not {FORMAT}')
-  parts = tuple(Part(name, tuple(start), tuple(shape), dtype, checksum, offset)
-                for name, start, shape, dtype, checksum, offset in content['parts'])
+  parts = tuple(
+    Part(name, tuple(start), tuple(shape), dtype, checksum, offset)
+    for name, start, shape, dtype, checksum, offset in content['parts']
+  )
   begin = _aligned(_PRELUDE.size + length)
   end = begin + max((part.offset + part.num_bytes for part in parts), default=0)
   if size < end:

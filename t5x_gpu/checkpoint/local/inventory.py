@@ -28,6 +28,7 @@ class Found:
     of_all: for every process, {'step', 'attempt', 'process', 'parts'} of each of its files.
     damaged: (step, what) of files of any process that cannot be read.
   """
+
   files: tuple[LocalFile, ...]
   of_all: Sequence[Sequence[Mapping[str, Any]]]
   damaged: Sequence[tuple[int, str]]
@@ -45,6 +46,7 @@ class Candidate:
     holders: box -> who has it.
     damaged: what cannot be read of it.
   """
+
   step: int
   attempt: str
   files: Sequence[Holder]
@@ -64,10 +66,13 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Foun
   # Processes of one host see the same folder, and share it out.
   seers = distributed.gather_json(_identity(folder))
   same = [i for i, seer in enumerate(seers) if seer == seers[distributed.process_index()]]
-  paths = sorted(path for path in folder.glob('step_*') if (match := FILE_NAME.fullmatch(path.name))
-                 and int(match[1]) > newer_than)
+  paths = sorted(
+    path
+    for path in folder.glob('step_*')
+    if (match := FILE_NAME.fullmatch(path.name)) and int(match[1]) > newer_than
+  )
   files, damaged = [], []
-  for path in paths[same.index(distributed.process_index())::len(same)]:
+  for path in paths[same.index(distributed.process_index()) :: len(same)]:
     step = int(FILE_NAME.fullmatch(path.name)[1])
     try:
       file = open_local_file(path)
@@ -77,8 +82,11 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Foun
     except (OSError, ValueError) as e:
       damaged.append([step, f'{path}: {e}'])
   told = distributed.gather_json({'files': [_summary(file) for file in files], 'damaged': damaged})
-  return Found(tuple(files), [each['files'] for each in told],
-               [(step, what) for each in told for step, what in each['damaged']])
+  return Found(
+    tuple(files),
+    [each['files'] for each in told],
+    [(step, what) for each in told for step, what in each['damaged']],
+  )
 
 
 def _identity(folder: pathlib.Path) -> str:
@@ -99,16 +107,21 @@ def _check_facts(file: LocalFile, step: int) -> None:
   arrays = file.facts['manifest']['arrays']
   for part in file.parts:
     shape, dtype = arrays.get(part.name, ([], ''))
-    if part.dtype != dtype or not len(part.start) == len(part.shape) == len(shape) or any(
-        begin + size > whole for begin, size, whole in zip(part.start, part.shape, shape)):
+    if (
+      part.dtype != dtype
+      or not len(part.start) == len(part.shape) == len(shape)
+      or any(begin + size > whole for begin, size, whole in zip(part.start, part.shape, shape))
+    ):
       raise ValueError(f'{part} is no part of one of its arrays')
 
 
 def _summary(file: LocalFile) -> dict[str, Any]:
   """Returns what the others learn of a file; arrays are told by number, as names are long."""
   number = {name: i for i, name in enumerate(sorted(file.facts['manifest']['arrays']))}
-  return {**{key: file.facts[key] for key in ('step', 'attempt', 'process')},
-          'parts': [[number[part.name], part.start, part.shape] for part in file.parts]}
+  return {
+    **{key: file.facts[key] for key in ('step', 'attempt', 'process')},
+    'parts': [[number[part.name], part.start, part.shape] for part in file.parts],
+  }
 
 
 def candidates(found: Found) -> list[Candidate]:
@@ -123,9 +136,16 @@ def candidates(found: Found) -> list[Candidate]:
     for holder, file in files:
       for array, start, shape in file['parts']:
         holders[array, tuple(start), tuple(shape)].append(holder)
-    out.append(Candidate(step, attempt, [holder for holder, _ in files],
-                         frozenset(file['process'] for _, file in files), dict(holders),
-                         [what for s, what in found.damaged if s == step]))
+    out.append(
+      Candidate(
+        step,
+        attempt,
+        [holder for holder, _ in files],
+        frozenset(file['process'] for _, file in files),
+        dict(holders),
+        [what for s, what in found.damaged if s == step],
+      )
+    )
   return out
 
 
@@ -140,7 +160,9 @@ def missing_words(candidate: Candidate, hosts: Sequence[str]) -> str:
   for process, host in enumerate(hosts):
     if process not in candidate.processes:
       by_host[host].append(process)
-  words = [f'process{"es" * (len(p) > 1)} {", ".join(map(str, p))} on {host}'
-           for host, p in by_host.items()]
+  words = [
+    f'process{"es" * (len(p) > 1)} {", ".join(map(str, p))} on {host}'
+    for host, p in by_host.items()
+  ]
   found = [f'the parts of {" and ".join(words)} are missing'] if words else []
   return '; '.join([*found, *candidate.damaged]) or 'parts are missing'

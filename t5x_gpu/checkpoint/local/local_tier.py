@@ -20,9 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.checkpoint.local.file_format import (
-    FILE_NAME, TEMPORARY, open_local_file, write_local_file)
+  FILE_NAME,
+  TEMPORARY,
+  open_local_file,
+  write_local_file,
+)
 from t5x_gpu.checkpoint.local.replication import (
-    Copies, Hosts, Kept, gigabytes, hosts_of_run, plan_copies, send)
+  Copies,
+  Hosts,
+  Kept,
+  gigabytes,
+  hosts_of_run,
+  plan_copies,
+  send,
+)
 from t5x_gpu.checkpoint.local.run_id import ensure_run_id, read_run_id
 from t5x_gpu.checkpoint.local.settings import DIR, PERIOD, SLOTS, check_space, local_folder
 from t5x_gpu.checkpoint.model_dir import is_real_folder
@@ -52,8 +63,17 @@ class LocalTier:
 
   pause = 'local_save'  # what the step loop's timer calls it
 
-  def __init__(self, folder: pathlib.Path, *, model_dir: pathlib.Path, copies: Copies,
-               hosts: Hosts, period: int, process: int, attempt: str):
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    *,
+    model_dir: pathlib.Path,
+    copies: Copies,
+    hosts: Hosts,
+    period: int,
+    process: int,
+    attempt: str,
+  ):
     self.folder, self.model_dir = folder, model_dir
     self._copies, self._hosts = copies, hosts
     self._period, self._process, self._attempt = period, process, attempt
@@ -70,8 +90,9 @@ class LocalTier:
 
   def __enter__(self) -> Self:
     """Begins: MODEL_DIR is there, and this run's."""
-    run = distributed.broadcast_json(ensure_run_id(self.model_dir)
-                                     if distributed.is_main_process() else None)
+    run = distributed.broadcast_json(
+      ensure_run_id(self.model_dir) if distributed.is_main_process() else None
+    )
     self._run_folder = self.folder / run
     try:
       self._run_folder.mkdir(parents=True, exist_ok=True)
@@ -93,8 +114,7 @@ class LocalTier:
     if match is None or is_real_folder(path):
       return False
     here = [i for i, key in enumerate(self._hosts.keys) if key == self._hosts.keys[self._process]]
-    return int(match[2]) == self._process or (
-        self._is_first_of_host and int(match[2]) not in here)
+    return int(match[2]) == self._process or (self._is_first_of_host and int(match[2]) not in here)
 
   @property
   def _is_first_of_host(self) -> bool:
@@ -118,19 +138,28 @@ class LocalTier:
     busy = [process for process, (flag, _) in enumerate(told) if flag]
     if busy:
       if busy[0] == self._process:
-        self._warn(f'Step {step} is not kept: process {busy[0]} still writes the step before.',
-                   fix=f'Set {PERIOD} higher.')
+        self._warn(
+          f'Step {step} is not kept: process {busy[0]} still writes the step before.',
+          fix=f'Set {PERIOD} higher.',
+        )
       return
-    facts = {'run': self._run_folder.name, 'attempt': self._attempt, 'step': step,
-             'process': self._process, 'hosts': list(self._hosts.names),
-             'data_state': base64.b64encode(data_state).decode(), 'manifest': manifest}
+    facts = {
+      'run': self._run_folder.name,
+      'attempt': self._attempt,
+      'step': step,
+      'process': self._process,
+      'hosts': list(self._hosts.names),
+      'data_state': base64.b64encode(data_state).decode(),
+      'manifest': manifest,
+    }
     self._complete = max(set.intersection(*(set(saved) for _, saved in told)), default=None)
     parts = self._parts(state)
     if parts is None:
       self._warn(f'Step {step} is not kept: there is too little host memory for a copy.')
       return
-    self._thread = threading.Thread(target=self._write, args=(step, facts, parts),
-                                    name='local_save', daemon=True)
+    self._thread = threading.Thread(
+      target=self._write, args=(step, facts, parts), name='local_save', daemon=True
+    )
     self._thread.start()
 
   def _parts(self, state: Any) -> Optional[list[tuple[str, Shape, Shape, np.ndarray]]]:
@@ -154,10 +183,17 @@ class LocalTier:
       nonlocal found
       try:
         if found is not None:
-          found.append((names[part.array], arrays[part.array].shape, part.start,
-                        _on_host(shard, part, arrays[part.array].dtype)))
+          found.append(
+            (
+              names[part.array],
+              arrays[part.array].shape,
+              part.start,
+              _on_host(shard, part, arrays[part.array].dtype),
+            )
+          )
       except MemoryError:
         found = None
+
     for part in own:
       take(part, shards[part.array][part.device])
     del shards
@@ -170,8 +206,9 @@ class LocalTier:
       jax.block_until_ready(list(received.values()))
     return found
 
-  def _write(self, step: int, facts: Mapping[str, Any],
-             parts: Sequence[tuple[str, Shape, Shape, np.ndarray]]) -> None:
+  def _write(
+    self, step: int, facts: Mapping[str, Any], parts: Sequence[tuple[str, Shape, Shape, np.ndarray]]
+  ) -> None:
     """Writes the file and removes what is older; in a thread."""
     try:
       write_local_file(self._path(step), facts=facts, parts=parts)
@@ -181,8 +218,10 @@ class LocalTier:
       self._saved = sorted(stays)
       self._remove_left_over()
     except OSError as e:
-      self._warn(f'Step {step} could not be kept in {self._run_folder}: {e.strerror or e}. '
-                 f'It is tried again every {self._period} steps.')
+      self._warn(
+        f'Step {step} could not be kept in {self._run_folder}: {e.strerror or e}. '
+        f'It is tried again every {self._period} steps.'
+      )
     except Exception as e:  # an extra must not end the run
       self._warn(f'Step {step} could not be kept: {type(e).__name__}: {e}')
 
@@ -200,16 +239,23 @@ class LocalTier:
     """Warns the first time."""
     if not self._has_warned:
       self._has_warned = True
-      _log.warning('Local step: %s Checkpoints in MODEL_DIR are written as always.%s', text,
-                   f' {fix}' if fix else '')
+      _log.warning(
+        'Local step: %s Checkpoints in MODEL_DIR are written as always.%s',
+        text,
+        f' {fix}' if fix else '',
+      )
 
   def wait(self) -> None:
     """Returns once nothing is being written."""
     if self._thread is not None:
       self._thread.join()
 
-  def __exit__(self, kind: Optional[type[BaseException]], error: Optional[BaseException],
-               trace: Optional[types.TracebackType]) -> None:
+  def __exit__(
+    self,
+    kind: Optional[type[BaseException]],
+    error: Optional[BaseException],
+    trace: Optional[types.TracebackType],
+  ) -> None:
     """Frees the host where all went well: MODEL_DIR has a newer checkpoint."""
     self.wait()
     if error is None:
@@ -256,21 +302,35 @@ def open_local_tier(config: Any, model_dir: str, state: Any) -> LocalTier | NoLo
     return NoLocalTier()
   if '://' in model_dir:
     raise CheckpointError(
-        f'{DIR} = {config.local_checkpoint_dir!r}, but MODEL_DIR = {model_dir!r} is no folder: '
-        'a local step becomes a checkpoint by a rename, which object storage does not have.',
-        fix=f'Set MODEL_DIR to a folder that all hosts share, or {DIR} = None and {PERIOD} = None.',
-        parameters=(DIR, 'MODEL_DIR'), docs='checkpoints.md#local-steps')
+      f'{DIR} = {config.local_checkpoint_dir!r}, but MODEL_DIR = {model_dir!r} is no folder: '
+      'a local step becomes a checkpoint by a rename, which object storage does not have.',
+      fix=f'Set MODEL_DIR to a folder that all hosts share, or {DIR} = None and {PERIOD} = None.',
+      parameters=(DIR, 'MODEL_DIR'),
+      docs='checkpoints.md#local-steps',
+    )
   folder = pathlib.Path(model_dir).absolute()
   local = local_folder(config.local_checkpoint_dir, model_dir=folder)
   hosts = hosts_of_run()
   copies = plan_copies(state, hosts)
   check_space(local, copies, hosts, run=read_run_id(folder))
   process = jax.process_index()
-  tier = LocalTier(local, model_dir=folder, copies=copies, hosts=hosts, period=config.local_period,
-                   process=process, attempt=distributed.broadcast_json(secrets.token_hex(4)))
+  tier = LocalTier(
+    local,
+    model_dir=folder,
+    copies=copies,
+    hosts=hosts,
+    period=config.local_period,
+    process=process,
+    attempt=distributed.broadcast_json(secrets.token_hex(4)),
+  )
   if process == 0:
-    _log.info('local steps: every %d steps in %s, the last %d stay; of each, %s',
-              config.local_period, local, KEPT_STEPS, copies.words(hosts))
+    _log.info(
+      'local steps: every %d steps in %s, the last %d stay; of each, %s',
+      config.local_period,
+      local,
+      KEPT_STEPS,
+      copies.words(hosts),
+    )
   if hosts.is_first_of_host(process):
     _name_other_runs(local, folder)
   return tier
@@ -289,8 +349,14 @@ def _name_other_runs(local: pathlib.Path, model_dir: pathlib.Path) -> None:
       of = 'an unknown MODEL_DIR'
     size = gigabytes(sum(path.stat().st_size for path in files))
     if of == str(model_dir):
-      _log.warning('%s has %s of local steps of an earlier run in %s. They are neither used nor '
-                   'removed: rm -r %s', folder, size, model_dir, folder)
+      _log.warning(
+        '%s has %s of local steps of an earlier run in %s. They are neither used nor '
+        'removed: rm -r %s',
+        folder,
+        size,
+        model_dir,
+        folder,
+      )
     else:
       _log.info('%s has %s of local steps of another run, in %s: left alone.', folder, size, of)
 

@@ -22,15 +22,29 @@ import jax.numpy as jnp
 
 from t5x_gpu.checkpoint.arrays.state_writer import StateWriter, empty_leaves
 from t5x_gpu.checkpoint.local.inventory import (
-    Box, Candidate, Found, candidates, find_local_files, missing_words)
+  Box,
+  Candidate,
+  Found,
+  candidates,
+  find_local_files,
+  missing_words,
+)
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.local.replication import gigabytes
 from t5x_gpu.checkpoint.local.run_id import read_run_id
 from t5x_gpu.checkpoint.local.settings import DIR
 from t5x_gpu.checkpoint.manifest import differences
 from t5x_gpu.checkpoint.model_dir import (
-    PREFIX, UNREADABLE, Saved, check_model_dir, checkpoint_path, committed_steps, is_real_folder,
-    read_saved, why)
+  PREFIX,
+  UNREADABLE,
+  Saved,
+  check_model_dir,
+  checkpoint_path,
+  committed_steps,
+  is_real_folder,
+  read_saved,
+  why,
+)
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.storage.checksums import record, to_text
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, chunk_of_shard
@@ -45,8 +59,9 @@ _STAGING = '.promoting'
 VISIBLE_SECONDS = 120  # longer than NFS keeps what it knows of a folder (60 s)
 
 
-def check_with_local(model_dir: str | os.PathLike, local: LocalTier | NoLocalTier, *, target: Any,
-                     dry_run: bool) -> Optional[Saved]:
+def check_with_local(
+  model_dir: str | os.PathLike, local: LocalTier | NoLocalTier, *, target: Any, dry_run: bool
+) -> Optional[Saved]:
   """Returns the latest checkpoint as `check_model_dir` does, once what is kept locally and is newer
   has become one.
 
@@ -65,8 +80,9 @@ def check_with_local(model_dir: str | os.PathLike, local: LocalTier | NoLocalTie
   return promoted if dry_run and promoted else saved
 
 
-def promote_newer(local: LocalTier | NoLocalTier, newer_than: Optional[int], *, target: Any
-                  ) -> Optional[int]:
+def promote_newer(
+  local: LocalTier | NoLocalTier, newer_than: Optional[int], *, target: Any
+) -> Optional[int]:
   """Returns the newest local step after `newer_than` that is whole, once it is a checkpoint.
 
   For a run that finds, when it reads the arrays, that a checkpoint is damaged. It has MODEL_DIR
@@ -94,8 +110,15 @@ def _found(local: pathlib.Path, run: str, newer_than: Optional[int]) -> Found:
   return find_local_files(local / run, run=run, newer_than=-1 if newer_than is None else newer_than)
 
 
-def _first_whole(folder: pathlib.Path, found: Found, waiting: Sequence[Candidate], target: Any, *,
-                 durable: Optional[int], dry_run: bool = False) -> Optional[Saved]:
+def _first_whole(
+  folder: pathlib.Path,
+  found: Found,
+  waiting: Sequence[Candidate],
+  target: Any,
+  *,
+  durable: Optional[int],
+  dry_run: bool = False,
+) -> Optional[Saved]:
   """Returns the first of `waiting` that can be promoted, once it is; None if none can."""
   fallback = 'the seed' if durable is None else f'checkpoint_{durable}'
   for candidate in waiting:
@@ -105,12 +128,15 @@ def _first_whole(folder: pathlib.Path, found: Found, waiting: Sequence[Candidate
   return None
 
 
-def _promote(folder: pathlib.Path, local: pathlib.Path, target: Any, dry_run: bool
-             ) -> Optional[Saved]:
+def _promote(
+  folder: pathlib.Path, local: pathlib.Path, target: Any, dry_run: bool
+) -> Optional[Saved]:
   staging = folder / _STAGING
   run, durable, cut_short = distributed.broadcast_json(
-      (read_run_id(folder), _newest_readable(folder), is_real_folder(staging))
-      if distributed.is_main_process() else None)
+    (read_run_id(folder), _newest_readable(folder), is_real_folder(staging))
+    if distributed.is_main_process()
+    else None
+  )
   if run is None:
     return None
   found = _found(local, run, durable)
@@ -159,6 +185,7 @@ class Outcome:
     bad: [array, start, file, why] of those that cannot be read.
     problem: why nothing can be written; '' if all is well.
   """
+
   done: list[Any] = dataclasses.field(default_factory=list)
   bad: list[Any] = dataclasses.field(default_factory=list)
   problem: str = ''
@@ -175,8 +202,9 @@ class Promotion:
     dry_run: read and check only.
   """
 
-  def __init__(self, folder: pathlib.Path, candidate: Candidate, found: Found, target: Any, *,
-               dry_run: bool):
+  def __init__(
+    self, folder: pathlib.Path, candidate: Candidate, found: Found, target: Any, *, dry_run: bool
+  ):
     self._folder, self._candidate, self._found = folder, candidate, found
     self._target, self._dry_run = target, dry_run
     self._staging = folder / _STAGING
@@ -196,35 +224,48 @@ class Promotion:
     step = self._candidate.step
     self._facts = self._shared_facts()
     manifest = self._facts['manifest']
-    self._arrays = {name: (tuple(shape), jnp.dtype(dtype))
-                    for name, (shape, dtype) in manifest['arrays'].items()}
+    self._arrays = {
+      name: (tuple(shape), jnp.dtype(dtype)) for name, (shape, dtype) in manifest['arrays'].items()
+    }
     self._names = sorted(self._arrays)
     if differences(manifest, self._target):
-      self._warn(f'Local step {step} is of another model or optimizer, and is not used. '
-                 f'Continuing from {fallback}.')
+      self._warn(
+        f'Local step {step} is of another model or optimizer, and is not used. '
+        f'Continuing from {fallback}.'
+      )
       return None
     lacking = self._lacking(self._candidate.holders)
     if lacking:
-      self._warn(f'Local step {step} cannot be promoted: {lacking}. Continuing from {fallback} or '
-                 'an older local step.')
+      self._warn(
+        f'Local step {step} cannot be promoted: {lacking}. Continuing from {fallback} or '
+        'an older local step.'
+      )
       return None
     started = time.monotonic()
     try:
       checksums = self._copy_all(fallback)
       if checksums is None:
         return None
-      manifest = {**manifest, **record(checksums), PROMOTED_FROM: {
-          'hosts': sorted(set(self._facts['hosts'])), 'processes': len(self._facts['hosts'])}}
+      manifest = {
+        **manifest,
+        **record(checksums),
+        PROMOTED_FROM: {
+          'hosts': sorted(set(self._facts['hosts'])),
+          'processes': len(self._facts['hosts']),
+        },
+      }
       if not self._dry_run:
         self._commit(manifest)
     finally:
       if distributed.is_main_process() and not self._dry_run:
         shutil.rmtree(self._staging, ignore_errors=True)
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays.values())
-    self._say(f'Local step {step} would be promoted to checkpoint_{step}: whole, and newer than '
-              f'{fallback}.' if self._dry_run else
-              f'Promoted local step {step} to checkpoint_{step}: {gigabytes(size)} in '
-              f'{time.monotonic() - started:.1f} s. It is newer than {fallback}.')
+    self._say(
+      f'Local step {step} would be promoted to checkpoint_{step}: whole, and newer than {fallback}.'
+      if self._dry_run
+      else f'Promoted local step {step} to checkpoint_{step}: {gigabytes(size)} in '
+      f'{time.monotonic() - started:.1f} s. It is newer than {fallback}.'
+    )
     return Saved(step, base64.b64decode(self._facts['data_state']), manifest)
 
   def _shared_facts(self) -> Mapping[str, Any]:
@@ -241,12 +282,15 @@ class Promotion:
     there: collections.Counter = collections.Counter()
     for (array, _, shape), who in holders.items():
       there[array] += math.prod(shape) if who else 0
-    lacking = [name for i, name in enumerate(self._names)
-               if there[i] != math.prod(self._arrays[name][0])]
+    lacking = [
+      name for i, name in enumerate(self._names) if there[i] != math.prod(self._arrays[name][0])
+    ]
     if not lacking:
       return ''
-    return f'{missing_words(self._candidate, self._facts["hosts"])} ({len(lacking)} of ' \
-           f'{len(self._names)} arrays, {lacking[0]} among them, are not whole)'
+    return (
+      f'{missing_words(self._candidate, self._facts["hosts"])} ({len(lacking)} of '
+      f'{len(self._names)} arrays, {lacking[0]} among them, are not whole)'
+    )
 
   def _copy_all(self, fallback: str) -> Optional[dict[str, str]]:
     """Returns array -> checksum once all boxes are copied; None if one cannot be read anywhere."""
@@ -257,8 +301,9 @@ class Promotion:
     todo = set(holders)
     while todo:
       mine = self._assigned(todo, holders)
-      outcomes = [Outcome(**o) for o in distributed.gather_json(dataclasses.asdict(
-          self._copy(mine, shapes)))]
+      outcomes = [
+        Outcome(**o) for o in distributed.gather_json(dataclasses.asdict(self._copy(mine, shapes)))
+      ]
       for process, outcome in enumerate(outcomes):
         if outcome.problem:
           raise self._write_error(f'process {process}: {outcome.problem}')
@@ -272,8 +317,10 @@ class Promotion:
           holders[array, tuple(start), shapes[array]].remove((process, file))
       lacking = self._lacking(holders)
       if lacking:
-        self._warn(f'Local step {self._candidate.step} cannot be promoted: {lacking}. Continuing '
-                   f'from {fallback} or an older local step.')
+        self._warn(
+          f'Local step {self._candidate.step} cannot be promoted: {lacking}. Continuing '
+          f'from {fallback} or an older local step.'
+        )
         return None
     for reason in self._candidate.damaged:
       self._warn(f'Local step {self._candidate.step}: {reason}; its other copy is used.')
@@ -291,8 +338,9 @@ class Promotion:
     if problem:
       raise self._write_error(problem)
 
-  def _assigned(self, todo: set[Box], holders: Mapping[Box, Sequence[tuple[int, int]]]
-                ) -> list[tuple[Box, int]]:
+  def _assigned(
+    self, todo: set[Box], holders: Mapping[Box, Sequence[tuple[int, int]]]
+  ) -> list[tuple[Box, int]]:
     """Returns (box, file) of what this process is to copy; all have about as many bytes."""
     loads: collections.Counter = collections.Counter()
     mine = []
@@ -311,11 +359,19 @@ class Promotion:
     outcome = Outcome()
     try:
       if self._writer is None and not self._dry_run:
-        chunks = {name: chunk_of_shard(self._arrays[name][0], shapes[i],
-                                       itemsize=self._arrays[name][1].itemsize)
-                  for i, name in enumerate(self._names)}
-        self._writer = StateWriter(self._staging, step=self._candidate.step, arrays=self._arrays,
-                                   chunks=chunks, process=distributed.process_index())
+        chunks = {
+          name: chunk_of_shard(
+            self._arrays[name][0], shapes[i], itemsize=self._arrays[name][1].itemsize
+          )
+          for i, name in enumerate(self._names)
+        }
+        self._writer = StateWriter(
+          self._staging,
+          step=self._candidate.step,
+          arrays=self._arrays,
+          chunks=chunks,
+          process=distributed.process_index(),
+        )
       for (array, start, shape), number in mine:
         name, file = self._names[array], self._found.files[number]
         part = next(p for p in file.parts if p.name == name and p.start == start)
@@ -336,8 +392,9 @@ class Promotion:
   def _write(self, name: str, start: Shape, shape: Shape, values: Any) -> None:
     chunk = chunk_of_shard(self._arrays[name][0], shape, itemsize=values.dtype.itemsize)
     for place in boxes(shape, chunk):
-      self._writer.write(name, tuple(slice(s.start + a, s.stop + a) for s, a in zip(place, start)),
-                         values[place])
+      self._writer.write(
+        name, tuple(slice(s.start + a, s.stop + a) for s, a in zip(place, start)), values[place]
+      )
 
   def _commit(self, manifest: Mapping[str, Any]) -> None:
     """Gives the checkpoint its name; returns once every process sees it."""
@@ -346,8 +403,11 @@ class Promotion:
     if distributed.is_main_process():
       try:
         self._writer.merge()
-        self._writer.close(manifest=manifest, data={'iterator': self._facts['data_state']},
-                           empty=empty_leaves(self._target))
+        self._writer.close(
+          manifest=manifest,
+          data={'iterator': self._facts['data_state']},
+          empty=empty_leaves(self._target),
+        )
         if is_real_folder(final):  # it could not be read
           os.rename(final, free_name(self._folder / f'corrupt_{PREFIX}_{step}'))
         os.rename(self._writer.path, final)
@@ -363,10 +423,12 @@ class Promotion:
   def _write_error(self, problem: str) -> CheckpointError:
     step = self._candidate.step
     return CheckpointError(
-        f'Local step {step} is whole, but cannot be written to {self._folder}: {problem}.',
-        fix=f'Make room there, and start again: the parts stay where they are. Or set {DIR} = None '
-            'to go on without it.', parameters=('MODEL_DIR', DIR),
-        docs='checkpoints.md#local-steps')
+      f'Local step {step} is whole, but cannot be written to {self._folder}: {problem}.',
+      fix=f'Make room there, and start again: the parts stay where they are. Or set {DIR} = None '
+      'to go on without it.',
+      parameters=('MODEL_DIR', DIR),
+      docs='checkpoints.md#local-steps',
+    )
 
   def _warn(self, text: str) -> None:
     if distributed.is_main_process():
@@ -375,4 +437,3 @@ class Promotion:
   def _say(self, text: str) -> None:
     if distributed.is_main_process():
       _log.info('%s', text)
-

@@ -34,6 +34,7 @@ class Hosts:
     keys: equal for processes that fail together.
     process_of: device -> index of its process.
   """
+
   names: tuple[str, ...]
   keys: tuple[str, ...]
   process_of: Callable[[Device], int]
@@ -70,6 +71,7 @@ class Kept:
     device: place in the flat mesh of the device that hands it over.
     is_sent: whether that device gets it from another host.
   """
+
   array: int
   start: Shape
   shape: Shape
@@ -88,6 +90,7 @@ class Copies:
     sent_bytes: of one step, over all processes.
     num_copies: of each box, on as many hosts.
   """
+
   by_process: tuple[tuple[Kept, ...], ...]
   bytes_of: tuple[int, ...]
   sent: Mapping[int, Pairs]
@@ -104,12 +107,18 @@ class Copies:
     if hosts.num_hosts == 1:
       return f'{most} on the only host: they survive processes that end, not its loss'
     if self.num_copies == 1:
-      return (f'{most} on a host, each part once, as one host has more than half of the devices: a '
-              'host that is lost takes its part with it')
-    sent = (f'{gigabytes(self.sent_bytes)} are sent to another host' if self.sent else
-            'nothing is sent, as two hosts hold every part anyway')
-    return (f'{most} on a host, each part on two of {hosts.num_hosts}, so any one may be lost; '
-            f'{sent}')
+      return (
+        f'{most} on a host, each part once, as one host has more than half of the devices: a '
+        'host that is lost takes its part with it'
+      )
+    sent = (
+      f'{gigabytes(self.sent_bytes)} are sent to another host'
+      if self.sent
+      else 'nothing is sent, as two hosts hold every part anyway'
+    )
+    return (
+      f'{most} on a host, each part on two of {hosts.num_hosts}, so any one may be lost; {sent}'
+    )
 
 
 def gigabytes(num_bytes: int) -> str:
@@ -137,6 +146,7 @@ def plan_copies(state: Any, hosts: Hosts) -> Copies:
   def keep(process: int, part: Kept, num_bytes: int) -> None:
     kept[process].append(part)
     loads[process] += num_bytes
+
   # The large ones first: what is small then evens out the loads.
   for i in sorted(range(len(arrays)), key=lambda i: -_bytes(arrays[i], arrays[i].shape)):
     pairs = []
@@ -201,8 +211,12 @@ def send(array: jax.Array, pairs: Pairs) -> jax.Array:
 def _sending(mesh: jax.sharding.Mesh, spec: jax.P, pairs: Pairs) -> Any:
   def moved(shard: jax.Array) -> jax.Array:
     return jax.lax.ppermute(_bits(shard), mesh.axis_names, pairs)[None]
-  return jax.jit(jax.shard_map(moved, mesh=mesh, in_specs=spec, out_specs=jax.P(mesh.axis_names),
-                               check_vma=False))
+
+  return jax.jit(
+    jax.shard_map(
+      moved, mesh=mesh, in_specs=spec, out_specs=jax.P(mesh.axis_names), check_vma=False
+    )
+  )
 
 
 def _bits(x: jax.Array) -> jax.Array:

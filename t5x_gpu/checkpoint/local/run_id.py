@@ -25,6 +25,7 @@ class RunId:
     name: sixteen random hexadecimal digits.
     folder: MODEL_DIR when it was made, or was last seen.
   """
+
   name: str
   folder: str
 
@@ -66,9 +67,11 @@ def ensure_run_id(folder: pathlib.Path) -> str:
       new.write_text(json.dumps(dataclasses.asdict(now), indent=1) + '\n', 'utf-8')
       os.replace(new, folder / RUN_ID)
     except OSError as e:
-      raise CheckpointError(f'{folder / RUN_ID} cannot be written: {e.strerror or e}.',
-                            fix='Set MODEL_DIR to a folder of yours with free space.',
-                            parameters=('MODEL_DIR',)) from e
+      raise CheckpointError(
+        f'{folder / RUN_ID} cannot be written: {e.strerror or e}.',
+        fix='Set MODEL_DIR to a folder of yours with free space.',
+        parameters=('MODEL_DIR',),
+      ) from e
   return name
 
 

@@ -15,39 +15,50 @@ SLOTS = 3  # two steps stay, one is being written
 DIR, PERIOD = 'CheckpointConfig.local_checkpoint_dir', 'CheckpointConfig.local_period'
 
 
-def check_local_settings(local_checkpoint_dir: Optional[str], local_period: Optional[int], *,
-                         period: int) -> None:
+def check_local_settings(
+  local_checkpoint_dir: Optional[str], local_period: Optional[int], *, period: int
+) -> None:
   """Raises CheckpointError unless local steps come between the durable ones, at equal distances."""
   if local_checkpoint_dir is None and local_period is None:
     return
   fitting = [n for n in range(1, period) if period % n == 0]
   if not fitting:
     raise CheckpointError(
-        f'{PERIOD} = {local_period}, but every step is saved to MODEL_DIR: period = {period}.',
-        fix=f'Set {DIR} = None and {PERIOD} = None, or CheckpointConfig.period = 10 or more.',
-        parameters=(PERIOD, 'CheckpointConfig.period'), docs='checkpoints.md#local-steps')
+      f'{PERIOD} = {local_period}, but every step is saved to MODEL_DIR: period = {period}.',
+      fix=f'Set {DIR} = None and {PERIOD} = None, or CheckpointConfig.period = 10 or more.',
+      parameters=(PERIOD, 'CheckpointConfig.period'),
+      docs='checkpoints.md#local-steps',
+    )
   if local_checkpoint_dir is None:
     raise CheckpointError(
-        f'{PERIOD} = {local_period}, but {DIR} = None: there is nowhere to save to.',
-        fix=f"Set {DIR} = '/dev/shm/$USER' (memory of each host) or a folder of its own disk, or "
-            f'{PERIOD} = None.', parameters=(DIR, PERIOD), docs='checkpoints.md#local-steps')
+      f'{PERIOD} = {local_period}, but {DIR} = None: there is nowhere to save to.',
+      fix=f"Set {DIR} = '/dev/shm/$USER' (memory of each host) or a folder of its own disk, or "
+      f'{PERIOD} = None.',
+      parameters=(DIR, PERIOD),
+      docs='checkpoints.md#local-steps',
+    )
   if local_period is None:
     tenth = min(fitting, key=lambda n: (abs(n - period / 10), n))
     raise CheckpointError(
-        f'{DIR} = {local_checkpoint_dir!r}, but {PERIOD} = None says not how often.',
-        fix=f'Set {PERIOD} = {tenth}, or another number that divides CheckpointConfig.period = '
-            f'{period}.', parameters=(DIR, PERIOD), docs='checkpoints.md#local-steps')
+      f'{DIR} = {local_checkpoint_dir!r}, but {PERIOD} = None says not how often.',
+      fix=f'Set {PERIOD} = {tenth}, or another number that divides CheckpointConfig.period = '
+      f'{period}.',
+      parameters=(DIR, PERIOD),
+      docs='checkpoints.md#local-steps',
+    )
   if local_period not in fitting:
     below = max((n for n in fitting if n < local_period), default=None)
     above = min((n for n in fitting if n > local_period), default=None)
     near = ' or '.join(str(n) for n in (below, above) if n is not None)
     step = max(local_period, 1)
     raise CheckpointError(
-        f'{PERIOD} = {local_period} must divide CheckpointConfig.period = {period}, and be less: '
-        'local steps are those between saves to MODEL_DIR.',
-        fix=f'Set {PERIOD} = {near}, or CheckpointConfig.period = '
-            f'{max(-(-period // step), 2) * step}.',
-        parameters=(PERIOD, 'CheckpointConfig.period'), docs='checkpoints.md#local-steps')
+      f'{PERIOD} = {local_period} must divide CheckpointConfig.period = {period}, and be less: '
+      'local steps are those between saves to MODEL_DIR.',
+      fix=f'Set {PERIOD} = {near}, or CheckpointConfig.period = '
+      f'{max(-(-period // step), 2) * step}.',
+      parameters=(PERIOD, 'CheckpointConfig.period'),
+      docs='checkpoints.md#local-steps',
+    )
 
 
 def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathlib.Path:
@@ -56,28 +67,35 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
   Raises:
     CheckpointError: a variable is not set, or it lies in MODEL_DIR.
   """
-  names = (match['named'] or match['braced'] for match in string.Template.pattern.finditer(
-      local_checkpoint_dir))
+  names = (
+    match['named'] or match['braced']
+    for match in string.Template.pattern.finditer(local_checkpoint_dir)
+  )
   unset = [name for name in names if name and name not in os.environ]
   if unset:
     raise CheckpointError(
-        f'{DIR} = {local_checkpoint_dir!r}: ${unset[0]} is not set.',
-        fix=f'Set it for every process: export {unset[0]}=..., or write the folder out.',
-        parameters=(DIR,), docs='checkpoints.md#local-steps')
+      f'{DIR} = {local_checkpoint_dir!r}: ${unset[0]} is not set.',
+      fix=f'Set it for every process: export {unset[0]}=..., or write the folder out.',
+      parameters=(DIR,),
+      docs='checkpoints.md#local-steps',
+    )
   folder = pathlib.Path(os.path.expanduser(os.path.expandvars(local_checkpoint_dir))).absolute()
   inner, outer = folder.resolve(), model_dir.resolve()
   if inner.is_relative_to(outer):
     raise CheckpointError(
-        f'{DIR} = {str(folder)!r} lies in MODEL_DIR = {str(model_dir)!r}: it must be a disk or the '
-        'memory of each host, which is quicker than the file system that all share.',
-        fix=f"Set {DIR} = '/dev/shm/$USER', or a folder of the host's own disk.",
-        parameters=(DIR, 'MODEL_DIR'), docs='checkpoints.md#local-steps')
+      f'{DIR} = {str(folder)!r} lies in MODEL_DIR = {str(model_dir)!r}: it must be a disk or the '
+      'memory of each host, which is quicker than the file system that all share.',
+      fix=f"Set {DIR} = '/dev/shm/$USER', or a folder of the host's own disk.",
+      parameters=(DIR, 'MODEL_DIR'),
+      docs='checkpoints.md#local-steps',
+    )
   return folder
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
   """What a process has found of its folder."""
+
   folder: str
   problem: str
   free: int
@@ -92,25 +110,31 @@ def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Opti
     hosts: of the processes.
     run: whose files in it will be replaced; None for a new run.
   """
-  found = [_Found(**facts) for facts in distributed.gather_json(
-      dataclasses.asdict(_look_at(folder, run)))]
+  found = [
+    _Found(**facts) for facts in distributed.gather_json(dataclasses.asdict(_look_at(folder, run)))
+  ]
   # One process alone may play the parts of several, in a test: they share its folder.
   for index in range(len(hosts.keys)):
     host, each = hosts.names[index], found[index % len(found)]
     if each.problem:
       raise CheckpointError(
-          f'{DIR} = {each.folder!r} cannot be written to by process {index} on {host}: '
-          f'{each.problem}.', fix=f"Set {DIR} to a folder of yours on every host, such as "
-          "'/dev/shm/$USER'.", parameters=(DIR,), docs='checkpoints.md#local-steps')
+        f'{DIR} = {each.folder!r} cannot be written to by process {index} on {host}: '
+        f'{each.problem}.',
+        fix=f"Set {DIR} to a folder of yours on every host, such as '/dev/shm/$USER'.",
+        parameters=(DIR,),
+        docs='checkpoints.md#local-steps',
+      )
     needed = SLOTS * copies.bytes_on_host(hosts, index)
     if each.free < needed:
       raise CheckpointError(
-          f'{DIR} = {each.folder!r} has {gigabytes(each.free)} free on {host}, and local steps '
-          f'take {gigabytes(needed)} there: {SLOTS} times {gigabytes(needed // SLOTS)}, two that '
-          'stay and one that is being written.',
-          fix=f'Make room, set {DIR} to a larger disk of the host, or train on more hosts; or set '
-              f'{DIR} = None and {PERIOD} = None.', parameters=(DIR,),
-          docs='checkpoints.md#local-steps')
+        f'{DIR} = {each.folder!r} has {gigabytes(each.free)} free on {host}, and local steps '
+        f'take {gigabytes(needed)} there: {SLOTS} times {gigabytes(needed // SLOTS)}, two that '
+        'stay and one that is being written.',
+        fix=f'Make room, set {DIR} to a larger disk of the host, or train on more hosts; or set '
+        f'{DIR} = None and {PERIOD} = None.',
+        parameters=(DIR,),
+        docs='checkpoints.md#local-steps',
+      )
 
 
 def _look_at(folder: pathlib.Path, run: Optional[str]) -> _Found:

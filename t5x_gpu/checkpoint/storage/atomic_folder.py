@@ -59,21 +59,27 @@ class Journal:
     if self._target.exists() and (not self._target.is_dir() or any(self._target.iterdir())):
       if not self.folder.exists():  # a kill after the last step
         shutil.rmtree(self._unfinished, ignore_errors=True)
-      raise CheckpointError(f'{self._target} exists and is not empty; nothing is overwritten.',
-                            fix='Name another folder with --to, or remove this one.')
+      raise CheckpointError(
+        f'{self._target} exists and is not empty; nothing is overwritten.',
+        fix='Name another folder with --to, or remove this one.',
+      )
     try:
       self._unfinished.mkdir(parents=True, exist_ok=True)
       self._lock = open(self._unfinished / 'lock', 'w', encoding='utf-8')
     except OSError as e:
-      raise CheckpointError(f'{self._target} cannot be written: {e.strerror or e}.',
-                            fix='Name a folder of yours with --to.') from e
+      raise CheckpointError(
+        f'{self._target} cannot be written: {e.strerror or e}.',
+        fix='Name a folder of yours with --to.',
+      ) from e
     try:
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
       self._open(num_bytes)
     except BlockingIOError as e:
       self._lock.close()
-      raise CheckpointError(f'Another process is writing {self._target}.',
-                            fix='Wait for it or end it, or name another folder with --to.') from e
+      raise CheckpointError(
+        f'Another process is writing {self._target}.',
+        fix='Wait for it or end it, or name another folder with --to.',
+      ) from e
     except BaseException:
       self._lock.close()
       raise
@@ -94,10 +100,15 @@ class Journal:
       if self.entry is None:
         self.discard()
       raise CheckpointError(
-          f'{self._target} would take about {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are '
-          'free.', fix='Name a folder on a larger disk with --to, or make room'
-          + ('.' if self.entry is None else
-             f'; the same command then goes on: {written / 1e9:.2f} GB are written, and stay.'))
+        f'{self._target} would take about {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are '
+        'free.',
+        fix='Name a folder on a larger disk with --to, or make room'
+        + (
+          '.'
+          if self.entry is None
+          else f'; the same command then goes on: {written / 1e9:.2f} GB are written, and stay.'
+        ),
+      )
 
   def note(self, entry: dict[str, Any]) -> None:
     """Records that the folder is good as far as `entry` says; what it says must be on disk."""
@@ -157,9 +168,10 @@ class RemoteJournal(contextlib.AbstractContextManager):
     self._path = target / _JOURNAL
     names = target.files()
     if names and _JOURNAL not in names:
-      raise CheckpointError(f'{target} is not empty: it has {len(names)} objects. Nothing is '
-                            'overwritten.',
-                            fix='Name another folder with --to, or remove this one.')
+      raise CheckpointError(
+        f'{target} is not empty: it has {len(names)} objects. Nothing is overwritten.',
+        fix='Name another folder with --to, or remove this one.',
+      )
     if names:
       kept: Mapping[str, Any] = {}
       with contextlib.suppress(ValueError):
@@ -181,8 +193,13 @@ class RemoteJournal(contextlib.AbstractContextManager):
 
   def finish(self) -> None:
     """Makes what was written a checkpoint."""
-    for name in sorted({name.split('/')[0] for name in self.folder.files(first='checkpoint_')
-                        if name.startswith('checkpoint_')}):
+    for name in sorted(
+      {
+        name.split('/')[0]
+        for name in self.folder.files(first='checkpoint_')
+        if name.startswith('checkpoint_')
+      }
+    ):
       commit(self.folder / name)
     self._path.unlink()
 
@@ -198,6 +215,8 @@ class RemoteJournal(contextlib.AbstractContextManager):
 
 
 _PARTIAL = '.partial-'
+
+
 @contextlib.contextmanager
 def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib.Path]:
   """Yields an empty folder beside `target`, which becomes `target` if all goes well.
@@ -212,8 +231,10 @@ def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib
   """
   target = pathlib.Path(target).absolute()
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
-    raise CheckpointError(f'{target} exists and is not empty; nothing is overwritten.',
-                          fix='Name another folder with --to, or remove this one.')
+    raise CheckpointError(
+      f'{target} exists and is not empty; nothing is overwritten.',
+      fix='Name another folder with --to, or remove this one.',
+    )
   staging = target.with_name(f'.{target.name}{_PARTIAL}{socket.gethostname()}-{os.getpid()}')
   made = [f for f in (target.parent, *target.parent.parents) if not f.exists()]
   try:
@@ -221,21 +242,25 @@ def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib
     _remove_left_over(target)
     staging.mkdir()
   except OSError as e:
-    raise CheckpointError(f'{target} cannot be written: {e.strerror or e}.',
-                          fix='Name a folder of yours with --to.') from e
+    raise CheckpointError(
+      f'{target} cannot be written: {e.strerror or e}.', fix='Name a folder of yours with --to.'
+    ) from e
   try:
     free = shutil.disk_usage(staging).free
     if free < num_bytes:
       raise CheckpointError(
-          f'{target} would take about {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free.',
-          fix='Name a folder on a larger disk with --to, or make room.')
+        f'{target} would take about {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free.',
+        fix='Name a folder on a larger disk with --to, or make room.',
+      )
     yield staging
     if target.exists():
       target.rmdir()
     os.rename(staging, target)
   except OSError as e:
-    raise CheckpointError(f'{target} could not be written: {e.strerror or e}. Nothing of it is '
-                          'left.', fix='Name a folder with free space with --to.') from e
+    raise CheckpointError(
+      f'{target} could not be written: {e.strerror or e}. Nothing of it is left.',
+      fix='Name a folder with free space with --to.',
+    ) from e
   finally:
     shutil.rmtree(staging, ignore_errors=True)
     for folder in made:
@@ -251,7 +276,11 @@ def _remove_left_over(target: pathlib.Path) -> None:
     if made_by is None:
       continue
     if made_by[1] != socket.gethostname():
-      _log.warning('%s is of process %s on %s, which may be at work; it stays. Remove it if not.',
-                   path, made_by[2], made_by[1])
+      _log.warning(
+        '%s is of process %s on %s, which may be at work; it stays. Remove it if not.',
+        path,
+        made_by[2],
+        made_by[1],
+      )
     elif not pathlib.Path(f'/proc/{made_by[2]}').exists():
       shutil.rmtree(path, ignore_errors=True)

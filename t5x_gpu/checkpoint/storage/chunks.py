@@ -25,7 +25,7 @@ def smaller_chunk(chunk: Sequence[int], *, itemsize: int, most_bytes: int) -> Sh
   """Returns a chunk of at most so many bytes (or one element): its first dimensions are cut."""
   out = list(chunk)
   for d in range(len(out)):
-    rest = math.prod(out[d + 1:]) * itemsize
+    rest = math.prod(out[d + 1 :]) * itemsize
     if math.prod(out) * itemsize <= most_bytes:
       break
     pieces = -(-out[d] // max(most_bytes // max(rest, 1), 1))
@@ -33,8 +33,9 @@ def smaller_chunk(chunk: Sequence[int], *, itemsize: int, most_bytes: int) -> Sh
   return tuple(out)
 
 
-def piece_shape(shape: Sequence[int], chunk: Sequence[int], *, itemsize: int, most_bytes: int
-                ) -> Shape:
+def piece_shape(
+  shape: Sequence[int], chunk: Sequence[int], *, itemsize: int, most_bytes: int
+) -> Shape:
   """Returns what to read at once: whole chunks, as many as have so many bytes, or part of one."""
   if math.prod(chunk) * itemsize > most_bytes:
     return smaller_chunk(chunk, itemsize=itemsize, most_bytes=most_bytes)
@@ -52,10 +53,12 @@ def save_args(state: Any) -> Any:
   cuts dimensions down to divisors, the largest first. Where that ends in crumbs (a vocabulary of a
   prime size) the shard stays whole.
   """
+
   def of(x: Any) -> ocp.SaveArgs:  # an array of NumPy has no shards
     shard = x.sharding.shard_shape(x.shape) if isinstance(x, jax.Array) else x.shape
     whole = chunk_of_shard(x.shape, shard, itemsize=x.dtype.itemsize) == tuple(shard)
     return ocp.SaveArgs() if whole else ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+
   return jax.tree.map(of, state)
 
 
@@ -63,7 +66,8 @@ def chunk_of_shard(shape: Sequence[int], shard: Sequence[int], *, itemsize: int)
   """Returns the chunk in which a shard of an array is written; it divides the shard."""
   cut = _as_orbax_cuts(shape, shard, CHUNK_BYTES // itemsize)
   if math.prod(shard) * itemsize <= CHUNK_BYTES or (
-      math.prod(cut) * itemsize < CHUNK_BYTES // _MUCH_SMALLER):
+    math.prod(cut) * itemsize < CHUNK_BYTES // _MUCH_SMALLER
+  ):
     return tuple(shard)
   return cut
 

@@ -32,8 +32,9 @@ def _marks(folder: RemotePath) -> dict[int, set[str]]:
 
 def remote_steps(folder: RemotePath) -> list[int]:
   """Returns the steps of the checkpoints in `folder`, oldest first; saves cut short are none."""
-  return sorted(step for step, marks in _marks(folder).items()
-                if COMMIT in marks and SET_ASIDE not in marks)
+  return sorted(
+    step for step, marks in _marks(folder).items() if COMMIT in marks and SET_ASIDE not in marks
+  )
 
 
 def remove_left_over(folder: RemotePath) -> list[int]:
@@ -41,8 +42,9 @@ def remove_left_over(folder: RemotePath) -> list[int]:
 
   To be called by who holds the lock of `folder`.
   """
-  left = sorted(step for step, marks in _marks(folder).items()
-                if UNDER_WAY in marks and COMMIT not in marks)
+  left = sorted(
+    step for step, marks in _marks(folder).items() if UNDER_WAY in marks and COMMIT not in marks
+  )
   for step in left:
     (folder / f'{_PREFIX}{step}').remove_tree(last=[UNDER_WAY])
   return left
@@ -59,11 +61,16 @@ def begin(path: RemotePath) -> None:
   names = set(path.files())
   if names and not names & {UNDER_WAY, SET_ASIDE}:
     raise CheckpointError(
-        f'{path} ' + ('exists and was not overwritten.' if COMMIT in names else
-                      f'has {len(names)} objects that are no checkpoint: {COMMIT} is missing. '
-                      'Nothing was overwritten.'),
-        fix='Continue from the latest checkpoint, move that one away, or set another MODEL_DIR.',
-        parameters=('MODEL_DIR',))
+      f'{path} '
+      + (
+        'exists and was not overwritten.'
+        if COMMIT in names
+        else f'has {len(names)} objects that are no checkpoint: {COMMIT} is missing. '
+        'Nothing was overwritten.'
+      ),
+      fix='Continue from the latest checkpoint, move that one away, or set another MODEL_DIR.',
+      parameters=('MODEL_DIR',),
+    )
   _claim(path)
   path.joinpath(COMMIT).unlink(missing_ok=True)
   if names:

@@ -52,8 +52,10 @@ class _DropCallbacks:
     self._hook = hook
 
   def __call__(self, unraisable: Any) -> None:
-    is_callback = (isinstance(unraisable.exc_value, RuntimeError) and
-                   str(unraisable.exc_value) == _LOOP_IS_CLOSED)
+    is_callback = (
+      isinstance(unraisable.exc_value, RuntimeError)
+      and str(unraisable.exc_value) == _LOOP_IS_CLOSED
+    )
     if not is_callback and not _is_of_orbax(unraisable.object):
       self._hook(unraisable)
 

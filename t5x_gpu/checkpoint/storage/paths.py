@@ -34,11 +34,23 @@ class StorageError(CheckpointError):
 
 # Read by TensorStore, but for the endpoint and the region, which are passed on to it.
 VARIABLES = {
-    S3: ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN', 'AWS_PROFILE',
-         'AWS_REGION', 'AWS_ENDPOINT_URL_S3', 'AWS_ENDPOINT_URL'),
-    GS: ('GOOGLE_APPLICATION_CREDENTIALS', 'TENSORSTORE_GCS_HTTP_URL')}
-_SECRET = ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY', 'AWS_SESSION_TOKEN',
-           'GOOGLE_AUTH_TOKEN_FOR_TESTING')
+  S3: (
+    'AWS_ACCESS_KEY_ID',
+    'AWS_SECRET_ACCESS_KEY',
+    'AWS_SESSION_TOKEN',
+    'AWS_PROFILE',
+    'AWS_REGION',
+    'AWS_ENDPOINT_URL_S3',
+    'AWS_ENDPOINT_URL',
+  ),
+  GS: ('GOOGLE_APPLICATION_CREDENTIALS', 'TENSORSTORE_GCS_HTTP_URL'),
+}
+_SECRET = (
+  'AWS_ACCESS_KEY_ID',
+  'AWS_SECRET_ACCESS_KEY',
+  'AWS_SESSION_TOKEN',
+  'GOOGLE_AUTH_TOKEN_FOR_TESTING',
+)
 
 
 def without_secrets(text: str) -> str:
@@ -59,8 +71,13 @@ def is_outage(error: Exception) -> bool:
   """Returns whether storage has refused or not answered: this says nothing of what lies there."""
   if isinstance(error, CheckpointError):
     return False
-  return bool(re.match('UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|ABORTED|'
-                       'INTERNAL|CANCELLED|RESOURCE_EXHAUSTED', str(error)))
+  return bool(
+    re.match(
+      'UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|ABORTED|'
+      'INTERNAL|CANCELLED|RESOURCE_EXHAUSTED',
+      str(error),
+    )
+  )
 
 
 def storage_error(error: Exception, what: str, scheme: str) -> CheckpointError:
@@ -76,17 +93,25 @@ def storage_error(error: Exception, what: str, scheme: str) -> CheckpointError:
   text = str(error)
   names = VARIABLES[scheme]
   have = [name for name in names if os.environ.get(name)]
-  read = (f'Read from the environment: {", ".join(names)} (set: {", ".join(have) or "none"}); '
-          'then from the files and the machine that the command line of this storage uses.')
+  read = (
+    f'Read from the environment: {", ".join(names)} (set: {", ".join(have) or "none"}); '
+    'then from the files and the machine that the command line of this storage uses.'
+  )
   if 'NoSuchBucket' in text or ('NOT_FOUND' in text and 'bucket' in text):
     fix = 'Make the bucket, or correct its name. The endpoint may be another server.\n' + read
   elif re.search(r'PERMISSION_DENIED|UNAUTHENTICATED|redential|AccessDenied|\'40[13]\'', text):
     fix = 'Give keys that may list, read, write and delete there.\n' + read
   else:
-    fix = ('The server was asked several times. Look at the network, and at the endpoint if there '
-           'is one.\n' + read)
-  return StorageError(f'{without_secrets(what)}: {reason_of(error)}.', fix=fix,
-                      parameters=('MODEL_DIR',), docs='checkpoints.md#object-storage')
+    fix = (
+      'The server was asked several times. Look at the network, and at the endpoint if there '
+      'is one.\n' + read
+    )
+  return StorageError(
+    f'{without_secrets(what)}: {reason_of(error)}.',
+    fix=fix,
+    parameters=('MODEL_DIR',),
+    docs='checkpoints.md#object-storage',
+  )
 
 
 # 0.5 + 1 + 2 + 4 + 8 + 16 + 16 + 16 s: a minute of outage passes unnoticed. TensorStore's own
@@ -110,6 +135,7 @@ class RemotePath:
     bucket: its name.
     key: what follows, without slashes at its ends.
   """
+
   scheme: str
   bucket: str
   key: str
@@ -176,8 +202,9 @@ class RemotePath:
     found = self._ask('read', lambda: self._above.read(self.name))
     if found.value != before.encode():
       return False
-    written = self._ask('written', lambda: self._above.write(
-        self.name, after, if_equal=found.stamp.generation))
+    written = self._ask(
+      'written', lambda: self._above.write(self.name, after, if_equal=found.stamp.generation)
+    )
     return bool(written.generation)
 
   def unlink(self, missing_ok: bool = False) -> None:
@@ -230,18 +257,27 @@ def as_path(text: Union[str, os.PathLike, RemotePath], *, parameter: str = '') -
   if not slash and scheme not in (S3, GS):
     return pathlib.Path(text).absolute()  # a folder whose name ends in a colon
   if scheme not in (S3, GS):
-    raise ConfigError(f'{shown!r} is an address of {scheme}://, which is not supported.',
-                      fix='Give a folder of a file system, s3://BUCKET/FOLDER or '
-                          'gs://BUCKET/FOLDER.', parameters=parameters,
-                      docs='checkpoints.md#object-storage')
+    raise ConfigError(
+      f'{shown!r} is an address of {scheme}://, which is not supported.',
+      fix='Give a folder of a file system, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER.',
+      parameters=parameters,
+      docs='checkpoints.md#object-storage',
+    )
   bucket, _, key = rest.partition('/')
   key = key.strip('/')
-  if not slash or not re.fullmatch(r'[\w.-]+', bucket) or not key or (
-      {'', '.', '..'} & set(key.split('/')) or set('?#') & set(key)):
-    raise ConfigError(f'{shown!r} does not name a folder in a bucket.',
-                      fix=f'Write {scheme}://BUCKET/FOLDER: two slashes, the name of the bucket '
-                          'alone (no user or password), a folder in it.', parameters=parameters,
-                      docs='checkpoints.md#object-storage')
+  if (
+    not slash
+    or not re.fullmatch(r'[\w.-]+', bucket)
+    or not key
+    or ({'', '.', '..'} & set(key.split('/')) or set('?#') & set(key))
+  ):
+    raise ConfigError(
+      f'{shown!r} does not name a folder in a bucket.',
+      fix=f'Write {scheme}://BUCKET/FOLDER: two slashes, the name of the bucket '
+      'alone (no user or password), a folder in it.',
+      parameters=parameters,
+      docs='checkpoints.md#object-storage',
+    )
   return RemotePath(scheme, bucket, key)
 
 
@@ -255,9 +291,11 @@ def local_path(text: Union[str, os.PathLike, RemotePath], *, what: str) -> pathl
   path = as_path(text)
   if isinstance(path, RemotePath):
     raise ConfigError(
-        f'{what} takes a folder of this machine, not {path}.',
-        fix='Name a folder. Checkpoints are copied from and to object storage by\n'
-            'python -m t5x_gpu.reshard --from=... --to=...', docs='checkpoints.md#object-storage')
+      f'{what} takes a folder of this machine, not {path}.',
+      fix='Name a folder. Checkpoints are copied from and to object storage by\n'
+      'python -m t5x_gpu.reshard --from=... --to=...',
+      docs='checkpoints.md#object-storage',
+    )
   return path
 
 
@@ -293,17 +331,24 @@ def _checked_endpoint(endpoint: str) -> str:
   parts = urllib.parse.urlsplit(endpoint)
   if parts.scheme not in ('http', 'https') or not parts.hostname or '@' in parts.netloc:
     raise ConfigError(
-        f'AWS_ENDPOINT_URL = {without_secrets(endpoint)!r} is no address of a server.',
-        fix='Write http://HOST:PORT or https://HOST. Keys belong into AWS_ACCESS_KEY_ID and '
-            'AWS_SECRET_ACCESS_KEY.', docs='checkpoints.md#object-storage')
+      f'AWS_ENDPOINT_URL = {without_secrets(endpoint)!r} is no address of a server.',
+      fix='Write http://HOST:PORT or https://HOST. Keys belong into AWS_ACCESS_KEY_ID and '
+      'AWS_SECRET_ACCESS_KEY.',
+      docs='checkpoints.md#object-storage',
+    )
   return endpoint.rstrip('/')
 
 
 def context(*, cache_bytes: int = 0) -> ts.Context:
   """Returns limits for TensorStore: memory for chunks, tries where a server does not answer."""
-  return ts.Context({'cache_pool': {'total_bytes_limit': cache_bytes},
-                     'cache_pool#ocdbt': {'total_bytes_limit': INDEX_CACHE_BYTES},
-                     's3_request_retries': RETRIES, 'gcs_request_retries': RETRIES})
+  return ts.Context(
+    {
+      'cache_pool': {'total_bytes_limit': cache_bytes},
+      'cache_pool#ocdbt': {'total_bytes_limit': INDEX_CACHE_BYTES},
+      's3_request_retries': RETRIES,
+      'gcs_request_retries': RETRIES,
+    }
+  )
 
 
 _outage_seen = -math.inf
@@ -311,8 +356,12 @@ _outage_seen = -math.inf
 
 @functools.cache
 def _small_objects(max_retries: int) -> ts.Context:
-  return ts.Context({name: {**RETRIES, 'max_retries': max_retries}
-                     for name in ('s3_request_retries', 'gcs_request_retries')})
+  return ts.Context(
+    {
+      name: {**RETRIES, 'max_retries': max_retries}
+      for name in ('s3_request_retries', 'gcs_request_retries')
+    }
+  )
 
 
 def kvstore(folder: AnyPath) -> ts.KvStore:

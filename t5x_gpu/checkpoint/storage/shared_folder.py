@@ -97,10 +97,13 @@ def _not_shared(blind: list[int], paths: list[str]) -> CheckpointError:
     by_host.setdefault(names[process] if names else '', []).append(process)
   hosts = [f'{who_text(who, names)}: {paths[who[0]]}' for who in by_host.values()]
   return CheckpointError(
-      f'MODEL_DIR = {paths[0]!r} is not one folder for all processes. Process 0'
-      f'{f" ({names[0]})" if names else ""} wrote a file there; {len(blind)} of {len(paths)} '
-      'processes do not see it:\n  ' + '\n  '.join(hosts[:8])
-      + (f'\n  ... and {len(hosts) - 8} more hosts.' if len(hosts) > 8 else ''),
-      fix='Set MODEL_DIR to an absolute path on a file system that all hosts mount, or to object '
-          'storage (s3://BUCKET/FOLDER). Every process writes its part of a checkpoint there.',
-      parameters=('MODEL_DIR',), docs='slurm.md#what-hosts-must-share')
+    f'MODEL_DIR = {paths[0]!r} is not one folder for all processes. Process 0'
+    f'{f" ({names[0]})" if names else ""} wrote a file there; {len(blind)} of {len(paths)} '
+    'processes do not see it:\n  '
+    + '\n  '.join(hosts[:8])
+    + (f'\n  ... and {len(hosts) - 8} more hosts.' if len(hosts) > 8 else ''),
+    fix='Set MODEL_DIR to an absolute path on a file system that all hosts mount, or to object '
+    'storage (s3://BUCKET/FOLDER). Every process writes its part of a checkpoint there.',
+    parameters=('MODEL_DIR',),
+    docs='slurm.md#what-hosts-must-share',
+  )

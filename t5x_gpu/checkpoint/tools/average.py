@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from t5x_gpu.checkpoint.arrays.params_files import (
-    ParamsReader, ParamsWriter, num_bytes, tree_problems)
+  ParamsReader,
+  ParamsWriter,
+  num_bytes,
+  tree_problems,
+)
 from t5x_gpu.checkpoint.arrays.state_reader import PIECE_BYTES
 from t5x_gpu.checkpoint.run_files import carry
 from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
@@ -34,19 +38,27 @@ def average(readers: Sequence[ParamsReader], target: pathlib.Path, *, progress: 
   """
   last = readers[-1]
   for reader in readers[:-1]:
-    problems = tree_problems(last.shapes, reader.shapes, wanted_by=str(last.path),
-                             had_by=str(reader.path))
+    problems = tree_problems(
+      last.shapes, reader.shapes, wanted_by=str(last.path), had_by=str(reader.path)
+    )
     if problems:
-      raise CheckpointError(f'{reader.path} and {last.path} are not of the same model:\n  '
-                            + '\n  '.join(problems), fix='Name checkpoints of one model.')
+      raise CheckpointError(
+        f'{reader.path} and {last.path} are not of the same model:\n  ' + '\n  '.join(problems),
+        fix='Name checkpoints of one model.',
+      )
   size = num_bytes(last.shapes)
-  chunks = {name: smaller_chunk(shape, itemsize=4, most_bytes=PIECE_BYTES)
-            for name, shape in last.shapes.items()}
+  chunks = {
+    name: smaller_chunk(shape, itemsize=4, most_bytes=PIECE_BYTES)
+    for name, shape in last.shapes.items()
+  }
   about = {'format': 'average', 'of': [str(reader.path) for reader in readers]}
   with new_folder(target, num_bytes=size) as folder:
-    with progress('averaged', size * len(readers)) as told, ParamsWriter(
-        folder, step=last.step, shapes=last.shapes, chunks=chunks, about=about,
-        compress=False) as writer:
+    with (
+      progress('averaged', size * len(readers)) as told,
+      ParamsWriter(
+        folder, step=last.step, shapes=last.shapes, chunks=chunks, about=about, compress=False
+      ) as writer,
+    ):
       for name, shape in last.shapes.items():
         sums = [HostSums(shape) for _ in readers]
         for place in boxes(shape, chunks[name]):

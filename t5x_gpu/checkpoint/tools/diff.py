@@ -21,14 +21,17 @@ class Difference:
     max_abs: largest difference; infinite where only one of two is NaN.
     max_relative: the same over the largest absolute value of the first array.
   """
+
   name: str
   num_different: int
   max_abs: float
   max_relative: float
 
   def __str__(self) -> str:
-    return (f'{self.name}: {self.num_different:,} elements differ, by {self.max_abs:.3g} at most, '
-            f'{self.max_relative:.3g} of the largest')
+    return (
+      f'{self.name}: {self.num_different:,} elements differ, by {self.max_abs:.3g} at most, '
+      f'{self.max_relative:.3g} of the largest'
+    )
 
 
 def tree_differences(a: StateReader, b: StateReader) -> list[str]:
@@ -49,8 +52,9 @@ def _text(reader: StateReader, name: str) -> str:
   return f'{name} {reader.dtypes[name]}{list(reader.shapes[name])}'
 
 
-def value_differences(a: StateReader, b: StateReader, *, step: Callable[[int], None]
-                      ) -> Iterator[Difference]:
+def value_differences(
+  a: StateReader, b: StateReader, *, step: Callable[[int], None]
+) -> Iterator[Difference]:
   """Yields the arrays of both that have the same shape and other values; dtypes may differ.
 
   Args:
@@ -65,11 +69,13 @@ def value_differences(a: StateReader, b: StateReader, *, step: Callable[[int], N
       yield found
 
 
-def _difference(a: StateReader, b: StateReader, name: str, step: Callable[[int], None]
-                ) -> Optional[Difference]:
+def _difference(
+  a: StateReader, b: StateReader, name: str, step: Callable[[int], None]
+) -> Optional[Difference]:
   different, most, largest = 0, 0.0, 0.0
-  piece = piece_shape(a.shapes[name], a.chunk_shape(name), itemsize=a.dtypes[name].itemsize,
-                      most_bytes=PIECE_BYTES)
+  piece = piece_shape(
+    a.shapes[name], a.chunk_shape(name), itemsize=a.dtypes[name].itemsize, most_bytes=PIECE_BYTES
+  )
   for place in boxes(a.shapes[name], piece):
     x, y = a.read_at(name, place), b.read_at(name, place)
     step(x.nbytes)

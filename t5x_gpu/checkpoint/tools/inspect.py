@@ -27,9 +27,16 @@ def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -
   reader, folder = StateReader(path, step=step), find_checkpoint(path, step=step)[0]
   manifest = reader.manifest
   checksums = recorded(manifest)
-  arrays = {name: {'shape': list(shape), 'dtype': str(reader.dtypes[name]),
-                   'bytes': reader.bytes_of(name), 'chunk': list(reader.chunk_shape(name)),
-                   'checksum': checksums.get(name)} for name, shape in reader.shapes.items()}
+  arrays = {
+    name: {
+      'shape': list(shape),
+      'dtype': str(reader.dtypes[name]),
+      'bytes': reader.bytes_of(name),
+      'chunk': list(reader.chunk_shape(name)),
+      'checksum': checksums.get(name),
+    }
+    for name, shape in reader.shapes.items()
+  }
   parts: dict[str, dict[str, int]] = {}
   for name, array in arrays.items():
     part = parts.setdefault(name.split('/')[0], {'arrays': 0, 'elements': 0, 'bytes': 0})
@@ -37,16 +44,24 @@ def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -
     part['elements'] += math.prod(array['shape'])
     part['bytes'] += array['bytes']
   return {
-      'path': str(reader.path), 'step': reader.step, 'written': manifest.get('written'),
-      'parts': parts, 'bytes_on_disk': _disk_bytes(reader.path), 'arrays': arrays,
-      'params_only': bool(manifest.get(PARAMS_ONLY)), 'unstacked': bool(manifest.get(UNSTACKED)),
-      'mesh': manifest.get('mesh'), 'num_processes': manifest.get('num_processes'),
-      'gin': [str(folder / name) for name in GIN_FILES if (folder / name).is_file()],
-      'versions': manifest.get('versions'), 'data': manifest.get('data'),
-      'data_state_bytes': len(read_saved(folder, reader.step).data_state),
-      'next_batch_hash': manifest.get('next_batch_hash'),
-      'checksums': f'{len(checksums)} of {len(arrays)} arrays',
-      **{key: manifest[key] for key in _ORIGINS if manifest.get(key)}}
+    'path': str(reader.path),
+    'step': reader.step,
+    'written': manifest.get('written'),
+    'parts': parts,
+    'bytes_on_disk': _disk_bytes(reader.path),
+    'arrays': arrays,
+    'params_only': bool(manifest.get(PARAMS_ONLY)),
+    'unstacked': bool(manifest.get(UNSTACKED)),
+    'mesh': manifest.get('mesh'),
+    'num_processes': manifest.get('num_processes'),
+    'gin': [str(folder / name) for name in GIN_FILES if (folder / name).is_file()],
+    'versions': manifest.get('versions'),
+    'data': manifest.get('data'),
+    'data_state_bytes': len(read_saved(folder, reader.step).data_state),
+    'next_batch_hash': manifest.get('next_batch_hash'),
+    'checksums': f'{len(checksums)} of {len(arrays)} arrays',
+    **{key: manifest[key] for key in _ORIGINS if manifest.get(key)},
+  }
 
 
 def _disk_bytes(path: AnyPath) -> Optional[int]:
@@ -65,15 +80,21 @@ def text_of(described: dict[str, Any]) -> str:
     lines.append(f'  {name:{width}}  {shape:28} {_size(a["bytes"]):>10}')
   for part, n in d['parts'].items():
     lines.append(f'{part}: {n["arrays"]} arrays, {n["elements"]:,} elements, {_size(n["bytes"])}')
-  lines.append(f'on disk: {"unknown" if d["bytes_on_disk"] is None else _size(d["bytes_on_disk"])}'
-               + ('; one array per layer' if d['unstacked'] else '')
-               + ('; parameters only: nothing to resume' if d['params_only'] else ''))
+  lines.append(
+    f'on disk: {"unknown" if d["bytes_on_disk"] is None else _size(d["bytes_on_disk"])}'
+    + ('; one array per layer' if d['unstacked'] else '')
+    + ('; parameters only: nothing to resume' if d['params_only'] else '')
+  )
   sizes = ' '.join(f'{axis}={n}' for axis, n in (d['mesh'] or {}).items())
-  lines.append(f'written by: {sizes or "no mesh"}; {d["num_processes"]} processes; ' + ', '.join(
-      f'{name} {version}' for name, version in (d['versions'] or {}).items()))
+  lines.append(
+    f'written by: {sizes or "no mesh"}; {d["num_processes"]} processes; '
+    + ', '.join(f'{name} {version}' for name, version in (d['versions'] or {}).items())
+  )
   data = ', '.join(f'{k}={v}' for k, v in (d['data'] or {}).items())
-  lines.append(f'data: {data or "none"}; state of {d["data_state_bytes"]} bytes; next batch '
-               f'{d["next_batch_hash"] or "unknown"}')
+  lines.append(
+    f'data: {data or "none"}; state of {d["data_state_bytes"]} bytes; next batch '
+    f'{d["next_batch_hash"] or "unknown"}'
+  )
   lines.append(f'gin: {", ".join(d["gin"]) or "none beside it"}')
   lines.append(f'checksums: {d["checksums"]}')
   lines += [f'{key.replace("_", " ")}: {d[key]}' for key in _ORIGINS if key in d]

@@ -10,7 +10,12 @@ import pathlib
 from collections.abc import Callable
 
 from t5x_gpu.checkpoint.model_dir import (
-    UNREADABLE, checkpoint_path, committed_steps, read_saved, why)
+  UNREADABLE,
+  checkpoint_path,
+  committed_steps,
+  read_saved,
+  why,
+)
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.storage.paths import local_path
@@ -27,6 +32,7 @@ class Plan:
     kept: step -> why.
     removed: step -> bytes on disk.
   """
+
   folder: pathlib.Path
   kept: dict[int, str]
   removed: dict[int, int]
@@ -51,21 +57,28 @@ def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> Plan:
     except UNREADABLE as e:
       kept[step] = f'cannot be read as a checkpoint ({why(e)}), so it is left alone'
   if not steps:
-    raise CheckpointError(f'{folder} has no checkpoint.',
-                          fix='Give the MODEL_DIR of a run, which has checkpoint_<step> in it.')
+    raise CheckpointError(
+      f'{folder} has no checkpoint.',
+      fix='Give the MODEL_DIR of a run, which has checkpoint_<step> in it.',
+    )
   missing = sorted(set(keep.steps) - set(steps))
   if missing:
-    raise CheckpointError(f'{folder} has no checkpoint of step {", ".join(map(str, missing))}.',
-                          fix=f'Its steps are {", ".join(map(str, steps))}.')
+    raise CheckpointError(
+      f'{folder} has no checkpoint of step {", ".join(map(str, missing))}.',
+      fix=f'Its steps are {", ".join(map(str, steps))}.',
+    )
   removed, reasons = {}, keep.reasons(steps, values)
   kept |= reasons
   for step in steps:
     if step not in reasons:
-      removed[step] = sum(p.stat().st_size for p in checkpoint_path(folder, step).rglob('*')
-                          if p.is_file())
+      removed[step] = sum(
+        p.stat().st_size for p in checkpoint_path(folder, step).rglob('*') if p.is_file()
+      )
   if len(removed) == len(steps):
-    raise CheckpointError(f'None of the {len(steps)} checkpoints in {folder} would stay.',
-                          fix=f'Keep one at least: --keep_last=1 keeps step {steps[-1]}.')
+    raise CheckpointError(
+      f'None of the {len(steps)} checkpoints in {folder} would stay.',
+      fix=f'Keep one at least: --keep_last=1 keeps step {steps[-1]}.',
+    )
   return Plan(folder, dict(sorted(kept.items())), removed)
 
 
@@ -85,8 +98,10 @@ def prune(plan: Plan, *, done: Callable[[int], None]) -> None:
       remove_checkpoint(plan.folder, step)
       done(step)
   except OSError as e:
-    raise CheckpointError(f'{e.filename or plan.folder} cannot be removed: {e.strerror or e}.',
-                          fix='Look at the permissions of the folder; what is listed as removed '
-                              'is gone, the rest is there.') from e
+    raise CheckpointError(
+      f'{e.filename or plan.folder} cannot be removed: {e.strerror or e}.',
+      fix='Look at the permissions of the folder; what is listed as removed '
+      'is gone, the rest is there.',
+    ) from e
   finally:
     lock.release()

@@ -55,6 +55,7 @@ class Request:
     verify: read everything again at the end.
     memory: budget for array data in host memory, in bytes.
   """
+
   source: AnyPath
   target: AnyPath
   step: Optional[int] = None
@@ -77,6 +78,7 @@ class Plan:
     chunks: the same -> shape of a chunk.
     unstacked: the arrays that are one per layer on disk.
   """
+
   arrays: Mapping[str, tuple[Shape, np.dtype]]
   chunks: Mapping[str, Shape]
   unstacked: tuple[str, ...]
@@ -86,8 +88,10 @@ class Plan:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays.values())
 
   def as_json(self) -> Any:
-    return [[name, list(shape), str(dtype), list(self.chunks[name]), name in self.unstacked]
-            for name, (shape, dtype) in self.arrays.items()]
+    return [
+      [name, list(shape), str(dtype), list(self.chunks[name]), name in self.unstacked]
+      for name, (shape, dtype) in self.arrays.items()
+    ]
 
 
 def plan_reshard(reader: StateReader, request: Request) -> Plan:
@@ -96,25 +100,35 @@ def plan_reshard(reader: StateReader, request: Request) -> Plan:
   Raises:
     CheckpointError: the budget is too small for the chunks of the source.
   """
-  arrays = {name: (shape, _new_dtype(name, reader.dtypes[name], request))
-            for name, shape in reader.shapes.items()
-            if not (request.drop_optimizer and name.startswith(_OPTIMIZER))}
+  arrays = {
+    name: (shape, _new_dtype(name, reader.dtypes[name], request))
+    for name, shape in reader.shapes.items()
+    if not (request.drop_optimizer and name.startswith(_OPTIMIZER))
+  }
   largest = max(arrays, key=reader.chunk_bytes)
   least = max(_CHUNKS_IN_MEMORY * reader.chunk_bytes(largest), LEAST_MEMORY)
   if request.memory < least:
     raise CheckpointError(
-        f'--memory={request.memory:,} bytes are too few: {largest} of {reader.path} lies in chunks '
-        f'of {reader.chunk_bytes(largest):,} bytes, which are read as a whole.',
-        fix=f'Set --memory={-(-least // 2**20)}MiB or more. What this writes has chunks of '
-            f'{_most_bytes(request):,} bytes at most, and needs less.', docs='reshard.md#memory')
+      f'--memory={request.memory:,} bytes are too few: {largest} of {reader.path} lies in chunks '
+      f'of {reader.chunk_bytes(largest):,} bytes, which are read as a whole.',
+      fix=f'Set --memory={-(-least // 2**20)}MiB or more. What this writes has chunks of '
+      f'{_most_bytes(request):,} bytes at most, and needs less.',
+      docs='reshard.md#memory',
+    )
   stacked = set(stacked_arrays(reader.shapes))
   as_it_was = set(reader.manifest.get(UNSTACKED, ()))
-  unstacked = tuple(n for n in arrays if n in (
-      as_it_was if request.unscan is None else stacked if request.unscan else ()))
+  unstacked = tuple(
+    n
+    for n in arrays
+    if n in (as_it_was if request.unscan is None else stacked if request.unscan else ())
+  )
   chunks = {}
   for name, (shape, dtype) in arrays.items():
-    chunk = _laid_out(shape, request.layout, first=1 if name in stacked else 0) if (
-        request.layout) else reader.chunk_shape(name)
+    chunk = (
+      _laid_out(shape, request.layout, first=1 if name in stacked else 0)
+      if (request.layout)
+      else reader.chunk_shape(name)
+    )
     if name in unstacked:
       chunk = (1, *chunk[1:])
     # By the wider of both dtypes: a piece is in memory as it was read, too.
@@ -128,8 +142,13 @@ def _most_bytes(request: Request) -> int:
 
 
 def _new_dtype(name: str, dtype: np.dtype, request: Request) -> np.dtype:
-  asked = (request.dtype if name.startswith(_PARAMS) else
-           request.optimizer_dtype if name.startswith(_OPTIMIZER) else None)
+  asked = (
+    request.dtype
+    if name.startswith(_PARAMS)
+    else request.optimizer_dtype
+    if name.startswith(_OPTIMIZER)
+    else None
+  )
   return np.dtype(asked) if asked and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
@@ -162,13 +181,21 @@ def reshard(request: Request, *, progress: Progress, say: Callable[[str], None])
   work = {'source': str(reader.path), 'manifest': dict(reader.manifest), 'plan': plan.as_json()}
   with open_journal(request.target, work=work, num_bytes=plan.num_bytes) as journal:
     try:
-      writer = StateWriter(journal.folder, step=reader.step, arrays=plan.arrays,
-                           chunks=plan.chunks, unstacked=plan.unstacked, flush_bytes=_NEVER,
-                           resume=journal.entry is not None)
+      writer = StateWriter(
+        journal.folder,
+        step=reader.step,
+        arrays=plan.arrays,
+        chunks=plan.chunks,
+        unstacked=plan.unstacked,
+        flush_bytes=_NEVER,
+        resume=journal.entry is not None,
+      )
       checksums = _copy(reader, writer, plan, request, journal, progress=progress, say=say)
-      writer.close(manifest=_manifest(reader, plan, request, checksums),
-                   data=read_json(reader.path / 'data' / 'metadata', DATA),
-                   empty=_empty(reader, request))
+      writer.close(
+        manifest=_manifest(reader, plan, request, checksums),
+        data=read_json(reader.path / 'data' / 'metadata', DATA),
+        empty=_empty(reader, request),
+      )
       if request.verify:
         _verify(writer.path, request, progress)
       carry(reader.path.parent, journal.folder)
@@ -179,14 +206,23 @@ def reshard(request: Request, *, progress: Progress, say: Callable[[str], None])
       journal.discard()  # there is nothing to go on with: the source is damaged, or the disk
       raise
     except OSError as e:
-      raise CheckpointError(f'{request.target} could not be written: {e.strerror or e}.',
-                            fix='Make room; the same command then goes on.') from e
+      raise CheckpointError(
+        f'{request.target} could not be written: {e.strerror or e}.',
+        fix='Make room; the same command then goes on.',
+      ) from e
   return request.target / reader.path.name
 
 
-def _copy(reader: StateReader, writer: StateWriter, plan: Plan, request: Request,
-          journal: Journal | RemoteJournal, *, progress: Progress, say: Callable[[str], None]
-          ) -> dict[str, str]:
+def _copy(
+  reader: StateReader,
+  writer: StateWriter,
+  plan: Plan,
+  request: Request,
+  journal: Journal | RemoteJournal,
+  *,
+  progress: Progress,
+  say: Callable[[str], None],
+) -> dict[str, str]:
   """Writes all arrays from where the journal stands; returns their checksums."""
   entry = journal.entry or {'pieces': 0, 'array': '', 'read': '', 'written': '', 'checksums': {}}
   if journal.entry is None:
@@ -218,8 +254,15 @@ def _copy(reader: StateReader, writer: StateWriter, plan: Plan, request: Request
         if waiting >= request.memory // _PIECES_IN_MEMORY:
           writer.flush()
           waiting = 0
-          journal.note({'pieces': count, 'array': name, 'read': str(read), 'written': str(written),
-                        'checksums': checksums})
+          journal.note(
+            {
+              'pieces': count,
+              'array': name,
+              'read': str(read),
+              'written': str(written),
+              'checksums': checksums,
+            }
+          )
       if name not in checksums:
         check_sums(name, read, reader.manifest, str(reader.path))
         checksums[name] = str(written)
@@ -240,18 +283,25 @@ def _bytes_of_first(reader: StateReader, plan: Plan, pieces: int) -> int:
 def _read(reader: StateReader, name: str, place: tuple[slice, ...], most_bytes: int) -> np.ndarray:
   """Returns a part of an array. Chunk by chunk: TensorStore would read all of them at once."""
   itemsize = reader.dtypes[name].itemsize
-  grid = piece_shape(reader.shapes[name], reader.chunk_shape(name), itemsize=itemsize,
-                     most_bytes=max(most_bytes, reader.chunk_bytes(name)))
+  grid = piece_shape(
+    reader.shapes[name],
+    reader.chunk_shape(name),
+    itemsize=itemsize,
+    most_bytes=max(most_bytes, reader.chunk_bytes(name)),
+  )
   starts = [s.start // g for s, g in zip(place, grid)]
   if all((s.stop - 1) // g == i for s, g, i in zip(place, grid, starts)):
     return reader.read_at(name, place)
   out = np.empty([s.stop - s.start for s in place], reader.dtypes[name])
   cells = [-(-s.stop // g) - i for s, g, i in zip(place, grid, starts)]
   for cell in np.ndindex(*cells):
-    part = tuple(slice(max(s.start, (i + c) * g), min(s.stop, (i + c + 1) * g))
-                 for s, g, i, c in zip(place, grid, starts, cell))
+    part = tuple(
+      slice(max(s.start, (i + c) * g), min(s.stop, (i + c + 1) * g))
+      for s, g, i, c in zip(place, grid, starts, cell)
+    )
     out[tuple(slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, place))] = (
-        reader.read_at(name, part))
+      reader.read_at(name, part)
+    )
   return out
 
 
@@ -261,20 +311,29 @@ def _cast(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
   with np.errstate(over='ignore'):
     out = values.astype(dtype)
   if np.any(np.isinf(out) & ~np.isinf(values)):
-    raise CheckpointError(f'{name} has values beyond the range of {dtype}.',
-                          fix='Take --dtype=bfloat16, which has the range of float32.')
+    raise CheckpointError(
+      f'{name} has values beyond the range of {dtype}.',
+      fix='Take --dtype=bfloat16, which has the range of float32.',
+    )
   return out
 
 
-def _manifest(reader: StateReader, plan: Plan, request: Request, checksums: Mapping[str, str]
-              ) -> dict[str, Any]:
+def _manifest(
+  reader: StateReader, plan: Plan, request: Request, checksums: Mapping[str, str]
+) -> dict[str, Any]:
   """Returns the manifest of the source, as it is of what was written."""
   manifest = {
-      **reader.manifest, **record(checksums),
-      'arrays': {n: [list(shape), str(dtype)] for n, (shape, dtype) in plan.arrays.items()},
-      RESHARDED_FROM: {'checkpoint': str(reader.path), 'dtype': request.dtype,
-                       'optimizer_dtype': request.optimizer_dtype,
-                       'drop_optimizer': request.drop_optimizer, 'layout': list(request.layout)}}
+    **reader.manifest,
+    **record(checksums),
+    'arrays': {n: [list(shape), str(dtype)] for n, (shape, dtype) in plan.arrays.items()},
+    RESHARDED_FROM: {
+      'checkpoint': str(reader.path),
+      'dtype': request.dtype,
+      'optimizer_dtype': request.optimizer_dtype,
+      'drop_optimizer': request.drop_optimizer,
+      'layout': list(request.layout),
+    },
+  }
   manifest.pop(UNSTACKED, None)
   if plan.unstacked:
     manifest[UNSTACKED] = list(plan.unstacked)
@@ -286,15 +345,20 @@ def _manifest(reader: StateReader, plan: Plan, request: Request, checksums: Mapp
 def _empty(reader: StateReader, request: Request) -> dict[str, Any]:
   """Returns what Orbax's tree has beside arrays: of an optimizer, which may be left out."""
   tree = read_json(reader.path / 'state' / '_METADATA', TREE)['tree_metadata']
-  return {key: leaf for key, leaf in tree.items() if leaf['value_metadata']['skip_deserialize']
-          and not (request.drop_optimizer and ast.literal_eval(key)[0] == 'opt_state')}
+  return {
+    key: leaf
+    for key, leaf in tree.items()
+    if leaf['value_metadata']['skip_deserialize']
+    and not (request.drop_optimizer and ast.literal_eval(key)[0] == 'opt_state')
+  }
 
 
 def _verify(folder: AnyPath, request: Request, progress: Progress) -> None:
   """Raises CheckpointError unless what was written reads as it should."""
   reader = StateReader(folder, cache_bytes=0, is_committed=False)
   with progress('read again', reader.num_bytes) as told:
-    verdict = verify(reader, step=told, num_threads=1,
-                     most_bytes=request.memory // _PIECES_IN_MEMORY)
+    verdict = verify(
+      reader, step=told, num_threads=1, most_bytes=request.memory // _PIECES_IN_MEMORY
+    )
   for name, problem in verdict.damaged.items():
     raise CheckpointError(f'{name}, read back, {problem}.', fix='Look at the disk; then try again.')

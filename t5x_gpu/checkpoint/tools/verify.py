@@ -12,8 +12,9 @@ from t5x_gpu.checkpoint.storage.checksums import HostSums, recorded
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.errors import CheckpointError
 
-_FIX = ('Take another checkpoint. All of this one is checked by\n'
-        'python -m t5x_gpu.checkpoint verify {}')
+_FIX = (
+  'Take another checkpoint. All of this one is checked by\npython -m t5x_gpu.checkpoint verify {}'
+)
 NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -26,13 +27,19 @@ class Verdict:
     num_unknown: of them without a checksum: they can be read, no more is known.
     damaged: array -> what is wrong with it.
   """
+
   num_arrays: int
   num_unknown: int
   damaged: Mapping[str, str]
 
 
-def verify(reader: StateReader, *, step: Callable[[int], None], num_threads: int = NUM_THREADS,
-           most_bytes: int = PIECE_BYTES) -> Verdict:
+def verify(
+  reader: StateReader,
+  *,
+  step: Callable[[int], None],
+  num_threads: int = NUM_THREADS,
+  most_bytes: int = PIECE_BYTES,
+) -> Verdict:
   """Returns whether each array has its checksum; a few pieces are in memory at a time.
 
   Args:
@@ -55,10 +62,14 @@ def verify(reader: StateReader, *, step: Callable[[int], None], num_threads: int
     if name in want and str(sums) != want[name]:
       return f'has other values than were saved: its checksum is {sums}, not {want[name]}'
     return ''
+
   with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
     problems = dict(zip(reader.shapes, pool.map(problem, reader.shapes)))
-  return Verdict(len(problems), sum(name not in want for name in problems),
-                 {name: text for name, text in problems.items() if text})
+  return Verdict(
+    len(problems),
+    sum(name not in want for name in problems),
+    {name: text for name, text in problems.items() if text},
+  )
 
 
 @contextlib.contextmanager
@@ -68,8 +79,11 @@ def damage_named(name: str, where: AnyPath) -> Iterator[None]:
     yield
   except ValueError as e:  # TensorStore's: it does not decompress, or is cut off
     check_no_outage(e, where)
-    raise CheckpointError(f'{name} of {where} cannot be read: {why(e)}', fix=_FIX.format(where),
-                          docs='checkpoints.md#checksums') from e
+    raise CheckpointError(
+      f'{name} of {where} cannot be read: {why(e)}',
+      fix=_FIX.format(where),
+      docs='checkpoints.md#checksums',
+    ) from e
 
 
 def check_sums(name: str, sums: HostSums, manifest: Mapping[str, object], where: str) -> None:
@@ -77,5 +91,7 @@ def check_sums(name: str, sums: HostSums, manifest: Mapping[str, object], where:
   want = recorded(manifest).get(name)
   if want is not None and str(sums) != want:
     raise CheckpointError(
-        f'{name} of {where} has other values than were saved: its checksum is {sums}, not {want}.',
-        fix=_FIX.format(where), docs='checkpoints.md#checksums')
+      f'{name} of {where} has other values than were saved: its checksum is {sums}, not {want}.',
+      fix=_FIX.format(where),
+      docs='checkpoints.md#checksums',
+    )

@@ -29,8 +29,10 @@ from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
 from t5x_gpu.errors import DataError, all_problems, first_line
 from t5x_gpu.runtime.cluster.agreement import Facts
 
-GUARANTEE = ('prepared: the global batch at step t depends on (data, rates, seed, t) alone; each '
-             'process reads its rows of it')
+GUARANTEE = (
+  'prepared: the global batch at step t depends on (data, rates, seed, t) alone; each '
+  'process reads its rows of it'
+)
 _MODULE = 't5x_gpu.data.prepared.batches'
 _NAME = 'DatasetConfig.mixture_or_task_name'
 _PREFETCH_BATCHES = 2
@@ -53,9 +55,18 @@ class PreparedBatches:
     rows_read: how many were decoded so far.
   """
 
-  def __init__(self, rows: grain.MapDataset, *, num_rows: Optional[int], names: Sequence[str],
-               spec: BatchSpec, name: str, fingerprint: Mapping[str, Any], files: Facts,
-               class_names: Optional[Sequence[str]] = None):
+  def __init__(
+    self,
+    rows: grain.MapDataset,
+    *,
+    num_rows: Optional[int],
+    names: Sequence[str],
+    spec: BatchSpec,
+    name: str,
+    fingerprint: Mapping[str, Any],
+    files: Facts,
+    class_names: Optional[Sequence[str]] = None,
+  ):
     self._rows, self._num_rows, self._names, self._spec = rows, num_rows, tuple(names), spec
     self._name, self._fingerprint, self._files = name, dict(fingerprint), files
     self._classes = {} if class_names is None else {CLASS_NAMES: list(class_names)}
@@ -99,8 +110,9 @@ class PreparedBatches:
       if step not in self._ahead and (self._num_rows is None or step * size < self._num_rows):
         self._ahead[step] = self._started(step, rows=rows)
 
-  def _started(self, step: int, *, rows: Sequence[int]
-               ) -> tuple[LazyBatch, concurrent.futures.Future]:
+  def _started(
+    self, step: int, *, rows: Sequence[int]
+  ) -> tuple[LazyBatch, concurrent.futures.Future]:
     first = step * self._spec.batch_size
 
     def read(numbers: Sequence[int], arrays: dict[str, np.ndarray]) -> None:
@@ -108,6 +120,7 @@ class PreparedBatches:
         # The last batch of an evaluation is filled up with zeros: padding of weight 0.
         if self._num_rows is None or first + number < self._num_rows:
           self._decode(first + number, arrays, number)
+
     batch = LazyBatch(self._spec, read=read, names=self._names)
     return batch, self._reader.submit(batch.need, rows)
 
@@ -117,14 +130,22 @@ class PreparedBatches:
       self.rows_read += 1
     except Exception as e:  # ArrayRecord raises IndexError, RuntimeError and ValueError
       raise DataError(
-          f'Row {row:,} of {self._name!r} cannot be read: {first_line(e)[:300]}',
-          fix=f'python -m t5x_gpu.data check {self._name} names the shards that have changed.',
-          parameters=(_NAME,), docs='data.md') from e
+        f'Row {row:,} of {self._name!r} cannot be read: {first_line(e)[:300]}',
+        fix=f'python -m t5x_gpu.data check {self._name} names the shards that have changed.',
+        parameters=(_NAME,),
+        docs='data.md',
+      ) from e
 
   def get_state(self) -> bytes:
     """Returns the number of the next batch, and what it is a batch of."""
-    return json.dumps({'prepared': 1, 'batches_taken': self._step, 'data': self._fingerprint,
-                       LIBRARIES: versions(_PACKAGES)}).encode()
+    return json.dumps(
+      {
+        'prepared': 1,
+        'batches_taken': self._step,
+        'data': self._fingerprint,
+        LIBRARIES: versions(_PACKAGES),
+      }
+    ).encode()
 
   def set_state(self, state: bytes) -> None:
     """Continues where `get_state` was called, at once. Raises DataError if the data is another."""
@@ -133,19 +154,25 @@ class PreparedBatches:
       step, data = saved['batches_taken'], saved['data']
     except ValueError as e:
       raise DataError(
-          f'This data state ({len(state)} bytes) was not written by {_MODULE}: the checkpoint was '
-          'trained on data that was read in another way (streaming, or synthetic).',
-          fix='Set MIXTURE_OR_TASK_NAME to what it was, or start anew in another MODEL_DIR; '
-              'RestoreConfig takes the parameters along.',
-          parameters=(_NAME, 'DatasetConfig.module')) from e
+        f'This data state ({len(state)} bytes) was not written by {_MODULE}: the checkpoint was '
+        'trained on data that was read in another way (streaming, or synthetic).',
+        fix='Set MIXTURE_OR_TASK_NAME to what it was, or start anew in another MODEL_DIR; '
+        'RestoreConfig takes the parameters along.',
+        parameters=(_NAME, 'DatasetConfig.module'),
+      ) from e
     check_same_data(data, json.loads(json.dumps(self._fingerprint)))
     self._ahead.clear()
     self._step = step
 
   def describe(self) -> Mapping[str, Any]:
     """Returns what the batches are made from, and what is guaranteed about their order."""
-    return {'mixture_or_task_name': self._name, **self._fingerprint, **self._classes,
-            LIBRARIES: versions(_PACKAGES), 'guarantee': GUARANTEE}
+    return {
+      'mixture_or_task_name': self._name,
+      **self._fingerprint,
+      **self._classes,
+      LIBRARIES: versions(_PACKAGES),
+      'guarantee': GUARANTEE,
+    }
 
   def file_facts(self) -> Facts:
     """Returns the facts of the files, to compare them between hosts."""
@@ -163,8 +190,9 @@ def folder_of(config: DatasetConfig) -> pathlib.Path:
   return pathlib.Path(config.mixture_or_task_name.removeprefix(PREPARED)).expanduser()
 
 
-def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str,
-                 repeat: bool = True) -> PreparedBatches:
+def open_batches(
+  config: DatasetConfig, *, spec: BatchSpec, feature_converter: str, repeat: bool = True
+) -> PreparedBatches:
   """Returns the batches of 'prepared:DIR'.
 
   Args:
@@ -182,18 +210,30 @@ def open_batches(config: DatasetConfig, *, spec: BatchSpec, feature_converter: s
   _check(index, config, spec=spec, feature_converter=feature_converter)
   check_shards(folder, index)
   own = {name: member.rate for name, member in index.members.items()}
-  rates = row_order.checked_rates(config.mixture_rates, own=own, rows={
-      name: member.rows for name, member in index.members.items()})
+  rates = row_order.checked_rates(
+    config.mixture_rates,
+    own=own,
+    rows={name: member.rows for name, member in index.members.items()},
+  )
   seed = config.seed if config.shuffle else None
   rows = row_order.mixed_rows(task_rows(folder, index), rates=rates, seed=seed, repeat=repeat)
   if repeat and index.rows < config.batch_size:
-    _log.warning('%s has %d rows, a batch takes %d: each batch has some of them more than once.',
-                 folder, index.rows, config.batch_size)
+    _log.warning(
+      '%s has %d rows, a batch takes %d: each batch has some of them more than once.',
+      folder,
+      index.rows,
+      config.batch_size,
+    )
   return PreparedBatches(
-      rows, num_rows=None if repeat else index.rows, names=tuple(index.features), spec=spec,
-      name=config.mixture_or_task_name,
-      fingerprint=_fingerprint(index, config, rates=rates, repeat=repeat),
-      files=_file_facts(index, folder / config.split), class_names=index.class_names)
+    rows,
+    num_rows=None if repeat else index.rows,
+    names=tuple(index.features),
+    spec=spec,
+    name=config.mixture_or_task_name,
+    fingerprint=_fingerprint(index, config, rates=rates, repeat=repeat),
+    files=_file_facts(index, folder / config.split),
+    class_names=index.class_names,
+  )
 
 
 def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]:
@@ -201,8 +241,11 @@ def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]
   found = {}
   for name, member in index.members.items():
     # The numbers of rows are known: Grain would open every file to count them.
-    paths = [f'{folder / index.split / shard.file}[0:{shard.rows}]'
-             for shard in member.shards if shard.rows]
+    paths = [
+      f'{folder / index.split / shard.file}[0:{shard.rows}]'
+      for shard in member.shards
+      if shard.rows
+    ]
     if paths:
       found[name] = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(paths))
   return found
@@ -210,35 +253,57 @@ def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]
 
 def _check(index: Index, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> None:
   """Raises DataError, with all that differs, unless DIR was prepared for this model and config."""
-  asked = {'feature_converter': feature_converter, 'pack': config.pack,
-           'task_feature_lengths': dict(config.task_feature_lengths),
-           'loss_on_targets_only': config.loss_on_targets_only}
-  problems = [f'{name}: prepared with {getattr(index, name)!r}, the run has {value!r}.'
-              for name, value in asked.items() if getattr(index, name) != value]
+  asked = {
+    'feature_converter': feature_converter,
+    'pack': config.pack,
+    'task_feature_lengths': dict(config.task_feature_lengths),
+    'loss_on_targets_only': config.loss_on_targets_only,
+  }
+  problems = [
+    f'{name}: prepared with {getattr(index, name)!r}, the run has {value!r}.'
+    for name, value in asked.items()
+    if getattr(index, name) != value
+  ]
   names = {v['name'] for v in index.vocabularies.values() if v['name'] != 'classes'}
   if config.vocabulary is not None and config.vocabulary not in names:
-    problems.append(f'vocabulary: prepared with {", ".join(sorted(names))}, the run has '
-                    f'{config.vocabulary!r}.')
-  problems += [f'vocabulary: prepared without one of {part!r}.' for parts in features.layout(
-      feature_converter).tokens.values() for part in parts if part not in index.vocabularies]
+    problems.append(
+      f'vocabulary: prepared with {", ".join(sorted(names))}, the run has {config.vocabulary!r}.'
+    )
+  problems += [
+    f'vocabulary: prepared without one of {part!r}.'
+    for parts in features.layout(feature_converter).tokens.values()
+    for part in parts
+    if part not in index.vocabularies
+  ]
   if not problems and dict(index.features) != {
-      name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()}:
-    problems.append(f'features: prepared with {", ".join(index.features)}, the run has '
-                    f'{", ".join(spec.shapes)}, or other lengths.')
+    name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()
+  }:
+    problems.append(
+      f'features: prepared with {", ".join(index.features)}, the run has '
+      f'{", ".join(spec.shapes)}, or other lengths.'
+    )
   if not problems:
     sizes = _largest_ids(index, feature_converter)
     problems += [
-        f'{name}: the rows have ids up to {size - 1:,}, the model knows {spec.vocab_sizes[name]:,}.'
-        for name, size in sizes.items() if size > spec.vocab_sizes.get(name, size)]
+      f'{name}: the rows have ids up to {size - 1:,}, the model knows {spec.vocab_sizes[name]:,}.'
+      for name, size in sizes.items()
+      if size > spec.vocab_sizes.get(name, size)
+    ]
   if problems:
     folder = folder_of(config)
     raise DataError(
-        all_problems(problems, title=f'{folder} was prepared for another model'),
-        fix=f'Prepare for this one: python -m t5x_gpu.prepare --gin_file=MY.gin --output=OTHER_DIR'
-            f"\n(there MIXTURE_OR_TASK_NAME = '{index.made_from['mixture_or_task_name']}'"
-            '), or set in the run what DIR was prepared with (VOCABULARY = None does).',
-        parameters=(_NAME, 'DatasetConfig.task_feature_lengths', 'DatasetConfig.pack',
-                    'DatasetConfig.vocabulary'), docs='data.md')
+      all_problems(problems, title=f'{folder} was prepared for another model'),
+      fix=f'Prepare for this one: python -m t5x_gpu.prepare --gin_file=MY.gin --output=OTHER_DIR'
+      f"\n(there MIXTURE_OR_TASK_NAME = '{index.made_from['mixture_or_task_name']}'"
+      '), or set in the run what DIR was prepared with (VOCABULARY = None does).',
+      parameters=(
+        _NAME,
+        'DatasetConfig.task_feature_lengths',
+        'DatasetConfig.pack',
+        'DatasetConfig.vocabulary',
+      ),
+      docs='data.md',
+    )
 
 
 def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:
@@ -256,15 +321,22 @@ def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:
   return dict(bounds)
 
 
-def _fingerprint(index: Index, config: DatasetConfig, *, rates: Mapping[str, float], repeat: bool
-                 ) -> dict[str, Any]:
+def _fingerprint(
+  index: Index, config: DatasetConfig, *, rates: Mapping[str, float], repeat: bool
+) -> dict[str, Any]:
   facts = {
-      'task': index.made_from['mixture_or_task_name'].partition(':')[0], 'split': config.split,
-      'seed': config.seed, 'shuffle': config.shuffle, 'pack': config.pack,
-      'batch_size': config.batch_size, 'task_feature_lengths': dict(config.task_feature_lengths),
-      'repeat': repeat, 'feature_converter': index.feature_converter,
-      'loss_on_targets_only': config.loss_on_targets_only,
-      'rates': {name: round(rate, 12) for name, rate in rates.items()}}
+    'task': index.made_from['mixture_or_task_name'].partition(':')[0],
+    'split': config.split,
+    'seed': config.seed,
+    'shuffle': config.shuffle,
+    'pack': config.pack,
+    'batch_size': config.batch_size,
+    'task_feature_lengths': dict(config.task_feature_lengths),
+    'repeat': repeat,
+    'feature_converter': index.feature_converter,
+    'loss_on_targets_only': config.loss_on_targets_only,
+    'rates': {name: round(rate, 12) for name, rate in rates.items()},
+  }
   for name, vocabulary in sorted(index.vocabularies.items()):
     facts[f'vocabulary of {name}'] = vocabulary['fingerprint']
   for name, member in index.members.items():
@@ -305,8 +377,13 @@ def text_of(config: DatasetConfig) -> DatasetConfig:
   if not given['by_name']:
     return made_from(config)
   return dataclasses.replace(
-      config, mixture_or_task_name='', mixture_or_task_module=None, mixture_rates=None,
-      vocabulary=given['name'], module=index.made_from['module'])
+    config,
+    mixture_or_task_name='',
+    mixture_or_task_module=None,
+    mixture_rates=None,
+    vocabulary=given['name'],
+    module=index.made_from['module'],
+  )
 
 
 def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:

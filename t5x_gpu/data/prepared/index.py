@@ -1,8 +1,8 @@
 """index.json of a prepared split: what the rows are, where they lie, and how to know them again.
 
-    DIR/train/index.json                              written last: without it nothing is there
-    DIR/train/TASK/00003-of-00016.arrayrecord         packed rows, see records.py
-    DIR/train/.unfinished/                            while `prepare` is at work
+DIR/train/index.json                              written last: without it nothing is there
+DIR/train/TASK/00003-of-00016.arrayrecord         packed rows, see records.py
+DIR/train/.unfinished/                            while `prepare` is at work
 """
 
 import concurrent.futures
@@ -16,7 +16,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.config.json_schema import (
-    Also, Fields, ListOf, MapOf, Nullable, Number, Text, Whole, parse_json, read_bytes)
+  Also,
+  Fields,
+  ListOf,
+  MapOf,
+  Nullable,
+  Number,
+  Text,
+  Whole,
+  parse_json,
+  read_bytes,
+)
 from t5x_gpu.data.sources.corrupt_records import Records
 from t5x_gpu.errors import DataError, NoExamplesError
 
@@ -38,32 +48,62 @@ def _shard_problem(shard: Mapping[str, Any]) -> str:
     return 'it has rows and no file'
   if shard['rows'] > shard['bytes']:
     return f'it has {shard["rows"]:,} rows in {shard["bytes"]:,} bytes'
-  return '' if all(re.fullmatch('[0-9]{1,2}', e) for e in shard['lengths']) else (
-      'its histogram of lengths has keys that are no exponents')
+  return (
+    ''
+    if all(re.fullmatch('[0-9]{1,2}', e) for e in shard['lengths'])
+    else ('its histogram of lengths has keys that are no exponents')
+  )
 
 
 _DIGEST = Text('[0-9a-f]{64}|')
-SHARD = Also(Fields({
-    'file': str, 'rows': Whole(), 'tokens': Whole(), 'bytes': Whole(), 'sha256': _DIGEST,
-    'sample': _DIGEST, 'largest': MapOf(Whole()), 'lengths': MapOf(Whole())},
-                    optional={'records': Whole(), 'damaged': Whole()}, others=False),
-             _shard_problem)
+SHARD = Also(
+  Fields(
+    {
+      'file': str,
+      'rows': Whole(),
+      'tokens': Whole(),
+      'bytes': Whole(),
+      'sha256': _DIGEST,
+      'sample': _DIGEST,
+      'largest': MapOf(Whole()),
+      'lengths': MapOf(Whole()),
+    },
+    optional={'records': Whole(), 'damaged': Whole()},
+    others=False,
+  ),
+  _shard_problem,
+)
 # What is in index.json; the classes below have the same fields.
-_SCHEMA = Fields({
+_SCHEMA = Fields(
+  {
     'format': Whole(FORMAT, FORMAT),
-    'made_from': Fields({'mixture_or_task_name': str, 'vocabulary': Nullable(str), 'module': str},
-                        optional={'mixture_or_task_module': Nullable(str), 'use_cached': bool},
-                        others=False),
-    'split': str, 'feature_converter': str, 'task_feature_lengths': MapOf(Whole()), 'pack': bool,
-    'loss_on_targets_only': bool, 'features': MapOf(Whole()),
+    'made_from': Fields(
+      {'mixture_or_task_name': str, 'vocabulary': Nullable(str), 'module': str},
+      optional={'mixture_or_task_module': Nullable(str), 'use_cached': bool},
+      others=False,
+    ),
+    'split': str,
+    'feature_converter': str,
+    'task_feature_lengths': MapOf(Whole()),
+    'pack': bool,
+    'loss_on_targets_only': bool,
+    'features': MapOf(Whole()),
     'vocabularies': Also(
-        MapOf(Fields({'name': str, 'fingerprint': object, 'size': Whole(), 'by_name': bool})),
-        lambda found: '' if found else 'there is none'),
+      MapOf(Fields({'name': str, 'fingerprint': object, 'size': Whole(), 'by_name': bool})),
+      lambda found: '' if found else 'there is none',
+    ),
     'class_names': Nullable(ListOf(str)),
-    'packing': Fields({'shuffle': bool, 'seed': Nullable(Whole(-2**62))}),
-    'members': MapOf(Fields({'rate': Number(0, 1e18), 'source': dict, 'num_shards': Whole(),
-                             'shards': ListOf(SHARD)}, others=False)),
-    'versions': MapOf(str)}, others=False)
+    'packing': Fields({'shuffle': bool, 'seed': Nullable(Whole(-(2**62)))}),
+    'members': MapOf(
+      Fields(
+        {'rate': Number(0, 1e18), 'source': dict, 'num_shards': Whole(), 'shards': ListOf(SHARD)},
+        others=False,
+      )
+    ),
+    'versions': MapOf(str),
+  },
+  others=False,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +121,7 @@ class Shard:
     records, damaged: of the source that were read for it, and left out as they are damaged; 0 where
       they are not counted, or where another shard was made of the same.
   """
+
   file: str
   rows: int
   tokens: int
@@ -103,6 +144,7 @@ class Member:
     num_shards: how many there are when all are done.
     shards: those that are.
   """
+
   rate: float
   source: Mapping[str, Any]
   num_shards: int
@@ -119,8 +161,9 @@ class Member:
   @property
   def records(self) -> Records:
     """Records of the source that were read, and that are damaged and left out."""
-    return Records(sum(shard.records for shard in self.shards),
-                   sum(shard.damaged for shard in self.shards))
+    return Records(
+      sum(shard.records for shard in self.shards), sum(shard.damaged for shard in self.shards)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +182,7 @@ class Index:
     versions: package -> version that made it.
     format: of this file and of the records.
   """
+
   made_from: Mapping[str, Any]
   split: str
   feature_converter: str
@@ -221,23 +265,38 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
       raise ValueError(f'it is of split {index.split!r}')
     return index
   except ValueError as e:
-    raise DataError(f'{path} cannot be read as an index of prepared rows: {e}.',
-                    fix=f'Remove {folder / split} and prepare again: {fix}',
-                    parameters=(_NAME,), docs='data.md') from e
+    raise DataError(
+      f'{path} cannot be read as an index of prepared rows: {e}.',
+      fix=f'Remove {folder / split} and prepare again: {fix}',
+      parameters=(_NAME,),
+      docs='data.md',
+    ) from e
   except OSError as e:
     if (folder / split / UNFINISHED).is_dir():
       done = len(list((folder / split / UNFINISHED).glob('*/*.json')))
-      raise DataError(f'Split {split!r} in {folder} is not finished: {done} shards are.',
-                      fix=f'Go on with it: {fix}', parameters=(_NAME,), docs='data.md') from e
+      raise DataError(
+        f'Split {split!r} in {folder} is not finished: {done} shards are.',
+        fix=f'Go on with it: {fix}',
+        parameters=(_NAME,),
+        docs='data.md',
+      ) from e
     splits = sorted(p.parent.name for p in folder.glob(f'*/{INDEX}'))
-    have = f'it has {", ".join(map(repr, splits))}' if splits else (
-        'nothing is prepared there' if folder.is_dir() else 'there is no such folder')
+    have = (
+      f'it has {", ".join(map(repr, splits))}'
+      if splits
+      else ('nothing is prepared there' if folder.is_dir() else 'there is no such folder')
+    )
     raise NoExamplesError(
-        f'{folder} (looked from {os.getcwd()}) has no prepared split {split!r}: {have}.',
-        fix=f'Prepare it: {fix}' + (
-            '\nA run that does not evaluate sets train.train_eval_dataset_cfg = None.'
-            if splits and split != 'train' else ''),
-        parameters=(_NAME, 'DatasetConfig.split'), docs='data.md') from e
+      f'{folder} (looked from {os.getcwd()}) has no prepared split {split!r}: {have}.',
+      fix=f'Prepare it: {fix}'
+      + (
+        '\nA run that does not evaluate sets train.train_eval_dataset_cfg = None.'
+        if splits and split != 'train'
+        else ''
+      ),
+      parameters=(_NAME, 'DatasetConfig.split'),
+      docs='data.md',
+    ) from e
 
 
 def file_digests(path: str | os.PathLike) -> tuple[str, str]:
@@ -284,8 +343,9 @@ def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str])
   return ''
 
 
-def check_shards(folder: str | os.PathLike, index: Index, *, content: Optional[str] = 'sample'
-                 ) -> None:
+def check_shards(
+  folder: str | os.PathLike, index: Index, *, content: Optional[str] = 'sample'
+) -> None:
   """Raises DataError unless the shards are those of the index.
 
   Args:
@@ -298,13 +358,21 @@ def check_shards(folder: str | os.PathLike, index: Index, *, content: Optional[s
   step = max(1, len(shards) // _SAMPLED_SHARDS)
   looks = [None if content == 'sample' and i % step else content for i in range(len(shards))]
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-    problems = [p for p in pool.map(
-        lambda shard, look: shard_problem(split, shard, content=look), shards, looks) if p]
+    problems = [
+      p
+      for p in pool.map(
+        lambda shard, look: shard_problem(split, shard, content=look), shards, looks
+      )
+      if p
+    ]
   if problems:
     more = f'\n  ... and {len(problems) - 5} more.' if len(problems) > 5 else ''
     raise DataError(
-        f'{len(problems)} of {len(shards)} shards of the prepared data are not what they were:\n  '
-        + '\n  '.join(problems[:5]) + more,
-        fix='Copy them again from where they were prepared, or run the same '
-            'python -m t5x_gpu.prepare again: it makes anew what is not as it was.',
-        parameters=(_NAME,), docs='data.md')
+      f'{len(problems)} of {len(shards)} shards of the prepared data are not what they were:\n  '
+      + '\n  '.join(problems[:5])
+      + more,
+      fix='Copy them again from where they were prepared, or run the same '
+      'python -m t5x_gpu.prepare again: it makes anew what is not as it was.',
+      parameters=(_NAME,),
+      docs='data.md',
+    )

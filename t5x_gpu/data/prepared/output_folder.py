@@ -17,7 +17,14 @@ from typing import Any, Optional
 
 from t5x_gpu.config.json_schema import Fields, MapOf, read_bytes, read_json
 from t5x_gpu.data.prepared.index import (
-    INDEX, SHARD, UNFINISHED, Index, Shard, from_json, shard_problem)
+  INDEX,
+  SHARD,
+  UNFINISHED,
+  Index,
+  Shard,
+  from_json,
+  shard_problem,
+)
 from t5x_gpu.data.prepared.shard_writer import PARTIAL, facts_path
 from t5x_gpu.data.sources.corrupt_records import check_share
 from t5x_gpu.errors import DataError
@@ -38,6 +45,7 @@ class SplitFolder:
     plan: its index, without shards.
     finished: what is there and as it was written.
   """
+
   path: pathlib.Path
   plan: Index
   finished: Parts
@@ -45,8 +53,12 @@ class SplitFolder:
   @property
   def todo(self) -> list[tuple[str, int]]:
     """(task, part) of what is missing."""
-    return [(name, part) for name, member in self.plan.members.items()
-            for part in range(member.num_shards) if (name, part) not in self.finished]
+    return [
+      (name, part)
+      for name, member in self.plan.members.items()
+      for part in range(member.num_shards)
+      if (name, part) not in self.finished
+    ]
 
   def finish(self, written: Parts, *, max_corrupt_fraction: float = 0.0) -> Index:
     """Returns the index, once it is on the disk.
@@ -58,24 +70,30 @@ class SplitFolder:
       DataError: a task without a row, or too much damage in its source; or the disk is full.
     """
     parts = {**self.finished, **written}
-    members = {name: dataclasses.replace(member, shards=tuple(
-        parts[name, part] for part in range(member.num_shards)))
-               for name, member in self.plan.members.items()}
+    members = {
+      name: dataclasses.replace(
+        member, shards=tuple(parts[name, part] for part in range(member.num_shards))
+      )
+      for name, member in self.plan.members.items()
+    }
     for name, member in members.items():
       check_share(member.records, max_fraction=max_corrupt_fraction, of=f' for {name}')
     empty = [name for name, member in members.items() if not member.rows]
     if empty:
       raise DataError(
-          f'{", ".join(empty)}: no example in split {self.plan.split!r}; nothing to train on.',
-          fix='Leave the task out of the mixture, take another --split, or give it more text: if a '
-              'hash deals the documents, a handful may all go to one.',
-          parameters=('DatasetConfig.mixture_or_task_name',))
+        f'{", ".join(empty)}: no example in split {self.plan.split!r}; nothing to train on.',
+        fix='Leave the task out of the mixture, take another --split, or give it more text: if a '
+        'hash deals the documents, a handful may all go to one.',
+        parameters=('DatasetConfig.mixture_or_task_name',),
+      )
     index = dataclasses.replace(self.plan, members=members)
     try:
       _write(self.path / INDEX, index.to_json())
     except OSError as e:
-      raise DataError(f'{self.path / INDEX} could not be written: {e.strerror or e}.',
-                      fix='Make room and run the same command again; all shards are kept.') from e
+      raise DataError(
+        f'{self.path / INDEX} could not be written: {e.strerror or e}.',
+        fix='Make room and run the same command again; all shards are kept.',
+      ) from e
     return index
 
 
@@ -93,8 +111,10 @@ def open_split(path: pathlib.Path, plan: Index) -> Iterator[SplitFolder]:
     try:
       folder = _begin(path, plan, stack)
     except OSError as e:
-      raise DataError(f'{path} cannot be written: {e.strerror or e}.',
-                      fix='Give a folder of yours with free space: --output=DIR.') from e
+      raise DataError(
+        f'{path} cannot be written: {e.strerror or e}.',
+        fix='Give a folder of yours with free space: --output=DIR.',
+      ) from e
     try:
       yield folder
     finally:
@@ -106,10 +126,16 @@ def open_split(path: pathlib.Path, plan: Index) -> Iterator[SplitFolder]:
 def _begin(path: pathlib.Path, plan: Index, stack: contextlib.ExitStack) -> SplitFolder:
   """Returns the folder, locked until `stack` is left."""
   unfinished = path / UNFINISHED
-  if path.exists() and not (path / INDEX).exists() and not unfinished.exists() and any(
-      path.iterdir()):
-    raise DataError(f'{path} exists, is not empty, and was not made by prepare.',
-                    fix='Give another --output; nothing is overwritten.')
+  if (
+    path.exists()
+    and not (path / INDEX).exists()
+    and not unfinished.exists()
+    and any(path.iterdir())
+  ):
+    raise DataError(
+      f'{path} exists, is not empty, and was not made by prepare.',
+      fix='Give another --output; nothing is overwritten.',
+    )
   before = _plan_of(path)
   if before is not None:
     _check_same(before, plan.plan(), path)
@@ -118,8 +144,9 @@ def _begin(path: pathlib.Path, plan: Index, stack: contextlib.ExitStack) -> Spli
   try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError as e:
-    raise DataError(f'Another process prepares {path} right now.',
-                    fix='Wait for it, or give another --output.') from e
+    raise DataError(
+      f'Another process prepares {path} right now.', fix='Wait for it, or give another --output.'
+    ) from e
   _remove_partial(path)  # what a killed run has left
   finished = _finished(path, plan)
   complete = len(finished) == sum(m.num_shards for m in plan.members.values())
@@ -161,17 +188,29 @@ def _plan_of(path: pathlib.Path) -> Optional[dict[str, Any]]:
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: pathlib.Path) -> None:
   def flat(facts: Mapping[str, Any]) -> dict[str, Any]:
     members = facts.get('members', {})
-    return {**{k: v for k, v in facts.items() if k != 'members'}, 'tasks': sorted(members),
-            **{f'{key} of {name}': value for name, member in members.items()
-               for key, value in member.items()}}
+    return {
+      **{k: v for k, v in facts.items() if k != 'members'},
+      'tasks': sorted(members),
+      **{
+        f'{key} of {name}': value
+        for name, member in members.items()
+        for key, value in member.items()
+      },
+    }
+
   old, new = flat(before), flat(now)
-  wrong = [f'{key}: it has {old.get(key)!r}, this run {new.get(key)!r}'
-           for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+  wrong = [
+    f'{key}: it has {old.get(key)!r}, this run {new.get(key)!r}'
+    for key in sorted(old.keys() | new.keys())
+    if old.get(key) != new.get(key)
+  ]
   if wrong:
-    raise DataError(f'{path} was prepared, or begun, from other data or with other settings:\n  '
-                    + '\n  '.join(wrong),
-                    fix='Give another --output, or remove that folder to prepare it anew.',
-                    docs='data.md')
+    raise DataError(
+      f'{path} was prepared, or begun, from other data or with other settings:\n  '
+      + '\n  '.join(wrong),
+      fix='Give another --output, or remove that folder to prepare it anew.',
+      docs='data.md',
+    )
 
 
 def _finished(path: pathlib.Path, plan: Index) -> Parts:
@@ -179,14 +218,18 @@ def _finished(path: pathlib.Path, plan: Index) -> Parts:
   found: Parts = {}
   with contextlib.suppress(FileNotFoundError, ValueError):
     index = from_json(read_bytes(path / INDEX))
-    found = {(name, part): shard for name, member in index.members.items()
-             for part, shard in enumerate(member.shards)}
+    found = {
+      (name, part): shard
+      for name, member in index.members.items()
+      for part, shard in enumerate(member.shards)
+    }
   if not found:
     for name, member in plan.members.items():
       for part in range(member.num_shards):
         with contextlib.suppress(FileNotFoundError, ValueError):
           found[name, part] = Shard(**read_json(facts_path(path, name, part), SHARD))
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-    problems = list(pool.map(lambda shard: shard_problem(path, shard, content='all'),
-                             found.values()))
+    problems = list(
+      pool.map(lambda shard: shard_problem(path, shard, content='all'), found.values())
+    )
   return {key: shard for (key, shard), problem in zip(found.items(), problems) if not problem}

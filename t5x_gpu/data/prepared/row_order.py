@@ -46,8 +46,13 @@ class EvenMixture(grain.transforms.DatasetSelectionMap):
     raise AssertionError('the last task takes what comes to it')
 
 
-def mixed_rows(tasks: Mapping[str, grain.MapDataset], *, rates: Mapping[str, float],
-               seed: Optional[int], repeat: bool) -> grain.MapDataset:
+def mixed_rows(
+  tasks: Mapping[str, grain.MapDataset],
+  *,
+  rates: Mapping[str, float],
+  seed: Optional[int],
+  repeat: bool,
+) -> grain.MapDataset:
   """Returns the rows in the order of training, endless, or of evaluation: each of them once.
 
   Args:
@@ -61,8 +66,10 @@ def mixed_rows(tasks: Mapping[str, grain.MapDataset], *, rates: Mapping[str, flo
     rows = grain.MapDataset.concatenate(list(tasks.values()))
     return rows if seed is None else rows.shuffle(_seed(seed, 'all tasks'))
   names = [name for name in tasks if rates[name] > 0]
-  endless = [(tasks[name] if seed is None else tasks[name].shuffle(_seed(seed, name))).repeat()
-             for name in names]
+  endless = [
+    (tasks[name] if seed is None else tasks[name].shuffle(_seed(seed, name))).repeat()
+    for name in names
+  ]
   return grain.MapDataset.select_from_datasets(endless, EvenMixture([rates[n] for n in names]))
 
 
@@ -71,8 +78,9 @@ def _seed(seed: int, name: str) -> int:
   return int.from_bytes(hashlib.sha256(f'{seed} {name}'.encode()).digest()[:4], 'big')
 
 
-def checked_rates(given: Optional[Mapping[str, float]], *, own: Mapping[str, float],
-                  rows: Mapping[str, int]) -> dict[str, float]:
+def checked_rates(
+  given: Optional[Mapping[str, float]], *, own: Mapping[str, float], rows: Mapping[str, int]
+) -> dict[str, float]:
   """Returns task -> rate, summing to 1.
 
   Args:
@@ -85,21 +93,31 @@ def checked_rates(given: Optional[Mapping[str, float]], *, own: Mapping[str, flo
   rates = dict(own if given is None else given)
   unknown = [name for name in rates if name not in own]
   if unknown:
-    raise DataError(f'mixture_rates names {unknown[0]!r}, which is not in the prepared data.'
-                    + did_you_mean(unknown[0], own),
-                    fix=f'It has: {", ".join(own)}.', parameters=(_RATES,))
-  wrong = {name: rate for name, rate in rates.items()
-           if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1e18}
+    raise DataError(
+      f'mixture_rates names {unknown[0]!r}, which is not in the prepared data.'
+      + did_you_mean(unknown[0], own),
+      fix=f'It has: {", ".join(own)}.',
+      parameters=(_RATES,),
+    )
+  wrong = {
+    name: rate
+    for name, rate in rates.items()
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1e18
+  }
   total = 0 if wrong else sum(rates.values())
   if not total:
     what = wrong or rates
-    raise DataError(f'mixture_rates = {what}: rates are numbers of at least 0, not all of them 0.',
-                    fix=f'Set {_RATES} = {dict(own)}, those of the mixture, or others.',
-                    parameters=(_RATES,))
+    raise DataError(
+      f'mixture_rates = {what}: rates are numbers of at least 0, not all of them 0.',
+      fix=f'Set {_RATES} = {dict(own)}, those of the mixture, or others.',
+      parameters=(_RATES,),
+    )
   empty = [name for name, rate in rates.items() if rate > 0 and not rows[name]]
   if empty:
     rest = {name: rate for name, rate in rates.items() if rows[name]}
-    raise DataError(f'{empty[0]!r} has no rows, and a rate of {rates[empty[0]] / total:.3g}.',
-                    fix=f'Leave it out: {_RATES} = {rest}.' if rest else
-                    'Prepare a split that has examples.', parameters=(_RATES,))
+    raise DataError(
+      f'{empty[0]!r} has no rows, and a rate of {rates[empty[0]] / total:.3g}.',
+      fix=f'Leave it out: {_RATES} = {rest}.' if rest else 'Prepare a split that has examples.',
+      parameters=(_RATES,),
+    )
   return {name: rates.get(name, 0) / total for name in own}

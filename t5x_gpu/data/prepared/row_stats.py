@@ -22,6 +22,7 @@ class Piece:
     text: what they mean.
     is_first: whether an example begins here.
   """
+
   feature: str
   example: int
   taught: bool
@@ -34,8 +35,9 @@ def row_of(batch: Mapping[str, np.ndarray], row: int) -> dict[str, np.ndarray]:
   return {name: np.asarray(x[row]) for name, x in batch.items()}
 
 
-def pieces(row: Mapping[str, np.ndarray], *, decode: Callable[[Sequence[int]], str]
-           ) -> Iterator[Piece]:
+def pieces(
+  row: Mapping[str, np.ndarray], *, decode: Callable[[Sequence[int]], str]
+) -> Iterator[Piece]:
   """Yields a row in pieces: a new one wherever the example or the weight changes.
 
   Args:
@@ -53,8 +55,13 @@ def pieces(row: Mapping[str, np.ndarray], *, decode: Callable[[Sequence[int]], s
     for start, end in zip([0, *changes], [*changes, len(tokens)]):
       example = int(segments[start])
       if example:
-        yield Piece(feature, example, bool(taught[start]),
-                    decode([int(i) for i in tokens[start:end]]), is_first=example != last)
+        yield Piece(
+          feature,
+          example,
+          bool(taught[start]),
+          decode([int(i) for i in tokens[start:end]]),
+          is_first=example != last,
+        )
         last = example
 
 
@@ -66,6 +73,7 @@ class RowFacts:
     rows, tokens, positions: numbers; positions are tokens and padding.
     lengths: exponent e -> examples with 2**(e-1) < length <= 2**e.
   """
+
   rows: int = 0
   tokens: int = 0
   positions: int = 0

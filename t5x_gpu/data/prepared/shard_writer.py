@@ -49,11 +49,19 @@ def encode_row(row: Mapping[str, np.ndarray], *, names: Sequence[str]) -> bytes:
   for name in names:
     x = np.asarray(row[name])
     low, high = int(x.min()), int(x.max())
-    kind = next((k for k, dtype in _KINDS.items()
-                 if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max), None)
+    kind = next(
+      (
+        k
+        for k, dtype in _KINDS.items()
+        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max
+      ),
+      None,
+    )
     if kind is None:
-      raise DataError(f'{name!r} has numbers from {low:,} to {high:,}, which 32 bits do not hold.',
-                      fix='Mend the task: token ids and labels are small whole numbers.')
+      raise DataError(
+        f'{name!r} has numbers from {low:,} to {high:,}, which 32 bits do not hold.',
+        fix='Mend the task: token ids and labels are small whole numbers.',
+      )
     parts += [kind.encode(), x.astype(_KINDS[kind]).tobytes()]
   return b''.join(parts)
 
@@ -99,9 +107,17 @@ def facts_path(split: pathlib.Path, task: str, part: int) -> pathlib.Path:
   return split / UNFINISHED / folder_name(task) / f'{part:05d}.json'
 
 
-def write_shard(rows: Iterable[Mapping[str, np.ndarray]], *, split: pathlib.Path, task: str,
-                part: int, num_parts: int, names: Sequence[str], report: Report,
-                records: Callable[[], Records] = Records) -> Shard:
+def write_shard(
+  rows: Iterable[Mapping[str, np.ndarray]],
+  *,
+  split: pathlib.Path,
+  task: str,
+  part: int,
+  num_parts: int,
+  names: Sequence[str],
+  report: Report,
+  records: Callable[[], Records] = Records,
+) -> Shard:
   """Returns what was written.
 
   Args:
@@ -139,8 +155,13 @@ def write_shard(rows: Iterable[Mapping[str, np.ndarray]], *, split: pathlib.Path
   return shard
 
 
-def _write(rows: Iterable[Mapping[str, np.ndarray]], path: pathlib.Path, *, names: Sequence[str],
-           report: Report) -> Shard:
+def _write(
+  rows: Iterable[Mapping[str, np.ndarray]],
+  path: pathlib.Path,
+  *,
+  names: Sequence[str],
+  report: Report,
+) -> Shard:
   counted = counted_features(names)
   largest = dict.fromkeys(names, 0)
   lengths: collections.Counter[str] = collections.Counter()
@@ -179,8 +200,16 @@ def _write(rows: Iterable[Mapping[str, np.ndarray]], path: pathlib.Path, *, name
   finally:
     reader.close()
   sha256, sample = file_digests(path)
-  return Shard(file='', rows=num_rows, tokens=num_tokens, bytes=size, sha256=sha256, sample=sample,
-               largest=largest, lengths=dict(sorted(lengths.items(), key=lambda x: int(x[0]))))
+  return Shard(
+    file='',
+    rows=num_rows,
+    tokens=num_tokens,
+    bytes=size,
+    sha256=sha256,
+    sample=sample,
+    largest=largest,
+    lengths=dict(sorted(lengths.items(), key=lambda x: int(x[0]))),
+  )
 
 
 def example_lengths(row: Mapping[str, np.ndarray]) -> list[int]:
@@ -191,8 +220,9 @@ def example_lengths(row: Mapping[str, np.ndarray]) -> list[int]:
   total = np.zeros(1, np.int64)
   for name in counted_features(row):
     segments = row.get(f'{name.split("_")[0]}_segment_ids')
-    counts = (np.bincount(segments) if segments is not None
-              else np.asarray([0, is_token(row, name).sum()]))
+    counts = (
+      np.bincount(segments) if segments is not None else np.asarray([0, is_token(row, name).sum()])
+    )
     longer, shorter = sorted((total, counts), key=len, reverse=True)
     total = longer + np.pad(shorter, (0, len(longer) - len(shorter)))
   return [int(length) for length in total[1:] if length]
@@ -202,7 +232,8 @@ def _disk_error(path: pathlib.Path, error: OSError) -> DataError:
   free = shutil.disk_usage(path.parent if path.parent.exists() else path.parent.parent).free
   reason = error.strerror or str(error).splitlines()[0][:300]
   return DataError(
-      f'{path} could not be written: {reason} ({free / 1e6:,.0f} MB are free there). The shards '
-      'that are finished stay.',
-      fix='Make room, or take a larger disk, and run the same command again: it goes on.',
-      docs='data.md')
+    f'{path} could not be written: {reason} ({free / 1e6:,.0f} MB are free there). The shards '
+    'that are finished stay.',
+    fix='Make room, or take a larger disk, and run the same command again: it goes on.',
+    docs='data.md',
+  )

@@ -29,6 +29,7 @@ class Job:
     task: name of the task.
     part, num_parts: which shard of how many.
   """
+
   config: DatasetConfig
   spec: BatchSpec
   feature_converter: str
@@ -41,6 +42,7 @@ class Job:
 @dataclasses.dataclass(frozen=True)
 class Progress:
   """Rows and tokens that a worker has made since it last said so."""
+
   rows: int
   tokens: int
 
@@ -48,6 +50,7 @@ class Progress:
 @dataclasses.dataclass(frozen=True)
 class Finished:
   """A shard that is there."""
+
   job: Job
   shard: Shard
 
@@ -102,10 +105,12 @@ def _died(process: Any, job: Job) -> DataError:
   code = process.exitcode
   how = f'was killed by {signal.Signals(-code).name}' if code and code < 0 else f'left with {code}'
   return DataError(
-      f'A worker {how} while it made shard {job.part} of {job.task!r}.'
-      + (' The machine may have run out of memory.' if code == -signal.SIGKILL else ''),
-      fix='Run the same command again, with fewer --workers if memory is short; finished shards '
-          'are kept.', docs='data.md')
+    f'A worker {how} while it made shard {job.part} of {job.task!r}.'
+    + (' The machine may have run out of memory.' if code == -signal.SIGKILL else ''),
+    fix='Run the same command again, with fewer --workers if memory is short; finished shards '
+    'are kept.',
+    docs='data.md',
+  )
 
 
 def _work(connection: Any) -> None:
@@ -116,6 +121,7 @@ def _work(connection: Any) -> None:
       connection.send(Progress(rows, tokens))
     except OSError:
       raise SystemExit from None  # the parent is gone
+
   preparations: dict[str, Any] = {}
   while True:
     try:
@@ -125,13 +131,19 @@ def _work(connection: Any) -> None:
     try:
       if job.config.split not in preparations:
         preparations[job.config.split] = open_preparation(
-            job.config, spec=job.spec, feature_converter=job.feature_converter)
+          job.config, spec=job.spec, feature_converter=job.feature_converter
+        )
       made = preparations[job.config.split]
       which = {'part': job.part, 'num_parts': job.num_parts}
       answer: Any = write_shard(
-          made.rows(job.task, **which), split=job.folder, task=job.task, **which,
-          names=tuple(made.lengths), report=report,
-          records=functools.partial(made.records, job.task, **which))
+        made.rows(job.task, **which),
+        split=job.folder,
+        task=job.task,
+        **which,
+        names=tuple(made.lengths),
+        report=report,
+        records=functools.partial(made.records, job.task, **which),
+      )
     except UserError as e:
       answer = e
     except Exception:  # not the user's doing, or a preprocessor of theirs: show all of it

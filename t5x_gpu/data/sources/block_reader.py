@@ -22,8 +22,16 @@ ROWS_PER_BLOCK = 256
 # Several iterators may read a source at once (a check, training, evaluation), 32 files each.
 _MAX_OPEN = 128
 # What libraries raise on a file that breaks off or is of another form.
-_BROKEN = (OSError, EOFError, zlib.error, pa.ArrowException, RuntimeError, ValueError, KeyError,
-           IndexError)
+_BROKEN = (
+  OSError,
+  EOFError,
+  zlib.error,
+  pa.ArrowException,
+  RuntimeError,
+  ValueError,
+  KeyError,
+  IndexError,
+)
 _Block = Optional[list[tuple[bytes, ...]]]  # None: the file is at its end
 DOCUMENT_END = 'document_end'
 
@@ -44,8 +52,9 @@ class BlockReader:
       threads, so the iterator looks here when tf.data fails.
   """
 
-  def __init__(self, form: FileForm, *, columns: Mapping[str, str], num_files: int,
-               chosen: bool = False):
+  def __init__(
+    self, form: FileForm, *, columns: Mapping[str, str], num_files: int, chosen: bool = False
+  ):
     self.form = form
     self.columns = dict(columns)
     self.chosen = chosen
@@ -54,7 +63,8 @@ class BlockReader:
     self._lock = threading.Lock()
     # (path, number) -> blocks from there on, the first of them read if it was asked for.
     self._open: collections.OrderedDict[tuple[str, int], tuple[list[_Block], Iterator[_Block]]] = (
-        collections.OrderedDict())
+      collections.OrderedDict()
+    )
 
   def __call__(self, path: tf.Tensor, file_number: tf.Tensor) -> tf.data.Dataset:
     del file_number
@@ -66,10 +76,12 @@ class BlockReader:
       return tf.ensure_shape(there, [])
 
     def rows(number: tf.Tensor) -> tf.data.Dataset:
-      columns = tf.numpy_function(self._read, [path, number], [tf.string] * len(names),
-                                  stateful=False)
+      columns = tf.numpy_function(
+        self._read, [path, number], [tf.string] * len(names), stateful=False
+      )
       return tf.data.Dataset.from_tensor_slices(
-          {name: tf.ensure_shape(texts, [None]) for name, texts in zip(names, columns)})
+        {name: tf.ensure_shape(texts, [None]) for name, texts in zip(names, columns)}
+      )
 
     def example(row: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
       is_end = tf.strings.length(row[DOCUMENT_END]) > 0 if DOCUMENT_END in row else True
@@ -90,8 +102,10 @@ class BlockReader:
     file = path.decode('utf-8', 'surrogateescape')
     block, rest = self._take((file, int(number)))
     self._keep((file, int(number) + 1), [], rest)
-    return [np.array([row[i] for row in block or ()], dtype=object).astype(object)
-            for i in range(len(self.columns))]
+    return [
+      np.array([row[i] for row in block or ()], dtype=object).astype(object)
+      for i in range(len(self.columns))
+    ]
 
   def _take(self, key: tuple[str, int]) -> tuple[_Block, Iterator[_Block]]:
     with self._lock:
@@ -125,9 +139,10 @@ class BlockReader:
           row = next(rows, rows)
         except _BROKEN as e:
           raise DataError(
-              f'{path} cannot be read on after record {at} as {self.form.name}: {e}.',
-              fix='How much is lost cannot be known, so max_corrupt_fraction does not cover it: '
-                  'get the file anew, or leave it out of the pattern.') from e
+            f'{path} cannot be read on after record {at} as {self.form.name}: {e}.',
+            fix='How much is lost cannot be known, so max_corrupt_fraction does not cover it: '
+            'get the file anew, or leave it out of the pattern.',
+          ) from e
         if row is rows:
           break
         if isinstance(row, DataError):

@@ -17,8 +17,9 @@ _ROWS_AT_ONCE = 256
 _ARROW_FILE = b'ARROW1'  # Arrow's file format begins so, its stream format does not
 
 
-def _batch_rows(batch: pa.RecordBatch, columns: Sequence[str], *, path: str,
-                first: int) -> Iterator[Row]:
+def _batch_rows(
+  batch: pa.RecordBatch, columns: Sequence[str], *, path: str, first: int
+) -> Iterator[Row]:
   texts = [_bytes(batch.column(name), name=name, path=path) for name in columns]
   for number, values in enumerate(zip(*texts, strict=True), first + 1):
     yield checked_row(values, columns=columns, where=f'{path}, row {number}')
@@ -27,17 +28,25 @@ def _batch_rows(batch: pa.RecordBatch, columns: Sequence[str], *, path: str,
 def _bytes(column: Any, *, name: str, path: str) -> list[Any]:
   if pa.types.is_dictionary(column.type):
     column = column.dictionary_decode()
-  if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-          or pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
-    raise DataError(f'{path}: the column {name!r} holds {column.type}, not text.',
-                    fix='Choose a column of text behind the pattern: #text=COLUMN.')
+  if not (
+    pa.types.is_string(column.type)
+    or pa.types.is_large_string(column.type)
+    or pa.types.is_binary(column.type)
+    or pa.types.is_large_binary(column.type)
+  ):
+    raise DataError(
+      f'{path}: the column {name!r} holds {column.type}, not text.',
+      fix='Choose a column of text behind the pattern: #text=COLUMN.',
+    )
   return column.cast(pa.large_binary()).to_pylist()
 
 
 def _require(names: Sequence[str], columns: Sequence[str], path: str) -> None:
   if missing := [name for name in columns if name not in names]:
-    raise DataError(f'{path} has no column {missing[0]!r}: it has {", ".join(names)}.',
-                    fix='Give all files that the pattern matches the same columns.')
+    raise DataError(
+      f'{path} has no column {missing[0]!r}: it has {", ".join(names)}.',
+      fix='Give all files that the pattern matches the same columns.',
+    )
 
 
 def _parquet_columns(path: str) -> list[str]:
@@ -52,8 +61,9 @@ def _parquet_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]
       first += f.metadata.row_group(groups.pop(0)).num_rows
     if not groups:
       return
-    for batch in f.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=list(set(columns)),
-                                use_threads=False):
+    for batch in f.iter_batches(
+      _ROWS_AT_ONCE, row_groups=groups, columns=list(set(columns)), use_threads=False
+    ):
       wanted = batch.slice(max(0, skip - first))
       yield from _batch_rows(wanted, columns, path=path, first=first + len(batch) - len(wanted))
       first += len(batch)
@@ -85,17 +95,24 @@ def _arrow_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
   for batch in _arrow_batches(path):
     _require(batch.schema.names, columns, path)
     for begin in range(min(max(0, skip - first), len(batch)), len(batch), _ROWS_AT_ONCE):
-      yield from _batch_rows(batch.slice(begin, _ROWS_AT_ONCE), columns, path=path,
-                             first=first + begin)
+      yield from _batch_rows(
+        batch.slice(begin, _ROWS_AT_ONCE), columns, path=path, first=first + begin
+      )
     first += len(batch)
 
 
 def _hdf5_columns(path: str) -> list[str]:
   names: list[str] = []
   with h5py.File(path, 'r') as f:
-    f.visititems(lambda name, found: names.append(name)
-                 if isinstance(found, h5py.Dataset) and found.ndim == 1
-                 and (found.dtype.kind == 'S' or h5py.check_string_dtype(found.dtype)) else None)
+    f.visititems(
+      lambda name, found: (
+        names.append(name)
+        if isinstance(found, h5py.Dataset)
+        and found.ndim == 1
+        and (found.dtype.kind == 'S' or h5py.check_string_dtype(found.dtype))
+        else None
+      )
+    )
   return names
 
 
@@ -104,14 +121,18 @@ def _hdf5_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
   with h5py.File(path, 'r') as f:
     lengths = [len(f[name]) for name in columns]
     if len(set(lengths)) > 1:
-      raise DataError(f'{path} has ' + ' and '.join(
-          f'{length} rows in {name!r}' for name, length in zip(columns, lengths)) + '.',
-          fix='Write as many inputs as targets.')
+      raise DataError(
+        f'{path} has '
+        + ' and '.join(f'{length} rows in {name!r}' for name, length in zip(columns, lengths))
+        + '.',
+        fix='Write as many inputs as targets.',
+      )
     for first in range(skip, lengths[0], _ROWS_AT_ONCE):
-      texts = [f[name][first:first + _ROWS_AT_ONCE] for name in columns]
+      texts = [f[name][first : first + _ROWS_AT_ONCE] for name in columns]
       for number, values in enumerate(zip(*texts, strict=True), first + 1):
-        yield checked_row([bytes(value) for value in values], columns=columns,
-                          where=f'{path}, row {number}')
+        yield checked_row(
+          [bytes(value) for value in values], columns=columns, where=f'{path}, row {number}'
+        )
 
 
 # An ArrayRecord holds tf.train.Examples, or texts; the first record tells which.
@@ -145,8 +166,11 @@ def _arrayrecord_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[
       records = reader.read(first, min(count, first + _ROWS_AT_ONCE))
       for number, record in enumerate(records, first + 1):
         where = f'{path}, record {number}'
-        yield (example_row(record, columns=columns, where=where) if are_examples else
-               checked_row([record], columns=columns, where=where))
+        yield (
+          example_row(record, columns=columns, where=where)
+          if are_examples
+          else checked_row([record], columns=columns, where=where)
+        )
   finally:
     reader.close()
 

@@ -16,12 +16,19 @@ log = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True)
 class Records:
   """How many records were read, blank ones too, and how many of them are damaged."""
+
   read: int = 0
   damaged: int = 0
 
 
-def check_share(records: Records, *, max_fraction: float, fewest: int = 0, of: str = '',
-                last: Optional[DataError] = None) -> None:
+def check_share(
+  records: Records,
+  *,
+  max_fraction: float,
+  fewest: int = 0,
+  of: str = '',
+  last: Optional[DataError] = None,
+) -> None:
   """Raises DataError if more of `records` are damaged than `max_fraction` allows.
 
   Args:
@@ -36,11 +43,13 @@ def check_share(records: Records, *, max_fraction: float, fewest: int = 0, of: s
     return
   share = records.damaged / records.read
   raise DataError(
-      f'{records.damaged} of the {records.read} records read{of} are damaged ({share:.2%}); '
-      f'DatasetConfig.max_corrupt_fraction = {max_fraction:g} allows {int(allowed)}.'
-      + (f' The last one: {last.what}' if last else ''),
-      fix='Mend the files, or allow more: DatasetConfig.max_corrupt_fraction = '
-          f'{min(1.0, share * 1.2):.2g}', parameters=('DatasetConfig.max_corrupt_fraction',))
+    f'{records.damaged} of the {records.read} records read{of} are damaged ({share:.2%}); '
+    f'DatasetConfig.max_corrupt_fraction = {max_fraction:g} allows {int(allowed)}.'
+    + (f' The last one: {last.what}' if last else ''),
+    fix='Mend the files, or allow more: DatasetConfig.max_corrupt_fraction = '
+    f'{min(1.0, share * 1.2):.2g}',
+    parameters=('DatasetConfig.max_corrupt_fraction',),
+  )
 
 
 class Damage:
@@ -86,14 +95,15 @@ class Damage:
     self.records = Records(self.records.read + num_records, self.records.damaged + len(damaged))
     for problem in damaged:
       self._in_file[path] = self._in_file.get(path, 0) + 1
-      if (self.max_fraction and self._in_file[path] <= _REASONS_SHOWN
-          and path not in self._finished):
+      if self.max_fraction and self._in_file[path] <= _REASONS_SHOWN and path not in self._finished:
         log.warning('record left out: %s', problem.what)
     if damaged and not self.max_fraction:
       self._over = DataError(
-          damaged[0].what, fix=f'{damaged[0].fix}\nOr leave such records out: '
-          'DatasetConfig.max_corrupt_fraction = 0.001 allows 1 in 1000.',
-          parameters=('DatasetConfig.max_corrupt_fraction',))
+        damaged[0].what,
+        fix=f'{damaged[0].fix}\nOr leave such records out: '
+        'DatasetConfig.max_corrupt_fraction = 0.001 allows 1 in 1000.',
+        parameters=('DatasetConfig.max_corrupt_fraction',),
+      )
       raise self._over
     if damaged:
       self._judge(damaged[-1], fewest=_FEWEST_JUDGED)
@@ -113,8 +123,9 @@ class Damage:
       self._empty += 1
       log.warning('%s holds no record and is skipped (%d such files so far)', path, self._empty)
     if path in self._in_file:
-      log.warning('%s: %d of %d records are damaged and left out', path, self._in_file[path],
-                  num_records)
+      log.warning(
+        '%s: %d of %d records are damaged and left out', path, self._in_file[path], num_records
+      )
     if len(self._finished) == self._num_files:
       self._judge(None, fewest=0)
 

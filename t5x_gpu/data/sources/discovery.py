@@ -40,8 +40,12 @@ def fingerprint(files: Sequence[str]) -> dict[str, Any]:
 
 def json_fields(line: bytes, *, keys: Sequence[str], where: str) -> list[bytes]:
   """Returns the UTF-8 of the string fields `keys`. Raises DataError naming `where` (file:line)."""
-  fix = ('Mend or remove that line; each line is one JSON object with the string '
-         + ('key ' if len(keys) == 1 else 'keys ') + ' and '.join(repr(key) for key in keys) + '.')
+  fix = (
+    'Mend or remove that line; each line is one JSON object with the string '
+    + ('key ' if len(keys) == 1 else 'keys ')
+    + ' and '.join(repr(key) for key in keys)
+    + '.'
+  )
   try:
     record = _json(line)
   except ValueError as e:
@@ -50,14 +54,18 @@ def json_fields(line: bytes, *, keys: Sequence[str], where: str) -> list[bytes]:
     raise DataError(f'{where} holds a JSON {type(record).__name__}, not an object.', fix=fix)
   for key in keys:
     if not isinstance(record.get(key), str):
-      there = (f'it is {json.dumps(record[key])[:60]}' if key in record else
-               f'it has {", ".join(sorted(record)) or "no keys"}')
+      there = (
+        f'it is {json.dumps(record[key])[:60]}'
+        if key in record
+        else f'it has {", ".join(sorted(record)) or "no keys"}'
+      )
       raise DataError(f'{where} has no text under key {key!r}: {there}.', fix=fix)
   try:
     return [record[key].encode() for key in keys]
   except UnicodeEncodeError as e:
-    raise DataError(f'{where} holds half of a surrogate pair, which is no character: {e}.',
-                    fix=fix) from e
+    raise DataError(
+      f'{where} holds half of a surrogate pair, which is no character: {e}.', fix=fix
+    ) from e
 
 
 def _json(line: bytes) -> Any:
@@ -74,9 +82,11 @@ def first_line(path: str) -> tuple[int, bytes]:
     with open_text(path) as f:
       return next(((i, line) for i, line in enumerate(f, 1) if line.strip()), (0, b''))
   except (OSError, EOFError) as e:
-    raise DataError(f'{path} cannot be read: {e}.',
-                    fix='Get the file anew, or leave it out of the pattern.',
-                    parameters=('DatasetConfig.mixture_or_task_name',)) from e
+    raise DataError(
+      f'{path} cannot be read: {e}.',
+      fix='Get the file anew, or leave it out of the pattern.',
+      parameters=('DatasetConfig.mixture_or_task_name',),
+    ) from e
 
 
 def json_keys(path: str) -> list[str]:
@@ -85,8 +95,11 @@ def json_keys(path: str) -> list[str]:
     record = _json(first_line(path)[1] or b'null')
   except ValueError:
     return []
-  return [key for key, value in record.items()
-          if isinstance(value, str)] if isinstance(record, dict) else []
+  return (
+    [key for key, value in record.items() if isinstance(value, str)]
+    if isinstance(record, dict)
+    else []
+  )
 
 
 def jsonl_keys(path: str) -> dict[str, str]:
@@ -109,8 +122,11 @@ def jsonl_keys(path: str) -> dict[str, str]:
       return {'targets': 'targets'}
     json_fields(line, keys=['text'], where=where)
     return {'text': 'targets'}
-  raise DataError(f'{path} is empty.', fix='Point jsonl: at a file with a JSON object per line.',
-                  parameters=('DatasetConfig.mixture_or_task_name',))
+  raise DataError(
+    f'{path} is empty.',
+    fix='Point jsonl: at a file with a JSON object per line.',
+    parameters=('DatasetConfig.mixture_or_task_name',),
+  )
 
 
 def matching_files(pattern: str) -> list[str]:
@@ -129,25 +145,45 @@ def matching_files(pattern: str) -> list[str]:
       folder = os.path.dirname(folder)
     held = sorted(os.listdir(folder or '.'))
     raise DataError(
-        f'No file matches {pattern!r} (looked from {os.getcwd()}). '
-        f'{os.path.abspath(folder or ".")} exists and holds '
-        + (', '.join(held[:8]) + (', ...' if len(held) > 8 else '') if held else 'nothing') + '.',
-        fix="Correct the path after the colon of MIXTURE_OR_TASK_NAME; wildcards are *, ** and ?.",
-        parameters=('DatasetConfig.mixture_or_task_name',))
+      f'No file matches {pattern!r} (looked from {os.getcwd()}). '
+      f'{os.path.abspath(folder or ".")} exists and holds '
+      + (', '.join(held[:8]) + (', ...' if len(held) > 8 else '') if held else 'nothing')
+      + '.',
+      fix='Correct the path after the colon of MIXTURE_OR_TASK_NAME; wildcards are *, ** and ?.',
+      parameters=('DatasetConfig.mixture_or_task_name',),
+    )
   full = [path for path in files if os.path.getsize(path)]
   if full and len(full) < len(files):
-    log.warning('%d of the %d files that match %r are empty and are skipped',
-                len(files) - len(full), len(files), pattern)
+    log.warning(
+      '%d of the %d files that match %r are empty and are skipped',
+      len(files) - len(full),
+      len(files),
+      pattern,
+    )
   if not full:
-    raise DataError(f'All {len(files)} files that match {pattern!r} are empty.',
-                    fix='Point MIXTURE_OR_TASK_NAME at files with text.',
-                    parameters=('DatasetConfig.mixture_or_task_name',))
+    raise DataError(
+      f'All {len(files)} files that match {pattern!r} are empty.',
+      fix='Point MIXTURE_OR_TASK_NAME at files with text.',
+      parameters=('DatasetConfig.mixture_or_task_name',),
+    )
   return full
 
 
 # Tests, vendored packages and tables of codes: bulky, and not what people mean by Python source.
-_SKIPPED_FOLDERS = {'test', 'tests', 'idlelib', 'idle_test', 'site-packages', 'dist-packages',
-                    'lib2to3', '__pycache__', 'ensurepip', 'turtledemo', 'pydoc_data', 'encodings'}
+_SKIPPED_FOLDERS = {
+  'test',
+  'tests',
+  'idlelib',
+  'idle_test',
+  'site-packages',
+  'dist-packages',
+  'lib2to3',
+  '__pycache__',
+  'ensurepip',
+  'turtledemo',
+  'pydoc_data',
+  'encodings',
+}
 
 
 def standard_library_files() -> dict[str, list[str]]:
@@ -170,9 +206,10 @@ def standard_library_files() -> dict[str, list[str]]:
         files['train' if number % VALIDATION_ONE_IN else 'validation'].append(path)
   if not files['train'] or not files['validation']:
     raise DataError(
-        f"python_source reads the standard library's .py files, and {root} holds "
-        f'{sum(map(len, files.values()))} of them.',
-        fix='Use a Python with its library in source form, or set MIXTURE_OR_TASK_NAME = '
-            "'text_files:FOLDER/**/*.py'.",
-        parameters=('DatasetConfig.mixture_or_task_name',))
+      f"python_source reads the standard library's .py files, and {root} holds "
+      f'{sum(map(len, files.values()))} of them.',
+      fix='Use a Python with its library in source form, or set MIXTURE_OR_TASK_NAME = '
+      "'text_files:FOLDER/**/*.py'.",
+      parameters=('DatasetConfig.mixture_or_task_name',),
+    )
   return files

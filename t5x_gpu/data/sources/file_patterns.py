@@ -18,9 +18,12 @@ _LOST_AND_FOUND = 'lost+found'
 def unreadable(path: str, reason: OSError | str) -> DataError:
   """Returns the error for a file or folder that cannot be opened or read."""
   reason = (reason.strerror or str(reason)) if isinstance(reason, OSError) else reason
-  return DataError(f'{path} cannot be read: {reason}.',
-                   fix='Make it readable for the user of this process (chmod, chown), or leave it '
-                       'out of the pattern.', parameters=_TASK)
+  return DataError(
+    f'{path} cannot be read: {reason}.',
+    fix='Make it readable for the user of this process (chmod, chown), or leave it '
+    'out of the pattern.',
+    parameters=_TASK,
+  )
 
 
 def find_files(pattern: str) -> list[str]:
@@ -45,11 +48,16 @@ def find_files(pattern: str) -> list[str]:
     if paths.setdefault(_identity(path), path) != path:
       skipped.append(path)
   if skipped:
-    shown = [f'{path} -> {os.readlink(path)}' if os.path.islink(path) else path
-             for path in sorted(set(skipped))]
-    log.warning('%r: skipped %d names that are broken links, or lead to files and folders it '
-                'already has: %s', pattern, len(shown),
-                ', '.join(shown[:_LISTED]) + (', ...' if len(shown) > _LISTED else ''))
+    shown = [
+      f'{path} -> {os.readlink(path)}' if os.path.islink(path) else path
+      for path in sorted(set(skipped))
+    ]
+    log.warning(
+      '%r: skipped %d names that are broken links, or lead to files and folders it already has: %s',
+      pattern,
+      len(shown),
+      ', '.join(shown[:_LISTED]) + (', ...' if len(shown) > _LISTED else ''),
+    )
   return sorted(paths.values())
 
 
@@ -60,7 +68,7 @@ def _matches(pattern: str, skipped: list[str]) -> Iterator[str]:
     yield from glob.glob(pattern)
     return
   at = parts.index('**')
-  above, below = os.sep.join(parts[:at]), os.sep.join(parts[at + 1:]) or '*'
+  above, below = os.sep.join(parts[:at]), os.sep.join(parts[at + 1 :]) or '*'
   roots = glob.glob(above + os.sep) if above or at else [os.curdir]
   for folder in _folders(sorted(roots), skipped):
     # As glob does, names relative to the current folder have no './'.
@@ -82,9 +90,11 @@ def _folders(roots: list[str], skipped: list[str]) -> Iterator[str]:
     try:
       with os.scandir(folder) as entries:
         # os.path.isdir: DirEntry.is_dir raises on a link to itself.
-        inner = sorted((entry for entry in entries
-                        if not entry.name.startswith('.') and os.path.isdir(entry)),
-                       key=lambda entry: entry.name, reverse=True)
+        inner = sorted(
+          (entry for entry in entries if not entry.name.startswith('.') and os.path.isdir(entry)),
+          key=lambda entry: entry.name,
+          reverse=True,
+        )
     except OSError as e:
       if os.path.basename(folder.rstrip(os.sep)) == _LOST_AND_FOUND:
         continue

@@ -1,13 +1,14 @@
 """Labelled texts from .csv, .tsv, .jsonl and Parquet files with columns of any name; no TF.
 
-    classification:csv:reviews/*.csv                                  columns text, label
-    classification:jsonl:reviews.jsonl#text=body,label=stars
-    classification:parquet:nli/*.parquet#text=premise,text2=hypothesis,label=gold_label
+classification:csv:reviews/*.csv                                  columns text, label
+classification:jsonl:reviews.jsonl#text=body,label=stars
+classification:parquet:nli/*.parquet#text=premise,text2=hypothesis,label=gold_label
 """
 
 import csv
 import dataclasses
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Optional
@@ -24,8 +25,10 @@ from t5x_gpu.errors import DataError, did_you_mean, first_line
 _MAX_FIELD = 10_000_000
 # Columns that need not be named, in any case of letters.
 _USUAL = (('text', 'label'), ('review', 'sentiment'))
-_CHOOSE = ('Name the columns behind the pattern: #text=COLUMN,label=COLUMN, and for pairs of texts '
-           '#text=COLUMN,text2=COLUMN,label=COLUMN.')
+_CHOOSE = (
+  'Name the columns behind the pattern: #text=COLUMN,label=COLUMN, and for pairs of texts '
+  '#text=COLUMN,text2=COLUMN,label=COLUMN.'
+)
 
 # Values of a row by column, and where the row is.
 _Record = tuple[Mapping[str, Any], str]
@@ -34,6 +37,7 @@ _Record = tuple[Mapping[str, Any], str]
 @dataclasses.dataclass(frozen=True)
 class LabelColumns:
   """Names of columns; `text2` is the second text of a pair, or None."""
+
   text: str
   label: str
   text2: Optional[str] = None
@@ -51,19 +55,23 @@ class LabelledReader:
     form: a key of `FORMS`.
     columns: None to take those with the usual names.
   """
+
   form: str
   columns: Optional[LabelColumns]
 
   def __call__(self, path: str) -> list[LabelledRow]:
     """Returns all rows. Raises DataError, naming the place, for a flaw in any of them."""
     try:
-      rows = [_labelled_row(values, columns, where)
-              for values, columns, where in self._records(path)]
+      rows = [
+        _labelled_row(values, columns, where) for values, columns, where in self._records(path)
+      ]
     except UnicodeDecodeError as e:
       _refuse(f'{path} is not UTF-8 text: {e}.', fix='Save it as UTF-8.')
     except (OSError, EOFError, pa.ArrowException) as e:
-      _refuse(f'{path} cannot be read as {self.form}: {first_line(e)[:200]}.',
-              fix='Get the file again, or leave it out of the pattern.')
+      _refuse(
+        f'{path} cannot be read as {self.form}: {first_line(e)[:200]}.',
+        fix='Get the file again, or leave it out of the pattern.',
+      )
     if not rows:
       _refuse(f'{path} has no rows.', fix='Give files with a row per example.')
     return rows
@@ -85,18 +93,27 @@ def parse(spelled: str) -> tuple[LabelledReader, str]:
   """
   form, _, rest = spelled.partition(':')
   if form not in FORMS or not rest:
-    _refuse(f'classification:{spelled[:80]} does not say what form the files have.'
-            + did_you_mean(form, FORMS),
-            fix=f'Write classification:FORM:PATTERN, where FORM is {", ".join(FORMS)}.')
+    _refuse(
+      f'classification:{spelled[:80]} does not say what form the files have.'
+      + did_you_mean(form, FORMS),
+      fix=f'Write classification:FORM:PATTERN, where FORM is {", ".join(FORMS)}.',
+    )
   pattern, chosen = split_columns(rest)
   if chosen is None:
     return LabelledReader(form, None), pattern
   named = dict(chosen)
-  if (len(named) != len(chosen) or not {'text', 'label'} <= set(named) <= {'text', 'text2', 'label'}
-      or not all(named.values()) or len(set(named.values())) != len(named)):
+  if (
+    len(named) != len(chosen)
+    or not {'text', 'label'} <= set(named) <= {'text', 'text2', 'label'}
+    or not all(named.values())
+    or len(set(named.values())) != len(named)
+  ):
     wrong = next((name for name in named if name not in ('text', 'text2', 'label')), '')
-    _refuse(f'#{",".join(map("=".join, chosen))} does not choose a text and a label.'
-            + (did_you_mean(wrong, ('text', 'text2', 'label')) if wrong else ''), fix=_CHOOSE)
+    _refuse(
+      f'#{",".join(map("=".join, chosen))} does not choose a text and a label.'
+      + (did_you_mean(wrong, ('text', 'text2', 'label')) if wrong else ''),
+      fix=_CHOOSE,
+    )
   return LabelledReader(form, LabelColumns(**named)), pattern
 
 
@@ -115,9 +132,13 @@ def _columns(names: Sequence[str], chosen: Optional[LabelColumns], where: str) -
   for name in chosen.names:
     if (count := list(names).count(name)) != 1:
       have = ', '.join(map(repr, names[:20])) + (', ...' if len(names) > 20 else '')
-      _refuse(f'{where} has ' + (f'no column {name!r}' if not count else
-                                 f'{count} columns {name!r}') + f': it has {have or "none"}.'
-              + ('' if count else did_you_mean(name, names)), fix=_CHOOSE)
+      _refuse(
+        f'{where} has '
+        + (f'no column {name!r}' if not count else f'{count} columns {name!r}')
+        + f': it has {have or "none"}.'
+        + ('' if count else did_you_mean(name, names)),
+        fix=_CHOOSE,
+      )
   return chosen
 
 
@@ -132,13 +153,17 @@ def _text(value: Any, column: str, where: str) -> str:
   if value is None or isinstance(value, str) and not value.strip():
     _refuse(f'{where} has no text in {column!r}.', fix='Fill it in, or remove the row.')
   if not isinstance(value, str):
-    _refuse(f'{where} has {type(value).__name__} {str(value)[:40]!r} in {column!r}, not a text.',
-            fix=_CHOOSE)
+    _refuse(
+      f'{where} has {type(value).__name__} {str(value)[:40]!r} in {column!r}, not a text.',
+      fix=_CHOOSE,
+    )
   try:
     value.encode()
   except UnicodeEncodeError as e:
-    _refuse(f'{where} has half of a surrogate pair in {column!r}, which is no character: {e}.',
-            fix='Correct or remove that row.')
+    _refuse(
+      f'{where} has half of a surrogate pair in {column!r}, which is no character: {e}.',
+      fix='Correct or remove that row.',
+    )
   return value
 
 
@@ -146,16 +171,20 @@ def _label(value: Any, column: str, where: str) -> str:
   """Returns how a class is called: words as they are, whole numbers as digits, true or false."""
   value = value.decode() if isinstance(value, bytes) else value
   if value is None or value != value or isinstance(value, str) and not value.strip():  # NaN
-    _refuse(f'{where} has no label in {column!r}.',
-            fix='Fill it in, or remove the row. Leave files without labels out of the pattern.')
+    _refuse(
+      f'{where} has no label in {column!r}.',
+      fix='Fill it in, or remove the row. Leave files without labels out of the pattern.',
+    )
   if isinstance(value, str):
     return value.strip()
   if isinstance(value, bool):
     return str(value).lower()
   if isinstance(value, int) or isinstance(value, float) and value.is_integer():
     return str(int(value))
-  _refuse(f'{where} has {str(value)[:40]} in {column!r}; a class is a word or a whole number.',
-          fix='Choose the column of classes, or turn its values into classes.')
+  _refuse(
+    f'{where} has {str(value)[:40]} in {column!r}; a class is a word or a whole number.',
+    fix='Choose the column of classes, or turn its values into classes.',
+  )
 
 
 def _text_file(path: str) -> io.TextIOWrapper:
@@ -166,15 +195,20 @@ def _csv(path: str, columns: Optional[LabelColumns], *, is_tsv: bool = False) ->
   csv.field_size_limit(_MAX_FIELD)
   names: Optional[list[str]] = None
   with _text_file(path) as f:
-    reader = (csv.reader(f, delimiter='\t', quoting=csv.QUOTE_NONE, strict=True) if is_tsv else
-              csv.reader(f, strict=True))
+    reader = (
+      csv.reader(f, delimiter='\t', quoting=csv.QUOTE_NONE, strict=True)
+      if is_tsv
+      else csv.reader(f, strict=True)
+    )
     while True:
       where = f'{path}:{reader.line_num + 1}'
       try:
         fields = next(reader, None)
       except csv.Error as e:
-        _refuse(f'{where} is not {"TSV" if is_tsv else "CSV"}: {e}.',
-                fix='Close every quote; write "" for a quote inside a quoted text.')
+        _refuse(
+          f'{where} is not {"TSV" if is_tsv else "CSV"}: {e}.',
+          fix='Close every quote; write "" for a quote inside a quoted text.',
+        )
       if fields is None:
         return
       if not fields:
@@ -183,10 +217,15 @@ def _csv(path: str, columns: Optional[LabelColumns], *, is_tsv: bool = False) ->
         names = [name.strip() for name in fields]
         _columns(names, columns, where)
       elif len(fields) != len(names):
-        _refuse(f'{where} has {len(fields)} columns; the header has {len(names)}.', fix=(
-            'Separate columns by single tabs; texts hold no tab and no line break.' if is_tsv else
-            'Put a text with commas or line breaks into double quotes, and write "" for a quote '
-            'in it.'))
+        _refuse(
+          f'{where} has {len(fields)} columns; the header has {len(names)}.',
+          fix=(
+            'Separate columns by single tabs; texts hold no tab and no line break.'
+            if is_tsv
+            else 'Put a text with commas or line breaks into double quotes; write "" for a quote '
+            'in it.'
+          ),
+        )
       else:
         yield dict(zip(names, fields)), where
 
@@ -207,19 +246,25 @@ def _jsonl(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
       except (ValueError, RecursionError) as e:
         _refuse(f'{where} is not JSON: {first_line(e)}.', fix='Correct or remove that line.')
       if not isinstance(record, dict):
-        _refuse(f'{where} holds a JSON {type(record).__name__}, not an object.',
-                fix='Write one object per line.')
+        _refuse(
+          f'{where} holds a JSON {type(record).__name__}, not an object.',
+          fix='Write one object per line.',
+        )
       yield record, where
 
 
 def _parquet(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
   chosen = _columns(list(parquet.read_schema(path).names), columns, path)
-  number = 0
   with parquet.ParquetFile(path) as f:
-    for batch in f.iter_batches(columns=list(chosen.names), use_threads=False):
-      for number, values in enumerate(batch.to_pylist(), number + 1):
-        yield values, f'{path}, row {number}'
+    batches = f.iter_batches(columns=list(chosen.names), use_threads=False)
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, values in enumerate(rows, 1):
+      yield values, f'{path}, row {number}'
 
 
 FORMS: Mapping[str, Callable[[str, Optional[LabelColumns]], Iterator[_Record]]] = {
-    'csv': _csv, 'tsv': _tsv, 'jsonl': _jsonl, 'parquet': _parquet}
+  'csv': _csv,
+  'tsv': _tsv,
+  'jsonl': _jsonl,
+  'parquet': _parquet,
+}

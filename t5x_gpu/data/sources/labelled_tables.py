@@ -17,14 +17,22 @@ from t5x_gpu.errors import DataError, did_you_mean
 
 _NAME = ('DatasetConfig.mixture_or_task_name',)
 # Words in a file's name -> the split that it belongs to.
-_SPLIT_WORDS = {'train': 'train', 'training': 'train', 'dev': 'validation', 'val': 'validation',
-                'valid': 'validation', 'validation': 'validation', 'test': 'test'}
+_SPLIT_WORDS = {
+  'train': 'train',
+  'training': 'train',
+  'dev': 'validation',
+  'val': 'validation',
+  'valid': 'validation',
+  'validation': 'validation',
+  'test': 'test',
+}
 COLA_CLASSES = ('unacceptable', 'acceptable')
 
 
 @dataclasses.dataclass(frozen=True)
 class LabelledRow:
   """A text and its label as the file spells it; `where` is file:line; `text2` completes a pair."""
+
   text: str
   label: str
   where: str
@@ -41,6 +49,7 @@ class LabelledTexts:
     labels: split -> class numbers, as many.
     texts2: split -> the second texts of pairs, as many; None without pairs.
   """
+
   class_names: tuple[str, ...]
   texts: Mapping[str, Sequence[str]]
   labels: Mapping[str, Sequence[int]]
@@ -69,19 +78,23 @@ def files_by_split(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
     else:
       by_split.setdefault(split, []).append(path)
   if by_split and unnamed:
-    _refuse(f'The names of {len(files) - len(unnamed)} files say their split ('
-            + ', '.join(os.path.basename(p) for p in sum(by_split.values(), [])[:4])
-            + f'), those of {len(unnamed)} do not: '
-            + ', '.join(os.path.basename(p) for p in unnamed[:4]) + '.',
-            fix='Narrow the pattern, or put train, dev or test into each name. Where no name has '
-                f'such a word, 1 row in {VALIDATION_ONE_IN} goes to validation.')
+    _refuse(
+      f'The names of {len(files) - len(unnamed)} files say their split ('
+      + ', '.join(os.path.basename(p) for p in sum(by_split.values(), [])[:4])
+      + f'), those of {len(unnamed)} do not: '
+      + ', '.join(os.path.basename(p) for p in unnamed[:4])
+      + '.',
+      fix='Narrow the pattern, or put train, dev or test into each name. Where no name has '
+      f'such a word, 1 row in {VALIDATION_ONE_IN} goes to validation.',
+    )
   return by_split or None
 
 
 def _labelled(text: str, label: str, where: str) -> LabelledRow:
   if not text.strip() or not label:
-    _refuse(f'{where} has no {"label" if text.strip() else "text"}.',
-            fix='Fill it in, or remove the row.')
+    _refuse(
+      f'{where} has no {"label" if text.strip() else "text"}.', fix='Fill it in, or remove the row.'
+    )
   return LabelledRow(text, label, where)
 
 
@@ -102,17 +115,22 @@ def read_cola(path: str) -> list[LabelledRow]:
       continue
     where, fields = f'{path}:{number}', line.rstrip('\r').split('\t')
     if len(fields) != 4:
-      _refuse(f'{where} has {len(fields)} columns; CoLA has 4: source, label, mark, sentence. It '
-              f'begins {line[:60]!r}.',
-              fix="Separate the columns with single tabs; the mark is '*' or empty. GLUE's test "
-                  'file has no labels: give those for train and dev alone.')
+      _refuse(
+        f'{where} has {len(fields)} columns; CoLA has 4: source, label, mark, sentence. It '
+        f'begins {line[:60]!r}.',
+        fix="Separate the columns with single tabs; the mark is '*' or empty. GLUE's test "
+        'file has no labels: give those for train and dev alone.',
+      )
     if fields[1] not in ('0', '1'):
-      _refuse(f'{where} has the label {fields[1]!r}; CoLA has 0 (unacceptable) and 1 (acceptable).',
-              fix='Mend or remove that line.')
+      _refuse(
+        f'{where} has the label {fields[1]!r}; CoLA has 0 (unacceptable) and 1 (acceptable).',
+        fix='Mend or remove that line.',
+      )
     rows.append(_labelled(fields[3], COLA_CLASSES[int(fields[1])], where))
   if not rows:
-    _refuse(f'{path} has no rows: it is empty.',
-            fix="Give CoLA's file for training, or one of its form.")
+    _refuse(
+      f'{path} has no rows: it is empty.', fix="Give CoLA's file for training, or one of its form."
+    )
   return rows
 
 
@@ -126,8 +144,9 @@ def _read(read: Reader, path: str, size: int, modified_ns: int) -> tuple[Labelle
   return tuple(read(path))
 
 
-def labelled_texts(files: Sequence[str], *, read: Reader,
-                   class_names: Optional[Sequence[str]] = None) -> LabelledTexts:
+def labelled_texts(
+  files: Sequence[str], *, read: Reader, class_names: Optional[Sequence[str]] = None
+) -> LabelledTexts:
   """Returns all rows of `files` by split.
 
   The file names say the split (`files_by_split`). Without a file for validation, a hash of the text
@@ -143,35 +162,48 @@ def labelled_texts(files: Sequence[str], *, read: Reader,
   """
   by_split = files_by_split(files) or {'train': list(files)}
   if 'train' not in by_split:
-    _refuse(f'No file is for training: {", ".join(os.path.basename(f) for f in files[:6])}.',
-            fix='Widen the pattern so that it takes a file with train in its name.')
+    _refuse(
+      f'No file is for training: {", ".join(os.path.basename(f) for f in files[:6])}.',
+      fix='Widen the pattern so that it takes a file with train in its name.',
+    )
   rows = {}
   for split, paths in by_split.items():
-    rows[split] = [row for path in paths for row in _read(
-        read, path, os.path.getsize(path), os.stat(path).st_mtime_ns)]
+    rows[split] = [
+      row
+      for path in paths
+      for row in _read(read, path, os.path.getsize(path), os.stat(path).st_mtime_ns)
+    ]
   names = tuple(class_names or _classes(rows['train']))
   if (found := len({row.label for row in rows['train']})) < 2:
     only = rows['train'][0]
-    _refuse(f'All {len(rows["train"])} rows for training have the label {only.label!r} '
-            f'(from {only.where}): {found} class leaves nothing to learn.',
-            fix='Give files with rows of at least two classes.')
+    _refuse(
+      f'All {len(rows["train"])} rows for training have the label {only.label!r} '
+      f'(from {only.where}): {found} class leaves nothing to learn.',
+      fix='Give files with rows of at least two classes.',
+    )
   if 'validation' not in rows:
-    rows |= {'train': [r for r in rows['train'] if not _is_validation(r.text)],
-             'validation': [r for r in rows['train'] if _is_validation(r.text)]}
+    rows |= {
+      'train': [r for r in rows['train'] if not _is_validation(r.text)],
+      'validation': [r for r in rows['train'] if _is_validation(r.text)],
+    }
   numbers = {name: i for i, name in enumerate(names)}
   for row in (row for split in rows.values() for row in split):
     if row.label not in numbers:
-      _refuse(f'{row.where} has the label {row.label!r}, which no row for training has; they have '
-              + ', '.join(map(repr, names[:12])) + ('' if len(names) <= 12 else ', ...') + '.'
-              + did_you_mean(row.label, names),
-              fix='Mend the label, or give rows of that class for training too.')
+      _refuse(
+        f'{row.where} has the label {row.label!r}, which no row for training has; they have '
+        + ', '.join(map(repr, names[:12]))
+        + ('' if len(names) <= 12 else ', ...')
+        + '.'
+        + did_you_mean(row.label, names),
+        fix='Mend the label, or give rows of that class for training too.',
+      )
   is_pair = rows['train'][0].text2 is not None
-  return LabelledTexts(class_names=names,
-                       texts2={split: [r.text2 for r in some] for split, some in rows.items()
-                               } if is_pair else None,
-                       texts={split: [r.text for r in some] for split, some in rows.items()},
-                       labels={split: [numbers[r.label] for r in some]
-                               for split, some in rows.items()})
+  return LabelledTexts(
+    class_names=names,
+    texts2={split: [r.text2 for r in some] for split, some in rows.items()} if is_pair else None,
+    texts={split: [r.text for r in some] for split, some in rows.items()},
+    labels={split: [numbers[r.label] for r in some] for split, some in rows.items()},
+  )
 
 
 def _classes(rows: Sequence[LabelledRow]) -> list[str]:
@@ -190,9 +222,11 @@ def pair_fields(line: bytes, *, where: str) -> list[bytes]:
   """Returns [inputs, targets] of a line with one tab. Raises DataError naming `where`."""
   fields = line.rstrip(b'\r').split(b'\t')
   if len(fields) != 2 or not all(field.strip() for field in fields):
-    _refuse(f'{where} has {len(fields)} columns'
-            + (', one of them empty' if len(fields) == 2 else '')
-            + f'; a pair is inputs, one tab, targets. It begins {line[:60]!r}.',
-            fix='Mend or remove that line; the texts themselves hold no tab and no line break '
-                '(write .jsonl with "inputs" and "targets" for such).')
+    _refuse(
+      f'{where} has {len(fields)} columns'
+      + (', one of them empty' if len(fields) == 2 else '')
+      + f'; a pair is inputs, one tab, targets. It begins {line[:60]!r}.',
+      fix='Mend or remove that line; the texts themselves hold no tab and no line break '
+      '(write .jsonl with "inputs" and "targets" for such).',
+    )
   return fields

@@ -14,7 +14,14 @@ from typing import Optional
 
 from t5x_gpu.data.sources import discovery, labelled_tables
 from t5x_gpu.data.sources.rows import (
-    COMPRESSED, FileForm, Row, checked_row, not_utf8, open_stream, open_text)
+  COMPRESSED,
+  FileForm,
+  Row,
+  checked_row,
+  not_utf8,
+  open_stream,
+  open_text,
+)
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
 
@@ -25,8 +32,12 @@ _NAMED_LINES = 3  # of a file
 log = logging.getLogger(__name__)
 
 
-def _line_rows(path: str, columns: Sequence[str], skip: int,
-               repaired: Optional[Callable[..., Iterator[bytes]]] = None) -> Iterator[Row]:
+def _line_rows(
+  path: str,
+  columns: Sequence[str],
+  skip: int,
+  repaired: Optional[Callable[..., Iterator[bytes]]] = None,
+) -> Iterator[Row]:
   with open_text(path) as f:
     lines: Iterator[bytes] = itertools.islice(f, skip, None)
     if repaired is not None:
@@ -61,17 +72,27 @@ class _Repaired:
         count += 1
         if count <= _NAMED_LINES and (path, number) not in self._named:
           self._named.add((path, number))
-          log.warning('%s:%d has bytes that are not UTF-8 (%s), replaced by U+FFFD', path, number,
-                      e.reason)
+          log.warning(
+            '%s:%d has bytes that are not UTF-8 (%s), replaced by U+FFFD', path, number, e.reason
+          )
       yield line
     if count and path not in self._finished:
       self._finished.add(path)
-      log.warning('%s: %d of the lines %d to %d had bytes that are not UTF-8, replaced by U+FFFD',
-                  path, count, first, number)
+      log.warning(
+        '%s: %d of the lines %d to %d had bytes that are not UTF-8, replaced by U+FFFD',
+        path,
+        count,
+        first,
+        number,
+      )
 
 
-def _span_rows(path: str, columns: Sequence[str], skip: int,
-               checked: Callable[..., Iterator[bytes]] = _utf8_lines) -> Iterator[Row]:
+def _span_rows(
+  path: str,
+  columns: Sequence[str],
+  skip: int,
+  checked: Callable[..., Iterator[bytes]] = _utf8_lines,
+) -> Iterator[Row]:
   """Yields (64 lines, b'' or what marks the last span of the file)."""
   first = skip * LINES_PER_SPAN
   with open_text(path) as f:
@@ -90,8 +111,9 @@ def _json_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
         yield None
         continue
       try:
-        texts = tuple(discovery.json_fields(line.rstrip(b'\r\n'), keys=columns,
-                                            where=f'{path}:{number}'))
+        texts = tuple(
+          discovery.json_fields(line.rstrip(b'\r\n'), keys=columns, where=f'{path}:{number}')
+        )
       except DataError as e:
         yield e
         continue
@@ -104,9 +126,15 @@ def _pair_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
     for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
       try:
         where = f'{path}:{number}'
-        yield None if not line.strip() else checked_row(
-            labelled_tables.pair_fields(line.rstrip(b'\r\n'), where=where), columns=columns,
-            where=where)
+        yield (
+          None
+          if not line.strip()
+          else checked_row(
+            labelled_tables.pair_fields(line.rstrip(b'\r\n'), where=where),
+            columns=columns,
+            where=where,
+          )
+        )
       except DataError as e:
         yield e
 
@@ -120,8 +148,7 @@ def _reader(f: io.TextIOBase, form: str) -> Iterator[list[str]]:
 
 def _text(path: str) -> io.TextIOWrapper:
   # Bytes that are not UTF-8 pass through, and are found in the one row that has them.
-  return io.TextIOWrapper(open_text(path), encoding='utf-8', errors='surrogateescape',
-                          newline='')
+  return io.TextIOWrapper(open_text(path), encoding='utf-8', errors='surrogateescape', newline='')
 
 
 def _header(path: str, *, form: str) -> list[str]:
@@ -134,8 +161,10 @@ def _csv_rows(path: str, columns: Sequence[str], skip: int, *, form: str) -> Ite
     reader = _reader(f, form)
     names = [name.strip() for name in next(reader, [])]
     if missing := [name for name in columns if name not in names]:
-      raise DataError(f'{path} has no column {missing[0]!r}: it has {", ".join(names)}.',
-                      fix='Give all files that the pattern matches the same header.')
+      raise DataError(
+        f'{path} has no column {missing[0]!r}: it has {", ".join(names)}.',
+        fix='Give all files that the pattern matches the same header.',
+      )
     at = [names.index(name) for name in columns]
     number = 0
     while True:
@@ -144,20 +173,29 @@ def _csv_rows(path: str, columns: Sequence[str], skip: int, *, form: str) -> Ite
       try:
         fields = next(reader, None)
       except csv.Error as e:
-        row: Row = DataError(f'{where} is not {form.upper()}: {e}.', fix=(
-            'Close every quote; write "" for a quote inside a quoted text.'))
+        row: Row = DataError(
+          f'{where} is not {form.upper()}: {e}.',
+          fix=('Close every quote; write "" for a quote inside a quoted text.'),
+        )
         num_rows = max(1, reader.line_num + 1 - begins)  # an open quote swallows lines
       else:
         if fields is None:
           return
         if fields and len(fields) != len(names):
           row = DataError(
-              f'{where} has {len(fields)} columns; the header has {len(names)}.',
-              fix=('Put a text with commas or line breaks into double quotes.' if form == 'csv' else
-                   'Separate columns by single tabs; texts hold no tab and no line break.'))
+            f'{where} has {len(fields)} columns; the header has {len(names)}.',
+            fix=(
+              'Put a text with commas or line breaks into double quotes.'
+              if form == 'csv'
+              else 'Separate columns by single tabs; texts hold no tab and no line break.'
+            ),
+          )
         else:
-          row = checked_row([fields[i].encode('utf-8', 'surrogateescape') for i in at]
-                            if fields else [b''], columns=columns, where=where)
+          row = checked_row(
+            [fields[i].encode('utf-8', 'surrogateescape') for i in at] if fields else [b''],
+            columns=columns,
+            where=where,
+          )
       for _ in range(num_rows):
         if number >= skip:
           yield row
@@ -223,8 +261,10 @@ def _tfrecords(path: str, skip: int) -> Iterator[tuple[bytes, bool]]:
         raise EOFError('it ends inside a record')
       if number >= skip:
         data, checksum = record[:length], record[length:]
-        yield data, path.endswith(COMPRESSED) or (
-            _masked_crc32c(data) == int.from_bytes(checksum, 'little'))
+        yield (
+          data,
+          path.endswith(COMPRESSED) or (_masked_crc32c(data) == int.from_bytes(checksum, 'little')),
+        )
 
 
 def example_columns(record: bytes) -> list[str]:
@@ -243,8 +283,10 @@ def example_row(record: bytes, *, columns: Sequence[str], where: str) -> Row:
   for name in columns:
     given = features[name].bytes_list.value if name in features else ()
     if len(given) != 1:
-      return DataError(f'{where} has {len(given)} texts in {name!r}; there should be one.',
-                       fix='Write one text per feature and record.')
+      return DataError(
+        f'{where} has {len(given)} texts in {name!r}; there should be one.',
+        fix='Write one text per feature and record.',
+      )
     values.append(given[0])
   return checked_row(values, columns=columns, where=where)
 
@@ -264,19 +306,35 @@ def _tfrecord_columns(path: str) -> list[str]:
 def _tfrecord_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
   for number, (record, is_whole) in enumerate(_tfrecords(path, skip), skip + 1):
     where = f'{path}, record {number}'
-    yield example_row(record, columns=columns, where=where) if is_whole else DataError(
-        f'{where} has changed: it does not fit its checksum.', fix='Get the file anew.')
+    yield (
+      example_row(record, columns=columns, where=where)
+      if is_whole
+      else DataError(
+        f'{where} has changed: it does not fit its checksum.', fix='Get the file anew.'
+      )
+    )
 
 
 LINES = FileForm('text_lines', lambda path: ['text'], _line_rows)
 SPANS = FileForm('text_files', lambda path: ['text'], _span_rows)
 REPAIRED_LINES, REPAIRED_SPANS = (
-    FileForm('text_lines', lambda path: ['text'],
-             functools.partial(_line_rows, repaired=_Repaired()), errors='replace'),
-    FileForm('text_files', lambda path: ['text'],
-             functools.partial(_span_rows, checked=_Repaired()), errors='replace'))
+  FileForm(
+    'text_lines',
+    lambda path: ['text'],
+    functools.partial(_line_rows, repaired=_Repaired()),
+    errors='replace',
+  ),
+  FileForm(
+    'text_files',
+    lambda path: ['text'],
+    functools.partial(_span_rows, checked=_Repaired()),
+    errors='replace',
+  ),
+)
 PAIRS = FileForm('text_pairs', lambda path: ['inputs', 'targets'], _pair_rows)
 JSON_LINES = FileForm('jsonl', discovery.json_keys, _json_rows)
-CSV, TSV = (FileForm(form, functools.partial(_header, form=form),
-                     functools.partial(_csv_rows, form=form)) for form in ('csv', 'tsv'))
+CSV, TSV = (
+  FileForm(form, functools.partial(_header, form=form), functools.partial(_csv_rows, form=form))
+  for form in ('csv', 'tsv')
+)
 TFRECORD = FileForm('tfrecord', _tfrecord_columns, _tfrecord_rows)

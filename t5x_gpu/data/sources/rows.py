@@ -23,8 +23,12 @@ NAME = ('DatasetConfig.mixture_or_task_name',)
 COMPRESSED = ('.gz', '.zst')
 _READ_AHEAD_BYTES = 1 << 20
 # The longer marks come first: that of UTF-32 begins like that of UTF-16.
-_OTHER_ENCODINGS = {codecs.BOM_UTF32_LE: 'UTF-32', codecs.BOM_UTF32_BE: 'UTF-32',
-                    codecs.BOM_UTF16_LE: 'UTF-16', codecs.BOM_UTF16_BE: 'UTF-16'}
+_OTHER_ENCODINGS = {
+  codecs.BOM_UTF32_LE: 'UTF-32',
+  codecs.BOM_UTF32_BE: 'UTF-32',
+  codecs.BOM_UTF16_LE: 'UTF-16',
+  codecs.BOM_UTF16_BE: 'UTF-16',
+}
 
 # The texts of the chosen columns as UTF-8; None for a blank row; what is wrong with a damaged one.
 Row = Union[tuple[bytes, ...], None, DataError]
@@ -40,6 +44,7 @@ class FileForm:
     rows: (path, names of columns, rows to pass over) -> the rows after these.
     errors: 'replace' if bytes that are not UTF-8 become U+FFFD, as in `bytes.decode`.
   """
+
   name: str
   columns: Callable[[str], Sequence[str]]
   rows: Callable[[str, Sequence[str], int], Iterator[Row]]
@@ -66,9 +71,11 @@ def open_text(path: str) -> BinaryIO:
     head = f.peek(4)
     for mark, encoding in _OTHER_ENCODINGS.items():
       if head.startswith(mark):
-        raise DataError(f'{path} is {encoding} text, as its first bytes say; only UTF-8 is read.',
-                        fix=f'Convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE',
-                        parameters=NAME)
+        raise DataError(
+          f'{path} is {encoding} text, as its first bytes say; only UTF-8 is read.',
+          fix=f'Convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE',
+          parameters=NAME,
+        )
     if head.startswith(codecs.BOM_UTF8):
       f.read(len(codecs.BOM_UTF8))
   except BaseException:
@@ -91,10 +98,12 @@ def head(path: str) -> tuple[bool, bool]:
 def not_utf8(where: str, reason: UnicodeDecodeError) -> DataError:
   """Returns the error for text that is not UTF-8."""
   return DataError(
-      f'{where} has bytes that are not UTF-8: {reason}.',
-      fix='Convert the file (iconv -f LATIN1 -t UTF-8 FILE > NEW_FILE), or replace such bytes by '
-          'U+FFFD: text_files:PATTERN#errors=replace, text_lines:PATTERN#errors=replace.',
-      parameters=NAME, docs='tasks.md#damaged-input')
+    f'{where} has bytes that are not UTF-8: {reason}.',
+    fix='Convert the file (iconv -f LATIN1 -t UTF-8 FILE > NEW_FILE), or replace such bytes by '
+    'U+FFFD: text_files:PATTERN#errors=replace, text_lines:PATTERN#errors=replace.',
+    parameters=NAME,
+    docs='tasks.md#damaged-input',
+  )
 
 
 def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], where: str) -> Row:
@@ -108,8 +117,9 @@ def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], wh
     try:
       value.decode()
     except UnicodeDecodeError as e:
-      return DataError(f'{where} has bytes in {name!r} that are not UTF-8: {e}.',
-                       fix='Save the texts as UTF-8.')
+      return DataError(
+        f'{where} has bytes in {name!r} that are not UTF-8: {e}.', fix='Save the texts as UTF-8.'
+      )
   return tuple(values)
 
 
@@ -133,16 +143,21 @@ def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
   parts = dict(pairs)
   for ours in ({'text'}, {'targets'}, {'inputs', 'targets'}):
     if set(parts) == ours and all(parts.values()):
-      return pattern, {'targets' if name == 'text' else name: column
-                       for name, column in parts.items()}
+      return pattern, {
+        'targets' if name == 'text' else name: column for name, column in parts.items()
+      }
   chosen = ','.join(map('='.join, pairs))
-  raise DataError(f'#{chosen} chooses columns for {", ".join(map(repr, parts))}.'
-                  + did_you_mean(next(iter(parts)), ('text', 'inputs', 'targets')),
-                  fix='Write #text=COLUMN, or #inputs=COLUMN,targets=COLUMN.', parameters=NAME)
+  raise DataError(
+    f'#{chosen} chooses columns for {", ".join(map(repr, parts))}.'
+    + did_you_mean(next(iter(parts)), ('text', 'inputs', 'targets')),
+    fix='Write #text=COLUMN, or #inputs=COLUMN,targets=COLUMN.',
+    parameters=NAME,
+  )
 
 
-def feature_columns(names: Sequence[str], *, chosen: Optional[Mapping[str, str]],
-                    where: str) -> dict[str, str]:
+def feature_columns(
+  names: Sequence[str], *, chosen: Optional[Mapping[str, str]], where: str
+) -> dict[str, str]:
   """Returns feature -> column: those chosen, else by the names `inputs`, `targets` or `text`.
 
   Args:
@@ -162,8 +177,11 @@ def feature_columns(names: Sequence[str], *, chosen: Optional[Mapping[str, str]]
   if missing:
     first = names[0] if names else 'COLUMN'
     raise DataError(
-        f'{where} has no column {missing[0]!r}: it has '
-        + (', '.join(map(repr, names[:20])) or 'none') + '.' + did_you_mean(missing[0], names),
-        fix=f'Choose behind the pattern: #text={first}, or #inputs=COLUMN,targets=COLUMN.',
-        parameters=NAME)
+      f'{where} has no column {missing[0]!r}: it has '
+      + (', '.join(map(repr, names[:20])) or 'none')
+      + '.'
+      + did_you_mean(missing[0], names),
+      fix=f'Choose behind the pattern: #text={first}, or #inputs=COLUMN,targets=COLUMN.',
+      parameters=NAME,
+    )
   return dict(chosen)

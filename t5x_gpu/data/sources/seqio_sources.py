@@ -43,8 +43,9 @@ class DocumentSource(seqio.DataSource):
     splits: the keys of what `files` returns.
   """
 
-  def __init__(self, files: Callable[[], Mapping[str, Sequence[str]]], *, reader: Reader,
-               splits: Sequence[str]):
+  def __init__(
+    self, files: Callable[[], Mapping[str, Sequence[str]]], *, reader: Reader, splits: Sequence[str]
+  ):
     self._list_files = functools.cache(files)
     self._reader = reader
     super().__init__(splits=tuple(splits))
@@ -56,10 +57,17 @@ class DocumentSource(seqio.DataSource):
   def list_shards(self, split: str) -> Sequence[str]:
     return list(self._list_files()[split])
 
-  def get_dataset(self, split: str = 'train', shuffle: bool = True, seed: Optional[int] = None,
-                  shard_info: Optional[seqio.ShardInfo] = None, *,
-                  sequence_length: Optional[Mapping[str, int]] = None, use_cached: bool = False,
-                  num_epochs: Optional[int] = 1) -> tf.data.Dataset:
+  def get_dataset(
+    self,
+    split: str = 'train',
+    shuffle: bool = True,
+    seed: Optional[int] = None,
+    shard_info: Optional[seqio.ShardInfo] = None,
+    *,
+    sequence_length: Optional[Mapping[str, int]] = None,
+    use_cached: bool = False,
+    num_epochs: Optional[int] = 1,
+  ) -> tf.data.Dataset:
     del sequence_length, use_cached, num_epochs  # Task applies them.
     files = self.list_shards(split)
     paths = tf.constant(files, dtype=tf.string)
@@ -68,8 +76,9 @@ class DocumentSource(seqio.DataSource):
       numbers = numbers.shard(shard_info.num_shards, shard_info.index)
     if shuffle:
       numbers = numbers.shuffle(max(1, len(files)), seed=seed)
-    return numbers.interleave(lambda i: self._reader(tf.gather(paths, i), i),
-                              cycle_length=FILES_AT_ONCE, block_length=1)
+    return numbers.interleave(
+      lambda i: self._reader(tf.gather(paths, i), i), cycle_length=FILES_AT_ONCE, block_length=1
+    )
 
   def fingerprint(self, split: str) -> dict[str, Any]:
     """Returns what identifies the data of `split`."""
@@ -106,11 +115,18 @@ class HashSplitSource(seqio.DataSource):
     del split  # Both splits read all files.
     return self._documents.list_shards('all')
 
-  def get_dataset(self, split: str = 'train', shuffle: bool = True, seed: Optional[int] = None,
-                  shard_info: Optional[seqio.ShardInfo] = None, **unused: Any) -> tf.data.Dataset:
+  def get_dataset(
+    self,
+    split: str = 'train',
+    shuffle: bool = True,
+    seed: Optional[int] = None,
+    shard_info: Optional[seqio.ShardInfo] = None,
+    **unused: Any,
+  ) -> tf.data.Dataset:
     del unused
-    documents = self._documents.get_dataset('all', shuffle=shuffle, seed=seed,
-                                            shard_info=shard_info)
+    documents = self._documents.get_dataset(
+      'all', shuffle=shuffle, seed=seed, shard_info=shard_info
+    )
     return documents.filter(lambda x: _is_validation(x) == (split == 'validation'))
 
   def fingerprint(self, split: str) -> dict[str, Any]:
@@ -130,8 +146,9 @@ class HashSplitSource(seqio.DataSource):
 
 
 def _is_validation(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
-  text = tf.strings.join([example[name] for name in ('inputs', 'targets') if name in example],
-                         separator='\t')
+  text = tf.strings.join(
+    [example[name] for name in ('inputs', 'targets') if name in example], separator='\t'
+  )
   return tf.strings.to_hash_bucket_fast(text, discovery.VALIDATION_ONE_IN) == 0
 
 
@@ -141,16 +158,21 @@ def source_fingerprint(source: seqio.DataSource, *, split: str) -> dict[str, Any
     return source.fingerprint(split)
   if isinstance(source, seqio.TfdsDataSource):
     info = source.tfds_dataset.info
-    return {'tfds': info.full_name,
-            'examples': info.splits[split].num_examples if split in info.splits else None}
+    return {
+      'tfds': info.full_name,
+      'examples': info.splits[split].num_examples if split in info.splits else None,
+    }
   if isinstance(source, seqio.FileDataSource):
     paths = sorted(source.list_shards(split))
     if paths and all(os.path.isfile(path) for path in paths):
       return discovery.fingerprint(paths)
     # Not local files: names and sizes are what can be had without reading them.
     sizes = [(os.path.basename(path), tf.io.gfile.stat(path).length) for path in paths]
-    return {'files': len(paths), 'bytes': sum(size for _, size in sizes),
-            'hash': hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]}
+    return {
+      'files': len(paths),
+      'bytes': sum(size for _, size in sizes),
+      'hash': hashlib.sha256(repr(sizes).encode()).hexdigest()[:16],
+    }
   return {'kind': type(source).__name__, 'examples': source.num_input_examples(split)}
 
 
@@ -159,8 +181,9 @@ def file_facts(source: seqio.DataSource, *, split: str) -> Facts:
   paths = []
   if isinstance(source, LabelledSource):
     paths = source.files
-  elif isinstance(source, (DocumentSource, HashSplitSource, seqio.FileDataSource,
-                           seqio.TfdsDataSource)):
+  elif isinstance(
+    source, (DocumentSource, HashSplitSource, seqio.FileDataSource, seqio.TfdsDataSource)
+  ):
     paths = sorted(source.list_shards(split))
   if paths and all(os.path.isfile(path) for path in paths):
     return same_on_hosts.file_facts(paths)
@@ -170,11 +193,15 @@ def file_facts(source: seqio.DataSource, *, split: str) -> Facts:
 
 def source_paths(source: seqio.DataSource, *, split: str) -> list[str]:
   """Returns the files that `split` is read from; none where its fingerprint covers all of them."""
-  if not isinstance(source, (DocumentSource, HashSplitSource, seqio.FileDataSource,
-                             seqio.TfdsDataSource)):
+  if not isinstance(
+    source, (DocumentSource, HashSplitSource, seqio.FileDataSource, seqio.TfdsDataSource)
+  ):
     return []
-  return [path for path in map(os.fspath, source.list_shards(split))
-          if '://' in path or os.path.isfile(path)]
+  return [
+    path
+    for path in map(os.fspath, source.list_shards(split))
+    if '://' in path or os.path.isfile(path)
+  ]
 
 
 def remote_file(path: str) -> SourceFile:
@@ -231,6 +258,7 @@ class Utf8Reader:
     def refuse() -> tf.Tensor:
       never = tf.numpy_function(self._refuse, [path], tf.string, stateful=False)
       return tf.ensure_shape(never, [])
+
     return self._read(path, file_number, checked=checked)
 
   def _refuse(self, path: bytes) -> bytes:
@@ -250,25 +278,36 @@ def _unchecked(text: tf.Tensor) -> tf.Tensor:
   return text
 
 
-def read_spans(path: tf.Tensor, file_number: tf.Tensor,
-               checked: Callable[[tf.Tensor], tf.Tensor] = _unchecked) -> tf.data.Dataset:
+def read_spans(
+  path: tf.Tensor, file_number: tf.Tensor, checked: Callable[[tf.Tensor], tf.Tensor] = _unchecked
+) -> tf.data.Dataset:
   """Yields {'targets': up to 64 lines of the file, 'document_end': is it its last span}."""
   del file_number
   lines = tf.data.TextLineDataset(path).map(lambda line: line + '\n')
   spans = lines.batch(LINES_PER_SPAN).map(lambda some: checked(tf.strings.reduce_join(some)))
   nothing = tf.constant('')
   # One behind: whether a span is the last is known from what follows it.
-  return spans.concatenate(tf.data.Dataset.from_tensors(nothing)).scan(
-      nothing, lambda span, following: (following, {
-          'targets': span, 'document_end': tf.strings.length(following) == 0})).skip(1)
+  return (
+    spans.concatenate(tf.data.Dataset.from_tensors(nothing))
+    .scan(
+      nothing,
+      lambda span, following: (
+        following,
+        {'targets': span, 'document_end': tf.strings.length(following) == 0},
+      ),
+    )
+    .skip(1)
+  )
 
 
-def read_lines(path: tf.Tensor, file_number: tf.Tensor,
-               checked: Callable[[tf.Tensor], tf.Tensor] = _unchecked) -> tf.data.Dataset:
+def read_lines(
+  path: tf.Tensor, file_number: tf.Tensor, checked: Callable[[tf.Tensor], tf.Tensor] = _unchecked
+) -> tf.data.Dataset:
   """Yields {'targets': line, 'document_end': True} for each line that is not blank."""
   del file_number
   lines = tf.data.TextLineDataset(path).filter(
-      lambda line: tf.strings.length(tf.strings.strip(line)) > 0)
+    lambda line: tf.strings.length(tf.strings.strip(line)) > 0
+  )
   return lines.map(lambda line: {'targets': checked(line), 'document_end': True})
 
 
@@ -281,8 +320,9 @@ class LabelledSource(seqio.DataSource):
     files: that they come from.
   """
 
-  def __init__(self, texts: Callable[[], LabelledTexts], *, splits: Sequence[str],
-               files: Sequence[str] = ()):
+  def __init__(
+    self, texts: Callable[[], LabelledTexts], *, splits: Sequence[str], files: Sequence[str] = ()
+  ):
     self._texts = functools.cache(texts)
     self.files = tuple(files)
     super().__init__(splits=tuple(splits))
@@ -297,13 +337,21 @@ class LabelledSource(seqio.DataSource):
   def num_input_examples(self, split: str) -> int:
     return len(self._texts().labels[split])
 
-  def get_dataset(self, split: str = 'train', shuffle: bool = True, seed: Optional[int] = None,
-                  shard_info: Optional[seqio.ShardInfo] = None, **unused: Any) -> tf.data.Dataset:
+  def get_dataset(
+    self,
+    split: str = 'train',
+    shuffle: bool = True,
+    seed: Optional[int] = None,
+    shard_info: Optional[seqio.ShardInfo] = None,
+    **unused: Any,
+  ) -> tf.data.Dataset:
     del unused
     table = self._texts()
     # Captured by the function below, not elements of the dataset: they stay out of its saved state.
-    columns = {'inputs': tf.constant(table.texts[split], dtype=tf.string),
-               'label': tf.constant(table.labels[split], dtype=tf.int32)}
+    columns = {
+      'inputs': tf.constant(table.texts[split], dtype=tf.string),
+      'label': tf.constant(table.labels[split], dtype=tf.int32),
+    }
     if table.texts2 is not None:
       columns['text2'] = tf.constant(table.texts2[split], dtype=tf.string)
     numbers = tf.data.Dataset.range(len(table.labels[split]))

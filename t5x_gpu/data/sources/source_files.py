@@ -35,8 +35,10 @@ _READ_BYTES = 1 << 20
 _BYTES_PER_SECOND = 64 * 2**20
 _SECONDS_BETWEEN_WRITES = 30.0
 _JOIN_SECONDS = 10.0
-NOT_COMPARED = ('Without it a restart compares only names, sizes and the first 64 KiB of the '
-                'files, and the next batch.')
+NOT_COMPARED = (
+  'Without it a restart compares only names, sizes and the first 64 KiB of the '
+  'files, and the next batch.'
+)
 _LISTED = 5
 _TASK = ('DatasetConfig.mixture_or_task_name',)
 log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class SourceFile:
     sample: hash of some blocks; empty for objects in remote storage.
     sha256: of all bytes; empty until it is known.
   """
+
   size: int
   modified_ns: int
   changed_ns: int = 0
@@ -60,7 +63,10 @@ class SourceFile:
 
   def same_times(self, other: 'SourceFile') -> bool:
     return (self.size, self.modified_ns, self.changed_ns) == (
-        other.size, other.modified_ns, other.changed_ns)
+      other.size,
+      other.modified_ns,
+      other.changed_ns,
+    )
 
 
 def scan(path: str) -> SourceFile:
@@ -109,12 +115,18 @@ class SourceFiles:
     DataError: a file cannot be read.
   """
 
-  def __init__(self, paths: Mapping[str, Sequence[str]], *,
-               stat_remote: Optional[Callable[[str], SourceFile]] = None):
+  def __init__(
+    self,
+    paths: Mapping[str, Sequence[str]],
+    *,
+    stat_remote: Optional[Callable[[str], SourceFile]] = None,
+  ):
     def look(path: str) -> SourceFile:
       return stat_remote(path) if '://' in path else scan(path)
-    self._paths = {(task, name): path for task, some in paths.items()
-                   for name, path in _names(some).items()}
+
+    self._paths = {
+      (task, name): path for task, some in paths.items() for name, path in _names(some).items()
+    }
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
       self.files = dict(zip(self._paths, pool.map(look, self._paths.values())))
     self._stop = threading.Event()
@@ -161,28 +173,42 @@ class SourceFiles:
     self._compare(to_hash, before, changed)
     if changed:
       raise DataError(
-          f'The text that this run is trained on has changed since {where} was written:'
-          + _lines(changed),
-          fix='Bring back the files as they were, or start a new run in another MODEL_DIR.',
-          parameters=_TASK, docs='data.md#changed-source-files')
+        f'The text that this run is trained on has changed since {where} was written:'
+        + _lines(changed),
+        fix='Bring back the files as they were, or start a new run in another MODEL_DIR.',
+        parameters=_TASK,
+        docs='data.md#changed-source-files',
+      )
     if unknown:
       raise DataError(
-          f'{len(unknown)} source files have been written or copied since this run began:'
-          + _lines(unknown) + f'\n{where} has no sha256 of them: a run computes it in the '
-          'background, and never for remote storage. So a changed byte might not be seen.',
-          fix='Bring back the files with their modification times; cp -a, rsync -a and tar keep '
-              f'them.\nIf you are sure that they hold the same bytes, delete {where}: then only '
-              'names, sizes and the first 64 KiB are compared.\nOr start a new run in another '
-              'MODEL_DIR.', parameters=_TASK, docs='data.md#changed-source-files')
+        f'{len(unknown)} source files have been written or copied since this run began:'
+        + _lines(unknown)
+        + f'\n{where} has no sha256 of them: a run computes it in the '
+        'background, and never for remote storage. So a changed byte might not be seen.',
+        fix='Bring back the files with their modification times; cp -a, rsync -a and tar keep '
+        f'them.\nIf you are sure that they hold the same bytes, delete {where}: then only '
+        'names, sizes and the first 64 KiB are compared.\nOr start a new run in another '
+        'MODEL_DIR.',
+        parameters=_TASK,
+        docs='data.md#changed-source-files',
+      )
 
-  def _compare(self, to_hash: Mapping[tuple[str, str], str],
-               before: Mapping[tuple[str, str], SourceFile], changed: list[str]) -> None:
+  def _compare(
+    self,
+    to_hash: Mapping[tuple[str, str], str],
+    before: Mapping[tuple[str, str], SourceFile],
+    changed: list[str],
+  ) -> None:
     """Hashes all bytes of the local files `to_hash`; adds those that differ to `changed`."""
     if changed or not to_hash:
       return
     total = sum(self.files[key].size for key in to_hash)
-    log.warning('%d source files (%.3g GB) have other times than in the record of this run; '
-                'comparing all of their bytes', len(to_hash), total / 1e9)
+    log.warning(
+      '%d source files (%.3g GB) have other times than in the record of this run; '
+      'comparing all of their bytes',
+      len(to_hash),
+      total / 1e9,
+    )
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
       for (key, path), sha256 in zip(to_hash.items(), pool.map(_sha256, to_hash.values())):
         self.files[key] = dataclasses.replace(self.files[key], sha256=sha256)

@@ -13,7 +13,11 @@ from t5x_gpu.data.tasks import objectives
 from t5x_gpu.data.tasks.classification import OWN_TASKS, PATTERN_TASKS, features, pair_lengths
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.vocabularies import (
-    end_id, named_vocabulary, start_id, vocabulary_name)
+  end_id,
+  named_vocabulary,
+  start_id,
+  vocabulary_name,
+)
 from t5x_gpu.errors import DataError
 
 # Field of a prompt that holds the second text of a pair.
@@ -29,6 +33,7 @@ class ClassText:
     length: tokens of a row in training; longer texts are cut as there.
     inputs: the feature that holds the text.
   """
+
   config: DatasetConfig
   length: int
   inputs: seqio.Feature
@@ -58,8 +63,10 @@ class ClassText:
     if second is None:
       return [*start, *first[:room], self.end_id]
     if not isinstance(second, str):
-      raise DataError(f'{prompt.where} has {str(second)[:40]!r} under {TEXT2!r}, not a text.',
-                      fix='Give {"inputs": "a text", "text2": "its second text"}.')
+      raise DataError(
+        f'{prompt.where} has {str(second)[:40]!r} under {TEXT2!r}, not a text.',
+        fix='Give {"inputs": "a text", "text2": "its second text"}.',
+      )
     second = vocabulary.encode(second)
     num_first, num_second = pair_lengths(len(first), len(second), room - 1)
     return [*start, *first[:num_first], self.end_id, *second[:num_second], self.end_id]
@@ -78,8 +85,12 @@ class ClassText:
       text = self.inputs.vocabulary.decode([i for i in tokens if i not in special])
       label = int(np.asarray(example[LABEL]))
       hidden = label < 0  # as in the test splits of GLUE
-      yield Prompt(f'{where}, example {number}', text, None if hidden else names[label] if names
-                   else str(label), tokens)
+      yield Prompt(
+        f'{where}, example {number}',
+        text,
+        None if hidden else names[label] if names else str(label),
+        tokens,
+      )
 
 
 def class_text(config: DatasetConfig, *, model_vocab_size: int) -> ClassText:
@@ -90,8 +101,9 @@ def class_text(config: DatasetConfig, *, model_vocab_size: int) -> ClassText:
   """
   kind = task_lookup.kind(config)
   if config.vocabulary is not None:
-    inputs = dataclasses.replace(features(())['inputs'],
-                                 vocabulary=named_vocabulary(config.vocabulary))
+    inputs = dataclasses.replace(
+      features(())['inputs'], vocabulary=named_vocabulary(config.vocabulary)
+    )
   elif kind in (*OWN_TASKS, *PATTERN_TASKS):
     inputs = features(())['inputs']
   else:
@@ -99,7 +111,9 @@ def class_text(config: DatasetConfig, *, model_vocab_size: int) -> ClassText:
   text = ClassText(config, config.task_feature_lengths['inputs'], inputs)
   if text.size > model_vocab_size:
     raise DataError(
-        f'The vocabulary {text.name} has {text.size:,} ids, the model {model_vocab_size:,}.',
-        fix='Take the vocabulary that the model was trained with (DatasetConfig.vocabulary, or '
-            '--vocabulary).', parameters=('DatasetConfig.vocabulary',))
+      f'The vocabulary {text.name} has {text.size:,} ids, the model {model_vocab_size:,}.',
+      fix='Take the vocabulary that the model was trained with (DatasetConfig.vocabulary, or '
+      '--vocabulary).',
+      parameters=('DatasetConfig.vocabulary',),
+    )
   return text

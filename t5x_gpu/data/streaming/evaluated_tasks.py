@@ -35,17 +35,22 @@ class EvaluatedTask:
     feature_converter: of the model.
   """
 
-  def __init__(self, task: seqio.Task, examples: Sequence[Mapping[str, Any]], *,
-               feature_converter: str):
+  def __init__(
+    self, task: seqio.Task, examples: Sequence[Mapping[str, Any]], *, feature_converter: str
+  ):
     self.name = task_lookup.own_name(task.name)
     self._task = task
     self._examples = examples
     kinds = {metric.model_output_type for metric in task.metric_objs}
     self.needs_predictions = bool(kinds & {_Output.PREDICTION, _Output.PREDICTION_WITH_AUX})
     self.needs_scores = _Output.SCORE in kinds
-    texts = {name: text_vocabulary(task.output_features[name].vocabulary,
-                                   feature_converter=feature_converter)
-             for name in (_INPUTS, _TARGETS) if name in task.output_features}
+    texts = {
+      name: text_vocabulary(
+        task.output_features[name].vocabulary, feature_converter=feature_converter
+      )
+      for name in (_INPUTS, _TARGETS)
+      if name in task.output_features
+    }
     self._targets = texts[_TARGETS]
     self.eos_id: Optional[int] = self._targets.eos_id
     self.zero_is_a_word = self._targets.moved_zero_id is not None
@@ -62,24 +67,37 @@ class EvaluatedTask:
     written = [self._targets.of_seqio(ids) for ids in outputs.predictions]
     predictions = np.zeros((len(written), max(map(len, written), default=0)), np.int32)
     for row, ids in zip(predictions, written):
-      row[:len(ids)] = ids
+      row[: len(ids)] = ids
     by_kind = {
-        _Output.PREDICTION: predictions, _Output.SCORE: np.asarray(outputs.scores, np.float32),
-        _Output.PREDICTION_WITH_AUX: (
-            predictions, {'scores': np.asarray(outputs.prediction_scores, np.float32)})}
+      _Output.PREDICTION: predictions,
+      _Output.SCORE: np.asarray(outputs.scores, np.float32),
+      _Output.PREDICTION_WITH_AUX: (
+        predictions,
+        {'scores': np.asarray(outputs.prediction_scores, np.float32)},
+      ),
+    }
     values: dict[str, float] = {}
     for metric in self._task.metric_objs:
       for key, value in self._compute(metric, by_kind[metric.model_output_type]).items():
         if key in values:
-          raise DataError(f'Two metrics of {self.name!r} give a value called {key!r}.',
-                          fix='Rename one in the dictionary that the metric function returns.')
+          raise DataError(
+            f'Two metrics of {self.name!r} give a value called {key!r}.',
+            fix='Rename one in the dictionary that the metric function returns.',
+          )
         number = value.value if isinstance(value, seqio.metrics.Scalar) else value
-        if isinstance(number, numbers.Number) or np.ndim(number) == 0 and isinstance(
-            number, (np.ndarray, np.generic)):
+        if (
+          isinstance(number, numbers.Number)
+          or np.ndim(number) == 0
+          and isinstance(number, (np.ndarray, np.generic))
+        ):
           values[key] = float(number)
         else:
-          _log.warning('%s: the metric %s is a %s, no number, and is not written.', self.name, key,
-                       type(value).__name__)
+          _log.warning(
+            '%s: the metric %s is a %s, no number, and is not written.',
+            self.name,
+            key,
+            type(value).__name__,
+          )
     return values
 
   def _compute(self, metric: Any, output: Any) -> Mapping[str, Any]:
@@ -91,10 +109,11 @@ class EvaluatedTask:
       return computed.compute()
     except Exception as e:  # a user's metric may raise anything
       raise DataError(
-          f'A metric or the postprocessor of {self.name!r} failed on {len(self._examples)} '
-          f'examples: {type(e).__name__}: {e}',
-          fix='Mend the metric_fns or postprocess_fn of the task: they get the decoded text, '
-              'postprocess_fn also example= and is_target=.') from e
+        f'A metric or the postprocessor of {self.name!r} failed on {len(self._examples)} '
+        f'examples: {type(e).__name__}: {e}',
+        fix='Mend the metric_fns or postprocess_fn of the task: they get the decoded text, '
+        'postprocess_fn also example= and is_target=.',
+      ) from e
 
 
 def _ids(x: Any) -> list[int]:
@@ -111,13 +130,17 @@ def task_names(config: DatasetConfig) -> tuple[str, ...]:
   if not isinstance(found, seqio.Mixture):
     return (config.mixture_or_task_name,)
   prepare_tfds.check_prepared(found, config)
-  names = [task_lookup.own_name(task.name) for task in seqio.get_subtasks(found)
-           if config.split in task.splits]
+  names = [
+    task_lookup.own_name(task.name)
+    for task in seqio.get_subtasks(found)
+    if config.split in task.splits
+  ]
   return tuple(names) or (config.mixture_or_task_name,)  # which then says what splits there are
 
 
-def open_tasks(config: DatasetConfig, *, feature_converter: str, num_examples: Optional[int],
-               required: bool) -> list[EvaluatedTask]:
+def open_tasks(
+  config: DatasetConfig, *, feature_converter: str, num_examples: Optional[int], required: bool
+) -> list[EvaluatedTask]:
   """Returns the tasks of `config` that have metrics, the examples of their split in memory.
 
   Args:
@@ -133,42 +156,53 @@ def open_tasks(config: DatasetConfig, *, feature_converter: str, num_examples: O
     task_lookup.check_split(task, one)
     if task.metric_objs:
       _check(task, one)
-      found.append(EvaluatedTask(task, _examples(task, one, num_examples),
-                                 feature_converter=feature_converter))
+      found.append(
+        EvaluatedTask(task, _examples(task, one, num_examples), feature_converter=feature_converter)
+      )
   if not found and required:
     raise DataError(
-        f'{config.mixture_or_task_name!r} has no metrics: none of its {len(names)} '
-        f'task{"s" * (len(names) > 1)} was registered with metric_fns.',
-        fix='Give seqio.TaskRegistry.add(..., metric_fns=[...]), or take the loss alone: remove '
-            'train.infer_eval_dataset_cfg, or run python -m t5x_gpu.eval with --metrics=loss.',
-        parameters=('DatasetConfig.mixture_or_task_name',), docs='eval.md#metrics-of-tasks')
+      f'{config.mixture_or_task_name!r} has no metrics: none of its {len(names)} '
+      f'task{"s" * (len(names) > 1)} was registered with metric_fns.',
+      fix='Give seqio.TaskRegistry.add(..., metric_fns=[...]), or take the loss alone: remove '
+      'train.infer_eval_dataset_cfg, or run python -m t5x_gpu.eval with --metrics=loss.',
+      parameters=('DatasetConfig.mixture_or_task_name',),
+      docs='eval.md#metrics-of-tasks',
+    )
   return found
 
 
 def _check(task: seqio.Task, config: DatasetConfig) -> None:
   if _TARGETS not in task.output_features:
-    raise DataError(f"{config.mixture_or_task_name!r} has metrics but no feature 'targets'; it has "
-                    f'{", ".join(map(repr, task.output_features))}.',
-                    fix="Call the feature that holds what the model is to write 'targets'.",
-                    parameters=('DatasetConfig.mixture_or_task_name',))
+    raise DataError(
+      f"{config.mixture_or_task_name!r} has metrics but no feature 'targets'; it has "
+      f'{", ".join(map(repr, task.output_features))}.',
+      fix="Call the feature that holds what the model is to write 'targets'.",
+      parameters=('DatasetConfig.mixture_or_task_name',),
+    )
   for metric in task.metric_objs:
     if metric.model_output_type == _Output.SCORE_WITH_INTERMEDIATES:
-      raise DataError(f'A metric of {config.mixture_or_task_name!r} asks for scores with '
-                      'intermediate values, which no model here gives.',
-                      fix='Use metrics of (targets, predictions) or (targets, scores).')
+      raise DataError(
+        f'A metric of {config.mixture_or_task_name!r} asks for scores with '
+        'intermediate values, which no model here gives.',
+        fix='Use metrics of (targets, predictions) or (targets, scores).',
+      )
 
 
-def _examples(task: seqio.Task, config: DatasetConfig, num_examples: Optional[int]
-              ) -> list[Mapping[str, Any]]:
+def _examples(
+  task: seqio.Task, config: DatasetConfig, num_examples: Optional[int]
+) -> list[Mapping[str, Any]]:
   dataset = task_lookup.examples(task, config, shuffle=False, num_epochs=1)
   try:
     examples = list(itertools.islice(dataset.as_numpy_iterator(), num_examples))
   except tf.errors.OpError as e:
-    raise DataError(f'Reading {config.mixture_or_task_name!r}, split {config.split!r}, failed: '
-                    f'{first_line(e)}',
-                    fix='Check that the files of the task are complete and readable.') from e
+    raise DataError(
+      f'Reading {config.mixture_or_task_name!r}, split {config.split!r}, failed: {first_line(e)}',
+      fix='Check that the files of the task are complete and readable.',
+    ) from e
   if not examples:
-    raise DataError(f'{config.mixture_or_task_name!r} has no example in split {config.split!r}.',
-                    fix='Set DatasetConfig.split to one with data.',
-                    parameters=('DatasetConfig.split',))
+    raise DataError(
+      f'{config.mixture_or_task_name!r} has no example in split {config.split!r}.',
+      fix='Set DatasetConfig.split to one with data.',
+      parameters=('DatasetConfig.split',),
+    )
   return examples

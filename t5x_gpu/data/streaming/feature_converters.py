@@ -21,48 +21,68 @@ class EncoderClassificationConverter(seqio.FeatureConverter):
   """{'inputs': tokens, 'label': class} -> a row per example, its class and a weight of 1."""
 
   TASK_FEATURES = {'inputs': _TOKENS, 'label': _NUMBER}
-  MODEL_FEATURES = {'encoder_input_tokens': _TOKENS, features.LABEL: _NUMBER,
-                    features.LABEL_WEIGHTS: _NUMBER}
+  MODEL_FEATURES = {
+    'encoder_input_tokens': _TOKENS,
+    features.LABEL: _NUMBER,
+    features.LABEL_WEIGHTS: _NUMBER,
+  }
   PACKING_FEATURE_DTYPES = None
 
-  def __call__(self, ds: tf.data.Dataset,
-               task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+  def __call__(
+    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
+  ) -> tf.data.Dataset:
     """Returns the converted dataset; people give the length of the inputs alone."""
     return super().__call__(ds, {**task_feature_lengths, 'label': 1})
 
-  def _convert_features(self, ds: tf.data.Dataset,
-                        task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+  def _convert_features(
+    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
+  ) -> tf.data.Dataset:
     padded = self._pack_or_pad(ds, {'inputs': task_feature_lengths['inputs']})
-    return padded.map(lambda x: {'encoder_input_tokens': x['inputs'], features.LABEL: x['label'],
-                                 features.LABEL_WEIGHTS: tf.ones_like(x['label'])})
+    return padded.map(
+      lambda x: {
+        'encoder_input_tokens': x['inputs'],
+        features.LABEL: x['label'],
+        features.LABEL_WEIGHTS: tf.ones_like(x['label']),
+      }
+    )
 
   def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
     """Returns model feature -> length, 1 for numbers."""
-    return {'encoder_input_tokens': task_feature_lengths['inputs'], features.LABEL: 1,
-            features.LABEL_WEIGHTS: 1}
+    return {
+      'encoder_input_tokens': task_feature_lengths['inputs'],
+      features.LABEL: 1,
+      features.LABEL_WEIGHTS: 1,
+    }
 
 
 class EncoderTypedClassificationConverter(EncoderClassificationConverter):
   """The same with 'encoder_token_types', which are 0 where the task has no 'token_types'."""
 
-  MODEL_FEATURES = {**EncoderClassificationConverter.MODEL_FEATURES,
-                    'encoder_token_types': _TOKENS}
+  MODEL_FEATURES = {**EncoderClassificationConverter.MODEL_FEATURES, 'encoder_token_types': _TOKENS}
 
-  def _convert_features(self, ds: tf.data.Dataset,
-                        task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+  def _convert_features(
+    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
+  ) -> tf.data.Dataset:
     length = task_feature_lengths['inputs']
-    typed = ds.map(lambda x: {**x, features.TOKEN_TYPES: x.get(
-        features.TOKEN_TYPES, tf.zeros_like(x['inputs']))})
+    typed = ds.map(
+      lambda x: {**x, features.TOKEN_TYPES: x.get(features.TOKEN_TYPES, tf.zeros_like(x['inputs']))}
+    )
     padded = self._pack_or_pad(typed, {'inputs': length, features.TOKEN_TYPES: length})
-    return padded.map(lambda x: {
-        'encoder_input_tokens': x['inputs'], features.LABEL: x['label'],
+    return padded.map(
+      lambda x: {
+        'encoder_input_tokens': x['inputs'],
+        features.LABEL: x['label'],
         features.LABEL_WEIGHTS: tf.ones_like(x['label']),
-        'encoder_token_types': tf.cast(x[features.TOKEN_TYPES], tf.int32)})
+        'encoder_token_types': tf.cast(x[features.TOKEN_TYPES], tf.int32),
+      }
+    )
 
   def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
     """Returns model feature -> length, 1 for numbers."""
-    return {**super().get_model_feature_lengths(task_feature_lengths),
-            'encoder_token_types': task_feature_lengths['inputs']}
+    return {
+      **super().get_model_feature_lengths(task_feature_lengths),
+      'encoder_token_types': task_feature_lengths['inputs'],
+    }
 
 
 class EncoderMlmConverter(seqio.FeatureConverter):
@@ -75,31 +95,40 @@ class EncoderMlmConverter(seqio.FeatureConverter):
   """
 
   TASK_FEATURES = {'inputs': _TOKENS, 'targets': _TOKENS}
-  MODEL_FEATURES = {'encoder_input_tokens': _TOKENS, 'encoder_target_tokens': _TOKENS,
-                    'encoder_loss_weights': _TOKENS}
+  MODEL_FEATURES = {
+    'encoder_input_tokens': _TOKENS,
+    'encoder_target_tokens': _TOKENS,
+    'encoder_loss_weights': _TOKENS,
+  }
   PACKING_FEATURE_DTYPES = {'encoder_segment_ids': tf.int32, 'encoder_positions': tf.int32}
 
-  def _convert_features(self, ds: tf.data.Dataset,
-                        task_feature_lengths: Mapping[str, int]) -> tf.data.Dataset:
+  def _convert_features(
+    self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
+  ) -> tf.data.Dataset:
     length = task_feature_lengths['inputs']
 
     def with_mask(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-      tf.debugging.assert_equal(tf.size(x['inputs']), tf.size(x['targets']), message=(
-          "'inputs' and 'targets' of a masked language model have different lengths"))
+      tf.debugging.assert_equal(
+        tf.size(x['inputs']),
+        tf.size(x['targets']),
+        message=("'inputs' and 'targets' of a masked language model have different lengths"),
+      )
       taken = x.get(LOSS_MASK, tf.not_equal(x['inputs'], x['targets']))
       # One more than the weight: packing takes zeros for padding and would cut them off.
       return {**x, LOSS_MASK: 1 + tf.cast(taken, tf.int32)}
 
     def model_features(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-      row = {'encoder_input_tokens': x['inputs'], 'encoder_target_tokens': x['targets'],
-             'encoder_loss_weights': tf.maximum(x[LOSS_MASK] - 1, 0)}
+      row = {
+        'encoder_input_tokens': x['inputs'],
+        'encoder_target_tokens': x['targets'],
+        'encoder_loss_weights': tf.maximum(x[LOSS_MASK] - 1, 0),
+      }
       if self.pack:
         row['encoder_segment_ids'] = x['inputs_segment_ids']
         row['encoder_positions'] = x['inputs_positions']
       return row
 
-    rows = self._pack_or_pad(ds.map(with_mask),
-                             {**task_feature_lengths, LOSS_MASK: length})
+    rows = self._pack_or_pad(ds.map(with_mask), {**task_feature_lengths, LOSS_MASK: length})
     return rows.map(model_features)
 
   def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
@@ -109,18 +138,19 @@ class EncoderMlmConverter(seqio.FeatureConverter):
 
 
 CONVERTERS = {
-    'lm': seqio.LMFeatureConverter,
-    'prefix_lm': seqio.PrefixLMFeatureConverter,
-    'encoder_decoder': seqio.EncDecFeatureConverter,
-    'encoder_classification': EncoderClassificationConverter,
-    'encoder_classification_with_types': EncoderTypedClassificationConverter,
-    'encoder_mlm': EncoderMlmConverter,
+  'lm': seqio.LMFeatureConverter,
+  'prefix_lm': seqio.PrefixLMFeatureConverter,
+  'encoder_decoder': seqio.EncDecFeatureConverter,
+  'encoder_classification': EncoderClassificationConverter,
+  'encoder_classification_with_types': EncoderTypedClassificationConverter,
+  'encoder_mlm': EncoderMlmConverter,
 }
 assert CONVERTERS.keys() == features.LAYOUTS.keys()
 
 
-def feature_converter(name: str, *, pack: bool,
-                      loss_on_targets_only: bool = True) -> seqio.FeatureConverter:
+def feature_converter(
+  name: str, *, pack: bool, loss_on_targets_only: bool = True
+) -> seqio.FeatureConverter:
   """Returns the converter called `name`.
 
   Args:
@@ -137,17 +167,23 @@ def feature_converter(name: str, *, pack: bool,
     return CONVERTERS[name](pack=pack, loss_on_targets_only=loss_on_targets_only)
   if not loss_on_targets_only:
     raise DataError(
-        f'loss_on_targets_only = False has no meaning for feature converter {name!r}: its inputs '
-        'are not in the sequence of its targets.',
-        fix="Leave DatasetConfig.loss_on_targets_only at True, or take feature converter "
-            "'prefix_lm'.",
-        parameters=('DatasetConfig.loss_on_targets_only',))
+      f'loss_on_targets_only = False has no meaning for feature converter {name!r}: its inputs '
+      'are not in the sequence of its targets.',
+      fix='Leave DatasetConfig.loss_on_targets_only at True, or take feature converter '
+      "'prefix_lm'.",
+      parameters=('DatasetConfig.loss_on_targets_only',),
+    )
   return CONVERTERS[name](pack=pack)
 
 
-def model_rows(examples: tf.data.Dataset, *, converter: seqio.FeatureConverter, name: str,
-               task_feature_lengths: Mapping[str, int],
-               output_features: Mapping[str, seqio.Feature]) -> tf.data.Dataset:
+def model_rows(
+  examples: tf.data.Dataset,
+  *,
+  converter: seqio.FeatureConverter,
+  name: str,
+  task_feature_lengths: Mapping[str, int],
+  output_features: Mapping[str, seqio.Feature],
+) -> tf.data.Dataset:
   """Returns rows of model features, in the ids that the model knows.
 
   Args:
@@ -160,24 +196,32 @@ def model_rows(examples: tf.data.Dataset, *, converter: seqio.FeatureConverter, 
     DataError: one sequence has words of two vocabularies that cannot be told apart.
   """
   rows = converter(examples, task_feature_lengths=dict(task_feature_lengths))
-  moved = {feature: _moved_zero_id([output_features[part] for part in parts], name)
-           for feature, parts in features.layout(name).tokens.items()}
+  moved = {
+    feature: _moved_zero_id([output_features[part] for part in parts], name)
+    for feature, parts in features.layout(name).tokens.items()
+  }
   if not any(moved.values()):
     return rows
-  return rows.map(lambda row: {feature: tf.where(x == moved[feature], 0, x)
-                               if moved.get(feature) else x for feature, x in row.items()})
+  return rows.map(
+    lambda row: {
+      feature: tf.where(x == moved[feature], 0, x) if moved.get(feature) else x
+      for feature, x in row.items()
+    }
+  )
 
 
 def _moved_zero_id(parts: Sequence[seqio.Feature], name: str) -> Optional[int]:
   """Returns SeqIO's id of the word that the model knows as 0 in the sequence of `parts`."""
   found = [moved_zero_id(part.vocabulary, feature_converter=name) for part in parts]
   moved = next((i for i in found if i is not None), None)
-  if moved is not None and any(i != moved and part.vocabulary.vocab_size > moved
-                               for part, i in zip(parts, found)):
+  if moved is not None and any(
+    i != moved and part.vocabulary.vocab_size > moved for part, i in zip(parts, found)
+  ):
     raise DataError(
-        'Inputs and targets are one sequence here, and of different vocabularies: '
-        + ', '.join(vocabulary_name(part.vocabulary) for part in parts)
-        + f'. Id {moved} is a word in both.',
-        fix='Set DatasetConfig.vocabulary, which gives all features one vocabulary.',
-        parameters=('DatasetConfig.vocabulary', 'DatasetConfig.mixture_or_task_name'))
+      'Inputs and targets are one sequence here, and of different vocabularies: '
+      + ', '.join(vocabulary_name(part.vocabulary) for part in parts)
+      + f'. Id {moved} is a word in both.',
+      fix='Set DatasetConfig.vocabulary, which gives all features one vocabulary.',
+      parameters=('DatasetConfig.vocabulary', 'DatasetConfig.mixture_or_task_name'),
+    )
   return moved

@@ -44,10 +44,11 @@ def bytes_to_iterator(state: bytes, iterator: tf.data.Iterator) -> None:
       if len(data) < 8 + size:
         raise ValueError('cut short')
       with open(os.path.join(folder, name), 'wb') as f:
-        f.write(data[8:8 + size])
-      data = data[8 + size:]
+        f.write(data[8 : 8 + size])
+      data = data[8 + size :]
     try:
       tf.train.Checkpoint(iterator=iterator).read(
-          os.path.join(folder, 'position')).assert_consumed()
+        os.path.join(folder, 'position')
+      ).assert_consumed()
     except (tf.errors.OpError, AssertionError) as e:
       raise ValueError(first_line(e)) from e

@@ -18,8 +18,8 @@ from t5x_gpu.data.same_data import versions
 from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.sources.corrupt_records import Records
 from t5x_gpu.data.streaming import task_lookup
-from t5x_gpu.data.streaming.feature_converters import model_rows
 from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
+from t5x_gpu.data.streaming.feature_converters import model_rows
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError, first_line
@@ -43,6 +43,7 @@ class Preparation:
     lengths: model feature -> length, 0 for a number per row.
     vocab_sizes: model feature -> exclusive bound of the model's ids.
   """
+
   config: DatasetConfig
   converter_name: str
   lengths: dict[str, int]
@@ -51,9 +52,11 @@ class Preparation:
 
   def _members(self) -> dict[str, seqio.Task]:
     """Returns name -> task, of those that have the split."""
-    return {task_lookup.own_name(task.name): task
-            for task in sorted(seqio.get_subtasks(self._task), key=lambda task: task.name)
-            if self.config.split in task.splits}
+    return {
+      task_lookup.own_name(task.name): task
+      for task in sorted(seqio.get_subtasks(self._task), key=lambda task: task.name)
+      if self.config.split in task.splits
+    }
 
   def plan(self, *, num_parts: Optional[int]) -> Index:
     """Returns the index without shards.
@@ -70,19 +73,25 @@ class Preparation:
     own = {name: feature.vocabulary for name, feature in self._task.output_features.items()}
     kind = features.layout(self.converter_name)
     return Index(
-        made_from={'mixture_or_task_name': config.mixture_or_task_name,
-                   'mixture_or_task_module': config.mixture_or_task_module,
-                   'vocabulary': config.vocabulary, 'use_cached': config.use_cached,
-                   'module': module_of(config)},
-        split=config.split, feature_converter=self.converter_name,
-        task_feature_lengths=dict(config.task_feature_lengths), pack=config.pack,
-        loss_on_targets_only=config.loss_on_targets_only, features=self.lengths,
-        vocabularies={name: _about(own[name], self.converter_name)
-                      for name in kind.task_features},
-        class_names=task_lookup.class_names(self._task),
-        packing={'shuffle': config.shuffle, 'seed': config.seed if config.shuffle else None},
-        members=members,
-        versions=versions(_PACKAGES))
+      made_from={
+        'mixture_or_task_name': config.mixture_or_task_name,
+        'mixture_or_task_module': config.mixture_or_task_module,
+        'vocabulary': config.vocabulary,
+        'use_cached': config.use_cached,
+        'module': module_of(config),
+      },
+      split=config.split,
+      feature_converter=self.converter_name,
+      task_feature_lengths=dict(config.task_feature_lengths),
+      pack=config.pack,
+      loss_on_targets_only=config.loss_on_targets_only,
+      features=self.lengths,
+      vocabularies={name: _about(own[name], self.converter_name) for name in kind.task_features},
+      class_names=task_lookup.class_names(self._task),
+      packing={'shuffle': config.shuffle, 'seed': config.seed if config.shuffle else None},
+      members=members,
+      versions=versions(_PACKAGES),
+    )
 
   def rows(self, member: str, *, part: int, num_parts: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields the rows of one part of a task.
@@ -96,8 +105,9 @@ class Preparation:
     config, task = self.config, self._members()[member]
     seqio_sources.begin_part(task.source)
     tf.random.set_seed(config.seed)  # as in streaming: user tasks may draw without a seed of theirs
-    converter = make_converter(self.converter_name, pack=config.pack,
-                               loss_on_targets_only=config.loss_on_targets_only)
+    converter = make_converter(
+      self.converter_name, pack=config.pack, loss_on_targets_only=config.loss_on_targets_only
+    )
     # The same seed in all parts: where a source cannot be cut, each takes every n-th example of it.
     info = None if num_parts == 1 else seqio.ShardInfo(index=part, num_shards=num_parts)
     options = tf.data.Options()
@@ -107,18 +117,22 @@ class Preparation:
     options.threading.max_intra_op_parallelism = 1
     try:
       examples = task_lookup.examples(task, config, shuffle=config.shuffle, num_epochs=1, part=info)
-      rows = model_rows(examples, converter=converter, name=self.converter_name,
-                        task_feature_lengths=config.task_feature_lengths,
-                        output_features=task.output_features)
+      rows = model_rows(
+        examples,
+        converter=converter,
+        name=self.converter_name,
+        task_feature_lengths=config.task_feature_lengths,
+        output_features=task.output_features,
+      )
       for row in rows.with_options(options).as_numpy_iterator():
         self._check(row, member)
         yield {name: row[name] for name in self.lengths}
     except (tf.errors.OpError, ValueError, AssertionError) as e:
       raise seqio_sources.reading_problem(task.source) or DataError(
-          f'{member!r}, split {config.split!r}, cannot be read: '
-          f'{first_line(e)[:300]}',
-          fix='Check the files and the preprocessors of the task.',
-          parameters=('DatasetConfig.mixture_or_task_name',)) from e
+        f'{member!r}, split {config.split!r}, cannot be read: {first_line(e)[:300]}',
+        fix='Check the files and the preprocessors of the task.',
+        parameters=('DatasetConfig.mixture_or_task_name',),
+      ) from e
 
   def records(self, member: str, *, part: int, num_parts: int) -> Records:
     """Returns what was read for the part whose `rows` came last, so that all parts add up.
@@ -136,10 +150,11 @@ class Preparation:
       low, high = int(np.min(row[name])), int(np.max(row[name]))
       if low < 0 or high >= bound:
         raise DataError(
-            f'{member!r} has numbers from {low:,} to {high:,} in {name!r}; the model knows 0 to '
-            f'{bound - 1:,}.',
-            fix="Set the model's vocab_size (num_classes for labels) higher, or mend the task.",
-            parameters=('TransformerConfig.vocab_size', 'EncoderModel.num_classes'))
+          f'{member!r} has numbers from {low:,} to {high:,} in {name!r}; the model knows 0 to '
+          f'{bound - 1:,}.',
+          fix="Set the model's vocab_size (num_classes for labels) higher, or mend the task.",
+          parameters=('TransformerConfig.vocab_size', 'EncoderModel.num_classes'),
+        )
 
 
 def preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Preparation:
@@ -165,7 +180,11 @@ def _num_parts(task: seqio.Task, split: str, source: dict[str, Any]) -> int:
 
 def _about(vocabulary: seqio.Vocabulary, feature_converter: str) -> dict[str, Any]:
   name = vocabularies.vocabulary_name(vocabulary)
-  return {'name': name, 'by_name': name.startswith(_NAMED),
-          'size': vocabularies.num_ids(vocabulary, feature_converter=feature_converter),
-          'fingerprint': vocabularies.vocabulary_fingerprint(
-              vocabulary, feature_converter=feature_converter)}
+  return {
+    'name': name,
+    'by_name': name.startswith(_NAMED),
+    'size': vocabularies.num_ids(vocabulary, feature_converter=feature_converter),
+    'fingerprint': vocabularies.vocabulary_fingerprint(
+      vocabulary, feature_converter=feature_converter
+    ),
+  }

@@ -9,12 +9,18 @@ from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.sources import seqio_sources
-from t5x_gpu.data.tasks import classification, pretraining, tfds_tasks
 from t5x_gpu.data.tasks import builtin as tasks
+from t5x_gpu.data.tasks import classification, pretraining, tfds_tasks
 from t5x_gpu.data.tasks import tables as table_tasks
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import (
-    ClassVocabulary, check_loads, end_id, named_vocabulary, num_ids, vocabulary_name)
+  ClassVocabulary,
+  check_loads,
+  end_id,
+  named_vocabulary,
+  num_ids,
+  vocabulary_name,
+)
 from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, did_you_mean, first_line
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
@@ -24,8 +30,13 @@ _NAME = 'DatasetConfig.mixture_or_task_name'
 _MARK = '.with_vocabulary'
 _LISTED = 12
 _OWN_TASKS = (*tasks.OWN_TASKS, *classification.OWN_TASKS, *pretraining.OWN_TASKS)
-_PATTERN_TASKS = {**tasks.PATTERN_TASKS, **table_tasks.PATTERN_TASKS, **tfds_tasks.PATTERN_TASKS,
-                  **classification.PATTERN_TASKS, **pretraining.PATTERN_TASKS}
+_PATTERN_TASKS = {
+  **tasks.PATTERN_TASKS,
+  **table_tasks.PATTERN_TASKS,
+  **tfds_tasks.PATTERN_TASKS,
+  **classification.PATTERN_TASKS,
+  **pretraining.PATTERN_TASKS,
+}
 
 
 def lookup(config: DatasetConfig) -> TaskOrMixture:
@@ -49,10 +60,14 @@ def lookup(config: DatasetConfig) -> TaskOrMixture:
       check_loads(feature.vocabulary, task=name)
     return found
   return seqio.helpers.mixture_or_task_with_new_vocab(
-      found, f'{found.name}{_MARK}',
-      new_output_features={feature_name: _with_vocabulary(feature, config.vocabulary)
-                           for feature_name, feature in found.output_features.items()},
-      add_to_seqio_registry=False)
+    found,
+    f'{found.name}{_MARK}',
+    new_output_features={
+      feature_name: _with_vocabulary(feature, config.vocabulary)
+      for feature_name, feature in found.output_features.items()
+    },
+    add_to_seqio_registry=False,
+  )
 
 
 def own_name(name: str) -> str:
@@ -62,16 +77,21 @@ def own_name(name: str) -> str:
 
 def _allow_damage(task: TaskOrMixture, fraction: float) -> None:
   if not 0 <= fraction <= 1:
-    raise DataError(f'DatasetConfig.max_corrupt_fraction = {fraction} is no share of the records.',
-                    fix='Set it from 0.0 (no damaged record is passed over) to 1.0.',
-                    parameters=('DatasetConfig.max_corrupt_fraction',))
+    raise DataError(
+      f'DatasetConfig.max_corrupt_fraction = {fraction} is no share of the records.',
+      fix='Set it from 0.0 (no damaged record is passed over) to 1.0.',
+      parameters=('DatasetConfig.max_corrupt_fraction',),
+    )
   counted = [seqio_sources.allow_damage(part.source, fraction) for part in seqio.get_subtasks(task)]
   if fraction and not any(counted):
-    raise DataError(f'{task.name!r} does not count damaged records, so max_corrupt_fraction = '
-                    f'{fraction:g} would do nothing.',
-                    fix='Remove it. Sources that count: jsonl, text_pairs, '
-                        + ', '.join(table_tasks.PATTERN_TASKS) + '.',
-                    parameters=('DatasetConfig.max_corrupt_fraction',))
+    raise DataError(
+      f'{task.name!r} does not count damaged records, so max_corrupt_fraction = '
+      f'{fraction:g} would do nothing.',
+      fix='Remove it. Sources that count: jsonl, text_pairs, '
+      + ', '.join(table_tasks.PATTERN_TASKS)
+      + '.',
+      parameters=('DatasetConfig.max_corrupt_fraction',),
+    )
 
 
 def _with_vocabulary(feature: seqio.Feature, name: str) -> seqio.Feature:
@@ -104,34 +124,42 @@ def _import(module: str) -> None:
     # A module that the task module needs is another trouble than the task module itself.
     missing = e.name if e.name and not f'{module}.'.startswith(f'{e.name}.') else None
     raise ConfigError(
-        f'DatasetConfig.mixture_or_task_module = {module!r} cannot be imported: '
-        + (f'it needs {missing!r}, which is not installed.' if missing else 'there is none.'),
-        fix=(f'pip install {missing}' if missing else
-             'Give it as in an import statement (my_project.tasks), and run where that import '
-             'works, or install the project.'),
-        parameters=('DatasetConfig.mixture_or_task_module',)) from e
+      f'DatasetConfig.mixture_or_task_module = {module!r} cannot be imported: '
+      + (f'it needs {missing!r}, which is not installed.' if missing else 'there is none.'),
+      fix=(
+        f'pip install {missing}'
+        if missing
+        else 'Give it as in an import statement (my_project.tasks), and run where that import '
+        'works, or install the project.'
+      ),
+      parameters=('DatasetConfig.mixture_or_task_module',),
+    ) from e
 
 
 def _registered(name: str) -> TaskOrMixture:
-  registered = {**{n: seqio.MixtureRegistry for n in seqio.MixtureRegistry.names()},
-                **{n: seqio.TaskRegistry for n in seqio.TaskRegistry.names()}}
+  registered = {
+    **dict.fromkeys(seqio.MixtureRegistry.names(), seqio.MixtureRegistry),
+    **dict.fromkeys(seqio.TaskRegistry.names(), seqio.TaskRegistry),
+  }
   if name not in registered:
     name = tasks.ALIASES.get(name, name)
   if name in registered:
     return registered[name].get(name)
   others = sorted(set(registered) - set(_OWN_TASKS))
   names = list(_OWN_TASKS) + others[:_LISTED]
-  after = {**dict.fromkeys(pretraining.PATTERN_TASKS, 'TEXT'),
-           'classification': 'FORM:PATTERN'}
+  after = {**dict.fromkeys(pretraining.PATTERN_TASKS, 'TEXT'), 'classification': 'FORM:PATTERN'}
   patterns = ', '.join(f'{kind}:{after.get(kind, "PATTERN")}' for kind in _PATTERN_TASKS)
   raise DataError(
-      f'No SeqIO Task or Mixture is called {name!r}.'
-      + did_you_mean(name, [*registered, *tasks.ALIASES, *_PATTERN_TASKS]) + '\n'
-      f'  {len(registered)} are registered: {", ".join(names)}'
-      + (f', and {len(others) - _LISTED} more' if len(others) > _LISTED else '')
-      + f'. Files need no task: {patterns}.',
-      fix='Set MIXTURE_OR_TASK_NAME to one of these, or DatasetConfig.mixture_or_task_module to '
-          'the module that registers yours.', parameters=(_NAME,))
+    f'No SeqIO Task or Mixture is called {name!r}.'
+    + did_you_mean(name, [*registered, *tasks.ALIASES, *_PATTERN_TASKS])
+    + '\n'
+    f'  {len(registered)} are registered: {", ".join(names)}'
+    + (f', and {len(others) - _LISTED} more' if len(others) > _LISTED else '')
+    + f'. Files need no task: {patterns}.',
+    fix='Set MIXTURE_OR_TASK_NAME to one of these, or DatasetConfig.mixture_or_task_module to '
+    'the module that registers yours.',
+    parameters=(_NAME,),
+  )
 
 
 def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
@@ -145,14 +173,17 @@ def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
   splits = sorted(task.splits)
   if config.split not in splits:
     raise NoExamplesError(
-        f'{config.mixture_or_task_name!r} has no split {config.split!r}.'
-        + did_you_mean(config.split, splits)
-        + f' It has {", ".join(repr(split) for split in splits) or "none"}.',
-        fix='Set DatasetConfig.split to one of these.', parameters=('DatasetConfig.split',))
+      f'{config.mixture_or_task_name!r} has no split {config.split!r}.'
+      + did_you_mean(config.split, splits)
+      + f' It has {", ".join(repr(split) for split in splits) or "none"}.',
+      fix='Set DatasetConfig.split to one of these.',
+      parameters=('DatasetConfig.split',),
+    )
 
 
-def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
-          feature_converter: str) -> None:
+def check(
+  task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str
+) -> None:
   """Raises DataError unless `task` has the split, features and ids that the model takes."""
   check_split(task, config)
   kind_of_batch = layout(feature_converter)
@@ -160,34 +191,43 @@ def check(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
   missing = [name for name in wanted if name not in task.output_features]
   if missing:
     have = sorted(task.output_features)
-    hint = {('targets',): " For a language-model task ('targets' alone) take 'lm'.",
-            ('inputs', 'label'): " For a task with labels take 'encoder_classification', an "
-                                 "encoder with the head 'classification'."}.get(tuple(have), '')
+    hint = {
+      ('targets',): " For a language-model task ('targets' alone) take 'lm'.",
+      ('inputs', 'label'): " For a task with labels take 'encoder_classification', an "
+      "encoder with the head 'classification'.",
+    }.get(tuple(have), '')
     before = config.mixture_or_task_name.partition(':')[0]
     if have == ['targets'] and before in pretraining.TEXTS:
-      hint += (f' To hide parts of the same text, set MIXTURE_OR_TASK_NAME = '
-               f"'span_corruption:{config.mixture_or_task_name}' (encoder-decoder) or "
-               f"'mlm:{config.mixture_or_task_name}' (encoder).")
+      hint += (
+        f' To hide parts of the same text, set MIXTURE_OR_TASK_NAME = '
+        f"'span_corruption:{config.mixture_or_task_name}' (encoder-decoder) or "
+        f"'mlm:{config.mixture_or_task_name}' (encoder)."
+      )
     raise DataError(
-        f'Feature converter {feature_converter!r} needs '
-        + ' and '.join(repr(name) for name in wanted)
-        + f'; {config.mixture_or_task_name!r} gives ' + ', '.join(repr(name) for name in have)
-        + ' alone.',
-        fix="Take another task, or the model and feature converter that fit this one." + hint,
-        parameters=(_NAME,))
+      f'Feature converter {feature_converter!r} needs '
+      + ' and '.join(repr(name) for name in wanted)
+      + f'; {config.mixture_or_task_name!r} gives '
+      + ', '.join(repr(name) for name in have)
+      + ' alone.',
+      fix='Take another task, or the model and feature converter that fit this one.' + hint,
+      parameters=(_NAME,),
+    )
   _check_vocabulary(task, config, spec=spec, feature_converter=feature_converter)
 
 
-def _check_vocabulary(task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec,
-                      feature_converter: str) -> None:
+def _check_vocabulary(
+  task: TaskOrMixture, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str
+) -> None:
   kind_of_batch = layout(feature_converter)
   names, num_classes = class_names(task), spec.vocab_sizes.get(LABEL)
   if kind_of_batch.label and names and num_classes is not None and len(names) > num_classes:
     raise DataError(
-        f'{config.mixture_or_task_name!r} has {len(names)} classes ({", ".join(names[:6])}'
-        + (', ...' if len(names) > 6 else '') + f'); the model tells {num_classes} apart.',
-        fix=f"Set the model's num_classes to {len(names)}.",
-        parameters=('EncoderModel.num_classes', _NAME))
+      f'{config.mixture_or_task_name!r} has {len(names)} classes ({", ".join(names[:6])}'
+      + (', ...' if len(names) > 6 else '')
+      + f'); the model tells {num_classes} apart.',
+      fix=f"Set the model's num_classes to {len(names)}.",
+      parameters=('EncoderModel.num_classes', _NAME),
+    )
   for model_feature, parts in kind_of_batch.tokens.items():
     bound = spec.vocab_sizes.get(model_feature)
     for part in parts:
@@ -196,16 +236,23 @@ def _check_vocabulary(task: TaskOrMixture, config: DatasetConfig, *, spec: Batch
       if bound is not None and size > bound:
         rounded = -(-size // 128) * 128
         raise DataError(
-            f'{config.mixture_or_task_name!r} has {size:,} token ids in {part!r} '
-            f'({vocabulary_name(vocabulary)}); the model has a vocabulary of {bound:,}, so ids '
-            f'{bound:,} to {size - 1:,} would be lost.',
-            fix=f"Set the model's vocab_size to at least {size} ({rounded} is the next multiple of "
-                '128), or DatasetConfig.vocabulary to a smaller one.',
-            parameters=('DatasetConfig.vocabulary', _NAME))
+          f'{config.mixture_or_task_name!r} has {size:,} token ids in {part!r} '
+          f'({vocabulary_name(vocabulary)}); the model has a vocabulary of {bound:,}, so ids '
+          f'{bound:,} to {size - 1:,} would be lost.',
+          fix=f"Set the model's vocab_size to at least {size} ({rounded} is the next multiple of "
+          '128), or DatasetConfig.vocabulary to a smaller one.',
+          parameters=('DatasetConfig.vocabulary', _NAME),
+        )
 
 
-def examples(task: TaskOrMixture, config: DatasetConfig, *, shuffle: bool,
-             num_epochs: Optional[int], part: Optional[seqio.ShardInfo] = None) -> tf.data.Dataset:
+def examples(
+  task: TaskOrMixture,
+  config: DatasetConfig,
+  *,
+  shuffle: bool,
+  num_epochs: Optional[int],
+  part: Optional[seqio.ShardInfo] = None,
+) -> tf.data.Dataset:
   """Returns the examples of `config`'s split, before packing; `num_epochs=None` repeats for ever.
 
   With `part`, every n-th file or example only: see seqio.Task.get_dataset.
@@ -213,19 +260,29 @@ def examples(task: TaskOrMixture, config: DatasetConfig, *, shuffle: bool,
   Functions are traced without AutoGraph first: rewriting their source takes 0.5 to 2 s at every
   start, and most need none. One that does says so loudly, and is then traced with it.
   """
+
   def build() -> tf.data.Dataset:
     # No in-memory cache: it would freeze the first epoch's order and swell the saved state.
-    return task.get_dataset(dict(config.task_feature_lengths), split=config.split,
-                            use_cached=config.use_cached, shuffle=shuffle, seed=config.seed,
-                            num_epochs=num_epochs, shard_info=part, try_in_mem_cache=False)
+    return task.get_dataset(
+      dict(config.task_feature_lengths),
+      split=config.split,
+      use_cached=config.use_cached,
+      shuffle=shuffle,
+      seed=config.seed,
+      num_epochs=num_epochs,
+      shard_info=part,
+      try_in_mem_cache=False,
+    )
+
   try:
     return tf.autograph.experimental.do_not_convert(build)()
   except tf.errors.OperatorNotAllowedInGraphError:
     return build()
 
 
-def check_not_empty(task: TaskOrMixture, config: DatasetConfig, *,
-                    problem: Callable[[], Optional[DataError]]) -> None:
+def check_not_empty(
+  task: TaskOrMixture, config: DatasetConfig, *, problem: Callable[[], Optional[DataError]]
+) -> None:
   """Raises DataError if the split has no example left after preprocessing.
 
   Endless repetition of nothing would hang, so this reads one example of one unshuffled epoch first.
@@ -243,14 +300,16 @@ def check_not_empty(task: TaskOrMixture, config: DatasetConfig, *,
     failure = first_line(e)
   if failure:  # outside: the frames of `e` would keep the iterator, whose threads hang at exit
     raise problem() or DataError(
-        f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: {failure}',
-        fix='Check the files and the preprocessors of the task.', parameters=(_NAME,))
+      f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: {failure}',
+      fix='Check the files and the preprocessors of the task.',
+      parameters=(_NAME,),
+    )
   if not found:
     splits = ', '.join(repr(split) for split in sorted(task.splits))
     raise NoExamplesError(
-        f'{config.mixture_or_task_name!r} has no example in split {config.split!r} '
-        f'(its splits: {splits}).',
-        fix='Set DatasetConfig.split to one with data, or give the task more text: where a hash '
-            'deals the documents, a handful may all go to one split.',
-        parameters=('DatasetConfig.split', _NAME))
-
+      f'{config.mixture_or_task_name!r} has no example in split {config.split!r} '
+      f'(its splits: {splits}).',
+      fix='Set DatasetConfig.split to one with data, or give the task more text: where a hash '
+      'deals the documents, a handful may all go to one split.',
+      parameters=('DatasetConfig.split', _NAME),
+    )

@@ -26,6 +26,7 @@ class TaskText:
     targets: the feature that the model writes.
     feature_converter: of the model.
   """
+
   config: DatasetConfig
   task: Optional[task_lookup.TaskOrMixture]
   inputs: Optional[seqio.Feature]
@@ -79,8 +80,10 @@ class TaskText:
   def examples(self) -> Iterator[Prompt]:
     """Yields the examples of the split, one epoch in order."""
     if self.task is None:
-      raise DataError('No gin file names a task, whose examples could be read.',
-                      fix='Give prompts: --prompts=FILE, or - for standard input.')
+      raise DataError(
+        'No gin file names a task, whose examples could be read.',
+        fix='Give prompts: --prompts=FILE, or - for standard input.',
+      )
     config, task = self.config, self.task
     task_lookup.check_split(task, config)
     task_lookup.check_not_empty(task, config, problem=lambda: None)
@@ -90,8 +93,10 @@ class TaskText:
       try:
         example = next(data, None)
       except tf.errors.OpError as e:
-        raise DataError(f'{name}: reading example {number} failed: {first_line(e)}',
-                        fix='Check that the files of the task are complete and readable.') from e
+        raise DataError(
+          f'{name}: reading example {number} failed: {first_line(e)}',
+          fix='Check that the files of the task are complete and readable.',
+        ) from e
       if example is None:
         return
       yield self._prompt(example, f'{name}, example {number}')
@@ -106,16 +111,24 @@ class TaskText:
         return written.decode('utf-8', 'replace')
       vocabulary = self.task.output_features[feature].vocabulary
       return vocabulary.decode([i for i in tokens if i not in (0, vocabulary.eos_id)])
+
     def of_model(feature: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
       features = self.task.output_features
       return tuple(self._text(features[feature]).of_model(tokens)) if tokens else ()
+
     inputs, targets = ids('inputs'), ids('targets')
-    return Prompt(where, text('inputs', inputs) if inputs else '', text('targets', targets),
-                  of_model('inputs', inputs), of_model('targets', targets))
+    return Prompt(
+      where,
+      text('inputs', inputs) if inputs else '',
+      text('targets', targets),
+      of_model('inputs', inputs),
+      of_model('targets', targets),
+    )
 
 
-def prompt_text(config: DatasetConfig, *, feature_converter: str, model_vocab_size: int,
-                has_inputs: bool) -> TaskText:
+def prompt_text(
+  config: DatasetConfig, *, feature_converter: str, model_vocab_size: int, has_inputs: bool
+) -> TaskText:
   """Returns how the task of `config` writes text, or a vocabulary if it names no task.
 
   Args:
@@ -131,14 +144,18 @@ def prompt_text(config: DatasetConfig, *, feature_converter: str, model_vocab_si
     task = task_lookup.lookup(config)
     features = task.output_features
     if 'targets' not in features:
-      raise DataError(f"{config.mixture_or_task_name!r} has no feature 'targets', which a model "
-                      f'could write; it has {", ".join(map(repr, features))}.',
-                      fix='Take a task with one, or give prompts: --prompts=FILE.',
-                      parameters=('DatasetConfig.mixture_or_task_name',))
+      raise DataError(
+        f"{config.mixture_or_task_name!r} has no feature 'targets', which a model "
+        f'could write; it has {", ".join(map(repr, features))}.',
+        fix='Take a task with one, or give prompts: --prompts=FILE.',
+        parameters=('DatasetConfig.mixture_or_task_name',),
+      )
     inputs, targets = features.get('inputs') if has_inputs else None, features['targets']
   elif config.vocabulary is None:
-    raise ConfigError('Neither a task nor a vocabulary says how text becomes token ids.',
-                      fix="Give --vocabulary=huggingface:FOLDER, sentencepiece:FILE or byte.")
+    raise ConfigError(
+      'Neither a task nor a vocabulary says how text becomes token ids.',
+      fix='Give --vocabulary=huggingface:FOLDER, sentencepiece:FILE or byte.',
+    )
   else:
     task, vocabulary = None, named_vocabulary(config.vocabulary)
     targets = seqio.Feature(vocabulary=vocabulary, add_eos=True)
@@ -146,9 +163,10 @@ def prompt_text(config: DatasetConfig, *, feature_converter: str, model_vocab_si
   text = TaskText(config, task, inputs, targets, feature_converter)
   if text.size > model_vocab_size:
     raise DataError(
-        f'The vocabulary {text.name} has {text.size:,} ids, the model {model_vocab_size:,}: ids '
-        f'{model_vocab_size:,} to {text.size - 1:,} would mean nothing to it.',
-        fix='Take the vocabulary that the model was trained with (DatasetConfig.vocabulary, or '
-            '--vocabulary), or the checkpoint that belongs to this one.',
-        parameters=('DatasetConfig.vocabulary', 'TransformerConfig.vocab_size'))
+      f'The vocabulary {text.name} has {text.size:,} ids, the model {model_vocab_size:,}: ids '
+      f'{model_vocab_size:,} to {text.size - 1:,} would mean nothing to it.',
+      fix='Take the vocabulary that the model was trained with (DatasetConfig.vocabulary, or '
+      '--vocabulary), or the checkpoint that belongs to this one.',
+      parameters=('DatasetConfig.vocabulary', 'TransformerConfig.vocab_size'),
+    )
   return text

@@ -33,8 +33,24 @@ from t5x_gpu.errors import DataError
 
 # The 16 packages with the most source that have several files, in Python 3.11 and later, on every
 # distribution (Debian packs tkinter, lib2to3 and distutils apart). Sorted: the order is the number.
-PACKAGES = ('asyncio', 'concurrent', 'ctypes', 'email', 'html', 'http', 'importlib', 'json',
-            'logging', 'multiprocessing', 're', 'unittest', 'urllib', 'wsgiref', 'xml', 'xmlrpc')
+PACKAGES = (
+  'asyncio',
+  'concurrent',
+  'ctypes',
+  'email',
+  'html',
+  'http',
+  'importlib',
+  'json',
+  'logging',
+  'multiprocessing',
+  're',
+  'unittest',
+  'urllib',
+  'wsgiref',
+  'xml',
+  'xmlrpc',
+)
 # Whole lines up to here; with its end of sequence a snippet fills 256 byte tokens.
 MAX_BYTES = 255
 # A shorter rest of a file tells nothing.
@@ -89,11 +105,12 @@ def package_files() -> dict[str, list[str]]:
       found[package].append(path)
   if short := [package for package, files in found.items() if len(files) < 2]:
     raise DataError(
-        f"python_source_classification reads {len(PACKAGES)} packages of the standard library, and "
-        f'under {root} there is too little source of: {", ".join(short)}.',
-        fix='Use a Python with its whole library in source form, or a task of your own: '
-            "MIXTURE_OR_TASK_NAME = 'classification:csv:FOLDER/*.csv'.",
-        parameters=('DatasetConfig.mixture_or_task_name',))
+      f'python_source_classification reads {len(PACKAGES)} packages of the standard library, and '
+      f'under {root} there is too little source of: {", ".join(short)}.',
+      fix='Use a Python with its whole library in source form, or a task of your own: '
+      "MIXTURE_OR_TASK_NAME = 'classification:csv:FOLDER/*.csv'.",
+      parameters=('DatasetConfig.mixture_or_task_name',),
+    )
   return found
 
 
@@ -127,17 +144,25 @@ def _texts(path: str) -> Sequence[str]:
 SHUFFLE_BUFFER = 1000
 
 
-def frame_inputs(dataset: tf.data.Dataset, sequence_length: Optional[Mapping[str, int]],
-                 output_features: Mapping[str, seqio.Feature]) -> tf.data.Dataset:
+def frame_inputs(
+  dataset: tf.data.Dataset,
+  sequence_length: Optional[Mapping[str, int]],
+  output_features: Mapping[str, seqio.Feature],
+) -> tf.data.Dataset:
   """Yields {'inputs': [CLS] if there is one, the first tokens that fit, the end id, 'label'}."""
   feature = output_features['inputs']
   room = _room(sequence_length, taken=objectives.frame_size(feature))
-  return dataset.map(lambda x: {'inputs': objectives.framed(x['inputs'][:room], feature),
-                                'label': x['label']}, num_parallel_calls=tf.data.AUTOTUNE)
+  return dataset.map(
+    lambda x: {'inputs': objectives.framed(x['inputs'][:room], feature), 'label': x['label']},
+    num_parallel_calls=tf.data.AUTOTUNE,
+  )
 
 
-def frame_pairs(dataset: tf.data.Dataset, sequence_length: Optional[Mapping[str, int]],
-                output_features: Mapping[str, seqio.Feature]) -> tf.data.Dataset:
+def frame_pairs(
+  dataset: tf.data.Dataset,
+  sequence_length: Optional[Mapping[str, int]],
+  output_features: Mapping[str, seqio.Feature],
+) -> tf.data.Dataset:
   """Yields {'inputs': [CLS] if there is one, text, end id, second text, end id, 'token_types'}.
 
   A pair that is too long loses tokens from the end of its longer text (Devlin et al. 2019, A.2).
@@ -153,8 +178,14 @@ def frame_pairs(dataset: tf.data.Dataset, sequence_length: Optional[Mapping[str,
       first, second = first[:num_first], second[:num_second]
     inputs = objectives.framed(tf.concat([first, [end], second], axis=0), feature)
     num_second = tf.size(second) + 1
-    return {'inputs': inputs, 'label': x['label'], features_lib.TOKEN_TYPES: tf.concat(
-        [tf.zeros([tf.size(inputs) - num_second], tf.int32), tf.ones([num_second], tf.int32)], 0)}
+    return {
+      'inputs': inputs,
+      'label': x['label'],
+      features_lib.TOKEN_TYPES: tf.concat(
+        [tf.zeros([tf.size(inputs) - num_second], tf.int32), tf.ones([num_second], tf.int32)], 0
+      ),
+    }
+
   return dataset.map(framed, num_parallel_calls=tf.data.AUTOTUNE)
 
 
@@ -172,37 +203,50 @@ def _room(sequence_length: Optional[Mapping[str, int]], *, taken: int) -> Option
   room = None if length is None else length - taken
   if room is not None and room < 1:
     raise DataError(
-        f"'inputs' has length {length}; {taken} ids frame each text.",
-        fix="Set TASK_FEATURE_LENGTHS = {'inputs': 128}.",
-        parameters=('DatasetConfig.task_feature_lengths',))
+      f"'inputs' has length {length}; {taken} ids frame each text.",
+      fix="Set TASK_FEATURE_LENGTHS = {'inputs': 128}.",
+      parameters=('DatasetConfig.task_feature_lengths',),
+    )
   return room
 
 
 def features(class_names: Sequence[str]) -> dict[str, seqio.Feature]:
   """Returns the output features of a task with these classes; byte vocabulary."""
-  return {'inputs': seqio.Feature(vocabulary=named_vocabulary('byte'), add_eos=True),
-          'label': seqio.Feature(vocabulary=ClassVocabulary(class_names), add_eos=False, rank=0)}
+  return {
+    'inputs': seqio.Feature(vocabulary=named_vocabulary('byte'), add_eos=True),
+    'label': seqio.Feature(vocabulary=ClassVocabulary(class_names), add_eos=False, rank=0),
+  }
 
 
 _TOKENIZE = functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False)
 PREPROCESSORS = (_TOKENIZE, frame_inputs)
 
 
-def _from_files(name: str, pattern: str, *, read: labelled_tables.Reader,
-                class_names: Optional[Sequence[str]] = None) -> seqio.Task:
+def _from_files(
+  name: str,
+  pattern: str,
+  *,
+  read: labelled_tables.Reader,
+  class_names: Optional[Sequence[str]] = None,
+) -> seqio.Task:
   files = discovery.matching_files(pattern)
   found = labelled_tables.labelled_texts(files, read=read, class_names=class_names)
   source = seqio_sources.LabelledSource(lambda: found, splits=tuple(found.texts), files=files)
   frame = frame_inputs if found.texts2 is None else frame_pairs
-  return seqio.Task(name, source=source, preprocessors=(_TOKENIZE, frame),
-                    output_features=features(found.class_names),
-                    shuffle_buffer_size=SHUFFLE_BUFFER)
+  return seqio.Task(
+    name,
+    source=source,
+    preprocessors=(_TOKENIZE, frame),
+    output_features=features(found.class_names),
+    shuffle_buffer_size=SHUFFLE_BUFFER,
+  )
 
 
 def cola_tsv(pattern: str) -> seqio.Task:
   """Returns CoLA from its own files. Raises DataError (file:line) for any other form."""
-  return _from_files('cola_tsv', pattern, read=labelled_tables.read_cola,
-                     class_names=labelled_tables.COLA_CLASSES)
+  return _from_files(
+    'cola_tsv', pattern, read=labelled_tables.read_cola, class_names=labelled_tables.COLA_CLASSES
+  )
 
 
 def classification(spelled: str, *, name: str = 'classification') -> seqio.Task:
@@ -224,27 +268,35 @@ def imdb_csv(pattern: str) -> seqio.Task:
 
 
 def _cola_features(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  return dataset.map(lambda x: {'inputs': x['sentence'], 'label': tf.cast(x['label'], tf.int32)},
-                     num_parallel_calls=tf.data.AUTOTUNE)
+  return dataset.map(
+    lambda x: {'inputs': x['sentence'], 'label': tf.cast(x['label'], tf.int32)},
+    num_parallel_calls=tf.data.AUTOTUNE,
+  )
 
 
 seqio.TaskRegistry.add(
-    'python_source_classification',
-    source=seqio_sources.LabelledSource(python_snippets, splits=('train', 'validation')),
-    preprocessors=PREPROCESSORS, output_features=features(PACKAGES),
-    shuffle_buffer_size=SHUFFLE_BUFFER)
+  'python_source_classification',
+  source=seqio_sources.LabelledSource(python_snippets, splits=('train', 'validation')),
+  preprocessors=PREPROCESSORS,
+  output_features=features(PACKAGES),
+  shuffle_buffer_size=SHUFFLE_BUFFER,
+)
 
 # GLUE keeps the labels of its test split to itself (they are all -1), so it is no split here.
 # `read_only`: a training run on many hosts must not start many downloads.
 seqio.TaskRegistry.add(
-    'cola',
-    source=seqio.TfdsDataSource('glue/cola:2.0.0', splits=('train', 'validation'), read_only=True),
-    preprocessors=(_cola_features, *PREPROCESSORS),
-    output_features=features(labelled_tables.COLA_CLASSES),
-    shuffle_buffer_size=SHUFFLE_BUFFER)
+  'cola',
+  source=seqio.TfdsDataSource('glue/cola:2.0.0', splits=('train', 'validation'), read_only=True),
+  preprocessors=(_cola_features, *PREPROCESSORS),
+  output_features=features(labelled_tables.COLA_CLASSES),
+  shuffle_buffer_size=SHUFFLE_BUFFER,
+)
 
 OWN_TASKS = ('python_source_classification', 'cola')
 # Registered task -> what reads the same data from files, for those who cannot prepare TFDS.
 FROM_FILES: Mapping[str, str] = {'cola': 'cola_tsv:FOLDER/*.tsv'}
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
-    'cola_tsv': cola_tsv, 'classification': classification, 'imdb_csv': imdb_csv}
+  'cola_tsv': cola_tsv,
+  'classification': classification,
+  'imdb_csv': imdb_csv,
+}

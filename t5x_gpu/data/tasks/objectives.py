@@ -35,12 +35,14 @@ def cut(dataset: tf.data.Dataset, *, max_tokens: int, min_tokens: int) -> tf.dat
 
   Texts shorter than `min_tokens` give nothing.
   """
+
   def pieces(example: Mapping[str, tf.Tensor]) -> tf.data.Dataset:
     tokens = tf.cast(example['targets'], tf.int32)
     size = tf.size(tokens, tf.int64)
     count = -(-size // max_tokens)
     return tf.data.Dataset.range(count).map(
-        lambda i: {'targets': tokens[i * size // count:(i + 1) * size // count]})
+      lambda i: {'targets': tokens[i * size // count : (i + 1) * size // count]}
+    )
 
   return dataset.flat_map(pieces).filter(lambda x: tf.size(x['targets']) >= min_tokens)
 
@@ -58,16 +60,18 @@ def frame_size(feature: seqio.Feature) -> int:
   return int(vocabularies.start_id(feature.vocabulary) is not None) + int(feature.add_eos)
 
 
-def noise_counts(length: int, *, noise_density: float = NOISE_DENSITY,
-                 mean_span_length: float = MEAN_SPAN_LENGTH) -> tuple[int, int]:
+def noise_counts(
+  length: int, *, noise_density: float = NOISE_DENSITY, mean_span_length: float = MEAN_SPAN_LENGTH
+) -> tuple[int, int]:
   """Returns (tokens hidden, spans that they form) of a text of `length` >= 2 tokens."""
   hidden = min(max(round(length * noise_density), 1), length - 1)
   spans = min(max(round(hidden / mean_span_length), 1), hidden, length - hidden)
   return hidden, spans
 
 
-def tokens_for(*, inputs: int, targets: int,
-               counts: Callable[[int], tuple[int, int]] = noise_counts) -> int:
+def tokens_for(
+  *, inputs: int, targets: int, counts: Callable[[int], tuple[int, int]] = noise_counts
+) -> int:
   """Returns the length of the longest text whose inputs and targets, ends included, fit; 0 if none.
 
   What T5 calls random_spans_helper: inputs 512 take 568 tokens, with targets of 114.
@@ -83,23 +87,26 @@ def tokens_for(*, inputs: int, targets: int,
 def _partition(total: tf.Tensor, parts: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
   """Returns sizes [parts], each at least 1, of which every choice with this total is as likely."""
   order = tf.argsort(tf.random.stateless_uniform([total - 1], seed))
-  cuts = tf.sort(order[:parts - 1]) + 1
+  cuts = tf.sort(order[: parts - 1]) + 1
   ends = tf.concat([cuts, [total]], axis=0)
   return ends - tf.concat([[0], cuts], axis=0)
 
 
-def noise_mask(length: tf.Tensor, *, hidden: tf.Tensor, spans: tf.Tensor,
-               seed: tf.Tensor) -> tf.Tensor:
+def noise_mask(
+  length: tf.Tensor, *, hidden: tf.Tensor, spans: tf.Tensor, seed: tf.Tensor
+) -> tf.Tensor:
   """Returns booleans [length], True where hidden: `spans` spans, the first after a kept token."""
   seeds = tf.unstack(tf.random.experimental.stateless_split(seed, 2))
-  sizes = tf.stack([_partition(length - hidden, spans, seeds[0]),
-                    _partition(hidden, spans, seeds[1])], axis=1)
+  sizes = tf.stack(
+    [_partition(length - hidden, spans, seeds[0]), _partition(hidden, spans, seeds[1])], axis=1
+  )
   mask = tf.repeat(tf.tile([False, True], [spans]), tf.reshape(sizes, [-1]))
   return tf.ensure_shape(mask, [None])
 
 
-def noise_span_to_unique_sentinel(tokens: tf.Tensor, mask: tf.Tensor,
-                                  sentinels: tf.Tensor) -> tf.Tensor:
+def noise_span_to_unique_sentinel(
+  tokens: tf.Tensor, mask: tf.Tensor, sentinels: tf.Tensor
+) -> tf.Tensor:
   """Returns `tokens` with the k-th span of `mask` replaced by `sentinels[k]`."""
   starts = mask & ~tf.concat([[False], mask[:-1]], axis=0)
   number = tf.cumsum(tf.cast(starts, tf.int32)) - 1
@@ -107,9 +114,14 @@ def noise_span_to_unique_sentinel(tokens: tf.Tensor, mask: tf.Tensor,
   return tf.boolean_mask(marked, starts | ~mask)
 
 
-def span_corruption(dataset: tf.data.Dataset, sequence_length: Lengths, output_features: Features,
-                    *, noise_density: float = NOISE_DENSITY,
-                    mean_span_length: float = MEAN_SPAN_LENGTH) -> tf.data.Dataset:
+def span_corruption(
+  dataset: tf.data.Dataset,
+  sequence_length: Lengths,
+  output_features: Features,
+  *,
+  noise_density: float = NOISE_DENSITY,
+  mean_span_length: float = MEAN_SPAN_LENGTH,
+) -> tf.data.Dataset:
   """Yields T5's {'inputs': text with sentinels for spans, 'targets': sentinels and their spans}.
 
   Each text {'targets': tokens} is first cut so that inputs and targets fit, ends included.
@@ -118,23 +130,27 @@ def span_corruption(dataset: tf.data.Dataset, sequence_length: Lengths, output_f
     DataError: no text fits the lengths; a vocabulary with fewer sentinels than spans.
   """
   vocabulary = output_features['targets'].vocabulary
-  counts = functools.partial(noise_counts, noise_density=noise_density,
-                             mean_span_length=mean_span_length)
-  lengths = {name: (sequence_length or {}).get(name) or DEFAULT_LENGTH
-             for name in ('inputs', 'targets')}
+  counts = functools.partial(
+    noise_counts, noise_density=noise_density, mean_span_length=mean_span_length
+  )
+  lengths = {
+    name: (sequence_length or {}).get(name) or DEFAULT_LENGTH for name in ('inputs', 'targets')
+  }
   longest = tokens_for(**lengths, counts=counts)
   if not longest:
     raise DataError(
-        f'Span corruption needs at least 3 inputs and 3 targets; task_feature_lengths = {lengths}.',
-        fix="Set TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}, T5's.",
-        parameters=('DatasetConfig.task_feature_lengths',))
+      f'Span corruption needs at least 3 inputs and 3 targets; task_feature_lengths = {lengths}.',
+      fix="Set TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}, T5's.",
+      parameters=('DatasetConfig.task_feature_lengths',),
+    )
   sentinels, num_spans = vocabularies.sentinel_ids(vocabulary), counts(longest)[1]
   if num_spans > len(sentinels):
     raise DataError(
-        f'{longest} tokens have {num_spans} spans to hide, and '
-        f'{vocabularies.vocabulary_name(vocabulary)!r} has {len(sentinels)} sentinels.',
-        fix='Set TASK_FEATURE_LENGTHS lower, or give the task a vocabulary with more extra_ids.',
-        parameters=('DatasetConfig.task_feature_lengths', 'DatasetConfig.vocabulary'))
+      f'{longest} tokens have {num_spans} spans to hide, and '
+      f'{vocabularies.vocabulary_name(vocabulary)!r} has {len(sentinels)} sentinels.',
+      fix='Set TASK_FEATURE_LENGTHS lower, or give the task a vocabulary with more extra_ids.',
+      parameters=('DatasetConfig.task_feature_lengths', 'DatasetConfig.vocabulary'),
+    )
   # By length: what tf.data looks up and `tokens_for` assumed are the same numbers.
   table = tf.constant([(0, 0)] * 2 + [counts(n) for n in range(2, longest + 1)], tf.int32)
   sentinels = tf.constant(sentinels, tf.int32)
@@ -145,14 +161,17 @@ def span_corruption(dataset: tf.data.Dataset, sequence_length: Lengths, output_f
     tokens = example['targets']
     hidden, spans = tf.unstack(tf.gather(table, tf.size(tokens)))
     mask = noise_mask(tf.size(tokens), hidden=hidden, spans=spans, seed=seed)
-    return {name: tf.concat([noise_span_to_unique_sentinel(tokens, m, sentinels), end], axis=0)
-            for name, m in (('inputs', mask), ('targets', ~mask))}
+    return {
+      name: tf.concat([noise_span_to_unique_sentinel(tokens, m, sentinels), end], axis=0)
+      for name, m in (('inputs', mask), ('targets', ~mask))
+    }
 
   return corrupt(cut(dataset, max_tokens=longest, min_tokens=2))
 
 
-def masked_lm(dataset: tf.data.Dataset, sequence_length: Lengths,
-              output_features: Features) -> tf.data.Dataset:
+def masked_lm(
+  dataset: tf.data.Dataset, sequence_length: Lengths, output_features: Features
+) -> tf.data.Dataset:
   """Yields BERT's {'inputs': some tokens hidden, 'targets': all tokens, 'loss_mask': which}.
 
   Each text {'targets': tokens} is cut to the length; each piece is framed by the start id ([CLS]),
@@ -165,16 +184,20 @@ def masked_lm(dataset: tf.data.Dataset, sequence_length: Lengths,
   hiding = vocabularies.mask_id(feature.vocabulary)
   if hiding is None:
     raise DataError(
-        f'{vocabularies.vocabulary_name(feature.vocabulary)!r} has no id that hides a token: '
-        'no [MASK], no sentinel.',
-        fix='Name "mask_token" in tokenizer_config.json, or give the task a vocabulary with '
-            'extra_ids = 1.', parameters=('DatasetConfig.vocabulary',))
+      f'{vocabularies.vocabulary_name(feature.vocabulary)!r} has no id that hides a token: '
+      'no [MASK], no sentinel.',
+      fix='Name "mask_token" in tokenizer_config.json, or give the task a vocabulary with '
+      'extra_ids = 1.',
+      parameters=('DatasetConfig.vocabulary',),
+    )
   length = (sequence_length or {}).get('targets') or DEFAULT_LENGTH
   room, before = length - frame_size(feature), frame_size(feature) - int(feature.add_eos)
   if room < 1:
-    raise DataError(f"'targets' has length {length}; {frame_size(feature)} ids frame each text.",
-                    fix="Set TASK_FEATURE_LENGTHS = {'inputs': 128, 'targets': 128}.",
-                    parameters=('DatasetConfig.task_feature_lengths',))
+    raise DataError(
+      f"'targets' has length {length}; {frame_size(feature)} ids frame each text.",
+      fix="Set TASK_FEATURE_LENGTHS = {'inputs': 128, 'targets': 128}.",
+      parameters=('DatasetConfig.task_feature_lengths',),
+    )
   counts = tf.constant([max(1, round(n * MASKED_SHARE)) for n in range(room + 1)], tf.int32)
   ordinary = tf.constant(np.asarray(vocabularies.ordinary_ids(feature.vocabulary)), tf.int32)
 
@@ -185,15 +208,22 @@ def masked_lm(dataset: tf.data.Dataset, sequence_length: Lengths,
     seeds = tf.unstack(tf.random.experimental.stateless_split(seed, 3))
     order = tf.argsort(tf.random.stateless_uniform([size], seeds[0]))
     chosen = tf.tensor_scatter_nd_update(
-        tf.zeros([size], tf.int32), order[:tf.gather(counts, size), None],
-        tf.ones([tf.gather(counts, size)], tf.int32))
+      tf.zeros([size], tf.int32),
+      order[: tf.gather(counts, size), None],
+      tf.ones([tf.gather(counts, size)], tf.int32),
+    )
     what = tf.random.stateless_uniform([size], seeds[1])
-    other = tf.gather(ordinary, tf.random.stateless_uniform(
-        [size], seeds[2], 0, tf.size(ordinary), tf.int32))
-    shown = tf.where(what < HIDDEN_SHARE, hiding,
-                     tf.where(what < HIDDEN_SHARE + RANDOM_SHARE, other, tokens))
+    other = tf.gather(
+      ordinary, tf.random.stateless_uniform([size], seeds[2], 0, tf.size(ordinary), tf.int32)
+    )
+    shown = tf.where(
+      what < HIDDEN_SHARE, hiding, tf.where(what < HIDDEN_SHARE + RANDOM_SHARE, other, tokens)
+    )
     edges = [[before, int(feature.add_eos)]]
-    return {'inputs': framed(tf.where(chosen > 0, shown, tokens), feature),
-            'targets': framed(tokens, feature), 'loss_mask': tf.pad(chosen, edges)}
+    return {
+      'inputs': framed(tf.where(chosen > 0, shown, tokens), feature),
+      'targets': framed(tokens, feature),
+      'loss_mask': tf.pad(chosen, edges),
+    }
 
   return hide(cut(dataset, max_tokens=room, min_tokens=1))

@@ -12,8 +12,8 @@ The byte vocabulary gets extra ids for what is hidden: 359 ids for span corrupti
 import functools
 from collections.abc import Callable, Mapping
 
-from t5x_gpu.data.tasks import objectives
 from t5x_gpu.data.tasks import builtin as tasks
+from t5x_gpu.data.tasks import objectives
 from t5x_gpu.data.tasks import tables as table_tasks
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
@@ -31,50 +31,70 @@ def _source(text: str, *, objective: str) -> seqio.DataSource:
   kind, colon, pattern = text.partition(':')
   if kind not in TEXTS or bool(colon) == (kind == 'python_source'):
     raise DataError(
-        f'{objective}: cannot hide parts of {text!r}.' + did_you_mean(kind, TEXTS),
-        fix=f'Set MIXTURE_OR_TASK_NAME to {objective}:python_source, or to {objective}: and '
-            'text_files:PATTERN, text_lines:PATTERN, jsonl:PATTERN, or '
-            + ', '.join(table_tasks.PATTERN_TASKS) + ' with a column of text.',
-        parameters=('DatasetConfig.mixture_or_task_name',))
+      f'{objective}: cannot hide parts of {text!r}.' + did_you_mean(kind, TEXTS),
+      fix=f'Set MIXTURE_OR_TASK_NAME to {objective}:python_source, or to {objective}: and '
+      'text_files:PATTERN, text_lines:PATTERN, jsonl:PATTERN, or '
+      + ', '.join(table_tasks.PATTERN_TASKS)
+      + ' with a column of text.',
+      parameters=('DatasetConfig.mixture_or_task_name',),
+    )
   task = _FILE_TASKS[kind](pattern) if colon else seqio.TaskRegistry.get(kind)
   if 'inputs' in task.output_features:
     raise DataError(
-        f"{text!r} has 'inputs' and 'targets'; {objective} makes both from one text.",
-        fix="Give files with the key or column 'text' (or choose one: #text=COLUMN), or remove the "
-            'objective to train on the pairs.',
-        parameters=('DatasetConfig.mixture_or_task_name',))
+      f"{text!r} has 'inputs' and 'targets'; {objective} makes both from one text.",
+      fix="Give files with the key or column 'text' (or choose one: #text=COLUMN), or remove the "
+      'objective to train on the pairs.',
+      parameters=('DatasetConfig.mixture_or_task_name',),
+    )
   return task.source
 
 
 def _both(vocabulary: seqio.Vocabulary) -> dict[str, seqio.Feature]:
-  return {name: seqio.Feature(vocabulary=vocabulary, add_eos=True)
-          for name in ('inputs', 'targets')}
+  return {
+    name: seqio.Feature(vocabulary=vocabulary, add_eos=True) for name in ('inputs', 'targets')
+  }
 
 
-def _make(name: str, source: seqio.DataSource, *, objective: Callable[..., tf.data.Dataset],
-          extra_ids: int) -> seqio.Task:
-  return seqio.Task(name, source=source, preprocessors=(_TOKENIZE, objective),
-                    output_features=_both(named_vocabulary('byte', extra_ids=extra_ids)),
-                    shuffle_buffer_size=tasks.SHUFFLE_BUFFER)
+def _make(
+  name: str, source: seqio.DataSource, *, objective: Callable[..., tf.data.Dataset], extra_ids: int
+) -> seqio.Task:
+  return seqio.Task(
+    name,
+    source=source,
+    preprocessors=(_TOKENIZE, objective),
+    output_features=_both(named_vocabulary('byte', extra_ids=extra_ids)),
+    shuffle_buffer_size=tasks.SHUFFLE_BUFFER,
+  )
 
 
 def span_corruption(text: str) -> seqio.Task:
   """Returns T5's span corruption of `text`. Raises DataError if there is no such text."""
-  return _make(f'span_corruption.{text.partition(":")[0]}',
-               _source(text, objective='span_corruption'),
-               objective=objectives.span_corruption, extra_ids=NUM_SENTINELS)
+  return _make(
+    f'span_corruption.{text.partition(":")[0]}',
+    _source(text, objective='span_corruption'),
+    objective=objectives.span_corruption,
+    extra_ids=NUM_SENTINELS,
+  )
 
 
 def mlm(text: str) -> seqio.Task:
   """Returns BERT's masked language model of `text`. Raises DataError if there is no such text."""
-  return _make(f'mlm.{text.partition(":")[0]}', _source(text, objective='mlm'),
-               objective=objectives.masked_lm, extra_ids=1)
+  return _make(
+    f'mlm.{text.partition(":")[0]}',
+    _source(text, objective='mlm'),
+    objective=objectives.masked_lm,
+    extra_ids=1,
+  )
 
 
 def _register(name: str, task: seqio.Task) -> None:
-  seqio.TaskRegistry.add(name, source=task.source, preprocessors=task.preprocessors,
-                         output_features=task.output_features,
-                         shuffle_buffer_size=tasks.SHUFFLE_BUFFER)
+  seqio.TaskRegistry.add(
+    name,
+    source=task.source,
+    preprocessors=task.preprocessors,
+    output_features=task.output_features,
+    shuffle_buffer_size=tasks.SHUFFLE_BUFFER,
+  )
 
 
 _register('python_source_span_corruption', span_corruption('python_source'))
@@ -82,4 +102,6 @@ _register('python_source_mlm', mlm('python_source'))
 
 OWN_TASKS = ('python_source_span_corruption', 'python_source_mlm')
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
-    'span_corruption': span_corruption, 'mlm': mlm}
+  'span_corruption': span_corruption,
+  'mlm': mlm,
+}

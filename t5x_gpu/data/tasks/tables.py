@@ -22,17 +22,33 @@ from t5x_gpu.data.tasks import builtin as tasks
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError, first_line
 
-FORMS = {'csv': line_formats.CSV, 'tsv': line_formats.TSV, 'parquet': PARQUET, 'hdf5': HDF5,
-         'tfrecord': line_formats.TFRECORD, 'arrayrecord': ARRAYRECORD}
+FORMS = {
+  'csv': line_formats.CSV,
+  'tsv': line_formats.TSV,
+  'parquet': PARQUET,
+  'hdf5': HDF5,
+  'tfrecord': line_formats.TFRECORD,
+  'arrayrecord': ARRAYRECORD,
+}
 # What the data files of Hugging Face's datasets are called -> their form.
-_HUGGINGFACE_FORMS = {'.arrow': ARROW, '.parquet': PARQUET, '.jsonl': line_formats.JSON_LINES,
-                      '.jsonl.gz': line_formats.JSON_LINES, '.jsonl.zst': line_formats.JSON_LINES,
-                      '.csv': line_formats.CSV}
+_HUGGINGFACE_FORMS = {
+  '.arrow': ARROW,
+  '.parquet': PARQUET,
+  '.jsonl': line_formats.JSON_LINES,
+  '.jsonl.gz': line_formats.JSON_LINES,
+  '.jsonl.zst': line_formats.JSON_LINES,
+  '.csv': line_formats.CSV,
+}
 
 
-def _task(name: str, form: FileForm, files: Sequence[str], *,
-          by_split: Optional[Mapping[str, Sequence[str]]],
-          chosen: Optional[Mapping[str, str]]) -> seqio.Task:
+def _task(
+  name: str,
+  form: FileForm,
+  files: Sequence[str],
+  *,
+  by_split: Optional[Mapping[str, Sequence[str]]],
+  chosen: Optional[Mapping[str, str]],
+) -> seqio.Task:
   names, judged = [], files[0]
   for judged in files:  # by the first that has a row
     try:
@@ -40,8 +56,11 @@ def _task(name: str, form: FileForm, files: Sequence[str], *,
     except DataError:
       raise
     except Exception as e:  # h5py, pyarrow, array_record: each has its own
-      raise DataError(f'{judged} cannot be read as {form.name}: {first_line(e)[:200]}',
-                      fix=f'Point {name}: at files of that form.', parameters=NAME) from e
+      raise DataError(
+        f'{judged} cannot be read as {form.name}: {first_line(e)[:200]}',
+        fix=f'Point {name}: at files of that form.',
+        parameters=NAME,
+      ) from e
     if names:
       break
   columns = feature_columns(names, chosen=chosen, where=judged)
@@ -49,8 +68,9 @@ def _task(name: str, form: FileForm, files: Sequence[str], *,
   make = tasks.text_task if set(columns) == {'targets'} else tasks.supervised_task
   if by_split is None or set(by_split) == {'train'}:
     return make(name, seqio_sources.HashSplitSource(files, reader=reader))
-  return make(name, seqio_sources.DocumentSource(lambda: by_split, reader=reader,
-                                                 splits=tuple(by_split)))
+  return make(
+    name, seqio_sources.DocumentSource(lambda: by_split, reader=reader, splits=tuple(by_split))
+  )
 
 
 def _maker(name: str) -> Callable[[str], seqio.Task]:
@@ -59,6 +79,7 @@ def _maker(name: str) -> Callable[[str], seqio.Task]:
     files = discovery.matching_files(pattern)
     by_split = labelled_tables.files_by_split(files)
     return _task(name, FORMS[name], files, by_split=by_split, chosen=chosen)
+
   return make
 
 
@@ -79,20 +100,32 @@ def hf_dataset(spelled: str) -> seqio.Task:
       by_form.setdefault(ending, []).append(path)
   if len(by_form) != 1:
     raise DataError(
-        f'{folder!r} has ' + (' and '.join(f'{len(f)} {e} files' for e, f in by_form.items())
-                              or f'no data file among its {len(files)} files') + '.',
-        fix="Give a folder that `save_to_disk` wrote, or one with data files of one form: "
-            + ', '.join(_HUGGINGFACE_FORMS) + '.', parameters=NAME)
-  (ending, found), = by_form.items()
+      f'{folder!r} has '
+      + (
+        ' and '.join(f'{len(f)} {e} files' for e, f in by_form.items())
+        or f'no data file among its {len(files)} files'
+      )
+      + '.',
+      fix='Give a folder that `save_to_disk` wrote, or one with data files of one form: '
+      + ', '.join(_HUGGINGFACE_FORMS)
+      + '.',
+      parameters=NAME,
+    )
+  ((ending, found),) = by_form.items()
   by_folder: dict[str, list[str]] = {}
   for path in found:
     inner = os.path.relpath(os.path.abspath(path), root).split(os.sep)
     by_folder.setdefault(inner[0] if len(inner) > 1 else '', []).append(path)
-  named = {split: paths for name, paths in by_folder.items()
-           for split in (labelled_tables.files_by_split([name]) or {})}
+  named = {
+    split: paths
+    for name, paths in by_folder.items()
+    for split in (labelled_tables.files_by_split([name]) or {})
+  }
   by_split = named if len(named) == len(by_folder) else labelled_tables.files_by_split(found)
   return _task('hf_dataset', _HUGGINGFACE_FORMS[ending], found, by_split=by_split, chosen=chosen)
 
 
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
-    **{name: _maker(name) for name in FORMS}, 'hf_dataset': hf_dataset}
+  **{name: _maker(name) for name in FORMS},
+  'hf_dataset': hf_dataset,
+}

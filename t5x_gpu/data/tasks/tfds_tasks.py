@@ -13,8 +13,9 @@ _ANY_VERSION = '*.*.*'  # TFDS takes the highest that is prepared
 
 
 def _select(dataset: tf.data.Dataset, columns: Mapping[str, str]) -> tf.data.Dataset:
-  return dataset.map(lambda row: {**{name: row[column] for name, column in columns.items()},
-                                  'document_end': True})
+  return dataset.map(
+    lambda row: {**{name: row[column] for name, column in columns.items()}, 'document_end': True}
+  )
 
 
 def tfds(spelled: str) -> seqio.Task:
@@ -35,24 +36,34 @@ def tfds(spelled: str) -> seqio.Task:
     raise _not_prepared(name, str(e)) from e
   if not splits:
     raise _not_prepared(name, f'{info.full_name} has no split in {info.data_dir}')
-  texts = [column for column, feature in sorted(info.features.items())
-           if feature.dtype in (tf.string.as_numpy_dtype, str, object)]
+  texts = [
+    column
+    for column, feature in sorted(info.features.items())
+    if feature.dtype in (tf.string.as_numpy_dtype, str, object)
+  ]
   columns = feature_columns(texts, chosen=chosen, where=f'tfds:{info.full_name}')
   make: Callable[..., seqio.Task] = (
-      tasks.text_task if set(columns) == {'targets'} else tasks.supervised_task)
+    tasks.text_task if set(columns) == {'targets'} else tasks.supervised_task
+  )
   made = make('tfds', source)
-  return seqio.Task('tfds', source=source, output_features=made.output_features,
-                    preprocessors=(functools.partial(_select, columns=columns),
-                                   *made.preprocessors),
-                    metric_fns=made.metric_fns, shuffle_buffer_size=tasks.SHUFFLE_BUFFER)
+  return seqio.Task(
+    'tfds',
+    source=source,
+    output_features=made.output_features,
+    preprocessors=(functools.partial(_select, columns=columns), *made.preprocessors),
+    metric_fns=made.metric_fns,
+    shuffle_buffer_size=tasks.SHUFFLE_BUFFER,
+  )
 
 
 def _not_prepared(name: str, reason: str) -> DataError:
   return DataError(
-      f'tfds:{name} is not prepared: {reason.strip().splitlines()[0][:200] if reason else ""}',
-      fix=f'Prepare it once: {prepare_tfds.prepare_command([name])}\n'
-          'and give every run --tfds_data_dir=DIR (runs download nothing).',
-      parameters=NAME, docs='tasks.md#tensorflow-datasets')
+    f'tfds:{name} is not prepared: {reason.strip().splitlines()[0][:200] if reason else ""}',
+    fix=f'Prepare it once: {prepare_tfds.prepare_command([name])}\n'
+    'and give every run --tfds_data_dir=DIR (runs download nothing).',
+    parameters=NAME,
+    docs='tasks.md#tensorflow-datasets',
+  )
 
 
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {'tfds': tfds}

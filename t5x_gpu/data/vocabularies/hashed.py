@@ -63,8 +63,11 @@ class HashedWordsVocabulary(seqio.Vocabulary):
     return tf.strings.reduce_join('<' + tf.strings.as_string(kept) + '>', axis=-1, separator=' ')
 
   def __eq__(self, other: Any) -> bool:
-    return (isinstance(other, HashedWordsVocabulary) and self.num_words == other.num_words
-            and self.extra_ids == other.extra_ids)
+    return (
+      isinstance(other, HashedWordsVocabulary)
+      and self.num_words == other.num_words
+      and self.extra_ids == other.extra_ids
+    )
 
   def __hash__(self) -> int:
     return hash(('words', self.num_words, self.extra_ids))

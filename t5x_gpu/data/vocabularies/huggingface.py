@@ -134,8 +134,9 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
       return flat, np.asarray([len(row) for row in rows], np.int64)
 
     # Stateless: it does not enter the state of a tf.data iterator.
-    ids, lengths = tf.numpy_function(encode, [tf.reshape(s, [-1])], [tf.int32, tf.int64],
-                                     stateful=False)
+    ids, lengths = tf.numpy_function(
+      encode, [tf.reshape(s, [-1])], [tf.int32, tf.int64], stateful=False
+    )
     ids, lengths = tf.ensure_shape(ids, [None]), tf.ensure_shape(lengths, [None])
     return ids if s.shape.rank == 0 else tf.RaggedTensor.from_row_lengths(ids, lengths)
 
@@ -151,8 +152,11 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     return tf.ensure_shape(text, ids.shape[:-1])
 
   def __eq__(self, other: Any) -> bool:
-    return (isinstance(other, HuggingFaceVocabulary) and self.fingerprint == other.fingerprint
-            and self.extra_ids == other.extra_ids)
+    return (
+      isinstance(other, HuggingFaceVocabulary)
+      and self.fingerprint == other.fingerprint
+      and self.extra_ids == other.extra_ids
+    )
 
   def __hash__(self) -> int:
     return hash((self.fingerprint, self.extra_ids))
@@ -168,12 +172,13 @@ def _tokenizer_file(path: str | os.PathLike) -> pathlib.Path:
     return file
   held = sorted(p.name for p in given.iterdir())[:8] if given.is_dir() else []
   raise DataError(
-      f'The tokenizer {str(file)!r} does not exist (looked from {os.getcwd()})'
-      + (f'; the folder holds {", ".join(held) or "nothing"}.' if given.is_dir() else '.'),
-      fix='Give the folder of the model, or its tokenizer.json, after huggingface: in '
-          'DatasetConfig.vocabulary. A folder with only a vocab file needs, once: '
-          'transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).',
-      parameters=_PARAMETERS)
+    f'The tokenizer {str(file)!r} does not exist (looked from {os.getcwd()})'
+    + (f'; the folder holds {", ".join(held) or "nothing"}.' if given.is_dir() else '.'),
+    fix='Give the folder of the model, or its tokenizer.json, after huggingface: in '
+    'DatasetConfig.vocabulary. A folder with only a vocab file needs, once: '
+    'transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).',
+    parameters=_PARAMETERS,
+  )
 
 
 def _load(path: pathlib.Path) -> Any:
@@ -181,16 +186,19 @@ def _load(path: pathlib.Path) -> Any:
     library = importlib.import_module('tokenizers')
   except ModuleNotFoundError as e:
     raise DataError(
-        f'Reading {str(path)!r} needs the package tokenizers, which is not installed.',
-        fix="Run: pip install 't5x_gpu[hf]', or: pip install tokenizers",
-        parameters=_PARAMETERS) from e
+      f'Reading {str(path)!r} needs the package tokenizers, which is not installed.',
+      fix="Run: pip install 't5x_gpu[hf]', or: pip install tokenizers",
+      parameters=_PARAMETERS,
+    ) from e
   try:
     tokenizer = library.Tokenizer.from_file(str(path))
   except Exception as e:  # The Rust library raises Exception itself.
     raise DataError(
-        f'{str(path)!r} cannot be read as a tokenizer: {e}',
-        fix='Point DatasetConfig.vocabulary at a tokenizer.json that the tokenizers package, or '
-            'save_pretrained of a fast tokenizer, has written.', parameters=_PARAMETERS) from e
+      f'{str(path)!r} cannot be read as a tokenizer: {e}',
+      fix='Point DatasetConfig.vocabulary at a tokenizer.json that the tokenizers package, or '
+      'save_pretrained of a fast tokenizer, has written.',
+      parameters=_PARAMETERS,
+    ) from e
   # We cut and fill rows ourselves; what the file says of it is meant for single sentences.
   tokenizer.no_padding()
   tokenizer.no_truncation()
@@ -206,22 +214,27 @@ def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
       continue
     try:
       content = read_json(file, dict)
-      named |= {key: value['content'] if isinstance(value, dict) else value
-                for key, value in content.items()
-                if key.endswith('_token') and isinstance(value, (str, dict))}
+      named |= {
+        key: value['content'] if isinstance(value, dict) else value
+        for key, value in content.items()
+        if key.endswith('_token') and isinstance(value, (str, dict))
+      }
     except (ValueError, KeyError, OSError) as e:
-      raise DataError(f'{str(file)!r} is not what save_pretrained writes: {e!r}.',
-                      fix='Mend it, or copy it from the model once more.',
-                      parameters=_PARAMETERS) from e
+      raise DataError(
+        f'{str(file)!r} is not what save_pretrained writes: {e!r}.',
+        fix='Mend it, or copy it from the model once more.',
+        parameters=_PARAMETERS,
+      ) from e
   if 'unk_token' not in named:
     unknown = read_json(path, dict).get('model', {}).get('unk_token')
     named |= {'unk_token': unknown} if unknown else {}
   missing = {key: token for key, token in named.items() if tokenizer.token_to_id(token) is None}
   if missing:
     raise DataError(
-        f'{str(path)!r} has no id for ' + ', '.join(
-            f'{token!r} ({key})' for key, token in sorted(missing.items()))
-        + ', which the file beside it names as special.',
-        fix='Take tokenizer.json and tokenizer_config.json of the same model.',
-        parameters=_PARAMETERS)
+      f'{str(path)!r} has no id for '
+      + ', '.join(f'{token!r} ({key})' for key, token in sorted(missing.items()))
+      + ', which the file beside it names as special.',
+      fix='Take tokenizer.json and tokenizer_config.json of the same model.',
+      parameters=_PARAMETERS,
+    )
   return named

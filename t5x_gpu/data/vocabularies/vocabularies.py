@@ -46,6 +46,7 @@ class TextVocabulary:
     name: for logs: 'byte', 'sentencepiece:FILE', 'huggingface:FILE', 'words:N' or SeqIO's class
       name.
   """
+
   size: int
   eos_id: Optional[int]
   name: str
@@ -70,7 +71,7 @@ class TextVocabulary:
     """Returns the text of `ids`, up to the first end-of-sequence id; padding gives nothing."""
     ids = [int(i) for i in np.asarray(ids).reshape(-1)]
     if self.eos_id in ids:
-      ids = ids[:ids.index(self.eos_id)]
+      ids = ids[: ids.index(self.eos_id)]
     return self._seqio.decode(self.of_seqio(ids))
 
 
@@ -88,36 +89,44 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
   if name == 'byte':
     return seqio.ByteVocabulary(extra_ids=extra_ids)
   if name.startswith(_HUGGINGFACE):
-    path = name[len(_HUGGINGFACE):]
+    path = name[len(_HUGGINGFACE) :]
     own = HuggingFaceVocabulary(path)
     num_own = max(len(own.sentinel_ids), own.mask_id is not None)
     return own if num_own >= extra_ids else HuggingFaceVocabulary(path, extra_ids=extra_ids)
   if name.startswith(_WORDS):
-    number = name[len(_WORDS):]
+    number = name[len(_WORDS) :]
     if not number.isdecimal() or not 0 < int(number) < 2**30:
-      raise DataError(f'The vocabulary {name!r} hashes words into {number!r} ids; that must be a '
-                      'whole number from 1 to 2**30 - 1.',
-                      fix="Set DatasetConfig.vocabulary to 'words:8192', say.",
-                      parameters=('DatasetConfig.vocabulary',))
+      raise DataError(
+        f'The vocabulary {name!r} hashes words into {number!r} ids; that must be a '
+        'whole number from 1 to 2**30 - 1.',
+        fix="Set DatasetConfig.vocabulary to 'words:8192', say.",
+        parameters=('DatasetConfig.vocabulary',),
+      )
     return HashedWordsVocabulary(int(number), extra_ids=extra_ids)
   if not name.startswith(_PREFIX):
-    raise DataError(f'There is no vocabulary {name!r}.',
-                    fix="Set DatasetConfig.vocabulary to 'byte', 'sentencepiece:MODEL_FILE', "
-                        "'huggingface:FOLDER', 'words:8192', or None for the task's own.",
-                    parameters=('DatasetConfig.vocabulary',))
-  path = os.path.expanduser(name[len(_PREFIX):])
+    raise DataError(
+      f'There is no vocabulary {name!r}.',
+      fix="Set DatasetConfig.vocabulary to 'byte', 'sentencepiece:MODEL_FILE', "
+      "'huggingface:FOLDER', 'words:8192', or None for the task's own.",
+      parameters=('DatasetConfig.vocabulary',),
+    )
+  path = os.path.expanduser(name[len(_PREFIX) :])
   if '://' not in path and not os.path.isfile(path):
     raise DataError(
-        f'The SentencePiece model {path!r} does not exist (looked from {os.getcwd()}).',
-        fix='Correct the path after sentencepiece: in DatasetConfig.vocabulary; it is the .model '
-            'file that spm_train writes.', parameters=('DatasetConfig.vocabulary',))
+      f'The SentencePiece model {path!r} does not exist (looked from {os.getcwd()}).',
+      fix='Correct the path after sentencepiece: in DatasetConfig.vocabulary; it is the .model '
+      'file that spm_train writes.',
+      parameters=('DatasetConfig.vocabulary',),
+    )
   vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=extra_ids)
   try:
     _ = vocabulary.vocab_size  # Loads the file.
   except Exception as e:  # SentencePiece raises RuntimeError, OSError and protobuf's own errors.
-    raise DataError(f'{path!r} cannot be read as a SentencePiece model: {e}',
-                    fix='Point DatasetConfig.vocabulary at the .model file (not .vocab).',
-                    parameters=('DatasetConfig.vocabulary',)) from e
+    raise DataError(
+      f'{path!r} cannot be read as a SentencePiece model: {e}',
+      fix='Point DatasetConfig.vocabulary at the .model file (not .vocab).',
+      parameters=('DatasetConfig.vocabulary',),
+    ) from e
   return vocabulary
 
 
@@ -128,11 +137,13 @@ def check_loads(vocabulary: seqio.Vocabulary, *, task: str) -> None:
   try:
     _ = vocabulary.vocab_size  # Loads the file.
   except Exception as e:  # as above, and TensorFlow's for gs://
-    raise DataError(f'{task!r} has the vocabulary {vocabulary.sentencepiece_model_file}, which '
-                    f'cannot be read: {first_line(e)[:300]}',
-                    fix="Set VOCABULARY = 'sentencepiece:FILE' to a copy of that file, or to "
-                        'another vocabulary.', parameters=('DatasetConfig.vocabulary',),
-                    docs='tasks.md#t5s-own-tasks') from e
+    raise DataError(
+      f'{task!r} has the vocabulary {vocabulary.sentencepiece_model_file}, which '
+      f'cannot be read: {first_line(e)[:300]}',
+      fix="Set VOCABULARY = 'sentencepiece:FILE' to a copy of that file, or to another vocabulary.",
+      parameters=('DatasetConfig.vocabulary',),
+      docs='tasks.md#t5s-own-tasks',
+    ) from e
 
 
 def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
@@ -182,8 +193,12 @@ def text_vocabulary(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> 
   if eos_id is not None:  # SentencePiece says -1 for none
     eos_id = 0 if eos_id == moved else eos_id if eos_id > 0 else None
   return TextVocabulary(
-      size=num_ids(vocabulary, feature_converter=feature_converter), eos_id=eos_id,
-      name=vocabulary_name(vocabulary), _seqio=vocabulary, moved_zero_id=moved)
+    size=num_ids(vocabulary, feature_converter=feature_converter),
+    eos_id=eos_id,
+    name=vocabulary_name(vocabulary),
+    _seqio=vocabulary,
+    moved_zero_id=moved,
+  )
 
 
 def start_id(vocabulary: seqio.Vocabulary) -> Optional[int]:
@@ -195,11 +210,12 @@ def end_id(vocabulary: seqio.Vocabulary) -> int:
   """Returns the id that ends a text. Raises DataError if `vocabulary` has none."""
   if vocabulary.eos_id is None or vocabulary.eos_id < 0:  # SentencePiece says -1
     raise DataError(
-        f'{vocabulary_name(vocabulary)!r} has no id that ends a text, and this task ends its texts '
-        'in one.',
-        fix='Name "eos_token" (or "sep_token") in the tokenizer_config.json beside tokenizer.json; '
-            'a SentencePiece model is trained with eos_id 1.',
-        parameters=('DatasetConfig.vocabulary',))
+      f'{vocabulary_name(vocabulary)!r} has no id that ends a text, and this task ends its texts '
+      'in one.',
+      fix='Name "eos_token" (or "sep_token") in the tokenizer_config.json beside tokenizer.json; '
+      'a SentencePiece model is trained with eos_id 1.',
+      parameters=('DatasetConfig.vocabulary',),
+    )
   return vocabulary.eos_id
 
 

@@ -21,6 +21,7 @@ class Beams:
     done: finished ones; a score of -inf where there is none.
     open: [batch] whether another token could change what `done` holds.
   """
+
   tokens: jax.Array
   log_probabilities: jax.Array
   length: jax.Array
@@ -42,6 +43,7 @@ class BeamSearch:
     is_huggingface: DecodingConfig.beam_rule is 'huggingface', not 't5x'.
   Source: Wu et al. 2016, section 7; T5X's and transformers' rules where those leave a choice.
   """
+
   numbers: jax.Array
   num_rows_per_prompt: int
   max_decode_length: int
@@ -54,12 +56,17 @@ class BeamSearch:
     batch, beams = rows // self.num_rows_per_prompt, self.num_rows_per_prompt
     none = jnp.full((batch, beams), -jnp.inf)
     tokens = jnp.zeros((batch, beams, self.max_decode_length), jnp.int32)
-    return Beams(tokens, none.at[:, 0].set(0.0),  # all beams are the prompt: one is enough
-                 jnp.int32(0), Found(tokens, jnp.zeros((batch, beams), jnp.int32), none),
-                 self.numbers >= 0)
+    return Beams(
+      tokens,
+      none.at[:, 0].set(0.0),  # all beams are the prompt: one is enough
+      jnp.int32(0),
+      Found(tokens, jnp.zeros((batch, beams), jnp.int32), none),
+      self.numbers >= 0,
+    )
 
-  def choose(self, number: Any, logits: jax.Array, carry: Beams
-             ) -> tuple[Beams, jax.Array, jax.Array]:
+  def choose(
+    self, number: Any, logits: jax.Array, carry: Beams
+  ) -> tuple[Beams, jax.Array, jax.Array]:
     beams, length = self.num_rows_per_prompt, carry.length + 1
     gains = without_padding(jax.nn.log_softmax(logits), zero_is_padding=self.zero_is_padding)
     vocab = gains.shape[-1]
@@ -75,19 +82,28 @@ class BeamSearch:
     if self.is_huggingface:
       ends = (ends | (length == self.max_decode_length)) & (jnp.arange(count) < beams)
     ended = jnp.where(ends & carry.open[:, None], log_probs / self._penalty(length), -jnp.inf)
-    done = _best(beams, Found(
+    done = _best(
+      beams,
+      Found(
         jnp.concatenate([carry.done.tokens, tokens], axis=1),
         jnp.concatenate([carry.done.lengths, jnp.full(best.shape, length)], axis=1),
-        jnp.concatenate([carry.done.scores, ended], axis=1)))
+        jnp.concatenate([carry.done.scores, ended], axis=1),
+      ),
+    )
 
     log_probs, kept = jax.lax.top_k(jnp.where(stops, -jnp.inf, log_probs), beams)
+
     def of_kept(x: jax.Array) -> jax.Array:
       return jnp.take_along_axis(x, kept, axis=1)
+
     tokens = jnp.take_along_axis(tokens, kept[:, :, None], axis=1)
     still_open = carry.open & self._may_improve(log_probs[:, 0], done, length)
     # An open text of -inf has no token to go on with; any will do.
-    return (Beams(tokens, log_probs, length, done, still_open),
-            of_kept(chosen).reshape(-1), of_kept(origin))
+    return (
+      Beams(tokens, log_probs, length, done, still_open),
+      of_kept(chosen).reshape(-1),
+      of_kept(origin),
+    )
 
   def _penalty(self, length: Any) -> jax.Array:
     length = jnp.asarray(length, jnp.float32)
@@ -113,15 +129,28 @@ class BeamSearch:
     def either(of_done: jax.Array, of_open: jax.Array) -> jax.Array:
       extra = (1,) * (of_done.ndim - 2)
       open_place = jnp.maximum(place - num_done, 0).reshape(*is_done.shape, *extra)
-      return jnp.where(is_done.reshape(*is_done.shape, *extra), of_done,
-                       jnp.take_along_axis(of_open, open_place, axis=1))
-    return jax.tree.map(either, done, Found(
-        carry.tokens, jnp.full(done.lengths.shape, carry.length),
-        carry.log_probabilities / self._penalty(carry.length)))
+      return jnp.where(
+        is_done.reshape(*is_done.shape, *extra),
+        of_done,
+        jnp.take_along_axis(of_open, open_place, axis=1),
+      )
+
+    return jax.tree.map(
+      either,
+      done,
+      Found(
+        carry.tokens,
+        jnp.full(done.lengths.shape, carry.length),
+        carry.log_probabilities / self._penalty(carry.length),
+      ),
+    )
 
 
 def _best(count: int, texts: Found) -> Found:
   """Returns the `count` texts of each prompt with the highest scores."""
   scores, best = jax.lax.top_k(texts.scores, count)
-  return Found(jnp.take_along_axis(texts.tokens, best[:, :, None], axis=1),
-               jnp.take_along_axis(texts.lengths, best, axis=1), scores)
+  return Found(
+    jnp.take_along_axis(texts.tokens, best[:, :, None], axis=1),
+    jnp.take_along_axis(texts.lengths, best, axis=1),
+    scores,
+  )

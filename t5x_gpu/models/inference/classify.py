@@ -23,6 +23,7 @@ class ClassifierConfig:
     end_id: ends each text of a row; what follows the first of two has token type 1.
     batch_size: texts at a time.
   """
+
   max_length: int
   end_id: int
   batch_size: int
@@ -45,25 +46,30 @@ class Classifier:
     self._layout = layout.for_decoding
     parts = self._layout.batch_parts
     self.batch_size = -(-config.batch_size // parts) * parts
-    self._classify = self._layout.jit(functools.partial(_probabilities, model),
-                                      out_shardings=self._layout.replicated)
+    self._classify = self._layout.jit(
+      functools.partial(_probabilities, model), out_shardings=self._layout.replicated
+    )
 
   def check_prompt(self, length: int, *, where: str, targets: int = 0) -> None:
     """Raises DataError for a row that is longer than those of training."""
     del targets
     if length > self.config.max_length:
-      raise DataError(f'{where} has {length} tokens; rows have {self.config.max_length}.',
-                      fix='Shorten the text.', parameters=('DatasetConfig.task_feature_lengths',))
+      raise DataError(
+        f'{where} has {length} tokens; rows have {self.config.max_length}.',
+        fix='Shorten the text.',
+        parameters=('DatasetConfig.task_feature_lengths',),
+      )
 
-  def generate(self, prompts: Sequence[Sequence[int]], *, numbers: Optional[Sequence[int]] = None
-               ) -> list[list[float]]:
+  def generate(
+    self, prompts: Sequence[Sequence[int]], *, numbers: Optional[Sequence[int]] = None
+  ) -> list[list[float]]:
     """Returns the probability of each class, for each of `prompts` (ids, framed as in training)."""
     del numbers
     found: list[list[float]] = []
     for start in range(0, len(prompts), self.batch_size):
-      part = prompts[start:start + self.batch_size]
+      part = prompts[start : start + self.batch_size]
       batch = self._layout.put(self._batch(part))
-      found += np.asarray(self._classify(self._params, batch))[:len(part)].tolist()
+      found += np.asarray(self._classify(self._params, batch))[: len(part)].tolist()
     return found
 
   def _batch(self, prompts: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
@@ -71,10 +77,10 @@ class Classifier:
     tokens, types = np.zeros((2, self.batch_size, length), np.int32)
     tokens[:, 0] = 1  # rows that only fill the batch have something to attend to
     for row, prompt in enumerate(prompts):
-      tokens[row, :len(prompt)] = prompt
+      tokens[row, : len(prompt)] = prompt
       ends = np.flatnonzero(tokens[row] == self.config.end_id)
       if len(ends) > 1:
-        types[row, ends[0] + 1:len(prompt)] = 1
+        types[row, ends[0] + 1 : len(prompt)] = 1
     batch = {'encoder_input_tokens': tokens}
     if without_adapters(self._model).config.num_token_types > 1:
       batch['encoder_token_types'] = types

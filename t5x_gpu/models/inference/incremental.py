@@ -25,6 +25,7 @@ class DecodingState:
     prefix: [batch, slots], 1 on prompts whose tokens see each other both ways, or None.
     encoder_segments: [batch, kv_length], 1 on the encoder's tokens, 0 on padding; or None.
   """
+
   caches: LayerCaches
   first: jax.Array
   prefix: Optional[jax.Array] = None
@@ -60,12 +61,17 @@ class DecodingState:
 
   def repeat(self, count: int) -> 'DecodingState':
     """Returns the state with every row `count` times, next to each other."""
+
     def rows(x: Optional[jax.Array], axis: int = 0) -> Optional[jax.Array]:
       return None if x is None else jnp.repeat(x, count, axis=axis)
+
     def of_cache(cache: Optional[KVCache]) -> Optional[KVCache]:
       return cache and cache.of_rows(lambda x: rows(x, axis=1))
-    return DecodingState(LayerCaches(of_cache(self.caches.own), of_cache(self.caches.encoder)),
-                         *map(rows, (self.first, self.prefix, self.encoder_segments)))
+
+    return DecodingState(
+      LayerCaches(of_cache(self.caches.own), of_cache(self.caches.encoder)),
+      *map(rows, (self.first, self.prefix, self.encoder_segments)),
+    )
 
   def beams(self, index: jax.Array) -> 'DecodingState':
     """Returns the state in which beam b of a prompt continues what beam `index[:, b]` was.
@@ -75,17 +81,27 @@ class DecodingState:
     Args:
       index: [batch, beams]; rows are beams of one prompt after those of another.
     """
+
     def chosen(x: jax.Array) -> jax.Array:
       by_prompt = x.reshape(x.shape[0], *index.shape, *x.shape[2:])
       taken = jax.vmap(lambda x, i: jnp.take(x, i, axis=1), in_axes=(1, 0), out_axes=1)(
-          by_prompt, index)
+        by_prompt, index
+      )
       return taken.reshape(x.shape)
+
     return self.replace(caches=self.caches.replace(own=self.caches.own.of_rows(chosen)))
 
 
-def begin(config: TransformerConfig, *, num_layers: int, lengths: jax.Array, prompt_length: int,
-          slots: int, bidirectional_prompt: bool = False,
-          encoder_segments: Optional[jax.Array] = None) -> DecodingState:
+def begin(
+  config: TransformerConfig,
+  *,
+  num_layers: int,
+  lengths: jax.Array,
+  prompt_length: int,
+  slots: int,
+  bidirectional_prompt: bool = False,
+  encoder_segments: Optional[jax.Array] = None,
+) -> DecodingState:
   """Returns the state before the first token.
 
   Args:
@@ -102,8 +118,15 @@ def begin(config: TransformerConfig, *, num_layers: int, lengths: jax.Array, pro
   kv_heads = config.kv_heads if config.kv_heads % ways == 0 else ways
 
   def cache(slots: int) -> KVCache:
-    return empty_cache(num_layers=num_layers, batch=batch, slots=slots, num_kv_heads=kv_heads,
-                       head_dim=config.head_dim, dtype=config.compute_dtype)
+    return empty_cache(
+      num_layers=num_layers,
+      batch=batch,
+      slots=slots,
+      num_kv_heads=kv_heads,
+      head_dim=config.head_dim,
+      dtype=config.compute_dtype,
+    )
+
   first, prefix = prompt_length - lengths, None
   if bidirectional_prompt:
     all_slots = jnp.arange(slots)

@@ -28,6 +28,7 @@ class Found:
     lengths: [batch, decodes] tokens of each, the one that stops included.
     scores: [batch, decodes] log-probability; of a beam search, after the length penalty.
   """
+
   tokens: jax.Array
   lengths: jax.Array
   scores: jax.Array
@@ -40,14 +41,16 @@ class Search(Protocol):
     num_rows_per_prompt: rows that it works on.
     max_decode_length: tokens at most.
   """
+
   num_rows_per_prompt: int
   max_decode_length: int
 
   def start(self, rows: int) -> Any:
     """Returns the first carry."""
 
-  def choose(self, number: Any, logits: jax.Array, carry: Any
-             ) -> tuple[Any, jax.Array, Optional[jax.Array]]:
+  def choose(
+    self, number: Any, logits: jax.Array, carry: Any
+  ) -> tuple[Any, jax.Array, Optional[jax.Array]]:
     """Returns carry, tokens [rows] and [batch, beams] the beams they continue, None for their own.
 
     Args:
@@ -62,8 +65,9 @@ class Search(Protocol):
     """Returns what was found."""
 
 
-def run(search: Search, *, logits: jax.Array, state: DecodingState, decode_step: DecodeStep
-        ) -> Found:
+def run(
+  search: Search, *, logits: jax.Array, state: DecodingState, decode_step: DecodeStep
+) -> Found:
   """Returns what `search` finds; the loop ends as soon as no row needs another token.
 
   Args:
@@ -89,6 +93,7 @@ def run(search: Search, *, logits: jax.Array, state: DecodingState, decode_step:
     number, tokens, carry, state = loop
     logits, state = decode_step(tokens, state)
     return number + 1, *choose(number, logits, carry, state)
+
   first = choose(0, logits, search.start(logits.shape[0]), state)
   carry = jax.lax.while_loop(goes_on, another, (jnp.int32(1), *first))[2]
   return search.result(carry)
@@ -134,6 +139,7 @@ class Texts:
     log_probabilities: [rows], under the model, of all tokens.
     finished: [rows] whether a stop token ended it.
   """
+
   tokens: jax.Array
   lengths: jax.Array
   log_probabilities: jax.Array
@@ -151,6 +157,7 @@ class Sampling:
     max_decode_length, temperature, top_k, top_p, stop_tokens, zero_is_padding, seed: as in
       DecodingConfig.
   """
+
   numbers: jax.Array
   num_rows_per_prompt: int
   max_decode_length: int
@@ -163,11 +170,14 @@ class Sampling:
 
   def start(self, rows: int) -> Texts:
     tokens = shard(jnp.zeros((rows, self.max_decode_length), jnp.int32), 'batch', None)
-    return Texts(tokens, jnp.zeros(rows, jnp.int32), jnp.zeros(rows),
-                 jnp.repeat(self.numbers < 0, self.num_rows_per_prompt))
+    return Texts(
+      tokens,
+      jnp.zeros(rows, jnp.int32),
+      jnp.zeros(rows),
+      jnp.repeat(self.numbers < 0, self.num_rows_per_prompt),
+    )
 
-  def choose(self, number: Any, logits: jax.Array, carry: Texts
-             ) -> tuple[Texts, jax.Array, None]:
+  def choose(self, number: Any, logits: jax.Array, carry: Texts) -> tuple[Texts, jax.Array, None]:
     allowed = without_padding(logits, zero_is_padding=self.zero_is_padding)
     if self.temperature > 0:
       allowed = likeliest(allowed / self.temperature, top_k=self.top_k, top_p=self.top_p)
@@ -178,14 +188,24 @@ class Sampling:
     log_probability = jnp.take_along_axis(jax.nn.log_softmax(logits), chosen[:, None], -1)[:, 0]
     gained = jnp.where(carry.finished, 0.0, log_probability)
     tokens = shard(carry.tokens.at[:, number].set(chosen), 'batch', None)
-    return Texts(tokens, carry.lengths + ~carry.finished, carry.log_probabilities + gained,
-                 carry.finished | is_stop(chosen, self.stop_tokens)), chosen, None
+    return (
+      Texts(
+        tokens,
+        carry.lengths + ~carry.finished,
+        carry.log_probabilities + gained,
+        carry.finished | is_stop(chosen, self.stop_tokens),
+      ),
+      chosen,
+      None,
+    )
 
   def _keys(self, number: Any) -> jax.Array:
     """Returns a key per row for token `number`."""
+
     def key(prompt: jax.Array, decode: jax.Array) -> jax.Array:
       of_row = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), prompt), decode)
       return jax.random.fold_in(of_row, number)
+
     prompts = jnp.repeat(self.numbers, self.num_rows_per_prompt)
     decodes = jnp.arange(prompts.shape[0]) % self.num_rows_per_prompt
     return jax.vmap(key)(prompts, decodes)
@@ -196,4 +216,5 @@ class Sampling:
   def result(self, carry: Texts) -> Found:
     def by_prompt(x: jax.Array) -> jax.Array:
       return x.reshape(-1, self.num_rows_per_prompt, *x.shape[1:])
+
     return Found(*map(by_prompt, (carry.tokens, carry.lengths, carry.log_probabilities)))

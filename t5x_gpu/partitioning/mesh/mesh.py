@@ -15,29 +15,48 @@ import numpy as np
 
 from t5x_gpu.errors import did_you_mean
 from t5x_gpu.partitioning.mesh.mesh_problems import (
-    any_of, divisors, legal_partitions, nearest_multiples, product_words)
+  any_of,
+  divisors,
+  legal_partitions,
+  nearest_multiples,
+  product_words,
+)
 from t5x_gpu.partitioning.mesh.mesh_sizes import (
-    MESH_AXES, SIZE_PARAMETERS, MeshSizes, resolve_mesh_sizes)
+  MESH_AXES,
+  SIZE_PARAMETERS,
+  MeshSizes,
+  resolve_mesh_sizes,
+)
 from t5x_gpu.runtime.cluster.topology import Topology
 
-__all__ = ['MESH_AXES', 'MeshSizes', 'SizeHint', 'build_mesh', 'check_model_sizes', 'device_array',
-           'mesh_table', 'resolve_mesh_sizes']
+__all__ = [
+  'MESH_AXES',
+  'MeshSizes',
+  'SizeHint',
+  'build_mesh',
+  'check_model_sizes',
+  'device_array',
+  'mesh_table',
+  'resolve_mesh_sizes',
+]
 
 # What an axis splits, in words for the table.
 SPLITS = {
-    'stage': 'layers (pipeline)',
-    'data': 'batch',
-    'context': 'length of the sequence',
-    'expert': 'experts',
-    'model': 'heads, mlp, vocab',
+  'stage': 'layers (pipeline)',
+  'data': 'batch',
+  'context': 'length of the sequence',
+  'expert': 'experts',
+  'model': 'heads, mlp, vocab',
 }
 # By zero_stage.
-FSDP_SPLITS = {1: 'batch and optimizer state', 2: 'batch, gradients, optimizer state',
-               3: 'batch and parameters'}
+FSDP_SPLITS = {
+  1: 'batch and optimizer state',
+  2: 'batch, gradients, optimizer state',
+  3: 'batch and parameters',
+}
 
 
-def build_mesh(sizes: MeshSizes, topology: Topology,
-               devices: Sequence[Any]) -> jax.sharding.Mesh:
+def build_mesh(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> jax.sharding.Mesh:
   """Returns the mesh with the axes `MESH_AXES`, all of them Auto.
 
   Args:
@@ -46,8 +65,11 @@ def build_mesh(sizes: MeshSizes, topology: Topology,
     devices: host-major, as `topology.discover` returns them.
   """
   # jax.make_mesh makes Explicit axes; the partitioner's rules are for the compiler to propagate.
-  return jax.sharding.Mesh(device_array(sizes, topology, devices), MESH_AXES,
-                           axis_types=(jax.sharding.AxisType.Auto,) * len(MESH_AXES))
+  return jax.sharding.Mesh(
+    device_array(sizes, topology, devices),
+    MESH_AXES,
+    axis_types=(jax.sharding.AxisType.Auto,) * len(MESH_AXES),
+  )
 
 
 def device_array(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> np.ndarray:
@@ -82,8 +104,9 @@ def mesh_table(sizes: MeshSizes, topology: Topology, *, zero_stage: int = 3) -> 
   widths = [max(len(row[column]) for row in rows) for column in range(4)]
   lines = [f'mesh: {topology} = {topology.count(topology.num_devices)} ({topology.reason})']
   for axis, size, splits, link in rows:
-    lines.append(f'  {axis:<{widths[0]}}  {size:>{widths[1]}}  {splits:<{widths[2]}}  {link}'
-                 .rstrip())
+    lines.append(
+      f'  {axis:<{widths[0]}}  {size:>{widths[1]}}  {splits:<{widths[2]}}  {link}'.rstrip()
+    )
   lines += [f'  note: {note}' for note in sizes.notes]
   lines += [f'  WARNING: {warning}' for warning in sizes.warnings]
   return '\n'.join(lines)
@@ -110,6 +133,7 @@ class SizeHint:
     multiple_of: what advised sizes are to be a multiple of, besides.
     or_else: another way out, a parameter with its value.
   """
+
   set_by: str
   words: str = ''
   each_of: int = 1
@@ -117,11 +141,15 @@ class SizeHint:
   or_else: str = ''
 
 
-def check_model_sizes(sizes: MeshSizes, logical_sizes: Mapping[str, int],
-                      rules: Mapping[str, tuple[str, ...]], *,
-                      parameter_names: Optional[Mapping[str, str]] = None,
-                      hints: Optional[Mapping[str, SizeHint]] = None,
-                      legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
+def check_model_sizes(
+  sizes: MeshSizes,
+  logical_sizes: Mapping[str, int],
+  rules: Mapping[str, tuple[str, ...]],
+  *,
+  parameter_names: Optional[Mapping[str, str]] = None,
+  hints: Optional[Mapping[str, SizeHint]] = None,
+  legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+) -> list[str]:
   """Returns one sentence with its fix for every model size that its mesh axes do not divide.
 
   Args:
@@ -140,20 +168,29 @@ def check_model_sizes(sizes: MeshSizes, logical_sizes: Mapping[str, int],
       continue
     unknown = [axis for axis in rules[name] if axis not in MESH_AXES]
     if unknown:
-      problems.append(f'{name} is split over {any_of(unknown)}, which no mesh has. The axes are '
-                      f'{", ".join(MESH_AXES)}.{did_you_mean(unknown[0], MESH_AXES)}')
+      problems.append(
+        f'{name} is split over {any_of(unknown)}, which no mesh has. The axes are '
+        f'{", ".join(MESH_AXES)}.{did_you_mean(unknown[0], MESH_AXES)}'
+      )
       continue
     hint = (hints or {}).get(name) or SizeHint((parameter_names or {}).get(name, name))
     ways = {axis: sizes.total[axis] for axis in rules[name]}
     if size % (math.prod(ways.values()) * hint.each_of):
       each = f' in each of {hint.each_of} microbatches' if hint.each_of > 1 else ''
-      problems.append(f'{hint.words or name} = {size} does not divide over {product_words(ways)}'
-                      f'{each}. {_size_fix(sizes, hint, size, ways, legal_sizes)}')
+      problems.append(
+        f'{hint.words or name} = {size} does not divide over {product_words(ways)}'
+        f'{each}. {_size_fix(sizes, hint, size, ways, legal_sizes)}'
+      )
   return problems
 
 
-def _size_fix(sizes: MeshSizes, hint: SizeHint, size: int, ways: Mapping[str, int],
-              legal_sizes: Optional[Mapping[str, Sequence[int]]]) -> str:
+def _size_fix(
+  sizes: MeshSizes,
+  hint: SizeHint,
+  size: int,
+  ways: Mapping[str, int],
+  legal_sizes: Optional[Mapping[str, Sequence[int]]],
+) -> str:
   """Returns the nearest sizes of the model, and of the mesh if one axis alone can mend it."""
   unit = math.lcm(math.prod(ways.values()) * hint.each_of, hint.multiple_of)
   fixes = [f'{hint.set_by} = {any_of(nearest_multiples(size, unit))}']
@@ -163,10 +200,14 @@ def _size_fix(sizes: MeshSizes, hint: SizeHint, size: int, ways: Mapping[str, in
     legal = divisors(sizes.num_devices)
     if used == ['model']:
       inside, across = legal_partitions(
-          Topology(math.prod(sizes.dcn.values()), math.prod(sizes.ici.values())))
+        Topology(math.prod(sizes.dcn.values()), math.prod(sizes.ici.values()))
+      )
       legal = inside + across
-    fitting = [value for value in (legal if legal_sizes is None else legal_sizes[used[0]])
-               if size % (value * hint.each_of) == 0]
+    fitting = [
+      value
+      for value in (legal if legal_sizes is None else legal_sizes[used[0]])
+      if size % (value * hint.each_of) == 0
+    ]
     if fitting:
       fixes.append(f'Partitioner.{SIZE_PARAMETERS[used[0]]} = {any_of(fitting)}')
   if hint.or_else:

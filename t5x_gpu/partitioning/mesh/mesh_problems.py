@@ -13,6 +13,7 @@ from t5x_gpu.runtime.cluster.topology import Topology
 @dataclasses.dataclass(frozen=True)
 class Problem:
   """One thing that is wrong: the first half of a `MeshError` and the second."""
+
   what: str
   fix: str
   parameters: tuple[str, ...] = ()
@@ -32,6 +33,7 @@ class Slots:
     more_words: number -> '32 GPUs'.
     legal: axis -> the sizes that it may have at all, for axes with such a rule.
   """
+
   number: int
   words: str
   names: Mapping[str, str]
@@ -49,11 +51,14 @@ def raise_all(problems: list[Problem]) -> None:
   names = dict.fromkeys(name for problem in problems for name in problem.parameters)
   parameters = tuple(f'Partitioner.{name}' for name in names)
   if len(problems) == 1:
-    raise MeshError(problems[0].what, fix=problems[0].fix, parameters=parameters,
-                    docs='mesh.md#sizes')
-  raise MeshError(all_problems([f'{p.what} {p.fix}' for p in problems],
-                               title='The mesh cannot be made'),
-                  parameters=parameters, docs='mesh.md#sizes')
+    raise MeshError(
+      problems[0].what, fix=problems[0].fix, parameters=parameters, docs='mesh.md#sizes'
+    )
+  raise MeshError(
+    all_problems([f'{p.what} {p.fix}' for p in problems], title='The mesh cannot be made'),
+    parameters=parameters,
+    docs='mesh.md#sizes',
+  )
 
 
 def is_size(value: Any) -> bool:
@@ -61,39 +66,53 @@ def is_size(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool) and (value >= 1 or value == -1)
 
 
-def check_sizes(sizes: Mapping[str, object], where: str, problems: list[Problem],
-                parameters: Mapping[str, str]) -> bool:
+def check_sizes(
+  sizes: Mapping[str, object], where: str, problems: list[Problem], parameters: Mapping[str, str]
+) -> bool:
   """Returns whether every size is 1 or more, with at most one -1; adds what is not to problems."""
   good = True
   for axis, size in sizes.items():
     if not is_size(size):
       good = False
-      problems.append(Problem(
+      problems.append(
+        Problem(
           f'{where}{axis} = {size!r} is not a size.',
-          f'Set {axis} to 1 or more, or to -1 for what is left over.', (parameters[axis],)))
+          f'Set {axis} to 1 or more, or to -1 for what is left over.',
+          (parameters[axis],),
+        )
+      )
   open_axes = [axis for axis, size in sizes.items() if size == -1]
   if len(open_axes) > 1:
     good = False
     keep = next(axis for axis in open_axes if axis != 'data')
-    problems.append(Problem(
+    problems.append(
+      Problem(
         f'{where}{" and ".join(open_axes)} are -1, but only one axis can take what is left over.',
         f'Keep {keep} = -1 and set '
         + ' and '.join(f'{axis} = 1' for axis in open_axes if axis != keep)
         + (' (data is -1 unless it is set).' if 'data' in open_axes and not where else '.'),
-        tuple(dict.fromkeys(parameters[axis] for axis in open_axes))))
+        tuple(dict.fromkeys(parameters[axis] for axis in open_axes)),
+      )
+    )
   return good
 
 
 def legal_partitions(topology: Topology) -> tuple[tuple[int, ...], tuple[int, ...]]:
   """Returns every legal `num_partitions`: those inside a host, and those that span whole hosts."""
   inside = tuple(divisors(topology.devices_per_host))
-  across = tuple(topology.devices_per_host * hosts
-                 for hosts in divisors(topology.num_hosts) if hosts > 1)
+  across = tuple(
+    topology.devices_per_host * hosts for hosts in divisors(topology.num_hosts) if hosts > 1
+  )
   return inside, across
 
 
-def partitions_problem(topology: Topology, num_partitions: int, *, given_as: str = '',
-                       parameters: tuple[str, ...] = ('num_partitions',)) -> Optional[Problem]:
+def partitions_problem(
+  topology: Topology,
+  num_partitions: int,
+  *,
+  given_as: str = '',
+  parameters: tuple[str, ...] = ('num_partitions',),
+) -> Optional[Problem]:
   """Returns what is wrong with `num_partitions` on `topology`, None if nothing.
 
   Tensor parallelism exchanges activations in every layer: it belongs on the links inside a host. A
@@ -110,16 +129,23 @@ def partitions_problem(topology: Topology, num_partitions: int, *, given_as: str
     return None
   if topology.num_devices == 1:
     return Problem(
-        f'num_partitions = {num_partitions}{given_as} splits every layer over {num_partitions} '
-        f'devices, but there is {topology.count(1)}.', 'Set Partitioner.num_partitions = 1, or '
-        f'start on a host with {topology.count(num_partitions)}.', parameters)
+      f'num_partitions = {num_partitions}{given_as} splits every layer over {num_partitions} '
+      f'devices, but there is {topology.count(1)}.',
+      'Set Partitioner.num_partitions = 1, or '
+      f'start on a host with {topology.count(num_partitions)}.',
+      parameters,
+    )
   per_host = topology.count(topology.devices_per_host)
-  what = (f'num_partitions = {num_partitions}{given_as} does not fit {topology}: it must divide '
-          f'the {per_host} of a host, so that tensor parallelism stays on the links inside it')
+  what = (
+    f'num_partitions = {num_partitions}{given_as} does not fit {topology}: it must divide '
+    f'the {per_host} of a host, so that tensor parallelism stays on the links inside it'
+  )
   fix = f'Set Partitioner.num_partitions = {any_of(inside)}'
   if topology.num_hosts > 1:
-    what += (f', or be a whole multiple of {topology.devices_per_host} that divides all '
-             f'{topology.num_devices}')
+    what += (
+      f', or be a whole multiple of {topology.devices_per_host} that divides all '
+      f'{topology.num_devices}'
+    )
     fix += f' (inside a host), or {any_of(across)} (across hosts, over the network)'
   return Problem(what + '.', fix + '.', parameters)
 
@@ -132,8 +158,11 @@ def product_problem(slots: Slots, sizes: Mapping[str, int]) -> Problem:
   fix = f'Set {_changes_words(slots, nearest)}{slots.where}{gives}'
   if slots.multiple_of and (product % slots.multiple_of == 0 or product <= slots.multiple_of):
     fix += f', or start {slots.more_words.format(product)}'
-  return Problem(f'{slots.words} cannot form {product_words(sizes)}. The sizes must '
-                 f'multiply to {slots.number}.', fix + '.', slots.parameters)
+  return Problem(
+    f'{slots.words} cannot form {product_words(sizes)}. The sizes must multiply to {slots.number}.',
+    fix + '.',
+    slots.parameters,
+  )
 
 
 def fill_problem(slots: Slots, sizes: Mapping[str, int], open_axis: str) -> Problem:
@@ -144,9 +173,13 @@ def fill_problem(slots: Slots, sizes: Mapping[str, int], open_axis: str) -> Prob
   if slots.multiple_of:
     unit = math.lcm(product, slots.multiple_of)
     fix += f', or start {slots.more_words.format((slots.number // unit + 1) * unit)}'
-  return Problem(f'{slots.words} cannot form {product_words(fixed)} with '
-                 f'{slots.names[open_axis]} taking what is left over: {slots.number} is not a '
-                 f'multiple of {product}.', fix + '.', slots.parameters)
+  return Problem(
+    f'{slots.words} cannot form {product_words(fixed)} with '
+    f'{slots.names[open_axis]} taking what is left over: {slots.number} is not a '
+    f'multiple of {product}.',
+    fix + '.',
+    slots.parameters,
+  )
 
 
 def nearest_sizes(slots: Slots, sizes: Mapping[str, int], *, exact: bool) -> list[dict[str, int]]:
@@ -159,8 +192,11 @@ def nearest_sizes(slots: Slots, sizes: Mapping[str, int], *, exact: bool) -> lis
   """
   free = [axis for axis, size in sizes.items() if size > 1 or axis == 'data']
   for fewest in range(1, len(free) + 1):
-    changes = [change for axes in itertools.combinations(free, fewest)
-               for change in _changes(slots, sizes, axes, exact=exact)]
+    changes = [
+      change
+      for axes in itertools.combinations(free, fewest)
+      for change in _changes(slots, sizes, axes, exact=exact)
+    ]
     if changes:
       break
 
@@ -177,8 +213,9 @@ def nearest_sizes(slots: Slots, sizes: Mapping[str, int], *, exact: bool) -> lis
   return changes[:2]
 
 
-def _changes(slots: Slots, sizes: Mapping[str, int], axes: tuple[str, ...], *,
-             exact: bool) -> Iterator[dict[str, int]]:
+def _changes(
+  slots: Slots, sizes: Mapping[str, int], axes: tuple[str, ...], *, exact: bool
+) -> Iterator[dict[str, int]]:
   """Yields every way to fit by new sizes for `axes` alone."""
   kept = math.prod(size for axis, size in sizes.items() if axis not in axes)
   if slots.number % kept:
@@ -186,8 +223,9 @@ def _changes(slots: Slots, sizes: Mapping[str, int], axes: tuple[str, ...], *,
   for values in _products_within(slots.number // kept, len(axes)):
     change = dict(zip(axes, values))
     if (not exact or math.prod(values) * kept == slots.number) and all(
-        value != sizes[axis] and value in slots.legal.get(axis, (value,))
-        for axis, value in change.items()):
+      value != sizes[axis] and value in slots.legal.get(axis, (value,))
+      for axis, value in change.items()
+    ):
       yield change
 
 
@@ -211,7 +249,8 @@ def any_of(values: Iterable[Any]) -> str:
 def sizes_words(sizes: Mapping[str, int]) -> str:
   """Returns 'data=2 x fsdp=4', without axes of size 1 unless all are."""
   return ' x '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1) or (
-      'data=1' if 'data' in sizes else 'model=1')
+    'data=1' if 'data' in sizes else 'model=1'
+  )
 
 
 def product_words(sizes: Mapping[str, int]) -> str:
@@ -231,5 +270,7 @@ def _products_within(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _changes_words(slots: Slots, changes: list[dict[str, int]]) -> str:
-  return any_of(' with '.join(f'{slots.names[axis]} = {value}' for axis, value in change.items())
-                for change in changes)
+  return any_of(
+    ' with '.join(f'{slots.names[axis]} = {value}' for axis, value in change.items())
+    for change in changes
+  )

@@ -14,8 +14,16 @@ from typing import Optional
 
 from t5x_gpu.errors import did_you_mean
 from t5x_gpu.partitioning.mesh.mesh_problems import (
-    Problem, Slots, check_sizes, fill_problem, is_size, legal_partitions, partitions_problem,
-    product_problem, raise_all)
+  Problem,
+  Slots,
+  check_sizes,
+  fill_problem,
+  is_size,
+  legal_partitions,
+  partitions_problem,
+  product_problem,
+  raise_all,
+)
 from t5x_gpu.runtime.cluster.topology import Topology
 
 # Outermost first: neighbours on the last axis talk most and get the fastest link.
@@ -40,6 +48,7 @@ class MeshSizes:
     notes: why the sizes are what they are, for the log.
     warnings: choices that are allowed and probably slow.
   """
+
   total: Mapping[str, int]
   ici: Mapping[str, int]
   dcn: Mapping[str, int]
@@ -54,11 +63,19 @@ class MeshSizes:
     return self.dcn[axis] > 1
 
 
-def resolve_mesh_sizes(topology: Topology, *, num_partitions: Optional[int] = None,
-                       model_parallel_submesh: Optional[Sequence[int]] = None,
-                       stage: int = 1, data: int = -1, fsdp: int = 1, context: int = 1,
-                       expert: int = 1, ici_mesh_shape: Optional[Mapping[str, int]] = None,
-                       dcn_mesh_shape: Optional[Mapping[str, int]] = None) -> MeshSizes:
+def resolve_mesh_sizes(
+  topology: Topology,
+  *,
+  num_partitions: Optional[int] = None,
+  model_parallel_submesh: Optional[Sequence[int]] = None,
+  stage: int = 1,
+  data: int = -1,
+  fsdp: int = 1,
+  context: int = 1,
+  expert: int = 1,
+  ici_mesh_shape: Optional[Mapping[str, int]] = None,
+  dcn_mesh_shape: Optional[Mapping[str, int]] = None,
+) -> MeshSizes:
   """Returns the mesh sizes for `topology`, or raises with everything that is wrong and what fits.
 
   Args:
@@ -85,12 +102,15 @@ def resolve_mesh_sizes(topology: Topology, *, num_partitions: Optional[int] = No
     return _split_over_hosts(topology, sizes, model_parallel_submesh)
   set_too = [axis for axis, size in flat.items() if size != (-1 if axis == 'data' else 1)]
   if set_too:
-    problems.append(Problem(
+    problems.append(
+      Problem(
         f'The sizes are given twice: by ici_mesh_shape/dcn_mesh_shape and by '
         f'{", ".join(f"{axis}={flat[axis]}" for axis in set_too)}.',
         f'Remove {", ".join(f"Partitioner.{axis}" for axis in set_too)}, or write the sizes into '
         'ici_mesh_shape (inside a host) and dcn_mesh_shape (across hosts).',
-        tuple(set_too) + ('ici_mesh_shape', 'dcn_mesh_shape')))
+        tuple(set_too) + ('ici_mesh_shape', 'dcn_mesh_shape'),
+      )
+    )
   return _hybrid_sizes(topology, model, ici_mesh_shape, dcn_mesh_shape, problems)
 
 
@@ -99,38 +119,53 @@ def _model_size(num_partitions, submesh, problems: list[Problem]) -> Optional[in
   if submesh is not None:
     numbers = tuple(submesh) if isinstance(submesh, Sequence) else (submesh,)
     if len(numbers) not in (2, 4) or not all(is_size(n) and n != -1 for n in numbers):
-      problems.append(Problem(
+      problems.append(
+        Problem(
           f'model_parallel_submesh = {submesh!r} is not four sizes as in T5X, (1, 2, 1, 1), nor '
           'two, (hosts, devices of a host).',
           'Set Partitioner.num_partitions instead: it is the product of the four.',
-          ('model_parallel_submesh',)))
+          ('model_parallel_submesh',),
+        )
+      )
       return None
     if num_partitions is not None:
-      problems.append(Problem(
+      problems.append(
+        Problem(
           f'num_partitions = {num_partitions} and model_parallel_submesh = {numbers} both set the '
           'size of the model axis.',
           f'Keep one of them: Partitioner.num_partitions = {math.prod(numbers)} means the same as '
-          'that submesh.', ('num_partitions', 'model_parallel_submesh')))
+          'that submesh.',
+          ('num_partitions', 'model_parallel_submesh'),
+        )
+      )
     return math.prod(numbers)
   if num_partitions is not None and (not is_size(num_partitions) or num_partitions == -1):
-    problems.append(Problem(
+    problems.append(
+      Problem(
         f'num_partitions = {num_partitions!r} is not a number of 1 or more.',
         'Set Partitioner.num_partitions = 1 for no tensor parallelism. Only the other sizes can '
-        'be -1 (what is left over).', ('num_partitions',)))
+        'be -1 (what is left over).',
+        ('num_partitions',),
+      )
+    )
     return None
   return num_partitions
 
 
-def _flat_sizes(topology: Topology, given: Mapping[str, int], submesh,
-                problems: list[Problem]) -> Sizes:
+def _flat_sizes(
+  topology: Topology, given: Mapping[str, int], submesh, problems: list[Problem]
+) -> Sizes:
   """Returns the sizes with -1 filled in, in the order of `MESH_AXES`."""
   sizes = {axis: given[axis] for axis in MESH_AXES}
   if submesh is None:
     bad = partitions_problem(topology, sizes['model'])
   else:
-    bad = partitions_problem(topology, sizes['model'],
-                             given_as=f' (the product of model_parallel_submesh = {submesh})',
-                             parameters=('model_parallel_submesh',))
+    bad = partitions_problem(
+      topology,
+      sizes['model'],
+      given_as=f' (the product of model_parallel_submesh = {submesh})',
+      parameters=('model_parallel_submesh',),
+    )
   if bad:
     problems.append(bad)
   if not check_sizes(sizes, '', problems, SIZE_PARAMETERS):
@@ -138,17 +173,22 @@ def _flat_sizes(topology: Topology, given: Mapping[str, int], submesh,
   names = dict(SIZE_PARAMETERS)
   if submesh is not None:
     names['model'] = 'the product of model_parallel_submesh'
-  slots = Slots(topology.num_devices, topology.count(topology.num_devices), names=names,
-                parameters=(*OUTER_AXES, 'num_partitions' if submesh is None else
-                            'model_parallel_submesh'),
-                multiple_of=topology.devices_per_host, more_words=f'{{}} {topology.device_word}s',
-                legal={'model': sum(legal_partitions(topology), ())})
+  slots = Slots(
+    topology.num_devices,
+    topology.count(topology.num_devices),
+    names=names,
+    parameters=(*OUTER_AXES, 'num_partitions' if submesh is None else 'model_parallel_submesh'),
+    multiple_of=topology.devices_per_host,
+    more_words=f'{{}} {topology.device_word}s',
+    legal={'model': sum(legal_partitions(topology), ())},
+  )
   _fill(sizes, problems, slots, open_axis='model' if bad else None)
   return sizes
 
 
-def _fill(sizes: Sizes, problems: list[Problem], slots: Slots, *,
-          open_axis: Optional[str] = None) -> None:
+def _fill(
+  sizes: Sizes, problems: list[Problem], slots: Slots, *, open_axis: Optional[str] = None
+) -> None:
   """Sets the axis that is -1 to what is left over, or adds to `problems` why nothing is.
 
   Args:
@@ -161,8 +201,14 @@ def _fill(sizes: Sizes, problems: list[Problem], slots: Slots, *,
   rest = math.prod(fixed.values())
   left_over = next((axis for axis, size in sizes.items() if size == -1), open_axis)
   named = {axis for axis, size in sizes.items() if size != 1}
-  slots = dataclasses.replace(slots, parameters=tuple(dict.fromkeys(
-      parameter for axis, parameter in zip(slots.names, slots.parameters) if axis in named)))
+  slots = dataclasses.replace(
+    slots,
+    parameters=tuple(
+      dict.fromkeys(
+        parameter for axis, parameter in zip(slots.names, slots.parameters) if axis in named
+      )
+    ),
+  )
   if left_over is None and rest != slots.number:
     problems.append(product_problem(slots, sizes))
   elif left_over is not None and slots.number % rest:
@@ -186,24 +232,33 @@ def _split_over_hosts(topology: Topology, sizes: Sizes, submesh) -> MeshSizes:
   dcn = {axis: sizes[axis] // ici[axis] for axis in MESH_AXES}
   notes = []
   if submesh is not None:
-    notes.append(f'model = {sizes["model"]}, the product of model_parallel_submesh {submesh}; '
-                 'where it lies follows from the size alone')
+    notes.append(
+      f'model = {sizes["model"]}, the product of model_parallel_submesh {submesh}; '
+      'where it lies follows from the size alone'
+    )
   if topology.num_hosts > 1:
-    notes.append(f'the {topology.count(topology.devices_per_host)} of a host go to the innermost '
-                 'axes first: '
-                 + ', '.join(f'{axis} {_split_words(ici[axis], dcn[axis])}'
-                             for axis in reversed(MESH_AXES) if sizes[axis] > 1))
+    notes.append(
+      f'the {topology.count(topology.devices_per_host)} of a host go to the innermost '
+      'axes first: '
+      + ', '.join(
+        f'{axis} {_split_words(ici[axis], dcn[axis])}'
+        for axis in reversed(MESH_AXES)
+        if sizes[axis] > 1
+      )
+    )
   return MeshSizes(sizes, ici, dcn, tuple(notes), _warnings(topology, ici, dcn))
 
 
-def _hybrid_sizes(topology: Topology, model: Optional[int], ici_shape, dcn_shape,
-                  problems: list[Problem]) -> MeshSizes:
+def _hybrid_sizes(
+  topology: Topology, model: Optional[int], ici_shape, dcn_shape, problems: list[Problem]
+) -> MeshSizes:
   """Returns sizes from `ici_mesh_shape` and `dcn_mesh_shape`."""
   notes = []
   parts = []
   for parameter, shape, count, what in (
-      ('ici_mesh_shape', ici_shape, topology.devices_per_host, 'the devices of a host'),
-      ('dcn_mesh_shape', dcn_shape, topology.num_hosts, 'the hosts')):
+    ('ici_mesh_shape', ici_shape, topology.devices_per_host, 'the devices of a host'),
+    ('dcn_mesh_shape', dcn_shape, topology.num_hosts, 'the hosts'),
+  ):
     if shape is None:
       shape = {'data': -1}
       notes.append(f'{parameter} is not set: data takes {what} ({count})')
@@ -212,48 +267,72 @@ def _hybrid_sizes(topology: Topology, model: Optional[int], ici_shape, dcn_shape
   ici, dcn = parts
   sizes = {axis: ici[axis] * dcn[axis] for axis in MESH_AXES}
   if model is not None and model != sizes['model']:
-    problems.append(Problem(
+    problems.append(
+      Problem(
         f'The model axis has {model} partitions by num_partitions (or model_parallel_submesh), '
         f'but {ici["model"]} inside a host x {dcn["model"]} across hosts = {sizes["model"]} by '
         'ici_mesh_shape and dcn_mesh_shape.',
         f'Set Partitioner.num_partitions = None, or {sizes["model"]}.',
-        ('num_partitions', 'ici_mesh_shape', 'dcn_mesh_shape')))
-  bad = partitions_problem(topology, sizes['model'],
-                           given_as=' (by ici_mesh_shape and dcn_mesh_shape)',
-                           parameters=('ici_mesh_shape', 'dcn_mesh_shape'))
+        ('num_partitions', 'ici_mesh_shape', 'dcn_mesh_shape'),
+      )
+    )
+  bad = partitions_problem(
+    topology,
+    sizes['model'],
+    given_as=' (by ici_mesh_shape and dcn_mesh_shape)',
+    parameters=('ici_mesh_shape', 'dcn_mesh_shape'),
+  )
   if bad:
     problems.append(bad)
   raise_all(problems)
   return MeshSizes(sizes, ici, dcn, tuple(notes), _warnings(topology, ici, dcn))
 
 
-def _part_sizes(topology: Topology, parameter: str, shape, count: int,
-                problems: list[Problem]) -> Sizes:
+def _part_sizes(
+  topology: Topology, parameter: str, shape, count: int, problems: list[Problem]
+) -> Sizes:
   """Returns one of the two shapes with all axes and -1 filled in; the product is `count`."""
   ones = dict.fromkeys(MESH_AXES, 1)
   inside = parameter == 'ici_mesh_shape'
   if not isinstance(shape, Mapping):
-    problems.append(Problem(
+    problems.append(
+      Problem(
         f'{parameter} = {shape!r} is not a mapping of axis to size.',
         f"Write Partitioner.{parameter} = {{'data': -1, 'model': {count if inside else 1}}}; T5X's "
-        'tuple (data, model) has no names.', (parameter,)))
+        'tuple (data, model) has no names.',
+        (parameter,),
+      )
+    )
     return ones
   unknown = [axis for axis in shape if axis not in MESH_AXES]
   if unknown:
-    problems.append(Problem(
+    problems.append(
+      Problem(
         f'{parameter} names {", ".join(map(repr, unknown))}, which no mesh has. The axes are '
         f'{", ".join(MESH_AXES)}.{did_you_mean(str(unknown[0]), MESH_AXES)}',
-        f'Correct the name in Partitioner.{parameter}.', (parameter,)))
+        f'Correct the name in Partitioner.{parameter}.',
+        (parameter,),
+      )
+    )
     return ones
   sizes = {**ones, **shape}
   parameters = dict.fromkeys(MESH_AXES, parameter)
   if not check_sizes(sizes, f'{parameter}: ', problems, parameters):
     return ones
   devices_words = f'The {topology.count(count)} of a host'
-  _fill(sizes, problems, Slots(
-      count, devices_words if inside else '1 host' if count == 1 else f'{count} hosts',
-      names={axis: axis for axis in MESH_AXES}, parameters=(parameter,) * len(MESH_AXES),
-      where=f' in {parameter}', multiple_of=0 if inside else 1, more_words='{} hosts'))
+  _fill(
+    sizes,
+    problems,
+    Slots(
+      count,
+      devices_words if inside else '1 host' if count == 1 else f'{count} hosts',
+      names={axis: axis for axis in MESH_AXES},
+      parameters=(parameter,) * len(MESH_AXES),
+      where=f' in {parameter}',
+      multiple_of=0 if inside else 1,
+      more_words='{} hosts',
+    ),
+  )
   return sizes
 
 
@@ -261,9 +340,11 @@ def _warnings(topology: Topology, ici: Sizes, dcn: Sizes) -> tuple[str, ...]:
   if dcn['model'] == 1:
     return ()
   total = ici['model'] * dcn['model']
-  return (f'num_partitions = {total} spans {dcn["model"]} hosts: each layer then waits for sums '
-          f'over the network instead of NVLink. Up to {topology.devices_per_host} stays inside a '
-          'host; fsdp across hosts is usually faster.',)
+  return (
+    f'num_partitions = {total} spans {dcn["model"]} hosts: each layer then waits for sums '
+    f'over the network instead of NVLink. Up to {topology.devices_per_host} stays inside a '
+    'host; fsdp across hosts is usually faster.',
+  )
 
 
 def _split_words(ici: int, dcn: int) -> str:

@@ -9,19 +9,31 @@ from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors, nearest_mu
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import SCHEDULES
 
 # What a user sets, for errors.
-SET_BY = {'layers': 'TransformerConfig.num_layers', 'batch': 'BATCH_SIZE',
-          'encoder_layers': 'EncoderDecoderModel.num_encoder_layers',
-          'stage': 'Partitioner.stage', 'schedule': 'Partitioner.pipeline_schedule',
-          'microbatches': 'Partitioner.num_pipeline_microbatches',
-          'repeats': 'Partitioner.pipeline_repeats',
-          'context_attention': 'Partitioner.context_attention'}
+SET_BY = {
+  'layers': 'TransformerConfig.num_layers',
+  'batch': 'BATCH_SIZE',
+  'encoder_layers': 'EncoderDecoderModel.num_encoder_layers',
+  'stage': 'Partitioner.stage',
+  'schedule': 'Partitioner.pipeline_schedule',
+  'microbatches': 'Partitioner.num_pipeline_microbatches',
+  'repeats': 'Partitioner.pipeline_repeats',
+  'context_attention': 'Partitioner.context_attention',
+}
 
 
-def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *, schedule: str,
-          num_pipeline_microbatches: int, repeats: int = 1, batch_parts: int = 1,
-          num_microbatches: int = 1, skip_idle: bool = True,
-          parameter_names: Optional[Mapping[str, str]] = None,
-          legal_sizes: Optional[Mapping[str, Sequence[int]]] = None) -> list[str]:
+def check(
+  sizes: Mapping[str, int],
+  mesh_shape: Mapping[str, int],
+  *,
+  schedule: str,
+  num_pipeline_microbatches: int,
+  repeats: int = 1,
+  batch_parts: int = 1,
+  num_microbatches: int = 1,
+  skip_idle: bool = True,
+  parameter_names: Optional[Mapping[str, str]] = None,
+  legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+) -> list[str]:
   """Returns one sentence with its fix for everything that keeps the pipeline from running.
 
   Args:
@@ -45,53 +57,80 @@ def check(sizes: Mapping[str, int], mesh_shape: Mapping[str, int], *, schedule: 
   problems = _schedule_problems(schedule, repeats, stages, counts, num_stacks, names)
   if num_stacks > 1 and not skip_idle:
     problems.append(
-        f"{names['context_attention']} = 'ring' in a pipeline of encoder and decoder: a hop waits "
-        f'for all devices, and of the {stages} stages one may be in the decoder while others are '
-        f"in the encoder. Set {names['context_attention']} = 'gather'.")
+      f"{names['context_attention']} = 'ring' in a pipeline of encoder and decoder: a hop waits "
+      f'for all devices, and of the {stages} stages one may be in the decoder while others are '
+      f"in the encoder. Set {names['context_attention']} = 'gather'."
+    )
   if counts:
     possible = None if legal_sizes is None else legal_sizes['stage']
     problems += _layer_problems(counts, stages, max(repeats, 1), names, possible)
   return problems + _microbatch_problems(
-      schedule, num_pipeline_microbatches, stages, sizes.get('batch'),
-      batch_parts * num_microbatches, num_stacks, names)
+    schedule,
+    num_pipeline_microbatches,
+    stages,
+    sizes.get('batch'),
+    batch_parts * num_microbatches,
+    num_stacks,
+    names,
+  )
 
 
-def _schedule_problems(schedule: str, repeats: int, stages: int, counts: Mapping[str, int],
-                       num_stacks: int, names: Mapping[str, str]) -> list[str]:
+def _schedule_problems(
+  schedule: str,
+  repeats: int,
+  stages: int,
+  counts: Mapping[str, int],
+  num_stacks: int,
+  names: Mapping[str, str],
+) -> list[str]:
   if schedule not in SCHEDULES:
-    return [f'{names["schedule"]} = {schedule!r} is no pipeline schedule.'
-            f'{did_you_mean(str(schedule), SCHEDULES)} Set it to '
-            f'{any_of(map(repr, SCHEDULES))}.']
+    return [
+      f'{names["schedule"]} = {schedule!r} is no pipeline schedule.'
+      f'{did_you_mean(str(schedule), SCHEDULES)} Set it to '
+      f'{any_of(map(repr, SCHEDULES))}.'
+    ]
   if repeats < 1:
-    return [f'{names["repeats"]} = {repeats} is not 1 or more. Set it to 1, or to 2 or more with '
-            f"{names['schedule']} = 'circular'."]
-  more = '2 or more' if not counts or any(n % stages for n in counts.values()) else (
-      _more_repeats(math.gcd(*counts.values()), stages))
+    return [
+      f'{names["repeats"]} = {repeats} is not 1 or more. Set it to 1, or to 2 or more with '
+      f"{names['schedule']} = 'circular'."
+    ]
+  more = (
+    '2 or more'
+    if not counts or any(n % stages for n in counts.values())
+    else (_more_repeats(math.gcd(*counts.values()), stages))
+  )
   if schedule == '1f1b' and num_stacks > 1:
     return [_refuse_1f1b(repeats, more, stages, num_stacks, names)]
   if schedule == 'circular' and repeats == 1:
     fix = f'{names["repeats"]} = {more}, or ' if more else ''
     times = 'once' if num_stacks == 1 else f'once per stack of layers, {num_stacks} times'
-    return [f'The circular schedule with {names["repeats"]} = 1 is gpipe: each microbatch passes '
-            f"the {stages} stages {times}. Set {fix}{names['schedule']} = 'gpipe'."]
+    return [
+      f'The circular schedule with {names["repeats"]} = 1 is gpipe: each microbatch passes '
+      f"the {stages} stages {times}. Set {fix}{names['schedule']} = 'gpipe'."
+    ]
   if schedule != 'circular' and repeats > 1:
-    return [f'{names["repeats"]} = {repeats}, but under {schedule} each microbatch passes the '
-            f"{stages} stages once{' per stack of layers' if num_stacks > 1 else ''}. Set "
-            f"{names['schedule']} = 'circular', or {names['repeats']} = 1."]
+    return [
+      f'{names["repeats"]} = {repeats}, but under {schedule} each microbatch passes the '
+      f'{stages} stages once{" per stack of layers" if num_stacks > 1 else ""}. Set '
+      f"{names['schedule']} = 'circular', or {names['repeats']} = 1."
+    ]
   return []
 
 
-def _refuse_1f1b(repeats: int, more: str, stages: int, num_stacks: int, names: Mapping[str, str]
-                 ) -> str:
+def _refuse_1f1b(
+  repeats: int, more: str, stages: int, num_stacks: int, names: Mapping[str, str]
+) -> str:
   """Returns the sentence for a model of several stacks; `more` are the legal repeats above 1."""
   if repeats > 1:
     fix = f"{names['schedule']} = 'circular'"
   else:
     circular = f", or {names['schedule']} = 'circular' and {names['repeats']} = {more}"
     fix = f"{names['schedule']} = 'gpipe'{circular if more else ''}"
-  return (f"{names['schedule']} = '1f1b' takes microbatches back as soon as they have passed the "
-          f'{stages} stages; those of an encoder and a decoder pass them {num_stacks} times. '
-          f'Set {fix}.')
+  return (
+    f"{names['schedule']} = '1f1b' takes microbatches back as soon as they have passed the "
+    f'{stages} stages; those of an encoder and a decoder pass them {num_stacks} times. '
+    f'Set {fix}.'
+  )
 
 
 def _more_repeats(layers: int, stages: int) -> str:
@@ -100,18 +139,27 @@ def _more_repeats(layers: int, stages: int) -> str:
   return any_of(legal) if legal else ''
 
 
-def _layer_problems(counts: Mapping[str, int], stages: int, repeats: int, names: Mapping[str, str],
-                    possible: Optional[Sequence[int]]) -> list[str]:
+def _layer_problems(
+  counts: Mapping[str, int],
+  stages: int,
+  repeats: int,
+  names: Mapping[str, str],
+  possible: Optional[Sequence[int]],
+) -> list[str]:
   """Returns what is wrong with the numbers of layers, by name, of all stacks."""
   blocks, common = stages * repeats, math.gcd(*counts.values())
   wrong = {name: count for name, count in counts.items() if count % blocks}
   if not wrong:
     return []
   what = f'stage={stages}' + (f' x {repeats} blocks each (= {blocks})' if repeats > 1 else '')
-  beside = ''.join(f' ({name} = {count} does)' for name, count in counts.items()
-                   if name not in wrong)
-  fix = [' and '.join(f'{names[name]} = {any_of(nearest_multiples(count, blocks))}'
-                      for name, count in wrong.items())]
+  beside = ''.join(
+    f' ({name} = {count} does)' for name, count in counts.items() if name not in wrong
+  )
+  fix = [
+    ' and '.join(
+      f'{names[name]} = {any_of(nearest_multiples(count, blocks))}' for name, count in wrong.items()
+    )
+  ]
   fitting = [n // repeats for n in divisors(common) if n % repeats == 0]
   fitting = [n for n in fitting if possible is None or n in possible]
   if fitting:
@@ -121,26 +169,41 @@ def _layer_problems(counts: Mapping[str, int], stages: int, repeats: int, names:
     if more:
       fix.append(f'{names["repeats"]} = {more}')
   said = ' and '.join(f'{name} = {count}' for name, count in wrong.items())
-  return [f'{said} {"do" if len(wrong) > 1 else "does"} not divide over {what}{beside}. '
-          f'Set {", or ".join(fix)}.']
+  return [
+    f'{said} {"do" if len(wrong) > 1 else "does"} not divide over {what}{beside}. '
+    f'Set {", or ".join(fix)}.'
+  ]
 
 
-def _microbatch_problems(schedule: str, microbatches: int, stages: int, batch: Optional[int],
-                         parts: int, num_stacks: int, names: Mapping[str, str]) -> list[str]:
+def _microbatch_problems(
+  schedule: str,
+  microbatches: int,
+  stages: int,
+  batch: Optional[int],
+  parts: int,
+  num_stacks: int,
+  names: Mapping[str, str],
+) -> list[str]:
   least = stages if schedule == 'circular' or num_stacks > 1 else 1
   # A batch that the mesh or the accumulation does not divide is reported by their own checks.
   rows = batch // parts if batch and batch % parts == 0 else None
   legal = [n for n in divisors(rows) if n >= least] if rows else []
   if microbatches < least:
     where = 'under the circular schedule' if num_stacks == 1 else 'from the encoder to the decoder'
-    why = (f'{names["microbatches"]} = {microbatches} is not 1 or more.' if microbatches < 1 else
-           f'{names["microbatches"]} = {microbatches} is fewer than the {stages} stages: {where} '
-           'the first microbatch would come round before the last has started.')
+    why = (
+      f'{names["microbatches"]} = {microbatches} is not 1 or more.'
+      if microbatches < 1
+      else f'{names["microbatches"]} = {microbatches} is fewer than the {stages} stages: {where} '
+      'the first microbatch would come round before the last has started.'
+    )
     if rows is not None and not legal:  # too few rows for any number
-      others = '' if num_stacks > 1 else (
-          f", or {names['schedule']} = 'gpipe' and {names['repeats']} = 1")
-      return [f'{why} Set {names["batch"]} = {parts * stages} and {names["microbatches"]} = '
-              f'{stages}{others}.']
+      others = (
+        '' if num_stacks > 1 else (f", or {names['schedule']} = 'gpipe' and {names['repeats']} = 1")
+      )
+      return [
+        f'{why} Set {names["batch"]} = {parts * stages} and {names["microbatches"]} = '
+        f'{stages}{others}.'
+      ]
     return [f'{why} Set it to {any_of(legal) if legal else f"{least} or more"}.']
   if rows is None or rows % microbatches == 0:
     return []
@@ -150,5 +213,7 @@ def _microbatch_problems(schedule: str, microbatches: int, stages: int, batch: O
   if legal:
     fix = f'{names["microbatches"]} = {any_of(legal)}, or {fix}'
   each = f'{rows} rows' if parts == 1 else f'the {rows} rows of each of {parts} parts'
-  return [f'batch = {batch}: {each} cannot be cut into {names["microbatches"]} = {microbatches}. '
-          f'Set {fix}.']
+  return [
+    f'batch = {batch}: {each} cannot be cut into {names["microbatches"]} = {microbatches}. '
+    f'Set {fix}.'
+  ]

@@ -31,12 +31,34 @@ import jax.numpy as jnp
 from t5x_gpu.partitioning.axis_rules import AxisRules
 from t5x_gpu.partitioning.pipeline.pipeline_checks import check
 from t5x_gpu.partitioning.pipeline.pipeline_run import (
-    AXIS, Pieces, PipelineRun, Tree, add, at, put, where)
+  AXIS,
+  Pieces,
+  PipelineRun,
+  Tree,
+  add,
+  at,
+  put,
+  where,
+)
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import (
-    SCHEDULES, Timetable, bubble_fraction, layer_order, traffic_per_step)
+  SCHEDULES,
+  Timetable,
+  bubble_fraction,
+  layer_order,
+  traffic_per_step,
+)
 
-__all__ = ['SCHEDULES', 'Pieces', 'bubble_fraction', 'check', 'forward', 'layer_order', 'rules',
-           'traffic_per_step', 'value_and_grad']
+__all__ = [
+  'SCHEDULES',
+  'Pieces',
+  'bubble_fraction',
+  'check',
+  'forward',
+  'layer_order',
+  'rules',
+  'traffic_per_step',
+  'value_and_grad',
+]
 
 
 def rules() -> AxisRules:
@@ -44,10 +66,20 @@ def rules() -> AxisRules:
   return AxisRules(parameters={'layers': (AXIS,)})
 
 
-def value_and_grad(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule: str,
-                   num_stages: int, num_microbatches: int, varying_axes: Sequence[str],
-                   repeats: int = 1, num_stacks: int = 1, skip_idle: bool = True,
-                   complete: Callable[[Tree], Tree] = lambda params: params) -> tuple[Tree, Tree]:
+def value_and_grad(
+  pieces: Pieces,
+  params: Tree,
+  microbatches: Tree,
+  *,
+  schedule: str,
+  num_stages: int,
+  num_microbatches: int,
+  varying_axes: Sequence[str],
+  repeats: int = 1,
+  num_stacks: int = 1,
+  skip_idle: bool = True,
+  complete: Callable[[Tree], Tree] = lambda params: params,
+) -> tuple[Tree, Tree]:
   """Returns (gradients of the summed loss, sums), both local and not yet reduced.
 
   Args:
@@ -73,13 +105,24 @@ def value_and_grad(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule
   def loss(params: Tree) -> tuple[jax.Array, Tree]:
     sums = _forward(run, params)
     return sums['loss'][0], sums
+
   # The transpose of a scan whose ticks end in a permute is the backward pipeline.
   return jax.grad(loss, has_aux=True)(params)
 
 
-def forward(pieces: Pieces, params: Tree, microbatches: Tree, *, schedule: str, num_stages: int,
-            num_microbatches: int, varying_axes: Sequence[str], repeats: int = 1,
-            num_stacks: int = 1, skip_idle: bool = True) -> Tree:
+def forward(
+  pieces: Pieces,
+  params: Tree,
+  microbatches: Tree,
+  *,
+  schedule: str,
+  num_stages: int,
+  num_microbatches: int,
+  varying_axes: Sequence[str],
+  repeats: int = 1,
+  num_stacks: int = 1,
+  skip_idle: bool = True,
+) -> Tree:
   """Returns sums, local; for evaluation. Arguments as in `value_and_grad`."""
   table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
   run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle)
@@ -100,10 +143,16 @@ def _forward(run: PipelineRun, params: Tree) -> Tree:
     enters = (stage == 0) & (unit < table.num_microbatches)
     if run.skip_idle:
       enters &= works
-    x = jax.lax.cond(enters, lambda x: run.embed(
-        params, run.microbatch(unit % table.num_microbatches)), lambda x: x, x)
+    x = jax.lax.cond(
+      enters,
+      lambda x: run.embed(params, run.microbatch(unit % table.num_microbatches)),
+      lambda x: x,
+      x,
+    )
+
     def block(x: Tree) -> Tree:
       return run.run_block(params, x, unit, stage)
+
     return jax.lax.cond(works, block, lambda x: x, x) if run.skip_idle else block(x)
 
   def tick(carry: Tree, t: jax.Array) -> tuple[Tree, None]:
@@ -114,8 +163,9 @@ def _forward(run: PipelineRun, params: Tree) -> Tree:
       x = where(stage == 0, at(waiting, (t - delay) % (delay + 1)), x)
     y = work(params, x, unit)
     # Writes before the first output are overwritten by it.
-    outputs = put(outputs, run.output(y),
-                  jnp.clip(unit - first_output, 0, table.num_microbatches - 1))
+    outputs = put(
+      outputs, run.output(y), jnp.clip(unit - first_output, 0, table.num_microbatches - 1)
+    )
     return (run.shift(y), waiting, outputs), None
 
   x = run.first_activation(params)
@@ -147,14 +197,17 @@ def _shared_head(run: PipelineRun, params: Tree, outputs: Tree) -> Tree:
     for to in range(last):
       mine = jnp.where(stage == to, jax.lax.ppermute(shares[to], AXIS, [(last, to)]), mine)
     return mine
+
   mine = jax.tree.map(deal_out, outputs)
   head = jax.checkpoint(run.head, prevent_cse=False)
 
   def one(sums: Tree, k: jax.Array) -> tuple[Tree, None]:
     index = stage * share + k
+
     def counted(sums: Tree) -> Tree:
       microbatch = run.microbatch(jnp.minimum(index, table.num_microbatches - 1))
       return add(sums, head(params, at(mine, k), microbatch)[1])
+
     if table.num_microbatches % table.num_stages == 0:
       return counted(sums), None
     return jax.lax.cond(index < table.num_microbatches, counted, lambda sums: sums, sums), None
@@ -174,13 +227,16 @@ def _one_forward_one_backward(run: PipelineRun, params: Tree) -> tuple[Tree, Tre
   def tick(carry: Tree, t: jax.Array) -> tuple[Tree, None]:
     x, dy, kept, grads, sums = carry
     works, unit = inside(table.forward_unit(t, stage))
-    x = jax.lax.cond(works & is_first,
-                     lambda x: run.embed(params, run.microbatch(unit)), lambda x: x, x)
+    x = jax.lax.cond(
+      works & is_first, lambda x: run.embed(params, run.microbatch(unit)), lambda x: x, x
+    )
     kept = put(kept, x, t % table.kept_inputs)
+
     def block(x: Tree) -> Tree:
       return run.run_block(params, x, unit, stage)
+
     # The last stage takes a unit back at once: its forward pass is the one recomputed for that.
-    y = (jax.lax.cond(works & ~is_last, block, lambda x: x, x) if run.skip_idle else block(x))
+    y = jax.lax.cond(works & ~is_last, block, lambda x: x, x) if run.skip_idle else block(x)
 
     works, unit = inside(table.backward_unit(t, stage))
     x = at(kept, (unit + stage) % table.kept_inputs)
@@ -188,21 +244,34 @@ def _one_forward_one_backward(run: PipelineRun, params: Tree) -> tuple[Tree, Tre
     back = functools.partial(_backward, run, params, x, unit, stage)
     if run.skip_idle:
       dx, grads, sums = jax.lax.cond(
-          works, lambda state: back(state, True), lambda state: state, state)
+        works, lambda state: back(state, True), lambda state: state, state
+      )
     else:
       dx, grads, sums = back(state, works)
     return (run.shift(y), run.shift(dx, back=True), kept, grads, sums), None
 
   x = run.first_activation(params)
   shapes = jax.eval_shape(run.head, params, x, run.microbatch(0))[1]
-  carry = (x, jax.tree.map(jnp.zeros_like, x), run.zeros(x, stack=table.kept_inputs),
-           run.zeros(params), run.zeros(shapes))
+  carry = (
+    x,
+    jax.tree.map(jnp.zeros_like, x),
+    run.zeros(x, stack=table.kept_inputs),
+    run.zeros(params),
+    run.zeros(shapes),
+  )
   (_, _, _, grads, sums), _ = jax.lax.scan(tick, carry, jnp.arange(table.interleaved_ticks))
   return grads, sums
 
 
-def _backward(run: PipelineRun, params: Tree, x: Tree, unit: jax.Array, stage: jax.Array,
-              state: Tree, works: Any) -> Tree:
+def _backward(
+  run: PipelineRun,
+  params: Tree,
+  x: Tree,
+  unit: jax.Array,
+  stage: jax.Array,
+  state: Tree,
+  works: Any,
+) -> Tree:
   """Returns (dx, grads, sums) after `unit` has gone back through this stage.
 
   Args:
@@ -220,13 +289,17 @@ def _backward(run: PipelineRun, params: Tree, x: Tree, unit: jax.Array, stage: j
 
   def head(dy: Tree, grads: Tree, sums: Tree) -> Tree:
     (_, new_sums), (dp, dy) = jax.value_and_grad(run.head, (0, 1), has_aux=True)(
-        params, y, microbatch)
+      params, y, microbatch
+    )
     return dy, add(grads, dp), add(sums, new_sums)
-  dy, grads, sums = jax.lax.cond((stage == run.table.num_stages - 1) & works, head,
-                                 lambda *state: state, dy, grads, sums)
+
+  dy, grads, sums = jax.lax.cond(
+    (stage == run.table.num_stages - 1) & works, head, lambda *state: state, dy, grads, sums
+  )
   dp, dx = transpose(dy)
   grads = where(works, add(grads, dp), grads)
 
   def embed(grads: Tree) -> Tree:
     return add(grads, jax.vjp(lambda p: run.embed(p, microbatch), params)[1](dx)[0])
+
   return dx, jax.lax.cond((stage == 0) & works, embed, lambda grads: grads, grads), sums

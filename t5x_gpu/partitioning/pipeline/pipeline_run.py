@@ -10,7 +10,14 @@ import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import varying
 from t5x_gpu.partitioning.layer_stacks import (
-    layers_of, num_layers, part_of, run_layers, stacks_of, with_layers, with_part)
+  layers_of,
+  num_layers,
+  part_of,
+  run_layers,
+  stacks_of,
+  with_layers,
+  with_part,
+)
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import Timetable
 
 Tree = Any
@@ -51,6 +58,7 @@ class PipelineRun:
     skip_idle: whether a stage without work skips its layers or computes and discards them.
     complete: what is differentiated -> all parameters.
   """
+
   pieces: Pieces
   microbatches: Tree
   table: Timetable
@@ -104,12 +112,25 @@ class PipelineRun:
     def of_stack(stack: str) -> Tree:
       size, own = num_layers(params, stack) // table.repeats, params
       if table.repeats > 1:
-        own = with_layers(params, stack, jax.tree.map(
+        own = with_layers(
+          params,
+          stack,
+          jax.tree.map(
             lambda w: jax.lax.dynamic_slice_in_dim(w, block_of_stack * size, size),
-            layers_of(params, stack)))
-      return self.varying(run_layers(
-          self.pieces, own, x, microbatch, stack=stack,
-          first_layer=(block_of_stack * table.num_stages + stage) * size))
+            layers_of(params, stack),
+          ),
+        )
+      return self.varying(
+        run_layers(
+          self.pieces,
+          own,
+          x,
+          microbatch,
+          stack=stack,
+          first_layer=(block_of_stack * table.num_stages + stage) * size,
+        )
+      )
+
     runs = [functools.partial(of_stack, stack) for stack in self.stacks]
     return runs[0]() if len(runs) == 1 else jax.lax.switch(block // table.repeats, runs)
 
@@ -140,8 +161,7 @@ def at(tree: Tree, index: jax.Array) -> Tree:
 
 def put(tree: Tree, entry: Tree, index: jax.Array) -> Tree:
   """Returns `tree` with entry `index` of every leaf replaced."""
-  return jax.tree.map(
-      lambda a, x: jax.lax.dynamic_update_index_in_dim(a, x, index, 0), tree, entry)
+  return jax.tree.map(lambda a, x: jax.lax.dynamic_update_index_in_dim(a, x, index, 0), tree, entry)
 
 
 def add(a: Tree, b: Tree) -> Tree:

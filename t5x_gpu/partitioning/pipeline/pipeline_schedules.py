@@ -28,6 +28,7 @@ class Timetable:
     num_stacks: K, of the model: 2 for encoder-decoders, else 1. A stage has its R blocks of the
       first stack, then those of the second.
   """
+
   schedule: str
   num_stages: int
   num_microbatches: int
@@ -80,8 +81,15 @@ class Timetable:
     return tick - (2 * (self.num_stages - 1) - stage)
 
 
-def bubble_fraction(schedule: str, num_stages: int, num_microbatches: int, repeats: int = 1, *,
-                    num_stacks: int = 1, skip_idle: bool = True) -> float:
+def bubble_fraction(
+  schedule: str,
+  num_stages: int,
+  num_microbatches: int,
+  repeats: int = 1,
+  *,
+  num_stacks: int = 1,
+  skip_idle: bool = True,
+) -> float:
   """Returns the part of a step in which a stage waits for others.
 
   (S-1) / (K*R*M + S-1): of the K*R*M + S-1 forward slots a stage has work in K*R*M, and likewise
@@ -109,10 +117,17 @@ def layer_order(num_layers: int, num_stages: int, repeats: int = 1) -> np.ndarra
   return blocks.swapaxes(0, 1).reshape(-1)
 
 
-def traffic_per_step(*, schedule: str, num_stages: int, num_microbatches: int,
-                     activation_bytes: int, repeats: int = 1, num_stacks: int = 1,
-                     output_bytes: Optional[int] = None,
-                     shared_gradient_bytes: int = 0) -> dict[str, float]:
+def traffic_per_step(
+  *,
+  schedule: str,
+  num_stages: int,
+  num_microbatches: int,
+  activation_bytes: int,
+  repeats: int = 1,
+  num_stacks: int = 1,
+  output_bytes: Optional[int] = None,
+  shared_gradient_bytes: int = 0,
+) -> dict[str, float]:
   """Returns the bytes that a device sends over `stage` in one training step, by collective.
 
   'collective-permute': one activation per tick and direction, and where the backward sweep follows
@@ -131,8 +146,9 @@ def traffic_per_step(*, schedule: str, num_stages: int, num_microbatches: int,
     sent = table.interleaved_ticks * activation_bytes
   else:
     output_bytes = activation_bytes if output_bytes is None else output_bytes
-    sent = (table.forward_ticks * activation_bytes
-            + table.head_share * (num_stages - 1) * output_bytes)
+    sent = (
+      table.forward_ticks * activation_bytes + table.head_share * (num_stages - 1) * output_bytes
+    )
   traffic = {'collective-permute': 2.0 * sent}
   if shared_gradient_bytes:
     traffic['all-reduce'] = 2.0 * (num_stages - 1) / num_stages * shared_gradient_bytes

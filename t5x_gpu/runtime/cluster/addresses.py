@@ -33,10 +33,13 @@ def split(address: str, name: str = 'address') -> tuple[str, int]:
   host, _, port = address.rpartition(':')
   is_bracketed = host.startswith('[') and host.endswith(']')
   if not (host.strip('[]') and port.isdigit() and 0 < int(port) < 65536) or (
-      is_bracketed != (':' in host)):
-    raise ConfigError(f'{name}={address} is not HOST:PORT.',
-                      fix='Write the name or address of the first host and a free port, such as '
-                          f'{name}=node01:62000 or {name}=[fd00::1]:62000.')
+    is_bracketed != (':' in host)
+  ):
+    raise ConfigError(
+      f'{name}={address} is not HOST:PORT.',
+      fix='Write the name or address of the first host and a free port, such as '
+      f'{name}=node01:62000 or {name}=[fd00::1]:62000.',
+    )
   return host.strip('[]'), int(port)
 
 
@@ -53,6 +56,7 @@ class Listening:
     sockets: one per interface, all on one port.
     address: of the run's 'host:port', the one that was free.
   """
+
   sockets: tuple[socket.socket, ...]
   address: str
 
@@ -70,8 +74,9 @@ class Listening:
       each.close()
 
 
-def listen(addresses: Iterable[str], *, bind_address: Optional[str], is_one_host: bool
-           ) -> Listening:
+def listen(
+  addresses: Iterable[str], *, bind_address: Optional[str], is_one_host: bool
+) -> Listening:
   """Returns sockets on the first of the run's ports that is free.
 
   They listen on the interface of the coordinator's address only. On all interfaces, and the log
@@ -91,19 +96,24 @@ def listen(addresses: Iterable[str], *, bind_address: Optional[str], is_one_host
     by_port.setdefault(port, []).append(host)
   problems = []
   for port, hosts in by_port.items():
-    own = hosts[:1] if bind_address else [
-        each for host in hosts for each in _own_addresses(host, is_one_host)]
+    own = (
+      hosts[:1]
+      if bind_address
+      else [each for host in hosts for each in _own_addresses(host, is_one_host)]
+    )
     try:
       return Listening(_open(own, port, is_fixed=bool(bind_address)), join(hosts[0], port))
     except OSError as e:
       in_use = e.errno == errno.EADDRINUSE
       problems.append(f'{port}: {"in use" if in_use else e.strerror or e}')
   raise ClusterError(
-      f'Process 0 cannot listen on port {", ".join(problems)} on this host '
-      f'({socket.gethostname()}). Perhaps an earlier run is still ending.',
-      fix=f'Set {BIND_VARIABLE} to an address of this host and a free port.' if bind_address else
-          'Set --coordinator_address=HOST:PORT (or JAX_COORDINATOR_ADDRESS) to another port, or '
-          'end that program.')
+    f'Process 0 cannot listen on port {", ".join(problems)} on this host '
+    f'({socket.gethostname()}). Perhaps an earlier run is still ending.',
+    fix=f'Set {BIND_VARIABLE} to an address of this host and a free port.'
+    if bind_address
+    else 'Set --coordinator_address=HOST:PORT (or JAX_COORDINATOR_ADDRESS) to another port, or '
+    'end that program.',
+  )
 
 
 def _own_addresses(host: str, is_one_host: bool) -> tuple[str, ...]:
@@ -115,8 +125,11 @@ def _own_addresses(host: str, is_one_host: bool) -> tuple[str, ...]:
     return (ALL_INTERFACES,)
   # Link-local IPv6 addresses need an interface, which names do not give: systemd lists them under
   # the host's own name.
-  numeric = tuple(each for each in dict.fromkeys(str(info[4][0]) for info in found)
-                  if ':' not in each or not ipaddress.ip_address(each).is_link_local)
+  numeric = tuple(
+    each
+    for each in dict.fromkeys(str(info[4][0]) for info in found)
+    if ':' not in each or not ipaddress.ip_address(each).is_link_local
+  )
   if not numeric:
     _log_all_interfaces(f'{host!r} has link-local addresses only')
     return (ALL_INTERFACES,)

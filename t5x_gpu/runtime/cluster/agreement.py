@@ -21,9 +21,15 @@ def digest(facts: Facts) -> str:
   return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
 
 
-def differences(facts: Facts, *, digests: Sequence[str], hostnames: Sequence[str],
-                process_index: int, exchange: Callable[[Any], list[Any]],
-                only_common: bool = False) -> list[str]:
+def differences(
+  facts: Facts,
+  *,
+  digests: Sequence[str],
+  hostnames: Sequence[str],
+  process_index: int,
+  exchange: Callable[[Any], list[Any]],
+  only_common: bool = False,
+) -> list[str]:
   """Returns a line per fact that differs between processes; the same lines on all of them.
 
   Args:
@@ -55,8 +61,12 @@ def differences(facts: Facts, *, digests: Sequence[str], hostnames: Sequence[str
         variants.setdefault(identity, (shown, []))[1].extend(who)
     if len(variants) > 1:
       shown_variants = list(variants.values())[:_SHOWN_VARIANTS]
-      lines.append(f'{name}: ' + ', '.join(
-          f'{shown} on {who_text(sorted(who), hostnames)}' for shown, who in shown_variants))
+      lines.append(
+        f'{name}: '
+        + ', '.join(
+          f'{shown} on {who_text(sorted(who), hostnames)}' for shown, who in shown_variants
+        )
+      )
   if len(differing) > limit or len(lines) > _SHOWN_LINES:
     lines[_SHOWN_LINES:] = ['... and more.']
   return lines

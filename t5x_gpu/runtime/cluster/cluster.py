@@ -23,8 +23,15 @@ PORT_CHOICES = 4
 
 # mpirun, torchrun and Flux run inside Slurm jobs too, and their processes then see the variables of
 # the one srun task that started the launcher: so Slurm is asked after them.
-_READERS = (schedulers.jax_variables, schedulers.torchrun, schedulers.flux, schedulers.jsrun,
-            schedulers.openmpi, schedulers.slurm, schedulers.kubernetes)
+_READERS = (
+  schedulers.jax_variables,
+  schedulers.torchrun,
+  schedulers.flux,
+  schedulers.jsrun,
+  schedulers.openmpi,
+  schedulers.slurm,
+  schedulers.kubernetes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +54,7 @@ class ClusterInfo:
     attempt: how often the scheduler has restarted this job.
     end_time: when the job's time is up, in seconds since 1970; None if nobody says.
   """
+
   kind: str
   process_index: int = 0
   process_count: int = 1
@@ -67,15 +75,16 @@ class ClusterInfo:
   def __str__(self) -> str:
     if self.process_count == 1:
       return f'one process ({self.reason}); {self.devices_reason}'
-    return (f'process {self.process_index} of {self.process_count} ({self.reason}), process 0 at '
-            f'{self.coordinator_address}; {self.devices_reason}')
+    return (
+      f'process {self.process_index} of {self.process_count} ({self.reason}), process 0 at '
+      f'{self.coordinator_address}; {self.devices_reason}'
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
   """Adds the flags of a run of several processes that no launcher describes."""
   group = parser.add_argument_group('several processes (srun, mpirun, ... need none of these)')
-  group.add_argument('--coordinator_address', metavar='HOST:PORT',
-                     help='where process 0 listens')
+  group.add_argument('--coordinator_address', metavar='HOST:PORT', help='where process 0 listens')
   group.add_argument('--process_count', type=int, metavar='N', help='processes of the run')
   group.add_argument('--process_index', type=int, metavar='I', help='of this process, from 0')
 
@@ -83,20 +92,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def as_flags(flags: argparse.Namespace) -> tuple[str, ...]:
   """Returns those of `add_flags` that were given, for a child process."""
   names = ('coordinator_address', 'process_count', 'process_index')
-  return tuple(f'--{name}={value}' for name in names
-               if (value := getattr(flags, name)) is not None)
+  return tuple(f'--{name}={value}' for name in names if (value := getattr(flags, name)) is not None)
 
 
 def detect_here(flags: argparse.Namespace) -> ClusterInfo:
   """Returns which process this one is, by its `flags` (see `add_flags`) and environment."""
-  return detect(os.environ, num_gpus=count_gpus(), coordinator_address=flags.coordinator_address,
-                process_count=flags.process_count, process_index=flags.process_index)
+  return detect(
+    os.environ,
+    num_gpus=count_gpus(),
+    coordinator_address=flags.coordinator_address,
+    process_count=flags.process_count,
+    process_index=flags.process_index,
+  )
 
 
-def detect(env: Environment, *, coordinator_address: Optional[str] = None,
-           process_count: Optional[int] = None, process_index: Optional[int] = None,
-           num_gpus: Optional[int] = None,
-           read: Callable[[str], str] = schedulers.read_text) -> ClusterInfo:
+def detect(
+  env: Environment,
+  *,
+  coordinator_address: Optional[str] = None,
+  process_count: Optional[int] = None,
+  process_index: Optional[int] = None,
+  num_gpus: Optional[int] = None,
+  read: Callable[[str], str] = schedulers.read_text,
+) -> ClusterInfo:
   """Returns which process this is; one process if neither flags nor a launcher say otherwise.
 
   Args:
@@ -115,46 +133,67 @@ def detect(env: Environment, *, coordinator_address: Optional[str] = None,
   if process_index is None:
     launcher_conflicts.check(launchers, env, is_counted=process_count is not None)
   found = launchers[0] if launchers else None
-  flags = {'--coordinator_address': coordinator_address, '--process_count': process_count,
-           '--process_index': process_index}
+  flags = {
+    '--coordinator_address': coordinator_address,
+    '--process_count': process_count,
+    '--process_index': process_index,
+  }
   given = {flag: value for flag, value in flags.items() if value is not None}
   if found is None and not given:
     ids, devices_reason = _local_devices(env, Found(kind='single'), num_gpus)
-    return ClusterInfo(kind='single', reason='no launcher and no flags', local_device_ids=ids,
-                       devices_reason=devices_reason, warnings=_left_idle(env, read),
-                       attempt=number(env, 'SLURM_RESTART_COUNT') or 0)
+    return ClusterInfo(
+      kind='single',
+      reason='no launcher and no flags',
+      local_device_ids=ids,
+      devices_reason=devices_reason,
+      warnings=_left_idle(env, read),
+      attempt=number(env, 'SLURM_RESTART_COUNT') or 0,
+    )
   if found is None:
     missing = [flag for flag, value in flags.items() if value is None]
     if missing:
       raise ConfigError(
-          f'{", ".join(f"{f}={v}" for f, v in given.items())} without {" and ".join(missing)}: to '
-          'join processes, all three must be set.',
-          fix=f'Set {" and ".join(missing)} too, or remove the others to run one process.')
+        f'{", ".join(f"{f}={v}" for f, v in given.items())} without {" and ".join(missing)}: to '
+        'join processes, all three must be set.',
+        fix=f'Set {" and ".join(missing)} too, or remove the others to run one process.',
+      )
     found = Found(kind='flags', evidence='flags', job=coordinator_address or '')
   index = process_index if process_index is not None else found.process_index
   count = process_count if process_count is not None else found.process_count
   if count is None:
     count = number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES')
   if count is None:
-    raise ConfigError(f'{found.evidence} says that this is process {index}, but not of how many.',
-                      fix='Set --process_count=N (or JAX_PROCESS_COUNT); 1 for a run of its own.')
+    raise ConfigError(
+      f'{found.evidence} says that this is process {index}, but not of how many.',
+      fix='Set --process_count=N (or JAX_PROCESS_COUNT); 1 for a run of its own.',
+    )
   if count < 1 or not 0 <= index < count:
     raise ConfigError(
-        f'--process_index={index} is not one of --process_count={count} processes '
-        f'(from {found.evidence}).', fix='Number the processes from 0'
-        + (f' to {count - 1}.' if count > 0 else ' and start at least one.'))
+      f'--process_index={index} is not one of --process_count={count} processes '
+      f'(from {found.evidence}).',
+      fix='Number the processes from 0'
+      + (f' to {count - 1}.' if count > 0 else ' and start at least one.'),
+    )
   known = _addresses(coordinator_address or env.get('JAX_COORDINATOR_ADDRESS'), found, count)
   ids, devices_reason = _local_devices(env, found, num_gpus)
   return ClusterInfo(
-      kind=found.kind, process_index=index, process_count=count,
-      coordinator_address=known[0] if known else None, other_addresses=known[1:],
-      bind_address=env.get(addresses.BIND_VARIABLE) or None,
-      local_process_index=found.local_index, local_process_count=found.local_count,
-      local_device_ids=ids, devices_reason=devices_reason,
-      reason=found.evidence + (f', and {", ".join(given)}' if given and found.evidence != 'flags'
-                               else ''),
-      run_id=f'{found.kind}/{found.job}', node=found.node, attempt=found.attempt,
-      end_time=found.end_time)
+    kind=found.kind,
+    process_index=index,
+    process_count=count,
+    coordinator_address=known[0] if known else None,
+    other_addresses=known[1:],
+    bind_address=env.get(addresses.BIND_VARIABLE) or None,
+    local_process_index=found.local_index,
+    local_process_count=found.local_count,
+    local_device_ids=ids,
+    devices_reason=devices_reason,
+    reason=found.evidence
+    + (f', and {", ".join(given)}' if given and found.evidence != 'flags' else ''),
+    run_id=f'{found.kind}/{found.job}',
+    node=found.node,
+    attempt=found.attempt,
+    end_time=found.end_time,
+  )
 
 
 def ask_all(env: Environment, *, read: Callable[[str], str] = schedulers.read_text) -> list[Found]:
@@ -167,12 +206,16 @@ def _left_idle(env: Environment, read: Callable[[str], str]) -> tuple[str, ...]:
   """Returns a warning if this one process stands alone in a job that was given more."""
   tasks, hosts = number(env, 'SLURM_NTASKS') or 1, number(env, 'SLURM_JOB_NUM_NODES') or 1
   if 'SLURM_JOB_ID' in env and max(tasks, hosts) > 1:
-    return (f'This Slurm job has {tasks} tasks on {hosts} hosts, but this process was started '
-            'without srun and runs alone. Start it by srun; see docs/slurm.md.',)
+    return (
+      f'This Slurm job has {tasks} tasks on {hosts} hosts, but this process was started '
+      'without srun and runs alone. Start it by srun; see docs/slurm.md.',
+    )
   hosts = len(schedulers.pbs_hosts(env, read=read)) if 'PBS_JOBID' in env else 1
   if hosts > 1:
-    return (f'This PBS job has {hosts} hosts, but this process was started without mpiexec and '
-            'runs alone. Start it by mpiexec; see docs/slurm.md.',)
+    return (
+      f'This PBS job has {hosts} hosts, but this process was started without mpiexec and '
+      'runs alone. Start it by mpiexec; see docs/slurm.md.',
+    )
   return ()
 
 
@@ -185,12 +228,13 @@ def _addresses(explicit: Optional[str], found: Found, count: int) -> tuple[str, 
     addresses.split(address, '--coordinator_address')
     return (address,)
   if not found.hosts:
-    raise ConfigError(f'{found.evidence} does not say on which host process 0 runs.',
-                      fix='Set --coordinator_address=HOST:PORT (or JAX_COORDINATOR_ADDRESS) to the '
-                          'first host and a free port.',
-                      docs='slurm.md#by-hand-and-other-launchers')
-  return tuple(addresses.join(host, port)
-               for port in ports(found.job) for host in found.hosts)
+    raise ConfigError(
+      f'{found.evidence} does not say on which host process 0 runs.',
+      fix='Set --coordinator_address=HOST:PORT (or JAX_COORDINATOR_ADDRESS) to the '
+      'first host and a free port.',
+      docs='slurm.md#by-hand-and-other-launchers',
+    )
+  return tuple(addresses.join(host, port) for port in ports(found.job) for host in found.hosts)
 
 
 def ports(job: str) -> tuple[int, ...]:
@@ -223,8 +267,9 @@ def visible_gpus(env: Environment, num_gpus: Optional[int]) -> Optional[int]:
   return valid.index(False) if False in valid else len(entries)
 
 
-def _local_devices(env: Environment, found: Found, num_gpus: Optional[int]
-                   ) -> tuple[Optional[tuple[int, ...]], str]:
+def _local_devices(
+  env: Environment, found: Found, num_gpus: Optional[int]
+) -> tuple[Optional[tuple[int, ...]], str]:
   """Returns which of the visible GPUs are this process's (None: all), and why.
 
   JAX takes the visible GPU number SLURM_LOCALID. That is wrong where each task sees only its own
@@ -235,32 +280,43 @@ def _local_devices(env: Environment, found: Found, num_gpus: Optional[int]
     try:
       return tuple(int(i) for i in explicit.split(',')), f'GPUs {explicit} by JAX_LOCAL_DEVICE_IDS'
     except ValueError as e:
-      raise ConfigError(f'JAX_LOCAL_DEVICE_IDS = {explicit!r} is not a list of numbers.',
-                        fix='Write it as 0,1,2.') from e
+      raise ConfigError(
+        f'JAX_LOCAL_DEVICE_IDS = {explicit!r} is not a list of numbers.', fix='Write it as 0,1,2.'
+      ) from e
   visible, local_count, local_index = (
-      visible_gpus(env, num_gpus), found.local_count, found.local_index)
+    visible_gpus(env, num_gpus),
+    found.local_count,
+    found.local_index,
+  )
   if not visible or env.get('JAX_PLATFORMS', '') == 'cpu':
     return None, 'no GPU visible'
   if local_count is None or local_index is None or local_count == 1:
     return None, f'all {visible} visible GPUs'
   own = found.gpus_per_process
-  bound = visible == own if own else (
-      found.gpus_on_host is not None and visible < found.gpus_on_host)
+  bound = (
+    visible == own if own else (found.gpus_on_host is not None and visible < found.gpus_on_host)
+  )
   if bound or (visible == 1 and found.gpus_on_host != 1):
     return None, f'the {visible} GPUs that the scheduler shows to this process alone'
   if visible % local_count:
     raise ConfigError(
-        f'{visible} GPUs are visible to each of {local_count} processes on this host '
-        f'(CUDA_VISIBLE_DEVICES={env.get("CUDA_VISIBLE_DEVICES", "unset")}): they cannot be shared '
-        'out evenly.', fix=_sharing_fix(found.kind, visible))
+      f'{visible} GPUs are visible to each of {local_count} processes on this host '
+      f'(CUDA_VISIBLE_DEVICES={env.get("CUDA_VISIBLE_DEVICES", "unset")}): they cannot be shared '
+      'out evenly.',
+      fix=_sharing_fix(found.kind, visible),
+    )
   each = visible // local_count
   ids = tuple(range(local_index * each, (local_index + 1) * each))
-  return ids, (f'GPU{"s" if each > 1 else ""} {",".join(map(str, ids))} of {visible} visible '
-               f'(process {local_index} of {local_count} on this host)')
+  return ids, (
+    f'GPU{"s" if each > 1 else ""} {",".join(map(str, ids))} of {visible} visible '
+    f'(process {local_index} of {local_count} on this host)'
+  )
 
 
 def _sharing_fix(kind: str, visible: int) -> str:
   if kind == 'slurm':
-    return (f'Slurm: set --ntasks-per-node={visible} with --gpus-per-node={visible}, one task per '
-            'GPU, or --ntasks-per-node=1 for one task with all of them.')
+    return (
+      f'Slurm: set --ntasks-per-node={visible} with --gpus-per-node={visible}, one task per '
+      'GPU, or --ntasks-per-node=1 for one task with all of them.'
+    )
   return f'Start {visible} processes per host, one per GPU, or 1 with all of them.'

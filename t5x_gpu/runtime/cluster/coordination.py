@@ -45,6 +45,7 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
   def run() -> None:
     with contextlib.suppress(Exception):
       answers.append(ask())
+
   thread = threading.Thread(target=run, name='ask', daemon=True)
   thread.start()
   thread.join(seconds)
@@ -105,8 +106,10 @@ def exchange(value: Any) -> list[Any]:
   """
   state, key = jax_distributed.global_state, f't5x_gpu_exchange/{next(_rounds)}'
   state.client.key_value_set(f'{key}/{state.process_id}', json.dumps(value))
-  values = [json.loads(state.client.blocking_key_value_get(f'{key}/{i}', _EXCHANGE_SECONDS * 1000))
-            for i in range(state.num_processes)]
+  values = [
+    json.loads(state.client.blocking_key_value_get(f'{key}/{i}', _EXCHANGE_SECONDS * 1000))
+    for i in range(state.num_processes)
+  ]
   # Process 0 may end because of these values, and the store with it.
   state.client.wait_at_barrier(f'{key}/read', timeout_in_ms=_EXCHANGE_SECONDS * 1000)
   return values
@@ -132,4 +135,5 @@ def let_gloo_listen_on(host: str) -> None:
     except (TypeError, RuntimeError) as e:  # another signature; no such address
       _log.warning('gloo cannot listen on %s, and chooses an address itself: %s', host, e)
       return make(*args, **kwargs)
+
   jax_lib._jax.make_gloo_tcp_collectives = make_on_host

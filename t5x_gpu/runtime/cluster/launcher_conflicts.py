@@ -12,17 +12,16 @@ from t5x_gpu.runtime.cluster.schedulers import Environment, Found, number
 
 # kind -> its name and the variables that number a process.
 _LAUNCHERS = {
-    'jax': ('JAX', ('JAX_PROCESS_INDEX', 'JAX_PROCESS_ID', 'JAX_PROCESS_COUNT',
-                    'JAX_NUM_PROCESSES')),
-    'torchrun': ('torchrun', ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')),
-    'openmpi': ('Open MPI', ('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE')),
-    'flux': ('Flux', ('FLUX_TASK_RANK', 'FLUX_JOB_SIZE')),
-    'jsrun': ('jsrun', ('JSM_NAMESPACE_RANK', 'JSM_NAMESPACE_SIZE')),
-    'slurm': ('Slurm', ('SLURM_PROCID', 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')),
-    'kubernetes': ('Kubernetes', ('JOB_COMPLETION_INDEX',)),
-    'pals': ('PALS', ('PALS_RANKID', 'PMI_RANK', 'PMI_SIZE', 'PALS_SIZE')),
-    'pbs': ('mpiexec', ('PMI_RANK', 'PMI_SIZE')),
-    'mpiexec': ('mpiexec', ('PMI_RANK', 'PMI_SIZE')),
+  'jax': ('JAX', ('JAX_PROCESS_INDEX', 'JAX_PROCESS_ID', 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES')),
+  'torchrun': ('torchrun', ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')),
+  'openmpi': ('Open MPI', ('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE')),
+  'flux': ('Flux', ('FLUX_TASK_RANK', 'FLUX_JOB_SIZE')),
+  'jsrun': ('jsrun', ('JSM_NAMESPACE_RANK', 'JSM_NAMESPACE_SIZE')),
+  'slurm': ('Slurm', ('SLURM_PROCID', 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')),
+  'kubernetes': ('Kubernetes', ('JOB_COMPLETION_INDEX',)),
+  'pals': ('PALS', ('PALS_RANKID', 'PMI_RANK', 'PMI_SIZE', 'PALS_SIZE')),
+  'pbs': ('mpiexec', ('PMI_RANK', 'PMI_SIZE')),
+  'mpiexec': ('mpiexec', ('PMI_RANK', 'PMI_SIZE')),
 }
 _EXPORTED = ('jax', 'torchrun')  # variables that anybody may export; the others come from programs
 # They contradict nothing: Kubernetes numbers the pods of one job, and the count of processes is
@@ -40,31 +39,45 @@ def check(found: Sequence[Found], env: Environment, *, is_counted: bool) -> None
   """
   if not is_counted:
     _check_count(found, env)
-  nested = [each for i, each in enumerate(found)
-            if (i == 0 or each.kind not in _NEVER_OUTER) and each.process_count is not None]
+  nested = [
+    each
+    for i, each in enumerate(found)
+    if (i == 0 or each.kind not in _NEVER_OUTER) and each.process_count is not None
+  ]
   for inner, outer in zip(nested, nested[1:]):
     if not _agree(inner, outer, env):
       raise ClusterError(
-          f'{_shown(inner, env)}, but {_shown(outer, env)}. They contradict each other: several '
-          'processes would take the same number, or each would train alone.',
-          fix=f'If {_name(outer)} started the processes, clear the other variables first: unset '
-              f'{" ".join(_set_variables(inner, env))}. If not, pass --process_index, '
-              '--process_count and --coordinator_address, which win over all variables.\n'
-              'To start separate runs inside one allocation, give each its own step of one task '
-              '(srun --ntasks=1 --exact ...).', docs='slurm.md#launchers-that-disagree')
+        f'{_shown(inner, env)}, but {_shown(outer, env)}. They contradict each other: several '
+        'processes would take the same number, or each would train alone.',
+        fix=f'If {_name(outer)} started the processes, clear the other variables first: unset '
+        f'{" ".join(_set_variables(inner, env))}. If not, pass --process_index, '
+        '--process_count and --coordinator_address, which win over all variables.\n'
+        'To start separate runs inside one allocation, give each its own step of one task '
+        '(srun --ntasks=1 --exact ...).',
+        docs='slurm.md#launchers-that-disagree',
+      )
 
 
 def refuse_several_launches(found: Sequence[Found], env: Environment) -> None:
   """Raises ClusterError if a scheduler started this launcher several times: each is its own run."""
-  outer = next((each for each in found if each.kind not in _EXPORTED
-                and (each.process_count or 1) > 1 and not _is_terminal(each, env)), None)
+  outer = next(
+    (
+      each
+      for each in found
+      if each.kind not in _EXPORTED
+      and (each.process_count or 1) > 1
+      and not _is_terminal(each, env)
+    ),
+    None,
+  )
   if outer is not None:
     raise ClusterError(
-        f't5x_gpu.launch runs {outer.process_count} times: {_shown(outer, env)}. Each would start '
-        'a separate run, all in the same MODEL_DIR.',
-        fix=f'Let {_name(outer)} start python -m t5x_gpu.train itself, one task per GPU. To start '
-            'separate runs, give each its own step of one task (srun --ntasks=1 --exact ...).',
-        docs='slurm.md#launchers-that-disagree')
+      f't5x_gpu.launch runs {outer.process_count} times: {_shown(outer, env)}. Each would start '
+      'a separate run, all in the same MODEL_DIR.',
+      fix=f'Let {_name(outer)} start python -m t5x_gpu.train itself, one task per GPU. To start '
+      'separate runs, give each its own step of one task (srun --ntasks=1 --exact ...).',
+      docs='slurm.md#launchers-that-disagree',
+    )
 
 
 def _check_count(found: Sequence[Found], env: Environment) -> None:
@@ -76,20 +89,26 @@ def _check_count(found: Sequence[Found], env: Environment) -> None:
   name = next(name for name in names if env.get(name))
   if not found and count > 1:
     raise ClusterError(
-        f'{name}={count}, but JAX_PROCESS_INDEX is not set: each process would train alone.',
-        fix=f'Give each process its own JAX_PROCESS_INDEX, from 0 to {count - 1}, and all of them '
-            f'JAX_COORDINATOR_ADDRESS=HOST:PORT. For a single process unset {name}.',
-        docs='slurm.md#launchers-that-disagree')
+      f'{name}={count}, but JAX_PROCESS_INDEX is not set: each process would train alone.',
+      fix=f'Give each process its own JAX_PROCESS_INDEX, from 0 to {count - 1}, and all of them '
+      f'JAX_COORDINATOR_ADDRESS=HOST:PORT. For a single process unset {name}.',
+      docs='slurm.md#launchers-that-disagree',
+    )
   if found and found[0].process_count not in (None, count):
-    raise ClusterError(f'{name}={count}, but {_shown(found[0], env)}.',
-                       fix=f'Unset {name}, or set it to {found[0].process_count}.',
-                       docs='slurm.md#launchers-that-disagree')
+    raise ClusterError(
+      f'{name}={count}, but {_shown(found[0], env)}.',
+      fix=f'Unset {name}, or set it to {found[0].process_count}.',
+      docs='slurm.md#launchers-that-disagree',
+    )
 
 
 def _agree(inner: Found, outer: Found, env: Environment) -> bool:
   """Returns whether `outer` can have started what `inner` describes."""
-  if outer.process_count == 1 or _is_terminal(outer, env) or (
-      inner.process_index, inner.process_count) == (outer.process_index, outer.process_count):
+  if (
+    outer.process_count == 1
+    or _is_terminal(outer, env)
+    or (inner.process_index, inner.process_count) == (outer.process_index, outer.process_count)
+  ):
     return True
   if inner.kind == 'slurm':  # PMI's numbers are those of srun, or of an mpiexec inside the step
     return False
@@ -102,8 +121,11 @@ def _agree(inner: Found, outer: Found, env: Environment) -> bool:
   # Each task may have started one process per GPU and numbered them, with LOCAL_WORLD_SIZE or not.
   local_count = inner.local_count or max(1, inner.process_count // outer.process_count)
   task, local_index = divmod(inner.process_index, local_count)
-  return (inner.process_count == outer.process_count * local_count
-          and task == outer.process_index and inner.local_index in (None, local_index))
+  return (
+    inner.process_count == outer.process_count * local_count
+    and task == outer.process_index
+    and inner.local_index in (None, local_index)
+  )
 
 
 def _is_terminal(found: Found, env: Environment) -> bool:

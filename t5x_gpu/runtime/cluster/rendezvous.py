@@ -46,6 +46,7 @@ class Member:
     versions: of jax and jaxlib, which must be the same for them to join.
     code: digest of all code and versions (runtime/cluster/same_code.py).
   """
+
   process_index: int
   hostname: str
   host_key: str
@@ -66,6 +67,7 @@ class Meeting:
       several networks.
     bind_address: 'host:port' on which process 0 must start JAX's service; None for the others.
   """
+
   address: str
   members: tuple[Member, ...]
   own_host: Optional[str] = None
@@ -73,8 +75,9 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def meet(cluster: ClusterInfo, me: Member, *, timeout_seconds: float, secret: str = ''
-         ) -> Iterator[Meeting]:
+def meet(
+  cluster: ClusterInfo, me: Member, *, timeout_seconds: float, secret: str = ''
+) -> Iterator[Meeting]:
   """Yields once all processes have come; the block must start JAX's service on process 0.
 
   The other processes are let go only when that service listens: they would otherwise be refused,
@@ -111,12 +114,17 @@ class _Host:
     self._members = {0: me}
     self._questions: dict[int, signed_lines.Question] = {}
     self._listening = addresses.listen(
-        (cluster.coordinator_address, *cluster.other_addresses), bind_address=cluster.bind_address,
-        is_one_host=cluster.local_process_count == cluster.process_count)
+      (cluster.coordinator_address, *cluster.other_addresses),
+      bind_address=cluster.bind_address,
+      is_one_host=cluster.local_process_count == cluster.process_count,
+    )
     self._reception = signed_lines.Reception(self._listening, secret)
     if not secret and not all(map(addresses.is_loopback, self._listening.hosts)):
-      _log.warning('%s is not set: anybody who reaches %s can join this run. See docs/security.md.',
-                   job_secret.VARIABLE, self._listening.address)
+      _log.warning(
+        '%s is not set: anybody who reaches %s can join this run. See docs/security.md.',
+        job_secret.VARIABLE,
+        self._listening.address,
+      )
     self._failed = threading.Event()
     self._release: Optional[threading.Thread] = None
 
@@ -142,19 +150,22 @@ class _Host:
       if time.monotonic() > self._deadline:
         self._refuse_all(self._missing_text(self._timeout_seconds))
         raise ClusterError(
-            self._missing_text(self._timeout_seconds),
-            fix='Look at the first lines of the missing processes: they could not start, or could '
-                f'not reach {self._listening.address} (a wrong name, a firewall). Start all '
-                f'{count} processes, with the same --coordinator_address.',
-            docs='slurm.md#they-do-not-find-each-other')
+          self._missing_text(self._timeout_seconds),
+          fix='Look at the first lines of the missing processes: they could not start, or could '
+          f'not reach {self._listening.address} (a wrong name, a firewall). Start all '
+          f'{count} processes, with the same --coordinator_address.',
+          docs='slurm.md#they-do-not-find-each-other',
+        )
       if time.monotonic() > report_at:
         _log.warning(self._missing_text(None))
         report_at += REPORT_SECONDS
     host, port = self._service_host(), self._listening.port
     return Meeting(
-        addresses.join(host or '127.0.0.1', port), tuple(self._members[i] for i in range(count)),
-        own_host=host,
-        bind_address=self._cluster.bind_address or addresses.join(host or '::', port))
+      addresses.join(host or '127.0.0.1', port),
+      tuple(self._members[i] for i in range(count)),
+      own_host=host,
+      bind_address=self._cluster.bind_address or addresses.join(host or '::', port),
+    )
 
   def _service_host(self) -> Optional[str]:
     """Returns the one address of this host at which the others came; None if there are several.
@@ -184,15 +195,19 @@ class _Host:
     if run != self._cluster.run_id:
       refusal = f'another run listens here ({self._cluster.run_id!r}, not {run!r})'
     elif not question.is_proven:
-      refusal = (f'process {member.process_index} on {member.hostname} ({question.peer_host}) has '
-                 f'{"another" if question.is_signed else "no"} {job_secret.VARIABLE}, process 0 '
-                 f'has {"its own" if self._secret else "none"}')
+      refusal = (
+        f'process {member.process_index} on {member.hostname} ({question.peer_host}) has '
+        f'{"another" if question.is_signed else "no"} {job_secret.VARIABLE}, process 0 '
+        f'has {"its own" if self._secret else "none"}'
+      )
     elif count != self._cluster.process_count:
       refusal = f'process 0 belongs to a run of {self._cluster.process_count}, not of {count}'
     elif member.process_index in self._members:
       other = self._members[member.process_index]
-      refusal = (f'process {member.process_index} came twice, from {other.hostname} and from '
-                 f'{member.hostname} ({question.peer_host})')
+      refusal = (
+        f'process {member.process_index} came twice, from {other.hostname} and from '
+        f'{member.hostname} ({question.peer_host})'
+      )
     if refusal:
       question.answer({'run': self._cluster.run_id, 'refused': refusal})
       if run == self._cluster.run_id:
@@ -215,8 +230,10 @@ class _Host:
     hosts = collections.Counter(member.hostname for member in self._members.values())
     present = ', '.join(f'{n} on {host}' for host, n in list(hosts.items())[:8])
     after = 'Waiting' if waited is None else f'After {waited:g} s: still waiting'
-    return (f'{after} for {len(missing)} of {count} processes: {numbers(missing)}. '
-            f'Here: {present}{", ..." if len(hosts) > 8 else ""}.')
+    return (
+      f'{after} for {len(missing)} of {count} processes: {numbers(missing)}. '
+      f'Here: {present}{", ..." if len(hosts) > 8 else ""}.'
+    )
 
   def _refuse_all(self, text: str) -> None:
     for question in self._questions.values():
@@ -226,8 +243,11 @@ class _Host:
     """Closes the port for JAX's service to take it, and answers everybody once that listens."""
     self._reception.close()
     host, port = addresses.split(meeting.address)
-    answer = {'run': self._cluster.run_id, 'service': meeting.own_host and meeting.address,
-              'members': [dataclasses.asdict(member) for member in meeting.members]}
+    answer = {
+      'run': self._cluster.run_id,
+      'service': meeting.own_host and meeting.address,
+      'members': [dataclasses.asdict(member) for member in meeting.members],
+    }
 
     def release() -> None:
       while time.monotonic() < self._deadline + TRY_SECONDS and not self._failed.is_set():
@@ -238,6 +258,7 @@ class _Host:
           time.sleep(0.01)
       for question in self._questions.values():
         question.answer(answer)
+
     self._release = threading.Thread(target=release, daemon=True, name='rendezvous')
     self._release.start()
 
@@ -256,8 +277,11 @@ class _Guest:
     started = time.monotonic()
     deadline = started + self._timeout_seconds
     addresses = (self._cluster.coordinator_address, *self._cluster.other_addresses)
-    dns_seconds = (self._timeout_seconds if self._cluster.kind == 'kubernetes' else
-                   min(DNS_SECONDS, self._timeout_seconds))
+    dns_seconds = (
+      self._timeout_seconds
+      if self._cluster.kind == 'kubernetes'
+      else min(DNS_SECONDS, self._timeout_seconds)
+    )
     while True:
       for address in addresses:
         meeting = self._try(address, deadline)
@@ -281,49 +305,67 @@ class _Guest:
         challenge = signed_lines.send_question(connection, self._hello(), self._secret)
         # Until the slowest process has come; a little longer than process 0 itself waits.
         answer, is_proven = signed_lines.read_answer(
-            connection, challenge, self._secret, deadline=deadline + 2 * TRY_SECONDS)
+          connection, challenge, self._secret, deadline=deadline + 2 * TRY_SECONDS
+        )
         run = answer['run']
         own_host, service = addresses.local_host(connection), answer.get('service')
         reached = addresses.join(addresses.peer_host(connection), connection.getpeername()[1])
       except signed_lines.UNREADABLE:
-        self._failures[address] = ('something else listens there (or another version of t5x_gpu), '
-                                   'or process 0 ended while this process waited')
+        self._failures[address] = (
+          'something else listens there (or another version of t5x_gpu), '
+          'or process 0 ended while this process waited'
+        )
         return None
     if 'members' in answer and is_proven:
       if service and addresses.is_loopback(own_host):  # on the host of process 0
         own_host, reached = addresses.split(service)[0], service
-      return Meeting(reached, tuple(map(_member, answer['members'])),
-                     own_host=own_host if service else None)
+      return Meeting(
+        reached, tuple(map(_member, answer['members'])), own_host=own_host if service else None
+      )
     if run == self._cluster.run_id and 'refused' in answer:
       raise ClusterError(
-          f'Process {self._me.process_index} of {self._cluster.process_count} was not joined: '
-          f'{answer["refused"]}.', fix='Start each process once, all with the same count, '
-          'address, versions and secret.', docs='slurm.md#they-do-not-find-each-other')
-    self._failures[address] = str(answer.get(
-        'refused', f'what listens there has another {job_secret.VARIABLE}, or none'))
+        f'Process {self._me.process_index} of {self._cluster.process_count} was not joined: '
+        f'{answer["refused"]}.',
+        fix='Start each process once, all with the same count, address, versions and secret.',
+        docs='slurm.md#they-do-not-find-each-other',
+      )
+    self._failures[address] = str(
+      answer.get('refused', f'what listens there has another {job_secret.VARIABLE}, or none')
+    )
     return None
 
   def _hello(self) -> dict[str, Any]:
-    return {'run': self._cluster.run_id, 'count': self._cluster.process_count,
-            'member': dataclasses.asdict(self._me)}
+    return {
+      'run': self._cluster.run_id,
+      'count': self._cluster.process_count,
+      'member': dataclasses.asdict(self._me),
+    }
 
   def _unreachable(self, waited: float) -> ClusterError:
     reasons = '; '.join(f'{address}: {reason}' for address, reason in self._failures.items())
     text = ' '.join(self._failures.values())
     if 'resolve' in text:
-      fix = ('Set --coordinator_address to a name that all hosts know (getent hosts NAME), or to '
-             'an IP address of the first host.')
+      fix = (
+        'Set --coordinator_address to a name that all hosts know (getent hosts NAME), or to '
+        'an IP address of the first host.'
+      )
     elif 'timed out' in text:
-      fix = ('A firewall or a wrong network: open the port between the hosts, or set '
-             '--coordinator_address to an address of process 0 on a network that they share.')
+      fix = (
+        'A firewall or a wrong network: open the port between the hosts, or set '
+        '--coordinator_address to an address of process 0 on a network that they share.'
+      )
     else:
-      fix = ('Look at the first lines of process 0: it did not start, or listens elsewhere. All '
-             'processes need the same --coordinator_address, on the host of process 0. If that '
-             f'host has several networks, set {addresses.BIND_VARIABLE}=0.0.0.0:PORT there.')
+      fix = (
+        'Look at the first lines of process 0: it did not start, or listens elsewhere. All '
+        'processes need the same --coordinator_address, on the host of process 0. If that '
+        f'host has several networks, set {addresses.BIND_VARIABLE}=0.0.0.0:PORT there.'
+      )
     return ClusterError(
-        f'Process {self._me.process_index} of {self._cluster.process_count} (on '
-        f'{self._me.hostname}) could not reach process 0 for {waited:.0f} s. {reasons}.', fix=fix,
-        docs='slurm.md#they-do-not-find-each-other')
+      f'Process {self._me.process_index} of {self._cluster.process_count} (on '
+      f'{self._me.hostname}) could not reach process 0 for {waited:.0f} s. {reasons}.',
+      fix=fix,
+      docs='slurm.md#they-do-not-find-each-other',
+    )
 
 
 def _why(e: OSError, host: str) -> str:

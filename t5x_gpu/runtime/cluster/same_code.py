@@ -19,25 +19,61 @@ from t5x_gpu.runtime.cluster.agreement import Facts
 # What computes, or decides what is computed. Read from metadata: nothing here is imported.
 _CUDA = ('12', '13')
 PACKAGES = (
-    'jax', 'jaxlib', *(f'jax-cuda{cuda}-{part}' for cuda in _CUDA for part in ('plugin', 'pjrt')),
-    *(f'nvidia-{part}-cu{cuda}' for cuda in _CUDA for part in ('cudnn', 'nccl', 'cublas')),
-    'nvidia-cublas', 'transformer-engine', 'transformer-engine-jax', 'tokamax', 'ml-dtypes',
-    'flax', 'optax', 'chex', 'orbax-checkpoint', 'tensorstore', 'numpy', 'scipy', 'gin-config',
-    'seqio', 'seqio-nightly', 't5', 'tensorflow', 'tensorflow-cpu', 'tensorflow-text',
-    'tensorflow-datasets', 'tfds-nightly', 'sentencepiece', 'tokenizers', 'transformers',
-    'safetensors', 'grain', 'array-record', 'pyarrow', 'h5py')
-FIX = ('Give all hosts the same checkout and the same environment: a shared folder, one container '
-       'image, or the same lock file.')
+  'jax',
+  'jaxlib',
+  *(f'jax-cuda{cuda}-{part}' for cuda in _CUDA for part in ('plugin', 'pjrt')),
+  *(f'nvidia-{part}-cu{cuda}' for cuda in _CUDA for part in ('cudnn', 'nccl', 'cublas')),
+  'nvidia-cublas',
+  'transformer-engine',
+  'transformer-engine-jax',
+  'tokamax',
+  'ml-dtypes',
+  'flax',
+  'optax',
+  'chex',
+  'orbax-checkpoint',
+  'tensorstore',
+  'numpy',
+  'scipy',
+  'gin-config',
+  'seqio',
+  'seqio-nightly',
+  't5',
+  'tensorflow',
+  'tensorflow-cpu',
+  'tensorflow-text',
+  'tensorflow-datasets',
+  'tfds-nightly',
+  'sentencepiece',
+  'tokenizers',
+  'transformers',
+  'safetensors',
+  'grain',
+  'array-record',
+  'pyarrow',
+  'h5py',
+)
+FIX = (
+  'Give all hosts the same checkout and the same environment: a shared folder, one container '
+  'image, or the same lock file.'
+)
 _PACKAGE = pathlib.Path(__file__).resolve().parents[2]
 # A launcher's own, different on purpose in some processes; and what TensorFlow generates.
-_NOT_COMPARED = ('__main__', '__mp_main__', 'sitecustomize', 'usercustomize',
-                 '__autograph_generated_file')
+_NOT_COMPARED = (
+  '__main__',
+  '__mp_main__',
+  'sitecustomize',
+  'usercustomize',
+  '__autograph_generated_file',
+)
 
 
 def facts() -> Facts:
   """Returns facts of the package's sources, of the user's modules and of installed versions."""
-  found = {f'{_PACKAGE.name}/{path.relative_to(_PACKAGE).as_posix()}': _of_file(path)
-           for path in sorted(_PACKAGE.rglob('*.py'))}
+  found = {
+    f'{_PACKAGE.name}/{path.relative_to(_PACKAGE).as_posix()}': _of_file(path)
+    for path in sorted(_PACKAGE.rglob('*.py'))
+  }
   return found | user_modules() | versions()
 
 
@@ -81,5 +117,8 @@ def _of_file(path: pathlib.Path) -> tuple[str, str]:
 def raise_if_any(lines: Sequence[str]) -> None:
   """Raises ClusterError if there are `lines`, each a difference between processes."""
   if lines:
-    raise ClusterError('The processes do not run the same code:\n  ' + '\n  '.join(lines),
-                       fix=FIX, docs='slurm.md#hosts-that-disagree')
+    raise ClusterError(
+      'The processes do not run the same code:\n  ' + '\n  '.join(lines),
+      fix=FIX,
+      docs='slurm.md#hosts-that-disagree',
+    )

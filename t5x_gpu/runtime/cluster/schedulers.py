@@ -33,6 +33,7 @@ class Found:
     end_time: when the job's time is up, seconds since 1970.
     evidence: the variables that decided, for the log.
   """
+
   kind: str
   process_index: Optional[int] = None
   process_count: Optional[int] = None
@@ -60,8 +61,10 @@ def number(env: Environment, *names: str) -> Optional[int]:
       try:
         return int(env[name])
       except ValueError as e:
-        raise ConfigError(f'The environment variable {name} = {env[name]!r} is not a number.',
-                          fix=f'Unset {name}, or set it to a number.') from e
+        raise ConfigError(
+          f'The environment variable {name} = {env[name]!r} is not a number.',
+          fix=f'Unset {name}, or set it to a number.',
+        ) from e
   return None
 
 
@@ -79,21 +82,23 @@ def slurm(env: Environment) -> Optional[Found]:
   known = node_index is not None and node_index < len(per_node)
   end = number(env, 'SLURM_JOB_END_TIME')
   return Found(
-      kind='slurm',
-      process_index=number(env, 'SLURM_PROCID'),
-      # Of the step: SLURM_NTASKS may be that of the whole job.
-      process_count=number(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS', 'SLURM_NPROCS'),
-      local_index=number(env, 'SLURM_LOCALID'),
-      local_count=per_node[node_index] if known else None,
-      hosts=(first_host(env['SLURM_STEP_NODELIST']),),
-      # A requeued job keeps its id: without the attempt in it, what is left of the old one on a
-      # host that was cut off could join the new one.
-      job=f'{env["SLURM_JOB_ID"]}.{env.get("SLURM_STEP_ID", "0")}.{attempt}',
-      node=env.get('SLURMD_NODENAME', ''),
-      gpus_per_process=_gpu_count(env.get('SLURM_GPUS_PER_TASK', '')),
-      gpus_on_host=number(env, 'SLURM_GPUS_ON_NODE'),
-      attempt=attempt, end_time=None if end is None else float(end),
-      evidence=f'Slurm step {env["SLURM_JOB_ID"]}.{env.get("SLURM_STEP_ID", "0")}')
+    kind='slurm',
+    process_index=number(env, 'SLURM_PROCID'),
+    # Of the step: SLURM_NTASKS may be that of the whole job.
+    process_count=number(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS', 'SLURM_NPROCS'),
+    local_index=number(env, 'SLURM_LOCALID'),
+    local_count=per_node[node_index] if known else None,
+    hosts=(first_host(env['SLURM_STEP_NODELIST']),),
+    # A requeued job keeps its id: without the attempt in it, what is left of the old one on a
+    # host that was cut off could join the new one.
+    job=f'{env["SLURM_JOB_ID"]}.{env.get("SLURM_STEP_ID", "0")}.{attempt}',
+    node=env.get('SLURMD_NODENAME', ''),
+    gpus_per_process=_gpu_count(env.get('SLURM_GPUS_PER_TASK', '')),
+    gpus_on_host=number(env, 'SLURM_GPUS_ON_NODE'),
+    attempt=attempt,
+    end_time=None if end is None else float(end),
+    evidence=f'Slurm step {env["SLURM_JOB_ID"]}.{env.get("SLURM_STEP_ID", "0")}',
+  )
 
 
 def openmpi(env: Environment) -> Optional[Found]:
@@ -112,9 +117,15 @@ def openmpi(env: Environment) -> Optional[Found]:
   else:
     hosts = _mpirun_hosts(uri, namespace)
   return Found(
-      kind='openmpi', process_index=index, process_count=count,
-      local_index=number(env, 'OMPI_COMM_WORLD_LOCAL_RANK'), local_count=local_count, hosts=hosts,
-      job=namespace or uri.split(';', 1)[0], evidence='OMPI_COMM_WORLD_RANK of mpirun')
+    kind='openmpi',
+    process_index=index,
+    process_count=count,
+    local_index=number(env, 'OMPI_COMM_WORLD_LOCAL_RANK'),
+    local_count=local_count,
+    hosts=hosts,
+    job=namespace or uri.split(';', 1)[0],
+    evidence='OMPI_COMM_WORLD_RANK of mpirun',
+  )
 
 
 def _mpirun_hosts(uri: str, namespace: str) -> tuple[str, ...]:
@@ -138,10 +149,15 @@ def flux(env: Environment) -> Optional[Found]:
     return None
   count, is_one_host = number(env, 'FLUX_JOB_SIZE'), number(env, 'FLUX_JOB_NNODES') == 1
   return Found(
-      kind='flux', process_index=index, process_count=count,
-      local_index=number(env, 'FLUX_TASK_LOCAL_ID'), local_count=count if is_one_host else None,
-      hosts=('127.0.0.1',) if is_one_host else (), job=env.get('FLUX_JOB_ID', ''),
-      evidence=f'FLUX_TASK_RANK of job {env.get("FLUX_JOB_ID", "?")}')
+    kind='flux',
+    process_index=index,
+    process_count=count,
+    local_index=number(env, 'FLUX_TASK_LOCAL_ID'),
+    local_count=count if is_one_host else None,
+    hosts=('127.0.0.1',) if is_one_host else (),
+    job=env.get('FLUX_JOB_ID', ''),
+    evidence=f'FLUX_TASK_RANK of job {env.get("FLUX_JOB_ID", "?")}',
+  )
 
 
 def jsrun(env: Environment) -> Optional[Found]:
@@ -153,10 +169,14 @@ def jsrun(env: Environment) -> Optional[Found]:
   if index is None:
     return None
   return Found(
-      kind='jsrun', process_index=index, process_count=number(env, 'JSM_NAMESPACE_SIZE'),
-      local_index=number(env, 'JSM_NAMESPACE_LOCAL_RANK'),
-      local_count=number(env, 'JSM_NAMESPACE_LOCAL_SIZE'), job=env.get('LSB_JOBID', ''),
-      evidence=f'JSM_NAMESPACE_RANK of jsrun in job {env.get("LSB_JOBID", "?")}')
+    kind='jsrun',
+    process_index=index,
+    process_count=number(env, 'JSM_NAMESPACE_SIZE'),
+    local_index=number(env, 'JSM_NAMESPACE_LOCAL_RANK'),
+    local_count=number(env, 'JSM_NAMESPACE_LOCAL_SIZE'),
+    job=env.get('LSB_JOBID', ''),
+    evidence=f'JSM_NAMESPACE_RANK of jsrun in job {env.get("LSB_JOBID", "?")}',
+  )
 
 
 def pmi(env: Environment, *, read: Callable[[str], str]) -> Optional[Found]:
@@ -172,12 +192,15 @@ def pmi(env: Environment, *, read: Callable[[str], str]) -> Optional[Found]:
   kind = 'pals' if 'PALS_RANKID' in env else 'pbs' if 'PBS_JOBID' in env else 'mpiexec'
   job = f' in job {env["PBS_JOBID"]}' if 'PBS_JOBID' in env else ''
   return Found(
-      kind=kind, process_index=index, process_count=number(env, 'PMI_SIZE', 'PALS_SIZE'),
-      local_index=number(env, 'PALS_LOCAL_RANKID', 'PMI_LOCAL_RANK', 'MPI_LOCALRANKID'),
-      local_count=number(env, 'PALS_LOCAL_SIZE', 'PMI_LOCAL_SIZE', 'MPI_LOCALNRANKS'),
-      hosts=pbs_hosts(env, read=read)[:1],
-      job=f'{env.get("PBS_JOBID", "")}.{env.get("PALS_APID", "")}',
-      evidence=('PALS_RANKID' if kind == 'pals' else 'PMI_RANK') + job)
+    kind=kind,
+    process_index=index,
+    process_count=number(env, 'PMI_SIZE', 'PALS_SIZE'),
+    local_index=number(env, 'PALS_LOCAL_RANKID', 'PMI_LOCAL_RANK', 'MPI_LOCALRANKID'),
+    local_count=number(env, 'PALS_LOCAL_SIZE', 'PMI_LOCAL_SIZE', 'MPI_LOCALNRANKS'),
+    hosts=pbs_hosts(env, read=read)[:1],
+    job=f'{env.get("PBS_JOBID", "")}.{env.get("PALS_APID", "")}',
+    evidence=('PALS_RANKID' if kind == 'pals' else 'PMI_RANK') + job,
+  )
 
 
 def pbs_hosts(env: Environment, *, read: Callable[[str], str]) -> tuple[str, ...]:
@@ -197,12 +220,16 @@ def torchrun(env: Environment) -> Optional[Found]:
   taken = 'TORCHELASTIC_RUN_ID' in env
   port = (number(env, 'MASTER_PORT') or 29500) + taken
   return Found(
-      kind='torchrun', process_index=number(env, 'RANK'), process_count=number(env, 'WORLD_SIZE'),
-      local_index=number(env, 'LOCAL_RANK'), local_count=number(env, 'LOCAL_WORLD_SIZE'),
-      address=addresses.join(env['MASTER_ADDR'].strip('[]'), port),
-      evidence='RANK, WORLD_SIZE and MASTER_ADDR',
-      attempt=number(env, 'TORCHELASTIC_RESTART_COUNT') or 0,
-      job=f'{env.get("TORCHELASTIC_RUN_ID", "")}.{env.get("TORCHELASTIC_RESTART_COUNT", "0")}')
+    kind='torchrun',
+    process_index=number(env, 'RANK'),
+    process_count=number(env, 'WORLD_SIZE'),
+    local_index=number(env, 'LOCAL_RANK'),
+    local_count=number(env, 'LOCAL_WORLD_SIZE'),
+    address=addresses.join(env['MASTER_ADDR'].strip('[]'), port),
+    evidence='RANK, WORLD_SIZE and MASTER_ADDR',
+    attempt=number(env, 'TORCHELASTIC_RESTART_COUNT') or 0,
+    job=f'{env.get("TORCHELASTIC_RUN_ID", "")}.{env.get("TORCHELASTIC_RESTART_COUNT", "0")}',
+  )
 
 
 def jax_variables(env: Environment) -> Optional[Found]:
@@ -214,10 +241,14 @@ def jax_variables(env: Environment) -> Optional[Found]:
   if index is None:
     return None
   return Found(
-      kind='jax', process_index=index,
-      process_count=number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES'),
-      local_index=number(env, 'LOCAL_RANK'), local_count=number(env, 'LOCAL_WORLD_SIZE'),
-      job=env.get('JAX_COORDINATOR_ADDRESS', ''), evidence='JAX_PROCESS_INDEX or JAX_PROCESS_ID')
+    kind='jax',
+    process_index=index,
+    process_count=number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES'),
+    local_index=number(env, 'LOCAL_RANK'),
+    local_count=number(env, 'LOCAL_WORLD_SIZE'),
+    job=env.get('JAX_COORDINATOR_ADDRESS', ''),
+    evidence='JAX_PROCESS_INDEX or JAX_PROCESS_ID',
+  )
 
 
 def kubernetes(env: Environment) -> Optional[Found]:
@@ -228,9 +259,14 @@ def kubernetes(env: Environment) -> Optional[Found]:
   index = number(env, 'JOB_COMPLETION_INDEX')
   if index is None or 'KUBERNETES_SERVICE_HOST' not in env:
     return None
-  return Found(kind='kubernetes', process_index=index,
-               process_count=number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES'),
-               local_index=0, local_count=1, evidence='JOB_COMPLETION_INDEX')
+  return Found(
+    kind='kubernetes',
+    process_index=index,
+    process_count=number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES'),
+    local_index=0,
+    local_count=1,
+    evidence='JOB_COMPLETION_INDEX',
+  )
 
 
 def read_text(path: str) -> str:
@@ -238,8 +274,10 @@ def read_text(path: str) -> str:
   try:
     return pathlib.Path(path).read_text()
   except OSError as e:
-    raise ConfigError(f'The scheduler names a file {path} that cannot be read: {e.strerror}.',
-                      fix='Set --coordinator_address=HOST:PORT, which needs no such file.') from e
+    raise ConfigError(
+      f'The scheduler names a file {path} that cannot be read: {e.strerror}.',
+      fix='Set --coordinator_address=HOST:PORT, which needs no such file.',
+    ) from e
 
 
 def first_host(node_list: str) -> str:

@@ -35,6 +35,7 @@ class Question:
     is_signed, is_proven: whether it has a signature, and that of this job.
     peer_host, own_host: numeric addresses of both ends.
   """
+
   connection: socket.socket
   message: Any
   is_signed: bool
@@ -48,8 +49,10 @@ class Question:
     """Sends the answer, and closes the connection."""
     text = json.dumps(message)
     self.connection.settimeout(LINE_SECONDS)
-    _send(self.connection, {'text': text, 'proof': job_secret.proof(
-        self._secret, 'answer', self._challenge, text)})
+    _send(
+      self.connection,
+      {'text': text, 'proof': job_secret.proof(self._secret, 'answer', self._challenge, text)},
+    )
     self.connection.close()
 
   def is_gone(self) -> bool:
@@ -66,6 +69,7 @@ class Question:
 @dataclasses.dataclass
 class _Caller:
   """Who has connected, and has not said everything yet."""
+
   host: str
   challenge: str
   deadline: float
@@ -137,8 +141,10 @@ class Reception:
       return [self._question(connection, caller)]
     except UNREADABLE:  # or a process that died
       if caller.data:
-        _log.warning('Ignored a message from %s: from another program, or another version of '
-                     't5x_gpu.', caller.host)
+        _log.warning(
+          'Ignored a message from %s: from another program, or another version of t5x_gpu.',
+          caller.host,
+        )
       connection.close()
       return []
 
@@ -146,11 +152,17 @@ class Reception:
     line = json.loads(caller.data)
     text, challenge, proof = line['text'], line['challenge'], line['proof']
     return Question(
-        connection, json.loads(text), is_signed=bool(proof),
-        is_proven=job_secret.proves(proof, self._secret, 'question', caller.challenge, challenge,
-                                    text),
-        peer_host=addresses.peer_host(connection), own_host=addresses.local_host(connection),
-        _challenge=challenge, _secret=self._secret)
+      connection,
+      json.loads(text),
+      is_signed=bool(proof),
+      is_proven=job_secret.proves(
+        proof, self._secret, 'question', caller.challenge, challenge, text
+      ),
+      peer_host=addresses.peer_host(connection),
+      own_host=addresses.local_host(connection),
+      _challenge=challenge,
+      _secret=self._secret,
+    )
 
 
 def send_question(connection: socket.socket, message: Any, secret: str) -> str:
@@ -161,13 +173,20 @@ def send_question(connection: socket.socket, message: Any, secret: str) -> str:
   """
   theirs = json.loads(_read_line(connection, time.monotonic() + LINE_SECONDS))['challenge']
   text, challenge = json.dumps(message), job_secret.new()
-  _send(connection, {'text': text, 'challenge': challenge, 'proof': job_secret.proof(
-      secret, 'question', theirs, challenge, text)})
+  _send(
+    connection,
+    {
+      'text': text,
+      'challenge': challenge,
+      'proof': job_secret.proof(secret, 'question', theirs, challenge, text),
+    },
+  )
   return challenge
 
 
-def read_answer(connection: socket.socket, challenge: str, secret: str, *, deadline: float
-                ) -> tuple[Any, bool]:
+def read_answer(
+  connection: socket.socket, challenge: str, secret: str, *, deadline: float
+) -> tuple[Any, bool]:
   """Returns the answer, and whether it is signed with `secret`.
 
   Args:

@@ -7,6 +7,7 @@ machine with eight GPUs, so a mesh made from it cannot tell NVLink from the netw
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Optional
 
@@ -29,6 +30,7 @@ class Topology:
     device_word: what a message calls one device. Not part of the value: meshes do not depend on it.
     reason: how the hosts were told apart, for the log. Not part of the value either.
   """
+
   num_hosts: int
   devices_per_host: int
   device_word: str = dataclasses.field(default='GPU', compare=False)
@@ -36,9 +38,11 @@ class Topology:
 
   def __post_init__(self):
     if self.num_hosts < 1 or self.devices_per_host < 1:
-      raise MeshError(f'A topology needs at least one host with one {self.device_word}, not '
-                      f'{self.num_hosts} hosts with {self.devices_per_host}.',
-                      fix='Give two numbers of 1 or more, such as 2 hosts with 8 each.')
+      raise MeshError(
+        f'A topology needs at least one host with one {self.device_word}, not '
+        f'{self.num_hosts} hosts with {self.devices_per_host}.',
+        fix='Give two numbers of 1 or more, such as 2 hosts with 8 each.',
+      )
 
   @property
   def num_devices(self) -> int:
@@ -74,22 +78,33 @@ def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list
   if members:
     by_domain = any(member.domain != member.host_key for member in members)
     return group_by_host(
-        devices, lambda device: members[device.process_index].domain,
-        name_of=lambda device: members[device.process_index].hostname,
-        reason=f'told apart by {distributed.DOMAIN_VARIABLE}' if by_domain else
-        'told apart by host name and boot id')
+      devices,
+      lambda device: members[device.process_index].domain,
+      name_of=lambda device: members[device.process_index].hostname,
+      reason=f'told apart by {distributed.DOMAIN_VARIABLE}'
+      if by_domain
+      else 'told apart by host name and boot id',
+    )
   # Two names of one number; JAX 0.10 and 0.11 have both.
   for attribute in ('partition_index', 'slice_index'):
     if all(getattr(device, attribute, None) is not None for device in devices):
-      return group_by_host(devices, lambda device: getattr(device, attribute),
-                           reason=f'hosts told apart by device.{attribute}')
-  return group_by_host(devices, lambda device: device.process_index,
-                       reason='each process taken for a host: these devices have no slice_index')
+      return group_by_host(
+        devices, operator.attrgetter(attribute), reason=f'hosts told apart by device.{attribute}'
+      )
+  return group_by_host(
+    devices,
+    lambda device: device.process_index,
+    reason='each process taken for a host: these devices have no slice_index',
+  )
 
 
-def group_by_host(devices: Sequence[Device], host_of: Callable[[Device], Hashable], *,
-                  name_of: Callable[[Device], str] = lambda device: '',
-                  reason: str = 'given') -> tuple[Topology, list[Device]]:
+def group_by_host(
+  devices: Sequence[Device],
+  host_of: Callable[[Device], Hashable],
+  *,
+  name_of: Callable[[Device], str] = lambda device: '',
+  reason: str = 'given',
+) -> tuple[Topology, list[Device]]:
   """Returns the topology that `host_of` describes, and the devices in host-major order.
 
   The host of process 0 comes first, and within a host devices go by process, then id: the order of
@@ -106,19 +121,24 @@ def group_by_host(devices: Sequence[Device], host_of: Callable[[Device], Hashabl
   hosts = collections.defaultdict(list)
   for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
     hosts[host_of(device)].append(device)
-  device_word = 'GPU' if devices[0].platform in ('gpu', 'cuda') else (
-      f'{devices[0].platform.upper()} device')
+  device_word = (
+    'GPU' if devices[0].platform in ('gpu', 'cuda') else (f'{devices[0].platform.upper()} device')
+  )
   counts = [len(group) for group in hosts.values()]
   if len(set(counts)) > 1:
     usual = collections.Counter(counts).most_common(1)[0][0]
-    odd = [f'{len(group)} on the host of process {group[0].process_index}'
-           + (f' ({name_of(group[0])})' if name_of(group[0]) else '')
-           for group in hosts.values() if len(group) != usual]
+    odd = [
+      f'{len(group)} on the host of process {group[0].process_index}'
+      + (f' ({name_of(group[0])})' if name_of(group[0]) else '')
+      for group in hosts.values()
+      if len(group) != usual
+    ]
     raise MeshError(
-        f'The {len(hosts)} hosts do not have the same number of devices: {usual} on most of them, '
-        f'but {", ".join(odd[:4])}{", ..." if len(odd) > 4 else ""}. A mesh needs equal hosts '
-        f'({reason}).',
-        fix=f'Start the same number of processes and {device_word}s on every host '
-            '(Slurm: --gpus-per-node and --ntasks-per-node), or leave the odd hosts out.')
+      f'The {len(hosts)} hosts do not have the same number of devices: {usual} on most of them, '
+      f'but {", ".join(odd[:4])}{", ..." if len(odd) > 4 else ""}. A mesh needs equal hosts '
+      f'({reason}).',
+      fix=f'Start the same number of processes and {device_word}s on every host '
+      '(Slurm: --gpus-per-node and --ntasks-per-node), or leave the odd hosts out.',
+    )
   topology = Topology(len(hosts), counts[0], device_word=device_word, reason=reason)
   return topology, [device for group in hosts.values() for device in group]

@@ -40,6 +40,7 @@ class Check:
     value: what was found, with units.
     fix: what to do about it; '' when ok.
   """
+
   name: str
   status: str
   value: str
@@ -51,18 +52,24 @@ def check_python(version: Optional[tuple[int, ...]] = None) -> Check:
   version = tuple(sys.version_info[:3]) if version is None else version
   text = '.'.join(map(str, version))
   if version[:2] < OLDEST_PYTHON:
-    return Check('python', FAIL, f'{text} ({sys.executable})',
-                 'Install Python 3.11 or newer and make a new virtual environment with it.')
+    return Check(
+      'python',
+      FAIL,
+      f'{text} ({sys.executable})',
+      'Install Python 3.11 or newer and make a new virtual environment with it.',
+    )
   return Check('python', OK, f'{text} ({sys.executable})')
 
 
 def installed_versions() -> dict[str, str]:
   """Returns package -> version of jax, jaxlib, the CUDA plugins and NVIDIA's libraries."""
   found = {}
-  for package in ('jax', 'jaxlib', *(f'jax-cuda{cuda}-{part}' for cuda in OLDEST_DRIVER
-                                     for part in ('plugin', 'pjrt')),
-                  *(f'nvidia-{part}-cu{cuda}' for cuda in OLDEST_DRIVER
-                    for part in ('cudnn', 'nccl'))):
+  for package in (
+    'jax',
+    'jaxlib',
+    *(f'jax-cuda{cuda}-{part}' for cuda in OLDEST_DRIVER for part in ('plugin', 'pjrt')),
+    *(f'nvidia-{part}-cu{cuda}' for cuda in OLDEST_DRIVER for part in ('cudnn', 'nccl')),
+  ):
     try:
       found[package] = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -78,8 +85,9 @@ def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 
     gpus: GPUs that are there or expected; with some, a plugin must be installed.
   """
   versions = installed_versions() if versions is None else versions
-  value = ', '.join(f'{name} {version}' for name, version in versions.items()
-                    if name.startswith('jax'))
+  value = ', '.join(
+    f'{name} {version}' for name, version in versions.items() if name.startswith('jax')
+  )
   jax, jaxlib = versions.get('jax'), versions.get('jaxlib')
   if jax is None or jaxlib is None:
     return Check('packages', FAIL, value or 'no jax', 'pip install t5x_gpu, or: pip install jax')
@@ -90,15 +98,23 @@ def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 
     newer = _numbers(jaxlib) > _numbers(jax)
     return Check('packages', FAIL if newer else WARN, value, f"pip install -U 'jaxlib=={jax}'")
   if len(cudas) > 1:
-    return Check('packages', WARN, value, 'Two CUDA plugins: pip uninstall the '
-                 'jax-cuda12-plugin and jax-cuda12-pjrt packages.')
+    return Check(
+      'packages',
+      WARN,
+      value,
+      'Two CUDA plugins: pip uninstall the jax-cuda12-plugin and jax-cuda12-pjrt packages.',
+    )
   for cuda in cudas:
     for part in ('plugin', 'pjrt'):
       version = versions.get(f'jax-cuda{cuda}-{part}')
       if version != jaxlib:
         different = version is None or _numbers(version)[:2] != _numbers(jaxlib)[:2]
-        return Check('packages', FAIL if different else WARN,
-                     value if version else f'{value}, no jax-cuda{cuda}-{part}', again)
+        return Check(
+          'packages',
+          FAIL if different else WARN,
+          value if version else f'{value}, no jax-cuda{cuda}-{part}',
+          again,
+        )
   if gpus and not cudas:
     return Check('packages', FAIL, f'{value}, no CUDA plugin: jax will run on the CPU', again)
   return Check('packages', OK, value)
@@ -108,8 +124,9 @@ def _numbers(version: str) -> tuple[int, ...]:
   return tuple(int(part) for part in re.findall(r'\d+', version))
 
 
-def check_driver(driver: Optional[str], versions: Mapping[str, str], *, on_bus: int,
-                 expected: Optional[int] = None) -> Check:
+def check_driver(
+  driver: Optional[str], versions: Mapping[str, str], *, on_bus: int, expected: Optional[int] = None
+) -> Check:
   """Returns whether the kernel driver is there and new enough for the CUDA plugin.
 
   Args:
@@ -120,21 +137,36 @@ def check_driver(driver: Optional[str], versions: Mapping[str, str], *, on_bus: 
   """
   if driver is None:
     if on_bus:
-      return Check('driver', FAIL, f'none, but {on_bus} NVIDIA GPUs are on the PCI bus',
-                   'Install the NVIDIA driver; in a container, start it with GPUs '
-                   '(docker run --gpus all, apptainer --nv).')
+      return Check(
+        'driver',
+        FAIL,
+        f'none, but {on_bus} NVIDIA GPUs are on the PCI bus',
+        'Install the NVIDIA driver; in a container, start it with GPUs '
+        '(docker run --gpus all, apptainer --nv).',
+      )
     if expected:
-      return Check('driver', FAIL, f'none, {expected} GPUs expected',
-                   'This machine has no NVIDIA GPU: ask the scheduler for some '
-                   '(Slurm: --gpus-per-node), or expect none.')
+      return Check(
+        'driver',
+        FAIL,
+        f'none, {expected} GPUs expected',
+        'This machine has no NVIDIA GPU: ask the scheduler for some '
+        '(Slurm: --gpus-per-node), or expect none.',
+      )
     return Check('driver', OK, 'none (no GPU here)')
   cuda = max((c for c in OLDEST_DRIVER if f'jax-cuda{c}-plugin' in versions), default=None)
   if cuda and int(driver.split('.')[0]) < OLDEST_DRIVER[cuda]:
     older = [c for c in OLDEST_DRIVER if int(driver.split('.')[0]) >= OLDEST_DRIVER[c]]
-    instead = f", or install the plugin for CUDA {older[-1]}: pip install 'jax[cuda{older[-1]}]'" \
-        if older else ''
-    return Check('driver', FAIL, f'{driver}, CUDA {cuda} needs {OLDEST_DRIVER[cuda]} or newer',
-                 f'Update the NVIDIA driver{instead}.')
+    instead = (
+      f", or install the plugin for CUDA {older[-1]}: pip install 'jax[cuda{older[-1]}]'"
+      if older
+      else ''
+    )
+    return Check(
+      'driver',
+      FAIL,
+      f'{driver}, CUDA {cuda} needs {OLDEST_DRIVER[cuda]} or newer',
+      f'Update the NVIDIA driver{instead}.',
+    )
   return Check('driver', OK, driver)
 
 
@@ -149,8 +181,12 @@ def check_numa(nodes: Mapping[str, int], *, num_nodes: int) -> Check:
     return Check('numa', OK, f'{num_nodes} node{"s" * (num_nodes != 1)}, no GPU on the PCI bus')
   text = ', '.join(f'{address} on {"?" if node < 0 else node}' for address, node in nodes.items())
   if num_nodes > 1 and min(nodes.values()) < 0:
-    return Check('numa', WARN, f'{num_nodes} nodes, but not known for every GPU: {text}',
-                 'Bind processes by hand: the firmware or the virtual machine hides the layout.')
+    return Check(
+      'numa',
+      WARN,
+      f'{num_nodes} nodes, but not known for every GPU: {text}',
+      'Bind processes by hand: the firmware or the virtual machine hides the layout.',
+    )
   return Check('numa', OK, f'{num_nodes} node{"s" * (num_nodes != 1)}: {text}')
 
 
@@ -159,8 +195,14 @@ def count_numa_nodes(root: pathlib.Path = pathlib.Path('/sys/devices/system/node
   return max(1, len(list(root.glob('node[0-9]*'))))
 
 
-def check_library(part: str, versions: Mapping[str, str], *, gpus: int,
-                  loaded: Optional[int] = None, built: Optional[int] = None) -> Check:
+def check_library(
+  part: str,
+  versions: Mapping[str, str],
+  *,
+  gpus: int,
+  loaded: Optional[int] = None,
+  built: Optional[int] = None,
+) -> Check:
   """Returns whether 'cudnn' or 'nccl' is installed, and not older than what jax was built with.
 
   Args:
@@ -173,21 +215,30 @@ def check_library(part: str, versions: Mapping[str, str], *, gpus: int,
   packages = {name: version for name, version in versions.items() if f'nvidia-{part}-' in name}
   value = ', '.join(f'{name} {version}' for name, version in packages.items())
   if loaded and built and loaded // 100 < built // 100:
-    return Check(part, FAIL, f'{value or "system"}, {loaded} loaded, jax was built with {built}',
-                 f'pip install -U {" ".join(packages) or f"nvidia-{part}-cu13"}, and take older '
-                 'copies out of LD_LIBRARY_PATH.')
+    return Check(
+      part,
+      FAIL,
+      f'{value or "system"}, {loaded} loaded, jax was built with {built}',
+      f'pip install -U {" ".join(packages) or f"nvidia-{part}-cu13"}, and take older '
+      'copies out of LD_LIBRARY_PATH.',
+    )
   if loaded:
     value = f'{value or "system library"} ({loaded} loaded)'
   if not gpus:
     return Check(part, OK, value or 'none (no GPU here)')
   if not value:
-    return Check(part, WARN, 'no wheel: whatever the system has',
-                 "pip install 'jax[cuda13]' brings the version that was tested.")
+    return Check(
+      part,
+      WARN,
+      'no wheel: whatever the system has',
+      "pip install 'jax[cuda13]' brings the version that was tested.",
+    )
   return Check(part, OK, value)
 
 
-def check_ulimits(limits: Optional[Mapping[str, int]] = None, *,
-                  infiniband: pathlib.Path = INFINIBAND) -> Check:
+def check_ulimits(
+  limits: Optional[Mapping[str, int]] = None, *, infiniband: pathlib.Path = INFINIBAND
+) -> Check:
   """Returns whether open files, processes and locked memory suffice.
 
   Args:
@@ -195,23 +246,41 @@ def check_ulimits(limits: Optional[Mapping[str, int]] = None, *,
     infiniband: a folder with entries where there is RDMA hardware.
   """
   if limits is None:
-    limits = {name: resource.getrlimit(getattr(resource, f'RLIMIT_{name.upper()}'))[0]
-              for name in ('nofile', 'nproc', 'memlock')}
-  shown = ', '.join(f'{name} {"unlimited" if limit == resource.RLIM_INFINITY else limit}'
-                    for name, limit in limits.items())
+    limits = {
+      name: resource.getrlimit(getattr(resource, f'RLIMIT_{name.upper()}'))[0]
+      for name in ('nofile', 'nproc', 'memlock')
+    }
+  shown = ', '.join(
+    f'{name} {"unlimited" if limit == resource.RLIM_INFINITY else limit}'
+    for name, limit in limits.items()
+  )
 
   def below(name: str, least: float) -> bool:
     return limits[name] != resource.RLIM_INFINITY and limits[name] < least
+
   if below('nofile', LEAST_OPEN_FILES):
-    return Check('ulimits', WARN, shown, 'ulimit -n 65536: checkpoints and data readers open '
-                 'thousands of files.')
+    return Check(
+      'ulimits',
+      WARN,
+      shown,
+      'ulimit -n 65536: checkpoints and data readers open thousands of files.',
+    )
   if below('nproc', LEAST_OPEN_FILES):
-    return Check('ulimits', WARN, shown, 'ulimit -u unlimited: XLA, NCCL and TensorFlow start '
-                 'hundreds of threads per process.')
+    return Check(
+      'ulimits',
+      WARN,
+      shown,
+      'ulimit -u unlimited: XLA, NCCL and TensorFlow start hundreds of threads per process.',
+    )
   if below('memlock', float('inf')) and infiniband.is_dir() and any(infiniband.iterdir()):
-    return Check('ulimits', WARN, shown, 'ulimit -l unlimited (Slurm: '
-                 'PropagateResourceLimitsExcept=MEMLOCK): NCCL registers its buffers with the '
-                 'network card.')
+    return Check(
+      'ulimits',
+      WARN,
+      shown,
+      'ulimit -l unlimited (Slurm: '
+      'PropagateResourceLimitsExcept=MEMLOCK): NCCL registers its buffers with the '
+      'network card.',
+    )
   return Check('ulimits', OK, shown)
 
 
@@ -230,8 +299,12 @@ def check_shared_memory(folder: str = '/dev/shm', *, gpus: int = 0) -> Check:
   size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
   value = f'{size / GIB:.2g} GiB, {free / GIB:.2g} GiB free'
   if min(size, free) < LEAST_SHM_BYTES:
-    return Check('/dev/shm', FAIL if gpus > 1 else WARN, value, fix if size < LEAST_SHM_BYTES else
-                 'Remove what crashed jobs left there: ls -la /dev/shm')
+    return Check(
+      '/dev/shm',
+      FAIL if gpus > 1 else WARN,
+      value,
+      fix if size < LEAST_SHM_BYTES else 'Remove what crashed jobs left there: ls -la /dev/shm',
+    )
   return Check('/dev/shm', OK, value)
 
 
@@ -256,15 +329,21 @@ def quick_checks(*, expect_gpus: Optional[int] = None) -> list[Check]:
   versions, nodes = installed_versions(), gpu_detect.pci_numa_nodes()
   driver = gpu_detect.driver_version()
   gpus = len(nodes) or expect_gpus or 0
-  return [check_python(), check_packages(versions, gpus=gpus),
-          check_driver(driver, versions, on_bus=len(nodes), expected=expect_gpus),
-          check_numa(nodes, num_nodes=count_numa_nodes()), check_host(), check_ulimits(),
-          check_shared_memory(gpus=gpus)]
+  return [
+    check_python(),
+    check_packages(versions, gpus=gpus),
+    check_driver(driver, versions, on_bus=len(nodes), expected=expect_gpus),
+    check_numa(nodes, num_nodes=count_numa_nodes()),
+    check_host(),
+    check_ulimits(),
+    check_shared_memory(gpus=gpus),
+  ]
 
 
 def log_problems() -> None:
   """Logs what is wrong with this host, on every process: one bad node of many must be seen."""
   for check in quick_checks():
     if check.status != OK:
-      _log.warning('%s: %s %s: %s %s', socket.gethostname(), check.status, check.name, check.value,
-                   check.fix)
+      _log.warning(
+        '%s: %s %s: %s %s', socket.gethostname(), check.status, check.name, check.value, check.fix
+      )

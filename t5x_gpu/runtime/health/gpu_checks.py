@@ -38,8 +38,14 @@ def json_lines(text: str) -> dict[str, Any]:
   return found
 
 
-def check_devices(found: Optional[Mapping[str, Any]], *, on_machine: int, problem: str = '',
-                  expected: Optional[int] = None, environ: Mapping[str, str]) -> Check:
+def check_devices(
+  found: Optional[Mapping[str, Any]],
+  *,
+  on_machine: int,
+  problem: str = '',
+  expected: Optional[int] = None,
+  environ: Mapping[str, str],
+) -> Check:
   """Returns whether jax sees the GPUs that it should.
 
   Args:
@@ -50,25 +56,42 @@ def check_devices(found: Optional[Mapping[str, Any]], *, on_machine: int, proble
     environ: what may hide them: JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.
   """
   if found is None:
-    return Check('devices', FAIL, f'jax did not start: {problem or "no answer"}',
-                 'Read the whole message: python -c "import jax; print(jax.devices())"')
+    return Check(
+      'devices',
+      FAIL,
+      f'jax did not start: {problem or "no answer"}',
+      'Read the whole message: python -c "import jax; print(jax.devices())"',
+    )
   seen = 0 if found['platform'] == 'cpu' else found['count']
   kinds = ', '.join(found['kinds'])
   value = f'{seen} x {kinds}' if seen else f'jax runs on {found["platform"]}'
-  hiding = {name: environ[name] for name in ('JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES')
-            if name in environ}
+  hiding = {
+    name: environ[name] for name in ('JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES') if name in environ
+  }
   hidden = ', '.join(f'{name}={text}' for name, text in hiding.items())
-  unhide = f'{hidden} is set: unset it to see all GPUs.' if hidden else (
-      'JAX_PLATFORMS=cuda python -c "import jax; jax.devices()" shows why.')
+  unhide = (
+    f'{hidden} is set: unset it to see all GPUs.'
+    if hidden
+    else ('JAX_PLATFORMS=cuda python -c "import jax; jax.devices()" shows why.')
+  )
   if expected is not None and seen != expected:
-    return Check('devices', FAIL, f'{value}, {expected} expected' + (f': {problem}' if problem and
-                 not seen else ''), unhide if on_machine >= expected else
-                 f'This machine shows {on_machine} GPUs: ask the scheduler for {expected}.')
+    return Check(
+      'devices',
+      FAIL,
+      f'{value}, {expected} expected' + (f': {problem}' if problem and not seen else ''),
+      unhide
+      if on_machine >= expected
+      else f'This machine shows {on_machine} GPUs: ask the scheduler for {expected}.',
+    )
   if on_machine and not seen:
     # Asked for by the user, it is no accident; otherwise nobody wants it.
     asked = environ.get('JAX_PLATFORMS') == 'cpu'
-    return Check('devices', WARN if asked else FAIL, f'{value}, though {on_machine} GPUs are here'
-                 + (f': {problem}' if problem else ''), unhide)
+    return Check(
+      'devices',
+      WARN if asked else FAIL,
+      f'{value}, though {on_machine} GPUs are here' + (f': {problem}' if problem else ''),
+      unhide,
+    )
   if seen < on_machine and not hidden:
     return Check('devices', FAIL, f'{value}, though {on_machine} GPUs are here', unhide)
   if not on_machine and not seen:
@@ -85,9 +108,10 @@ def check_links(topology: str, *, gpus: int) -> Check:
   """
   if gpus < 2:
     return Check('nvlink', OK, 'one GPU, no link needed' if gpus else 'no GPU here')
-  rows = re.findall(r'^\s*GPU(\d+)((?:\s+(?:X|NV\d+|PIX|PXB|PHB|NODE|SYS))+)', topology,
-                    re.MULTILINE)
-  cells = {(int(i), j): cell for i, row in rows for j, cell in enumerate(row.split()[:len(rows)])}
+  rows = re.findall(
+    r'^\s*GPU(\d+)((?:\s+(?:X|NV\d+|PIX|PXB|PHB|NODE|SYS))+)', topology, re.MULTILINE
+  )
+  cells = {(int(i), j): cell for i, row in rows for j, cell in enumerate(row.split()[: len(rows)])}
   pairs = [cell for (i, j), cell in cells.items() if i < j]
   if not pairs:
     return Check('nvlink', WARN, 'nvidia-smi topo -m says nothing', 'Look at it by hand.')
@@ -95,16 +119,27 @@ def check_links(topology: str, *, gpus: int) -> Check:
   value = ', '.join(f'{count} pairs by {kind}' for kind, count in kinds.items())
   linked = sum(count for kind, count in kinds.items() if kind.startswith('NV'))
   if 0 < linked < len(pairs):
-    return Check('nvlink', WARN, value, 'Some pairs have no NVLink: keep num_partitions within '
-                 'those that have, or have the bridge or switch looked at.')
+    return Check(
+      'nvlink',
+      WARN,
+      value,
+      'Some pairs have no NVLink: keep num_partitions within '
+      'those that have, or have the bridge or switch looked at.',
+    )
   if not linked:
-    return Check('nvlink', WARN, value, 'No NVLink: tensor parallelism will be slow, prefer data '
-                 'or fsdp. On an SXM machine, is nvidia-fabricmanager running?')
+    return Check(
+      'nvlink',
+      WARN,
+      value,
+      'No NVLink: tensor parallelism will be slow, prefer data '
+      'or fsdp. On an SXM machine, is nvidia-fabricmanager running?',
+    )
   return Check('nvlink', OK, value)
 
 
-def check_matmul(rates: Optional[Sequence[float]], *, devices: Optional[Mapping[str, Any]],
-                 problem: str = '') -> Check:
+def check_matmul(
+  rates: Optional[Sequence[float]], *, devices: Optional[Mapping[str, Any]], problem: str = ''
+) -> Check:
   """Returns the speed of a large matmul against the datasheet.
 
   Args:
@@ -113,8 +148,9 @@ def check_matmul(rates: Optional[Sequence[float]], *, devices: Optional[Mapping[
     problem: why there are no rates.
   """
   if not rates or devices is None:
-    return Check('matmul', FAIL, problem or 'not measured',
-                 'If it hangs: nvidia-smi, dmesg | grep -i xid')
+    return Check(
+      'matmul', FAIL, problem or 'not measured', 'If it hangs: nvidia-smi, dmesg | grep -i xid'
+    )
   if devices['platform'] == 'cpu':
     return Check('matmul', OK, f'{rates[0] / 1e9:.0f} GFLOP/s float32 on the CPU')
   slowest, fastest = min(rates), max(rates)
@@ -123,15 +159,19 @@ def check_matmul(rates: Optional[Sequence[float]], *, devices: Optional[Mapping[
   share = f', {slowest / peak:.0%} of {peak / 1e12:.0f}' if peak else ', peak not known'
   value = f'{each} TFLOP/s bfloat16{share}'
   if slowest < fastest * (1 - MOST_SPREAD):
-    return Check('matmul', WARN, value, f'GPU {list(rates).index(slowest)} is slower than the '
-                 'others, and all will wait for it: is it hot, throttled, or in use?')
+    return Check(
+      'matmul',
+      WARN,
+      value,
+      f'GPU {list(rates).index(slowest)} is slower than the '
+      'others, and all will wait for it: is it hot, throttled, or in use?',
+    )
   if peak and slowest < peak * LEAST_MATMUL_SHARE:
     return Check('matmul', WARN, value, 'Is another job on this GPU (nvidia-smi)? See also clocks.')
   return Check('matmul', OK, value)
 
 
-def check_all_reduce(found: Mapping[str, Any], *, nvlink: bool = True,
-                     problem: str = '') -> Check:
+def check_all_reduce(found: Mapping[str, Any], *, nvlink: bool = True, problem: str = '') -> Check:
   """Returns the bus bandwidth of an all-reduce, per tier of links.
 
   Args:
@@ -145,15 +185,25 @@ def check_all_reduce(found: Mapping[str, Any], *, nvlink: bool = True,
     return Check('all-reduce', FAIL, found['problem']['what'], found['problem']['fix'])
   if rates is None:
     came = f'{together["topology"]} were ready, then' if together else 'did not start'
-    return Check('all-reduce', FAIL, f'{came}: {problem or "no answer"}',
-                 'Of several processes, one that says something else knows why. NCCL_DEBUG=INFO '
-                 'tells where it stops; look at /dev/shm, the network and the driver first.')
-  value = ', '.join(f'{rate / 1e9:.3g} GB/s {tier.replace("_", " ")}'
-                    for tier, rate in rates.items()) + f' ({together["topology"]})'
+    return Check(
+      'all-reduce',
+      FAIL,
+      f'{came}: {problem or "no answer"}',
+      'Of several processes, one that says something else knows why. NCCL_DEBUG=INFO '
+      'tells where it stops; look at /dev/shm, the network and the driver first.',
+    )
+  value = (
+    ', '.join(f'{rate / 1e9:.3g} GB/s {tier.replace("_", " ")}' for tier, rate in rates.items())
+    + f' ({together["topology"]})'
+  )
   link = NVLINK.get(generation(together['kind']) or '')
   if nvlink and link and rates.get('in_host', link) < LEAST_LINK_SHARE * link:
-    return Check('all-reduce', WARN, f'{value}, NVLink does {link / 1e9:.0f}',
-                 'NCCL_DEBUG=INFO shows which transport it chose; P2P may be off (IOMMU, ACS).')
+    return Check(
+      'all-reduce',
+      WARN,
+      f'{value}, NVLink does {link / 1e9:.0f}',
+      'NCCL_DEBUG=INFO shows which transport it chose; P2P may be off (IOMMU, ACS).',
+    )
   return Check('all-reduce', OK, value)
 
 
@@ -178,8 +228,12 @@ def check_clocks(text: Optional[str], *, gpus: int) -> Check:
   lowest = min(int(row[0]) for row in rows)
   value = f'{lowest} of {rows[0][1]} MHz under load'
   if slow:
-    return Check('clocks', WARN, f'{value}; ' + ', '.join(f'GPU {i}: {why}'
-                 for i, why in slow.items()), 'Have cooling and power looked at.')
+    return Check(
+      'clocks',
+      WARN,
+      f'{value}; ' + ', '.join(f'GPU {i}: {why}' for i, why in slow.items()),
+      'Have cooling and power looked at.',
+    )
   return Check('clocks', OK, value)
 
 
@@ -192,14 +246,25 @@ def check_disk(found: Optional[Mapping[str, float]], *, folder: str, problem: st
     problem: why it failed.
   """
   if found is None:
-    return Check('disk', FAIL, f'{folder}: {problem or "no answer"}',
-                 'Name a folder that can be written to: --model_dir=FOLDER')
-  value = (f'{folder}: write {found["write"] / 1e6:.0f} MB/s, read {found["read"] / 1e6:.0f} MB/s, '
-           f'{found["sync_seconds"] * 1e3:.0f} ms per sync, {found["free"] / GIB:.0f} GiB free')
+    return Check(
+      'disk',
+      FAIL,
+      f'{folder}: {problem or "no answer"}',
+      'Name a folder that can be written to: --model_dir=FOLDER',
+    )
+  value = (
+    f'{folder}: write {found["write"] / 1e6:.0f} MB/s, read {found["read"] / 1e6:.0f} MB/s, '
+    f'{found["sync_seconds"] * 1e3:.0f} ms per sync, {found["free"] / GIB:.0f} GiB free'
+  )
   if found['write'] < LEAST_DISK:
-    return Check('disk', WARN, value, 'Checkpoints will be slow: a model of 1 billion parameters '
-                 f'with Adam takes {12e9 / found["write"] / 60:.0f} min here. Use a local or '
-                 'parallel file system.')
+    return Check(
+      'disk',
+      WARN,
+      value,
+      'Checkpoints will be slow: a model of 1 billion parameters '
+      f'with Adam takes {12e9 / found["write"] / 60:.0f} min here. Use a local or '
+      'parallel file system.',
+    )
   if found['free'] < LEAST_FREE:
     return Check('disk', WARN, value, 'Free some space, or keep fewer checkpoints.')
   return Check('disk', OK, value)

@@ -42,20 +42,27 @@ CLOCK_FIELDS = 'uuid,clocks.sm,clocks.max.sm,clocks_throttle_reasons.active'
 def describe_devices() -> dict[str, Any]:
   """Returns platform, count and kinds of jax's devices, and the CUDA libraries it loaded."""
   devices = jax.devices()
-  found = {'platform': devices[0].platform, 'count': len(devices), 'jax': jax.__version__,
-           'kinds': sorted({device.device_kind for device in devices})}
+  found = {
+    'platform': devices[0].platform,
+    'count': len(devices),
+    'jax': jax.__version__,
+    'kinds': sorted({device.device_kind for device in devices}),
+  }
   for plugin in ('jax_cuda13_plugin', 'jax_cuda12_plugin'):
     try:
       versions = importlib.import_module(f'{plugin}._versions')
-      found |= {'cudnn': versions.cudnn_get_version(),
-                'cudnn_built': versions.cudnn_build_version()}
+      found |= {
+        'cudnn': versions.cudnn_get_version(),
+        'cudnn_built': versions.cudnn_build_version(),
+      }
     except (ImportError, AttributeError, RuntimeError):
       continue  # This plugin is not there, or its libraries are not.
   return found
 
 
-def measure_matmul(devices: Sequence[Any], *, size: int, dtype: str, repeats: int = 20
-                   ) -> list[float]:
+def measure_matmul(
+  devices: Sequence[Any], *, size: int, dtype: str, repeats: int = 20
+) -> list[float]:
   """Returns the FLOP/s of a `[size, size]` matmul on each device, one after the other.
 
   Args:
@@ -64,9 +71,11 @@ def measure_matmul(devices: Sequence[Any], *, size: int, dtype: str, repeats: in
     dtype: of operands and result.
     repeats: matmuls per call; the best of three calls counts.
   """
+
   @jax.jit
   def chain(x, w):
     return jax.lax.fori_loop(0, repeats, lambda _, y: y @ w, x)
+
   rates = []
   for device in devices:
     # Entries of 1/size keep the values finite through the chain.
@@ -81,8 +90,9 @@ def measure_matmul(devices: Sequence[Any], *, size: int, dtype: str, repeats: in
   return rates
 
 
-def measure_all_reduce(devices: Sequence[Any], *, num_hosts: int = 1,
-                       num_bytes: int = GPU_ALL_REDUCE_BYTES) -> dict[str, float]:
+def measure_all_reduce(
+  devices: Sequence[Any], *, num_hosts: int = 1, num_bytes: int = GPU_ALL_REDUCE_BYTES
+) -> dict[str, float]:
   """Returns bytes/s of an all-reduce per tier of links: 'in_host', and 'across_hosts' of several.
 
   It is the bus bandwidth of NCCL's tests, 2 (n - 1) / n times size over time: what each GPU sends,
@@ -99,14 +109,22 @@ def measure_all_reduce(devices: Sequence[Any], *, num_hosts: int = 1,
   mesh = Mesh(grid, ('host', 'device'), axis_types=(AxisType.Auto,) * 2)
   spec = PartitionSpec(('host', 'device'))
   sharding = NamedSharding(mesh, spec)
-  ones = jax.jit(lambda: jnp.ones((grid.size, num_bytes // 2), jnp.bfloat16),
-                 out_shardings=sharding)()
+  ones = jax.jit(
+    lambda: jnp.ones((grid.size, num_bytes // 2), jnp.bfloat16), out_shardings=sharding
+  )()
   rates = {}
   for tier, axis, n in (('in_host', 'device', grid.shape[1]), ('across_hosts', 'host', num_hosts)):
     if n < 2:
       continue
-    reduce = jax.jit(jax.shard_map(lambda x, axis=axis: jax.lax.psum(x, axis) / 2, mesh=mesh,
-                                   in_specs=spec, out_specs=spec, check_vma=False))
+    reduce = jax.jit(
+      jax.shard_map(
+        lambda x, axis=axis: jax.lax.psum(x, axis) / 2,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+      )
+    )
     reduce(ones).block_until_ready()
     seconds = []
     for _ in range(5):
@@ -117,8 +135,9 @@ def measure_all_reduce(devices: Sequence[Any], *, num_hosts: int = 1,
   return rates
 
 
-def clocks_under_load(devices: Sequence[Any], flops: float, *, gpus: Collection[str] = ()
-                      ) -> Optional[str]:
+def clocks_under_load(
+  devices: Sequence[Any], flops: float, *, gpus: Collection[str] = ()
+) -> Optional[str]:
   """Returns a line of `CLOCK_FIELDS`, but the uuid, per GPU while all `devices` multiply.
 
   None without nvidia-smi.
@@ -137,8 +156,12 @@ def clocks_under_load(devices: Sequence[Any], flops: float, *, gpus: Collection[
   try:
     time.sleep(LOAD_SECONDS / 3)  # Clocks follow the load within some 100 ms.
     text = subprocess.run(
-        ['nvidia-smi', f'--query-gpu={CLOCK_FIELDS}', '--format=csv,noheader,nounits'],
-        capture_output=True, text=True, timeout=10, check=True).stdout
+      ['nvidia-smi', f'--query-gpu={CLOCK_FIELDS}', '--format=csv,noheader,nounits'],
+      capture_output=True,
+      text=True,
+      timeout=10,
+      check=True,
+    ).stdout
   except (OSError, subprocess.SubprocessError):
     return None
   finally:
@@ -169,8 +192,13 @@ def _measure_devices(cluster: ClusterInfo, preset: str) -> None:
 def _measure_links(cluster: ClusterInfo, preset: str, *, join_seconds: int) -> None:
   """Measures all-reduces over the devices of all processes."""
   try:
-    distributed.start(cluster, {'xla_preset': preset, 'distributed_cfg': DistributedConfig(
-        initialization_timeout_seconds=join_seconds)})
+    distributed.start(
+      cluster,
+      {
+        'xla_preset': preset,
+        'distributed_cfg': DistributedConfig(initialization_timeout_seconds=join_seconds),
+      },
+    )
     topology, devices = topology_lib.discover()
   except UserError as e:
     _say('problem', {'what': e.what, 'fix': e.fix})

@@ -52,8 +52,12 @@ def measure_disk(folder: str, *, num_bytes: int = DISK_BYTES) -> dict[str, float
       os.fsync(file.fileno())
     sync_seconds = (time.monotonic() - begin) / 5
   written = num_blocks * len(block)
-  return {'write': written / write_seconds, 'read': written / read_seconds,
-          'sync_seconds': sync_seconds, 'free': free}
+  return {
+    'write': written / write_seconds,
+    'read': written / read_seconds,
+    'sync_seconds': sync_seconds,
+    'free': free,
+  }
 
 
 def main() -> None:

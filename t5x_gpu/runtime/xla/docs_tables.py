@@ -8,14 +8,16 @@ from t5x_gpu.runtime.xla.legacy import LEGACY
 from t5x_gpu.runtime.xla.presets import LEFT_ALONE, ONE_LAYER, PRESETS, TABLE, Setting
 
 _KINDS = {
-    'compile_option': 'Compile options: handed to `.compile()` of each program',
-    'jax_config': 'jax.config',
-    'xla_flag': 'XLA_FLAGS: read while programs run',
-    'env': 'Environment variables',
+  'compile_option': 'Compile options: handed to `.compile()` of each program',
+  'jax_config': 'jax.config',
+  'xla_flag': 'XLA_FLAGS: read while programs run',
+  'env': 'Environment variables',
 }
-_EXAMPLE = ('xla preset: h200 single-host (default), 1 compile option, 1 flag, 4 variables, '
-            '1 flag dropped: not in jaxlib 0.10.2')
-_INTRODUCTION = '''\
+_EXAMPLE = (
+  'xla preset: h200 single-host (default), 1 compile option, 1 flag, 4 variables, '
+  '1 flag dropped: not in jaxlib 0.10.2'
+)
+_INTRODUCTION = """\
 # XLA, NCCL and memory settings
 
 This page is made from the table in `t5x_gpu/runtime/xla/presets.py`:
@@ -49,8 +51,8 @@ GPU gets nothing. One line says what was done:
 
 What `python -m t5x_gpu.doctor` says about `xla flags` is what a run would say.
 
-'''
-_NOTES = '''\
+"""
+_NOTES = """\
 `one layer` is the size of the gathered parameters of one layer, at least 128 MiB, at most 1 GiB
 (2 GiB on a B200). From jax 0.11 on `xla_gpu_enable_pipelined_*` is spelled `xla_gpu_pipeline_*`;
 that is taken care of.
@@ -59,28 +61,50 @@ The shares of overlapped bytes are from the schedules of a training step (FSDP, 
 2048, or 872 million parameters), compiled by jax 0.10.2 without a GPU: they count the bytes of
 collectives that have a matmul between their start and end, not time. By that count `max_overlap`
 is no better than `default` on these programs, with 8 GPUs or 64.
-'''
+"""
 
 
 def page() -> str:
   """Returns docs/xla_flags.md."""
-  parts = [_INTRODUCTION.format(presets='\n'.join(
-      f'- `{name}`: {text}.' for name, text in PRESETS.items()), line=_EXAMPLE)]
+  parts = [
+    _INTRODUCTION.format(
+      presets='\n'.join(f'- `{name}`: {text}.' for name, text in PRESETS.items()), line=_EXAMPLE
+    )
+  ]
   for kind, title in _KINDS.items():
-    rows = [['<br>'.join(f'`{name}`' for name in names), f'`{_shown(row)}`',
-             ', '.join(row.presets), _where(row), f'{row.reason} [source]({row.source})']
-            for names, row in _alike(kind)]
-    parts.append(f'## {title}\n\n' + _markdown(
-        ['setting', 'value', 'presets', 'where', 'why'], rows))
+    rows = [
+      [
+        '<br>'.join(f'`{name}`' for name in names),
+        f'`{_shown(row)}`',
+        ', '.join(row.presets),
+        _where(row),
+        f'{row.reason} [source]({row.source})',
+      ]
+      for names, row in _alike(kind)
+    ]
+    parts.append(
+      f'## {title}\n\n' + _markdown(['setting', 'value', 'presets', 'where', 'why'], rows)
+    )
   parts.append(_NOTES)
-  parts.append('## Left alone\n\n' + _markdown(
-      ['setting', 'why'], [[f'`{name}`', why] for name, why in LEFT_ALONE.items()]))
-  parts.append('<a name="older-flags"></a>\n## Older flags\n\nWhere the installed jaxlib does not '
-               'know one of these, it becomes what it means today.\n\n' + _markdown(
-                   ['flag', 'with the value 1', 'why'],
-                   [[f'`{name}`', ' '.join(f'`{new}`' for new in (
-                       legacy.now('1') if legacy.now else ())) or 'dropped', legacy.why]
-                    for name, legacy in LEGACY.items()]))
+  parts.append(
+    '## Left alone\n\n'
+    + _markdown(['setting', 'why'], [[f'`{name}`', why] for name, why in LEFT_ALONE.items()])
+  )
+  parts.append(
+    '<a name="older-flags"></a>\n## Older flags\n\nWhere the installed jaxlib does not '
+    'know one of these, it becomes what it means today.\n\n'
+    + _markdown(
+      ['flag', 'with the value 1', 'why'],
+      [
+        [
+          f'`{name}`',
+          ' '.join(f'`{new}`' for new in (legacy.now('1') if legacy.now else ())) or 'dropped',
+          legacy.why,
+        ]
+        for name, legacy in LEGACY.items()
+      ],
+    )
+  )
   return '\n'.join(parts)
 
 
@@ -91,8 +115,11 @@ def table() -> str:
     lines += ['', title]
     for names, row in _alike(kind):
       lines += [f'  {name}={_shown(row)}' for name in names]
-      lines += [f'      {", ".join(row.presets)}; {_where(row)}', f'      {row.reason}',
-                f'      {row.source}']
+      lines += [
+        f'      {", ".join(row.presets)}; {_where(row)}',
+        f'      {row.reason}',
+        f'      {row.source}',
+      ]
   return '\n'.join(lines) + '\n'
 
 
@@ -120,5 +147,7 @@ def _where(row: Setting) -> str:
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  return '\n'.join('| ' + ' | '.join(cells) + ' |'
-                   for cells in [head, ['---'] * len(head), *rows]) + '\n'
+  return (
+    '\n'.join('| ' + ' | '.join(cells) + ' |' for cells in [head, ['---'] * len(head), *rows])
+    + '\n'
+  )

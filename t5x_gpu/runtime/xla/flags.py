@@ -26,7 +26,7 @@ from t5x_gpu.runtime.xla.presets import TABLE, Setting, Value, XlaPreset, select
 
 AUTO = 'auto'
 _MEMORY = ('XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION')
-_TOKEN = re.compile(r'''--?[A-Za-z_]\w*(?:=(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S*))?(?=\s|$)''')
+_TOKEN = re.compile(r"""--?[A-Za-z_]\w*(?:=(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S*))?(?=\s|$)""")
 _PIPELINED = re.compile(r'xla_gpu_enable_pipelined_(all_gather|all_reduce|reduce_scatter)')
 _PIPELINE = re.compile(r'xla_gpu_pipeline_(all_gather|all_reduce|reduce_scatter)')
 
@@ -53,6 +53,7 @@ class Applied:
     reason: how the GPU was found, or why there is none.
     jaxlib: 'jaxlib 0.10.2'.
   """
+
   preset: str
   gpu: Optional[str]
   generation: Optional[str]
@@ -77,16 +78,19 @@ class Applied:
       text = f'xla preset: nothing to set, no GPU ({self.reason})'
     else:
       hosts = 'single-host' if self.num_hosts == 1 else f'{self.num_hosts} hosts'
-      text = (f'xla preset: {self.generation or self.gpu} {hosts} ({self.preset}), '
-              f'{_count(len(self.compile_options), "compile option")}, '
-              f'{_count(len(self.xla_flags), "flag")}, '
-              f'{_count(len(self.env) + len(self.jax_config), "variable")}')
+      text = (
+        f'xla preset: {self.generation or self.gpu} {hosts} ({self.preset}), '
+        f'{_count(len(self.compile_options), "compile option")}, '
+        f'{_count(len(self.xla_flags), "flag")}, '
+        f'{_count(len(self.env) + len(self.jax_config), "variable")}'
+      )
     if self.kept:
       text += f', {len(self.kept)} of yours kept'
     if self.dropped:
       whys = list(dict.fromkeys(self.dropped.values()))
       text += f', {_count(len(self.dropped), "flag")} dropped: ' + (
-          whys[0] if len(whys) == 1 else 'see below')
+        whys[0] if len(whys) == 1 else 'see below'
+      )
     return text
 
   def report(self) -> str:
@@ -98,10 +102,16 @@ def _count(number: int, noun: str) -> str:
   return f'{number} {noun}{"" if number == 1 else "s"}'
 
 
-def prepare_environment(preset: str = 'default', *, gpu: Optional[str] = AUTO, num_hosts: int = 1,
-                        num_gpus: Optional[int] = None, mesh_axes: Collection[str] = (),
-                        layer_bytes: Optional[int] = None,
-                        environ: Optional[MutableMapping[str, str]] = None) -> Applied:
+def prepare_environment(
+  preset: str = 'default',
+  *,
+  gpu: Optional[str] = AUTO,
+  num_hosts: int = 1,
+  num_gpus: Optional[int] = None,
+  mesh_axes: Collection[str] = (),
+  layer_bytes: Optional[int] = None,
+  environ: Optional[MutableMapping[str, str]] = None,
+) -> Applied:
   """Returns what it set in the environment; call once, before jax starts a backend.
 
   Call it in the process that trains, not in what launches it: a child takes inherited variables for
@@ -120,57 +130,94 @@ def prepare_environment(preset: str = 'default', *, gpu: Optional[str] = AUTO, n
   """
   live = environ is None
   environ = os.environ if environ is None else environ
-  found = gpus.find_gpus(environ) if gpu == AUTO else gpus.MachineGpus(
-      gpu, num_gpus or 0, 'given' if gpu else 'none asked for')
+  found = (
+    gpus.find_gpus(environ)
+    if gpu == AUTO
+    else gpus.MachineGpus(gpu, num_gpus or 0, 'given' if gpu else 'none asked for')
+  )
   if num_gpus is None and gpu == AUTO and num_hosts == 1:
     num_gpus = found.count
-  wanted = select(preset, gpu=found.kind, num_hosts=num_hosts, num_gpus=num_gpus,
-                  mesh_axes=mesh_axes, layer_bytes=layer_bytes)
+  wanted = select(
+    preset,
+    gpu=found.kind,
+    num_hosts=num_hosts,
+    num_gpus=num_gpus,
+    mesh_axes=mesh_axes,
+    layer_bytes=layer_bytes,
+  )
   system = xla_probe.installed()
   theirs, warnings = read_flags(environ.get('XLA_FLAGS', ''))
   names = {_canonical(xla_probe.flag_name(flag)) for flag in theirs}
-  ours = [f'--{name}={_flag_value(value)}' for name, value in wanted.xla_flags.items()
-          if name not in names]
+  ours = [
+    f'--{name}={_flag_value(value)}'
+    for name, value in wanted.xla_flags.items()
+    if name not in names
+  ]
   flags, dropped, notes = _known_flags([*ours, *theirs], system)
   # What the user's flags became may be what a compile option of ours would override.
   names |= {_canonical(xla_probe.flag_name(flag)) for flag in flags if flag not in ours}
   options, refused = _usable_options(wanted, names, system)
   dropped |= refused
-  warnings += [*notes, *(f'compile option {name} is not used: {why}.'
-                         for name, why in refused.items()), *_memory_problems(environ)]
+  warnings += [
+    *notes,
+    *(f'compile option {name} is not used: {why}.' for name, why in refused.items()),
+    *_memory_problems(environ),
+  ]
   env = {name: value for name, value in wanted.env.items() if not _is_set(name, environ)}
-  config = {name: value for name, value in wanted.jax_config.items()
-            if name.upper() not in environ}
-  kept = tuple(sorted(
+  config = {name: value for name, value in wanted.jax_config.items() if name.upper() not in environ}
+  kept = tuple(
+    sorted(
       {n for n in (*wanted.xla_flags, *wanted.compile_options) if _canonical(n) in names}
       | (wanted.env.keys() - env.keys())
-      | {n.upper() for n in wanted.jax_config if n not in config}))
+      | {n.upper() for n in wanted.jax_config if n not in config}
+    )
+  )
   if live and _backend_started():
-    warnings.append('jax has started a backend already: flags and variables come too late for this '
-                    'process. Call prepare_environment first.')
+    warnings.append(
+      'jax has started a backend already: flags and variables come too late for this '
+      'process. Call prepare_environment first.'
+    )
   if flags or 'XLA_FLAGS' in environ:
     environ['XLA_FLAGS'] = ' '.join(flags)
   environ.update(env)
   _set_jax_config(config, environ, live=live)
   used = {*map(_canonical, options), *env, *config, *map(xla_probe.flag_name, flags)} - set(kept)
   return Applied(
-      preset=preset, gpu=found.kind, generation=wanted.generation, num_hosts=num_hosts,
-      num_gpus=num_gpus, compile_options=options, xla_flags=tuple(flags), env=env,
-      jax_config=config, dropped=dropped, kept=kept, user_flags=tuple(sorted(names)),
-      warnings=tuple(warnings), reason=found.reason, jaxlib=str(system),
-      settings=tuple(row for row in wanted.settings if row.name in used))
+    preset=preset,
+    gpu=found.kind,
+    generation=wanted.generation,
+    num_hosts=num_hosts,
+    num_gpus=num_gpus,
+    compile_options=options,
+    xla_flags=tuple(flags),
+    env=env,
+    jax_config=config,
+    dropped=dropped,
+    kept=kept,
+    user_flags=tuple(sorted(names)),
+    warnings=tuple(warnings),
+    reason=found.reason,
+    jaxlib=str(system),
+    settings=tuple(row for row in wanted.settings if row.name in used),
+  )
 
 
-def _set_jax_config(values: Mapping[str, Value], environ: MutableMapping[str, str], *, live: bool
-                    ) -> None:
+def _set_jax_config(
+  values: Mapping[str, Value], environ: MutableMapping[str, str], *, live: bool
+) -> None:
   environ.update({name.upper(): str(value) for name, value in values.items()})
   if live and 'jax' in sys.modules:  # It read its environment when it was imported.
     for name, value in values.items():
       sys.modules['jax'].config.update(name, value)
 
 
-def refine(applied: Applied, *, mesh_axes: Collection[str] = (), layer_bytes: Optional[int] = None,
-           num_gpus: Optional[int] = None) -> Applied:
+def refine(
+  applied: Applied,
+  *,
+  mesh_axes: Collection[str] = (),
+  layer_bytes: Optional[int] = None,
+  num_gpus: Optional[int] = None,
+) -> Applied:
   """Returns `applied` with the compile options for what is known once the mesh and model are built.
 
   Nothing is set: compile options take effect with `.compile()`, whenever that is.
@@ -182,24 +229,42 @@ def refine(applied: Applied, *, mesh_axes: Collection[str] = (), layer_bytes: Op
     num_gpus: GPUs of the run, all hosts together, if it was not known before.
   """
   num_gpus = applied.num_gpus if num_gpus is None else num_gpus
-  wanted = select(applied.preset, gpu=applied.gpu, num_hosts=applied.num_hosts, num_gpus=num_gpus,
-                  mesh_axes=mesh_axes, layer_bytes=layer_bytes)
+  wanted = select(
+    applied.preset,
+    gpu=applied.gpu,
+    num_hosts=applied.num_hosts,
+    num_gpus=num_gpus,
+    mesh_axes=mesh_axes,
+    layer_bytes=layer_bytes,
+  )
   options, refused = _usable_options(wanted, applied.user_flags, xla_probe.installed())
   dropped = {name: why for name, why in refused.items() if name not in applied.dropped}
   others = [row for row in applied.settings if row.kind != 'compile_option']
   return dataclasses.replace(
-      applied, compile_options=options, dropped=applied.dropped | dropped,
-      warnings=(*applied.warnings, *(f'compile option {name} is not used: {why}.'
-                                     for name, why in dropped.items())),
-      num_gpus=num_gpus, settings=(*others, *(row for row in wanted.settings
-                           if row.name in {_canonical(name) for name in options})))
+    applied,
+    compile_options=options,
+    dropped=applied.dropped | dropped,
+    warnings=(
+      *applied.warnings,
+      *(f'compile option {name} is not used: {why}.' for name, why in dropped.items()),
+    ),
+    num_gpus=num_gpus,
+    settings=(
+      *others,
+      *(row for row in wanted.settings if row.name in {_canonical(name) for name in options}),
+    ),
+  )
 
 
-def _usable_options(wanted: XlaPreset, user_flags: Collection[str], system: xla_probe.Installed
-                    ) -> tuple[dict[str, Value], dict[str, str]]:
+def _usable_options(
+  wanted: XlaPreset, user_flags: Collection[str], system: xla_probe.Installed
+) -> tuple[dict[str, Value], dict[str, str]]:
   """Returns the compile options to use, and name -> why of those that this jaxlib refuses."""
-  options = {name: value for name, value in compile_options(wanted, system.jaxlib).items()
-             if _canonical(name) not in user_flags}  # An option would override the user's flag.
+  options = {
+    name: value
+    for name, value in compile_options(wanted, system.jaxlib).items()
+    if _canonical(name) not in user_flags
+  }  # An option would override the user's flag.
   refused = xla_probe.refused_options(options, system=system)
   return {name: value for name, value in options.items() if name not in refused}, refused
 
@@ -255,20 +320,25 @@ def read_flags(text: str) -> tuple[list[str], list[str]]:
       word = text[position:].split(maxsplit=1)[0]
       position += len(word)
       warnings.append(
-          f'XLA_FLAGS contains the literal {word}: single quotes kept the shell from putting your '
-          'earlier flags there, so they are lost. Use double quotes, "${XLA_FLAGS} --xla_..."'
-          if '$' in word else
-          f'XLA_FLAGS contains {word!r}, which is no flag: left out. XLA would have ignored '
-          'everything after it, or taken it for the name of a file.')
+        f'XLA_FLAGS contains the literal {word}: single quotes kept the shell from putting your '
+        'earlier flags there, so they are lost. Use double quotes, "${XLA_FLAGS} --xla_..."'
+        if '$' in word
+        else f'XLA_FLAGS contains {word!r}, which is no flag: left out. XLA would have ignored '
+        'everything after it, or taken it for the name of a file.'
+      )
   return flags, warnings
 
 
-def _known_flags(flags: Sequence[str], system: xla_probe.Installed
-                 ) -> tuple[list[str], dict[str, str], list[str]]:
+def _known_flags(
+  flags: Sequence[str], system: xla_probe.Installed
+) -> tuple[list[str], dict[str, str], list[str]]:
   """Returns the flags to set, those dropped with a reason, and a sentence for each change."""
   refused = xla_probe.refused_flags(flags, system=system)
-  now = {flag: list(legacy.now(_value(flag)) if legacy.now else ())
-         for flag in refused if (legacy := LEGACY.get(xla_probe.flag_name(flag)))}
+  now = {
+    flag: list(legacy.now(_value(flag)) if legacy.now else ())
+    for flag in refused
+    if (legacy := LEGACY.get(xla_probe.flag_name(flag)))
+  }
   translated = [new for news in now.values() for new in news]
   unusable = xla_probe.refused_flags(translated, system=system)
   known, dropped, notes = [], {}, []
@@ -282,12 +352,16 @@ def _known_flags(flags: Sequence[str], system: xla_probe.Installed
       why = LEGACY[name].why
       if not news:
         dropped[name] = refused[flag]
-      notes.append(f'{flag} is {"replaced by " + " ".join(news) if news else "dropped"}: '
-                   f'{refused[flag]}; {why}.')
+      notes.append(
+        f'{flag} is {"replaced by " + " ".join(news) if news else "dropped"}: '
+        f'{refused[flag]}; {why}.'
+      )
     else:
       dropped[name] = refused[flag]
-      notes.append(f'{flag} is dropped: {refused[flag].rstrip(".")}.'
-                   + did_you_mean(name, {row.name for row in TABLE} | set(LEGACY)))
+      notes.append(
+        f'{flag} is dropped: {refused[flag].rstrip(".")}.'
+        + did_you_mean(name, {row.name for row in TABLE} | set(LEGACY))
+      )
   return known, dropped, notes
 
 
@@ -313,8 +387,10 @@ def _memory_problems(environ: MutableMapping[str, str]) -> list[str]:
   problems = []
   new, old = _MEMORY
   if environ.get(new) and environ.get(old):
-    problems.append(f'{old}={environ[old]} is dropped: {new}={environ[new]} is set too, and jax '
-                    'refuses to start with both.')
+    problems.append(
+      f'{old}={environ[old]} is dropped: {new}={environ[new]} is set too, and jax '
+      'refuses to start with both.'
+    )
     del environ[old]
   for name in _MEMORY:
     if name in environ:
@@ -323,8 +399,10 @@ def _memory_problems(environ: MutableMapping[str, str]) -> list[str]:
       except ValueError:
         fraction = -1.0
       if not 0 < fraction <= 1:
-        problems.append(f'{name}={environ[name]} is not a fraction between 0 and 1. Write .9 for '
-                        '90% of the memory of a GPU.')
+        problems.append(
+          f'{name}={environ[name]} is not a fraction between 0 and 1. Write .9 for '
+          '90% of the memory of a GPU.'
+        )
   return problems
 
 

@@ -28,7 +28,7 @@ CHILD_SECONDS = 60
 _ACCEPTED = 'T5X_GPU_XLA_FLAGS_ACCEPTED'
 _TRY_FLAGS = f'from jaxlib import xla_client as c; c.make_cpu_client(); print("{_ACCEPTED}")'
 # The CPU compiler checks the name and type of every option, those of GPUs too, then ignores them.
-_TRY_OPTIONS = '''
+_TRY_OPTIONS = """
 import json, sys
 from jaxlib import xla_client as c
 client = c.make_cpu_client()
@@ -45,7 +45,7 @@ for name, value in json.loads(sys.argv[1]).items():
   except Exception as error:
     refused[name] = str(error).split(': ', 1)[-1].splitlines()[0]
 print(json.dumps(refused))
-'''
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Installed:
     plugin: version of the CUDA plugin, None if there is none.
     plugin_library: the file that holds the XLA for GPUs.
   """
+
   jaxlib: Optional[str]
   library: Optional[pathlib.Path]
   plugin: Optional[str] = None
@@ -103,16 +104,21 @@ def refused_flags(flags: Sequence[str], *, system: Optional[Installed] = None) -
     return {}
   refused = _cached(system, 'flags', list(flags), lambda: _refused_by_child(list(flags)))
   if refused is None:  # No child could be started: names only, as the library's strings have them.
-    refused = {flag: f'not in {system}' for flag in flags
-               if not _has_string(system.library, flag_name(flag))}
+    refused = {
+      flag: f'not in {system}' for flag in flags if not _has_string(system.library, flag_name(flag))
+    }
   if system.plugin not in (None, system.jaxlib):
-    refused |= {flag: f'not in the CUDA plugin {system.plugin}' for flag in flags
-                if not _has_string(system.plugin_library, flag_name(flag))}
+    refused |= {
+      flag: f'not in the CUDA plugin {system.plugin}'
+      for flag in flags
+      if not _has_string(system.plugin_library, flag_name(flag))
+    }
   return {flag: why or f'not in {system}' for flag, why in refused.items()}
 
 
-def refused_options(options: Mapping[str, object], *,
-                    system: Optional[Installed] = None) -> dict[str, str]:
+def refused_options(
+  options: Mapping[str, object], *, system: Optional[Installed] = None
+) -> dict[str, str]:
   """Returns name -> why, for the compile options that `.compile()` would raise at.
 
   Args:
@@ -124,9 +130,14 @@ def refused_options(options: Mapping[str, object], *,
     return {}
   refused = _cached(system, 'options', dict(options), lambda: _options_in_child(dict(options)))
   # Without a child nothing is known, and a wrong one would only raise a Python error later.
-  return {} if refused is None else {
+  return (
+    {}
+    if refused is None
+    else {
       name: f'not in {system}' if why.startswith('No such compile option') else why
-      for name, why in refused.items()}
+      for name, why in refused.items()
+    }
+  )
 
 
 def flag_name(flag: str) -> str:
@@ -151,8 +162,11 @@ def _refused_by_child(flags: list[str]) -> Optional[dict[str, str]]:
       accepted, errors = _flags_in_child([flag])
       if not accepted:
         first = next((line for line in errors.splitlines() if line.startswith('E')), '')
-        refused[flag] = '' if 'Unknown flag' in errors else (
-            first.split('] ', 1)[-1] or f'XLA ended a trial process at {flag}')
+        refused[flag] = (
+          ''
+          if 'Unknown flag' in errors
+          else (first.split('] ', 1)[-1] or f'XLA ended a trial process at {flag}')
+        )
   return refused
 
 
@@ -169,8 +183,9 @@ def _options_in_child(options: dict[str, object]) -> Optional[dict[str, str]]:
 def _child(code: str, *arguments: str, flags: str = '') -> run_with_deadline.Finished:
   # Errors of XLA must not be silenced by the user's log level; -P: no module of the working folder.
   environ = {**os.environ, 'XLA_FLAGS': flags, 'TF_CPP_MIN_LOG_LEVEL': '0'}
-  return run_with_deadline.run([sys.executable, '-P', '-c', code, *arguments],
-                               seconds=CHILD_SECONDS, environ=environ)
+  return run_with_deadline.run(
+    [sys.executable, '-P', '-c', code, *arguments], seconds=CHILD_SECONDS, environ=environ
+  )
 
 
 def _cached(system: Installed, kind: str, question: object, ask) -> Optional[dict[str, str]]:

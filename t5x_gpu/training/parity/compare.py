@@ -28,6 +28,7 @@ class Leaf:
     layers_axis: dimension on which layers are stacked; None for what belongs to no layer.
     num_layers: size of that dimension, 1 without it.
   """
+
   path: tuple[str, ...]
   layers_axis: Optional[int]
   num_layers: int
@@ -37,13 +38,13 @@ class Leaf:
     """The part of the path that all arrays of a stack of layers have in common."""
     if self.layers_axis is None:
       return ()
-    return self.path[:self.path.index('layers') + 1] if 'layers' in self.path else self.path[:1]
+    return self.path[: self.path.index('layers') + 1] if 'layers' in self.path else self.path[:1]
 
   def name(self, layer: Optional[int] = None) -> str:
     """Returns 'layers/mlp/wo/kernel', or 'layers/3/mlp/wo/kernel' for one layer of it."""
     if layer is None or self.layers_axis is None:
       return '/'.join(self.path)
-    return '/'.join([*self.stack, str(layer), *self.path[len(self.stack):]])
+    return '/'.join([*self.stack, str(layer), *self.path[len(self.stack) :]])
 
   def layer_of(self, x: np.ndarray, layer: int) -> np.ndarray:
     """Returns the part of the array that belongs to one layer."""
@@ -59,6 +60,7 @@ class Difference:
     by_layer: largest difference of each layer over the largest value of the array; one number for
       an array of no layer. Infinite where a value is not finite.
   """
+
   leaf: Leaf
   by_layer: tuple[float, ...]
 
@@ -87,13 +89,15 @@ class LayerDifference:
       difference of the loss. Infinite where a value is not finite.
     gradient: likewise of the gradient of the loss with respect to this output; 0 of the head.
   """
+
   name: str
   output: float
   gradient: float
 
 
-def layer_differences(got: Optional[LayerOutputs], want: Optional[LayerOutputs]
-                      ) -> list[LayerDifference]:
+def layer_differences(
+  got: Optional[LayerOutputs], want: Optional[LayerOutputs]
+) -> list[LayerDifference]:
   """Returns how far apart two runs are after `embed`, every layer, and the head, in this order.
 
   Args:
@@ -103,13 +107,21 @@ def layer_differences(got: Optional[LayerOutputs], want: Optional[LayerOutputs]
     return []
 
   def worst(got: Any, want: Any, layer: int) -> float:
-    return max(_relative(a[layer], b[layer])
-               for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
-  return [LayerDifference(name, worst(got.outputs, want.outputs, i),
-                          worst(got.gradients, want.gradients, i))
-          for i, name in enumerate(('embed', *want.layers))] + [
-              LayerDifference('head', _relative(np.divide(*got.sums['loss']),
-                                                np.divide(*want.sums['loss'])), 0.0)]
+    return max(
+      _relative(a[layer], b[layer])
+      for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    )
+
+  return [
+    LayerDifference(
+      name, worst(got.outputs, want.outputs, i), worst(got.gradients, want.gradients, i)
+    )
+    for i, name in enumerate(('embed', *want.layers))
+  ] + [
+    LayerDifference(
+      'head', _relative(np.divide(*got.sums['loss']), np.divide(*want.sums['loss'])), 0.0
+    )
+  ]
 
 
 def _relative(got: np.ndarray, want: np.ndarray) -> float:
@@ -128,8 +140,13 @@ def leaves(names: Any, tree: Any) -> list[Leaf]:
   found = []
   for (path, axis_names), x in zip(flat, jax.tree.leaves(tree), strict=True):
     axis = axis_names.names.index('layers') if 'layers' in axis_names.names else None
-    found.append(Leaf(tuple(jax.tree_util.keystr((k,), simple=True) for k in path), axis,
-                      1 if axis is None else x.shape[axis]))
+    found.append(
+      Leaf(
+        tuple(jax.tree_util.keystr((k,), simple=True) for k in path),
+        axis,
+        1 if axis is None else x.shape[axis],
+      )
+    )
   return found
 
 
@@ -140,8 +157,10 @@ def differences(got: Any, want: Any, *, names: Any) -> list[Difference]:
     got, want: trees of numpy arrays.
     names: tree of AxisNames.
   """
-  return [Difference(leaf, tuple(_by_layer(leaf, abs(_wide(a) - _wide(b)), _largest(b))))
-          for leaf, a, b in _zipped(got, want, names=names)]
+  return [
+    Difference(leaf, tuple(_by_layer(leaf, abs(_wide(a) - _wide(b)), _largest(b))))
+    for leaf, a, b in _zipped(got, want, names=names)
+  ]
 
 
 def update_differences(got: Any, want: Any, before: Any, *, names: Any) -> list[Difference]:

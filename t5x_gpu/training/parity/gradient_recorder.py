@@ -12,6 +12,7 @@ from t5x_gpu.training.optimizers import Optimizer
 
 class Recorded(flax.struct.PyTreeNode):
   """State of `Recording`: the inner optimizer's state, and the gradient of the last update."""
+
   optimizer: Any
   gradient: Any
 
@@ -23,15 +24,25 @@ class Recording:
   It is the gradient that the optimizer gets: divided by the loss's weight, clipped if the step
   clips.
   """
+
   optimizer: Optimizer
 
   def init(self, params: Any, names: Any) -> Recorded:
     return Recorded(self.optimizer.init(params, names), jax.tree.map(jnp.zeros_like, params))
 
-  def update(self, grads: Any, state: Recorded, params: Any, *, names: Any,
-             learning_rate: jax.Array, step: jax.Array) -> tuple[Any, Recorded]:
-    params, inner = self.optimizer.update(grads, state.optimizer, params, names=names,
-                                          learning_rate=learning_rate, step=step)
+  def update(
+    self,
+    grads: Any,
+    state: Recorded,
+    params: Any,
+    *,
+    names: Any,
+    learning_rate: jax.Array,
+    step: jax.Array,
+  ) -> tuple[Any, Recorded]:
+    params, inner = self.optimizer.update(
+      grads, state.optimizer, params, names=names, learning_rate=learning_rate, step=step
+    )
     return params, Recorded(inner, grads)
 
   def state_names(self, params: Any, names: Any) -> Recorded:

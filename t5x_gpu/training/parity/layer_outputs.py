@@ -19,7 +19,14 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.partitioning.layer_stacks import (
-    ONLY, layers_of, num_layers, prefix_of, run_layers, stacks_of, with_layers)
+  ONLY,
+  layers_of,
+  num_layers,
+  prefix_of,
+  run_layers,
+  stacks_of,
+  with_layers,
+)
 from t5x_gpu.partitioning.manual_region import Region
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 
@@ -38,6 +45,7 @@ class LayerOutputs(flax.struct.PyTreeNode):
     sums: of the head.
     layers: names of the layers: 'layers/0', or 'encoder/layers/0' where there are several stacks.
   """
+
   outputs: Tree
   gradients: Tree
   sums: Sums
@@ -47,12 +55,13 @@ class LayerOutputs(flax.struct.PyTreeNode):
 def has_layers(model: Any, params: Any) -> bool:
   """Returns whether `model` comes in the parts of a pipeline, so that it can be run by layer."""
   return all(hasattr(model, part) for part in PARTS) and all(
-      'layers' in (params if stack == ONLY else params.get(stack, {}))
-      for stack in stacks_of(model))
+    'layers' in (params if stack == ONLY else params.get(stack, {})) for stack in stacks_of(model)
+  )
 
 
-def make_layer_outputs(*, model: Any, region: Region, names: Any, seed: int
-                       ) -> Callable[[Any, Batch, jax.Array], LayerOutputs]:
+def make_layer_outputs(
+  *, model: Any, region: Region, names: Any, seed: int
+) -> Callable[[Any, Batch, jax.Array], LayerOutputs]:
   """Returns the function (params, batch, step) -> LayerOutputs of global arrays.
 
   Args:
@@ -69,23 +78,36 @@ def make_layer_outputs(*, model: Any, region: Region, names: Any, seed: int
     if 'stage' not in region.axes:
       return tree
     here = jax.lax.axis_index('stage') == stage
-    return jax.tree.map(lambda x: jax.lax.psum(
-        region.varying(jnp.where(here, x, jnp.zeros_like(x))), 'stage'), tree)
+    return jax.tree.map(
+      lambda x: jax.lax.psum(region.varying(jnp.where(here, x, jnp.zeros_like(x))), 'stage'), tree
+    )
 
   def varying(tree: Tree) -> Tree:
     return jax.tree.map(region.varying, tree)
 
-  def local(kept: Any, batch: Batch, dropout_key: jax.Array, places: Any
-            ) -> tuple[Tree, Tree, Sums]:
-    params = (region.parameters(kept, kept, names) if region.pipeline is None else
-              region.whole(kept, names))
+  def local(
+    kept: Any, batch: Batch, dropout_key: jax.Array, places: Any
+  ) -> tuple[Tree, Tree, Sums]:
+    params = (
+      region.parameters(kept, kept, names) if region.pipeline is None else region.whole(kept, names)
+    )
 
     def run(stack: str, x: Tree, place: Any) -> Tree:
       number, _, index = place
-      layer = jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, index, 1),
-                           layers_of(params, stack))
-      return varying(run_layers(model, with_layers(params, stack, layer), x, batch, stack=stack,
-                                dropout_key=dropout_key, first_layer=number))
+      layer = jax.tree.map(
+        lambda w: jax.lax.dynamic_slice_in_dim(w, index, 1), layers_of(params, stack)
+      )
+      return varying(
+        run_layers(
+          model,
+          with_layers(params, stack, layer),
+          x,
+          batch,
+          stack=stack,
+          dropout_key=dropout_key,
+          first_layer=number,
+        )
+      )
 
     def forward(stack: str, x: Tree, place: Any) -> tuple[Tree, Tree]:
       y = of_stage(run(stack, x, place), place[1])
@@ -123,12 +145,22 @@ def make_layer_outputs(*, model: Any, region: Region, names: Any, seed: int
     places = tuple(_places(count, region) for count in counts.values())
     of_layers = PartitionSpec(None, *region.spec(('batch', 'length'), region.rules.activations))
     found = region.map(
-        local, in_specs=(region.kept_specs(names), region.batch_specs(batch), PartitionSpec(),
-                         PartitionSpec()),
-        out_specs=(of_layers, of_layers, PartitionSpec()))(
-            params, batch, jax.random.fold_in(jax.random.key(seed), step), places)
-    return LayerOutputs(*found, layers=tuple(
-        f'{prefix_of(stack)}/{i}' for stack, count in counts.items() for i in range(count)))
+      local,
+      in_specs=(
+        region.kept_specs(names),
+        region.batch_specs(batch),
+        PartitionSpec(),
+        PartitionSpec(),
+      ),
+      out_specs=(of_layers, of_layers, PartitionSpec()),
+    )(params, batch, jax.random.fold_in(jax.random.key(seed), step), places)
+    return LayerOutputs(
+      *found,
+      layers=tuple(
+        f'{prefix_of(stack)}/{i}' for stack, count in counts.items() for i in range(count)
+      ),
+    )
+
   return layer_outputs
 
 

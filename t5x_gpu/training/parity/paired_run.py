@@ -19,7 +19,13 @@ import numpy as np
 from t5x_gpu.data.batches import Batch
 from t5x_gpu.partitioning.context_parallel import length_order
 from t5x_gpu.training.parity.compare import (
-    Difference, LayerDifference, Leaf, differences, layer_differences, update_differences)
+  Difference,
+  LayerDifference,
+  Leaf,
+  differences,
+  layer_differences,
+  update_differences,
+)
 from t5x_gpu.training.parity.layer_outputs import LayerOutputs, has_layers, make_layer_outputs
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.schedules import Schedule
@@ -37,6 +43,7 @@ class After:
     gradient: as the optimizer got it.
     unclipped: the gradient before clipping by the global norm.
   """
+
   state: TrainState
   metrics: Mapping[str, float]
   weights: Mapping[str, float]
@@ -53,9 +60,15 @@ class Run:
     compiler_options: for what it compiles.
   """
 
-  def __init__(self, program: Program, *, model: Any, seed: int,
-               max_grad_norm: Optional[float] = None,
-               compiler_options: Optional[Mapping[str, Any]] = None):
+  def __init__(
+    self,
+    program: Program,
+    *,
+    model: Any,
+    seed: int,
+    max_grad_norm: Optional[float] = None,
+    compiler_options: Optional[Mapping[str, Any]] = None,
+  ):
     self.program = program
     self._max_grad_norm = max_grad_norm
     options = None if compiler_options is None else dict(compiler_options)
@@ -63,10 +76,14 @@ class Run:
     self._step = program.train_step.lower(state, batch).compile(compiler_options=options)
     self._layers = None
     if has_layers(model, state.params):
-      function = make_layer_outputs(model=model, region=program.layout.region,
-                                    names=program.names.params, seed=seed)
-      self._layers = program.layout.jit(function).lower(state.params, batch, state.step).compile(
-          compiler_options=options)
+      function = make_layer_outputs(
+        model=model, region=program.layout.region, names=program.names.params, seed=seed
+      )
+      self._layers = (
+        program.layout.jit(function)
+        .lower(state.params, batch, state.step)
+        .compile(compiler_options=options)
+      )
 
   def init(self) -> TrainState:
     """Returns the state before the first step."""
@@ -76,16 +93,22 @@ class Run:
     """Returns what one step makes of `state`, which stays as it is."""
     abstract = self.program.abstract_state
     zeros = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), abstract.opt_state.gradient)
-    recorded = state.replace(opt_state=abstract.opt_state.replace(optimizer=state.opt_state,
-                                                                  gradient=zeros))
-    new, sums = self._step(self._to_mesh(recorded, abstract, self.program.names),
-                           self.program.layout.put_batch(batch))
+    recorded = state.replace(
+      opt_state=abstract.opt_state.replace(optimizer=state.opt_state, gradient=zeros)
+    )
+    new, sums = self._step(
+      self._to_mesh(recorded, abstract, self.program.names), self.program.layout.put_batch(batch)
+    )
     new, sums = self._from_mesh(new), _to_host(sums)
     metrics = {name: float(np.divide(*pair)) for name, pair in sums.items()}
     gradient = new.opt_state.gradient
-    return After(_without_recording(new), metrics,
-                 {name: float(weight) for name, (_, weight) in sums.items()}, gradient,
-                 self._unclip(gradient, metrics['grad_norm']))
+    return After(
+      _without_recording(new),
+      metrics,
+      {name: float(weight) for name, (_, weight) in sums.items()},
+      gradient,
+      self._unclip(gradient, metrics['grad_norm']),
+    )
 
   def layers(self, state: TrainState, batch: Batch) -> Optional[LayerOutputs]:
     """Returns what every layer makes of `batch`; None of a model that does not come in layers."""
@@ -93,14 +116,21 @@ class Run:
       return None
     abstract, names = self.program.abstract_state, self.program.names
     layout, ways = self.program.layout, self.program.layout.mesh.shape['context']
-    found = _to_host(self._layers(
-        self._to_mesh(state.params, abstract.params, names.params), layout.put_batch(batch),
-        self._to_mesh(state.step, abstract.step, names.step)))
+    found = _to_host(
+      self._layers(
+        self._to_mesh(state.params, abstract.params, names.params),
+        layout.put_batch(batch),
+        self._to_mesh(state.step, abstract.step, names.step),
+      )
+    )
 
     def in_order(x: np.ndarray) -> np.ndarray:
       return x if ways == 1 else np.take(x, np.argsort(length_order(x.shape[2], ways)), axis=2)
-    return found.replace(outputs=jax.tree.map(in_order, found.outputs),
-                         gradients=jax.tree.map(in_order, found.gradients))
+
+    return found.replace(
+      outputs=jax.tree.map(in_order, found.outputs),
+      gradients=jax.tree.map(in_order, found.gradients),
+    )
 
   def _to_mesh(self, tree: Any, abstract: Any, names: Any) -> Any:
     """Returns copies: the step takes its argument's memory."""
@@ -140,6 +170,7 @@ class StepDifferences:
     optimizer_state: likewise.
     drift: parameters of two runs that go their own ways from the start, relative to the parameter.
   """
+
   step: int
   mesh: Mapping[str, float]
   one: Mapping[str, float]
@@ -166,6 +197,7 @@ class Rounding:
     layers: of what every layer returns and the head's loss, forward, then of the gradients with
       respect to what the layers return, backward.
   """
+
   gradient: Mapping[Leaf, float]
   layers: list[float]
 
@@ -180,17 +212,24 @@ class TwoRuns:
 
   def __init__(self, mesh: Run, one: Run, *, optimizer: Any, schedule: Schedule):
     self.mesh, self.one = mesh, one
-    self.names = dataclasses.replace(one.program.names,
-                                     opt_state=one.program.names.opt_state.optimizer)
+    self.names = dataclasses.replace(
+      one.program.names, opt_state=one.program.names.opt_state.optimizer
+    )
     trained = one.program.trained
     self._gradient_names, _ = trained.split(self.names.params)
 
     def update(state: TrainState, gradient: Any) -> tuple[Any, Any]:
       params, frozen = trained.split(state.params)
       params, opt_state = optimizer.update(
-          gradient, state.opt_state, params, names=self._gradient_names, step=state.step,
-          learning_rate=jnp.asarray(schedule(state.step), jnp.float32))
+        gradient,
+        state.opt_state,
+        params,
+        names=self._gradient_names,
+        step=state.step,
+        learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
+      )
       return trained.join(params, frozen), opt_state
+
     self._update = one.program.layout.jit(update)
 
   def init(self) -> tuple[TrainState, list[Difference]]:
@@ -209,6 +248,7 @@ class TwoRuns:
     def moved(x: np.ndarray) -> np.ndarray:
       up = random.random(x.shape) < 0.5
       return np.nextafter(x, np.where(up, np.inf, -np.inf).astype(x.dtype))
+
     was, was_layers = self.one.step(state, batch), self.one.layers(state, batch)
     gradient: dict[Leaf, float] = {}
     layers = []
@@ -221,8 +261,9 @@ class TwoRuns:
       layers.append([d.output for d in found] + [d.gradient for d in found[-2::-1]])
     return Rounding(gradient, [max(errors) for errors in zip(*layers)])
 
-  def step(self, number: int, state: TrainState, alone: TrainState, batch: Batch
-           ) -> tuple[StepDifferences, TrainState, TrainState]:
+  def step(
+    self, number: int, state: TrainState, alone: TrainState, batch: Batch
+  ) -> tuple[StepDifferences, TrainState, TrainState]:
     """Returns what differs in a step, and the states after it of the mesh and of one device.
 
     Args:
@@ -236,15 +277,21 @@ class TwoRuns:
     alone = self.one.step(alone, batch).state
     metrics = {name: _relative(mesh.metrics[name], one.metrics[name]) for name in JUDGED_METRICS}
     metrics['loss weight'] = _relative(mesh.weights['loss'], one.weights['loss'])
-    return StepDifferences(
-        step=number, mesh=mesh.metrics, one=one.metrics, metrics=metrics,
+    return (
+      StepDifferences(
+        step=number,
+        mesh=mesh.metrics,
+        one=one.metrics,
+        metrics=metrics,
         layers=layer_differences(self.mesh.layers(state, batch), self.one.layers(state, batch)),
         gradient=differences(mesh.unclipped, one.unclipped, names=self._gradient_names),
-        update=update_differences(mesh.state.params, params, state.params,
-                                  names=self.names.params),
+        update=update_differences(mesh.state.params, params, state.params, names=self.names.params),
         optimizer_state=differences(mesh.state.opt_state, opt_state, names=self.names.opt_state),
         drift=differences(mesh.state.params, alone.params, names=self.names.params),
-    ), mesh.state, alone
+      ),
+      mesh.state,
+      alone,
+    )
 
 
 def _relative(got: float, want: float) -> float:

@@ -29,6 +29,7 @@ class Failure:
     error: relative.
     how: what else is known of it.
   """
+
   step: int
   what: str
   error: float
@@ -46,6 +47,7 @@ class Report:
     rounding: what differs by more, but not beyond what rounding does: 'gradient of head/shift'.
     failure: the first difference beyond the tolerance; None if the runs are the same.
   """
+
   tolerance: float
   initial: list[Difference]
   steps: list[StepDifferences]
@@ -57,10 +59,14 @@ class Report:
     """The largest difference that was judged and what it is of; rounding apart."""
     judged = [(d.worst, f'{d.name}, initial value') for d in self.initial]
     for step in self.steps:
-      judged += [(check.error, check.what) for check in _by_layer(step)
-                 if check.what not in self.rounding]
-      judged += [(d.worst, f'{d.name}, gradient') for d in step.gradient
-                 if _gradient_of(d) not in self.rounding]
+      judged += [
+        (check.error, check.what) for check in _by_layer(step) if check.what not in self.rounding
+      ]
+      judged += [
+        (d.worst, f'{d.name}, gradient')
+        for d in step.gradient
+        if _gradient_of(d) not in self.rounding
+      ]
       judged += [(d.worst, f'{d.name}, update') for d in step.update]
       judged += [(d.worst, f'{d.name}, optimizer state') for d in step.optimizer_state]
       judged += [(error, name) for name, error in step.metrics.items()]
@@ -104,9 +110,12 @@ def compare_runs(runs: TwoRuns, batches: Sequence[Batch], *, tolerance: float) -
     if max(errors) > tolerance:
       excused, failure = _judge(step, runs.rounding(state, batch), tolerance)
       rounding |= dict.fromkeys(excused)
-    failure = (failure or _of_metrics(step, tolerance)
-               or _of_arrays(number, 'optimizer state', step.optimizer_state, tolerance)
-               or _of_arrays(number, 'update', step.update, tolerance))
+    failure = (
+      failure
+      or _of_metrics(step, tolerance)
+      or _of_arrays(number, 'optimizer state', step.optimizer_state, tolerance)
+      or _of_arrays(number, 'update', step.update, tolerance)
+    )
     state = after
   return Report(tolerance, initial, steps, tuple(rounding), failure)
 
@@ -121,6 +130,7 @@ class _Check:
     layer: that has made it, as `LayerDifference.name`.
     how: what is known if it is the first that differs.
   """
+
   what: str
   error: float
   layer: str
@@ -132,18 +142,42 @@ def _by_layer(step: StepDifferences) -> list[_Check]:
   checks, names = [], [d.name for d in step.layers]
   for i, d in enumerate(step.layers):
     if i == 0:
-      checks.append(_Check(f'output of {d.name}', d.output, d.name,
-                           'It is what the first layer gets: look at the embedding.'))
+      checks.append(
+        _Check(
+          f'output of {d.name}',
+          d.output,
+          d.name,
+          'It is what the first layer gets: look at the embedding.',
+        )
+      )
     elif d.name == 'head':
-      checks.append(_Check('loss of the head', d.output, d.name,
-                           'The outputs of all layers agree: look at head and loss.'))
+      checks.append(
+        _Check(
+          'loss of the head',
+          d.output,
+          d.name,
+          'The outputs of all layers agree: look at head and loss.',
+        )
+      )
     else:
-      checks.append(_Check(f'output of {d.name}', d.output, d.name,
-                           f'What {d.name} gets, the output of {names[i - 1]}, agrees.'))
+      checks.append(
+        _Check(
+          f'output of {d.name}',
+          d.output,
+          d.name,
+          f'What {d.name} gets, the output of {names[i - 1]}, agrees.',
+        )
+      )
   for d, later in zip(step.layers[-2::-1], names[:0:-1]):
-    checks.append(_Check(f'gradient of the output of {d.name}', d.gradient, later,
-                         'The outputs of all layers agree, and the gradients as far back as '
-                         f'{later}: its backward pass differs.'))
+    checks.append(
+      _Check(
+        f'gradient of the output of {d.name}',
+        d.gradient,
+        later,
+        'The outputs of all layers agree, and the gradients as far back as '
+        f'{later}: its backward pass differs.',
+      )
+    )
   return checks
 
 
@@ -151,8 +185,9 @@ def _gradient_of(d: Difference) -> str:
   return f'gradient of {d.leaf.name()}'
 
 
-def _judge(step: StepDifferences, noise: Rounding, tolerance: float
-           ) -> tuple[list[str], Optional[Failure]]:
+def _judge(
+  step: StepDifferences, noise: Rounding, tolerance: float
+) -> tuple[list[str], Optional[Failure]]:
   """Returns what is beyond the tolerance but within rounding, and the first that is not."""
   excused: list[str] = []
 
@@ -160,30 +195,46 @@ def _judge(step: StepDifferences, noise: Rounding, tolerance: float
     if tolerance < error <= ROUNDING_FACTOR * rounding:
       excused.append(what)
     return error > max(tolerance, ROUNDING_FACTOR * rounding)
-  of_layers = [check for check, rounding in zip(_by_layer(step), noise.layers, strict=True)
-               if is_beyond(check.what, check.error, rounding)]
-  gradients = [d for d in step.gradient
-               if is_beyond(_gradient_of(d), d.worst, noise.gradient[d.leaf])]
+
+  of_layers = [
+    check
+    for check, rounding in zip(_by_layer(step), noise.layers, strict=True)
+    if is_beyond(check.what, check.error, rounding)
+  ]
+  gradients = [
+    d for d in step.gradient if is_beyond(_gradient_of(d), d.worst, noise.gradient[d.leaf])
+  ]
   if of_layers:
     first = of_layers[0]
-    return excused, Failure(step.step, first.what, first.error,
-                            first.how + _worst_parameter(first.layer, gradients))
+    return excused, Failure(
+      step.step, first.what, first.error, first.how + _worst_parameter(first.layer, gradients)
+    )
   if not gradients:
     return excused, None
   worst = max(gradients, key=lambda d: d.worst / max(tolerance, noise.gradient[d.leaf]))
-  how = ('The outputs of all layers agree, and the gradients with respect to them: look at how '
-         'this gradient is made, or at how gradients are added up over devices, microbatches or '
-         'the ticks of a pipeline.') if step.layers else (
-             'The model does not come in layers (embed, run_layers, head), so this is the array '
-             'that differs most; the mistake may be elsewhere.')
+  how = (
+    (
+      'The outputs of all layers agree, and the gradients with respect to them: look at how '
+      'this gradient is made, or at how gradients are added up over devices, microbatches or '
+      'the ticks of a pipeline.'
+    )
+    if step.layers
+    else (
+      'The model does not come in layers (embed, run_layers, head), so this is the array '
+      'that differs most; the mistake may be elsewhere.'
+    )
+  )
   return excused, Failure(step.step, f'gradient of {worst.name}', worst.worst, how)
 
 
 def _worst_parameter(layer: str, gradients: Sequence[Difference]) -> str:
   """Returns a sentence on the parameter of a layer whose gradient differs most, if any does."""
   stack, is_layer, number = layer.rpartition('/')
-  own = [(d.by_layer[int(number)], d.leaf.name(int(number))) for d in gradients
-         if is_layer and d.leaf.stack == tuple(stack.split('/'))]
+  own = [
+    (d.by_layer[int(number)], d.leaf.name(int(number)))
+    for d in gradients
+    if is_layer and d.leaf.stack == tuple(stack.split('/'))
+  ]
   if not own:
     return ''
   error, name = max(own)
@@ -197,8 +248,9 @@ def _of_metrics(step: StepDifferences, tolerance: float) -> Optional[Failure]:
   return None
 
 
-def _of_arrays(number: int, what: str, found: list[Difference], tolerance: float
-               ) -> Optional[Failure]:
+def _of_arrays(
+  number: int, what: str, found: list[Difference], tolerance: float
+) -> Optional[Failure]:
   worst = max(found, key=lambda d: d.worst, default=None)
   if worst is None or worst.worst <= tolerance:
     return None

@@ -16,7 +16,6 @@ from t5x_gpu.checkpoint.convert.name_table import Rule, Table
 from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.transformer import TransformerLayer
-
 from tests.checkpoint.hf_files import CONFIGS, table_of, untied
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -48,7 +47,7 @@ def test_tensors_through_the_table_and_back_are_the_same(name, piece_bytes, monk
       assert piece.start == end
       end = piece.stop
       num_pieces += 1
-      for path, value in table.to_ours(n, theirs[n][piece.start:piece.stop]).items():
+      for path, value in table.to_ours(n, theirs[n][piece.start : piece.stop]).items():
         assert np.isnan(ours[path][piece.slices[path]]).all()  # nothing is written twice
         ours[path][piece.slices[path]] = value
         assert all(a <= b for a, b in zip(_as_shape(piece.slices[path]), table.chunks()[path]))
@@ -57,9 +56,12 @@ def test_tensors_through_the_table_and_back_are_the_same(name, piece_bytes, monk
   assert (num_pieces > len(theirs)) == (piece_bytes < 10**9)
   for n in table.uses:
     for piece in table.pieces(n):
-      rows = table.to_theirs(n, {path: ours[path][place] for path, place in piece.slices.items()},
-                             num_rows=piece.stop - piece.start)
-      np.testing.assert_array_equal(rows, theirs[n][piece.start:piece.stop])
+      rows = table.to_theirs(
+        n,
+        {path: ours[path][place] for path, place in piece.slices.items()},
+        num_rows=piece.stop - piece.start,
+      )
+      np.testing.assert_array_equal(rows, theirs[n][piece.start : piece.stop])
 
 
 def _as_shape(place):
@@ -67,12 +69,15 @@ def _as_shape(place):
 
 
 def test_a_rule_splits_heads_transposes_and_stacks_layers():
-  table = Table([Rule('q', 'layer.{}.q', 'heads.kv embed -> embed heads kv')],
-                {'layers': 2, 'heads': 3, 'kv': 4, 'embed': 5})
+  table = Table(
+    [Rule('q', 'layer.{}.q', 'heads.kv embed -> embed heads kv')],
+    {'layers': 2, 'heads': 3, 'kv': 4, 'embed': 5},
+  )
   assert table.our_shapes == {'q': (2, 5, 3, 4)}
   theirs = np.arange(60.0).reshape(12, 5)
-  np.testing.assert_array_equal(table.to_ours('layer.1.q', theirs)['q'],
-                                theirs.reshape(3, 4, 5).transpose(2, 0, 1))
+  np.testing.assert_array_equal(
+    table.to_ours('layer.1.q', theirs)['q'], theirs.reshape(3, 4, 5).transpose(2, 0, 1)
+  )
 
 
 def test_a_piece_of_a_large_tensor_is_of_the_size_asked_for():
@@ -80,7 +85,8 @@ def test_a_piece_of_a_large_tensor_is_of_the_size_asked_for():
   pieces = list(table.pieces('table'))
   sizes = {(p.stop - p.start) * 1024 * 4 for p in pieces}
   assert max(sizes) <= name_table.PIECE_BYTES and len(pieces) == math.ceil(
-      100_003 * 4096 / name_table.PIECE_BYTES)
+    100_003 * 4096 / name_table.PIECE_BYTES
+  )
 
 
 @pytest.mark.parametrize('name', CONFIGS)
@@ -90,8 +96,20 @@ def test_config_json_from_our_fields_gives_the_same_fields(name):
   assert guess_family(model) == family
   for like in (None, CONFIGS[name]):
     written = to_hf(model, family=family, like=like)
-    assert differences(model_of({**written, 'tie_word_embeddings': CONFIGS[name].get(
-        'tie_word_embeddings', written.get('tie_word_embeddings'))}), model) == []
+    assert (
+      differences(
+        model_of(
+          {
+            **written,
+            'tie_word_embeddings': CONFIGS[name].get(
+              'tie_word_embeddings', written.get('tie_word_embeddings')
+            ),
+          }
+        ),
+        model,
+      )
+      == []
+    )
   assert written['model_type'] == CONFIGS[name]['model_type']
 
 
@@ -116,7 +134,9 @@ def test_old_and_new_keys_of_rotary_positions_mean_the_same():
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'qwen3'])
 def test_the_length_that_a_model_was_made_for_goes_there_and_back(name):
   model = model_of({**CONFIGS[name], 'max_position_embeddings': 128})
-  assert model.config.length_limit == 128 and model_of(CONFIGS['gemma2']).config.length_limit is None
+  assert (
+    model.config.length_limit == 128 and model_of(CONFIGS['gemma2']).config.length_limit is None
+  )
   assert to_hf(model, family=name)['max_position_embeddings'] == 128
   longer = dataclasses.replace(model, config=dataclasses.replace(model.config, max_length=256))
   assert differences(model, longer) == []  # the weights are the same
@@ -125,14 +145,21 @@ def test_the_length_that_a_model_was_made_for_goes_there_and_back(name):
 
 def test_windows_are_the_shortest_period_of_the_layers():
   assert model_of(CONFIGS['gemma2']).config.windows == (8, 0)
-  qwen = {**CONFIGS['qwen3'], 'num_hidden_layers': 4, 'use_sliding_window': True,
-          'sliding_window': 16, 'max_window_layers': 3}
+  qwen = {
+    **CONFIGS['qwen3'],
+    'num_hidden_layers': 4,
+    'use_sliding_window': True,
+    'sliding_window': 16,
+    'max_window_layers': 3,
+  }
   assert model_of(qwen).config.windows == (0, 0, 0, 16)
   assert model_of({**qwen, 'layer_types': ['sliding_attention'] * 4}).config.windows == (16,)
   assert model_of({**qwen, 'use_sliding_window': False}).config.windows == (0,)
 
 
-@pytest.mark.parametrize('name, change, text', [
+@pytest.mark.parametrize(
+  'name, change, text',
+  [
     ('llama', {'model_type': 'mistral'}, "model_type = 'mistral'"),
     ('llama', {'model_type': 'lama'}, "Did you mean 'llama'"),
     ('bert_mlm', {'architectures': ['BertModel']}, 'BertForSequenceClassification'),
@@ -140,14 +167,17 @@ def test_windows_are_the_shortest_period_of_the_layers():
     ('llama', {'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0}}, "rope_type = 'yarn'"),
     ('llama', {'hidden_act': 'quick_gelu'}, "activation 'quick_gelu'"),
     ('llama', {'head_dim': None, 'num_attention_heads': 3}, 'does not divide'),
-])
+  ],
+)
 def test_models_that_ours_cannot_be_are_refused(name, change, text):
   with pytest.raises(CheckpointError, match=r'config\.json .*says') as e:
     model_of({**CONFIGS[name], **change})
   assert text in str(e.value) and e.value.fix
 
 
-@pytest.mark.parametrize('name, change, text', [
+@pytest.mark.parametrize(
+  'name, change, text',
+  [
     ('llama', {'num_attention_heads': '4'}, "num_attention_heads = '4' (must be a whole number"),
     ('llama', {'rms_norm_eps': [1e-5], 'tie_word_embeddings': 'no'}, 'tie_word_embeddings = '),
     ('llama', {'architectures': 3}, 'architectures = 3 (must be a list of text)'),
@@ -157,7 +187,8 @@ def test_models_that_ours_cannot_be_are_refused(name, change, text):
     ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': 0.0}}, 'factor = 0.0 must be'),
     ('llama', {'rope_scaling': {'rope_type': 'linear', 'factor': '2'}}, "factor = '2' must be"),
     ('qwen3', {'rope_theta': -1e4}, 'theta = -10000.0 must be'),
-])
+  ],
+)
 def test_values_that_cannot_be_are_refused(name, change, text):
   with pytest.raises(CheckpointError, match=r'config\.json') as e:
     model_of({**CONFIGS[name], **change})
@@ -169,12 +200,15 @@ def test_a_missing_key_is_named():
     model_of({k: v for k, v in CONFIGS['llama'].items() if k != 'hidden_size'})
 
 
-@pytest.mark.parametrize('family, change, name', [
+@pytest.mark.parametrize(
+  'family, change, name',
+  [
     ('llama', {'relative_bias': 'shared'}, 'relative_bias'),
     ('llama', {'logits_softcap': 30.0}, 'logits_softcap'),
     ('gpt2', {}, 'rope'),
     ('qwen3', {}, 'qk_norm'),
-])
+  ],
+)
 def test_a_model_that_the_family_cannot_have_is_refused_with_the_field(family, change, name):
   model = model_of(CONFIGS['llama'])
   model = dataclasses.replace(model, config=dataclasses.replace(model.config, **change))
@@ -183,10 +217,14 @@ def test_a_model_that_the_family_cannot_have_is_refused_with_the_field(family, c
   assert f'TransformerConfig.{name}' in e.value.parameters
 
 
-@pytest.mark.parametrize('name, option, cls', [
+@pytest.mark.parametrize(
+  'name, option, cls',
+  [
     ('llama', {'inputs_bidirectional_attention': True}, 'DecoderOnlyModel'),
     ('bert_classification', {'pooling': 'mean'}, 'EncoderModel'),
-    ('bert_classification', {'head_mlp_dim': 16}, 'EncoderModel')])
+    ('bert_classification', {'head_mlp_dim': 16}, 'EncoderModel'),
+  ],
+)
 def test_options_that_the_family_cannot_have_are_refused_with_the_field(name, option, cls):
   model = model_of(CONFIGS[name])
   other = describe(dataclasses.replace(model.build(), **option))
@@ -201,6 +239,7 @@ def test_options_that_the_family_cannot_have_are_refused_with_the_field(name, op
 def test_a_model_with_layers_of_its_own_is_refused(name):
   class Mine(TransformerLayer):
     pass
+
   model = dataclasses.replace(model_of(CONFIGS[name]).build(), layer=Mine)
   with pytest.raises(CheckpointError, match='Mine: layers of your own') as e:
     describe(model)
@@ -211,18 +250,21 @@ MODEL_FILES = sorted((ROOT / 'gin_configs' / 'models').glob('*.gin'))
 OURS_ALONE = ('decoder', 'encoder')  # and in no other library
 
 
-@pytest.mark.parametrize('path', [p for p in MODEL_FILES if not p.name.startswith(OURS_ALONE)],
-                         ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+  'path', [p for p in MODEL_FILES if not p.name.startswith(OURS_ALONE)], ids=lambda p: p.stem
+)
 def test_shipped_models_are_models_of_their_family(path):
   model = model_of_gin([path])
   config = to_hf(model, family=guess_family(model))
-  name = {'byt5': 't5', 'mt5': 't5', 'llama3': 'llama'}.get(path.stem.split('_')[0],
-                                                            path.stem.split('_')[0])
+  name = {'byt5': 't5', 'mt5': 't5', 'llama3': 'llama'}.get(
+    path.stem.split('_')[0], path.stem.split('_')[0]
+  )
   assert config['model_type'] == name
   table = Table(FAMILIES[family_of(config)].rules(model), model.sizes())
   flat, _ = jax.tree_util.tree_flatten_with_path(model.abstract_params())
-  assert table.our_shapes == {jax.tree_util.keystr(p, simple=True, separator='/'): a.shape
-                              for p, a in flat}
+  assert table.our_shapes == {
+    jax.tree_util.keystr(p, simple=True, separator='/'): a.shape for p, a in flat
+  }
 
 
 def test_every_family_has_a_table_and_a_config():

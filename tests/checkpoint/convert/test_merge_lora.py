@@ -1,21 +1,21 @@
 """A checkpoint with adapters becomes one without, or a Hugging Face model, with the same logits."""
 
-import numpy as np
 import flax.traverse_util
 import jax
+import numpy as np
 import pytest
 
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter
-from t5x_gpu.checkpoint.convert import name_table
 from t5x_gpu.checkpoint.convert import merge_lora as merging
+from t5x_gpu.checkpoint.convert import name_table
 from t5x_gpu.checkpoint.convert.merged_params import MergedParams
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.axis_rules import split_names
 from tests.checkpoint.hf_files import CONFIGS, write_model
 
-LORA_GIN = '''
+LORA_GIN = """
 from t5x_gpu.models import lora
 MODEL = @lora.LoraModel()
 lora.LoraModel:
@@ -23,7 +23,7 @@ lora.LoraModel:
   rank = 3
   alpha = 12.0
   pattern = r'layers/.*/kernel'
-'''
+"""
 
 
 @pytest.fixture(scope='module')
@@ -33,19 +33,23 @@ def tuned(tmp_path_factory):
   write_model(folder / 'hf', CONFIGS['llama'], dtype='float32')
   assert convert.main([f'--from={folder / "hf"}', f'--to={folder / "base"}', '--check=own']) == 0
   text = (folder / 'base' / 'model.gin').read_text()
-  first = text[:text.index('MODEL = ')]
-  (folder / 'lora.gin').write_text(first + LORA_GIN + text[len(first):].split('\n', 1)[1])
+  first = text[: text.index('MODEL = ')]
+  (folder / 'lora.gin').write_text(first + LORA_GIN + text[len(first) :].split('\n', 1)[1])
   lora = convert.object_of_gin([folder / 'lora.gin'])
   assert isinstance(lora, LoraModel) and lora.scale == 4.0
   reader, rng = ParamsReader(folder / 'base'), np.random.default_rng(0)
   params, _ = split_names(jax.eval_shape(lambda: lora.init(jax.random.key(0), None)))
-  values = {name: reader.read_at(name, ()) if name in reader.shapes else
-            rng.normal(size=a.shape, scale=0.2).astype(np.float32)
-            for name, a in flax.traverse_util.flatten_dict(params, sep='/').items()}
+  values = {
+    name: reader.read_at(name, ())
+    if name in reader.shapes
+    else rng.normal(size=a.shape, scale=0.2).astype(np.float32)
+    for name, a in flax.traverse_util.flatten_dict(params, sep='/').items()
+  }
   (folder / 'lora').mkdir()
   shapes = {name: a.shape for name, a in values.items()}
-  with ParamsWriter(folder / 'lora', step=5, shapes=shapes, chunks=shapes, about={},
-                    compress=False) as writer:
+  with ParamsWriter(
+    folder / 'lora', step=5, shapes=shapes, chunks=shapes, about={}, compress=False
+  ) as writer:
     for name, value in values.items():
       writer.write(name, (), value)
   return folder, lora, values
@@ -53,7 +57,8 @@ def tuned(tmp_path_factory):
 
 def merged(lora: LoraModel, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
   return flax.traverse_util.flatten_dict(
-      lora.merged(flax.traverse_util.unflatten_dict(values, sep='/')), sep='/')
+    lora.merged(flax.traverse_util.unflatten_dict(values, sep='/')), sep='/'
+  )
 
 
 def test_every_part_that_is_read_has_the_factors_in_it(tuned):
@@ -61,20 +66,34 @@ def test_every_part_that_is_read_has_the_factors_in_it(tuned):
   reader, want = MergedParams(ParamsReader(folder / 'lora'), lora), merged(lora, values)
   assert set(reader.shapes) == set(want) and reader.num_merged == 7
   places = [(), (0,), (1, slice(1, 3)), (slice(0, 2), slice(2, 4)), (slice(1, 2),)]
-  for name in ('layers/self_attention/query/kernel', 'layers/self_attention/out/kernel',
-               'layers/mlp/wo/kernel', 'decoder_norm/scale'):
-    for place in places[:1 if 'scale' in name else None]:
+  for name in (
+    'layers/self_attention/query/kernel',
+    'layers/self_attention/out/kernel',
+    'layers/mlp/wo/kernel',
+    'decoder_norm/scale',
+  ):
+    for place in places[: 1 if 'scale' in name else None]:
       np.testing.assert_allclose(reader.read_at(name, place), want[name][place], atol=1e-5)
-  np.testing.assert_allclose(reader.read('layers/mlp/wo/kernel', 1),
-                             want['layers/mlp/wo/kernel'][1:], atol=1e-5)
+  np.testing.assert_allclose(
+    reader.read('layers/mlp/wo/kernel', 1), want['layers/mlp/wo/kernel'][1:], atol=1e-5
+  )
   assert np.abs(want['layers/mlp/wo/kernel'] - values['layers/mlp/wo/kernel']).max() > 0.1
 
 
 def test_merged_checkpoint_is_one_of_the_plain_model(tuned, tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(name_table, 'PIECE_BYTES', 2048)  # several pieces of most kernels
   folder, lora, values = tuned
-  assert convert.main([f'--from={folder / "lora"}', f'--to={tmp_path / "merged"}',
-                       f'--gin_file={folder / "lora.gin"}', '--format=t5x_gpu']) == 0
+  assert (
+    convert.main(
+      [
+        f'--from={folder / "lora"}',
+        f'--to={tmp_path / "merged"}',
+        f'--gin_file={folder / "lora.gin"}',
+        '--format=t5x_gpu',
+      ]
+    )
+    == 0
+  )
   out = capsys.readouterr().out
   assert '7 kernels with adapters of rank 3' in out
   assert 'ours against the model with its adapters' in out
@@ -85,14 +104,33 @@ def test_merged_checkpoint_is_one_of_the_plain_model(tuned, tmp_path, capsys, mo
   model = convert.model_of_gin([tmp_path / 'merged' / 'model.gin'])
   assert not convert.conversions.differences(model, convert.model_of_gin([folder / 'lora.gin']))
   # It is a converted checkpoint like any other.
-  assert convert.main([f'--from={tmp_path / "merged"}', f'--to={tmp_path / "hf"}', '--check=own',
-                       f'--gin_file={tmp_path / "merged" / "model.gin"}']) == 0
+  assert (
+    convert.main(
+      [
+        f'--from={tmp_path / "merged"}',
+        f'--to={tmp_path / "hf"}',
+        '--check=own',
+        f'--gin_file={tmp_path / "merged" / "model.gin"}',
+      ]
+    )
+    == 0
+  )
 
 
 def test_a_run_with_adapters_becomes_a_hugging_face_model_at_once(tuned, tmp_path):
   folder, lora, values = tuned
-  assert convert.main([f'--from={folder / "lora"}', f'--to={tmp_path / "hf"}', '--check=own',
-                       f'--gin_file={folder / "lora.gin"}', f'--like={folder / "hf"}']) == 0
+  assert (
+    convert.main(
+      [
+        f'--from={folder / "lora"}',
+        f'--to={tmp_path / "hf"}',
+        '--check=own',
+        f'--gin_file={folder / "lora.gin"}',
+        f'--like={folder / "hf"}',
+      ]
+    )
+    == 0
+  )
   got = convert.SafetensorsFolder(tmp_path / 'hf').read('model.layers.1.mlp.down_proj.weight')
   np.testing.assert_allclose(got, merged(lora, values)['layers/mlp/wo/kernel'][1].T, atol=1e-5)
 
@@ -100,21 +138,41 @@ def test_a_run_with_adapters_becomes_a_hugging_face_model_at_once(tuned, tmp_pat
 def test_a_merge_whose_logits_differ_leaves_nothing(tuned, tmp_path, monkeypatch):
   folder, _, _ = tuned
   logits = merging.logits_check.logits_of
-  monkeypatch.setattr(merging.logits_check, 'logits_of', lambda model, *args: logits(
-      model, *args) * (1.01 if isinstance(model, LoraModel) else 1.0))
+  monkeypatch.setattr(
+    merging.logits_check,
+    'logits_of',
+    lambda model, *args: logits(model, *args) * (1.01 if isinstance(model, LoraModel) else 1.0),
+  )
   with pytest.raises(CheckpointError, match='The conversion is wrong'):
-    convert.main([f'--from={folder / "lora"}', f'--to={tmp_path / "merged"}',
-                  f'--gin_file={folder / "lora.gin"}', '--format=t5x_gpu'])
+    convert.main(
+      [
+        f'--from={folder / "lora"}',
+        f'--to={tmp_path / "merged"}',
+        f'--gin_file={folder / "lora.gin"}',
+        '--format=t5x_gpu',
+      ]
+    )
   assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('source,gin,flags,says', [
+@pytest.mark.parametrize(
+  'source,gin,flags,says',
+  [
     ('base', 'base/model.gin', [], 'no adapters to merge'),
     ('base', 'lora.gin', [], 'has no adapters, and its model should have'),
-    ('lora', 'lora.gin', ['--dtype=bfloat16'], '--dtype means nothing')])
+    ('lora', 'lora.gin', ['--dtype=bfloat16'], '--dtype means nothing'),
+  ],
+)
 def test_what_cannot_be_merged_is_refused(tuned, tmp_path, source, gin, flags, says):
   folder, _, _ = tuned
   with pytest.raises((CheckpointError, ConfigError), match=says) as e:
-    convert.main([f'--from={folder / source}', f'--to={tmp_path / "merged"}',
-                  f'--gin_file={folder / gin}', '--format=t5x_gpu', *flags])
+    convert.main(
+      [
+        f'--from={folder / source}',
+        f'--to={tmp_path / "merged"}',
+        f'--gin_file={folder / gin}',
+        '--format=t5x_gpu',
+        *flags,
+      ]
+    )
   assert e.value.fix and not list(tmp_path.iterdir())

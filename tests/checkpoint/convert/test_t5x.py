@@ -24,11 +24,13 @@ WRITTEN = [('decoder_only', 'orbax'), ('encoder_decoder', 'orbax'), ('encoder_de
 @pytest.fixture(scope='module')
 def written(tmp_path_factory):
   """Returns folder(model, format): a checkpoint that T5X has written after 20 steps."""
+
   def folder(model, kind):
     target = tmp_path_factory.mktemp(f'{model}_{kind}')
     with tarfile.open(FIXTURES / f't5x_{model}' / f'checkpoint_{kind}.tar.xz') as archive:
       archive.extractall(target, filter='data')
     return target / f'checkpoint_{kind}'
+
   return folder
 
 
@@ -44,9 +46,11 @@ def test_everything_in_a_checkpoint_of_t5x_is_taken(model, kind, written, tmp_pa
   assert reader.step == 20 and reader.manifest['params_only']
   ours = 'decoder/layers' if model == 'encoder_decoder' else 'layers'
   np.testing.assert_array_equal(
-      reader.read_at(f'{ours}/self_attention/query/kernel', (1,)).reshape(
-          checkpoint.shapes['decoder/layers_1/self_attention/query/kernel']),
-      checkpoint.read('decoder/layers_1/self_attention/query/kernel'))
+    reader.read_at(f'{ours}/self_attention/query/kernel', (1,)).reshape(
+      checkpoint.shapes['decoder/layers_1/self_attention/query/kernel']
+    ),
+    checkpoint.read('decoder/layers_1/self_attention/query/kernel'),
+  )
 
 
 def test_legacy_and_orbax_hold_the_same(written):
@@ -83,14 +87,21 @@ def stacked(flat, axis, name='layers', bias=None):
     for stack in {key.split('/')[0] for key in layers}:
       num = len(next(v for k, v in layers.items() if k.startswith(stack)))
       layers[f'{stack}/{name}/{bias}/rel_embedding'] = [
-          (i, rng.normal(size=(4, 32)).astype(np.float32)) for i in range(num)]
-  return {**out, **{k: np.stack([v for _, v in sorted(values, key=lambda item: item[0])], axis)
-                    for k, values in layers.items()}}
+        (i, rng.normal(size=(4, 32)).astype(np.float32)) for i in range(num)
+      ]
+  return {
+    **out,
+    **{
+      k: np.stack([v for _, v in sorted(values, key=lambda item: item[0])], axis)
+      for k, values in layers.items()
+    },
+  }
 
 
 def abstract(table):
   return flax.traverse_util.unflatten_dict(
-      {n: jax.ShapeDtypeStruct(s, np.float32) for n, s in table.our_shapes.items()}, sep='/')
+    {n: jax.ShapeDtypeStruct(s, np.float32) for n, s in table.our_shapes.items()}, sep='/'
+  )
 
 
 @pytest.mark.parametrize('axis', [0, 1])
@@ -111,13 +122,18 @@ def test_scanned_layers_with_a_bias_of_their_own_are_read(bias):
   model = t5x_model(shapes)
   assert model.config.relative_bias == 'per_layer' and model.config.num_heads == 4
   got = from_t5x(scanned, abstract(t5x_table(model, shapes)))
-  np.testing.assert_array_equal(got['decoder']['layers']['relpos_bias']['rel_embedding'][1],
-                                scanned[f'decoder/layers/{bias}/rel_embedding'][:, 1])
+  np.testing.assert_array_equal(
+    got['decoder']['layers']['relpos_bias']['rel_embedding'][1],
+    scanned[f'decoder/layers/{bias}/rel_embedding'][:, 1],
+  )
 
 
 def test_a_plain_mlp_is_relu_as_in_t5_1_0(written):
-  shapes = {n.replace('wi_0', 'wi'): v.shape for n, v in initial('encoder_decoder').items()
-            if 'wi_1' not in n}
+  shapes = {
+    n.replace('wi_0', 'wi'): v.shape
+    for n, v in initial('encoder_decoder').items()
+    if 'wi_1' not in n
+  }
   model = t5x_model(shapes)
   assert model.config.mlp_activations == ('relu',)
   assert t5x_table(model, shapes).their_shapes == shapes
@@ -125,16 +141,20 @@ def test_a_plain_mlp_is_relu_as_in_t5_1_0(written):
 
 def test_orbax_without_ocdbt_is_read(tmp_path):
   flat = initial('decoder_only')
-  tree = {'target': flax.traverse_util.unflatten_dict(flat, sep='/'),
-          'state': {'step': np.int32(3)}}
+  tree = {
+    'target': flax.traverse_util.unflatten_dict(flat, sep='/'),
+    'state': {'step': np.int32(3)},
+  }
   handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
   with ocp.Checkpointer(handler) as checkpointer:
     checkpointer.save(tmp_path / 'checkpoint_3' / 'state', tree)
   checkpoint = T5xCheckpoint(tmp_path)
   assert checkpoint.step == 3 and checkpoint.path.name == 'checkpoint_3'
   assert checkpoint.shapes == {n: v.shape for n, v in flat.items()}
-  np.testing.assert_array_equal(checkpoint.read('decoder/layers_1/mlp/wo/kernel', 3, 9),
-                                flat['decoder/layers_1/mlp/wo/kernel'][3:9])
+  np.testing.assert_array_equal(
+    checkpoint.read('decoder/layers_1/mlp/wo/kernel', 3, 9),
+    flat['decoder/layers_1/mlp/wo/kernel'][3:9],
+  )
 
 
 def write_legacy(folder, flat, **options):
@@ -145,14 +165,26 @@ def write_legacy(folder, flat, **options):
       target[name] = value
       continue
     path = f'target.{name.replace("/", ".")}'
-    spec = {'driver': 'zarr', 'dtype': 'float32', 'metadata': {
-        'chunks': list(value.shape), 'compressor': {'id': 'gzip'}, 'shape': list(value.shape)}}
+    spec = {
+      'driver': 'zarr',
+      'dtype': 'float32',
+      'metadata': {
+        'chunks': list(value.shape),
+        'compressor': {'id': 'gzip'},
+        'shape': list(value.shape),
+      },
+    }
     ts.open({**spec, 'kvstore': f'file://{folder / path}/'}, create=True).result().write(
-        value).result()
+      value
+    ).result()
     target[name] = {**spec, 'kvstore': {'driver': 'gfile', 'path': f'/elsewhere/ckpt/{path}/'}}
-  tree = {'version': 3, 'optimizer': {
+  tree = {
+    'version': 3,
+    'optimizer': {
       'state': {'step': np.int32(5), 'param_states': {}},
-      'target': flax.traverse_util.unflatten_dict(target, sep='/')}}
+      'target': flax.traverse_util.unflatten_dict(target, sep='/'),
+    },
+  }
   (folder / 'checkpoint').write_bytes(flax.serialization.msgpack_serialize(tree, **options))
 
 

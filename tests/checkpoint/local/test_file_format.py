@@ -13,13 +13,14 @@ RANDOM = np.random.default_rng(0)
 WHOLE = RANDOM.normal(size=(6, 8)).astype(np.float32)
 # (name, shape of the array, start, values): two boxes of one array, a scalar, other widths.
 PARTS = [
-    ('params/kernel', (6, 8), (0, 0), WHOLE[:, :4]),
-    ('params/kernel', (6, 8), (0, 4), WHOLE[:, 4:]),
-    ('step', (), (), np.int32(7).reshape(())),
-    ('params/narrow', (3,), (0,), np.array([1.5, np.nan, -0.0], ml_dtypes.bfloat16)),
-    ('params/bytes', (5,), (2,), np.array([1, 2], np.uint8)),
-    ('params/nothing', (0, 4), (0, 0), np.zeros((0, 4), np.float32)),
-    ('params/flags', (3,), (0,), np.array([True, False, True]))]
+  ('params/kernel', (6, 8), (0, 0), WHOLE[:, :4]),
+  ('params/kernel', (6, 8), (0, 4), WHOLE[:, 4:]),
+  ('step', (), (), np.int32(7).reshape(())),
+  ('params/narrow', (3,), (0,), np.array([1.5, np.nan, -0.0], ml_dtypes.bfloat16)),
+  ('params/bytes', (5,), (2,), np.array([1, 2], np.uint8)),
+  ('params/nothing', (0, 4), (0, 0), np.zeros((0, 4), np.float32)),
+  ('params/flags', (3,), (0,), np.array([True, False, True])),
+]
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_checksums_of_boxes_add_up_to_the_arrays():
   whole = HostSums(WHOLE.shape)
   whole.add(WHOLE)
   texts = [checksum(values, start, shape) for _, shape, start, values in PARTS[:2]]
-  added = [sum(int(t[i:i + 8], 16) for t in texts) % 2**32 for i in (0, 8)]
+  added = [sum(int(t[i : i + 8], 16) for t in texts) % 2**32 for i in (0, 8)]
   assert f'{added[0]:08x}{added[1]:08x}' == str(whole)
 
 
@@ -64,8 +65,13 @@ def test_a_file_cut_at_any_length_is_refused(path):
 
 def test_a_flipped_bit_is_found_wherever_it_is(path):
   content, file = bytearray(path.read_bytes()), open_local_file(path)
-  places = [5, 10, 18, 40, *(file.data_start + p.offset + p.num_bytes // 2 for p in file.parts
-                             if p.num_bytes)]
+  places = [
+    5,
+    10,
+    18,
+    40,
+    *(file.data_start + p.offset + p.num_bytes // 2 for p in file.parts if p.num_bytes),
+  ]
   for place in places:
     content[place] ^= 0x10
     path.write_bytes(content)

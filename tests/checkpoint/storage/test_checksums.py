@@ -46,9 +46,17 @@ def test_64_bit_elements_agree_and_both_halves_count():
   assert on_host(bits.view(np.float64)) != on_host(x)
 
 
-@pytest.mark.parametrize('spec, mesh', [
-    ((None, None), (8, 1)), (('a', None), (8, 1)), ((None, 'a'), (8, 1)), (('a', 'b'), (4, 2)),
-    (('b', 'a'), (2, 4)), ((('a', 'b'), None), (2, 4))])
+@pytest.mark.parametrize(
+  'spec, mesh',
+  [
+    ((None, None), (8, 1)),
+    (('a', None), (8, 1)),
+    ((None, 'a'), (8, 1)),
+    (('a', 'b'), (4, 2)),
+    (('b', 'a'), (2, 4)),
+    ((('a', 'b'), None), (2, 4)),
+  ],
+)
 def test_every_sharding_has_the_same_sums(spec, mesh):
   x = values((16, 24), np.float32)
   sharding = jax.NamedSharding(jax.make_mesh(mesh, ('a', 'b')), jax.P(*spec))
@@ -57,9 +65,11 @@ def test_every_sharding_has_the_same_sums(spec, mesh):
 
 def test_a_state_has_the_same_checksums_on_devices_and_on_the_host(monkeypatch):
   mesh = jax.make_mesh((8,), ('a',))
-  tree = {'split': jax.device_put(values((16, 4), np.float32), jax.NamedSharding(mesh, jax.P('a'))),
-          'whole': jax.device_put(values((5,), np.float32), jax.NamedSharding(mesh, jax.P())),
-          'of_numpy': values((3, 2), np.float32)}
+  tree = {
+    'split': jax.device_put(values((16, 4), np.float32), jax.NamedSharding(mesh, jax.P('a'))),
+    'whole': jax.device_put(values((5,), np.float32), jax.NamedSharding(mesh, jax.P())),
+    'of_numpy': values((3, 2), np.float32),
+  }
   on_the_host = checksums_of(tree)
   monkeypatch.setattr(checksums, 'HOST_BYTES', 0)
   assert checksums_of(tree) == on_the_host
@@ -68,8 +78,12 @@ def test_a_state_has_the_same_checksums_on_devices_and_on_the_host(monkeypatch):
 
 def test_parts_in_any_order_and_shape_add_up():
   x, rng = values((6, 50, 8), np.float32), random.Random(0)
-  parts = [(slice(i, i + 3), slice(j, j + 20), slice(k, k + 4)) for i in (0, 3)
-           for j in (0, 20, 40) for k in (0, 4)]
+  parts = [
+    (slice(i, i + 3), slice(j, j + 20), slice(k, k + 4))
+    for i in (0, 3)
+    for j in (0, 20, 40)
+    for k in (0, 4)
+  ]
   rng.shuffle(parts)
   first, second = HostSums(x.shape), None
   for n, place in enumerate(parts):
@@ -131,13 +145,12 @@ def manifest_of(folder, step):
   return json.loads((folder / f'checkpoint_{step}/manifest/metadata').read_text())
 
 
-
 def flip_a_bit(checkpoint, *, value: bytes) -> None:
   """Changes the first bit of `value` in the one file that has it as it is."""
   found = [(p, p.read_bytes()) for p in (checkpoint / 'state').rglob('d/*')]
-  (path, data), = [(p, d) for p, d in found if d.count(value) == 1]
+  ((path, data),) = [(p, d) for p, d in found if d.count(value) == 1]
   i = data.index(value)
-  path.write_bytes(data[:i] + bytes([data[i] ^ 0x40]) + data[i + 1:])
+  path.write_bytes(data[:i] + bytes([data[i] ^ 0x40]) + data[i + 1 :])
 
 
 def test_saved_checksums_are_those_of_the_state(tmp_path):
@@ -146,7 +159,7 @@ def test_saved_checksums_are_those_of_the_state(tmp_path):
 
 
 def test_a_bit_that_changed_in_a_file_sets_the_checkpoint_aside_by_name(tmp_path, caplog):
-  bits = np.random.default_rng(0).integers(-2**31, 2**31, (64, 8)).astype(np.int32)
+  bits = np.random.default_rng(0).integers(-(2**31), 2**31, (64, 8)).astype(np.int32)
   state = new_state().replace(params={'dense': {'kernel': jnp.asarray(bits)}})
   with opened(tmp_path, keep=Keep()) as checkpointer:
     for step in (10, 20):
@@ -174,7 +187,7 @@ def test_a_checkpoint_without_checksums_restores_with_a_note(tmp_path, caplog):
 def test_of_a_large_state_a_sample_is_checked_which_the_step_chooses(monkeypatch):
   monkeypatch.setattr(checksums, 'SMALL_BYTES', 100)
   tree = {f'p{i}': jnp.full((16,), i, jnp.float32) for i in range(12)}
-  wrong = {name: '0' * 16 for name in checksums_of(tree)}
+  wrong = dict.fromkeys(checksums_of(tree), '0' * 16)
   manifest = {'arrays': {n: [[16], 'float32'] for n in tree}, **checksums.record(wrong)}
   named = set()
   for step in range(40):
@@ -187,14 +200,21 @@ def test_of_a_large_state_a_sample_is_checked_which_the_step_chooses(monkeypatch
 
 def test_parameters_that_are_read_alone_are_checked(tmp_path):
   kernel = values((64, 32), np.float32)
-  with ParamsWriter(tmp_path, step=3, shapes={'dense/kernel': (64, 32)},
-                    chunks={'dense/kernel': (16, 32)}, about={}, compress=False) as writer:
+  with ParamsWriter(
+    tmp_path,
+    step=3,
+    shapes={'dense/kernel': (64, 32)},
+    chunks={'dense/kernel': (16, 32)},
+    about={},
+    compress=False,
+  ) as writer:
     for i in range(0, 64, 8):
-      writer.write('dense/kernel', (slice(i, i + 8),), kernel[i:i + 8])
+      writer.write('dense/kernel', (slice(i, i + 8),), kernel[i : i + 8])
   want = {'dense': {'kernel': jax.ShapeDtypeStruct((64, 32), jnp.float32)}}
   assert ParamsReader(tmp_path).manifest['checksums']['arrays'] == {
-      'step': to_text(device_sums(jnp.int32(3))),
-      'params/dense/kernel': to_text(device_sums(jnp.asarray(kernel)))}
+    'step': to_text(device_sums(jnp.int32(3))),
+    'params/dense/kernel': to_text(device_sums(jnp.asarray(kernel))),
+  }
   np.testing.assert_array_equal(read_params(tmp_path, want)['dense']['kernel'], kernel)
   flip_a_bit(tmp_path / 'checkpoint_3', value=kernel[20].tobytes())
   with pytest.raises(CheckpointError, match='params/dense/kernel has other values'):

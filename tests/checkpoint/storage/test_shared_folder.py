@@ -1,4 +1,4 @@
-"""One MODEL_DIR for all processes; runs of several are in tests/cluster/test_hosts_that_disagree."""
+"""One MODEL_DIR for all processes; several processes: tests/cluster/test_hosts_that_disagree."""
 
 import threading
 
@@ -28,6 +28,7 @@ def test_a_file_that_another_host_shows_late_is_seen(tmp_path):
   def write() -> None:
     folder.mkdir()
     (folder / 'name').touch()
+
   late = threading.Timer(0.3, write)
   late.start()
   assert shared_folder._sees(folder, 'name')

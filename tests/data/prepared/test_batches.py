@@ -1,4 +1,4 @@
-"""`prepared:DIR`: one order on any topology, found at once, and only of the data it was made for."""
+"""`prepared:DIR`: one order on any topology, and only for the data it was made from."""
 
 import collections
 import dataclasses
@@ -29,8 +29,9 @@ def hashes(iterator, number):
 
 def letters(batch):
   """Returns how many rows of a batch are of each task, which is the first letter of a row."""
-  return collections.Counter(chr(token - 3) for token in
-                             np.asarray(batch['decoder_target_tokens'])[:, 0])
+  return collections.Counter(
+    chr(token - 3) for token in np.asarray(batch['decoder_target_tokens'])[:, 0]
+  )
 
 
 def test_batches_hold_what_the_model_takes(mixed_rows, open_data):
@@ -39,7 +40,7 @@ def test_batches_hold_what_the_model_takes(mixed_rows, open_data):
   opened.spec.check(batch)
   positions, segments = batch['decoder_positions'], batch['decoder_segment_ids']
   assert segments.max() > 1 and (positions[segments > 0] >= 0).all()
-  starts = (np.diff(segments, axis=1) > 0)
+  starts = np.diff(segments, axis=1) > 0
   assert (positions[:, 1:][starts & (segments[:, 1:] > 0)] == 0).all()
 
 
@@ -47,8 +48,9 @@ def test_the_order_is_a_function_of_the_seed(mixed_rows, open_data):
   first = hashes(open_data(f'prepared:{mixed_rows}').iterator, 8)
   assert hashes(open_data(f'prepared:{mixed_rows}').iterator, 8) == first
   assert not set(hashes(open_data(f'prepared:{mixed_rows}', seed=1).iterator, 8)) & set(first)
-  in_order = [hashes(open_data(f'prepared:{mixed_rows}', shuffle=False, seed=s).iterator, 8)
-              for s in (0, 1)]
+  in_order = [
+    hashes(open_data(f'prepared:{mixed_rows}', shuffle=False, seed=s).iterator, 8) for s in (0, 1)
+  ]
   assert in_order[0] == in_order[1] != first
 
 
@@ -92,14 +94,17 @@ def test_tasks_are_mixed_at_their_rates(mixed_rows, open_data):
 
 
 def test_rates_change_without_preparing_again(mixed_rows, open_data):
-  iterator = open_data(f'prepared:{mixed_rows}', batch_size=10,
-                       mixture_rates={'mixed_c': 1, 'mixed_b': 1}).iterator
+  iterator = open_data(
+    f'prepared:{mixed_rows}', batch_size=10, mixture_rates={'mixed_c': 1, 'mixed_b': 1}
+  ).iterator
   assert letters(next(iterator)) == {'b': 5, 'c': 5}
   with pytest.raises(DataError, match="mixture_rates names 'mixed_d'"):
     open_data(f'prepared:{mixed_rows}', mixture_rates={'mixed_d': 1})
 
 
-def test_evaluation_has_every_row_once_and_fills_the_last_batch_with_weight_0(mixed_rows, open_data):
+def test_evaluation_has_every_row_once_and_fills_the_last_batch_with_weight_0(
+  mixed_rows, open_data
+):
   got = list(open_data(f'prepared:{mixed_rows}', repeat=False, batch_size=7).iterator)
   weights = np.concatenate([np.asarray(b['decoder_loss_weights']).any(axis=1) for b in got])
   number = read_index(mixed_rows, split='train').rows
@@ -121,13 +126,15 @@ def test_evaluation_starts_anew_from_its_first_state(mixed_rows, open_data):
 
 @pytest.mark.parametrize('processes', [1, 2, 4])
 def test_processes_see_one_batch_and_each_reads_its_rows_alone(mixed_rows, open_data, processes):
-  want = [{k: np.asarray(v) for k, v in batch.items()}
-          for _, batch in zip(range(6), open_data(f'prepared:{mixed_rows}', batch_size=8).iterator)]
+  want = [
+    {k: np.asarray(v) for k, v in batch.items()}
+    for _, batch in zip(range(6), open_data(f'prepared:{mixed_rows}', batch_size=8).iterator)
+  ]
   mesh = Mesh(np.asarray(jax.devices()[:8]), ('data',))
   sharding = NamedSharding(mesh, PartitionSpec('data'))
   for process in range(processes):
     iterator = open_data(f'prepared:{mixed_rows}', batch_size=8).iterator
-    own = set(jax.devices()[8 // processes * process:8 // processes * (process + 1)])
+    own = set(jax.devices()[8 // processes * process : 8 // processes * (process + 1)])
     for step in range(6):
       batch = next(iterator)
       for name, x in batch.items():  # what make_array_from_callback does on that process
@@ -138,14 +145,19 @@ def test_processes_see_one_batch_and_each_reads_its_rows_alone(mixed_rows, open_
     assert 6 * 8 // processes <= iterator.rows_read <= 8 * 8 // processes
 
 
-@pytest.mark.parametrize('change, says', [
+@pytest.mark.parametrize(
+  'change, says',
+  [
     ({'lengths': {'targets': 48}}, "task_feature_lengths: prepared with {'targets': 32}"),
     ({'pack': False}, 'pack: prepared with True, the run has False'),
-    ({'converter': 'prefix_lm', 'lengths': {'inputs': 16, 'targets': 16}},
-     "feature_converter: prepared with 'lm'"),
+    (
+      {'converter': 'prefix_lm', 'lengths': {'inputs': 16, 'targets': 16}},
+      "feature_converter: prepared with 'lm'",
+    ),
     ({'vocabulary': 'words:300'}, 'vocabulary: prepared with byte'),
     ({'vocab_size': 200}, 'ids up to 258, the model knows 200'),
-])
+  ],
+)
 def test_another_model_is_refused_with_what_to_prepare(mixed_rows, open_data, change, says):
   with pytest.raises(DataError, match=says) as e:
     open_data(f'prepared:{mixed_rows}', **change)
@@ -153,20 +165,26 @@ def test_another_model_is_refused_with_what_to_prepare(mixed_rows, open_data, ch
 
 
 def test_a_split_that_is_not_there_is_named_with_the_command(mixed_rows, open_data):
-  with pytest.raises(DataError, match="no prepared split 'test': it has 'train', 'validation'") as e:
+  with pytest.raises(
+    DataError, match="no prepared split 'test': it has 'train', 'validation'"
+  ) as e:
     open_data(f'prepared:{mixed_rows}', split='test')
   assert '--split=test' in e.value.fix
   with pytest.raises(DataError, match='there is no such folder'):
     open_data('prepared:/nowhere')
 
 
-@pytest.mark.parametrize('damage, says', [
+@pytest.mark.parametrize(
+  'damage, says',
+  [
     (lambda p: p.unlink(), 'is missing'),
     (lambda p: p.write_bytes(p.read_bytes()[:1000]), 'is cut off: it has 1,000 bytes'),
     (lambda p: p.write_bytes(b'?' + p.read_bytes()[1:]), 'has changed'),
-])
-def test_a_damaged_shard_is_named_when_the_data_is_opened(mixed_rows, tmp_path, open_data, damage,
-                                                          says):
+  ],
+)
+def test_a_damaged_shard_is_named_when_the_data_is_opened(
+  mixed_rows, tmp_path, open_data, damage, says
+):
   copied = shutil.copytree(mixed_rows, tmp_path / 'copied')
   shard = copied / 'train' / 'mixed_a' / '00001-of-00002.arrayrecord'
   damage(shard)
@@ -179,13 +197,15 @@ def test_bytes_that_change_while_training_stop_it_with_the_row(tmp_path, open_da
   iterator = open_data(f'prepared:{tmp_path}').iterator
   shard = tmp_path / 'train' / 'mixed_a' / '00000-of-00001.arrayrecord'
   content = shard.read_bytes()
-  shard.write_bytes(content[:64] + b'?' * (len(content) // 2) + content[len(content) // 2 + 64:])
+  shard.write_bytes(content[:64] + b'?' * (len(content) // 2) + content[len(content) // 2 + 64 :])
   with pytest.raises(DataError, match='Row .* cannot be read'):
     for _ in range(100):
       np.asarray(next(iterator)['decoder_target_tokens'])
 
 
-def test_fewer_rows_than_a_batch_train_with_a_warning_and_evaluate_once(tmp_path, open_data, caplog):
+def test_fewer_rows_than_a_batch_train_with_a_warning_and_evaluate_once(
+  tmp_path, open_data, caplog
+):
   index = prepare_here('mixed_c', tmp_path, num_parts=1)
   assert index.rows < 64
   with caplog.at_level(logging.WARNING):
@@ -195,11 +215,14 @@ def test_fewer_rows_than_a_batch_train_with_a_warning_and_evaluate_once(tmp_path
   assert len(list(open_data(f'prepared:{tmp_path}', batch_size=64, repeat=False).iterator)) == 1
 
 
-@pytest.mark.parametrize('change, says', [
+@pytest.mark.parametrize(
+  'change, says',
+  [
     ({'seed': 7}, 'seed: saved 0, now 7'),
     ({'batch_size': 2}, 'batch_size: saved 4, now 2'),
     ({'mixture_rates': {'mixed_a': 1}}, "rates: saved {'mixed_a': 0.6"),
-])
+  ],
+)
 def test_a_state_of_another_order_is_refused_by_name(mixed_rows, open_data, change, says):
   state = open_data(f'prepared:{mixed_rows}').iterator.get_state()
   with pytest.raises(DataError, match=says):
@@ -236,8 +259,9 @@ def test_text_comes_from_the_vocabulary_that_was_prepared_with(mixed_rows, open_
 
 def test_prompts_and_metrics_come_from_the_task_that_was_prepared(mixed_rows, open_data):
   config = open_data(f'prepared:{mixed_rows}').config
-  text = batches.open_prompt_text(config, feature_converter='lm', model_vocab_size=384,
-                                  has_inputs=False)
+  text = batches.open_prompt_text(
+    config, feature_converter='lm', model_vocab_size=384, has_inputs=False
+  )
   assert text.name == 'byte' and next(text.examples()).targets[0] in 'abc'
   with pytest.raises(DataError, match="'mixed' has no metrics"):
     batches.open_evaluated_tasks(config, feature_converter='lm')
@@ -253,7 +277,7 @@ def test_the_description_says_what_is_guaranteed(mixed_rows, open_data):
   json.dumps(facts)
 
 
-WITHOUT_TEXT = '''
+WITHOUT_TEXT = """
 import sys
 for name in ('tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 'matplotlib',
              'sentencepiece'):
@@ -265,12 +289,17 @@ spec = features.batch_spec('lm', task_feature_lengths=config.task_feature_length
 iterator = batches.open_batches(config, spec=spec, feature_converter='lm')
 print(batches.batch_hash(next(iterator)))
 iterator.close()
-'''
+"""
 
 
 def test_training_data_is_read_without_tensorflow_and_seqio(mixed_rows, open_data):
-  done = subprocess.run([sys.executable, '-c', WITHOUT_TEXT, str(mixed_rows)], capture_output=True,
-                        text=True, timeout=120, check=False,
-                        env={'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'})
+  done = subprocess.run(
+    [sys.executable, '-c', WITHOUT_TEXT, str(mixed_rows)],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+    env={'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+  )
   assert done.returncode == 0, done.stderr
   assert done.stdout.strip() == hashes(open_data(f'prepared:{mixed_rows}').iterator, 1)[0]

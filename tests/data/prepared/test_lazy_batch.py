@@ -8,9 +8,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from t5x_gpu.data.batches import BatchSpec, batch_hash
 from t5x_gpu.data.prepared.lazy_batch import LazyBatch
 
-SPEC = BatchSpec(shapes={'tokens': (8, 4), 'label': (8,)},
-                 dtypes={'tokens': 'int32', 'label': 'int32'})
-WHOLE = {'tokens': np.arange(32, dtype=np.int32).reshape(8, 4), 'label': np.arange(8, dtype=np.int32)}
+SPEC = BatchSpec(
+  shapes={'tokens': (8, 4), 'label': (8,)}, dtypes={'tokens': 'int32', 'label': 'int32'}
+)
+WHOLE = {
+  'tokens': np.arange(32, dtype=np.int32).reshape(8, 4),
+  'label': np.arange(8, dtype=np.int32),
+}
 
 
 @pytest.fixture(name='batch')
@@ -21,6 +25,7 @@ def _batch():
     read.extend(rows)
     for name, x in arrays.items():
       x[rows] = WHOLE[name][rows]
+
   batch = LazyBatch(SPEC, read=read_rows, names=('label', 'tokens'))
   return batch, read
 
@@ -51,11 +56,27 @@ def test_the_hash_is_that_of_plain_arrays_and_asks_for_no_row_by_itself(batch):
   SPEC.check(batch.features)
 
 
-@pytest.mark.parametrize('use', [
-    lambda x: x + 1, lambda x: x.sum(axis=1), lambda x: x == 3, lambda x: np.where(x > 3, x, 0),
-    lambda x: x[x > 3], lambda x: x[np.asarray([1, 5])], lambda x: x[3], lambda x: x[-1],
-    lambda x: np.pad(x, 1), lambda x: x[:, ::-1], lambda x: list(x), lambda x: x.tolist(),
-    lambda x: x[np.int64(2)], lambda x: x[5:1:-2],
-    lambda x: np.concatenate([x, x]), lambda x: np.asarray(x, np.int64), lambda x: x[...]])
+@pytest.mark.parametrize(
+  'use',
+  [
+    lambda x: x + 1,
+    lambda x: x.sum(axis=1),
+    lambda x: x == 3,
+    lambda x: np.where(x > 3, x, 0),
+    lambda x: x[x > 3],
+    lambda x: x[np.asarray([1, 5])],
+    lambda x: x[3],
+    lambda x: x[-1],
+    lambda x: np.pad(x, 1),
+    lambda x: x[:, ::-1],
+    lambda x: list(x),
+    lambda x: x.tolist(),
+    lambda x: x[np.int64(2)],
+    lambda x: x[5:1:-2],
+    lambda x: np.concatenate([x, x]),
+    lambda x: np.asarray(x, np.int64),
+    lambda x: x[...],
+  ],
+)
 def test_it_does_what_an_array_does(batch, use):
   np.testing.assert_array_equal(use(batch[0].features['tokens']), use(WHOLE['tokens']))

@@ -7,8 +7,9 @@ from t5x_gpu.data.prepared.shard_writer import decode_into, encode_row
 from t5x_gpu.errors import DataError
 
 
-@pytest.mark.parametrize('largest, size', [(0, 1), (255, 1), (256, 2), (65535, 2), (65536, 4),
-                                           (2**31 - 1, 4)])
+@pytest.mark.parametrize(
+  'largest, size', [(0, 1), (255, 1), (256, 2), (65535, 2), (65536, 4), (2**31 - 1, 4)]
+)
 def test_a_row_comes_back_and_takes_the_bytes_of_its_largest_number(largest, size):
   row = {'tokens': np.arange(16, dtype=np.int32), 'label': np.int32(3)}
   row['tokens'][5] = largest
@@ -31,8 +32,9 @@ def test_numbers_that_32_bits_do_not_hold_are_refused():
     encode_row({'tokens': np.asarray([1, 2**40])}, names=('tokens',))
 
 
-@pytest.mark.parametrize('damage', [lambda r: r[:-1], lambda r: r + b'x', lambda r: b'?' + r[1:],
-                                    lambda r: b''])
+@pytest.mark.parametrize(
+  'damage', [lambda r: r[:-1], lambda r: r + b'x', lambda r: b'?' + r[1:], lambda r: b'']
+)
 def test_bytes_that_are_no_record_are_refused(damage):
   record = encode_row({'tokens': np.arange(8)}, names=('tokens',))
   with pytest.raises(ValueError):

@@ -1,4 +1,4 @@
-"""The order of prepared rows: a function of (tasks, rates, seed, number), at the rates asked for."""
+"""The order of prepared rows: a function of (tasks, rates, seed, number) at the given rates."""
 
 import collections
 
@@ -14,8 +14,10 @@ RATES = {'a': 0.7, 'b': 0.2, 'c': 0.1}
 
 
 def tasks(**lengths):
-  return {name: grain.MapDataset.source([(name, i) for i in range(length)])
-          for name, length in lengths.items()}
+  return {
+    name: grain.MapDataset.source([(name, i) for i in range(length)])
+    for name, length in lengths.items()
+  }
 
 
 def taken(rows, number, *, start=0):
@@ -65,8 +67,11 @@ def test_a_task_of_rate_0_is_left_out():
 
 
 def test_neighbouring_seeds_share_no_epoch():
-  orders = [taken(mixed_rows(tasks(a=50), rates={'a': 1}, seed=seed, repeat=True), 50, start=start)
-            for seed in range(3) for start in (0, 50, 100)]
+  orders = [
+    taken(mixed_rows(tasks(a=50), rates={'a': 1}, seed=seed, repeat=True), 50, start=start)
+    for seed in range(3)
+    for start in (0, 50, 100)
+  ]
   assert len(set(map(tuple, orders))) == 9
 
 
@@ -82,14 +87,17 @@ def test_evaluation_takes_every_row_once(seed):
 ROWS = {'a': 7, 'b': 3, 'c': 0}
 
 
-@pytest.mark.parametrize('given_rates, says', [
+@pytest.mark.parametrize(
+  'given_rates, says',
+  [
     ({'ab': 1}, "names 'ab'.*Did you mean"),
     ({'a': -1, 'b': 2}, "'a': -1"),
     ({'a': float('nan')}, 'nan'),
     ({'a': 0, 'b': 0}, 'not all of them 0'),
     ({}, 'not all of them 0'),
     (None, "'c' has no rows"),
-])
+  ],
+)
 def test_rates_that_cannot_be_are_refused_with_ones_that_can(given_rates, says):
   with pytest.raises(DataError, match=says) as e:
     checked_rates(given_rates, own=RATES, rows=ROWS)

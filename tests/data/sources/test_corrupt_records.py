@@ -41,8 +41,11 @@ def documents(opened):
 
 
 def read_all(open_data, name, **kwargs):
-  return [text for split in ('train', 'validation') for text in documents(
-      open_data(name, pack=False, repeat=False, split=split, **kwargs))]
+  return [
+    text
+    for split in ('train', 'validation')
+    for text in documents(open_data(name, pack=False, repeat=False, split=split, **kwargs))
+  ]
 
 
 def test_damage_up_to_the_bound_is_left_out_counted_and_reported(open_data, tmp_path, caplog):
@@ -81,17 +84,19 @@ def test_damage_early_in_the_data_is_judged_against_a_thousand_records():
     counted.count('a', first=100, num_records=100, damaged=problems[10:])
 
 
-@pytest.mark.parametrize('form, text, says', [
+@pytest.mark.parametrize(
+  'form, text, says',
+  [
     ('csv', b'id,text\n1,a\n2\n', 'a.csv:3 has 1 columns; the header has 2'),
     ('csv', b'id,text\n1,a\n2,"b\n', 'a.csv:3 is not CSV'),
     ('csv', 'text\na\n'.encode('utf-16'), 'a.csv is UTF-16 text'),
     ('csv', b'id,text\n1,a\n2,\xff\n', "a.csv:3 has bytes in 'text' that are not UTF-8"),
     ('tsv', b'inputs\ttargets\na\tb\nc\t\n', "a.tsv:3 has nothing in 'targets'"),
-])
+  ],
+)
 def test_damaged_tables_are_named_by_line(open_data, tmp_path, form, text, says):
   (tmp_path / f'a.{form}').write_bytes(text)
-  kind = {} if form == 'csv' else {'converter': 'prefix_lm',
-                                   'lengths': {'inputs': 8, 'targets': 8}}
+  kind = {} if form == 'csv' else {'converter': 'prefix_lm', 'lengths': {'inputs': 8, 'targets': 8}}
   with pytest.raises(DataError, match=says):
     for split in ('train', 'validation'):
       list(open_data(f'{form}:{tmp_path}/a.{form}', split=split, repeat=False, **kind).iterator)
@@ -115,9 +120,15 @@ def test_a_line_of_json_that_python_cannot_take_is_one_damaged_record(tmp_path):
   text = b'{"text": "\\ud800"}\n' + b'[' * 100_000 + b'\n{"text": null}\n{"text": "good"}\n'
   *damaged, good = rows_of(line_formats.JSON_LINES, tmp_path / 'a.jsonl', text)
   assert good == (b'good',)
-  for row, says in zip(damaged, ('a.jsonl:1 holds half of a surrogate pair',
-                                 'a.jsonl:2 is not JSON: it is nested too deeply',
-                                 "a.jsonl:3 has no text under key 'text': it is null"), strict=True):
+  for row, says in zip(
+    damaged,
+    (
+      'a.jsonl:1 holds half of a surrogate pair',
+      'a.jsonl:2 is not JSON: it is nested too deeply',
+      "a.jsonl:3 has no text under key 'text': it is null",
+    ),
+    strict=True,
+  ):
     assert isinstance(row, DataError) and says in row.what
 
 
@@ -138,12 +149,14 @@ def test_a_tfrecord_that_has_changed_is_counted_and_read_past(tmp_path):
   rows = list(line_formats.TFRECORD.rows(str(path), ['text'], 0))
   assert 'record 101 has changed' in rows[100].what
   assert [row for row in rows if row is not rows[100]] == [
-      (f'row {i:03d}'.encode(),) for i in range(200) if i != 100]
+    (f'row {i:03d}'.encode(),) for i in range(200) if i != 100
+  ]
   assert list(line_formats.TFRECORD.rows(str(path), ['text'], 150)) == rows[150:]
 
 
-@pytest.mark.parametrize('form', [line_formats.LINES, line_formats.SPANS, line_formats.CSV,
-                                  line_formats.JSON_LINES])
+@pytest.mark.parametrize(
+  'form', [line_formats.LINES, line_formats.SPANS, line_formats.CSV, line_formats.JSON_LINES]
+)
 def test_a_byte_order_mark_is_no_text(tmp_path, form):
   text = b'text\nb\n' if form is line_formats.CSV else b'{"text": "a"}\n'
   with_mark = rows_of(form, tmp_path / 'a', codecs.BOM_UTF8 + text)
@@ -153,8 +166,11 @@ def test_a_byte_order_mark_is_no_text(tmp_path, form):
 def test_text_with_a_byte_order_mark_is_read_without_it(tmp_path):
   (tmp_path / 'a.txt').write_bytes(codecs.BOM_UTF8 + b'one\n')
   task = tasks.text_lines(f'{tmp_path}/*.txt')
-  found = [x['targets'] for split in ('train', 'validation')
-           for x in task.source.get_dataset(split).as_numpy_iterator()]
+  found = [
+    x['targets']
+    for split in ('train', 'validation')
+    for x in task.source.get_dataset(split).as_numpy_iterator()
+  ]
   assert found == [b'one']
   (tmp_path / 'b.txt').write_bytes('two'.encode('utf-16'))
   with pytest.raises(DataError, match='b.txt is UTF-16 text'):
@@ -173,12 +189,19 @@ def test_an_arrow_file_without_rows_has_its_columns(tmp_path):
 def test_damage_leaves_no_iterator_and_calls_no_good_file_empty(open_data, tmp_path, caplog):
   for i in range(8):
     write_lines(tmp_path / f'{i}.jsonl', 90, bad=range(2, 12))
+
   def iterators():
     return [x for x in gc.get_objects() if type(x) is iterator_ops.OwnedIterator]
+
   before = iterators()
   with caplog.at_level(logging.WARNING), pytest.raises(DataError, match='are damaged') as error:
-    open_data(f'jsonl:{tmp_path}/*.jsonl', max_corrupt_fraction=0.01, pack=False, batch_size=800,
-              repeat=False)
+    open_data(
+      f'jsonl:{tmp_path}/*.jsonl',
+      max_corrupt_fraction=0.01,
+      pack=False,
+      batch_size=800,
+      repeat=False,
+    )
   assert 'holds no record' not in caplog.text
   gc.collect()
   assert error and len(iterators()) <= len(before)
@@ -190,8 +213,9 @@ def _cut(path):
 
 @pytest.mark.parametrize('form, ending', [('tfrecord', ''), ('jsonl', '.gz'), ('jsonl', '.zst')])
 def test_a_file_that_breaks_off_is_an_error_under_any_bound(open_data, tmp_path, form, ending):
-  name = write_form(form, tmp_path / 'd', [{'text': f'row {i * i}'} for i in range(600)],
-                    ending=ending)
+  name = write_form(
+    form, tmp_path / 'd', [{'text': f'row {i * i}'} for i in range(600)], ending=ending
+  )
   for path in (tmp_path / 'd').iterdir():
     _cut(path)
   with pytest.raises(DataError, match='cannot be read') as e:
@@ -227,19 +251,26 @@ def test_a_member_that_runs_dry_repeats_and_the_rates_hold(open_data):
     def rows(split, shuffle_files, seed=None):
       del split, shuffle_files, seed
       return tf.data.Dataset.range(num_rows).map(
-          lambda i: {'targets': tf.strings.join([name, tf.strings.as_string(i)])})
+        lambda i: {'targets': tf.strings.join([name, tf.strings.as_string(i)])}
+      )
+
     feature = seqio.Feature(seqio_batches.named_vocabulary('byte'))
-    seqio.TaskRegistry.add(f'dry_{name}', source=seqio.FunctionDataSource(rows, splits=['train']),
-                           preprocessors=[seqio.preprocessors.tokenize],
-                           output_features={'targets': feature})
+    seqio.TaskRegistry.add(
+      f'dry_{name}',
+      source=seqio.FunctionDataSource(rows, splits=['train']),
+      preprocessors=[seqio.preprocessors.tokenize],
+      output_features={'targets': feature},
+    )
     return f'dry_{name}'
 
   seqio.MixtureRegistry.add('dry_mixture', [(member('s', 3), 1.0), (member('l', 5000), 3.0)])
-  opened = open_data('dry_mixture', pack=False, batch_size=8, lengths={'targets': 8},
-                     shuffle=False)
+  opened = open_data('dry_mixture', pack=False, batch_size=8, lengths={'targets': 8}, shuffle=False)
   vocabulary = seqio_batches.vocabulary(opened.config, feature_converter='lm')
-  rows = [vocabulary.decode([i for i in row if i > 1]) for _ in range(100)
-          for row in next(opened.iterator)['decoder_target_tokens']]
+  rows = [
+    vocabulary.decode([i for i in row if i > 1])
+    for _ in range(100)
+    for row in next(opened.iterator)['decoder_target_tokens']
+  ]
   small = collections.Counter(row for row in rows if row.startswith('s'))
   assert 0.2 < small.total() / len(rows) < 0.3  # far more than its 3 rows
   assert set(small) == {'s0', 's1', 's2'}

@@ -23,14 +23,29 @@ def _tree(tmp_path, monkeypatch):
   return pathlib.Path('tree')
 
 
-@pytest.mark.parametrize('pattern', [
-    'tree/**/*.txt', 'tree/**', '**/*.txt', '**', 'tree/*', 'tree/b/**/d/*', '**/d/**/e.txt',
-    'tree/**/**/*.txt', 'tree/b*/*.txt', 'tree/[ab]/c.txt', 'none/**', 'tree/**/none'])
+@pytest.mark.parametrize(
+  'pattern',
+  [
+    'tree/**/*.txt',
+    'tree/**',
+    '**/*.txt',
+    '**',
+    'tree/*',
+    'tree/b/**/d/*',
+    '**/d/**/e.txt',
+    'tree/**/**/*.txt',
+    'tree/b*/*.txt',
+    'tree/[ab]/c.txt',
+    'none/**',
+    'tree/**/none',
+  ],
+)
 @pytest.mark.parametrize('absolute', [False, True])
 def test_without_links_it_is_what_glob_finds(tree, pattern, absolute):
   pattern = os.path.join(os.getcwd(), pattern) if absolute else pattern
-  assert find_files(pattern) == sorted({
-      path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)})
+  assert find_files(pattern) == sorted(
+    {path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
+  )
 
 
 @pytest.mark.parametrize('pattern', ['tree/**/*.txt', 'tree/**', 'tree'])
@@ -49,8 +64,12 @@ def test_a_file_with_several_names_is_taken_once_under_the_real_one(tree, caplog
   os.link(tree / 'a.txt', tree / 'z.txt')
   (tree / 'gone.txt').symlink_to('nowhere')
   (tree / 'self').symlink_to('self')
-  assert find_files('tree/**/*.txt') == ['tree/a.txt', 'tree/b/c.txt', 'tree/b/d/e.txt',
-                                         'tree/b[1]/h.txt']
+  assert find_files('tree/**/*.txt') == [
+    'tree/a.txt',
+    'tree/b/c.txt',
+    'tree/b/d/e.txt',
+    'tree/b[1]/h.txt',
+  ]
   assert 'skipped 4 names' in caplog.text and 'tree/A.txt -> b/c.txt' in caplog.text
 
 

@@ -17,8 +17,10 @@ from t5x_gpu.errors import DataError
 
 pytestmark = pytest.mark.tf
 FORMS = ('csv', 'tsv', 'jsonl', 'parquet')
-ROWS = [{'id': str(i), 'premise': f'p {i}', 'gold': 'no' if i % 3 else 'yes',
-         'Hypo thesis': f'h {i}'} for i in range(6)]
+ROWS = [
+  {'id': str(i), 'premise': f'p {i}', 'gold': 'no' if i % 3 else 'yes', 'Hypo thesis': f'h {i}'}
+  for i in range(6)
+]
 
 
 def write(folder, form, rows, *, name='train'):
@@ -35,17 +37,19 @@ def write(folder, form, rows, *, name='train'):
 
 
 def config(name, *, length=16, split='train', **kwargs):
-  return batches.DatasetConfig(name, {'inputs': length}, split, 2, pack=False, shuffle=False,
-                               **kwargs)
+  return batches.DatasetConfig(
+    name, {'inputs': length}, split, 2, pack=False, shuffle=False, **kwargs
+  )
 
 
 def source_rows(name, split='train'):
   """Returns the texts and class names of a split."""
   task = task_lookup.lookup(config(name))
   names = task_lookup.class_names(task)
-  return [(x['inputs'].decode(), *([x['text2'].decode()] if 'text2' in x else []),
-           names[x['label']])
-          for x in task.source.get_dataset(split, shuffle=False).as_numpy_iterator()]
+  return [
+    (x['inputs'].decode(), *([x['text2'].decode()] if 'text2' in x else []), names[x['label']])
+    for x in task.source.get_dataset(split, shuffle=False).as_numpy_iterator()
+  ]
 
 
 def refused(name):
@@ -79,8 +83,11 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path, form):
 
 @pytest.mark.parametrize('form', ('jsonl', 'parquet'))
 def test_labels_that_are_numbers_or_truth_values_are_classes(tmp_path, form):
-  for labels, want in (((10, 9, 10), ('9', '10')), ((2.0, 1.0, 2.0), ('1', '2')),
-                       ((True, False, True), ('false', 'true'))):
+  for labels, want in (
+    ((10, 9, 10), ('9', '10')),
+    ((2.0, 1.0, 2.0), ('1', '2')),
+    ((True, False, True), ('false', 'true')),
+  ):
     rows = [{'text': f't{i}', 'label': label} for i, label in enumerate(labels)]
     name = write(tmp_path, form, rows)
     write(tmp_path, form, rows[:1], name='dev')
@@ -99,7 +106,9 @@ def test_a_row_without_a_label_or_a_text_is_named(tmp_path, form, label):
   assert f"train.{form}{place} has no text in 'text'" in refused(write(tmp_path, form, rows))
 
 
-@pytest.mark.parametrize('line, says', [
+@pytest.mark.parametrize(
+  'line, says',
+  [
     ('{"text": "b"}', "jsonl:2 has no column 'label': it has 'text'"),
     ('{"text": 3, "label": "x"}', "jsonl:2 has int '3' in 'text', not a text"),
     ('{"text": "b", "label": ["x"]}', "jsonl:2 has ['x'] in 'label'; a class is a word"),
@@ -108,7 +117,8 @@ def test_a_row_without_a_label_or_a_text_is_named(tmp_path, form, label):
     ('{"text": "\\ud800", "label": "x"}', "jsonl:2 has half of a surrogate pair in 'text'"),
     ('[' * 100_000, 'jsonl:2 is not JSON'),
     ('{"text": "b", "label": "x"}', "All 2 rows for training have the label 'x'"),
-])
+  ],
+)
 def test_flaws_of_json_lines_are_named(tmp_path, line, says):
   (tmp_path / 'train.jsonl').write_text('{"text": "a", "label": "x"}\n' + line)
   assert says in refused(f'classification:jsonl:{tmp_path}/train.jsonl')
@@ -116,16 +126,20 @@ def test_flaws_of_json_lines_are_named(tmp_path, line, says):
 
 def test_files_that_are_something_else_are_named(tmp_path):
   for form, content, says in (
-      ('parquet', b'no such thing', 'cannot be read as parquet'),
-      ('csv', b'text,label\n\xff,0\n', 'is not UTF-8'), ('tsv', b'text\tlabel\na\n', 'tsv:2 has 1'),
-      ('csv', b'text,text,label\na,b,0\n', "has 2 columns 'text'")):
+    ('parquet', b'no such thing', 'cannot be read as parquet'),
+    ('csv', b'text,label\n\xff,0\n', 'is not UTF-8'),
+    ('tsv', b'text\tlabel\na\n', 'tsv:2 has 1'),
+    ('csv', b'text,text,label\na,b,0\n', "has 2 columns 'text'"),
+  ):
     (tmp_path / f'a.{form}').write_bytes(content)
     assert says in refused(f'classification:{form}:{tmp_path}/a.{form}')
   (tmp_path / 'a.csv.gz').write_bytes(gzip.compress(b'text,label\n' + b'a,x\nb,y\n' * 9)[:-12])
   assert 'cannot be read as csv' in refused(f'classification:csv:{tmp_path}/a.csv.gz')
 
 
-@pytest.mark.parametrize('spelled, says', [
+@pytest.mark.parametrize(
+  'spelled, says',
+  [
     ('data/*.csv', 'does not say what form the files have'),
     ('jsonk:data/*', "Did you mean 'jsonl'"),
     ('csv:data/*#text=a', 'does not choose a text and a label'),
@@ -133,7 +147,8 @@ def test_files_that_are_something_else_are_named(tmp_path):
     ('csv:data/*#text=a,label=a', 'does not choose'),
     ('csv:data/*#text=a,text=b,label=c', 'does not choose'),
     ('csv:data/*#text=a,label=', 'does not choose'),
-])
+  ],
+)
 def test_a_wrong_spelling_is_refused(spelled, says):
   assert says in refused(f'classification:{spelled}')
 
@@ -143,11 +158,16 @@ def test_the_old_name_is_the_same_and_reads_compressed_files(tmp_path):
   (tmp_path / 'test.csv.gz').write_bytes(gzip.compress(b'x,sentiment,review\n1,pos,c\n'))
   for name in (f'imdb_csv:{tmp_path}', f'classification:csv:{tmp_path}'):
     assert source_rows(name, 'test') == [('c', 'pos')]
-  assert source_rows(f'imdb_csv:{tmp_path}/train*#text=review,label=x'.replace('review', 'Review'),
-                     'train')[0][1] == '1'
+  assert (
+    source_rows(
+      f'imdb_csv:{tmp_path}/train*#text=review,label=x'.replace('review', 'Review'), 'train'
+    )[0][1]
+    == '1'
+  )
 
 
 # --- pairs ---
+
 
 def framed(first, second, *, length, vocabulary=None):
   """Returns ids and token types of a pair in bytes."""
@@ -155,16 +175,23 @@ def framed(first, second, *, length, vocabulary=None):
   if vocabulary is not None:
     outputs['inputs'] = type(outputs['inputs'])(vocabulary=vocabulary, add_eos=True)
   tokens = outputs['inputs'].vocabulary.encode(first)
-  data = tf.data.Dataset.from_tensors({'inputs': tf.constant(tokens, tf.int32), 'label': 1,
-                                       'text2': second})
-  found, = classification.frame_pairs(data, {'inputs': length}, outputs).as_numpy_iterator()
+  data = tf.data.Dataset.from_tensors(
+    {'inputs': tf.constant(tokens, tf.int32), 'label': 1, 'text2': second}
+  )
+  (found,) = classification.frame_pairs(data, {'inputs': length}, outputs).as_numpy_iterator()
   return found['inputs'].tolist(), found['token_types'].tolist()
 
 
-@pytest.mark.parametrize('first, second, length, want', [
-    ('abc', 'de', 99, ('abc', 'de')), ('abc', 'de', 7, ('abc', 'de')),
-    ('abcdefgh', 'xy', 7, ('abc', 'xy')), ('ab', 'uvwxyz', 7, ('ab', 'uvw')),
-    ('abcdef', 'uvwxyz', 7, ('abc', 'uv'))])
+@pytest.mark.parametrize(
+  'first, second, length, want',
+  [
+    ('abc', 'de', 99, ('abc', 'de')),
+    ('abc', 'de', 7, ('abc', 'de')),
+    ('abcdefgh', 'xy', 7, ('abc', 'xy')),
+    ('ab', 'uvwxyz', 7, ('ab', 'uvw')),
+    ('abcdef', 'uvwxyz', 7, ('abc', 'uv')),
+  ],
+)
 def test_a_long_pair_loses_tokens_of_its_longer_text(first, second, length, want):
   ids, types = framed(first, second, length=length)
   end = 1
@@ -176,8 +203,14 @@ def test_a_long_pair_loses_tokens_of_its_longer_text(first, second, length, want
 
 def opened(name, converter, **kwargs):
   cfg = config(name, **kwargs)
-  spec = features.batch_spec(converter, task_feature_lengths=cfg.task_feature_lengths,
-                             batch_size=2, pack=False, vocab_size=384, num_classes=2)
+  spec = features.batch_spec(
+    converter,
+    task_feature_lengths=cfg.task_feature_lengths,
+    batch_size=2,
+    pack=False,
+    vocab_size=384,
+    num_classes=2,
+  )
   return batches.open_batches(cfg, spec=spec, feature_converter=converter, repeat=False)
 
 
@@ -185,9 +218,14 @@ def test_token_types_go_to_models_that_have_them(tmp_path):
   name = write(tmp_path, 'csv', ROWS)
   pairs = f'{name}#text=premise,text2=Hypo thesis,label=gold'
   single = f'{name}#text=premise,label=gold'
-  typed, plain, alone = (opened(task, converter) for task, converter in (
-      (pairs, 'encoder_classification_with_types'), (pairs, 'encoder_classification'),
-      (single, 'encoder_classification_with_types')))
+  typed, plain, alone = (
+    opened(task, converter)
+    for task, converter in (
+      (pairs, 'encoder_classification_with_types'),
+      (pairs, 'encoder_classification'),
+      (single, 'encoder_classification_with_types'),
+    )
+  )
   batch, without, one_text = (next(iterator) for iterator in (typed, plain, alone))
   tokens, types = batch['encoder_input_tokens'], batch['encoder_token_types']
   assert types[0].tolist() == [0] * 4 + [1] * 4 + [0] * 8
@@ -211,8 +249,9 @@ def test_a_changed_second_text_is_other_data(tmp_path):
 
 
 def test_classes_are_recorded_in_the_order_of_their_numbers(tmp_path):
-  iterator = opened(write(tmp_path, 'csv', ROWS) + '#text=premise,label=gold',
-                    'encoder_classification')
+  iterator = opened(
+    write(tmp_path, 'csv', ROWS) + '#text=premise,label=gold', 'encoder_classification'
+  )
   assert iterator.describe()['vocabulary of label'] == 'classes no, yes, 2 ids'
   iterator.close()
   assert ClassVocabulary(('no', 'yes')) != ClassVocabulary(('yes', 'no'))

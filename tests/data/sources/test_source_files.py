@@ -138,16 +138,26 @@ def test_hashing_ends_with_the_run_and_goes_on_with_the_next(folder, tmp_path, m
 
 def test_remote_objects_are_compared_by_size_and_time():
   def stored(modified_ns):
-    return SourceFiles({'task': ['gs://b/a']},
-                       stat_remote=lambda path: SourceFile(7, modified_ns))
+    return SourceFiles({'task': ['gs://b/a']}, stat_remote=lambda path: SourceFile(7, modified_ns))
+
   stored(1).check(stored(1).to_json(), where='')
   with pytest.raises(DataError, match='never for remote storage'):
     stored(2).check(stored(1).to_json(), where='')
 
 
-@pytest.mark.parametrize('damage', [b'', b'{', b'[]', b'\xff', b'[' * 100_000, b'{"version": 2}',
-                                    b'{"version": 1, "tasks": {"task": {"large.txt": [1]}}}',
-                                    b'{"version": 1, "tasks": {"task": 3}}'])
+@pytest.mark.parametrize(
+  'damage',
+  [
+    b'',
+    b'{',
+    b'[]',
+    b'\xff',
+    b'[' * 100_000,
+    b'{"version": 2}',
+    b'{"version": 1, "tasks": {"task": {"large.txt": [1]}}}',
+    b'{"version": 1, "tasks": {"task": 3}}',
+  ],
+)
 def test_a_damaged_record_is_reported_and_stops_nothing(folder, damage, caplog):
   files(folder).check(damage, where='model/' + NAME)
   assert 'model/source_files.json is damaged' in caplog.text

@@ -11,8 +11,9 @@ from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import ConfigError, DataError
 from tests import eval_tasks
 
-open_evaluated_tasks = functools.partial(batches.open_evaluated_tasks,
-                                         feature_converter='prefix_lm')
+open_evaluated_tasks = functools.partial(
+  batches.open_evaluated_tasks, feature_converter='prefix_lm'
+)
 CONFIG = DatasetConfig('turned', {'inputs': 8, 'targets': 8}, 'validation', 4, pack=False)
 
 
@@ -32,12 +33,18 @@ def test_values_and_what_metrics_get_are_those_of_seqio(turned):
   ours = turned.metrics(ModelOutputs(predictions, [0.0] * 5, scores))
   seen_by_ours = dict(eval_tasks.seen)
   evaluator = seqio.Evaluator(
-      'turned', seqio.PrefixLMFeatureConverter(pack=False), eval_split='validation',
-      sequence_length=None, use_memory_cache=False)
+    'turned',
+    seqio.PrefixLMFeatureConverter(pack=False),
+    eval_split='validation',
+    sequence_length=None,
+    use_memory_cache=False,
+  )
   padded = [row + [0] * (8 - len(row)) for row in predictions]
   future, _ = evaluator.evaluate(
-      compute_metrics=True, predict_fn=lambda dataset: list(enumerate(padded)),
-      score_fn=lambda dataset: list(enumerate(scores)))
+    compute_metrics=True,
+    predict_fn=lambda dataset: list(enumerate(padded)),
+    score_fn=lambda dataset: list(enumerate(scores)),
+  )
   theirs = future.result()['turned']
   assert ours['mean_score'] == pytest.approx(theirs['mean_score'])
   assert ours['examples'] == theirs['examples'].value
@@ -60,7 +67,9 @@ def test_a_mixture_gives_its_tasks_with_metrics_and_the_split():
   assert open_task_names(mixture) == ('turned', 'turned_more')
   tasks = open_evaluated_tasks(mixture)
   assert [(t.name, len(t.inputs), t.needs_predictions) for t in tasks] == [
-      ('turned', 5, True), ('turned_more', 10, False)]
+    ('turned', 5, True),
+    ('turned_more', 10, False),
+  ]
 
 
 def test_another_vocabulary_changes_ids_and_no_name():
@@ -68,11 +77,14 @@ def test_another_vocabulary_changes_ids_and_no_name():
   assert task.name == 'turned' and all(len(ids) == 2 for ids in task.inputs)
 
 
-@pytest.mark.parametrize('changes, said', [
+@pytest.mark.parametrize(
+  'changes, said',
+  [
     ({'mixture_or_task_name': 'turned_without_metrics'}, 'has no metrics'),
     ({'mixture_or_task_name': 'python_source'}, 'has no metrics'),
     ({'split': 'test'}, "no split 'test'"),
-])
+  ],
+)
 def test_what_cannot_be_evaluated_is_an_error(changes, said):
   with pytest.raises(DataError, match=said):
     open_evaluated_tasks(dataclasses.replace(CONFIG, **changes))
@@ -90,7 +102,8 @@ def test_no_metrics_are_no_error_where_they_are_not_required():
 
 def test_pairs_from_files_have_exact_match(tmp_path):
   (tmp_path / 'dev.tsv').write_text('ab\tba\ncd\tdc\n')
-  [task] = open_evaluated_tasks(dataclasses.replace(
-      CONFIG, mixture_or_task_name=f'text_pairs:{tmp_path}/*.tsv'))
+  [task] = open_evaluated_tasks(
+    dataclasses.replace(CONFIG, mixture_or_task_name=f'text_pairs:{tmp_path}/*.tsv')
+  )
   right = seqio.ByteVocabulary().encode('ba')
   assert task.metrics(ModelOutputs([right, right], [0, 0])) == {'exact_match': 0.5}

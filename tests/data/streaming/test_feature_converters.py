@@ -10,12 +10,15 @@ from t5x_gpu.errors import DataError
 
 pytestmark = pytest.mark.tf
 LENGTHS = {'inputs': 7, 'targets': 8}
-EXAMPLES = [{'inputs': [7, 8, 5, 1], 'targets': [3, 9, 1], 'label': 2},
-            {'inputs': [8, 4, 9, 3, 1], 'targets': [4, 1], 'label': 0}]
+EXAMPLES = [
+  {'inputs': [7, 8, 5, 1], 'targets': [3, 9, 1], 'label': 2},
+  {'inputs': [8, 4, 9, 3, 1], 'targets': [4, 1], 'label': 0},
+]
 # Masked: hidden (9), replaced, left as it was but to be told, untouched.
-MASKED = [{'inputs': [8, 9, 5, 3, 4, 1], 'targets': [8, 7, 4, 3, 4, 1],
-           'loss_mask': [0, 1, 1, 1, 0, 0]},
-          {'inputs': [8, 3, 9, 1], 'targets': [8, 3, 6, 1], 'loss_mask': [0, 0, 1, 0]}]
+MASKED = [
+  {'inputs': [8, 9, 5, 3, 4, 1], 'targets': [8, 7, 4, 3, 4, 1], 'loss_mask': [0, 1, 1, 1, 0, 0]},
+  {'inputs': [8, 3, 9, 1], 'targets': [8, 3, 6, 1], 'loss_mask': [0, 0, 1, 0]},
+]
 
 
 def convert(name, *, pack, examples=None, **kwargs):
@@ -24,19 +27,34 @@ def convert(name, *, pack, examples=None, **kwargs):
   if kind.equal_lengths:
     examples, lengths = examples or MASKED, dict.fromkeys(lengths, 11)
   examples = examples or EXAMPLES
-  spec = features.batch_spec(name, task_feature_lengths=lengths, batch_size=1, pack=pack,
-                             vocab_size=10, num_classes=3 if kind.label else None)
+  spec = features.batch_spec(
+    name,
+    task_feature_lengths=lengths,
+    batch_size=1,
+    pack=pack,
+    vocab_size=10,
+    num_classes=3 if kind.label else None,
+  )
   dataset = tf.data.Dataset.from_generator(
-      lambda: iter(examples),
-      output_signature={part: tf.TensorSpec([None] if isinstance(x, list) else [], tf.int32)
-                        for part, x in examples[0].items()})
+    lambda: iter(examples),
+    output_signature={
+      part: tf.TensorSpec([None] if isinstance(x, list) else [], tf.int32)
+      for part, x in examples[0].items()
+    },
+  )
   converter = feature_converters.feature_converter(name, pack=pack, **kwargs)
   return spec, next(converter(dataset, task_feature_lengths=lengths).batch(1).as_numpy_iterator())
 
 
-@pytest.mark.parametrize('name, pack', [
-    (name, pack) for name, kind in features.LAYOUTS.items() for pack in (True, False)
-    if not pack or kind.packed is not None])
+@pytest.mark.parametrize(
+  'name, pack',
+  [
+    (name, pack)
+    for name, kind in features.LAYOUTS.items()
+    for pack in (True, False)
+    if not pack or kind.packed is not None
+  ],
+)
 def test_specs_written_without_tf_agree_with_seqio(name, pack):
   spec, batch = convert(name, pack=pack)
   spec.check(batch)
@@ -66,32 +84,40 @@ def test_classification_has_a_row_per_example_with_its_class_and_weight_1():
 def test_masked_loss_is_where_the_task_says_replaced_and_kept_tokens_included():
   _, batch = convert('encoder_mlm', pack=True)
   assert {name: row[0].tolist() for name, row in batch.items()} == {
-      'encoder_input_tokens': [8, 9, 5, 3, 4, 1, 8, 3, 9, 1, 0],
-      'encoder_target_tokens': [8, 7, 4, 3, 4, 1, 8, 3, 6, 1, 0],
-      'encoder_segment_ids': [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0],
-      'encoder_positions': [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0],
-      'encoder_loss_weights': [0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0]}
+    'encoder_input_tokens': [8, 9, 5, 3, 4, 1, 8, 3, 9, 1, 0],
+    'encoder_target_tokens': [8, 7, 4, 3, 4, 1, 8, 3, 6, 1, 0],
+    'encoder_segment_ids': [1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 0],
+    'encoder_positions': [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0],
+    'encoder_loss_weights': [0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0],
+  }
 
 
 def test_masked_loss_without_positions_is_where_inputs_and_targets_differ():
-  plain = [{name: x for name, x in example.items() if name != 'loss_mask'}
-           for example in MASKED]
-  for pack, want in ((True, [0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0]),
-                     (False, [0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0])):
+  plain = [{name: x for name, x in example.items() if name != 'loss_mask'} for example in MASKED]
+  for pack, want in (
+    (True, [0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0]),
+    (False, [0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+  ):
     _, batch = convert('encoder_mlm', pack=pack, examples=plain)
     assert batch['encoder_loss_weights'][0].tolist() == want
 
 
 def test_seqio_agrees_on_masked_rows_where_it_can():
   # With mask id 9 alone, the loss of SeqIO's own converter is where tokens were hidden.
-  hidden = [{'inputs': [8, 9, 9, 3, 4, 1], 'targets': [8, 7, 4, 3, 4, 1]},
-            {'inputs': [8, 3, 9, 1], 'targets': [8, 3, 6, 1]}]
+  hidden = [
+    {'inputs': [8, 9, 9, 3, 4, 1], 'targets': [8, 7, 4, 3, 4, 1]},
+    {'inputs': [8, 3, 9, 1], 'targets': [8, 3, 6, 1]},
+  ]
   dataset = tf.data.Dataset.from_generator(
-      lambda: iter(hidden), output_signature={
-          name: tf.TensorSpec([None], tf.int32) for name in hidden[0]})
+    lambda: iter(hidden),
+    output_signature={name: tf.TensorSpec([None], tf.int32) for name in hidden[0]},
+  )
   for pack in (True, False):
-    want = next(seqio.EncoderFeatureConverter(mask_id=9, pack=pack)(
-        dataset, {'inputs': 11, 'targets': 11}).batch(1).as_numpy_iterator())
+    want = next(
+      seqio.EncoderFeatureConverter(mask_id=9, pack=pack)(dataset, {'inputs': 11, 'targets': 11})
+      .batch(1)
+      .as_numpy_iterator()
+    )
     _, got = convert('encoder_mlm', pack=pack, examples=hidden)
     assert got.keys() == want.keys()
     assert all((got[name] == want[name]).all() for name in want)

@@ -23,8 +23,10 @@ def examples(task, split='train', lengths=None):
 
 def texts(task, split='train', lengths=None, feature='targets'):
   vocabulary = task.output_features[feature].vocabulary
-  return [vocabulary.decode([int(i) for i in example[feature]])
-          for example in examples(task, split, lengths)]
+  return [
+    vocabulary.decode([int(i) for i in example[feature]])
+    for example in examples(task, split, lengths)
+  ]
 
 
 def test_python_source_splits_files_95_to_5_without_overlap():
@@ -45,8 +47,11 @@ def test_python_source_holds_whole_files():
 
 def test_long_documents_are_cut_into_pieces_and_end_in_one_eos(text_folder):
   task = tasks.text_files(f'{text_folder}/6.txt')  # 300 lines.
-  pieces = [e['targets'] for split in ('train', 'validation')
-            for e in examples(task, split, {'targets': 100})]
+  pieces = [
+    e['targets']
+    for split in ('train', 'validation')
+    for e in examples(task, split, {'targets': 100})
+  ]
   assert max(map(len, pieces)) == 100
   ids = np.concatenate(pieces)
   assert (ids == 1).sum() == 1
@@ -86,16 +91,18 @@ def test_jsonl_with_inputs_and_targets_is_supervised(tmp_path):
   lines = [{'inputs': f'question {i}', 'targets': f'answer {i}'} for i in range(60)]
   (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, lines)))
   task = tasks.jsonl(str(tmp_path / '*.jsonl'))
-  assert sorted(texts(task, feature='inputs') + texts(task, 'validation', feature='inputs')
-                ) == sorted(x['inputs'] for x in lines)
+  assert sorted(
+    texts(task, feature='inputs') + texts(task, 'validation', feature='inputs')
+  ) == sorted(x['inputs'] for x in lines)
   assert examples(task)[0]['inputs'][-1] == examples(task)[0]['targets'][-1] == 1  # EOS
 
 
 def test_jsonl_gives_prefix_lm_batches_and_resumes(open_data, tmp_path):
   lines = [{'inputs': f'q{i}', 'targets': f'a{i}'} for i in range(300)]
   (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, lines)))
-  opened = open_data(f'jsonl:{tmp_path}/a.jsonl', converter='prefix_lm',
-                     lengths={'inputs': 16, 'targets': 16})
+  opened = open_data(
+    f'jsonl:{tmp_path}/a.jsonl', converter='prefix_lm', lengths={'inputs': 16, 'targets': 16}
+  )
   next(opened.iterator)
   state = opened.iterator.get_state()
   want = next(opened.iterator)
@@ -106,17 +113,28 @@ def test_jsonl_gives_prefix_lm_batches_and_resumes(open_data, tmp_path):
 
 def test_sentencepiece_replaces_the_byte_vocabulary(open_data, text_folder, tmp_path):
   import sentencepiece  # Comes with seqio; writes the model that people bring.
+
   sentencepiece.SentencePieceTrainer.train(
-      input=str(text_folder / '6.txt'), model_prefix=str(tmp_path / 'm'), vocab_size=40,
-      pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2)
+    input=str(text_folder / '6.txt'),
+    model_prefix=str(tmp_path / 'm'),
+    vocab_size=40,
+    pad_id=0,
+    eos_id=1,
+    unk_id=2,
+    bos_id=-1,
+    minloglevel=2,
+  )
   name = f'sentencepiece:{tmp_path}/m.model'
   opened = open_data(f'text_lines:{text_folder}/*.txt', vocabulary=name, vocab_size=40)
   assert next(opened.iterator)['decoder_target_tokens'].max() < 40
   vocabulary = seqio_batches.vocabulary(opened.config, feature_converter='lm')
   assert (vocabulary.size, vocabulary.eos_id) == (40, 1)
   assert vocabulary.decode(vocabulary.encode('line 12') + [1, 5, 6]) == 'line 12'
-  assert open_data('python_source', vocabulary=name, vocab_size=40).iterator.describe()[
-      'vocabulary of targets'].startswith('sentencepiece:m.model (')
+  assert (
+    open_data('python_source', vocabulary=name, vocab_size=40)
+    .iterator.describe()['vocabulary of targets']
+    .startswith('sentencepiece:m.model (')
+  )
 
 
 def test_byte_vocabulary_has_259_ids_and_round_trips():
@@ -135,7 +153,7 @@ def test_mixtures_of_our_tasks_open(open_data):
 
 
 def test_a_users_module_registers_its_task(open_data, tmp_path, monkeypatch):
-  (tmp_path / 'tasks_of_mine.py').write_text('''
+  (tmp_path / 'tasks_of_mine.py').write_text("""
 import functools, seqio, tensorflow as tf
 def numbers(split, shuffle_files, seed=None):
   return tf.data.Dataset.range(50).map(lambda i: {'targets': tf.strings.as_string(i)})
@@ -150,7 +168,7 @@ seqio.TaskRegistry.add('numbers_of_mine', source=seqio.FunctionDataSource(number
                        preprocessors=[keep_some, seqio.preprocessors.tokenize,
                                       seqio.preprocessors.append_eos],
                        output_features={'targets': seqio.Feature(seqio.ByteVocabulary())})
-''')
+""")
   monkeypatch.syspath_prepend(str(tmp_path))
   opened = open_data('numbers_of_mine', mixture_or_task_module='tasks_of_mine', repeat=False)
   ids = np.concatenate([b['decoder_target_tokens'].ravel() for b in opened.iterator])
@@ -161,19 +179,26 @@ seqio.TaskRegistry.add('numbers_of_mine', source=seqio.FunctionDataSource(number
 
 @pytest.mark.parametrize('name', ['wmt_ende', 'wmt_t2t_ende_v003'])
 def test_wmt_is_tensor2tensors_mixture_with_t5s_prompt(open_data, name, tmp_path):
-  write_tfds(tmp_path, 'wmt_t2t_translate/de-en:1.0.0',
-             {'train': [{'en': 'a house', 'de': 'ein Haus'}] * 9})
+  write_tfds(
+    tmp_path, 'wmt_t2t_translate/de-en:1.0.0', {'train': [{'en': 'a house', 'de': 'ein Haus'}] * 9}
+  )
   with tfds_data_dir(tmp_path):
-    opened = open_data(name, converter='prefix_lm', lengths={'inputs': 64, 'targets': 64},
-                       pack=False)
+    opened = open_data(
+      name, converter='prefix_lm', lengths={'inputs': 64, 'targets': 64}, pack=False
+    )
     batch = next(opened.iterator)
   text = seqio_batches.vocabulary(opened.config, feature_converter='lm').decode(
-      [i for i in batch['decoder_target_tokens'][0] if i != 1])
+    [i for i in batch['decoder_target_tokens'][0] if i != 1]
+  )
   assert text == 'translate English to German: a houseein Haus'
   from tensorflow_datasets.translate import wmt_t2t
+
   builder = object.__new__(wmt_t2t.WmtT2tTranslate)
-  assert builder._subsets == {'train': ['europarl_v7', 'commoncrawl', 'newscommentary_v13'],
-                              'validation': ['newstest2013'], 'test': ['newstest2014']}
+  assert builder._subsets == {
+    'train': ['europarl_v7', 'commoncrawl', 'newscommentary_v13'],
+    'validation': ['newstest2013'],
+    'test': ['newstest2014'],
+  }
   task = task_lookup.lookup(opened.config)
   assert set(task.splits) == {'train', 'validation', 'test'}
 

@@ -27,11 +27,17 @@ def _opened():
 
   def opened(name, *, repeat=False, num_classes=2, vocab_size=384, **kwargs):
     cfg = config(name, **kwargs)
-    spec = features.batch_spec(CONVERTER, task_feature_lengths=cfg.task_feature_lengths,
-                               batch_size=cfg.batch_size, pack=False, vocab_size=vocab_size,
-                               num_classes=num_classes)
-    iterators.append(batches.open_batches(cfg, spec=spec, feature_converter=CONVERTER,
-                                          repeat=repeat))
+    spec = features.batch_spec(
+      CONVERTER,
+      task_feature_lengths=cfg.task_feature_lengths,
+      batch_size=cfg.batch_size,
+      pack=False,
+      vocab_size=vocab_size,
+      num_classes=num_classes,
+    )
+    iterators.append(
+      batches.open_batches(cfg, spec=spec, feature_converter=CONVERTER, repeat=repeat)
+    )
     return iterators[-1]
 
   yield opened
@@ -75,7 +81,8 @@ def test_every_package_is_judged_and_none_is_most_of_the_snippets():
     counts = np.bincount(table.labels[split], minlength=len(classification.PACKAGES))
     assert counts.min() >= least and counts.max() / counts.sum() < 0.25
   assert not set(table.texts['train']) & set(table.texts['validation']) - {
-      text for text in table.texts['validation'] if text.lstrip().startswith('#')}
+    text for text in table.texts['validation'] if text.lstrip().startswith('#')
+  }
 
 
 def test_snippets_are_whole_lines_that_fit_and_lose_only_short_rests():
@@ -88,7 +95,9 @@ def test_snippets_are_whole_lines_that_fit_and_lose_only_short_rests():
 
 def test_split_does_not_depend_on_where_the_library_lies_or_its_order():
   sizes = {f'json/{i}.py': 100 + i for i in range(9)}
-  assert classification.split_files(sizes) == classification.split_files(dict(reversed(sizes.items())))
+  assert classification.split_files(sizes) == classification.split_files(
+    dict(reversed(sizes.items()))
+  )
   assert classification.split_files({'a': 5, 'b': 100}) == {'a'}  # never everything, never nothing
 
 
@@ -99,11 +108,15 @@ def test_library_without_source_is_named(monkeypatch):
 
 
 def test_classification_batches_of_the_library(opened):
-  iterator = opened('python_source_classification', split='validation', length=256, num_classes=16,
-                    batch_size=32)
+  iterator = opened(
+    'python_source_classification', split='validation', length=256, num_classes=16, batch_size=32
+  )
   everything = list(iterator)
   assert {name: x.shape for name, x in everything[0].items()} == {
-      'encoder_input_tokens': (32, 256), 'label': (32,), 'label_weights': (32,)}
+    'encoder_input_tokens': (32, 256),
+    'label': (32,),
+    'label_weights': (32,),
+  }
   count = len(classification.python_snippets().labels['validation'])
   assert sum(batch['label_weights'].sum() for batch in everything) == count
   filled = everything[-1]['label_weights'] == 0
@@ -136,8 +149,9 @@ def test_task_with_labels_is_no_language_model(open_data):
   with pytest.raises(DataError, match='encoder_classification'):
     open_data('python_source_classification')
   with pytest.raises(DataError, match="'inputs' and 'label'; 'python_source' gives 'targets'"):
-    open_data('python_source', converter=CONVERTER, lengths={'inputs': 8}, pack=False,
-              num_classes=2)
+    open_data(
+      'python_source', converter=CONVERTER, lengths={'inputs': 8}, pack=False, num_classes=2
+    )
 
 
 # --- CoLA ---
@@ -150,21 +164,26 @@ def test_cola_files_are_split_by_their_names_and_labelled_by_their_meaning(tmp_p
   (tmp_path / 'in_domain_dev.tsv').write_text('x\t1\t\tIn.\n')
   (tmp_path / 'out_of_domain_dev.tsv').write_text('y\t0\t*\tOut.\n')
   name = f'cola_tsv:{tmp_path}/*.tsv'
-  assert rows(name) == [("Our friends won't buy this analysis.", 'acceptable'),
-                        ('They drank the pub. "', 'unacceptable')]
+  assert rows(name) == [
+    ("Our friends won't buy this analysis.", 'acceptable'),
+    ('They drank the pub. "', 'unacceptable'),
+  ]
   assert rows(name, 'validation') == [('In.', 'acceptable'), ('Out.', 'unacceptable')]
   batch = next(opened(name))
   assert batch['label_weights'].tolist() == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize('text, says', [
+@pytest.mark.parametrize(
+  'text, says',
+  [
     ('a\t1\t\tFine.\nb\t0\tNo mark.\n', 'train.tsv:2 has 3 columns; CoLA has 4'),
     ('a\t1\t\tFine.\n\nb\t2\t\tTwo.\n', "train.tsv:3 has the label '2'"),
     ('a\t1\t\t \n', 'train.tsv:1 has no text'),
     ('\n\n', 'train.tsv has no rows'),
     ('a\t1\t\tFine.\nb\t1\t\tFine too.\n', "All 2 rows for training have the label 'acceptable'"),
     (b'a\t1\t\t\xff\n', 'train.tsv is not UTF-8'),
-])
+  ],
+)
 def test_flaws_of_cola_files_are_named(tmp_path, text, says):
   (tmp_path / 'train.tsv').write_bytes(text if isinstance(text, bytes) else text.encode())
   assert says in refused(f'cola_tsv:{tmp_path}')
@@ -188,13 +207,13 @@ def test_cola_without_data_says_both_ways_to_get_it(opened, tmp_path):
 
 # --- csv ---
 
-CSV = '''text,label
+CSV = """text,label
 "Good, even ""great"".",positive
 "Bad.
 
 Very bad.",negative
 Fine,positive
-'''
+"""
 
 
 def test_csv_holds_commas_quotes_and_line_breaks(tmp_path):
@@ -202,8 +221,11 @@ def test_csv_holds_commas_quotes_and_line_breaks(tmp_path):
   (tmp_path / 'test.csv').write_text('label,text\r\nnegative,"a\r\nb"\r\n', newline='')
   name = f'imdb_csv:{tmp_path}/*.csv'
   got = rows(name) + rows(name, 'validation')
-  assert sorted(got) == [('Bad.\n\nVery bad.', 'negative'), ('Fine', 'positive'),
-                         ('Good, even "great".', 'positive')]
+  assert sorted(got) == [
+    ('Bad.\n\nVery bad.', 'negative'),
+    ('Fine', 'positive'),
+    ('Good, even "great".', 'positive'),
+  ]
   assert rows(name, 'test') == [('a\r\nb', 'negative')]
   assert task_lookup.lookup(config(name)).name == 'imdb_csv'  # checkpoints of older runs have it
 
@@ -225,7 +247,9 @@ def test_csv_without_a_file_for_validation_holds_one_row_in_twenty_back(tmp_path
   assert not {text for text, _ in train} & {text for text, _ in validation}
 
 
-@pytest.mark.parametrize('text, says', [
+@pytest.mark.parametrize(
+  'text, says',
+  [
     ('text,label\na,0\nb\n', 'train.csv:3 has 1 columns; the header has 2'),
     ('text,label\na,0\n"b\nc",1,2\n', 'train.csv:3 has 3 columns'),
     ('text,label\na,0\n"b,1\nc,0\n', 'train.csv:3 is not CSV: unexpected end of data'),
@@ -235,7 +259,8 @@ def test_csv_without_a_file_for_validation_holds_one_row_in_twenty_back(tmp_path
     ('text,label\n', 'train.csv has no rows'),
     ('\n\n', 'train.csv has no rows'),
     ('text,label\na,0\nb,0\n', "All 2 rows for training have the label '0'"),
-])
+  ],
+)
 def test_flaws_of_csv_files_are_named(tmp_path, text, says):
   (tmp_path / 'train.csv').write_text(text)
   assert says in refused(f'imdb_csv:{tmp_path}/train.csv')
@@ -266,7 +291,7 @@ def test_a_changed_file_is_read_again(tmp_path):
 
 
 def test_labels_out_of_range_in_a_batch_are_named(opened, tmp_path, monkeypatch):
-  (tmp_path / 'tasks_with_hidden_labels.py').write_text('''
+  (tmp_path / 'tasks_with_hidden_labels.py').write_text("""
 import seqio, tensorflow as tf
 def hidden(split, shuffle_files, seed=None):
   return tf.data.Dataset.range(9).map(lambda i: {'inputs': [5, 6], 'label': -1})
@@ -274,7 +299,7 @@ seqio.TaskRegistry.add('hidden_labels', source=seqio.FunctionDataSource(hidden, 
     preprocessors=[], output_features={
       'inputs': seqio.Feature(seqio.ByteVocabulary()),
       'label': seqio.Feature(seqio.PassThroughVocabulary(2), add_eos=False, rank=0)})
-''')
+""")
   monkeypatch.syspath_prepend(str(tmp_path))
   assert 'tasks_with_hidden_labels' not in sys.modules
   with pytest.raises(DataError, match='labels from -1 to 0; the model tells 2 classes apart'):

@@ -37,23 +37,33 @@ def restored(inputs, targets, *, sentinels):
 
 def corrupted(texts, lengths, *, seed=0, objective=objectives.span_corruption, vocabulary=BYTES):
   dataset = tf.data.Dataset.from_generator(
-      lambda: iter({'targets': text} for text in texts),
-      output_signature={'targets': tf.TensorSpec([None], tf.int32)})
-  given = {name: seqio.Feature(vocabulary=vocabulary, add_eos=True)
-           for name in ('inputs', 'targets')}
+    lambda: iter({'targets': text} for text in texts),
+    output_signature={'targets': tf.TensorSpec([None], tf.int32)},
+  )
+  given = {
+    name: seqio.Feature(vocabulary=vocabulary, add_eos=True) for name in ('inputs', 'targets')
+  }
   with seqio.map_seed_manager(seed):
     return list(objective(dataset, lengths, given).as_numpy_iterator())
 
 
 @hypothesis.settings(max_examples=10, deadline=None)  # each traces a graph
-@hypothesis.given(sizes=st.lists(st.integers(2, 300), min_size=1, max_size=4),
-                  inputs=st.integers(3, 80), targets=st.integers(3, 40), seed=st.integers(0, 9))
+@hypothesis.given(
+  sizes=st.lists(st.integers(2, 300), min_size=1, max_size=4),
+  inputs=st.integers(3, 80),
+  targets=st.integers(3, 40),
+  seed=st.integers(0, 9),
+)
 def test_inputs_and_targets_together_are_the_text(sizes, inputs, targets, seed):
   random = np.random.default_rng(seed)
   texts = [random.integers(3, 259, size).tolist() for size in sizes]
   got = corrupted(texts, {'inputs': inputs, 'targets': targets}, seed=seed)
-  pieces = [restored(x['inputs'].tolist(), x['targets'].tolist(),
-                     sentinels=vocabularies.sentinel_ids(BYTES)) for x in got]
+  pieces = [
+    restored(
+      x['inputs'].tolist(), x['targets'].tolist(), sentinels=vocabularies.sentinel_ids(BYTES)
+    )
+    for x in got
+  ]
   want = sum(texts, [])
   longest = objectives.tokens_for(inputs=inputs, targets=targets)
   # A piece of one token can hide nothing and is left out; only pieces of at most 2 leave such.
@@ -65,12 +75,12 @@ def test_inputs_and_targets_together_are_the_text(sizes, inputs, targets, seed):
 def test_t5s_lengths_take_568_tokens_as_in_t5():
   assert objectives.tokens_for(**T5) == 568
   assert objectives.noise_counts(568) == (85, 28)
-  x, = corrupted([list(range(3, 200)) * 2 + list(range(3, 177))], T5)
+  (x,) = corrupted([list(range(3, 200)) * 2 + list(range(3, 177))], T5)
   assert (len(x['inputs']), len(x['targets'])) == (512, 114)
 
 
 def test_sentinels_descend_from_the_end_of_the_vocabulary():
-  x, = corrupted([[7] * 300], T5)
+  (x,) = corrupted([[7] * 300], T5)
   for name in ('inputs', 'targets'):
     sentinels = [int(t) for t in x[name] if t >= 259]
     assert sentinels == list(range(358, 358 - len(sentinels), -1)) and len(sentinels) == 15
@@ -81,8 +91,11 @@ def test_sentinels_descend_from_the_end_of_the_vocabulary():
 def test_spans_fall_everywhere_and_have_the_mean_length():
   masks = []
   for seed in range(400):
-    masks.append(objectives.noise_mask(tf.constant(100), hidden=tf.constant(15),
-                                       spans=tf.constant(5), seed=tf.constant([seed, 1])).numpy())
+    masks.append(
+      objectives.noise_mask(
+        tf.constant(100), hidden=tf.constant(15), spans=tf.constant(5), seed=tf.constant([seed, 1])
+      ).numpy()
+    )
   masks = np.array(masks)
   assert (masks.sum(1) == 15).all()
   assert (np.diff(masks.astype(int), axis=1) == 1).sum(1).tolist() == [5] * 400
@@ -100,9 +113,13 @@ def test_too_few_sentinels_and_too_short_lengths_are_refused():
 
 
 def masked(texts, length=64, *, seed=0, vocabulary=None):
-  return corrupted(texts, {'inputs': length, 'targets': length}, seed=seed,
-                   objective=objectives.masked_lm,
-                   vocabulary=vocabulary or vocabularies.named_vocabulary('byte', extra_ids=1))
+  return corrupted(
+    texts,
+    {'inputs': length, 'targets': length},
+    seed=seed,
+    objective=objectives.masked_lm,
+    vocabulary=vocabulary or vocabularies.named_vocabulary('byte', extra_ids=1),
+  )
 
 
 def test_targets_of_the_masked_model_are_the_whole_text_in_framed_pieces():
@@ -121,8 +138,9 @@ def test_fifteen_percent_are_told_of_which_80_10_10_are_hidden_replaced_and_left
   got = masked([text], 128)
   told = [x['loss_mask'].sum() / (len(x['inputs']) - 1) for x in got]
   assert min(told) > 0.14 and max(told) < 0.16
-  inputs, targets, mask = (np.concatenate([x[name] for x in got])
-                           for name in ('inputs', 'targets', 'loss_mask'))
+  inputs, targets, mask = (
+    np.concatenate([x[name] for x in got]) for name in ('inputs', 'targets', 'loss_mask')
+  )
   inputs, targets = inputs[mask == 1], targets[mask == 1]
   hidden, left = (inputs == 259).mean(), (inputs == targets).mean()
   assert abs(hidden - 0.8) < 0.02 and abs(left - 0.1) < 0.02
@@ -148,14 +166,19 @@ def test_vocabulary_without_a_mask_is_refused():
 # --- the tasks ---
 
 
-@pytest.mark.parametrize('name, converter, lengths, vocab_size', [
+@pytest.mark.parametrize(
+  'name, converter, lengths, vocab_size',
+  [
     ('python_source_span_corruption', 'encoder_decoder', {'inputs': 64, 'targets': 24}, 359),
-    pytest.param('python_source_mlm', 'encoder_mlm', {'inputs': 64, 'targets': 64}, 260,
-                 marks=pytest.mark.slow),
-])
+    pytest.param(
+      'python_source_mlm', 'encoder_mlm', {'inputs': 64, 'targets': 64}, 260, marks=pytest.mark.slow
+    ),
+  ],
+)
 @pytest.mark.parametrize('pack', [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_tasks_give_full_rows_and_resume_hiding_the_same(open_data, name, converter, lengths,
-                                                         vocab_size, pack):
+def test_tasks_give_full_rows_and_resume_hiding_the_same(
+  open_data, name, converter, lengths, vocab_size, pack
+):
   kwargs = dict(converter=converter, lengths=lengths, vocab_size=vocab_size, pack=pack, seed=5)
   iterator = open_data(name, **kwargs).iterator
   next(iterator)
@@ -178,18 +201,29 @@ def test_tasks_give_full_rows_and_resume_hiding_the_same(open_data, name, conver
 def test_packed_span_corruption_restores_each_segment(open_data, tmp_path):
   lines = [f'line number {i} of this text' for i in range(400)]
   (tmp_path / 'a.txt').write_text('\n'.join(lines))
-  iterator = open_data(f'span_corruption:text_lines:{tmp_path}/a.txt', converter='encoder_decoder',
-                       lengths={'inputs': 96, 'targets': 40}, vocab_size=359, repeat=False).iterator
+  iterator = open_data(
+    f'span_corruption:text_lines:{tmp_path}/a.txt',
+    converter='encoder_decoder',
+    lengths={'inputs': 96, 'targets': 40},
+    vocab_size=359,
+    repeat=False,
+  ).iterator
   seen = []
   for batch in iterator:
     for row in range(4):
       enc, dec = batch['encoder_segment_ids'][row], batch['decoder_segment_ids'][row]
       assert enc.max() == dec.max()
       for segment in range(1, enc.max() + 1):
-        seen.append(bytes(t - 3 for t in restored(
-            batch['encoder_input_tokens'][row][enc == segment].tolist(),
-            batch['decoder_target_tokens'][row][dec == segment].tolist(),
-            sentinels=vocabularies.sentinel_ids(BYTES))).decode())
+        seen.append(
+          bytes(
+            t - 3
+            for t in restored(
+              batch['encoder_input_tokens'][row][enc == segment].tolist(),
+              batch['decoder_target_tokens'][row][dec == segment].tolist(),
+              sentinels=vocabularies.sentinel_ids(BYTES),
+            )
+          ).decode()
+        )
   assert len(seen) > 300 and set(seen) <= set(lines)
 
 
@@ -197,20 +231,28 @@ def test_second_epoch_hides_other_tokens(open_data, tmp_path):
   (tmp_path / 'a.txt').write_text('\n'.join(['the quick brown fox jumps'] * 4))
   for split in ('train', 'validation'):  # one text, one split
     try:
-      iterator = open_data(f'mlm:text_lines:{tmp_path}/a.txt', converter='encoder_mlm', split=split,
-                           lengths={'inputs': 32, 'targets': 32}, pack=False).iterator
+      iterator = open_data(
+        f'mlm:text_lines:{tmp_path}/a.txt',
+        converter='encoder_mlm',
+        split=split,
+        lengths={'inputs': 32, 'targets': 32},
+        pack=False,
+      ).iterator
     except DataError:
       continue
     rows = {tuple(row) for _ in range(3) for row in next(iterator)['encoder_input_tokens']}
     assert len(rows) > 4
 
 
-@pytest.mark.parametrize('name, says', [
+@pytest.mark.parametrize(
+  'name, says',
+  [
     ('mlm:python_sauce', "Did you mean 'python_source'"),
     ('mlm:wmt_ende', "cannot hide parts of 'wmt_ende'"),
     ('span_corruption:text_files', "cannot hide parts of 'text_files'"),
     ('span_corruption:text_files:/no/such/*.txt', 'No file matches'),
-])
+  ],
+)
 def test_objectives_of_no_text_are_refused(name, says):
   with pytest.raises(DataError, match=says.replace('*', '.')):
     task_lookup.lookup(batches.DatasetConfig(name, {}, 'train', 1))
@@ -227,8 +269,9 @@ def test_language_model_task_for_an_encoder_says_which_name_hides_parts(open_dat
     open_data('python_source', converter='encoder_mlm', lengths={'inputs': 8, 'targets': 8})
   assert "'mlm:python_source'" in e.value.fix
   with pytest.raises(DataError, match='359 token ids'):
-    open_data('python_source_span_corruption', converter='encoder_decoder', lengths=T5,
-              vocab_size=256)
+    open_data(
+      'python_source_span_corruption', converter='encoder_decoder', lengths=T5, vocab_size=256
+    )
 
 
 # --- pairs ---
@@ -239,14 +282,17 @@ def test_text_pairs_of_tsv_by_hash_and_by_name(open_data, tmp_path):
   lengths = {'inputs': 16, 'targets': 16}
   name = f'text_pairs:{tmp_path}/*.tsv'
   task = task_lookup.lookup(batches.DatasetConfig(name, lengths, 'train', 4))
-  sizes = [len(list(task.get_dataset(lengths, split=split, shuffle=False)))
-           for split in ('train', 'validation')]
+  sizes = [
+    len(list(task.get_dataset(lengths, split=split, shuffle=False)))
+    for split in ('train', 'validation')
+  ]
   assert sum(sizes) == 300 and 5 <= sizes[1] <= 30
   (tmp_path / 'pairs.tsv').rename(tmp_path / 'pairs.train.tsv')
   (tmp_path / 'pairs.dev.tsv').write_text('q\ta\n')
-  opened = open_data(name, converter='encoder_decoder', lengths=lengths, split='validation',
-                     repeat=False, pack=False)
-  batch, = list(opened.iterator)
+  opened = open_data(
+    name, converter='encoder_decoder', lengths=lengths, split='validation', repeat=False, pack=False
+  )
+  (batch,) = list(opened.iterator)
   assert batch['decoder_target_tokens'][0, :2].tolist() == [ord('a') + 3, 1]
   assert batch['decoder_loss_weights'].sum() == 2
 
@@ -254,17 +300,32 @@ def test_text_pairs_of_tsv_by_hash_and_by_name(open_data, tmp_path):
 def test_text_pairs_of_jsonl_and_of_both_forms(open_data, tmp_path):
   (tmp_path / 'train.jsonl').write_text(json.dumps({'inputs': 'q', 'targets': 'a'}))
   lengths = {'inputs': 16, 'targets': 16}
-  assert next(open_data(f'text_pairs:{tmp_path}', converter='encoder_decoder', lengths=lengths,
-                        pack=False).iterator)['encoder_input_tokens'].max() == ord('q') + 3
+  assert (
+    next(
+      open_data(
+        f'text_pairs:{tmp_path}', converter='encoder_decoder', lengths=lengths, pack=False
+      ).iterator
+    )['encoder_input_tokens'].max()
+    == ord('q') + 3
+  )
   (tmp_path / 'train.tsv').write_text('q\ta')
   with pytest.raises(DataError, match='matches 2 of the form .jsonl, .tsv'):
     task_lookup.lookup(batches.DatasetConfig(f'text_pairs:{tmp_path}', lengths, 'train', 1))
 
 
-@pytest.mark.parametrize('line, says', [('only one', 'has 1 columns'), ('a\tb\tc', 'has 3 columns'),
-                                        ('a\t', 'one of them empty')])
+@pytest.mark.parametrize(
+  'line, says',
+  [('only one', 'has 1 columns'), ('a\tb\tc', 'has 3 columns'), ('a\t', 'one of them empty')],
+)
 def test_line_that_is_no_pair_is_named(open_data, tmp_path, line, says):
   (tmp_path / 'train.tsv').write_text('q\ta\n' * 40 + line)
   with pytest.raises(DataError, match=f'train.tsv:41 {says}|train.tsv:41 .*{says}'):
-    list(open_data(f'text_pairs:{tmp_path}', converter='encoder_decoder', repeat=False, pack=False,
-                   lengths={'inputs': 16, 'targets': 16}).iterator)
+    list(
+      open_data(
+        f'text_pairs:{tmp_path}',
+        converter='encoder_decoder',
+        repeat=False,
+        pack=False,
+        lengths={'inputs': 16, 'targets': 16},
+      ).iterator
+    )

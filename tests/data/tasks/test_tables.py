@@ -22,8 +22,10 @@ def task_of(name, **kwargs):
 def rows_of(task, *, split='train', shard=None):
   """Returns the texts of a task's source, in the order of reading."""
   data = task.source.get_dataset(split, shuffle=False, shard_info=shard)
-  return [{name: text.decode() for name, text in row.items() if name != 'document_end'}
-          for row in data.as_numpy_iterator()]
+  return [
+    {name: text.decode() for name, text in row.items() if name != 'document_end'}
+    for row in data.as_numpy_iterator()
+  ]
 
 
 def all_rows(task):
@@ -56,7 +58,8 @@ def test_inputs_and_targets_are_supervised_and_columns_can_be_chosen(tmp_path, f
   assert texts(all_rows(task_of(f'{name}#text=body')), 'targets') == texts(rows, 'body')
   chosen = task_of(f'{name}#inputs=body,targets=inputs')
   assert {(row['inputs'][1:], row['targets'][0]) for row in all_rows(chosen)} == {
-      (str(i), 'q') for i in range(30)}
+    (str(i), 'q') for i in range(30)
+  }
   if form != 'jsonl':  # whose objects may differ from line to line
     with pytest.raises(DataError, match="no column 'bodi'.*Did you mean 'body'"):
       task_of(f'{name}#text=bodi')
@@ -76,14 +79,17 @@ def test_folders_of_a_hugging_face_dataset_say_the_split(tmp_path):
     write_form('hf_dataset', tmp_path / split, numbered(99), name='cache-1234')  # not the data
   task = task_of(f'hf_dataset:{tmp_path}')
   assert {split: len(rows_of(task, split=split)) for split in task.splits} == {
-      'train': 12, 'test': 5}
+    'train': 12,
+    'test': 5,
+  }
 
 
 @pytest.mark.parametrize('ending', ['.gz', '.zst'])
 def test_json_lines_and_texts_are_read_compressed(tmp_path, ending):
   written = numbered(300)
-  assert texts(all_rows(task_of(write_form('jsonl', tmp_path / 'd', written, ending=ending))),
-               'targets') == texts(written)
+  assert texts(
+    all_rows(task_of(write_form('jsonl', tmp_path / 'd', written, ending=ending))), 'targets'
+  ) == texts(written)
   lines = task_of(f'text_lines:{tmp_path}/d/*')
   whole = task_of(f'text_files:{tmp_path}/d/*')
   assert len(all_rows(lines)) == 300
@@ -96,17 +102,28 @@ def test_text_files_are_the_same_compressed(tmp_path, text_folder):
     (text_folder / name).unlink()
   for path in text_folder.iterdir():
     (tmp_path / 'z' / f'{path.name}.gz').write_bytes(gzip.compress(path.read_bytes()))
-  plain, packed = (list(task_of(f'text_files:{folder}/*').get_dataset(
-      {'targets': 50}, split='train', shuffle=False).as_numpy_iterator())
-      for folder in (text_folder, tmp_path / 'z'))
+  plain, packed = (
+    list(
+      task_of(f'text_files:{folder}/*')
+      .get_dataset({'targets': 50}, split='train', shuffle=False)
+      .as_numpy_iterator()
+    )
+    for folder in (text_folder, tmp_path / 'z')
+  )
   assert len(plain) > 100
   assert [list(e['targets']) for e in packed] == [list(e['targets']) for e in plain]
 
 
 # One form of each kind in make test: read from the front, entered by row, entered by record.
-@pytest.mark.parametrize('form', [
-    form if form in ('csv', 'parquet', 'arrayrecord') else
-    pytest.param(form, marks=pytest.mark.slow) for form in FORMS])
+@pytest.mark.parametrize(
+  'form',
+  [
+    form
+    if form in ('csv', 'parquet', 'arrayrecord')
+    else pytest.param(form, marks=pytest.mark.slow)
+    for form in FORMS
+  ],
+)
 def test_a_stream_saved_inside_a_block_goes_on_in_another_reader(open_data, tmp_path, form):
   for name in 'abc':
     write_form(form, tmp_path / 'd', numbered(700, begin=ord(name) * 1000), name=name)

@@ -17,34 +17,47 @@ def _mine(tmp_path):
   """A prepared dataset with two columns of text and one of numbers."""
   folder = tmp_path / 'mine' / '1.0.0'
   folder.mkdir(parents=True)
-  features = tfds.features.FeaturesDict({
-      'body': tfds.features.Text(), 'text': tfds.features.Text(), 'label': tf.int64})
+  features = tfds.features.FeaturesDict(
+    {'body': tfds.features.Text(), 'text': tfds.features.Text(), 'label': tf.int64}
+  )
   identity = tfds.core.dataset_info.DatasetIdentity(
-      name='mine', version=tfds.core.Version('1.0.0'), data_dir=str(folder), module_name='mine')
+    name='mine', version=tfds.core.Version('1.0.0'), data_dir=str(folder), module_name='mine'
+  )
   writer = tfds.core.SequentialWriter(tfds.core.DatasetInfo(builder=identity, features=features), 9)
   writer.initialize_splits(['train', 'test'])
-  writer.add_examples({split: [{'body': f'b{i}', 'text': f't{i}', 'label': i} for i in range(count)]
-                       for split, count in (('train', 30), ('test', 5))})
+  writer.add_examples(
+    {
+      split: [{'body': f'b{i}', 'text': f't{i}', 'label': i} for i in range(count)]
+      for split, count in (('train', 30), ('test', 5))
+    }
+  )
   writer.close_all()
   seqio.set_tfds_data_dir_override(str(tmp_path))
   yield
   seqio.set_tfds_data_dir_override(None)
 
 
-@pytest.mark.parametrize('name, begins', [('mine', 't'), ('mine:1.0.0', 't'),
-                                          ('mine#text=body', 'b')])
+@pytest.mark.parametrize(
+  'name, begins', [('mine', 't'), ('mine:1.0.0', 't'), ('mine#text=body', 'b')]
+)
 def test_tfds_gives_the_texts_of_a_column(name, begins):
   config = batches.DatasetConfig(f'tfds:{name}', {'targets': 8}, 'test', 1, shuffle=False)
   task = task_lookup.lookup(config)
   rows = task_lookup.examples(task, config, shuffle=False, num_epochs=1).as_numpy_iterator()
   vocabulary = task.output_features['targets'].vocabulary
-  assert sorted(vocabulary.decode([i for i in row['targets'].tolist() if i > 1]) for row in rows
-                ) == [f'{begins}{i}' for i in range(5)]
+  assert sorted(
+    vocabulary.decode([i for i in row['targets'].tolist() if i > 1]) for row in rows
+  ) == [f'{begins}{i}' for i in range(5)]
 
 
-@pytest.mark.parametrize('name, says', [
-    ('mine#text=label', "no column 'label'"), ('mine:2.0.0', 'is not prepared'),
-    ('yours', 'is not prepared')])
+@pytest.mark.parametrize(
+  'name, says',
+  [
+    ('mine#text=label', "no column 'label'"),
+    ('mine:2.0.0', 'is not prepared'),
+    ('yours', 'is not prepared'),
+  ],
+)
 def test_tfds_that_cannot_be_read_says_what_to_do(name, says):
   with pytest.raises(DataError, match=says) as e:
     task_lookup.lookup(batches.DatasetConfig(f'tfds:{name}', {'targets': 8}, 'test', 1))

@@ -5,7 +5,12 @@ import pytest
 
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.data.vocabularies.vocabularies import (
-    named_vocabulary, ordinary_ids, sentinel_ids, text_vocabulary, vocabulary_fingerprint)
+  named_vocabulary,
+  ordinary_ids,
+  sentinel_ids,
+  text_vocabulary,
+  vocabulary_fingerprint,
+)
 from t5x_gpu.errors import DataError
 
 TEXT = 'def get_loop(self, x=12):  # Größe'
@@ -18,8 +23,9 @@ def words():
 
 def test_each_word_number_and_mark_is_one_id_and_white_space_is_none(words):
   ids = words.encode(TEXT)
-  assert len(ids) == len(['def', 'get', '_', 'loop', '(', 'self', ',', 'x', '=', '12', ')', ':',
-                          '#', 'Größe'])
+  assert len(ids) == len(
+    ['def', 'get', '_', 'loop', '(', 'self', ',', 'x', '=', '12', ')', ':', '#', 'Größe']
+  )
   assert words.encode('  def\n\tget _loop(self,x = 12): # Größe ') == ids
   assert all(2 <= i < 8194 for i in ids)
 
@@ -47,7 +53,9 @@ def test_decoding_says_numbers_rather_than_pretend_words(words):
   assert text_vocabulary(words, feature_converter='lm').decode([17, 0, 4203, 1, 5]) == '<17> <4203>'
   assert words.decode_tf(tf.constant([17, 4203, 1])).numpy() == b'<17> <4203>'
   assert words.decode_tf(tf.constant([[17, 1, 0], [5, 6, 7]])).numpy().tolist() == [
-      b'<17>', b'<5> <6> <7>']
+    b'<17>',
+    b'<5> <6> <7>',
+  ]
 
 
 def test_ids_beyond_the_words_are_padding_end_and_sentinels():
@@ -62,7 +70,9 @@ def test_the_number_of_ids_is_part_of_its_name_and_fingerprint(words):
   assert words == named_vocabulary('words:8192') != named_vocabulary('words:4096')
 
 
-@pytest.mark.parametrize('name', ['words:', 'words:0', 'words:many', 'words:-3', 'words:9999999999'])
+@pytest.mark.parametrize(
+  'name', ['words:', 'words:0', 'words:many', 'words:-3', 'words:9999999999']
+)
 def test_a_bad_number_of_ids_is_refused(name):
   with pytest.raises(DataError, match="'words:8192'"):
     named_vocabulary(name)

@@ -22,8 +22,12 @@ from tests.helpers_prepared import prepare_here
 
 tokenizers = pytest.importorskip('tokenizers')
 pytestmark = pytest.mark.tf
-TEXTS = ['Hello, world! How are you?', 'def f(x):\n  return x  # twice', 'line 17 of the text!',
-         'Stra\u00dfe \u4f60\u597d \U0001f600'] * 5
+TEXTS = [
+  'Hello, world! How are you?',
+  'def f(x):\n  return x  # twice',
+  'line 17 of the text!',
+  'Stra\u00dfe \u4f60\u597d \U0001f600',
+] * 5
 
 
 def save(folder, tokenizer, config=None, name='tokenizer_config.json'):
@@ -42,14 +46,27 @@ def _bert(tmp_path):
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
   tokenizer.decoder = tokenizers.decoders.WordPiece()
   special = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]']
-  tokenizer.train_from_iterator(TEXTS, tokenizers.trainers.WordPieceTrainer(
-      vocab_size=120, special_tokens=special, show_progress=False))
+  tokenizer.train_from_iterator(
+    TEXTS,
+    tokenizers.trainers.WordPieceTrainer(
+      vocab_size=120, special_tokens=special, show_progress=False
+    ),
+  )
   tokenizer.post_processor = tokenizers.processors.BertProcessing(('[SEP]', 3), ('[CLS]', 2))
   tokenizer.enable_truncation(4)
   tokenizer.enable_padding()
-  return save(tmp_path / 'bert', tokenizer, {
-      'pad_token': '[PAD]', 'unk_token': '[UNK]', 'cls_token': '[CLS]', 'sep_token': '[SEP]',
-      'mask_token': {'content': '[MASK]', 'lstrip': True}, 'model_max_length': 512})
+  return save(
+    tmp_path / 'bert',
+    tokenizer,
+    {
+      'pad_token': '[PAD]',
+      'unk_token': '[UNK]',
+      'cls_token': '[CLS]',
+      'sep_token': '[SEP]',
+      'mask_token': {'content': '[MASK]', 'lstrip': True},
+      'model_max_length': 512,
+    },
+  )
 
 
 @pytest.fixture(name='gpt2')
@@ -58,13 +75,19 @@ def _gpt2(tmp_path):
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  tokenizer.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(
-      vocab_size=300, show_progress=False,
-      initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+  tokenizer.train_from_iterator(
+    TEXTS,
+    tokenizers.trainers.BpeTrainer(
+      vocab_size=300,
+      show_progress=False,
+      initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    ),
+  )
   tokenizer.add_special_tokens(['<|endoftext|>'])
   assert tokenizer.id_to_token(0) == '!'
-  return save(tmp_path / 'gpt2', tokenizer, {'eos_token': '<|endoftext|>'},
-              name='special_tokens_map.json')
+  return save(
+    tmp_path / 'gpt2', tokenizer, {'eos_token': '<|endoftext|>'}, name='special_tokens_map.json'
+  )
 
 
 @pytest.fixture(name='t5')
@@ -73,11 +96,16 @@ def _t5(tmp_path):
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token='<unk>', fuse_unk=True))
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
   tokenizer.decoder = tokenizers.decoders.Metaspace()
-  tokenizer.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(
-      vocab_size=100, special_tokens=['<pad>', '</s>', '<unk>'], show_progress=False))
+  tokenizer.train_from_iterator(
+    TEXTS,
+    tokenizers.trainers.BpeTrainer(
+      vocab_size=100, special_tokens=['<pad>', '</s>', '<unk>'], show_progress=False
+    ),
+  )
   tokenizer.add_special_tokens([f'<extra_id_{i}>' for i in range(99, -1, -1)])
-  return save(tmp_path / 't5', tokenizer, {'eos_token': '</s>', 'pad_token': '<pad>',
-                                           'unk_token': '<unk>'})
+  return save(
+    tmp_path / 't5', tokenizer, {'eos_token': '</s>', 'pad_token': '<pad>', 'unk_token': '<unk>'}
+  )
 
 
 def ids_of(folder, text):
@@ -91,12 +119,15 @@ def test_bert_ids_are_the_tokenizers_without_template_cutting_and_padding(bert):
   vocabulary = HuggingFaceVocabulary(bert)
   assert vocabulary.moved_zero_id is None and vocabulary.pad_id == 0
   assert (vocabulary.unk_id, vocabulary.start_id, vocabulary.eos_id, vocabulary.mask_id) == (
-      1, 2, 3, 4)
+    1,
+    2,
+    3,
+    4,
+  )
   for text in TEXTS:
     assert vocabulary.encode(text) == ids_of(bert, text)
   assert len(vocabulary.encode(TEXTS[0])) > 4
-  assert vocabulary.decode(
-      [2, *vocabulary.encode('hello, world!'), 3, 0, 0, 17]) == 'hello, world!'
+  assert vocabulary.decode([2, *vocabulary.encode('hello, world!'), 3, 0, 0, 17]) == 'hello, world!'
 
 
 def test_gpt2_text_survives_and_its_exclamation_mark_is_no_padding(gpt2):
@@ -161,19 +192,22 @@ def test_batches_have_the_tokenizers_own_ids_and_lose_none(open_data, gpt2, tmp_
   size = HuggingFaceVocabulary(gpt2).vocab_size - 1
   name, options = f'text_lines:{tmp_path}/a.txt', {'vocabulary': f'huggingface:{gpt2}'}
   if way == 'prepared':
-    prepare_here(name, tmp_path / 'rows', num_parts=1, lengths={'targets': 64}, vocab_size=size,
-                 **options)
+    prepare_here(
+      name, tmp_path / 'rows', num_parts=1, lengths={'targets': 64}, vocab_size=size, **options
+    )
     assert read_index(tmp_path / 'rows', split='train').tokens > 2000
     name, options = f'prepared:{tmp_path}/rows', {}
-  opened = open_data(name, vocab_size=size, lengths={'targets': 64}, repeat=False,
-                     pack=way != 'one_a_row', **options)
+  opened = open_data(
+    name, vocab_size=size, lengths={'targets': 64}, repeat=False, pack=way != 'one_a_row', **options
+  )
   vocabulary = batches.open_vocabulary(opened.config, feature_converter='lm')
   assert vocabulary.size == size and vocabulary.decode(vocabulary.encode('a !')) == 'a !'
   got = []
   for batch in opened.iterator:
     segments = batch.get('decoder_segment_ids', batch['decoder_loss_weights'])
-    for row, weights, segment in zip(batch['decoder_target_tokens'], batch['decoder_loss_weights'],
-                                     segments):
+    for row, weights, segment in zip(
+      batch['decoder_target_tokens'], batch['decoder_loss_weights'], segments
+    ):
       assert ((segment > 0) == (weights > 0)).all()
       assert (row[weights > 0] == 0).any() or not weights.any()
       got += [row[segment == s].tolist() for s in range(1, segment.max() + 1)]
@@ -183,18 +217,25 @@ def test_batches_have_the_tokenizers_own_ids_and_lose_none(open_data, gpt2, tmp_
   assert facts['vocabulary of targets'].startswith('huggingface:tokenizer.json (')
   assert facts['vocabulary of targets'].endswith(f', {size} ids')
   rows = row_stats.RowFacts()
-  for text, row in zip(got, map(np.asarray, got)):
+  for _text, row in zip(got, map(np.asarray, got)):
     rows.add({'decoder_target_tokens': row, 'decoder_loss_weights': row < size})
-    [piece] = row_stats.pieces({'decoder_target_tokens': row, 'decoder_loss_weights': row < size},
-                               decode=vocabulary.decode)
+    [piece] = row_stats.pieces(
+      {'decoder_target_tokens': row, 'decoder_loss_weights': row < size}, decode=vocabulary.decode
+    )
     assert piece.text in EXCLAIMED
   assert rows.tokens == sum(map(len, got))
 
 
 def test_a_prefix_keeps_its_words_of_id_0(open_data, gpt2, tmp_path):
   (tmp_path / 'train.tsv').write_text('! what !\ta !\n' * 60)
-  opened = open_data(f'text_pairs:{tmp_path}/*.tsv', vocabulary=f'huggingface:{gpt2}', vocab_size=384,
-                     lengths={'inputs': 24, 'targets': 24}, converter='prefix_lm', pack=False)
+  opened = open_data(
+    f'text_pairs:{tmp_path}/*.tsv',
+    vocabulary=f'huggingface:{gpt2}',
+    vocab_size=384,
+    lengths={'inputs': 24, 'targets': 24},
+    converter='prefix_lm',
+    pack=False,
+  )
   row = row_stats.row_of(next(opened.iterator), 0)
   inputs, targets = ids_of(gpt2, '! what !'), ids_of(gpt2, 'a !')
   where = features.is_token(row, 'decoder_target_tokens')
@@ -208,10 +249,15 @@ def test_two_vocabularies_in_one_sequence_are_refused_where_their_ids_meet(gpt2)
   one = HuggingFaceVocabulary(gpt2)
 
   def got(other):
-    [row] = model_rows(rows, converter=lambda examples, **_: examples, name='prefix_lm',
-                       task_feature_lengths={}, output_features={
-                           'inputs': seqio.Feature(other), 'targets': seqio.Feature(one)})
+    [row] = model_rows(
+      rows,
+      converter=lambda examples, **_: examples,
+      name='prefix_lm',
+      task_feature_lengths={},
+      output_features={'inputs': seqio.Feature(other), 'targets': seqio.Feature(one)},
+    )
     return row['decoder_target_tokens'].numpy().tolist()
+
   assert got(HuggingFaceVocabulary(gpt2, extra_ids=3)) == got(seqio.ByteVocabulary()) == [5, 0]
   with pytest.raises(DataError, match='is a word in both'):
     got(seqio.PassThroughVocabulary(one.vocab_size))
@@ -220,8 +266,12 @@ def test_two_vocabularies_in_one_sequence_are_refused_where_their_ids_meet(gpt2)
 def test_an_encoder_tells_padding_by_id_0_so_the_word_stays_moved(open_data, gpt2, tmp_path):
   (tmp_path / 'train.tsv').write_text('! what !\ta !\n' * 60)
   vocabulary = HuggingFaceVocabulary(gpt2)
-  options = dict(vocabulary=f'huggingface:{gpt2}', lengths={'inputs': 24, 'targets': 24},
-                 converter='encoder_decoder', pack=False)
+  options = dict(
+    vocabulary=f'huggingface:{gpt2}',
+    lengths={'inputs': 24, 'targets': 24},
+    converter='encoder_decoder',
+    pack=False,
+  )
   opened = open_data(f'text_pairs:{tmp_path}/*.tsv', vocab_size=vocabulary.vocab_size, **options)
   assert next(opened.iterator)['encoder_input_tokens'][0, 0] == vocabulary.moved_zero_id
   with pytest.raises(DataError, match='has a vocabulary of'):
@@ -229,8 +279,14 @@ def test_an_encoder_tells_padding_by_id_0_so_the_word_stays_moved(open_data, gpt
 
 
 def test_metrics_read_and_get_the_ids_of_the_model(gpt2):
-  config = DatasetConfig('turned', {'inputs': 8, 'targets': 8}, 'validation', 4, pack=False,
-                         vocabulary=f'huggingface:{gpt2}')
+  config = DatasetConfig(
+    'turned',
+    {'inputs': 8, 'targets': 8},
+    'validation',
+    4,
+    pack=False,
+    vocabulary=f'huggingface:{gpt2}',
+  )
   [task] = batches.open_evaluated_tasks(config, feature_converter='prefix_lm')
   assert task.zero_is_a_word and task.inputs[0][:3] == ids_of(gpt2, 'abc')
   answers = [[*ids_of(gpt2, 'cba!'), task.eos_id]] * 5
@@ -241,9 +297,14 @@ def test_metrics_read_and_get_the_ids_of_the_model(gpt2):
 def test_masked_model_over_bert_has_cls_mask_and_sep(open_data, bert, tmp_path):
   lines = [f'Hello world, number {i}, how are you' for i in range(99)]
   (tmp_path / 'a.txt').write_text('\n'.join(lines))
-  opened = open_data(f'mlm:text_lines:{tmp_path}/a.txt', converter='encoder_mlm', pack=False,
-                     vocabulary=f'huggingface:{bert}', lengths={'inputs': 12, 'targets': 12},
-                     vocab_size=120)
+  opened = open_data(
+    f'mlm:text_lines:{tmp_path}/a.txt',
+    converter='encoder_mlm',
+    pack=False,
+    vocabulary=f'huggingface:{bert}',
+    lengths={'inputs': 12, 'targets': 12},
+    vocab_size=120,
+  )
   batch = next(opened.iterator)
   tokens, targets = batch['encoder_input_tokens'], batch['encoder_target_tokens']
   assert (tokens[:, 0] == 2).all() and (targets[:, 0] == 2).all()
@@ -255,9 +316,17 @@ def test_masked_model_over_bert_has_cls_mask_and_sep(open_data, bert, tmp_path):
 def test_classification_over_bert_keeps_its_end_and_its_classes(open_data, bert, tmp_path):
   (tmp_path / 'train.csv').write_text('text,label\nhello world how are you,a\nline of text,b\n')
   (tmp_path / 'dev.csv').write_text('text,label\nyou,a\n')
-  opened = open_data(f'imdb_csv:{tmp_path}/*.csv', converter='encoder_classification', pack=False,
-                     vocabulary=f'huggingface:{bert}', lengths={'inputs': 5}, vocab_size=120,
-                     batch_size=2, num_classes=2, repeat=False)
+  opened = open_data(
+    f'imdb_csv:{tmp_path}/*.csv',
+    converter='encoder_classification',
+    pack=False,
+    vocabulary=f'huggingface:{bert}',
+    lengths={'inputs': 5},
+    vocab_size=120,
+    batch_size=2,
+    num_classes=2,
+    repeat=False,
+  )
   tokens = next(opened.iterator)['encoder_input_tokens']
   assert (tokens[:, 0] == 2).all() and (tokens.max(1) > 4).all()
   assert all(row[row > 0][-1] == 3 for row in tokens)
@@ -273,14 +342,21 @@ def test_same_files_are_the_same_vocabulary(bert, t5):
   assert fingerprint(HuggingFaceVocabulary(bert)) != before
 
 
-@pytest.mark.parametrize('break_it, says', [
-    (lambda folder: (folder / 'tokenizer.json').unlink(),
-     'tokenizer.json\' does not exist .*; the folder holds tokenizer_config.json'),
+@pytest.mark.parametrize(
+  'break_it, says',
+  [
+    (
+      lambda folder: (folder / 'tokenizer.json').unlink(),
+      "tokenizer.json' does not exist .*; the folder holds tokenizer_config.json",
+    ),
     (lambda folder: (folder / 'tokenizer.json').write_text('{"model": '), 'cannot be read as a'),
     (lambda folder: (folder / 'tokenizer_config.json').write_text('[1'), 'not what save_pre'),
-    (lambda folder: (folder / 'tokenizer_config.json').write_text('{"eos_token": "</end>"}'),
-     "has no id for '</end>' .eos_token"),
-])
+    (
+      lambda folder: (folder / 'tokenizer_config.json').write_text('{"eos_token": "</end>"}'),
+      "has no id for '</end>' .eos_token",
+    ),
+  ],
+)
 def test_broken_tokenizers_are_named(bert, break_it, says):
   break_it(bert)
   with pytest.raises(DataError, match=says) as e:
@@ -292,8 +368,13 @@ def test_tokenizer_without_an_end_is_named_where_an_end_is_needed(bert, open_dat
   (bert / 'tokenizer_config.json').unlink()
   (tmp_path / 'a.txt').write_text('hello\n' * 9)
   with pytest.raises(DataError, match='no id that ends a text'):
-    open_data(f'mlm:text_lines:{tmp_path}/a.txt', converter='encoder_mlm', vocab_size=400,
-              vocabulary=f'huggingface:{bert}', lengths={'inputs': 12, 'targets': 12})
+    open_data(
+      f'mlm:text_lines:{tmp_path}/a.txt',
+      converter='encoder_mlm',
+      vocab_size=400,
+      vocabulary=f'huggingface:{bert}',
+      lengths={'inputs': 12, 'targets': 12},
+    )
   with pytest.raises(DataError, match='no id that ends a text'):
     open_data(f'text_lines:{tmp_path}/a.txt', vocabulary=f'huggingface:{bert}', vocab_size=400)
 

@@ -18,12 +18,13 @@ from t5x_gpu.models.inference.search import Sampling, likeliest, run
 
 VOCAB, STOP, LENGTH = 4, 1, 4
 # Logits after every text of up to LENGTH tokens, for two prompts.
-TABLE = jnp.asarray(np.random.default_rng(3).normal(0, 1.5, (2, VOCAB ** LENGTH, VOCAB)), jnp.float32)
+TABLE = jnp.asarray(np.random.default_rng(3).normal(0, 1.5, (2, VOCAB**LENGTH, VOCAB)), jnp.float32)
 
 
 @flax.struct.dataclass
 class TableState:
   """The text of each row as a number, which shows whether rows were put in the right order."""
+
   prompt: jax.Array
   text: jax.Array
 
@@ -44,21 +45,45 @@ def find(search: Any):
   @jax.jit
   def found():
     state = TableState(jnp.arange(2), jnp.zeros(2, jnp.int32))
-    return run(search(numbers=jnp.arange(2)), logits=TABLE[:, 0], state=state,
-               decode_step=table_step)
+    return run(
+      search(numbers=jnp.arange(2)), logits=TABLE[:, 0], state=state, decode_step=table_step
+    )
+
   return jax.device_get(found())
 
 
 def beam_search(**options):
-  return functools.partial(BeamSearch, **{
-      **dict(num_rows_per_prompt=16, max_decode_length=LENGTH, length_penalty=0.6,
-             stop_tokens=(STOP,), is_huggingface=False), **options})
+  return functools.partial(
+    BeamSearch,
+    **{
+      **dict(
+        num_rows_per_prompt=16,
+        max_decode_length=LENGTH,
+        length_penalty=0.6,
+        stop_tokens=(STOP,),
+        is_huggingface=False,
+      ),
+      **options,
+    },
+  )
 
 
 def sampling(**options):
-  return functools.partial(Sampling, **{
-      **dict(num_rows_per_prompt=1, max_decode_length=LENGTH, temperature=0.0, top_k=0, top_p=1.0,
-             stop_tokens=(STOP,), seed=0), **options})
+  return functools.partial(
+    Sampling,
+    **{
+      **dict(
+        num_rows_per_prompt=1,
+        max_decode_length=LENGTH,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        stop_tokens=(STOP,),
+        seed=0,
+      ),
+      **options,
+    },
+  )
 
 
 @functools.cache
@@ -73,13 +98,19 @@ def log_probability(prompt: int, text: tuple[int, ...]) -> float:
 @functools.cache
 def all_texts() -> tuple[tuple[int, ...], ...]:
   """Returns all texts that end in the stop token; padding is never among them."""
-  return tuple((*text, STOP) for n in range(LENGTH)
-               for text in itertools.product(range(2, VOCAB), repeat=n))
+  return tuple(
+    (*text, STOP) for n in range(LENGTH) for text in itertools.product(range(2, VOCAB), repeat=n)
+  )
 
 
 def texts(found, prompt):
-  return [tuple(tokens[:length].tolist()) for tokens, length, score in zip(
-      found.tokens[prompt], found.lengths[prompt], found.scores[prompt]) if score > -np.inf]
+  return [
+    tuple(tokens[:length].tolist())
+    for tokens, length, score in zip(
+      found.tokens[prompt], found.lengths[prompt], found.scores[prompt]
+    )
+    if score > -np.inf
+  ]
 
 
 @pytest.mark.parametrize('alpha', [0.0, 0.6, 2.0])
@@ -88,20 +119,29 @@ def test_a_wide_beam_finds_what_an_enumeration_of_all_texts_finds(alpha):
   for prompt in range(2):
     scores = {t: log_probability(prompt, t) / ((5 + len(t)) / 6) ** alpha for t in all_texts()}
     best = sorted(scores, key=scores.get, reverse=True)
-    assert texts(found, prompt)[:len(best)] == best
-    np.testing.assert_allclose(found.scores[prompt][:len(best)],
-                               [scores[t] for t in best], rtol=1e-5)
+    assert texts(found, prompt)[: len(best)] == best
+    np.testing.assert_allclose(
+      found.scores[prompt][: len(best)], [scores[t] for t in best], rtol=1e-5
+    )
     assert found.scores[prompt][len(best)] < 0  # the rest are open ones, which did not stop
 
 
 def reference_search(prompt, *, beams, alpha):
   """Returns [(score, text)] as T5X's rules have it, best first; written with lists and loops."""
+
   def penalty(length):
     return ((5 + length) / 6) ** alpha
+
   live, done = [(0.0, ())], []
   for length in range(1, LENGTH + 1):
-    candidates = sorted(((log_probability(prompt, (*text, token)), (*text, token))
-                         for _, text in live for token in range(1, VOCAB)), reverse=True)[:2 * beams]
+    candidates = sorted(
+      (
+        (log_probability(prompt, (*text, token)), (*text, token))
+        for _, text in live
+        for token in range(1, VOCAB)
+      ),
+      reverse=True,
+    )[: 2 * beams]
     done += [(score / penalty(length), text) for score, text in candidates if text[-1] == STOP]
     done = sorted(done, reverse=True)[:beams]
     live = [(score, text) for score, text in candidates if text[-1] != STOP][:beams]
@@ -116,9 +156,10 @@ def test_a_narrow_beam_follows_t5x_rules(beams, alpha):
   found = find(beam_search(num_rows_per_prompt=beams, length_penalty=alpha))
   for prompt in range(2):
     wanted = reference_search(prompt, beams=beams, alpha=alpha)
-    assert texts(found, prompt)[:len(wanted)] == [text for _, text in wanted]
-    np.testing.assert_allclose(found.scores[prompt][:len(wanted)], [s for s, _ in wanted],
-                               rtol=1e-5)
+    assert texts(found, prompt)[: len(wanted)] == [text for _, text in wanted]
+    np.testing.assert_allclose(
+      found.scores[prompt][: len(wanted)], [s for s, _ in wanted], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize('options', [dict(), dict(is_huggingface=True, length_penalty=1.0)])
@@ -130,8 +171,9 @@ def test_scores_of_a_narrow_beam_are_those_of_its_texts(beams, options):
   for prompt in range(2):
     assert len(texts(found, prompt)) == beams
     for text, score in zip(texts(found, prompt), found.scores[prompt]):
-      np.testing.assert_allclose(score, log_probability(prompt, text) / penalty(len(text)),
-                                 rtol=1e-5)
+      np.testing.assert_allclose(
+        score, log_probability(prompt, text) / penalty(len(text)), rtol=1e-5
+      )
 
 
 def test_a_beam_of_one_without_penalty_is_greedy():
@@ -146,15 +188,17 @@ def test_several_stop_tokens_leave_enough_candidates_to_go_on():
   found = find(beam_search(stop_tokens=(1, 2), num_rows_per_prompt=3))
   for prompt in range(2):
     assert len(texts(found, prompt)) == 3
-    assert all(t[-1] in (1, 2) and not {1, 2} & set(t[:-1]) or len(t) == LENGTH
-               for t in texts(found, prompt))
+    assert all(
+      t[-1] in (1, 2) and not {1, 2} & set(t[:-1]) or len(t) == LENGTH for t in texts(found, prompt)
+    )
 
 
 def test_without_a_stop_token_a_beam_returns_its_open_texts():
   found = find(beam_search(stop_tokens=(), num_rows_per_prompt=27, length_penalty=0.0))
   for prompt in range(2):
-    every = {t: log_probability(prompt, t)
-             for t in itertools.product(range(1, VOCAB), repeat=LENGTH)}
+    every = {
+      t: log_probability(prompt, t) for t in itertools.product(range(1, VOCAB), repeat=LENGTH)
+    }
     assert texts(found, prompt)[0] == max(every, key=every.get)
 
 
@@ -164,12 +208,17 @@ def test_rows_that_only_fill_the_batch_cost_no_steps():
   def counted(tokens, state):
     jax.debug.callback(lambda: steps.append(1))
     return table_step(tokens, state)
+
   for search in (beam_search(num_rows_per_prompt=2), sampling()):
     for numbers, expected in (([-1, -1], 0), ([0, -1], LENGTH - 1)):
-      found = jax.jit(lambda: run(
+      found = jax.jit(
+        lambda: run(
           dataclasses.replace(search(numbers=jnp.array(numbers)), stop_tokens=()),
-          logits=TABLE[:, 0], state=TableState(jnp.arange(2), jnp.zeros(2, jnp.int32)),
-          decode_step=counted))
+          logits=TABLE[:, 0],
+          state=TableState(jnp.arange(2), jnp.zeros(2, jnp.int32)),
+          decode_step=counted,
+        )
+      )
       jax.block_until_ready(found())
       jax.effects_barrier()
       assert len(steps) == expected
@@ -200,10 +249,12 @@ def test_padding_is_never_written_and_nothing_follows_a_stop_token():
   for prompt in range(2):
     for tokens, length in zip(found.tokens[prompt], found.lengths[prompt]):
       assert (tokens[:length] > 0).all() and (tokens[length:] == 0).all()
-      assert STOP not in tokens[:length - 1] and (length == LENGTH or tokens[length - 1] == STOP)
+      assert STOP not in tokens[: length - 1] and (length == LENGTH or tokens[length - 1] == STOP)
 
 
-@pytest.mark.parametrize('options, message', [
+@pytest.mark.parametrize(
+  'options, message',
+  [
     (dict(num_beams=2, temperature=1.0), 'num_beams = 2 searches'),
     (dict(num_beams=2, num_decodes=3), 'num_decodes = 3 must be at most num_beams = 2'),
     (dict(num_decodes=2), 'num_decodes = 2 would all be the same'),
@@ -212,7 +263,8 @@ def test_padding_is_never_written_and_nothing_follows_a_stop_token():
     (dict(stop_tokens=(-1,)), 'must be token ids'),
     (dict(beam_rule='t5'), "Did you mean 't5x'"),
     (dict(max_decode_length=0, batch_size=0), '2 problems'),
-])
+  ],
+)
 def test_contradictory_choices_are_refused(options, message):
   with pytest.raises(ConfigError, match=message):
     DecodingConfig(**options)

@@ -46,8 +46,10 @@ def test_legal_partitions_across_hosts_are_listed_apart():
   topology = Topology(6, 8)
   assert legal_partitions(topology) == ((1, 2, 4, 8), (16, 24, 48))
   e = error(topology, num_partitions=12)
-  assert ('num_partitions = 1, 2, 4 or 8 (inside a host), or 16, 24 or 48 (across hosts, over the '
-          'network)') in str(e)
+  assert (
+    'num_partitions = 1, 2, 4 or 8 (inside a host), or 16, 24 or 48 (across hosts, over the '
+    'network)'
+  ) in str(e)
   assert e.parameters == ('Partitioner.num_partitions',)
 
 
@@ -56,8 +58,9 @@ def test_exactly_the_legal_partitions_resolve(topology):
   legal = sum(legal_partitions(topology), ())
   for num_partitions in range(1, topology.num_devices + 2):
     if num_partitions in legal:
-      assert resolve_mesh_sizes(
-          topology, num_partitions=num_partitions).total['model'] == num_partitions
+      assert (
+        resolve_mesh_sizes(topology, num_partitions=num_partitions).total['model'] == num_partitions
+      )
     else:
       error(topology, num_partitions=num_partitions)
 
@@ -72,14 +75,23 @@ def test_partitions_that_span_hosts_are_allowed_with_a_warning():
 def test_product_error_is_the_message_of_the_design():
   e = error(Topology(2, 8), data=2, fsdp=4, num_partitions=4)
   assert str(e).splitlines()[:2] == [
-      '16 GPUs cannot form data=2 x fsdp=4 x model=4 (= 32). The sizes must multiply to 16.',
-      '  Set data = 1, fsdp = 2 or num_partitions = 2 (each gives 16), or start 32 GPUs.']
+    '16 GPUs cannot form data=2 x fsdp=4 x model=4 (= 32). The sizes must multiply to 16.',
+    '  Set data = 1, fsdp = 2 or num_partitions = 2 (each gives 16), or start 32 GPUs.',
+  ]
   assert e.parameters == ('Partitioner.data', 'Partitioner.fsdp', 'Partitioner.num_partitions')
 
 
-@pytest.mark.parametrize('sizes', [
-    dict(data=2, fsdp=4, num_partitions=4), dict(data=3, fsdp=5), dict(data=2), dict(data=7),
-    dict(data=1, fsdp=2, expert=2, num_partitions=8), dict(data=3, fsdp=3, context=3, stage=3)])
+@pytest.mark.parametrize(
+  'sizes',
+  [
+    dict(data=2, fsdp=4, num_partitions=4),
+    dict(data=3, fsdp=5),
+    dict(data=2),
+    dict(data=7),
+    dict(data=1, fsdp=2, expert=2, num_partitions=8),
+    dict(data=3, fsdp=3, context=3, stage=3),
+  ],
+)
 def test_every_advised_set_of_sizes_resolves(sizes):
   topology = Topology(2, 8)
   advice = str(error(topology, **sizes)).splitlines()[1]
@@ -91,8 +103,15 @@ def test_every_advised_set_of_sizes_resolves(sizes):
     resolve_mesh_sizes(topology, **{**sizes, **new})
 
 
-@pytest.mark.parametrize('sizes', [dict(data=2, fsdp=4, num_partitions=4), dict(fsdp=3),
-                                   dict(fsdp=3, num_partitions=4), dict(data=2)])
+@pytest.mark.parametrize(
+  'sizes',
+  [
+    dict(data=2, fsdp=4, num_partitions=4),
+    dict(fsdp=3),
+    dict(fsdp=3, num_partitions=4),
+    dict(data=2),
+  ],
+)
 def test_the_number_of_gpus_to_start_resolves(sizes):
   number = int(re.search(r'start (\d+) GPUs', str(error(Topology(2, 8), **sizes))).group(1))
   topology = Topology(1, number) if number < 8 else Topology(number // 8, 8)
@@ -135,9 +154,17 @@ def test_a_size_that_is_no_size_is_refused(value):
     assert 'num_partitions' in str(error(Topology(1, 8), num_partitions=value))
 
 
-@pytest.mark.parametrize('submesh, model', [
-    ((1, 1, 1, 1), 1), ((1, 2, 1, 1), 2), ((1, 1, 1, 2), 2), ((1, 2), 2), ([1, 4, 1, 1], 4),
-    ((2, 8), 16)])
+@pytest.mark.parametrize(
+  'submesh, model',
+  [
+    ((1, 1, 1, 1), 1),
+    ((1, 2, 1, 1), 2),
+    ((1, 1, 1, 2), 2),
+    ((1, 2), 2),
+    ([1, 4, 1, 1], 4),
+    ((2, 8), 16),
+  ],
+)
 def test_a_t5x_submesh_sets_the_size_of_model(submesh, model):
   sizes = resolve_mesh_sizes(Topology(2, 8), model_parallel_submesh=submesh)
   assert sizes.total['model'] == model
@@ -169,8 +196,9 @@ def test_submesh_and_num_partitions_exclude_each_other():
 
 
 def test_sizes_can_be_given_inside_and_across_hosts():
-  sizes = resolve_mesh_sizes(Topology(4, 8), ici_mesh_shape={'fsdp': -1, 'model': 2},
-                             dcn_mesh_shape={'stage': 2, 'data': -1})
+  sizes = resolve_mesh_sizes(
+    Topology(4, 8), ici_mesh_shape={'fsdp': -1, 'model': 2}, dcn_mesh_shape={'stage': 2, 'data': -1}
+  )
   assert big(sizes.ici) == {'fsdp': 4, 'model': 2}
   assert big(sizes.dcn) == {'stage': 2, 'data': 2}
   assert list(sizes.total.values()) == [2, 2, 4, 1, 1, 2]
@@ -184,12 +212,13 @@ def test_ici_sizes_alone_put_the_hosts_on_data_and_say_so():
 
 def test_dcn_sizes_can_put_an_inner_axis_across_hosts():
   # Flat sizes would lay fsdp=2 inside the host.
-  sizes = resolve_mesh_sizes(Topology(2, 8), ici_mesh_shape={'data': 8},
-                             dcn_mesh_shape={'fsdp': 2})
+  sizes = resolve_mesh_sizes(Topology(2, 8), ici_mesh_shape={'data': 8}, dcn_mesh_shape={'fsdp': 2})
   assert sizes.crosses_hosts('fsdp') and not sizes.crosses_hosts('data')
 
 
-@pytest.mark.parametrize('sizes, words', [
+@pytest.mark.parametrize(
+  'sizes, words',
+  [
     (dict(ici_mesh_shape={'fsdp': 4}), 'The 8 GPUs of a host cannot form fsdp=4'),
     (dict(dcn_mesh_shape={'data': 3}), '2 hosts cannot form data=3'),
     (dict(ici_mesh_shape={'fsdp': 3, 'data': -1}), '8 is not a multiple of 3'),
@@ -199,7 +228,8 @@ def test_dcn_sizes_can_put_an_inner_axis_across_hosts():
     (dict(dcn_mesh_shape={'data': 'x'}), "data = 'x' is not a size"),
     (dict(ici_mesh_shape={'fsdp': 8}, fsdp=8), 'given twice'),
     (dict(ici_mesh_shape={'fsdp': 8}, num_partitions=2), 'Set Partitioner.num_partitions = None'),
-])
+  ],
+)
 def test_bad_ici_and_dcn_sizes_say_what_fits(sizes, words):
   e = error(Topology(2, 8), **sizes)
   assert words in str(e)
@@ -207,11 +237,13 @@ def test_bad_ici_and_dcn_sizes_say_what_fits(sizes, words):
 
 
 def test_model_across_hosts_by_dcn_must_cover_whole_hosts_or_divide_one():
-  sizes = resolve_mesh_sizes(Topology(2, 8), ici_mesh_shape={'model': 4, 'data': 2},
-                             dcn_mesh_shape={'model': 2})
+  sizes = resolve_mesh_sizes(
+    Topology(2, 8), ici_mesh_shape={'model': 4, 'data': 2}, dcn_mesh_shape={'model': 2}
+  )
   assert sizes.warnings
-  message = str(error(Topology(3, 8), ici_mesh_shape={'model': 4, 'data': 2},
-                      dcn_mesh_shape={'model': 3}))
+  message = str(
+    error(Topology(3, 8), ici_mesh_shape={'model': 4, 'data': 2}, dcn_mesh_shape={'model': 3})
+  )
   assert 'num_partitions = 12 (by ici_mesh_shape and dcn_mesh_shape)' in message
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
 from t5x_gpu.partitioning.pipeline import pipeline_parallel as pp
@@ -30,6 +31,7 @@ def norm(x):
 class Toy:
   """A residual MLP with what real models have: a table, a parameter that all layers and the head
   share, layers that know their number, masks that are functions of layer and row."""
+
   gather_over: str = ''  # the layers' embed dimension is split over this axis, gathered per layer
   mix: str = ''  # halves of the sequence change places: by a permute over 'context', or 'locally'
   dtype: Any = jnp.float32  # of activations and layers
@@ -51,6 +53,7 @@ class Toy:
         h += jax.lax.ppermute(h, self.mix, [(0, 1), (1, 0)])
       y = jnp.einsum('blf,ef->ble', h, w['wo']) * params['shared'].astype(self.dtype)
       return x + y, None
+
     numbers = first_layer + jnp.arange(params['layers']['wi'].shape[0])
     return jax.lax.scan(jax.checkpoint(layer), x, (numbers, params['layers']))[0]
 
@@ -59,56 +62,83 @@ class Toy:
     is_target = jax.nn.one_hot(microbatch['targets'], VOCAB)
     weights = microbatch['weights']
     right = (log_p.argmax(-1) == microbatch['targets']).astype(jnp.float32)
-    return {'loss': (-jnp.sum(log_p * is_target * weights[..., None]), weights.sum()),
-            'accuracy': (jnp.sum(right * weights), weights.sum())}
+    return {
+      'loss': (-jnp.sum(log_p * is_target * weights[..., None]), weights.sum()),
+      'accuracy': (jnp.sum(right * weights), weights.sum()),
+    }
 
 
 def toy_params():
   rng = np.random.default_rng(0)
+
   def draw(*shape):
     return rng.normal(size=shape).astype(np.float32) * np.float32(0.1)
-  return {'table': draw(VOCAB, EMBED), 'shared': 1 + draw(EMBED), 'logits': draw(EMBED, VOCAB),
-          'layers': {'wi': draw(LAYERS, EMBED, MLP), 'wo': draw(LAYERS, EMBED, MLP)}}
+
+  return {
+    'table': draw(VOCAB, EMBED),
+    'shared': 1 + draw(EMBED),
+    'logits': draw(EMBED, VOCAB),
+    'layers': {'wi': draw(LAYERS, EMBED, MLP), 'wo': draw(LAYERS, EMBED, MLP)},
+  }
 
 
 def toy_batch(num_microbatches, rows=ROWS):
   rng = np.random.default_rng(0)
   shape = (num_microbatches, rows, LENGTH)
-  return {'tokens': rng.integers(VOCAB, size=shape), 'targets': rng.integers(VOCAB, size=shape),
-          'rows': np.arange(num_microbatches * rows).reshape(shape[:2]),
-          'weights': (rng.random(shape) < 0.8).astype(np.float32)}
+  return {
+    'tokens': rng.integers(VOCAB, size=shape),
+    'targets': rng.integers(VOCAB, size=shape),
+    'rows': np.arange(num_microbatches * rows).reshape(shape[:2]),
+    'weights': (rng.random(shape) < 0.8).astype(np.float32),
+  }
 
 
 @functools.cache
 def sequential(num_microbatches, model=Toy()):
   """Returns (gradients, sums) on one device, all microbatches at once."""
   batch = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), toy_batch(num_microbatches))
+
   def loss(params):
     x = model.run_layers(params, model.embed(params, batch), batch, 0)
     sums = model.head(params, x, batch)
     return sums['loss'][0], sums
+
   return jax.jit(jax.grad(loss, has_aux=True))(toy_params())
 
 
 def make_mesh(**sizes):
-  devices = np.array(jax.devices()[:np.prod(list(sizes.values()))])
-  return Mesh(devices.reshape(*sizes.values()), tuple(sizes),
-              axis_types=(AxisType.Auto,) * len(sizes))
+  devices = np.array(jax.devices()[: np.prod(list(sizes.values()))])
+  return Mesh(
+    devices.reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+  )
 
 
-def pipeline(mesh, schedule, num_microbatches, *, repeats=1, model=Toy(), skip_idle=True,
-             train=True):
+def pipeline(
+  mesh, schedule, num_microbatches, *, repeats=1, model=Toy(), skip_idle=True, train=True
+):
   """Returns the jitted function (params in memory order, microbatches) -> ([grads,] sums)."""
   manual = tuple(a for a in mesh.axis_names if a != 'model')
   rows = tuple(a for a in manual if a in ('data', 'fsdp'))
   split = 'fsdp' if model.gather_over else None
   length = 'context' if 'context' in manual else None
-  specs = {'table': P(), 'shared': P(), 'logits': P(),
-           'layers': {'wi': P('stage', split, None), 'wo': P('stage', split, None)}}
-  batch = {name: P(None, rows or None, *(length,) * (name != 'rows'))
-           for name in ('tokens', 'targets', 'rows', 'weights')}
-  options = dict(schedule=schedule, num_stages=mesh.shape['stage'], repeats=repeats,
-                 num_microbatches=num_microbatches, varying_axes=manual, skip_idle=skip_idle)
+  specs = {
+    'table': P(),
+    'shared': P(),
+    'logits': P(),
+    'layers': {'wi': P('stage', split, None), 'wo': P('stage', split, None)},
+  }
+  batch = {
+    name: P(None, rows or None, *(length,) * (name != 'rows'))
+    for name in ('tokens', 'targets', 'rows', 'weights')
+  }
+  options = dict(
+    schedule=schedule,
+    num_stages=mesh.shape['stage'],
+    repeats=repeats,
+    num_microbatches=num_microbatches,
+    varying_axes=manual,
+    skip_idle=skip_idle,
+  )
 
   def missing(spec):
     return tuple(a for a in manual if a not in jax.tree.leaves(tuple(spec)))
@@ -125,14 +155,19 @@ def pipeline(mesh, schedule, num_microbatches, *, repeats=1, model=Toy(), skip_i
     return grads, jax.lax.psum(sums, manual)
 
   out_specs = (specs, P()) if train else P()
-  mapped = jax.shard_map(body, mesh=mesh, in_specs=(specs, batch), out_specs=out_specs,
-                         axis_names=set(manual))
+  mapped = jax.shard_map(
+    body, mesh=mesh, in_specs=(specs, batch), out_specs=out_specs, axis_names=set(manual)
+  )
   if 'model' not in mesh.axis_names:
     return jax.jit(mapped)
   by_columns = NamedSharding(mesh, P('stage', None, 'model'))
   whole = NamedSharding(mesh, P())
-  shardings = {'table': whole, 'shared': whole, 'layers': {'wi': by_columns, 'wo': by_columns},
-               'logits': NamedSharding(mesh, P(None, 'model'))}
+  shardings = {
+    'table': whole,
+    'shared': whole,
+    'layers': {'wi': by_columns, 'wo': by_columns},
+    'logits': NamedSharding(mesh, P(None, 'model')),
+  }
   return jax.jit(mapped, in_shardings=(shardings, None))
 
 
@@ -142,12 +177,14 @@ def in_memory_order(params, order):
 
 def assert_equal(found, expected, path):
   scale = np.abs(expected).max()
-  np.testing.assert_allclose(found / scale, expected / scale, rtol=0, atol=TOLERANCE,
-                             err_msg=jax.tree_util.keystr(path))
+  np.testing.assert_allclose(
+    found / scale, expected / scale, rtol=0, atol=TOLERANCE, err_msg=jax.tree_util.keystr(path)
+  )
 
 
-def assert_matches_sequential(mesh, schedule, num_microbatches, *, repeats=1, reference=Toy(),
-                              train=True, **options):
+def assert_matches_sequential(
+  mesh, schedule, num_microbatches, *, repeats=1, reference=Toy(), train=True, **options
+):
   order = pp.layer_order(LAYERS, mesh.shape['stage'], repeats)
   step = pipeline(mesh, schedule, num_microbatches, repeats=repeats, train=train, **options)
   args = in_memory_order(toy_params(), order), toy_batch(num_microbatches)
@@ -160,10 +197,19 @@ def assert_matches_sequential(mesh, schedule, num_microbatches, *, repeats=1, re
 
 
 # As many microbatches as stages, more, and a multiple; those that take no other path are slow.
-@pytest.mark.parametrize('schedule, repeats, num_microbatches', [
-    ('gpipe', 1, 5), ('1f1b', 1, 5), ('circular', 2, 5),
-    *(pytest.param(schedule, repeats, number, marks=pytest.mark.slow)
-      for schedule, repeats in SCHEDULES for number in (4, 8))])
+@pytest.mark.parametrize(
+  'schedule, repeats, num_microbatches',
+  [
+    ('gpipe', 1, 5),
+    ('1f1b', 1, 5),
+    ('circular', 2, 5),
+    *(
+      pytest.param(schedule, repeats, number, marks=pytest.mark.slow)
+      for schedule, repeats in SCHEDULES
+      for number in (4, 8)
+    ),
+  ],
+)
 def test_four_stages_equal_the_sequential_model(schedule, repeats, num_microbatches):
   assert_matches_sequential(make_mesh(stage=4), schedule, num_microbatches, repeats=repeats)
 
@@ -176,17 +222,25 @@ def test_two_stages_with_data_or_model_equal_the_sequential_model(mesh, schedule
 
 @pytest.mark.parametrize('schedule', ['gpipe', '1f1b'])
 def test_three_axes_with_gathered_parameters_equal_the_sequential_model(schedule):
-  assert_matches_sequential(make_mesh(stage=2, fsdp=2, model=2), schedule, 3,
-                            model=Toy(gather_over='fsdp'))
+  assert_matches_sequential(
+    make_mesh(stage=2, fsdp=2, model=2), schedule, 3, model=Toy(gather_over='fsdp')
+  )
 
 
 @pytest.mark.parametrize('schedule, repeats', SCHEDULES)
 def test_layers_with_a_permute_equal_the_sequential_model_where_idle_ticks_are_computed(
-    schedule, repeats):
+  schedule, repeats
+):
   # The norm has no epsilon: discarded work on zeros would make gradients NaN.
-  assert_matches_sequential(make_mesh(stage=2, context=2), schedule, 3, repeats=repeats,
-                            model=Toy(mix='context'), reference=Toy(mix='locally'),
-                            skip_idle=False)
+  assert_matches_sequential(
+    make_mesh(stage=2, context=2),
+    schedule,
+    3,
+    repeats=repeats,
+    model=Toy(mix='context'),
+    reference=Toy(mix='locally'),
+    skip_idle=False,
+  )
 
 
 @pytest.mark.parametrize('schedule, repeats', [('1f1b', 1), ('circular', 4)])
@@ -196,8 +250,9 @@ def test_forward_gives_the_sums_alone(schedule, repeats):
 
 @pytest.mark.parametrize('schedule, repeats', [('1f1b', 1), ('circular', 2)])
 def test_bfloat16_activations_leave_gradients_in_float32(schedule, repeats):
-  step = pipeline(make_mesh(stage=2, model=2), schedule, 4, repeats=repeats,
-                  model=Toy(dtype=jnp.bfloat16))
+  step = pipeline(
+    make_mesh(stage=2, model=2), schedule, 4, repeats=repeats, model=Toy(dtype=jnp.bfloat16)
+  )
   order = pp.layer_order(LAYERS, 2, repeats)
   args = in_memory_order(toy_params(), order), toy_batch(4)
   grads, sums = step.lower(*args).compile(compiler_options=QUICK)(*args)
@@ -210,14 +265,20 @@ def test_bfloat16_activations_leave_gradients_in_float32(schedule, repeats):
 
 def lowered(mesh, schedule, num_microbatches, **options):
   return pipeline(mesh, schedule, num_microbatches, **options).lower(
-      toy_params(), toy_batch(num_microbatches))
+    toy_params(), toy_batch(num_microbatches)
+  )
 
 
-@pytest.mark.parametrize('schedule, repeats, mesh', [
-    ('gpipe', 1, dict(stage=4)), ('circular', 2, dict(stage=4)),
+@pytest.mark.parametrize(
+  'schedule, repeats, mesh',
+  [
+    ('gpipe', 1, dict(stage=4)),
+    ('circular', 2, dict(stage=4)),
     ('1f1b', 1, dict(stage=2, data=2, model=2)),
     pytest.param('1f1b', 1, dict(stage=4), marks=pytest.mark.slow),
-    pytest.param('gpipe', 1, dict(stage=2, data=2, model=2), marks=pytest.mark.slow)])
+    pytest.param('gpipe', 1, dict(stage=2, data=2, model=2), marks=pytest.mark.slow),
+  ],
+)
 def test_one_activation_moves_per_tick_and_nothing_else(schedule, repeats, mesh):
   m, mesh = 5, make_mesh(**mesh)
   stages = mesh.shape['stage']
@@ -232,9 +293,13 @@ def test_one_activation_moves_per_tick_and_nothing_else(schedule, repeats, mesh)
   dealt_out = [] if schedule == '1f1b' else [(table.head_share, *activation)] * 2 * (stages - 1)
   assert [c.shape for c in permutes if not c.trip_counts] == dealt_out
   expected = pp.traffic_per_step(
-      schedule=schedule, num_stages=stages, num_microbatches=m, repeats=repeats,
-      activation_bytes=4 * int(np.prod(activation)),
-      shared_gradient_bytes=4 * (2 * VOCAB * EMBED + EMBED))
+    schedule=schedule,
+    num_stages=stages,
+    num_microbatches=m,
+    repeats=repeats,
+    activation_bytes=4 * int(np.prod(activation)),
+    shared_gradient_bytes=4 * (2 * VOCAB * EMBED + EMBED),
+  )
   sent = dict.fromkeys((c.kind for c in found), 0)
   for c in found:
     if c.bytes_per_device > 64:  # else the sums of the loss
@@ -246,8 +311,12 @@ def test_one_activation_moves_per_tick_and_nothing_else(schedule, repeats, mesh)
 
 
 def temp_bytes(schedule, num_microbatches):
-  return lowered(make_mesh(stage=4), schedule, num_microbatches).compile(
-      compiler_options=QUICK).memory_analysis().temp_size_in_bytes
+  return (
+    lowered(make_mesh(stage=4), schedule, num_microbatches)
+    .compile(compiler_options=QUICK)
+    .memory_analysis()
+    .temp_size_in_bytes
+  )
 
 
 def test_memory_of_1f1b_does_not_grow_with_microbatches_and_that_of_gpipe_does():
@@ -261,28 +330,38 @@ def timeline(table):
 
   A tick of 1f1b is two slots, forward and backward. Slots in which all stages idle cost nothing.
   """
+
   def row(direction, unit_of, tick):
     units = [unit_of(tick, s) for s in range(table.num_stages)]
     return [(direction, u) if 0 <= u < table.num_units else None for u in units]
+
   if table.schedule == '1f1b':
-    slots = [row(*which, t) for t in range(table.interleaved_ticks)
-             for which in (('f', table.forward_unit), ('b', table.backward_unit))]
+    slots = [
+      row(*which, t)
+      for t in range(table.interleaved_ticks)
+      for which in (('f', table.forward_unit), ('b', table.backward_unit))
+    ]
   else:
     forward = [row('f', table.forward_unit, t) for t in range(table.forward_ticks)]
     slots = forward + [[c and ('b', c[1]) for c in slot] for slot in reversed(forward)]
   return [slot for slot in slots if any(slot)]
 
 
-TABLES = [Timetable(schedule, s, m, r) for s in (2, 3, 4, 8) for m in (s, s + 1, 4 * s)
-          for schedule, r in [('gpipe', 1), ('1f1b', 1), ('circular', 2), ('circular', 3)]]
+TABLES = [
+  Timetable(schedule, s, m, r)
+  for s in (2, 3, 4, 8)
+  for m in (s, s + 1, 4 * s)
+  for schedule, r in [('gpipe', 1), ('1f1b', 1), ('circular', 2), ('circular', 3)]
+]
 
 
 @pytest.mark.parametrize('table', TABLES, ids=str)
 def test_bubble_fraction_is_the_part_of_slots_that_are_idle(table):
   slots = timeline(table)
   idle = sum(cell is None for slot in slots for cell in slot) / (len(slots) * table.num_stages)
-  assert pp.bubble_fraction(table.schedule, table.num_stages, table.num_microbatches,
-                            table.repeats) == pytest.approx(idle)
+  assert pp.bubble_fraction(
+    table.schedule, table.num_stages, table.num_microbatches, table.repeats
+  ) == pytest.approx(idle)
 
 
 @pytest.mark.parametrize('table', TABLES, ids=str)
@@ -309,9 +388,11 @@ def test_every_unit_follows_the_one_that_it_needs(table):
 def test_1f1b_never_holds_more_inputs_than_it_keeps():
   table = Timetable('1f1b', 4, 20)
   for stage in range(4):
-    waits = [next(t for t in range(99) if table.backward_unit(t, stage) == unit)
-             - next(t for t in range(99) if table.forward_unit(t, stage) == unit)
-             for unit in range(20)]
+    waits = [
+      next(t for t in range(99) if table.backward_unit(t, stage) == unit)
+      - next(t for t in range(99) if table.forward_unit(t, stage) == unit)
+      for unit in range(20)
+    ]
     assert max(waits) < table.kept_inputs == 7
 
 
@@ -334,8 +415,11 @@ def test_layer_order_gives_stages_their_blocks(stages, repeats):
 
 
 def problems(layers=12, batch=32, stage=4, **options):
-  return pp.check({'layers': layers, 'batch': batch}, {'stage': stage, 'data': 2}, **{
-      'schedule': 'gpipe', 'num_pipeline_microbatches': 4, 'batch_parts': 2, **options})
+  return pp.check(
+    {'layers': layers, 'batch': batch},
+    {'stage': stage, 'data': 2},
+    **{'schedule': 'gpipe', 'num_pipeline_microbatches': 4, 'batch_parts': 2, **options},
+  )
 
 
 def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
@@ -344,34 +428,55 @@ def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
   assert problems(stage=1, layers=7, schedule='?', num_pipeline_microbatches=99) == []
 
 
-@pytest.mark.parametrize('options, text', [
-    (dict(layers=14), 'layers = 14 does not divide over stage=4. Set '
-     'TransformerConfig.num_layers = 12 or 16, or Partitioner.stage = 1, 2, 7 or 14.'),
-    (dict(layers=20, schedule='circular', repeats=2),
-     'layers = 20 does not divide over stage=4 x 2 blocks each (= 8). Set '
-     'TransformerConfig.num_layers = 16 or 24, or Partitioner.stage = 1, 2, 5 or 10, or '
-     'Partitioner.pipeline_repeats = 5.'),
-    (dict(num_pipeline_microbatches=6),
-     'batch = 32: the 16 rows of each of 2 parts cannot be cut into '
-     'Partitioner.num_pipeline_microbatches = 6. Set Partitioner.num_pipeline_microbatches = '
-     '1, 2, 4, 8 or 16, or BATCH_SIZE = 24 or 36.'),
-    (dict(num_pipeline_microbatches=0),
-     'Partitioner.num_pipeline_microbatches = 0 is not 1 or more. Set it to 1, 2, 4, 8 or 16.'),
-    (dict(schedule='circular', repeats=3, num_pipeline_microbatches=2),
-     'Partitioner.num_pipeline_microbatches = 2 is fewer than the 4 stages: under the circular '
-     'schedule the first microbatch would come round before the last has started. Set it to '
-     '4, 8 or 16.'),
-    (dict(schedule='circular'),
-     'The circular schedule with Partitioner.pipeline_repeats = 1 is gpipe: each microbatch passes '
-     "the 4 stages once. Set Partitioner.pipeline_repeats = 3, or "
-     "Partitioner.pipeline_schedule = 'gpipe'."),
-    (dict(repeats=3),
-     'Partitioner.pipeline_repeats = 3, but under gpipe each microbatch passes the 4 stages once. '
-     "Set Partitioner.pipeline_schedule = 'circular', or Partitioner.pipeline_repeats = 1."),
-    (dict(schedule='1F1B'),
-     "Partitioner.pipeline_schedule = '1F1B' is no pipeline schedule. Did you mean '1f1b'? Set it "
-     "to 'gpipe', '1f1b' or 'circular'."),
-], ids=lambda value: '' if isinstance(value, dict) else value[:24])
+@pytest.mark.parametrize(
+  'options, text',
+  [
+    (
+      dict(layers=14),
+      'layers = 14 does not divide over stage=4. Set '
+      'TransformerConfig.num_layers = 12 or 16, or Partitioner.stage = 1, 2, 7 or 14.',
+    ),
+    (
+      dict(layers=20, schedule='circular', repeats=2),
+      'layers = 20 does not divide over stage=4 x 2 blocks each (= 8). Set '
+      'TransformerConfig.num_layers = 16 or 24, or Partitioner.stage = 1, 2, 5 or 10, or '
+      'Partitioner.pipeline_repeats = 5.',
+    ),
+    (
+      dict(num_pipeline_microbatches=6),
+      'batch = 32: the 16 rows of each of 2 parts cannot be cut into '
+      'Partitioner.num_pipeline_microbatches = 6. Set Partitioner.num_pipeline_microbatches = '
+      '1, 2, 4, 8 or 16, or BATCH_SIZE = 24 or 36.',
+    ),
+    (
+      dict(num_pipeline_microbatches=0),
+      'Partitioner.num_pipeline_microbatches = 0 is not 1 or more. Set it to 1, 2, 4, 8 or 16.',
+    ),
+    (
+      dict(schedule='circular', repeats=3, num_pipeline_microbatches=2),
+      'Partitioner.num_pipeline_microbatches = 2 is fewer than the 4 stages: under the circular '
+      'schedule the first microbatch would come round before the last has started. Set it to '
+      '4, 8 or 16.',
+    ),
+    (
+      dict(schedule='circular'),
+      'The circular schedule with Partitioner.pipeline_repeats = 1 is gpipe: each microbatch '
+      'passes the 4 stages once. Set Partitioner.pipeline_repeats = 3, or '
+      "Partitioner.pipeline_schedule = 'gpipe'.",
+    ),
+    (
+      dict(repeats=3),
+      'Partitioner.pipeline_repeats = 3, but under gpipe each microbatch passes the 4 stages once. '
+      "Set Partitioner.pipeline_schedule = 'circular', or Partitioner.pipeline_repeats = 1.",
+    ),
+    (
+      dict(schedule='1F1B'),
+      "Partitioner.pipeline_schedule = '1F1B' is no pipeline schedule. Did you mean '1f1b'? Set it "
+      "to 'gpipe', '1f1b' or 'circular'.",
+    ),
+  ],
+  ids=lambda value: '' if isinstance(value, dict) else value[:24],
+)
 def test_check_names_the_nearest_sizes_that_work(options, text):
   assert problems(**options) == [text]
 

@@ -28,9 +28,16 @@ def compare(facts: list[dict], **options) -> tuple[list[str], int]:
       answer = [json.loads(text) for text in values]
       barrier.wait(60)
       return answer
+
     lines[index] = agreement.differences(
-        facts[index], digests=[agreement.digest(f) for f in facts], process_index=index,
-        hostnames=[f'node{i // 2}' for i in range(count)], exchange=exchange, **options)
+      facts[index],
+      digests=[agreement.digest(f) for f in facts],
+      process_index=index,
+      hostnames=[f'node{i // 2}' for i in range(count)],
+      exchange=exchange,
+      **options,
+    )
+
   threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
   for thread in threads:
     thread.start()
@@ -54,12 +61,15 @@ def test_the_fact_that_differs_is_named_with_its_hosts():
   facts = [{'a': fact('1'), 'b': fact('2')} for _ in range(4)]
   facts[2] = facts[3] = {'a': fact('1'), 'b': fact('3')}
   lines, _ = compare(facts)
-  assert lines == ['b: /path (2) on process 0 (node0) and 1 more, '
-                   '/path (3) on process 2 (node1) and 1 more']
+  assert lines == [
+    'b: /path (2) on process 0 (node0) and 1 more, /path (3) on process 2 (node1) and 1 more'
+  ]
 
 
-@pytest.mark.parametrize('only_common, expected', [
-    (True, []), (False, ['b: /path (2) on process 0 (node0), nothing on process 1 (node0)'])])
+@pytest.mark.parametrize(
+  'only_common, expected',
+  [(True, []), (False, ['b: /path (2) on process 0 (node0), nothing on process 1 (node0)'])],
+)
 def test_a_fact_of_some_processes_only(only_common, expected):
   lines, _ = compare([{'a': fact('1'), 'b': fact('2')}, {'a': fact('1')}], only_common=only_common)
   assert lines == expected
@@ -90,23 +100,31 @@ def test_facts_of_code_are_sources_modules_and_versions_without_installed_packag
   facts = same_code.facts()
   assert 't5x_gpu/runtime/cluster/same_code.py' in facts and 't5x_gpu/train.py' in facts
   assert f'module {__name__}' in facts  # neither installed nor of the standard library
-  assert not any(name.startswith(('module jax', 'module json', 'module t5x_gpu'))
-                 for name in facts)
+  assert not any(name.startswith(('module jax', 'module json', 'module t5x_gpu')) for name in facts)
   assert facts['version of jax'][0] != 'not installed' == facts['version of tokamax'][0]
 
 
 def test_a_changed_source_is_named_and_the_same_sources_elsewhere_are_not(tmp_path):
   def facts_of(root: pathlib.Path) -> dict:
-    text = ('import json, sys; sys.path.insert(0, sys.argv[1]); '
-            'from t5x_gpu.runtime.cluster import same_code; print(json.dumps(same_code.facts()))')
-    done = subprocess.run([sys.executable, '-c', text, str(root)], cwd=tmp_path, text=True,
-                          capture_output=True, check=True, env={'PATH': '/usr/bin:/bin'})
+    text = (
+      'import json, sys; sys.path.insert(0, sys.argv[1]); '
+      'from t5x_gpu.runtime.cluster import same_code; print(json.dumps(same_code.facts()))'
+    )
+    done = subprocess.run(
+      [sys.executable, '-c', text, str(root)],
+      cwd=tmp_path,
+      text=True,
+      capture_output=True,
+      check=True,
+      env={'PATH': '/usr/bin:/bin'},
+    )
     return json.loads(done.stdout)
+
   shutil.copytree(ROOT / 't5x_gpu', tmp_path / 't5x_gpu')
   here, there = facts_of(ROOT), facts_of(tmp_path)
   assert compare([here, there], only_common=True) == ([], 0)
   schedules = tmp_path / 't5x_gpu' / 'training' / 'schedules.py'
   schedules.write_text(schedules.read_text().replace('0.5', '0.25', 1) + '\n')
   lines, _ = compare([here, facts_of(tmp_path)], only_common=True)
-  line, = lines
+  (line,) = lines
   assert line.startswith('t5x_gpu/training/schedules.py: ') and str(schedules) in line

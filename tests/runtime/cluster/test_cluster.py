@@ -8,22 +8,43 @@ from t5x_gpu.runtime.cluster.cluster import detect
 from t5x_gpu.runtime.cluster.schedulers import first_host
 
 
-def slurm_step(rank: int, *, local: int = 0, tasks: int = 4, per_node: str = '2(x2)', node: int = 0,
-               **variables: str) -> dict[str, str]:
+def slurm_step(
+  rank: int,
+  *,
+  local: int = 0,
+  tasks: int = 4,
+  per_node: str = '2(x2)',
+  node: int = 0,
+  **variables: str,
+) -> dict[str, str]:
   """The variables of an srun task, as Slurm 22.05 sets them."""
-  return {'SLURM_JOB_ID': '310', 'SLURM_STEP_ID': '0', 'SLURM_STEP_NODELIST': 'gpu-[001-002]',
-          'SLURM_PROCID': str(rank), 'SLURM_LOCALID': str(local), 'SLURM_NTASKS': str(tasks),
-          'SLURM_STEP_NUM_TASKS': str(tasks), 'SLURM_STEP_TASKS_PER_NODE': per_node,
-          'SLURM_NODEID': str(node), 'SLURMD_NODENAME': f'gpu-00{node + 1}', **variables}
+  return {
+    'SLURM_JOB_ID': '310',
+    'SLURM_STEP_ID': '0',
+    'SLURM_STEP_NODELIST': 'gpu-[001-002]',
+    'SLURM_PROCID': str(rank),
+    'SLURM_LOCALID': str(local),
+    'SLURM_NTASKS': str(tasks),
+    'SLURM_STEP_NUM_TASKS': str(tasks),
+    'SLURM_STEP_TASKS_PER_NODE': per_node,
+    'SLURM_NODEID': str(node),
+    'SLURMD_NODENAME': f'gpu-00{node + 1}',
+    **variables,
+  }
 
 
-def openmpi_task(rank: int, *, size: int = 4, local_size: int = 2, **variables: str
-                 ) -> dict[str, str]:
-  return {'OMPI_COMM_WORLD_RANK': str(rank), 'OMPI_COMM_WORLD_SIZE': str(size),
-          'OMPI_COMM_WORLD_LOCAL_RANK': str(rank % local_size),
-          'OMPI_COMM_WORLD_LOCAL_SIZE': str(local_size), 'PMIX_NAMESPACE': '1314324481',
-          'OMPI_MCA_orte_hnp_uri': '1314324480.0;tcp://192.0.2.2,10.0.0.2:52071;tcp6://[fd00::2]:5',
-          **variables}
+def openmpi_task(
+  rank: int, *, size: int = 4, local_size: int = 2, **variables: str
+) -> dict[str, str]:
+  return {
+    'OMPI_COMM_WORLD_RANK': str(rank),
+    'OMPI_COMM_WORLD_SIZE': str(size),
+    'OMPI_COMM_WORLD_LOCAL_RANK': str(rank % local_size),
+    'OMPI_COMM_WORLD_LOCAL_SIZE': str(local_size),
+    'PMIX_NAMESPACE': '1314324481',
+    'OMPI_MCA_orte_hnp_uri': '1314324480.0;tcp://192.0.2.2,10.0.0.2:52071;tcp6://[fd00::2]:5',
+    **variables,
+  }
 
 
 def test_nothing_set_is_one_process():
@@ -42,13 +63,15 @@ def test_a_slurm_task_knows_rank_count_and_the_first_host():
 
 def test_attempt_and_time_limit_come_from_slurm():
   info = detect(slurm_step(0, SLURM_RESTART_COUNT='2', SLURM_JOB_END_TIME='1790000000'))
-  assert (info.attempt, info.end_time) == (2, 1790000000.)
+  assert (info.attempt, info.end_time) == (2, 1790000000.0)
 
 
 def test_two_steps_and_two_attempts_of_one_job_have_other_ports():
   same = {'SLURM_PROCID': '1', 'SLURM_LOCALID': '1'}
-  infos = [detect({**slurm_step(0), **more}) for more in (
-      {}, {'SLURM_STEP_ID': '1'}, {'SLURM_RESTART_COUNT': '1'})]
+  infos = [
+    detect({**slurm_step(0), **more})
+    for more in ({}, {'SLURM_STEP_ID': '1'}, {'SLURM_RESTART_COUNT': '1'})
+  ]
   addresses = [(info.coordinator_address, *info.other_addresses) for info in infos]
   assert len({address for group in addresses for address in group}) == 3 * cluster.PORT_CHOICES
   assert len({info.run_id for info in infos}) == 3
@@ -64,7 +87,9 @@ def test_ports_lie_above_those_that_linux_hands_out():
     assert all(61440 <= port < 65536 for port in ports)
 
 
-@pytest.mark.parametrize('visible, on_host, per_task, local, want', [
+@pytest.mark.parametrize(
+  'visible, on_host, per_task, local, want',
+  [
     # --gpus-per-node=8 --ntasks-per-node=8: everybody sees all.
     ('0,1,2,3,4,5,6,7', '8', None, 3, (3,)),
     # --gpus-per-task=1: task 3 sees one GPU, and it has number 0 for CUDA (JAX would ask for 3).
@@ -78,24 +103,43 @@ def test_ports_lie_above_those_that_linux_hands_out():
     ('0,1,2,3,4,5,6,7', '8', None, 1, (1,)),
     # GPUs that CUDA calls by UUID.
     ('GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g,GPU-h', '8', None, 7, (7,)),
-])
+  ],
+)
 def test_a_task_takes_its_share_of_the_gpus_that_it_sees(visible, on_host, per_task, local, want):
-  env = slurm_step(local, local=local, tasks=8, per_node='8', CUDA_VISIBLE_DEVICES=visible,
-                   SLURM_GPUS_ON_NODE=on_host)
+  env = slurm_step(
+    local,
+    local=local,
+    tasks=8,
+    per_node='8',
+    CUDA_VISIBLE_DEVICES=visible,
+    SLURM_GPUS_ON_NODE=on_host,
+  )
   if per_task:
     env['SLURM_GPUS_PER_TASK'] = per_task
   assert detect(env).local_device_ids == want
 
 
 def test_tasks_fewer_than_gpus_get_blocks():
-  env = slurm_step(1, local=1, tasks=2, per_node='2', CUDA_VISIBLE_DEVICES='0,1,2,3,4,5,6,7',
-                   SLURM_GPUS_ON_NODE='8')
+  env = slurm_step(
+    1,
+    local=1,
+    tasks=2,
+    per_node='2',
+    CUDA_VISIBLE_DEVICES='0,1,2,3,4,5,6,7',
+    SLURM_GPUS_ON_NODE='8',
+  )
   assert detect(env).local_device_ids == (4, 5, 6, 7)
 
 
 def test_one_task_per_host_takes_all_gpus_not_the_first():
-  env = slurm_step(1, tasks=2, per_node='1(x2)', node=1, CUDA_VISIBLE_DEVICES='0,1,2,3,4,5,6,7',
-                   SLURM_GPUS_ON_NODE='8')
+  env = slurm_step(
+    1,
+    tasks=2,
+    per_node='1(x2)',
+    node=1,
+    CUDA_VISIBLE_DEVICES='0,1,2,3,4,5,6,7',
+    SLURM_GPUS_ON_NODE='8',
+  )
   info = detect(env)
   assert info.local_device_ids is None and info.devices_reason == 'all 8 visible GPUs'
 
@@ -106,16 +150,18 @@ def test_gpus_are_counted_where_the_launcher_hides_none():
 
 
 def test_gpus_that_do_not_divide_are_an_error_that_names_the_numbers():
-  env = slurm_step(1, local=1, tasks=3, per_node='3', CUDA_VISIBLE_DEVICES='0,1,2,3',
-                   SLURM_GPUS_ON_NODE='4')
+  env = slurm_step(
+    1, local=1, tasks=3, per_node='3', CUDA_VISIBLE_DEVICES='0,1,2,3', SLURM_GPUS_ON_NODE='4'
+  )
   with pytest.raises(ConfigError, match='4 GPUs are visible to each of 3 processes') as e:
     detect(env)
   assert '--ntasks-per-node=4' in str(e.value)
 
 
 def test_four_tasks_with_one_gpu_in_common_are_an_error():
-  env = slurm_step(1, local=1, tasks=4, per_node='4', CUDA_VISIBLE_DEVICES='0',
-                   SLURM_GPUS_ON_NODE='1')
+  env = slurm_step(
+    1, local=1, tasks=4, per_node='4', CUDA_VISIBLE_DEVICES='0', SLURM_GPUS_ON_NODE='1'
+  )
   with pytest.raises(ConfigError, match='1 GPUs are visible to each of 4'):
     detect(env)
 
@@ -127,8 +173,10 @@ def test_jax_local_device_ids_win():
     detect({'JAX_LOCAL_DEVICE_IDS': 'two', 'JAX_PROCESS_INDEX': '0', 'JAX_PROCESS_COUNT': '1'})
 
 
-@pytest.mark.parametrize('text, count', [
-    ('0,1', 2), ('', 0), ('NoDevFiles', 0), ('-1', 0), ('0,-1,2', 1), ('MIG-x,MIG-y', 2)])
+@pytest.mark.parametrize(
+  'text, count',
+  [('0,1', 2), ('', 0), ('NoDevFiles', 0), ('-1', 0), ('0,-1,2', 1), ('MIG-x,MIG-y', 2)],
+)
 def test_visible_gpus_are_counted_as_cuda_does(text, count):
   assert cluster.visible_gpus({'CUDA_VISIBLE_DEVICES': text}, 8) == count
 
@@ -162,8 +210,16 @@ def test_open_mpi_5_names_its_host_in_the_namespace():
 
 
 def test_pals_on_polaris_takes_the_first_host_of_the_nodefile():
-  env = {'PALS_RANKID': '5', 'PALS_LOCAL_RANKID': '1', 'PALS_NODEID': '1', 'PALS_APID': 'x',
-         'PMI_SIZE': '8', 'PMI_LOCAL_SIZE': '4', 'PBS_JOBID': '12.polaris', 'PBS_NODEFILE': '/n'}
+  env = {
+    'PALS_RANKID': '5',
+    'PALS_LOCAL_RANKID': '1',
+    'PALS_NODEID': '1',
+    'PALS_APID': 'x',
+    'PMI_SIZE': '8',
+    'PMI_LOCAL_SIZE': '4',
+    'PBS_JOBID': '12.polaris',
+    'PBS_NODEFILE': '/n',
+  }
   info = detect(env, num_gpus=4, read=lambda path: 'x3006c0s1b0n0\nx3006c0s1b1n0\n')
   assert (info.kind, info.process_index, info.process_count) == ('pals', 5, 8)
   assert info.coordinator_address.startswith('x3006c0s1b0n0:')
@@ -185,18 +241,26 @@ def test_a_pbs_script_without_mpiexec_is_warned():
 
 
 def test_torchrun_variables_work_with_its_own_port_left_free():
-  env = {'RANK': '3', 'WORLD_SIZE': '4', 'MASTER_ADDR': 'node1', 'MASTER_PORT': '29500',
-         'LOCAL_RANK': '1', 'LOCAL_WORLD_SIZE': '2', 'CUDA_VISIBLE_DEVICES': '0,1'}
+  env = {
+    'RANK': '3',
+    'WORLD_SIZE': '4',
+    'MASTER_ADDR': 'node1',
+    'MASTER_PORT': '29500',
+    'LOCAL_RANK': '1',
+    'LOCAL_WORLD_SIZE': '2',
+    'CUDA_VISIBLE_DEVICES': '0,1',
+  }
   info = detect(env)
-  assert (info.kind, info.process_index, info.coordinator_address) == (
-      'torchrun', 3, 'node1:29500')
+  assert (info.kind, info.process_index, info.coordinator_address) == ('torchrun', 3, 'node1:29500')
   assert info.local_device_ids == (1,)
   assert detect({**env, 'TORCHELASTIC_RUN_ID': 'x'}).coordinator_address == 'node1:29501'
 
 
 def test_jax_variables_work_in_both_spellings():
-  for index, count in (('JAX_PROCESS_INDEX', 'JAX_PROCESS_COUNT'),
-                       ('JAX_PROCESS_ID', 'JAX_NUM_PROCESSES')):
+  for index, count in (
+    ('JAX_PROCESS_INDEX', 'JAX_PROCESS_COUNT'),
+    ('JAX_PROCESS_ID', 'JAX_NUM_PROCESSES'),
+  ):
     info = detect({index: '1', count: '2', 'JAX_COORDINATOR_ADDRESS': 'h:1234'})
     assert (info.kind, info.process_index, info.process_count) == ('jax', 1, 2)
     assert info.coordinator_address == 'h:1234'
@@ -217,7 +281,9 @@ def test_flags_win_over_the_launcher():
   assert '--process_index' in info.reason
 
 
-@pytest.mark.parametrize('flags, words', [
+@pytest.mark.parametrize(
+  'flags, words',
+  [
     (('h:1', None, None), '--process_count and --process_index'),
     ((None, 2, 0), '--coordinator_address'),
     (('h', 2, 0), 'not HOST:PORT'),
@@ -227,7 +293,8 @@ def test_flags_win_over_the_launcher():
     (('h:1', 2, 2), 'from 0 to 1'),
     (('h:1', 2, -1), 'from 0 to 1'),
     (('h:1', 0, 0), 'start at least one'),
-])
+  ],
+)
 def test_flags_that_cannot_work_are_refused_before_any_waiting(flags, words):
   address, count, index = flags
   with pytest.raises(ConfigError, match='--process_count|--coordinator_address') as e:
@@ -240,9 +307,17 @@ def test_a_variable_that_is_no_number_is_named():
     detect({**slurm_step(0), 'SLURM_PROCID': 'x'})
 
 
-@pytest.mark.parametrize('nodes, first', [
-    ('node1', 'node1'), ('node[1-4]', 'node1'), ('node[3,5-7],other', 'node3'),
-    ('gpu-[001-128]', 'gpu-001'), ('a,b', 'a'), ('rack[1-2]-gpu', 'rack1-gpu'),
-    ('127.0.0.[1-2]', '127.0.0.1')])
+@pytest.mark.parametrize(
+  'nodes, first',
+  [
+    ('node1', 'node1'),
+    ('node[1-4]', 'node1'),
+    ('node[3,5-7],other', 'node3'),
+    ('gpu-[001-128]', 'gpu-001'),
+    ('a,b', 'a'),
+    ('rack[1-2]-gpu', 'rack1-gpu'),
+    ('127.0.0.[1-2]', '127.0.0.1'),
+  ],
+)
 def test_the_first_host_of_slurms_notation(nodes, first):
   assert first_host(nodes) == first

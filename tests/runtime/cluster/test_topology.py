@@ -70,7 +70,8 @@ def test_uneven_hosts_are_an_error_that_names_the_odd_one():
 def test_any_key_can_stand_for_the_host():
   domains = {0: 'rack-a', 1: 'rack-b', 2: 'rack-a', 3: 'rack-b'}
   topology, ordered = group_by_host(
-      [FakeGpu(id=i, process_index=i) for i in range(4)], lambda d: domains[d.process_index])
+    [FakeGpu(id=i, process_index=i) for i in range(4)], lambda d: domains[d.process_index]
+  )
   assert topology == Topology(2, 2)
   assert [d.id for d in ordered] == [0, 2, 1, 3]
 

@@ -11,7 +11,8 @@ PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'xla_flags.md'
 
 def test_the_page_is_up_to_date():
   assert PAGE.read_text(encoding='utf-8') == docs_tables.page(), (
-      'python -m t5x_gpu.doctor --flags --markdown > docs/xla_flags.md')
+    'python -m t5x_gpu.doctor --flags --markdown > docs/xla_flags.md'
+  )
 
 
 def test_every_setting_is_on_the_page_and_in_the_table():

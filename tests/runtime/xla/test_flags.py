@@ -21,8 +21,9 @@ from t5x_gpu.runtime.xla.flags import prepare_environment
 from t5x_gpu.runtime.xla.legacy import LEGACY
 
 PRESETS = [name for name in xla_presets.PRESETS if name != 'none']
-T5X_SCRIPT_FLAGS = ('--xla_gpu_simplify_all_fp_conversions '
-              '--xla_gpu_all_reduce_combine_threshold_bytes=136314880')
+T5X_SCRIPT_FLAGS = (
+  '--xla_gpu_simplify_all_fp_conversions --xla_gpu_all_reduce_combine_threshold_bytes=136314880'
+)
 OPTION = 'xla_gpu_all_reduce_combine_threshold_bytes'
 
 
@@ -35,12 +36,13 @@ def _own_cache(tmp_path_factory, monkeypatch):
 def every_machine():
   """Yields one `select(...)` keyword set per kind of machine."""
   for gpu, hosts, axes in itertools.product(
-      (*xla_presets.GENERATIONS, 'NVIDIA L4'), (1, 2), ((), ('stage', 'fsdp', 'context', 'model'))):
+    (*xla_presets.GENERATIONS, 'NVIDIA L4'), (1, 2), ((), ('stage', 'fsdp', 'context', 'model'))
+  ):
     yield dict(gpu=gpu, num_hosts=hosts, mesh_axes=axes)
 
 
 # Sets what a preset sets on an H200 before jax is imported, and compiles with its options.
-START = '''
+START = """
 import json, sys
 from t5x_gpu.runtime.xla import flags as xla_flags
 applied = xla_flags.prepare_environment(sys.argv[1], gpu='NVIDIA H200', num_hosts=2,
@@ -51,16 +53,22 @@ add = jax.jit(lambda x: x + 1).lower(1.).compile(compiler_options=applied.compil
 print(json.dumps([float(add(1.)), jax.config.jax_optimization_level, {
     'dropped': applied.dropped, 'xla_flags': applied.xla_flags,
     'compile_options': applied.compile_options}]))
-'''
+"""
 
 
 def start(code, *arguments, flags=None, **env):
-  env = {'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': os.getcwd(),
-         'XDG_CACHE_HOME': os.environ['XDG_CACHE_HOME'], **env}
+  env = {
+    'PATH': os.environ['PATH'],
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': os.getcwd(),
+    'XDG_CACHE_HOME': os.environ['XDG_CACHE_HOME'],
+    **env,
+  }
   if flags is not None:
     env['XLA_FLAGS'] = flags
-  return subprocess.run([sys.executable, '-c', code, *arguments], env=env, capture_output=True,
-                        text=True, timeout=120)
+  return subprocess.run(
+    [sys.executable, '-c', code, *arguments], env=env, capture_output=True, text=True, timeout=120
+  )
 
 
 @pytest.mark.parametrize('preset', PRESETS)
@@ -113,8 +121,10 @@ def test_an_unknown_flag_is_dropped_with_a_suggestion():
 
 
 def test_values_that_xla_cannot_read_are_dropped_alone():
-  env = {'XLA_FLAGS': '--xla_gpu_autotune_level=high --xla_gpu_bogus --xla_gpu_autotune_level=2 '
-                      '--xla_gpu_enable_command_buffer=FOO'}
+  env = {
+    'XLA_FLAGS': '--xla_gpu_autotune_level=high --xla_gpu_bogus --xla_gpu_autotune_level=2 '
+    '--xla_gpu_enable_command_buffer=FOO'
+  }
   applied = prepare_environment(gpu=None, environ=env)
   assert env['XLA_FLAGS'] == '--xla_gpu_autotune_level=2'
   assert "'FOO'" in applied.report() and 'value high' in applied.report()
@@ -122,26 +132,34 @@ def test_values_that_xla_cannot_read_are_dropped_alone():
 
 
 def test_the_users_flags_win_over_flags_options_and_variables():
-  env = {'XLA_FLAGS': '--xla_gpu_enable_latency_hiding_scheduler=false '
-                      '--xla_gpu_first_collective_call_terminate_timeout_seconds=60',
-         'XLA_PYTHON_CLIENT_MEM_FRACTION': '.7', 'NCCL_DEBUG': 'INFO',
-         'JAX_OPTIMIZATION_LEVEL': 'O0'}
+  env = {
+    'XLA_FLAGS': '--xla_gpu_enable_latency_hiding_scheduler=false '
+    '--xla_gpu_first_collective_call_terminate_timeout_seconds=60',
+    'XLA_PYTHON_CLIENT_MEM_FRACTION': '.7',
+    'NCCL_DEBUG': 'INFO',
+    'JAX_OPTIMIZATION_LEVEL': 'O0',
+  }
   before = dict(env)
   applied = prepare_environment(gpu='h200', environ=env)
   assert {name: env[name] for name in before} == before
   assert 'XLA_CLIENT_MEM_FRACTION' not in env  # jax raises at both.
   assert 'xla_gpu_enable_latency_hiding_scheduler' not in applied.compile_options
-  assert applied.kept == ('JAX_OPTIMIZATION_LEVEL', 'NCCL_DEBUG', 'XLA_CLIENT_MEM_FRACTION',
-                          'xla_gpu_enable_latency_hiding_scheduler',
-                          'xla_gpu_first_collective_call_terminate_timeout_seconds')
+  assert applied.kept == (
+    'JAX_OPTIMIZATION_LEVEL',
+    'NCCL_DEBUG',
+    'XLA_CLIENT_MEM_FRACTION',
+    'xla_gpu_enable_latency_hiding_scheduler',
+    'xla_gpu_first_collective_call_terminate_timeout_seconds',
+  )
   assert not set(applied.kept) & {row.name for row in applied.settings}
 
 
 def test_a_renamed_flag_of_the_user_wins_over_the_option_of_its_other_name():
   env = {'XLA_FLAGS': '--xla_gpu_pipeline_all_gather=off'}
   applied = prepare_environment('max_overlap', gpu='h200', environ=env)
-  assert not [name for name in applied.compile_options if 'pipeline' in name
-              and 'all_gather' in name]
+  assert not [
+    name for name in applied.compile_options if 'pipeline' in name and 'all_gather' in name
+  ]
   assert len(applied.xla_flags) == 2  # Kept or translated, never lost.
 
 
@@ -186,6 +204,7 @@ def test_a_warm_start_asks_no_child(monkeypatch):
   def once():
     env = {'XLA_FLAGS': T5X_SCRIPT_FLAGS}
     return prepare_environment('default', gpu='h100', num_hosts=2, environ=env), env
+
   first = once()
   monkeypatch.setattr(xla_probe, '_child', lambda *a, **k: pytest.fail('asked a child'))
   assert once() == first
@@ -199,7 +218,8 @@ def test_without_cache_and_child_names_are_read_from_the_library(monkeypatch):
   monkeypatch.setenv('XDG_CACHE_HOME', '/dev/null')
   monkeypatch.setattr(xla_probe.run_with_deadline, 'run', no_child)
   assert xla_probe.refused_flags(['--xla_gpu_autotune_level=1', '--xla_gpu_bogus=1']) == {
-      '--xla_gpu_bogus=1': f'not in {xla_probe.installed()}'}
+    '--xla_gpu_bogus=1': f'not in {xla_probe.installed()}'
+  }
   assert xla_probe.refused_options({'xla_gpu_bogus': 1}) == {}
 
 
@@ -216,32 +236,32 @@ def test_a_plugin_of_another_version_is_looked_into(tmp_path):
   system = xla_probe.installed()
   system = xla_probe.Installed(system.jaxlib, system.library, '0.0.1', library)
   flags = ['--xla_gpu_autotune_level=1', '--xla_gpu_enable_triton_gemm=true']
-  assert xla_probe.refused_flags(flags, system=system) == {
-      flags[1]: 'not in the CUDA plugin 0.0.1'}
+  assert xla_probe.refused_flags(flags, system=system) == {flags[1]: 'not in the CUDA plugin 0.0.1'}
 
 
 @pytest.mark.skipif(xla_probe.installed().plugin is None, reason='needs a CUDA plugin wheel')
 def test_the_cuda_plugin_knows_all_that_the_table_sets():
   system = xla_probe.installed()
-  selected = [xla_presets.select(preset, **machine)
-              for preset in PRESETS for machine in every_machine()]
-  names = {name for s in selected
-           for name in (*s.xla_flags, *xla_flags.compile_options(s, system.plugin))}
+  selected = [
+    xla_presets.select(preset, **machine) for preset in PRESETS for machine in every_machine()
+  ]
+  names = {
+    name for s in selected for name in (*s.xla_flags, *xla_flags.compile_options(s, system.plugin))
+  }
   library = system.plugin_library.read_bytes()
   assert [name for name in names if b'\0' + name.encode() + b'\0' not in library] == []
 
 
 # Tried one by one, a process each, with each jaxlib.
 KNOWN = {
-    'xla_gpu_enable_latency_hiding_scheduler=true': {'0.10': True, '0.11': True, '0.12': True},
-    'xla_gpu_enable_pipelined_all_gather=true': {'0.10': True, '0.11': True, '0.12': True},
-    'xla_gpu_pipeline_all_gather=on': {'0.10': False, '0.11': True, '0.12': True},
-    'xla_gpu_fused_attention_use_cudnn_rng=true': {'0.10': True, '0.11': False, '0.12': False},
-    'xla_gpu_graph_level=0': {'0.10': False, '0.11': False, '0.12': False},
-    'xla_gpu_enable_nccl_per_stream_comms=false': {'0.10': False, '0.11': False, '0.12': False},
-    'xla_gpu_executable_terminate_timeout_seconds=30': {'0.10': False, '0.11': False,
-                                                        '0.12': False},
-    'xla_gpu_enable_command_buffer=': {'0.10': True, '0.11': True, '0.12': True},
+  'xla_gpu_enable_latency_hiding_scheduler=true': {'0.10': True, '0.11': True, '0.12': True},
+  'xla_gpu_enable_pipelined_all_gather=true': {'0.10': True, '0.11': True, '0.12': True},
+  'xla_gpu_pipeline_all_gather=on': {'0.10': False, '0.11': True, '0.12': True},
+  'xla_gpu_fused_attention_use_cudnn_rng=true': {'0.10': True, '0.11': False, '0.12': False},
+  'xla_gpu_graph_level=0': {'0.10': False, '0.11': False, '0.12': False},
+  'xla_gpu_enable_nccl_per_stream_comms=false': {'0.10': False, '0.11': False, '0.12': False},
+  'xla_gpu_executable_terminate_timeout_seconds=30': {'0.10': False, '0.11': False, '0.12': False},
+  'xla_gpu_enable_command_buffer=': {'0.10': True, '0.11': True, '0.12': True},
 }
 
 
@@ -253,7 +273,8 @@ def test_detection_agrees_with_flags_tried_one_by_one(how, monkeypatch):
     monkeypatch.setattr(xla_probe.run_with_deadline, 'run', no_child)
   refused = xla_probe.refused_flags([f'--{flag}' for flag in KNOWN])
   assert {flag: f'--{flag}' not in refused for flag in KNOWN} == {
-      flag: known[version] for flag, known in KNOWN.items()}
+    flag: known[version] for flag, known in KNOWN.items()
+  }
 
 
 def test_memory_fractions_that_jax_refuses_are_mended_or_named():
@@ -278,7 +299,8 @@ def test_mesh_and_model_refine_the_options_later():
   assert refined.compile_options[OPTION] == 300 * 2**20
   assert applied.compile_options[OPTION] == xla_presets.LEAST_COMBINED_BYTES
   assert 'xla_gpu_multi_streamed_windowed_einsum' in (
-      refined.compile_options.keys() - applied.compile_options.keys())
+    refined.compile_options.keys() - applied.compile_options.keys()
+  )
   assert refined.env == applied.env
 
 
@@ -287,17 +309,27 @@ def test_a_misspelt_preset_is_named():
     prepare_environment('max_overlapp', gpu=None, environ={})
 
 
-@pytest.mark.parametrize('kind, name', [
-    ('NVIDIA A100-SXM4-80GB', 'a100'), ('NVIDIA H100 80GB HBM3', 'h100'), ('NVIDIA H20', 'h100'),
-    ('NVIDIA H200', 'h200'), ('NVIDIA B200', 'b200'), ('NVIDIA GB200', 'b200'),
-    ('NVIDIA A10', ''), ('NVIDIA L4', ''), ('Quadro GV100', ''), (None, None)])
+@pytest.mark.parametrize(
+  'kind, name',
+  [
+    ('NVIDIA A100-SXM4-80GB', 'a100'),
+    ('NVIDIA H100 80GB HBM3', 'h100'),
+    ('NVIDIA H20', 'h100'),
+    ('NVIDIA H200', 'h200'),
+    ('NVIDIA B200', 'b200'),
+    ('NVIDIA GB200', 'b200'),
+    ('NVIDIA A10', ''),
+    ('NVIDIA L4', ''),
+    ('Quadro GV100', ''),
+    (None, None),
+  ],
+)
 def test_generation_of_a_device_kind(kind, name):
   assert xla_presets.generation(kind) == name
 
 
 def test_one_gpu_gets_nothing_about_communication():
-  selected = xla_presets.select('max_overlap', gpu='h200', num_gpus=1,
-                                mesh_axes=('fsdp', 'model'))
+  selected = xla_presets.select('max_overlap', gpu='h200', num_gpus=1, mesh_axes=('fsdp', 'model'))
   assert selected.compile_options == selected.xla_flags == {}
   assert selected.env == {'XLA_CLIENT_MEM_FRACTION': '0.9'}
 
@@ -328,8 +360,11 @@ def test_gpus_are_found_without_jax(tmp_path):
     (folder / 'information').write_text('Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\n')
   found = gpus.find_gpus({}, proc=tmp_path)
   assert (found.kind, found.count) == ('NVIDIA H100 80GB HBM3', 2)
-  for hidden in ({'CUDA_VISIBLE_DEVICES': ''}, {'CUDA_VISIBLE_DEVICES': '-1'},
-                 {'JAX_PLATFORMS': 'cpu'}):
+  for hidden in (
+    {'CUDA_VISIBLE_DEVICES': ''},
+    {'CUDA_VISIBLE_DEVICES': '-1'},
+    {'JAX_PLATFORMS': 'cpu'},
+  ):
     assert gpus.find_gpus(hidden, proc=tmp_path).kind is None
   tool = tmp_path / 'nvidia-smi'
   tool.write_text('#!/bin/sh\necho NVIDIA H200\n')
@@ -340,5 +375,6 @@ def test_gpus_are_found_without_jax(tmp_path):
   found = gpus.find_gpus({}, proc=pathlib.Path('/nowhere'), nvidia_smi=str(tool))
   assert found.kind is None and 'could not talk' in found.reason
   (tmp_path / 'version').write_text(
-      'NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n')
+    'NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n'
+  )
   assert gpus.driver_version(tmp_path) == '580.95.05'
