@@ -1,0 +1,184 @@
+"""Plain English in docs, messages, comments and names: a list of idioms that must not come back.
+
+Each idiom has the wording to use instead. A quotation of somebody else's text can be excused in
+`QUOTED`.
+"""
+
+import functools
+import io
+import pathlib
+import re
+import tokenize
+
+ROOT = pathlib.Path(__file__).parents[1]
+THIS = pathlib.Path(__file__).resolve()
+TEXT_SUFFIXES = {'.md', '.gin', '.sh', '.slurm', '.yaml', '.toml', '.html'}
+
+IDIOMS = {
+  r'\b(is|are|was|be) told\b|\btold (of|that|by|as|now)\b': 'reported, printed; knows',
+  r'\banew\b': 'again, from scratch',
+  r'(?<![Tt]here )\b(is|are|was|were) no (?!(more|longer|less|better|need|point|way)\b)[a-z]': (
+    'is not a ..., there is no ...'
+  ),
+  r"\bof one's own\b|\b(data|model|one|module|task|file)s? of (its|their|your) own\b": (
+    'custom, your own, separate'
+  ),
+  r'\bto the bit\b': 'bit-exactly',
+  r'\bto (six|seven|eight|\d) places\b': 'equal to eight digits',
+  r'\bplays? no part\b': 'is ignored',
+  r'\bbelongs? to no\b': 'unknown, is not in any',
+  r'\b(tell|tells|telling|told)\b.{0,25}\bapart\b': 'distinguish; a text classifier',
+  r'\b(is|are|was|were) nothing\b(?! (to|but|else)\b)': 'are skipped, is ignored',
+  r'\b(is|are|was|were) to (be|[a-z]+)\b(?=[^?]*$)': 'will, must, becomes',
+  r'\bsays? (of|which|what)\b': 'names, describes, prints',
+  r'\bknows? no\b': 'does not know, does not support',
+  r'\b(gives?|needs?|names?|holds?|sees?|takes?) no [a-z]': 'does not give, does not need',
+  r'\bbeside(?!s)\b': 'next to, in addition to, with',
+  r'\bderived through\b': 'differentiated through',
+  r'\bdoes? without\b|\bdo without\b': 'does not need',
+  r'\bwithout a word\b': 'silently',
+  r'\b(hence|thereof|thereby|therein|whereof|lest|nought|upon)\b': 'so, of it, on',
+  r'\bas it (was|is) not\b|\bis not as it\b': 'changed',
+  r'\bbe it\b': 'whether',
+  r'\bwhat there is to\b': 'everything that can be',
+  r'\bplays?\b.{0,12}\b(devices|GPUs)\b|\b(devices|GPUs)\b.{0,30}\bplays?\b': 'simulated',
+  r'\bnot any ?more\b|\bno more\b(?= [a-z])(?! than\b)': 'no longer',
+  r'\blikeliest\b': 'most probable',
+  r'\bmisspelt\b': 'misspelled, unknown',
+}
+NAMES = {
+  '_say': '_log',
+  '_tell': '_publish',
+  '_hear': '_wait_for',
+  'told': 'reported',
+  'why': 'reason',
+  'made_from': 'source_config',
+  'text_of': 'text_config',
+}
+# (file, words): what someone else wrote.
+QUOTED: set[tuple[str, str]] = set()
+# Folders and files of which the words are still to be gone through.
+NOT_YET: set[str] = {
+  'CHANGELOG.md',
+  'README.md',
+  'benchmarks/decode.py',
+  'benchmarks/layouts.py',
+  'benchmarks/tp_memory.py',
+  'docs/add_a_model.md',
+  'docs/checkpoints.md',
+  'docs/convert.md',
+  'docs/data.md',
+  'docs/decisions.md',
+  'docs/eval.md',
+  'docs/finetune.md',
+  'docs/infer.md',
+  'docs/mesh.md',
+  'docs/models.md',
+  'docs/parallelism.md',
+  'docs/parity.md',
+  'docs/performance.md',
+  'docs/plan.md',
+  'docs/reshard.md',
+  'docs/security.md',
+  'docs/slurm.md',
+  'docs/tasks.md',
+  'docs/watchdog.md',
+  'docs/xla_flags.md',
+  'ruff.toml',
+  'scripts/prepare_pile.py',
+  'setup.py',
+  't5x_gpu/__main__.py',
+  't5x_gpu/analysis',
+  't5x_gpu/bench.py',
+  't5x_gpu/checkpoint',
+  't5x_gpu/checkpoint_tools.py',
+  't5x_gpu/cli.py',
+  't5x_gpu/config',
+  't5x_gpu/convert.py',
+  't5x_gpu/data',
+  't5x_gpu/data_tools.py',
+  't5x_gpu/eval.py',
+  't5x_gpu/evaluation',
+  't5x_gpu/infer.py',
+  't5x_gpu/launch.py',
+  't5x_gpu/layers',
+  't5x_gpu/metrics',
+  't5x_gpu/models',
+  't5x_gpu/partitioning',
+  't5x_gpu/prepare.py',
+  't5x_gpu/reshard.py',
+  't5x_gpu/runtime',
+  't5x_gpu/train.py',
+  't5x_gpu/training',
+  'tests',
+}
+
+
+def files() -> list[pathlib.Path]:
+  folders = ('t5x_gpu', 'tests', 'docs', 'gin_configs', 'scripts', 'benchmarks')
+  found = [path for folder in folders for path in (ROOT / folder).rglob('*')]
+  found += [path for path in ROOT.iterdir() if path.is_file()]
+  return [
+    path
+    for path in sorted(found)
+    if path.suffix in {'.py', *TEXT_SUFFIXES}
+    and path.resolve() != THIS
+    and 'golden' not in path.parts
+    and 'results' not in path.parts
+  ]
+
+
+def is_done(path: pathlib.Path) -> bool:
+  name = path.relative_to(ROOT).as_posix()
+  return not any(name == entry or name.startswith(f'{entry}/') for entry in NOT_YET)
+
+
+def words_of(path: pathlib.Path) -> list[tuple[int, str, bool]]:
+  """Returns (line, text, whether it is a name) of all that a person reads."""
+  text = path.read_text(encoding='utf-8')
+  if path.suffix != '.py':
+    return [(number, line, False) for number, line in enumerate(text.splitlines(), 1)]
+  found = []
+  kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, 'FSTRING_MIDDLE', -1)}
+  for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    if token.type in kinds:
+      lines = token.string.splitlines()
+      found += [(token.start[0] + i, line, False) for i, line in enumerate(lines)]
+    elif token.type == tokenize.NAME:
+      found.append((token.start[0], token.string, True))
+  return found
+
+
+@functools.cache
+def idioms() -> re.Pattern[str]:
+  return re.compile('|'.join(f'(?:{idiom})' for idiom in IDIOMS))
+
+
+def better(words: str) -> str:
+  return next(text for idiom, text in IDIOMS.items() if re.search(idiom, words))
+
+
+def problems(path: pathlib.Path) -> list[str]:
+  name = path.relative_to(ROOT).as_posix()
+  found = []
+  for line, text, is_name in words_of(path):
+    if is_name:
+      if text in NAMES:
+        found.append(f'{name}:{line}: the name {text!r}; better: {NAMES[text]}')
+      continue
+    for match in idioms().finditer(text):
+      if (name, match[0]) not in QUOTED:
+        found.append(f'{name}:{line}: {match[0]!r}; better: {better(text)}')
+  return found
+
+
+def test_no_idiom_comes_back():
+  found = [problem for path in files() if is_done(path) for problem in problems(path)]
+  assert not found, '\n'.join(found)
+
+
+def test_an_idiom_is_found(tmp_path):
+  for text in ('x = 1  # y is told of it', 'raise ValueError("x is no y")', '"""Made anew."""'):
+    assert idioms().search(text), text
+  for text in ('there is no GPU', 'as told in the docs', 'no longer', 'is no longer', 'beside'):
+    assert bool(idioms().search(text)) == (text == 'beside'), text
