@@ -12,7 +12,7 @@ from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES
 
 # Okabe and Ito's colours, told apart by colour-blind readers too; grey for what is not cut.
 AXIS_COLOURS = dict(
-  zip(MESH_AXES, ('#CC79A7', '#0072B2', '#E69F00', '#56B4E9', '#F0E442', '#009E73'))
+  zip(MESH_AXES, ('#CC79A7', '#0072B2', '#E69F00', '#56B4E9', '#F0E442', '#009E73', '#D55E00'))
 )
 WHOLE = '#CCCCCC'
 _PARAMETERS, _OPTIMIZER = '#444444', '#AAAAAA'

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec
 from t5x_gpu.partitioning import context_parallel, fsdp
 from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules, varying
 from t5x_gpu.partitioning.mesh.mesh_problems import divisors
+from t5x_gpu.partitioning.mesh.mesh_sizes import OUTER_AXES
 from t5x_gpu.partitioning.per_device_copies import Copies
 
 # What the names of features end in that tell the place of every token in its row.
 PLACES = '_places'
-MANUAL_AXES = ('stage', 'data', 'fsdp', 'context', 'expert')
 
 
 def is_places(name: str) -> bool:
@@ -83,7 +83,7 @@ class Region:
   @property
   def axes(self) -> tuple[str, ...]:
     """The manual axes: those that split anything, without `model`."""
-    return tuple(a for a in MANUAL_AXES if self.mesh_shape.get(a, 1) > 1)
+    return tuple(a for a in OUTER_AXES if self.mesh_shape.get(a, 1) > 1)
 
   def spec(self, names: Sequence[Optional[str]], table: Table) -> PartitionSpec:
     """Returns how an array with axes `names` is split over the manual axes."""

@@ -24,7 +24,12 @@ from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.manual_region import Pipeline
 from t5x_gpu.partitioning.mesh.mesh import SizeHint, build_mesh, check_model_sizes
 from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors
-from t5x_gpu.partitioning.mesh.mesh_sizes import SIZE_PARAMETERS, MeshSizes, resolve_mesh_sizes
+from t5x_gpu.partitioning.mesh.mesh_sizes import (
+  OUTER_AXES,
+  SIZE_PARAMETERS,
+  MeshSizes,
+  resolve_mesh_sizes,
+)
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 
@@ -109,13 +114,9 @@ class Partitioner:
       topology,
       num_partitions=self.num_partitions,
       model_parallel_submesh=self.model_parallel_submesh,
-      stage=self.stage,
-      data=self.data,
-      fsdp=self.fsdp,
-      context=self.context,
-      expert=self.expert,
       ici_mesh_shape=self.ici_mesh_shape,
       dcn_mesh_shape=self.dcn_mesh_shape,
+      **{axis: getattr(self, axis) for axis in OUTER_AXES},
     )
 
   def rules(self, *, shares_kv_heads: bool = False) -> AxisRules:

@@ -30,6 +30,7 @@ from t5x_gpu.runtime.cluster.topology import Topology
 MESH_AXES = ('stage', 'data', 'fsdp', 'context', 'expert', 'model')
 
 OUTER_AXES = MESH_AXES[:-1]
+_DEFAULT_SIZES = {**dict.fromkeys(OUTER_AXES, 1), 'data': -1}
 
 # The parameter that sets the size of each axis.
 SIZE_PARAMETERS = {axis: 'num_partitions' if axis == 'model' else axis for axis in MESH_AXES}
@@ -68,13 +69,9 @@ def resolve_mesh_sizes(
   *,
   num_partitions: Optional[int] = None,
   model_parallel_submesh: Optional[Sequence[int]] = None,
-  stage: int = 1,
-  data: int = -1,
-  fsdp: int = 1,
-  context: int = 1,
-  expert: int = 1,
   ici_mesh_shape: Optional[Mapping[str, int]] = None,
   dcn_mesh_shape: Optional[Mapping[str, int]] = None,
+  **sizes: int,
 ) -> MeshSizes:
   """Returns the mesh sizes for `topology`, or raises with everything that is wrong and what fits.
 
@@ -83,24 +80,25 @@ def resolve_mesh_sizes(
     num_partitions: size of `model` (tensor parallelism); 1 by default.
     model_parallel_submesh: T5X's other way to say it: 4 numbers, or 2 (hosts, devices of a host);
       their product is the size of `model`. Not together with `num_partitions`.
-    stage, data, fsdp, context, expert: sizes of the other axes. One may be -1: what is left over.
     ici_mesh_shape: axis -> size inside a host, such as {'fsdp': 8}; axes left out are 1, one may
       be -1. Instead of the sizes above, not together with them. {'data': -1} by default when
       only `dcn_mesh_shape` is given.
     dcn_mesh_shape: the same across hosts.
+    **sizes: of `OUTER_AXES`. One may be -1, what is left over: `data` if not given; others are 1.
   Raises:
     MeshError: the sizes do not fit the topology; all reasons in one message.
   Source: T5X `partitioning.get_gpu_mesh` for the names and for NVLink first.
   """
   problems: list[Problem] = []
   model = _model_size(num_partitions, model_parallel_submesh, problems)
-  flat = {'stage': stage, 'data': data, 'fsdp': fsdp, 'context': context, 'expert': expert}
+  flat = {axis: sizes.pop(axis, _DEFAULT_SIZES[axis]) for axis in OUTER_AXES}
+  assert not sizes, f'not axes: {sizes}'
   if ici_mesh_shape is None and dcn_mesh_shape is None:
-    sizes = {**flat, 'model': 1 if model is None else model}
-    sizes = _flat_sizes(topology, sizes, model_parallel_submesh, problems)
+    given = {**flat, 'model': 1 if model is None else model}
+    filled = _flat_sizes(topology, given, model_parallel_submesh, problems)
     raise_all(problems)
-    return _split_over_hosts(topology, sizes, model_parallel_submesh)
-  set_too = [axis for axis, size in flat.items() if size != (-1 if axis == 'data' else 1)]
+    return _split_over_hosts(topology, filled, model_parallel_submesh)
+  set_too = [axis for axis, size in flat.items() if size != _DEFAULT_SIZES[axis]]
   if set_too:
     problems.append(
       Problem(
