@@ -1,0 +1,55 @@
+"""Files written by commit 30213db, before version 0.2.0: its runs continue, its data is read."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from t5x_gpu import checkpoint_tools, infer, prepare, train
+from t5x_gpu.metrics.writers import read_json_lines
+from tests.helpers_train import run_here
+
+OLD = pathlib.Path(__file__).parent / 'golden' / 'from_30213db'
+# Losses were computed on another machine, with other vector instructions.
+RELATIVE = 1e-4
+
+
+@pytest.fixture
+def old(tmp_path, monkeypatch) -> pathlib.Path:
+  """A copy of the old folder; its gin files name paths relative to it."""
+  folder = tmp_path / 'old'
+  shutil.copytree(OLD, folder)
+  monkeypatch.chdir(folder)
+  return folder
+
+
+@pytest.mark.parametrize('data', ['prepared', pytest.param('streaming', marks=pytest.mark.tf)])
+def test_config_of_an_old_run_continues_it_with_the_same_losses(old, data):
+  shutil.copy(f'{data}_run/config.gin', 'again.gin')
+  result = run_here(lambda: train.main(['--gin_file=again.gin']))
+  assert result.code == 0, result.err
+  assert 'checkpoint_4' in result.out
+  expected = json.loads((old / f'{data}_losses.json').read_text())
+  lines = read_json_lines(old / f'{data}_run' / 'metrics.jsonl')
+  losses = {str(line['step']): line['train/loss'] for line in lines if 'train/loss' in line}
+  assert losses == pytest.approx(expected, rel=RELATIVE)
+  assert (old / f'{data}_run' / 'checkpoint_8').is_dir()
+
+
+def test_old_checkpoint_verifies_and_generates(old):
+  result = run_here(lambda: checkpoint_tools.main(['verify', 'prepared_run']))
+  assert result.code == 0, result.err
+  (old / 'prompts.txt').write_text('a training step\n')
+  result = run_here(lambda: infer.main(['--checkpoint=prepared_run', '--prompts=prompts.txt']))
+  assert result.code == 0, result.err
+
+
+@pytest.mark.tf
+def test_prepare_finds_an_old_folder_finished(old):
+  before = (old / 'tokens/train/index.json').read_bytes()
+  result = run_here(
+    lambda: prepare.main(['--gin_file=streaming.gin', '--output=tokens', '--shards=2'])
+  )
+  assert result.code == 0, result.err
+  assert (old / 'tokens/train/index.json').read_bytes() == before
