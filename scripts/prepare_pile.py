@@ -25,6 +25,7 @@ import rich.console
 import rich.progress
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.data.sources.corrupt_records import Damage
 from t5x_gpu.data.sources.discovery import matching_files
 from t5x_gpu.data.sources.rows import open_stream
@@ -142,18 +143,16 @@ def convert(path: str, folder: pathlib.Path, settings: dict[str, Any]) -> dict[s
     counts[name] += 1
   files.close()
   done = folder / (_name_of(path) + DONE)
-  partial = done.with_name(done.name + PARTIAL)
-  partial.write_text(json.dumps({'files': files.files, 'documents': counts}), 'utf-8')
-  os.replace(partial, done)
+  with atomic_write(done, suffix=PARTIAL) as new:
+    new.write_text(json.dumps({'files': files.files, 'documents': counts}), 'utf-8')
   return dict(counts)
 
 
 def _check_settings(folder: pathlib.Path, settings: dict[str, Any]) -> None:
   path = folder / SETTINGS
   if not path.exists():
-    partial = path.with_name(path.name + PARTIAL)
-    partial.write_text(json.dumps(settings, indent=2), 'utf-8')
-    os.replace(partial, path)
+    with atomic_write(path, suffix=PARTIAL) as new:
+      new.write_text(json.dumps(settings, indent=2), 'utf-8')
     return
   before = json.loads(path.read_text('utf-8'))
   if different := [name for name in settings if settings[name] != before.get(name)]:

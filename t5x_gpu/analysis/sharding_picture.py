@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5x_gpu.analysis.array_layout import ArrayLayout, optimizer_bytes
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.metrics import plots
 from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES
 
@@ -64,9 +65,8 @@ def draw(
   figure.text(0.15 / width, 1 - 0.28 / height, title, fontsize=10, va='center')
   _draw_legend(figure, parameters, 1 - 0.42 / height)
   target = pathlib.Path(png_path)
-  temporary = target.with_name(f'.{target.name}.tmp')
-  figure.savefig(temporary, format='png')
-  os.replace(temporary, target)
+  with atomic_write(target) as temporary:
+    figure.savefig(temporary, format='png')
   return target
 
 

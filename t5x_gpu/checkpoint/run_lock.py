@@ -20,10 +20,12 @@ import time
 from typing import Optional
 
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import Fields, Number, Whole, parse_json, read_bytes
 from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import process_exit
+from t5x_gpu.runtime.host import boot_id
 
 _log = logging.getLogger(__name__)
 
@@ -257,12 +259,11 @@ class RunLock:
     if isinstance(self._path, RemotePath):
       self._path.write_text(self._text())
       return
-    new = self._path.with_name(f'.{LOCK}.{self._me.pid}')
     try:
       if os.path.lexists(self._path) and self._owner() is None:
         set_aside(self._path, 'it is damaged')
-      new.write_text(self._text(), 'utf-8')
-      os.replace(new, self._path)
+      with atomic_write(self._path, suffix=f'.{self._me.pid}.tmp') as new:
+        new.write_text(self._text(), 'utf-8')
     except OSError as e:
       raise CheckpointError(
         f'{self._path} cannot be written: {e.strerror or e}.',
@@ -284,24 +285,16 @@ def check_exists(folder: AnyPath) -> None:
 
 
 def _this_process(folder: AnyPath) -> Owner:
-  def text(path: str) -> str:
-    try:
-      return pathlib.Path(path).read_text('utf-8').strip()
-    except OSError:
-      return ''
-
-  def link(path: str) -> str:
-    try:
-      return os.readlink(path)
-    except OSError:
-      return ''
-
+  try:
+    pid_namespace = os.readlink('/proc/self/ns/pid')
+  except OSError:
+    pid_namespace = ''
   host = socket.gethostname()
   return Owner(
     host=host,
     pid=os.getpid(),
     started=time.strftime('%Y-%m-%d %H:%M:%S'),
-    kernel='/'.join((text('/proc/sys/kernel/random/boot_id') or host, link('/proc/self/ns/pid'))),
+    kernel='/'.join((boot_id() or host, pid_namespace)),
     born=_born(os.getpid()),
     folder=str(folder),
     job=os.environ.get('SLURM_JOB_ID', ''),

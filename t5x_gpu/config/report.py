@@ -13,6 +13,7 @@ import rich.console
 import rich.text
 
 from t5x_gpu.config import statements
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.config.provenance import DEFAULT, REQUIRED, Provenance, Setting
@@ -172,8 +173,8 @@ def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
       if text is not None:
         stem, suffix = os.path.splitext(name)
         kept = folder / f'{stem}_{number}{suffix}'
-        shutil.copy2(folder / name, f'{kept}.tmp')
-        os.replace(f'{kept}.tmp', kept)
+        with atomic_write(kept) as new:
+          shutil.copy2(folder / name, new)
   return _changes(old, config)
 
 
@@ -189,12 +190,8 @@ def _text_of(path: pathlib.Path) -> Optional[str]:
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
-  temporary = path.with_name(path.name + '.tmp')
-  with open(temporary, 'w', encoding='utf-8') as f:
-    f.write(text)
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(temporary, path)
+  with atomic_write(path, sync=True) as new:
+    new.write_text(text, 'utf-8')
 
 
 def _changes(old: str, new: str) -> list[str]:

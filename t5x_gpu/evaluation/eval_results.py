@@ -2,13 +2,13 @@
 
 import json
 import logging
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Self
 
 import numpy as np
 
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.evaluator import LOSS
@@ -56,9 +56,8 @@ class Results:
 
   def _open(self) -> MultiWriter:
     writers: list[MetricWriter] = [JsonLinesWriter(self.path)]
-    temporary = self.folder / f'{self.name}.json.tmp'
-    temporary.write_text(json.dumps(self._facts, indent=1) + '\n')
-    os.replace(temporary, self.folder / f'{self.name}.json')
+    with atomic_write(self.folder / f'{self.name}.json') as new:
+      new.write_text(json.dumps(self._facts, indent=1) + '\n')
     try:
       writers.append(TensorBoardWriter(self._tensorboard))
     except ConfigError as e:  # a bare machine; the .jsonl has the same numbers

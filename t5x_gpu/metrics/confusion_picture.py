@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import ShapeError
 from t5x_gpu.metrics import classification
 from t5x_gpu.metrics.plots import new_figure
@@ -76,8 +77,7 @@ def plot_confusion(
   for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
     label.set_parse_math(False)
   target = pathlib.Path(png_path)
-  temporary = target.with_name(f'.{target.name}.tmp')
-  # Long names of classes and the line of scores may reach beyond the figure.
-  figure.savefig(temporary, format='png', bbox_inches='tight', pad_inches=0.1)
-  os.replace(temporary, target)
+  with atomic_write(target) as temporary:
+    # Long names of classes and the line of scores may reach beyond the figure.
+    figure.savefig(temporary, format='png', bbox_inches='tight', pad_inches=0.1)
   return target

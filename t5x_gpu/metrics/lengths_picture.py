@@ -4,6 +4,7 @@ import os
 import pathlib
 from collections.abc import Mapping
 
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.metrics.plots import new_figure
 
 _BAR = 40
@@ -73,7 +74,6 @@ def plot_lengths(
     for text in legend.get_texts():
       text.set_parse_math(False)
   target = pathlib.Path(png_path)
-  temporary = target.with_name(f'.{target.name}.tmp')
-  figure.savefig(temporary, format='png')
-  os.replace(temporary, target)
+  with atomic_write(target) as temporary:
+    figure.savefig(temporary, format='png')
   return target

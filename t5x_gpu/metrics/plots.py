@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import writers
 
@@ -203,7 +204,6 @@ def plot_losses(
   if title:
     losses.set_title(title, fontsize=10, loc='left')
   target = pathlib.Path(png_path)
-  temporary = target.with_name(f'.{target.name}.tmp')
-  figure.savefig(temporary, format='png')
-  os.replace(temporary, target)
+  with atomic_write(target) as temporary:
+    figure.savefig(temporary, format='png')
   return target

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Protocol
 
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.config.set_aside import free_name, set_aside, set_aside_unless_file
 from t5x_gpu.errors import ConfigError, TrainingError
@@ -161,12 +162,8 @@ class JsonLinesWriter:
         len(lines),
         aside.name,
       )
-    temporary = self.path.with_name(self.path.name + '.tmp')
-    with open(temporary, 'wb') as f:
-      f.writelines(line + b'\n' for line in kept)
-      f.flush()
-      os.fsync(f.fileno())
-    os.replace(temporary, self.path)
+    with atomic_write(self.path, sync=True) as new:
+      new.write_bytes(b''.join(line + b'\n' for line in kept))
     self._file.close()
     self._file = open(self.path, 'ab', buffering=0)
     return len(lines) - len(kept)

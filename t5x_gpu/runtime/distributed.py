@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import pathlib
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
@@ -25,6 +24,7 @@ from t5x_gpu.runtime.cluster import addresses, agreement, coordination, job_secr
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.coordination import exchange
 from t5x_gpu.runtime.cluster.rendezvous import Member, meet, numbers
+from t5x_gpu.runtime.host import boot_id
 from t5x_gpu.runtime.xla import flags as xla_flags
 
 # A difference is shown up to this many characters per process.
@@ -163,11 +163,8 @@ def describe_this_process(cluster: ClusterInfo) -> Member:
   one machine have two names, and no NVLink between them unless they share more than NCCL assumes.
   Source: getHostHash in https://github.com/NVIDIA/nccl/blob/master/src/misc/utils.cc.
   """
-  boot_id = pathlib.Path('/proc/sys/kernel/random/boot_id')
   hostname = socket.gethostname()
-  host_key = '/'.join(
-    (hostname, cluster.node, boot_id.read_text().strip() if boot_id.exists() else '')
-  )
+  host_key = '/'.join((hostname, cluster.node, boot_id()))
   return Member(
     process_index=cluster.process_index,
     hostname=hostname,
@@ -292,16 +289,6 @@ def process_count() -> int:
 def is_main_process() -> bool:
   """Returns whether this process is the one that prints and writes."""
   return jax.process_index() == 0
-
-
-def barrier(name: str) -> None:
-  """Returns once every process has called `barrier` with this name.
-
-  Raises:
-    AssertionError: another process waits at a barrier of another name.
-  """
-  if process_count() > 1:
-    multihost_utils.sync_global_devices(name)
 
 
 def broadcast_json(value: Any) -> Any:

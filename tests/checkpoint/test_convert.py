@@ -434,7 +434,7 @@ def test_a_disk_that_changes_a_bit_is_noticed(tmp_path, refuses, monkeypatch):
 
 def test_logits_that_do_not_fit_into_memory_are_refused(tmp_path, refuses, monkeypatch):
   write_model(tmp_path / 'a', CONFIGS['llama'])
-  monkeypatch.setattr(logits_check, 'available_bytes', lambda: 10_000)
+  monkeypatch.setattr(logits_check, 'available_memory', lambda: 10_000)
   assert '--check=tensors' in refuses(
     'Comparing logits takes the model in memory', tmp_path / 'a', tmp_path / 'ours', check='own'
   )

@@ -105,7 +105,7 @@ def listening(index: int, processes: list[dict]) -> int:
     ipaddress.ip_address(b''.join(a[i : i + 4][::-1] for i in range(0, len(a), 4)))
     for a in addresses
   ]
-  distributed.barrier('all have looked')
+  distributed.gather_json('all have looked')
   tell(
     listens=sorted({str(getattr(host, 'ipv4_mapped', None) or host) for host in hosts}),
     sum=float(total),

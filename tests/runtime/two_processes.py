@@ -34,15 +34,15 @@ def mesh_results() -> dict:
   }
 
 
-def barrier_rounds(folder: pathlib.Path, index: int) -> list[bool]:
-  """Returns, for each round, whether what the other wrote before the barrier was there after it."""
+def gather_rounds(folder: pathlib.Path, index: int) -> list[bool]:
+  """Returns, for each round, whether what the other wrote before the gather was there after it."""
   seen = []
   for i in range(6):
     if i % 2 == index:
       # Something that takes the writer longer than the other takes to arrive.
       np.linalg.svd(np.random.default_rng(i).normal(size=(300, 300)))
       (folder / f'round_{i}').touch()
-    distributed.barrier(f'round {i}')
+    distributed.gather_json(f'round {i}')
     seen.append((folder / f'round_{i}').exists())
   return seen
 
@@ -57,7 +57,7 @@ def main(address: str, index: int, folder: str) -> None:
     'index': distributed.process_index(),
     'count': distributed.process_count(),
     'main': distributed.is_main_process(),
-    'barrier': barrier_rounds(pathlib.Path(folder), index),
+    'waited': gather_rounds(pathlib.Path(folder), index),
     'broadcast': distributed.broadcast_json({'from': 0, 'text': 'é' * 100} if index == 0 else None),
     'gathered': distributed.gather_json({'i': index, 'pad': 'x' * (50 * index)}),
     **mesh_results(),

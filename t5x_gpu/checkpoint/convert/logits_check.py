@@ -10,7 +10,7 @@ import importlib.util
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Any
 
 import flax.traverse_util
 import jax
@@ -21,6 +21,7 @@ from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.name_table import Table, Tensors
 from t5x_gpu.checkpoint.convert.tensor_copy import Names
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.runtime.host import available_memory
 
 TOLERANCE = 1e-4  # relative to the largest logit, or absolute where that is below 1
 ROWS, LENGTH = 2, 48
@@ -190,7 +191,7 @@ def transformers_logits(
 
 def check_memory(shapes: Mapping[str, Any], *, copies: float) -> None:
   """Raises CheckpointError if `copies` of the parameters in float32 do not fit into memory."""
-  need, available = copies * num_bytes(shapes), available_bytes()
+  need, available = copies * num_bytes(shapes), available_memory()
   if available is not None and need > available:
     raise CheckpointError(
       f'Comparing logits takes the model in memory: about {need / 2**30:.1f} GiB, and '
@@ -199,14 +200,3 @@ def check_memory(shapes: Mapping[str, Any], *, copies: float) -> None:
       'again and compared to the bit, and no logits are: that takes little memory.',
       docs='convert.md#the-check',
     )
-
-
-def available_bytes() -> Optional[int]:
-  """Returns the memory that programs can still have, None where the system does not tell."""
-  try:
-    for line in pathlib.Path('/proc/meminfo').read_text('ascii').splitlines():
-      if line.startswith('MemAvailable:'):
-        return int(line.split()[1]) * 1024
-  except OSError:
-    pass
-  return None

@@ -27,6 +27,7 @@ import numpy as np
 from t5x_gpu.checkpoint.schemas import LOCAL_FILE
 from t5x_gpu.checkpoint.storage.checksums import HostSums
 from t5x_gpu.checkpoint.storage.chunks import Shape
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import MOST_BYTES, open_regular, parse_json
 
 MAGIC = b'T5XLOCAL'
@@ -137,19 +138,13 @@ def write_local_file(
   header = json.dumps(
     {'format': FORMAT, 'facts': facts, 'parts': [dataclasses.astuple(part) for part in described]}
   ).encode()
-  new = path.with_name(path.name + TEMPORARY)
   begin = _aligned(_PRELUDE.size + len(header))
-  try:
-    with open(new, 'wb') as f:
-      f.write(_PRELUDE.pack(MAGIC, len(header), zlib.crc32(header)) + header)
-      for part, (_, _, _, values) in zip(described, parts):
-        f.seek(begin + part.offset)
-        f.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-      f.truncate(begin + offset)
-    os.replace(new, path)
-  except OSError:
-    new.unlink(missing_ok=True)
-    raise
+  with atomic_write(path, suffix=TEMPORARY) as new, open(new, 'wb') as f:
+    f.write(_PRELUDE.pack(MAGIC, len(header), zlib.crc32(header)) + header)
+    for part, (_, _, _, values) in zip(described, parts):
+      f.seek(begin + part.offset)
+      f.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    f.truncate(begin + offset)
 
 
 def open_local_file(path: pathlib.Path) -> LocalFile:

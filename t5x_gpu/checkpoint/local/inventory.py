@@ -12,6 +12,7 @@ from t5x_gpu.checkpoint.schemas import LOCAL_FACTS
 from t5x_gpu.checkpoint.storage.chunks import Shape
 from t5x_gpu.config.json_schema import check
 from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.host import boot_id
 
 Box = tuple[int, Shape, Shape]  # array (of the sorted names), start, shape
 Holder = tuple[int, int]  # process, number of the file among those that it found
@@ -94,9 +95,7 @@ def _identity(folder: pathlib.Path) -> str:
     stat = folder.stat()
   except OSError:
     return ''
-  boot_id = pathlib.Path('/proc/sys/kernel/random/boot_id')
-  host = boot_id.read_text('utf-8').strip() if boot_id.exists() else ''
-  return f'{host}:{stat.st_dev}:{stat.st_ino}'
+  return f'{boot_id()}:{stat.st_dev}:{stat.st_ino}'
 
 
 def _check_facts(file: LocalFile, step: int) -> None:

@@ -8,6 +8,7 @@ import pathlib
 import secrets
 from typing import Optional
 
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import Fields, Text, read_json
 from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import CheckpointError
@@ -62,10 +63,9 @@ def ensure_run_id(folder: pathlib.Path) -> str:
   except (OSError, ValueError) as e:
     set_aside(folder / RUN_ID, str(e))
   if kept != now:
-    new = folder / f'.{RUN_ID}.{os.getpid()}'
     try:
-      new.write_text(json.dumps(dataclasses.asdict(now), indent=1) + '\n', 'utf-8')
-      os.replace(new, folder / RUN_ID)
+      with atomic_write(folder / RUN_ID, suffix=f'.{os.getpid()}.tmp') as new:
+        new.write_text(json.dumps(dataclasses.asdict(now), indent=1) + '\n', 'utf-8')
     except OSError as e:
       raise CheckpointError(
         f'{folder / RUN_ID} cannot be written: {e.strerror or e}.',

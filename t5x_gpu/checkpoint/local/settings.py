@@ -4,12 +4,12 @@ import dataclasses
 import os
 import pathlib
 import string
-import sys
 from typing import Optional
 
 from t5x_gpu.checkpoint.local.replication import Copies, Hosts, gigabytes
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.host import available_memory
 
 SLOTS = 3  # two steps stay, one is being written
 DIR, PERIOD = 'CheckpointConfig.local_checkpoint_dir', 'CheckpointConfig.local_period'
@@ -149,8 +149,9 @@ def _look_at(folder: pathlib.Path, run: Optional[str]) -> _Found:
   except OSError as e:
     return _Found(str(folder), e.strerror or str(e), 0)
   free = stats.f_bavail * stats.f_frsize
-  if _is_memory(there):  # its limit may be more than the host has left
-    free = min(free, _available_memory())
+  available = available_memory() if _is_memory(there) else None
+  if available is not None:  # a tmpfs may be larger than what the host has left
+    free = min(free, available)
   return _Found(str(folder), '', free + own)
 
 
@@ -161,10 +162,3 @@ def _is_memory(folder: pathlib.Path) -> bool:
     return False
   around = [(len(where), kind) for where, kind in mounts if folder.resolve().is_relative_to(where)]
   return max(around, default=(0, ''))[1] in ('tmpfs', 'ramfs')
-
-
-def _available_memory() -> int:
-  for line in pathlib.Path('/proc/meminfo').read_text().splitlines():
-    if line.startswith('MemAvailable:'):
-      return int(line.split()[1]) * 1024
-  return sys.maxsize

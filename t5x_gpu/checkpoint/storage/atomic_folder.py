@@ -26,6 +26,7 @@ from typing import Any, Optional, Self, Union
 
 from t5x_gpu.checkpoint.storage.object_store_steps import commit
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import Fields, Nullable, read_json
 from t5x_gpu.errors import CheckpointError
 
@@ -112,12 +113,8 @@ class Journal:
 
   def note(self, entry: dict[str, Any]) -> None:
     """Records that the folder is good as far as `entry` says; what it says must be on disk."""
-    new = self._path.with_name('journal.new')
-    with open(new, 'w', encoding='utf-8') as f:
-      json.dump({'work': self._work, 'entry': entry}, f)
-      f.flush()
-      os.fsync(f.fileno())
-    os.replace(new, self._path)
+    with atomic_write(self._path, sync=True) as new:
+      new.write_text(json.dumps({'work': self._work, 'entry': entry}), 'utf-8')
     self.entry = entry
 
   def finish(self) -> None:

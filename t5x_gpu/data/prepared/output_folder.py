@@ -9,12 +9,12 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import Fields, MapOf, read_bytes, read_json
 from t5x_gpu.data.prepared.index import (
   INDEX,
@@ -167,12 +167,8 @@ def _remove_partial(path: pathlib.Path) -> None:
 
 def _write(path: pathlib.Path, text: str) -> None:
   """Writes a file that is there whole or not at all."""
-  partial = path.with_name(path.name + PARTIAL)
-  with open(partial, 'w', encoding='utf-8') as f:
-    f.write(text)
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(partial, path)
+  with atomic_write(path, sync=True, suffix=PARTIAL) as new:
+    new.write_text(text, 'utf-8')
 
 
 def _plan_of(path: pathlib.Path) -> Optional[dict[str, Any]]:

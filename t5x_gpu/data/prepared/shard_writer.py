@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.data.features import is_token
 from t5x_gpu.data.prepared.index import UNFINISHED, Shard, counted_features, file_digests
 from t5x_gpu.data.sources.corrupt_records import Records
@@ -147,9 +148,8 @@ def write_shard(
       partial.unlink(missing_ok=True)
     counted = records()
     shard = dataclasses.replace(shard, records=counted.read, damaged=counted.damaged)
-    temporary = facts.with_name(facts.name + PARTIAL)
-    temporary.write_text(json.dumps(dataclasses.asdict(shard)), 'utf-8')
-    os.replace(temporary, facts)
+    with atomic_write(facts, suffix=PARTIAL) as new:
+      new.write_text(json.dumps(dataclasses.asdict(shard)), 'utf-8')
   except OSError as e:
     raise _disk_error(path, e) from e
   return shard

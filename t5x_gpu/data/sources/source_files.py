@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.data.sources.file_patterns import unreadable
 from t5x_gpu.errors import DataError
 
@@ -232,10 +233,9 @@ class SourceFiles:
       self._write(folder)
 
   def _write(self, folder: pathlib.Path) -> None:
-    new = folder / f'{NAME}.tmp'
     try:
-      new.write_bytes(self.to_json())
-      os.replace(new, folder / NAME)
+      with atomic_write(folder / NAME) as new:
+        new.write_bytes(self.to_json())
     except OSError as e:  # the run has checkpoints to write there, and fails with those
       log.warning('%s cannot be written: %s. %s', folder / NAME, e.strerror, NOT_COMPARED)
 
