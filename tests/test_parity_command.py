@@ -71,6 +71,8 @@ class UserModel:
   def has(self, mistake):
     return self.mistake == mistake and on_a_mesh()
 
+  num_outcomes = VOCAB
+
   def feature_converter(self, task_feature_lengths):
     return 'lm'
 

@@ -15,8 +15,9 @@ from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.heads import init_token_logits, token_logits
 from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
 from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy
+from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.sizes import check_length, transformer_sizes
-from t5x_gpu.models.stack import Activation, DeviceBatch, Embeddings, Params, Stack, dropout_rng
+from t5x_gpu.models.stack import Activation, Embeddings, Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 
 
@@ -42,7 +43,7 @@ class DecoderOnlyModel:
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
 
   def __post_init__(self) -> None:
-    check_loss_options(self)
+    check_loss_options('DecoderOnlyModel', z_loss=self.z_loss, label_smoothing=self.label_smoothing)
 
   @property
   def num_outcomes(self) -> int:

@@ -1,9 +1,10 @@
 """What gin says of text that a model writes: how tokens are chosen, and how many."""
 
 import dataclasses
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.errors import ConfigError, all_problems, did_you_mean
+from t5x_gpu.models.model import Model, TextModel, missing_members, writes_text
 
 BEAM_RULES = ('t5x', 'huggingface')
 
@@ -131,17 +132,18 @@ def check_sample(prompt_length: int, *, num_tokens: int, length: int) -> None:
   )
 
 
-def reads_inputs(model: Any) -> bool:
+def reads_inputs(model: Model) -> bool:
   """Returns whether prompts go to an encoder (T5), rather than before what is written."""
   return model.feature_converter({'inputs': 1, 'targets': 1}) == 'encoder_decoder'
 
 
-def check_writes_text(model: Any) -> None:
+def check_writes_text(model: Model) -> None:
   """Raises ConfigError for a model that cannot continue a text, such as an encoder."""
-  if not hasattr(model, 'start_decoding'):
+  if not writes_text(model):
     raise ConfigError(
-      f'A {type(model).__name__} does not write text.',
-      fix='Take a DecoderOnlyModel or an EncoderDecoderModel, or give your model '
-      'start_decoding and decode_step; without a text to write, remove train.sample_cfg.',
+      f'A {type(model).__name__} does not write text: it lacks '
+      f'{", ".join(missing_members(model, TextModel))}.',
+      fix='Take a DecoderOnlyModel or an EncoderDecoderModel, or add these methods to your model '
+      '(TextModel in models/model.py). Without a text to write, remove train.sample_cfg.',
       parameters=('train.model', 'train.sample_cfg'),
     )

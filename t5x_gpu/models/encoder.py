@@ -22,8 +22,9 @@ from t5x_gpu.models.losses import (
   of_examples,
   refuse_router_losses,
 )
+from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.sizes import check_length, transformer_sizes
-from t5x_gpu.models.stack import Activation, DeviceBatch, Embeddings, Params, Stack, dropout_rng
+from t5x_gpu.models.stack import Activation, Embeddings, Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning import fsdp
 
@@ -61,8 +62,9 @@ class EncoderModel:
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
 
   def __post_init__(self) -> None:
-    check_loss_options(self)
-    refuse_router_losses(self, unless=self.head_type == 'mlm')
+    check_loss_options('EncoderModel', z_loss=self.z_loss, label_smoothing=self.label_smoothing)
+    if self.head_type != 'mlm':
+      refuse_router_losses('EncoderModel', self.config)
     for name, allowed in (('head_type', HEADS), ('pooling', POOLINGS)):
       value = getattr(self, name)
       if value not in allowed:

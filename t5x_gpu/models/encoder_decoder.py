@@ -16,8 +16,9 @@ from t5x_gpu.models.flops import encoder_decoder_flops_per_token
 from t5x_gpu.models.heads import init_token_logits, token_logits
 from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
 from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy, refuse_router_losses
+from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.sizes import check_length, transformer_sizes
-from t5x_gpu.models.stack import DeviceBatch, Embeddings, Params, Stack, dropout_rng
+from t5x_gpu.models.stack import Embeddings, Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 
 # What passes between layers: [batch, inputs_length, embed] and [batch, targets_length, embed].
@@ -47,8 +48,10 @@ class EncoderDecoderModel:
   stacks: ClassVar[tuple[str, ...]] = ('encoder', 'decoder')
 
   def __post_init__(self) -> None:
-    check_loss_options(self)
-    refuse_router_losses(self, unless=False)
+    check_loss_options(
+      'EncoderDecoderModel', z_loss=self.z_loss, label_smoothing=self.label_smoothing
+    )
+    refuse_router_losses('EncoderDecoderModel', self.config)
 
   @property
   def num_outcomes(self) -> int:
@@ -154,12 +157,9 @@ class EncoderDecoderModel:
     """Returns `x` after the layers of `params[stack]['layers']`.
 
     Args:
-      params: of the model; of the stack, the layers to run.
-      x: what both stacks have so far; before layers of the decoder, all of the encoder have run.
-      batch: the tokens.
+      x: the output of both stacks so far; the decoder's layers need the encoder's final one.
       stack: 'encoder' or 'decoder'.
-      dropout_key: None for no dropout.
-      first_layer: number in the stack of the first of these layers.
+      params, batch, dropout_key, first_layer: as in LayeredModel.
     """
     of_encoder, of_decoder = x
     if stack == 'encoder':

@@ -21,9 +21,9 @@ import numpy as np
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.dense import FACTORS
+from t5x_gpu.models.model import Model, Params
 from t5x_gpu.partitioning.axis_rules import NamedParam
 
-Params = Any
 STACKS = ('layers',)  # names of leading axes, of which each entry is a kernel of its own
 # Methods of a model whose first argument is its parameters.
 _OF_PARAMS = (
@@ -55,7 +55,7 @@ class LoraModel:
     also_train: the same for parameters to train as they are: r'classifier/.*'; None for no others.
   """
 
-  model: Any
+  model: Model
   rank: int = 8
   alpha: float = 16.0
   pattern: str = r'.*/(query|value)/kernel'
@@ -208,7 +208,7 @@ class LoraModel:
     )
 
 
-def without_adapters(model: Any) -> Any:
+def without_adapters(model: Model) -> Model:
   """Returns the model that a LoraModel wraps; any other as it is."""
   return model.model if isinstance(model, LoraModel) else model
 

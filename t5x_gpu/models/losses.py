@@ -1,12 +1,11 @@
 """Cross entropy as sums and weights; nobody divides before all tokens are counted."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.errors import ModelError
+from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.axis_rules import is_manual
 
 # Metric name -> (sum, weight), float32 scalars. Divided once, over the global batch and log window.
@@ -14,26 +13,26 @@ from t5x_gpu.partitioning.axis_rules import is_manual
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
-def check_loss_options(model: Any) -> None:
-  """Raises ModelError unless the `z_loss` and `label_smoothing` of a model can be meant."""
-  for name, good in (
-    ('z_loss', getattr(model, 'z_loss', 0.0) >= 0.0),
-    ('label_smoothing', 0.0 <= model.label_smoothing < 1.0),
+def check_loss_options(model: str, *, z_loss: float, label_smoothing: float) -> None:
+  """Raises ModelError if `z_loss` or `label_smoothing` of the model class `model` is impossible."""
+  for name, value, is_good in (
+    ('z_loss', z_loss, z_loss >= 0.0),
+    ('label_smoothing', label_smoothing, 0.0 <= label_smoothing < 1.0),
   ):
-    if not good:
+    if not is_good:
       raise ModelError(
-        f'{name} = {getattr(model, name)} is out of range.',
+        f'{name} = {value} is out of range.',
         fix='Set z_loss to 0 or more (1e-4 is usual), label_smoothing to 0 or more and below 1.',
-        parameters=(f'{type(model).__name__}.{name}',),
+        parameters=(f'{model}.{name}',),
       )
 
 
-def refuse_router_losses(model: Any, *, unless: bool) -> None:
-  """Raises ModelError for router losses of a model whose tokens are not all targets."""
-  if model.config.charges_routers and not unless:
+def refuse_router_losses(model: str, config: TransformerConfig) -> None:
+  """Raises ModelError for router losses of a model class whose tokens are not all targets."""
+  if config.charges_routers:
     raise ModelError(
-      f'{type(model).__name__} cannot charge the routers of its experts: their losses are '
-      'averaged over target tokens, and not all of its tokens are.',
+      f'{model} cannot train routers of experts with losses of their own: these are averaged over '
+      'target tokens, and not all of its tokens are targets.',
       fix='Set TransformerConfig.router_balance_loss = 0.0 and router_z_loss = 0.0; without them '
       'give experts room: TransformerConfig.expert_capacity_factor = 2.0 or more.',
       parameters=('TransformerConfig.router_balance_loss', 'TransformerConfig.router_z_loss'),

@@ -19,6 +19,7 @@ from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.positions import PositionTable
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.losses import Sums, with_router_losses
+from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.transformer import (
   LayerCaches,
   StackInputs,
@@ -32,11 +33,7 @@ from t5x_gpu.models.transformer import (
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import shard
 
-Params = Any
 Keys = Mapping[str, jax.Array]
-# A batch on devices: feature name -> [batch, length] or [batch]; 'rows' [batch], which dropout
-# needs; and 'encoder_places', 'decoder_places' [length] of tokens in rows that are split.
-DeviceBatch = Mapping[str, jax.Array]
 
 
 def dropout_rng(

@@ -8,7 +8,7 @@ of the stacks before it. The head reads the last member.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -17,7 +17,14 @@ Params = Mapping[str, Any]
 ONLY = ''
 
 
-def stacks_of(model: Any) -> tuple[str, ...]:
+class RunsLayers(Protocol):
+  """The part of a model that runs layers; `stacks`, if there are several, names them in order."""
+
+  def run_layers(self, params: Params, x: Any, batch: Any, **options: Any) -> Any:
+    """Returns `x` after the layers in `params`; with several stacks, after those of `stack`."""
+
+
+def stacks_of(model: object) -> tuple[str, ...]:
   """Returns the names of a model's stacks in the order in which they run; (ONLY,) of one."""
   return tuple(getattr(model, 'stacks', (ONLY,)))
 
@@ -68,7 +75,7 @@ def prefix_of(stack: str) -> str:
 
 
 def run_layers(
-  model: Any, params: Params, x: Any, batch: Any, *, stack: str, **options: Any
+  model: RunsLayers, params: Params, x: Any, batch: Any, *, stack: str, **options: Any
 ) -> Any:
   """Returns what `model.run_layers` makes of `x`; a model with one stack is not told its name.
 

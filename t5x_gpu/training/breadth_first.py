@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.models.losses import Sums
+from t5x_gpu.models.model import LayeredModel
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.layer_stacks import (
   layers_of,
@@ -31,13 +32,18 @@ Batch = Mapping[str, jax.Array]
 
 
 def loss(
-  model: Any, params: Any, batch: Batch, microbatches: Batch, same: Batch, *, dropout_key: jax.Array
+  model: LayeredModel,
+  params: Any,
+  batch: Batch,
+  microbatches: Batch,
+  same: Batch,
+  *,
+  dropout_key: jax.Array,
 ) -> Sums:
   """Returns the sums of `model.loss` over all microbatches.
 
   Args:
-    model: has `embed`, `run_layers`, `head` and `config.compute_dtype`, as models/decoder_only.py
-      or, with several stacks, models/encoder_decoder.py.
+    model: its `config.compute_dtype` is the dtype in which parameters are gathered.
     params: as a model gets them in the region; leaves of 'layers' are stacked.
     batch: all local rows.
     microbatches: the same as arrays [num_microbatches, rows, ...].

@@ -6,8 +6,7 @@ reduces them layer by layer, microbatches are taken through one layer after the 
 """
 
 import dataclasses
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.losses import Sums
+from t5x_gpu.models.model import LayeredModel, Model, config_of, missing_members
 from t5x_gpu.partitioning.layer_stacks import ONLY, run_layers, stacks_of
 from t5x_gpu.partitioning.manual_region import Pipeline, Region, is_places
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
@@ -28,7 +28,12 @@ GradientsFn = Callable[[Any, Batch, jax.Array], tuple[Any, Sums]]
 
 
 def make_gradients(
-  *, model: Any, region: Region, names: Any, num_microbatches: int = 1, trained: Trained = Trained()
+  *,
+  model: Model,
+  region: Region,
+  names: Any,
+  num_microbatches: int = 1,
+  trained: Trained = Trained(),
 ) -> GradientsFn:
   """Returns the function (params, batch, dropout_key) -> (gradients, sums) of global arrays.
 
@@ -46,13 +51,13 @@ def make_gradients(
   in_parts = region.reduces_in_backward
   by_layer = in_parts and num_microbatches > 1 and region.accumulate_by == 'layer'
   if region.pipeline is not None:
-    _check_parts(model, 'A pipeline', 'Set Partitioner.stage = 1')
+    _check_layered(model, needed_by='A pipeline', instead='Set Partitioner.stage = 1')
   if by_layer:
-    _check_parts(
+    _check_layered(
       model,
-      'Accumulation by layer',
-      "Set Partitioner.accumulate_by = 'microbatch'",
-      ('config.compute_dtype',),
+      needed_by='Accumulation by layer',
+      instead="Set Partitioner.accumulate_by = 'microbatch'",
+      needs_dtype=True,
     )
 
   trained_names, frozen_names = trained.split(names)
@@ -110,7 +115,7 @@ def make_gradients(
   return gradients
 
 
-def make_eval_step(*, model: Any, region: Region, names: Any) -> Callable[[Any, Batch], Sums]:
+def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any, Batch], Sums]:
   """Returns the function (params, batch) -> sums, without dropout."""
 
   def local(params: Any, batch: Batch) -> Sums:
@@ -139,21 +144,19 @@ def make_eval_step(*, model: Any, region: Region, names: Any) -> Callable[[Any, 
   return eval_step
 
 
-def _check_parts(model: Any, what: str, instead: str, more: Sequence[str] = ()) -> None:
-  missing = []
-  for part in ('embed', 'run_layers', 'head', *more):
-    try:
-      operator.attrgetter(part)(model)
-    except AttributeError:
-      missing.append(part)
+def _check_layered(
+  model: Model, *, needed_by: str, instead: str, needs_dtype: bool = False
+) -> None:
+  """Raises ModelError unless the model has the three parts of a LayeredModel."""
+  missing = missing_members(model, LayeredModel)
+  if needs_dtype and config_of(model) is None:
+    missing.append('config.compute_dtype')
   if missing:
     raise ModelError(
-      f'{what} needs a model in three parts, and {type(model).__name__} has no '
+      f'{needed_by} needs a model in three parts; {type(model).__name__} lacks '
       f'{", ".join(missing)}.',
-      fix=f'{instead}, or give the model '
-      f'{"this" if len(missing) == 1 else "these"}, as in '
-      'models/decoder_only.py.',
-      docs='parallelism.md',
+      fix=f'{instead}, or add them to the model (LayeredModel in models/model.py).',
+      docs='add_a_model.md#when-the-layer-is-not-enough',
     )
 
 
@@ -161,7 +164,7 @@ def _check_parts(model: Any, what: str, instead: str, more: Sequence[str] = ()) 
 class _Pieces:
   """A model as a pipeline runs it: what is the same for all microbatches is bound."""
 
-  model: Any
+  model: LayeredModel
   same: Batch
   dropout_key: Optional[jax.Array]
 
@@ -190,7 +193,7 @@ class _Pieces:
 
 
 def _pipeline_input(
-  model: Any, batch: Batch, pipeline: Pipeline, dropout_key: Optional[jax.Array]
+  model: LayeredModel, batch: Batch, pipeline: Pipeline, dropout_key: Optional[jax.Array]
 ) -> tuple[_Pieces, Batch]:
   """Returns the model in parts, and the local rows cut into microbatches."""
   same, microbatches = _split_rows(batch, pipeline.num_microbatches)

@@ -12,6 +12,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.models.model import Model, check_model
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layer_stacks import stacks_of
 from t5x_gpu.partitioning.layout import LaidOut, Layout
@@ -87,7 +88,7 @@ class Program:
 
 def build_program(
   *,
-  model: Any,
+  model: Model,
   optimizer: Any,
   schedule: Schedule,
   partitioner: Partitioner,
@@ -105,7 +106,7 @@ def build_program(
   """Returns the program, after checking that the sizes of model, batch and mesh fit each other.
 
   Args:
-    model: a model of models/.
+    model: a model of models/ or a custom one, checked against `Model`.
     optimizer, schedule: of training/.
     partitioner: how to split it over `devices` of `topology`.
     task_feature_lengths, batch_size, pack: the global batch.
@@ -114,8 +115,9 @@ def build_program(
     max_grad_norm, loss_normalizing_factor: as in `make_train_step`.
     learning_rate_scaling: with the number of replicas, see `schedules.replica_factor`.
   Raises:
-    MeshError, ConfigError, ShapeError: before anything compiles.
+    ModelError, MeshError, ConfigError, ShapeError: before anything compiles.
   """
+  check_model(model)
   spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
   check_microbatches(batch_size, num_microbatches)
   # Rows of an encoder and of a decoder may differ in length; both must fit.

@@ -10,6 +10,8 @@ from typing import Any, Optional
 
 import flax.traverse_util
 
+from t5x_gpu.models.model import Model
+
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
@@ -39,6 +41,6 @@ class Trained:
     )
 
 
-def trained_of(model: Any) -> Trained:
+def trained_of(model: Model) -> Trained:
   """Returns which parameters of a model are trained."""
   return Trained(getattr(model, 'is_trained', None))

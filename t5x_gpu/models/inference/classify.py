@@ -2,15 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Optional
 
 import jax
 import numpy as np
 
 from t5x_gpu.errors import DataError
 from t5x_gpu.models.inference.generation import padded_length
-from t5x_gpu.models.lora import without_adapters
+from t5x_gpu.models.model import ClassifierModel, DeviceBatch, Params, config_of
 from t5x_gpu.partitioning.layout import Layout
 
 
@@ -41,7 +41,9 @@ class Classifier:
     batch_size: texts at a time: those of `config`, and what evens them out over the mesh.
   """
 
-  def __init__(self, model: Any, params: Any, *, layout: Layout, config: ClassifierConfig):
+  def __init__(
+    self, model: ClassifierModel, params: Params, *, layout: Layout, config: ClassifierConfig
+  ):
     self._model, self._params, self.config = model, params, config
     self._layout = layout.for_decoding
     parts = self._layout.batch_parts
@@ -82,11 +84,12 @@ class Classifier:
       if len(ends) > 1:
         types[row, ends[0] + 1 : len(prompt)] = 1
     batch = {'encoder_input_tokens': tokens}
-    if without_adapters(self._model).config.num_token_types > 1:
+    config = config_of(self._model)
+    if config is not None and config.num_token_types > 1:
       batch['encoder_token_types'] = types
     return batch
 
 
-def _probabilities(model: Any, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+def _probabilities(model: ClassifierModel, params: Params, batch: DeviceBatch) -> jax.Array:
   """Returns float32 [batch, classes]."""
   return jax.nn.softmax(model.logits(params, batch))

@@ -21,6 +21,7 @@ from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.inference.beam_search import BeamSearch
 from t5x_gpu.models.inference.search import Found, Sampling, Search, run
 from t5x_gpu.models.lora import without_adapters
+from t5x_gpu.models.model import DeviceBatch, Model, Params, TextModel, config_of
 from t5x_gpu.partitioning.layout import Layout
 
 SHORTEST = 16  # tokens that prompts are padded to, at least
@@ -46,7 +47,7 @@ def padded_length(length: int) -> int:
   return max(SHORTEST, 1 << (length - 1).bit_length())
 
 
-def by_layer(model: Any, params: Any, *, layout: Layout) -> Any:
+def by_layer(model: Model, params: Params, *, layout: Layout) -> Params:
   """Returns `params` for a Generator to decode faster: stacks of layers as tuples of layers.
 
   Each token reads all weights once; out of a stack, a loop over layers copies them first. It takes
@@ -101,8 +102,8 @@ class Generator:
 
   def __init__(
     self,
-    model: Any,
-    params: Any,
+    model: TextModel,
+    params: Params,
     *,
     layout: Layout,
     config: DecodingConfig,
@@ -143,7 +144,7 @@ class Generator:
     self._generate = self._layout.jit(functools.partial(_generate, self._model, config), **options)
     self._score = self._layout.jit(functools.partial(_log_likelihood, self._model), **options)
 
-  def with_params(self, params: Any) -> 'Generator':
+  def with_params(self, params: Params) -> 'Generator':
     """Returns a generator for other parameters of the same model, without compiling anew."""
     other = copy.copy(self)
     other._params = params
@@ -170,8 +171,8 @@ class Generator:
           'stands before a text in training.'
         ),
       )
-    model, new = self._model.config, targets or c.max_decode_length
-    limit = getattr(model, 'length_limit', None)
+    model, new = config_of(self._model), targets or c.max_decode_length
+    limit = model and model.length_limit
     before = 0 if self._has_encoder else length
     if limit is None or max(before + new, length) <= limit:
       return
@@ -182,7 +183,7 @@ class Generator:
       if targets or room < 1 or length > limit
       else (f'Set DecodingConfig.max_decode_length to at most {room}, or shorten the prompt')
     )
-    learned = getattr(model, 'num_positions', 0) > 0
+    learned = model.num_positions > 0
     parameter = f'TransformerConfig.{"num_positions" if learned else "max_length"}'
     raise DataError(
       f'{where}: the prompt has {length} tokens and {new} {follow} ones may follow; the model '
@@ -334,7 +335,7 @@ class Generator:
     return batch
 
 
-def _without_dropping(model: Any) -> Any:
+def _without_dropping(model: Model) -> Model:
   """Returns `model` with room for every token in every expert.
 
   While one token is written at a time, none competes for room; so none may in the prompt.
@@ -342,8 +343,8 @@ def _without_dropping(model: Any) -> Any:
   inner = without_adapters(model)
   if inner is not model:
     return dataclasses.replace(model, model=_without_dropping(inner))
-  config = getattr(model, 'config', None)
-  if not getattr(config, 'num_experts', 0):
+  config = config_of(model)
+  if config is None or not config.num_experts:
     return model
   return dataclasses.replace(model, config=dataclasses.replace(config, expert_capacity_factor=None))
 
@@ -373,7 +374,7 @@ def _search(config: DecodingConfig, numbers: jax.Array) -> Search:
 
 
 def _generate(
-  model: Any, config: DecodingConfig, params: Any, batch: Mapping[str, jax.Array]
+  model: TextModel, config: DecodingConfig, params: Params, batch: DeviceBatch
 ) -> Found:
   prompts, more = batch['prompts'], {}
   if 'encoder_tokens' in batch:
@@ -388,7 +389,7 @@ def _generate(
   )
 
 
-def _log_likelihood(model: Any, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+def _log_likelihood(model: TextModel, params: Params, batch: DeviceBatch) -> jax.Array:
   """Returns [batch] sums of log-probabilities of the targets."""
   targets, weights = batch['decoder_target_tokens'], batch['decoder_loss_weights']
   log_probs = jnp.take_along_axis(
@@ -398,8 +399,8 @@ def _log_likelihood(model: Any, params: Any, batch: Mapping[str, jax.Array]) -> 
 
 
 def sample(
-  model: Any,
-  params: Any,
+  model: TextModel,
+  params: Params,
   prompt: np.ndarray,
   *,
   layout: Layout,

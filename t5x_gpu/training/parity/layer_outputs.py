@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.models.losses import Sums
+from t5x_gpu.models.model import LayeredModel, Model, is_layered
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
   layers_of,
@@ -32,7 +33,6 @@ from t5x_gpu.partitioning.pipeline import pipeline_parallel
 
 Batch = Mapping[str, jax.Array]
 Tree = Any
-PARTS = ('embed', 'run_layers', 'head')
 
 
 class LayerOutputs(flax.struct.PyTreeNode):
@@ -52,21 +52,20 @@ class LayerOutputs(flax.struct.PyTreeNode):
   layers: tuple[str, ...] = flax.struct.field(pytree_node=False)
 
 
-def has_layers(model: Any, params: Any) -> bool:
-  """Returns whether `model` comes in the parts of a pipeline, so that it can be run by layer."""
-  return all(hasattr(model, part) for part in PARTS) and all(
+def has_layers(model: Model, params: Any) -> bool:
+  """Returns whether `model` can be run layer by layer."""
+  return is_layered(model) and all(
     'layers' in (params if stack == ONLY else params.get(stack, {})) for stack in stacks_of(model)
   )
 
 
 def make_layer_outputs(
-  *, model: Any, region: Region, names: Any, seed: int
+  *, model: LayeredModel, region: Region, names: Any, seed: int
 ) -> Callable[[Any, Batch, jax.Array], LayerOutputs]:
   """Returns the function (params, batch, step) -> LayerOutputs of global arrays.
 
   Args:
-    model: has `embed`, `run_layers` and `head`, as models/decoder_only.py or, with several stacks,
-      models/encoder_decoder.py.
+    model: for which `has_layers` is true.
     region: how a step is split.
     names: tree of AxisNames of the parameters.
     seed: of dropout, as in `make_train_step`.

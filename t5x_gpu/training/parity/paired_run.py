@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.data.batches import Batch
+from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.context_parallel import length_order
 from t5x_gpu.training.parity.compare import (
   Difference,
@@ -64,7 +65,7 @@ class Run:
     self,
     program: Program,
     *,
-    model: Any,
+    model: Model,
     seed: int,
     max_grad_norm: Optional[float] = None,
     compiler_options: Optional[Mapping[str, Any]] = None,

@@ -1,0 +1,270 @@
+"""The interface of a model. Any object with the members of `Model` is one; nothing is inherited.
+
+The other protocols add what some features need. A model has all or none of their members:
+  LayeredModel: pipelines, accumulation by layer, and the table of layers of `parity`.
+  TextModel: `infer`, samples and task metrics.
+  ClassifierModel: `infer` of classes.
+  PartlyTrainedModel: frozen parameters, adapters.
+A model may also have `config`, a TransformerConfig (see `config_of`). decoder_only.py and
+encoder_decoder.py are examples.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Optional, Protocol, TypeGuard
+
+import jax
+
+from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.errors import ModelError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.inference.incremental import DecodingState
+from t5x_gpu.models.losses import Sums
+
+# Nested dictionaries of arrays. The layers of a stack are one subtree, `layers`, whose arrays have
+# a leading axis [layers, ...].
+Params = Any
+# A batch on devices: feature name -> [batch, length] or [batch]; 'rows' [batch], which dropout
+# needs; and 'encoder_places', 'decoder_places' [length] of tokens in rows that are split.
+DeviceBatch = Mapping[str, jax.Array]
+
+_PAGE = 'add_a_model.md#when-the-layer-is-not-enough'
+
+
+class Model(Protocol):
+  """What every model has."""
+
+  @property
+  def num_outcomes(self) -> int:
+    """Number of tokens or classes that the model chooses from; log of it is the first loss."""
+
+  def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
+    """Returns the name of the feature converter (data/features.py) that makes the model's batches.
+
+    Args:
+      task_feature_lengths: task feature -> tokens.
+    """
+
+  def batch_spec(
+    self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
+  ) -> BatchSpec:
+    """Returns shape [batch, length] or [batch] and dtype of each feature in a global batch.
+
+    Args:
+      task_feature_lengths: task feature -> tokens.
+      batch_size: rows of the global batch.
+      pack: whether a row holds several examples.
+    """
+
+  def logical_sizes(self) -> dict[str, int]:
+    """Returns logical axis -> size, of all axes that a mesh may split (partitioning/axis_rules.py).
+
+    With 'layers', and 'encoder_layers' if an encoder has another number of them.
+    """
+
+  def flops_per_token(self, length: int) -> float:
+    """Returns FLOPs of forward and backward per position of a row of `length` tokens."""
+
+  def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
+    """Returns new float32 parameters, each a `NamedParam` with a logical name per dimension."""
+
+  def loss(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> Sums:
+    """Returns metric -> (sum, weight), float32 scalars over the rows of `batch`.
+
+    The trainer adds them over devices and microbatches, then divides; it minimises 'loss'.
+
+    Args:
+      params: arrays of `init`, without the boxes; a device may hold a part of each, see
+        docs/parallelism.md.
+      batch: the features of `batch_spec`, this device's rows.
+      dropout_key: None for no dropout, as in evaluation.
+    """
+
+
+class LayeredModel(Model, Protocol):
+  """A model whose `loss` is `head(run_layers(embed(...)))`.
+
+  If it has several stacks, it also has the attribute `stacks` with their names in the order in
+  which they run, as in ('encoder', 'decoder'). `run_layers` then takes `stack`, the name of one.
+  """
+
+  def embed(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> Any:
+    """Returns the input of the first layer, [batch, length, embed]; a tuple with one per stack."""
+
+  def run_layers(
+    self,
+    params: Params,
+    x: Any,
+    batch: DeviceBatch,
+    *,
+    dropout_key: Optional[jax.Array] = None,
+    first_layer: Any = 0,
+  ) -> Any:
+    """Returns `x` after the layers in `params['layers']`.
+
+    Args:
+      params: of the model; 'layers' may hold consecutive layers of the stack only.
+      x: what `embed` or earlier layers returned.
+      batch: as for `loss`.
+      dropout_key: None for no dropout.
+      first_layer: index in the stack of the first of these layers.
+    """
+
+  def head(
+    self, params: Params, x: Any, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> Sums:
+    """Returns the sums of `loss` from `x`, the output of the last layer."""
+
+
+class TextModel(Model, Protocol):
+  """A model that continues prompts."""
+
+  def start_decoding(
+    self, params: Params, prompts: jax.Array, lengths: jax.Array, *, slots: int
+  ) -> tuple[jax.Array, DecodingState]:
+    """Returns float32 logits [batch, vocab] of the token after each prompt, and the state.
+
+    If `feature_converter` is 'encoder_decoder', it also takes `encoder_tokens` [batch, length].
+
+    Args:
+      params: of the model.
+      prompts: [batch, prompt_length] decoder inputs, padded on the left.
+      lengths: [batch] tokens of each prompt.
+      slots: tokens that the caches must hold, prompt included.
+    """
+
+  def decode_step(
+    self, params: Params, tokens: jax.Array, state: DecodingState
+  ) -> tuple[jax.Array, DecodingState]:
+    """Returns float32 logits [batch, vocab] after `tokens` [batch], and the next state."""
+
+  def logits(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
+    """Returns float32 logits [batch, length, vocab] of every target token, to score texts."""
+
+
+class ClassifierModel(Model, Protocol):
+  """A model that may have one label per row."""
+
+  @property
+  def classifies(self) -> bool:
+    """Whether it has: `logits` are then [batch, classes]."""
+
+  def logits(
+    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
+  ) -> jax.Array:
+    """Returns float32 logits [batch, classes]."""
+
+
+class PartlyTrainedModel(Model, Protocol):
+  """A model of which some parameters are frozen: they get no gradient and no optimizer state."""
+
+  def is_trained(self, path: str) -> bool:
+    """Returns whether the parameter at this '/'-joined path is trained."""
+
+  def is_adapter(self, path: str) -> bool:
+    """Returns whether a checkpoint to start from may lack this parameter."""
+
+
+def missing_members(model: Any, protocol: type) -> list[str]:
+  """Returns the members of `protocol`, those it inherits included, that `model` does not have."""
+  inherited = type(model).__mro__  # a class may derive from a protocol without filling it in
+  return [
+    name
+    for name in _members(protocol)
+    if not hasattr(model, name)
+    or any(
+      getattr(type(model), name, None) is vars(base).get(name, model)
+      for base in inherited
+      if getattr(base, '_is_protocol', False)
+    )
+  ]
+
+
+def is_layered(model: Model) -> TypeGuard[LayeredModel]:
+  return not missing_members(model, LayeredModel)
+
+
+def writes_text(model: Model) -> TypeGuard[TextModel]:
+  return not missing_members(model, TextModel)
+
+
+def classifies(model: Model) -> TypeGuard[ClassifierModel]:
+  """Returns whether each row has one label, rather than a target per token."""
+  return getattr(model, 'classifies', False)
+
+
+def config_of(model: Model) -> Optional[TransformerConfig]:
+  """Returns the model's `config`; None for a custom model without one.
+
+  It limits the length of prompts, gives experts room in decoding and makes hints more precise.
+  """
+  return getattr(model, 'config', None)
+
+
+def check_model(model: Any) -> None:
+  """Raises ModelError unless `model` has all members of `Model`, called as the trainer does."""
+  name = model.__name__ if isinstance(model, type) else type(model).__name__
+  if isinstance(model, type):
+    raise ModelError(
+      f'{name} is a class; the trainer needs an instance of it.',
+      fix=f'Write MODEL = @{name}() in gin, with parentheses.',
+      parameters=('train.model',),
+    )
+  missing = missing_members(model, Model)
+  if missing:
+    raise ModelError(
+      f'{name} lacks {", ".join(missing)}, which every model must have.',
+      fix='Add\n  ' + '\n  '.join(map(_declaration, missing)),
+      parameters=('train.model',),
+      docs=_PAGE,
+    )
+  wrong = [method for method in _methods(Model) if not _can_be_called(model, method)]
+  if wrong:
+    raise ModelError(
+      f'{name} has methods with other parameters than a model: '
+      + ', '.join(f'{method}{inspect.signature(getattr(model, method))}' for method in wrong),
+      fix='Declare\n  ' + '\n  '.join(map(_declaration, wrong)),
+      parameters=('train.model',),
+      docs=_PAGE,
+    )
+
+
+def _members(protocol: type) -> list[str]:
+  return [
+    name
+    for base in reversed(protocol.__mro__)
+    if getattr(base, '_is_protocol', False)
+    for name in vars(base)
+    if not name.startswith('_')
+  ]
+
+
+def _methods(protocol: type) -> list[str]:
+  return [name for name in _members(protocol) if inspect.isfunction(getattr(protocol, name))]
+
+
+def _declaration(name: str) -> str:
+  member = getattr(Model, name)
+  if isinstance(member, property):
+    return f'{name}: int'
+  signature = inspect.signature(member)
+  plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+  return f'def {name}{inspect.Signature(plain)}'
+
+
+def _can_be_called(model: Any, name: str) -> bool:
+  """Returns whether a method of `model` takes the parameters that `Model` declares."""
+  _, *parameters = inspect.signature(getattr(Model, name)).parameters.values()
+  positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+  keywords = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+  try:
+    inspect.signature(getattr(model, name)).bind(*positional, **keywords)
+  except TypeError:
+    return False
+  return True
