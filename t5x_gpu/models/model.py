@@ -28,8 +28,6 @@ Params = Any
 # needs; and 'encoder_places', 'decoder_places' [length] of tokens in rows that are split.
 DeviceBatch = Mapping[str, jax.Array]
 
-_PAGE = 'add_a_model.md#when-the-layer-is-not-enough'
-
 
 class Model(Protocol):
   """What every model has."""
@@ -217,21 +215,16 @@ def check_model(model: Any) -> None:
       parameters=('train.model',),
     )
   missing = missing_members(model, Model)
-  if missing:
+  wrong = [] if missing else [m for m in _methods(Model) if not _can_be_called(model, m)]
+  if missing or wrong:
+    declared = [f'{method}{inspect.signature(getattr(model, method))}' for method in wrong]
     raise ModelError(
-      f'{name} lacks {", ".join(missing)}, which every model must have.',
-      fix='Add\n  ' + '\n  '.join(map(_declaration, missing)),
+      f'{name} lacks {", ".join(missing)}, which every model must have.'
+      if missing
+      else f'{name} has other parameters than the trainer passes: {", ".join(declared)}.',
+      fix='Declare\n  ' + '\n  '.join(map(_declaration, missing or wrong)),
       parameters=('train.model',),
-      docs=_PAGE,
-    )
-  wrong = [method for method in _methods(Model) if not _can_be_called(model, method)]
-  if wrong:
-    raise ModelError(
-      f'{name} has methods with other parameters than a model: '
-      + ', '.join(f'{method}{inspect.signature(getattr(model, method))}' for method in wrong),
-      fix='Declare\n  ' + '\n  '.join(map(_declaration, wrong)),
-      parameters=('train.model',),
-      docs=_PAGE,
+      docs='add_a_model.md#when-the-layer-is-not-enough',
     )
 
 
