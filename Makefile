@@ -6,9 +6,10 @@ VENV312 := .venv312
 JAX312 := 0.11.2
 MINUTES ?= 60
 DEMO := gin_configs/examples/demo.gin
-# Two workers; the tests of a file stay together, as they share compiled functions. PARALLEL= runs
-# one test after the other.
-PARALLEL ?= -n 2 --dist loadfile
+# A worker per core, at least two; the tests of a file stay together, as they share compiled
+# functions. PARALLEL= runs one test after the other.
+WORKERS = $(if $(filter 1 2,$(shell getconf _NPROCESSORS_ONLN)),2,auto)
+PARALLEL ?= -n $(WORKERS) --dist loadfile
 
 # tests/conftest.py sets the flags of quick compiles, unless there are some.
 OPTIMISED := XLA_FLAGS=--xla_force_host_platform_device_count=8
@@ -66,7 +67,10 @@ format: $(VENV)/.installed ## apply the style
 demo: $(VENV)/.installed ## train a small model on Python's own source text, about three minutes
 	$(VENV)/bin/python -m t5x_gpu.train --gin_file=$(DEMO)
 
-test: $(VENV)/.installed ## run the tests, without the slow ones
+test-quick: $(VENV)/.installed ## run the tests that take two minutes: no process, no TensorFlow
+	$(VENV)/bin/python -m pytest --quick $(PARALLEL) $(ARGS)
+
+test: $(VENV)/.installed ## run the tests, without the slow ones: ten minutes on two cores
 	$(VENV)/bin/python -m pytest -m 'not slow' $(PARALLEL) $(ARGS)
 
 test-all: $(VENV)/.installed ## run all tests, compiled with all optimisations
@@ -105,4 +109,4 @@ $(VENV312)/.installed: setup.py
 	$(call install,$(VENV312),$(PYTHON312),python3.12,PYTHON312,jax==$(JAX312))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format demo test test-all test-py312 test-t5 soak clean
+.PHONY: help setup lint format demo test-quick test test-all test-py312 test-t5 soak clean

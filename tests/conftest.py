@@ -5,7 +5,8 @@ import os
 import pytest
 
 from t5x_gpu.runtime import process_exit
-from tests.helpers_xla import set_default_flags
+from tests.helpers_tiers import BUDGET, NOT_QUICK, Tiers, only_for_other_tiers
+from tests.helpers_xla import QUICK_COMPILES, set_default_flags
 
 # On a GPU machine: T5X_GPU_TEST_PLATFORM=cuda python -m pytest tests/gpu
 PLATFORM = os.environ.get('T5X_GPU_TEST_PLATFORM', 'cpu')
@@ -21,9 +22,29 @@ def pytest_addoption(parser):
     action='store_true',
     help='rewrite tests/golden/ with what the code gives now; look at git diff after',
   )
+  parser.addoption(
+    '--quick',
+    action='store_true',
+    help='only tests that start no process, import no TensorFlow and take little time',
+  )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_configure(config):
+  budget = BUDGET if QUICK_COMPILES[0] in os.environ['XLA_FLAGS'].split() else None
+  config.pluginmanager.register(Tiers(budget=budget, quick=config.option.quick))
+
+
+def pytest_ignore_collect(collection_path, config):
+  if config.option.quick and collection_path.suffix == '.py':
+    return only_for_other_tiers(collection_path.read_text(encoding='utf-8')) or None  # not imported
+  return None
+
+
+def pytest_collection_modifyitems(config, items):
+  if config.option.quick:
+    quick = [i for i in items if not any(map(i.get_closest_marker, NOT_QUICK))]
+    config.hook.pytest_deselected(items=[i for i in items if i not in set(quick)])
+    items[:] = quick
   if PLATFORM == 'cpu':
     for item in items:
       if item.get_closest_marker('gpu'):

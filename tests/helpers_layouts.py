@@ -9,10 +9,11 @@ import functools
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import pytest
 
 from t5x_gpu.analysis.collectives import Collective, inventory, partitioned_hlo
 from t5x_gpu.layers.moe import capacity
@@ -93,6 +94,18 @@ CASES = {
   'ep': Case(dict(expert=4), EXPERTS),
   'ep_fsdp': Case(dict(data=1, fsdp=4, expert=2), EXPERTS),
 }
+
+
+# Compiled in `make test`; the tests of the others are slow.
+QUICK_CASES = ('one_device', 'dp', 'fsdp', 'tp', 'tp_sp', 'cp', 'pp', 'ep')
+
+
+def by_case(names: Iterable[str]) -> pytest.MarkDecorator:
+  """Parametrises a test with `name`, a key of CASES."""
+  return pytest.mark.parametrize(
+    'name',
+    [name if name in QUICK_CASES else pytest.param(name, marks=pytest.mark.slow) for name in names],
+  )
 
 
 def config_of(case: Case) -> TransformerConfig:

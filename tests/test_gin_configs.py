@@ -9,6 +9,8 @@ import math
 import pathlib
 import re
 import shlex
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import pytest
@@ -56,7 +58,22 @@ MACROS = {
   'DROPOUT_RATE': (0.25, lambda a: [a['model'].config.dropout_rate]),
 }
 
-by_name = functools.partial(pytest.mark.parametrize, ids=lambda path: path.stem)
+by_name = functools.partial(
+  pytest.mark.parametrize, ids=lambda value: getattr(value, 'stem', value)
+)
+
+
+def pairs(names: str, first: Sequence[Any], second: Sequence[Any]) -> pytest.MarkDecorator:
+  """Parametrises with every pair: the first of one with each of the other; the rest are slow."""
+  quick = {(a, second[0]) for a in first} | {(first[0], b) for b in second}
+  return by_name(
+    names,
+    [
+      pytest.param(a, b, marks=() if (a, b) in quick else pytest.mark.slow)
+      for a in first
+      for b in second
+    ],
+  )
 
 
 def header(path: pathlib.Path) -> str:
@@ -86,6 +103,12 @@ def load(path: pathlib.Path, *overrides: str) -> gin_loader.LoadedConfig:
   """Returns the configuration of an example's own command and further bindings."""
   args = cli.parse_args('python -m t5x_gpu.train', '', command(path))
   return gin_loader.load(args.gin_files, bindings=(*args.bindings, *overrides))
+
+
+@functools.cache
+def example(path: pathlib.Path) -> Program:
+  """Returns the program of an example on the hardware of its header."""
+  return build(load(path), hardware(path))
 
 
 def build(loaded: gin_loader.LoadedConfig, topology: Topology) -> Program:
@@ -182,7 +205,7 @@ def test_examples_begin_with_their_command_and_hardware(path):
 
 @by_name('path', EXAMPLES)
 def test_examples_build_on_the_hardware_of_their_header(path):
-  program = build(load(path), hardware(path))
+  program = example(path)
   program.train_step.lower(program.abstract_state, program.abstract_batch)
   stated = re.findall(r'([\d,]{7,})[- ]parameter', header(path))
   assert [f'{program.num_params:,}'] * len(stated) == stated
@@ -204,16 +227,14 @@ def test_tiny_gpu_examples_differ_only_in_batch_and_mesh():
   }
 
 
-@pytest.mark.parametrize('macro', MACROS)
-@by_name('path', EXAMPLES)
+@pairs('path, macro', EXAMPLES, list(MACROS))
 def test_examples_honour_the_macros_that_people_type(path, macro):
   value, used = MACROS[macro]
   assert all(v != value for v in used(load(path).arguments()))
   assert all(v == value for v in used(load(path, f'{macro}={value}').arguments()))
 
 
-@by_name('run', PARTS['runs'])
-@by_name('parallel', PARTS['parallel'])
+@pairs('parallel, run', PARTS['parallel'], PARTS['runs'])
 def test_parallel_and_run_files_go_together(tmp_path, parallel, run):
   model = 'decoder_moe_demo' if parallel.stem == 'ep' else 'decoder_demo'
   loaded = gin_loader.load(
@@ -262,7 +283,7 @@ def test_golden_configurations_give_the_same_run(path):
 
 @by_name('path', EXAMPLES)
 def test_shardings_of_examples_are_the_golden_ones(path, golden):
-  golden(f'shardings/{path.stem}.json', shardings(build(load(path), hardware(path))))
+  golden(f'shardings/{path.stem}.json', shardings(example(path)))
 
 
 def test_shardings_of_decoder_base_over_fsdp_and_model_are_the_golden_ones(tmp_path, golden):
@@ -289,22 +310,31 @@ OF_FAMILY = {
 }
 
 
-@pytest.mark.parametrize(
-  'model, parallel',
-  [
-    ('decoder_moe_demo', 'ep'),
-    *((model, layout) for model in ('decoder_base', 'decoder_demo') for layout in LAYOUTS),
-    *(
-      (model, layout)
-      for model in ('bert_base', 'gpt2_small', 'llama3_2_1b', 'gemma2_2b', 'qwen3_0_6b')
-      for layout in LAYOUTS
-    ),
-    *(('t5_1_1_small', layout) for layout in LAYOUTS),
-  ],
-)
+# The first model under every layout, and every model under the first layout, are in `make test`.
+MODELS = [
+  't5_1_1_small',
+  'decoder_base',
+  'decoder_demo',
+  'bert_base',
+  'gpt2_small',
+  'llama3_2_1b',
+  'gemma2_2b',
+  'qwen3_0_6b',
+]
+
+
+def test_shardings_of_experts_are_the_golden_ones(tmp_path, golden):
+  check_shardings(tmp_path, golden, 'decoder_moe_demo', 'ep')
+
+
+@pairs('model, parallel', MODELS, LAYOUTS)
 def test_shardings_of_models_under_every_layout_are_the_golden_ones(
   tmp_path, golden, model, parallel
 ):
+  check_shardings(tmp_path, golden, model, parallel)
+
+
+def check_shardings(tmp_path, golden, model, parallel):
   model, parallel = GIN / f'models/{model}.gin', GIN / f'parallel/{parallel}.gin'
   more = list(OF_FAMILY.get(model.stem, ()))
   if parallel.stem in ('tp', 'tp_sp'):

@@ -30,6 +30,7 @@ from tests.helpers_layouts import (
   Case,
   build,
   busy,
+  by_case,
   collectives,
   config_of,
   program,
@@ -169,13 +170,8 @@ def sent_bytes(name):
   return dict(sent)
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    name
-    for name, case in CASES.items()
-    if case.num_devices > 1 and name != 'fsdp_by_4_microbatches'
-  ],
+@by_case(
+  name for name, case in CASES.items() if case.num_devices > 1 and name != 'fsdp_by_4_microbatches'
 )
 def test_bytes_are_what_the_formulas_say(name):
   sent, expected = sent_bytes(name), expected_bytes(name)
@@ -202,12 +198,13 @@ def kinds(name, **of):
   return {c.kind for c in chosen(collectives(name), **of)}
 
 
-@pytest.mark.parametrize('name', ['dp', 'dp_4_microbatches'])
+@by_case(['dp', 'dp_4_microbatches'])
 def test_data_parallel_sums_every_gradient_once_whatever_the_microbatches(name):
   assert found(name, 'all-reduce') == sorted(STACKED + ENDS + BIAS)
   assert kinds(name) == {'all-reduce'}
 
 
+@pytest.mark.slow
 def test_zero1_scatters_every_gradient_and_gathers_every_new_parameter_once():
   for kind in ('reduce-scatter', 'all-gather'):
     assert found('zero1', kind) == sorted(STACKED + ENDS)
@@ -215,26 +212,28 @@ def test_zero1_scatters_every_gradient_and_gathers_every_new_parameter_once():
   assert not any('shard_map' in c.op_name for c in chosen(collectives('zero1'), kind='all-gather'))
 
 
-@pytest.mark.parametrize('name', ['fsdp', 'fsdp_4_microbatches'])
+@by_case(['fsdp', 'fsdp_4_microbatches'])
 def test_zero3_gathers_layers_twice_and_scatters_once_whatever_the_microbatches(name):
   assert found(name, 'all-gather') == sorted(2 * LAYERS * LAYER + ENDS)
   assert found(name, 'reduce-scatter') == sorted(LAYERS * LAYER + ENDS)
   assert found(name, 'all-reduce') == BIAS
 
 
+@pytest.mark.slow
 def test_zero3_by_microbatch_gathers_and_scatters_for_each():
   name = 'fsdp_by_4_microbatches'
   assert found(name, 'all-gather') == sorted((2 * LAYERS * LAYER + ENDS) * 4)
   assert found(name, 'reduce-scatter') == sorted((LAYERS * LAYER + ENDS) * 4)
 
 
+@pytest.mark.slow
 def test_a_pipeline_makes_the_parameters_of_a_stage_whole_once():
   of_stage = [(2, *shape) for shape in LAYER]
   assert found('fsdp_pp', 'all-gather', 'fsdp') == sorted(of_stage + ENDS)
   assert found('fsdp_pp', 'reduce-scatter', 'fsdp') == sorted(of_stage + ENDS)
 
 
-@pytest.mark.parametrize('name', ['fsdp', 'fsdp_4_microbatches', 'hsdp', 'fsdp_tp'])
+@by_case(['fsdp', 'fsdp_4_microbatches', 'hsdp', 'fsdp_tp'])
 def test_zero3_never_gathers_a_stack_of_layers(name):
   p = program(name)
   layers = CONFIG.num_layers // p.layout.mesh.shape['stage']
@@ -266,6 +265,7 @@ def test_zero3_does_not_have_all_layers_whole_at_once():
   assert temp_layers(8) - temp_layers(4) < 4 * 0.55
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_sends_only_parts_between_hosts():
   parts = [
     tuple(size // 4 if size == EMBED_DIM else size for size in shape) for shape in STACKED + ENDS
@@ -302,6 +302,7 @@ def test_a_tensor_parallel_layer_has_two_all_reduces_forward_and_two_backward():
   assert len(collectives('tp')) == 9
 
 
+@pytest.mark.slow
 def test_full_remat_sums_one_of_the_two_outputs_again():
   assert where('tp_full_remat', 'all-reduce') == {FORWARD: 2, BACKWARD: 3, EMBEDDING: 1, LOGITS: 1}
 
@@ -372,9 +373,7 @@ def test_a_layer_sends_as_many_bytes_with_sequence_parallelism_as_without():
   assert of_layers('tp') == of_layers('tp_sp') > 0
 
 
-@pytest.mark.parametrize(
-  'name', [name for name, case in CASES.items() if 'num_partitions' in case.partitioner]
-)
+@by_case(name for name, case in CASES.items() if 'num_partitions' in case.partitioner)
 def test_neither_logits_nor_tables_are_gathered_over_model(name):
   assert not [
     c
@@ -387,9 +386,9 @@ def test_neither_logits_nor_tables_are_gathered_over_model(name):
   'name, activation',
   [
     ('pp', (16, 16, 32)),
-    ('pp_16_microbatches', (8, 16, 32)),
-    ('3d', (32, 8, 32)),
-    ('fsdp_pp', (16, 16, 32)),
+    pytest.param('pp_16_microbatches', (8, 16, 32), marks=pytest.mark.slow),
+    pytest.param('3d', (32, 8, 32), marks=pytest.mark.slow),
+    pytest.param('fsdp_pp', (16, 16, 32), marks=pytest.mark.slow),
   ],
 )
 def test_a_pipeline_moves_one_activation_per_tick_and_direction(name, activation):
@@ -397,7 +396,7 @@ def test_a_pipeline_moves_one_activation_per_tick_and_direction(name, activation
   assert kinds(name, axis='stage') == {'collective-permute', 'all-reduce'}
 
 
-@pytest.mark.parametrize('name', ['pp', 'pp_16_microbatches', 'pp_gpipe', 'pp_circular'])
+@by_case(['pp', 'pp_16_microbatches', 'pp_gpipe', 'pp_circular'])
 def test_a_pipeline_sums_every_gradient_once_whatever_the_microbatches(name):
   of_stage = [(2, *shape) for shape in LAYER]
   assert found(name, 'all-reduce') == sorted(of_stage + ENDS + BIAS)
@@ -413,12 +412,14 @@ def test_a_ring_sends_keys_and_values_context_minus_one_times_and_gradients_home
   assert found('cp', 'all-reduce') == sorted(STACKED + ENDS + BIAS)
 
 
+@pytest.mark.slow
 def test_gathered_attention_gathers_keys_and_values_and_scatters_their_gradients_once():
   whole = (BATCH // 2, LENGTH, 8, 8)
   for kind in ('all-gather', 'reduce-scatter'):
     assert found('cp_gather', kind).count(whole) == 2 * LAYERS
 
 
+@pytest.mark.slow
 def test_beside_model_fsdp_moves_only_what_model_left():
   halves = {
     (32, 8, 8): (32, 4, 8),
@@ -440,6 +441,7 @@ def test_beside_model_fsdp_moves_only_what_model_left():
   }
 
 
+@pytest.mark.slow
 def test_beside_context_gradients_of_parts_are_summed_over_it_once():
   parts = [
     tuple(size // 4 if size == EMBED_DIM else size for size in shape) for shape in STACKED + ENDS
@@ -468,6 +470,7 @@ def test_experts_exchange_tokens_twice_each_way_and_every_gradient_is_summed_onc
   assert kinds('ep') == {'all-to-all', 'all-reduce'}
 
 
+@pytest.mark.slow
 def test_in_3d_every_gradient_is_summed_once_over_data():
   reduced = list(chosen(collectives('3d'), axis='data'))
   assert all(c.count == 1 and c.kind == 'all-reduce' for c in reduced)

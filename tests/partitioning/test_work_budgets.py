@@ -13,6 +13,7 @@ from tests.helpers_layouts import (
   EXPERTS,
   LENGTH,
   busy,
+  by_case,
   config_of,
   hlo,
   program,
@@ -57,32 +58,24 @@ def size(name, axis):
   return program(name).layout.mesh.shape[axis]
 
 
-@pytest.mark.parametrize('name', ONE_DEVICE)
+@by_case(ONE_DEVICE)
 def test_one_device_computes_what_the_mathematics_needs(name):
   assert flops_per_device(hlo(name)) == ideal(name) + 2 * BIAS
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    pytest.param(name, marks=pytest.mark.slow) if name in ('cp_tp', 'fsdp_cp', 'ep') else name
-    for name in OTHERS
-  ],
-)
+@by_case(OTHERS)
 def test_each_device_does_its_part_of_the_work(name):
   alone = 'one_device_experts' if has_experts(name) else 'one_device'
   assert flops_per_device(hlo(name)) == pytest.approx(flops_per_device(hlo(alone)) / 8, rel=0.03)
 
 
-@pytest.mark.parametrize(
-  'name', [name for name in OTHERS if 'context' not in CASES[name].partitioner]
-)
+@by_case(name for name in OTHERS if 'context' not in CASES[name].partitioner)
 def test_only_the_relative_bias_is_computed_by_every_replica(name):
   bias = 2 * BIAS // size(name, 'model') * CASES[name].num_microbatches
   assert flops_per_device(hlo(name)) == ideal(name) // 8 + bias
 
 
-@pytest.mark.parametrize('name', ['tp_grouped', 'tp_shared_kv'])
+@by_case(['tp_grouped', 'tp_shared_kv'])
 def test_grouped_keys_and_values_are_computed_once_or_once_per_device_where_they_are_shared(name):
   model = size(name, 'model')
   computed = max(config_of(CASES[name]).kv_heads, model) * C.head_dim
@@ -90,18 +83,19 @@ def test_grouped_keys_and_values_are_computed_once_or_once_per_device_where_they
   assert flops_per_device(hlo(name)) == (IDEAL - saved) // 8 + 2 * BIAS // model
 
 
-@pytest.mark.parametrize('name', BY_LAYER)
+@by_case(BY_LAYER)
 def test_accumulation_by_layer_computes_everything_again_but_the_embedding(name):
   assert flops_per_device(hlo(name)) == pytest.approx(4 / 3 * IDEAL / 8, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_ring_computes_the_logits_again_in_the_backward_pass_and_gathering_does_not():
   again = C.num_layers * ATTENTION // 8
   assert flops_per_device(hlo('cp')) - IDEAL // 8 == pytest.approx(again, rel=0.1)
   assert flops_per_device(hlo('cp_gather')) - IDEAL // 8 < 0.1 * again
 
 
-@pytest.mark.parametrize('name', PIPELINES)
+@by_case(PIPELINES)
 def test_a_stage_computes_its_layers_again_and_nothing_else_beyond_its_part(name):
   # Of each tick the program's text has the dearest: a unit forward, again, and back (twice).
   table, model = timetable(name), size(name, 'model')
@@ -115,7 +109,7 @@ def test_a_stage_computes_its_layers_again_and_nothing_else_beyond_its_part(name
   assert flops_per_device(hlo(name)) == done
 
 
-@pytest.mark.parametrize('name', ['pp', 'pp_16_microbatches', 'pp_gpipe', 'pp_circular', '3d'])
+@by_case(['pp', 'pp_16_microbatches', 'pp_gpipe', 'pp_circular', '3d'])
 def test_without_idle_ticks_a_pipeline_computes_four_thirds_of_its_layers(name):
   table = timetable(name)
   layers = 4 / 3 * 3 * C.num_layers * LAYER / 8
@@ -140,7 +134,7 @@ def state_bytes(name):
   return 4 * (parameters + whole) + 2 * 4 * (split // n['fsdp'] + whole)
 
 
-@pytest.mark.parametrize('name', CASES)
+@by_case(CASES)
 def test_each_device_keeps_its_part_of_parameters_and_optimizer_state(name):
   module = hlo_text.parse(hlo(name))
   kept = sum(

@@ -1,0 +1,103 @@
+"""The limits of the test tiers, checked while they run.
+
+- `make test`: a test that is not marked `slow` may take BUDGET seconds of CPU.
+- `make test-quick`: no test imports TensorFlow or starts a process.
+
+CPU seconds of this process and of all that it started, not the time that passes: a test does not
+fail because the machine has other work.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import pytest
+
+BUDGET = 10.0
+# CPU seconds grow on a machine whose cores are shared: caches are cold, and hyperthreads are slow.
+ALLOWANCE = 2.0
+
+# Marks of tests that `make test-quick` leaves out.
+NOT_QUICK = ('slow', 'tf', 'process', 'cluster')
+
+_STARTS = {'subprocess.Popen', 'os.fork', 'os.forkpty', 'os.posix_spawn', 'os.system'}
+_TICKS = os.sysconf('SC_CLK_TCK')
+
+
+def only_for_other_tiers(source: str) -> bool:
+  """Returns whether `make test-quick` leaves out the whole test file with this source."""
+  marks = re.findall(r'^pytestmark = (.*)', source, re.MULTILINE)
+  return any(f'pytest.mark.{mark}' in line for line in marks for mark in NOT_QUICK)
+
+
+def cpu_seconds() -> float:
+  """Returns the CPU seconds that this process and all its descendants have used, dead or alive."""
+  own = sum(os.times()[:4])
+  try:
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+  except ChildProcessError:
+    return own
+  return own + _of_living_descendants()
+
+
+def _of_living_descendants() -> float:
+  used, children = {}, {}
+  for pid in filter(str.isdigit, os.listdir('/proc')):
+    try:
+      with open(f'/proc/{pid}/stat', encoding='utf-8') as f:
+        fields = f.read().rpartition(')')[2].split()
+    except OSError:  # it has ended
+      continue
+    used[int(pid)] = sum(map(int, fields[11:15])) / _TICKS
+    children.setdefault(int(fields[1]), []).append(int(pid))
+  descendants = list(children.get(os.getpid(), []))
+  for pid in descendants:
+    descendants += children.get(pid, [])
+  return sum(used[pid] for pid in descendants)
+
+
+class Tiers:
+  """A pytest plugin that fails tests which do more than their marks say.
+
+  Args:
+    budget: CPU seconds of a test and its fixtures; None for no limit.
+    quick: check that nothing imports TensorFlow or starts a process.
+  """
+
+  def __init__(self, *, budget: Optional[float], quick: bool):
+    self._budget, self._quick = budget, quick
+    self._starts = 0
+    sys.addaudithook(self._audit)
+
+  def _audit(self, event: str, args: Any) -> None:
+    del args
+    self._starts += event in _STARTS
+
+  @pytest.hookimpl(wrapper=True, tryfirst=True)
+  def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    self._cpu_before = cpu_seconds()
+    self._starts = 0
+    return (yield)
+
+  @pytest.hookimpl(wrapper=True)
+  def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Iterator[Any]:
+    report = yield
+    if call.when == 'call' and report.passed and not item.get_closest_marker('slow'):
+      problems = list(self._problems())
+      if problems:
+        report.outcome, report.longrepr = 'failed', '\n'.join(problems)
+    return report
+
+  def _problems(self) -> Iterator[str]:
+    used = cpu_seconds() - self._cpu_before
+    if self._budget is not None and used > self._budget * ALLOWANCE:
+      yield (
+        f'The test and its fixtures took {used:.1f} CPU seconds. A test that is not marked slow '
+        f'may take {self._budget:g} ({self._budget * ALLOWANCE:g} on a loaded machine).'
+      )
+    if self._quick and 'tensorflow' in sys.modules:
+      yield 'This test, or one before it, imported TensorFlow: mark it tf.'
+    if self._quick and self._starts:
+      yield 'The test started a process: mark it process.'
