@@ -89,6 +89,17 @@ def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str
   return ' Did you mean ' + ' or '.join(repr(by_lower[match]) for match in close) + '?'
 
 
+def number_ranges(numbers: Iterable[int], *, separator: str = ',') -> str:
+  """Returns '1,4-7,9' for [1, 4, 5, 6, 7, 9]."""
+  spans: list[list[int]] = []
+  for number in numbers:
+    if spans and number == spans[-1][1] + 1:
+      spans[-1][1] = number
+    else:
+      spans.append([number, number])
+  return separator.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)
+
+
 def all_problems(problems: list[str], *, title: str) -> str:
   """Returns one text for several problems, numbered when there is more than one."""
   if len(problems) == 1:

@@ -57,8 +57,9 @@ from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime import distributed, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.health import checks as health
-from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig, coordination_store
+from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.checks import check_first_loss, check_periods

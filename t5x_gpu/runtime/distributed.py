@@ -1,37 +1,32 @@
-"""Several processes as one run: start them, number them, agree on values.
+"""Several processes as one run: join them, number them, agree on values.
 
 Everything here does nothing, or returns its input, when there is one process.
 """
 
-import collections
 import dataclasses
 import hashlib
 import json
 import os
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Optional
 
 import jax
-import jaxlib
 import numpy as np
 from jax.experimental import multihost_utils
 
-from t5x_gpu.errors import ClusterError, ConfigError, UserError
-from t5x_gpu.runtime import gpus as nvml
+from t5x_gpu.errors import ConfigError, UserError
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster import addresses, agreement, coordination, job_secret, same_code
+from t5x_gpu.runtime.cluster import members as members_lib
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.coordination import exchange
-from t5x_gpu.runtime.cluster.rendezvous import Member, meet, numbers
-from t5x_gpu.runtime.host import boot_id
+from t5x_gpu.runtime.cluster.members import Member
+from t5x_gpu.runtime.cluster.rendezvous import meet
 from t5x_gpu.runtime.xla import flags as xla_flags
 
 # A difference is shown up to this many characters per process.
 SHOWN_CHARACTERS = 300
-SAME_START = 'Start every process with the same files and flags, and the same versions of the code.'
-# Names the domain of fast links of a process where that is more than its host (an NVL72 rack).
-DOMAIN_VARIABLE = 'T5X_GPU_DOMAIN'
+SAME_START = 'Start every process with the same files, flags and versions of the code.'
 
 _members: list[Member] = []
 
@@ -41,11 +36,12 @@ class DistributedConfig:
   """How long processes wait for each other.
 
   Attributes:
-    initialization_timeout_seconds: for all to start; queues and file systems can be slow.
-    heartbeat_timeout_seconds: without a sign of life, until a process is taken for dead. Shorter
-      than Slurm's SlurmdTimeout (300 s), so that a host that was cut off has ended by the time the
-      job runs again elsewhere.
-    shutdown_timeout_seconds: for all to end, once one has.
+    initialization_timeout_seconds: until all processes must have started; queues and file systems
+      can be slow.
+    heartbeat_timeout_seconds: a process that is silent for longer counts as dead. Shorter than
+      Slurm's SlurmdTimeout (300 s), so that the processes of a host that was cut off have ended
+      before the job restarts elsewhere.
+    shutdown_timeout_seconds: until all must have ended, after the first one has.
   """
 
   initialization_timeout_seconds: int = 300
@@ -63,9 +59,9 @@ class DistributedConfig:
 
 
 def start(cluster: ClusterInfo, arguments: Mapping[str, Any]) -> xla_flags.Applied:
-  """Returns the XLA settings in force, once this process has joined the others of its run.
+  """Joins this process to the others of its run; returns the XLA settings in force.
 
-  Must run before anything uses a device.
+  Call it before anything uses a device.
 
   Args:
     cluster: from `cluster.detect`.
@@ -80,38 +76,38 @@ def start(cluster: ClusterInfo, arguments: Mapping[str, Any]) -> xla_flags.Appli
 
 
 def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConfig()) -> bool:
-  """Returns whether this process joined others; False for a single one.
+  """Joins this process to the others of its run; returns False if it is the only one.
 
-  Must run before anything uses a device.
+  Call it before anything uses a device.
 
   Args:
     cluster: from `cluster.detect`.
     config: how long to wait.
   Raises:
-    ClusterError: some processes did not come, or cannot reach process 0; two use the same GPU, or
-      run different code.
+    ClusterError: some processes did not come or cannot reach process 0, two use the same GPU, or
+      they run different code.
   """
   if cluster.process_count == 1:
     if cluster.local_device_ids:
       jax.config.update('jax_cuda_visible_devices', ','.join(map(str, cluster.local_device_ids)))
     return False
-  # NVML's order, by which GPUs are told apart; must be set before CUDA starts.
+  # CUDA must number GPUs as NVML does, by which we identify them; set it before CUDA starts.
   os.environ.setdefault('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
   code = same_code.facts()
-  me = dataclasses.replace(describe_this_process(cluster), code=agreement.digest(code))
+  me = dataclasses.replace(members_lib.describe_this_process(cluster), code=agreement.digest(code))
   with meet(
     cluster,
     me,
     timeout_seconds=config.initialization_timeout_seconds,
     secret=job_secret.from_environment(os.environ),
   ) as meeting:
-    check_members(meeting.members)
+    members_lib.check(meeting.members)
     domains = list(dict.fromkeys(member.domain for member in meeting.members))
-    _go_past_proxies(meeting.address)
+    _bypass_proxies(meeting.address)
     if meeting.own_host:
       coordination.let_gloo_listen_on(meeting.own_host)
-    # 'deactivate': JAX must not pick up Slurm's variables, which would leave each process the one
-    # GPU that has the number of its local rank (jax._src.clusters.cluster).
+    # 'deactivate': from Slurm's variables JAX would give each process one GPU, the one with the
+    # number of its local rank (jax._src.clusters.cluster).
     jax.distributed.initialize(
       meeting.address,
       cluster.process_count,
@@ -122,12 +118,12 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
       initialization_timeout=config.initialization_timeout_seconds,
       heartbeat_timeout_seconds=config.heartbeat_timeout_seconds,
       shutdown_timeout_seconds=config.shutdown_timeout_seconds,
-      # device.slice_index on GPUs: JAX's create_hybrid_device_mesh then sees our hosts.
+      # Sets device.slice_index, so that JAX's create_hybrid_device_mesh sees our hosts.
       partition_index=domains.index(meeting.members[cluster.process_index].domain),
     )
   _members[:] = meeting.members
   process_exit.joined(cluster.process_index, process_count=cluster.process_count)
-  # A module that only some have imported is no difference: what imports it would be one.
+  # Ignore modules that only some processes have imported: the importing code would differ too.
   same_code.raise_if_any(
     agreement.differences(
       code,
@@ -141,11 +137,11 @@ def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConf
   return True
 
 
-def _go_past_proxies(address: str) -> None:
-  """Tells gRPC to connect to process 0 directly.
+def _bypass_proxies(address: str) -> None:
+  """Makes gRPC connect to process 0 directly.
 
-  Compute nodes often have http_proxy set, for downloads; gRPC takes it for everything, and JAX
-  then waits for process 0 until it aborts. The plain connection of the rendezvous did get there.
+  Compute nodes often have http_proxy set for downloads. gRPC uses it for everything, and JAX then
+  waits for process 0 until it aborts, although the rendezvous reached process 0 without a proxy.
   """
   hosts = [
     host
@@ -153,77 +149,11 @@ def _go_past_proxies(address: str) -> None:
     if host
   ]
   os.environ['no_grpc_proxy'] = ','.join([*hosts, addresses.split(address)[0]])
-  jax.config.update('jax_check_proxy_envs', False)  # its warning says to unset them
-
-
-def describe_this_process(cluster: ClusterInfo) -> Member:
-  """Returns what the others learn of this process.
-
-  Processes share a host if kernel (boot id) and host name agree, as NCCL has it: two containers on
-  one machine have two names, and no NVLink between them unless they share more than NCCL assumes.
-  Source: getHostHash in https://github.com/NVIDIA/nccl/blob/master/src/misc/utils.cc.
-  """
-  hostname = socket.gethostname()
-  host_key = '/'.join((hostname, cluster.node, boot_id()))
-  return Member(
-    process_index=cluster.process_index,
-    hostname=hostname,
-    host_key=host_key,
-    domain=os.environ.get(DOMAIN_VARIABLE) or host_key,
-    gpus=nvml.own_gpus(nvml.physical_gpus(), os.environ, cluster.local_device_ids),
-    versions=f'jax {jax.__version__}, jaxlib {jaxlib.__version__}',
-  )
-
-
-def check_members(members: Sequence[Member]) -> None:
-  """Raises ClusterError if two processes use one GPU, if only some have T5X_GPU_DOMAIN or a digest
-  of their code, or if their jax differs.
-
-  All processes hold the same table, so all of them raise.
-  """
-  users = collections.defaultdict(list)
-  for member in members:
-    for gpu in member.gpus:
-      users[gpu].append(member)
-  shared = {gpu: who for gpu, who in users.items() if len(who) > 1}
-  if shared:
-    gpu, who = next(iter(shared.items()))
-    names = ', '.join(str(member.process_index) for member in who[:8])
-    raise ClusterError(
-      f'{len(shared)} of {len(users)} GPUs are each used by several processes: {gpu} on '
-      f'{who[0].hostname} by processes {names}. Each would take most of its memory.',
-      fix='Give each process its own: python -m t5x_gpu.launch --nproc N does on one host; in '
-      'Slurm set --ntasks-per-node and --gpus-per-node to the same number; by hand, use '
-      'CUDA_VISIBLE_DEVICES.',
-      docs='slurm.md#which-gpus',
-    )
-  without = [member for member in members if member.domain == member.host_key]
-  if 0 < len(without) < len(members):
-    raise ClusterError(
-      f'{DOMAIN_VARIABLE} is set for {len(members) - len(without)} of {len(members)} processes, '
-      f'but not for process {without[0].process_index} on {without[0].hostname}.',
-      fix=f'Set {DOMAIN_VARIABLE} for all processes, or for none.',
-    )
-  other = [member for member in members if member.versions != members[0].versions]
-  if other:
-    raise ClusterError(
-      f'Process {other[0].process_index} on {other[0].hostname} runs {other[0].versions}, '
-      f'process 0 on {members[0].hostname} {members[0].versions}.',
-      fix=same_code.FIX,
-      docs='slurm.md#hosts-that-disagree',
-    )
-  old = [member for member in members if not member.code]
-  if 0 < len(old) < len(members):
-    raise ClusterError(
-      f'Process {old[0].process_index} on {old[0].hostname} runs an older t5x_gpu than the '
-      'others: it sends no digest of its code.',
-      fix=same_code.FIX,
-      docs='slurm.md#hosts-that-disagree',
-    )
+  jax.config.update('jax_check_proxy_envs', False)  # would warn and advise to unset them
 
 
 def members() -> tuple[Member, ...]:
-  """Returns what all processes told of themselves, by process index; () for a single process."""
+  """Returns what each process sent about itself, by process index; () for a single process."""
   return tuple(_members)
 
 
@@ -243,37 +173,8 @@ def num_machines() -> int:
 
 
 def members_table() -> str:
-  """Returns a line per host, `gpu-001   0: 5f1c2a3b   1: 77aa01b2`: its processes, their GPUs.
-
-  A GPU is shown by the first eight characters of its UUID (nvidia-smi -L tells which it is), a part
-  of one (MIG) by all of them.
-  """
-  hosts = collections.defaultdict(list)
-  for member in _members:
-    hosts[member.host_key].append(member)
-  title = f'processes: {len(_members)} on {len(hosts)} host{"s" if len(hosts) > 1 else ""}'
-  if not any(member.gpus for member in _members):
-    why = 'no GPUs' if jax.default_backend() == 'cpu' else 'which GPUs is not known without NVML'
-    return '\n'.join(
-      [
-        f'{title}, {why}',
-        *(
-          f'  {group[0].hostname}   {numbers([member.process_index for member in group])}'
-          for group in hosts.values()
-        ),
-      ]
-    )
-
-  def shown(member: Member) -> str:
-    gpus = [gpu if gpu.startswith('MIG') else gpu.removeprefix('GPU-')[:8] for gpu in member.gpus]
-    return f'{member.process_index}: {",".join(gpus) or "no GPU"}'
-
-  return '\n'.join(
-    [
-      title,
-      *(f'  {group[0].hostname}   ' + '   '.join(map(shown, group)) for group in hosts.values()),
-    ]
-  )
+  """Returns a line per host with its processes and their GPUs; see `members.table`."""
+  return members_lib.table(_members)
 
 
 def process_index() -> int:
@@ -282,17 +183,17 @@ def process_index() -> int:
 
 
 def process_count() -> int:
-  """Returns how many processes take part."""
+  """Returns the number of processes of the run."""
   return jax.process_count()
 
 
 def is_main_process() -> bool:
-  """Returns whether this process is the one that prints and writes."""
+  """Returns whether this is process 0, which prints and writes for all."""
   return jax.process_index() == 0
 
 
 def broadcast_json(value: Any) -> Any:
-  """Returns what process 0 passed, on every process; the others' `value` is not looked at.
+  """Returns what process 0 passed, on every process; the others' `value` is ignored.
 
   Args:
     value: anything that JSON can hold.
@@ -324,13 +225,13 @@ def assert_equal_across_hosts(
 ) -> None:
   """Raises `error`, on every process, unless all passed an equal `value`.
 
-  Only a hash travels, unless there is a difference to show.
+  Processes exchange only a hash unless there is a difference to show.
 
   Args:
     value: anything that JSON can hold; dictionaries may differ in order.
-    name: what it is, for the message: 'The configuration'.
-    fix: what to do where they differ.
-    error: its class; a ConfigError is not worth a retry.
+    name: of the value, for the message: 'The configuration'.
+    fix: what to do if they differ.
+    error: class to raise; schedulers do not retry a ConfigError.
   """
   if process_count() == 1:
     return
@@ -358,7 +259,7 @@ def differences(facts: agreement.Facts, *, only_common: bool = False) -> list[st
   """Returns a line per fact in which processes differ, the same on all of them; [] for none.
 
   Args:
-    facts: of this process, see runtime/cluster/agreement.py.
+    facts: of this process; see runtime/cluster/agreement.py.
     only_common: ignore facts that only some processes have.
   """
   return agreement.differences(
@@ -372,16 +273,16 @@ def differences(facts: agreement.Facts, *, only_common: bool = False) -> list[st
 
 
 def check_same_modules() -> None:
-  """Raises ClusterError, on every process, unless the user's modules imported by now are the same.
+  """Raises ClusterError, on every process, unless all have the same user modules imported by now.
 
-  `initialize` has compared those that were imported before it.
+  `initialize` has compared those that were imported before it ran.
   """
   if process_count() > 1:
     same_code.raise_if_any(differences(same_code.user_modules(), only_common=True))
 
 
 def _first_difference(text: str, other: str) -> Optional[int]:
-  """Returns the number of characters that two texts begin alike; None if they are equal."""
+  """Returns the length of the common prefix of two texts; None if they are equal."""
   if text == other:
     return None
   return next(

@@ -1,27 +1,33 @@
-"""What the processes of a run tell of themselves each second, and who of them is behind.
+"""What each process of a run reports about itself every second, and which process is behind.
 
     heartbeats:
       process 2 on gpu-07 (pid 4711): step 41, phase 'step' for 301 s, in my_data.py:27 (__next__)
       process 0 on gpu-06 (pid 812): step 41, phase 'step' for 301 s, waits in reduce.py:48 (...)
     Behind the others: process 2 on gpu-07 (pid 4711).
 
-After a step that all have finished, all are at the same step, also the one that does not come to
-the next. What tells it from the others is where its main thread is: in Python, while theirs wait
-inside JAX for the devices.
+When one process is stuck after a step, all report the same step. The stuck one differs in where its
+main thread is: in Python, while the others wait inside JAX for the devices.
 """
 
 import dataclasses
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Optional, Self
 
 import jax
 import jaxlib
 
-SHOWN = 32  # processes in a report; a run of thousands has one report from each of them
+SHOWN = 32  # processes in a report; in a run of thousands each prints a report
+# Errors of a collective whose other end is gone, bare or wrapped. They name no process.
+_BROKEN = re.compile(
+  '(jax|xla)runtimeerror:.*(gloo|nccl|connection (closed|reset|refused)|broken pipe|'
+  'socket closed|coordination|barrier|deadline_exceeded|unavailable)',
+  re.IGNORECASE | re.DOTALL,
+)
 _LIBRARIES = tuple(os.path.dirname(module.__file__) + os.sep for module in (jax, jaxlib))
 
 
@@ -33,12 +39,12 @@ class Beat:
     rank: process index.
     host, pid: of the process.
     count: goes up by one with each.
-    step: the last one that is done.
-    phase: what it does now, since `seconds`.
+    step: the last finished step.
+    phase: the current phase, `seconds` old.
     where: file, line and function of its main thread.
-    waits: whether that is inside JAX: for the devices, which wait for the other processes.
-    broken: whether a collective of it has failed because another process is gone.
-    left: whether this is its last one.
+    waits: whether the main thread is inside JAX: it waits for devices, so for other processes.
+    broken: whether one of its collectives failed because another process is gone.
+    left: whether this is its last heartbeat.
   """
 
   rank: int
@@ -55,7 +61,7 @@ class Beat:
 
   @classmethod
   def now(cls, *, thread: int, **values: object) -> Self:
-    """Returns a heartbeat of this process, with where its `thread` is."""
+    """Returns a heartbeat of this process, with the place of its `thread`."""
     where, waits = place(thread)
     return cls(host=socket.gethostname(), pid=os.getpid(), where=where, waits=waits, **values)
 
@@ -82,7 +88,7 @@ class Beat:
 
 
 def place(thread: int) -> tuple[str, bool]:
-  """Returns 'file.py:27 (function)' where a thread is outside of JAX, and whether it is inside."""
+  """Returns a thread's place outside JAX, 'file.py:27 (function)', and whether it is inside JAX."""
   frame = sys._current_frames().get(thread)
   inside = bool(frame) and frame.f_code.co_filename.startswith(_LIBRARIES)
   while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -93,8 +99,18 @@ def place(thread: int) -> tuple[str, bool]:
   return f'{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})', inside
 
 
+def error_text(error: Optional[BaseException]) -> str:
+  """Returns 'ValueError: message'."""
+  return f'{type(error).__name__}: {error}'.rstrip(': ')
+
+
+def is_broken(error: Optional[BaseException]) -> bool:
+  """Returns whether a collective failed because its other end is gone."""
+  return bool(_BROKEN.search(error_text(error)))
+
+
 def behind(beats: Sequence[Beat]) -> list[Beat]:
-  """Returns those for whom the others wait; [] if that cannot be told."""
+  """Returns the processes that the others wait for; [] if unknown."""
   least = min((beat.step for beat in beats), default=0)
   late = [beat for beat in beats if beat.step == least]
   late = [beat for beat in late if not (beat.waits or beat.broken)] or late
@@ -102,7 +118,7 @@ def behind(beats: Sequence[Beat]) -> list[Beat]:
 
 
 def table(beats: Mapping[int, Beat], *, process_count: int) -> str:
-  """Returns a line per process, those that are behind first, and who they are.
+  """Returns a line per process, those behind first, then who is behind.
 
   Args:
     beats: the last heartbeat of each process.

@@ -1,4 +1,4 @@
-"""How much memory this process may use: on a device, and on its host."""
+"""How much memory this process may use, on a device and on its host."""
 
 import dataclasses
 import os
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Optional
 
 from t5x_gpu.runtime import hardware
+from t5x_gpu.runtime import host as host_lib
 from t5x_gpu.runtime.cluster.topology import Device
 
 GIB = 2**30
@@ -17,8 +18,8 @@ class Limit:
   """A bound on memory.
 
   Attributes:
-    bytes: how much there is.
-    source: where the number comes from: "this host's memory".
+    bytes: the bound.
+    source: of the number: "the host's memory".
   """
 
   bytes: int
@@ -33,27 +34,23 @@ def show(num_bytes: float) -> str:
   return f'{num_bytes / GIB:,.2f} GiB' if num_bytes >= GIB else f'{num_bytes / 2**20:.1f} MiB'
 
 
-def host_limit(root: pathlib.Path = pathlib.Path('/')) -> Optional[Limit]:
-  """Returns the memory of this host, or of the control group if that is less; None if unknown.
+def host_limit(root: pathlib.Path = host_lib.ROOT) -> Optional[Limit]:
+  """Returns the memory of this host, or of its control group if that is less; None if unknown.
 
-  Swap does not count: a training run that swaps does not get anywhere.
+  Swap does not count: a training run that swaps makes no progress.
 
   Args:
     root: of the file system.
   """
-  limits = [*_total(root), *_cgroups(root)]
+  limits = list(_cgroups(root))
+  if total := host_lib.memory_bytes('MemTotal', root=root):
+    limits.append(Limit(total, "the host's memory"))
   return min(limits, key=lambda limit: limit.bytes, default=None)
-
-
-def _total(root: pathlib.Path) -> Iterator[Limit]:
-  for line in _read(root / 'proc/meminfo').splitlines():
-    if line.startswith('MemTotal:'):
-      yield Limit(int(line.split()[1]) * 1024, "the host's memory")
 
 
 def _cgroups(root: pathlib.Path) -> Iterator[Limit]:
   """Yields the limit of each control group that this process is in, versions 1 and 2."""
-  for line in _read(root / 'proc/self/cgroup').splitlines():
+  for line in host_lib.read(root / 'proc/self/cgroup').splitlines():
     _, controllers, path = line.split(':', 2)
     if not controllers:
       folder, name = root / 'sys/fs/cgroup', 'memory.max'
@@ -61,31 +58,24 @@ def _cgroups(root: pathlib.Path) -> Iterator[Limit]:
       folder, name = root / 'sys/fs/cgroup/memory', 'memory.limit_in_bytes'
     else:
       continue
-    # In a container the path may be the host's: then only the top folder exists.
+    # In a container this may be the host's path: then only the top folder exists.
     parts = pathlib.PurePosixPath(path).relative_to('/').parts
     for depth in range(len(parts), -1, -1):
       file = folder.joinpath(*parts[:depth], name)
-      text = _read(file).strip()
+      text = host_lib.read(file).strip()
       if text.isdecimal():
         yield Limit(int(text), f'limit of {file}')
-
-
-def _read(path: pathlib.Path) -> str:
-  try:
-    return path.read_text()
-  except OSError:
-    return ''
 
 
 def device_limit(
   devices: Sequence[Device], *, devices_per_host: int, host: Optional[Limit]
 ) -> Optional[Limit]:
-  """Returns what each of `devices`, all of this process, may use; None if unknown.
+  """Returns the memory that each of this process's `devices` may use; None if unknown.
 
   Args:
     devices: of one platform.
-    devices_per_host: CPU devices share the memory of their host.
-    host: see `host_limit`.
+    devices_per_host: the number of CPU devices that share the memory of their host.
+    host: from `host_limit`.
   """
   if devices[0].platform == 'cpu':
     if host is None:
@@ -97,7 +87,7 @@ def device_limit(
     )
     return Limit(host.bytes // devices_per_host, source)
   limits = [(device.memory_stats() or {}).get('bytes_limit') for device in devices]
-  # That allocator takes more if it has to: its `bytes_limit` is what it keeps.
+  # The cuda_async allocator may exceed `bytes_limit`, which is only what it keeps reserved.
   is_bound = os.environ.get('XLA_PYTHON_CLIENT_ALLOCATOR', '').lower() != 'cuda_async'
   if all(limits) and is_bound:
     return Limit(min(limits), "bytes_limit of the device's memory_stats")

@@ -1,7 +1,7 @@
-"""Which CPU cores are near a GPU, from sysfs, and keeping a process on them.
+"""Which CPU cores are near a GPU (from sysfs), and binding a process to them.
 
-A process that runs on the other socket reaches its GPU over the link between the sockets, and so
-does all memory that it touches first: Linux puts that on the node the process runs on.
+A process on the other socket reaches its GPU over the link between the sockets. So does its memory:
+Linux allocates it on the node where the process runs.
 """
 
 import contextlib
@@ -11,14 +11,14 @@ import pathlib
 import re
 from collections.abc import Iterator, Sequence
 
-from t5x_gpu.errors import ConfigError
+from t5x_gpu.errors import ConfigError, number_ranges
 
 ROOT = pathlib.Path('/')
 
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-  """The cores of a process, None to leave it as it is; and why, for the log."""
+  """The cores of a process (None: not bound) and the reason, for the log."""
 
   cpus: frozenset[int] | None
   reason: str
@@ -31,7 +31,7 @@ def bind_to_gpus(
 
   Args:
     pci_addresses: as in /sys/bus/pci/devices, '0000:1b:00.0'.
-    allowed: cores that this process may use (os.sched_getaffinity): a container's, a scheduler's.
+    allowed: cores that the container or scheduler lets this process use (os.sched_getaffinity).
     root: of the file system.
   """
   if not pci_addresses:
@@ -43,11 +43,11 @@ def bind_to_gpus(
   where = f'NUMA node {", ".join(map(str, sorted(nodes)))}'
   if not cpus:
     return Binding(None, f'not bound: none of the cores of {where} is allowed here')
-  return Binding(cpus, f'{where}, cores {format_cpus(cpus)}')
+  return Binding(cpus, f'{where}, cores {number_ranges(sorted(cpus))}')
 
 
 def numa_node(pci_address: str, *, root: pathlib.Path = ROOT) -> int:
-  """Returns the NUMA node of a PCI device, -1 if the machine has none or does not say."""
+  """Returns the NUMA node of a PCI device, -1 if unknown."""
   path = root / 'sys/bus/pci/devices' / pci_address / 'numa_node'
   return int(path.read_text()) if path.exists() else -1
 
@@ -88,7 +88,10 @@ def read_bindings(file: str, *, num_processes: int) -> list[Binding]:
       f'{file} has no cores for process {missing[0]} of {num_processes}.',
       fix=f'Add a line such as {missing[0]}: 0-15',
     )
-  return [Binding(cpus[i], f'cores {format_cpus(cpus[i])} by {file}') for i in range(num_processes)]
+  return [
+    Binding(cpus[i], f'cores {number_ranges(sorted(cpus[i]))} by {file}')
+    for i in range(num_processes)
+  ]
 
 
 def parse_cpus(text: str) -> frozenset[int]:
@@ -101,23 +104,12 @@ def parse_cpus(text: str) -> frozenset[int]:
   return frozenset(cpus)
 
 
-def format_cpus(cpus: frozenset[int]) -> str:
-  """Returns '0-2,8' for {0, 1, 2, 8}."""
-  spans: list[list[int]] = []
-  for cpu in sorted(cpus):
-    if spans and cpu == spans[-1][1] + 1:
-      spans[-1][1] = cpu
-    else:
-      spans.append([cpu, cpu])
-  return ','.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)
-
-
 @contextlib.contextmanager
 def running_on(cpus: frozenset[int] | None) -> Iterator[None]:
-  """Within, the calling thread and what it starts run on `cpus`; None changes nothing.
+  """Binds the calling thread, and what it starts, to `cpus`; None changes nothing.
 
   Raises:
-    ConfigError: the machine does not have these cores, or may not use them.
+    ConfigError: this machine does not have these cores, or this process may not use them.
   """
   before = os.sched_getaffinity(0)
   if cpus is not None:
@@ -125,8 +117,8 @@ def running_on(cpus: frozenset[int] | None) -> Iterator[None]:
       os.sched_setaffinity(0, cpus)
     except OSError as e:
       raise ConfigError(
-        f'Cores {format_cpus(cpus)} cannot be used: {e.strerror}; allowed are '
-        f'{format_cpus(frozenset(before))}.',
+        f'Cores {number_ranges(sorted(cpus))} cannot be used: {e.strerror}; allowed are '
+        f'{number_ranges(sorted(before))}.',
         fix='Correct the file of --numa, or set --numa=off.',
       ) from e
   try:

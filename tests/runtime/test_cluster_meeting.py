@@ -9,10 +9,11 @@ import time
 import pytest
 
 from t5x_gpu.errors import ClusterError
-from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import addresses, rendezvous, signed_lines
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
-from t5x_gpu.runtime.cluster.rendezvous import Member, meet
+from t5x_gpu.runtime.cluster.members import Member
+from t5x_gpu.runtime.cluster.members import check as check_members
+from t5x_gpu.runtime.cluster.rendezvous import meet
 
 
 def free_port() -> int:
@@ -199,7 +200,7 @@ def test_other_versions_of_jax_end_all_processes_with_the_same_error():
       with meet(
         info(i, count=2, port=port), member(i, versions=f'jax {i}'), timeout_seconds=60
       ) as meeting:
-        distributed.check_members(meeting.members)
+        check_members(meeting.members)
     except ClusterError as e:
       errors[i] = e.what
 
@@ -231,35 +232,35 @@ def test_a_process_that_came_and_died_is_missing_again(caplog):
   (outcome,) = run_all([info(0, count=3, port=port)], [member(0)], seconds=3)
   thread.join()
   assert 'waiting for 2 of 3 processes: 1-2' in outcome.error
-  assert 'Process 1 on node0 came and ended' in caplog.text
+  assert 'Process 1 on node0 ended' in caplog.text
 
 
 def test_one_gpu_in_two_processes_is_an_error_that_names_both():
   with pytest.raises(ClusterError, match='1 of 2 GPUs .* GPU-a on node0 by processes 0, 2') as e:
-    distributed.check_members(
+    check_members(
       [member(0, gpus=('GPU-a',)), member(1, gpus=('GPU-b',)), member(2, gpus=('GPU-a',))]
     )
   assert 't5x_gpu.launch' in str(e.value) and '--ntasks-per-node' in str(e.value)
 
 
 def test_gpus_of_their_own_are_no_error():
-  distributed.check_members([member(i, gpus=(f'GPU-{i}',)) for i in range(4)])
-  distributed.check_members([member(i) for i in range(4)])
+  check_members([member(i, gpus=(f'GPU-{i}',)) for i in range(4)])
+  check_members([member(i) for i in range(4)])
 
 
 def test_a_domain_for_some_processes_only_is_an_error():
   members = [member(0), dataclasses.replace(member(1), domain='rack1')]
   with pytest.raises(ClusterError, match='T5X_GPU_DOMAIN is set for 1 of 2 .* process 0'):
-    distributed.check_members(members)
+    check_members(members)
 
 
 def test_a_process_without_a_digest_of_its_code_is_older_than_the_others():
   members = [member(0, code='1234'), member(1)]
   with pytest.raises(ClusterError, match='Process 1 on node0 runs an older t5x_gpu'):
-    distributed.check_members(members)
-  distributed.check_members([member(0), member(1)])
+    check_members(members)
+  check_members([member(0), member(1)])
 
 
 def test_fields_that_only_a_newer_version_sends_are_ignored():
   values = {**dataclasses.asdict(member(1, gpus=('GPU-1',))), 'of_the_future': [1]}
-  assert rendezvous._member(values) == member(1, gpus=('GPU-1',))
+  assert Member.from_json(values) == member(1, gpus=('GPU-1',))

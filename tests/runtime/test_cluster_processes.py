@@ -67,7 +67,7 @@ def test_one_process_per_device_finds_two_hosts(one_per_device):
   results, exits, output = one_per_device
   assert exits == [0] * 4, output
   assert {(r['hosts'], r['per_host']) for r in results} == {(2, 2)}
-  assert {r['reason'] for r in results} == {'told apart by T5X_GPU_DOMAIN'}
+  assert {r['reason'] for r in results} == {'hosts identified by T5X_GPU_DOMAIN'}
   assert {r['sum'] for r in results} == {6.0}
 
 
@@ -90,7 +90,7 @@ def test_processes_without_a_domain_are_one_host():
   results, exits, output = run('layout', [{}, {}])
   assert exits == [0, 0], output
   assert {(r['hosts'], r['per_host']) for r in results} == {(1, 2)}
-  assert results[0]['reason'] == 'told apart by host name and boot id'
+  assert results[0]['reason'] == 'hosts identified by host name and boot id'
 
 
 def test_a_proxy_for_downloads_is_no_obstacle():

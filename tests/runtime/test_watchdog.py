@@ -110,7 +110,7 @@ def test_slow_steps_raise_the_deadline_of_the_next(clock):
     poll(dog)
 
 
-def test_a_save_has_its_own_deadline_and_the_step_starts_anew_after_it(clock):
+def test_a_save_has_its_own_deadline_and_the_step_starts_again_after_it(clock):
   dog = make(clock, step_seconds=10, save_seconds=100)
   dog.step_done(1)
   with dog.phase('save'):
@@ -194,7 +194,7 @@ def test_the_end_of_process_zero_is_told_at_once_by_name(clock, capfd):
   clock.now = 2
   with pytest.raises(Left, match=str(EXIT_RANK_DEAD)):
     poll(dogs[1])
-  assert 'The end of process 0 on' in capfd.readouterr().err
+  assert 'Lost process 0 on' in capfd.readouterr().err
 
 
 def test_a_request_that_never_returns_does_not_keep_the_watch_from_ending_the_process(clock):

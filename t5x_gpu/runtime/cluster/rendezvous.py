@@ -1,12 +1,11 @@
 """All processes of a run meet at process 0 before JAX starts, over a plain TCP connection each.
 
-JAX's own start has one answer to a wrong host name, a closed port and a process that never came:
-after five minutes every process aborts with the same text, which names none of them. Here process 0
-learns who came and says who did not; the others learn why they cannot reach it. What the processes
-tell of themselves (host, GPUs) is known before anything is allocated, and processes of another run
-that knock at the same port are sent away.
+JAX's own start treats a wrong host name, a closed port and a missing process alike: after five
+minutes every process aborts with a message that names no process. Here process 0 reports which
+processes are missing, and the others report why they cannot reach it. Hosts and GPUs of all
+processes are known before anything is allocated, and processes of other runs are refused.
 
-Each process says who it is, and process 0 answers once all are there (`signed_lines`).
+Each process sends what it is, and process 0 answers once all have come (`signed_lines`).
 """
 
 import collections
@@ -16,62 +15,22 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, Optional
 
-from t5x_gpu.errors import ClusterError
+from t5x_gpu.errors import ClusterError, number_ranges
 from t5x_gpu.runtime.cluster import addresses, job_secret, signed_lines
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
+from t5x_gpu.runtime.cluster.members import Meeting, Member
 
 _log = logging.getLogger(__name__)
 
 TRY_SECONDS = 5  # for one connection
 RETRY_SECONDS = 0.1
 POLL_SECONDS = 0.2
-# A name that does not resolve now seldom does so later; in Kubernetes it does, once the pod is up.
+# A name that does not resolve at first seldom does later, except in Kubernetes while pods start.
 DNS_SECONDS = 20
 REPORT_SECONDS = 30
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-  """What a process tells of itself.
-
-  Attributes:
-    process_index: in the run.
-    hostname: as the operating system says.
-    host_key: equal for processes that share a host, and only for those.
-    domain: of fast links: T5X_GPU_DOMAIN where that is set, else the host_key.
-    gpus: UUIDs of the GPUs it will use, () if unknown.
-    versions: of jax and jaxlib, which must be the same for them to join.
-    code: digest of all code and versions (runtime/cluster/same_code.py).
-  """
-
-  process_index: int
-  hostname: str
-  host_key: str
-  domain: str
-  gpus: tuple[str, ...] = ()
-  versions: str = ''
-  code: str = ''
-
-
-@dataclasses.dataclass(frozen=True)
-class Meeting:
-  """How it ended: everybody is there.
-
-  Attributes:
-    address: 'host:port' at which this process reaches process 0; the host is numeric.
-    members: by process index.
-    own_host: numeric address of this process on the network of process 0; None if the processes use
-      several networks.
-    bind_address: 'host:port' on which process 0 must start JAX's service; None for the others.
-  """
-
-  address: str
-  members: tuple[Member, ...]
-  own_host: Optional[str] = None
-  bind_address: Optional[str] = None
 
 
 @contextlib.contextmanager
@@ -80,18 +39,18 @@ def meet(
 ) -> Iterator[Meeting]:
   """Yields once all processes have come; the block must start JAX's service on process 0.
 
-  The other processes are let go only when that service listens: they would otherwise be refused,
-  and try again a second later. Or when the block fails: what is wrong with the members, they find
-  themselves.
+  The other processes are released only once that service listens; their first connection would
+  otherwise be refused, and they would retry a second later. If the block fails they are released
+  too: each finds what is wrong with the members by itself.
 
   Args:
     cluster: which process this is.
-    me: what the others learn of it.
+    me: what the others learn about it.
     timeout_seconds: until all must have come.
-    secret: of the job (`job_secret.from_environment`); '' lets anybody in.
+    secret: of the job (`job_secret.from_environment`); '' admits anybody.
   Raises:
-    ClusterError: some did not come (named), process 0 cannot be reached (with the reason), its port
-      is in use, or two processes claim the same index.
+    ClusterError: some processes did not come (the message names them), process 0 cannot be reached
+      (with the reason), its port is in use, or two processes have the same index.
   """
   if cluster.process_index == 0:
     host = _Host(cluster, me, secret, timeout_seconds)
@@ -104,7 +63,7 @@ def meet(
 
 
 class _Host:
-  """Process 0's side."""
+  """The side of process 0."""
 
   def __init__(self, cluster: ClusterInfo, me: Member, secret: str, timeout_seconds: float):
     self._cluster = cluster
@@ -121,7 +80,7 @@ class _Host:
     self._reception = signed_lines.Reception(self._listening, secret)
     if not secret and not all(map(addresses.is_loopback, self._listening.hosts)):
       _log.warning(
-        '%s is not set: anybody who reaches %s can join this run. See docs/security.md.',
+        '%s is not set: anybody who can reach %s can join this run. See docs/security.md.',
         job_secret.VARIABLE,
         self._listening.address,
       )
@@ -138,7 +97,7 @@ class _Host:
       self._release.join(TRY_SECONDS)
 
   def gather(self) -> Meeting:
-    """Returns once everybody has come; tells those who came if somebody did not."""
+    """Returns once all have come; if some do not, tells those that came and raises."""
     count = self._cluster.process_count
     report_at = time.monotonic() + REPORT_SECONDS
     while not self._all_here():
@@ -146,14 +105,14 @@ class _Host:
       for question in questions:
         self._welcome(question)
       if not questions:
-        self._drop_the_gone()
+        self._drop_ended()
       if time.monotonic() > self._deadline:
         self._refuse_all(self._missing_text(self._timeout_seconds))
         raise ClusterError(
           self._missing_text(self._timeout_seconds),
           fix='Look at the first lines of the missing processes: they could not start, or could '
-          f'not reach {self._listening.address} (a wrong name, a firewall). Start all '
-          f'{count} processes, with the same --coordinator_address.',
+          f'not reach {self._listening.address} (wrong name, firewall). Start all {count} '
+          'processes with the same --coordinator_address.',
           docs='slurm.md#they-do-not-find-each-other',
         )
       if time.monotonic() > report_at:
@@ -168,9 +127,9 @@ class _Host:
     )
 
   def _service_host(self) -> Optional[str]:
-    """Returns the one address of this host at which the others came; None if there are several.
+    """Returns the address of this host that the others used; None if they used several.
 
-    Loopback counts only if nobody came from elsewhere: who used it can use the other address too.
+    Loopback counts only if it is the only one: whoever used it can use the other address too.
     """
     used = sorted({question.own_host for question in self._questions.values()})
     remote = [host for host in used if not addresses.is_loopback(host)]
@@ -178,18 +137,18 @@ class _Host:
 
   def _all_here(self) -> bool:
     if len(self._members) == self._cluster.process_count:
-      self._drop_the_gone()
+      self._drop_ended()
     return len(self._members) == self._cluster.process_count
 
   def _welcome(self, question: signed_lines.Question) -> None:
     try:
       hello = question.message
-      member = _member(hello['member'])
+      member = Member.from_json(hello['member'])
       run, count = hello['run'], hello['count']
       if member.process_index not in range(count):
-        raise ValueError('no such process')
+        raise ValueError('process index out of range')
     except signed_lines.UNREADABLE:
-      question.connection.close()  # no process of ours
+      question.connection.close()  # not one of our processes
       return
     refusal = ''
     if run != self._cluster.run_id:
@@ -197,11 +156,11 @@ class _Host:
     elif not question.is_proven:
       refusal = (
         f'process {member.process_index} on {member.hostname} ({question.peer_host}) has '
-        f'{"another" if question.is_signed else "no"} {job_secret.VARIABLE}, process 0 '
-        f'has {"its own" if self._secret else "none"}'
+        f'{"another" if question.is_signed else "no"} {job_secret.VARIABLE}, but process 0 '
+        f'has {"a different one" if self._secret else "none"}'
       )
     elif count != self._cluster.process_count:
-      refusal = f'process 0 belongs to a run of {self._cluster.process_count}, not of {count}'
+      refusal = f'process 0 is in a run of {self._cluster.process_count} processes, not of {count}'
     elif member.process_index in self._members:
       other = self._members[member.process_index]
       refusal = (
@@ -216,11 +175,15 @@ class _Host:
     self._members[member.process_index] = member
     self._questions[member.process_index] = question
 
-  def _drop_the_gone(self) -> None:
-    """Forgets processes that came and died: they may be started again, and are else missing."""
+  def _drop_ended(self) -> None:
+    """Forgets processes that came and ended: they come again if restarted, or else are missing."""
     for index, question in list(self._questions.items()):
       if question.is_gone():
-        _log.warning('Process %d on %s came and ended.', index, self._members[index].hostname)
+        _log.warning(
+          'Process %d on %s ended while waiting for the others.',
+          index,
+          self._members[index].hostname,
+        )
         question.connection.close()
         del self._questions[index], self._members[index]
 
@@ -231,7 +194,7 @@ class _Host:
     present = ', '.join(f'{n} on {host}' for host, n in list(hosts.items())[:8])
     after = 'Waiting' if waited is None else f'After {waited:g} s: still waiting'
     return (
-      f'{after} for {len(missing)} of {count} processes: {numbers(missing)}. '
+      f'{after} for {len(missing)} of {count} processes: {number_ranges(missing, separator=", ")}. '
       f'Here: {present}{", ..." if len(hosts) > 8 else ""}.'
     )
 
@@ -240,7 +203,7 @@ class _Host:
       question.answer({'run': self._cluster.run_id, 'refused': text})
 
   def release_once_listening(self, meeting: Meeting) -> None:
-    """Closes the port for JAX's service to take it, and answers everybody once that listens."""
+    """Frees the port for JAX's service, and answers all processes once that service listens."""
     self._reception.close()
     host, port = addresses.split(meeting.address)
     answer = {
@@ -264,7 +227,7 @@ class _Host:
 
 
 class _Guest:
-  """The side of all other processes."""
+  """The side of every other process."""
 
   def __init__(self, cluster: ClusterInfo, me: Member, secret: str, timeout_seconds: float):
     self._cluster = cluster
@@ -298,12 +261,12 @@ class _Guest:
     try:
       connection = socket.create_connection((host, port), timeout=TRY_SECONDS)
     except OSError as e:
-      self._failures[address] = _why(e, host)
+      self._failures[address] = _failure(e, host)
       return None
     with connection:
       try:
         challenge = signed_lines.send_question(connection, self._hello(), self._secret)
-        # Until the slowest process has come; a little longer than process 0 itself waits.
+        # Wait for the slowest process, a little longer than process 0 itself waits.
         answer, is_proven = signed_lines.read_answer(
           connection, challenge, self._secret, deadline=deadline + 2 * TRY_SECONDS
         )
@@ -312,7 +275,7 @@ class _Guest:
         reached = addresses.join(addresses.peer_host(connection), connection.getpeername()[1])
       except signed_lines.UNREADABLE:
         self._failures[address] = (
-          'something else listens there (or another version of t5x_gpu), '
+          'another program (or version of t5x_gpu) listens there, '
           'or process 0 ended while this process waited'
         )
         return None
@@ -320,17 +283,21 @@ class _Guest:
       if service and addresses.is_loopback(own_host):  # on the host of process 0
         own_host, reached = addresses.split(service)[0], service
       return Meeting(
-        reached, tuple(map(_member, answer['members'])), own_host=own_host if service else None
+        reached,
+        tuple(map(Member.from_json, answer['members'])),
+        own_host=own_host if service else None,
       )
     if run == self._cluster.run_id and 'refused' in answer:
       raise ClusterError(
-        f'Process {self._me.process_index} of {self._cluster.process_count} was not joined: '
+        f'Process {self._me.process_index} of {self._cluster.process_count} could not join: '
         f'{answer["refused"]}.',
         fix='Start each process once, all with the same count, address, versions and secret.',
         docs='slurm.md#they-do-not-find-each-other',
       )
     self._failures[address] = str(
-      answer.get('refused', f'what listens there has another {job_secret.VARIABLE}, or none')
+      answer.get(
+        'refused', f'the program that listens there has another {job_secret.VARIABLE}, or none'
+      )
     )
     return None
 
@@ -351,8 +318,8 @@ class _Guest:
       )
     elif 'timed out' in text:
       fix = (
-        'A firewall or a wrong network: open the port between the hosts, or set '
-        '--coordinator_address to an address of process 0 on a network that they share.'
+        'A firewall, or the wrong network: open the port between the hosts, or set '
+        '--coordinator_address to an address of process 0 on a network that all hosts share.'
       )
     else:
       fix = (
@@ -368,28 +335,11 @@ class _Guest:
     )
 
 
-def _why(e: OSError, host: str) -> str:
+def _failure(e: OSError, host: str) -> str:
   if isinstance(e, socket.gaierror):
     return f'the name {host!r} does not resolve (DNS: {e.strerror})'
   if isinstance(e, ConnectionRefusedError):
-    return 'connection refused (the host answers, nothing listens on the port)'
+    return 'connection refused (the host answers, but nothing listens on the port)'
   if isinstance(e, TimeoutError):
     return f'timed out (no answer within {TRY_SECONDS} s)'
   return f'{e.strerror or e}'
-
-
-def _member(values: Mapping[str, Any]) -> Member:
-  """Returns the member; fields that this version of t5x_gpu does not have are ignored."""
-  names = [field.name for field in dataclasses.fields(Member) if field.name in values]
-  return Member(**{**{name: values[name] for name in names}, 'gpus': tuple(values['gpus'])})
-
-
-def numbers(values: Sequence[int]) -> str:
-  """Returns '1, 4-7, 9' for [1, 4, 5, 6, 7, 9]."""
-  spans: list[list[int]] = []
-  for value in values:
-    if spans and value == spans[-1][-1] + 1:
-      spans[-1] = [spans[-1][0], value]
-    else:
-      spans.append([value, value])
-  return ', '.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)

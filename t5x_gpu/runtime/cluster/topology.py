@@ -1,8 +1,8 @@
-"""Which devices share a host: the plain value that mesh building needs, and nothing else of JAX.
+"""Which devices share a host: the plain value that mesh building needs.
 
-A *host* here is what shares fast links (NVLink): one machine, or one rack-wide NVLink domain. It is
-not the process: Slurm starts one process per GPU, and then `jax.local_device_count()` is 1 on a
-machine with eight GPUs, so a mesh made from it cannot tell NVLink from the network.
+A *host* here is a group of devices with fast links (NVLink): one machine, or one rack-wide NVLink
+domain. It is not a process: Slurm starts one process per GPU, so `jax.local_device_count()` is 1 on
+a machine with eight GPUs, and a mesh made from it cannot distinguish NVLink from the network.
 """
 
 import collections
@@ -15,6 +15,7 @@ import jax
 
 from t5x_gpu.errors import MeshError
 from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster.members import DOMAIN_VARIABLE
 
 # A `jax.Device`, or anything with its `id`, `process_index` and `platform`.
 Device = Any
@@ -27,8 +28,8 @@ class Topology:
   Attributes:
     num_hosts: hosts, or NVLink domains.
     devices_per_host: the same on every host.
-    device_word: what a message calls one device. Not part of the value: meshes do not depend on it.
-    reason: how the hosts were told apart, for the log. Not part of the value either.
+    device_word: name of one device in messages. Not compared: meshes do not depend on it.
+    reason: how the hosts were identified, for the log. Not compared either.
   """
 
   num_hosts: int
@@ -61,9 +62,9 @@ def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list
   """Returns the topology of `devices` and the devices in host-major order.
 
   The order is the same on every process, and the same whether a host runs one process or one per
-  GPU. Where processes joined by `distributed.initialize`, they told each other their hosts. Else
-  JAX itself numbers the machines of a run (`device.partition_index`, older `slice_index`) by the
-  boot id of their kernels; devices without such a number are grouped by process.
+  GPU. Processes that joined by `distributed.initialize` know each other's hosts. Otherwise JAX
+  numbers the machines of a run (`device.partition_index`, formerly `slice_index`) by the boot ids
+  of their kernels; devices without such a number are grouped by process.
 
   Args:
     devices: all devices of the run, `jax.devices()` by default.
@@ -81,20 +82,20 @@ def discover(devices: Optional[Sequence[Device]] = None) -> tuple[Topology, list
       devices,
       lambda device: members[device.process_index].domain,
       name_of=lambda device: members[device.process_index].hostname,
-      reason=f'told apart by {distributed.DOMAIN_VARIABLE}'
+      reason=f'hosts identified by {DOMAIN_VARIABLE}'
       if by_domain
-      else 'told apart by host name and boot id',
+      else 'hosts identified by host name and boot id',
     )
   # Two names of one number; JAX 0.10 and 0.11 have both.
   for attribute in ('partition_index', 'slice_index'):
     if all(getattr(device, attribute, None) is not None for device in devices):
       return group_by_host(
-        devices, operator.attrgetter(attribute), reason=f'hosts told apart by device.{attribute}'
+        devices, operator.attrgetter(attribute), reason=f'hosts identified by device.{attribute}'
       )
   return group_by_host(
     devices,
     lambda device: device.process_index,
-    reason='each process taken for a host: these devices have no slice_index',
+    reason='each process counts as a host: these devices have no slice_index',
   )
 
 
@@ -107,14 +108,14 @@ def group_by_host(
 ) -> tuple[Topology, list[Device]]:
   """Returns the topology that `host_of` describes, and the devices in host-major order.
 
-  The host of process 0 comes first, and within a host devices go by process, then id: the order of
-  the local ranks, however the scheduler dealt processes to hosts (Slurm's block or cyclic).
+  The host of process 0 comes first. Within a host, devices are ordered by process, then id: the
+  order of the local ranks, whether Slurm distributed processes in blocks or cyclically.
 
   Args:
     devices: all devices of the run.
-    host_of: device -> a key that devices of one host have in common.
+    host_of: device -> a key that is equal for devices of one host.
     name_of: device -> the name of its host, for messages; '' if unknown.
-    reason: kept in the topology.
+    reason: stored in the topology.
   Raises:
     MeshError: the hosts do not have the same number of devices.
   """

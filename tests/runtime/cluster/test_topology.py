@@ -57,7 +57,7 @@ def test_devices_of_a_host_go_by_process_whatever_their_ids():
 def test_a_process_is_a_host_where_devices_say_nothing():
   topology, _ = discover([FakeGpu(id=i, process_index=i // 4) for i in range(8)])
   assert topology == Topology(2, 4)
-  assert 'each process taken for a host' in topology.reason
+  assert 'each process counts as a host' in topology.reason
 
 
 def test_uneven_hosts_are_an_error_that_names_the_odd_one():

@@ -1,0 +1,168 @@
+"""What the processes of a run know about each other (hosts, GPUs, versions), and checks of it."""
+
+import collections
+import dataclasses
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Self
+
+import jax
+import jaxlib
+
+from t5x_gpu.errors import ClusterError, number_ranges
+from t5x_gpu.runtime import gpus as gpus_lib
+from t5x_gpu.runtime import host
+from t5x_gpu.runtime.cluster import same_code
+from t5x_gpu.runtime.cluster.cluster import ClusterInfo
+
+# Names a process's domain of fast links where that is larger than its host (an NVL72 rack).
+DOMAIN_VARIABLE = 'T5X_GPU_DOMAIN'
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+  """What a process sends to the others about itself.
+
+  Attributes:
+    process_index: in the run.
+    hostname: from the operating system.
+    host_key: equal for processes that share a host, and only for those.
+    domain: of fast links: T5X_GPU_DOMAIN if set, else the host_key.
+    gpus: UUIDs of the GPUs it will use, () if unknown.
+    versions: of jax and jaxlib; processes with other versions cannot join.
+    code: digest of all code and versions (runtime/cluster/same_code.py).
+  """
+
+  process_index: int
+  hostname: str
+  host_key: str
+  domain: str
+  gpus: tuple[str, ...] = ()
+  versions: str = ''
+  code: str = ''
+
+  @classmethod
+  def from_json(cls, values: Mapping[str, Any]) -> Self:
+    """Returns the member; ignores fields that this version of t5x_gpu does not have."""
+    known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+    return cls(**{**known, 'gpus': tuple(values['gpus'])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+  """How the processes met, once all have come.
+
+  Attributes:
+    address: 'host:port' at which this process reaches process 0; the host is numeric.
+    members: by process index.
+    own_host: numeric address of this process on the network of process 0; None if the processes use
+      several networks.
+    bind_address: 'host:port' on which process 0 must start JAX's service; None for other processes.
+  """
+
+  address: str
+  members: tuple[Member, ...]
+  own_host: Optional[str] = None
+  bind_address: Optional[str] = None
+
+
+def describe_this_process(cluster: ClusterInfo) -> Member:
+  """Returns what the others learn about this process.
+
+  As in NCCL, processes share a host if kernel (boot id) and host name agree: two containers on one
+  machine have two names, and no NVLink between them unless they share more than NCCL assumes.
+  Source: getHostHash in https://github.com/NVIDIA/nccl/blob/master/src/misc/utils.cc.
+  """
+  hostname = socket.gethostname()
+  host_key = '/'.join((hostname, cluster.node, host.boot_id()))
+  return Member(
+    process_index=cluster.process_index,
+    hostname=hostname,
+    host_key=host_key,
+    domain=os.environ.get(DOMAIN_VARIABLE) or host_key,
+    gpus=gpus_lib.own_gpus(gpus_lib.physical_gpus(), os.environ, cluster.local_device_ids),
+    versions=f'jax {jax.__version__}, jaxlib {jaxlib.__version__}',
+  )
+
+
+def check(members: Sequence[Member]) -> None:
+  """Raises ClusterError if the members cannot be one run.
+
+  That is: two processes use one GPU, only some have T5X_GPU_DOMAIN or send a digest of their code,
+  or their versions of jax differ. All processes hold the same table, so all of them raise.
+  """
+  users = collections.defaultdict(list)
+  for member in members:
+    for gpu in member.gpus:
+      users[gpu].append(member)
+  shared = {gpu: who for gpu, who in users.items() if len(who) > 1}
+  if shared:
+    gpu, who = next(iter(shared.items()))
+    names = ', '.join(str(member.process_index) for member in who[:8])
+    raise ClusterError(
+      f'{len(shared)} of {len(users)} GPUs are each used by several processes: {gpu} on '
+      f'{who[0].hostname} by processes {names}. Each would take most of its memory.',
+      fix='Give each process its own GPUs: on one host, python -m t5x_gpu.launch --nproc N does '
+      'that; in Slurm set --ntasks-per-node and --gpus-per-node to the same number; by hand, use '
+      'CUDA_VISIBLE_DEVICES.',
+      docs='slurm.md#which-gpus',
+    )
+  without = [member for member in members if member.domain == member.host_key]
+  if 0 < len(without) < len(members):
+    raise ClusterError(
+      f'{DOMAIN_VARIABLE} is set for {len(members) - len(without)} of {len(members)} processes, '
+      f'but not for process {without[0].process_index} on {without[0].hostname}.',
+      fix=f'Set {DOMAIN_VARIABLE} for all processes, or for none.',
+    )
+  other = [member for member in members if member.versions != members[0].versions]
+  if other:
+    raise ClusterError(
+      f'Process {other[0].process_index} on {other[0].hostname} runs {other[0].versions}, '
+      f'process 0 on {members[0].hostname} {members[0].versions}.',
+      fix=same_code.FIX,
+      docs='slurm.md#hosts-that-disagree',
+    )
+  old = [member for member in members if not member.code]
+  if 0 < len(old) < len(members):
+    raise ClusterError(
+      f'Process {old[0].process_index} on {old[0].hostname} runs an older t5x_gpu than the '
+      'others: it sends no digest of its code.',
+      fix=same_code.FIX,
+      docs='slurm.md#hosts-that-disagree',
+    )
+
+
+def table(members: Sequence[Member]) -> str:
+  """Returns a line per host, `gpu-001   0: 5f1c2a3b   1: 77aa01b2`: its processes, their GPUs.
+
+  A GPU is shown by the first eight characters of its UUID (as `nvidia-smi -L` lists them), a MIG
+  slice by its whole UUID.
+  """
+  hosts = collections.defaultdict(list)
+  for member in members:
+    hosts[member.host_key].append(member)
+  title = f'processes: {len(members)} on {len(hosts)} host{"s" if len(hosts) > 1 else ""}'
+  if not any(member.gpus for member in members):
+    reason = 'no GPUs' if jax.default_backend() == 'cpu' else 'GPUs unknown: no NVML'
+    return '\n'.join(
+      [
+        f'{title}, {reason}',
+        *(
+          f'  {group[0].hostname}   '
+          + number_ranges((member.process_index for member in group), separator=', ')
+          for group in hosts.values()
+        ),
+      ]
+    )
+
+  def shown(member: Member) -> str:
+    gpus = [gpu if gpu.startswith('MIG') else gpu.removeprefix('GPU-')[:8] for gpu in member.gpus]
+    return f'{member.process_index}: {",".join(gpus) or "no GPU"}'
+
+  return '\n'.join(
+    [
+      title,
+      *(f'  {group[0].hostname}   ' + '   '.join(map(shown, group)) for group in hosts.values()),
+    ]
+  )
