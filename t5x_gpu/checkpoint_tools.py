@@ -17,28 +17,29 @@ from t5x_gpu.checkpoint.run_lock import check_lock
 from t5x_gpu.checkpoint.storage.paths import as_path, local_path
 from t5x_gpu.checkpoint.tools.average import average
 from t5x_gpu.checkpoint.tools.diff import tree_differences, value_differences
-from t5x_gpu.checkpoint.tools.inspect import describe, text_of
-from t5x_gpu.checkpoint.tools.prune import Plan, plan_prune, prune
+from t5x_gpu.checkpoint.tools.inspect import describe, description_text
+from t5x_gpu.checkpoint.tools.prune import PrunePlan, plan_prune, prune
 from t5x_gpu.checkpoint.tools.verify import verify
 from t5x_gpu.errors import CheckpointError, ConfigError, UserError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import Console
+from t5x_gpu.terminal.flag_types import positive_int
 
 PROG = 'python -m t5x_gpu.checkpoint'
-DESCRIPTION = 'Looks at checkpoints, compares, checks, averages and removes them; needs no GPU.'
+DESCRIPTION = 'Inspects, compares, verifies, averages and removes checkpoints; needs no GPU.'
 EXAMPLES = """examples:
-  {prog} inspect runs/a                       what the latest checkpoint holds; --json
-  {prog} diff runs/a/checkpoint_100 runs/b    0: the same, 1: they differ, 2: trouble
-  {prog} verify runs/a                        every checkpoint; 0: all whole, 1: damage, 2: trouble
+  {prog} inspect runs/a                       contents of the latest checkpoint; --json
+  {prog} diff runs/a/checkpoint_100 runs/b    exit code 0: equal, 1: different, 2: error
+  {prog} verify runs/a                        all checkpoints; 0: intact, 1: damaged, 2: error
   {prog} average runs/a --last=5 --to=runs/a_mean
-  {prog} prune runs/a --keep_last=3 --keep_every=1000        shows what would go
+  {prog} prune runs/a --keep_last=3 --keep_every=1000        shows what it would remove
   {prog} prune runs/a --keep_last=3 --keep_every=1000 --yes
 
-A FOLDER is a MODEL_DIR, or one of its checkpoints; inspect, diff, verify and average read them from
-s3:// and gs:// as well.
+A FOLDER is a MODEL_DIR, or one of its checkpoints. inspect, diff, verify and average also read from
+s3:// and gs://.
 """
-TROUBLE = 2
+ERROR = 2
 # Flags, and the commands that take them.
 FLAGS = {
   'json': ('inspect',),
@@ -55,15 +56,9 @@ FLAGS = {
 }
 
 
-def _positive(text: str) -> int:
-  if not text.isdecimal() or int(text) < 1:
-    raise argparse.ArgumentTypeError(f'{text!r} is no whole number of at least 1')
-  return int(text)
-
-
 def _steps(text: str) -> tuple[int, ...]:
   if not all(part.isdecimal() for part in text.split(',')):
-    raise argparse.ArgumentTypeError(f'{text!r} is no list of steps such as 100,200')
+    raise argparse.ArgumentTypeError(f'{text!r} is not a list of steps such as 100,200')
   return tuple(map(int, text.split(',')))
 
 
@@ -77,35 +72,38 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     metavar='N',
     help='inspect, verify: which checkpoint (default: the latest; verify: all)',
   )
-  group.add_argument('--json', action='store_true', help='inspect: for programs')
+  group.add_argument('--json', action='store_true', help='inspect: print JSON')
   group.add_argument('--to', metavar='FOLDER', help='average: new folder')
   group.add_argument(
     '--last',
-    type=_positive,
+    type=positive_int,
     metavar='N',
     help='average: the last N checkpoints of each MODEL_DIR (default: the latest)',
   )
-  group.add_argument('--keep_last', type=_positive, metavar='N', help='prune: keep the last N')
+  group.add_argument('--keep_last', type=positive_int, metavar='N', help='prune: keep the last N')
   group.add_argument(
-    '--keep_every', type=_positive, metavar='K', help='prune: keep steps that are multiples of K'
+    '--keep_every', type=positive_int, metavar='K', help='prune: keep steps that are multiples of K'
   )
   group.add_argument(
     '--keep_steps', type=_steps, default=(), metavar='N,N', help='prune: keep these steps'
   )
   group.add_argument(
-    '--keep_best',
-    type=_positive,
-    metavar='N',
-    help='prune: keep the N that were best when they were evaluated',
+    '--keep_best', type=positive_int, metavar='N', help='prune: keep the N with the best evaluation'
   )
-  group.add_argument('--metric', help='prune: by which (default: eval/loss)')
-  group.add_argument('--best_is', choices=BEST_IS, help='prune: what is best (default: min)')
-  group.add_argument('--yes', action='store_true', help='prune: do it (default: show it)')
+  group.add_argument(
+    '--metric', help='prune: metric that --keep_best compares (default: eval/loss)'
+  )
+  group.add_argument(
+    '--best_is',
+    choices=BEST_IS,
+    help='prune: whether the smallest or the largest value is best (default: min)',
+  )
+  group.add_argument('--yes', action='store_true', help='prune: remove them (default: only show)')
 
 
 def _inspect(args: argparse.Namespace, console: Console) -> int:
   described = describe(args.folders[0], step=args.step)
-  print(json.dumps(described, indent=1) if args.json else text_of(described))
+  print(json.dumps(described, indent=1) if args.json else description_text(described))
   return 0
 
 
@@ -116,8 +114,8 @@ def _diff(args: argparse.Namespace, console: Console) -> int:
     console.say(line)
   both = sum(a.bytes_of(name) for name in a.shapes if b.shapes.get(name) == a.shapes[name])
   count = 0
-  with console.progress('compared', both) as told:
-    for difference in value_differences(a, b, step=told):
+  with console.progress('compared', both) as advance:
+    for difference in value_differences(a, b, advance=advance):
       console.say(str(difference))
       count += 1
   if lines or count:
@@ -142,20 +140,17 @@ def _verify(args: argparse.Namespace, console: Console) -> int:
       console.say(f'checkpoint_{step}: DAMAGED: {e.what}')
       damaged += 1
       continue
-    with console.progress(f'checkpoint_{step} read', reader.num_bytes) as told:
-      verdict = verify(reader, step=told)
+    with console.progress(f'checkpoint_{step} read', reader.num_bytes) as advance:
+      verdict = verify(reader, advance=advance)
     for name, problem in verdict.damaged.items():
       console.say(f'checkpoint_{step}: DAMAGED: {name} {problem}')
     damaged += bool(verdict.damaged)
     if not verdict.damaged:
       known = verdict.num_arrays - verdict.num_unknown
+      unknown = f'; {verdict.num_unknown} can be read but have no checksum'
       console.say(
-        f'checkpoint_{step}: {known} arrays have the values that were saved'
-        + (
-          f'; {verdict.num_unknown} can be read, and have no checksum'
-          if verdict.num_unknown
-          else ''
-        )
+        f'checkpoint_{step}: {known} arrays match their checksums'
+        + (unknown if verdict.num_unknown else '')
       )
   return int(damaged > 0)
 
@@ -171,21 +166,21 @@ def _average(args: argparse.Namespace, console: Console) -> int:
     readers += [ParamsReader(folder, step=n) for n in steps]
   if len(readers) < 2:
     raise ConfigError(
-      f'The mean of {len(readers)} checkpoint is itself.',
-      fix='Name several folders, or --last=N with N of at least 2.',
+      'There is only one checkpoint to average.',
+      fix='Name several folders, or set --last=N with N of at least 2.',
     )
   for reader in readers:
     console.say(f'from: {reader.path}')
   with sigterm_raises():
-    step = average(readers, local_path(args.to, what='average --to'), progress=console.progress)
-  console.say(f'done: {args.to}: checkpoint_{step}, parameters alone')
+    step = average(readers, local_path(args.to, what='average --to'), console)
+  console.say(f'done: {args.to}: checkpoint_{step}, parameters only')
   return 0
 
 
 def _prune(args: argparse.Namespace, console: Console) -> int:
   if not (args.keep_last or args.keep_every or args.keep_steps or args.keep_best):
     raise ConfigError(
-      'Nothing says which checkpoints are to stay.',
+      'No flag says which checkpoints to keep.',
       fix='Set --keep_last=N, --keep_every=K, --keep_steps=N,N or --keep_best=N.',
     )
   keep = Keep(
@@ -201,20 +196,20 @@ def _prune(args: argparse.Namespace, console: Console) -> int:
   check_lock(plan.folder)
   _show(plan, console)
   if not args.yes:
-    console.say('Nothing was removed: --yes does it.')
+    console.say('Nothing was removed. To remove these checkpoints, add --yes.')
     return 0
-  prune(plan, done=lambda step: console.say(f'removed checkpoint_{step}'))
+  prune(plan, removed=lambda step: console.say(f'removed checkpoint_{step}'))
   return 0
 
 
-def _show(plan: Plan, console: Console) -> None:
+def _show(plan: PrunePlan, console: Console) -> None:
   for step in sorted((*plan.kept, *plan.removed)):
     if step in plan.kept:
       console.say(f'keep    checkpoint_{step}: {plan.kept[step]}')
     else:
       console.say(f'remove  checkpoint_{step}: {plan.removed[step] / 1e6:,.1f} MB')
   total = sum(plan.removed.values()) / 1e6
-  console.say(f'{len(plan.kept)} stay, {len(plan.removed)} go: {total:,.1f} MB')
+  console.say(f'keep {len(plan.kept)}, remove {len(plan.removed)}: {total:,.1f} MB')
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
@@ -227,9 +222,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-  """Does what one command says; returns its exit code."""
+  """Runs one command; returns its exit code."""
   logging_setup.quiet_environment()
-  jax.config.update('jax_platforms', 'cpu')  # no GPU is needed, nor taken from a run
+  jax.config.update('jax_platforms', 'cpu')  # never takes a GPU from a run
   args = cli.parse_args(
     PROG,
     DESCRIPTION,
@@ -249,8 +244,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   ]
   if useless:
     raise ConfigError(
-      f'{", ".join(useless)} means nothing to {extra.command}.',
-      fix=f'{PROG} --help says what each is for.',
+      f'{", ".join(useless)} cannot be used with {extra.command}.',
+      fix=f'{PROG} --help explains each flag.',
     )
   wanted = {'diff': 2, 'average': max(len(extra.folders), 1)}.get(extra.command, 1)
   if len(extra.folders) != wanted:
@@ -264,5 +259,5 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   except UserError as e:
     if extra.command not in ('diff', 'verify'):
       raise
-    print(cli.describe_error(e), file=sys.stderr)  # as `diff` does: 1 has a meaning of its own
-    return TROUBLE
+    print(cli.describe_error(e), file=sys.stderr)  # exit code 1 means "different", as in `diff`
+    return ERROR

@@ -1,7 +1,7 @@
 """Convert checkpoints: Hugging Face to t5x_gpu and back, and T5X to t5x_gpu.
 
-`python -m t5x_gpu.convert --from=FOLDER --to=FOLDER`. Tensors go through one by one, every one is
-read again, and logits are compared before the new folder appears (docs/convert.md).
+`python -m t5x_gpu.convert --from=FOLDER --to=FOLDER`. It converts tensor by tensor, reads every
+tensor back, and compares logits before the new folder appears (docs/convert.md).
 """
 
 import argparse
@@ -15,16 +15,17 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.convert import convert as conversions
-from t5x_gpu.checkpoint.convert.convert import CHECKS, Request
-from t5x_gpu.checkpoint.convert.hf_config import FAMILY_NAMES
+from t5x_gpu.checkpoint.convert.conversion import CHECKS, ConversionRequest
+from t5x_gpu.checkpoint.convert.hf_config import CONFIG_FAMILIES
 from t5x_gpu.checkpoint.convert.hf_folder import CONFIG
-from t5x_gpu.checkpoint.convert.logits_check import has_transformers
+from t5x_gpu.checkpoint.convert.logits_check import TOLERANCE, has_transformers
 from t5x_gpu.checkpoint.convert.merge_lora import merge_lora
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, describe
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
-from t5x_gpu.checkpoint.convert.t5x import is_t5x
+from t5x_gpu.checkpoint.convert.t5x_files import is_t5x
 from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
+from t5x_gpu.checkpoint.convert.to_hf import convert_ours
+from t5x_gpu.checkpoint.convert.to_ours import convert_hf, convert_t5x
 from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.run_files import GIN_FILES
 from t5x_gpu.checkpoint.storage.paths import local_path
@@ -34,6 +35,7 @@ from t5x_gpu.models.lora import LoraModel, without_adapters
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import Console
+from t5x_gpu.terminal.flag_types import byte_size
 
 EXAMPLES = """examples:
   {prog} --from=Llama-3.2-1B --to=runs/llama
@@ -41,26 +43,31 @@ EXAMPLES = """examples:
   {prog} --from=t5_1_1_small/checkpoint_1000000 --to=runs/t5_small
   {prog} --from=runs/llama_lora --to=runs/llama_merged --format=t5x_gpu
 
-The first writes runs/llama/checkpoint_0 and runs/llama/model.gin, which a run's gin file includes.
-The last multiplies the adapters of a LoRA run into the kernels.
+The first writes runs/llama/checkpoint_0 and runs/llama/model.gin, for a run's gin file to include.
+The last merges the adapters of a LoRA run into the kernels.
 """
 FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
-SUFFIXES = {'KB': 10**3, 'MB': 10**6, 'GB': 10**9, '': 1}
-# Names the model of a model file for gin_loader: an entry point that takes nothing else.
+# For gin_loader, an entry point with the model as its only argument.
 _MODEL_ENTRY = 't5x_gpu.checkpoint.convert.model_spec.describe'
 
 
 def kind_of(folder: pathlib.Path) -> str:
-  """Returns a key of `FORMATS`, by what lies in `folder`; raises CheckpointError for none."""
+  """Returns the format of the files in `folder`, a key of `FORMATS`.
+
+  Raises:
+    CheckpointError: there is no checkpoint in it.
+  """
   if not folder.is_dir():
-    raise CheckpointError(f'--from={folder} is no folder.', fix='Give the folder of a checkpoint.')
+    raise CheckpointError(
+      f'--from={folder} is not a folder.', fix='Name the folder of a checkpoint.'
+    )
   ours = [folder, *(folder / f'checkpoint_{step}' for step in committed_steps(folder))]
   if any((path / 'manifest' / 'metadata').is_file() for path in ours):
     return 't5x_gpu'
   if is_t5x(folder):
     return 't5x'
   if not (folder / CONFIG).exists():
-    SafetensorsFolder(folder)  # says what is missing, or that it is a pickle
+    SafetensorsFolder(folder)  # raises an error that names the missing files or the pickle
   return 'hf'
 
 
@@ -76,13 +83,13 @@ def object_of_gin(
   search_paths: Sequence[str] = (),
   as_data: bool = False,
 ) -> Any:
-  """Returns the model of gin files: of a run, or of a model file, which sets MODEL alone.
+  """Returns the model of gin files: those of a run, or a model file, which only sets MODEL.
 
   Args:
-    files: paths.
-    bindings: of the command line.
-    search_paths: further folders to look for gin files in.
-    as_data: run nothing that `files` name.
+    files: paths of the gin files.
+    bindings: bindings from the command line.
+    search_paths: more folders to search for gin files.
+    as_data: read `files` without running any code that they name.
   """
   texts = [
     pathlib.Path(f).read_text('utf-8', 'replace') if pathlib.Path(f).is_file() else ''
@@ -118,18 +125,11 @@ def object_of_gin(
     return loaded.arguments()['model']
 
 
-def _size(text: str) -> int:
-  match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMG]B)?', text.strip(), re.IGNORECASE)
-  if not match or float(match[1]) <= 0:
-    raise argparse.ArgumentTypeError(f'{text!r} is no size such as 5GB')
-  return int(float(match[1]) * SUFFIXES[(match[2] or '').upper()])
-
-
 def _pattern(text: str) -> str:
   try:
     re.compile(text)
   except re.error as e:
-    raise argparse.ArgumentTypeError(f'{text!r} is no regular expression: {e}') from e
+    raise argparse.ArgumentTypeError(f'{text!r} is not a regular expression: {e}') from e
   return text
 
 
@@ -139,29 +139,29 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     '--from',
     dest='source',
     metavar='FOLDER',
-    help=('what to convert: a Hugging Face model, a MODEL_DIR or checkpoint of ours, one of T5X'),
+    help='what to convert: a Hugging Face model, a MODEL_DIR or checkpoint of ours, or one of T5X',
   )
   group.add_argument('--to', metavar='FOLDER', help='new folder')
   group.add_argument(
     '--format',
     choices=('t5x_gpu', 'hf'),
-    help='of the new folder (default: t5x_gpu, or hf from t5x_gpu; a run with '
-    'adapters may become one without: t5x_gpu)',
+    help='format of the new folder (default: t5x_gpu, or hf from t5x_gpu). t5x_gpu from t5x_gpu '
+    'merges the adapters of a run',
   )
   group.add_argument(
     '--family',
-    choices=FAMILY_NAMES,
-    help='of Hugging Face (default: what the files say, or look like)',
+    choices=tuple(CONFIG_FAMILIES),
+    help='Hugging Face family (default: detected from the files)',
   )
   group.add_argument(
     '--like',
     metavar='FOLDER',
-    help=('to hf: take names, dtypes, config.json and tokenizer from this Hugging Face model'),
+    help='to hf: take names, dtypes, config.json and tokenizer from this Hugging Face model',
   )
   group.add_argument(
     '--dtype',
     choices=tuple(FLOATS),
-    help='to hf: of the tensors (default: as in --like, else float32)',
+    help='to hf: dtype of the tensors (default: as in --like, else float32)',
   )
   group.add_argument(
     '--step', type=int, metavar='N', help='from t5x_gpu: which checkpoint (default: the latest)'
@@ -172,30 +172,31 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     default=[],
     type=_pattern,
     metavar='PATTERN',
-    help='from hf: leave out tensors with such names (regular expression)',
+    help='from hf: leave out tensors whose names match (regular expression; may be repeated)',
   )
   group.add_argument(
     '--max_shard_size',
-    type=_size,
+    type=byte_size,
     default='5GB',
     metavar='SIZE',
-    help='to hf: of one file (default: 5GB)',
+    help='to hf: maximum size of one file (default: 5GB)',
   )
   group.add_argument(
     '--check',
     choices=CHECKS,
     default='auto',
     help=(
-      'whose logits to compare with: transformers, if installed; own: our model with the other '
-      "files' tensors; tensors: no logits (default: auto)"
+      'reference for the logits: transformers; own: our model with the other '
+      "files' tensors; tensors: compare no logits; auto: transformers if installed, else own "
+      '(default: auto)'
     ),
   )
   group.add_argument(
     '--tolerance',
     type=float,
-    default=conversions.TOLERANCE,
+    default=TOLERANCE,
     metavar='X',
-    help=f'of logits, relative to the largest ({conversions.TOLERANCE:g})',
+    help=f'largest difference of logits, relative to the largest logit (default: {TOLERANCE:g})',
   )
   cli.add_trust_flag(group)
 
@@ -203,7 +204,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def main(argv: Optional[Sequence[str]] = None) -> int:
   """Parses flags and converts."""
   logging_setup.quiet_environment()
-  jax.config.update('jax_platforms', 'cpu')  # no GPU is needed, nor taken from a run
+  jax.config.update('jax_platforms', 'cpu')  # never takes a GPU from a run
   args = cli.parse_args(
     'python -m t5x_gpu.convert',
     __doc__.splitlines()[0],
@@ -239,12 +240,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   merges = kind == 't5x_gpu' and extra.format == 't5x_gpu'
   if merges and lora is None:
     raise ConfigError(
-      f'{source} has no adapters to merge: its model is no LoraModel.',
-      fix='Without --format=t5x_gpu it becomes a Hugging Face model.',
+      f'{source} has no adapters to merge: its model is not a LoraModel.',
+      fix='To convert it to a Hugging Face model, leave --format=t5x_gpu out.',
       docs='finetune.md#merge',
     )
   logging_setup.setup()
-  request = Request(
+  request = ConversionRequest(
     source=source,
     target=local_path(extra.to, what='convert --to'),
     family=extra.family,
@@ -260,9 +261,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     tolerance=extra.tolerance,
   )
   convert = {
-    'hf': conversions.convert_hf,
-    't5x': conversions.convert_t5x,
-    't5x_gpu': merge_lora if merges else conversions.convert_ours,
+    'hf': convert_hf,
+    't5x': convert_t5x,
+    't5x_gpu': merge_lora if merges else convert_ours,
   }[kind]
   with sigterm_raises():
     convert(request, Console())
@@ -270,22 +271,22 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _check_flags(extra: argparse.Namespace, kind: str) -> None:
-  """Raises ConfigError for flags that this conversion has no use for."""
+  """Raises ConfigError for flags that do not apply to this conversion."""
   target = 'hf' if kind == 't5x_gpu' and extra.format != 't5x_gpu' else 't5x_gpu'
   if extra.format not in (None, target):
     raise ConfigError(
-      f'{extra.source} is a checkpoint of {FORMATS[kind]}: --format={extra.format} '
-      'cannot be made of it.',
-      fix='Hugging Face becomes t5x_gpu, t5x_gpu becomes Hugging Face, and T5X '
-      'becomes t5x_gpu; two steps make Hugging Face of T5X.',
+      f'{extra.source} is a {FORMATS[kind]} checkpoint: it cannot be converted to '
+      f'--format={extra.format}.',
+      fix='Hugging Face converts to t5x_gpu, t5x_gpu to Hugging Face, and T5X to t5x_gpu. '
+      'From T5X to Hugging Face takes two steps.',
     )
   if extra.check == 'transformers' and (kind == 't5x' or not has_transformers()):
     raise ConfigError(
       '--check=transformers '
       + (
-        'means nothing for T5X.'
+        'does not apply to T5X.'
         if kind == 't5x'
-        else 'needs transformers and torch, which are not both installed.'
+        else 'needs transformers and torch; at least one is not installed.'
       ),
       fix='Set --check=own' + ('.' if kind == 't5x' else ", or pip install 't5x_gpu[hf]' torch."),
       docs='convert.md#the-check',
@@ -303,8 +304,8 @@ def _check_flags(extra: argparse.Namespace, kind: str) -> None:
   ]
   if useless:
     raise ConfigError(
-      f'{", ".join(useless)} means nothing where {FORMATS[kind]} becomes {FORMATS[target]}.',
-      fix='Leave it out; --help says what each is for.',
+      f'{", ".join(useless)} cannot be used to convert {FORMATS[kind]} to {FORMATS[target]}.',
+      fix='Leave it out; --help explains each flag.',
     )
 
 

@@ -1,11 +1,10 @@
-"""Write a checkpoint anew: other dtypes, chunks or groups of layers, with or without the optimizer.
+"""Rewrite a checkpoint: other dtypes, chunks or groups of layers, with or without the optimizer.
 
-`python -m t5x_gpu.reshard --from=CHECKPOINT --to=FOLDER`. It reads no model and needs no GPU; the
-host memory that it takes has a bound, and a call that was cut off goes on (docs/reshard.md).
+`python -m t5x_gpu.reshard --from=CHECKPOINT --to=FOLDER`. It needs no model and no GPU, its host
+memory is bounded, and the same command continues after an interruption (docs/reshard.md).
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from typing import Optional
@@ -16,11 +15,13 @@ from t5x_gpu import cli
 from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
 from t5x_gpu.checkpoint.storage.chunks import CHUNK_BYTES
 from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.checkpoint.tools.reshard import Request, reshard
+from t5x_gpu.checkpoint.tools.reshard import reshard
+from t5x_gpu.checkpoint.tools.reshard_plan import ReshardRequest
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.console import Console
+from t5x_gpu.terminal.flag_types import byte_size
 
 PROG = 'python -m t5x_gpu.reshard'
 EXAMPLES = """examples:
@@ -29,23 +30,15 @@ EXAMPLES = """examples:
   {prog} --from=runs/a --to=runs/per_layer --unscan
   {prog} --from=s3://bucket/runs/a --to=runs/a                  from object storage, or to it
 
-The same command goes on with what an earlier one, cut off, has left. Any checkpoint restores onto
-any mesh: a layout is for speed alone.
+The same command continues an interrupted one. Any checkpoint restores onto any mesh: a layout only
+makes restoring faster.
 """
-_UNITS = {'': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30}
-
-
-def _size(text: str) -> int:
-  match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMG]I?B)?', text.strip(), re.IGNORECASE)
-  if not match or float(match[1]) <= 0:
-    raise argparse.ArgumentTypeError(f'{text!r} is no size such as 2GiB or 500MB')
-  return int(float(match[1]) * _UNITS[(match[2] or '').upper()])
 
 
 def _layout(text: str) -> tuple[int, ...]:
   parts = text.split('x')
   if not all(part.isdecimal() and int(part) for part in parts):
-    raise argparse.ArgumentTypeError(f'{text!r} is no layout such as 8 or 8x2')
+    raise argparse.ArgumentTypeError(f'{text!r} is not a layout such as 8 or 8x2')
   return tuple(map(int, parts))
 
 
@@ -56,14 +49,18 @@ def _flags(parser: argparse.ArgumentParser) -> None:
   )
   group.add_argument('--to', metavar='FOLDER', help='new MODEL_DIR')
   group.add_argument('--step', type=int, metavar='N', help='which checkpoint (default: the latest)')
-  group.add_argument('--dtype', choices=tuple(FLOATS), help='of parameters (default: as they are)')
   group.add_argument(
-    '--optimizer_dtype', choices=tuple(FLOATS), help='of the optimizer state (default: as it is)'
+    '--dtype', choices=tuple(FLOATS), help='new dtype of parameters (default: keep)'
+  )
+  group.add_argument(
+    '--optimizer_dtype',
+    choices=tuple(FLOATS),
+    help='new dtype of the optimizer state (default: keep)',
   )
   group.add_argument(
     '--drop_optimizer',
     action='store_true',
-    help='parameters alone: for eval, infer and warm starts, not to be resumed',
+    help='write only parameters: for eval, infer and warm starts; cannot be resumed',
   )
   group.add_argument(
     '--layout',
@@ -71,42 +68,42 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     default=(),
     metavar='NxN',
     help=(
-      'cut the largest dimension of each array into N chunks, the next into N: what a mesh of '
-      'fsdp=8 and model=2 reads is 8x2 (default: chunks as they are)'
+      'cut the largest dimension of each array into N chunks, the next into N: 8x2 matches what '
+      'a mesh of fsdp=8 and model=2 reads (default: keep the chunks)'
     ),
   )
   group.add_argument(
     '--chunk_size',
-    type=_size,
+    type=byte_size,
     default=CHUNK_BYTES,
     metavar='SIZE',
-    help=f'of a chunk at most (default: {CHUNK_BYTES >> 20}MiB)',
+    help=f'maximum size of a chunk (default: {CHUNK_BYTES >> 20}MiB)',
   )
   form = group.add_mutually_exclusive_group()
   form.add_argument(
-    '--unscan', dest='unscan', action='store_const', const=True, help='an array for each layer'
+    '--unscan', dest='unscan', action='store_const', const=True, help='one array per layer'
   )
   form.add_argument(
     '--scan',
     dest='unscan',
     action='store_const',
     const=False,
-    help='one array for all layers (default: as it is)',
+    help='one array for all layers (default: keep)',
   )
-  group.add_argument('--verify', action='store_true', help='read everything again at the end')
+  group.add_argument('--verify', action='store_true', help='read everything back at the end')
   group.add_argument(
     '--memory',
-    type=_size,
+    type=byte_size,
     default='2GiB',
     metavar='SIZE',
-    help='bound of the host memory for arrays (default: 2GiB)',
+    help='limit of host memory for arrays (default: 2GiB)',
   )
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
   """Parses flags and writes."""
   logging_setup.quiet_environment()
-  jax.config.update('jax_platforms', 'cpu')  # no GPU is needed, nor taken from a run
+  jax.config.update('jax_platforms', 'cpu')  # never takes a GPU from a run
   args = cli.parse_args(
     PROG,
     __doc__.splitlines()[0],
@@ -126,11 +123,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     )
   if extra.drop_optimizer and extra.optimizer_dtype:
     raise ConfigError(
-      '--optimizer_dtype means nothing with --drop_optimizer.', fix='Leave one of the two out.'
+      '--optimizer_dtype has no effect with --drop_optimizer.', fix='Leave one of the two out.'
     )
   logging_setup.setup()
   console = Console()
-  request = Request(
+  request = ReshardRequest(
     source=as_path(extra.source),
     target=as_path(extra.to),
     step=extra.step,
@@ -145,9 +142,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   )
   try:
     with sigterm_raises():
-      console.say(f'done: {reshard(request, progress=console.progress, say=console.say)}')
+      console.say(f'done: {reshard(request, console)}')
   except (KeyboardInterrupt, SystemExit):
-    console.say(f'{extra.to} is unfinished: the same command goes on.')
+    console.say(f'{extra.to} is unfinished. To continue, run the same command again.')
     raise
   return 0
 

@@ -45,7 +45,7 @@ def until(run: Process, condition: Callable[[], bool]) -> bool:
 
 def damaged(model_dir: pathlib.Path, step: int) -> dict[str, str]:
   """Returns what is wrong with a committed checkpoint, by array; reads all of it."""
-  verdict = verify(StateReader(model_dir, step=step), step=lambda num_bytes: None)
+  verdict = verify(StateReader(model_dir, step=step), advance=lambda num_bytes: None)
   assert verdict.num_arrays > 20 and not verdict.num_unknown
   return dict(verdict.damaged)
 

@@ -83,7 +83,7 @@ def test_inspect_tells_what_was_saved(tmp_path):
     assert part in text
 
 
-def test_diff_is_0_for_the_same_1_for_others_and_2_for_trouble(tmp_path):
+def test_diff_is_0_for_the_same_1_for_others_and_2_for_errors(tmp_path):
   folder = folder_with(tmp_path, 3, 4)
   shutil.copytree(folder / 'checkpoint_3', tmp_path / 'checkpoint_3')
   same = run('diff', folder / 'checkpoint_3', tmp_path / 'checkpoint_3')
@@ -93,8 +93,8 @@ def test_diff_is_0_for_the_same_1_for_others_and_2_for_trouble(tmp_path):
   most = np.max(np.abs(a - b))
   assert other.code == 1
   assert (
-    f'params/dense/kernel: 512 elements differ, by {most:.3g} at most, '
-    f'{most / np.max(np.abs(a)):.3g} of the largest'
+    f'params/dense/kernel: 512 elements differ, by at most {most:.3g} '
+    f'({most / np.max(np.abs(a)):.3g} of the largest value)'
   ) in other.out
   assert 'opt_state/mu' not in other.out
   trouble = run('diff', folder / 'checkpoint_3', tmp_path / 'nothing')
@@ -125,10 +125,10 @@ def test_verify_finds_one_bit_in_one_of_two_checkpoints(tmp_path):
       save(checkpointer, step, random_bits(step)[1])
     checkpointer.wait()
   whole = run('verify', tmp_path)
-  assert whole.code == 0 and 'checkpoint_20: 3 arrays have the values that were saved' in whole.out
+  assert whole.code == 0 and 'checkpoint_20: 3 arrays match their checksums' in whole.out
   flip_a_bit(tmp_path / 'checkpoint_20', value=random_bits(20)[0][30].tobytes())
   damaged = run('verify', tmp_path)
-  assert damaged.code == 1 and 'checkpoint_10: 3 arrays have' in damaged.out
+  assert damaged.code == 1 and 'checkpoint_10: 3 arrays match' in damaged.out
   assert 'checkpoint_20: DAMAGED: params/dense/kernel has other values than' in damaged.out
   assert run('verify', tmp_path / 'checkpoint_10').code == 0
   assert run('verify', tmp_path, '--step=20').code == 1
@@ -168,7 +168,7 @@ def test_verify_reads_what_has_no_checksums_and_says_so(tmp_path):
   del manifest['checksums'], manifest['seal']
   path.write_text(json.dumps(manifest))
   result = run('verify', folder)
-  assert result.code == 0 and '3 can be read, and have no checksum' in result.out
+  assert result.code == 0 and '3 can be read but have no checksum' in result.out
 
 
 def test_average_is_the_mean_and_reads_as_any_checkpoint(tmp_path):
@@ -205,7 +205,7 @@ def test_average_of_another_model_or_of_damaged_files_leaves_nothing(tmp_path):
   result = run('average', a, b, f'--to={tmp_path / "c"}')
   assert result.code == 1 and 'params/dense/kernel of' in result.err
   folder = folder_with(tmp_path, 3)
-  with pytest.raises(CheckpointError, match='not of the same model'):
+  with pytest.raises(CheckpointError, match='belong to different models'):
     checkpoint_tools.main(['average', str(a), str(folder), f'--to={tmp_path / "c"}'])
   assert sorted(p.name for p in tmp_path.iterdir()) == ['a', 'b', 'model']
 
@@ -214,7 +214,7 @@ def test_prune_shows_first_and_then_removes_what_it_showed(tmp_path):
   folder = folder_with(tmp_path, 10, 20, 30, 40, 50)
   before = listing(folder)
   shown = run('prune', folder, '--keep_last=2', '--keep_every=20')
-  assert shown.code == 0 and 'Nothing was removed: --yes does it' in shown.out
+  assert shown.code == 0 and 'Nothing was removed.' in shown.out
   assert listing(folder) == before
   done = run('prune', folder, '--keep_last=2', '--keep_every=20', '--yes')
   assert done.code == 0 and committed_steps(folder) == [20, 40, 50]
@@ -281,9 +281,9 @@ def test_a_prune_that_was_killed_leaves_no_half_checkpoint_and_the_next_one_clea
 @pytest.mark.parametrize(
   'argv, words',
   [
-    (('inspect', 'a', '--yes'), '--yes means nothing to inspect'),
+    (('inspect', 'a', '--yes'), '--yes cannot be used with inspect'),
     (('diff', 'a'), 'diff takes 2 folder'),
-    (('prune', 'a'), 'which checkpoints are to stay'),
+    (('prune', 'a'), 'which checkpoints to keep'),
     (('average', 'a'), '--to must be given'),
     (('verfy', 'a'), 'invalid choice'),
     (('inspect', 'a', '--gin_file=x.gin'), 'takes no configuration'),

@@ -21,6 +21,7 @@ from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, r
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader
 from t5x_gpu.checkpoint.storage.chunks import boxes
 from t5x_gpu.checkpoint.tools import reshard as resharding
+from t5x_gpu.checkpoint.tools import reshard_plan
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.training.train_state import TrainState
@@ -207,10 +208,10 @@ def test_a_budget_below_the_chunks_of_the_source_names_the_least(tmp_path):
   'flags, words',
   [
     (('--from=a',), '--to must be given'),
-    (('--layout=8x',), 'no layout such as 8 or 8x2'),
-    (('--memory=lots',), 'no size such as 2GiB'),
+    (('--layout=8x',), 'not a layout such as 8 or 8x2'),
+    (('--memory=lots',), 'not a size such as 2GiB'),
     (('--scan', '--unscan'), 'not allowed with'),
-    (('--drop_optimizer', '--optimizer_dtype=bfloat16', '--from=a', '--to=b'), 'means nothing'),
+    (('--drop_optimizer', '--optimizer_dtype=bfloat16', '--from=a', '--to=b'), 'has no effect'),
     (('--gin_file=a.gin',), 'takes no configuration'),
   ],
 )
@@ -283,7 +284,7 @@ def test_reshard_killed_in_the_middle_goes_on_and_equals_the_one_that_nobody_tou
     assert not (tmp_path / 'cut').exists() and (tmp_path / '.cut.unfinished').exists()
   result = run(*flags, f'--to={tmp_path / "cut"}')
   assert result.code == 0, result.err
-  assert float(re.search(r'cut off: ([\d.]+) MB are written', result.out)[1]) > 5
+  assert float(re.search(r'interrupted call: ([\d.]+) MB', result.out)[1]) > 5
   assert not list(tmp_path.glob('.*'))
   whole, cut = StateReader(tmp_path / 'whole'), StateReader(tmp_path / 'cut')
   assert cut.manifest == whole.manifest
@@ -304,7 +305,7 @@ def test_what_another_request_has_left_is_not_gone_on_with(tmp_path, source, mon
 
   monkeypatch.setattr(resharding.StateWriter, 'close', stop)
   result = run(f'--from={source}', f'--to={tmp_path / "new"}', '--unscan')
-  assert result.code == 130 and 'new is unfinished: the same command goes on.' in result.out
+  assert result.code == 130 and 'new is unfinished.' in result.out
   assert (tmp_path / '.new.unfinished/new').exists() and not (tmp_path / 'new').exists()
   monkeypatch.undo()
   result = run(f'--from={source}', f'--to={tmp_path / "new"}')
@@ -322,16 +323,16 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on_when_there_is_room(
     first = run(*flags)
     assert first.code == 1 and '0.00 GB are free' in first.err and not list(disk.iterdir())
     # Somebody else takes the room that there was.
-    monkeypatch.setattr(resharding.Plan, 'num_bytes', 0)
+    monkeypatch.setattr(reshard_plan.ReshardPlan, 'num_bytes', 0)
     result = run(*flags)
     assert result.code == 1 and 'No space left on device' in result.err, result.err
-    assert 'the same command then goes on' in result.err
+    assert 'the same command then continues' in result.err
     monkeypatch.undo()
     result = run(*flags)  # still no room
     assert result.code == 1 and 'GB are written, and stay' in result.err, result.err
     subprocess.run(['mount', '-o', 'remount,size=20m', str(disk)], check=True)
     result = run(*flags)
-    assert result.code == 0 and 'cut off: ' in result.out
+    assert result.code == 0 and 'interrupted call: ' in result.out
     assert checkpoint_tools.main(['diff', str(big), str(disk / 'new')]) == 0
 
 
@@ -365,7 +366,7 @@ def peak_bytes(*flags: str) -> int:
 
 @pytest.mark.parametrize('rows', [32 * 1024, pytest.param(512 * 1024, marks=pytest.mark.slow)])
 def test_arrays_larger_than_the_budget_keep_it(tmp_path, rows):
-  """64 MiB (1 GiB in the slow form) in 32 MiB, into other chunks, and read again."""
+  """64 MiB (1 GiB in the slow form) in 32 MiB, into other chunks, and read back."""
   big, small = big_params(tmp_path / 'big', rows=rows), big_params(tmp_path / 'small', rows=8)
   flags = ['--memory=32MiB', '--layout=8x2', '--verify']
   least = peak_bytes(f'--from={small}', f'--to={tmp_path / "a"}', *flags)

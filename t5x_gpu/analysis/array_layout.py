@@ -1,4 +1,4 @@
-"""Where each array of a training state lives: a plain list for tables, pictures and the lint."""
+"""The layout of every array of a training state, for tables, pictures and the lint."""
 
 import collections
 import dataclasses
@@ -11,16 +11,16 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class ArrayLayout:
-  """One parameter, or one array of the optimizer's state.
+  """One parameter, or one array of the optimizer state.
 
   Attributes:
     name: path in its tree, 'layers/mlp/wo/kernel'.
-    shape: of the whole array.
+    shape: shape of the whole array.
     names: axis name (or None) per dimension.
-    split: the mesh axes of size > 1 that split each dimension.
-    parts: in how many parts each dimension is split.
-    item_bytes: of one element.
-    parameter: of optimizer state: the parameter that it belongs to, if any.
+    split: per dimension, the mesh axes of size > 1 that split it.
+    parts: number of parts per dimension.
+    item_bytes: bytes of one element.
+    parameter: for optimizer state, the parameter that it belongs to, if any.
   """
 
   name: str
@@ -42,12 +42,12 @@ class ArrayLayout:
 
   @property
   def mesh_axes(self) -> tuple[str, ...]:
-    """The mesh axes that split it, by dimension."""
+    """The mesh axes that split the array, by dimension."""
     return sum(self.split, ())
 
   @property
   def is_whole(self) -> bool:
-    """Whether every device holds all of it."""
+    """Whether every device holds the whole array."""
     return not self.mesh_axes
 
   @property
@@ -60,9 +60,9 @@ def array_layouts(tree: Any, names: Any, *, parameters: Sequence[str] = ()) -> l
   """Returns the layout of every array of a tree.
 
   Args:
-    tree: shapes with their NamedSharding (`program.abstract_state.params`).
-    names: tree of AxisNames of the same structure.
-    parameters: names to look for in the paths of optimizer state.
+    tree: shapes with NamedShardings (`program.abstract_state.params`).
+    names: tree of AxisNames with the same structure.
+    parameters: names of parameters, to find the owners of optimizer state.
   """
   found = []
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -101,7 +101,7 @@ def state_layouts(state: Any, names: Any) -> tuple[list[ArrayLayout], list[Array
 
 
 def optimizer_bytes(optimizer: Sequence[ArrayLayout]) -> Mapping[Optional[str], int]:
-  """Returns parameter -> bytes of its optimizer state per device; None -> what belongs to none."""
+  """Returns parameter -> bytes of optimizer state per device; None -> those of no parameter."""
   found: collections.Counter = collections.Counter()
   for array in optimizer:
     found[array.parameter] += array.bytes_per_device
@@ -111,7 +111,7 @@ def optimizer_bytes(optimizer: Sequence[ArrayLayout]) -> Mapping[Optional[str], 
 def part_held(
   layout: ArrayLayout, place: Mapping[str, int], mesh_shape: Mapping[str, int]
 ) -> tuple[int, ...]:
-  """Returns which part of each dimension the device at `place` (mesh axis -> index) holds."""
+  """Returns, per dimension, the index of the part on the device at `place` (mesh axis -> index)."""
   held = []
   for axes in layout.split:
     index = 0

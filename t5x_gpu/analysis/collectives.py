@@ -1,39 +1,38 @@
-"""What moves between devices in one call of a compiled function: kind, mesh axes, bytes, how often.
+"""The collectives of a compiled function: kind, mesh axes, bytes and how often each runs.
 
     hlo = partitioned_hlo(program.train_step.lower(program.abstract_state, program.abstract_batch))
     found = inventory(hlo, program.layout.mesh.shape)
     total_bytes(found, kind='reduce-scatter', axis='fsdp'), flops_per_device(hlo)
 
-The program is read right after XLA's SPMD partitioner, which does the same for CPUs and GPUs; later
-passes for the CPU turn bfloat16 into float32 and never make a reduce-scatter.
+The program is read right after XLA's SPMD partitioner, which treats CPUs and GPUs alike. Later CPU
+passes turn bfloat16 into float32 and never create a reduce-scatter.
 """
 
 import contextlib
 import dataclasses
 import math
 import pathlib
-import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import jax
-import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from t5x_gpu.analysis import hlo_text
 from t5x_gpu.analysis.hlo_text import Array, Computation, Instruction, Module, Visit
+from t5x_gpu.analysis.replica_groups import replica_groups, varying_axes
 
 KINDS = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
-# What may stand between an all-reduce and the slice that makes it a reduce-scatter.
+# Instructions allowed between an all-reduce and the slice that makes it a reduce-scatter.
 _SAME_ELEMENTS = ('copy', 'bitcast', 'convert', 'reshape', 'transpose')
 
-# How to compile for nothing but the dump.
+# Compiler options for a compilation that is only needed for its dump.
 _LEAST_EFFORT = {
   'xla_backend_optimization_level': 0,
   'xla_llvm_disable_expensive_passes': True,
-  # This pass of the CPU's aborts the process ("Invalid binary instruction opcode copy") at a
-  # bfloat16 psum in a shard_map that leaves an axis to the compiler (jaxlib 0.10.2, 0.11.2).
+  # This CPU pass aborts the process ("Invalid binary instruction opcode copy") for a bfloat16 psum
+  # in a shard_map with an automatic axis (jaxlib 0.10.2, 0.11.2).
   'xla_disable_hlo_passes': 'all-reduce-promotion',
 }
 
@@ -43,15 +42,15 @@ class Collective:
   """One collective operation of the program.
 
   Attributes:
-    kind: of KINDS.
-    axes: mesh axes whose devices exchange something, in the order of the mesh.
-    dtype, shape: of the larger side on one device: what an all-gather returns, else what is taken.
-    bytes_per_device: that each device sends each time, by a ring: (n - 1) / n of the array, twice
-      for an all-reduce, the whole array for a collective-permute.
-    count: how often it runs in one call, the product of `trip_counts`.
-    trip_counts: of the loops around it, outermost first.
-    in_branch: it is in a branch of a conditional: it runs at most `count` times.
-    unknown_count: in a loop whose length the text does not say; counted once.
+    kind: one of KINDS.
+    axes: mesh axes whose devices exchange data, in the order of the mesh.
+    dtype, shape: the larger array on one device: the result of an all-gather, else the operand.
+    bytes_per_device: bytes that each device sends per run, in a ring: (n - 1) / n of the array,
+      twice that for an all-reduce, the whole array for a collective-permute.
+    count: number of runs in one call, the product of `trip_counts`.
+    trip_counts: iterations of the loops around it, outermost first.
+    in_branch: it is in a branch of a conditional, so it runs at most `count` times.
+    unknown_count: a loop around it has an unknown length, which counts as 1.
     op_name: path in the traced program, 'jit(train_step)/.../mlp/wo/dot_general'.
     source: 'path/file.py:line' of that operation; '' if unknown.
   """
@@ -77,9 +76,9 @@ class Collective:
 def total_bytes(
   collectives: Iterable[Collective], *, kind: Optional[str] = None, axis: Optional[str] = None
 ) -> int:
-  """Returns the bytes that a device sends in one call: of all, of one kind, over one mesh axis.
+  """Returns the bytes that a device sends in one call, optionally of one kind or over one axis.
 
-  A collective over several axes counts for each of them. One in a branch counts as if it ran.
+  A collective over several axes counts for each of them. One in a branch counts as if it runs.
   """
   return sum(c.bytes_per_call for c in chosen(collectives, kind=kind, axis=axis))
 
@@ -95,8 +94,8 @@ def count(
 
   Args:
     collectives: from `inventory`.
-    kind, axis: count these only.
-    min_bytes: leave out what sends less each time, such as sums of the loss.
+    kind, axis: count only these; None counts all.
+    min_bytes: ignore collectives that send less per run, such as sums of the loss.
   """
   return sum(
     c.count for c in chosen(collectives, kind=kind, axis=axis) if c.bytes_per_device >= min_bytes
@@ -106,17 +105,17 @@ def count(
 def chosen(
   collectives: Iterable[Collective], *, kind: Optional[str] = None, axis: Optional[str] = None
 ) -> list[Collective]:
-  """Returns those of a kind and over a mesh axis (among others); None takes all."""
+  """Returns the collectives of one kind whose axes include `axis`; None takes all."""
   assert kind is None or kind in KINDS, kind
   return [c for c in collectives if kind in (None, c.kind) and (axis is None or axis in c.axes)]
 
 
 @contextlib.contextmanager
 def _no_compilation_cache() -> Iterator[None]:
-  """Within, everything is compiled anew: what comes from the cache writes no dump."""
+  """Context without the compilation cache: cached programs would not be dumped."""
   before = jax.config.jax_enable_compilation_cache
   jax.config.update('jax_enable_compilation_cache', False)
-  compilation_cache.reset_cache()  # jax looks at the setting only once
+  compilation_cache.reset_cache()  # jax reads the setting only once
   try:
     yield
   finally:
@@ -125,11 +124,11 @@ def _no_compilation_cache() -> Iterator[None]:
 
 
 def partitioned_hlo(lowered: Any) -> str:
-  """Returns the program of one device, as it is right after XLA's SPMD partitioner.
+  """Returns the program of one device as HLO text, right after XLA's SPMD partitioner.
 
   Args:
-    lowered: of `jax.jit(f).lower(...)` or `LaidOut.lower(...)`. It is compiled for that, with the
-      least effort; for one device, where nothing is partitioned, it is only printed.
+    lowered: from `jax.jit(f).lower(...)` or `LaidOut.lower(...)`. It is compiled with as few
+      optimizations as possible, or just printed for one device, which needs no partitioning.
   """
   with tempfile.TemporaryDirectory(prefix='t5x_gpu_hlo_') as folder:
     with _no_compilation_cache():
@@ -145,14 +144,13 @@ def partitioned_hlo(lowered: Any) -> str:
 
 
 def inventory(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
-  """Returns every collective of a program, in its order.
+  """Returns every collective of a program, in program order.
 
-  A collective among several devices of size one, and one with nobody else, is none. An all-reduce
-  of which each device uses nothing but its own part is listed as the reduce-scatter that XLA makes
-  of it on GPUs.
+  Collectives with only one device per group are left out. An all-reduce of which each device uses
+  only its own part is listed as a reduce-scatter, which XLA makes of it on GPUs.
 
   Args:
-    hlo: from `partitioned_hlo`; the text of a compiled GPU program will do as well.
+    hlo: from `partitioned_hlo`, or the text of a compiled GPU program.
     mesh_shape: mesh axis -> size, in the order of the mesh (`mesh.shape`).
   """
   module = hlo_text.parse(hlo)
@@ -164,7 +162,7 @@ def inventory(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
 
 
 def _collectives(module: Module, visit: Visit, mesh_shape: dict[str, int]) -> list[Collective]:
-  """Returns the collectives that one instruction is: several if it reduces several arrays."""
+  """Returns the collectives of one instruction: one per array that it reduces."""
   instruction = visit.instruction
   kind = instruction.opcode.removesuffix('-start')
   if kind not in KINDS:
@@ -208,10 +206,10 @@ def _collectives(module: Module, visit: Visit, mesh_shape: dict[str, int]) -> li
 
 
 def _results(computation: Computation, instruction: Instruction) -> list[Array]:
-  """Returns the arrays that the collective makes on a device."""
+  """Returns the arrays that the collective returns on one device."""
   if not instruction.opcode.endswith('-start'):
     return list(instruction.arrays)
-  # Asynchronous: (operands, results, contexts), in which all-reduce leaves the operands out.
+  # Asynchronous: (operands, results, contexts); all-reduce omits the operands.
   operands = [computation.instructions[name] for name in instruction.operands]
   number = sum(len(operand.arrays) for operand in operands)
   if len(instruction.arrays) < 2 * number:
@@ -220,7 +218,7 @@ def _results(computation: Computation, instruction: Instruction) -> list[Array]:
 
 
 def _gathered(array: Array, instruction: Instruction, parts: int) -> Array:
-  """Returns what a reduce-scatter takes, from what it returns."""
+  """Returns the operand of a reduce-scatter, given its result."""
   dimension = (instruction.numbers('dimensions') or (0,))[0]
   shape = tuple(size * (parts if i == dimension else 1) for i, size in enumerate(array.shape))
   return Array(array.dtype, shape)
@@ -235,7 +233,7 @@ def _wire_bytes(kind: str, num_bytes: int, parts: int) -> int:
 def _only_own_part_used(
   module: Module, computation: Computation, all_reduce: Instruction, parts: int
 ) -> bool:
-  """Returns whether all users slice out 1 / `parts` at a place that follows from the device."""
+  """Returns whether every user slices out 1 / `parts` at an offset computed from the device id."""
   todo = [all_reduce]
   slices = []
   while todo:
@@ -251,12 +249,12 @@ def _only_own_part_used(
         return False
   size = all_reduce.arrays[0].size
   return bool(slices) and all(
-    s.arrays[0].size * parts == size and _follows_from_device(module, computation, s.operands[1:])
+    s.arrays[0].size * parts == size and _depends_on_device(module, computation, s.operands[1:])
     for s in slices
   )
 
 
-def _follows_from_device(module: Module, computation: Computation, names: Sequence[str]) -> bool:
+def _depends_on_device(module: Module, computation: Computation, names: Sequence[str]) -> bool:
   seen, todo = set(), list(names)
   while todo:
     name = todo.pop()
@@ -274,76 +272,10 @@ def _follows_from_device(module: Module, computation: Computation, names: Sequen
   return False
 
 
-def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
-  """Returns the groups [groups, devices of a group] of a collective, pairs for a permutation.
-
-  Args:
-    attributes: the text that follows the operands. Four spellings are in use: {{0,1},{2,3}};
-      [2,2]<=[2,2]T(1,0); mesh['a'=2,'b'=2] {'b'}; and the last with device_ids=([2,2]T(1,0)).
-    num_devices: of the program; `replica_groups={}` means all of them.
-  """
-  mesh = re.search(
-    r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\) )?\s*\{([^}]*)\}', attributes
-  )
-  if mesh:
-    return _mesh_groups(*mesh.groups())
-  iota = re.search(r'replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)', attributes)
-  if iota:
-    return _iota(iota.group(2)).reshape(_numbers(iota.group(1)))
-  listed = re.search(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}', attributes)
-  if listed and listed.group(1):
-    return np.array([_numbers(group) for group in re.findall(r'\{([\d,]+)\}', listed.group(1))])
-  return np.arange(num_devices)[None]
-
-
-def _numbers(text: str) -> list[int]:
-  return [int(n) for n in re.findall(r'\d+', text)]
-
-
-def _iota(text: str) -> np.ndarray:
-  """Returns the flat numbers of '[4,2]T(1,0)': 0 to 7 in that shape, transposed."""
-  shape, _, order = text.partition('T')
-  numbers = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
-  return (numbers.transpose(_numbers(order)) if order else numbers).reshape(-1)
-
-
-def _mesh_groups(axes: str, device_ids: Optional[str], used: str) -> np.ndarray:
-  """Returns the groups that vary over the axes `used`, "'a','b':(2)2" (a part of b), of a mesh."""
-  sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
-  number = math.prod(sizes.values())
-  if not device_ids:
-    devices = np.arange(number)
-  elif '[' in device_ids:
-    devices = _iota(device_ids)
-  else:
-    devices = np.array(_numbers(device_ids))
-  shape, varying = [], []
-  parts = {
-    name: (int(before or 1), int(size or sizes[name]))
-    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used)
-  }
-  for name, size in sizes.items():
-    before, own = parts.get(name, (size, 1))
-    shape += [before, own, size // before // own]
-    varying += [False, name in parts, False]
-  order = sorted(range(len(shape)), key=lambda i: varying[i])
-  group = math.prod(size for size, varies in zip(shape, varying) if varies)
-  return devices.reshape(shape).transpose(order).reshape(-1, group)
-
-
-def varying_axes(groups: np.ndarray, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-  """Returns the mesh axes along which the devices of a group differ.
-
-  Devices are numbered as in the flattened mesh, its last axis first.
-  """
-  places = np.unravel_index(groups, tuple(mesh_shape.values()))
-  return tuple(name for name, place in zip(mesh_shape, places) if (place != place[:, :1]).any())
-
-
 def flops_per_device(hlo: str) -> int:
-  """Returns the FLOPs of all matrix products in one call, those in loops as often as they run.
+  """Returns the FLOPs of all matrix products in one call, two per multiply-add.
 
-  Two per multiply-add. Of a conditional's branches the most expensive one counts.
+  Loops count as often as they run; of a conditional, the most expensive branch counts.
 
   Args:
     hlo: from `partitioned_hlo`.

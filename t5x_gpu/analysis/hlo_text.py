@@ -1,9 +1,9 @@
-"""XLA's programs as text (HLO), read: instructions, loops and how often they run.
+"""A parser for XLA's programs as text (HLO): instructions, loops and their trip counts.
 
-What XLA's own cost analysis does not say is how often a loop's body runs: it counts each once.
-Right after the SPMD partitioner no pass has written `known_trip_count` yet, so the count is read
-off the loop: where its counter begins, by how much it grows and what it is compared with.
-Source: https://openxla.org/xla/operation_semantics; printed as jaxlib 0.10 to 0.12 do it.
+XLA's own cost analysis counts the body of each loop once. Right after the SPMD partitioner, no pass
+has written `known_trip_count` yet, so the trip count is derived from the loop: the start of its
+counter, the step, and the limit.
+Source: https://openxla.org/xla/operation_semantics; the text format is that of jaxlib 0.10 to 0.12.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Optional
 
-# Other types (pred, s8, u8, the eight-bit floats) take one byte.
+# All other types (pred, s8, u8, eight-bit floats) take one byte.
 ITEM_BYTES = {
   'bf16': 2,
   'f16': 2,
@@ -28,7 +28,7 @@ ITEM_BYTES = {
   'c64': 8,
   'c128': 16,
 }
-# Instructions that hand on the value of their first operand.
+# Instructions that return the value of their first operand.
 SAME_VALUE = ('copy', 'bitcast', 'convert', 'reshape')
 
 _HEADER = re.compile(r'(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$')
@@ -42,7 +42,7 @@ _CALLED = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """Type and shape of one array on one device."""
+  """The type and shape of an array on one device."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -63,9 +63,9 @@ class Instruction:
   Attributes:
     name: unique in the module.
     opcode: 'all-gather', 'dot', 'while' and so on.
-    arrays: what it returns; several for a tuple.
+    arrays: the arrays that it returns; several for a tuple.
     operands: names of instructions, or the literal of a constant.
-    rest: the attributes as text.
+    rest: the text of its attributes.
   """
 
   name: str
@@ -77,9 +77,9 @@ class Instruction:
   def attribute(self, name: str) -> Optional[str]:
     """Returns the text of `name=VALUE` or `name={...}`, without braces; None if absent."""
     found = re.search(rf'\b{name}=(?:\{{([^}}]*)\}}|([^\s,]+))', self.rest)
-    return (
-      None if found is None else found.group(1) if found.group(1) is not None else (found.group(2))
-    )
+    if found is None:
+      return None
+    return found.group(2) if found.group(1) is None else found.group(1)
 
   def numbers(self, name: str) -> tuple[int, ...]:
     """Returns an attribute such as dimensions={0,1}; () if absent."""
@@ -93,7 +93,7 @@ class Instruction:
 
 @dataclasses.dataclass
 class Computation:
-  """A function of the module: its instructions by name, in order."""
+  """A function of the module: its instructions by name, in program order."""
 
   name: str
   instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
@@ -101,7 +101,7 @@ class Computation:
 
   @functools.cached_property
   def users(self) -> Mapping[str, list[Instruction]]:
-    """Instruction name -> those that take it as an operand."""
+    """Name of an instruction -> the instructions that use it as an operand."""
     found: dict[str, list[Instruction]] = {}
     for instruction in self.instructions.values():
       for operand in instruction.operands:
@@ -109,7 +109,7 @@ class Computation:
     return found
 
   def origin(self, name: str) -> Optional[Instruction]:
-    """Returns what made the value of `name`, seen through copies; None for a literal."""
+    """Returns the instruction that computed `name`, looking through copies; None for a literal."""
     instruction = self.instructions.get(name)
     while instruction is not None and instruction.opcode in SAME_VALUE:
       instruction = self.instructions.get(instruction.operands[0])
@@ -118,15 +118,15 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-  """An instruction on one of the paths by which the program reaches it.
+  """An instruction on one of the call paths that reach it.
 
   Attributes:
-    computation, instruction: where and what.
-    count: how often it runs, the product of the trip counts of the loops around it.
-    trip_counts: of those loops, outermost first.
+    computation, instruction: the instruction and the computation that contains it.
+    count: how often it runs, the product of `trip_counts`.
+    trip_counts: trip counts of the loops around it, outermost first.
     in_branch: it is in a branch of a conditional and may not run at all.
-    unknown_count: a loop around it has no fixed length and is counted once.
-    op_name: its path in the traced Python program, that of its callers in front.
+    unknown_count: a loop around it has an unknown length, which counts as 1.
+    op_name: its path in the traced Python program, after the path of its callers.
   """
 
   computation: Computation
@@ -140,14 +140,14 @@ class Visit:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-  """A program: computations by name, and the name of the one that is run."""
+  """A program: its computations, the name of the first to run, and stack frame id -> source."""
 
   computations: Mapping[str, Computation]
   entry: str
   sources: Mapping[int, str]
 
   def walk(self) -> Iterator[Visit]:
-    """Yields every instruction that can run, once per path of calls that leads to it."""
+    """Yields every reachable instruction, once per call path."""
     yield from self._walk(self.entry, (), False, False, '')
 
   def _walk(
@@ -185,7 +185,7 @@ class Module:
     return (loop.attribute('body') or '').lstrip('%')
 
   def trip_count(self, computation: Computation, loop: Instruction) -> Optional[int]:
-    """Returns how often the body of `loop`, a while in `computation`, runs; None if unknown."""
+    """Returns the iterations of `loop`, a while in `computation`; None if unknown."""
     known = re.search(r'known_trip_count\W+n\W+(\d+)', loop.rest)
     if known:
       return int(known.group(1))
@@ -213,7 +213,7 @@ class Module:
     return max(0, -(-(end + (direction == 'LE') - start) // step))
 
   def _growth(self, body: Computation, index: int) -> Optional[int]:
-    """Returns what a turn of `body` adds to element `index` of what it carries."""
+    """Returns what an iteration of `body` adds to element `index` of the carried tuple."""
     add = _element(body, body.root, index)
     if add is None or add.opcode != 'add':
       return None
@@ -226,7 +226,7 @@ class Module:
     return step if counter == index else None
 
   def source(self, instruction: Instruction) -> str:
-    """Returns 'path/file.py:line' of the Python that asked for it; '' if the text does not say."""
+    """Returns 'path/file.py:line' of the Python code that it comes from; '' if unknown."""
     frame = re.search(r'\bstack_frame_id=(\d+)', instruction.rest)
     if frame:
       return self.sources.get(int(frame.group(1)), '')
@@ -242,7 +242,7 @@ def _constant(instruction: Optional[Instruction]) -> Optional[int]:
 
 
 def _element(computation: Computation, name: str, index: int) -> Optional[Instruction]:
-  """Returns the origin of element `index` of the tuple called `name`."""
+  """Returns the origin of element `index` of the tuple `name`."""
   made = computation.origin(name)
   if made is None or made.opcode != 'tuple':
     return None
@@ -250,10 +250,10 @@ def _element(computation: Computation, name: str, index: int) -> Optional[Instru
 
 
 def parse(text: str) -> Module:
-  """Returns the module that `text` prints: `lowered.as_text('hlo')`, a dump, `compiled.as_text()`.
+  """Returns the parsed module: of `lowered.as_text('hlo')`, a dump, or `compiled.as_text()`.
 
   Raises:
-    ValueError: the text holds no entry computation.
+    ValueError: the text has no entry computation.
   """
   computations: dict[str, Computation] = {}
   entry, current = '', None
@@ -276,12 +276,12 @@ def parse(text: str) -> Module:
         if found.group(1):
           current.root = instruction.name
   if not entry:
-    raise ValueError('The text holds no ENTRY computation; it is not that of an HLO module.')
+    raise ValueError('The text has no ENTRY computation: it is not an HLO module.')
   return Module(computations, entry, _sources(text))
 
 
 def _instruction(name: str, text: str) -> Instruction:
-  """Returns the instruction that `TYPE opcode(operands), attributes` says."""
+  """Returns the instruction written as `TYPE opcode(operands), attributes`."""
   type_end = _matching(text, 0) + 1 if text.startswith('(') else text.index(' ')
   opcode, rest = text[type_end:].lstrip().split('(', 1)
   end = _matching('(' + rest, 0) - 1
@@ -296,7 +296,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _element_instruction(computation: Computation, name: str) -> Instruction:
-  """Returns the get-tuple-element that `x#1` stands for, as jaxlib 0.11 prints it."""
+  """Returns the get-tuple-element that jaxlib 0.11 prints as `x#1`."""
   made, index = name.rsplit('#', 1)
   arrays = computation.instructions[made].arrays if made in computation.instructions else ()
   return Instruction(
@@ -305,7 +305,7 @@ def _element_instruction(computation: Computation, name: str) -> Instruction:
 
 
 def _matching(text: str, start: int) -> int:
-  """Returns where the bracket that opens at `start` closes."""
+  """Returns the position of the bracket that closes the one at `start`."""
   depth = 0
   for found in re.compile(r'[()]').finditer(text, start):
     depth += 1 if found.group() == '(' else -1
@@ -315,7 +315,7 @@ def _matching(text: str, start: int) -> int:
 
 
 def split(text: str) -> list[str]:
-  """Returns the parts of `text` between commas that are in no brackets."""
+  """Returns the parts of `text` between commas outside of brackets."""
   parts, depth, part = [], 0, ''
   for letter in text:
     depth += (letter in '([{') - (letter in ')]}')
@@ -328,7 +328,7 @@ def split(text: str) -> list[str]:
 
 
 def _sources(text: str) -> dict[int, str]:
-  """Returns stack frame id -> 'file:line', from the tables at the head of a module."""
+  """Returns stack frame id -> 'file:line', from the tables at the start of a module."""
 
   def table(title: str, pattern: str) -> Iterator[Sequence[str]]:
     section = re.search(rf'^{title}\n((?:\d+ .*\n)+)', text, re.MULTILINE)

@@ -1,9 +1,8 @@
-"""What in a compiled step probably is not meant: copies that nobody needs, collectives too many.
+"""Finds probable mistakes in the layout of a compiled step: needless copies and collectives.
 
-Left to itself the compiler gathers an array rather than complain, and the run is merely slow or out
-of memory. `lint` looks for what has an explanation in no parallelism in use.
-
-What a collective of a training step is for, from its shape and its place in the program.
+The compiler gathers an array rather than raise an error, so a wrong layout is only slow or out of
+memory. `purpose` guesses what a collective is for from its shape and its place in the program.
+`lint` reports what none of the parallelisms in use explains.
 """
 
 import collections
@@ -20,16 +19,20 @@ from t5x_gpu.partitioning.axis_rules import Table
 PARAMETER, GRADIENT, ACTIVATION = 'parameter gather', 'gradient reduction', 'activation'
 OPTIMIZER, OTHER = 'optimizer', 'other'
 PURPOSES = (PARAMETER, GRADIENT, ACTIVATION, OPTIMIZER, OTHER)
+# An array counts as large above this share of the state and this many bytes.
+LARGE_SHARE, LARGE_BYTES = 0.01, 2**20
+# Gathers below this share of all bytes that a step sends are ignored.
+TRAFFIC_SHARE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
-class Match:
+class ParameterMatch:
   """A parameter that has the shape of a collective's array.
 
   Attributes:
     parameter: its layout.
-    is_layer: the array is one layer of it, not the whole stack.
-    copies: how many arrays of this shape one device makes of it: its layers, or 1.
+    is_layer: whether the array is one layer, not the whole stack.
+    copies: number of arrays of this shape that one device makes of it: its layers, or 1.
   """
 
   parameter: ArrayLayout
@@ -41,14 +44,12 @@ class ParameterShapes:
   """Finds the parameters that an array may be: whole or split, all layers or one, transposed.
 
   Args:
-    parameters: all of them.
+    parameters: all parameters of the model.
     mesh_shape: mesh axis -> size.
   """
 
   def __init__(self, parameters: Sequence[ArrayLayout], mesh_shape: Mapping[str, int]):
-    self._matches: dict[tuple[int, ...], dict[tuple[str, bool], Match]] = collections.defaultdict(
-      dict
-    )
+    self._matches: dict[tuple[int, ...], dict[tuple[str, bool], ParameterMatch]] = {}
     for parameter in parameters:
       sizes = [
         sorted(
@@ -61,30 +62,31 @@ class ParameterShapes:
         for size, split in zip(parameter.shape, parameter.split)
       ]
       layers = parameter.names.index('layers') if 'layers' in parameter.names else None
-      self._add(Match(parameter, False, 1), sizes)
+      self._add(ParameterMatch(parameter, False, 1), sizes)
       if layers is not None:
         copies = parameter.shape[layers] // parameter.parts[layers]
-        self._add(Match(parameter, True, copies), sizes[:layers] + sizes[layers + 1 :])
+        self._add(ParameterMatch(parameter, True, copies), sizes[:layers] + sizes[layers + 1 :])
 
-  def _add(self, match: Match, sizes: Sequence[Sequence[int]]) -> None:
+  def _add(self, match: ParameterMatch, sizes: Sequence[Sequence[int]]) -> None:
     for shape in itertools.product(*sizes):
-      # The first to come is kept: a stack of one layer is no layer of a stack.
-      self._matches[key(shape)].setdefault((match.parameter.name, match.is_layer), match)
+      found = self._matches.setdefault(key(shape), {})
+      # The first match stays: a stack of one layer is not one layer of a stack.
+      found.setdefault((match.parameter.name, match.is_layer), match)
 
-  def find(self, shape: Sequence[int]) -> list[Match]:
-    """Returns the parameters with such a shape, in any order of its dimensions."""
+  def find(self, shape: Sequence[int]) -> list[ParameterMatch]:
+    """Returns the parameters with this shape, in any order of dimensions."""
     return list(self._matches.get(key(shape), {}).values())
 
 
 def key(shape: Sequence[int]) -> tuple[int, ...]:
-  """Returns what shapes have in common that differ by transposition and dimensions of size 1."""
+  """Returns the shape up to transposition and dimensions of size 1."""
   return tuple(sorted(size for size in shape if size > 1))
 
 
 def purpose(collective: Collective, shapes: ParameterShapes) -> str:
-  """Returns which of PURPOSES it most likely serves.
+  """Returns the most probable of PURPOSES.
 
-  Shapes can be mistaken in toy models, where an activation has the shape of a parameter.
+  The guess can be wrong in toy models, where an activation may have the shape of a parameter.
   """
   name = collective.op_name
   backward = 'transpose(' in name
@@ -100,7 +102,7 @@ def purpose(collective: Collective, shapes: ParameterShapes) -> str:
     and (backward or not in_loss)
     and shapes.find(collective.shape)
     and (
-      # Tensor parallelism sums activations, and gradients of norms only.
+      # Tensor parallelism sums activations, and only the gradients of norms.
       collective.axes != ('model',) or len(key(collective.shape)) < 3
     )
   ):
@@ -108,21 +110,15 @@ def purpose(collective: Collective, shapes: ParameterShapes) -> str:
   return ACTIVATION if in_step else OPTIMIZER
 
 
-# An array counts as large from this share of the state and this many bytes on.
-LARGE_SHARE, LARGE_BYTES = 0.01, 2**20
-# A gather counts from this share of all bytes that a step sends.
-TRAFFIC_SHARE = 0.01
-
-
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """Something to look at.
+  """A probable mistake in the layout.
 
   Attributes:
     rule: 'replicated', 'gathered' or 'repeated'.
-    what: what is the case, with numbers and the name of the parameter or operation.
+    what: the problem, with numbers and the name of the parameter or operation.
     fix: what to do about it.
-    num_bytes: per device, held or sent for nothing.
+    num_bytes: bytes that each device holds or sends needlessly.
   """
 
   rule: str
@@ -135,11 +131,11 @@ class Finding:
 
 
 def lint(program: Any, *, collectives: Optional[Sequence[Collective]] = None) -> list[Finding]:
-  """Returns the findings for the training step of a program, the most expensive first.
+  """Returns the findings for the training step of a program, most expensive first.
 
   Args:
     program: a training.program.Program.
-    collectives: of its training step, if they are known already; else it is compiled here.
+    collectives: those of its training step; None compiles it here.
   """
   mesh_shape = program.layout.mesh.shape
   if collectives is None:
@@ -154,7 +150,7 @@ def lint(program: Any, *, collectives: Optional[Sequence[Collective]] = None) ->
       parameters,
       optimizer,
       mesh_shape,
-      meant={'parameter': _axes_of(rules.parameters), 'optimizer state': _axes_of(rules.state)},
+      rules={'parameter': _axes_of(rules.parameters), 'optimizer state': _axes_of(rules.state)},
     ),
     *gathered(collectives, parameters, optimizer, mesh_shape),
     *repeated(collectives, parameters, mesh_shape),
@@ -167,14 +163,14 @@ def replicated(
   optimizer: Sequence[ArrayLayout],
   mesh_shape: Mapping[str, int],
   *,
-  meant: Mapping[str, Mapping[str, Sequence[str]]],
+  rules: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> list[Finding]:
-  """Returns large arrays of which every device has a copy, though the layout means to split them.
+  """Returns large arrays that every device holds whole although the rules could split them.
 
   Args:
-    parameters, optimizer: where they are.
+    parameters, optimizer: their layouts.
     mesh_shape: mesh axis -> size.
-    meant: 'parameter' and 'optimizer state' -> mesh axis -> the names that it splits by the rules.
+    rules: 'parameter' and 'optimizer state' -> mesh axis -> the array axes that it splits.
   """
   total = sum(a.num_bytes for a in (*parameters, *optimizer))
   found = []
@@ -185,21 +181,21 @@ def replicated(
       axis = next(
         (
           a
-          for a in meant[kind]
+          for a in rules[kind]
           if mesh_shape[a] > 1 and any(n % mesh_shape[a] == 0 for n in array.shape)
         ),
         None,
       )
       if axis:
-        names = ' or '.join(map(repr, meant[kind][axis]))
+        names = ' or '.join(map(repr, rules[kind][axis]))
         found.append(
           Finding(
             'replicated',
             f'{kind} {array.name} [{_by(array.shape)}] ({_mib(array.num_bytes)}, '
             f'{array.num_bytes / total:.0%} of the state) is whole on every device, although '
             f'{axis} = {mesh_shape[axis]} could split it.',
-            f'It splits dimensions that are named {names}; those of this array are '
-            f'{", ".join(str(n or "-") for n in array.names)}. Name one so in with_axes.',
+            f'{axis} splits dimensions named {names}, but those of this array are '
+            f'{", ".join(str(n or "-") for n in array.names)}. Rename one in with_axes.',
             array.num_bytes - array.num_bytes // mesh_shape[axis],
           )
         )
@@ -207,7 +203,7 @@ def replicated(
 
 
 def _axes_of(table: Table) -> dict[str, list[str]]:
-  """Returns mesh axis -> array axes that it splits, without those of stacked layers, experts."""
+  """Returns mesh axis -> array axes that it splits, except 'layers' and 'experts'."""
   found: dict[str, list[str]] = {}
   for name in table.keys() - {'layers', 'experts'}:
     for axis in table[name]:
@@ -221,7 +217,7 @@ def gathered(
   optimizer: Sequence[ArrayLayout],
   mesh_shape: Mapping[str, int],
 ) -> list[Finding]:
-  """Returns all-gathers that no parallelism explains, one finding per reason."""
+  """Returns the all-gathers that no parallelism explains, one finding per reason."""
   shapes = ParameterShapes(parameters, mesh_shape)
   vocab = {size for p in parameters for name, size in zip(p.names, p.shape) if name == 'vocab'}
   split_axes = {axis for array in (*parameters, *optimizer) for axis in array.mesh_axes}
@@ -252,11 +248,11 @@ def gathered(
 def _unexplained(
   axes: Sequence[str],
   shape: Sequence[int],
-  matches: Sequence[Match],
+  matches: Sequence[ParameterMatch],
   vocab: set[int],
   split_axes: set[str],
 ) -> Optional[tuple[str, str]]:
-  """Returns (what, fix), or None if the gather is what some parallelism does."""
+  """Returns (what, fix), or None if one of the parallelisms explains the gather."""
   if (
     'model' in axes
     and vocab & set(shape)
@@ -265,22 +261,22 @@ def _unexplained(
     tables = [m for m in matches if 'vocab' in m.parameter.names]
     if tables:
       return (
-        f'The vocabulary of {tables[0].parameter.name} is made whole',
-        'Look it up and multiply by it where its parts are: shard the result by vocab.',
+        f'The vocabulary of {tables[0].parameter.name} is gathered',
+        'Keep the table split for lookups and logits: shard the result by vocab.',
       )
     return (
-      'Logits (or one-hot labels) are made whole over the vocabulary',
-      "Keep them split: shard(logits, 'batch', 'length', 'vocab'), and take the loss with "
+      'Logits (or one-hot labels) are gathered over the vocabulary',
+      "Keep them split with shard(logits, 'batch', 'length', 'vocab'), and compute the loss with "
       'models/losses.py, which sums over the parts.',
     )
   if 'model' in axes and matches:
     return (
-      f'Parts of {matches[0].parameter.name} are made whole, which tensor parallelism uses '
-      'where they are',
-      # The partitioner replicates what a manual all_gather or psum_scatter takes over every
-      # axis that is left to it (jaxlib 0.10.2 and 0.11.2).
-      'Constrain the activations around it with shard(x, *names). A written-out all_gather '
-      "or psum_scatter does it too, unless it stands in a jax.shard_map over {'model'}.",
+      f'Parts of {matches[0].parameter.name} are gathered, although tensor parallelism should use '
+      'them in place',
+      # The partitioner replicates the operand of a manual all_gather or psum_scatter over every
+      # automatic axis (jaxlib 0.10.2 and 0.11.2).
+      'Constrain the activations around it with shard(x, *names). An explicit all_gather or '
+      "psum_scatter also causes this, unless it is in a jax.shard_map over {'model'}.",
     )
   stacks = [
     m
@@ -289,13 +285,13 @@ def _unexplained(
   ]
   if stacks and not any(m.is_layer for m in matches):
     return (
-      f'All layers of {stacks[0].parameter.name} are whole at once',
-      'Gather a layer inside the scan over layers (fsdp.whole), not before it.',
+      f'All layers of {stacks[0].parameter.name} are gathered at once',
+      'Gather one layer at a time, inside the scan over layers (fsdp.whole).',
     )
   if 'data' in axes and 'data' not in split_axes:
     return (
-      'No array is split over data but the batch',
-      'Something computes on all rows at once; constrain it with shard(x, "batch", ...).',
+      'Only the batch is split over data',
+      'An operation uses all rows at once; constrain it with shard(x, "batch", ...).',
     )
   return None
 
@@ -305,7 +301,7 @@ def repeated(
   parameters: Sequence[ArrayLayout],
   mesh_shape: Mapping[str, int],
 ) -> list[Finding]:
-  """Returns reductions of gradients that run more often than there are gradients of the shape."""
+  """Returns gradient reductions that run more often than there are gradients of their shape."""
   shapes = ParameterShapes(parameters, mesh_shape)
   groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
   for c in collectives:
@@ -329,11 +325,11 @@ def repeated(
     found.append(
       Finding(
         'repeated',
-        f'Gradients of the shape of {name}{more} are reduced ({kind} over '
-        f'{" and ".join(axes)}) {times:g} times per step: {_mib(num_bytes)} per device for '
-        f'nothing, at {_place(example)}.',
-        'A loop repeats it: microbatches (NUM_MICROBATCHES), chunks of the loss or pipeline ticks. '
-        'Sum the gradients over the loop and reduce once after it.',
+        f'Gradients with the shape of {name}{more} are reduced ({kind} over '
+        f'{" and ".join(axes)}) {times:g} times per step, which wastes {_mib(num_bytes)} per '
+        f'device, at {_place(example)}.',
+        'A loop repeats the reduction: microbatches (NUM_MICROBATCHES), chunks of the loss or '
+        'pipeline ticks. Sum the gradients over the loop and reduce once after it.',
         num_bytes,
       )
     )

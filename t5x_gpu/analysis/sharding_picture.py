@@ -1,4 +1,4 @@
-"""A picture of every parameter: how it is cut over the mesh, and what it costs a device."""
+"""A picture of every parameter: how the mesh splits it, and its bytes per device."""
 
 import importlib
 import os
@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5x_gpu.analysis.array_layout import ArrayLayout, optimizer_bytes
-from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.metrics import plots
 from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; grey for what is not cut.
+# Okabe-Ito colours, which colour-blind readers can distinguish; grey for arrays that are not split.
 AXIS_COLOURS = dict(
   zip(MESH_AXES, ('#CC79A7', '#0072B2', '#E69F00', '#56B4E9', '#F0E442', '#009E73', '#D55E00'))
 )
 WHOLE = '#CCCCCC'
 _PARAMETERS, _OPTIMIZER = '#444444', '#AAAAAA'
 _ROW_INCHES = 0.32
-_MAX_CUTS = 64  # of one dimension; more would be a haze
+_MAX_CUTS = 64  # per dimension; more would blur
 
 
 def draw(
@@ -30,13 +29,14 @@ def draw(
 ) -> pathlib.Path:
   """Draws one row per parameter and returns the path of the picture.
 
-  Left, the array as a rectangle of fixed size, cut into its parts, one colour per mesh axis; the
-  part of device 0 is framed. Right, what one device holds of it and of its optimizer state.
+  The left side shows the array as a rectangle cut into its parts, one colour per mesh axis; the
+  part of device 0 is framed. The right side shows the bytes that a device holds of the array and of
+  its optimizer state.
 
   Args:
     parameters, optimizer: layouts, from `state_layouts`.
     png_path: picture to write; its folder must exist.
-    title: text above it.
+    title: text above the picture.
   Raises:
     ConfigError: matplotlib is not installed.
   """
@@ -64,10 +64,7 @@ def draw(
   _draw_bytes(axes_at(left + boxes + right, bars), parameters, optimizer)
   figure.text(0.15 / width, 1 - 0.28 / height, title, fontsize=10, va='center')
   _draw_legend(figure, parameters, 1 - 0.42 / height)
-  target = pathlib.Path(png_path)
-  with atomic_write(target) as temporary:
-    figure.savefig(temporary, format='png')
-  return target
+  return plots.save_figure(figure, png_path)
 
 
 def _words(p: ArrayLayout) -> str:
@@ -80,15 +77,15 @@ def _words(p: ArrayLayout) -> str:
 def _draw_array(axes: Any, p: ArrayLayout, row: int) -> None:
   """Draws the rectangle [0, 1] x [row + 0.12, row + 0.88] cut into its parts.
 
-  The first dimension that is cut goes from left to right, the second from top to bottom; the third
-  cuts each column once more.
+  The first split dimension runs from left to right and the second from top to bottom. The third
+  cuts each column again.
   """
   cut = [i for i, parts in enumerate(p.parts) if parts > 1]
   top, high = row + 0.12, 0.76
   columns, lines, inner = ([min(p.parts[i], _MAX_CUTS) for i in cut] + [1, 1, 1])[:3]
   colours = [[AXIS_COLOURS[axis] for axis in p.split[i]] for i in cut] or [[WHOLE]]
   for i in range(columns):
-    # A dimension split over two axes shows both colours in turn.
+    # A dimension split over two axes alternates their colours.
     axes.barh(
       top + high / 2,
       1 / columns,
@@ -150,7 +147,7 @@ def _draw_bytes(
 
 def _draw_legend(figure: Any, parameters: Sequence[ArrayLayout], y: float) -> None:
   used = {axis for p in parameters for axis in p.mesh_axes}
-  entries = [(f'cut over {a}', AXIS_COLOURS[a]) for a in MESH_AXES if a in used]
+  entries = [(f'split over {a}', AXIS_COLOURS[a]) for a in MESH_AXES if a in used]
   if any(p.is_whole for p in parameters):
     entries.append(('whole on every device', WHOLE))
   entries += [

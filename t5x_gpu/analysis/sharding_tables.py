@@ -1,4 +1,4 @@
-"""Where a run's arrays live and what its step sends, as text for the terminal."""
+"""The layout of a run's arrays and the traffic of a step, as text for the terminal."""
 
 import collections
 import dataclasses
@@ -20,7 +20,7 @@ def mib(num_bytes: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-  """Returns rows as aligned columns, those numbered in `right` aligned at their end."""
+  """Returns rows as aligned columns; the columns numbered in `right` are right-aligned."""
   widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
   return '\n'.join(
     '  '.join(
@@ -32,9 +32,9 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
 
 
 def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]) -> str:
-  """Returns one line per parameter, its optimizer state beside it, and the totals per device.
+  """Returns one line per parameter with its optimizer state, and the totals per device.
 
-  Where the state of a parameter is split over more (ZeRO-1 and 2), it says so.
+  The line names the axes if the state is split over more of them (ZeRO-1 and 2).
   """
   state = optimizer_bytes(optimizer)
   apart = {
@@ -54,34 +54,18 @@ def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[Array
       )
     )
   if state[None]:
-    rows.append(('(of no parameter)', '', '', '', '', mib(state[None])))
-  rows.append(
-    (
-      'total',
-      '',
-      '',
-      '',
-      mib(sum(p.bytes_per_device for p in parameters)),
-      mib(sum(state.values())),
-    )
-  )
-  rows.append(
-    (
-      'whole, on one device',
-      '',
-      '',
-      '',
-      mib(sum(p.num_bytes for p in parameters)),
-      mib(sum(a.num_bytes for a in optimizer)),
-    )
-  )
+    rows.append(('(no parameter)', '', '', '', '', mib(state[None])))
+  totals = sum(p.bytes_per_device for p in parameters), sum(state.values())
+  on_one_device = sum(p.num_bytes for p in parameters), sum(a.num_bytes for a in optimizer)
+  rows.append(('total', '', '', '', *map(mib, totals)))
+  rows.append(('on one device', '', '', '', *map(mib, on_one_device)))
   return table(rows, right=(4, 5))
 
 
 def split_apart(
   parameters: Sequence[ArrayLayout], optimizer: Sequence[ArrayLayout]
 ) -> list[ArrayLayout]:
-  """Returns the optimizer's arrays that are split over an axis that their parameter is not."""
+  """Returns the optimizer's arrays that are split over more axes than their parameter."""
   axes = {p.name: set(p.mesh_axes) for p in parameters}
   return [a for a in optimizer if a.parameter in axes and set(a.mesh_axes) - axes[a.parameter]]
 
@@ -93,15 +77,15 @@ def device_picture(
   *,
   what: str = 'parameter',
 ) -> str:
-  """Returns a column per device: its place on the mesh, and which part it holds of each array.
+  """Returns a column per device: its position on the mesh, and which part it holds of each array.
 
-  Devices with the same letter hold the same part. Arrays that are held alike share a line.
+  Devices with the same letter hold the same part. Arrays with the same layout share a line.
 
   Args:
-    arrays: their layouts.
-    sizes: of the mesh.
-    devices: place (mesh axis -> index) of each device, host after host.
-    what: one of the arrays is.
+    arrays: layouts.
+    sizes: sizes of the mesh.
+    devices: position (mesh axis -> index) of each device, host after host.
+    what: word for one of the arrays.
   """
   shown = devices[:MAX_DEVICES_DRAWN]
   per_host = math.prod(sizes.ici.values())
@@ -153,12 +137,12 @@ class TrafficRow:
   """Collectives of one kind over the same axes for the same purpose.
 
   Attributes:
-    purpose, kind, axes: what they have in common.
+    purpose, kind, axes: the same for all of them.
     link: 'inside a host' or 'network'.
-    count: how many run in a step.
-    num_bytes: that a device sends for them in a step.
-    flags: what makes the count uncertain, or ''.
-    largest: the one that sends most.
+    count: number that run in a step.
+    num_bytes: bytes that a device sends for them in a step.
+    flags: why the count is uncertain, or ''.
+    largest: the one that sends the most bytes.
   """
 
   purpose: str
@@ -174,18 +158,18 @@ class TrafficRow:
 def traffic(
   collectives: Sequence[Collective], parameters: Sequence[ArrayLayout], sizes: MeshSizes
 ) -> list[TrafficRow]:
-  """Returns what a step sends, summed by purpose, kind and axes; the dearest first."""
+  """Returns the traffic of a step, summed by purpose, kind and axes; most bytes first."""
   shapes = ParameterShapes(parameters, sizes.total)
   groups = collections.defaultdict(list)
   for c in collectives:
     groups[purpose(c, shapes), c.kind, c.axes].append(c)
   rows = []
-  for (why, kind, axes), members in groups.items():
+  for (use, kind, axes), members in groups.items():
     flags = ['some in branches'] * any(c.in_branch for c in members)
     flags += ['loops of unknown length'] * any(c.unknown_count for c in members)
     rows.append(
       TrafficRow(
-        why,
+        use,
         kind,
         axes,
         'network' if any(map(sizes.crosses_hosts, axes)) else 'inside a host',
@@ -201,8 +185,8 @@ def traffic(
 def traffic_table(rows: Sequence[TrafficRow]) -> str:
   """Returns one line per row and the sums per link."""
   if not rows:
-    return 'no collectives: nothing moves between devices'
-  lines = [('what for', 'kind', 'mesh axis', 'link', 'per step', 'MiB/device', 'largest')]
+    return 'no collectives: the devices exchange nothing'
+  lines = [('purpose', 'kind', 'mesh axis', 'link', 'per step', 'MiB/device', 'largest')]
   for r in rows:
     shape = ' x '.join(map(str, r.largest.shape))
     flags = f' ({r.flags})' if r.flags else ''
@@ -231,7 +215,7 @@ def traffic_table(rows: Sequence[TrafficRow]) -> str:
 
 
 def place(collective: Collective) -> str:
-  """Returns the last words of its path, 'mlp/wo/dot_general', after 'backward' if it is that."""
+  """Returns the end of its path, 'mlp/wo/dot_general', with 'backward' in front if it is that."""
   name = collective.op_name
   words = [
     word

@@ -1,4 +1,4 @@
-"""The picture of a confusion matrix: which classes are told apart, and which are mixed up."""
+"""A picture of a confusion matrix: which classes the model distinguishes, and which it mixes up."""
 
 import os
 import pathlib
@@ -6,38 +6,36 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import ShapeError
 from t5x_gpu.metrics import classification
-from t5x_gpu.metrics.plots import new_figure
+from t5x_gpu.metrics.plots import new_figure, save_figure
 
-# Numbers are written into the squares up to here; beyond, they would overlap.
-MAX_WRITTEN_CLASSES = 30
+MAX_WRITTEN_CLASSES = 30  # with more classes, the numbers in the squares would overlap
 
 
 def plot_confusion(
   matrix: np.ndarray, class_names: Sequence[str], png_path: str | os.PathLike, *, title: str = ''
 ) -> pathlib.Path:
-  """Draws `matrix` [true, predicted], each row as shares of its class; returns where.
+  """Draws `matrix` [true, predicted]; returns the path of the picture.
 
-  The colour and the number in a square are the percentage of the true class that was predicted so;
-  the number of examples stands at the class. The picture replaces an older one only when complete.
+  Colour and number of a square give the percentage of the true class with that prediction. The axis
+  labels give the number of examples per class.
 
   Args:
-    matrix: counts, of `classification.confusion_matrix`.
-    class_names: in the order of their numbers.
+    matrix: counts [classes, classes].
+    class_names: in the order of class numbers.
     png_path: picture to write; its folder must exist.
-    title: text above the picture; the scores stand below it.
+    title: text above the picture; the scores follow below it.
   Raises:
     ConfigError: matplotlib is not installed.
-    ShapeError: another number of names than of classes.
+    ShapeError: the number of names is not the number of classes.
   """
   matrix = np.asarray(matrix, np.float64)
   count = len(class_names)
   if matrix.shape != (count, count):
     raise ShapeError(
-      f'A confusion matrix {matrix.shape} cannot be of {count} classes.',
-      fix=f'Give a matrix [{count}, {count}] for these names.',
+      f'The confusion matrix {matrix.shape} does not match {count} class names.',
+      fix=f'Pass a matrix of shape [{count}, {count}].',
     )
   totals = matrix.sum(1)
   shares = matrix / np.where(totals, totals, 1)[:, None]
@@ -54,7 +52,7 @@ def plot_confusion(
   if count <= MAX_WRITTEN_CLASSES:
     for row, column in zip(*np.nonzero(matrix)):
       share = shares[row, column]
-      if share >= 0.005:  # what rounds to 0% is noise to the eye
+      if share >= 0.005:  # 0% would only be clutter
         axes.text(
           column,
           row,
@@ -70,14 +68,11 @@ def plot_confusion(
   line = '   '.join(
     f'{name.replace("_", " ")} {value:.3f}' for name, value in classification.scores(matrix).items()
   )
-  # No mathematics: a $ in a name is a dollar.
+  # Without mathtext: a $ in a name is a dollar sign.
   axes.set_title(
     '\n'.join(part for part in (title, line) if part), fontsize=9, loc='left', parse_math=False
   )
   for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
     label.set_parse_math(False)
-  target = pathlib.Path(png_path)
-  with atomic_write(target) as temporary:
-    # Long names of classes and the line of scores may reach beyond the figure.
-    figure.savefig(temporary, format='png', bbox_inches='tight', pad_inches=0.1)
-  return target
+  # Long class names and the scores may extend beyond the figure.
+  return save_figure(figure, png_path, bbox_inches='tight', pad_inches=0.1)

@@ -1,11 +1,10 @@
-"""How long packed examples are: a histogram as text, and as a picture."""
+"""The lengths of packed examples: a histogram as text and as a picture."""
 
 import os
 import pathlib
 from collections.abc import Mapping
 
-from t5x_gpu.config.atomic_write import atomic_write
-from t5x_gpu.metrics.plots import new_figure
+from t5x_gpu.metrics.plots import new_figure, save_figure
 
 _BAR = 40
 
@@ -40,12 +39,12 @@ def lengths_table(lengths: Mapping[int, int]) -> list[str]:
 def plot_lengths(
   lengths: Mapping[str, Mapping[int, int]], png_path: str | os.PathLike, *, title: str
 ) -> pathlib.Path:
-  """Draws the share of examples of each length, a curve per task; returns where.
+  """Draws the share of examples by length, one curve per task; returns the path of the picture.
 
   Args:
     lengths: task -> histogram as in `bins`.
-    png_path: picture to write; replaced only when complete.
-    title: above it.
+    png_path: picture to write; its folder must exist.
+    title: text above the picture.
   Raises:
     ConfigError: matplotlib is not installed.
   """
@@ -64,7 +63,7 @@ def plot_lengths(
       label=name,
     )
   axes.set_xticks(exponents, [f'{2**e:,}' for e in exponents], fontsize=8)
-  axes.set_xlabel('tokens of an example, at most', fontsize=9)
+  axes.set_xlabel('tokens per example, at most', fontsize=9)
   axes.set_ylabel('% of examples', fontsize=9)
   axes.set_ylim(bottom=0)
   axes.grid(alpha=0.25, linewidth=0.5)
@@ -73,7 +72,4 @@ def plot_lengths(
     legend = axes.legend(fontsize=8, frameon=False)
     for text in legend.get_texts():
       text.set_parse_math(False)
-  target = pathlib.Path(png_path)
-  with atomic_write(target) as temporary:
-    figure.savefig(temporary, format='png')
-  return target
+  return save_figure(figure, png_path)

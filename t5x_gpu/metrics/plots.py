@@ -1,4 +1,4 @@
-"""The picture of a run: `loss.png` from its metrics file."""
+"""`loss.png` of a run, from its metrics file."""
 
 import importlib
 import math
@@ -13,23 +13,23 @@ from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import writers
 
-# Okabe-Ito colours: told apart also by colour-blind readers and in grey print.
+# Okabe-Ito colours: colour-blind readers can distinguish them, also in grey print.
 _TRAIN, _EVAL, _GREY, _RATE = '#0072B2', '#D55E00', '#666666', '#009E73'
 
 
 def series(records: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-  """Returns steps and values of `key`, in order of steps; of one step's repeats the last counts."""
+  """Returns steps and values of `key`, sorted by step; the last record of a step counts."""
   by_step = {r['step']: float(r[key]) for r in records if r.get(key) is not None}
   steps = sorted(by_step)
   return steps, [by_step[step] for step in steps]
 
 
 def smooth(values: Sequence[float], *, span: float) -> list[float]:
-  """Returns a curve through `values` that follows about `span` neighbours, without lag.
+  """Returns `values` smoothed over about `span` neighbours, without lag.
 
   Local linear regression with Gaussian weights (Fan and Gijbels 1996, section 2.2). An exponential
-  average was tried first: it ran above a falling loss by a tenth of the picture, and its last value
-  was not where the loss is. Values that are not finite weigh nothing.
+  average was tried first: it lagged above a falling loss by a tenth of the picture, and its last
+  value was not the current loss. Values that are not finite are ignored.
   """
   y = np.asarray(values, np.float64)
   known = np.isfinite(y)
@@ -39,7 +39,7 @@ def smooth(values: Sequence[float], *, span: float) -> list[float]:
   kernel = np.exp(-0.5 * (offsets / sigma) ** 2)
 
   def moment(x: np.ndarray, power: int) -> np.ndarray:
-    # convolve flips the kernel: weights of x[i + k] are kernel(k) * k**power
+    # convolve flips the kernel: the weight of x[i + k] is kernel(k) * k**power
     full = np.convolve(x, (kernel * offsets.astype(np.float64) ** power)[::-1])
     return full[radius : radius + len(x)]
 
@@ -49,7 +49,7 @@ def smooth(values: Sequence[float], *, span: float) -> list[float]:
   determinant = s0 * s2 - s1 * s1
   with np.errstate(divide='ignore', invalid='ignore'):
     line, mean = (s2 * t0 - s1 * t1) / determinant, t0 / s0
-  # One known neighbour alone has no slope; no known neighbour, no value.
+  # With one known neighbour there is no slope; with none, no value.
   out = np.where(determinant > 1e-9 * s0 * s2, line, mean)
   return np.where(s0 > 1e-12, out, np.nan).tolist()
 
@@ -60,11 +60,11 @@ def _finite(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
 
 
 def new_figure(size: tuple[float, float], *, layout: Optional[str] = None) -> Any:
-  """Returns a figure on matplotlib's Agg canvas; no display and no pyplot state are touched.
+  """Returns a figure on matplotlib's Agg canvas, without a display or pyplot state.
 
   Args:
-    size: inches.
-    layout: matplotlib's engine for places of axes, such as 'constrained'.
+    size: width and height in inches.
+    layout: matplotlib's layout engine, such as 'constrained'.
   Raises:
     ConfigError: matplotlib is not installed.
   """
@@ -81,8 +81,21 @@ def new_figure(size: tuple[float, float], *, layout: Optional[str] = None) -> An
   return figure
 
 
+def save_figure(figure: Any, png_path: str | os.PathLike, **options: Any) -> pathlib.Path:
+  """Writes a figure to `png_path`, replacing an older picture only when complete; returns the path.
+
+  Args:
+    figure: from `new_figure`.
+    png_path: picture to write; its folder must exist.
+    options: of matplotlib's savefig.
+  """
+  with atomic_write(png_path) as temporary:
+    figure.savefig(temporary, format='png', **options)
+  return pathlib.Path(png_path)
+
+
 def _tidy(axes: Any) -> None:
-  """Leaves of the frame what helps reading."""
+  """Removes the parts of the frame that do not help reading."""
   for side in ('top', 'right'):
     axes.spines[side].set_visible(False)
   axes.grid(axis='y', color='#DDDDDD', linewidth=0.6)
@@ -126,7 +139,7 @@ def _draw_losses(
       label=f'evaluation ({values[-1]:.3f})',
     )
   lost = sorted({s for s, v in (*zip(*train), *zip(*evals)) if not math.isfinite(v)})
-  if lost:  # along the lower edge, as they have no height
+  if lost:  # along the lower edge: they have no value
     axes.plot(
       lost,
       [0.02] * len(lost),
@@ -159,18 +172,16 @@ def plot_losses(
   vocab_size: Optional[int] = None,
   title: str = '',
 ) -> Optional[pathlib.Path]:
-  """Draws train and evaluation loss, and below them the learning rate; returns where, or None.
+  """Draws train and evaluation loss with the learning rate below; returns the path of the picture.
 
-  The raw train loss is pale with its smoothed curve on top. The picture replaces an older one only
-  when it is complete.
+  The raw train loss is pale, with the smoothed curve on top. Nothing is drawn, and None returned,
+  while the file has no loss yet.
 
   Args:
-    metrics_jsonl_path: file of `JsonLinesWriter`.
+    metrics_jsonl_path: file written by `JsonLinesWriter`.
     png_path: picture to write; its folder must exist.
-    vocab_size: draws the loss of a model that knows nothing, ln(vocab_size).
-    title: text above the picture, say the task and the model.
-  Returns:
-    The path of the picture; None when the file holds no loss yet, as nothing is drawn then.
+    vocab_size: also draws ln(vocab_size), the loss of guessing.
+    title: text above the picture.
   Raises:
     ConfigError: matplotlib is not installed.
   """
@@ -195,7 +206,7 @@ def plot_losses(
     losses = bottom = figure.subplots()
   _draw_losses(losses, train, evals, vocab_size)
   bottom.set_xlabel('step', fontsize=9)
-  # Step counts are whole numbers: no ticks at 2.5.
+  # Steps are whole numbers: no tick at 2.5.
   bottom.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
   bottom.xaxis.set_major_formatter('{x:,.0f}')
   all_steps = sorted({*train[0], *evals[0]})
@@ -203,7 +214,4 @@ def plot_losses(
     bottom.set_xlim(all_steps[0] - 1, all_steps[0] + 1)
   if title:
     losses.set_title(title, fontsize=10, loc='left')
-  target = pathlib.Path(png_path)
-  with atomic_write(target) as temporary:
-    figure.savefig(temporary, format='png')
-  return target
+  return save_figure(figure, png_path)

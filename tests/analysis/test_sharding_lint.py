@@ -128,23 +128,23 @@ WHOLE = dict.fromkeys('ab', ((1024, 1024), (None, None), ()))
 
 def test_a_large_array_that_is_whole_beside_split_ones_is_found():
   large = {**PARAMETERS, 'table': ((1024, 1024), (None, None), ())}
-  (finding,) = replicated(layouts(large), [], SHAPE, meant=FSDP)
+  (finding,) = replicated(layouts(large), [], SHAPE, rules=FSDP)
   assert finding.rule == 'replicated' and finding.num_bytes == 2**21
   assert 'parameter table [1024 x 1024] (4 MiB' in finding.what
   assert 'fsdp = 2 could split it' in finding.what and "named 'embed'" in finding.fix
 
 
 def test_whole_arrays_are_found_if_the_layout_means_to_split_them_and_none_is():
-  assert len(replicated(layouts(WHOLE), layouts(WHOLE), SHAPE, meant=FSDP)) == 4
+  assert len(replicated(layouts(WHOLE), layouts(WHOLE), SHAPE, rules=FSDP)) == 4
   data_parallel = {'parameter': {}, 'optimizer state': {}}
-  assert replicated(layouts(WHOLE), layouts(WHOLE), SHAPE, meant=data_parallel) == []
+  assert replicated(layouts(WHOLE), layouts(WHOLE), SHAPE, rules=data_parallel) == []
   one_device = dict.fromkeys(SHAPE, 1)
-  assert replicated(layouts(WHOLE), layouts(WHOLE), one_device, meant=FSDP) == []
+  assert replicated(layouts(WHOLE), layouts(WHOLE), one_device, rules=FSDP) == []
 
 
 def test_whole_arrays_are_fine_when_small():
   small = {**PARAMETERS, 'table': ((64, 64), (None, None), ())}
-  assert replicated(layouts(small), [], SHAPE, meant=FSDP) == []
+  assert replicated(layouts(small), [], SHAPE, rules=FSDP) == []
 
 
 def test_optimizer_state_alone_is_meant_to_be_split_by_zero_1():
@@ -156,7 +156,7 @@ def test_optimizer_state_alone_is_meant_to_be_split_by_zero_1():
     layouts(WHOLE),
     layouts(state),
     SHAPE,
-    meant={'parameter': {}, 'optimizer state': {'fsdp': ['embed']}},
+    rules={'parameter': {}, 'optimizer state': {'fsdp': ['embed']}},
   )
   assert 'optimizer state mu/b' in finding.what
 
@@ -191,7 +191,7 @@ def test_a_stack_that_is_gathered_before_the_loop_is_found():
 
   args = (W, X)
   (finding,) = gathered(found_in(lambda w, x: f(w, x, True), *args), layouts(), [], SHAPE)
-  assert 'All layers of layers/w are whole at once' in finding.what
+  assert 'All layers of layers/w are gathered at once' in finding.what
   per_layer = found_in(lambda w, x: f(w, x, False), *args)
   assert any(c.kind == 'all-gather' and c.count == LAYERS for c in per_layer)
   assert gathered(per_layer, layouts(), [], SHAPE) == []
@@ -200,7 +200,7 @@ def test_a_stack_that_is_gathered_before_the_loop_is_found():
 def test_a_gather_of_rows_over_data_is_found():
   found = found_in(lambda x: put(jnp.tanh(x), 'fsdp') + 1, X)
   (finding,) = gathered(found, layouts(), [], SHAPE)
-  assert 'No array is split over data' in finding.what
+  assert 'Only the batch is split over data' in finding.what
 
 
 # ---- Repeated -----------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ HEADERS = {
   'offsets backwards': ({'x': tensor([6], [24, 0])}, r'the bytes of x are \[24, 0\]'),
   'overlap': ({'x': tensor([6], [0, 24]), 'y': tensor([6], [12, 36])}, 'the bytes of y'),
   'a gap': ({'x': tensor([3], [0, 12]), 'y': tensor([2], [16, 24])}, 'the bytes of y'),
-  'beyond the end': ({'x': tensor([600], [0, 2400])}, 'is cut off: it has'),
+  'beyond the end': ({'x': tensor([600], [0, 2400])}, 'is truncated: it has'),
   'three offsets': ({'x': tensor([6], [0, 24, 24])}, 'a list of 2 entries'),
   'no object': ([1, 2], 'not an object'),
   'no tensor': ({'x': 5}, 'not an object'),
@@ -75,7 +75,7 @@ def test_a_sparse_terabyte_is_refused_by_its_size_alone(tmp_path):
   assert SafetensorsFolder(tmp_path).read('x').shape == (6,)
   os.truncate(path, 2**40)
   started = time.process_time()
-  with pytest.raises(CheckpointError, match='1,099,511,627,776 bytes, and its header describes'):
+  with pytest.raises(CheckpointError, match='1,099,511,627,776 bytes, but its header describes'):
     SafetensorsFolder(tmp_path)
   path.write_bytes((2**39).to_bytes(8, 'little'))
   os.truncate(path, 2**40)

@@ -182,7 +182,7 @@ def test_any_host_may_be_lost_and_the_step_comes_back_to_the_bit(tmp_path, layou
   want = filled(program(layout).abstract_state, step=6)
   other = {'dp': 'fsdp', 'fsdp': 'tp', 'tp': 'dp'}.get(layout, layout)
   assert_restored(tmp_path, other, want, step=6)
-  verdict = verify(StateReader(tmp_path / 'model'), step=lambda _: None)
+  verdict = verify(StateReader(tmp_path / 'model'), advance=lambda _: None)
   assert not verdict.damaged and not verdict.num_unknown
   assert not (tmp_path / 'model' / '.promoting').exists()
 

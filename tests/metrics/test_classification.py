@@ -150,5 +150,5 @@ def test_picture_shows_what_the_matrix_holds(tmp_path):
 
 
 def test_picture_of_other_names_is_refused(tmp_path):
-  with pytest.raises(ShapeError, match='cannot be of 2 classes'):
+  with pytest.raises(ShapeError, match='does not match 2 class names'):
     confusion_picture.plot_confusion(MATRIX, ('a', 'b'), tmp_path / 'c.png')

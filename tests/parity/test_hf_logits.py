@@ -261,7 +261,7 @@ def test_gradients_equal_hugging_face(name, converted, tmp_path):
   theirs.save_pretrained(tmp_path / 'gradients')
   (tmp_path / 'gradients' / 'config.json').write_text(json.dumps(dict(VARIANTS[name])))
   hf = hf_folder.open_hf(tmp_path / 'gradients')
-  want = params_of_files(hf.tensors, hf.table, hf.names)
+  want = params_of_files(hf.weights)
 
   def compare(path, a, b):
     name = jax.tree_util.keystr(path, simple=True, separator='/')
@@ -292,7 +292,7 @@ def test_weights_of_another_model_are_found_by_the_logits(tmp_path):
   (tmp_path / 'a' / 'config.json').write_text(json.dumps(config))
   theirs, against = logits_check.transformers_logits(tmp_path / 'a', fields, batch)
   hf = hf_folder.open_hf(tmp_path / 'a')
-  ours = logits_check.our_logits(fields, params_of_files(hf.tensors, hf.table, hf.names), batch)
+  ours = logits_check.our_logits(fields, params_of_files(hf.weights), batch)
   with pytest.raises(convert.CheckpointError, match='The conversion is wrong'):
     logits_check.compare(fields, ours, theirs, batch, against=against)
 

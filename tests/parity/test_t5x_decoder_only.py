@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.checkpoint.convert.t5x import from_t5x
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -16,6 +15,7 @@ from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import rsqrt
 from t5x_gpu.training.train_state import new_state
+from tests.checkpoint.t5x_params import params_from_t5x
 from tests.parity.tolerances import REFERENCE_LOSS
 
 FIXTURE = pathlib.Path(__file__).parent / 'fixtures' / 't5x_decoder_only'
@@ -50,7 +50,7 @@ def build(num_devices: int, partitioner: Partitioner, **options) -> Program:
 
 def losses(program: Program) -> list[float]:
   """Returns the loss per target token of the twenty steps, from T5X's initial parameters."""
-  params = from_t5x(dict(np.load(FIXTURE / 'init_params.npz')), program.abstract_state.params)
+  params = params_from_t5x(dict(np.load(FIXTURE / 'init_params.npz')))
   state = new_state(params, Adafactor(), program.names.params)
   state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, program.abstract_state)
   batches = np.load(FIXTURE / 'batches.npz')

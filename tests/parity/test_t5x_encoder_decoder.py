@@ -10,7 +10,7 @@ import pytest
 
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import read_params
-from t5x_gpu.checkpoint.convert.t5x import from_t5x, t5x_model
+from t5x_gpu.checkpoint.convert.t5x_names import t5x_model
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
@@ -18,6 +18,7 @@ from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import rsqrt
 from t5x_gpu.training.train_state import new_state
+from tests.checkpoint.t5x_params import params_from_t5x
 from tests.parity.tolerances import REFERENCE_LOGITS, REFERENCE_LOSS
 
 FIXTURES = pathlib.Path(__file__).parent / 'fixtures'
@@ -52,7 +53,7 @@ def build(num_devices=1, partitioner=Partitioner()):
 )
 def test_losses_of_twenty_adafactor_steps_equal_t5x(num_devices, partitioner):
   flat, program = build(num_devices, partitioner)
-  params = from_t5x(flat, program.abstract_state.params)
+  params = params_from_t5x(flat)
   state = new_state(params, Adafactor(), program.names.params)
   state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, program.abstract_state)
   batches, got = np.load(FIXTURE / 'batches.npz'), []

@@ -15,7 +15,8 @@ import pytest
 from t5x_gpu.checkpoint import initialize, run_lock
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader
 from t5x_gpu.checkpoint.convert.hf_folder import open_hf, read_record, write_record
-from t5x_gpu.checkpoint.convert.t5x import T5xCheckpoint, t5x_model, t5x_table
+from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
+from t5x_gpu.checkpoint.convert.t5x_names import t5x_model, t5x_table
 from t5x_gpu.checkpoint.local.file_format import write_local_file
 from t5x_gpu.checkpoint.local.inventory import candidates, find_local_files
 from t5x_gpu.checkpoint.local.run_id import ensure_run_id, read_run_id
@@ -57,8 +58,8 @@ def safetensors(folder: pathlib.Path) -> Target:
 
   def use():
     model = open_hf(folder)
-    for name in model.tensors.shapes:
-      model.tensors.read(name)
+    for name in model.weights.tensors.shapes:
+      model.weights.tensors.read(name)
     _ = read_record(folder).config
 
   header = Packed(
@@ -96,7 +97,7 @@ def checkpoints(folder: pathlib.Path) -> Target:
     saved = check_model_dir(folder, target=target)
     assert saved.step in (3, 7)
     reader = StateReader(folder, step=7)
-    verify(reader, step=lambda num_bytes: None, num_threads=1)
+    verify(reader, advance=lambda num_bytes: None, num_threads=1)
     initialize._open(initialize.RestoreConfig(str(folder)))
 
   def seal(content: bytes, text: bytes) -> bytes:

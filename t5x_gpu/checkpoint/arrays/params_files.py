@@ -24,7 +24,7 @@ PARAMS_ONLY = 'params_only'
 
 
 class ParamsReader:
-  """The parameters of a checkpoint; see `name_tables.Tensors` for the attributes.
+  """The parameters of a checkpoint; see `name_table.Tensors` for the attributes.
 
   Args:
     model_dir: MODEL_DIR, or the folder of one checkpoint.

@@ -1,19 +1,27 @@
 """Hugging Face's config.json as the fields of our models, and back.
 
-`from_hf` reads one; `to_hf` writes one and reads it again: what the family cannot say is refused
-with the fields concerned, never left out.
+`from_hf` reads one. `to_hf` writes one and reads it back: a field that the family does not have is
+an error, never left out silently.
 """
 
 from typing import Any, Optional
 
-from t5x_gpu.checkpoint.convert.hf_families import CONFIG_FAMILIES, HasTensor, Json
+from t5x_gpu.checkpoint.convert.hf_families import BERT, GPT2, T5, ConfigFamily, HasTensor, Json
+from t5x_gpu.checkpoint.convert.hf_llama import GEMMA2, LLAMA, QWEN3
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences
 from t5x_gpu.errors import CheckpointError, ModelError, did_you_mean
 
-FAMILY_NAMES = tuple(CONFIG_FAMILIES)
+CONFIG_FAMILIES: dict[str, ConfigFamily] = {
+  't5': T5,
+  'bert': BERT,
+  'gpt2': GPT2,
+  'llama': LLAMA,
+  'gemma2': GEMMA2,
+  'qwen3': QWEN3,
+}
 LAYERS = ('num_layers', 'num_decoder_layers', 'num_hidden_layers', 'n_layer')
-_LARGEST = 2**31  # of the whole numbers
-# What the keys that are read hold where they are there and not null.
+_MAX_INT = 2**31
+# Types of the keys that are read, unless absent or null.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
   'a whole number from 0': (
     (int,),
@@ -47,7 +55,7 @@ def family_of(config: Json) -> str:
   """Returns the key of `hf_names.FAMILIES`.
 
   Raises:
-    CheckpointError: any other model, or values that are of another type than their keys have.
+    CheckpointError: another model, or values of the wrong type.
   """
   wrong = [
     f'{key} = {config[key]!r} (must be {kind})'
@@ -57,7 +65,7 @@ def family_of(config: Json) -> str:
     and not (
       isinstance(config[key], types)
       and (bool in types or not isinstance(config[key], bool))
-      and (types != (int,) or 0 <= config[key] <= _LARGEST)
+      and (types != (int,) or 0 <= config[key] <= _MAX_INT)
       and (types != (list,) or all(isinstance(x, str) for x in config[key]))
     )
   ]
@@ -71,7 +79,7 @@ def family_of(config: Json) -> str:
   family = 't5' if model_type == 'mt5' else str(model_type)
   if family not in CONFIG_FAMILIES:
     raise CheckpointError(
-      f'config.json says model_type = {model_type!r}, which is not converted.'
+      f'config.json says model_type = {model_type!r}, which is not supported.'
       + did_you_mean(family, CONFIG_FAMILIES),
       fix=f'Families: {", ".join(CONFIG_FAMILIES)} (t5 is T5, T5.1.1, mT5 and ByT5).',
       docs='convert.md#families',
@@ -80,7 +88,7 @@ def family_of(config: Json) -> str:
   architectures = config.get('architectures') or []
   if not set(architectures) & set(known):
     raise CheckpointError(
-      f'config.json says architectures = {architectures}; of {model_type} are converted: '
+      f'config.json says architectures = {architectures}; supported for {model_type}: '
       f'{", ".join(known)}.',
       fix='Take a checkpoint with that head, or save one with transformers: '
       f'{known[0]}.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER).',
@@ -94,10 +102,10 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
 
   Args:
     config: parsed config.json.
-    has_tensor: whether the files have a tensor that is no copy of another; for T5 only that tells
-      whether logits are tied.
+    has_tensor: (name) -> whether the files hold a tensor that is not a copy of another. For T5,
+      nothing else shows whether logits are tied.
   Raises:
-    CheckpointError: another family, missing keys, or values that our models cannot have.
+    CheckpointError: unknown family, missing keys, or values that our models do not support.
   """
   family = family_of(config)
   reader = CONFIG_FAMILIES[family]
@@ -108,9 +116,7 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
   ]
   if wrong:
     raise CheckpointError(
-      f'config.json of this {family} model says what our models do not do: '
-      + '; '.join(wrong)
-      + '.',
+      f'config.json of this {family} model says {"; ".join(wrong)}.',
       fix='Such a model cannot be converted.',
       docs='convert.md#families',
     )
@@ -123,12 +129,12 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
     ) from e
   except ModelError as e:
     raise CheckpointError(
-      f'config.json describes a {family} model that cannot be: {e.what}',
+      f'config.json describes an impossible {family} model: {e.what}',
       fix='Take the config.json that belongs to the weights.',
     ) from e
-  except (TypeError, ValueError, ArithmeticError) as e:  # null, or 0, where it cannot be
+  except (TypeError, ValueError, ArithmeticError) as e:  # null, or 0, where not allowed
     raise CheckpointError(
-      f'config.json of this {family} model has a value that cannot be: {e}.',
+      f'config.json of this {family} model has an invalid value: {e}.',
       fix='Take the config.json that belongs to the weights.',
     ) from e
 
@@ -137,12 +143,11 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
   """Returns a config.json for `model`.
 
   Args:
-    model: what is written.
+    model: the model to describe.
     family: a key of `hf_names.FAMILIES`.
-    like: a config.json whose other keys (token ids, names of labels) are kept, if it is of the
-      same family.
+    like: a config.json of the same family; its other keys (token ids, label names) are kept.
   Raises:
-    CheckpointError: fields of the model that the family does not have, all of them.
+    CheckpointError: lists all fields of the model that the family does not have.
   """
   config = dict(like or {})
   for key in ('rope_theta', 'rope_scaling', 'rope_parameters', 'layer_types', 'sliding_window'):
@@ -155,12 +160,12 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
   problems = differences(from_hf(config, has_tensor=lambda name: has_own_logits), model)
   if problems:
     raise CheckpointError(
-      f'The {family} family of Hugging Face cannot have this model:\n  '
+      f'The {family} family of Hugging Face cannot describe this model:\n  '
       + '\n  '.join(
         f'{name} = {ours!r}, where {family} has {theirs!r}' for name, theirs, ours in problems
       ),
-      fix='Name the family that the model is of: --family=... of '
-      f'{", ".join(CONFIG_FAMILIES)}. A model of none of them stays with t5x_gpu.',
+      fix=f'Set --family to the family of the model: {", ".join(CONFIG_FAMILIES)}. '
+      'Other models cannot be converted.',
       docs='convert.md#families',
       parameters=[model.parameter(name) for name, _, _ in problems],
     )
@@ -168,7 +173,7 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
 
 
 def guess_family(model: ModelFields) -> str:
-  """Returns the family whose models look like this one."""
+  """Returns the family whose models are most like this one."""
   c = model.config
   if model.kind != 'decoder_only':
     return 'bert' if model.kind == 'encoder' else 't5'

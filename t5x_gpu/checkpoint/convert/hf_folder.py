@@ -21,7 +21,12 @@ from t5x_gpu.checkpoint.convert.safetensors_io import (
   SafetensorsFolder,
   tensors_of,
 )
-from t5x_gpu.checkpoint.convert.tensor_copy import Names, check_tensors, match_names, without_copies
+from t5x_gpu.checkpoint.convert.tensor_copy import (
+  ForeignWeights,
+  Names,
+  match_names,
+  without_copies,
+)
 from t5x_gpu.checkpoint.run_files import SENTENCEPIECE
 from t5x_gpu.config.json_schema import (
   Also,
@@ -36,7 +41,7 @@ from t5x_gpu.config.json_schema import (
 from t5x_gpu.errors import CheckpointError
 
 CONFIG = 'config.json'
-# What goes along with the weights, unread but for the tokenizer's ids.
+# Copied along with the weights. Only the ids of the tokenizer files are read.
 CARRIED = (
   CONFIG,
   'generation_config.json',
@@ -66,9 +71,7 @@ def _header_problem(header: str) -> str:
 
 def _file_problem(headers: Mapping[str, str]) -> str:
   outside = [name for name in headers if not re.fullmatch(FILE_NAME.pattern, name)]
-  return (
-    f'{outside[0]!r} is a file outside of the folder, or no safetensors file' if (outside) else ''
-  )
+  return f'{outside[0]!r} is not a safetensors file in the folder' if outside else ''
 
 
 _RECORD = Fields(
@@ -85,39 +88,35 @@ _RECORD = Fields(
 
 @dataclasses.dataclass(frozen=True)
 class HfModel:
-  """A model of Hugging Face that ours can be.
+  """A Hugging Face model that we support.
 
   Attributes:
-    folder: where it lies.
-    config: parsed config.json.
+    folder: the folder of its files.
     family: a key of `hf_names.FAMILIES`.
-    tensors: the weights.
-    model: what config.json describes.
-    table: our parameters and their tensors.
-    names: how the files name them.
+    model: our model with the same configuration.
+    weights: its tensors, with the table for our parameters.
+    headers: file name -> header of the safetensors file.
   """
 
   folder: pathlib.Path
-  config: Mapping[str, Any]
   family: str
-  tensors: SafetensorsFolder
   model: ModelFields
-  table: Table
-  names: Names
+  weights: ForeignWeights
+  headers: Mapping[str, str]
 
 
 def open_hf(
   folder: str | os.PathLike, *, family: Optional[str] = None, drop: Sequence[str] = ()
 ) -> HfModel:
-  """Returns the model in `folder`; nothing but headers and configuration is read.
+  """Returns the model in `folder`; reads only headers and configuration.
 
   Args:
-    folder: config.json and safetensors files.
-    family: what it must be; None for what config.json says.
+    folder: has config.json and safetensors files.
+    family: the family that it must have; None for any.
     drop: patterns of tensors to leave out.
   Raises:
-    CheckpointError: files that are missing, cut off, pickled, or of another family; tensors that
-      are missing or left over; vocabularies that disagree.
+    CheckpointError: files are missing, truncated, pickled or of another family; tensors are missing
+      or left over; vocabularies disagree.
   """
   folder = pathlib.Path(folder)
   tensors = SafetensorsFolder(folder)
@@ -125,15 +124,15 @@ def open_hf(
   found = family_of(config)
   if family not in (None, found):
     raise CheckpointError(
-      f'{folder} is a {found} model, --family={family} asks for another.',
+      f'{folder} is a {found} model, but --family={family} was given.',
       fix=f'Leave --family out, or set --family={found}.',
     )
   names = match_names(tensors, FAMILIES[found], drop=drop)
   _check_token_table(folder, config, tensors, names, found)
   num_layers = max(config.get(key) or 0 for key in LAYERS)
-  if num_layers > len(tensors.shapes):  # a table of so many layers would fill the memory
+  if num_layers > len(tensors.shapes):  # a table with so many layers would fill the memory
     raise CheckpointError(
-      f'{folder / CONFIG} describes {num_layers:,} layers, and the files have '
+      f'{folder / CONFIG} describes {num_layers:,} layers, but the files have only '
       f'{len(tensors.shapes):,} tensors.',
       fix=f'Take the {CONFIG} that belongs to the weights.',
       docs='convert.md#refused',
@@ -143,29 +142,25 @@ def open_hf(
     has_tensor=lambda name: name in names.of_table and names.of_table[name] not in names.copies,
   )
   table = Table(FAMILIES[found].rules(model), model.sizes())
-  names = without_copies(names, table)
-  check_tensors(
-    tensors,
-    table,
-    names,
+  weights = ForeignWeights(table, tensors, without_copies(names, table))
+  weights.check(
     what=f'The tensors of {folder} are not those of the {found} model that its {CONFIG} describes',
-    fix=f'Take weights and {CONFIG} of one model. Tensors that are left over and not '
-    "wanted are dropped by name: --drop='PATTERN' (a regular expression; repeat it "
-    'for several).',
+    fix=f'Take weights and {CONFIG} of one model. To ignore tensors that are left over, drop them '
+    "by name: --drop='PATTERN' (a regular expression; may be repeated).",
   )
   check_tokenizer(folder, model.config.vocab_size)
-  return HfModel(folder, config, found, tensors, model, table, names)
+  return HfModel(folder, found, model, weights, tensors.headers)
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns the parsed config.json of `folder`; raises CheckpointError without one."""
+  """Returns the parsed config.json of `folder`; raises CheckpointError if it cannot be read."""
   path = folder / CONFIG
   try:
     return read_json(path, dict)
   except FileNotFoundError as e:
     raise CheckpointError(
       f'{folder} has no {CONFIG}.',
-      fix='Copy it from where the weights come from; it says what they are.',
+      fix='Copy it from where the weights come from; it describes the model.',
     ) from e
   except (ValueError, OSError) as e:
     raise CheckpointError(f'{path} cannot be read ({e}).', fix='Copy the file again.') from e
@@ -178,30 +173,30 @@ def _check_token_table(
   names: Names,
   family: str,
 ) -> None:
-  """Raises CheckpointError if the token table is of another family or size than config.json."""
+  """Raises CheckpointError if the token table does not match the family or size in config.json."""
   wanted = FAMILIES[family].token_table
   if wanted not in names.of_table:
     others = [name for name, other in FAMILIES.items() if other.token_table in names.of_table]
     if others:
       raise CheckpointError(
-        f'{folder / CONFIG} says that this is a {family} model; the tensors are those of '
-        f'{" or ".join(others)}: {FAMILIES[others[0]].token_table} is there, {wanted} is not.',
+        f'{folder / CONFIG} says that this is a {family} model, but the tensors are those of '
+        f'{" or ".join(others)}: they include {FAMILIES[others[0]].token_table} but not {wanted}.',
         fix=f'Take the {CONFIG} that belongs to the weights.',
         docs='convert.md#refused',
       )
-    return  # the whole list of what is missing comes later
+    return  # a later check lists all missing tensors
   rows, vocab_size = tensors.shapes[names.of_table[wanted]][0], config.get('vocab_size')
   if rows != vocab_size:
     raise CheckpointError(
-      f'{folder / CONFIG} says vocab_size = {vocab_size}, and {wanted} has {rows} rows.',
-      fix=f'Take the {CONFIG} that belongs to the weights; if only the number is wrong, set '
+      f'{folder / CONFIG} says vocab_size = {vocab_size}, but {wanted} has {rows} rows.',
+      fix=f'Take the {CONFIG} that belongs to the weights. If only the number is wrong, set '
       f'"vocab_size": {rows} in it.',
       docs='convert.md#refused',
     )
 
 
 def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
-  """Raises CheckpointError if tokenizer files of `folder` have ids that the model has not."""
+  """Raises CheckpointError if a tokenizer file has ids beyond the vocabulary of the model."""
   readers = {
     'tokenizer.json': _ids_of_tokenizer,
     'vocab.json': _ids_of_dictionary,
@@ -210,7 +205,7 @@ def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
     **dict.fromkeys(SENTENCEPIECE, _ids_of_sentencepiece),
   }
   if (folder / 'tokenizer.json').is_file():
-    readers.pop('tokenizer.model')  # nobody needs it; it may be tiktoken's
+    readers.pop('tokenizer.model')  # unused then; it may be in tiktoken's format
   for file, ids in readers.items():
     path = folder / file
     if not path.is_file():
@@ -223,7 +218,7 @@ def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
       ) from e
     if largest >= vocab_size:
       raise CheckpointError(
-        f'{path} has token ids up to {largest}, and the model vocab_size = {vocab_size}: ids '
+        f'{path} has token ids up to {largest}, but the model has vocab_size = {vocab_size}: ids '
         f'from 0 to {vocab_size - 1}.',
         fix='Take the tokenizer files that belong to the weights.',
         docs='convert.md#refused',
@@ -243,19 +238,16 @@ def _ids_of_dictionary(path: pathlib.Path) -> int:
 
 
 def _ids_of_lines(path: pathlib.Path) -> int:
-  with path.open(encoding='utf-8') as lines:  # a token may hold what str.splitlines splits at
+  with path.open(encoding='utf-8') as lines:  # str.splitlines would also split inside tokens
     return sum(1 for _ in lines) - 1
 
 
 def _ids_of_sentencepiece(path: pathlib.Path) -> int:
   try:
     library = importlib.import_module('sentencepiece')
-  except ModuleNotFoundError:  # comes with SeqIO; a conversion alone does not need it
+  except ModuleNotFoundError:  # installed with SeqIO; conversion does not need it
     return -1
   return library.SentencePieceProcessor(model_file=str(path)).get_piece_size() - 1
-
-
-# ---- what is kept beside a converted checkpoint, so that the way back is exact -----------------
 
 
 def carry_files(source: pathlib.Path, target: pathlib.Path, *, without: Sequence[str] = ()) -> None:
@@ -274,31 +266,38 @@ def carry_files(source: pathlib.Path, target: pathlib.Path, *, without: Sequence
 
 
 def write_record(hf: HfModel, target: pathlib.Path) -> None:
-  """Writes down how the weights were named and laid out."""
-  index = hf.folder / INDEX
+  """Records the names and layout of the weights, so that the conversion back is exact."""
+  names = hf.weights.names
   (target / RECORD).write_text(
     json.dumps(
       {
         'family': hf.family,
-        'of_table': dict(hf.names.of_table),
-        'copies': dict(hf.names.copies),
-        'unused': list(hf.names.unused),
-        'headers': hf.tensors.headers,
-        'index': index.read_text('utf-8') if index.exists() else None,
+        'of_table': dict(names.of_table),
+        'copies': dict(names.copies),
+        'unused': list(names.unused),
+        'headers': hf.headers,
+        'index': _index_text(hf.folder),
       }
     ),
     'utf-8',
   )
 
 
+def _index_text(folder: pathlib.Path) -> Optional[str]:
+  index = folder / INDEX
+  return index.read_text('utf-8') if index.exists() else None
+
+
 @dataclasses.dataclass(frozen=True)
-class Record:
-  """What `write_record` wrote, or the same of a Hugging Face model's own folder.
+class HfRecord:
+  """What `write_record` wrote, or the same read from a Hugging Face model.
 
   Attributes:
-    folder: where it, config.json and tokenizer files lie.
-    family, names: as in HfModel.
-    headers, index: of the safetensors files.
+    folder: has config.json and the tokenizer files.
+    family: as in HfModel.
+    names: as in ForeignWeights.
+    headers: file name -> header of the safetensors file.
+    index: text of the index; None if there is none.
   """
 
   folder: pathlib.Path
@@ -312,9 +311,8 @@ class Record:
     return read_config(self.folder)
 
 
-def read_record(folder: pathlib.Path) -> Optional[Record]:
-  """Returns what `folder` (of a converted checkpoint, or of a Hugging Face model) keeps, if it
-  does.
+def read_record(folder: pathlib.Path) -> Optional[HfRecord]:
+  """Returns the record of a converted checkpoint or Hugging Face model; None if it has none.
 
   Raises:
     CheckpointError: it cannot be read.
@@ -323,7 +321,7 @@ def read_record(folder: pathlib.Path) -> Optional[Record]:
     if (place / RECORD).is_file():
       try:
         read = read_json(place / RECORD, _RECORD)
-        return Record(
+        return HfRecord(
           place,
           read['family'],
           Names(read['of_table'], read['copies'], tuple(read['unused'])),
@@ -333,16 +331,9 @@ def read_record(folder: pathlib.Path) -> Optional[Record]:
       except (ValueError, OSError) as e:
         raise CheckpointError(
           f'{place / RECORD} cannot be read ({e}).',
-          fix='Remove it: the way back then makes names and files of its own.',
+          fix='Remove it. The conversion to Hugging Face then chooses new names and files.',
         ) from e
   if (folder / CONFIG).is_file():
     hf = open_hf(folder)
-    index = folder / INDEX
-    return Record(
-      folder,
-      hf.family,
-      hf.names,
-      hf.tensors.headers,
-      index.read_text('utf-8') if index.exists() else None,
-    )
+    return HfRecord(folder, hf.family, hf.weights.names, hf.headers, _index_text(folder))
   return None

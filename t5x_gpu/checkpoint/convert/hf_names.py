@@ -1,8 +1,8 @@
-"""Which of our parameters is which tensor of Hugging Face's models: one table per family.
+"""Name tables of Hugging Face's models: which of our parameters is which tensor, by family.
 
-Their linear layers keep the kernel as [out, in]; GPT-2's keep [in, out] and have query, key and
-value in one. A family also says which tensors may be there twice (an output layer tied to the token
-table), which hold nothing (masks), and how names of older files read today.
+Their linear layers store the kernel as [out, in]. GPT-2's store [in, out], with query, key and
+value in one tensor. A family also lists which tensors may be duplicates (an output layer tied to
+the token table), which hold no weights (masks), and how to rename tensors of older files.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ from t5x_gpu.checkpoint.convert.name_table import Rule
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """Names of one kind of model.
+  """The tensor names of one family.
 
   Attributes:
-    rules: (model) -> the table.
-    token_table: name of the tensor with a row per token.
-    same: (name, name of the tensor that it must equal), for tensors that files may have as well.
+    rules: (model) -> the name table.
+    token_table: name of the tensor with one row per token.
+    same: (name, name of the tensor that it duplicates), for duplicates that files may contain.
     nothing: patterns of tensors without weights.
-    renamed: (pattern, replacement) of names in some files.
+    renamed: (pattern, replacement) for the names in older files.
   """
 
   rules: Callable[[ModelFields], list[Rule]]
@@ -34,7 +34,7 @@ class Family:
 def _attention(
   ours: str, theirs: str, names: tuple[str, str, str, str], *, bias: str, stack: str = 'layers'
 ) -> list[Rule]:
-  """Returns the rules of queries, keys, values and the output; `bias` as in TransformerConfig."""
+  """Returns the rules for queries, keys, values and output; `bias` as in TransformerConfig."""
   query, key, value, out = (theirs + name for name in names)
   inputs = (('query', query, 'heads'), ('key', key, 'kv_heads'), ('value', value, 'kv_heads'))
   rules = [
@@ -60,7 +60,7 @@ def _attention(
 
 
 def _linear(ours: str, theirs: str, axes: str, *, bias: bool, stack: str = 'layers') -> list[Rule]:
-  """Returns the rules of a kernel 'out in -> in out' and of its bias."""
+  """Returns the rules for a kernel 'out in -> in out' and its bias."""
   rules = [Rule(f'{ours}/kernel', f'{theirs}.weight', axes, stack=stack)]
   if bias:
     rules.append(Rule(f'{ours}/bias', f'{theirs}.bias', axes.split()[-1], stack=stack))
@@ -173,7 +173,7 @@ def _bert(model: ModelFields) -> list[Rule]:
 
 
 def _gpt2(model: ModelFields) -> list[Rule]:
-  del model  # all have the same tensors
+  del model  # all GPT-2 models have the same tensors
   layer, attention = 'transformer.h.{}.', 'transformer.h.{}.attn.'
   rules = [
     Rule('token_embedder/embedding', 'transformer.wte.weight', 'vocab embed'),
@@ -206,7 +206,7 @@ def _gpt2(model: ModelFields) -> list[Rule]:
 
 
 def _llama(model: ModelFields) -> list[Rule]:
-  """Returns the table of Llama, Qwen-3 and Gemma-2: they differ in norms, biases and tying."""
+  """Returns the table of Llama, Qwen-3 and Gemma-2, which differ in norms, biases and tying."""
   c = model.config
   layer = 'model.layers.{}.'
   norms = [
@@ -262,7 +262,7 @@ FAMILIES: dict[str, Family] = {
       ('decoder.embed_tokens.weight', 'shared.weight'),
       ('lm_head.weight', 'shared.weight'),
     ),
-    # T5 1.0 has it on the Hub; no model ever read it.
+    # The T5 1.0 files on the Hub contain it, but no model ever read it.
     nothing=(
       r'decoder\.block\.0\.layer\.1\.EncDecAttention'
       r'\.relative_attention_bias\.weight',

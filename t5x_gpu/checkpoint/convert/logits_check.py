@@ -1,7 +1,8 @@
-"""Whether two sets of weights are one model: logits of random tokens, padded, side by side.
+"""Compares the logits of two models on random tokens, to check that they have the same weights.
 
-The other side is `transformers` where it is installed; else our own model with the tensors of the
-other files, which tells that the files hold the same, not that Hugging Face computes the same.
+The reference is `transformers` if it is installed. Otherwise it is our own model with the other
+files' tensors: that shows that the files hold the same weights, not that Hugging Face computes the
+same logits.
 """
 
 import dataclasses
@@ -18,13 +19,13 @@ import numpy as np
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, num_bytes
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
-from t5x_gpu.checkpoint.convert.name_table import Table, Tensors
-from t5x_gpu.checkpoint.convert.tensor_copy import Names
+from t5x_gpu.checkpoint.convert.tensor_copy import ForeignWeights
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime.host import available_memory
 
-TOLERANCE = 1e-4  # relative to the largest logit, or absolute where that is below 1
+TOLERANCE = 1e-4  # relative to the largest logit; absolute if that is below 1
 ROWS, LENGTH = 2, 48
+_COPIES_IN_MEMORY = 3.0  # of the parameters; measured: 2.1 to 2.8
 _AUTO_CLASSES = {
   'decoder_only': 'AutoModelForCausalLM',
   'encoder_decoder': 'AutoModelForSeq2SeqLM',
@@ -35,13 +36,13 @@ _AUTO_CLASSES = {
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-  """How far apart logits are.
+  """How close two sets of logits are.
 
   Attributes:
-    against: what ours were compared with.
-    num_logits: how many.
-    largest: of the reference, by absolute value.
-    difference: the largest.
+    against: name of the reference.
+    num_logits: number of logits compared.
+    largest: largest absolute value in the reference.
+    difference: largest absolute difference.
   """
 
   against: str
@@ -55,13 +56,13 @@ class Agreement:
 
   def __str__(self) -> str:
     return (
-      f'{self.num_logits:,} logits of random tokens, ours against {self.against}: off by '
-      f'{self.difference:.1e} at most, the largest is {self.largest:.3g}'
+      f'{self.num_logits:,} logits of random tokens, ours against {self.against}: largest '
+      f'difference {self.difference:.1e}, largest logit {self.largest:.3g}'
     )
 
 
 def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
-  """Returns a batch of random tokens for `model`, the second row padded at its end."""
+  """Returns a batch of random tokens for `model`; the second row ends in padding."""
   c = model.config
   length = min(LENGTH, c.length_limit or LENGTH)
   rng = np.random.default_rng(seed)
@@ -87,13 +88,13 @@ def our_logits(model: ModelFields, params: Any, batch: Mapping[str, np.ndarray])
 
 
 def logits_of(model: Any, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-  """Returns the logits of `batch` in the dtype of `model`, one of models/, on this CPU."""
+  """Returns the logits of `batch` in the dtype of `model` (one of models/), on this CPU."""
   with jax.default_device(_cpu()):
     return np.asarray(jax.jit(model.logits)(params, dict(batch)))
 
 
 def counted(model: ModelFields, batch: Mapping[str, np.ndarray]) -> np.ndarray | slice:
-  """Returns the logits that count as an index: not those at padding."""
+  """Returns an index that selects the logits to compare, without those at padding."""
   if model.kind == 'encoder':
     if model.options['head_type'] == 'classification':
       return slice(None)
@@ -110,37 +111,34 @@ def compare(
   against: str,
   tolerance: float = TOLERANCE,
 ) -> Agreement:
-  """Returns how far apart two sets of logits are; raises CheckpointError beyond `tolerance`."""
+  """Returns how close two sets of logits are; raises CheckpointError beyond `tolerance`."""
   index = counted(model, batch)
   ours, other = ours[index], other[index]
   agreement = Agreement(
     against, ours.size, float(np.max(np.abs(other))), float(np.max(np.abs(ours - other)))
   )
-  if not agreement.relative <= tolerance:  # so that NaN fails
+  if not agreement.relative <= tolerance:  # NaN fails
     raise CheckpointError(
       f'The conversion is wrong: {agreement} (relative tolerance {tolerance:g}).',
-      fix='Nothing has been kept. If config.json belongs to the weights, please report this.',
+      fix='The new folder was removed. If config.json belongs to the weights, please report this.',
       docs='convert.md#the-check',
     )
   return agreement
 
 
-def params_of_files(source: Tensors, table: Table, names: Names) -> Any:
-  """Returns our tree of parameters from other files, all in memory of the CPU."""
-  ours = {path: np.empty(shape, np.float32) for path, shape in table.our_shapes.items()}
-  for name in table.uses:
-    for piece in table.pieces(name):
-      rows = source.read(names.of_table[name], piece.start, piece.stop)
-      for path, value in table.to_ours(name, rows).items():
-        ours[path][piece.slices[path]] = value
-  # One by one, so that there is one copy of all of them and no second one.
+def params_of_files(weights: ForeignWeights) -> Any:
+  """Returns our parameter tree from other files, on the CPU."""
+  ours = {path: np.empty(shape, np.float32) for path, shape in weights.table.our_shapes.items()}
+  for path, place, value, _ in weights.our_pieces():
+    ours[path][place] = value
+  # One parameter at a time, so that memory never holds a second copy of all of them.
   return flax.traverse_util.unflatten_dict(
     {path: jax.device_put(ours.pop(path), _cpu()) for path in list(ours)}, sep='/'
   )
 
 
 def params_of_checkpoint(reader: ParamsReader) -> Any:
-  """Returns the tree of parameters of our checkpoint, all in memory of the CPU."""
+  """Returns the parameter tree of our checkpoint, on the CPU."""
   return flax.traverse_util.unflatten_dict(
     {path: jax.device_put(reader.read_at(path, ()), _cpu()) for path in reader.shapes}, sep='/'
   )
@@ -158,7 +156,7 @@ def has_transformers() -> bool:
 def transformers_logits(
   folder: str | os.PathLike, model: ModelFields, batch: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, str]:
-  """Returns what transformers makes of `batch` with the model in `folder`, and its version."""
+  """Returns the logits that transformers computes with the model in `folder`, and its version."""
   torch, transformers = map(importlib.import_module, ('torch', 'transformers'))
   transformers.logging.set_verbosity_error()
   transformers.logging.disable_progress_bar()
@@ -189,14 +187,14 @@ def transformers_logits(
     return theirs(**given).logits.numpy(), f'transformers {transformers.__version__}'
 
 
-def check_memory(shapes: Mapping[str, Any], *, copies: float) -> None:
-  """Raises CheckpointError if `copies` of the parameters in float32 do not fit into memory."""
-  need, available = copies * num_bytes(shapes), available_memory()
+def check_memory(shapes: Mapping[str, Any]) -> None:
+  """Raises CheckpointError if a comparison of logits does not fit into memory."""
+  need, available = _COPIES_IN_MEMORY * num_bytes(shapes), available_memory()
   if available is not None and need > available:
     raise CheckpointError(
-      f'Comparing logits takes the model in memory: about {need / 2**30:.1f} GiB, and '
+      f'Comparing logits needs the model in memory: about {need / 2**30:.1f} GiB, but only '
       f'{available / 2**30:.1f} GiB are free.',
-      fix='Convert on a machine with more memory. With --check=tensors every tensor is read '
-      'again and compared to the bit, and no logits are: that takes little memory.',
+      fix='Convert on a machine with more memory. --check=tensors needs little memory: it reads '
+      'every tensor back and compares it bit for bit, but compares no logits.',
       docs='convert.md#the-check',
     )

@@ -1,125 +1,139 @@
-"""A checkpoint of the plain model from one with adapters, for runs, inference and conversion."""
+"""A checkpoint with adapters as a checkpoint of the plain model: read that way, or written."""
 
 import dataclasses
+import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays.params_files import (
-  ParamsReader,
-  ParamsWriter,
-  Place,
-  num_bytes,
-  tree_problems,
-)
-from t5x_gpu.checkpoint.convert import logits_check
-from t5x_gpu.checkpoint.convert.convert import Console, Request
-from t5x_gpu.checkpoint.convert.merged_params import MergedParams
-from t5x_gpu.checkpoint.convert.model_spec import ModelFields, gin_text
-from t5x_gpu.checkpoint.convert.name_table import rows_per_piece
-from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN
-from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, Place, num_bytes, tree_problems
+from t5x_gpu.checkpoint.convert import logits_check, name_table
+from t5x_gpu.checkpoint.convert.conversion import ConversionRequest
+from t5x_gpu.checkpoint.convert.tensor_copy import OurPiece
+from t5x_gpu.checkpoint.convert.to_ours import counted, write_ours
+from t5x_gpu.checkpoint.run_files import HF_FOLDER
+from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, smaller_chunk
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.models.lora import LoraModel, factors_of
+from t5x_gpu.terminal.console import Console
 
 
-def merge_lora(request: Request, console: Console) -> None:
-  """Writes our checkpoint of the model that `request.lora` wraps, and its model.gin.
+class MergedParams:
+  """The parameters of the model that a LoraModel wraps, with the interface of ParamsReader.
 
-  Every parameter is read again, and the logits of both models are compared.
+  Kernels are merged with their factors as they are read, so memory holds no more than one piece.
+
+  Args:
+    reader: a checkpoint of the LoraModel.
+    lora: that model.
+  Raises:
+    CheckpointError: the checkpoint has no adapters.
   """
+
+  def __init__(self, reader: ParamsReader, lora: LoraModel):
+    self._reader, self._scale = reader, lora.scale
+    self.path, self.step = reader.path, reader.step
+    self.manifest: Mapping[str, Any] = reader.manifest
+    self.shapes = {n: shape for n, shape in reader.shapes.items() if not lora.is_adapter(n)}
+    self.dtypes = {name: reader.dtypes[name] for name in self.shapes}
+    factors = {name: factors_of(name, {n: n for n in reader.shapes}.get) for name in self.shapes}
+    self._factors = {name: both for name, both in factors.items() if both[0] is not None}
+    if not self._factors:
+      raise CheckpointError(
+        f'{reader.path} has no adapters, but its model should have: '
+        f'LoraModel.pattern = {lora.pattern!r}.',
+        fix='Name the gin file that the checkpoint was trained with: --gin_file=FILE.',
+      )
+
+  @property
+  def num_merged(self) -> int:
+    """Number of kernels that have factors; a stack of layers counts once."""
+    return len(self._factors)
+
+  def read_at(self, path: str, place: Place) -> np.ndarray:
+    """Returns a part of a parameter."""
+    kernel = self._reader.read_at(path, place)
+    if path not in self._factors:
+      return kernel
+    a, b = self._factors[path]
+    rank_at = len(self._reader.shapes[a]) - 1  # the stack and input dimensions come before it
+    num_stack = rank_at + len(self._reader.shapes[b]) - 1 - len(self.shapes[path])
+    place = (*place, *[slice(None)] * (len(self.shapes[path]) - len(place)))
+    stack, inputs, features = place[:num_stack], place[num_stack:rank_at], place[rank_at:]
+    a = self._reader.read_at(a, (*stack, *inputs, slice(None)))
+    b = self._reader.read_at(b, (*stack, slice(None), *features))
+    if any(isinstance(i, slice) for i in stack):  # layer by layer
+      product = np.stack([np.tensordot(x, y, 1) for x, y in zip(a, b)])
+    else:
+      product = np.tensordot(a, b, 1)
+    return kernel + np.float32(self._scale) * product
+
+  def read(self, path: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
+    """Returns rows `start` to `stop` of a parameter."""
+    return self.read_at(path, (slice(start, self.shapes[path][0] if stop is None else stop),))
+
+
+def merge_lora(request: ConversionRequest, console: Console) -> None:
+  """Writes our checkpoint and model.gin of the model that `request.lora` wraps."""
   model, lora = request.model, request.lora
   reader = ParamsReader(request.source, step=request.step)
   merged = MergedParams(reader, lora)
-  want = model.abstract_shapes()
-  problems = tree_problems(want, merged.shapes, wanted_by='the model', had_by='the checkpoint')
+  check_params(merged, model.abstract_shapes(), docs='finetune.md#merge')
+  console.say(
+    f'from: {reader.path}: {merged.num_merged} kernels with adapters of rank '
+    f'{lora.rank}, {counted(merged.shapes)} without them'
+  )
+  chunks = {
+    name: smaller_chunk(shape, itemsize=4, most_bytes=name_table.PIECE_BYTES)
+    for name, shape in merged.shapes.items()
+  }
+
+  def pieces() -> Iterator[OurPiece]:
+    for name, shape in merged.shapes.items():
+      for place in boxes(shape, chunks[name]):
+        value = merged.read_at(name, place)
+        yield name, place, value, value.nbytes
+
+  def copy_hf_folder(folder: pathlib.Path) -> None:
+    if (reader.path.parent / HF_FOLDER).is_dir():
+      shutil.copytree(reader.path.parent / HF_FOLDER, folder / HF_FOLDER)
+
+  def adapted_logits(batch: Mapping[str, Any]) -> tuple[Any, str]:
+    exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype='float32'))
+    adapted = dataclasses.replace(lora, model=exact.build())
+    params = logits_check.params_of_checkpoint(reader)
+    return logits_check.logits_of(adapted, params, batch), 'the model with its adapters'
+
+  write_ours(
+    request,
+    console,
+    model,
+    merged.shapes,
+    pieces,
+    chunks=chunks,
+    num_source_bytes=num_bytes(merged.shapes),
+    step=reader.step,
+    about={
+      'format': 't5x_gpu',
+      'folder': str(reader.path),
+      'merged': {'rank': lora.rank, 'alpha': lora.alpha, 'pattern': lora.pattern},
+    },
+    reference=adapted_logits,
+    write_extra=copy_hf_folder,
+    origin='its adapters merged',
+  )
+
+
+def check_params(
+  reader: ParamsReader | MergedParams, want: Mapping[str, Shape], *, docs: str
+) -> None:
+  """Raises CheckpointError unless a checkpoint has exactly the parameters `want`."""
+  problems = tree_problems(want, reader.shapes, wanted_by='the model', had_by='the checkpoint')
   if problems:
     raise CheckpointError(
       f'{reader.path} does not hold the parameters of this model:\n  ' + '\n  '.join(problems),
       fix='Name the gin file that the checkpoint was trained with: --gin_file=FILE.',
-      docs='finetune.md#merge',
+      docs=docs,
     )
-  size = num_bytes(merged.shapes)
-  console.say(
-    f'from: {reader.path}: {merged.num_merged} kernels with adapters of rank '
-    f'{lora.rank}, {size // 4:,} parameters without them'
-  )
-  about = {
-    'format': 't5x_gpu',
-    'folder': str(reader.path),
-    'merged': {'rank': lora.rank, 'alpha': lora.alpha, 'pattern': lora.pattern},
-  }
-  with new_folder(request.target, num_bytes=size) as folder:
-    chunks = {name: _chunk(shape) for name, shape in merged.shapes.items()}
-    with (
-      console.progress('written', size) as told,
-      ParamsWriter(
-        folder, step=reader.step, shapes=merged.shapes, chunks=chunks, about=about, compress=False
-      ) as writer,
-    ):
-      for name, place in _pieces(merged.shapes):
-        value = merged.read_at(name, place)
-        writer.write(name, place, value)
-        told(value.nbytes)
-    hf = reader.path.parent / HF_FOLDER
-    if hf.is_dir():
-      shutil.copytree(hf, folder / HF_FOLDER)
-    (folder / MODEL_GIN).write_text(
-      gin_text(
-        model,
-        title=(
-          f'{request.source.name}, its adapters merged by python -m t5x_gpu.convert: '
-          f'{size // 4:,} parameters.\n'
-          'Include it in place of a file of gin_configs/models/.'
-        ),
-      ),
-      'utf-8',
-    )
-    written = ParamsReader(folder)
-    with console.progress('read again', size) as told:
-      for name, place in _pieces(merged.shapes):
-        value = merged.read_at(name, place)
-        if not np.array_equal(written.read_at(name, place), value):
-          raise CheckpointError(
-            f'{name} was read back with other values than were written.',
-            fix='Look at the disk; then convert again.',
-          )
-        told(value.nbytes)
-    if request.check == 'tensors':
-      console.say('check: logits were NOT compared (--check=tensors)')
-    else:
-      console.say('check: ' + str(_compare_logits(request, model, reader, written)))
-  console.say(f'done: {request.target}: checkpoint_{reader.step}, {MODEL_GIN}')
-
-
-def _compare_logits(
-  request: Request, model: ModelFields, reader: ParamsReader, written: ParamsReader
-) -> Any:
-  logits_check.check_memory(reader.shapes, copies=2.5)
-  batch = logits_check.random_batch(model)
-  exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype='float32'))
-  adapted = dataclasses.replace(request.lora, model=exact.build())
-  theirs = logits_check.logits_of(adapted, logits_check.params_of_checkpoint(reader), batch)
-  ours = logits_check.our_logits(model, logits_check.params_of_checkpoint(written), batch)
-  return logits_check.compare(
-    model, ours, theirs, batch, tolerance=request.tolerance, against='the model with its adapters'
-  )
-
-
-def _chunk(shape: Sequence[int]) -> tuple[int, ...]:
-  """Returns the shape of a piece: some rows of one layer, or of what has no layers."""
-  if len(shape) < 2:
-    return tuple(shape)
-  first, second, *rest = shape
-  if len(shape) == 2:
-    return min(first, rows_per_piece((second,))), second
-  return 1, min(second, rows_per_piece(tuple(rest))), *rest
-
-
-def _pieces(shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Place]]:
-  """Yields every part that is a chunk on disk, as (path, where)."""
-  for name, shape in shapes.items():
-    chunk = _chunk(shape)
-    for start in np.ndindex(*(-(-n // c) for n, c in zip(shape, chunk))):
-      yield name, tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(start, chunk, shape))

@@ -1,6 +1,6 @@
-"""A model as plain fields: what config.json and gin model files say, in one form.
+"""A model as plain fields, the common form of config.json and gin model files.
 
-Converters compare, build and write models through it; gin itself is not needed for that.
+Converters compare, build and write models through it, without gin.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ MODELS = {
   'encoder': EncoderModel,
   'encoder_decoder': EncoderDecoderModel,
 }
-# Choices of a run: config.json does not have them, or they change no logits.
-OF_THE_RUN = ('dropout_rate', 'dtype', 'remat_policy', 'scan_unroll', 'init_stddev', 'max_length')
+# Settings of a run: not in config.json, or without effect on logits.
+RUN_FIELDS = ('dropout_rate', 'dtype', 'remat_policy', 'scan_unroll', 'init_stddev', 'max_length')
 LOSS_OPTIONS = ('z_loss', 'label_smoothing')
-# Name -> default of every other argument of a model: what its parameters or logits depend on.
+# Defaults of the other model arguments, which parameters or logits depend on.
 OPTIONS = {
   kind: {
     f.name: f.default
@@ -39,12 +39,12 @@ OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelFields:
-  """A model, described.
+  """The arguments of a model.
 
   Attributes:
-    kind: a key of `MODELS`, the file of models/ that has it.
+    kind: a key of `MODELS`, the module of models/ that defines it.
     config: its TransformerConfig.
-    options: further arguments of the model, of `OPTIONS`; the others have their defaults.
+    options: arguments listed in `OPTIONS` that differ from their defaults.
   """
 
   kind: str
@@ -56,7 +56,7 @@ class ModelFields:
     return MODELS[self.kind](self.config, **self.options)
 
   def parameter(self, field: str) -> str:
-    """Returns the gin parameter, or macro, of a field that `differences` names."""
+    """Returns the gin parameter, or macro, that sets a field named by `differences`."""
     if field == 'kind':
       return 'MODEL'
     options = [MODELS[kind] for kind in (self.kind, *MODELS) if field in OPTIONS[kind]]
@@ -64,9 +64,8 @@ class ModelFields:
 
   def abstract_params(self) -> Any:
     """Returns the tree of shapes of its parameters."""
-    return split_names(jax.eval_shape(lambda: self.build().init(jax.random.key(0), None)))[
-      0
-    ]  # they fit batches of any shape
+    params = jax.eval_shape(lambda: self.build().init(jax.random.key(0), None))
+    return split_names(params)[0]
 
   def abstract_shapes(self) -> dict[str, tuple[int, ...]]:
     """Returns '/'-joined path -> shape of its parameters."""
@@ -74,7 +73,7 @@ class ModelFields:
     return {name: tuple(a.shape) for name, a in flat.items()}
 
   def sizes(self) -> dict[str, int]:
-    """Returns the sizes of all axes that tables of names use."""
+    """Returns the sizes of all axes that name tables use."""
     c, options = self.config, self.options
     encoder_layers = options.get('num_encoder_layers')
     return {
@@ -97,29 +96,29 @@ class ModelFields:
 
 
 def describe(model: Any) -> ModelFields:
-  """Returns the fields of a model of models/; raises CheckpointError for any other."""
+  """Returns the fields of a model from models/; raises CheckpointError for any other."""
   for kind, cls in MODELS.items():
     if type(model) is cls:
       name, module = (getattr(model.layer, a, '') for a in ('__qualname__', '__module__'))
       if (name, module) != (TransformerLayer.__qualname__, TransformerLayer.__module__):
         raise CheckpointError(
-          f'{cls.__name__}.layer = {name or repr(model.layer)}: layers of your own are neither '
-          'of a family that is converted, nor in model.gin.',
-          fix=f'Remove {cls.__name__}.layer if the checkpoint is of TransformerLayer; a model '
-          'with other layers stays with the gin file of its run.',
+          f'{cls.__name__}.layer = {name or repr(model.layer)}: models with custom layers cannot '
+          'be converted.',
+          fix=f'Remove {cls.__name__}.layer if the checkpoint was trained with TransformerLayer. '
+          'Otherwise use the checkpoint with the gin file of its run.',
           docs='convert.md#families',
           parameters=(f'{cls.__name__}.layer',),
         )
       return ModelFields(kind, model.config, {name: getattr(model, name) for name in OPTIONS[kind]})
   raise CheckpointError(
-    f'{type(model).__name__} is not a model that other formats know.',
-    fix=f'Converted are {", ".join(c.__name__ for c in MODELS.values())}.',
+    f'{type(model).__name__} cannot be converted to or from other formats.',
+    fix=f'Supported models: {", ".join(c.__name__ for c in MODELS.values())}.',
     docs='convert.md#families',
   )
 
 
 def differences(a: ModelFields, b: ModelFields) -> list[tuple[str, Any, Any]]:
-  """Returns (field, of a, of b) of what differs and is not a choice of the run."""
+  """Returns (field, value in a, value in b) of all fields that differ, without run settings."""
   ours, theirs = _comparable(a), _comparable(b)
   return [
     (name, ours.get(name), theirs.get(name))
@@ -129,14 +128,14 @@ def differences(a: ModelFields, b: ModelFields) -> list[tuple[str, Any, Any]]:
 
 
 def _comparable(model: ModelFields) -> dict[str, Any]:
-  """Returns what matters of a model, equal for equal models."""
+  """Returns the fields that matter for logits, normalized: equal models have equal fields."""
   c = model.config
-  values = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in OF_THE_RUN}
+  values = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name not in RUN_FIELDS}
   values['num_kv_heads'] = c.kv_heads
   values['windows'] = tuple(c.windows[i % len(c.windows)] for i in range(c.num_layers))
   if c.relative_bias == 'none':
     del values['num_relpos_buckets'], values['max_relpos_distance']
-  if model.kind == 'encoder':  # its heads look at neither
+  if model.kind == 'encoder':  # its heads use neither
     del values['logits_via_embedding'], values['scale_tied_logits']
   elif not c.logits_via_embedding:
     del values['scale_tied_logits']
@@ -151,11 +150,11 @@ def _comparable(model: ModelFields) -> dict[str, Any]:
 
 
 def gin_text(model: ModelFields, *, title: str) -> str:
-  """Returns a gin model file, to be included like those of gin_configs/models/.
+  """Returns a gin model file, to include like those of gin_configs/models/.
 
   Args:
-    model: what it describes.
-    title: what its first comment says.
+    model: the model that it describes.
+    title: text of its first comment.
   """
   cls, c = MODELS[model.kind].__name__, model.config
   macros = {'dropout_rate': 'DROPOUT_RATE', 'dtype': 'DTYPE', 'remat_policy': 'REMAT_POLICY'}

@@ -1,8 +1,8 @@
-"""Tables of names: which of our parameters is which tensor of another format, piece by piece.
+"""Name tables: which of our parameters is which tensor of another format.
 
-A table is a list of `Rule`s, data alone. Each holds in both directions, so that what is read
-through a table and written through it again is the same to the bit. Tensors go through in pieces,
-so that memory is bounded by the largest of theirs, or less.
+A table is a list of `Rule`s. Each works in both directions, so tensors that are read through a
+table and written through it again are bit-identical. Tensors are converted in pieces, which bounds
+the memory.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from typing import Optional, Protocol
 
 import numpy as np
 
-PIECE_BYTES = 32 << 20
+from t5x_gpu.checkpoint.storage.chunks import Shape
 
-Shape = tuple[int, ...]
+PIECE_BYTES = 32 << 20
 
 
 class Tensors(Protocol):
@@ -39,12 +39,12 @@ class Rule:
 
   Attributes:
     ours: '/'-joined path of the parameter.
-    theirs: name of the tensor; '{}' in it is the number of a layer, and ours has them stacked.
+    theirs: name of the tensor; '{}' stands for the number of a layer, which ours stacks.
     axes: 'heads.kv embed -> embed heads kv': their dimensions, each a product of axes joined by
-      '.', then ours without the stacked layers. Without an arrow both are the same.
-    stack: axis of the layers that '{}' numbers.
-    part: (axis, index) of an axis of theirs that ours lacks: where query, key and value are one
-      tensor, each of ours is a part of it.
+      '.', then ours without the stacked layers. Without an arrow, both are the same.
+    stack: name of our stacked axis.
+    part: (axis, index), if their tensor has an axis that ours lacks: where query, key and value
+      are one tensor, each of ours is one index of it.
   """
 
   ours: str
@@ -71,7 +71,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-  """A rule at one layer (None: not of a layer)."""
+  """A rule applied to one layer (None: not part of a layer)."""
 
   rule: Rule
   layer: Optional[int]
@@ -79,11 +79,11 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """Rows of one of their tensors, and where they lie in ours.
+  """Rows of one of their tensors, and where they go in ours.
 
   Attributes:
-    start, stop: rows of theirs.
-    slices: of each of our parameters that the tensor holds.
+    start, stop: rows of their tensor.
+    slices: path -> the part of our parameter that these rows hold.
   """
 
   start: int
@@ -92,11 +92,14 @@ class Piece:
 
 
 class Table:
-  """Rules with sizes: every tensor of both sides, and how one becomes the other.
+  """Rules with sizes: all tensors of both formats, and how to convert between them.
 
   Args:
-    rules: of one model.
+    rules: the rules of one model.
     sizes: axis -> size.
+  Attributes:
+    our_shapes, their_shapes: by name.
+    uses: name of their tensor -> the rules that read it.
   """
 
   def __init__(self, rules: Sequence[Rule], sizes: Mapping[str, int]):
@@ -117,13 +120,13 @@ class Table:
         )
 
   def pieces(self, name: str) -> Iterator[Piece]:
-    """Yields their tensor `name` in pieces of PIECE_BYTES at most, in the order of its rows."""
+    """Yields the pieces of their tensor, at most PIECE_BYTES each, in the order of its rows."""
     uses, shape = self.uses[name], self.their_shapes[name]
     first = uses[0].rule.their_axes[0][0]  # parts of one tensor have the same axes
     count = 1 if uses[0].rule.is_part_of(first) else self._sizes[first]
     rows = shape[0] // count
     most = rows_per_piece((rows * math.prod(shape[1:]),))
-    step = math.ceil(count / math.ceil(count / most))  # all pieces about as large
+    step = math.ceil(count / math.ceil(count / most))  # pieces of about equal size
     for start in range(0, count, step):
       stop = min(start + step, count)
       yield Piece(
@@ -139,7 +142,7 @@ class Table:
     return inner if use.layer is None else (use.layer, *inner)
 
   def chunks(self) -> dict[str, Shape]:
-    """Returns how our parameters are best cut into chunks on disk: as pieces come."""
+    """Returns path -> chunk shape on disk, so that each piece fills whole chunks."""
     out: dict[str, Shape] = {}
     for name in self.uses:
       for path, place in next(self.pieces(name)).slices.items():
@@ -147,7 +150,7 @@ class Table:
     return out
 
   def to_ours(self, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns what each of our parameters gets from `rows` of their tensor, in float32."""
+    """Returns path -> the values, in float32, that `rows` of their tensor hold."""
     out = {}
     for use in self.uses[name]:
       rule, flat = use.rule, _flat(use.rule)
@@ -160,7 +163,7 @@ class Table:
     return out
 
   def to_theirs(self, name: str, ours: Mapping[str, np.ndarray], *, num_rows: int) -> np.ndarray:
-    """Returns rows of their tensor from the slices of our parameters that `pieces` names."""
+    """Returns rows of their tensor from the slices of our parameters named by `pieces`."""
     out = np.empty((num_rows, *self.their_shapes[name][1:]), np.float32)
     for use in self.uses[name]:
       rule, flat = use.rule, _flat(use.rule)
@@ -173,14 +176,14 @@ class Table:
     return out
 
   def _split(self, rule: Rule, shape: Shape) -> Shape:
-    """Returns the shape of rows of their tensor with every axis a dimension of its own."""
+    """Returns the shape of rows of their tensor with a separate dimension for each axis."""
     inner = tuple(self._sizes[axis] for axis in _flat(rule))
     others = math.prod(self._sizes[axis] for axis in rule.their_axes[0][1:])
-    return (shape[0] // others, *inner[1:])  # of the first axis, the rows alone
+    return (shape[0] // others, *inner[1:])  # only these rows of the first axis
 
 
 def rows_per_piece(row_shape: Shape) -> int:
-  """Returns how many rows of this shape are a piece, in float32, as ours are."""
+  """Returns how many float32 rows of this shape fit into a piece."""
   return max(PIECE_BYTES // max(4 * math.prod(row_shape), 1), 1)
 
 

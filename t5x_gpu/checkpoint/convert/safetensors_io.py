@@ -1,8 +1,8 @@
-"""Hugging Face's safetensors files, read and written in slices: nothing is ever unpickled.
+"""Hugging Face's safetensors files, read and written in slices. Nothing is ever unpickled.
 
-A file is eight bytes with the length of a header, the header (JSON: name -> dtype, shape, where the
-bytes lie), and the bytes. Several files have an index beside them. Files are read with plain reads
-rather than a memory map, whose pages would count as this process's memory.
+A file is eight bytes with the length of the header, the header (JSON: name -> dtype, shape, byte
+offsets), and the data. A model of several files has an index. Files are read with plain reads: the
+pages of a memory map would count as this process's memory.
 Source: https://github.com/huggingface/safetensors#format
 """
 
@@ -63,14 +63,14 @@ class _Entry:
 
 
 class SafetensorsFolder:
-  """The tensors of a folder's safetensors files; see `name_tables.Tensors`.
+  """The tensors of a folder's safetensors files; see `name_table.Tensors`.
 
   Attributes:
-    headers: file name -> header, as it stands in the file.
+    headers: file name -> text of its header.
     shapes, dtypes: by name of the tensor.
   Raises:
-    CheckpointError: no such files (pickles are named and refused), or one that is cut off, garbled
-      or not what the index says.
+    CheckpointError: no such files (pickles are refused), or a file is truncated, garbled or does
+      not match the index.
   """
 
   def __init__(self, folder: str | os.PathLike):
@@ -97,14 +97,6 @@ class SafetensorsFolder:
   def dtypes(self) -> Mapping[str, np.dtype]:
     return {name: entry.dtype for name, entry in self._entries.items()}
 
-  @property
-  def num_bytes(self) -> int:
-    """Returns the bytes of all tensors."""
-    return sum(math.prod(e.shape) * e.dtype.itemsize for e in self._entries.values())
-
-  def file_of(self, name: str) -> str:
-    return self._entries[name].file
-
   def read(self, name: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
     """Returns rows `start` to `stop` of a tensor, in its own dtype."""
     entry = self._entries[name]
@@ -116,21 +108,21 @@ class SafetensorsFolder:
       read = f.readinto(out.reshape(-1).view(np.uint8))
     if read != out.nbytes:
       raise CheckpointError(
-        f'{self.folder / entry.file} was cut off while it was read.', fix='Copy the file again.'
+        f'{self.folder / entry.file} was truncated while it was read.', fix='Copy the file again.'
       )
     return out
 
 
 def _file_names(folder: pathlib.Path) -> list[str]:
   if not folder.is_dir():
-    raise CheckpointError(f'{folder} is no folder.', fix='Give the folder of a model.')
+    raise CheckpointError(f'{folder} is not a folder.', fix='Name the folder of a model.')
   index = folder / INDEX
   if index.exists():
     named = sorted(set(_read_index(index).values()))
     missing = [name for name in named if not (folder / name).is_file()]
     if missing:
       raise CheckpointError(
-        f'{index} names {len(named)} files; {len(missing)} of them are not there: '
+        f'{index} names {len(named)} files; {len(missing)} of them are missing: '
         f'{", ".join(missing[:5])}{" ..." if len(missing) > 5 else ""}.',
         fix='Copy all files of the model.',
       )
@@ -143,21 +135,21 @@ def _file_names(folder: pathlib.Path) -> list[str]:
   if found:
     raise CheckpointError(
       f'{folder} has {len(found)} safetensors files and no {INDEX}.',
-      fix=f'Copy {INDEX} too, it tells which of them make up the model.',
+      fix=f'Copy {INDEX} too. It lists the files of the model.',
     )
   pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
   if pickles:
     raise CheckpointError(
-      f'{folder} has no safetensors file, only {", ".join(pickles[:3])}: a pickle, which can run '
-      'any program when it is read. It is never read here.',
-      fix='If you trust where it comes from, write it anew with transformers: '
-      'AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER); or take '
-      'the safetensors files, which most models have as well.',
+      f'{folder} has no safetensors file, only {", ".join(pickles[:3])}. Reading a pickle can run '
+      'any program, so it is never read here.',
+      fix='Take the safetensors files, which most models also have. Or, if you trust the origin, '
+      'save the model again with transformers: '
+      'AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER).',
       docs='convert.md#pickles',
     )
   raise CheckpointError(
     f'{folder} has no *.safetensors file.',
-    fix='Give the folder of a Hugging Face model: config.json and '
+    fix='Name the folder of a Hugging Face model: config.json and '
     f'{SINGLE}, or {INDEX} with its files.',
   )
 
@@ -167,7 +159,7 @@ def _read_index(index: pathlib.Path) -> dict[str, str]:
     return read_json(index, _INDEX_SCHEMA)['weight_map']
   except (ValueError, OSError) as e:
     raise CheckpointError(
-      f'{index} is no index of safetensors files ({e}).', fix='Copy the file again.'
+      f'{index} is not an index of safetensors files ({e}).', fix='Copy the file again.'
     ) from e
 
 
@@ -183,7 +175,7 @@ def _check_index(folder: pathlib.Path, files: Mapping[str, str]) -> None:
   if wrong:
     raise CheckpointError(
       f'{index} and the files do not agree on {len(wrong)} tensors:\n  ' + '\n  '.join(wrong[:5]),
-      fix='Copy all files of one model anew.',
+      fix='Copy all files of one model again.',
     )
 
 
@@ -195,14 +187,14 @@ def _read_header(path: pathlib.Path) -> str:
       length = int.from_bytes(start, 'little')
       if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(
-          f'{path} is cut off or no safetensors file: it has {size:,} bytes'
-          + (f', and its header alone would have {length:,}.' if len(start) == 8 else '.'),
+          f'{path} is truncated or not a safetensors file: it has {size:,} bytes'
+          + (f', but its header alone would have {length:,}.' if len(start) == 8 else '.'),
           fix='Copy the file again.',
         )
       return f.read(length).decode('utf-8')
   except UnicodeDecodeError as e:
     raise CheckpointError(
-      f'{path} is no safetensors file: its header is no text.', fix='Copy the file again.'
+      f'{path} is not a safetensors file: its header is not text.', fix='Copy the file again.'
     ) from e
   except OSError as e:
     raise CheckpointError(
@@ -217,9 +209,9 @@ def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry
     tensors = tensors_of(header)
   except _UnknownDtype as e:
     raise CheckpointError(
-      f'{path}: {e}, which is not read here.',
-      fix=f'Take a copy of the model in one of {", ".join(DTYPES)}: F32, F16 and BF16 are '
-      'usual; a quantised one has to be converted back first.',
+      f'{path}: {e}, which is not supported.',
+      fix=f'Take a copy of the model in one of {", ".join(DTYPES)}, usually F32, F16 or BF16. '
+      'Dequantise a quantised model first.',
     ) from e
   except ValueError as e:
     raise CheckpointError(f'{path} has a garbled header ({e}).', fix='Copy the file again.') from e
@@ -229,21 +221,21 @@ def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry
     end += math.prod(shape) * dtype.itemsize
   if size < end:
     raise CheckpointError(
-      f'{path} is cut off: it has {size:,} of {end:,} bytes.', fix='Copy the file again.'
+      f'{path} is truncated: it has {size:,} of {end:,} bytes.', fix='Copy the file again.'
     )
   if size > end:
     raise CheckpointError(
-      f'{path} has {size:,} bytes, and its header describes {end:,}.', fix='Copy the file again.'
+      f'{path} has {size:,} bytes, but its header describes {end:,}.', fix='Copy the file again.'
     )
 
 
 class SafetensorsWriter:
-  """Writes files with the given headers; tensors come in any order, in rows.
+  """Writes files with the given headers. Tensors may be written in any order, row by row.
 
   Args:
-    folder: exists.
-    headers: file name -> header, of `make_headers` or of files that were read.
-    index: text of the index; None to make one, where there is more than one file.
+    folder: must exist.
+    headers: file name -> header, from `make_headers` or from existing files.
+    index: text of the index; None to make one if there are several files.
   Attributes:
     tensors: name -> (dtype, shape).
   """
@@ -277,7 +269,7 @@ class SafetensorsWriter:
       (folder / INDEX).write_text(index, 'utf-8')
 
   def write(self, name: str, start: int, rows: np.ndarray) -> None:
-    """Writes rows of a tensor, the first of which is `start`, in the tensor's dtype."""
+    """Writes rows of a tensor from row `start` on, in the tensor's dtype."""
     dtype, shape = self.tensors[name]
     assert rows.dtype == dtype and rows.shape[1:] == shape[1:], f'{name}: {rows.dtype} {rows.shape}'
     path, offset = self._places[name]
@@ -287,14 +279,14 @@ class SafetensorsWriter:
 
 
 class _UnknownDtype(ValueError):
-  """A tensor of a dtype that is not read here."""
+  """A tensor has an unsupported dtype."""
 
 
 def tensors_of(header: str) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
-  """Returns (name, dtype, shape) of what a file with this header holds, in the order of bytes.
+  """Returns (name, dtype, shape) of the tensors that a header lists, in the order of their bytes.
 
   Raises:
-    ValueError: it is no header, or its tensors do not lie one after the other.
+    ValueError: it is not a header, or its tensors overlap or leave gaps.
   """
   parsed = parse_json(header, _HEADER_SCHEMA)
   parsed.pop('__metadata__', None)
@@ -314,7 +306,7 @@ def tensors_of(header: str) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
 def make_headers(
   tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]], *, max_file_bytes: int
 ) -> dict[str, str]:
-  """Returns file name -> header for tensors in this order, files filled one after the other."""
+  """Returns file name -> header; tensors fill one file after another in the given order."""
   files: list[list[tuple[str, np.dtype, tuple[int, ...]]]] = [[]]
   used = 0
   for tensor in tensors:
@@ -340,4 +332,4 @@ def _make_header(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> st
     header[name] = {'dtype': CODES[dtype], 'shape': list(shape), 'data_offsets': [offset, end]}
     offset = end
   text = json.dumps(header, separators=(',', ':'), ensure_ascii=False)
-  return text + ' ' * (-len(text.encode()) % 8)  # the bytes that follow begin at a multiple of 8
+  return text + ' ' * (-len(text.encode()) % 8)  # the data must start at a multiple of 8

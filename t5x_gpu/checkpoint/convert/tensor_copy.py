@@ -1,16 +1,18 @@
-"""Tensors on their way through a table of names: matched, copied in pieces, read again.
+"""Tensors on their way through a name table: matched by name, copied in pieces, read back.
 
-Nothing here holds more than a piece of a tensor.
+Nothing here holds more than one piece of a tensor.
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, tree_problems
+from t5x_gpu.checkpoint.arrays.state_reader import Place
 from t5x_gpu.checkpoint.convert.hf_names import Family
 from t5x_gpu.checkpoint.convert.name_table import Table, Tensors, rows_per_piece
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter
@@ -25,17 +27,19 @@ FLOATS = {
   )
 }
 
-Step = Callable[[int], None]  # told of bytes that have been dealt with
+Advance = Callable[[int], None]  # takes the number of bytes done since the last call
+# Our path, the part of that parameter, its values, and how many bytes were read for it.
+OurPiece = tuple[str, Place, np.ndarray, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-  """How the names of some files read in the family's table.
+  """How the tensor names of some files map to the family's table.
 
   Attributes:
     of_table: name in the table -> name in the files.
-    copies: name in the files -> that of the tensor which it equals.
-    unused: names in the files of tensors without weights, or that were to be dropped.
+    copies: name in the files -> name of the tensor that it equals.
+    unused: names in the files of tensors without weights, or dropped by the user.
   """
 
   of_table: Mapping[str, str]
@@ -43,38 +47,95 @@ class Names:
   unused: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class ForeignWeights:
+  """Tensors in files of another format.
+
+  Attributes:
+    table: maps them to our parameters.
+    tensors: the files.
+    names: how the files name the tensors of the table.
+  """
+
+  table: Table
+  tensors: Tensors
+  names: Names
+
+  @property
+  def num_bytes(self) -> int:
+    return sum(
+      math.prod(self.tensors.shapes[n]) * self.tensors.dtypes[n].itemsize
+      for n in self.names.of_table.values()
+    )
+
+  def our_pieces(self) -> Iterator[OurPiece]:
+    """Yields every piece of our parameters, in float32."""
+    for name in self.table.uses:
+      for piece in self.table.pieces(name):
+        rows = self.tensors.read(self.names.of_table[name], piece.start, piece.stop)
+        for path, value in self.table.to_ours(name, rows).items():
+          yield path, piece.slices[path], value, rows.nbytes // len(piece.slices)
+
+  def check(self, *, what: str, fix: str) -> None:
+    """Raises CheckpointError unless the files have the table's tensors, no others, all floats.
+
+    Args:
+      what: first words of the error, 'The tensors of FOLDER are not those of a llama model'.
+      fix: what the user should do.
+    """
+    have = {name: self.tensors.shapes[actual] for name, actual in self.names.of_table.items()}
+    problems = tree_problems(
+      self.table.their_shapes, have, wanted_by='the model', had_by='the files'
+    )
+    if problems:
+      raise CheckpointError(
+        f'{what}:\n  ' + '\n  '.join(problems), fix=fix, docs='convert.md#refused'
+      )
+    wrong = [
+      f'{name}: {self.tensors.dtypes[name]}'
+      for name in self.names.of_table.values()
+      if self.tensors.dtypes[name] not in FLOATS.values()
+    ]
+    if wrong:
+      raise CheckpointError(
+        f'{what}: {len(wrong)} tensors are not of {", ".join(FLOATS)}:\n  '
+        + '\n  '.join(wrong[:5]),
+        fix='Take the weights in one of these dtypes; our parameters are float32.',
+      )
+
+
 def match_names(source: Tensors, family: Family, *, drop: Sequence[str] = ()) -> Names:
-  """Returns how the tensors of `source` read in the table of `family`.
+  """Returns how the tensors of `source` map to the table of `family`.
 
   Args:
     source: the files.
-    family: of their model.
+    family: the family of their model.
     drop: patterns of names to leave out.
   """
 
-  def is_one_of(name: str, patterns: Sequence[str]) -> bool:
+  def matches_any(name: str, patterns: Sequence[str]) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
   canonical: dict[str, str] = {}
   unused: list[str] = []
   for name in source.shapes:
-    read_as = name
+    table_name = name
     for pattern, replacement in family.renamed:
-      read_as = re.sub(pattern, replacement, read_as)
-    if is_one_of(read_as, family.nothing) or is_one_of(name, drop):
+      table_name = re.sub(pattern, replacement, table_name)
+    if matches_any(table_name, family.nothing) or matches_any(name, drop):
       unused.append(name)
     else:
-      canonical[read_as] = name
+      canonical[table_name] = name
   copies = {
     canonical[a]: canonical[b]
     for a, b in family.same
-    if a in canonical and b in canonical and equal(source, canonical[a], canonical[b])
+    if a in canonical and b in canonical and _equal(source, canonical[a], canonical[b])
   }
   return Names(canonical, copies, tuple(unused))
 
 
 def without_copies(names: Names, table: Table) -> Names:
-  """Returns `names` as `table` has them: a copy is a tensor of its own if the table asks for it."""
+  """Returns `names` without copies, except those that the table needs as separate tensors."""
   copies = {
     a: b
     for a, b in names.copies.items()
@@ -83,87 +144,55 @@ def without_copies(names: Names, table: Table) -> Names:
   return Names({k: v for k, v in names.of_table.items() if v not in copies}, copies, names.unused)
 
 
-def equal(source: Tensors, a: str, b: str) -> bool:
+def _equal(source: Tensors, a: str, b: str) -> bool:
   """Returns whether two tensors have the same bytes."""
   if source.shapes[a] != source.shapes[b] or source.dtypes[a] != source.dtypes[b]:
     return False
   num_rows, *row_shape = source.shapes[a] or (1,)
   step = rows_per_piece(tuple(row_shape))
   return all(
-    np.array_equal(*(_bits(source.read(name, i, min(i + step, num_rows))) for name in (a, b)))
+    _same_bits(*(source.read(name, i, min(i + step, num_rows)) for name in (a, b)))
     for i in range(0, num_rows, step)
   )
 
 
-def _bits(array: np.ndarray) -> np.ndarray:
-  return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+  a, b = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
+  return np.array_equal(a, b)
 
 
-def check_tensors(source: Tensors, table: Table, names: Names, *, what: str, fix: str) -> None:
-  """Raises CheckpointError unless the files have the table's tensors, no others, all floats.
-
-  Args:
-    source: the files.
-    table: of their model.
-    names: how they read in it.
-    what: begins the error: 'The tensors of FOLDER are not those of a llama model'.
-    fix: what to do, should they not be.
-  """
-  have = {read_as: source.shapes[name] for read_as, name in names.of_table.items()}
-  problems = tree_problems(table.their_shapes, have, wanted_by='the model', had_by='the files')
-  if problems:
-    raise CheckpointError(
-      f'{what}:\n  ' + '\n  '.join(problems), fix=fix, docs='convert.md#refused'
-    )
-  wrong = [
-    f'{name}: {source.dtypes[name]}'
-    for name in names.of_table.values()
-    if source.dtypes[name] not in FLOATS.values()
-  ]
-  if wrong:
-    raise CheckpointError(
-      f'{what}: {len(wrong)} tensors are not of {", ".join(FLOATS)}:\n  ' + '\n  '.join(wrong[:5]),
-      fix='Take the weights in one of them; parameters are float32 here.',
-    )
-
-
-def _float32_pieces(
-  source: Tensors, table: Table, names: Names
-) -> Iterator[tuple[str, tuple, np.ndarray, int]]:
-  """Yields (our path, where, value, bytes read for it) for every piece of every tensor."""
-  for name in table.uses:
-    for piece in table.pieces(name):
-      rows = source.read(names.of_table[name], piece.start, piece.stop)
-      for path, value in table.to_ours(name, rows).items():
-        yield path, piece.slices[path], value, rows.nbytes // len(piece.slices)
-
-
-def copy_to_ours(
-  source: Tensors, table: Table, names: Names, writer: ParamsWriter, *, step: Step
-) -> None:
+def copy_to_ours(pieces: Iterable[OurPiece], writer: ParamsWriter, *, advance: Advance) -> None:
   """Writes all parameters."""
-  for path, place, value, size in _float32_pieces(source, table, names):
+  for path, place, value, size in pieces:
     writer.write(path, place, value)
-    step(size)
+    advance(size)
 
 
 def compare_with_ours(
-  source: Tensors, table: Table, names: Names, reader: ParamsReader, *, step: Step
+  pieces: Iterable[OurPiece], reader: ParamsReader, *, advance: Advance
 ) -> None:
-  """Raises CheckpointError unless our checkpoint, read again, has what `source` has, to the bit."""
-  for path, place, value, size in _float32_pieces(source, table, names):
-    if not np.array_equal(_bits(reader.read_at(path, place)), _bits(value)):
+  """Raises CheckpointError unless our checkpoint, read back, equals `pieces` bit for bit."""
+  for path, place, value, size in pieces:
+    if not _same_bits(reader.read_at(path, place), value):
       raise CheckpointError(
         f'{path} was read back from {reader.path} with other values than were written.',
-        fix='Look at the disk; then convert again.',
+        fix='Check the disk, then convert again.',
       )
-    step(size)
+    advance(size)
+
+
+def _their_pieces(reader: ParamsReader, table: Table) -> Iterator[tuple[str, int, np.ndarray]]:
+  """Yields (name in the table, first row, rows in float32) of every piece of their tensors."""
+  for name in table.uses:
+    for piece in table.pieces(name):
+      ours = {path: reader.read_at(path, place) for path, place in piece.slices.items()}
+      yield name, piece.start, table.to_theirs(name, ours, num_rows=piece.stop - piece.start)
 
 
 def copy_to_theirs(
-  reader: ParamsReader, table: Table, names: Names, writer: SafetensorsWriter, *, step: Step
+  reader: ParamsReader, table: Table, names: Names, writer: SafetensorsWriter, *, advance: Advance
 ) -> list[str]:
-  """Writes all tensors; returns the names of those whose values a narrower dtype has rounded.
+  """Writes all tensors; returns the names of those that a narrower dtype has rounded.
 
   Raises:
     CheckpointError: a value is too large for the dtype.
@@ -172,44 +201,35 @@ def copy_to_theirs(
   for copy, name in names.copies.items():
     copies_of.setdefault(name, []).append(copy)
   rounded = set()
-  for name in table.uses:
+  for name, start, exact in _their_pieces(reader, table):
     actual = names.of_table[name]
-    for piece in table.pieces(name):
-      ours = {path: reader.read_at(path, place) for path, place in piece.slices.items()}
-      exact = table.to_theirs(name, ours, num_rows=piece.stop - piece.start)
-      for target in (actual, *copies_of.get(actual, ())):
-        with np.errstate(over='ignore'):
-          rows = exact.astype(writer.tensors[target][0])
-        back = rows.astype(np.float32)
-        if not np.array_equal(_bits(back), _bits(exact)):
-          rounded.add(target)
-          if np.any(np.isinf(back) & ~np.isinf(exact)):
-            raise CheckpointError(
-              f'{target} has values beyond the range of {rows.dtype}.',
-              fix='Take --dtype=bfloat16 or --dtype=float32.',
-            )
-        writer.write(target, piece.start, rows)
-        step(rows.nbytes)
+    for target in (actual, *copies_of.get(actual, ())):
+      with np.errstate(over='ignore'):
+        rows = exact.astype(writer.tensors[target][0])
+      back = rows.astype(np.float32)
+      if not _same_bits(back, exact):
+        rounded.add(target)
+        if np.any(np.isinf(back) & ~np.isinf(exact)):
+          raise CheckpointError(
+            f'{target} has values beyond the range of {rows.dtype}.',
+            fix='Set --dtype=bfloat16 or --dtype=float32.',
+          )
+      writer.write(target, start, rows)
+      advance(rows.nbytes)
   return sorted(rounded)
 
 
-def compare_with_theirs(
-  reader: ParamsReader, table: Table, names: Names, written: Tensors, *, step: Step
-) -> None:
-  """Raises CheckpointError unless `written`, read again, has what our checkpoint has, rounded to
-  its dtypes.
-  """
-  for name in table.uses:
+def compare_with_theirs(reader: ParamsReader, written: ForeignWeights, *, advance: Advance) -> None:
+  """Raises CheckpointError unless `written`, read back, equals our checkpoint in its dtypes."""
+  tensors, names = written.tensors, written.names
+  for name, start, exact in _their_pieces(reader, written.table):
     actual = names.of_table[name]
-    for piece in table.pieces(name):
-      ours = {path: reader.read_at(path, place) for path, place in piece.slices.items()}
-      exact = table.to_theirs(name, ours, num_rows=piece.stop - piece.start)
-      rows = written.read(actual, piece.start, piece.stop)
-      if not np.array_equal(_bits(rows), _bits(exact.astype(rows.dtype))):
-        raise CheckpointError(
-          f'{actual} was read back with other values than were written.',
-          fix='Look at the disk; then convert again.',
-        )
-      step(rows.nbytes)
-  wrong = [copy for copy, name in names.copies.items() if not equal(written, copy, name)]
+    rows = tensors.read(actual, start, start + len(exact))
+    if not _same_bits(rows, exact.astype(rows.dtype)):
+      raise CheckpointError(
+        f'{actual} was read back with other values than were written.',
+        fix='Check the disk, then convert again.',
+      )
+    advance(rows.nbytes)
+  wrong = [copy for copy, name in names.copies.items() if not _equal(tensors, copy, name)]
   assert not wrong, f'copies that differ: {wrong}'

@@ -1,8 +1,7 @@
 """The mean of the parameters of several checkpoints, as a checkpoint of parameters."""
 
-import contextlib
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,22 +18,21 @@ from t5x_gpu.checkpoint.storage.checksums import HostSums
 from t5x_gpu.checkpoint.storage.chunks import boxes, smaller_chunk
 from t5x_gpu.checkpoint.tools.verify import check_sums, damage_named
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.terminal.console import Console
 
-Progress = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
 
+def average(readers: Sequence[ParamsReader], target: pathlib.Path, console: Console) -> int:
+  """Writes `target`/checkpoint_<step> with the mean of the parameters; returns the step.
 
-def average(readers: Sequence[ParamsReader], target: pathlib.Path, *, progress: Progress) -> int:
-  """Writes `target`/checkpoint_<step> with the mean of the parameters, in float32; returns it.
-
-  Sums are float32, in the order given. What the checkpoints are of (config.gin, model.gin, hf/)
-  comes along from the last one. What is read is compared with its checksums.
+  Sums are float32, in the order given. config.gin, model.gin and hf/ are copied from the last
+  checkpoint. All values read are compared with their checksums.
 
   Args:
-    readers: of two checkpoints or more, of the same model.
+    readers: two or more checkpoints of the same model.
     target: new folder, which appears at the end.
-    progress: (title, bytes) -> shows how far it is.
+    console: shows the progress.
   Raises:
-    CheckpointError: they are not of the same model, or one is damaged.
+    CheckpointError: the checkpoints are of different models, or one is damaged.
   """
   last = readers[-1]
   for reader in readers[:-1]:
@@ -43,7 +41,7 @@ def average(readers: Sequence[ParamsReader], target: pathlib.Path, *, progress: 
     )
     if problems:
       raise CheckpointError(
-        f'{reader.path} and {last.path} are not of the same model:\n  ' + '\n  '.join(problems),
+        f'{reader.path} and {last.path} belong to different models:\n  ' + '\n  '.join(problems),
         fix='Name checkpoints of one model.',
       )
   size = num_bytes(last.shapes)
@@ -54,7 +52,7 @@ def average(readers: Sequence[ParamsReader], target: pathlib.Path, *, progress: 
   about = {'format': 'average', 'of': [str(reader.path) for reader in readers]}
   with new_folder(target, num_bytes=size) as folder:
     with (
-      progress('averaged', size * len(readers)) as told,
+      console.progress('averaged', size * len(readers)) as advance,
       ParamsWriter(
         folder, step=last.step, shapes=last.shapes, chunks=chunks, about=about, compress=False
       ) as writer,
@@ -63,14 +61,14 @@ def average(readers: Sequence[ParamsReader], target: pathlib.Path, *, progress: 
         sums = [HostSums(shape) for _ in readers]
         for place in boxes(shape, chunks[name]):
           total = np.zeros([s.stop - s.start for s in place], np.float32)
-          for reader, seen in zip(readers, sums):
+          for reader, checksum in zip(readers, sums):
             with damage_named(f'params/{name}', reader.path):
               values = reader.read_at(name, place)
-            seen.add_at(place, values)
+            checksum.add_at(place, values)
             total += values.astype(np.float32)
-            told(total.nbytes)
+            advance(total.nbytes)
           writer.write(name, place, total / np.float32(len(readers)))
-        for reader, seen in zip(readers, sums):
-          check_sums(f'params/{name}', seen, reader.manifest, str(reader.path))
+        for reader, checksum in zip(readers, sums):
+          check_sums(f'params/{name}', checksum, reader.manifest, str(reader.path))
     carry(last.path.parent, folder)
   return last.step

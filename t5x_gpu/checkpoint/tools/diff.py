@@ -1,4 +1,4 @@
-"""How two checkpoints differ: names, shapes, dtypes, and by how much the values do."""
+"""How two checkpoints differ: in names, shapes, dtypes and values."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from t5x_gpu.errors import did_you_mean
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """One array that both checkpoints have, with other values.
+  """An array whose values differ between two checkpoints.
 
   Attributes:
     name: '/'-joined path.
-    num_different: elements that are not equal; NaN equals NaN.
-    max_abs: largest difference; infinite where only one of two is NaN.
-    max_relative: the same over the largest absolute value of the first array.
+    num_different: number of elements that differ; NaN equals NaN.
+    max_abs: largest absolute difference; infinite if only one of two elements is NaN.
+    max_relative: `max_abs` divided by the largest absolute value of the first array.
   """
 
   name: str
@@ -29,13 +29,13 @@ class Difference:
 
   def __str__(self) -> str:
     return (
-      f'{self.name}: {self.num_different:,} elements differ, by {self.max_abs:.3g} at most, '
-      f'{self.max_relative:.3g} of the largest'
+      f'{self.name}: {self.num_different:,} elements differ, by at most {self.max_abs:.3g} '
+      f'({self.max_relative:.3g} of the largest value)'
     )
 
 
 def tree_differences(a: StateReader, b: StateReader) -> list[str]:
-  """Returns a line per array that one of them lacks, or that has another shape or dtype there."""
+  """Returns a line per array that is missing in one, or differs in shape or dtype."""
   only_a, only_b = a.shapes.keys() - b.shapes.keys(), b.shapes.keys() - a.shapes.keys()
   lines = []
   for name in [*a.shapes, *sorted(only_b)]:
@@ -53,24 +53,24 @@ def _text(reader: StateReader, name: str) -> str:
 
 
 def value_differences(
-  a: StateReader, b: StateReader, *, step: Callable[[int], None]
+  a: StateReader, b: StateReader, *, advance: Callable[[int], None]
 ) -> Iterator[Difference]:
-  """Yields the arrays of both that have the same shape and other values; dtypes may differ.
+  """Yields the arrays with equal shapes and different values; dtypes may differ.
 
   Args:
     a, b: the checkpoints.
-    step: told of bytes of `a` that have been compared.
+    advance: called with the number of bytes of `a` compared since the last call.
   """
   for name, shape in a.shapes.items():
     if b.shapes.get(name) != shape:
       continue
-    found = _difference(a, b, name, step)
+    found = _difference(a, b, name, advance)
     if found is not None:
       yield found
 
 
 def _difference(
-  a: StateReader, b: StateReader, name: str, step: Callable[[int], None]
+  a: StateReader, b: StateReader, name: str, advance: Callable[[int], None]
 ) -> Optional[Difference]:
   different, most, largest = 0, 0.0, 0.0
   piece = piece_shape(
@@ -78,7 +78,7 @@ def _difference(
   )
   for place in boxes(a.shapes[name], piece):
     x, y = a.read_at(name, place), b.read_at(name, place)
-    step(x.nbytes)
+    advance(x.nbytes)
     if x.size and x.dtype == y.dtype and np.array_equal(_bytes(x), _bytes(y)):
       largest = max(largest, _largest(x))
       continue
@@ -86,7 +86,7 @@ def _difference(
     unequal = (x != y) & ~(np.isnan(x) & np.isnan(y))
     different += int(unequal.sum())
     if unequal.any():
-      with np.errstate(invalid='ignore'):  # of infinities
+      with np.errstate(invalid='ignore'):  # infinity minus infinity
         most = max(most, float(np.max(np.abs(x - y), where=unequal & ~np.isnan(x - y), initial=0)))
       if np.any(np.isnan(x) != np.isnan(y)):
         most = float('inf')

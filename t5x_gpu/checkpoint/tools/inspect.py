@@ -1,4 +1,4 @@
-"""What a checkpoint holds and says of itself. No array is read."""
+"""The contents and manifest of a checkpoint, without reading any array."""
 
 import math
 import os
@@ -16,13 +16,13 @@ _ORIGINS = (STARTED_FROM, 'converted_from', 'resharded_from')
 
 
 def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -> dict[str, Any]:
-  """Returns what there is to know, JSON-ready; sizes are in bytes.
+  """Returns all facts about a checkpoint, JSON-ready; sizes are in bytes.
 
   Args:
     path: MODEL_DIR, or the folder of one checkpoint.
     step: which checkpoint; None for the latest.
   Raises:
-    CheckpointError: none there, or it cannot be read.
+    CheckpointError: there is no checkpoint, or it cannot be read.
   """
   reader, folder = StateReader(path, step=step), find_checkpoint(path, step=step)[0]
   manifest = reader.manifest
@@ -66,13 +66,12 @@ def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -
 
 def _disk_bytes(path: AnyPath) -> Optional[int]:
   if isinstance(path, RemotePath):
-    return None  # TensorStore lists no sizes
+    return None  # TensorStore does not list sizes
   return sum(p.stat().st_size for p in path.rglob('*') if p.is_file())
 
 
-def text_of(described: dict[str, Any]) -> str:
-  """Returns the same for people: a line per array, then the rest."""
-  d = described
+def description_text(d: dict[str, Any]) -> str:
+  """Returns the result of `describe` for people: a line per array, then the rest."""
   lines = [f'{d["path"]}: step {d["step"]}' + (f', written {d["written"]}' if d['written'] else '')]
   width = max(map(len, d['arrays']), default=0)
   for name, a in d['arrays'].items():
@@ -83,7 +82,7 @@ def text_of(described: dict[str, Any]) -> str:
   lines.append(
     f'on disk: {"unknown" if d["bytes_on_disk"] is None else _size(d["bytes_on_disk"])}'
     + ('; one array per layer' if d['unstacked'] else '')
-    + ('; parameters only: nothing to resume' if d['params_only'] else '')
+    + ('; parameters only: cannot be resumed' if d['params_only'] else '')
   )
   sizes = ' '.join(f'{axis}={n}' for axis, n in (d['mesh'] or {}).items())
   lines.append(
@@ -95,7 +94,7 @@ def text_of(described: dict[str, Any]) -> str:
     f'data: {data or "none"}; state of {d["data_state_bytes"]} bytes; next batch '
     f'{d["next_batch_hash"] or "unknown"}'
   )
-  lines.append(f'gin: {", ".join(d["gin"]) or "none beside it"}')
+  lines.append(f'gin: {", ".join(d["gin"]) or "none"}')
   lines.append(f'checksums: {d["checksums"]}')
   lines += [f'{key.replace("_", " ")}: {d[key]}' for key in _ORIGINS if key in d]
   return '\n'.join(lines)

@@ -1,7 +1,7 @@
-"""Deletes checkpoints that nobody wants to keep, and nothing else.
+"""Deletes the checkpoints that a rule does not keep, and nothing else.
 
-Only folders that hold a committed checkpoint of ours count. checkpoint/storage/removal.py says what
-a kill leaves of one that is being deleted.
+Only folders with one of our committed checkpoints count. checkpoint/storage/removal.py describes
+what remains if the process is killed during a deletion.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from t5x_gpu.errors import CheckpointError
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is to happen to the checkpoints of a MODEL_DIR.
+class PrunePlan:
+  """Which checkpoints of a MODEL_DIR to keep and which to remove.
 
   Attributes:
     folder: MODEL_DIR.
-    kept: step -> why.
+    kept: step -> reason.
     removed: step -> bytes on disk.
   """
 
@@ -38,13 +38,13 @@ class Plan:
   removed: dict[int, int]
 
 
-def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> Plan:
-  """Returns which checkpoints would go; changes nothing.
+def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> PrunePlan:
+  """Returns which checkpoints would be removed; changes nothing.
 
-  A folder that cannot be read as a checkpoint stays, and counts for nothing.
+  A folder that cannot be read as a checkpoint stays and is not counted.
 
   Raises:
-    CheckpointError: there is none, a step to keep is not there, or none would stay.
+    CheckpointError: there is no checkpoint, a step to keep is missing, or none would stay.
   """
   folder = local_path(model_dir, what='prune')
   steps, values, kept = [], {}, {}
@@ -59,7 +59,7 @@ def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> Plan:
   if not steps:
     raise CheckpointError(
       f'{folder} has no checkpoint.',
-      fix='Give the MODEL_DIR of a run, which has checkpoint_<step> in it.',
+      fix='Name the MODEL_DIR of a run: it contains checkpoint_<step>.',
     )
   missing = sorted(set(keep.steps) - set(steps))
   if missing:
@@ -77,31 +77,30 @@ def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> Plan:
   if len(removed) == len(steps):
     raise CheckpointError(
       f'None of the {len(steps)} checkpoints in {folder} would stay.',
-      fix=f'Keep one at least: --keep_last=1 keeps step {steps[-1]}.',
+      fix=f'Keep at least one: --keep_last=1 keeps step {steps[-1]}.',
     )
-  return Plan(folder, dict(sorted(kept.items())), removed)
+  return PrunePlan(folder, dict(sorted(kept.items())), removed)
 
 
-def prune(plan: Plan, *, done: Callable[[int], None]) -> None:
-  """Removes the checkpoints of a plan, oldest first, and what a kill has left of removed ones.
+def prune(plan: PrunePlan, *, removed: Callable[[int], None]) -> None:
+  """Removes the checkpoints of a plan, oldest first, and finishes removals that were interrupted.
 
   Args:
-    plan: of `plan_prune`.
-    done: told of each step that is gone.
+    plan: from `plan_prune`.
+    removed: called with each step that was removed.
   Raises:
-    CheckpointError: a run writes there, or something cannot be removed.
+    CheckpointError: a run writes to the folder, or a file cannot be removed.
   """
   lock = RunLock(plan.folder)
   try:
     finish_removals(plan.folder)
     for step in sorted(plan.removed):
       remove_checkpoint(plan.folder, step)
-      done(step)
+      removed(step)
   except OSError as e:
     raise CheckpointError(
       f'{e.filename or plan.folder} cannot be removed: {e.strerror or e}.',
-      fix='Look at the permissions of the folder; what is listed as removed '
-      'is gone, the rest is there.',
+      fix='Check the permissions of the folder. Only the checkpoints listed as removed are gone.',
     ) from e
   finally:
     lock.release()

@@ -1,180 +1,45 @@
-"""A checkpoint written anew in other chunks, dtypes or groups of layers; no model, no devices.
+"""A checkpoint rewritten with other chunks, dtypes or groups of layers; needs no model or devices.
 
-Arrays go through in pieces. What a piece may take follows from a budget of host memory, which the
-largest chunk of the source must fit into eight times.
+Arrays are copied in pieces. The size of a piece follows from a budget of host memory, of which the
+largest chunk of the source may take an eighth.
 """
 
 import ast
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Mapping
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY
-from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, StateReader, stacked_arrays
+from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, StateReader
 from t5x_gpu.checkpoint.arrays.state_writer import StateWriter
 from t5x_gpu.checkpoint.run_files import carry
 from t5x_gpu.checkpoint.schemas import DATA, TREE
 from t5x_gpu.checkpoint.storage.atomic_folder import Journal, RemoteJournal, open_journal
 from t5x_gpu.checkpoint.storage.checksums import HostSums, record
-from t5x_gpu.checkpoint.storage.chunks import CHUNK_BYTES, Shape, boxes, piece_shape, smaller_chunk
+from t5x_gpu.checkpoint.storage.chunks import boxes, piece_shape
 from t5x_gpu.checkpoint.storage.paths import AnyPath, StorageError
-from t5x_gpu.checkpoint.tools.average import Progress
+from t5x_gpu.checkpoint.tools.reshard_plan import (
+  ReshardPlan,
+  ReshardRequest,
+  piece_bytes,
+  plan_reshard,
+)
 from t5x_gpu.checkpoint.tools.verify import check_sums, damage_named, verify
 from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.terminal.console import Console
 
 RESHARDED_FROM = 'resharded_from'
-LEAST_MEMORY = 16 << 20
-# Of the budget: what is read is there three times (compressed, as a chunk, as a piece of it), what
-# is written as well, and chunks are kept from one piece to the next.
-_CHUNKS_IN_MEMORY = 8
-_PIECES_IN_MEMORY = 16
-_OPTIMIZER, _PARAMS = 'opt_state/', 'params/'
 _NEVER = 2**62
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-  """What is asked for.
-
-  Attributes:
-    source: MODEL_DIR, or the folder of one checkpoint; also in object storage, as `target`.
-    target: new folder: a MODEL_DIR.
-    step: which checkpoint; None for the latest.
-    dtype: of floating parameters; None to leave them.
-    optimizer_dtype: of the floating arrays of the optimizer; None to leave them.
-    drop_optimizer: leave its arrays out.
-    layout: into how many parts to cut the largest dimension of each array, the next, and so on:
-      (8, 2) for what a mesh of fsdp=8 and model=2 reads. Empty for chunks as they are.
-    chunk_bytes: of a chunk at most.
-    unscan: True for an array per layer, False for one of all layers, None for what the source has.
-    verify: read everything again at the end.
-    memory: budget for array data in host memory, in bytes.
-  """
-
-  source: AnyPath
-  target: AnyPath
-  step: Optional[int] = None
-  dtype: Optional[str] = None
-  optimizer_dtype: Optional[str] = None
-  drop_optimizer: bool = False
-  layout: tuple[int, ...] = ()
-  chunk_bytes: int = CHUNK_BYTES
-  unscan: Optional[bool] = None
-  verify: bool = False
-  memory: int = 2 << 30
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """What will be written.
-
-  Attributes:
-    arrays: '/'-joined path -> (shape, dtype).
-    chunks: the same -> shape of a chunk.
-    unstacked: the arrays that are one per layer on disk.
-  """
-
-  arrays: Mapping[str, tuple[Shape, np.dtype]]
-  chunks: Mapping[str, Shape]
-  unstacked: tuple[str, ...]
-
-  @property
-  def num_bytes(self) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays.values())
-
-  def as_json(self) -> Any:
-    return [
-      [name, list(shape), str(dtype), list(self.chunks[name]), name in self.unstacked]
-      for name, (shape, dtype) in self.arrays.items()
-    ]
-
-
-def plan_reshard(reader: StateReader, request: Request) -> Plan:
-  """Returns what will be written; reads no array.
+def reshard(request: ReshardRequest, console: Console) -> AnyPath:
+  """Writes the checkpoint and returns its folder; continues after an interrupted call.
 
   Raises:
-    CheckpointError: the budget is too small for the chunks of the source.
-  """
-  arrays = {
-    name: (shape, _new_dtype(name, reader.dtypes[name], request))
-    for name, shape in reader.shapes.items()
-    if not (request.drop_optimizer and name.startswith(_OPTIMIZER))
-  }
-  largest = max(arrays, key=reader.chunk_bytes)
-  least = max(_CHUNKS_IN_MEMORY * reader.chunk_bytes(largest), LEAST_MEMORY)
-  if request.memory < least:
-    raise CheckpointError(
-      f'--memory={request.memory:,} bytes are too few: {largest} of {reader.path} lies in chunks '
-      f'of {reader.chunk_bytes(largest):,} bytes, which are read as a whole.',
-      fix=f'Set --memory={-(-least // 2**20)}MiB or more. What this writes has chunks of '
-      f'{_most_bytes(request):,} bytes at most, and needs less.',
-      docs='reshard.md#memory',
-    )
-  stacked = set(stacked_arrays(reader.shapes))
-  as_it_was = set(reader.manifest.get(UNSTACKED, ()))
-  unstacked = tuple(
-    n
-    for n in arrays
-    if n in (as_it_was if request.unscan is None else stacked if request.unscan else ())
-  )
-  chunks = {}
-  for name, (shape, dtype) in arrays.items():
-    chunk = (
-      _laid_out(shape, request.layout, first=1 if name in stacked else 0)
-      if (request.layout)
-      else reader.chunk_shape(name)
-    )
-    if name in unstacked:
-      chunk = (1, *chunk[1:])
-    # By the wider of both dtypes: a piece is in memory as it was read, too.
-    itemsize = max(dtype.itemsize, reader.dtypes[name].itemsize)
-    chunks[name] = smaller_chunk(chunk, itemsize=itemsize, most_bytes=_most_bytes(request))
-  return Plan(arrays, chunks, unstacked)
-
-
-def _most_bytes(request: Request) -> int:
-  return min(request.chunk_bytes, request.memory // _PIECES_IN_MEMORY)
-
-
-def _new_dtype(name: str, dtype: np.dtype, request: Request) -> np.dtype:
-  asked = (
-    request.dtype
-    if name.startswith(_PARAMS)
-    else request.optimizer_dtype
-    if name.startswith(_OPTIMIZER)
-    else None
-  )
-  return np.dtype(asked) if asked and jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def _laid_out(shape: Shape, layout: Sequence[int], *, first: int) -> Shape:
-  """Returns chunks that are the parts of a mesh: its sizes go to the largest dimensions that they
-  divide, those before `first` excepted.
-  """
-  chunk, free = list(shape), set(range(first, len(shape)))
-  for parts in layout:
-    fits = [d for d in free if shape[d] and shape[d] % parts == 0]
-    if fits:
-      d = max(fits, key=lambda d: (shape[d], d))
-      chunk[d] //= parts
-      free.remove(d)
-  return tuple(chunk)
-
-
-def reshard(request: Request, *, progress: Progress, say: Callable[[str], None]) -> AnyPath:
-  """Writes the checkpoint; returns its folder. A call that was cut off is gone on with.
-
-  Args:
-    request: what is asked for.
-    progress: (title, bytes, done=bytes) -> shows how far it is.
-    say: prints a line.
-  Raises:
-    CheckpointError: see `Request`; or the source is damaged.
+    CheckpointError: the memory budget is too small, or the source is damaged.
   """
   reader = StateReader(request.source, step=request.step, cache_bytes=request.memory // 16)
   plan = plan_reshard(reader, request)
@@ -190,25 +55,25 @@ def reshard(request: Request, *, progress: Progress, say: Callable[[str], None])
         flush_bytes=_NEVER,
         resume=journal.entry is not None,
       )
-      checksums = _copy(reader, writer, plan, request, journal, progress=progress, say=say)
+      checksums = _copy(reader, writer, plan, request, journal, console)
       writer.close(
         manifest=_manifest(reader, plan, request, checksums),
         data=read_json(reader.path / 'data' / 'metadata', DATA),
         empty=_empty(reader, request),
       )
       if request.verify:
-        _verify(writer.path, request, progress)
+        _verify(writer.path, request, console)
       carry(reader.path.parent, journal.folder)
       journal.finish()
     except StorageError:
-      raise  # the same command goes on once it answers
+      raise  # the same command continues once the storage answers
     except CheckpointError:
-      journal.discard()  # there is nothing to go on with: the source is damaged, or the disk
+      journal.discard()  # the source or the disk is damaged: a new call could not continue
       raise
     except OSError as e:
       raise CheckpointError(
         f'{request.target} could not be written: {e.strerror or e}.',
-        fix='Make room; the same command then goes on.',
+        fix='Free some space; the same command then continues.',
       ) from e
   return request.target / reader.path.name
 
@@ -216,44 +81,43 @@ def reshard(request: Request, *, progress: Progress, say: Callable[[str], None])
 def _copy(
   reader: StateReader,
   writer: StateWriter,
-  plan: Plan,
-  request: Request,
+  plan: ReshardPlan,
+  request: ReshardRequest,
   journal: Journal | RemoteJournal,
-  *,
-  progress: Progress,
-  say: Callable[[str], None],
+  console: Console,
 ) -> dict[str, str]:
-  """Writes all arrays from where the journal stands; returns their checksums."""
+  """Writes all arrays, from the journal's position on; returns their checksums."""
   entry = journal.entry or {'pieces': 0, 'array': '', 'read': '', 'written': '', 'checksums': {}}
   if journal.entry is None:
     journal.note(entry)
   checksums, skipped = dict(entry['checksums']), entry['pieces']
   done = _bytes_of_first(reader, plan, skipped)
   if skipped:
-    say(f'going on where an earlier call was cut off: {done / 1e6:,.1f} MB are written')
-  count, waiting = 0, 0
+    console.say(f'continuing an interrupted call: {done / 1e6:,.1f} MB are already written')
+  count, num_unflushed = 0, 0
+  most_bytes = piece_bytes(request)
   total = sum(reader.bytes_of(name) for name in plan.arrays)
-  with progress('written', total, done=done) as told:
+  with console.progress('written', total, done=done) as advance:
     for name, (shape, dtype) in plan.arrays.items():
-      is_cut = name == entry['array']  # some of its pieces are written
-      read = HostSums(shape, start=entry['read'] if is_cut else '')
-      written = HostSums(shape, start=entry['written'] if is_cut else '')
+      is_partial = name == entry['array']  # some of its pieces are written
+      read = HostSums(shape, start=entry['read'] if is_partial else '')
+      written = HostSums(shape, start=entry['written'] if is_partial else '')
       for place in boxes(shape, plan.chunks[name]):
         count += 1
         if count <= skipped:
           continue
         with damage_named(name, reader.path):
-          values = _read(reader, name, place, request.memory // _PIECES_IN_MEMORY)
+          values = _read(reader, name, place, most_bytes)
         read.add_at(place, values)
-        told(values.nbytes)
+        advance(values.nbytes)
         values = _cast(values, dtype, name)
         written.add_at(place, values)
         writer.write(name, place, values)
-        waiting += values.nbytes
+        num_unflushed += values.nbytes
         del values
-        if waiting >= request.memory // _PIECES_IN_MEMORY:
+        if num_unflushed >= most_bytes:
           writer.flush()
-          waiting = 0
+          num_unflushed = 0
           journal.note(
             {
               'pieces': count,
@@ -269,7 +133,7 @@ def _copy(
   return checksums
 
 
-def _bytes_of_first(reader: StateReader, plan: Plan, pieces: int) -> int:
+def _bytes_of_first(reader: StateReader, plan: ReshardPlan, pieces: int) -> int:
   total = 0
   for name, (shape, _) in plan.arrays.items():
     for place in boxes(shape, plan.chunks[name]):
@@ -281,7 +145,7 @@ def _bytes_of_first(reader: StateReader, plan: Plan, pieces: int) -> int:
 
 
 def _read(reader: StateReader, name: str, place: tuple[slice, ...], most_bytes: int) -> np.ndarray:
-  """Returns a part of an array. Chunk by chunk: TensorStore would read all of them at once."""
+  """Returns a part of an array, read chunk by chunk: TensorStore would read all at once."""
   itemsize = reader.dtypes[name].itemsize
   grid = piece_shape(
     reader.shapes[name],
@@ -313,15 +177,15 @@ def _cast(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
   if np.any(np.isinf(out) & ~np.isinf(values)):
     raise CheckpointError(
       f'{name} has values beyond the range of {dtype}.',
-      fix='Take --dtype=bfloat16, which has the range of float32.',
+      fix='Set --dtype=bfloat16, which has the range of float32.',
     )
   return out
 
 
 def _manifest(
-  reader: StateReader, plan: Plan, request: Request, checksums: Mapping[str, str]
+  reader: StateReader, plan: ReshardPlan, request: ReshardRequest, checksums: Mapping[str, str]
 ) -> dict[str, Any]:
-  """Returns the manifest of the source, as it is of what was written."""
+  """Returns the manifest of the source, updated for the new arrays."""
   manifest = {
     **reader.manifest,
     **record(checksums),
@@ -342,8 +206,8 @@ def _manifest(
   return manifest
 
 
-def _empty(reader: StateReader, request: Request) -> dict[str, Any]:
-  """Returns what Orbax's tree has beside arrays: of an optimizer, which may be left out."""
+def _empty(reader: StateReader, request: ReshardRequest) -> dict[str, Any]:
+  """Returns the nodes without arrays of Orbax's tree, except those of a dropped optimizer."""
   tree = read_json(reader.path / 'state' / '_METADATA', TREE)['tree_metadata']
   return {
     key: leaf
@@ -353,12 +217,10 @@ def _empty(reader: StateReader, request: Request) -> dict[str, Any]:
   }
 
 
-def _verify(folder: AnyPath, request: Request, progress: Progress) -> None:
-  """Raises CheckpointError unless what was written reads as it should."""
+def _verify(folder: AnyPath, request: ReshardRequest, console: Console) -> None:
+  """Raises CheckpointError unless the new checkpoint reads back with the right checksums."""
   reader = StateReader(folder, cache_bytes=0, is_committed=False)
-  with progress('read again', reader.num_bytes) as told:
-    verdict = verify(
-      reader, step=told, num_threads=1, most_bytes=request.memory // _PIECES_IN_MEMORY
-    )
+  with console.progress('read back', reader.num_bytes) as advance:
+    verdict = verify(reader, advance=advance, num_threads=1, most_bytes=piece_bytes(request))
   for name, problem in verdict.damaged.items():
-    raise CheckpointError(f'{name}, read back, {problem}.', fix='Look at the disk; then try again.')
+    raise CheckpointError(f'{name}, read back, {problem}.', fix='Check the disk, then try again.')

@@ -1,4 +1,4 @@
-"""Whether the values of a checkpoint are those that were saved: every array is read once."""
+"""Compares the values of a checkpoint with its checksums; reads every array once."""
 
 import concurrent.futures
 import contextlib
@@ -12,19 +12,17 @@ from t5x_gpu.checkpoint.storage.checksums import HostSums, recorded
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.errors import CheckpointError
 
-_FIX = (
-  'Take another checkpoint. All of this one is checked by\npython -m t5x_gpu.checkpoint verify {}'
-)
+_FIX = 'Use another checkpoint. To check all of this one:\npython -m t5x_gpu.checkpoint verify {}'
 NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What has been found.
+  """The result of `verify`.
 
   Attributes:
-    num_arrays: that were read.
-    num_unknown: of them without a checksum: they can be read, no more is known.
+    num_arrays: number of arrays read.
+    num_unknown: number of arrays without a checksum: readable, but not verified.
     damaged: array -> what is wrong with it.
   """
 
@@ -36,17 +34,17 @@ class Verdict:
 def verify(
   reader: StateReader,
   *,
-  step: Callable[[int], None],
+  advance: Callable[[int], None],
   num_threads: int = NUM_THREADS,
   most_bytes: int = PIECE_BYTES,
 ) -> Verdict:
-  """Returns whether each array has its checksum; a few pieces are in memory at a time.
+  """Compares each array with its checksum; memory holds a few pieces at a time.
 
   Args:
-    reader: of the checkpoint.
-    step: told of bytes that have been read.
-    num_threads: each has a piece in memory, and the chunks that it lies in.
-    most_bytes: of a piece.
+    reader: the checkpoint.
+    advance: called with the number of bytes read since the last call.
+    num_threads: each has one piece in memory, and the chunks that contain it.
+    most_bytes: maximum size of a piece.
   """
   want = recorded(reader.manifest)
 
@@ -55,8 +53,8 @@ def verify(
     try:
       for place, values in reader.pieces(name, most_bytes=most_bytes):
         sums.add_at(place, values)
-        step(values.nbytes)
-    except (ValueError, OSError) as e:  # TensorStore's: it does not decompress, or is not there
+        advance(values.nbytes)
+    except (ValueError, OSError) as e:  # from TensorStore: corrupt or missing data
       check_no_outage(e, reader.path)
       return f'cannot be read: {why(e)}'
     if name in want and str(sums) != want[name]:
@@ -74,10 +72,10 @@ def verify(
 
 @contextlib.contextmanager
 def damage_named(name: str, where: AnyPath) -> Iterator[None]:
-  """Within, an array that cannot be read raises CheckpointError."""
+  """Context in which an array that cannot be read raises CheckpointError."""
   try:
     yield
-  except ValueError as e:  # TensorStore's: it does not decompress, or is cut off
+  except ValueError as e:  # from TensorStore: corrupt or truncated data
     check_no_outage(e, where)
     raise CheckpointError(
       f'{name} of {where} cannot be read: {why(e)}',
@@ -87,7 +85,7 @@ def damage_named(name: str, where: AnyPath) -> Iterator[None]:
 
 
 def check_sums(name: str, sums: HostSums, manifest: Mapping[str, object], where: str) -> None:
-  """Raises CheckpointError if an array that was read from a checkpoint is not what was saved."""
+  """Raises CheckpointError if an array read from a checkpoint does not have its checksum."""
   want = recorded(manifest).get(name)
   if want is not None and str(sums) != want:
     raise CheckpointError(

@@ -7,9 +7,9 @@ import pytest
 
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter
-from t5x_gpu.checkpoint.convert import merge_lora as merging
-from t5x_gpu.checkpoint.convert import name_table
-from t5x_gpu.checkpoint.convert.merged_params import MergedParams
+from t5x_gpu.checkpoint.convert import logits_check, name_table
+from t5x_gpu.checkpoint.convert.merge_lora import MergedParams
+from t5x_gpu.checkpoint.convert.model_spec import differences
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.models.lora import LoraModel
 from t5x_gpu.partitioning.axis_rules import split_names
@@ -102,7 +102,7 @@ def test_merged_checkpoint_is_one_of_the_plain_model(tuned, tmp_path, capsys, mo
   for name, value in merged(lora, values).items():
     np.testing.assert_allclose(reader.read_at(name, ()), value, atol=1e-5, err_msg=name)
   model = convert.model_of_gin([tmp_path / 'merged' / 'model.gin'])
-  assert not convert.conversions.differences(model, convert.model_of_gin([folder / 'lora.gin']))
+  assert not differences(model, convert.model_of_gin([folder / 'lora.gin']))
   # It is a converted checkpoint like any other.
   assert (
     convert.main(
@@ -137,9 +137,9 @@ def test_a_run_with_adapters_becomes_a_hugging_face_model_at_once(tuned, tmp_pat
 
 def test_a_merge_whose_logits_differ_leaves_nothing(tuned, tmp_path, monkeypatch):
   folder, _, _ = tuned
-  logits = merging.logits_check.logits_of
+  logits = logits_check.logits_of
   monkeypatch.setattr(
-    merging.logits_check,
+    logits_check,
     'logits_of',
     lambda model, *args: logits(model, *args) * (1.01 if isinstance(model, LoraModel) else 1.0),
   )
@@ -159,8 +159,8 @@ def test_a_merge_whose_logits_differ_leaves_nothing(tuned, tmp_path, monkeypatch
   'source,gin,flags,says',
   [
     ('base', 'base/model.gin', [], 'no adapters to merge'),
-    ('base', 'lora.gin', [], 'has no adapters, and its model should have'),
-    ('lora', 'lora.gin', ['--dtype=bfloat16'], '--dtype means nothing'),
+    ('base', 'lora.gin', [], 'has no adapters, but its model should have'),
+    ('lora', 'lora.gin', ['--dtype=bfloat16'], '--dtype cannot be used'),
   ],
 )
 def test_what_cannot_be_merged_is_refused(tuned, tmp_path, source, gin, flags, says):

@@ -1,0 +1,196 @@
+"""Conversions to our format, from Hugging Face and from T5X.
+
+The folder appears only after every tensor has been read back and the logits have been compared.
+"""
+
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, num_bytes
+from t5x_gpu.checkpoint.convert import logits_check
+from t5x_gpu.checkpoint.convert.conversion import (
+  ConversionRequest,
+  Reference,
+  check_logits,
+  hf_reference,
+  own_reference,
+)
+from t5x_gpu.checkpoint.convert.hf_folder import CONFIG, carry_files, open_hf, write_record
+from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences, gin_text
+from t5x_gpu.checkpoint.convert.name_table import Table
+from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
+from t5x_gpu.checkpoint.convert.t5x_names import t5x_model, t5x_table
+from t5x_gpu.checkpoint.convert.tensor_copy import (
+  ForeignWeights,
+  Names,
+  OurPiece,
+  compare_with_ours,
+  copy_to_ours,
+)
+from t5x_gpu.checkpoint.run_files import HF_FOLDER, MODEL_GIN
+from t5x_gpu.checkpoint.storage.atomic_folder import new_folder
+from t5x_gpu.checkpoint.storage.chunks import Shape
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.terminal.console import Console
+
+
+def convert_hf(request: ConversionRequest, console: Console) -> None:
+  """Writes our checkpoint, model.gin and hf/ from a Hugging Face model."""
+  hf = open_hf(request.source, family=request.family, drop=request.drop)
+  if request.model is not None:
+    _check_same(request.model, hf.model, f'{request.source / CONFIG}')
+  tensors, names = hf.weights.tensors, hf.weights.names
+  dtypes = sorted({str(tensors.dtypes[name]) for name in names.of_table.values()})
+  console.say(
+    f'from: {request.source}: Hugging Face, {hf.family}, {counted(hf.weights.table.our_shapes)} in '
+    f'{" and ".join(dtypes)}'
+  )
+  for name in names.unused:
+    console.say(f'left out: {name} {list(tensors.shapes[name])}')
+
+  def write_hf_files(folder: pathlib.Path) -> None:
+    carry_files(request.source, folder / HF_FOLDER)
+    write_record(hf, folder / HF_FOLDER)
+
+  _write_weights(
+    request,
+    console,
+    hf.model,
+    hf.weights,
+    step=0,
+    about={'format': 'hf', 'family': hf.family, 'folder': request.source.name},
+    reference=hf_reference(request, hf),
+    write_extra=write_hf_files,
+  )
+
+
+def convert_t5x(request: ConversionRequest, console: Console) -> None:
+  """Writes our checkpoint and model.gin from a T5X checkpoint, without its optimizer state."""
+  files = T5xCheckpoint(request.source)
+  model = request.model or t5x_model(files.shapes)
+  table = t5x_table(model, files.shapes)
+  weights = ForeignWeights(table, files, Names({n: n for n in files.shapes}))
+  weights.check(
+    what=f'The parameters of {files.path} are not those of the model',
+    fix='Name the model file that belongs to them: --gin_file=model.gin.',
+  )
+  console.say(f'from: {files.path}: T5X, step {files.step}, {counted(table.our_shapes)}')
+  if request.model is None and len(model.config.mlp_activations) > 1:
+    console.say(
+      "assumed: mlp_activations = ('gelu', 'linear'), as in T5.1.1; the files do not "
+      'say (set another with --gin_file=model.gin)'
+    )
+  _write_weights(
+    request,
+    console,
+    model,
+    weights,
+    step=files.step,
+    about={'format': 't5x', 'folder': files.path.name},
+    reference=own_reference(model, weights),
+  )
+
+
+def _write_weights(
+  request: ConversionRequest,
+  console: Console,
+  model: ModelFields,
+  weights: ForeignWeights,
+  **options: Any,
+) -> None:
+  table: Table = weights.table
+  write_ours(
+    request,
+    console,
+    model,
+    table.our_shapes,
+    weights.our_pieces,
+    chunks=table.chunks(),
+    num_source_bytes=weights.num_bytes,
+    **options,
+  )
+
+
+def write_ours(
+  request: ConversionRequest,
+  console: Console,
+  model: ModelFields,
+  shapes: Mapping[str, Shape],
+  pieces: Callable[[], Iterator[OurPiece]],
+  *,
+  chunks: Mapping[str, Shape],
+  num_source_bytes: int,
+  step: int,
+  about: Mapping[str, Any],
+  reference: Reference,
+  write_extra: Callable[[pathlib.Path], Any] = lambda folder: None,
+  origin: str = 'converted',
+) -> None:
+  """Writes our checkpoint and model.gin, reads both back and compares the logits.
+
+  Args:
+    request, console: of the conversion.
+    model: the model that the parameters belong to.
+    shapes: shapes of its parameters, by path.
+    pieces: yields all their parts; called twice.
+    chunks: shapes of chunks on disk, by path.
+    num_source_bytes: sum of the sizes that `pieces` yields.
+    step: step of the new checkpoint.
+    about: origin of the parameters, for the manifest.
+    reference: computes the logits to compare with.
+    write_extra: (folder) -> writes further files.
+    origin: how the parameters were made, for the comment in model.gin.
+  """
+  with new_folder(request.target, num_bytes=num_bytes(shapes)) as folder:
+    with (
+      console.progress('written', num_source_bytes) as advance,
+      ParamsWriter(
+        folder,
+        step=step,
+        shapes=shapes,
+        chunks=chunks,
+        about=about,
+        compress=num_source_bytes < num_bytes(shapes),
+      ) as writer,
+    ):
+      copy_to_ours(pieces(), writer, advance=advance)
+    write_extra(folder)
+    title = (
+      f'{request.source.name}, {origin} by python -m t5x_gpu.convert: {counted(shapes)}.\n'
+      'Include it in place of a file of gin_configs/models/.'
+    )
+    (folder / MODEL_GIN).write_text(gin_text(model, title=title), 'utf-8')
+    reader = ParamsReader(folder)
+    with console.progress('read back', num_source_bytes) as advance:
+      compare_with_ours(pieces(), reader, advance=advance)
+    console.say(f'check: {len(shapes)} parameters read back: bit-identical')
+    read_back = request.read_gin(folder / MODEL_GIN)
+    assert not differences(read_back, model), f'{MODEL_GIN}: {differences(read_back, model)}'
+    check_logits(
+      request,
+      console,
+      read_back,
+      shapes,
+      reference=reference,
+      ours=lambda: logits_check.params_of_checkpoint(reader),
+    )
+  console.say(f'done: {request.target}: checkpoint_{step}, {MODEL_GIN}')
+
+
+def _check_same(asked: ModelFields, found: ModelFields, where: str) -> None:
+  problems = differences(found, asked)
+  if problems:
+    raise CheckpointError(
+      f'The gin file describes another model than {where}:\n  '
+      + '\n  '.join(
+        f'{name} = {ours!r} in the gin file, {theirs!r} there' for name, theirs, ours in problems
+      ),
+      fix='Leave --gin_file out: model.gin is then made from config.json.',
+      parameters=[asked.parameter(name) for name, _, _ in problems],
+    )
+
+
+def counted(shapes: Mapping[str, Shape]) -> str:
+  """Returns '1,234 parameters'."""
+  return f'{num_bytes(shapes) // 4:,} parameters'

@@ -1,0 +1,21 @@
+"""Types of command-line flags for argparse, which turns their error into a message."""
+
+import argparse
+import re
+
+_UNITS = {'': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30}
+
+
+def positive_int(text: str) -> int:
+  """Returns a whole number of at least 1."""
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f'{text!r} is not a whole number of at least 1')
+  return int(text)
+
+
+def byte_size(text: str) -> int:
+  """Returns the bytes of '2GiB', '500MB' or '1000'."""
+  match = re.fullmatch(r'(\d+(?:\.\d+)?)\s*([KMG]I?B)?', text.strip(), re.IGNORECASE)
+  if not match or float(match[1]) <= 0:
+    raise argparse.ArgumentTypeError(f'{text!r} is not a size such as 2GiB or 500MB')
+  return int(float(match[1]) * _UNITS[(match[2] or '').upper()])
