@@ -80,7 +80,7 @@ def merge_lora(request: ConversionRequest, console: Console) -> None:
   model, lora = request.model, request.lora
   reader = ParamsReader(request.source, step=request.step)
   merged = MergedParams(reader, lora)
-  check_params(merged, model.abstract_shapes(), docs='finetune.md#merge')
+  check_params(merged, model.abstract_shapes())
   console.say(
     f'from: {reader.path}: {merged.num_merged} kernels with adapters of rank '
     f'{lora.rank}, {counted(merged.shapes)} without them'
@@ -126,14 +126,12 @@ def merge_lora(request: ConversionRequest, console: Console) -> None:
   )
 
 
-def check_params(
-  reader: ParamsReader | MergedParams, want: Mapping[str, Shape], *, docs: str
-) -> None:
+def check_params(reader: ParamsReader | MergedParams, want: Mapping[str, Shape]) -> None:
   """Raises CheckpointError unless a checkpoint has exactly the parameters `want`."""
   problems = tree_problems(want, reader.shapes, wanted_by='the model', had_by='the checkpoint')
   if problems:
     raise CheckpointError(
       f'{reader.path} does not hold the parameters of this model:\n  ' + '\n  '.join(problems),
       fix='Name the gin file that the checkpoint was trained with: --gin_file=FILE.',
-      docs=docs,
+      docs='convert.md#refused',
     )

@@ -51,7 +51,7 @@ def convert_ours(request: ConversionRequest, console: Console) -> None:
   like = record if record and record.family == family else None
   config = _hf_config(model, family, like)
   table = Table(FAMILIES[family].rules(model), model.sizes())
-  check_params(reader, table.our_shapes, docs='convert.md#refused')
+  check_params(reader, table.our_shapes)
   headers, index, names = _hf_layout(request, table, like)
   console.say(f'from: {reader.path}: t5x_gpu, {counted(table.our_shapes)}')
   size = sum(
