@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Iterator
 from typing import Any, Optional
 
 import flax.linen as nn
@@ -122,70 +123,60 @@ class TransformerConfig:
     object.__setattr__(self, 'windows', tuple(self.windows))
     for name in self.mlp_activations:
       activation(name)
-    problems, parameters = [], []
-
-    def refuse(parameter: str, text: str) -> None:
-      problems.append(f'{parameter} = {getattr(self, parameter)!r} {text}')
-      parameters.append(f'TransformerConfig.{parameter}')
-
-    for parameter in (
-      'vocab_size',
-      'num_layers',
-      'embed_dim',
-      'num_heads',
-      'head_dim',
-      'mlp_dim',
-      'num_relpos_buckets',
-      'max_relpos_distance',
-      'scan_unroll',
-    ):
-      if getattr(self, parameter) < 1:
-        refuse(parameter, 'must be at least 1.')
-    for parameter in (
-      'query_pre_attn_scalar',
-      'attention_softcap',
-      'logits_softcap',
-      'init_stddev',
-      'norm_epsilon',
-    ):
-      value = getattr(self, parameter)
-      if value is not None and not value > 0.0:
-        refuse(parameter, 'must be above 0.')
-    for parameter in ('num_positions', 'num_token_types', 'max_length'):
-      if getattr(self, parameter) < 0:
-        refuse(parameter, 'must be at least 1, or 0 for none.')
-    if self.max_length > 0 and self.num_positions > 0:
-      refuse(
-        'max_length',
-        f'has no meaning beside num_positions = {self.num_positions}, which '
-        'limits the length: leave it out.',
+    if self.relative_bias == 'none' and self.rope is None and self.num_positions == 0:
+      _log.warning(
+        "relative_bias = 'none', and neither rope nor num_positions is set: this model does not "
+        'see the order of its tokens.'
       )
-    if self.num_heads >= 1 and not (1 <= self.kv_heads and self.num_heads % self.kv_heads == 0):
-      legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
-      refuse(
-        'num_kv_heads',
-        f'does not divide num_heads = {self.num_heads}: set it to one of '
-        f'{", ".join(map(str, legal))}.',
+    problems = [*self._bad_numbers(), *self._bad_choices(), *self._contradictions()]
+    if problems:
+      texts = [f'{parameter} = {getattr(self, parameter)!r} {text}' for parameter, text in problems]
+      raise ModelError(
+        all_problems(texts, title='The model cannot be built'),
+        fix='Set them in the model file or with --gin.TransformerConfig.NAME=VALUE.',
+        parameters=[f'TransformerConfig.{parameter}' for parameter, _ in problems],
       )
+
+  def _bad_numbers(self) -> Iterator[tuple[str, str]]:
+    """Yields (parameter, what is wrong) of numbers out of range."""
+    optional = ('query_pre_attn_scalar', 'attention_softcap', 'logits_softcap', 'init_stddev')
+    given = [name for name in optional if getattr(self, name) is not None]
+    none, at_least_0 = 'must be at least 1, or 0 for none.', 'must be at least 0.'
+    for is_bad, text, parameters in (
+      (
+        lambda value: value < 1,
+        'must be at least 1.',
+        (
+          'vocab_size',
+          'num_layers',
+          'embed_dim',
+          'num_heads',
+          'head_dim',
+          'mlp_dim',
+          'num_relpos_buckets',
+          'max_relpos_distance',
+          'scan_unroll',
+        ),
+      ),
+      (lambda value: not value > 0.0, 'must be above 0.', (*given, 'norm_epsilon')),
+      (lambda value: value < 0, none, ('num_positions', 'num_token_types', 'max_length')),
+      (lambda value: value < 0, 'must be at least 1, or 0 for a dense MLP.', ('num_experts',)),
+      (lambda value: value < 0.0, at_least_0, ('router_balance_loss', 'router_z_loss')),
+      (lambda value: not 0.0 <= value < 1.0, 'must be at least 0 and below 1.', ('dropout_rate',)),
+      (
+        lambda value: value is not None and value <= 0.0,
+        'must be above 0; 1 to 2 is usual, None drops no token.',
+        ('expert_capacity_factor',),
+      ),
+    ):
+      yield from ((name, text) for name in parameters if is_bad(getattr(self, name)))
     if not self.windows or any(
       isinstance(w, bool) or not isinstance(w, int) or w < 0 for w in self.windows
     ):
-      refuse('windows', 'must be sizes of at least 1, or 0 for no window, as in (4096, 0).')
-    if self.rope is not None and self.head_dim % 2:
-      refuse('head_dim', 'must be even for rotary positions, which turn pairs of features.')
-    if self.num_experts > 0 and self.mlp_bias:
-      refuse('mlp_bias', 'has no meaning for experts, whose maps have none.')
-    if self.num_experts < 0:
-      refuse('num_experts', 'must be at least 1, or 0 for a dense MLP.')
-    if self.num_experts > 0 and not 1 <= self.num_experts_per_token <= self.num_experts:
-      refuse('num_experts_per_token', f'must be from 1 to num_experts = {self.num_experts}.')
-    if self.expert_capacity_factor is not None and self.expert_capacity_factor <= 0.0:
-      refuse('expert_capacity_factor', 'must be above 0; 1 to 2 is usual, None drops no token.')
-    for parameter in ('router_balance_loss', 'router_z_loss'):
-      if getattr(self, parameter) < 0.0:
-        refuse(parameter, 'must be at least 0.')
-    if not 0.0 <= self.dropout_rate < 1.0:
-      refuse('dropout_rate', 'must be at least 0 and below 1.')
+      yield 'windows', 'must be sizes of at least 1, or 0 for no window, as in (4096, 0).'
+
+  def _bad_choices(self) -> Iterator[tuple[str, str]]:
+    """Yields (parameter, what is wrong) of names that are not among the allowed ones."""
     for parameter, allowed in (
       ('relative_bias', RELATIVE_BIAS),
       ('remat_policy', REMAT_POLICIES),
@@ -196,18 +187,29 @@ class TransformerConfig:
     ):
       value = getattr(self, parameter)
       if value not in allowed:
-        refuse(parameter, f'is not one of {", ".join(allowed)}.{did_you_mean(value, allowed)}')
-    if self.relative_bias == 'none' and self.rope is None and self.num_positions == 0:
-      _log.warning(
-        "relative_bias = 'none', and neither rope nor num_positions: nothing tells this "
-        'model where a token stands.'
+        yield parameter, f'is not one of {", ".join(allowed)}.{did_you_mean(value, allowed)}'
+
+  def _contradictions(self) -> Iterator[tuple[str, str]]:
+    """Yields (parameter, what is wrong) of values that exclude each other."""
+    if self.max_length > 0 and self.num_positions > 0:
+      yield (
+        'max_length',
+        f'has no effect with num_positions = {self.num_positions}, which already limits the '
+        'length: leave it out.',
       )
-    if problems:
-      raise ModelError(
-        all_problems(problems, title='The model cannot be built'),
-        fix='Set them in the model file or with --gin.TransformerConfig.NAME=VALUE.',
-        parameters=parameters,
+    if self.num_heads >= 1 and not (1 <= self.kv_heads and self.num_heads % self.kv_heads == 0):
+      legal = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+      yield (
+        'num_kv_heads',
+        f'does not divide num_heads = {self.num_heads}: set it to one of '
+        f'{", ".join(map(str, legal))}.',
       )
+    if self.rope is not None and self.head_dim % 2:
+      yield 'head_dim', 'must be even for rotary positions, which rotate pairs of features.'
+    if self.num_experts > 0 and self.mlp_bias:
+      yield 'mlp_bias', 'is not supported with experts.'
+    if self.num_experts > 0 and not 1 <= self.num_experts_per_token <= self.num_experts:
+      yield 'num_experts_per_token', f'must be from 1 to num_experts = {self.num_experts}.'
 
   @property
   def compute_dtype(self) -> Any:

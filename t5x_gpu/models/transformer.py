@@ -4,6 +4,7 @@ Every family is this layer with other choices: encoders and decoders, with a nor
 around each block, with one attention or, in the decoder of an encoder-decoder, two.
 """
 
+import functools
 from typing import Any, Optional
 
 import flax.linen as nn
@@ -116,25 +117,10 @@ class TransformerLayer(nn.Module):
       caches: of all layers, while decoding.
     """
     c = self.config
+    before, add = functools.partial(_before_block, c), functools.partial(_add_block, c)
 
     def rng(site: str) -> Optional[DropoutRng]:
       return dropout_rng and dropout_rng.at(site)
-
-    def before(x: jax.Array, block: str) -> jax.Array:
-      if c.norm_position != 'post':
-        x = make_norm(c, name=f'pre_{block}_layer_norm')(x)
-      return shard(x, 'batch', 'length', 'embed')
-
-    def add(x: jax.Array, h: jax.Array, block: str, site: str) -> jax.Array:
-      """Returns the residual `x` after a block's output `h`."""
-      if c.norm_position == 'sandwich':
-        h = make_norm(c, name=f'post_{block}_layer_norm')(h)
-      x = x + dropout(h, c.dropout_rate, rng(f'{site}_out'))
-      if c.norm_position == 'post':
-        x = shard(
-          make_norm(c, name=f'post_{block}_layer_norm')(x), 'batch', 'residual_length', 'embed'
-        )
-      return x
 
     # Said here as well: what the loop carries, and stores for the backward pass, is split.
     x = shard(x, 'batch', 'residual_length', 'embed')
@@ -155,7 +141,7 @@ class TransformerLayer(nn.Module):
       layer=number,
       dropout_rng=rng('attention'),
     )
-    x = add(x, h, 'self_attention', 'attention')
+    x = add(x, h, 'self_attention', dropout_rng, 'attention_out')
     if shared.cross_attention is not None:
       cross_rng = rng('cross_attention')  # drops values, which stand where the encoder's tokens do
       cross_rng = cross_rng and cross_rng.replace(positions=shared.encoder_places)
@@ -167,13 +153,13 @@ class TransformerLayer(nn.Module):
         layer=number,
         dropout_rng=cross_rng,
       )
-      x = add(x, h, 'cross_attention', 'cross_attention')
+      x = add(x, h, 'cross_attention', dropout_rng, 'cross_attention_out')
     h, charges = before(x, 'mlp'), None
     if c.num_experts:
       h, charges = self._experts()(h, valid=shared.valid, dropout_rng=rng('mlp'))
     else:
       h = self._mlp()(h, dropout_rng=rng('mlp'))
-    x = add(x, h, 'mlp', 'mlp')
+    x = add(x, h, 'mlp', dropout_rng, 'mlp_out')
     return x, None if caches is None else LayerCaches(own, of_encoder), charges
 
   def _attention(self, name: str) -> MultiHeadAttention:
@@ -220,6 +206,32 @@ class TransformerLayer(nn.Module):
   def _window(self, number: Any) -> Optional[jax.Array]:
     windows = self.config.windows
     return jnp.asarray(windows)[number % len(windows)] if any(windows) else None
+
+
+# Functions, not methods: Flax would put a method's name into the names of the compiled operations.
+def _before_block(config: TransformerConfig, x: jax.Array, block: str) -> jax.Array:
+  """Returns the input of a block, [batch, length, embed], from the residual."""
+  if config.norm_position != 'post':
+    x = make_norm(config, name=f'pre_{block}_layer_norm')(x)
+  return shard(x, 'batch', 'length', 'embed')
+
+
+def _add_block(
+  config: TransformerConfig,
+  x: jax.Array,
+  h: jax.Array,
+  block: str,
+  rng: Optional[DropoutRng],
+  site: str,
+) -> jax.Array:
+  """Returns the residual `x` [batch, length, embed] after a block with output `h`."""
+  if config.norm_position == 'sandwich':
+    h = make_norm(config, name=f'post_{block}_layer_norm')(h)
+  x = x + dropout(h, config.dropout_rate, rng and rng.at(site))
+  if config.norm_position != 'post':
+    return x
+  x = make_norm(config, name=f'post_{block}_layer_norm')(x)
+  return shard(x, 'batch', 'residual_length', 'embed')
 
 
 def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int) -> Any:

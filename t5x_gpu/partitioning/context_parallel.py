@@ -137,16 +137,6 @@ def local_positions(length: int, *, axis: str = 'context') -> jax.Array:
   return (starts[:, None] + jnp.arange(chunk)[None, :]).reshape(-1).astype(jnp.int32)
 
 
-def causal_pairs(order: np.ndarray, ways: int) -> np.ndarray:
-  """Returns int64 [ways]: pairs (query, key not after it) that each device computes.
-
-  Args:
-    order: position at each place, such as `length_order` returns.
-    ways: devices that the length is split over.
-  """
-  return (order.reshape(ways, -1).astype(np.int64) + 1).sum(-1)
-
-
 def traffic_per_step(
   *,
   batch: int,

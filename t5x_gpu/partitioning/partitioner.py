@@ -214,30 +214,7 @@ class Partitioner:
     """
     rules, total = self.rules(), sizes.total
     pipeline = self._pipeline(sizes, logical_sizes, num_microbatches)
-    rows = 1  # what a device's rows must be a multiple of
-    if pipeline is not None:
-      rows = self.num_pipeline_microbatches or (
-        pipeline.num_stages if pipeline.schedule == 'circular' else pipeline.least_rows
-      )
     between = math.prod(total[axis] for axis in rules.activations.get('residual_length', ()))
-    chunks = 2 * total['context'] if total['context'] > 1 else 1
-    hints = {name: SizeHint(set_by) for name, set_by in SET_BY.items()}
-    unit = max(rows, 1) * self._batch_parts(sizes)
-    fewer = [
-      n for n in divisors(num_microbatches) if logical_sizes.get('batch', 1) % (n * unit) == 0
-    ]
-    hints['batch'] = SizeHint(
-      'BATCH_SIZE',
-      each_of=num_microbatches,
-      multiple_of=num_microbatches * unit,
-      or_else=f'NUM_MICROBATCHES = {any_of(fewer)}' if fewer else '',
-    )
-    hints['residual_length'] = SizeHint(
-      SET_BY['length'],
-      'With Partitioner.sequence_parallel, length',
-      multiple_of=chunks,
-      or_else='Partitioner.sequence_parallel = False',
-    )
     generic = {name: size for name, size in logical_sizes.items() if name not in OWN_CHECKS}
     if 'length' in logical_sizes and self.sequence_parallel:
       generic['residual_length'] = logical_sizes['length']
@@ -248,7 +225,7 @@ class Partitioner:
         sizes,
         generic,
         {name: table.get(name, ()) for name in generic},
-        hints=hints,
+        hints=self._hints(sizes, logical_sizes, num_microbatches, pipeline),
         legal_sizes=legal_sizes,
       )
     ]
@@ -275,6 +252,40 @@ class Partitioner:
         legal_sizes=legal_sizes,
       )
     return list(dict.fromkeys(problems))  # an axis may be split alike in both tables
+
+  def _hints(
+    self,
+    sizes: MeshSizes,
+    logical_sizes: Mapping[str, int],
+    num_microbatches: int,
+    pipeline: Optional[Pipeline],
+  ) -> dict[str, SizeHint]:
+    """Returns array axis -> what a user sets to make it fit."""
+    rows = 1  # what a device's rows must be a multiple of
+    if pipeline is not None:
+      rows = self.num_pipeline_microbatches or (
+        pipeline.num_stages if pipeline.schedule == 'circular' else pipeline.least_rows
+      )
+    unit = max(rows, 1) * self._batch_parts(sizes)
+    fewer = [
+      n for n in divisors(num_microbatches) if logical_sizes.get('batch', 1) % (n * unit) == 0
+    ]
+    context = sizes.total['context']
+    return {
+      **{name: SizeHint(set_by) for name, set_by in SET_BY.items()},
+      'batch': SizeHint(
+        'BATCH_SIZE',
+        each_of=num_microbatches,
+        multiple_of=num_microbatches * unit,
+        or_else=f'NUM_MICROBATCHES = {any_of(fewer)}' if fewer else '',
+      ),
+      'residual_length': SizeHint(
+        SET_BY['length'],
+        'With Partitioner.sequence_parallel, length',
+        multiple_of=2 * context if context > 1 else 1,
+        or_else='Partitioner.sequence_parallel = False',
+      ),
+    }
 
   def _better_sizes(
     self,

@@ -201,27 +201,11 @@ def _backward(ring: _Ring, saved, dout):
     dquery, dparams, *dkv = _for_pairs(ring, block, (*grads, *zeros), query.shape[1], key.shape[1])
     return (dquery, dparams), tuple(dkv)
 
-  def step(carry, _):
-    grads, visitor, dkv = carry
-    arriving, dkv = _pass_on(visitor, ring.axis), _pass_on(dkv, ring.axis)
-    grads, more = meet(grads, visitor)
-    return (grads, arriving, jax.tree.map(jnp.add, dkv, more)), None
-
-  ways = jax.lax.axis_size(ring.axis)
   grads = (
     _full_like(shard(query, None, None, 'heads', None), 0.0),
     jax.tree.map(lambda x: _full_like(x, 0.0), logits_params),
   )
-  visitor = (key, value, kv_info)
-  # First and last step apart, so that neither zeros nor keys that nobody needs travel.
-  arriving = _pass_on(visitor, ring.axis) if ways > 1 else visitor
-  grads, dkv = meet(grads, visitor)
-  if ways > 1:
-    (grads, visitor, dkv), _ = jax.lax.scan(step, (grads, arriving, dkv), length=ways - 2)
-    dkv = _pass_on(dkv, ring.axis)
-    grads, more = meet(grads, visitor)
-    dkv = _pass_on(jax.tree.map(jnp.add, dkv, more), ring.axis)  # home
-  dquery, dparams, dkey, dvalue = (*grads, *dkv)
+  (dquery, dparams), (dkey, dvalue) = _send_around(ring.axis, meet, grads, (key, value, kv_info))
   return (
     dquery.astype(query.dtype),
     dkey.astype(key.dtype),
@@ -233,6 +217,30 @@ def _backward(ring: _Ring, saved, dout):
 
 
 _ring.defvjp(_forward, _backward)
+
+
+def _send_around(axis: str, meet: Callable[..., Any], grads: Any, visitor: Any) -> tuple[Any, Any]:
+  """Returns `grads` after `meet(grads, visitor)` with every device's keys, and (dkey, dvalue).
+
+  The gradients of keys and values travel with them around the ring, back to their device.
+  """
+
+  def step(carry, _):
+    grads, visitor, dkv = carry
+    arriving, dkv = _pass_on(visitor, axis), _pass_on(dkv, axis)
+    grads, more = meet(grads, visitor)
+    return (grads, arriving, jax.tree.map(jnp.add, dkv, more)), None
+
+  ways = jax.lax.axis_size(axis)
+  if ways == 1:
+    return meet(grads, visitor)
+  # First and last step are outside of the loop, so that neither zeros nor unused keys travel.
+  arriving = _pass_on(visitor, axis)
+  grads, dkv = meet(grads, visitor)
+  (grads, visitor, dkv), _ = jax.lax.scan(step, (grads, arriving, dkv), length=ways - 2)
+  dkv = _pass_on(dkv, axis)
+  grads, more = meet(grads, visitor)
+  return grads, _pass_on(jax.tree.map(jnp.add, dkv, more), axis)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,29 +37,21 @@ def make_gradients(
 ) -> GradientsFn:
   """Returns the function (params, batch, dropout_key) -> (gradients, sums) of global arrays.
 
-  The gradients are a tree of the parameters that are trained.
+  `gradients` has a leaf per trained parameter.
 
   Args:
-    model: has `loss(params, batch, dropout_key=...) -> Sums`, and for a pipeline its three parts.
+    model: a LayeredModel for a pipeline or accumulation by layer.
     region: how the step is split.
     names: tree of AxisNames of the parameters.
-    num_microbatches: parts of each device's rows computed one after the other, to save memory.
-    trained: which parameters are.
+    num_microbatches: parts into which each device's rows are cut and computed in turn, which saves
+      memory.
+    trained: which parameters are trained.
   Raises:
-    ModelError: the model does not come in the parts that a pipeline or accumulation by layer needs.
+    ModelError: the model lacks parts that a pipeline or accumulation by layer needs.
   """
   in_parts = region.reduces_in_backward
   by_layer = in_parts and num_microbatches > 1 and region.accumulate_by == 'layer'
-  if region.pipeline is not None:
-    _check_layered(model, needed_by='A pipeline', instead='Set Partitioner.stage = 1')
-  if by_layer:
-    _check_layered(
-      model,
-      needed_by='Accumulation by layer',
-      instead="Set Partitioner.accumulate_by = 'microbatch'",
-      needs_dtype=True,
-    )
-
+  _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
   trained_names, frozen_names = trained.split(names)
 
   def local(parts: Any, kept: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
@@ -68,24 +60,18 @@ def make_gradients(
 
     def loss_sum(parts: Any, batch: Batch) -> tuple[jax.Array, Sums]:
       params = trained.join(region.parameters(parts, kept, trained_names), frozen)
-      if by_layer:
-        same, microbatches = _split_rows(batch, num_microbatches)
-        sums = breadth_first.loss(model, params, batch, microbatches, same, dropout_key=dropout_key)
-      else:
-        sums = model.loss(params, batch, dropout_key=dropout_key)
+      sums = _loss(model, params, batch, dropout_key, num_microbatches if by_layer else None)
       return sums['loss'][0], jax.tree.map(region.varying, sums)
 
     def grads_and_sums(params: Any, batch: Batch) -> tuple[Any, Sums]:
       if region.pipeline is None:
         return jax.grad(loss_sum, has_aux=True)(params, batch)
       pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
+      options = dict(
+        complete=lambda params: trained.join(params, frozen), **region.pipeline.options
+      )
       return pipeline_parallel.value_and_grad(
-        pieces,
-        params,
-        microbatches,
-        complete=lambda params: trained.join(params, frozen),
-        varying_axes=region.axes,
-        **region.pipeline.options,
+        pieces, params, microbatches, varying_axes=region.axes, **options
       )
 
     parts = parts if in_parts else region.whole(kept, trained_names)
@@ -101,16 +87,13 @@ def make_gradients(
 
   def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
     batch = region.with_rows(batch)
-    in_specs = (
-      region.part_specs(trained_names),
-      region.kept_specs(names),
-      region.batch_specs(batch),
-      PartitionSpec(),
+    parts, kept = region.part_specs(trained_names), region.kept_specs(names)
+    local_to_global = region.map(
+      local,
+      in_specs=(parts, kept, region.batch_specs(batch), PartitionSpec()),
+      out_specs=(region.gradient_specs(trained_names), PartitionSpec()),
     )
-    out_specs = (region.gradient_specs(trained_names), PartitionSpec())
-    return region.map(local, in_specs=in_specs, out_specs=out_specs)(
-      trained.split(params)[0], params, batch, dropout_key
-    )
+    return local_to_global(trained.split(params)[0], params, batch, dropout_key)
 
   return gradients
 
@@ -144,25 +127,34 @@ def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any
   return eval_step
 
 
-def _check_layered(
-  model: Model, *, needed_by: str, instead: str, needs_dtype: bool = False
-) -> None:
-  """Raises ModelError unless the model has the three parts of a LayeredModel."""
-  missing = missing_members(model, LayeredModel)
-  if needs_dtype and config_of(model) is None:
+def _check_parts(model: Model, *, pipeline: bool, by_layer: bool) -> None:
+  """Raises ModelError if the model lacks parts that a pipeline or accumulation by layer needs."""
+  missing = missing_members(model, LayeredModel) if pipeline or by_layer else []
+  if by_layer and config_of(model) is None:
     missing.append('config.compute_dtype')
   if missing:
+    instead = 'stage = 1' if pipeline else "accumulate_by = 'microbatch'"
     raise ModelError(
-      f'{needed_by} needs a model in three parts; {type(model).__name__} lacks '
-      f'{", ".join(missing)}.',
-      fix=f'{instead}, or add them to the model (LayeredModel in models/model.py).',
+      f'{"A pipeline" if pipeline else "Accumulation by layer"} needs a model in three parts; '
+      f'{type(model).__name__} lacks {", ".join(missing)}.',
+      fix=f'Set Partitioner.{instead}, or add them to the model (LayeredModel in models/model.py).',
       docs='add_a_model.md#when-the-layer-is-not-enough',
     )
 
 
+def _loss(
+  model: Model, params: Any, batch: Batch, dropout_key: jax.Array, count: Optional[int]
+) -> Sums:
+  """Returns the sums of local rows; with a `count`, of that many microbatches layer by layer."""
+  if count is None:
+    return model.loss(params, batch, dropout_key=dropout_key)
+  same, microbatches = _split_rows(batch, count)
+  return breadth_first.loss(model, params, batch, microbatches, same, dropout_key=dropout_key)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Pieces:
-  """A model as a pipeline runs it: what is the same for all microbatches is bound."""
+  """A model for the pipeline, with the arguments bound that all microbatches share."""
 
   model: LayeredModel
   same: Batch
@@ -195,13 +187,13 @@ class _Pieces:
 def _pipeline_input(
   model: LayeredModel, batch: Batch, pipeline: Pipeline, dropout_key: Optional[jax.Array]
 ) -> tuple[_Pieces, Batch]:
-  """Returns the model in parts, and the local rows cut into microbatches."""
+  """Returns the model in parts and the microbatches of the local rows."""
   same, microbatches = _split_rows(batch, pipeline.num_microbatches)
   return _Pieces(model, same, dropout_key), microbatches
 
 
 def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
-  """Returns (what has no rows, the rest as [count, rows / count, ...])."""
+  """Returns (features without rows, features with rows as [count, rows / count, ...])."""
   same = {name: x for name, x in batch.items() if is_places(name)}
   return same, {
     name: x.reshape(count, x.shape[0] // count, *x.shape[1:])

@@ -178,7 +178,10 @@ def test_flops_count_the_weights_six_times_and_attention_twelve_times():
     ({'dtype': 'bfloat61'}, "Did you mean 'bfloat16'"),
     ({'relative_bias': 'per-layer'}, "Did you mean 'per_layer'"),
     ({'mlp_activations': ('gleu',)}, "Did you mean 'gelu'"),
-    ({'max_length': 64, 'num_positions': 32}, 'max_length = 64 has no meaning beside'),
+    (
+      {'max_length': 64, 'num_positions': 32},
+      'max_length = 64 has no effect with num_positions = 32',
+    ),
   ],
   ids=str,
 )
@@ -213,4 +216,4 @@ def test_impossible_losses_are_refused(options):
 
 def test_a_model_without_positions_is_told(caplog):
   dataclasses.replace(CONFIG, relative_bias='none')
-  assert 'nothing tells this model where a token stands' in caplog.text
+  assert 'does not see the order of its tokens' in caplog.text

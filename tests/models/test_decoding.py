@@ -15,7 +15,8 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.encoder import EncoderModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
-from t5x_gpu.models.inference.generation import Generator, by_layer, padded_length, sample
+from t5x_gpu.models.inference.generation import Generator, by_layer, sample
+from t5x_gpu.models.inference.prompt_batches import padded_length
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
@@ -272,14 +273,14 @@ def test_prompts_that_give_nothing_to_begin_with_are_refused():
   with pytest.raises(DataError, match='Prompt 0: the prompt is empty'):
     greedy_generator('encoder_decoder').generate([[]])
   assert len(greedy_generator('t5x_decoder').generate([[]])[0][0].tokens) == NEW
-  with pytest.raises(ConfigError, match='must begin with something'):
+  with pytest.raises(ConfigError, match='needs a first token'):
     make_generator('encoder_decoder', start_token=None)
   with pytest.raises(DataError, match='Prompt 0 has no targets'):
     greedy_generator('t5x_decoder').score([[3]], [[]])
 
 
 def test_ids_that_the_model_does_not_know_are_refused():
-  with pytest.raises(DataError, match='Prompt 1 has ids from 3 to 32; the model tells 32 apart'):
+  with pytest.raises(DataError, match='Prompt 1 has ids from 3 to 32; the model has 32 ids'):
     greedy_generator('llama').generate([[3], [3, 32]])
   with pytest.raises(DataError, match='Prompt 0 has ids from 3 to 99'):
     greedy_generator('llama').score([[3]], [[99]])

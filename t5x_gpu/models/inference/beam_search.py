@@ -7,7 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.models.inference.search import Found, is_stop, without_padding
+from t5x_gpu.models.inference.search import Continuations, is_stop, without_padding
 
 
 @flax.struct.dataclass
@@ -25,7 +25,7 @@ class Beams:
   tokens: jax.Array
   log_probabilities: jax.Array
   length: jax.Array
-  done: Found
+  done: Continuations
   open: jax.Array
 
 
@@ -60,7 +60,7 @@ class BeamSearch:
       tokens,
       none.at[:, 0].set(0.0),  # all beams are the prompt: one is enough
       jnp.int32(0),
-      Found(tokens, jnp.zeros((batch, beams), jnp.int32), none),
+      Continuations(tokens, jnp.zeros((batch, beams), jnp.int32), none),
       self.numbers >= 0,
     )
 
@@ -84,7 +84,7 @@ class BeamSearch:
     ended = jnp.where(ends & carry.open[:, None], log_probs / self._penalty(length), -jnp.inf)
     done = _best(
       beams,
-      Found(
+      Continuations(
         jnp.concatenate([carry.done.tokens, tokens], axis=1),
         jnp.concatenate([carry.done.lengths, jnp.full(best.shape, length)], axis=1),
         jnp.concatenate([carry.done.scores, ended], axis=1),
@@ -109,7 +109,7 @@ class BeamSearch:
     length = jnp.asarray(length, jnp.float32)
     return (length if self.is_huggingface else (5.0 + length) / 6.0) ** self.length_penalty
 
-  def _may_improve(self, best_open: jax.Array, done: Found, length: jax.Array) -> jax.Array:
+  def _may_improve(self, best_open: jax.Array, done: Continuations, length: jax.Array) -> jax.Array:
     """Returns [batch] whether an open text may still get a better score than a finished one."""
     penalty = self._penalty(length)
     if not self.is_huggingface:  # the penalty of the length at which it would count least
@@ -119,7 +119,7 @@ class BeamSearch:
   def goes_on(self, carry: Beams) -> jax.Array:
     return carry.open.any()
 
-  def result(self, carry: Beams) -> Found:
+  def result(self, carry: Beams) -> Continuations:
     """Returns finished texts; where a prompt has too few, its open ones after them."""
     done = carry.done
     num_done = jnp.sum(done.scores > -jnp.inf, axis=-1, keepdims=True)
@@ -138,7 +138,7 @@ class BeamSearch:
     return jax.tree.map(
       either,
       done,
-      Found(
+      Continuations(
         carry.tokens,
         jnp.full(done.lengths.shape, carry.length),
         carry.log_probabilities / self._penalty(carry.length),
@@ -146,10 +146,10 @@ class BeamSearch:
     )
 
 
-def _best(count: int, texts: Found) -> Found:
+def _best(count: int, texts: Continuations) -> Continuations:
   """Returns the `count` texts of each prompt with the highest scores."""
   scores, best = jax.lax.top_k(texts.scores, count)
-  return Found(
+  return Continuations(
     jnp.take_along_axis(texts.tokens, best[:, :, None], axis=1),
     jnp.take_along_axis(texts.lengths, best, axis=1),
     scores,

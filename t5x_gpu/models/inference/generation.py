@@ -1,7 +1,4 @@
-"""Prompts of any lengths in, continuations or their probabilities out, on any mesh.
-
-Prompts are padded to a few lengths, and batches to one size, so that few programs are compiled.
-"""
+"""Continues prompts of any length, or scores continuations, on any mesh."""
 
 import copy
 import dataclasses
@@ -19,12 +16,11 @@ from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.decoding import DecodingConfig, check_sample, check_writes_text, reads_inputs
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
 from t5x_gpu.models.inference.beam_search import BeamSearch
-from t5x_gpu.models.inference.search import Found, Sampling, Search, run
+from t5x_gpu.models.inference.prompt_batches import PromptBatches
+from t5x_gpu.models.inference.search import Continuations, Sampling, Search, run
 from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.models.model import DeviceBatch, Model, Params, TextModel, config_of
 from t5x_gpu.partitioning.layout import Layout
-
-SHORTEST = 16  # tokens that prompts are padded to, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +28,9 @@ class Generated:
   """One continuation of a prompt.
 
   Attributes:
-    tokens: its ids, the one that stops it included.
-    score: its log-probability; of a beam search, after the length penalty.
-    is_complete: a stop token ends it, not max_decode_length.
+    tokens: its ids, including the stop token.
+    score: its log-probability; in a beam search, after the length penalty.
+    is_complete: whether it ends with a stop token, not at max_decode_length.
   """
 
   tokens: tuple[int, ...]
@@ -42,22 +38,16 @@ class Generated:
   is_complete: bool
 
 
-def padded_length(length: int) -> int:
-  """Returns the length that rows of `length` tokens are padded to: a power of two."""
-  return max(SHORTEST, 1 << (length - 1).bit_length())
-
-
 def by_layer(model: Model, params: Params, *, layout: Layout) -> Params:
-  """Returns `params` for a Generator to decode faster: stacks of layers as tuples of layers.
+  """Returns `params` with each stack of layers as a tuple of layers, for faster decoding.
 
-  Each token reads all weights once; out of a stack, a loop over layers copies them first. It takes
-  longer to compile. The stacked arrays are deleted, each as soon as its layers are there, so that
-  no more than one is there twice. Pipeline stages, and models of other files than models/, keep
-  theirs.
+  Every token reads all weights once; a loop over a stack would copy each layer first. Compiling
+  takes longer. Each stacked array is deleted once its layers exist, so only one is in memory twice.
+  Returned as they are: the parameters of pipeline stages and of custom models.
 
   Args:
-    model: that they are of.
-    params: on `layout`; used up.
+    model: the model.
+    params: on `layout`; do not use them afterwards.
     layout: mesh and rules.
   """
   if layout.mesh.shape['stage'] > 1 or not isinstance(
@@ -86,18 +76,18 @@ def by_layer(model: Model, params: Params, *, layout: Layout) -> Params:
 
 
 class Generator:
-  """Continues prompts, and tells how likely given continuations are.
+  """Continues prompts, and computes log-probabilities of given continuations.
 
   Args:
-    model: of models/, or yours with `start_decoding`, `decode_step` and, to score, `logits`.
-    params: on `layout`, layers in the order of the model; as they are, or `by_layer`.
+    model: continues prompts.
+    params: on `layout`, layers in the order of the model; stacked, or from `by_layer`.
     layout: mesh and rules of training.
     config: how to choose tokens.
-    compiler_options: of XLA, by name.
+    compiler_options: XLA option -> value.
   Attributes:
-    batch_size: prompts at a time: those of `config`, and what evens them out over the mesh.
+    batch_size: prompts at a time: `config.batch_size`, rounded up to what the mesh divides.
   Raises:
-    ConfigError: the model does not write text, or not without a start token.
+    ConfigError: the model does not write text, or a start or stop token is impossible.
   """
 
   def __init__(
@@ -110,99 +100,25 @@ class Generator:
     compiler_options: Optional[Mapping[str, Any]] = None,
   ):
     check_writes_text(model)
-    self._has_encoder = reads_inputs(model)
-    if self._has_encoder and config.start_token is None:
-      raise ConfigError(
-        'DecodingConfig.start_token = None: the decoder of an encoder-decoder has no prompt, and '
-        'must begin with something.',
-        fix='Set DecodingConfig.start_token = 0.',
-        parameters=('DecodingConfig.start_token',),
-      )
-    self._model, self._params, self.config = _without_dropping(model), params, config
-    self._vocab_size = model.num_outcomes
-    if config.zero_is_padding and 0 in config.stop_tokens:
-      raise ConfigError(
-        'DecodingConfig.stop_tokens has id 0, which is padding here and is never written.',
-        fix='Take ids of at least 1.',
-        parameters=('DecodingConfig.stop_tokens',),
-      )
-    named = {
-      'stop_tokens': config.stop_tokens,
-      'start_token': () if config.start_token is None else (config.start_token,),
-    }
-    for name, ids in named.items():
-      if max(ids, default=0) >= self._vocab_size:
-        raise ConfigError(
-          f'DecodingConfig.{name} has id {max(ids)}; the model tells {self._vocab_size} apart.',
-          fix=f'Take ids below {self._vocab_size}.',
-          parameters=(f'DecodingConfig.{name}',),
-        )
-    self._layout = layout.for_decoding
+    _check_tokens(model, config)
+    self._params, self.config, self._layout = params, config, layout.for_decoding
     parts = self._layout.batch_parts
     self.batch_size = -(-config.batch_size // parts) * parts
+    self._prompts = PromptBatches(model, config, self.batch_size)
     options = dict(out_shardings=self._layout.replicated, compiler_options=compiler_options)
-    self._generate = self._layout.jit(functools.partial(_generate, self._model, config), **options)
-    self._score = self._layout.jit(functools.partial(_log_likelihood, self._model), **options)
+    model = _without_dropping(model)
+    self._generate = self._layout.jit(functools.partial(_generate, model, config), **options)
+    self._score = self._layout.jit(functools.partial(_log_likelihood, model), **options)
 
   def with_params(self, params: Params) -> 'Generator':
-    """Returns a generator for other parameters of the same model, without compiling anew."""
+    """Returns a generator for other parameters of the same model, without compiling again."""
     other = copy.copy(self)
     other._params = params
     return other
 
   def check_prompt(self, length: int, *, where: str, targets: int = 0) -> None:
-    """Raises DataError unless a prompt fits the model's positions together with what follows.
-
-    Args:
-      length: tokens of the prompt.
-      where: it comes from, for the error.
-      targets: tokens that are to follow; 0 for max_decode_length.
-    """
-    c = self.config
-    if length < 1 and (self._has_encoder or c.start_token is None):
-      raise DataError(
-        f'{where}: the prompt is empty.',
-        parameters=('DecodingConfig.start_token',),
-        fix='Give every prompt a token at least'
-        + (
-          '.'
-          if self._has_encoder
-          else ', or set DecodingConfig.start_token to the id that '
-          'stands before a text in training.'
-        ),
-      )
-    model, new = config_of(self._model), targets or c.max_decode_length
-    limit = model and model.length_limit
-    before = 0 if self._has_encoder else length
-    if limit is None or max(before + new, length) <= limit:
-      return
-    follow = 'target' if targets else 'new'
-    room = limit - before
-    fix = (
-      'Shorten the prompt'
-      if targets or room < 1 or length > limit
-      else (f'Set DecodingConfig.max_decode_length to at most {room}, or shorten the prompt')
-    )
-    learned = model.num_positions > 0
-    parameter = f'TransformerConfig.{"num_positions" if learned else "max_length"}'
-    raise DataError(
-      f'{where}: the prompt has {length} tokens and {new} {follow} ones may follow; the model '
-      + ('has a learned vector for' if learned else 'was made for')
-      + f' {limit} positions.',
-      fix=f'{fix}: the positions are {parameter}.'
-      if learned
-      else f'{fix}. A model that has seen longer texts: set {parameter}, or 0 for no limit.',
-      parameters=('DecodingConfig.max_decode_length', parameter),
-      docs='infer.md#refused',
-    )
-
-  def _check_ids(self, ids: Sequence[int], where: str) -> None:
-    if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-      raise DataError(
-        f'{where} has ids from {min(ids)} to {max(ids)}; the model tells {self._vocab_size} apart.',
-        fix='Take the vocabulary that the model was trained with.',
-        parameters=('DatasetConfig.vocabulary', 'TransformerConfig.vocab_size'),
-      )
+    """Raises DataError as `PromptBatches.check_length`."""
+    self._prompts.check_length(length, where=where, targets=targets)
 
   def generate(
     self,
@@ -213,54 +129,26 @@ class Generator:
   ) -> list[list[Generated]]:
     """Returns `num_decodes` continuations of each prompt, best first.
 
-    A beam search that has found fewer (there are not as many texts) returns those.
+    A beam search returns fewer if there are not as many possible texts.
 
     Args:
       prompts: ids of each; they go to the encoder if the model has one.
-      numbers: of the prompts, on which samples depend; 0, 1, 2, ... by default.
-      advance: called with the number of prompts that are done, after each batch.
+      numbers: number of each prompt, on which its samples depend; 0, 1, 2, ... by default.
+      advance: called after each batch with the number of prompts in it.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     for number, prompt in zip(numbers, prompts):
-      self.check_prompt(len(prompt), where=f'Prompt {number}')
-      self._check_ids(prompt, f'Prompt {number}')
+      self._prompts.check(prompt, where=f'Prompt {number}')
     results: list[list[Generated]] = []
     for start in range(0, len(prompts), self.batch_size):
       part = slice(start, start + self.batch_size)
-      found = self._generate(self._params, self._prompt_batch(prompts[part], numbers[part]))
+      batch = self._layout.put(self._prompts.to_continue(prompts[part], numbers[part]))
+      found = self._generate(self._params, batch)
       results += self._texts(jax.device_get(found))[: len(prompts[part])]
       advance(len(prompts[part]))
     return results
 
-  def _prompt_batch(
-    self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]
-  ) -> dict[str, jax.Array]:
-    """Returns what `_generate` takes, with rows to fill the batch whose number is -1."""
-    start = () if self.config.start_token is None else (self.config.start_token,)
-    begins = [start if self._has_encoder else (*start, *prompt) for prompt in prompts]
-    width = 1 if self._has_encoder else padded_length(max(map(len, begins)))
-    batch = {
-      'prompts': np.zeros((self.batch_size, width), np.int32),
-      'lengths': np.ones(self.batch_size, np.int32),
-      'numbers': np.full(self.batch_size, -1, np.int32),
-    }
-    for row, begin in enumerate(begins):
-      batch['prompts'][row, width - len(begin) :] = begin
-      batch['lengths'][row] = len(begin)
-    batch['numbers'][: len(prompts)] = numbers
-    if self._has_encoder:
-      batch['encoder_tokens'] = self._inputs(prompts)
-    return self._layout.put(batch)
-
-  def _inputs(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns [batch, length] of the encoder, padded on the right."""
-    tokens = np.zeros((self.batch_size, padded_length(max(map(len, prompts)))), np.int32)
-    tokens[:, 0] = 1  # rows that only fill the batch have something to attend to
-    for row, prompt in enumerate(prompts):
-      tokens[row, : len(prompt)] = prompt
-    return tokens
-
-  def _texts(self, found: Found) -> list[list[Generated]]:
+  def _texts(self, found: Continuations) -> list[list[Generated]]:
     return [
       [
         Generated(
@@ -281,64 +169,62 @@ class Generator:
     *,
     advance: Callable[[int], None] = lambda number: None,
   ) -> list[float]:
-    """Returns the log-probability of each of `targets` (ids, their end included) after its prompt.
+    """Returns the log-probability of each target after its prompt.
 
     Args:
-      prompts, targets: ids of each.
-      advance: called with the number of targets that are done, after each batch.
+      prompts, targets: ids of each; targets include the end of sequence.
+      advance: called after each batch with the number of targets in it.
     Raises:
       DataError: a prompt does not fit, or a target is empty.
     """
     results: list[float] = []
     for number, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
-      self.check_prompt(len(prompt), where=f'Prompt {number}', targets=len(target))
-      self._check_ids((*prompt, *target), f'Prompt {number}')
+      self._prompts.check(prompt, where=f'Prompt {number}', target=target)
       if not target:
         raise DataError(
-          f'Prompt {number} has no targets to score.', fix='Give a target of one token at least.'
+          f'Prompt {number} has no targets to score.', fix='Give each target at least one token.'
         )
     for start in range(0, len(prompts), self.batch_size):
       part = slice(start, start + self.batch_size)
-      batch = self._layout.put(self._target_batch(prompts[part], targets[part]))
+      batch = self._layout.put(self._prompts.to_score(prompts[part], targets[part]))
       sums = self._score(self._params, batch)
       results += np.asarray(sums)[: len(prompts[part])].tolist()
       advance(len(prompts[part]))
     return results
 
-  def _target_batch(
-    self, prompts: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-  ) -> dict[str, np.ndarray]:
-    """Returns rows as in training: prompt and target, and weight 1 where a target stands."""
-    start = () if self.config.start_token is None else (self.config.start_token,)
-    before = [() if self._has_encoder else tuple(prompt) for prompt in prompts]
-    rows = [(*start, *prompt, *target) for prompt, target in zip(before, targets)]
-    length = padded_length(max(map(len, rows)) - 1)
-    shape = (self.batch_size, length)
-    batch = {
-      name: np.zeros(shape, np.int32)
-      for name in (
-        'decoder_input_tokens',
-        'decoder_target_tokens',
-        'decoder_loss_weights',
-        'decoder_causal_attention',
+
+def _check_tokens(model: Model, config: DecodingConfig) -> None:
+  """Raises ConfigError for start and stop tokens that the model cannot read or write."""
+  if reads_inputs(model) and config.start_token is None:
+    raise ConfigError(
+      'DecodingConfig.start_token = None, but the decoder of an encoder-decoder gets no prompt and '
+      'needs a first token.',
+      fix='Set DecodingConfig.start_token = 0.',
+      parameters=('DecodingConfig.start_token',),
+    )
+  if config.zero_is_padding and 0 in config.stop_tokens:
+    raise ConfigError(
+      'DecodingConfig.stop_tokens has id 0, which is padding here and is never written.',
+      fix='Use ids of at least 1.',
+      parameters=('DecodingConfig.stop_tokens',),
+    )
+  named = {
+    'stop_tokens': config.stop_tokens,
+    'start_token': () if config.start_token is None else (config.start_token,),
+  }
+  for name, ids in named.items():
+    if max(ids, default=0) >= model.num_outcomes:
+      raise ConfigError(
+        f'DecodingConfig.{name} has id {max(ids)}; the model has {model.num_outcomes} ids.',
+        fix=f'Use ids below {model.num_outcomes}.',
+        parameters=(f'DecodingConfig.{name}',),
       )
-    }
-    for i, (row, target) in enumerate(zip(rows, targets)):
-      end, first = len(row) - 1, len(row) - 1 - len(target)
-      batch['decoder_input_tokens'][i, :end] = row[:-1]
-      batch['decoder_target_tokens'][i, :end] = row[1:]
-      batch['decoder_loss_weights'][i, first:end] = 1
-      batch['decoder_causal_attention'][i, : first + 1] = 1
-    if self._has_encoder:
-      batch['encoder_input_tokens'] = self._inputs(prompts)
-      del batch['decoder_causal_attention']
-    return batch
 
 
 def _without_dropping(model: Model) -> Model:
   """Returns `model` with room for every token in every expert.
 
-  While one token is written at a time, none competes for room; so none may in the prompt.
+  Tokens written one at a time never compete for room, so those of the prompt must not either.
   """
   inner = without_adapters(model)
   if inner is not model:
@@ -375,7 +261,7 @@ def _search(config: DecodingConfig, numbers: jax.Array) -> Search:
 
 def _generate(
   model: TextModel, config: DecodingConfig, params: Params, batch: DeviceBatch
-) -> Found:
+) -> Continuations:
   prompts, more = batch['prompts'], {}
   if 'encoder_tokens' in batch:
     more['encoder_tokens'] = batch['encoder_tokens']
@@ -390,7 +276,7 @@ def _generate(
 
 
 def _log_likelihood(model: TextModel, params: Params, batch: DeviceBatch) -> jax.Array:
-  """Returns [batch] sums of log-probabilities of the targets."""
+  """Returns float32 [batch], the log-probability of each row's targets."""
   targets, weights = batch['decoder_target_tokens'], batch['decoder_loss_weights']
   log_probs = jnp.take_along_axis(
     jax.nn.log_softmax(model.logits(params, batch)), targets[:, :, None], axis=-1
@@ -410,19 +296,16 @@ def sample(
   zero_is_padding: bool = True,
   seed: int = 0,
 ) -> np.ndarray:
-  """Returns token ids [prompt + num_tokens]: `prompt` and its continuation.
+  """Returns ids [prompt_length + num_tokens]: `prompt` and its continuation.
 
-  Of an encoder-decoder, which reads the prompt and writes something else, only that [num_tokens].
+  An encoder-decoder does not repeat the prompt: its answer is [num_tokens].
 
   Args:
-    model: as Generator takes it.
-    params: on `layout`, layers in the order of the model.
+    model, params, layout: as in Generator.
     prompt: [prompt_length] ids, at least one.
-    layout: mesh and rules.
-    length: the training length, which prompt and continuation must fit.
+    length: training length in tokens; prompt and continuation together must fit it.
     num_tokens, temperature: as in SampleConfig.
-    zero_is_padding: as in DecodingConfig.
-    seed: of the draws.
+    zero_is_padding, seed: as in DecodingConfig.
   Raises:
     ConfigError: as `check_sample` and Generator.
   """

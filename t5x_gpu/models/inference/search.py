@@ -20,7 +20,7 @@ DecodeStep = Callable[[jax.Array, DecodingState], tuple[jax.Array, DecodingState
 
 
 @flax.struct.dataclass
-class Found:
+class Continuations:
   """Continuations of a batch of prompts, best first.
 
   Attributes:
@@ -61,13 +61,13 @@ class Search(Protocol):
   def goes_on(self, carry: Any) -> jax.Array:
     """Returns whether another token could change the result."""
 
-  def result(self, carry: Any) -> Found:
+  def result(self, carry: Any) -> Continuations:
     """Returns what was found."""
 
 
 def run(
   search: Search, *, logits: jax.Array, state: DecodingState, decode_step: DecodeStep
-) -> Found:
+) -> Continuations:
   """Returns what `search` finds; the loop ends as soon as no row needs another token.
 
   Args:
@@ -213,8 +213,8 @@ class Sampling:
   def goes_on(self, carry: Texts) -> jax.Array:
     return ~carry.finished.all()
 
-  def result(self, carry: Texts) -> Found:
+  def result(self, carry: Texts) -> Continuations:
     def by_prompt(x: jax.Array) -> jax.Array:
       return x.reshape(-1, self.num_rows_per_prompt, *x.shape[1:])
 
-    return Found(*map(by_prompt, (carry.tokens, carry.lengths, carry.log_probabilities)))
+    return Continuations(*map(by_prompt, (carry.tokens, carry.lengths, carry.log_probabilities)))

@@ -7,6 +7,7 @@ hands the result to all others. How microbatches and ticks take turns changes no
 is right shows in the gradients of the step.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -72,71 +73,13 @@ def make_layer_outputs(
   """
   stacks = stacks_of(model)
 
-  def of_stage(tree: Tree, stage: Any) -> Tree:
-    """Returns on all stages what `stage` has."""
-    if 'stage' not in region.axes:
-      return tree
-    here = jax.lax.axis_index('stage') == stage
-    return jax.tree.map(
-      lambda x: jax.lax.psum(region.varying(jnp.where(here, x, jnp.zeros_like(x))), 'stage'), tree
-    )
-
-  def varying(tree: Tree) -> Tree:
-    return jax.tree.map(region.varying, tree)
-
   def local(
     kept: Any, batch: Batch, dropout_key: jax.Array, places: Any
   ) -> tuple[Tree, Tree, Sums]:
     params = (
       region.parameters(kept, kept, names) if region.pipeline is None else region.whole(kept, names)
     )
-
-    def run(stack: str, x: Tree, place: Any) -> Tree:
-      number, _, index = place
-      layer = jax.tree.map(
-        lambda w: jax.lax.dynamic_slice_in_dim(w, index, 1), layers_of(params, stack)
-      )
-      return varying(
-        run_layers(
-          model,
-          with_layers(params, stack, layer),
-          x,
-          batch,
-          stack=stack,
-          dropout_key=dropout_key,
-          first_layer=number,
-        )
-      )
-
-    def forward(stack: str, x: Tree, place: Any) -> tuple[Tree, Tree]:
-      y = of_stage(run(stack, x, place), place[1])
-      return varying(y), (x, y)
-
-    def loss(x: Tree) -> tuple[jax.Array, Sums]:
-      sums = varying(model.head(params, x, batch, dropout_key=dropout_key))
-      return sums['loss'][0], sums
-
-    def backward(stack: str, dy: Tree, of_layer: Any) -> tuple[Tree, Tree]:
-      x, place = of_layer
-      _, transpose = jax.vjp(lambda x: run(stack, x, place), x)
-      dx = of_stage(transpose(dy)[0], place[1])
-      return varying(dx), dx
-
-    x = of_stage(varying(model.embed(params, batch, dropout_key=dropout_key)), 0)
-    y, inputs, outputs = varying(x), [], [jax.tree.map(lambda x: x[None], x)]
-    for stack, of_layers in zip(stacks, places, strict=True):
-      y, (xs, ys) = jax.lax.scan(functools.partial(forward, stack), y, of_layers)
-      inputs.append(xs)
-      outputs.append(ys)
-    dy, sums = jax.grad(loss, has_aux=True)(y)
-    dy, sums = of_stage(dy, 0), of_stage(sums, 0)
-    gradients, dy = [jax.tree.map(lambda dy: dy[None], dy)], varying(dy)
-    for stack, xs, of_layers in reversed(list(zip(stacks, inputs, places))):
-      dy, dxs = jax.lax.scan(functools.partial(backward, stack), dy, (xs, of_layers), reverse=True)
-      gradients.insert(0, dxs)
-    # The head is computed by every stage, but counts once.
-    others = tuple(a for a in region.axes if a != 'stage')
-    return _joined(outputs), _joined(gradients), jax.lax.psum(sums, others) if others else sums
+    return _LayerByLayer(model, region, params, batch, dropout_key).outputs(places)
 
   def layer_outputs(params: Any, batch: Batch, step: jax.Array) -> LayerOutputs:
     batch = region.with_rows(batch)
@@ -161,6 +104,95 @@ def make_layer_outputs(
     )
 
   return layer_outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerByLayer:
+  """Runs a model one layer at a time. A `place` is a layer's (number, stage, index in the stage).
+
+  Attributes:
+    model: the model.
+    region: where the methods are called.
+    params: as the model gets them in the region.
+    batch: local rows.
+    dropout_key: of the step.
+  """
+
+  model: LayeredModel
+  region: Region
+  params: Any
+  batch: Batch
+  dropout_key: jax.Array
+
+  def outputs(self, places: Sequence[Any]) -> tuple[Tree, Tree, Sums]:
+    """Returns what `LayerOutputs` has: outputs, gradients and sums.
+
+    Args:
+      places: of the layers of each stack, arrays [layers].
+    """
+    stacks = stacks_of(self.model)
+    embedded = self.model.embed(self.params, self.batch, dropout_key=self.dropout_key)
+    x = self._from_stage(self._varying(embedded), 0)
+    y, inputs, outputs = self._varying(x), [], [jax.tree.map(lambda x: x[None], x)]
+    for stack, of_layers in zip(stacks, places, strict=True):
+      y, (xs, ys) = jax.lax.scan(functools.partial(self._forward, stack), y, of_layers)
+      inputs.append(xs)
+      outputs.append(ys)
+    dy, sums = jax.grad(self._loss, has_aux=True)(y)
+    dy, sums = self._from_stage(dy, 0), self._from_stage(sums, 0)
+    gradients, dy = [jax.tree.map(lambda dy: dy[None], dy)], self._varying(dy)
+    for stack, xs, of_layers in reversed(list(zip(stacks, inputs, places))):
+      backward = functools.partial(self._backward, stack)
+      dy, dxs = jax.lax.scan(backward, dy, (xs, of_layers), reverse=True)
+      gradients.insert(0, dxs)
+    # The head is computed by every stage, but counts once.
+    others = tuple(a for a in self.region.axes if a != 'stage')
+    return _joined(outputs), _joined(gradients), jax.lax.psum(sums, others) if others else sums
+
+  def _run(self, stack: str, x: Tree, place: Any) -> Tree:
+    """Returns `x` after one layer; it is right on the stage of the layer only."""
+    number, _, index = place
+    layer = jax.tree.map(
+      lambda w: jax.lax.dynamic_slice_in_dim(w, index, 1), layers_of(self.params, stack)
+    )
+    return self._varying(
+      run_layers(
+        self.model,
+        with_layers(self.params, stack, layer),
+        x,
+        self.batch,
+        stack=stack,
+        dropout_key=self.dropout_key,
+        first_layer=number,
+      )
+    )
+
+  def _forward(self, stack: str, x: Tree, place: Any) -> tuple[Tree, Tree]:
+    y = self._from_stage(self._run(stack, x, place), place[1])
+    return self._varying(y), (x, y)
+
+  def _loss(self, x: Tree) -> tuple[jax.Array, Sums]:
+    sums = self._varying(self.model.head(self.params, x, self.batch, dropout_key=self.dropout_key))
+    return sums['loss'][0], sums
+
+  def _backward(self, stack: str, dy: Tree, of_layer: Any) -> tuple[Tree, Tree]:
+    x, place = of_layer
+    _, transpose = jax.vjp(lambda x: self._run(stack, x, place), x)
+    dx = self._from_stage(transpose(dy)[0], place[1])
+    return self._varying(dx), dx
+
+  def _from_stage(self, tree: Tree, stage: Any) -> Tree:
+    """Returns, on all stages, the values of `stage`."""
+    if 'stage' not in self.region.axes:
+      return tree
+    here = jax.lax.axis_index('stage') == stage
+    return jax.tree.map(
+      lambda x: jax.lax.psum(self.region.varying(jnp.where(here, x, jnp.zeros_like(x))), 'stage'),
+      tree,
+    )
+
+  def _varying(self, tree: Tree) -> Tree:
+    return jax.tree.map(self.region.varying, tree)
 
 
 def _joined(trees: Sequence[Tree]) -> Tree:
