@@ -1,25 +1,16 @@
 """docs/add_a_model.md, done word for word by a user with an empty folder."""
 
-import os
-import pathlib
-import re
-import shlex
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers_xla import xla_flags
+from tests.helpers_pages import blocks, run
 
-ROOT = pathlib.Path(__file__).parents[1]
-PAGE = (ROOT / 'docs' / 'add_a_model.md').read_text(encoding='utf-8')
+PAGE = 'add_a_model.md'
 
 
 def code(language: str) -> str:
   """Returns the one block of code in this language."""
-  blocks = re.findall(rf'```{language}\n(.*?)```', PAGE, re.DOTALL)
-  assert len(blocks) == 1
-  return blocks[0]
+  (block,) = blocks(PAGE, language)
+  return block
 
 
 @pytest.fixture(scope='module')
@@ -31,28 +22,6 @@ def folder(tmp_path_factory):
   for number, command in enumerate(code('sh').splitlines()[:2]):
     (path / f'output_{number}').write_text(run(path, command))
   return path
-
-
-def run(folder: pathlib.Path, command: str) -> str:
-  """Returns what a command of the page prints, run in `folder` on two devices."""
-  program, *arguments = shlex.split(command)
-  assert program == 'python'
-  environment = {
-    **os.environ,
-    'PYTHONPATH': os.pathsep.join([str(folder), str(ROOT)]),
-    'JAX_PLATFORMS': 'cpu',
-    'XLA_FLAGS': xla_flags(2),
-  }
-  done = subprocess.run(
-    [sys.executable, *arguments],
-    cwd=folder,
-    env=environment,
-    text=True,
-    capture_output=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-  return done.stdout
 
 
 def test_the_model_trains_saves_and_decodes(folder):
