@@ -1,5 +1,7 @@
 """docs/add_a_parallelism.md, applied word for word to a copy of the package."""
 
+import re
+import shlex
 import shutil
 
 import pytest
@@ -23,11 +25,20 @@ def clone(tmp_path_factory):
   return path
 
 
-def test_the_mesh_has_the_axis(clone):
-  table = run(clone, f'{COMMANDS[2]} --dry_run', devices=4, package=clone)
-  assert [line.split()[:2] for line in table.splitlines() if line.startswith('  site')] == [
-    ['site', '2']
-  ]
+MESH_TABLE = """
+from t5x_gpu.partitioning.mesh.mesh import mesh_table
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.cluster.topology import Topology
+partitioner, topology = Partitioner(site=2, fsdp=4), Topology(num_hosts=2, devices_per_host=4)
+print(partitioner.rules().activations['batch'])
+print(mesh_table(partitioner.mesh_sizes(topology), topology))
+"""
+
+
+def test_the_axis_crosses_the_network_and_splits_rows(clone):
+  output = run(clone, f'python -c {shlex.quote(MESH_TABLE)}', package=clone)
+  assert output.startswith("('data', 'site', 'fsdp', 'expert')")
+  assert re.search(r'^  site +2  batch +crosses the network$', output, re.MULTILINE)
 
 
 @pytest.mark.slow
