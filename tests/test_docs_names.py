@@ -13,8 +13,8 @@ PAGES = [ROOT / 'README.md', ROOT / 'CHANGELOG.md', *sorted((ROOT / 'docs').glob
 GIN_FILES = sorted((ROOT / 'gin_configs').rglob('*.gin'))
 SCRIPTS = [ROOT / 'Makefile', *sorted(p for p in (ROOT / 'scripts').rglob('*') if p.is_file())]
 
-# Folders that commands write.
-WRITTEN = ('benchmarks/results',)
+# What commands write, and a file that a page has the reader write.
+WRITTEN = ('benchmarks/results', 't5x_gpu/partitioning/site_parallel.py')
 # Flags of other programs that our pages show.
 FOREIGN_FLAGS = {
   '--logdir',
