@@ -9,8 +9,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any, Optional
+from typing import Optional
 
 import jax
 
@@ -25,9 +24,8 @@ from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, compile_options, program_of_run
+from t5x_gpu.training.step_config import StepConfig
 from t5x_gpu.training.summary import size_line
-
-# Arguments of train() that say what a step is; the rest (periods, folders) plays no part here.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Result:
 
 def bench(
   program: Program,
-  arguments: Mapping[str, Any],
+  config: StepConfig,
   *,
   num_steps: int,
   warmup_steps: int,
@@ -76,9 +74,9 @@ def bench(
 
   Each step is waited for; the wait costs microseconds and makes every step a sample of its own.
   """
-  model = arguments['model']
+  model = config.model
   devices = program.layout.mesh.devices.reshape(-1)
-  dataset = dataclasses.replace(arguments['train_dataset_cfg'], module='t5x_gpu.data.synthetic')
+  dataset = dataclasses.replace(config.train_dataset_cfg, module='t5x_gpu.data.synthetic')
   batches = open_batches(
     dataset,
     spec=program.spec,
@@ -175,18 +173,18 @@ def main(argv: Optional[list[str]] = None) -> int:
   loaded = gin_loader.load(
     args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
   )
-  arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
-  xla = distributed.start(cluster, arguments)
+  config = gin_loader.configured(loaded, StepConfig)
+  xla = distributed.start(cluster, config.distributed_cfg, xla_preset=config.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
   topology, devices = topology_lib.discover()
-  program = program_of_run(arguments, topology=topology, devices=devices)
+  program = program_of_run(config, topology=topology, devices=devices)
   is_main = distributed.is_main_process()
   if is_main:
     print(xla.report(), program.layout.table(), size_line(program), sep='\n', flush=True)
   if args.dry_run:
     return 0
   result = bench(
-    program, arguments, num_steps=args.extra.steps, warmup_steps=args.extra.warmup, xla=xla
+    program, config, num_steps=args.extra.steps, warmup_steps=args.extra.warmup, xla=xla
   )
   if is_main:
     print(describe(result))

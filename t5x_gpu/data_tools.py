@@ -30,6 +30,7 @@ from t5x_gpu.data.batches import (
 )
 from t5x_gpu.data.prepared import row_stats
 from t5x_gpu.data.prepared.index import Index, check_shards, read_index
+from t5x_gpu.data.run_data import RunDataConfig
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics.lengths_picture import lengths_table, plot_lengths
 from t5x_gpu.metrics.writers import read_json_lines
@@ -45,7 +46,11 @@ EXAMPLES = """examples:
 """
 _COLOURS = ('cyan', 'yellow', 'green', 'magenta', 'blue', 'red')
 _BENCH_ROWS = 64  # of a batch, where no gin file says how many
-_NOT_NEEDED = ('checkpoint_cfg', 'infer_eval_dataset_cfg', 'sample_cfg')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RunConfig(RunDataConfig):
+  model_dir: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +140,8 @@ def _opened(args: cli.Args) -> _Data:
   loaded = gin_loader.load(
     args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
   )
-  arguments = loaded.arguments(without=_NOT_NEEDED)
-  model, config = arguments['model'], arguments['train_dataset_cfg']
-  evaluated = arguments.get('train_eval_dataset_cfg')
+  run = gin_loader.configured(loaded, _RunConfig)
+  model, config, evaluated = run.model, run.train_dataset_cfg, run.train_eval_dataset_cfg
   if args.extra.split and evaluated is not None and evaluated.split == args.extra.split:
     config = evaluated
   elif args.extra.split:
@@ -145,9 +149,7 @@ def _opened(args: cli.Args) -> _Data:
   spec = model.batch_spec(
     config.task_feature_lengths, batch_size=config.batch_size, pack=config.pack
   )
-  return _Data(
-    config, spec, model.feature_converter(config.task_feature_lengths), arguments.get('model_dir')
-  )
+  return _Data(config, spec, model.feature_converter(config.task_feature_lengths), run.model_dir)
 
 
 def _rows(data: _Data, batches: Iterator[Batch], number: int) -> Iterator[dict[str, np.ndarray]]:

@@ -12,40 +12,29 @@ import os
 import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Optional, Self, Union
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
 
 import jax
-import numpy as np
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.arrays.params_files import read_params
-from t5x_gpu.checkpoint.model_dir import check_writable, checkpoint_path, committed_steps, why
+from t5x_gpu.checkpoint.model_dir import check_writable, committed_steps
 from t5x_gpu.checkpoint.run_files import RunFiles
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data.batches import DatasetConfig, open_class_names, open_task_names
-from t5x_gpu.data.same_on_hosts import check_same_on_hosts
-from t5x_gpu.errors import CheckpointError, ConfigError, UserError
+from t5x_gpu.data.batches import DatasetConfig, open_class_names
+from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.evaluation.checkpoint_evaluator import CheckpointEvaluator
+from t5x_gpu.evaluation.checkpoint_queue import Wanted, read_if_there, steps_to_evaluate
 from t5x_gpu.evaluation.eval_results import Results, short, table
-from t5x_gpu.evaluation.evaluator import (
-  LOSS,
-  Evaluator,
-  batches_for,
-  confusion_of,
-  open_task_evaluator,
-  values_of,
-)
-from t5x_gpu.metrics import classification, reduce
-from t5x_gpu.partitioning.layout import LaidOut
+from t5x_gpu.metrics import classification
+from t5x_gpu.run.config import EvalConfig
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
-from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime.main_log import log
 from t5x_gpu.terminal import logging_setup
-from t5x_gpu.terminal.bars import BackgroundCounts, Show, Total, bar, silent
-from t5x_gpu.training.program import Program, program_of_run
+from t5x_gpu.terminal.bars import Show, bar, silent
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -56,273 +45,96 @@ The gin file says what to evaluate on: train.train_eval_dataset_cfg, of which --
 split. It may be changed from here: --gin.train_eval/DatasetConfig.batch_size=64 (docs/eval.md).
 """
 METRICS = ('all', 'loss', 'tasks')
-POLL_SECONDS = 2.0  # between two looks at MODEL_DIR
-Wanted = Union[str, tuple[int, ...]]  # 'all', 'last' or steps
 
 
-class CheckpointEvaluator:
-  """Evaluates one checkpoint after the other.
+def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool = False) -> int:
+  """Evaluates the checkpoints that `options` ask for; returns the exit code.
 
   Args:
-    arguments: of train.train.
-    dataset: task or mixture, split and lengths.
-    metrics: 'loss', 'tasks', or 'all': the loss, and the metrics of tasks if there are any.
-    num_batches: of each task, for the loss; None for the whole split.
-    num_examples: of each task, for its metrics; None for the whole split.
-  Attributes:
-    program: the model on its mesh.
-    confusion: [true class, predicted class] of the last one, if the model classifies.
-  Raises:
-    UserError: of the model, the mesh or the data, on all processes if they have different data.
+    config: of the run.
+    options: the flags of `_add_flags`.
+    dry_run: build, open and check everything, print what would be done, write nothing.
   """
-
-  def __init__(
-    self,
-    arguments: Mapping[str, Any],
-    dataset: DatasetConfig,
-    *,
-    metrics: str = 'all',
-    num_batches: Optional[int] = None,
-    num_examples: Optional[int] = None,
-  ):
-    topology, devices = topology_lib.discover()
-    model = arguments['model']
-    self.program = program_of_run(
-      {**arguments, 'train_dataset_cfg': dataset},
-      topology=topology,
-      devices=devices,
-      num_microbatches=1,
-    )
-    self.confusion: Optional[np.ndarray] = None
-    self._losses: dict[str, Evaluator] = {}
-    self._uncounted: dict[str, Callable[[], Iterable[Any]]] = {}
-    self._totals: dict[str, Total] = {}
-    self._counts = BackgroundCounts()
-    if metrics != 'tasks':
-      for name in open_task_names(dataset):
-        one = dataclasses.replace(dataset, mixture_or_task_name=name, shuffle=False)
-        self._losses[name] = Evaluator(
-          self.program, batches_for(model, one, repeat=False), num_batches
-        )
-        if num_batches is None:  # nobody knows before all is read, and packed
-          self._uncounted[name] = functools.partial(batches_for, model, one, repeat=False)
-    own = arguments.get('infer_eval_dataset_cfg')
-    self._tasks = (
-      None
-      if metrics == 'loss'
-      else open_task_evaluator(
-        model,
-        self.program,
-        dataclasses.replace(own, split=dataset.split) if own else dataset,
-        decoding=arguments.get('decoding_cfg'),
-        num_examples=num_examples,
-        required=metrics == 'tasks',
-      )
-    )
-    check_same_on_hosts(
-      {name: evaluator.batches for name, evaluator in self._losses.items()},
-      self._tasks.tasks if self._tasks else (),
-    )
-
-  def __enter__(self) -> Self:
-    """Within, batches are counted in the background, so that bars have an estimate."""
-    self._totals = {name: self._counts.count(opened()) for name, opened in self._uncounted.items()}
-    return self
-
-  def __exit__(self, *exc_info: Any) -> None:
-    self._counts.__exit__(*exc_info)
-
-  def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
-    """Returns the values by name.
-
-    Args:
-      params: with layers in the order of the model.
-      show: shows how far each part is.
-    """
-    values: dict[str, float] = {}
-    if self._losses:
-      run_order, total = _in_run_order(self.program, params), {}
-      for name, evaluator in self._losses.items():
-        sums = evaluator.sums(
-          run_order, title=f'{LOSS}{name}', show=show, total=self._totals.get(name)
-        )
-        total = reduce.add(total, sums)
-        if len(self._losses) > 1:
-          values |= values_of(sums, prefix=f'{LOSS}{name}/')
-      self.confusion = confusion_of(total)
-      values = values_of(total, prefix=LOSS) | values
-    if self._tasks is not None:
-      values |= self._tasks.run(params, show=show)
-    return values
-
-
-def _in_run_order(program: Program, params: Any) -> Any:
-  layout, names = program.layout, program.names.params
-  if not layout.reorders_layers:
-    return params
-  shardings = jax.tree.map(lambda a: a.sharding, program.abstract_state.params)
-  return LaidOut(
-    layout.mesh, jax.jit(lambda p: layout.in_run_order(p, names), out_shardings=shardings)
-  )(params)
-
-
-def steps_to_evaluate(
-  folder: AnyPath,
-  *,
-  wanted: Wanted,
-  done: Collection[int],
-  last_step: Optional[int],
-  timeout: float,
-) -> Iterator[int]:
-  """Yields steps of checkpoints to evaluate, oldest first; the same on all processes.
-
-  Args:
-    folder: MODEL_DIR.
-    wanted: 'all', 'last', or steps.
-    done: not these.
-    last_step: of the run, whose checkpoints are waited for; None not to wait.
-    timeout: seconds to wait for the next one.
-  """
-  done = set(done)
-  deadline = time.monotonic() + timeout
-  while True:
-    step = distributed.broadcast_json(_next(folder, wanted, done, last_step, deadline))
-    if step == _END:
-      return
-    if step == _NOT_YET:
-      if distributed.is_main_process():
-        time.sleep(POLL_SECONDS)
-      continue
-    done.add(step)
-    yield step
-    deadline = time.monotonic() + timeout
-
-
-_END, _NOT_YET = -1, -2
-
-
-def _next(
-  folder: AnyPath, wanted: Wanted, done: Collection[int], last_step: Optional[int], deadline: float
-) -> int:
-  steps = committed_steps(folder)
-  if wanted == 'last':
-    steps = steps[-1:]
-  elif wanted != 'all':
-    steps = [step for step in steps if step in wanted]
-  left = [step for step in steps if step not in done]
-  if left:
-    return left[0]
-  if last_step is None or any(step >= last_step for step in committed_steps(folder)):
-    return _END
-  return _END if time.monotonic() >= deadline else _NOT_YET
-
-
-def _read(model_dir: AnyPath, step: int, program: Program) -> Any:
-  """Returns the parameters, or None if the run has removed that checkpoint meanwhile."""
-  params, problem = None, None
-  try:
-    params = read_params(model_dir, program.abstract_state.params, step=step)
-  except Exception as e:  # of Orbax and TensorStore, when files vanish under them
-    problem = e
-  exists = checkpoint_path(model_dir, step).exists()
-  if problem is not None and exists:
-    if isinstance(problem, UserError):
-      raise problem
-    raise CheckpointError(
-      f'{checkpoint_path(model_dir, step)} cannot be read: {why(problem)}',
-      fix='Leave it out: --steps=... names those to evaluate.',
-      parameters=('MODEL_DIR',),
-    ) from problem
-  whole = all(distributed.gather_json(problem is None))
-  return params if whole else None
-
-
-def evaluate(
-  arguments: Mapping[str, Any], options: argparse.Namespace, *, dry_run: bool = False
-) -> int:
-  """Evaluates what `options` (see `_add_flags`) ask for; returns the exit code.
-
-  Args:
-    arguments: of train.train.
-    options: the flags.
-    dry_run: build, open and check everything, say what would be done, write nothing.
-  """
-  model_dir = shared_model_dir(arguments['model_dir'], dry_run=dry_run)
-  dataset = _dataset(arguments, options.split)
+  model_dir = shared_model_dir(config.model_dir, dry_run=dry_run)
+  dataset = _dataset(config, options.split)
   wanted = _wanted(options.steps)
   _check_checkpoints(model_dir, wanted, watch=options.watch)
   evaluator = CheckpointEvaluator(
-    arguments,
+    config,
     dataset,
+    tasks_dataset=config.infer_eval_dataset_cfg,
+    decoding=config.decoding_cfg,
     metrics=options.metrics,
     num_batches=options.batches,
     num_examples=options.examples,
   )
   name = options.name or re.sub(r'\W+', '_', dataset.split)
   if dry_run:
-    _say(f'Dry run: would evaluate {options.steps} of steps {committed_steps(model_dir)}.')
+    log(f'Dry run: would evaluate {options.steps} of steps {committed_steps(model_dir)}.')
     return 0
+  last_step = config.total_steps if options.watch else None
+  queue = functools.partial(
+    steps_to_evaluate, model_dir, wanted=wanted, last_step=last_step, timeout=options.timeout
+  )
   if not distributed.is_main_process():
-    _evaluate_all(model_dir, wanted, options, arguments, evaluator, None, dataset, None)
+    for step in queue(done=distributed.broadcast_json(None)):
+      _evaluate_one(model_dir, step, evaluator)
     return 0
   check_writable(model_dir)
   with (
     RunFiles(model_dir, is_main=True) as files,
-    Results(files.folder, name, _facts(arguments, dataset, options)) as results,
+    Results(files.folder, name, _facts(config, dataset, options)) as results,
     evaluator,
   ):
-    _evaluate_all(model_dir, wanted, options, arguments, evaluator, results, dataset, files)
+    done = distributed.broadcast_json(sorted(results.records))
+    if done:
+      log(f'Evaluated before: {", ".join(map(str, done))} ({results.path}).')
+    for step in queue(done=done):
+      values = _evaluate_one(model_dir, step, evaluator, show=bar)
+      if values is not None:
+        _report(step, values, evaluator, results, dataset)
+        files.push()
     known = results.records
   where = results.path.parent.relative_to(files.folder)
   width = shutil.get_terminal_size((100, 24)).columns
   print(f'\n{table(known, width=width)}\n\nIn {model_dir / where}: {results.path.name}')
-  if options.watch and max(known, default=0) < arguments['total_steps']:
+  if options.watch and max(known, default=0) < config.total_steps:
     print(
       f'No further checkpoint within {options.timeout:g} s; the run is not at step '
-      f'{arguments["total_steps"]}. The same command goes on from here.'
+      f'{config.total_steps}. The same command goes on from here.'
     )
   return 0
 
 
-def _evaluate_all(
-  model_dir: AnyPath,
-  wanted: Wanted,
-  options: argparse.Namespace,
-  arguments: Mapping[str, Any],
+def _evaluate_one(
+  model_dir: AnyPath, step: int, evaluator: CheckpointEvaluator, *, show: Show = silent
+) -> Optional[Mapping[str, float]]:
+  """Returns the metrics of a checkpoint; None if the run has removed it. All processes call it."""
+  params = read_if_there(model_dir, step, evaluator.program)
+  if params is None:
+    log(f'step {step}: the run has removed this checkpoint; set CheckpointConfig.keep higher.')
+    return None
+  return evaluator.run(params, show=show)
+
+
+def _report(
+  step: int,
+  values: Mapping[str, float],
   evaluator: CheckpointEvaluator,
-  results: Optional[Results],
+  results: Results,
   dataset: DatasetConfig,
-  files: Optional[RunFiles],
 ) -> None:
-  """Evaluates what is not in `results` yet, and adds it; only process 0 has results and files."""
-  done = distributed.broadcast_json(results and sorted(results.records))
-  if done:
-    _say(f'Evaluated before: {", ".join(map(str, done))} ({results and results.path}).')
-  for step in steps_to_evaluate(
-    model_dir,
-    wanted=wanted,
-    done=done,
-    timeout=options.timeout,
-    last_step=arguments['total_steps'] if options.watch else None,
-  ):
-    params = _read(model_dir, step, evaluator.program)
-    if params is None:
-      _say(f'step {step}: the run has removed this checkpoint; set CheckpointConfig.keep higher.')
-      continue
-    values = evaluator.run(params, show=functools.partial(bar, enabled=results is not None))
-    if results is None:
-      continue
-    results.add(step, values)
-    _say(f'step {step} | ' + ' | '.join(f'{short(k)} {v:.4f}' for k, v in values.items()))
-    if evaluator.confusion is not None:
-      names = open_class_names(dataset) or tuple(map(str, range(len(evaluator.confusion))))
-      _say(classification.table(evaluator.confusion, names))
-      results.add_confusion(step, evaluator.confusion, names)
-    files.push()
+  """Adds the metrics of a checkpoint to the results and prints them."""
+  results.add(step, values)
+  log(f'step {step} | ' + ' | '.join(f'{short(k)} {v:.4f}' for k, v in values.items()))
+  if evaluator.confusion is not None:
+    names = open_class_names(dataset) or tuple(map(str, range(len(evaluator.confusion))))
+    log(classification.table(evaluator.confusion, names))
+    results.add_confusion(step, evaluator.confusion, names)
 
 
-def _dataset(arguments: Mapping[str, Any], split: Optional[str]) -> DatasetConfig:
-  dataset = arguments.get('train_eval_dataset_cfg')
+def _dataset(config: EvalConfig, split: Optional[str]) -> DatasetConfig:
+  dataset = config.train_eval_dataset_cfg
   if dataset is None:
     raise ConfigError(
       'The configuration does not say what to evaluate on: '
@@ -362,11 +174,10 @@ def _check_checkpoints(model_dir: AnyPath, wanted: Wanted, *, watch: bool) -> No
 
 
 def _facts(
-  arguments: Mapping[str, Any], dataset: DatasetConfig, options: argparse.Namespace
+  config: EvalConfig, dataset: DatasetConfig, options: argparse.Namespace
 ) -> dict[str, Any]:
   """Returns what the numbers depend on, besides the checkpoint and the code."""
-  decoding = arguments.get('decoding_cfg')
-  own = arguments.get('infer_eval_dataset_cfg')
+  decoding, tasks = config.decoding_cfg, config.infer_eval_dataset_cfg
   return {
     'mixture_or_task_name': dataset.mixture_or_task_name,
     'split': dataset.split,
@@ -379,15 +190,10 @@ def _facts(
     # A number of batches is another number of examples where they are larger.
     'batch_size': dataset.batch_size if options.batches else None,
     'examples': options.examples,
-    'infer_eval': own and own.mixture_or_task_name,
+    'infer_eval': tasks and tasks.mixture_or_task_name,
     'decoding': decoding
     and {key: value for key, value in dataclasses.asdict(decoding).items() if key != 'batch_size'},
   }
-
-
-def _say(text: str) -> None:
-  if distributed.is_main_process() and text:
-    print(f'{logging_setup.stamp(sys.stdout)}{text}', flush=True)
 
 
 def _positive(text: str) -> int:
@@ -455,10 +261,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   loaded = gin_loader.load(
     args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
   )
-  arguments = loaded.arguments(without=('checkpoint_cfg', 'sample_cfg', 'initialize_from'))
-  distributed.start(cluster, arguments)
+  config = gin_loader.configured(loaded, EvalConfig)
+  distributed.start(cluster, config.distributed_cfg, xla_preset=config.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
-  return evaluate(arguments, args.extra, dry_run=args.dry_run)
+  return evaluate(config, args.extra, dry_run=args.dry_run)
 
 
 if __name__ == '__main__':

@@ -13,7 +13,7 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 import jax
@@ -34,6 +34,7 @@ from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.run.config import InferConfig
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster import topology as topology_lib
@@ -54,17 +55,7 @@ How tokens are chosen: --gin.DecodingConfig.X=VALUE (docs/infer.md).
 # What a run has in its folder, and a converted model.
 RUN_GIN, MODEL_GIN = 'config.gin', 'model.gin'
 TRAIN, SETUP = 't5x_gpu.train.train', 't5x_gpu.infer.setup'
-# Arguments of a run: those that say which task, the first that is there; and all that are used.
-_DATASETS = ('infer_eval_dataset_cfg', 'train_eval_dataset_cfg', 'train_dataset_cfg')
-_OF_TEXT = (
-  'model',
-  'partitioner',
-  'decoding_cfg',
-  'model_dir',
-  'distributed_cfg',
-  'xla_preset',
-  *_DATASETS,
-)
+_RUN_NAMES = tuple(field.name for field in dataclasses.fields(InferConfig))
 
 
 def setup(
@@ -165,7 +156,7 @@ class Asked:
     sets_start: gin sets DecodingConfig.start_token.
     is_run: the gin file is of a run, not of a model alone.
     checkpoint: folder of parameters.
-    run_arguments: of train.train, those of a mesh.
+    distributed_cfg, xla_preset: how the processes start.
     may_import: the modules that the task may import besides ours; None for any.
   """
 
@@ -177,13 +168,14 @@ class Asked:
   sets_start: bool
   is_run: bool
   checkpoint: AnyPath
-  run_arguments: Mapping[str, Any]
+  distributed_cfg: distributed.DistributedConfig
+  xla_preset: str
   may_import: Optional[tuple[str, ...]]
 
   @classmethod
   def of(cls, args: cli.Args) -> 'Asked':
     """Returns what `args` ask for; raises ConfigError if gin files are wrong, or say too little."""
-    flags, folder, run_arguments = args.extra, None, {}
+    flags, folder, run = args.extra, None, None
     if flags.checkpoint:
       folder = as_path(flags.checkpoint)
     run_folder = folder.parent if folder and (folder / 'manifest').is_dir() else folder
@@ -195,12 +187,12 @@ class Asked:
     own: dict[str, Any] = loaded.arguments(SETUP)
     dataset = DatasetConfig('', {}, '', 1)
     if is_run:
-      run_arguments = loaded.arguments(TRAIN, only=_OF_TEXT)
-      datasets = [run_arguments[name] for name in _DATASETS if run_arguments.get(name) is not None]
-      dataset = dataclasses.replace(datasets[0], split=flags.split or datasets[0].split)
-      own |= {name: run_arguments[name] for name in ('model', 'partitioner')}
-      own['decoding_cfg'] = run_arguments.get('decoding_cfg') or own['decoding_cfg']
-      folder = folder or as_path(run_arguments['model_dir'])
+      run = gin_loader.configured(loaded, InferConfig)
+      dataset = run.dataset
+      dataset = dataclasses.replace(dataset, split=flags.split or dataset.split)
+      own |= {'model': run.model, 'partitioner': run.partitioner}
+      own['decoding_cfg'] = run.decoding_cfg or own['decoding_cfg']
+      folder = folder or as_path(run.model_dir)
     elif folder is None:
       raise ConfigError(
         'A model file does not say where the parameters are.',
@@ -226,7 +218,8 @@ class Asked:
         setting.key.endswith('DecodingConfig.start_token') for setting in loaded.provenance.settings
       ),
       checkpoint=folder,
-      run_arguments=run_arguments,
+      distributed_cfg=run.distributed_cfg if run else distributed.DistributedConfig(),
+      xla_preset=run.xla_preset if run else 'default',
       # The user may name a module: --gin.MIXTURE_OR_TASK_MODULE=my_tasks
       may_import=tuple(binding.partition('=')[2].strip('\'"') for binding in args.bindings)
       if as_data
@@ -292,7 +285,7 @@ def _load(
       bindings=args.bindings,
       search_paths=args.gin_search_paths,
       entry=(TRAIN, SETUP) if is_run else SETUP,
-      read_as_data=dict.fromkeys(files if as_data else (), _OF_TEXT if is_run else ('MODEL',)),
+      read_as_data=dict.fromkeys(files if as_data else (), _RUN_NAMES if is_run else ('MODEL',)),
     )
   return loaded, is_run
 
@@ -473,7 +466,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   if args.tfds_data_dir:
     os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
   asked = Asked.of(args)
-  distributed.start(cluster, asked.run_arguments)
+  distributed.start(cluster, asked.distributed_cfg, xla_preset=asked.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())
   job = open_job(args, asked)
   if args.extra.interactive:

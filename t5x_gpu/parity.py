@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import jax
@@ -34,6 +34,7 @@ from t5x_gpu.training.parity.report import Report, compare_runs
 from t5x_gpu.training.parity.tables import as_dict, layer_rows, parameter_rows, step_rows
 from t5x_gpu.training.program import Program, compile_options, program_of_run
 from t5x_gpu.training.schedules import Schedule
+from t5x_gpu.training.step_config import StepConfig
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
@@ -66,35 +67,30 @@ def in_float32(model: Any) -> tuple[Any, bool]:
 
 
 def build(
-  arguments: Mapping[str, Any], *, topology: Topology, devices: Sequence[Device]
+  config: StepConfig, *, topology: Topology, devices: Sequence[Device]
 ) -> tuple[Program, Program]:
   """Returns the program on the mesh, and the one to compare with, on the first device.
 
   The latter has neither axes nor accumulation: the whole batch at once.
 
   Args:
-    arguments: of train().
+    config: of the run.
     topology, devices: of the mesh.
   Raises:
     MeshError, ConfigError, ShapeError: as a run of the gin file would.
   """
-  changes = {
-    'model': in_float32(arguments['model'])[0],
-    'optimizer': Recording(arguments['optimizer']),
-  }
-  on_mesh = program_of_run(arguments, topology=topology, devices=list(devices), **changes)
-  on_one = program_of_run(
-    {
-      **arguments,
-      'partitioner': Partitioner(),
-      'num_microbatches': 1,
-      'learning_rate': _scaled(arguments['learning_rate'], on_mesh.learning_rate_factor),
-      'learning_rate_scaling': None,
-    },
-    topology=Topology(1, 1),
-    devices=[devices[0]],
-    **changes,
+  recorded = dataclasses.replace(
+    config, model=in_float32(config.model)[0], optimizer=Recording(config.optimizer)
   )
+  on_mesh = program_of_run(recorded, topology=topology, devices=list(devices))
+  alone = dataclasses.replace(
+    recorded,
+    partitioner=Partitioner(),
+    num_microbatches=1,
+    learning_rate=_scaled(config.learning_rate, on_mesh.learning_rate_factor),
+    learning_rate_scaling=None,
+  )
+  on_one = program_of_run(alone, topology=Topology(1, 1), devices=[devices[0]])
   return on_mesh, on_one
 
 
@@ -103,7 +99,7 @@ def _scaled(schedule: Schedule, factor: float) -> Schedule:
 
 
 def parity(
-  arguments: Mapping[str, Any],
+  config: StepConfig,
   programs: tuple[Program, Program],
   *,
   num_steps: int = 3,
@@ -113,21 +109,20 @@ def parity(
   """Returns how the two programs of `build` differ over `num_steps` steps.
 
   Args:
-    arguments: of train().
+    config: of the run.
     programs: from `build` of the same.
     num_steps: of the optimizer.
     tolerance: largest relative difference allowed.
     xla: what to compile with.
   """
-  seed = arguments.get('random_seed', 0)
   # GPUs multiply float32 matrices in TF32, with 10 bits, unless told otherwise.
   with jax.default_matmul_precision('highest'):
     mesh, one = (
       Run(
         program,
-        model=in_float32(arguments['model'])[0],
-        seed=seed,
-        max_grad_norm=arguments.get('max_grad_norm'),
+        model=in_float32(config.model)[0],
+        seed=config.random_seed,
+        max_grad_norm=config.max_grad_norm,
         compiler_options=compile_options(program, xla),
       )
       for program in programs
@@ -135,10 +130,10 @@ def parity(
     runs = TwoRuns(
       mesh,
       one,
-      optimizer=arguments['optimizer'],
-      schedule=_scaled(arguments['learning_rate'], programs[0].learning_rate_factor),
+      optimizer=config.optimizer,
+      schedule=_scaled(config.learning_rate, programs[0].learning_rate_factor),
     )
-    batches = uneven_batches(programs[0].spec, seed=seed, num_batches=num_steps)
+    batches = uneven_batches(programs[0].spec, seed=config.random_seed, num_batches=num_steps)
     return compare_runs(runs, batches, tolerance=tolerance)
 
 
@@ -246,19 +241,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   loaded = gin_loader.load(
     args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
   )
-  arguments = loaded.arguments(
-    without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg', 'sample_cfg')
-  )
-  xla = (
-    xla_flags.prepare_environment(arguments.get('xla_preset', 'default'))
-    if args.extra.real
-    else None
-  )
-  programs = build(arguments, topology=topology, devices=devices)
+  config = gin_loader.configured(loaded, StepConfig)
+  xla = xla_flags.prepare_environment(config.xla_preset) if args.extra.real else None
+  programs = build(config, topology=topology, devices=devices)
   batch_size, length = max(programs[0].spec.shapes.values(), key=len)[:2]  # labels have no length
   float32 = (
     'float32'
-    if in_float32(arguments['model'])[1]
+    if in_float32(config.model)[1]
     else "the model's own precision (it has no field dtype to set to float32)"
   )
   print(
@@ -272,7 +261,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   if args.dry_run:
     return 0
   report = parity(
-    arguments, programs, num_steps=args.extra.steps, tolerance=args.extra.tolerance, xla=xla
+    config, programs, num_steps=args.extra.steps, tolerance=args.extra.tolerance, xla=xla
   )
   console = rich.console.Console(highlight=False)
   for rows in (step_rows(report), layer_rows(report), parameter_rows(report)):

@@ -28,6 +28,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, program_of_run
+from t5x_gpu.training.step_config import StepConfig
 from t5x_gpu.training.summary import size_line
 
 EXAMPLES = """examples:
@@ -243,9 +244,9 @@ def main(argv: Optional[list[str]] = None) -> int:
   loaded = gin_loader.load(
     args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
   )
-  arguments = loaded.arguments(without=('model_dir', 'checkpoint_cfg', 'train_eval_dataset_cfg'))
+  config = gin_loader.configured(loaded, StepConfig)
   logging_setup.setup()
-  program = program_of_run(arguments, topology=topology, devices=devices)
+  program = program_of_run(config, topology=topology, devices=devices)
   print(layout_text(program), flush=True)
   if args.extra.out:
     parameters, optimizer = state_layouts(program.abstract_state, program.names)

@@ -23,6 +23,7 @@ from t5x_gpu.data.batches import BatchSpec, DatasetConfig, open_preparation
 from t5x_gpu.data.prepared.index import INDEX, Index
 from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
 from t5x_gpu.data.prepared.workers import Finished, Job, Progress, make_shards
+from t5x_gpu.data.run_data import RunDataConfig
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
@@ -35,8 +36,6 @@ EXAMPLES = """examples:
 The gin file is the run's own: it says which text, which lengths, whether to pack, and which model.
 The same command again goes on where it was cut off.
 """
-# Arguments of train() that rows do not depend on.
-_NOT_NEEDED = ('model_dir', 'checkpoint_cfg', 'infer_eval_dataset_cfg', 'sample_cfg')
 _LINE_SECONDS = 10.0  # between two lines where there is no terminal
 
 
@@ -79,10 +78,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def _splits(arguments: dict[str, Any], names: list[str], num_parts: Optional[int]) -> list[_Split]:
+def _splits(run: RunDataConfig, names: list[str], num_parts: Optional[int]) -> list[_Split]:
   """Returns what to prepare, checked against the model."""
-  model, train = arguments['model'], arguments['train_dataset_cfg']
-  evaluated = arguments.get('train_eval_dataset_cfg')
+  model, train, evaluated = run.model, run.train_dataset_cfg, run.train_eval_dataset_cfg
   known = {train.split: train}
   if evaluated is not None and (evaluated.mixture_or_task_name == train.mixture_or_task_name):
     known.setdefault(evaluated.split, evaluated)
@@ -228,7 +226,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
   )
   logging_setup.setup()
-  splits = _splits(loaded.arguments(without=_NOT_NEEDED), extra.split, extra.shards)
+  splits = _splits(gin_loader.configured(loaded, RunDataConfig), extra.split, extra.shards)
   output = pathlib.Path(extra.output).expanduser()
   console = rich.console.Console(highlight=False, soft_wrap=True)
   num_workers = extra.workers or len(os.sched_getaffinity(0))

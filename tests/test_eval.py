@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu import eval as eval_lib
+from t5x_gpu.evaluation import checkpoint_queue
 from t5x_gpu.metrics.writers import read_json_lines
 from tests import eval_tasks
 from tests.helpers_train import TINY_GIN, Project, compiled_kept_in, run_here
@@ -234,8 +235,8 @@ def test_infer_eval_of_a_task_without_metrics_fails_before_the_first_step(projec
 
 
 def steps_of(folder, monkeypatch, *, timeout=60.0, last_step=6, wanted='all', done=()):
-  monkeypatch.setattr(eval_lib, 'POLL_SECONDS', 0.001)
-  return eval_lib.steps_to_evaluate(
+  monkeypatch.setattr(checkpoint_queue, 'POLL_SECONDS', 0.001)
+  return checkpoint_queue.steps_to_evaluate(
     folder, wanted=wanted, done=done, last_step=last_step, timeout=timeout
   )
 
@@ -258,7 +259,7 @@ def test_watching_waits_for_the_first_checkpoint(tmp_path, monkeypatch):
     if len(naps) == 3:
       (tmp_path / 'checkpoint_6').mkdir()
 
-  monkeypatch.setattr(eval_lib.time, 'sleep', nap)
+  monkeypatch.setattr(checkpoint_queue.time, 'sleep', nap)
   assert list(steps_of(tmp_path, monkeypatch)) == [6]
   assert len(naps) == 3
 
@@ -285,14 +286,14 @@ def test_watching_a_run_that_is_done_ends(evaluated):
 
 
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_left_out(evaluated, monkeypatch):
-  read = eval_lib.read_params
+  read = checkpoint_queue.read_params
 
   def removed_first(model_dir, *args, step, **kwargs):
     if step == 2:
       shutil.rmtree(model_dir / 'checkpoint_2')
     return read(model_dir, *args, step=step, **kwargs)
 
-  monkeypatch.setattr(eval_lib, 'read_params', removed_first)
+  monkeypatch.setattr(checkpoint_queue, 'read_params', removed_first)
   kept = evaluated.folder / 'kept'
   shutil.copytree(evaluated.model_dir / 'checkpoint_2', kept)
   try:

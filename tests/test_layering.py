@@ -30,6 +30,7 @@ ORDER = (
   'checkpoint',
   'evaluation',
   'analysis',
+  'run',
 )
 NOT_EVEN_ABOVE = {('partitioning', 'config')}
 SHARED_BY_ENTRY_POINTS = 't5x_gpu.cli'
@@ -57,18 +58,14 @@ TO_SPLIT = {
   't5x_gpu.data.seqio_batches',
   't5x_gpu.data.sources.seqio_sources',
   't5x_gpu.data_tools',
-  't5x_gpu.eval',
-  't5x_gpu.evaluation.evaluator',
   't5x_gpu.infer',
   't5x_gpu.partitioning.mesh.mesh_sizes',
   't5x_gpu.runtime.xla.flags',
   't5x_gpu.runtime.xla.presets',
-  't5x_gpu.train',
   't5x_gpu.cli.parse_args',
   't5x_gpu.evaluation.generated_text.run',
   't5x_gpu.runtime.cluster.cluster.detect',
   't5x_gpu.runtime.xla.flags.prepare_environment',
-  't5x_gpu.train.train',
   't5x_gpu.training.program.build_program',
 }
 

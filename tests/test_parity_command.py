@@ -26,6 +26,7 @@ from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.parity.compare import differences, update_differences
 from t5x_gpu.training.schedules import constant
+from t5x_gpu.training.step_config import StepConfig
 from tests.helpers_train import REPOSITORY, TINY_GIN, compiled_kept_in, run_here
 
 # A user's own model file: four residual layers of two modules, and mistakes to switch on that only
@@ -162,19 +163,19 @@ def user_model():
 def report_of(
   model, *, partitioner=Partitioner(), num_devices=8, steps=2, optimizer=None, **options
 ):
-  arguments = {
-    'model': model,
-    'optimizer': optimizer or AdamW(weight_decay=0.1),
-    'learning_rate': constant(1e-2),
-    'partitioner': partitioner,
-    'max_grad_norm': 0.1,
-    'train_dataset_cfg': DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8),
+  config = StepConfig(
+    model=model,
+    optimizer=optimizer or AdamW(weight_decay=0.1),
+    learning_rate=constant(1e-2),
+    partitioner=partitioner,
+    max_grad_norm=0.1,
+    train_dataset_cfg=DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8),
     **options,
-  }
-  programs = parity.build(
-    arguments, topology=Topology(1, num_devices), devices=jax.devices()[:num_devices]
   )
-  return parity.parity(arguments, programs, num_steps=steps)
+  programs = parity.build(
+    config, topology=Topology(1, num_devices), devices=jax.devices()[:num_devices]
+  )
+  return parity.parity(config, programs, num_steps=steps)
 
 
 @pytest.mark.parametrize(

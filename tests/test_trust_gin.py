@@ -157,7 +157,7 @@ def test_brackets_without_end_are_an_error_of_ours(folder):
 @pytest.mark.parametrize('name', GinFiles().shipped('examples'))
 def test_runs_of_the_shipped_examples_need_no_trust(folder, name):
   loaded = gin_loader.load([name], bindings=['MODEL_DIR=run'])
-  wanted = infer._OF_TEXT
+  wanted = infer._RUN_NAMES
   (folder / 'config.gin').write_text(loaded.provenance.config)
   expected = loaded.arguments(only=wanted)
   as_data = gin_loader.load(['config.gin'], read_as_data={'config.gin': wanted})

@@ -6,7 +6,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Optional, Union
+from typing import Any, Optional, TypeVar, Union
 
 import gin
 from gin import config as gin_config
@@ -19,6 +19,7 @@ from t5x_gpu.errors import ConfigError, all_problems
 
 ENTRY = 't5x_gpu.train.train'
 Entry = Union[str, Callable[..., Any]]
+Part = TypeVar('Part')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,18 @@ class LoadedConfig:
       raise ConfigError(all_problems(missing, title='Required values are not set'))
     bound = gin.get_bindings(call.selector, resolve_references=False)
     return {k: copy.deepcopy(v) for k, v in bound.items() if k not in without}
+
+
+def configured(loaded: LoadedConfig, part: type[Part]) -> Part:
+  """Returns `part` (`Run`, or a smaller dataclass) with what gin configured for `train`.
+
+  Parameters of `train` that `part` does not have are neither built nor required.
+
+  Raises:
+    ConfigError: required values that nothing sets. Errors of the constructors that gin calls.
+  """
+  names = [field.name for field in dataclasses.fields(part)]
+  return part(**loaded.arguments(ENTRY, only=names))
 
 
 def load(

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -16,8 +16,7 @@ from t5x_gpu.data.batches import (
   open_batches,
   open_evaluated_tasks,
 )
-from t5x_gpu.data.same_on_hosts import check_same_on_hosts
-from t5x_gpu.errors import ConfigError, DataError, NoExamplesError
+from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import classification, reduce
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.inference.generation import Generator
@@ -216,60 +215,6 @@ def open_task_evaluator(
   return TaskEvaluator(model, program, tasks, config) if tasks else None
 
 
-class Evaluations:
-  """All evaluations of a training run, each in its period.
-
-  Args:
-    program: of the run.
-    total_steps: of the run; every evaluation also comes at the end.
-    loss: of held-back batches, if any, and its period.
-    tasks: metrics of tasks, if any, and its period.
-  """
-
-  def __init__(
-    self,
-    program: Program,
-    *,
-    total_steps: int,
-    loss: tuple[Optional[Evaluator], Optional[int]],
-    tasks: tuple[Optional[TaskEvaluator], Optional[int]],
-  ):
-    self._program = program
-    self._total_steps = total_steps
-    self._loss, self._tasks = loss, tasks
-
-  @property
-  def confusion(self) -> Optional[np.ndarray]:
-    """Of the last evaluation, if the model classifies."""
-    return self._loss[0] and self._loss[0].confusion
-
-  def check_same_on_hosts(self, training: BatchIterator) -> None:
-    """Raises DataError, on all processes, unless all read the same data, `training` included."""
-    loss, tasks = self._loss[0], self._tasks[0]
-    check_same_on_hosts(
-      {'training': training, 'evaluation': loss and loss.batches}, tasks.tasks if tasks else ()
-    )
-
-  def _is_due(self, step: int, what: tuple[Any, Optional[int]]) -> bool:
-    evaluator, period = what
-    return evaluator is not None and (
-      step == self._total_steps or bool(period) and step % period == 0
-    )
-
-  def due(self, step: int) -> bool:
-    """Returns whether any comes after `step`."""
-    return self._is_due(step, self._loss) or self._is_due(step, self._tasks)
-
-  def run(self, step: int, state: Any, *, show: Show = silent) -> Mapping[str, float]:
-    """Returns the values of those that come after `step`; `show` shows how far they are."""
-    values: dict[str, float] = {}
-    if self._is_due(step, self._loss):
-      values |= self._loss[0].run(state.params, show=show)
-    if self._is_due(step, self._tasks):
-      values |= self._tasks[0].run(self._program.in_model_order(state).params, show=show)
-    return values
-
-
 def batches_for(model: Any, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
   """Returns the batches of `dataset` as `model` takes them; errors as of `open_batches`."""
   spec = model.batch_spec(
@@ -283,64 +228,7 @@ def batches_for(model: Any, dataset: DatasetConfig, *, repeat: bool) -> BatchIte
   )
 
 
-def open_evaluations(
-  model: Any,
-  program: Program,
-  *,
-  total_steps: int,
-  loss: tuple[Optional[DatasetConfig], Optional[int], Optional[int]],
-  tasks: tuple[Optional[DatasetConfig], Optional[DecodingConfig], Optional[int]],
-  loss_required: bool = False,
-) -> Evaluations:
-  """Returns the evaluations of a training run; opens their data.
-
-  Args:
-    model, program, total_steps: of the run.
-    loss: what on (None for nothing), how many batches, and the steps between two of them.
-    tasks: what on (None for nothing), how predictions are written, and the steps between.
-    loss_required: the run needs the loss. Otherwise, and without a period of its own, a split
-      without an example is no error: the run trains, and evaluates nothing.
-  Raises:
-    ConfigError, DataError: batches that the mesh cannot split; see also `open_batches` and
-      `open_task_evaluator`.
-  """
-  dataset, num_batches, loss_period = loss
-  tasks_dataset, decoding, tasks_period = tasks
-  evaluator = task_evaluator = None
-  if dataset is not None:
-    _check_eval_batch(dataset.batch_size, program)
-    evaluator = _open_evaluator(
-      model, program, dataset, num_batches, required=loss_period is not None or loss_required
-    )
-  if tasks_dataset is not None:
-    task_evaluator = open_task_evaluator(model, program, tasks_dataset, decoding=decoding)
-  return Evaluations(
-    program,
-    total_steps=total_steps,
-    loss=(evaluator, loss_period),
-    tasks=(task_evaluator, tasks_period),
-  )
-
-
-def _open_evaluator(
-  model: Any,
-  program: Program,
-  dataset: DatasetConfig,
-  num_batches: Optional[int],
-  *,
-  required: bool,
-) -> Optional[Evaluator]:
-  """Returns what measures the loss on `dataset`; None, with a warning, if it has no example."""
-  try:
-    return Evaluator(program, batches_for(model, dataset, repeat=False), num_batches)
-  except NoExamplesError as e:
-    if required:
-      raise
-    _log.warning('There will be no evaluation: %s', e.what)
-    return None
-
-
-def _check_eval_batch(batch_size: int, program: Program) -> None:
+def check_eval_batch(batch_size: int, program: Program) -> None:
   """Raises ConfigError if the mesh, or a pipeline, cannot split batches of this size."""
   layout = program.layout
   parts, pipeline = layout.batch_parts, layout.pipeline

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from typing import Any, Optional
 
 import jax
@@ -58,21 +57,20 @@ class DistributedConfig:
         )
 
 
-def start(cluster: ClusterInfo, arguments: Mapping[str, Any]) -> xla_flags.Applied:
+def start(cluster: ClusterInfo, config: DistributedConfig, *, xla_preset: str) -> xla_flags.Applied:
   """Joins this process to the others of its run; returns the XLA settings in force.
 
   Call it before anything uses a device.
 
   Args:
     cluster: from `cluster.detect`.
-    arguments: of `train`; its `distributed_cfg` and `xla_preset` are used.
+    config: how long to wait for the other processes.
+    xla_preset: of XLA and NCCL settings.
   Raises:
     ClusterError: see `initialize`.
   """
-  initialize(cluster, arguments.get('distributed_cfg', DistributedConfig()))
-  return xla_flags.prepare_environment(
-    arguments.get('xla_preset', 'default'), num_hosts=num_hosts()
-  )
+  initialize(cluster, config)
+  return xla_flags.prepare_environment(xla_preset, num_hosts=num_hosts())
 
 
 def initialize(cluster: ClusterInfo, config: DistributedConfig = DistributedConfig()) -> bool:

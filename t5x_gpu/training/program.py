@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import jax
 
-from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.models.model import Model, check_model
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layer_stacks import stacks_of
@@ -21,6 +21,7 @@ from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.training.gradients import make_eval_step, make_gradients
 from t5x_gpu.training.schedules import Schedule, replica_factor
+from t5x_gpu.training.step_config import StepConfig
 from t5x_gpu.training.train_state import TrainState, new_state, state_names
 from t5x_gpu.training.train_step import check_microbatches, make_train_step
 from t5x_gpu.training.trainable import Trained, trained_of
@@ -195,44 +196,38 @@ def build_program(
   )  # its batches may differ
 
 
-# What `train` and `build_program` call alike.
-SAME_ARGUMENTS = (
-  'model',
-  'optimizer',
-  'partitioner',
-  'num_microbatches',
-  'max_grad_norm',
-  'loss_normalizing_factor',
-  'learning_rate_scaling',
-)
-
-
 def program_of_run(
-  arguments: Mapping[str, Any], *, topology: Topology, devices: list[Device], **changes: Any
+  config: StepConfig,
+  *,
+  topology: Topology,
+  devices: list[Device],
+  dataset: Optional[DatasetConfig] = None,
 ) -> Program:
   """Returns the program of a run.
 
   Args:
-    arguments: of train.train, as gin gives them.
+    config: of the run.
     topology, devices: of the mesh.
-    **changes: arguments of `build_program` that are to be others.
+    dataset: sets the shapes of the batch; None for the training data.
   Raises:
     MeshError, ConfigError, ShapeError: as `build_program`.
   """
-  dataset = arguments['train_dataset_cfg']
-  same = {name: arguments[name] for name in SAME_ARGUMENTS if name in arguments}
+  dataset = dataset or config.train_dataset_cfg
   return build_program(
-    **{
-      'schedule': arguments['learning_rate'],
-      'seed': arguments.get('random_seed', 0),
-      'task_feature_lengths': dataset.task_feature_lengths,
-      'batch_size': dataset.batch_size,
-      'pack': dataset.pack,
-      'topology': topology,
-      'devices': devices,
-      **same,
-      **changes,
-    }
+    model=config.model,
+    optimizer=config.optimizer,
+    schedule=config.learning_rate,
+    partitioner=config.partitioner,
+    topology=topology,
+    devices=devices,
+    task_feature_lengths=dataset.task_feature_lengths,
+    batch_size=dataset.batch_size,
+    pack=dataset.pack,
+    seed=config.random_seed,
+    num_microbatches=config.num_microbatches,
+    max_grad_norm=config.max_grad_norm,
+    loss_normalizing_factor=config.loss_normalizing_factor,
+    learning_rate_scaling=config.learning_rate_scaling,
   )
 
 

@@ -1,0 +1,136 @@
+"""Evaluates checkpoints one after the other: their loss, and the metrics of tasks."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Optional, Self
+
+import jax
+import numpy as np
+
+from t5x_gpu.data.batches import DatasetConfig, open_task_names
+from t5x_gpu.data.same_on_hosts import check_same_on_hosts
+from t5x_gpu.evaluation.evaluator import (
+  LOSS,
+  Evaluator,
+  batches_for,
+  confusion_of,
+  open_task_evaluator,
+  values_of,
+)
+from t5x_gpu.metrics import reduce
+from t5x_gpu.models.decoding import DecodingConfig
+from t5x_gpu.partitioning.layout import LaidOut
+from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.terminal.bars import BackgroundCounts, Show, Total, silent
+from t5x_gpu.training.program import Program, program_of_run
+from t5x_gpu.training.step_config import StepConfig
+
+
+class CheckpointEvaluator:
+  """Evaluates one checkpoint after the other.
+
+  Args:
+    config: of the run.
+    dataset: task or mixture, split and lengths.
+    tasks_dataset: where its metrics come from; None for `dataset`.
+    decoding: how predictions are decoded; None for greedy decoding.
+    metrics: 'loss', 'tasks', or 'all': the loss, and the metrics of tasks if there are any.
+    num_batches: of each task, for the loss; None for the whole split.
+    num_examples: of each task, for its metrics; None for the whole split.
+  Attributes:
+    program: the model on its mesh.
+    confusion: [true class, predicted class] of the last one, if the model classifies.
+  Raises:
+    UserError: of the model, the mesh or the data, on all processes if they have different data.
+  """
+
+  def __init__(
+    self,
+    config: StepConfig,
+    dataset: DatasetConfig,
+    *,
+    tasks_dataset: Optional[DatasetConfig] = None,
+    decoding: Optional[DecodingConfig] = None,
+    metrics: str = 'all',
+    num_batches: Optional[int] = None,
+    num_examples: Optional[int] = None,
+  ):
+    topology, devices = topology_lib.discover()
+    model = config.model
+    self.program = program_of_run(
+      dataclasses.replace(config, num_microbatches=1),
+      topology=topology,
+      devices=devices,
+      dataset=dataset,
+    )
+    self.confusion: Optional[np.ndarray] = None
+    self._losses: dict[str, Evaluator] = {}
+    self._uncounted: dict[str, Callable[[], Iterable[Any]]] = {}
+    self._totals: dict[str, Total] = {}
+    self._counts = BackgroundCounts()
+    if metrics != 'tasks':
+      for name in open_task_names(dataset):
+        one = dataclasses.replace(dataset, mixture_or_task_name=name, shuffle=False)
+        self._losses[name] = Evaluator(
+          self.program, batches_for(model, one, repeat=False), num_batches
+        )
+        if num_batches is None:  # nobody knows before all is read, and packed
+          self._uncounted[name] = functools.partial(batches_for, model, one, repeat=False)
+    self._tasks = (
+      None
+      if metrics == 'loss'
+      else open_task_evaluator(
+        model,
+        self.program,
+        dataclasses.replace(tasks_dataset or dataset, split=dataset.split),
+        decoding=decoding,
+        num_examples=num_examples,
+        required=metrics == 'tasks',
+      )
+    )
+    check_same_on_hosts(
+      {name: evaluator.batches for name, evaluator in self._losses.items()},
+      self._tasks.tasks if self._tasks else (),
+    )
+
+  def __enter__(self) -> Self:
+    """Within, batches are counted in the background, so that bars have an estimate."""
+    self._totals = {name: self._counts.count(opened()) for name, opened in self._uncounted.items()}
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self._counts.__exit__(*exc_info)
+
+  def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
+    """Returns the values by name.
+
+    Args:
+      params: with layers in the order of the model.
+      show: shows how far each part is.
+    """
+    values: dict[str, float] = {}
+    if self._losses:
+      run_order, total = _in_run_order(self.program, params), {}
+      for name, evaluator in self._losses.items():
+        sums = evaluator.sums(
+          run_order, title=f'{LOSS}{name}', show=show, total=self._totals.get(name)
+        )
+        total = reduce.add(total, sums)
+        if len(self._losses) > 1:
+          values |= values_of(sums, prefix=f'{LOSS}{name}/')
+      self.confusion = confusion_of(total)
+      values = values_of(total, prefix=LOSS) | values
+    if self._tasks is not None:
+      values |= self._tasks.run(params, show=show)
+    return values
+
+
+def _in_run_order(program: Program, params: Any) -> Any:
+  layout, names = program.layout, program.names.params
+  if not layout.reorders_layers:
+    return params
+  shardings = jax.tree.map(lambda a: a.sharding, program.abstract_state.params)
+  return LaidOut(
+    layout.mesh, jax.jit(lambda p: layout.in_run_order(p, names), out_shardings=shardings)
+  )(params)

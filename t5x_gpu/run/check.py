@@ -1,0 +1,124 @@
+"""`check`: every check of a run that needs neither its data nor a compile."""
+
+import dataclasses
+from typing import Optional
+
+from t5x_gpu.checkpoint.initialize import Start, plan_start
+from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier, open_local_tier
+from t5x_gpu.checkpoint.local.promotion import check_with_local
+from t5x_gpu.checkpoint.model_dir import Saved
+from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
+from t5x_gpu.data.batches import import_modules
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.run.config import Run
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime.main_log import log
+from t5x_gpu.training.checks import check_periods
+from t5x_gpu.training.memory import Memory, check_memory
+from t5x_gpu.training.program import Program, program_of_run
+from t5x_gpu.training.summary import parameter_table, size_line
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedRun:
+  """A run that passed `check`; nothing has been compiled yet.
+
+  Attributes:
+    run: its settings.
+    model_dir: its folder, the same path on every host.
+    program: the model on its mesh.
+    memory: what a step needs and what the devices have.
+    local: keeps the local checkpoints.
+    start: what a run without a checkpoint starts from.
+    saved: the checkpoint to continue from; None for a new run.
+  """
+
+  run: Run
+  model_dir: str
+  program: Program
+  memory: Memory
+  local: LocalTier | NoLocalTier
+  start: Start
+  saved: Optional[Saved]
+
+  @property
+  def source(self) -> str:
+    """Folder of the checkpoint that the run starts from: `model_dir`, or another run's."""
+    return self.start.path or self.model_dir
+
+  @property
+  def is_done(self) -> bool:
+    return self.saved is not None and self.saved.step >= self.run.total_steps
+
+  def already_done_text(self) -> str:
+    return (
+      f'{self.source} is already at step {self.saved.step}; nothing to do up to TRAIN_STEPS = '
+      f'{self.run.total_steps}. Set TRAIN_STEPS higher to train on.'
+    )
+
+  def dry_run_text(self) -> str:
+    steps = self.saved.step if self.saved else 0
+    return f'{self.memory.line()}\nDry run: the run could start. Steps done: {steps}.'
+
+
+def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
+  """Returns the run with its program and its starting point; prints the mesh and the model.
+
+  All processes must call it.
+
+  Args:
+    run: its settings.
+    dry_run: write nothing to MODEL_DIR; print the table of parameters as well.
+  Raises:
+    ConfigError, MeshError, ModelError, ShapeError: settings that do not fit each other.
+    OutOfMemoryError: the run cannot fit.
+    CheckpointError: MODEL_DIR cannot be written or holds another model's checkpoints; or there is
+      nothing to start from.
+  """
+  model_dir = str(shared_model_dir(run.model_dir, dry_run=dry_run))
+  check_periods(
+    total_steps=run.total_steps,
+    log_period=run.log_period,
+    eval_period=run.eval_period,
+    eval_steps=run.eval_steps,
+    infer_eval_period=run.infer_eval_period,
+  )
+  run.checkpoint_cfg.check_best(
+    run.total_steps,
+    run.train_eval_dataset_cfg and run.eval_period,
+    run.infer_eval_dataset_cfg and run.infer_eval_period,
+  )
+  topology, devices = topology_lib.discover()
+  program = program_of_run(run, topology=topology, devices=devices)
+  log(_introduction(run, program, with_parameters=dry_run))
+  memory = check_memory(program, run.model, num_microbatches=run.num_microbatches)
+  local = open_local_tier(run.checkpoint_cfg, model_dir, program.abstract_state)
+  saved = check_with_local(model_dir, local, target=program.abstract_state, dry_run=dry_run)
+  start = plan_start(run.initialize_from, program, run.model, saved=saved)
+  distributed.assert_equal_across_hosts(
+    start.origin or (saved and saved.step),
+    f'The latest checkpoint in {model_dir}',
+    fix='Set MODEL_DIR to one folder of a file system that all processes share.',
+    error=CheckpointError,
+  )
+  log(start.text)
+  plan = CheckedRun(run, model_dir, program, memory, local, start, saved or start.saved)
+  if not plan.is_done:  # in the main thread, before `open_data` uses them in another
+    import_modules(run.train_dataset_cfg, run.train_eval_dataset_cfg, run.infer_eval_dataset_cfg)
+  return plan
+
+
+def _introduction(run: Run, program: Program, *, with_parameters: bool) -> str:
+  """Returns the mesh, the model and its size as text."""
+  lines = []
+  if run.learning_rate_scaling is not None:
+    lines.append(
+      f'learning rate: x {program.learning_rate_factor:g} ({run.learning_rate_scaling} in '
+      f'{program.layout.batch_parts} replicas)'
+    )
+  lines.append(program.layout.table())
+  if with_parameters:
+    lines.append(parameter_table(program))
+  lines.append(f'model: {type(run.model).__name__}, {size_line(program)}')
+  return '\n'.join(lines)

@@ -1,0 +1,86 @@
+"""`Run`: a training run as gin configured it, typed; and the parts of it that other commands read.
+
+This folder is the top floor of the library: a run has settings of every folder below, from the mesh
+to checkpoints and evaluation. Above it are only the commands. Those that need less read a smaller
+class, on a lower floor: `training.step_config.StepConfig`, `data.run_data.RunDataConfig`.
+`config.gin_loader.configured` makes all of them.
+"""
+
+import dataclasses
+from typing import Any, Optional
+
+from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
+from t5x_gpu.checkpoint.initialize import RestoreConfig
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.distributed import DistributedConfig
+from t5x_gpu.runtime.watchdog import WatchdogConfig
+from t5x_gpu.training.step_config import StepConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(StepConfig):
+  """What `eval` reads: the model, its checkpoints and the data to evaluate on.
+
+  Attributes:
+    model_dir: folder of checkpoints, metrics and the configuration.
+    total_steps: updates in all, including those of earlier starts.
+    train_eval_dataset_cfg: data for the evaluation loss; None for no evaluation.
+    infer_eval_dataset_cfg: tasks whose metrics are computed (docs/eval.md); None for none.
+    decoding_cfg: how to decode predictions for metrics; None for greedy decoding.
+  """
+
+  model_dir: str
+  total_steps: int
+  train_eval_dataset_cfg: Optional[DatasetConfig] = None
+  infer_eval_dataset_cfg: Optional[DatasetConfig] = None
+  decoding_cfg: Optional[DecodingConfig] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(EvalConfig):
+  """A training run; each attribute is the parameter of `train` with its name.
+
+  Attributes:
+    checkpoint_cfg: when to save, how many checkpoints to keep.
+    log_period: steps between log lines.
+    eval_period: steps between evaluations of the loss; None for one at the end.
+    eval_steps: batches of each evaluation.
+    infer_eval_period: steps between evaluations of tasks; None for one at the end.
+    sample_cfg: text to continue at the end; None for none.
+    initialize_from: what to start from while `model_dir` has no checkpoint; None for the seed.
+    watchdog_cfg: deadlines after which a run that hangs ends.
+  """
+
+  checkpoint_cfg: CheckpointConfig
+  log_period: int
+  eval_period: Optional[int] = None
+  eval_steps: int = 20
+  infer_eval_period: Optional[int] = None
+  sample_cfg: Optional[SampleConfig] = None
+  initialize_from: Optional[RestoreConfig] = None
+  watchdog_cfg: WatchdogConfig = WatchdogConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InferConfig:
+  """What `infer` reads of a run; attributes as in `Run`.
+
+  `data_only.kept` reads these settings, and no others, from gin files of unknown origin.
+  """
+
+  model: Any
+  partitioner: Partitioner
+  model_dir: str
+  train_dataset_cfg: DatasetConfig
+  train_eval_dataset_cfg: Optional[DatasetConfig] = None
+  infer_eval_dataset_cfg: Optional[DatasetConfig] = None
+  decoding_cfg: Optional[DecodingConfig] = None
+  distributed_cfg: DistributedConfig = DistributedConfig()
+  xla_preset: str = 'default'
+
+  @property
+  def dataset(self) -> DatasetConfig:
+    """The most specific data for text: of task metrics, else of evaluation, else of training."""
+    return self.infer_eval_dataset_cfg or self.train_eval_dataset_cfg or self.train_dataset_cfg

@@ -1,0 +1,109 @@
+"""All evaluations of a training run, each in its own period."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import numpy as np
+
+from t5x_gpu.data.batches import BatchIterator
+from t5x_gpu.data.same_on_hosts import check_same_on_hosts
+from t5x_gpu.errors import NoExamplesError
+from t5x_gpu.evaluation.evaluator import (
+  Evaluator,
+  TaskEvaluator,
+  batches_for,
+  check_eval_batch,
+  open_task_evaluator,
+)
+from t5x_gpu.run.config import Run
+from t5x_gpu.terminal.bars import Show, silent
+from t5x_gpu.training.program import Program
+
+_log = logging.getLogger(__name__)
+
+
+class Evaluations:
+  """The evaluations of a run that are due after some of its steps, and all after the last one.
+
+  Args:
+    run: its settings.
+    program: of the run.
+    loss: evaluates the loss, every `run.eval_period` steps; None for no such evaluation.
+    tasks: evaluates tasks, every `run.infer_eval_period` steps; None for no such evaluation.
+  """
+
+  def __init__(
+    self, run: Run, program: Program, *, loss: Optional[Evaluator], tasks: Optional[TaskEvaluator]
+  ):
+    self._run, self._program = run, program
+    self._loss, self._tasks = loss, tasks
+
+  @property
+  def confusion(self) -> Optional[np.ndarray]:
+    """[true class, predicted class] of the last evaluation, if the model classifies."""
+    return self._loss and self._loss.confusion
+
+  def check_same_on_hosts(self, training: BatchIterator) -> None:
+    """Raises DataError, on all processes, unless all read the same data, `training` included."""
+    check_same_on_hosts(
+      {'training': training, 'evaluation': self._loss and self._loss.batches},
+      self._tasks.tasks if self._tasks else (),
+    )
+
+  def _loss_is_due(self, step: int) -> bool:
+    return self._loss is not None and self._is_due(step, self._run.eval_period)
+
+  def _tasks_are_due(self, step: int) -> bool:
+    return self._tasks is not None and self._is_due(step, self._run.infer_eval_period)
+
+  def _is_due(self, step: int, period: Optional[int]) -> bool:
+    return step == self._run.total_steps or bool(period) and step % period == 0
+
+  def due(self, step: int) -> bool:
+    """Returns whether any evaluation follows `step`."""
+    return self._loss_is_due(step) or self._tasks_are_due(step)
+
+  def run(self, step: int, state: Any, *, show: Show = silent) -> Mapping[str, float]:
+    """Returns the metrics that are due after `step`; `show` shows the progress."""
+    values: dict[str, float] = {}
+    if self._loss_is_due(step):
+      values |= self._loss.run(state.params, show=show)
+    if self._tasks_are_due(step):
+      values |= self._tasks.run(self._program.in_model_order(state).params, show=show)
+    return values
+
+
+def open_evaluations(run: Run, program: Program, *, loss_required: bool = False) -> Evaluations:
+  """Returns the evaluations of a training run; opens their data.
+
+  Args:
+    run: its settings.
+    program: of the run.
+    loss_required: something needs the loss. Otherwise, and without `run.eval_period`, an empty
+      split is not an error: the run trains without this evaluation.
+  Raises:
+    ConfigError, DataError: batches that the mesh cannot split; see also `open_batches` and
+      `open_task_evaluator`.
+  """
+  loss = tasks = None
+  if run.train_eval_dataset_cfg is not None:
+    check_eval_batch(run.train_eval_dataset_cfg.batch_size, program)
+    loss = _open_loss(run, program, required=run.eval_period is not None or loss_required)
+  if run.infer_eval_dataset_cfg is not None:
+    tasks = open_task_evaluator(
+      run.model, program, run.infer_eval_dataset_cfg, decoding=run.decoding_cfg
+    )
+  return Evaluations(run, program, loss=loss, tasks=tasks)
+
+
+def _open_loss(run: Run, program: Program, *, required: bool) -> Optional[Evaluator]:
+  """Returns the evaluator of the loss; None, with a warning, if its data has no example."""
+  try:
+    batches = batches_for(run.model, run.train_eval_dataset_cfg, repeat=False)
+    return Evaluator(program, batches, run.eval_steps)
+  except NoExamplesError as e:
+    if required:
+      raise
+    _log.warning('There will be no evaluation: %s', e.what)
+    return None

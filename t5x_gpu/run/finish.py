@@ -1,0 +1,54 @@
+"""`finish`: the sample and the closing text of a run that has taken all its steps."""
+
+import numpy as np
+
+from t5x_gpu.data.batches import open_class_names
+from t5x_gpu.metrics.end_of_run import closing_text
+from t5x_gpu.models.inference.generation import sample
+from t5x_gpu.run.data import row_length, vocabulary_of
+from t5x_gpu.run.live import LiveRun
+from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.main_log import log
+from t5x_gpu.runtime.watchdog import Watchdog
+from t5x_gpu.training.train_state import TrainState
+
+
+def finish(live: LiveRun, state: TrainState, watchdog: Watchdog) -> None:
+  """Prints a sample if the run asks for one, then its results and where they are."""
+  if live.plan.run.sample_cfg is not None:
+    with watchdog.phase('eval'):
+      log(_sample_text(live, state))
+  if distributed.is_main_process():
+    log(_closing_text(live))
+
+
+def _sample_text(live: LiveRun, state: TrainState) -> str:
+  run, program = live.plan.run, live.plan.program
+  config, vocabulary = run.sample_cfg, vocabulary_of(run)
+  ids = sample(
+    run.model,
+    program.in_model_order(state).params,
+    np.asarray(vocabulary.encode(config.prompt), np.int32),
+    layout=program.layout,
+    length=row_length(program),
+    num_tokens=config.num_tokens,
+    temperature=config.temperature,
+    zero_is_padding=vocabulary.moved_zero_id is None,
+  )
+  text = vocabulary.decode([int(i) for i in ids])
+  return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'
+
+
+def _closing_text(live: LiveRun) -> str:
+  run, files = live.plan.run, live.checkpointer.files
+  confusion = live.data.evaluations.confusion
+  text = closing_text(
+    files.folder,
+    shown=str(files.model_dir),
+    step=run.total_steps,
+    num_outcomes=run.model.num_outcomes,
+    confusion=confusion,
+    class_names=None if confusion is None else open_class_names(run.train_dataset_cfg),
+  )
+  files.push()
+  return text

@@ -1,0 +1,154 @@
+"""`open_run`: a checked run, compiled, with its data open and its first state."""
+
+import concurrent.futures
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
+
+from t5x_gpu.checkpoint.checkpointer import Restored
+from t5x_gpu.checkpoint.initialize import resume_data
+from t5x_gpu.checkpoint.local.local_tier import LocalTier
+from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
+from t5x_gpu.data.batches import Batch, batch_hash
+from t5x_gpu.errors import TrainingError
+from t5x_gpu.metrics import reduce
+from t5x_gpu.run.check import CheckedRun
+from t5x_gpu.run.data import RunData, open_data
+from t5x_gpu.runtime.main_log import log
+from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.training.checks import check_first_loss
+from t5x_gpu.training.program import compile_options
+from t5x_gpu.training.same_step import check_same_step
+from t5x_gpu.training.train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveRun:
+  """A run that can take steps. Its state is not in here: every step replaces it.
+
+  Attributes:
+    plan: the checked run.
+    train_step: the compiled step: (state, batch) -> (state, sums).
+    data: batches of the next steps, and the evaluations.
+    checkpointer: saves to MODEL_DIR.
+    first_step: number of steps that the first state has behind it.
+    origin: where the run started, for its manifests; None for a run that started from its seed.
+  """
+
+  plan: CheckedRun
+  train_step: Callable[[TrainState, Any], tuple[TrainState, Any]]
+  data: RunData
+  checkpointer: AnyCheckpointer
+  first_step: int
+  origin: Optional[Mapping[str, Any]]
+
+  @property
+  def tokens_per_step(self) -> int:
+    """Tokens of the global batch, padding included."""
+    return math.prod(next(iter(self.plan.program.spec.shapes.values())))
+
+  def put_batch(self, batch: Batch) -> Any:
+    """Returns a batch of this host on the devices."""
+    return self.plan.program.layout.put_batch(batch)
+
+  def saver_due(self, step: int, *, is_last: bool) -> AnyCheckpointer | LocalTier | None:
+    """Returns what saves after `step`; None for no checkpoint."""
+    if is_last or step % self.plan.run.checkpoint_cfg.period == 0:
+      return self.checkpointer
+    return self.plan.local.due(step)
+
+  def save(
+    self,
+    saver: AnyCheckpointer | LocalTier,
+    step: int,
+    state: TrainState,
+    metrics: Optional[Mapping[str, float]],
+  ) -> None:
+    """Starts to write the checkpoint of `step`; returns once `state` may be overwritten."""
+    program, batches = self.plan.program, self.data.batches
+    data_state = batches.get_state()
+    saved_state = program.in_model_order(state)
+    manifest = make_manifest(
+      saved_state,
+      mesh_shape=program.layout.mesh.shape,
+      data=batches.describe(),
+      next_batch_hash=batch_hash(batches.peek()),
+      started_from=self.origin,
+      metrics=metrics,
+    )
+    saver.save(step, saved_state, data_state=data_state, manifest=manifest)
+
+  def check_step(self, step: int, sums: reduce.Sums) -> None:
+    """Checks the numbers of a step that the devices have finished.
+
+    Raises:
+      TrainingError: one of them is not finite.
+      CheckpointError: a save in the background failed.
+    """
+    self.checkpointer.check()
+    bad = [name for name, (total, _) in sums.items() if not math.isfinite(total)]
+    if bad:
+      self.checkpointer.wait()  # the save in progress is of a good state
+      steps = self.checkpointer.steps()
+      saved = f'checkpoint_{steps[-1]} is intact.' if steps else 'No checkpoint exists yet.'
+      raise TrainingError(
+        f'Step {step}: {", ".join(bad)} is not finite. The run stops without saving this step; '
+        f'{saved}',
+        fix='Lower the learning rate, lengthen the warm-up, set train.max_grad_norm = 1.0 or '
+        'z_loss = 1e-4, then start again.',
+        parameters=('train.learning_rate', 'train.max_grad_norm'),
+      )
+    if step == 1 and not self.plan.start.origin:
+      loss = reduce.means(sums).values.get('cross_entropy')
+      check_first_loss(loss, self.plan.run.model)
+
+
+def open_run(plan: CheckedRun, *, xla: Optional[xla_flags.Applied]) -> tuple[LiveRun, TrainState]:
+  """Returns the run and the state of its next step; opens the data while XLA compiles.
+
+  The state is the latest checkpoint of MODEL_DIR, else that of another run, else a fresh one.
+
+  Args:
+    plan: the checked run.
+    xla: settings to compile with; None for XLA's defaults.
+  Raises:
+    OutOfMemoryError: the compiled step does not fit.
+    CheckpointError: no checkpoint can be read.
+    ConfigError, DataError: as `open_data`.
+  """
+  train_step, fresh, data = _compile_and_open(plan, xla)
+  checkpointer = open_checkpointer(plan.model_dir, keep=plan.run.checkpoint_cfg.kept)
+  state, restored = plan.start.first_state(checkpointer, plan.program, fresh, plan.local)
+  first_step = int(state.step)
+  if restored:
+    _continue_from(restored, plan, data, first_step)
+  origin = plan.start.origin_of(restored)
+  return LiveRun(plan, train_step, data, checkpointer, first_step, origin), state
+
+
+def _compile_and_open(
+  plan: CheckedRun, xla: Optional[xla_flags.Applied]
+) -> tuple[Callable[..., Any], Optional[TrainState], RunData]:
+  """Returns the compiled step, a fresh state if no checkpoint exists, and the open data."""
+  program = plan.program
+  with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix='open_data') as pool:
+    opening = pool.submit(open_data, plan)
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    check_same_step(lowered)
+    if opening.done():
+      opening.result()  # data that opens quickly raises its errors before the compile
+    train_step = lowered.compile(compiler_options=compile_options(program, xla))
+    memory = plan.memory.compiled(train_step)
+    fresh = None if plan.saved else program.init()  # compiles too, while the data opens
+    data = opening.result()
+  data.check_same_on_hosts()
+  log(memory.line())
+  return train_step, fresh, data
+
+
+def _continue_from(restored: Restored, plan: CheckedRun, data: RunData, step: int) -> None:
+  if not plan.saved or plan.saved.step != step:  # the latest checkpoint could not be read
+    resume_data(data.batches, data_state=restored.data_state, manifest=restored.manifest)
+  log(f'Continuing from {restored.path}.')
