@@ -89,7 +89,7 @@ def test_the_watchdog_covers_the_wait_for_the_first_state(project):
   with project.start(**{'WatchdogConfig.compile_seconds': 10}) as run:
     assert run.finish() == EXIT_STUCK, run.err
   assert re.search(r"in phase 'set-up' for \d+ s; its deadline is 10 s", run.err), run.err
-  assert ' in take_steps\n' in run.err  # where the main thread is
+  assert ' in train_run\n' in run.err  # where the main thread is
 
 
 def test_two_ctrl_cs_end_a_run_that_waits_for_its_first_state(project):
