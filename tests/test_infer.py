@@ -393,7 +393,7 @@ def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
   result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', f'--output={tmp_path / "o"}')
   assert result.code == 0, result.err
   assert 'DecodingConfig.start_token = 1: what the tokenizer puts before' in result.err
-  assert '92 ids; 2, 7 end a text' in result.err
+  assert '92 ids; ids that end a text: 2, 7' in result.err
   facts = json.loads((tmp_path / 'o.facts.json').read_text())
   assert facts['DecodingConfig.start_token'] == 1
   assert facts['DecodingConfig.zero_is_padding'] is False
@@ -418,4 +418,4 @@ def test_a_converted_model_with_a_sentencepiece_file_alone_is_read_with_it(tmp_p
   result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', '--dry_run')
   assert result.code == 0, result.err
   assert f'vocabulary: sentencepiece:{tmp_path}/ours/hf/tokenizer.model' in result.err
-  assert '2 ends a text' in result.err and 'start_token = 1: what' in result.err
+  assert 'end a text: 2\n' in result.err and 'start_token = 1: the tokenizer' in result.err

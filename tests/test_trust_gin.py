@@ -14,6 +14,7 @@ from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data import batches
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.evaluation import infer_request
 from tests.helpers_prepared import prepare_here
 from tests.helpers_train import TINY_GIN, compiled_kept_in, run_here
 from tests.test_infer import DECODE, write_run
@@ -157,7 +158,7 @@ def test_brackets_without_end_are_an_error_of_ours(folder):
 @pytest.mark.parametrize('name', GinFiles().shipped('examples'))
 def test_runs_of_the_shipped_examples_need_no_trust(folder, name):
   loaded = gin_loader.load([name], bindings=['MODEL_DIR=run'])
-  wanted = infer._RUN_NAMES
+  wanted = infer_request.RUN_SETTINGS
   (folder / 'config.gin').write_text(loaded.provenance.config)
   expected = loaded.arguments(only=wanted)
   as_data = gin_loader.load(['config.gin'], read_as_data={'config.gin': wanted})

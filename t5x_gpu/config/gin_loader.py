@@ -73,16 +73,16 @@ class LoadedConfig:
     return {k: copy.deepcopy(v) for k, v in bound.items() if k not in without}
 
 
-def configured(loaded: LoadedConfig, part: type[Part]) -> Part:
-  """Returns `part` (`Run`, or a smaller dataclass) with what gin configured for `train`.
+def configured(loaded: LoadedConfig, part: type[Part], *, entry: str = ENTRY) -> Part:
+  """Returns `part` (`Run`, or a smaller dataclass) with what gin configured for `entry`.
 
-  Parameters of `train` that `part` does not have are neither built nor required.
+  Parameters of `entry` that `part` does not have are neither built nor required.
 
   Raises:
     ConfigError: required values that nothing sets. Errors of the constructors that gin calls.
   """
   names = [field.name for field in dataclasses.fields(part)]
-  return part(**loaded.arguments(ENTRY, only=names))
+  return part(**loaded.arguments(entry, only=names))
 
 
 def load(

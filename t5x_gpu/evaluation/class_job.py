@@ -6,7 +6,7 @@ from typing import Any, Optional
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.data.batches import CLASS_NAMES, DatasetConfig, open_class_text
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.evaluation.generated_text import Job, say
+from t5x_gpu.evaluation.generated_text import InferJob, say
 from t5x_gpu.models.inference.classify import Classifier, ClassifierConfig
 from t5x_gpu.models.lora import without_adapters
 from t5x_gpu.partitioning.layout import Layout
@@ -27,7 +27,7 @@ def open_class_job(
   batch_size: int,
   score: bool,
   may_import: Optional[Collection[str]],
-) -> Job:
+) -> InferJob:
   """Returns the job of a model that classifies.
 
   Args:
@@ -70,7 +70,7 @@ def open_class_job(
     )
   )
   config = ClassifierConfig(text.length, text.end_id, batch_size)
-  return Job(
+  return InferJob(
     Classifier(model, read(), layout=layout, config=config),
     text,
     str(reader.path),

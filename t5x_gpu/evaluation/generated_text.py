@@ -18,8 +18,8 @@ from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.models.inference.classify import Classifier
 from t5x_gpu.models.inference.generation import Generated, Generator
 from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime.main_log import log
 from t5x_gpu.terminal.bars import bar
-from t5x_gpu.terminal.logging_setup import stamp
 
 NUMBER = 'number'  # of the prompt, in every line
 FACTS = '.facts.json'
@@ -137,7 +137,7 @@ _CLASSIFIED = (NUMBER, 'label', 'probability', 'probabilities')
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class InferJob:
   """A model, and the text that it is to work on.
 
   Attributes:
@@ -177,8 +177,79 @@ class Job:
     return self.text.decode(ids)
 
 
-def run(
-  job: Job,
+@dataclasses.dataclass(frozen=True)
+class _EncodedPrompts:
+  """Prompts as ids, all of which fit the model.
+
+  Attributes:
+    job, prompts: as given.
+    numbers: of the prompts, in their order.
+    tokens: ids of each prompt.
+    targets: ids of the continuation of each prompt to score; None to write text.
+  """
+
+  job: InferJob
+  prompts: Sequence[Prompt]
+  numbers: Sequence[int]
+  tokens: Sequence[Sequence[int]]
+  targets: Optional[Sequence[Sequence[int]]]
+
+  @classmethod
+  def of(cls, job: InferJob, prompts: Sequence[Prompt], *, score: bool) -> '_EncodedPrompts':
+    """Returns the ids of `prompts`; raises DataError for a prompt that does not fit."""
+    numbers = [i if prompt.number is None else prompt.number for i, prompt in enumerate(prompts)]
+    tokens = [job.tokens(prompt) for prompt in prompts]
+    targets = [job.target_tokens(prompt) for prompt in prompts] if score else None
+    for i, prompt in enumerate(prompts):
+      job.generator.check_prompt(
+        len(tokens[i]), where=prompt.where, targets=len(targets[i]) if score else 0
+      )
+    longer = sum(len(ids) > (job.train_length or len(ids)) for ids in tokens)
+    if longer:
+      say(
+        f'note: {longer} of {len(tokens)} prompts are longer than the {job.train_length} tokens of '
+        'a row in training.'
+      )
+    return cls(job, prompts, numbers, tokens, targets)
+
+  def results(self, part: slice) -> list[dict[str, Any]]:
+    """Returns the records of some prompts. All processes must call it."""
+    return [
+      {NUMBER: number, **prompt.extra, 'inputs': prompt.inputs, **result}
+      for number, prompt, result in zip(
+        self.numbers[part], self.prompts[part], self._outputs(part), strict=True
+      )
+    ]
+
+  def _outputs(self, part: slice) -> list[dict[str, Any]]:
+    job, prompts, tokens = self.job, self.prompts[part], self.tokens[part]
+    if self.targets is None:
+      found = job.generator.generate(tokens, numbers=self.numbers[part])
+      return [_result(job, prompt, outputs) for prompt, outputs in zip(prompts, found, strict=True)]
+    targets = self.targets[part]
+    scores = job.generator.score(tokens, targets)
+    return [
+      {'targets': prompt.targets, 'score': score, 'num_tokens': len(ids)}
+      for prompt, score, ids in zip(prompts, scores, targets, strict=True)
+    ]
+
+  def facts(self) -> dict[str, Any]:
+    """Returns what results depend on; the prompts as a hash."""
+    content = json.dumps([[p.inputs, p.targets, dict(p.extra)] for p in self.prompts])
+    digest = hashlib.sha256((content + json.dumps([self.tokens, self.targets])).encode())
+    facts = {
+      'prompts': f'{len(self.prompts)}, {digest.hexdigest()[:16]}',
+      'checkpoint': self.job.checkpoint,
+      'vocabulary': self.job.text.name,
+      'score': self.targets is not None,
+    }
+    decoding = dataclasses.asdict(self.job.generator.config)
+    used = ['start_token'] if self.targets is not None else decoding.keys() - {'batch_size'}
+    return facts | {f'DecodingConfig.{name}': decoding[name] for name in sorted(used)}
+
+
+def write_results(
+  job: InferJob,
   prompts: Sequence[Prompt],
   *,
   output: Optional[str],
@@ -186,76 +257,45 @@ def run(
   overwrite: bool = False,
   dry_run: bool = False,
 ) -> int:
-  """Writes the results of `prompts` in order; returns how many were new.
+  """Writes the results of `prompts` in their order; returns how many are new.
 
-  Every device of every process has its share of each batch; process 0 writes.
+  Every device of every process computes its share of each batch; process 0 writes.
 
   Args:
     job: model and text.
-    prompts: all of them, also those that `output` has already.
-    output: file, continued if it has results of the same; None for standard output.
-    score: the probabilities of given targets, in place of new text.
-    overwrite: begin the file anew.
-    dry_run: check everything, and leave.
+    prompts: all of them, including those that `output` already has.
+    output: file, continued if it has results of the same job; None for standard output.
+    score: compute the probabilities of given targets instead of new text.
+    overwrite: replace the file.
+    dry_run: check everything and return 0.
   Raises:
-    DataError: a prompt that does not fit, or has a field that its result has.
+    DataError: a prompt does not fit, or has a field that results have.
   """
-  _check_fields(
-    prompts, _CLASSIFIED if job.class_names is not None else _SCORED if score else _WRITTEN
-  )
-  numbers = [i if prompt.number is None else prompt.number for i, prompt in enumerate(prompts)]
-  tokens = [job.tokens(prompt) for prompt in prompts]
-  targets = [job.target_tokens(prompt) for prompt in prompts] if score else None
-  for i, prompt in enumerate(prompts):
-    job.generator.check_prompt(
-      len(tokens[i]), where=prompt.where, targets=len(targets[i]) if score else 0
-    )
-  longer = sum(len(t) > (job.train_length or len(t)) for t in tokens)
-  if longer:
-    say(
-      f'note: {longer} of {len(tokens)} prompts are longer than the {job.train_length} tokens of '
-      'a row in training.'
-    )
+  taken = _CLASSIFIED if job.class_names is not None else _SCORED if score else _WRITTEN
+  _check_fields(prompts, taken)
+  encoded = _EncodedPrompts.of(job, prompts, score=score)
   if dry_run:
     say(f'Dry run: {len(prompts)} prompts could be worked on.')
     return 0
-  lines = None
-  if output is not None and distributed.is_main_process():
-    lines = ResultLines(
-      output, facts=_facts(job, prompts, tokens, targets), numbers=numbers, overwrite=overwrite
-    )
+  is_main, lines = distributed.is_main_process(), None
+  if output is not None and is_main:
+    lines = ResultLines(output, facts=encoded.facts(), numbers=encoded.numbers, overwrite=overwrite)
   done = distributed.broadcast_json(lines.num_done if lines else 0)
   if done:
     say(f'{output} has {done} of {len(prompts)} results already.')
-
-  def results(part: slice) -> list[dict[str, Any]]:
-    if score:
-      scores = job.generator.score(tokens[part], targets[part])
-      return [
-        {'targets': p.targets, 'score': s, 'num_tokens': len(t)}
-        for p, s, t in zip(prompts[part], scores, targets[part])
-      ]
-    generated = job.generator.generate(tokens[part], numbers=numbers[part])
-    return [_result(job, p, found) for p, found in zip(prompts[part], generated)]
-
+  batch_size = job.generator.batch_size
   try:
-    with bar(
-      'prompts', len(prompts), done=done, stream=sys.stderr, enabled=distributed.is_main_process()
-    ) as advance:
-      for start in range(done, len(prompts), job.generator.batch_size):
-        part = slice(start, min(start + job.generator.batch_size, len(prompts)))
-        records = [
-          {NUMBER: number, **prompt.extra, 'inputs': prompt.inputs, **result}
-          for number, prompt, result in zip(numbers[part], prompts[part], results(part))
-        ]
+    with bar('prompts', len(prompts), done=done, stream=sys.stderr, enabled=is_main) as advance:
+      for start in range(done, len(prompts), batch_size):
+        records = encoded.results(slice(start, start + batch_size))
         if lines is not None:
           lines.write(records)
-        elif distributed.is_main_process():
+        elif is_main:
           print(*map(to_line, records), sep='', end='', flush=True)
         advance(len(records))
   except KeyboardInterrupt:
     if lines is not None:
-      say(f'Everything up to here is in {output}; the same command goes on.')
+      say(f'All results so far are in {output}; the same command continues.')
     raise
   finally:
     if lines is not None:
@@ -279,7 +319,7 @@ def _check_fields(prompts: Sequence[Prompt], fields: Sequence[str]) -> None:
     )
 
 
-def _result(job: Job, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
+def _result(job: InferJob, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
   """Returns what is written of the continuations of a prompt, or its classes, best first."""
   if job.class_names is not None:
     result = dict(sorted(zip(job.class_names, found), key=lambda pair: -pair[1]))
@@ -305,27 +345,6 @@ def _result(job: Job, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
   return result
 
 
-def _facts(
-  job: Job,
-  prompts: Sequence[Prompt],
-  tokens: Sequence[Sequence[int]],
-  targets: Optional[Sequence[Sequence[int]]],
-) -> dict[str, Any]:
-  """Returns what results depend on; the prompts as a hash."""
-  content = json.dumps([[p.inputs, p.targets, dict(p.extra)] for p in prompts])
-  digest = hashlib.sha256((content + json.dumps([tokens, targets])).encode())
-  facts = {
-    'prompts': f'{len(prompts)}, {digest.hexdigest()[:16]}',
-    'checkpoint': job.checkpoint,
-    'vocabulary': job.text.name,
-    'score': targets is not None,
-  }
-  decoding = dataclasses.asdict(job.generator.config)
-  used = ['start_token'] if targets is not None else decoding.keys() - {'batch_size'}
-  return facts | {f'DecodingConfig.{name}': decoding[name] for name in sorted(used)}
-
-
 def say(text: str) -> None:
   """Prints to standard error: results may go to standard output."""
-  if distributed.is_main_process():
-    print(f'{stamp(sys.stderr)}{text}', file=sys.stderr, flush=True)
+  log(text, stream=sys.stderr)

@@ -1,0 +1,250 @@
+"""What `python -m t5x_gpu.infer` is asked to do, from its flags and gin files.
+
+A checkpoint folder brings its own gin file, which is read as data unless the user trusts it.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from t5x_gpu.checkpoint.run_files import carried_ends, carried_vocabulary, on_this_machine
+from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path
+from t5x_gpu.config import gin_loader
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.models.decoding import DecodingConfig
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.distributed import DistributedConfig
+
+# In the folder of a run, and of a converted model.
+RUN_GIN, MODEL_GIN = 'config.gin', 'model.gin'
+_SETUP = 't5x_gpu.evaluation.infer_request.InferSetup'
+_SETUP_GIN = """from __gin__ import dynamic_registration
+from t5x_gpu.evaluation import infer_request
+from t5x_gpu.models import decoding
+from t5x_gpu.partitioning import partitioner
+infer_request.InferSetup.decoding_cfg = @decoding.DecodingConfig()
+"""
+_MODEL_GIN = """infer_request.InferSetup.model = %MODEL
+infer_request.InferSetup.partitioner = @partitioner.Partitioner()
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InferConfig:
+  """What `infer` reads of a run; attributes as in `run.config.Run`."""
+
+  model: Any
+  partitioner: Partitioner
+  model_dir: str
+  train_dataset_cfg: DatasetConfig
+  train_eval_dataset_cfg: Optional[DatasetConfig] = None
+  infer_eval_dataset_cfg: Optional[DatasetConfig] = None
+  decoding_cfg: Optional[DecodingConfig] = None
+  distributed_cfg: DistributedConfig = DistributedConfig()
+  xla_preset: str = 'default'
+
+  @property
+  def dataset(self) -> DatasetConfig:
+    """The task to take prompts from: that of task metrics, else of evaluation, else of training."""
+    return self.infer_eval_dataset_cfg or self.train_eval_dataset_cfg or self.train_dataset_cfg
+
+
+RUN_SETTINGS = tuple(field.name for field in dataclasses.fields(InferConfig))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InferSetup:
+  """What gin sets for `infer` alone.
+
+  Attributes:
+    decoding_cfg: how to choose tokens, unless a run says so.
+    model, partitioner: of a model file; None with the gin file of a run, which has its own.
+  """
+
+  decoding_cfg: DecodingConfig
+  model: Any = None
+  partitioner: Optional[Partitioner] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class InferRequest:
+  """A model, its parameters, and how to use them.
+
+  Attributes:
+    model, partitioner: as gin configures them.
+    dataset: task and vocabulary of the prompts; a vocabulary alone for a model without a task.
+    decoding: how to choose tokens.
+    checkpoint: MODEL_DIR, one of its checkpoints, or a converted model.
+    step: which checkpoint of MODEL_DIR; None for the latest.
+    ends: ids that end a text according to the files of a converted model.
+    sets_start_token: whether gin sets DecodingConfig.start_token.
+    is_run: whether the gin file is that of a run, not of a model alone.
+    may_import: modules that the task may import besides ours; None for any.
+    distributed_cfg, xla_preset: how the processes start.
+  """
+
+  model: Any
+  partitioner: Partitioner
+  dataset: DatasetConfig
+  decoding: DecodingConfig
+  checkpoint: AnyPath
+  step: Optional[int]
+  ends: tuple[int, ...]
+  sets_start_token: bool
+  is_run: bool
+  may_import: Optional[tuple[str, ...]]
+  distributed_cfg: DistributedConfig
+  xla_preset: str
+
+
+def read_request(
+  flags: argparse.Namespace,
+  gin_files: Sequence[str],
+  *,
+  bindings: Sequence[str] = (),
+  search_paths: Sequence[str] = (),
+) -> InferRequest:
+  """Returns what the flags and the gin files ask for.
+
+  Args:
+    flags: of the command.
+    gin_files: of the command line; without any, that of the folder `flags.checkpoint`.
+    bindings, search_paths: as in `gin_loader.load`.
+  Raises:
+    ConfigError: the gin files are wrong, or do not say enough.
+  """
+  folder = as_path(flags.checkpoint) if flags.checkpoint else None
+  run_folder = _folder_of_run(folder)
+  files = list(map(str, gin_files)) or [gin_file_of(flags.checkpoint)]
+  as_data, is_run = not gin_files and not flags.trust_gin, _is_run(files)
+  loaded = _load(files, bindings, search_paths, is_run=is_run, as_data=as_data)
+  setup = gin_loader.configured(loaded, InferSetup, entry=_SETUP)
+  if is_run:
+    run = gin_loader.configured(loaded, InferConfig)
+    dataset = dataclasses.replace(run.dataset, split=flags.split or run.dataset.split)
+    ends = ()
+  elif folder is None:
+    raise ConfigError(
+      'A model file does not say where the parameters are.',
+      fix='Give --checkpoint=FOLDER, or the gin file of a run.',
+    )
+  else:
+    run, dataset = None, DatasetConfig('', {}, '', 1)
+    ends = carried_ends(run_folder)
+  source = run or setup
+  return InferRequest(
+    model=source.model,
+    partitioner=source.partitioner,
+    dataset=_with_vocabulary(dataset, flags, run_folder, is_run=is_run, as_data=as_data),
+    decoding=source.decoding_cfg or setup.decoding_cfg,
+    checkpoint=folder or as_path(run.model_dir),
+    step=flags.step,
+    ends=ends,
+    sets_start_token=any(
+      setting.key.endswith('DecodingConfig.start_token') for setting in loaded.provenance.settings
+    ),
+    is_run=is_run,
+    # The user may name a module: --gin.MIXTURE_OR_TASK_MODULE=my_tasks
+    may_import=tuple(binding.partition('=')[2].strip('\'"') for binding in bindings)
+    if as_data
+    else None,
+    distributed_cfg=run.distributed_cfg if run else DistributedConfig(),
+    xla_preset=run.xla_preset if run else 'default',
+  )
+
+
+def _with_vocabulary(
+  dataset: DatasetConfig,
+  flags: argparse.Namespace,
+  folder: Optional[AnyPath],
+  *,
+  is_run: bool,
+  as_data: bool,
+) -> DatasetConfig:
+  """Returns `dataset` with the vocabulary of the flag, or of a converted model."""
+  vocabulary = flags.vocabulary
+  if vocabulary is None and not is_run:
+    vocabulary = carried_vocabulary(folder)
+  if vocabulary is None:
+    return dataset
+  dataset = dataclasses.replace(dataset, vocabulary=vocabulary)
+  if as_data and (flags.interactive or flags.prompts is not None):  # the task is not needed
+    dataset = dataclasses.replace(
+      dataset, mixture_or_task_name='', mixture_or_task_module=None, module=DatasetConfig.module
+    )
+  return dataset
+
+
+def _folder_of_run(checkpoint: Optional[AnyPath]) -> Optional[AnyPath]:
+  """Returns the folder with the gin file: of the run, if `checkpoint` is one of its checkpoints."""
+  is_step = checkpoint is not None and (checkpoint / 'manifest').is_dir()
+  return checkpoint.parent if is_step else checkpoint
+
+
+def gin_file_of(checkpoint: Optional[str]) -> str:
+  """Returns the gin file of the run or the model that `checkpoint` belongs to.
+
+  Raises:
+    ConfigError: it has none, or `checkpoint` is None.
+  """
+  folder = _folder_of_run(as_path(checkpoint) if checkpoint else None)
+  if folder is None:
+    raise ConfigError(
+      'Neither --checkpoint nor --gin_file is given.',
+      fix='Give the MODEL_DIR of a run, as in --checkpoint=runs/demo',
+    )
+  for name in (RUN_GIN, MODEL_GIN):
+    if (folder / name).is_file():
+      return str(on_this_machine(folder / name))
+  if not folder.exists():
+    raise ConfigError(
+      f'--checkpoint={folder} does not exist (looked from {os.getcwd()}).',
+      fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote.',
+    )
+  raise ConfigError(
+    f'{folder} has neither {RUN_GIN} nor {MODEL_GIN}, which would describe the model.',
+    fix='Give the MODEL_DIR of a run, or what t5x_gpu.convert wrote, '
+    'or --gin_file=... as for the training.',
+  )
+
+
+def _is_run(files: Sequence[str]) -> bool:
+  """Returns whether gin files configure a run; a model file sets MODEL alone."""
+  paths = [pathlib.Path(file) for file in files]
+  texts = [path.read_text('utf-8', 'replace') if path.is_file() else '' for path in paths]
+  return not any(re.search(r'^MODEL\s*=', text, re.MULTILINE) for text in texts) or any(
+    re.search(r'\btrain(_script)?\.train\b|^include', text, re.MULTILINE) for text in texts
+  )
+
+
+def _load(
+  files: Sequence[str],
+  bindings: Sequence[str],
+  search_paths: Sequence[str],
+  *,
+  is_run: bool,
+  as_data: bool,
+) -> gin_loader.LoadedConfig:
+  """Returns the configuration for `InferSetup`, and for `train` if it is of a run.
+
+  Args:
+    files, bindings, search_paths: as in `gin_loader.load`.
+    is_run: whether `files` configure a run.
+    as_data: run nothing that `files` name.
+  """
+  with tempfile.TemporaryDirectory() as temporary:
+    setup = pathlib.Path(temporary) / 'infer.gin'
+    setup.write_text(_SETUP_GIN if is_run else _SETUP_GIN + _MODEL_GIN, 'utf-8')
+    return gin_loader.load(
+      [*files, setup],
+      bindings=bindings,
+      search_paths=search_paths,
+      entry=(gin_loader.ENTRY, _SETUP) if is_run else _SETUP,
+      read_as_data=dict.fromkeys(files if as_data else (), RUN_SETTINGS if is_run else ('MODEL',)),
+    )

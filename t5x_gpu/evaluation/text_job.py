@@ -1,0 +1,154 @@
+"""The job that `python -m t5x_gpu.infer` runs for a model that writes text."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
+from t5x_gpu.data.batches import open_prompt_text
+from t5x_gpu.data.prompts import PromptText
+from t5x_gpu.evaluation.class_job import classifies, open_class_job
+from t5x_gpu.evaluation.generated_text import InferJob, say
+from t5x_gpu.evaluation.infer_request import InferRequest
+from t5x_gpu.models.decoding import check_writes_text, reads_inputs
+from t5x_gpu.models.inference.generation import Generator, by_layer
+from t5x_gpu.models.lora import without_adapters
+from t5x_gpu.partitioning.axis_rules import split_names
+from t5x_gpu.partitioning.layout import Layout
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.cluster import topology as topology_lib
+from t5x_gpu.runtime.cluster.topology import Device, Topology
+
+
+def open_job(
+  request: InferRequest, *, score: bool = False, one_at_a_time: bool = False, dry_run: bool = False
+) -> InferJob:
+  """Returns the job: everything checked, parameters restored.
+
+  Args:
+    request: what to run.
+    score: score given continuations.
+    one_at_a_time: take one prompt per batch.
+    dry_run: leave the parameters out.
+  Raises:
+    UserError: of the checkpoint, the vocabulary or the mesh.
+  """
+  if one_at_a_time:
+    decoding = dataclasses.replace(request.decoding, batch_size=1)
+    request = dataclasses.replace(request, decoding=decoding)
+  if classifies(request.model):
+    return _open_class_job(request, score=score, dry_run=dry_run)
+  return _open_text_job(request, dry_run=dry_run)
+
+
+def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> InferJob:
+  model = request.model
+  reader = ParamsReader(request.checkpoint, step=request.step)
+  layout = _layout(request.partitioner, model, *topology_lib.discover())
+
+  def read() -> Any:
+    if dry_run:
+      return None
+    return read_params(request.checkpoint, _abstract_params(model, layout), step=reader.step)
+
+  return open_class_job(
+    model,
+    request.dataset,
+    reader=reader,
+    layout=layout,
+    score=score,
+    may_import=request.may_import,
+    batch_size=request.decoding.batch_size,
+    read=read,
+  )
+
+
+def _open_text_job(request: InferRequest, *, dry_run: bool) -> InferJob:
+  model, dataset = request.model, request.dataset
+  check_writes_text(model)
+  has_inputs = reads_inputs(model) or 'inputs' in dataset.task_feature_lengths
+  text = open_prompt_text(
+    dataset,
+    feature_converter=model.feature_converter({'inputs': 1, 'targets': 1}),
+    model_vocab_size=model.num_outcomes,
+    has_inputs=has_inputs,
+    may_import=request.may_import,
+  )
+  reader = ParamsReader(request.checkpoint, step=request.step)
+  changes, notes = _decoding_changes(request, text, reader, has_inputs=has_inputs)
+  layout = _layout(request.partitioner, model, *topology_lib.discover())
+  say('\n'.join([layout.table(), *notes]))
+  params = None
+  if not dry_run:
+    model, params = _params(request, reader, layout)
+  lengths = dataset.task_feature_lengths
+  train_length = lengths.get('inputs') if reads_inputs(model) else sum(lengths.values())
+  decoding = dataclasses.replace(request.decoding, **changes)
+  generator = Generator(model, params, layout=layout, config=decoding)
+  return InferJob(generator, text, str(reader.path), train_length or None)
+
+
+def _decoding_changes(
+  request: InferRequest, text: PromptText, reader: ParamsReader, *, has_inputs: bool
+) -> tuple[dict[str, Any], list[str]]:
+  """Returns what vocabulary and checkpoint change about the decoding, and lines for the log."""
+  decoding = request.decoding
+  ends = dict.fromkeys([*([] if text.eos_id is None else [text.eos_id]), *request.ends])
+  ending = f'; ids that end a text: {", ".join(map(str, ends))}' if ends else ''
+  notes = [f'parameters: {reader.path}', f'vocabulary: {text.name}, {text.size:,} ids{ending}']
+  changes = {
+    'stop_tokens': tuple(dict.fromkeys([*decoding.stop_tokens, *ends])),
+    'zero_is_padding': decoding.zero_is_padding and not text.zero_is_a_word,
+  }
+  is_from_hf = reader.manifest.get('converted_from', {}).get('format') == 'hf'
+  if is_from_hf and not (request.sets_start_token or has_inputs or request.is_run):
+    changes['start_token'] = text.start_id
+    notes.append(
+      f'DecodingConfig.start_token = {text.start_id}: the tokenizer starts a text with it, and the '
+      'model is converted from Hugging Face'
+    )
+  return changes, notes
+
+
+def _params(request: InferRequest, reader: ParamsReader, layout: Layout) -> tuple[Any, Any]:
+  """Returns the model without adapters, and its parameters layer by layer, adapters merged."""
+  model = request.model
+  params = read_params(request.checkpoint, _abstract_params(model, layout), step=reader.step)
+  plain = without_adapters(model)
+  if plain is not model:
+    shardings = jax.tree.map(lambda a: a.sharding, _abstract_params(plain, layout))
+    params = layout.jit(model.merged, out_shardings=shardings)(params)
+  return plain, by_layer(plain, params, layout=layout)
+
+
+def _layout(
+  partitioner: Partitioner, model: Any, topology: Topology, devices: list[Device]
+) -> Layout:
+  """Returns the layout for inference, where batch and length of the training need not divide."""
+  partitioner = dataclasses.replace(
+    partitioner,
+    sequence_parallel=False,
+    pipeline_schedule='gpipe',
+    pipeline_repeats=1,
+    num_pipeline_microbatches=1,
+  )
+  sizes = partitioner.mesh_sizes(topology).total
+  parts = math.prod(sizes[axis] for axis in partitioner.rules().activations['batch'])
+  return partitioner.lay_out(
+    topology,
+    devices,
+    logical_sizes={**model.logical_sizes(), 'batch': parts, 'length': 2 * sizes['context']},
+  ).for_decoding
+
+
+def _abstract_params(model: Any, layout: Layout) -> Any:
+  lengths = {'inputs': 8} if classifies(model) else {'inputs': 8, 'targets': 8}
+  spec = model.batch_spec(lengths, batch_size=1, pack=False)
+  shapes, names = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), spec)))
+  return jax.tree.map(
+    lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+    shapes,
+    layout.shardings(shapes, names),
+  )
