@@ -64,7 +64,6 @@ TO_SPLIT = {
   't5x_gpu.cli.parse_args',
   't5x_gpu.runtime.cluster.cluster.detect',
   't5x_gpu.runtime.xla.flags.prepare_environment',
-  't5x_gpu.training.program.build_program',
 }
 
 

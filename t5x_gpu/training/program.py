@@ -121,48 +121,30 @@ def build_program(
   check_model(model)
   spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
   check_microbatches(batch_size, num_microbatches)
-  # Rows of an encoder and of a decoder may differ in length; both must fit.
-  layouts = [
-    partitioner.lay_out(
-      topology,
-      devices,
-      num_microbatches=num_microbatches,
-      logical_sizes={
-        **model.logical_sizes(),
-        'stacks': len(stacks_of(model)),
-        'batch': batch_size,
-        'length': length,
-      },
-    )
-    for length in dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
-  ]
-  layout = layouts[0]
+  layout = _lay_out(model, spec, partitioner, topology, devices, num_microbatches)
 
   def init_boxed() -> Any:
     return model.init(jax.random.key(seed), spec)
 
   abstract_params, names = split_names(jax.eval_shape(init_boxed))
   trained = trained_of(model)
-  all_names = state_names(abstract_params, optimizer, names, trained=trained)
 
   def init() -> TrainState:
     params, _ = split_names(init_boxed())
     return new_state(layout.in_run_order(params, names), optimizer, names, trained=trained)
 
-  abstract = jax.eval_shape(init)
-  shardings = TrainState(
-    step=layout.replicated,
-    params=layout.shardings(abstract.params, names),
-    opt_state=layout.shardings(abstract.opt_state, all_names.opt_state, layout.rules.state),
-  )
-  batch_shardings = layout.batch_shardings(spec.shapes)
-  region = layout.region
-  gradients = make_gradients(
-    model=model, region=region, names=names, num_microbatches=num_microbatches, trained=trained
-  )
+  all_names = state_names(abstract_params, optimizer, names, trained=trained)
+  abstract = _with_shardings(jax.eval_shape(init), all_names, layout)
+  shardings = jax.tree.map(lambda a: a.sharding, abstract)
   factor = replica_factor(learning_rate_scaling, layout.batch_parts)
   step = make_train_step(
-    gradients=gradients,
+    gradients=make_gradients(
+      model=model,
+      region=layout.region,
+      names=names,
+      num_microbatches=num_microbatches,
+      trained=trained,
+    ),
     optimizer=optimizer,
     names=names,
     seed=seed,
@@ -177,23 +159,55 @@ def build_program(
     spec=spec,
     names=all_names,
     trained=trained,
-    abstract_state=jax.tree.map(
-      lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
-    ),
-    # Without rules: the forward pass of an initialisation is never computed.
+    abstract_state=abstract,
+    # Without rules: the forward pass of an initialization is never computed.
     init=LaidOut(layout.mesh, jax.jit(init, out_shardings=shardings)),
     train_step=layout.jit(
       step,
-      in_shardings=(shardings, batch_shardings),
+      in_shardings=(shardings, layout.batch_shardings(spec.shapes)),
       donate_argnums=0,
       out_shardings=(shardings, layout.replicated),
     ),
     eval_step=layout.jit(
-      make_eval_step(model=model, region=region, names=names),
+      make_eval_step(model=model, region=layout.region, names=names),
       out_shardings=layout.replicated,
-      in_shardings=(shardings.params, None),
+      in_shardings=(shardings.params, None),  # batches of any size
     ),
-  )  # its batches may differ
+  )
+
+
+def _lay_out(
+  model: Any,
+  spec: BatchSpec,
+  partitioner: Partitioner,
+  topology: Topology,
+  devices: list[Device],
+  num_microbatches: int,
+) -> Layout:
+  """Returns the layout; rows of an encoder and of a decoder may differ in length, both must fit."""
+  lengths = dict.fromkeys(shape[1] for shape in spec.shapes.values() if len(shape) > 1)
+  sizes = {**model.logical_sizes(), 'stacks': len(stacks_of(model)), 'batch': spec.batch_size}
+  layouts = [
+    partitioner.lay_out(
+      topology,
+      devices,
+      num_microbatches=num_microbatches,
+      logical_sizes={**sizes, 'length': length},
+    )
+    for length in lengths
+  ]
+  return layouts[0]
+
+
+def _with_shardings(abstract: TrainState, names: TrainState, layout: Layout) -> TrainState:
+  shardings = TrainState(
+    step=layout.replicated,
+    params=layout.shardings(abstract.params, names.params),
+    opt_state=layout.shardings(abstract.opt_state, names.opt_state, layout.rules.state),
+  )
+  return jax.tree.map(
+    lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
+  )
 
 
 def program_of_run(
