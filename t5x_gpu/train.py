@@ -21,6 +21,7 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.recorder import METRICS, TENSORBOARD, Recorder
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
+from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.run.check import check
 from t5x_gpu.run.config import Run
@@ -41,7 +42,7 @@ from t5x_gpu.training.train_state import TrainState
 
 def train(
   *,
-  model: Any,
+  model: Model,
   model_dir: str,
   train_dataset_cfg: DatasetConfig,
   partitioner: Partitioner,

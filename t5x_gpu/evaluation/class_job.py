@@ -9,16 +9,17 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.generated_text import InferJob, say
 from t5x_gpu.models.inference.classify import Classifier, ClassifierConfig
 from t5x_gpu.models.lora import without_adapters
+from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.layout import Layout
 
 
-def classifies(model: Any) -> bool:
+def classifies(model: Model) -> bool:
   """Returns whether `model` gives a text one of its classes, rather than more text."""
   return getattr(without_adapters(model), 'classifies', False)
 
 
 def open_class_job(
-  model: Any,
+  model: Model,
   dataset: DatasetConfig,
   *,
   reader: ParamsReader,

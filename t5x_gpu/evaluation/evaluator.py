@@ -20,6 +20,7 @@ from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import classification, reduce
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs
 from t5x_gpu.models.inference.generation import Generator
+from t5x_gpu.models.model import Model, writes_text
 from t5x_gpu.terminal.bars import Show, Total, silent
 from t5x_gpu.training.program import Program
 
@@ -114,7 +115,7 @@ class TaskEvaluator:
   """
 
   def __init__(
-    self, model: Any, program: Program, tasks: Sequence[EvaluatedTask], config: DecodingConfig
+    self, model: Model, program: Program, tasks: Sequence[EvaluatedTask], config: DecodingConfig
   ):
     stops = sorted({*config.stop_tokens, *(t.eos_id for t in tasks if t.eos_id is not None)})
     zero_is_a_word = any(task.zero_is_a_word for task in tasks)
@@ -173,7 +174,7 @@ def _check_inputs(task: EvaluatedTask, has_encoder: bool) -> None:
 
 
 def open_task_evaluator(
-  model: Any,
+  model: Model,
   program: Program,
   dataset: DatasetConfig,
   *,
@@ -193,7 +194,7 @@ def open_task_evaluator(
     ConfigError: a model that writes no text.
     DataError: no metrics, no such split, no example.
   """
-  if not hasattr(model, 'start_decoding'):
+  if not writes_text(model):
     if not required:
       return None
     raise ConfigError(
@@ -215,7 +216,7 @@ def open_task_evaluator(
   return TaskEvaluator(model, program, tasks, config) if tasks else None
 
 
-def batches_for(model: Any, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
+def batches_for(model: Model, dataset: DatasetConfig, *, repeat: bool) -> BatchIterator:
   """Returns the batches of `dataset` as `model` takes them; errors as of `open_batches`."""
   spec = model.batch_spec(
     dataset.task_feature_lengths, batch_size=dataset.batch_size, pack=dataset.pack

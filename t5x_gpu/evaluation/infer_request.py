@@ -10,7 +10,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.checkpoint.run_files import carried_ends, carried_vocabulary, on_this_machine
 from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path
@@ -18,6 +18,7 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.decoding import DecodingConfig
+from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.distributed import DistributedConfig
 
@@ -39,7 +40,7 @@ infer_request.InferSetup.partitioner = @partitioner.Partitioner()
 class InferConfig:
   """What `infer` reads of a run; attributes as in `run.config.Run`."""
 
-  model: Any
+  model: Model
   partitioner: Partitioner
   model_dir: str
   train_dataset_cfg: DatasetConfig
@@ -68,7 +69,7 @@ class InferSetup:
   """
 
   decoding_cfg: DecodingConfig
-  model: Any = None
+  model: Optional[Model] = None
   partitioner: Optional[Partitioner] = None
 
 
@@ -89,7 +90,7 @@ class InferRequest:
     distributed_cfg, xla_preset: how the processes start.
   """
 
-  model: Any
+  model: Model
   partitioner: Partitioner
   dataset: DatasetConfig
   decoding: DecodingConfig

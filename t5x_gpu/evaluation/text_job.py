@@ -15,6 +15,7 @@ from t5x_gpu.evaluation.infer_request import InferRequest
 from t5x_gpu.models.decoding import check_writes_text, reads_inputs
 from t5x_gpu.models.inference.generation import Generator, by_layer
 from t5x_gpu.models.lora import without_adapters
+from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -124,7 +125,7 @@ def _params(request: InferRequest, reader: ParamsReader, layout: Layout) -> tupl
 
 
 def _layout(
-  partitioner: Partitioner, model: Any, topology: Topology, devices: list[Device]
+  partitioner: Partitioner, model: Model, topology: Topology, devices: list[Device]
 ) -> Layout:
   """Returns the layout for inference, where batch and length of the training need not divide."""
   partitioner = dataclasses.replace(
@@ -143,7 +144,7 @@ def _layout(
   ).for_decoding
 
 
-def _abstract_params(model: Any, layout: Layout) -> Any:
+def _abstract_params(model: Model, layout: Layout) -> Any:
   lengths = {'inputs': 8} if classifies(model) else {'inputs': 8, 'targets': 8}
   spec = model.batch_spec(lengths, batch_size=1, pack=False)
   shapes, names = split_names(jax.eval_shape(lambda: model.init(jax.random.key(0), spec)))

@@ -2,19 +2,17 @@
 
 This folder is the top floor of the library: a run has settings of every folder below, from the mesh
 to checkpoints and evaluation. Above it are only the commands. Those that need less read a smaller
-class, on a lower floor: `training.step_config.StepConfig`, `data.run_data.RunDataConfig`.
+class on a lower floor: StepConfig (training/), InferConfig (evaluation/), RunDataConfig (data/).
 `config.gin_loader.configured` makes all of them.
 """
 
 import dataclasses
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
-from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.runtime.watchdog import WatchdogConfig
 from t5x_gpu.training.step_config import StepConfig
 
@@ -61,26 +59,3 @@ class Run(EvalConfig):
   sample_cfg: Optional[SampleConfig] = None
   initialize_from: Optional[RestoreConfig] = None
   watchdog_cfg: WatchdogConfig = WatchdogConfig()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InferConfig:
-  """What `infer` reads of a run; attributes as in `Run`.
-
-  `data_only.kept` reads these settings, and no others, from gin files of unknown origin.
-  """
-
-  model: Any
-  partitioner: Partitioner
-  model_dir: str
-  train_dataset_cfg: DatasetConfig
-  train_eval_dataset_cfg: Optional[DatasetConfig] = None
-  infer_eval_dataset_cfg: Optional[DatasetConfig] = None
-  decoding_cfg: Optional[DecodingConfig] = None
-  distributed_cfg: DistributedConfig = DistributedConfig()
-  xla_preset: str = 'default'
-
-  @property
-  def dataset(self) -> DatasetConfig:
-    """The most specific data for text: of task metrics, else of evaluation, else of training."""
-    return self.infer_eval_dataset_cfg or self.train_eval_dataset_cfg or self.train_dataset_cfg

@@ -2,9 +2,10 @@
 
 import logging
 import math
-from typing import Any, Optional
+from typing import Optional
 
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.models.model import Model
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ def check_periods(**periods: Optional[int]) -> None:
     )
 
 
-def check_first_loss(loss: Optional[float], model: Any) -> None:
+def check_first_loss(loss: Optional[float], model: Model) -> None:
   """Warns if an untrained model is far from guessing: wrong labels, scale or initialisation.
 
   None, from a batch without target tokens or a model without such a metric, says nothing.

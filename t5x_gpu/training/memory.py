@@ -15,6 +15,7 @@ from typing import Any, Optional, Self
 import jax
 
 from t5x_gpu.errors import OutOfMemoryError
+from t5x_gpu.models.model import Model, config_of
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.memory import Limit, device_limit, host_limit, show
 from t5x_gpu.training.program import Program
@@ -48,7 +49,7 @@ class Need:
     )
 
 
-def estimate(program: Program, model: Any, *, num_microbatches: int) -> Need:
+def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
   """Returns a lower bound of what a step takes, from shapes alone."""
   layout, mesh = program.layout, program.layout.mesh.shape
   state, names = program.abstract_state, program.names
@@ -168,7 +169,7 @@ class Memory:
       )
 
 
-def check_memory(program: Program, model: Any, *, num_microbatches: int) -> Memory:
+def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Memory:
   """Returns what the run needs and has; all processes must call it.
 
   Raises:
@@ -201,7 +202,7 @@ def check_memory(program: Program, model: Any, *, num_microbatches: int) -> Memo
     *limits,
     program,
     num_microbatches,
-    getattr(getattr(model, 'config', None), 'remat_policy', None),
+    getattr(config_of(model), 'remat_policy', None),
     machines,
   )
   memory.check()

@@ -177,7 +177,7 @@ def build_program(
 
 
 def _lay_out(
-  model: Any,
+  model: Model,
   spec: BatchSpec,
   partitioner: Partitioner,
   topology: Topology,

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Optional
 
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.distributed import DistributedConfig
 from t5x_gpu.training.schedules import Schedule
@@ -28,7 +29,7 @@ class StepConfig:
     xla_preset: preset of XLA and NCCL settings (docs/xla_flags.md).
   """
 
-  model: Any
+  model: Model
   train_dataset_cfg: DatasetConfig
   partitioner: Partitioner
   optimizer: Any
