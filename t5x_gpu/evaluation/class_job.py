@@ -13,11 +13,6 @@ from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.layout import Layout
 
 
-def classifies(model: Model) -> bool:
-  """Returns whether `model` gives a text one of its classes, rather than more text."""
-  return getattr(without_adapters(model), 'classifies', False)
-
-
 def open_class_job(
   model: Model,
   dataset: DatasetConfig,

@@ -9,13 +9,13 @@ import jax
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
 from t5x_gpu.data.batches import open_prompt_text
 from t5x_gpu.data.prompts import PromptText
-from t5x_gpu.evaluation.class_job import classifies, open_class_job
+from t5x_gpu.evaluation.class_job import open_class_job
 from t5x_gpu.evaluation.generated_text import InferJob, say
 from t5x_gpu.evaluation.infer_request import InferRequest
 from t5x_gpu.models.decoding import check_writes_text, reads_inputs
 from t5x_gpu.models.inference.generation import Generator, by_layer
 from t5x_gpu.models.lora import without_adapters
-from t5x_gpu.models.model import Model
+from t5x_gpu.models.model import Model, classifies
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.partitioner import Partitioner

@@ -15,7 +15,7 @@ from typing import Any, Optional, Self
 import jax
 
 from t5x_gpu.errors import OutOfMemoryError
-from t5x_gpu.models.model import Model, config_of
+from t5x_gpu.models.model import Model, classifies, config_of
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.memory import Limit, device_limit, host_limit, show
 from t5x_gpu.training.program import Program
@@ -67,7 +67,7 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
     parts *= layout.pipeline.num_microbatches
   tokens = program.spec.batch_size * length // parts
   inputs = 2 * tokens * sizes.get('embed', 0) * layers // (mesh['stage'] * mesh['model'])
-  predictions = tokens // length if getattr(model, 'classifies', False) else tokens
+  predictions = tokens // length if classifies(model) else tokens
   logits = 4 * predictions * getattr(model, 'num_outcomes', 0) // mesh['model']
   need = Need(
     params=bytes_per_device(state.params),

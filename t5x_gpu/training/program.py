@@ -23,7 +23,7 @@ from t5x_gpu.training.gradients import make_eval_step, make_gradients
 from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.step_config import StepConfig
 from t5x_gpu.training.train_state import TrainState, new_state, state_names
-from t5x_gpu.training.train_step import check_microbatches, make_train_step
+from t5x_gpu.training.train_step import StepFn, check_microbatches, make_train_step
 from t5x_gpu.training.trainable import Trained, trained_of
 
 
@@ -122,6 +122,7 @@ def build_program(
   spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
   check_microbatches(batch_size, num_microbatches)
   layout = _lay_out(model, spec, partitioner, topology, devices, num_microbatches)
+  region = layout.region
 
   def init_boxed() -> Any:
     return model.init(jax.random.key(seed), spec)
@@ -135,16 +136,12 @@ def build_program(
 
   all_names = state_names(abstract_params, optimizer, names, trained=trained)
   abstract = _with_shardings(jax.eval_shape(init), all_names, layout)
-  shardings = jax.tree.map(lambda a: a.sharding, abstract)
+  gradients = make_gradients(
+    model=model, region=region, names=names, num_microbatches=num_microbatches, trained=trained
+  )
   factor = replica_factor(learning_rate_scaling, layout.batch_parts)
   step = make_train_step(
-    gradients=make_gradients(
-      model=model,
-      region=layout.region,
-      names=names,
-      num_microbatches=num_microbatches,
-      trained=trained,
-    ),
+    gradients=gradients,
     optimizer=optimizer,
     names=names,
     seed=seed,
@@ -153,27 +150,38 @@ def build_program(
     loss_normalizing_factor=loss_normalizing_factor,
     trained=trained,
   )
+  eval_step = make_eval_step(model=model, region=region, names=names)
+  jitted = _jitted(layout, spec, abstract, init=init, train_step=step, eval_step=eval_step)
   return Program(
-    layout=layout,
-    learning_rate_factor=factor,
-    spec=spec,
-    names=all_names,
-    trained=trained,
-    abstract_state=abstract,
+    layout, spec, all_names, abstract, **jitted, learning_rate_factor=factor, trained=trained
+  )
+
+
+def _jitted(
+  layout: Layout,
+  spec: BatchSpec,
+  abstract: TrainState,
+  *,
+  init: Callable[[], TrainState],
+  train_step: StepFn,
+  eval_step: Callable[..., Any],
+) -> dict[str, LaidOut]:
+  shardings = jax.tree.map(lambda a: a.sharding, abstract)
+  return {
     # Without rules: the forward pass of an initialization is never computed.
-    init=LaidOut(layout.mesh, jax.jit(init, out_shardings=shardings)),
-    train_step=layout.jit(
-      step,
+    'init': LaidOut(layout.mesh, jax.jit(init, out_shardings=shardings)),
+    'train_step': layout.jit(
+      train_step,
       in_shardings=(shardings, layout.batch_shardings(spec.shapes)),
       donate_argnums=0,
       out_shardings=(shardings, layout.replicated),
     ),
-    eval_step=layout.jit(
-      make_eval_step(model=model, region=layout.region, names=names),
+    'eval_step': layout.jit(
+      eval_step,
       out_shardings=layout.replicated,
       in_shardings=(shardings.params, None),  # batches of any size
     ),
-  )
+  }
 
 
 def _lay_out(
