@@ -166,11 +166,10 @@ def report_of(
   config = StepConfig(
     model=model,
     optimizer=optimizer or AdamW(weight_decay=0.1),
-    learning_rate=constant(1e-2),
     partitioner=partitioner,
     max_grad_norm=0.1,
     train_dataset_cfg=DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8),
-    **options,
+    **{'learning_rate': constant(1e-2), **options},
   )
   programs = parity.build(
     config, topology=Topology(1, num_devices), devices=jax.devices()[:num_devices]
