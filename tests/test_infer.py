@@ -243,7 +243,7 @@ def test_ctrl_c_keeps_what_is_written(model_dir, prompts, tmp_path, monkeypatch)
 
   monkeypatch.setattr(Generator, 'generate', interrupted)
   result = call(model_dir, f'--prompts={prompts}', f'--output={output}')
-  assert result.code == 130 and 'the same command goes on' in result.err
+  assert result.code == 130 and 'the same command continues' in result.err
   assert len(output.read_text().splitlines()) == 4
   monkeypatch.setattr(Generator, 'generate', generate)
   assert '2 of them new' in call(model_dir, f'--prompts={prompts}', f'--output={output}').err
