@@ -78,7 +78,7 @@ def server(tmp_path_factory):
       yield started
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='session')
 def warm(tmp_path_factory):
   """A process that has imported everything and forks runs: Project(folder, warm=warm)."""
   from tests.helpers_warm import WarmStart

@@ -4,6 +4,7 @@ import pytest
 
 from tests.helpers_pages import blocks, run
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 PAGE = 'add_a_model.md'
 
 
@@ -36,6 +37,5 @@ def test_it_goes_on_from_its_checkpoint_on_another_mesh(folder):
   assert (folder / 'runs/my_model/checkpoint_6').is_dir()
 
 
-@pytest.mark.slow
 def test_it_equals_one_device_layer_by_layer(folder):
   assert 'layers/1' in run(folder, code('sh').splitlines()[2])

@@ -129,6 +129,7 @@ def test_what_has_been_evaluated_is_not_evaluated_again(evaluated):
   assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_eight_devices_find_what_one_finds(evaluated):
   assert evaluate(evaluated, '--name=eight', '--steps=last', num_devices=8).code == 0
   [record], one = records(evaluated, 'eight').values(), records(evaluated)[6]

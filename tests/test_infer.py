@@ -114,6 +114,7 @@ def nothing_kept():
     compilation_cache.reset_cache()
 
 
+@pytest.mark.slow
 def test_answers_on_eight_devices_are_those_of_one(model_dir, prompts, expected):
   # jax 0.10 on CPU may hang when it reads a program of several axes from its cache.
   with nothing_kept():

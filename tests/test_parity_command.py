@@ -177,6 +177,7 @@ def report_of(
   return parity.parity(config, programs, num_steps=steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'flags',
   [
@@ -406,6 +407,7 @@ def test_a_learning_rate_that_depends_on_the_mesh_is_named(user_model):
   assert (report.failure.what, report.failure.error) == ('learning_rate', pytest.approx(7))
 
 
+@pytest.mark.slow
 def test_the_command_fails_on_a_users_model_file(tmp_path):
   (tmp_path / 'a_users_model.py').write_text(USER_MODEL)
   (tmp_path / 'my.gin').write_text(USER_GIN)

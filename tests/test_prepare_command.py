@@ -117,6 +117,7 @@ def test_both_splits_of_a_run_are_prepared_unless_one_is_named(project):
   assert not (project.folder / 'rows').exists()
 
 
+@pytest.mark.slow
 def test_the_command_makes_rows_and_says_how_to_train_on_them(project):
   with Command(
     project, '--workers=1', '--shards=1', '--split=train', MIXTURE_OR_TASK_NAME='mixed_b'

@@ -62,6 +62,7 @@ def documents(name):
   )
 
 
+@pytest.mark.slow
 def test_pile_shards_become_array_records_with_the_same_documents(pile, tmp_path):
   done = prepare('--output', tmp_path / 'out', '--workers', 2, f'{pile}/*.jsonl.zst')
   assert done.returncode == 0, done.stderr

@@ -44,7 +44,8 @@ def put(project: Project, kind: str) -> None:
 @pytest.mark.parametrize(
   'kinds',
   [
-    ('garbage', 'full folder', 'looping link'),
+    ('garbage',),
+    pytest.param(('full folder', 'looping link'), marks=pytest.mark.slow),
     pytest.param(('nothing', 'folder', 'dangling link', 'pipe', 'zeros'), marks=pytest.mark.slow),
   ],
   ids=str,
@@ -67,6 +68,7 @@ def test_a_restart_moves_damaged_files_aside_and_names_them(project, kinds):
     assert (project.model_dir / 'config.gin').read_text().count('TRAIN_STEPS')
 
 
+@pytest.mark.slow
 def test_metrics_keep_the_good_lines_of_a_damaged_file(project):
   restart(project, 2)
   path = project.model_dir / 'metrics.jsonl'
@@ -77,6 +79,7 @@ def test_metrics_keep_the_good_lines_of_a_damaged_file(project):
   assert (project.model_dir / 'corrupt_metrics.jsonl').read_bytes().startswith(b'{"step": [[')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'damage',
   [

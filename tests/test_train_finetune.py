@@ -146,6 +146,7 @@ lora.LoraModel:
 """
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_a_pretrained_model_saved_restored_and_merged(tmp_path, base):
   project = started(tmp_path, base.model_dir)
   project.gin_file.write_text(project.gin_file.read_text() + LORA)

@@ -92,6 +92,7 @@ def runs(tmp_path_factory):
     yield run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'layout',
   [
@@ -115,6 +116,7 @@ def sample(out: str) -> str:
   return re.search(r'Sample \(.*\):\n(def .{6})\n', out, re.MULTILINE | re.DOTALL).group(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'written_under, read_under',
   [pytest.param('circular_x_fsdp', 'alone', marks=pytest.mark.slow), ('3d', 'circular_x_fsdp')],

@@ -34,6 +34,7 @@ def runs(tmp_path_factory) -> Callable[[str], Project]:
   return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'mesh', ['fsdp8', *(pytest.param(name, marks=pytest.mark.slow) for name in ('data8', 'model8'))]
 )
@@ -43,6 +44,7 @@ def test_losses_on_eight_devices_are_those_of_one(runs, mesh):
   assert len(set(want.values())) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'written_on, read_on',
   [
@@ -75,6 +77,7 @@ def test_a_checkpoint_continues_on_another_mesh_with_the_same_losses(
   )
 
 
+@pytest.mark.slow
 def test_four_microbatches_give_the_losses_of_one(tmp_path):
   project = Project(tmp_path)
   losses = {}

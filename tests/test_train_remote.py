@@ -65,6 +65,7 @@ def test_a_run_is_that_of_a_disk_resumes_on_other_devices_and_leaves_no_secret(
     assert secret not in first.out + first.err + second.out + second.err
 
 
+@pytest.mark.slow
 def test_storage_out_of_reach_during_a_save_stops_the_run_and_the_same_command_goes_on(
   server, uninterrupted, tmp_path
 ):

@@ -26,9 +26,9 @@ HELD = {'DATA_MODULE': 'held_data', 'DROPOUT_RATE': 0.1}
 
 
 @pytest.fixture(scope='module')
-def untouched(tmp_path_factory) -> dict[int, float]:
+def untouched(tmp_path_factory, warm) -> dict[int, float]:
   """The losses of twenty steps with dropout, without a checkpoint on the way."""
-  project = Project(tmp_path_factory.mktemp('untouched'))
+  project = Project(tmp_path_factory.mktemp('untouched'), warm=warm)
   with project.start(**HELD, SAVE_PERIOD=100) as run:
     assert run.finish() == 0, run.err
   losses = project.metrics()
@@ -65,6 +65,7 @@ def test_losses_after_kill_9_at_any_moment_are_those_of_the_untouched_run(
   assert project.steps() == [10, 20]
 
 
+@pytest.mark.slow
 @pytest.mark.tf
 def test_packed_shuffled_source_text_with_dropout_resumes_to_the_bit(tmp_path, warm):
   macros = {**HELD, 'TASK_FEATURE_LENGTHS': "{'targets': 48}"}

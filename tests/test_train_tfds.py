@@ -45,6 +45,7 @@ needs_t5 = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_and_is_judged_by_the_metrics_of_its_tasks(tmp_path):
   write_glue(tmp_path / 'tfds', ['cola', 'stsb'])
   project = Project(tmp_path, gin=GIN)

@@ -244,7 +244,7 @@ CORRUPTIONS = {
 }
 
 
-# One of each kind in `make test`; the next test has all.
+# One of each kind in `make test`.
 KINDS = (
   'data_file_cut',
   'index_cut',
@@ -255,15 +255,16 @@ KINDS = (
   'data_state_garbled',
   'empty_folder',
 )
-
-
-@pytest.mark.parametrize(
+every_corruption = pytest.mark.parametrize(
   'corrupt',
   [
     pytest.param(corrupt, id=name, marks=[] if name in KINDS else pytest.mark.slow)
     for name, corrupt in CORRUPTIONS.items()
   ],
 )
+
+
+@every_corruption
 def test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used(
   tmp_path, caplog, corrupt
 ):
@@ -287,7 +288,7 @@ def test_a_corrupt_latest_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert_equal(checkpointer.restore_latest(abstract(new_state())).state, new_state(20, seed=5))
 
 
-@pytest.mark.parametrize('corrupt', CORRUPTIONS.values(), ids=CORRUPTIONS)
+@every_corruption
 def test_the_check_before_a_run_finds_what_the_restore_would_stumble_over(
   tmp_path, caplog, corrupt
 ):
@@ -301,7 +302,7 @@ def test_the_check_before_a_run_finds_what_the_restore_would_stumble_over(
     assert int(checkpointer.restore_latest(abstract(new_state())).state.step) == found
 
 
-@pytest.mark.parametrize('corrupt', CORRUPTIONS.values(), ids=CORRUPTIONS)
+@every_corruption
 def test_the_check_fails_in_the_words_of_the_restore_when_none_can_be_read(tmp_path, corrupt):
   folder = folder_with(tmp_path, 10)
   corrupt(folder / 'checkpoint_10')
@@ -351,7 +352,9 @@ def test_a_file_that_is_cut_off_is_named_with_what_is_missing(tmp_path):
     check_array_files(folder)
 
 
-@pytest.mark.parametrize('attempt', range(5))
+@pytest.mark.parametrize(
+  'attempt', [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))]
+)
 def test_bytes_that_changed_inside_a_file_are_found_by_the_restore_which_leaves_nothing_behind(
   tmp_path, caplog, attempt
 ):

@@ -86,8 +86,11 @@ def message(config: RestoreConfig, p: Program) -> str:
   'partitioner',
   [
     {},
-    dict(fsdp=4, num_partitions=2),
-    dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2, fsdp=2),
+    pytest.param(dict(fsdp=4, num_partitions=2), marks=pytest.mark.slow),
+    pytest.param(
+      dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2, fsdp=2),
+      marks=pytest.mark.slow,
+    ),
   ],
   ids=['dp', 'fsdp_tp', 'circular'],
 )

@@ -100,6 +100,7 @@ def test_a_restart_that_waits_gives_up_when_the_lock_is_renewed(tmp_path, monkey
   assert 'Waiting for' in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_starts_once_the_lock_of_another_container_is_stale(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   project.model_dir.mkdir()

@@ -197,6 +197,7 @@ def others(values: list, rank: int) -> list:
   return [value for i, value in enumerate(values) if i != rank]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('rank', [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_others_within_30_seconds_and_is_named(ranks, project, rank):
   step = random.Random(rank).randrange(8, 30)
@@ -228,6 +229,7 @@ def test_a_stopped_rank_ends_the_others_and_is_named(ranks, project, rank):
   print(f'\nSIGSTOP of rank {rank} of 2, dead_seconds 3: {ended.seconds[1 - rank]:.1f} s')
 
 
+@pytest.mark.slow
 def test_a_rank_stuck_in_its_data_is_named_on_all_with_its_stack(ranks, project):
   rank = 2
   ended = ranks.run(
@@ -269,6 +271,7 @@ def test_a_user_error_on_all_ranks_is_each_ones_own_and_leaves_with_1(ranks, pro
   assert 'Mend it.' in ended.texts[0]
 
 
+@pytest.mark.slow
 def test_what_takes_long_but_goes_on_is_no_fault(ranks, project):
   """Opening the data, and each save on one rank, take longer than any silence or step may."""
   # A busy machine may well take three seconds for a step.
@@ -288,6 +291,7 @@ def test_what_takes_long_but_goes_on_is_no_fault(ranks, project):
   assert not reports(''.join(ended.texts)) and project.steps() == [10]
 
 
+@pytest.mark.slow
 def test_preemption_of_one_rank_saves_on_all_and_the_run_continues(ranks, project):
   ended = ranks.run(project, '1:12:term', ranks=2)
   assert ended.codes == [EXIT_PREEMPTED] * 2, ended.texts

@@ -90,6 +90,7 @@ def assert_went_on(ended: Ended, project: Project) -> None:
   assert not any(p.is_file() for p in project.folder.glob('host_*/**/*'))  # all is in MODEL_DIR
 
 
+@pytest.mark.slow
 def test_killed_hosts_of_which_one_lost_its_disk_go_on_from_a_local_step(ranks, tmp_path):
   project = project_in(tmp_path / 'killed')
   killed(ranks, project, lost=1, **FSDP)

@@ -51,6 +51,7 @@ def parameters(project: Project) -> dict[str, np.ndarray]:
   }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'parallel, processes, devices_of_each, macros',
   [

@@ -53,6 +53,7 @@ def output(project: Project, job: int) -> str:
   return path.read_text() if path.exists() else ''
 
 
+@pytest.mark.slow
 def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_process(
   slurm, tmp_path, alone
 ):
@@ -79,6 +80,7 @@ def test_two_nodes_with_two_tasks_train_are_requeued_and_give_the_losses_of_one_
   assert losses == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_doctor_looks_at_all_tasks_and_measures_the_links_between_the_nodes(slurm, tmp_path):
   script = tmp_path / 'doctor.sh'
   script.write_text(f'#!/bin/bash\nsrun {sys.executable} -m t5x_gpu.doctor\n')

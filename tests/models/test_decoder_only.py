@@ -69,7 +69,12 @@ def test_id_0_is_a_word_where_weights_or_prefix_say_so(told_by):
 
 @pytest.mark.parametrize(
   'changes',
-  [{'scan_unroll': 2}, {'scan_unroll': 8}, {'remat_policy': 'full'}, {'remat_policy': 'minimal'}],
+  [
+    {'scan_unroll': 2},
+    {'remat_policy': 'full'},
+    pytest.param({'scan_unroll': 8}, marks=pytest.mark.slow),
+    pytest.param({'remat_policy': 'minimal'}, marks=pytest.mark.slow),
+  ],
   ids=str,
 )
 def test_loss_and_gradients_do_not_depend_on_unrolling_or_rematerialisation(changes):

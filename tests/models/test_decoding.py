@@ -194,14 +194,15 @@ SEARCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name, mesh, search',
   [
     ('llama', 'data2_fsdp2_model2', 'sample'),
     ('encoder_decoder', 'data2_fsdp2_model2', 'beam'),
-    pytest.param('llama', 'stage2', 'beam', marks=pytest.mark.slow),
-    pytest.param('t5x_decoder', 'data2_fsdp2_model2', 'greedy', marks=pytest.mark.slow),
-    pytest.param('gpt2', 'context2_sequence_parallel', 'sample', marks=pytest.mark.slow),
+    ('llama', 'stage2', 'beam'),
+    ('t5x_decoder', 'data2_fsdp2_model2', 'greedy'),
+    ('gpt2', 'context2_sequence_parallel', 'sample'),
   ],
 )
 def test_text_on_eight_devices_is_that_of_one(name, mesh, search):
@@ -213,13 +214,18 @@ def test_text_on_eight_devices_is_that_of_one(name, mesh, search):
   np.testing.assert_allclose(eight.score(PROMPTS, targets), one.score(PROMPTS, targets), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_on_a_mesh_of_three_axes_write_what_one_device_writes():
   eight = make_generator('experts', Partitioner(expert=2, fsdp=2, num_partitions=2), 8)
   assert tokens_of(eight) == tokens_of(greedy_generator('experts'))
 
 
 @pytest.mark.parametrize(
-  'name, mesh', [('llama', {}), ('encoder_decoder', dict(fsdp=2, num_partitions=2))]
+  'name, mesh',
+  [
+    ('llama', {}),
+    pytest.param('encoder_decoder', dict(fsdp=2, num_partitions=2), marks=pytest.mark.slow),
+  ],
 )
 def test_layers_one_by_one_write_what_a_stack_of_them_writes(name, mesh):
   generator = make_generator(name, Partitioner(**mesh), 8 if mesh else 1, layers_apart=True)

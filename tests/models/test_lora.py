@@ -210,6 +210,7 @@ def one_device() -> tuple:
   return trained(ADAPTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'layout',
   [name if name == 'fsdp_tp' else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],

@@ -210,13 +210,18 @@ def assert_close(results, expected, tolerance=1e-5):
 @pytest.mark.parametrize(
   'mesh_shape',
   [
-    {'context': 1},
-    {'context': 2},
     {'context': 4},
-    {'context': 8},
-    {'data': 2, 'context': 2},
-    {'context': 2, 'model': 2},
     {'data': 2, 'context': 2, 'model': 2},
+    *(
+      pytest.param(shape, marks=pytest.mark.slow)
+      for shape in (
+        {'context': 1},
+        {'context': 2},
+        {'context': 8},
+        {'data': 2, 'context': 2},
+        {'context': 2, 'model': 2},
+      )
+    ),
   ],
   ids=str,
 )

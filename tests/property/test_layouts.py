@@ -207,6 +207,7 @@ def rounding(model):
 GENERATE = [hypothesis.Phase.generate]  # to shrink takes a compilation each time
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=3, deadline=None, derandomize=True, phases=GENERATE)
 @hypothesis.given(layout=layouts())
 def test_the_first_step_of_any_legal_layout_equals_one_device(layout):

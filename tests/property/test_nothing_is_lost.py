@@ -46,14 +46,18 @@ ALL_LAYOUTS = tuple(name for name, split in SPLITS.items() if split.num_axes <= 
 class Lab:
   """What the examples share: a warm start, compiled programs, and losses to compare with."""
 
-  def __init__(self, folder: pathlib.Path, *, layouts: Sequence[str]):
+  def __init__(
+    self, folder: pathlib.Path, *, layouts: Sequence[str], warm: Optional[WarmStart] = None
+  ):
     self.layouts = tuple(layouts)
     self._folder, self._count = folder, itertools.count()
     self._losses: dict[str, dict[int, float]] = {}
-    self._warm = WarmStart(folder / 'compiled')
+    self._own = None if warm else WarmStart(folder / 'compiled')
+    self._warm = warm or self._own
 
   def close(self) -> None:
-    self._warm.__exit__()
+    if self._own:
+      self._own.__exit__()
 
   def project(self) -> Project:
     folder = self._folder / f'run_{next(self._count)}'
@@ -321,9 +325,9 @@ def try_examples(
     lab.close()
 
 
-def test_a_run_that_is_killed_damaged_and_moved_is_the_run_that_nothing_happened_to(tmp_path):
+def test_a_run_that_is_killed_damaged_and_moved_is_the_run_that_nothing_happened_to(tmp_path, warm):
   # Chosen, not drawn: two examples that hypothesis draws may hold no kill and no damage.
-  with contextlib.closing(Lab(tmp_path, layouts=('alone', 'fsdp_2'))) as lab:
+  with contextlib.closing(Lab(tmp_path, layouts=('alone', 'fsdp_2'), warm=warm)) as lab:
     run = machine(lab)()
     try:
       run.train_and_stop(layout='alone', steps=5)

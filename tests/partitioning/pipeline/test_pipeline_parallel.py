@@ -214,20 +214,26 @@ def test_four_stages_equal_the_sequential_model(schedule, repeats, num_microbatc
   assert_matches_sequential(make_mesh(stage=4), schedule, num_microbatches, repeats=repeats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('schedule, repeats', SCHEDULES)
 @pytest.mark.parametrize('mesh', [dict(stage=2, data=2), dict(stage=2, model=2)], ids=str)
 def test_two_stages_with_data_or_model_equal_the_sequential_model(mesh, schedule, repeats):
   assert_matches_sequential(make_mesh(**mesh), schedule, 4, repeats=repeats)
 
 
-@pytest.mark.parametrize('schedule', ['gpipe', '1f1b'])
+@pytest.mark.parametrize('schedule', ['1f1b', pytest.param('gpipe', marks=pytest.mark.slow)])
 def test_three_axes_with_gathered_parameters_equal_the_sequential_model(schedule):
   assert_matches_sequential(
     make_mesh(stage=2, fsdp=2, model=2), schedule, 3, model=Toy(gather_over='fsdp')
   )
 
 
-@pytest.mark.parametrize('schedule, repeats', SCHEDULES)
+@pytest.mark.parametrize(
+  'schedule, repeats',
+  [
+    case if case[0] == '1f1b' else pytest.param(*case, marks=pytest.mark.slow) for case in SCHEDULES
+  ],
+)
 def test_layers_with_a_permute_equal_the_sequential_model_where_idle_ticks_are_computed(
   schedule, repeats
 ):
@@ -243,12 +249,16 @@ def test_layers_with_a_permute_equal_the_sequential_model_where_idle_ticks_are_c
   )
 
 
-@pytest.mark.parametrize('schedule, repeats', [('1f1b', 1), ('circular', 4)])
+@pytest.mark.parametrize(
+  'schedule, repeats', [('1f1b', 1), pytest.param('circular', 4, marks=pytest.mark.slow)]
+)
 def test_forward_gives_the_sums_alone(schedule, repeats):
   assert_matches_sequential(make_mesh(stage=2), schedule, 3, repeats=repeats, train=False)
 
 
-@pytest.mark.parametrize('schedule, repeats', [('1f1b', 1), ('circular', 2)])
+@pytest.mark.parametrize(
+  'schedule, repeats', [('1f1b', 1), pytest.param('circular', 2, marks=pytest.mark.slow)]
+)
 def test_bfloat16_activations_leave_gradients_in_float32(schedule, repeats):
   step = pipeline(
     make_mesh(stage=2, model=2), schedule, 4, repeats=repeats, model=Toy(dtype=jnp.bfloat16)
