@@ -336,7 +336,7 @@ def test_bench_runs_without_tensorflow_seqio_matplotlib_and_tensorboardx(tmp_pat
     cwd=tmp_path,
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=600,
     env={
       'PYTHONPATH': str(ROOT),
       'PATH': '/usr/bin:/bin',
