@@ -180,7 +180,7 @@ def _average(args: argparse.Namespace, console: Console) -> int:
 def _prune(args: argparse.Namespace, console: Console) -> int:
   if not (args.keep_last or args.keep_every or args.keep_steps or args.keep_best):
     raise ConfigError(
-      'No flag says which checkpoints to keep.',
+      'Which checkpoints to keep is not set.',
       fix='Set --keep_last=N, --keep_every=K, --keep_steps=N,N or --keep_best=N.',
     )
   keep = Keep(
@@ -236,7 +236,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   )
   extra = args.extra
   if args.has_config:
-    raise ConfigError(f'{PROG} takes no configuration.', fix='Leave --gin_file and --gin.X out.')
+    raise ConfigError(
+      f'{PROG} does not take a configuration.', fix='Leave --gin_file and --gin.X out.'
+    )
   useless = [
     f'--{name}'
     for name, commands in FLAGS.items()

@@ -1,7 +1,8 @@
 """Rewrite a checkpoint: other dtypes, chunks or groups of layers, with or without the optimizer.
 
-`python -m t5x_gpu.reshard --from=CHECKPOINT --to=FOLDER`. It needs no model and no GPU, its host
-memory is bounded, and the same command continues after an interruption (docs/reshard.md).
+`python -m t5x_gpu.reshard --from=CHECKPOINT --to=FOLDER`. It works without the model and
+without a GPU, in bounded host memory. The same command continues after an interruption
+(docs/reshard.md).
 """
 
 import argparse
@@ -115,7 +116,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   )
   extra = args.extra
   if args.has_config:
-    raise ConfigError(f'{PROG} takes no configuration.', fix='Leave --gin_file and --gin.X out.')
+    raise ConfigError(
+      f'{PROG} does not take a configuration.', fix='Leave --gin_file and --gin.X out.'
+    )
   missing = [flag for flag, value in (('--from', extra.source), ('--to', extra.to)) if not value]
   if missing:
     raise ConfigError(

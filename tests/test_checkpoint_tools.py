@@ -59,25 +59,31 @@ def random_bits(step: int):
 def test_inspect_tells_what_was_saved(tmp_path):
   folder = folder_with(tmp_path, 3)
   (folder / 'config.gin').write_text('')
-  told = json.loads(run('inspect', folder, '--json').out)
+  described = json.loads(run('inspect', folder, '--json').out)
   state = new_state(3, seed=3)
-  assert told['step'] == 3 and told['mesh'] == {'data': 1} and told['num_processes'] == 1
-  assert told['arrays']['params/dense/kernel'] == {
+  assert (
+    described['step'] == 3 and described['mesh'] == {'data': 1} and described['num_processes'] == 1
+  )
+  assert described['arrays']['params/dense/kernel'] == {
     'shape': [64, 8],
     'dtype': 'float32',
     'bytes': 2048,
     'chunk': [64, 8],
     'checksum': checksums_of(state)['params/dense/kernel'],
   }
-  assert told['parts'] == {
+  assert described['parts'] == {
     'step': {'arrays': 1, 'elements': 1, 'bytes': 4},
     'params': {'arrays': 1, 'elements': 512, 'bytes': 2048},
     'opt_state': {'arrays': 1, 'elements': 512, 'bytes': 2048},
   }
-  assert told['bytes_on_disk'] == sum(size for size, _ in listing(folder / 'checkpoint_3').values())
-  assert told['data_state_bytes'] == len(b'data of 3') and told['next_batch_hash'] == 'hash3'
-  assert told['gin'] == [str(folder / 'config.gin')] and 'jax' in told['versions']
-  assert told['checksums'] == '3 of 3 arrays'
+  assert described['bytes_on_disk'] == sum(
+    size for size, _ in listing(folder / 'checkpoint_3').values()
+  )
+  assert (
+    described['data_state_bytes'] == len(b'data of 3') and described['next_batch_hash'] == 'hash3'
+  )
+  assert described['gin'] == [str(folder / 'config.gin')] and 'jax' in described['versions']
+  assert described['checksums'] == '3 of 3 arrays'
   text = run('inspect', folder / 'checkpoint_3').out
   for part in ('params/dense/kernel', 'float32[64, 8]', '2.0 KiB', 'data=1', 'config.gin', 'hash3'):
     assert part in text
@@ -283,10 +289,10 @@ def test_a_prune_that_was_killed_leaves_no_half_checkpoint_and_the_next_one_clea
   [
     (('inspect', 'a', '--yes'), '--yes cannot be used with inspect'),
     (('diff', 'a'), 'diff takes 2 folder'),
-    (('prune', 'a'), 'which checkpoints to keep'),
+    (('prune', 'a'), 'Which checkpoints to keep'),
     (('average', 'a'), '--to must be given'),
     (('verfy', 'a'), 'invalid choice'),
-    (('inspect', 'a', '--gin_file=x.gin'), 'takes no configuration'),
+    (('inspect', 'a', '--gin_file=x.gin'), 'does not take a configuration'),
     (('prune', 'a', '--keep_last=0'), 'whole number of at least 1'),
   ],
 )

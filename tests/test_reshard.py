@@ -212,7 +212,7 @@ def test_a_budget_below_the_chunks_of_the_source_names_the_least(tmp_path):
     (('--memory=lots',), 'not a size such as 2GiB'),
     (('--scan', '--unscan'), 'not allowed with'),
     (('--drop_optimizer', '--optimizer_dtype=bfloat16', '--from=a', '--to=b'), 'has no effect'),
-    (('--gin_file=a.gin',), 'takes no configuration'),
+    (('--gin_file=a.gin',), 'does not take a configuration'),
   ],
 )
 def test_mistakes_are_named(flags, words):

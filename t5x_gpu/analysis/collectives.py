@@ -128,7 +128,7 @@ def partitioned_hlo(lowered: Any) -> str:
 
   Args:
     lowered: from `jax.jit(f).lower(...)` or `LaidOut.lower(...)`. It is compiled with as few
-      optimizations as possible, or just printed for one device, which needs no partitioning.
+      optimizations as possible; for one device it is only printed, because nothing is partitioned.
   """
   with tempfile.TemporaryDirectory(prefix='t5x_gpu_hlo_') as folder:
     with _no_compilation_cache():

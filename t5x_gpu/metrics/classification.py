@@ -1,88 +1,46 @@
-"""How well classes are told apart: accuracy, macro-F1, Matthews correlation, from one matrix.
+"""Scores of a classifier from its confusion matrix [true class, predicted class].
 
-All come from the confusion matrix, whose counts can be added over batches, steps and processes;
-means of per-batch F1 or correlations would be another number.
+The counts of the matrix can be added over batches, steps and processes. A mean of per-batch F1
+scores or correlations would be a different number.
 """
 
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Optional
 
 import numpy as np
 
-from t5x_gpu.errors import ShapeError
-
-
-def confusion_matrix(
-  labels: np.ndarray,
-  predictions: np.ndarray,
-  *,
-  num_classes: int,
-  weights: Optional[np.ndarray] = None,
-) -> np.ndarray:
-  """Returns [true class, predicted class], float64: the summed weights of the examples.
-
-  Args:
-    labels: true classes [batch].
-    predictions: predicted classes [batch].
-    num_classes: how many there are.
-    weights: [batch], such as `label_weights`: 0 for rows that only fill the batch. None: all 1.
-  Raises:
-    ShapeError: arrays of other shapes, or a class out of range with a weight that counts.
-  """
-  labels, predictions = np.asarray(labels), np.asarray(predictions)
-  weights = np.ones(labels.shape) if weights is None else np.asarray(weights, np.float64)
-  if not labels.ndim == 1 or not labels.shape == predictions.shape == weights.shape:
-    raise ShapeError(
-      f'labels {labels.shape}, predictions {predictions.shape} and weights '
-      f'{weights.shape} must all be [batch].',
-      fix='Give the predicted class of each row, logits.argmax(-1).',
-    )
-  counted = weights != 0
-  labels, predictions, weights = labels[counted], predictions[counted], weights[counted]
-  for name, x in (('labels', labels), ('predictions', predictions)):
-    if x.size and (x.min() < 0 or x.max() >= num_classes):
-      raise ShapeError(
-        f'{name} are from {x.min()} to {x.max()}; {num_classes} classes are 0 to '
-        f'{num_classes - 1}.',
-        fix='Set num_classes to the number of classes.',
-      )
-  matrix = np.zeros((num_classes, num_classes))
-  np.add.at(matrix, (labels, predictions), weights)
-  return matrix
-
 
 def accuracy(matrix: np.ndarray) -> float:
-  """Returns the share of `matrix` [true, predicted] that is right; NaN if it is empty."""
+  """Returns the share of correct predictions; NaN if `matrix` is empty."""
   total = matrix.sum()
   return float(np.trace(matrix) / total) if total else float('nan')
 
 
 def majority(matrix: np.ndarray) -> float:
-  """Returns the accuracy of always saying the most frequent class; NaN if `matrix` is empty."""
+  """Returns the accuracy of always predicting the most frequent class; NaN if `matrix` is empty."""
   total = matrix.sum()
   return float(matrix.sum(1).max() / total) if total else float('nan')
 
 
 def f1_by_class(matrix: np.ndarray) -> np.ndarray:
-  """Returns 2 * right / (true + predicted) of each class; NaN for one that is neither anywhere."""
+  """Returns 2 * correct / (true + predicted) of each class; NaN for one that never occurs."""
   true, predicted = matrix.sum(1), matrix.sum(0)
   with np.errstate(invalid='ignore'):
     return 2 * np.diag(matrix) / (true + predicted)
 
 
 def macro_f1(matrix: np.ndarray) -> float:
-  """Returns the mean F1 of the classes that are a label or a prediction; NaN if there is none."""
+  """Returns the mean F1 of the classes that occur as label or prediction; NaN if none does."""
   values = f1_by_class(matrix)
   known = ~np.isnan(values)
   return float(values[known].mean()) if known.any() else float('nan')
 
 
 def matthews_corrcoef(matrix: np.ndarray) -> float:
-  """Returns the correlation of labels and predictions, 1 to -1; 0 if either has one class alone.
+  """Returns the correlation of labels and predictions, -1 to 1; 0 if either has only one class.
 
-  For several classes Gorodkin's R_K (2004), which for two is Matthews' own. NaN if `matrix` is
+  Gorodkin's R_K (2004), which for two classes equals Matthews' coefficient. NaN if `matrix` is
   empty.
   """
   total = matrix.sum()
@@ -97,7 +55,7 @@ def matthews_corrcoef(matrix: np.ndarray) -> float:
 def scores(matrix: np.ndarray, *, prefix: str = '') -> dict[str, float]:
   """Returns accuracy, macro_f1, matthews_corrcoef and majority, named `prefix + name`.
 
-  An empty matrix has none: {}.
+  For an empty matrix, returns {}.
   """
   if not matrix.sum():
     return {}
@@ -113,9 +71,9 @@ def scores(matrix: np.ndarray, *, prefix: str = '') -> dict[str, float]:
 
 
 def table(matrix: np.ndarray, class_names: Sequence[str]) -> str:
-  """Returns a line per class: how many, precision, recall, F1, and what it is taken for most."""
+  """Returns a line per class: examples, precision, recall, F1, and the most frequent mistake."""
   width = max(map(len, (*class_names, 'class')))
-  lines = [f'{"class":{width}}  examples  precision  recall     F1  most often taken for']
+  lines = [f'{"class":{width}}  examples  precision  recall     F1  most often confused with']
   f1 = f1_by_class(matrix)
   for k, name in enumerate(class_names):
     true, predicted, right = matrix[k].sum(), matrix[:, k].sum(), matrix[k, k]
@@ -135,7 +93,7 @@ def _share(part: float, whole: float) -> str:
 def write_csv(
   matrix: np.ndarray, class_names: Sequence[str], path: str | os.PathLike
 ) -> pathlib.Path:
-  """Writes `matrix` as a .csv, a row per true and a column per predicted class; returns where."""
+  """Writes `matrix` as .csv, with one row per true class; returns the path."""
   target = pathlib.Path(path)
   quoted = ['"' + name.replace('"', '""') + '"' for name in class_names]
   lines = [','.join(['"true \\ predicted"', *quoted])]

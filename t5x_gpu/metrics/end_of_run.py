@@ -1,4 +1,4 @@
-"""The end of a run: the pictures of it, and what to look at and to do next."""
+"""The end of a run: its pictures, and a text about its files and what to do next."""
 
 import logging
 import os
@@ -22,15 +22,15 @@ def closing_text(
   confusion: Optional[np.ndarray],
   class_names: Optional[tuple[str, ...]],
 ) -> str:
-  """Draws the loss curve and the confusion matrix; returns what to look at and to do next.
+  """Draws the loss curve and the confusion matrix; returns a text for the end of the run.
 
   Args:
-    folder: where metrics.jsonl is; the pictures go there.
-    shown: MODEL_DIR, as the user knows it.
-    step: updates done.
-    num_outcomes: classes of one prediction, whose logarithm is the loss of guessing.
-    confusion: [classes, classes] rows of what was right, columns of what was said; None for none.
-    class_names: of `confusion`; None numbers them.
+    folder: has metrics.jsonl; the pictures go there.
+    shown: MODEL_DIR as the user wrote it.
+    step: number of training steps done.
+    num_outcomes: number of classes of one prediction; its logarithm is the loss of guessing.
+    confusion: matrix [true class, predicted class]; None if there is none.
+    class_names: names for `confusion`; None numbers the classes.
   """
   files = ['metrics.jsonl', 'tensorboard/', 'config.gin', 'config_origins.txt']
   table = ''
@@ -49,7 +49,7 @@ def closing_text(
         confusion, names, os.path.join(folder, 'confusion.png'), title=f'Step {step}, validation'
       )
       files[:0] = ['confusion.png', 'confusion.csv']
-  except ConfigError as e:  # a bare machine without matplotlib; the run itself is complete
+  except ConfigError as e:  # matplotlib is not installed; the run itself is complete
     _log.warning('No picture of the loss: %s', e)
   return (
     f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'

@@ -1,4 +1,7 @@
-"""What the loop measures: steps counted when they are really done, logged to file and screen."""
+"""Records what the training loop measures, in files and on the screen.
+
+A step counts only when the devices have finished it.
+"""
 
 import contextlib
 import logging
@@ -10,7 +13,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.throughput import StepTimer
 from t5x_gpu.metrics.writers import JsonLinesWriter, MetricWriter, MultiWriter, TensorBoardWriter
-from t5x_gpu.terminal.progress_line import Progress
+from t5x_gpu.terminal.progress_line import ProgressLine
 
 METRICS = 'metrics.jsonl'
 TENSORBOARD = 'tensorboard'
@@ -18,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder(contextlib.ExitStack):
-  """Keeps one step in flight, so that the devices always have the next one while numbers are read.
+  """Keeps one step in flight, so that the devices are busy while numbers are read.
 
       with Recorder(model_dir, total_steps=100, ...) as recorder:
         for step in ...:
@@ -28,11 +31,12 @@ class Recorder(contextlib.ExitStack):
           if log: recorder.log(step)
 
   Args:
-    model_dir: where the metric files go; what an earlier attempt wrote after `first_step` goes.
-    total_steps, first_step: where the run ends and where this process starts.
-    tokens_per_step: of the global batch, padding included.
-    is_main: False on all processes but one: nothing is written or printed there.
-    step_done: called with (step, sums as numbers) for every step, once it is done.
+    model_dir: folder of the metric files. Records after `first_step`, from an earlier attempt, are
+      removed.
+    total_steps, first_step: the last step of the run, and the step at which this process starts.
+    tokens_per_step: tokens of the global batch, including padding.
+    is_main: True on the one process that writes and prints.
+    step_done: called with (step, sums as numbers) for every finished step.
   """
 
   def __init__(
@@ -46,15 +50,13 @@ class Recorder(contextlib.ExitStack):
     step_done: Callable[[int, reduce.Sums], None],
   ):
     super().__init__()
-    self.timer = StepTimer(
-      total_steps, tokens_per_step=tokens_per_step, first_step=first_step, warmup_steps=0
-    )  # compiled ahead: the first step is a step like others
+    self.timer = StepTimer(total_steps, tokens_per_step=tokens_per_step, first_step=first_step)
     self._model_dir = model_dir
     self._first_step = first_step
     self._is_main = is_main
     self._step_done = step_done
-    self._progress = Progress(total_steps, first_step=first_step, enabled=is_main)
-    self.show = self._progress.part  # for what the steps wait for
+    self._progress = ProgressLine(total_steps, first_step=first_step, enabled=is_main)
+    self.show = self._progress.part  # for work that the steps wait for
     self._writer = MultiWriter([])
     self._window = reduce.Accumulator()
     self._in_flight: Optional[tuple[int, Any]] = None
@@ -65,7 +67,7 @@ class Recorder(contextlib.ExitStack):
       writers: list[MetricWriter] = [JsonLinesWriter(os.path.join(self._model_dir, METRICS))]
       try:
         writers.append(TensorBoardWriter(os.path.join(self._model_dir, TENSORBOARD)))
-      except ConfigError as e:  # a bare machine; metrics.jsonl has the same numbers
+      except ConfigError as e:  # not installed; metrics.jsonl has the same numbers
         _log.warning('No TensorBoard files: %s', e)
       self._writer = MultiWriter(writers)
       self.push(self._close_writer)
@@ -77,17 +79,17 @@ class Recorder(contextlib.ExitStack):
   def _close_writer(self, kind: Optional[type[BaseException]], *rest: Any) -> None:
     try:
       self._writer.close()
-    except OSError:  # a full disk, say: an error on its way has said so
+    except OSError:  # for example a full disk; an earlier exception already reports it
       if kind is None:
         raise
 
   def dispatched(self, step: int, sums: Any) -> None:
-    """Takes the sums of a step that the devices have just been given; finishes the one before."""
+    """Takes the sums of a step that was just dispatched; finishes the previous one."""
     self.finish()
     self._in_flight = step, sums
 
   def finish(self) -> None:
-    """Waits for the step in flight, if there is one, and counts it."""
+    """Waits for the step in flight, if any, and counts it."""
     if self._in_flight is None:
       return
     step, sums = self._in_flight
@@ -99,7 +101,7 @@ class Recorder(contextlib.ExitStack):
     self._progress.advance(step)
 
   def log(self, step: int, evaluation: Optional[Mapping[str, float]] = None) -> None:
-    """Writes one object with the means since the last one, and those of an evaluation if given."""
+    """Writes one record with the means since the last one, and those of an evaluation if given."""
     self.finish()
     times = self.timer.window()
     values = {**self._window.means(prefix='train/').values, **times.metrics(prefix='train/')}

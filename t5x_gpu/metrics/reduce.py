@@ -1,7 +1,7 @@
-"""From (sum, weight) pairs to numbers: added over steps first, divided once at the end.
+"""Metrics from (sum, weight) pairs: added over steps first, divided once at the end.
 
-A mean of means weighs a step with ten target tokens like one with ten thousand. Steps therefore
-return sums and weights of the global batch, and only `Accumulator.means` divides.
+A mean of means gives a step with ten target tokens the same weight as one with ten thousand. So
+steps return sums and weights of the global batch, and only `means` divides.
 """
 
 import dataclasses
@@ -12,25 +12,25 @@ from typing import Any
 import jax
 import numpy as np
 
-# Metric name -> (sum, weight) as Python floats; a sum may be an array of counts, which has no mean.
+# Metric name -> (sum, weight) as Python floats. The sum of COUNTS is an array, without a mean.
 Sums = dict[str, tuple[Any, float]]
 
-# The metric that is an array: [true class, predicted class].
+# The confusion matrix [true class, predicted class].
 COUNTS = 'confusion'
 
-# Pending steps above which the older half is fetched: bounds what is alive on the device, and the
-# older half has long been computed, so that fetching it does not drain the dispatch queue.
+# With more pending steps, the older half is fetched. This bounds the memory on the device, and does
+# not drain the dispatch queue, because the older half was computed long ago.
 _MAX_PENDING = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Means:
-  """Divided sums.
+  """Sums divided by their weights.
 
   Attributes:
-    values: name -> sum / weight. NaN or infinite only if the sums are: a diverged loss is seen.
-    empty: names whose total weight is 0 (say, an evaluation split with no target token). They have
-      no value, rather than a 0 or NaN that would look like one.
+    values: name -> sum / weight. NaN or infinite only if the sum is, so a diverged loss shows.
+    empty: names with a total weight of 0 (for example an evaluation split without target tokens).
+      They have no value, because 0 or NaN would look like one.
   """
 
   values: dict[str, float]
@@ -41,10 +41,10 @@ def to_host(sums: Mapping[str, Any]) -> Sums:
   """Returns `sums` as Python floats; waits for the device.
 
   Args:
-    sums: name -> (sum, weight); each a scalar of jax (replicated, if on several hosts), numpy or
-      Python. 'confusion' has a matrix of counts for a sum.
+    sums: name -> (sum, weight); scalars of jax (replicated, with several hosts), numpy or Python.
+      The sum of 'confusion' is a matrix of counts.
   Raises:
-    ValueError: a value that is not such a pair.
+    ValueError: a value is not such a pair.
   """
   host = {}
   for name, pair in jax.device_get(dict(sums)).items():
@@ -71,8 +71,8 @@ def add(left: Mapping[str, tuple[float, float]], right: Mapping[str, tuple[float
 def means(sums: Mapping[str, tuple[float, float]], *, prefix: str = '') -> Means:
   """Returns sum / weight of each pair, named `prefix + name`.
 
-  A weight of 0 gives no value but an entry in `Means.empty`, unless the sum is not finite: NaN
-  times a weight of 0 is a fault in the model, and must not pass as "no data".
+  A name with weight 0 goes to `Means.empty`, unless its sum is not finite: NaN times a weight of 0
+  is an error in the model and must not look like missing data.
   """
   values, empty = {}, []
   for name, (s, w) in sums.items():
@@ -97,22 +97,15 @@ class Accumulator:
   def __init__(self):
     self._pending: list[Mapping[str, Any]] = []
     self._total: Sums = {}
-    self._steps = 0
-
-  @property
-  def steps(self) -> int:
-    """Steps added since the last reset."""
-    return self._steps
 
   def add(self, sums: Mapping[str, Any]) -> None:
-    """Takes the sums of one step; jax arrays are kept as they are until a value is asked for."""
+    """Adds the sums of one step; jax arrays stay on the device until a value is needed."""
     self._pending.append(sums)
-    self._steps += 1
     if len(self._pending) > _MAX_PENDING:
       self._fetch(_MAX_PENDING // 2)
 
   def _fetch(self, count: int) -> None:
-    # One device_get for all: the copies start together instead of one round trip per scalar.
+    # One device_get for all: copies run in parallel instead of one round trip per scalar.
     for sums in jax.device_get(self._pending[:count]):
       self._total = add(self._total, to_host(sums))
     del self._pending[:count]
@@ -127,5 +120,5 @@ class Accumulator:
     return means(self.sums(), prefix=prefix)
 
   def reset(self) -> None:
-    """Forgets everything, for the next log window."""
-    self._pending, self._total, self._steps = [], {}, 0
+    """Starts a new window."""
+    self._pending, self._total = [], {}

@@ -1,7 +1,6 @@
-"""How fast a run is: step seconds, tokens per second, share of time spent waiting for input, ETA.
+"""The speed of a run: step seconds, tokens per second, share of time waiting for input, ETA.
 
-The loop tells the timer what happens; the timer only reads the clock. Pauses (save, evaluation)
-and the first step, which compiles, count for no step: they are reported under their own names.
+Pauses (save, evaluation) do not count as part of a step. They are reported by name.
 """
 
 import collections
@@ -13,42 +12,37 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Optional
 
-# Steps that the ETA looks back on: long enough to smooth, short enough to follow a slower machine.
+# Number of recent steps for the ETA: enough to smooth it, few enough to follow a slower machine.
 _ETA_STEPS = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-  """What happened since the last window was taken. Seconds exclude pauses and warm-up steps.
+  """The numbers of one window. Seconds exclude pauses; without a step, numbers are None.
 
   Attributes:
-    num_steps: timed steps; 0 if there was nothing but warm-up. The numbers below are then None.
     step_seconds: mean seconds per step.
-    median_step_seconds: their median, which one slow step does not move.
-    tokens_per_second: tokens of the timed steps by their seconds, all devices together.
-    input_wait_fraction: share of the step seconds in which the loop waited for its next batch.
-    eta_seconds: until the last step, pauses included at their present rate; None before any step.
-    pauses: seconds by name ('save', 'eval') in this window.
-    first_step_seconds: of the warm-up step (compilation included), in the window that holds it.
+    median_step_seconds: median seconds per step, which one slow step does not change.
+    tokens_per_second: of all devices together.
+    input_wait_fraction: share of the step seconds spent waiting for the next batch.
+    eta_seconds: seconds until the last step, including pauses at their recent rate.
+    pauses: seconds by name ('save', 'eval').
   """
 
-  num_steps: int
   step_seconds: Optional[float]
   median_step_seconds: Optional[float]
   tokens_per_second: Optional[float]
   input_wait_fraction: Optional[float]
   eta_seconds: Optional[float]
   pauses: dict[str, float]
-  first_step_seconds: Optional[float]
 
   def metrics(self, *, prefix: str = 'train/') -> dict[str, float]:
-    """Returns the known numbers by metric name; what is None is left out."""
+    """Returns the known numbers by metric name."""
     values = {
       'step_seconds': self.step_seconds,
       'step_seconds_median': self.median_step_seconds,
       'tokens_per_second': self.tokens_per_second,
       'input_wait_fraction': self.input_wait_fraction,
-      'first_step_seconds': self.first_step_seconds,
       **{f'{name}_seconds': seconds for name, seconds in self.pauses.items()},
     }
     return {prefix + name: value for name, value in values.items() if value is not None}
@@ -61,18 +55,17 @@ class StepTimer:
       for step in range(first_step, total_steps):
         with timer.input_wait():
           batch = next(batches)
-        ...                                  # run the step, wait until it is really done
+        ...                                  # run the step and wait for it
         timer.step_done()
         with timer.pause('save'):
           checkpointer.save(...)
         if log: times = timer.window()
 
   Args:
-    total_steps: step at which the run ends.
+    total_steps: last step of the run.
     first_step: step at which this process starts (0, or the checkpoint's).
-    tokens_per_step: tokens of the global batch, padding included (batch x length).
-    warmup_steps: steps at the start that are not timed, as they compile.
-    clock: seconds that never go back; tests give their own.
+    tokens_per_step: tokens of the global batch, including padding (batch x length).
+    clock: returns seconds that never decrease.
   """
 
   def __init__(
@@ -81,16 +74,14 @@ class StepTimer:
     *,
     tokens_per_step: int,
     first_step: int = 0,
-    warmup_steps: int = 1,
     clock: Callable[[], float] = time.monotonic,
   ):
     self._clock = clock
     self._tokens_per_step = tokens_per_step
     self._total_steps = total_steps
     self._step = first_step
-    self._warmup_left = warmup_steps
-    self._inside: Optional[str] = None  # name of the wait or pause that is open
-    # Of the step under way:
+    self._inside: Optional[str] = None  # name of the current wait or pause
+    # Of the current step:
     self._started = clock()
     self._paused = 0.0
     self._waited = 0.0
@@ -98,12 +89,11 @@ class StepTimer:
     self._seconds: list[float] = []
     self._wait_seconds = 0.0
     self._pauses: dict[str, float] = {}
-    self._first_step_seconds: Optional[float] = None
-    # Of the run: (step seconds, pause seconds that came before it), for the ETA.
+    # For the ETA: (step seconds, seconds of pauses in the step).
     self._recent: collections.deque[tuple[float, float]] = collections.deque(maxlen=_ETA_STEPS)
 
   def restart(self) -> None:
-    """Starts the step under way anew, when set-up took place after the timer was made."""
+    """Restarts the current step, so that set-up since the timer was made does not count."""
     self._started = self._clock()
     self._paused = self._waited = 0.0
 
@@ -111,8 +101,8 @@ class StepTimer:
   def _measure(self, name: str) -> Iterator[list[float]]:
     if self._inside is not None:
       raise ValueError(
-        f'StepTimer: {name!r} began inside {self._inside!r}; they cannot nest, '
-        'as the same seconds would count twice.'
+        f'StepTimer: {name!r} began inside {self._inside!r}. They cannot nest: the same seconds '
+        'would count twice.'
       )
     self._inside = name
     seconds: list[float] = []
@@ -125,7 +115,7 @@ class StepTimer:
 
   @contextlib.contextmanager
   def input_wait(self) -> Iterator[None]:
-    """Counts the seconds inside as waiting for input. They remain part of the step."""
+    """Context that counts as waiting for input, which is part of the step."""
     seconds: list[float] = []
     try:
       with self._measure('input_wait') as seconds:
@@ -135,7 +125,7 @@ class StepTimer:
 
   @contextlib.contextmanager
   def pause(self, name: str) -> Iterator[None]:
-    """Takes the seconds inside out of the step and reports them as `name`."""
+    """Context that is not part of the step, and is reported as `name`."""
     seconds: list[float] = []
     try:
       with self._measure(name) as seconds:
@@ -146,22 +136,18 @@ class StepTimer:
         self._pauses[name] = self._pauses.get(name, 0.0) + sum(seconds)
 
   def step_done(self) -> float:
-    """Ends one step and begins the next; returns its seconds, pauses excluded."""
+    """Ends one step and begins the next; returns its seconds without pauses."""
     now = self._clock()
     seconds = now - self._started - self._paused
     self._step += 1
-    if self._warmup_left > 0:
-      self._warmup_left -= 1
-      self._first_step_seconds = (self._first_step_seconds or 0.0) + seconds
-    else:
-      self._seconds.append(seconds)
-      self._wait_seconds += self._waited
-      self._recent.append((seconds, self._paused))
+    self._seconds.append(seconds)
+    self._wait_seconds += self._waited
+    self._recent.append((seconds, self._paused))
     self._started, self._paused, self._waited = now, 0.0, 0.0
     return seconds
 
   def eta_seconds(self) -> Optional[float]:
-    """Returns seconds until `total_steps`, or None before the first timed step."""
+    """Returns the seconds until `total_steps`; None before the first step."""
     remaining = max(0, self._total_steps - self._step)
     if not remaining:
       return 0.0
@@ -170,40 +156,37 @@ class StepTimer:
     return remaining * sum(step + pause for step, pause in self._recent) / len(self._recent)
 
   def window(self) -> StepTimes:
-    """Returns the numbers since the last call and begins a new window."""
+    """Returns the numbers since the last call and starts a new window."""
     n, total = len(self._seconds), sum(self._seconds)
     timed = n > 0 and total > 0
     times = StepTimes(
-      num_steps=n,
       step_seconds=total / n if n else None,
       median_step_seconds=statistics.median(self._seconds) if n else None,
       tokens_per_second=self._tokens_per_step * n / total if timed else None,
       input_wait_fraction=min(1.0, self._wait_seconds / total) if timed else None,
       eta_seconds=self.eta_seconds(),
       pauses=self._pauses,
-      first_step_seconds=self._first_step_seconds,
     )
     self._seconds, self._wait_seconds, self._pauses = [], 0.0, {}
-    self._first_step_seconds = None
     return times
 
 
 def mfu(
-  model_flops_per_step: float, *, step_seconds: Optional[float], peak_flops: Optional[float]
+  model_flops_per_step: float, *, step_seconds: float, peak_flops: Optional[float]
 ) -> Optional[float]:
-  """Returns the model FLOPs utilisation (0 to 1), or None where it is unknown.
+  """Returns the model FLOPs utilisation (0 to 1), or None if it is unknown.
 
   Args:
-    model_flops_per_step: of the model's mathematics on the global batch, recomputation excluded.
-    step_seconds: mean seconds per step; None before any step.
+    model_flops_per_step: FLOPs of the model on the global batch, without recomputation.
+    step_seconds: seconds per step.
     peak_flops: dense FLOP/s of all devices together in the dtype of the matmuls; None if unknown.
   Source: Chowdhery et al. 2022 (PaLM), appendix B.
   """
-  if not step_seconds or not peak_flops:
+  if not peak_flops:
     return None
   value = model_flops_per_step / step_seconds / peak_flops
   if value > 1:
-    # Faster than the hardware can be: a sparse or a wrong dtype's peak, or steps not waited for.
+    # Impossible: the peak is for sparse matmuls or another dtype, or the steps were not awaited.
     logging.getLogger(__name__).warning(
       'MFU unknown: %.4g FLOPs in %.4g s would be %.0f%% of the peak of %.4g FLOP/s.',
       model_flops_per_step,

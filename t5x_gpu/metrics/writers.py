@@ -1,6 +1,6 @@
-"""Where metrics go: JSON lines, TensorBoard event files, or several at once.
+"""Writers for metrics: JSON lines, TensorBoard event files, or several at once.
 
-Only the main process writes; the others use `MultiWriter([])`, which writes nowhere.
+Only the main process writes; the others use `MultiWriter([])`, which writes nothing.
 Keys: `train/loss`, `train/accuracy`, `train/grad_norm`, `train/learning_rate`,
 `train/step_seconds`, `train/tokens_per_second`, `train/input_wait_fraction`, `eval/loss`, ...
 """
@@ -25,34 +25,34 @@ from t5x_gpu.errors import ConfigError, TrainingError
 
 _log = logging.getLogger(__name__)
 
-# JSON has no NaN or infinity: `"train/loss": null` stands beside `"train/loss_nonfinite": "nan"`.
+# JSON has no NaN or infinity, so NaN is `"train/loss": null` and `"train/loss_nonfinite": "nan"`.
 _NONFINITE = '_nonfinite'
 _NONFINITE_VALUES = ('nan', 'inf', '-inf')
 _RECORD = Fields({'step': Whole()})
-_FLUSH_SECONDS = 10  # of TensorBoard's curves: what a kill may cost
+_FLUSH_SECONDS = 10  # of TensorBoard's curves that a kill may lose
 
 
 class MetricWriter(Protocol):
-  """Takes numbers by step. Steps do not decrease, except through `truncate_after`."""
+  """Takes numbers by step. Steps never decrease, except after `truncate_after`."""
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Records `values` (scalars of Python, numpy or jax) at `step`."""
+    """Records `values` (Python, numpy or jax scalars) at `step`."""
 
-  def truncate_after(self, step: int) -> int:
-    """Forgets what an earlier attempt wrote at steps above `step`; returns how many lines went."""
+  def truncate_after(self, step: int) -> None:
+    """Removes what an earlier attempt wrote at steps above `step`."""
 
   def flush(self) -> None:
     """Makes everything written so far durable."""
 
   def close(self) -> None:
-    """Flushes and releases the files. Writing afterwards is an error; closing again is not."""
+    """Flushes and closes the files. Writing afterwards is an error; closing again is not."""
 
 
 def to_json_line(step: int, values: Mapping[str, float]) -> str:
   """Returns one line of valid JSON, ending in a newline, with `step` first.
 
-  Whole numbers stay whole; floats keep all their digits, so that two runs can be compared bitwise.
-  A value that is not finite becomes null, and `KEY_nonfinite` says 'nan', 'inf' or '-inf'.
+  Integers stay integers; floats keep all digits, so that two runs can be compared bitwise. A value
+  that is not finite becomes null, and `KEY_nonfinite` is 'nan', 'inf' or '-inf'.
   """
   record: dict[str, Any] = {'step': int(step)}
   for key, value in values.items():
@@ -68,7 +68,7 @@ def to_json_line(step: int, values: Mapping[str, float]) -> str:
 
 
 def _parse_line(line: bytes) -> Optional[dict[str, Any]]:
-  """Returns the record of one line with NaN and infinity put back, or None for a damaged line."""
+  """Returns the record of one line, with NaN and infinity restored; None for a damaged line."""
   try:
     record = parse_json(line, _RECORD)
   except ValueError:
@@ -82,24 +82,29 @@ def _parse_line(line: bytes) -> Optional[dict[str, Any]]:
   return record if all(is_number) else None
 
 
-def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """Returns the records of a metrics file in order; damaged lines are left out.
+def _disk_error(step: int, what: str, e: OSError) -> TrainingError:
+  return TrainingError(
+    f'Step {step}: {what} cannot be written: {e.strerror or e}.',
+    fix='Free some space on that disk and run the same command again: it resumes from the last '
+    'checkpoint.',
+    parameters=('train.model_dir',),
+  )
 
-  Values that were not finite come back as float NaN or infinity.
-  """
+
+def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """Returns the records of a metrics file in order, with NaN and infinity; skips damaged lines."""
   records = (_parse_line(line) for line in pathlib.Path(path).read_bytes().splitlines())
   return [record for record in records if record is not None]
 
 
 class JsonLinesWriter:
-  """One JSON object per `write`, appended to `path`.
+  """Appends one JSON object to `path` per `write`.
 
-  Each line reaches the operating system in one call, so kill -9 loses at most the line in flight.
-  A torn last line, left by such a kill, is removed when the file is opened again. What is not a
-  file is renamed.
+  Each line is one system call, so kill -9 loses at most one line. Opening the file again removes an
+  incomplete last line. Anything at `path` that is not a file is renamed.
 
   Args:
-    path: the file, created with its folder when missing.
+    path: the file; it and its folder are created if missing.
   Raises:
     ConfigError: the file cannot be opened for writing.
   """
@@ -114,7 +119,7 @@ class JsonLinesWriter:
     except OSError as e:
       raise ConfigError(
         f'The metrics file {self.path} cannot be opened for writing: {e.strerror or e}.',
-        fix='Set MODEL_DIR to a folder that you may write to.',
+        fix='Set MODEL_DIR to a folder with write permission.',
         parameters=('train.model_dir',),
       ) from e
 
@@ -129,34 +134,29 @@ class JsonLinesWriter:
       self._file.write(b'\n')
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Appends one line. Raises TrainingError when the disk refuses it."""
+    """Appends one line; raises TrainingError if it cannot be written."""
     line = memoryview(to_json_line(step, values).encode())
     try:
-      while line:  # an unbuffered write may take only a part, on a full or remote disk
+      while line:  # an unbuffered write may be partial, on a full or remote disk
         line = line[self._file.write(line) :]
     except OSError as e:
-      raise TrainingError(
-        f'Step {step}: the metrics file {self.path} cannot be written: {e.strerror or e}.',
-        fix='Make room on that disk and start the same command again: it resumes from the last '
-        'checkpoint.',
-        parameters=('train.model_dir',),
-      ) from e
+      raise _disk_error(step, f'the metrics file {self.path}', e) from e
 
-  def truncate_after(self, step: int) -> int:
-    """Drops lines above `step`, and damaged ones; returns how many.
+  def truncate_after(self, step: int) -> None:
+    """Removes lines above `step` and damaged lines.
 
-    The file is replaced, all or nothing. If lines are damaged, it stays under another name.
+    If lines are damaged, the old file is kept under another name.
     """
     lines = self.path.read_bytes().splitlines()
     records = [_parse_line(line) for line in lines]
     kept = [line for line, r in zip(lines, records) if r is not None and r['step'] <= step]
     if len(kept) == len(lines):
-      return 0
+      return
     if None in records:
       aside = free_name(self.path.with_name(f'corrupt_{self.path.name}'))
       shutil.copy2(self.path, aside)
       _log.warning(
-        '%s: %d of %d lines are damaged and left out. The file as it was is kept as %s.',
+        '%s: removed %d of %d lines, which are damaged. The old file is kept as %s.',
         self.path,
         records.count(None),
         len(lines),
@@ -166,10 +166,9 @@ class JsonLinesWriter:
       new.write_bytes(b''.join(line + b'\n' for line in kept))
     self._file.close()
     self._file = open(self.path, 'ab', buffering=0)
-    return len(lines) - len(kept)
 
   def flush(self) -> None:
-    """Survives a crash of the machine as well, not only of the process."""
+    """Makes the file survive a crash of the machine, not only of the process."""
     if not self._file.closed:
       os.fsync(self._file.fileno())
 
@@ -179,10 +178,10 @@ class JsonLinesWriter:
 
 
 class TensorBoardWriter:
-  """Scalars as TensorBoard event files, without TensorFlow.
+  """Writes scalars as TensorBoard event files, without TensorFlow.
 
-  tensorboardX's own SummaryWriter leaves the writing to a thread. On a full disk that thread ends,
-  and the run then waits for ever for it to take the next event: here the run writes.
+  It does not use tensorboardX's SummaryWriter, which writes in a thread: on a full disk that thread
+  dies, and the run then waits forever for it to take the next event.
 
   Args:
     log_dir: folder of the event files; `tensorboard --logdir LOG_DIR` shows them.
@@ -200,15 +199,15 @@ class TensorBoardWriter:
       )
     except ModuleNotFoundError as e:
       raise ConfigError(
-        f'TensorBoard files were asked for, but {e.name} is not installed.',
+        f'TensorBoard files need {e.name}, which is not installed.',
         fix="Run: pip install 'tensorboardX>=2.6.4,<3'",
       ) from e
-    self._file: Any = None  # opened by the first write, so that an empty run leaves no empty file
+    self._file: Any = None  # opened by the first write: an empty run leaves no file
     self._purge_step: Optional[int] = None
     self._flushed = 0.0
 
   def write(self, step: int, values: Mapping[str, float]) -> None:
-    """Records scalars. Raises TrainingError when the disk refuses them."""
+    """Records scalars; raises TrainingError if they cannot be written."""
     try:
       if self._file is None:
         self._open()
@@ -217,18 +216,13 @@ class TensorBoardWriter:
       if time.monotonic() > self._flushed + _FLUSH_SECONDS:
         self.flush()
     except OSError as e:
-      raise TrainingError(
-        f'Step {step}: TensorBoard files in {self.log_dir} cannot be written: {e.strerror or e}.',
-        fix='Make room on that disk and start the same command again: it '
-        'resumes from the last checkpoint.',
-        parameters=('train.model_dir',),
-      ) from e
+      raise _disk_error(step, f'TensorBoard files in {self.log_dir}', e) from e
 
   def _open(self) -> None:
     if os.path.lexists(self.log_dir) and not self.log_dir.is_dir():
-      set_aside(self.log_dir, 'it is no folder')
+      set_aside(self.log_dir, 'it is not a folder')
     self.log_dir.mkdir(parents=True, exist_ok=True)
-    # The name and the first event by which TensorBoard knows such a file.
+    # TensorBoard recognises an event file by this name and first event.
     seconds, nanoseconds = divmod(time.time_ns(), 10**9)
     name = f'events.out.tfevents.{seconds}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09}'
     self._file = self._records.RecordWriter(str(self.log_dir / name))
@@ -241,12 +235,11 @@ class TensorBoardWriter:
     event = self._protos.Event(wall_time=time.time(), step=step, **what)
     self._file.write(event.SerializeToString())
 
-  def truncate_after(self, step: int) -> int:
-    """Marks later steps as outdated: TensorBoard hides them. Returns 0, as no line is removed."""
+  def truncate_after(self, step: int) -> None:
+    """Marks later steps as outdated, so that TensorBoard hides them."""
     self.close()
-    # The mark belongs only where an earlier attempt could have left something.
+    # Needed only if an earlier attempt may have written something.
     self._purge_step = step + 1 if any(self.log_dir.glob('events.out.tfevents.*')) else None
-    return 0
 
   def flush(self) -> None:
     if self._file is not None:
@@ -263,7 +256,7 @@ class TensorBoardWriter:
 
 
 class MultiWriter:
-  """Passes everything on to each of `writers`; with none, writes nowhere."""
+  """Forwards everything to each of `writers`."""
 
   def __init__(self, writers: Sequence[MetricWriter]):
     self.writers = tuple(writers)
@@ -272,9 +265,9 @@ class MultiWriter:
     for writer in self.writers:
       writer.write(step, values)
 
-  def truncate_after(self, step: int) -> int:
-    """Returns the largest number of lines that one of the writers dropped."""
-    return max((writer.truncate_after(step) for writer in self.writers), default=0)
+  def truncate_after(self, step: int) -> None:
+    for writer in self.writers:
+      writer.truncate_after(step)
 
   def flush(self) -> None:
     for writer in self.writers:

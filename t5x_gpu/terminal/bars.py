@@ -1,4 +1,4 @@
-"""How far something is: a bar with an estimate on a terminal, a line now and then anywhere else."""
+"""Progress of long work: a bar with an ETA on a terminal, an occasional line elsewhere."""
 
 import contextlib
 import sys
@@ -13,10 +13,10 @@ import rich.progress
 
 from t5x_gpu.terminal.logging_setup import stamp
 
-SECONDS_BETWEEN_LINES = 30  # where there is no terminal
-Advance = Callable[[int], None]  # takes how many more are done
-Total = Union[int, None, Callable[[], Optional[int]]]  # a function: None until it is known
-Show = Callable[[str, Total], AbstractContextManager[Advance]]  # (title, total) -> within, a bar
+SECONDS_BETWEEN_LINES = 30  # without a terminal
+Advance = Callable[[int], None]  # takes the number done since the last call
+Total = Union[int, None, Callable[[], Optional[int]]]  # the function returns None while unknown
+Show = Callable[[str, Total], AbstractContextManager[Advance]]  # (title, total) -> shows a bar
 
 
 def format_seconds(seconds: float) -> str:
@@ -37,14 +37,14 @@ def silent(title: str, total: Total) -> Iterator[Advance]:
 
 
 class Count:
-  """Counts what is done of something, and estimates the time left.
+  """Counts finished work and estimates the time left.
 
   Args:
-    title: what is counted, 'infer_eval cola'.
-    total: of it.
-    done: of it, by an earlier process.
-    bytes: whether it counts bytes, shown in MB.
-    clock: seconds that never go back.
+    title: name of the work, 'infer_eval cola'.
+    total: amount of work.
+    done: amount done by an earlier process.
+    bytes: whether the amounts are bytes, shown in MB.
+    clock: returns seconds that never decrease.
   """
 
   def __init__(
@@ -98,11 +98,11 @@ def bar(
   stream: Optional[TextIO] = None,
   enabled: bool = True,
 ) -> Iterator[Advance]:
-  """Shows how far something is; arguments as of `Count`.
+  """Shows the progress of the work inside the context; other arguments as in `Count`.
 
   Args:
-    stream: where to; `sys.stdout` of the moment when None.
-    enabled: False on all processes but one: nothing is shown.
+    stream: where to print; None for the current `sys.stdout`.
+    enabled: True on the one process that shows anything.
   """
   stream = sys.stdout if stream is None else stream
   console = rich.console.Console(file=stream)
@@ -133,7 +133,7 @@ def bar(
 
 
 class BackgroundCounts:
-  """Counts, in threads, what comes out of iterators: totals for bars. They end with the block."""
+  """Counts the items of iterators in threads, for totals of bars, until the context ends."""
 
   def __init__(self) -> None:
     self._stop = threading.Event()
@@ -148,12 +148,12 @@ class BackgroundCounts:
       thread.join()
 
   def count(self, items: Iterable[Any]) -> Callable[[], Optional[int]]:
-    """Returns a function that returns how many `items` there are, None until it is known."""
+    """Returns a function that returns the number of `items`; None until it is known."""
     found: list[int] = []
 
     def run() -> None:
       number = 0
-      with contextlib.suppress(Exception):  # whoever needs the items meets the error too
+      with contextlib.suppress(Exception):  # the consumer of the items sees the error too
         for _ in items:
           number += 1
           if self._stop.is_set():

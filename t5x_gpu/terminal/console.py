@@ -1,4 +1,4 @@
-"""What commands that copy files show: lines, which begin with the time in a file, and bars."""
+"""Output of commands that copy files: lines, with a time when written to a file, and bars."""
 
 import contextlib
 import resource
@@ -11,7 +11,7 @@ from t5x_gpu.terminal.logging_setup import stamp
 
 
 class Console:
-  """Prints to a terminal or a file; see `checkpoint.conversions.Console`."""
+  """Prints lines and progress bars to stdout."""
 
   def say(self, text: str) -> None:
     """Prints a line."""
@@ -21,12 +21,12 @@ class Console:
   def progress(
     self, title: str, num_bytes: int, *, done: int = 0
   ) -> Iterator[Callable[[int], None]]:
-    """Shows how far something with so many bytes is; prints how long it took.
+    """Shows the progress of the work inside the context, then prints its time and speed.
 
     Args:
-      title: what has happened to the bytes at the end: 'written'.
-      num_bytes: in all.
-      done: of them, by an earlier process.
+      title: what happens to the bytes, 'written'.
+      num_bytes: number of bytes.
+      done: bytes already done by an earlier process.
     """
     start = time.monotonic()
     with bar(title, num_bytes, done=done, bytes=True) as advance:
@@ -35,7 +35,7 @@ class Console:
     megabytes = (num_bytes - done) / 1e6
     self.say(
       f'{title}: {megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:,.0f} MB/s; '
-      f'most memory so far {_peak_bytes() / 1e6:,.0f} MB'
+      f'peak memory {_peak_bytes() / 1e6:,.0f} MB'
     )
 
 

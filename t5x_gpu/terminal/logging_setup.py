@@ -1,16 +1,13 @@
-"""One log format, and silence from libraries that have nothing to say to whoever trains a model.
+"""One log format, without the log lines of libraries that do not matter to the user.
 
-    quiet_environment()                       # before jax is imported: its C++ reads it once
+    quiet_environment()                       # before importing jax, whose C++ reads it once
     setup(jax.process_index(), process_count=jax.process_count())
 
     11-20 14:05:21 INFO mesh: data=2 fsdp=4
     11-20 14:05:22 [3/8] WARNING this host is slow
 
-On a terminal lines have no time.
-
-Upstream T5X writes 947 lines for 30 steps. T5X_GPU_VERBOSE=1 brings all of it back.
-
-Whether the log lines of all libraries are wanted.
+Lines on a terminal have no time. T5X_GPU_VERBOSE=1 shows the lines of all libraries; upstream T5X
+writes 947 lines for 30 steps.
 """
 
 import logging
@@ -21,13 +18,7 @@ from typing import Optional, TextIO
 
 from absl import logging as absl_logging
 
-
-def is_verbose() -> bool:
-  """Returns whether T5X_GPU_VERBOSE asks for the log lines of all libraries."""
-  return os.environ.get('T5X_GPU_VERBOSE', '') not in ('', '0')
-
-
-# Loggers that set a level of their own somewhere, so that the root's would not reach them.
+# Loggers that set their own level somewhere, so the root's level does not apply.
 _THIRD_PARTY = (
   'absl',
   'etils',
@@ -46,12 +37,17 @@ _THIRD_PARTY = (
 _OURS = ('t5x_gpu', '__main__')
 
 
+def is_verbose() -> bool:
+  """Returns whether T5X_GPU_VERBOSE asks for the log lines of all libraries."""
+  return os.environ.get('T5X_GPU_VERBOSE', '') not in ('', '0')
+
+
 def stamp(stream: TextIO, *, seconds: Optional[float] = None) -> str:
-  """Returns `11-20 14:05:21 `, what a line in a file begins with; '' for a terminal.
+  """Returns `11-20 14:05:21 `, the start of a line in a file; '' for a terminal.
 
   Args:
     stream: where the line goes.
-    seconds: since 1970; None for now.
+    seconds: seconds since 1970; None for now.
   """
   if stream.isatty():
     return ''
@@ -59,10 +55,10 @@ def stamp(stream: TextIO, *, seconds: Optional[float] = None) -> str:
 
 
 def quiet_environment() -> None:
-  """Sets what C++ libraries read when they load. What the user has set stays.
+  """Sets environment variables that C++ libraries read when they load, unless the user set them.
 
-  Level 1 leaves XLA's warnings and errors (out of memory, failed rematerialisation), which matter
-  to the run. jax would set the same, but TensorFlow, were it imported first, would not.
+  Level 1 keeps XLA's warnings and errors (out of memory, failed rematerialisation). jax would set
+  the same, but not if TensorFlow is imported first.
   """
   if is_verbose():
     return
@@ -71,7 +67,7 @@ def quiet_environment() -> None:
 
 
 class _Formatter(logging.Formatter):
-  """`11-20 14:05:21 [3/8] WARNING message`; a Python warning without its line of source."""
+  """`11-20 14:05:21 [3/8] WARNING message`; Python warnings without the source line."""
 
   def __init__(self, process_index: int, process_count: int):
     super().__init__()
@@ -91,8 +87,10 @@ class _Formatter(logging.Formatter):
 
 
 class _FirstOfEachWarning(logging.Filter):
-  """Lets a Python warning through once: Python's own memory of them is lost whenever any library
-  enters `warnings.catch_warnings`."""
+  """Shows each Python warning once.
+
+  Python's own filter forgets its warnings whenever a library enters `warnings.catch_warnings`.
+  """
 
   def __init__(self):
     super().__init__()
@@ -109,12 +107,12 @@ class _FirstOfEachWarning(logging.Filter):
 
 
 def _drop_known(record: logging.LogRecord) -> bool:
-  """Orbax warns once per process and thread of a stop that the run itself has announced."""
+  """Drops Orbax's warnings about a stop, one per thread: the run announces it itself."""
   return 'Reached preemption sync point' not in str(record.msg)
 
 
 class _StderrHandler(logging.StreamHandler):
-  """Writes to the `sys.stderr` of the moment, which the live progress line replaces by its own."""
+  """Writes to the current `sys.stderr`, which the live progress line replaces."""
 
   def __init__(self):
     logging.Handler.__init__(self)
@@ -128,17 +126,16 @@ def setup(process_index: int = 0, *, process_count: int = 1) -> None:
   """Sends all logging and Python warnings to stderr in our format. May be called again.
 
   Args:
-    process_index: of this process. INFO comes from process 0 alone, or every line would come once
-      per GPU; warnings come from all, with their process.
-    process_count: of the run; with one process, lines do not name it.
+    process_index: index of this process. Only process 0 logs INFO; all processes log warnings.
+    process_count: number of processes. With several, each line names its process.
   """
   verbose = is_verbose()
-  # absl first: it would put a handler of its own on the root at its first message.
+  # absl first: its first message would add another handler to the root logger.
   absl_logging.use_python_logging(quiet=True)
   absl_logging.set_verbosity(absl_logging.INFO if verbose else absl_logging.WARNING)
   root = logging.getLogger()
   for handler in list(root.handlers):
-    # Only handlers that print: a test's or a notebook's own handlers stay.
+    # Only handlers that print: other handlers of a test or notebook stay.
     if isinstance(handler, (_StderrHandler, absl_logging.ABSLHandler)) or (
       type(handler) is logging.StreamHandler
     ):

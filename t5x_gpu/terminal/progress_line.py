@@ -1,10 +1,9 @@
-"""What a run shows while it goes: a live line on a terminal, plain lines anywhere else.
+"""The progress of a run: a live line on a terminal, plain lines elsewhere.
 
     step 10/100 | loss 5.912 | acc 0.121 | 12,345 tok/s | wait 0.3% | ETA 0:01:23
 
-Plain lines begin with the time.
-
-Only the main process shows anything. The terminal is restored however the run ends.
+Plain lines begin with the time. Only the main process shows anything. The terminal is restored
+however the run ends.
 """
 
 import atexit
@@ -25,14 +24,13 @@ import rich.text
 from t5x_gpu.terminal.bars import Advance, Count, Total, format_seconds
 from t5x_gpu.terminal.logging_setup import stamp
 
-# On a terminal the live line overwrites itself: this many lines of the run stay above it, so that
-# the falling loss can still be seen at the end.
+# Lines of the run that stay above the live line, so that the falling loss is visible at the end.
 _LINES_KEPT = 10
 _MIN_BAR, _MAX_BAR = 10, 40
 
 
 def format_loss(value: float) -> str:
-  """Returns three decimals, or three significant digits where those would say 0.00."""
+  """Returns three decimals, or three significant digits for small values."""
   if not math.isfinite(value):
     return str(value)
   return f'{value:.3f}' if value == 0 or abs(value) >= 0.01 else f'{value:.2e}'
@@ -42,8 +40,7 @@ def format_fields(values: Mapping[str, float], *, eta_seconds: Optional[float] =
   """Returns the parts of a progress line after the step, most important first.
 
   Args:
-    values: metrics by name, `train/loss` or `loss`; unknown names are not shown, missing ones are
-      left out.
+    values: metrics by name, `train/loss` or `loss`; only some names are shown.
     eta_seconds: seconds until the end of the run, if known.
   """
   short = {name.removeprefix('train/'): value for name, value in values.items()}
@@ -59,20 +56,20 @@ def format_fields(values: Mapping[str, float], *, eta_seconds: Optional[float] =
   return fields
 
 
-class Progress:
-  """Shows how far a run is. Use it as a context manager.
+class ProgressLine:
+  """Shows the progress of a run. Use it as a context manager.
 
-      with Progress(100, first_step=0, enabled=jax.process_index() == 0) as progress:
-        progress.advance(step)                                    # each step; only moves the bar
-        progress.update(step, metrics, eta_seconds=...)           # each log period
-        progress.note('eval  step 50 | loss 2.310')               # a line that stays
+      with ProgressLine(100, first_step=0, enabled=jax.process_index() == 0) as progress:
+        progress.advance(step)                           # each step; only moves the bar
+        progress.update(step, metrics, eta_seconds=...)  # each log period
+        progress.note('eval  step 50 | loss 2.310')      # a line that stays
 
   Args:
-    total_steps: step at which the run ends.
+    total_steps: last step of the run.
     first_step: step at which this process starts.
-    enabled: False on all processes but the main one: nothing is printed.
-    stream: where to; `sys.stdout` of the moment when None.
-    live: True or False to overrule the choice (live on a terminal that can move its cursor).
+    enabled: True on the main process, the only one that prints.
+    stream: where to print; None for the current `sys.stdout`.
+    live: whether to show a live line; None for yes on a terminal that can move its cursor.
   """
 
   def __init__(
@@ -89,8 +86,8 @@ class Progress:
     self._step = first_step
     self._enabled = enabled
     self._stream = sys.stdout if stream is None else stream
-    # rich honours NO_COLOR, COLUMNS and TERM. FORCE_COLOR makes it take a pipe for a terminal, so
-    # that choice is ours: a log file gets plain lines whatever the colours.
+    # rich honours NO_COLOR, COLUMNS and TERM. With FORCE_COLOR it treats a pipe as a terminal, so
+    # we decide ourselves: a log file always gets plain lines.
     can_move = self._stream.isatty() and os.environ.get('TERM', '') not in ('dumb', 'unknown', '')
     self._is_live = enabled and (can_move if live is None else live)
     self._console = rich.console.Console(
@@ -104,7 +101,7 @@ class Progress:
     self._eta_end: Optional[float] = None
     self._kept = 0
     self._part: Optional[Count] = None
-    self._unprinted = ''  # the last line of numbers, if the live line alone has shown it
+    self._unprinted = ''  # the last line of numbers, if only the live line has shown it
 
   def __enter__(self) -> Self:
     if self._is_live:
@@ -112,20 +109,20 @@ class Progress:
         get_renderable=self._render,
         console=self._console,
         refresh_per_second=4,
-        transient=True,  # the bar goes at the end; the last numbers stay as a plain line
-        # stderr is woven in only if it is the same terminal; `2> log` must stay a log.
+        transient=True,  # the bar disappears at the end; the last numbers stay as a plain line
+        # Redirect stderr only if it is the same terminal: `2> log` must stay a log.
         redirect_stdout=self._stream is sys.stdout,
         redirect_stderr=sys.stderr.isatty(),
       )
       self._live.start()
-      atexit.register(self.close)  # sys.exit from a thread or handler that skips __exit__
+      atexit.register(self.close)  # for an exit that skips __exit__
     return self
 
   def __exit__(self, *exc_info) -> None:
     self.close()
 
   def close(self) -> None:
-    """Gives the terminal back, cursor included. May be called again."""
+    """Restores the terminal, including its cursor. May be called again."""
     live, self._live = self._live, None
     if live is not None:
       live.stop()
@@ -140,11 +137,11 @@ class Progress:
   def update(
     self, step: int, values: Mapping[str, float], *, eta_seconds: Optional[float] = None
   ) -> None:
-    """Shows the numbers of a log period: a plain line, or the live line's new content.
+    """Shows the numbers of a log period, as a plain line or in the live line.
 
     Args:
       step: number of completed steps.
-      values: metrics by name, as given to the writers.
+      values: metrics by name, as for the writers.
       eta_seconds: seconds until the end, if known.
     """
     if not self._enabled:
@@ -168,7 +165,7 @@ class Progress:
 
   @contextlib.contextmanager
   def part(self, title: str, total: Total) -> Iterator[Advance]:
-    """Shows how far something is for which the steps wait, an evaluation say."""
+    """Shows the progress of work that the steps wait for, such as an evaluation."""
     count = Count(title, total)
 
     def advance(number: int) -> None:
@@ -183,7 +180,7 @@ class Progress:
       self._part = None
 
   def note(self, text: str) -> None:
-    """Prints `text` as lines that stay, above the live line if there is one."""
+    """Prints `text` as lines that stay, above the live line if any."""
     if self._enabled:
       self._print(text)
 
@@ -191,28 +188,28 @@ class Progress:
     if self._live is not None:
       self._console.print(line, markup=False, emoji=False)
       return
-    # Past rich here: a plain line is never wrapped to 80 columns nor coloured.
+    # Without rich: a plain line is never wrapped to 80 columns or coloured.
     encoding = getattr(self._stream, 'encoding', None) or 'utf-8'
     line = stamp(self._stream) + line
     self._stream.write(line.encode(encoding, 'replace').decode(encoding) + '\n')
     self._stream.flush()
 
   def _render(self) -> rich.table.Table:
-    """Returns the live line, with as many fields as the terminal is wide enough for."""
+    """Returns the live line, with as many fields as fit into the terminal."""
     head = f'step {self._step}/{self._total_steps}'
     fields = list(self._fields)
     total, done = self._total_steps, self._step
-    if self._part is not None:  # the steps wait for it
+    if self._part is not None:  # the steps wait for this work
       fields = [str(self._part)]
       total, done = self._part.total or 1, self._part.done
     elif self._eta_end is not None:
       fields.append(f'ETA {format_seconds(max(0.0, self._eta_end - time.monotonic()))}')
-    width = self._console.width - 1  # some terminals wrap as soon as the last column is written
+    width = self._console.width - 1  # some terminals wrap at the last column
 
     def room() -> int:
       return width - len(head) - 2 - sum(len(field) + 3 for field in fields)
 
-    # What goes first when there is no room. The loss outlives the bar.
+    # Without room, fields disappear in this order, then the bar. The loss stays.
     for name in ('acc', 'wait', 'tok/s', 'ETA'):
       if room() >= _MIN_BAR:
         break

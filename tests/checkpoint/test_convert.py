@@ -204,7 +204,7 @@ def test_a_checkpoint_of_a_run_becomes_a_model_of_hugging_face(tmp_path):
   tensors = write_model(tmp_path / 'a', CONFIGS['llama'], dtype='bfloat16')
   (tmp_path / 'a' / 'tokenizer.json').write_text(TOKENIZER)
   run(tmp_path / 'a', tmp_path / 'ours')
-  # As a run saves it: arrays split over a mesh, layers in one chunk, optimizer state beside them.
+  # As a run saves it: arrays split over a mesh, layers in one chunk, with optimizer state.
   sharding = jax.NamedSharding(jax.make_mesh((2,), ('x',), devices=jax.devices()[:2]), jax.P())
   params = read_params(tmp_path / 'ours', abstract(table_of(CONFIGS['llama']).our_shapes, sharding))
   params = jax.tree.map(lambda x: x * 2, params)

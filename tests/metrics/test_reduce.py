@@ -15,7 +15,6 @@ def test_mean_over_steps_weighs_tokens_not_steps():
   acc.add({'loss': (10.0, 1.0)})
   acc.add({'loss': (9.0, 9.0)})
   assert acc.means(prefix='train/').values == {'train/loss': 1.9}  # a mean of means would be 5.5
-  assert acc.steps == 2
 
 
 def test_jax_numpy_and_python_scalars_give_the_same_sums():
@@ -74,7 +73,7 @@ def test_reset_begins_a_new_window_and_a_name_may_appear_late():
   acc.reset()
   acc.add({'loss': (3.0, 1.0)})
   acc.add({'loss': (3.0, 1.0), 'z_loss': (0.5, 1.0)})
-  assert acc.means().values == {'loss': 3.0, 'z_loss': 0.5} and acc.steps == 2
+  assert acc.means().values == {'loss': 3.0, 'z_loss': 0.5}
 
 
 @pytest.mark.parametrize('bad', [(1.0,), (1.0, 2.0, 3.0), (np.ones(2), 1.0)])

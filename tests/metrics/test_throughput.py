@@ -31,19 +31,17 @@ def _step(timer, clock, seconds, wait=0.0):
   return timer.step_done()
 
 
-def test_compile_step_is_reported_apart_and_not_in_the_mean():
+def test_speed_is_the_mean_over_the_steps_of_a_window():
   timer, clock = _timer()
-  _step(timer, clock, 30.0)
   _step(timer, clock, 2.0)
   _step(timer, clock, 4.0)
   times = timer.window()
-  assert times.num_steps == 2 and times.step_seconds == 3.0
-  assert times.first_step_seconds == 30.0
+  assert times.step_seconds == 3.0
   assert times.tokens_per_second == pytest.approx(2000 / 6)
 
 
 def test_median_ignores_one_slow_step():
-  timer, clock = _timer(warmup_steps=0)
+  timer, clock = _timer()
   for seconds in (1.0, 1.0, 10.0):
     _step(timer, clock, seconds)
   times = timer.window()
@@ -52,14 +50,13 @@ def test_median_ignores_one_slow_step():
 
 def test_input_wait_is_a_share_of_the_step():
   timer, clock = _timer()
-  _step(timer, clock, 20.0, wait=20.0)  # warm-up: its wait does not count either
   _step(timer, clock, 2.0, wait=0.5)
   _step(timer, clock, 2.0, wait=0.5)
   assert timer.window().input_wait_fraction == 0.25
 
 
 def test_pauses_count_for_no_step_and_are_reported_by_name():
-  timer, clock = _timer(warmup_steps=0)
+  timer, clock = _timer()
   _step(timer, clock, 2.0)
   with timer.pause('save'):
     clock.sleep(7.0)
@@ -75,7 +72,7 @@ def test_pauses_count_for_no_step_and_are_reported_by_name():
 
 
 def test_pause_and_wait_are_kept_when_they_raise():
-  timer, clock = _timer(warmup_steps=0)
+  timer, clock = _timer()
   with pytest.raises(StopIteration):
     with timer.pause('eval'):
       clock.sleep(3.0)
@@ -85,7 +82,7 @@ def test_pause_and_wait_are_kept_when_they_raise():
 
 
 def test_nested_pauses_are_refused_and_leave_the_timer_usable():
-  timer, clock = _timer(warmup_steps=0)
+  timer, clock = _timer()
   with pytest.raises(ValueError, match='save.*eval'):
     with timer.pause('eval'):
       clock.sleep(1.0)
@@ -99,28 +96,25 @@ def test_nested_pauses_are_refused_and_leave_the_timer_usable():
 def test_eta_counts_the_remaining_steps_and_the_usual_pauses():
   timer, clock = _timer(total_steps=10, first_step=4)
   assert timer.eta_seconds() is None
-  _step(timer, clock, 50.0)
   _step(timer, clock, 2.0)
-  assert timer.eta_seconds() == 4 * 2.0
+  assert timer.eta_seconds() == 5 * 2.0
   with timer.pause('save'):
     clock.sleep(2.0)
   _step(timer, clock, 2.0)
-  assert timer.eta_seconds() == 3 * 3.0  # (2 + 2 + 2) / 2 seconds each
-  for _ in range(3):
+  assert timer.eta_seconds() == 4 * 3.0  # (2 + 2 + 2) / 2 seconds each
+  for _ in range(4):
     _step(timer, clock, 2.0)
   assert timer.eta_seconds() == 0.0
 
 
-def test_window_of_the_compile_step_alone_has_no_speed():
-  timer, clock = _timer()
-  _step(timer, clock, 30.0)
+def test_window_without_a_step_has_no_speed():
+  timer, _ = _timer()
   times = timer.window()
-  assert times.num_steps == 0 and times.step_seconds is None and times.tokens_per_second is None
-  assert times.metrics() == {'train/first_step_seconds': 30.0}
+  assert times.step_seconds is None and times.tokens_per_second is None and times.metrics() == {}
 
 
 def test_metrics_have_the_names_of_the_metrics_file():
-  timer, clock = _timer(warmup_steps=0)
+  timer, clock = _timer()
   _step(timer, clock, 2.0, wait=1.0)
   assert timer.window().metrics() == {
     'train/step_seconds': 2.0,
@@ -131,7 +125,7 @@ def test_metrics_have_the_names_of_the_metrics_file():
 
 
 def test_restart_forgets_set_up_time():
-  timer, clock = _timer(warmup_steps=0)
+  timer, clock = _timer()
   clock.sleep(60.0)
   timer.restart()
   _step(timer, clock, 1.0)
@@ -142,9 +136,8 @@ def test_mfu_is_flops_over_peak():
   assert throughput.mfu(1e12, step_seconds=2.0, peak_flops=1e12) == 0.5
 
 
-@pytest.mark.parametrize('step_seconds, peak_flops', [(None, 1e12), (2.0, None)])
-def test_mfu_is_unknown_without_a_peak_or_a_step(step_seconds, peak_flops):
-  assert throughput.mfu(1e12, step_seconds=step_seconds, peak_flops=peak_flops) is None
+def test_mfu_is_unknown_without_a_peak():
+  assert throughput.mfu(1e12, step_seconds=2.0, peak_flops=None) is None
 
 
 def test_mfu_above_one_is_unknown_and_says_why(caplog):

@@ -10,7 +10,7 @@ import pytest
 from t5x_gpu.evaluation.eval_results import table
 from t5x_gpu.terminal import bars, logging_setup
 from t5x_gpu.terminal.console import Console
-from t5x_gpu.terminal.progress_line import Progress
+from t5x_gpu.terminal.progress_line import ProgressLine
 from tests.terminal.test_progress_line import Terminal
 
 STAMP = r'\d\d-\d\d \d\d:\d\d:\d\d '
@@ -67,7 +67,7 @@ def test_what_steps_wait_for_takes_the_place_of_the_live_line(monkeypatch):
   monkeypatch.setenv('TERM', 'xterm')
   monkeypatch.setenv('COLUMNS', '120')
   out = Terminal()
-  with Progress(100, stream=out) as progress:
+  with ProgressLine(100, stream=out) as progress:
     with progress.part('infer_eval/cola', 50) as advance:
       advance(25)
       progress._live.refresh()

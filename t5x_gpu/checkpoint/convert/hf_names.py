@@ -2,7 +2,7 @@
 
 Their linear layers store the kernel as [out, in]. GPT-2's store [in, out], with query, key and
 value in one tensor. A family also lists which tensors may be duplicates (an output layer tied to
-the token table), which hold no weights (masks), and how to rename tensors of older files.
+the token table), which are not weights (masks), and how to rename tensors of older files.
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ from t5x_gpu.terminal.console import Console
 class MergedParams:
   """The parameters of the model that a LoraModel wraps, with the interface of ParamsReader.
 
-  Kernels are merged with their factors as they are read, so memory holds no more than one piece.
+  Kernels are merged with their factors as they are read, so only one piece is in memory.
 
   Args:
     reader: a checkpoint of the LoraModel.

@@ -1,4 +1,4 @@
-"""A checkpoint rewritten with other chunks, dtypes or groups of layers; needs no model or devices.
+"""Rewrites a checkpoint with other chunks, dtypes or groups of layers, without model or devices.
 
 Arrays are copied in pieces. The size of a piece follows from a budget of host memory, of which the
 largest chunk of the source may take an eighth.

@@ -153,7 +153,7 @@ def test_orbax_without_ocdbt_is_read(tmp_path):
 
 
 def write_legacy(folder, flat, **options):
-  """Writes T5X's legacy format: small arrays in the msgpack file, others beside it."""
+  """Writes T5X's legacy format: small arrays in the msgpack file, others next to it."""
   target = {}
   for i, (name, value) in enumerate(flat.items()):
     if i % 2:
