@@ -74,6 +74,9 @@ class TransformerConfig:
     expert_capacity_factor: room for the tokens of a row in each expert; 1 is just enough if they
       are spread evenly. Where there is none left, tokens pass by on the residual. None: room for
       all, whatever the router does (dropless), at num_experts / num_experts_per_token the work.
+    loss_chunks: parts of the length that the logits and their loss are computed in, one after the
+      other, so that all logits are never in memory at once; None: as many as keep the logits of
+      one within 256 MiB, and none for small logits; 0: all logits are stored.
     router_balance_loss: coefficient of the loss that spreads tokens over experts (0.01 is usual).
     router_z_loss: coefficient of log(Z)^2 of the router's logits (1e-3 is usual).
   """
@@ -117,6 +120,7 @@ class TransformerConfig:
   expert_capacity_factor: Optional[float] = 2.0
   router_balance_loss: float = 0.0
   router_z_loss: float = 0.0
+  loss_chunks: Optional[int] = None
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
@@ -167,6 +171,11 @@ class TransformerConfig:
         lambda value: value is not None and value <= 0.0,
         'must be above 0; 1 to 2 is usual, None drops no token.',
         ('expert_capacity_factor',),
+      ),
+      (
+        lambda value: value is not None and value < 0,
+        'must be at least 1, 0 to store all logits, or None to choose.',
+        ('loss_chunks',),
       ),
     ):
       yield from ((name, text) for name in parameters if is_bad(getattr(self, name)))

@@ -12,9 +12,9 @@ from t5x_gpu.layers.dropout import dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
-from t5x_gpu.models.heads import init_token_logits, token_logits
+from t5x_gpu.models.heads import init_token_logits, token_logits, token_loss
 from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
-from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy
+from t5x_gpu.models.losses import Sums, check_loss_options
 from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.sizes import check_length, transformer_sizes
 from t5x_gpu.models.stack import Activation, Embeddings, Stack, dropout_rng
@@ -149,15 +149,15 @@ class DecoderOnlyModel:
     """Returns where each token stands in its example: packed rows hold several."""
     return batch.get('decoder_positions', self._info(batch).positions)
 
-  def _logits(
+  def _finish(
     self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
   ) -> jax.Array:
-    x = dropout(
+    """Returns [batch, length, embed] after the last norm and dropout."""
+    return dropout(
       self._stack.finish(params, x),
       self.config.dropout_rate,
       dropout_rng(dropout_key, batch, 'head', side='decoder'),
     )
-    return token_logits(self.config, params, x, params['token_embedder'])
 
   def head(
     self,
@@ -168,10 +168,12 @@ class DecoderOnlyModel:
     dropout_key: Optional[jax.Array] = None,
   ) -> Sums:
     """Returns sums over target tokens from `x`, what the last layer returned."""
-    logits = self._logits(params, x, batch, dropout_key)
     weights = batch['decoder_loss_weights']
-    sums = cross_entropy(
-      logits,
+    sums = token_loss(
+      self.config,
+      params,
+      self._finish(params, x, batch, dropout_key),
+      params['token_embedder'],
       batch['decoder_target_tokens'],
       weights,
       z_loss=self.z_loss,
@@ -185,7 +187,8 @@ class DecoderOnlyModel:
     """Returns [batch, length, vocab] in float32; dropout only with a key for it."""
     x = self.embed(params, batch, dropout_key=dropout_key)
     x = self.run_layers(params, x, batch, dropout_key=dropout_key)
-    return self._logits(params, x, batch, dropout_key)
+    x = self._finish(params, x, batch, dropout_key)
+    return token_logits(self.config, params, x, params['token_embedder'])
 
   def uses_prefix(self, batch: DeviceBatch) -> bool:
     return self.inputs_bidirectional_attention and 'decoder_causal_attention' in batch

@@ -14,14 +14,15 @@ from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
-from t5x_gpu.models.heads import POOLINGS, Classifier, MaskedTokenLogits, pool
-from t5x_gpu.models.losses import (
-  Sums,
-  check_loss_options,
-  cross_entropy,
-  of_examples,
-  refuse_router_losses,
+from t5x_gpu.models.heads import (
+  POOLINGS,
+  Classifier,
+  MaskedTokenHead,
+  masked_token_logits,
+  masked_token_loss,
+  pool,
 )
+from t5x_gpu.models.losses import Sums, check_loss_options, of_examples, refuse_router_losses
 from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.sizes import check_length, transformer_sizes
 from t5x_gpu.models.stack import Activation, Embeddings, Stack, dropout_rng
@@ -148,11 +149,7 @@ class EncoderModel:
     if self.classifies:
       head = self._head_module.init(keys['head'], x[:, 0])
     else:
-      head = self._head_module.init(
-        keys['head'],
-        x,
-        jnp.zeros((self.config.vocab_size, self.config.embed_dim), self.config.compute_dtype),
-      )
+      head = self._head_module.init(keys['head'], x)
     return {**params, **head['params']}
 
   @property
@@ -174,7 +171,7 @@ class EncoderModel:
         tanh_layer=self.pooling.endswith('tanh'),
         mlp_dim=self.head_mlp_dim,
       )
-    return MaskedTokenLogits(self.config)
+    return MaskedTokenHead(self.config)
 
   def embed(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
@@ -221,18 +218,24 @@ class EncoderModel:
   def _logits(
     self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
   ) -> jax.Array:
-    c = self.config
-    own = {
-      name: fsdp.whole(params[name], c.compute_dtype) for name in self._head_module.parameter_names
-    }
+    """Returns [batch, classes], or [batch, length, vocab], in float32."""
+    if not self.classifies:
+      return masked_token_logits(*self._masked_tokens(params, x))
+    row = pool(self._stack.finish(params, x), self._info(batch), kind=self.pooling)
+    rng = dropout_rng(dropout_key, batch, 'head', side='encoder')
+    return self._head_module.apply({'params': self._head_params(params)}, row, rng)
+
+  def _masked_tokens(self, params: Params, x: Activation) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns ([batch, length, embed], bias [vocab], table [vocab, embed]) of the token logits."""
     x = self._stack.finish(params, x)
-    if self.classifies:
-      row = pool(x, self._info(batch), kind=self.pooling)
-      return self._head_module.apply(
-        {'params': own}, row, dropout_rng(dropout_key, batch, 'head', side='encoder')
-      )
-    table = fsdp.whole(params['token_embedder'], c.compute_dtype)['embedding']
-    return self._head_module.apply({'params': own}, x, table)
+    x, bias = self._head_module.apply({'params': self._head_params(params)}, x)
+    return x, bias, fsdp.whole(params['token_embedder'], self.config.compute_dtype)['embedding']
+
+  def _head_params(self, params: Params) -> Params:
+    return {
+      name: fsdp.whole(params[name], self.config.compute_dtype)
+      for name in self._head_module.parameter_names
+    }
 
   def head(
     self,
@@ -246,18 +249,23 @@ class EncoderModel:
 
     Without a key for dropout those of classification include 'confusion', see losses.of_examples.
     """
-    logits = self._logits(params, x, batch, dropout_key)
     options = dict(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
     if self.classifies:
       return of_examples(
-        logits,
+        self._logits(params, x, batch, dropout_key),
         batch['label'],
         batch['label_weights'],
         **options,
-        with_confusion=dropout_key is None,
-      )  # in evaluation
+        with_confusion=dropout_key is None,  # in evaluation
+      )
     weights = batch['encoder_loss_weights']
-    sums = cross_entropy(logits, batch['encoder_target_tokens'], weights, **options)
+    sums = masked_token_loss(
+      self.config,
+      *self._masked_tokens(params, x),
+      batch['encoder_target_tokens'],
+      weights,
+      **options,
+    )
     return self._stack.charge_routers(sums, x, weights)
 
   def logits(

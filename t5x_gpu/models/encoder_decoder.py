@@ -13,9 +13,9 @@ from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import encoder_decoder_flops_per_token
-from t5x_gpu.models.heads import init_token_logits, token_logits
+from t5x_gpu.models.heads import init_token_logits, token_logits, token_loss
 from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
-from t5x_gpu.models.losses import Sums, check_loss_options, cross_entropy, refuse_router_losses
+from t5x_gpu.models.losses import Sums, check_loss_options, refuse_router_losses
 from t5x_gpu.models.model import DeviceBatch, Params
 from t5x_gpu.models.sizes import check_length, transformer_sizes
 from t5x_gpu.models.stack import Embeddings, Stack, dropout_rng
@@ -228,12 +228,6 @@ class EncoderDecoderModel:
     x = self._run_encoder(params, x, batch, dropout_key)
     return self._finish(params, x, batch, 'encoder', dropout_key)
 
-  def _logits(
-    self, params: Params, x: Activations, batch: DeviceBatch, dropout_key: Optional[jax.Array]
-  ) -> jax.Array:
-    x = self._finish(params, x[1], batch, 'decoder', dropout_key)
-    return token_logits(self.config, params['decoder'], x, params['token_embedder'])
-
   def head(
     self,
     params: Params,
@@ -243,9 +237,11 @@ class EncoderDecoderModel:
     dropout_key: Optional[jax.Array] = None,
   ) -> Sums:
     """Returns sums over target tokens from `x`, of which what the decoder returned is used."""
-    logits = self._logits(params, x, batch, dropout_key)
-    return cross_entropy(
-      logits,
+    return token_loss(
+      self.config,
+      params['decoder'],
+      self._finish(params, x[1], batch, 'decoder', dropout_key),
+      params['token_embedder'],
       batch['decoder_target_tokens'],
       batch['decoder_loss_weights'],
       z_loss=self.z_loss,
@@ -264,7 +260,9 @@ class EncoderDecoderModel:
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> jax.Array:
     """Returns [batch, targets_length, vocab] in float32; dropout only with a key for it."""
-    return self._logits(params, self._after_layers(params, batch, dropout_key), batch, dropout_key)
+    x = self._after_layers(params, batch, dropout_key)
+    x = self._finish(params, x[1], batch, 'decoder', dropout_key)
+    return token_logits(self.config, params['decoder'], x, params['token_embedder'])
 
   def loss(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None

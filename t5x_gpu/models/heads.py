@@ -7,12 +7,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.layers.dense import DenseGeneral
+from t5x_gpu.layers.dense import FACTORS, DenseGeneral
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.mlp import Mlp, activation
 from t5x_gpu.layers.norm import norm
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.linear_cross_entropy import TokenLoss, choose_num_chunks, linear_cross_entropy
+from t5x_gpu.models.losses import Sums, cross_entropy, weighted_sums
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import is_manual, shard, with_axes
 
@@ -34,9 +36,7 @@ class TokenLogits(nn.Module):
     """
     c, x = self.config, shard(x, 'batch', 'length', 'embed')
     if c.logits_via_embedding:
-      if c.scale_tied_logits:
-        # The table has unit variance, so the product grows with sqrt(embed_dim).
-        x = x / jnp.sqrt(jnp.asarray(x.shape[-1], x.dtype))
+      x = _scaled(c, x)
       logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype))
     else:
       # Accumulated and kept in float32: the softmax over the vocabulary needs the digits.
@@ -80,6 +80,68 @@ def token_logits(
   else:
     own = fsdp.whole(params['logits_dense'], config.compute_dtype)
   return TokenLogits(config).apply({'params': own}, x, table)
+
+
+def token_loss(
+  config: TransformerConfig,
+  params: Any,
+  x: jax.Array,
+  token_embedder: Any,
+  targets: jax.Array,
+  weights: jax.Array,
+  *,
+  z_loss: float,
+  label_smoothing: float,
+) -> Sums:
+  """Returns sums over target tokens, as `cross_entropy` of `token_logits`.
+
+  The logits are not stored where they are large (TransformerConfig.loss_chunks).
+
+  Args:
+    config, params, x, token_embedder: see `token_logits`.
+    targets, weights, z_loss, label_smoothing: see `cross_entropy`.
+  """
+  options = dict(z_loss=z_loss, label_smoothing=label_smoothing)
+  chunks = num_loss_chunks(config, x)
+  if not chunks:
+    logits = token_logits(config, params, x, token_embedder)
+    return cross_entropy(logits, targets, weights, **options)
+  x = shard(x, 'batch', 'length', 'embed').astype(config.compute_dtype)
+  if config.logits_via_embedding:
+    x = _scaled(config, x)
+    kernel = fsdp.whole(token_embedder, config.compute_dtype)['embedding']
+  else:
+    own = fsdp.whole(params['logits_dense'], config.compute_dtype)['projection']
+    kernel = own['kernel']
+    if FACTORS[0] in own:  # x (W + AB) = [x, xA] [W; B]
+      down, up = (own[name].astype(x.dtype) for name in FACTORS)
+      x = jnp.concatenate([x, x @ down], axis=-1)
+      kernel = jnp.concatenate([kernel.astype(x.dtype), up])
+  sums = linear_cross_entropy(
+    x,
+    kernel,
+    None,
+    targets,
+    weights,
+    token_loss=TokenLoss(**options, softcap=config.logits_softcap),
+    num_chunks=chunks,
+    vocab_first=config.logits_via_embedding,
+  )
+  return weighted_sums(sums, weights)
+
+
+def num_loss_chunks(config: TransformerConfig, x: jax.Array) -> int:
+  """Returns in how many parts to compute the loss of `x` [batch, length, embed]; 0 for plain."""
+  if config.loss_chunks is not None:
+    return min(config.loss_chunks, x.shape[1])
+  return choose_num_chunks(*x.shape[:2], config.vocab_size)
+
+
+def _scaled(config: TransformerConfig, x: jax.Array) -> jax.Array:
+  """Returns the input of tied logits: the table has unit variance, the product would grow."""
+  if not config.scale_tied_logits:
+    return x
+  return x / jnp.sqrt(jnp.asarray(x.shape[-1], x.dtype))
 
 
 class Classifier(nn.Module):
@@ -133,20 +195,15 @@ class Classifier(nn.Module):
     ).astype(jnp.float32)
 
 
-class MaskedTokenLogits(nn.Module):
-  """Logits of every token from the token table, after one more linear map and norm (BERT)."""
+class MaskedTokenHead(nn.Module):
+  """What comes before the token table in masked language modelling: a linear map, a norm (BERT)."""
 
   config: TransformerConfig
   parameter_names = ('mlm_transform', 'mlm_norm', 'mlm_bias')
 
   @nn.compact
-  def __call__(self, x: jax.Array, table: jax.Array) -> jax.Array:
-    """Returns [batch, length, vocab] in float32 from [batch, length, embed].
-
-    Args:
-      x: what the encoder returned.
-      table: [vocab, embed] token table.
-    """
+  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns [batch, length, embed] from the same shape, and the bias [vocab] of the logits."""
     c, x = self.config, shard(x, 'batch', 'residual_length', 'embed')
     x = DenseGeneral(
       (x.shape[-1],),
@@ -165,8 +222,44 @@ class MaskedTokenLogits(nn.Module):
     bias = self.param(
       'mlm_bias', with_axes(nn.initializers.zeros, ('vocab',)), (c.vocab_size,), jnp.float32
     )
-    logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype)).astype(jnp.float32) + bias
-    return shard(logits, 'batch', 'length', 'vocab')
+    return x, bias
+
+
+def masked_token_logits(x: jax.Array, bias: jax.Array, table: jax.Array) -> jax.Array:
+  """Returns [batch, length, vocab] in float32 of what `MaskedTokenHead` returned.
+
+  Args:
+    x, bias: of the head.
+    table: [vocab, embed] token table.
+  """
+  logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype)).astype(jnp.float32) + bias
+  return shard(logits, 'batch', 'length', 'vocab')
+
+
+def masked_token_loss(
+  config: TransformerConfig,
+  x: jax.Array,
+  bias: jax.Array,
+  table: jax.Array,
+  targets: jax.Array,
+  weights: jax.Array,
+  **options: float,
+) -> Sums:
+  """Returns the sums of `cross_entropy` of `masked_token_logits`; see `token_loss`."""
+  chunks = num_loss_chunks(config, x)
+  if not chunks:
+    return cross_entropy(masked_token_logits(x, bias, table), targets, weights, **options)
+  sums = linear_cross_entropy(
+    x,
+    table,
+    bias,
+    targets,
+    weights,
+    token_loss=TokenLoss(**options),
+    num_chunks=chunks,
+    vocab_first=True,
+  )
+  return weighted_sums(sums, weights)
 
 
 def pool(x: jax.Array, info: TokenInfo, *, kind: str) -> jax.Array:

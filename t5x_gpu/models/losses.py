@@ -1,11 +1,13 @@
 """Cross entropy as sums and weights; nobody divides before all tokens are counted."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.linear_cross_entropy import TokenLoss
 from t5x_gpu.partitioning.axis_rules import is_manual
 
 # Metric name -> (sum, weight), float32 scalars. Divided once, over the global batch and log window.
@@ -58,26 +60,15 @@ def cross_entropy(
       target is subtracted, so that a perfect prediction costs 0.
   Source: Szegedy et al. 2016 (smoothing); Chowdhery et al. 2022, section 5 (z-loss).
   """
-  vocab_size = logits.shape[-1]
   weights = weights.astype(jnp.float32)
-  largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
-  log_z = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
-  # Compare and sum in place of a gather: stays local when `vocab` is split.
-  is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
-  target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-  if label_smoothing:
-    on, off = 1.0 - label_smoothing, label_smoothing / (vocab_size - 1)
-    entropy = -(on * np.log(on) + (vocab_size - 1) * off * np.log(off))
-    expected_logit = (on - off) * target_logit + off * jnp.sum(logits, axis=-1)
-    nll = log_z - expected_logit - entropy
-  else:
-    nll = log_z - target_logit
-  z = z_loss * jax.lax.square(log_z)
-  # No argmax: where `vocab` is split it would gather the logits.
-  correct = (target_logit >= largest).astype(jnp.float32)
-  weight = jnp.sum(weights)
-  total = {'loss': nll + z, 'cross_entropy': nll, 'z_loss': z, 'accuracy': correct}
-  return {name: (jnp.sum(value * weights), weight) for name, value in total.items()}
+  per_token, _ = TokenLoss(z_loss, label_smoothing)(logits, targets)
+  return weighted_sums({name: jnp.sum(x * weights) for name, x in per_token.items()}, weights)
+
+
+def weighted_sums(sums: Mapping[str, jax.Array], weights: jax.Array) -> Sums:
+  """Returns `sums`, each with the sum of all `weights` [batch, length]."""
+  weight = jnp.sum(weights.astype(jnp.float32))
+  return {name: (value, weight) for name, value in sums.items()}
 
 
 def with_router_losses(

@@ -120,14 +120,16 @@ class Case:
   num_hosts: int = 1
 
 
+# The loss without stored logits, in chunks of which the last one is padded.
+CHUNKS = dict(loss_chunks=3)
 _GPIPE = dict(pipeline_schedule='gpipe')
 CASES = {
   'dp_2_microbatches': Case({}, num_microbatches=2),
   'zero1': Case(dict(fsdp=8, zero_stage=1)),
   'zero2_remat': Case(
-    dict(fsdp=4, zero_stage=2), config=dict(remat_policy='full'), num_microbatches=2
+    dict(fsdp=4, zero_stage=2), config=dict(remat_policy='full', **CHUNKS), num_microbatches=2
   ),
-  'fsdp': Case(dict(fsdp=8)),
+  'fsdp': Case(dict(fsdp=8), config=CHUNKS),
   'fsdp_by_microbatch': Case(dict(fsdp=4, accumulate_by='microbatch'), num_microbatches=2),
   'hsdp_minimal': Case(
     dict(ici_mesh_shape={'fsdp': 4}, dcn_mesh_shape={'data': 2}),
@@ -135,15 +137,15 @@ CASES = {
     config=dict(remat_policy='minimal'),
     model='tied',
   ),
-  'tp': Case(dict(num_partitions=4)),
-  'tp_sp_tied': Case(dict(num_partitions=4, sequence_parallel=True), model='tied'),
-  'cp_ring': Case(dict(context=4)),
+  'tp': Case(dict(num_partitions=4), config=CHUNKS),
+  'tp_sp_tied': Case(dict(num_partitions=4, sequence_parallel=True), model='tied', config=CHUNKS),
+  'cp_ring': Case(dict(context=4), config=CHUNKS),
   'cp_gather': Case(dict(context=2, context_attention='gather'), num_microbatches=2),
-  'pp_1f1b': Case(dict(stage=4)),
+  'pp_1f1b': Case(dict(stage=4), config=CHUNKS),
   'pp_gpipe': Case(dict(stage=2, pipeline_schedule='gpipe'), num_microbatches=2),
   'pp_circular': Case(dict(stage=2, pipeline_schedule='circular', pipeline_repeats=2)),
   'modern_tp_shared_kv_heads': Case(dict(num_partitions=4), model='modern'),
-  'modern_ring_model': Case(dict(context=2, num_partitions=2), model='modern'),
+  'modern_ring_model': Case(dict(context=2, num_partitions=2), model='modern', config=CHUNKS),
   'modern_gather_shared_kv_heads': Case(
     dict(context=2, num_partitions=4, fsdp=1, context_attention='gather'), model='modern'
   ),
@@ -153,7 +155,7 @@ CASES = {
   ),
   'gpt2_context_stage': Case(dict(context=2, stage=2), model='gpt2'),
   'charged_moe_fsdp_by_layer': Case(
-    dict(expert=2, fsdp=2), model='charged_moe', num_microbatches=2
+    dict(expert=2, fsdp=2), model='charged_moe', config=CHUNKS, num_microbatches=2
   ),
   'charged_moe_context_stage': Case(dict(expert=2, context=2, stage=2), model='charged_moe'),
   'charged_moe_model': Case(
@@ -164,15 +166,19 @@ CASES = {
     dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='classifier', num_microbatches=2
   ),
   'classifier_context_stage': Case(dict(context=2, stage=2), model='mean_classifier'),
-  'mlm_ring_model': Case(dict(context=2, num_partitions=2), model='mlm'),
-  't5_fsdp_model': Case(dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='t5'),
+  'mlm_ring_model': Case(dict(context=2, num_partitions=2), model='mlm', config=CHUNKS),
+  't5_fsdp_model': Case(
+    dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='t5', config=CHUNKS
+  ),
   't5_ring': Case(dict(context=2, fsdp=2), model='t5'),
   't5_fsdp_by_layer': Case(dict(fsdp=4), model='t5', num_microbatches=2),
   't5_zero2_by_layer': Case(
-    dict(fsdp=2, zero_stage=2, num_partitions=2), model='tied_t5', num_microbatches=2
+    dict(fsdp=2, zero_stage=2, num_partitions=2), model='tied_t5', config=CHUNKS, num_microbatches=2
   ),
   't5_stage': Case(dict(stage=2, **_GPIPE), model='t5'),
-  't5_fsdp_stage': Case(dict(stage=2, fsdp=4, **_GPIPE), model='tied_t5', num_microbatches=2),
+  't5_fsdp_stage': Case(
+    dict(stage=2, fsdp=4, **_GPIPE), model='tied_t5', config=CHUNKS, num_microbatches=2
+  ),
   't5_data_stage_model': Case(
     dict(stage=2, num_partitions=2, sequence_parallel=True, **_GPIPE), model='t5'
   ),
@@ -192,7 +198,9 @@ CASES = {
     num_microbatches=2,
   ),
   'fsdp_stage': Case(dict(stage=2, fsdp=4)),
-  'data_stage_model': Case(dict(stage=2, num_partitions=2, sequence_parallel=True), model='tied'),
+  'data_stage_model': Case(
+    dict(stage=2, num_partitions=2, sequence_parallel=True), model='tied', config=CHUNKS
+  ),
   'context_model': Case(dict(context=2, num_partitions=2, sequence_parallel=True)),
   'fsdp_context': Case(dict(fsdp=2, context=2)),
   'context_stage': Case(dict(context=2, stage=2)),
@@ -245,6 +253,7 @@ class Both:
 def build(case: Case, num_devices: int) -> Program:
   if case.model in FAMILIES:
     model = FAMILIES[case.model](z_loss=1e-3)
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, **case.config))
   else:
     model = DecoderOnlyModel(dataclasses.replace(MODELS[case.model], **case.config), z_loss=1e-3)
   lengths = LENGTHS.get(case.model, {'targets': LENGTH})

@@ -1,0 +1,173 @@
+"""The loss without stored logits equals the plain one: sums, gradients, whole models."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu.data.synthetic import uneven_batches
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.encoder import EncoderModel
+from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.linear_cross_entropy import (
+  CHUNK_BYTES,
+  TokenLoss,
+  choose_num_chunks,
+  linear_cross_entropy,
+)
+from t5x_gpu.models.losses import cross_entropy
+
+BATCH, LENGTH, EMBED, VOCAB = 2, 7, 16, 50
+Z_LOSS = 1e-2
+# The same sums in another order.
+RELATIVE = 1e-5
+
+
+def case(dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(0), 5)
+  x = jax.random.normal(keys[0], (BATCH, LENGTH, EMBED), dtype)
+  kernel = jax.random.normal(keys[1], (EMBED, VOCAB))
+  bias = jax.random.normal(keys[2], (VOCAB,))
+  targets = jax.random.randint(keys[3], (BATCH, LENGTH), 0, VOCAB)
+  weights = jax.random.bernoulli(keys[4], 0.7, (BATCH, LENGTH)).astype(jnp.float32)
+  return (x, kernel, bias), targets, weights
+
+
+def plain(x, kernel, bias, targets, weights, *, softcap, smoothing):
+  logits = jnp.einsum('ble,ev->blv', x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+  logits = logits + bias
+  if softcap is not None:
+    logits = softcap * jnp.tanh(logits / softcap)
+  sums = cross_entropy(logits, targets, weights, z_loss=Z_LOSS, label_smoothing=smoothing)
+  return {name: value for name, (value, _) in sums.items()}
+
+
+def chunked(x, kernel, bias, targets, weights, *, softcap, smoothing, num_chunks, table=False):
+  return linear_cross_entropy(
+    x,
+    kernel.T if table else kernel,
+    bias,
+    targets,
+    weights,
+    token_loss=TokenLoss(Z_LOSS, smoothing, softcap),
+    num_chunks=num_chunks,
+    vocab_first=table,
+  )
+
+
+@pytest.mark.parametrize('table', [False, True])
+@pytest.mark.parametrize('num_chunks', [1, 3, 7])
+@pytest.mark.parametrize(('softcap', 'smoothing'), [(None, 0.0), (5.0, 0.1)])
+def test_sums_and_gradients_equal_those_of_stored_logits(softcap, smoothing, num_chunks, table):
+  operands, targets, weights = case()
+  options = dict(softcap=softcap, smoothing=smoothing)
+
+  def run(function, **more):
+    def loss(*operands):  # the factor: a cotangent other than 1
+      sums = function(*operands, targets, weights, **options, **more)
+      return 3.0 * sums['loss'], sums
+
+    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*operands)
+
+  got_gradients, got = run(chunked, num_chunks=num_chunks, table=table)
+  want_gradients, want = run(plain)
+  for name in want:
+    np.testing.assert_allclose(got[name], want[name], rtol=RELATIVE, err_msg=name)
+  for got_one, want_one in zip(got_gradients, want_gradients):
+    scale = float(jnp.abs(want_one).max())
+    np.testing.assert_allclose(got_one, want_one, rtol=0, atol=RELATIVE * scale)
+
+
+def test_bfloat16_gradients_are_as_close_to_float32_as_the_plain_ones():
+  operands, targets, weights = case()
+  low = (operands[0].astype(jnp.bfloat16), *operands[1:])
+  options = dict(softcap=None, smoothing=0.0)
+
+  def gradients(function, operands, **more):
+    return jax.grad(
+      lambda *o: function(*o, targets, weights, **options, **more)['loss'], argnums=(0, 1, 2)
+    )(*operands)
+
+  exact = gradients(plain, operands)
+  errors = [
+    [float(jnp.linalg.norm((g - e).astype(jnp.float32))) for g, e in zip(found, exact)]
+    for found in (gradients(chunked, low, num_chunks=3), gradients(plain, low))
+  ]
+  assert (np.array(errors[0]) <= 1.25 * np.array(errors[1]) + 1e-6).all(), errors
+
+
+def test_only_the_loss_has_a_gradient():
+  operands, targets, weights = case()
+  options = dict(softcap=None, smoothing=0.0, num_chunks=2)
+  for name in ('cross_entropy', 'z_loss', 'accuracy'):
+    gradient = jax.grad(
+      lambda x, name=name: chunked(x, *operands[1:], targets, weights, **options)[name]
+    )(operands[0])
+    assert not gradient.any(), name
+
+
+def test_chunks_take_a_fraction_of_the_memory():
+  vocab, length = 8192, 512
+  x, kernel = jnp.zeros((1, length, 8)), jnp.zeros((8, vocab))
+  targets, weights = jnp.zeros((1, length), jnp.int32), jnp.ones((1, length))
+  options = dict(softcap=None, smoothing=0.0)
+
+  def bytes_of(function, **more):
+    def loss(x, kernel):
+      return function(x, kernel, jnp.zeros(vocab), targets, weights, **options, **more)['loss']
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, kernel).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  assert bytes_of(chunked, num_chunks=16) < bytes_of(plain) / 8
+
+
+def test_number_of_chunks_follows_the_size_of_the_logits():
+  assert choose_num_chunks(8, 512, 256) == 0  # 4 MiB
+  assert choose_num_chunks(4, 2048, 262144) == 4 * 4 * 2048 * 262144 // CHUNK_BYTES
+  assert choose_num_chunks(1024, 1, 262144) == 1  # one position cannot be split
+
+
+CONFIG = TransformerConfig(
+  vocab_size=64, num_layers=1, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=16
+)
+MODELS = {
+  'untied': lambda config: DecoderOnlyModel(config, z_loss=Z_LOSS, label_smoothing=0.1),
+  'tied_softcap': lambda config: DecoderOnlyModel(
+    dataclasses.replace(config, logits_via_embedding=True, logits_softcap=3.0)
+  ),
+  'encoder_decoder': lambda config: EncoderDecoderModel(config, z_loss=Z_LOSS),
+  'mlm': lambda config: EncoderModel(config, head_type='mlm', label_smoothing=0.1),
+}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_models_train_the_same_without_stored_logits(name):
+  def run(loss_chunks):
+    model = MODELS[name](dataclasses.replace(CONFIG, loss_chunks=loss_chunks))
+    lengths = {'targets': 12} if name in ('untied', 'tied_softcap') else dict(inputs=12, targets=12)
+    spec = model.batch_spec(lengths, batch_size=2, pack=False)
+    batch = next(iter(uneven_batches(spec, seed=0, num_batches=1)))
+    boxed = model.init(jax.random.key(0), spec)
+    params = jax.tree.map(lambda p: p.value, boxed, is_leaf=lambda x: hasattr(x, 'names'))
+
+    def loss(params):
+      sums = model.loss(params, batch)
+      return sums['loss'][0], sums
+
+    return jax.grad(loss, has_aux=True)(params)
+
+  got_gradients, got = run(5)
+  want_gradients, want = run(0)
+  assert got.keys() == want.keys()
+  for key in want:
+    np.testing.assert_allclose(got[key], want[key], rtol=RELATIVE, atol=1e-6, err_msg=key)
+  largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(want_gradients))
+  jax.tree.map(
+    lambda g, w: np.testing.assert_allclose(g, w, rtol=0, atol=RELATIVE * largest),
+    got_gradients,
+    want_gradients,
+  )
