@@ -16,6 +16,7 @@ CORE = [
   'absl-py>=2.1',
   'numpy>=2.0,<3',
   'rich>=13.7',
+  'nvidia-ml-py>=13.580,<14',  # pure Python; without a driver it reports no GPUs
 ]
 # What turns text into batches. Only t5x_gpu/data imports these.
 DATA = [

@@ -1,4 +1,4 @@
-"""Flags and exit codes that all entry points share: `parse_args` and `run_main`."""
+"""Flags and exit codes that all commands share: `parse_args` and `run_main`."""
 
 import argparse
 import dataclasses
@@ -20,14 +20,14 @@ EXAMPLES = """examples:
 
 --gin.X=VALUE sets any macro (BATCH_SIZE), parameter (Partitioner.num_partitions) or scoped
 parameter (train/DatasetConfig.batch_size), after all gin files. Text needs no quotes; numbers,
-True, None, [1, 2], %MACRO and @module.name() mean what they mean in gin. Who set a value:
+True, None, [1, 2], %MACRO and @module.name() mean the same as in gin. To see where a value is set:
   python -m t5x_gpu.config explain BATCH_SIZE --gin_file=my.gin
 """
 
-# Flags of t5x/train.py that are not ours, and what does the same.
+# Flags of t5x/train.py that we do not have -> what to do instead.
 T5X_FLAGS = {
   '--gin_bindings': 'Write each binding as a flag: --gin.NAME=VALUE.',
-  '--multiprocess_gpu': 'Leave it out: several processes are recognised by themselves, see '
+  '--multiprocess_gpu': 'Leave it out: several processes are detected automatically, see '
   'docs/slurm.md.',
   '--run_mode': 'Leave it out: this command trains.',
   '--seqio_additional_cache_dirs': 'Call seqio.add_global_cache_dirs in the module that '
@@ -35,22 +35,22 @@ T5X_FLAGS = {
 }
 
 
-# Environment variable: the exit code of errors that a retry cannot mend, for schedulers that retry.
+# Environment variable: exit code of errors that a retry cannot fix, for schedulers that retry.
 CONFIG_ERROR_CODE = 'T5X_GPU_CONFIG_ERROR_CODE'
 _CONFIG_ERRORS = (ConfigError, MeshError, ModelError, ShapeError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """What the command line asked for.
+  """The parsed command line.
 
   Attributes:
     gin_files: in the order given; later ones override earlier ones.
     bindings: 'KEY=VALUE' of each `--gin.KEY=VALUE`, in order.
-    gin_search_paths: further folders to look for gin files in.
-    tfds_data_dir: where TensorFlow Datasets lie, or None.
-    dry_run: parse, check, print, leave.
-    extra: the flags that the entry point itself added.
+    gin_search_paths: more folders to search for gin files.
+    tfds_data_dir: folder of TensorFlow Datasets, or None.
+    dry_run: parse, check, print, exit.
+    extra: the flags that the command itself added.
   """
 
   gin_files: tuple[str, ...]
@@ -62,7 +62,7 @@ class Args:
 
   @property
   def has_config(self) -> bool:
-    """Whether any flag of a configuration is given."""
+    """Whether any flag of a configuration was given."""
     return bool(
       self.gin_files or self.bindings or self.gin_search_paths or self.tfds_data_dir or self.dry_run
     )
@@ -70,7 +70,9 @@ class Args:
 
 class _Parser(argparse.ArgumentParser):
   def error(self, message: str) -> NoReturn:
-    raise ConfigError(f'{message[0].upper()}{message[1:]}.', fix=f'{self.prog} --help lists all.')
+    raise ConfigError(
+      f'{message[0].upper()}{message[1:]}.', fix=f'{self.prog} --help lists all flags.'
+    )
 
 
 def parse_args(
@@ -89,10 +91,10 @@ def parse_args(
     prog: as the user types it, 'python -m t5x_gpu.train'.
     description: what the command does, one or two sentences.
     argv: without the program's name.
-    extra: adds flags of its own; their values come back in `Args.extra`.
-    gin_file_required: whether to refuse a command line without --gin_file.
-    takes_config: whether --help shows the flags of a configuration; a command that takes none
-      looks at `Args.has_config` to say what to do instead.
+    extra: adds the command's flags; their values are in `Args.extra`.
+    gin_file_required: whether --gin_file is required.
+    takes_config: whether --help shows the flags of a configuration. Commands that take none use
+      `Args.has_config` to explain what to do instead.
     examples: the end of --help; `{prog}` in it is replaced.
   Raises:
     ConfigError: an unknown flag (with the closest known ones), a bad value, no --gin_file.
@@ -104,39 +106,7 @@ def parse_args(
     epilog=examples.format(prog=prog),
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  common = parser.add_argument_group('configuration')
-
-  def shown(text: str) -> str:
-    return text if takes_config else argparse.SUPPRESS
-
-  common.add_argument(
-    '--gin_file',
-    action='append',
-    default=[],
-    metavar='FILE',
-    help=shown('gin file; repeat it or separate by commas, later ones override'),
-  )
-  common.add_argument(
-    '--gin.X',
-    dest='gin_x',
-    metavar='VALUE',
-    help=shown('set X to VALUE after the gin files (any macro or parameter X)'),
-  )
-  common.add_argument(
-    '--gin_search_paths',
-    action='append',
-    default=[],
-    metavar='FOLDERS',
-    help=shown('comma-separated folders to look for gin files in'),
-  )
-  common.add_argument(
-    '--tfds_data_dir', metavar='FOLDER', help=shown('folder of TensorFlow Datasets')
-  )
-  common.add_argument(
-    '--dry_run',
-    action='store_true',
-    help=shown('parse and check everything, print what would run, and leave'),
-  )
+  _add_config_flags(parser, shown=takes_config)
   known = {action.dest for action in parser._actions}
   if extra is not None:
     extra(parser)
@@ -159,6 +129,42 @@ def parse_args(
     tfds_data_dir=values.tfds_data_dir,
     dry_run=values.dry_run,
     extra=argparse.Namespace(**{k: v for k, v in vars(values).items() if k not in known}),
+  )
+
+
+def _add_config_flags(parser: argparse.ArgumentParser, *, shown: bool) -> None:
+  group = parser.add_argument_group('configuration')
+
+  def text(help_text: str) -> str:
+    return help_text if shown else argparse.SUPPRESS
+
+  group.add_argument(
+    '--gin_file',
+    action='append',
+    default=[],
+    metavar='FILE',
+    help=text('gin file; repeat the flag or separate files by commas, later ones override'),
+  )
+  group.add_argument(
+    '--gin.X',
+    dest='gin_x',
+    metavar='VALUE',
+    help=text('set X to VALUE after the gin files (any macro or parameter X)'),
+  )
+  group.add_argument(
+    '--gin_search_paths',
+    action='append',
+    default=[],
+    metavar='FOLDERS',
+    help=text('comma-separated folders to search for gin files'),
+  )
+  group.add_argument(
+    '--tfds_data_dir', metavar='FOLDER', help=text('folder of TensorFlow Datasets')
+  )
+  group.add_argument(
+    '--dry_run',
+    action='store_true',
+    help=text('parse and check everything, print what would run, and exit'),
   )
 
 
@@ -190,7 +196,7 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigE
       if argument.endswith('.gin')
       else f'Flags start with --; {parser.prog} --help lists them.'
     )
-    return ConfigError(f'{argument!r} belongs to no flag.', fix=fix)
+    return ConfigError(f'Unknown argument {argument!r}.', fix=fix)
   name = argument.split('=', 1)[0]
   flags = [flag for action in parser._actions for flag in action.option_strings]
   if name in T5X_FLAGS:
@@ -201,10 +207,12 @@ def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> ConfigE
     ''
     if hint
     else (
-      f' A macro is set by --gin.{word.upper()}=VALUE, a parameter by --gin.Class.{word}=VALUE.'
+      f' Set a macro with --gin.{word.upper()}=VALUE, a parameter with --gin.Class.{word}=VALUE.'
     )
   )
-  return ConfigError(f'Unknown flag {name}.{hint}', fix=f'{parser.prog} --help lists all.{gin}')
+  return ConfigError(
+    f'Unknown flag {name}.{hint}', fix=f'{parser.prog} --help lists all flags.{gin}'
+  )
 
 
 def add_trust_flag(group: argparse._ArgumentGroup) -> None:
@@ -220,38 +228,38 @@ def add_trust_flag(group: argparse._ArgumentGroup) -> None:
 
 
 def check_trust_flag(args: Args) -> None:
-  """Raises ConfigError for --trust_gin where no folder's gin file is read."""
+  """Raises ConfigError for --trust_gin together with --gin_file."""
   if args.extra.trust_gin and args.gin_files:
     raise ConfigError(
-      "--trust_gin is for a folder's own gin file, and --gin_file replaces that.",
+      "--trust_gin runs a folder's own gin file, but --gin_file replaces that file.",
       fix='Leave one of them out.',
       docs='infer.md#trust',
     )
 
 
 def trusted(gin_file: str) -> str:
-  """Returns the line that says that a folder's gin file is run."""
+  """Returns the line to print before a folder's gin file runs."""
   return f'--trust_gin: running {gin_file}, which may import and call anything.'
 
 
 def check_folders_of(*paths: Optional[str]) -> None:
-  """Raises ConfigError for a file that is to be written, at the end, into a folder that is not."""
+  """Raises ConfigError if the folder of an output file does not exist."""
   for path in filter(None, paths):
     folder = os.path.dirname(path) or '.'
     if not os.path.isdir(folder):
       raise ConfigError(
-        f'{path!r} cannot be written: there is no folder {folder!r}.',
-        fix=f'Make it first: mkdir -p {folder}',
+        f'{path!r} cannot be written: the folder {folder!r} does not exist.',
+        fix=f'Create it first: mkdir -p {folder}',
       )
 
 
 def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
-  """Runs `main` and exits: its code or 0; 1 on an error; 130 on Ctrl-C, the second time at once.
+  """Runs `main` and exits with its code or 0, 1 on an error, 130 on Ctrl-C (a second one at once).
 
-  `T5X_GPU_CONFIG_ERROR_CODE` replaces the 1 of errors in the configuration (docs/slurm.md).
+  `T5X_GPU_CONFIG_ERROR_CODE` replaces the 1 for configuration errors (docs/slurm.md).
 
-  A `UserError` is printed without a traceback, followed by where each of its parameters was set.
-  One process of several leaves at once on an error: the others wait for it, and it for them.
+  Prints a `UserError` without a traceback, followed by where each of its parameters was set. One
+  process of several exits at once on an error, since it and the others would wait for each other.
   """
   import_interrupts.raise_again()
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
@@ -265,14 +273,14 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   except KeyboardInterrupt:
     print(process_exit.label() + 'Interrupted.', file=sys.stderr)
     code = 130
-  except BrokenPipeError:  # `| head` has seen enough.
+  except BrokenPipeError:  # `| head` has read enough
     code = 1
-  except Exception:  # Not the user's doing: show all of it.
+  except Exception:  # our bug: show all of it
     print(process_exit.label() + traceback.format_exc(), end='', file=sys.stderr)
     code = 1
   try:
     sys.stdout.flush()
-  except BrokenPipeError:  # Python would flush once more on exit, and complain.
+  except BrokenPipeError:  # Python would flush once more on exit and complain
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   sys.stderr.flush()
   process_exit.leave(code, failed=failed)
@@ -280,7 +288,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
 
 def describe_error(error: UserError) -> str:
   """Returns `MeshError: ...`, the fix, and the origin of each gin parameter involved."""
-  # Called on the class: gin re-raises a subclass whose own text ends in gin's call stack.
+  # gin re-raises a subclass whose __str__ appends gin's call stack, so call ours.
   text = f'{type(error).__name__}: {UserError.__str__(error)}'
   lines = [sentence for name in error.parameters for sentence in provenance.origin_sentences(name)]
   return '\n'.join([text, *('  ' + line for line in lines)])

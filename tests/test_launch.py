@@ -1,13 +1,16 @@
 """python -m t5x_gpu.launch: processes that start, are bound, speak and end together."""
 
+import ctypes
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import pynvml
 import pytest
 
 from t5x_gpu import launch
@@ -151,8 +154,55 @@ def test_cpu_lists_survive_a_round_trip():
   assert number_ranges(sorted(numa.parse_cpus('0-2,8,10-11\n'))) == '0-2,8,10-11'
 
 
-def test_no_nvml_means_no_gpus():
-  assert physical_gpus('no-such-library.so') == []
+# A driver with three GPUs, of which NVML describes two. nvmlPciInfo_t begins with the legacy bus id
+# (16 bytes) and five unsigned ints; the bus id follows.
+FAKE_NVML = r"""
+#include <stdio.h>
+#include <string.h>
+int nvmlInitWithFlags(unsigned flags) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+  *handle = (void *)(size_t)(index + 1);
+  return index == 1 ? 15 : 0;  /* NVML_ERROR_GPU_IS_LOST */
+}
+int nvmlDeviceGetUUID(void *handle, char *uuid, unsigned length) {
+  return snprintf(uuid, length, "GPU-%d", (int)(size_t)handle - 1) < 0;
+}
+int nvmlDeviceGetPciInfo_v3(void *handle, char *info) {
+  return sprintf(info + 36, "00000000:%dB:00.0", (int)(size_t)handle) < 0;
+}
+"""
+
+
+def use_nvml(monkeypatch, library: str) -> None:
+  monkeypatch.setattr(pynvml, 'nvmlLib', None)
+  monkeypatch.setattr(pynvml, 'CDLL', lambda name: ctypes.CDLL(library))
+  pynvml._nvmlGetFunctionPointer_cache.clear()
+
+
+def test_without_a_driver_there_are_no_gpus(monkeypatch):
+  use_nvml(monkeypatch, 'no-such-library.so')
+  assert physical_gpus() == []
+
+
+@pytest.mark.skipif(not shutil.which('cc'), reason='no C compiler')
+def test_nvml_gives_uuids_and_addresses_of_sysfs_and_skips_a_lost_gpu(
+  monkeypatch, tmp_path, caplog
+):
+  library = tmp_path / 'nvml.so'
+  subprocess.run(
+    ['cc', '-shared', '-fPIC', '-x', 'c', '-', '-o', library],
+    input=FAKE_NVML,
+    text=True,
+    check=True,
+  )
+  use_nvml(monkeypatch, str(library))
+  assert physical_gpus() == [
+    PhysicalGpu('GPU-0', '0000:1b:00.0'),
+    PhysicalGpu('GPU-2', '0000:3b:00.0'),
+  ]
+  assert 'GPU 1' in caplog.text
 
 
 @pytest.mark.parametrize(

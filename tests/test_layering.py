@@ -59,11 +59,6 @@ TO_SPLIT = {
   't5x_gpu.data.sources.seqio_sources',
   't5x_gpu.data_tools',
   't5x_gpu.partitioning.mesh.mesh_sizes',
-  't5x_gpu.runtime.xla.flags',
-  't5x_gpu.runtime.xla.presets',
-  't5x_gpu.cli.parse_args',
-  't5x_gpu.runtime.cluster.cluster.detect',
-  't5x_gpu.runtime.xla.flags.prepare_environment',
 }
 
 

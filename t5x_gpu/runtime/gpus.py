@@ -1,12 +1,10 @@
-"""Which GPUs this machine has, without jax, CUDA or NVML: before a backend may be chosen.
+"""The GPUs of this machine, found without jax or CUDA: neither starts, nothing is allocated.
 
-The GPUs that the NVIDIA driver shows to this process, without jax and without allocating.
-
-NVML, the library behind nvidia-smi, sees what the container or the scheduler's cgroup allows, in
-the order of PCI addresses: CUDA's own numbering with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+`find_gpus` needs only files and nvidia-smi. `physical_gpus` uses NVML, the library behind
+nvidia-smi: it sees the GPUs that the container or the scheduler's cgroup allows, in the order of
+their PCI addresses, which is CUDA's order with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 """
 
-import ctypes
 import dataclasses
 import logging
 import os
@@ -16,11 +14,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.runtime import run_with_deadline
+import pynvml
+
+from t5x_gpu.runtime import host, run_with_deadline
 from t5x_gpu.runtime.cluster.schedulers import Environment
 
 _log = logging.getLogger(__name__)
-
 
 PROC = pathlib.Path('/proc/driver/nvidia')
 PCI = pathlib.Path('/sys/bus/pci/devices')
@@ -34,9 +33,9 @@ class MachineGpus:
   """GPUs of this machine that a process may use.
 
   Attributes:
-    kind: name of the first, as the driver and `jax.Device.device_kind` say it; None without GPU.
-    count: on the machine, whichever of them CUDA_VISIBLE_DEVICES names.
-    reason: where that is from, or why there is none.
+    kind: name of the first GPU, as in `jax.Device.device_kind`; None without GPU.
+    count: on the machine, whether or not CUDA_VISIBLE_DEVICES names them.
+    reason: source of the count, or why there are none.
   """
 
   kind: Optional[str]
@@ -50,12 +49,12 @@ def find_gpus(
   proc: pathlib.Path = PROC,
   nvidia_smi: str = 'nvidia-smi',
 ) -> MachineGpus:
-  """Returns the GPUs of this machine, none if the environment hides them all.
+  """Returns the GPUs of this machine; none if the environment hides them all.
 
   Args:
     environ: the environment, `os.environ` by default.
     proc: folder of the driver.
-    nvidia_smi: asked only where the driver shows no such folder (some containers).
+    nvidia_smi: command, run only if that folder is missing (in some containers).
   """
   environ = os.environ if environ is None else environ
   platforms = environ.get('JAX_PLATFORMS', '')
@@ -67,7 +66,7 @@ def find_gpus(
   kinds = [
     match.group(1)
     for path in sorted(proc.glob('gpus/*/information'))
-    if (match := re.search(r'^Model:\s*(.+?)\s*$', _read(path), re.MULTILINE))
+    if (match := re.search(r'^Model:\s*(.+?)\s*$', host.read(path), re.MULTILINE))
   ]
   if kinds:
     return MachineGpus(kinds[0], len(kinds), str(proc))
@@ -75,8 +74,8 @@ def find_gpus(
   if done.code is None and not shutil.which(nvidia_smi):
     return MachineGpus(None, 0, 'no NVIDIA driver on this machine')
   if done.code != 0:
-    said = done.problem or ' '.join((done.output + done.errors).split())
-    return MachineGpus(None, 0, f'nvidia-smi failed: {said}')
+    problem = done.problem or ' '.join((done.output + done.errors).split())
+    return MachineGpus(None, 0, f'nvidia-smi failed: {problem}')
   kinds = [line.strip() for line in done.output.splitlines() if line.strip()]
   return MachineGpus(kinds[0] if kinds else None, len(kinds), 'nvidia-smi')
 
@@ -88,33 +87,26 @@ def _ask(field: str, nvidia_smi: str) -> run_with_deadline.Finished:
 
 
 def driver_version(proc: pathlib.Path = PROC, *, nvidia_smi: str = 'nvidia-smi') -> Optional[str]:
-  """Returns the version of the driver, '580.95.05'; None if none is loaded."""
-  match = re.search(r'Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s', _read(proc / 'version'))
+  """Returns the version of the driver, '580.95.05'; None if it is not loaded."""
+  match = re.search(r'Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s', host.read(proc / 'version'))
   if match:
     return match.group(1)
-  done = _ask('driver_version', nvidia_smi)  # WSL and some containers have no such folder.
+  done = _ask('driver_version', nvidia_smi)  # WSL and some containers lack the folder.
   match = re.match(r'\d+\.\d+(\.\d+)?', done.output) if done.code == 0 else None
   return match.group() if match else None
 
 
 def pci_numa_nodes(pci: pathlib.Path = PCI) -> dict[str, int]:
-  """Returns PCI address -> NUMA node of each NVIDIA GPU; -1 where the firmware does not say."""
+  """Returns PCI address -> NUMA node of each NVIDIA GPU; -1 if the firmware does not give it."""
   found = {}
   for device in sorted(pci.glob('*')):
     # 0x0300 and 0x0302: VGA and 3D controllers. NVSwitches and bridges have other classes.
-    if _read(device / 'vendor').strip() == NVIDIA_VENDOR and (
-      _read(device / 'class').startswith(('0x0300', '0x0302'))
+    if host.read(device / 'vendor').strip() == NVIDIA_VENDOR and (
+      host.read(device / 'class').startswith(('0x0300', '0x0302'))
     ):
-      node = _read(device / 'numa_node').strip()
+      node = host.read(device / 'numa_node').strip()
       found[device.name] = int(node) if node.lstrip('-').isdigit() else -1
   return found
-
-
-def _read(path: pathlib.Path) -> str:
-  try:
-    return path.read_text(encoding='utf-8', errors='replace')
-  except OSError:
-    return ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,56 +117,43 @@ class PhysicalGpu:
   pci_address: str
 
 
-class _PciInfo(ctypes.Structure):
-  # nvmlPciInfo_t, https://docs.nvidia.com/deploy/nvml-api/structnvmlPciInfo__t.html
-  _fields_ = [
-    ('busIdLegacy', ctypes.c_char * 16),
-    ('domain', ctypes.c_uint),
-    ('bus', ctypes.c_uint),
-    ('device', ctypes.c_uint),
-    ('pciDeviceId', ctypes.c_uint),
-    ('pciSubSystemId', ctypes.c_uint),
-    ('busId', ctypes.c_char * 32),
-  ]
-
-
-def physical_gpus(library: str = 'libnvidia-ml.so.1') -> list[PhysicalGpu]:
+def physical_gpus() -> list[PhysicalGpu]:
   """Returns the GPUs in PCI order; [] without a driver."""
   try:
-    nvml = ctypes.CDLL(library)
-    if nvml.nvmlInit_v2() != 0:
-      return []
-  except (OSError, AttributeError):
+    pynvml.nvmlInit()
+  except pynvml.NVMLError:
     return []
-  count = ctypes.c_uint()
-  nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-  gpus = []
-  for index in range(count.value):
-    handle, uuid, pci = ctypes.c_void_p(), ctypes.create_string_buffer(96), _PciInfo()
-    codes = (
-      nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)),
-      nvml.nvmlDeviceGetUUID(handle, uuid, len(uuid)),
-      nvml.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(pci)),
-    )
-    if any(codes):
-      _log.warning('NVML does not describe GPU %d (codes %s).', index, codes)
-      continue
-    # 32-bit domain in NVML ('00000000:1B:00.0'), 16-bit in sysfs ('0000:1b:00.0').
-    domain, _, rest = pci.busId.decode().lower().partition(':')
-    gpus.append(PhysicalGpu(uuid.value.decode(), f'{domain[-4:]}:{rest}'))
-  nvml.nvmlShutdown()
-  return gpus
+  try:
+    found = [_physical_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+  except pynvml.NVMLError as e:
+    _log.warning('NVML does not list the GPUs: %s.', e)
+    found = []
+  finally:
+    pynvml.nvmlShutdown()
+  return [gpu for gpu in found if gpu is not None]
+
+
+def _physical_gpu(index: int) -> Optional[PhysicalGpu]:
+  try:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    uuid, pci = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetPciInfo(handle)
+  except pynvml.NVMLError as e:
+    _log.warning('NVML does not describe GPU %d: %s.', index, e)
+    return None
+  # 32-bit domain in NVML ('00000000:1B:00.0'), 16-bit in sysfs ('0000:1b:00.0').
+  domain, _, rest = pci.busId.lower().partition(':')
+  return PhysicalGpu(uuid, f'{domain[-4:]}:{rest}')
 
 
 def own_gpus(
   gpus: Sequence[PhysicalGpu], env: Environment, local_device_ids: Optional[Sequence[int]]
 ) -> tuple[str, ...]:
-  """Returns the UUIDs of the GPUs that a process will use; () if they cannot be told.
+  """Returns the UUIDs of the GPUs that a process will use; () if unknown.
 
   Args:
     gpus: of this machine, in CUDA's order.
-    env: CUDA_VISIBLE_DEVICES and JAX_PLATFORMS are looked at.
-    local_device_ids: which of the visible ones; None for all.
+    env: its CUDA_VISIBLE_DEVICES and JAX_PLATFORMS count.
+    local_device_ids: which of the visible GPUs; None for all.
   """
   if env.get('JAX_PLATFORMS') == 'cpu' or not gpus:
     return ()

@@ -1,7 +1,7 @@
-"""Which process of which run this is, where process 0 is found, and which GPUs are this one's.
+"""Which process of which run this is, where process 0 is, and which GPUs this process uses.
 
-`detect` is a function of environment variables: the same on a laptop, under Slurm, Open MPI, PALS,
-torchrun and Kubernetes, and testable without any of them. Flags win over everything.
+`detect` is a function of environment variables: it works on a laptop, under Slurm, Open MPI, PALS,
+torchrun and Kubernetes, and is testable without any of them. Flags win over everything.
 """
 
 import argparse
@@ -14,15 +14,15 @@ from typing import Optional
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.cluster import addresses, launcher_conflicts, schedulers
-from t5x_gpu.runtime.cluster.schedulers import Environment, Found, number
+from t5x_gpu.runtime.cluster.schedulers import Environment, LauncherVariables, number
 
-# Above what Linux hands out by itself (net.ipv4.ip_local_port_range ends at 60999).
+# Above the ports that Linux assigns (net.ipv4.ip_local_port_range ends at 60999).
 FIRST_PORT, NUM_PORTS = 61440, 4096
-# Ports that process 0 tries one after the other where the scheduler's job id gives them.
+# Number of ports, derived from the scheduler's job id, that process 0 tries in turn.
 PORT_CHOICES = 4
 
-# mpirun, torchrun and Flux run inside Slurm jobs too, and their processes then see the variables of
-# the one srun task that started the launcher: so Slurm is asked after them.
+# mpirun, torchrun and Flux also run inside Slurm jobs. Their processes then see the variables of
+# the single srun task that started the launcher, so Slurm comes after them.
 _READERS = (
   schedulers.jax_variables,
   schedulers.torchrun,
@@ -39,20 +39,20 @@ class ClusterInfo:
   """This process among those of its run.
 
   Attributes:
-    kind: 'single', 'flags', or of a launcher: see `schedulers`.
-    process_index, process_count: from 0, of all hosts.
+    kind: 'single', 'flags', or a launcher's kind: see `schedulers`.
+    process_index, process_count: from 0, over all hosts.
     coordinator_address: 'host:port' where process 0 listens; None for one process.
-    other_addresses: where it may listen as well, if that one is taken or not reachable.
-    bind_address: 'host:port' where process 0 listens in their stead; behind NAT, for instance.
-    local_process_index, local_process_count: on this host, None if nobody says.
-    local_device_ids: which of the visible GPUs are this process's; None for all of them.
-    reason: why `kind`, in words.
-    devices_reason: why these GPUs, in words.
-    warnings: what looks like a mistake but may be meant.
-    run_id: the same on all processes of a run, and on no other run.
-    node: the scheduler's name of this host.
+    other_addresses: alternatives, if that one is taken or not reachable.
+    bind_address: 'host:port' where process 0 listens instead, behind NAT for instance.
+    local_process_index, local_process_count: on this host, None if unknown.
+    local_device_ids: which of the visible GPUs this process uses; None for all of them.
+    reason: for `kind`, in words.
+    devices_reason: for these GPUs, in words.
+    warnings: about what looks like a mistake but may be intended.
+    run_id: the same on all processes of a run, and different for every other run.
+    node: the scheduler's name for this host.
     attempt: how often the scheduler has restarted this job.
-    end_time: when the job's time is up, in seconds since 1970; None if nobody says.
+    end_time: when the job's time limit ends, in seconds since 1970; None if unknown.
   """
 
   kind: str
@@ -82,7 +82,7 @@ class ClusterInfo:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-  """Adds the flags of a run of several processes that no launcher describes."""
+  """Adds the flags for a run of several processes that no launcher describes."""
   group = parser.add_argument_group('several processes (srun, mpirun, ... need none of these)')
   group.add_argument('--coordinator_address', metavar='HOST:PORT', help='where process 0 listens')
   group.add_argument('--process_count', type=int, metavar='N', help='processes of the run')
@@ -90,13 +90,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def as_flags(flags: argparse.Namespace) -> tuple[str, ...]:
-  """Returns those of `add_flags` that were given, for a child process."""
+  """Returns the flags of `add_flags` that were given, for a child process."""
   names = ('coordinator_address', 'process_count', 'process_index')
   return tuple(f'--{name}={value}' for name in names if (value := getattr(flags, name)) is not None)
 
 
 def detect_here(flags: argparse.Namespace) -> ClusterInfo:
-  """Returns which process this one is, by its `flags` (see `add_flags`) and environment."""
+  """Returns which process this is, from its `flags` (see `add_flags`) and environment."""
   return detect(
     os.environ,
     num_gpus=count_gpus(),
@@ -115,65 +115,44 @@ def detect(
   num_gpus: Optional[int] = None,
   read: Callable[[str], str] = schedulers.read_text,
 ) -> ClusterInfo:
-  """Returns which process this is; one process if neither flags nor a launcher say otherwise.
+  """Returns which process this is: a single one unless flags or a launcher say otherwise.
 
   Args:
     env: `os.environ`.
     coordinator_address, process_count, process_index: the flags of these names; each that is given
       wins over the launcher's.
-    num_gpus: GPUs of this machine (`count_gpus()`), for launchers that leave CUDA_VISIBLE_DEVICES
-      unset; None if unknown.
+    num_gpus: GPUs of this machine (`count_gpus()`), for launchers that do not set
+      CUDA_VISIBLE_DEVICES; None if unknown.
     read: returns the text of a file (PBS_NODEFILE).
   Raises:
-    ConfigError: flags or variables that cannot be, or are not enough.
-    ClusterError: launchers that contradict each other (`launcher_conflicts`).
+    ConfigError: flags or variables are impossible or incomplete.
+    ClusterError: launchers contradict each other (`launcher_conflicts`).
   Source: flag names of Rosetta-T5X, https://github.com/NVIDIA/JAX-Toolbox.
   """
   launchers = ask_all(env, read=read)
   if process_index is None:
     launcher_conflicts.check(launchers, env, is_counted=process_count is not None)
-  found = launchers[0] if launchers else None
   flags = {
     '--coordinator_address': coordinator_address,
     '--process_count': process_count,
     '--process_index': process_index,
   }
   given = {flag: value for flag, value in flags.items() if value is not None}
-  if found is None and not given:
-    ids, devices_reason = _local_devices(env, Found(kind='single'), num_gpus)
-    return ClusterInfo(
-      kind='single',
-      reason='no launcher and no flags',
-      local_device_ids=ids,
-      devices_reason=devices_reason,
-      warnings=_left_idle(env, read),
-      attempt=number(env, 'SLURM_RESTART_COUNT') or 0,
-    )
-  if found is None:
-    missing = [flag for flag, value in flags.items() if value is None]
-    if missing:
-      raise ConfigError(
-        f'{", ".join(f"{f}={v}" for f, v in given.items())} without {" and ".join(missing)}: to '
-        'join processes, all three must be set.',
-        fix=f'Set {" and ".join(missing)} too, or remove the others to run one process.',
-      )
-    found = Found(kind='flags', evidence='flags', job=coordinator_address or '')
-  index = process_index if process_index is not None else found.process_index
-  count = process_count if process_count is not None else found.process_count
-  if count is None:
-    count = number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES')
-  if count is None:
+  if not launchers and not given:
+    return _single(env, num_gpus, read)
+  if not launchers and len(given) < len(flags):
+    missing = ' and '.join(flag for flag in flags if flag not in given)
     raise ConfigError(
-      f'{found.evidence} says that this is process {index}, but not of how many.',
-      fix='Set --process_count=N (or JAX_PROCESS_COUNT); 1 for a run of its own.',
+      f'{", ".join(f"{f}={v}" for f, v in given.items())} without {missing}: to join processes, '
+      'all three must be set.',
+      fix=f'Set {missing} too, or remove the others to run one process.',
     )
-  if count < 1 or not 0 <= index < count:
-    raise ConfigError(
-      f'--process_index={index} is not one of --process_count={count} processes '
-      f'(from {found.evidence}).',
-      fix='Number the processes from 0'
-      + (f' to {count - 1}.' if count > 0 else ' and start at least one.'),
-    )
+  found = (
+    launchers[0]
+    if launchers
+    else LauncherVariables(kind='flags', evidence='flags', job=coordinator_address or '')
+  )
+  index, count = _number_of(found, env, process_index=process_index, process_count=process_count)
   known = _addresses(coordinator_address or env.get('JAX_COORDINATOR_ADDRESS'), found, count)
   ids, devices_reason = _local_devices(env, found, num_gpus)
   return ClusterInfo(
@@ -196,31 +175,72 @@ def detect(
   )
 
 
-def ask_all(env: Environment, *, read: Callable[[str], str] = schedulers.read_text) -> list[Found]:
-  """Returns what each launcher says of this process, the one that decides first."""
+def _single(env: Environment, num_gpus: Optional[int], read: Callable[[str], str]) -> ClusterInfo:
+  ids, devices_reason = _local_devices(env, LauncherVariables(kind='single'), num_gpus)
+  return ClusterInfo(
+    kind='single',
+    reason='no launcher and no flags',
+    local_device_ids=ids,
+    devices_reason=devices_reason,
+    warnings=_idle_tasks(env, read),
+    attempt=number(env, 'SLURM_RESTART_COUNT') or 0,
+  )
+
+
+def _number_of(
+  found: LauncherVariables,
+  env: Environment,
+  *,
+  process_index: Optional[int],
+  process_count: Optional[int],
+) -> tuple[int, int]:
+  """Returns index and count of this process; the flags win over `found`."""
+  index = process_index if process_index is not None else found.process_index
+  count = process_count if process_count is not None else found.process_count
+  if count is None:
+    count = number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES')
+  if count is None:
+    raise ConfigError(
+      f'{found.evidence} says that this is process {index}, but not of how many.',
+      fix='Set --process_count=N (or JAX_PROCESS_COUNT); 1 for a separate run.',
+    )
+  if count < 1 or not 0 <= index < count:
+    raise ConfigError(
+      f'--process_index={index} is not one of --process_count={count} processes '
+      f'(from {found.evidence}).',
+      fix='Number the processes from 0'
+      + (f' to {count - 1}.' if count > 0 else ' and start at least one.'),
+    )
+  return index, count
+
+
+def ask_all(
+  env: Environment, *, read: Callable[[str], str] = schedulers.read_text
+) -> list[LauncherVariables]:
+  """Returns what each launcher says about this process; the first one decides."""
   found = [reader(env) for reader in _READERS] + [schedulers.pmi(env, read=read)]
   return [each for each in found if each is not None]
 
 
-def _left_idle(env: Environment, read: Callable[[str], str]) -> tuple[str, ...]:
-  """Returns a warning if this one process stands alone in a job that was given more."""
+def _idle_tasks(env: Environment, read: Callable[[str], str]) -> tuple[str, ...]:
+  """Returns a warning if this single process runs in a job with more tasks or hosts."""
   tasks, hosts = number(env, 'SLURM_NTASKS') or 1, number(env, 'SLURM_JOB_NUM_NODES') or 1
   if 'SLURM_JOB_ID' in env and max(tasks, hosts) > 1:
     return (
       f'This Slurm job has {tasks} tasks on {hosts} hosts, but this process was started '
-      'without srun and runs alone. Start it by srun; see docs/slurm.md.',
+      'without srun and runs alone. Start it with srun; see docs/slurm.md.',
     )
   hosts = len(schedulers.pbs_hosts(env, read=read)) if 'PBS_JOBID' in env else 1
   if hosts > 1:
     return (
       f'This PBS job has {hosts} hosts, but this process was started without mpiexec and '
-      'runs alone. Start it by mpiexec; see docs/slurm.md.',
+      'runs alone. Start it with mpiexec; see docs/slurm.md.',
     )
   return ()
 
 
-def _addresses(explicit: Optional[str], found: Found, count: int) -> tuple[str, ...]:
-  """Returns where process 0 may listen, best first; () for one process."""
+def _addresses(explicit: Optional[str], found: LauncherVariables, count: int) -> tuple[str, ...]:
+  """Returns addresses where process 0 may listen, best first; () for one process."""
   if count == 1:
     return ()
   address = explicit or found.address
@@ -240,24 +260,24 @@ def _addresses(explicit: Optional[str], found: Found, count: int) -> tuple[str, 
 def ports(job: str) -> tuple[int, ...]:
   """Returns the ports that process 0 of `job` tries, best first.
 
-  From a hash of job, step and attempt: JAX's own choice, job id modulo 4096, is the same for two
-  steps of one allocation.
+  They come from a hash of job, step and attempt. JAX's own choice, job id modulo 4096, is the same
+  for two steps of one allocation.
   """
   start = zlib.crc32(job.encode())
-  # A step of 1021 (prime to 4096) keeps the choices of neighbours apart.
+  # A stride of 1021 (coprime to 4096) gives jobs with similar hashes different ports.
   return tuple(FIRST_PORT + (start + 1021 * i) % NUM_PORTS for i in range(PORT_CHOICES))
 
 
 def count_gpus(root: pathlib.Path = pathlib.Path('/')) -> Optional[int]:
-  """Returns how many GPUs the NVIDIA driver shows in /dev, None if it is not loaded."""
+  """Returns the number of GPUs that the NVIDIA driver shows in /dev, None if it is not loaded."""
   devices = [p for p in (root / 'dev').glob('nvidia*') if p.name.removeprefix('nvidia').isdigit()]
   return len(devices) or None
 
 
 def visible_gpus(env: Environment, num_gpus: Optional[int]) -> Optional[int]:
-  """Returns how many GPUs CUDA will show to this process, None if unknown.
+  """Returns the number of GPUs that CUDA will show to this process, None if unknown.
 
-  CUDA stops reading CUDA_VISIBLE_DEVICES at the first entry that is no GPU.
+  CUDA stops reading CUDA_VISIBLE_DEVICES at the first entry that is not a GPU.
   """
   text = env.get('CUDA_VISIBLE_DEVICES')
   if text is None:
@@ -268,21 +288,22 @@ def visible_gpus(env: Environment, num_gpus: Optional[int]) -> Optional[int]:
 
 
 def _local_devices(
-  env: Environment, found: Found, num_gpus: Optional[int]
+  env: Environment, found: LauncherVariables, num_gpus: Optional[int]
 ) -> tuple[Optional[tuple[int, ...]], str]:
-  """Returns which of the visible GPUs are this process's (None: all), and why.
+  """Returns which of the visible GPUs this process uses (None: all), and the reason.
 
-  JAX takes the visible GPU number SLURM_LOCALID. That is wrong where each task sees only its own
-  (--gpus-per-task), and leaves seven of eight idle where one task sees them all.
+  JAX takes visible GPU number SLURM_LOCALID. That is wrong if each task sees only its own GPU
+  (--gpus-per-task), and leaves seven of eight idle if one task sees them all.
   """
   explicit = env.get('JAX_LOCAL_DEVICE_IDS', '')
   if explicit:
     try:
-      return tuple(int(i) for i in explicit.split(',')), f'GPUs {explicit} by JAX_LOCAL_DEVICE_IDS'
+      ids = tuple(int(i) for i in explicit.split(','))
     except ValueError as e:
       raise ConfigError(
         f'JAX_LOCAL_DEVICE_IDS = {explicit!r} is not a list of numbers.', fix='Write it as 0,1,2.'
       ) from e
+    return ids, f'GPUs {explicit} from JAX_LOCAL_DEVICE_IDS'
   visible, local_count, local_index = (
     visible_gpus(env, num_gpus),
     found.local_count,
@@ -301,8 +322,8 @@ def _local_devices(
   if visible % local_count:
     raise ConfigError(
       f'{visible} GPUs are visible to each of {local_count} processes on this host '
-      f'(CUDA_VISIBLE_DEVICES={env.get("CUDA_VISIBLE_DEVICES", "unset")}): they cannot be shared '
-      'out evenly.',
+      f'(CUDA_VISIBLE_DEVICES={env.get("CUDA_VISIBLE_DEVICES", "unset")}): they cannot be divided '
+      'evenly.',
       fix=_sharing_fix(found.kind, visible),
     )
   each = visible // local_count

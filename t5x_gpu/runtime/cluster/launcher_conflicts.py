@@ -1,16 +1,16 @@
-"""Launchers that disagree about a process: stale variables that make each task believe it is alone.
+"""Launchers that disagree about a process: stale variables can make each task believe it is alone.
 
 A shell profile, a container image or an earlier job leaves RANK=0 WORLD_SIZE=1 behind, and four
-Slurm tasks train four models into one MODEL_DIR. The variables of the innermost launcher decide who
-a process is (`cluster.detect`), so they must agree with those of the schedulers around it.
+Slurm tasks train four models into one MODEL_DIR. The variables of the innermost launcher number a
+process (`cluster.detect`), so they must agree with those of the schedulers around it.
 """
 
 from collections.abc import Sequence
 
 from t5x_gpu.errors import ClusterError
-from t5x_gpu.runtime.cluster.schedulers import Environment, Found, number
+from t5x_gpu.runtime.cluster.schedulers import Environment, LauncherVariables, number
 
-# kind -> its name and the variables that number a process.
+# kind -> name, variables that number a process.
 _LAUNCHERS = {
   'jax': ('JAX', ('JAX_PROCESS_INDEX', 'JAX_PROCESS_ID', 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES')),
   'torchrun': ('torchrun', ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')),
@@ -23,17 +23,17 @@ _LAUNCHERS = {
   'pbs': ('mpiexec', ('PMI_RANK', 'PMI_SIZE')),
   'mpiexec': ('mpiexec', ('PMI_RANK', 'PMI_SIZE')),
 }
-_EXPORTED = ('jax', 'torchrun')  # variables that anybody may export; the others come from programs
-# They contradict nothing: Kubernetes numbers the pods of one job, and the count of processes is
-# that of JAX's variables. A pod may start several, and a run may have several jobs.
+_EXPORTED = ('jax', 'torchrun')  # anybody may export their variables; programs set the others
+# These never contradict an inner launcher: Kubernetes numbers the pods of one job, and JAX's
+# variables give the process count. A pod may start several processes, a run may have several jobs.
 _NEVER_OUTER = (*_EXPORTED, 'kubernetes')
 
 
-def check(found: Sequence[Found], env: Environment, *, is_counted: bool) -> None:
+def check(found: Sequence[LauncherVariables], env: Environment, *, is_counted: bool) -> None:
   """Raises ClusterError if launchers contradict each other, or none says which process this is.
 
   Args:
-    found: what the launchers say, the one that decides first.
+    found: what the launchers say; the first one decides.
     env: `os.environ`.
     is_counted: whether --process_count is given.
   """
@@ -48,18 +48,18 @@ def check(found: Sequence[Found], env: Environment, *, is_counted: bool) -> None
     if not _agree(inner, outer, env):
       raise ClusterError(
         f'{_shown(inner, env)}, but {_shown(outer, env)}. They contradict each other: several '
-        'processes would take the same number, or each would train alone.',
+        'processes would get the same number, or each would train alone.',
         fix=f'If {_name(outer)} started the processes, clear the other variables first: unset '
         f'{" ".join(_set_variables(inner, env))}. If not, pass --process_index, '
         '--process_count and --coordinator_address, which win over all variables.\n'
-        'To start separate runs inside one allocation, give each its own step of one task '
+        'To start separate runs inside one allocation, give each its own step with one task '
         '(srun --ntasks=1 --exact ...).',
         docs='slurm.md#launchers-that-disagree',
       )
 
 
-def refuse_several_launches(found: Sequence[Found], env: Environment) -> None:
-  """Raises ClusterError if a scheduler started this launcher several times: each is its own run."""
+def refuse_several_launches(found: Sequence[LauncherVariables], env: Environment) -> None:
+  """Raises ClusterError if a scheduler started this launcher several times, as separate runs."""
   outer = next(
     (
       each
@@ -74,14 +74,14 @@ def refuse_several_launches(found: Sequence[Found], env: Environment) -> None:
     raise ClusterError(
       f't5x_gpu.launch runs {outer.process_count} times: {_shown(outer, env)}. Each would start '
       'a separate run, all in the same MODEL_DIR.',
-      fix=f'Let {_name(outer)} start python -m t5x_gpu.train itself, one task per GPU. To start '
-      'separate runs, give each its own step of one task (srun --ntasks=1 --exact ...).',
+      fix=f'Let {_name(outer)} start python -m t5x_gpu.train directly, one task per GPU. To start '
+      'separate runs, give each its own step with one task (srun --ntasks=1 --exact ...).',
       docs='slurm.md#launchers-that-disagree',
     )
 
 
-def _check_count(found: Sequence[Found], env: Environment) -> None:
-  """Raises ClusterError if JAX's variables give a count that nothing else confirms."""
+def _check_count(found: Sequence[LauncherVariables], env: Environment) -> None:
+  """Raises ClusterError if JAX's variables give a count that contradicts the other variables."""
   names = ('JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES')
   count = number(env, *names)
   if count is None or (found and found[0].kind in ('jax', 'kubernetes')):
@@ -102,7 +102,7 @@ def _check_count(found: Sequence[Found], env: Environment) -> None:
     )
 
 
-def _agree(inner: Found, outer: Found, env: Environment) -> bool:
+def _agree(inner: LauncherVariables, outer: LauncherVariables, env: Environment) -> bool:
   """Returns whether `outer` can have started what `inner` describes."""
   if (
     outer.process_count == 1
@@ -110,15 +110,15 @@ def _agree(inner: Found, outer: Found, env: Environment) -> bool:
     or (inner.process_index, inner.process_count) == (outer.process_index, outer.process_count)
   ):
     return True
-  if inner.kind == 'slurm':  # PMI's numbers are those of srun, or of an mpiexec inside the step
+  if inner.kind == 'slurm':  # PMI's numbers come from srun, or from an mpiexec inside the step
     return False
   if inner.kind not in _EXPORTED:
-    # mpirun starts one daemon per host by srun, and its processes see the daemon's variables.
+    # mpirun starts one daemon per host with srun; its processes see the daemon's variables.
     return inner.process_count > 1
-  if 'TORCHELASTIC_RUN_ID' in env and inner.kind == 'torchrun':  # numbers hosts in its own order
+  if 'TORCHELASTIC_RUN_ID' in env and inner.kind == 'torchrun':  # has its own order of hosts
     agents = number(env, 'GROUP_WORLD_SIZE') or inner.process_count // (inner.local_count or 1)
     return agents == outer.process_count
-  # Each task may have started one process per GPU and numbered them, with LOCAL_WORLD_SIZE or not.
+  # Each task may have started and numbered one process per GPU, with or without LOCAL_WORLD_SIZE.
   local_count = inner.local_count or max(1, inner.process_count // outer.process_count)
   task, local_index = divmod(inner.process_index, local_count)
   return (
@@ -128,23 +128,23 @@ def _agree(inner: Found, outer: Found, env: Environment) -> bool:
   )
 
 
-def _is_terminal(found: Found, env: Environment) -> bool:
+def _is_terminal(found: LauncherVariables, env: Environment) -> bool:
   """Returns whether this is the shell of `srun --ntasks=8 --pty bash`.
 
-  It is the first task; the shells of the others have ended, as they have no terminal.
+  It is the first task. The other tasks' shells have ended, since they have no terminal.
   """
   return found.kind == 'slurm' and found.process_index == 0 and 'SLURM_PTY_PORT' in env
 
 
-def _name(found: Found) -> str:
+def _name(found: LauncherVariables) -> str:
   return _LAUNCHERS[found.kind][0]
 
 
-def _set_variables(found: Found, env: Environment) -> list[str]:
+def _set_variables(found: LauncherVariables, env: Environment) -> list[str]:
   return [name for name in _LAUNCHERS[found.kind][1] if env.get(name)]
 
 
-def _shown(found: Found, env: Environment) -> str:
+def _shown(found: LauncherVariables, env: Environment) -> str:
   """Returns 'Slurm numbers this process 2 of 4 (SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=4)'."""
   values = ', '.join(f'{name}={env[name]}' for name in _set_variables(found, env))
   of = '' if found.process_count is None else f' of {found.process_count}'

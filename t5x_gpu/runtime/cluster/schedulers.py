@@ -1,7 +1,7 @@
-"""What each scheduler and launcher says of a process, read from its environment variables.
+"""What each scheduler and launcher says about a process in its environment variables.
 
-One function per scheduler; each returns what it knows, or None where that scheduler started
-nothing. `cluster.detect` asks them in order and fills in the rest.
+One function per scheduler; each returns what the variables say, or None if that scheduler did not
+start this process. `cluster.detect` calls them in order and fills in the rest.
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ Environment = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-  """What a scheduler says; None where it says nothing.
+class LauncherVariables:
+  """What a scheduler's variables say; None for what they do not say.
 
   Attributes:
     kind: 'slurm', 'openmpi', ...
     process_index, process_count: of the run.
     local_index, local_count: among the processes of this host.
-    hosts: names or addresses under which process 0 may be reached, best first.
-    address: 'host:port' of process 0, where the launcher names the port as well.
+    hosts: names or addresses of the host of process 0, best first.
+    address: 'host:port' of process 0, if the launcher also names the port.
     job: differs between any two runs that may overlap in time: job, step, attempt.
-    node: the scheduler's name of this host.
-    gpus_per_process, gpus_on_host: as asked of the scheduler.
+    node: the scheduler's name for this host.
+    gpus_per_process, gpus_on_host: as requested from the scheduler.
     attempt: how often the scheduler has restarted this job.
-    end_time: when the job's time is up, seconds since 1970.
+    end_time: when the job's time limit ends, seconds since 1970.
     evidence: the variables that decided, for the log.
   """
 
@@ -51,10 +51,10 @@ class Found:
 
 
 def number(env: Environment, *names: str) -> Optional[int]:
-  """Returns the first of these variables that is set, as a number; None if none is.
+  """Returns the first of these variables that is set, as a number; None if all are unset.
 
   Raises:
-    ConfigError: it is set and is no number.
+    ConfigError: its value is not a number.
   """
   for name in names:
     if env.get(name, ''):
@@ -68,8 +68,8 @@ def number(env: Environment, *names: str) -> Optional[int]:
   return None
 
 
-def slurm(env: Environment) -> Optional[Found]:
-  """Returns what srun says. The batch shell itself is no step, and gives None.
+def slurm(env: Environment) -> Optional[LauncherVariables]:
+  """Returns what srun says; None in the batch shell itself, which is not a step.
 
   Source: https://slurm.schedmd.com/srun.html, "Output environment variables".
   """
@@ -81,7 +81,7 @@ def slurm(env: Environment) -> Optional[Found]:
   node_index = number(env, 'SLURM_NODEID')
   known = node_index is not None and node_index < len(per_node)
   end = number(env, 'SLURM_JOB_END_TIME')
-  return Found(
+  return LauncherVariables(
     kind='slurm',
     process_index=number(env, 'SLURM_PROCID'),
     # Of the step: SLURM_NTASKS may be that of the whole job.
@@ -89,8 +89,8 @@ def slurm(env: Environment) -> Optional[Found]:
     local_index=number(env, 'SLURM_LOCALID'),
     local_count=per_node[node_index] if known else None,
     hosts=(first_host(env['SLURM_STEP_NODELIST']),),
-    # A requeued job keeps its id: without the attempt in it, what is left of the old one on a
-    # host that was cut off could join the new one.
+    # A requeued job keeps its id. The attempt keeps leftovers of the old one, on a host that was
+    # cut off, from joining the new one.
     job=f'{env["SLURM_JOB_ID"]}.{env.get("SLURM_STEP_ID", "0")}.{attempt}',
     node=env.get('SLURMD_NODENAME', ''),
     gpus_per_process=_gpu_count(env.get('SLURM_GPUS_PER_TASK', '')),
@@ -101,7 +101,7 @@ def slurm(env: Environment) -> Optional[Found]:
   )
 
 
-def openmpi(env: Environment) -> Optional[Found]:
+def openmpi(env: Environment) -> Optional[LauncherVariables]:
   """Returns what Open MPI's mpirun says.
 
   Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
@@ -116,7 +116,7 @@ def openmpi(env: Environment) -> Optional[Found]:
     hosts: tuple[str, ...] = ('127.0.0.1',)
   else:
     hosts = _mpirun_hosts(uri, namespace)
-  return Found(
+  return LauncherVariables(
     kind='openmpi',
     process_index=index,
     process_count=count,
@@ -129,8 +129,8 @@ def openmpi(env: Environment) -> Optional[Found]:
 
 
 def _mpirun_hosts(uri: str, namespace: str) -> tuple[str, ...]:
-  """Returns where mpirun itself runs, which is where it starts process 0 by default."""
-  # Open MPI 4: '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911'; all interfaces of that host.
+  """Returns the host of mpirun itself, where it starts process 0 by default."""
+  # Open MPI 4: '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911': all interfaces of that host.
   found = re.search(r'tcp://([^:;]+):\d+|tcp6://\[([^\]]+)\]', uri)
   if found:
     return tuple((found[1] or found[2]).split(','))
@@ -139,8 +139,8 @@ def _mpirun_hosts(uri: str, namespace: str) -> tuple[str, ...]:
   return (found[1],) if found else ()
 
 
-def flux(env: Environment) -> Optional[Found]:
-  """Returns what `flux run` says. On several hosts it does not name the first one.
+def flux(env: Environment) -> Optional[LauncherVariables]:
+  """Returns what `flux run` says. With several hosts it does not name the first one.
 
   Source: flux-environment(7) at https://flux-framework.readthedocs.io/projects/flux-core
   """
@@ -148,7 +148,7 @@ def flux(env: Environment) -> Optional[Found]:
   if index is None:
     return None
   count, is_one_host = number(env, 'FLUX_JOB_SIZE'), number(env, 'FLUX_JOB_NNODES') == 1
-  return Found(
+  return LauncherVariables(
     kind='flux',
     process_index=index,
     process_count=count,
@@ -160,7 +160,7 @@ def flux(env: Environment) -> Optional[Found]:
   )
 
 
-def jsrun(env: Environment) -> Optional[Found]:
+def jsrun(env: Environment) -> Optional[LauncherVariables]:
   """Returns what jsrun of LSF says. It does not name the first host.
 
   Source: https://docs.olcf.ornl.gov/systems/summit_user_guide.html#job-launcher-jsrun
@@ -168,7 +168,7 @@ def jsrun(env: Environment) -> Optional[Found]:
   index = number(env, 'JSM_NAMESPACE_RANK')
   if index is None:
     return None
-  return Found(
+  return LauncherVariables(
     kind='jsrun',
     process_index=index,
     process_count=number(env, 'JSM_NAMESPACE_SIZE'),
@@ -179,10 +179,10 @@ def jsrun(env: Environment) -> Optional[Found]:
   )
 
 
-def pmi(env: Environment, *, read: Callable[[str], str]) -> Optional[Found]:
-  """Returns what mpiexec of HPE's PALS says (Polaris), or MPICH's and Intel's, with PBS or without.
+def pmi(env: Environment, *, read: Callable[[str], str]) -> Optional[LauncherVariables]:
+  """Returns what mpiexec says: of HPE's PALS (Polaris), MPICH or Intel, with or without PBS.
 
-  Without PBS nobody says where process 0 runs.
+  Without PBS the host of process 0 is unknown.
 
   Source: https://docs.alcf.anl.gov/polaris/ and the header pals.h of Cray MPICH.
   """
@@ -191,7 +191,7 @@ def pmi(env: Environment, *, read: Callable[[str], str]) -> Optional[Found]:
     return None
   kind = 'pals' if 'PALS_RANKID' in env else 'pbs' if 'PBS_JOBID' in env else 'mpiexec'
   job = f' in job {env["PBS_JOBID"]}' if 'PBS_JOBID' in env else ''
-  return Found(
+  return LauncherVariables(
     kind=kind,
     process_index=index,
     process_count=number(env, 'PMI_SIZE', 'PALS_SIZE'),
@@ -204,13 +204,13 @@ def pmi(env: Environment, *, read: Callable[[str], str]) -> Optional[Found]:
 
 
 def pbs_hosts(env: Environment, *, read: Callable[[str], str]) -> tuple[str, ...]:
-  """Returns the hosts of a PBS job, each once, the first one first; () outside of one."""
+  """Returns the hosts of a PBS job, each once, the first one first; () outside PBS."""
   file = env.get('PBS_NODEFILE', '')
   return tuple(dict.fromkeys(read(file).split())) if file else ()
 
 
-def torchrun(env: Environment) -> Optional[Found]:
-  """Returns what torchrun and scripts in its manner set: RANK, WORLD_SIZE, MASTER_ADDR.
+def torchrun(env: Environment) -> Optional[LauncherVariables]:
+  """Returns what torchrun, and scripts like it, set: RANK, WORLD_SIZE, MASTER_ADDR.
 
   Source: https://docs.pytorch.org/docs/stable/elastic/run.html
   """
@@ -219,7 +219,7 @@ def torchrun(env: Environment) -> Optional[Found]:
   # torchrun's own store listens on MASTER_PORT, so process 0 takes the port after it.
   taken = 'TORCHELASTIC_RUN_ID' in env
   port = (number(env, 'MASTER_PORT') or 29500) + taken
-  return Found(
+  return LauncherVariables(
     kind='torchrun',
     process_index=number(env, 'RANK'),
     process_count=number(env, 'WORLD_SIZE'),
@@ -232,15 +232,15 @@ def torchrun(env: Environment) -> Optional[Found]:
   )
 
 
-def jax_variables(env: Environment) -> Optional[Found]:
+def jax_variables(env: Environment) -> Optional[LauncherVariables]:
   """Returns JAX_PROCESS_INDEX and JAX_PROCESS_COUNT, or JAX_PROCESS_ID and JAX_NUM_PROCESSES.
 
-  JAX has no names for the place on a host; t5x_gpu.launch sets torchrun's.
+  JAX has no variables for the local index and count; t5x_gpu.launch sets those of torchrun.
   """
   index = number(env, 'JAX_PROCESS_INDEX', 'JAX_PROCESS_ID')
   if index is None:
     return None
-  return Found(
+  return LauncherVariables(
     kind='jax',
     process_index=index,
     process_count=number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES'),
@@ -251,15 +251,15 @@ def jax_variables(env: Environment) -> Optional[Found]:
   )
 
 
-def kubernetes(env: Environment) -> Optional[Found]:
-  """Returns the index of a pod in an indexed job; count and address it does not tell.
+def kubernetes(env: Environment) -> Optional[LauncherVariables]:
+  """Returns the index of a pod in an indexed job; its variables do not give count or address.
 
   Source: https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
   """
   index = number(env, 'JOB_COMPLETION_INDEX')
   if index is None or 'KUBERNETES_SERVICE_HOST' not in env:
     return None
-  return Found(
+  return LauncherVariables(
     kind='kubernetes',
     process_index=index,
     process_count=number(env, 'JAX_PROCESS_COUNT', 'JAX_NUM_PROCESSES'),
@@ -270,7 +270,7 @@ def kubernetes(env: Environment) -> Optional[Found]:
 
 
 def read_text(path: str) -> str:
-  """Returns the text of a file that a scheduler names; raises ConfigError if there is none."""
+  """Returns the text of a file that a scheduler names; raises ConfigError if it is missing."""
   try:
     return pathlib.Path(path).read_text()
   except OSError as e:

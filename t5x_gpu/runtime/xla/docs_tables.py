@@ -5,10 +5,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from t5x_gpu.runtime.xla.legacy import LEGACY
-from t5x_gpu.runtime.xla.presets import LEFT_ALONE, ONE_LAYER, PRESETS, TABLE, Setting
+from t5x_gpu.runtime.xla.presets import PRESETS
+from t5x_gpu.runtime.xla.table import LEFT_ALONE, ONE_LAYER, TABLE, Setting
 
 _KINDS = {
-  'compile_option': 'Compile options: handed to `.compile()` of each program',
+  'compile_option': 'Compile options: passed to `.compile()` of each program',
   'jax_config': 'jax.config',
   'xla_flag': 'XLA_FLAGS: read while programs run',
   'env': 'Environment variables',
@@ -20,47 +21,47 @@ _EXAMPLE = (
 _INTRODUCTION = """\
 # XLA, NCCL and memory settings
 
-This page is made from the table in `t5x_gpu/runtime/xla/presets.py`:
+This page is generated from the table in `t5x_gpu/runtime/xla/table.py`:
 
     python -m t5x_gpu.doctor --flags --markdown > docs/xla_flags.md
 
-A run needs none of these to be correct. They decide whether communication hides behind
-computation, how much memory XLA takes, and what is said when something fails.
+A run is correct without any of these. They decide whether communication hides behind computation,
+how much memory XLA takes, and what is printed when something fails.
 
 ## Presets
 
 {presets}
 
-What a preset sets depends on the GPU (A100, H100, H200, B200 and their relatives; others get the
-rows for every GPU), on whether the run has one host or several, and on the mesh. A machine without
-GPU gets nothing. One line says what was done:
+What a preset sets depends on the GPU (A100, H100, H200, B200 and their variants; others get the
+rows for every GPU), on whether the run has one host or several, and on the mesh. On a machine
+without GPU it sets nothing. Each run prints one line:
 
     {line}
 
 ## Your own flags
 
-- **Yours win.** A flag in `XLA_FLAGS`, or a variable that is set, takes the place of ours.
-- **Unknown flags are dropped, with a warning.** XLA ends the process at a name that it does not
-  know, and names come and go with every release. A child process tries all flags on the installed
-  jaxlib (0.3 s; the answer is kept in `~/.cache/t5x_gpu`, so later starts take a millisecond).
+- **Yours win.** A flag in `XLA_FLAGS`, or a variable that is set, replaces ours.
+- **Unknown flags are dropped, with a warning.** XLA ends the process at an unknown name, and names
+  change with every release. A child process tries all flags on the installed jaxlib (0.3 s; the
+  answer is cached in `~/.cache/t5x_gpu`, so later starts take a millisecond).
 - **Flags of older scripts** are translated or dropped, see [below](#older-flags).
-- `XLA_FLAGS='${{XLA_FLAGS}} --xla_...'` in single quotes loses what was set before: the shell does
-  not look into single quotes. Use double quotes.
-- `XLA_CLIENT_MEM_FRACTION` and `XLA_PYTHON_CLIENT_MEM_FRACTION` are the same; jax refuses to start
+- `XLA_FLAGS='${{XLA_FLAGS}} --xla_...'` in single quotes loses what was set before: the shell
+  expands nothing in single quotes. Use double quotes.
+- `XLA_CLIENT_MEM_FRACTION` and `XLA_PYTHON_CLIENT_MEM_FRACTION` mean the same. jax refuses to start
   with both, so the second, older one is then dropped.
 
-What `python -m t5x_gpu.doctor` says about `xla flags` is what a run would say.
+`python -m t5x_gpu.doctor` prints under `xla flags` what a run would print.
 
 """
 _NOTES = """\
 `one layer` is the size of the gathered parameters of one layer, at least 128 MiB, at most 1 GiB
 (2 GiB on a B200). From jax 0.11 on `xla_gpu_enable_pipelined_*` is spelled `xla_gpu_pipeline_*`;
-that is taken care of.
+the trainer uses the right name.
 
-The shares of overlapped bytes are from the schedules of a training step (FSDP, 12 layers of width
-2048, or 872 million parameters), compiled by jax 0.10.2 without a GPU: they count the bytes of
-collectives that have a matmul between their start and end, not time. By that count `max_overlap`
-is no better than `default` on these programs, with 8 GPUs or 64.
+The shares of hidden bytes are from the schedules of a training step (FSDP, 12 layers of width 2048,
+872 million parameters), compiled by jax 0.10.2 without a GPU. They count the bytes of collectives
+with a matmul between their start and end, not time. By that count `max_overlap` is no better than
+`default` on these programs, with 8 GPUs or 64.
 """
 
 
@@ -88,18 +89,18 @@ def page() -> str:
   parts.append(_NOTES)
   parts.append(
     '## Left alone\n\n'
-    + _markdown(['setting', 'why'], [[f'`{name}`', why] for name, why in LEFT_ALONE.items()])
+    + _markdown(['setting', 'why'], [[f'`{name}`', reason] for name, reason in LEFT_ALONE.items()])
   )
   parts.append(
-    '<a name="older-flags"></a>\n## Older flags\n\nWhere the installed jaxlib does not '
-    'know one of these, it becomes what it means today.\n\n'
+    '<a name="older-flags"></a>\n## Older flags\n\nIf the installed jaxlib does not '
+    'know one of these, it becomes its replacement of today.\n\n'
     + _markdown(
       ['flag', 'with the value 1', 'why'],
       [
         [
           f'`{name}`',
           ' '.join(f'`{new}`' for new in (legacy.now('1') if legacy.now else ())) or 'dropped',
-          legacy.why,
+          legacy.reason,
         ]
         for name, legacy in LEGACY.items()
       ],
@@ -124,7 +125,7 @@ def table() -> str:
 
 
 def _alike(kind: str) -> Iterator[tuple[list[str], Setting]]:
-  """Yields names that differ in nothing else, and a row that stands for them."""
+  """Yields the names of rows that are equal except for the name, and one of these rows."""
   rows = (row for row in TABLE if row.kind == kind)
   for _, group in itertools.groupby(rows, lambda row: dataclasses.replace(row, name='')):
     group = list(group)

@@ -1,6 +1,6 @@
-"""Flags of older T5X, JAX and XLA that people still have in their scripts, and what became of them.
+"""Flags of older T5X, JAX and XLA that are still in people's scripts, and their replacements.
 
-Looked at only for a flag that the installed jaxlib does not know.
+Used only for a flag that the installed jaxlib does not know.
 """
 
 import dataclasses
@@ -10,19 +10,19 @@ from typing import Optional
 
 @dataclasses.dataclass(frozen=True)
 class Legacy:
-  """What became of a flag.
+  """What replaced a flag.
 
   Attributes:
-    why: a sentence for the user.
-    now: value -> the flags that mean it today ('--name=value'); None if nothing needs to be set.
+    reason: a sentence for the user.
+    now: value -> the flags that mean the same today ('--name=value'); None if none is needed.
   """
 
-  why: str
+  reason: str
   now: Optional[Callable[[str], Sequence[str]]] = None
 
 
 def is_true(value: Optional[str]) -> bool:
-  """Returns whether XLA takes the text of a flag's value for true; a bare flag is."""
+  """Returns whether XLA reads a flag's value as true; a flag without a value is true."""
   return value is None or value.strip('"\'').lower() in ('', 'true', '1', 'on')
 
 
@@ -39,13 +39,13 @@ def _async(*kinds: str) -> Legacy:
   )
 
 
-_ALWAYS = Legacy('it does so always, the flag is gone')
+_ALWAYS = Legacy('XLA always does this now, and the flag is gone')
 _PIPELINED = ('all_gather', 'all_reduce', 'reduce_scatter')
 
 LEGACY: dict[str, Legacy] = {
   # T5X, contrib/gpu/scripts_gpu/*.sh
   'xla_gpu_simplify_all_fp_conversions': Legacy(
-    'xla_allow_excess_precision, which is on by default, took its place'
+    'xla_allow_excess_precision, which is on by default, replaced it'
   ),
   'xla_gpu_enable_async_collectives': _async('allreduce', 'allgather', 'reducescatter'),
   'xla_gpu_enable_async_all_reduce': _async('allreduce'),
@@ -58,7 +58,7 @@ LEGACY: dict[str, Legacy] = {
   **{
     f'xla_gpu_pipeline_{kind}': Legacy(
       'this jaxlib spells it xla_gpu_enable_pipelined_*',
-      # 'default' is what no flag means.
+      # 'default' means the same as no flag.
       lambda value, kind=kind: (
         () if value == 'default' else (f'--xla_gpu_enable_pipelined_{kind}={_on(value)}',)
       ),
@@ -66,23 +66,23 @@ LEGACY: dict[str, Legacy] = {
     for kind in _PIPELINED
   },
   'xla_gpu_graph_level': Legacy(
-    'xla_gpu_enable_command_buffer took its place; level 0 is the empty list',
+    'xla_gpu_enable_command_buffer replaced it; level 0 is the empty list',
     lambda value: ('--xla_gpu_enable_command_buffer=',) if value == '0' else (),
   ),
   'xla_gpu_enable_custom_fusions': Legacy(
-    'xla_gpu_enable_dynamic_slice_fusion took its place',
+    'xla_gpu_enable_dynamic_slice_fusion replaced it',
     lambda value: (f'--xla_gpu_enable_dynamic_slice_fusion={_on(value)}',),
   ),
   'xla_gpu_enable_address_computation_fusion': Legacy(
-    'it is called xla_gpu_enable_dynamic_slice_fusion now',
+    'it is now called xla_gpu_enable_dynamic_slice_fusion',
     lambda value: (f'--xla_gpu_enable_dynamic_slice_fusion={_on(value)}',),
   ),
   'xla_gpu_cudnn_gemm_fusion': Legacy(
-    'it is called xla_gpu_cudnn_gemm_fusion_level now, from 0 to 3',
+    'it is now called xla_gpu_cudnn_gemm_fusion_level, from 0 to 3',
     lambda value: (f'--xla_gpu_cudnn_gemm_fusion_level={int(is_true(value))}',),
   ),
   'xla_gpu_lhs_enable_gpu_async_tracker': _ALWAYS,
   'xla_gpu_enable_triton_softmax_fusion': _ALWAYS,
-  'xla_gpu_all_reduce_contiguous': Legacy('XLA has no such choice any more'),
-  'xla_gpu_enable_nccl_per_stream_comms': Legacy('XLA has no such choice any more'),
+  'xla_gpu_all_reduce_contiguous': Legacy('XLA no longer has this option'),
+  'xla_gpu_enable_nccl_per_stream_comms': Legacy('XLA no longer has this option'),
 }

@@ -1,9 +1,9 @@
-"""What the installed jaxlib knows: flags and compile options tried in a child process, and cached.
+"""Which flags and compile options the installed jaxlib accepts: tried in a child process, cached.
 
 XLA ends the process at an unknown name in XLA_FLAGS, or at a value that it cannot read. Only XLA
-itself knows both, so a child that imports jaxlib alone (0.3 s) is asked; it names all unknown flags
-at once. The answer is kept per jaxlib and question under ~/.cache/t5x_gpu (XDG_CACHE_HOME), so that
-it costs a millisecond from the second start on.
+knows both, so a child process that imports just jaxlib (0.3 s) tries them; it reports all unknown
+flags at once. The answer is cached per jaxlib and question under ~/.cache/t5x_gpu (XDG_CACHE_HOME):
+from the second start on it costs a millisecond.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from t5x_gpu.runtime import run_with_deadline
 CHILD_SECONDS = 60
 _ACCEPTED = 'T5X_GPU_XLA_FLAGS_ACCEPTED'
 _TRY_FLAGS = f'from jaxlib import xla_client as c; c.make_cpu_client(); print("{_ACCEPTED}")'
-# The CPU compiler checks the name and type of every option, those of GPUs too, then ignores them.
+# The CPU compiler checks the name and type of every option, even of GPU options, then ignores them.
 _TRY_OPTIONS = """
 import json, sys
 from jaxlib import xla_client as c
@@ -93,7 +93,7 @@ def _version(package: str) -> Optional[str]:
 
 
 def refused_flags(flags: Sequence[str], *, system: Optional[Installed] = None) -> dict[str, str]:
-  """Returns flag -> why, for the flags that XLA would not start with.
+  """Returns flag -> reason for the flags with which XLA would not start.
 
   Args:
     flags: '--name=value' each.
@@ -103,7 +103,7 @@ def refused_flags(flags: Sequence[str], *, system: Optional[Installed] = None) -
   if not flags or system.jaxlib is None:
     return {}
   refused = _cached(system, 'flags', list(flags), lambda: _refused_by_child(list(flags)))
-  if refused is None:  # No child could be started: names only, as the library's strings have them.
+  if refused is None:  # No child could be started: look for the names in the library's strings.
     refused = {
       flag: f'not in {system}' for flag in flags if not _has_string(system.library, flag_name(flag))
     }
@@ -113,29 +113,29 @@ def refused_flags(flags: Sequence[str], *, system: Optional[Installed] = None) -
       for flag in flags
       if not _has_string(system.plugin_library, flag_name(flag))
     }
-  return {flag: why or f'not in {system}' for flag, why in refused.items()}
+  return {flag: reason or f'not in {system}' for flag, reason in refused.items()}
 
 
 def refused_options(
   options: Mapping[str, object], *, system: Optional[Installed] = None
 ) -> dict[str, str]:
-  """Returns name -> why, for the compile options that `.compile()` would raise at.
+  """Returns name -> reason for the compile options that `.compile()` would reject.
 
   Args:
-    options: as handed to `lowered.compile(compiler_options=...)`.
+    options: as passed to `lowered.compile(compiler_options=...)`.
     system: the installed libraries, found by default.
   """
   system = installed() if system is None else system
   if not options or system.jaxlib is None:
     return {}
   refused = _cached(system, 'options', dict(options), lambda: _options_in_child(dict(options)))
-  # Without a child nothing is known, and a wrong one would only raise a Python error later.
+  # Without a child nothing is known; a wrong option would only raise a Python error later.
   return (
     {}
     if refused is None
     else {
-      name: f'not in {system}' if why.startswith('No such compile option') else why
-      for name, why in refused.items()
+      name: f'not in {system}' if reason.startswith('No such compile option') else reason
+      for name, reason in refused.items()
     }
   )
 
@@ -157,7 +157,7 @@ def _refused_by_child(flags: list[str]) -> Optional[dict[str, str]]:
     refused = {flag: '' for flag in flags if flag_name(flag) in names}
     flags = [flag for flag in flags if flag not in refused]
     accepted, errors = _flags_in_child(flags)
-  if not accepted:  # XLA stops at the first value that it cannot read, so each is tried alone.
+  if not accepted:  # XLA stops at the first value that it cannot read: try each flag alone.
     for flag in flags:
       accepted, errors = _flags_in_child([flag])
       if not accepted:
@@ -181,7 +181,7 @@ def _options_in_child(options: dict[str, object]) -> Optional[dict[str, str]]:
 
 
 def _child(code: str, *arguments: str, flags: str = '') -> run_with_deadline.Finished:
-  # Errors of XLA must not be silenced by the user's log level; -P: no module of the working folder.
+  # The user's log level must not hide XLA's errors; -P: no module of the working folder.
   environ = {**os.environ, 'XLA_FLAGS': flags, 'TF_CPP_MIN_LOG_LEVEL': '0'}
   return run_with_deadline.run(
     [sys.executable, '-P', '-c', code, *arguments], seconds=CHILD_SECONDS, environ=environ
@@ -210,7 +210,7 @@ def _cached(system: Installed, kind: str, question: object, ask) -> Optional[dic
 
 
 def cache_folder() -> pathlib.Path:
-  """Returns where answers are kept."""
+  """Returns the folder of cached answers."""
   base = os.environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
   return pathlib.Path(base) / 't5x_gpu' / 'xla_flags'
 

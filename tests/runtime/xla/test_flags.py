@@ -19,6 +19,8 @@ from t5x_gpu.runtime.xla import presets as xla_presets
 from t5x_gpu.runtime.xla import probe as xla_probe
 from t5x_gpu.runtime.xla.flags import prepare_environment
 from t5x_gpu.runtime.xla.legacy import LEGACY
+from t5x_gpu.runtime.xla.table import GENERATIONS, TABLE
+from t5x_gpu.runtime.xla.user_flags import read_flags
 
 PRESETS = [name for name in xla_presets.PRESETS if name != 'none']
 T5X_SCRIPT_FLAGS = (
@@ -36,7 +38,7 @@ def _own_cache(tmp_path_factory, monkeypatch):
 def every_machine():
   """Yields one `select(...)` keyword set per kind of machine."""
   for gpu, hosts, axes in itertools.product(
-    (*xla_presets.GENERATIONS, 'NVIDIA L4'), (1, 2), ((), ('stage', 'fsdp', 'context', 'model'))
+    (*GENERATIONS, 'NVIDIA L4'), (1, 2), ((), ('stage', 'fsdp', 'context', 'model'))
   ):
     yield dict(gpu=gpu, num_hosts=hosts, mesh_axes=axes)
 
@@ -181,14 +183,14 @@ def test_a_literal_variable_in_single_quotes_is_explained():
 
 def test_words_that_are_no_flags_do_not_hide_the_rest(tmp_path):
   # XLA itself stops reading at such a word, silently.
-  flags, _ = xla_flags.read_flags('--a=1 stray --b="x y" \'--c\' --d')
+  flags, _ = read_flags('--a=1 stray --b="x y" \'--c\' --d')
   assert flags == ['--a=1', '--b="x y"', '--d']
-  assert xla_flags.read_flags('')[0] == []
+  assert read_flags('')[0] == []
   file = tmp_path / 'xla.txt'
   file.write_text('--a=1\n --b\n')
-  assert xla_flags.read_flags(str(file)) == (['--a=1', '--b'], [])
-  flags, warnings = xla_flags.read_flags('/not-there/flags')
-  assert flags == [] and 'name of a file' in warnings[0]
+  assert read_flags(str(file)) == (['--a=1', '--b'], [])
+  flags, warnings = read_flags('/not-there/flags')
+  assert flags == [] and 'file name' in warnings[0]
 
 
 def test_without_gpu_nothing_is_set_and_no_process_is_started(monkeypatch):
@@ -348,7 +350,7 @@ def test_no_machine_gets_two_values_of_one_setting():
 
 
 def test_every_setting_has_a_reason_and_a_source():
-  for row in xla_presets.TABLE:
+  for row in TABLE:
     assert row.reason.endswith('.') and row.source.startswith('https://'), row.name
     assert set(row.presets) <= set(PRESETS) and row.hosts in ('any', 'one', 'several')
 
