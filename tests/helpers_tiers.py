@@ -1,7 +1,8 @@
 """The limits of the test tiers, checked while they run.
 
 - `make test`: a test that is not marked `slow` may take BUDGET seconds of CPU.
-- `make test-quick`: no test imports TensorFlow or starts a process.
+- `make test-quick`: no test imports TensorFlow or starts a process; files that train or compile
+  many layouts are left out.
 
 CPU seconds of this process and of all that it started, not the time that passes: a test does not
 fail because the machine has other work.
@@ -22,6 +23,14 @@ ALLOWANCE = 2.0
 # Marks of tests that `make test-quick` leaves out.
 NOT_QUICK = ('slow', 'tf', 'process', 'cluster')
 
+# What files have in them that start processes, import TensorFlow, train, or compile many layouts.
+_NOT_QUICK_WORDS = re.compile(
+  r'\bsubprocess\b|\bmultiprocessing\b|\bos\.fork\b|[(,] ?(warm|server|ranks)\b'
+  r'|\b(two|forked)_processes\b|\b(remote|restoring|fault)_ranks\b'
+  r'|\bhelpers_(crashes|disk|layouts|pages|prepared|storage|tables|tfds|topologies|train|warm)\b'
+  r'|\bshard_map\b|\btolerances\b|\btf_runtime\b|\b(eval|mixed|t5_like)_tasks\b|\btransformers\b'
+)
+
 _STARTS = {'subprocess.Popen', 'os.fork', 'os.forkpty', 'os.posix_spawn', 'os.system'}
 _TICKS = os.sysconf('SC_CLK_TCK')
 
@@ -29,7 +38,8 @@ _TICKS = os.sysconf('SC_CLK_TCK')
 def only_for_other_tiers(source: str) -> bool:
   """Returns whether `make test-quick` leaves out the whole test file with this source."""
   marks = re.findall(r'^pytestmark = (.*)', source, re.MULTILINE)
-  return any(f'pytest.mark.{mark}' in line for line in marks for mark in NOT_QUICK)
+  marked = any(f'pytest.mark.{mark}' in line for line in marks for mark in NOT_QUICK)
+  return marked or _NOT_QUICK_WORDS.search(source) is not None
 
 
 def cpu_seconds() -> float:

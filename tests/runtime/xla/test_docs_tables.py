@@ -2,6 +2,8 @@
 
 import pathlib
 
+import pytest
+
 from t5x_gpu.runtime.xla import docs_tables
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.runtime.xla.table import TABLE
@@ -21,6 +23,7 @@ def test_every_setting_is_on_the_page_and_in_the_table():
       assert row.name in text and row.reason in text and row.source in text
 
 
+@pytest.mark.process
 def test_the_example_line_is_what_a_run_prints():
   env = {'XLA_FLAGS': '--xla_gpu_simplify_all_fp_conversions'}
   line = xla_flags.prepare_environment(gpu='h200', num_gpus=8, environ=env).line
