@@ -28,7 +28,11 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from t5x_gpu import cli, train
+from t5x_gpu.config import gin_loader
 from t5x_gpu.metrics.writers import read_json_lines
+from t5x_gpu.run.check import CheckedRun, check
+from t5x_gpu.run.config import Run
+from t5x_gpu.run.data import open_data
 from t5x_gpu.runtime import process_exit
 from t5x_gpu.runtime.cluster import topology
 from tests.helpers_xla import xla_flags
@@ -189,7 +193,7 @@ class Process:
 class Project:
   """A folder with `tiny.gin` and a user's module `held_data`, and the runs of it.
 
-  All runs of a test session keep what XLA compiles beside their folders: a run that some test has
+  All runs of a test session keep what XLA compiles next to their folders: a run that some test has
   made before starts in half a second.
 
   Args:
@@ -215,6 +219,15 @@ class Project:
     """Returns how a run in this process ended, over the first `num_devices` fake devices."""
     with compiled_kept_in(self._compiled):
       return run_here(lambda: train.main(self.argv(*flags, **macros)), num_devices=num_devices)
+
+  def check(self, *, num_devices: int = 8, **macros: Any) -> CheckedRun:
+    """Returns the run once it and its data are checked: all that a dry run does."""
+    args = cli.parse_args('train', '', self.argv(**macros))
+    with devices(num_devices), contextlib.redirect_stdout(io.StringIO()):
+      loaded = gin_loader.load(args.gin_files, bindings=args.bindings)
+      plan = check(gin_loader.configured(loaded, Run))
+      open_data(plan)
+    return plan
 
   def start(
     self,

@@ -1,6 +1,7 @@
-"""What a user can get wrong: exit code 1, what and how to mend it, and not a byte in MODEL_DIR.
+"""What a user can get wrong: an error that names the fix, and not a byte in MODEL_DIR.
 
-Each mistake stops the dry run with the same words.
+Most mistakes are found by `check` or `open_data`, which these tests call. A few go through the
+command: there, run and dry run end with exit code 1 and print the same words.
 """
 
 import copy
@@ -10,7 +11,9 @@ import shutil
 
 import pytest
 
+from t5x_gpu import cli
 from t5x_gpu.checkpoint.run_lock import LOCK
+from t5x_gpu.errors import UserError
 from tests.helpers_train import Project, listing
 
 
@@ -21,7 +24,18 @@ def project(tmp_path, monkeypatch):
   return Project(tmp_path)
 
 
-def assert_refused(project: Project, *flags: str, says: list[str], **macros) -> None:
+def assert_refused(project: Project, *, says: list[str], **macros) -> None:
+  """`check` or `open_data` raises a UserError with all of `says`, and changes no file anywhere."""
+  before = listing(project.folder)
+  with pytest.raises(UserError) as caught:
+    project.check(**macros)
+  text = cli.describe_error(caught.value)
+  for part in says:
+    assert part in text, f'{part!r} is not in:\n{text}'
+  assert_untouched(project, before)
+
+
+def assert_command_refuses(project: Project, *flags: str, says: list[str], **macros) -> None:
   """Run and dry run leave with 1, say all of `says` on stderr, and change no file anywhere."""
   before = listing(project.folder)
   errors = []
@@ -34,13 +48,17 @@ def assert_refused(project: Project, *flags: str, says: list[str], **macros) -> 
       assert part in result.err, f'{part!r} is not in:\n{result.err}'
     errors.append(result.err[re.search(r'[A-Z]\w+Error: ', result.err).start() :])
   assert errors[0] == errors[1]
+  assert_untouched(project, before)
+
+
+def assert_untouched(project: Project, before: dict[str, tuple[int, int]]) -> None:
   assert listing(project.folder) == before
   if not any(name.startswith('model/') for name in before):
     assert not project.model_dir.exists()
 
 
 def test_a_missing_gin_file_is_named(project):
-  assert_refused(project, '--gin_file=no_such.gin', says=["'no_such.gin' does not exist"])
+  assert_command_refuses(project, '--gin_file=no_such.gin', says=["'no_such.gin' does not exist"])
 
 
 def test_a_misspelt_macro_is_named_with_the_right_one(project):
@@ -96,7 +114,7 @@ def test_sequences_of_length_zero_are_refused(project):
 
 
 def test_a_batch_that_the_data_axis_does_not_divide_is_refused(project):
-  assert_refused(
+  assert_command_refuses(
     project, BATCH_SIZE=12, says=['12', 'data', '8', 'BATCH_SIZE is set at --gin.BATCH_SIZE']
   )
 
@@ -135,7 +153,7 @@ def test_an_unwritable_model_dir_is_refused(project):
 
 
 def test_a_model_dir_of_an_unknown_kind_is_refused(project):
-  # A local folder called "hdfs:" would be made without a word.
+  # A local folder called "hdfs:" would be made silently.
   assert_refused(
     project,
     MODEL_DIR='hdfs://bucket/run',
@@ -280,7 +298,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_array_names(trained):
 def test_other_data_on_resume_is_refused_by_what_differs_before_anything_compiles(trained):
   compiled = trained.folder.parent / 'compiled'
   before = listing(compiled)
-  assert_refused(
+  assert_command_refuses(
     trained,
     TRAIN_STEPS=4,
     RANDOM_SEED=1,
@@ -290,7 +308,7 @@ def test_other_data_on_resume_is_refused_by_what_differs_before_anything_compile
 
 
 def test_a_next_batch_that_is_not_the_one_saved_is_refused(trained, monkeypatch):
-  """The data says of itself that it is the same, and gives other tokens."""
+  """The data has the same description and other tokens."""
   (trained.folder / 'other_data.py').write_text(
     'from t5x_gpu.data import synthetic\nvocabulary = synthetic.vocabulary\n'
     'class Other(synthetic.SyntheticBatches):\n'
@@ -318,7 +336,7 @@ def test_checkpoints_of_which_no_array_is_whole_are_refused(trained):
   (damaged.model_dir / LOCK).unlink(missing_ok=True)
   for path in damaged.model_dir.glob('checkpoint_*/state/**/d/*'):
     os.truncate(path, path.stat().st_size // 2)
-  assert_refused(
+  assert_command_refuses(
     damaged,
     TRAIN_STEPS=4,
     says=[
