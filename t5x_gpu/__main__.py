@@ -11,19 +11,19 @@ COMMANDS = {
   'train': 'train a model from a gin file',
   'prepare': 'tokenise and pack a task once, into shards that training reads',
   'launch': 'start one training process per GPU on this machine',
-  'plan': 'show what a gin file would do on N GPUs, without one',
+  'plan': 'show the mesh, sharding and traffic of a gin file on N GPUs, without a GPU',
   'bench': 'time the training step on synthetic batches',
-  'eval': 'evaluate the checkpoints of a run on held-back data',
+  'eval': 'evaluate the checkpoints of a run on held-out data',
   'infer': 'write text: continue prompts, or score given continuations',
-  'parity': 'prove that a model trains on its mesh as on one device',
-  'doctor': 'look at this machine: versions, GPUs, links, speeds, XLA flags',
-  'data': "look at a run's data: rows, lengths, speed, checksums",
+  'parity': 'check that a model trains on its mesh as on one device',
+  'doctor': 'check this machine: versions, GPUs, links, speeds, XLA flags',
+  'data': "inspect a run's data: rows, lengths, speed, checksums",
   'convert': 'convert checkpoints from and to Hugging Face, and from T5X',
   'checkpoint': 'inspect, compare, verify, average and prune checkpoints',
-  'reshard': 'write a checkpoint anew: other dtypes, chunks, groups of layers',
+  'reshard': 'rewrite a checkpoint with other dtypes, chunks or groups of layers',
   'config': 'show or explain the values of a configuration',
 }
-# A folder has the name; the command has its own module.
+# Folders have these names, so the commands have other modules.
 MODULES = {name: f'{name}_tools' for name in ('checkpoint', 'config', 'data')}
 
 

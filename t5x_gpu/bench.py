@@ -1,6 +1,6 @@
 """Time a gin file's training step on synthetic batches: tokens/s, TFLOP/s, MFU and memory.
 
-No TensorFlow, no data: this runs wherever jax, flax, optax, orbax and gin-config are.
+Needs neither TensorFlow nor data, only jax, flax, optax, orbax and gin-config.
 """
 
 import argparse
@@ -30,19 +30,19 @@ from t5x_gpu.training.summary import size_line
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """One measurement; None where it is not known.
+  """One measurement; None for what is unknown.
 
   Attributes:
-    device_kind, num_devices, dtype, jax_version: what ran.
+    device_kind, num_devices, dtype, jax_version: of the devices and the program.
     num_params, batch_size, length: of the model and the global batch.
     compile_seconds: of the train step.
     step_seconds: median of the timed steps.
-    cpu_seconds_per_step: of this process; on a CPU it does not see who else is running.
+    cpu_seconds_per_step: CPU time of this process, which other load on the machine does not change.
     tokens_per_second: all devices together, padding included.
     model_tflops_per_second_per_device: FLOPs of models/flops.py, per device.
     mfu: the same over the dense peak of the device and dtype.
     peak_bytes: high-water mark of device memory.
-    losses: first and last of the timed steps, to see that it trains.
+    losses: of the first and last timed step, to see that the model trains.
   """
 
   device_kind: str
@@ -72,7 +72,7 @@ def bench(
 ) -> Result:
   """Returns the measurement of the training step of `program`.
 
-  Each step is waited for; the wait costs microseconds and makes every step a sample of its own.
+  Waits for each step, which costs microseconds and makes every step a separate sample.
   """
   model = config.model
   devices = program.layout.mesh.devices.reshape(-1)
@@ -88,7 +88,7 @@ def bench(
   )
   compile_seconds = time.monotonic() - begin
   state = program.init()
-  # The same few batches again and again: making them must not be what is timed.
+  # A few batches in turn, so that the time does not include making them.
   ready = [program.layout.put_batch(next(batches)) for _ in range(4)]
   seconds, losses = [], []
   for i in range(warmup_steps + num_steps):
@@ -105,7 +105,7 @@ def bench(
   step_seconds = statistics.median(seconds)
   step_flops = model.flops_per_token(length) * batch_size * length / len(devices)
   dtype, kind = model.config.dtype, devices[0].device_kind
-  # JAX multiplies float32 matrices in TF32 where the GPU can, unless told otherwise.
+  # By default JAX multiplies float32 matrices in TF32 on GPUs that support it.
   tf32 = dtype == 'float32' and jax.config.jax_default_matmul_precision is None
   peak = (hardware.peak_flops(kind, 'tf32') if tf32 else None) or hardware.peak_flops(kind, dtype)
   return Result(
@@ -128,11 +128,11 @@ def bench(
 
 
 def describe(result: Result) -> str:
-  """Returns the measurement as a few lines to read."""
+  """Returns the measurement as text."""
   r = result
   memory = 'unknown' if r.peak_bytes is None else f'{r.peak_bytes / 2**30:.2f} GiB'
   utilisation = (
-    'unknown (no dense peak known for this device and dtype)' if r.mfu is None else f'{r.mfu:.1%}'
+    'unknown (peak FLOP/s of this device and dtype is unknown)' if r.mfu is None else f'{r.mfu:.1%}'
   )
   return (
     f'{r.num_devices} x {r.device_kind}, {r.dtype}, jax {r.jax_version}; batch '
@@ -166,7 +166,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   )
   if args.extra.steps < 1 or args.extra.warmup < 0:
     raise ConfigError(
-      f'--steps={args.extra.steps} --warmup={args.extra.warmup}: there is nothing to time.',
+      f'--steps={args.extra.steps} --warmup={args.extra.warmup}: no step to time.',
       fix='Give --steps of at least 1 and --warmup of at least 0.',
     )
   cluster = cluster_lib.detect_here(args.extra)

@@ -1,7 +1,7 @@
-"""Errors that a user causes and can mend: what happened, the value, what is allowed, the fix.
+"""Errors that a user can fix: what happened, the value, what is allowed, the fix.
 
-Raise these before anything compiles. `assert` stays for our own invariants. Entry points print a
-`UserError` without a traceback and leave with exit code 1 (`t5x_gpu.cli`).
+Raise them before anything compiles. Use `assert` for our own invariants. Commands print a
+`UserError` without a traceback and exit with code 1 (`t5x_gpu.cli`).
 """
 
 import difflib
@@ -9,13 +9,13 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-  """An error with a remedy.
+  """An error with a fix.
 
   Args:
     what: what happened, with the offending values and computed numbers, as full sentences.
     fix: what to do about it, with real parameter names and values that would work.
-    parameters: gin parameters involved (`'Partitioner.num_partitions'`); entry points append where
-      each of them was set (`config.provenance`).
+    parameters: gin parameters involved (`'Partitioner.num_partitions'`); commands append where each
+      was set (`config.provenance`).
     docs: page and anchor under docs/, `'mesh.md#sizes'`.
   """
 
@@ -36,15 +36,15 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-  """A gin file, binding or flag that cannot mean what it says."""
+  """A gin file, binding or flag with an invalid value."""
 
 
 class ClusterError(UserError):
-  """Processes of one run that cannot find or join each other."""
+  """Processes of a run that cannot join each other."""
 
 
 class MeshError(UserError):
-  """Devices, mesh sizes and model sizes that do not fit each other."""
+  """Devices, mesh and model whose sizes do not fit each other."""
 
 
 class ShapeError(UserError):
@@ -56,15 +56,15 @@ class ModelError(UserError):
 
 
 class DataError(UserError):
-  """A task, file or vocabulary that cannot give the batches asked for."""
+  """A task, file or vocabulary that cannot give the requested batches."""
 
 
 class NoExamplesError(DataError):
-  """A split that does not exist, or has no example."""
+  """A split that does not exist or is empty."""
 
 
 class CheckpointError(UserError):
-  """A checkpoint that cannot be written, or does not hold what is asked of it."""
+  """A checkpoint that cannot be written or read, or does not fit the run."""
 
 
 class OutOfMemoryError(UserError):
@@ -72,11 +72,11 @@ class OutOfMemoryError(UserError):
 
 
 class TrainingError(UserError):
-  """A run that must stop: a loss that is not finite, a step that failed."""
+  """A run that must stop: the loss is not finite, or a step failed."""
 
 
 def first_line(e: BaseException) -> str:
-  """Returns the first line of what another library's error says; its type if it says nothing."""
+  """Returns the first line of an error's message, or its type if the message is empty."""
   return next(iter(str(e).strip().splitlines()), type(e).__name__)
 
 

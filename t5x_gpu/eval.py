@@ -1,8 +1,8 @@
 """Evaluate checkpoints on held-back data: `python -m t5x_gpu.eval --gin_file=MY.gin`.
 
-The gin file is the run's own. Over the whole split: the loss and, for classes, their scores; for
-tasks with metric_fns, SeqIO's metrics of predictions and likelihoods. One checkpoint, all of a
-MODEL_DIR, or those that a run still writes; what has been evaluated is not evaluated again.
+Takes the gin file of the run. Computes over the whole split: the loss, scores of classes, and for
+tasks with metric_fns SeqIO's metrics of predictions and likelihoods. Evaluates one checkpoint, all
+of a MODEL_DIR, or those that a run still writes. Checkpoints with results are skipped.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from t5x_gpu.data.batches import DatasetConfig, open_class_names
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.evaluation.checkpoint_evaluator import CheckpointEvaluator
 from t5x_gpu.evaluation.checkpoint_queue import Wanted, read_if_there, steps_to_evaluate
-from t5x_gpu.evaluation.eval_results import Results, short, table
+from t5x_gpu.evaluation.eval_results import EvalResults, short, table
 from t5x_gpu.metrics import classification
 from t5x_gpu.run.config import EvalConfig
 from t5x_gpu.runtime import distributed
@@ -35,14 +35,15 @@ from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.bars import Show, bar, silent
+from t5x_gpu.terminal.flag_types import positive_int
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
   {prog} --gin_file=my.gin --steps=last --split=test
   {prog} --gin_file=my.gin --gin.MODEL_DIR=runs/a --watch
 
-The gin file says what to evaluate on: train.train_eval_dataset_cfg, of which --split takes another
-split. It may be changed from here: --gin.train_eval/DatasetConfig.batch_size=64 (docs/eval.md).
+train.train_eval_dataset_cfg in the gin file is the data to evaluate on; --split selects another
+split. Flags may change it: --gin.train_eval/DatasetConfig.batch_size=64 (docs/eval.md).
 """
 METRICS = ('all', 'loss', 'tasks')
 
@@ -83,7 +84,7 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
   check_writable(model_dir)
   with (
     RunFiles(model_dir, is_main=True) as files,
-    Results(files.folder, name, _facts(config, dataset, options)) as results,
+    EvalResults(files.folder, name, _facts(config, dataset, options)) as results,
     evaluator,
   ):
     done = distributed.broadcast_json(sorted(results.records))
@@ -101,7 +102,7 @@ def evaluate(config: EvalConfig, options: argparse.Namespace, *, dry_run: bool =
   if options.watch and max(known, default=0) < config.total_steps:
     print(
       f'No further checkpoint within {options.timeout:g} s; the run is not at step '
-      f'{config.total_steps}. The same command goes on from here.'
+      f'{config.total_steps}. The same command continues.'
     )
   return 0
 
@@ -121,7 +122,7 @@ def _report(
   step: int,
   values: Mapping[str, float],
   evaluator: CheckpointEvaluator,
-  results: Results,
+  results: EvalResults,
   dataset: DatasetConfig,
 ) -> None:
   """Adds the metrics of a checkpoint to the results and prints them."""
@@ -137,8 +138,7 @@ def _dataset(config: EvalConfig, split: Optional[str]) -> DatasetConfig:
   dataset = config.train_eval_dataset_cfg
   if dataset is None:
     raise ConfigError(
-      'The configuration does not say what to evaluate on: '
-      'train.train_eval_dataset_cfg is not set.',
+      'There is no data to evaluate on: train.train_eval_dataset_cfg is not set.',
       fix='Bind train.train_eval_dataset_cfg = @train_eval/batches.DatasetConfig() '
       'as gin_configs/runs/pretrain.gin does.',
       parameters=('train.train_eval_dataset_cfg',),
@@ -151,14 +151,14 @@ def _wanted(text: str) -> Wanted:
     return text
   if not re.fullmatch(r'\d+(,\d+)*', text):
     raise ConfigError(
-      f'--steps={text} is neither all, last, nor steps.',
+      f'--steps={text} is not all, last or a list of steps.',
       fix='Write --steps=all, --steps=last or --steps=1000,2000.',
     )
   return tuple(map(int, text.split(',')))
 
 
 def _check_checkpoints(model_dir: AnyPath, wanted: Wanted, *, watch: bool) -> None:
-  """Raises CheckpointError unless what is asked for is there, or may come."""
+  """Raises CheckpointError unless the wanted checkpoints exist, or may appear while watching."""
   steps = committed_steps(model_dir)
   missing = [] if isinstance(wanted, str) else [step for step in wanted if step not in steps]
   if watch or steps and not missing:
@@ -176,7 +176,7 @@ def _check_checkpoints(model_dir: AnyPath, wanted: Wanted, *, watch: bool) -> No
 def _facts(
   config: EvalConfig, dataset: DatasetConfig, options: argparse.Namespace
 ) -> dict[str, Any]:
-  """Returns what the numbers depend on, besides the checkpoint and the code."""
+  """Returns what the metrics depend on, besides the checkpoint and the code."""
   decoding, tasks = config.decoding_cfg, config.infer_eval_dataset_cfg
   return {
     'mixture_or_task_name': dataset.mixture_or_task_name,
@@ -187,19 +187,13 @@ def _facts(
     'metrics': options.metrics,
     'loss_on_targets_only': dataset.loss_on_targets_only,
     'batches': options.batches,
-    # A number of batches is another number of examples where they are larger.
+    # With a number of batches, the batch size sets the number of examples.
     'batch_size': dataset.batch_size if options.batches else None,
     'examples': options.examples,
     'infer_eval': tasks and tasks.mixture_or_task_name,
     'decoding': decoding
     and {key: value for key, value in dataclasses.asdict(decoding).items() if key != 'batch_size'},
   }
-
-
-def _positive(text: str) -> int:
-  if not text.isdecimal() or int(text) < 1:
-    raise argparse.ArgumentTypeError(f'{text!r} is no whole number of at least 1')
-  return int(text)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -211,36 +205,36 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     help='checkpoints of MODEL_DIR: all (default), last, or 1000,2000',
   )
   group.add_argument(
-    '--watch', action='store_true', help='wait for new checkpoints until that of step TRAIN_STEPS'
+    '--watch', action='store_true', help='wait for new checkpoints up to step TRAIN_STEPS'
   )
   group.add_argument(
     '--timeout',
     type=float,
     default=3600.0,
     metavar='SECONDS',
-    help='with --watch: how long to wait for the next one (default 3600)',
+    help='with --watch: how long to wait for the next checkpoint (default 3600)',
   )
-  group.add_argument('--split', metavar='SPLIT', help="another split than the gin file's")
+  group.add_argument('--split', metavar='SPLIT', help="split to evaluate (default: the gin file's)")
   group.add_argument(
     '--metrics',
     choices=METRICS,
     default='all',
-    help=('the loss, the metrics of tasks (an error without any), or all there are (default)'),
+    help=('the loss, task metrics (an error if there are none), or all (default)'),
   )
   group.add_argument(
     '--batches',
-    type=_positive,
+    type=positive_int,
     metavar='N',
-    help='of each task, for the loss (default: the whole split)',
+    help='batches per task for the loss (default: the whole split)',
   )
   group.add_argument(
     '--examples',
-    type=_positive,
+    type=positive_int,
     metavar='N',
-    help='of each task, for its metrics (default: the whole split)',
+    help='examples per task for its metrics (default: the whole split)',
   )
   group.add_argument(
-    '--name', metavar='NAME', help='of the results: MODEL_DIR/eval/NAME.jsonl (default: the split)'
+    '--name', metavar='NAME', help='name of MODEL_DIR/eval/NAME.jsonl (default: the split)'
   )
   cluster_lib.add_flags(parser)
 

@@ -1,7 +1,7 @@
 """Text from a trained model: `python -m t5x_gpu.infer --checkpoint=runs/demo --prompts=FILE`.
 
-Prompts from a file, standard input or a SeqIO task; continuations, or the probabilities of given
-ones, as JSON lines in the same order. A run that was killed goes on where it stopped.
+Reads prompts from a file, standard input or a SeqIO task. Writes continuations, or probabilities of
+given ones, as JSON lines in the same order. A run that was killed continues where it stopped.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from t5x_gpu.evaluation.text_job import open_job
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal.flag_types import positive_int
 
 EXAMPLES = """examples:
   {prog} --checkpoint=runs/demo --prompts=prompts.txt --output=answers.jsonl
@@ -31,14 +32,14 @@ EXAMPLES = """examples:
   {prog} --checkpoint=runs/demo --prompts=pairs.jsonl --score
   {prog} --checkpoint=runs/demo --interactive --gin.DecodingConfig.temperature=0.8
 
---checkpoint takes a MODEL_DIR or what t5x_gpu.convert wrote; its own gin file says what the model
-is, unless --gin_file does. It is read as data; nothing in it runs unless you add --trust_gin.
+--checkpoint takes a MODEL_DIR or a model that t5x_gpu.convert wrote. Its own gin file describes the
+model, unless --gin_file is given. It is read as data; nothing in it runs without --trust_gin.
 How tokens are chosen: --gin.DecodingConfig.X=VALUE (docs/infer.md).
 """
 
 
 def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
-  """Returns the prompts of the command line, the same on every process."""
+  """Returns the prompts that the flags name, the same on every process."""
   if args.prompts is None:
     if not args.score:
       prompts = _with_inputs(text.examples())
@@ -58,7 +59,7 @@ def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
         raise
       records = {'what': e.what, 'fix': e.fix}
   records = distributed.broadcast_json(records)
-  if isinstance(records, dict):  # on every process: the others wait for prompts
+  if isinstance(records, dict):  # an error of process 0 is raised on every process
     raise DataError(records['what'], fix=records['fix'])
   return [Prompt(**record) for record in records][: args.examples]
 
@@ -67,22 +68,22 @@ def _with_inputs(prompts: Iterator[Prompt]) -> Iterator[Prompt]:
   for prompt in prompts:
     if not prompt.tokens:
       raise DataError(
-        f"{prompt.where} has no 'inputs' to continue: the task has texts alone.",
-        fix='Give prompts (--prompts=FILE), or --score the texts.',
+        f"{prompt.where} has no 'inputs' to continue: the task has only targets.",
+        fix='Give prompts (--prompts=FILE), or add --score.',
         parameters=('DatasetConfig.mixture_or_task_name',),
       )
     yield prompt
 
 
 def talk(job: InferJob) -> None:
-  """Continues what is typed, line by line, until the end of input."""
+  """Continues each line of standard input until it ends."""
   if distributed.process_count() > 1:
     raise ConfigError(
       '--interactive reads from one terminal; this run has '
       f'{distributed.process_count()} processes.',
       fix='Start one process, or give --prompts=FILE.',
     )
-  say('Write a prompt and press Enter; Ctrl-D ends.')
+  say('Type a prompt and press Enter; Ctrl-D ends.')
   for number in itertools.count():
     try:
       line = input('> ' if sys.stdin.isatty() else '')
@@ -94,17 +95,11 @@ def talk(job: InferJob) -> None:
         job.generator.check_prompt(len(tokens), where='This prompt')
         [found] = job.generator.generate([tokens], numbers=[number])
         found = found if job.class_names is None else [found]
-      except DataError as e:  # the next one may do
+      except DataError as e:  # the next prompt may fit
         say(str(e))
         continue
       for generated in found:
-        print(job.text_of(generated), flush=True)
-
-
-def _positive(text: str) -> int:
-  if not text.isdecimal() or int(text) < 1:
-    raise argparse.ArgumentTypeError(f'{text!r} is no whole number of at least 1')
-  return int(text)
+        print(job.decoded(generated), flush=True)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -123,27 +118,25 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
       "the task's examples)"
     ),
   )
-  group.add_argument('--split', metavar='SPLIT', help="of the task (default: the gin file's)")
-  group.add_argument('--examples', type=_positive, metavar='N', help='only the first N prompts')
+  group.add_argument('--split', metavar='SPLIT', help="split of the task (default: the gin file's)")
+  group.add_argument('--examples', type=positive_int, metavar='N', help='only the first N prompts')
   group.add_argument(
     '--vocabulary',
     metavar='NAME',
-    help=(
-      "huggingface:FOLDER, sentencepiece:FILE, byte (default: the task's; the converted model's)"
-    ),
+    help=('huggingface:FOLDER, sentencepiece:FILE, byte (default: that of the task or the model)'),
   )
   group.add_argument(
     '--output',
     metavar='FILE',
-    help=('.jsonl; results that it has already are not computed again (default: standard output)'),
+    help=('.jsonl; results that it already has are kept (default: standard output)'),
   )
-  group.add_argument('--overwrite', action='store_true', help='begin --output anew')
+  group.add_argument('--overwrite', action='store_true', help='replace --output')
   group.add_argument(
     '--score',
     action='store_true',
-    help="log-probabilities of the prompts' targets, in place of new text",
+    help="compute log-probabilities of the prompts' targets instead of text",
   )
-  group.add_argument('--interactive', action='store_true', help='continue what is typed')
+  group.add_argument('--interactive', action='store_true', help='read prompts from the terminal')
   cli.add_trust_flag(group)
   cluster_lib.add_flags(parser)
 
@@ -158,8 +151,8 @@ def _check_flags(flags: argparse.Namespace) -> None:
   if without:
     other = '--interactive' if flags.interactive else '--prompts'
     raise ConfigError(
-      f'{other} leaves nothing for ' + ', '.join(f'--{n}' for n in without) + '.',
-      fix='Leave one of them out.',
+      f'{other} cannot be combined with ' + ', '.join(f'--{n}' for n in without) + '.',
+      fix='Remove one of them.',
     )
   if flags.overwrite and not flags.output:
     raise ConfigError('--overwrite without --output.', fix='Give --output=FILE.')

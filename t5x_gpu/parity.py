@@ -1,9 +1,8 @@
-"""Prove that a gin file's model trains on its mesh as on one device: `python -m t5x_gpu.parity`.
+"""Check that a gin file's model trains on its mesh as on one device: `python -m t5x_gpu.parity`.
 
-Runs a few steps of the model twice, in float32: split as the gin file says over N devices, which
-this machine's CPU can play, and on one device without any parallelism. No data is needed, and no
-GPU. Exit code 1 at the first output of a layer, gradient, update, loss or norm that differs
-(docs/parity.md).
+Runs a few steps of the model twice, in float32: on a mesh of N devices, simulated unless --real is
+given, and on one device without parallelism. Needs neither data nor a GPU. Exits with code 1 if an
+output of a layer, a gradient, update, loss or norm differs (docs/parity.md).
 """
 
 import argparse
@@ -41,16 +40,16 @@ EXAMPLES = """examples:
   {prog} --gin_file=my.gin --devices=16 --hosts=2 --gin.NUM_PARTITIONS=4
   {prog} --gin_file=my.gin --gin.BATCH_SIZE=8 --gin.TransformerConfig.num_layers=4
 
-A large model is proved by a small one of the same kind: set fewer layers, smaller sizes, a batch of
-one row per part. The verdict is the last line; exit code 0 says that the runs are the same.
+Check a large model by a small one of the same kind: fewer layers, smaller sizes, one row per part
+of the batch. The last line is the verdict; exit code 0 means that the runs are equal.
 """
 FAKE = 'xla_force_host_platform_device_count'
 
 
 def in_float32(model: Any) -> tuple[Any, bool]:
-  """Returns the model computing in float32, and whether it has a dtype to set at all.
+  """Returns the model with float32 arithmetic, and whether it has a dtype field.
 
-  Looks for fields called `dtype` in the model's dataclass and in those that it holds.
+  Looks for fields called `dtype` in the model's dataclass and in dataclasses inside it.
   """
   if not dataclasses.is_dataclass(model) or isinstance(model, type):
     return model, False
@@ -69,9 +68,9 @@ def in_float32(model: Any) -> tuple[Any, bool]:
 def build(
   config: StepConfig, *, topology: Topology, devices: Sequence[Device]
 ) -> tuple[Program, Program]:
-  """Returns the program on the mesh, and the one to compare with, on the first device.
+  """Returns the program on the mesh, and the program on one device to compare with.
 
-  The latter has neither axes nor accumulation: the whole batch at once.
+  The latter takes the whole batch at once, without accumulation.
 
   Args:
     config: of the run.
@@ -106,16 +105,16 @@ def parity(
   tolerance: float = 1e-5,
   xla: Optional[xla_flags.Applied] = None,
 ) -> Report:
-  """Returns how the two programs of `build` differ over `num_steps` steps.
+  """Returns the differences of the two programs of `build` over some steps.
 
   Args:
     config: of the run.
     programs: from `build` of the same.
-    num_steps: of the optimizer.
+    num_steps: updates to compare.
     tolerance: largest relative difference allowed.
-    xla: what to compile with.
+    xla: settings to compile with.
   """
-  # GPUs multiply float32 matrices in TF32, with 10 bits, unless told otherwise.
+  # By default GPUs multiply float32 matrices in TF32, which has a mantissa of 10 bits.
   with jax.default_matmul_precision('highest'):
     mesh, one = (
       Run(
@@ -138,7 +137,7 @@ def parity(
 
 
 def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
-  """Returns the mesh's devices: CPU devices that XLA makes, or with --real this machine's GPUs."""
+  """Returns the devices of the mesh: simulated CPU devices, or with --real this machine's GPUs."""
   number, hosts = args.devices, args.hosts
   if number < 1 or hosts < 1 or number % hosts:
     raise ConfigError(
@@ -156,7 +155,7 @@ def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
         f'--real --devices={number}: jax sees {gpus} GPUs here.',
         fix=f'Give --devices={gpus} or fewer.'
         if gpus
-        else 'Leave --real out: CPU devices take their place.',
+        else 'Remove --real to use simulated CPU devices.',
       )
     return Topology(hosts, number // hosts, reason='--hosts'), found[:number]
   flags = os.environ.get('XLA_FLAGS', '')
@@ -168,11 +167,11 @@ def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
   found = jax.devices('cpu')
   if len(found) < number:
     raise MeshError(
-      f'--devices={number}: jax has started with {len(found)} CPU devices.',
-      fix=f'Give --devices={len(found)} or fewer, or start a Python of its own.',
+      f'--devices={number}: jax has already started with {len(found)} CPU devices.',
+      fix=f'Give --devices={len(found)} or fewer, or start a new Python process.',
     )
   return Topology(
-    hosts, number // hosts, device_word='CPU device', reason='XLA plays them on this CPU'
+    hosts, number // hosts, device_word='CPU device', reason='simulated on this CPU'
   ), found[:number]
 
 
@@ -181,7 +180,7 @@ def _divisors(number: int) -> list[str]:
 
 
 def print_table(rows: list[list[str]], *, console: rich.console.Console) -> None:
-  """Prints rows, the first of them the heads: bold on a terminal wide enough, else plain."""
+  """Prints rows, the first of them as heads, in bold if the terminal is wide enough."""
   widths = [max(map(len, column)) for column in zip(*rows)]
   if console.is_terminal and sum(widths) + 3 * len(widths) <= console.width:
     table = rich.table.Table(*rows[0], box=None, header_style='bold')
@@ -199,10 +198,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     type=int,
     default=8,
     metavar='N',
-    help='devices of the mesh, all hosts together (default 8)',
+    help='devices of the mesh on all hosts (default 8)',
   )
   parser.add_argument(
-    '--hosts', type=int, default=1, metavar='N', help='hosts that they stand for (default 1)'
+    '--hosts', type=int, default=1, metavar='N', help='number of hosts to simulate (default 1)'
   )
   parser.add_argument(
     '--steps', type=int, default=3, metavar='N', help='updates to compare (default 3)'
@@ -215,24 +214,24 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     help='largest relative difference (default 1e-5)',
   )
   parser.add_argument(
-    '--real', action='store_true', help="this machine's GPUs in place of CPU devices"
+    '--real', action='store_true', help="use this machine's GPUs instead of simulated CPU devices"
   )
   parser.add_argument('--json', metavar='FILE', help='also write every number to FILE')
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-  """Returns 0 if the model of the command line trains alike on its mesh and on one device."""
+  """Returns 0 if the model trains equally on its mesh and on one device, else 1."""
   logging_setup.quiet_environment()
   args = cli.parse_args(
     'python -m t5x_gpu.parity',
-    'Proves that a model trains on its mesh as on one device: a few steps of both, compared.',
+    'Checks that a model trains on its mesh as on one device: compares a few steps of both.',
     sys.argv[1:] if argv is None else argv,
     extra=_add_flags,
     examples=EXAMPLES,
   )
   if args.extra.steps < 1 or not args.extra.tolerance > 0:
     raise ConfigError(
-      f'--steps={args.extra.steps} --tolerance={args.extra.tolerance}: nothing could be compared.',
+      f'--steps={args.extra.steps} --tolerance={args.extra.tolerance}: nothing to compare.',
       fix='Give --steps of at least 1 and a positive --tolerance, such as 1e-5.',
     )
   cli.check_folders_of(args.extra.json)
@@ -244,7 +243,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   config = gin_loader.configured(loaded, StepConfig)
   xla = xla_flags.prepare_environment(config.xla_preset) if args.extra.real else None
   programs = build(config, topology=topology, devices=devices)
-  batch_size, length = max(programs[0].spec.shapes.values(), key=len)[:2]  # labels have no length
+  batch_size, length = max(programs[0].spec.shapes.values(), key=len)[:2]  # labels are [batch]
   float32 = (
     'float32'
     if in_float32(config.model)[1]
@@ -271,7 +270,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   print()
   if report.rounding:
     print(
-      'Beyond the tolerance, but no more than one ulp of the parameters changes them on one '
+      'Beyond the tolerance, but within the change that one ulp of the parameters causes on one '
       f'device: {", ".join(report.rounding)}.'
     )
   if report.failure and report.failure.how:

@@ -1,8 +1,8 @@
 """Show what a gin file would do on N GPUs, without one: `python -m t5x_gpu.plan --show sharding`.
 
-The mesh, where every parameter lives, what a step sends over which link, and what looks wrong.
-Nothing is allocated and no data is read: the real training step is compiled for N devices that this
-machine's CPU plays, up to the point where XLA has split it over them.
+Prints the mesh, the sharding of every parameter, what a step sends over which link, and possible
+problems. Nothing is allocated and no data is read: XLA compiles the real training step for N
+simulated CPU devices, up to the point where it is split over them.
 """
 
 import argparse
@@ -43,15 +43,15 @@ _COUNT_FLAG = '--xla_force_host_platform_device_count'
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is known about a run that has not begun.
+class ShardingPlan:
+  """The sharding of a run and the cost of its step, known before it starts.
 
   Attributes:
     program: the model on its mesh.
-    parameters, optimizer: where each array lives.
-    collectives: what a training step sends.
+    parameters, optimizer: layout of each array.
+    collectives: of a training step.
     flops_per_device: of a step's matrix products.
-    findings: what looks wrong.
+    findings: possible problems.
   """
 
   program: Program
@@ -62,12 +62,12 @@ class Plan:
   findings: Sequence[Finding]
 
 
-def play_devices(number: int, *, environ: MutableMapping[str, str]) -> list[Device]:
-  """Returns `number` devices of the CPU's; call it before JAX starts a backend.
+def simulated_devices(number: int, *, environ: MutableMapping[str, str]) -> list[Device]:
+  """Returns simulated CPU devices; call it before JAX starts a backend.
 
   Args:
     number: how many.
-    environ: os.environ; what else its XLA_FLAGS say stays.
+    environ: os.environ; its XLA_FLAGS are changed until the backend has started.
   Raises:
     ConfigError: JAX has started with fewer.
   """
@@ -84,18 +84,18 @@ def play_devices(number: int, *, environ: MutableMapping[str, str]) -> list[Devi
       environ['XLA_FLAGS'] = before
   if len(devices) < number:
     raise ConfigError(
-      f'{number} devices are asked for, but JAX has started with {len(devices)}.',
+      f'--devices={number}: JAX has already started with {len(devices)}.',
       fix=f'Start the process with XLA_FLAGS={_COUNT_FLAG}={number}.',
     )
   return devices[:number]
 
 
 def topology_of(num_devices: int, num_hosts: int) -> Topology:
-  """Returns the topology that the flags describe; raises ConfigError if hosts are not equal."""
+  """Returns the topology of the flags; raises ConfigError if hosts differ in their devices."""
   if num_devices < 1 or num_hosts < 1 or num_devices % num_hosts:
     legal = [n for n in range(1, max(num_devices, 1) + 1) if num_devices % n == 0]
     raise ConfigError(
-      f'--devices={num_devices} cannot be divided into --hosts={num_hosts}.',
+      f'--devices={num_devices} cannot be divided among --hosts={num_hosts}.',
       fix=f'--devices is the number of all GPUs; --hosts may be {", ".join(map(str, legal))}.'
       if num_devices > 0
       else 'Give --devices of at least 1.',
@@ -105,12 +105,12 @@ def topology_of(num_devices: int, num_hosts: int) -> Topology:
   )
 
 
-def make_plan(program: Program) -> Plan:
-  """Returns the plan of a program, whose training step is compiled for it."""
+def make_plan(program: Program) -> ShardingPlan:
+  """Returns the plan of a program; compiles its training step."""
   hlo = partitioned_hlo(program.train_step.lower(program.abstract_state, program.abstract_batch))
   collectives = inventory(hlo, program.layout.mesh.shape)
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
-  return Plan(
+  return ShardingPlan(
     program,
     parameters,
     optimizer,
@@ -121,7 +121,7 @@ def make_plan(program: Program) -> Plan:
 
 
 def layout_text(program: Program) -> str:
-  """Returns the mesh, the layout of every parameter and who holds which part."""
+  """Returns the mesh, the layout of every parameter, and which device holds which part."""
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
   mesh = program.layout.mesh
   number = {device: i for i, device in enumerate(_in_host_order(program))}
@@ -130,7 +130,7 @@ def layout_text(program: Program) -> str:
     places[number[device]] = dict(zip(mesh.axis_names, place))
   parts = [
     program.layout.table(),
-    f'{size_line(program)}\n{local_steps_line(program)}',
+    f'{size_line(program)}\n{local_checkpoints_line(program)}',
     sharding_tables.parameter_table(parameters, optimizer),
     'Which part each device holds (the same letter: the same part)\n'
     + sharding_tables.device_picture(parameters, program.layout.sizes, places),
@@ -138,14 +138,14 @@ def layout_text(program: Program) -> str:
   apart = sharding_tables.split_apart(parameters, optimizer)
   if apart:
     parts.append(
-      'And of the optimizer state\n'
+      'The same for the optimizer state\n'
       + sharding_tables.device_picture(apart, program.layout.sizes, places, what='array')
     )
   return '\n\n'.join(parts)
 
 
-def local_steps_line(program: Program) -> str:
-  """Returns what local steps of the run would take (docs/checkpoints.md#local-steps)."""
+def local_checkpoints_line(program: Program) -> str:
+  """Returns the size of local checkpoints of the run (docs/checkpoints.md#local-steps)."""
   topology = program.layout.topology
   host = {
     device: f'host {i // topology.devices_per_host}'
@@ -153,16 +153,16 @@ def local_steps_line(program: Program) -> str:
   }
   names = tuple(dict.fromkeys(host.values()))
   hosts = Hosts(names, names, lambda device: names.index(host[device]))
-  return f'local steps would take {plan_copies(program.abstract_state, hosts).words(hosts)}'
+  return f'local checkpoints would take {plan_copies(program.abstract_state, hosts).words(hosts)}'
 
 
 def _in_host_order(program: Program) -> list[Device]:
-  """Returns the devices host after host, which the mesh mixes: here, by their number."""
+  """Returns the devices of the mesh by their number: host after host."""
   return sorted(program.layout.mesh.devices.reshape(-1), key=lambda device: device.id)
 
 
-def traffic_text(plan: Plan) -> str:
-  """Returns what a step sends, computes, and what the lint found."""
+def traffic_text(plan: ShardingPlan) -> str:
+  """Returns what a step sends and computes, and the findings of the lint."""
   rows = sharding_tables.traffic(plan.collectives, plan.parameters, plan.program.layout.sizes)
   lines = [
     'What a training step sends',
@@ -177,13 +177,13 @@ def traffic_text(plan: Plan) -> str:
     ]
   else:
     lines.append(
-      'No findings: what the layout can split is split, every gather and reduction is explained.'
+      'No findings: the layout splits what it can; every gather and reduction has a known purpose.'
     )
   return '\n'.join(lines)
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-  """Returns the plan as numbers and words for other programs."""
+def as_json(plan: ShardingPlan) -> dict[str, Any]:
+  """Returns the plan for JSON."""
   sizes = plan.program.layout.sizes
   shapes = ParameterShapes(plan.parameters, sizes.total)
 
@@ -220,16 +220,18 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--show', choices=SHOWN, default='sharding', help='what to show (default: sharding)'
   )
-  group.add_argument('--devices', type=int, default=8, metavar='N', help='GPUs in all (default: 8)')
   group.add_argument(
-    '--hosts', type=int, default=1, metavar='N', help='hosts that share them equally (default: 1)'
+    '--devices', type=int, default=8, metavar='N', help='total number of GPUs (default: 8)'
+  )
+  group.add_argument(
+    '--hosts', type=int, default=1, metavar='N', help='number of hosts (default: 1)'
   )
   group.add_argument('--out', metavar='FILE.png', help='also draw every parameter to FILE.png')
   group.add_argument('--json', metavar='FILE', help='also write everything to FILE')
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-  """Parses flags and gin files, plans, prints; with --out draws, with --json writes."""
+  """Parses flags and gin files and prints the plan; --out draws it, --json writes it."""
   logging_setup.quiet_environment()
   args = cli.parse_args(
     'python -m t5x_gpu.plan',
@@ -240,7 +242,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   )
   topology = topology_of(args.extra.devices, args.extra.hosts)
   cli.check_folders_of(args.extra.out, args.extra.json)
-  devices = play_devices(topology.num_devices, environ=os.environ)
+  devices = simulated_devices(topology.num_devices, environ=os.environ)
   loaded = gin_loader.load(
     args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
   )

@@ -196,7 +196,7 @@ def test_a_dry_run_writes_nothing(project, tmp_path):
       {'MIXTURE_OR_TASK_NAME': 'turned_broken'},
       ['ZeroDivisionError: nobody guessed right', 'metric_fns'],
     ),
-    (['--name=x', '--batches=0'], {}, ["'0' is no whole number"]),
+    (['--name=x', '--batches=0'], {}, ["'0' is not a whole number"]),
     (['--name=x'], {'TransformerConfig.mlp_dim': 64}, ['holds other parameters', 'mlp']),
   ],
 )

@@ -104,7 +104,7 @@ def test_every_prompt_has_its_answer_in_order(expected):
 
 @contextlib.contextmanager
 def nothing_kept():
-  """Within, jax compiles everything anew."""
+  """Within, jax compiles everything again."""
   jax.config.update('jax_enable_compilation_cache', False)
   compilation_cache.reset_cache()
   try:
@@ -314,7 +314,7 @@ def test_bad_prompts_are_refused_by_file_and_line(model_dir, tmp_path, text, nam
     (['--prompts={p}', '--step=7'], 'has no checkpoint of step 7'),
     (['--prompts={p}', '--score'], "prompts.txt:1 has no text under key 'targets'"),
     (['--dry_run'], "has no 'inputs' to continue"),
-    (['--prompts={p}', '--interactive'], '--interactive leaves nothing for --prompts'),
+    (['--prompts={p}', '--interactive'], '--interactive cannot be combined with --prompts'),
     (['--prompts={p}', '--gin.DecodingConfig.beams=2'], "Did you mean 'num_beams'"),
   ],
 )

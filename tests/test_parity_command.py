@@ -456,8 +456,8 @@ def test_a_dry_run_compiles_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
   'flags, error, what',
   [
-    (['--steps=0'], ConfigError, 'nothing could be compared'),
-    (['--tolerance=nan'], ConfigError, 'nothing could be compared'),
+    (['--steps=0'], ConfigError, 'nothing to compare'),
+    (['--tolerance=nan'], ConfigError, 'nothing to compare'),
     (['--hosts=3'], ConfigError, 'Give --hosts one of 1, 2, 4, 8'),
     (['--devices=0'], ConfigError, '--devices of at least 1'),
     (['--devices=16'], MeshError, 'jax has started with 8 CPU devices'),

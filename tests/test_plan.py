@@ -47,7 +47,7 @@ def test_the_plan_tells_layout_traffic_and_findings(gin_file, tmp_path, capsys):
   assert 'mesh: 2 hosts x 4 GPUs = 8 GPUs' in printed
   assert 'layers/mlp/wi_0/kernel' in printed and 'layers embed mlp' in printed
   assert '- fsdp model' in printed
-  assert 'local steps would take' in printed and 'any one may be lost' in printed
+  assert 'local checkpoints would take' in printed and 'any one may be lost' in printed
   assert 'a b c d | a b c d' in printed, 'who holds which part'
   assert 'gradient reduction' in printed and 'network' in printed and 'inside a host' in printed
   picture = image.imread(tmp_path / 'layout.png')
@@ -85,7 +85,7 @@ def test_flops_split_over_the_devices(gin_file, tmp_path):
   whole = planned(gin_file, tmp_path, '--devices=1', fsdp=1, model=1)
   assert whole['collectives'] == []
   parts = planned(gin_file, tmp_path, fsdp=1, model=1)
-  # All but the relative position bias, which knows no rows: 8 heads, 32 buckets, 32 x 32 pairs.
+  # All but the relative position bias, which is the same for all rows: 8 heads, 32 buckets, 32 x 32 pairs.
   bias = 2 * 2 * 8 * 32 * 32 * 32
   assert (parts['flops_per_device'] - bias) * 8 == pytest.approx(
     whole['flops_per_device'] - bias, rel=0.01
@@ -102,7 +102,7 @@ def test_zero_1_is_seen_to_split_the_optimizer_state_alone(gin_file, capsys):
   assert plan.main(flags(gin_file, '--dry_run', model=1, **{'Partitioner.zero_stage': 1})) == 0
   printed = capsys.readouterr().out
   assert 'batch and optimizer state' in printed and 'whole (state over fsdp)' in printed
-  parameters, state = printed.split('And of the optimizer state')
+  parameters, state = printed.split('The same for the optimizer state')
   assert 'a a a a a a a a' in parameters and 'a b a b a b a b' in state
   assert plan.main(flags(gin_file, '--dry_run', model=1)) == 0
   assert 'state over' not in capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
 @pytest.mark.parametrize(
   'flag, expected',
   [
-    ('--hosts=3', '--devices=8 cannot be divided into --hosts=3'),
+    ('--hosts=3', '--devices=8 cannot be divided among --hosts=3'),
     ('--devices=0', 'at least 1'),
     ('--show=memory', 'invalid choice'),
     ('--out=nowhere/x.png', "no folder 'nowhere'"),

@@ -95,11 +95,11 @@ def test_a_disk_that_turns_read_only_ends_the_run_by_name_and_the_same_command_g
       turn_read_only(project.model_dir)
       run.let_go()
       assert run.finish() == 1, run.out
-    told(run.err, 'Read-only file system', 'MODEL_DIR')
+    assert_reported(run.err, 'Read-only file system', 'MODEL_DIR')
     assert project.steps() == [4]
     with project.start(**MACROS, SAVE_PERIOD=4) as run:
       assert run.finish() == 1
-    told(run.err, 'cannot be written to: Read-only file system', 'MODEL_DIR is set at')
+    assert_reported(run.err, 'cannot be written to: Read-only file system', 'MODEL_DIR is set at')
     helpers_disk.unmount(project.model_dir)
     finishes(project, untouched, SAVE_PERIOD=4)
 
@@ -119,11 +119,11 @@ def test_a_full_disk_and_then_room_again_is_the_untouched_run(project, untouched
       filler = helpers_disk.fill(disk)
       run.let_go()
       assert run.finish() == 1, run.out
-    told(run.err, 'No space left on device', 'checkpoint')
+    assert_reported(run.err, 'No space left on device', 'checkpoint')
     assert project.steps() == [4] and not damaged(project.model_dir, 4)
     with project.start(**MACROS, SAVE_PERIOD=4) as run:  # nothing has changed
       assert run.finish() == 1, run.out
-    told(run.err, 'No space left on device', 'MODEL_DIR')
+    assert_reported(run.err, 'No space left on device', 'MODEL_DIR')
     assert project.steps() == [4] and not damaged(project.model_dir, 4)
     filler.unlink()
     finishes(project, untouched, SAVE_PERIOD=4)

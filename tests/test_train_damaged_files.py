@@ -1,4 +1,4 @@
-"""A restart goes on from a good checkpoint, whatever has happened to the small files beside it."""
+"""A restart continues from a good checkpoint, whatever happened to the small files next to it."""
 
 import json
 

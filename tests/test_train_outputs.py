@@ -208,7 +208,7 @@ def test_a_dry_run_tells_from_where_it_would_continue(finished):
   assert listing(finished.model_dir) == before
 
 
-# A user's own model, in a module beside the gin file.
+# A user's own model, in a module next to the gin file.
 OWN_MODEL = """
 import dataclasses
 

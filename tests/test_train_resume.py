@@ -1,4 +1,4 @@
-"""A run that was killed or stopped and started again is the run that nobody touched: to the bit."""
+"""A run that was killed or stopped, then started again, equals the uninterrupted run bit-exactly."""
 
 import shutil
 import signal
@@ -126,7 +126,7 @@ def test_ctrl_c_during_the_last_save_does_not_lose_it(tmp_path, warm):
     run.popen.send_signal(signal.SIGINT)
     run.wait_for(lambda: 'Once more to leave at once' in run.err)
     run.let_go()
-    assert run.finish() == 0, run.err  # there was nothing left to stop
+    assert run.finish() == 0, run.err  # it had finished before the signal
   assert project.steps() == [10] and 'Done at step 10' in run.out
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers_disk import small_disk
 from tests.helpers_train import Project
 
-# A user's own model and schedule, in a module beside the gin file.
+# A user's own model and schedule, in a module next to the gin file.
 MY_MODULE = '''"""A decoder whose loss is doubled, and a schedule that goes wrong at one step."""
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Training on registries in the way of T5's, from datasets prepared in TFDS's format.
 
-The tests of T5's own package need it: `make test-t5` installs it beside the project.
+The tests of T5's own package need it: `make test-t5` installs it next to the project.
 """
 
 import importlib.util

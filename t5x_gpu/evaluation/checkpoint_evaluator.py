@@ -28,21 +28,21 @@ from t5x_gpu.training.step_config import StepConfig
 
 
 class CheckpointEvaluator:
-  """Evaluates one checkpoint after the other.
+  """Evaluates parameters of different checkpoints on the same data.
 
   Args:
     config: of the run.
     dataset: task or mixture, split and lengths.
     tasks_dataset: where its metrics come from; None for `dataset`.
     decoding: how predictions are decoded; None for greedy decoding.
-    metrics: 'loss', 'tasks', or 'all': the loss, and the metrics of tasks if there are any.
+    metrics: 'loss', 'tasks', or 'all' for the loss and any task metrics.
     num_batches: of each task, for the loss; None for the whole split.
     num_examples: of each task, for its metrics; None for the whole split.
   Attributes:
     program: the model on its mesh.
-    confusion: [true class, predicted class] of the last one, if the model classifies.
+    confusion: [true class, predicted class] of the last checkpoint, if the model classifies.
   Raises:
-    UserError: of the model, the mesh or the data, on all processes if they have different data.
+    UserError: the model, the mesh or the data do not fit; on all processes if their data differs.
   """
 
   def __init__(
@@ -75,7 +75,7 @@ class CheckpointEvaluator:
         self._losses[name] = Evaluator(
           self.program, batches_for(model, one, repeat=False), num_batches
         )
-        if num_batches is None:  # nobody knows before all is read, and packed
+        if num_batches is None:  # unknown until all of it is read and packed
           self._uncounted[name] = functools.partial(batches_for, model, one, repeat=False)
     self._tasks = (
       None
@@ -95,7 +95,7 @@ class CheckpointEvaluator:
     )
 
   def __enter__(self) -> Self:
-    """Within, batches are counted in the background, so that bars have an estimate."""
+    """Counts the batches in the background, to estimate the time that is left."""
     self._totals = {name: self._counts.count(opened()) for name, opened in self._uncounted.items()}
     return self
 
@@ -103,11 +103,11 @@ class CheckpointEvaluator:
     self._counts.__exit__(*exc_info)
 
   def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
-    """Returns the values by name.
+    """Returns the metrics by name.
 
     Args:
       params: with layers in the order of the model.
-      show: shows how far each part is.
+      show: shows the progress of each part.
     """
     values: dict[str, float] = {}
     if self._losses:

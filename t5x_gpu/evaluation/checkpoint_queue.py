@@ -23,14 +23,14 @@ def steps_to_evaluate(
   last_step: Optional[int],
   timeout: float,
 ) -> Iterator[int]:
-  """Yields steps of checkpoints to evaluate, oldest first; the same on all processes.
+  """Yields the steps to evaluate, oldest first and the same on all processes.
 
   Args:
     folder: MODEL_DIR.
     wanted: 'all', 'last', or steps.
-    done: not these.
-    last_step: of the run, whose checkpoints are waited for; None not to wait.
-    timeout: seconds to wait for the next one.
+    done: steps to skip.
+    last_step: wait for new checkpoints until this step; None for no waiting.
+    timeout: seconds to wait for the next checkpoint.
   """
   done = set(done)
   deadline = time.monotonic() + timeout
@@ -67,11 +67,15 @@ def _next(
 
 
 def read_if_there(model_dir: AnyPath, step: int, program: Program) -> Any:
-  """Returns the parameters, or None if the run has removed that checkpoint meanwhile."""
+  """Returns the parameters; None, on all processes, if the run has removed the checkpoint.
+
+  Raises:
+    CheckpointError: the checkpoint exists and cannot be read.
+  """
   params, problem = None, None
   try:
     params = read_params(model_dir, program.abstract_state.params, step=step)
-  except Exception as e:  # of Orbax and TensorStore, when files vanish under them
+  except Exception as e:  # Orbax and TensorStore raise many kinds when files vanish
     problem = e
   exists = checkpoint_path(model_dir, step).exists()
   if problem is not None and exists:
@@ -79,7 +83,7 @@ def read_if_there(model_dir: AnyPath, step: int, program: Program) -> Any:
       raise problem
     raise CheckpointError(
       f'{checkpoint_path(model_dir, step)} cannot be read: {why(problem)}',
-      fix='Leave it out: --steps=... names those to evaluate.',
+      fix='Skip it: list the steps to evaluate as --steps=1000,2000.',
       parameters=('MODEL_DIR',),
     ) from problem
   whole = all(distributed.gather_json(problem is None))

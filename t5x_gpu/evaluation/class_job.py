@@ -1,4 +1,4 @@
-"""A classifier at work on texts: the job that `python -m t5x_gpu.infer` runs for an encoder."""
+"""The job that `python -m t5x_gpu.infer` runs for a text classifier."""
 
 from collections.abc import Callable, Collection
 from typing import Any, Optional
@@ -28,17 +28,17 @@ def open_class_job(
 
   Args:
     model: an EncoderModel that classifies, or its adapters.
-    dataset: of the run that trained it; its files need not be there.
-    reader: of the checkpoint, whose manifest has the names of the classes.
+    dataset: of the run that trained it; its files are not read.
+    reader: of the checkpoint; its manifest has the names of the classes.
     layout: mesh and rules.
     read: returns the parameters on `layout`; None in a dry run.
-    batch_size: texts at a time.
-    score: whether --score was given, which is for models that write text.
-    may_import: the modules that the task may import besides ours; None for any.
+    batch_size: texts per batch.
+    score: whether --score was given; an error, as it needs a model that writes text.
+    may_import: modules that the task may import besides ours; None for any.
   Raises:
-    ConfigError: `score`, a model file that does not say how long texts are, or a task that would
-      import something else.
-    DataError: no such vocabulary, or more ids than the model has.
+    ConfigError: `score`, a model file that lacks the length of the texts, or a task that imports
+      another module.
+    DataError: the vocabulary does not exist, or has more ids than the model.
   """
   if score:
     raise ConfigError(
@@ -47,7 +47,7 @@ def open_class_job(
     )
   if 'inputs' not in dataset.task_feature_lengths:
     raise ConfigError(
-      'A model file does not say how long the texts of a classifier are.',
+      'A model file lacks the length of the texts of a classifier.',
       fix='Give the gin file of the run that trained it, with --gin_file.',
     )
   plain = without_adapters(model)

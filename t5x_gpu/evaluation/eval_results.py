@@ -1,4 +1,4 @@
-"""What the checkpoints of a run are worth, on disk: MODEL_DIR/eval/NAME.jsonl and its pictures."""
+"""Metrics of the checkpoints of a run on disk: MODEL_DIR/eval/NAME.jsonl and its pictures."""
 
 import json
 import logging
@@ -26,17 +26,17 @@ FOLDER = 'eval'
 _log = logging.getLogger(__name__)
 
 
-class Results:
-  """What is known of the checkpoints of one MODEL_DIR, on disk: MODEL_DIR/eval/NAME.*.
+class EvalResults:
+  """Metrics by checkpoint of one MODEL_DIR, stored as MODEL_DIR/eval/NAME.*.
 
   Only process 0 has one.
 
   Args:
     model_dir: of the run.
     name: of this evaluation.
-    facts: what its numbers depend on, besides the checkpoint.
+    facts: what its metrics depend on, besides the checkpoint.
   Raises:
-    ConfigError: numbers of that name depend on other facts.
+    ConfigError: the metrics on disk depend on other facts.
   """
 
   def __init__(self, model_dir: pathlib.Path, name: str, facts: Mapping[str, Any]):
@@ -44,7 +44,7 @@ class Results:
     self.path = self.folder / f'{name}.jsonl'
     self._facts = facts
     self._tensorboard = model_dir / 'tensorboard' / f'{FOLDER}_{name}'
-    self._writer: Optional[MultiWriter] = None  # opened by the first number: errors leave no trace
+    self._writer: Optional[MultiWriter] = None  # opened for the first metric: errors leave no files
     _check_facts(self.folder / f'{name}.json', facts, name)
 
   def __enter__(self) -> Self:
@@ -60,13 +60,13 @@ class Results:
       new.write_text(json.dumps(self._facts, indent=1) + '\n')
     try:
       writers.append(TensorBoardWriter(self._tensorboard))
-    except ConfigError as e:  # a bare machine; the .jsonl has the same numbers
+    except ConfigError as e:  # tensorboardX is not installed
       _log.warning('No TensorBoard files: %s', e)
     return MultiWriter(writers)
 
   @property
   def records(self) -> dict[int, dict[str, float]]:
-    """Step -> values, ascending."""
+    """Step -> metrics, ascending."""
     if not self.path.is_file():
       return {}
     return {
@@ -75,13 +75,13 @@ class Results:
     }
 
   def add(self, step: int, values: Mapping[str, float]) -> None:
-    """Writes what a checkpoint is worth. A kill leaves at most one torn line."""
+    """Writes the metrics of a checkpoint. A kill leaves at most one incomplete line."""
     self._writer = self._writer or self._open()
     self._writer.write(step, values)
     self._writer.flush()
 
   def add_confusion(self, step: int, confusion: np.ndarray, names: Sequence[str]) -> None:
-    """Writes what was taken for what as a table and, where there is matplotlib, as a picture."""
+    """Writes the confusion matrix as a table and, if matplotlib is installed, as a picture."""
     stem = self.folder / f'{self.name}_confusion_{step}'
     classification.write_csv(confusion, names, f'{stem}.csv')
     try:
@@ -103,14 +103,14 @@ def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> Non
   ]
   if different:
     raise ConfigError(
-      f'{path.with_suffix(".jsonl")} has numbers of another evaluation:\n  '
+      f'{path.with_suffix(".jsonl")} has the metrics of another evaluation:\n  '
       + '\n  '.join(sorted(different)),
-      fix=f'Give this one a name of its own: --name={name}_2. Or remove {path.parent}/{name}.*',
+      fix=f'Give this evaluation another name, --name={name}_2, or remove {path.parent}/{name}.*',
     )
 
 
 def table(records: Mapping[int, Mapping[str, float]], *, width: int) -> str:
-  """Returns a row for each metric and a column for each step, in several blocks if need be.
+  """Returns a row for each metric and a column for each step, in as many blocks as `width` needs.
 
   Args:
     records: step -> values.
@@ -136,5 +136,5 @@ def table(records: Mapping[int, Mapping[str, float]], *, width: int) -> str:
 
 
 def short(name: str) -> str:
-  """Returns the name of a metric without what all of them begin with."""
+  """Returns the name of a metric without its prefix."""
   return name.removeprefix('infer_').removeprefix(LOSS)

@@ -1,4 +1,4 @@
-"""What a model is worth on held-back data: its loss, scores of classes, metrics of tasks."""
+"""Evaluation on held-out data: the loss, scores of classes, metrics of tasks."""
 
 import dataclasses
 import itertools
@@ -33,9 +33,9 @@ class Evaluator:
 
   Args:
     program: has the eval step.
-    batches: opened without repeat. Every process has as many as any other, the last one filled up
+    batches: opened without repeat. All processes have the same number; the last one is padded
       with rows of weight 0.
-    num_batches: at most this many, fewer if the data ends; None for all.
+    num_batches: at most this many; None for all.
   Attributes:
     batches: as given.
     confusion: [true class, predicted class] of the last evaluation, if the model classifies.
@@ -55,8 +55,8 @@ class Evaluator:
 
     Args:
       params: in the run's order of layers.
-      title: of the bar.
-      show: shows how many batches are done.
+      title: of the progress bar.
+      show: shows the progress.
       total: number of batches, for the bar; None for `num_batches`.
     """
     self.batches.set_state(self._start)
@@ -68,22 +68,22 @@ class Evaluator:
       return sums.sums()
 
   def run(self, params: Any, *, show: Show = silent) -> dict[str, float]:
-    """Returns eval/loss, eval/accuracy, ... of `params`, for classes eval/macro_f1, ... as well."""
+    """Returns eval/loss, eval/accuracy, ...; for a classifier eval/macro_f1, ... as well."""
     sums = self.sums(params, show=show)
     self.confusion = confusion_of(sums)
     return values_of(sums, prefix=LOSS)
 
 
 def confusion_of(sums: reduce.Sums) -> Optional[np.ndarray]:
-  """Returns [true class, predicted class] of the sums of an evaluation, None without classes."""
+  """Returns [true class, predicted class] from the sums of an evaluation; None without classes."""
   return sums[reduce.COUNTS][0] if reduce.COUNTS in sums else None
 
 
 def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
-  """Returns the metrics of an evaluation by name; what has no target tokens has no value."""
+  """Returns the metrics by name; those without target tokens are left out, with a warning."""
   means = reduce.means(sums, prefix=prefix)
   if means.empty:
-    _log.warning('The evaluation has no target tokens: %s without a value.', ', '.join(means.empty))
+    _log.warning('The evaluation has no target tokens for %s.', ', '.join(means.empty))
   confusion = confusion_of(sums)
   if confusion is None:
     return dict(means.values)
@@ -91,7 +91,7 @@ def values_of(sums: reduce.Sums, *, prefix: str) -> dict[str, float]:
 
 
 def loss_metrics(program: Program) -> dict[str, float]:
-  """Returns the metrics that `Evaluator.run` gives, with values that mean nothing; runs nothing."""
+  """Returns the metrics of `Evaluator.run` with dummy values, without running the model."""
   sums = program.eval_step.lower(program.abstract_state.params, program.abstract_batch).out_info
   return values_of(
     {name: (np.ones(total.shape), 1.0) for name, (total, _) in sums.items()}, prefix=LOSS
@@ -99,9 +99,9 @@ def loss_metrics(program: Program) -> dict[str, float]:
 
 
 class TaskEvaluator:
-  """The metrics of tasks: what the model writes, and how likely it finds what it should write.
+  """The metrics of tasks, from texts that the model writes and from scores of the targets.
 
-  Every process computes its rows of each batch, and has all results.
+  Every process computes its rows of each batch and gets all results.
 
   Args:
     model, program: what to evaluate.
@@ -110,8 +110,7 @@ class TaskEvaluator:
   Attributes:
     tasks: as given.
   Raises:
-    ConfigError: a model that writes no text.
-    DataError: a task whose predictions depend on nothing, or a prompt that does not fit.
+    DataError: an example without inputs where predictions need them, or one that does not fit.
   """
 
   def __init__(
@@ -167,8 +166,8 @@ def _with(config: DecodingConfig, **changes: Any) -> DecodingConfig:
 def _check_inputs(task: EvaluatedTask, has_encoder: bool) -> None:
   if (task.needs_predictions or has_encoder) and not all(task.inputs):
     raise DataError(
-      f"{task.name!r} has metrics of predictions, but examples without 'inputs' to predict from.",
-      fix="Take a task with the features 'inputs' and 'targets', or metrics of scores.",
+      f"{task.name!r} has metrics of predictions, but examples without 'inputs'.",
+      fix="Use a task with the features 'inputs' and 'targets', or metrics of scores.",
       parameters=('train.infer_eval_dataset_cfg',),
     )
 
@@ -187,20 +186,21 @@ def open_task_evaluator(
   Args:
     model, program: what to evaluate.
     dataset: which task or mixture, its split, and the lengths that inputs and targets are cut to.
-    decoding: how to write predictions; None for the likeliest tokens, as many as targets may have.
-    num_examples: of each task, the first ones; None for all.
-    required: whether it is an error that there are no metrics; None comes back otherwise.
+    decoding: how to write predictions; None for greedy decoding of as many tokens as targets have.
+    num_examples: the first examples of each task; None for all.
+    required: whether a task without metrics, or a model that cannot write text, is an error; if not
+      required, return None.
   Raises:
-    ConfigError: a model that writes no text.
+    ConfigError: the model does not write text.
     DataError: no metrics, no such split, no example.
   """
   if not writes_text(model):
     if not required:
       return None
     raise ConfigError(
-      f'A {type(model).__name__} does not write text, which metrics of tasks are computed from.',
+      f'A {type(model).__name__} does not write text, which task metrics need.',
       fix='Remove train.infer_eval_dataset_cfg (for python -m t5x_gpu.eval: --metrics=loss), or '
-      'take a DecoderOnlyModel or an EncoderDecoderModel.',
+      'use a DecoderOnlyModel or an EncoderDecoderModel.',
       parameters=('train.model', 'train.infer_eval_dataset_cfg'),
     )
   config = decoding or DecodingConfig(
@@ -234,7 +234,7 @@ def check_eval_batch(batch_size: int, program: Program) -> None:
   layout = program.layout
   parts, pipeline = layout.batch_parts, layout.pipeline
   if batch_size % parts:
-    what = f'do not divide into the {parts} parts that the mesh splits a batch into.'
+    what = f'do not divide into the {parts} parts into which the mesh splits a batch.'
   elif pipeline is not None and batch_size // parts < pipeline.least_rows:
     who = (
       'the circular schedule' if pipeline.num_stacks == 1 else 'an encoder-decoder in a pipeline'

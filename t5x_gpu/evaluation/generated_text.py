@@ -1,6 +1,6 @@
-"""A model at work on prompts: text into ids, results in order, how far it is.
+"""Runs a model on prompts and writes one JSON line per prompt, in their order.
 
-Results of prompts as JSON lines in their order: what a kill has left is continued.
+A run that was killed continues after its last complete line.
 """
 
 import dataclasses
@@ -26,21 +26,21 @@ FACTS = '.facts.json'
 
 
 class ResultLines:
-  """Appends one line per prompt to a file; `FILE.facts.json` says what the lines depend on.
+  """Appends one line per prompt to a file; `FILE.facts.json` lists what the lines depend on.
 
-  A line is written whole and reaches the disk before the next batch is computed. A last line that a
-  kill has cut is removed when the file is opened again.
+  Lines reach the disk before the next batch is computed. If a kill leaves an incomplete last line,
+  opening the file removes it.
 
   Args:
-    path: of the file; its folder is made.
+    path: of the file; its folder is created.
     facts: JSON-ready, what the results depend on.
     numbers: of the prompts, in order.
-    overwrite: begin anew.
+    overwrite: replace the file.
   Attributes:
     num_done: prompts that the file already had.
   Raises:
     ConfigError: the file holds other results, or cannot be written.
-    DataError: a line in the middle is no result.
+    DataError: a line in the middle is not a result.
   """
 
   def __init__(
@@ -63,7 +63,7 @@ class ResultLines:
       ) from e
 
   def _num_done(self, facts: Mapping[str, Any], numbers: Sequence[int]) -> int:
-    """Returns how many results the file has, after removing a torn last line."""
+    """Returns the number of results in the file, after removing an incomplete last line."""
     if not self.path.exists() or not self.path.stat().st_size:
       return 0
     self._check_facts(facts)
@@ -77,7 +77,7 @@ class ResultLines:
           raise DataError(
             f'{self.path}:{num_done + 1} is not the result of prompt {expected}: the line begins '
             f'{line[:60]!r}.',
-            fix='Mend or remove the file, or begin anew with --overwrite.',
+            fix='Repair or remove the file, or start over with --overwrite.',
           )
         num_done, whole_bytes = num_done + 1, whole_bytes + len(line)
       f.truncate(whole_bytes)
@@ -88,11 +88,11 @@ class ResultLines:
       before = read_json(self._facts_path)
     except (OSError, ValueError):
       before = None
-    fix = 'Give another --output, or begin anew with --overwrite.'
+    fix = 'Give another --output, or start over with --overwrite.'
     if not isinstance(before, dict):
       raise ConfigError(
-        f'{self.path} exists, and {self._facts_path.name}, which would say what is '
-        'in it, does not.',
+        f'{self.path} exists without {self._facts_path.name}, which lists what its results depend '
+        'on.',
         fix=fix,
       )
     now = json.loads(json.dumps(facts))
@@ -103,11 +103,11 @@ class ResultLines:
     ]
     if different:
       raise ConfigError(
-        f'{self.path} has results of something else:\n  ' + '\n  '.join(different), fix=fix
+        f'{self.path} has results of another job:\n  ' + '\n  '.join(different), fix=fix
       )
 
   def write(self, records: list[dict[str, Any]]) -> None:
-    """Appends results, which come with their numbers, in order."""
+    """Appends results in the order of their numbers."""
     self._file.write(''.join(to_line(record) for record in records).encode('utf-8'))
     self._file.flush()
     os.fsync(self._file.fileno())
@@ -117,7 +117,7 @@ class ResultLines:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-  """Returns a line of JSON, its text readable as it is."""
+  """Returns a line of JSON; text is not escaped to ASCII."""
   return json.dumps(record, ensure_ascii=False) + '\n'
 
 
@@ -130,7 +130,7 @@ def _number(line: bytes) -> Optional[int]:
   return number if isinstance(number, int) else None
 
 
-# Fields of a result beside those of its prompt.
+# Fields of a result in addition to those of its prompt.
 _SCORED = (NUMBER, 'score', 'num_tokens')
 _WRITTEN = (*_SCORED, 'prediction', 'is_complete', 'predictions', 'scores')
 _CLASSIFIED = (NUMBER, 'label', 'probability', 'probabilities')
@@ -138,14 +138,14 @@ _CLASSIFIED = (NUMBER, 'label', 'probability', 'probabilities')
 
 @dataclasses.dataclass(frozen=True)
 class InferJob:
-  """A model, and the text that it is to work on.
+  """A model with its vocabulary.
 
   Attributes:
     generator: of the model.
     text: text <-> ids.
-    checkpoint: folder that the parameters come from.
-    train_length: tokens of a row in training, or None.
-    class_names: of a `classify.Classifier`, which gives their probabilities; None for a Generator.
+    checkpoint: folder of the parameters.
+    train_length: tokens of a row in training; None if unknown.
+    class_names: of a Classifier; None for a Generator.
   """
 
   generator: Union[Generator, Classifier]
@@ -169,7 +169,7 @@ class InferJob:
       )
     return self.text.encode_targets(prompt.targets)
 
-  def text_of(self, generated: Union[Generated, Sequence[float]]) -> str:
+  def decoded(self, generated: Union[Generated, Sequence[float]]) -> str:
     if self.class_names is not None:
       best = max(range(len(generated)), key=generated.__getitem__)
       return f'{self.class_names[best]} ({generated[best]:.4f})'
@@ -179,7 +179,7 @@ class InferJob:
 
 @dataclasses.dataclass(frozen=True)
 class _EncodedPrompts:
-  """Prompts as ids, all of which fit the model.
+  """Prompts as ids; all of them fit the model.
 
   Attributes:
     job, prompts: as given.
@@ -275,7 +275,7 @@ def write_results(
   _check_fields(prompts, taken)
   encoded = _EncodedPrompts.of(job, prompts, score=score)
   if dry_run:
-    say(f'Dry run: {len(prompts)} prompts could be worked on.')
+    say(f'Dry run: {len(prompts)} prompts would be run.')
     return 0
   is_main, lines = distributed.is_main_process(), None
   if output is not None and is_main:
@@ -304,15 +304,15 @@ def write_results(
 
 
 def _check_fields(prompts: Sequence[Prompt], fields: Sequence[str]) -> None:
-  """Raises DataError if fields of prompts, which come back in the results, are called as ours."""
+  """Raises DataError if a field of a prompt has the name of a field of results."""
   taken = {
     field: prompt.where for prompt in reversed(prompts) for field in prompt.extra if field in fields
   }
   if taken:
     names = [field for field in fields if field in taken]
     raise DataError(
-      f'{taken[names[0]]} has {", ".join(map(repr, names))}, which the result has as well.',
-      fix='Rename what the prompts have; other fields come back as they are. Results have '
+      f'{taken[names[0]]} has {", ".join(map(repr, names))}, which results have as well.',
+      fix='Rename these fields of the prompts; other fields are copied to results. Results have '
       + ', '.join(fields)
       + '.',
       docs='infer.md#results',
@@ -320,7 +320,7 @@ def _check_fields(prompts: Sequence[Prompt], fields: Sequence[str]) -> None:
 
 
 def _result(job: InferJob, prompt: Prompt, found: Sequence[Any]) -> dict[str, Any]:
-  """Returns what is written of the continuations of a prompt, or its classes, best first."""
+  """Returns the fields of a result: continuations or classes, best first."""
   if job.class_names is not None:
     result = dict(sorted(zip(job.class_names, found), key=lambda pair: -pair[1]))
     label, probability = next(iter(result.items()))
@@ -332,7 +332,7 @@ def _result(job: InferJob, prompt: Prompt, found: Sequence[Any]) -> dict[str, An
     }
   best = found[0]
   result = {
-    'prediction': job.text_of(best),
+    'prediction': job.decoded(best),
     'score': best.score,
     'num_tokens': len(best.tokens),
     'is_complete': best.is_complete,
@@ -340,7 +340,7 @@ def _result(job: InferJob, prompt: Prompt, found: Sequence[Any]) -> dict[str, An
   if prompt.targets is not None:
     result = {'targets': prompt.targets, **result}
   if job.generator.config.num_decodes > 1:
-    result['predictions'] = [job.text_of(one) for one in found]
+    result['predictions'] = [job.decoded(one) for one in found]
     result['scores'] = [one.score for one in found]
   return result
 

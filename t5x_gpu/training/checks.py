@@ -1,4 +1,4 @@
-"""What a run checks of itself: its numbers of steps, and its first loss."""
+"""Checks of a run: its periods, and its first loss."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_periods(**periods: Optional[int]) -> None:
-  """Raises ConfigError for a number of steps below 1; None is no number."""
+  """Raises ConfigError for a period below 1; None is allowed."""
   wrong = [name for name, value in periods.items() if value is not None and value < 1]
   if wrong:
     raise ConfigError(
@@ -22,17 +22,19 @@ def check_periods(**periods: Optional[int]) -> None:
 
 
 def check_first_loss(loss: Optional[float], model: Model) -> None:
-  """Warns if an untrained model is far from guessing: wrong labels, scale or initialisation.
+  """Warns if the loss of an untrained model is far from that of guessing.
 
-  None, from a batch without target tokens or a model without such a metric, says nothing.
+  Args:
+    loss: None for a batch without target tokens or a model without this metric: no warning.
+    model: tells the number of outcomes.
   """
   if loss is None:
     return
   expected = math.log(model.num_outcomes)
   if not expected - 1.0 <= loss <= expected + 1.5:
     _log.warning(
-      'The first loss is %.2f; an untrained model should be near %.2f, that of '
-      'guessing. Check labels and initialisation (tied embeddings start higher).',
+      'The first loss is %.2f; an untrained model should be near %.2f, the loss of '
+      'guessing. Check labels and initialization (tied embeddings start higher).',
       loss,
       expected,
     )

@@ -1,9 +1,9 @@
-"""Whether a run fits into the memory of its devices and hosts, and what would fit if it does not.
+"""Checks that a run fits into the memory of its devices and hosts; if not, names what would fit.
 
-Before compiling, from shapes alone: the state, the gradients, and of the activations only what no
-setting avoids (one microbatch's input of every layer, in 16 bits, and its logits, in whose memory
-gradients may lie later). So the estimate is a lower bound, and a run that it refuses cannot work.
-Once XLA has compiled the step it says what the step really takes. docs/parallelism.md#memory.
+Before the compile the estimate is a lower bound from shapes: state, gradients, and the activations
+that no setting avoids. Those are the inputs of every layer for one microbatch, in 16 bits, and its
+logits, whose memory gradients may reuse. A run that exceeds the bound cannot work. After the
+compile, XLA reports the actual size. See docs/parallelism.md#memory.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ class Need:
 
   Attributes:
     params, opt_state, gradients: of the state and the step.
-    activations: everything else that the step holds.
-    is_compiled: whether XLA says so; else it is a lower bound.
+    activations: everything else.
+    is_compiled: whether XLA reported these sizes; else they are a lower bound.
   """
 
   params: int
@@ -50,7 +50,7 @@ class Need:
 
 
 def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
-  """Returns a lower bound of what a step takes, from shapes alone."""
+  """Returns a lower bound of the memory of a step, from shapes."""
   layout, mesh = program.layout, program.layout.mesh.shape
   state, names = program.abstract_state, program.names
   trained, trained_names = (program.trained.split(tree)[0] for tree in (state.params, names.params))
@@ -85,12 +85,12 @@ class Memory:
 
   Attributes:
     need: on each device.
-    limit: of the device that has least; None if unknown.
-    host: of the host that has least; None if unknown.
+    limit: of the device with the least memory; None if unknown.
+    host: of the host with the least memory; None if unknown.
     program: of the run.
     num_microbatches: of the run.
     remat_policy: of the model, if it has one.
-    num_machines: that the run is on. A topology's hosts may be racks of machines.
+    num_machines: of the run; a host of the topology may be a rack of machines.
   """
 
   need: Need
@@ -103,17 +103,17 @@ class Memory:
 
   @property
   def on_cpu(self) -> bool:
-    """Whether the devices have no memory but their host's."""
+    """Whether the devices use the memory of their host."""
     return self.program.layout.mesh.devices.flat[0].platform == 'cpu'
 
   def compiled(self, step: Any) -> Self:
-    """Returns the same with the bytes that XLA gives for the compiled `step`.
+    """Returns this with the sizes that XLA reports for the compiled `step`.
 
     Raises:
       OutOfMemoryError: as `check`.
     """
     stats = step.memory_analysis()
-    if stats is None:  # not on every platform
+    if stats is None:  # some platforms do not support it
       return self
     total = (
       stats.argument_size_in_bytes
@@ -134,10 +134,10 @@ class Memory:
     return f'memory: {least}{show(self.need.total)} on each device{of}: {self.need}'
 
   def check(self, *, least: Optional[Need] = None) -> None:
-    """Raises OutOfMemoryError, with what would fit, unless the run fits.
+    """Raises OutOfMemoryError, with settings that would fit, unless the run fits.
 
     Args:
-      least: the lower bound, if `need` is more than that.
+      least: the lower bound, if `need` is exact.
     """
     need, limit = self.need, self.limit
     topology = self.program.layout.topology
@@ -149,18 +149,18 @@ class Memory:
         f'({source}): {need}. Each has {limit}.',
         fix='These fit:\n' + '\n'.join(f'  {option}' for option in options)
         if options
-        else 'Nothing that only splits the run over more devices of this size fits: split '
-        'each row as well, Partitioner.num_partitions (model) or Partitioner.context.',
+        else 'Splitting the batch over more devices of this size is not enough. Split each row as '
+        'well: Partitioner.num_partitions (model) or Partitioner.context.',
         parameters=('Partitioner.fsdp', 'train.num_microbatches', 'BATCH_SIZE'),
         docs='parallelism.md#memory',
       )
-    # Also of a state that all hosts hold: they may share the work.
+    # Hosts with the same state may share the work of a save.
     copies = _bytes(self.program.abstract_state) // self.num_machines
     if self.host is not None and not self.on_cpu and copies > self.host.bytes:
       hosts = self.num_machines * math.ceil(copies / self.host.bytes)
       devices = hosts * topology.num_devices // self.num_machines
       raise OutOfMemoryError(
-        f'Each save copies at least {show(copies)} of the state to the memory of a host, which '
+        f'Each save copies at least {show(copies)} of the state to the memory of each host, which '
         f'has {self.host}.',
         fix=f'Split the state over {hosts} hosts (Partitioner.fsdp = {devices}), or give the job '
         f'more host memory: at least {show(copies)}.',
@@ -170,10 +170,10 @@ class Memory:
 
 
 def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Memory:
-  """Returns what the run needs and has; all processes must call it.
+  """Returns the memory that the run needs and has; all processes must call it.
 
   Raises:
-    OutOfMemoryError: it does not fit, on all processes alike.
+    OutOfMemoryError: the run does not fit; raised on all processes.
   """
   devices, machines = program.layout.mesh.local_devices, distributed.num_machines()
   host = host_limit()
@@ -214,7 +214,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _what_fits(memory: Memory, least: Need) -> Iterator[str]:
-  """Yields settings under which a step fits, with what it takes then, the least change first."""
+  """Yields settings with which a step fits and its size then, the smallest change first."""
   need, limit = memory.need, memory.limit.bytes
   layout, num_microbatches = memory.program.layout, memory.num_microbatches
   mesh, stage = layout.mesh.shape, layout.zero_stage

@@ -1,7 +1,6 @@
-"""The run's jitted functions and the shapes and shardings of everything they touch.
+"""The jitted functions of a run, and shapes and shardings of all their arrays.
 
-Whatever needs a model on a mesh (train, bench, dry runs, parity) builds one of these; nothing is
-allocated or compiled until asked for.
+Every command that needs a model on a mesh builds a `Program`. It allocates and compiles nothing.
 """
 
 import dataclasses
@@ -35,11 +34,11 @@ class Program:
     layout: mesh and rules.
     spec: the global batch.
     names: TrainState of AxisNames.
-    abstract_state: TrainState of shapes with today's shardings; what a restore targets.
-    init: () -> TrainState on the mesh; the same values on any topology, in the run's order.
-    train_step: (state, batch) -> (state, sums); the old state's memory is reused.
-    eval_step: (params, batch) -> sums; takes batches of other sizes than `spec` as well.
-    learning_rate_factor: by which the number of replicas scales the schedule; 1 for not.
+    abstract_state: TrainState of shapes and shardings; the target of a restore.
+    init: () -> TrainState on the mesh, in the run's order; the same values on any topology.
+    train_step: (state, batch) -> (state, sums); donates the old state.
+    eval_step: (params, batch) -> sums; takes batches of any size.
+    learning_rate_factor: scale of the schedule due to the number of replicas.
     trained: which parameters the step changes.
   """
 
@@ -58,7 +57,7 @@ class Program:
     return self._reordered(state, self.layout.in_model_order)
 
   def in_run_order(self, state: TrainState) -> TrainState:
-    """Returns `state`, from a checkpoint, with its layers where the run's pipeline wants them."""
+    """Returns the `state` of a checkpoint with its layers in the order of the run's pipeline."""
     return self._reordered(state, self.layout.in_run_order)
 
   def _reordered(self, state: TrainState, reorder: Callable[[Any, Any], Any]) -> TrainState:
@@ -111,10 +110,10 @@ def build_program(
     optimizer, schedule: of training/.
     partitioner: how to split it over `devices` of `topology`.
     task_feature_lengths, batch_size, pack: the global batch.
-    seed: of initialisation and dropout.
+    seed: of initialization and dropout.
     num_microbatches: as in `make_gradients`.
     max_grad_norm, loss_normalizing_factor: as in `make_train_step`.
-    learning_rate_scaling: with the number of replicas, see `schedules.replica_factor`.
+    learning_rate_scaling: as in `schedules.replica_factor`.
   Raises:
     ModelError, MeshError, ConfigError, ShapeError: before anything compiles.
   """
@@ -254,9 +253,9 @@ def program_of_run(
 
 
 def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optional[dict[str, Any]]:
-  """Returns the preset's compiler options for this program; None for XLA's own.
+  """Returns the compiler options of a preset for this program; None for XLA's defaults.
 
-  Collectives are combined up to the weights of one layer, as gathered in the compute dtype.
+  XLA combines collectives up to the size of one layer's weights in the compute dtype.
   """
   if xla is None:
     return None

@@ -1,7 +1,7 @@
-"""Have all processes lowered the same step? XLA compiles it on each, and trusts that they have.
+"""Checks that all processes lowered the same training step; XLA compiles it on each of them.
 
-This sees what digests of code cannot: an environment variable, other GPUs, a module that reads a
-file of its host.
+This finds differences that digests of the code do not show: an environment variable, other GPUs, a
+module that reads a file of its host.
 """
 
 import re
@@ -10,28 +10,28 @@ import jax
 
 from t5x_gpu.runtime import distributed
 
-# Differs between processes that compute the same: addresses, numbers of Python callbacks ...
+# May differ between processes with the same step: addresses, numbers of Python callbacks ...
 _ADDRESSES = re.compile(r'0x[0-9a-f]{6,16}\b|(?<=index = )\d+(?= : ui64)|(?<=")\d{8,}(?=")')
-# ... and compiled kernels (binary strings), which carry the paths of their sources.
+# ... and compiled kernels (binary strings), which contain paths of source files.
 _STRINGS = re.compile(r'"[^"\n]*"')
 
 
 def comparable_text(lowered: jax.stages.Lowered) -> str:
-  """Returns the lowered step as text, without what may differ between processes."""
+  """Returns the lowered step as text, without parts that may differ between processes."""
   text = _ADDRESSES.sub('_', lowered.as_text())
   return _STRINGS.sub(lambda string: '"_"' if r'\00' in string[0] else string[0], text)
 
 
 def check_same_step(lowered: jax.stages.Lowered) -> None:
-  """Raises ConfigError, on all processes, with the first difference, unless all lowered the same.
+  """Raises ConfigError on all processes, with the first difference, if their steps differ.
 
-  Only digests travel. It takes 0.04 s per megabyte of text, of which a model with its layers in a
-  scan has less than one.
+  Processes exchange digests only. This takes 0.04 s per megabyte of text; a model with its layers
+  in a scan has less than one megabyte.
   """
   if distributed.process_count() > 1:
     distributed.assert_equal_across_hosts(
       comparable_text(lowered),
       'The lowered training step',
       fix='Compare the environment of the hosts (env | sort), their GPUs (nvidia-smi -L) and '
-      'what your own modules read: the code and the versions are the same.',
+      'the files that your modules read. Code and versions are the same.',
     )

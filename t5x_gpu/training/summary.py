@@ -1,4 +1,4 @@
-"""The program in words: how many parameters there are and where each one lives."""
+"""A program as text: its parameters and their sharding."""
 
 import math
 from typing import Any
@@ -46,7 +46,7 @@ def bytes_per_device(tree: Any) -> int:
 def size_line(program: Program) -> str:
   """Returns `134,307,072 parameters; 1.50 GiB of parameters and optimizer state per device`.
 
-  Where not all parameters are trained, it says how many are.
+  If only some parameters are trained, it includes their number.
   """
   mib = bytes_per_device(program.abstract_state) / 2**20
   size = f'{mib / 1024:.2f} GiB' if mib >= 1024 else f'{mib:.1f} MiB'

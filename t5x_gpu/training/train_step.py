@@ -43,7 +43,7 @@ def make_train_step(
     max_grad_norm: global norm to which gradients are clipped; None for never.
     loss_normalizing_factor: what the summed loss is divided by before gradients are used. None is
       the number of target tokens; 1.0 is T5X's default, where batches with more tokens weigh more.
-    trained: which parameters are, as `gradients` was told.
+    trained: which parameters are trained, the same as for `gradients`.
   """
   names, _ = trained.split(names)
 
