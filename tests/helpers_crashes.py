@@ -50,7 +50,7 @@ def damaged(model_dir: pathlib.Path, step: int) -> dict[str, str]:
   return dict(verdict.damaged)
 
 
-def told(err: str, *parts: str) -> None:
+def assert_reported(err: str, *parts: str) -> None:
   """Fails unless the run ended with an error of ours in which all `parts` stand."""
   assert re.search('^(Checkpoint|Training|Config)Error: ', err, re.MULTILINE), err
   for part in parts:

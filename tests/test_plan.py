@@ -85,7 +85,7 @@ def test_flops_split_over_the_devices(gin_file, tmp_path):
   whole = planned(gin_file, tmp_path, '--devices=1', fsdp=1, model=1)
   assert whole['collectives'] == []
   parts = planned(gin_file, tmp_path, fsdp=1, model=1)
-  # All but the relative position bias, which is the same for all rows: 8 heads, 32 buckets, 32 x 32 pairs.
+  # All but the relative position bias, the same for all rows: 8 heads, 32 buckets, 32 x 32 pairs.
   bias = 2 * 2 * 8 * 32 * 32 * 32
   assert (parts['flops_per_device'] - bias) * 8 == pytest.approx(
     whole['flops_per_device'] - bias, rel=0.01

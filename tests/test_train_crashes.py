@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from tests import helpers_disk
-from tests.helpers_crashes import MACROS, damaged, files_of_saves, is_saving, told, until
+from tests.helpers_crashes import MACROS, assert_reported, damaged, files_of_saves, is_saving, until
 from tests.helpers_train import Project
 
 # Held in the middle of deleting an old checkpoint: what makes it one is gone, its arrays are not.

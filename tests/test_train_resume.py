@@ -1,4 +1,4 @@
-"""A run that was killed or stopped, then started again, equals the uninterrupted run bit-exactly."""
+"""A run that was killed or stopped and restarted equals the uninterrupted run bit-exactly."""
 
 import shutil
 import signal

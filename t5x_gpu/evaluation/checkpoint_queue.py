@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator
 from typing import Any, Optional, Union
 
 from t5x_gpu.checkpoint.arrays.params_files import read_params
-from t5x_gpu.checkpoint.model_dir import checkpoint_path, committed_steps, why
+from t5x_gpu.checkpoint.model_dir import checkpoint_path, committed_steps
 from t5x_gpu.checkpoint.storage.paths import AnyPath
-from t5x_gpu.errors import CheckpointError, UserError
+from t5x_gpu.errors import CheckpointError, UserError, first_line
 from t5x_gpu.runtime import distributed
 from t5x_gpu.training.program import Program
 
@@ -82,7 +82,8 @@ def read_if_there(model_dir: AnyPath, step: int, program: Program) -> Any:
     if isinstance(problem, UserError):
       raise problem
     raise CheckpointError(
-      f'{checkpoint_path(model_dir, step)} cannot be read: {why(problem)}',
+      f'{checkpoint_path(model_dir, step)} cannot be read: '
+      f'{type(problem).__name__}: {first_line(problem)[:200]}',
       fix='Skip it: list the steps to evaluate as --steps=1000,2000.',
       parameters=('MODEL_DIR',),
     ) from problem

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.runtime.preemption import EXIT_PREEMPTED
 from tests import helpers_crashes, helpers_disk
-from tests.helpers_crashes import is_saving, told, until
+from tests.helpers_crashes import assert_reported, is_saving, until
 from tests.helpers_topologies import SPLITS
 from tests.helpers_train import Process, Project
 from tests.helpers_warm import WarmStart
@@ -228,9 +228,9 @@ class NothingIsLost(RuleBasedStateMachine):
     Fails unless the exit code says what happened, and what is wrong has been told.
     """
     if code == 1 and self.filler:
-      told(run.err, 'No space left on device')
+      assert_reported(run.err, 'No space left on device')
     elif code == 1 and self.damaged and steps == [self.damaged]:
-      told(run.err, 'None of the 1 checkpoints', f'checkpoint_{self.damaged}')
+      assert_reported(run.err, 'None of the 1 checkpoints', f'checkpoint_{self.damaged}')
       assert digests(self._path(self.damaged)) == self.damage_done
       moved = len(list(self.project.model_dir.glob('moved_*')))
       self._path(self.damaged).rename(self.project.model_dir / f'moved_{moved}')
