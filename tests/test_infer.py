@@ -393,7 +393,7 @@ def test_a_converted_model_needs_nothing_but_its_folder(tmp_path):
   (tmp_path / 'p.txt').write_text('w5 w9 !\n')
   result = call(tmp_path / 'ours', f'--prompts={tmp_path / "p.txt"}', f'--output={tmp_path / "o"}')
   assert result.code == 0, result.err
-  assert 'DecodingConfig.start_token = 1: what the tokenizer puts before' in result.err
+  assert 'DecodingConfig.start_token = 1: the tokenizer starts a text with it' in result.err
   assert '92 ids; ids that end a text: 2, 7' in result.err
   facts = json.loads((tmp_path / 'o.facts.json').read_text())
   assert facts['DecodingConfig.start_token'] == 1
