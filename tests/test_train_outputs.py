@@ -252,7 +252,7 @@ def test_a_first_loss_far_from_guessing_is_warned_of_where_it_is_known(
   )
   result = project.run(TRAIN_STEPS=2)
   assert result.code == 0, result.err
-  assert ('near 5.58, that of guessing' in result.err) != loss_alone
+  assert ('near 5.58, the loss of guessing' in result.err) != loss_alone
 
 
 def test_evaluation_has_batches_of_its_own_if_asked(tmp_path):
