@@ -94,6 +94,9 @@ $(T5): $(VENV)/.installed
 test-t5: $(T5) ## train on the tasks of T5's own package, which it installs into build/t5
 	PYTHONPATH=$(T5) $(VENV)/bin/python -m pytest tests/test_train_tfds.py $(ARGS)
 
+docs: $(VENV)/.docs ## build the documentation site into build/site
+	$(VENV)/bin/mkdocs build --quiet --strict
+
 soak: $(VENV)/.installed ## kill, damage and resume runs for MINUTES=60, to find work that is lost
 	$(VENV)/bin/python -m tests.soak --minutes=$(MINUTES) $(ARGS)
 
@@ -105,8 +108,13 @@ clean: ## remove the virtual environments and what builds and tests left; runs/ 
 $(VENV)/.installed: setup.py
 	$(call install,$(VENV),$(PYTHON),python3,PYTHON)
 
+$(VENV)/.docs: $(VENV)/.installed
+	@if command -v uv >/dev/null; then uv pip install --quiet --python $(VENV)/bin/python -e '.[docs]'; \
+	else $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'; fi
+	@touch $@
+
 $(VENV312)/.installed: setup.py
 	$(call install,$(VENV312),$(PYTHON312),python3.12,PYTHON312,jax==$(JAX312))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format demo test-quick test test-all test-py312 test-t5 soak clean
+.PHONY: help setup lint format demo test-quick test test-all test-py312 test-t5 docs soak clean

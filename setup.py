@@ -18,7 +18,7 @@ CORE = [
   'rich>=13.7',
   'nvidia-ml-py>=13.580,<14',  # pure Python; without a driver it reports no GPUs
 ]
-# What turns text into batches. Only t5x_gpu/data imports these.
+# Text to batches. Only t5x_gpu/data imports these.
 DATA = [
   'seqio==0.0.20',
   'tensorflow>=2.21,<2.22',  # from PyPI it sees no GPU without its and-cuda extra; we hide them too
@@ -28,13 +28,14 @@ DATA = [
   'pyarrow>=26.0,<27',  # Parquet, Arrow, and what is compressed with zstd
   'h5py>=3.14,<4',
 ]
-# Models and tokenizers of Hugging Face: what python -m t5x_gpu.convert compares logits with, beside
-# torch, which it takes as it finds it. Converting itself needs neither.
+# Hugging Face's models and tokenizers. python -m t5x_gpu.convert compares logits with them if torch
+# is installed too; conversion itself needs neither.
 HF = ['transformers>=5.23,<6', 'safetensors>=0.8,<0.9']
 PLOTS = ['matplotlib>=3.9', 'tensorboardX>=2.6.4,<3']
-# torch for the tests that compare with Hugging Face's models: on one Python, as it is large.
-# moto is the S3-compatible server that tests start; flask is what serves it. kubernetes-validate
-# brings the schemas of Kubernetes, for scripts/train_k8s.yaml.
+# The documentation site (`make docs`).
+DOCS = ['mkdocs>=1.6.1,<2', 'mkdocs-material>=9.6,<10']
+# torch: tests compare with Hugging Face models, on one Python because it is large. moto and flask:
+# an S3-compatible server. kubernetes-validate: schemas for scripts/train_k8s.yaml.
 DEV = [
   'pytest>=9.0',
   'pytest-xdist>=3.6',
@@ -67,6 +68,7 @@ setuptools.setup(
   extras_require={
     'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"'],
     'dev': DEV,
+    'docs': DOCS,
     'hf': HF,
     'pile': [],  # pyarrow of the base reads and writes .zst; kept for `pip install .[pile]`
   },

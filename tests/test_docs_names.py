@@ -9,7 +9,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = sorted((ROOT / 't5x_gpu').rglob('*.py'))
-PAGES = [ROOT / 'README.md', ROOT / 'CHANGELOG.md', *sorted((ROOT / 'docs').glob('*.md'))]
+ROOT_PAGES = [ROOT / name for name in ('README.md', 'CHANGELOG.md', 'CONTRIBUTING.md')]
+PAGES = [*ROOT_PAGES, *sorted((ROOT / 'docs').glob('*.md'))]
 GIN_FILES = sorted((ROOT / 'gin_configs').rglob('*.gin'))
 SCRIPTS = [ROOT / 'Makefile', *sorted(p for p in (ROOT / 'scripts').rglob('*') if p.is_file())]
 

@@ -1,0 +1,137 @@
+"""Pages as a reader gets them: code parses, lines are short, a command comes first; the site."""
+
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+
+import gin
+import pytest
+import yaml
+
+from scripts import docs_site
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = sorted((ROOT / 'docs').glob('*.md'))
+PAGES = [ROOT / name for name in docs_site.PAGES] + DOCS
+WIDTH = 100
+GENERATED = {'xla_flags.md'}  # from tables with long links
+FIRST_COMMAND_WITHIN = 10  # lines of a page
+NO_COMMAND = {'decisions.md'}
+# What a block that is indented, not fenced, is if it starts a program.
+PROGRAMS = ('python', 'make', 'git', 'pip', 'sbatch', 'srun', 'export', 'kubectl', 'qsub', 'minio')
+
+ids = lambda path: path.name  # noqa: E731
+
+
+def fenced(text: str) -> list[tuple[int, str, str]]:
+  """Returns (line, language, code) of each fenced block."""
+  found = re.finditer(r'^```(\w*)\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
+  return [(text.count('\n', 0, m.start()) + 2, m[1], m[2]) for m in found]
+
+
+def prose(text: str) -> str:
+  """Returns `text` with its fenced blocks emptied; line numbers stay."""
+  return re.sub(
+    r'^```.*?^```', lambda m: '\n' * m[0].count('\n'), text, flags=re.DOTALL | re.MULTILINE
+  )
+
+
+def shell_lines(text: str) -> list[tuple[int, str]]:
+  """Returns (line, command) of the commands in blocks of shell and in indented blocks."""
+  found = [
+    (n + i, s)
+    for n, lang, code in fenced(text)
+    if lang == 'sh'
+    for i, s in enumerate(code.splitlines())
+  ]
+  indented = prose(text).replace('\\\n', '  ').splitlines()
+  found += [(i, line.strip()) for i, line in enumerate(indented, 1) if line.startswith('    ')]
+  return [(i, line) for i, line in found if line.startswith(PROGRAMS) and '<' not in line]
+
+
+class _Reader(gin.config_parser.ParserDelegate):
+  """Takes references and macros without looking them up."""
+
+  def configurable_reference(self, scoped_configurable_name, evaluate):
+    return scoped_configurable_name
+
+  def macro(self, macro_name):
+    return macro_name
+
+
+@pytest.mark.parametrize('path', PAGES, ids=ids)
+def test_code_blocks_parse(path):
+  text = path.read_text(encoding='utf-8')
+  for line, language, code in fenced(text):
+    where = f'{path.name}:{line}'
+    try:
+      if language == 'python':
+        ast.parse(code, where)
+      elif language == 'gin':
+        list(gin.config_parser.ConfigParser(code, _Reader()))
+      elif language == 'json':
+        yaml.safe_load(code)
+    except (SyntaxError, yaml.YAMLError) as e:
+      pytest.fail(f'{where}: {e}', pytrace=False)
+
+
+@pytest.mark.parametrize('path', PAGES, ids=ids)
+def test_commands_parse(path):
+  lines = shell_lines(path.read_text(encoding='utf-8'))
+  done = subprocess.run(
+    ['bash', '-n'], input='\n'.join(line for _, line in lines), text=True, capture_output=True
+  )
+  assert done.returncode == 0, f'{path.name}: {done.stderr}'
+
+
+@pytest.mark.parametrize('path', PAGES, ids=ids)
+def test_prose_wraps(path):
+  if path.name in GENERATED:
+    return
+  long = [
+    f'{path.name}:{i} has {len(line)} columns'
+    for i, line in enumerate(prose(path.read_text(encoding='utf-8')).splitlines(), 1)
+    if len(line) > WIDTH and ' ' in line.strip() and not re.match(r'[|#]|    |!\[', line)
+  ]
+  assert not long, '\n'.join(long)
+
+
+@pytest.mark.parametrize('path', [p for p in DOCS if p.name not in NO_COMMAND], ids=ids)
+def test_a_page_begins_with_a_command(path):
+  head = path.read_text(encoding='utf-8').splitlines()[:FIRST_COMMAND_WITHIN]
+  assert any(re.match(r'    \w|\$ python', line) for line in head), path.name
+
+
+def test_the_site_has_every_page():
+  config = yaml.safe_load((ROOT / 'mkdocs.yml').read_text(encoding='utf-8'))
+  listed = [
+    page
+    for entry in config['nav']
+    for page in ([entry] if isinstance(entry, str) else next(iter(entry.values())))
+  ]
+  assert sorted(listed) == sorted([p.name for p in DOCS] + list(docs_site.PAGES.values()))
+
+
+def test_links_to_source_files_are_plain_on_the_site():
+  text = '[a](docs/train.md#macros), [b](t5x_gpu/train.py), [c](https://x.org), [d](LICENSE)'
+  assert docs_site.site_text(text, at_root=True) == (
+    '[a](train.md#macros), b, [c](https://x.org), d'
+  )
+  text = '[a](train.md), [b](../t5x_gpu/train.py), [c](../CONTRIBUTING.md)'
+  assert docs_site.site_text(text, at_root=False) == '[a](train.md), b, [c](contributing.md)'
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings(tmp_path):
+  pytest.importorskip('mkdocs')
+  pytest.importorskip('material')
+  done = subprocess.run(
+    [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(tmp_path / 'site')],
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert (tmp_path / 'site/index.html').is_file()
