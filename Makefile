@@ -95,7 +95,7 @@ test-t5: $(T5) ## train on the tasks of T5's own package, which it installs into
 	PYTHONPATH=$(T5) $(VENV)/bin/python -m pytest tests/test_train_tfds.py $(ARGS)
 
 docs: $(VENV)/.docs ## build the documentation site into build/site
-	$(VENV)/bin/mkdocs build --quiet --strict
+	$(VENV)/bin/python scripts/docs_site.py
 
 soak: $(VENV)/.installed ## kill, damage and resume runs for MINUTES=60, to find work that is lost
 	$(VENV)/bin/python -m tests.soak --minutes=$(MINUTES) $(ARGS)

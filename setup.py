@@ -33,7 +33,7 @@ DATA = [
 HF = ['transformers>=5.23,<6', 'safetensors>=0.8,<0.9']
 PLOTS = ['matplotlib>=3.9', 'tensorboardX>=2.6.4,<3']
 # The documentation site (`make docs`).
-DOCS = ['mkdocs>=1.6.1,<2', 'mkdocs-material>=9.6,<10']
+DOCS = ['sphinx>=9.0,<10', 'myst-parser>=5.2,<6', 'furo>=2025.12']
 # torch: tests compare with Hugging Face models, on one Python because it is large. moto and flask:
 # an S3-compatible server. kubernetes-validate: schemas for scripts/train_k8s.yaml.
 DEV = [

@@ -1,59 +1,125 @@
-"""What mkdocs.yml needs beyond docs/: README, CONTRIBUTING and CHANGELOG as pages.
+"""Builds the documentation site with Sphinx: `make docs` writes build/site. Warnings are errors.
 
-Links to files that are not pages (source code, gin files) become plain text: the site has no copy
-of them. A list needs a blank line before it in Python-Markdown, which GitHub does not ask for.
+    python scripts/docs_site.py [OUTPUT]
+
+The pages stay as GitHub shows them. For the site, README, CONTRIBUTING and CHANGELOG become pages,
+links to other files (source code, gin files) become plain text, and links to `<a name>` anchors
+become links to the heading they stand in.
 """
 
 import pathlib
 import re
-from typing import Any
+import shutil
+import subprocess
+import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = {
+STAGED = ROOT / 'build' / 'docs_source'
+SITE = ROOT / 'build' / 'site'
+ROOT_PAGES = {
   'README.md': 'index.md',
   'CONTRIBUTING.md': 'contributing.md',
   'CHANGELOG.md': 'changelog.md',
 }
+SECTIONS = {
+  'Run': ('train', 'tasks', 'data', 'models', 'finetune', 'infer', 'eval', 'convert'),
+  'Scale': ('parallelism', 'mesh', 'plan', 'parity', 'slurm', 'xla_flags', 'performance'),
+  'Keep running': ('checkpoints', 'reshard', 'watchdog', 'security'),
+  'Extend': (
+    'architecture',
+    'add_a_model',
+    'add_a_parallelism',
+    'add_a_data_source',
+    'decisions',
+    'contributing',
+    'changelog',
+  ),
+}
+CONFIG = """
+project = html_title = 't5x_gpu'
+extensions = ['myst_parser']
+myst_heading_anchors = 4
+html_theme = 'furo'
+html_static_path = []
+"""
 _LINK = re.compile(r'(?<!!)\[([^\]]*)\]\(([^)\s]+)\)')
-_LIST_WITHOUT_BLANK = re.compile(r'(?m)^((?![-*|#>\s]|\d+\.).+)\n(?=(?:[-*]|1\.) )')
+_NAMED_HEADING = re.compile(r'^(#+) <a name="([^"]+)"></a>(.*)$', re.MULTILINE)
+_NAME = re.compile(r'^<a name="[^"]+"></a>\n', re.MULTILINE)
 
 
-def site_text(text: str, *, at_root: bool) -> str:
+def pages() -> dict[str, pathlib.Path]:
+  """Returns name of each page of the site -> its file."""
+  named = {page: ROOT / name for name, page in ROOT_PAGES.items()}
+  return named | {path.name: path for path in sorted((ROOT / 'docs').glob('*.md'))}
+
+
+def slug(heading: str) -> str:
+  """Returns the anchor of a heading, as GitHub and MyST make it."""
+  return re.sub(r'[^\w -]', '', heading.strip().lower()).replace(' ', '-')
+
+
+def named_headings(text: str) -> dict[str, str]:
+  """Returns `<a name>` of a heading -> the anchor of that heading."""
+  return {name: slug(heading) for _, name, heading in _NAMED_HEADING.findall(text)}
+
+
+def site_text(text: str, *, page: str, anchors: dict[str, dict[str, str]]) -> str:
   """Returns a page as the site shows it.
 
   Args:
     text: Markdown as in the repository.
-    at_root: the page comes from the root, so its links to pages begin with docs/.
+    page: its name on the site.
+    anchors: name of each page -> its `named_headings`.
   """
+  at_root = page in ROOT_PAGES.values()
 
   def link(match: re.Match[str]) -> str:
     words, target = match.groups()
-    if re.match(r'[a-z]+:|#', target):
+    if re.match(r'[a-z]+:', target):
       return match[0]
     name, mark, anchor = target.partition('#')
     name = name.removeprefix('docs/' if at_root else '../')
-    name = PAGES.get(name, name)
-    is_page = name in PAGES.values() or (ROOT / 'docs' / name).is_file()
-    return f'[{words}]({name}{mark}{anchor})' if is_page else words
+    name = ROOT_PAGES.get(name, name)
+    if name and name not in anchors:
+      return words
+    anchor = anchors[name or page].get(anchor, anchor)
+    return f'[{words}]({name}{mark}{anchor})'
 
-  text = _LINK.sub(link, text)
-  if at_root:
-    text = text.replace('](docs/images/', '](images/')
-  return _LIST_WITHOUT_BLANK.sub(r'\1\n\n', text)
-
-
-def on_files(files: Any, config: Any) -> Any:
-  """Adds the pages of the repository's root."""
-  from mkdocs.structure.files import File  # mkdocs loads this module; tests work without it
-
-  for name, page in PAGES.items():
-    text = (ROOT / name).read_text(encoding='utf-8')
-    files.append(File.generated(config, page, content=site_text(text, at_root=True)))
-  return files
+  text = _LINK.sub(link, text).replace('](docs/images/', '](images/')
+  text = _NAME.sub('', _NAMED_HEADING.sub(r'\1 \3', text))
+  return text.replace('```gin\n', '```text\n')
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-  """Returns the text of a page of docs/ as the site shows it."""
-  if page.file.src_uri in PAGES.values():
-    return markdown
-  return site_text(markdown, at_root=False)
+def contents() -> str:
+  """Returns the table of contents of the site, a hidden part of its first page."""
+  return ''.join(
+    f'\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n' + '\n'.join(names) + '\n```\n'
+    for title, names in SECTIONS.items()
+  )
+
+
+def stage(folder: pathlib.Path) -> None:
+  """Writes the sources of the site, for Sphinx, into `folder`."""
+  shutil.rmtree(folder, ignore_errors=True)
+  shutil.copytree(ROOT / 'docs' / 'images', folder / 'images')
+  texts = {name: path.read_text(encoding='utf-8') for name, path in pages().items()}
+  anchors = {name: named_headings(text) for name, text in texts.items()}
+  for name, text in texts.items():
+    text = site_text(text, page=name, anchors=anchors)
+    (folder / name).write_text(text + (contents() if name == 'index.md' else ''), encoding='utf-8')
+  (folder / 'conf.py').write_text(CONFIG, encoding='utf-8')
+
+
+def main() -> int:
+  """Builds the site into the folder that the command line names, else into `SITE`."""
+  output = sys.argv[1] if len(sys.argv) > 1 else str(SITE)
+  stage(STAGED)
+  options = ('-W', '--keep-going', '--nitpicky', '--quiet')
+  done = subprocess.run([sys.executable, '-m', 'sphinx', *options, str(STAGED), output])
+  if done.returncode == 0:
+    print(f'{output}/index.html')
+  return done.returncode
+
+
+if __name__ == '__main__':
+  sys.exit(main())

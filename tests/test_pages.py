@@ -14,7 +14,7 @@ from scripts import docs_site
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = sorted((ROOT / 'docs').glob('*.md'))
-PAGES = [ROOT / name for name in docs_site.PAGES] + DOCS
+PAGES = [ROOT / name for name in docs_site.ROOT_PAGES] + DOCS
 WIDTH = 100
 GENERATED = {'xla_flags.md'}  # from tables with long links
 FIRST_COMMAND_WITHIN = 10  # lines of a page
@@ -105,30 +105,31 @@ def test_a_page_begins_with_a_command(path):
 
 
 def test_the_site_has_every_page():
-  config = yaml.safe_load((ROOT / 'mkdocs.yml').read_text(encoding='utf-8'))
-  listed = [
-    page
-    for entry in config['nav']
-    for page in ([entry] if isinstance(entry, str) else next(iter(entry.values())))
-  ]
-  assert sorted(listed) == sorted([p.name for p in DOCS] + list(docs_site.PAGES.values()))
+  listed = [f'{name}.md' for names in docs_site.SECTIONS.values() for name in names]
+  assert sorted([*listed, 'index.md']) == sorted(docs_site.pages())
 
 
-def test_links_to_source_files_are_plain_on_the_site():
-  text = '[a](docs/train.md#macros), [b](t5x_gpu/train.py), [c](https://x.org), [d](LICENSE)'
-  assert docs_site.site_text(text, at_root=True) == (
-    '[a](train.md#macros), b, [c](https://x.org), d'
+def test_links_of_the_site_lead_to_pages_and_headings():
+  anchors = {'index.md': {}, 'contributing.md': {}, 'train.md': {'old': 'new-name'}}
+  at_root = '[a](docs/train.md#old), [b](t5x_gpu/train.py), [c](https://x.org), [d](LICENSE)'
+  assert docs_site.site_text(at_root, page='index.md', anchors=anchors) == (
+    '[a](train.md#new-name), b, [c](https://x.org), d'
   )
-  text = '[a](train.md), [b](../t5x_gpu/train.py), [c](../CONTRIBUTING.md)'
-  assert docs_site.site_text(text, at_root=False) == '[a](train.md), b, [c](contributing.md)'
+  in_docs = (
+    '## <a name="old"></a>New name\n[a](#old), [b](../t5x_gpu/x.py), [c](../CONTRIBUTING.md)'
+  )
+  assert docs_site.named_headings(in_docs) == {'old': 'new-name'}
+  assert docs_site.site_text(in_docs, page='train.md', anchors=anchors) == (
+    '## New name\n[a](#new-name), b, [c](contributing.md)'
+  )
 
 
 @pytest.mark.slow
 def test_the_site_builds_without_warnings(tmp_path):
-  pytest.importorskip('mkdocs')
-  pytest.importorskip('material')
+  for module in ('sphinx', 'myst_parser', 'furo'):
+    pytest.importorskip(module)
   done = subprocess.run(
-    [sys.executable, '-m', 'mkdocs', 'build', '--strict', '--site-dir', str(tmp_path / 'site')],
+    [sys.executable, 'scripts/docs_site.py', str(tmp_path / 'site')],
     cwd=ROOT,
     text=True,
     capture_output=True,
