@@ -15,10 +15,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 't5x_gpu'
 PICTURE = ROOT / 'docs' / 'images' / 'architecture.svg'
 COMMANDS = 'commands'
-WIDTH, BOX_WIDTH, BOX_HEIGHT, ROW_HEIGHT = 960, 190, 52, 96
+# Horizontal places next to the middle column, so that long arrows do not cross boxes.
+COLUMNS = {'analysis': 116, 'metrics': 250, 'data': 790, 'terminal': 790}
+WIDTH, BOX_WIDTH, BOX_HEIGHT, ROW_HEIGHT = 960, 212, 52, 92
 STYLE = (
   'text{font-family:sans-serif;fill:#222}.name{font-size:15px;font-weight:bold}'
-  '.rooms{font-size:10px;fill:#555}rect{fill:#eef4fb;stroke:#4477aa}'
+  '.rooms{font-size:9px;fill:#555}rect{fill:#eef4fb;stroke:#4477aa}'
   'path{fill:none;stroke:#99a;stroke-width:1.2}'
 )
 
@@ -73,7 +75,7 @@ def without_shortcuts(graph: Mapping[str, set[str]]) -> Graph:
 
 
 def floors(graph: Mapping[str, set[str]]) -> dict[str, int]:
-  """Returns folder -> its floor: one above the highest folder that it imports."""
+  """Returns folder -> its floor, above all folders that it imports."""
   found: dict[str, int] = {}
 
   def floor(folder: str) -> int:
@@ -83,6 +85,9 @@ def floors(graph: Mapping[str, set[str]]) -> dict[str, int]:
 
   for folder in sorted(graph):
     floor(folder)
+  for folder in graph:
+    if not graph[folder]:  # right below its users: a shorter arrow
+      found[folder] = min((found[f] for f in graph if folder in graph[f]), default=1) - 1
   return found
 
 
@@ -97,14 +102,11 @@ def svg(graph: Mapping[str, set[str]]) -> str:
   level = floors(graph)
   top = max(level.values())
   centre: dict[str, tuple[int, int]] = {}
-  for floor in range(top + 1):
-    row = sorted(folder for folder in graph if level[folder] == floor)
-    for i, folder in enumerate(row):
-      shift = (-1) ** floor * 24 if len(row) == 1 else 0  # arrows that pass a floor stay visible
-      centre[folder] = (
-        round(WIDTH * (i + 1) / (len(row) + 1)) + shift * 4,
-        (top - floor) * ROW_HEIGHT + ROW_HEIGHT // 2,
-      )
+  for folder, floor in level.items():
+    row = sorted(f for f in graph if level[f] == floor and f not in COLUMNS)
+    middle = WIDTH // 2 + (0 if folder in COLUMNS else row.index(folder)) * (BOX_WIDTH + 20)
+    y = (top - floor) * ROW_HEIGHT + ROW_HEIGHT // 2
+    centre[folder] = (COLUMNS.get(folder, middle), y)
   lines = [
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {(top + 1) * ROW_HEIGHT}">',
     f'<style>{STYLE}</style>',
@@ -114,11 +116,14 @@ def svg(graph: Mapping[str, set[str]]) -> str:
   for folder, below in sorted(without_shortcuts(graph).items()):
     for other in sorted(below):
       (x, y), (to_x, to_y) = centre[folder], centre[other]
-      y, to_y = y + BOX_HEIGHT // 2, to_y - BOX_HEIGHT // 2
-      lines.append(
-        f'<path marker-end="url(#tip)" d="M{x} {y}C{x} {(y + to_y) // 2} {to_x} '
-        f'{(y + to_y) // 2} {to_x} {to_y}"/>'
-      )
+      to_y -= BOX_HEIGHT // 2
+      if level[folder] - level[other] > 1 and x != to_x:  # beyond the next floor: leave sideways
+        x += BOX_WIDTH // 2 * (1 if to_x > x else -1)
+        curve = f'C{to_x} {y} {to_x} {y} {to_x} {to_y}'
+      else:
+        y += BOX_HEIGHT // 2
+        curve = f'C{x} {(y + to_y) // 2} {to_x} {(y + to_y) // 2} {to_x} {to_y}'
+      lines.append(f'<path marker-end="url(#tip)" d="M{x} {y}{curve}"/>')
   for folder, (x, y) in sorted(centre.items()):
     inner = 'train, eval, infer, plan, ...' if folder == COMMANDS else rooms(folder)
     lines += [
