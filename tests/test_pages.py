@@ -16,7 +16,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = sorted((ROOT / 'docs').glob('*.md'))
 PAGES = [ROOT / name for name in docs_site.ROOT_PAGES] + DOCS
 WIDTH = 100
-GENERATED = {'xla_flags.md'}  # from tables with long links
 FIRST_COMMAND_WITHIN = 10  # lines of a page
 NO_COMMAND = {'decisions.md'}
 # What a block that is indented, not fenced, is if it starts a program.
@@ -88,8 +87,6 @@ def test_commands_parse(path):
 
 @pytest.mark.parametrize('path', PAGES, ids=ids)
 def test_prose_wraps(path):
-  if path.name in GENERATED:
-    return
   long = [
     f'{path.name}:{i} has {len(line)} columns'
     for i, line in enumerate(prose(path.read_text(encoding='utf-8')).splitlines(), 1)

@@ -59,7 +59,6 @@ NAMES = {
 QUOTED: set[tuple[str, str]] = set()
 # Folders and files of which the words are still to be gone through.
 NOT_YET: set[str] = {
-  'docs/xla_flags.md',  # made from runtime/xla
   'benchmarks/decode.py',
   'benchmarks/layouts.py',
   'benchmarks/tp_memory.py',
