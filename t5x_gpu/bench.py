@@ -166,7 +166,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   )
   if args.extra.steps < 1 or args.extra.warmup < 0:
     raise ConfigError(
-      f'--steps={args.extra.steps} --warmup={args.extra.warmup}: no step to time.',
+      f'--steps={args.extra.steps} --warmup={args.extra.warmup}: nothing to time.',
       fix='Give --steps of at least 1 and --warmup of at least 0.',
     )
   cluster = cluster_lib.detect_here(args.extra)
