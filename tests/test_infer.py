@@ -289,7 +289,7 @@ def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_pat
     (
       '{"inputs": "a"}\n{"inputs": "a", "number": 7, "scores": 1, "id": 2}',
       'p.jsonl',
-      "p.jsonl:2 has 'number', 'scores', which the result has as well",
+      "p.jsonl:2 has 'number', 'scores', which results have as well",
     ),
     (None, 'none.txt', 'none.txt cannot be read: No such file'),
   ],

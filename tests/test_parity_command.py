@@ -461,7 +461,7 @@ def test_a_dry_run_compiles_nothing(tmp_path, capsys):
     (['--hosts=3'], ConfigError, 'Give --hosts one of 1, 2, 4, 8'),
     (['--devices=0'], ConfigError, '--devices of at least 1'),
     (['--devices=16'], MeshError, 'jax has started with 8 CPU devices'),
-    (['--real'], MeshError, 'Leave --real out'),
+    (['--real'], MeshError, 'Remove --real'),
   ],
 )
 def test_what_cannot_be_compared_is_refused(flags, error, what, monkeypatch):
