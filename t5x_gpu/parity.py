@@ -28,7 +28,7 @@ from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.parity.gradient_recorder import Recording
-from t5x_gpu.training.parity.paired_run import Run, TwoRuns
+from t5x_gpu.training.parity.paired_run import RecordedRun, TwoRuns
 from t5x_gpu.training.parity.report import Report, compare_runs
 from t5x_gpu.training.parity.tables import as_dict, layer_rows, parameter_rows, step_rows
 from t5x_gpu.training.program import Program, compile_options, program_of_run
@@ -117,7 +117,7 @@ def parity(
   # By default GPUs multiply float32 matrices in TF32, which has a mantissa of 10 bits.
   with jax.default_matmul_precision('highest'):
     mesh, one = (
-      Run(
+      RecordedRun(
         program,
         model=in_float32(config.model)[0],
         seed=config.random_seed,

@@ -252,7 +252,12 @@ def test_a_gradient_of_rounding_alone_is_no_failure(user_model, partitioner):
       0.5,
       'agree, and the gradients as far back as layers/1: its backward pass differs.',
     ),
-    ('gradient', 'gradient of layers/1/mix/kernel', 0.5, 'and the gradients with respect to them'),
+    (
+      'gradient',
+      'gradient of layers/1/mix/kernel',
+      0.5,
+      'The outputs of all layers and their gradients agree',
+    ),
   ],
 )
 def test_a_mistake_of_the_model_is_named_by_layer_or_parameter(
@@ -378,7 +383,7 @@ def test_of_a_model_that_is_one_function_the_worst_gradient_is_named(user_model)
   report = report_of(OneFunction(mistake='weight'), steps=1)
   assert report.steps[0].layers == []
   assert report.failure.what.startswith('gradient of ')
-  assert 'does not come in layers (embed, run_layers, head)' in report.failure.how
+  assert 'cannot be run layer by layer (embed, run_layers, head)' in report.failure.how
 
 
 def test_an_optimizer_that_updates_otherwise_on_a_mesh_is_named(user_model):

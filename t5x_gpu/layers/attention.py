@@ -21,17 +21,16 @@ class MultiHeadAttention(nn.Module):
   """Projections to heads, attention, and the projection back.
 
   Attributes:
-    num_heads, head_dim: their product need not be the model's embed_dim.
-    num_kv_heads: heads of keys and values, each of which serves as many query heads; None for as
-      many as queries have.
-    query_pre_attn_scalar: logits are divided by its square root; None: the query's initializer is
-      (T5).
-    bias_in: 'none', 'qkv' or 'all' of the projections add a bias.
-    qk_norm: normalise the features of every query and key.
-    norm_epsilon: of that norm.
+    num_heads, head_dim: query heads and their features; the product may differ from embed_dim.
+    num_kv_heads: key and value heads, each shared by several query heads; None for num_heads.
+    query_pre_attn_scalar: logits are divided by its square root; None for T5, whose query
+      initializer includes the factor.
+    bias_in: which projections have a bias: 'none', 'qkv' or 'all'.
+    qk_norm: normalise the features of queries and keys.
+    norm_epsilon: epsilon of that norm.
     dropout_rate: of attention weights.
     dtype: of the projections; logits and softmax are float32.
-    kernel_init: of all kernels; T5's if None.
+    kernel_init: of all kernels; None for T5's.
   """
 
   num_heads: int
@@ -59,18 +58,18 @@ class MultiHeadAttention(nn.Module):
     layer: Any = 0,
     dropout_rng: Optional[DropoutRng] = None,
   ) -> tuple[jax.Array, Optional[KVCache]]:
-    """Returns the attention of `x` [batch, length, embed], of the same shape, and `cache` after it.
+    """Returns the output [batch, length, embed] and the updated `cache`.
 
     Args:
-      x: input of the queries.
-      attention: how heads attend, and to what.
-      kv_input: [batch, kv_length, embed] input of keys and values; `x` for self-attention. None
-        where `cache` holds all of them.
+      x: [batch, length, embed], input of the queries.
+      attention: how queries attend to keys.
+      kv_input: [batch, kv_length, embed], input of keys and values; `x` for self-attention. None if
+        `cache` already holds them.
       bias: from `attention.bias`.
-      window: of this layer, see Attention.
-      rotation: of the positions of `x`, and so for self-attention only.
-      cache: what came before; keys and values are added to it, and all of them attended to.
-      layer: its number in `cache`.
+      window: positions back that this layer sees, see Attention.
+      rotation: rotary rotation of the positions of `x`; for self-attention only.
+      cache: earlier keys and values; new ones are added, and queries attend to all of them.
+      layer: index of this layer in `cache`.
       dropout_rng: None for no dropout.
     """
     inputs = {'query': x}
@@ -89,7 +88,7 @@ class MultiHeadAttention(nn.Module):
       if key is not None:
         cache = cache.write(layer, key, value)
       key, value = cache.read(layer)
-    # T5 drops an attention weight for all queries at once: the same as dropping a value.
+    # T5 drops an attention weight for all queries at once, which is the same as dropping a value.
     value = dropout_positions(
       value, self.dropout_rate, dropout_rng, num_heads=self.num_kv_heads or self.num_heads
     )
@@ -112,11 +111,11 @@ class MultiHeadAttention(nn.Module):
     return RMSNorm(self.norm_epsilon, self.dtype, axis='kv', along=heads, name=name)
 
   def _project(self, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns name -> [batch, length, heads, kv] of each of `inputs` [batch, length, embed].
+    """Returns name -> [batch, length, heads, kv] from name -> input [batch, length, embed].
 
-    Where heads are split, one matmul makes all that have the same input, its features ordered by
-    key and value head: the input is then gathered once and its gradient reduced once. Where there
-    are fewer of these heads than parts, every part computes the head that its queries meet.
+    If heads are split, one matmul computes all projections of the same input, with features ordered
+    by key and value head, so the input is gathered once and its gradient reduced once. If there are
+    fewer of these heads than devices, every device computes the head that its queries need.
     """
     kv_heads = self.num_kv_heads or self.num_heads
     maps = {}

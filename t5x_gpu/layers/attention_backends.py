@@ -1,7 +1,7 @@
-"""Ways to compute attention, all with the same result: dense, and over a split length.
+"""Two ways to compute attention, with the same result: dense, and over a split length.
 
-A backend is made once per batch from what is known of its tokens, and called in every layer. What
-`bias` returns is the backend's own: computed once where a bias is shared between layers.
+A backend is created once per batch, from positions and segments of its tokens, and called in every
+layer. The type of a bias depends on the backend; a bias shared between layers is computed once.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from t5x_gpu.partitioning.ring_attention import MASKED, ring_attention
 
 
 class Attention(Protocol):
-  """How queries [batch, q_length, heads, kv] meet keys and values [batch, kv_length, kv_heads, kv].
+  """Attends from queries [batch, q_length, heads, kv] to keys [batch, kv_length, kv_heads, kv].
 
-  Query head h meets key and value head h // (heads / kv_heads).
+  Query head h attends to key and value head h // (heads / kv_heads).
   """
 
   def bias(self, table: jax.Array) -> Any:
-    """Returns what a call takes as `bias`, from a table [heads, relpos_buckets]."""
+    """Returns the argument `bias` of a call, from a table [heads, relpos_buckets]."""
 
   def __call__(
     self,
@@ -35,17 +35,17 @@ class Attention(Protocol):
     bias: Any,
     window: Optional[jax.Array] = None,
   ) -> jax.Array:
-    """Returns outputs of the queries' shape; `bias` may be None, `window` is this layer's size."""
+    """Returns [batch, q_length, heads, kv]; `window` is the positions back that a query sees."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKind:
-  """What a stack's attention is like, the same for every batch.
+  """The attention of a stack, the same for every batch.
 
   Attributes:
-    causal: a query sees no later position (but for a prefix).
-    softcap: logits are bent to at most this, or None.
-    buckets: of the relative bias.
+    causal: a query does not see later positions, except inside a prefix.
+    softcap: cap on the logits, or None.
+    buckets: buckets of the relative bias.
   """
 
   causal: bool = True
@@ -60,12 +60,12 @@ class AttentionKind:
 def make_attention(
   kind: AttentionKind, info: TokenInfo, kv_info: Optional[TokenInfo] = None
 ) -> Attention:
-  """Returns attention: dense, or over `context` where the active rules split the length.
+  """Returns the attention backend: dense, or over `context` if the active rules split the length.
 
   Args:
-    kind: of the stack.
-    info: of the queries' tokens, and of the keys' unless `kv_info` is given.
-    kv_info: of tokens elsewhere: of the encoder, or of what is in a cache.
+    kind: attention of the stack.
+    info: positions and segments of the queries, and of the keys unless `kv_info` is given.
+    kv_info: positions and segments of the encoder's tokens or of the slots of a cache.
   """
   if context_method() is None:
     return DenseAttention(
@@ -93,8 +93,8 @@ def dot_product_attention(
     query: [batch, q_length, heads, kv].
     key, value: [batch, kv_length, kv_heads, kv].
     mask: boolean, broadcastable to [batch, heads, q_length, kv_length]; True may attend.
-    bias: of the same shape; added to the logits.
-    softcap: bends logits to at most this: cap * tanh(logits / cap).
+    bias: broadcastable to the same shape; added to the logits.
+    softcap: caps the logits: softcap * tanh(logits / softcap).
   Source: Vaswani et al. 2017, eq. 1; Ainslie et al. 2023 (grouped queries); Gemma Team 2024 (cap).
   """
   logits = _logits(query, key, mask, bias, softcap)
@@ -133,13 +133,13 @@ def _logits(
 
 @flax.struct.dataclass
 class DenseAttention:
-  """Logits of whole rows at once.
+  """Attention over whole rows at once.
 
   Attributes:
-    q, kv: what is known of queries and keys.
-    mask: as in `dot_product_attention`, without any window.
-    kind: of the stack.
-    whole_rows: queries and keys are the same positions 0, 1, 2, ...
+    q, kv: positions and segments of queries and keys.
+    mask: as in `dot_product_attention`, without a window.
+    kind: attention of the stack.
+    whole_rows: queries and keys have the same positions 0, 1, 2, ...
   """
 
   q: TokenInfo
@@ -171,8 +171,8 @@ class ContextAttention:
   """Attention over rows that are split over the mesh axis `context`.
 
   Attributes:
-    q, kv: of the local tokens.
-    kind: of the stack.
+    q, kv: positions and segments of the local queries and keys.
+    kind: attention of the stack.
   """
 
   q: TokenInfo
@@ -204,7 +204,7 @@ class ContextAttention:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockLogits:
-  """Logits of any queries and keys of rows of `length`."""
+  """Computes logits of blocks of queries and keys in rows of `length` tokens."""
 
   kind: AttentionKind
   length: int
@@ -222,7 +222,7 @@ class _BlockLogits:
 
 @dataclasses.dataclass(frozen=True)
 class _MayAttend:
-  """Whether a block has anything to compute."""
+  """Computes whether any query of a block may attend to any of its keys."""
 
   kind: AttentionKind
 

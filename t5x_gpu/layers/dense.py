@@ -1,4 +1,4 @@
-"""Linear maps over named axes, and the initializers that T5 uses."""
+"""Linear maps over named axes, and T5's initializers."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from t5x_gpu.layers.sharded_bias_params import combine, param_along
 from t5x_gpu.partitioning.axis_rules import shard, split_axis
 
 Initializer = Callable[..., jax.Array]
-FACTORS = ('lora_a', 'lora_b')  # parameters beside a kernel, see `Linear`
+FACTORS = ('lora_a', 'lora_b')  # parameters next to a kernel, see `Linear`
 
 
 def fan_in_init(*, num_in: int, distribution: str, scale: float = 1.0) -> Initializer:
@@ -22,7 +22,7 @@ def fan_in_init(*, num_in: int, distribution: str, scale: float = 1.0) -> Initia
   Args:
     num_in: leading dimensions of the kernel that are contracted; the rest are features.
     distribution: 'truncated_normal' (MLP, logits) or 'normal' (attention), as in T5.
-    scale: of the variance.
+    scale: factor of the variance.
   Source: He et al. 2015; T5 (Raffel et al. 2020), appendix.
   """
   flat_init = nn.initializers.variance_scaling(scale, 'fan_in', distribution)
@@ -37,13 +37,13 @@ def fan_in_init(*, num_in: int, distribution: str, scale: float = 1.0) -> Initia
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-  """What a linear map computes with, in the dtype of the computation.
+  """The arrays of a linear map, in the dtype of the computation.
 
   Attributes:
     kernel: [inputs..., features...].
     bias: [features...], or None.
-    factors: [inputs..., rank] and [rank, features...] whose product adds to the kernel without ever
-      being formed (models/lora.py), or None.
+    factors: [inputs..., rank] and [rank, features...], added to the kernel as a product that is
+      never formed (models/lora.py), or None.
   """
 
   kernel: jax.Array
@@ -51,7 +51,7 @@ class Linear:
   factors: Optional[tuple[jax.Array, jax.Array]] = None
 
   def finish(self, y: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns `y`, the product of `x` and the kernel, with everything else that the map adds."""
+    """Returns `y`, the product of `x` and the kernel, plus the factors' product and the bias."""
     if self.factors is not None:
       down, up = self.factors
       low = jnp.tensordot(x.astype(down.dtype), down, down.ndim - 1)
@@ -59,7 +59,7 @@ class Linear:
     return y if self.bias is None else y + self.bias
 
   def on_features(self, function: Callable[[jax.Array], jax.Array]) -> 'Linear':
-    """Returns the map with `function` applied to all arrays [..., features...]."""
+    """Returns the map with `function` applied to its arrays [..., features...]."""
     return Linear(
       function(self.kernel),
       None if self.bias is None else function(self.bias),
@@ -67,8 +67,8 @@ class Linear:
     )
 
 
-def factors_beside(module: nn.Module, dtype: Any) -> Optional[tuple[jax.Array, jax.Array]]:
-  """Returns the factors that a model has put beside the kernel of a module, or None."""
+def lora_factors(module: nn.Module, dtype: Any) -> Optional[tuple[jax.Array, jax.Array]]:
+  """Returns the LoRA factors next to a module's kernel, or None."""
   if not module.has_variable('params', FACTORS[0]):
     return None
   first, second = (module.get_variable('params', name).astype(dtype) for name in FACTORS)
@@ -81,14 +81,14 @@ class DenseGeneral(nn.Module):
   Attributes:
     features: sizes of the output dimensions.
     axes: names of the kernel's dimensions, inputs first.
-    num_in: how many trailing dimensions are contracted.
+    num_in: number of trailing dimensions that are contracted.
     kernel_init: initializer of the kernel [inputs..., features...].
-    dtype: of the computation; the kernel is kept in float32.
+    dtype: of the computation; the kernel is stored in float32.
     use_bias: add a bias of shape `features`.
     dot_general: replaces `jax.lax.dot_general` (FP8).
-    along: name of the dimension [batch, along, inputs] whose parts the kernel acts on alone, where
-      neither of its own dimensions is split.
-    bias_along: the same for the bias of [batch, bias_along, features].
+    along: name of the input's dimension [batch, along, inputs] along which the kernel may come in
+      copies (layers/sharded_bias_params.py); for kernels of which no dimension is split.
+    bias_along: the same for the bias and the output [batch, bias_along, features].
   """
 
   features: tuple[int, ...]
@@ -115,7 +115,7 @@ class DenseGeneral(nn.Module):
     else:
       contracted = tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in))
       y = (self.dot_general or jax.lax.dot_general)(x, kernel, (contracted, ((), ())))
-    y = Linear(kernel, factors=factors_beside(self, self.dtype)).finish(y, x)
+    y = Linear(kernel, factors=lora_factors(self, self.dtype)).finish(y, x)
     if not self.use_bias:
       return y
     bias = param_along(
@@ -144,17 +144,17 @@ def project_together(
 ) -> list[jax.Array]:
   """Returns several linear maps [batch, length, features] of `x` [batch, length, inputs].
 
-  To be called in a module, which gets a submodule with a kernel for each map, as the branches of a
-  gated MLP. Where their features are split, one matmul does them all: its input is then gathered
-  once and the gradient of its input reduced once, not once per map.
+  Used for the branches of a gated MLP. The calling module gets a submodule with a kernel per map.
+  If features are split, one matmul computes all maps, so that the input is gathered once and its
+  gradient reduced once, not once per map.
 
   Args:
-    x: the input of all.
+    x: input of all maps.
     kernel_inits: name of each map -> initializer of its kernel [inputs, features].
     features: outputs of each map.
     axes: names of a kernel's dimensions.
-    dtype: of the computation; the parameters are kept in float32.
-    use_bias: each map has a bias [features].
+    dtype: of the computation; parameters are stored in float32.
+    use_bias: whether each map has a bias [features].
   """
   x = x.astype(dtype)
   maps = [
@@ -171,7 +171,7 @@ def project_together(
 
 
 class LinearParams(nn.Module):
-  """The kernel of a linear map [inputs, *features], and its bias [*features] if it has one."""
+  """Kernel [inputs, *features] and optional bias [*features] of a linear map."""
 
   shape: tuple[int, ...]
   axes: tuple[str, ...]
@@ -187,4 +187,4 @@ class LinearParams(nn.Module):
       bias = param_along(
         self, 'bias', nn.initializers.zeros, axes=self.axes[1:], shape=self.shape[1:]
       ).astype(dtype)
-    return Linear(kernel.astype(dtype), bias, factors_beside(self, dtype))
+    return Linear(kernel.astype(dtype), bias, lora_factors(self, dtype))

@@ -1,7 +1,7 @@
 """Dropout whose masks depend on the example, never on the topology.
 
-A mask is a function of (seed, step, layer, site, number of the example in the global batch), so
-that one device and a cluster, one microbatch and many, drop the same features.
+A mask is a function of (seed, step, layer, site, index of the example in the global batch), so one
+device and a cluster, one microbatch and many, drop the same features.
 """
 
 import zlib
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class DropoutRng:
-  """What the masks of one layer are made from.
+  """The source of the masks of one layer.
 
   Attributes:
-    key: of this step and layer.
-    rows: [batch] number of each example in the global batch.
-    positions: [length] of each token in its row, where the row is split; None for 0, 1, 2, ...
+    key: key of this step and layer.
+    rows: [batch], index of each example in the global batch.
+    positions: [length], position of each token in its row if rows are split; None for 0, 1, 2, ...
   """
 
   key: jax.Array
@@ -27,11 +27,11 @@ class DropoutRng:
   positions: Optional[jax.Array] = None
 
   def fold(self, number: Any) -> 'DropoutRng':
-    """Returns the source of layer `number`'s masks."""
+    """Returns the source of the masks of layer `number`."""
     return self.replace(key=jax.random.fold_in(self.key, number))
 
   def at(self, site: str) -> 'DropoutRng':
-    """Returns the source of the masks of one place in a layer."""
+    """Returns the source of the mask of one place in a layer, by its name."""
     return self.fold(zlib.crc32(site.encode()))
 
   def row_keys(self) -> jax.Array:
@@ -40,10 +40,10 @@ class DropoutRng:
 
 
 def dropout(x: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
-  """Returns `x` [batch, length, ...] with features dropped: one mask for all positions, as T5 does.
+  """Returns `x` with features dropped; all positions of a row share a mask, as in T5.
 
   Args:
-    x: at least [batch, length, features].
+    x: [batch, length, features...].
     rate: share that is dropped; the rest is scaled up.
     rng: None for no dropout.
   """
@@ -57,13 +57,13 @@ def dropout(x: jax.Array, rate: float, rng: Optional[DropoutRng]) -> jax.Array:
 def dropout_positions(
   x: jax.Array, rate: float, rng: Optional[DropoutRng], *, num_heads: Optional[int] = None
 ) -> jax.Array:
-  """Returns `x` [batch, length, heads, kv] with vectors [kv] dropped, by position and head.
+  """Returns `x` with vectors [kv] dropped, by position and head.
 
   Args:
-    x: values.
+    x: [batch, length, heads, kv], values.
     rate, rng: as in `dropout`.
-    num_heads: heads of the model, where `x` may hold each of them several times: copies share a
-      mask. None for those of `x`.
+    num_heads: heads of the model, if `x` holds several copies of each: copies share a mask. None
+      for the heads of `x`.
   """
   if rng is None or rate == 0.0:
     return x

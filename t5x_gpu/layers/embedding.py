@@ -13,13 +13,13 @@ from t5x_gpu.partitioning.axis_rules import shard, split_axes, split_axis, with_
 class Embedding(nn.Module):
   """A table [vocab, embed].
 
-  Where the vocabulary is split, each device looks up the ids of its own rows and the vectors are
-  summed over the devices: no device ever holds the whole table.
+  If the vocabulary is split, each device looks up the ids in its own rows and the vectors are
+  summed over the devices, so no device holds the whole table.
 
   Attributes:
     vocab_size: rows, at least the largest id + 1.
     embed_dim: columns.
-    dtype: of the vectors that come out.
+    dtype: of the result.
     stddev: of the initial values; 1 as in T5, whose residual stream starts at unit variance.
   """
 
@@ -34,14 +34,14 @@ class Embedding(nn.Module):
 
   def __call__(self, ids: jax.Array) -> jax.Array:
     """Returns [batch, length, embed] from ids [batch, length]."""
-    # Split over the vocabulary alone: beside other axes, XLA aborts on the lookup (jax 0.10, 0.11).
+    # Split over the vocabulary only: with other axes, XLA aborts on the lookup (jax 0.10, 0.11).
     table = shard(self.embedding, 'vocab', 'embed')
     out = _lookup(split_axis('vocab'), table, ids).astype(self.dtype)
     return shard(out, 'batch', 'residual_length', 'embed')
 
 
 def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
-  """Returns the rows `ids` of a table, whose rows may be split over the mesh axis `axis`."""
+  """Returns the rows `ids` of a table whose rows may be split over the mesh axis `axis`."""
 
   def local(table: jax.Array, ids: jax.Array) -> jax.Array:
     here, mine = _own(axis, table, ids)
@@ -54,7 +54,7 @@ def _rows(axis: Optional[str], table: jax.Array, ids: jax.Array) -> jax.Array:
 
   if axis is None:
     return jnp.take(table, ids, axis=0, mode='clip')
-  by_position = split_axes('residual_length') == (axis,)  # then each device needs its own ones only
+  by_position = split_axes('residual_length') == (axis,)  # each device needs its positions only
   return jax.shard_map(
     local,
     axis_names={axis},
@@ -68,7 +68,7 @@ def _rows_forward(axis: Optional[str], table: jax.Array, ids: jax.Array) -> Any:
 
 
 def _rows_backward(axis: Optional[str], saved: Any, gradient: jax.Array) -> Any:
-  """Adds in float32: a common token has thousands of terms."""
+  """Returns the gradient of the table, summed in float32: a common token has thousands of terms."""
 
   def local(table: jax.Array, ids: jax.Array, gradient: jax.Array) -> jax.Array:
     here, mine = _own(axis, table, ids)
@@ -82,12 +82,12 @@ def _rows_backward(axis: Optional[str], saved: Any, gradient: jax.Array) -> Any:
 
 
 def _own(axis: Optional[str], table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the row of each id in this device's part of the table, and whether it is there."""
+  """Returns the row of each id in this device's part of the table, and whether it has that row."""
   first = 0 if axis is None else jax.lax.axis_index(axis) * table.shape[0]
   here = jnp.clip(ids, 0) - first
   return here, (here >= 0) & (here < table.shape[0])
 
 
-# With a gradient of its own: one that JAX derives cannot cross a region inside a region.
+# A custom gradient: JAX cannot differentiate through a shard_map inside a shard_map.
 _lookup = jax.custom_vjp(_rows, nondiff_argnums=(0,))
 _lookup.defvjp(_rows_forward, _rows_backward)

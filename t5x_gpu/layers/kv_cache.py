@@ -1,4 +1,4 @@
-"""Keys and values of tokens that were already seen, so that decoding computes each token once."""
+"""Keys and values of earlier tokens, so that decoding computes each token once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ from t5x_gpu.partitioning.axis_rules import shard
 
 @flax.struct.dataclass
 class KVCache:
-  """What all layers of a stack remember.
+  """Keys and values of all layers of a stack.
 
-  All rows write to the same slot: prompts of different lengths are padded on the left. Layers stay
-  in one array, which a loop over layers updates in place.
+  All rows write to the same slot: prompts of different lengths are padded on the left. All layers
+  are in one array, which a loop over layers updates in place.
 
   Attributes:
-    key, value: [layers, batch, kv_heads, slots, kv], as the matmuls of attention take them: with
-      slots first, each token would copy all of them into this order.
-    slot: scalar int32, the slot that the next token goes to.
+    key, value: [layers, batch, kv_heads, slots, kv], the order of attention's matmuls; with slots
+      first, each token would copy all of them into this order.
+    slot: scalar int32, slot of the next token.
   """
 
   key: jax.Array
@@ -28,7 +28,7 @@ class KVCache:
   slot: jax.Array
 
   def write(self, layer: Any, key: jax.Array, value: jax.Array) -> 'KVCache':
-    """Returns the cache with `key` and `value` [batch, new, kv_heads, kv] of `layer` added."""
+    """Returns the cache with new `key` and `value` [batch, new, kv_heads, kv] of `layer`."""
 
     def put(stack: jax.Array, x: jax.Array) -> jax.Array:
       x = jnp.swapaxes(x, 1, 2)[None].astype(stack.dtype)
@@ -44,19 +44,19 @@ class KVCache:
     )
 
   def of_rows(self, function: Callable[[jax.Array], jax.Array]) -> 'KVCache':
-    """Returns the cache with `function` of its arrays, which may change their rows alone."""
+    """Returns the cache with `function` applied to its arrays; it may change the rows only."""
     return self.replace(key=_laid_out(function(self.key)), value=_laid_out(function(self.value)))
 
   @property
   def num_slots(self) -> int:
-    """Tokens that there is room for."""
+    """Tokens that the cache can hold."""
     return self.key.shape[3]
 
 
 def empty_cache(
   *, num_layers: int, batch: int, slots: int, num_kv_heads: int, head_dim: int, dtype: Any
 ) -> KVCache:
-  """Returns a cache of zeros, split over the mesh as the active rules say."""
+  """Returns a cache of zeros, split over the mesh by the active rules."""
   zeros = _laid_out(jnp.zeros((num_layers, batch, num_kv_heads, slots, head_dim), dtype))
   return KVCache(zeros, zeros, jnp.int32(0))
 

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class TokenInfo:
-  """What decides whether two positions may attend to each other; the last dimension is the length.
+  """Determines which positions may attend to each other; the last dimension is the length.
 
   Attributes:
-    positions: [length] of each token in its row.
-    segments: [batch, length] number of the example in a packed row; 0 is padding, which nothing
-      attends to and from.
+    positions: [length], position of each token in its row.
+    segments: [batch, length], number of the example in a packed row; 0 is padding, which neither
+      attends nor is attended to.
     prefix: [batch, length], non-zero on positions that see each other in both directions, or None.
-    window: [length] how many positions back a query sees, itself included; 0 for all; or None.
+    window: [length], positions back that a query sees, including itself; 0 for all; or None.
   """
 
   positions: jax.Array
@@ -27,7 +27,7 @@ class TokenInfo:
   window: Optional[jax.Array] = None
 
   def with_window(self, size: Optional[jax.Array]) -> 'TokenInfo':
-    """Returns the same with one window size for all positions; unchanged for None."""
+    """Returns the info with one window size for all positions; unchanged for None."""
     return self if size is None else self.replace(window=jnp.full_like(self.positions, size))
 
 
@@ -39,20 +39,20 @@ def token_info(
   positions: Optional[jax.Array] = None,
   known: Sequence[Optional[jax.Array]] = (),
 ) -> TokenInfo:
-  """Returns what is known of every token of a row.
+  """Returns positions and segments of all tokens.
 
   Args:
-    target_tokens: [batch, length]; without segment ids, id 0 is padding but for what is `known`.
+    target_tokens: [batch, length]; without segment ids, id 0 is padding, except where `known`.
     segment_ids: [batch, length] of packed examples, 0 on padding; attention stays inside a segment.
     prefix: see TokenInfo.
-    positions: [length], where a row is split or reordered; else 0, 1, 2, ...
-    known: [batch, length] each, above 0 only on tokens, whatever their id: loss weights.
+    positions: [length], if rows are split or reordered; otherwise 0, 1, 2, ...
+    known: arrays [batch, length] that are above 0 only on tokens, such as loss weights.
   """
   if positions is None:
     positions = jnp.arange(target_tokens.shape[-1])
   if segment_ids is None:
-    told = [x > 0 for x in (target_tokens, *known) if x is not None]
-    segment_ids = functools.reduce(jnp.logical_or, told).astype(jnp.int32)
+    is_token = [x > 0 for x in (target_tokens, *known) if x is not None]
+    segment_ids = functools.reduce(jnp.logical_or, is_token).astype(jnp.int32)
   return TokenInfo(positions, segment_ids, prefix)
 
 
@@ -66,7 +66,7 @@ def decoder_mask(q: TokenInfo, kv: TokenInfo) -> jax.Array:
 
 
 def encoder_mask(q: TokenInfo, kv: TokenInfo) -> jax.Array:
-  """Returns the mask of attention both ways: inside a segment, off padding, in a window."""
+  """Returns a mask [batch, 1, q_length, kv_length] for both directions."""
   allowed = (q.segments[:, :, None] == kv.segments[:, None, :]) & (q.segments > 0)[:, :, None]
   if q.window is not None:
     distance = jnp.abs(q.positions[:, None] - kv.positions[None, :])

@@ -24,10 +24,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-  """Returns the activation function; raises ModelError for a name that is not one."""
+  """Returns the activation function; raises ModelError for an unknown name."""
   if name not in ACTIVATIONS:
     raise ModelError(
-      f'mlp_activations has {name!r}.{did_you_mean(name, ACTIVATIONS)}',
+      f'mlp_activations has the unknown {name!r}.{did_you_mean(name, ACTIVATIONS)}',
       fix=f'Choose from {", ".join(ACTIVATIONS)}.',
       parameters=('TransformerConfig.mlp_activations',),
     )
@@ -35,15 +35,15 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 
 
 class Mlp(nn.Module):
-  """Two linear maps with activations between; several activations multiply (a gated MLP).
+  """Two linear maps with activations between; several activations are multiplied (gated MLP).
 
   Attributes:
     mlp_dim: hidden features.
     activations: ('gelu', 'linear') is T5.1.1's gated GELU, ('relu',) is T5 1.0's MLP.
     dropout_rate: on the hidden features, one mask for all positions as in T5.
     dtype: of the computation.
-    use_bias: both maps have one.
-    kernel_init: of all kernels; T5's if None.
+    use_bias: whether both maps have a bias.
+    kernel_init: of all kernels; None for T5's.
   Source: Shazeer 2020 (GLU variants).
   """
 
@@ -56,7 +56,7 @@ class Mlp(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array, *, dropout_rng: Optional[DropoutRng] = None) -> jax.Array:
-    """Returns [batch, length, embed] from the same; no dropout without `dropout_rng`."""
+    """Returns [batch, length, embed] from `x` of that shape; `dropout_rng` None for no dropout."""
     init = self.kernel_init or fan_in_init(num_in=1, distribution='truncated_normal')
     names = (
       ['wi'] if len(self.activations) == 1 else [f'wi_{i}' for i in range(len(self.activations))]

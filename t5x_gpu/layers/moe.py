@@ -1,9 +1,9 @@
-"""A mixture of experts in place of an MLP: every token takes the few experts its router chooses.
+"""A mixture of experts instead of an MLP: a router chooses a few experts for every token.
 
-An expert has room for so many tokens of a row; those that come later in the row pass by on the
-residual alone. Rows never compete: the result is a function of the row, on one device and on any
-mesh, in one microbatch and in many. An order by position also keeps a causal model causal, and
-padding, which ends a row, takes no room from tokens.
+An expert has room for a fixed number of tokens of a row; later tokens of the row skip it. Rows
+never compete, so the result depends on the row only: not on the mesh, nor on microbatches. Filling
+experts in order of position keeps a causal model causal, and padding, which ends a row, does not
+take room from tokens.
 Source: Shazeer et al. 2017; Lepikhin et al. 2020 (GShard), with groups of one row.
 """
 
@@ -29,12 +29,12 @@ from t5x_gpu.partitioning.context_parallel import length_order, local_positions
 def capacity(
   length: int, *, num_experts: int, experts_per_token: int, factor: Optional[float]
 ) -> int:
-  """Returns how many tokens of a row of `length` each expert has room for.
+  """Returns the tokens of a row that each expert has room for.
 
   Args:
-    length: of the whole row.
+    length: tokens of the whole row.
     num_experts, experts_per_token: of the layer.
-    factor: 1 is just enough if the router spreads the tokens evenly; None for room for all.
+    factor: 1 is exactly enough if the router spreads tokens evenly; None for room for all tokens.
   """
   if factor is None:
     return length
@@ -42,16 +42,16 @@ def capacity(
 
 
 def router_charges(logits: jax.Array, *, experts_per_token: int, valid: jax.Array) -> jax.Array:
-  """Returns float32 [batch, length, 2]: what each token's routing adds to two losses.
+  """Returns float32 [batch, length, 2], the contribution of each token to two router losses.
 
-  The first: num_experts * sum over experts of (share of the row's choices) * (probability), whose
-  mean over a row is 1 where tokens are spread evenly, and more where they are not. The second:
+  The first is num_experts * sum over experts of (share of the row's choices) * (probability). Its
+  mean over a row is 1 if tokens are spread evenly, and larger otherwise. The second is
   log(sum of exponentials)^2, which keeps the logits small.
 
   Args:
     logits: [batch, length, experts] in float32.
-    experts_per_token: k.
-    valid: [batch, length], 0 on padding, which counts for no share.
+    experts_per_token: experts chosen per token, k.
+    valid: [batch, length], 0 on padding, which is left out of the shares.
   Source: Fedus et al. 2021 (Switch), eq. 4 to 6; Zoph et al. 2022 (ST-MoE), eq. 5.
   """
   num_experts = logits.shape[-1]
@@ -67,14 +67,14 @@ def router_charges(logits: jax.Array, *, experts_per_token: int, valid: jax.Arra
 
 @flax.struct.dataclass
 class Routing:
-  """Which token stands in which slot of which expert.
+  """The assignment of tokens to slots of experts.
 
   Attributes:
-    gates: [batch, length, k] weight of each chosen expert, float32.
-    slots: [batch, length, k] where the token stands among all experts' slots, in order of experts;
-      their number if there was no room.
-    choices: [batch, slots] which of a row's length * k choices a slot holds; their number if none.
-    num_experts: of them.
+    gates: [batch, length, k], weight of each chosen expert, float32.
+    slots: [batch, length, k], the token's slot among the slots of all experts, ordered by expert;
+      the number of slots if there was no room.
+    choices: [batch, slots], which of a row's length * k choices is in a slot; length * k if empty.
+    num_experts: experts of the layer.
   """
 
   gates: jax.Array
@@ -88,7 +88,11 @@ class Routing:
     return taken.reshape(x.shape[0], self.num_experts, -1, x.shape[-1])
 
   def combine(self, y: jax.Array) -> jax.Array:
-    """Returns [batch, length, embed]: the weighted sum of what `y`, as dispatched, holds."""
+    """Returns [batch, length, embed], the weighted sum of the experts' outputs `y`.
+
+    Args:
+      y: [batch, experts, capacity, embed], in the order of `dispatch`.
+    """
     batch, length, k = self.slots.shape
     flat = y.reshape(batch, -1, y.shape[-1])
     taken = _take(flat, self.slots.reshape(batch, -1), self.choices[..., None])
@@ -97,31 +101,31 @@ class Routing:
 
 
 def route(logits: jax.Array, *, experts_per_token: int, capacity: int) -> Routing:
-  """Returns where every token goes: to the experts with its largest logits.
+  """Returns the routing of every token to the experts with its largest logits.
 
-  Sorting, not one-hot matrices, finds the slots: [batch, length, experts, capacity] would be larger
+  Slots are found by sorting: one-hot matrices [batch, length, experts, capacity] would be larger
   than the activations.
 
   Args:
     logits: [batch, length, experts] in float32.
-    experts_per_token: k.
-    capacity: tokens of a row that each expert takes, those before others that come first.
+    experts_per_token: experts chosen per token, k.
+    capacity: tokens of a row that each expert has room for; earlier tokens come first.
   """
   batch, length, experts = logits.shape
   probabilities = jax.nn.softmax(logits)
   ids = shard(jax.lax.top_k(logits, experts_per_token)[1], 'batch', 'length', None)
   gates = jnp.sum(jax.nn.one_hot(ids, experts) * probabilities[:, :, None], axis=-1)
-  if experts_per_token > 1:  # of a single gate nothing would be left to learn
+  if experts_per_token > 1:  # a single gate would always be 1, with nothing to learn
     gates = gates / gates.sum(-1, keepdims=True)
   if is_manual('context'):
     ids = jnp.where(_ranks_in_split_row(ids, experts) < capacity, ids, experts)
     capacity = min(capacity, length)
   num_choices = length * experts_per_token
   ids = ids.reshape(batch, num_choices)
-  order, ranks, starts = _grouped(ids, experts + 1)  # the last group: no room in the row
+  order, ranks, starts = _grouped(ids, experts + 1)  # the last group has no room in the row
   kept = (ids < experts) & (ranks < capacity)
   slots = jnp.where(kept, ids * capacity + ranks, experts * capacity)
-  places = starts[:, :-1, None] + jnp.arange(capacity)  # in `order`, of each slot
+  places = starts[:, :-1, None] + jnp.arange(capacity)  # of each slot in `order`
   filled = places < starts[:, 1:, None]
   choices = jnp.take_along_axis(order, jnp.minimum(places, num_choices - 1).reshape(batch, -1), -1)
   return Routing(
@@ -133,11 +137,11 @@ def route(logits: jax.Array, *, experts_per_token: int, capacity: int) -> Routin
 
 
 def _grouped(ids: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns how `ids` [batch, n] fall into groups that keep their order.
+  """Groups equal `ids` [batch, n], keeping their order.
 
   Returns:
-    [batch, n] which of the ids stand at each place, group after group; [batch, n] the number of
-    each id in its group; [batch, groups] the place where each group starts.
+    [batch, n], the index of the id at each place, group after group; [batch, n], the rank of each
+    id in its group; [batch, groups], the first place of each group.
   """
   order = jnp.argsort(ids, axis=-1, stable=True)
   places = jnp.argsort(order, axis=-1)  # the inverse permutation
@@ -147,7 +151,7 @@ def _grouped(ids: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array, jax
 
 
 def _ranks_in_split_row(ids: jax.Array, num_experts: int) -> jax.Array:
-  """Returns `ids` [batch, local length, k] as the number of each among equal ones in its row."""
+  """Returns the rank of each of `ids` [batch, local length, k] among equal ones in its row."""
   batch, local, k = ids.shape
   length = local * jax.lax.axis_size('context')
   by_place = jax.lax.all_gather(ids, 'context', axis=1, tiled=True)
@@ -158,14 +162,14 @@ def _ranks_in_split_row(ids: jax.Array, num_experts: int) -> jax.Array:
 
 @jax.custom_vjp
 def _take(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
-  """Returns x[b, index[b, i]] for all b and i, 0 where the index is beyond the end.
+  """Returns x[b, index[b, i]] for all b and i; 0 where the index is beyond the end.
 
-  Its gradient gathers as well: of the scatter-add that jax would make, GPUs add in any order.
+  Its gradient is a gather too: JAX's would be a scatter-add, which GPUs sum in any order.
 
   Args:
     x: [batch, n, features].
     index: [batch, m].
-    back: [batch, n, k] places in `index` that hold n; m for fewer than k of them.
+    back: [batch, n, k], places in `index` that hold n; m if there are fewer than k.
   """
   del back
   return _gather(x, index)
@@ -185,13 +189,14 @@ _take.defvjp(lambda x, index, back: (_gather(x, index), back), _take_backward)
 
 
 class MoeMlp(nn.Module):
-  """As `Mlp`, with the kernels of every expert, of which each token uses a few.
+  """An `Mlp` per expert; each token uses a few of them.
 
   Attributes:
-    num_experts: of the layer, on all devices together.
-    experts_per_token: each token's; their gates add up to 1, a single gate is its probability.
-    capacity_factor: room of the experts, as in `capacity`; None drops no token.
-    mlp_dim, activations, dropout_rate, dtype: as in `Mlp`, of each expert.
+    num_experts: experts of the layer, over all devices.
+    experts_per_token: experts of each token; their gates add up to 1, a single gate is its
+      probability.
+    capacity_factor: room of the experts, as in `capacity`; None never drops a token.
+    mlp_dim, activations, dropout_rate, dtype: of each expert, as in `Mlp`.
   """
 
   num_experts: int
@@ -210,7 +215,7 @@ class MoeMlp(nn.Module):
     valid: Optional[jax.Array] = None,
     dropout_rng: Optional[DropoutRng] = None,
   ) -> tuple[jax.Array, Optional[jax.Array]]:
-    """Returns [batch, length, embed] from the same, and `router_charges` where `valid` is given.
+    """Returns [batch, length, embed], and `router_charges` if `valid` is given.
 
     Args:
       x: [batch, length, embed].
@@ -218,8 +223,8 @@ class MoeMlp(nn.Module):
       dropout_rng: None for no dropout.
     """
     embed_dim, local = x.shape[-1], expert_parallel.num_local(self.num_experts)
-    # Whole rows from here to the result: split by position, as the residual may be, sorting would
-    # exchange them over `model` again and again.
+    # Whole rows from here to the result: if they were split by position, as the residual may be,
+    # sorting would exchange them over `model` again and again.
     logits = shard(_Router(self.num_experts, name='router')(x), 'batch', 'length', None)
     routing = route(
       logits, experts_per_token=self.experts_per_token, capacity=self._capacity(x.shape[1])
@@ -229,7 +234,7 @@ class MoeMlp(nn.Module):
     names = (
       ['wi'] if len(self.activations) == 1 else [f'wi_{i}' for i in range(len(self.activations))]
     )
-    # All branches in one matmul: `model` then reduces the gradient of their input once.
+    # One matmul for all branches, so that the gradient of their input is reduced over `model` once.
     kernels = jnp.stack(
       [
         _ExpertKernel((local, embed_dim, self.mlp_dim), ('embed', 'mlp'), name=name)().astype(
@@ -269,7 +274,7 @@ class MoeMlp(nn.Module):
     )
 
   def _dropout(self, hidden: jax.Array, rng: Optional[DropoutRng]) -> jax.Array:
-    """Returns `hidden` [rows of the group, local experts, capacity, mlp], as `Mlp` drops it."""
+    """Returns `hidden` [rows of the group, local experts, capacity, mlp] after dropout."""
     if rng is None or self.dropout_rate == 0.0:
       return hidden
     rng = rng.replace(rows=expert_parallel.group_rows(rng.rows))
@@ -279,10 +284,10 @@ class MoeMlp(nn.Module):
 
 
 class _Router(nn.Module):
-  """The linear map to one logit per expert, in float32 whatever the dtype of the rest.
+  """The linear map to one logit per expert, always in float32.
 
-  Its kernel has no axis names: every device chooses for its own tokens among all experts, and what
-  `fsdp` splits is gathered in the dtype of the computation, where close choices would flip.
+  Its kernel has no axis names. Every device chooses among all experts for its own tokens, and
+  `fsdp` would gather the kernel in the compute dtype, which would flip close choices.
   """
 
   num_experts: int
@@ -299,7 +304,7 @@ class _Router(nn.Module):
 
 
 class _ExpertKernel(nn.Module):
-  """The kernels [experts, inputs, features] of the experts of this device, kept in float32."""
+  """Kernels [experts, inputs, features] of this device's experts, stored in float32."""
 
   shape: tuple[int, int, int]
   axes: tuple[str, str]
@@ -312,6 +317,6 @@ class _ExpertKernel(nn.Module):
 
 
 def _of_each_expert(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-  """Returns kernels [experts, inputs, features], drawn as those of so many MLPs."""
+  """Returns kernels [experts, inputs, features], each drawn like the kernel of an MLP."""
   init: Initializer = fan_in_init(num_in=1, distribution='truncated_normal')
   return jax.vmap(lambda k: init(k, shape[1:], dtype))(jax.random.split(key, shape[0]))

@@ -1,4 +1,4 @@
-"""Normalisation, with statistics in float32 whatever the compute dtype."""
+"""Norms, with statistics always in float32."""
 
 from typing import Any, Optional
 
@@ -17,8 +17,8 @@ class RMSNorm(nn.Module):
   Attributes:
     epsilon: added to the mean square.
     dtype: of the result.
-    plus_one: multiply by 1 + scale, whose scale starts at 0 and decays to it, before rounding to
-      `dtype` (Gemma; the others round first, as Llama and T5 do).
+    plus_one: multiply by 1 + scale before rounding to `dtype`, with a scale that starts at 0 and
+      decays to 0 (Gemma). Otherwise round first, as Llama and T5 do.
     axis: name of the last dimension.
     along: name of the dimension before it.
   Source: Zhang and Sennrich 2019, eq. 4; T5 calls it LayerNorm.
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(jax.lax.square(x), axis=-1, keepdims=True)
     y = x * jax.lax.rsqrt(mean_square + self.epsilon)
-    if self.plus_one:  # in float32, as published: 1 + scale has no digits of scale in bfloat16
+    if self.plus_one:  # float32, as published: 1 + scale would lose the scale's digits in bfloat16
       return combine(jnp.multiply, y, 1.0 + scale.astype(jnp.float32)).astype(self.dtype)
     return combine(jnp.multiply, y.astype(self.dtype), scale.astype(self.dtype))
 

@@ -1,4 +1,4 @@
-"""What a model knows of positions: T5's bucketed relative bias, rotary angles, a learned table."""
+"""Positions: T5's bucketed relative bias, rotary positions, learned tables."""
 
 import dataclasses
 import math
@@ -21,9 +21,9 @@ def relative_position_buckets(
 ) -> np.ndarray:
   """Returns int32 bucket numbers [q_length, kv_length] of key position minus query position.
 
-  Half of the buckets are exact distances, the other half grow logarithmically up to
-  `max_distance`, beyond which all share the last one. Without `bidirectional`, keys after the
-  query share bucket 0.
+  Half of the buckets are exact distances; the other half grow logarithmically up to `max_distance`.
+  Larger distances share the last bucket. Without `bidirectional`, keys after the query share bucket
+  0.
   Source: Raffel et al. 2020, section 2.1.
   """
   distance = np.arange(q_length)[:, None] - np.arange(kv_length)[None, :]  # > 0: key before query
@@ -46,7 +46,7 @@ def relative_position_buckets(
 
 @dataclasses.dataclass(frozen=True)
 class RelativeBuckets:
-  """How distances become buckets.
+  """Relative distances as buckets, and the bias that they select.
 
   Attributes:
     num_buckets, max_distance, bidirectional: as in `relative_position_buckets`.
@@ -57,13 +57,13 @@ class RelativeBuckets:
   bidirectional: bool = False
 
   def bias(self, table: jax.Array, length: int) -> jax.Array:
-    """Returns [1, heads, length, length] from `table` [heads, relpos_buckets], for whole rows."""
+    """Returns [1, heads, length, length] for whole rows, from `table` [heads, relpos_buckets]."""
     return self._look_up(table, self._buckets(length))
 
   def bias_between(
     self, table: jax.Array, q_positions: jax.Array, kv_positions: jax.Array, *, length: int
   ) -> jax.Array:
-    """Returns [1, heads, q_length, kv_length] for any positions in a row of `length`."""
+    """Returns [1, heads, q_length, kv_length] for any positions in a row of `length` tokens."""
     whole = self._buckets(length)
     by_distance = np.concatenate([whole[0, :0:-1], whole[:, 0]])  # key after, then before query
     distance = q_positions[:, None] - kv_positions[None, :]
@@ -79,7 +79,7 @@ class RelativeBuckets:
     )
 
   def _look_up(self, table: jax.Array, buckets: Any) -> jax.Array:
-    # A one-hot matmul: its gradient is a matmul too, where a gather's is a slow scatter.
+    # A one-hot matmul: its gradient is a matmul too, while a gather's is a slow scatter.
     one_hot = jax.nn.one_hot(buckets, self.num_buckets, dtype=table.dtype)
     return shard(jnp.einsum('hb,qkb->hqk', table, one_hot)[None], None, 'heads', None, None)
 
@@ -88,9 +88,9 @@ class RelativePositionTable(nn.Module):
   """A learned bias per head and bucket of relative distance.
 
   Attributes:
-    num_heads: heads, each with its own row.
+    num_heads: rows.
     num_buckets: columns.
-    dtype: of the table that comes out.
+    dtype: of the result.
   """
 
   num_heads: int
@@ -115,12 +115,12 @@ class Rotation:
   sin: jax.Array
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns queries or keys [batch, length, heads, kv], turned; pairs are kv / 2 apart."""
+    """Returns rotated queries or keys [batch, length, heads, kv]; pairs are kv / 2 apart."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate(
+    rotated = jnp.concatenate(
       [first * self.cos - second * self.sin, second * self.cos + first * self.sin], axis=-1
     )
-    return turned.astype(x.dtype)
+    return rotated.astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +129,12 @@ class RotaryEmbedding:
 
   Attributes:
     theta: base of the frequencies; larger for longer sequences.
-    scaling: 'none'; 'linear' divides positions by `factor`; 'llama3' divides the slow frequencies
-      alone, with a smooth step between.
-    factor: how many times longer sequences are than those of the first training.
-    low_freq_factor, high_freq_factor: 'llama3': frequencies that turn fewer or more times than
-      these over `original_length` are slow or fast.
-    original_length: positions of the first training.
+    scaling: 'none'; 'linear' divides positions by `factor`; 'llama3' divides only slow frequencies,
+      with a smooth transition to fast ones.
+    factor: how many times longer sequences are than in the original training.
+    low_freq_factor, high_freq_factor: for 'llama3', frequencies with fewer or more turns than these
+      over `original_length` are slow or fast.
+    original_length: positions in the original training.
   Source: Su et al. 2021 (RoFormer); Chen et al. 2023 (linear); Llama 3.1's reference code.
   """
 
@@ -166,13 +166,13 @@ class RotaryEmbedding:
       refuse('low_freq_factor', f'must be below high_freq_factor = {self.high_freq_factor!r}.')
     if problems:
       raise ModelError(
-        all_problems(problems, title='Rotary positions cannot be so'),
+        all_problems(problems, title='The rotary positions are impossible'),
         fix='Set them in the model file or with --gin.RotaryEmbedding.NAME=VALUE.',
         parameters=parameters,
       )
 
   def frequencies(self, head_dim: int) -> np.ndarray:
-    """Returns float32 [head_dim / 2]: radians per position."""
+    """Returns float32 [head_dim / 2], radians per position."""
     plain = 1.0 / self.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
     if self.scaling == 'none':
       return plain.astype(np.float32)
@@ -191,12 +191,12 @@ class RotaryEmbedding:
 
 
 class PositionTable(nn.Module):
-  """A learned vector per position, or per token type: few rows, on every device.
+  """A learned vector per position or token type; every device holds all rows.
 
   Attributes:
     size: rows.
     embed_dim: columns.
-    dtype: of the vectors that come out.
+    dtype: of the result.
     stddev: of the initial values.
   """
 
@@ -207,7 +207,7 @@ class PositionTable(nn.Module):
 
   @nn.compact
   def __call__(self, ids: jax.Array) -> jax.Array:
-    """Returns [..., embed] from ids [...]; ids beyond the end take the last row."""
+    """Returns [..., embed] from ids [...]; ids beyond the end use the last row."""
     init = with_axes(nn.initializers.normal(stddev=self.stddev), (None, 'embed'))
     table = self.param('embedding', init, (self.size, self.embed_dim), jnp.float32)
     return jnp.take(table.astype(self.dtype), ids, axis=0, mode='clip')

@@ -1,8 +1,8 @@
-"""Parameters that act on every position, or every head, alone: norms' scales, biases.
+"""Parameters that act on each position or head separately: scales of norms, and biases.
 
-Where `model` splits positions (sequence parallelism) or heads, each device sees only its part of
-the gradient. A training step hands such a parameter over as [copies, ...], a copy for each device
-along `model`, and sums the gradients of the copies once (partitioning/per_device_copies.py).
+If `model` splits positions (sequence parallelism) or heads, each device has only its part of the
+gradient. A training step then passes such a parameter as [copies, ...], one copy per device along
+`model`, and sums the gradients of the copies once (partitioning/per_device_copies.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +27,13 @@ def param_along(
   """Returns the float32 parameter `name` of a module, of `shape` or [copies, *shape].
 
   Args:
-    module: that is being called.
-    name: of the parameter.
+    module: the module that owns it, while it is called.
+    name: name of the parameter.
     init: (key, shape, dtype) -> values.
     axes: names of its dimensions.
-    shape: of one copy.
-    along: name of the dimension of activations along which it acts on each part alone, or None.
-      Those of `kv_heads` may come with copies of each head in its place.
+    shape: shape of one copy.
+    along: activation axis on whose parts it acts separately, or None. A `kv_heads` dimension may
+      also hold several copies of each head.
   """
   if (along is not None or 'kv_heads' in axes) and module.has_variable('params', name):
     return module.get_variable('params', name)  # `module.param` would refuse copies
@@ -47,11 +47,11 @@ def combine(
   *,
   rank: int = 1,
 ) -> jax.Array:
-  """Returns `operation(x, parameter)`, with its own copy for each part of `x`.
+  """Returns `operation(x, parameter)`; each part of `x` uses its own copy of the parameter.
 
   Args:
-    operation: (x, parameter) -> [..., positions or heads, features], one by one, as `jnp.multiply`,
-      or `jnp.matmul` for a parameter of rank 2.
+    operation: (x, parameter) -> [..., positions or heads, features], elementwise such as
+      `jnp.multiply`, or `jnp.matmul` for a parameter of rank 2.
     x: [..., positions or heads, features].
     parameter: of `rank` dimensions, or [copies, ...].
     rank: dimensions of one copy.
@@ -60,7 +60,7 @@ def combine(
     return operation(x, parameter)
   copies = parameter.shape[0]
   if x.ndim < 3 or x.shape[-2] % copies:
-    return operation(x, parameter[0])  # not split here: right, but summed at this use
+    return operation(x, parameter[0])  # not split here: correct, but summed at this use
   parts = x.reshape(*x.shape[:-2], copies, -1, x.shape[-1])
   y = operation(parts, parameter[:, None] if rank == 1 else parameter)
   return y.reshape(*x.shape[:-1], -1)

@@ -33,50 +33,49 @@ class TransformerConfig:
     num_heads: attention heads.
     head_dim: features of one head; heads x head_dim need not be embed_dim.
     mlp_dim: hidden features of the MLP, or of each expert.
-    mlp_activations: ('gelu', 'linear') for a gated GELU (T5.1.1), ('relu',) for a plain MLP;
-      'gelu' is the approximation by tanh, 'gelu_exact' is BERT's.
-    mlp_bias: linear maps of the MLP have a bias.
-    dropout_rate: on embeddings, attention weights, MLP features and block outputs.
-    dtype: 'float32' or 'bfloat16', of the computation; parameters and softmax are float32.
+    mlp_activations: ('gelu', 'linear') for a gated GELU (T5.1.1), ('relu',) for a plain MLP.
+      'gelu' is the tanh approximation; 'gelu_exact' is BERT's.
+    mlp_bias: whether the linear maps of the MLP have a bias.
+    dropout_rate: of embeddings, attention weights, MLP features and block outputs.
+    dtype: dtype of the computation, 'float32' or 'bfloat16'; parameters and softmax are float32.
     logits_via_embedding: tie the output projection to the token table (logits / sqrt(embed_dim)).
     relative_bias: 'shared' (one for all layers: today's T5X), 'per_layer', or 'none'.
-    num_relpos_buckets, max_relpos_distance: of the relative bias.
+    num_relpos_buckets, max_relpos_distance: buckets and largest distance of the relative bias.
     rope: rotary positions, or None.
-    num_positions: rows of a learned table of positions (GPT-2, BERT), which limits the length; 0
-      for none.
-    max_length: longest row that the model was made for, where no table of positions limits it
-      (rotary positions); 0 for any length.
-    num_token_types: rows of a learned table of token types (BERT), encoders only; 0 for none.
-    num_kv_heads: heads of keys and values, each shared by as many query heads (GQA; 1 is MQA);
-      None for as many as num_heads.
-    query_pre_attn_scalar: attention logits are divided by its square root: head_dim, mostly. None:
-      T5, whose query initializer has it.
-    attention_softcap, logits_softcap: bend logits of attention or of the vocabulary to at most this
-      (Gemma-2), or None.
+    num_positions: rows of a learned position table (GPT-2, BERT), which limits the length; 0 for no
+      table.
+    max_length: longest row that a model without a position table was trained on; 0 for any length.
+    num_token_types: rows of a learned table of token types (BERT), encoders only; 0 for no table.
+    num_kv_heads: key and value heads, each shared by several query heads (GQA; 1 is MQA); None for
+      num_heads.
+    query_pre_attn_scalar: attention logits are divided by its square root; usually head_dim. None
+      for T5, whose query initializer includes the factor.
+    attention_softcap, logits_softcap: cap on attention logits and vocabulary logits,
+      cap * tanh(logits / cap) (Gemma-2); None for no cap.
     qk_norm: RMSNorm on the features of queries and keys (Qwen-3).
     attention_bias: which projections have a bias: 'none', 'qkv' or 'all'.
-    windows: layer i sees windows[i % len(windows)] positions back, itself included; 0 for all.
+    windows: layer i sees windows[i % len(windows)] positions back, including itself; 0 for all.
     norm: 'rms'; 'rms_plus_one', which multiplies by 1 + scale (Gemma); 'layer', with a bias.
-    norm_epsilon: of all norms.
+    norm_epsilon: epsilon of all norms.
     norm_position: 'pre'; 'post', after each residual sum (BERT); 'sandwich', before and after
       each block (Gemma-2).
-    embedding_norm: a norm right after the embeddings (BERT).
+    embedding_norm: whether a norm follows the embeddings (BERT).
     scale_embedding: multiply embeddings by sqrt(embed_dim) (Gemma).
     scale_tied_logits: divide tied logits by sqrt(embed_dim) (T5).
-    init_stddev: of the normal distribution that all kernels and tables start from; None for T5's
+    init_stddev: standard deviation of the initial values of all kernels and tables; None for T5's
       initializers.
-    remat_policy: what to recompute in the backward pass: 'none' stores everything, 'minimal' keeps
+    remat_policy: what the backward pass recomputes: 'none' stores everything, 'minimal' keeps
       matmul outputs, 'full' keeps only layer inputs.
-    scan_unroll: layers unrolled per iteration of the scan over layers; more compile time, fewer
-      loop overheads. Parameters are stacked [layers, ...] whatever its value.
-    num_experts: experts in place of each MLP (a mixture of experts); 0 for one dense MLP.
-    num_experts_per_token: how many of them each token uses.
-    expert_capacity_factor: room for the tokens of a row in each expert; 1 is just enough if they
-      are spread evenly. Where there is none left, tokens pass by on the residual. None: room for
-      all, whatever the router does (dropless), at num_experts / num_experts_per_token the work.
-    loss_chunks: parts of the length that the logits and their loss are computed in, one after the
-      other, so that all logits are never in memory at once; None: as many as keep the logits of
-      one within 256 MiB, and none for small logits; 0: all logits are stored.
+    scan_unroll: layers per iteration of the scan over layers; more costs compile time and saves
+      loop overhead. Parameters are always stacked [layers, ...].
+    num_experts: experts in place of each MLP (a mixture of experts); 0 for a dense MLP.
+    num_experts_per_token: experts that each token uses.
+    expert_capacity_factor: room in each expert for the tokens of a row; 1 is exactly enough if
+      they are spread evenly. Tokens without room skip the experts. None is dropless: room for all
+      tokens in every expert, at num_experts / num_experts_per_token times the work.
+    loss_chunks: parts of the length in which logits and loss are computed, one at a time, so that
+      all logits are never in memory together. None chooses parts whose logits fit 256 MiB, and does
+      not split small logits; 0 stores all logits.
     router_balance_loss: coefficient of the loss that spreads tokens over experts (0.01 is usual).
     router_z_loss: coefficient of log(Z)^2 of the router's logits (1e-3 is usual).
   """
@@ -226,7 +225,7 @@ class TransformerConfig:
 
   @property
   def charges_routers(self) -> bool:
-    """Whether the routers of experts add to the loss."""
+    """Whether the losses of expert routers are part of the loss."""
     return self.num_experts > 0 and (self.router_balance_loss > 0.0 or self.router_z_loss > 0.0)
 
   @property
@@ -241,5 +240,5 @@ class TransformerConfig:
 
   @property
   def length_limit(self) -> Optional[int]:
-    """Longest row that the model takes, None if any length will do."""
+    """Longest row that the model takes, in tokens; None for any length."""
     return self.num_positions or self.max_length or None

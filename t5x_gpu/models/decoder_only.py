@@ -25,15 +25,15 @@ from t5x_gpu.models.transformer import TransformerLayer
 class DecoderOnlyModel:
   """A causal or prefix language model.
 
-  `loss` is `embed`, `run_layers` and `head` in a row; a pipeline runs each where it belongs.
+  `loss` calls `embed`, `run_layers` and `head`; a pipeline runs them on different stages.
 
   Attributes:
     config: sizes of the decoder.
     z_loss: coefficient of log(Z)^2 in the loss.
     label_smoothing: probability given to the other tokens.
-    inputs_bidirectional_attention: let inputs see each other both ways (prefix LM); takes effect
-      for tasks that have 'inputs'.
-    layer: module of one layer, if it is to be another than TransformerLayer (docs/add_a_model.md).
+    inputs_bidirectional_attention: let inputs see each other both ways (prefix LM); only used for
+      tasks that have 'inputs'.
+    layer: module class of a layer; docs/add_a_model.md writes a custom one.
   """
 
   config: TransformerConfig
@@ -47,17 +47,17 @@ class DecoderOnlyModel:
 
   @property
   def num_outcomes(self) -> int:
-    """Among how many tokens the model chooses."""
+    """Tokens that the model chooses from."""
     return self.config.vocab_size
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
-    """Returns how SeqIO features become the model's: 'prefix_lm' with inputs, else 'lm'."""
+    """Returns the feature converter's name: 'prefix_lm' with inputs, else 'lm'."""
     return 'prefix_lm' if 'inputs' in task_feature_lengths else 'lm'
 
   def batch_spec(
     self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
   ) -> BatchSpec:
-    """Returns the features that `loss` takes from a batch of this size."""
+    """Returns shapes and dtypes of the features that `loss` takes."""
     spec = batch_spec(
       self.feature_converter(task_feature_lengths),
       task_feature_lengths=task_feature_lengths,
@@ -69,7 +69,7 @@ class DecoderOnlyModel:
     return spec
 
   def logical_sizes(self) -> dict[str, int]:
-    """Returns axis name -> size of everything that a mesh may split."""
+    """Returns axis name -> size, of all axes that a mesh may split."""
     return transformer_sizes(self.config)
 
   def flops_per_token(self, length: int) -> float:
@@ -77,8 +77,8 @@ class DecoderOnlyModel:
     return transformer_flops_per_token(self.config, length)
 
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
-    """Returns freshly drawn parameters, boxed with their axis names (`NamedParam`)."""
-    del spec  # of what fits any length
+    """Returns new parameters as `NamedParam`, with their axis names."""
+    del spec  # the parameters do not depend on the length
     names = (
       'token_embedder',
       'relpos_bias',
@@ -108,7 +108,7 @@ class DecoderOnlyModel:
   def embed(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Activation:
-    """Returns [batch, length, embed], what the first layer gets."""
+    """Returns [batch, length, embed], the input of the first layer."""
     return self._embeddings(
       params,
       batch['decoder_input_tokens'],
@@ -125,7 +125,7 @@ class DecoderOnlyModel:
     dropout_key: Optional[jax.Array] = None,
     first_layer: Any = 0,
   ) -> Activation:
-    """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
+    """Returns `x` after the layers of `params['layers']`, which start at index `first_layer`."""
     return self._stack.run(
       params,
       x,
@@ -146,7 +146,7 @@ class DecoderOnlyModel:
     )
 
   def _positions(self, batch: DeviceBatch) -> jax.Array:
-    """Returns where each token stands in its example: packed rows hold several."""
+    """Returns the position of each token in its example; a packed row holds several examples."""
     return batch.get('decoder_positions', self._info(batch).positions)
 
   def _finish(
@@ -167,7 +167,7 @@ class DecoderOnlyModel:
     *,
     dropout_key: Optional[jax.Array] = None,
   ) -> Sums:
-    """Returns sums over target tokens from `x`, what the last layer returned."""
+    """Returns sums over target tokens from `x`, the output of the last layer."""
     weights = batch['decoder_loss_weights']
     sums = token_loss(
       self.config,
@@ -184,7 +184,7 @@ class DecoderOnlyModel:
   def logits(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> jax.Array:
-    """Returns [batch, length, vocab] in float32; dropout only with a key for it."""
+    """Returns float32 [batch, length, vocab]; without a `dropout_key`, no dropout."""
     x = self.embed(params, batch, dropout_key=dropout_key)
     x = self.run_layers(params, x, batch, dropout_key=dropout_key)
     x = self._finish(params, x, batch, dropout_key)
@@ -196,7 +196,7 @@ class DecoderOnlyModel:
   def loss(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Sums:
-    """Returns sums over target tokens; 'loss' is what training minimises, per token."""
+    """Returns sums over target tokens; training minimises 'loss' per token."""
     x = self.embed(params, batch, dropout_key=dropout_key)
     x = self.run_layers(params, x, batch, dropout_key=dropout_key)
     return self.head(params, x, batch, dropout_key=dropout_key)
@@ -207,10 +207,10 @@ class DecoderOnlyModel:
     """Returns float32 logits [batch, vocab] of the token after each prompt, and the state.
 
     Args:
-      params: of the model.
+      params: parameters of the model.
       prompts: [batch, prompt_length] decoder inputs, padded on the left.
       lengths: [batch] tokens of each prompt.
-      slots: room for prompt and new tokens together.
+      slots: tokens that the caches can hold, prompt included.
     """
     state = begin(
       self.config,
@@ -225,7 +225,7 @@ class DecoderOnlyModel:
   def decode_step(
     self, params: Params, tokens: jax.Array, state: DecodingState
   ) -> tuple[jax.Array, DecodingState]:
-    """Returns logits [batch, vocab] of what follows `tokens` [batch], and the state with them."""
+    """Returns logits [batch, vocab] of the token after `tokens` [batch], and the next state."""
     return self._extend(params, tokens[:, None], state)
 
   def _extend(

@@ -1,4 +1,4 @@
-"""What gin says of text that a model writes: how tokens are chosen, and how many."""
+"""Configuration of text generation: how tokens are chosen, and how many."""
 
 import dataclasses
 from typing import Optional
@@ -11,32 +11,32 @@ BEAM_RULES = ('t5x', 'huggingface')
 
 @dataclasses.dataclass(frozen=True)
 class DecodingConfig:
-  """How a model continues prompts: the likeliest token each time, samples, or a beam search.
+  """How a model continues prompts: greedily, by sampling, or with a beam search.
 
-  Whatever the choice, a token depends on its prompt and the parameters alone, and a sample also on
-  `seed`, the prompt's number and the number of the decode; never on the batch or the devices.
+  The text depends only on its prompt and the parameters; a sample also on `seed`, the prompt's
+  number and the decode's number. It never depends on the batch or the devices.
 
   Attributes:
-    max_decode_length: most tokens to add to a prompt, the one that stops it included.
-    num_decodes: continuations of each prompt: that many samples, or the best beams.
-    temperature: 0 takes the likeliest token, 1 samples from the model's distribution, higher ones
-      from a flatter one.
-    top_k: sample among the k likeliest tokens; 0 for all.
-    top_p: sample among the likeliest tokens that together have this probability (after top_k).
-    num_beams: of a beam search; 1 for none.
-    length_penalty: exponent by which longer texts are favoured; 0 ranks by probability alone.
+    max_decode_length: most tokens to add to a prompt, including the stop token.
+    num_decodes: continuations of each prompt: samples, or the best beams.
+    temperature: 0 picks the most probable token, 1 samples from the model's distribution; a higher
+      value flattens it.
+    top_k: sample among the k most probable tokens; 0 for all.
+    top_p: sample among the most probable tokens whose probabilities add up to this (after top_k).
+    num_beams: beams of a beam search; 1 for no search.
+    length_penalty: exponent that favours longer texts; 0 ranks by probability alone.
     beam_rule: 't5x' divides log-probabilities by ((5 + length) / 6) ** length_penalty and stops
       when no open beam can overtake a finished one; 'huggingface' divides by length **
-      length_penalty, lets only the first num_beams candidates finish, takes open beams for finished
+      length_penalty, lets only the first num_beams candidates finish, counts open beams as finished
       at max_decode_length, and stops as `transformers` does with early_stopping=False.
-    stop_tokens: ids that end a text, besides the vocabulary's end of sequence.
+    stop_tokens: ids that end a text, in addition to the vocabulary's end of sequence.
     start_token: decoder input before the first token: 0 for models trained here, whose inputs are
-      shifted by one; None for a decoder that takes its prompt as it is (Llama, GPT-2), which then
-      needs a token at least.
-    zero_is_padding: id 0 is never written. Commands set False for decoder-only models with a
-      tokenizer that has a word of that number (GPT-2, Llama 3, Qwen: '!').
-    seed: of samples.
-    batch_size: prompts at a time; as many more as the mesh needs to split them evenly.
+      shifted by one; None for a decoder that gets the prompt unshifted (Llama, GPT-2), which then
+      needs at least one token.
+    zero_is_padding: never write id 0. Commands set False for decoder-only models whose tokenizer
+      has a word with that id (GPT-2, Llama 3, Qwen: '!').
+    seed: seed of samples.
+    batch_size: prompts at a time, rounded up to what the mesh divides.
   Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p); Wu et al. 2016, eq. 14 (penalty).
   """
 
@@ -83,7 +83,9 @@ class DecodingConfig:
       )
     if self.num_beams > 1:
       if self.temperature or self.top_k or self.top_p < 1.0:
-        refuse('num_beams', 'searches: leave out temperature, top_k and top_p, those of samples.')
+        refuse(
+          'num_beams', 'cannot be combined with sampling: leave out temperature, top_k, top_p.'
+        )
       if self.num_decodes > self.num_beams:
         refuse('num_decodes', f'must be at most num_beams = {self.num_beams}.')
     elif self.temperature == 0:
@@ -92,11 +94,11 @@ class DecodingConfig:
       if self.top_k or self.top_p < 1.0:
         refuse(
           'temperature',
-          'takes the likeliest token, so that top_k and top_p change nothing: set it above 0.',
+          'picks the most probable token, so top_k and top_p have no effect: set it above 0.',
         )
     if problems:
       raise ConfigError(
-        all_problems(problems, title='Text cannot be decoded so'),
+        all_problems(problems, title='Text cannot be decoded'),
         fix='Set them in gin or with --gin.DecodingConfig.NAME=VALUE.',
         parameters=parameters,
       )
@@ -104,12 +106,12 @@ class DecodingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-  """A text to continue, to see what a model has learnt.
+  """A prompt that a run continues at its end, to show what the model has learned.
 
   Attributes:
-    prompt: the beginning.
-    num_tokens: tokens to add; prompt and continuation must fit the model's length.
-    temperature: 0 takes the likeliest token, 1 samples from the model's distribution.
+    prompt: the text to continue.
+    num_tokens: tokens to add; prompt and continuation together must fit the training length.
+    temperature: 0 picks the most probable token, 1 samples from the model's distribution.
   """
 
   prompt: str
@@ -118,7 +120,7 @@ class SampleConfig:
 
 
 def check_sample(prompt_length: int, *, num_tokens: int, length: int) -> None:
-  """Raises ConfigError unless a prompt and `num_tokens` more, each at least one, fit `length`."""
+  """Raises ConfigError unless prompt and new tokens, at least one each, fit `length` tokens."""
   room = length - prompt_length
   if prompt_length >= 1 and 1 <= num_tokens <= room:
     return
@@ -133,7 +135,7 @@ def check_sample(prompt_length: int, *, num_tokens: int, length: int) -> None:
 
 
 def reads_inputs(model: Model) -> bool:
-  """Returns whether prompts go to an encoder (T5), rather than before what is written."""
+  """Returns whether prompts go to an encoder (T5) instead of the decoder."""
   return model.feature_converter({'inputs': 1, 'targets': 1}) == 'encoder_decoder'
 
 

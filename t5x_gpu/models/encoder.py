@@ -36,20 +36,20 @@ HEADS = ('classification', 'mlm')
 class EncoderModel:
   """An encoder with a head.
 
-  `loss` is `embed`, `run_layers` and `head` in a row; a pipeline runs each where it belongs.
+  `loss` calls `embed`, `run_layers` and `head`; a pipeline runs them on different stages.
 
   Attributes:
     config: sizes of the encoder.
     head_type: 'classification' of whole rows, or 'mlm', which predicts masked tokens.
-    num_classes: of 'classification'.
-    pooling: what stands for a row: 'first_token_tanh' (BERT: the first token through a linear map
-      and tanh), 'first_token' or 'mean' of all tokens.
-    head_mlp_dim: hidden features of an MLP between that and the classes; 0 for none.
+    num_classes: classes of 'classification'.
+    pooling: vector of a row: 'first_token_tanh' (BERT: the first token, a linear map and tanh),
+      'first_token', or the 'mean' of all tokens.
+    head_mlp_dim: hidden features of an MLP between pooling and classes; 0 for no MLP.
     label_smoothing: probability given to the other classes or tokens.
     z_loss: coefficient of log(Z)^2 in the loss.
-    token_types: whether rows with labels carry token types, so that the two texts of a pair differ;
-      None if the config has several types. False continues a run from before rows carried them.
-    layer: module of one layer, if it is to be another than TransformerLayer (docs/add_a_model.md).
+    token_types: whether rows with labels carry token types, which distinguish the two texts of a
+      pair; None if the config has several types. False continues runs that were started without.
+    layer: module class of a layer; docs/add_a_model.md writes a custom one.
   """
 
   config: TransformerConfig
@@ -77,7 +77,7 @@ class EncoderModel:
         )
     if self.head_type == 'classification' and self.num_classes < 2:
       raise ModelError(
-        f'EncoderModel.num_classes = {self.num_classes}: there is nothing to tell apart.',
+        f'EncoderModel.num_classes = {self.num_classes}: classification needs two classes or more.',
         fix='Set EncoderModel.num_classes to 2 or more.',
         parameters=('EncoderModel.num_classes',),
       )
@@ -91,16 +91,16 @@ class EncoderModel:
 
   @property
   def classifies(self) -> bool:
-    """Whether a row has one label, rather than a target per token."""
+    """Whether a row has one label instead of a target per token."""
     return self.head_type == 'classification'
 
   @property
   def num_outcomes(self) -> int:
-    """Among how many classes or tokens the model chooses."""
+    """Classes or tokens that the model chooses from."""
     return self.num_classes if self.classifies else self.config.vocab_size
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
-    """Returns how SeqIO features become the model's."""
+    """Returns the feature converter's name."""
     del task_feature_lengths
     if not self.classifies:
       return 'encoder_mlm'
@@ -110,7 +110,7 @@ class EncoderModel:
   def batch_spec(
     self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
   ) -> BatchSpec:
-    """Returns the features that `loss` takes from a batch of this size."""
+    """Returns shapes and dtypes of the features that `loss` takes."""
     spec = batch_spec(
       self.feature_converter(task_feature_lengths),
       task_feature_lengths=task_feature_lengths,
@@ -123,7 +123,7 @@ class EncoderModel:
     return spec
 
   def logical_sizes(self) -> dict[str, int]:
-    """Returns axis name -> size of everything that a mesh may split."""
+    """Returns axis name -> size, of all axes that a mesh may split."""
     return transformer_sizes(self.config)
 
   def flops_per_token(self, length: int) -> float:
@@ -131,8 +131,8 @@ class EncoderModel:
     return transformer_flops_per_token(self.config, length, token_logits=not self.classifies)
 
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
-    """Returns freshly drawn parameters, boxed with their axis names (`NamedParam`)."""
-    del spec  # of what fits any length
+    """Returns new parameters as `NamedParam`, with their axis names."""
+    del spec  # the parameters do not depend on the length
     names = (
       'token_embedder',
       'relpos_bias',
@@ -176,7 +176,7 @@ class EncoderModel:
   def embed(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Activation:
-    """Returns [batch, length, embed], what the first layer gets."""
+    """Returns [batch, length, embed], the input of the first layer."""
     return self._embeddings(
       params,
       batch['encoder_input_tokens'],
@@ -212,7 +212,7 @@ class EncoderModel:
     )
 
   def _positions(self, batch: DeviceBatch) -> jax.Array:
-    """Returns where each token stands in its example: packed rows hold several."""
+    """Returns the position of each token in its example; a packed row holds several examples."""
     return batch.get('encoder_positions', self._info(batch).positions)
 
   def _logits(
@@ -245,9 +245,9 @@ class EncoderModel:
     *,
     dropout_key: Optional[jax.Array] = None,
   ) -> Sums:
-    """Returns sums over examples or masked tokens from `x`, what the last layer returned.
+    """Returns sums over examples or masked tokens from `x`, the output of the last layer.
 
-    Without a key for dropout those of classification include 'confusion', see losses.of_examples.
+    In classification without dropout they include 'confusion', see losses.of_examples.
     """
     options = dict(z_loss=self.z_loss, label_smoothing=self.label_smoothing)
     if self.classifies:
@@ -271,7 +271,7 @@ class EncoderModel:
   def logits(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> jax.Array:
-    """Returns float32 [batch, classes], or [batch, length, vocab] of masked language modelling."""
+    """Returns float32 logits [batch, classes], or [batch, length, vocab] with the 'mlm' head."""
     x = self.embed(params, batch, dropout_key=dropout_key)
     x = self.run_layers(params, x, batch, dropout_key=dropout_key)
     return self._logits(params, x, batch, dropout_key)
@@ -279,7 +279,7 @@ class EncoderModel:
   def loss(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Sums:
-    """Returns sums; 'loss' is what training minimises, per example or masked token."""
+    """Returns sums; training minimises 'loss' per example or masked token."""
     x = self.embed(params, batch, dropout_key=dropout_key)
     x = self.run_layers(params, x, batch, dropout_key=dropout_key)
     return self.head(params, x, batch, dropout_key=dropout_key)

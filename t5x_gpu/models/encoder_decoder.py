@@ -1,4 +1,4 @@
-"""Encoder-decoder model (T5): inputs are read both ways, targets written one after the other."""
+"""Encoder-decoder model (T5): the encoder is bidirectional, the decoder causal."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from t5x_gpu.models.sizes import check_length, transformer_sizes
 from t5x_gpu.models.stack import Embeddings, Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 
-# What passes between layers: [batch, inputs_length, embed] and [batch, targets_length, embed].
+# Outputs of both stacks so far: [batch, inputs_length, embed] and [batch, targets_length, embed].
 Activations = tuple[jax.Array, jax.Array]
 
 
@@ -29,15 +29,15 @@ Activations = tuple[jax.Array, jax.Array]
 class EncoderDecoderModel:
   """An encoder, and a decoder that attends to it; they share the token table.
 
-  `loss` is `embed`, `run_layers` of both stacks and `head` in a row; a pipeline runs each where it
-  belongs. What passes between layers is what both stacks have so far, (encoder, decoder).
+  `loss` calls `embed`, `run_layers` of each stack and `head`; a pipeline runs them on different
+  stages. Between layers both activations are passed on, (encoder, decoder).
 
   Attributes:
     config: sizes of both; num_layers is the decoder's.
     num_encoder_layers: None for as many as the decoder has.
     z_loss: coefficient of log(Z)^2 in the loss.
     label_smoothing: probability given to the other tokens.
-    layer: module of one layer, if it is to be another than TransformerLayer (docs/add_a_model.md).
+    layer: module class of a layer; docs/add_a_model.md writes a custom one.
   """
 
   config: TransformerConfig
@@ -55,18 +55,18 @@ class EncoderDecoderModel:
 
   @property
   def num_outcomes(self) -> int:
-    """Among how many tokens the model chooses."""
+    """Tokens that the model chooses from."""
     return self.config.vocab_size
 
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
-    """Returns how SeqIO features become the model's."""
+    """Returns the feature converter's name."""
     del task_feature_lengths
     return 'encoder_decoder'
 
   def batch_spec(
     self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
   ) -> BatchSpec:
-    """Returns the features that `loss` takes from a batch of this size."""
+    """Returns shapes and dtypes of the features that `loss` takes."""
     spec = batch_spec(
       'encoder_decoder',
       task_feature_lengths=task_feature_lengths,
@@ -78,21 +78,21 @@ class EncoderDecoderModel:
     return spec
 
   def logical_sizes(self) -> dict[str, int]:
-    """Returns axis name -> size of everything that a mesh may split."""
+    """Returns axis name -> size, of all axes that a mesh may split."""
     sizes = transformer_sizes(self.config)
     if self.num_encoder_layers:
       sizes['encoder_layers'] = self.num_encoder_layers
     return sizes
 
   def flops_per_token(self, length: int) -> float:
-    """Returns model FLOPs of one training step per input token, inputs and targets this long."""
+    """Returns model FLOPs of a training step per input token; targets have the same `length`."""
     return encoder_decoder_flops_per_token(
       self.config, length, num_encoder_layers=self._encoder.num_layers
     )
 
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
-    """Returns freshly drawn parameters, boxed with their axis names (`NamedParam`)."""
-    del spec  # of what fits any length
+    """Returns new parameters as `NamedParam`, with their axis names."""
+    del spec  # the parameters do not depend on the length
     names = ('token_embedder', 'position_embedder', 'embedding_norm', 'encoder', 'decoder')
     keys = dict(zip(names, jax.random.split(rng, len(names))))
 
@@ -138,7 +138,7 @@ class EncoderDecoderModel:
   def embed(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Activations:
-    """Returns what the first layers of both get."""
+    """Returns the inputs of the first layer of the encoder and of the decoder."""
     return (
       self._embed(params, batch, 'encoder', dropout_key),
       self._embed(params, batch, 'decoder', dropout_key),
@@ -164,7 +164,7 @@ class EncoderDecoderModel:
     of_encoder, of_decoder = x
     if stack == 'encoder':
       return self._run_encoder(params, of_encoder, batch, dropout_key, first_layer), of_decoder
-    # Not carried from layer to layer: the norm of what the encoder returned costs less.
+    # Recomputed here: the encoder's final norm costs less than carrying its output between layers.
     encoded = self._finish(params, of_encoder, batch, 'encoder', dropout_key)
     return of_encoder, self._decoder.run(
       params['decoder'],
@@ -212,7 +212,7 @@ class EncoderDecoderModel:
     side: str,
     dropout_key: Optional[jax.Array],
   ) -> jax.Array:
-    """Returns [batch, length, embed] after the last norm of a stack, and dropout."""
+    """Returns [batch, length, embed] after the final norm of a stack and dropout."""
     stack = self._encoder if side == 'encoder' else self._decoder
     return dropout(
       stack.finish(params[side], x),
@@ -223,7 +223,7 @@ class EncoderDecoderModel:
   def encode(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> jax.Array:
-    """Returns [batch, length, embed] of 'encoder_input_tokens', after the encoder's last norm."""
+    """Returns [batch, inputs_length, embed], the encoder's output after its final norm."""
     x = self._embed(params, batch, 'encoder', dropout_key)
     x = self._run_encoder(params, x, batch, dropout_key)
     return self._finish(params, x, batch, 'encoder', dropout_key)
@@ -236,7 +236,7 @@ class EncoderDecoderModel:
     *,
     dropout_key: Optional[jax.Array] = None,
   ) -> Sums:
-    """Returns sums over target tokens from `x`, of which what the decoder returned is used."""
+    """Returns sums over target tokens from the decoder's output in `x`."""
     return token_loss(
       self.config,
       params['decoder'],
@@ -259,7 +259,7 @@ class EncoderDecoderModel:
   def logits(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> jax.Array:
-    """Returns [batch, targets_length, vocab] in float32; dropout only with a key for it."""
+    """Returns float32 [batch, targets_length, vocab]; without a `dropout_key`, no dropout."""
     x = self._after_layers(params, batch, dropout_key)
     x = self._finish(params, x[1], batch, 'decoder', dropout_key)
     return token_logits(self.config, params['decoder'], x, params['token_embedder'])
@@ -267,7 +267,7 @@ class EncoderDecoderModel:
   def loss(
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> Sums:
-    """Returns sums over target tokens; 'loss' is what training minimises, per token."""
+    """Returns sums over target tokens; training minimises 'loss' per token."""
     return self.head(
       params, self._after_layers(params, batch, dropout_key), batch, dropout_key=dropout_key
     )
@@ -284,10 +284,10 @@ class EncoderDecoderModel:
     """Returns float32 logits [batch, vocab] of the token after each prompt, and the state.
 
     Args:
-      params: of the model.
-      prompts: [batch, prompt_length] decoder inputs, padded on the left: the start token, mostly.
+      params: parameters of the model.
+      prompts: [batch, prompt_length] decoder inputs, padded on the left; usually a start token.
       lengths: [batch] tokens of each prompt.
-      slots: room for prompt and new tokens together.
+      slots: tokens that the caches can hold, prompt included.
       encoder_tokens: [batch, inputs_length], padded with 0 on the right.
     """
     encoded = self.encode(params, {'encoder_input_tokens': encoder_tokens})
@@ -304,7 +304,7 @@ class EncoderDecoderModel:
   def decode_step(
     self, params: Params, tokens: jax.Array, state: DecodingState
   ) -> tuple[jax.Array, DecodingState]:
-    """Returns logits [batch, vocab] of what follows `tokens` [batch], and the state with them."""
+    """Returns logits [batch, vocab] of the token after `tokens` [batch], and the next state."""
     return self._extend(params, tokens[:, None], state, None)
 
   def _extend(
@@ -338,7 +338,7 @@ def _info(batch: DeviceBatch, side: str) -> TokenInfo:
 
 
 def _positions(batch: DeviceBatch, side: str) -> jax.Array:
-  """Returns where each token stands in its example: packed rows hold several."""
+  """Returns the position of each token in its example; a packed row holds several examples."""
   return batch.get(f'{side}_positions', _info(batch, side).positions)
 
 

@@ -1,4 +1,4 @@
-"""Model FLOPs: the matmuls that the mathematics needs, whatever the hardware recomputes."""
+"""Model FLOPs: the matmuls of the model, without what the hardware recomputes."""
 
 import dataclasses
 
@@ -8,16 +8,15 @@ from t5x_gpu.models.config import TransformerConfig
 def transformer_flops_per_token(
   config: TransformerConfig, length: int, *, token_logits: bool = True
 ) -> float:
-  """Returns FLOPs of forward and backward per position of a row of `length`.
+  """Returns FLOPs of forward and backward per position of a row of `length` tokens.
 
-  2 FLOPs per weight and position in the forward pass, twice that in the backward pass; attention
-  counts the full length x length square, without a discount for the causal half. Looking up
-  embeddings counts nothing, the output projection does. Of experts, those that a token uses count,
-  without the slots that stay empty.
+  2 FLOPs per weight and position in the forward pass, twice that in the backward pass. Attention
+  counts length x length pairs, also if causal. The output projection counts, the embedding lookup
+  does not. Of the experts, only those that a token uses count, and no empty slots.
 
   Args:
-    config: of the stack.
-    length: of a row.
+    config: sizes of the stack.
+    length: tokens of a row.
     token_logits: whether there are logits over the vocabulary.
   Source: Chowdhery et al. 2022 (PaLM), appendix B: 6 N + 12 L H Q T.
   """
@@ -35,12 +34,12 @@ def transformer_flops_per_token(
 def encoder_decoder_flops_per_token(
   config: TransformerConfig, length: int, *, num_encoder_layers: int
 ) -> float:
-  """Returns FLOPs of forward and backward per input token, of rows of `length` inputs and targets.
+  """Returns FLOPs of forward and backward per input token.
 
   Args:
-    config: of the decoder; its width is the encoder's.
-    length: of inputs, and of targets.
-    num_encoder_layers: of the encoder.
+    config: sizes of the decoder; the encoder has the same width.
+    length: tokens of the inputs, and of the targets.
+    num_encoder_layers: layers of the encoder.
   """
   c = config
   encoder = transformer_flops_per_token(

@@ -22,7 +22,7 @@ POOLINGS = ('first_token_tanh', 'first_token', 'mean')
 
 
 class TokenLogits(nn.Module):
-  """Logits over the vocabulary, from the token table or from a kernel of their own."""
+  """Logits over the vocabulary, from the token table (tied) or a separate kernel."""
 
   config: TransformerConfig
 
@@ -31,7 +31,7 @@ class TokenLogits(nn.Module):
     """Returns [batch, length, vocab] in float32 from [batch, length, embed].
 
     Args:
-      x: what the last norm returned.
+      x: output of the last norm.
       table: [vocab, embed] token table, for tied logits only.
     """
     c, x = self.config, shard(x, 'batch', 'length', 'embed')
@@ -39,7 +39,7 @@ class TokenLogits(nn.Module):
       x = _scaled(c, x)
       logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype))
     else:
-      # Accumulated and kept in float32: the softmax over the vocabulary needs the digits.
+      # Accumulated and kept in float32: the softmax over the vocabulary needs the precision.
       dot_general = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
       logits = DenseGeneral(
         (c.vocab_size,),
@@ -56,7 +56,7 @@ class TokenLogits(nn.Module):
 
 
 def init_token_logits(config: TransformerConfig, key: jax.Array) -> dict[str, Any]:
-  """Returns {'logits_dense': parameters}, empty where logits are tied to the token table."""
+  """Returns {'logits_dense': parameters}; empty if logits are tied to the token table."""
   if config.logits_via_embedding:
     return {}
   x = jnp.zeros((1, 1, config.embed_dim), config.compute_dtype)
@@ -69,7 +69,7 @@ def token_logits(
   """Returns [batch, length, vocab] in float32.
 
   Args:
-    config: of the decoder.
+    config: sizes of the decoder.
     params: has 'logits_dense', unless the logits are tied.
     x: [batch, length, embed] after the last norm.
     token_embedder: parameters of the token table.
@@ -145,13 +145,14 @@ def _scaled(config: TransformerConfig, x: jax.Array) -> jax.Array:
 
 
 class Classifier(nn.Module):
-  """Logits of classes from one vector per row.
+  """Class logits from one vector per row.
 
   Attributes:
-    config: of the encoder.
+    config: sizes of the encoder.
     num_classes: outputs.
-    tanh_layer: a linear map and tanh first (BERT's pooler).
-    mlp_dim: hidden features of an MLP before the classes, split as those of the layers; 0 for none.
+    tanh_layer: start with a linear map and tanh (BERT's pooler).
+    mlp_dim: hidden features of an MLP before the classes, split like those of the layers; 0 for
+      none.
   """
 
   config: TransformerConfig
@@ -161,7 +162,7 @@ class Classifier(nn.Module):
 
   @property
   def parameter_names(self) -> tuple[str, ...]:
-    """Names of the parts of its parameters."""
+    """Top-level names of its parameters."""
     return (
       *(('pooler',) if self.tanh_layer else ()),
       *(('classifier_mlp',) if self.mlp_dim else ()),
@@ -173,8 +174,8 @@ class Classifier(nn.Module):
     """Returns [batch, classes] in float32 from [batch, embed].
 
     Args:
-      row: of the last norm, or pooled from it.
-      dropout_rng: of what follows the pooler, as in BERT; None for no dropout.
+      row: pooled output of the last norm.
+      dropout_rng: drops the output of the pooler, as in BERT; None for no dropout.
     """
     c = self.config
     options = dict(dtype=c.compute_dtype, kernel_init=c.kernel_init, use_bias=True)
@@ -196,7 +197,7 @@ class Classifier(nn.Module):
 
 
 class MaskedTokenHead(nn.Module):
-  """What comes before the token table in masked language modelling: a linear map, a norm (BERT)."""
+  """The linear map and norm before the token table in masked language modelling (BERT)."""
 
   config: TransformerConfig
   parameter_names = ('mlm_transform', 'mlm_norm', 'mlm_bias')
@@ -267,7 +268,7 @@ def pool(x: jax.Array, info: TokenInfo, *, kind: str) -> jax.Array:
 
   Args:
     x: [batch, length, embed] after the last norm.
-    info: of the tokens.
+    info: positions and segments of the tokens.
     kind: one of POOLINGS.
   """
   x = shard(x, 'batch', 'length', 'embed').astype(jnp.float32)

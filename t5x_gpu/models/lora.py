@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA): a frozen model, and two small factors beside each chosen kernel.
+"""Low-rank adapters (LoRA): a frozen model, and two small factors next to each chosen kernel.
 
-The kernel W acts as W + (alpha / rank) a b, of which only a and b are trained. The product is never
+The kernel W acts as W + (alpha / rank) a b; only a and b are trained. The product a b is never
 formed: x a b is two small matmuls, no gradient of W is computed, and updates too small for W's
-dtype still count. At first b = 0, and the model is the one that it adapts.
+dtype still count. b starts at 0, so the adapted model starts equal to the original.
 Source: Hu et al. 2021 (LoRA), section 4.1.
 """
 
@@ -24,7 +24,7 @@ from t5x_gpu.layers.dense import FACTORS
 from t5x_gpu.models.model import Model, Params
 from t5x_gpu.partitioning.axis_rules import NamedParam
 
-STACKS = ('layers',)  # names of leading axes, of which each entry is a kernel of its own
+STACKS = ('layers',)  # leading axes whose entries are separate kernels
 # Methods of a model whose first argument is its parameters.
 _OF_PARAMS = (
   'embed',
@@ -41,18 +41,18 @@ _KERNEL = '/kernel'
 
 @dataclasses.dataclass(frozen=True)
 class LoraModel:
-  """A model of models/ (or yours, of the layers of layers/dense.py) with adapters.
+  """A model with adapters; a custom model must use the linear maps of layers/dense.py.
 
-  It has all methods of the model that it wraps, and its parameters under the same paths, so that a
-  checkpoint of that model starts it; beside each adapted `kernel` lie `lora_a` [inputs, rank] and
-  `lora_b` [rank, features].
+  It has all methods of the model that it wraps. Parameters keep their paths, so a checkpoint of the
+  wrapped model can start it; next to each adapted `kernel` are `lora_a` [inputs, rank] and `lora_b`
+  [rank, features].
 
   Attributes:
-    model: what to adapt.
-    rank: of the factors.
-    alpha: the product of the factors counts alpha / rank times.
+    model: the model to adapt.
+    rank: rank of the factors.
+    alpha: the product of the factors is multiplied by alpha / rank.
     pattern: regular expression that matches the whole path of each kernel to adapt.
-    also_train: the same for parameters to train as they are: r'classifier/.*'; None for no others.
+    also_train: the same for parameters to train without adapters, r'classifier/.*'; None for none.
   """
 
   model: Model
@@ -74,13 +74,13 @@ class LoraModel:
         re.compile(getattr(self, name) or '')
       except re.error as e:
         raise ModelError(
-          f'LoraModel.{name} = {getattr(self, name)!r} is no regular expression: {e}.',
+          f'LoraModel.{name} = {getattr(self, name)!r} is not a regular expression: {e}.',
           fix='See docs.python.org/3/library/re.html.',
           parameters=(f'LoraModel.{name}',),
         ) from e
 
   def __getattr__(self, name: str) -> Any:
-    if name.startswith('__') or name == 'model':  # asked for before there is one: copies, pickles
+    if name.startswith('__') or name == 'model':  # copies and pickles ask before `model` is set
       raise AttributeError(name)
     value = getattr(self.model, name)
     if name in _OF_PARAMS:
@@ -89,11 +89,11 @@ class LoraModel:
 
   @property
   def scale(self) -> float:
-    """What the product of the factors is multiplied by."""
+    """Multiplier of the product of the factors."""
     return self.alpha / self.rank
 
   def is_adapter(self, path: str) -> bool:
-    """Returns whether a parameter is a factor: a checkpoint of the wrapped model lacks it."""
+    """Returns whether a parameter is a factor, which a checkpoint of the wrapped model lacks."""
     return path.rpartition('/')[2] in FACTORS
 
   def is_trained(self, path: str) -> bool:
@@ -103,15 +103,15 @@ class LoraModel:
     )
 
   def init(self, rng: jax.Array, spec: Optional[BatchSpec]) -> Params:
-    """Returns the parameters that the wrapped model draws, and the factors, boxed with names."""
+    """Returns new parameters of the wrapped model, and the factors, as `NamedParam`."""
     flat = flax.traverse_util.flatten_dict(self.model.init(rng, spec), sep='/')
     self._check(flat)
     for path in self._adapted(flat):
-      # By its path: other adapters leave those of this kernel as they are.
+      # The key depends on the path, so adding another adapter does not change this one.
       key = jax.random.fold_in(rng, zlib.crc32(path.encode()))
-      beside = path.removesuffix('kernel')
+      prefix = path.removesuffix('kernel')
       for name, factor in zip(FACTORS, self._new_factors(key, flat[path])):
-        flat[beside + name] = factor
+        flat[prefix + name] = factor
     return flax.traverse_util.unflatten_dict(flat, sep='/')
 
   def _adapted(self, paths: Mapping[str, Any]) -> list[str]:
@@ -121,7 +121,7 @@ class LoraModel:
     sides = _sides(kernel)
     stack, inputs, features = ([kernel.value.shape[i] for i in dims] for dims in sides)
     of_stack, of_inputs, of_features = ([kernel.names[i] for i in dims] for dims in sides)
-    # As Hu et al.'s code, and others since: uniform, a third of the variance that keeps the norm.
+    # As in Hu et al.'s code: uniform, with a third of the variance that preserves the norm.
     limit = 1.0 / math.sqrt(math.prod(inputs))
     a = jax.random.uniform(key, (*stack, *inputs, self.rank), jnp.float32, -limit, limit)
     b = jnp.zeros((*stack, self.rank, *features), jnp.float32)
@@ -131,14 +131,14 @@ class LoraModel:
     )
 
   def _check(self, flat: Mapping[str, NamedParam]) -> None:
-    """Raises ModelError for patterns that match nothing, or what cannot be adapted."""
+    """Raises ModelError for patterns that match nothing, or kernels that cannot be adapted."""
     kernels = [path for path, p in flat.items() if path.endswith(_KERNEL) and _sides(p)]
     adapted = self._adapted(flat)
     if not adapted:
       raise ModelError(
         f'LoraModel.pattern = {self.pattern!r} matches no kernel.'
         + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.pattern), kernels),
-        fix='It must match a whole path. The kernels are\n  ' + '\n  '.join(kernels),
+        fix='It must match a whole path. The kernels are:\n  ' + '\n  '.join(kernels),
         parameters=('LoraModel.pattern',),
         docs='finetune.md#lora',
       )
@@ -148,7 +148,7 @@ class LoraModel:
         f'LoraModel.pattern = {self.pattern!r} matches kernels that cannot be adapted: '
         + ', '.join(f'{path} {tuple(flat[path].names)}' for path in wrong)
         + '.',
-        fix='Kernels of experts and their routers have no adapters. Those that may have are\n  '
+        fix='Kernels of experts and their routers cannot have adapters. These kernels can:\n  '
         + '\n  '.join(kernels),
         parameters=('LoraModel.pattern',),
         docs='finetune.md#lora',
@@ -157,14 +157,14 @@ class LoraModel:
       raise ModelError(
         f'LoraModel.also_train = {self.also_train!r} matches no parameter.'
         + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.also_train), flat),
-        fix='It must match whole paths. The parameters are\n  ' + '\n  '.join(flat),
+        fix='It must match whole paths. The parameters are:\n  ' + '\n  '.join(flat),
         parameters=('LoraModel.also_train',),
         docs='finetune.md#lora',
       )
 
   def _scaled(self, params: Params) -> Params:
-    """Returns `params` with the scale in the second factors, where a layer needs no word of it."""
-    if isinstance(params, tuple):  # the layers one by one
+    """Returns `params` with the second factors multiplied by the scale, so layers ignore it."""
+    if isinstance(params, tuple):  # one entry per layer
       return tuple(map(self._scaled, params))
     return {
       name: (
@@ -178,10 +178,10 @@ class LoraModel:
     }
 
   def flops_per_token(self, length: int) -> float:
-    """Returns model FLOPs of one training step per position of a row of `length`.
+    """Returns model FLOPs of one training step per position of a row of `length` tokens.
 
-    Frozen kernels have no gradient of their own: 4 FLOPs per weight in place of 6. Of `also_train`
-    the kernels of layers count.
+    Frozen kernels have no weight gradient: 4 FLOPs per weight instead of 6. Of `also_train`, only
+    kernels of layers count.
     """
     of_weights = self.model.flops_per_token(0)
     shapes = flax.traverse_util.flatten_dict(
@@ -196,7 +196,7 @@ class LoraModel:
     return self.model.flops_per_token(length) - of_weights / 3 + 2.0 * kernels + 6.0 * factors
 
   def merged(self, params: Params) -> Params:
-    """Returns parameters of the wrapped model that do what `params` do."""
+    """Returns parameters of the wrapped model with the adapters added to their kernels."""
     flat = flax.traverse_util.flatten_dict(params, sep='/')
     return flax.traverse_util.unflatten_dict(
       {
@@ -209,16 +209,16 @@ class LoraModel:
 
 
 def without_adapters(model: Model) -> Model:
-  """Returns the model that a LoraModel wraps; any other as it is."""
+  """Returns the model that a LoraModel wraps; any other model unchanged."""
   return model.model if isinstance(model, LoraModel) else model
 
 
 def factors_of(path: str, get: Callable[[str], Any]) -> tuple[Any, Any]:
-  """Returns what `get` returns for the paths of the factors beside the parameter at `path`.
+  """Returns the two factors next to the kernel at `path`; (None, None) for other parameters.
 
   Args:
-    path: of any parameter of a tree.
-    get: (path) -> the factor, or None where there is none.
+    path: '/'-joined path of any parameter.
+    get: path -> the factor, or None if there is none.
   """
   if not path.endswith(_KERNEL):
     return None, None
@@ -227,7 +227,7 @@ def factors_of(path: str, get: Callable[[str], Any]) -> tuple[Any, Any]:
 
 
 def merged_kernel(kernel: Any, a: Any, b: Any, *, scale: float) -> Any:
-  """Returns kernel + scale a b, in numpy for arrays of numpy; `kernel` where the factors are None.
+  """Returns kernel + scale a b, in numpy for numpy arrays; `kernel` if the factors are None.
 
   Args:
     kernel: [stack..., inputs..., features...].
@@ -246,9 +246,9 @@ def merged_kernel(kernel: Any, a: Any, b: Any, *, scale: float) -> Any:
 
 
 def _sides(kernel: NamedParam) -> Optional[tuple[list[int], list[int], list[int]]]:
-  """Returns the dimensions of stack, inputs and features of a kernel; None if it has no such sides.
+  """Returns the dimensions of stack, inputs and features of a kernel; None if it has no two sides.
 
-  One side is the residual stream, `embed`; the other is all that is left.
+  One side is the residual stream, `embed`; the other has the remaining dimensions.
   """
   names = kernel.names
   stack = [i for i, name in enumerate(names) if name in STACKS]

@@ -1,4 +1,4 @@
-"""Cross entropy as sums and weights; nobody divides before all tokens are counted."""
+"""Cross entropy as sums and weights, divided only after all tokens are counted."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from t5x_gpu.models.linear_cross_entropy import TokenLoss
 from t5x_gpu.partitioning.axis_rules import is_manual
 
 # Metric name -> (sum, weight), float32 scalars. Divided once, over the global batch and log window.
-# 'confusion' alone has a matrix of counts for a sum.
+# The sum of 'confusion' is a matrix of counts.
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
@@ -33,8 +33,8 @@ def refuse_router_losses(model: str, config: TransformerConfig) -> None:
   """Raises ModelError for router losses of a model class whose tokens are not all targets."""
   if config.charges_routers:
     raise ModelError(
-      f'{model} cannot train routers of experts with losses of their own: these are averaged over '
-      'target tokens, and not all of its tokens are targets.',
+      f'{model} does not support router losses: they are averaged over target tokens, and not all '
+      'of its tokens are targets.',
       fix='Set TransformerConfig.router_balance_loss = 0.0 and router_z_loss = 0.0; without them '
       'give experts room: TransformerConfig.expert_capacity_factor = 2.0 or more.',
       parameters=('TransformerConfig.router_balance_loss', 'TransformerConfig.router_z_loss'),
@@ -74,14 +74,14 @@ def weighted_sums(sums: Mapping[str, jax.Array], weights: jax.Array) -> Sums:
 def with_router_losses(
   sums: Sums, charges: jax.Array, weights: jax.Array, *, num_layers: int, balance: float, z: float
 ) -> Sums:
-  """Returns `sums` with what routers of experts are charged: in 'loss', and as metrics per layer.
+  """Returns `sums` with router losses: added to 'loss', and as metrics averaged over layers.
 
   Args:
-    sums: of `cross_entropy`.
-    charges: [batch, length, 2] `moe.router_charges`, summed over layers.
-    weights: [batch, length] of the loss: charges of tokens are averaged as their losses are.
-    num_layers: that were charged.
-    balance, z: coefficients of the two.
+    sums: from `cross_entropy`.
+    charges: [batch, length, 2], `moe.router_charges` summed over layers.
+    weights: [batch, length] loss weights; charges are averaged over tokens like losses.
+    num_layers: layers with routers.
+    balance, z: coefficients of the two charges.
   """
   total = jnp.einsum('blc,bl->c', charges, weights.astype(jnp.float32))
   loss, weight = sums['loss']
@@ -103,13 +103,13 @@ def of_examples(
 ) -> Sums:
   """Returns the sums of `cross_entropy` over examples.
 
-  Where the length of rows is split, each device has the logits of whole rows: one of them counts.
+  If the length is split, every device along `context` has the logits of whole rows; one counts.
 
   Args:
     logits: [batch, classes], float32.
-    labels: [batch].
+    labels: [batch] class numbers.
     weights: [batch]; 0 leaves an example out.
-    with_confusion: adds 'confusion', the weights of examples by [true class, predicted class].
+    with_confusion: add 'confusion', the sum of weights by [true class, predicted class].
     **options: as in `cross_entropy`.
   """
   if is_manual('context'):

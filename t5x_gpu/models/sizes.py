@@ -1,4 +1,4 @@
-"""The sizes of a model that a mesh, or a batch, must agree with."""
+"""Sizes of a model that must fit the mesh and the batch."""
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError
@@ -6,7 +6,7 @@ from t5x_gpu.models.config import TransformerConfig
 
 
 def transformer_sizes(config: TransformerConfig) -> dict[str, int]:
-  """Returns axis name -> size of everything that a mesh may split."""
+  """Returns axis name -> size, of all axes that a mesh may split."""
   c = config
   sizes = {
     'vocab': c.vocab_size,
@@ -21,7 +21,7 @@ def transformer_sizes(config: TransformerConfig) -> dict[str, int]:
 
 
 def check_length(config: TransformerConfig, spec: BatchSpec) -> None:
-  """Raises ModelError for rows longer than the model takes."""
+  """Raises ModelError if rows are longer than the model's limit."""
   limit = config.length_limit
   too_long = {
     name: shape[1]
@@ -33,8 +33,8 @@ def check_length(config: TransformerConfig, spec: BatchSpec) -> None:
     learned = config.num_positions > 0
     parameter = f'TransformerConfig.{"num_positions" if learned else "max_length"}'
     raise ModelError(
-      f'{name} has {length} positions and the model '
-      + (f'a learned vector for {limit}.' if learned else f'was made for {limit}.'),
+      f'{name} has {length} positions, but the model '
+      + (f'has learned vectors for {limit}.' if learned else f'was made for {limit}.'),
       fix=f'Set TASK_FEATURE_LENGTHS so that rows have at most {limit} tokens, or, '
       + ('for a model that starts from scratch, ' if learned else 'to train it for longer ones, ')
       + f'{parameter} = {length}.',

@@ -1,7 +1,7 @@
-"""What the model families are made of: embeddings, and a stack of layers with its final norm.
+"""The parts of all model families: embeddings, and a stack of layers with its final norm.
 
-Both are plain objects whose functions take their parameters; the families differ in how they put
-them together and in what stands on top.
+Both are plain objects whose methods take the parameters. The families combine them differently and
+add different heads.
 """
 
 import dataclasses
@@ -39,13 +39,13 @@ Keys = Mapping[str, jax.Array]
 def dropout_rng(
   key: Optional[jax.Array], batch: DeviceBatch, part: str, *, side: str
 ) -> Optional[DropoutRng]:
-  """Returns the source of the masks of one part of a model; None without a key.
+  """Returns the dropout rng of one part of a model; None without a key.
 
   Args:
-    key: of the step.
-    batch: has 'rows', and the places of tokens where rows are split.
+    key: key of the step.
+    batch: has 'rows', and the positions of tokens if rows are split over devices.
     part: name of the part.
-    side: 'encoder' or 'decoder', whose tokens are meant.
+    side: 'encoder' or 'decoder': whose tokens are dropped.
   """
   if key is None:
     return None
@@ -54,29 +54,29 @@ def dropout_rng(
 
 @flax.struct.dataclass
 class Routed:
-  """What passes between layers whose routers of experts are charged.
+  """The activation between layers if the loss includes router losses.
 
   Attributes:
-    x: [batch, length, embed], as passes between all other layers.
-    charges: [batch, length, 2] `moe.router_charges`, summed over the layers so far.
+    x: [batch, length, embed], the activation without router losses.
+    charges: [batch, length, 2], `moe.router_charges` summed over the layers so far.
   """
 
   x: jax.Array
   charges: jax.Array
 
 
-# What passes between layers.
+# The activation between layers.
 Activation = Union[jax.Array, Routed]
 
 
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
-  """Token vectors, with those of positions and token types added where the model has them."""
+  """Token vectors, plus position and token type vectors if the model has them."""
 
   config: TransformerConfig
 
   def init(self, keys: Keys) -> dict[str, Params]:
-    """Returns parameters, by the name of each part."""
+    """Returns part name -> parameters."""
     ids, c = jnp.zeros((1, 1), jnp.int32), self.config
     x = jnp.zeros((1, 1, c.embed_dim), c.compute_dtype)
     params = {'token_embedder': self._tokens.init(keys['token_embedder'], ids)['params']}
@@ -99,12 +99,12 @@ class Embeddings:
     token_types: Optional[jax.Array] = None,
     rng: Optional[DropoutRng] = None,
   ) -> Activation:
-    """Returns [batch, length, embed], what the first layer gets.
+    """Returns [batch, length, embed], the input of the first layer.
 
     Args:
-      params: of the model.
+      params: parameters of the model.
       tokens: [batch, length] ids.
-      positions: of each token in its example, [length] or [batch, length].
+      positions: [length] or [batch, length], position of each token in its example.
       token_types: [batch, length]; None for type 0 everywhere.
       rng: None for no dropout.
     """
@@ -150,7 +150,7 @@ class Embeddings:
 
 
 def output(x: Activation) -> jax.Array:
-  """Returns [batch, length, embed] of what passes between layers."""
+  """Returns [batch, length, embed] without router charges."""
   return x.x if isinstance(x, Routed) else x
 
 
@@ -159,12 +159,12 @@ class Stack:
   """Layers, the relative bias that they share, and the norm after the last one.
 
   Attributes:
-    config: of the layers; their number is `num_layers`.
-    num_layers: of the whole stack.
-    causal: whether a token sees no later one.
+    config: sizes and choices, except the number of layers.
+    num_layers: layers of the whole stack.
+    causal: whether a token sees only itself and earlier tokens.
     final_norm: name of the last norm.
-    attends_to_encoder: layers have a second attention.
-    layer: module of one layer, made as `layer(config)` and called as a TransformerLayer is.
+    attends_to_encoder: whether layers also attend to an encoder.
+    layer: module class of one layer, created by `layer(config)` and called like TransformerLayer.
   """
 
   config: TransformerConfig
@@ -175,7 +175,7 @@ class Stack:
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
 
   def init(self, keys: Keys) -> dict[str, Params]:
-    """Returns parameters, by the name of each part."""
+    """Returns part name -> parameters."""
     c = self.config
     x, ones = jnp.zeros((1, 1, c.embed_dim), c.compute_dtype), jnp.ones((1, 1), jnp.int32)
     info = TokenInfo(jnp.arange(1), ones)
@@ -206,13 +206,13 @@ class Stack:
     """Returns `x` after the layers of `params['layers']`.
 
     Args:
-      params: 'layers', and 'relpos_bias' where layers share it.
-      x: what the embeddings or earlier layers returned.
-      info: of the tokens.
-      positions: of each token in its example, [length] or [batch, length].
-      encoder_info, encoded: the encoder's tokens and what it returned [batch, kv_length, embed].
+      params: 'layers', and 'relpos_bias' if layers share it.
+      x: output of the embeddings or of earlier layers.
+      info: positions and segments of the tokens.
+      positions: [length] or [batch, length], position of each token in its example.
+      encoder_info, encoded: the encoder's tokens and its output [batch, kv_length, embed].
       rng: None for no dropout.
-      first_layer: number of the first of these layers.
+      first_layer: index of the first of these layers in the stack.
     """
     shared = self._shared(params, info, positions, encoder_info, encoded)
     options = dict(dropout_rng=rng, first_layer=first_layer)
@@ -234,14 +234,14 @@ class Stack:
     encoder_info: Optional[TokenInfo] = None,
     encoded: Optional[jax.Array] = None,
   ) -> tuple[jax.Array, LayerCaches]:
-    """Returns `x` [batch, new, embed] after all layers, and the caches with the new tokens in them.
+    """Returns `x` [batch, new, embed] after all layers, and the caches with the new tokens.
 
     Args:
-      params, x, info, positions: as in `run`, of the new tokens alone.
-      caches: of what came before.
-      cached: what is known of all slots of `caches`, the new tokens' included.
-      encoder_info: of the encoder's tokens.
-      encoded: what the encoder returned, the first time; None once the caches have it.
+      params, x, info, positions: as in `run`, for the new tokens only.
+      caches: keys and values of earlier tokens.
+      cached: positions and segments of all slots of `caches`, including the new tokens.
+      encoder_info: positions and segments of the encoder's tokens.
+      encoded: output of the encoder in the first call; None once the caches hold it.
     """
     shared = self._shared(params, info, positions, encoder_info, encoded, cached=cached)
     return self._scan(params, output(x), shared, caches=caches)[:2]
@@ -255,12 +255,12 @@ class Stack:
     return make_norm(self.config).apply({'params': weights}, x)
 
   def charge_routers(self, sums: Sums, x: Activation, weights: jax.Array) -> Sums:
-    """Returns `sums` with the losses of routers, if they are charged.
+    """Returns `sums` plus the router losses, if the config has any.
 
     Args:
-      sums: of the cross entropy.
-      x: what the last layer returned.
-      weights: [batch, length] of the loss.
+      sums: sums of the cross entropy.
+      x: output of the last layer.
+      weights: [batch, length] loss weights.
     """
     if not isinstance(x, Routed):
       return sums

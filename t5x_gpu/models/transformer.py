@@ -1,7 +1,7 @@
-"""Stacks of layers: one layer's wiring, and the scan over all of them.
+"""One transformer layer, and the scan over all layers of a stack.
 
-Every family is this layer with other choices: encoders and decoders, with a norm before, after or
-around each block, with one attention or, in the decoder of an encoder-decoder, two.
+Every family uses this layer with other choices: encoder or decoder; norms before, after or around
+each block; one attention, or two in the decoder of an encoder-decoder.
 """
 
 import functools
@@ -24,7 +24,7 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import is_named, shard
 
-# What the backward pass finds stored; the rest is computed again.
+# What is stored for the backward pass; the rest is recomputed.
 REMAT = {
   'none': None,
   'minimal': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -34,16 +34,16 @@ REMAT = {
 
 @flax.struct.dataclass
 class StackInputs:
-  """What all layers of a stack share.
+  """Inputs that all layers of a stack share.
 
   Attributes:
     attention: self-attention of the batch.
-    bias: relative bias of all layers, as `attention.bias` made it, or None.
-    rotation: of the positions, or None.
-    cross_attention: to the encoder's tokens, in the decoder of an encoder-decoder.
-    encoded: [batch, kv_length, embed] what the encoder returned; None once a cache has it.
-    encoder_places: [kv_length] of the encoder's tokens in their rows.
-    valid: [batch, length], 0 on padding; where routers of experts are charged.
+    bias: relative bias of all layers, from `attention.bias`, or None.
+    rotation: rotary rotation of the positions, or None.
+    cross_attention: attention to the encoder's tokens, in the decoder of an encoder-decoder.
+    encoded: [batch, kv_length, embed], output of the encoder; None once a cache holds it.
+    encoder_places: [kv_length], positions of the encoder's tokens in their rows.
+    valid: [batch, length], 0 on padding; None without router losses.
   """
 
   attention: Attention
@@ -57,14 +57,14 @@ class StackInputs:
 
 @flax.struct.dataclass
 class LayerCaches:
-  """Caches of a decoder while it decodes: of its own tokens, and of the encoder's."""
+  """Keys and values while decoding: of the decoder's own tokens, and of the encoder's."""
 
   own: KVCache
   encoder: Optional[KVCache] = None
 
 
 def attention_kind(config: TransformerConfig, *, causal: bool) -> AttentionKind:
-  """Returns what self-attention is like in a stack of this configuration."""
+  """Returns the kind of self-attention in a stack of this configuration."""
   return AttentionKind(
     causal=causal,
     softcap=config.attention_softcap,
@@ -77,7 +77,7 @@ def attention_kind(config: TransformerConfig, *, causal: bool) -> AttentionKind:
 def relative_table(
   config: TransformerConfig, *, name: Optional[str] = None
 ) -> RelativePositionTable:
-  """Returns the module of the learned bias."""
+  """Returns the module of the learned relative bias."""
   return RelativePositionTable(
     num_heads=config.num_heads,
     num_buckets=config.num_relpos_buckets,
@@ -92,7 +92,7 @@ def make_norm(config: TransformerConfig, *, name: Optional[str] = None) -> nn.Mo
 
 
 class TransformerLayer(nn.Module):
-  """Self-attention, attention to an encoder if there is one, and an MLP, each on the residual."""
+  """Self-attention, attention to the encoder if there is one, and an MLP, each with a residual."""
 
   config: TransformerConfig
 
@@ -105,16 +105,16 @@ class TransformerLayer(nn.Module):
     number: Any = 0,
     caches: Optional[LayerCaches] = None,
   ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
-    """Returns [batch, length, embed] from the same, `caches` with this layer's part, and charges.
+    """Returns `x` [batch, length, embed] after the layer, updated `caches`, and router charges.
 
-    The last are `moe.router_charges`, where the routers of experts are charged, else None.
+    Charges are `moe.router_charges`, or None without router losses.
 
     Args:
       x: [batch, length, embed].
-      shared: of the stack.
+      shared: inputs that all layers share.
       dropout_rng: None for no dropout.
-      number: of the layer in the model.
-      caches: of all layers, while decoding.
+      number: index of the layer in its stack.
+      caches: keys and values of all layers, while decoding.
     """
     c = self.config
     before, add = functools.partial(_before_block, c), functools.partial(_add_block, c)
@@ -122,7 +122,7 @@ class TransformerLayer(nn.Module):
     def rng(site: str) -> Optional[DropoutRng]:
       return dropout_rng and dropout_rng.at(site)
 
-    # Said here as well: what the loop carries, and stores for the backward pass, is split.
+    # Repeated here so that what the loop carries, and stores for the backward pass, is split too.
     x = shard(x, 'batch', 'residual_length', 'embed')
     bias, own, of_encoder = shared.bias, None, None
     if caches is not None:
@@ -143,7 +143,7 @@ class TransformerLayer(nn.Module):
     )
     x = add(x, h, 'self_attention', dropout_rng, 'attention_out')
     if shared.cross_attention is not None:
-      cross_rng = rng('cross_attention')  # drops values, which stand where the encoder's tokens do
+      cross_rng = rng('cross_attention')  # drops values, which have the encoder's positions
       cross_rng = cross_rng and cross_rng.replace(positions=shared.encoder_places)
       h, of_encoder = self._attention('cross_attention')(
         before(x, 'cross_attention'),
@@ -238,15 +238,15 @@ def init_layers(layer: nn.Module, rng: jax.Array, *inputs: Any, num_layers: int)
   """Returns the parameters of `num_layers` layers, stacked on a leading `layers` axis.
 
   Args:
-    layer: a module.
-    rng: key; each layer gets one of its own.
-    *inputs: what the layer is called with; any size will do.
+    layer: the layer's module.
+    rng: key, split into one per layer.
+    *inputs: inputs of the layer, of any size.
     num_layers: length of the stack.
   """
   stacked = jax.vmap(lambda key: layer.init(key, *inputs)['params'])(
     jax.random.split(rng, num_layers)
   )
-  # One without names stays as it is: `split_names` tells the user of all of them.
+  # A parameter without names is left alone: `split_names` reports all of them to the user.
   return jax.tree.map(
     lambda p: p.replace(names=('layers', *p.names)) if is_named(p) else p, stacked, is_leaf=is_named
   )
@@ -264,21 +264,21 @@ def scan_layers(
   caches: Optional[LayerCaches] = None,
   charges: Optional[jax.Array] = None,
 ) -> tuple[jax.Array, Optional[LayerCaches], Optional[jax.Array]]:
-  """Returns `x` after all layers of `params`, each made whole when its turn comes; and the rest.
+  """Returns (x, caches, charges) after all layers of `params`.
 
-  The rest are `caches`, and `charges` with those of these layers added.
+  FSDP parameters are gathered one layer at a time.
 
   Args:
     layer: a module called as `layer(x, shared, dropout_rng, number, caches)`.
-    params: of the layers, stacked; all of the model's, or those of a pipeline stage. A tuple of
-      those of each layer (`generation.by_layer`) is run without a loop, to decode.
+    params: stacked parameters of the layers, of the whole stack or of a pipeline stage. A tuple
+      with the parameters of each layer (`generation.by_layer`) runs without a loop, for decoding.
     x: [batch, length, embed].
-    shared: the same for all layers.
+    shared: inputs that all layers share.
     config: its dtype, remat_policy and scan_unroll are used.
     dropout_rng: None for no dropout.
-    first_layer: number of the first of these layers in the model.
-    caches: while decoding.
-    charges: [batch, length, 2] of routers so far; None where they are not charged.
+    first_layer: index of the first of these layers in the stack.
+    caches: keys and values, while decoding.
+    charges: [batch, length, 2], router charges so far; None without router losses.
   """
 
   def body(carry: Any, of_layer: Any) -> tuple[Any, None]:
@@ -297,8 +297,8 @@ def scan_layers(
   unroll = min(config.scan_unroll, num_layers)
   policy = fsdp.keep_policy(REMAT[config.remat_policy], params)
   if policy is not None:
-    # A loop keeps forward and backward apart; unrolled whole, XLA would merge the recomputation
-    # with what it was to replace, and save nothing.
+    # A loop separates forward and backward. If the loop is fully unrolled, XLA would merge the
+    # recomputation with the forward pass and save nothing.
     body = jax.checkpoint(body, policy=policy, prevent_cse=unroll == num_layers)
   numbers = first_layer + jnp.arange(num_layers)
   return jax.lax.scan(body, carry, (params, numbers), unroll=unroll)[0]

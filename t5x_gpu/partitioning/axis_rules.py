@@ -1,10 +1,10 @@
 """THE table of array axis names, and the only two ways in which layers touch sharding.
 
 `shard(x, *names)` constrains an activation; `with_axes(init, names)` names the axes of a parameter.
-Both speak in the names of `AXES`; which mesh axes a name is split over is decided by the active
-`AxisRules`, the sum of what each parallelism file contributes. A misspelt name, two dimensions on
-one mesh axis and a size that does not divide are errors: Flax's own rules let all three pass and
-then train replicated.
+Both use the names in `AXES`. The active `AxisRules`, the sum of the rules of each parallelism file,
+map a name to the mesh axes that split it. An unknown name, two dimensions on one mesh axis, and a
+size that does not divide are errors; Flax's own rules accept all three silently and then train
+replicated.
 """
 
 import contextlib
@@ -40,17 +40,19 @@ AXES: dict[str, str] = {
 
 # An axis name, or None for a dimension that is never split.
 Names = Sequence[Optional[str]]
-# Array axis -> the mesh axes it is split over, outermost first.
+# Array axis -> the mesh axes that split it, outermost first.
 Table = Mapping[str, tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
-  """Which mesh axes split each array axis, for parameters and for activations.
+  """Which mesh axes split each array axis.
 
-  The two differ: FSDP splits a parameter's `embed` but an activation's `batch`. `optimizer` is what
-  splits the optimizer's state further than its parameter (ZeRO-1), `context_method` how attention
-  reaches over a split length.
+  Attributes:
+    parameters: rules for parameters; FSDP splits their `embed`.
+    activations: rules for activations; FSDP splits their `batch`.
+    optimizer: additional rules for optimizer state (ZeRO-1).
+    context_method: how attention works over a split length, 'ring' or 'gather'.
   """
 
   parameters: Table = dataclasses.field(default_factory=dict)
@@ -77,7 +79,7 @@ def _joined(a: Table, b: Table) -> Table:
 
 
 def check_names(names: Names, *, rank: int, what: str) -> None:
-  """Raises ShapeError unless `names` are known and as many as the array has dimensions."""
+  """Raises ShapeError unless all `names` are known and there is one per dimension."""
   if len(names) != rank:
     raise ShapeError(
       f'{what} has {rank} dimensions but {len(names)} axis names {tuple(names)}.',
@@ -99,17 +101,17 @@ def partition_spec(
   mesh_shape: Mapping[str, int],
   what: str = 'array',
 ) -> PartitionSpec:
-  """Returns how an array is split over the mesh.
+  """Returns the PartitionSpec of an array.
 
   Args:
     names: axis name per dimension.
-    shape: sizes, as many as names.
-    table: array axis -> mesh axes; names without a row are not split.
+    shape: size per dimension.
+    table: array axis -> mesh axes; other names are not split.
     mesh_shape: mesh axis -> size.
     what: the array's name, for errors.
   Raises:
     ShapeError: an unknown name or a wrong rank.
-    MeshError: two dimensions want one mesh axis, or a size does not divide.
+    MeshError: one mesh axis would split two dimensions, or a size does not divide.
   """
   check_names(names, rank=len(shape), what=what)
   taken: dict[str, Optional[str]] = {}
@@ -130,8 +132,8 @@ def partition_spec(
       legal = any_of(divisors(math.gcd(size, parts)))
       raise MeshError(
         f'{what}: {name} = {size} cannot be split {parts} ways ({split}).',
-        fix=f'Set the size that is its {name} to {any_of(nearest_multiples(size, parts))}, make '
-        f'{" x ".join(axes)} = {legal}, or name that dimension None if it is to be whole on '
+        fix=f'Set its {name} to {any_of(nearest_multiples(size, parts))}, set '
+        f'{" x ".join(axes)} = {legal}, or name the dimension None to keep it whole on '
         'every device.',
       )
     entries.append(axes[0] if len(axes) == 1 else axes or None)
@@ -154,12 +156,12 @@ _active: contextvars.ContextVar[Optional[_Active]] = contextvars.ContextVar(
 def use_rules(
   rules: AxisRules, mesh_shape: Mapping[str, int], *, manual_axes: Sequence[str] = ()
 ) -> Iterator[None]:
-  """Makes `shard` follow `rules`. Enter it inside the traced function, where jit caches by it.
+  """Makes `shard` follow `rules`. Enter it inside the traced function; jit would not cache by it.
 
   Args:
-    rules: the sum of what every parallelism contributes.
+    rules: sum of the rules of every parallelism.
     mesh_shape: mesh axis -> size.
-    manual_axes: those along which arrays are local already (partitioning/manual_region.py).
+    manual_axes: mesh axes along which arrays are already local (partitioning/manual_region.py).
   """
   automatic = {axis: size for axis, size in mesh_shape.items() if axis not in manual_axes}
   token = _active.set(_Active(rules, automatic, tuple(manual_axes)))
@@ -170,7 +172,7 @@ def use_rules(
 
 
 def shard(x: jax.Array, *names: Optional[str]) -> jax.Array:
-  """Returns `x`, laid out over the mesh as its axis names say; unchanged outside a partitioner."""
+  """Returns `x`, split over the mesh by its axis names; unchanged without active rules."""
   active = _active.get()
   if active is None:
     check_names(names, rank=x.ndim, what='activation')
@@ -194,32 +196,32 @@ def split_axes(name: str) -> tuple[str, ...]:
 
 
 def split_axis(name: str) -> Optional[str]:
-  """Returns the one mesh axis over which activations are split along `name`, or None."""
+  """Returns the one mesh axis that splits activations along `name`, or None."""
   axes = split_axes(name)
   assert len(axes) <= 1, (name, axes)
   return axes[0] if axes else None
 
 
 def split_ways(name: str) -> int:
-  """Returns in how many parts the active rules split activations along `name`."""
+  """Returns the number of parts into which the active rules split activations along `name`."""
   return math.prod(_active.get().mesh_shape[axis] for axis in split_axes(name))
 
 
 def is_manual(axis: str) -> bool:
-  """Returns whether arrays are local along mesh axis `axis` here, so that layers move them."""
+  """Returns whether arrays are local along mesh axis `axis` here, so layers call collectives."""
   active = _active.get()
   return active is not None and axis in active.manual_axes
 
 
 def context_method() -> Optional[str]:
-  """Returns how attention reaches over a length that is split here, 'ring' or 'gather', or None."""
+  """Returns the attention method if the length is split here, 'ring' or 'gather'; else None."""
   return _active.get().rules.context_method if is_manual('context') else None
 
 
 def varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
   """Returns `x`, marked as different on every device of the manual mesh axes `axes`.
 
-  What is marked so is differentiated where it is: no collective is added to its gradient.
+  The gradient of a marked array stays local: JAX does not add a collective.
   """
   missing = tuple(a for a in axes if a not in jax.typeof(x).manual_axis_type.varying)
   return jax.lax.pcast(x, missing, to='varying') if missing else x
@@ -259,8 +261,8 @@ def with_axes(
   Args:
     init: (key, shape, ...) -> values.
     names: one per dimension.
-    along: of activations, an axis along which the parameter acts on each part alone, for modules
-      that take copies of it (layers/sharded_bias_params.py).
+    along: activation axis on whose parts the parameter acts separately, for modules that accept
+      copies of it (layers/sharded_bias_params.py).
   """
 
   def named_init(key: jax.Array, shape: Sequence[int], *args: Any) -> NamedParam:
@@ -281,7 +283,7 @@ class AxisNames:
 
   Attributes:
     names: one per dimension.
-    along: axis of activations along which it acts on each part alone, or None.
+    along: activation axis on whose parts it acts separately, or None.
   """
 
   names: tuple[Optional[str], ...]
@@ -292,7 +294,7 @@ def split_names(boxed: Any) -> tuple[Any, Any]:
   """Returns (values, tree of AxisNames) of a tree of `NamedParam`.
 
   Raises:
-    ShapeError: parameters without axis names, all of them listed.
+    ShapeError: parameters without axis names; the message lists all of them.
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=is_named)
   bare = {
@@ -304,8 +306,8 @@ def split_names(boxed: Any) -> tuple[Any, Any]:
     listed = ', '.join(f'{path} {list(x.shape)}' for path, x in bare.items())
     name = next(iter(bare)).split('/')[-1]
     raise ShapeError(
-      f'Parameters without axis names: {listed}. Nothing says how a mesh may split them.',
-      fix='Name every dimension where the module creates it (the stack of layers adds its own):\n'
+      f'Parameters without axis names: {listed}. The mesh cannot split them.',
+      fix="Name every dimension where the module creates it (a stack adds 'layers' itself):\n"
       '  from t5x_gpu.partitioning.axis_rules import with_axes\n'
       f'  self.param({name!r}, with_axes(init, NAMES), shape)\n'
       'NAMES has one name per dimension of shape, or None for one that is never split: '

@@ -1,11 +1,11 @@
 """Context parallelism: the length of every sequence is split.
 
-What is split: `length` of activations over `context`; parameters are whole. What moves: in every
-layer, keys and values, forward and backward, and their gradients. `ring_attention` sends them from
-neighbour to neighbour behind the matmuls and holds logits of one block only; `gathered_attention`
-gathers them first: fewer bytes, none of them hidden, and logits of all local queries and the whole
-length. When: the activations of one long sequence do not fit, or there are more GPUs than rows. The
-ring for long sequences, gathering for short ones.
+What is split: `length` of activations over `context`; parameters are whole. What moves: keys and
+values of every layer, forward and backward, and their gradients. `ring_attention` sends them from
+neighbour to neighbour, hidden behind the matmuls, and holds the logits of one block only.
+`gathered_attention` gathers them first: fewer bytes, but not hidden, and it holds logits of all
+local queries and all keys. When: the activations of one long sequence do not fit, or there are more
+GPUs than rows. Use the ring for long sequences, gathering for short ones.
 Source: Liu et al. 2023 (Ring Attention); Brandon et al. 2023 (Striped Attention), balanced causal
 work; Llama Team 2024 (Llama 3), section 3.3.2: a chunk from both ends per device, and gathering.
 """
@@ -33,7 +33,7 @@ METHODS = ('ring', 'gather')
 
 
 def rules(method: str = 'ring') -> AxisRules:
-  """Returns what context parallelism adds to the table."""
+  """Returns the rules of context parallelism."""
   return AxisRules(
     activations={'length': ('context',), 'residual_length': ('context',)}, context_method=method
   )
@@ -48,35 +48,34 @@ def check(
   multiple_of: int = 1,
   legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> list[str]:
-  """Returns one sentence with its fix if the length cannot be split over `context`.
+  """Returns one sentence with its fix if the length cannot be split over `context`, else [].
 
   Args:
-    sizes: array axis -> size; 'length' is read.
+    sizes: array axis -> size; reads 'length'.
     mesh_shape: mesh axis -> size.
     method: 'ring' or 'gather'.
-    parameter: what sets the length, for the fix.
-    multiple_of: what else divides the length, for the fix.
-    legal_sizes: mesh axis -> sizes that it could have, for the fix; None for what divides all
-      devices.
+    parameter: parameter that sets the length, for the fix.
+    multiple_of: other divisor of the length, for the fix.
+    legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
   """
   ways, length = mesh_shape.get('context', 1), sizes.get('length', 0)
   if fits(length, ways, method):
     return []
   chunks = 2 * ways
   nearest = _nearest_lengths(length, math.lcm(chunks, multiple_of), ways, method)
-  # What `context` gives up another axis must take, so its size divides all devices.
+  # Another axis must take the devices that `context` gives up, so its size divides all devices.
   possible = (
     divisors(math.prod(mesh_shape.values())) if legal_sizes is None else legal_sizes['context']
   )
   legal = [c for c in possible if fits(length, c, method)]
   what = (
     f'does not divide over 2 x context={ways} (= {chunks}): each device takes one chunk from '
-    'the front and one from the back, so that causal attention is the same work for all.'
+    'the front and one from the back, to balance the work of causal attention.'
   )
   if length > 0 and length % chunks == 0:
     what = (
       f'over 2 x context={ways} makes chunks of {length // chunks}, which ring attention '
-      f'could only take in blocks of {largest_block(length // ways)}: it would crawl.'
+      f'can only process in blocks of {largest_block(length // ways)}: far too slow.'
     )
   return [
     f'length = {length} {what} Set {parameter} = {any_of(nearest)}'
@@ -85,9 +84,9 @@ def check(
 
 
 def fits(length: int, ways: int, method: str) -> bool:
-  """Returns whether `length` can be split over `context` = ways, in blocks that are not tiny.
+  """Returns whether `length` can be split over `context` = ways, without tiny blocks.
 
-  A chunk with a large prime factor has only small divisors: the ring would loop over each position.
+  A chunk with a large prime factor has only small divisors, so the ring would loop over positions.
   """
   if ways == 1:
     return True
@@ -100,7 +99,7 @@ def fits(length: int, ways: int, method: str) -> bool:
 
 
 def _nearest_lengths(length: int, unit: int, ways: int, method: str) -> list[int]:
-  """Returns the multiples of `unit` next below and above `length` that fit, without 0."""
+  """Returns the nearest multiples of `unit` below and above `length` that fit, without 0."""
   below, above = length // unit * unit, (length // unit + 1) * unit
   return [
     n
@@ -113,11 +112,11 @@ def _nearest_lengths(length: int, unit: int, ways: int, method: str) -> list[int
 
 
 def length_order(length: int, ways: int) -> np.ndarray:
-  """Returns int32 [length]: the position that stands at each place, so that work is balanced.
+  """Returns int32 [length], the position at each place, in an order that balances causal work.
 
-  Of 2 * ways chunks, device c holds numbers c and 2 * ways - 1 - c: under a causal mask all devices
-  compute equally many logits, and in every step of the ring. Reorder the length of a batch by it on
-  the host, `x[:, order]`; losses are sums over tokens, so that nothing needs to be put back.
+  Of 2 * ways chunks, device c holds chunks c and 2 * ways - 1 - c. Under a causal mask all devices
+  then compute the same number of logits, also in each step of the ring. Reorder a batch on the host
+  with `x[:, order]`. Losses are sums over tokens, so the order never has to be undone.
   """
   assert length % (2 * ways) == 0, (length, ways)
   chunks = np.arange(length, dtype=np.int32).reshape(2 * ways, -1)
@@ -125,11 +124,11 @@ def length_order(length: int, ways: int) -> np.ndarray:
 
 
 def local_positions(length: int, *, axis: str = 'context') -> jax.Array:
-  """Returns int32 [length / ways]: positions of this device's tokens; call where `axis` is manual.
+  """Returns int32 [length / ways], positions of this device's tokens; call where `axis` is manual.
 
   Args:
-    length: of the whole sequence, laid out by `length_order`.
-    axis: the mesh axis that splits it.
+    length: tokens of the whole sequence, in `length_order`.
+    axis: mesh axis that splits it.
   """
   ways, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   chunk = length // (2 * ways)
@@ -153,14 +152,14 @@ def traffic_per_step(
   """Returns bytes that a device sends over `context` in one training step.
 
   Args:
-    batch, num_heads, num_layers: what one device holds; heads of keys and values.
-    length: of the whole sequence.
+    batch, num_heads, num_layers: rows, key and value heads, and layers of one device.
+    length: tokens of the whole sequence.
     head_dim: features of a head.
     context: size of the axis.
-    dtype_bytes: of keys and values; gradients of them travel in float32.
+    dtype_bytes: bytes per value of keys and values; their gradients travel in float32.
     method: 'ring' or 'gather'.
-    num_forwards: 2 where a layer is computed again in the backward pass, else 1.
-    info_bytes: what one device's kv_info holds (positions, segment ids).
+    num_forwards: 2 if the backward pass recomputes layers, else 1.
+    info_bytes: bytes of one device's kv_info (positions, segment ids).
   """
   assert method in METHODS, method
   hops = context - 1

@@ -1,11 +1,11 @@
 """Expert parallelism: the experts of a mixture-of-experts MLP are split.
 
 What is split: `experts` of parameters over `expert`, and `batch` of activations, as over `data`.
-What moves: in every such layer each token goes to the devices of its experts and comes back, an
-all-to-all each way, forward and backward. Every expert has room for so many tokens of a row, full
-or not: (n - 1) / n of batch x experts x capacity x embed values per all-to-all over n devices.
-Gradients of experts are not reduced over `expert`. Under tensor parallelism each device of `model`
-sends the same. When: the experts do not fit on one GPU; keep it inside a host, as it talks in every
+What moves: in every layer with experts each token goes to the devices of its experts and back, one
+all-to-all each way, forward and backward. All slots of the experts travel, also empty ones:
+(n - 1) / n of batch x experts x capacity x embed values per all-to-all over n devices. Gradients of
+experts are not reduced over `expert`. Under tensor parallelism each device of `model` sends the
+same. When: the experts do not fit on one GPU. Keep it inside a host: it communicates in every
 layer.
 Source: Lepikhin et al. 2020 (GShard); Fedus et al. 2021 (Switch Transformer).
 """
@@ -21,7 +21,7 @@ from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors, nearest_mu
 
 
 def rules() -> AxisRules:
-  """Returns what expert parallelism adds to the table."""
+  """Returns the rules of expert parallelism."""
   return AxisRules(parameters={'experts': ('expert',)}, activations={'batch': ('expert',)})
 
 
@@ -32,14 +32,13 @@ def check(
   parameter: str = 'TransformerConfig.num_experts',
   legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> list[str]:
-  """Returns one sentence with its fix if there are no experts to split, or they do not divide.
+  """Returns one sentence with its fix if there are no experts or they do not divide, else [].
 
   Args:
-    sizes: array axis -> size; 'experts' is read, absent or 0 for a model without.
+    sizes: array axis -> size; reads 'experts', absent or 0 for a model without experts.
     mesh_shape: mesh axis -> size.
-    parameter: what sets the number of experts, for the fix.
-    legal_sizes: mesh axis -> sizes that it could have, for the fix; None for what divides all
-      devices.
+    parameter: parameter that sets the number of experts, for the fix.
+    legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
   """
   ways, experts = mesh_shape.get('expert', 1), sizes.get('experts', 0)
   if ways == 1 or (experts > 0 and experts % ways == 0):
@@ -47,11 +46,11 @@ def check(
   if not experts:
     return [
       f'expert={ways} splits experts, but this model has none: its MLPs are dense. Set '
-      f'{parameter} = {any_of([ways, 2 * ways])}, or Partitioner.expert = 1 and give its '
-      'devices to Partitioner.fsdp or Partitioner.data.'
+      f'{parameter} = {any_of([ways, 2 * ways])}, or Partitioner.expert = 1 and use these '
+      'devices for Partitioner.fsdp or Partitioner.data.'
     ]
   nearest = nearest_multiples(experts, ways)
-  # What `expert` gives up another axis must take, so its size divides all devices.
+  # Another axis must take the devices that `expert` gives up, so its size divides all devices.
   possible = (
     divisors(math.prod(mesh_shape.values())) if legal_sizes is None else legal_sizes['expert']
   )
@@ -64,14 +63,14 @@ def check(
 
 
 def num_local(num_experts: int) -> int:
-  """Returns how many of the experts this device has."""
+  """Returns the number of experts on this device."""
   return num_experts // jax.lax.axis_size('expert') if is_manual('expert') else num_experts
 
 
 def to_experts(x: jax.Array) -> jax.Array:
   """Returns [rows of the group, local experts, ...] from [local rows, experts, ...].
 
-  A group are the devices along `expert`. Where that axis splits nothing, `x` as it is.
+  A group is the devices along `expert`. If that axis has size 1, `x` is returned unchanged.
   """
   if not is_manual('expert'):
     return x
@@ -86,7 +85,7 @@ def from_experts(x: jax.Array) -> jax.Array:
 
 
 def group_rows(rows: jax.Array) -> jax.Array:
-  """Returns what is known per row, [rows of the group] in the order of `to_experts`.
+  """Returns `rows` of all devices of the group, [rows of the group], in the order of `to_experts`.
 
   Args:
     rows: [local rows].
@@ -105,19 +104,19 @@ def traffic_per_step(
   dtype_bytes: int,
   num_forwards: int = 1,
 ) -> dict[str, float]:
-  """Returns the bytes that a device sends over `expert` in one training step, by kind.
+  """Returns collective -> bytes that a device sends over `expert` per training step.
 
-  Gradients of all but experts cross `expert` as they cross `data`: once per step, together. With
-  dropout the numbers of the rows travel as well, 4 bytes each.
+  All other gradients are summed over `expert` as over `data`, once per step. With dropout, row
+  numbers travel too, 4 bytes each.
 
   Args:
-    batch: rows of one device in one step, all microbatches together.
+    batch: rows of one device per step, over all microbatches.
     num_experts, embed_dim: of the model.
-    capacity: tokens of a row that an expert has room for, as `layers.moe.capacity` says.
-    num_layers: that one device holds.
+    capacity: tokens of a row that an expert has room for, from `layers.moe.capacity`.
+    num_layers: layers of one device.
     expert: size of the axis.
-    dtype_bytes: of activations.
-    num_forwards: 2 where a layer is computed again in the backward pass, else 1.
+    dtype_bytes: bytes per value of activations.
+    num_forwards: 2 if the backward pass recomputes layers, else 1.
   """
   moved = batch * num_experts * capacity * embed_dim * dtype_bytes * (expert - 1) / expert
   return {'all-to-all': (2 * num_forwards + 2) * num_layers * moved}

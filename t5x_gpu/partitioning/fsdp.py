@@ -1,15 +1,15 @@
-"""Fully sharded data parallelism (ZeRO): optimizer state, gradients and parameters are split too.
+"""Fully sharded data parallelism (ZeRO): also splits optimizer state, gradients and parameters.
 
 What is split: `batch` of activations over `fsdp`, and by `zero_stage` also `embed` of
   1. the optimizer state: gradients are reduce-scattered once per step, the updated parameters
      gathered once;
-  2. and gradients: each layer's are reduce-scattered as soon as the backward pass has made them;
+  2. and gradients: each layer's are reduce-scattered as soon as the backward pass has them;
   3. and parameters: each layer's are gathered before use, forward and again backward.
 What moves, per device and step, for P bytes of parameters over n devices: (n - 1) / n x 2 P for
-stages 1 and 2 (as plain data parallelism does), x 3 P for stage 3; whatever the number of
-microbatches, which stages 2 and 3 take through a layer together (training/breadth_first.py). In a
-pipeline, stages 2 and 3 make the parameters of a stage whole once per step, and split what lasts.
-When: parameters and optimizer state do not fit on one GPU; before tensor parallelism.
+stages 1 and 2 (like plain data parallelism), x 3 P for stage 3. The number of microbatches does not
+matter: stages 2 and 3 take all of them through a layer together (training/breadth_first.py). In a
+pipeline, stages 2 and 3 gather the parameters of a stage once per step; what is stored stays split.
+When: parameters and optimizer state do not fit on one GPU. Try it before tensor parallelism.
 Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (PyTorch FSDP).
 """
 
@@ -28,7 +28,7 @@ SPLIT = {'embed': ('fsdp',)}
 
 
 def rules(zero_stage: int = 3) -> AxisRules:
-  """Returns what FSDP adds to the table."""
+  """Returns the rules of FSDP."""
   return AxisRules(
     parameters=SPLIT if zero_stage == 3 else {},
     optimizer={} if zero_stage == 3 else SPLIT,
@@ -39,16 +39,16 @@ def rules(zero_stage: int = 3) -> AxisRules:
 def traffic_per_step(
   *, layers_size: int, other_size: int, fsdp: int, zero_stage: int = 3, dtype_bytes: int = 4
 ) -> dict[str, float]:
-  """Returns the bytes that a device sends over `fsdp` in one training step, by collective.
+  """Returns collective -> bytes that a device sends over `fsdp` per training step.
 
-  Of a parameter that `fsdp` does not split, the gradient is all-reduced as under data parallelism.
+  Gradients of parameters that `fsdp` does not split are all-reduced as under data parallelism.
 
   Args:
-    layers_size, other_size: elements of the layers of one device and of all other parameters, whole
-      over `fsdp`. A table that both embeds and makes logits counts twice in stages 2 and 3.
+    layers_size, other_size: elements of the layers of one device and of all other parameters, not
+      divided by `fsdp`. A table used for embeddings and logits counts twice in stages 2 and 3.
     fsdp: size of the axis.
     zero_stage: see above; 1 in a pipeline.
-    dtype_bytes: of the computation, in which stage 3 gathers. All else is float32.
+    dtype_bytes: bytes per value when stage 3 gathers, in the compute dtype. The rest is float32.
   """
   share, size = (fsdp - 1) / fsdp, layers_size + other_size
   gathered = dtype_bytes * (2 * layers_size + other_size) if zero_stage == 3 else 4 * size
@@ -57,11 +57,11 @@ def traffic_per_step(
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-  """Dimensions of a parameter, counted from the last one (-1), as a scan takes the first.
+  """Dimensions of a parameter, counted from the last one (-1), because a scan removes the first.
 
   Attributes:
-    fsdp: the one that is split over `fsdp`.
-    model: the one that is split over `model` as well, if any is.
+    fsdp: dimension that `fsdp` splits.
+    model: dimension that `model` splits, or None.
   """
 
   fsdp: int
@@ -73,9 +73,9 @@ class Split:
   """A parameter inside the region where `fsdp` is manual.
 
   Attributes:
-    part: this device's part; what is differentiated.
-    full: the whole parameter where every device has it (stage 2), else None.
-    dims: where it is split.
+    part: this device's part, which is differentiated.
+    full: the whole parameter if every device has it (stage 2), else None.
+    dims: the dimensions that are split.
   """
 
   part: jax.Array
@@ -89,14 +89,14 @@ def is_split(x: Any) -> bool:
 
 
 def whole(tree: Any, dtype: Any) -> Any:
-  """Returns `tree` with every `Split` made whole, in `dtype`; other leaves as they are.
+  """Returns `tree` with every `Split` gathered, in `dtype`; other leaves unchanged.
 
-  Models call it as late as they can: once per layer, so that one layer's parameters are whole at a
-  time. The gradient of a part is the sum over `fsdp`, in float32.
+  Models call it as late as possible, once per layer, so that only one layer's parameters are whole
+  at a time. The gradient of a part is summed over `fsdp` in float32.
 
   Args:
-    tree: parameters as a model's `loss` gets them.
-    dtype: of the computation; half as many bytes travel in bfloat16.
+    tree: parameters as passed to a model's `loss`.
+    dtype: compute dtype; bfloat16 sends half as many bytes as float32.
   """
   return jax.tree.map(
     lambda x: _use(dtype, x.dims, x.part, x.full) if is_split(x) else x, tree, is_leaf=is_split
@@ -104,7 +104,7 @@ def whole(tree: Any, dtype: Any) -> Any:
 
 
 def gather(part: jax.Array, dims: Dims) -> jax.Array:
-  """Returns the whole of a parameter from its parts; its gradient is not defined."""
+  """Returns a parameter gathered from its parts; cannot be differentiated through."""
   return manual_collectives.all_gather(part, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
 
 
@@ -132,8 +132,8 @@ def _use_backward(dtype: Any, dims: Dims, full: Optional[jax.Array], gradient: j
 _use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1))
 _use.defvjp(_use_forward, _use_backward)
 
-# Primitives that make a layer's weights from its parameters. Their results are not worth keeping
-# for the backward pass: kept, all layers would be whole at once.
+# Primitives that compute a layer's weights from its parameters. Their results are not kept for the
+# backward pass: otherwise all layers would be whole at once.
 _MOVES = frozenset(
   {
     'all_gather',
@@ -151,13 +151,13 @@ _MOVES = frozenset(
 
 
 def keep_activations_only(primitive: Any, *_: Any, **__: Any) -> bool:
-  """A policy for `jax.checkpoint` that stores everything but gathered parameters."""
+  """A policy for `jax.checkpoint` that stores everything except gathered parameters."""
   return primitive.name not in _MOVES
 
 
 def keep_policy(
   policy: Optional[Callable[..., bool]], params: Any
 ) -> Optional[Callable[..., bool]]:
-  """Returns a remat policy under which a layer with `params` gathers them again."""
+  """Returns a remat policy under which the backward pass gathers `params` again."""
   has_split = any(is_split(x) and x.full is None for x in jax.tree.leaves(params, is_leaf=is_split))
   return keep_activations_only if policy is None and has_split else policy

@@ -1,10 +1,10 @@
-"""Where the layers of a model stand in its parameters: in one stack, or in several that take turns.
+"""Where a model's parameters hold its layers: in one stack, or in several that run in turn.
 
 The layers of most models are `params['layers']`. A model with several stacks names them in the
-order in which they run, as `stacks = ('encoder', 'decoder')`, and keeps the layers of each in
-`params[name]['layers']`. What passes between its layers is a tuple with a member per stack, all
-made by `embed`; `run_layers` is told the stack by its name, changes that member, and may read those
-of the stacks before it. The head reads the last member.
+order in which they run, as in `stacks = ('encoder', 'decoder')`, and keeps the layers of each in
+`params[name]['layers']`. The activation between its layers is a tuple with a member per stack, all
+returned by `embed`. `run_layers` gets the name of a stack, changes that member, and may read those
+of earlier stacks. The head reads the last member.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ from typing import Any, Protocol
 import jax
 
 Params = Mapping[str, Any]
-# Name of the stack of a model that has one, whose layers are `params['layers']`.
+# Name of the stack of a model with one stack, whose layers are `params['layers']`.
 ONLY = ''
 
 
 class RunsLayers(Protocol):
-  """The part of a model that runs layers; `stacks`, if there are several, names them in order."""
+  """The part of a model that runs layers; with several stacks, `stacks` has their names."""
 
   def run_layers(self, params: Params, x: Any, batch: Any, **options: Any) -> Any:
     """Returns `x` after the layers in `params`; with several stacks, after those of `stack`."""
 
 
 def stacks_of(model: object) -> tuple[str, ...]:
-  """Returns the names of a model's stacks in the order in which they run; (ONLY,) of one."""
+  """Returns the names of a model's stacks in the order in which they run; (ONLY,) for one stack."""
   return tuple(getattr(model, 'stacks', (ONLY,)))
 
 
@@ -35,7 +35,7 @@ def layers_of(params: Params, stack: str) -> Any:
 
 
 def num_layers(params: Params, stack: str) -> int:
-  """Returns how many layers of a stack `params` hold."""
+  """Returns the number of layers of a stack in `params`."""
   return jax.tree.leaves(layers_of(params, stack))[0].shape[0]
 
 
@@ -58,34 +58,34 @@ def without_layers(params: Params, stacks: Sequence[str]) -> dict[str, Any]:
 
 
 def part_of(x: Any, stacks: Sequence[str], stack: str) -> Any:
-  """Returns what a stack has so far, of what passes between the layers of a model."""
+  """Returns the member of `x`, the activation between layers, that belongs to a stack."""
   return x if tuple(stacks) == (ONLY,) else x[tuple(stacks).index(stack)]
 
 
 def with_part(x: Any, stacks: Sequence[str], stack: str, part: Any) -> Any:
-  """Returns `x`, what passes between the layers of a model, with `part` as what a stack has."""
+  """Returns `x`, the activation between layers, with `part` as the member of a stack."""
   if tuple(stacks) == (ONLY,):
     return part
   return tuple(part if name == stack else old for name, old in zip(stacks, x, strict=True))
 
 
 def prefix_of(stack: str) -> str:
-  """Returns what the paths of a stack's layers begin with: 'layers', or 'encoder/layers'."""
+  """Returns the prefix of the paths of a stack's layers: 'layers', or 'encoder/layers'."""
   return 'layers' if stack == ONLY else f'{stack}/layers'
 
 
 def run_layers(
   model: RunsLayers, params: Params, x: Any, batch: Any, *, stack: str, **options: Any
 ) -> Any:
-  """Returns what `model.run_layers` makes of `x`; a model with one stack is not told its name.
+  """Returns `model.run_layers(...)`; passes `stack` only to a model with several stacks.
 
   Args:
-    model: has `run_layers(params, x, batch, ...)`.
-    params: of the model; of the stack, the layers to run.
-    x: what `embed` or earlier layers returned.
-    batch: for the model.
-    stack: whose layers run.
-    **options: for the model.
+    model: the model.
+    params: parameters of the model, with the layers to run.
+    x: output of `embed` or of earlier layers.
+    batch: batch for the model.
+    stack: name of the stack.
+    **options: other arguments of the model.
   """
   which = {} if stack == ONLY else {'stack': stack}
   return model.run_layers(params, x, batch, **which, **options)

@@ -1,8 +1,8 @@
-"""Where every array of a run lives, and functions jitted so that it stays there.
+"""The sharding of every array of a run, and functions jitted with it.
 
-A layout turns axis names into shardings, and jits functions so that the rules are entered inside
-the traced function and the mesh is set around the call: Flax's rules context is no part of jit's
-cache key, and `with mesh:` drops every constraint.
+A layout maps axis names to shardings. Its jitted functions enter the rules inside the traced
+function and set the mesh around the call: Flax's rules context is not in jit's cache key, and
+`with mesh:` drops every constraint.
 """
 
 import dataclasses
@@ -27,17 +27,17 @@ from t5x_gpu.runtime.cluster.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """A mesh with rules: where every array of the run lives.
+  """A mesh and rules, which define the sharding of every array of a run.
 
   Attributes:
-    mesh: the devices, all axes of MESH_AXES.
+    mesh: the devices, with all axes of MESH_AXES.
     rules: which mesh axes split each array axis.
-    sizes: where the mesh's shape comes from.
+    sizes: sizes of the mesh.
     topology: hosts and devices per host.
     zero_stage: see partitioning/fsdp.py.
-    pipeline: how stages take turns; None without stages.
+    pipeline: schedule of the stages; None without a pipeline.
     accumulate_by: see partitioning/manual_region.py.
-    notes: what a user should know of it, a line each.
+    notes: notes for the user, one line each.
   """
 
   mesh: Mesh
@@ -51,7 +51,7 @@ class Layout:
 
   @property
   def region(self) -> Region:
-    """The region of a step in which collectives are written out."""
+    """The region of a step with explicit collectives."""
     return Region(self.rules, self.mesh.shape, self.zero_stage, self.pipeline, self.accumulate_by)
 
   @property
@@ -60,10 +60,10 @@ class Layout:
 
   @property
   def for_decoding(self) -> 'Layout':
-    """The same mesh for text that is written token by token: a length of one cannot be split.
+    """The same mesh for decoding, where a length of one token cannot be split.
 
-    Devices along `context` then repeat each other's work; those of later stages take part in every
-    layer, whose parameters come to them when its turn comes.
+    Devices along `context` then repeat each other's work. All stages take part in every layer;
+    XLA moves the layer's parameters to them.
     """
     split = {
       name: axes
@@ -75,7 +75,7 @@ class Layout:
 
   @property
   def batch_parts(self) -> int:
-    """In how many parts the rows of a batch are split; a batch's size is a multiple of it."""
+    """Parts into which the rows of a batch are split; divides the batch size."""
     return math.prod(self.mesh.shape[a] for a in self.rules.activations['batch'])
 
   def shardings(self, abstract: Any, names: Any, table: Optional[Table] = None) -> Any:
@@ -143,15 +143,15 @@ class Layout:
 
   @property
   def reorders_layers(self) -> bool:
-    """Whether layers stand in another order than the model's: those of a stage side by side."""
+    """Whether the layers of a stage are adjacent in memory, in another order than the model's."""
     return self.pipeline is not None and self.pipeline.repeats > 1
 
   def in_run_order(self, tree: Any, names: Any) -> Any:
-    """Returns a tree with its layers from the order of the model to that of the run."""
+    """Returns a tree with its layers moved from the model's order to the run's order."""
     return self._reordered(tree, names, lambda order: order)
 
   def in_model_order(self, tree: Any, names: Any) -> Any:
-    """Returns a tree with its layers from the order of the run to that of the model."""
+    """Returns a tree with its layers moved from the run's order to the model's order."""
     return self._reordered(tree, names, np.argsort)
 
   def _reordered(self, tree: Any, names: Any, of_order: Callable[[np.ndarray], np.ndarray]) -> Any:
@@ -170,7 +170,7 @@ class Layout:
     return jax.tree.map(reorder, names, tree)
 
   def table(self) -> str:
-    """Returns the mesh, and how a pipeline runs, as a small table for the log."""
+    """Returns a small table of the mesh and the pipeline, for the log."""
     lines = [mesh_table(self.sizes, self.topology, zero_stage=self.zero_stage)]
     if self.pipeline is not None:
       options = self.pipeline.options
@@ -184,7 +184,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class LaidOut:
-  """A jitted function that sets its mesh whenever it is called, lowered or evaluated."""
+  """A jitted function that sets its mesh when it is called or lowered."""
 
   mesh: Mesh
   jitted: Any
@@ -194,6 +194,6 @@ class LaidOut:
       return self.jitted(*args)
 
   def lower(self, *args: Any) -> Any:
-    """Returns jax's lowered function; `.compile()` it for an executable."""
+    """Returns JAX's lowered function; call `.compile()` on it for an executable."""
     with jax.set_mesh(self.mesh):
       return self.jitted.lower(*args)

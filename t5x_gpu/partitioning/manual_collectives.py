@@ -1,8 +1,8 @@
-"""Collectives along a manual axis, of arrays that may be split over `model` as well.
+"""Collectives along a manual axis, for arrays that may also be split over `model`.
 
-`model` is automatic in the region (partitioning/manual_region.py), and of an array that is split
-over an automatic axis XLA first gathers all parts on every device. Here each part goes by itself.
-To be called where nothing is differentiated through it: in the two functions of a `jax.custom_vjp`.
+`model` is automatic in the region (partitioning/manual_region.py). For an array that is split over
+an automatic axis, XLA would first gather all parts on every device; here each part is sent alone.
+Call these only where they are not differentiated: in the two functions of a `jax.custom_vjp`.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec
 
 
 def all_gather(x: jax.Array, axis: str, *, dim: int, model_dim: Optional[int] = None) -> jax.Array:
-  """Returns the parts of all devices of `axis`, joined along a dimension.
+  """Returns the parts of all devices of `axis`, concatenated along a dimension.
 
   Args:
     x: this device's part.
     axis: a manual mesh axis.
     dim: the dimension, counted from the last one (-1).
-    model_dim: the one that `model` splits, counted alike; None if it splits none.
+    model_dim: the dimension that `model` splits, counted the same way; None for none.
   """
   return _on_each_part(
     lambda part: jax.lax.all_gather(part, axis, axis=part.ndim + dim, tiled=True), x, model_dim

@@ -1,9 +1,9 @@
-"""The region of a step in which every collective is written out, all axes but `model` manual.
+"""The region of a step with explicit collectives: all axes except `model` are manual.
 
-Left to the compiler, a loop over microbatches, layers or pipeline ticks repeats the reduction of
-the gradients each time around. Inside the region a device sees its own rows, positions, layers and
-parts of parameters; gradients come out unreduced and are reduced once, here. `model` stays with the
-compiler, which follows the constraints of `shard`.
+The compiler would repeat the reduction of gradients in each iteration of a loop over microbatches,
+layers or pipeline ticks. Inside the region a device sees its own rows, positions, layers and parts
+of parameters; gradients come out unreduced and are reduced once, here. The compiler handles
+`model`, following the constraints of `shard`.
 """
 
 import collections
@@ -21,18 +21,18 @@ from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 from t5x_gpu.partitioning.mesh.mesh_sizes import OUTER_AXES
 from t5x_gpu.partitioning.per_device_copies import Copies
 
-# What the names of features end in that tell the place of every token in its row.
+# Suffix of features that hold token positions.
 PLACES = '_places'
 
 
 def is_places(name: str) -> bool:
-  """Returns whether a feature has no rows, but tells where tokens stand in all of them."""
+  """Returns whether a feature holds token positions [length], the same for all rows."""
   return name.endswith(PLACES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-  """How stages take turns; the arguments of pipeline_parallel.value_and_grad."""
+  """The schedule of a pipeline; see pipeline_parallel.value_and_grad for the fields."""
 
   schedule: str
   num_stages: int
@@ -47,14 +47,14 @@ class Pipeline:
 
   @property
   def least_rows(self) -> int:
-    """Rows that a device needs: the microbatches of several blocks per stage come round."""
+    """Fewest rows of a device: with several blocks per stage, microbatches go around the stages."""
     return self.num_stages if self.repeats * self.num_stacks > 1 else 1
 
   def for_rows(self, rows: int) -> 'Pipeline':
-    """Returns the same for batches of other sizes, in at most as many microbatches if possible.
+    """Returns the schedule for another number of rows; if possible, with as few microbatches.
 
     Args:
-      rows: of one device, at least `least_rows`.
+      rows: rows of one device, at least `least_rows`.
     """
     legal = [n for n in divisors(rows) if n >= self.least_rows]
     count = max((n for n in legal if n <= self.num_microbatches), default=legal[0])
@@ -63,15 +63,15 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-  """Which axes are manual, and what that means for parameters, gradients and batches.
+  """The manual axes, and how they split parameters, gradients and batches.
 
   Attributes:
     rules: which mesh axes split each array axis.
     mesh_shape: mesh axis -> size.
     zero_stage: see partitioning/fsdp.py.
-    pipeline: how stages take turns; None without stages.
+    pipeline: schedule of the stages; None without a pipeline.
     accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
-      next one, 'microbatch' the other way around.
+      next one; 'microbatch' takes a microbatch through all layers first.
   """
 
   rules: AxisRules
@@ -82,11 +82,11 @@ class Region:
 
   @property
   def axes(self) -> tuple[str, ...]:
-    """The manual axes: those that split anything, without `model`."""
+    """The manual axes: all of size 2 or more, except `model`."""
     return tuple(a for a in OUTER_AXES if self.mesh_shape.get(a, 1) > 1)
 
   def spec(self, names: Sequence[Optional[str]], table: Table) -> PartitionSpec:
-    """Returns how an array with axes `names` is split over the manual axes."""
+    """Returns the PartitionSpec of an array with axes `names` over the manual axes."""
     entries = (tuple(a for a in table.get(name, ()) if a in self.axes) for name in names)
     return PartitionSpec(*(entry or None for entry in entries))
 
@@ -95,21 +95,21 @@ class Region:
     """Whether gradients are summed over `fsdp` as soon as a layer has them (ZeRO-2 and 3).
 
     Not in a pipeline, whose stages have few layers and many microbatches: there, parameters are
-    made whole and gradients summed once per step.
+    gathered and gradients summed once per step.
     """
     return 'fsdp' in self.axes and self.zero_stage >= 2 and self.pipeline is None
 
   def part_specs(self, names: Any) -> Any:
-    """Returns the tree of PartitionSpecs of what is differentiated, for a tree of AxisNames."""
+    """Returns a tree of PartitionSpecs of the differentiated parts, from a tree of AxisNames."""
     table = self.rules.state if self.reduces_in_backward else self.rules.parameters
     return jax.tree.map(lambda n: self.spec(n.names, table), names)
 
   def kept_specs(self, names: Any) -> Any:
-    """Returns the tree of PartitionSpecs of parameters as the run keeps them."""
+    """Returns a tree of PartitionSpecs of the parameters as stored between steps."""
     return jax.tree.map(lambda n: self.spec(n.names, self.rules.parameters), names)
 
   def gradient_specs(self, names: Any) -> Any:
-    """Returns the tree of PartitionSpecs of reduced gradients: as the optimizer's state."""
+    """Returns a tree of PartitionSpecs of reduced gradients, the same as of optimizer state."""
     return jax.tree.map(lambda n: self.spec(n.names, self.rules.state), names)
 
   def batch_specs(self, batch: Mapping[str, jax.Array]) -> dict[str, PartitionSpec]:
@@ -122,10 +122,10 @@ class Region:
     }
 
   def with_rows(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns `batch` with what local arrays cannot tell: where rows and positions stand.
+    """Returns `batch` plus global row numbers and positions, which local arrays do not show.
 
-    'rows' [batch] is the number of each example. Where the length is split, 'encoder_places' and
-    'decoder_places' [length] are the positions in a row of the tokens of features called so.
+    'rows' [batch] is the index of each example. If the length is split, 'encoder_places' and
+    'decoder_places' [length] are the positions of the tokens of encoder and decoder features.
     """
     batch_size = next(iter(batch.values())).shape[0]
     more = {'rows': jnp.arange(batch_size)}
@@ -138,11 +138,11 @@ class Region:
     return {**batch, **more}
 
   def parameters(self, parts: Any, params: Any, names: Any) -> Any:
-    """Returns what a model gets: parts of parameters as `fsdp.Split`, other parts as they are.
+    """Returns the parameters for a model: `fsdp.Split` for those split over `fsdp`, else arrays.
 
     Args:
-      parts: what is differentiated, split as `part_specs` says; or copies of that.
-      params: the same as the run keeps them; used where that is more than the part (ZeRO-2).
+      parts: differentiated parts, split by `part_specs`; or copies of them.
+      params: parameters as stored between steps; under ZeRO-2 they are whole and are used.
       names: tree of AxisNames.
     """
 
@@ -163,13 +163,13 @@ class Region:
     return jax.tree.map(parameter, names, parts, params)
 
   def frozen(self, params: Any, names: Any) -> Any:
-    """Returns parameters that have no gradient as a model gets them; arguments as in `whole`."""
+    """Returns parameters without gradient for a model; arguments as in `whole`."""
     if not self.reduces_in_backward:
       return self.whole(params, names)
     return self.parameters(params, params, names) if self.zero_stage == 3 else params
 
   def whole(self, params: Any, names: Any) -> Any:
-    """Returns parameters, as the run keeps them, made whole over `fsdp`; not to derive through."""
+    """Returns stored parameters, gathered over `fsdp`; cannot be differentiated through."""
 
     def parameter(axis_names: AxisNames, param: jax.Array) -> jax.Array:
       dims = self._fsdp_dims(axis_names) if self.zero_stage == 3 else None
@@ -178,7 +178,7 @@ class Region:
     return jax.tree.map(parameter, names, params)
 
   def _fsdp_dims(self, axis_names: AxisNames) -> Optional[fsdp.Dims]:
-    """Returns where `fsdp` splits the optimizer's state, None if it does not."""
+    """Returns the dimension at which `fsdp` splits the optimizer state; None if it does not."""
 
     def dim_of(axis: str) -> Optional[int]:
       return next(
@@ -196,11 +196,11 @@ class Region:
     return fsdp.Dims(dim, dim_of('model') if self.mesh_shape.get('model', 1) > 1 else None)
 
   def copies(self, parts: Any, names: Any) -> Any:
-    """Returns `parts` with copies of what devices along `model` use each for themselves."""
+    """Returns `parts` with a copy per device along `model` of parameters that need one."""
     return jax.tree.map(self._copies.make, names, parts)
 
   def sum_copies(self, grads: Any, parts: Any, names: Any) -> Any:
-    """Returns gradients of `copies(parts, names)`, summed to those of `parts`."""
+    """Returns the gradients of `parts` from those of `copies(parts, names)`."""
     return jax.tree.map(self._copies.total, names, grads, parts)
 
   @property
@@ -208,9 +208,9 @@ class Region:
     return Copies(self.rules, self.mesh_shape)
 
   def reduce_gradients(self, grads: Any, names: Any) -> Any:
-    """Returns the sum of local gradients over all devices, split as `gradient_specs` says.
+    """Returns local gradients summed over all devices, split by `gradient_specs`.
 
-    Everything that is reduced over the same axes travels in one collective.
+    Gradients that are reduced over the same axes share one collective.
     """
     leaves, treedef = jax.tree.flatten(grads)
     groups = collections.defaultdict(list)
@@ -219,7 +219,7 @@ class Region:
       dims = self._fsdp_dims(axis_names)
       if dims is not None:
         own.add('fsdp')
-        if not self.reduces_in_backward:  # else summed by the backward pass of `fsdp.whole`
+        if not self.reduces_in_backward:  # otherwise the backward pass of `fsdp.whole` sums them
           leaves[i] = fsdp.scatter(leaves[i], dims)
       groups[tuple(a for a in self.axes if a not in own)].append(i)
     for axes, members in groups.items():
@@ -231,7 +231,7 @@ class Region:
   def map(
     self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
   ) -> Callable[..., Any]:
-    """Returns `function` of local arrays as one of global arrays; itself without manual axes."""
+    """Returns `function` of local arrays as a function of global arrays."""
     if not self.axes:
       return function
 
@@ -246,7 +246,7 @@ class Region:
     return varying(x, self.axes)
 
   def total(self, tree: Any) -> Any:
-    """Returns the sums over all devices of local numbers."""
+    """Returns local numbers summed over all devices."""
     if not self.axes:
       return tree
     return jax.lax.psum(jax.tree.map(self.varying, tree), self.axes)

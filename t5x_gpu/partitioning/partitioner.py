@@ -1,7 +1,7 @@
-"""What gin configures: how many ways each kind of parallelism splits a run.
+"""The gin configuration of parallelism: how many ways each kind splits a run.
 
-The sum of the rules of every parallelism in use, and all checks of sizes against them, before
-anything compiles. `layout` is what it becomes on the devices of a run.
+Adds up the rules of all parallelisms and checks all sizes against them before anything compiles.
+`Partitioner.lay_out` returns the `Layout` on the devices of a run.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from t5x_gpu.partitioning.mesh.mesh_sizes import (
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 
-# What a user sets to change the size of an array axis, for errors.
+# Array axis -> the parameter that sets its size, for errors.
 SET_BY = {
   'batch': 'BATCH_SIZE',
   'length': 'the sum of TASK_FEATURE_LENGTHS',
@@ -42,7 +42,7 @@ SET_BY = {
   'embed': 'TransformerConfig.embed_dim',
   'vocab': 'TransformerConfig.vocab_size',
 }
-# Axes with checks of their own.
+# Axes that other functions check.
 OWN_CHECKS = ('layers', 'encoder_layers', 'stacks', 'length', 'experts', 'kv_heads', 'kv')
 
 
@@ -53,23 +53,23 @@ class Partitioner:
   Attributes:
     num_partitions: size of the `model` axis (tensor parallelism); divides the devices of a host,
       or is a whole multiple of them.
-    model_parallel_submesh: T5X's other way to say the same; not together with num_partitions.
-    data: replicas; -1 takes what is left over.
+    model_parallel_submesh: T5X's other way to set it; not together with num_partitions.
+    data: replicas; -1 for all remaining devices.
     fsdp: parts of parameters and optimizer state.
     zero_stage: what `fsdp` splits: 1 the optimizer state, 2 gradients as well, 3 parameters too.
     accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
-      next one: parameters are gathered and gradients reduced once per step, layers computed again.
-      'microbatch' gathers and reduces for each, and keeps the activations of one.
+      next one: parameters are gathered and gradients reduced once per step; layers are recomputed.
+      'microbatch' gathers and reduces for each microbatch, and keeps the activations of one.
     sequence_parallel: split norms, dropout and residuals over `model` by position.
     context: parts of the length of a sequence.
     context_attention: 'ring' sends keys and values around, 'gather' collects them.
     stage: pipeline stages, each with some of the layers.
     pipeline_schedule: '1f1b', 'gpipe' or 'circular'; not '1f1b' for encoder-decoders.
-    num_pipeline_microbatches: parts of a device's rows that follow each other through the stages;
-      None for four per stage, or as many as there are rows.
-    pipeline_repeats: blocks of layers per stage (of encoder and decoder each) under 'circular'.
+    num_pipeline_microbatches: parts of a device's rows that pass through the stages in turn; None
+      for four per stage, or one per row if there are fewer rows.
+    pipeline_repeats: blocks of layers per stage (for each of encoder and decoder) in 'circular'.
     expert: parts of the experts of a mixture-of-experts MLP; also splits the batch.
-    ici_mesh_shape: axis -> size inside a host, one may be -1; instead of the sizes above.
+    ici_mesh_shape: axis -> size inside a host, one may be -1; replaces the sizes above.
     dcn_mesh_shape: axis -> size across hosts, one may be -1.
   """
 
@@ -109,7 +109,7 @@ class Partitioner:
         )
 
   def mesh_sizes(self, topology: Topology) -> MeshSizes:
-    """Returns the sizes on `topology`; raises MeshError with the legal ones."""
+    """Returns the mesh sizes on `topology`; raises MeshError with legal sizes."""
     return resolve_mesh_sizes(
       topology,
       num_partitions=self.num_partitions,
@@ -148,9 +148,9 @@ class Partitioner:
     Args:
       topology: hosts and devices per host.
       devices: as many as the topology says.
-      logical_sizes: axis name -> size of everything the mesh may split, the batch included, and
-        'stacks', the number of stacks of layers, if it is not 1.
-      num_microbatches: parts of the batch computed one after the other, each of which is split.
+      logical_sizes: array axis -> size, of all axes that the mesh may split, including 'batch';
+        and 'stacks', the number of stacks of layers, if it is not 1.
+      num_microbatches: parts of the batch that are computed in turn; each is split.
     Raises:
       MeshError: sizes that do not fit the topology, or that do not divide `logical_sizes`.
     """
@@ -183,7 +183,7 @@ class Partitioner:
       rows = logical_sizes['batch'] // num_microbatches // self._batch_parts(sizes)
       legal = divisors(max(rows, 1))
       count = next((n for n in legal if n >= 4 * stages), legal[-1])
-    # A ring needs all devices in every step, those of an idle stage as well.
+    # A ring needs all devices in every step, including those of an idle stage.
     ring = sizes.total['context'] > 1 and self.context_attention == 'ring'
     return Pipeline(
       self.pipeline_schedule,
@@ -204,13 +204,13 @@ class Partitioner:
     num_microbatches: int,
     legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
   ) -> list[str]:
-    """Returns everything in which the model does not fit the mesh, a sentence each.
+    """Returns one sentence for everything in the model that does not fit the mesh.
 
     Args:
       sizes: of the mesh.
-      logical_sizes: axis name -> size.
+      logical_sizes: array axis -> size.
       num_microbatches: of gradient accumulation.
-      legal_sizes: mesh axis -> sizes to advise.
+      legal_sizes: mesh axis -> sizes to suggest.
     """
     rules, total = self.rules(), sizes.total
     pipeline = self._pipeline(sizes, logical_sizes, num_microbatches)
@@ -251,7 +251,7 @@ class Partitioner:
         skip_idle=pipeline.skip_idle,
         legal_sizes=legal_sizes,
       )
-    return list(dict.fromkeys(problems))  # an axis may be split alike in both tables
+    return list(dict.fromkeys(problems))  # both tables may split an axis in the same way
 
   def _hints(
     self,
@@ -260,8 +260,8 @@ class Partitioner:
     num_microbatches: int,
     pipeline: Optional[Pipeline],
   ) -> dict[str, SizeHint]:
-    """Returns array axis -> what a user sets to make it fit."""
-    rows = 1  # what a device's rows must be a multiple of
+    """Returns array axis -> how a user can make it fit."""
+    rows = 1  # a device's rows must be a multiple of this
     if pipeline is not None:
       rows = self.num_pipeline_microbatches or (
         pipeline.num_stages if pipeline.schedule == 'circular' else pipeline.least_rows
@@ -294,7 +294,7 @@ class Partitioner:
     num_microbatches: int,
     num_problems: int,
   ) -> dict[str, list[int]]:
-    """Returns mesh axis -> sizes that, set alone, make a mesh with fewer problems."""
+    """Returns mesh axis -> sizes that reduce the number of problems when only that axis changes."""
     better: dict[str, list[int]] = {}
     for axis, parameter in SIZE_PARAMETERS.items():
       better[axis] = []
@@ -312,7 +312,7 @@ class Partitioner:
 
 
 def _model_error(problems: Sequence[str]) -> MeshError:
-  """Returns one error for all `problems`, with the origin of every parameter that they name."""
+  """Returns one error for all `problems`, with the parameters that they mention."""
   named = [
     name
     for problem in problems

@@ -1,11 +1,11 @@
-"""Copies of parameters, one for each device along `model`, while a step lasts.
+"""Copies of parameters during a step, one per device along `model`.
 
-`model` is the compiler's (partitioning/manual_region.py). Of a parameter that every device keeps
-whole and uses on its own part of the activations, it would sum the gradient at each use: for every
-layer, microbatch and tick of a pipeline. A copy that is the device's own has a gradient that is its
-own, and the copies' are summed once. There are two kinds:
+The compiler handles `model` (partitioning/manual_region.py). If every device holds a parameter
+whole and uses it on its part of the activations, the compiler would sum its gradient at each use:
+for every layer, microbatch and pipeline tick. With a copy per device, each copy has a local
+gradient, and these are summed once. There are two kinds:
 
-- what acts on each position or head alone (`AxisNames.along`): [copies, ...] of [...];
+- parameters that act on each position or head separately (`AxisNames.along`): [copies, ...];
 - keys and values of fewer heads than devices: [..., copies of each head, kv] of [..., heads, kv].
 """
 
@@ -24,7 +24,7 @@ _HEADS = 'kv_heads'
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-  """Which parameters come in copies.
+  """Makes copies of parameters, and sums their gradients.
 
   Attributes:
     rules: which mesh axes split each array axis.
@@ -39,7 +39,7 @@ class Copies:
     return self.mesh_shape.get('model', 1)
 
   def dim(self, axis_names: AxisNames) -> Optional[int]:
-    """Returns where copies stand, counted from the last dimension; None without any."""
+    """Returns the dimension of the copies, counted from the last one (-1); None without copies."""
     names = axis_names.names
     if self.count > 1 and 'model' in self.rules.activations.get(axis_names.along, ()):
       return -1 - sum(name != 'layers' for name in names)
@@ -48,7 +48,7 @@ class Copies:
     return None
 
   def make(self, axis_names: AxisNames, x: jax.Array) -> jax.Array:
-    """Returns copies of the parameter `x`, each on its device; `x` itself if it has none."""
+    """Returns copies of the parameter `x`, one per device; `x` itself if it needs none."""
     dim = self.dim(axis_names)
     if dim is None:
       return x
@@ -60,7 +60,7 @@ class Copies:
     )
 
   def total(self, axis_names: AxisNames, gradient: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns the sum over copies of `gradient`, of the shape of the parameter `like`."""
+    """Returns `gradient` summed over copies, in the shape of the parameter `like`."""
     dim = self.dim(axis_names)
     if dim is None:
       return gradient

@@ -1,14 +1,13 @@
-"""Attention over a sequence whose length is split: keys and values come to the queries.
+"""Attention over a sequence whose length is split: keys and values travel to the queries.
 
-`ring_attention` is called where `axis` is manual (inside `jax.shard_map`), with the local part of
-every array, and returns the local part of dense attention over the whole length. Keys and values
-pass from neighbour to neighbour while it computes; no device holds more than two parts of them.
-What may attend to what, and any bias, is the caller's: `logits_fn` sees one block of queries and
-one of keys, with whatever is known per position (`q_info`, `kv_info`), in whatever order positions
-lie.
+Call `ring_attention` where `axis` is manual (inside `jax.shard_map`), with the local part of every
+array. It returns the local part of dense attention over the whole length. Keys and values pass from
+neighbour to neighbour during the computation; a device holds at most two parts of them. The caller
+defines mask and bias: `logits_fn` gets one block of queries and one of keys, with information per
+position (`q_info`, `kv_info`); positions may be in any order.
 
-Not to be called in a branch of a conditional that only some devices take: a collective-permute
-waits for all of the mesh, where `gathered_attention` waits for its group (a pipeline stage, say).
+Do not call it in a branch of a conditional that only some devices take: a collective-permute waits
+for the whole mesh. `gathered_attention` waits for its group only (a pipeline stage, for example).
 
 Source: Liu et al. 2023 (Ring Attention); Dao 2023 (FlashAttention-2) for the running softmax and
 its backward pass.
@@ -25,9 +24,9 @@ import jax.numpy as jnp
 from t5x_gpu.partitioning.axis_rules import shard
 from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 
-# Local queries and keys meet in blocks of at most this many positions.
+# Largest block of local queries or keys, in positions.
 BLOCK_LENGTH = 1024
-# Vanishes in a float32 softmax; finite, so that a row with nothing to attend to stays finite too.
+# Vanishes in a float32 softmax. Finite, so that a row with nothing to attend to stays finite too.
 MASKED = -1e10
 
 # (logits_params, query [batch, q, heads, kv], key [batch, k, kv_heads, kv], q_info, kv_info) ->
@@ -39,7 +38,7 @@ MayAttendFn = Callable[[Any, Any], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-  """What does not change during a call, and hashes as custom_vjp wants it."""
+  """The static arguments of a call, hashable for custom_vjp."""
 
   logits_fn: LogitsFn
   may_attend: Optional[MayAttendFn]
@@ -62,23 +61,22 @@ def ring_attention(
 ) -> jax.Array:
   """Returns attention output [batch, q_length, heads, kv] of the local queries.
 
-  Equal to dense attention, gradients included: also for a row that may attend to nothing, whose
-  softmax over MASKED alone is uniform over the whole length. For the backward pass are kept: the
-  arguments, the output, and maximum and sum of each row's softmax. (Not their logsumexp: in
-  float32, -1e10 + log(sum) is -1e10.)
+  Equals dense attention, including gradients, also for a row that may attend to nothing: its
+  softmax over MASKED is uniform over the whole length. The backward pass keeps the arguments, the
+  output, and maximum and sum of each row's softmax. (Not their logsumexp: in float32, -1e10 +
+  log(sum) is -1e10.)
 
   Args:
     query: [batch, q_length, heads, kv], local; like all arguments, varying over the manual axes.
-    key, value: [batch, kv_length, kv_heads, kv], local; with fewer heads than queries (grouped
-      queries) that many travel.
-    logits_fn: logits of one block; closes over no traced value.
-    logits_params: floating point arrays that `logits_fn` takes, such as a bias table; may be None.
+    key, value: [batch, kv_length, kv_heads, kv], local; with grouped queries only kv_heads travel.
+    logits_fn: computes logits of one block; must not close over traced values.
+    logits_params: floating point arrays for `logits_fn`, such as a bias table; may be None.
     q_info, kv_info: arrays whose last dimension is the length (positions [length], segment ids
       [batch, length], ...), not differentiated; `kv_info` travels with the keys.
-    axis: the manual mesh axis that splits the length.
-    may_attend: lets blocks be skipped; its answer must not depend on an automatic mesh axis.
-    block_length: the local queries and keys meet in blocks of at most this many positions, never
-      across the middle of either, where the chunks of `context_parallel.length_order` join.
+    axis: manual mesh axis that splits the length.
+    may_attend: allows skipping blocks; its result must not depend on an automatic mesh axis.
+    block_length: largest block of local queries or keys, in positions. A block never crosses the
+      middle, where the chunks of `context_parallel.length_order` join.
   """
   ring = _Ring(logits_fn, may_attend, axis, block_length)
   return _ring(ring, query, key, value, logits_params, q_info, kv_info)
@@ -90,7 +88,7 @@ def _ring(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
 
 
 def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
-  """Returns (output, what the backward pass needs)."""
+  """Returns (output, residuals for the backward pass)."""
   heads = query.shape[2]
 
   def meet(sums, visitor):
@@ -111,7 +109,7 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
         )
         return new_max, weights.sum(-1), mix
 
-      def skip():  # the same, knowing that every logit is MASKED
+      def skip():  # the same result, given that every logit is MASKED
         weight = jnp.exp(MASKED - old_max)
         mix = _per_row(weight) * visiting_value.sum(1, keepdims=True, dtype=jnp.float32)
         return old_max, weight * visiting_value.shape[1], mix
@@ -128,7 +126,7 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
 
   def step(carry, _):
     sums, visitor = carry
-    arriving = _pass_on(visitor, ring.axis)  # depends on no result: travels during the matmuls
+    arriving = _pass_on(visitor, ring.axis)  # independent of the matmuls, so it overlaps them
     return (meet(sums, visitor), arriving), None
 
   rows = shard(query[..., 0].swapaxes(1, 2), None, 'heads', None)
@@ -147,7 +145,7 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
 
 
 def _backward(ring: _Ring, saved, dout):
-  """Returns the gradients of all arguments but the infos; dkey and dvalue follow their keys."""
+  """Returns the gradients of all arguments except the infos."""
   query, key, value, logits_params, q_info, kv_info, out, row_max, row_total = saved
   delta = jnp.einsum('bqhd,bqhd->bhq', dout, out, preferred_element_type=jnp.float32)
   heads, kv_heads = query.shape[2], key.shape[2]
@@ -245,7 +243,7 @@ def _send_around(axis: str, meet: Callable[..., Any], grads: Any, visitor: Any) 
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-  """One block of positions: cuts it out of arrays, and puts results back."""
+  """One block of positions: cuts it out of arrays, and writes results back."""
 
   start: Any
   length: int
@@ -278,7 +276,7 @@ def _for_pairs(
 
 
 def largest_block(length: int, at_most: int = BLOCK_LENGTH) -> int:
-  """Returns the most positions up to `at_most` of which both halves of `length` are a multiple."""
+  """Returns the largest size up to `at_most` that divides both halves of `length`."""
   chunk = length if length % 2 else length // 2
   return max(size for size in divisors(chunk) if size <= max(at_most, 1))
 
@@ -292,19 +290,19 @@ def _attend_or_skip(
 
 
 def _pass_on(tree: Any, axis: str) -> Any:
-  """Returns what the previous device held; every device sends `tree` to the next."""
+  """Returns the `tree` of the previous device; every device sends its own to the next."""
   ways = jax.lax.axis_size(axis)
   hops = [(device, (device + 1) % ways) for device in range(ways)]
   return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, hops), tree)
 
 
 def to_query_heads(x: jax.Array, heads: int) -> jax.Array:
-  """Returns keys or values [batch, length, kv_heads, kv], each head repeated for its queries."""
+  """Returns keys or values [batch, length, heads, kv], each head repeated for its queries."""
   return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
 
 
 def _of_kv_heads(gradient: jax.Array, kv_heads: int) -> jax.Array:
-  """Returns the gradient of x from that of `to_query_heads(x)`."""
+  """Returns the gradient of x from the gradient of `to_query_heads(x)`."""
   batch, length, heads, kv = gradient.shape
   if heads == kv_heads:
     return gradient
@@ -317,5 +315,5 @@ def _per_row(x: jax.Array) -> jax.Array:
 
 
 def _full_like(x: jax.Array, fill: float) -> jax.Array:
-  """Returns float32 `fill`s that vary over the mesh axes over which `x` does, as carries must."""
+  """Returns float32 `fill`s that vary over the same mesh axes as `x`, as loop carries must."""
   return jnp.where(False, x.astype(jnp.float32), fill)

@@ -1,9 +1,9 @@
-"""Sequence parallelism: the regions between tensor-parallel matmuls are split by position.
+"""Sequence parallelism: everything between tensor-parallel matmuls is split by position.
 
 What is split: `residual_length` of activations over `model`: norms, dropout and residuals, which
 tensor parallelism alone computes and stores on every device of a replica. What moves: an all-gather
-before and a reduce-scatter after each pair of matmuls, in place of one all-reduce: as many bytes.
-When: always together with tensor parallelism, if the length divides; it saves activation memory.
+before and a reduce-scatter after each pair of matmuls, instead of one all-reduce with the same
+bytes. When: always with tensor parallelism, if the length divides; it saves activation memory.
 Source: Korthikanti et al. 2022, section 4.2.
 """
 
@@ -11,7 +11,7 @@ from t5x_gpu.partitioning.axis_rules import AxisRules
 
 
 def rules() -> AxisRules:
-  """Returns what sequence parallelism adds to the table."""
+  """Returns the rules of sequence parallelism."""
   return AxisRules(activations={'residual_length': ('model',)})
 
 
@@ -25,13 +25,13 @@ def traffic_per_step(
   dtype_bytes: int,
   recomputed: int = 0,
 ) -> dict[str, float]:
-  """Returns the bytes that a device sends over `model` in one training step, by collective.
+  """Returns collective -> bytes that a device sends over `model` per training step.
 
-  Of a layer as much as tensor parallelism alone sends: each all-reduce of an activation is two
-  halves, a reduce-scatter and an all-gather. Around the layers, the logits' input is gathered and
-  its gradient scattered; the embedding's sum is scattered and its gradient gathered. New are the
-  gradients of the norms' scales, of which each device has seen only its positions: they are summed
-  once (layers/sharded_bias_params.py).
+  A layer sends the same bytes as under tensor parallelism alone: each all-reduce of an activation
+  becomes a reduce-scatter and an all-gather. Around the layers, the logits' input is gathered and
+  its gradient scattered; the embedding's sum is scattered and its gradient gathered. In addition,
+  gradients of the norms' scales are summed once, since each device has seen only its positions
+  (layers/sharded_bias_params.py).
 
   Args:
     batch, length, embed_dim, num_layers, model, dtype_bytes, recomputed: as in

@@ -1,11 +1,11 @@
 """Tensor parallelism: the heads, the MLP's hidden features and the vocabulary are split.
 
 What is split: `heads`, `kv_heads`, `mlp` and `vocab` of parameters and activations over `model`
-(T5X's num_partitions). The first map of a pair is split by columns, the second by rows, so that a
-block needs one all-reduce of its output, forward and backward. Fewer `kv_heads` (grouped queries)
-than devices are kept on all of them, each of which computes the one that its queries meet. What
-moves: activations, twice per layer each way; keep it on NVLink. When: a layer does not fit, or the
-batch per GPU gets too small.
+(T5X's num_partitions). The first matmul of a pair is split by columns, the second by rows, so a
+block needs one all-reduce of its output, forward and backward. If there are fewer `kv_heads`
+(grouped queries) than devices, every device holds all of them and computes the one that its queries
+need. What moves: activations, twice per layer each way; keep it on NVLink. When: a layer does not
+fit, or the batch per GPU gets too small.
 Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
 """
 
@@ -19,11 +19,11 @@ SPLIT = dict.fromkeys(('heads', 'kv_heads', 'mlp', 'vocab'), ('model',))
 
 
 def rules(*, shares_kv_heads: bool = False) -> AxisRules:
-  """Returns what tensor parallelism adds to the table.
+  """Returns the rules of tensor parallelism.
 
   Args:
-    shares_kv_heads: there are fewer key and value heads than devices: parameters of them are whole
-      on each, activations are split after each device has computed one.
+    shares_kv_heads: whether there are fewer key and value heads than devices. Their parameters are
+      then whole on every device; activations are split after each device has computed one head.
   """
   whole = ('kv_heads',) if shares_kv_heads else ()
   return AxisRules(
@@ -32,10 +32,10 @@ def rules(*, shares_kv_heads: bool = False) -> AxisRules:
 
 
 def devices_per_kv_head(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]) -> int:
-  """Returns how many devices along `model` keep each key and value head; 1 if they are split.
+  """Returns the number of devices along `model` that share a key and value head; 1 if split.
 
   Args:
-    sizes: array axis -> size; 'kv_heads' is read.
+    sizes: array axis -> size; reads 'kv_heads'.
     mesh_shape: mesh axis -> size.
   """
   model, kv_heads = mesh_shape.get('model', 1), sizes.get('kv_heads', 0)
@@ -50,12 +50,12 @@ def check(
 ) -> list[str]:
   """Returns one sentence with its fix if key and value heads can be neither split nor shared.
 
-  All other axes need only be divisible, which is checked for all parallelisms at once.
+  The other axes only have to be divisible, which `check_model_sizes` checks.
 
   Args:
-    sizes: array axis -> size; 'heads' and 'kv_heads' are read.
+    sizes: array axis -> size; reads 'heads' and 'kv_heads'.
     mesh_shape: mesh axis -> size.
-    legal_sizes: mesh axis -> sizes that it could have, for the fix.
+    legal_sizes: mesh axis -> sizes to suggest.
   """
   model, heads, kv_heads = (
     mesh_shape.get('model', 1),
@@ -76,16 +76,16 @@ def check(
   if possible:
     fixes.append(f'Partitioner.num_partitions = {any_of(possible)}')
   return [
-    f'kv_heads = {kv_heads} neither divides over model={model} nor divides it: they cannot '
-    f'be split evenly, nor shared by as many devices each. Set {", or ".join(fixes)}.'
+    f'kv_heads = {kv_heads} neither divides over model={model} nor divides it: key and value heads '
+    f'can be neither split evenly nor shared evenly. Set {", or ".join(fixes)}.'
   ]
 
 
 def shared_kv_heads_note(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]) -> Optional[str]:
-  """Returns what it costs that key and value heads are fewer than devices; None if they are not.
+  """Returns the cost of having fewer key and value heads than devices; None if there are enough.
 
   Args:
-    sizes: array axis -> size; 'kv_heads', 'kv', 'embed' and 'layers' are read.
+    sizes: array axis -> size; reads 'kv_heads', 'kv', 'embed' and 'layers'.
     mesh_shape: mesh axis -> size.
   """
   devices = devices_per_kv_head(sizes, mesh_shape)
@@ -95,9 +95,9 @@ def shared_kv_heads_note(sizes: Mapping[str, int], mesh_shape: Mapping[str, int]
   layers = sizes['layers'] // mesh_shape.get('stage', 1)
   kernels = 2 * layers * sizes['embed'] * kv_heads * sizes['kv'] * 4
   return (
-    f'kv_heads = {kv_heads} < model = {model}: each device keeps all of them and computes '
-    f'one, which {devices} devices share: {kernels * (model - 1) / model / 2**20:,.3g} MiB '
-    f'of parameters more than if split, their gradients ({kernels / 2**20:,.3g} MiB) '
+    f'kv_heads = {kv_heads} < model = {model}: every device holds all heads and computes one, '
+    f'shared by {devices} devices: {kernels * (model - 1) / model / 2**20:,.3g} MiB '
+    f'of parameters more than if split, and their gradients ({kernels / 2**20:,.3g} MiB) are '
     'all-reduced over model once per step'
   )
 
@@ -113,23 +113,23 @@ def traffic_per_step(
   recomputed: int = 0,
   shared_kv_size: int = 0,
 ) -> dict[str, float]:
-  """Returns the bytes that a device sends over `model` in one training step, all by all-reduce.
+  """Returns the bytes that a device sends over `model` per training step, by all-reduce.
 
-  A layer sums its two outputs forward and the gradients of its two inputs backward. Besides: the
-  embedding's vectors and the gradient of the logits' input, in float32; and three numbers per
-  token for the cross entropy, never the logits: the largest logit, the sum of exponentials and the
-  target's logit.
+  A layer sums its two outputs forward and the gradients of its two inputs backward. In addition:
+  the embedding's vectors and the gradient of the logits' input, in float32; and per token three
+  numbers for the cross entropy instead of the logits: the largest logit, the sum of exponentials
+  and the target's logit.
 
   Args:
-    batch, length: positions of one device in one step, all microbatches together.
+    batch, length: rows of one device per step, over all microbatches, and their positions.
     embed_dim: features of the residual stream.
-    num_layers: that one device holds.
+    num_layers: layers of one device.
     model: size of the axis.
-    dtype_bytes: of activations.
-    recomputed: outputs of a layer that are summed again in the backward pass: 1 under remat_policy
-      'full', whose second one nobody needs; 2 in a pipeline, which computes whole stages again.
-    shared_kv_size: elements of the kernels of keys and values that all devices keep, whose
-      gradients are summed.
+    dtype_bytes: bytes per value of activations.
+    recomputed: outputs of a layer that the backward pass sums again: 1 under remat_policy 'full',
+      where the second is not needed; 2 in a pipeline, which recomputes whole stages.
+    shared_kv_size: elements of key and value kernels that all devices hold, whose gradients are
+      summed.
   """
   tokens = batch * length
   of_layers = (4 + recomputed) * num_layers * tokens * embed_dim * dtype_bytes

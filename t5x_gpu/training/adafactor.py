@@ -1,7 +1,7 @@
 """Adafactor: second moments kept as a row and a column instead of a matrix.
 
-Which dimensions form the rows and which the columns follows from the axis names, so that a stack of
-layers, or heads kept apart from their features, trains exactly as separate matrices would.
+Axis names decide which dimensions are rows and which are columns, so that a stack of layers, or
+heads in a separate dimension, trains exactly like separate matrices.
 Source: Shazeer and Stern 2018, algorithm 4; hyper-parameters as T5 (Raffel et al. 2020) and T5X.
 """
 
@@ -17,7 +17,7 @@ from t5x_gpu.partitioning.axis_rules import AxisNames
 
 ROWS = frozenset({'embed'})
 COLUMNS = frozenset({'vocab', 'mlp', 'heads', 'kv_heads', 'kv'})
-STACKS = frozenset({'layers', 'experts'})  # each slice is a parameter of its own
+STACKS = frozenset({'layers', 'experts'})  # each slice is a separate parameter
 
 
 class FactoredMoment(flax.struct.PyTreeNode):
@@ -30,7 +30,7 @@ class FactoredMoment(flax.struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class _Dims:
-  """Dimensions of one parameter by role; `factored` if both sides are large enough."""
+  """Dimensions of a parameter by role; `factored` if both sides are large enough."""
 
   stack: tuple[int, ...]
   rows: tuple[int, ...]
@@ -50,11 +50,11 @@ class Adafactor:
 
   Attributes:
     decay_rate: the second moment decays with 1 - (step + 1)^-decay_rate.
-    clipping_threshold: root mean square beyond which an update is scaled down; None for never.
-    multiply_by_parameter_scale: make the step relative to the parameter's root mean square.
-    min_dim_size_to_factor: smaller sides keep the full second moment.
+    clipping_threshold: root mean square above which an update is scaled down; None for never.
+    multiply_by_parameter_scale: make the update relative to the parameter's root mean square.
+    min_dim_size_to_factor: parameters with a smaller side keep the full second moment.
     epsilon1: added to squared gradients.
-    epsilon2: least parameter scale.
+    epsilon2: smallest parameter scale.
   """
 
   decay_rate: float = 0.8

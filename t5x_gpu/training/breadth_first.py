@@ -1,9 +1,9 @@
-"""Accumulation that takes every microbatch through a layer before it goes on to the next layer.
+"""Gradient accumulation that takes all microbatches through a layer before the next layer.
 
-The other way around, all layers for one microbatch after the other, parameters that are split
-(ZeRO-3) are gathered and their gradients reduced for every microbatch. Here it is once per layer
-and step, whatever the number of microbatches; what is stored is the input of every layer for all
-rows, and the inside of a layer for one microbatch: layers are computed again in the backward pass.
+If each microbatch went through all layers first, split parameters (ZeRO-3) would be gathered, and
+their gradients reduced, for every microbatch. Here this happens once per layer and step, whatever
+the number of microbatches. Stored are the input of every layer for all rows, and the activations
+inside one layer for one microbatch: the backward pass recomputes layers.
 Source: Lamy-Poirier 2023 (Breadth-First Pipeline Parallelism), section 4.2.
 """
 
@@ -44,11 +44,11 @@ def loss(
 
   Args:
     model: its `config.compute_dtype` is the dtype in which parameters are gathered.
-    params: as a model gets them in the region; leaves of 'layers' are stacked.
+    params: parameters in the region; leaves of 'layers' are stacked.
     batch: all local rows.
-    microbatches: the same as arrays [num_microbatches, rows, ...].
-    same: what all of them share.
-    dropout_key: of the step.
+    microbatches: the same rows as arrays [num_microbatches, rows, ...].
+    same: features without rows, shared by all microbatches.
+    dropout_key: key of the step.
   """
 
   def whole(tree: Any) -> Any:
@@ -60,7 +60,7 @@ def loss(
   stacks = stacks_of(model)
   rest = whole(without_layers(params, stacks))
 
-  # Carried, and so stored for each layer, is what the stack itself has.
+  # The scan carries, and so stores for each layer, only the stack's own part of the activation.
   def layer(stack: str, x: Any, part: Any, of_layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
     weights, number = whole(of_layer[0]), of_layer[1]
     one_layer = with_layers(rest, stack, jax.tree.map(lambda w: w[None], weights))

@@ -1,8 +1,8 @@
 """Gradients of the summed loss over the global batch, and the loss alone.
 
-Losses are sums over target tokens: neither accumulation nor any kind of parallelism nor padding can
-change them. Gradients are accumulated where they are made and reduced once per step: where `fsdp`
-reduces them layer by layer, microbatches are taken through one layer after the other.
+Losses are sums over target tokens, so accumulation, parallelism and padding cannot change them.
+Gradients are accumulated on each device and reduced once per step. If `fsdp` reduces them layer by
+layer, all microbatches go through a layer before the next one.
 """
 
 import dataclasses

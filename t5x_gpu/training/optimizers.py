@@ -1,7 +1,7 @@
 """The optimizer interface, and AdamW.
 
-An optimizer is told the learning rate at each step, so that schedules are logged as they are used,
-and the axis names of its state, so that the state is split over the mesh like the parameters.
+An optimizer gets the learning rate of each step, so the logged rate is the one that was used, and
+axis names, so its state is split over the mesh like the parameters.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class AdamW:
   Attributes:
     b1, b2: decay of the first and second moment.
     eps: added to the root of the second moment.
-    weight_decay: per step, times the learning rate; on matrices only, not on norm scales or biases.
+    weight_decay: times the learning rate, per step; for matrices, not for norm scales or biases.
   Source: Loshchilov and Hutter 2019, algorithm 2; the arithmetic is optax's.
   """
 
@@ -91,5 +91,5 @@ class AdamW:
 
 
 def _decays(path: Any, names: AxisNames) -> bool:
-  """Returns whether a parameter is a matrix; the biases of heads have two axes, too."""
+  """Returns whether a parameter is a matrix; biases of heads have two axes too."""
   return path[-1].key != 'bias' and len([x for x in names.names if x != 'layers']) >= 2

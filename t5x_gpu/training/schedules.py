@@ -1,7 +1,7 @@
 """Learning-rate schedules: plain functions of the step, with linear warm-up.
 
-Each returns `schedule(step) -> float32 scalar`; `step` counts from 0, as T5X counts. A run that is
-shorter than its warm-up, a first try say, stays in it.
+Each returns `schedule(step) -> float32 scalar`; `step` counts from 0, as in T5X. A run that is
+shorter than its warm-up never leaves it.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ Schedule = Callable[[jax.Array], jax.Array]
 
 
 def constant(learning_rate: float, *, warmup_steps: int = 0) -> Schedule:
-  """Returns `learning_rate` throughout, after a linear warm-up from 0."""
+  """Returns a constant `learning_rate` after a linear warm-up from 0."""
   return lambda step: learning_rate * _warmup(step, warmup_steps)
 
 
 def rsqrt(base: float = 1.0, *, warmup_steps: int = 10_000) -> Schedule:
-  """Returns base / sqrt(max(step, warmup_steps)): flat at first, then falling.
+  """Returns base / sqrt(max(step, warmup_steps)): flat first, then falling.
 
   This is T5X's 'constant * rsqrt_decay'. Source: Raffel et al. 2020, section 3.1.2.
   """
@@ -54,13 +54,13 @@ def _float(step: jax.Array) -> jax.Array:
 
 
 def replica_factor(scaling: Optional[str], num_replicas: int) -> float:
-  """Returns by what the learning rate grows with the parts that a global batch is split into.
+  """Returns the factor of the learning rate for a number of replicas.
 
   Args:
-    scaling: None for 1, 'linear' for the number of replicas, 'sqrt' for its root.
-    num_replicas: data x fsdp x expert, where each adds as many rows to the batch.
+    scaling: None for 1, 'linear' for the number of replicas, 'sqrt' for its square root.
+    num_replicas: data x fsdp x expert, the parts of the global batch.
   Raises:
-    ConfigError: another scaling.
+    ConfigError: unknown scaling.
   Source: Goyal et al. 2017 (linear, for SGD); Krizhevsky 2014 and Malladi et al. 2022 (root, which
     suits Adam).
   """
@@ -76,7 +76,7 @@ def replica_factor(scaling: Optional[str], num_replicas: int) -> float:
 
 
 def _warmup(step: jax.Array, warmup_steps: int) -> jax.Array:
-  """Returns 1/warmup at step 0, 1 from step warmup-1 on: the first step already learns."""
+  """Returns 1/warmup at step 0 and 1 from step warmup-1 on, so the first step already learns."""
   return jnp.minimum(1.0, (_float(step) + 1) / max(warmup_steps, 1))
 
 

@@ -1,4 +1,4 @@
-"""What a step changes: the step count, the parameters, the optimizer state."""
+"""The state that a step changes: step count, parameters and optimizer state."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from t5x_gpu.training.trainable import Trained
 
 
 class TrainState(flax.struct.PyTreeNode):
-  """Everything that a checkpoint of the model holds.
+  """Everything in a checkpoint of the model.
 
   Attributes:
-    step: int32 scalar, updates done so far.
+    step: int32 scalar, updates so far.
     params: tree of float32 parameters; layers are stacked on a leading `layers` axis.
-    opt_state: the optimizer's own tree, of the parameters that are trained.
+    opt_state: the optimizer's tree, for the trained parameters.
   """
 
   step: jax.Array

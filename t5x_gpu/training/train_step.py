@@ -1,6 +1,6 @@
-"""One update: (state, batch) -> (state, metrics). Pure; the partitioner jits it.
+"""One update: (state, batch) -> (state, metrics). A pure function, jitted by the layout.
 
-Gradients of the *sum* of the loss are divided once by the weight of the whole global batch.
+Gradients of the *summed* loss are divided once, by the weight of the whole global batch.
 """
 
 from collections.abc import Callable
@@ -37,12 +37,12 @@ def make_train_step(
   Args:
     gradients: (params, batch, dropout key) -> (gradients of the summed loss, sums).
     optimizer: a training.optimizers.Optimizer.
-    schedule: learning rate by step.
+    schedule: step -> learning rate.
     names: tree of AxisNames of the parameters.
     seed: of dropout; the key of a step is fold_in(seed, step), on any topology and after a resume.
-    max_grad_norm: global norm to which gradients are clipped; None for never.
-    loss_normalizing_factor: what the summed loss is divided by before gradients are used. None is
-      the number of target tokens; 1.0 is T5X's default, where batches with more tokens weigh more.
+    max_grad_norm: global norm to which gradients are clipped; None for no clipping.
+    loss_normalizing_factor: divisor of the summed loss and its gradients. None for the number of
+      target tokens; T5X's default is 1.0, where batches with more tokens weigh more.
     trained: which parameters are trained, the same as for `gradients`.
   """
   names, _ = trained.split(names)
@@ -64,7 +64,7 @@ def make_train_step(
     params, opt_state = optimizer.update(
       grads, state.opt_state, params, names=names, learning_rate=learning_rate, step=state.step
     )
-    # Of the new parameters: an update that ruins them is noticed before it is saved.
+    # Norm of the new parameters, so that an update that ruins them is noticed before it is saved.
     param_norm = _global_norm(params)
     one = jnp.ones(())
     sums = {

@@ -1,7 +1,7 @@
-"""Which parameters a step changes; the others stay as they are.
+"""Which parameters are trained.
 
-What stays has no gradient, no optimizer state, no update and no weight decay. A model says it by a
-method `is_trained(path)`, as models/lora.py; all parameters of other models are trained.
+The others have no gradient, optimizer state, update or weight decay. A model with a method
+`is_trained(path)`, such as LoraModel, chooses; other models train all parameters.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ class Trained:
   """Which parameters are trained.
 
   Attributes:
-    is_trained: '/'-joined path of a parameter -> whether it is; None for all.
+    is_trained: predicate on the '/'-joined path of a parameter; None trains everything.
   """
 
   is_trained: Optional[Callable[[str], bool]] = None
 
   def split(self, tree: Any) -> tuple[Any, Any]:
-    """Returns (the parameters that are trained, the others) of a tree with a leaf for each."""
+    """Returns (trained, frozen) leaves of a tree with one leaf per parameter."""
     if self.is_trained is None:
       return tree, {}
     trained, frozen = {}, {}
@@ -33,7 +33,7 @@ class Trained:
     return (flax.traverse_util.unflatten_dict(trained), flax.traverse_util.unflatten_dict(frozen))
 
   def join(self, trained: Any, frozen: Any) -> Any:
-    """Returns the tree whose two parts these are."""
+    """Returns the tree with both parts, the inverse of `split`."""
     if self.is_trained is None:
       return trained
     return flax.traverse_util.unflatten_dict(

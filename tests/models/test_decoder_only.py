@@ -197,7 +197,7 @@ def test_impossible_models_are_refused_with_the_value_and_a_suggestion(changes, 
 
 
 @pytest.mark.parametrize(
-  'parameter, text', [('num_positions', 'a learned vector for 8'), ('max_length', 'was made for 8')]
+  'parameter, text', [('num_positions', 'learned vectors for 8'), ('max_length', 'was made for 8')]
 )
 def test_rows_longer_than_the_model_takes_are_refused(parameter, text):
   model = DecoderOnlyModel(dataclasses.replace(CONFIG, **{parameter: 8}))

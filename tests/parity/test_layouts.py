@@ -363,7 +363,7 @@ def test_evaluation_of_an_encoder_decoder_in_a_pipeline_takes_odd_batches():
   params = pipeline.init().params
   spec = FAMILIES['t5']().batch_spec(lengths, batch_size=5, pack=False)
   [batch] = uneven_batches(spec, seed=1, num_batches=1)
-  assert pipeline.layout.pipeline.for_rows(5).num_microbatches == 5, '1 is too few to come round'
+  assert pipeline.layout.pipeline.for_rows(5).num_microbatches == 5, '1 is fewer than the stages'
   got = pipeline.eval_step(params, pipeline.layout.put_batch(batch))
   want = alone.eval_step(jax.device_get(params), alone.layout.put_batch(batch))
   for name, pair in want.items():

@@ -184,8 +184,8 @@ SETTINGS = [
   ),
   (
     {**PIPELINE_OF_BOTH, 'Partitioner.pipeline_schedule': '1f1b'},
-    "Partitioner.pipeline_schedule = '1f1b' takes microbatches back as soon as they have passed "
-    'the 2 stages; those of an encoder and a decoder pass them 2 times.',
+    "Partitioner.pipeline_schedule = '1f1b' starts the backward pass of a microbatch once it has "
+    'passed the 2 stages; with an encoder and a decoder it passes them 2 times.',
   ),
   (
     {
@@ -193,7 +193,7 @@ SETTINGS = [
       'Partitioner.pipeline_schedule': '1f1b',
       'Partitioner.pipeline_repeats': 2,
     },
-    "Partitioner.pipeline_schedule = '1f1b' takes",
+    "Partitioner.pipeline_schedule = '1f1b' starts the backward pass",
   ),
   (
     {**PIPELINE_OF_BOTH, ENCODER_LAYERS: 4, 'Partitioner.pipeline_schedule': 'circular'},
@@ -398,8 +398,8 @@ def test_key_and_value_heads_that_are_fewer_than_devices_are_shared_and_the_cost
   assert 'kv_heads' not in layout.rules.parameters
   # 2 maps x 8 layers x 16 x 2 heads x 4 features x 4 bytes = 8 KiB, of which 7/8 more than split.
   assert (
-    'kv_heads = 2 < model = 8: each device keeps all of them and computes one, which 4 '
-    'devices share: 0.00684 MiB of parameters more than if split'
+    'kv_heads = 2 < model = 8: every device holds all heads and computes one, shared by 4 '
+    'devices: 0.00684 MiB of parameters more than if split'
   ) in layout.table()
   assert 'kv_heads =' not in lay_out({**settings, 'Partitioner.num_partitions': 2}).table()
 

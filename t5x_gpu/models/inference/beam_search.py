@@ -1,4 +1,4 @@
-"""Beam search: the likeliest texts, as far as a few open ones per prompt can tell."""
+"""Beam search: keeps a few unfinished texts per prompt and returns the most probable ones."""
 
 import dataclasses
 from typing import Any
@@ -15,11 +15,11 @@ class Beams:
   """Open and finished texts of every prompt, best first.
 
   Attributes:
-    tokens: [batch, beams, max_decode_length] of open ones.
-    log_probabilities: [batch, beams] of open ones; -inf where there is none.
-    length: tokens of all open ones.
-    done: finished ones; a score of -inf where there is none.
-    open: [batch] whether another token could change what `done` holds.
+    tokens: [batch, beams, max_decode_length] of open texts.
+    log_probabilities: [batch, beams] of open texts; -inf in unused beams.
+    length: tokens of every open text.
+    done: finished texts; score -inf in unused places.
+    open: [batch], whether another token could change `done`.
   """
 
   tokens: jax.Array
@@ -33,11 +33,11 @@ class Beams:
 class BeamSearch:
   """A search that keeps `num_rows_per_prompt` open texts, and as many finished ones.
 
-  Each step takes the best candidates among all next tokens of all open texts: so many that enough
-  are left to go on with if all stop tokens come first.
+  Each step takes the best candidates among all next tokens of all open texts: enough of them that
+  open texts remain even if all stop tokens rank first.
 
   Attributes:
-    numbers: [batch] of the prompts, negative for rows that only fill the batch.
+    numbers: [batch], number of each prompt; negative for rows without a prompt.
     num_rows_per_prompt: beams.
     max_decode_length, length_penalty, stop_tokens, zero_is_padding: as in DecodingConfig.
     is_huggingface: DecodingConfig.beam_rule is 'huggingface', not 't5x'.
@@ -58,7 +58,7 @@ class BeamSearch:
     tokens = jnp.zeros((batch, beams, self.max_decode_length), jnp.int32)
     return Beams(
       tokens,
-      none.at[:, 0].set(0.0),  # all beams are the prompt: one is enough
+      none.at[:, 0].set(0.0),  # all beams start equal, so one is enough
       jnp.int32(0),
       Continuations(tokens, jnp.zeros((batch, beams), jnp.int32), none),
       self.numbers >= 0,
@@ -98,7 +98,7 @@ class BeamSearch:
 
     tokens = jnp.take_along_axis(tokens, kept[:, :, None], axis=1)
     still_open = carry.open & self._may_improve(log_probs[:, 0], done, length)
-    # An open text of -inf has no token to go on with; any will do.
+    # The token of an unused beam (-inf) does not matter.
     return (
       Beams(tokens, log_probs, length, done, still_open),
       of_kept(chosen).reshape(-1),
@@ -110,9 +110,9 @@ class BeamSearch:
     return (length if self.is_huggingface else (5.0 + length) / 6.0) ** self.length_penalty
 
   def _may_improve(self, best_open: jax.Array, done: Continuations, length: jax.Array) -> jax.Array:
-    """Returns [batch] whether an open text may still get a better score than a finished one."""
+    """Returns [batch], whether an open text may still get a better score than a finished one."""
     penalty = self._penalty(length)
-    if not self.is_huggingface:  # the penalty of the length at which it would count least
+    if not self.is_huggingface:  # the penalty at the most favourable length
       penalty = jnp.maximum(penalty, self._penalty(self.max_decode_length))
     return (best_open > -jnp.inf) & (best_open / penalty > done.scores.min(-1))
 
@@ -120,7 +120,7 @@ class BeamSearch:
     return carry.open.any()
 
   def result(self, carry: Beams) -> Continuations:
-    """Returns finished texts; where a prompt has too few, its open ones after them."""
+    """Returns finished texts, followed by open ones if a prompt has too few."""
     done = carry.done
     num_done = jnp.sum(done.scores > -jnp.inf, axis=-1, keepdims=True)
     place = jnp.arange(self.num_rows_per_prompt)

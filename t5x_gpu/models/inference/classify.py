@@ -1,4 +1,4 @@
-"""Texts of any lengths in, probabilities of their classes out, on any mesh."""
+"""Class probabilities of texts of any length, on any mesh."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ class ClassifierConfig:
   """How texts are classified.
 
   Attributes:
-    max_length: tokens of a row at most, those of training.
-    end_id: ends each text of a row; what follows the first of two has token type 1.
+    max_length: most tokens of a row, as in training.
+    end_id: last id of each text; if a row has two texts, the second has token type 1.
     batch_size: texts at a time.
   """
 
@@ -30,15 +30,15 @@ class ClassifierConfig:
 
 
 class Classifier:
-  """Gives each text the probabilities of its classes.
+  """Computes the probabilities of all classes for each text.
 
   Args:
-    model: an EncoderModel that classifies, or its adapters.
+    model: a model that classifies.
     params: on `layout`; None for a dry run.
     layout: mesh and rules of training.
-    config: how.
+    config: length and batch size.
   Attributes:
-    batch_size: texts at a time: those of `config`, and what evens them out over the mesh.
+    batch_size: texts at a time: `config.batch_size`, rounded up to what the mesh divides.
   """
 
   def __init__(
@@ -53,11 +53,11 @@ class Classifier:
     )
 
   def check_prompt(self, length: int, *, where: str, targets: int = 0) -> None:
-    """Raises DataError for a row that is longer than those of training."""
+    """Raises DataError for a row that is longer than in training."""
     del targets
     if length > self.config.max_length:
       raise DataError(
-        f'{where} has {length} tokens; rows have {self.config.max_length}.',
+        f'{where} has {length} tokens; rows have at most {self.config.max_length}.',
         fix='Shorten the text.',
         parameters=('DatasetConfig.task_feature_lengths',),
       )
@@ -65,7 +65,7 @@ class Classifier:
   def generate(
     self, prompts: Sequence[Sequence[int]], *, numbers: Optional[Sequence[int]] = None
   ) -> list[list[float]]:
-    """Returns the probability of each class, for each of `prompts` (ids, framed as in training)."""
+    """Returns the probabilities of all classes for each of `prompts`, ids as in training."""
     del numbers
     found: list[list[float]] = []
     for start in range(0, len(prompts), self.batch_size):
@@ -77,7 +77,7 @@ class Classifier:
   def _batch(self, prompts: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     length = min(padded_length(max(map(len, prompts))), self.config.max_length)
     tokens, types = np.zeros((2, self.batch_size, length), np.int32)
-    tokens[:, 0] = 1  # rows that only fill the batch have something to attend to
+    tokens[:, 0] = 1  # rows without a text need something to attend to
     for row, prompt in enumerate(prompts):
       tokens[row, : len(prompt)] = prompt
       ends = np.flatnonzero(tokens[row] == self.config.end_id)

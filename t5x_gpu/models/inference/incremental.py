@@ -1,4 +1,4 @@
-"""What a decoder remembers between two tokens that it writes."""
+"""The state of decoding between two tokens."""
 
 from typing import Optional
 
@@ -15,14 +15,14 @@ from t5x_gpu.partitioning.axis_rules import split_ways
 
 @flax.struct.dataclass
 class DecodingState:
-  """Caches of all layers, and which of their slots hold what.
+  """Caches of all layers, and the contents of their slots.
 
   All rows write to the same slot: shorter prompts are padded on the left.
 
   Attributes:
-    caches: of all layers.
-    first: [batch] slot of each row's first token.
-    prefix: [batch, slots], 1 on prompts whose tokens see each other both ways, or None.
+    caches: keys and values of all layers.
+    first: [batch], slot of each row's first token.
+    prefix: [batch, slots], 1 on prompt tokens that see each other both ways, or None.
     encoder_segments: [batch, kv_length], 1 on the encoder's tokens, 0 on padding; or None.
   """
 
@@ -33,13 +33,13 @@ class DecodingState:
 
   @property
   def slot(self) -> jax.Array:
-    """The slot that the next token goes to."""
+    """Slot of the next token."""
     return self.caches.own.slot
 
   def of_next(self, count: int) -> tuple[TokenInfo, jax.Array, TokenInfo]:
-    """Returns what is known of the next `count` tokens, their positions, and of all slots.
+    """Returns (info of the next `count` tokens, their positions, info of all slots).
 
-    Positions [batch, count] are those in each row's text, without its padding.
+    Positions [batch, count] count from each row's first token, without padding.
     """
     slots = self.caches.own.num_slots
     all_slots = jnp.arange(slots)
@@ -54,13 +54,13 @@ class DecodingState:
     return info, jnp.maximum(next_slots - self.first[:, None], 0), cached
 
   def encoder_info(self) -> Optional[TokenInfo]:
-    """Returns what is known of the encoder's tokens."""
+    """Returns positions and segments of the encoder's tokens; None without an encoder."""
     if self.encoder_segments is None:
       return None
     return TokenInfo(jnp.arange(self.encoder_segments.shape[1]), self.encoder_segments)
 
   def repeat(self, count: int) -> 'DecodingState':
-    """Returns the state with every row `count` times, next to each other."""
+    """Returns the state with every row repeated `count` times, copies adjacent."""
 
     def rows(x: Optional[jax.Array], axis: int = 0) -> Optional[jax.Array]:
       return None if x is None else jnp.repeat(x, count, axis=axis)
@@ -74,12 +74,12 @@ class DecodingState:
     )
 
   def beams(self, index: jax.Array) -> 'DecodingState':
-    """Returns the state in which beam b of a prompt continues what beam `index[:, b]` was.
+    """Returns the state in which beam b of a prompt continues beam `index[:, b]`.
 
-    What beams of a prompt have in common, the prompt's length and the encoder, stays in place.
+    Beams of a prompt share its length and its encoder, so these do not move.
 
     Args:
-      index: [batch, beams]; rows are beams of one prompt after those of another.
+      index: [batch, beams]; the rows of the state are ordered by prompt, then beam.
     """
 
     def chosen(x: jax.Array) -> jax.Array:
@@ -105,16 +105,16 @@ def begin(
   """Returns the state before the first token.
 
   Args:
-    config: of the decoder.
-    num_layers: of the decoder.
+    config: sizes of the decoder.
+    num_layers: layers of the decoder.
     lengths: [batch] tokens of each prompt.
-    prompt_length: of the padded prompts.
-    slots: room for prompt and new tokens together.
-    bidirectional_prompt: tokens of a prompt see each other both ways.
-    encoder_segments: [batch, kv_length] 1 on the encoder's tokens.
+    prompt_length: tokens of the padded prompts.
+    slots: tokens that the caches can hold, prompt included.
+    bidirectional_prompt: whether tokens of a prompt see each other both ways.
+    encoder_segments: [batch, kv_length], 1 on the encoder's tokens.
   """
   batch, ways = lengths.shape[0], split_ways('kv_heads')
-  # As many as `MultiHeadAttention` makes: at least one on every device.
+  # As many as `MultiHeadAttention` computes: at least one per device.
   kv_heads = config.kv_heads if config.kv_heads % ways == 0 else ways
 
   def cache(slots: int) -> KVCache:
@@ -136,6 +136,6 @@ def begin(
 
 
 def advance(state: DecodingState, caches: LayerCaches, count: int) -> DecodingState:
-  """Returns the state after `count` more tokens, which are in `caches`."""
+  """Returns the state after `count` more tokens, whose keys and values are in `caches`."""
   own = caches.own.replace(slot=caches.own.slot + count)
   return state.replace(caches=caches.replace(own=own))

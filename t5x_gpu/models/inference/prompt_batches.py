@@ -90,7 +90,7 @@ class PromptBatches:
     parameter = f'TransformerConfig.{"num_positions" if learned else "max_length"}'
     raise DataError(
       f'{where}: the prompt has {length} tokens and {new} {follow} ones may follow; the model '
-      + ('has a learned vector for' if learned else 'was made for')
+      + ('has learned vectors for' if learned else 'was made for')
       + f' {limit} positions.',
       fix=f'{fix}: {parameter} is the number of positions.'
       if learned

@@ -1,7 +1,7 @@
-"""Choosing tokens one after the other: the loop, and the choice by likelihood or by chance.
+"""The decoding loop, and greedy search and sampling.
 
-A search says which tokens come next and when to stop; the loop asks the model. `beam_search` has
-the other search.
+A search chooses the next tokens and decides when to stop; the loop calls the model. The other
+search is in `beam_search`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from t5x_gpu.models.inference.incremental import DecodingState
 from t5x_gpu.partitioning.axis_rules import shard
 
-# (tokens [rows], state) -> (logits [rows, vocab] of what follows, state).
+# (tokens [rows], state) -> (logits [rows, vocab] of the next token, next state).
 DecodeStep = Callable[[jax.Array, DecodingState], tuple[jax.Array, DecodingState]]
 
 
@@ -24,9 +24,9 @@ class Continuations:
   """Continuations of a batch of prompts, best first.
 
   Attributes:
-    tokens: [batch, decodes, max_decode_length], padded with 0 after the one that stops.
-    lengths: [batch, decodes] tokens of each, the one that stops included.
-    scores: [batch, decodes] log-probability; of a beam search, after the length penalty.
+    tokens: [batch, decodes, max_decode_length], padded with 0 after the stop token.
+    lengths: [batch, decodes] tokens of each, including the stop token.
+    scores: [batch, decodes] log-probability; in a beam search, after the length penalty.
   """
 
   tokens: jax.Array
@@ -35,11 +35,11 @@ class Continuations:
 
 
 class Search(Protocol):
-  """How tokens are chosen; `carry` is the search's own.
+  """How tokens are chosen; the type of `carry` is up to the search.
 
   Attributes:
-    num_rows_per_prompt: rows that it works on.
-    max_decode_length: tokens at most.
+    num_rows_per_prompt: rows of the batch per prompt.
+    max_decode_length: most tokens to add.
   """
 
   num_rows_per_prompt: int
@@ -51,37 +51,40 @@ class Search(Protocol):
   def choose(
     self, number: Any, logits: jax.Array, carry: Any
   ) -> tuple[Any, jax.Array, Optional[jax.Array]]:
-    """Returns carry, tokens [rows] and [batch, beams] the beams they continue, None for their own.
+    """Returns (carry, tokens [rows], beams [batch, beams] that they continue).
+
+    `beams` is None if every row continues itself.
 
     Args:
-      number: of the token in its text.
+      number: index of the token in its text.
       logits: [rows, vocab] float32.
+      carry: from `start` or the previous call.
     """
 
   def goes_on(self, carry: Any) -> jax.Array:
     """Returns whether another token could change the result."""
 
   def result(self, carry: Any) -> Continuations:
-    """Returns what was found."""
+    """Returns the continuations, best first."""
 
 
 def run(
   search: Search, *, logits: jax.Array, state: DecodingState, decode_step: DecodeStep
 ) -> Continuations:
-  """Returns what `search` finds; the loop ends as soon as no row needs another token.
+  """Returns the result of `search`; the loop ends as soon as no row needs another token.
 
   Args:
-    search: chooses.
+    search: chooses tokens.
     logits: [batch, vocab] of the token after each prompt.
-    state: after the prompts.
-    decode_step: of the model.
+    state: state after the prompts.
+    decode_step: method of the model.
   """
   if search.num_rows_per_prompt > 1:
     logits = jnp.repeat(logits, search.num_rows_per_prompt, axis=0)
     state = state.repeat(search.num_rows_per_prompt)
 
   def choose(number: Any, logits: jax.Array, carry: Any, state: DecodingState) -> Any:
-    logits = shard(logits, 'batch', None)  # whole: the choice is among all tokens
+    logits = shard(logits, 'batch', None)  # not split over vocab: the choice needs all tokens
     carry, tokens, beams = search.choose(number, logits, carry)
     return tokens, carry, state if beams is None else state.beams(beams)
 
@@ -100,7 +103,7 @@ def run(
 
 
 def without_padding(scores: jax.Array, *, zero_is_padding: bool) -> jax.Array:
-  """Returns scores [..., vocab] under which padding, id 0, is never chosen."""
+  """Returns `scores` [..., vocab] with -inf for padding (id 0), unless it is a word."""
   if not zero_is_padding:
     return scores
   return jnp.where(jnp.arange(scores.shape[-1]) == 0, -jnp.inf, scores)
@@ -111,13 +114,13 @@ def is_stop(tokens: jax.Array, stop_tokens: tuple[int, ...]) -> jax.Array:
   return (tokens[..., None] == jnp.asarray(stop_tokens, jnp.int32)).any(-1)
 
 
-def likeliest(logits: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
-  """Returns logits [rows, vocab] with all but the likeliest tokens at -inf; at least one stays.
+def most_probable(logits: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
+  """Returns logits [rows, vocab] with all but the most probable tokens at -inf; at least one stays.
 
   Args:
-    logits: [rows, vocab], after the temperature.
-    top_k: tokens that stay, and those as likely as the last of them; 0 for all.
-    top_p: probability that those which stay have together, among the top_k.
+    logits: [rows, vocab], divided by the temperature.
+    top_k: tokens that stay, plus ties with the last of them; 0 for all.
+    top_p: probability of the tokens that stay, among the top_k.
   """
   if 0 < top_k < logits.shape[-1]:
     logits = jnp.where(logits >= jax.lax.top_k(logits, top_k)[0][:, -1:], logits, -jnp.inf)
@@ -131,13 +134,13 @@ def likeliest(logits: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
 
 @flax.struct.dataclass
 class Texts:
-  """What was written so far.
+  """The texts so far.
 
   Attributes:
-    tokens: [rows, max_decode_length], 0 where nothing stands yet.
+    tokens: [rows, max_decode_length], 0 where no token has been written.
     lengths: [rows] tokens.
-    log_probabilities: [rows], under the model, of all tokens.
-    finished: [rows] whether a stop token ended it.
+    log_probabilities: [rows], of all tokens, under the model.
+    finished: [rows], whether a stop token ended the text.
   """
 
   tokens: jax.Array
@@ -148,12 +151,12 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """The likeliest token each time, or one by chance.
+  """Greedy decoding (temperature 0) or sampling.
 
   Attributes:
-    numbers: [batch] of the prompts; with the seed and the number of the decode they determine a
-      sample. A negative one stands for no prompt: its row only fills the batch.
-    num_rows_per_prompt: decodes.
+    numbers: [batch], number of each prompt; with the seed and the decode's number it determines a
+      sample. Negative for rows without a prompt, which only fill the batch.
+    num_rows_per_prompt: decodes per prompt.
     max_decode_length, temperature, top_k, top_p, stop_tokens, zero_is_padding, seed: as in
       DecodingConfig.
   """
@@ -180,7 +183,7 @@ class Sampling:
   def choose(self, number: Any, logits: jax.Array, carry: Texts) -> tuple[Texts, jax.Array, None]:
     allowed = without_padding(logits, zero_is_padding=self.zero_is_padding)
     if self.temperature > 0:
-      allowed = likeliest(allowed / self.temperature, top_k=self.top_k, top_p=self.top_p)
+      allowed = most_probable(allowed / self.temperature, top_k=self.top_k, top_p=self.top_p)
       chosen = jax.vmap(jax.random.categorical)(self._keys(number), allowed)
     else:
       chosen = jnp.argmax(allowed, axis=-1)

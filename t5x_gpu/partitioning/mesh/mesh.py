@@ -1,8 +1,8 @@
-"""The device mesh: devices put into the sizes that `mesh_sizes` found, chatty axes inside a host.
+"""The device mesh: devices arranged by the sizes of `mesh_sizes`, with chatty axes inside a host.
 
-Device number h * devices_per_host + d is device d of host h. Both numbers are written in mixed
-radix, h in the sizes across hosts and d in the sizes inside a host; an axis of the mesh joins its
-two digits, the one across hosts first. So each host holds one block of the mesh.
+Device number h * devices_per_host + d is device d of host h. Both h and d are written in mixed
+radix, h with the sizes across hosts and d with the sizes inside a host. The index on an axis of the
+mesh combines its two digits, the one across hosts first. So each host holds one block of the mesh.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ __all__ = [
   'resolve_mesh_sizes',
 ]
 
-# What an axis splits, in words for the table.
+# Mesh axis -> what it splits, for the table.
 SPLITS = {
   'stage': 'layers (pipeline)',
   'data': 'batch',
@@ -64,7 +64,7 @@ def build_mesh(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> 
     topology: hosts and devices per host.
     devices: host-major, as `topology.discover` returns them.
   """
-  # jax.make_mesh makes Explicit axes; the partitioner's rules are for the compiler to propagate.
+  # jax.make_mesh makes Explicit axes, but the compiler must propagate the partitioner's rules.
   return jax.sharding.Mesh(
     device_array(sizes, topology, devices),
     MESH_AXES,
@@ -75,8 +75,8 @@ def build_mesh(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> 
 def device_array(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -> np.ndarray:
   """Returns `devices`, host-major, as an array [stage, data, fsdp, context, expert, model].
 
-  The result has the host blocks of `jax.experimental.mesh_utils.create_hybrid_device_mesh`, but
-  needs no attribute of the devices.
+  The host blocks are those of `jax.experimental.mesh_utils.create_hybrid_device_mesh`, but the
+  devices do not need any attributes.
   """
   ici = [sizes.ici[axis] for axis in MESH_AXES]
   dcn = [sizes.dcn[axis] for axis in MESH_AXES]
@@ -92,7 +92,7 @@ def device_array(sizes: MeshSizes, topology: Topology, devices: Sequence[Any]) -
 
 
 def mesh_table(sizes: MeshSizes, topology: Topology, *, zero_stage: int = 3) -> str:
-  """Returns the table for the start of a run: axis, size, what it splits, which link it uses.
+  """Returns the table that a run prints: axis, size, what it splits, and the link it uses.
 
   Axes of size 1 are left out, except data and model. Notes and warnings follow.
   """
@@ -124,14 +124,14 @@ def _link_words(sizes: MeshSizes, axis: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SizeHint:
-  """What a message says about one model size.
+  """How a message describes one model size.
 
   Attributes:
     set_by: the gin parameter or macro to change.
-    words: what it is called in place of its axis name.
-    each_of: equal parts, one after the other, each of which is split.
-    multiple_of: what advised sizes are to be a multiple of, besides.
-    or_else: another way out, a parameter with its value.
+    words: its name in the message; the axis name by default.
+    each_of: number of equal parts, computed in turn, that are each split.
+    multiple_of: another number that suggested sizes must be a multiple of.
+    or_else: another fix, a parameter with its value.
   """
 
   set_by: str
@@ -154,12 +154,11 @@ def check_model_sizes(
 
   Args:
     sizes: of the mesh.
-    logical_sizes: logical axis name -> size, {'heads': 12, 'batch': 128}.
-    rules: logical axis name -> mesh axes that split it, () for none.
-    parameter_names: logical axis name -> the gin parameter or macro to change, for the fix.
-    hints: logical axis name -> more than the name, in its place.
-    legal_sizes: mesh axis -> sizes that it could have, for the fix; None for what divides all
-      devices.
+    logical_sizes: array axis -> size, {'heads': 12, 'batch': 128}.
+    rules: array axis -> mesh axes that split it, () for none.
+    parameter_names: array axis -> the gin parameter or macro to change, for the fix.
+    hints: array axis -> a SizeHint that replaces the parameter name.
+    legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
   """
   problems = []
   for name, size in logical_sizes.items():
@@ -191,12 +190,12 @@ def _size_fix(
   ways: Mapping[str, int],
   legal_sizes: Optional[Mapping[str, Sequence[int]]],
 ) -> str:
-  """Returns the nearest sizes of the model, and of the mesh if one axis alone can mend it."""
+  """Returns the nearest sizes of the model, and of the mesh if changing one axis is enough."""
   unit = math.lcm(math.prod(ways.values()) * hint.each_of, hint.multiple_of)
   fixes = [f'{hint.set_by} = {any_of(nearest_multiples(size, unit))}']
   used = [axis for axis, way in ways.items() if way > 1]
   if len(used) == 1:
-    # The other axes must be able to take what this one gives up, so its size divides all devices.
+    # Another axis must take the devices that this one gives up, so its size divides all devices.
     legal = divisors(sizes.num_devices)
     if used == ['model']:
       inside, across = legal_partitions(

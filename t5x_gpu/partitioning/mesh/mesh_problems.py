@@ -1,4 +1,4 @@
-"""What is wrong with mesh sizes, and the nearest sizes that fit: computed, so the advice works."""
+"""Problems with mesh sizes, each with the nearest sizes that fit."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from t5x_gpu.runtime.cluster.topology import Topology
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """One thing that is wrong: the first half of a `MeshError` and the second."""
+  """One problem: what happened, the fix, and the Partitioner parameters involved."""
 
   what: str
   fix: str
@@ -21,17 +21,17 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-  """What sizes have to fill: all devices, the devices of a host, or the hosts.
+  """What the sizes must fill: all devices, the devices of a host, or the hosts.
 
   Attributes:
-    number: how many there are; the sizes must multiply to it.
+    number: number of slots; the sizes must multiply to it.
     words: '16 GPUs', 'The 8 GPUs of a host', '2 hosts'.
-    names: axis -> what the user calls its size.
-    parameters: the gin parameters that set them.
-    where: ' in ici_mesh_shape', where the names alone do not say it.
-    multiple_of: more can be started in multiples of this; 0 for no.
-    more_words: number -> '32 GPUs'.
-    legal: axis -> the sizes that it may have at all, for axes with such a rule.
+    names: axis -> the user's name for its size.
+    parameters: the gin parameters that set the sizes.
+    where: ' in ici_mesh_shape', if the names alone are ambiguous.
+    multiple_of: a run can be started with more slots, in multiples of this; 0 if it cannot.
+    more_words: format of a number of slots, '{} GPUs'.
+    legal: axis -> legal sizes, for axes with restrictions.
   """
 
   number: int
@@ -45,7 +45,7 @@ class Slots:
 
 
 def raise_all(problems: list[Problem]) -> None:
-  """Raises one MeshError for all `problems`, or does nothing when there are none."""
+  """Raises one MeshError for all `problems`; does nothing if there are none."""
   if not problems:
     return
   names = dict.fromkeys(name for problem in problems for name in problem.parameters)
@@ -55,7 +55,7 @@ def raise_all(problems: list[Problem]) -> None:
       problems[0].what, fix=problems[0].fix, parameters=parameters, docs='mesh.md#sizes'
     )
   raise MeshError(
-    all_problems([f'{p.what} {p.fix}' for p in problems], title='The mesh cannot be made'),
+    all_problems([f'{p.what} {p.fix}' for p in problems], title='The mesh is impossible'),
     parameters=parameters,
     docs='mesh.md#sizes',
   )
@@ -69,7 +69,7 @@ def is_size(value: Any) -> bool:
 def check_sizes(
   sizes: Mapping[str, object], where: str, problems: list[Problem], parameters: Mapping[str, str]
 ) -> bool:
-  """Returns whether every size is 1 or more, with at most one -1; adds what is not to problems."""
+  """Returns whether every size is 1 or more, with at most one -1; adds to `problems` otherwise."""
   good = True
   for axis, size in sizes.items():
     if not is_size(size):
@@ -77,7 +77,7 @@ def check_sizes(
       problems.append(
         Problem(
           f'{where}{axis} = {size!r} is not a size.',
-          f'Set {axis} to 1 or more, or to -1 for what is left over.',
+          f'Set {axis} to 1 or more, or to -1 for all remaining devices.',
           (parameters[axis],),
         )
       )
@@ -87,7 +87,7 @@ def check_sizes(
     keep = next(axis for axis in open_axes if axis != 'data')
     problems.append(
       Problem(
-        f'{where}{" and ".join(open_axes)} are -1, but only one axis can take what is left over.',
+        f'{where}{" and ".join(open_axes)} are -1, but only one axis can take the rest.',
         f'Keep {keep} = -1 and set '
         + ' and '.join(f'{axis} = 1' for axis in open_axes if axis != keep)
         + (' (data is -1 unless it is set).' if 'data' in open_axes and not where else '.'),
@@ -113,16 +113,16 @@ def partitions_problem(
   given_as: str = '',
   parameters: tuple[str, ...] = ('num_partitions',),
 ) -> Optional[Problem]:
-  """Returns what is wrong with `num_partitions` on `topology`, None if nothing.
+  """Returns the problem with `num_partitions` on `topology`; None if it is legal.
 
-  Tensor parallelism exchanges activations in every layer: it belongs on the links inside a host. A
-  size that neither divides a host nor covers whole hosts would straddle them.
+  Tensor parallelism exchanges activations in every layer, so it belongs on the links inside a host.
+  A size that neither divides a host nor covers whole hosts would straddle them.
 
   Args:
     topology: hosts and devices per host.
     num_partitions: size of `model`.
-    given_as: how the user said it, if not as num_partitions: ' (model_parallel_submesh = ...)'.
-    parameters: what set it.
+    given_as: how the user set it, if not as num_partitions: ' (model_parallel_submesh = ...)'.
+    parameters: the parameters that set it.
   """
   inside, across = legal_partitions(topology)
   if num_partitions in inside + across:
@@ -151,7 +151,7 @@ def partitions_problem(
 
 
 def product_problem(slots: Slots, sizes: Mapping[str, int]) -> Problem:
-  """Returns the problem of sizes, none of them -1, that do not multiply to `slots.number`."""
+  """Returns the problem that `sizes`, none of them -1, do not multiply to `slots.number`."""
   product = math.prod(sizes.values())
   nearest = nearest_sizes(slots, sizes, exact=True)
   gives = f' (each gives {slots.number})' if len(nearest) > 1 else ''
@@ -166,7 +166,7 @@ def product_problem(slots: Slots, sizes: Mapping[str, int]) -> Problem:
 
 
 def fill_problem(slots: Slots, sizes: Mapping[str, int], open_axis: str) -> Problem:
-  """Returns the problem of sizes that leave nothing whole for `open_axis`, which takes the rest."""
+  """Returns the problem that `sizes` do not leave a whole number for `open_axis`."""
   fixed = {axis: size for axis, size in sizes.items() if axis != open_axis}
   product = math.prod(fixed.values())
   fix = f'Set {_changes_words(slots, nearest_sizes(slots, fixed, exact=False))}{slots.where}'
@@ -175,20 +175,19 @@ def fill_problem(slots: Slots, sizes: Mapping[str, int], open_axis: str) -> Prob
     fix += f', or start {slots.more_words.format((slots.number // unit + 1) * unit)}'
   return Problem(
     f'{slots.words} cannot form {product_words(fixed)} with '
-    f'{slots.names[open_axis]} taking what is left over: {slots.number} is not a '
-    f'multiple of {product}.',
+    f'{slots.names[open_axis]} taking the rest: {slots.number} is not a multiple of {product}.',
     fix + '.',
     slots.parameters,
   )
 
 
 def nearest_sizes(slots: Slots, sizes: Mapping[str, int], *, exact: bool) -> list[dict[str, int]]:
-  """Returns the smallest changes of `sizes` that fit, as changed axes only; at most four.
+  """Returns the smallest changes of `sizes` that fit, each as {axis: new size}.
 
   Args:
-    slots: what is to be filled.
+    slots: what the sizes must fill.
     sizes: the sizes that do not fit.
-    exact: the product must be `slots.number`; otherwise it must divide it.
+    exact: whether the product must be `slots.number`; otherwise it must divide it.
   """
   free = [axis for axis, size in sizes.items() if size > 1 or axis == 'data']
   for fewest in range(1, len(free) + 1):
@@ -216,7 +215,7 @@ def nearest_sizes(slots: Slots, sizes: Mapping[str, int], *, exact: bool) -> lis
 def _changes(
   slots: Slots, sizes: Mapping[str, int], axes: tuple[str, ...], *, exact: bool
 ) -> Iterator[dict[str, int]]:
-  """Yields every way to fit by new sizes for `axes` alone."""
+  """Yields every change of all `axes`, and only of them, that fits."""
   kept = math.prod(size for axis, size in sizes.items() if axis not in axes)
   if slots.number % kept:
     return
@@ -236,7 +235,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_multiples(size: int, unit: int) -> list[int]:
-  """Returns the multiples of `unit` next below and above `size`, without 0."""
+  """Returns the nearest multiples of `unit` below and above `size`, without 0."""
   return [n for n in (size // unit * unit, (size // unit + 1) * unit) if n > 0]
 
 

@@ -1,10 +1,10 @@
-"""How large each axis of the mesh is, and which part of it stays inside a host: numbers only.
+"""The size of each mesh axis, and the part of it inside a host.
 
-`resolve_mesh_sizes` is a pure function of the topology and of what the user set, so that the mesh
-of 24 hosts can be computed on a laptop. `mesh` puts devices into these sizes.
+`resolve_mesh_sizes` is a pure function of the topology and the user's settings, so a laptop can
+compute the mesh of 24 hosts. `mesh` arranges devices by these sizes.
 
-*ici* is the part of an axis inside a host (NVLink), *dcn* the part across hosts (network), as in
-T5X: the size of an axis is ici * dcn.
+As in T5X, *ici* is the part of an axis inside a host (NVLink) and *dcn* the part across hosts
+(network): the size of an axis is ici * dcn.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ class MeshSizes:
     total: size of every axis in `MESH_AXES`, in that order; the product is the number of devices.
     ici: the part inside a host; the product is the number of devices of a host.
     dcn: the part across hosts; the product is the number of hosts.
-    notes: why the sizes are what they are, for the log.
-    warnings: choices that are allowed and probably slow.
+    notes: reasons for the sizes, for the log.
+    warnings: choices that are legal but probably slow.
   """
 
   total: Mapping[str, int]
@@ -73,20 +73,20 @@ def resolve_mesh_sizes(
   dcn_mesh_shape: Optional[Mapping[str, int]] = None,
   **sizes: int,
 ) -> MeshSizes:
-  """Returns the mesh sizes for `topology`, or raises with everything that is wrong and what fits.
+  """Returns the mesh sizes for `topology`.
 
   Args:
     topology: hosts and devices per host.
     num_partitions: size of `model` (tensor parallelism); 1 by default.
-    model_parallel_submesh: T5X's other way to say it: 4 numbers, or 2 (hosts, devices of a host);
+    model_parallel_submesh: T5X's other way to set it: 4 numbers, or 2 (hosts, devices of a host);
       their product is the size of `model`. Not together with `num_partitions`.
-    ici_mesh_shape: axis -> size inside a host, such as {'fsdp': 8}; axes left out are 1, one may
-      be -1. Instead of the sizes above, not together with them. {'data': -1} by default when
-      only `dcn_mesh_shape` is given.
+    ici_mesh_shape: axis -> size inside a host, such as {'fsdp': 8}; other axes are 1, one may be
+      -1. Not together with the sizes above. {'data': -1} if only `dcn_mesh_shape` is given.
     dcn_mesh_shape: the same across hosts.
-    **sizes: of `OUTER_AXES`. One may be -1, what is left over: `data` if not given; others are 1.
+    **sizes: sizes of `OUTER_AXES`. One may be -1, for all remaining devices. By default `data` is
+      -1 and the others are 1.
   Raises:
-    MeshError: the sizes do not fit the topology; all reasons in one message.
+    MeshError: the sizes do not fit the topology; the message has all problems and their fixes.
   Source: T5X `partitioning.get_gpu_mesh` for the names and for NVLink first.
   """
   problems: list[Problem] = []
@@ -113,7 +113,7 @@ def resolve_mesh_sizes(
 
 
 def _model_size(num_partitions, submesh, problems: list[Problem]) -> Optional[int]:
-  """Returns the size of `model`, None when neither way sets it."""
+  """Returns the size of `model`; None if neither parameter sets it."""
   if submesh is not None:
     numbers = tuple(submesh) if isinstance(submesh, Sequence) else (submesh,)
     if len(numbers) not in (2, 4) or not all(is_size(n) and n != -1 for n in numbers):
@@ -142,7 +142,7 @@ def _model_size(num_partitions, submesh, problems: list[Problem]) -> Optional[in
       Problem(
         f'num_partitions = {num_partitions!r} is not a number of 1 or more.',
         'Set Partitioner.num_partitions = 1 for no tensor parallelism. Only the other sizes can '
-        'be -1 (what is left over).',
+        'be -1 (all remaining devices).',
         ('num_partitions',),
       )
     )
@@ -187,13 +187,13 @@ def _flat_sizes(
 def _fill(
   sizes: Sizes, problems: list[Problem], slots: Slots, *, open_axis: Optional[str] = None
 ) -> None:
-  """Sets the axis that is -1 to what is left over, or adds to `problems` why nothing is.
+  """Sets the axis that is -1 to the remaining slots, or adds a problem.
 
   Args:
-    sizes: all of them good on their own, at most one -1; changed in place.
-    problems: added to.
-    slots: what the sizes have to fill.
-    open_axis: judge as if this axis were not set, because its size has to change anyway.
+    sizes: changed in place; each is legal by itself, at most one is -1.
+    problems: list to add to.
+    slots: what the sizes must fill.
+    open_axis: treat this axis as not set, because its size must change anyway.
   """
   fixed = {axis: size for axis, size in sizes.items() if size != -1 and axis != open_axis}
   rest = math.prod(fixed.values())
@@ -216,10 +216,10 @@ def _fill(
 
 
 def _split_over_hosts(topology: Topology, sizes: Sizes, submesh) -> MeshSizes:
-  """Returns `sizes` with each axis split in its part inside a host and its part across hosts.
+  """Returns `sizes` with each axis split into a part inside a host and a part across hosts.
 
-  Innermost axes take a host's devices first. Every prime factor of the devices of a host finds a
-  place, because the sizes multiply to hosts * devices per host.
+  Innermost axes take a host's devices first. All devices of a host are used, because the sizes
+  multiply to hosts * devices per host.
   """
   ici, left = {}, topology.devices_per_host
   for axis in reversed(MESH_AXES):
@@ -232,7 +232,7 @@ def _split_over_hosts(topology: Topology, sizes: Sizes, submesh) -> MeshSizes:
   if submesh is not None:
     notes.append(
       f'model = {sizes["model"]}, the product of model_parallel_submesh {submesh}; '
-      'where it lies follows from the size alone'
+      'only the product matters, not its factors'
     )
   if topology.num_hosts > 1:
     notes.append(
@@ -251,8 +251,7 @@ def _hybrid_sizes(
   topology: Topology, model: Optional[int], ici_shape, dcn_shape, problems: list[Problem]
 ) -> MeshSizes:
   """Returns sizes from `ici_mesh_shape` and `dcn_mesh_shape`."""
-  notes = []
-  parts = []
+  notes, parts = [], []
   for parameter, shape, count, what in (
     ('ici_mesh_shape', ici_shape, topology.devices_per_host, 'the devices of a host'),
     ('dcn_mesh_shape', dcn_shape, topology.num_hosts, 'the hosts'),
@@ -289,7 +288,7 @@ def _hybrid_sizes(
 def _part_sizes(
   topology: Topology, parameter: str, shape, count: int, problems: list[Problem]
 ) -> Sizes:
-  """Returns one of the two shapes with all axes and -1 filled in; the product is `count`."""
+  """Returns one of the two shapes with all axes and the -1 filled in; the product is `count`."""
   ones = dict.fromkeys(MESH_AXES, 1)
   inside = parameter == 'ici_mesh_shape'
   if not isinstance(shape, Mapping):
@@ -306,7 +305,7 @@ def _part_sizes(
   if unknown:
     problems.append(
       Problem(
-        f'{parameter} names {", ".join(map(repr, unknown))}, which no mesh has. The axes are '
+        f'{parameter} has the unknown axis {", ".join(map(repr, unknown))}. The axes are '
         f'{", ".join(MESH_AXES)}.{did_you_mean(str(unknown[0]), MESH_AXES)}',
         f'Correct the name in Partitioner.{parameter}.',
         (parameter,),

@@ -1,4 +1,4 @@
-"""What keeps a pipeline from running, each with the nearest sizes that work."""
+"""Checks of a pipeline's settings; each problem comes with the nearest sizes that work."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from t5x_gpu.errors import did_you_mean
 from t5x_gpu.partitioning.mesh.mesh_problems import any_of, divisors, nearest_multiples
 from t5x_gpu.partitioning.pipeline.pipeline_schedules import SCHEDULES
 
-# What a user sets, for errors.
+# The parameters that a user sets, for errors.
 SET_BY = {
   'layers': 'TransformerConfig.num_layers',
   'batch': 'BATCH_SIZE',
@@ -34,20 +34,20 @@ def check(
   parameter_names: Optional[Mapping[str, str]] = None,
   legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> list[str]:
-  """Returns one sentence with its fix for everything that keeps the pipeline from running.
+  """Returns one sentence with its fix for every problem that keeps the pipeline from running.
 
   Args:
-    sizes: array axis -> size, of which 'layers', 'encoder_layers' where an encoder has a number of
-      its own, 'stacks' (1 if not given) and 'batch' (global) are looked at.
-    mesh_shape: mesh axis -> size. Without a `stage` axis of 2 or more nothing can be wrong.
-    schedule: how stages take turns.
+    sizes: array axis -> size; reads 'layers', 'encoder_layers' (if it differs), 'stacks' (1 by
+      default) and 'batch' (global).
+    mesh_shape: mesh axis -> size. There are no problems unless `stage` is 2 or more.
+    schedule: one of SCHEDULES.
     num_pipeline_microbatches: parts into which a device's rows are cut.
     repeats: blocks of layers per stage and stack.
     batch_parts: product of the mesh axes that split rows.
-    num_microbatches: gradient accumulation; each part goes through the pipeline by itself.
-    skip_idle: whether stages without work skip their layers; those of a ring cannot.
-    parameter_names: changes of SET_BY.
-    legal_sizes: mesh axis -> sizes that it could have, for the fix; None for any.
+    num_microbatches: parts of gradient accumulation; each goes through the pipeline separately.
+    skip_idle: whether stages without work skip their layers; with a ring they cannot.
+    parameter_names: replaces entries of SET_BY.
+    legal_sizes: mesh axis -> sizes to suggest; None for any.
   """
   stages = mesh_shape.get('stage', 1)
   if stages == 1:
@@ -58,7 +58,7 @@ def check(
   if num_stacks > 1 and not skip_idle:
     problems.append(
       f"{names['context_attention']} = 'ring' in a pipeline of encoder and decoder: a hop waits "
-      f'for all devices, and of the {stages} stages one may be in the decoder while others are '
+      f'for all devices, but some of the {stages} stages may be in the decoder while others are '
       f"in the encoder. Set {names['context_attention']} = 'gather'."
     )
   if counts:
@@ -85,7 +85,7 @@ def _schedule_problems(
 ) -> list[str]:
   if schedule not in SCHEDULES:
     return [
-      f'{names["schedule"]} = {schedule!r} is no pipeline schedule.'
+      f'{names["schedule"]} = {schedule!r} is not a pipeline schedule.'
       f'{did_you_mean(str(schedule), SCHEDULES)} Set it to '
       f'{any_of(map(repr, SCHEDULES))}.'
     ]
@@ -120,21 +120,21 @@ def _schedule_problems(
 def _refuse_1f1b(
   repeats: int, more: str, stages: int, num_stacks: int, names: Mapping[str, str]
 ) -> str:
-  """Returns the sentence for a model of several stacks; `more` are the legal repeats above 1."""
+  """Returns the sentence for a model with several stacks; `more` has the legal repeats above 1."""
   if repeats > 1:
     fix = f"{names['schedule']} = 'circular'"
   else:
     circular = f", or {names['schedule']} = 'circular' and {names['repeats']} = {more}"
     fix = f"{names['schedule']} = 'gpipe'{circular if more else ''}"
   return (
-    f"{names['schedule']} = '1f1b' takes microbatches back as soon as they have passed the "
-    f'{stages} stages; those of an encoder and a decoder pass them {num_stacks} times. '
+    f"{names['schedule']} = '1f1b' starts the backward pass of a microbatch once it has passed the "
+    f'{stages} stages; with an encoder and a decoder it passes them {num_stacks} times. '
     f'Set {fix}.'
   )
 
 
 def _more_repeats(layers: int, stages: int) -> str:
-  """Returns the legal numbers of blocks per stage above 1, '' without any."""
+  """Returns the legal numbers of blocks per stage above 1; '' if there are none."""
   legal = divisors(layers // stages)[1:]
   return any_of(legal) if legal else ''
 
@@ -146,13 +146,20 @@ def _layer_problems(
   names: Mapping[str, str],
   possible: Optional[Sequence[int]],
 ) -> list[str]:
-  """Returns what is wrong with the numbers of layers, by name, of all stacks."""
+  """Returns the problem with the layer counts of all stacks, if any.
+
+  Args:
+    counts: 'layers' or 'encoder_layers' -> layers.
+    stages, repeats: of the pipeline.
+    names: as SET_BY.
+    possible: sizes of `stage` to suggest; None for any.
+  """
   blocks, common = stages * repeats, math.gcd(*counts.values())
   wrong = {name: count for name, count in counts.items() if count % blocks}
   if not wrong:
     return []
   what = f'stage={stages}' + (f' x {repeats} blocks each (= {blocks})' if repeats > 1 else '')
-  beside = ''.join(
+  others = ''.join(
     f' ({name} = {count} does)' for name, count in counts.items() if name not in wrong
   )
   fix = [
@@ -170,7 +177,7 @@ def _layer_problems(
       fix.append(f'{names["repeats"]} = {more}')
   said = ' and '.join(f'{name} = {count}' for name, count in wrong.items())
   return [
-    f'{said} {"do" if len(wrong) > 1 else "does"} not divide over {what}{beside}. '
+    f'{said} {"do" if len(wrong) > 1 else "does"} not divide over {what}{others}. '
     f'Set {", or ".join(fix)}.'
   ]
 
@@ -185,26 +192,26 @@ def _microbatch_problems(
   names: Mapping[str, str],
 ) -> list[str]:
   least = stages if schedule == 'circular' or num_stacks > 1 else 1
-  # A batch that the mesh or the accumulation does not divide is reported by their own checks.
+  # Other checks report a batch that the mesh or the accumulation does not divide.
   rows = batch // parts if batch and batch % parts == 0 else None
   legal = [n for n in divisors(rows) if n >= least] if rows else []
   if microbatches < least:
     where = 'under the circular schedule' if num_stacks == 1 else 'from the encoder to the decoder'
-    why = (
+    reason = (
       f'{names["microbatches"]} = {microbatches} is not 1 or more.'
       if microbatches < 1
       else f'{names["microbatches"]} = {microbatches} is fewer than the {stages} stages: {where} '
-      'the first microbatch would come round before the last has started.'
+      'the first microbatch would return to stage 0 before the last has started.'
     )
     if rows is not None and not legal:  # too few rows for any number
       others = (
         '' if num_stacks > 1 else (f", or {names['schedule']} = 'gpipe' and {names['repeats']} = 1")
       )
       return [
-        f'{why} Set {names["batch"]} = {parts * stages} and {names["microbatches"]} = '
+        f'{reason} Set {names["batch"]} = {parts * stages} and {names["microbatches"]} = '
         f'{stages}{others}.'
       ]
-    return [f'{why} Set it to {any_of(legal) if legal else f"{least} or more"}.']
+    return [f'{reason} Set it to {any_of(legal) if legal else f"{least} or more"}.']
   if rows is None or rows % microbatches == 0:
     return []
   unit = parts * microbatches

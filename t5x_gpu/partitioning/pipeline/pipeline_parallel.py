@@ -1,20 +1,19 @@
 """Pipeline parallelism: every stage holds some of the layers, and the batch passes through them.
 
 What is split: `layers` of parameters and optimizer state over `stage`, and each device's rows into
-microbatches, so that stages work at the same time on different ones. What moves: one microbatch's
-activation per tick to the next stage, and its gradient back; the smallest traffic per step of all
-ways to split a model, hence the axis for the slowest link. When: layers do not fit even with fsdp
-x model, or the network between hosts is too slow for fsdp; the price is the bubble, in which
+microbatches, so that stages work on different microbatches at the same time. What moves: one
+microbatch's activation per tick to the next stage, and its gradient back. No other way to split a
+model has less traffic per step, so use it for the slowest link. When: layers do not fit even with
+fsdp x model, or the network between hosts is too slow for fsdp. The price is the bubble, in which
 stages wait (`bubble_fraction`): use several times more microbatches than stages.
 
-Schedules: 'gpipe' keeps the input of every stage for every microbatch; '1f1b' keeps 2S-1 of them
-however many microbatches; 'circular' gives each stage several blocks of layers, for a bubble that
-is as many times smaller at as many times more traffic. All recompute a stage's forward pass when
-they take it back.
+Schedules: 'gpipe' keeps the input of every stage for every microbatch; '1f1b' keeps 2S-1 of them,
+whatever the number of microbatches; 'circular' gives each stage R blocks of layers, for a bubble R
+times smaller and R times the traffic. All recompute a stage's forward pass in the backward pass.
 
-A model of two stacks (encoder and decoder) comes round the stages once more than a model of one:
-each stage has layers of both, microbatches pass all of the encoder's first, and what travels is the
-activation of either. That takes 'gpipe' or 'circular', and as many microbatches as stages.
+A model with two stacks (encoder and decoder) passes the stages twice: each stage has layers of
+both, and microbatches run all encoder layers first. This needs 'gpipe' or 'circular', and at least
+as many microbatches as stages.
 
 The functions below run inside `jax.shard_map` with `stage` manual and every array varying over
 `varying_axes`. Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (PipeDream-flush as 1F1B,
@@ -62,7 +61,7 @@ __all__ = [
 
 
 def rules() -> AxisRules:
-  """Returns what pipeline parallelism adds to the table."""
+  """Returns the rules of pipeline parallelism."""
   return AxisRules(parameters={'layers': (AXIS,)})
 
 
@@ -84,18 +83,18 @@ def value_and_grad(
 
   Args:
     pieces: the model.
-    params: dict; leaves of 'layers' (of each stack, see stacks.py) are this stage's
-      [layers / stages, ...], in `layer_order`; all else is whole on every stage, and its gradients
-      are to be summed over `stage`.
+    params: dict; leaves of 'layers' (of each stack, see layer_stacks.py) are this stage's
+      [layers / stages, ...], in `layer_order`. Other parameters are whole on every stage; the
+      caller sums their gradients over `stage`.
     microbatches: arrays [num_microbatches, rows, ...], the same on all stages.
     schedule: one of SCHEDULES.
     num_stages: size of `stage`.
     num_microbatches: at least num_stages for 'circular' and for several stacks.
-    varying_axes: all manual mesh axes, `stage` among them.
+    varying_axes: all manual mesh axes, including `stage`.
     repeats: blocks of layers per stage and stack, for 'circular'.
-    num_stacks: of the model; 1 under '1f1b' and without skip_idle.
-    skip_idle: whether a stage without work skips its layers or computes and discards them.
-    complete: (params) -> with those that have no gradients; the dict that is described above.
+    num_stacks: stacks of the model; 1 for '1f1b' and without skip_idle.
+    skip_idle: whether a stage without work skips its layers; otherwise it computes and discards.
+    complete: `params` -> all parameters, including those without gradients.
   """
   table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
   run = PipelineRun(pieces, microbatches, table, tuple(varying_axes), skip_idle, complete)
@@ -130,10 +129,10 @@ def forward(
 
 
 def _forward(run: PipelineRun, params: Tree) -> Tree:
-  """Returns sums: layers by ticks, then the head of all microbatches, an equal share per stage."""
+  """Returns sums: runs layers tick by tick, then an equal share of the heads on every stage."""
   table, stage = run.table, jax.lax.axis_index(AXIS)
   first_output = (table.num_blocks - 1) * table.num_microbatches
-  # Activations that have come round wait at stage 0 until all microbatches have started.
+  # Activations that return to stage 0 wait there until all microbatches have started.
   delay = table.num_microbatches - table.num_stages if table.num_blocks > 1 else 0
 
   @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -162,7 +161,7 @@ def _forward(run: PipelineRun, params: Tree) -> Tree:
       waiting = put(waiting, x, t % (delay + 1))
       x = where(stage == 0, at(waiting, (t - delay) % (delay + 1)), x)
     y = work(params, x, unit)
-    # Writes before the first output are overwritten by it.
+    # The first output overwrites earlier writes.
     outputs = put(
       outputs, run.output(y), jnp.clip(unit - first_output, 0, table.num_microbatches - 1)
     )
@@ -177,21 +176,21 @@ def _forward(run: PipelineRun, params: Tree) -> Tree:
 
 
 def _shared_head(run: PipelineRun, params: Tree, outputs: Tree) -> Tree:
-  """Returns sums of the microbatches that fall to this stage.
+  """Returns the sums of this stage's share of the microbatches.
 
-  On the last stage alone the head would take as long as on all of them, while they wait.
+  If the last stage computed all heads, the others would wait for it.
 
   Args:
     run: the pipeline.
-    params: of the model.
-    outputs: [stages * head_share, ...]; those of the last stage count.
+    params: parameters of the model.
+    outputs: [stages * head_share, ...]; only those of the last stage are valid.
   """
   table, stage = run.table, jax.lax.axis_index(AXIS)
   share, last = table.head_share, table.num_stages - 1
 
   def deal_out(y: jax.Array) -> jax.Array:
-    # A psum_scatter would send as much, and abort XLA on CPUs (0.10.2, 0.11.2) in bfloat16 where
-    # `model` is automatic: "Invalid binary instruction opcode copy".
+    # A psum_scatter would send the same bytes, but in bfloat16 with an automatic `model` axis it
+    # aborts XLA on CPUs (0.10.2, 0.11.2): "Invalid binary instruction opcode copy".
     shares = y.reshape(table.num_stages, share, *y.shape[1:])
     mine = shares[last]
     for to in range(last):
@@ -217,7 +216,7 @@ def _shared_head(run: PipelineRun, params: Tree, outputs: Tree) -> Tree:
 
 
 def _one_forward_one_backward(run: PipelineRun, params: Tree) -> tuple[Tree, Tree]:
-  """Returns (gradients, sums). Each tick goes forward with one unit and back with another."""
+  """Returns (gradients, sums). Each tick runs one unit forward and another backward."""
   table, stage = run.table, jax.lax.axis_index(AXIS)
   is_first, is_last = stage == 0, stage == table.num_stages - 1
 
@@ -235,7 +234,7 @@ def _one_forward_one_backward(run: PipelineRun, params: Tree) -> tuple[Tree, Tre
     def block(x: Tree) -> Tree:
       return run.run_block(params, x, unit, stage)
 
-    # The last stage takes a unit back at once: its forward pass is the one recomputed for that.
+    # The last stage runs a unit backward at once, which recomputes its forward pass anyway.
     y = jax.lax.cond(works & ~is_last, block, lambda x: x, x) if run.skip_idle else block(x)
 
     works, unit = inside(table.backward_unit(t, stage))
@@ -272,16 +271,16 @@ def _backward(
   state: Tree,
   works: Any,
 ) -> Tree:
-  """Returns (dx, grads, sums) after `unit` has gone back through this stage.
+  """Returns (dx, grads, sums) after the backward pass of `unit` in this stage.
 
   Args:
     run: the pipeline.
-    params: of the model.
-    x: what entered the stage.
+    params: parameters of the model.
+    x: input of the stage.
     unit: the microbatch.
     stage: index of this stage.
-    state: (gradient of what left the stage, gradients so far, sums so far).
-    works: whether the result counts; gradients and sums are left as they were where it is False.
+    state: (gradient of the stage's output, gradients so far, sums so far).
+    works: whether the unit counts; otherwise gradients and sums are unchanged.
   """
   dy, grads, sums = state
   microbatch = run.microbatch(unit)

@@ -1,4 +1,4 @@
-"""What the schedules of `pipeline_parallel` share: the model's parts, and moving between stages."""
+"""Shared by the schedules of `pipeline_parallel`: the model's parts, and moves between stages."""
 
 import dataclasses
 import functools
@@ -25,38 +25,38 @@ AXIS = 'stage'
 
 
 class Pieces(Protocol):
-  """A model in three parts; whatever dropout needs is bound by the caller.
+  """A model in three parts; the caller has bound the arguments of dropout.
 
-  One with several stacks of layers has `stacks`, and its functions are as stacks.py says.
+  A model with several stacks of layers also has `stacks`, see layer_stacks.py.
 
-  Collectives inside are those of one stage (`model`, `fsdp`, ...), never over `stage`. A
-  collective-permute (ring attention) needs all devices at once: then `skip_idle=False`.
+  Its collectives stay inside one stage (`model`, `fsdp`, ...), never over `stage`. A
+  collective-permute (ring attention) needs all devices at once: use `skip_idle=False`.
   """
 
   def embed(self, params: Tree, microbatch: Tree) -> Tree:
     """Returns the activation that enters the first layer."""
 
   def run_layers(self, params: Tree, x: Tree, microbatch: Tree, first_layer: jax.Array) -> Tree:
-    """Returns x after params['layers'], of which the first is layer `first_layer` of the model.
+    """Returns x after params['layers'], which start at layer `first_layer` of the model.
 
-    With several stacks, it takes `stack` too, and counts the layers of that stack.
+    With several stacks it also takes `stack`, and counts the layers of that stack.
     """
 
   def head(self, params: Tree, x: Tree, microbatch: Tree) -> dict[str, tuple[Any, Any]]:
-    """Returns (sum, weight) by name; the sum of 'loss' is what is differentiated."""
+    """Returns name -> (sum, weight); the sum of 'loss' is differentiated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineRun:
-  """What does not change from tick to tick.
+  """Everything that stays the same from tick to tick.
 
   Attributes:
     pieces: the model.
     microbatches: arrays [num_microbatches, rows, ...].
-    table: who does what when.
+    table: the timetable.
     varying_axes: all manual mesh axes.
-    skip_idle: whether a stage without work skips its layers or computes and discards them.
-    complete: what is differentiated -> all parameters.
+    skip_idle: whether a stage without work skips its layers; otherwise it computes and discards.
+    complete: differentiated parameters -> all parameters.
   """
 
   pieces: Pieces
@@ -68,7 +68,7 @@ class PipelineRun:
 
   def __post_init__(self) -> None:
     assert len(self.stacks) == self.table.num_stacks, (self.stacks, self.table)
-    # What runs is decided by a branch, of which a collective-permute may be no part.
+    # The stack to run is chosen by a branch, which must not contain a collective-permute.
     assert len(self.stacks) == 1 or self.skip_idle, self.stacks
 
   @property
@@ -80,11 +80,11 @@ class PipelineRun:
     return at(self.microbatches, index)
 
   def varying(self, tree: Tree) -> Tree:
-    """Returns `tree` in the one type that loop carries and both sides of a cond can share."""
+    """Returns `tree` marked as varying, so that loop carries and branches of a cond agree."""
     return jax.tree.map(lambda x: varying(x, self.varying_axes), tree)
 
   def zeros(self, like: Tree, *, stack: Optional[int] = None) -> Tree:
-    """Returns zeros of the shapes of `like`, `[stack, ...]` if given."""
+    """Returns zeros in the shapes of `like`, with a leading dimension `stack` if given."""
     count = () if stack is None else (stack,)
     return self.varying(jax.tree.map(lambda a: jnp.zeros((*count, *a.shape), a.dtype), like))
 
@@ -93,17 +93,17 @@ class PipelineRun:
     return self.varying(self.pieces.embed(self.complete(params), microbatch))
 
   def output(self, x: Tree) -> Tree:
-    """Returns the part of what passes between layers that the head takes: of the last stack."""
+    """Returns the part of the activation that the head reads: the last stack's."""
     return part_of(x, self.stacks, self.stacks[-1])
 
   def head(self, params: Tree, output: Tree, microbatch: Tree) -> tuple[jax.Array, Tree]:
-    """Returns (what is differentiated, sums)."""
+    """Returns (summed loss, sums)."""
     x = with_part([None] * len(self.stacks), self.stacks, self.stacks[-1], output)
     sums = self.varying(self.pieces.head(self.complete(params), x, microbatch))
     return sums['loss'][0], sums
 
   def run_block(self, params: Tree, x: Tree, unit: jax.Array, stage: jax.Array) -> Tree:
-    """Returns x after the block of layers that `unit` is about."""
+    """Returns x after the block of layers of `unit`."""
     table, params = self.table, self.complete(params)
     microbatch = self.microbatch(unit % table.num_microbatches)
     block = unit // table.num_microbatches
@@ -135,16 +135,16 @@ class PipelineRun:
     return runs[0]() if len(runs) == 1 else jax.lax.switch(block // table.repeats, runs)
 
   def first_activation(self, params: Tree) -> Tree:
-    """Returns what stages hold before anything has reached them."""
+    """Returns the activation that stages hold before they have received one."""
     microbatch = self.microbatch(0)
     if self.skip_idle:
       return self.zeros(jax.eval_shape(self.embed, params, microbatch))
-    # Discarded work runs on a true activation: layers of zeros have huge derivatives (a norm's is
+    # Discarded work runs on a real activation: on zeros, layers have huge derivatives (a norm's is
     # 1/sqrt(epsilon)), and a discarded 0 * inf is NaN.
     return jax.lax.stop_gradient(self.embed(params, microbatch))
 
   def shift(self, x: Tree, *, back: bool = False) -> Tree:
-    """Returns what the previous stage holds (the next one's if `back`)."""
+    """Returns the `x` of the previous stage (of the next stage if `back`)."""
     last = self.table.num_stages - 1
     pairs = [(s, s + 1) for s in range(last)]
     if back:

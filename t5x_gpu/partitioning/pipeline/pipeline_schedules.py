@@ -1,8 +1,8 @@
-"""Which stage of a pipeline does what when, and what follows: bubble and traffic.
+"""The timetable of a pipeline, its bubble and its traffic.
 
-Time is counted in ticks; at the end of each, every stage hands one activation to its neighbour. A
-unit is one microbatch in one of the stage's blocks of layers. Everything here is arithmetic on
-ints, NumPy arrays or traced values alike; `pipeline_parallel` runs what `Timetable` says.
+Time is counted in ticks. At the end of a tick every stage sends one activation to its neighbour. A
+unit is one microbatch in one of the stage's blocks of layers. Everything here is arithmetic that
+works on ints, NumPy arrays and traced values; `pipeline_parallel` follows the `Timetable`.
 """
 
 import dataclasses
@@ -10,23 +10,23 @@ from typing import Any, Optional
 
 import numpy as np
 
-# gpipe: all forward, then all backward. 1f1b: backward of each microbatch as soon as it can be.
+# gpipe: all forward, then all backward. 1f1b: backward of each microbatch as soon as possible.
 # circular: gpipe with several blocks of layers per stage, which microbatches visit in turn.
 SCHEDULES = ('gpipe', '1f1b', 'circular')
 
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-  """Who does what when.
+  """Which unit each stage computes in each tick.
 
   Attributes:
     schedule: one of SCHEDULES.
     num_stages: S, at least 2.
-    num_microbatches: M; at least S where microbatches come round.
+    num_microbatches: M; at least S if a stage has several blocks.
     repeats: R, blocks of layers per stage and stack; 1 unless 'circular'. Block r of stage s is
       block r * S + s of the stack.
-    num_stacks: K, of the model: 2 for encoder-decoders, else 1. A stage has its R blocks of the
-      first stack, then those of the second.
+    num_stacks: K, stacks of the model: 2 for encoder-decoders, else 1. A stage has R blocks of the
+      first stack, then R of the second.
   """
 
   schedule: str
@@ -44,7 +44,7 @@ class Timetable:
 
   @property
   def num_blocks(self) -> int:
-    """Blocks of layers of every stage, K*R: so often a microbatch comes to it."""
+    """Blocks of layers of every stage, K*R; a microbatch visits a stage this often."""
     return self.num_stacks * self.repeats
 
   @property
@@ -54,30 +54,30 @@ class Timetable:
 
   @property
   def forward_ticks(self) -> int:
-    """Ticks until the last stage has done its last unit."""
+    """Ticks until the last stage has computed its last unit."""
     return self.num_units + self.num_stages - 1
 
   @property
   def interleaved_ticks(self) -> int:
-    """Ticks of a 1f1b step, in which a stage goes forward with one unit and back with another."""
+    """Ticks of a 1f1b step; in each a stage runs one unit forward and another backward."""
     return self.num_units + 2 * (self.num_stages - 1)
 
   @property
   def head_share(self) -> int:
-    """Microbatches whose head a stage computes, rounded up; under 1f1b the last does all."""
+    """Microbatches whose head a stage computes, rounded up; in 1f1b the last stage computes all."""
     return -(-self.num_microbatches // self.num_stages)
 
   @property
   def kept_inputs(self) -> int:
-    """Stage inputs kept for the backward pass of a step: a ring under 1f1b, else all of them."""
+    """Stage inputs kept for the backward pass: a ring buffer in 1f1b, otherwise all of them."""
     return 2 * self.num_stages - 1 if self.schedule == '1f1b' else self.forward_ticks
 
   def forward_unit(self, tick: Any, stage: Any) -> Any:
-    """Returns the unit that `stage` takes forward; it idles where that is not in [0, num_units)."""
+    """Returns the unit that `stage` runs forward; outside of [0, num_units) it idles."""
     return tick - stage
 
   def backward_unit(self, tick: Any, stage: Any) -> Any:
-    """Returns the unit that `stage` takes back under 1f1b: the last stage's is its forward one."""
+    """Returns the unit that `stage` runs backward in 1f1b; on the last stage, its forward unit."""
     return tick - (2 * (self.num_stages - 1) - stage)
 
 
@@ -90,12 +90,12 @@ def bubble_fraction(
   num_stacks: int = 1,
   skip_idle: bool = True,
 ) -> float:
-  """Returns the part of a step in which a stage waits for others.
+  """Returns the fraction of a step in which a stage waits for others.
 
-  (S-1) / (K*R*M + S-1): of the K*R*M + S-1 forward slots a stage has work in K*R*M, and likewise
-  backward. With two stacks this takes a block of either to last as long: else stages also wait for
-  one that has the slower block. Idle slots of 1f1b cost nothing while all stages idle in them;
-  computed and discarded (`skip_idle=False`) they cost 2(S-1) of M + 2(S-1).
+  (S-1) / (K*R*M + S-1): of the K*R*M + S-1 forward slots a stage has work in K*R*M, and the same
+  backward. With two stacks this assumes blocks of equal duration: otherwise stages also wait for
+  the slower block. Slots of 1f1b in which all stages idle cost nothing; if idle work is computed
+  and discarded (`skip_idle=False`), they cost 2(S-1) of M + 2(S-1).
 
   Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2.2.1 and 2.2.2, which give it
   relative to the ideal time, (S-1) / (R*M); Huang et al. 2019 (GPipe), section 2.2.
@@ -110,8 +110,8 @@ def bubble_fraction(
 def layer_order(num_layers: int, num_stages: int, repeats: int = 1) -> np.ndarray:
   """Returns p [layers]: layer i of the parameters in memory is layer p[i] of the model.
 
-  Split over `stage` in contiguous parts, the parameters then give stage s its blocks r * S + s for
-  r in range(repeats), one after the other.
+  If `stage` splits the parameters into contiguous parts, stage s gets its blocks r * S + s for r in
+  range(repeats), in this order.
   """
   blocks = np.arange(num_layers).reshape(repeats, num_stages, -1)
   return blocks.swapaxes(0, 1).reshape(-1)
@@ -128,18 +128,17 @@ def traffic_per_step(
   output_bytes: Optional[int] = None,
   shared_gradient_bytes: int = 0,
 ) -> dict[str, float]:
-  """Returns the bytes that a device sends over `stage` in one training step, by collective.
+  """Returns collective -> bytes that a device sends over `stage` per training step.
 
-  'collective-permute': one activation per tick and direction, and where the backward sweep follows
-  the forward sweep, the last stage's outputs for the head of other stages and their gradients
-  back. 'all-reduce', once, by the caller: gradients of what every stage holds, counted as a ring.
-  Evaluation sends half of the former.
+  'collective-permute': one activation per tick and direction. Except in 1f1b, also the last stage's
+  outputs for the heads of other stages, and their gradients. 'all-reduce', once, by the caller:
+  gradients of parameters that every stage holds, as a ring. Evaluation sends half of the permutes.
 
   Args:
     schedule, num_stages, num_microbatches, repeats, num_stacks: as in `Timetable`.
-    activation_bytes: of one microbatch between two layers, on one device; of all stacks together.
-    output_bytes: of that, what the head takes, the last stack's; None for all.
-    shared_gradient_bytes: on one device, of all parameters but the layers.
+    activation_bytes: bytes of a microbatch between two layers on one device, over all stacks.
+    output_bytes: the part of it that the head reads, of the last stack; None for all.
+    shared_gradient_bytes: gradients of all parameters except layers, on one device.
   """
   table = Timetable(schedule, num_stages, num_microbatches, repeats, num_stacks)
   if schedule == '1f1b':

@@ -1,8 +1,8 @@
-"""How far two trees of parameters (gradients, optimizer states) are apart, and where.
+"""How much two trees of parameters (gradients, optimizer states) differ, and where.
 
-A difference is divided by the largest absolute value of the whole array. Divided element by element
-it would mean nothing: a gradient of 1e-9 among gradients of 1e-2 is the rounding of a sum of large
-terms, and another order of that sum gives another 1e-9.
+A difference is divided by the largest absolute value of the whole array. Elementwise relative
+differences would be meaningless: a gradient of 1e-9 among gradients of 1e-2 is the rounding error
+of a sum of large terms, and another order of that sum gives another 1e-9.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import numpy as np
 
 from t5x_gpu.training.parity.layer_outputs import LayerOutputs
 
-# Units in the last place of a parameter's largest value that an update may be rounded by: one when
-# it is added, the rest because compilers fuse the arithmetic before differently.
+# Allowed rounding of an update, in ulps of the parameter's largest value: one for the addition, the
+# rest because compilers fuse the arithmetic before it differently.
 UPDATE_ULPS = 4
 
 
@@ -25,8 +25,8 @@ class Leaf:
 
   Attributes:
     path: its keys, ('layers', 'mlp', 'wo', 'kernel').
-    layers_axis: dimension on which layers are stacked; None for what belongs to no layer.
-    num_layers: size of that dimension, 1 without it.
+    layers_axis: dimension on which layers are stacked; None for an array outside of the layers.
+    num_layers: size of that dimension; 1 without it.
   """
 
   path: tuple[str, ...]
@@ -35,30 +35,30 @@ class Leaf:
 
   @property
   def stack(self) -> tuple[str, ...]:
-    """The part of the path that all arrays of a stack of layers have in common."""
+    """The part of the path that all arrays of a stack of layers share."""
     if self.layers_axis is None:
       return ()
     return self.path[: self.path.index('layers') + 1] if 'layers' in self.path else self.path[:1]
 
   def name(self, layer: Optional[int] = None) -> str:
-    """Returns 'layers/mlp/wo/kernel', or 'layers/3/mlp/wo/kernel' for one layer of it."""
+    """Returns 'layers/mlp/wo/kernel', or 'layers/3/mlp/wo/kernel' for one layer."""
     if layer is None or self.layers_axis is None:
       return '/'.join(self.path)
     return '/'.join([*self.stack, str(layer), *self.path[len(self.stack) :]])
 
   def layer_of(self, x: np.ndarray, layer: int) -> np.ndarray:
-    """Returns the part of the array that belongs to one layer."""
+    """Returns the part of the array of one layer."""
     return x if self.layers_axis is None else np.take(x, layer, self.layers_axis)
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-  """How far one array is from what it should be.
+  """How much one array differs from its reference.
 
   Attributes:
-    leaf: which array.
-    by_layer: largest difference of each layer over the largest value of the array; one number for
-      an array of no layer. Infinite where a value is not finite.
+    leaf: the array.
+    by_layer: per layer, the largest difference divided by the largest value of the array; one
+      number for an array outside of the layers. Infinite if a value is not finite.
   """
 
   leaf: Leaf
@@ -70,24 +70,24 @@ class Difference:
 
   @property
   def worst_layer(self) -> Optional[int]:
-    """The layer of it; None for an array of no layer."""
+    """The layer with the worst difference; None for an array outside of the layers."""
     return None if self.leaf.layers_axis is None else self.by_layer.index(self.worst)
 
   @property
   def name(self) -> str:
-    """Where the worst is: 'layers/3/mlp/wo/kernel'."""
+    """Name of the worst layer's array: 'layers/3/mlp/wo/kernel'."""
     return self.leaf.name(self.worst_layer)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerDifference:
-  """How far what a layer returns is from what it should be.
+  """How much the output of a layer differs from its reference.
 
   Attributes:
     name: 'embed', 'layers/0' and so on ('encoder/layers/0' in one of several stacks), 'head'.
-    output: largest difference of the layer's output over its largest value; of the head, the
-      difference of the loss. Infinite where a value is not finite.
-    gradient: likewise of the gradient of the loss with respect to this output; 0 of the head.
+    output: largest difference of the layer's output divided by its largest value; for the head, the
+      relative difference of the loss. Infinite if a value is not finite.
+    gradient: the same for the gradient of the loss with respect to this output; 0 for the head.
   """
 
   name: str
@@ -98,10 +98,10 @@ class LayerDifference:
 def layer_differences(
   got: Optional[LayerOutputs], want: Optional[LayerOutputs]
 ) -> list[LayerDifference]:
-  """Returns how far apart two runs are after `embed`, every layer, and the head, in this order.
+  """Returns how much two runs differ after `embed`, every layer, and the head, in this order.
 
   Args:
-    got, want: trees of numpy arrays; None gives no differences.
+    got, want: trees of numpy arrays; if one is None, the result is empty.
   """
   if got is None or want is None:
     return []
@@ -130,7 +130,7 @@ def _relative(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def leaves(names: Any, tree: Any) -> list[Leaf]:
-  """Returns what `tree` holds, in jax's order.
+  """Returns the arrays of `tree`, in JAX's order.
 
   Args:
     names: tree of AxisNames.
@@ -151,7 +151,7 @@ def leaves(names: Any, tree: Any) -> list[Leaf]:
 
 
 def differences(got: Any, want: Any, *, names: Any) -> list[Difference]:
-  """Returns how far each array of `got` is from that of `want`, in jax's order.
+  """Returns how much each array of `got` differs from `want`, in JAX's order.
 
   Args:
     got, want: trees of numpy arrays.
@@ -164,15 +164,15 @@ def differences(got: Any, want: Any, *, names: Any) -> list[Difference]:
 
 
 def update_differences(got: Any, want: Any, before: Any, *, names: Any) -> list[Difference]:
-  """Returns how far new parameters are from what they should be, relative to the update.
+  """Returns how much new parameters differ, relative to the update.
 
-  Relative to the parameter it would not show: a first step of a warm-up changes a parameter by
-  1e-5 of itself, so even no update at all would be within 1e-5. What rounding of a parameter's
-  largest value can do (`UPDATE_ULPS`) does not count.
+  Differences relative to the parameter would hide errors: the first step of a warm-up changes a
+  parameter by 1e-5 of itself, so even a missing update would be within 1e-5. Rounding of a
+  parameter's largest value (`UPDATE_ULPS`) is subtracted.
 
   Args:
     got, want: trees of numpy arrays, parameters after one update from `before`.
-    before: the parameters before it.
+    before: the parameters before the update.
     names: tree of AxisNames.
   """
   olds = jax.tree.leaves(before)
@@ -194,7 +194,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def _largest(x: np.ndarray) -> float:
-  """Returns the largest absolute value of those that are finite."""
+  """Returns the largest absolute finite value."""
   return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
 
 

@@ -1,4 +1,4 @@
-"""An optimizer that keeps the gradient it was given, so that a training step can be looked into."""
+"""An optimizer that stores its gradient, to inspect a training step."""
 
 import dataclasses
 from typing import Any
@@ -19,9 +19,9 @@ class Recorded(flax.struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-  """Updates as `optimizer` does. The gradient that it keeps is split as the parameters are.
+  """Updates like `optimizer`, and stores the gradient, split like the parameters.
 
-  It is the gradient that the optimizer gets: divided by the loss's weight, clipped if the step
+  It is the gradient that the optimizer gets: divided by the loss's weight, and clipped if the step
   clips.
   """
 

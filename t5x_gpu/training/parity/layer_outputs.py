@@ -1,10 +1,9 @@
-"""A forward and a backward pass that keep what every layer returns, and its gradient.
+"""A forward and a backward pass that keep the output of every layer, and its gradient.
 
-A training step shows what goes in and what comes out. To see where two runs part, the same model is
-run in the same region, split in the same way, one layer after the other: with the rows of all
-microbatches at once, and in a pipeline without turns, where the stage that has a layer runs it and
-hands the result to all others. How microbatches and ticks take turns changes no layer; whether it
-is right shows in the gradients of the step.
+To find where two runs diverge, the model runs in the same region with the same splits, one layer at
+a time: with the rows of all microbatches at once, and in a pipeline without a schedule, where the
+stage that holds a layer runs it and sends the result to all others. Microbatches and schedules do
+not change what a layer computes; the gradients of the training step show whether they are correct.
 """
 
 import dataclasses
@@ -37,14 +36,14 @@ Tree = Any
 
 
 class LayerOutputs(flax.struct.PyTreeNode):
-  """What the layers of a model returned.
+  """Outputs of all layers of a model.
 
   Attributes:
-    outputs: [1 + layers, batch, length, ...], what `embed` returned and then each layer, of one
-      stack after the other.
-    gradients: of the summed loss with respect to `outputs`.
-    sums: of the head.
-    layers: names of the layers: 'layers/0', or 'encoder/layers/0' where there are several stacks.
+    outputs: [1 + layers, batch, length, ...], the output of `embed` and of each layer, stack after
+      stack.
+    gradients: gradients of the summed loss with respect to `outputs`.
+    sums: sums of the head.
+    layers: names of the layers: 'layers/0', or 'encoder/layers/0' with several stacks.
   """
 
   outputs: Tree
@@ -69,7 +68,7 @@ def make_layer_outputs(
     model: for which `has_layers` is true.
     region: how a step is split.
     names: tree of AxisNames of the parameters.
-    seed: of dropout, as in `make_train_step`.
+    seed: seed of dropout, as in `make_train_step`.
   """
   stacks = stacks_of(model)
 
@@ -125,10 +124,10 @@ class _LayerByLayer:
   dropout_key: jax.Array
 
   def outputs(self, places: Sequence[Any]) -> tuple[Tree, Tree, Sums]:
-    """Returns what `LayerOutputs` has: outputs, gradients and sums.
+    """Returns (outputs, gradients, sums) as in `LayerOutputs`.
 
     Args:
-      places: of the layers of each stack, arrays [layers].
+      places: a `place` with arrays [layers] for each stack.
     """
     stacks = stacks_of(self.model)
     embedded = self.model.embed(self.params, self.batch, dropout_key=self.dropout_key)
@@ -145,12 +144,12 @@ class _LayerByLayer:
       backward = functools.partial(self._backward, stack)
       dy, dxs = jax.lax.scan(backward, dy, (xs, of_layers), reverse=True)
       gradients.insert(0, dxs)
-    # The head is computed by every stage, but counts once.
+    # Every stage computes the head, but it counts once.
     others = tuple(a for a in self.region.axes if a != 'stage')
     return _joined(outputs), _joined(gradients), jax.lax.psum(sums, others) if others else sums
 
   def _run(self, stack: str, x: Tree, place: Any) -> Tree:
-    """Returns `x` after one layer; it is right on the stage of the layer only."""
+    """Returns `x` after one layer; valid only on the stage that holds the layer."""
     number, _, index = place
     layer = jax.tree.map(
       lambda w: jax.lax.dynamic_slice_in_dim(w, index, 1), layers_of(self.params, stack)
@@ -200,7 +199,7 @@ def _joined(trees: Sequence[Tree]) -> Tree:
 
 
 def _places(num_layers: int, region: Region) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns of each layer, in the order of the model, its number, its stage, its index there."""
+  """Returns (number, stage, index in the stage) of each layer, arrays [layers] in model order."""
   numbers, pipeline = np.arange(num_layers), region.pipeline
   if pipeline is None:
     return jnp.asarray(numbers), jnp.zeros_like(numbers), jnp.asarray(numbers)

@@ -1,11 +1,10 @@
-"""The same training steps on a mesh and on one device, and what differs.
+"""The same training steps on a mesh and on one device, and their differences.
 
-The run on the mesh goes its own way. At every step one device starts from the mesh's state, so that
-rounding does not pile up and each step is compared by itself; by induction the whole run is then
-the same. A step is compared in three parts: what every layer returns, and the gradient of the loss
-with respect to it; the gradients of the parameters; the update. In the last, one device's optimizer
-is given the *mesh's* gradient, because Adam turns the rounding of a tiny gradient into a step of
-full size, and a comparison of the updates that either side makes of its own would report that.
+At every step one device starts from the mesh's state, so rounding does not accumulate and each step
+is compared separately; by induction the whole run is then the same. A step is compared in three
+parts: the output of every layer and its gradient; the gradients of the parameters; the update. For
+the update, one device's optimizer gets the *mesh's* gradient: Adam turns the rounding of a tiny
+gradient into a full step, which a comparison of independent updates would report.
 """
 
 import dataclasses
@@ -34,14 +33,14 @@ from t5x_gpu.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class After:
-  """What one step made, on the host.
+class StepResult:
+  """The result of one step, on the host.
 
   Attributes:
-    state: after the step; its `opt_state` is the optimizer's own.
+    state: state after the step, with the inner optimizer's `opt_state`.
     metrics: name -> sum / weight.
     weights: name -> weight.
-    gradient: as the optimizer got it.
+    gradient: the optimizer's input.
     unclipped: the gradient before clipping by the global norm.
   """
 
@@ -52,13 +51,13 @@ class After:
   unclipped: Any
 
 
-class Run:
-  """Training steps of one program, from and to the host, where layers are in the model's order.
+class RecordedRun:
+  """Training steps of a program with states on the host, where layers are in the model's order.
 
   Args:
     program: built with `Recording` around its optimizer.
     model, seed, max_grad_norm: of the program.
-    compiler_options: for what it compiles.
+    compiler_options: XLA options of the step.
   """
 
   def __init__(
@@ -90,8 +89,8 @@ class Run:
     """Returns the state before the first step."""
     return _without_recording(self._from_mesh(self.program.init()))
 
-  def step(self, state: TrainState, batch: Batch) -> After:
-    """Returns what one step makes of `state`, which stays as it is."""
+  def step(self, state: TrainState, batch: Batch) -> StepResult:
+    """Returns the result of one step from `state`, which is not changed."""
     abstract = self.program.abstract_state
     zeros = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), abstract.opt_state.gradient)
     recorded = state.replace(
@@ -103,7 +102,7 @@ class Run:
     new, sums = self._from_mesh(new), _to_host(sums)
     metrics = {name: float(np.divide(*pair)) for name, pair in sums.items()}
     gradient = new.opt_state.gradient
-    return After(
+    return StepResult(
       _without_recording(new),
       metrics,
       {name: float(weight) for name, (_, weight) in sums.items()},
@@ -112,7 +111,7 @@ class Run:
     )
 
   def layers(self, state: TrainState, batch: Batch) -> Optional[LayerOutputs]:
-    """Returns what every layer makes of `batch`; None of a model that does not come in layers."""
+    """Returns the output of every layer for `batch`; None for a model without layers."""
     if self._layers is None:
       return None
     abstract, names = self.program.abstract_state, self.program.names
@@ -134,7 +133,7 @@ class Run:
     )
 
   def _to_mesh(self, tree: Any, abstract: Any, names: Any) -> Any:
-    """Returns copies: the step takes its argument's memory."""
+    """Returns a copy on the mesh: the step donates its argument."""
     tree = self.program.layout.in_run_order(tree, names)
     return jax.tree.map(lambda x, a: jax.device_put(np.array(x), a.sharding), tree, abstract)
 
@@ -148,7 +147,7 @@ class Run:
 
 
 def _to_host(tree: Any) -> Any:
-  """Returns copies: a view of a device's array would change when that is reused."""
+  """Returns a copy on the host: a view would change when the device reuses its memory."""
   return jax.tree.map(np.array, jax.device_get(tree))
 
 
@@ -158,18 +157,18 @@ def _without_recording(state: TrainState) -> TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class StepDifferences:
-  """What differs in one step, by array and relative (see compare.py).
+  """Relative differences in one step (see compare.py).
 
   Attributes:
-    step: from 1.
-    mesh, one: the metrics of either side.
-    layers: what the layers return, in order of the forward pass, and last the head's loss; empty
-      for a model that does not come in layers.
-    metrics: name -> relative difference; `JUDGED_METRICS` and the weight of the loss.
-    gradient: of the parameters, before clipping.
-    update: parameters after the update, the optimizer's input being equal.
-    optimizer_state: likewise.
-    drift: parameters of two runs that go their own ways from the start, relative to the parameter.
+    step: counted from 1.
+    mesh, one: metrics on the mesh and on one device.
+    layers: outputs of the layers in order of the forward pass, then the head's loss; empty for a
+      model without layers.
+    metrics: name -> relative difference, of `JUDGED_METRICS` and the weight of the loss.
+    gradient: gradients of the parameters, before clipping.
+    update: parameters after the update, for equal inputs of the optimizer.
+    optimizer_state: optimizer state after the update, for equal inputs.
+    drift: parameters of two runs that are independent from the start.
   """
 
   step: int
@@ -183,20 +182,20 @@ class StepDifferences:
   drift: list[Difference]
 
 
-# Others may jump where rounding moves a token from one side to the other, as accuracy does.
+# Other metrics may jump: rounding can flip the prediction of a token, which changes the accuracy.
 JUDGED_METRICS = ('loss', 'grad_norm', 'learning_rate')
-# Of a gradient of a few numbers one draw may by chance change little.
+# Random draws: one may by chance hardly change a gradient of a few numbers.
 ROUNDING_DRAWS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-  """How much one device's numbers change when every parameter moves by one ulp, relative.
+  """Relative changes on one device when every parameter moves by one ulp.
 
   Attributes:
-    gradient: array -> of its gradient.
-    layers: of what every layer returns and the head's loss, forward, then of the gradients with
-      respect to what the layers return, backward.
+    gradient: array -> change of its gradient.
+    layers: changes of the outputs of all layers and of the head's loss, in forward order, then of
+      the gradients of these outputs, in backward order.
   """
 
   gradient: Mapping[Leaf, float]
@@ -211,7 +210,7 @@ class TwoRuns:
     optimizer, schedule: of both.
   """
 
-  def __init__(self, mesh: Run, one: Run, *, optimizer: Any, schedule: Schedule):
+  def __init__(self, mesh: RecordedRun, one: RecordedRun, *, optimizer: Any, schedule: Schedule):
     self.mesh, self.one = mesh, one
     self.names = dataclasses.replace(
       one.program.names, opt_state=one.program.names.opt_state.optimizer
@@ -234,15 +233,15 @@ class TwoRuns:
     self._update = one.program.layout.jit(update)
 
   def init(self) -> tuple[TrainState, list[Difference]]:
-    """Returns the state before the first step on the mesh, and how its parameters differ."""
+    """Returns the mesh's state before the first step, and differences of the initial parameters."""
     state = self.mesh.init()
     return state, differences(state.params, self.one.init().params, names=self.names.params)
 
   def rounding(self, state: TrainState, batch: Batch) -> Rounding:
-    """Returns how much rounding of the parameters changes on one device.
+    """Returns the effect of rounding the parameters on one device.
 
-    What differs by as much between two runs need not be a mistake of either: a gradient that is
-    zero but for cancellation, say, as that of a bias of attention keys.
+    Two correct runs may differ by this much, for example in a gradient that is zero except for
+    rounding, such as that of a bias of attention keys.
     """
     random = np.random.default_rng(0)
 
@@ -265,13 +264,13 @@ class TwoRuns:
   def step(
     self, number: int, state: TrainState, alone: TrainState, batch: Batch
   ) -> tuple[StepDifferences, TrainState, TrainState]:
-    """Returns what differs in a step, and the states after it of the mesh and of one device.
+    """Returns the differences in a step, and the next states of the mesh and of one device.
 
     Args:
-      number: of the step, from 1.
-      state: on the mesh before the step.
-      alone: the state of one device that never took anything from the mesh.
-      batch: for all of them.
+      number: number of the step, from 1.
+      state: the mesh's state before the step.
+      alone: state of a run on one device that is independent of the mesh.
+      batch: batch of all of them.
     """
     mesh, one = self.mesh.step(state, batch), self.one.step(state, batch)
     params, opt_state = _to_host(self._update(state, mesh.gradient))

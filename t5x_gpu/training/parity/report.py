@@ -1,9 +1,9 @@
-"""Whether two runs are the same: every difference against the tolerance, the first one named.
+"""Whether two runs are the same: compares all differences with the tolerance, and names the first.
 
-One mistake in a forward pass changes every activation after it and every gradient; one in a
-backward pass changes the gradients of all that comes before it. So the order in which differences
-count is that of the computation: what layers return, forward; the gradients with respect to it,
-backward; then gradients of parameters, numbers of the step, optimizer state, update.
+A mistake in a forward pass changes every later activation and every gradient; a mistake in a
+backward pass changes the gradients of all earlier layers. So differences are checked in the order
+of the computation: outputs of layers, forward; their gradients, backward; then gradients of
+parameters, metrics, optimizer state and update.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from t5x_gpu.data.batches import Batch
 from t5x_gpu.training.parity.compare import Difference
 from t5x_gpu.training.parity.paired_run import Rounding, StepDifferences, TwoRuns
 
-# How many times what one unit in the last place of the parameters does a difference may be, and
-# still count as rounding: the mesh sums in another order, which is more than one such change.
+# A difference counts as rounding up to this many times the effect of moving the parameters by one
+# ulp: the mesh sums in another order, which rounds more than once.
 ROUNDING_FACTOR = 8
 
 
@@ -24,10 +24,10 @@ class Failure:
   """The first difference beyond the tolerance.
 
   Attributes:
-    step: where; 0 for the parameters before the first step.
+    step: number of the step; 0 for the parameters before the first step.
     what: 'output of layers/2', 'gradient of layers/2/mlp/wo/kernel'.
-    error: relative.
-    how: what else is known of it.
+    error: relative difference.
+    how: a hint on the cause.
   """
 
   step: int
@@ -38,13 +38,13 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What a comparison found.
+  """The result of a comparison.
 
   Attributes:
     tolerance: largest relative difference allowed.
-    initial: of the parameters before the first step.
-    steps: of each step.
-    rounding: what differs by more, but not beyond what rounding does: 'gradient of head/shift'.
+    initial: differences of the parameters before the first step.
+    steps: differences of each step.
+    rounding: differences above the tolerance that rounding explains: 'gradient of head/shift'.
     failure: the first difference beyond the tolerance; None if the runs are the same.
   """
 
@@ -56,7 +56,7 @@ class Report:
 
   @property
   def worst(self) -> tuple[float, str]:
-    """The largest difference that was judged and what it is of; rounding apart."""
+    """The largest difference and its name, without those explained by rounding."""
     judged = [(d.worst, f'{d.name}, initial value') for d in self.initial]
     for step in self.steps:
       judged += [
@@ -74,7 +74,7 @@ class Report:
 
   @property
   def drift(self) -> float:
-    """How far the parameters of two runs are apart that never met, relative; not judged."""
+    """Relative difference of the parameters of two independent runs; it is not judged."""
     return max((d.worst for step in self.steps for d in step.drift), default=0.0)
 
   def sentence(self) -> str:
@@ -89,10 +89,10 @@ class Report:
 
 
 def compare_runs(runs: TwoRuns, batches: Sequence[Batch], *, tolerance: float) -> Report:
-  """Returns how two runs differ, step by step; the steps after a divergence are left out.
+  """Returns how two runs differ, step by step, until they diverge.
 
   Args:
-    runs: on a mesh and on one device.
+    runs: a run on a mesh and one on one device.
     batches: one per step.
     tolerance: largest relative difference allowed.
   """
@@ -122,13 +122,13 @@ def compare_runs(runs: TwoRuns, batches: Sequence[Batch], *, tolerance: float) -
 
 @dataclasses.dataclass(frozen=True)
 class _Check:
-  """A number of the forward or backward pass, in order of the computation.
+  """A difference in the forward or backward pass.
 
   Attributes:
-    what: it is.
-    error: its difference.
-    layer: that has made it, as `LayerDifference.name`.
-    how: what is known if it is the first that differs.
+    what: name of the compared array.
+    error: its relative difference.
+    layer: the layer that computed it, as `LayerDifference.name`.
+    how: a hint on the cause if it is the first that differs.
   """
 
   what: str
@@ -138,7 +138,7 @@ class _Check:
 
 
 def _by_layer(step: StepDifferences) -> list[_Check]:
-  """Returns what the layers return, forward, then the gradients with respect to it, backward."""
+  """Returns checks of the outputs of layers, forward, then of their gradients, backward."""
   checks, names = [], [d.name for d in step.layers]
   for i, d in enumerate(step.layers):
     if i == 0:
@@ -147,7 +147,7 @@ def _by_layer(step: StepDifferences) -> list[_Check]:
           f'output of {d.name}',
           d.output,
           d.name,
-          'It is what the first layer gets: look at the embedding.',
+          'It is the input of the first layer: look at the embedding.',
         )
       )
     elif d.name == 'head':
@@ -165,7 +165,7 @@ def _by_layer(step: StepDifferences) -> list[_Check]:
           f'output of {d.name}',
           d.output,
           d.name,
-          f'What {d.name} gets, the output of {names[i - 1]}, agrees.',
+          f'The input of {d.name}, which is the output of {names[i - 1]}, agrees.',
         )
       )
   for d, later in zip(step.layers[-2::-1], names[:0:-1]):
@@ -188,7 +188,7 @@ def _gradient_of(d: Difference) -> str:
 def _judge(
   step: StepDifferences, noise: Rounding, tolerance: float
 ) -> tuple[list[str], Optional[Failure]]:
-  """Returns what is beyond the tolerance but within rounding, and the first that is not."""
+  """Returns the differences that rounding explains, and the first failure that it does not."""
   excused: list[str] = []
 
   def is_beyond(what: str, error: float, rounding: float) -> bool:
@@ -214,13 +214,13 @@ def _judge(
   worst = max(gradients, key=lambda d: d.worst / max(tolerance, noise.gradient[d.leaf]))
   how = (
     (
-      'The outputs of all layers agree, and the gradients with respect to them: look at how '
-      'this gradient is made, or at how gradients are added up over devices, microbatches or '
-      'the ticks of a pipeline.'
+      'The outputs of all layers and their gradients agree: look at how this gradient is '
+      'computed, or at how gradients are summed over devices, microbatches or the ticks of a '
+      'pipeline.'
     )
     if step.layers
     else (
-      'The model does not come in layers (embed, run_layers, head), so this is the array '
+      'The model cannot be run layer by layer (embed, run_layers, head), so this is the array '
       'that differs most; the mistake may be elsewhere.'
     )
   )
@@ -228,7 +228,7 @@ def _judge(
 
 
 def _worst_parameter(layer: str, gradients: Sequence[Difference]) -> str:
-  """Returns a sentence on the parameter of a layer whose gradient differs most, if any does."""
+  """Returns a sentence on the layer's parameter whose gradient differs most; '' if none does."""
   stack, is_layer, number = layer.rpartition('/')
   own = [
     (d.by_layer[int(number)], d.leaf.name(int(number)))
@@ -254,5 +254,5 @@ def _of_arrays(
   worst = max(found, key=lambda d: d.worst, default=None)
   if worst is None or worst.worst <= tolerance:
     return None
-  how = '' if number == 0 else 'The gradients agree; one device makes something else of them.'
+  how = '' if number == 0 else 'The gradients agree, but one device computes another result.'
   return Failure(number, f'{what} of {worst.name}', worst.worst, how)

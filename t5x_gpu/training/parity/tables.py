@@ -1,4 +1,4 @@
-"""The numbers of a comparison as rows to print, and as JSON."""
+"""A comparison as table rows and as JSON."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from t5x_gpu.training.parity.report import Report
 
 
 def step_rows(report: Report) -> list[list[str]]:
-  """Returns a row per step: the mesh's values, how far they are off, the worst of the arrays."""
+  """Returns a row per step: metrics on the mesh, their differences, and the worst of the arrays."""
   rows = [
     [
       'step',
@@ -40,7 +40,7 @@ def step_rows(report: Report) -> list[list[str]]:
 
 
 def layer_rows(report: Report) -> list[list[str]]:
-  """Returns a row per layer, in order of the forward pass: its worst step."""
+  """Returns a row per layer with its worst step, in order of the forward pass."""
   rows = [['layer', 'output', 'gradient of it']]
   for of_layer in zip(*(s.layers for s in report.steps)):
     name = of_layer[0].name
@@ -55,7 +55,7 @@ def layer_rows(report: Report) -> list[list[str]]:
 
 
 def parameter_rows(report: Report) -> list[list[str]]:
-  """Returns a row per parameter: its worst step and layer, for gradient and update."""
+  """Returns a row per parameter with its worst step and layer, for gradient and update."""
   rows = [['parameter', 'gradient', 'layer', 'update', 'layer', 'drift']]
   for i, first in enumerate(report.steps[0].gradient if report.steps else ()):
     row = [first.leaf.name()]

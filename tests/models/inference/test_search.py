@@ -14,7 +14,7 @@ import pytest
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.models.inference.beam_search import BeamSearch
-from t5x_gpu.models.inference.search import Sampling, likeliest, run
+from t5x_gpu.models.inference.search import Sampling, most_probable, run
 
 VOCAB, STOP, LENGTH = 4, 1, 4
 # Logits after every text of up to LENGTH tokens, for two prompts.
@@ -177,7 +177,7 @@ def test_scores_of_a_narrow_beam_are_those_of_its_texts(beams, options):
 
 
 def test_a_beam_of_one_without_penalty_is_greedy():
-  # Any penalty could prefer a text that stops early over the likeliest token each time.
+  # Any penalty could prefer a text that stops early over the most_probable token each time.
   found = find(beam_search(num_rows_per_prompt=1, is_huggingface=True, length_penalty=0.0))
   greedy = find(sampling())
   np.testing.assert_array_equal(found.tokens, greedy.tokens)
@@ -227,7 +227,7 @@ def test_rows_that_only_fill_the_batch_cost_no_steps():
 
 def test_top_k_and_top_p_keep_the_likeliest_tokens():
   logits = jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]]))
-  kept = lambda **options: np.isfinite(likeliest(logits, **options))[0].tolist()
+  kept = lambda **options: np.isfinite(most_probable(logits, **options))[0].tolist()
   assert kept(top_k=2, top_p=1.0) == [False, True, True, False]
   assert kept(top_k=0, top_p=0.65) == [False, True, True, False]
   assert kept(top_k=0, top_p=0.71) == [False, True, True, True]
@@ -258,7 +258,7 @@ def test_padding_is_never_written_and_nothing_follows_a_stop_token():
     (dict(num_beams=2, temperature=1.0), 'num_beams = 2 searches'),
     (dict(num_beams=2, num_decodes=3), 'num_decodes = 3 must be at most num_beams = 2'),
     (dict(num_decodes=2), 'num_decodes = 2 would all be the same'),
-    (dict(top_k=5), 'temperature = 0.0 takes the likeliest token'),
+    (dict(top_k=5), 'temperature = 0.0 takes the most_probable token'),
     (dict(temperature=1.0, top_p=0.0), 'top_p = 0.0 must be above 0'),
     (dict(stop_tokens=(-1,)), 'must be token ids'),
     (dict(beam_rule='t5'), "Did you mean 't5x'"),

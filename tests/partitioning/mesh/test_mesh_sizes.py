@@ -1,4 +1,4 @@
-"""Mesh sizes: what is legal, where it lies, and what the errors advise."""
+"""Mesh sizes: which are legal, how they are split over hosts, and what the errors advise."""
 
 import re
 
@@ -126,7 +126,7 @@ def test_advice_leaves_out_partitions_that_hosts_do_not_allow():
 
 def test_sizes_that_leave_no_whole_rest_name_both_numbers():
   message = str(error(Topology(2, 8), fsdp=3, num_partitions=4))
-  assert 'fsdp=3 x model=4 (= 12) with data taking what is left over' in message
+  assert 'fsdp=3 x model=4 (= 12) with data taking the rest' in message
   assert '16 is not a multiple of 12' in message and 'Set fsdp = 4, or start 24 GPUs.' in message
 
 

@@ -465,8 +465,8 @@ def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
     (
       dict(schedule='circular', repeats=3, num_pipeline_microbatches=2),
       'Partitioner.num_pipeline_microbatches = 2 is fewer than the 4 stages: under the circular '
-      'schedule the first microbatch would come round before the last has started. Set it to '
-      '4, 8 or 16.',
+      'schedule the first microbatch would return to stage 0 before the last has started. Set it '
+      'to 4, 8 or 16.',
     ),
     (
       dict(schedule='circular'),
@@ -481,8 +481,8 @@ def test_check_finds_nothing_where_all_divides_or_there_is_no_pipeline():
     ),
     (
       dict(schedule='1F1B'),
-      "Partitioner.pipeline_schedule = '1F1B' is no pipeline schedule. Did you mean '1f1b'? Set it "
-      "to 'gpipe', '1f1b' or 'circular'.",
+      "Partitioner.pipeline_schedule = '1F1B' is not a pipeline schedule. Did you mean '1f1b'? Set "
+      "it to 'gpipe', '1f1b' or 'circular'.",
     ),
   ],
   ids=lambda value: '' if isinstance(value, dict) else value[:24],
