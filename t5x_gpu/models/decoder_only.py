@@ -7,7 +7,6 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.data.batches import BatchSpec
-from t5x_gpu.data.features import batch_spec
 from t5x_gpu.layers.dropout import dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
@@ -16,7 +15,7 @@ from t5x_gpu.models.heads import init_token_logits, token_logits, token_loss
 from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
 from t5x_gpu.models.losses import Sums, check_loss_options
 from t5x_gpu.models.model import DeviceBatch, Params
-from t5x_gpu.models.sizes import check_length, transformer_sizes
+from t5x_gpu.models.sizes import transformer_batch_spec, transformer_sizes
 from t5x_gpu.models.stack import Activation, Embeddings, Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 
@@ -58,15 +57,13 @@ class DecoderOnlyModel:
     self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
   ) -> BatchSpec:
     """Returns shapes and dtypes of the features that `loss` takes."""
-    spec = batch_spec(
+    return transformer_batch_spec(
+      self.config,
       self.feature_converter(task_feature_lengths),
-      task_feature_lengths=task_feature_lengths,
+      task_feature_lengths,
       batch_size=batch_size,
       pack=pack,
-      vocab_size=self.config.vocab_size,
     )
-    check_length(self.config, spec)
-    return spec
 
   def logical_sizes(self) -> dict[str, int]:
     """Returns axis name -> size, of all axes that a mesh may split."""

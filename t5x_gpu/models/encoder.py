@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.data.batches import BatchSpec
-from t5x_gpu.data.features import batch_spec
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
@@ -24,7 +23,7 @@ from t5x_gpu.models.heads import (
 )
 from t5x_gpu.models.losses import Sums, check_loss_options, of_examples, refuse_router_losses
 from t5x_gpu.models.model import DeviceBatch, Params
-from t5x_gpu.models.sizes import check_length, transformer_sizes
+from t5x_gpu.models.sizes import transformer_batch_spec, transformer_sizes
 from t5x_gpu.models.stack import Activation, Embeddings, Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning import fsdp
@@ -111,16 +110,14 @@ class EncoderModel:
     self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
   ) -> BatchSpec:
     """Returns shapes and dtypes of the features that `loss` takes."""
-    spec = batch_spec(
+    return transformer_batch_spec(
+      self.config,
       self.feature_converter(task_feature_lengths),
-      task_feature_lengths=task_feature_lengths,
+      task_feature_lengths,
       batch_size=batch_size,
       pack=pack,
-      vocab_size=self.config.vocab_size,
       num_classes=self.num_classes if self.classifies else None,
     )
-    check_length(self.config, spec)
-    return spec
 
   def logical_sizes(self) -> dict[str, int]:
     """Returns axis name -> size, of all axes that a mesh may split."""

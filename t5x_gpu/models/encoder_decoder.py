@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.data.batches import BatchSpec
-from t5x_gpu.data.features import batch_spec
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
 from t5x_gpu.models.config import TransformerConfig
@@ -17,7 +16,7 @@ from t5x_gpu.models.heads import init_token_logits, token_logits, token_loss
 from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
 from t5x_gpu.models.losses import Sums, check_loss_options, refuse_router_losses
 from t5x_gpu.models.model import DeviceBatch, Params
-from t5x_gpu.models.sizes import check_length, transformer_sizes
+from t5x_gpu.models.sizes import transformer_batch_spec, transformer_sizes
 from t5x_gpu.models.stack import Embeddings, Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 
@@ -67,15 +66,9 @@ class EncoderDecoderModel:
     self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
   ) -> BatchSpec:
     """Returns shapes and dtypes of the features that `loss` takes."""
-    spec = batch_spec(
-      'encoder_decoder',
-      task_feature_lengths=task_feature_lengths,
-      batch_size=batch_size,
-      pack=pack,
-      vocab_size=self.config.vocab_size,
+    return transformer_batch_spec(
+      self.config, 'encoder_decoder', task_feature_lengths, batch_size=batch_size, pack=pack
     )
-    check_length(self.config, spec)
-    return spec
 
   def logical_sizes(self) -> dict[str, int]:
     """Returns axis name -> size, of all axes that a mesh may split."""

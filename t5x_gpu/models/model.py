@@ -171,17 +171,13 @@ class PartlyTrainedModel(Model, Protocol):
 
 def missing_members(model: Any, protocol: type) -> list[str]:
   """Returns the members of `protocol`, those it inherits included, that `model` does not have."""
-  inherited = type(model).__mro__  # a class may derive from a protocol without filling it in
-  return [
-    name
-    for name in _members(protocol)
-    if not hasattr(model, name)
-    or any(
-      getattr(type(model), name, None) is vars(base).get(name, model)
-      for base in inherited
-      if getattr(base, '_is_protocol', False)
-    )
-  ]
+
+  def is_missing(name: str) -> bool:
+    # A class that derives from a protocol inherits its empty members.
+    owner = next((base for base in type(model).__mro__ if name in vars(base)), None)
+    return not hasattr(model, name) or getattr(owner, '_is_protocol', False)
+
+  return [name for name in _members(protocol) if is_missing(name)]
 
 
 def is_layered(model: Model) -> TypeGuard[LayeredModel]:

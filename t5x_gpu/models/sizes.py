@@ -1,6 +1,10 @@
 """Sizes of a model that must fit the mesh and the batch."""
 
+from collections.abc import Mapping
+from typing import Optional
+
 from t5x_gpu.data.batches import BatchSpec
+from t5x_gpu.data.features import batch_spec
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import TransformerConfig
 
@@ -20,8 +24,33 @@ def transformer_sizes(config: TransformerConfig) -> dict[str, int]:
   return {**sizes, 'experts': c.num_experts} if c.num_experts else sizes
 
 
-def check_length(config: TransformerConfig, spec: BatchSpec) -> None:
-  """Raises ModelError if rows are longer than the model's limit."""
+def transformer_batch_spec(
+  config: TransformerConfig,
+  feature_converter: str,
+  task_feature_lengths: Mapping[str, int],
+  *,
+  batch_size: int,
+  pack: bool,
+  num_classes: Optional[int] = None,
+) -> BatchSpec:
+  """Returns shapes and dtypes of the features of a model; arguments as in `features.batch_spec`.
+
+  Raises:
+    ModelError: rows are longer than the model's limit.
+  """
+  spec = batch_spec(
+    feature_converter,
+    task_feature_lengths=task_feature_lengths,
+    batch_size=batch_size,
+    pack=pack,
+    vocab_size=config.vocab_size,
+    num_classes=num_classes,
+  )
+  _check_length(config, spec)
+  return spec
+
+
+def _check_length(config: TransformerConfig, spec: BatchSpec) -> None:
   limit = config.length_limit
   too_long = {
     name: shape[1]

@@ -296,7 +296,7 @@ def test_updates_that_bfloat16_kernels_cannot_hold_count():
     (dict(pattern=r'.*/quary/kernel'), 'layers/self_attention/query/kernel'),
     (dict(also_train=r'clasifier/.*'), 'matches no parameter'),
     (dict(rank=0), 'at least 1'),
-    (dict(pattern='('), 'no regular expression'),
+    (dict(pattern='('), 'not a regular expression'),
   ],
 )
 def test_what_cannot_be_meant_is_refused(model, says):

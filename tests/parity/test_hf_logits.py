@@ -1,6 +1,6 @@
 """Hugging Face's models, made here with random weights, converted: the same logits and gradients.
 
-Every parameter is drawn anew, norms and biases too: at their usual start of one and zero, half of
+Every parameter is redrawn, including norms and biases: at their initial one and zero, half of
 what could be wrong would not show.
 """
 
@@ -297,7 +297,7 @@ def test_weights_of_another_model_are_found_by_the_logits(tmp_path):
     logits_check.compare(fields, ours, theirs, batch, against=against)
 
 
-def write_anew(fields, params, folder):
+def write_again(fields, params, folder):
   """Writes `params` with a config.json that nothing but `fields` has made; returns the model."""
   family = guess_family(fields)
   table = Table(FAMILIES[family].rules(fields), fields.sizes())
@@ -320,7 +320,7 @@ def write_anew(fields, params, folder):
 @pytest.mark.parametrize('name', CONFIGS)
 def test_a_config_json_made_from_our_fields_alone_is_loaded(name, converted, tmp_path):
   theirs, fields, params = converted(name)
-  made = write_anew(fields, params, tmp_path)
+  made = write_again(fields, params, tmp_path)
   batch = logits_check.random_batch(fields, seed=4)
   got, _ = logits_check.transformers_logits(tmp_path, made, batch)
   index = logits_check.counted(fields, batch)

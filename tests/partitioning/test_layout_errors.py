@@ -254,7 +254,7 @@ def test_every_change_that_an_error_advises_gives_a_layout(settings, says):
   assert offered
   for change in offered:
     lay_out({**settings, **change})
-  # Where they were set is told: of each parameter that the message names, and only of those.
+  # The error lists the origin of each parameter that the message names, and of no others.
   for name in e.value.parameters:
     assert not knob_problem(name)
     assert (

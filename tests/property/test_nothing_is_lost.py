@@ -195,7 +195,7 @@ class NothingIsLost(RuleBasedStateMachine):
     true, or it has printed so many lines; checks what it leaves.
     """
     steps, aside = self.project.steps(), self._aside()
-    if not steps and not self._losses():  # else those of an earlier attempt, until it starts anew
+    if not steps and not self._losses():  # else those of an earlier attempt, until it starts again
       self.computed_by.clear()
     self.computed_by.add(layout)
     with self.lab.start(self.project, layout, hold_before=hold_before) as run:
@@ -225,7 +225,7 @@ class NothingIsLost(RuleBasedStateMachine):
   def _check_end(self, run: Process, code: int, steps: Sequence[int]) -> Sequence[int]:
     """Returns which of `steps`, those before the run, must still count.
 
-    Fails unless the exit code says what happened, and what is wrong has been told.
+    Fails unless the exit code matches what happened, and the run has reported the problem.
     """
     if code == 1 and self.filler:
       assert_reported(run.err, 'No space left on device')
@@ -255,7 +255,7 @@ class NothingIsLost(RuleBasedStateMachine):
       before = [step for step in before if step != self.damaged]
       self.damaged = None
     elif self.damaged and f'Continuing from {self._path(self.damaged)}.' in run.out:
-      self.damaged = None  # what was damaged plays no part
+      self.damaged = None  # the damaged checkpoint is ignored
     elif self.damaged not in now:
       before = [step for step in before if step != self.damaged]
       self.damaged = None
@@ -272,7 +272,7 @@ class NothingIsLost(RuleBasedStateMachine):
     records = read_json_lines(path) if path.exists() else []
     losses = {r['step']: r['train/loss'] for r in records if 'train/loss' in r}
     assert len(losses) == len([r for r in records if 'train/loss' in r]), 'a step came twice'
-    if len(self.computed_by) == 1:  # to the bit
+    if len(self.computed_by) == 1:  # bit-exactly
       want = self.lab.losses(*self.computed_by)
       assert losses == {step: want[step] for step in losses}
     else:  # other meshes add the same float32 numbers in another order
@@ -300,7 +300,7 @@ def digests(folder: pathlib.Path) -> dict[str, str]:
 
 
 def machine(lab: Lab, *, tell: Callable[[str], None] = print) -> type[NothingIsLost]:
-  """Returns the machine of this lab; `tell` is told what happens."""
+  """Returns the machine of this lab; it calls `tell` with what happens."""
   return type('NothingIsLost', (NothingIsLost,), {'lab': lab, 'tell': staticmethod(tell)})
 
 
@@ -326,7 +326,7 @@ def try_examples(
 
 
 def test_a_run_that_is_killed_damaged_and_moved_is_the_run_that_nothing_happened_to(tmp_path, warm):
-  # Chosen, not drawn: two examples that hypothesis draws may hold no kill and no damage.
+  # Fixed examples: two random ones of hypothesis may lack kills and damage.
   with contextlib.closing(Lab(tmp_path, layouts=('alone', 'fsdp_2'), warm=warm)) as lab:
     run = machine(lab)()
     try:

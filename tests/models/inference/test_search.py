@@ -255,10 +255,10 @@ def test_padding_is_never_written_and_nothing_follows_a_stop_token():
 @pytest.mark.parametrize(
   'options, message',
   [
-    (dict(num_beams=2, temperature=1.0), 'num_beams = 2 searches'),
+    (dict(num_beams=2, temperature=1.0), 'num_beams = 2 cannot be combined with sampling'),
     (dict(num_beams=2, num_decodes=3), 'num_decodes = 3 must be at most num_beams = 2'),
     (dict(num_decodes=2), 'num_decodes = 2 would all be the same'),
-    (dict(top_k=5), 'temperature = 0.0 takes the most_probable token'),
+    (dict(top_k=5), 'temperature = 0.0 picks the most probable token'),
     (dict(temperature=1.0, top_p=0.0), 'top_p = 0.0 must be above 0'),
     (dict(stop_tokens=(-1,)), 'must be token ids'),
     (dict(beam_rule='t5'), "Did you mean 't5x'"),

@@ -196,7 +196,7 @@ def assert_matches_sequential(
   jax.tree.map_with_path(lambda path, a, b: assert_equal(a, b, path), found, expected)
 
 
-# As many microbatches as stages, more, and a multiple; those that take no other path are slow.
+# As many microbatches as stages, more, and a multiple; those without another code path are slow.
 @pytest.mark.parametrize(
   'schedule, repeats, num_microbatches',
   [
