@@ -29,7 +29,6 @@ def check(
   sizes: Mapping[str, int],
   mesh_shape: Mapping[str, int],
   *,
-  parameter: str = 'TransformerConfig.num_experts',
   legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> list[str]:
   """Returns one sentence with its fix if there are no experts or they do not divide, else [].
@@ -37,7 +36,6 @@ def check(
   Args:
     sizes: array axis -> size; reads 'experts', absent or 0 for a model without experts.
     mesh_shape: mesh axis -> size.
-    parameter: parameter that sets the number of experts, for the fix.
     legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
   """
   ways, experts = mesh_shape.get('expert', 1), sizes.get('experts', 0)
@@ -46,8 +44,8 @@ def check(
   if not experts:
     return [
       f'expert={ways} splits experts, but this model has none: its MLPs are dense. Set '
-      f'{parameter} = {any_of([ways, 2 * ways])}, or Partitioner.expert = 1 and use these '
-      'devices for Partitioner.fsdp or Partitioner.data.'
+      f'TransformerConfig.num_experts = {any_of([ways, 2 * ways])}, or Partitioner.expert = 1 and '
+      'use these devices for Partitioner.fsdp or Partitioner.data.'
     ]
   nearest = nearest_multiples(experts, ways)
   # Another axis must take the devices that `expert` gives up, so its size divides all devices.
@@ -57,7 +55,7 @@ def check(
   legal = [n for n in possible if experts % n == 0]
   return [
     f'experts = {experts} does not divide over expert={ways}: every expert is whole on one '
-    f'device. Set {parameter} = {any_of(nearest)}'
+    f'device. Set TransformerConfig.num_experts = {any_of(nearest)}'
     + (f', or Partitioner.expert = {any_of(legal)}.' if legal else '.')
   ]
 

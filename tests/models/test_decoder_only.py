@@ -54,16 +54,16 @@ def batch_of(targets, **more):
   }
 
 
-@pytest.mark.parametrize('told_by', ['decoder_loss_weights', 'decoder_causal_attention'])
-def test_id_0_is_a_word_where_weights_or_prefix_say_so(told_by):
+@pytest.mark.parametrize('marked_by', ['decoder_loss_weights', 'decoder_causal_attention'])
+def test_id_0_is_a_word_if_weights_or_prefix_mark_it(marked_by):
   model, params, _ = make()
   targets = np.asarray([[5, 0, 7, 3, 0, 2, 0, 9, 4, 0, 0, 0]], np.int32)
   is_token = (np.arange(LENGTH) < 10).astype(np.int32)[None]
-  batch = batch_of(targets, **{'decoder_loss_weights': 0 * is_token, told_by: is_token})
+  batch = batch_of(targets, **{'decoder_loss_weights': 0 * is_token, marked_by: is_token})
   want = logits_of(model, params, {**batch, 'decoder_segment_ids': is_token})
   got = logits_of(model, params, batch)
   np.testing.assert_allclose(got[:, :10], want[:, :10], rtol=1e-6)
-  masked = logits_of(model, params, {**batch, told_by: 0 * is_token})
+  masked = logits_of(model, params, {**batch, marked_by: 0 * is_token})
   assert np.abs(masked - want)[0, 2:10].max() > 1e-3
 
 
@@ -219,6 +219,6 @@ def test_impossible_losses_are_refused(options):
     DecoderOnlyModel(CONFIG, **options)
 
 
-def test_a_model_without_positions_is_told(caplog):
+def test_a_model_without_positions_warns(caplog):
   dataclasses.replace(CONFIG, relative_bias='none')
   assert 'does not see the order of its tokens' in caplog.text

@@ -113,7 +113,7 @@ FAMILIES = {
     for name in FAMILIES
   ],
 )
-def test_adapters_do_nothing_at_first_and_the_same_merged_as_beside_the_kernels(family):
+def test_adapters_start_as_the_identity_and_equal_their_merged_kernels(family):
   base = FAMILIES[family]
   model = LoraModel(base, rank=3, alpha=12.0, pattern=ALL)
   p = program(model)
@@ -299,7 +299,7 @@ def test_updates_that_bfloat16_kernels_cannot_hold_count():
     (dict(pattern='('), 'not a regular expression'),
   ],
 )
-def test_what_cannot_be_meant_is_refused(model, says):
+def test_impossible_options_are_refused(model, says):
   with pytest.raises(ModelError) as e:
     shapes(LoraModel(FAMILIES['classifier'], **model))
   assert says in str(e.value) and e.value.fix and e.value.parameters

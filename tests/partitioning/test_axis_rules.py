@@ -50,7 +50,7 @@ def test_a_size_that_does_not_divide_is_an_error_with_the_nearest_sizes():
     spec(('batch',), (7,))
   assert 'batch = 7 cannot be split 4 ways (data=2 x fsdp=2)' in str(e.value)
   assert '4 or 8' in str(e.value)
-  with pytest.raises(MeshError, match='batch to 4, make data x fsdp = 1, or name that dimension'):
+  with pytest.raises(MeshError, match='batch to 4, set data x fsdp = 1, or name the dimension'):
     spec(('batch',), (3,))
 
 

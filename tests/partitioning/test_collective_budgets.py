@@ -420,7 +420,7 @@ def test_gathered_attention_gathers_keys_and_values_and_scatters_their_gradients
 
 
 @pytest.mark.slow
-def test_beside_model_fsdp_moves_only_what_model_left():
+def test_with_model_fsdp_moves_only_the_local_part():
   halves = {
     (32, 8, 8): (32, 4, 8),
     (8, 8, 32): (4, 8, 32),
@@ -442,7 +442,7 @@ def test_beside_model_fsdp_moves_only_what_model_left():
 
 
 @pytest.mark.slow
-def test_beside_context_gradients_of_parts_are_summed_over_it_once():
+def test_gradients_of_parts_are_summed_over_context_once():
   parts = [
     tuple(size // 4 if size == EMBED_DIM else size for size in shape) for shape in STACKED + ENDS
   ]

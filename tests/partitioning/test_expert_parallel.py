@@ -166,14 +166,14 @@ def test_experts_that_divide_are_fine(sizes, expert):
   assert check(sizes, {'data': 8 // expert, 'expert': expert}) == []
 
 
-def test_experts_that_do_not_divide_are_told_the_nearest_numbers():
+def test_an_error_for_experts_that_do_not_divide_names_the_nearest_numbers():
   [problem] = check({'experts': 6}, {'data': 2, 'expert': 4})
   assert 'experts = 6' in problem and 'expert=4' in problem
   assert 'TransformerConfig.num_experts = 4 or 8' in problem
   assert 'Partitioner.expert = 1 or 2.' in problem
 
 
-def test_a_dense_model_is_told_that_there_is_nothing_to_split():
+def test_an_error_for_a_dense_model_says_it_has_no_experts():
   [problem] = check({'mlp': 64}, {'data': 2, 'expert': 4})
   assert 'none' in problem and 'TransformerConfig.num_experts = 4 or 8' in problem
   assert 'Partitioner.expert = 1' in problem

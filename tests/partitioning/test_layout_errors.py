@@ -264,7 +264,7 @@ def test_every_change_that_an_error_advises_gives_a_layout(settings, says):
     )
 
 
-def test_a_model_without_experts_is_told_how_to_get_some():
+def test_expert_parallelism_of_a_dense_model_is_an_error_with_a_fix():
   with pytest.raises(MeshError, match='this model has none') as e:
     lay_out({'Partitioner.expert': 2})
   assert 'Set TransformerConfig.num_experts = 2 or 4, or Partitioner.expert = 1' in e.value.fix
@@ -392,7 +392,7 @@ def test_the_table_tells_the_bubble_of_a_pipeline_of_both_stacks():
   )
 
 
-def test_key_and_value_heads_that_are_fewer_than_devices_are_shared_and_the_cost_is_said():
+def test_fewer_key_and_value_heads_than_devices_are_shared_and_the_table_shows_the_cost():
   settings = {'TransformerConfig.num_kv_heads': 2, 'Partitioner.num_partitions': 8}
   layout = lay_out(settings)
   assert 'kv_heads' not in layout.rules.parameters

@@ -146,7 +146,6 @@ def check_model_sizes(
   logical_sizes: Mapping[str, int],
   rules: Mapping[str, tuple[str, ...]],
   *,
-  parameter_names: Optional[Mapping[str, str]] = None,
   hints: Optional[Mapping[str, SizeHint]] = None,
   legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> list[str]:
@@ -156,8 +155,7 @@ def check_model_sizes(
     sizes: of the mesh.
     logical_sizes: array axis -> size, {'heads': 12, 'batch': 128}.
     rules: array axis -> mesh axes that split it, () for none.
-    parameter_names: array axis -> the gin parameter or macro to change, for the fix.
-    hints: array axis -> a SizeHint that replaces the parameter name.
+    hints: array axis -> how to describe it; its name by default.
     legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
   """
   problems = []
@@ -172,7 +170,7 @@ def check_model_sizes(
         f'{", ".join(MESH_AXES)}.{did_you_mean(unknown[0], MESH_AXES)}'
       )
       continue
-    hint = (hints or {}).get(name) or SizeHint((parameter_names or {}).get(name, name))
+    hint = (hints or {}).get(name) or SizeHint(name)
     ways = {axis: sizes.total[axis] for axis in rules[name]}
     if size % (math.prod(ways.values()) * hint.each_of):
       each = f' in each of {hint.each_of} microbatches' if hint.each_of > 1 else ''

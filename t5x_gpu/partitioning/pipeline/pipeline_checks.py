@@ -31,7 +31,6 @@ def check(
   batch_parts: int = 1,
   num_microbatches: int = 1,
   skip_idle: bool = True,
-  parameter_names: Optional[Mapping[str, str]] = None,
   legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> list[str]:
   """Returns one sentence with its fix for every problem that keeps the pipeline from running.
@@ -46,24 +45,23 @@ def check(
     batch_parts: product of the mesh axes that split rows.
     num_microbatches: parts of gradient accumulation; each goes through the pipeline separately.
     skip_idle: whether stages without work skip their layers; with a ring they cannot.
-    parameter_names: replaces entries of SET_BY.
     legal_sizes: mesh axis -> sizes to suggest; None for any.
   """
   stages = mesh_shape.get('stage', 1)
   if stages == 1:
     return []
-  names, num_stacks = {**SET_BY, **(parameter_names or {})}, sizes.get('stacks', 1)
+  num_stacks = sizes.get('stacks', 1)
   counts = {name: sizes[name] for name in ('layers', 'encoder_layers') if name in sizes}
-  problems = _schedule_problems(schedule, repeats, stages, counts, num_stacks, names)
+  problems = _schedule_problems(schedule, repeats, stages, counts, num_stacks)
   if num_stacks > 1 and not skip_idle:
     problems.append(
-      f"{names['context_attention']} = 'ring' in a pipeline of encoder and decoder: a hop waits "
+      f"{SET_BY['context_attention']} = 'ring' in a pipeline of encoder and decoder: a hop waits "
       f'for all devices, but some of the {stages} stages may be in the decoder while others are '
-      f"in the encoder. Set {names['context_attention']} = 'gather'."
+      f"in the encoder. Set {SET_BY['context_attention']} = 'gather'."
     )
   if counts:
     possible = None if legal_sizes is None else legal_sizes['stage']
-    problems += _layer_problems(counts, stages, max(repeats, 1), names, possible)
+    problems += _layer_problems(counts, stages, max(repeats, 1), possible)
   return problems + _microbatch_problems(
     schedule,
     num_pipeline_microbatches,
@@ -71,28 +69,22 @@ def check(
     sizes.get('batch'),
     batch_parts * num_microbatches,
     num_stacks,
-    names,
   )
 
 
 def _schedule_problems(
-  schedule: str,
-  repeats: int,
-  stages: int,
-  counts: Mapping[str, int],
-  num_stacks: int,
-  names: Mapping[str, str],
+  schedule: str, repeats: int, stages: int, counts: Mapping[str, int], num_stacks: int
 ) -> list[str]:
   if schedule not in SCHEDULES:
     return [
-      f'{names["schedule"]} = {schedule!r} is not a pipeline schedule.'
+      f'{SET_BY["schedule"]} = {schedule!r} is not a pipeline schedule.'
       f'{did_you_mean(str(schedule), SCHEDULES)} Set it to '
       f'{any_of(map(repr, SCHEDULES))}.'
     ]
   if repeats < 1:
     return [
-      f'{names["repeats"]} = {repeats} is not 1 or more. Set it to 1, or to 2 or more with '
-      f"{names['schedule']} = 'circular'."
+      f'{SET_BY["repeats"]} = {repeats} is not 1 or more. Set it to 1, or to 2 or more with '
+      f"{SET_BY['schedule']} = 'circular'."
     ]
   more = (
     '2 or more'
@@ -100,35 +92,33 @@ def _schedule_problems(
     else (_more_repeats(math.gcd(*counts.values()), stages))
   )
   if schedule == '1f1b' and num_stacks > 1:
-    return [_refuse_1f1b(repeats, more, stages, num_stacks, names)]
+    return [_refuse_1f1b(repeats, more, stages, num_stacks)]
   if schedule == 'circular' and repeats == 1:
-    fix = f'{names["repeats"]} = {more}, or ' if more else ''
+    fix = f'{SET_BY["repeats"]} = {more}, or ' if more else ''
     times = 'once' if num_stacks == 1 else f'once per stack of layers, {num_stacks} times'
     return [
-      f'The circular schedule with {names["repeats"]} = 1 is gpipe: each microbatch passes '
-      f"the {stages} stages {times}. Set {fix}{names['schedule']} = 'gpipe'."
+      f'The circular schedule with {SET_BY["repeats"]} = 1 is gpipe: each microbatch passes '
+      f"the {stages} stages {times}. Set {fix}{SET_BY['schedule']} = 'gpipe'."
     ]
   if schedule != 'circular' and repeats > 1:
     return [
-      f'{names["repeats"]} = {repeats}, but under {schedule} each microbatch passes the '
+      f'{SET_BY["repeats"]} = {repeats}, but under {schedule} each microbatch passes the '
       f'{stages} stages once{" per stack of layers" if num_stacks > 1 else ""}. Set '
-      f"{names['schedule']} = 'circular', or {names['repeats']} = 1."
+      f"{SET_BY['schedule']} = 'circular', or {SET_BY['repeats']} = 1."
     ]
   return []
 
 
-def _refuse_1f1b(
-  repeats: int, more: str, stages: int, num_stacks: int, names: Mapping[str, str]
-) -> str:
+def _refuse_1f1b(repeats: int, more: str, stages: int, num_stacks: int) -> str:
   """Returns the sentence for a model with several stacks; `more` has the legal repeats above 1."""
   if repeats > 1:
-    fix = f"{names['schedule']} = 'circular'"
+    fix = f"{SET_BY['schedule']} = 'circular'"
   else:
-    circular = f", or {names['schedule']} = 'circular' and {names['repeats']} = {more}"
-    fix = f"{names['schedule']} = 'gpipe'{circular if more else ''}"
+    circular = f", or {SET_BY['schedule']} = 'circular' and {SET_BY['repeats']} = {more}"
+    fix = f"{SET_BY['schedule']} = 'gpipe'{circular if more else ''}"
   return (
-    f"{names['schedule']} = '1f1b' starts the backward pass of a microbatch once it has passed the "
-    f'{stages} stages; with an encoder and a decoder it passes them {num_stacks} times. '
+    f"{SET_BY['schedule']} = '1f1b' starts the backward pass of a microbatch once it has passed "
+    f'the {stages} stages; with an encoder and a decoder it passes them {num_stacks} times. '
     f'Set {fix}.'
   )
 
@@ -140,18 +130,13 @@ def _more_repeats(layers: int, stages: int) -> str:
 
 
 def _layer_problems(
-  counts: Mapping[str, int],
-  stages: int,
-  repeats: int,
-  names: Mapping[str, str],
-  possible: Optional[Sequence[int]],
+  counts: Mapping[str, int], stages: int, repeats: int, possible: Optional[Sequence[int]]
 ) -> list[str]:
   """Returns the problem with the layer counts of all stacks, if any.
 
   Args:
     counts: 'layers' or 'encoder_layers' -> layers.
     stages, repeats: of the pipeline.
-    names: as SET_BY.
     possible: sizes of `stage` to suggest; None for any.
   """
   blocks, common = stages * repeats, math.gcd(*counts.values())
@@ -164,17 +149,18 @@ def _layer_problems(
   )
   fix = [
     ' and '.join(
-      f'{names[name]} = {any_of(nearest_multiples(count, blocks))}' for name, count in wrong.items()
+      f'{SET_BY[name]} = {any_of(nearest_multiples(count, blocks))}'
+      for name, count in wrong.items()
     )
   ]
   fitting = [n // repeats for n in divisors(common) if n % repeats == 0]
   fitting = [n for n in fitting if possible is None or n in possible]
   if fitting:
-    fix.append(f'{names["stage"]} = {any_of(fitting)}')
+    fix.append(f'{SET_BY["stage"]} = {any_of(fitting)}')
   if repeats > 1 and common % stages == 0:
     more = _more_repeats(common, stages)
     if more:
-      fix.append(f'{names["repeats"]} = {more}')
+      fix.append(f'{SET_BY["repeats"]} = {more}')
   said = ' and '.join(f'{name} = {count}' for name, count in wrong.items())
   return [
     f'{said} {"do" if len(wrong) > 1 else "does"} not divide over {what}{others}. '
@@ -183,13 +169,7 @@ def _layer_problems(
 
 
 def _microbatch_problems(
-  schedule: str,
-  microbatches: int,
-  stages: int,
-  batch: Optional[int],
-  parts: int,
-  num_stacks: int,
-  names: Mapping[str, str],
+  schedule: str, microbatches: int, stages: int, batch: Optional[int], parts: int, num_stacks: int
 ) -> list[str]:
   least = stages if schedule == 'circular' or num_stacks > 1 else 1
   # Other checks report a batch that the mesh or the accumulation does not divide.
@@ -198,17 +178,19 @@ def _microbatch_problems(
   if microbatches < least:
     where = 'under the circular schedule' if num_stacks == 1 else 'from the encoder to the decoder'
     reason = (
-      f'{names["microbatches"]} = {microbatches} is not 1 or more.'
+      f'{SET_BY["microbatches"]} = {microbatches} is not 1 or more.'
       if microbatches < 1
-      else f'{names["microbatches"]} = {microbatches} is fewer than the {stages} stages: {where} '
+      else f'{SET_BY["microbatches"]} = {microbatches} is fewer than the {stages} stages: {where} '
       'the first microbatch would return to stage 0 before the last has started.'
     )
     if rows is not None and not legal:  # too few rows for any number
       others = (
-        '' if num_stacks > 1 else (f", or {names['schedule']} = 'gpipe' and {names['repeats']} = 1")
+        ''
+        if num_stacks > 1
+        else (f", or {SET_BY['schedule']} = 'gpipe' and {SET_BY['repeats']} = 1")
       )
       return [
-        f'{reason} Set {names["batch"]} = {parts * stages} and {names["microbatches"]} = '
+        f'{reason} Set {SET_BY["batch"]} = {parts * stages} and {SET_BY["microbatches"]} = '
         f'{stages}{others}.'
       ]
     return [f'{reason} Set it to {any_of(legal) if legal else f"{least} or more"}.']
@@ -216,11 +198,11 @@ def _microbatch_problems(
     return []
   unit = parts * microbatches
   nearest = [n for n in (batch // unit * unit, (batch // unit + 1) * unit) if n]
-  fix = f'{names["batch"]} = {any_of(nearest)}'
+  fix = f'{SET_BY["batch"]} = {any_of(nearest)}'
   if legal:
-    fix = f'{names["microbatches"]} = {any_of(legal)}, or {fix}'
+    fix = f'{SET_BY["microbatches"]} = {any_of(legal)}, or {fix}'
   each = f'{rows} rows' if parts == 1 else f'the {rows} rows of each of {parts} parts'
   return [
-    f'batch = {batch}: {each} cannot be cut into {names["microbatches"]} = {microbatches}. '
+    f'batch = {batch}: {each} cannot be cut into {SET_BY["microbatches"]} = {microbatches}. '
     f'Set {fix}.'
   ]

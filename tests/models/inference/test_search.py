@@ -225,7 +225,7 @@ def test_rows_that_only_fill_the_batch_cost_no_steps():
       steps.clear()
 
 
-def test_top_k_and_top_p_keep_the_likeliest_tokens():
+def test_top_k_and_top_p_keep_the_most_probable_tokens():
   logits = jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2]]))
   kept = lambda **options: np.isfinite(most_probable(logits, **options))[0].tolist()
   assert kept(top_k=2, top_p=1.0) == [False, True, True, False]

@@ -9,6 +9,7 @@ from jax.experimental import mesh_utils
 
 from t5x_gpu.partitioning.mesh.mesh import (
   MESH_AXES,
+  SizeHint,
   build_mesh,
   check_model_sizes,
   device_array,
@@ -119,7 +120,7 @@ def test_devices_of_another_number_are_refused():
     device_array(resolve_mesh_sizes(Topology(1, 8)), topology, jax.devices())
 
 
-def test_table_says_what_is_split_and_which_link_it_takes():
+def test_table_shows_what_is_split_and_over_which_link():
   topology = Topology(2, 8)
   table = mesh_table(resolve_mesh_sizes(topology, num_partitions=4, fsdp=4), topology)
   assert table.splitlines() == [
@@ -162,7 +163,7 @@ def test_every_indivisible_model_size_is_named_with_nearest_legal_values():
     sizes,
     {'batch': 3, 'heads': 6, 'mlp': 1024, 'embed': 5},
     RULES,
-    parameter_names={'heads': 'TransformerConfig.num_heads', 'batch': 'BATCH_SIZE'},
+    hints={'heads': SizeHint('TransformerConfig.num_heads'), 'batch': SizeHint('BATCH_SIZE')},
   ) == [
     'batch = 3 does not divide over fsdp=2. Set BATCH_SIZE = 2 or 4, or Partitioner.fsdp = 1.',
     'heads = 6 does not divide over model=4. Set TransformerConfig.num_heads = 4 or 8, or '

@@ -134,7 +134,7 @@ def test_another_axis_can_take_what_is_left():
   assert big(resolve_mesh_sizes(Topology(2, 8), data=2, fsdp=-1).total) == {'data': 2, 'fsdp': 8}
 
 
-def test_two_open_sizes_are_an_error_that_says_which_to_set():
+def test_two_open_sizes_are_an_error_that_names_the_one_to_set():
   message = str(error(Topology(2, 8), fsdp=-1))
   assert 'data and fsdp are -1' in message and 'set data = 1' in message
 
