@@ -87,9 +87,6 @@ NOT_YET: set[str] = {
   't5x_gpu/launch.py',
   't5x_gpu/prepare.py',
   't5x_gpu/runtime',
-  't5x_gpu/training/checks.py',
-  't5x_gpu/training/memory.py',
-  't5x_gpu/training/program.py',
   'tests',
 }
 
