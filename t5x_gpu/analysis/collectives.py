@@ -2,7 +2,7 @@
 
     hlo = partitioned_hlo(program.train_step.lower(program.abstract_state, program.abstract_batch))
     found = inventory(hlo, program.layout.mesh.shape)
-    total_bytes(found, kind='reduce-scatter', axis='fsdp'), flops_per_device(hlo)
+    sum(c.bytes_per_call for c in found if 'fsdp' in c.axes), flops_per_device(hlo)
 
 The program is read right after XLA's SPMD partitioner, which treats CPUs and GPUs alike. Later CPU
 passes turn bfloat16 into float32 and never create a reduce-scatter.
@@ -13,8 +13,8 @@ import dataclasses
 import math
 import pathlib
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Optional
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -71,43 +71,6 @@ class Collective:
   def bytes_per_call(self) -> int:
     """Bytes that each device sends in one call of the function."""
     return self.bytes_per_device * self.count
-
-
-def total_bytes(
-  collectives: Iterable[Collective], *, kind: Optional[str] = None, axis: Optional[str] = None
-) -> int:
-  """Returns the bytes that a device sends in one call, optionally of one kind or over one axis.
-
-  A collective over several axes counts for each of them. One in a branch counts as if it runs.
-  """
-  return sum(c.bytes_per_call for c in chosen(collectives, kind=kind, axis=axis))
-
-
-def count(
-  collectives: Iterable[Collective],
-  *,
-  kind: Optional[str] = None,
-  axis: Optional[str] = None,
-  min_bytes: int = 0,
-) -> int:
-  """Returns how many collectives run in one call.
-
-  Args:
-    collectives: from `inventory`.
-    kind, axis: count only these; None counts all.
-    min_bytes: ignore collectives that send less per run, such as sums of the loss.
-  """
-  return sum(
-    c.count for c in chosen(collectives, kind=kind, axis=axis) if c.bytes_per_device >= min_bytes
-  )
-
-
-def chosen(
-  collectives: Iterable[Collective], *, kind: Optional[str] = None, axis: Optional[str] = None
-) -> list[Collective]:
-  """Returns the collectives of one kind whose axes include `axis`; None takes all."""
-  assert kind is None or kind in KINDS, kind
-  return [c for c in collectives if kind in (None, c.kind) and (axis is None or axis in c.axes)]
 
 
 @contextlib.contextmanager

@@ -10,13 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.analysis import hlo_text, replica_groups
-from t5x_gpu.analysis.collectives import (
-  count,
-  flops_per_device,
-  inventory,
-  partitioned_hlo,
-  total_bytes,
-)
+from t5x_gpu.analysis.collectives import flops_per_device, inventory, partitioned_hlo
+from tests.helpers_collectives import count, total_bytes
 from tests.helpers_train import compiled_kept_in
 
 SHAPE = {'data': 2, 'fsdp': 2, 'model': 2}

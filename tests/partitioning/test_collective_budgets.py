@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from t5x_gpu.analysis.collectives import chosen, inventory, partitioned_hlo
+from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
 from t5x_gpu.models.config import DTYPES
 from t5x_gpu.partitioning import (
   context_parallel,
@@ -20,6 +20,7 @@ from t5x_gpu.partitioning import (
   tensor_parallel,
 )
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
+from tests.helpers_collectives import chosen
 from tests.helpers_layouts import (
   BATCH,
   CASES,

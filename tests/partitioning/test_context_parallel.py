@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from t5x_gpu.analysis.collectives import chosen, inventory, total_bytes
+from t5x_gpu.analysis.collectives import inventory
 from t5x_gpu.layers import attention_backends
 from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.positions import relative_position_buckets
@@ -26,6 +26,7 @@ from t5x_gpu.partitioning.context_parallel import (
   traffic_per_step,
 )
 from t5x_gpu.partitioning.ring_attention import MASKED, ring_attention
+from tests.helpers_collectives import chosen, total_bytes
 
 BATCH, LENGTH, HEADS, KV, BUCKETS = 4, 32, 4, 8, 8
 INFOS = ('token', 'segment', 'prefix')

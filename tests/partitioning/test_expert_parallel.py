@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.analysis.collectives import chosen, count, inventory, partitioned_hlo, total_bytes
+from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.layers.moe import capacity
 from t5x_gpu.models.config import TransformerConfig
@@ -17,6 +17,7 @@ from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import build_program
 from t5x_gpu.training.schedules import constant
+from tests.helpers_collectives import chosen, count, total_bytes
 from tests.parity.tolerances import MESH_GRADIENT
 
 BATCH, LENGTH, EXPERTS = 16, 16, 4
