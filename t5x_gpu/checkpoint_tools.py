@@ -11,9 +11,9 @@ import jax
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader, find_checkpoint
-from t5x_gpu.checkpoint.model_dir import checkpoint_path, committed_steps
 from t5x_gpu.checkpoint.retention import BEST_IS, Keep
 from t5x_gpu.checkpoint.run_lock import check_lock
+from t5x_gpu.checkpoint.saved_checkpoint import checkpoint_path, committed_steps
 from t5x_gpu.checkpoint.storage.paths import as_path, local_path
 from t5x_gpu.checkpoint.tools.average import average
 from t5x_gpu.checkpoint.tools.diff import tree_differences, value_differences

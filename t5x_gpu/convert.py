@@ -26,8 +26,8 @@ from t5x_gpu.checkpoint.convert.t5x_files import is_t5x
 from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS
 from t5x_gpu.checkpoint.convert.to_hf import convert_ours
 from t5x_gpu.checkpoint.convert.to_ours import convert_hf, convert_t5x
-from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.run_files import GIN_FILES
+from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import CheckpointError, ConfigError

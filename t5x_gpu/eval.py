@@ -18,8 +18,9 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.model_dir import check_writable, committed_steps
+from t5x_gpu.checkpoint.model_dir import check_writable
 from t5x_gpu.checkpoint.run_files import RunFiles
+from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader

@@ -14,8 +14,8 @@ import pytest
 from t5x_gpu import checkpoint_tools
 from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter, read_params
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.retention import Keep
+from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage import chunks
 from t5x_gpu.checkpoint.storage.checksums import checksums_of
 from t5x_gpu.checkpoint.tools import prune as pruning

@@ -342,7 +342,7 @@ def test_checkpoints_of_which_no_array_is_whole_are_refused(trained):
     says=[
       'CheckpointError: None of the 1 checkpoints in',
       'checkpoint_2: ValueError:',
-      'Set another MODEL_DIR to start anew',
+      'Set another MODEL_DIR to start from scratch',
       'is set at --gin.MODEL_DIR',
     ],
   )

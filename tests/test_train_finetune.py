@@ -9,7 +9,7 @@ import pytest
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter
 from t5x_gpu.checkpoint.convert.model_spec import describe
-from t5x_gpu.checkpoint.model_dir import read_saved
+from t5x_gpu.checkpoint.saved_checkpoint import read_saved
 from t5x_gpu.config import gin_loader
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.lora import LoraModel, without_adapters
@@ -82,7 +82,7 @@ def test_warm_start_takes_parameters_and_nothing_else(tmp_path, base):
 
   result = project.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=2)  # its own checkpoint wins
   assert result.code == 0, result.err
-  assert 'plays no part any more: MODEL_DIR has checkpoint_1' in result.out
+  assert 'Ignoring RestoreConfig.path' in result.out and 'checkpoint_1 of MODEL_DIR' in result.out
   assert origin(project, 2)['mode'] == 'warm_start'
 
 

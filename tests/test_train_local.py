@@ -1,4 +1,4 @@
-"""A run that fails goes on from its newest local step, as if it had not failed."""
+"""A run that fails goes on from its newest local checkpoint, as if it had not failed."""
 
 import re
 
@@ -60,11 +60,11 @@ def test_a_run_goes_on_from_a_local_step_and_a_dry_run_says_so(project, monkeypa
   dry = run(project, '--dry_run')
   assert dry.code == 0, dry.err
   # A machine that still wrote step 10 when step 12 was due has left that one out.
-  step = int(re.search(r'Local step (1[02]) would be promoted to checkpoint_', dry.err)[1])
+  step = int(re.search(r'Local checkpoint (1[02]) would be promoted to checkpoint_', dry.err)[1])
   assert f'Steps done: {step}.' in dry.out and listing(project.folder) == before
   went_on = run(project)
   assert went_on.code == 0, went_on.err
-  assert f'Promoted local step {step} to checkpoint_{step}' in went_on.err
+  assert f'Promoted local checkpoint {step} to checkpoint_{step}' in went_on.err
   assert f'Continuing from {project.model_dir}/checkpoint_{step}.' in went_on.out
   assert project.steps() == [8, step, 16]
   assert not list((project.folder / 'local').iterdir())

@@ -7,8 +7,8 @@ import pytest
 
 from t5x_gpu import eval as eval_lib
 from t5x_gpu import infer
-from t5x_gpu.checkpoint.model_dir import committed_steps
 from t5x_gpu.checkpoint.run_lock import LOCK
+from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, UNDER_WAY
 from t5x_gpu.checkpoint.storage.paths import as_path
 from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate

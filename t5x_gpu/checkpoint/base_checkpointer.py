@@ -1,30 +1,178 @@
-"""The end of a `with` block around the checkpoints of a run."""
+"""What the checkpointers of a disk and of object storage share."""
 
 import abc
+import base64
+import contextlib
+import dataclasses
 import logging
 import types
-from typing import Optional, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Optional, Self
 
-from t5x_gpu.errors import CheckpointError
+import jax
+
+from t5x_gpu.checkpoint.model_dir import (
+  ModelDir,
+  as_model_dir,
+  check_no_outage,
+  check_same_model,
+  check_writable,
+  none_can_be_read,
+)
+from t5x_gpu.checkpoint.retention import Keep
+from t5x_gpu.checkpoint.run_files import RunFiles
+from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, Saved, error_line
+from t5x_gpu.checkpoint.storage.checksums import check_restored, checksums_of, record
+from t5x_gpu.checkpoint.storage.orbax_internals import (
+  silence_abandoned_work,
+  wait_for_abandoned_reads,
+)
+from t5x_gpu.checkpoint.storage.paths import AnyPath
+from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.runtime import distributed
+from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
+# newer_than -> the step of a newer local checkpoint that is now in MODEL_DIR, if there is one.
+Promote = Callable[[Optional[int]], Optional[int]]
 
 
-class CommitAtExit(abc.ABC):
-  """Commits the save under way when the block ends, also when the run fails; not when it is
-  interrupted. Other runs can use MODEL_DIR after it in any case."""
+def nothing_local(newer_than: Optional[int]) -> Optional[int]:
+  """The `Promote` of a run without local checkpoints."""
+  del newer_than
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """A checkpoint, read.
+
+  Attributes:
+    path: folder of the checkpoint.
+    state: on today's mesh.
+    data_state: for `BatchIterator.set_state`.
+    manifest: see checkpoint/manifest.py.
+  """
+
+  path: AnyPath
+  state: TrainState
+  data_state: bytes
+  manifest: Mapping[str, Any]
+
+
+class BaseCheckpointer(abc.ABC):
+  """The checkpoints of one MODEL_DIR, which this run locks until the end of the `with` block.
+
+  The end of the block waits for the save in progress, also after an error of the run; not after an
+  interrupt. It releases MODEL_DIR in any case.
+
+  Args:
+    model_dir: of the run; made if missing.
+    keep: which checkpoints stay; all of them if it has no `last`.
+  Attributes:
+    files: where the run writes its small files.
+  Raises:
+    CheckpointError: MODEL_DIR cannot be made or written to, or another run writes to it.
+  """
+
+  pause = 'save'  # the name of a save in the step timer
+
+  def __init__(self, model_dir: ModelDir | str | AnyPath, *, keep: Keep = Keep(last=3)):
+    self._is_main = jax.process_index() == 0
+    model_dir = as_model_dir(model_dir)
+    self._dir, self._keep = model_dir, keep
+    self._values: dict[int, float] = {}  # step -> value of the metric that `keep.best` compares
+    if self._is_main or not model_dir.is_remote:
+      check_writable(model_dir.path)
+    model_dir.lock()
+    for step in self._remove_left_over() if self._is_main else ():
+      _log.info(
+        'Deleted the rest of checkpoint_%d: an earlier process ended while saving or deleting it.',
+        step,
+      )
+    self.files = RunFiles(model_dir.path, is_main=self._is_main)
+    for step in model_dir.steps if keep.best else ():
+      with contextlib.suppress(*UNREADABLE):  # an unreadable checkpoint is not among the best
+        self._note_value(step, model_dir.manifest(step))
+
+  def _note_value(self, step: int, manifest: Mapping[str, Any]) -> None:
+    value = self._keep.value_of(manifest.get('metrics') or {})
+    if value is not None:
+      self._values[step] = value
+
+  def path(self, step: int) -> AnyPath:
+    return self._dir.checkpoint(step)
+
+  @abc.abstractmethod
+  def _remove_left_over(self) -> list[int]:
+    """Removes what killed processes left; returns the steps of the removed checkpoints.
+
+    Process 0 calls it. It has the lock, so no other run is saving.
+    """
+
+  @abc.abstractmethod
+  def steps(self) -> list[int]:
+    """Returns the committed steps, oldest first."""
+
+  # ---- Saving ------------------------------------------------------------------------------------
+
+  def save(
+    self, step: int, state: TrainState, *, data_state: bytes, manifest: Mapping[str, Any]
+  ) -> None:
+    """Starts to write `checkpoint_<step>`; returns once `state` may be overwritten.
+
+    Raises:
+      CheckpointError: this or an earlier save failed, and nothing older has been deleted; or
+        another run has taken over MODEL_DIR, and nothing is written.
+      ConfigError: the evaluation has no metric of that name. Raised after the commit.
+    """
+    self._prepare_to_save(step)
+    unknown_metric = None
+    try:
+      self._note_value(step, manifest)
+    except ConfigError as e:
+      unknown_metric = e
+    manifest = {**manifest, **record(checksums_of(state))}
+    data = {'iterator': base64.b64encode(data_state).decode()}
+    self._start_to_save(step, state, data=data, manifest=manifest)
+    if unknown_metric is not None:
+      self.wait()
+      raise unknown_metric
+
+  @abc.abstractmethod
+  def _prepare_to_save(self, step: int) -> None:
+    """Raises CheckpointError unless this run owns MODEL_DIR and `checkpoint_<step>` is free."""
+
+  @abc.abstractmethod
+  def _start_to_save(
+    self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Mapping[str, Any]
+  ) -> None:
+    """Starts to write; returns once `state` may be overwritten."""
+
+  @abc.abstractmethod
+  def check(self) -> None:
+    """Raises CheckpointError if the save in progress has failed by now."""
 
   @abc.abstractmethod
   def wait(self) -> None:
-    """Returns when everything is committed; raises CheckpointError if it could not be."""
+    """Returns when everything is committed; raises CheckpointError if that failed."""
 
-  @abc.abstractmethod
+  def _last_good(self) -> str:
+    """Returns from where a restart continues, for the error of a save that failed."""
+    steps = self.steps()
+    return (
+      f'The last good one is checkpoint_{steps[-1]}; a restart continues from it.'
+      if steps
+      else 'No checkpoint has been committed yet.'
+    )
+
   def close(self) -> None:
-    """Ends what runs in the background, once all is committed, and lets others use MODEL_DIR."""
+    """Lets other runs use MODEL_DIR. Everything is committed by now."""
+    self._stop()
+    self._dir.release()
 
   @abc.abstractmethod
-  def _release(self) -> None:
-    """Lets other runs use MODEL_DIR, whatever is under way."""
+  def _stop(self) -> None:
+    """Ends what runs in the background."""
 
   def __enter__(self) -> Self:
     return self
@@ -45,4 +193,94 @@ class CommitAtExit(abc.ABC):
         except CheckpointError as e:
           _log.error('%s', e)
     finally:
-      self._release()
+      self._dir.release()
+
+  # ---- Restoring ---------------------------------------------------------------------------------
+
+  def restore_latest(
+    self, target: TrainState, *, promote: Promote = nothing_local
+  ) -> Optional[Restored]:
+    """Returns the latest readable checkpoint on the mesh of `target`, or None without any.
+
+    Checkpoints that cannot be read are set aside with a warning that names the one used instead.
+
+    Args:
+      target: shapes, dtypes and shardings of today.
+      promote: called when a checkpoint cannot be read, before the next older one is tried.
+    Raises:
+      CheckpointError: the checkpoint is of another model, none can be read, or the storage does
+        not answer.
+    """
+    try:
+      return self._restore_latest(target, promote)
+    except BaseException:
+      self._dir.release()  # the run ends before it has written anything
+      raise
+
+  def _restore_latest(self, target: TrainState, promote: Promote) -> Optional[Restored]:
+    steps = list(self._dir.steps)
+    reasons: dict[int, str] = {}
+    while steps:
+      step = steps.pop()
+      with silence_abandoned_work():
+        restored, reason = self._try_to_restore(step, target)
+        found = [r for r in distributed.gather_json(reason) if r]
+        if found:  # one process is enough
+          reasons[step], restored = found[0], None
+          wait_for_abandoned_reads()
+      if restored is not None:
+        if reasons:
+          self._set_all_aside(reasons, used=step)
+        return restored
+      promoted = promote(steps[-1] if steps else None)
+      if promoted is not None:
+        steps.append(promoted)
+        self._dir.refresh()
+        self._reload()
+        if promoted in reasons:  # it was renamed to make room
+          _log.warning('checkpoint_%d could not be read (%s).', promoted, reasons.pop(promoted))
+          promote = nothing_local  # nothing newer is left
+    if reasons:
+      raise none_can_be_read(self._dir.path, reasons)
+    return None
+
+  def _try_to_restore(self, step: int, target: TrainState) -> tuple[Optional[Restored], str]:
+    """Returns the checkpoint, or None and why it cannot be read."""
+    try:
+      saved = self._dir.saved(step)
+      check_same_model(self._dir.path, step, saved.manifest, target=target)
+      state = self._read_state(saved, target)
+      check_restored(state, saved.manifest, step=step)
+    except (CheckpointError, MemoryError):
+      raise
+    except Exception as e:  # those of Orbax and TensorStore are of many kinds
+      check_no_outage(e, self._dir.path)
+      if 'RESOURCE_EXHAUSTED' in str(e):
+        raise  # too little memory does not mean that the checkpoint is damaged
+      return None, error_line(e)
+    return Restored(self.path(step), state, saved.data_state, saved.manifest), ''
+
+  @abc.abstractmethod
+  def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
+    """Returns the arrays of a checkpoint on the mesh of `target`; raises whatever goes wrong."""
+
+  def _set_all_aside(self, reasons: Mapping[int, str], *, used: int) -> None:
+    for step, reason in reasons.items():
+      self._dir.removed(step)
+      if self._is_main:
+        _log.warning(
+          'checkpoint_%d cannot be read (%s) and %s. Continuing from checkpoint_%d.',
+          step,
+          reason,
+          self._set_aside(step, reason),
+          used,
+        )
+    self._reload()
+
+  @abc.abstractmethod
+  def _set_aside(self, step: int, reason: str) -> str:
+    """Makes room for a new save of `step`; returns what became of the checkpoint, in words."""
+
+  @abc.abstractmethod
+  def _reload(self) -> None:
+    """Called on all processes after checkpoints were promoted or set aside."""

@@ -1,14 +1,9 @@
-"""What a run without a checkpoint of its own is to start from: another run's, or a converted one.
+"""What a run starts from while it has no checkpoint: another run's, or a converted one.
 
-`RestoreConfig` says it in gin. Names and shapes are compared here, before anything compiles.
-
-The first state of a run: its own checkpoint, another run's, or parameters of either kind.
-
-Each process reads the parts of the parameters that its devices hold, whatever mesh wrote them.
+`RestoreConfig` sets it in gin. Names and shapes are compared here, before anything compiles.
 """
 
 import dataclasses
-import functools
 import logging
 import math
 import re
@@ -17,156 +12,23 @@ from typing import Any, Optional
 
 import flax.traverse_util
 import jax
-import numpy as np
 
-from t5x_gpu.checkpoint.arrays.params_files import (
-  PARAMS_ONLY,
-  ParamsReader,
-  check_params,
-  tree_problems,
-)
-from t5x_gpu.checkpoint.checkpointer import Restored, restore_from
-from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
-from t5x_gpu.checkpoint.local.promotion import promote_newer
-from t5x_gpu.checkpoint.manifest import STARTED_FROM, differences
-from t5x_gpu.checkpoint.model_dir import Saved, read_saved
-from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
-from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path
-from t5x_gpu.data.batches import BatchIterator, batch_hash
-from t5x_gpu.data.same_data import check_next_batch
-from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, SourceFiles
+from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY, ParamsReader, tree_problems
+from t5x_gpu.checkpoint.manifest import differences
+from t5x_gpu.checkpoint.saved_checkpoint import Saved
+from t5x_gpu.checkpoint.start import Start
+from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
-from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-  """What a run starts from; without a `reader`, nothing but its seed, or its own checkpoint.
-
-  Attributes:
-    reader: of the checkpoint.
-    taken: path of a parameter -> its path in the checkpoint.
-    saved: to 'resume', what the checkpoint says of itself.
-    origin: for the manifests of the run: where its first state comes from; JSON-ready.
-    text: a table for the log.
-  """
-
-  reader: Optional[ParamsReader] = None
-  taken: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  saved: Optional[Saved] = None
-  origin: Optional[Mapping[str, Any]] = None
-  text: str = ''
-
-  @property
-  def path(self) -> str:
-    """Folder of the checkpoint; empty without one."""
-    return '' if self.reader is None else str(self.reader.path)
-
-  def origin_of(self, restored: Optional[Restored]) -> Optional[Mapping[str, Any]]:
-    """Returns where the run's first state came from, if its own checkpoint was `restored`."""
-    return self.origin or (restored and restored.manifest.get(STARTED_FROM))
-
-  def first_state(
-    self,
-    checkpointer: AnyCheckpointer,
-    program: Program,
-    fresh: Optional[TrainState],
-    local: LocalTier | NoLocalTier = NoLocalTier(),
-  ) -> tuple[TrainState, Optional[Restored]]:
-    """Returns (the state of the next step, the checkpoint that holds all of it if there is one).
-
-    Args:
-      checkpointer: of the run, whose own latest checkpoint comes first.
-      program: of the run.
-      fresh: its initial state, used up; None to compute it if need be.
-      local: of the run, whose steps stand in for a checkpoint that proves damaged.
-    Raises:
-      CheckpointError: nothing can be read.
-    """
-    restored = checkpointer.restore_latest(
-      program.abstract_state,
-      promote=functools.partial(promote_newer, local, target=program.abstract_state),
-    )
-    if restored is None and self.saved is not None:
-      restored = restore_from(self.reader.path, self.saved, program.abstract_state)
-    if restored is not None:
-      return program.in_run_order(restored.state), restored
-    return self._filled(fresh or program.init(), program), None
-
-  def _filled(self, state: TrainState, program: Program) -> TrainState:
-    """Returns a fresh state with the parameters of the checkpoint; `state` is used up."""
-    if not self.taken:
-      return state
-    state = program.in_model_order(state)
-    flat = flax.traverse_util.flatten_dict(state.params, sep='/')
-    for name, source in self.taken.items():
-      flat[name].delete()  # so that no more than one parameter is there twice
-      flat[name] = self._read(source, flat[name])
-    check_params(self.reader, {source: flat[name] for name, source in self.taken.items()})
-    params = flax.traverse_util.unflatten_dict(flat, sep='/')
-    return program.in_run_order(state.replace(params=params))
-
-  def _read(self, source: str, like: jax.Array) -> jax.Array:
-    parts: dict[str, np.ndarray] = {}
-
-    def part(place: tuple[slice, ...]) -> np.ndarray:
-      if str(place) not in parts:  # several devices may hold the same
-        parts[str(place)] = self.reader.read_at(source, place).astype(like.dtype, copy=False)
-      return parts[str(place)]
-
-    try:
-      return jax.make_array_from_callback(like.shape, like.sharding, part)
-    except (ValueError, OSError) as e:
-      raise CheckpointError(
-        f'{source} of {self.reader.path} cannot be read: {str(e).splitlines()[0][:300]}',
-        fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
-        parameters=('RestoreConfig.path', 'RestoreConfig.step'),
-      ) from e
-
-
-def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> SourceFiles:
-  """Returns the files that `data` reads; on process 0 alone, and none for data without files.
-
-  Args:
-    data: of the run.
-    folder: MODEL_DIR, or the checkpoint of another run that this one goes on from.
-    resumed: compare the files with the record in `folder`.
-  Raises:
-    DataError: a file has changed since that record was written, or cannot be read.
-  """
-  if not hasattr(data, 'source_files') or not is_main_process():
-    return SourceFiles({})
-  files = data.source_files()
-  if resumed and files.files:
-    path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
-    try:
-      files.check(path.read_bytes(), where=str(path))
-    except FileNotFoundError:
-      _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
-    except OSError as e:
-      _log.warning('%s cannot be read: %s. %s', path, e.strerror, NOT_COMPARED)
-  return files
-
-
-def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
-  """Puts the data where a checkpoint left it; raises DataError if it is not the same data."""
-  data.set_state(data_state)
-  check_next_batch(
-    saved_hash=manifest['next_batch_hash'],
-    hash_now=batch_hash(data.peek()),
-    saved=manifest['data'],
-    now=data.describe(),
-  )
-
-
 MODES = {
-  'resume': 'the whole state: parameters, optimizer, step, and where the data stands',
-  'warm_start': 'all parameters; the optimizer, the step and the data start anew',
-  'partial': 'the parameters that `pattern` names; everything else starts anew',
+  'resume': 'the whole state: parameters, optimizer, step, and position in the data',
+  'warm_start': 'all parameters; the optimizer, the step and the data start from scratch',
+  'partial': 'the parameters that `pattern` matches; everything else starts from scratch',
 }
 _NAMED = 8  # parameters that an error lists
 
@@ -180,8 +42,8 @@ class RestoreConfig:
     mode: a key of `MODES`.
     pattern: for 'partial', a regular expression that matches the whole path of each parameter to
       take: r'(token_embedder|layers)/.*'.
-    assignment_map: pairs (regular expression, replacement) for parameters that have another path in
-      the checkpoint: (r'layers/(.*)', r'encoder/layers/\\1'). The first that matches counts.
+    assignment_map: pairs (regular expression, replacement) for parameters whose path in the
+      checkpoint differs: (r'layers/(.*)', r'encoder/layers/\\1'). The first match counts.
     step: which checkpoint; None for the latest.
   """
 
@@ -202,7 +64,7 @@ class RestoreConfig:
     if (self.pattern is not None) != (self.mode == 'partial'):
       raise ConfigError(
         f'RestoreConfig.mode = {self.mode!r} with pattern = {self.pattern!r}.',
-        fix="Give a pattern together with mode = 'partial', and only then.",
+        fix="Set a pattern if mode = 'partial', and only then.",
         parameters=('RestoreConfig.mode', 'RestoreConfig.pattern'),
         docs='finetune.md#what-a-run-starts-from',
       )
@@ -210,7 +72,7 @@ class RestoreConfig:
       raise ConfigError(
         "RestoreConfig.mode = 'resume' takes the state of the same model: there is "
         'nothing to assign.',
-        fix='Leave RestoreConfig.assignment_map out.',
+        fix='Remove RestoreConfig.assignment_map.',
         parameters=('RestoreConfig.assignment_map',),
         docs='finetune.md#what-a-run-starts-from',
       )
@@ -222,7 +84,7 @@ class RestoreConfig:
         re.compile(pattern)
       except re.error as e:
         raise ConfigError(
-          f'RestoreConfig.{name}: {pattern!r} is no regular expression: {e}.',
+          f'RestoreConfig.{name}: {pattern!r} is not a regular expression: {e}.',
           fix='See docs.python.org/3/library/re.html.',
           parameters=(f'RestoreConfig.{name}',),
         ) from e
@@ -231,15 +93,15 @@ class RestoreConfig:
 def plan_start(
   config: Optional[RestoreConfig], program: Program, model: Any, *, saved: Optional[Saved]
 ) -> Start:
-  """Returns what the run starts from, after comparing names and shapes; no array is read.
+  """Returns what the run starts from, after comparing names and shapes; reads no array.
 
   Args:
     config: None to start from the seed.
     program: of the run.
     model: if it has `is_adapter(path)`, a checkpoint may lack the parameters for which it is true.
-    saved: the run's own checkpoint, which wins.
+    saved: the run's own checkpoint, which takes precedence.
   Raises:
-    CheckpointError: there is no such checkpoint, or it does not have what is asked of it.
+    CheckpointError: there is no such checkpoint, or it lacks what the run needs.
   """
   if config is None:
     if saved is None:
@@ -247,8 +109,8 @@ def plan_start(
     return Start()
   if saved is not None:
     return Start(
-      text=f'RestoreConfig.path = {config.path!r} plays no part any more: MODEL_DIR has '
-      f'checkpoint_{saved.step}.'
+      text=f'Ignoring RestoreConfig.path = {config.path!r}: resuming from checkpoint_{saved.step} '
+      'of MODEL_DIR.'
     )
   reader = _open(config)
   if config.mode == 'resume':
@@ -286,12 +148,12 @@ def _origin(config: RestoreConfig, reader: ParamsReader) -> dict[str, Any]:
 
 
 def _warn_of_frozen(program: Program, taken: Container[str]) -> None:
-  """Says which parameters would stay for ever what chance has made of them."""
+  """Warns of parameters that would keep their random initialization for the whole run."""
   _, frozen = program.trained.split(program.abstract_state.params)
   random = [n for n in flax.traverse_util.flatten_dict(frozen, sep='/') if n not in taken]
   if random and jax.process_index() == 0:
     _log.warning(
-      '%d parameters are not trained, and start from no checkpoint: %s%s. Set '
+      '%d parameters are frozen, but come from no checkpoint: %s%s. Set '
       'train.initialize_from (docs/finetune.md).',
       len(random),
       ', '.join(random[:_NAMED]),
@@ -308,7 +170,7 @@ def _open(config: RestoreConfig) -> ParamsReader:
     raise CheckpointError(
       f'RestoreConfig.path: {e.what}',
       fix=(
-        f'It looks like a checkpoint of another program. Convert it first:\n'
+        'It looks like a checkpoint of another program. Convert it first:\n'
         f'  python -m t5x_gpu.convert --from={path} --to=NEW_FOLDER'
       )
       if other
@@ -319,7 +181,7 @@ def _open(config: RestoreConfig) -> ParamsReader:
 
 
 def _whole(reader: ParamsReader, target: TrainState) -> Saved:
-  """Returns what the checkpoint says of itself, if it holds all of `target`."""
+  """Returns the metadata of the checkpoint, if it holds all of `target`."""
   what = f"RestoreConfig.mode = 'resume', and {reader.path} holds "
   fix = "RestoreConfig.mode = 'warm_start' takes the parameters alone."
   if reader.manifest.get(PARAMS_ONLY):
@@ -337,11 +199,11 @@ def _whole(reader: ParamsReader, target: TrainState) -> Saved:
       parameters=('RestoreConfig.path', 'RestoreConfig.mode'),
       docs='finetune.md#what-a-run-starts-from',
     )
-  return read_saved(reader.path.parent, reader.step)
+  return reader.state.saved
 
 
 def _assigned(config: RestoreConfig, want: Mapping[str, Sequence[int]]) -> dict[str, str]:
-  """Returns the parameters that are asked of the checkpoint -> their paths there."""
+  """Returns the parameters to take from the checkpoint -> their paths there."""
   names = [n for n in want if config.pattern is None or re.fullmatch(config.pattern, n)]
   if not names:
     raise _matches_nothing('pattern', config.pattern, want)
@@ -421,11 +283,11 @@ def _check(
   fix = 'Take the model file that belongs to the checkpoint, or name another RestoreConfig.path.'
   if whole and config.mode == 'warm_start':
     fix += (
-      "\nTo take what fits and start the rest anew: RestoreConfig.mode = 'partial' and\n"
+      "\nTo take what fits and start the rest from scratch: RestoreConfig.mode = 'partial' and\n"
       f"RestoreConfig.pattern = r'({'|'.join(whole)})/.*'"
     )
   raise CheckpointError(
-    f'{reader.path} does not have the parameters that this run is to start from:\n  '
+    f'{reader.path} does not have the parameters that this run starts from:\n  '
     + '\n  '.join(problems),
     fix=fix,
     parameters=('RestoreConfig.path', 'RestoreConfig.mode', 'RestoreConfig.pattern'),
@@ -439,7 +301,7 @@ def _table(
   want: Mapping[str, Sequence[int]],
   taken: Mapping[str, str],
 ) -> str:
-  """Returns what comes from where, a line per parameter, what is new at the end."""
+  """Returns a line per parameter with its source, new parameters last."""
   rows = [
     (
       name,

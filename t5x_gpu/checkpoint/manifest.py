@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: arrays, mesh, data, versions. Read before any array is.
+"""The manifest of a checkpoint: arrays, mesh, data, versions. It is read before any array.
 
-Orbax's own mismatch errors name no parameter, and a wrong dtype is cast in silence; here a model
-that is not the checkpoint's is refused with the list of what differs.
+Orbax's own mismatch errors do not name the parameter, and a wrong dtype is cast silently. Here, a
+model that differs from the checkpoint's is an error that lists the differences.
 """
 
 import datetime
@@ -45,11 +45,11 @@ def make_manifest(
 
   Args:
     state: the TrainState.
-    mesh_shape: sizes of the mesh that wrote it; information only, never a demand on the restore.
+    mesh_shape: sizes of the mesh that wrote it; for information, no restore depends on it.
     data: `BatchIterator.describe()` of the training data.
-    next_batch_hash: `batch_hash` of the batch that the next step will take.
-    started_from: what the run's first parameters came from (checkpoint/initialize.py); None for
-      their initialisation.
+    next_batch_hash: `batch_hash` of the batch of the next step.
+    started_from: where the run's first parameters came from (checkpoint/initialize.py); None for
+      random initialization.
     metrics: of the evaluation at this step, by name; None without one.
   """
   return {
@@ -67,9 +67,9 @@ def make_manifest(
 
 
 def sealed(manifest: Mapping[str, Any], *, data: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the manifest with a digest of itself and of the data state beside it.
+  """Returns the manifest with a digest of itself and of the data state.
 
-  A bit that changes in their text would else be taken for other data, or for another model.
+  Otherwise a flipped bit in their text would look like other data, or another model.
   """
   return {**manifest, SEAL: _digest(manifest, data)}
 
@@ -99,7 +99,7 @@ def _versions() -> dict[str, str]:
 def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
   """Returns how the arrays of a manifest differ from those of `target`, in words; [] if equal.
 
-  Another model has another optimizer state too: then the parameters say it, the rest is counted.
+  If parameters differ, they are listed, and the differences of the optimizer state are counted.
   """
   have, want = manifest['arrays'], describe_arrays(target)
   all_names = sorted(have.keys() | want.keys())
@@ -119,7 +119,7 @@ def _differing(
   *,
   limit: Optional[int] = _SHOWN,
 ) -> list[str]:
-  """Returns a line per name that differs: at most `limit` of each kind, and how many more."""
+  """Returns a line per name that differs: at most `limit` of each kind, then a count."""
   missing = [
     f'{n} {_text(want[n])}: not in the checkpoint.'
     + (

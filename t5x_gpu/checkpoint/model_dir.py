@@ -1,290 +1,247 @@
-"""MODEL_DIR as it lies on disk, judged in milliseconds: may it be written, and whose is it?
+"""MODEL_DIR: its checkpoints, their metadata, and whether this run may write here.
 
-No array is read here, the sizes of their files tell whether they are whole; and nothing is left
-behind. So a run finds out before it compiles, and a dry run finds out the same.
-
-Whether the array files of a checkpoint are whole, told in milliseconds: no array is read.
-
-Orbax keeps the pieces of all arrays in a few files, and where each piece lies in an index: a
-manifest and a tree of nodes, each with a checksum (TensorStore's OCDBT). So the sizes of the files
-tell whether all pieces are there. The metadata of the arrays is read before TensorStore sees it.
-Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html#storage-format
+All of it takes milliseconds and reads no array: the sizes of the array files show whether they are
+complete. So a run finds out before it compiles, and so does a dry run.
 """
 
-import base64
 import contextlib
-import dataclasses
 import logging
 import os
 import pathlib
-import re
-import shutil
-from collections.abc import Iterator, Mapping
-from typing import Any, Optional
+import types
+from collections.abc import Mapping
+from typing import Any, Optional, Self
 
 import jax
-import tensorstore as ts
 
-from t5x_gpu.checkpoint.manifest import check_seal, differences
-from t5x_gpu.checkpoint.run_lock import check_lock
-from t5x_gpu.checkpoint.schemas import ARRAY_METADATA, DATA, MANIFEST, TREE
-from t5x_gpu.checkpoint.storage.object_store_steps import remote_steps
-from t5x_gpu.checkpoint.storage.paths import (
-  AnyPath,
-  RemotePath,
-  as_path,
-  context,
-  is_outage,
-  kvstore_spec,
-  reason_of,
-  storage_error,
+from t5x_gpu.checkpoint.manifest import differences
+from t5x_gpu.checkpoint.run_lock import RunLock, check_lock
+from t5x_gpu.checkpoint.saved_checkpoint import (
+  UNREADABLE,
+  Saved,
+  checkpoint_path,
+  committed_steps,
+  error_line,
+  is_real_folder,
+  read_manifest,
+  read_saved,
 )
-from t5x_gpu.config.json_schema import open_regular, parse_json, read_json
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, as_path, is_remote
+from t5x_gpu.checkpoint.storage.storage_errors import is_outage, storage_error
 from t5x_gpu.errors import CheckpointError
+from t5x_gpu.runtime import distributed
 
 _log = logging.getLogger(__name__)
 
 
-_MOST_METADATA_BYTES = 1 << 20  # of one array
+class ModelDir:
+  """MODEL_DIR as one command sees it: steps are listed once, each manifest is read once.
 
+  A command opens it at its start and passes it on. A run that writes calls `lock` first, so no
+  other run can save between the listing and the restore. As a context, it releases the lock.
 
-def check_only_files(folder: str | os.PathLike) -> None:
-  """Raises OSError or ValueError if something in `folder` is neither a file nor a folder.
-
-  Orbax and TensorStore would wait for a pipe for ever.
-  """
-  with os.scandir(folder) as entries:
-    for entry in entries:
-      if entry.is_dir(follow_symlinks=False):
-        check_only_files(entry)
-      elif not entry.is_file():  # of a link, what it leads to; nothing is looked up for a file
-        raise ValueError(f'{entry.path} is no file')
-
-
-def check_array_files(folder: AnyPath) -> None:
-  """Raises OSError or ValueError unless each piece of each array lies inside its file.
-
-  That finds files that are missing or cut off, a damaged index, and metadata that TensorStore would
-  end the process for; not bytes that have changed inside a file. It takes some milliseconds, 3 more
-  for every 1000 pieces (one per array and shard). In object storage nothing can be cut off, and the
-  files need only be there; metadata is not looked at.
+  The steps are listed and the manifests read again, when asked for, after
+  - `lock`, if it had to take the lock: another run may have saved until then;
+  - `refresh`, which the promotion of a local checkpoint calls, and whoever watches another run.
+  `committed` and `removed` record what this run does itself. What could not be read is not
+  remembered: it is read again, so that a hiccup of a file server condemns no checkpoint. Arrays are
+  always read and checked afresh.
 
   Args:
-    folder: of the item in the checkpoint, `checkpoint_<step>/state`.
-  """
-  ends: dict[str, int] = {}
-  metadata: dict[str, list[tuple[str, int, int]]] = {}  # file -> key, offset and length in it
-  try:
-    base = ts.KvStore.open(kvstore_spec(folder), context=context()).result()
-    manifest = ts.ocdbt.dump(base).result()
-    root = manifest['versions'][-1]['root'].get('location') if manifest else None
-    if root is None:
-      raise ValueError('manifest.ocdbt names no arrays')
-    for key, entry in _entries(base, root):
-      if 'indirect_value' not in entry:  # a short one is kept in the index itself
-        _check_metadata(key, entry.get('inline_value', b''))
-        continue
-      # 'value:ocdbt.process_0/:d/bd17da16:65208:3861': folder, file, offset, length.
-      place, offset, length = entry['indirect_value'].rsplit(':', 2)
-      file = ''.join(place.split(':')[1:])
-      ends[file] = max(ends.get(file, 0), int(offset) + int(length))
-      if _name(key) in ARRAY_METADATA:
-        metadata.setdefault(file, []).append((key, int(offset), int(length)))
-  except (LookupError, TypeError, AttributeError, RuntimeError) as e:  # of a damaged index
-    raise ValueError(f'the index of the arrays is damaged: {type(e).__name__}: {e}') from e
-  if isinstance(folder, RemotePath):
-    missing = sorted(ends.keys() - set(folder.files()))
-    if missing:
-      raise ValueError(f'{missing[0]} is missing')
-    return
-  for file, end in ends.items():
-    size = (folder / file).stat().st_size
-    if size < end:
-      raise ValueError(f'{file} is cut off: it has {size:,} of at least {end:,} bytes')
-  for file, places in metadata.items():
-    with open_regular(folder / file) as f:
-      for key, offset, length in places:
-        if length > _MOST_METADATA_BYTES:
-          raise ValueError(f'{key} has {length:,} bytes, and {_MOST_METADATA_BYTES:,} is the limit')
-        f.seek(offset)
-        _check_metadata(key, f.read(length))
-
-
-def _entries(
-  base: ts.KvStore, node: str, prefix: bytes = b''
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-  """Yields key and entry of each value below a node of the index."""
-  for entry in ts.ocdbt.dump(base, node).result()['entries']:
-    if 'location' in entry:
-      yield from _entries(base, entry['location'], prefix + entry['subtree_common_prefix'])
-    else:
-      yield (prefix + entry['key']).decode(errors='replace'), entry
-
-
-def _name(key: str) -> str:
-  return key.rpartition('/')[2]
-
-
-def _check_metadata(key: str, content: bytes) -> None:
-  """Raises ValueError if `content` is metadata of an array, and such as no array has."""
-  if _name(key) in ARRAY_METADATA:
-    try:
-      parse_json(content, ARRAY_METADATA[_name(key)])
-    except ValueError as e:
-      raise ValueError(f'{key} is damaged: {e}') from e
-
-
-PREFIX = 'checkpoint'
-CUT_SHORT = '.orbax-checkpoint-tmp'  # in the name of a folder that Orbax still writes
-# What `read_saved` raises for files that are missing, cut or garbled.
-UNREADABLE = (OSError, ValueError, KeyError, TypeError)
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-  """What a checkpoint says of itself.
-
+    path: a folder or an address in object storage; need not exist.
   Attributes:
-    step: updates done when it was written.
-    data_state: for `BatchIterator.set_state`.
-    manifest: see checkpoint/manifest.py.
+    path: absolute.
+    is_remote: whether it is in object storage.
+    is_locked: whether this run has locked it.
   """
 
-  step: int
-  data_state: bytes
-  manifest: Mapping[str, Any]
+  def __init__(self, path: str | os.PathLike | AnyPath):
+    self.path = as_path(path)
+    self.is_remote = is_remote(self.path)
+    self._steps: Optional[list[int]] = None
+    self._manifests: dict[int, Mapping[str, Any]] = {}
+    self._saved: dict[int, Saved] = {}
+    self.is_locked = False  # on all processes
+    self._lock: Optional[RunLock] = None  # on process 0
+    self._made: list[pathlib.Path] = []  # folders that `lock` has made
+
+  @property
+  def steps(self) -> list[int]:
+    """The committed steps, oldest first."""
+    if self._steps is None:
+      self._steps = committed_steps(self.path)
+    return list(self._steps)
+
+  def checkpoint(self, step: int) -> AnyPath:
+    """Returns the folder of the checkpoint of `step`."""
+    return checkpoint_path(self.path, step)
+
+  def manifest(self, step: int) -> Mapping[str, Any]:
+    """Returns the manifest of a checkpoint, as `read_manifest`."""
+    if step not in self._manifests:
+      self._manifests[step] = read_manifest(self.path, step)
+    return self._manifests[step]
+
+  def saved(self, step: int) -> Saved:
+    """Returns the metadata of a checkpoint if its files are complete, as `read_saved`."""
+    if step not in self._saved:
+      self._saved[step] = read_saved(self.path, step, manifest=self._manifests.get(step))
+      self._manifests[step] = self._saved[step].manifest
+    return self._saved[step]
+
+  def is_ours(self, step: int) -> bool:
+    """Returns whether `checkpoint_<step>` has a manifest of ours; else it may be anybody's."""
+    with contextlib.suppress(*UNREADABLE):
+      return is_real_folder(self.checkpoint(step)) and bool(self.manifest(step)['arrays'])
+    return False
+
+  def relist(self) -> None:
+    """Forgets which steps there are."""
+    self._steps = None
+
+  def refresh(self) -> None:
+    """Forgets what was listed and read."""
+    self.relist()
+    self._manifests.clear()
+    self._saved.clear()
+
+  def committed(self, step: int) -> None:
+    """Records that this run has saved `step`."""
+    self._steps = sorted({*self.steps, step})
+
+  def removed(self, step: int) -> None:
+    """Records that this run has removed or renamed the checkpoint of `step`."""
+    self._steps = [s for s in self.steps if s != step]
+    self._manifests.pop(step, None)
+    self._saved.pop(step, None)
+
+  def lock(self, *, wait: bool = False) -> None:
+    """Takes run.lock, unless this run has it. All processes call it; process 0 writes.
+
+    Args:
+      wait: see `check_lock`.
+    Raises:
+      CheckpointError: another run writes here, or the folder cannot be written; on all processes.
+    """
+    if self.is_locked:
+      return
+    problem = None
+    if distributed.is_main_process():
+      self._made = missing_folders(self.path)
+      try:
+        check_writable(self.path)
+        self._lock = RunLock(self.path, wait=wait)
+      except CheckpointError as e:
+        problem = {'what': e.what, 'fix': e.fix, 'parameters': e.parameters, 'docs': e.docs}
+        error = e
+        self._remove_made()
+    problem = distributed.broadcast_json(problem)
+    if problem is not None:
+      raise error if distributed.is_main_process() else CheckpointError(**problem)
+    self.is_locked = True
+    self.refresh()
+
+  def check_owner(self) -> None:
+    """Raises CheckpointError, on process 0, if another run has taken over MODEL_DIR."""
+    if self._lock is not None:
+      self._lock.check()
+
+  def release(self) -> None:
+    """Lets other runs use MODEL_DIR; leaves no empty folder behind. May be called again."""
+    if self._lock is not None:
+      self._lock.release()
+      self._lock = None
+      self._remove_made()
+    self.is_locked = False
+
+  def _remove_made(self) -> None:
+    for folder in self._made:
+      with contextlib.suppress(OSError):  # it is in use
+        folder.rmdir()
+    self._made = []
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(
+    self,
+    kind: Optional[type[BaseException]],
+    error: Optional[BaseException],
+    trace: Optional[types.TracebackType],
+  ) -> None:
+    self.release()
 
 
-def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
-  """Returns where the checkpoint of `step` lies."""
-  return folder / f'{PREFIX}_{step}'
+def as_model_dir(model_dir: ModelDir | str | os.PathLike | AnyPath) -> ModelDir:
+  """Returns `model_dir` opened, unless it is already."""
+  return model_dir if isinstance(model_dir, ModelDir) else ModelDir(model_dir)
 
 
-def committed_steps(folder: AnyPath) -> list[int]:
-  """Returns the steps of the checkpoints in `folder`, oldest first.
-
-  Saves cut short are none, nor are files, links, and names that only resemble ours.
-  """
+def missing_folders(folder: AnyPath) -> list[pathlib.Path]:
+  """Returns those of `folder` and its parents that do not exist, innermost first."""
   if isinstance(folder, RemotePath):
-    return remote_steps(folder)
-  found = {
-    path: re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', path.name)
-    for path in folder.glob(f'{PREFIX}_*')
-  }
-  return sorted(int(match[1]) for path, match in found.items() if match and is_real_folder(path))
+    return []
+  return [f for f in (folder, *folder.parents) if not f.exists()]
 
 
-def is_real_folder(path: pathlib.Path) -> bool:
-  """Returns whether `path` is a folder itself, no link to one."""
-  return path.is_dir() and not path.is_symlink()
-
-
-def is_checkpoint_of_ours(folder: pathlib.Path, step: int) -> bool:
-  """Returns whether `checkpoint_<step>` has a manifest of ours; without, it may be anybody's."""
-  with contextlib.suppress(*UNREADABLE):
-    return is_real_folder(checkpoint_path(folder, step)) and bool(
-      read_manifest(folder, step)['arrays']
-    )
-  return False
-
-
-def remove_cut_short(folder: pathlib.Path) -> None:
-  """Removes what a kill has left of saves, each up to as big as a checkpoint, and nothing else."""
-  for path in folder.glob(f'{PREFIX}_*{CUT_SHORT}*'):
-    if re.fullmatch(rf'{PREFIX}_[0-9]+{re.escape(CUT_SHORT)}(-[0-9]+)?', path.name) and (
-      is_real_folder(path)
-    ):
-      shutil.rmtree(path, ignore_errors=True)  # what stays is in nobody's way
-
-
-def check_model_dir(model_dir: str | os.PathLike | AnyPath, *, target: Any) -> Optional[Saved]:
-  """Returns the latest checkpoint that can be read as far as `read_saved` can tell; None without
+def check_model_dir(
+  model_dir: ModelDir | str | os.PathLike | AnyPath, *, target: Any
+) -> Optional[Saved]:
+  """Returns the latest checkpoint that is readable as far as `read_saved` can tell; None without
   any. Leaves no trace.
 
   Args:
-    model_dir: need not exist.
+    model_dir: need not exist. If this run has locked it, nobody else can be writing here.
     target: the TrainState (or its shapes) of today.
   Raises:
     CheckpointError: the folder cannot be written, another run writes to it, none of its checkpoints
       can be read, or the latest is of another model.
   """
-  folder = as_path(model_dir)
-  if jax.process_index() == 0:  # the others would find folders that come and go
-    made = (
-      []
-      if isinstance(folder, RemotePath)
-      else [f for f in (folder, *folder.parents) if not f.exists()]
-    )
-    try:
-      check_writable(folder)
-      check_lock(folder, wait=True)
-    finally:
-      for new in made:
-        with contextlib.suppress(OSError):  # not made, or somebody has put something there
-          new.rmdir()
+  model_dir = as_model_dir(model_dir)
+  if not model_dir.is_locked and jax.process_index() == 0:
+    # The other processes would see folders that come and go.
+    _check_may_write(model_dir.path)
   reasons: dict[int, str] = {}
-  for step in reversed(committed_steps(folder)):
+  for step in reversed(model_dir.steps):
     try:
-      saved = read_saved(folder, step)
+      saved = model_dir.saved(step)
     except UNREADABLE as e:
-      check_no_outage(e, folder)
-      reasons[step] = why(e)
+      check_no_outage(e, model_dir.path)
+      reasons[step] = error_line(e)
       continue
-    check_same_model(folder, step, saved.manifest, target=target)
+    check_same_model(model_dir.path, step, saved.manifest, target=target)
     for damaged, reason in reasons.items() if jax.process_index() == 0 else ():
       _log.warning('checkpoint_%d cannot be read (%s); checkpoint_%d can.', damaged, reason, step)
     return saved
   if reasons:
-    raise none_can_be_read(folder, reasons)
+    raise none_can_be_read(model_dir.path, reasons)
   return None
 
 
-def read_manifest(folder: AnyPath, step: int) -> Mapping[str, Any]:
-  """Returns the manifest of a checkpoint, which may be damaged otherwise.
-
-  Raises:
-    OSError, ValueError: it is missing, cut off, garbled, or not as `schemas.MANIFEST` says.
-  """
-  return read_json(checkpoint_path(folder, step) / 'manifest' / 'metadata', MANIFEST)
-
-
-def read_saved(folder: AnyPath, step: int) -> Saved:
-  """Returns what a checkpoint says of itself, if all of it is there.
-
-  Files of arrays that are missing or cut off are found, what is in them is not looked at: see
-  checkpoint/model_dir.py.
-
-  Raises:
-    OSError, ValueError, KeyError, TypeError: something is missing, cut off or garbled.
-  """
-  checkpoint = checkpoint_path(folder, step)
-  if not isinstance(checkpoint, RemotePath):
-    check_only_files(checkpoint)
-  manifest = read_manifest(folder, step)
-  data = read_json(checkpoint.joinpath('data', 'metadata'), DATA)
-  check_seal(manifest, data=data)
-  read_json(checkpoint.joinpath('state', '_METADATA'), TREE)
-  check_array_files(checkpoint / 'state')
-  return Saved(step, base64.b64decode(data['iterator']), manifest)
-
-
-def why(e: Exception) -> str:
-  """Returns what went wrong in one line."""
-  return f'{type(e).__name__}: {reason_of(e)[:200]}'
+def _check_may_write(folder: AnyPath) -> None:
+  """Raises CheckpointError unless this run could lock `folder`; removes what it makes."""
+  made = missing_folders(folder)
+  try:
+    check_writable(folder)
+    check_lock(folder, wait=True)
+  finally:
+    for new in made:
+      with contextlib.suppress(OSError):  # not made, or somebody has put something there
+        new.rmdir()
 
 
 def check_no_outage(e: Exception, folder: AnyPath) -> None:
-  """Raises CheckpointError if `e` says that storage did not answer, not that a file is damaged."""
+  """Raises CheckpointError if `e` means that storage did not answer, not that a file is damaged."""
   if isinstance(folder, RemotePath) and is_outage(e):
     raise storage_error(e, f'{folder} cannot be read', folder.scheme) from None
 
 
 def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointError:
-  """Returns the error for checkpoints (step -> reason) of which none can be read."""
+  """Returns the error for a folder whose checkpoints (step -> reason) are all unreadable."""
   return CheckpointError(
     f'None of the {len(reasons)} checkpoints in {folder} can be read.\n'
     + '\n'.join(f'  checkpoint_{step}: {reason}' for step, reason in reasons.items()),
-    fix='Set another MODEL_DIR to start anew, or move these folders away.',
+    fix='Set another MODEL_DIR to start from scratch, or move these folders away.',
     parameters=('MODEL_DIR',),
   )
 
@@ -296,8 +253,8 @@ def check_same_model(
   different = differences(manifest, target)
   if different and not any(name.startswith('opt_state/') for name in manifest['arrays']):
     raise CheckpointError(
-      f'{checkpoint_path(folder, step)} holds parameters only, as a converted checkpoint does: '
-      'no run has written it that could go on.',
+      f'{checkpoint_path(folder, step)} holds parameters only, as converted checkpoints do: '
+      'no run wrote it, so none can continue it.',
       fix='Set another MODEL_DIR, and start from this one: train.initialize_from =\n'
       f'@initialize.RestoreConfig() with RestoreConfig.path = {str(folder)!r}.',
       parameters=('MODEL_DIR',),

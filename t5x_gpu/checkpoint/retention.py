@@ -1,4 +1,4 @@
-"""Which checkpoints stay when there are more than anybody needs."""
+"""Which checkpoints stay, and which are deleted."""
 
 import dataclasses
 import math
@@ -8,22 +8,22 @@ from typing import Any, Optional
 from t5x_gpu.errors import ConfigError, did_you_mean
 
 BEST_IS = ('min', 'max')
-# What the names of metrics begin with -> the parameter that says how often they are computed.
+# Prefix of metrics -> the parameter that sets how often they are computed.
 EVALUATIONS = {'eval': 'eval_period', 'infer_eval': 'infer_eval_period'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-  """Which checkpoints stay: those that any of these names.
+  """Which checkpoints stay: those that match any of these.
 
   Attributes:
-    last: so many of the latest.
+    last: this many of the latest.
     every: steps that are multiples of this.
-    steps: these.
-    best: so many of those with the best value of `metric`.
-    metric: an evaluation's, as metrics.jsonl calls it: 'eval/loss'.
+    steps: these steps.
+    best: this many with the best value of `metric`.
+    metric: of an evaluation, as metrics.jsonl calls it: 'eval/loss'.
     best_is: 'min' or 'max'.
-    named_by: the parameter or flag that `metric` was given by, for errors.
+    named_by: the parameter or flag that sets `metric`, for errors.
   """
 
   last: Optional[int] = None
@@ -35,11 +35,11 @@ class Keep:
   named_by: str = 'CheckpointConfig.best_metric'
 
   def reasons(self, steps: Sequence[int], values: Mapping[int, float]) -> dict[int, str]:
-    """Returns step -> why it stays, for those that do.
+    """Returns step -> why it stays, for those that stay.
 
     Args:
-      steps: all of them, oldest first.
-      values: step -> value of the metric, for those that were evaluated when they were saved.
+      steps: all steps, oldest first.
+      values: step -> value of the metric, for steps that were evaluated when they were saved.
     """
     known = [step for step in steps if step in values and not math.isnan(values[step])]
     ranked = sorted(
@@ -58,7 +58,7 @@ class Keep:
     return kept
 
   def value_of(self, metrics: Mapping[str, Any]) -> Optional[float]:
-    """Returns the value that `best` goes by, from the metrics of a checkpoint; None without any.
+    """Returns the value that `best` compares; None if the checkpoint has no such evaluation.
 
     Raises:
       ConfigError: there are metrics, but not this one.
@@ -67,35 +67,32 @@ class Keep:
       return None
     group = self.metric.partition('/')[0]
     if group in EVALUATIONS and not any(name.startswith(f'{group}/') for name in metrics):
-      return None  # it was not the turn of that evaluation
+      return None  # that evaluation was not due at this step
     if self.metric not in metrics:
       raise ConfigError(
-        f'{self.named_by} = {self.metric!r} is not what evaluations give.'
+        f'{self.named_by} = {self.metric!r} is not a metric of the evaluation.'
         + did_you_mean(self.metric, metrics),
-        fix=f'They give: {", ".join(sorted(metrics))}.',
+        fix=f'Its metrics are {", ".join(sorted(metrics))}.',
         parameters=() if self.named_by.startswith('--') else (self.named_by,),
       )
     return float(metrics[self.metric])
 
 
 class Preservation:
-  """What Orbax asks before it deletes anything, once a newer checkpoint is committed.
+  """Orbax's preservation policy: which checkpoints stay once a newer one is committed.
 
   Args:
-    keep: which stay; one without `last` keeps all.
-    values: see below.
-    is_ours: whether this project has written the checkpoint of a step; others always stay.
-  Attributes:
-    values: step -> value of the metric; the run adds what it saves.
+    keep: which stay; all of them if it has no `last`.
+    values: step -> value of the metric; the caller adds those of new checkpoints.
+    is_ours: whether this project wrote the checkpoint of a step; others always stay.
   """
 
   def __init__(self, keep: Keep, values: Mapping[int, float], *, is_ours: Callable[[int], bool]):
-    self._keep, self._is_ours = keep, is_ours
-    self.values = dict(values)
+    self._keep, self._values, self._is_ours = keep, values, is_ours
 
   def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-    """Returns of each checkpoint, oldest first, whether it stays."""
+    """Returns for each checkpoint, oldest first, whether it stays."""
     del context
     steps = [info.step for info in checkpoints]
-    stays = self._keep.reasons(steps, self.values)
+    stays = self._keep.reasons(steps, self._values)
     return [self._keep.last is None or step in stays or not self._is_ours(step) for step in steps]

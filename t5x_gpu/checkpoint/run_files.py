@@ -1,12 +1,9 @@
-"""The small files of a run: config.gin, metrics.jsonl, event files of TensorBoard, pictures.
+"""The small files in MODEL_DIR, next to the checkpoints.
 
-What writes them appends, renames and flushes, as one can on a disk alone. So with a MODEL_DIR in
-object storage they are written to a folder of process 0 and copied from there: before each commit
-of a checkpoint, and at the end.
-
-What lies beside checkpoints in their folder and says of which model they are.
-
-What a converted model says of its text, in the files that came along: vocabulary and ends.
+- Those of a run: config.gin, metrics.jsonl, event files of TensorBoard, pictures. Their writers
+  append, rename and flush, which only a disk can do. With a MODEL_DIR in object storage, they are
+  written to a folder of process 0 and copied from there: before each commit, and at the end.
+- Those that describe the model: its gin file; tokenizer and configuration of a converted model.
 """
 
 import contextlib
@@ -25,13 +22,17 @@ from t5x_gpu.runtime import process_exit
 
 _log = logging.getLogger(__name__)
 
-
-# What a run that goes on needs of an earlier one: it appends, and keeps other configurations.
+CONFIG_GIN, MODEL_GIN = 'config.gin', 'model.gin'  # of a run, and of a converted model
+GIN_FILES = (CONFIG_GIN, MODEL_GIN)
+HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
+# SentencePiece models: T5's, and that of Llama 2 and Gemma.
+SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
+# The files of earlier runs that a run needs: it appends to them, and keeps other configurations.
 _OF_A_RUN = re.compile(r'config(_origins)?(_\d+)?\.(gin|txt)|metrics\.jsonl|tensorboard/.*|eval/.*')
 
 
 def on_this_machine(path: AnyPath) -> pathlib.Path:
-  """Returns a file or a folder; out of object storage it is fetched, and goes with the process."""
+  """Returns a file or folder; out of object storage, a copy that lasts as long as the process."""
   if not isinstance(path, RemotePath):
     return path
   folder = _temporary_folder()
@@ -49,14 +50,14 @@ def _temporary_folder() -> pathlib.Path:
 
 
 class RunFiles(contextlib.AbstractContextManager):
-  """Where a run writes its small files; as a context, it sees to it that they arrive.
+  """Where a run writes its small files; as a context, it copies them to MODEL_DIR at the end.
 
   Args:
     model_dir: of the run.
-    is_main: False on all processes but one, which have none.
+    is_main: whether this is the process that writes them.
   Attributes:
     model_dir: where they end up.
-    folder: of this machine; MODEL_DIR itself where that is on a disk.
+    folder: where they are written: MODEL_DIR itself if that is on a disk.
   """
 
   def __init__(self, model_dir: AnyPath, *, is_main: bool):
@@ -71,7 +72,7 @@ class RunFiles(contextlib.AbstractContextManager):
       self._pull()
 
   def _pull(self) -> None:
-    """Fetches what earlier runs have left; checkpoints are not even listed."""
+    """Copies the files of earlier runs; does not list checkpoints."""
     names = [*self._remote.files(stop='checkpoint_'), *self._remote.files(first='checkpoint`')]
     for name in filter(_OF_A_RUN.fullmatch, names):
       path = self.folder / name
@@ -87,7 +88,7 @@ class RunFiles(contextlib.AbstractContextManager):
     }
 
   def push(self) -> None:
-    """Copies what has changed since the last time; raises CheckpointError if it cannot be."""
+    """Copies what changed since the last time; raises CheckpointError if that fails."""
     if self._remote is None:
       return
     for name, state in self._listing().items():
@@ -100,7 +101,7 @@ class RunFiles(contextlib.AbstractContextManager):
     return self
 
   def __exit__(self, *error: Any) -> None:
-    """Copies what is left. Should that fail, the run is no worse for it: it has its checkpoints."""
+    """Copies what is left. A failure is only logged: the checkpoints are committed."""
     try:
       self.push()
     except CheckpointError as e:
@@ -108,13 +109,8 @@ class RunFiles(contextlib.AbstractContextManager):
       _log.error('%s\nThe last lines of metrics are in %s.', e, kept)
 
 
-CONFIG_GIN, MODEL_GIN = 'config.gin', 'model.gin'  # of a run, and of a converted model
-GIN_FILES = (CONFIG_GIN, MODEL_GIN)
-HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
-
-
 def carry(source: AnyPath, target: AnyPath) -> None:
-  """Copies it from one folder to another."""
+  """Copies the files that describe the model from one MODEL_DIR to another."""
   for name in (*GIN_FILES, SOURCE_FILES):
     if (source / name).is_file():
       (target / name).write_bytes((source / name).read_bytes())
@@ -133,14 +129,9 @@ def carry(source: AnyPath, target: AnyPath) -> None:
     copy.write_bytes((source / HF_FOLDER / name).read_bytes())
 
 
-FOLDER = 'hf'
-# SentencePiece models: T5's, and that of Llama 2 and Gemma.
-SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
-
-
 def carried_vocabulary(model_dir: AnyPath) -> Optional[str]:
   """Returns the tokenizer of a converted model as DatasetConfig.vocabulary names it, or None."""
-  folder = model_dir / FOLDER
+  folder = model_dir / HF_FOLDER
   if (folder / 'tokenizer.json').is_file():
     return f'huggingface:{on_this_machine(folder)}'
   for name in SENTENCEPIECE:
@@ -150,24 +141,24 @@ def carried_vocabulary(model_dir: AnyPath) -> Optional[str]:
 
 
 def carried_ends(model_dir: AnyPath) -> tuple[int, ...]:
-  """Returns the ids that end a text by generation_config.json, or else config.json; maybe none.
+  """Returns the ids that end a text, of generation_config.json or else config.json; maybe none.
 
   Raises:
-    CheckpointError: a file that cannot be read.
+    CheckpointError: a file cannot be read.
   """
   for name in ('generation_config.json', 'config.json'):
-    path = model_dir / FOLDER / name
+    path = model_dir / HF_FOLDER / name
     if not path.is_file():
       continue
     try:
       ends = read_json(path, dict).get('eos_token_id')
       ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
       if any(isinstance(i, bool) or not isinstance(i, int) for i in ends):
-        raise ValueError(f'"eos_token_id" is {ends}, no token ids')
+        raise ValueError(f'"eos_token_id" is {ends}, not token ids')
     except (ValueError, OSError) as e:
       raise CheckpointError(
-        f'{path} cannot be read ({e}), which says what ends a text.',
-        fix='Copy it once more from the model that was converted.',
+        f'{path} cannot be read ({e}). It lists the tokens that end a text.',
+        fix='Copy it again from the model that was converted.',
       ) from e
     if ends:
       return tuple(ends)

@@ -1,10 +1,10 @@
-"""MODEL_DIR/run.lock: whose MODEL_DIR this is, so that two runs do not write into one.
+"""MODEL_DIR/run.lock names the run that writes to MODEL_DIR, so that no other run does.
 
-Process 0 writes who it is and touches the file every ten seconds. A lock is stale, and taken over,
-if its process has ended, if it is an earlier attempt of the same Slurm job, or if nobody has
-touched it for two minutes. A run that was cut off and comes back finds another owner in the file
-before it saves, and leaves. In object storage nothing can be touched: the owner writes the time of
-its own clock into the object, so the clocks of hosts must agree to a minute.
+Process 0 writes its identity and touches the file every ten seconds. A lock is stale, and is taken
+over, if its process has ended, if it is an earlier attempt of the same Slurm job, or if nobody has
+touched it for two minutes. A run that was suspended checks the owner before each save, and exits if
+that has changed. In object storage nothing can be touched: the owner writes the time of its own
+clock into the object, so the clocks of hosts must agree to a minute.
 """
 
 import contextlib
@@ -52,11 +52,11 @@ class Owner:
   Attributes:
     host, pid: where it runs.
     started: when it took the lock, for people.
-    kernel: boot and PID namespace; processes with the same one see each other's pids.
-    born: start of the process in ticks since boot: pids are used again.
-    folder: MODEL_DIR as this host sees it; a copied folder has another one.
-    job, attempt: of Slurm, '' and 0 without.
-    touched: its last sign of life in seconds since 1970, in object storage.
+    kernel: boot id and PID namespace; processes that share it see each other's pids.
+    born: start of the process in ticks since boot, as pids are reused.
+    folder: MODEL_DIR as this host sees it; differs in a copied folder.
+    job, attempt: of Slurm; '' and 0 without Slurm.
+    touched: time of its last renewal in seconds since 1970, in object storage.
   """
 
   host: str
@@ -78,7 +78,7 @@ class Owner:
     return (self.kernel, self.pid, self.born) == (other.kernel, other.pid, other.born)
 
   def stale_because(self, me: 'Owner', age_seconds: float) -> str:
-    """Returns why `me` may take the lock from this owner, '' if it may not."""
+    """Returns why `me` may take over the lock of this owner; '' if it may not."""
     if self.is_same_process(me):
       return 'it is this one'
     if self.job and self.job == me.job and self.attempt < me.attempt:
@@ -98,12 +98,12 @@ class Owner:
 
 
 def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
-  """Returns why an existing lock does not count, None if there is none; changes nothing.
+  """Returns why an existing lock does not count; None if there is none. Changes nothing.
 
   Args:
     folder: MODEL_DIR.
-    wait: whether to wait for a lock of another host or container, where nobody here can see if the
-      process has ended: until it is renewed, as a live run does every ten seconds, or is stale.
+    wait: whether to wait for a lock of another host or container, whose processes cannot be seen
+      from here: until it is renewed, as a live run does every ten seconds, or is stale.
   Raises:
     CheckpointError: another run writes here.
   """
@@ -124,16 +124,16 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
       raise CheckpointError(
         f'MODEL_DIR = {str(folder)!r} belongs to another run: {owner.name}; its last sign of '
         f'life was {max(age, 0):.0f} s ago.',
-        fix='Wait for that run or end it, or set another MODEL_DIR. A run on another host that '
-        f'is gone is taken for dead {STALE_SECONDS} s after its last sign of life; if you '
-        f'are sure, remove {path}.',
+        fix='Wait for that run or end it, or set another MODEL_DIR. The lock of a run on another '
+        f'host expires {STALE_SECONDS} s after its last sign of life; if you are sure that the '
+        f'run is gone, remove {path}.',
         parameters=('MODEL_DIR',),
         docs='watchdog.md#two-runs-on-one-model_dir',
       )
     if seen is None:
       _log.info(
-        'Waiting for %s of %s, whose last sign of life was %.0f s ago. If the lock is not '
-        'renewed, this run takes over in %.0f s.',
+        'Waiting for %s of %s; its last sign of life was %.0f s ago. If the lock is not renewed, '
+        'this run takes over in %.0f s.',
         path,
         owner.name,
         max(age, 0),
@@ -144,10 +144,10 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
 
 
 def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
-  """Returns (the owner, None if garbled; the time of the last renewal), or None without a lock.
+  """Returns (owner or None if garbled, time of the last renewal); None without a lock.
 
   Raises:
-    CheckpointError: this user may not read it, and its owner may be alive.
+    CheckpointError: this user may not read it, and its owner may be running.
   """
   try:
     owner = _parse(read_bytes(path))  # opening makes NFS ask the server
@@ -214,14 +214,14 @@ class RunLock:
         f'MODEL_DIR = {str(self._folder)!r} now belongs to {owner.name}: it took over while this '
         f'run (process {self._me.pid} on {self._me.host}) gave no sign of life. Nothing more is '
         'written.',
-        fix='Nothing is to be done if that is the restart of this run; else set '
-        'another MODEL_DIR for one of the two.',
+        fix="If that is this run's restart, ignore this. Otherwise give each run its own "
+        'MODEL_DIR.',
         parameters=('MODEL_DIR',),
         docs='watchdog.md#two-runs-on-one-model_dir',
       )
 
   def release(self) -> None:
-    """Removes the lock if it is still this process's. May be called again."""
+    """Removes the lock if it still belongs to this process. May be called again."""
     if not self._released.is_set():
       self._released.set()
       process_exit.cancel_before_exit(self.release)
@@ -234,7 +234,7 @@ class RunLock:
 
   def _refresh(self) -> None:
     while not self._released.wait(REFRESH_SECONDS):
-      with contextlib.suppress(OSError, CheckpointError):  # the next save will tell
+      with contextlib.suppress(OSError, CheckpointError):  # the next save reports it
         if isinstance(self._path, RemotePath):
           before = self._path.read_bytes().decode(errors='replace')
           owner = _parse(before)
@@ -303,7 +303,7 @@ def _this_process(folder: AnyPath) -> Owner:
 
 
 def _born(pid: int) -> str:
-  """Returns when a process started, in ticks since boot; '' if it has ended, a zombie included."""
+  """Returns when a process started, in ticks since boot; '' if it has ended or is a zombie."""
   try:
     stat = pathlib.Path(f'/proc/{pid}/stat').read_text('ascii', errors='replace')
   except OSError:
@@ -320,7 +320,7 @@ def _parse(content: str | bytes) -> Optional[Owner]:
 
 
 def _now(folder: pathlib.Path) -> float:
-  """Returns the time by the clock that stamps files in `folder`: a file server's, perhaps."""
+  """Returns the time of the clock that stamps files in `folder`, perhaps of a file server."""
   probe = folder / f'.time_{os.getpid()}'
   try:
     probe.write_bytes(b'')

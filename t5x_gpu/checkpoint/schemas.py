@@ -1,7 +1,7 @@
-"""What must be in the JSON of checkpoints and local steps (see `config.json_schema`).
+"""Schemas of the JSON files of checkpoints and local checkpoints (see `config.json_schema`).
 
-Code that has read a file through one of these may use its values as they are: shapes are lists of
-whole numbers whose product fits into memory addresses, dtypes exist, names refer to each other.
+Code that has read a file through one of these can rely on its values: shapes are lists of whole
+numbers whose product fits into memory addresses, dtypes exist, names refer to each other.
 """
 
 import base64
@@ -22,7 +22,7 @@ _MOST_LAYERS = 10_000
 
 
 def _too_large(shape: Sequence[int]) -> str:
-  # Sizes of zero do not count: NumPy refuses such a shape as well.
+  # Ignores sizes of zero: NumPy refuses such a shape, too.
   return '' if math.prod(max(n, 1) for n in shape) <= _MOST_ELEMENTS else 'it is too large'
 
 
@@ -47,13 +47,13 @@ def _unstacked_problem(manifest: Mapping[str, Any]) -> str:
   for name in manifest.get('unstacked', ()):
     shape = manifest['arrays'].get(name, [[]])[0]
     if not shape or shape[0] > _MOST_LAYERS or not re.fullmatch('(.*/)?layers/.*', name):
-      return f'{name!r} of "unstacked" is no array with a number of layers'
+      return f'{name!r} of "unstacked" is not an array with a number of layers'
   return ''
 
 
 def _tree_problem(tree: Mapping[str, Any]) -> str:
   wrong = [key for key in tree if not _TREE_KEY.fullmatch(key)]
-  return f'{wrong[0]!r} is no place in a tree' if wrong else ''
+  return f'{wrong[0]!r} is not a place in a tree' if wrong else ''
 
 
 def _chunk_problem(array: Mapping[str, Any]) -> str:
@@ -73,7 +73,7 @@ DTYPE = Also(Text('[a-z][a-z0-9_]{2,20}'), _dtype_problem)
 CHECKSUM = Text('[0-9a-f]{16}')
 BASE64 = Also(str, _base64_problem)
 
-# checkpoint_<step>/manifest/metadata, written by checkpoint/manifest.py and whoever adds to it.
+# checkpoint_<step>/manifest/metadata, written by checkpoint/manifest.py and its callers.
 MANIFEST = Also(
   Fields(
     {
@@ -119,7 +119,7 @@ ZARRAY = Also(
   _chunk_problem,
 )
 ARRAY_METADATA = {'.zarray': ZARRAY, 'zarr.json': dict}
-# The header of a local step's file: a part is name, start, shape, dtype, checksum, offset.
+# The header of a local checkpoint's file: a part is name, start, shape, dtype, checksum, offset.
 LOCAL_FILE = Fields(
   {
     'format': Whole(),

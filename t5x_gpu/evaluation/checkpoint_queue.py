@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, Optional, Union
 
 from t5x_gpu.checkpoint.arrays.params_files import read_params
-from t5x_gpu.checkpoint.model_dir import checkpoint_path, committed_steps
+from t5x_gpu.checkpoint.saved_checkpoint import checkpoint_path, committed_steps
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.errors import CheckpointError, UserError, first_line
 from t5x_gpu.runtime import distributed

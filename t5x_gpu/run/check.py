@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Optional
 
-from t5x_gpu.checkpoint.initialize import Start, plan_start
+from t5x_gpu.checkpoint.initialize import plan_start
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier, open_local_tier
 from t5x_gpu.checkpoint.local.promotion import check_with_local
-from t5x_gpu.checkpoint.model_dir import Saved
+from t5x_gpu.checkpoint.saved_checkpoint import Saved
+from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.data.batches import import_modules
 from t5x_gpu.errors import CheckpointError

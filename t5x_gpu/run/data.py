@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from t5x_gpu.checkpoint.initialize import open_sources, resume_data
+from t5x_gpu.checkpoint.start import open_sources, resume_data
 from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.data.batches import BatchIterator, open_vocabulary
 from t5x_gpu.data.same_data import data_line

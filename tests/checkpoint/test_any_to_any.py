@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from t5x_gpu.checkpoint.checkpointer import Restored
+from t5x_gpu.checkpoint.base_checkpointer import Restored
 from tests import helpers_topologies as topologies
 from tests.helpers_topologies import SPLITS, STEPS_BEFORE
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY

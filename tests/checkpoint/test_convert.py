@@ -5,7 +5,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import types
@@ -465,15 +464,16 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, refuses, m
 
 def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path):
   write_model(tmp_path / 'a', CONFIGS['llama'])
-  here = socket.gethostname()
-  left, lives, elsewhere = (
-    tmp_path / f'.ours.partial-{of}'
-    for of in (f'{here}-999999999', f'{here}-{os.getppid()}', 'gpu-001-999999999')
-  )
-  for folder in (left, lives, elsewhere):
-    folder.mkdir()
+  left = tmp_path / '.ours.unfinished/new/checkpoint_0'
+  left.mkdir(parents=True)
   run(tmp_path / 'a', tmp_path / 'ours')
-  assert not left.exists() and lives.exists() and elsewhere.exists()
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['a', 'ours']
+
+
+def test_two_conversions_to_one_folder_do_not_mix(tmp_path, refuses):
+  write_model(tmp_path / 'a', CONFIGS['llama'])
+  with atomic_folder.new_folder(tmp_path / 'ours', num_bytes=0):
+    refuses('Another process is writing', tmp_path / 'a', tmp_path / 'ours')
 
 
 SLOW = """

@@ -8,8 +8,9 @@ import pytest
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsWriter
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
-from t5x_gpu.checkpoint.initialize import RestoreConfig, Start, plan_start
-from t5x_gpu.checkpoint.model_dir import Saved
+from t5x_gpu.checkpoint.initialize import RestoreConfig, plan_start
+from t5x_gpu.checkpoint.saved_checkpoint import Saved
+from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
@@ -166,7 +167,7 @@ def test_frozen_parameters_that_start_from_chance_are_named(tmp_path, values, ca
   model = LoraModel(MODEL, rank=2)
   p = program(model)
   plan_start(None, p, model, saved=None)
-  assert 'are not trained, and start from no checkpoint: decoder_norm/scale' in (
+  assert 'parameters are frozen, but come from no checkpoint: decoder_norm/scale' in (
     ' '.join(caplog.messages)
   )
   caplog.clear()
@@ -206,7 +207,7 @@ def test_folders_without_such_a_checkpoint_are_refused(tmp_path, values, files, 
     (dict(mode='warmstart'), "Did you mean 'warm_start'"),
     (dict(mode='partial'), 'pattern = None'),
     (dict(pattern='layers/.*'), "mode = 'warm_start' with pattern"),
-    (dict(mode='partial', pattern='layers/('), 'no regular expression'),
+    (dict(mode='partial', pattern='layers/('), 'not a regular expression'),
     (dict(mode='resume', assignment_map=(('a', 'b'),)), 'nothing to assign'),
   ],
 )

@@ -198,7 +198,7 @@ def test_two_lost_hosts_are_named_and_the_run_starts_from_what_it_has(tmp_path, 
   with caplog.at_level(logging.WARNING):
     assert restart(tmp_path, 'fsdp', lost=('gpu-002', 'gpu-003')) is None
   assert (
-    'Local step 6 cannot be promoted: the parts of process 1 on gpu-002 and process 2 on '
+    'Local checkpoint 6 cannot be promoted: the parts of process 1 on gpu-002 and process 2 on '
     'gpu-003 are missing'
   ) in caplog.text
   assert 'Continuing from the seed' in caplog.text
@@ -214,7 +214,7 @@ def test_a_damaged_copy_is_named_and_the_other_one_used(tmp_path, caplog):
   path.write_bytes(content)
   with caplog.at_level(logging.WARNING):
     assert restart(tmp_path, 'fsdp').step == 6
-  assert 'step_6.process_1' in caplog.text and 'its other copy is used' in caplog.text
+  assert 'step_6.process_1' in caplog.text and 'Using its other copy' in caplog.text
   assert_restored(tmp_path, 'fsdp', filled(program('fsdp').abstract_state, step=6), step=6)
 
 
@@ -282,7 +282,7 @@ def test_a_dry_run_says_what_would_be_promoted_and_writes_nothing(tmp_path, capl
   with caplog.at_level(logging.INFO):
     saved = restart(tmp_path, 'fsdp', dry_run=True)
   assert saved.step == 6 and saved.data_state == b'data of 6'
-  assert 'Local step 6 would be promoted to checkpoint_6' in caplog.text
+  assert 'Local checkpoint 6 would be promoted to checkpoint_6' in caplog.text
   after = listing(tmp_path)
   assert {k: v for k, v in after.items() if not k.startswith('seen')} == before
 
@@ -359,8 +359,8 @@ def test_a_save_that_fails_is_reported_once_and_tried_again(tmp_path, caplog):
   with caplog.at_level(logging.WARNING):
     save(tiers, state, 1)
     save(tiers, state, 2)
-  assert caplog.text.count('could not be kept') == 1
-  assert 'No such file or directory' in caplog.text and 'tried again every 1 steps' in caplog.text
+  assert caplog.text.count('could not be saved') == 1
+  assert 'No such file or directory' in caplog.text and 'tries again every 1 steps' in caplog.text
   folder.mkdir()
   save(tiers, state, 3)
   assert [p.name for p in folder.iterdir()] == ['step_3.process_1']
@@ -374,12 +374,14 @@ def test_the_start_says_what_is_kept_where_and_names_an_earlier_run_of_the_path(
   with caplog.at_level(logging.INFO):
     tier = open_local_tier(config, str(tmp_path / 'model'), program('fsdp').abstract_state)
   old = next(p for p in (tmp_path / NAMES[0]).iterdir())
-  assert f'local steps: every 2 steps in {tmp_path / NAMES[0]}, the last 2 stay' in caplog.text
+  assert (
+    f'local checkpoints: every 2 steps in {tmp_path / NAMES[0]}, the last 2 stay' in caplog.text
+  )
   assert 'MB on the only host: they survive processes that end, not its loss' in caplog.text
   assert f'{old} has' in caplog.text and f'of an earlier run in {tmp_path / "model"}' in caplog.text
   assert f'rm -r {old}' in caplog.text and listing(tmp_path) == before
   assert tier.due(2) is tier and tier.due(3) is None
-  with pytest.raises(CheckpointError, match='is no folder'):
+  with pytest.raises(CheckpointError, match='is not a folder'):
     open_local_tier(config, 's3://bucket/run', program('fsdp').abstract_state)
 
 

@@ -21,11 +21,13 @@ import tensorstore as ts
 from t5x_gpu import reshard
 from t5x_gpu.checkpoint.arrays.params_files import read_params
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.checkpointer import Checkpointer, restore_from
-from t5x_gpu.checkpoint.model_dir import check_model_dir, committed_steps, read_manifest, read_saved
+from t5x_gpu.checkpoint.checkpointer import Checkpointer
+from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK, check_lock
+from t5x_gpu.checkpoint.saved_checkpoint import committed_steps, read_manifest, read_saved
+from t5x_gpu.checkpoint.start import restore_from
 from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, SET_ASIDE, UNDER_WAY, remove
 from t5x_gpu.checkpoint.storage.paths import RemotePath, as_path, kvstore_spec, local_path
 from t5x_gpu.errors import CheckpointError, ConfigError
@@ -136,7 +138,7 @@ def test_old_ones_go_once_newer_ones_are_committed_and_nothing_else_does(address
   assert set(foreign) <= set(left) and LOCK not in left
   assert not [name for name in left if name.startswith(('checkpoint_1/', 'checkpoint_3/'))]
   with open_checkpointer(address, keep=Keep()) as checkpointer:
-    with pytest.raises(CheckpointError, match='1 objects that are no checkpoint'):
+    with pytest.raises(CheckpointError, match='has 1 objects, but is not a checkpoint'):
       save(checkpointer, 7, new_state(7))
     with pytest.raises(CheckpointError, match='checkpoint_4 exists and was not overwritten'):
       save(checkpointer, 4, new_state(4))
@@ -242,8 +244,8 @@ def test_a_server_that_is_gone_fails_the_save_with_the_reason(tmp_path):
 @pytest.mark.parametrize(
   'what, options, part',
   [
-    ('bucket', {}, 'Make the bucket'),
-    ('endpoint', {'AWS_ENDPOINT_URL': 'http://127.0.0.1:9'}, 'Look at the network'),
+    ('bucket', {}, 'Create the bucket'),
+    ('endpoint', {'AWS_ENDPOINT_URL': 'http://127.0.0.1:9'}, 'Check the network'),
   ],
 )
 def test_errors_say_what_is_wrong_and_which_variables_are_read(server, what, options, part):

@@ -83,7 +83,7 @@ def killed(ranks: Ranks, project: Project, *, lost: int, **parallel) -> None:
 
 def assert_went_on(ended: Ended, project: Project) -> None:
   assert not any(ended.codes), ended.texts
-  assert f'Promoted local step {KEPT} to checkpoint_{KEPT}' in ended.texts[0], ended.texts[0]
+  assert f'Promoted local checkpoint {KEPT} to checkpoint_{KEPT}' in ended.texts[0], ended.texts[0]
   assert f'Continuing from {project.model_dir}/checkpoint_{KEPT}' in ended.texts[0]
   assert project.steps() == [KEPT, STEPS]
   assert set(project.metrics()) == set(range(1, STEPS + 1))

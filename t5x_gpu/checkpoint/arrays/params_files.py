@@ -1,7 +1,7 @@
-"""Parameters alone, in our checkpoints: read and written in slices, by any number of pieces.
+"""The parameters of a checkpoint, read and written in slices.
 
-The files are Orbax's (zarr arrays in one OCDBT store), so whatever reads a checkpoint of a run
-reads these; written here is only what a converter has: parameters and step, no optimizer state.
+The files are Orbax's (zarr arrays in one OCDBT store). A converter writes only parameters and step,
+without optimizer state; everything that reads the checkpoint of a run reads these, too.
 """
 
 import math
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from t5x_gpu.checkpoint.arrays.state_reader import Place, StateReader, read_array
-from t5x_gpu.checkpoint.arrays.state_writer import StateWriter
+from t5x_gpu.checkpoint.arrays.state_writer import BLOSC, StateWriter
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.storage.checksums import HostSums, check_restored, record
 from t5x_gpu.checkpoint.storage.paths import AnyPath
@@ -32,11 +32,11 @@ class ParamsReader:
   Attributes:
     path: folder of the checkpoint.
     step: of the checkpoint.
-    manifest: what it says of itself.
+    manifest: see checkpoint/manifest.py.
     shapes: '/'-joined path -> shape.
-    state: what reads the files.
+    state: reads the files.
   Raises:
-    CheckpointError: none there, or it cannot be read.
+    CheckpointError: there is none, or it cannot be read.
   """
 
   def __init__(self, model_dir: str | os.PathLike | AnyPath, *, step: Optional[int] = None):
@@ -59,8 +59,8 @@ def read_params(
 ) -> Any:
   """Returns the parameters of a checkpoint on the devices of `abstract_params`.
 
-  Each process reads the parts that its devices hold. The checkpoint may be a converted one, which
-  has parameters alone, or one of a run.
+  Each process reads the parts that its devices hold. The checkpoint may be of a run, or a converted
+  one, which has only parameters.
 
   Args:
     model_dir: MODEL_DIR, or the folder of one checkpoint.
@@ -68,7 +68,7 @@ def read_params(
       layers in the order of the model (`Program.in_run_order` comes after).
     step: which checkpoint; None for the latest.
   Raises:
-    CheckpointError: no such checkpoint, or other parameters than those asked for, all of them.
+    CheckpointError: no such checkpoint, or its parameters differ; lists all differences.
   """
   reader = ParamsReader(model_dir, step=step)
   want = flax.traverse_util.flatten_dict(abstract_params, sep='/')
@@ -91,10 +91,10 @@ def read_params(
 
 
 def check_params(reader: ParamsReader, params: Mapping[str, jax.Array]) -> None:
-  """Raises CheckpointError if parameters have other values than were saved; see `check_restored`.
+  """Raises CheckpointError if parameters differ from those that were saved; see `check_restored`.
 
   Args:
-    reader: of the checkpoint that they come from.
+    reader: of the checkpoint they come from.
     params: '/'-joined path in the checkpoint -> parameter, on any mesh.
   """
   try:
@@ -118,7 +118,7 @@ def tree_problems(
   limit: int = 8,
 ) -> list[str]:
   """Returns a line per tensor that is missing (with the closest names), left over or of another
-  shape, at most `limit` of each kind; [] if both are the same.
+  shape, at most `limit` of each kind; [] if there is no difference.
   """
   over = sorted(have.keys() - want.keys())
   missing = [
@@ -139,15 +139,15 @@ def tree_problems(
 
 
 class ParamsWriter:
-  """Writes `folder`/checkpoint_<step> with parameters alone; all of it is there after `close`.
+  """Writes `folder`/checkpoint_<step> with parameters only; it is complete after `close`.
 
   Args:
-    folder: exists; of the checkpoint's parent.
+    folder: the checkpoint's parent; exists.
     step: updates done.
     shapes: '/'-joined path -> shape, all float32.
     chunks: the same -> shape of a chunk, which `write` should fill.
     about: JSON-ready, for the manifest: where the parameters come from.
-    compress: worth it where values were narrower than float32, and are half zeros.
+    compress: pays off where values were narrower than float32, so that half of the bytes are zero.
   """
 
   def __init__(
@@ -169,14 +169,14 @@ class ParamsWriter:
       folder,
       step=step,
       arrays=arrays,
-      compress=compress,
+      compressor=BLOSC if compress else None,
       chunks={'step': (), **{f'params/{name}': chunk for name, chunk in chunks.items()}},
     )
     self._sums = {name: HostSums(shape) for name, (shape, _) in arrays.items()}
     self._write('step', (), np.asarray(step, np.int32))
 
   def write(self, path: str, place: Place, value: np.ndarray) -> None:
-    """Writes a part of a parameter; each element is to be written once."""
+    """Writes a part of a parameter; write each element once."""
     self._write(f'params/{path}', place, np.asarray(value, np.float32))
 
   def _write(self, name: str, place: Place, value: np.ndarray) -> None:
@@ -184,7 +184,7 @@ class ParamsWriter:
     self._sums[name].add_at(place, value)
 
   def close(self) -> None:
-    """Writes what is pending, and what the checkpoint says of itself."""
+    """Writes what is pending, and the metadata."""
     tree = {
       'step': jax.ShapeDtypeStruct((), np.int32),
       'params': flax.traverse_util.unflatten_dict(

@@ -1,8 +1,8 @@
-"""The arrays of a checkpoint, read in slices: no more than a few pieces in memory.
+"""The arrays of a checkpoint, read in slices, with only a few pieces in memory.
 
-The files are Orbax's (zarr arrays in one OCDBT store). Layers are one array with a leading axis
-here, whether the files have them so or as an array per layer (`layers_0`, `layers_1`): a manifest
-names what is kept so under 'unstacked'.
+The files are Orbax's (zarr arrays in one OCDBT store). Readers see layers as one array with a
+leading axis, even if the files have an array per layer (`layers_0`, `layers_1`): the manifest lists
+those under 'unstacked'.
 """
 
 import functools
@@ -16,28 +16,22 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.model_dir import (
+from t5x_gpu.checkpoint.saved_checkpoint import (
   PREFIX,
   UNREADABLE,
   checkpoint_path,
   committed_steps,
+  error_line,
   read_saved,
-  why,
 )
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, piece_shape
-from t5x_gpu.checkpoint.storage.paths import (
-  AnyPath,
-  StorageError,
-  as_path,
-  context,
-  is_remote,
-  kvstore_spec,
-)
+from t5x_gpu.checkpoint.storage.paths import AnyPath, as_path, context, is_remote, kvstore_spec
+from t5x_gpu.checkpoint.storage.storage_errors import StorageError
 from t5x_gpu.errors import CheckpointError
 
 UNSTACKED = 'unstacked'
 STACK = 'layers'
-PIECE_BYTES = 32 << 20  # what is read at once; larger chunks are kept for the next piece
+PIECE_BYTES = 32 << 20  # read at once; larger chunks are cached for the next piece
 
 Place = tuple[slice | int, ...]
 
@@ -52,7 +46,7 @@ def find_checkpoint(
     step: which checkpoint; None for the latest.
     is_committed: False for the folder of one that is being written.
   Raises:
-    CheckpointError: none there, or the folder of one checkpoint and the step of another.
+    CheckpointError: there is none, or `path` is the checkpoint of another step.
   """
   folder = as_path(path)
   number = re.fullmatch(rf'{PREFIX}_(\d+)', folder.name)
@@ -77,7 +71,7 @@ def find_checkpoint(
 
 
 def _is_one(folder: AnyPath, step: int, is_committed: bool) -> bool:
-  """Returns whether a folder called checkpoint_<step> is that checkpoint, no MODEL_DIR."""
+  """Returns whether a folder called checkpoint_<step> is that checkpoint, not a MODEL_DIR."""
   if is_remote(folder):
     return (folder / 'manifest').exists() and (
       not is_committed or step in committed_steps(folder.parent)
@@ -91,16 +85,16 @@ class StateReader:
   Args:
     path: MODEL_DIR, or the folder of one checkpoint.
     step: which checkpoint; None for the latest.
-    prefix: of the arrays to read, 'params/'; it is left out of their names.
-    cache_bytes: for chunks that are asked for in parts; None for what the largest of them takes.
+    prefix: of the arrays to read, 'params/'; removed from their names.
+    cache_bytes: for chunks that are read in parts; None for the size of the largest of them.
     is_committed: see `find_checkpoint`.
   Attributes:
     path: folder of the checkpoint.
     step: of the checkpoint.
-    manifest: what it says of itself.
+    saved, manifest: its metadata.
     shapes, dtypes: '/'-joined path -> shape, dtype.
   Raises:
-    CheckpointError: none there, or it cannot be read.
+    CheckpointError: there is none, or it cannot be read.
   """
 
   def __init__(
@@ -116,19 +110,20 @@ class StateReader:
     self.path = checkpoint_path(folder, self.step)
     self._prefix = prefix
     try:
-      self.manifest: Mapping[str, Any] = read_saved(folder, self.step).manifest
+      self.saved = read_saved(folder, self.step)
+      self.manifest: Mapping[str, Any] = self.saved.manifest
       if not is_remote(folder):
         self._describe(cache_bytes)
     except UNREADABLE as e:
       raise CheckpointError(
-        f'{self.path} cannot be read ({why(e)}).',
+        f'{self.path} cannot be read ({error_line(e)}).',
         fix='Take an earlier checkpoint: --step names one.',
       ) from e
-    if is_remote(folder):  # an error may be an outage, which the caller looks for
+    if is_remote(folder):  # an error may be an outage, which the caller checks for
       self._describe(cache_bytes)
 
   def _describe(self, cache_bytes: Optional[int]) -> None:
-    """Sets what the manifest says of the arrays."""
+    """Sets the attributes from the manifest."""
     prefix = self._prefix
     arrays = {
       name.removeprefix(prefix): value
@@ -146,7 +141,7 @@ class StateReader:
     self._context = context(cache_bytes=cache_bytes)
 
   def chunk_shape(self, name: str) -> Shape:
-    """Returns how an array is cut on disk; a chunk is read as a whole."""
+    """Returns the shape of the chunks of an array on disk; a chunk is read as a whole."""
     # None for an array without dimensions.
     array = self._opened(self._parts(name)[0], self._index)
     shape = self.shapes[name][1:] if self._is_unstacked(name) else self.shapes[name]
@@ -174,7 +169,7 @@ class StateReader:
   def pieces(
     self, name: str, *, most_bytes: int = PIECE_BYTES
   ) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-    """Yields (where, values) of parts that make up an array, of about `most_bytes` each."""
+    """Yields (place, values) of the parts of an array, of about `most_bytes` each."""
     shape = self.shapes[name]
     piece = piece_shape(
       shape, self.chunk_shape(name), itemsize=self.dtypes[name].itemsize, most_bytes=most_bytes
@@ -195,7 +190,7 @@ class StateReader:
 
   @functools.cache  # noqa: B019 - a reader lives as long as its command
   def _parts(self, name: str) -> list[str]:
-    """Returns the names of the files' arrays that make up one of ours."""
+    """Returns the names of the files' arrays that hold one of ours."""
     full = self._prefix + name
     return layer_names(full, self.shapes[name][0]) if self._is_unstacked(name) else [full]
 
@@ -210,13 +205,16 @@ class StateReader:
 
 
 def read_array(reader: StateReader, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-  """Returns an array as `like` wants it; each process reads the parts that its devices hold."""
+  """Returns an array with the dtype and sharding of `like`.
+
+  Each process reads the parts that its devices hold.
+  """
   if like.sharding is None:
     return jax.numpy.asarray(reader.read_at(name, ()), like.dtype)
   parts: dict[str, np.ndarray] = {}
 
   def part(place: tuple[slice, ...]) -> np.ndarray:
-    if str(place) not in parts:  # several devices may hold the same
+    if str(place) not in parts:  # several devices may hold the same part
       parts[str(place)] = reader.read_at(name, place).astype(like.dtype, copy=False)
     return parts[str(place)]
 
@@ -227,13 +225,14 @@ def read_state(path: str | os.PathLike | AnyPath, target: Any) -> Any:
   """Returns the arrays of a checkpoint as a tree like `target`, of ShapeDtypeStructs.
 
   Raises:
-    Exception: of many kinds, for a damaged checkpoint; a CheckpointError is of the storage.
+    CheckpointError: storage did not answer.
+    Exception: of many kinds; the checkpoint is damaged.
   """
   try:
     reader = StateReader(path)
   except StorageError:
     raise
-  except CheckpointError as e:  # the caller falls back to an older one
+  except CheckpointError as e:  # as any damage: the caller falls back to an older checkpoint
     raise ValueError(e.what) from e
   return jax.tree_util.tree_map_with_path(
     lambda keys, like: read_array(
@@ -250,17 +249,17 @@ def layer_names(name: str, num_layers: int) -> list[str]:
 
 
 def stacked_arrays(shapes: Mapping[str, Shape]) -> list[str]:
-  """Returns the arrays that have all layers of a stack on their first axis."""
+  """Returns the arrays whose first axis is the layers of a stack."""
   return [n for n, shape in shapes.items() if re.search(rf'(^|/){STACK}/', n) and shape]
 
 
 def spec_of(state: AnyPath, name: str) -> dict[str, Any]:
-  """Returns TensorStore's description of an array in the folder `state` of a checkpoint."""
+  """Returns TensorStore's spec of an array in the folder `state` of a checkpoint."""
   return {'driver': 'zarr', 'kvstore': {**store_of(state), 'path': name.replace('/', '.') + '/'}}
 
 
 def store_of(state: AnyPath) -> dict[str, Any]:
-  """Returns TensorStore's description of the store of all arrays in a folder."""
+  """Returns TensorStore's spec of the store of all arrays in a folder."""
   store = {'driver': 'ocdbt', 'base': kvstore_spec(state)}
   if is_remote(state):  # the index is read once, not once per array
     store['cache_pool'] = 'cache_pool#ocdbt'

@@ -1,4 +1,4 @@
-"""The arrays of a checkpoint, written in slices, for whatever reads the checkpoint of a run."""
+"""The arrays of a checkpoint, written in slices: the same files that Orbax writes."""
 
 import errno
 import json
@@ -11,33 +11,37 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from t5x_gpu.checkpoint.arrays.state_reader import Place, layer_names, spec_of
+from t5x_gpu.checkpoint.arrays.state_reader import Place, layer_names, spec_of, store_of
 from t5x_gpu.checkpoint.manifest import sealed
-from t5x_gpu.checkpoint.model_dir import checkpoint_path
+from t5x_gpu.checkpoint.saved_checkpoint import checkpoint_path
 from t5x_gpu.checkpoint.storage.chunks import Shape
-from t5x_gpu.checkpoint.storage.paths import AnyPath, context
+from t5x_gpu.checkpoint.storage.orbax_internals import HANDLERS
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, context
+from t5x_gpu.checkpoint.storage.storage_errors import storage_error
 
-# For float32 that was bfloat16: 2.1 times the speed of Orbax's zstd, and 4% smaller.
-COMPRESSOR = {'id': 'blosc', 'cname': 'lz4', 'clevel': 1, 'shuffle': 1}
+# Pays off where values were narrower than their dtype. For float32 that was bfloat16: 2.1 times the
+# speed of ZSTD, and 4% smaller.
+BLOSC = {'id': 'blosc', 'cname': 'lz4', 'clevel': 1, 'shuffle': 1}
+ZSTD = {'id': 'zstd', 'level': 1}  # Orbax's
 FLUSH_BYTES = 32 << 20  # written at once: some large files rather than one per layer
-_PROCESS = 'ocdbt.process_'
-_HANDLERS = 'orbax.checkpoint._src.handlers.'
 
 
 class StateWriter:
-  """Writes the arrays of `folder`/checkpoint_<step>; all of it is there after `close`.
+  """Writes the arrays of `folder`/checkpoint_<step>, which is complete after `close`.
+
+  Several processes may write at the same time, each its own chunks. Once all have called `flush`,
+  the first of them calls `merge` and then `close`.
 
   Args:
-    folder: exists; of the checkpoint's parent.
+    folder: the checkpoint's parent; exists.
     step: updates done.
     arrays: '/'-joined path -> (shape, dtype).
     chunks: the same -> shape of a chunk, which `write` should fill.
-    unstacked: the arrays to be kept as one for each layer; their chunks have one layer.
-    compress: worth it where values were narrower than their dtype, and are half zeros.
-    flush_bytes: what may wait to be written.
-    resume: the arrays are there, from a writer that came no further than `flush`.
-    process: of several that write at the same time, each its own chunks; None for one alone. The
-      first of them calls `merge` once all have flushed, and then `close`.
+    unstacked: the arrays to store as one per layer; their chunks have one layer.
+    compressor: `BLOSC`, `ZSTD`, or None.
+    flush_bytes: write when this much is waiting.
+    resume: the arrays exist, from a writer that got no further than `flush`.
+    process: index of this process if several write; None for one alone.
   """
 
   def __init__(
@@ -48,35 +52,34 @@ class StateWriter:
     arrays: Mapping[str, tuple[Shape, Any]],
     chunks: Mapping[str, Shape],
     unstacked: Collection[str] = (),
-    compress: bool = False,
+    compressor: Optional[Mapping[str, Any]] = None,
     flush_bytes: Optional[int] = None,
     resume: bool = False,
     process: Optional[int] = None,
   ):
     self.path = checkpoint_path(folder, step)
     self._arrays, self._unstacked = dict(arrays), frozenset(unstacked)
-    self._compress, self._flush_bytes = compress, flush_bytes or FLUSH_BYTES
+    self._compressor, self._flush_bytes = compressor, flush_bytes or FLUSH_BYTES
     self._state = self.path / 'state'
-    self._written = self._state if process is None else self._state / f'{_PROCESS}{process}'
+    self._written = self._state if process is None else _store_of_process(self._state, process)
     self._written.mkdir(parents=True, exist_ok=resume)
     self._pending, self._writing = 0, None
     self._context = context()
     self._transaction = ts.Transaction()
+    self._created_in = None if resume else self._transaction
     self._stores: dict[str, list[ts.TensorStore]] = {}
-    for name, (shape, dtype) in self._arrays.items():
-      parts, shape, chunk = [name], tuple(shape), tuple(chunks[name])
-      if name in self._unstacked:
-        parts, shape, chunk = layer_names(name, shape[0]), shape[1:], chunk[1:]
+    for name, (_, dtype) in self._arrays.items():
+      chunk = tuple(chunks[name])[1:] if name in self._unstacked else tuple(chunks[name])
       self._stores[name] = [
-        self._reopen(part) if resume else self._create(part, shape, dtype, chunk) for part in parts
+        self._reopen(part) if resume else self._create(part, shape, dtype, chunk)
+        for part, shape in self._parts(name)
       ]
-    self.flush()
 
   def _create(self, name: str, shape: Shape, dtype: Any, chunk: Shape) -> ts.TensorStore:
     metadata = {
       'shape': list(shape),
       'chunks': [max(c, 1) for c in chunk],
-      'compressor': COMPRESSOR if self._compress else None,
+      'compressor': self._compressor,
     }
     return ts.open(
       {**spec_of(self._written, name), 'metadata': metadata},
@@ -90,8 +93,7 @@ class StateWriter:
     return ts.open(spec_of(self._written, name), open=True, context=self._context).result()
 
   def write(self, name: str, place: Place, value: np.ndarray) -> bool:
-    """Writes a part of an array; returns whether all that came before is on disk now."""
-    transaction = self._transaction
+    """Writes a part of an array; returns whether everything written before it is stored by now."""
     if name in self._unstacked:
       first, rest = place[0], place[1:]
       layers = (
@@ -100,52 +102,66 @@ class StateWriter:
         else zip(range(*first.indices(self._arrays[name][0][0])), value)
       )
       for i, layer in layers:
-        self._stores[name][i].with_transaction(transaction)[rest] = layer
+        self._store(name, i)[rest] = layer
     else:
-      self._stores[name][0].with_transaction(transaction)[place] = value
+      self._store(name)[place] = value
     self._pending += value.nbytes
     if self._pending < self._flush_bytes:
       return False
     self._start_to_write()
     return True
 
+  def _store(self, name: str, part: int = 0) -> ts.TensorStore:
+    store = self._stores[name][part]
+    if self._transaction is self._created_in:
+      return store
+    return store.with_transaction(self._transaction)
+
   def _start_to_write(self) -> None:
     self._wait()
     self._writing = self._transaction.commit_async()
+    if self._transaction is self._created_in:  # TensorStore refuses other transactions until then
+      self._wait()
     self._transaction, self._pending = ts.Transaction(), 0
 
   def _wait(self) -> None:
-    """Returns once what was started is on disk; raises OSError if it cannot be."""
+    """Returns once what was started is stored.
+
+    Raises:
+      OSError: it cannot be written to the disk.
+      StorageError: object storage refused it, or did not answer.
+    """
     if self._writing is not None:
       writing, self._writing = self._writing, None
       try:
         writing.result()
       except ValueError as e:  # TensorStore's, whatever the reason
+        if isinstance(self.path, RemotePath):
+          raise storage_error(e, f'{self.path} cannot be written', self.path.scheme) from None
         full = os.strerror(errno.ENOSPC)
         number = errno.ENOSPC if full in str(e) else errno.EIO
         raise OSError(number, full if number == errno.ENOSPC else str(e)[:300]) from e
 
   def flush(self) -> None:
-    """Returns once everything is on disk."""
+    """Returns once everything is stored; raises as `_wait`."""
     self._start_to_write()
     self._wait()
 
-  def merge(self) -> None:
-    """Makes one index of those of all processes; their files stay where they are, as Orbax has it.
-
-    Raises:
-      OSError: it cannot be written.
+  def merge(self, *, num_processes: int) -> None:
+    """Makes one index over the stores of all processes, whose files stay where they are, as Orbax
+    does it. Raises as `flush`.
     """
 
     def opened(folder: AnyPath) -> ts.KvStore:
-      return ts.KvStore.open(
-        {'driver': 'ocdbt', 'base': f'file://{folder}/'}, context=self._context
-      ).result()  # one for all, or it is refused
+      # TensorStore refuses to copy between stores that were opened with different contexts.
+      return ts.KvStore.open(store_of(folder), context=self._context).result()
 
     merged, transaction = opened(self._state), ts.Transaction(atomic=True)
+    stores = [_store_of_process(self._state, i) for i in range(num_processes)]
     copies = [
-      opened(folder).experimental_copy_range_to(merged.with_transaction(transaction))
-      for folder in sorted(self._state.glob(f'{_PROCESS}*'))
+      opened(store).experimental_copy_range_to(merged.with_transaction(transaction))
+      for store in stores
+      if (store / 'manifest.ocdbt').is_file()  # a process may have had nothing to write
     ]
     for copy in copies:
       copy.result()
@@ -155,71 +171,59 @@ class StateWriter:
   def close(
     self, *, manifest: Mapping[str, Any], data: Mapping[str, Any], empty: Mapping[str, Any]
   ) -> None:
-    """Writes what is pending, and what the checkpoint says of itself.
+    """Writes what is pending, and all other files that Orbax writes.
 
     Args:
-      manifest, data: JSON-ready.
-      empty: what Orbax's tree has beside arrays: leaves that are None, of the optimizer.
+      manifest: JSON-ready; sealed here.
+      data: JSON-ready.
+      empty: of `empty_leaves`.
     """
     self.flush()
-    leaves = {}
-    for name, (shape, _) in self._arrays.items():
-      unstacked = name in self._unstacked
-      for part in layer_names(name, shape[0]) if unstacked else [name]:
-        leaves[part] = shape[1:] if unstacked else shape
-    write_about(self.path, leaves=leaves, manifest=manifest, data=data, empty=empty)
-
-
-def write_about(
-  path: AnyPath,
-  *,
-  leaves: Mapping[str, Shape],
-  manifest: Mapping[str, Any],
-  data: Mapping[str, Any],
-  empty: Mapping[str, Any],
-) -> None:
-  """Writes all that Orbax writes of a checkpoint beside its arrays.
-
-  Args:
-    path: of the checkpoint.
-    leaves: '/'-joined path -> shape of an array, as it lies there.
-    manifest, data, empty: see `StateWriter.close`.
-  """
-  tree = {
-    str(tuple(name.split('/'))): _leaf_metadata(name, shape) for name, shape in leaves.items()
-  }
-  write_json(
-    path / 'state' / '_METADATA',
-    {
-      'tree_metadata': {**tree, **empty},
-      'use_ocdbt': True,
-      'use_zarr3': False,
-      'store_array_data_equal_to_fill_value': True,
-      'custom_metadata': None,
-    },
-  )
-  write_json(path / 'data' / 'metadata', data)
-  write_json(path / 'manifest' / 'metadata', sealed(manifest, data=data))
-  now = time.time_ns()
-  write_json(
-    path / '_CHECKPOINT_METADATA',
-    {
-      'item_handlers': {
-        'data': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
-        'manifest': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
-        'state': f'{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler',
+    tree = {
+      str(tuple(part.split('/'))): _leaf_metadata(part, shape)
+      for name in self._arrays
+      for part, shape in self._parts(name)
+    }
+    write_json(
+      self.path / 'state' / '_METADATA',
+      {
+        'tree_metadata': {**tree, **empty},
+        'use_ocdbt': True,
+        'use_zarr3': False,
+        'store_array_data_equal_to_fill_value': True,
+        'custom_metadata': None,
       },
-      'metrics': {},
-      'performance_metrics': {},
-      'init_timestamp_nsecs': now,
-      'commit_timestamp_nsecs': now,
-      'custom_metadata': {},
-    },
-  )
+    )
+    write_json(self.path / 'data' / 'metadata', data)
+    write_json(self.path / 'manifest' / 'metadata', sealed(manifest, data=data))
+    now = time.time_ns()
+    write_json(
+      self.path / '_CHECKPOINT_METADATA',
+      {
+        'item_handlers': HANDLERS,
+        'metrics': {},
+        'performance_metrics': {},
+        'init_timestamp_nsecs': now,
+        'commit_timestamp_nsecs': now,
+        'custom_metadata': {},
+      },
+    )
+
+  def _parts(self, name: str) -> list[tuple[str, Shape]]:
+    """Returns (name, shape) of the files' arrays that hold one of ours."""
+    shape = self._arrays[name][0]
+    if name in self._unstacked:
+      return [(part, tuple(shape[1:])) for part in layer_names(name, shape[0])]
+    return [(name, tuple(shape))]
+
+
+def _store_of_process(state: AnyPath, process: int) -> AnyPath:
+  """Returns the folder of a process's own store; the name is Orbax's."""
+  return state / f'ocdbt.process_{process}'
 
 
 def empty_leaves(tree: Any) -> dict[str, Any]:
-  """Returns what Orbax's tree has beside arrays: leaves that are None, containers without any."""
+  """Returns what Orbax's tree has in addition to arrays: None and empty containers."""
 
   def is_empty(x: Any) -> bool:
     return x is None or isinstance(x, (Mapping, list, tuple)) and not x
@@ -269,6 +273,6 @@ def _leaf_metadata(name: str, shape: Sequence[int]) -> dict[str, Any]:
 
 
 def write_json(path: AnyPath, value: Any) -> None:
-  """Writes a file, and its folder if need be."""
+  """Writes a file, and makes its folder."""
   path.parent.mkdir(exist_ok=True)
   path.write_text(json.dumps(value), 'utf-8')

@@ -1,4 +1,4 @@
-"""A file of a local step: parts of arrays as raw bytes, behind a header that says what they are.
+"""A file of a local checkpoint: a header that describes parts of arrays, then their raw bytes.
 
     8 bytes   T5XLOCAL
     8 bytes   length of the header, little endian
@@ -7,7 +7,7 @@
     parts     raw bytes, each from a multiple of 64
 
 The checksum of a part is that of checkpoint/storage/checksums.py. The checksums of an array's parts
-add up to the checksum of the array, which a durable checkpoint has in its manifest.
+add up to the checksum of the array, which the manifest of a durable checkpoint has.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Part:
     start: of the box in the array.
     shape: of the box.
     dtype: of the array.
-    checksum: of the box, where it lies in the array.
+    checksum: of the box at its place in the array.
     offset: of its bytes behind the header.
   """
 
@@ -65,7 +65,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class LocalFile:
-  """A file whose header is whole and which is long enough.
+  """A file with an intact header and the right length.
 
   Attributes:
     path: of the file.
@@ -86,7 +86,7 @@ class LocalFile:
       part: of `parts`.
       shape: of the whole array.
     Raises:
-      ValueError: they are not those that were written.
+      ValueError: they are not the values that were written.
       OSError: the file cannot be read.
     """
     dtype = jnp.dtype(part.dtype)
@@ -117,17 +117,17 @@ def write_local_file(
   facts: Mapping[str, Any],
   parts: Sequence[tuple[str, Shape, Shape, np.ndarray]],
 ) -> None:
-  """Writes a file that has its name only once it is whole.
+  """Writes a file, which appears under its name only when it is complete.
 
-  Nothing is forced to disk: what a killed process has written stays, and what a loss of power takes
-  is found by the checksums.
+  Nothing is forced to disk: what a killed process wrote stays, and checksums find what a power
+  failure destroys.
 
   Args:
-    path: of the file; one that is there is replaced.
+    path: of the file; an existing one is replaced.
     facts: of the save; JSON-ready.
     parts: (name, shape of the array, start of the box, its values) of each.
   Raises:
-    OSError: no space, say; nothing is left then.
+    OSError: no space, for example; nothing is left then.
   """
   described, offset = [], 0
   for name, shape, start, values in parts:

@@ -1,4 +1,4 @@
-"""Which parts of which local steps the processes of a run find, told to all of them."""
+"""Which parts of which local checkpoints the processes of a run find; the same on all of them."""
 
 import collections
 import dataclasses
@@ -21,13 +21,13 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-  """What one process, and what all of them have found.
+class LocalFiles:
+  """The files that this process found, and what all processes found.
 
   Attributes:
     files: of this process.
     of_all: for every process, {'step', 'attempt', 'process', 'parts'} of each of its files.
-    damaged: (step, what) of files of any process that cannot be read.
+    damaged: (step, reason) of files of any process that cannot be read.
   """
 
   files: tuple[LocalFile, ...]
@@ -37,15 +37,15 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-  """A local step of which there are parts.
+  """A local checkpoint, or what is left of it.
 
   Attributes:
     step: updates done.
-    attempt: of the run; parts of different ones make no state.
+    attempt: of the run; parts of different attempts do not fit together.
     files: who has files of it.
-    processes: of the run that wrote it, those whose files there are.
+    processes: those of the run that wrote it whose files were found.
     holders: box -> who has it.
-    damaged: what cannot be read of it.
+    damaged: why files of it cannot be read.
   """
 
   step: int
@@ -56,17 +56,17 @@ class Candidate:
   damaged: list[str]
 
 
-def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Found:
-  """Returns the files of a run that the processes find, each file by one of them.
+def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> LocalFiles:
+  """Returns the files of a run, each found by one process.
 
   Args:
-    folder: of the run on this host; it need not exist.
-    run: its name, which the files bear as well.
-    newer_than: a step; files of others are not opened.
+    folder: of the run on this host; need not exist.
+    run: name of the run, which is in the files as well.
+    newer_than: a step; files of this and older steps are not opened.
   """
-  # Processes of one host see the same folder, and share it out.
-  seers = distributed.gather_json(_identity(folder))
-  same = [i for i, seer in enumerate(seers) if seer == seers[distributed.process_index()]]
+  # Processes of one host see the same folder: each opens a share of its files.
+  folders = distributed.gather_json(_identity(folder))
+  same = [i for i, other in enumerate(folders) if other == folders[distributed.process_index()]]
   paths = sorted(
     path
     for path in folder.glob('step_*')
@@ -82,11 +82,13 @@ def find_local_files(folder: pathlib.Path, *, run: str, newer_than: int) -> Foun
         files.append(file)
     except (OSError, ValueError) as e:
       damaged.append([step, f'{path}: {e}'])
-  told = distributed.gather_json({'files': [_summary(file) for file in files], 'damaged': damaged})
-  return Found(
+  reported = distributed.gather_json(
+    {'files': [_summary(file) for file in files], 'damaged': damaged}
+  )
+  return LocalFiles(
     tuple(files),
-    [each['files'] for each in told],
-    [(step, what) for each in told for step, what in each['damaged']],
+    [each['files'] for each in reported],
+    [(step, what) for each in reported for step, what in each['damaged']],
   )
 
 
@@ -99,7 +101,7 @@ def _identity(folder: pathlib.Path) -> str:
 
 
 def _check_facts(file: LocalFile, step: int) -> None:
-  """Raises ValueError unless a file says of which step it is, and of which arrays its parts are."""
+  """Raises ValueError unless a file names its step, and each part lies inside one of its arrays."""
   check(file.facts, LOCAL_FACTS)
   if file.facts['step'] != step:
     raise ValueError(f'it is of step {file.facts["step"]}')
@@ -111,11 +113,11 @@ def _check_facts(file: LocalFile, step: int) -> None:
       or not len(part.start) == len(part.shape) == len(shape)
       or any(begin + size > whole for begin, size, whole in zip(part.start, part.shape, shape))
     ):
-      raise ValueError(f'{part} is no part of one of its arrays')
+      raise ValueError(f'{part} is not a part of one of its arrays')
 
 
 def _summary(file: LocalFile) -> dict[str, Any]:
-  """Returns what the others learn of a file; arrays are told by number, as names are long."""
+  """Returns what the other processes get of a file; arrays by number, as names are long."""
   number = {name: i for i, name in enumerate(sorted(file.facts['manifest']['arrays']))}
   return {
     **{key: file.facts[key] for key in ('step', 'attempt', 'process')},
@@ -123,8 +125,8 @@ def _summary(file: LocalFile) -> dict[str, Any]:
   }
 
 
-def candidates(found: Found) -> list[Candidate]:
-  """Returns the local steps, newest first; the same on all processes."""
+def candidates(found: LocalFiles) -> list[Candidate]:
+  """Returns the local checkpoints, newest first; the same on all processes."""
   groups: dict[tuple[int, str], list[tuple[Holder, Mapping[str, Any]]]] = {}
   for process, files in enumerate(found.of_all):
     for number, file in enumerate(files):
@@ -149,10 +151,10 @@ def candidates(found: Found) -> list[Candidate]:
 
 
 def missing_words(candidate: Candidate, hosts: Sequence[str]) -> str:
-  """Returns whose parts are missing, 'the parts of process 1 on gpu-002 are missing'.
+  """Returns what is missing, 'the parts of process 1 on gpu-002 are missing'.
 
   Args:
-    candidate: the step.
+    candidate: the local checkpoint.
     hosts: of the processes that wrote it.
   """
   by_host = collections.defaultdict(list)

@@ -1,9 +1,9 @@
-"""Who keeps which part of a state on a local disk, so that any one host may be lost.
+"""Which host keeps which part of a state, so that any one host may be lost.
 
 Every box of every array is kept twice, on two hosts. Where two hosts hold it anyway (data
-parallelism), each writes what it has. Where one host alone holds it (fsdp over all hosts), its
-values are sent to the next host: a permutation of the devices inside the compiled world, array by
-array, which takes the memory of one shard and no further ports.
+parallelism), each writes what it has. Where only one host holds it (fsdp over all hosts), its
+values are sent to the next host, array by array, by a collective permute, which takes the memory of
+one shard and no additional ports.
 
 This is a pure function of shardings and hosts: all processes compute the same.
 """
@@ -81,13 +81,13 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-  """Who keeps what.
+  """Which process keeps which parts.
 
   Attributes:
-    by_process: what each process keeps.
-    bytes_of: how much that is.
-    sent: array -> how its shards move; those that need not are not in it.
-    sent_bytes: of one step, over all processes.
+    by_process: the parts that each process keeps.
+    bytes_of: their size, for each process.
+    sent: array -> how its shards move; without the arrays that need not move.
+    sent_bytes: of one local checkpoint, over all processes.
     num_copies: of each box, on as many hosts.
   """
 
@@ -98,11 +98,11 @@ class Copies:
   num_copies: int
 
   def bytes_on_host(self, hosts: Hosts, process: int) -> int:
-    """Returns what a step takes on the host of a process."""
+    """Returns the size of one local checkpoint on the host of a process."""
     return sum(size for size, key in zip(self.bytes_of, hosts.keys) if key == hosts.keys[process])
 
   def words(self, hosts: Hosts) -> str:
-    """Returns how much a host keeps of each step, and how many hosts may be lost."""
+    """Returns how much of each local checkpoint a host keeps, and how many hosts may be lost."""
     most = gigabytes(max(self.bytes_on_host(hosts, i) for i in range(len(hosts.keys))))
     if hosts.num_hosts == 1:
       return f'{most} on the only host: they survive processes that end, not its loss'
@@ -127,7 +127,7 @@ def gigabytes(num_bytes: int) -> str:
 
 
 def plan_copies(state: Any, hosts: Hosts) -> Copies:
-  """Returns who keeps what.
+  """Returns which process keeps which parts.
 
   Args:
     state: tree of arrays or shapes with NamedShardings of one mesh.
@@ -147,7 +147,7 @@ def plan_copies(state: Any, hosts: Hosts) -> Copies:
     kept[process].append(part)
     loads[process] += num_bytes
 
-  # The large ones first: what is small then evens out the loads.
+  # Large arrays first: the small ones then even out the loads.
   for i in sorted(range(len(arrays)), key=lambda i: -_bytes(arrays[i], arrays[i].shape)):
     pairs = []
     for (start, shape), holders in _boxes(arrays[i], devices).items():
@@ -175,7 +175,7 @@ def _bytes(array: Any, shape: Sequence[int]) -> int:
 
 
 def _boxes(array: Any, devices: Sequence[Device]) -> dict[tuple[Shape, Shape], list[int]]:
-  """Returns (start, shape) of each box -> the places in the mesh of the devices that hold it."""
+  """Returns (start, shape) of each box -> the positions in the mesh of the devices that hold it."""
   indices = array.sharding.devices_indices_map(tuple(array.shape))
   found = collections.defaultdict(list)
   for place, device in enumerate(devices):
@@ -185,8 +185,8 @@ def _boxes(array: Any, devices: Sequence[Device]) -> dict[tuple[Shape, Shape], l
 
 
 def _to_next_host(host_of: Sequence[str]) -> Optional[list[int]]:
-  """Returns for each place in the mesh the corresponding one on another host; None if a host has
-  more than half of the devices.
+  """Returns for each position in the mesh the matching one on another host; None if a host has more
+  than half of the devices.
   """
   order = list(dict.fromkeys(host_of))
   by_host = sorted(range(len(host_of)), key=lambda d: (order.index(host_of[d]), d))
@@ -200,9 +200,9 @@ def _to_next_host(host_of: Sequence[str]) -> Optional[list[int]]:
 
 
 def send(array: jax.Array, pairs: Pairs) -> jax.Array:
-  """Returns for every device the shard that it got, [devices, ...]; zeros if it got none.
+  """Returns for every device the shard that it received, [devices, ...]; zeros if it received none.
 
-  All processes must call it. Numbers travel as bits (unsigned): some links round.
+  All processes must call it. Floats are sent as unsigned integers: some links round floats.
   """
   return _sending(array.sharding.mesh, array.sharding.spec, pairs)(array)
 

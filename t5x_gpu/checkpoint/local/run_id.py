@@ -1,4 +1,4 @@
-"""MODEL_DIR/run.id: which run this is, so that files kept elsewhere can be told to be of it."""
+"""MODEL_DIR/run.id names the run, so that its files in other places can be recognized."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from t5x_gpu.config.set_aside import set_aside
 from t5x_gpu.errors import CheckpointError
 
 RUN_ID = 'run.id'
-# The name is that of a folder on local disks: it must not be '../..'.
+# The name becomes that of a folder on local disks: it must not be '../..'.
 _SCHEMA = Fields({'name': Text('[0-9a-f]{16}'), 'folder': str}, others=False)
 
 
@@ -24,7 +24,7 @@ class RunId:
 
   Attributes:
     name: sixteen random hexadecimal digits.
-    folder: MODEL_DIR when it was made, or was last seen.
+    folder: MODEL_DIR when the file was written.
   """
 
   name: str
@@ -32,10 +32,10 @@ class RunId:
 
 
 def read_run_id(folder: pathlib.Path) -> Optional[str]:
-  """Returns the name of the run in `folder`; None if it has none, or if it is another's.
+  """Returns the name of the run in `folder`; None without one, or if it is that of another run.
 
-  A MODEL_DIR that was moved keeps its name. In a copy of one the name is the original's, as long as
-  that is there: the copy is another run.
+  A MODEL_DIR that was moved keeps its name. A copy is another run: while the original exists, the
+  name belongs to the original.
   """
   kept = None
   with contextlib.suppress(OSError, ValueError):
@@ -50,7 +50,7 @@ def read_run_id(folder: pathlib.Path) -> Optional[str]:
 
 
 def ensure_run_id(folder: pathlib.Path) -> str:
-  """Returns the name of the run in `folder`, which gets one if it has none. For one process.
+  """Returns the name of the run in `folder`, after giving it one if needed. For one process.
 
   A damaged file is renamed, with a warning.
   """
@@ -76,5 +76,5 @@ def ensure_run_id(folder: pathlib.Path) -> str:
 
 
 def _read(folder: pathlib.Path) -> RunId:
-  """Raises OSError or ValueError if there is none, or a damaged one."""
+  """Raises OSError or ValueError if the file is missing or damaged."""
   return RunId(**read_json(folder / RUN_ID, _SCHEMA))

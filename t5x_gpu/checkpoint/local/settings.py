@@ -1,4 +1,4 @@
-"""Where local steps are kept and how often; what cannot be is refused before anything compiles."""
+"""Where local checkpoints are kept, and how often; errors come before anything compiles."""
 
 import dataclasses
 import os
@@ -11,14 +11,14 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.host import available_memory
 
-SLOTS = 3  # two steps stay, one is being written
+SLOTS = 3  # two local checkpoints stay, one is being written
 DIR, PERIOD = 'CheckpointConfig.local_checkpoint_dir', 'CheckpointConfig.local_period'
 
 
 def check_local_settings(
   local_checkpoint_dir: Optional[str], local_period: Optional[int], *, period: int
 ) -> None:
-  """Raises CheckpointError unless local steps come between the durable ones, at equal distances."""
+  """Raises CheckpointError unless local checkpoints evenly divide the time between durable ones."""
   if local_checkpoint_dir is None and local_period is None:
     return
   fitting = [n for n in range(1, period) if period % n == 0]
@@ -40,7 +40,7 @@ def check_local_settings(
   if local_period is None:
     tenth = min(fitting, key=lambda n: (abs(n - period / 10), n))
     raise CheckpointError(
-      f'{DIR} = {local_checkpoint_dir!r}, but {PERIOD} = None says not how often.',
+      f'{DIR} = {local_checkpoint_dir!r}, but {PERIOD} = None does not say how often.',
       fix=f'Set {PERIOD} = {tenth}, or another number that divides CheckpointConfig.period = '
       f'{period}.',
       parameters=(DIR, PERIOD),
@@ -53,7 +53,7 @@ def check_local_settings(
     step = max(local_period, 1)
     raise CheckpointError(
       f'{PERIOD} = {local_period} must divide CheckpointConfig.period = {period}, and be less: '
-      'local steps are those between saves to MODEL_DIR.',
+      'local checkpoints are those between saves to MODEL_DIR.',
       fix=f'Set {PERIOD} = {near}, or CheckpointConfig.period = '
       f'{max(-(-period // step), 2) * step}.',
       parameters=(PERIOD, 'CheckpointConfig.period'),
@@ -62,10 +62,10 @@ def check_local_settings(
 
 
 def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathlib.Path:
-  """Returns the folder with ~ and environment variables replaced.
+  """Returns the folder with ~ and environment variables expanded.
 
   Raises:
-    CheckpointError: a variable is not set, or it lies in MODEL_DIR.
+    CheckpointError: a variable is not set, or the folder is inside MODEL_DIR.
   """
   names = (
     match['named'] or match['braced']
@@ -83,8 +83,8 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
   inner, outer = folder.resolve(), model_dir.resolve()
   if inner.is_relative_to(outer):
     raise CheckpointError(
-      f'{DIR} = {str(folder)!r} lies in MODEL_DIR = {str(model_dir)!r}: it must be a disk or the '
-      'memory of each host, which is quicker than the file system that all share.',
+      f'{DIR} = {str(folder)!r} is inside MODEL_DIR = {str(model_dir)!r}: it must be a disk or the '
+      'memory of each host, which is faster than the file system that all share.',
       fix=f"Set {DIR} = '/dev/shm/$USER', or a folder of the host's own disk.",
       parameters=(DIR, 'MODEL_DIR'),
       docs='checkpoints.md#local-steps',
@@ -93,8 +93,8 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
-  """What a process has found of its folder."""
+class _FolderState:
+  """The folder of one process: whether it can be written, and how many bytes are free."""
 
   folder: str
   problem: str
@@ -102,18 +102,19 @@ class _Found:
 
 
 def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Optional[str]) -> None:
-  """Raises CheckpointError, on all processes, unless every host can keep its local steps.
+  """Raises CheckpointError, on all processes, unless every host has room for local checkpoints.
 
   Args:
-    folder: of this process; it need not exist, and is not made.
+    folder: of this process; need not exist, and is not made.
     copies: who keeps what.
     hosts: of the processes.
-    run: whose files in it will be replaced; None for a new run.
+    run: name of the run, whose files there will be replaced; None for a new run.
   """
   found = [
-    _Found(**facts) for facts in distributed.gather_json(dataclasses.asdict(_look_at(folder, run)))
+    _FolderState(**facts)
+    for facts in distributed.gather_json(dataclasses.asdict(_look_at(folder, run)))
   ]
-  # One process alone may play the parts of several, in a test: they share its folder.
+  # In a test, one process simulates several: they share its folder.
   for index in range(len(hosts.keys)):
     host, each = hosts.names[index], found[index % len(found)]
     if each.problem:
@@ -127,18 +128,18 @@ def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Opti
     needed = SLOTS * copies.bytes_on_host(hosts, index)
     if each.free < needed:
       raise CheckpointError(
-        f'{DIR} = {each.folder!r} has {gigabytes(each.free)} free on {host}, and local steps '
-        f'take {gigabytes(needed)} there: {SLOTS} times {gigabytes(needed // SLOTS)}, two that '
-        'stay and one that is being written.',
-        fix=f'Make room, set {DIR} to a larger disk of the host, or train on more hosts; or set '
+        f'{DIR} = {each.folder!r} has {gigabytes(each.free)} free on {host}, and local '
+        f'checkpoints take {gigabytes(needed)} there: {SLOTS} times {gigabytes(needed // SLOTS)}, '
+        'two that stay and one that is being written.',
+        fix=f'Free space, set {DIR} to a larger disk of the host, or train on more hosts; or set '
         f'{DIR} = None and {PERIOD} = None.',
         parameters=(DIR,),
         docs='checkpoints.md#local-steps',
       )
 
 
-def _look_at(folder: pathlib.Path, run: Optional[str]) -> _Found:
-  """Returns whether files can be made where the folder is or will be, and how much fits there."""
+def _look_at(folder: pathlib.Path, run: Optional[str]) -> _FolderState:
+  """Returns whether files can be written where the folder is or will be, and how much fits."""
   there = next(f for f in (folder, *folder.parents) if f.exists())
   probe = there / f'.write_test_{os.getpid()}'
   try:
@@ -147,12 +148,12 @@ def _look_at(folder: pathlib.Path, run: Optional[str]) -> _Found:
     stats = os.statvfs(there)
     own = sum(path.stat().st_size for path in (folder / run).glob('step_*')) if run else 0
   except OSError as e:
-    return _Found(str(folder), e.strerror or str(e), 0)
+    return _FolderState(str(folder), e.strerror or str(e), 0)
   free = stats.f_bavail * stats.f_frsize
   available = available_memory() if _is_memory(there) else None
   if available is not None:  # a tmpfs may be larger than what the host has left
     free = min(free, available)
-  return _Found(str(folder), '', free + own)
+  return _FolderState(str(folder), '', free + own)
 
 
 def _is_memory(folder: pathlib.Path) -> bool:

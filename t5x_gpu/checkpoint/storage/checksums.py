@@ -1,12 +1,12 @@
-"""Checksums of arrays that are the same however an array is split: a sum over its elements.
+"""Checksums of arrays that do not depend on how an array is split: sums over its elements.
 
 Each element is mixed with its place in the whole array to 32 bits, in two ways, and the results are
-added up mod 2^32. So the sums of parts add up to that of the array, in any order and exactly: of
-the shards on devices, which XLA adds up, or of the pieces that a reader of files has in memory.
-They find damage; they do not stop somebody who wants two arrays to have the same sum.
+summed mod 2^32. So the sums of parts add up exactly to that of the array, in any order: of shards
+on devices, which XLA adds up, or of pieces that a reader of files has in memory. They find damage;
+they do not resist somebody who constructs two arrays with the same sum.
 
-The place of an element is two words, so that arrays may have more than 2^32 elements: a column, its
-index over the last dimensions that have fewer together, and a row, its index over the others.
+The place of an element is two words, so that arrays may have more than 2^32 elements: a column, the
+index over as many of the last dimensions as fit into 32 bits, and a row, the index over the others.
 Mixing: https://github.com/skeeto/hash-prospector#two-round-functions (lowbias32, a bijection).
 """
 
@@ -38,13 +38,13 @@ _BLOCK = 1 << 15  # elements; what NumPy works on stays in the cache of a core
 
 
 def recorded(manifest: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the checksums of arrays that a manifest has; none if it is older than they are."""
+  """Returns the checksums of arrays in a manifest; empty if it is older than checksums."""
   kept = manifest.get(KEY) or {}
   return kept['arrays'] if kept.get('method') == METHOD else {}
 
 
 def record(checksums: Mapping[str, str]) -> dict[str, Any]:
-  """Returns what a manifest says of these checksums."""
+  """Returns these checksums as a manifest records them."""
   return {KEY: {'method': METHOD, 'arrays': dict(checksums)}}
 
 
@@ -54,7 +54,7 @@ def to_text(sums: Sequence[Any]) -> str:
 
 
 def split_dims(shape: Sequence[int], *, most_columns: int = MOST_COLUMNS) -> int:
-  """Returns how many of the first dimensions number the row of an element; most often none."""
+  """Returns how many of the first dimensions make up the row of an element; usually none."""
   columns, rows = 1, len(shape)
   while rows and (columns * shape[rows - 1] <= most_columns or rows == len(shape)):
     rows -= 1
@@ -68,8 +68,8 @@ def split_dims(shape: Sequence[int], *, most_columns: int = MOST_COLUMNS) -> int
 def checksums_of(tree: Any) -> dict[str, str]:
   """Returns the checksum of every array of `tree` by its '/'-joined path, as the manifest has it.
 
-  Arrays may be split over devices and processes; every process gets all sums. The work is that of
-  reading the arrays once from device memory.
+  Arrays may be split over devices and processes; every process gets all sums. It costs reading the
+  arrays once from device memory.
   """
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
   names = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat]
@@ -82,15 +82,15 @@ def _texts(arrays: Mapping[str, Any]) -> dict[str, str]:
     if not _is_for_host(x):
       on_device[name] = device_sums(x)
       if jax.process_count() > 1:
-        # Processes with several CPU devices, which exchange the sums of several arrays at once,
-        # wait for each other forever now and then (jax 0.10.2, Gloo).
+        # Processes with several CPU devices sometimes deadlock if they exchange the sums of several
+        # arrays at once (jax 0.10.2, Gloo).
         jax.block_until_ready(on_device[name])
   texts = {name: to_text(both) for name, both in jax.device_get(on_device).items()}
   return {name: texts[name] if name in texts else _host_text(x) for name, x in arrays.items()}
 
 
 def _is_for_host(x: Any) -> bool:
-  """Returns whether the host is quicker: it need not compile a program for the shape."""
+  """Returns whether the host is faster: it need not compile a program for the shape."""
   return x.nbytes <= HOST_BYTES and (
     not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
   )
@@ -152,10 +152,10 @@ def _device_words(array: jax.Array) -> list[jax.Array]:
 
 
 def _mixed(bits: jax.Array, row: jax.Array, column: jax.Array) -> list[jax.Array]:
-  """Returns what elements add to either sum."""
+  """Returns what elements add to each of the two sums."""
   uint32 = jnp.uint32
   place = _lowbias32((row * uint32(_ROW)) ^ (column * uint32(_COLUMN) + uint32(1)))
-  # Different uses of the place: what cancels in one sum does not in the other.
+  # The place is used in two ways: what cancels in one sum does not in the other.
   return [_lowbias32(bits ^ place), _lowbias32(bits + place * uint32(_LANE))]
 
 
@@ -169,11 +169,11 @@ def _lowbias32(x: jax.Array) -> jax.Array:
 
 
 class HostSums:
-  """The sums of an array that is seen in parts, each element once.
+  """The sums of an array that is added in parts, each element once.
 
   Args:
     shape: of the whole array.
-    start: text of the sums of the parts that have been seen by now.
+    start: text of the sums of the parts that were added before.
     most_columns: see `split_dims`.
   """
 
@@ -183,10 +183,10 @@ class HostSums:
     self._sums = [int(start[:8], 16), int(start[8:], 16)] if start else [0, 0]
 
   def add(self, part: np.ndarray, offset: Sequence[int] = ()) -> None:
-    """Adds a part of the array, which lies at `offset` (the origin by default)."""
+    """Adds a part of the array that starts at `offset` (the origin by default)."""
     offset = tuple(offset) or (0,) * len(self._shape)
     words = _host_words(part)
-    # Block by block of whole innermost rows: no array of indices as large as the part.
+    # In blocks of whole innermost rows, to avoid an array of indices as large as the part.
     inner = part.shape[-1] if part.ndim else 1
     outer = part.shape[:-1]
     if not part.size:
@@ -213,7 +213,7 @@ class HostSums:
   def _add_block(
     self, bits: np.ndarray, rows: np.ndarray, columns: np.ndarray, buffers: Sequence[np.ndarray]
   ) -> None:
-    """Adds what `_mixed` gives, in memory that is there: twice as fast, 620 MB a second."""
+    """Adds what `_mixed` returns, in preallocated memory: twice as fast, 620 MB/s."""
     place, x, scratch = buffers
     np.multiply(columns, np.uint32(_COLUMN), out=place)
     np.add(place, np.uint32(1), out=place)
@@ -230,7 +230,7 @@ class HostSums:
   def add_at(self, place: Sequence[slice | int], part: np.ndarray) -> None:
     """Adds the part that is indexed by `place`: whole numbers and slices without steps."""
     place = (*place, *[slice(None)] * (len(self._shape) - len(place)))
-    # An index takes a dimension away, a slice of one does not.
+    # An index drops its dimension, a slice of one does not.
     shape = [
       1 if isinstance(i, int) else len(range(*i.indices(n))) for i, n in zip(place, self._shape)
     ]
@@ -279,10 +279,10 @@ def _host_words(array: np.ndarray) -> list[np.ndarray]:
 
 
 def check_restored(tree: Any, manifest: Mapping[str, Any], *, step: int, prefix: str = '') -> None:
-  """Raises ValueError if the values of a restored tree are not those that were saved.
+  """Raises ValueError if the values of a restored tree differ from those that were saved.
 
-  All arrays of a small tree are looked at, else a few, which the step chooses. A manifest without
-  checksums is noted in the log.
+  Checks all arrays of a small tree, else a few that depend on the step. Logs if the manifest has no
+  checksums.
 
   Args:
     tree: as restored, on any mesh.
@@ -293,14 +293,12 @@ def check_restored(tree: Any, manifest: Mapping[str, Any], *, step: int, prefix:
   want = recorded(manifest)
   if not want:
     _log.info(
-      'checkpoint_%d has no checksums, as it is older than they are: its values are taken '
-      'as they are read.',
-      step,
+      'checkpoint_%d is from before checkpoints had checksums: its values are not checked.', step
     )
     return
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
   arrays = {prefix + jax.tree_util.keystr(path, simple=True, separator='/'): x for path, x in flat}
-  # Read as another dtype, it has other bits.
+  # An array that is read with another dtype has other bits.
   known = sorted(
     n
     for n, x in arrays.items()

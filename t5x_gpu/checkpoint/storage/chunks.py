@@ -1,4 +1,4 @@
-"""How arrays are cut into chunks on disk. A chunk is read as a whole."""
+"""How arrays are divided into chunks on disk. A chunk is read as a whole."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-CHUNK_BYTES = 64 << 20  # of a run's checkpoints; what reads them in pieces needs some of these
+CHUNK_BYTES = 64 << 20  # of a run's checkpoints; readers hold a few chunks in memory
 _MUCH_SMALLER = 16
 
 Shape = tuple[int, ...]
@@ -22,7 +22,7 @@ def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, .
 
 
 def smaller_chunk(chunk: Sequence[int], *, itemsize: int, most_bytes: int) -> Shape:
-  """Returns a chunk of at most so many bytes (or one element): its first dimensions are cut."""
+  """Returns a chunk of at most `most_bytes` (or one element), by dividing its first dimensions."""
   out = list(chunk)
   for d in range(len(out)):
     rest = math.prod(out[d + 1 :]) * itemsize
@@ -36,7 +36,7 @@ def smaller_chunk(chunk: Sequence[int], *, itemsize: int, most_bytes: int) -> Sh
 def piece_shape(
   shape: Sequence[int], chunk: Sequence[int], *, itemsize: int, most_bytes: int
 ) -> Shape:
-  """Returns what to read at once: whole chunks, as many as have so many bytes, or part of one."""
+  """Returns the shape to read at once: as many whole chunks as fit `most_bytes`, or part of one."""
   if math.prod(chunk) * itemsize > most_bytes:
     return smaller_chunk(chunk, itemsize=itemsize, most_bytes=most_bytes)
   out = [min(c, n) for c, n in zip(chunk, shape)]
@@ -49,9 +49,9 @@ def piece_shape(
 def save_args(state: Any) -> Any:
   """Returns Orbax's arguments for a state: a shard becomes chunks of CHUNK_BYTES at most.
 
-  Left to itself, Orbax writes a shard as one chunk: all layers of a parameter, with one device. It
-  cuts dimensions down to divisors, the largest first. Where that ends in crumbs (a vocabulary of a
-  prime size) the shard stays whole.
+  By default, Orbax writes a shard as one chunk: with one device, all layers of a parameter. Given a
+  size, it divides dimensions by divisors, the largest first. Where that ends in tiny chunks (a
+  vocabulary of a prime size), the shard stays whole.
   """
 
   def of(x: Any) -> ocp.SaveArgs:  # an array of NumPy has no shards
@@ -73,7 +73,7 @@ def chunk_of_shard(shape: Sequence[int], shard: Sequence[int], *, itemsize: int)
 
 
 def _as_orbax_cuts(shape: Sequence[int], shard: Sequence[int], most: int) -> Shape:
-  """Returns the chunk that Orbax will choose: dimensions that are split already come first."""
+  """Returns the chunk that Orbax will choose: it divides sharded dimensions first."""
   chunk, split = list(shard), [a != b for a, b in zip(shape, shard)]
   while math.prod(chunk) > most:
     dims = [d for d, n in enumerate(chunk) if n > 1 and split[d]]

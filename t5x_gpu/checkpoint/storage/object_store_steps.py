@@ -1,9 +1,9 @@
-"""Checkpoints in object storage: which are there, how one begins, and how it ends.
+"""Checkpoints in object storage: which exist, how a save begins, and how it ends.
 
-Nothing can be renamed there, so a checkpoint is written under its own name, and its last object
-makes it one: `commit_success.txt`, Orbax's name for it. Its first object, `under_way.json`, says
-who writes it, so that what a kill has left can be told from what somebody else has put there; it is
-the last to go when a checkpoint is removed. All other objects are those of a checkpoint on disk.
+Nothing can be renamed there, so a checkpoint is written under its final name. The last object,
+`commit_success.txt` (Orbax's name), commits it. The first object, `under_way.json`, names the
+writer: it distinguishes what a kill left from what somebody else put there, and is removed last
+when a checkpoint is removed. All other objects are those of a checkpoint on disk.
 """
 
 import json
@@ -21,7 +21,7 @@ _AFTER_PREFIX = 'checkpoint`'  # the next character after '_'
 
 
 def _marks(folder: RemotePath) -> dict[int, set[str]]:
-  """Returns step -> which of the names above are in its folder, for all that begin like one."""
+  """Returns step -> which of the names above are in its folder, committed or not."""
   found: dict[int, set[str]] = {}
   for name in folder.files(first=_PREFIX, stop=_AFTER_PREFIX):
     match = re.fullmatch(rf'{_PREFIX}(0|[1-9][0-9]*)/(.*)', name)
@@ -31,16 +31,16 @@ def _marks(folder: RemotePath) -> dict[int, set[str]]:
 
 
 def remote_steps(folder: RemotePath) -> list[int]:
-  """Returns the steps of the checkpoints in `folder`, oldest first; saves cut short are none."""
+  """Returns the steps of the committed checkpoints in `folder`, oldest first."""
   return sorted(
     step for step, marks in _marks(folder).items() if COMMIT in marks and SET_ASIDE not in marks
   )
 
 
 def remove_left_over(folder: RemotePath) -> list[int]:
-  """Removes what kills have left of saves and removals; returns the steps.
+  """Removes what kills left of saves and removals; returns the steps.
 
-  To be called by who holds the lock of `folder`.
+  The caller holds the lock of `folder`.
   """
   left = sorted(
     step for step, marks in _marks(folder).items() if UNDER_WAY in marks and COMMIT not in marks
@@ -51,9 +51,9 @@ def remove_left_over(folder: RemotePath) -> list[int]:
 
 
 def begin(path: RemotePath) -> None:
-  """Makes sure that nothing is at `path`, and says that a checkpoint is on its way there.
+  """Marks `path` as a checkpoint that is being written.
 
-  What could not be read, and was set aside, makes room.
+  Replaces a checkpoint that was set aside as unreadable.
 
   Raises:
     CheckpointError: there is a checkpoint, or something else.
@@ -65,7 +65,7 @@ def begin(path: RemotePath) -> None:
       + (
         'exists and was not overwritten.'
         if COMMIT in names
-        else f'has {len(names)} objects that are no checkpoint: {COMMIT} is missing. '
+        else f'has {len(names)} objects, but is not a checkpoint: {COMMIT} is missing. '
         'Nothing was overwritten.'
       ),
       fix='Continue from the latest checkpoint, move that one away, or set another MODEL_DIR.',
@@ -84,21 +84,20 @@ def _claim(path: RemotePath) -> None:
 
 
 def commit(path: RemotePath) -> None:
-  """Makes what was written a checkpoint; everything else must be there by now."""
+  """Commits a checkpoint; everything else must be written by now."""
   (path / COMMIT).write_text(f'Committed {_now()}.\n')
   (path / UNDER_WAY).unlink(missing_ok=True)
 
 
 def remove(path: RemotePath) -> None:
-  """Removes a checkpoint; after a kill it is none, and `remove_left_over` does the rest."""
+  """Removes a checkpoint; after a kill it is uncommitted, and `remove_left_over` does the rest."""
   _claim(path)
   (path / COMMIT).unlink(missing_ok=True)
   path.remove_tree(last=[UNDER_WAY])
 
 
 def set_aside(path: RemotePath, reason: str) -> None:
-  """Makes a checkpoint that cannot be read count no more; its objects stay until its step is saved
-  again."""
+  """Makes an unreadable checkpoint not count; its objects stay until its step is saved again."""
   (path / SET_ASIDE).write_text(f'{_now()}: {reason}\n')
 
 

@@ -1,8 +1,9 @@
-"""What Orbax leaves behind when one of the reads or writes of a checkpoint fails.
+"""Everything that relies on private parts of Orbax (0.12.8). Each entry names the public
+API that would replace it.
 
-It closes its event loop without cancelling the others (asyncio_utils.run_sync). They end when
-TensorStore has done what they wait for, and each would print a stack of its own: of a save, at any
-time, as that goes on in the background.
+Orbax closes its event loop when one of the reads or writes of a checkpoint fails, without
+cancelling the others (asyncio_utils.run_sync). Those end when TensorStore is done with them, and
+each would print a stack: for a save, at any time, as it runs in the background.
 """
 
 import contextlib
@@ -14,16 +15,58 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
+import orbax.checkpoint as ocp
+
+# What `_CHECKPOINT_METADATA` names as the writers of our items. Missing: public names for them.
+_HANDLERS = 'orbax.checkpoint._src.handlers.'
+HANDLERS = {
+  'data': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
+  'manifest': f'{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler',
+  'state': f'{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler',
+}
 GIVEN_UP_SECONDS = 5
 _ORBAX = f'{os.sep}orbax{os.sep}'
 _LOOP_IS_CLOSED = 'Event loop is closed'
 
 
+class Deleter(Protocol):
+  """What a CheckpointManager deletes old checkpoints with."""
+
+  def delete(self, step: int) -> None: ...
+  def delete_steps(self, steps: list[int]) -> None: ...
+  def close(self) -> None: ...
+
+
+def set_deleter(manager: ocp.CheckpointManager, deleter: Deleter) -> None:
+  """Makes `manager` delete old checkpoints with `deleter`.
+
+  Missing: an option for it. Orbax's own deleter either deletes in place, so a kill can leave half
+  of a checkpoint, or renames without deleting (`todelete_subdir`).
+  """
+  manager._checkpoint_deleter = deleter
+
+
+def save_has_failed(manager: ocp.CheckpointManager) -> bool:
+  """Returns whether the save in the background has failed by now.
+
+  Missing: a `check_for_errors` that reports it. Today's stays silent until `wait_until_finished`,
+  as the thread that commits has taken the error.
+  """
+  return bool(
+    manager._finalize_thread.map(
+      lambda thread: thread is not None and not thread.is_alive() and thread.exception
+    )
+  )
+
+
+# Missing, for all of the following: Orbax cancels and awaits the reads or writes that it gives up.
+
+
 @contextlib.contextmanager
-def silent_left_over() -> Iterator[None]:
-  """From now on, what Orbax leaves behind ends in silence; within, also what has not even begun."""
+def silence_abandoned_work() -> Iterator[None]:
+  """From now on, work that Orbax abandons ends silently; within the block also what never began."""
   logging.getLogger('absl').addFilter(_drop_stacks)
   logging.getLogger('asyncio').addFilter(_drop_tasks)
   if not isinstance(sys.unraisablehook, _DropCallbacks):
@@ -33,19 +76,31 @@ def silent_left_over() -> Iterator[None]:
     yield
 
 
+def wait_for_abandoned_reads() -> None:
+  """Returns once the reads that Orbax abandoned have ended; after a few seconds at the latest.
+
+  Call it within `silence_abandoned_work`, after the `except` block, which still holds them.
+  """
+  deadline = time.monotonic() + GIVEN_UP_SECONDS
+  gc.collect()
+  while time.monotonic() < deadline and any(_is_of_orbax(o) for o in gc.get_objects()):
+    time.sleep(0.01)
+    gc.collect()
+
+
 def _drop_stacks(record: logging.LogRecord) -> bool:
-  """Orbax logs an error's stack once per layer, and then raises it: ours then says it once."""
+  """Orbax logs an error's stack once per layer, and then raises it; we report it once."""
   return not (record.exc_info and _ORBAX in record.pathname)
 
 
 def _drop_tasks(record: logging.LogRecord) -> bool:
-  """Of a task whose exception nobody has taken asyncio tells where it is defined."""
+  """asyncio names the source file of a task whose exception nobody retrieved."""
   return _ORBAX not in record.getMessage()
 
 
 class _DropCallbacks:
-  """sys.unraisablehook without what TensorStore's threads tell a loop that is closed, and without
-  reads of Orbax that are thrown away before they end.
+  """sys.unraisablehook without callbacks of TensorStore into a closed loop, and without reads of
+  Orbax that are thrown away before they end.
   """
 
   def __init__(self, hook: Any):
@@ -63,15 +118,3 @@ class _DropCallbacks:
 def _is_of_orbax(o: Any) -> bool:
   # Not isinstance: it asks for __class__, and objects of torch answer with a warning.
   return type(o) is types.CoroutineType and _ORBAX in o.cr_code.co_filename
-
-
-def let_go_of_reads() -> None:
-  """Returns once the reads that Orbax left are gone; after a few seconds at the latest.
-
-  To be called within `silent_left_over`.
-  """
-  deadline = time.monotonic() + GIVEN_UP_SECONDS
-  gc.collect()
-  while time.monotonic() < deadline and any(_is_of_orbax(o) for o in gc.get_objects()):
-    time.sleep(0.01)
-    gc.collect()

@@ -1,13 +1,10 @@
-"""Where checkpoints lie: folders of this machine, or object storage (`s3://`, `gs://`).
+"""Where checkpoints are: folders of this machine, or object storage (`s3://`, `gs://`).
 
-The only place that knows the difference. A `RemotePath` has those methods of `pathlib.Path` that
-readers of checkpoints call, and is no os.PathLike: what can only deal with files cannot take it for
-one. TensorStore talks to the storage, for arrays and for small objects alike, so nothing else needs
-to be installed. Secrets are read by it, from the environment or from files; they pass through no
-string of ours.
+Only this module knows the difference. A `RemotePath` has those methods of `pathlib.Path` that
+readers of checkpoints call, but is not an os.PathLike, so that functions for files refuse it.
+TensorStore talks to the storage, for arrays and small objects alike, so nothing else needs to be
+installed. It reads secrets from the environment or from files; our code never holds them.
 Source: https://google.github.io/tensorstore/kvstore/s3/index.html and .../gcs/index.html
-
-What object storage answers, as errors that say what to do; no secret is in any of them.
 """
 
 import dataclasses
@@ -23,117 +20,34 @@ from typing import Any, Union
 
 import tensorstore as ts
 
-from t5x_gpu.errors import CheckpointError, ConfigError, UserError
-
-S3, GS = 's3', 'gs'
-
-
-class StorageError(CheckpointError):
-  """Storage has refused a request, or not answered: what lies there may be whole."""
-
-
-# Read by TensorStore, but for the endpoint and the region, which are passed on to it.
-VARIABLES = {
-  S3: (
-    'AWS_ACCESS_KEY_ID',
-    'AWS_SECRET_ACCESS_KEY',
-    'AWS_SESSION_TOKEN',
-    'AWS_PROFILE',
-    'AWS_REGION',
-    'AWS_ENDPOINT_URL_S3',
-    'AWS_ENDPOINT_URL',
-  ),
-  GS: ('GOOGLE_APPLICATION_CREDENTIALS', 'TENSORSTORE_GCS_HTTP_URL'),
-}
-_SECRET = (
-  'AWS_ACCESS_KEY_ID',
-  'AWS_SECRET_ACCESS_KEY',
-  'AWS_SESSION_TOKEN',
-  'GOOGLE_AUTH_TOKEN_FOR_TESTING',
+from t5x_gpu.checkpoint.storage.storage_errors import (
+  GS,
+  S3,
+  is_outage,
+  storage_error,
+  without_secrets,
 )
+from t5x_gpu.errors import ConfigError
 
-
-def without_secrets(text: str) -> str:
-  """Returns `text` without keys of the environment, and without user:password@ in addresses."""
-  text = re.sub(r'(\w[\w+.-]*://)[^/\s\'"]*@', r'\1***@', text)
-  for value in filter(None, map(os.environ.get, _SECRET)):
-    text = text.replace(value, '***')
-  return text
-
-
-def reason_of(error: Exception) -> str:
-  """Returns why TensorStore has failed: its first line, without the server's whole answer."""
-  text = str(error).split('\n')[0]
-  return without_secrets(re.split(r' ?\[\w[\w-]*=', text)[0])[:300]
-
-
-def is_outage(error: Exception) -> bool:
-  """Returns whether storage has refused or not answered: this says nothing of what lies there."""
-  if isinstance(error, CheckpointError):
-    return False
-  return bool(
-    re.match(
-      'UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|ABORTED|'
-      'INTERNAL|CANCELLED|RESOURCE_EXHAUSTED',
-      str(error),
-    )
-  )
-
-
-def storage_error(error: Exception, what: str, scheme: str) -> CheckpointError:
-  """Returns the error for a request that storage has refused or not answered.
-
-  Args:
-    error: TensorStore's.
-    what: has failed, 's3://bucket/run cannot be written'.
-    scheme: of the address.
-  """
-  if isinstance(error, UserError):
-    return error
-  text = str(error)
-  names = VARIABLES[scheme]
-  have = [name for name in names if os.environ.get(name)]
-  read = (
-    f'Read from the environment: {", ".join(names)} (set: {", ".join(have) or "none"}); '
-    'then from the files and the machine that the command line of this storage uses.'
-  )
-  if 'NoSuchBucket' in text or ('NOT_FOUND' in text and 'bucket' in text):
-    fix = 'Make the bucket, or correct its name. The endpoint may be another server.\n' + read
-  elif re.search(r'PERMISSION_DENIED|UNAUTHENTICATED|redential|AccessDenied|\'40[13]\'', text):
-    fix = 'Give keys that may list, read, write and delete there.\n' + read
-  else:
-    fix = (
-      'The server was asked several times. Look at the network, and at the endpoint if there '
-      'is one.\n' + read
-    )
-  return StorageError(
-    f'{without_secrets(what)}: {reason_of(error)}.',
-    fix=fix,
-    parameters=('MODEL_DIR',),
-    docs='checkpoints.md#object-storage',
-  )
-
-
-# 0.5 + 1 + 2 + 4 + 8 + 16 + 16 + 16 s: a minute of outage passes unnoticed. TensorStore's own
-# default would hang for a quarter of an hour before it says that nobody answers.
+# 0.5 + 1 + 2 + 4 + 8 + 16 + 16 + 16 s: an outage of a minute passes unnoticed. TensorStore's own
+# default would hang for a quarter of an hour before it reports that nobody answers.
 RETRIES = {'max_retries': 8, 'initial_delay': '500ms', 'max_delay': '16s'}
-# After that it is asked once: what a run does to leave must not take minutes more.
+# This long after an outage, requests are not repeated: a run must not take minutes more to exit.
 _SOON_SECONDS = 60.0
-INDEX_CACHE_BYTES = 64 << 20  # of indices of arrays, which every array is looked up in
+INDEX_CACHE_BYTES = 64 << 20  # of the index in which every array is looked up
 
 
 @dataclasses.dataclass(frozen=True)
 class RemotePath:
   """A place in object storage, as `pathlib.Path` is one on a disk.
 
-  There are no folders there, only objects whose names have slashes: making one does nothing, and
-  one exists if something is in it. What fails for another reason than a missing object raises
-  CheckpointError, which says what to do.
+  There are no folders, only objects whose names have slashes: mkdir does nothing, and a folder
+  exists if something is in it. Any failure but a missing object raises CheckpointError with a fix.
 
   Attributes:
     scheme: 's3' or 'gs'.
     bucket: its name.
-    key: what follows, without slashes at its ends.
+    key: what follows, without slashes at the ends.
   """
 
   scheme: str
@@ -164,7 +78,7 @@ class RemotePath:
     return self
 
   def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-    """Does nothing: an object brings its folders with it."""
+    """Does nothing: there are no folders."""
 
   def is_file(self) -> bool:
     return self._ask('read', lambda: self._above.read(self.name)).state == 'value'
@@ -190,7 +104,7 @@ class RemotePath:
     return self.read_bytes().decode(encoding)
 
   def write_bytes(self, data: bytes) -> int:
-    """Writes an object; it is there as a whole or not at all."""
+    """Writes an object, all of it or nothing."""
     self._ask('written', lambda: self._above.write(self.name, data))
     return len(data)
 
@@ -198,7 +112,7 @@ class RemotePath:
     return self.write_bytes(text.encode(encoding))
 
   def swap(self, before: str, after: str) -> bool:
-    """Returns whether the object was `before`, and is `after` now; nobody can come between."""
+    """Replaces `before` by `after` atomically; returns whether the object was `before`."""
     found = self._ask('read', lambda: self._above.read(self.name))
     if found.value != before.encode():
       return False
@@ -213,7 +127,7 @@ class RemotePath:
     self._ask('removed', lambda: self._above.write(self.name, None))
 
   def remove_tree(self, *, last: Sequence[str] = ()) -> None:
-    """Removes all objects in this folder, those that `last` names after the others."""
+    """Removes all objects in this folder, those in `last` after the others."""
     for names in ([n for n in self.files() if n not in last], last):
       store = kvstore(self)
       for future in [store.write(name, None) for name in names]:
@@ -237,11 +151,11 @@ AnyPath = Union[pathlib.Path, RemotePath]
 
 
 def as_path(text: Union[str, os.PathLike, RemotePath], *, parameter: str = '') -> AnyPath:
-  """Returns a place that a person has named; a folder of this machine is made absolute.
+  """Returns a user's folder or address as a path; a folder of this machine becomes absolute.
 
   Args:
     text: a folder, `s3://BUCKET/FOLDER` or `gs://BUCKET/FOLDER`.
-    parameter: of gin, to be named in errors.
+    parameter: of gin, for errors.
   Raises:
     ConfigError: an address of another kind, or without a folder.
   """
@@ -285,8 +199,8 @@ def local_path(text: Union[str, os.PathLike, RemotePath], *, what: str) -> pathl
   """Returns a folder of this machine, absolute; raises ConfigError for object storage.
 
   Args:
-    text: what a person has named.
-    what: takes folders alone, 'average --to'.
+    text: what the user gave.
+    what: accepts folders only, 'average --to'.
   """
   path = as_path(text)
   if isinstance(path, RemotePath):
@@ -307,7 +221,7 @@ def is_remote(path: AnyPath) -> bool:
 
 
 def kvstore_spec(folder: AnyPath) -> dict[str, Any]:
-  """Returns TensorStore's description of a folder; no secret is in it."""
+  """Returns TensorStore's spec of a folder; it contains no secret."""
   if not isinstance(folder, RemotePath):
     return {'driver': 'file', 'path': f'{folder}/'}
   path = f'{folder.key}/' if folder.key else ''
@@ -318,10 +232,10 @@ def kvstore_spec(folder: AnyPath) -> dict[str, Any]:
   region = os.environ.get('AWS_REGION') or os.environ.get('AWS_DEFAULT_REGION')
   if endpoint:
     spec['endpoint'] = _checked_endpoint(endpoint)
-    region = region or 'us-east-1'  # what servers other than Amazon's take for granted
+    region = region or 'us-east-1'  # what servers other than Amazon's assume
   if region:
     spec['aws_region'] = region
-  # Left to itself, it prints a page of complaints about files that nobody has written.
+  # Otherwise it prints a page of warnings about configuration files that do not exist.
   if os.environ.get('AWS_ACCESS_KEY_ID'):
     spec['aws_credentials'] = {'type': 'environment'}
   return spec
@@ -331,8 +245,8 @@ def _checked_endpoint(endpoint: str) -> str:
   parts = urllib.parse.urlsplit(endpoint)
   if parts.scheme not in ('http', 'https') or not parts.hostname or '@' in parts.netloc:
     raise ConfigError(
-      f'AWS_ENDPOINT_URL = {without_secrets(endpoint)!r} is no address of a server.',
-      fix='Write http://HOST:PORT or https://HOST. Keys belong into AWS_ACCESS_KEY_ID and '
+      f'AWS_ENDPOINT_URL = {without_secrets(endpoint)!r} is not the address of a server.',
+      fix='Write http://HOST:PORT or https://HOST. Keys belong in AWS_ACCESS_KEY_ID and '
       'AWS_SECRET_ACCESS_KEY.',
       docs='checkpoints.md#object-storage',
     )
@@ -340,7 +254,7 @@ def _checked_endpoint(endpoint: str) -> str:
 
 
 def context(*, cache_bytes: int = 0) -> ts.Context:
-  """Returns limits for TensorStore: memory for chunks, tries where a server does not answer."""
+  """Returns limits for TensorStore: memory for chunks, retries if a server does not answer."""
   return ts.Context(
     {
       'cache_pool': {'total_bytes_limit': cache_bytes},

@@ -1,8 +1,8 @@
-"""Do all processes see one MODEL_DIR? Found at the start, not by a hang in the first save.
+"""Checks at the start that all processes see one MODEL_DIR; else the first save would hang.
 
-Process 0 writes a file with a name that nobody has looked up before, and all others look for it.
-A client of NFS may keep attributes of folders for a minute (acdirmax): reading the folders above
-makes it ask the server, and the name itself is in no cache.
+Process 0 writes a file with a new name, and all others look for it. An NFS client may cache
+attributes of folders for a minute (acdirmax): reading the parent folders makes it ask the server,
+and a new name is not in its cache.
 """
 
 import contextlib
@@ -18,25 +18,24 @@ from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import who_text
 
-# Longer than a file server in trouble takes; whoever sees the file at once does not wait.
+# Longer than a slow file server takes. A process that sees the file at once does not wait.
 LOOK_SECONDS = 20.0
 _POLL_SECONDS = 0.1
 
 
 def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = False) -> AnyPath:
-  """Returns MODEL_DIR as a path, once all processes see the same folder.
+  """Returns MODEL_DIR as a path, after checking that all processes see the same folder.
 
-  Object storage is looked at in the same way: hosts may talk to different servers. A single process
-  does nothing.
+  Object storage is checked, too: hosts may talk to different servers. A single process checks
+  nothing.
 
   Args:
     model_dir: of the run.
-    dry_run: remove the folder if it did not exist. Else it stays: a folder that is removed and made
-      again gives other hosts stale handles.
+    dry_run: remove the folder again if it did not exist. A run keeps it: a folder that is removed
+      and made again gives other hosts stale handles.
   Raises:
     ConfigError: an address that is not supported.
-    CheckpointError: process 0 cannot write there, or other processes do not see what it wrote; on
-      all processes.
+    CheckpointError: process 0 cannot write there, or others do not see its file; on all processes.
   """
   folder = as_path(model_dir, parameter='train.model_dir')
   if distributed.process_count() > 1:
@@ -50,7 +49,7 @@ def shared_model_dir(model_dir: str | os.PathLike | AnyPath, *, dry_run: bool = 
 
 @contextlib.contextmanager
 def _nonce(folder: AnyPath, *, dry_run: bool) -> Iterator[str]:
-  """Yields the name of a file that process 0 has written into the folder; removes it at the end."""
+  """Yields the name of a file that process 0 wrote into the folder; removes it at the end."""
   name, made = '', []
   try:
     if distributed.is_main_process():
@@ -70,7 +69,7 @@ def _nonce(folder: AnyPath, *, dry_run: bool) -> Iterator[str]:
 
 
 def _sees(folder: AnyPath, name: str) -> bool:
-  """Returns whether this process finds the file, after some patience."""
+  """Returns whether this process sees the file within `LOOK_SECONDS`."""
   deadline = time.monotonic() + LOOK_SECONDS
   while True:
     if not isinstance(folder, RemotePath):
@@ -84,7 +83,7 @@ def _sees(folder: AnyPath, name: str) -> bool:
 
 
 def _refresh(folder: pathlib.Path) -> None:
-  """Reads the beginning of each folder above, so that NFS asks the server what is there."""
+  """Reads the beginning of each parent folder, so that NFS asks the server."""
   for above in (*reversed(folder.parents), folder):
     with contextlib.suppress(OSError), os.scandir(above) as entries:
       next(entries, None)

@@ -7,8 +7,8 @@ from typing import Any, Optional
 from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY
 from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, StateReader, find_checkpoint
 from t5x_gpu.checkpoint.manifest import STARTED_FROM
-from t5x_gpu.checkpoint.model_dir import read_saved
 from t5x_gpu.checkpoint.run_files import GIN_FILES
+from t5x_gpu.checkpoint.saved_checkpoint import read_saved
 from t5x_gpu.checkpoint.storage.checksums import recorded
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
 

@@ -9,15 +9,15 @@ import os
 import pathlib
 from collections.abc import Callable
 
-from t5x_gpu.checkpoint.model_dir import (
+from t5x_gpu.checkpoint.retention import Keep
+from t5x_gpu.checkpoint.run_lock import RunLock
+from t5x_gpu.checkpoint.saved_checkpoint import (
   UNREADABLE,
   checkpoint_path,
   committed_steps,
+  error_line,
   read_saved,
-  why,
 )
-from t5x_gpu.checkpoint.retention import Keep
-from t5x_gpu.checkpoint.run_lock import RunLock
 from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.checkpoint.storage.removal import finish_removals, remove_checkpoint
 from t5x_gpu.errors import CheckpointError
@@ -55,7 +55,7 @@ def plan_prune(model_dir: str | os.PathLike, keep: Keep) -> PrunePlan:
       if value is not None:
         values[step] = value
     except UNREADABLE as e:
-      kept[step] = f'cannot be read as a checkpoint ({why(e)}), so it is left alone'
+      kept[step] = f'cannot be read as a checkpoint ({error_line(e)}), so it is left alone'
   if not steps:
     raise CheckpointError(
       f'{folder} has no checkpoint.',

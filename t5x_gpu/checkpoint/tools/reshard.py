@@ -19,7 +19,8 @@ from t5x_gpu.checkpoint.schemas import DATA, TREE
 from t5x_gpu.checkpoint.storage.atomic_folder import Journal, RemoteJournal, open_journal
 from t5x_gpu.checkpoint.storage.checksums import HostSums, record
 from t5x_gpu.checkpoint.storage.chunks import boxes, piece_shape
-from t5x_gpu.checkpoint.storage.paths import AnyPath, StorageError
+from t5x_gpu.checkpoint.storage.paths import AnyPath
+from t5x_gpu.checkpoint.storage.storage_errors import StorageError
 from t5x_gpu.checkpoint.tools.reshard_plan import (
   ReshardPlan,
   ReshardRequest,
@@ -89,6 +90,7 @@ def _copy(
   """Writes all arrays, from the journal's position on; returns their checksums."""
   entry = journal.entry or {'pieces': 0, 'array': '', 'read': '', 'written': '', 'checksums': {}}
   if journal.entry is None:
+    writer.flush()  # the arrays exist before the journal says so
     journal.note(entry)
   checksums, skipped = dict(entry['checksums']), entry['pieces']
   done = _bytes_of_first(reader, plan, skipped)

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 
 from t5x_gpu.checkpoint.arrays.state_reader import PIECE_BYTES, StateReader
-from t5x_gpu.checkpoint.model_dir import check_no_outage, why
+from t5x_gpu.checkpoint.model_dir import check_no_outage
+from t5x_gpu.checkpoint.saved_checkpoint import error_line
 from t5x_gpu.checkpoint.storage.checksums import HostSums, recorded
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.errors import CheckpointError
@@ -56,7 +57,7 @@ def verify(
         advance(values.nbytes)
     except (ValueError, OSError) as e:  # from TensorStore: corrupt or missing data
       check_no_outage(e, reader.path)
-      return f'cannot be read: {why(e)}'
+      return f'cannot be read: {error_line(e)}'
     if name in want and str(sums) != want[name]:
       return f'has other values than were saved: its checksum is {sums}, not {want[name]}'
     return ''
@@ -78,7 +79,7 @@ def damage_named(name: str, where: AnyPath) -> Iterator[None]:
   except ValueError as e:  # from TensorStore: corrupt or truncated data
     check_no_outage(e, where)
     raise CheckpointError(
-      f'{name} of {where} cannot be read: {why(e)}',
+      f'{name} of {where} cannot be read: {error_line(e)}',
       fix=_FIX.format(where),
       docs='checkpoints.md#checksums',
     ) from e

@@ -11,10 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Optional, Protocol
 
-from jax._src import distributed as jax_distributed  # no public way to the key-value store
-from jax._src import lib as jax_lib
-
-from t5x_gpu.runtime.cluster import addresses
+from t5x_gpu.runtime.cluster import addresses, jax_internals
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +89,7 @@ class _JaxStore:
 
 def coordination_store() -> Optional[Store]:
   """Returns the key-value store of `jax.distributed`, or None for a single process."""
-  state = jax_distributed.global_state
+  state = jax_internals.distributed_state()
   return _JaxStore(state.client, state.coordinator_address) if state.client else None
 
 
@@ -104,7 +101,7 @@ def exchange(value: Any) -> list[Any]:
   Args:
     value: anything that JSON can hold.
   """
-  state, key = jax_distributed.global_state, f't5x_gpu_exchange/{next(_rounds)}'
+  state, key = jax_internals.distributed_state(), f't5x_gpu_exchange/{next(_rounds)}'
   state.client.key_value_set(f'{key}/{state.process_id}', json.dumps(value))
   values = [
     json.loads(state.client.blocking_key_value_get(f'{key}/{i}', _EXCHANGE_SECONDS * 1000))
@@ -124,7 +121,7 @@ def let_gloo_listen_on(host: str) -> None:
   There is no public way to it. JAX makes gloo for runs on GPUs as well, which do not need it, so
   gloo keeps its own choice, and the log says so, where it does not take the address.
   """
-  make = getattr(getattr(jax_lib, '_jax', None), 'make_gloo_tcp_collectives', None)
+  make = jax_internals.gloo_maker()
   if make is None:
     _log.info('This jaxlib has no make_gloo_tcp_collectives: gloo listens where it chooses.')
     return
@@ -136,4 +133,4 @@ def let_gloo_listen_on(host: str) -> None:
       _log.warning('gloo cannot listen on %s, and chooses an address itself: %s', host, e)
       return make(*args, **kwargs)
 
-  jax_lib._jax.make_gloo_tcp_collectives = make_on_host
+  jax_internals.set_gloo_maker(make_on_host)

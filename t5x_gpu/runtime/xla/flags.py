@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, MutableMapping
 from typing import Optional
 
 from t5x_gpu.runtime import gpus
+from t5x_gpu.runtime.cluster import jax_internals
 from t5x_gpu.runtime.xla import probe as xla_probe
 from t5x_gpu.runtime.xla.applied import Applied
 from t5x_gpu.runtime.xla.presets import XlaPreset, select
@@ -109,7 +110,7 @@ def _find_gpus(
 
 
 def _too_late(live: bool) -> list[str]:
-  if not (live and _backend_started()):
+  if not (live and jax_internals.backends_started()):
     return []
   return [
     'jax has already started a backend: it is too late for flags and variables in this process. '
@@ -283,8 +284,3 @@ def _memory_problems(environ: MutableMapping[str, str]) -> list[str]:
           '90% of the memory of a GPU.'
         )
   return problems
-
-
-def _backend_started() -> bool:
-  bridge = sys.modules.get('jax._src.xla_bridge')
-  return bridge is not None and bridge.backends_are_initialized()

@@ -1,4 +1,4 @@
-"""A file of a local step gives back what was written, or says that it cannot."""
+"""A file of a local checkpoint returns what was written, or raises an error."""
 
 import ml_dtypes
 import numpy as np

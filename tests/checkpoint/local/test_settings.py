@@ -1,4 +1,4 @@
-"""Local steps that cannot be kept are refused, with what can; a run keeps its name."""
+"""Settings of local checkpoints that cannot work are errors with a fix; a run keeps its name."""
 
 import shutil
 
@@ -35,7 +35,7 @@ def test_periods_that_cannot_be_are_refused_with_those_that_can(local, local_per
 
 
 def test_a_folder_in_model_dir_and_a_variable_that_is_not_set_are_refused(tmp_path, monkeypatch):
-  with pytest.raises(CheckpointError, match='lies in MODEL_DIR'):
+  with pytest.raises(CheckpointError, match='is inside MODEL_DIR'):
     local_folder(str(tmp_path / 'model' / 'local'), model_dir=tmp_path / 'model')
   with pytest.raises(CheckpointError, match='NO_SUCH_THING is not set'):
     local_folder('/dev/shm/${NO_SUCH_THING}/x', model_dir=tmp_path)

@@ -1,0 +1,76 @@
+"""The parts of a state that a process keeps, copied to host memory."""
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_gpu.checkpoint.local.replication import Copies, Kept, send
+from t5x_gpu.checkpoint.storage.chunks import Shape
+
+HostPart = tuple[str, Shape, Shape, np.ndarray]  # name, shape of the array, start, values
+
+
+def copy_parts(state: Any, copies: Copies, *, process: int) -> Optional[list[HostPart]]:
+  """Returns the parts of `state` that `process` keeps.
+
+  None if its host lacks the memory, after sending the other hosts their parts.
+
+  All processes must call it.
+
+  Args:
+    state: with the shardings that the copies were planned for; may be overwritten afterwards.
+    copies: which process keeps which parts.
+    process: index of this process.
+  """
+  flat, _ = jax.tree_util.tree_flatten_with_path(state)
+  names = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat]
+  arrays = [x for _, x in flat]
+  places = {d: i for i, d in enumerate(arrays[0].sharding.mesh.devices.flat)}
+  own = [part for part in copies.by_process[process] if not part.is_sent]
+  sent = [part for part in copies.by_process[process] if part.is_sent]
+  shards: dict[int, dict[int, jax.Array]] = {}
+  for part in own:
+    if part.array not in shards:
+      shards[part.array] = _shards(arrays[part.array], places)
+    shards[part.array][part.device].copy_to_host_async()
+  found: Optional[list[HostPart]] = []
+
+  def take(part: Kept, shard: jax.Array) -> None:
+    nonlocal found
+    array = arrays[part.array]
+    try:
+      if found is not None:
+        values = _on_host(shard, part, array.dtype)
+        found.append((names[part.array], array.shape, part.start, values))
+    except MemoryError:
+      found = None
+
+  for part in own:
+    take(part, shards[part.array][part.device])
+  del shards
+  # One array at a time: a device has room for one more shard, not for its neighbor's state.
+  for i, pairs in sorted(copies.sent.items()):
+    received = _shards(send(arrays[i], pairs), places)
+    for part in sent:
+      if part.array == i:
+        take(part, received[part.device])
+    jax.block_until_ready(list(received.values()))
+  return found
+
+
+def _shards(array: jax.Array, places: Mapping[Any, int]) -> dict[int, jax.Array]:
+  """Returns position in the flat mesh -> what the device there holds."""
+  return {places[shard.device]: shard.data for shard in array.addressable_shards}
+
+
+def _on_host(shard: jax.Array, part: Kept, dtype: Any) -> np.ndarray:
+  """Returns the values of a part, in memory that no device uses."""
+  values = np.asarray(shard)
+  if next(iter(shard.devices())).platform == 'cpu':
+    values = values.copy()  # else a view of a buffer that the step reuses
+  if part.is_sent:  # as integers, with an axis for devices
+    values = np.ascontiguousarray(values).reshape(-1).view(jnp.dtype(dtype))
+  return values.reshape(part.shape)

@@ -1,0 +1,110 @@
+"""One checkpoint in MODEL_DIR: where it is, whether it is committed, and its metadata."""
+
+import base64
+import dataclasses
+import pathlib
+import re
+import shutil
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from t5x_gpu.checkpoint.array_files import check_array_files, check_only_files
+from t5x_gpu.checkpoint.manifest import check_seal
+from t5x_gpu.checkpoint.schemas import DATA, MANIFEST, TREE
+from t5x_gpu.checkpoint.storage.object_store_steps import remote_steps
+from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
+from t5x_gpu.checkpoint.storage.storage_errors import reason_of
+from t5x_gpu.config.json_schema import read_json
+
+PREFIX = 'checkpoint'
+CUT_SHORT = '.orbax-checkpoint-tmp'  # in the names of folders that Orbax is still writing
+# What `read_saved` raises for files that are missing, cut off or garbled.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+  """The metadata of a checkpoint.
+
+  Attributes:
+    step: updates done when it was written.
+    data_state: for `BatchIterator.set_state`.
+    manifest: see checkpoint/manifest.py.
+  """
+
+  step: int
+  data_state: bytes
+  manifest: Mapping[str, Any]
+
+
+def checkpoint_path(folder: AnyPath, step: int) -> AnyPath:
+  """Returns the folder of the checkpoint of `step`."""
+  return folder / f'{PREFIX}_{step}'
+
+
+def committed_steps(folder: AnyPath) -> list[int]:
+  """Returns the steps of the checkpoints in `folder` at this moment, oldest first.
+
+  Saves that were cut short do not count, nor do files, links, and names that only resemble ours.
+  """
+  if isinstance(folder, RemotePath):
+    return remote_steps(folder)
+  found = {
+    path: re.fullmatch(rf'{PREFIX}_(0|[1-9][0-9]*)', path.name)
+    for path in folder.glob(f'{PREFIX}_*')
+  }
+  return sorted(int(match[1]) for path, match in found.items() if match and is_real_folder(path))
+
+
+def is_real_folder(path: pathlib.Path) -> bool:
+  """Returns whether `path` is itself a folder, not a link to one."""
+  return path.is_dir() and not path.is_symlink()
+
+
+def remove_cut_short(folder: pathlib.Path) -> None:
+  """Removes what killed processes left of saves, each up to as big as a checkpoint."""
+  for path in folder.glob(f'{PREFIX}_*{CUT_SHORT}*'):
+    if re.fullmatch(rf'{PREFIX}_[0-9]+{re.escape(CUT_SHORT)}(-[0-9]+)?', path.name) and (
+      is_real_folder(path)
+    ):
+      shutil.rmtree(path, ignore_errors=True)  # nobody minds what stays
+
+
+def read_manifest(folder: AnyPath, step: int) -> Mapping[str, Any]:
+  """Returns the manifest of a checkpoint; the rest of it may be damaged.
+
+  Raises:
+    OSError, ValueError: it is missing, cut off, garbled, or not as `schemas.MANIFEST` says.
+  """
+  return read_json(checkpoint_path(folder, step) / 'manifest' / 'metadata', MANIFEST)
+
+
+def read_saved(
+  folder: AnyPath, step: int, *, manifest: Optional[Mapping[str, Any]] = None
+) -> Saved:
+  """Returns the metadata of a checkpoint, if all of its files are complete.
+
+  Array files that are missing or cut off are found; their contents are not read.
+
+  Args:
+    folder: MODEL_DIR.
+    step: of the checkpoint.
+    manifest: its manifest, if that was read before.
+  Raises:
+    OSError, ValueError, KeyError, TypeError: something is missing, cut off or garbled.
+  """
+  checkpoint = checkpoint_path(folder, step)
+  if not isinstance(checkpoint, RemotePath):
+    check_only_files(checkpoint)
+  if manifest is None:
+    manifest = read_manifest(folder, step)
+  data = read_json(checkpoint.joinpath('data', 'metadata'), DATA)
+  check_seal(manifest, data=data)
+  read_json(checkpoint.joinpath('state', '_METADATA'), TREE)
+  check_array_files(checkpoint / 'state')
+  return Saved(step, base64.b64decode(data['iterator']), manifest)
+
+
+def error_line(e: Exception) -> str:
+  """Returns what went wrong in one line."""
+  return f'{type(e).__name__}: {reason_of(e)[:200]}'

@@ -1,0 +1,185 @@
+"""The first state of a run: its own checkpoint, another run's, or parameters of either kind.
+
+Each process reads the parts of the parameters that its devices hold, whatever mesh wrote them.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import flax.traverse_util
+import jax
+import orbax.checkpoint as ocp
+
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, check_params
+from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, read_array, read_state
+from t5x_gpu.checkpoint.base_checkpointer import Restored
+from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
+from t5x_gpu.checkpoint.local.promotion import promote_newer
+from t5x_gpu.checkpoint.manifest import STARTED_FROM
+from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
+from t5x_gpu.checkpoint.saved_checkpoint import Saved, error_line
+from t5x_gpu.checkpoint.storage.checksums import check_restored
+from t5x_gpu.checkpoint.storage.orbax_internals import (
+  silence_abandoned_work,
+  wait_for_abandoned_reads,
+)
+from t5x_gpu.checkpoint.storage.paths import AnyPath, is_remote
+from t5x_gpu.data.batches import BatchIterator, batch_hash
+from t5x_gpu.data.same_data import check_next_batch
+from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, SourceFiles
+from t5x_gpu.errors import CheckpointError
+from t5x_gpu.runtime.distributed import is_main_process
+from t5x_gpu.training.program import Program
+from t5x_gpu.training.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+  """What a run starts from: another checkpoint, or, without a `reader`, its own or its seed.
+
+  Attributes:
+    reader: of the other checkpoint.
+    taken: path of a parameter -> its path in the other checkpoint.
+    saved: for 'resume', the metadata of the other checkpoint.
+    origin: where the run's first state comes from, for its manifests; JSON-ready.
+    text: a table for the log.
+  """
+
+  reader: Optional[ParamsReader] = None
+  taken: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  saved: Optional[Saved] = None
+  origin: Optional[Mapping[str, Any]] = None
+  text: str = ''
+
+  @property
+  def path(self) -> str:
+    """Folder of the other checkpoint; empty without one."""
+    return '' if self.reader is None else str(self.reader.path)
+
+  def origin_of(self, restored: Optional[Restored]) -> Optional[Mapping[str, Any]]:
+    """Returns where the run's first state came from, if its own checkpoint was `restored`."""
+    return self.origin or (restored and restored.manifest.get(STARTED_FROM))
+
+  def first_state(
+    self,
+    checkpointer: AnyCheckpointer,
+    program: Program,
+    fresh: Optional[TrainState],
+    local: LocalTier | NoLocalTier = NoLocalTier(),
+  ) -> tuple[TrainState, Optional[Restored]]:
+    """Returns (the state of the next step, the checkpoint that holds all of it if there is one).
+
+    Args:
+      checkpointer: of the run, whose own latest checkpoint comes first.
+      program: of the run.
+      fresh: its initial state, which is used up; None to compute it if it is needed.
+      local: of the run; its local checkpoints replace a checkpoint that turns out to be damaged.
+    Raises:
+      CheckpointError: nothing can be read.
+    """
+    restored = checkpointer.restore_latest(
+      program.abstract_state,
+      promote=functools.partial(promote_newer, local, target=program.abstract_state),
+    )
+    if restored is None and self.saved is not None:
+      restored = restore_from(self.reader.path, self.saved, program.abstract_state)
+    if restored is not None:
+      return program.in_run_order(restored.state), restored
+    return self._filled(fresh or program.init(), program), None
+
+  def _filled(self, state: TrainState, program: Program) -> TrainState:
+    """Returns a fresh state with the parameters of the checkpoint; `state` is used up."""
+    if not self.taken:
+      return state
+    state = program.in_model_order(state)
+    flat = flax.traverse_util.flatten_dict(state.params, sep='/')
+    for name, source in self.taken.items():
+      flat[name].delete()  # so that at most one parameter is in memory twice
+      flat[name] = self._read(source, flat[name])
+    check_params(self.reader, {source: flat[name] for name, source in self.taken.items()})
+    params = flax.traverse_util.unflatten_dict(flat, sep='/')
+    return program.in_run_order(state.replace(params=params))
+
+  def _read(self, source: str, like: jax.Array) -> jax.Array:
+    try:
+      return read_array(self.reader.state, source, like)
+    except (ValueError, OSError) as e:
+      raise CheckpointError(
+        f'{source} of {self.reader.path} cannot be read: {str(e).splitlines()[0][:300]}',
+        fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
+        parameters=('RestoreConfig.path', 'RestoreConfig.step'),
+      ) from e
+
+
+def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
+  """Returns a checkpoint of another run, which is only read, on the mesh of `target`.
+
+  Args:
+    path: folder of the checkpoint.
+    saved: its metadata, already compared with `target`.
+    target: shapes, dtypes and shardings of today.
+  Raises:
+    CheckpointError: it cannot be read.
+  """
+  state, problem = None, ''
+  with silence_abandoned_work(), ocp.StandardCheckpointer() as checkpointer:
+    try:
+      if saved.manifest.get(UNSTACKED) or is_remote(path):
+        state = read_state(path, target)
+      else:
+        state = checkpointer.restore(path / 'state', target)
+      check_restored(state, saved.manifest, step=saved.step)
+    except MemoryError:
+      raise
+    except Exception as e:  # Orbax's are of many kinds
+      if 'RESOURCE_EXHAUSTED' in str(e):
+        raise  # too little memory does not mean that the checkpoint is damaged
+      problem = error_line(e)
+    if problem:
+      wait_for_abandoned_reads()
+      raise CheckpointError(
+        f'{path} cannot be read: {problem}',
+        fix='Copy the checkpoint again, or name another: RestoreConfig.step.',
+        parameters=('RestoreConfig.path', 'RestoreConfig.step'),
+      )
+  return Restored(path, state, saved.data_state, saved.manifest)
+
+
+def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> SourceFiles:
+  """Returns the files that `data` reads; empty on all processes but 0, and for data without files.
+
+  Args:
+    data: of the run.
+    folder: MODEL_DIR, or the checkpoint of another run that this one continues.
+    resumed: compare the files with the record in `folder`.
+  Raises:
+    DataError: a file has changed since that record was written, or cannot be read.
+  """
+  if not hasattr(data, 'source_files') or not is_main_process():
+    return SourceFiles({})
+  files = data.source_files()
+  if resumed and files.files:
+    path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
+    try:
+      files.check(path.read_bytes(), where=str(path))
+    except FileNotFoundError:
+      _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
+    except OSError as e:
+      _log.warning('%s cannot be read: %s. %s', path, e.strerror, NOT_COMPARED)
+  return files
+
+
+def resume_data(data: BatchIterator, *, data_state: bytes, manifest: Mapping[str, Any]) -> None:
+  """Puts the data where a checkpoint left it; raises DataError if it is not the same data."""
+  data.set_state(data_state)
+  check_next_batch(
+    saved_hash=manifest['next_batch_hash'],
+    hash_now=batch_hash(data.peek()),
+    saved=manifest['data'],
+    now=data.describe(),
+  )

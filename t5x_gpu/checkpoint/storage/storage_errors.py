@@ -1,0 +1,93 @@
+"""Failures of object storage as errors with a fix; no secret is in any of them."""
+
+import os
+import re
+
+from t5x_gpu.errors import CheckpointError, UserError
+
+S3, GS = 's3', 'gs'
+
+
+class StorageError(CheckpointError):
+  """Storage refused a request or did not answer; what is stored there may be intact."""
+
+
+# TensorStore reads them, except for the endpoint and the region, which are passed on to it.
+VARIABLES = {
+  S3: (
+    'AWS_ACCESS_KEY_ID',
+    'AWS_SECRET_ACCESS_KEY',
+    'AWS_SESSION_TOKEN',
+    'AWS_PROFILE',
+    'AWS_REGION',
+    'AWS_ENDPOINT_URL_S3',
+    'AWS_ENDPOINT_URL',
+  ),
+  GS: ('GOOGLE_APPLICATION_CREDENTIALS', 'TENSORSTORE_GCS_HTTP_URL'),
+}
+_SECRET = (
+  'AWS_ACCESS_KEY_ID',
+  'AWS_SECRET_ACCESS_KEY',
+  'AWS_SESSION_TOKEN',
+  'GOOGLE_AUTH_TOKEN_FOR_TESTING',
+)
+
+
+def without_secrets(text: str) -> str:
+  """Returns `text` without keys of the environment, and without user:password@ in addresses."""
+  text = re.sub(r'(\w[\w+.-]*://)[^/\s\'"]*@', r'\1***@', text)
+  for value in filter(None, map(os.environ.get, _SECRET)):
+    text = text.replace(value, '***')
+  return text
+
+
+def reason_of(error: Exception) -> str:
+  """Returns why TensorStore failed: its first line, without the server's whole answer."""
+  text = str(error).split('\n')[0]
+  return without_secrets(re.split(r' ?\[\w[\w-]*=', text)[0])[:300]
+
+
+def is_outage(error: Exception) -> bool:
+  """Returns whether storage refused or did not answer, so that nothing is known about the data."""
+  if isinstance(error, CheckpointError):
+    return False
+  return bool(
+    re.match(
+      'UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|ABORTED|'
+      'INTERNAL|CANCELLED|RESOURCE_EXHAUSTED',
+      str(error),
+    )
+  )
+
+
+def storage_error(error: Exception, what: str, scheme: str) -> CheckpointError:
+  """Returns the error for a request that storage refused or did not answer.
+
+  Args:
+    error: TensorStore's.
+    what: failed, 's3://bucket/run cannot be written'.
+    scheme: of the address.
+  """
+  if isinstance(error, UserError):
+    return error
+  text = str(error)
+  names = VARIABLES[scheme]
+  have = [name for name in names if os.environ.get(name)]
+  read = (
+    f'Read from the environment: {", ".join(names)} (set: {", ".join(have) or "none"}); '
+    'then from the files and the machine that the command line of this storage uses.'
+  )
+  if 'NoSuchBucket' in text or ('NOT_FOUND' in text and 'bucket' in text):
+    fix = 'Create the bucket, or correct its name. The endpoint may be of another server.\n' + read
+  elif re.search(r'PERMISSION_DENIED|UNAUTHENTICATED|redential|AccessDenied|\'40[13]\'', text):
+    fix = 'Set keys that may list, read, write and delete there.\n' + read
+  else:
+    fix = (
+      'Several requests got no answer. Check the network, and the endpoint if one is set.\n' + read
+    )
+  return StorageError(
+    f'{without_secrets(what)}: {reason_of(error)}.',
+    fix=fix,
+    parameters=('MODEL_DIR',),
+    docs='checkpoints.md#object-storage',
+  )

@@ -1,0 +1,43 @@
+"""Everything that relies on private parts of JAX (0.10.2 to 0.12), and the public API it waits for.
+
+JAX is imported only when a function needs it: XLA's flags must be set before.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, Optional
+
+
+def backends_started() -> bool:
+  """Returns whether JAX has initialized its devices, after which XLA's flags have no effect.
+
+  Missing: a public query that does not initialize them.
+  """
+  bridge = sys.modules.get('jax._src.xla_bridge')
+  return bridge is not None and bridge.backends_are_initialized()
+
+
+def distributed_state() -> Any:
+  """Returns the state of `jax.distributed`: client, coordinator address, process id and count.
+
+  Missing: public access to its key-value store and barriers.
+  """
+  return _private('distributed').global_state
+
+
+def gloo_maker() -> Optional[Callable[..., Any]]:
+  """Returns the function that makes the collectives of CPU devices; None if jaxlib has none.
+
+  Missing: an option for the address on which gloo listens.
+  """
+  return getattr(getattr(_private('lib'), '_jax', None), 'make_gloo_tcp_collectives', None)
+
+
+def set_gloo_maker(make: Callable[..., Any]) -> None:
+  """Replaces `gloo_maker`; before JAX has devices."""
+  _private('lib')._jax.make_gloo_tcp_collectives = make
+
+
+def _private(name: str) -> Any:
+  return importlib.import_module(f'jax._src.{name}')
