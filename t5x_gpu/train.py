@@ -23,7 +23,7 @@ from t5x_gpu.metrics.recorder import METRICS, TENSORBOARD, Recorder
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
-from t5x_gpu.run.check import check
+from t5x_gpu.run.check import CheckedRun, check
 from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import open_data
 from t5x_gpu.run.finish import finish
@@ -96,6 +96,21 @@ def train_run(
     run.watchdog_cfg, process_index=jax.process_index(), process_count=jax.process_count()
   )
   plan = check(run, dry_run=dry_run)
+  with plan.model_dir:  # until the end of the run, no other run may write there
+    return _train_checked(
+      plan, watchdog=watchdog, xla=xla, write_config=write_config, dry_run=dry_run
+    )
+
+
+def _train_checked(
+  plan: CheckedRun,
+  *,
+  watchdog: Watchdog,
+  xla: Optional[xla_flags.Applied],
+  write_config: Optional[Callable[[str], None]],
+  dry_run: bool,
+) -> int:
+  run = plan.run
   if plan.is_done:
     log(plan.already_done_text())
     return 0

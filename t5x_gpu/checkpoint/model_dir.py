@@ -9,7 +9,7 @@ import logging
 import os
 import pathlib
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional, Self
 
 import jax
@@ -159,6 +159,15 @@ class ModelDir:
       with contextlib.suppress(OSError):  # it is in use
         folder.rmdir()
     self._made = []
+
+  @contextlib.contextmanager
+  def released_on_error(self) -> Iterator[None]:
+    """Within, an error releases the lock."""
+    try:
+      yield
+    except BaseException:
+      self.release()
+      raise
 
   def __enter__(self) -> Self:
     return self

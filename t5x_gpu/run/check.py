@@ -6,6 +6,7 @@ from typing import Optional
 from t5x_gpu.checkpoint.initialize import plan_start
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier, open_local_tier
 from t5x_gpu.checkpoint.local.promotion import check_with_local
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.saved_checkpoint import Saved
 from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
@@ -27,7 +28,7 @@ class CheckedRun:
 
   Attributes:
     run: its settings.
-    model_dir: its folder, the same path on every host.
+    model_dir: its folder, the same path on every host; locked, except in a dry run.
     program: the model on its mesh.
     memory: what a step needs and what the devices have.
     local: keeps the local checkpoints.
@@ -36,7 +37,7 @@ class CheckedRun:
   """
 
   run: Run
-  model_dir: str
+  model_dir: ModelDir
   program: Program
   memory: Memory
   local: LocalTier | NoLocalTier
@@ -46,7 +47,7 @@ class CheckedRun:
   @property
   def source(self) -> str:
     """Folder of the checkpoint that the run starts from: `model_dir`, or another run's."""
-    return self.start.path or self.model_dir
+    return self.start.path or str(self.model_dir.path)
 
   @property
   def is_done(self) -> bool:
@@ -66,7 +67,7 @@ class CheckedRun:
 def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   """Returns the run with its program and its starting point; prints the mesh and the model.
 
-  All processes must call it.
+  All processes must call it. The caller releases the `model_dir` of the result.
 
   Args:
     run: its settings.
@@ -77,7 +78,7 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
     CheckpointError: MODEL_DIR cannot be written or holds another model's checkpoints; or there is
       nothing to start from.
   """
-  model_dir = str(shared_model_dir(run.model_dir, dry_run=dry_run))
+  model_dir = ModelDir(shared_model_dir(run.model_dir, dry_run=dry_run))
   check_periods(
     total_steps=run.total_steps,
     log_period=run.log_period,
@@ -95,18 +96,19 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   log(_introduction(run, program, with_parameters=dry_run))
   memory = check_memory(program, run.model, num_microbatches=run.num_microbatches)
   local = open_local_tier(run.checkpoint_cfg, model_dir, program.abstract_state)
-  saved = check_with_local(model_dir, local, target=program.abstract_state, dry_run=dry_run)
-  start = plan_start(run.initialize_from, program, run.model, saved=saved)
-  distributed.assert_equal_across_hosts(
-    start.origin or (saved and saved.step),
-    f'The latest checkpoint in {model_dir}',
-    fix='Set MODEL_DIR to one folder of a file system that all processes share.',
-    error=CheckpointError,
-  )
-  log(start.text)
-  plan = CheckedRun(run, model_dir, program, memory, local, start, saved or start.saved)
-  if not plan.is_done:  # in the main thread, before `open_data` uses them in another
-    import_modules(run.train_dataset_cfg, run.train_eval_dataset_cfg, run.infer_eval_dataset_cfg)
+  with model_dir.released_on_error():
+    saved = check_with_local(model_dir, local, target=program.abstract_state, dry_run=dry_run)
+    start = plan_start(run.initialize_from, program, run.model, saved=saved)
+    distributed.assert_equal_across_hosts(
+      start.origin or (saved and saved.step),
+      f'The latest checkpoint in {model_dir.path}',
+      fix='Set MODEL_DIR to one folder of a file system that all processes share.',
+      error=CheckpointError,
+    )
+    log(start.text)
+    plan = CheckedRun(run, model_dir, program, memory, local, start, saved or start.saved)
+    if not plan.is_done:  # in the main thread, before `open_data` uses them in another
+      import_modules(run.train_dataset_cfg, run.train_eval_dataset_cfg, run.infer_eval_dataset_cfg)
   return plan
 
 

@@ -28,6 +28,7 @@ from t5x_gpu.checkpoint.local.promotion import check_with_local, promote_newer
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.checkpoint.local.run_id import read_run_id
 from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.tools.verify import verify
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.training.adafactor import FactoredMoment
@@ -123,7 +124,8 @@ def restart(tmp_path, layout: str, *, lost: tuple[str, ...] = (), dry_run: bool 
     for path in (tmp_path / host / run).glob('step_*') if host not in lost else ():
       shutil.copy(path, seen)
   target, tier = program(layout).abstract_state, tier_that_sees(tmp_path, layout)
-  return check_with_local(tmp_path / 'model', tier, target=target, dry_run=dry_run)
+  with ModelDir(tmp_path / 'model') as model_dir:
+    return check_with_local(model_dir, tier, target=target, dry_run=dry_run)
 
 
 def assert_restored(tmp_path, layout: str, want, *, step: int) -> None:
@@ -308,7 +310,8 @@ def test_another_model_is_not_promoted(tmp_path, caplog):
     attempt='again',
   )
   with caplog.at_level(logging.WARNING):
-    assert check_with_local(tmp_path / 'model', tier, target=other, dry_run=False) is None
+    with ModelDir(tmp_path / 'model') as model_dir:
+      assert check_with_local(model_dir, tier, target=other, dry_run=False) is None
   assert 'another model' in caplog.text
 
 
@@ -372,7 +375,7 @@ def test_the_start_says_what_is_kept_where_and_names_an_earlier_run_of_the_path(
   config = CheckpointConfig(period=4, local_checkpoint_dir=str(tmp_path / NAMES[0]), local_period=2)
   before = listing(tmp_path)
   with caplog.at_level(logging.INFO):
-    tier = open_local_tier(config, str(tmp_path / 'model'), program('fsdp').abstract_state)
+    tier = open_local_tier(config, ModelDir(tmp_path / 'model'), program('fsdp').abstract_state)
   old = next(p for p in (tmp_path / NAMES[0]).iterdir())
   assert (
     f'local checkpoints: every 2 steps in {tmp_path / NAMES[0]}, the last 2 stay' in caplog.text
@@ -382,7 +385,7 @@ def test_the_start_says_what_is_kept_where_and_names_an_earlier_run_of_the_path(
   assert f'rm -r {old}' in caplog.text and listing(tmp_path) == before
   assert tier.due(2) is tier and tier.due(3) is None
   with pytest.raises(CheckpointError, match='is not a folder'):
-    open_local_tier(config, 's3://bucket/run', program('fsdp').abstract_state)
+    open_local_tier(config, ModelDir('s3://bucket/run'), program('fsdp').abstract_state)
 
 
 def test_a_promotion_waits_for_no_other_run(tmp_path):

@@ -51,7 +51,6 @@ def calls(monkeypatch):
   return start
 
 
-@pytest.mark.xfail(reason='train opens MODEL_DIR more than once')
 def test_a_resume_lists_the_steps_once_and_reads_each_manifest_once(tmp_path, calls):
   project = Project(tmp_path)
   options = dict(SAVE_PERIOD=2, EVAL_PERIOD=2)

@@ -27,7 +27,7 @@ from t5x_gpu.checkpoint.local.host_parts import HostPart, copy_parts
 from t5x_gpu.checkpoint.local.replication import Copies, Hosts, gigabytes, hosts_of_run, plan_copies
 from t5x_gpu.checkpoint.local.run_id import ensure_run_id, read_run_id
 from t5x_gpu.checkpoint.local.settings import DIR, PERIOD, SLOTS, check_space, local_folder
-from t5x_gpu.checkpoint.model_dir import ModelDir, as_model_dir
+from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.saved_checkpoint import is_real_folder
 from t5x_gpu.config.json_schema import Fields, read_json
 from t5x_gpu.errors import CheckpointError
@@ -231,7 +231,7 @@ class NoLocalTier:
     pass
 
 
-def open_local_tier(config: Any, model_dir: ModelDir | str, state: Any) -> LocalTier | NoLocalTier:
+def open_local_tier(config: Any, model_dir: ModelDir, state: Any) -> LocalTier | NoLocalTier:
   """Returns what saves local checkpoints, after checking that they fit on every host.
 
   Logs where they will be. Writes nothing.
@@ -245,7 +245,6 @@ def open_local_tier(config: Any, model_dir: ModelDir | str, state: Any) -> Local
   """
   if config.local_checkpoint_dir is None:
     return NoLocalTier()
-  model_dir = as_model_dir(model_dir)
   folder = model_dir.path
   if model_dir.is_remote:
     raise CheckpointError(

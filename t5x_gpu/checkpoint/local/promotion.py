@@ -22,11 +22,7 @@ from t5x_gpu.runtime import distributed
 
 
 def check_with_local(
-  model_dir: ModelDir | str | os.PathLike,
-  local: LocalTier | NoLocalTier,
-  *,
-  target: Any,
-  dry_run: bool,
+  model_dir: ModelDir, local: LocalTier | NoLocalTier, *, target: Any, dry_run: bool
 ) -> Optional[Saved]:
   """Returns the latest checkpoint, as `check_model_dir` does, after promoting a newer local one.
 
@@ -40,9 +36,6 @@ def check_with_local(
   Raises:
     CheckpointError: as `check_model_dir`; or a local checkpoint cannot be written to MODEL_DIR.
   """
-  if not isinstance(model_dir, ModelDir):
-    with ModelDir(model_dir) as opened:
-      return check_with_local(opened, local, target=target, dry_run=dry_run)
   if not dry_run:
     model_dir.lock(wait=True)
   promoted = None
