@@ -23,7 +23,8 @@ def _count(event: str, args: tuple) -> None:
   if _folder is None or event not in ('open', 'os.scandir', 'os.listdir'):
     return
   path = args[0] if args else None
-  if not isinstance(path, (str, os.PathLike)):
+  is_os_open = event == 'open' and args[1] is None  # open() with an opener raises both events
+  if not isinstance(path, (str, os.PathLike)) or is_os_open:
     return
   frame, callers = sys._getframe(1), []
   while frame is not None:
