@@ -53,7 +53,6 @@ TO_SPLIT = {
   't5x_gpu.data.seqio_batches',
   't5x_gpu.data.sources.seqio_sources',
   't5x_gpu.data_tools',
-  't5x_gpu.partitioning.mesh.mesh_sizes',
 }
 
 
