@@ -16,7 +16,7 @@ from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.linear_cross_entropy import TokenLoss, choose_num_chunks, linear_cross_entropy
 from t5x_gpu.models.losses import Sums, cross_entropy, weighted_sums
 from t5x_gpu.partitioning import fsdp
-from t5x_gpu.partitioning.axis_rules import is_manual, shard, with_axes
+from t5x_gpu.partitioning.axis_rules import is_manual, shard, split_ways, with_axes
 
 POOLINGS = ('first_token_tanh', 'first_token', 'mean')
 
@@ -102,7 +102,7 @@ def token_loss(
     targets, weights, z_loss, label_smoothing: see `cross_entropy`.
   """
   options = dict(z_loss=z_loss, label_smoothing=label_smoothing)
-  chunks = num_loss_chunks(config, x)
+  chunks = num_loss_chunks(config, *x.shape[:2], vocab_parts=split_ways('vocab'))
   if not chunks:
     logits = token_logits(config, params, x, token_embedder)
     return cross_entropy(logits, targets, weights, **options)
@@ -130,11 +130,17 @@ def token_loss(
   return weighted_sums(sums, weights)
 
 
-def num_loss_chunks(config: TransformerConfig, x: jax.Array) -> int:
-  """Returns in how many parts to compute the loss of `x` [batch, length, embed]; 0 for plain."""
+def num_loss_chunks(config: TransformerConfig, batch: int, length: int, *, vocab_parts: int) -> int:
+  """Returns in how many parts of the length to compute the loss; 0 if all logits are stored.
+
+  Args:
+    config: of the decoder.
+    batch, length: positions on one device.
+    vocab_parts: ways in which the vocabulary is split.
+  """
   if config.loss_chunks is not None:
-    return min(config.loss_chunks, x.shape[1])
-  return choose_num_chunks(*x.shape[:2], config.vocab_size)
+    return min(config.loss_chunks, length)
+  return choose_num_chunks(batch, length, vocab_size=config.vocab_size // vocab_parts)
 
 
 def _scaled(config: TransformerConfig, x: jax.Array) -> jax.Array:
@@ -247,7 +253,7 @@ def masked_token_loss(
   **options: float,
 ) -> Sums:
   """Returns the sums of `cross_entropy` of `masked_token_logits`; see `token_loss`."""
-  chunks = num_loss_chunks(config, x)
+  chunks = num_loss_chunks(config, *x.shape[:2], vocab_parts=split_ways('vocab'))
   if not chunks:
     return cross_entropy(masked_token_logits(x, bias, table), targets, weights, **options)
   sums = linear_cross_entropy(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_gpu.partitioning.axis_rules import shard, split_ways, varying
+from t5x_gpu.partitioning.axis_rules import shard, varying
 
 # At most this for the logits of one chunk on one device. Each chunk reads and writes the gradient
 # of the kernel once: with chunks of 128 tokens that would take longer than the matmuls.
@@ -90,14 +90,14 @@ class TokenLoss:
     return sums, gradient
 
 
-def choose_num_chunks(batch: int, length: int, vocab_size: int) -> int:
+def choose_num_chunks(batch: int, length: int, *, vocab_size: int) -> int:
   """Returns how many chunks keep the logits of one within CHUNK_BYTES; 0 to store them all.
 
   Args:
     batch, length: positions on one device.
-    vocab_size: entries, of which a device has its part where `vocab` is split.
+    vocab_size: entries of the vocabulary on one device.
   """
-  bytes_per_position = 4 * batch * vocab_size // split_ways('vocab')
+  bytes_per_position = 4 * batch * vocab_size
   if bytes_per_position * length <= PLAIN_BYTES:
     return 0
   return min(length, math.ceil(bytes_per_position * length / CHUNK_BYTES))

@@ -1,8 +1,8 @@
 """Checks that a run fits into the memory of its devices and hosts; if not, names what would fit.
 
 Before the compile the estimate is a lower bound from shapes: state, gradients, and the activations
-that no setting avoids. Those are the inputs of every layer for one microbatch, in 16 bits, and its
-logits, whose memory gradients may reuse. A run that exceeds the bound cannot work. After the
+that no setting avoids. Those are the inputs of every layer for one microbatch, in 16 bits, and the
+logits in memory at one time, whose memory gradients may reuse. A run that exceeds the bound cannot work. After the
 compile, XLA reports the actual size. See docs/parallelism.md#memory.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, Optional, Self
 import jax
 
 from t5x_gpu.errors import OutOfMemoryError
+from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.model import Model, classifies, config_of
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.memory import Limit, device_limit, host_limit, show
@@ -67,7 +68,10 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
     parts *= layout.pipeline.num_microbatches
   tokens = program.spec.batch_size * length // parts
   inputs = 2 * tokens * sizes.get('embed', 0) * layers // (mesh['stage'] * mesh['model'])
-  predictions = tokens // length if classifies(model) else tokens
+  predictions, config = tokens // length if classifies(model) else tokens, config_of(model)
+  if config is not None and not classifies(model):
+    chunks = num_loss_chunks(config, tokens // length, length, vocab_parts=mesh['model'])
+    predictions //= max(chunks, 1)
   logits = 4 * predictions * getattr(model, 'num_outcomes', 0) // mesh['model']
   need = Need(
     params=bytes_per_device(state.params),

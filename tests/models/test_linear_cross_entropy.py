@@ -126,9 +126,9 @@ def test_chunks_take_a_fraction_of_the_memory():
 
 
 def test_number_of_chunks_follows_the_size_of_the_logits():
-  assert choose_num_chunks(8, 512, 256) == 0  # 4 MiB
-  assert choose_num_chunks(4, 2048, 262144) == 4 * 4 * 2048 * 262144 // CHUNK_BYTES
-  assert choose_num_chunks(1024, 1, 262144) == 1  # one position cannot be split
+  assert choose_num_chunks(8, 512, vocab_size=256) == 0  # 4 MiB
+  assert choose_num_chunks(4, 2048, vocab_size=262144) == 4 * 4 * 2048 * 262144 // CHUNK_BYTES
+  assert choose_num_chunks(1024, 1, vocab_size=262144) == 1  # one position cannot be split
 
 
 CONFIG = TransformerConfig(
