@@ -2,8 +2,8 @@
 
 Before the compile the estimate is a lower bound from shapes: state, gradients, and the activations
 that no setting avoids. Those are the inputs of every layer for one microbatch, in 16 bits, and the
-logits in memory at one time, whose memory gradients may reuse. A run that exceeds the bound cannot work. After the
-compile, XLA reports the actual size. See docs/parallelism.md#memory.
+logits in memory at one time, whose memory gradients may reuse. A run that exceeds the bound cannot
+work. After the compile, XLA reports the actual size. See docs/parallelism.md#memory.
 """
 
 import dataclasses
