@@ -465,7 +465,7 @@ def test_a_dry_run_compiles_nothing(tmp_path, capsys):
     (['--tolerance=nan'], ConfigError, 'nothing to compare'),
     (['--hosts=3'], ConfigError, 'Give --hosts one of 1, 2, 4, 8'),
     (['--devices=0'], ConfigError, '--devices of at least 1'),
-    (['--devices=16'], MeshError, 'jax has started with 8 CPU devices'),
+    (['--devices=16'], MeshError, 'jax has already started with 8 CPU devices'),
     (['--real'], MeshError, 'Remove --real'),
   ],
 )
