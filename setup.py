@@ -26,7 +26,6 @@ DATA = [
   'grain>=0.2.18,<0.3',  # prepared rows: it brings cloudpickle and portpicker, no TensorFlow
   'array-record>=0.8.3,<0.9',
   'pyarrow>=26.0,<27',  # Parquet, Arrow, and what is compressed with zstd
-  'h5py>=3.14,<4',
 ]
 # Hugging Face's models and tokenizers. python -m t5x_gpu.convert compares logits with them if torch
 # is installed too; conversion itself needs neither.

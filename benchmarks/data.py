@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x_gpu.data import batches, features
+from t5x_gpu.data import batches, data_module, features
 
 OUT = pathlib.Path(__file__).parent / 'results' / 'data.json'
 PATHS = ('prepared', 'streaming', 'seqio')
@@ -50,7 +50,7 @@ def of_ours(name: str, length: int) -> Iterator[dict[str, np.ndarray]]:
     batch_size=BATCH,
     vocab_size=384,
   )
-  return batches.open_batches(config, spec=spec, feature_converter='lm')
+  return data_module.open_batches(config, spec=spec, feature_converter='lm')
 
 
 def of_seqio(length: int) -> Iterator[dict[str, np.ndarray]]:

@@ -32,7 +32,7 @@ from t5x_gpu.analysis import hlo_text
 from t5x_gpu.analysis.array_layout import state_layouts
 from t5x_gpu.analysis.collectives import flops_per_device, inventory, partitioned_hlo
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data.batches import open_batches
+from t5x_gpu.data.data_module import open_batches
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.pipeline.pipeline_parallel import bubble_fraction
 from t5x_gpu.plan import play_devices, topology_of

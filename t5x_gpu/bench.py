@@ -15,7 +15,7 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data.batches import open_batches
+from t5x_gpu.data.data_module import open_batches
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.runtime import distributed, hardware

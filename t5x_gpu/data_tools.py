@@ -1,14 +1,14 @@
-"""`python -m t5x_gpu.data preview | stats | bench | check`: what a run's data is, and how fast."""
+"""`python -m t5x_gpu.data preview | stats | bench | check`: looks at a run's data."""
 
 import argparse
 import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -19,18 +19,13 @@ import rich.text
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import (
-  PREPARED,
-  Batch,
-  BatchSpec,
-  DatasetConfig,
-  open_batches,
-  open_task_names,
-  open_vocabulary,
-)
+from t5x_gpu.data.batches import PREPARED, Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.data_module import open_batches, open_task_names, open_vocabulary
 from t5x_gpu.data.prepared import row_stats
-from t5x_gpu.data.prepared.index import Index, check_shards, read_index
+from t5x_gpu.data.prepared.index import Index, read_index
+from t5x_gpu.data.prepared.shard_checks import check_shards
 from t5x_gpu.data.run_data import RunDataConfig
+from t5x_gpu.data.speed import measure
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics.lengths_picture import lengths_table, plot_lengths
 from t5x_gpu.metrics.writers import read_json_lines
@@ -38,14 +33,14 @@ from t5x_gpu.terminal import logging_setup
 
 PROG = 'python -m t5x_gpu.data'
 EXAMPLES = """examples:
-  {prog} preview --gin_file=my.gin             rows as training sees them, examples in colours
+  {prog} preview --gin_file=my.gin             rows as training gets them, examples in colours
   {prog} preview prepared:/data/rows --split=validation
   {prog} stats prepared:/data/rows --picture=lengths.png
-  {prog} bench --gin_file=my.gin               tokens/s of a core; enough for the model?
+  {prog} bench --gin_file=my.gin               tokens/s of the data; fast enough for the model?
   {prog} check prepared:/data/rows             every byte against its checksum
 """
 _COLOURS = ('cyan', 'yellow', 'green', 'magenta', 'blue', 'red')
-_BENCH_ROWS = 64  # of a batch, where no gin file says how many
+_BENCH_ROWS = 64  # of a batch, without a gin file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +50,7 @@ class _RunConfig(RunDataConfig):
 
 @dataclasses.dataclass(frozen=True)
 class _Data:
-  """What to look at: a config, what its batches are, and of a run its folder."""
+  """The data to look at: config, shape of its batches, and MODEL_DIR of a run."""
 
   config: DatasetConfig
   spec: BatchSpec
@@ -64,13 +59,11 @@ class _Data:
 
   @property
   def index(self) -> Optional[Index]:
-    """Of prepared rows."""
+    """Of prepared rows; None for other data."""
     name = self.config.mixture_or_task_name
-    return (
-      read_index(name.removeprefix(PREPARED), split=self.config.split)
-      if name.startswith(PREPARED)
-      else None
-    )
+    if not name.startswith(PREPARED):
+      return None
+    return read_index(name.removeprefix(PREPARED), split=self.config.split)
 
   def batches(self, *, repeat: bool) -> Any:
     return open_batches(
@@ -84,16 +77,18 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     'data',
     nargs='?',
     metavar='prepared:DIR',
-    help='prepared rows; without, what --gin_file trains on',
+    help='prepared rows (default: the training data of --gin_file)',
   )
-  parser.add_argument('--split', metavar='NAME', help="(default: the run's own, or train)")
+  parser.add_argument(
+    '--split', metavar='NAME', help="(default: the run's training split, or train)"
+  )
   parser.add_argument(
     '--rows',
     type=int,
     metavar='N',
-    help='preview: how many (4); stats of text: how many to read (1000)',
+    help='preview: rows to print (4); stats of text: rows to read (1000)',
   )
-  parser.add_argument('--picture', metavar='FILE.png', help='stats: draw the lengths')
+  parser.add_argument('--picture', metavar='FILE.png', help='stats: plot the lengths')
   parser.add_argument(
     '--seconds',
     type=float,
@@ -105,17 +100,16 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     '--eats',
     type=float,
     metavar='TOKENS',
-    help=('bench: tokens/s that the model takes (default: what MODEL_DIR/metrics.jsonl says)'),
+    help='bench: tokens/s that the model trains at (default: from MODEL_DIR/metrics.jsonl)',
   )
 
 
 def _opened(args: cli.Args) -> _Data:
-  """Returns what the command line names."""
+  """Returns the data that the command line names."""
   given = args.extra.data
   if bool(given) == bool(args.gin_files):
     raise ConfigError(
-      'Name the data by --gin_file or as prepared:DIR, one of the two.',
-      fix=f'{PROG} --help shows how.',
+      'Name the data either by --gin_file or as prepared:DIR.', fix=f'{PROG} --help has examples.'
     )
   if given:
     folder = given.removeprefix(PREPARED)
@@ -152,38 +146,33 @@ def _opened(args: cli.Args) -> _Data:
   return _Data(config, spec, model.feature_converter(config.task_feature_lengths), run.model_dir)
 
 
-def _rows(data: _Data, batches: Iterator[Batch], number: int) -> Iterator[dict[str, np.ndarray]]:
+def _rows(batches: Iterator[Batch], number: int) -> Iterator[dict[str, np.ndarray]]:
   """Yields the first rows."""
-  for batch in batches:
-    for row in range(data.spec.batch_size):
-      if number == 0:
-        return
-      number -= 1
-      yield row_stats.row_of(batch, row)
+  rows = (row_stats.row_of(x, i) for x in batches for i in range(len(next(iter(x.values())))))
+  return itertools.islice(rows, number)
 
 
-def _facts(data: _Data, num_rows: int) -> tuple[row_stats.RowFacts, Mapping[str, Any]]:
-  """Returns the sums over the first rows, and what the batches say of themselves.
+def _facts(data: _Data, num_rows: int) -> tuple[row_stats.RowStats, Mapping[str, Any]]:
+  """Returns statistics of the first rows, and `describe()` of the batches.
 
-  A task is read once. A mixture is read as in training, where small tasks start over: one pass over
-  it would end with its smallest task.
+  A mixture is read as in training, because one pass over it would end with its smallest task.
   """
-  facts = row_stats.RowFacts()
+  facts = row_stats.RowStats()
   is_mixture = len(open_task_names(data.config)) > 1
   with contextlib.closing(data.batches(repeat=is_mixture)) as batches:
-    for row in _rows(data, batches, num_rows):
+    for row in _rows(batches, num_rows):
       facts.add(row)
     return facts, batches.describe()
 
 
 def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> None:
-  """Prints rows, each example in a colour of its own; dim where no loss is taken."""
+  """Prints rows, each example in another colour; dim where the loss does not count."""
   vocabulary = open_vocabulary(data.config, feature_converter=data.feature_converter)
-  facts = row_stats.RowFacts()
+  facts = row_stats.RowStats()
   with contextlib.closing(data.batches(repeat=True)) as batches:
-    rows = list(_rows(data, batches, num_rows))
+    rows = list(_rows(batches, num_rows))
   for number, row in enumerate(rows):
-    one = row_stats.RowFacts()
+    one = row_stats.RowStats()
     one.add(row)
     facts.add(row)
     label = f', label {int(row["label"])}' if 'label' in row else ''
@@ -196,9 +185,9 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
     for piece in row_stats.pieces(row, decode=vocabulary.decode):
       if piece.feature != feature:
         feature = piece.feature
-        console.print(f'  {feature}', markup=False, style='dim')
+        console.print(f'  {feature}', style='dim')
       mark = f'[{piece.example}] ' if piece.is_first else ''
-      style = _COLOURS[(piece.example - 1) % len(_COLOURS)] + ('' if piece.taught else ' dim')
+      style = _COLOURS[(piece.example - 1) % len(_COLOURS)] + ('' if piece.has_loss else ' dim')
       console.print(rich.text.Text(f'  {mark}{piece.text}', style))
   console.print(f'{facts.rows} rows: padding {facts.padding:.1%}')
 
@@ -206,36 +195,31 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
 def stats(
   data: _Data, *, num_rows: int, picture: Optional[str], console: rich.console.Console
 ) -> None:
-  """Prints shares of tasks, lengths and padding: of all prepared rows, of some of other data."""
+  """Prints shares of tasks, lengths and padding: of all prepared rows, else of `num_rows` rows."""
   index = data.index
   if index is None:
     facts, about = _facts(data, num_rows)
-    lengths = {data.config.mixture_or_task_name: dict(facts.lengths)}
+    lengths = {data.config.mixture_or_task_name: facts.lengths}
     console.print(
       f'{facts.rows:,} rows of {data.config.mixture_or_task_name}, split '
-      f'{data.config.split}: {facts.tokens:,} tokens, padding {facts.padding:.1%}',
-      markup=False,
+      f'{data.config.split}: {facts.tokens:,} tokens, padding {facts.padding:.1%}'
     )
     _print_shares(data, about, num_rows=num_rows, console=console)
   else:
-    lengths = {name: _lengths(index, name) for name in index.members}
+    lengths = {name: member.lengths for name, member in index.members.items()}
     console.print(
       f'{index.rows:,} rows in {data.config.mixture_or_task_name}, split '
-      f'{index.split}: {index.tokens:,} tokens, padding {index.padding:.1%}',
-      markup=False,
+      f'{index.split}: {index.tokens:,} tokens, padding {index.padding:.1%}'
     )
     total = sum(member.rate for member in index.members.values())
     console.print('  rate     of rows  of tokens  rows per epoch  task')
     for name, member in index.members.items():
       console.print(
         f'  {member.rate / total:6.1%}   {member.rows / max(1, index.rows):6.1%}   '
-        f'{member.tokens / max(1, index.tokens):6.1%}   {member.rows:15,}  {name}',
-        markup=False,
+        f'{member.tokens / max(1, index.tokens):6.1%}   {member.rows:15,}  {name}'
       )
-  together: collections.Counter = collections.Counter()
-  for histogram in lengths.values():
-    together.update(histogram)
-  console.print('tokens of an example:', *lengths_table(together), sep='\n', markup=False)
+  together = sum(lengths.values(), collections.Counter())
+  console.print('tokens of an example:', *lengths_table(together), sep='\n')
   if picture:
     path = plot_lengths(
       lengths,
@@ -243,19 +227,18 @@ def stats(
       title=f'{data.config.mixture_or_task_name}, '
       f'{data.config.split}: {sum(together.values()):,} examples',
     )
-    console.print(f'Drawn: {path}', markup=False)
+    console.print(f'Plotted: {path}')
 
 
 def _print_shares(
   data: _Data, about: Mapping[str, Any], *, num_rows: int, console: rich.console.Console
 ) -> None:
-  """Prints what each task of a mixture has of its tokens, by its rate and some rows of its own.
+  """Prints each task's share of the tokens of a mixture, from its rate and some of its rows.
 
   Args:
-    data: any; nothing is printed of what is no mixture.
-    about: what its batches say of themselves.
-    num_rows: to read, of all tasks together.
-    console: where to.
+    data: prints nothing unless it is a mixture.
+    about: `describe()` of its batches.
+    num_rows: rows to read, of all tasks together.
   """
   rates = {
     name.removesuffix('.with_vocabulary').rpartition('.with_vocabulary.')[2]: rate
@@ -274,52 +257,12 @@ def _print_shares(
   for name, rate in rates.items():
     console.print(
       f'  {rate / total:6.1%}   {rate * per_example[name] / tokens:9.1%}  '
-      f'{per_example[name]:20,.1f}  {name}',
-      markup=False,
+      f'{per_example[name]:20,.1f}  {name}'
     )
 
 
-def _lengths(index: Index, name: str) -> dict[int, int]:
-  found: collections.Counter = collections.Counter()
-  for shard in index.members[name].shards:
-    found.update({int(e): number for e, number in shard.lengths.items()})
-  return dict(found)
-
-
-@dataclasses.dataclass(frozen=True)
-class Speed:
-  """How fast batches came: tokens per second, and per second of one core's work."""
-
-  tokens_per_second: float
-  tokens_per_core_second: float
-  batches: int
-
-
-def measure(data: _Data, *, seconds: float) -> Speed:
-  """Returns how fast whole batches come, padding not counted; the first one is not timed."""
-  batches = data.batches(repeat=True)
-  counted = [
-    name for name in ('encoder_input_tokens', 'decoder_target_tokens') if name in data.spec.shapes
-  ]
-
-  def take(batch: Batch) -> int:
-    return sum(int(features.is_token(batch, name).sum()) for name in counted)
-
-  try:
-    take(next(batches))
-    start, cpu, number, tokens = time.perf_counter(), time.process_time(), 0, 0
-    while number == 0 or time.perf_counter() - start < seconds:
-      tokens += take(next(batches))
-      number += 1
-    return Speed(
-      tokens / (time.perf_counter() - start), tokens / max(time.process_time() - cpu, 1e-9), number
-    )
-  finally:
-    batches.close()
-
-
-def _eaten(data: _Data, given: Optional[float]) -> tuple[Optional[float], str]:
-  """Returns tokens/s that the model takes and who says so; None if nobody does."""
+def _model_speed(data: _Data, given: Optional[float]) -> tuple[Optional[float], str]:
+  """Returns the model's tokens/s, None if unknown, and the source of that number."""
   if given is not None:
     return given, '--eats'
   path = pathlib.Path(os.path.expanduser(data.model_dir or '')) / 'metrics.jsonl'
@@ -337,52 +280,48 @@ def _eaten(data: _Data, given: Optional[float]) -> tuple[Optional[float], str]:
 def bench(
   data: _Data, *, seconds: float, eats: Optional[float], console: rich.console.Console
 ) -> None:
-  """Prints tokens/s of the data alone, and how many cores of that the model would take."""
-  speed = measure(data, seconds=seconds)
+  """Prints tokens/s of the data alone, and how many cores the model needs for it."""
+  speed = measure(data.batches(repeat=True), seconds=seconds)
   console.print(
     f'{data.config.mixture_or_task_name}, batch {data.spec.batch_size}: '
     f'{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_core_second:,.0f} per '
-    f'core ({speed.batches} batches)',
-    markup=False,
+    f'core ({speed.batches} batches)'
   )
-  takes, source = _eaten(data, eats)
+  takes, source = _model_speed(data, eats)
   if takes is None:
     console.print(
-      'What the model takes is not known: train for some steps with this MODEL_DIR, or '
+      'The speed of the model is unknown: train for some steps with this MODEL_DIR, or '
       'give --eats=TOKENS (python -m t5x_gpu.bench measures it).'
     )
     return
   verdict = (
     'enough'
     if speed.tokens_per_second > takes
-    else 'too slow: the model would wait. Prepare the data (docs/data.md)'
+    else 'too slow, the model would wait. Prepare the data (docs/data.md)'
     if data.index is None
-    else 'too slow: the model would wait'
+    else 'too slow, the model would wait'
   )
   console.print(
-    f'The model takes {takes:,.0f} tokens/s ({source}): '
-    f'{takes / speed.tokens_per_core_second:.2f} cores of this work; {verdict}.',
-    markup=False,
+    f'The model takes {takes:,.0f} tokens/s ({source}), '
+    f'{takes / speed.tokens_per_core_second:.2f} cores of reading: {verdict}.'
   )
 
 
 def check(data: _Data, *, console: rich.console.Console) -> None:
-  """Reads every byte of prepared rows. Raises DataError naming the shards that have changed."""
+  """Checks every byte of prepared rows. Raises DataError naming the shards that changed."""
   index = data.index
   if index is None:
     raise DataError(
-      f'{data.config.mixture_or_task_name!r} is not prepared; there are no checksums to check.',
+      f'{data.config.mixture_or_task_name!r} is not prepared data, so it has no checksums.',
       fix=f'{PROG} check prepared:DIR',
     )
   check_shards(data.config.mixture_or_task_name.removeprefix(PREPARED), index, content='all')
   number = sum(1 for member in index.members.values() for shard in member.shards if shard.rows)
-  console.print(
-    f'{index.split}: {number} shards, {index.rows:,} rows, every byte as it was written.'
-  )
+  console.print(f'{index.split}: {number} shards, {index.rows:,} rows, every byte unchanged.')
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-  """Answers one command on standard output."""
+  """Runs one command; prints to standard output."""
   args = cli.parse_args(
     PROG,
     __doc__.partition(': ')[2].capitalize(),
@@ -393,16 +332,14 @@ def main(argv: Optional[list[str]] = None) -> int:
   )
   extra = args.extra
   if extra.rows is not None and extra.rows < 1 or extra.seconds <= 0:
-    raise ConfigError(
-      f'--rows={extra.rows}, --seconds={extra.seconds:g}: both must be positive.',
-      fix='Leave them out.',
-    )
+    what = f'--rows={extra.rows}, --seconds={extra.seconds:g}: both must be positive.'
+    raise ConfigError(what, fix='Leave them out.')
   if args.tfds_data_dir:
     os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
   logging_setup.quiet_environment()
   data = _opened(args)
   logging_setup.setup()
-  console = rich.console.Console(highlight=False, soft_wrap=True)
+  console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
   if extra.command == 'preview':
     preview(data, num_rows=extra.rows or 4, console=console)
   elif extra.command == 'stats':

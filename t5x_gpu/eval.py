@@ -24,7 +24,8 @@ from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data.batches import DatasetConfig, open_class_names
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import open_class_names
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.evaluation.checkpoint_evaluator import CheckpointEvaluator
 from t5x_gpu.evaluation.checkpoint_queue import Wanted, read_if_there, steps_to_evaluate

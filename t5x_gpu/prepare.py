@@ -1,7 +1,7 @@
 """Tokenise and pack a task once: `python -m t5x_gpu.prepare --gin_file=MY.gin --output=DIR`.
 
-What comes out are ArrayRecord shards with an index, which a run reads with
-MIXTURE_OR_TASK_NAME = 'prepared:DIR' and nothing else changed (docs/data.md).
+The result is ArrayRecord shards with an index. A run reads them with MIXTURE_OR_TASK_NAME =
+'prepared:DIR' and no other change (docs/data.md).
 """
 
 import argparse
@@ -19,10 +19,11 @@ import rich.progress
 
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
-from t5x_gpu.data.batches import BatchSpec, DatasetConfig, open_preparation
-from t5x_gpu.data.prepared.index import INDEX, Index
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.data_module import open_preparation
+from t5x_gpu.data.prepared.index import INDEX, Index, Shard
 from t5x_gpu.data.prepared.output_folder import Parts, SplitFolder, open_split
-from t5x_gpu.data.prepared.workers import Finished, Job, Progress, make_shards
+from t5x_gpu.data.prepared.workers import RowsWritten, ShardJob, write_shards
 from t5x_gpu.data.run_data import RunDataConfig
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.process_exit import sigterm_raises
@@ -33,10 +34,10 @@ EXAMPLES = """examples:
   {prog} --gin_file=my.gin --output=/data/my_rows --split=train --workers=32
   python -m t5x_gpu.train --gin_file=my.gin --gin.MIXTURE_OR_TASK_NAME=prepared:/data/my_rows
 
-The gin file is the run's own: it says which text, which lengths, whether to pack, and which model.
-The same command again goes on where it was cut off.
+The gin file is that of the run: it sets the text, the lengths, packing and the model. After an
+interruption the same command continues.
 """
-_LINE_SECONDS = 10.0  # between two lines where there is no terminal
+_LINE_SECONDS = 10.0  # between two lines without a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,35 +52,37 @@ class _Split:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group('prepare')
-  group.add_argument('--output', metavar='DIR', help='folder of the rows, one per split in it')
+  group.add_argument(
+    '--output', metavar='DIR', help='folder for the rows, with a subfolder per split'
+  )
   group.add_argument(
     '--split',
     action='append',
     default=[],
     metavar='NAME',
     help=(
-      'which split; may be repeated (default: that of training, and that of the evaluation of the '
-      'same task if the gin file has one)'
+      'which split; may be repeated (default: the training split, and the evaluation split if the '
+      'gin file evaluates the same task)'
     ),
   )
   group.add_argument(
     '--workers',
     type=int,
     metavar='N',
-    help='processes (default: the cores); the rows do not depend on it',
+    help='processes (default: one per core); the rows do not depend on it',
   )
   group.add_argument(
     '--shards',
     type=int,
     metavar='N',
     help=(
-      'files per task (default: one per 64 MiB of text, 4 at least); rows are packed within one'
+      'files per task (default: one per 64 MiB of text, at least 4); rows are packed within a file'
     ),
   )
 
 
 def _splits(run: RunDataConfig, names: list[str], num_parts: Optional[int]) -> list[_Split]:
-  """Returns what to prepare, checked against the model."""
+  """Returns the splits to prepare, checked against the model."""
   model, train, evaluated = run.model, run.train_dataset_cfg, run.train_eval_dataset_cfg
   known = {train.split: train}
   if evaluated is not None and (evaluated.mixture_or_task_name == train.mixture_or_task_name):
@@ -95,11 +98,12 @@ def _splits(run: RunDataConfig, names: list[str], num_parts: Optional[int]) -> l
 
 
 class _Bar:
-  """How far it is: a bar on a terminal, a line now and then elsewhere.
+  """Shows progress: a bar on a terminal, elsewhere a line every 10 seconds.
 
   Args:
+    console: to print to.
     index: of the split, for its name and the size of its rows.
-    num_shards, done: to make in all, and how many an earlier run has made.
+    num_shards, done: shards in all, and those of an earlier run.
   """
 
   def __init__(self, console: rich.console.Console, index: Index, *, num_shards: int, done: int):
@@ -126,9 +130,9 @@ class _Bar:
   def __exit__(self, *exc_info: Any) -> None:
     self._bar.stop()
 
-  def add(self, event: Progress | Finished) -> None:
-    """Takes note of what a worker said."""
-    if isinstance(event, Finished):
+  def add(self, event: RowsWritten | Shard) -> None:
+    """Counts what a worker reported."""
+    if isinstance(event, Shard):
       self._done += 1
       self._bar.update(self._task, completed=self._done)
     else:
@@ -138,8 +142,7 @@ class _Bar:
     if not self._console.is_terminal and now - self._last_line > _LINE_SECONDS:
       self._last_line = now
       self._console.print(
-        f'{self._index.split}: {self._done} of {self._num_shards} shards{self._rate()}',
-        markup=False,
+        f'{self._index.split}: {self._done} of {self._num_shards} shards{self._rate()}'
       )
 
   def _rate(self) -> str:
@@ -156,11 +159,11 @@ class _Bar:
 def _prepare(
   folder: SplitFolder, split: _Split, *, num_workers: int, console: rich.console.Console
 ) -> Optional[Index]:
-  """Returns the index of what is then there; None if it was complete before."""
+  """Writes the missing shards; returns the index, None if the split was complete before."""
   if not folder.todo and (folder.path / INDEX).exists():
     return None
   jobs = [
-    Job(
+    ShardJob(
       split.config,
       split.spec,
       split.feature_converter,
@@ -176,17 +179,17 @@ def _prepare(
     _Bar(
       console, split.index, num_shards=len(jobs) + len(folder.finished), done=len(folder.finished)
     ) as bar,
-    contextlib.closing(make_shards(jobs, num_workers=num_workers)) as events,
+    contextlib.closing(write_shards(jobs, num_workers=num_workers)) as events,
   ):
-    for event in events:
+    for job, event in events:
       bar.add(event)
-      if isinstance(event, Finished):
-        written[event.job.task, event.job.part] = event.shard
+      if isinstance(event, Shard):
+        written[job.task, job.part] = event
   return folder.finish(written, max_corrupt_fraction=split.config.max_corrupt_fraction)
 
 
 def _summary(index: Index) -> Iterable[str]:
-  """Yields what a split holds."""
+  """Yields lines about the content of a split."""
   size = sum(shard.bytes for member in index.members.values() for shard in member.shards)
   yield (
     f'{index.split}: {index.rows:,} rows, {index.tokens:,} tokens, padding '
@@ -195,8 +198,7 @@ def _summary(index: Index) -> Iterable[str]:
   for name, member in index.members.items():
     if member.records.damaged:
       yield (
-        f'  {name}: {member.records.damaged:,} of {member.records.read:,} records are damaged '
-        'and left out'
+        f'  {name}: skipped {member.records.damaged:,} damaged records of {member.records.read:,}'
       )
   if len(index.members) > 1:
     for name, member in index.members.items():
@@ -214,7 +216,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   )
   extra = args.extra
   if not extra.output:
-    raise ConfigError('--output must be given.', fix='--output=DIR, a folder for the rows.')
+    raise ConfigError('--output must be given.', fix='Add --output=DIR, a folder for the rows.')
   for name in ('workers', 'shards'):
     value = getattr(extra, name)
     if value is not None and value < 1:
@@ -228,7 +230,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   logging_setup.setup()
   splits = _splits(gin_loader.configured(loaded, RunDataConfig), extra.split, extra.shards)
   output = pathlib.Path(extra.output).expanduser()
-  console = rich.console.Console(highlight=False, soft_wrap=True)
+  console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
   num_workers = extra.workers or len(os.sched_getaffinity(0))
   for split in splits:
     shards = {name: member.num_shards for name, member in split.index.members.items()}
@@ -241,24 +243,23 @@ def main(argv: Optional[list[str]] = None) -> int:
     with sigterm_raises(), open_split(output / split.config.split, split.index) as folder:
       if folder.finished and folder.todo:
         console.print(
-          f'{split.config.split}: {len(folder.finished)} shards are finished and as '
-          f'they were written, {len(folder.todo)} are to do.'
+          f'{split.config.split}: {len(folder.finished)} shards are finished and unchanged, '
+          f'{len(folder.todo)} remain.'
         )
       index = _prepare(folder, split, num_workers=num_workers, console=console)
     if index is None:
-      console.print(f'{split.config.split}: complete before, and every byte as it was written.')
+      console.print(f'{split.config.split}: already complete, every byte unchanged.')
     else:
-      console.print('\n'.join(_summary(index)), markup=False)
+      console.print('\n'.join(_summary(index)))
   if not args.dry_run:
     console.print(
-      f"Train on it: the same gin file with --gin.MIXTURE_OR_TASK_NAME='prepared:{output}'",
-      markup=False,
+      f"Train on it: the same gin file with --gin.MIXTURE_OR_TASK_NAME='prepared:{output}'"
     )
   return 0
 
 
 if __name__ == '__main__':
-  # Under its own name: the workers start from it, too.
+  # Under its own name, because the workers import it too.
   from t5x_gpu.prepare import main as main_
 
   cli.run_main(main_)

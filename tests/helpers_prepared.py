@@ -5,7 +5,8 @@ import itertools
 import pathlib
 
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import DatasetConfig, open_preparation
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import open_preparation
 from t5x_gpu.data.prepared.output_folder import open_split
 from t5x_gpu.data.prepared.shard_writer import write_shard
 

@@ -3,7 +3,6 @@
 import csv
 import json
 
-import h5py
 import pyarrow as pa
 from array_record.python.array_record_module import ArrayRecordWriter
 from pyarrow import parquet
@@ -42,12 +41,6 @@ def _arrow(path, rows):
     writer.write_table(table, max_chunksize=ROWS_PER_GROUP)
 
 
-def _hdf5(path, rows):
-  with h5py.File(path, 'w') as f:
-    for name in rows[0]:
-      f.create_dataset(name, data=[row[name] for row in rows], dtype=h5py.string_dtype())
-
-
 def example(row):
   return tf.train.Example(
     features=tf.train.Features(
@@ -79,7 +72,6 @@ FORMS = {
   'jsonl': ('.jsonl', _jsonl),
   'parquet': ('.parquet', _parquet),
   'hf_dataset': ('.arrow', _arrow),
-  'hdf5': ('.h5', _hdf5),
   'tfrecord': ('.tfrecord', _tfrecord),
   'arrayrecord': ('.arrayrecord', _arrayrecord),
 }

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from t5x_gpu.data.batches import BatchSpec, DatasetConfig, open_batches
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.data_module import open_batches
 from tests.helpers_pages import blocks, run
 
 PAGE = 'add_a_data_source.md'

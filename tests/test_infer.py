@@ -281,8 +281,8 @@ def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_pat
 @pytest.mark.parametrize(
   'text, name, message',
   [
-    ('', 'p.txt', 'holds no prompt: it is empty'),
-    ('\n\n', 'p.jsonl', 'holds no prompt: 2 blank lines'),
+    ('', 'p.txt', 'has no prompts: it is empty'),
+    ('\n\n', 'p.jsonl', 'has no prompts: 2 blank lines'),
     ('{"inputs": "a"}\n{"inputs": a}', 'p.jsonl', 'p.jsonl:2 is not JSON'),
     ('{"text": "a"}', 'p.jsonl', "p.jsonl:1 has no text under key 'inputs'"),
     ('{"inputs": "a", "targets": 3}', 'p.jsonl', "p.jsonl:1 has no text under key 'targets'"),

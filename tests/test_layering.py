@@ -38,7 +38,8 @@ SHARED_BY_ENTRY_POINTS = 't5x_gpu.cli'
 TENSORFLOW = {'tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 't5', 't5x'}
 # In data/, but the trainer needs them where there is no TensorFlow. All of data/prepared/ is, too.
 WITHOUT_TENSORFLOW = {
-  f't5x_gpu.data.{name}' for name in ('batches', 'features', 'synthetic', 'same_data')
+  f't5x_gpu.data.{name}'
+  for name in ('batches', 'data_module', 'features', 'synthetic', 'same_data')
 }
 JAX = {'jax', 'jaxlib', 'flax', 'optax', 'orbax'}
 

@@ -310,7 +310,7 @@ def test_other_data_on_resume_is_refused_by_what_differs_before_anything_compile
 def test_a_next_batch_that_is_not_the_one_saved_is_refused(trained, monkeypatch):
   """The data has the same description and other tokens."""
   (trained.folder / 'other_data.py').write_text(
-    'from t5x_gpu.data import synthetic\nvocabulary = synthetic.vocabulary\n'
+    'from t5x_gpu.data import synthetic\n'
     'class Other(synthetic.SyntheticBatches):\n'
     '  def _batch(self, step):\n    return super()._batch(step + 7)\n'
     'def open_batches(config, *, spec, feature_converter, repeat=True):\n'

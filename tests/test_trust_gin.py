@@ -11,7 +11,7 @@ from t5x_gpu import eval as eval_script
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.gin_files import GinFiles
-from t5x_gpu.data import batches
+from t5x_gpu.data import batches, data_module
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation import infer_request
@@ -185,7 +185,7 @@ def test_a_task_that_would_import_is_refused(folder, given, says):
     }
     | given
   )
-  for opened in (batches.open_prompt_text, batches.open_class_text):
+  for opened in (data_module.open_prompt_text, data_module.open_class_text):
     with pytest.raises(ConfigError) as error:
       opened(config, may_import=(), model_vocab_size=264)
     assert says in str(error.value) and not (folder / 'ran').exists()
@@ -196,8 +196,8 @@ def test_prepared_rows_of_a_task_that_would_import_are_too(folder):
   config = DatasetConfig(f'prepared:{folder}/rows', {'targets': 32}, 'train', 1)
   options = dict(feature_converter='lm', model_vocab_size=264, has_inputs=False)
   with pytest.raises(ConfigError, match="mixture_or_task_module = 'tests.mixed_tasks'"):
-    batches.open_prompt_text(config, may_import=(), **options)
-  text = batches.open_prompt_text(config, may_import=('tests.mixed_tasks',), **options)
+    data_module.open_prompt_text(config, may_import=(), **options)
+  text = data_module.open_prompt_text(config, may_import=('tests.mixed_tasks',), **options)
   assert text.name == 'byte'
 
 

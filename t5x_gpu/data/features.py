@@ -1,7 +1,7 @@
 """Which model features a feature converter makes from task features, as plain data without TF.
 
-The trainer builds abstract batches from this before (or without) importing SeqIO;
-`tests/data/streaming/test_feature_converters.py` holds it against what SeqIO emits.
+The trainer builds abstract batches from this without importing SeqIO.
+`tests/data/streaming/test_feature_converters.py` compares it with what SeqIO emits.
 """
 
 import dataclasses
@@ -15,26 +15,27 @@ from t5x_gpu.errors import ConfigError, DataError, all_problems, did_you_mean
 
 # SeqIO gives int32 for everything, loss weights included; T5X batches are the same.
 DTYPE = 'int32'
-# Model features of classification, both [batch]: the class, and 0 for a row that only fills.
+# Model features of classification, both [batch]: the class, and 0 for a padding row.
 LABEL, LABEL_WEIGHTS = 'label', 'label_weights'
-# Task feature [length] of pairs of texts: 0 for the first, 1 for the second.
+# Task feature [length] of text pairs: 0 for the first text, 1 for the second.
 TOKEN_TYPES = 'token_types'
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """What one feature converter takes and gives.
+  """The task features that one feature converter takes, and the model features that it gives.
 
   Attributes:
-    task_features: features that the task must have, and `task_feature_lengths` must name.
+    task_features: features that the task must have and `task_feature_lengths` must name.
     tokens: model feature that holds token ids -> the task features whose ids and lengths it joins.
     aligned: model feature -> the token feature whose length it shares.
-    packed: the same, only there when examples are packed; None where a row is always one example.
-    label: task feature of one class number per example, which is the model feature `label`
-      [batch] beside `label_weights` [batch]; None without. `task_feature_lengths` leaves it out.
-    equal_lengths: the task features are the same positions, so their lengths must be one.
-    zero_may_be_a_word: loss weights and prefix say where padding is, so that a word may have id 0.
-      Rows of an encoder have neither: id 0 is padding there.
+    packed: the same, for features that exist only when examples are packed; None if a row is
+      always one example.
+    label: task feature with the class number of an example, or None. It becomes the model features
+      `label` and `label_weights` [batch]; `task_feature_lengths` leaves it out.
+    equal_lengths: the task features are the same positions, so their lengths must be equal.
+    zero_may_be_a_word: loss weights and prefix mark the padding, so a word may have id 0. Rows of
+      an encoder have neither: there id 0 is padding.
   """
 
   task_features: tuple[str, ...]
@@ -117,14 +118,14 @@ def layout(feature_converter: str) -> Layout:
     raise ConfigError(
       f'There is no feature converter {feature_converter!r}.'
       + did_you_mean(feature_converter, LAYOUTS),
-      fix='Take one of ' + ', '.join(repr(name) for name in LAYOUTS) + '.',
+      fix='Use one of ' + ', '.join(repr(name) for name in LAYOUTS) + '.',
     )
   return LAYOUTS[feature_converter]
 
 
 def check_batch_size(batch_size: Any) -> None:
   """Raises DataError unless `batch_size` is a whole number of at least 1."""
-  if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+  if not _is_length(batch_size):
     raise DataError(
       f'The global batch has batch_size = {batch_size!r} examples; it must be a whole number '
       'of at least 1.',
@@ -145,8 +146,8 @@ def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, 
       )
   for name, length in task_feature_lengths.items():
     if name not in wanted:
-      problems.append(f'{name!r} is not a feature of it.' + did_you_mean(name, wanted))
-    elif isinstance(length, bool) or not isinstance(length, int) or length < 1:
+      problems.append(f'{name!r} is not one of its features.' + did_you_mean(name, wanted))
+    elif not _is_length(length):
       problems.append(f'{name!r} has length {length!r}; a sequence needs at least 1 token.')
   lengths = {
     name: task_feature_lengths[name]
@@ -154,7 +155,9 @@ def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, 
     if _is_length(task_feature_lengths.get(name))
   }
   if layout(feature_converter).equal_lengths and len(set(lengths.values())) > 1:
-    problems.append('They are the same positions, hidden and not, so their lengths must be equal.')
+    problems.append(
+      'They are the same positions, masked and unmasked, so their lengths must be equal.'
+    )
     lengths = dict.fromkeys(wanted, max(lengths.values()))
   if not problems:
     return
@@ -162,7 +165,7 @@ def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, 
   hint = ''
   if feature_converter == 'lm' and 'inputs' in task_feature_lengths:
     hint = (
-      "\nFor inputs and targets in one sequence take feature converter 'prefix_lm'; "
+      "\nFor inputs and targets in one sequence use feature converter 'prefix_lm'; "
       "for an encoder over the inputs, 'encoder_decoder'."
     )
   raise DataError(
@@ -176,26 +179,27 @@ def check_lengths(feature_converter: str, *, task_feature_lengths: Mapping[str, 
 
 
 def check_pack(feature_converter: str, *, pack: bool) -> None:
-  """Raises DataError if examples shall be packed where each row has one label."""
+  """Raises DataError for packing with a converter whose rows have one label each."""
   if pack and layout(feature_converter).packed is None:
     raise DataError(
-      f'Feature converter {feature_converter!r} has one label per row, so pack = True, which '
-      'puts several examples into one row, cannot be.',
+      f'Feature converter {feature_converter!r} has one label per row, so it cannot pack several '
+      'examples into one row (pack = True).',
       fix='Set PACK = False.',
       parameters=('DatasetConfig.pack',),
     )
 
 
 def is_token(row: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-  """Returns booleans [..., length]: where feature `name` of a row, or batch, is no padding."""
+  """Returns booleans [..., length]: where feature `name` of a row, or batch, is not padding."""
   stack = name.split('_')[0]
   if f'{stack}_segment_ids' in row:
     return np.asarray(row[f'{stack}_segment_ids']) > 0
-  told = (name, f'{stack}_loss_weights', f'{stack}_causal_attention')
-  return np.any([np.asarray(row[key]) > 0 for key in told if key in row], axis=0)
+  marks = (name, f'{stack}_loss_weights', f'{stack}_causal_attention')
+  return np.any([np.asarray(row[key]) > 0 for key in marks if key in row], axis=0)
 
 
 def _is_length(value: Any) -> bool:
+  """Returns whether `value` is a whole number of at least 1."""
   return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -212,15 +216,15 @@ def batch_spec(
 
   Args:
     feature_converter: a key of `LAYOUTS`.
-    task_feature_lengths: task feature -> tokens. 'prefix_lm' joins both: inputs + targets long.
+    task_feature_lengths: task feature -> tokens; rows of 'prefix_lm' are inputs + targets long.
     batch_size: rows of the global batch.
-    pack: with segment ids and positions. Without packing SeqIO gives neither: each row is then one
-      example at positions 0, 1, 2, ... and padding is told as in `is_token`.
+    pack: add segment ids and positions. Without them each row is one example at positions
+      0, 1, 2, ...; `is_token` then finds the padding.
     vocab_size: exclusive upper bound of the model's token ids.
-    num_classes: the same of its class numbers, for 'encoder_classification'.
+    num_classes: of the model, for 'encoder_classification'.
   Raises:
     ConfigError, DataError: no such converter; missing, extra or zero lengths; batch_size < 1;
-      packing where a row is one example; no number of classes where there is a label.
+      packing with one label per row; a label without `num_classes`.
   """
   check_batch_size(batch_size)
   check_lengths(feature_converter, task_feature_lengths=task_feature_lengths)
@@ -238,8 +242,8 @@ def batch_spec(
   if kind.label:
     if num_classes is None or num_classes < 2:
       raise DataError(
-        f'The model tells num_classes = {num_classes} classes apart; there must be at least 2.',
-        fix="Set the model's num_classes to the number of classes of the task.",
+        f'The model has num_classes = {num_classes}; a classifier needs at least 2.',
+        fix="Set the model's num_classes to the task's number of classes.",
         parameters=('EncoderModel.num_classes',),
       )
     shapes |= {LABEL: (batch_size,), LABEL_WEIGHTS: (batch_size,)}

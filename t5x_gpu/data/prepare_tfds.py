@@ -1,4 +1,4 @@
-"""Prepares TensorFlow datasets, and says which ones a task lacks.
+"""Prepares TensorFlow datasets, and finds those that a task needs and are not prepared.
 
     python -m t5x_gpu.data.prepare_tfds glue/cola:2.0.0 --data_dir=/data/tfds
 
@@ -35,8 +35,8 @@ class Missing:
   Attributes:
     dataset: as the task names it, 'glue/cola:1.0.0'.
     data_dir: the folder of all datasets.
-    reason: what was found in place of the dataset.
-    from_version: what to build instead, where TFDS no longer builds the task's version.
+    reason: what was found instead of the dataset.
+    from_version: what to build instead, if TFDS no longer builds the task's version.
   """
 
   dataset: str
@@ -49,7 +49,7 @@ def missing_dataset(task: seqio.Task, config: DatasetConfig) -> Optional[Missing
   """Returns the dataset that `task` needs for the split of `config`, unless it is prepared.
 
   A task that does not list its splits has those of the prepared dataset, so it needs the dataset
-  even to know whether it has the split.
+  even to find out whether the split exists.
   """
   source = task.source
   if not isinstance(source, seqio.TfdsDataSource) or source.tfds_dataset.tfds_splits is not None:
@@ -79,8 +79,8 @@ def _newer_version(builder: tfds.core.DatasetBuilder) -> Optional[str]:
 
 def check_prepared(task: Union[seqio.Task, seqio.Mixture], config: DatasetConfig) -> None:
   """Raises DataError, with the commands to run, if `task` reads datasets that are not prepared."""
-  lacked = {missing_dataset(subtask, config) for subtask in seqio.get_subtasks(task)} - {None}
-  found = sorted(lacked, key=lambda missing: missing.dataset)
+  missing = {missing_dataset(subtask, config) for subtask in seqio.get_subtasks(task)} - {None}
+  found = sorted(missing, key=lambda one: one.dataset)
   if not found:
     return
   name = config.mixture_or_task_name
@@ -105,14 +105,10 @@ def _fix(found: Sequence[Missing]) -> str:
   if versions := sorted({one.from_version for one in found if one.from_version}):
     lines.append(
       f'TFDS {tfds.__version__} no longer builds the version that the task names; this '
-      f'takes the data of {", ".join(versions)} for it.'
+      f'uses the data of {", ".join(versions)} instead.'
     )
   return '\n'.join(
-    [
-      *lines,
-      'Another folder: give it to this command as --data_dir=DIR, and to '
-      'every run as --tfds_data_dir=DIR.',
-    ]
+    [*lines, 'Another folder: give this command --data_dir=DIR, and every run --tfds_data_dir=DIR.']
   )
 
 
@@ -127,12 +123,12 @@ def prepare_command(
 
 
 def prepare(dataset: str, *, data_dir: str, from_version: Optional[str] = None) -> str:
-  """Downloads and prepares `dataset`, unless it is there; returns its folder.
+  """Downloads and prepares `dataset` unless that is done already; returns its folder.
 
   Args:
     dataset: 'glue/cola:1.0.0', or without a version.
     data_dir: the folder of all datasets.
-    from_version: prepare this version and copy it, under the version of `dataset`.
+    from_version: prepare this version, then copy it under the version of `dataset`.
   Raises:
     DataError: TFDS has no such dataset, or cannot build it.
   """
@@ -144,7 +140,7 @@ def prepare(dataset: str, *, data_dir: str, from_version: Optional[str] = None) 
     if from_version is None and (newer := _newer_version(builder)):
       raise DataError(
         f'TFDS {tfds.__version__} no longer builds version {builder.version} of {name}.',
-        fix=f'To take the data of {newer} for it, add --from_version={newer}.',
+        fix=f'To use the data of {newer} instead, add --from_version={newer}.',
         docs='tasks.md#tensorflow-datasets',
       )
     if from_version is None:
@@ -163,7 +159,7 @@ def prepare(dataset: str, *, data_dir: str, from_version: Optional[str] = None) 
 
 
 def _copy_as(folder: str, *, version: str) -> str:
-  """Copies a prepared dataset beside itself under another version; returns the copy's folder."""
+  """Copies a prepared dataset under another version; returns the folder of the copy."""
   target = os.path.join(os.path.dirname(folder), version)
   partial = f'{target}.incomplete'
   shutil.rmtree(partial, ignore_errors=True)
@@ -179,19 +175,19 @@ def _copy_as(folder: str, *, version: str) -> str:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-  """Prepares the datasets of the command line, one after the other."""
+  """Prepares the datasets on the command line, one after the other."""
   parser = argparse.ArgumentParser(prog=PROG, description='Prepares TensorFlow datasets.')
   parser.add_argument('datasets', nargs='+', metavar='NAME[:VERSION]')
   parser.add_argument(
     '--data_dir',
     required=True,
     metavar='DIR',
-    help='where to; runs find it with --tfds_data_dir=DIR',
+    help='folder for the datasets; runs find it with --tfds_data_dir=DIR',
   )
   parser.add_argument(
     '--from_version',
     metavar='VERSION',
-    help='take the data of this version, where TFDS no longer builds the one that a task names',
+    help='use the data of this version, if TFDS no longer builds the one that a task names',
   )
   args = parser.parse_args(argv)
   for dataset in args.datasets:

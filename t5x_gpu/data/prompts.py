@@ -1,12 +1,11 @@
-"""Prompts from files of text or JSON, and what turns them into token ids; no TF."""
+"""Prompts from text or JSON files, and what turns them into token ids. No TF."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Protocol
 
-from t5x_gpu.data.sources.discovery import json_fields
+from t5x_gpu.data.sources.json_lines import json_fields, json_object
 from t5x_gpu.errors import DataError
 
 
@@ -15,12 +14,12 @@ class Prompt:
   """A text to continue.
 
   Attributes:
-    where: it comes from, 'file:line' or 'TASK, split SPLIT, example 3'.
+    where: source of the prompt, 'file:line' or 'TASK, split SPLIT, example 3'.
     inputs: the text.
-    targets: what might follow, to be scored; or None.
-    tokens, target_tokens: their ids, where the source has them already; else None.
-    extra: further fields of a JSON line, which are written beside the result.
-    number: of its line in the file, from 0, blank lines counted; None for examples of a task, which
+    targets: a continuation to score, or None.
+    tokens, target_tokens: their ids if the source has them, else None.
+    extra: other fields of a JSON line; they are copied to the result.
+    number: line number in the file, from 0, blank lines counted; None for examples of a task, which
       are numbered in order.
   """
 
@@ -34,14 +33,14 @@ class Prompt:
 
 
 class PromptText(Protocol):
-  """Text <-> ids as a task has it.
+  """Text <-> ids, the way a task does it.
 
   Attributes:
     name: of the vocabulary, for messages.
     size: number of ids that its texts may have.
     eos_id: ends what the model writes, or None.
-    start_id: stands before a prompt in the tokenizer's own template (<bos>), or None.
-    zero_is_a_word: id 0 is no padding: it is a word of the tokenizer, and the model knows it so.
+    start_id: precedes a prompt in the tokenizer's own template (<bos>), or None.
+    zero_is_a_word: id 0 is a word of the tokenizer and the model, not padding.
   """
 
   name: str
@@ -57,20 +56,20 @@ class PromptText(Protocol):
     """Returns the ids of a text to score, ended as the task ends its targets."""
 
   def decode(self, ids: Sequence[int]) -> str:
-    """Returns the text of what a model wrote, without what ends it."""
+    """Returns the text that a model wrote, without its end mark."""
 
   def examples(self) -> Iterable[Prompt]:
-    """Yields the task's split in order; raises DataError if there is no task or nothing to read."""
+    """Yields the task's split in order. Raises DataError if there is no task or no example."""
 
 
 def read_prompts(path: str) -> list[Prompt]:
   """Returns the prompts of a file: one JSON object per line in .jsonl, else one text per line.
 
-  A JSON object has text under 'inputs', and under 'targets' if that is to be scored. Blank lines
-  are skipped; they count in the numbers of the prompts.
+  A JSON object has text under 'inputs', and under 'targets' a continuation to score. Blank lines
+  are skipped, but they count in the numbers of the prompts.
 
   Raises:
-    DataError: no such file, nothing in it, or a line (named file:line) that is not what it should.
+    DataError: no such file, no prompt in it, or a bad line (named file:line).
   """
   shown = os.path.expanduser(path)
   try:
@@ -88,14 +87,14 @@ def parse_prompts(lines: Sequence[bytes], *, name: str, is_json: Optional[bool])
   """Returns the prompts of `lines`; see `read_prompts`.
 
   Args:
-    lines: with their ends.
+    lines: with their line ends.
     name: of the file, for messages.
-    is_json: None to judge by the first line that is not blank: JSON objects begin with {.
+    is_json: None to decide by the first line that is not blank: JSON objects begin with {.
   """
   numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
   if not numbered:
     raise DataError(
-      f'{name} holds no prompt: ' + (f'{len(lines)} blank lines.' if lines else 'it is empty.'),
+      f'{name} has no prompts: ' + (f'{len(lines)} blank lines.' if lines else 'it is empty.'),
       fix='Write one prompt per line: a text, or in .jsonl {"inputs": "a text"}.',
     )
   if is_json is None:
@@ -117,10 +116,9 @@ def _from_text(line: bytes, where: str) -> Prompt:
 
 
 def _from_json(line: bytes, where: str) -> Prompt:
-  inputs = json_fields(line, keys=['inputs'], where=where)[0].decode()
-  record = json.loads(line)
-  targets = None
-  if record.get('targets') is not None:
-    targets = json_fields(line, keys=['targets'], where=where)[0].decode()
-  extra = {key: value for key, value in record.items() if key not in ('inputs', 'targets')}
-  return Prompt(where, inputs, targets, extra=extra)
+  extra = json_object(line, where=where)
+  keys = ['inputs', *(['targets'] if extra.get('targets') is not None else [])]
+  texts = [text.decode() for text in json_fields(line, keys=keys, where=where)]
+  return Prompt(
+    where, *texts, extra={k: v for k, v in extra.items() if k not in ('inputs', 'targets')}
+  )

@@ -1,20 +1,24 @@
-"""Is it the data that a checkpoint was trained on? If not: which part differs, and what to set.
+"""Is this the data that a checkpoint was trained on? If not: what differs, and what to set.
 
-Two questions, in this order. The facts of the data, which every iterator writes into its state:
-task, files, vocabulary, lengths, seed, rates. Then the hash of the next batch, which sees what
-facts cannot: the code of a preprocessor, a library. Changed files are found by source_files.py.
+Two checks, in this order. The first compares the facts that every iterator writes into its state:
+task, files, vocabulary, lengths, seed, rates. The second compares the hash of the next batch, which
+reveals what facts cannot: other code in a preprocessor, another library. source_files.py finds
+changed files.
 
-What the log says of the data of a run: what is guaranteed of its order, and what that costs.
+`data_line` logs what a run guarantees about the order of its data, and what that costs.
 """
 
 import importlib.metadata
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from t5x_gpu.config.json_schema import Fields, parse_json
 from t5x_gpu.errors import DataError
 
 LIBRARIES = 'libraries'
-# Fact -> (what it is, what a user sets it by); facts of a task or feature end in ' of NAME'.
+# Fact -> (what it is, the setting that a user changes); facts of a task or feature are called
+# 'FACT of NAME'.
 _PARTS = {
   'task': ('the mixture or task', 'MIXTURE_OR_TASK_NAME'),
   'split': ('the split', 'DatasetConfig.split'),
@@ -32,13 +36,13 @@ _PARTS = {
   'rows': ('the data version', ''),
 }
 _REST = {
-  'feature_converter': 'Take the model that the run had. For a classifier of an earlier version: '
+  'feature_converter': 'Use the model of the checkpoint. For a classifier of an earlier version: '
   'EncoderModel.token_types = False.',
-  'rates': 'Register the mixture with the rates that it had; for prepared:DIR set '
+  'rates': 'Register the mixture with its earlier rates; for prepared:DIR set '
   'DatasetConfig.mixture_rates to them.',
-  'vocabulary': 'Bring back the vocabulary that it had: the same file, or VOCABULARY.',
-  'source': 'Bring back the files as they were.',
-  'rows': 'Bring back the prepared folder as it was.',
+  'vocabulary': 'Restore the earlier vocabulary: the same file, or VOCABULARY.',
+  'source': 'Restore the earlier files.',
+  'rows': 'Restore the earlier prepared folder.',
 }
 _PARAMETERS = {'rates': 'DatasetConfig.mixture_rates', 'vocabulary': 'DatasetConfig.vocabulary'}
 _NAME = 'DatasetConfig.mixture_or_task_name'
@@ -54,7 +58,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-  """Raises DataError unless two fingerprints of data agree, with the facts in which they differ."""
+  """Raises DataError, with the facts that differ, unless two fingerprints of data agree."""
   wrong = differences(saved, now)
   if not wrong:
     return
@@ -69,21 +73,51 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     parameters.append(_PARAMETERS.get(kind) or knob or _NAME)
   parts = f' What differs: {", ".join(dict.fromkeys(kinds))}.' if kinds else ''
   raise DataError(
-    f'The data is not what the checkpoint was trained on.{parts}\n  ' + '\n  '.join(wrong),
-    fix='\n'.join([*dict.fromkeys(fixes), 'Or start anew in another MODEL_DIR.']),
+    f'The data is not the data that the checkpoint was trained on.{parts}\n  ' + '\n  '.join(wrong),
+    fix='\n'.join([*dict.fromkeys(fixes), 'Or start a new run in another MODEL_DIR.']),
     parameters=dict.fromkeys(parameters or [_NAME]),
     docs='data.md#the-same-data',
+  )
+
+
+def resumed_step(state: bytes, schema: Fields, *, module: str, now: Mapping[str, Any]) -> int:
+  """Returns 'batches_taken' of a JSON data state.
+
+  Args:
+    state: what `get_state` returned: an object with 'batches_taken' and 'data'.
+    schema: of that object.
+    module: that reads it.
+    now: the fingerprint of the data that is open.
+  Raises:
+    DataError: another module wrote the state, or for other data.
+  """
+  try:
+    saved = parse_json(state, schema)
+  except ValueError as e:
+    raise foreign_state(state, module=module, reason=str(e)) from e
+  check_same_data(saved['data'], json.loads(json.dumps(now)))
+  return saved['batches_taken']
+
+
+def foreign_state(state: bytes, *, module: str, reason: str) -> DataError:
+  """Returns the error for a data state that `module` did not write."""
+  return DataError(
+    f'This data state ({len(state)} bytes) was not written by {module}: {reason}. The checkpoint '
+    'was trained on data that was read in another way (streaming, prepared or synthetic).',
+    fix='Set MIXTURE_OR_TASK_NAME and DatasetConfig.module to those of the checkpoint, or start a '
+    'new run in another MODEL_DIR; RestoreConfig takes the parameters along.',
+    parameters=(_NAME, 'DatasetConfig.module'),
   )
 
 
 def check_next_batch(
   *, saved_hash: str, hash_now: str, saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> None:
-  """Raises DataError unless the next batch is the one that the checkpoint's run would have taken.
+  """Raises DataError unless the next batch is the one that the interrupted run would have taken.
 
   Args:
-    saved_hash, hash_now: `batch_hash` of the next batch, as it was saved and as it is.
-    saved, now: `BatchIterator.describe()`; the facts that identify the data are known to agree.
+    saved_hash, hash_now: `batch_hash` of the next batch, as saved and as it is now.
+    saved, now: `BatchIterator.describe()`; the facts that identify the data already agree.
   """
   if saved_hash == hash_now:
     return
@@ -92,18 +126,17 @@ def check_next_batch(
   agree = [key for key in now if key in _PARTS and saved.get(key) == now[key]]
   found = [*(f'{line} (library)' for line in libraries), *rest]
   if found:
-    text = 'What differs of what is recorded:\n  ' + '\n  '.join(found)
+    text = 'Recorded facts that differ:\n  ' + '\n  '.join(found)
   else:
     text = (
-      'Nothing that is recorded differs. So the code of the task has changed (its '
-      'preprocessors, its source); or, where MODEL_DIR has no source_files.json, text beyond '
-      'the first 64 KiB of a file.'
+      'All recorded facts agree. So the code of the task has changed (its preprocessors, its '
+      'source); or, if MODEL_DIR has no source_files.json, text beyond the first 64 KiB of a file.'
     )
   raise DataError(
     f'The next batch is not the one that this run would have taken (hash {hash_now}, the '
-    f'checkpoint says {saved_hash}), though {", ".join(agree) or "all that is compared"} agree: '
+    f'checkpoint says {saved_hash}), although {", ".join(agree) or "all compared facts"} agree: '
     f'the data, its preprocessing or its libraries changed.\n  {text}',
-    fix='Install the versions that the run had, or bring back its data and the code of its task; '
+    fix='Install the versions of that run, or restore its data and the code of its task; '
     'or start a new MODEL_DIR.',
     parameters=('MODEL_DIR', _NAME),
     docs='data.md#the-same-data',
@@ -111,7 +144,7 @@ def check_next_batch(
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-  """Returns package -> version, of those that are installed."""
+  """Returns package -> version for those that are installed."""
   found = {}
   for package in packages:
     try:
@@ -128,10 +161,10 @@ STREAMING = (
 
 
 def data_line(described: Mapping[str, Any], *, process_count: int) -> str:
-  """Returns a line for the log, and a warning where each process reads what all others read.
+  """Returns a line for the log, and a warning if every process reads the whole stream.
 
   Args:
-    described: `BatchIterator.describe()`; a user's own may say nothing of a guarantee.
+    described: `BatchIterator.describe()`; without a 'guarantee' there is nothing to log.
     process_count: of the run.
   """
   guarantee = described.get('guarantee')
@@ -151,7 +184,7 @@ def data_line(described: Mapping[str, Any], *, process_count: int) -> str:
     )
     lines.append(
       f'WARNING: each of the {process_count} processes reads and tokenises all of the text{few}. '
-      'Where input_wait_fraction shows, prepare it once, whatever the number of files: '
+      'If input_wait_fraction is above 0, prepare the data once, whatever the number of files: '
       'python -m t5x_gpu.prepare, then MIXTURE_OR_TASK_NAME = "prepared:DIR" (docs/data.md).'
     )
   return '\n'.join(lines)

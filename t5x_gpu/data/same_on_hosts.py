@@ -1,8 +1,8 @@
-"""Do all hosts read the same data? Compared between processes before the first step.
+"""Do all hosts read the same data? The processes compare it before the first step.
 
-A file that differs on one host trains without an error: every process takes its rows of what it
-believes to be the global batch. Three things are compared: size and sampled blocks of each file,
-what the data says of itself, and the hash of the next batch, which sees the code of a task.
+With a different file on one host a run would train without an error: every process takes its rows
+of what it believes to be the global batch. Three things are compared: size and sampled blocks of
+each file, what `describe()` returns, and the hash of the next batch, which the task's code affects.
 """
 
 import concurrent.futures
@@ -14,17 +14,18 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.data.batches import Batch, BatchIterator, EvaluatedTask, batch_hash
-from t5x_gpu.data.prepared.index import sample_digest
+from t5x_gpu.data.batches import Batch, BatchIterator, batch_hash
+from t5x_gpu.data.data_module import EvaluatedTask
+from t5x_gpu.data.sources.file_digests import relative_names, sample_digest
 from t5x_gpu.errors import DataError
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import Facts
 
 _THREADS = 16
-_SAMPLED_FILES = 2048  # every process opens them, on one file server perhaps
-_SAMPLED_BLOCKS = 4096  # of 4 KiB, of all files together; but at least two of each
+_SAMPLED_FILES = 2048  # every process opens them, perhaps on one file server
+_SAMPLED_BLOCKS = 4096  # of 4 KiB, over all files; at least two per file
 _SHOWN_CHARACTERS = 100
-# Facts of `describe()` that depend on where and when files were copied; the files are compared.
+# Facts of `describe()` that depend on where and when files were copied; files are compared instead.
 _OF_FILES = ('source of ', 'rows of ')
 
 
@@ -36,7 +37,7 @@ def check_same_on_hosts(
   All processes must call it, from the thread that runs their collectives.
 
   Args:
-    batches: what it is for ('training') -> an open iterator, or None.
+    batches: purpose ('training') -> an open iterator, or None.
     tasks: with metrics.
   Raises:
     ClusterError: modules imported to open the data differ.
@@ -55,23 +56,23 @@ def check_same_on_hosts(
   if lines:
     raise DataError(
       'The hosts do not read the same data:\n  ' + '\n  '.join(lines),
-      fix='Copy the files again to the hosts that have others, or read them from a folder that '
-      'all hosts share. If only the next batch differs, the code of the task does not give '
-      'every process the same batches.',
+      fix='Copy the files again to the hosts that differ, or read them from a folder that all '
+      'hosts share. If only the next batch differs, the code of the task does not give every '
+      'process the same batches.',
       parameters=('DatasetConfig.mixture_or_task_name',),
       docs='slurm.md#hosts-that-disagree',
     )
 
 
 def _facts(batches: BatchIterator) -> Facts:
-  files = getattr(batches, 'file_facts', None)  # modules of the user need not have it
+  files = getattr(batches, 'file_facts', None)  # optional in custom data modules
   found = {} if files is None else dict(files())
   for name, value in batches.describe().items():
     if files is None or not name.startswith(_OF_FILES):
       text = json.dumps(value, sort_keys=True, default=str)
       found[name] = (hashlib.sha256(text.encode()).hexdigest(), text[:_SHOWN_CHARACTERS])
   batch = _peek(batches)
-  if all(isinstance(x, np.ndarray) for x in batch.values()):  # prepared rows are not read for this
+  if all(isinstance(x, np.ndarray) for x in batch.values()):  # do not read prepared rows for this
     value = batch_hash(batch)
     found['next batch'] = (value, value)
   return found
@@ -91,13 +92,12 @@ def _of_task(task: EvaluatedTask) -> tuple[str, str]:
 
 
 def file_facts(paths: Sequence[str]) -> dict[str, Any]:
-  """Returns the facts of files of this machine, by their paths below the folder common to all.
+  """Returns facts about local files, by their names relative to the folder common to all.
 
-  The names of all files are compared, and size and blocks of `_SAMPLED_FILES` of them.
+  These are the names of all files, and size and blocks of `_SAMPLED_FILES` of them.
   """
-  root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths] or ['/'])
-  names = {os.path.relpath(path, root): path for path in paths}
-  # By the hash of the name, so that all hosts choose the same.
+  names = relative_names(paths)
+  # By the hash of the name, so that all hosts choose the same files.
   sampled = sorted(names, key=_hash)[:_SAMPLED_FILES]
   blocks = max(2, min(16, _SAMPLED_BLOCKS // max(1, len(sampled))))
 

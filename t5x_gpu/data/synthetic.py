@@ -1,11 +1,10 @@
 """Random batches without TensorFlow: for benchmarks, dry runs and tests of everything after data.
 
-Batch t is a function of (seed, spec, t), so that any step can be reached at once.
+Batch t is a function of (seed, spec, t), so any step can be reached at once.
 
-Random batches on which a wrong mean shows: ragged rows, unequal weights, a row of padding alone.
-
-With the full rows and weights 1 of `synthetic` a mean of the devices' means is the true mean, and a
-sum that should have been divided by the target tokens of all devices looks right.
+`uneven_batches` are random batches that expose a wrong mean: ragged rows, unequal weights, a row of
+padding. With full rows and weights of 1 the mean of the devices' means is the true mean, so an
+error in the weighting would not show.
 """
 
 import dataclasses
@@ -15,10 +14,10 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.config.json_schema import Fields, Whole, parse_json
+from t5x_gpu.config.json_schema import Fields, Whole
 from t5x_gpu.data.batches import Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, LABEL_WEIGHTS, check_batch_size, check_lengths, check_pack
-from t5x_gpu.data.same_data import check_same_data
+from t5x_gpu.data.same_data import resumed_step
 from t5x_gpu.errors import DataError
 
 SEGMENTS_PER_ROW = 4
@@ -29,7 +28,7 @@ _STATE = Fields({'batches_taken': Whole(), 'data': dict})
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-  """Where the segments of a row of `length` tokens begin; all of `[length]`, int32."""
+  """The segments of a row of `length` tokens; all arrays are [length], int32."""
 
   segment_ids: np.ndarray
   positions: np.ndarray
@@ -52,7 +51,7 @@ def _rows(length: int, *, pack: bool) -> _Rows:
 class SyntheticBatches:
   """A `BatchIterator` over uniformly random token ids in [1, vocab), weights 1, no padding.
 
-  Masked language models get the last id where a token is hidden, and weight 1 only there.
+  For masked language models, masked tokens have the last id, and only they have weight 1.
   """
 
   def __init__(
@@ -88,17 +87,7 @@ class SyntheticBatches:
     return json.dumps({'batches_taken': self._step, 'data': self._fingerprint()}).encode()
 
   def set_state(self, state: bytes) -> None:
-    try:
-      saved = parse_json(state, _STATE)
-      step, data = saved['batches_taken'], saved['data']
-    except ValueError as e:
-      raise DataError(
-        f'This data state ({len(state)} bytes) was not written by t5x_gpu.data.synthetic.',
-        fix='Set DatasetConfig.module to the module that the checkpoint was trained with.',
-        parameters=('DatasetConfig.module',),
-      ) from e
-    check_same_data(data, self._fingerprint())
-    self._step = step
+    self._step = resumed_step(state, _STATE, module=__name__, now=self._fingerprint())
 
   def describe(self) -> Mapping[str, Any]:
     return {
@@ -107,7 +96,7 @@ class SyntheticBatches:
     }
 
   def close(self) -> None:
-    """Ends the iterator; it holds nothing."""
+    """Ends the iterator."""
     self._closed = True
 
   def _fingerprint(self) -> dict[str, Any]:
@@ -121,7 +110,7 @@ class SyntheticBatches:
     }
 
   def _batch(self, step: int) -> Batch:
-    # Philox counts: the stream of (seed, step) needs no predecessor.
+    # Philox is counter-based: the stream of (seed, step) does not depend on earlier steps.
     random = np.random.Generator(np.random.Philox(key=[self._seed, step]))
     spec, batch = self._spec, {}
     encoder_tokens = (
@@ -133,11 +122,11 @@ class SyntheticBatches:
           1, spec.vocab_sizes[name], size=spec.shapes[name], dtype=np.int32
         )
     if 'encoder_target_tokens' in spec.shapes:
-      hidden = random.random(spec.shapes[encoder_tokens]) < MASKED_SHARE
-      hidden[:, 0] = True  # no row without a weight
-      batch['encoder_loss_weights'] = hidden.astype(np.int32)
+      masked = random.random(spec.shapes[encoder_tokens]) < MASKED_SHARE
+      masked[:, 0] = True  # so that every row has a weight
+      batch['encoder_loss_weights'] = masked.astype(np.int32)
       batch['encoder_input_tokens'] = np.where(
-        hidden, spec.vocab_sizes['encoder_input_tokens'] - 1, batch[encoder_tokens]
+        masked, spec.vocab_sizes['encoder_input_tokens'] - 1, batch[encoder_tokens]
       )
     if LABEL in spec.shapes:
       batch[LABEL] = random.integers(0, spec.vocab_sizes[LABEL], size=spec.shapes[LABEL])
@@ -159,7 +148,7 @@ class SyntheticBatches:
       if 'decoder_causal_attention' in self._spec.shapes and self._loss_on_targets_only:
         row = 1 - rows.is_input
     elif name == 'decoder_causal_attention':
-      # As in SeqIO the prefix reaches one further: where the last input is read.
+      # As in SeqIO, the prefix includes the position that reads the last input.
       row = rows.is_input | (rows.positions == 0) | np.append(0, rows.is_input[:-1])
     elif name == 'encoder_token_types':
       row = 1 - rows.is_input
@@ -182,7 +171,7 @@ def open_batches(
   """Returns random batches of `spec`: endless, or `EVAL_BATCHES` of them without `repeat`.
 
   Raises:
-    DataError: batch size or lengths that no task could have either.
+    DataError: an invalid batch size, lengths or packing.
   """
   check_batch_size(config.batch_size)
   check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
@@ -195,23 +184,17 @@ def open_batches(
   )
 
 
-def vocabulary(config: DatasetConfig, *, feature_converter: str) -> None:
-  """Returns None: random ids stand for no text."""
-  del config, feature_converter
-
-
 MAX_WEIGHT = 3
 
 
 def uneven_batches(spec: BatchSpec, *, seed: int, num_batches: int) -> list[Batch]:
   """Returns `num_batches` batches of `spec`, a function of the arguments alone.
 
-  Each row ends at a random length of its own, padding (0 in every feature) follows; the last of
-  several rows is nothing but padding. Weights, where they are not 0, are 1 to `MAX_WEIGHT`; labels
-  have the weight 0 where the row is empty.
+  Each row has a random length, followed by padding (0 in every feature); the last of several rows
+  is all padding. Nonzero weights are 1 to `MAX_WEIGHT`; the label of an empty row has weight 0.
 
   Raises:
-    DataError: `spec` has a feature that no random batch can have.
+    DataError: `spec` has a feature that synthetic batches cannot make.
   """
   batches = SyntheticBatches(spec, seed=seed, num_batches=num_batches)
   return [_uneven(batch, np.random.default_rng([seed, step])) for step, batch in enumerate(batches)]

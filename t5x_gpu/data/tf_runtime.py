@@ -1,6 +1,6 @@
-"""TensorFlow and SeqIO, imported the only way they may be: quiet, and without a GPU in sight.
+"""TensorFlow and SeqIO, imported quietly and with all GPUs hidden from them.
 
-Everything in data/ that needs them takes them from here:
+Everything in data/ imports them from here:
 
     from t5x_gpu.data.tf_runtime import seqio, tf
 """
@@ -20,11 +20,11 @@ _LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
 
 @contextlib.contextmanager
 def _without_chatter() -> Iterator[None]:
-  """Keeps TF's start from the terminal: "failed call to cuInit" and the like, meant for nobody.
+  """Hides TF's startup messages ("failed call to cuInit" and the like) from the terminal.
 
-  Two measures. jaxlib reads the same log level, so TF's is set for the import alone. And TF 2.21
-  logs through absl before absl is initialised, which no level stops: what C++ writes to stderr
-  meanwhile is held back, then passed on without its informational lines.
+  jaxlib reads the same log level, so the level is set only during the import. TF 2.21 also logs
+  through absl before absl is initialised, which no level stops: stderr is captured during the
+  import, then passed on without its informational lines.
   """
   if is_verbose():
     yield
@@ -54,19 +54,18 @@ with _without_chatter():
   import seqio
   import tensorflow as tf
 
-# "Using an uncached ... is not recommended", feature shapes, in-memory caching: not for our users.
+# Hides "Using an uncached ... is not recommended", feature shapes, in-memory caching.
 if not is_verbose():
   logging.getLogger('absl').setLevel(logging.ERROR)
 
 try:
-  # TF would otherwise take the memory of every GPU that JAX is about to use.
+  # Otherwise TF would allocate the memory of every GPU that JAX is about to use.
   tf.config.set_visible_devices([], 'GPU')
 except RuntimeError as e:
   raise DataError(
-    'TensorFlow had already taken hold of the GPUs when the data was opened: some module that '
-    'was imported first ran a TensorFlow operation.',
-    fix="Move that work out of the module's top level, or import t5x_gpu.data.tf_runtime before "
-    'it.',
+    'TensorFlow had already initialised the GPUs when the data was opened: a module that was '
+    'imported earlier ran a TensorFlow operation.',
+    fix="Move that work out of the module's top level, or import t5x_gpu.data.tf_runtime first.",
     parameters=('DatasetConfig.mixture_or_task_module',),
   ) from e
 

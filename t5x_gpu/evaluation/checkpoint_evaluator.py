@@ -8,7 +8,8 @@ from typing import Any, Optional, Self
 import jax
 import numpy as np
 
-from t5x_gpu.data.batches import DatasetConfig, open_task_names
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import open_task_names
 from t5x_gpu.data.same_on_hosts import check_same_on_hosts
 from t5x_gpu.evaluation.evaluator import (
   LOSS,

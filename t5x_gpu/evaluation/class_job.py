@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
-from t5x_gpu.data.batches import CLASS_NAMES, DatasetConfig, open_class_text
+from t5x_gpu.data.batches import CLASS_NAMES, DatasetConfig
+from t5x_gpu.data.data_module import open_class_text
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.generated_text import InferJob, say
 from t5x_gpu.models.inference.classify import Classifier, ClassifierConfig

@@ -8,14 +8,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from t5x_gpu.data.batches import (
-  BatchIterator,
-  DatasetConfig,
-  EvaluatedTask,
-  ModelOutputs,
-  open_batches,
-  open_evaluated_tasks,
-)
+from t5x_gpu.data.batches import BatchIterator, DatasetConfig
+from t5x_gpu.data.data_module import EvaluatedTask, ModelOutputs, open_batches, open_evaluated_tasks
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import classification, reduce
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
-from t5x_gpu.data.batches import open_prompt_text
+from t5x_gpu.data.data_module import open_prompt_text
 from t5x_gpu.data.prompts import PromptText
 from t5x_gpu.evaluation.class_job import open_class_job
 from t5x_gpu.evaluation.generated_text import InferJob, say

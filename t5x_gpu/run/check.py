@@ -10,7 +10,7 @@ from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.saved_checkpoint import Saved
 from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.checkpoint.storage.shared_folder import shared_model_dir
-from t5x_gpu.data.batches import import_modules
+from t5x_gpu.data.data_module import import_modules
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.run.config import Run
 from t5x_gpu.runtime import distributed

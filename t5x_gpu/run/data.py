@@ -5,7 +5,8 @@ from typing import Any
 
 from t5x_gpu.checkpoint.start import open_sources, resume_data
 from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.data.batches import BatchIterator, open_vocabulary
+from t5x_gpu.data.batches import BatchIterator
+from t5x_gpu.data.data_module import open_vocabulary
 from t5x_gpu.data.same_data import data_line
 from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.evaluation.evaluator import LOSS, batches_for, loss_metrics

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from t5x_gpu.data.batches import open_class_names
+from t5x_gpu.data.data_module import open_class_names
 from t5x_gpu.metrics.end_of_run import closing_text
 from t5x_gpu.models.inference.generation import sample
 from t5x_gpu.run.data import row_length, vocabulary_of

@@ -121,7 +121,7 @@ def index_of(folder: pathlib.Path, *, file: str) -> Index:
     lengths={'2': 3},
   )
   index = Index(
-    made_from={'mixture_or_task_name': 'task', 'vocabulary': None, 'module': 'm'},
+    source_config={'mixture_or_task_name': 'task', 'vocabulary': None, 'module': 'm'},
     split='train',
     feature_converter='lm',
     task_feature_lengths={'targets': 4},

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from t5x_gpu.data import batches, features
+from t5x_gpu.data import batches, data_module, features
 from tests.helpers_prepared import prepare_here
 
 Opened = collections.namedtuple('Opened', 'spec iterator config')
@@ -61,7 +61,9 @@ def _open_data():
       vocab_size=vocab_size,
       num_classes=num_classes,
     )
-    iterator = batches.open_batches(config, spec=spec, feature_converter=converter, repeat=repeat)
+    iterator = data_module.open_batches(
+      config, spec=spec, feature_converter=converter, repeat=repeat
+    )
     opened.append(iterator)
     return Opened(spec, iterator, config)
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from t5x_gpu.data import batches, features
+from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.tf
@@ -86,7 +86,7 @@ def test_lengths_and_batch_size_are_checked_by_every_module(open_data):
     for lengths, batch_size, says in [({'targets': 0}, 1, 'has length 0'), (good, 0, 'batch_size')]:
       config = batches.DatasetConfig('python_source', lengths, 'train', batch_size, module=module)
       with pytest.raises(DataError, match=says):
-        batches.open_batches(config, spec=spec, feature_converter='lm')
+        data_module.open_batches(config, spec=spec, feature_converter='lm')
 
 
 def test_vocabulary_larger_than_the_models_names_both(open_data):
@@ -135,12 +135,12 @@ def test_jsonl_with_a_later_broken_line_names_file_and_line(open_data, tmp_path)
 def test_data_opens_without_a_word_on_stderr_and_leaves_at_once(text_folder):
   code = f"""
 import time
-from t5x_gpu.data import batches, features
+from t5x_gpu.data import batches, data_module, features
 lengths = {{'targets': 32}}
 config = batches.DatasetConfig('text_files:{text_folder}', lengths, 'train', 2)
 spec = features.batch_spec('lm', task_feature_lengths=lengths, batch_size=2, pack=True,
                            vocab_size=384)
-iterator = batches.open_batches(config, spec=spec, feature_converter='lm')
+iterator = data_module.open_batches(config, spec=spec, feature_converter='lm')
 next(iterator)
 print(time.time())
 """

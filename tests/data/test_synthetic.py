@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from t5x_gpu.data import batches, features, synthetic
+from t5x_gpu.data import batches, data_module, features, synthetic
 from t5x_gpu.errors import DataError
 
 
@@ -22,7 +22,9 @@ def open_synthetic(converter='lm', *, repeat=True, pack=True, seed=0, lengths=No
     vocab_size=50,
     num_classes=3 if kind.label else None,
   )
-  return spec, batches.open_batches(config, spec=spec, feature_converter=converter, repeat=repeat)
+  return spec, data_module.open_batches(
+    config, spec=spec, feature_converter=converter, repeat=repeat
+  )
 
 
 @pytest.mark.parametrize('converter', list(features.LAYOUTS))

@@ -216,7 +216,7 @@ def prepared_rows(folder: pathlib.Path) -> Target:
     report=lambda rows, tokens: None,
   )
   index = Index(
-    made_from={
+    source_config={
       'mixture_or_task_name': 'task',
       'mixture_or_task_module': None,
       'vocabulary': 'bytes',
@@ -245,8 +245,8 @@ def prepared_rows(folder: pathlib.Path) -> Target:
       for _ in range(3):
         spec.check({name: np.asarray(x) for name, x in next(opened).items()})
       opened.set_state(opened.get_state())
-      prepared.text_of(config)
-      prepared.made_from(config)
+      prepared.text_config(config)
+      prepared.source_config(config)
       prepared.class_names(config)
     finally:
       opened.close()

@@ -1,11 +1,9 @@
 """Batches of rows that `python -m t5x_gpu.prepare` has packed: `prepared:DIR`, through Grain.
 
-What is guaranteed: the global batch at step t is a function of (data, rates, seed, t), found at
-once whatever t is, and each process reads only the rows that its devices need. Neither TensorFlow
-nor SeqIO is imported.
+The global batch at step t is a function of (data, rates, seed, t). Any step is reached at once, and
+each process reads only the rows for its devices. This imports neither TensorFlow nor SeqIO.
 """
 
-import collections
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -18,41 +16,44 @@ from typing import Any, Optional
 import grain
 import numpy as np
 
-from t5x_gpu.config.json_schema import Fields, Whole, parse_json
+from t5x_gpu.config.json_schema import Fields, Whole
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import CLASS_NAMES, PREPARED, Batch, BatchSpec, DatasetConfig
 from t5x_gpu.data.prepared import row_order
-from t5x_gpu.data.prepared.index import INDEX, Index, check_shards, read_index
+from t5x_gpu.data.prepared.compatibility import check_model
+from t5x_gpu.data.prepared.index import INDEX, Index, read_index
 from t5x_gpu.data.prepared.lazy_batch import LazyBatch
+from t5x_gpu.data.prepared.shard_checks import check_shards
 from t5x_gpu.data.prepared.shard_writer import decode_into
-from t5x_gpu.data.same_data import LIBRARIES, check_same_data, versions
-from t5x_gpu.errors import DataError, all_problems, first_line
+from t5x_gpu.data.same_data import LIBRARIES, resumed_step, versions
+from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.runtime.cluster.agreement import Facts
 
 GUARANTEE = (
   'prepared: the global batch at step t depends on (data, rates, seed, t) alone; each '
   'process reads its rows of it'
 )
-_MODULE = 't5x_gpu.data.prepared.batches'
 _NAME = 'DatasetConfig.mixture_or_task_name'
 _PREFETCH_BATCHES = 2
 _STATE = Fields({'prepared': Whole(1, 1), 'batches_taken': Whole(), 'data': dict})
-_PACKAGES = ('grain', 'array-record', 'numpy')  # they decide about order and content
+_PACKAGES = ('grain', 'array-record', 'numpy')  # they determine order and content
 _log = logging.getLogger(__name__)
 
 
 class PreparedBatches:
-  """A `BatchIterator` over rows that can be had by their number.
+  """A `BatchIterator` over rows that can be read by number.
 
   Args:
     rows: number of the row -> its record.
-    num_rows: how many there are; None if they are endless.
+    num_rows: how many rows there are; None if they are endless.
     names: order of the features in a record.
     spec: of the batches.
-    fingerprint: of the data, its order and its batches.
-    files: that the rows come from, as facts to compare between hosts.
+    name: of the data, for messages.
+    fingerprint: facts that identify the data, its order and its batches.
+    files: facts about the source files, to compare them between hosts.
+    class_names: of the labels, or None.
   Attributes:
-    rows_read: how many were decoded so far.
+    rows_read: how many rows were decoded so far.
   """
 
   def __init__(
@@ -103,7 +104,7 @@ class PreparedBatches:
     return batch
 
   def _read_ahead(self) -> None:
-    """Starts to read the following batches: of each the rows that were taken of the last one."""
+    """Starts to read the next batches: of each the rows that were accessed in the last one."""
     rows = tuple(sorted(self._last.asked)) if self._last is not None else ()
     size = self._spec.batch_size
     for step in range(self._step, self._step + _PREFETCH_BATCHES):
@@ -117,7 +118,7 @@ class PreparedBatches:
 
     def read(numbers: Sequence[int], arrays: dict[str, np.ndarray]) -> None:
       for number in numbers:
-        # The last batch of an evaluation is filled up with zeros: padding of weight 0.
+        # The last batch of an evaluation is filled up with zeros: padding with weight 0.
         if self._num_rows is None or first + number < self._num_rows:
           self._decode(first + number, arrays, number)
 
@@ -137,7 +138,7 @@ class PreparedBatches:
       ) from e
 
   def get_state(self) -> bytes:
-    """Returns the number of the next batch, and what it is a batch of."""
+    """Returns the number of the next batch, and the facts that identify the data."""
     return json.dumps(
       {
         'prepared': 1,
@@ -148,24 +149,12 @@ class PreparedBatches:
     ).encode()
 
   def set_state(self, state: bytes) -> None:
-    """Continues where `get_state` was called, at once. Raises DataError if the data is another."""
-    try:
-      saved = parse_json(state, _STATE)
-      step, data = saved['batches_taken'], saved['data']
-    except ValueError as e:
-      raise DataError(
-        f'This data state ({len(state)} bytes) was not written by {_MODULE}: the checkpoint was '
-        'trained on data that was read in another way (streaming, or synthetic).',
-        fix='Set MIXTURE_OR_TASK_NAME to what it was, or start anew in another MODEL_DIR; '
-        'RestoreConfig takes the parameters along.',
-        parameters=(_NAME, 'DatasetConfig.module'),
-      ) from e
-    check_same_data(data, json.loads(json.dumps(self._fingerprint)))
+    """Continues where `get_state` was called, at once. Raises DataError if the data differs."""
+    self._step = resumed_step(state, _STATE, module=__name__, now=self._fingerprint)
     self._ahead.clear()
-    self._step = step
 
   def describe(self) -> Mapping[str, Any]:
-    """Returns what the batches are made from, and what is guaranteed about their order."""
+    """Returns the facts that identify the data, and what is guaranteed about its order."""
     return {
       'mixture_or_task_name': self._name,
       **self._fingerprint,
@@ -175,7 +164,7 @@ class PreparedBatches:
     }
 
   def file_facts(self) -> Facts:
-    """Returns the facts of the files, to compare them between hosts."""
+    """Returns facts about the source files, to compare them between hosts."""
     return self._files
 
   def close(self) -> None:
@@ -196,18 +185,18 @@ def open_batches(
   """Returns the batches of 'prepared:DIR'.
 
   Args:
-    config: what to open. Its tasks, packing, lengths and vocabulary must be those of DIR.
+    config: what to open. Its packing, lengths and vocabulary must be those of DIR.
     spec: what the model takes, `features.batch_spec(...)`.
     feature_converter: a key of `features.LAYOUTS`.
-    repeat: start over at the end of each task, in another order. Otherwise take every row once,
-      the last batch filled up with rows of weight 0.
+    repeat: start over at the end of each task, in another order. Otherwise take every row once, and
+      fill up the last batch with rows of weight 0.
   Raises:
     DataError: DIR was not prepared for this model, is not finished, or has changed.
   """
   features.check_batch_size(config.batch_size)
   folder = folder_of(config)
   index = read_index(folder, split=config.split)
-  _check(index, config, spec=spec, feature_converter=feature_converter)
+  check_model(index, config, spec=spec, feature_converter=feature_converter)
   check_shards(folder, index)
   own = {name: member.rate for name, member in index.members.items()}
   rates = row_order.checked_rates(
@@ -219,7 +208,7 @@ def open_batches(
   rows = row_order.mixed_rows(task_rows(folder, index), rates=rates, seed=seed, repeat=repeat)
   if repeat and index.rows < config.batch_size:
     _log.warning(
-      '%s has %d rows, a batch takes %d: each batch has some of them more than once.',
+      '%s has %d rows, fewer than the %d of a batch: every batch repeats some rows.',
       folder,
       index.rows,
       config.batch_size,
@@ -237,10 +226,10 @@ def open_batches(
 
 
 def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]:
-  """Returns task -> its records in the order of the files, for tasks that have any."""
+  """Returns task -> its records in the order of the files; leaves out tasks without rows."""
   found = {}
   for name, member in index.members.items():
-    # The numbers of rows are known: Grain would open every file to count them.
+    # With the numbers of rows, Grain need not open every file to count them.
     paths = [
       f'{folder / index.split / shard.file}[0:{shard.rows}]'
       for shard in member.shards
@@ -251,81 +240,11 @@ def task_rows(folder: pathlib.Path, index: Index) -> dict[str, grain.MapDataset]
   return found
 
 
-def _check(index: Index, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> None:
-  """Raises DataError, with all that differs, unless DIR was prepared for this model and config."""
-  asked = {
-    'feature_converter': feature_converter,
-    'pack': config.pack,
-    'task_feature_lengths': dict(config.task_feature_lengths),
-    'loss_on_targets_only': config.loss_on_targets_only,
-  }
-  problems = [
-    f'{name}: prepared with {getattr(index, name)!r}, the run has {value!r}.'
-    for name, value in asked.items()
-    if getattr(index, name) != value
-  ]
-  names = {v['name'] for v in index.vocabularies.values() if v['name'] != 'classes'}
-  if config.vocabulary is not None and config.vocabulary not in names:
-    problems.append(
-      f'vocabulary: prepared with {", ".join(sorted(names))}, the run has {config.vocabulary!r}.'
-    )
-  problems += [
-    f'vocabulary: prepared without one of {part!r}.'
-    for parts in features.layout(feature_converter).tokens.values()
-    for part in parts
-    if part not in index.vocabularies
-  ]
-  if not problems and dict(index.features) != {
-    name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()
-  }:
-    problems.append(
-      f'features: prepared with {", ".join(index.features)}, the run has '
-      f'{", ".join(spec.shapes)}, or other lengths.'
-    )
-  if not problems:
-    sizes = _largest_ids(index, feature_converter)
-    problems += [
-      f'{name}: the rows have ids up to {size - 1:,}, the model knows {spec.vocab_sizes[name]:,}.'
-      for name, size in sizes.items()
-      if size > spec.vocab_sizes.get(name, size)
-    ]
-  if problems:
-    folder = folder_of(config)
-    raise DataError(
-      all_problems(problems, title=f'{folder} was prepared for another model'),
-      fix=f'Prepare for this one: python -m t5x_gpu.prepare --gin_file=MY.gin --output=OTHER_DIR'
-      f"\n(there MIXTURE_OR_TASK_NAME = '{index.made_from['mixture_or_task_name']}'"
-      '), or set in the run what DIR was prepared with (VOCABULARY = None does).',
-      parameters=(
-        _NAME,
-        'DatasetConfig.task_feature_lengths',
-        'DatasetConfig.pack',
-        'DatasetConfig.vocabulary',
-      ),
-      docs='data.md',
-    )
-
-
-def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:
-  """Returns model feature -> exclusive bound of its ids, of what is there and may be written."""
-  bounds: dict[str, int] = collections.defaultdict(int)
-  for member in index.members.values():
-    for shard in member.shards:
-      for name, value in shard.largest.items():
-        bounds[name] = max(bounds[name], value + 1)
-  kind = features.layout(feature_converter)
-  for name, parts in kind.tokens.items():
-    bounds[name] = max(bounds[name], *(index.vocabularies[part]['size'] for part in parts))
-  if index.class_names:
-    bounds[features.LABEL] = max(bounds[features.LABEL], len(index.class_names))
-  return dict(bounds)
-
-
 def _fingerprint(
   index: Index, config: DatasetConfig, *, rates: Mapping[str, float], repeat: bool
 ) -> dict[str, Any]:
   facts = {
-    'task': index.made_from['mixture_or_task_name'].partition(':')[0],
+    'task': index.source_config['mixture_or_task_name'].partition(':')[0],
     'split': config.split,
     'seed': config.seed,
     'shuffle': config.shuffle,
@@ -346,7 +265,7 @@ def _fingerprint(
 
 
 def _file_facts(index: Index, folder: pathlib.Path) -> Facts:
-  """Returns facts of index.json and of the shards, whose digests it has; no shard is read."""
+  """Returns facts about index.json and the shards, from the digests in the index."""
   plan = hashlib.sha256(json.dumps(index.plan(), sort_keys=True).encode()).hexdigest()
   found = {INDEX: (plan, f'{folder / INDEX} ({plan[:12]})')}
   for member in index.members.values():
@@ -357,36 +276,36 @@ def _file_facts(index: Index, folder: pathlib.Path) -> Facts:
 
 
 def _any_index(config: DatasetConfig) -> Index:
-  """Returns the index of the split, or of another one: their text is of one kind."""
+  """Returns the index of the split, or of another split, which has the same kind of text."""
   splits = sorted(path.parent.name for path in folder_of(config).glob(f'*/{INDEX}'))
   split = config.split if config.split in splits or not splits else splits[0]
   return read_index(folder_of(config), split=split)
 
 
-def made_from(config: DatasetConfig) -> DatasetConfig:
-  """Returns the config of the task or mixture whose text was prepared; it may need its files."""
-  index = _any_index(config)
-  own = {**index.made_from, 'vocabulary': config.vocabulary or index.made_from['vocabulary']}
+def source_config(config: DatasetConfig) -> DatasetConfig:
+  """Returns the config of the task or mixture that was prepared; opening it may need its files."""
+  given = _any_index(config).source_config
+  own = {**given, 'vocabulary': config.vocabulary or given['vocabulary']}
   return dataclasses.replace(config, **own, mixture_rates=None)
 
 
-def text_of(config: DatasetConfig) -> DatasetConfig:
-  """Returns a config that turns ids into text; where its name says all, of a vocabulary alone."""
+def text_config(config: DatasetConfig) -> DatasetConfig:
+  """Returns a config for `vocabulary`: only the vocabulary if its name is enough to open it."""
   index = _any_index(config)
   given = index.vocabularies.get('targets', next(iter(index.vocabularies.values())))
   if not given['by_name']:
-    return made_from(config)
+    return source_config(config)
   return dataclasses.replace(
     config,
     mixture_or_task_name='',
     mixture_or_task_module=None,
     mixture_rates=None,
     vocabulary=given['name'],
-    module=index.made_from['module'],
+    module=index.source_config['module'],
   )
 
 
 def class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
-  """Returns the names of the classes of the labels, or None without labels."""
+  """Returns the class names of the labels, or None without labels."""
   index = _any_index(config)
   return None if index.class_names is None else tuple(index.class_names)

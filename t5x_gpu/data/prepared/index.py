@@ -1,13 +1,12 @@
-"""index.json of a prepared split: what the rows are, where they lie, and how to know them again.
+"""index.json of a prepared split: what the rows are, their files, and the files' digests.
 
-DIR/train/index.json                              written last: without it nothing is there
-DIR/train/TASK/00003-of-00016.arrayrecord         packed rows, see records.py
-DIR/train/.unfinished/                            while `prepare` is at work
+DIR/train/index.json                              written last: without it the split is unfinished
+DIR/train/TASK/00003-of-00016.arrayrecord         packed rows, see shard_writer.py
+DIR/train/.unfinished/                            while `prepare` works on it
 """
 
-import concurrent.futures
+import collections
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -33,25 +32,21 @@ from t5x_gpu.errors import DataError, NoExamplesError
 FORMAT = 1
 INDEX, UNFINISHED = 'index.json', '.unfinished'
 _NAME = 'DatasetConfig.mixture_or_task_name'
-_BLOCK = 4096
-_BLOCKS = 16  # of a shard that its sample covers
-_SAMPLED_SHARDS = 32  # whose samples are looked at when training opens the data
-_THREADS = 16
 
 
 def _shard_problem(shard: Mapping[str, Any]) -> str:
-  """Returns what is wrong with where a shard says that its file is; '' if nothing is."""
+  """Returns what is wrong with the entry of a shard; '' if it is valid."""
   file = pathlib.PurePosixPath(shard['file'])
   if file.is_absolute() or '..' in file.parts or '\0' in shard['file']:
-    return 'its file is outside of the folder'
+    return 'its file is outside the folder'
   if shard['rows'] and not shard['file']:
-    return 'it has rows and no file'
+    return 'it has rows but no file'
   if shard['rows'] > shard['bytes']:
     return f'it has {shard["rows"]:,} rows in {shard["bytes"]:,} bytes'
   return (
     ''
     if all(re.fullmatch('[0-9]{1,2}', e) for e in shard['lengths'])
-    else ('its histogram of lengths has keys that are no exponents')
+    else 'a key of its length histogram is not an exponent'
   )
 
 
@@ -73,7 +68,8 @@ SHARD = Also(
   ),
   _shard_problem,
 )
-# What is in index.json; the classes below have the same fields.
+# Content of index.json; the classes below have the same fields, except that `source_config` is
+# called made_from there.
 _SCHEMA = Fields(
   {
     'format': Whole(FORMAT, FORMAT),
@@ -90,7 +86,7 @@ _SCHEMA = Fields(
     'features': MapOf(Whole()),
     'vocabularies': Also(
       MapOf(Fields({'name': str, 'fingerprint': object, 'size': Whole(), 'by_name': bool})),
-      lambda found: '' if found else 'there is none',
+      lambda found: '' if found else 'it is empty',
     ),
     'class_names': Nullable(ListOf(str)),
     'packing': Fields({'shuffle': bool, 'seed': Nullable(Whole(-(2**62)))}),
@@ -112,14 +108,14 @@ class Shard:
 
   Attributes:
     file: path below the folder of the split; '' for a shard without rows, which has no file.
-    rows, tokens, bytes: numbers; tokens are those that are no padding.
+    rows, tokens, bytes: their numbers; tokens without padding.
     sha256: of the whole file.
-    sample: sha256 of a few blocks of it, which is quick to check.
+    sample: sha256 of a few blocks of the file, quick to check.
     largest: feature -> largest number in it.
-    lengths: histogram of the lengths of packed examples: exponent e -> how many have
+    lengths: histogram of the lengths of packed examples: exponent e -> number of examples with
       2**(e-1) < length <= 2**e.
-    records, damaged: of the source that were read for it, and left out as they are damaged; 0 where
-      they are not counted, or where another shard was made of the same.
+    records, damaged: records of the source that were read, and those of them that were skipped
+      because they are damaged; 0 if they are not counted, or if another shard counts them.
   """
 
   file: str
@@ -136,13 +132,13 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-  """One task: of a mixture, or the only one.
+  """One task of the split.
 
   Attributes:
     rate: its share in the mixture, not normalised.
-    source: what identifies the data that it was made from.
-    num_shards: how many there are when all are done.
-    shards: those that are.
+    source: facts that identify the source data.
+    num_shards: how many there will be.
+    shards: those that are written.
   """
 
   rate: float
@@ -159,8 +155,16 @@ class Member:
     return sum(shard.tokens for shard in self.shards)
 
   @property
+  def lengths(self) -> collections.Counter[int]:
+    """Histogram of the lengths of packed examples; see `Shard.lengths`."""
+    found: collections.Counter[int] = collections.Counter()
+    for shard in self.shards:
+      found.update({int(e): number for e, number in shard.lengths.items()})
+    return found
+
+  @property
   def records(self) -> Records:
-    """Records of the source that were read, and that are damaged and left out."""
+    """Records of the source that were read, and those that are damaged."""
     return Records(
       sum(shard.records for shard in self.shards), sum(shard.damaged for shard in self.shards)
     )
@@ -168,22 +172,22 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-  """What a prepared split holds. Everything but the members' shards is known beforehand.
+  """Content of a prepared split. All but the members' shards is known before the rows are made.
 
   Attributes:
-    made_from: the fields of the DatasetConfig that say what the text is.
+    source_config: fields of the DatasetConfig that name the text.
     split, feature_converter, task_feature_lengths, pack, loss_on_targets_only: as in training.
     features: model feature -> its length, 0 for a number per row; in the order of the records.
-    vocabularies: task feature -> {'name', 'fingerprint', 'size', 'by_name'}; the last says whether
-      DatasetConfig.vocabulary takes the name.
-    class_names: of labels, if they have names.
+    vocabularies: task feature -> {'name', 'fingerprint', 'size', 'by_name'}; by_name: whether
+      DatasetConfig.vocabulary accepts the name.
+    class_names: of the labels, or None.
     packing: {'seed', 'shuffle'}: the order in which examples were packed.
-    members: task -> its rows.
-    versions: package -> version that made it.
-    format: of this file and of the records.
+    members: task -> its shards.
+    versions: package -> version that made the rows.
+    format: version of this file and of the records.
   """
 
-  made_from: Mapping[str, Any]
+  source_config: Mapping[str, Any]
   split: str
   feature_converter: str
   task_feature_lengths: Mapping[str, int]
@@ -212,7 +216,7 @@ class Index:
 
   @property
   def counted(self) -> tuple[str, ...]:
-    """The features whose numbers are the tokens: what an encoder reads, what a decoder tells."""
+    """The features that hold tokens: the inputs of an encoder, the targets of a decoder."""
     return counted_features(self.features)
 
   @property
@@ -220,12 +224,16 @@ class Index:
     """Share of the positions that are padding."""
     return 1 - self.tokens / max(1, self.rows * self.tokens_per_row)
 
+  def _facts(self) -> dict[str, Any]:
+    facts = dataclasses.asdict(self)
+    return {'made_from' if name == 'source_config' else name: x for name, x in facts.items()}
+
   def to_json(self) -> str:
-    return json.dumps(dataclasses.asdict(self), indent=1)
+    return json.dumps(self._facts(), indent=1)
 
   def plan(self) -> dict[str, Any]:
-    """Returns what determines the rows: all but the shards, and the names and places of things."""
-    facts = json.loads(json.dumps(dataclasses.asdict(self)))
+    """Returns what determines the rows: everything but shards, names and paths."""
+    facts = json.loads(json.dumps(self._facts()))
     for member in facts['members'].values():
       del member['shards']
     facts.pop('made_from')
@@ -235,26 +243,26 @@ class Index:
 
 
 def counted_features(names: Iterable[str]) -> tuple[str, ...]:
-  """Returns those of the model features `names` that hold tokens, each token once."""
+  """Returns the model features among `names` that hold tokens, so that each token counts once."""
   names = set(names)
   return tuple(name for name in ('encoder_input_tokens', 'decoder_target_tokens') if name in names)
 
 
 def from_json(text: str | bytes) -> Index:
-  """Returns the index. Raises ValueError for anything else."""
+  """Returns the index in `text`. Raises ValueError for anything else."""
   values = parse_json(text, _SCHEMA)
   members = {}
   for name, member in values.pop('members').items():
     shards = tuple(Shard(**shard) for shard in member.pop('shards'))
     members[name] = Member(**member, shards=shards)
-  return Index(**values, members=members)
+  return Index(source_config=values.pop('made_from'), **values, members=members)
 
 
 def read_index(folder: str | os.PathLike, *, split: str) -> Index:
-  """Returns the index of a split under `folder`, the DIR of `prepare`.
+  """Returns the index of a split in `folder`, the DIR of `prepare`.
 
   Raises:
-    DataError: no such folder or split, one that is not finished, or no index of this format.
+    DataError: no such folder or split, an unfinished split, or an index of another format.
   """
   folder = pathlib.Path(folder).expanduser()
   path = folder / split / INDEX
@@ -262,7 +270,7 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
   try:
     index = from_json(read_bytes(path))
     if index.split != split:
-      raise ValueError(f'it is of split {index.split!r}')
+      raise ValueError(f'it belongs to split {index.split!r}')
     return index
   except ValueError as e:
     raise DataError(
@@ -275,8 +283,8 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
     if (folder / split / UNFINISHED).is_dir():
       done = len(list((folder / split / UNFINISHED).glob('*/*.json')))
       raise DataError(
-        f'Split {split!r} in {folder} is not finished: {done} shards are.',
-        fix=f'Go on with it: {fix}',
+        f'Split {split!r} in {folder} is not finished: it has {done} complete shards so far.',
+        fix=f'Continue: {fix}',
         parameters=(_NAME,),
         docs='data.md',
       ) from e
@@ -297,82 +305,3 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
       parameters=(_NAME, 'DatasetConfig.split'),
       docs='data.md',
     ) from e
-
-
-def file_digests(path: str | os.PathLike) -> tuple[str, str]:
-  """Returns (sha256 of a file, sha256 of a sample of its blocks)."""
-  with open(path, 'rb') as f:
-    return hashlib.file_digest(f, 'sha256').hexdigest(), sample_digest(path)
-
-
-def sample_digest(path: str | os.PathLike, *, num_blocks: int = _BLOCKS) -> str:
-  """Returns the sha256 of evenly spaced blocks of a file, the first and the last among them."""
-  size, digest = os.path.getsize(path), hashlib.sha256()
-  starts = {max(0, size - _BLOCK) * i // (num_blocks - 1) for i in range(num_blocks)}
-  with open(path, 'rb') as f:
-    for start in sorted(starts):
-      f.seek(start)
-      digest.update(f.read(_BLOCK))
-  return digest.hexdigest()
-
-
-def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str]) -> str:
-  """Returns what is wrong with a shard, '' if nothing is.
-
-  Args:
-    folder: of the split.
-    shard: as the index has it.
-    content: None to look at the size alone, 'sample' at a few blocks, 'all' at every byte.
-  """
-  if not shard.rows:
-    return ''
-  path = folder / shard.file
-  try:
-    size = path.stat().st_size
-    if size != shard.bytes:
-      cut = 'cut off' if size < shard.bytes else 'changed'
-      return f'{path} is {cut}: it has {size:,} bytes, the index says {shard.bytes:,}.'
-    if content == 'sample' and sample_digest(path) != shard.sample:
-      return f'{path} has changed: the sha256 of a sample of it is not that of the index.'
-    if content == 'all' and file_digests(path)[0] != shard.sha256:
-      return f'{path} has changed: its sha256 is not that of the index.'
-  except FileNotFoundError:
-    return f'{path} is missing.'
-  except OSError as e:
-    return f'{path} cannot be read: {e.strerror or e}.'
-  return ''
-
-
-def check_shards(
-  folder: str | os.PathLike, index: Index, *, content: Optional[str] = 'sample'
-) -> None:
-  """Raises DataError unless the shards are those of the index.
-
-  Args:
-    folder: DIR of `prepare`.
-    index: of the split.
-    content: 'sample' looks at sizes, and at some blocks of 32 shards at most; 'all' at every byte.
-  """
-  split = pathlib.Path(folder).expanduser() / index.split
-  shards = [shard for member in index.members.values() for shard in member.shards if shard.rows]
-  step = max(1, len(shards) // _SAMPLED_SHARDS)
-  looks = [None if content == 'sample' and i % step else content for i in range(len(shards))]
-  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-    problems = [
-      p
-      for p in pool.map(
-        lambda shard, look: shard_problem(split, shard, content=look), shards, looks
-      )
-      if p
-    ]
-  if problems:
-    more = f'\n  ... and {len(problems) - 5} more.' if len(problems) > 5 else ''
-    raise DataError(
-      f'{len(problems)} of {len(shards)} shards of the prepared data are not what they were:\n  '
-      + '\n  '.join(problems[:5])
-      + more,
-      fix='Copy them again from where they were prepared, or run the same '
-      'python -m t5x_gpu.prepare again: it makes anew what is not as it was.',
-      parameters=(_NAME,),
-      docs='data.md',
-    )

@@ -1,7 +1,7 @@
-"""A global batch whose rows are read when somebody asks for them.
+"""A global batch whose rows are read on access.
 
-Every process has the whole batch in its hands, and asks for the rows of its own devices
-(`Layout.put_batch`): the others are never read. Whoever takes an array as a whole gets all of it.
+Every process has the global batch but accesses only the rows of its own devices
+(`Layout.put_batch`), so the others are never read. Using an array as a whole reads all rows.
 """
 
 import threading
@@ -13,23 +13,23 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from t5x_gpu.data.batches import BatchSpec
 
-# Reads the rows with these numbers in the batch into the arrays.
+# Reads the rows with these numbers into the arrays of the batch.
 ReadRows = Callable[[Sequence[int], dict[str, np.ndarray]], None]
 
 
 class LazyBatch:
-  """The rows of one batch, as far as they have been read.
+  """The rows of one batch, read as needed.
 
   Args:
     spec: shapes and dtypes.
-    read: reads rows; `arrays` have the order of `names`.
-    names: the order that `read` wants.
+    read: reads rows; its arrays have the order of `names`.
+    names: features in the order of a record.
   Attributes:
-    asked: numbers of the rows that were asked for by themselves, not along with all.
+    asked: numbers of the rows that were accessed by index, not as part of a whole array.
   """
 
   def __init__(self, spec: BatchSpec, *, read: ReadRows, names: Sequence[str]):
-    # Pages of zeros that nobody writes to take no memory.
+    # The pages of np.zeros use memory only once something is written to them.
     self._arrays = {name: np.zeros(spec.shapes[name], spec.dtypes[name]) for name in names}
     self._have = np.zeros(spec.batch_size, bool)
     self._read = read
@@ -38,7 +38,7 @@ class LazyBatch:
     self.features = {name: LazyArray(self, name) for name in spec.shapes}
 
   def need(self, rows: Sequence[int]) -> None:
-    """Reads those of `rows` that have not been read."""
+    """Reads those of `rows` that are not read yet."""
     with self._lock:
       missing = [row for row in rows if not self._have[row]]
       if missing:
@@ -46,12 +46,12 @@ class LazyBatch:
         self._have[missing] = True
 
   def array(self, name: str) -> np.ndarray:
-    """Returns a feature; rows that were not needed are zeros."""
+    """Returns a feature; unread rows are zeros."""
     return self._arrays[name]
 
 
 class LazyArray(NDArrayOperatorsMixin):
-  """One feature of a LazyBatch, for all purposes an array [batch, ...] of numpy's."""
+  """One feature of a LazyBatch; it behaves like a numpy array [batch, ...]."""
 
   def __init__(self, batch: LazyBatch, name: str):
     self._batch, self._name = batch, name
@@ -62,7 +62,7 @@ class LazyArray(NDArrayOperatorsMixin):
     return self.shape[0]
 
   def __getitem__(self, index: Any) -> np.ndarray:
-    """Returns part of it; of rows that follow each other, reads no others."""
+    """Returns part of the array; a row or a slice of rows reads only these rows."""
     rows = index[0] if isinstance(index, tuple) and index else index
     if not isinstance(rows, (slice, int, np.integer)):
       return self.__array__()[index]
@@ -81,6 +81,6 @@ class LazyArray(NDArrayOperatorsMixin):
     return getattr(ufunc, method)(*whole, **options)
 
   def __getattr__(self, name: str) -> Any:
-    if name.startswith('__'):  # copy, pickle and the like ask for what is not there
+    if name.startswith('__'):  # copy and pickle probe for optional methods
       raise AttributeError(name)
     return getattr(self.__array__(), name)

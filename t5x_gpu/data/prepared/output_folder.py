@@ -1,7 +1,7 @@
-"""The folder of a split while `prepare` is at work on it: begun, gone on with, finished.
+"""The folder of a split while `prepare` works on it: to start, continue and finish.
 
-What is finished stays, whatever happens: each shard appears whole, `.unfinished` notes what there
-is to know of it, and index.json, which makes all of it one, comes last.
+Finished shards survive any interruption: a shard appears only when it is complete, `.unfinished`
+records it, and index.json comes last.
 """
 
 import concurrent.futures
@@ -14,18 +14,10 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
-from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import Fields, MapOf, read_bytes, read_json
-from t5x_gpu.data.prepared.index import (
-  INDEX,
-  SHARD,
-  UNFINISHED,
-  Index,
-  Shard,
-  from_json,
-  shard_problem,
-)
-from t5x_gpu.data.prepared.shard_writer import PARTIAL, facts_path
+from t5x_gpu.data.prepared.index import INDEX, SHARD, UNFINISHED, Index, Shard, from_json
+from t5x_gpu.data.prepared.shard_checks import shard_problem
+from t5x_gpu.data.prepared.shard_writer import PARTIAL, facts_path, write_whole
 from t5x_gpu.data.sources.corrupt_records import check_share
 from t5x_gpu.errors import DataError
 
@@ -33,17 +25,17 @@ _PLAN, _LOCK = 'plan.json', 'lock'
 _PLAN_SCHEMA = Fields({'members': MapOf(dict)})
 _THREADS = 8
 
-Parts = dict[tuple[str, int], Shard]  # (task, part) -> what is written
+Parts = dict[tuple[str, int], Shard]  # (task, part) -> shard
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitFolder:
-  """Folder of a split that this process alone writes to.
+  """Folder of a split, locked by this process.
 
   Attributes:
     path: DIR/SPLIT.
     plan: its index, without shards.
-    finished: what is there and as it was written.
+    finished: shards that are there and unchanged.
   """
 
   path: pathlib.Path
@@ -52,7 +44,7 @@ class SplitFolder:
 
   @property
   def todo(self) -> list[tuple[str, int]]:
-    """(task, part) of what is missing."""
+    """(task, part) of the missing shards."""
     return [
       (name, part)
       for name, member in self.plan.members.items()
@@ -61,13 +53,13 @@ class SplitFolder:
     ]
 
   def finish(self, written: Parts, *, max_corrupt_fraction: float = 0.0) -> Index:
-    """Returns the index, once it is on the disk.
+    """Writes index.json and returns the index.
 
     Args:
-      written: the rest of the shards.
+      written: the shards that were missing.
       max_corrupt_fraction: share of the records of each task's source that may be damaged.
     Raises:
-      DataError: a task without a row, or too much damage in its source; or the disk is full.
+      DataError: a task without rows, too much damage in its source, or a full disk.
     """
     parts = {**self.finished, **written}
     members = {
@@ -82,30 +74,30 @@ class SplitFolder:
     if empty:
       raise DataError(
         f'{", ".join(empty)}: no example in split {self.plan.split!r}; nothing to train on.',
-        fix='Leave the task out of the mixture, take another --split, or give it more text: if a '
-        'hash deals the documents, a handful may all go to one.',
+        fix='Leave the task out of the mixture, use another --split, or give it more text. Sources '
+        'without splits assign documents by hash; with few documents one split may be empty.',
         parameters=('DatasetConfig.mixture_or_task_name',),
       )
     index = dataclasses.replace(self.plan, members=members)
     try:
-      _write(self.path / INDEX, index.to_json())
+      write_whole(self.path / INDEX, index.to_json())
     except OSError as e:
       raise DataError(
         f'{self.path / INDEX} could not be written: {e.strerror or e}.',
-        fix='Make room and run the same command again; all shards are kept.',
+        fix='Free some space and run the same command again; all shards are kept.',
       ) from e
     return index
 
 
 @contextlib.contextmanager
 def open_split(path: pathlib.Path, plan: Index) -> Iterator[SplitFolder]:
-  """Yields the folder, with what an earlier run has finished; other processes are kept out.
+  """Yields the folder, with the shards of an earlier run, locked against other processes.
 
   Args:
-    path: DIR/SPLIT; made if it is not there.
-    plan: what is to be prepared.
+    path: DIR/SPLIT; created if it does not exist.
+    plan: what to prepare.
   Raises:
-    DataError: something else lies there, other data is prepared there, or a process is at work.
+    DataError: the folder holds other files or other prepared data, or another process uses it.
   """
   with contextlib.ExitStack() as stack:
     try:
@@ -113,7 +105,7 @@ def open_split(path: pathlib.Path, plan: Index) -> Iterator[SplitFolder]:
     except OSError as e:
       raise DataError(
         f'{path} cannot be written: {e.strerror or e}.',
-        fix='Give a folder of yours with free space: --output=DIR.',
+        fix='Give a writable folder with free space: --output=DIR.',
       ) from e
     try:
       yield folder
@@ -124,7 +116,7 @@ def open_split(path: pathlib.Path, plan: Index) -> Iterator[SplitFolder]:
 
 
 def _begin(path: pathlib.Path, plan: Index, stack: contextlib.ExitStack) -> SplitFolder:
-  """Returns the folder, locked until `stack` is left."""
+  """Returns the folder, locked until `stack` closes."""
   unfinished = path / UNFINISHED
   if (
     path.exists()
@@ -134,7 +126,7 @@ def _begin(path: pathlib.Path, plan: Index, stack: contextlib.ExitStack) -> Spli
   ):
     raise DataError(
       f'{path} exists, is not empty, and was not made by prepare.',
-      fix='Give another --output; nothing is overwritten.',
+      fix='Give another --output; prepare overwrites nothing.',
     )
   before = _plan_of(path)
   if before is not None:
@@ -145,17 +137,17 @@ def _begin(path: pathlib.Path, plan: Index, stack: contextlib.ExitStack) -> Spli
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError as e:
     raise DataError(
-      f'Another process prepares {path} right now.', fix='Wait for it, or give another --output.'
+      f'Another process is preparing {path}.', fix='Wait for it, or give another --output.'
     ) from e
-  _remove_partial(path)  # what a killed run has left
+  _remove_partial(path)  # of a run that was killed
   finished = _finished(path, plan)
   complete = len(finished) == sum(m.num_shards for m in plan.members.values())
   if not ((path / INDEX).exists() and complete):
-    _write(unfinished / _PLAN, json.dumps(plan.plan()))
+    write_whole(unfinished / _PLAN, json.dumps(plan.plan()))
     for (name, part), shard in finished.items():
       facts = facts_path(path, name, part)
       facts.parent.mkdir(exist_ok=True)
-      _write(facts, json.dumps(dataclasses.asdict(shard)))
+      write_whole(facts, json.dumps(dataclasses.asdict(shard)))
     (path / INDEX).unlink(missing_ok=True)
   return SplitFolder(path, plan, finished)
 
@@ -165,14 +157,8 @@ def _remove_partial(path: pathlib.Path) -> None:
     partial.unlink(missing_ok=True)
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-  """Writes a file that is there whole or not at all."""
-  with atomic_write(path, sync=True, suffix=PARTIAL) as new:
-    new.write_text(text, 'utf-8')
-
-
 def _plan_of(path: pathlib.Path) -> Optional[dict[str, Any]]:
-  """Returns the plan by which the folder was written, None if it has no shard of it yet."""
+  """Returns the plan of the shards in the folder; None if there are no shards yet."""
   with contextlib.suppress(FileNotFoundError, ValueError):
     return from_json(read_bytes(path / INDEX)).plan()
   if any((path / UNFINISHED).glob('*/*.json')):
@@ -202,15 +188,15 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: pathlib
   ]
   if wrong:
     raise DataError(
-      f'{path} was prepared, or begun, from other data or with other settings:\n  '
+      f'{path} was prepared (or started) from other data or with other settings:\n  '
       + '\n  '.join(wrong),
-      fix='Give another --output, or remove that folder to prepare it anew.',
+      fix='Give another --output, or remove that folder to prepare it again.',
       docs='data.md',
     )
 
 
 def _finished(path: pathlib.Path, plan: Index) -> Parts:
-  """Returns the shards that are whole, every byte of them checked."""
+  """Returns the shards that are unchanged, after checking every byte of them."""
   found: Parts = {}
   with contextlib.suppress(FileNotFoundError, ValueError):
     index = from_json(read_bytes(path / INDEX))

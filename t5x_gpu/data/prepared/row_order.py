@@ -1,7 +1,7 @@
-"""Which row comes where: a pure function of (tasks, rates, seed, number of the row).
+"""The order of rows: a pure function of (tasks, rates, seed, number of the row).
 
-Tasks are interleaved as evenly as their rates allow. Each starts over when it has run out, in
-another order, whatever the others do; so no task ends early and none waits.
+Tasks are interleaved as evenly as their rates allow. Each task starts over, in another order, when
+it is exhausted, independently of the others.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ _RATES = 'DatasetConfig.mixture_rates'
 
 
 class EvenMixture(grain.transforms.DatasetSelectionMap):
-  """Row k of a mixture -> (task, number of the row in that task).
+  """Maps row k of a mixture to (task, number of the row in that task).
 
-  Among the first n rows, task i has n * rate[i] of them, give or take one per task. The first task
-  takes its share of all rows, the second its share of what is left, and so on.
+  Of the first n rows, task i has n * rate[i], give or take one per task. The first task takes its
+  share of all rows, the second its share of the rest, and so on.
 
   Args:
     rates: of the tasks, positive; they need not sum to 1.
@@ -35,7 +35,7 @@ class EvenMixture(grain.transforms.DatasetSelectionMap):
     return ENDLESS
 
   def __getitem__(self, index: int) -> tuple[int, int]:
-    # Of `before` rows that came to this task and those after it, `passed` went on to the latter.
+    # `before` rows reached this task; it passed `passed` of them on to the next tasks.
     left, before = sum(self._units), index
     for task, units in enumerate(self._units):
       left -= units
@@ -43,7 +43,7 @@ class EvenMixture(grain.transforms.DatasetSelectionMap):
       if (before + 1) * left // (left + units) == passed:
         return task, before - passed
       before = passed
-    raise AssertionError('the last task takes what comes to it')
+    raise AssertionError('the last task takes every row that reaches it')
 
 
 def mixed_rows(
@@ -53,14 +53,14 @@ def mixed_rows(
   seed: Optional[int],
   repeat: bool,
 ) -> grain.MapDataset:
-  """Returns the rows in the order of training, endless, or of evaluation: each of them once.
+  """Returns the rows in the order of training, endless, or of evaluation, each row once.
 
   Args:
     tasks: name -> its rows, in the order of the files.
-    rates: name -> share; those of 0 are left out of training.
-    seed: of the order; None for that of the files. Each task and each epoch is shuffled alone and
-      as a whole; rows that are evaluated are shuffled all together, rates play no part.
-    repeat: for training.
+    rates: name -> share; training leaves out tasks with rate 0.
+    seed: of the order; None for the order of the files. Training shuffles each epoch of each task
+      separately. Evaluation shuffles the rows of all tasks together and ignores the rates.
+    repeat: True for training.
   """
   if not repeat:
     rows = grain.MapDataset.concatenate(list(tasks.values()))
@@ -74,7 +74,7 @@ def mixed_rows(
 
 
 def _seed(seed: int, name: str) -> int:
-  # Grain shuffles epoch e with seed + e: neighbouring seeds would share their epochs.
+  # Grain shuffles epoch e with seed + e, so consecutive seeds would share epochs.
   return int.from_bytes(hashlib.sha256(f'{seed} {name}'.encode()).digest()[:4], 'big')
 
 
@@ -84,11 +84,11 @@ def checked_rates(
   """Returns task -> rate, summing to 1.
 
   Args:
-    given: DatasetConfig.mixture_rates; tasks that it leaves out have none. None for `own`.
+    given: DatasetConfig.mixture_rates; tasks that it leaves out get rate 0. None for `own`.
     own: rates of the mixture.
-    rows: how many each task has.
+    rows: task -> number of rows.
   Raises:
-    DataError: tasks that are not there, negative rates, all of them 0, or a task without rows.
+    DataError: unknown tasks, negative rates, only rates of 0, or a task without rows.
   """
   rates = dict(own if given is None else given)
   unknown = [name for name in rates if name not in own]
@@ -108,15 +108,15 @@ def checked_rates(
   if not total:
     what = wrong or rates
     raise DataError(
-      f'mixture_rates = {what}: rates are numbers of at least 0, not all of them 0.',
-      fix=f'Set {_RATES} = {dict(own)}, those of the mixture, or others.',
+      f'mixture_rates = {what}: rates are numbers of at least 0, and at least one is above 0.',
+      fix=f'Set {_RATES} = {dict(own)}, the rates of the mixture, or others.',
       parameters=(_RATES,),
     )
   empty = [name for name, rate in rates.items() if rate > 0 and not rows[name]]
   if empty:
     rest = {name: rate for name, rate in rates.items() if rows[name]}
     raise DataError(
-      f'{empty[0]!r} has no rows, and a rate of {rates[empty[0]] / total:.3g}.',
+      f'{empty[0]!r} has no rows but a rate of {rates[empty[0]] / total:.3g}.',
       fix=f'Leave it out: {_RATES} = {rest}.' if rest else 'Prepare a split that has examples.',
       parameters=(_RATES,),
     )

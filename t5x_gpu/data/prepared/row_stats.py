@@ -1,4 +1,4 @@
-"""What packed rows hold, for people who look at their data: examples, padding, lengths."""
+"""Statistics of packed rows: examples, padding, lengths; and rows as text."""
 
 import collections
 import dataclasses
@@ -8,37 +8,36 @@ import numpy as np
 
 from t5x_gpu.data.features import is_token
 from t5x_gpu.data.prepared.index import counted_features
-from t5x_gpu.data.prepared.shard_writer import example_lengths
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """Tokens of one example in a row that are alike.
+  """Consecutive tokens of one example in a row, all with a loss or all without.
 
   Attributes:
-    feature: model feature that they are of.
-    example: number in the row, from 1.
-    taught: whether the loss is taken there; True where nothing is said about it.
-    text: what they mean.
-    is_first: whether an example begins here.
+    feature: model feature of the tokens.
+    example: number of the example in the row, from 1.
+    has_loss: whether the loss counts there; True without loss weights.
+    text: the decoded tokens.
+    is_first: whether this piece begins the example.
   """
 
   feature: str
   example: int
-  taught: bool
+  has_loss: bool
   text: str
   is_first: bool
 
 
 def row_of(batch: Mapping[str, np.ndarray], row: int) -> dict[str, np.ndarray]:
-  """Returns feature -> [length] or a number, of one row of a batch."""
+  """Returns one row of a batch: feature -> [length] or a number."""
   return {name: np.asarray(x[row]) for name, x in batch.items()}
 
 
 def pieces(
   row: Mapping[str, np.ndarray], *, decode: Callable[[Sequence[int]], str]
 ) -> Iterator[Piece]:
-  """Yields a row in pieces: a new one wherever the example or the weight changes.
+  """Yields the pieces of a row.
 
   Args:
     row: of `row_of`.
@@ -49,29 +48,40 @@ def pieces(
     segments = row.get(f'{stack}_segment_ids')
     segments = is_token(row, feature).astype(np.int32) if segments is None else segments
     weights = row.get(f'{stack}_loss_weights')
-    taught = np.ones(len(tokens), bool) if weights is None else weights > 0
-    changes = np.flatnonzero((np.diff(segments) != 0) | (np.diff(taught.astype(np.int8)) != 0)) + 1
+    has_loss = np.ones(len(tokens), bool) if weights is None else weights > 0
+    changes = np.flatnonzero((np.diff(segments) != 0) | np.diff(has_loss)) + 1
     last = 0
     for start, end in zip([0, *changes], [*changes, len(tokens)]):
       example = int(segments[start])
       if example:
-        yield Piece(
-          feature,
-          example,
-          bool(taught[start]),
-          decode([int(i) for i in tokens[start:end]]),
-          is_first=example != last,
-        )
+        text = decode([int(i) for i in tokens[start:end]])
+        yield Piece(feature, example, bool(has_loss[start]), text, is_first=example != last)
         last = example
 
 
+def example_lengths(row: Mapping[str, np.ndarray]) -> list[int]:
+  """Returns the tokens of each example in a row: inputs and targets together, without padding.
+
+  Segment ids separate packed examples; without them a row is one example.
+  """
+  total = np.zeros(1, np.int64)
+  for name in counted_features(row):
+    segments = row.get(f'{name.split("_")[0]}_segment_ids')
+    counts = (
+      np.bincount(segments) if segments is not None else np.asarray([0, is_token(row, name).sum()])
+    )
+    longer, shorter = sorted((total, counts), key=len, reverse=True)
+    total = longer + np.pad(shorter, (0, len(longer) - len(shorter)))
+  return [int(length) for length in total[1:] if length]
+
+
 @dataclasses.dataclass
-class RowFacts:
+class RowStats:
   """Sums over rows.
 
   Attributes:
-    rows, tokens, positions: numbers; positions are tokens and padding.
-    lengths: exponent e -> examples with 2**(e-1) < length <= 2**e.
+    rows, tokens, positions: their numbers; positions are tokens and padding.
+    lengths: exponent e -> number of examples with 2**(e-1) < length <= 2**e.
   """
 
   rows: int = 0
@@ -84,7 +94,7 @@ class RowFacts:
     return 1 - self.tokens / max(1, self.positions)
 
   def add(self, row: Mapping[str, np.ndarray]) -> None:
-    """Counts a row; one without a token only fills a batch, and is left out."""
+    """Counts a row, unless it is all padding: such rows only fill a batch."""
     tokens = sum(int(is_token(row, name).sum()) for name in counted_features(row))
     if tokens:
       self.rows, self.tokens = self.rows + 1, self.tokens + tokens

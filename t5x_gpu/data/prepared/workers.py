@@ -1,6 +1,8 @@
-"""Processes that make shards, one after the other, and tell how far they are.
+"""Worker processes that write shards, one after the other, and report their progress.
 
-They end when the process that started them does, however that ends: their pipe breaks.
+Not concurrent.futures: its pool does not know which shard a killed worker was writing nor which
+signal killed it, and it cannot report rows in between. The workers end when their parent does, in
+whatever way: their pipe breaks.
 """
 
 import dataclasses
@@ -13,18 +15,19 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, Union
 
-from t5x_gpu.data.batches import BatchSpec, DatasetConfig, open_preparation
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.data_module import open_preparation
 from t5x_gpu.data.prepared.index import Shard
 from t5x_gpu.data.prepared.shard_writer import write_shard
 from t5x_gpu.errors import DataError, UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-  """One shard.
+class ShardJob:
+  """A shard to write.
 
   Attributes:
-    config, spec, feature_converter: as for `batches.open_preparation`.
+    config, spec, feature_converter: as for `data_module.open_preparation`.
     folder: of the split.
     task: name of the task.
     part, num_parts: which shard of how many.
@@ -40,34 +43,25 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
-  """Rows and tokens that a worker has made since it last said so."""
+class RowsWritten:
+  """Rows and tokens that a worker has written since its last report."""
 
   rows: int
   tokens: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Finished:
-  """A shard that is there."""
+def write_shards(
+  jobs: Sequence[ShardJob], *, num_workers: int
+) -> Iterator[tuple[ShardJob, Union[RowsWritten, Shard]]]:
+  """Yields progress and finished shards until all jobs are done; ends the workers in any case.
 
-  job: Job
-  shard: Shard
-
-
-def make_shards(jobs: Sequence[Job], *, num_workers: int) -> Iterator[Union[Progress, Finished]]:
-  """Yields what happens until all jobs are done; ends the workers however it is left.
-
-  Args:
-    jobs: shards to make.
-    num_workers: processes.
   Raises:
-    UserError: what a worker met. Shards that are finished stay.
+    UserError: a worker failed. Finished shards are kept.
   """
   context = multiprocessing.get_context('spawn')  # TensorFlow does not survive a fork
   todo = list(reversed(jobs))
   workers: dict[Any, Any] = {}  # connection -> process
-  doing: dict[Any, Job] = {}
+  current: dict[Any, ShardJob] = {}
   try:
     for _ in range(min(num_workers, len(jobs))):
       ours, theirs = context.Pipe()
@@ -75,23 +69,23 @@ def make_shards(jobs: Sequence[Job], *, num_workers: int) -> Iterator[Union[Prog
       process.start()
       theirs.close()
       workers[ours] = process
-      doing[ours] = todo.pop()
-      ours.send(doing[ours])
-    while doing:
-      for connection in multiprocessing.connection.wait(list(doing)):
+      current[ours] = todo.pop()
+      ours.send(current[ours])
+    while current:
+      for connection in multiprocessing.connection.wait(list(current)):
+        job = current[connection]
         try:
           message = connection.recv()
         except (EOFError, ConnectionResetError):
-          raise _died(workers[connection], doing[connection]) from None
+          raise _died(workers[connection], job) from None
         if isinstance(message, Exception):
           raise message
+        yield job, message
         if isinstance(message, Shard):
-          yield Finished(doing.pop(connection), message)
+          del current[connection]
           if todo:
-            doing[connection] = todo.pop()
-            connection.send(doing[connection])
-        else:
-          yield message
+            current[connection] = todo.pop()
+            connection.send(current[connection])
   finally:
     for process in workers.values():
       process.kill()
@@ -100,12 +94,14 @@ def make_shards(jobs: Sequence[Job], *, num_workers: int) -> Iterator[Union[Prog
       connection.close()
 
 
-def _died(process: Any, job: Job) -> DataError:
+def _died(process: Any, job: ShardJob) -> DataError:
   process.join()
   code = process.exitcode
-  how = f'was killed by {signal.Signals(-code).name}' if code and code < 0 else f'left with {code}'
+  how = (
+    f'was killed by {signal.Signals(-code).name}' if code and code < 0 else f'exited with {code}'
+  )
   return DataError(
-    f'A worker {how} while it made shard {job.part} of {job.task!r}.'
+    f'A worker {how} while it wrote shard {job.part} of {job.task!r}.'
     + (' The machine may have run out of memory.' if code == -signal.SIGKILL else ''),
     fix='Run the same command again, with fewer --workers if memory is short; finished shards '
     'are kept.',
@@ -118,14 +114,14 @@ def _work(connection: Any) -> None:
 
   def report(rows: int, tokens: int) -> None:
     try:
-      connection.send(Progress(rows, tokens))
+      connection.send(RowsWritten(rows, tokens))
     except OSError:
-      raise SystemExit from None  # the parent is gone
+      raise SystemExit from None  # the parent has ended
 
   preparations: dict[str, Any] = {}
   while True:
     try:
-      job: Job = connection.recv()
+      job: ShardJob = connection.recv()
     except (EOFError, OSError):
       return
     try:
@@ -133,20 +129,20 @@ def _work(connection: Any) -> None:
         preparations[job.config.split] = open_preparation(
           job.config, spec=job.spec, feature_converter=job.feature_converter
         )
-      made = preparations[job.config.split]
+      preparation = preparations[job.config.split]
       which = {'part': job.part, 'num_parts': job.num_parts}
       answer: Any = write_shard(
-        made.rows(job.task, **which),
+        preparation.rows(job.task, **which),
         split=job.folder,
         task=job.task,
         **which,
-        names=tuple(made.lengths),
+        names=tuple(preparation.lengths),
         report=report,
-        records=functools.partial(made.records, job.task, **which),
+        records=functools.partial(preparation.records, job.task, **which),
       )
     except UserError as e:
       answer = e
-    except Exception:  # not the user's doing, or a preprocessor of theirs: show all of it
+    except Exception:  # a bug, or a preprocessor of the user: show the whole traceback
       answer = RuntimeError(f'Shard {job.part} of {job.task!r}:\n{traceback.format_exc()}')
     try:
       connection.send(answer)

@@ -1,7 +1,7 @@
-"""Any form of file as a tf.data reader: blocks of rows, of which the saved state holds the number.
+"""Any form of file as a tf.data reader that can be saved: it reads blocks of rows by number.
 
-A row per call of Python is slow, and a generator of Python cannot be saved. So Python reads a block
-of 256 rows by its number, and keeps the file open for the next block; TensorFlow saves the number.
+A Python call per row is slow, and a Python generator cannot be saved. So Python reads a block of
+256 rows by its number and keeps the file open for the next block; TensorFlow saves the number.
 """
 
 import collections
@@ -21,7 +21,7 @@ from t5x_gpu.errors import DataError
 ROWS_PER_BLOCK = 256
 # Several iterators may read a source at once (a check, training, evaluation), 32 files each.
 _MAX_OPEN = 128
-# What libraries raise on a file that breaks off or is of another form.
+# What libraries raise for a file that is cut off or has another form.
 _BROKEN = (
   OSError,
   EOFError,
@@ -32,7 +32,7 @@ _BROKEN = (
   KeyError,
   IndexError,
 )
-_Block = Optional[list[tuple[bytes, ...]]]  # None: the file is at its end
+_Block = Optional[list[tuple[bytes, ...]]]  # None: the end of the file
 DOCUMENT_END = 'document_end'
 
 
@@ -41,15 +41,15 @@ class BlockReader:
 
   Args:
     form: of the files.
-    columns: feature -> column. A column for the feature `document_end` marks ends with any text.
+    columns: feature -> column. Any text in the column of `document_end` marks an end.
     num_files: of the source.
-    chosen: the columns are the user's choice, and thereby part of what the data is.
+    chosen: the user chose the columns, so they are part of the fingerprint.
 
   Attributes:
     form: of the files.
-    damage: what was met of it.
-    problem: the DataError that stopped the reading: TensorFlow can only carry text out of its
-      threads, so the iterator looks here when tf.data fails.
+    damage: counts damaged records.
+    problem: the DataError that stopped the reading. TensorFlow passes only text out of its threads,
+      so the iterator looks here when tf.data fails.
   """
 
   def __init__(
@@ -61,7 +61,7 @@ class BlockReader:
     self.damage = Damage(num_files)
     self.problem: Optional[DataError] = None
     self._lock = threading.Lock()
-    # (path, number) -> blocks from there on, the first of them read if it was asked for.
+    # (path, number) -> (the block if it is read already, iterator of the following blocks).
     self._open: collections.OrderedDict[tuple[str, int], tuple[list[_Block], Iterator[_Block]]] = (
       collections.OrderedDict()
     )
@@ -139,9 +139,9 @@ class BlockReader:
           row = next(rows, rows)
         except _BROKEN as e:
           raise DataError(
-            f'{path} cannot be read on after record {at} as {self.form.name}: {e}.',
-            fix='How much is lost cannot be known, so max_corrupt_fraction does not cover it: '
-            'get the file anew, or leave it out of the pattern.',
+            f'{path} cannot be read as {self.form.name} after record {at}: {e}.',
+            fix='Nobody knows how much is lost, so max_corrupt_fraction does not cover it: get the '
+            'file again, or leave it out of the pattern.',
           ) from e
         if row is rows:
           break

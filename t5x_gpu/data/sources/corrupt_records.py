@@ -1,4 +1,4 @@
-"""Records that cannot be parsed: counted once each, reported with their first reasons, bounded."""
+"""Counts records that cannot be parsed, logs the first ones, and stops if there are too many."""
 
 import dataclasses
 import logging
@@ -7,7 +7,7 @@ from typing import Optional
 
 from t5x_gpu.errors import DataError
 
-# Below this many records a share means little: the bound is then on this many.
+# With fewer records a share means little, so it is taken of at least this many.
 _FEWEST_JUDGED = 1000
 _REASONS_SHOWN = 3
 log = logging.getLogger(__name__)
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-  """How many records were read, blank ones too, and how many of them are damaged."""
+  """How many records were read, including blank ones, and how many of them are damaged."""
 
   read: int = 0
   damaged: int = 0
@@ -34,9 +34,9 @@ def check_share(
   Args:
     records: what was read.
     max_fraction: DatasetConfig.max_corrupt_fraction.
-    fewest: the bound is on this many records at least.
-    of: what they are records of, for the message.
-    last: what is wrong with the last of them.
+    fewest: take the share of at least this many records.
+    of: source of the records, for the message.
+    last: what is wrong with the last damaged record.
   """
   allowed = max_fraction * max(records.read, fewest)
   if records.damaged <= allowed:
@@ -46,22 +46,22 @@ def check_share(
     f'{records.damaged} of the {records.read} records read{of} are damaged ({share:.2%}); '
     f'DatasetConfig.max_corrupt_fraction = {max_fraction:g} allows {int(allowed)}.'
     + (f' The last one: {last.what}' if last else ''),
-    fix='Mend the files, or allow more: DatasetConfig.max_corrupt_fraction = '
+    fix='Correct the files, or allow more: DatasetConfig.max_corrupt_fraction = '
     f'{min(1.0, share * 1.2):.2g}',
     parameters=('DatasetConfig.max_corrupt_fraction',),
   )
 
 
 class Damage:
-  """What a process has met of damage in the files of one source.
+  """Damaged records that this process has found in the files of one source.
 
   Args:
     num_files: of the source.
 
   Attributes:
-    max_fraction: share of the records that may be damaged. It is judged on the records that this
-      process has read, on 1000 of them at least until all files are read.
-    records: read so far, each counted once however often it is read.
+    max_fraction: share of the records that may be damaged: of those that this process has read, and
+      of at least 1000 until all files are read.
+    records: read so far; each counts once, even if it is read again.
   """
 
   def __init__(self, num_files: int):
@@ -69,21 +69,21 @@ class Damage:
     self.max_fraction = 0.0
     self.records = Records()
     self._in_parts = False
-    self._counted: dict[str, int] = {}  # path -> records up to which it is counted
+    self._counted: dict[str, int] = {}  # path -> number of records that are counted
     self._in_file: dict[str, int] = {}
     self._finished: set[str] = set()
     self._empty = 0
     self._over: Optional[DataError] = None
 
   def begin_part(self) -> None:
-    """Counts anew, for one part of the files. All parts together are judged by `check_share`."""
+    """Starts a new count, for one part of the files. `check_share` judges all parts together."""
     self._in_parts = True
     self.records = Records()
     self._counted.clear()
     self._in_file.clear()
 
   def count(self, path: str, *, first: int, num_records: int, damaged: Sequence[DataError]) -> None:
-    """Counts records `first` to `first + num_records` of a file, unless they are counted.
+    """Counts records `first` to `first + num_records` of a file, unless that is done.
 
     Raises:
       DataError: more damage than `max_fraction`.
@@ -96,11 +96,11 @@ class Damage:
     for problem in damaged:
       self._in_file[path] = self._in_file.get(path, 0) + 1
       if self.max_fraction and self._in_file[path] <= _REASONS_SHOWN and path not in self._finished:
-        log.warning('record left out: %s', problem.what)
+        log.warning('record skipped: %s', problem.what)
     if damaged and not self.max_fraction:
       self._over = DataError(
         damaged[0].what,
-        fix=f'{damaged[0].fix}\nOr leave such records out: '
+        fix=f'{damaged[0].fix}\nOr skip such records: '
         'DatasetConfig.max_corrupt_fraction = 0.001 allows 1 in 1000.',
         parameters=('DatasetConfig.max_corrupt_fraction',),
       )
@@ -109,11 +109,11 @@ class Damage:
       self._judge(damaged[-1], fewest=_FEWEST_JUDGED)
 
   def end_of_file(self, path: str, *, num_records: int) -> None:
-    """Reports a file that is read to its end. Raises DataError as `count` does.
+    """Notes that a file is read to its end. Raises DataError as `count` does.
 
     Args:
       path: of the file.
-      num_records: that it has; some may be counted by a process before this one.
+      num_records: in the file; an earlier process may have counted some of them.
     """
     self._raise_again()
     if path in self._finished:
@@ -121,19 +121,17 @@ class Damage:
     self._finished.add(path)
     if not num_records:
       self._empty += 1
-      log.warning('%s holds no record and is skipped (%d such files so far)', path, self._empty)
+      log.warning('%s has 0 records and is skipped (%d such files so far)', path, self._empty)
     if path in self._in_file:
-      log.warning(
-        '%s: %d of %d records are damaged and left out', path, self._in_file[path], num_records
-      )
+      log.warning('%s: skipped %d damaged records of %d', path, self._in_file[path], num_records)
     if len(self._finished) == self._num_files:
       self._judge(None, fewest=0)
 
   def _raise_again(self) -> None:
-    """Raises what is over the bound: a reading ahead that nobody waited for may have met it.
+    """Raises the error again if there was too much damage: read-ahead may have found it first.
 
-    tf.data asks again for each row of a batch and formats the traceback every time, which must not
-    grow from one to the next.
+    tf.data asks again for each row of a batch and formats the traceback every time, so the
+    traceback must not grow.
     """
     if self._over is not None:
       raise self._over.with_traceback(None)

@@ -1,4 +1,4 @@
-"""The files that a pattern matches, each real file once; loops of symbolic links end."""
+"""The files that a pattern matches, each real file once, even with loops of symbolic links."""
 
 import glob
 import logging
@@ -11,7 +11,7 @@ _LISTED = 3
 _TASK = ('DatasetConfig.mixture_or_task_name',)
 log = logging.getLogger(__name__)
 _Inode = tuple[int, int]  # device and number
-# Of every ext4 volume; only root may read it, and no data set is in it.
+# On every ext4 volume; only root may read it, and it never holds a data set.
 _LOST_AND_FOUND = 'lost+found'
 
 
@@ -29,9 +29,9 @@ def unreadable(path: str, reason: OSError | str) -> DataError:
 def find_files(pattern: str) -> list[str]:
   """Returns the files that `pattern` matches, sorted; `**` goes into folders.
 
-  A file with several names is taken once, by device and inode: under a name with an ending if it
-  has one (Hugging Face's cache has links to blobs without endings), and then one without links.
-  The log names links that were skipped.
+  A file with several names is listed once, by device and inode. A name with an ending is preferred
+  (Hugging Face's cache links to blobs without endings), then a name without links. The log lists
+  skipped links.
 
   Raises:
     DataError: a file or folder cannot be read.
@@ -53,7 +53,7 @@ def find_files(pattern: str) -> list[str]:
       for path in sorted(set(skipped))
     ]
     log.warning(
-      '%r: skipped %d names that are broken links, or lead to files and folders it already has: %s',
+      '%r: skipped %d names that are broken links, or link to files and folders already listed: %s',
       pattern,
       len(shown),
       ', '.join(shown[:_LISTED]) + (', ...' if len(shown) > _LISTED else ''),
@@ -62,7 +62,7 @@ def find_files(pattern: str) -> list[str]:
 
 
 def _matches(pattern: str, skipped: list[str]) -> Iterator[str]:
-  """Yields what `glob.glob(pattern, recursive=True)` does, every folder below `**` once."""
+  """Yields what `glob.glob(pattern, recursive=True)` does, but visits folders below `**` once."""
   parts = pattern.split(os.sep)
   if '**' not in parts:
     yield from glob.glob(pattern)
@@ -71,13 +71,13 @@ def _matches(pattern: str, skipped: list[str]) -> Iterator[str]:
   above, below = os.sep.join(parts[:at]), os.sep.join(parts[at + 1 :]) or '*'
   roots = glob.glob(above + os.sep) if above or at else [os.curdir]
   for folder in _folders(sorted(roots), skipped):
-    # As glob does, names relative to the current folder have no './'.
+    # As in glob, names relative to the current folder do not start with './'.
     inside = '' if folder == os.curdir else os.path.join(glob.escape(folder), '')
     yield from _matches(inside + below, skipped)
 
 
 def _folders(roots: list[str], skipped: list[str]) -> Iterator[str]:
-  """Yields `roots` and all folders in them, each real one once; links come last."""
+  """Yields `roots` and all folders in them, each real folder once; links come last."""
   seen: set[_Inode] = set()
   todo, links = roots[::-1], []
   while todo or links:
@@ -105,7 +105,7 @@ def _folders(roots: list[str], skipped: list[str]) -> Iterator[str]:
 
 
 def _check_opens(path: str) -> None:
-  """Raises DataError unless the file opens: some containers forbid `os.access`, not the reading."""
+  """Raises DataError unless the file opens: some containers forbid `os.access` but not reading."""
   try:
     with open(path, 'rb'):
       pass
@@ -114,7 +114,7 @@ def _check_opens(path: str) -> None:
 
 
 def _identity(path: str) -> tuple[int, ...]:
-  """Returns what tells a file from others, also where a FUSE file system repeats its inodes."""
+  """Returns what identifies a file, even on a FUSE file system that repeats its inodes."""
   stat = os.stat(path)
   return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 

@@ -1,42 +1,40 @@
-"""Labelled texts from .csv, .tsv, .jsonl and Parquet files with columns of any name; no TF.
+"""Labelled texts from .csv, .tsv, .jsonl and Parquet files with columns of any name. No TF.
 
 classification:csv:reviews/*.csv                                  columns text, label
 classification:jsonl:reviews.jsonl#text=body,label=stars
 classification:parquet:nli/*.parquet#text=premise,text2=hypothesis,label=gold_label
 """
 
-import csv
 import dataclasses
+import functools
 import io
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Optional
 
 import pyarrow as pa
 from pyarrow import parquet
 
+from t5x_gpu.data.sources.json_lines import json_object
 from t5x_gpu.data.sources.labelled_tables import LabelledRow
+from t5x_gpu.data.sources.line_formats import csv_records
 from t5x_gpu.data.sources.rows import NAME, open_text, split_columns
 from t5x_gpu.errors import DataError, did_you_mean, first_line
 
-# A review is a few kB. Python's own limit is 128 kB, too little for a book, and none hides the
-# quote that was never closed.
-_MAX_FIELD = 10_000_000
-# Columns that need not be named, in any case of letters.
+# Columns that are found by their usual names, in upper or lower case.
 _USUAL = (('text', 'label'), ('review', 'sentiment'))
 _CHOOSE = (
-  'Name the columns behind the pattern: #text=COLUMN,label=COLUMN, and for pairs of texts '
+  'Name the columns after the pattern: #text=COLUMN,label=COLUMN, and for text pairs '
   '#text=COLUMN,text2=COLUMN,label=COLUMN.'
 )
 
-# Values of a row by column, and where the row is.
+# Values of a row by column, and the place of the row.
 _Record = tuple[Mapping[str, Any], str]
 
 
 @dataclasses.dataclass(frozen=True)
 class LabelColumns:
-  """Names of columns; `text2` is the second text of a pair, or None."""
+  """Names of columns; `text2` is for the second text of a pair, or None."""
 
   text: str
   label: str
@@ -49,18 +47,18 @@ class LabelColumns:
 
 @dataclasses.dataclass(frozen=True)
 class LabelledReader:
-  """Reads the rows of one file; equal readers read alike.
+  """Reads the rows of one file. Readers compare equal if they read the same columns.
 
   Attributes:
     form: a key of `FORMS`.
-    columns: None to take those with the usual names.
+    columns: None for those with the usual names.
   """
 
   form: str
   columns: Optional[LabelColumns]
 
   def __call__(self, path: str) -> list[LabelledRow]:
-    """Returns all rows. Raises DataError, naming the place, for a flaw in any of them."""
+    """Returns all rows. Raises DataError, naming the place, if any is bad."""
     try:
       rows = [
         _labelled_row(values, columns, where) for values, columns, where in self._records(path)
@@ -73,13 +71,13 @@ class LabelledReader:
         fix='Get the file again, or leave it out of the pattern.',
       )
     if not rows:
-      _refuse(f'{path} has no rows.', fix='Give files with a row per example.')
+      _refuse(f'{path} has no rows.', fix='Give files with one row per example.')
     return rows
 
   def _records(self, path: str) -> Iterator[tuple[Mapping[str, Any], LabelColumns, str]]:
     columns = None
     for values, where in FORMS[self.form](path, self.columns):
-      # Objects of .jsonl may differ from line to line; tables have one header.
+      # JSON objects may differ from line to line; tables have one header.
       if columns is None or self.form == 'jsonl':
         columns = _columns(list(values), self.columns, where)
       yield values, columns, where
@@ -89,12 +87,12 @@ def parse(spelled: str) -> tuple[LabelledReader, str]:
   """Returns reader and pattern of 'FORM:PATTERN' or 'FORM:PATTERN#text=COLUMN,label=COLUMN'.
 
   Raises:
-    DataError: no such form, or columns that make no labelled text.
+    DataError: no such form, or the columns are not a text and a label.
   """
   form, _, rest = spelled.partition(':')
   if form not in FORMS or not rest:
     _refuse(
-      f'classification:{spelled[:80]} does not say what form the files have.'
+      f'classification:{spelled[:80]} does not name the form of the files.'
       + did_you_mean(form, FORMS),
       fix=f'Write classification:FORM:PATTERN, where FORM is {", ".join(FORMS)}.',
     )
@@ -122,7 +120,7 @@ def _refuse(what: str, *, fix: str) -> NoReturn:
 
 
 def _columns(names: Sequence[str], chosen: Optional[LabelColumns], where: str) -> LabelColumns:
-  """Returns the columns to read from those that there are."""
+  """Returns the columns to read, out of `names`."""
   if chosen is None:
     lower = [name.lower() for name in names]
     for usual in _USUAL:
@@ -161,14 +159,14 @@ def _text(value: Any, column: str, where: str) -> str:
     value.encode()
   except UnicodeEncodeError as e:
     _refuse(
-      f'{where} has half of a surrogate pair in {column!r}, which is no character: {e}.',
+      f'{where} has half of a surrogate pair in {column!r}, which is not a character: {e}.',
       fix='Correct or remove that row.',
     )
   return value
 
 
 def _label(value: Any, column: str, where: str) -> str:
-  """Returns how a class is called: words as they are, whole numbers as digits, true or false."""
+  """Returns the name of a class: words unchanged, whole numbers as digits, true or false."""
   value = value.decode() if isinstance(value, bytes) else value
   if value is None or value != value or isinstance(value, str) and not value.strip():  # NaN
     _refuse(
@@ -183,74 +181,29 @@ def _label(value: Any, column: str, where: str) -> str:
     return str(int(value))
   _refuse(
     f'{where} has {str(value)[:40]} in {column!r}; a class is a word or a whole number.',
-    fix='Choose the column of classes, or turn its values into classes.',
+    fix='Choose the column with the classes, or turn its values into classes.',
   )
 
 
-def _text_file(path: str) -> io.TextIOWrapper:
-  return io.TextIOWrapper(open_text(path), encoding='utf-8', newline='')
-
-
-def _csv(path: str, columns: Optional[LabelColumns], *, is_tsv: bool = False) -> Iterator[_Record]:
-  csv.field_size_limit(_MAX_FIELD)
-  names: Optional[list[str]] = None
-  with _text_file(path) as f:
-    reader = (
-      csv.reader(f, delimiter='\t', quoting=csv.QUOTE_NONE, strict=True)
-      if is_tsv
-      else csv.reader(f, strict=True)
-    )
-    while True:
-      where = f'{path}:{reader.line_num + 1}'
-      try:
-        fields = next(reader, None)
-      except csv.Error as e:
-        _refuse(
-          f'{where} is not {"TSV" if is_tsv else "CSV"}: {e}.',
-          fix='Close every quote; write "" for a quote inside a quoted text.',
-        )
-      if fields is None:
-        return
-      if not fields:
-        continue
-      if names is None:
-        names = [name.strip() for name in fields]
-        _columns(names, columns, where)
-      elif len(fields) != len(names):
-        _refuse(
-          f'{where} has {len(fields)} columns; the header has {len(names)}.',
-          fix=(
-            'Separate columns by single tabs; texts hold no tab and no line break.'
-            if is_tsv
-            else 'Put a text with commas or line breaks into double quotes; write "" for a quote '
-            'in it.'
-          ),
-        )
-      else:
-        yield dict(zip(names, fields)), where
-
-
-def _tsv(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
-  return _csv(path, columns, is_tsv=True)
+def _csv(path: str, columns: Optional[LabelColumns], *, form: str) -> Iterator[_Record]:
+  names: list[str] = []
+  for fields, where, _ in csv_records(path, form):
+    if isinstance(fields, DataError):
+      _refuse(fields.what, fix=fields.fix)
+    if names and fields:
+      yield dict(zip(names, fields)), where
+    elif fields:
+      names = fields
+      _columns(names, columns, where)
 
 
 def _jsonl(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
   del columns
-  with _text_file(path) as f:
+  with io.TextIOWrapper(open_text(path), encoding='utf-8', newline='') as f:
     for number, line in enumerate(f, 1):
-      if not line.strip():
-        continue
-      where = f'{path}:{number}'
-      try:
-        record = json.loads(line)
-      except (ValueError, RecursionError) as e:
-        _refuse(f'{where} is not JSON: {first_line(e)}.', fix='Correct or remove that line.')
-      if not isinstance(record, dict):
-        _refuse(
-          f'{where} holds a JSON {type(record).__name__}, not an object.',
-          fix='Write one object per line.',
-        )
-      yield record, where
+      if line.strip():
+        where = f'{path}:{number}'
+        yield json_object(line, where=where), where
 
 
 def _parquet(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
@@ -263,8 +216,8 @@ def _parquet(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
 
 
 FORMS: Mapping[str, Callable[[str, Optional[LabelColumns]], Iterator[_Record]]] = {
-  'csv': _csv,
-  'tsv': _tsv,
+  'csv': functools.partial(_csv, form='csv'),
+  'tsv': functools.partial(_csv, form='tsv'),
   'jsonl': _jsonl,
   'parquet': _parquet,
 }

@@ -1,7 +1,7 @@
-"""Tables of text and labels: .csv and .tsv files into rows, flaws named by file and line; no TF.
+"""Labelled texts by split, from rows of files; errors name file and line. No TF.
 
-A labelled data set is small next to the text that models are pretrained on (IMDb: 66 MB), so it is
-read whole and checked whole when it is opened: a wrong row does not wait for the third epoch.
+A labelled data set is small compared to pretraining text (IMDb: 66 MB), so it is read and checked
+in full when it is opened: a bad row shows then, not in the third epoch.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ COLA_CLASSES = ('unacceptable', 'acceptable')
 
 @dataclasses.dataclass(frozen=True)
 class LabelledRow:
-  """A text and its label as the file spells it; `where` is file:line; `text2` completes a pair."""
+  """A text and its label as spelled in the file; `where` is file:line; pairs have `text2`."""
 
   text: str
   label: str
@@ -46,8 +46,8 @@ class LabelledTexts:
   Attributes:
     class_names: names in the order of their numbers.
     texts: split -> texts.
-    labels: split -> class numbers, as many.
-    texts2: split -> the second texts of pairs, as many; None without pairs.
+    labels: split -> class numbers of these texts.
+    texts2: split -> the second texts of pairs; None without pairs.
   """
 
   class_names: tuple[str, ...]
@@ -63,10 +63,10 @@ def _refuse(what: str, *, fix: str) -> NoReturn:
 def files_by_split(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
   """Returns split -> files, by the words train, dev, valid, validation, test in the file names.
 
-  None: no name has such a word, so that a hash of the text should deal the rows.
+  None: no name has such a word, so a hash of the text assigns the split.
 
   Raises:
-    DataError: some names have one and some have not.
+    DataError: some names have such a word and others do not.
   """
   by_split: dict[str, list[str]] = {}
   unnamed = []
@@ -79,30 +79,22 @@ def files_by_split(files: Sequence[str]) -> Optional[dict[str, list[str]]]:
       by_split.setdefault(split, []).append(path)
   if by_split and unnamed:
     _refuse(
-      f'The names of {len(files) - len(unnamed)} files say their split ('
+      f'The names of {len(files) - len(unnamed)} files give their split ('
       + ', '.join(os.path.basename(p) for p in sum(by_split.values(), [])[:4])
       + f'), those of {len(unnamed)} do not: '
       + ', '.join(os.path.basename(p) for p in unnamed[:4])
       + '.',
-      fix='Narrow the pattern, or put train, dev or test into each name. Where no name has '
-      f'such a word, 1 row in {VALIDATION_ONE_IN} goes to validation.',
+      fix='Narrow the pattern, or put train, dev or test into each name. If no name has such a '
+      f'word, 1 row in {VALIDATION_ONE_IN} goes to validation.',
     )
   return by_split or None
 
 
-def _labelled(text: str, label: str, where: str) -> LabelledRow:
-  if not text.strip() or not label:
-    _refuse(
-      f'{where} has no {"label" if text.strip() else "text"}.', fix='Fill it in, or remove the row.'
-    )
-  return LabelledRow(text, label, where)
-
-
 def read_cola(path: str) -> list[LabelledRow]:
-  """Returns the rows of a .tsv as CoLA has it: source, label 0 or 1, author's mark, sentence.
+  """Returns the rows of a .tsv file of CoLA: source, label 0 or 1, author's mark, sentence.
 
   Raises:
-    DataError: naming file:line: another number of columns, another label, no sentence, no rows.
+    DataError, with file:line: another number of columns, another label, no sentence, no rows.
   """
   rows = []
   try:
@@ -118,18 +110,20 @@ def read_cola(path: str) -> list[LabelledRow]:
       _refuse(
         f'{where} has {len(fields)} columns; CoLA has 4: source, label, mark, sentence. It '
         f'begins {line[:60]!r}.',
-        fix="Separate the columns with single tabs; the mark is '*' or empty. GLUE's test "
-        'file has no labels: give those for train and dev alone.',
+        fix="Separate the columns by single tabs; the mark is '*' or empty. GLUE's test file has "
+        'no labels: give only the files for train and dev.',
       )
     if fields[1] not in ('0', '1'):
       _refuse(
         f'{where} has the label {fields[1]!r}; CoLA has 0 (unacceptable) and 1 (acceptable).',
-        fix='Mend or remove that line.',
+        fix='Correct or remove that line.',
       )
-    rows.append(_labelled(fields[3], COLA_CLASSES[int(fields[1])], where))
+    if not fields[3].strip():
+      _refuse(f'{where} has no text.', fix='Fill it in, or remove the row.')
+    rows.append(LabelledRow(fields[3], COLA_CLASSES[int(fields[1])], where))
   if not rows:
     _refuse(
-      f'{path} has no rows: it is empty.', fix="Give CoLA's file for training, or one of its form."
+      f'{path} has no rows: it is empty.', fix="Give CoLA's training file, or one of the same form."
     )
   return rows
 
@@ -138,9 +132,9 @@ def read_cola(path: str) -> list[LabelledRow]:
 Reader = Callable[[str], Sequence[LabelledRow]]
 
 
-@functools.lru_cache(maxsize=8)  # of what training, evaluation and class names all open
+@functools.lru_cache(maxsize=8)  # training, evaluation and class names open the same files
 def _read(read: Reader, path: str, size: int, modified_ns: int) -> tuple[LabelledRow, ...]:
-  del size, modified_ns  # tell a changed file from the one that was read
+  del size, modified_ns  # keys of the cache: a changed file is read again
   return tuple(read(path))
 
 
@@ -149,22 +143,22 @@ def labelled_texts(
 ) -> LabelledTexts:
   """Returns all rows of `files` by split.
 
-  The file names say the split (`files_by_split`). Without a file for validation, a hash of the text
-  puts about 1 row in 20 there.
+  The file names give the split (`files_by_split`). Without a file for validation, a hash of the
+  text puts about 1 row in 20 there.
 
   Args:
     files: paths.
-    read: reads a file; equal ones share what they read.
-    class_names: in order. None: the labels of the rows for training; whole numbers in their order,
-      words in the alphabet's.
+    read: reads a file; equal readers share a cache.
+    class_names: in order. None: the labels of the training rows; whole numbers in numerical order,
+      words in alphabetical order.
   Raises:
-    DataError: a flaw in a file; fewer than two classes; a label that training does not have.
+    DataError: a bad row; fewer than two classes; a label that training does not have.
   """
   by_split = files_by_split(files) or {'train': list(files)}
   if 'train' not in by_split:
     _refuse(
-      f'No file is for training: {", ".join(os.path.basename(f) for f in files[:6])}.',
-      fix='Widen the pattern so that it takes a file with train in its name.',
+      f'There is no file for training: {", ".join(os.path.basename(f) for f in files[:6])}.',
+      fix='Widen the pattern so that it matches a file with train in its name.',
     )
   rows = {}
   for split, paths in by_split.items():
@@ -174,11 +168,11 @@ def labelled_texts(
       for row in _read(read, path, os.path.getsize(path), os.stat(path).st_mtime_ns)
     ]
   names = tuple(class_names or _classes(rows['train']))
-  if (found := len({row.label for row in rows['train']})) < 2:
+  if len({row.label for row in rows['train']}) < 2:
     only = rows['train'][0]
     _refuse(
-      f'All {len(rows["train"])} rows for training have the label {only.label!r} '
-      f'(from {only.where}): {found} class leaves nothing to learn.',
+      f'All {len(rows["train"])} training rows have the label {only.label!r} '
+      f'(first in {only.where}); a classifier needs at least two classes.',
       fix='Give files with rows of at least two classes.',
     )
   if 'validation' not in rows:
@@ -190,12 +184,12 @@ def labelled_texts(
   for row in (row for split in rows.values() for row in split):
     if row.label not in numbers:
       _refuse(
-        f'{row.where} has the label {row.label!r}, which no row for training has; they have '
+        f'{row.where} has the label {row.label!r}, which no training row has; they have '
         + ', '.join(map(repr, names[:12]))
         + ('' if len(names) <= 12 else ', ...')
         + '.'
         + did_you_mean(row.label, names),
-        fix='Mend the label, or give rows of that class for training too.',
+        fix='Correct the label, or add training rows of that class.',
       )
   is_pair = rows['train'][0].text2 is not None
   return LabelledTexts(
@@ -216,17 +210,3 @@ def _classes(rows: Sequence[LabelledRow]) -> list[str]:
 def _is_validation(text: str) -> bool:
   number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], 'big')
   return number % VALIDATION_ONE_IN == 0
-
-
-def pair_fields(line: bytes, *, where: str) -> list[bytes]:
-  """Returns [inputs, targets] of a line with one tab. Raises DataError naming `where`."""
-  fields = line.rstrip(b'\r').split(b'\t')
-  if len(fields) != 2 or not all(field.strip() for field in fields):
-    _refuse(
-      f'{where} has {len(fields)} columns'
-      + (', one of them empty' if len(fields) == 2 else '')
-      + f'; a pair is inputs, one tab, targets. It begins {line[:60]!r}.',
-      fix='Mend or remove that line; the texts themselves hold no tab and no line break '
-      '(write .jsonl with "inputs" and "targets" for such).',
-    )
-  return fields

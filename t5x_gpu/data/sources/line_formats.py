@@ -1,6 +1,6 @@
-"""Rows of files that are read from the front: lines, JSON lines, .csv, .tsv, TFRecord.
+"""Rows of files that are read from the front: lines, JSON lines, .csv and .tsv. No TF.
 
-All may be compressed (.gz, .zst). To continue at a row they are read again up to it.
+All may be compressed (.gz, .zst). To continue at a row, they are read again up to it.
 """
 
 import csv
@@ -8,28 +8,34 @@ import functools
 import io
 import itertools
 import logging
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Optional
+from typing import Optional, Union
 
-from t5x_gpu.data.sources import discovery, labelled_tables
+from t5x_gpu.data.sources.json_lines import json_fields, json_object
 from t5x_gpu.data.sources.rows import (
-  COMPRESSED,
   FileForm,
   Row,
   checked_row,
   not_utf8,
-  open_stream,
   open_text,
+  require_columns,
 )
-from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
 
-_MAX_FIELD = 10_000_000  # of csv; Python's own limit is 128 kB
-# A file is read in spans of this many lines (about 2.5 kB of source code): streaming, little state.
+# Of a csv field. Python's own limit, 128 kB, is too little for a book; without a limit a quote that
+# was never closed would swallow the file.
+_MAX_FIELD = 10_000_000
+# Text files are read in spans of this many lines (about 2.5 kB of source code): the state is small.
 LINES_PER_SPAN = 64
 _NAMED_LINES = 3  # of a file
 log = logging.getLogger(__name__)
+
+
+def _numbered(path: str, skip: int) -> Iterator[tuple[int, bytes]]:
+  """Yields (number, line) of a file's lines after the first `skip`, from 1, without line ends."""
+  with open_text(path) as f:
+    for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
+      yield number, line.rstrip(b'\r\n')
 
 
 def _line_rows(
@@ -56,7 +62,7 @@ def _utf8_lines(lines: Iterable[bytes], *, path: str, first: int) -> Iterator[by
 
 
 class _Repaired:
-  """Lines with U+FFFD in place of bytes that are not UTF-8; the log counts them, once per file."""
+  """Lines with U+FFFD for bytes that are not UTF-8; the log counts them, once per file."""
 
   def __init__(self):
     self._named: set[tuple[str, int]] = set()
@@ -93,7 +99,7 @@ def _span_rows(
   skip: int,
   checked: Callable[..., Iterator[bytes]] = _utf8_lines,
 ) -> Iterator[Row]:
-  """Yields (64 lines, b'' or what marks the last span of the file)."""
+  """Yields (64 lines, mark): the mark is not empty for the last span of the file."""
   first = skip * LINES_PER_SPAN
   with open_text(path) as f:
     lines = checked(itertools.islice(f, first, None), path=path, first=first + 1)
@@ -104,215 +110,121 @@ def _span_rows(
       span = following
 
 
+def _json_keys(path: str) -> list[str]:
+  """Returns the keys of the first object; none for a file of blank lines."""
+  for number, line in _numbered(path, 0):
+    if line.strip():
+      return list(json_object(line, where=f'{path}:{number}'))
+  return []
+
+
 def _json_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
-  with open_text(path) as f:
-    for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
-      if not line.strip():
-        yield None
-        continue
-      try:
-        texts = tuple(
-          discovery.json_fields(line.rstrip(b'\r\n'), keys=columns, where=f'{path}:{number}')
-        )
-      except DataError as e:
-        yield e
-        continue
-      yield texts if texts[0] else None
+  for number, line in _numbered(path, skip):
+    if not line.strip():
+      yield None
+      continue
+    try:
+      texts = tuple(json_fields(line, keys=columns, where=f'{path}:{number}'))
+    except DataError as e:
+      yield e
+      continue
+    yield texts if texts[0] else None
 
 
 def _pair_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
-  """Yields (inputs, targets) of lines without a header."""
-  with open_text(path) as f:
-    for number, line in enumerate(itertools.islice(f, skip, None), skip + 1):
-      try:
-        where = f'{path}:{number}'
-        yield (
-          None
-          if not line.strip()
-          else checked_row(
-            labelled_tables.pair_fields(line.rstrip(b'\r\n'), where=where),
-            columns=columns,
-            where=where,
-          )
-        )
-      except DataError as e:
-        yield e
-
-
-def _reader(f: io.TextIOBase, form: str) -> Iterator[list[str]]:
-  csv.field_size_limit(_MAX_FIELD)
-  if form == 'tsv':  # tabs between columns and no quoting
-    return csv.reader(f, delimiter='\t', quoting=csv.QUOTE_NONE, strict=True)
-  return csv.reader(f, strict=True)
-
-
-def _text(path: str) -> io.TextIOWrapper:
-  # Bytes that are not UTF-8 pass through, and are found in the one row that has them.
-  return io.TextIOWrapper(open_text(path), encoding='utf-8', errors='surrogateescape', newline='')
-
-
-def _header(path: str, *, form: str) -> list[str]:
-  with _text(path) as f:
-    return [name.strip() for name in next(_reader(f, form), [])]
-
-
-def _csv_rows(path: str, columns: Sequence[str], skip: int, *, form: str) -> Iterator[Row]:
-  with _text(path) as f:
-    reader = _reader(f, form)
-    names = [name.strip() for name in next(reader, [])]
-    if missing := [name for name in columns if name not in names]:
-      raise DataError(
-        f'{path} has no column {missing[0]!r}: it has {", ".join(names)}.',
-        fix='Give all files that the pattern matches the same header.',
+  """Yields (inputs, targets) of lines with one tab, without a header."""
+  for number, line in _numbered(path, skip):
+    where, fields = f'{path}:{number}', line.split(b'\t')
+    if not line.strip():
+      yield None
+    elif len(fields) == 2 and all(field.strip() for field in fields):
+      yield checked_row(fields, columns=columns, where=where)
+    else:
+      yield DataError(
+        f'{where} has {len(fields)} columns'
+        + (', one of them empty' if len(fields) == 2 else '')
+        + f'; a pair is inputs, one tab, targets. It begins {line[:60]!r}.',
+        fix='Correct or remove that line. The texts must not contain tabs or line breaks (write '
+        '.jsonl with "inputs" and "targets" for such texts).',
       )
-    at = [names.index(name) for name in columns]
-    number = 0
+
+
+def csv_records(
+  path: str, form: str, *, errors: str = 'strict'
+) -> Iterator[tuple[Union[list[str], DataError], str, int]]:
+  """Yields (fields or what is wrong with them, place, lines that are lost) of each row.
+
+  The first row that is not blank is the header. Blank rows have no fields. An open quote swallows
+  lines: they are lost.
+
+  Args:
+    path: of the file.
+    form: 'csv' or 'tsv', which has tabs between columns and no quoting.
+    errors: of the decoding, as for `bytes.decode`.
+  """
+  csv.field_size_limit(_MAX_FIELD)
+  header: list[str] = []
+  with io.TextIOWrapper(open_text(path), encoding='utf-8', errors=errors, newline='') as f:
+    reader = (
+      csv.reader(f, delimiter='\t', quoting=csv.QUOTE_NONE, strict=True)
+      if form == 'tsv'
+      else csv.reader(f, strict=True)
+    )
     while True:
-      begins, num_rows = reader.line_num + 1, 1
+      begins, num_lost = reader.line_num + 1, 0
       where = f'{path}:{begins}'
       try:
         fields = next(reader, None)
       except csv.Error as e:
-        row: Row = DataError(
+        fields = DataError(
           f'{where} is not {form.upper()}: {e}.',
-          fix=('Close every quote; write "" for a quote inside a quoted text.'),
+          fix='Close every quote; write "" for a quote inside a quoted text.',
         )
-        num_rows = max(1, reader.line_num + 1 - begins)  # an open quote swallows lines
-      else:
-        if fields is None:
-          return
-        if fields and len(fields) != len(names):
-          row = DataError(
-            f'{where} has {len(fields)} columns; the header has {len(names)}.',
-            fix=(
-              'Put a text with commas or line breaks into double quotes.'
-              if form == 'csv'
-              else 'Separate columns by single tabs; texts hold no tab and no line break.'
-            ),
-          )
-        else:
-          row = checked_row(
-            [fields[i].encode('utf-8', 'surrogateescape') for i in at] if fields else [b''],
-            columns=columns,
-            where=where,
-          )
-      for _ in range(num_rows):
-        if number >= skip:
-          yield row
-        number += 1
-
-
-# TFRecord: length (8 bytes), its checksum (4), the record, its checksum (4).
-# https://www.tensorflow.org/tutorials/load_data/tfrecord
-_HEAD = struct.Struct('<QI')
-_TAIL_BYTES = 4
-_RECORDS_AT_ONCE = 64
-
-
-def _crc32c_table() -> tuple[int, ...]:
-  table = []
-  for byte in range(256):
-    for _ in range(8):
-      byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-    table.append(byte)
-  return tuple(table)
-
-
-_CRC32C = _crc32c_table()
-
-
-def _masked_crc32c(data: bytes) -> int:
-  crc = 0xFFFFFFFF
-  for byte in data:
-    crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
-  crc ^= 0xFFFFFFFF
-  return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _tfrecords(path: str, skip: int) -> Iterator[tuple[bytes, bool]]:
-  """Yields (record, whether it is as it was written) from number `skip` on.
-
-  TensorFlow compares checksums at 100 to 170 MB/s and cannot read on behind a wrong one; this can,
-  at 4 MB/s. Compressed files are compared as such.
-  """
-  if not path.endswith(COMPRESSED):
-    options = tf.data.Options()
-    options.autotune.enabled = False  # no thread that an open file would keep at exit
-    records = tf.data.TFRecordDataset(path).skip(skip).batch(_RECORDS_AT_ONCE).with_options(options)
-    try:
-      for batch in records.as_numpy_iterator():
-        skip += len(batch)
-        yield from ((record, True) for record in batch)
-      return
-    except tf.errors.DataLossError:
-      pass
-  with open_stream(path) as f:
-    for number in itertools.count():
-      head = f.read(_HEAD.size)
-      if not head:
+        num_lost = max(1, reader.line_num + 1 - begins)
+      if fields is None:
         return
-      if len(head) < _HEAD.size:
-        raise EOFError('it ends inside a record')
-      length, checksum = _HEAD.unpack(head)
-      if checksum != _masked_crc32c(head[:8]):
-        raise EOFError('the length of a record does not fit its checksum')
-      record = f.read(length + _TAIL_BYTES)
-      if len(record) < length + _TAIL_BYTES:
-        raise EOFError('it ends inside a record')
-      if number >= skip:
-        data, checksum = record[:length], record[length:]
-        yield (
-          data,
-          path.endswith(COMPRESSED) or (_masked_crc32c(data) == int.from_bytes(checksum, 'little')),
+      if fields and not header and not num_lost:
+        header = fields = [name.strip() for name in fields]
+      elif fields and not num_lost and len(fields) != len(header):
+        fields = DataError(
+          f'{where} has {len(fields)} columns; the header has {len(header)}.',
+          fix='Separate columns by single tabs; texts must not contain tabs or line breaks.'
+          if form == 'tsv'
+          else 'Put a text with commas or line breaks into double quotes; write "" for a quote in '
+          'it.',
         )
+      yield fields, where, num_lost
 
 
-def example_columns(record: bytes) -> list[str]:
-  """Returns the names of the texts in a tf.train.Example. Raises ValueError if it is none."""
-  features = _parsed(record)
-  return sorted(name for name in features if features[name].bytes_list.value)
+def _csv_header(path: str, *, form: str) -> list[str]:
+  for fields, _, _ in csv_records(path, form, errors='surrogateescape'):
+    if isinstance(fields, DataError):
+      raise fields
+    if fields:
+      return fields
+  return []
 
 
-def example_row(record: bytes, *, columns: Sequence[str], where: str) -> Row:
-  """Returns the texts `columns` of a tf.train.Example, or what is wrong with it."""
-  try:
-    features = _parsed(record)
-  except ValueError as e:
-    return DataError(f'{where} is not a tf.train.Example: {e}.', fix='Write the file anew.')
-  values: list[Optional[bytes]] = []
-  for name in columns:
-    given = features[name].bytes_list.value if name in features else ()
-    if len(given) != 1:
-      return DataError(
-        f'{where} has {len(given)} texts in {name!r}; there should be one.',
-        fix='Write one text per feature and record.',
-      )
-    values.append(given[0])
-  return checked_row(values, columns=columns, where=where)
-
-
-def _parsed(record: bytes) -> tf.train.Features:
-  try:
-    return tf.train.Example.FromString(record).features.feature
-  except Exception as e:  # protobuf's DecodeError, whose module is not ours to name
-    raise ValueError(str(e) or type(e).__name__) from e
-
-
-def _tfrecord_columns(path: str) -> list[str]:
-  record, _ = next(_tfrecords(path, 0), (None, True))
-  return [] if record is None else example_columns(record)
-
-
-def _tfrecord_rows(path: str, columns: Sequence[str], skip: int) -> Iterator[Row]:
-  for number, (record, is_whole) in enumerate(_tfrecords(path, skip), skip + 1):
-    where = f'{path}, record {number}'
-    yield (
-      example_row(record, columns=columns, where=where)
-      if is_whole
-      else DataError(
-        f'{where} has changed: it does not fit its checksum.', fix='Get the file anew.'
-      )
-    )
+def _csv_rows(path: str, columns: Sequence[str], skip: int, *, form: str) -> Iterator[Row]:
+  names = _csv_header(path, form=form)
+  require_columns(names, columns, path)
+  at = [names.index(name) for name in columns]
+  number, in_header = 0, True
+  # Bytes that are not UTF-8 pass through: only the row that has them is damaged.
+  for fields, where, num_lost in csv_records(path, form, errors='surrogateescape'):
+    if in_header:
+      in_header = not fields
+      continue
+    row: Row = None
+    if isinstance(fields, DataError):
+      row = fields
+    elif fields:
+      texts = [fields[i].encode('utf-8', 'surrogateescape') for i in at]
+      row = checked_row(texts, columns=columns, where=where)
+    for _ in range(max(1, num_lost)):
+      if number >= skip:
+        yield row
+      number += 1
 
 
 LINES = FileForm('text_lines', lambda path: ['text'], _line_rows)
@@ -332,9 +244,8 @@ REPAIRED_LINES, REPAIRED_SPANS = (
   ),
 )
 PAIRS = FileForm('text_pairs', lambda path: ['inputs', 'targets'], _pair_rows)
-JSON_LINES = FileForm('jsonl', discovery.json_keys, _json_rows)
+JSON_LINES = FileForm('jsonl', _json_keys, _json_rows)
 CSV, TSV = (
-  FileForm(form, functools.partial(_header, form=form), functools.partial(_csv_rows, form=form))
+  FileForm(form, functools.partial(_csv_header, form=form), functools.partial(_csv_rows, form=form))
   for form in ('csv', 'tsv')
 )
-TFRECORD = FileForm('tfrecord', _tfrecord_columns, _tfrecord_rows)

@@ -1,10 +1,10 @@
-"""What files of any form are read as: rows of texts, blanks and damage, numbered from the start.
+"""Files of any form as numbered rows: each is a tuple of texts, blank, or damaged. No TF.
 
-A form of file is a `FileForm`: the names of its columns, and an iterator of its rows from any row
-on. Which column is which feature is judged by the names, or said behind the pattern:
+A `FileForm` gives the names of a file's columns, and iterates over its rows from any row on. The
+features come from columns with the usual names, or with those that the user gives:
 
     csv:data/*.csv                              columns text, or inputs and targets
-    csv:data/*.csv#text=body                    the column body is the text
+    csv:data/*.csv#text=body                    column body is the text
     parquet:qa/*.parquet#inputs=question,targets=answer
 """
 
@@ -22,7 +22,7 @@ from t5x_gpu.errors import DataError, did_you_mean
 NAME = ('DatasetConfig.mixture_or_task_name',)
 COMPRESSED = ('.gz', '.zst')
 _READ_AHEAD_BYTES = 1 << 20
-# The longer marks come first: that of UTF-32 begins like that of UTF-16.
+# The longer marks come first: the mark of UTF-32 begins like that of UTF-16.
 _OTHER_ENCODINGS = {
   codecs.BOM_UTF32_LE: 'UTF-32',
   codecs.BOM_UTF32_BE: 'UTF-32',
@@ -30,7 +30,7 @@ _OTHER_ENCODINGS = {
   codecs.BOM_UTF16_BE: 'UTF-16',
 }
 
-# The texts of the chosen columns as UTF-8; None for a blank row; what is wrong with a damaged one.
+# The texts of the chosen columns as UTF-8; None for a blank row; the error of a damaged row.
 Row = Union[tuple[bytes, ...], None, DataError]
 
 
@@ -41,7 +41,7 @@ class FileForm:
   Attributes:
     name: 'csv', 'parquet', ...
     columns: path -> names of its columns.
-    rows: (path, names of columns, rows to pass over) -> the rows after these.
+    rows: (path, names of columns, rows to skip) -> the other rows.
     errors: 'replace' if bytes that are not UTF-8 become U+FFFD, as in `bytes.decode`.
   """
 
@@ -61,10 +61,10 @@ def open_stream(path: str) -> BinaryIO:
 
 
 def open_text(path: str) -> BinaryIO:
-  """Returns the bytes of a file of UTF-8 as `open_stream` does, from behind a byte order mark.
+  """Returns the bytes of a UTF-8 file as `open_stream` does, without its byte order mark.
 
   Raises:
-    DataError: it begins with the mark of another encoding.
+    DataError: it begins with the byte order mark of another encoding.
   """
   f = open_stream(path)
   try:
@@ -72,7 +72,7 @@ def open_text(path: str) -> BinaryIO:
     for mark, encoding in _OTHER_ENCODINGS.items():
       if head.startswith(mark):
         raise DataError(
-          f'{path} is {encoding} text, as its first bytes say; only UTF-8 is read.',
+          f'{path} is {encoding} text, judging by its first bytes; only UTF-8 is read.',
           fix=f'Convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE',
           parameters=NAME,
         )
@@ -85,11 +85,12 @@ def open_text(path: str) -> BinaryIO:
 
 
 def head(path: str) -> tuple[bool, bool]:
-  """Returns whether a file that is not compressed begins with UTF-8's byte order mark, and whether
-  its first MiB has carriage returns.
+  """Returns (has a UTF-8 byte order mark, has carriage returns in its first MiB).
 
+  Args:
+    path: of a file that is not compressed.
   Raises:
-    DataError: it begins with the mark of another encoding, or cannot be read.
+    DataError: it begins with the byte order mark of another encoding.
   """
   with open_text(path) as f:
     return f.tell() > 0, b'\r' in f.peek()
@@ -107,7 +108,7 @@ def not_utf8(where: str, reason: UnicodeDecodeError) -> DataError:
 
 
 def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], where: str) -> Row:
-  """Returns the row of `values`: None if all are blank, a DataError if some are or are no UTF-8."""
+  """Returns the row of `values`: None if all are blank, a DataError if some are, or not UTF-8."""
   empty = [name for name, value in zip(columns, values) if not value or not value.strip()]
   if len(empty) == len(values):
     return None
@@ -124,7 +125,7 @@ def checked_row(values: Sequence[Optional[bytes]], *, columns: Sequence[str], wh
 
 
 def split_columns(spelled: str) -> tuple[str, Optional[list[tuple[str, str]]]]:
-  """Returns the pattern, and the (name, column) pairs behind `#`; None without any."""
+  """Returns the pattern, and the (name, column) pairs after `#`; None without any."""
   pattern, mark, chosen = spelled.rpartition('#')
   if not mark or '=' not in chosen:
     return spelled, None
@@ -132,10 +133,10 @@ def split_columns(spelled: str) -> tuple[str, Optional[list[tuple[str, str]]]]:
 
 
 def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
-  """Returns the pattern and, where columns are chosen behind `#`, feature -> column.
+  """Returns the pattern, and feature -> column for columns chosen after `#`; None without any.
 
   Raises:
-    DataError: chosen columns are neither `text` nor `inputs` and `targets`.
+    DataError: the chosen columns are neither `text` nor `inputs` and `targets`.
   """
   pattern, pairs = split_columns(spelled)
   if pairs is None:
@@ -158,14 +159,14 @@ def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
 def feature_columns(
   names: Sequence[str], *, chosen: Optional[Mapping[str, str]], where: str
 ) -> dict[str, str]:
-  """Returns feature -> column: those chosen, else by the names `inputs`, `targets` or `text`.
+  """Returns feature -> column: the chosen ones, else columns `inputs` and `targets`, or `text`.
 
   Args:
-    names: columns that there are.
+    names: columns of the file.
     chosen: feature -> column, or None.
     where: the file, for errors.
   Raises:
-    DataError: no such columns.
+    DataError: the file does not have these columns.
   """
   if chosen is None:
     if 'inputs' in names and 'targets' in names:
@@ -181,7 +182,16 @@ def feature_columns(
       + (', '.join(map(repr, names[:20])) or 'none')
       + '.'
       + did_you_mean(missing[0], names),
-      fix=f'Choose behind the pattern: #text={first}, or #inputs=COLUMN,targets=COLUMN.',
+      fix=f'Choose after the pattern: #text={first}, or #inputs=COLUMN,targets=COLUMN.',
       parameters=NAME,
     )
   return dict(chosen)
+
+
+def require_columns(names: Sequence[str], columns: Sequence[str], path: str) -> None:
+  """Raises DataError unless the file `path`, whose columns are `names`, has all `columns`."""
+  if missing := [name for name in columns if name not in names]:
+    raise DataError(
+      f'{path} has no column {missing[0]!r}: it has {", ".join(names)}.',
+      fix='Give all files that the pattern matches the same columns.',
+    )

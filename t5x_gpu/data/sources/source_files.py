@@ -1,8 +1,8 @@
-"""The files that a streaming run reads, and whether any byte of them has changed since it began.
+"""The files that a streaming run reads, and whether any of them has changed since the run began.
 
-At its start a run records size, times and some blocks of every file in MODEL_DIR/source_files.json.
+At the start a run records size, times and some blocks of every file in MODEL_DIR/source_files.json.
 While it trains, a thread of process 0 adds the sha256 of all bytes. A restart compares: a file with
-the same size, times and blocks is taken to be the same; one with other times is read in full and
+the same size, times and blocks counts as unchanged; a file with other times is read in full and
 compared with its sha256.
 """
 
@@ -21,18 +21,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.data.sources.file_digests import relative_names, sample_digest, sha256_of
 from t5x_gpu.data.sources.file_patterns import unreadable
 from t5x_gpu.errors import DataError
 
 NAME = 'source_files.json'
 _VERSION = 1
-# Smaller files are hashed in full at the start; of others, this many blocks spread over the file.
+# Smaller files are hashed in full at the start; of larger ones, this many blocks.
 _WHOLE_BYTES = 64 * 1024
-_SAMPLES, _SAMPLE_BYTES = 8, 4096
+_SAMPLES = 8
 # Opening files takes a round trip each on a network file system.
 _THREADS = 16
 _READ_BYTES = 1 << 20
-# In the background: 4% of a core that hashes 1.8 GB/s, and little of what a disk gives.
+# In the background: 4% of a core that hashes 1.8 GB/s, and little of a disk's bandwidth.
 _BYTES_PER_SECOND = 64 * 2**20
 _SECONDS_BETWEEN_WRITES = 30.0
 _JOIN_SECONDS = 10.0
@@ -51,7 +52,7 @@ class SourceFile:
 
   Attributes:
     size: in bytes.
-    modified_ns, changed_ns: mtime and ctime; 0 where a storage has none.
+    modified_ns, changed_ns: mtime and ctime; 0 if the storage does not have them.
     sample: hash of some blocks; empty for objects in remote storage.
     sha256: of all bytes; empty until it is known.
   """
@@ -73,15 +74,11 @@ class SourceFile:
 def scan(path: str) -> SourceFile:
   """Returns a local file as it is now. Raises DataError if it cannot be read."""
   try:
-    with open(path, 'rb', buffering=0) as f:
-      stat = os.fstat(f.fileno())
-      if stat.st_size <= _WHOLE_BYTES:
-        sha256 = hashlib.sha256(f.read(_WHOLE_BYTES)).hexdigest()
-        return _of_stat(stat, sample=sha256[:16], sha256=sha256)
-      digest, last = hashlib.sha256(), stat.st_size - _SAMPLE_BYTES
-      for i in range(_SAMPLES):
-        digest.update(os.pread(f.fileno(), _SAMPLE_BYTES, last * i // (_SAMPLES - 1)))
-      return _of_stat(stat, sample=digest.hexdigest()[:16])
+    stat = os.stat(path)
+    if stat.st_size <= _WHOLE_BYTES:
+      sha256 = sha256_of(path)
+      return _of_stat(stat, sample=sha256[:16], sha256=sha256)
+    return _of_stat(stat, sample=sample_digest(path, num_blocks=_SAMPLES)[:16])
   except OSError as e:
     raise unreadable(path, e) from e
 
@@ -90,24 +87,15 @@ def _of_stat(stat: os.stat_result, **hashes: str) -> SourceFile:
   return SourceFile(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, **hashes)
 
 
-def _blocks(path: str) -> Iterator[bytes]:
-  with open(path, 'rb', buffering=0) as f:
-    while block := f.read(_READ_BYTES):
-      yield block
-
-
 def _sha256(path: str) -> str:
-  digest = hashlib.sha256()
   try:
-    for block in _blocks(path):
-      digest.update(block)
+    return sha256_of(path)
   except OSError as e:
     raise unreadable(path, e) from e
-  return digest.hexdigest()
 
 
 class SourceFiles:
-  """The files of all tasks of a run; none for data that has no files.
+  """The files of all tasks of a run; empty for data without files.
 
   Args:
     paths: task -> its files.
@@ -126,7 +114,9 @@ class SourceFiles:
       return stat_remote(path) if '://' in path else scan(path)
 
     self._paths = {
-      (task, name): path for task, some in paths.items() for name, path in _names(some).items()
+      (task, name): path
+      for task, some in paths.items()
+      for name, path in relative_names(some).items()
     }
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
       self.files = dict(zip(self._paths, pool.map(look, self._paths.values())))
@@ -140,13 +130,14 @@ class SourceFiles:
     return json.dumps({'version': _VERSION, 'tasks': tasks}).encode()
 
   def check(self, record: bytes, *, where: str) -> None:
-    """Raises DataError unless all files are as they were when `record` was written.
+    """Raises DataError if a file has changed since `record` was written.
 
-    Files that only one side has are left to the fingerprint of the data, which covers all names.
+    The fingerprint of the data covers the names of all files, so added and removed files are not
+    compared here.
 
     Args:
       record: what `to_json` returned.
-      where: the file that it comes from, for messages.
+      where: file of the record, for messages.
     """
     try:
       before = _parse(record)
@@ -165,18 +156,17 @@ class SourceFiles:
       elif was.same_times(now):
         self.files[key] = was
       elif now.sha256:
-        continue  # of few bytes, all of which are compared already
+        continue  # a small file, compared in full already
       elif was.sha256:
         to_hash[key] = path
       elif was.modified_ns != now.modified_ns:
         unknown.append(path)
-      # Else only the ctime differs, as after `cp -a`, `chmod` or in another copy of a container.
+      # Otherwise only the ctime differs: after `cp -a`, `chmod`, or in another copy of a container.
     self._compare(to_hash, before, changed)
     if changed:
       raise DataError(
-        f'The text that this run is trained on has changed since {where} was written:'
-        + _lines(changed),
-        fix='Bring back the files as they were, or start a new run in another MODEL_DIR.',
+        f'The training text has changed since {where} was written:' + _lines(changed),
+        fix='Restore the original files, or start a new run in another MODEL_DIR.',
         parameters=_TASK,
         docs='data.md#changed-source-files',
       )
@@ -184,10 +174,10 @@ class SourceFiles:
       raise DataError(
         f'{len(unknown)} source files have been written or copied since this run began:'
         + _lines(unknown)
-        + f'\n{where} has no sha256 of them: a run computes it in the '
-        'background, and never for remote storage. So a changed byte might not be seen.',
-        fix='Bring back the files with their modification times; cp -a, rsync -a and tar keep '
-        f'them.\nIf you are sure that they hold the same bytes, delete {where}: then only '
+        + f'\n{where} does not have their sha256: a run computes it in the background, and never '
+        'for remote storage. So a changed byte could go unnoticed.',
+        fix='Restore the files with their modification times; cp -a, rsync -a and tar keep '
+        f'them.\nIf you are sure that their bytes are the same, delete {where}: then only '
         'names, sizes and the first 64 KiB are compared.\nOr start a new run in another '
         'MODEL_DIR.',
         parameters=_TASK,
@@ -200,13 +190,13 @@ class SourceFiles:
     before: Mapping[tuple[str, str], SourceFile],
     changed: list[str],
   ) -> None:
-    """Hashes all bytes of the local files `to_hash`; adds those that differ to `changed`."""
+    """Hashes the local files `to_hash` in full; adds those that differ to `changed`."""
     if changed or not to_hash:
       return
     total = sum(self.files[key].size for key in to_hash)
     log.warning(
       '%d source files (%.3g GB) have other times than in the record of this run; '
-      'comparing all of their bytes',
+      'comparing all their bytes',
       len(to_hash),
       total / 1e9,
     )
@@ -218,7 +208,7 @@ class SourceFiles:
 
   @contextlib.contextmanager
   def kept_in(self, folder: pathlib.Path) -> Iterator[None]:
-    """Within, keeps the record in `folder` and hashes the files in the background."""
+    """Keeps the record in `folder` up to date, and hashes the files in the background."""
     if not self.files:
       yield
       return
@@ -229,18 +219,18 @@ class SourceFiles:
       yield
     finally:
       self._stop.set()
-      thread.join(_JOIN_SECONDS)  # it looks at `_stop` after every block
+      thread.join(_JOIN_SECONDS)  # it checks `_stop` after every block
       self._write(folder)
 
   def _write(self, folder: pathlib.Path) -> None:
     try:
       with atomic_write(folder / NAME) as new:
         new.write_bytes(self.to_json())
-    except OSError as e:  # the run has checkpoints to write there, and fails with those
+    except OSError as e:  # the run will fail when it writes a checkpoint there
       log.warning('%s cannot be written: %s. %s', folder / NAME, e.strerror, NOT_COMPARED)
 
   def _hash_all(self, folder: pathlib.Path) -> None:
-    if sys.platform == 'linux':  # there of this thread alone; elsewhere the id may be a process's
+    if sys.platform == 'linux':  # elsewhere the id may be that of a process
       with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     known: dict[str, str] = {}  # several tasks may read one file
@@ -261,29 +251,22 @@ class SourceFiles:
     self._write(folder)
 
   def _hash_slowly(self, path: str, at_start: SourceFile) -> str:
-    """Returns the sha256 of a file, empty if the run ends first or the file has changed."""
+    """Returns the sha256 of a file; empty if the run ends first or the file has changed."""
     digest = hashlib.sha256()
     try:
-      begin = time.monotonic()
-      for block in _blocks(path):
-        digest.update(block)
-        if self._stop.wait(max(0.0, len(block) / _BYTES_PER_SECOND - time.monotonic() + begin)):
-          return ''
+      with open(path, 'rb', buffering=0) as f:
         begin = time.monotonic()
+        while block := f.read(_READ_BYTES):
+          digest.update(block)
+          if self._stop.wait(max(0.0, len(block) / _BYTES_PER_SECOND - time.monotonic() + begin)):
+            return ''
+          begin = time.monotonic()
       if _of_stat(os.stat(path)).same_times(at_start):
         return digest.hexdigest()
-      log.warning('%s has been written to since this run began. A restart will refuse it.', path)
+      log.warning('%s has changed since this run began. A restart will refuse it.', path)
     except OSError as e:
       log.warning('%s can no longer be read: %s', path, e.strerror)
     return ''
-
-
-def _names(paths: Sequence[str]) -> dict[str, str]:
-  """Returns name -> path; names are relative to the common folder, the same wherever it lies."""
-  if any('://' in path for path in paths):
-    return {path: path for path in paths}
-  root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths] or ['/'])
-  return {os.path.relpath(path, root): path for path in paths}
 
 
 def _lines(texts: Sequence[str]) -> str:
@@ -293,7 +276,7 @@ def _lines(texts: Sequence[str]) -> str:
 
 
 def _parse(record: bytes) -> dict[tuple[str, str], SourceFile]:
-  """Returns what `to_json` wrote; raises ValueError, TypeError, ... for anything else."""
+  """Returns what `to_json` wrote. Raises ValueError, TypeError, ... for anything else."""
   content = json.loads(record)
   if content['version'] != _VERSION:
     raise ValueError(f'version {content["version"]!r}')

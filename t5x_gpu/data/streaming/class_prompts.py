@@ -1,4 +1,4 @@
-"""Texts to classify, framed as in training, and the names of the classes."""
+"""Texts to classify, with special tokens and cut as in training."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from t5x_gpu.data.tasks import objectives
 from t5x_gpu.data.tasks.classification import OWN_TASKS, PATTERN_TASKS, features, pair_lengths
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.vocabularies import (
+  check_fits,
   end_id,
   named_vocabulary,
   start_id,
@@ -26,12 +27,12 @@ TEXT2 = 'text2'
 
 @dataclasses.dataclass(frozen=True)
 class ClassText:
-  """What a classifier reads; see `prompts.PromptText` for that of a model that writes.
+  """Text -> ids for a classifier; `prompts.PromptText` is the same for a model that writes text.
 
   Attributes:
     config: of the task.
-    length: tokens of a row in training; longer texts are cut as there.
-    inputs: the feature that holds the text.
+    length: tokens of a row in training; longer texts are cut.
+    inputs: the feature with the text.
   """
 
   config: DatasetConfig
@@ -51,10 +52,10 @@ class ClassText:
     return end_id(self.inputs.vocabulary)
 
   def encode(self, prompt: Prompt) -> list[int]:
-    """Returns the ids of a prompt's text, or pair of texts, framed and cut as in training.
+    """Returns the ids of a prompt's text, or pair of texts, as in training.
 
     Raises:
-      DataError: a second text that is not a string.
+      DataError: the second text is not a string.
     """
     vocabulary = self.inputs.vocabulary
     first, second = vocabulary.encode(prompt.inputs), prompt.extra.get(TEXT2)
@@ -72,29 +73,28 @@ class ClassText:
     return [*start, *first[:num_first], self.end_id, *second[:num_second], self.end_id]
 
   def examples(self) -> Iterator[Prompt]:
-    """Yields the task's split in order, with the name of its class as `targets`."""
+    """Yields the task's split in order, with the class name as `targets`."""
     task = task_lookup.lookup(self.config)
     task_lookup.check_split(task, self.config)
-    task_lookup.check_not_empty(task, self.config, problem=lambda: None)
+    task_lookup.check_not_empty(task, self.config)
     names = task_lookup.class_names(task)
     where = f'{self.config.mixture_or_task_name}, split {self.config.split}'
-    data = task_lookup.examples(task, self.config, shuffle=False, num_epochs=1)
-    for number, example in enumerate(data.as_numpy_iterator()):
+    for number, example in enumerate(task_lookup.numpy_examples(task, self.config)):
       tokens = tuple(int(i) for i in example['inputs'])
       special = {self.end_id, start_id(self.inputs.vocabulary)}
       text = self.inputs.vocabulary.decode([i for i in tokens if i not in special])
       label = int(np.asarray(example[LABEL]))
-      hidden = label < 0  # as in the test splits of GLUE
+      is_unknown = label < 0  # as in the test splits of GLUE
       yield Prompt(
         f'{where}, example {number}',
         text,
-        None if hidden else names[label] if names else str(label),
+        None if is_unknown else names[label] if names else str(label),
         tokens,
       )
 
 
 def class_text(config: DatasetConfig, *, model_vocab_size: int) -> ClassText:
-  """Returns what the classifier of `config` reads; tasks of ours need no files for that.
+  """Returns text -> ids for the classifier of `config`; built-in tasks do not need their files.
 
   Raises:
     DataError: no such vocabulary, or more ids than the model has.
@@ -109,11 +109,5 @@ def class_text(config: DatasetConfig, *, model_vocab_size: int) -> ClassText:
   else:
     inputs = task_lookup.lookup(config).output_features['inputs']
   text = ClassText(config, config.task_feature_lengths['inputs'], inputs)
-  if text.size > model_vocab_size:
-    raise DataError(
-      f'The vocabulary {text.name} has {text.size:,} ids, the model {model_vocab_size:,}.',
-      fix='Take the vocabulary that the model was trained with (DatasetConfig.vocabulary, or '
-      '--vocabulary).',
-      parameters=('DatasetConfig.vocabulary',),
-    )
+  check_fits(text.name, text.size, model_vocab_size=model_vocab_size)
   return text

@@ -1,8 +1,8 @@
-"""Tasks with SeqIO's metrics: examples for a model, and what its outputs are worth.
+"""Tasks with SeqIO's metrics: examples for a model, and the metrics of its outputs.
 
-The semantics are those of `seqio.Evaluator`, because the metrics are SeqIO's own objects: targets
-are the text before tokenization where the task keeps it (else decoded), predictions are decoded,
-both go through the task's postprocessor, and each metric sees the whole split of one task.
+The metrics are SeqIO's objects, used as in `seqio.Evaluator`: targets are the text before
+tokenization if the task keeps it (else decoded), predictions are decoded, both go through the
+task's postprocessor, and each metric sees the whole split of one task.
 """
 
 import dataclasses
@@ -15,11 +15,12 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data import prepare_tfds
-from t5x_gpu.data.batches import DatasetConfig, ModelOutputs
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import ModelOutputs
 from t5x_gpu.data.streaming import task_lookup
-from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.vocabularies import text_vocabulary
-from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.errors import DataError
 
 _log = logging.getLogger(__name__)
 _TARGETS, _INPUTS = 'targets', 'inputs'
@@ -27,7 +28,7 @@ _Output = seqio.metrics.ModelOutputType
 
 
 class EvaluatedTask:
-  """One task of SeqIO with metrics; see `batches.EvaluatedTask`.
+  """A SeqIO task with metrics; see `data_module.EvaluatedTask`.
 
   Args:
     task: what to evaluate.
@@ -54,15 +55,15 @@ class EvaluatedTask:
     self._targets = texts[_TARGETS]
     self.eos_id: Optional[int] = self._targets.eos_id
     self.zero_is_a_word = self._targets.moved_zero_id is not None
-    inputs = texts.get(_INPUTS, self._targets)  # of which a task without them has none
+    inputs = texts.get(_INPUTS, self._targets)  # unused if the task has no inputs
     self.inputs = [inputs.of_model(_ids(example.get(_INPUTS, ()))) for example in examples]
     self.targets = [self._targets.of_model(_ids(example[_TARGETS])) for example in examples]
 
   def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
-    """Returns metric -> value; values that are no number (texts, pictures) are left out, and said.
+    """Returns metric -> value; leaves out, with a warning, values that are not numbers.
 
     Raises:
-      DataError: a metric or postprocessor of the task fails, or two have one name.
+      DataError: a metric or postprocessor of the task fails, or two metrics have the same name.
     """
     written = [self._targets.of_seqio(ids) for ids in outputs.predictions]
     predictions = np.zeros((len(written), max(map(len, written), default=0)), np.int32)
@@ -81,7 +82,7 @@ class EvaluatedTask:
       for key, value in self._compute(metric, by_kind[metric.model_output_type]).items():
         if key in values:
           raise DataError(
-            f'Two metrics of {self.name!r} give a value called {key!r}.',
+            f'Two metrics of {self.name!r} return a value called {key!r}.',
             fix='Rename one in the dictionary that the metric function returns.',
           )
         number = value.value if isinstance(value, seqio.metrics.Scalar) else value
@@ -93,7 +94,7 @@ class EvaluatedTask:
           values[key] = float(number)
         else:
           _log.warning(
-            '%s: the metric %s is a %s, no number, and is not written.',
+            '%s: the metric %s is a %s, not a number; it is not written.',
             self.name,
             key,
             type(value).__name__,
@@ -111,7 +112,7 @@ class EvaluatedTask:
       raise DataError(
         f'A metric or the postprocessor of {self.name!r} failed on {len(self._examples)} '
         f'examples: {type(e).__name__}: {e}',
-        fix='Mend the metric_fns or postprocess_fn of the task: they get the decoded text, '
+        fix='Correct the metric_fns or postprocess_fn of the task: they get the decoded text, '
         'postprocess_fn also example= and is_target=.',
       ) from e
 
@@ -135,18 +136,19 @@ def task_names(config: DatasetConfig) -> tuple[str, ...]:
     for task in seqio.get_subtasks(found)
     if config.split in task.splits
   ]
-  return tuple(names) or (config.mixture_or_task_name,)  # which then says what splits there are
+  return tuple(names) or (config.mixture_or_task_name,)  # opening it lists the splits
 
 
 def open_tasks(
   config: DatasetConfig, *, feature_converter: str, num_examples: Optional[int], required: bool
 ) -> list[EvaluatedTask]:
-  """Returns the tasks of `config` that have metrics, the examples of their split in memory.
+  """Returns the tasks of `config` that have metrics, with the examples of their split in memory.
 
   Args:
-    config, feature_converter, num_examples, required: as for `batches.open_evaluated_tasks`.
+    config, feature_converter, num_examples, required: as for
+      `data_module.DataModule.evaluated_tasks`.
   Raises:
-    DataError: no task has metrics, the split, or example; or a metric needs what no model gives.
+    DataError: no task has metrics, the split or an example; or a metric needs intermediates.
   """
   found = []
   names = task_names(config)
@@ -163,7 +165,7 @@ def open_tasks(
     raise DataError(
       f'{config.mixture_or_task_name!r} has no metrics: none of its {len(names)} '
       f'task{"s" * (len(names) > 1)} was registered with metric_fns.',
-      fix='Give seqio.TaskRegistry.add(..., metric_fns=[...]), or take the loss alone: remove '
+      fix='Give seqio.TaskRegistry.add(..., metric_fns=[...]), or use only the loss: remove '
       'train.infer_eval_dataset_cfg, or run python -m t5x_gpu.eval with --metrics=loss.',
       parameters=('DatasetConfig.mixture_or_task_name',),
       docs='eval.md#metrics-of-tasks',
@@ -176,14 +178,14 @@ def _check(task: seqio.Task, config: DatasetConfig) -> None:
     raise DataError(
       f"{config.mixture_or_task_name!r} has metrics but no feature 'targets'; it has "
       f'{", ".join(map(repr, task.output_features))}.',
-      fix="Call the feature that holds what the model is to write 'targets'.",
+      fix="Call the feature that the model should write 'targets'.",
       parameters=('DatasetConfig.mixture_or_task_name',),
     )
   for metric in task.metric_objs:
     if metric.model_output_type == _Output.SCORE_WITH_INTERMEDIATES:
       raise DataError(
-        f'A metric of {config.mixture_or_task_name!r} asks for scores with '
-        'intermediate values, which no model here gives.',
+        f'A metric of {config.mixture_or_task_name!r} needs scores with intermediate values; the '
+        'models here do not return them.',
         fix='Use metrics of (targets, predictions) or (targets, scores).',
       )
 
@@ -191,14 +193,7 @@ def _check(task: seqio.Task, config: DatasetConfig) -> None:
 def _examples(
   task: seqio.Task, config: DatasetConfig, num_examples: Optional[int]
 ) -> list[Mapping[str, Any]]:
-  dataset = task_lookup.examples(task, config, shuffle=False, num_epochs=1)
-  try:
-    examples = list(itertools.islice(dataset.as_numpy_iterator(), num_examples))
-  except tf.errors.OpError as e:
-    raise DataError(
-      f'Reading {config.mixture_or_task_name!r}, split {config.split!r}, failed: {first_line(e)}',
-      fix='Check that the files of the task are complete and readable.',
-    ) from e
+  examples = list(itertools.islice(task_lookup.numpy_examples(task, config), num_examples))
   if not examples:
     raise DataError(
       f'{config.mixture_or_task_name!r} has no example in split {config.split!r}.',

@@ -1,6 +1,6 @@
-"""Names of feature converters -> SeqIO's converters, and those that SeqIO does not have.
+"""Name -> feature converter: those of SeqIO, and ours.
 
-What each gives is written down without TF in `t5x_gpu.data.features`.
+`t5x_gpu.data.features` describes, without TF, what each of them returns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from t5x_gpu.errors import DataError
 
 _TOKENS = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32)
 _NUMBER = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32, rank=0)
-# Task feature of masked language models: 1 where the loss is taken, 0 elsewhere.
+# Task feature of masked language models: 1 where the loss counts, 0 elsewhere.
 LOSS_MASK = 'loss_mask'
 
 
@@ -31,7 +31,7 @@ class EncoderClassificationConverter(seqio.FeatureConverter):
   def __call__(
     self, ds: tf.data.Dataset, task_feature_lengths: Mapping[str, int]
   ) -> tf.data.Dataset:
-    """Returns the converted dataset; people give the length of the inputs alone."""
+    """Returns the converted dataset; users give only the length of the inputs."""
     return super().__call__(ds, {**task_feature_lengths, 'label': 1})
 
   def _convert_features(
@@ -56,7 +56,7 @@ class EncoderClassificationConverter(seqio.FeatureConverter):
 
 
 class EncoderTypedClassificationConverter(EncoderClassificationConverter):
-  """The same with 'encoder_token_types', which are 0 where the task has no 'token_types'."""
+  """The same with 'encoder_token_types', which are 0 if the task does not have 'token_types'."""
 
   MODEL_FEATURES = {**EncoderClassificationConverter.MODEL_FEATURES, 'encoder_token_types': _TOKENS}
 
@@ -86,12 +86,12 @@ class EncoderTypedClassificationConverter(EncoderClassificationConverter):
 
 
 class EncoderMlmConverter(seqio.FeatureConverter):
-  """{'inputs': tokens, some hidden, 'targets': all of them} -> rows of a masked language model.
+  """{'inputs': tokens, some masked, 'targets': all tokens} -> rows of a masked language model.
 
   SeqIO's EncoderFeatureConverter takes the loss where the input is the mask token. BERT also takes
-  it where a token was replaced by another, or left as it was; so the task says where, by a feature
-  'loss_mask' of zeros and ones. Without it, the loss is taken where inputs and targets differ,
-  which for a task that only ever hides tokens is the same as SeqIO's.
+  it where a token was replaced by another or left unchanged, so the task marks these places by a
+  feature 'loss_mask' of zeros and ones. Without it, the loss is taken where inputs and targets
+  differ, which is the same as SeqIO's if the task only masks tokens.
   """
 
   TASK_FEATURES = {'inputs': _TOKENS, 'targets': _TOKENS}
@@ -114,7 +114,7 @@ class EncoderMlmConverter(seqio.FeatureConverter):
         message=("'inputs' and 'targets' of a masked language model have different lengths"),
       )
       taken = x.get(LOSS_MASK, tf.not_equal(x['inputs'], x['targets']))
-      # One more than the weight: packing takes zeros for padding and would cut them off.
+      # The weight plus one: packing treats zeros as padding and would cut them off.
       return {**x, LOSS_MASK: 1 + tf.cast(taken, tf.int32)}
 
     def model_features(x: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -159,18 +159,17 @@ def feature_converter(
     loss_on_targets_only: 'prefix_lm' only: weight 0 on the inputs.
   Raises:
     ConfigError: no such converter.
-    DataError: `loss_on_targets_only=False` where no inputs share the sequence with the targets;
-      `pack` where a row is one example.
+    DataError: `loss_on_targets_only=False` without inputs in the sequence of the targets; `pack`
+      with one label per row.
   """
   features.check_pack(name, pack=pack)
   if name == 'prefix_lm':
     return CONVERTERS[name](pack=pack, loss_on_targets_only=loss_on_targets_only)
   if not loss_on_targets_only:
     raise DataError(
-      f'loss_on_targets_only = False has no meaning for feature converter {name!r}: its inputs '
+      f'loss_on_targets_only = False does not apply to feature converter {name!r}: its inputs '
       'are not in the sequence of its targets.',
-      fix='Leave DatasetConfig.loss_on_targets_only at True, or take feature converter '
-      "'prefix_lm'.",
+      fix="Leave DatasetConfig.loss_on_targets_only at True, or use feature converter 'prefix_lm'.",
       parameters=('DatasetConfig.loss_on_targets_only',),
     )
   return CONVERTERS[name](pack=pack)
@@ -184,7 +183,7 @@ def model_rows(
   task_feature_lengths: Mapping[str, int],
   output_features: Mapping[str, seqio.Feature],
 ) -> tf.data.Dataset:
-  """Returns rows of model features, in the ids that the model knows.
+  """Returns rows of model features, with the ids of the model.
 
   Args:
     examples: of the task.
@@ -193,7 +192,7 @@ def model_rows(
     task_feature_lengths: task feature -> tokens.
     output_features: of the task.
   Raises:
-    DataError: one sequence has words of two vocabularies that cannot be told apart.
+    DataError: two vocabularies use the same id for different words of one sequence.
   """
   rows = converter(examples, task_feature_lengths=dict(task_feature_lengths))
   moved = {
@@ -211,17 +210,17 @@ def model_rows(
 
 
 def _moved_zero_id(parts: Sequence[seqio.Feature], name: str) -> Optional[int]:
-  """Returns SeqIO's id of the word that the model knows as 0 in the sequence of `parts`."""
+  """Returns SeqIO's id of the word that has id 0 in the model, in the sequence of `parts`."""
   found = [moved_zero_id(part.vocabulary, feature_converter=name) for part in parts]
   moved = next((i for i in found if i is not None), None)
   if moved is not None and any(
     i != moved and part.vocabulary.vocab_size > moved for part, i in zip(parts, found)
   ):
     raise DataError(
-      'Inputs and targets are one sequence here, and of different vocabularies: '
+      'Inputs and targets are one sequence here, but have different vocabularies: '
       + ', '.join(vocabulary_name(part.vocabulary) for part in parts)
       + f'. Id {moved} is a word in both.',
-      fix='Set DatasetConfig.vocabulary, which gives all features one vocabulary.',
+      fix='Set DatasetConfig.vocabulary, which gives all features the same vocabulary.',
       parameters=('DatasetConfig.vocabulary', 'DatasetConfig.mixture_or_task_name'),
     )
   return moved

@@ -1,7 +1,7 @@
-"""From SeqIO Tasks and Mixtures to packed rows, part by part: what `prepare` writes.
+"""Packed rows of SeqIO Tasks and Mixtures, part by part: `prepare` writes them.
 
-A task is cut into a fixed number of parts, each tokenised and packed by itself; so the rows do not
-depend on how many processes share the work, only on how many parts there are. With one part they
+A task is cut into a fixed number of parts, and each part is tokenised and packed separately. So the
+rows depend on the number of parts, but not on how many processes share the work. With one part they
 are the rows of the streaming path.
 """
 
@@ -12,7 +12,8 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import BatchSpec, DatasetConfig, module_of
+from t5x_gpu.data.batches import BatchSpec, DatasetConfig
+from t5x_gpu.data.data_module import module_of
 from t5x_gpu.data.prepared.index import Index, Member
 from t5x_gpu.data.same_data import versions
 from t5x_gpu.data.sources import seqio_sources
@@ -24,9 +25,9 @@ from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError, first_line
 
-PART_BYTES = 64 * 2**20  # of source for one part, if nobody says how many
+PART_BYTES = 64 * 2**20  # of source per part, by default
 _MIN_PARTS = 4
-# A source of fewer files than parts is read as a whole for every part.
+# Every part reads the whole source if it has fewer files than parts.
 _MAX_READINGS = 16
 _PACKAGES = ('t5x_gpu', 'seqio', 'tensorflow', 'array-record')
 _NAMED = ('byte', 'sentencepiece:', 'huggingface:', 'words:')
@@ -34,13 +35,12 @@ _NAMED = ('byte', 'sentencepiece:', 'huggingface:', 'words:')
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-  """A task or mixture whose rows can be made.
+  """Makes the rows of a task or mixture.
 
   Attributes:
     config: which one; its shuffle and seed give the order in which examples are packed.
     converter_name: a key of `features.LAYOUTS`.
-    names: model features, in the order of the records.
-    lengths: model feature -> length, 0 for a number per row.
+    lengths: model feature -> length, 0 for a number per row; in the order of the records.
     vocab_sizes: model feature -> exclusive bound of the model's ids.
   """
 
@@ -51,7 +51,7 @@ class Preparation:
   _task: task_lookup.TaskOrMixture
 
   def _members(self) -> dict[str, seqio.Task]:
-    """Returns name -> task, of those that have the split."""
+    """Returns name -> task for the tasks that have the split."""
     return {
       task_lookup.own_name(task.name): task
       for task in sorted(seqio.get_subtasks(self._task), key=lambda task: task.name)
@@ -73,7 +73,7 @@ class Preparation:
     own = {name: feature.vocabulary for name, feature in self._task.output_features.items()}
     kind = features.layout(self.converter_name)
     return Index(
-      made_from={
+      source_config={
         'mixture_or_task_name': config.mixture_or_task_name,
         'mixture_or_task_module': config.mixture_or_task_module,
         'vocabulary': config.vocabulary,
@@ -100,20 +100,21 @@ class Preparation:
       member: name of the task.
       part, num_parts: which, of how many.
     Raises:
-      DataError: text that cannot be read, or ids that the model does not know.
+      DataError: text that cannot be read, or ids that the model does not have.
     """
     config, task = self.config, self._members()[member]
-    seqio_sources.begin_part(task.source)
-    tf.random.set_seed(config.seed)  # as in streaming: user tasks may draw without a seed of theirs
+    if (damage := seqio_sources.damage_of(task.source)) is not None:
+      damage.begin_part()
+    tf.random.set_seed(config.seed)  # as in streaming, for random operations without a seed
     converter = make_converter(
       self.converter_name, pack=config.pack, loss_on_targets_only=config.loss_on_targets_only
     )
-    # The same seed in all parts: where a source cannot be cut, each takes every n-th example of it.
+    # The same seed in all parts: if a source cannot be cut, each part takes every n-th example.
     info = None if num_parts == 1 else seqio.ShardInfo(index=part, num_shards=num_parts)
     options = tf.data.Options()
     options.deterministic = True
     options.autotune.enabled = False
-    options.threading.private_threadpool_size = 1  # the other cores have parts of their own
+    options.threading.private_threadpool_size = 1  # the other cores work on other parts
     options.threading.max_intra_op_parallelism = 1
     try:
       examples = task_lookup.examples(task, config, shuffle=config.shuffle, num_epochs=1, part=info)
@@ -135,12 +136,13 @@ class Preparation:
       ) from e
 
   def records(self, member: str, *, part: int, num_parts: int) -> Records:
-    """Returns what was read for the part whose `rows` came last, so that all parts add up.
+    """Returns the records read for the part whose `rows` came last, so that all parts add up.
 
-    Where every part reads all files, it is the first one that counts them.
+    If every part reads all files, only the first part counts them.
     """
     source = self._members()[member].source
-    found = seqio_sources.records_read(source)
+    damage = seqio_sources.damage_of(source)
+    found = Records() if damage is None else damage.records
     if found.read and part > 0 and num_parts > len(source.list_shards(self.config.split)):
       return Records()
     return found
@@ -150,15 +152,15 @@ class Preparation:
       low, high = int(np.min(row[name])), int(np.max(row[name]))
       if low < 0 or high >= bound:
         raise DataError(
-          f'{member!r} has numbers from {low:,} to {high:,} in {name!r}; the model knows 0 to '
+          f'{member!r} has numbers from {low:,} to {high:,} in {name!r}; the model has 0 to '
           f'{bound - 1:,}.',
-          fix="Set the model's vocab_size (num_classes for labels) higher, or mend the task.",
+          fix="Set the model's vocab_size (num_classes for labels) higher, or correct the task.",
           parameters=('TransformerConfig.vocab_size', 'EncoderModel.num_classes'),
         )
 
 
 def preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Preparation:
-  """Returns the preparation of a task or mixture; see `batches.open_preparation`."""
+  """Returns the preparation of a task or mixture; see `data_module.open_preparation`."""
   features.check_lengths(feature_converter, task_feature_lengths=config.task_feature_lengths)
   features.check_pack(feature_converter, pack=config.pack)
   task = task_lookup.lookup(config)

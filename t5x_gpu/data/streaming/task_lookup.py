@@ -1,17 +1,15 @@
-"""From the names in a DatasetConfig to a SeqIO Task or Mixture that can give its batches."""
+"""Finds the SeqIO Task or Mixture that a DatasetConfig names, and checks it against the model."""
 
 import dataclasses
 import importlib
-from collections.abc import Callable
-from typing import Optional, Union
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional, Union
 
 from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.features import LABEL, layout
 from t5x_gpu.data.sources import seqio_sources
-from t5x_gpu.data.tasks import builtin as tasks
-from t5x_gpu.data.tasks import classification, pretraining, tfds_tasks
-from t5x_gpu.data.tasks import tables as table_tasks
+from t5x_gpu.data.tasks import builtin, classification, pretraining, tables, tfds_tasks
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import (
   ClassVocabulary,
@@ -25,14 +23,14 @@ from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, did_you_mean
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
-# A copy with another vocabulary is called TASK.MARK, and SeqIO calls the tasks of a mixture
+# A copy with another vocabulary is called TASK.MARK; SeqIO then calls the tasks of a mixture
 # MIXTURE.MARK.TASK.
 _MARK = '.with_vocabulary'
 _LISTED = 12
-_OWN_TASKS = (*tasks.OWN_TASKS, *classification.OWN_TASKS, *pretraining.OWN_TASKS)
+_OWN_TASKS = (*builtin.OWN_TASKS, *classification.OWN_TASKS, *pretraining.OWN_TASKS)
 _PATTERN_TASKS = {
-  **tasks.PATTERN_TASKS,
-  **table_tasks.PATTERN_TASKS,
+  **builtin.PATTERN_TASKS,
+  **tables.PATTERN_TASKS,
   **tfds_tasks.PATTERN_TASKS,
   **classification.PATTERN_TASKS,
   **pretraining.PATTERN_TASKS,
@@ -40,7 +38,7 @@ _PATTERN_TASKS = {
 
 
 def lookup(config: DatasetConfig) -> TaskOrMixture:
-  """Returns the Task or Mixture of `config`, with the vocabulary that `config` asks for.
+  """Returns the Task or Mixture of `config`, with the vocabulary that `config` names.
 
   Raises:
     ConfigError: `mixture_or_task_module` cannot be imported.
@@ -78,24 +76,25 @@ def own_name(name: str) -> str:
 def _allow_damage(task: TaskOrMixture, fraction: float) -> None:
   if not 0 <= fraction <= 1:
     raise DataError(
-      f'DatasetConfig.max_corrupt_fraction = {fraction} is no share of the records.',
-      fix='Set it from 0.0 (no damaged record is passed over) to 1.0.',
+      f'DatasetConfig.max_corrupt_fraction = {fraction} is not between 0 and 1.',
+      fix='Set it to a share of the records; 0.0 tolerates no damaged record.',
       parameters=('DatasetConfig.max_corrupt_fraction',),
     )
-  counted = [seqio_sources.allow_damage(part.source, fraction) for part in seqio.get_subtasks(task)]
-  if fraction and not any(counted):
+  found = [seqio_sources.damage_of(part.source) for part in seqio.get_subtasks(task)]
+  for damage in found:
+    if damage is not None:
+      damage.max_fraction = fraction
+  if fraction and not any(found):
     raise DataError(
       f'{task.name!r} does not count damaged records, so max_corrupt_fraction = '
       f'{fraction:g} would do nothing.',
-      fix='Remove it. Sources that count: jsonl, text_pairs, '
-      + ', '.join(table_tasks.PATTERN_TASKS)
-      + '.',
+      fix=f'Remove it. Sources that count: {", ".join(tables.PATTERN_TASKS)}.',
       parameters=('DatasetConfig.max_corrupt_fraction',),
     )
 
 
 def _with_vocabulary(feature: seqio.Feature, name: str) -> seqio.Feature:
-  """Returns `feature` in the vocabulary called `name`, with the sentinels it had; classes stay."""
+  """Returns `feature` with the vocabulary `name` and as many sentinels; classes stay."""
   if isinstance(feature.vocabulary, seqio.PassThroughVocabulary):
     return feature
   vocabulary = named_vocabulary(name, extra_ids=feature.vocabulary.extra_ids)
@@ -105,7 +104,7 @@ def _with_vocabulary(feature: seqio.Feature, name: str) -> seqio.Feature:
 
 
 def kind(config: DatasetConfig) -> str:
-  """Returns the task's name, or 'text_files', 'jsonl', ... without the path, which may move."""
+  """Returns the task's name, or 'text_files', 'jsonl', ... without the path."""
   before, colon, _ = config.mixture_or_task_name.partition(':')
   return before if colon and before in _PATTERN_TASKS else config.mixture_or_task_name
 
@@ -121,15 +120,17 @@ def _import(module: str) -> None:
   try:
     importlib.import_module(module)
   except ModuleNotFoundError as e:
-    # A module that the task module needs is another trouble than the task module itself.
+    # Is it the task module that is missing, or a module that it imports?
     missing = e.name if e.name and not f'{module}.'.startswith(f'{e.name}.') else None
     raise ConfigError(
       f'DatasetConfig.mixture_or_task_module = {module!r} cannot be imported: '
-      + (f'it needs {missing!r}, which is not installed.' if missing else 'there is none.'),
+      + (
+        f'it needs {missing!r}, which is not installed.' if missing else 'there is no such module.'
+      ),
       fix=(
         f'pip install {missing}'
         if missing
-        else 'Give it as in an import statement (my_project.tasks), and run where that import '
+        else 'Write it as in an import statement (my_project.tasks), and run where that import '
         'works, or install the project.'
       ),
       parameters=('DatasetConfig.mixture_or_task_module',),
@@ -142,7 +143,7 @@ def _registered(name: str) -> TaskOrMixture:
     **dict.fromkeys(seqio.TaskRegistry.names(), seqio.TaskRegistry),
   }
   if name not in registered:
-    name = tasks.ALIASES.get(name, name)
+    name = builtin.ALIASES.get(name, name)
   if name in registered:
     return registered[name].get(name)
   others = sorted(set(registered) - set(_OWN_TASKS))
@@ -150,12 +151,12 @@ def _registered(name: str) -> TaskOrMixture:
   after = {**dict.fromkeys(pretraining.PATTERN_TASKS, 'TEXT'), 'classification': 'FORM:PATTERN'}
   patterns = ', '.join(f'{kind}:{after.get(kind, "PATTERN")}' for kind in _PATTERN_TASKS)
   raise DataError(
-    f'No SeqIO Task or Mixture is called {name!r}.'
-    + did_you_mean(name, [*registered, *tasks.ALIASES, *_PATTERN_TASKS])
+    f'There is no SeqIO Task or Mixture {name!r}.'
+    + did_you_mean(name, [*registered, *builtin.ALIASES, *_PATTERN_TASKS])
     + '\n'
     f'  {len(registered)} are registered: {", ".join(names)}'
     + (f', and {len(others) - _LISTED} more' if len(others) > _LISTED else '')
-    + f'. Files need no task: {patterns}.',
+    + f'. For files, no task is needed: {patterns}.',
     fix='Set MIXTURE_OR_TASK_NAME to one of these, or DatasetConfig.mixture_or_task_module to '
     'the module that registers yours.',
     parameters=(_NAME,),
@@ -163,7 +164,7 @@ def _registered(name: str) -> TaskOrMixture:
 
 
 def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
-  """Raises DataError unless `task` has the split, and the TensorFlow datasets that it reads."""
+  """Raises DataError unless `task` has the split, and its TensorFlow datasets are prepared."""
   try:
     prepare_tfds.check_prepared(task, config)
   except DataError as e:
@@ -192,24 +193,24 @@ def check(
   if missing:
     have = sorted(task.output_features)
     hint = {
-      ('targets',): " For a language-model task ('targets' alone) take 'lm'.",
-      ('inputs', 'label'): " For a task with labels take 'encoder_classification', an "
+      ('targets',): " For a language-model task (only 'targets') use 'lm'.",
+      ('inputs', 'label'): " For a task with labels use 'encoder_classification', an "
       "encoder with the head 'classification'.",
     }.get(tuple(have), '')
     before = config.mixture_or_task_name.partition(':')[0]
     if have == ['targets'] and before in pretraining.TEXTS:
       hint += (
-        f' To hide parts of the same text, set MIXTURE_OR_TASK_NAME = '
+        f' To mask parts of the same text, set MIXTURE_OR_TASK_NAME = '
         f"'span_corruption:{config.mixture_or_task_name}' (encoder-decoder) or "
         f"'mlm:{config.mixture_or_task_name}' (encoder)."
       )
     raise DataError(
       f'Feature converter {feature_converter!r} needs '
       + ' and '.join(repr(name) for name in wanted)
-      + f'; {config.mixture_or_task_name!r} gives '
+      + f'; {config.mixture_or_task_name!r} gives only '
       + ', '.join(repr(name) for name in have)
-      + ' alone.',
-      fix='Take another task, or the model and feature converter that fit this one.' + hint,
+      + '.',
+      fix='Use another task, or a model and feature converter that fit this one.' + hint,
       parameters=(_NAME,),
     )
   _check_vocabulary(task, config, spec=spec, feature_converter=feature_converter)
@@ -224,7 +225,7 @@ def _check_vocabulary(
     raise DataError(
       f'{config.mixture_or_task_name!r} has {len(names)} classes ({", ".join(names[:6])}'
       + (', ...' if len(names) > 6 else '')
-      + f'); the model tells {num_classes} apart.',
+      + f'); the model has num_classes = {num_classes}.',
       fix=f"Set the model's num_classes to {len(names)}.",
       parameters=('EncoderModel.num_classes', _NAME),
     )
@@ -253,16 +254,16 @@ def examples(
   num_epochs: Optional[int],
   part: Optional[seqio.ShardInfo] = None,
 ) -> tf.data.Dataset:
-  """Returns the examples of `config`'s split, before packing; `num_epochs=None` repeats for ever.
+  """Returns the examples of `config`'s split, before packing; `num_epochs=None` repeats forever.
 
   With `part`, every n-th file or example only: see seqio.Task.get_dataset.
 
   Functions are traced without AutoGraph first: rewriting their source takes 0.5 to 2 s at every
-  start, and most need none. One that does says so loudly, and is then traced with it.
+  start, and most do not need it. TensorFlow raises an error for those that do.
   """
 
   def build() -> tf.data.Dataset:
-    # No in-memory cache: it would freeze the first epoch's order and swell the saved state.
+    # No in-memory cache: it would freeze the first epoch's order and enlarge the saved state.
     return task.get_dataset(
       dict(config.task_feature_lengths),
       split=config.split,
@@ -280,17 +281,35 @@ def examples(
     return build()
 
 
-def check_not_empty(
-  task: TaskOrMixture, config: DatasetConfig, *, problem: Callable[[], Optional[DataError]]
-) -> None:
-  """Raises DataError if the split has no example left after preprocessing.
+def reading_problem(task: TaskOrMixture) -> Optional[DataError]:
+  """Returns the DataError that a reader of `task` raised inside tf.data, if any."""
+  found = (seqio_sources.reading_problem(part.source) for part in seqio.get_subtasks(task))
+  return next((problem for problem in found if problem is not None), None)
 
-  Endless repetition of nothing would hang, so this reads one example of one unshuffled epoch first.
 
-  Args:
-    task: what to read.
-    config: split and lengths.
-    problem: returns what a reader found wrong, when tf.data fails.
+def numpy_examples(task: TaskOrMixture, config: DatasetConfig) -> Iterator[Mapping[str, Any]]:
+  """Yields the examples of `config`'s split as numpy, one epoch in order.
+
+  Raises:
+    DataError: an example cannot be read.
+  """
+  number = 0
+  try:
+    for example in examples(task, config, shuffle=False, num_epochs=1).as_numpy_iterator():
+      yield example
+      number += 1
+  except tf.errors.OpError as e:
+    raise reading_problem(task) or DataError(
+      f'{config.mixture_or_task_name!r}, split {config.split!r}: reading example {number} failed: '
+      f'{first_line(e)}',
+      fix='Check that the files of the task are complete and readable.',
+    ) from e
+
+
+def check_not_empty(task: TaskOrMixture, config: DatasetConfig) -> None:
+  """Raises DataError if the split has no example after preprocessing.
+
+  Repeating an empty dataset would hang, so this reads one example of one unshuffled epoch first.
   """
   failure, found = '', False
   try:
@@ -299,7 +318,7 @@ def check_not_empty(
   except (tf.errors.OpError, ValueError, AssertionError) as e:
     failure = first_line(e)
   if failure:  # outside: the frames of `e` would keep the iterator, whose threads hang at exit
-    raise problem() or DataError(
+    raise reading_problem(task) or DataError(
       f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: {failure}',
       fix='Check the files and the preprocessors of the task.',
       parameters=(_NAME,),
@@ -309,7 +328,7 @@ def check_not_empty(
     raise NoExamplesError(
       f'{config.mixture_or_task_name!r} has no example in split {config.split!r} '
       f'(its splits: {splits}).',
-      fix='Set DatasetConfig.split to one with data, or give the task more text: where a hash '
-      'deals the documents, a handful may all go to one split.',
+      fix='Set DatasetConfig.split to one with data, or give the task more text. Sources without '
+      'splits assign documents by hash; with few documents one split may be empty.',
       parameters=('DatasetConfig.split', _NAME),
     )

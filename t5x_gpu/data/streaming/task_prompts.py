@@ -1,4 +1,4 @@
-"""Prompts of SeqIO tasks, and text <-> ids as a task has it: see `prompts.PromptText`."""
+"""Prompts of SeqIO tasks, and text <-> ids the way a task does it: see `prompts.PromptText`."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -9,20 +9,25 @@ import numpy as np
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.prompts import Prompt
 from t5x_gpu.data.streaming import task_lookup
-from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.huggingface import HuggingFaceVocabulary
-from t5x_gpu.data.vocabularies.vocabularies import TextVocabulary, named_vocabulary, text_vocabulary
-from t5x_gpu.errors import ConfigError, DataError, first_line
+from t5x_gpu.data.vocabularies.vocabularies import (
+  TextVocabulary,
+  check_fits,
+  named_vocabulary,
+  text_vocabulary,
+)
+from t5x_gpu.errors import ConfigError, DataError
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskText:
-  """Text of a task, or of a vocabulary alone; see `prompts.PromptText`.
+  """Text <-> ids of a task, or of a vocabulary; see `prompts.PromptText`.
 
   Attributes:
-    config: of the task; without a `mixture_or_task_name`, of a vocabulary alone.
-    task: None of a vocabulary alone.
-    inputs: the feature that prompts are like; None for the beginning of a text.
+    config: of the task, or with an empty `mixture_or_task_name` of a vocabulary.
+    task: None if there is only a vocabulary.
+    inputs: the feature for prompts; None if prompts are the beginning of the targets.
     targets: the feature that the model writes.
     feature_converter: of the model.
   """
@@ -54,7 +59,7 @@ class TaskText:
     if isinstance(vocabulary, HuggingFaceVocabulary):
       start = vocabulary.template_start
     elif isinstance(vocabulary, seqio.SentencePieceVocabulary) and (vocabulary.bos_id or 0) > 0:
-      start = vocabulary.bos_id  # Llama 2 and Gemma, whose models put it first; T5's have none
+      start = vocabulary.bos_id  # models of Llama 2 and Gemma put it first; T5 does not have one
     return None if start is None else self._text(self.targets).of_model([start])[0]
 
   @property
@@ -81,24 +86,14 @@ class TaskText:
     """Yields the examples of the split, one epoch in order."""
     if self.task is None:
       raise DataError(
-        'No gin file names a task, whose examples could be read.',
+        'There is no task to read examples from: no gin file names one.',
         fix='Give prompts: --prompts=FILE, or - for standard input.',
       )
     config, task = self.config, self.task
     task_lookup.check_split(task, config)
-    task_lookup.check_not_empty(task, config, problem=lambda: None)
+    task_lookup.check_not_empty(task, config)
     name = f'{config.mixture_or_task_name}, split {config.split}'
-    data = task_lookup.examples(task, config, shuffle=False, num_epochs=1).as_numpy_iterator()
-    for number in range(1 << 62):
-      try:
-        example = next(data, None)
-      except tf.errors.OpError as e:
-        raise DataError(
-          f'{name}: reading example {number} failed: {first_line(e)}',
-          fix='Check that the files of the task are complete and readable.',
-        ) from e
-      if example is None:
-        return
+    for number, example in enumerate(task_lookup.numpy_examples(task, config)):
       yield self._prompt(example, f'{name}, example {number}')
 
   def _prompt(self, example: dict[str, Any], where: str) -> Prompt:
@@ -129,15 +124,13 @@ class TaskText:
 def prompt_text(
   config: DatasetConfig, *, feature_converter: str, model_vocab_size: int, has_inputs: bool
 ) -> TaskText:
-  """Returns how the task of `config` writes text, or a vocabulary if it names no task.
+  """Returns text <-> ids of the task of `config`, or of its vocabulary if its name is empty.
 
   Args:
-    config: of the task.
-    feature_converter: of the model, whose ids they are.
-    model_vocab_size: ids that the model knows.
-    has_inputs: the model reads prompts in an encoder, or was trained on inputs before its targets.
+    config, feature_converter, model_vocab_size, has_inputs: as for
+      `data_module.DataModule.prompt_text`.
   Raises:
-    ConfigError, DataError: no such task or vocabulary, ids that the model does not know, or a task
+    ConfigError, DataError: no such task or vocabulary, more ids than the model has, or a task
       without 'targets'.
   """
   if config.mixture_or_task_name:
@@ -145,15 +138,15 @@ def prompt_text(
     features = task.output_features
     if 'targets' not in features:
       raise DataError(
-        f"{config.mixture_or_task_name!r} has no feature 'targets', which a model "
-        f'could write; it has {", ".join(map(repr, features))}.',
-        fix='Take a task with one, or give prompts: --prompts=FILE.',
+        f"{config.mixture_or_task_name!r} has no feature 'targets' for the model to write; it has "
+        f'{", ".join(map(repr, features))}.',
+        fix='Use a task with targets, or give prompts: --prompts=FILE.',
         parameters=('DatasetConfig.mixture_or_task_name',),
       )
     inputs, targets = features.get('inputs') if has_inputs else None, features['targets']
   elif config.vocabulary is None:
     raise ConfigError(
-      'Neither a task nor a vocabulary says how text becomes token ids.',
+      'Text cannot become token ids: there is neither a task nor a vocabulary.',
       fix='Give --vocabulary=huggingface:FOLDER, sentencepiece:FILE or byte.',
     )
   else:
@@ -161,12 +154,5 @@ def prompt_text(
     targets = seqio.Feature(vocabulary=vocabulary, add_eos=True)
     inputs = targets if has_inputs else None
   text = TaskText(config, task, inputs, targets, feature_converter)
-  if text.size > model_vocab_size:
-    raise DataError(
-      f'The vocabulary {text.name} has {text.size:,} ids, the model {model_vocab_size:,}: ids '
-      f'{model_vocab_size:,} to {text.size - 1:,} would mean nothing to it.',
-      fix='Take the vocabulary that the model was trained with (DatasetConfig.vocabulary, or '
-      '--vocabulary), or the checkpoint that belongs to this one.',
-      parameters=('DatasetConfig.vocabulary', 'TransformerConfig.vocab_size'),
-    )
+  check_fits(text.name, text.size, model_vocab_size=model_vocab_size)
   return text

@@ -1,43 +1,31 @@
-"""Tasks that come with t5x_gpu, and tasks made from a path with no Python at all.
+"""Tasks that come with t5x_gpu, and tasks over text files, which need no Python.
 
   python_source        the running interpreter's standard library: real text, on every machine
   wmt_ende             WMT English-German as Tensor2Tensor cut it, through TFDS
   text_files:PATTERN   a document per file, line breaks kept
   text_lines:PATTERN   a document per line; both take #errors=replace for text that is not UTF-8
-  jsonl:PATTERN        a JSON object per line: 'text', or 'inputs' and 'targets'
-  csv:PATTERN, ...     columns of tables: see table_tasks
-  text_pairs:PATTERN   .tsv with inputs, a tab and targets per line, or .jsonl with these keys
 
-Language-model documents longer than the sequence are cut into pieces, not thrown away; the
-end-of-sequence id stands at the end of a document only. In tasks made from a path a hash of the
-text (of each span of 64 lines in `text_files`) puts about 1 in 20 into the validation split.
+tables.py has csv:PATTERN, jsonl:PATTERN and the like. Documents that are longer than the sequence
+are cut into pieces, not dropped; only the end of a document has the end-of-sequence id. A hash of
+the text (of each span of 64 lines in `text_files`) puts about 1 in 20 into the validation split.
 """
 
 import functools
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.data.sources import discovery, labelled_tables, seqio_sources
+from t5x_gpu.data.sources import discovery, seqio_sources, text_readers
 from t5x_gpu.data.sources.block_reader import DOCUMENT_END, BlockReader
-from t5x_gpu.data.sources.line_formats import (
-  JSON_LINES,
-  LINES,
-  PAIRS,
-  REPAIRED_LINES,
-  REPAIRED_SPANS,
-  SPANS,
-)
-from t5x_gpu.data.sources.rows import COMPRESSED, FileForm, head, pattern_and_columns
+from t5x_gpu.data.sources.line_formats import LINES, REPAIRED_LINES, REPAIRED_SPANS, SPANS
+from t5x_gpu.data.sources.rows import COMPRESSED, NAME, FileForm, head
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
 from t5x_gpu.errors import DataError, did_you_mean
 
-# Examples in the shuffle buffer, which is part of the saved state: 1000 x 256 tokens are 1 MB
-# before compression.
+# Of examples. The buffer is part of the saved state: 1000 x 256 tokens are 1 MB uncompressed.
 SHUFFLE_BUFFER = 1000
-# T5X's name for the same data -> ours, used where no module has registered T5X's own.
+# T5X's name for the same data -> ours, unless a module has registered T5X's.
 ALIASES = {'wmt_t2t_ende_v003': 'wmt_ende'}
 log = logging.getLogger(__name__)
 
@@ -49,7 +37,7 @@ def chunk_documents(
 ) -> tf.data.Dataset:
   """Yields pieces of at most `sequence_length['targets']` tokens; the last ends in EOS.
 
-  Takes {'targets': token ids, 'document_end': bool}: a document may come in several spans, and
+  Takes {'targets': token ids, 'document_end': bool}: a document may consist of several spans, and
   only the one with `document_end` gets the EOS.
   """
   feature = output_features['targets']
@@ -90,7 +78,7 @@ seqio.TaskRegistry.add(
   source=seqio_sources.DocumentSource(
     discovery.standard_library_files,
     splits=('train', 'validation'),
-    reader=seqio_sources.Utf8Reader(seqio_sources.read_spans),
+    reader=text_readers.Utf8Reader(text_readers.read_spans),
   ),
   preprocessors=_LM_PREPROCESSORS,
   output_features=_features(named_vocabulary('byte'), ['targets']),
@@ -110,84 +98,44 @@ def text_task(name: str, source: seqio.DataSource) -> seqio.Task:
 
 
 def _texts(
-  name: str, spelled: str, *, plain: seqio_sources.Reader, form: FileForm, repaired: FileForm
+  name: str, read: seqio_sources.Reader, form: FileForm, repaired: FileForm, spelled: str
 ) -> seqio.Task:
+  """Returns a task over text files, read by `read`; by a `BlockReader` if they need decoding."""
   pattern, errors = _pattern_and_errors(spelled)
   files = discovery.matching_files(pattern)
+  reader: seqio_sources.Reader = text_readers.Utf8Reader(read)
   heads = [(True, False) if path.endswith(COMPRESSED) else head(path) for path in files]
   if errors == 'replace' or any(is_marked for is_marked, _ in heads):
     columns = {'targets': 'text', **({DOCUMENT_END: 'end'} if name == 'text_files' else {})}
-    plain = BlockReader(
+    reader = BlockReader(
       repaired if errors == 'replace' else form, columns=columns, num_files=len(files)
     )
   elif with_returns := [path for path, (_, has_returns) in zip(files, heads) if has_returns]:
     log.warning(
-      '%d of %d files have carriage returns (\\r), which are left out of the text: %s',
+      '%d of %d files have carriage returns (\\r), which are dropped from the text: %s',
       len(with_returns),
       len(files),
       ', '.join(with_returns[:3]),
     )
-  return text_task(name, seqio_sources.HashSplitSource(files, reader=plain))
+  return text_task(name, seqio_sources.DocumentSource(files, reader=reader))
 
 
 def _pattern_and_errors(spelled: str) -> tuple[str, str]:
-  """Returns the pattern, and 'replace' if #errors=replace is behind it, else 'strict'."""
+  """Returns the pattern, and 'replace' if #errors=replace follows it, else 'strict'."""
   pattern, mark, errors = spelled.rpartition('#errors=')
   if not mark:
     return spelled, 'strict'
   if errors not in ('strict', 'replace'):
     raise DataError(
-      f'#errors={errors} is not known.' + did_you_mean(errors, ('strict', 'replace')),
+      f'Unknown #errors={errors}.' + did_you_mean(errors, ('strict', 'replace')),
       fix='Write #errors=replace, or nothing (strict).',
-      parameters=('DatasetConfig.mixture_or_task_name',),
+      parameters=NAME,
     )
   return pattern, errors
 
 
-def text_files(pattern: str) -> seqio.Task:
-  """Returns a task with a document per file. Raises DataError if no file matches."""
-  return _texts(
-    'text_files',
-    pattern,
-    form=SPANS,
-    repaired=REPAIRED_SPANS,
-    plain=seqio_sources.Utf8Reader(seqio_sources.read_spans),
-  )
-
-
-def text_lines(pattern: str) -> seqio.Task:
-  """Returns a task with a document per non-blank line. Raises DataError if no file matches."""
-  return _texts(
-    'text_lines',
-    pattern,
-    form=LINES,
-    repaired=REPAIRED_LINES,
-    plain=seqio_sources.Utf8Reader(seqio_sources.read_lines),
-  )
-
-
-def jsonl(pattern: str) -> seqio.Task:
-  """Returns a task with a JSON object per line, its form judged by the first line of all.
-
-  Raises:
-    DataError: no file matches, or the first line (named file:line) is not such an object. Later
-      lines raise when they are read.
-  """
-  pattern, chosen = pattern_and_columns(pattern)
-  files = discovery.matching_files(pattern)
-  judged = next((path for path in files if discovery.first_line(path)[1]), files[0])
-  columns = chosen or {feature: key for key, feature in discovery.jsonl_keys(judged).items()}
-  source = seqio_sources.HashSplitSource(
-    files,
-    reader=BlockReader(
-      JSON_LINES, columns=columns, num_files=len(files), chosen=chosen is not None
-    ),
-  )
-  return (text_task if set(columns) == {'targets'} else supervised_task)('jsonl', source)
-
-
 def supervised_task(name: str, source: seqio.DataSource) -> seqio.Task:
-  """Returns a task over {'inputs': text, 'targets': text}, judged by exact matches."""
+  """Returns a task over {'inputs': text, 'targets': text} with the metric `exact_match`."""
   return seqio.Task(
     name,
     source=source,
@@ -199,42 +147,14 @@ def supervised_task(name: str, source: seqio.DataSource) -> seqio.Task:
 
 
 def exact_match(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-  """Returns the share of predictions that are the target, white space around them aside."""
+  """Returns the share of predictions that equal their target, after stripping white space."""
   right = [t.strip() == p.strip() for t, p in zip(targets, predictions, strict=True)]
   return {'exact_match': sum(right) / max(len(right), 1)}
 
 
-def text_pairs(pattern: str) -> seqio.Task:
-  """Returns a supervised task from .tsv or .jsonl files.
-
-  The words train, dev, test in the file names say the split; without them a hash does.
-
-  Raises:
-    DataError: no file matches; files of both forms, or of neither. Lines that are no pair raise
-      when they are read, naming file:line.
-  """
-  files = discovery.matching_files(pattern)
-  forms = sorted({os.path.splitext(path)[1] for path in files})
-  if forms not in (['.tsv'], ['.jsonl']):
-    found = ', '.join(form or 'without one' for form in forms)
-    raise DataError(
-      f'text_pairs reads .tsv files or .jsonl files; {pattern!r} matches '
-      f'{len(files)} of the form {found}.',
-      fix='Narrow the pattern to files of one form, such as text_pairs:FOLDER/*.tsv.',
-      parameters=('DatasetConfig.mixture_or_task_name',),
-    )
-  reader = BlockReader(
-    JSON_LINES if forms == ['.jsonl'] else PAIRS,
-    num_files=len(files),
-    columns={name: name for name in ('inputs', 'targets')},
-  )
-  by_split = labelled_tables.files_by_split(files)
-  if by_split is None:
-    return supervised_task('text_pairs', seqio_sources.HashSplitSource(files, reader=reader))
-  return supervised_task(
-    'text_pairs',
-    seqio_sources.DocumentSource(lambda: by_split, reader=reader, splits=tuple(by_split)),
-  )
+def task_for(features: Collection[str]) -> Callable[[str, seqio.DataSource], seqio.Task]:
+  """Returns what makes a task over a source with these features: `text_task`, `supervised_task`."""
+  return text_task if set(features) == {'targets'} else supervised_task
 
 
 def _translate_english_to_german(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -245,7 +165,7 @@ def _translate_english_to_german(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 # europarl_v7, commoncrawl, newscommentary_v13 -> train, newstest2013 -> validation, newstest2014 ->
-# test, as TFDS cuts it. `read_only`: a training run on many hosts must not start many downloads.
+# test, as in TFDS. `read_only`: a training run on many hosts must not start many downloads.
 seqio.TaskRegistry.add(
   'wmt_ende',
   source=seqio.TfdsDataSource(
@@ -258,11 +178,13 @@ seqio.TaskRegistry.add(
 
 OWN_TASKS = ('python_source', 'wmt_ende')
 # Names (before a colon, if they have one) of tasks that may give one text per example.
-TEXTS = ('python_source', 'text_files', 'text_lines', 'jsonl')
-# What stands before the colon -> the maker from a path pattern.
+TEXTS = ('python_source', 'text_files', 'text_lines')
+# The name before the colon -> what makes the task from the rest.
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
-  'text_files': text_files,
-  'text_lines': text_lines,
-  'jsonl': jsonl,
-  'text_pairs': text_pairs,
+  'text_files': functools.partial(
+    _texts, 'text_files', text_readers.read_spans, SPANS, REPAIRED_SPANS
+  ),
+  'text_lines': functools.partial(
+    _texts, 'text_lines', text_readers.read_lines, LINES, REPAIRED_LINES
+  ),
 }

@@ -1,4 +1,4 @@
-"""Tasks of classification: a text, and which of a few classes it is.
+"""Classification tasks: a text, and which of a few classes it is.
 
   python_source_classification   which standard-library package a snippet is from: on every machine
   cola                           is an English sentence acceptable: GLUE's CoLA through TFDS
@@ -6,13 +6,11 @@
   classification:FORM:PATTERN    .csv, .tsv, .jsonl or Parquet files with any columns, pairs too
   imdb_csv:PATTERN               classification:csv:PATTERN
 
-Their features are 'inputs' [length] and 'label' [], whose vocabulary has the classes' names. Pairs
-of texts have 'token_types' [length] as well: 0 for the first text, 1 for the second.
+Their features are 'inputs' [length] and 'label' [], whose vocabulary has the class names. Pairs of
+texts also have 'token_types' [length]: 0 for the first text, 1 for the second.
 
-Snippets of standard-library source, labelled by the package they come from; no TF.
-
-Real text of a real difficulty that is on every machine: names, idioms and comments give a package
-away, and the files of validation were never seen in training.
+python_source_classification is real text that is on every machine: names, idioms and comments
+reveal the package, and training never sees the files of validation.
 """
 
 import functools
@@ -26,13 +24,13 @@ from t5x_gpu.data import features as features_lib
 from t5x_gpu.data.sources import discovery, labelled_files, labelled_tables, seqio_sources
 from t5x_gpu.data.sources.discovery import standard_library_files
 from t5x_gpu.data.sources.labelled_tables import LabelledTexts
-from t5x_gpu.data.tasks import objectives
+from t5x_gpu.data.tasks import builtin, objectives
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary, end_id, named_vocabulary
 from t5x_gpu.errors import DataError
 
-# The 16 packages with the most source that have several files, in Python 3.11 and later, on every
-# distribution (Debian packs tkinter, lib2to3 and distutils apart). Sorted: the order is the number.
+# The 16 largest packages with several files, in Python 3.11 and later, on every distribution
+# (Debian has separate packages for tkinter, lib2to3 and distutils). Sorted by class number.
 PACKAGES = (
   'asyncio',
   'concurrent',
@@ -51,19 +49,19 @@ PACKAGES = (
   'xml',
   'xmlrpc',
 )
-# Whole lines up to here; with its end of sequence a snippet fills 256 byte tokens.
+# With its end of sequence a snippet fills at most 256 byte tokens.
 MAX_BYTES = 255
-# A shorter rest of a file tells nothing.
+# The rest of a file is dropped if it is shorter.
 MIN_BYTES = 32
-# Files go to validation, in an order drawn by hash, until it has this share of a package's bytes;
-# a file that would take it beyond the second share stays in training.
+# Files go to validation, in the order of a hash, until it has the first share of a package's bytes.
+# A file that would exceed the second share stays in training.
 VALIDATION_SHARE, MAX_VALIDATION_SHARE = 0.15, 0.45
 
 
 def snippets_of(text: bytes) -> Iterator[bytes]:
-  """Yields `text` in pieces of at most `MAX_BYTES`, cut at line ends, longer lines anywhere.
+  """Yields `text` in pieces of at most `MAX_BYTES`, cut at line ends; cuts longer lines anywhere.
 
-  Pieces that have fewer than `MIN_BYTES` without their white space are left out.
+  Pieces with fewer than `MIN_BYTES`, after stripping white space, are skipped.
   """
   piece = b''
   for line in text.splitlines(keepends=True):
@@ -83,7 +81,7 @@ def _long_enough(piece: bytes) -> Iterator[bytes]:
 
 
 def split_files(sizes: dict[str, int]) -> set[str]:
-  """Returns the files of one package that are for validation, at least one; `sizes` in bytes."""
+  """Returns the validation files of a package, at least one, given file -> bytes."""
   total, taken = sum(sizes.values()), 0
   chosen: set[str] = set()
   for path in sorted(sizes, key=lambda path: hashlib.sha256(path.encode()).digest()):
@@ -105,9 +103,9 @@ def package_files() -> dict[str, list[str]]:
       found[package].append(path)
   if short := [package for package, files in found.items() if len(files) < 2]:
     raise DataError(
-      f'python_source_classification reads {len(PACKAGES)} packages of the standard library, and '
-      f'under {root} there is too little source of: {", ".join(short)}.',
-      fix='Use a Python with its whole library in source form, or a task of your own: '
+      f'python_source_classification reads {len(PACKAGES)} packages of the standard library; '
+      f'{root} has fewer than two source files of: {", ".join(short)}.',
+      fix='Use a Python with its whole library in source form, or your own data: '
       "MIXTURE_OR_TASK_NAME = 'classification:csv:FOLDER/*.csv'.",
       parameters=('DatasetConfig.mixture_or_task_name',),
     )
@@ -116,10 +114,10 @@ def package_files() -> dict[str, list[str]]:
 
 @functools.cache
 def python_snippets() -> LabelledTexts:
-  """Returns snippets of `PACKAGES` by split; no file gives to both.
+  """Returns snippets of `PACKAGES` by split; each file is in one split.
 
   Raises:
-    DataError: an interpreter without these packages in source form.
+    DataError: the interpreter does not have these packages in source form.
   """
   root = sysconfig.get_paths()['stdlib']
   texts: dict[str, list[str]] = {'train': [], 'validation': []}
@@ -137,11 +135,8 @@ def python_snippets() -> LabelledTexts:
 
 def _texts(path: str) -> Sequence[str]:
   with open(path, 'rb') as f:
-    # A line longer than a snippet may be cut inside a character.
+    # A line that is longer than a snippet may be cut inside a character.
     return [piece.decode(errors='replace') for piece in snippets_of(f.read())]
-
-
-SHUFFLE_BUFFER = 1000
 
 
 def frame_inputs(
@@ -190,7 +185,7 @@ def frame_pairs(
 
 
 def pair_lengths(first: Any, second: Any, room: int) -> tuple[Any, Any]:
-  """Returns how many of `first` and `second` tokens, numbers or scalars, stay if `room` fit."""
+  """Returns how many of `first` and `second` tokens (ints or scalar tensors) to keep in `room`."""
   at_most = tf.maximum if tf.is_tensor(first) else max
   at_least = tf.minimum if tf.is_tensor(first) else min
   first = at_least(first, at_most(room - second, (room + 1) // 2))
@@ -198,12 +193,12 @@ def pair_lengths(first: Any, second: Any, room: int) -> tuple[Any, Any]:
 
 
 def _room(sequence_length: Optional[Mapping[str, int]], *, taken: int) -> Optional[int]:
-  """Returns how many tokens of text fit beside `taken` ids of the frame; None for any number."""
+  """Returns how many tokens of text fit, given `taken` special ids; None for any number."""
   length = (sequence_length or {}).get('inputs')
   room = None if length is None else length - taken
   if room is not None and room < 1:
     raise DataError(
-      f"'inputs' has length {length}; {taken} ids frame each text.",
+      f"'inputs' has length {length}; each text also needs {taken} special ids.",
       fix="Set TASK_FEATURE_LENGTHS = {'inputs': 128}.",
       parameters=('DatasetConfig.task_feature_lengths',),
     )
@@ -238,25 +233,26 @@ def _from_files(
     source=source,
     preprocessors=(_TOKENIZE, frame),
     output_features=features(found.class_names),
-    shuffle_buffer_size=SHUFFLE_BUFFER,
+    shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
   )
 
 
 def cola_tsv(pattern: str) -> seqio.Task:
-  """Returns CoLA from its own files. Raises DataError (file:line) for any other form."""
+  """Returns CoLA from its own files. Raises DataError (file:line) for other files."""
   return _from_files(
     'cola_tsv', pattern, read=labelled_tables.read_cola, class_names=labelled_tables.COLA_CLASSES
   )
 
 
 def classification(spelled: str, *, name: str = 'classification') -> seqio.Task:
-  """Returns classification of the texts, or pairs of texts, of files of any form and columns.
+  """Returns a classification task over texts, or pairs of texts, in files with any columns.
 
   Args:
-    spelled: 'FORM:PATTERN', with '#text=COLUMN,label=COLUMN' behind it, or 'text2=COLUMN' as well.
+    spelled: 'FORM:PATTERN', maybe followed by '#text=COLUMN,label=COLUMN', for pairs also
+      'text2=COLUMN'.
     name: of the task; checkpoints record it.
   Raises:
-    DataError: no such form, file or column, or a flaw in any row (named by file and place).
+    DataError: no such form, file or column, or a bad row (named by file and place).
   """
   reader, pattern = labelled_files.parse(spelled)
   return _from_files(name, pattern, read=reader)
@@ -279,21 +275,21 @@ seqio.TaskRegistry.add(
   source=seqio_sources.LabelledSource(python_snippets, splits=('train', 'validation')),
   preprocessors=PREPROCESSORS,
   output_features=features(PACKAGES),
-  shuffle_buffer_size=SHUFFLE_BUFFER,
+  shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
 )
 
-# GLUE keeps the labels of its test split to itself (they are all -1), so it is no split here.
+# GLUE does not publish the labels of its test split (they are all -1), so it is left out here.
 # `read_only`: a training run on many hosts must not start many downloads.
 seqio.TaskRegistry.add(
   'cola',
   source=seqio.TfdsDataSource('glue/cola:2.0.0', splits=('train', 'validation'), read_only=True),
   preprocessors=(_cola_features, *PREPROCESSORS),
   output_features=features(labelled_tables.COLA_CLASSES),
-  shuffle_buffer_size=SHUFFLE_BUFFER,
+  shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
 )
 
 OWN_TASKS = ('python_source_classification', 'cola')
-# Registered task -> what reads the same data from files, for those who cannot prepare TFDS.
+# Registered task -> source of the same data in files, for those who cannot prepare TFDS.
 FROM_FILES: Mapping[str, str] = {'cola': 'cola_tsv:FOLDER/*.tsv'}
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
   'cola_tsv': cola_tsv,

@@ -1,12 +1,12 @@
-"""Objectives that hide parts of a text: T5's span corruption and BERT's masked tokens.
+"""Objectives that mask parts of a text: T5's span corruption and BERT's masked tokens.
 
 SeqIO leaves these to the t5 package, which t5x_gpu does not need. They are SeqIO preprocessors,
 steps of a Task between tokens and features:
 
     preprocessors=(seqio.preprocessors.tokenize, objectives.span_corruption)
 
-What is hidden is drawn from (seed, number of the example in the stream), so that a run repeats
-itself, and from epoch to epoch other tokens are hidden.
+The masked tokens are drawn from (seed, number of the example in the stream). So a run is
+reproducible, and every epoch masks other tokens.
 """
 
 import functools
@@ -21,10 +21,10 @@ from t5x_gpu.errors import DataError
 
 # Raffel et al. 2020, section 3.1.4 and table 7: 15% of the tokens, in spans of 3.
 NOISE_DENSITY, MEAN_SPAN_LENGTH = 0.15, 3.0
-# Devlin et al. 2019, section 3.1: 15% of the tokens are to be told; of these 80% are hidden, 10%
-# another token, 10% as they were.
+# Devlin et al. 2019, section 3.1: 15% of the tokens become prediction targets; 80% of these are
+# masked, 10% are replaced by another token, 10% stay unchanged.
 MASKED_SHARE, HIDDEN_SHARE, RANDOM_SHARE = 0.15, 0.8, 0.1
-DEFAULT_LENGTH = 512  # where nobody says a length
+DEFAULT_LENGTH = 512  # without task_feature_lengths
 
 Lengths = Optional[Mapping[str, int]]
 Features = Mapping[str, seqio.Feature]
@@ -33,7 +33,7 @@ Features = Mapping[str, seqio.Feature]
 def cut(dataset: tf.data.Dataset, *, max_tokens: int, min_tokens: int) -> tf.data.Dataset:
   """Yields {'targets': piece}: each text in equal pieces of at most `max_tokens`.
 
-  Texts shorter than `min_tokens` give nothing.
+  Texts shorter than `min_tokens` are skipped.
   """
 
   def pieces(example: Mapping[str, tf.Tensor]) -> tf.data.Dataset:
@@ -48,7 +48,7 @@ def cut(dataset: tf.data.Dataset, *, max_tokens: int, min_tokens: int) -> tf.dat
 
 
 def framed(tokens: tf.Tensor, feature: seqio.Feature) -> tf.Tensor:
-  """Returns `tokens` with the start id, if the vocabulary has one, and the end id if wanted."""
+  """Returns `tokens` with the vocabulary's start id, if any, and with the end id if `add_eos`."""
   start = vocabularies.start_id(feature.vocabulary)
   before = [[start]] if start is not None else []
   after = [[vocabularies.end_id(feature.vocabulary)]] if feature.add_eos else []
@@ -63,7 +63,7 @@ def frame_size(feature: seqio.Feature) -> int:
 def noise_counts(
   length: int, *, noise_density: float = NOISE_DENSITY, mean_span_length: float = MEAN_SPAN_LENGTH
 ) -> tuple[int, int]:
-  """Returns (tokens hidden, spans that they form) of a text of `length` >= 2 tokens."""
+  """Returns (masked tokens, spans of them) for a text of `length` >= 2 tokens."""
   hidden = min(max(round(length * noise_density), 1), length - 1)
   spans = min(max(round(hidden / mean_span_length), 1), hidden, length - hidden)
   return hidden, spans
@@ -72,9 +72,9 @@ def noise_counts(
 def tokens_for(
   *, inputs: int, targets: int, counts: Callable[[int], tuple[int, int]] = noise_counts
 ) -> int:
-  """Returns the length of the longest text whose inputs and targets, ends included, fit; 0 if none.
+  """Returns the length of the longest text whose inputs and targets, with ends, fit; 0 if none.
 
-  What T5 calls random_spans_helper: inputs 512 take 568 tokens, with targets of 114.
+  T5's random_spans_helper: 568 tokens for inputs of 512 and targets of 114.
   """
   best = 0
   for length in range(2, 2 * (inputs + targets)):
@@ -85,7 +85,7 @@ def tokens_for(
 
 
 def _partition(total: tf.Tensor, parts: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-  """Returns sizes [parts], each at least 1, of which every choice with this total is as likely."""
+  """Returns sizes [parts], each at least 1, drawn uniformly from all that sum to `total`."""
   order = tf.argsort(tf.random.stateless_uniform([total - 1], seed))
   cuts = tf.sort(order[: parts - 1]) + 1
   ends = tf.concat([cuts, [total]], axis=0)
@@ -95,7 +95,7 @@ def _partition(total: tf.Tensor, parts: tf.Tensor, seed: tf.Tensor) -> tf.Tensor
 def noise_mask(
   length: tf.Tensor, *, hidden: tf.Tensor, spans: tf.Tensor, seed: tf.Tensor
 ) -> tf.Tensor:
-  """Returns booleans [length], True where hidden: `spans` spans, the first after a kept token."""
+  """Returns booleans [length], True where masked: `spans` spans, the first after a kept token."""
   seeds = tf.unstack(tf.random.experimental.stateless_split(seed, 2))
   sizes = tf.stack(
     [_partition(length - hidden, spans, seeds[0]), _partition(hidden, spans, seeds[1])], axis=1
@@ -124,10 +124,10 @@ def span_corruption(
 ) -> tf.data.Dataset:
   """Yields T5's {'inputs': text with sentinels for spans, 'targets': sentinels and their spans}.
 
-  Each text {'targets': tokens} is first cut so that inputs and targets fit, ends included.
+  Each text {'targets': tokens} is first cut so that inputs and targets, with ends, fit.
 
   Raises:
-    DataError: no text fits the lengths; a vocabulary with fewer sentinels than spans.
+    DataError: the lengths are too short; the vocabulary has fewer sentinels than spans.
   """
   vocabulary = output_features['targets'].vocabulary
   counts = functools.partial(
@@ -140,18 +140,18 @@ def span_corruption(
   if not longest:
     raise DataError(
       f'Span corruption needs at least 3 inputs and 3 targets; task_feature_lengths = {lengths}.',
-      fix="Set TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}, T5's.",
+      fix="Set TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}, as in T5.",
       parameters=('DatasetConfig.task_feature_lengths',),
     )
   sentinels, num_spans = vocabularies.sentinel_ids(vocabulary), counts(longest)[1]
   if num_spans > len(sentinels):
     raise DataError(
-      f'{longest} tokens have {num_spans} spans to hide, and '
+      f'{longest} tokens have {num_spans} masked spans, but '
       f'{vocabularies.vocabulary_name(vocabulary)!r} has {len(sentinels)} sentinels.',
       fix='Set TASK_FEATURE_LENGTHS lower, or give the task a vocabulary with more extra_ids.',
       parameters=('DatasetConfig.task_feature_lengths', 'DatasetConfig.vocabulary'),
     )
-  # By length: what tf.data looks up and `tokens_for` assumed are the same numbers.
+  # By length, so that tf.data uses the same numbers as `tokens_for`.
   table = tf.constant([(0, 0)] * 2 + [counts(n) for n in range(2, longest + 1)], tf.int32)
   sentinels = tf.constant(sentinels, tf.int32)
   end = tf.constant([vocabularies.end_id(vocabulary)], tf.int32)
@@ -172,20 +172,20 @@ def span_corruption(
 def masked_lm(
   dataset: tf.data.Dataset, sequence_length: Lengths, output_features: Features
 ) -> tf.data.Dataset:
-  """Yields BERT's {'inputs': some tokens hidden, 'targets': all tokens, 'loss_mask': which}.
+  """Yields BERT's {'inputs': some tokens masked, 'targets': all tokens, 'loss_mask': which}.
 
-  Each text {'targets': tokens} is cut to the length; each piece is framed by the start id ([CLS]),
-  if the vocabulary has one, and the end id, which are never hidden.
+  Each text {'targets': tokens} is cut to the length. Each piece gets the start id ([CLS]), if the
+  vocabulary has one, and the end id; these are never masked.
 
   Raises:
-    DataError: a vocabulary without an id that hides; lengths without room for a token.
+    DataError: the vocabulary does not have a mask id; the lengths leave no room for a token.
   """
   feature = output_features['targets']
   hiding = vocabularies.mask_id(feature.vocabulary)
   if hiding is None:
     raise DataError(
-      f'{vocabularies.vocabulary_name(feature.vocabulary)!r} has no id that hides a token: '
-      'no [MASK], no sentinel.',
+      f'{vocabularies.vocabulary_name(feature.vocabulary)!r} has no id for masked tokens: neither '
+      '[MASK] nor a sentinel.',
       fix='Name "mask_token" in tokenizer_config.json, or give the task a vocabulary with '
       'extra_ids = 1.',
       parameters=('DatasetConfig.vocabulary',),
@@ -194,7 +194,7 @@ def masked_lm(
   room, before = length - frame_size(feature), frame_size(feature) - int(feature.add_eos)
   if room < 1:
     raise DataError(
-      f"'targets' has length {length}; {frame_size(feature)} ids frame each text.",
+      f"'targets' has length {length}; each text also needs {frame_size(feature)} special ids.",
       fix="Set TASK_FEATURE_LENGTHS = {'inputs': 128, 'targets': 128}.",
       parameters=('DatasetConfig.task_feature_lengths',),
     )

@@ -1,28 +1,25 @@
-"""Tasks that hide parts of a text, over any of the texts that a language model is trained on.
+"""Tasks that mask parts of a text, over any text that a language model can be trained on.
 
   python_source_span_corruption   T5's objective on the standard library, for encoder-decoders
   python_source_mlm               BERT's objective on it, for encoders
   span_corruption:TEXT, mlm:TEXT  the same over TEXT: python_source, text_files:PATTERN,
-                                  text_lines:PATTERN, jsonl:PATTERN with a 'text' per line, or a
-                                  file with a column of text (table_tasks)
+                                  text_lines:PATTERN, or files with a column of text (tables.py)
 
-The byte vocabulary gets extra ids for what is hidden: 359 ids for span corruption, 260 for `mlm`.
+The byte vocabulary gets extra ids for masked parts: 359 ids for span corruption, 260 for `mlm`.
 """
 
 import functools
 from collections.abc import Callable, Mapping
 
-from t5x_gpu.data.tasks import builtin as tasks
-from t5x_gpu.data.tasks import objectives
-from t5x_gpu.data.tasks import tables as table_tasks
+from t5x_gpu.data.tasks import builtin, objectives, tables
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
 from t5x_gpu.errors import DataError, did_you_mean
 
 NUM_SENTINELS = 100  # T5's
-_FILE_TASKS = {**tasks.PATTERN_TASKS, **table_tasks.PATTERN_TASKS}
+_FILE_TASKS = {**builtin.PATTERN_TASKS, **tables.PATTERN_TASKS}
 # Names (before a colon, if they have one) of tasks that may give one text per example.
-TEXTS = (*tasks.TEXTS, *table_tasks.PATTERN_TASKS)
+TEXTS = (*builtin.TEXTS, *tables.PATTERN_TASKS)
 _TOKENIZE = functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False)
 
 
@@ -31,17 +28,17 @@ def _source(text: str, *, objective: str) -> seqio.DataSource:
   kind, colon, pattern = text.partition(':')
   if kind not in TEXTS or bool(colon) == (kind == 'python_source'):
     raise DataError(
-      f'{objective}: cannot hide parts of {text!r}.' + did_you_mean(kind, TEXTS),
+      f'{objective}: cannot mask parts of {text!r}.' + did_you_mean(kind, TEXTS),
       fix=f'Set MIXTURE_OR_TASK_NAME to {objective}:python_source, or to {objective}: and '
-      'text_files:PATTERN, text_lines:PATTERN, jsonl:PATTERN, or '
-      + ', '.join(table_tasks.PATTERN_TASKS)
+      'text_files:PATTERN, text_lines:PATTERN, or '
+      + ', '.join(name for name in tables.PATTERN_TASKS if name != 'text_pairs')
       + ' with a column of text.',
       parameters=('DatasetConfig.mixture_or_task_name',),
     )
   task = _FILE_TASKS[kind](pattern) if colon else seqio.TaskRegistry.get(kind)
   if 'inputs' in task.output_features:
     raise DataError(
-      f"{text!r} has 'inputs' and 'targets'; {objective} makes both from one text.",
+      f"{text!r} has 'inputs' and 'targets'; {objective} makes both from a single text.",
       fix="Give files with the key or column 'text' (or choose one: #text=COLUMN), or remove the "
       'objective to train on the pairs.',
       parameters=('DatasetConfig.mixture_or_task_name',),
@@ -63,7 +60,7 @@ def _make(
     source=source,
     preprocessors=(_TOKENIZE, objective),
     output_features=_both(named_vocabulary('byte', extra_ids=extra_ids)),
-    shuffle_buffer_size=tasks.SHUFFLE_BUFFER,
+    shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
   )
 
 
@@ -93,7 +90,7 @@ def _register(name: str, task: seqio.Task) -> None:
     source=task.source,
     preprocessors=task.preprocessors,
     output_features=task.output_features,
-    shuffle_buffer_size=tasks.SHUFFLE_BUFFER,
+    shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
   )
 
 

@@ -1,36 +1,40 @@
-"""Tasks from files with columns, with no Python at all.
+"""Tasks from files with columns, without any Python.
 
+  jsonl:PATTERN              a JSON object per line: 'text', or 'inputs' and 'targets'
   csv:PATTERN, tsv:PATTERN   a header, then a row per example; tsv has no quoting
   parquet:PATTERN            a row per example
-  hdf5:PATTERN               datasets of strings, one per column
   tfrecord:PATTERN           tf.train.Examples with one text per feature
   arrayrecord:PATTERN        the same, or a UTF-8 text per record
-  hf_dataset:FOLDER          what Hugging Face's `save_to_disk` wrote, or a folder of its data files
+  hf_dataset:FOLDER          the output of Hugging Face's `save_to_disk`, or a folder of data files
+  text_pairs:PATTERN         .tsv with inputs, a tab and targets per line, or .jsonl with these keys
 
 The columns are `text`, or `inputs` and `targets`, or chosen: csv:PATTERN#text=body.
 """
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Optional
 
-from t5x_gpu.data.sources import discovery, labelled_tables, line_formats, seqio_sources
+from t5x_gpu.data.sources import discovery, labelled_tables, line_formats
 from t5x_gpu.data.sources.block_reader import BlockReader
-from t5x_gpu.data.sources.column_formats import ARRAYRECORD, ARROW, HDF5, PARQUET
+from t5x_gpu.data.sources.column_formats import ARROW, PARQUET
+from t5x_gpu.data.sources.record_formats import ARRAYRECORD, TFRECORD
 from t5x_gpu.data.sources.rows import NAME, FileForm, feature_columns, pattern_and_columns
-from t5x_gpu.data.tasks import builtin as tasks
+from t5x_gpu.data.sources.seqio_sources import file_source
+from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError, first_line
 
 FORMS = {
+  'jsonl': line_formats.JSON_LINES,
   'csv': line_formats.CSV,
   'tsv': line_formats.TSV,
   'parquet': PARQUET,
-  'hdf5': HDF5,
-  'tfrecord': line_formats.TFRECORD,
+  'tfrecord': TFRECORD,
   'arrayrecord': ARRAYRECORD,
 }
-# What the data files of Hugging Face's datasets are called -> their form.
+# Endings of the data files of Hugging Face's datasets -> their form.
 _HUGGINGFACE_FORMS = {
   '.arrow': ARROW,
   '.parquet': PARQUET,
@@ -50,12 +54,12 @@ def _task(
   chosen: Optional[Mapping[str, str]],
 ) -> seqio.Task:
   names, judged = [], files[0]
-  for judged in files:  # by the first that has a row
+  for judged in files:  # the first file with a row decides
     try:
       names = list(form.columns(judged))
     except DataError:
       raise
-    except Exception as e:  # h5py, pyarrow, array_record: each has its own
+    except Exception as e:  # pyarrow and array_record each have their own
       raise DataError(
         f'{judged} cannot be read as {form.name}: {first_line(e)[:200]}',
         fix=f'Point {name}: at files of that form.',
@@ -65,26 +69,20 @@ def _task(
       break
   columns = feature_columns(names, chosen=chosen, where=judged)
   reader = BlockReader(form, columns=columns, num_files=len(files), chosen=chosen is not None)
-  make = tasks.text_task if set(columns) == {'targets'} else tasks.supervised_task
-  if by_split is None or set(by_split) == {'train'}:
-    return make(name, seqio_sources.HashSplitSource(files, reader=reader))
-  return make(
-    name, seqio_sources.DocumentSource(lambda: by_split, reader=reader, splits=tuple(by_split))
-  )
+  by_split = None if by_split is None or set(by_split) == {'train'} else by_split
+  return builtin.task_for(columns)(name, file_source(files, by_split, reader=reader))
 
 
-def _maker(name: str) -> Callable[[str], seqio.Task]:
-  def make(spelled: str) -> seqio.Task:
-    pattern, chosen = pattern_and_columns(spelled)
-    files = discovery.matching_files(pattern)
-    by_split = labelled_tables.files_by_split(files)
-    return _task(name, FORMS[name], files, by_split=by_split, chosen=chosen)
-
-  return make
+def _from_files(name: str, spelled: str) -> seqio.Task:
+  pattern, chosen = pattern_and_columns(spelled)
+  files = discovery.matching_files(pattern)
+  # A hash assigns the lines of jsonl to splits, whatever the names of the files.
+  by_split = None if name == 'jsonl' else labelled_tables.files_by_split(files)
+  return _task(name, FORMS[name], files, by_split=by_split, chosen=chosen)
 
 
 def hf_dataset(spelled: str) -> seqio.Task:
-  """Returns a task over a folder of a Hugging Face dataset; folders or file names say the split.
+  """Returns a task over a folder of a Hugging Face dataset; folders or file names give the split.
 
   Raises:
     DataError: no such folder, no data files in it, or files of several forms.
@@ -125,7 +123,36 @@ def hf_dataset(spelled: str) -> seqio.Task:
   return _task('hf_dataset', _HUGGINGFACE_FORMS[ending], found, by_split=by_split, chosen=chosen)
 
 
+def text_pairs(pattern: str) -> seqio.Task:
+  """Returns a supervised task from .tsv or .jsonl files.
+
+  The words train, dev, test in the file names give the split; without them a hash does.
+
+  Raises:
+    DataError: no file matches; files of both forms, or of neither. Lines that are not pairs raise
+      when they are read, naming file:line.
+  """
+  files = discovery.matching_files(pattern)
+  forms = sorted({os.path.splitext(path)[1] for path in files})
+  if forms not in (['.tsv'], ['.jsonl']):
+    found = ', '.join(form or 'without one' for form in forms)
+    raise DataError(
+      f'text_pairs reads .tsv files or .jsonl files; {pattern!r} matches '
+      f'{len(files)} of the form {found}.',
+      fix='Narrow the pattern to files of one form, such as text_pairs:FOLDER/*.tsv.',
+      parameters=NAME,
+    )
+  reader = BlockReader(
+    line_formats.JSON_LINES if forms == ['.jsonl'] else line_formats.PAIRS,
+    num_files=len(files),
+    columns={name: name for name in ('inputs', 'targets')},
+  )
+  source = file_source(files, labelled_tables.files_by_split(files), reader=reader)
+  return builtin.supervised_task('text_pairs', source)
+
+
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
-  **{name: _maker(name) for name in FORMS},
+  **{name: functools.partial(_from_files, name) for name in FORMS},
   'hf_dataset': hf_dataset,
+  'text_pairs': text_pairs,
 }

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 
 from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.sources.rows import NAME, feature_columns, pattern_and_columns
-from t5x_gpu.data.tasks import builtin as tasks
+from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 
-_ANY_VERSION = '*.*.*'  # TFDS takes the highest that is prepared
+_ANY_VERSION = '*.*.*'  # TFDS uses the highest prepared version
 
 
 def _select(dataset: tf.data.Dataset, columns: Mapping[str, str]) -> tf.data.Dataset:
@@ -22,7 +22,7 @@ def tfds(spelled: str) -> seqio.Task:
   """Returns a task over text columns of a prepared dataset; its splits are the dataset's own.
 
   Raises:
-    DataError: it is not prepared, or has no such columns.
+    DataError: it is not prepared, or does not have these columns.
   """
   name, chosen = pattern_and_columns(spelled)
   if ':' not in name:
@@ -42,17 +42,14 @@ def tfds(spelled: str) -> seqio.Task:
     if feature.dtype in (tf.string.as_numpy_dtype, str, object)
   ]
   columns = feature_columns(texts, chosen=chosen, where=f'tfds:{info.full_name}')
-  make: Callable[..., seqio.Task] = (
-    tasks.text_task if set(columns) == {'targets'} else tasks.supervised_task
-  )
-  made = make('tfds', source)
+  made = builtin.task_for(columns)('tfds', source)
   return seqio.Task(
     'tfds',
     source=source,
     output_features=made.output_features,
     preprocessors=(functools.partial(_select, columns=columns), *made.preprocessors),
     metric_fns=made.metric_fns,
-    shuffle_buffer_size=tasks.SHUFFLE_BUFFER,
+    shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
   )
 
 

@@ -1,7 +1,7 @@
-"""A vocabulary that needs no file and no training: every word hashed into one of N ids.
+"""A vocabulary without a file or training: every word is hashed into one of N ids.
 
-For small models and quick looks at new data: a word is one position rather than five bytes, and
-nothing must be learned or shipped first. What was written cannot be read back from the ids.
+For small models and a first look at new data: a word is one position instead of five bytes. The ids
+cannot be decoded back to text.
 """
 
 from collections.abc import Iterable
@@ -9,17 +9,16 @@ from typing import Any
 
 from t5x_gpu.data.tf_runtime import seqio, tf
 
-# Padding, end of text, and no id for unknown words: there are none.
+# Ids 0 and 1 are padding and end of text; every word has an id, so there is no unknown id.
 EOS_ID, NUM_SPECIAL = 1, 2
-# A run of letters, a run of digits, or one mark of any other kind. RE2, which TF has in its graph.
+# A run of letters, a run of digits, or one mark of any other kind; in the syntax of RE2 (TF).
 _PIECE = r'([\pL\pM]+|\pN+|[^\s\pL\pM\pN])'
 
 
 class HashedWordsVocabulary(seqio.Vocabulary):
   """Words, numbers and punctuation marks -> ids 2 to `num_words` + 1, by a hash that never changes.
 
-  Different words may share an id: the more words there are per id, the more do. Case counts; white
-  space does not.
+  Different words may share an id. Case matters, white space does not.
 
   Args:
     num_words: ids for words.
@@ -55,7 +54,7 @@ class HashedWordsVocabulary(seqio.Vocabulary):
     return NUM_SPECIAL + tf.cast(tf.strings.to_hash_bucket_fast(words, self.num_words), tf.int32)
 
   def _decode(self, ids: Iterable[int]) -> str:
-    """Returns '<17> <4203>': the words cannot be known. Without padding and the end."""
+    """Returns '<17> <4203>', since the words are not known, without padding and end."""
     return ' '.join(f'<{i}>' for i in map(int, ids) if i >= NUM_SPECIAL)
 
   def _decode_tf(self, ids: tf.Tensor) -> tf.Tensor:

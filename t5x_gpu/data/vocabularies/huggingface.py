@@ -1,9 +1,9 @@
 """A Hugging Face tokenizer as a SeqIO vocabulary: `tokenizer.json`, read by package `tokenizers`.
 
-Id 0 is padding in SeqIO. Where it is a word in the tokenizer (GPT-2, Llama 3 and Qwen: '!';
-RoBERTa: '<s>'), that word gets the first id after the tokenizer's last while SeqIO trims, packs and
-weighs, and `moved_zero_id` says which. Finished batches of decoder-only models have 0 there again
-(`vocabularies.moved_zero_id`), so that these know the tokenizer's own ids.
+Id 0 is padding in SeqIO. If it is a word of the tokenizer (GPT-2, Llama 3 and Qwen: '!'; RoBERTa:
+'<s>'), that word gets the first id after the tokenizer's last, `moved_zero_id`, while SeqIO trims,
+packs and weighs. Batches of decoder-only models have 0 there again (`vocabularies.moved_zero_id`),
+so these models use the tokenizer's own ids.
 """
 
 import functools
@@ -21,18 +21,18 @@ from t5x_gpu.config.json_schema import read_json
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 
-# What tokenizers call padding that have no tokenizer_config.json beside them.
+# Usual names of the padding token, for tokenizers without a tokenizer_config.json.
 _PADDING = ('[PAD]', '<pad>', '<PAD>', '<|pad|>')
 _PARAMETERS = ('DatasetConfig.vocabulary',)
 
 
 class HuggingFaceVocabulary(seqio.Vocabulary):
-  """Text <-> token ids as `tokenizer.json` has it, without its template of special tokens.
+  """Text <-> token ids of a `tokenizer.json`, without its template of special tokens.
 
   Args:
-    path: tokenizer.json, or the folder with it; tokenizer_config.json (or special_tokens_map.json)
-      beside it names the special tokens.
-    extra_ids: sentinels after the tokenizer's own ids, for a tokenizer without such.
+    path: tokenizer.json, or its folder; tokenizer_config.json (or special_tokens_map.json) in that
+      folder names the special tokens.
+    extra_ids: sentinels after the tokenizer's own ids, for a tokenizer without sentinels.
   Raises:
     DataError: no such file, not a tokenizer, special tokens without an id, or no `tokenizers`.
   """
@@ -43,7 +43,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     self._tokenizer = _load(self.path)
     self._named = _special_tokens(self.path, self._tokenizer)
     size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-    # Some tokenizers leave gaps: the highest id counts.
+    # Some tokenizers have gaps between ids: the highest id counts.
     self._own_size = max(size, 1 + max(self._tokenizer.get_vocab().values(), default=0))
     padding = (self._named['pad_token'],) if 'pad_token' in self._named else _PADDING
     is_free = self._tokenizer.id_to_token(0) in (None, *padding)
@@ -62,12 +62,12 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   @property
   def start_id(self) -> Optional[int]:
-    """What stands before a text for an encoder: BERT's [CLS]."""
+    """Precedes a text for an encoder: BERT's [CLS]."""
     return self._id('cls_token')
 
   @functools.cached_property
   def template_start(self) -> Optional[int]:
-    """What the tokenizer's own template puts before a text: <bos> of Llama and Gemma; or None."""
+    """What the tokenizer's template puts before a text: <bos> of Llama and Gemma; or None."""
     ids = self._tokenizer.encode('', add_special_tokens=True).ids
     return ids[0] if ids and ids[0] == self.bos_id else None
 
@@ -77,7 +77,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   @property
   def eos_id(self) -> Optional[int]:
-    """What ends a text; for BERT that is [SEP]."""
+    """Ends a text; for BERT that is [SEP]."""
     return self._id('eos_token', 'sep_token')
 
   @property
@@ -90,7 +90,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   @functools.cached_property
   def sentinel_ids(self) -> tuple[int, ...]:
-    """The tokenizer's own <extra_id_0>, <extra_id_1>, ... (T5), or nothing."""
+    """The tokenizer's own <extra_id_0>, <extra_id_1>, ... (T5); empty if it does not have them."""
     found: list[int] = []
     while (number := self.id_of(f'<extra_id_{len(found)}>')) is not None:
       found.append(number)
@@ -98,7 +98,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
 
   @functools.cached_property
   def ordinary_ids(self) -> np.ndarray:
-    """Ids [n] that are pieces of text, int32: all but padding, special and added tokens."""
+    """Ids [n], int32, of text pieces: all but padding, special and added tokens."""
     special = set(self._tokenizer.get_added_tokens_decoder())
     special |= {self._tokenizer.token_to_id(token) for token in self._named.values()}
     ids = {self._moved(i) for i in self._tokenizer.get_vocab().values() if i not in special}
@@ -122,7 +122,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
     return [self._moved(i) for i in self._tokenizer.encode(s, add_special_tokens=False).ids]
 
   def _decode(self, ids: Iterable[int]) -> str:
-    # `seqio.Vocabulary.decode` keeps the EOS, and sentinels that we added count as unknown.
+    # `seqio.Vocabulary.decode` keeps the EOS; sentinels that we added are unknown to the tokenizer.
     dropped = {0, self.eos_id, self.start_id}
     kept = [0 if i == self.moved_zero_id else i for i in map(int, ids) if i not in dropped]
     return self._tokenizer.decode(kept, skip_special_tokens=False)
@@ -133,7 +133,7 @@ class HuggingFaceVocabulary(seqio.Vocabulary):
       flat = np.asarray([i for row in rows for i in row], np.int32)
       return flat, np.asarray([len(row) for row in rows], np.int64)
 
-    # Stateless: it does not enter the state of a tf.data iterator.
+    # Stateless, so it is not part of the state of a tf.data iterator.
     ids, lengths = tf.numpy_function(
       encode, [tf.reshape(s, [-1])], [tf.int32, tf.int64], stateful=False
     )
@@ -199,16 +199,19 @@ def _load(path: pathlib.Path) -> Any:
       'save_pretrained of a fast tokenizer, has written.',
       parameters=_PARAMETERS,
     ) from e
-  # We cut and fill rows ourselves; what the file says of it is meant for single sentences.
+  # SeqIO cuts and pads rows; the settings in the file are for single sentences.
   tokenizer.no_padding()
   tokenizer.no_truncation()
   return tokenizer
 
 
 def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
-  """Returns 'eos_token' -> its text, for those that the files beside `path` name."""
+  """Returns 'eos_token' -> its text for the special tokens named in the folder of `path`."""
   named: dict[str, str] = {}
-  for name in ('special_tokens_map.json', 'tokenizer_config.json'):  # the later one counts
+  for name in (
+    'special_tokens_map.json',
+    'tokenizer_config.json',
+  ):  # the second overrides the first
     file = path.with_name(name)
     if not file.is_file():
       continue
@@ -221,8 +224,8 @@ def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
       }
     except (ValueError, KeyError, OSError) as e:
       raise DataError(
-        f'{str(file)!r} is not what save_pretrained writes: {e!r}.',
-        fix='Mend it, or copy it from the model once more.',
+        f'{str(file)!r} does not have the form that save_pretrained writes: {e!r}.',
+        fix='Correct it, or copy it from the model again.',
         parameters=_PARAMETERS,
       ) from e
   if 'unk_token' not in named:
@@ -233,8 +236,8 @@ def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
     raise DataError(
       f'{str(path)!r} has no id for '
       + ', '.join(f'{token!r} ({key})' for key, token in sorted(missing.items()))
-      + ', which the file beside it names as special.',
-      fix='Take tokenizer.json and tokenizer_config.json of the same model.',
+      + ', special tokens named in the same folder.',
+      fix='Use tokenizer.json and tokenizer_config.json of the same model.',
       parameters=_PARAMETERS,
     )
   return named

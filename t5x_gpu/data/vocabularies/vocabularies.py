@@ -1,4 +1,4 @@
-"""Vocabularies by name, their special ids, and text <-> ids for people who look at model output."""
+"""Vocabularies by name, their special ids, and text <-> ids in the model's ids."""
 
 import dataclasses
 import hashlib
@@ -37,12 +37,12 @@ class ClassVocabulary(seqio.PassThroughVocabulary):
 
 @dataclasses.dataclass(frozen=True)
 class TextVocabulary:
-  """Text <-> token ids of one feature, as the model knows them.
+  """Text <-> the model's token ids, for one feature.
 
   Attributes:
     size: number of ids; the model's vocabulary must be at least as large.
     eos_id: id that ends a document, or None.
-    moved_zero_id: SeqIO's id of the word that is 0 for the model; None where 0 is padding.
+    moved_zero_id: SeqIO's id of the word that has id 0 in the model; None if 0 is padding.
     name: for logs: 'byte', 'sentencepiece:FILE', 'huggingface:FILE', 'words:N' or SeqIO's class
       name.
   """
@@ -54,11 +54,11 @@ class TextVocabulary:
   moved_zero_id: Optional[int] = None
 
   def of_model(self, ids: Iterable[int]) -> list[int]:
-    """Returns the model's ids of SeqIO's."""
+    """Returns the model's ids for SeqIO's `ids`."""
     return [0 if i == self.moved_zero_id else int(i) for i in ids]
 
   def of_seqio(self, ids: Iterable[int]) -> list[int]:
-    """Returns SeqIO's ids of the model's, padding left out."""
+    """Returns SeqIO's ids for the model's `ids`, without padding."""
     if self.moved_zero_id is None:
       return [int(i) for i in ids if i != 0]
     return [self.moved_zero_id if i == 0 else int(i) for i in ids]
@@ -68,7 +68,7 @@ class TextVocabulary:
     return self.of_model(self._seqio.encode(text))
 
   def decode(self, ids: Union[list[int], np.ndarray]) -> str:
-    """Returns the text of `ids`, up to the first end-of-sequence id; padding gives nothing."""
+    """Returns the text of `ids` up to the first end-of-sequence id; padding is skipped."""
     ids = [int(i) for i in np.asarray(ids).reshape(-1)]
     if self.eos_id in ids:
       ids = ids[: ids.index(self.eos_id)]
@@ -76,13 +76,13 @@ class TextVocabulary:
 
 
 def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
-  """Returns SeqIO's vocabulary for 'byte' (259 ids), 'sentencepiece:FILE', 'huggingface:FOLDER'
-  or 'words:N' (words hashed into N ids; no file).
+  """Returns SeqIO's vocabulary called `name`.
 
   Args:
-    name: which.
+    name: 'byte' (259 ids), 'sentencepiece:FILE', 'huggingface:FOLDER' or 'words:N' (words hashed
+      into N ids; no file).
     extra_ids: sentinels after the last id, counted from the end as in T5. A Hugging Face tokenizer
-      that has as many of its own, or [MASK] where one is asked for, gets none.
+      keeps its own sentinels if it has as many (for one sentinel, [MASK] is enough).
   Raises:
     DataError: another name, or a file that is missing or broken.
   """
@@ -99,7 +99,7 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
       raise DataError(
         f'The vocabulary {name!r} hashes words into {number!r} ids; that must be a '
         'whole number from 1 to 2**30 - 1.',
-        fix="Set DatasetConfig.vocabulary to 'words:8192', say.",
+        fix="Set DatasetConfig.vocabulary to 'words:8192', for example.",
         parameters=('DatasetConfig.vocabulary',),
       )
     return HashedWordsVocabulary(int(number), extra_ids=extra_ids)
@@ -147,7 +147,7 @@ def check_loads(vocabulary: seqio.Vocabulary, *, task: str) -> None:
 
 
 def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
-  """Returns how people call `vocabulary`, for messages and fingerprints."""
+  """Returns the name of `vocabulary`, for messages and fingerprints."""
   if isinstance(vocabulary, seqio.ByteVocabulary):
     return 'byte'
   if isinstance(vocabulary, seqio.SentencePieceVocabulary):
@@ -162,14 +162,14 @@ def vocabulary_name(vocabulary: seqio.Vocabulary) -> str:
 
 
 def moved_zero_id(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> Optional[int]:
-  """Returns SeqIO's id of the word that is 0 in finished batches, or None: 0 is padding there."""
+  """Returns SeqIO's id of the word that has id 0 in batches; None if 0 is padding there."""
   if isinstance(vocabulary, HuggingFaceVocabulary) and layout(feature_converter).zero_may_be_a_word:
     return vocabulary.moved_zero_id
   return None
 
 
 def num_ids(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> int:
-  """Returns how many ids finished batches may have: of a model, the vocab_size at least."""
+  """Returns the number of ids that batches may have; the model needs at least this vocab_size."""
   size = vocabulary.vocab_size
   return size - (moved_zero_id(vocabulary, feature_converter=feature_converter) == size - 1)
 
@@ -187,10 +187,22 @@ def vocabulary_fingerprint(vocabulary: seqio.Vocabulary, *, feature_converter: s
   return f'{kind}, {num_ids(vocabulary, feature_converter=feature_converter)} ids'
 
 
+def check_fits(name: str, size: int, *, model_vocab_size: int) -> None:
+  """Raises DataError if the vocabulary `name` has more ids, `size`, than the model."""
+  if size > model_vocab_size:
+    raise DataError(
+      f'The vocabulary {name} has {size:,} ids, the model {model_vocab_size:,}: it has no '
+      f'embeddings for ids {model_vocab_size:,} to {size - 1:,}.',
+      fix='Use the vocabulary that the model was trained with (DatasetConfig.vocabulary, or '
+      '--vocabulary), or a checkpoint that was trained with this one.',
+      parameters=('DatasetConfig.vocabulary', 'TransformerConfig.vocab_size'),
+    )
+
+
 def text_vocabulary(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> TextVocabulary:
   """Returns `vocabulary` for encoding prompts and decoding samples."""
   moved, eos_id = moved_zero_id(vocabulary, feature_converter=feature_converter), vocabulary.eos_id
-  if eos_id is not None:  # SentencePiece says -1 for none
+  if eos_id is not None:  # SentencePiece returns -1 for none
     eos_id = 0 if eos_id == moved else eos_id if eos_id > 0 else None
   return TextVocabulary(
     size=num_ids(vocabulary, feature_converter=feature_converter),
@@ -202,39 +214,38 @@ def text_vocabulary(vocabulary: seqio.Vocabulary, *, feature_converter: str) -> 
 
 
 def start_id(vocabulary: seqio.Vocabulary) -> Optional[int]:
-  """Returns the id that stands before a text for an encoder ([CLS]), or None: most have none."""
+  """Returns the id that precedes a text for an encoder ([CLS]), or None."""
   return vocabulary.start_id if isinstance(vocabulary, HuggingFaceVocabulary) else None
 
 
 def end_id(vocabulary: seqio.Vocabulary) -> int:
   """Returns the id that ends a text. Raises DataError if `vocabulary` has none."""
-  if vocabulary.eos_id is None or vocabulary.eos_id < 0:  # SentencePiece says -1
+  if vocabulary.eos_id is None or vocabulary.eos_id < 0:  # SentencePiece returns -1
     raise DataError(
-      f'{vocabulary_name(vocabulary)!r} has no id that ends a text, and this task ends its texts '
-      'in one.',
-      fix='Name "eos_token" (or "sep_token") in the tokenizer_config.json beside tokenizer.json; '
-      'a SentencePiece model is trained with eos_id 1.',
+      f'{vocabulary_name(vocabulary)!r} has no end-of-text id, and this task needs one.',
+      fix='Name "eos_token" (or "sep_token") in the tokenizer_config.json next to tokenizer.json; '
+      'train a SentencePiece model with eos_id 1.',
       parameters=('DatasetConfig.vocabulary',),
     )
   return vocabulary.eos_id
 
 
 def sentinel_ids(vocabulary: seqio.Vocabulary) -> tuple[int, ...]:
-  """Returns the ids that stand for missing spans, first one first; they descend, as in T5."""
+  """Returns the ids that mark masked spans, in order; they descend, as in T5."""
   if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.sentinel_ids:
     return vocabulary.sentinel_ids
   return tuple(vocabulary.vocab_size - 1 - i for i in range(vocabulary.extra_ids))
 
 
 def mask_id(vocabulary: seqio.Vocabulary) -> Optional[int]:
-  """Returns the id that hides a token: [MASK], or else the first sentinel; None without either."""
+  """Returns the id of a masked token: [MASK], or else the first sentinel; None without either."""
   if isinstance(vocabulary, HuggingFaceVocabulary) and vocabulary.mask_id is not None:
     return vocabulary.mask_id
   return next(iter(sentinel_ids(vocabulary)), None)
 
 
 def ordinary_ids(vocabulary: seqio.Vocabulary) -> np.ndarray:
-  """Returns the ids [n], int32, that are pieces of text: no padding, end, unknown or sentinel."""
+  """Returns the ids [n], int32, of text pieces: not padding, end, unknown or a sentinel."""
   if isinstance(vocabulary, HuggingFaceVocabulary):
     return vocabulary.ordinary_ids
   special = {0, vocabulary.eos_id, vocabulary.unk_id, *sentinel_ids(vocabulary)}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t5x_gpu.data import batches
+from t5x_gpu.data import batches, data_module
 from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.errors import DataError
 from tests.helpers_prepared import prepare_here
@@ -251,7 +251,7 @@ def test_a_state_of_the_streaming_path_is_refused(mixed_rows, open_data):
 
 def test_text_comes_from_the_vocabulary_that_was_prepared_with(mixed_rows, open_data):
   opened = open_data(f'prepared:{mixed_rows}')
-  vocabulary = batches.open_vocabulary(opened.config, feature_converter='lm')
+  vocabulary = data_module.open_vocabulary(opened.config, feature_converter='lm')
   assert vocabulary.name == 'byte' and vocabulary.decode(vocabulary.encode('abc')) == 'abc'
   row = next(opened.iterator)['decoder_target_tokens'][0]
   assert vocabulary.decode(row)[0] in 'abc'
@@ -259,15 +259,15 @@ def test_text_comes_from_the_vocabulary_that_was_prepared_with(mixed_rows, open_
 
 def test_prompts_and_metrics_come_from_the_task_that_was_prepared(mixed_rows, open_data):
   config = open_data(f'prepared:{mixed_rows}').config
-  text = batches.open_prompt_text(
+  text = data_module.open_prompt_text(
     config, feature_converter='lm', model_vocab_size=384, has_inputs=False
   )
   assert text.name == 'byte' and next(text.examples()).targets[0] in 'abc'
   with pytest.raises(DataError, match="'mixed' has no metrics"):
-    batches.open_evaluated_tasks(config, feature_converter='lm')
+    data_module.open_evaluated_tasks(config, feature_converter='lm')
   other = dataclasses.replace(config, split='another')  # whatever split it is, the text is its
-  assert batches.open_vocabulary(other, feature_converter='lm').name == 'byte'
-  assert batches.open_class_names(other) is None
+  assert data_module.open_vocabulary(other, feature_converter='lm').name == 'byte'
+  assert data_module.open_class_names(other) is None
 
 
 def test_the_description_says_what_is_guaranteed(mixed_rows, open_data):
@@ -282,11 +282,11 @@ import sys
 for name in ('tensorflow', 'tensorflow_datasets', 'tensorflow_text', 'seqio', 'matplotlib',
              'sentencepiece'):
   sys.modules[name] = None
-from t5x_gpu.data import batches, features
+from t5x_gpu.data import batches, data_module, features
 config = batches.DatasetConfig('prepared:' + sys.argv[1], {'targets': 32}, 'train', 4)
 spec = features.batch_spec('lm', task_feature_lengths=config.task_feature_lengths, batch_size=4,
                            pack=True, vocab_size=384)
-iterator = batches.open_batches(config, spec=spec, feature_converter='lm')
+iterator = data_module.open_batches(config, spec=spec, feature_converter='lm')
 print(batches.batch_hash(next(iterator)))
 iterator.close()
 """

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from t5x_gpu.data import batches, features
+from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tasks import classification
 from t5x_gpu.data.tf_runtime import tf
@@ -68,7 +68,7 @@ def test_columns_of_any_name_in_files_of_any_form(tmp_path, form):
   assert source_rows(f'{name}#label=gold,text=premise', 'validation') == want[:2]
   pairs = f'{name}#text=premise,text2=Hypo thesis,label=gold'
   assert source_rows(pairs) == [(text, f'h {text[2:]}', label) for text, label in want]
-  assert batches.open_class_names(config(pairs)) == ('no', 'yes')
+  assert data_module.open_class_names(config(pairs)) == ('no', 'yes')
 
 
 @pytest.mark.parametrize('form', FORMS)
@@ -91,7 +91,7 @@ def test_labels_that_are_numbers_or_truth_values_are_classes(tmp_path, form):
     rows = [{'text': f't{i}', 'label': label} for i, label in enumerate(labels)]
     name = write(tmp_path, form, rows)
     write(tmp_path, form, rows[:1], name='dev')
-    assert batches.open_class_names(config(name)) == want
+    assert data_module.open_class_names(config(name)) == want
   name = write(tmp_path, form, [{'text': 'a', 'label': 3.5}, {'text': 'b', 'label': 1.0}])
   assert "has 3.5 in 'label'; a class is a word or a whole number" in refused(name)
 
@@ -211,7 +211,7 @@ def opened(name, converter, **kwargs):
     vocab_size=384,
     num_classes=2,
   )
-  return batches.open_batches(cfg, spec=spec, feature_converter=converter, repeat=False)
+  return data_module.open_batches(cfg, spec=spec, feature_converter=converter, repeat=False)
 
 
 def test_token_types_go_to_models_that_have_them(tmp_path):

@@ -5,14 +5,15 @@ import functools
 
 import pytest
 
-from t5x_gpu.data import batches
-from t5x_gpu.data.batches import DatasetConfig, ModelOutputs, open_task_names
+from t5x_gpu.data import data_module
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import ModelOutputs, open_task_names
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import ConfigError, DataError
 from tests import eval_tasks
 
 open_evaluated_tasks = functools.partial(
-  batches.open_evaluated_tasks, feature_converter='prefix_lm'
+  data_module.open_evaluated_tasks, feature_converter='prefix_lm'
 )
 CONFIG = DatasetConfig('turned', {'inputs': 8, 'targets': 8}, 'validation', 4, pack=False)
 

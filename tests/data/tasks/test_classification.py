@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from t5x_gpu.data import batches, features
+from t5x_gpu.data import batches, data_module, features
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tasks import classification
 from t5x_gpu.data.tf_runtime import seqio
@@ -36,7 +36,7 @@ def _opened():
       num_classes=num_classes,
     )
     iterators.append(
-      batches.open_batches(cfg, spec=spec, feature_converter=CONVERTER, repeat=repeat)
+      data_module.open_batches(cfg, spec=spec, feature_converter=CONVERTER, repeat=repeat)
     )
     return iterators[-1]
 
@@ -49,7 +49,7 @@ def rows(name, split='train', **kwargs):
   """Returns (text, class name) of all examples of a split, unshuffled."""
   cfg = config(name, split=split, length=10_000, **kwargs)
   task = task_lookup.lookup(cfg)
-  names = batches.open_class_names(cfg)
+  names = data_module.open_class_names(cfg)
   examples = task.get_dataset(None, split=split, shuffle=False).as_numpy_iterator()
   vocabulary = task.output_features['inputs'].vocabulary
   return [(vocabulary.decode(x['inputs'].tolist()), names[x['label']]) for x in examples]
@@ -122,7 +122,9 @@ def test_classification_batches_of_the_library(opened):
   filled = everything[-1]['label_weights'] == 0
   assert filled.sum() == -count % 32
   assert not everything[-1]['encoder_input_tokens'][filled].any()
-  assert batches.open_class_names(config('python_source_classification')) == classification.PACKAGES
+  assert (
+    data_module.open_class_names(config('python_source_classification')) == classification.PACKAGES
+  )
 
 
 def test_classification_resumes_exactly(opened):
@@ -196,7 +198,7 @@ def test_cola_of_tfds_has_our_features(opened, tmp_path):
   assert [batch['label_weights'].sum() for batch in got] == [4, 2]
   text = got[0]['encoder_input_tokens'][0]
   assert seqio.ByteVocabulary().decode(text.tolist()).startswith('The green dog')
-  assert batches.open_class_names(config('cola')) == ('unacceptable', 'acceptable')
+  assert data_module.open_class_names(config('cola')) == ('unacceptable', 'acceptable')
 
 
 def test_cola_without_data_says_both_ways_to_get_it(opened, tmp_path):
@@ -235,7 +237,7 @@ def test_csv_numbers_are_in_their_order_and_words_in_the_alphabets(tmp_path):
     lines = [f'text {i},{label}' for i, label in enumerate(labels)]
     (tmp_path / 'train.csv').write_text('\n'.join(['text,label', *lines]))
     (tmp_path / 'valid.csv').write_text('text,label\nx,' + labels[0])
-    assert batches.open_class_names(config(f'imdb_csv:{tmp_path}')) == want
+    assert data_module.open_class_names(config(f'imdb_csv:{tmp_path}')) == want
 
 
 def test_csv_without_a_file_for_validation_holds_one_row_in_twenty_back(tmp_path):
@@ -285,9 +287,9 @@ def test_names_that_say_a_split_for_some_files_only_are_refused(tmp_path):
 def test_a_changed_file_is_read_again(tmp_path):
   path = tmp_path / 'train.csv'
   path.write_text('text,label\na,x\nb,y\n')
-  assert batches.open_class_names(config(f'imdb_csv:{path}')) == ('x', 'y')
+  assert data_module.open_class_names(config(f'imdb_csv:{path}')) == ('x', 'y')
   path.write_text('text,label\na,xx\nb,yy\n')
-  assert batches.open_class_names(config(f'imdb_csv:{path}')) == ('xx', 'yy')
+  assert data_module.open_class_names(config(f'imdb_csv:{path}')) == ('xx', 'yy')
 
 
 def test_labels_out_of_range_in_a_batch_are_named(opened, tmp_path, monkeypatch):
@@ -304,5 +306,5 @@ seqio.TaskRegistry.add('hidden_labels', source=seqio.FunctionDataSource(hidden, 
   assert 'tasks_with_hidden_labels' not in sys.modules
   with pytest.raises(DataError, match='labels from -1 to 0; the model tells 2 classes apart'):
     opened('hidden_labels', mixture_or_task_module='tasks_with_hidden_labels')
-  assert batches.open_class_names(config('hidden_labels')) is None
-  assert batches.open_class_names(config('x', module='t5x_gpu.data.synthetic')) is None
+  assert data_module.open_class_names(config('hidden_labels')) is None
+  assert data_module.open_class_names(config('x', module='t5x_gpu.data.synthetic')) is None

@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from t5x_gpu.data import batches, features
-from t5x_gpu.data.batches import DatasetConfig, ModelOutputs
+from t5x_gpu.data import data_module, features
+from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.data_module import ModelOutputs
 from t5x_gpu.data.prepared import row_stats
 from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.data.streaming.feature_converters import model_rows
@@ -200,7 +201,7 @@ def test_batches_have_the_tokenizers_own_ids_and_lose_none(open_data, gpt2, tmp_
   opened = open_data(
     name, vocab_size=size, lengths={'targets': 64}, repeat=False, pack=way != 'one_a_row', **options
   )
-  vocabulary = batches.open_vocabulary(opened.config, feature_converter='lm')
+  vocabulary = data_module.open_vocabulary(opened.config, feature_converter='lm')
   assert vocabulary.size == size and vocabulary.decode(vocabulary.encode('a !')) == 'a !'
   got = []
   for batch in opened.iterator:
@@ -287,7 +288,7 @@ def test_metrics_read_and_get_the_ids_of_the_model(gpt2):
     pack=False,
     vocabulary=f'huggingface:{gpt2}',
   )
-  [task] = batches.open_evaluated_tasks(config, feature_converter='prefix_lm')
+  [task] = data_module.open_evaluated_tasks(config, feature_converter='prefix_lm')
   assert task.zero_is_a_word and task.inputs[0][:3] == ids_of(gpt2, 'abc')
   answers = [[*ids_of(gpt2, 'cba!'), task.eos_id]] * 5
   task.metrics(ModelOutputs(answers, [0.0] * 5, [0.0] * 5))
@@ -330,7 +331,7 @@ def test_classification_over_bert_keeps_its_end_and_its_classes(open_data, bert,
   tokens = next(opened.iterator)['encoder_input_tokens']
   assert (tokens[:, 0] == 2).all() and (tokens.max(1) > 4).all()
   assert all(row[row > 0][-1] == 3 for row in tokens)
-  assert batches.open_class_names(opened.config) == ('a', 'b')
+  assert data_module.open_class_names(opened.config) == ('a', 'b')
 
 
 def test_same_files_are_the_same_vocabulary(bert, t5):

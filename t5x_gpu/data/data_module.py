@@ -1,0 +1,349 @@
+"""The functions of a data module, and how the trainer calls them. No TensorFlow.
+
+`DatasetConfig.module` names a data module: ours are `t5x_gpu.data.seqio_batches` (SeqIO tasks, the
+default), `t5x_gpu.data.synthetic` (random ids) and `t5x_gpu.data.prepared.batches` (prepared:DIR).
+docs/add_a_data_source.md shows how to write another. The module is imported only when it is needed,
+so a synthetic run does not import TensorFlow.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Optional, Protocol
+
+from t5x_gpu.data.batches import PREPARED, BatchIterator, BatchSpec, DatasetConfig
+from t5x_gpu.data.prompts import PromptText
+from t5x_gpu.data.trust import check_trusted
+from t5x_gpu.errors import ConfigError, did_you_mean
+
+_PREPARED_MODULE = 't5x_gpu.data.prepared.batches'
+_TEXT_MODULE = 't5x_gpu.data.seqio_batches'
+_MODULE = ('DatasetConfig.module',)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOutputs:
+  """Model outputs for the examples of a task, in their order; lists not asked for are empty.
+
+  Attributes:
+    predictions: token ids, the best continuation of each example's inputs.
+    prediction_scores: their log-probabilities.
+    scores: log-probabilities of the targets.
+  """
+
+  predictions: Sequence[Sequence[int]] = ()
+  prediction_scores: Sequence[float] = ()
+  scores: Sequence[float] = ()
+
+
+class EvaluatedTask(Protocol):
+  """A task with metrics, and its examples.
+
+  Attributes:
+    name: of the task.
+    inputs, targets: token ids of each example; inputs are empty if the task has none.
+    eos_id: id that ends a text, or None.
+    zero_is_a_word: id 0 is a word, not padding.
+    needs_predictions, needs_scores: what the metrics are computed from.
+  """
+
+  name: str
+  inputs: Sequence[Sequence[int]]
+  targets: Sequence[Sequence[int]]
+  eos_id: Optional[int]
+  zero_is_a_word: bool
+  needs_predictions: bool
+  needs_scores: bool
+
+  def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
+    """Returns metric -> value."""
+
+
+class DataModule(Protocol):
+  """The functions of a data module. Only `open_batches` is required.
+
+  The others are optional. A run that needs one which is missing stops before it compiles, with an
+  error that names the function or the parameter to remove. All raise ConfigError or DataError for
+  a config that they cannot open.
+  """
+
+  def open_batches(
+    self, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str, repeat: bool
+  ) -> BatchIterator:
+    """Returns the global batches of `config`.
+
+    Args:
+      config: what to open.
+      spec: features, shapes, dtypes and largest ids that the model takes.
+      feature_converter: 'lm', 'prefix_lm', ...: how task features become model features.
+      repeat: start over at the end of the data (training), or stop (evaluation).
+    """
+
+  # ---- Optional -----------------------------------------------------------------------------
+
+  def vocabulary(self, config: DatasetConfig, *, feature_converter: str) -> Any:
+    """Returns `encode`, `decode`, `size`, `eos_id`, `moved_zero_id` of text; None without text.
+
+    Needed by train.sample_cfg and `python -m t5x_gpu.data preview`.
+    """
+
+  def class_names(self, config: DatasetConfig) -> Optional[Sequence[str]]:
+    """Returns the names of the label classes, in the order of their numbers; None without labels.
+
+    Without this function, tables and pictures show class numbers.
+    """
+
+  def task_names(self, config: DatasetConfig) -> Sequence[str]:
+    """Returns the tasks of a mixture that have the split; for a single task, its own name.
+
+    Without it, `python -m t5x_gpu.eval` evaluates a mixture as a whole.
+    """
+
+  def evaluated_tasks(
+    self,
+    config: DatasetConfig,
+    *,
+    feature_converter: str,
+    num_examples: Optional[int],
+    required: bool,
+  ) -> Sequence[EvaluatedTask]:
+    """Returns the tasks that have metrics, with their examples.
+
+    Needed by train.infer_eval_dataset_cfg and task metrics of `python -m t5x_gpu.eval`.
+
+    Args:
+      config: a task or mixture, its split and lengths; batches and packing do not matter.
+      feature_converter: of the model; the examples have its ids.
+      num_examples: the first ones of each task; None for all.
+      required: raise DataError if there is no such task or example.
+    """
+
+  def prompt_text(
+    self, config: DatasetConfig, *, feature_converter: str, model_vocab_size: int, has_inputs: bool
+  ) -> PromptText:
+    """Returns text <-> ids, and the examples of the task. Needed by `python -m t5x_gpu.infer`.
+
+    Args:
+      config: the task; with an empty name, only its vocabulary.
+      feature_converter: of the model.
+      model_vocab_size: number of ids that the model has.
+      has_inputs: the model reads prompts in an encoder, or was trained on inputs before targets.
+    """
+
+  def class_text(self, config: DatasetConfig, *, model_vocab_size: int) -> Any:
+    """Returns a `class_prompts.ClassText`. Needed by `infer` with a classifier."""
+
+  def preparation(self, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Any:
+    """Returns a `preparation.Preparation`. Needed by `python -m t5x_gpu.prepare`."""
+
+  def source_config(self, config: DatasetConfig) -> DatasetConfig:
+    """Returns the config of the text behind these batches, for prompts and task metrics.
+
+    Prepared rows have no text: theirs comes from the task that they were made from.
+    """
+
+  def text_config(self, config: DatasetConfig) -> DatasetConfig:
+    """Returns a config that is enough for `vocabulary`; it may name a vocabulary alone."""
+
+
+_FUNCTIONS = {
+  name: inspect.signature(function)
+  for name, function in vars(DataModule).items()
+  if inspect.isfunction(function) and not name.startswith('_')
+}
+_ITERATOR = ('__next__', '__iter__', 'peek', 'get_state', 'set_state', 'describe', 'close')
+
+
+def _check(module: types.ModuleType) -> None:
+  """Raises ConfigError unless the functions of `DataModule` are there, callable as declared."""
+  problems = []
+  for name, signature in _FUNCTIONS.items():
+    parameters = [p for p in signature.parameters.values() if p.name != 'self']
+    shown = str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
+    function = getattr(module, name, None)
+    if function is None:
+      if name == 'open_batches':
+        problems.append(f'it has no function {name}{shown}.' + did_you_mean(name, vars(module)))
+      continue
+    by_name = {p.name: None for p in parameters if p.kind == p.KEYWORD_ONLY}
+    try:
+      inspect.signature(function).bind(*[None] * (len(parameters) - len(by_name)), **by_name)
+    except TypeError as e:
+      problems.append(f'{name} cannot be called as {name}{shown}: {e}.')
+  if problems:
+    raise ConfigError(
+      f'DatasetConfig.module = {module.__name__!r} is not a data module: ' + '\n  '.join(problems),
+      fix='Define what is missing, or name another module.',
+      parameters=_MODULE,
+      docs='add_a_data_source.md',
+    )
+
+
+def module_of(config: DatasetConfig) -> str:
+  """Returns the name of the module that opens `config`."""
+  is_prepared = (config.mixture_or_task_name or '').startswith(PREPARED)
+  return _PREPARED_MODULE if is_prepared and config.module == _TEXT_MODULE else config.module
+
+
+def _module(config: DatasetConfig) -> Any:
+  """Returns the checked `DataModule` of `config`."""
+  name = module_of(config)
+  try:
+    module = importlib.import_module(name)
+  except ModuleNotFoundError as e:
+    raise ConfigError(
+      f'DatasetConfig.module = {name!r} cannot be imported: {e}.',
+      fix="Install what is missing (pip install 't5x_gpu' brings SeqIO and TensorFlow), or set "
+      "DatasetConfig.module = 't5x_gpu.data.synthetic' for random batches, which needs neither.",
+      parameters=_MODULE,
+    ) from e
+  _check(module)
+  return module
+
+
+def import_modules(*configs: Optional[DatasetConfig]) -> None:
+  """Imports and checks the data modules of these datasets; call it before a thread opens them.
+
+  TensorFlow Datasets' modules replace `builtins.__import__` while they list what they import
+  lazily. A `from jax... import` that another thread runs at that moment gets a lazy module instead
+  of a class.
+
+  Raises:
+    ConfigError: a module cannot be imported, or lacks a function.
+  """
+  for config in configs:
+    if config is not None:
+      _module(config)
+
+
+def open_batches(
+  config: DatasetConfig, *, spec: BatchSpec, feature_converter: str, repeat: bool = True
+) -> BatchIterator:
+  """Returns the batches of `config`; arguments and errors as for `DataModule.open_batches`."""
+  batches = _module(config).open_batches(
+    config, spec=spec, feature_converter=feature_converter, repeat=repeat
+  )
+  if missing := [name for name in _ITERATOR if not callable(getattr(batches, name, None))]:
+    raise ConfigError(
+      f'open_batches of {module_of(config)} returned a {type(batches).__name__}, which lacks '
+      f'{", ".join(missing)}.',
+      fix='Define these methods: see t5x_gpu.data.batches.BatchIterator.',
+      parameters=_MODULE,
+      docs='add_a_data_source.md',
+    )
+  return batches
+
+
+def open_vocabulary(config: DatasetConfig, *, feature_converter: str) -> Any:
+  """Returns the vocabulary of `config`; see `DataModule.vocabulary`. Raises ConfigError."""
+  config = _text_of(config, 'text_config')
+  make = getattr(_module(config), 'vocabulary', None)
+  found = make and make(config, feature_converter=feature_converter)
+  if found is None:
+    raise ConfigError(
+      f'The batches of {config.module} have no text, so there is no vocabulary for samples.',
+      fix='Remove train.sample_cfg, or train on a task with a vocabulary.',
+      parameters=('train.sample_cfg', *_MODULE),
+    )
+  return found
+
+
+def open_class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
+  """Returns the class names of `config`'s labels in order; None without labels or names."""
+  names = getattr(_module(config), 'class_names', None)
+  return None if names is None else names(config)
+
+
+def open_task_names(config: DatasetConfig) -> tuple[str, ...]:
+  """Returns the tasks of a mixture, those that have the split; else the config's own name."""
+  names = getattr(_module(config), 'task_names', None)  # prepared rows are evaluated all together
+  return (config.mixture_or_task_name,) if names is None else names(config)
+
+
+def open_prompt_text(
+  config: DatasetConfig, *, may_import: Optional[Collection[str]] = None, **options: Any
+) -> PromptText:
+  """Returns text <-> ids and the examples of the task; see `DataModule.prompt_text`.
+
+  Args:
+    config, **options: as there.
+    may_import: modules that may be imported in addition to ours; None for any.
+  Raises:
+    ConfigError: no such module, or its batches have no text, or it must not be imported.
+    DataError: no such task or vocabulary, or more ids than the model has.
+  """
+  config = _trusted(config, may_import)
+  return _text_function(config, 'prompt_text')(config, **options)
+
+
+def open_class_text(
+  config: DatasetConfig, *, may_import: Optional[Collection[str]] = None, **options: Any
+) -> Any:
+  """Returns text -> ids for a classifier, and the task's examples; see `open_prompt_text`."""
+  config = _trusted(config, may_import)
+  return _text_function(config, 'class_text')(config, **options)
+
+
+def open_evaluated_tasks(
+  config: DatasetConfig,
+  *,
+  feature_converter: str,
+  num_examples: Optional[int] = None,
+  required: bool = True,
+) -> Sequence[EvaluatedTask]:
+  """Returns the tasks of `config` that have metrics; see `DataModule.evaluated_tasks`."""
+  config = _text_of(config, 'source_config')
+  open_tasks = getattr(_module(config), 'evaluated_tasks', None)
+  if open_tasks is None:
+    if not required:
+      return ()
+    raise ConfigError(
+      f'The batches of {config.module} do not come from a task, so the loss is their only metric.',
+      fix='Remove train.infer_eval_dataset_cfg (for python -m t5x_gpu.eval: '
+      '--metrics=loss), or use a task with metrics.',
+      parameters=_MODULE,
+    )
+  return open_tasks(
+    config, feature_converter=feature_converter, num_examples=num_examples, required=required
+  )
+
+
+def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Any:
+  """Returns what makes the rows that `prepare` writes; see `DataModule.preparation`."""
+  make = getattr(_module(config), 'preparation', None)
+  if make is None:
+    raise ConfigError(
+      f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, whose batches are not '
+      'made of text: there is nothing to prepare.',
+      fix='Set MIXTURE_OR_TASK_NAME to a task, and DatasetConfig.module to its default, '
+      f'{_TEXT_MODULE!r}.',
+      parameters=('DatasetConfig.mixture_or_task_name', *_MODULE),
+    )
+  return make(config, spec=spec, feature_converter=feature_converter)
+
+
+def _text_function(config: DatasetConfig, name: str) -> Callable[..., Any]:
+  function = getattr(_module(config), name, None)
+  if function is None:
+    raise ConfigError(
+      f'The batches of {config.module} have no text: the module has no function {name!r}.',
+      fix=f'Set DatasetConfig.module to its default, {_TEXT_MODULE!r}.',
+      parameters=_MODULE,
+    )
+  return function
+
+
+def _text_of(config: DatasetConfig, function: str) -> DatasetConfig:
+  """Returns `function(config)`; `config` if the module has no such function."""
+  change = getattr(_module(config), function, None)
+  return config if change is None else change(config)
+
+
+def _trusted(config: DatasetConfig, may_import: Optional[Collection[str]]) -> DatasetConfig:
+  """Returns the config of the text. Raises ConfigError if it would run foreign code."""
+  check_trusted(config, may_import)
+  config = _text_of(config, 'source_config')
+  check_trusted(config, may_import)  # prepared rows name the modules of their text
+  return config

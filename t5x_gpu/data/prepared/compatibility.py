@@ -1,0 +1,90 @@
+"""Do prepared rows fit the model and the config of a run?"""
+
+import collections
+
+from t5x_gpu.data import features
+from t5x_gpu.data.batches import PREPARED, BatchSpec, DatasetConfig
+from t5x_gpu.data.prepared.index import Index
+from t5x_gpu.errors import DataError, all_problems
+
+_NAME = 'DatasetConfig.mixture_or_task_name'
+
+
+def check_model(
+  index: Index, config: DatasetConfig, *, spec: BatchSpec, feature_converter: str
+) -> None:
+  """Raises DataError, with all differences, unless the rows fit this model and config.
+
+  Args:
+    index: of the prepared split.
+    config: of the run.
+    spec: what the model takes.
+    feature_converter: of the model.
+  """
+  asked = {
+    'feature_converter': feature_converter,
+    'pack': config.pack,
+    'task_feature_lengths': dict(config.task_feature_lengths),
+    'loss_on_targets_only': config.loss_on_targets_only,
+  }
+  problems = [
+    f'{name}: prepared with {getattr(index, name)!r}, the run has {value!r}.'
+    for name, value in asked.items()
+    if getattr(index, name) != value
+  ]
+  names = {v['name'] for v in index.vocabularies.values() if v['name'] != 'classes'}
+  if config.vocabulary is not None and config.vocabulary not in names:
+    problems.append(
+      f'vocabulary: prepared with {", ".join(sorted(names))}, the run has {config.vocabulary!r}.'
+    )
+  problems += [
+    f'vocabulary: prepared without a vocabulary for {part!r}.'
+    for parts in features.layout(feature_converter).tokens.values()
+    for part in parts
+    if part not in index.vocabularies
+  ]
+  if not problems and dict(index.features) != {
+    name: shape[1] if len(shape) > 1 else 0 for name, shape in spec.shapes.items()
+  }:
+    problems.append(
+      f'features: prepared with {", ".join(index.features)}, the run has '
+      f'{", ".join(spec.shapes)}, or other lengths.'
+    )
+  if not problems:
+    sizes = _largest_ids(index, feature_converter)
+    problems += [
+      f'{name}: the rows have ids up to {size - 1:,}, the model has {spec.vocab_sizes[name]:,} ids.'
+      for name, size in sizes.items()
+      if size > spec.vocab_sizes.get(name, size)
+    ]
+  if problems:
+    folder = config.mixture_or_task_name.removeprefix(PREPARED)
+    raise DataError(
+      all_problems(problems, title=f'{folder} was prepared for another model'),
+      fix='Prepare it for this model: python -m t5x_gpu.prepare --gin_file=MY.gin '
+      '--output=OTHER_DIR'
+      f"\n(with MIXTURE_OR_TASK_NAME = '{index.source_config['mixture_or_task_name']}'"
+      '), or set the values that DIR was prepared with (VOCABULARY = None uses its vocabulary).',
+      parameters=(
+        _NAME,
+        'DatasetConfig.task_feature_lengths',
+        'DatasetConfig.pack',
+        'DatasetConfig.vocabulary',
+      ),
+      docs='data.md',
+    )
+
+
+def _largest_ids(index: Index, feature_converter: str) -> dict[str, int]:
+  """Returns model feature -> exclusive bound of its ids: those in the rows and the vocabulary's."""
+  bounds: dict[str, int] = collections.defaultdict(int)
+  for member in index.members.values():
+    for shard in member.shards:
+      for name, value in shard.largest.items():
+        bounds[name] = max(bounds[name], value + 1)
+  kind = features.layout(feature_converter)
+  for name, parts in kind.tokens.items():
+    bounds[name] = max(bounds[name], *(index.vocabularies[part]['size'] for part in parts))
+  if index.class_names:
+    bounds[features.LABEL] = max(bounds[features.LABEL], len(index.class_names))
+  return dict(bounds)
