@@ -215,7 +215,7 @@ def test_a_sample_that_does_not_fit_is_refused_before_the_first_step(sampling, s
   [
     (
       {'MIXTURE_OR_TASK_NAME': 'python_sauce'},
-      ["No SeqIO Task or Mixture is called 'python_sauce'. Did you mean 'python_source'"],
+      ["There is no SeqIO Task or Mixture 'python_sauce'. Did you mean 'python_source'"],
     ),
     (
       {'MIXTURE_OR_TASK_NAME': 'text_files:empty*.txt'},

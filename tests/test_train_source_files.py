@@ -63,7 +63,7 @@ def test_bytes_that_changed_far_behind_the_next_batch_are_refused_before_a_step(
   before = listing(project.model_dir)
   result = run(project, *flags, TRAIN_STEPS=4)
   assert result.code == 1
-  assert 'The text that this run is trained on has changed' in result.err
+  assert 'The training text has changed' in result.err
   assert 'corpus/a.txt: same size, other bytes' in result.err
   assert listing(project.model_dir) == before
 
@@ -72,7 +72,7 @@ def test_a_file_with_other_times_and_the_same_bytes_is_trained_on(project):
   os.utime(project.folder / 'corpus/a.txt', ns=(0, 10**18))
   result = run(project, TRAIN_STEPS=3)
   assert result.code == 0, result.err
-  assert 'Continuing from' in result.out and 'comparing all of their bytes' in result.err
+  assert 'Continuing from' in result.out and 'comparing all their bytes' in result.err
 
 
 def test_a_checkpoint_from_before_there_was_a_record_continues_and_gets_one(project):

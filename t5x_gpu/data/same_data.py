@@ -73,7 +73,7 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     parameters.append(_PARAMETERS.get(kind) or knob or _NAME)
   parts = f' What differs: {", ".join(dict.fromkeys(kinds))}.' if kinds else ''
   raise DataError(
-    f'The data is not the data that the checkpoint was trained on.{parts}\n  ' + '\n  '.join(wrong),
+    f'The data is not what the checkpoint was trained on.{parts}\n  ' + '\n  '.join(wrong),
     fix='\n'.join([*dict.fromkeys(fixes), 'Or start a new run in another MODEL_DIR.']),
     parameters=dict.fromkeys(parameters or [_NAME]),
     docs='data.md#the-same-data',

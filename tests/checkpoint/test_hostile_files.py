@@ -142,7 +142,7 @@ def index_of(folder: pathlib.Path, *, file: str) -> Index:
 @pytest.mark.parametrize('file', ['../../secret', '/etc/hostname', 'task/../../../secret', 'a\0b'])
 def test_a_prepared_index_may_not_name_files_elsewhere(tmp_path, file):
   index_of(tmp_path, file=file)
-  with pytest.raises(DataError, match='its file is outside of the folder'):
+  with pytest.raises(DataError, match='its file is outside the folder'):
     read_index(tmp_path, split='train')
 
 
@@ -154,7 +154,7 @@ def test_a_prepared_index_of_another_split_or_with_wrong_types_is_refused(tmp_pa
   path = tmp_path / 'train' / 'index.json'
   good = json.loads(path.read_text())
   for change, text in (
-    ({'split': '../../elsewhere'}, "it is of split '../../elsewhere'"),
+    ({'split': '../../elsewhere'}, "it belongs to split '../../elsewhere'"),
     ({'pack': 'yes'}, "is 'yes', not true or false"),
     ({'features': {'x': -1}}, 'not a whole number from 0'),
     ({'members': []}, 'not an object'),

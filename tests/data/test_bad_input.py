@@ -27,7 +27,7 @@ def test_unknown_task_lists_ours_first_and_suggests(open_data):
 
 def test_task_module_that_is_not_there(open_data):
   text = refused(open_data, 'x', mixture_or_task_module='no_such.tasks', error=ConfigError)
-  assert "'no_such.tasks' cannot be imported: there is none" in text
+  assert "'no_such.tasks' cannot be imported: there is no such module" in text
 
 
 def test_task_module_that_needs_something_missing(open_data, tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_task_without_the_feature_that_the_model_takes(open_data):
   text = refused(
     open_data, 'python_source', converter='encoder_decoder', lengths={'inputs': 8, 'targets': 8}
   )
-  assert "'python_source' gives 'targets' alone" in text and "take 'lm'" in text
+  assert "'python_source' gives only 'targets'" in text and "take 'lm'" in text
 
 
 def test_lengths_and_batch_size_are_checked_by_every_module(open_data):
@@ -116,7 +116,7 @@ def test_broken_sentencepiece_file(open_data, tmp_path):
   [
     ('{"text": "a"', 'a.jsonl:1 is not JSON'),
     ('["a"]', 'a.jsonl:1 holds a JSON list'),
-    ('{"body": "a"}', "a.jsonl:1 has no text under key 'text': it has body"),
+    ('{"body": "a"}', "a.jsonl has no column 'text': it has 'body'"),
   ],
 )
 def test_jsonl_with_a_broken_first_line(open_data, tmp_path, first, says):

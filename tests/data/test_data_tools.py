@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data.prepared.index import read_index
-from t5x_gpu.data.prepared.row_stats import RowFacts, pieces
+from t5x_gpu.data.prepared.row_stats import RowStats, pieces
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics.lengths_picture import bins, lengths_table
 from tests.helpers_train import TINY_GIN, run_here
@@ -33,12 +33,12 @@ def run(*argv):
 
 
 def test_a_row_falls_into_its_examples_and_what_is_taught_of_them():
-  found = [(p.example, p.taught, p.text, p.is_first) for p in pieces(ROW, decode=str)]
+  found = [(p.example, p.has_loss, p.text, p.is_first) for p in pieces(ROW, decode=str)]
   assert found == [(1, True, '[5, 6]', True), (2, False, '[7, 8]', True), (2, True, '[9]', False)]
 
 
 def test_facts_of_rows_leave_out_rows_that_only_fill_a_batch():
-  facts = RowFacts()
+  facts = RowStats()
   facts.add(ROW)
   facts.add({name: np.zeros_like(x) for name, x in ROW.items()})
   assert (facts.rows, facts.tokens, facts.positions, facts.padding) == (1, 5, 8, 3 / 8)
@@ -115,7 +115,7 @@ def test_stats_and_bench_of_text_and_what_the_model_takes(tmp_path):
 
 
 def test_check_reads_every_byte(mixed_rows, tmp_path):
-  assert 'every byte as it was written' in run('check', f'prepared:{mixed_rows}')
+  assert 'every byte unchanged' in run('check', f'prepared:{mixed_rows}')
   copied = shutil.copytree(mixed_rows, tmp_path / 'copied')
   shard = copied / 'train' / 'mixed_b' / '00001-of-00002.arrayrecord'
   content = bytearray(shard.read_bytes())
@@ -128,8 +128,8 @@ def test_check_reads_every_byte(mixed_rows, tmp_path):
 @pytest.mark.parametrize(
   'argv, says',
   [
-    (['stats'], 'one of the two'),
-    (['preview', 'a', '--gin_file=b.gin'], 'one of the two'),
+    (['stats'], 'either by --gin_file or as prepared:DIR'),
+    (['preview', 'a', '--gin_file=b.gin'], 'either by --gin_file or as prepared:DIR'),
     (['preview', 'a', '--rows=0'], 'must be positive'),
   ],
 )

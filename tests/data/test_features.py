@@ -42,7 +42,7 @@ def test_batch_size_below_one_is_refused(batch_size):
   'lengths, says',
   [
     ({'targets': 0}, "'targets' has length 0"),
-    ({'targets': 16, 'inputs': 8}, "'inputs' is not a feature.*prefix_lm"),
+    ({'targets': 16, 'inputs': 8}, "'inputs' is not one of its features.*prefix_lm"),
     ({'target': 16}, "'targets' has no length. Did you mean 'target'"),
   ],
 )
@@ -68,7 +68,7 @@ def test_rows_with_one_label_are_not_packed():
 
 @pytest.mark.parametrize('num_classes', [None, 1])
 def test_one_class_is_none(num_classes):
-  with pytest.raises(DataError, match=f'num_classes = {num_classes} classes'):
+  with pytest.raises(DataError, match=f'num_classes = {num_classes};'):
     spec('encoder_classification', {'inputs': 8}, pack=False, num_classes=num_classes)
 
 

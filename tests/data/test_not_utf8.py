@@ -5,7 +5,7 @@ import gzip
 import numpy as np
 import pytest
 
-from t5x_gpu.data.sources import seqio_sources
+from t5x_gpu.data.sources import text_readers
 from t5x_gpu.data.tasks import builtin as tasks
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError
@@ -71,7 +71,7 @@ def test_replacing_is_asked_for_counted_and_part_of_what_the_data_is(
 ):
   path = tmp_path / 'a.txt'
   path.write_bytes(with_latin1_at(30, 31, 32, 33, 390))
-  task = getattr(tasks, kind)(f'{path}#errors=replace')
+  task = tasks.PATTERN_TASKS[kind](f'{path}#errors=replace')
   for _ in range(2):
     found = [
       bytes(np.array([i - 3 for i in e['targets'] if i > 2], np.uint8)).decode()
@@ -93,7 +93,7 @@ def test_what_can_be_asked_for(open_data, text_folder):
       'source of text_files'
     ]
   )
-  with pytest.raises(DataError, match="#errors=replce is not known. Did you mean 'replace'"):
+  with pytest.raises(DataError, match="Unknown #errors=replce. Did you mean 'replace'"):
     open_data(f'text_files:{text_folder}#errors=replce')
 
 
@@ -101,7 +101,9 @@ def test_carriage_returns_that_are_left_out_are_reported(open_data, tmp_path, ca
   (tmp_path / 'a.txt').write_bytes(b'one line\r\n' * 200)
   (tmp_path / 'b.txt').write_bytes(b'another line\n' * 200)
   open_data(f'text_files:{tmp_path}/*.txt')
-  assert '1 of 2 files have carriage returns (\\r), which are left out of the text: ' in caplog.text
+  assert (
+    '1 of 2 files have carriage returns (\\r), which are dropped from the text: ' in caplog.text
+  )
 
 
 def test_exactly_what_python_decodes_is_taken_for_utf8():
@@ -129,7 +131,7 @@ def test_exactly_what_python_decodes_is_taken_for_utf8():
     b'\xc0\x80',
   ]
   cases = [a + b + c for a in parts for b in parts for c in parts]
-  got = tf.strings.regex_full_match(tf.constant(cases), seqio_sources._UTF8).numpy()
+  got = tf.strings.regex_full_match(tf.constant(cases), text_readers._UTF8).numpy()
 
   def decodes(text):
     try:

@@ -155,7 +155,7 @@ def test_a_stopped_preparation_keeps_what_is_finished_and_ends_as_if_it_had_not_
   whole, stopped = tmp_path / 'whole', tmp_path / 'stopped'
   prepare_here('mixed_b', whole, num_parts=4)
   assert prepare_here('mixed_b', stopped, num_parts=4, stop_after=3) is None
-  with pytest.raises(DataError, match='not finished: 3 shards are'):
+  with pytest.raises(DataError, match='not finished: it has 3 complete shards'):
     read_index(stopped, split='train')
   first = files_of(stopped)
   times = {p: p.stat().st_mtime_ns for p in stopped.rglob('*.arrayrecord')}
@@ -214,7 +214,7 @@ def test_two_at_once_are_told_apart(copied):
     holder.stdin.write(b'x\n')
     holder.stdin.flush()
     assert holder.stdout.readline() == b'x\n'  # flock has the lock before it starts cat
-    with pytest.raises(DataError, match='Another process prepares'):
+    with pytest.raises(DataError, match='Another process is preparing'):
       prepare_here('mixed', copied)
   finally:
     holder.communicate()
@@ -224,7 +224,7 @@ def test_two_at_once_are_told_apart(copied):
 @pytest.mark.slow  # as the one of the checkpoints, which is in make test
 def test_a_full_disk_is_named_and_the_finished_shards_stay(tmp_path):
   with small_disk(tmp_path / 'disk', size='200k') as disk:
-    with pytest.raises(DataError, match='No space left on device.*The shards that are finished'):
+    with pytest.raises(DataError, match='No space left on device.*Finished shards are kept'):
       prepare_here('mixed', disk / 'rows', num_parts=1)
     kept = files_of(disk / 'rows')
     assert len(kept) == 1 and not list(disk.rglob('*.partial'))

@@ -35,9 +35,9 @@ def test_the_same_facts_are_the_same_data():
       'the lengths',
       "Set TASK_FEATURE_LENGTHS = {'targets': 32}",
     ),
-    ('vocabulary of targets', 'x', 'the tokenizer', 'Bring back the vocabulary'),
-    ('source of a', {'files': 4}, 'the data version', 'Bring back the files'),
-    ('rows of b', {'rows': 8}, 'the data version', 'Bring back the prepared folder'),
+    ('vocabulary of targets', 'x', 'the tokenizer', 'Restore the earlier vocabulary'),
+    ('source of a', {'files': 4}, 'the data version', 'Restore the earlier files'),
+    ('rows of b', {'rows': 8}, 'the data version', 'Restore the earlier prepared folder'),
     (
       'feature_converter',
       'encoder_classification_with_types',

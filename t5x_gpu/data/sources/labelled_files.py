@@ -203,7 +203,11 @@ def _jsonl(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:
     for number, line in enumerate(f, 1):
       if line.strip():
         where = f'{path}:{number}'
-        yield json_object(line, where=where), where
+        try:
+          record = json_object(line, where=where)
+        except DataError as e:
+          _refuse(e.what, fix=e.fix)
+        yield record, where
 
 
 def _parquet(path: str, columns: Optional[LabelColumns]) -> Iterator[_Record]:

@@ -62,7 +62,7 @@ def _task(
     except Exception as e:  # pyarrow and array_record each have their own
       raise DataError(
         f'{judged} cannot be read as {form.name}: {first_line(e)[:200]}',
-        fix=f'Point {name}: at files of that form.',
+        fix=f'Get the file again, or point {name}: at files of that form.',
         parameters=NAME,
       ) from e
     if names:

@@ -155,7 +155,7 @@ def test_processes_see_one_batch_and_each_reads_its_rows_alone(mixed_rows, open_
       "feature_converter: prepared with 'lm'",
     ),
     ({'vocabulary': 'words:300'}, 'vocabulary: prepared with byte'),
-    ({'vocab_size': 200}, 'ids up to 258, the model knows 200'),
+    ({'vocab_size': 200}, 'ids up to 258, the model has 200 ids'),
   ],
 )
 def test_another_model_is_refused_with_what_to_prepare(mixed_rows, open_data, change, says):
@@ -210,7 +210,7 @@ def test_fewer_rows_than_a_batch_train_with_a_warning_and_evaluate_once(
   assert index.rows < 64
   with caplog.at_level(logging.WARNING):
     batch = next(open_data(f'prepared:{tmp_path}', batch_size=64).iterator)
-  assert f'has {index.rows} rows, a batch takes 64' in caplog.text
+  assert f'has {index.rows} rows, fewer than the 64 of a batch' in caplog.text
   assert batch['decoder_loss_weights'].any(axis=1).all()
   assert len(list(open_data(f'prepared:{tmp_path}', batch_size=64, repeat=False).iterator)) == 1
 

@@ -93,8 +93,8 @@ ROWS = {'a': 7, 'b': 3, 'c': 0}
     ({'ab': 1}, "names 'ab'.*Did you mean"),
     ({'a': -1, 'b': 2}, "'a': -1"),
     ({'a': float('nan')}, 'nan'),
-    ({'a': 0, 'b': 0}, 'not all of them 0'),
-    ({}, 'not all of them 0'),
+    ({'a': 0, 'b': 0}, 'at least one is above 0'),
+    ({}, 'at least one is above 0'),
     (None, "'c' has no rows"),
   ],
 )

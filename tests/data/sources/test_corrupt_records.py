@@ -11,7 +11,7 @@ import pytest
 from tensorflow.python.data.ops import iterator_ops
 
 from t5x_gpu.data import seqio_batches
-from t5x_gpu.data.sources import corrupt_records, line_formats
+from t5x_gpu.data.sources import corrupt_records, line_formats, record_formats
 from t5x_gpu.data.sources.column_formats import ARROW
 from t5x_gpu.data.tasks import builtin as tasks
 from t5x_gpu.data.tf_runtime import seqio, tf
@@ -55,7 +55,7 @@ def test_damage_up_to_the_bound_is_left_out_counted_and_reported(open_data, tmp_
   want = {f'good {i}' for i in range(1, 401)} - {f'good {i}' for i in (7, 300, 301, 390)}
   assert collections.Counter(found) == collections.Counter(want)
   assert 'a.jsonl:7 is not JSON' in caplog.text
-  assert 'a.jsonl: 4 of 400 records are damaged and left out' in caplog.text
+  assert 'a.jsonl: skipped 4 damaged records of 400' in caplog.text
 
 
 def test_one_more_than_the_bound_stops_and_computes_the_fix(open_data, tmp_path):
@@ -146,12 +146,12 @@ def test_a_tfrecord_that_has_changed_is_counted_and_read_past(tmp_path):
   write_form('tfrecord', tmp_path, [{'text': f'row {i:03d}'} for i in range(200)])
   path = tmp_path / 'part.tfrecord'
   path.write_bytes(path.read_bytes().replace(b'row 100', b'row 700'))
-  rows = list(line_formats.TFRECORD.rows(str(path), ['text'], 0))
+  rows = list(record_formats.TFRECORD.rows(str(path), ['text'], 0))
   assert 'record 101 has changed' in rows[100].what
   assert [row for row in rows if row is not rows[100]] == [
     (f'row {i:03d}'.encode(),) for i in range(200) if i != 100
   ]
-  assert list(line_formats.TFRECORD.rows(str(path), ['text'], 150)) == rows[150:]
+  assert list(record_formats.TFRECORD.rows(str(path), ['text'], 150)) == rows[150:]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, form):
 
 def test_text_with_a_byte_order_mark_is_read_without_it(tmp_path):
   (tmp_path / 'a.txt').write_bytes(codecs.BOM_UTF8 + b'one\n')
-  task = tasks.text_lines(f'{tmp_path}/*.txt')
+  task = tasks.PATTERN_TASKS['text_lines'](f'{tmp_path}/*.txt')
   found = [
     x['targets']
     for split in ('train', 'validation')
@@ -174,7 +174,7 @@ def test_text_with_a_byte_order_mark_is_read_without_it(tmp_path):
   assert found == [b'one']
   (tmp_path / 'b.txt').write_bytes('two'.encode('utf-16'))
   with pytest.raises(DataError, match='b.txt is UTF-16 text'):
-    tasks.text_lines(f'{tmp_path}/*.txt')
+    tasks.PATTERN_TASKS['text_lines'](f'{tmp_path}/*.txt')
 
 
 def test_an_arrow_file_without_rows_has_its_columns(tmp_path):
@@ -202,7 +202,7 @@ def test_damage_leaves_no_iterator_and_calls_no_good_file_empty(open_data, tmp_p
       batch_size=800,
       repeat=False,
     )
-  assert 'holds no record' not in caplog.text
+  assert 'has 0 records' not in caplog.text
   gc.collect()
   assert error and len(iterators()) <= len(before)
 
@@ -220,7 +220,7 @@ def test_a_file_that_breaks_off_is_an_error_under_any_bound(open_data, tmp_path,
     _cut(path)
   with pytest.raises(DataError, match='cannot be read') as e:
     read_all(open_data, name, max_corrupt_fraction=1.0)
-  assert 'get the file anew' in e.value.fix.lower()
+  assert 'get the file again' in e.value.fix.lower()
 
 
 def test_empty_files_and_empty_shards_are_skipped_with_a_count(open_data, tmp_path, caplog):
@@ -230,7 +230,7 @@ def test_empty_files_and_empty_shards_are_skipped_with_a_count(open_data, tmp_pa
   with caplog.at_level(logging.WARNING):
     assert len(read_all(open_data, name)) == 40
   assert '1 of the 3 files' in caplog.text and 'are empty and are skipped' in caplog.text
-  assert 'header.csv holds no record and is skipped' in caplog.text
+  assert 'header.csv has 0 records and is skipped' in caplog.text
 
 
 def test_an_empty_compressed_file_is_skipped(open_data, tmp_path):
@@ -242,7 +242,7 @@ def test_an_empty_compressed_file_is_skipped(open_data, tmp_path):
 def test_a_bound_that_nothing_would_keep_is_refused(open_data):
   with pytest.raises(DataError, match='does not count damaged records'):
     open_data('python_source', max_corrupt_fraction=0.1)
-  with pytest.raises(DataError, match='is no share'):
+  with pytest.raises(DataError, match='is not between 0 and 1'):
     open_data('python_source', max_corrupt_fraction=5)
 
 

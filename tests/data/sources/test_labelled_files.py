@@ -116,7 +116,7 @@ def test_a_row_without_a_label_or_a_text_is_named(tmp_path, form, label):
     ('{"text": ', 'jsonl:2 is not JSON'),
     ('{"text": "\\ud800", "label": "x"}', "jsonl:2 has half of a surrogate pair in 'text'"),
     ('[' * 100_000, 'jsonl:2 is not JSON'),
-    ('{"text": "b", "label": "x"}', "All 2 rows for training have the label 'x'"),
+    ('{"text": "b", "label": "x"}', "All 2 training rows have the label 'x'"),
   ],
 )
 def test_flaws_of_json_lines_are_named(tmp_path, line, says):
@@ -140,7 +140,7 @@ def test_files_that_are_something_else_are_named(tmp_path):
 @pytest.mark.parametrize(
   'spelled, says',
   [
-    ('data/*.csv', 'does not say what form the files have'),
+    ('data/*.csv', 'does not name the form of the files'),
     ('jsonk:data/*', "Did you mean 'jsonl'"),
     ('csv:data/*#text=a', 'does not choose a text and a label'),
     ('csv:data/*#text=a,labels=b', "Did you mean 'label'"),

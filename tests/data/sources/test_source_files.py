@@ -102,7 +102,9 @@ def test_a_touched_file_without_a_hash_is_refused_with_what_to_do(folder):
   record = files(folder).to_json()
   os.utime(folder / 'large.txt', ns=(0, 10**18))
   text = refusal(folder, record)
-  assert '1 source files have been written or copied' in text and 'has no sha256 of them' in text
+  assert (
+    '1 source files have been written or copied' in text and 'does not have their sha256' in text
+  )
   assert 'cp -a' in text and 'delete model/source_files.json' in text
 
 
@@ -117,7 +119,7 @@ def test_a_file_written_to_during_the_run_is_reported_and_refused(folder, tmp_pa
   overwrite(folder / 'large.txt', at=200_000)
   with run.kept_in(tmp_path):
     deadline = time.monotonic() + 60
-    while 'has been written to since this run began' not in caplog.text:
+    while 'has changed since this run began' not in caplog.text:
       assert time.monotonic() < deadline
       time.sleep(0.002)
   assert 'large.txt' in refusal(folder, (tmp_path / NAME).read_bytes())

@@ -97,7 +97,7 @@ def test_no_metrics_are_no_error_where_they_are_not_required():
   synthetic = dataclasses.replace(CONFIG, module='t5x_gpu.data.synthetic')
   assert not open_evaluated_tasks(synthetic, required=False)
   assert open_task_names(synthetic) == ('turned',)
-  with pytest.raises(ConfigError, match='come from no task'):
+  with pytest.raises(ConfigError, match='do not come from a task'):
     open_evaluated_tasks(synthetic)
 
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from t5x_gpu.data import seqio_batches
-from t5x_gpu.data.sources import discovery, seqio_sources
+from t5x_gpu.data.sources import discovery, text_readers
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.tasks import builtin as tasks
+from t5x_gpu.data.tasks import tables
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.errors import DataError
 from tests.helpers_tfds import tfds_data_dir, write_tfds
@@ -46,7 +47,7 @@ def test_python_source_holds_whole_files():
 
 
 def test_long_documents_are_cut_into_pieces_and_end_in_one_eos(text_folder):
-  task = tasks.text_files(f'{text_folder}/6.txt')  # 300 lines.
+  task = tasks.PATTERN_TASKS['text_files'](f'{text_folder}/6.txt')  # 300 lines.
   pieces = [
     e['targets']
     for split in ('train', 'validation')
@@ -62,27 +63,27 @@ def test_long_documents_are_cut_into_pieces_and_end_in_one_eos(text_folder):
 def test_a_document_ends_once_whatever_its_number_of_lines(num_lines, tmp_path):
   path = tmp_path / 'a.txt'
   path.write_text('b\n' * num_lines)
-  spans = list(seqio_sources.read_spans(tf.constant(str(path)), tf.constant(0)).as_numpy_iterator())
+  spans = list(text_readers.read_spans(tf.constant(str(path)), tf.constant(0)).as_numpy_iterator())
   assert b''.join(span['targets'] for span in spans) == path.read_bytes()
   assert [bool(span['document_end']) for span in spans] == [False] * (len(spans) - 1) + [True]
 
 
 def test_text_lines_has_a_document_per_line(text_folder):
-  task = tasks.text_lines(f'{text_folder}/*.txt')
+  task = tasks.PATTERN_TASKS['text_lines'](f'{text_folder}/*.txt')
   got = texts(task) + texts(task, 'validation')
   want = [line for path in text_folder.iterdir() for line in path.read_text().splitlines()]
   assert sorted(got) == sorted(want)
 
 
 def test_hash_split_puts_about_one_in_twenty_into_validation(text_folder):
-  task = tasks.text_lines(f'{text_folder}/*.txt')
+  task = tasks.PATTERN_TASKS['text_lines'](f'{text_folder}/*.txt')
   assert 20 <= len(examples(task, 'validation')) <= 70  # of 843
 
 
 def test_jsonl_with_text_is_a_language_model_task(tmp_path):
   lines = [{'text': f'document {i} \u00e9', 'meta': i} for i in range(60)]
   (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n\n')
-  task = tasks.jsonl(str(tmp_path / 'a.jsonl'))
+  task = tables.PATTERN_TASKS['jsonl'](str(tmp_path / 'a.jsonl'))
   assert set(task.output_features) == {'targets'}
   assert sorted(texts(task) + texts(task, 'validation')) == sorted(x['text'] for x in lines)
 
@@ -90,7 +91,7 @@ def test_jsonl_with_text_is_a_language_model_task(tmp_path):
 def test_jsonl_with_inputs_and_targets_is_supervised(tmp_path):
   lines = [{'inputs': f'question {i}', 'targets': f'answer {i}'} for i in range(60)]
   (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, lines)))
-  task = tasks.jsonl(str(tmp_path / '*.jsonl'))
+  task = tables.PATTERN_TASKS['jsonl'](str(tmp_path / '*.jsonl'))
   assert sorted(
     texts(task, feature='inputs') + texts(task, 'validation', feature='inputs')
   ) == sorted(x['inputs'] for x in lines)

@@ -103,7 +103,7 @@ def test_split_does_not_depend_on_where_the_library_lies_or_its_order():
 
 def test_library_without_source_is_named(monkeypatch):
   monkeypatch.setattr(classification, 'PACKAGES', ('json', 'nosuch'))
-  with pytest.raises(DataError, match='too little source of: nosuch'):
+  with pytest.raises(DataError, match='fewer than two source files of: nosuch'):
     classification.package_files()
 
 
@@ -142,7 +142,7 @@ def test_classification_resumes_exactly(opened):
 
 
 def test_data_with_more_classes_than_the_model_is_refused(opened):
-  with pytest.raises(DataError, match='has 16 classes .* the model tells 2 apart') as e:
+  with pytest.raises(DataError, match='has 16 classes .* the model has num_classes = 2') as e:
     opened('python_source_classification')
   assert 'num_classes to 16' in e.value.fix
 
@@ -150,7 +150,7 @@ def test_data_with_more_classes_than_the_model_is_refused(opened):
 def test_task_with_labels_is_no_language_model(open_data):
   with pytest.raises(DataError, match='encoder_classification'):
     open_data('python_source_classification')
-  with pytest.raises(DataError, match="'inputs' and 'label'; 'python_source' gives 'targets'"):
+  with pytest.raises(DataError, match="'inputs' and 'label'; 'python_source' gives only 'targets'"):
     open_data(
       'python_source', converter=CONVERTER, lengths={'inputs': 8}, pack=False, num_classes=2
     )
@@ -182,7 +182,7 @@ def test_cola_files_are_split_by_their_names_and_labelled_by_their_meaning(tmp_p
     ('a\t1\t\tFine.\n\nb\t2\t\tTwo.\n', "train.tsv:3 has the label '2'"),
     ('a\t1\t\t \n', 'train.tsv:1 has no text'),
     ('\n\n', 'train.tsv has no rows'),
-    ('a\t1\t\tFine.\nb\t1\t\tFine too.\n', "All 2 rows for training have the label 'acceptable'"),
+    ('a\t1\t\tFine.\nb\t1\t\tFine too.\n', "All 2 training rows have the label 'acceptable'"),
     (b'a\t1\t\t\xff\n', 'train.tsv is not UTF-8'),
   ],
 )
@@ -260,7 +260,7 @@ def test_csv_without_a_file_for_validation_holds_one_row_in_twenty_back(tmp_path
     ('text,lable\na,0\n', "train.csv:1 has no column 'label': it has 'text', 'lable'. Did you"),
     ('text,label\n', 'train.csv has no rows'),
     ('\n\n', 'train.csv has no rows'),
-    ('text,label\na,0\nb,0\n', "All 2 rows for training have the label '0'"),
+    ('text,label\na,0\nb,0\n', "All 2 training rows have the label '0'"),
   ],
 )
 def test_flaws_of_csv_files_are_named(tmp_path, text, says):
@@ -281,7 +281,7 @@ def test_names_that_say_a_split_for_some_files_only_are_refused(tmp_path):
   assert 'more.csv' in refused(f'imdb_csv:{tmp_path}/*.csv')
   (tmp_path / 'train.csv').rename(tmp_path / 'dev.csv')
   (tmp_path / 'more.csv').unlink()
-  assert 'No file is for training: dev.csv' in refused(f'imdb_csv:{tmp_path}/*.csv')
+  assert 'There is no file for training: dev.csv' in refused(f'imdb_csv:{tmp_path}/*.csv')
 
 
 def test_a_changed_file_is_read_again(tmp_path):
@@ -304,7 +304,7 @@ seqio.TaskRegistry.add('hidden_labels', source=seqio.FunctionDataSource(hidden, 
 """)
   monkeypatch.syspath_prepend(str(tmp_path))
   assert 'tasks_with_hidden_labels' not in sys.modules
-  with pytest.raises(DataError, match='labels from -1 to 0; the model tells 2 classes apart'):
+  with pytest.raises(DataError, match='labels from -1 to 0; the model has 2 classes'):
     opened('hidden_labels', mixture_or_task_module='tasks_with_hidden_labels')
   assert data_module.open_class_names(config('hidden_labels')) is None
   assert data_module.open_class_names(config('x', module='t5x_gpu.data.synthetic')) is None

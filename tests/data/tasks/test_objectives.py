@@ -104,7 +104,7 @@ def test_spans_fall_everywhere_and_have_the_mean_length():
 
 
 def test_too_few_sentinels_and_too_short_lengths_are_refused():
-  with pytest.raises(DataError, match='171 spans to hide, and .* has 100 sentinels'):
+  with pytest.raises(DataError, match='171 masked spans, but .* has 100 sentinels'):
     corrupted([[5] * 9], {'inputs': 3072, 'targets': 2048})
   with pytest.raises(DataError, match='has 0 sentinels'):
     corrupted([[5] * 9], T5, vocabulary=vocabularies.named_vocabulary('byte'))
@@ -159,7 +159,7 @@ def test_what_is_hidden_depends_on_seed_and_number_alone(objective):
 
 
 def test_vocabulary_without_a_mask_is_refused():
-  with pytest.raises(DataError, match='no id that hides a token'):
+  with pytest.raises(DataError, match='no id for masked tokens'):
     masked([[5] * 9], vocabulary=vocabularies.named_vocabulary('byte'))
 
 
@@ -248,8 +248,8 @@ def test_second_epoch_hides_other_tokens(open_data, tmp_path):
   'name, says',
   [
     ('mlm:python_sauce', "Did you mean 'python_source'"),
-    ('mlm:wmt_ende', "cannot hide parts of 'wmt_ende'"),
-    ('span_corruption:text_files', "cannot hide parts of 'text_files'"),
+    ('mlm:wmt_ende', "cannot mask parts of 'wmt_ende'"),
+    ('span_corruption:text_files', "cannot mask parts of 'text_files'"),
     ('span_corruption:text_files:/no/such/*.txt', 'No file matches'),
   ],
 )
@@ -260,7 +260,7 @@ def test_objectives_of_no_text_are_refused(name, says):
 
 def test_objective_of_pairs_is_refused(tmp_path):
   (tmp_path / 'a.jsonl').write_text(json.dumps({'inputs': 'a', 'targets': 'b'}))
-  with pytest.raises(DataError, match='makes both from one text'):
+  with pytest.raises(DataError, match='makes both from a single text'):
     task_lookup.lookup(batches.DatasetConfig(f'mlm:jsonl:{tmp_path}/a.jsonl', {}, 'train', 1))
 
 

@@ -217,7 +217,7 @@ def test_batches_have_the_tokenizers_own_ids_and_lose_none(open_data, gpt2, tmp_
   facts = opened.iterator.describe()
   assert facts['vocabulary of targets'].startswith('huggingface:tokenizer.json (')
   assert facts['vocabulary of targets'].endswith(f', {size} ids')
-  rows = row_stats.RowFacts()
+  rows = row_stats.RowStats()
   for _text, row in zip(got, map(np.asarray, got)):
     rows.add({'decoder_target_tokens': row, 'decoder_loss_weights': row < size})
     [piece] = row_stats.pieces(
@@ -351,7 +351,10 @@ def test_same_files_are_the_same_vocabulary(bert, t5):
       "tokenizer.json' does not exist .*; the folder holds tokenizer_config.json",
     ),
     (lambda folder: (folder / 'tokenizer.json').write_text('{"model": '), 'cannot be read as a'),
-    (lambda folder: (folder / 'tokenizer_config.json').write_text('[1'), 'not what save_pre'),
+    (
+      lambda folder: (folder / 'tokenizer_config.json').write_text('[1'),
+      'does not have the form that save_pre',
+    ),
     (
       lambda folder: (folder / 'tokenizer_config.json').write_text('{"eos_token": "</end>"}'),
       "has no id for '</end>' .eos_token",
@@ -368,7 +371,7 @@ def test_broken_tokenizers_are_named(bert, break_it, says):
 def test_tokenizer_without_an_end_is_named_where_an_end_is_needed(bert, open_data, tmp_path):
   (bert / 'tokenizer_config.json').unlink()
   (tmp_path / 'a.txt').write_text('hello\n' * 9)
-  with pytest.raises(DataError, match='no id that ends a text'):
+  with pytest.raises(DataError, match='no end-of-text id'):
     open_data(
       f'mlm:text_lines:{tmp_path}/a.txt',
       converter='encoder_mlm',
@@ -376,7 +379,7 @@ def test_tokenizer_without_an_end_is_named_where_an_end_is_needed(bert, open_dat
       vocabulary=f'huggingface:{bert}',
       lengths={'inputs': 12, 'targets': 12},
     )
-  with pytest.raises(DataError, match='no id that ends a text'):
+  with pytest.raises(DataError, match='no end-of-text id'):
     open_data(f'text_lines:{tmp_path}/a.txt', vocabulary=f'huggingface:{bert}', vocab_size=400)
 
 

@@ -1,0 +1,142 @@
+"""A custom data module is checked against the `DataModule` protocol before anything compiles."""
+
+import pytest
+
+from t5x_gpu.data import batches, data_module, features
+from t5x_gpu.errors import ConfigError
+from tests.helpers_train import Project
+
+COMPLETE = """
+import json
+import numpy as np
+from t5x_gpu.errors import DataError
+
+class Counting:
+  '''Batch t is a function of t.'''
+
+  def __init__(self, spec, num_batches):
+    self.spec, self.num_batches, self.step = spec, num_batches, 0
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    batch = self.peek()
+    self.step += 1
+    return batch
+
+  def peek(self):
+    if self.step == self.num_batches:
+      raise StopIteration
+    return {
+      name: np.full(shape, 1 + self.step % 7, self.spec.dtypes[name])
+      for name, shape in self.spec.shapes.items()
+    }
+
+  def get_state(self):
+    return json.dumps(self.step).encode()
+
+  def set_state(self, state):
+    self.step = json.loads(state)
+
+  def describe(self):
+    return {'task': 'counting'}
+
+  def close(self):
+    pass
+
+def open_batches(config, *, spec, feature_converter, repeat=True):
+  return Counting(spec, None if repeat else 2)
+"""
+WITHOUT_OPEN_BATCHES = COMPLETE.replace('def open_batches(', 'def open_batch(')
+WITHOUT_REPEAT = COMPLETE.replace('feature_converter, repeat=True', 'feature_converter').replace(
+  'None if repeat else 2', 'None'
+)
+
+
+@pytest.fixture(name='write')
+def _write(tmp_path, monkeypatch, request):
+  """Writes a module; returns the name under which it can be imported."""
+  monkeypatch.syspath_prepend(str(tmp_path))
+
+  def write(text):
+    name = f'my_batches_{abs(hash((text, request.node.name)))}'
+    (tmp_path / f'{name}.py').write_text(text)
+    return name
+
+  return write
+
+
+def opened(module, function=data_module.open_batches, **options):
+  config = batches.DatasetConfig('counting', {'targets': 8}, 'train', 2, module=module)
+  spec = features.batch_spec(
+    'lm', task_feature_lengths={'targets': 8}, batch_size=2, pack=True, vocab_size=64
+  )
+  return function(config, spec=spec, feature_converter='lm', **options)
+
+
+@pytest.mark.parametrize(
+  'text, says',
+  [
+    (
+      WITHOUT_OPEN_BATCHES,
+      'it has no function open_batches(config, *, spec, feature_converter, repeat). '
+      "Did you mean 'open_batch'?",
+    ),
+    (
+      WITHOUT_REPEAT,
+      'open_batches cannot be called as open_batches(config, *, spec, feature_converter, '
+      "repeat): got an unexpected keyword argument 'repeat'",
+    ),
+    (
+      COMPLETE + 'def vocabulary(config):\n  pass\n',
+      'vocabulary cannot be called as vocabulary(config, *, feature_converter)',
+    ),
+  ],
+)
+def test_what_is_missing_or_cannot_be_called_is_named(write, text, says):
+  name = write(text)
+  with pytest.raises(ConfigError) as error:
+    opened(name)
+  assert f'{name!r} is not a data module' in str(error.value)
+  assert says in str(error.value) and 'See docs/' in str(error.value)
+
+
+def test_an_iterator_that_lacks_methods_is_refused(write):
+  name = write(COMPLETE.replace('def peek', 'def _peek').replace('self.peek', 'self._peek'))
+  with pytest.raises(ConfigError, match='returned a Counting, which lacks peek'):
+    opened(name)
+
+
+def test_functions_that_are_left_out_are_errors_only_where_they_are_needed(write):
+  name = write(COMPLETE)
+  assert next(opened(name))['decoder_target_tokens'].shape == (2, 8)
+  config = batches.DatasetConfig('counting', {'targets': 8}, 'train', 2, module=name)
+  assert data_module.open_class_names(config) is None
+  assert data_module.open_task_names(config) == ('counting',)
+  with pytest.raises(ConfigError, match='have no text'):
+    data_module.open_vocabulary(config, feature_converter='lm')
+  with pytest.raises(ConfigError, match="no function 'prompt_text'"):
+    data_module.open_prompt_text(config)
+  with pytest.raises(ConfigError, match='nothing to prepare'):
+    opened(name, data_module.open_preparation)
+
+
+def test_our_modules_have_the_functions_of_the_protocol():
+  for module in ('seqio_batches', 'synthetic', 'prepared.batches'):
+    config = batches.DatasetConfig('x', {}, 'train', 1, module=f't5x_gpu.data.{module}')
+    data_module.import_modules(config)
+
+
+def test_a_run_is_refused_before_it_compiles_and_a_complete_module_trains(
+  write, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  project = Project(tmp_path)
+  refused = project.run(DATA_MODULE=write(WITHOUT_OPEN_BATCHES))
+  assert refused.code == 1 and 'it has no function open_batches(' in refused.err
+  assert 'Traceback' not in refused.err and 'step' not in refused.out
+  assert not project.model_dir.exists()
+  trained = project.run(DATA_MODULE=write(COMPLETE), TRAIN_STEPS=2)
+  assert trained.code == 0, trained.err
+  assert (project.model_dir / 'checkpoint_2').is_dir()
