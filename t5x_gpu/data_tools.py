@@ -297,9 +297,7 @@ def bench(
   verdict = (
     'enough'
     if speed.tokens_per_second > takes
-    else 'too slow, the model would wait. Prepare the data (docs/data.md)'
-    if data.index is None
-    else 'too slow, the model would wait'
+    else 'too slow, the model would wait' + ('' if data.index else '. Prepare it (docs/data.md)')
   )
   console.print(
     f'The model takes {takes:,.0f} tokens/s ({source}), '

@@ -74,7 +74,7 @@ def test_task_without_the_feature_that_the_model_takes(open_data):
   text = refused(
     open_data, 'python_source', converter='encoder_decoder', lengths={'inputs': 8, 'targets': 8}
   )
-  assert "'python_source' gives only 'targets'" in text and "take 'lm'" in text
+  assert "'python_source' gives only 'targets'" in text and "use 'lm'" in text
 
 
 def test_lengths_and_batch_size_are_checked_by_every_module(open_data):

@@ -99,7 +99,7 @@ def test_what_is_missing_or_cannot_be_called_is_named(write, text, says):
   with pytest.raises(ConfigError) as error:
     opened(name)
   assert f'{name!r} is not a data module' in str(error.value)
-  assert says in str(error.value) and 'See docs/' in str(error.value)
+  assert says in str(error.value) and 'See docs/add_a_data_source.md' in str(error.value)
 
 
 def test_an_iterator_that_lacks_methods_is_refused(write):
