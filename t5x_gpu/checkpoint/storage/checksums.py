@@ -293,7 +293,8 @@ def check_restored(tree: Any, manifest: Mapping[str, Any], *, step: int, prefix:
   want = recorded(manifest)
   if not want:
     _log.info(
-      'checkpoint_%d is from before checkpoints had checksums: its values are not checked.', step
+      'checkpoint_%d has no checksums, as an older version wrote it: its values are not checked.',
+      step,
     )
     return
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
