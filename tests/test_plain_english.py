@@ -66,10 +66,7 @@ NOT_YET: set[str] = {
   'scripts/prepare_pile.py',
   't5x_gpu/cli.py',
   't5x_gpu/config',
-  't5x_gpu/data',
-  't5x_gpu/data_tools.py',
   't5x_gpu/launch.py',
-  't5x_gpu/prepare.py',
   't5x_gpu/runtime',
   'tests',
 }
