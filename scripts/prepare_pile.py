@@ -58,11 +58,11 @@ def documents(
           record = json.loads(line)
           text, name = record['text'], record.get('meta', {}).get('pile_set_name', '')
           if not isinstance(text, str) or not isinstance(name, str):
-            raise TypeError('its text or pile_set_name is no text')
+            raise TypeError('its text or pile_set_name is not a string')
         except (ValueError, TypeError, KeyError, AttributeError) as e:
           damaged.append(
             DataError(
-              f'{path}:{number} is no document of The Pile: {type(e).__name__}: {e}.',
+              f'{path}:{number} is not a document of The Pile: {type(e).__name__}: {e}.',
               fix='Remove that line.',
             )
           )

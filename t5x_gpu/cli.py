@@ -19,7 +19,7 @@ EXAMPLES = """examples:
   {prog} --gin_file=my.gin --gin.train/DatasetConfig.batch_size=8 --dry_run
 
 --gin.X=VALUE sets any macro (BATCH_SIZE), parameter (Partitioner.num_partitions) or scoped
-parameter (train/DatasetConfig.batch_size), after all gin files. Text needs no quotes; numbers,
+parameter (train/DatasetConfig.batch_size), after all gin files. Text may be unquoted; numbers,
 True, None, [1, 2], %MACRO and @module.name() mean the same as in gin. To see where a value is set:
   python -m t5x_gpu.config explain BATCH_SIZE --gin_file=my.gin
 """

@@ -10,7 +10,7 @@ from t5x_gpu.config.provenance import Provenance
 from t5x_gpu.errors import ConfigError
 
 PROG = 'python -m t5x_gpu.config'
-DESCRIPTION = 'Says where the values of a run come from and what they overrode; runs nothing.'
+DESCRIPTION = 'Shows where the values of a run come from and what they override; runs nothing.'
 EXAMPLES = """examples:
   {prog} explain BATCH_SIZE --gin_file=my.gin       one value; part of a name is enough
   {prog} show --gin_file=my.gin --gin.BATCH_SIZE=8  all values
@@ -25,7 +25,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     '--entry',
     default=gin_loader.ENTRY,
     metavar='MODULE.FUNCTION',
-    help='what the configuration is for (default: %(default)s)',
+    help='function that the configuration is for (default: %(default)s)',
   )
 
 
@@ -44,7 +44,7 @@ def main(argv: Optional[list[str]] = None) -> Optional[int]:
   if len(names) != wanted:
     raise ConfigError(
       f'{command} takes {wanted} name(s), got {len(names)}: {" ".join(names)}',
-      fix=f'{PROG} --help shows how it is used.',
+      fix=f'{PROG} --help shows the usage.',
     )
   if command != 'diff' and not args.gin_files:
     raise ConfigError('No --gin_file is given.', fix=f'{PROG} {command} ... --gin_file=FILE')

@@ -1,8 +1,8 @@
-"""Look at this machine before a run does: `python -m t5x_gpu.doctor`.
+"""Check this machine before a run: `python -m t5x_gpu.doctor`.
 
-One line per check, ok, warn or FAIL, with what was found and what to do. Exit code 1 if any failed.
-Started once per process of a run (srun, mpirun, ...), it looks at every host, and measures the
-links between them: process 0 tells everything, the others what is not ok.
+Prints one line per check (ok, warn or FAIL) with the finding and the fix. Exits with 1 on a FAIL.
+Started like a run of several processes (srun, mpirun, ...), it checks every host and measures the
+links between them. Process 0 prints all checks, the others only what is not ok.
 """
 
 import argparse
@@ -38,17 +38,17 @@ _COLOURS = {OK: '\033[32m', WARN: '\033[33m', FAIL: '\033[31m'}
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-  """What to look at.
+class DoctorRequest:
+  """What to check.
 
   Attributes:
     model_dir: folder whose disk is measured.
-    expect_gpus: GPUs that jax must see on this machine, all its processes together; None for
-      whatever the machine has.
+    expect_gpus: GPUs that jax must see on this machine, over all its processes; None for all that
+      the machine has.
     preset: XLA preset to try.
     timeout_seconds: deadline of each child process.
-    cluster: this process among those that look.
-    cluster_flags: flags that said so, if any.
+    cluster: this process among those of the doctor.
+    cluster_flags: the flags that define `cluster`, if any.
   """
 
   model_dir: str
@@ -60,8 +60,8 @@ class Request:
 
   @property
   def is_first_here(self) -> bool:
-    """Whether this process looks at what the processes of a host share."""
-    return not self.cluster.local_process_index  # None: nobody says who is on which host.
+    """Whether this process checks what the processes of a host share."""
+    return not self.cluster.local_process_index  # None if unknown: then every process does
 
   @property
   def expected_here(self) -> Optional[int]:
@@ -69,11 +69,11 @@ class Request:
     return self.expect_gpus and self.expect_gpus // (self.cluster.local_process_count or 1)
 
 
-def examine(request: Request) -> Iterator[Check]:
-  """Yields each check as soon as it is done; returns in time whatever hangs.
+def examine(request: DoctorRequest) -> Iterator[Check]:
+  """Yields each check as soon as it is done; returns in time even if something hangs.
 
   Args:
-    request: what to look at.
+    request: what to check.
   """
   on_machine = max(gpu_detect.find_gpus({}).count, len(gpu_detect.pci_numa_nodes()))
   nvlink = True
@@ -113,8 +113,8 @@ def examine(request: Request) -> Iterator[Check]:
     )
 
 
-def _examine_devices(request: Request, *, on_machine: int, nvlink: bool) -> Iterator[Check]:
-  """Yields what this process's devices reach, then the links between those of all processes."""
+def _examine_devices(request: DoctorRequest, *, on_machine: int, nvlink: bool) -> Iterator[Check]:
+  """Yields checks of this process's devices, then of the links between all processes' devices."""
   seconds = request.timeout_seconds * (3 if on_machine else 1)  # NCCL, CUDA and autotuning
   found, problem = _measure('devices', request, seconds=seconds)
   devices = found.get('devices')
@@ -139,26 +139,26 @@ def _examine_devices(request: Request, *, on_machine: int, nvlink: bool) -> Iter
     )
     yield health.check_library('nccl', versions, gpus=max(gpus, on_machine))
   if devices is None:
-    return  # Said already: jax did not start.
+    return  # reported above: jax did not start
   yield gpu_checks.check_matmul(found.get('matmul'), devices=devices, problem=problem)
   yield gpu_checks.check_clocks(found.get('clocks'), gpus=gpus)
   if request.cluster.process_count == 1 and gpus < 2:
     yield Check('all-reduce', OK, f'not measured: jax sees {gpus or "no"} GPU')
-  elif seen.status != FAIL:  # CPU devices among GPUs would let all the others wait.
+  elif seen.status != FAIL:  # a process with CPU devices would make all the others wait
     join = int(max(request.timeout_seconds, 1))
     found, problem = _measure(
       'all_reduce', request, f'--join_seconds={join}', seconds=seconds + join
     )
     check = gpu_checks.check_all_reduce(found, nvlink=nvlink, problem=problem)
-    if request.is_first_here or check.status == FAIL:  # else all of a host say it is slow
+    if request.is_first_here or check.status == FAIL:  # one warning per host is enough
       yield check
 
 
 def _measure(
-  what: str, request: Request, *flags: str, seconds: float
+  what: str, request: DoctorRequest, *flags: str, seconds: float
 ) -> tuple[Mapping[str, Any], str]:
-  """Returns what a measuring child printed, and its last words if it did not end well."""
-  # PREALLOCATE: not 90% of a GPU's memory for a look, somebody else may be on it.
+  """Returns what a measuring child printed, and its last line if it failed."""
+  # PREALLOCATE: do not take 90% of a GPU's memory, which another job may be using.
   environ = {
     'CUDA_DEVICE_ORDER': 'PCI_BUS_ID',
     **os.environ,
@@ -186,7 +186,7 @@ def _last_line(text: str) -> str:
 
 
 def format_check(check: Check, *, colour: bool = False) -> str:
-  """Returns `ok    python      3.11.2 (...)`, with the fix on lines of its own."""
+  """Returns `ok    python      3.11.2 (...)`, with the fix on separate lines."""
   status = f'{check.status:5}'
   if colour:
     status = f'{_COLOURS[check.status]}{status}\033[0m'
@@ -201,7 +201,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     '--model_dir',
     default='.',
     metavar='FOLDER',
-    help='measure the disk of this folder (default: the working folder)',
+    help='measure the disk of this folder (default: the working directory)',
   )
   group.add_argument(
     '--expect_gpus',
@@ -225,7 +225,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--json',
     action='store_true',
-    help='print one JSON object; of several processes each, on one line',
+    help='print one JSON object (of several processes: one per process, on one line)',
   )
   group.add_argument(
     '--flags', action='store_true', help='print the table of XLA, NCCL and memory settings instead'
@@ -240,7 +240,7 @@ def main(argv: Sequence[str]) -> int:
   """Returns 1 if a check failed, else 0."""
   args = cli.parse_args(
     'python -m t5x_gpu.doctor',
-    'Looks at this machine before a run does: versions, GPUs, links, speeds.',
+    'Checks this machine before a run: versions, GPUs, links, speeds.',
     argv,
     extra=_add_flags,
     gin_file_required=False,
@@ -249,9 +249,9 @@ def main(argv: Sequence[str]) -> int:
   )
   if args.has_config:
     raise ConfigError(
-      'The doctor looks at a machine, not at a configuration.',
-      fix='Leave the gin files and bindings out; --model_dir names the folder of '
-      'the run. A run itself is checked by python -m t5x_gpu.train --dry_run.',
+      'The doctor checks a machine, not a configuration.',
+      fix='Leave out the gin files and bindings; --model_dir names the folder of the run. '
+      'To check a run, use python -m t5x_gpu.train --dry_run.',
     )
   if args.extra.markdown and not args.extra.flags:
     raise ConfigError('--markdown is set without --flags.', fix='Add --flags.')
@@ -260,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
     print(docs_tables.page() if args.extra.markdown else docs_tables.table(), end='')
     return 0
   cluster = cluster_lib.detect_here(args.extra)
-  request = Request(
+  request = DoctorRequest(
     model_dir=args.extra.model_dir,
     expect_gpus=args.extra.expect_gpus,
     preset=args.extra.preset,
@@ -274,7 +274,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report(checks: Iterable[Check], cluster: ClusterInfo) -> int:
-  """Prints each check, on other processes than the first what is not ok; returns the exit code."""
+  """Prints each check (process 0) or those that are not ok (others); returns the exit code."""
   statuses = []
   failed = []
   who = (
@@ -285,7 +285,7 @@ def _report(checks: Iterable[Check], cluster: ClusterInfo) -> int:
     failed += [check.name] * (check.status == FAIL)
     if not who or check.status != OK:
       lines = format_check(check, colour=sys.stdout.isatty()).splitlines()
-      # One write: a line of several processes' output belongs to one of them.
+      # One write, so that lines of several processes do not mix.
       print('\n'.join(who + line for line in lines), flush=True)
   if not who:
     print(

@@ -1,7 +1,7 @@
 """Start N processes on this machine: `python -m t5x_gpu.launch --nproc 8 -- --gin_file=my.gin`.
 
-One process per GPU, each on the CPU cores near it. What they print comes with their number in
-front; the first that fails ends the others, and its last lines are shown again.
+One process per GPU, each on the CPU cores near it. Output lines are prefixed with the process
+number. The first process that fails ends the others, and its last lines are printed again.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DOCTOR = 't5x_gpu.doctor'
 MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval', 't5x_gpu.infer')
 TAIL_LINES = 30
 KILL_SECONDS = 10
-# Processes that were asked to stop leave one after the other, the last one when the save is done.
+# Processes that were asked to stop exit one after the other, the last when the save is done.
 STOPPED_CODES = (0, 85, 130)
 STOPPED_SECONDS = 120
 
@@ -41,8 +41,8 @@ EXAMPLES = """examples:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """What one process is started with."""
+class ProcessPlan:
+  """How to start one process."""
 
   env: Mapping[str, str]
   binding: numa.Binding
@@ -53,12 +53,14 @@ class Group:
   """Local processes that live and die together.
 
   Args:
-    command: what each of them runs.
+    command: for each process.
     plans: one per process.
     end_together: whether the first that fails ends the others.
   """
 
-  def __init__(self, command: Sequence[str], plans: Sequence[Plan], *, end_together: bool = True):
+  def __init__(
+    self, command: Sequence[str], plans: Sequence[ProcessPlan], *, end_together: bool = True
+  ):
     self._end_together = end_together
     self._tails = [collections.deque(maxlen=TAIL_LINES) for _ in plans]
     self._lock = threading.Lock()
@@ -67,7 +69,7 @@ class Group:
     try:
       for plan in plans:
         with numa.running_on(plan.binding.cpus):
-          # A session of its own: a terminal's Ctrl-C reaches only us, and is handed on once.
+          # A new session: the terminal's Ctrl-C reaches only this process, which forwards it once.
           self._processes.append(
             subprocess.Popen(
               command,
@@ -97,7 +99,7 @@ class Group:
           sys.stdout.buffer.flush()
 
   def forward(self, number: int, frame: Optional[FrameType] = None) -> None:
-    """Sends a signal to all that still run; a third Ctrl-C kills them."""
+    """Sends a signal to all running processes; a third Ctrl-C kills them."""
     del frame
     self._interrupts += number == signal.SIGINT
     self._send(signal.SIGKILL if self._interrupts > 2 else number)
@@ -133,7 +135,7 @@ class Group:
     return first[1] if first[1] > 0 else 128 - first[1]
 
   def _end_all(self) -> None:
-    """SIGTERM, then SIGKILL: JAX turns a SIGTERM into a request, which a stuck process ignores."""
+    """Sends SIGTERM, then SIGKILL: JAX makes SIGTERM a request, which a stuck process ignores."""
     self._send(signal.SIGTERM)
     deadline = time.monotonic() + KILL_SECONDS
     while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
@@ -161,8 +163,8 @@ def plan(
   env: Mapping[str, str],
   gpus: Sequence[nvml.PhysicalGpu],
   address: str,
-) -> list[Plan]:
-  """Returns what each process is started with.
+) -> list[ProcessPlan]:
+  """Returns how to start each process.
 
   Args:
     num_processes: on this machine.
@@ -172,7 +174,7 @@ def plan(
     gpus: of this machine, in PCI order.
     address: 'host:port' for process 0.
   Raises:
-    ConfigError: the GPUs cannot be shared out evenly.
+    ConfigError: the GPUs cannot be divided evenly.
   """
   visible = cluster.visible_gpus(env, len(gpus)) or 0 if use_gpus else 0
   if use_gpus and (visible < num_processes or visible % num_processes):
@@ -181,7 +183,7 @@ def plan(
       f'{" through CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in env else ""}.',
       fix=f'Set --nproc to {cluster_choices(visible)}.'
       if visible
-      else 'Add --no_gpu for CPU devices, or look why there are none: nvidia-smi.',
+      else 'Add --no_gpu for CPU devices, or run nvidia-smi to see why there are none.',
     )
   allowed = frozenset(os.sched_getaffinity(0))
   if numa_mode not in ('auto', 'off'):
@@ -201,8 +203,8 @@ def plan(
       job_secret.VARIABLE: secret,
     }
     if use_gpus:
-      # PCI order for CUDA as for NVML and nvidia-smi, or a process would be bound beside the GPU
-      # of another one.
+      # CUDA must use PCI order like NVML and nvidia-smi, or a process would be bound to cores near
+      # another process's GPU.
       child.update(JAX_LOCAL_DEVICE_IDS=','.join(map(str, ids)), CUDA_DEVICE_ORDER='PCI_BUS_ID')
       child.setdefault('NCCL_SOCKET_IFNAME', '=lo')  # all processes are on this host
     else:
@@ -214,7 +216,7 @@ def plan(
       binding = (
         numa.Binding(None, 'not bound: --numa=off') if numa_mode == 'off' else (bindings[index])
       )
-    plans.append(Plan(child, binding, 'GPU ' + ','.join(map(str, ids)) if ids else 'CPU'))
+    plans.append(ProcessPlan(child, binding, 'GPU ' + ','.join(map(str, ids)) if ids else 'CPU'))
   return plans
 
 
@@ -225,7 +227,7 @@ def cluster_choices(visible: int) -> str:
 
 
 def free_address() -> str:
-  """Returns '127.0.0.1:port' with a port that nobody listens on, outside of the ephemeral ones."""
+  """Returns '127.0.0.1:port' with a free port outside the ephemeral range."""
   for port in cluster.ports(f'launch {os.getpid()} {time.time_ns()}'):
     try:
       socket.create_server(('127.0.0.1', port)).close()
@@ -233,20 +235,23 @@ def free_address() -> str:
     except OSError:
       continue
   raise ConfigError(
-    'No free port was found for the processes to meet.',
-    fix='End other runs on this machine, or try again.',
+    'No port is free for process 0.', fix='End other runs on this machine, or try again.'
   )
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument('--nproc', type=int, metavar='N', help='processes; one per GPU by default')
+  parser.add_argument(
+    '--nproc', type=int, metavar='N', help='number of processes (default: one per GPU)'
+  )
   parser.add_argument(
     '--numa',
     default='auto',
     metavar='auto|off|FILE',
-    help='cores of each process: near its GPU, any, or by lines of a file',
+    help='cores of each process: near its GPU, any, or from a file',
   )
-  parser.add_argument('--no_gpu', action='store_true', help='CPU devices, even where GPUs are')
+  parser.add_argument(
+    '--no_gpu', action='store_true', help='use CPU devices even if there are GPUs'
+  )
   parser.add_argument('--module', default=MODULES[0], choices=MODULES, help='what to start')
 
 
@@ -265,7 +270,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   )
   if args.has_config:
     raise ConfigError(
-      'The flags of the training run stand before --.',
+      'The flags of the training run must come after --.',
       fix='Write python -m t5x_gpu.launch --nproc N -- --gin_file=FILE ...',
     )
   flags = args.extra

@@ -105,7 +105,7 @@ def test_a_jax_that_hangs_or_dies_is_a_failure_and_the_rest_goes_on(monkeypatch,
 
   monkeypatch.setattr(run_with_deadline, 'run', hanging)
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  checks = {c.name: c for c in doctor.examine(doctor.Request(model_dir=str(tmp_path)))}
+  checks = {c.name: c for c in doctor.examine(doctor.DoctorRequest(model_dir=str(tmp_path)))}
   assert checks['devices'].status == FAIL
   assert 'no answer within 0.3 s' in checks['devices'].value
   assert 'MB/s' in checks['disk'].value
@@ -122,7 +122,7 @@ def test_deadlines_hold_and_keep_what_was_printed():
 
 
 def test_gin_files_are_refused():
-  with pytest.raises(ConfigError, match='not at a configuration'):
+  with pytest.raises(ConfigError, match='not a configuration'):
     doctor.main(['--gin_file=gin_configs/examples/demo.gin'])
   with pytest.raises(ConfigError, match="Did you mean 'default'"):
     doctor.main(['--preset=defualt'])
@@ -274,7 +274,7 @@ TOGETHER = {'topology': '2 hosts x 8 GPUs', 'kind': 'NVIDIA H100 80GB HBM3'}
   [
     ({'in_host': 360e9}, OK, '360 GB/s in host (2 hosts x 8 GPUs)'),
     ({'in_host': 360e9, 'across_hosts': 45e9}, OK, '360 GB/s in host, 45 GB/s across hosts'),
-    ({'in_host': 20e9}, WARN, 'NVLink does 450'),
+    ({'in_host': 20e9}, WARN, 'NVLink reaches 450'),
   ],
 )
 def test_all_reduce_is_held_against_the_links(rates, status, text):
@@ -300,7 +300,7 @@ def test_an_all_reduce_that_is_not_measured_fails_with_how_far_it_came(found, te
   [
     ('1755, 1980, 0x0000000000000004\n' * 2, OK, '1755 of 1980 MHz under load'),
     ('1755, 1980, 0x4\n345, 1980, 0x48\n', WARN, 'GPU 1: hardware slowdown and heat'),
-    (None, WARN, 'did not say'),
+    (None, WARN, 'did not report'),
   ],
 )
 def test_clocks_and_what_slows_them(text, status, value):
@@ -494,7 +494,7 @@ def test_a_process_that_hangs_ends_the_measuring_at_its_deadline_and_it_is_said(
   ],
 )
 def test_processes_of_one_host_share_what_is_expected_of_it(cluster, expect, here, first):
-  request = doctor.Request(model_dir='.', expect_gpus=expect, cluster=cluster)
+  request = doctor.DoctorRequest(model_dir='.', expect_gpus=expect, cluster=cluster)
   assert (request.expected_here, request.is_first_here) == (here, first)
 
 

@@ -23,7 +23,7 @@ from tests.helpers_xla import xla_flags
 GPUS = [PhysicalGpu(f'GPU-{i}', f'0000:{i + 1:02x}:00.0') for i in range(8)]
 
 
-def plan(num_processes: int, **options) -> list[launch.Plan]:
+def plan(num_processes: int, **options) -> list[launch.ProcessPlan]:
   return launch.plan(
     num_processes,
     **{

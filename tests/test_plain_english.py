@@ -63,11 +63,6 @@ NOT_YET: set[str] = {
   'benchmarks/layouts.py',
   'benchmarks/tp_memory.py',
   'ruff.toml',
-  'scripts/prepare_pile.py',
-  't5x_gpu/cli.py',
-  't5x_gpu/config',
-  't5x_gpu/launch.py',
-  't5x_gpu/runtime',
   'tests',
 }
 

@@ -87,7 +87,7 @@ def test_pile_sets_are_kept_by_name_and_a_finished_shard_is_not_made_again(pile,
   )
   write_shard(pile / '02.jsonl.zst', 60, broken=30)
   first = prepare(*command)
-  assert first.returncode == 1 and '02.jsonl.zst:31 is no document' in first.stderr
+  assert first.returncode == 1 and '02.jsonl.zst:31 is not a document' in first.stderr
   kept = {path: path.stat().st_mtime_ns for path in (tmp_path / 'out').glob('0[01]-*.tfrecord')}
   assert len(kept) == 2 and not list((tmp_path / 'out').glob('02*'))
   write_shard(pile / '02.jsonl.zst', 60)

@@ -1,7 +1,7 @@
-"""What the gin files and the command line bound, in order, and what of it a run reaches.
+"""The bindings of gin files and the command line, in order, and which of them a run reaches.
 
-gin gives a parameter to whatever is called through a reference (`@scope/Class()`), so what a run
-uses can be followed from its entry point without running anything.
+gin passes parameters to what is called through references (`@scope/Class()`), so the bindings that
+a run uses can be followed from its entry point without running anything.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Binding:
     value: as gin keeps it, with gin's own reference objects inside.
     text: the value as written.
     origin: 'FILE:LINE', or '--gin.KEY' for the command line.
-    stack: the chain of open files, outermost first; () for the command line.
+    stack: the including files, outermost first; () for the command line.
   """
 
   scope: str
@@ -51,7 +51,7 @@ class Binding:
 
   @property
   def key(self) -> str:
-    """The name that a user would type: 'TRAIN_STEPS', 'train/DatasetConfig.batch_size'."""
+    """The name that a user types: 'TRAIN_STEPS', 'train/DatasetConfig.batch_size'."""
     if self.is_macro:
       return self.scope
     prefix = f'{self.scope}/' if self.scope else ''
@@ -87,13 +87,13 @@ def is_required(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """A configurable that the run calls or hands on, in the scopes that are active then.
+  """A configurable that the run calls or passes on, with the scopes active at that point.
 
   Attributes:
     selector: gin's complete name.
     scopes: active scopes, outermost first.
     evaluated: gin itself calls it without arguments (`@x()`).
-    binding: whose value holds the reference; None for an entry point.
+    binding: the one whose value contains the reference; None for an entry point.
   """
 
   selector: str
@@ -103,7 +103,7 @@ class Call:
 
 
 class Bindings:
-  """All bindings in order, and questions about them."""
+  """All bindings in order, and queries on them."""
 
   def __init__(self, ordered: Iterable[Binding]):
     self.ordered = list(ordered)

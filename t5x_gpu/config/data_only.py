@@ -1,8 +1,8 @@
-"""The gin file of a folder that somebody else may have written, read as data: nothing in it runs.
+"""Reads the gin file of an untrusted folder as data: nothing in it runs.
 
 gin imports modules and calls functions by name, so a gin file is a program. `kept` takes from one
 the values of a few named arguments. They may hold plain values, macros, and references to the
-classes in `ALLOWED`. Everything else in the file is left out before gin sees it.
+classes in `ALLOWED`. Everything else in the file is removed before gin sees it.
 """
 
 from collections.abc import Collection, Iterable
@@ -98,9 +98,9 @@ def _is_dynamic(statement: config_parser.ImportStatement) -> bool:
 
 
 def _imports(found: Iterable[Any], problems: list[str], *, shown: str) -> dict[str, str]:
-  """Returns imported name -> module, and adds what cannot be followed to `problems`.
+  """Returns imported name -> module; adds what cannot be resolved to `problems`.
 
-  Without dynamic registration, names in a gin file do not come from its imports: then none.
+  Returns {} without dynamic registration: then names in a gin file do not come from its imports.
   """
   imports: dict[str, str] = {}
   for statement in found:

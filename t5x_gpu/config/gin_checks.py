@@ -1,4 +1,4 @@
-"""What gin lets pass: misspelt scopes, unused macros and bindings, wrong types, lost overrides.
+"""Mistakes that gin accepts: unknown scopes, unused bindings, wrong types, lost overrides.
 
 Each check returns problems as text with file:line; `gin_loader.load` raises them all at once.
 """
@@ -21,18 +21,18 @@ _CONFIG_SCOPE = re.compile(r'config_scope\(\s*[\'"]([\w./]+)[\'"]')
 def problems(
   bindings: Bindings, entries: Sequence[Call], lost: Sequence[gin_config.ConfigurableReference] = ()
 ) -> list[str]:
-  """Returns everything wrong with bindings that gin accepted.
+  """Returns all problems of bindings that gin accepted.
 
   Args:
     bindings: all of them.
     entries: the calls of the entry functions.
-    lost: references in bindings that were refused: what they lead to is not called unused as well.
+    lost: references in refused bindings; what they lead to is not reported as unused, too.
   """
   refused = [Call(r.configurable.selector, tuple(r.scopes), r.evaluate) for r in lost]
   scopes = _scopes(bindings, refused)
   roots = [*entries, *_decorated(scopes)]
   circles = _macro_circles(bindings)
-  if circles:  # Following values would not end.
+  if circles:  # following values would never end
     return circles
   reached = bindings.calls(roots)
   return [
@@ -43,7 +43,7 @@ def problems(
 
 
 def _scopes(bindings: Bindings, refused: Sequence[Call]) -> set[bindings_lib.Scopes]:
-  """Returns the scopes that some reference, or `gin.config_scope` in a user's module, enters."""
+  """Returns the scopes that references, or `gin.config_scope` in user modules, enter."""
   found = {
     tuple(r.scopes)
     for b in bindings.ordered
@@ -65,7 +65,7 @@ def _is_decorated(configurable: gin_config.Configurable) -> bool:
 
 
 def _decorated(scopes: set[bindings_lib.Scopes]) -> list[Call]:
-  """Returns calls of what `@gin.configurable` registered: Python code may call it in any scope."""
+  """Returns calls of `@gin.configurable` functions: Python code may call them in any scope."""
   return [
     Call(selector, s, evaluated=False)
     for selector, c in gin_config._REGISTRY.items()
@@ -87,13 +87,13 @@ def _macro_circles(bindings: Bindings) -> list[str]:
     if path and binding is start:
       text = ' -> '.join(f'%{b.key} ({b.origin})' for b in path)
       found.setdefault(
-        frozenset(path), f'Macros that name each other in a circle: {text} -> %{start.key}.'
+        frozenset(path), f'Macros refer to each other in a circle: {text} -> %{start.key}.'
       )
   return list(found.values())
 
 
 def _lost_overrides(bindings: Bindings) -> list[str]:
-  """Returns the bindings of a file that a file included after them takes back."""
+  """Returns the bindings of a file that a file included after them overrides."""
   result = []
   for last in bindings.final():
     history = bindings.history(last)
@@ -115,13 +115,13 @@ def _unused(
   refused: Sequence[Call],
   scopes: set[bindings_lib.Scopes],
 ) -> list[str]:
-  """Returns the bindings that reach nothing, without those that only an unused one refers to."""
+  """Returns unused bindings, except those that only other unused bindings refer to."""
   operative = {
     found[-1] for call in reached for found in bindings.applied(call.selector, call.scopes).values()
   }
   excused = _applied(bindings, bindings.calls([*roots, *refused], overridden=True))
   idle = [b for b in bindings.final() if b not in excused]
-  # An unused binding that another unused one refers to is a consequence, not a second problem.
+  # An unused binding that another unused one refers to is not a second problem.
   causes = [b for b in idle if not b.is_macro] or idle
   consequences = set()
   for b in [*causes, *(b for b in idle if b not in causes)]:
@@ -129,7 +129,7 @@ def _unused(
       scope = tuple(b.scope.split('/')) if b.scope else ()
       inner = bindings.calls(bindings_lib.calls_in(b.value, scopes=scope), overridden=True)
       consequences |= _applied(bindings, inner) - {b}
-  result = [_why_unused(b, bindings, reached, scopes) for b in idle if b not in consequences]
+  result = [_unused_text(b, bindings, reached, scopes) for b in idle if b not in consequences]
   for b in bindings.final():
     if b in excused and b not in operative and b.from_command_line:
       result.append(f'{b.origin} changes nothing: what used {b.key} is overridden.')
@@ -145,7 +145,7 @@ def _applied(bindings: Bindings, calls: Sequence[Call]) -> set[Binding]:
   }
 
 
-def _why_unused(
+def _unused_text(
   binding: Binding, bindings: Bindings, reached: Sequence[Call], scopes: set[bindings_lib.Scopes]
 ) -> str:
   if binding.is_macro:
@@ -210,8 +210,10 @@ def _wrong_types(bindings: Bindings, reached: Sequence[Call]) -> list[str]:
 
 
 def missing(bindings: Bindings, entry: Call, *, without: Sequence[str] = ()) -> list[str]:
-  """Returns what must be set and is not, with how to set it: required parameters, REQUIRED macros,
-  macros that nothing sets. Parameters of the entry function in `without` are left out."""
+  """Returns what must be set but is not, and how: required parameters and macros, unset macros.
+
+  Skips the parameters of the entry function in `without`.
+  """
   result: dict[str, str] = {}
   roots = [entry]
   own = {
@@ -255,7 +257,6 @@ def _unset(bound: dict[str, Binding], bindings: Bindings, *, result: dict[str, s
   for b in bound.values():
     for reference in bindings_lib.references(b.value):
       if bindings_lib.is_required(reference):
-        # A bare macro `X = %gin.REQUIRED` is what users set; so is a parameter.
         result.setdefault(
           b.key, f'{b.key} is required ({b.origin}). Set it in a gin file or by --gin.{b.key}=VALUE'
         )

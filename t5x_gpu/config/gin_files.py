@@ -1,7 +1,7 @@
 """Where gin files are found, from any working directory and from an installed wheel.
 
 gin 0.5.0's own search treats a folder that Python could import as a package and then fails with a
-TypeError (resource_reader.py:89), so gin is only ever given text that we have read ourselves.
+TypeError (resource_reader.py:89), so we read all files ourselves and give gin only their text.
 """
 
 import os
@@ -23,19 +23,19 @@ class GinFiles:
     self.folders = list(dict.fromkeys(pathlib.Path(os.path.abspath(f)) for f in folders))
 
   def find(
-    self, name: str, *, asked_at: str = '', beside: Optional[pathlib.Path] = None
+    self, name: str, *, asked_at: str = '', included_by: Optional[pathlib.Path] = None
   ) -> pathlib.Path:
     """Returns the absolute path of the gin file `name`.
 
     Args:
       name: a path, absolute or relative to one of the folders; the first folder that has it wins.
       asked_at: 'FILE:LINE' of an include statement, for the message.
-      beside: the including file; its folder is looked in last.
+      included_by: the including file; its folder is searched last.
     Raises:
-      ConfigError: no such file, with the folders searched and the closest shipped names.
+      ConfigError: the file does not exist; names the searched folders and similar shipped files.
     """
     expanded = os.path.expanduser(name)
-    folders = self.folders if beside is None else [*self.folders, beside.parent]
+    folders = self.folders if included_by is None else [*self.folders, included_by.parent]
     tried = [pathlib.Path(os.path.abspath(folder / expanded)) for folder in folders]
     for path in dict.fromkeys(tried):
       if path.is_file():
@@ -43,7 +43,7 @@ class GinFiles:
     where = (
       ''
       if os.path.isabs(expanded)
-      else ' It was looked for in ' + ', '.join(map(str, dict.fromkeys(folders))) + '.'
+      else ' Searched folders: ' + ', '.join(map(str, dict.fromkeys(folders))) + '.'
     )
     asked = f'{asked_at} includes {name!r}, which' if asked_at else f'Gin file {name!r}'
     shipped = self.shipped()
@@ -56,19 +56,19 @@ class GinFiles:
     )
 
   def shown(self, path: pathlib.Path) -> str:
-    """Returns `path` relative to the folder that it lies in, as messages and tables print it."""
-    # The shortest: a virtual environment may lie in the working directory.
+    """Returns `path` relative to its folder, as messages and tables print it."""
+    # The shortest one: a virtual environment may be inside the working directory.
     relative = [str(path.relative_to(f)) for f in self.folders if path.is_relative_to(f)]
     return min(relative, key=len, default=str(path))
 
   def is_shipped(self, shown: str) -> bool:
-    """Returns whether a file, as `shown` names it, comes with the package."""
+    """Returns whether a file, by the name that `shown` returns, comes with the package."""
     found = next((path for f in self.folders if (path := f / shown).is_file()), None)
     roots = [folder / 'gin_configs' for folder in (PACKAGE, PACKAGE.parent)]
     return found is not None and any(found.is_relative_to(root) for root in roots)
 
   def shipped(self, subfolder: str = '') -> list[str]:
-    """Returns the gin files that come with the package, as one would type them."""
+    """Returns the gin files of the package, as one would type them."""
     for folder in (PACKAGE, PACKAGE.parent):
       root = folder / 'gin_configs'
       if root.is_dir():

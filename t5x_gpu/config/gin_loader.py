@@ -24,13 +24,13 @@ Part = TypeVar('Part')
 
 @dataclasses.dataclass(frozen=True)
 class LoadedConfig:
-  """A configuration that passed all checks. One at a time is the one that gin holds.
+  """A configuration that passed all checks. gin holds one at a time.
 
   Attributes:
     entry: the entry points that it was checked for.
-    provenance: every value, where it was set and what it overrode; to print, save and explain.
-    notes: remarks to print; none of them is an error.
-    bindings: what was bound, in order.
+    provenance: every value, where it was set and what it overrode.
+    notes: remarks to print, not errors.
+    bindings: in order.
   """
 
   entry: tuple[Entry, ...]
@@ -49,11 +49,11 @@ class LoadedConfig:
 
     Args:
       entry: 'module.function' or the function; the first entry point of `load` if None.
-      without: parameters that the caller does not need: not resolved, and not missed if required.
+      without: parameters that the caller does not need: not resolved, and never missing.
       only: the parameters that the caller needs; None for all.
     Raises:
-      ConfigError: required values that nothing sets, all of them, with how to set each. Errors of
-        the constructors that references call pass through.
+      ConfigError: required values are not set; lists all, with how to set each. Errors of the
+        constructors that references call pass through.
     """
     if gin_config._CONFIG and provenance.current() is not self.provenance:
       raise ConfigError(
@@ -99,17 +99,17 @@ def load(
 
   Args:
     gin_files: paths; see GinFiles for where they are looked for.
-    bindings: 'KEY=VALUE' as after `--gin.`; text needs no quotes.
-    search_paths: further folders to look for gin files in.
-    entry: the function that the configuration is for, or several: 'module.function'. What they do
-      not reach is unused, which is an error.
+    bindings: 'KEY=VALUE' as after `--gin.`; text may be unquoted.
+    search_paths: more folders to search for gin files.
+    entry: the function that the configuration is for, or several: 'module.function'. Bindings that
+      they do not reach are unused, which is an error.
     read_as_data: those of `gin_files` that must not run any code -> the macros and arguments of
       `train` to take from each; see `data_only.kept`.
   Raises:
     ConfigError: all problems at once, each with file:line and suggestions.
   """
   unknown = read_as_data.keys() - set(map(os.fspath, gin_files))
-  if unknown:  # under another name the file would run
+  if unknown:  # a file under another name would run
     raise ValueError(f'read_as_data names {sorted(unknown)}, which are not among gin_files.')
   _forget()
   _make_working_directory_importable()
@@ -139,7 +139,7 @@ def load(
 
 
 def _forget() -> None:
-  """Clears gin's bindings and what gin files registered, so that loads do not see each other."""
+  """Clears gin's bindings and what gin files registered, so that loads are independent."""
   gin.clear_config()
   for selector, configurable in list(gin_config._REGISTRY.items()):
     stale = getattr(configurable.wrapped, '__module__', 'gin') not in sys.modules
@@ -151,7 +151,7 @@ def _forget() -> None:
 
 
 def _make_working_directory_importable() -> None:
-  """`python -m` does so by itself, a console script does not; users' modules lie there."""
+  """Makes users' modules importable from console scripts, as `python -m` does."""
   if '' not in sys.path and os.getcwd() not in sys.path:
     sys.path.insert(0, os.getcwd())
 

@@ -1,7 +1,7 @@
-"""JSON that somebody else may have written: parsed safely, then checked against a schema.
+"""Untrusted JSON: parsed safely, then checked against a schema.
 
-Whatever is in the file, the only errors are ValueError (its content) and OSError (it cannot be
-read). After `parse_json` the code that uses the value needs no checks of its own. A schema is
+Whatever a file contains, the only errors are ValueError (its content) and OSError (it cannot be
+read). Code that uses a value from `parse_json` does not have to check it again. A schema is
 
     str, bool, dict, list, float, object   a value of that type; `float` is any number but true and
                                            false, `object` is any value
@@ -88,8 +88,8 @@ def read_json(path: Any, schema: Any = object, *, most_bytes: int = MOST_BYTES) 
     schema: see above.
     most_bytes: a larger file is refused without being read.
   Raises:
-    ValueError: it is too large, no JSON, or not as `schema` says.
-    OSError: it cannot be read, or is no regular file.
+    ValueError: it is too large, not JSON, or does not match `schema`.
+    OSError: it cannot be read, or is not a regular file.
   """
   return parse_json(read_bytes(path, most_bytes=most_bytes), schema)
 
@@ -106,25 +106,25 @@ def read_bytes(path: Any, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-  """Returns a file, opened to be read. Raises OSError for all else; a pipe does not block."""
+  """Opens a regular file for reading. Raises OSError for anything else; a pipe does not block."""
   f = open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
   if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
     f.close()
-    raise OSError(errno.EINVAL, 'It is no regular file', str(path))
+    raise OSError(errno.EINVAL, 'It is not a regular file', str(path))
   return f
 
 
 def parse_json(data: str | bytes, schema: Any = object) -> Any:
-  """Returns the value of JSON text; raises ValueError if it is none, or not as `schema` says."""
+  """Returns the value of JSON text; raises ValueError if it is invalid or does not match."""
   text = data if isinstance(data, str) else data.decode('utf-8')
   try:
     value = json.loads(text, parse_int=_whole)
   except RecursionError:
     raise ValueError('it is nested too deeply') from None
-  if _is_deeper(value, MOST_DEPTH):  # what walks through it later recurses, too
+  if _is_deeper(value, MOST_DEPTH):  # code that walks through it later recurses, too
     raise ValueError(f'it is nested more than {MOST_DEPTH} levels deep')
   if _SURROGATE.search(text):
-    json.dumps(value, ensure_ascii=False).encode()  # half a pair cannot be printed or written
+    json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be printed or written
   check(value, schema)
   return value
 
@@ -151,7 +151,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def check(value: Any, schema: Any, where: str = 'it') -> None:
-  """Raises ValueError, with the place, unless `value` is as `schema` says."""
+  """Raises ValueError, with the place, unless `value` matches `schema`."""
 
   def refuse(wanted: str) -> None:
     raise ValueError(f'{where} is {_shown(value)}, not {wanted}')
@@ -197,7 +197,7 @@ def check(value: Any, schema: Any, where: str = 'it') -> None:
         raise ValueError(f'{where} has no {min(missing)!r}')
       unknown = value.keys() - required.keys() - optional.keys()
       if unknown and not others:
-        raise ValueError(f'{where} has {_shown(min(unknown))}, which does not belong there')
+        raise ValueError(f'{where} has an unknown key {_shown(min(unknown))}')
       for key, inner in (*required.items(), *optional.items()):
         if key in value:
           check(value[key], inner, _below(where, key))

@@ -1,4 +1,4 @@
-"""`--gin.KEY=VALUE` -> a gin binding. Unquoted text is taken as a string."""
+"""`--gin.KEY=VALUE` -> a gin binding. Unquoted text becomes a string."""
 
 import dataclasses
 import re
@@ -24,14 +24,14 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-  """Returns the binding that 'KEY=VALUE' spells.
+  """Returns the binding of 'KEY=VALUE'.
 
-  A legal gin value stays what it is (`5`, `True`, `[1, 2]`, `"text"`, `%MACRO`, `@module.name()`);
-  anything else is a string, so that `MODEL_DIR=runs/a` and `DTYPE=bfloat16` need no quotes.
-  T5X's shell habit of escaped quotes (`MODEL_DIR=\\"runs/a\\"`) gives the same.
+  A legal gin value keeps its meaning (`5`, `True`, `[1, 2]`, `"text"`, `%MACRO`, `@module.name()`).
+  Anything else is a string, so `MODEL_DIR=runs/a` and `DTYPE=bfloat16` work without quotes.
+  Escaped quotes as in T5X's shell scripts (`MODEL_DIR=\\"runs/a\\"`) give the same.
 
   Raises:
-    ConfigError: no value, a malformed key, or an opened quote or bracket that is not closed.
+    ConfigError: no value, a malformed key, or an unclosed quote or bracket.
   """
   key, equals, value = (part.strip() for part in text.partition('='))
   key = key.removeprefix('--gin.').removeprefix('%')

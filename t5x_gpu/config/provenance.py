@@ -28,7 +28,7 @@ class Setting:
     value: with macros followed, '128'.
     origin: where `text` was written: 'FILE:LINE', '--gin.KEY' or 'default'.
     value_origin: where `value` was written; differs from `origin` when a macro gives it.
-    overrides: (value, origin) of what it overrode, the nearest first.
+    overrides: (value, origin) of what it overrode, most recent first.
   """
 
   key: str
@@ -51,7 +51,7 @@ class Setting:
 
   @property
   def overridden(self) -> str:
-    """`overrides 10000 (default)`, or ''. What it repeats is no news; `explain` shows that too."""
+    """`overrides 10000 (default)`, or ''. Leaves out equal values, which `explain` shows."""
     others = [f'{value} ({origin})' for value, origin in self.overrides if value != self.value]
     return 'overrides ' + ', '.join(others) if others else ''
 
@@ -61,9 +61,9 @@ class Provenance:
   """All values of a run.
 
   Attributes:
-    settings: what gin files and the command line set, macros first, then by name.
-    defaults: parameters of what the run calls that nothing sets.
-    config: gin text that gives the same run when it is loaded.
+    settings: from gin files and the command line, macros first, then by name.
+    defaults: parameters that the run uses and nothing sets.
+    config: gin text that gives the same run when loaded.
   """
 
   settings: tuple[Setting, ...]
@@ -73,7 +73,7 @@ class Provenance:
   def find(self, name: str, *, partial: bool = True) -> list[Setting]:
     """Returns the settings called `name`: a macro, `Class.param`, `scope/Class.param`, or `param`.
 
-    The most exact reading that finds anything wins; `partial` allows any part of a name.
+    The most exact match wins; `partial` allows any part of a name.
     """
     everything = (*self.settings, *self.defaults)
     readings = [
@@ -100,13 +100,13 @@ def current() -> Optional[Provenance]:
 
 
 def forget() -> None:
-  """Leaves no current configuration."""
+  """Clears the current provenance."""
   global _current
   _current = None
 
 
 def origin_sentences(name: str) -> list[str]:
-  """Returns one sentence per parameter called `name` that says where it was set, for errors."""
+  """Returns a sentence per parameter called `name` on where it was set, for errors."""
   result = []
   for setting in _current.find(name, partial=False) if _current else []:
     if setting.origin == DEFAULT:
@@ -155,7 +155,7 @@ def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list
     []
     if not idle
     else [
-      'Not used, because what used them is overridden: '
+      'Not used, because the bindings that used them are overridden: '
       + ', '.join(f'{b.key} ({b.origin})' for b in idle)
       + '.'
     ]
@@ -215,9 +215,9 @@ def _default_text(default: Any) -> str:
 
 
 def _config_text(used: Sequence[Binding]) -> str:
-  """Returns gin text of the `used` bindings alone.
+  """Returns gin text with only the `used` bindings.
 
-  What an override made idle would be found unused when the text is loaded.
+  Overridden ones would be reported as unused when the text is loaded.
   """
   kept: dict[tuple[str, str], dict[str, Any]] = {}
   for b in used:

@@ -1,8 +1,8 @@
-"""Reads gin files and command-line bindings into gin, noting every problem instead of the first.
+"""Reads gin files and command-line bindings into gin; reports every problem instead of the first.
 
-gin does the work (scopes, references, dynamic registration), but its parsing loop is ours,
-statement by statement: gin 0.5.0 keeps no file and line, stops at the first problem, and accepts a
-second binding of a key in silence.
+gin does the work (scopes, references, dynamic registration), but the loop over statements is ours:
+gin 0.5.0 forgets file and line, stops at the first problem, and silently accepts a second binding
+of a key.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from t5x_gpu.errors import ConfigError
 
 @contextlib.contextmanager
 def _context(context: gin_config.ParseContext) -> Iterator[gin_config.ParseContext]:
-  """Makes `context` the one in which gin resolves names."""
+  """Makes gin resolve names in `context`."""
   gin_config._PARSE_CONTEXTS.append(context)
   try:
     yield context
@@ -33,7 +33,7 @@ def _context(context: gin_config.ParseContext) -> Iterator[gin_config.ParseConte
 
 
 class Reader:
-  """Reads files and bindings into gin and into `bindings`, noting problems and going on.
+  """Reads files and bindings into gin and into `bindings`; collects problems and continues.
 
   Args:
     files: where gin files are found.
@@ -51,8 +51,8 @@ class Reader:
     self.bindings: list[Binding] = []
     self.problems: list[str] = []
     self.notes: list[str] = []
-    self.lost: list[gin_config.ConfigurableReference] = []  # References in refused bindings.
-    self.unreadable = False  # A whole file or module is missing: whatever follows is a consequence.
+    self.lost: list[gin_config.ConfigurableReference] = []  # references in refused bindings
+    self.unreadable = False  # a whole file or module is missing, which causes more problems
     self._contexts: list[gin_config.ParseContext] = []
     self._stack: list[tuple[str, pathlib.Path]] = []
     self._refused: set[tuple[str, str]] = set()
@@ -62,11 +62,11 @@ class Reader:
     """Reads one file; `asked_at` is the include statement, '' for the command line."""
     try:
       path = self.files.find(
-        name, asked_at=asked_at, beside=self._stack[-1][1] if self._stack else None
+        name, asked_at=asked_at, included_by=self._stack[-1][1] if self._stack else None
       )
       if path in [p for _, p in self._stack]:
         raise ConfigError(
-          f'{asked_at} includes {name!r}, which is being read: includes go in a circle.'
+          f'{asked_at} includes {name!r}, which is being read: the includes form a circle.'
         )
       shown = self.files.shown(path)
       try:
@@ -75,8 +75,8 @@ class Reader:
         raise ConfigError(f'{shown} cannot be read: {e}.') from e
       if len(self._stack) > 1:
         self.notes.append(
-          f'{asked_at} includes {shown}: files that include files that include '
-          'files are hard to follow; shipped ones do not.'
+          f'{asked_at} includes {shown}: nested includes are hard to follow; shipped files do '
+          'not nest them.'
         )
       self._stack.append((f'{len(self._contexts)}:{shown}', path))
       try:
@@ -148,7 +148,7 @@ class Reader:
   def _configurable(
     self, selector: str, *, at: str, context: gin_config.ParseContext, arg: str = ''
   ) -> Optional[gin_config.Configurable]:
-    """Returns gin's configurable, or notes once per file why there is none."""
+    """Returns gin's configurable, or records once per file why there is none."""
     problem = resolve.selector_problem(context, selector, arg=arg)
     if problem is None:
       try:
@@ -172,7 +172,7 @@ class Reader:
     origin: str,
     context: gin_config.ParseContext,
   ) -> Optional[Binding]:
-    """Binds one value, or notes the problem and keeps its references in `lost`."""
+    """Binds one value, or records the problem and keeps its references in `lost`."""
     if arg:
       configurable = self._configurable(selector, at=origin, context=context, arg=arg)
       problem = configurable and resolve.parameter_problem(configurable, arg)

@@ -1,4 +1,4 @@
-"""Provenance for people: what a run prints of it, the files it leaves, one key explained."""
+"""Provenance for people: what a run prints, the files it writes, `explain` and `diff`."""
 
 import difflib
 import functools
@@ -127,8 +127,8 @@ def lines(settings: Sequence[Setting]) -> list[str]:
 def write(provenance: Provenance, model_dir: Union[str, os.PathLike]) -> list[str]:
   """Writes config.gin and config_origins.txt; returns a line for each change since the last run.
 
-  Loading config.gin gives the same run. A different earlier one is kept as config_<N>.gin, with its
-  origins beside it. Each file is replaced whole: a killed process leaves the old or the new one.
+  Loading config.gin gives the same run. A different earlier one is kept as config_<N>.gin, together
+  with its origins. Each file is replaced whole: a killed process leaves the old or the new one.
   A damaged one is renamed with a warning.
 
   Raises:
@@ -221,7 +221,7 @@ def explain(provenance: Provenance, name: str) -> list[str]:
   """Returns lines that say where `name` gets its value, through which macros, and who uses it.
 
   Raises:
-    ConfigError: nothing of that name in this run, with the closest names.
+    ConfigError: this run has no setting of that name; names the closest ones.
   """
   found = provenance.find(name)
   everything = (*provenance.settings, *provenance.defaults)
@@ -234,7 +234,7 @@ def explain(provenance: Provenance, name: str) -> list[str]:
       name, names
     )
     raise ConfigError(
-      f'This run uses nothing called {name!r}.{hint}',
+      f'This run has no setting {name!r}.{hint}',
       fix='Name a macro, Class.parameter, scope/Class.parameter or part of one; '
       'python -m t5x_gpu.config show --gin_file=... lists all.',
     )

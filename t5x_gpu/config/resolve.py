@@ -15,7 +15,7 @@ from t5x_gpu.errors import did_you_mean
 
 
 class CommandLineContext(gin_config.ParseContext):
-  """Finds what is registered, by any unique ending, and else what the gin files' imports name.
+  """Finds registered names by any unique ending, then names that the gin files import.
 
   So T5X's spelling `train_script.train.total_steps` and values like `@schedules.cosine` work on the
   command line, where there are no imports.
@@ -23,7 +23,7 @@ class CommandLineContext(gin_config.ParseContext):
 
   def __init__(self, contexts: Sequence[gin_config.ParseContext]):
     super().__init__()
-    self.contexts = [c for c in contexts if c._dynamic_registration]  # The others hold no names.
+    self.contexts = [c for c in contexts if c._dynamic_registration]  # The others define nothing.
 
   def get_configurable(self, selector: str) -> Optional[gin_config.Configurable]:
     matches = _named(selector)
@@ -37,12 +37,12 @@ class CommandLineContext(gin_config.ParseContext):
 def selector_problem(
   context: gin_config.ParseContext, selector: str, *, arg: str = ''
 ) -> Optional[str]:
-  """Returns why `selector` names nothing that gin can configure, or None if it does.
+  """Returns why gin cannot configure `selector`, or None if it can.
 
   Args:
     context: in which the name is looked up.
     selector: 'Class', 'module.function', ...
-    arg: the parameter that was to be bound, for a hint at what has it.
+    arg: the parameter to bind, to suggest what has it.
   """
   if isinstance(context, CommandLineContext):
     return _registry_problem(selector, matches=_named(selector), contexts=context.contexts, arg=arg)
@@ -51,7 +51,7 @@ def selector_problem(
     imported = [statement.bound_name() for statement in context.imports]
     if problem and selector.split('.')[0] in imported:
       problem += (
-        ' The imports of this file name nothing without a line before them: '
+        ' The imports of this file have no effect without this line before them: '
         'from __gin__ import dynamic_registration'
       )
     return problem
@@ -73,9 +73,9 @@ def selector_problem(
 
 
 def _named(selector: str) -> list[str]:
-  """Returns the registered names that end in `selector`, gin's own only if it says `gin.`.
+  """Returns the registered names that end in `selector`, gin's own only if it begins with `gin.`.
 
-  Else a schedule called `constant` would clash with `gin.constant`.
+  Otherwise a schedule called `constant` would clash with `gin.constant`.
   """
   matches = gin_config._REGISTRY.matching_selectors(selector)
   return [m for m in matches if selector.startswith('gin.') or not m.startswith('gin.')]
@@ -133,7 +133,7 @@ def _registry_problem(
 
 
 def parameter_problem(configurable: gin_config.Configurable, arg: str) -> Optional[str]:
-  """Returns why `configurable` takes no parameter `arg` from gin, or None if it does."""
+  """Returns why gin cannot set parameter `arg` of `configurable`, or None if it can."""
   known = [p for p in parameters(configurable) if _allowed(configurable, p)]
   if gin_config._might_have_parameter(configurable.wrapper, arg) and _allowed(configurable, arg):
     return None

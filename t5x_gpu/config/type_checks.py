@@ -1,6 +1,6 @@
-"""Gin values against annotations: `batch_size = '128'` for an int is found before anything runs.
+"""Checks gin values against annotations: `batch_size = '128'` for an int fails at startup.
 
-Only what an annotation says for certain counts: unknown annotations accept everything.
+Unknown annotations accept everything.
 """
 
 import collections.abc
@@ -25,7 +25,7 @@ _NUMBERS = {int: (int,), float: (int, float), complex: (int, float, complex)}
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-  """A value that a reference will make: an instance of `what` (`@x()`), or `what` itself (`@x`)."""
+  """The value of a reference: an instance of `what` (`@x()`), or `what` itself (`@x`)."""
 
   what: Any
   evaluated: bool
@@ -33,7 +33,7 @@ class Made:
 
 
 class Unknown:
-  """A value that cannot be known before the run: it fits everything."""
+  """A value that is unknown before the run: it fits everything."""
 
 
 def annotations(configurable: gin_config.Configurable) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def annotations(configurable: gin_config.Configurable) -> dict[str, Any]:
     function = inspect.unwrap(function)
   try:
     return typing.get_type_hints(function)
-  except Exception:  # A name that exists for type checkers only: the rest is still worth checking.
+  except Exception:  # A name for type checkers only: check the rest.
     raw = getattr(function, '__annotations__', {})
     return {name: hint for name, hint in raw.items() if not isinstance(hint, str)}
 
@@ -91,7 +91,7 @@ def _article(value: Any) -> str:
 
 
 def _remedy(value: Any, annotation: Any) -> str:
-  """Returns ` Write 128.` if a small change of spelling makes `value` fit."""
+  """Returns ` Write 128.` if a small change makes `value` fit."""
   candidates: list[Any] = []
   if isinstance(value, str):
     for text in (value, value.capitalize()):
@@ -164,7 +164,7 @@ def _is_container(kind: type) -> bool:
 
 
 def _container_fits(value: Any, kind: type, args: tuple) -> bool:
-  if isinstance(value, (str, bytes)) or not isinstance(value, kind):  # Text is no list of words.
+  if isinstance(value, (str, bytes)) or not isinstance(value, kind):  # text is not a list of words
     return False
   if not args:
     return True
@@ -177,7 +177,7 @@ def _container_fits(value: Any, kind: type, args: tuple) -> bool:
 
 
 def _made_fits(value: Made, kind: Any) -> bool:
-  """A function's result is unknown; a class makes its own instances."""
+  """Returns whether it fits; a function's result is unknown, so it does."""
   if not inspect.isclass(kind) or getattr(kind, '_is_protocol', False) or kind is object:
     return True
   if not value.evaluated:

@@ -80,7 +80,7 @@ def find_gpus(
   return MachineGpus(kinds[0] if kinds else None, len(kinds), 'nvidia-smi')
 
 
-def _ask(field: str, nvidia_smi: str) -> run_with_deadline.Finished:
+def _ask(field: str, nvidia_smi: str) -> run_with_deadline.CommandResult:
   return run_with_deadline.run(
     [nvidia_smi, f'--query-gpu={field}', '--format=csv,noheader'], seconds=NVIDIA_SMI_SECONDS
   )

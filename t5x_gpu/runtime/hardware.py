@@ -1,8 +1,8 @@
-"""What a GPU can do at most: dense peak FLOP/s and memory, by the name that the driver gives it.
+"""Dense peak FLOP/s and memory of GPUs, by the name that the driver gives them.
 
-Vendors print figures "with sparsity" that are twice the dense ones; these are dense, because that
-is what a matmul of ours can reach. A device that is not in the table is unknown (None): an MFU
-against a guessed peak would be a wrong number that looks right.
+Vendors also print figures "with sparsity", twice the dense ones; our matmuls can only reach the
+dense ones. A device that is not in the table is unknown (None): an MFU against a guessed peak would
+be a wrong number that looks right.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ _AMPERE = _NVIDIA + (
   'content/dam/en-zz/Solutions/Data-Center/a100/pdf/'
   'nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf'
 )
-# Table "NVIDIA H100 Tensor Core GPU preliminary performance specs": dense beside sparse.
+# Table "NVIDIA H100 Tensor Core GPU preliminary performance specs": dense and sparse.
 _HOPPER = 'https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper'
-# Table of per-GPU figures, dense beside sparse, for HGX B200 and GB200.
+# Table of per-GPU figures, dense and sparse, for HGX B200 and GB200.
 _BLACKWELL = 'https://resources.nvidia.com/en-us-blackwell-architecture'
 
 # Other spellings of the dtypes in the table.
@@ -45,10 +45,10 @@ class Gpu:
 
   Attributes:
     kind: regular expression for the whole of `jax.Device.device_kind`.
-    teraflops: dtype -> dense peak in 1e12 FLOP/s. float32 is that of the CUDA cores; matmuls of
+    teraflops: dtype -> dense peak in 1e12 FLOP/s. float32 is the peak of the CUDA cores; matmuls of
       float32 arrays may use 'tf32' (`jax_default_matmul_precision`).
-    memory_bytes: nominal; a program gets somewhat less.
-    source: where the figures are from.
+    memory_bytes: nominal; a program gets slightly less.
+    source: of the figures.
   """
 
   kind: str
@@ -72,8 +72,7 @@ GPUS = (
   ),
   # The die and clocks of the H100 SXM, with more memory.
   Gpu(r'NVIDIA H200', _H100_SXM, 141 * GIB, _NVIDIA + 'en-us/data-center/h200/'),
-  # float32 is left out of the next two: NVIDIA's brief and data sheets disagree (75 or 80, 80
-  # or 90).
+  # No float32 for the next two: NVIDIA's brief and data sheets disagree (75 or 80, 80 or 90).
   Gpu(
     r'NVIDIA B200',
     {'bfloat16': 2250, 'float16': 2250, 'fp8': 4500, 'tf32': 1100},
@@ -98,7 +97,7 @@ GPUS = (
     24 * GIB,
     _NVIDIA + 'en-us/data-center/l4/',
   ),
-  # Not the A10G of Amazon, which is another chip configuration.
+  # Not Amazon's A10G, which is another chip configuration.
   Gpu(
     r'NVIDIA A10',
     {'bfloat16': 125, 'float16': 125, 'tf32': 62.5, 'float32': 31.2},
@@ -140,18 +139,18 @@ GPUS = (
 
 
 def find_gpu(device_kind: str) -> Optional[Gpu]:
-  """Returns the row of `device_kind` (`jax.Device.device_kind`), None if there is none."""
+  """Returns the row for `device_kind` (`jax.Device.device_kind`), None if unknown."""
   return next((gpu for gpu in GPUS if re.fullmatch(gpu.kind, device_kind)), None)
 
 
 def peak_flops(device_kind: str, dtype: str) -> Optional[float]:
-  """Returns the dense peak in FLOP/s of one device, None if it is not known.
+  """Returns the dense peak in FLOP/s of one device, None if unknown.
 
   Args:
     device_kind: `jax.Device.device_kind`, 'NVIDIA H100 80GB HBM3'.
-    dtype: 'bfloat16', 'float16', 'fp8', 'tf32' or 'float32', or numpy's name of one.
+    dtype: 'bfloat16', 'float16', 'fp8', 'tf32' or 'float32', or numpy's name for one.
   Raises:
-    ValueError: no such dtype in the table.
+    ValueError: the dtype is not in the table.
   """
   if dtype not in _DTYPES:
     raise ValueError(f'No peak is tabulated for dtype {dtype!r}, only for {", ".join(_DTYPES)}.')
@@ -162,6 +161,6 @@ def peak_flops(device_kind: str, dtype: str) -> Optional[float]:
 
 
 def memory_bytes(device_kind: str) -> Optional[int]:
-  """Returns the nominal memory of one device in bytes, None if it is not known."""
+  """Returns the nominal memory of one device in bytes, None if unknown."""
   gpu = find_gpu(device_kind)
   return gpu.memory_bytes if gpu else None

@@ -22,7 +22,7 @@ import jax
 import jaxlib
 
 SHOWN = 32  # processes in a report; in a run of thousands each prints a report
-# Errors of a collective whose other end is gone, bare or wrapped. They name no process.
+# Errors of a collective whose other end is gone, bare or wrapped, without names.
 _BROKEN = re.compile(
   '(jax|xla)runtimeerror:.*(gloo|nccl|connection (closed|reset|refused)|broken pipe|'
   'socket closed|coordination|barrier|deadline_exceeded|unavailable)',

@@ -1,7 +1,7 @@
 """Ctrl-C while a command imports: one line and exit code 130.
 
-The imports take seconds, and a KeyboardInterrupt inside them ends in a traceback, or in an abort
-from a C extension. This runs before all of them, so it imports next to nothing itself.
+Imports take seconds, and a KeyboardInterrupt inside them ends in a traceback, or in an abort from a
+C extension. This module runs before all of them, so it imports almost nothing.
 """
 
 import os
@@ -12,8 +12,8 @@ _replaced = []  # handlers of Ctrl-C
 
 
 def leave_during_imports() -> None:
-  """Makes Ctrl-C leave if Python was started as `python -m t5x_gpu...`; else does nothing."""
-  if sys.argv[:1] == ['-m']:  # so while Python looks for the module, whose name precedes its flags
+  """Makes Ctrl-C exit if Python was started as `python -m t5x_gpu...`; else does nothing."""
+  if sys.argv[:1] == ['-m']:  # while Python looks for the module, whose name precedes its flags
     name = sys.orig_argv[-len(sys.argv)].removeprefix('-m')
     if name.partition('.')[0] == 't5x_gpu':
       leave()
@@ -28,7 +28,7 @@ def leave() -> None:
 
 
 def raise_again() -> None:
-  """Gives Ctrl-C back to the handler that `leave` replaced."""
+  """Restores the Ctrl-C handler that `leave` replaced."""
   if signal.getsignal(signal.SIGINT) is _leave_now:
     signal.signal(signal.SIGINT, _replaced.pop())
 

@@ -1,8 +1,8 @@
 """A second Ctrl-C ends the process at once, whatever the main thread is waiting for.
 
 Python runs a signal handler only when the main thread is back in Python. A main thread that waits
-for a device is inside XLA, maybe for ever, so a handler alone never sees Ctrl-C. But the C part of
-Python writes the number of each signal to `signal.set_wakeup_fd` at once, and a thread reads it.
+for a device is inside XLA, maybe forever, so a handler alone never sees Ctrl-C. But Python's C code
+writes the number of each signal to `signal.set_wakeup_fd` at once, where a thread reads it.
 """
 
 import os
@@ -15,16 +15,16 @@ from types import FrameType
 from typing import Any, Optional, Self, TypeVar
 
 EXIT_INTERRUPTED = 130
-_HANDLER_SECONDS = 1.0  # for the handler to run; if it has not, the main thread is stuck
+_HANDLER_SECONDS = 1.0  # if the handler has not run by then, the main thread is stuck
 _CLEANUP_SECONDS = 2.0  # for `with` blocks, after the second Ctrl-C
 _Handler = TypeVar('_Handler', bound=Callable[..., Any])
 _handled = threading.Event()
 
 
 def stops_on_interrupt(handler: _Handler) -> _Handler:
-  """Marks a SIGINT handler whose first call asks the program to stop, and whose second leaves.
+  """Marks a SIGINT handler: its first call asks the program to stop, a second Ctrl-C exits.
 
-  Handlers without the mark, such as `launch`'s, decide for themselves.
+  Handlers without the mark, such as that of `launch`, decide for themselves.
   """
 
   def marked(*args: Any) -> Any:
@@ -42,10 +42,10 @@ def _raise(number: int, frame: Optional[FrameType]) -> None:
 
 
 class SecondInterruptLeaves:
-  """Within, a second Ctrl-C leaves with exit code 130, two seconds later at most.
+  """Inside the block, a second Ctrl-C exits with code 130 within two seconds.
 
-  Only the main thread can listen for signals: elsewhere this does nothing. After the block it
-  listens on if Ctrl-C was pressed: Python's own exit may wait for a device, too.
+  Works in the main thread only; elsewhere it does nothing. If Ctrl-C was pressed it stays active
+  after the block, since Python's exit may wait for a device, too.
 
   Args:
     leave: called with the exit code.
@@ -90,7 +90,7 @@ class SecondInterruptLeaves:
       try:
         self._next_interrupt(reading, None)
         self._interrupted = True
-        # A thread cannot ask whether the handler will run: it waits to see.
+        # A thread cannot know whether the handler will run, so it waits.
         if not self._next_interrupt(reading, _HANDLER_SECONDS):
           if not _handled.is_set():
             os.write(
@@ -107,7 +107,7 @@ class SecondInterruptLeaves:
       self._leave(EXIT_INTERRUPTED)
 
   def _next_interrupt(self, reading: socket.socket, seconds: Optional[float]) -> bool:
-    """Returns True for the next Ctrl-C, False if none comes in time; raises EOFError at the end."""
+    """Returns True on the next Ctrl-C, False on a timeout; raises EOFError at the end."""
     reading.settimeout(seconds)
     while True:
       try:
@@ -122,7 +122,7 @@ class SecondInterruptLeaves:
 
 
 def _main_thread_place() -> str:
-  """Returns 'file.py:27 (function)' where the main thread is, outside of JAX."""
+  """Returns the main thread's place outside JAX: 'file.py:27 (function)'."""
   frame = sys._current_frames()[threading.main_thread().ident]
   while frame.f_back is not None and f'{os.sep}jax' in frame.f_code.co_filename:
     frame = frame.f_back

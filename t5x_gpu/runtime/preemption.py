@@ -1,9 +1,9 @@
 """Ctrl-C, SIGTERM and SIGUSR1 as a request to stop after a step, not an exception inside it.
 
 Several processes must stop after the same step: one that left earlier would leave the others
-waiting in a collective. A scheduler may tell only one of them, so they agree, by JAX's preemption
-service. That takes SIGTERM for itself (a handler of Python's would switch it off without a word);
-the other signals are passed on to it as a SIGTERM.
+waiting in a collective. A scheduler may signal only one of them, so they agree on the step through
+JAX's preemption service. That service handles SIGTERM (a Python handler would silently disable it);
+the other signals are forwarded to it as a SIGTERM.
 """
 
 import os
@@ -22,18 +22,18 @@ from t5x_gpu.runtime.interrupts import stops_on_interrupt
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS)
 
-# What a run that was stopped and has saved itself leaves with: scripts/train.slurm then requeues.
+# Exit code of a run that was stopped and has saved; scripts/train.slurm then requeues it.
 EXIT_PREEMPTED = 85
 
 _early: list[signal.Signals] = []
-_job_end: list[float] = []  # seconds since 1970, if the scheduler said
+_job_end: list[float] = []  # seconds since 1970, if the scheduler gives it
 
 
 def catch_early() -> None:
   """Remembers SIGUSR1 and SIGTERM until a StopRequest takes over.
 
-  While compiling they would end the process, with a code that means failure to a scheduler. A
-  second one does. Where several processes meet, JAX takes SIGTERM from here.
+  During compilation they would end the process with an exit code that a scheduler reads as failure.
+  A second signal still does. Once several processes have joined, JAX takes over SIGTERM.
   """
   _early.clear()
   for number in PREEMPTION_SIGNALS:
@@ -48,7 +48,7 @@ def _remember(number: int, frame: Optional[FrameType]) -> None:
 
 
 def expect_end(end_time: Optional[float]) -> None:
-  """Notes when the scheduler will end the job, in seconds since 1970; None for nobody knows."""
+  """Records when the scheduler will end the job, in seconds since 1970; None if unknown."""
   _job_end[:] = [] if end_time is None else [end_time]
 
 
@@ -60,12 +60,12 @@ class StopRequest:
           ...
           if stop.reached(step): save and leave
 
-  A second SIGTERM does not: at a time limit Slurm sends two, and the save is under way.
+  A second SIGTERM does not: at a time limit Slurm sends two, while the run is saving.
 
   Args:
-    before_end_seconds: ask to stop by itself this long before the end that `expect_end` was told:
-      some schedulers (PBS) send no signal that leaves time to save.
-    now: seconds since 1970.
+    before_end_seconds: stop this long before the end time given to `expect_end`: some schedulers
+      (PBS) send no signal that leaves time to save.
+    now: returns seconds since 1970.
   """
 
   def __init__(
@@ -93,7 +93,7 @@ class StopRequest:
   def reached(self, step: int) -> bool:
     """Returns whether to stop after `step`; the same on all processes.
 
-    Every process must call it once for each step. `signal` is set if it returns True.
+    Every process must call it once per step. `signal` is set if it returns True.
     """
     if self.signal is None and self._stop_at is not None and self._now() >= self._stop_at:
       self._request(signal.SIGTERM, 'The time limit of the job is near')
@@ -101,14 +101,14 @@ class StopRequest:
       return self.signal is not None
     if not multihost_utils.reached_preemption_sync_point(step):
       return False
-    told = [signal.Signals(number) for number in distributed.gather_json(self.signal) if number]
-    # The user's Ctrl-C counts before a scheduler's signal: it decides the exit code.
-    self.signal = min(told, key=SIGNALS.index, default=signal.SIGTERM)
+    received = [signal.Signals(number) for number in distributed.gather_json(self.signal) if number]
+    # The user's Ctrl-C wins over a scheduler's signal and decides the exit code.
+    self.signal = min(received, key=SIGNALS.index, default=signal.SIGTERM)
     return True
 
   @property
   def exit_code(self) -> int:
-    """130 for Ctrl-C as shells report it, EXIT_PREEMPTED for the others; 0 without a request."""
+    """130 for Ctrl-C, as in shells; EXIT_PREEMPTED for other signals; 0 without a request."""
     if self.signal is None:
       return 0
     return EXIT_PREEMPTED if self.signal in PREEMPTION_SIGNALS else 128 + self.signal
@@ -121,11 +121,11 @@ class StopRequest:
       return
     self._request(signal.Signals(number), signal.Signals(number).name)
 
-  def _request(self, number: signal.Signals, why: str) -> None:
+  def _request(self, number: signal.Signals, reason: str) -> None:
     self.signal = number
     if distributed.is_main_process():
       again = ' Once more to leave at once.' if number == signal.SIGINT else ''
       # Not print(): a handler may run inside a print of the main thread.
-      os.write(2, f'\n{why}: finishing this step, then saving and leaving.{again}\n'.encode())
+      os.write(2, f'\n{reason}: finishing this step, then saving and leaving.{again}\n'.encode())
     if self._together:
-      os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, which tells the others
+      os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service informs the others

@@ -1,7 +1,7 @@
-"""How a process leaves. Imports no jax, so that every entry point can ask.
+"""How a process exits. Does not import jax, so that every command can use it.
 
-A process of several that raises must not leave the usual way: JAX's exit handler would wait for the
-others, minutes long, while they wait in a collective for this one, and its exit code would be lost.
+A process of several that raises must not exit the usual way: JAX's exit handler would wait minutes
+for the others, which wait for this one in a collective, and its exit code would be lost.
 """
 
 import atexit
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 MAIN_PROCESS_SECONDS = 2
-CLEANUP_SECONDS = 5  # a file system that does not answer must not keep the process from leaving
+CLEANUP_SECONDS = 5  # a hung file system must not keep the process from exiting
 
 _others: dict[str, int] = {}
 _left_behind = threading.Event()
@@ -23,7 +23,7 @@ _cleanups: list[Callable[[], object]] = []
 
 
 def joined(process_index: int, *, process_count: int) -> None:
-  """Notes that other processes now count on this one."""
+  """Records that other processes now depend on this one."""
   _others.update(index=process_index, count=process_count)
 
 
@@ -33,7 +33,7 @@ def label() -> str:
 
 
 def abandon_threads() -> None:
-  """Notes that threads of this process may wait for what never comes: a failure leaves them."""
+  """Records that threads of this process may wait forever; a failure exits without them."""
   _left_behind.set()
 
 
@@ -44,14 +44,16 @@ def before_exit(cleanup: Callable[[], object]) -> None:
 
 
 def cancel_before_exit(cleanup: Callable[[], object]) -> None:
-  """Takes back `before_exit`."""
+  """Undoes `before_exit`."""
   _cleanups.remove(cleanup)
   atexit.unregister(cleanup)
 
 
 def leave_at_once(code: int) -> NoReturn:
-  """Exits without Python's exit handlers, from any thread. The cleanups of `before_exit` run, for
-  at most `CLEANUP_SECONDS`."""
+  """Exits from any thread without Python's exit handlers, after the cleanups of `before_exit`.
+
+  The cleanups get at most `CLEANUP_SECONDS`.
+  """
 
   def clean_up() -> None:
     for cleanup in reversed(_cleanups.copy()):
@@ -67,17 +69,18 @@ def leave_at_once(code: int) -> NoReturn:
 def leave(code: int, *, failed: bool) -> NoReturn:
   """Exits with `code`; at once, without exit handlers, if this process of several has `failed`.
 
-  So does a single one whose threads have been abandoned: Python would wait for some, and abort
-  (`terminate called`) because of those that are inside TensorStore.
+  A single process also exits at once if it failed and its threads were abandoned: Python would wait
+  for some, and abort (`terminate called`) because of those inside TensorStore.
 
-  Or if it leaves with a code: srun sends SIGTERM to the others as soon as the first one has, and
-  JAX, which swallows it, lets go of it in its exit handler. That process would end with 143.
+  A process of several with a nonzero code exits at once, too: as soon as the first one has exited,
+  srun sends SIGTERM to the others. JAX ignores SIGTERM until its exit handler restores it, so that
+  process would end with 143.
   """
   if label() and (failed or code) or failed and _left_behind.is_set():
     sys.stdout.flush()
     sys.stderr.flush()
     if label() and _others['index'] == 0:
-      # JAX aborts the others when process 0 is gone: time to say what is wrong with themselves.
+      # JAX aborts the others when process 0 is gone: leave them time to print their errors.
       time.sleep(MAIN_PROCESS_SECONDS)
     leave_at_once(code)
   sys.exit(code)
@@ -85,7 +88,7 @@ def leave(code: int, *, failed: bool) -> NoReturn:
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-  """Within, SIGTERM ends the process as an exception does: nothing half-written stays."""
+  """Makes SIGTERM raise inside the block, so that nothing half-written stays behind."""
 
   def leave_now(number: int, frame: Any) -> NoReturn:
     del frame

@@ -1,4 +1,4 @@
-"""Runs a command with a deadline that holds even when the command cannot be killed."""
+"""Runs a command with a deadline, even if the command cannot be killed."""
 
 import dataclasses
 import os
@@ -11,14 +11,14 @@ from typing import Optional
 
 
 @dataclasses.dataclass(frozen=True)
-class Finished:
-  """What a command left.
+class CommandResult:
+  """The result of a command.
 
   Attributes:
-    code: exit code; None if it was not found or its deadline passed.
+    code: exit code; None if the command was not found or its deadline passed.
     output: standard output so far.
     errors: standard error so far.
-    problem: '' or why there is no exit code.
+    problem: why there is no exit code, or ''.
   """
 
   code: Optional[int]
@@ -29,11 +29,11 @@ class Finished:
 
 def run(
   command: Sequence[str], *, seconds: float, environ: Optional[Mapping[str, str]] = None
-) -> Finished:
-  """Returns what `command` printed, after `seconds` and a little at the latest.
+) -> CommandResult:
+  """Returns what `command` printed, shortly after `seconds` at the latest.
 
-  A process that waits in the kernel, for a broken GPU or a lost file server, does not die of
-  SIGKILL, and `subprocess.run` would wait for it. It is left behind here.
+  SIGKILL does not end a process that waits in the kernel, for a broken GPU or a lost file server.
+  `subprocess.run` would wait for it; this function leaves it behind.
 
   Args:
     command: program and arguments.
@@ -51,13 +51,13 @@ def run(
         start_new_session=True,
       )
     except OSError as error:
-      return Finished(None, '', '', f'{command[0]}: {error.strerror}')
+      return CommandResult(None, '', '', f'{command[0]}: {error.strerror}')
     problem = ''
     try:
       child.wait(seconds)
     except subprocess.TimeoutExpired:
       problem = f'no answer within {seconds:g} s'
-    finally:  # On Ctrl-C too: the child has a session of its own and does not get it.
+    finally:  # also on Ctrl-C, which the child's separate session does not receive
       if child.returncode is None:
         os.killpg(child.pid, signal.SIGKILL)
         for _ in range(10):
@@ -68,4 +68,4 @@ def run(
     for file in (output, errors):
       file.seek(0)
       texts.append(file.read().decode(errors='replace'))
-    return Finished(None if problem else child.returncode, *texts, problem)
+    return CommandResult(None if problem else child.returncode, *texts, problem)

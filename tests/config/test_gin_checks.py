@@ -167,7 +167,7 @@ def test_an_include_below_may_not_take_back_a_value(project, load):
 def test_macros_in_a_circle(project, load):
   write(project / 'a.gin', 'TRAIN_STEPS = %OTHER\nOTHER = %TRAIN_STEPS\n')
   text = problems_of(load, 'my.gin', 'a.gin')
-  assert text.startswith('Macros that name each other in a circle: %TRAIN_STEPS (a.gin:1) -> ')
+  assert text.startswith('Macros refer to each other in a circle: %TRAIN_STEPS (a.gin:1) -> ')
 
 
 def test_overriding_a_user_of_macros_is_no_error_but_noted(load):

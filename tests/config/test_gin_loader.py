@@ -170,7 +170,7 @@ def test_a_missing_file_names_folders_and_the_closest_shipped(project, load, mon
   monkeypatch.setattr(gin_files, 'PACKAGE', package)
   with pytest.raises(ConfigError) as e:
     load(['gin_configs/examples/dmeo.gin'])
-  assert f'looked for in {project}, {package}, {package.parent}.' in str(e.value)
+  assert f'Searched folders: {project}, {package}, {package.parent}.' in str(e.value)
   assert "Did you mean 'gin_configs/examples/demo.gin'?" in str(e.value)
   assert '--gin_search_paths' in str(e.value)
 

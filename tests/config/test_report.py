@@ -187,7 +187,7 @@ def test_explain_follows_macros_and_names_users(load):
     '  used by train/Data.batch_size   gin_configs/runs/run.gin:18'
   )
   assert report.explain(provenance, 'betas') == ['AdamW.betas = (0.9, 0.999)   default']
-  with pytest.raises(ConfigError, match="nothing called 'warmpu'. Did you mean 'warmup'"):
+  with pytest.raises(ConfigError, match="no setting 'warmpu'. Did you mean 'warmup'"):
     report.explain(provenance, 'warmpu')
 
 

@@ -1,4 +1,4 @@
-"""HOST:PORT as text, IPv6 in brackets; and the interface that process 0 listens on."""
+"""HOST:PORT as text (IPv6 in brackets), and the interfaces that process 0 listens on."""
 
 import dataclasses
 import errno
@@ -28,7 +28,7 @@ def split(address: str, name: str = 'address') -> tuple[str, int]:
     address: 'host:port'.
     name: of the flag or variable that holds it, for the message.
   Raises:
-    ConfigError: there is no such port, or an IPv6 address has no brackets.
+    ConfigError: the port is missing or invalid, or an IPv6 address has no brackets.
   """
   host, _, port = address.rpartition(':')
   is_bracketed = host.startswith('[') and host.endswith(']')
@@ -44,7 +44,7 @@ def split(address: str, name: str = 'address') -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-  """Returns whether a numeric address is reached from this host only."""
+  """Returns whether only this host can reach a numeric address."""
   return ipaddress.ip_address(host).is_loopback
 
 
@@ -54,7 +54,7 @@ class Listening:
 
   Attributes:
     sockets: one per interface, all on one port.
-    address: of the run's 'host:port', the one that was free.
+    address: the run's 'host:port' whose port was free.
   """
 
   sockets: tuple[socket.socket, ...]
@@ -62,7 +62,7 @@ class Listening:
 
   @property
   def hosts(self) -> tuple[str, ...]:
-    """Numeric addresses of the interfaces; '::' or '0.0.0.0' stand for all."""
+    """Numeric addresses of the interfaces; '::' or '0.0.0.0' mean all."""
     return tuple(each.getsockname()[0] for each in self.sockets)
 
   @property
@@ -79,16 +79,16 @@ def listen(
 ) -> Listening:
   """Returns sockets on the first of the run's ports that is free.
 
-  They listen on the interface of the coordinator's address only. On all interfaces, and the log
-  says so, where that address is not this host's own (behind NAT, a Kubernetes service) or its name
-  means loopback here but not on the other hosts (Debian's 127.0.1.1).
+  They listen only on the interface of the coordinator's address. They listen on all interfaces,
+  with a warning, if that address is not this host's (NAT, a Kubernetes service), or if its name is
+  loopback here but not on other hosts (Debian's 127.0.1.1).
 
   Args:
     addresses: 'host:port' of process 0, best first.
-    bind_address: what JAX_COORDINATOR_BIND_ADDRESS says; wins.
+    bind_address: JAX_COORDINATOR_BIND_ADDRESS; it wins.
     is_one_host: whether all processes are known to be on this host.
   Raises:
-    ClusterError: no port is free.
+    ClusterError: none of the ports is free.
   """
   by_port: dict[int, list[str]] = {}
   for address in addresses:
@@ -108,7 +108,7 @@ def listen(
       problems.append(f'{port}: {"in use" if in_use else e.strerror or e}')
   raise ClusterError(
     f'Process 0 cannot listen on port {", ".join(problems)} on this host '
-    f'({socket.gethostname()}). Perhaps an earlier run is still ending.',
+    f'({socket.gethostname()}). An earlier run may still be shutting down.',
     fix=f'Set {BIND_VARIABLE} to an address of this host and a free port.'
     if bind_address
     else 'Set --coordinator_address=HOST:PORT (or JAX_COORDINATOR_ADDRESS) to another port, or '
@@ -117,14 +117,14 @@ def listen(
 
 
 def _own_addresses(host: str, is_one_host: bool) -> tuple[str, ...]:
-  """Returns the numeric addresses of `host`, or ALL_INTERFACES if others may reach it elsewhere."""
+  """Returns the numeric addresses of `host`, or ALL_INTERFACES if other hosts may use another."""
   try:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
   except OSError as e:
     _log_all_interfaces(f'{host!r} does not resolve on this host ({e.strerror})')
     return (ALL_INTERFACES,)
-  # Link-local IPv6 addresses need an interface, which names do not give: systemd lists them under
-  # the host's own name.
+  # Link-local IPv6 addresses need an interface, which names lack; systemd lists them under the
+  # host's name.
   numeric = tuple(
     each
     for each in dict.fromkeys(str(info[4][0]) for info in found)
@@ -141,7 +141,7 @@ def _own_addresses(host: str, is_one_host: bool) -> tuple[str, ...]:
 
 
 def _open(hosts: Sequence[str], port: int, *, is_fixed: bool) -> tuple[socket.socket, ...]:
-  """Returns listening sockets on those `hosts` that are this host's own, else on all interfaces."""
+  """Returns sockets on those `hosts` that are addresses of this host, else on all interfaces."""
   if ALL_INTERFACES in hosts:
     return (_server(ALL_INTERFACES, port),)
   sockets: list[socket.socket] = []
@@ -149,7 +149,7 @@ def _open(hosts: Sequence[str], port: int, *, is_fixed: bool) -> tuple[socket.so
     try:
       sockets.append(_server(host, port))
     except OSError as e:
-      # Another host's address, or IPv6 that the kernel does not have.
+      # Another host's address, or IPv6 on a kernel without it.
       if e.errno != errno.EADDRINUSE and not is_fixed:
         continue
       for each in sockets:
@@ -162,11 +162,11 @@ def _open(hosts: Sequence[str], port: int, *, is_fixed: bool) -> tuple[socket.so
 
 
 def _log_all_interfaces(reason: str) -> None:
-  _log.warning('Process 0 listens on all interfaces until all processes are here: %s.', reason)
+  _log.warning('Process 0 listens on all interfaces until all processes have come: %s.', reason)
 
 
 def _server(host: str, port: int) -> socket.socket:
-  # Without SO_REUSEPORT, unlike JAX's service: two runs on one port must not go unnoticed.
+  # Without SO_REUSEPORT, unlike JAX's service, so that two runs on one port are an error.
   is_dual = host in (ALL_INTERFACES, '::') and socket.has_dualstack_ipv6()
   family = socket.AF_INET6 if is_dual or ':' in host else socket.AF_INET
   return socket.create_server((host, port), family=family, dualstack_ipv6=is_dual, backlog=1024)
@@ -183,5 +183,5 @@ def peer_host(connection: socket.socket) -> str:
 
 
 def _unmapped(host: str) -> str:
-  """Returns '10.0.0.1' for '::ffff:10.0.0.1', as sockets for both versions of IP call it."""
+  """Returns '10.0.0.1' for '::ffff:10.0.0.1', the form that dual-stack sockets report."""
   return str(getattr(ipaddress.ip_address(host), 'ipv4_mapped', None) or host)

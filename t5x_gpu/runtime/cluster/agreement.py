@@ -1,6 +1,6 @@
-"""Do all processes have the same? A digest travels first, names only if the digests differ.
+"""Do all processes have the same facts? They exchange a digest, and names only if digests differ.
 
-Facts are `name -> (identity, shown)`: identities are compared, `shown` goes into the error.
+Facts are `name -> (identity, shown)`: identities are compared, `shown` appears in the error.
 """
 
 import hashlib
@@ -10,13 +10,13 @@ from typing import Any
 
 Facts = Mapping[str, tuple[str, str]]
 
-# Of files, the facts of at most so many differing buckets travel: megabytes for a million files.
+# Send the facts of at most 4 of 64 differing buckets: megabytes for a million files.
 _BUCKETS, _SENT_BUCKETS = 64, 4
 _SHOWN_LINES, _SHOWN_VARIANTS = 8, 4
 
 
 def digest(facts: Facts) -> str:
-  """Returns 16 hex digits that are equal where names and identities are."""
+  """Returns 16 hex digits, equal if names and identities are equal."""
   pairs = sorted((name, identity) for name, (identity, _) in facts.items())
   return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
 
@@ -37,7 +37,7 @@ def differences(
     digests: `digest(facts)` of each process.
     hostnames: of each process.
     process_index: of this one.
-    exchange: takes something that JSON can hold; returns what all processes passed.
+    exchange: takes a JSON value; returns the values of all processes.
     only_common: ignore facts that only some processes have; for a few thousand facts.
   """
   if len(set(digests)) == 1:
@@ -45,17 +45,17 @@ def differences(
   first = {value: digests.index(value) for value in digests}  # one process per variant
   parts = _buckets(facts)
   is_first = process_index in first.values()
-  told = exchange([digest(part) for part in parts] if is_first else None)
-  differing = [i for i in range(_BUCKETS) if len({told[p][i] for p in first.values()}) > 1]
-  # A bucket may differ only by what some lack, so none may be left out.
+  reported = exchange([digest(part) for part in parts] if is_first else None)
+  differing = [i for i in range(_BUCKETS) if len({reported[p][i] for p in first.values()}) > 1]
+  # A bucket may differ only in facts that some processes lack, so look at all buckets.
   limit = _BUCKETS if only_common else _SENT_BUCKETS
   sent = {name: fact for i in differing[:limit] for name, fact in parts[i].items()}
-  told = exchange(sent if is_first else None)
+  reported = exchange(sent if is_first else None)
   lines = []
-  for name in sorted(set().union(*(told[p] for p in first.values()))):
+  for name in sorted(set().union(*(reported[p] for p in first.values()))):
     variants: dict[Any, tuple[str, list[int]]] = {}
     for value, process in first.items():
-      identity, shown = told[process].get(name, (None, 'nothing'))
+      identity, shown = reported[process].get(name, (None, 'nothing'))
       if identity is not None or not only_common:
         who = [i for i, other in enumerate(digests) if other == value]
         variants.setdefault(identity, (shown, []))[1].extend(who)
@@ -81,7 +81,7 @@ def who_text(processes: Sequence[int], hostnames: Sequence[str]) -> str:
 
 
 def _buckets(facts: Facts) -> list[dict[str, tuple[str, str]]]:
-  """Returns the facts in parts; the name alone decides which part."""
+  """Returns the facts in buckets; the name alone decides which bucket."""
   parts: list[dict[str, tuple[str, str]]] = [{} for _ in range(_BUCKETS)]
   for name, fact in facts.items():
     parts[hashlib.sha256(name.encode()).digest()[0] % _BUCKETS][name] = fact

@@ -1,4 +1,4 @@
-"""JAX's coordination service: a store in process 0, a barrier, its end."""
+"""JAX's coordination service: the key-value store in process 0, a barrier, detecting its end."""
 
 import contextlib
 import ctypes
@@ -20,23 +20,23 @@ _rounds = itertools.count()
 
 
 class Store(Protocol):
-  """What the watchdog needs of the coordination service, which lives in process 0."""
+  """What the watchdog needs from the coordination service, which runs in process 0."""
 
   def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
   def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
   def wait_for_value(self, key: str, *, seconds: float) -> str:
-    """Returns the value of a key once somebody has set it; raises if nobody does in time."""
+    """Returns the value of a key once it is set; raises if it is not set in time."""
 
   def wait_for_all(self, name: str, *, seconds: float) -> None:
     """Returns once every process has called it with this name; raises if one does not come."""
 
   def has_ended(self) -> bool:
-    """Returns whether process 0 is known to be gone, not only out of reach."""
+    """Returns whether process 0 has certainly ended, rather than being unreachable."""
 
 
 def within(seconds: float, ask: Callable[[], Any]) -> Any:
-  """Returns what `ask` returns; None if it raises, or does not return in time."""
+  """Returns the result of `ask`; None if it raises or does not return in time."""
   answers: list[Any] = []
 
   def run() -> None:
@@ -50,12 +50,12 @@ def within(seconds: float, ask: Callable[[], Any]) -> Any:
 
 
 def delay_aborts() -> None:
-  """Lets an abort take six seconds, in which the watchdog can say why.
+  """Delays an abort by six seconds, so that the watchdog can report the reason.
 
-  JAX aborts within 10 ms of process 0's end, from C++, without a name. Its own callback for that
-  cannot be used from Python (std::bad_cast with jaxlib 0.10.2 and 0.11.2), and no Python code runs
-  in a thread that aborts. But libc's sleep takes one integer, as a signal's handler does: it sleeps
-  for SIGABRT = 6 seconds in that thread, returns, and the abort goes on.
+  JAX aborts from C++ within 10 ms of process 0's end, without naming it. Its callback for that
+  does not work from Python (std::bad_cast with jaxlib 0.10.2 and 0.11.2), and a thread that aborts
+  runs no Python code. But libc's sleep takes one integer, like a signal handler: it sleeps for
+  SIGABRT = 6 seconds in that thread and returns, and the abort continues.
   """
   libc = ctypes.CDLL(None)
   libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
@@ -80,7 +80,7 @@ class _JaxStore:
   def has_ended(self) -> bool:
     try:
       socket.create_connection(self._address, timeout=1).close()
-    except ConnectionRefusedError:  # its host answers: nothing listens there
+    except ConnectionRefusedError:  # its host answers, but nothing listens there
       return True
     except OSError:
       return False
@@ -94,7 +94,7 @@ def coordination_store() -> Optional[Store]:
 
 
 def exchange(value: Any) -> list[Any]:
-  """Returns what every process passed, by process index. Uses no device, so XLA's flags stay open.
+  """Returns what each process passed, by process index; usable before a backend starts.
 
   All processes must call it the same number of times.
 
@@ -107,30 +107,30 @@ def exchange(value: Any) -> list[Any]:
     json.loads(state.client.blocking_key_value_get(f'{key}/{i}', _EXCHANGE_SECONDS * 1000))
     for i in range(state.num_processes)
   ]
-  # Process 0 may end because of these values, and the store with it.
+  # Process 0, and the store with it, may end because of these values.
   state.client.wait_at_barrier(f'{key}/read', timeout_in_ms=_EXCHANGE_SECONDS * 1000)
   return values
 
 
 def let_gloo_listen_on(host: str) -> None:
-  """Makes gloo, the collectives of CPU devices, listen on this address; before JAX has devices.
+  """Makes gloo (collectives of CPU devices) listen on this address; call before JAX has devices.
 
-  JAX does not hand gloo an address. It then takes the one of the host's own name: a network that
-  the run does not need, or Debian's 127.0.1.1, which other hosts cannot reach.
+  JAX gives gloo no address, so it uses the address of the host's name: possibly a network that the
+  run does not need, or Debian's 127.0.1.1, which other hosts cannot reach.
 
-  There is no public way to it. JAX makes gloo for runs on GPUs as well, which do not need it, so
-  gloo keeps its own choice, and the log says so, where it does not take the address.
+  JAX has no public API for this. It also creates gloo for runs on GPUs, which do not need it. So if
+  gloo rejects the address, it keeps its own choice, with a warning.
   """
   make = jax_internals.gloo_maker()
   if make is None:
-    _log.info('This jaxlib has no make_gloo_tcp_collectives: gloo listens where it chooses.')
+    _log.info('This jaxlib has no make_gloo_tcp_collectives: gloo chooses its address.')
     return
 
   def make_on_host(*args: Any, **kwargs: Any) -> Any:
     try:
       return make(*args, **{'hostname': host, **kwargs})
     except (TypeError, RuntimeError) as e:  # another signature; no such address
-      _log.warning('gloo cannot listen on %s, and chooses an address itself: %s', host, e)
+      _log.warning('gloo cannot listen on %s and chooses an address itself: %s', host, e)
       return make(*args, **kwargs)
 
   jax_internals.set_gloo_maker(make_on_host)

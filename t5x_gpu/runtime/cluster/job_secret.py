@@ -1,6 +1,6 @@
-"""A secret that only the processes of one job have, and how they prove it to each other.
+"""A secret that only the processes of one job have, and how they prove that they have it.
 
-It comes from the environment, which Linux shows to the same user and to root only. It is never
+It comes from the environment, which Linux shows only to the same user and to root. It is never
 sent: each side signs the other's random challenge together with its message (HMAC-SHA256).
 """
 
@@ -11,12 +11,12 @@ import secrets
 from collections.abc import Mapping
 
 VARIABLE = 'T5X_GPU_JOB_SECRET'
-# Of HPE Cray: Slurm's mpi/cray_shasta, PALS and Flux set a random number, the same for all tasks.
+# On HPE Cray, Slurm's mpi/cray_shasta, PALS and Flux set the same random number for all tasks.
 _OF_SCHEDULERS = ('PMI_SHARED_SECRET',)
 
 
 def from_environment(env: Mapping[str, str]) -> str:
-  """Returns the secret of this job, '' if there is none."""
+  """Returns the secret of this job, '' if it has none."""
   return next((env[name] for name in (VARIABLE, *_OF_SCHEDULERS) if env.get(name)), '')
 
 
@@ -33,5 +33,5 @@ def proof(secret: str, *parts: str) -> str:
 
 
 def proves(given: str, secret: str, *parts: str) -> bool:
-  """Returns whether `given` is the signature of `parts`, in a time that does not depend on it."""
+  """Returns whether `given` is the signature of `parts`, in constant time."""
   return hmac.compare_digest(given.encode(), proof(secret, *parts).encode())

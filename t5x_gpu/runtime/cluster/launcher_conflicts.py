@@ -30,7 +30,7 @@ _NEVER_OUTER = (*_EXPORTED, 'kubernetes')
 
 
 def check(found: Sequence[LauncherVariables], env: Environment, *, is_counted: bool) -> None:
-  """Raises ClusterError if launchers contradict each other, or none says which process this is.
+  """Raises ClusterError if launchers contradict each other, or none gives the process index.
 
   Args:
     found: what the launchers say; the first one decides.

@@ -1,7 +1,7 @@
 """All processes of a run meet at process 0 before JAX starts, over a plain TCP connection each.
 
 JAX's own start treats a wrong host name, a closed port and a missing process alike: after five
-minutes every process aborts with a message that names no process. Here process 0 reports which
+minutes every process aborts with the same message and no names. Here process 0 reports which
 processes are missing, and the others report why they cannot reach it. Hosts and GPUs of all
 processes are known before anything is allocated, and processes of other runs are refused.
 

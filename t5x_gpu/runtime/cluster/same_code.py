@@ -1,7 +1,7 @@
 """Do all processes run the same code? Sources of this package, modules of the user, versions.
 
-A host with an old checkout or another release trains without an error, to another loss. Facts are
-those of `agreement`: a file's identity is the sha256 of its bytes, wherever it lies.
+A host with an old checkout or another release trains without an error, but to another loss. Facts
+are as in `agreement`: a file's identity is the sha256 of its bytes, whatever its path.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from t5x_gpu.errors import ClusterError
 from t5x_gpu.runtime.cluster.agreement import Facts
 
-# What computes, or decides what is computed. Read from metadata: nothing here is imported.
+# Packages that compute, or decide what is computed. Versions come from metadata, without imports.
 _CUDA = ('12', '13')
 PACKAGES = (
   'jax',
@@ -58,7 +58,7 @@ FIX = (
   'image, or the same lock file.'
 )
 _PACKAGE = pathlib.Path(__file__).resolve().parents[2]
-# A launcher's own, different on purpose in some processes; and what TensorFlow generates.
+# Modules of launchers, which differ on purpose, and modules that TensorFlow generates.
 _NOT_COMPARED = (
   '__main__',
   '__mp_main__',
@@ -69,7 +69,7 @@ _NOT_COMPARED = (
 
 
 def facts() -> Facts:
-  """Returns facts of the package's sources, of the user's modules and of installed versions."""
+  """Returns facts about the package's sources, the user's modules and installed versions."""
   found = {
     f'{_PACKAGE.name}/{path.relative_to(_PACKAGE).as_posix()}': _of_file(path)
     for path in sorted(_PACKAGE.rglob('*.py'))
@@ -78,9 +78,9 @@ def facts() -> Facts:
 
 
 def user_modules() -> Facts:
-  """Returns facts of the modules imported so far that are not installed packages.
+  """Returns facts about the modules imported so far that are not installed packages.
 
-  Those are what gin files import from the working directory or PYTHONPATH, and what that imports.
+  These are what gin files import from the working directory or PYTHONPATH, and what those import.
   """
   library = {pathlib.Path(sysconfig.get_path(name)).resolve() for name in ('stdlib', 'platstdlib')}
   found = {}
@@ -96,7 +96,7 @@ def user_modules() -> Facts:
 
 
 def versions() -> Facts:
-  """Returns facts of Python and of everything that computes; missing packages are facts, too."""
+  """Returns facts about Python and `PACKAGES`; that a package is missing is a fact, too."""
   found = {'python': '.'.join(platform.python_version_tuple()[:2])}
   for package in PACKAGES:
     try:
@@ -115,7 +115,7 @@ def _of_file(path: pathlib.Path) -> tuple[str, str]:
 
 
 def raise_if_any(lines: Sequence[str]) -> None:
-  """Raises ClusterError if there are `lines`, each a difference between processes."""
+  """Raises ClusterError if `lines`, the differences between processes, is not empty."""
   if lines:
     raise ClusterError(
       'The processes do not run the same code:\n  ' + '\n  '.join(lines),

@@ -276,7 +276,7 @@ def read_text(path: str) -> str:
   except OSError as e:
     raise ConfigError(
       f'The scheduler names a file {path} that cannot be read: {e.strerror}.',
-      fix='Set --coordinator_address=HOST:PORT, which needs no such file.',
+      fix='Set --coordinator_address=HOST:PORT, which replaces that file.',
     ) from e
 
 

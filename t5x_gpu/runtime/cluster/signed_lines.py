@@ -20,19 +20,19 @@ from t5x_gpu.runtime.cluster import addresses, job_secret
 
 _log = logging.getLogger(__name__)
 
-LINE_SECONDS = 5  # for one line, however it is cut into pieces
+LINE_SECONDS = 5  # for one whole line
 MAX_LINE = 1 << 22  # a table of ten thousand processes
-# What reading from a connection and from JSON of unknown origin can raise.
+# What reading a connection and parsing untrusted JSON can raise.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclasses.dataclass
 class Question:
-  """What one process asks of process 0.
+  """A request of one process to process 0.
 
   Attributes:
-    message: whatever JSON holds.
-    is_signed, is_proven: whether it has a signature, and that of this job.
+    message: any JSON value.
+    is_signed, is_proven: whether it has a signature, and whether that is valid for this job.
     peer_host, own_host: numeric addresses of both ends.
   """
 
@@ -46,7 +46,7 @@ class Question:
   _secret: str
 
   def answer(self, message: Any) -> None:
-    """Sends the answer, and closes the connection."""
+    """Sends the answer and closes the connection."""
     text = json.dumps(message)
     self.connection.settimeout(LINE_SECONDS)
     _send(
@@ -68,7 +68,7 @@ class Question:
 
 @dataclasses.dataclass
 class _Caller:
-  """Who has connected, and has not said everything yet."""
+  """A connection whose request is not complete yet."""
 
   host: str
   challenge: str
@@ -77,7 +77,7 @@ class _Caller:
 
 
 class Reception:
-  """Takes the questions of many connections at once; a slow one holds none of the others.
+  """Reads the requests of many connections at once; a slow one does not delay the others.
 
   Args:
     listening: sockets; `close` closes them.
@@ -100,11 +100,11 @@ class Reception:
       self._callers.popitem()[0].close()
 
   def poll(self, seconds: float) -> list[Question]:
-    """Returns the questions that are complete; waits for `seconds` if nothing happens before."""
+    """Returns the completed requests; waits up to `seconds` for something to happen."""
     questions = []
     for key, _ in self._selector.select(seconds):
       if key.fileobj in self._listening.sockets:
-        with contextlib.suppress(OSError):  # it has hung up, or there are too many open files
+        with contextlib.suppress(OSError):  # it has hung up, or too many files are open
           self._accept(*key.fileobj.accept())
       else:
         questions += self._read(key.fileobj)
@@ -203,12 +203,12 @@ def read_answer(
 
 
 def _send(connection: socket.socket, message: dict[str, str]) -> None:
-  with contextlib.suppress(OSError):  # the other end is gone: noticed by who waits for it
+  with contextlib.suppress(OSError):  # the other end is gone; whoever waits for it will notice
     connection.sendall(json.dumps(message).encode() + b'\n')
 
 
 def _read_line(connection: socket.socket, deadline: float) -> bytes:
-  """Returns the bytes up to the newline; raises ValueError or OSError if it does not come."""
+  """Returns the bytes up to a newline; raises ValueError or OSError if none comes in time."""
   data = bytearray()
   while not data.endswith(b'\n'):
     connection.settimeout(max(deadline - time.monotonic(), 0.001))

@@ -1,7 +1,7 @@
 """Checks of the machine and the installation, each a function that returns a `Check`.
 
-These read files and package metadata only, so they are quick and cannot hang. Those that need
-nvidia-smi or jax are in health_gpus.py; the doctor runs both, a training run these.
+These only read files and package metadata, so they are quick and cannot hang. Checks that need
+nvidia-smi or jax are in gpu_checks.py. The doctor runs both, a training run only these.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ class Check:
   """One line of the doctor's report.
 
   Attributes:
-    name: what was looked at.
+    name: of the check.
     status: 'ok', 'warn' (slower or riskier than need be) or 'FAIL' (a run would break or mislead).
-    value: what was found, with units.
-    fix: what to do about it; '' when ok.
+    value: the finding, with units.
+    fix: what to do about it; '' if ok.
   """
 
   name: str
@@ -48,7 +48,7 @@ class Check:
 
 
 def check_python(version: Optional[tuple[int, ...]] = None) -> Check:
-  """Returns whether Python is new enough."""
+  """Checks that Python is new enough."""
   version = tuple(sys.version_info[:3]) if version is None else version
   text = '.'.join(map(str, version))
   if version[:2] < OLDEST_PYTHON:
@@ -56,7 +56,7 @@ def check_python(version: Optional[tuple[int, ...]] = None) -> Check:
       'python',
       FAIL,
       f'{text} ({sys.executable})',
-      'Install Python 3.11 or newer and make a new virtual environment with it.',
+      'Install Python 3.11 or newer and create a new virtual environment with it.',
     )
   return Check('python', OK, f'{text} ({sys.executable})')
 
@@ -78,11 +78,11 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 0) -> Check:
-  """Returns whether jax, jaxlib and the CUDA plugin belong together.
+  """Checks that jax, jaxlib and the CUDA plugin match.
 
   Args:
     versions: package -> version, the installed ones by default.
-    gpus: GPUs that are there or expected; with some, a plugin must be installed.
+    gpus: GPUs present or expected; if not 0, a plugin must be installed.
   """
   versions = installed_versions() if versions is None else versions
   value = ', '.join(
@@ -94,7 +94,7 @@ def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 
   cudas = [cuda for cuda in OLDEST_DRIVER if f'jax-cuda{cuda}-plugin' in versions]
   again = f"pip install -U 'jax[cuda{cudas[-1] if cudas else 13}]=={jax}'"
   if jax != jaxlib:
-    # A jax runs with somewhat older jaxlibs, never with a newer one.
+    # jax runs with slightly older jaxlibs, never with a newer one.
     newer = _numbers(jaxlib) > _numbers(jax)
     return Check('packages', FAIL if newer else WARN, value, f"pip install -U 'jaxlib=={jax}'")
   if len(cudas) > 1:
@@ -127,13 +127,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 def check_driver(
   driver: Optional[str], versions: Mapping[str, str], *, on_bus: int, expected: Optional[int] = None
 ) -> Check:
-  """Returns whether the kernel driver is there and new enough for the CUDA plugin.
+  """Checks that the kernel driver is loaded and new enough for the CUDA plugin.
 
   Args:
-    driver: its version, None if there is none.
+    driver: its version, None if it is not loaded.
     versions: from `installed_versions`.
     on_bus: NVIDIA GPUs on the PCI bus.
-    expected: GPUs that the user wants.
+    expected: GPUs that the user expects.
   """
   if driver is None:
     if on_bus:
@@ -149,8 +149,8 @@ def check_driver(
         'driver',
         FAIL,
         f'none, {expected} GPUs expected',
-        'This machine has no NVIDIA GPU: ask the scheduler for some '
-        '(Slurm: --gpus-per-node), or expect none.',
+        'This machine has no NVIDIA GPU: request GPUs from the scheduler '
+        '(Slurm: --gpus-per-node), or do not expect any.',
       )
     return Check('driver', OK, 'none (no GPU here)')
   cuda = max((c for c in OLDEST_DRIVER if f'jax-cuda{c}-plugin' in versions), default=None)
@@ -171,7 +171,7 @@ def check_driver(
 
 
 def check_numa(nodes: Mapping[str, int], *, num_nodes: int) -> Check:
-  """Returns which NUMA node each GPU hangs on.
+  """Returns the NUMA node of each GPU.
 
   Args:
     nodes: PCI address -> node, from `gpu_detect.pci_numa_nodes`.
@@ -184,14 +184,14 @@ def check_numa(nodes: Mapping[str, int], *, num_nodes: int) -> Check:
     return Check(
       'numa',
       WARN,
-      f'{num_nodes} nodes, but not known for every GPU: {text}',
-      'Bind processes by hand: the firmware or the virtual machine hides the layout.',
+      f'{num_nodes} nodes, but unknown for some GPUs: {text}',
+      'Bind processes by hand (--numa=FILE): the firmware or virtual machine hides the layout.',
     )
   return Check('numa', OK, f'{num_nodes} node{"s" * (num_nodes != 1)}: {text}')
 
 
 def count_numa_nodes(root: pathlib.Path = pathlib.Path('/sys/devices/system/node')) -> int:
-  """Returns the NUMA nodes of this machine, at least 1."""
+  """Returns the number of NUMA nodes of this machine, at least 1."""
   return max(1, len(list(root.glob('node[0-9]*'))))
 
 
@@ -203,14 +203,14 @@ def check_library(
   loaded: Optional[int] = None,
   built: Optional[int] = None,
 ) -> Check:
-  """Returns whether 'cudnn' or 'nccl' is installed, and not older than what jax was built with.
+  """Checks that 'cudnn' or 'nccl' is installed and not older than what jax was built with.
 
   Args:
     part: 'cudnn' or 'nccl'.
     versions: from `installed_versions`.
     gpus: on this machine.
-    loaded: version number of the library that jax loaded (91200 for 9.12.0), if known.
-    built: version number that the plugin was built with, if known.
+    loaded: version of the library that jax loaded (91200 for 9.12.0), if known.
+    built: version that the plugin was built with, if known.
   """
   packages = {name: version for name, version in versions.items() if f'nvidia-{part}-' in name}
   value = ', '.join(f'{name} {version}' for name, version in packages.items())
@@ -219,8 +219,8 @@ def check_library(
       part,
       FAIL,
       f'{value or "system"}, {loaded} loaded, jax was built with {built}',
-      f'pip install -U {" ".join(packages) or f"nvidia-{part}-cu13"}, and take older '
-      'copies out of LD_LIBRARY_PATH.',
+      f'pip install -U {" ".join(packages) or f"nvidia-{part}-cu13"}, and remove older '
+      'copies from LD_LIBRARY_PATH.',
     )
   if loaded:
     value = f'{value or "system library"} ({loaded} loaded)'
@@ -230,7 +230,7 @@ def check_library(
     return Check(
       part,
       WARN,
-      'no wheel: whatever the system has',
+      'no wheel installed: uses the system library',
       "pip install 'jax[cuda13]' brings the version that was tested.",
     )
   return Check(part, OK, value)
@@ -239,7 +239,7 @@ def check_library(
 def check_ulimits(
   limits: Optional[Mapping[str, int]] = None, *, infiniband: pathlib.Path = INFINIBAND
 ) -> Check:
-  """Returns whether open files, processes and locked memory suffice.
+  """Checks the limits of open files, processes and locked memory.
 
   Args:
     limits: 'nofile', 'nproc', 'memlock' -> soft limit, -1 for none; this process's by default.
@@ -285,11 +285,11 @@ def check_ulimits(
 
 
 def check_shared_memory(folder: str = '/dev/shm', *, gpus: int = 0) -> Check:
-  """Returns whether /dev/shm is large enough; a container gets 64 MiB unless told otherwise.
+  """Checks that /dev/shm is large enough; a container gets 64 MiB by default.
 
   Args:
     folder: where it is mounted.
-    gpus: on this machine; between several, NCCL uses it.
+    gpus: on this machine; NCCL uses it between several GPUs.
   """
   fix = 'Start the container with --ipc=host or --shm-size=16g.'
   try:
@@ -303,7 +303,7 @@ def check_shared_memory(folder: str = '/dev/shm', *, gpus: int = 0) -> Check:
       '/dev/shm',
       FAIL if gpus > 1 else WARN,
       value,
-      fix if size < LEAST_SHM_BYTES else 'Remove what crashed jobs left there: ls -la /dev/shm',
+      fix if size < LEAST_SHM_BYTES else 'Remove files that crashed jobs left: ls -la /dev/shm',
     )
   return Check('/dev/shm', OK, value)
 
@@ -321,10 +321,10 @@ def check_host(cgroup: pathlib.Path = pathlib.Path('/sys/fs/cgroup')) -> Check:
 
 
 def quick_checks(*, expect_gpus: Optional[int] = None) -> list[Check]:
-  """Returns the checks that take milliseconds: what a run looks at before it starts.
+  """Returns the checks that take milliseconds; every run makes them before it starts.
 
   Args:
-    expect_gpus: GPUs that must be on this machine; None for whatever there are.
+    expect_gpus: GPUs that must be on this machine; None for any number.
   """
   versions, nodes = installed_versions(), gpu_detect.pci_numa_nodes()
   driver = gpu_detect.driver_version()
@@ -341,7 +341,7 @@ def quick_checks(*, expect_gpus: Optional[int] = None) -> list[Check]:
 
 
 def log_problems() -> None:
-  """Logs what is wrong with this host, on every process: one bad node of many must be seen."""
+  """Logs problems of this host, on every process, so that one bad node of many is visible."""
   for check in quick_checks():
     if check.status != OK:
       _log.warning(

@@ -1,6 +1,6 @@
 """Checks of GPUs, links, speeds and disks, from the output of nvidia-smi and of measuring children.
 
-Each function takes what was printed and returns a `Check`, so all can be tried without a GPU.
+Each function takes printed output and returns a `Check`, so all can be tested without a GPU.
 """
 
 import json
@@ -12,7 +12,7 @@ from t5x_gpu.runtime import hardware
 from t5x_gpu.runtime.health.checks import FAIL, GIB, OK, WARN, Check
 from t5x_gpu.runtime.xla.presets import generation
 
-# Of the datasheet: a healthy GPU reaches 65 to 85% on large bfloat16 matmuls under its power cap.
+# Share of the datasheet: a healthy GPU reaches 65 to 85% on large bfloat16 matmuls.
 LEAST_MATMUL_SHARE = 0.55
 # Between the GPUs of one host; the slowest sets the pace of all.
 MOST_SPREAD = 0.1
@@ -21,20 +21,20 @@ NVLINK = {'a100': 300e9, 'h100': 450e9, 'h200': 450e9, 'b200': 900e9}
 LEAST_LINK_SHARE = 0.5
 LEAST_DISK = 100e6
 LEAST_FREE = 20 * GIB
-# Of nvidia-smi's clocks_throttle_reasons.active: hardware slowdown, its heat and its power brake;
-# then heat as the driver sees it. The power cap (4) is reached by every healthy GPU under load.
+# Bits of nvidia-smi's clocks_throttle_reasons.active: hardware slowdown, by heat, by power brake;
+# software slowdown by heat. Every healthy GPU reaches its power cap (4) under load.
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
 SLOWDOWNS = {0x8: 'hardware slowdown', 0x40: 'heat', 0x80: 'power brake', 0x20: 'heat'}
 
 
 def json_lines(text: str) -> dict[str, Any]:
-  """Returns the objects that a measuring child printed, as one dictionary."""
+  """Merges the objects that a measuring child printed into one dictionary."""
   found = {}
   for line in text.splitlines():
     try:
       found |= json.loads(line)
     except (ValueError, TypeError):
-      continue  # A library's own line.
+      continue  # a line printed by a library
   return found
 
 
@@ -46,14 +46,14 @@ def check_devices(
   expected: Optional[int] = None,
   environ: Mapping[str, str],
 ) -> Check:
-  """Returns whether jax sees the GPUs that it should.
+  """Checks that jax sees the GPUs that it should.
 
   Args:
-    found: 'devices' of the measuring child; None if it did not get there.
+    found: 'devices' of the measuring child; None if it failed before.
     on_machine: GPUs that the driver or the PCI bus shows.
-    problem: the child's last words.
-    expected: GPUs that the user wants.
-    environ: what may hide them: JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.
+    problem: the child's last line.
+    expected: GPUs that the user expects.
+    environ: JAX_PLATFORMS and CUDA_VISIBLE_DEVICES in it may hide GPUs.
   """
   if found is None:
     return Check(
@@ -81,10 +81,10 @@ def check_devices(
       f'{value}, {expected} expected' + (f': {problem}' if problem and not seen else ''),
       unhide
       if on_machine >= expected
-      else f'This machine shows {on_machine} GPUs: ask the scheduler for {expected}.',
+      else f'This machine shows {on_machine} GPUs: request {expected} from the scheduler.',
     )
   if on_machine and not seen:
-    # Asked for by the user, it is no accident; otherwise nobody wants it.
+    # A warning if the user asked for the CPU; otherwise a mistake.
     asked = environ.get('JAX_PLATFORMS') == 'cpu'
     return Check(
       'devices',
@@ -100,10 +100,10 @@ def check_devices(
 
 
 def check_links(topology: str, *, gpus: int) -> Check:
-  """Returns how the GPUs of this host are linked.
+  """Checks how the GPUs of this host are linked.
 
   Args:
-    topology: of `nvidia-smi topo -m`.
+    topology: output of `nvidia-smi topo -m`.
     gpus: on this machine.
   """
   if gpus < 2:
@@ -114,7 +114,7 @@ def check_links(topology: str, *, gpus: int) -> Check:
   cells = {(int(i), j): cell for i, row in rows for j, cell in enumerate(row.split()[: len(rows)])}
   pairs = [cell for (i, j), cell in cells.items() if i < j]
   if not pairs:
-    return Check('nvlink', WARN, 'nvidia-smi topo -m says nothing', 'Look at it by hand.')
+    return Check('nvlink', WARN, 'nvidia-smi topo -m shows no links', 'Run it by hand.')
   kinds = {kind: pairs.count(kind) for kind in sorted(set(pairs))}
   value = ', '.join(f'{count} pairs by {kind}' for kind, count in kinds.items())
   linked = sum(count for kind, count in kinds.items() if kind.startswith('NV'))
@@ -124,7 +124,7 @@ def check_links(topology: str, *, gpus: int) -> Check:
       WARN,
       value,
       'Some pairs have no NVLink: keep num_partitions within '
-      'those that have, or have the bridge or switch looked at.',
+      'pairs that have it, or have the bridge or switch checked.',
     )
   if not linked:
     return Check(
@@ -140,10 +140,10 @@ def check_links(topology: str, *, gpus: int) -> Check:
 def check_matmul(
   rates: Optional[Sequence[float]], *, devices: Optional[Mapping[str, Any]], problem: str = ''
 ) -> Check:
-  """Returns the speed of a large matmul against the datasheet.
+  """Compares the speed of a large matmul with the datasheet.
 
   Args:
-    rates: FLOP/s per device; None if they were not measured.
+    rates: FLOP/s per device; None if not measured.
     devices: 'devices' of the measuring child.
     problem: why there are no rates.
   """
@@ -156,7 +156,7 @@ def check_matmul(
   slowest, fastest = min(rates), max(rates)
   each = f'{slowest / 1e12:.0f}' + (f' to {fastest / 1e12:.0f}' if len(rates) > 1 else '')
   peak = hardware.peak_flops(devices['kinds'][0], 'bfloat16')
-  share = f', {slowest / peak:.0%} of {peak / 1e12:.0f}' if peak else ', peak not known'
+  share = f', {slowest / peak:.0%} of {peak / 1e12:.0f}' if peak else ', peak unknown'
   value = f'{each} TFLOP/s bfloat16{share}'
   if slowest < fastest * (1 - MOST_SPREAD):
     return Check(
@@ -172,13 +172,13 @@ def check_matmul(
 
 
 def check_all_reduce(found: Mapping[str, Any], *, nvlink: bool = True, problem: str = '') -> Check:
-  """Returns the bus bandwidth of an all-reduce, per tier of links.
+  """Checks the bus bandwidth of an all-reduce, per tier of links.
 
   Args:
-    found: of the measuring child: 'all_reduce', tier -> bytes/s; 'together', whose devices they
-      are; or a 'problem' and its fix.
-    nvlink: whether the GPUs are linked by it.
-    problem: why the child ended before.
+    found: from the measuring child: 'all_reduce', tier -> bytes/s; 'together', the devices; or a
+      'problem' and its fix.
+    nvlink: whether NVLink connects the GPUs.
+    problem: why the child ended early.
   """
   together, rates = found.get('together'), found.get('all_reduce')
   if 'problem' in found:
@@ -189,8 +189,8 @@ def check_all_reduce(found: Mapping[str, Any], *, nvlink: bool = True, problem: 
       'all-reduce',
       FAIL,
       f'{came}: {problem or "no answer"}',
-      'Of several processes, one that says something else knows why. NCCL_DEBUG=INFO '
-      'tells where it stops; look at /dev/shm, the network and the driver first.',
+      'If one of several processes prints another error, that is the cause. NCCL_DEBUG=INFO '
+      'shows where it stops; check /dev/shm, the network and the driver first.',
     )
   value = (
     ', '.join(f'{rate / 1e9:.3g} GB/s {tier.replace("_", " ")}' for tier, rate in rates.items())
@@ -201,14 +201,14 @@ def check_all_reduce(found: Mapping[str, Any], *, nvlink: bool = True, problem: 
     return Check(
       'all-reduce',
       WARN,
-      f'{value}, NVLink does {link / 1e9:.0f}',
+      f'{value}, NVLink reaches {link / 1e9:.0f}',
       'NCCL_DEBUG=INFO shows which transport it chose; P2P may be off (IOMMU, ACS).',
     )
   return Check('all-reduce', OK, value)
 
 
 def check_clocks(text: Optional[str], *, gpus: int) -> Check:
-  """Returns the clocks that the GPUs hold under load, and what slows them.
+  """Checks the GPUs' clocks under load, and what slows them.
 
   Args:
     text: a line 'current, maximum, reasons' per GPU, MHz and a bit mask.
@@ -219,7 +219,9 @@ def check_clocks(text: Optional[str], *, gpus: int) -> Check:
   rows = [[cell.strip() for cell in line.split(',')] for line in (text or '').splitlines()]
   rows = [row for row in rows if len(row) == 3 and row[0].isdigit() and row[1].isdigit()]
   if not rows:
-    return Check('clocks', WARN, 'nvidia-smi did not say', 'nvidia-smi -q -d CLOCK,PERFORMANCE')
+    return Check(
+      'clocks', WARN, 'nvidia-smi did not report them', 'nvidia-smi -q -d CLOCK,PERFORMANCE'
+    )
   slow = {}
   for i, (_, _, reasons) in enumerate(rows):
     mask = int(reasons, 16) if re.fullmatch(r'0x[0-9a-fA-F]+', reasons) else 0
@@ -231,26 +233,26 @@ def check_clocks(text: Optional[str], *, gpus: int) -> Check:
     return Check(
       'clocks',
       WARN,
-      f'{value}; ' + ', '.join(f'GPU {i}: {why}' for i, why in slow.items()),
-      'Have cooling and power looked at.',
+      f'{value}; ' + ', '.join(f'GPU {i}: {reason}' for i, reason in slow.items()),
+      'Have cooling and power checked.',
     )
   return Check('clocks', OK, value)
 
 
 def check_disk(found: Optional[Mapping[str, float]], *, folder: str, problem: str = '') -> Check:
-  """Returns how fast checkpoints can be written to a folder.
+  """Checks how fast checkpoints can be written to a folder.
 
   Args:
     found: 'disk' of the measuring child; None if it failed.
-    folder: that was measured.
-    problem: why it failed.
+    folder: the measured folder.
+    problem: why the child failed.
   """
   if found is None:
     return Check(
       'disk',
       FAIL,
       f'{folder}: {problem or "no answer"}',
-      'Name a folder that can be written to: --model_dir=FOLDER',
+      'Choose a folder that you can write to: --model_dir=FOLDER',
     )
   value = (
     f'{folder}: write {found["write"] / 1e6:.0f} MB/s, read {found["read"] / 1e6:.0f} MB/s, '

@@ -1,10 +1,10 @@
-"""Measures what this process's devices reach, and the links between the devices of all processes.
+"""Measures this process's devices, and the links between the devices of all processes.
 
     python -m t5x_gpu.runtime.health.measure devices      matmuls, and clocks under load
-    python -m t5x_gpu.runtime.health.measure all_reduce   with the other processes, if there are any
+    python -m t5x_gpu.runtime.health.measure all_reduce   with the other processes, if any
 
-Runs as a child process of the doctor, so that a hanging driver or network hangs only the child.
-Prints one JSON object per line and measurement, each as soon as it is there.
+Runs as a child process of the doctor, so that a hung driver or network hangs only the child.
+Prints one line of JSON per measurement, as soon as it is done.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.distributed import DistributedConfig
 
 MIB = 2**20
-# Large enough to be bound by the tensor cores, small enough for a laptop's CPU.
+# Large enough to be bound by tensor cores; small enough for a laptop's CPU.
 GPU_MATMUL_SIZE, CPU_MATMUL_SIZE = 8192, 1024
 GPU_ALL_REDUCE_BYTES, CPU_ALL_REDUCE_BYTES = 256 * MIB, 4 * MIB
 LOAD_SECONDS = 1.5
@@ -56,7 +56,7 @@ def describe_devices() -> dict[str, Any]:
         'cudnn_built': versions.cudnn_build_version(),
       }
     except (ImportError, AttributeError, RuntimeError):
-      continue  # This plugin is not there, or its libraries are not.
+      continue  # This plugin or its libraries are not installed.
   return found
 
 
@@ -69,7 +69,7 @@ def measure_matmul(
     devices: local ones.
     size: of the square matrices.
     dtype: of operands and result.
-    repeats: matmuls per call; the best of three calls counts.
+    repeats: matmuls per call; the fastest of three calls counts.
   """
 
   @jax.jit
@@ -95,14 +95,14 @@ def measure_all_reduce(
 ) -> dict[str, float]:
   """Returns bytes/s of an all-reduce per tier of links: 'in_host', and 'across_hosts' of several.
 
-  It is the bus bandwidth of NCCL's tests, 2 (n - 1) / n times size over time: what each GPU sends,
-  comparable to the speed of one link whatever n is. Across hosts every GPU reduces with those of
-  its rank on the other hosts, all at once: the sum over a host is the speed of its network.
+  This is the bus bandwidth of NCCL's tests, 2 (n - 1) / n times size over time: the data that each
+  GPU sends, comparable to the speed of one link for any n. Across hosts, every GPU reduces with the
+  GPUs of the same rank on the other hosts, all at once: the sum over a host is its network's speed.
 
   Args:
     devices: all devices of the run, host by host.
-    num_hosts: hosts among which they are divided equally.
-    num_bytes: of each GPU's array.
+    num_hosts: equal parts of `devices`.
+    num_bytes: size of each GPU's array.
   Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
   """
   grid = np.asarray(devices).reshape(num_hosts, -1)
@@ -138,23 +138,23 @@ def measure_all_reduce(
 def clocks_under_load(
   devices: Sequence[Any], flops: float, *, gpus: Collection[str] = ()
 ) -> Optional[str]:
-  """Returns a line of `CLOCK_FIELDS`, but the uuid, per GPU while all `devices` multiply.
+  """Returns a line of `CLOCK_FIELDS` (without uuid) per GPU while all `devices` multiply.
 
-  None without nvidia-smi.
+  Returns None without nvidia-smi.
 
   Args:
     devices: local GPUs.
-    flops: FLOP/s of one, from `measure_matmul`: how much work lasts `LOAD_SECONDS`.
-    gpus: UUIDs of `devices`; others are left out, as they may be idle. () if unknown.
+    flops: FLOP/s of one GPU, from `measure_matmul`, to compute the work for `LOAD_SECONDS`.
+    gpus: UUIDs of `devices`, to leave out other GPUs, which may be idle; () if unknown.
   """
   size = GPU_MATMUL_SIZE
   repeats = max(1, int(LOAD_SECONDS * flops / (2 * size**3)))
   chain = jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: y @ x, x))
   arrays = [jax.device_put(jnp.full((size, size), 1 / size, jnp.bfloat16), d) for d in devices]
-  jax.block_until_ready([chain(x) for x in arrays])  # Compiles for each.
+  jax.block_until_ready([chain(x) for x in arrays])  # compiles for each device
   busy = [chain(x) for x in arrays]
   try:
-    time.sleep(LOAD_SECONDS / 3)  # Clocks follow the load within some 100 ms.
+    time.sleep(LOAD_SECONDS / 3)  # clocks follow the load within about 100 ms
     text = subprocess.run(
       ['nvidia-smi', f'--query-gpu={CLOCK_FIELDS}', '--format=csv,noheader,nounits'],
       capture_output=True,
@@ -171,45 +171,45 @@ def clocks_under_load(
   return '\n'.join(clocks for _, _, clocks in own)
 
 
-def _say(name: str, value: Any) -> None:
+def _print_json(name: str, value: Any) -> None:
   print(json.dumps({name: value}), flush=True)
 
 
 def _measure_devices(cluster: ClusterInfo, preset: str) -> None:
-  """Measures the devices of this process, whatever the others do."""
-  distributed.start(dataclasses.replace(cluster, process_count=1), {'xla_preset': preset})
-  _say('devices', describe_devices())
+  """Measures the devices of this process, independently of the others."""
+  alone = dataclasses.replace(cluster, process_count=1)
+  distributed.start(alone, DistributedConfig(), xla_preset=preset)
+  _print_json('devices', describe_devices())
   local = jax.local_devices()
   if local[0].platform == 'cpu':
-    _say('matmul', measure_matmul(local[:1], size=CPU_MATMUL_SIZE, dtype='float32', repeats=5))
+    _print_json(
+      'matmul', measure_matmul(local[:1], size=CPU_MATMUL_SIZE, dtype='float32', repeats=5)
+    )
     return
   rates = measure_matmul(local, size=GPU_MATMUL_SIZE, dtype='bfloat16')
-  _say('matmul', rates)
+  _print_json('matmul', rates)
   gpus = nvml.own_gpus(nvml.physical_gpus(), os.environ, cluster.local_device_ids)
-  _say('clocks', clocks_under_load(local, min(rates), gpus=gpus))
+  _print_json('clocks', clocks_under_load(local, min(rates), gpus=gpus))
 
 
 def _measure_links(cluster: ClusterInfo, preset: str, *, join_seconds: int) -> None:
   """Measures all-reduces over the devices of all processes."""
   try:
-    distributed.start(
-      cluster,
-      {
-        'xla_preset': preset,
-        'distributed_cfg': DistributedConfig(initialization_timeout_seconds=join_seconds),
-      },
-    )
+    config = DistributedConfig(initialization_timeout_seconds=join_seconds)
+    distributed.start(cluster, config, xla_preset=preset)
     topology, devices = topology_lib.discover()
   except UserError as e:
-    _say('problem', {'what': e.what, 'fix': e.fix})
+    _print_json('problem', {'what': e.what, 'fix': e.fix})
     return
-  _say('together', {'topology': str(topology), 'kind': devices[0].device_kind})
+  _print_json('together', {'topology': str(topology), 'kind': devices[0].device_kind})
   num_bytes = CPU_ALL_REDUCE_BYTES if devices[0].platform == 'cpu' else GPU_ALL_REDUCE_BYTES
-  _say('all_reduce', measure_all_reduce(devices, num_hosts=topology.num_hosts, num_bytes=num_bytes))
+  _print_json(
+    'all_reduce', measure_all_reduce(devices, num_hosts=topology.num_hosts, num_bytes=num_bytes)
+  )
 
 
 def main() -> None:
-  """Measures what the first argument of the command says, see the top of this file."""
+  """Runs the measurement that the command names; see the top of this file."""
   parser = argparse.ArgumentParser()
   parser.add_argument('what', choices=('devices', 'all_reduce'))
   parser.add_argument('--preset', default='default')
@@ -224,7 +224,7 @@ def main() -> None:
       _measure_links(cluster, flags.preset, join_seconds=flags.join_seconds)
   except Exception:
     traceback.print_exc()
-    process_exit.leave(1, failed=True)  # not by JAX's exit handler, which waits for the others
+    process_exit.leave(1, failed=True)  # skips JAX's exit handler, which waits for the others
 
 
 if __name__ == '__main__':

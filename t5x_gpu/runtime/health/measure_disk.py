@@ -1,4 +1,4 @@
-"""Measures the disk of a folder: a child of the doctor, which a lost file server may hang.
+"""Measures the disk of a folder, in a child of the doctor: a lost file server may hang it.
 
     python -m t5x_gpu.runtime.health.measure_disk FOLDER
 
@@ -19,8 +19,8 @@ def measure_disk(folder: str, *, num_bytes: int = DISK_BYTES) -> dict[str, float
   """Returns write and read bytes/s, seconds per small fsync, and free bytes of a folder's disk.
 
   Args:
-    folder: where it is not there yet, the disk of the closest folder above it is measured.
-    num_bytes: to write and read; a file of this size is there meanwhile.
+    folder: if it does not exist, the closest existing folder above it is measured.
+    num_bytes: to write and read, in a temporary file of this size.
   Raises:
     OSError: the folder cannot be written to.
   """
@@ -38,7 +38,7 @@ def measure_disk(folder: str, *, num_bytes: int = DISK_BYTES) -> dict[str, float
     file.flush()
     os.fsync(file.fileno())
     write_seconds = time.monotonic() - begin
-    # Read from the disk, not from the kernel's memory, as far as the file system allows it.
+    # Read from the disk rather than the page cache, if the file system allows it.
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     file.seek(0)
     begin = time.monotonic()

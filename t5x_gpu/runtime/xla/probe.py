@@ -180,7 +180,7 @@ def _options_in_child(options: dict[str, object]) -> Optional[dict[str, str]]:
   return json.loads(done.output) if done.code == 0 else None
 
 
-def _child(code: str, *arguments: str, flags: str = '') -> run_with_deadline.Finished:
+def _child(code: str, *arguments: str, flags: str = '') -> run_with_deadline.CommandResult:
   # The user's log level must not hide XLA's errors; -P: no module of the working folder.
   environ = {**os.environ, 'XLA_FLAGS': flags, 'TF_CPP_MIN_LOG_LEVEL': '0'}
   return run_with_deadline.run(

@@ -213,7 +213,7 @@ def test_a_warm_start_asks_no_child(monkeypatch):
 
 
 def no_child(command, **kwargs):
-  return xla_probe.run_with_deadline.Finished(None, '', '', 'no process can be started')
+  return xla_probe.run_with_deadline.CommandResult(None, '', '', 'no process can be started')
 
 
 def test_without_cache_and_child_names_are_read_from_the_library(monkeypatch):
