@@ -113,7 +113,7 @@ def measure(
   different = sum(a != b for a, b in zip(first, their_texts(1)))
   cases = {
     'ours': our_texts,
-    **{  # beside other work, torch is faster with fewer threads
+    **{  # next to other work, torch is faster with fewer threads
       f'theirs, {n} threads': functools.partial(their_texts, n) for n in threads
     },
   }

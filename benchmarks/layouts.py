@@ -1,9 +1,9 @@
-"""Compares the layouts of gin_configs/parallel on devices that this machine's CPU plays.
+"""Compares the layouts of gin_configs/parallel on simulated CPU devices.
 
     python benchmarks/layouts.py [--layouts dp,fsdp,tp] [--rounds 5] [--steps 2]
 
 One small decoder, one global batch, eight devices: what each layout compiles, computes, sends and
-stores per device, and how long a step takes beside one of plain data parallelism. The devices share
+stores per device, and how long a step takes relative to plain data parallelism. The devices share
 the cores and a memory: seconds show work done twice and copies, not links, and a device that waits
 leaves its core to the others. Writes benchmarks/results/layouts.json and docs/images/layouts.png.
 """

@@ -5,8 +5,8 @@
 Compiles a training step for 1, 2, 4 and 8 fake devices of one replica, with and without sequence
 parallelism and rematerialisation, and reads XLA's own account of memory; nothing runs. The model is
 that of gin_configs/models/bert_large.gin with masked language modelling, and its 30,522 tokens
-padded to 30,592, which eight devices divide. CPUs hold attention weights whole, as GPUs do without
-a fused kernel.
+padded to 30,592, which eight devices divide. CPUs hold attention weights whole, as do GPUs
+without a fused kernel.
 """
 
 import argparse

@@ -18,6 +18,7 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.data.data_module import open_batches
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.throughput import mfu
+from t5x_gpu.models.model import config_of
 from t5x_gpu.runtime import distributed, hardware
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster import topology as topology_lib
@@ -104,7 +105,8 @@ def bench(
   batch_size, length = next(iter(program.spec.shapes.values()))
   step_seconds = statistics.median(seconds)
   step_flops = model.flops_per_token(length) * batch_size * length / len(devices)
-  dtype, kind = model.config.dtype, devices[0].device_kind
+  config, kind = config_of(model), devices[0].device_kind
+  dtype = 'float32' if config is None else config.dtype
   # By default JAX multiplies float32 matrices in TF32 on GPUs that support it.
   tf32 = dtype == 'float32' and jax.config.jax_default_matmul_precision is None
   peak = (hardware.peak_flops(kind, 'tf32') if tf32 else None) or hardware.peak_flops(kind, dtype)

@@ -18,7 +18,7 @@ from typing import Any
 
 from t5x_gpu.errors import UserError
 
-# JSON texts, of which many are no values of Python's json.
+# JSON texts, many of which Python's json cannot represent.
 HOSTILE = (
   '-1',
   '0',

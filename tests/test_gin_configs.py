@@ -135,7 +135,7 @@ def build(loaded: gin_loader.LoadedConfig, topology: Topology) -> Program:
 
 
 def parts(folder: pathlib.Path, *files: pathlib.Path) -> str:
-  """Returns the path of a gin file in `folder` that includes `files` and says what runs must."""
+  """Returns a gin file in `folder` that includes `files` and sets what a run requires."""
   path = folder / 'mine.gin'
   start = ["INITIALIZE_FROM = 'unused'"] if any(f.stem == 'finetune' for f in files) else []
   path.write_text(

@@ -1,6 +1,6 @@
 """What we promise keeps a quick test: its cases must not all become slow.
 
-docs/checkpoints.md says what is guaranteed, row by row; other promises are in README.md.
+docs/checkpoints.md lists what is guaranteed, row by row; other promises are in README.md.
 """
 
 import importlib

@@ -73,17 +73,17 @@ def test_the_pbs_script_starts_one_process_per_gpu_that_know_who_they_are(tmp_pa
       'FLAGS': '--gin.A=1 --gin.B=x',
     },
   )
-  told = [json.loads(line) for line in done.stdout.splitlines()]
-  infos = [each['info'] for each in told]
+  reported = [json.loads(line) for line in done.stdout.splitlines()]
+  infos = [each['info'] for each in reported]
   assert [info['process_index'] for info in infos] == list(range(8))
   assert {info['process_count'] for info in infos} == {8}
   assert [info['local_device_ids'] for info in infos] == [[i % 4] for i in range(8)]
   assert len({info['coordinator_address'] for info in infos}) == 1
   assert infos[0]['coordinator_address'].startswith('x3006c0:')
-  assert told[3]['module'] == ['-m', 't5x_gpu.train']
-  (secret,) = {each['secret'] for each in told}
+  assert reported[3]['module'] == ['-m', 't5x_gpu.train']
+  (secret,) = {each['secret'] for each in reported}
   assert len(bytes.fromhex(secret)) == 32
-  assert told[3]['gin'] == ['my.gin'] and told[3]['bindings'] == ['A=1', 'B=x']
+  assert reported[3]['gin'] == ['my.gin'] and reported[3]['bindings'] == ['A=1', 'B=x']
 
 
 def test_the_kubernetes_job_gives_each_pod_what_it_needs():

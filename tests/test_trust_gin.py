@@ -111,7 +111,7 @@ def test_the_attacks_would_work(folder):
     try:
       convert.object_of_gin(['model.gin'])
     except Exception:
-      pass  # what comes of it is no model
+      pass  # the result is not a model
     assert (folder / 'ran').exists() or name in FAIL_ANYWAY, name
 
 

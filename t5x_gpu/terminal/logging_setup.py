@@ -23,7 +23,6 @@ _THIRD_PARTY = (
   'absl',
   'etils',
   'flax',
-  'h5py',
   'jax',
   'matplotlib',
   'optax',

@@ -1,7 +1,7 @@
 """Run by test_any_to_any: several processes that write, or read and compute the next loss.
 
 `python -m tests.checkpoint.restoring_ranks --count=4 --write=FOLDER --read=FOLDER`; the last line
-says of each folder that was read, as JSON, the checksums of its arrays on the devices and the loss.
+prints JSON: for each folder read, the checksums of its arrays on the devices, and the loss.
 One import of everything, then the processes by fork.
 """
 

@@ -105,7 +105,7 @@ def two_steps(written, writer: str, reader: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize('writer, reader', RING)
 def test_the_next_two_steps_have_the_losses_of_one_device(written, writer, reader):
-  """Up to MESH_LOSS, as above; one device itself, to the bit."""
+  """Up to MESH_LOSS, as above; one device itself, bit-exactly."""
   want = two_steps(written, 'alone', 'alone')
   assert two_steps(written, writer, reader) == (
     want if reader == 'alone' else pytest.approx(want, rel=MESH_LOSS)

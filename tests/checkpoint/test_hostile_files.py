@@ -48,7 +48,7 @@ HEADERS = {
   'a thousand dimensions': ({'x': tensor([1] * 1000, [0, 4])}, 'at most 32 entries'),
   'a huge size': ({'x': tensor([10**30], [0, 24])}, 'not a whole number from 0 to'),
   'a huge product': ({'x': tensor([2**40, 2**40], [0, 24])}, 'too large'),
-  'huge beside zero': ({'x': tensor([0, 2**60], [0, 0])}, 'too large'),
+  'huge next to zero': ({'x': tensor([0, 2**60], [0, 0])}, 'too large'),
   'floating offsets': ({'x': tensor([6], [0.0, 24.0])}, 'is 0.0, not a whole number'),
   'offsets backwards': ({'x': tensor([6], [24, 0])}, r'the bytes of x are \[24, 0\]'),
   'overlap': ({'x': tensor([6], [0, 24]), 'y': tensor([6], [12, 36])}, 'the bytes of y'),

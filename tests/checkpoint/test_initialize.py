@@ -1,4 +1,4 @@
-"""What a run cannot start from is told with names, shapes and the way out, before it compiles."""
+"""A run that cannot start from a source names arrays, shapes and the fix before it compiles."""
 
 import pathlib
 

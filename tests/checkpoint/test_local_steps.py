@@ -1,4 +1,4 @@
-"""Local steps of several hosts, played by eight devices: saved, in part lost, promoted, to the bit.
+"""Local checkpoints of several simulated hosts: saved, partly lost, promoted, bit-exact.
 
 Each device is driven by a process of its own or shares one, two devices make a host, and every host
 has its folder. Promotion runs in this process, which finds what the surviving hosts have.
@@ -273,7 +273,7 @@ def test_a_checkpoint_whose_arrays_are_damaged_gives_way_to_the_local_step_befor
     tmp_path / 'model/checkpoint_8',
     value=np.asarray(bits.addressable_shards[0].data).tobytes()[:64],
   )
-  assert restart(tmp_path, 'fsdp').step == 8  # by what it says of itself
+  assert restart(tmp_path, 'fsdp').step == 8  # by its own description
   assert_restored(tmp_path, 'fsdp', filled(program('fsdp').abstract_state, step=used), step=used)
   assert (tmp_path / 'model' / 'corrupt_checkpoint_8').is_dir()
 

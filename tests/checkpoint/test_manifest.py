@@ -1,4 +1,4 @@
-"""A manifest says which arrays differ, and the parameters are not drowned by what follows them."""
+"""A manifest names the arrays that differ, parameters first."""
 
 import jax
 import numpy as np

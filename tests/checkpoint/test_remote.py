@@ -349,8 +349,8 @@ def test_another_run_starts_from_a_checkpoint_in_storage(address):
 
 def test_the_tools_read_storage_and_those_that_cannot_say_so(address, tmp_path):
   folder = run_with(address, 2, 3)
-  told = json.loads(run_tool('inspect', address, '--json').out)
-  assert told['path'] == f'{folder}/checkpoint_3' and told['checksums'] == '3 of 3 arrays'
+  reported = json.loads(run_tool('inspect', address, '--json').out)
+  assert reported['path'] == f'{folder}/checkpoint_3' and reported['checksums'] == '3 of 3 arrays'
   assert run_tool('verify', address).out.count('have the values that were saved') == 2
   assert run_tool('verify', folder / 'checkpoint_2').out.count('values that were saved') == 1
   assert run_tool('diff', folder / 'checkpoint_3', address).code == 0

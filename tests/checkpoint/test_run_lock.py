@@ -1,4 +1,4 @@
-"""MODEL_DIR/run.lock: one run at a time, stale locks are no obstacle, who lost it stops writing."""
+"""MODEL_DIR/run.lock: one run at a time, stale locks do not block, a loser stops writing."""
 
 import dataclasses
 import json

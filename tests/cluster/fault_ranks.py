@@ -18,7 +18,7 @@ POLL_SECONDS = 0.01
 
 
 def rank(index: int, run: dict) -> None:
-  """Becomes a rank, as `python -m t5x_gpu.train` would be it."""
+  """Becomes a rank, as `python -m t5x_gpu.train` does."""
   os.chdir(run['folder'])
   file = os.open(f'rank_{index}.txt', os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
   os.dup2(file, 1)

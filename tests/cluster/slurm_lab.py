@@ -199,7 +199,7 @@ class SlurmLab:
     return self._run(['srun', *arguments]).splitlines()
 
   def job(self, number: int | str) -> dict[str, str]:
-    """Returns what scontrol says of a job (or of ARRAY_TASK): JobState, Restarts, ExitCode, ..."""
+    """Returns what scontrol shows of a job (or of ARRAY_TASK): JobState, Restarts, ExitCode, ..."""
     return dict(
       re.findall(r'(\w+)=(\S*)', self._run(['scontrol', 'show', 'job', str(number), '-o']))
     )

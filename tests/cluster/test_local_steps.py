@@ -98,7 +98,9 @@ def test_killed_hosts_of_which_one_lost_its_disk_go_on_from_a_local_step(ranks, 
   assert max(before) > KEPT
   assert_went_on(run(ranks, project, NEVER, **FSDP), project)
   after = project.metrics()
-  assert {step: after[step] for step in before} == before  # to the bit, past the local step, too
+  assert {
+    step: after[step] for step in before
+  } == before  # bit-exact, also past the local checkpoint
 
 
 @pytest.mark.slow
@@ -113,7 +115,7 @@ def test_losses_are_those_of_a_run_that_was_not_killed(
   killed(ranks, project, lost=lost, **parallel)
   if hosts_after == 2:
     assert_went_on(run(ranks, project, NEVER, **parallel), project)
-    assert project.metrics() == whole.metrics()  # to the bit
+    assert project.metrics() == whole.metrics()  # bit-exact
   else:  # on the host that is left
     assert_went_on(run(ranks, project, NEVER, hosts=1), project)
     assert project.metrics() == pytest.approx(whole.metrics(), rel=1e-5)

@@ -210,7 +210,7 @@ def test_a_mistake_ends_the_job_at_once_and_is_not_requeued(slurm, tmp_path):
   ended = slurm.wait(job, seconds=RUN_SECONDS)
   text = output(project, job)
   assert (ended['JobState'], ended['Restarts']) == ('FAILED', '0'), text
-  # 87: the other process was told of the error before it came to it.
+  # 87: the other process heard of the error before it met it.
   assert ended['ExitCode'] in ('1:0', '87:0'), text
   assert 'BATCH_SIZE is set at --gin.BATCH_SIZE' in text and 'Traceback' not in text
 

@@ -92,7 +92,7 @@ def test_written_config_gives_the_same_run(project, load):
   report.write(first.provenance, project / 'out')
   again = load([project / 'out/config.gin'])
   got = again.arguments()
-  # Functions and objects are made anew by gin; their values must agree.
+  # Functions and objects are rebuilt by gin; their values must agree.
   for name in ('model_dir', 'data', 'eval_data', 'total_steps', 'layers'):
     assert got[name] == arguments[name]
   assert got['optimizer'].betas == (1e-9, 0.5)

@@ -1,4 +1,4 @@
-"""What a run says of the order of its data."""
+"""What a run prints about the order of its data."""
 
 from t5x_gpu.data.same_data import STREAMING, data_line
 from tests.helpers_train import Project

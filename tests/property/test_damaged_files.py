@@ -255,7 +255,7 @@ def prepared_rows(folder: pathlib.Path) -> Target:
 
 
 def small_files(folder: pathlib.Path) -> Target:
-  """What a start reads in MODEL_DIR beside checkpoints: it goes on, whatever is there."""
+  """Files in MODEL_DIR that a start reads, without checkpoints: damage never stops it."""
   provenance = Provenance((), (), 'train.total_steps = 5\n')
   for config in ('train.total_steps = 3\n', 'train.total_steps = 4\n'):
     report.write(Provenance((), (), config), folder)
@@ -307,7 +307,7 @@ def small_files(folder: pathlib.Path) -> Target:
 
 
 def t5x(folder: pathlib.Path) -> Target:
-  """A checkpoint of T5X in its older form: one file of msgpack, and arrays beside it."""
+  """A checkpoint of T5X in its older form: one file of msgpack, and arrays next to it."""
   with tarfile.open(FIXTURES / 't5x_encoder_decoder' / 'checkpoint_legacy.tar.xz') as archive:
     archive.extractall(folder, filter='data')
   files = {

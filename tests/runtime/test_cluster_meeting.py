@@ -1,4 +1,4 @@
-"""Processes meet before JAX starts; whoever cannot is told why, and who is missing is named."""
+"""Processes meet before JAX starts; one that cannot gets the reason, and missing ones are named."""
 
 import contextlib
 import dataclasses

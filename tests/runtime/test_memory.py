@@ -60,7 +60,7 @@ def test_this_machine_has_memory_that_its_cpu_devices_share():
 
 
 def gpu(**stats: int) -> types.SimpleNamespace:
-  """What jax.Device of a GPU says of itself."""
+  """The attributes of a GPU that jax.Device shows."""
   return types.SimpleNamespace(
     platform='gpu', device_kind='NVIDIA H100 80GB HBM3', memory_stats=lambda: stats or None
   )

@@ -51,7 +51,6 @@ PACKAGES = (
   'grain',
   'array-record',
   'pyarrow',
-  'h5py',
 )
 FIX = (
   'Give all hosts the same checkout and the same environment: a shared folder, one container '

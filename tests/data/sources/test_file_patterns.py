@@ -92,7 +92,7 @@ def test_links_to_what_is_elsewhere_are_followed(tree, tmp_path, caplog):
 
 @contextlib.contextmanager
 def another_user():
-  """Within, this process has no more rights than a user without files; root could read all."""
+  """Within, this process has only the rights of a user without files; root could read all."""
   if os.geteuid():
     yield
     return

@@ -14,7 +14,7 @@ EXAMPLES = [
   {'inputs': [7, 8, 5, 1], 'targets': [3, 9, 1], 'label': 2},
   {'inputs': [8, 4, 9, 3, 1], 'targets': [4, 1], 'label': 0},
 ]
-# Masked: hidden (9), replaced, left as it was but to be told, untouched.
+# Masked: hidden (9), replaced, unchanged but a target, untouched.
 MASKED = [
   {'inputs': [8, 9, 5, 3, 4, 1], 'targets': [8, 7, 4, 3, 4, 1], 'loss_mask': [0, 1, 1, 1, 0, 0]},
   {'inputs': [8, 3, 9, 1], 'targets': [8, 3, 6, 1], 'loss_mask': [0, 0, 1, 0]},

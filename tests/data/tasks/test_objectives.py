@@ -136,8 +136,8 @@ def test_targets_of_the_masked_model_are_the_whole_text_in_framed_pieces():
 def test_fifteen_percent_are_told_of_which_80_10_10_are_hidden_replaced_and_left():
   text = np.random.default_rng(0).integers(3, 259, 30_000).tolist()
   got = masked([text], 128)
-  told = [x['loss_mask'].sum() / (len(x['inputs']) - 1) for x in got]
-  assert min(told) > 0.14 and max(told) < 0.16
+  fractions = [x['loss_mask'].sum() / (len(x['inputs']) - 1) for x in got]
+  assert min(fractions) > 0.14 and max(fractions) < 0.16
   inputs, targets, mask = (
     np.concatenate([x[name] for x in got]) for name in ('inputs', 'targets', 'loss_mask')
   )

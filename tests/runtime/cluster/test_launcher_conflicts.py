@@ -180,7 +180,7 @@ def test_a_script_that_copies_the_ranks_of_mpirun_is_accepted_inside_slurm():
 @pytest.mark.parametrize(
   'shell',
   [
-    {},  # a plain salloc: the shell is no step
+    {},  # a plain salloc: the shell is not a step
     slurm_step(0, tasks=1, per_node='1', SLURM_NTASKS='8', PMI_RANK='0', PMI_SIZE='1'),
   ],
   ids=['salloc', 'interactive step'],
