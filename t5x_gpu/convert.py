@@ -5,6 +5,7 @@ tensor back, and compares logits before the new folder appears (docs/convert.md)
 """
 
 import argparse
+import dataclasses
 import pathlib
 import re
 import sys
@@ -49,6 +50,13 @@ The last merges the adapters of a LoRA run into the kernels.
 FORMATS = {'hf': 'Hugging Face', 't5x_gpu': 't5x_gpu', 't5x': 'T5X'}
 # For gin_loader, an entry point with the model as its only argument.
 _MODEL_ENTRY = 't5x_gpu.checkpoint.convert.model_spec.describe'
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModelConfig:
+  """The one setting of a run that a conversion needs."""
+
+  model: Any
 
 
 def kind_of(folder: pathlib.Path) -> str:
@@ -106,7 +114,7 @@ def object_of_gin(
       search_paths=search_paths,
       read_as_data=dict.fromkeys(names if as_data else (), ('model',)),
     )
-    return loaded.arguments(only=('model',))['model']
+    return gin_loader.configured(loaded, _ModelConfig).model
   with tempfile.TemporaryDirectory() as folder:
     entry = pathlib.Path(folder) / 'entry.gin'
     entry.write_text(
@@ -122,7 +130,7 @@ def object_of_gin(
       entry=_MODEL_ENTRY,
       read_as_data=dict.fromkeys(names if as_data else (), ('MODEL',)),
     )
-    return loaded.arguments()['model']
+    return gin_loader.configured(loaded, _ModelConfig, entry=_MODEL_ENTRY).model
 
 
 def _pattern(text: str) -> str:

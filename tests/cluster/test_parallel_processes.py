@@ -51,7 +51,6 @@ def parameters(project: Project) -> dict[str, np.ndarray]:
   }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   'parallel, processes, devices_of_each, macros',
   [
