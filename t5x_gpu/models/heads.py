@@ -37,7 +37,7 @@ class TokenLogits(nn.Module):
     c, x = self.config, shard(x, 'batch', 'length', 'embed')
     if c.logits_via_embedding:
       x = _scaled(c, x)
-      logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype))
+      logits = _table_logits(x, table)
     else:
       # Accumulated and kept in float32: the softmax over the vocabulary needs the precision.
       dot_general = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
@@ -106,20 +106,18 @@ def token_loss(
   if not chunks:
     logits = token_logits(config, params, x, token_embedder)
     return cross_entropy(logits, targets, weights, **options)
-  x = shard(x, 'batch', 'length', 'embed').astype(config.compute_dtype)
+  x, terms = shard(x, 'batch', 'length', 'embed').astype(config.compute_dtype), []
   if config.logits_via_embedding:
     x = _scaled(config, x)
     kernel = fsdp.whole(token_embedder, config.compute_dtype)['embedding']
   else:
     own = fsdp.whole(params['logits_dense'], config.compute_dtype)['projection']
     kernel = own['kernel']
-    if FACTORS[0] in own:  # x (W + AB) = [x, xA] [W; B]
+    if FACTORS[0] in own:  # x (W + AB) = x W + (x A) B
       down, up = (own[name].astype(x.dtype) for name in FACTORS)
-      x = jnp.concatenate([x, x @ down], axis=-1)
-      kernel = jnp.concatenate([kernel.astype(x.dtype), up])
+      terms.append((x @ down, up))
   sums = linear_cross_entropy(
-    x,
-    kernel,
+    [(x, kernel), *terms],
     None,
     targets,
     weights,
@@ -128,6 +126,12 @@ def token_loss(
     vocab_first=config.logits_via_embedding,
   )
   return weighted_sums(sums, weights)
+
+
+def _table_logits(x: jax.Array, table: jax.Array) -> jax.Array:
+  """Returns x [batch, length, embed] times table [vocab, embed], accumulated in float32."""
+  table = table.astype(x.dtype)
+  return jnp.einsum('ble,ve->blv', x, table, preferred_element_type=jnp.float32)
 
 
 def num_loss_chunks(config: TransformerConfig, batch: int, length: int, *, vocab_parts: int) -> int:
@@ -239,8 +243,7 @@ def masked_token_logits(x: jax.Array, bias: jax.Array, table: jax.Array) -> jax.
     x, bias: of the head.
     table: [vocab, embed] token table.
   """
-  logits = jnp.einsum('ble,ve->blv', x, table.astype(x.dtype)).astype(jnp.float32) + bias
-  return shard(logits, 'batch', 'length', 'vocab')
+  return shard(_table_logits(x, table) + bias, 'batch', 'length', 'vocab')
 
 
 def masked_token_loss(
@@ -257,8 +260,7 @@ def masked_token_loss(
   if not chunks:
     return cross_entropy(masked_token_logits(x, bias, table), targets, weights, **options)
   sums = linear_cross_entropy(
-    x,
-    table,
+    [(x, table)],
     bias,
     targets,
     weights,

@@ -7,13 +7,13 @@ the logits into the gradients of `x` and of the kernel right away. Only one chun
 at a time. Nothing is computed twice: there are three matmuls, as without chunks.
 
 The forward pass already computes the gradients of the summed loss; the backward pass scales them by
-its cotangent. This works because the loss is one scalar. The other sums are metrics and carry no
-gradient.
+its cotangent. This works because the loss is one scalar.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import jax
@@ -104,8 +104,7 @@ def choose_num_chunks(batch: int, length: int, *, vocab_size: int) -> int:
 
 
 def linear_cross_entropy(
-  x: jax.Array,
-  kernel: jax.Array,
+  terms: Sequence[tuple[jax.Array, jax.Array]],
   bias: Optional[jax.Array],
   targets: jax.Array,
   weights: jax.Array,
@@ -114,35 +113,41 @@ def linear_cross_entropy(
   num_chunks: int,
   vocab_first: bool = False,
 ) -> dict[str, jax.Array]:
-  """Returns sums over tokens: 'loss', and without a gradient 'cross_entropy', 'z_loss', 'accuracy'.
+  """Returns sums over tokens: 'loss', 'cross_entropy', 'z_loss', 'accuracy'.
+
+  Differentiate 'loss'. 'cross_entropy' has a gradient if there is no z-loss, which makes it the
+  same function; with a z-loss its gradient is NaN rather than wrong (store the logits instead:
+  TransformerConfig.loss_chunks = 0). 'accuracy' has none.
 
   Args:
-    x: [batch, length, embed] in the dtype of the matmuls.
-    kernel: [embed, vocab], or [vocab, embed] with `vocab_first` (a token table).
+    terms: (x [batch, length, features], kernel [features, vocab]), whose products are the logits
+      when added: the map to the vocabulary, and the low-rank update of an adapter. `x` is in the
+      dtype of the matmuls. A kernel whose gradient nobody uses costs no matmul for it.
     bias: [vocab] added to the logits, or None.
     targets: [batch, length] token ids.
     weights: [batch, length] of the tokens; 0 leaves one out. They get no gradient.
-    token_loss: what one token costs.
+    token_loss: the loss of one token.
     num_chunks: parts of the length computed one after the other, at least 1. A length that they do
       not divide is padded.
-    vocab_first: see `kernel`. (XLA's CPU compiler refuses the gradient of a transposed kernel in
-      bfloat16: jax 0.10.)
+    vocab_first: kernels are [vocab, features], as a token table is. (XLA's CPU compiler refuses the
+      gradient of a transposed kernel in bfloat16: jax 0.10.)
   """
-  length = x.shape[1]
+  length = targets.shape[1]
   chunk = math.ceil(length / num_chunks)
   pad = chunk * math.ceil(length / chunk) - length
   weights = weights.astype(jnp.float32)
+  inputs, kernels = zip(*terms)
   if pad:
-    x = jnp.pad(x, ((0, 0), (0, pad), (0, 0)))
+    inputs = [jnp.pad(x, ((0, 0), (0, pad), (0, 0))) for x in inputs]
     targets, weights = (jnp.pad(a, ((0, 0), (0, pad))) for a in (targets, weights))
   axes = ('vocab', 'embed') if vocab_first else ('embed', 'vocab')
-  sums = _sums(_Sweep(token_loss, chunk, axes), x, kernel, bias, targets, weights)
-  return {'loss': sums['loss'], **jax.lax.stop_gradient({k: sums[k] for k in sums if k != 'loss'})}
+  sweep = _Sweep(token_loss, chunk, axes)
+  return _sums(sweep, tuple(inputs), tuple(kernels), bias, targets, weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sweep:
-  """One pass over the chunks of `chunk` positions each; `axes` names the kernel's dimensions."""
+  """One pass over the chunks of `chunk` positions each; `axes` names the kernels' dimensions."""
 
   token_loss: TokenLoss
   chunk: int
@@ -153,50 +158,63 @@ class _Sweep:
     return ''.join(name[0] for name in self.axes)
 
   def __call__(self, operands: Any, *, with_gradients: bool) -> tuple[Any, Any]:
-    """Returns (sums, gradients of x, kernel and bias); None for gradients nobody wants."""
-    x, kernel, bias, targets, weights = operands
-    kernel_in_dtype = kernel.astype(x.dtype)
-    zero = functools.partial(_zeros_like, operands=(x, kernel))
+    """Returns (sums, gradients of inputs, kernels and bias); gradients are None if not wanted."""
+    inputs, kernels, bias, targets, weights = operands
+    in_dtype = [kernel.astype(x.dtype) for x, kernel in zip(inputs, kernels)]
+    zero = functools.partial(_zeros_like, operands=(*inputs, *kernels))
 
     def body(carry: Any, start: jax.Array) -> tuple[Any, None]:
       sums, gradients = carry
-      x_part, target_part, weight_part = (
-        jax.lax.dynamic_slice_in_dim(a, start, self.chunk, axis=1) for a in (x, targets, weights)
-      )
-      logits = jnp.einsum(
-        f'ble,{self._letters}->blv', x_part, kernel_in_dtype, preferred_element_type=jnp.float32
-      )
-      if bias is not None:
-        logits = logits + bias.astype(jnp.float32)
-      logits = shard(logits, 'batch', 'length', 'vocab')
-      per_token, dlogits = self.token_loss(logits, target_part, with_gradient=with_gradients)
-      sums = {name: sums[name] + jnp.sum(per_token[name] * weight_part) for name in sums}
+
+      def part(a: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(a, start, self.chunk, axis=1)
+
+      parts = [part(x) for x in inputs]
+      logits = self._logits(parts, in_dtype, bias)
+      per_token, dlogits = self.token_loss(logits, part(targets), with_gradient=with_gradients)
+      sums = {name: sums[name] + jnp.sum(per_token[name] * part(weights)) for name in sums}
       if with_gradients:
-        dlogits = dlogits * weight_part[..., None]
-        gradients = self._add(gradients, dlogits, x_part, kernel_in_dtype, start)
+        dlogits = dlogits * part(weights)[..., None]
+        gradients = self._add(gradients, dlogits, parts, in_dtype, start)
       return (sums, gradients), None
 
     sums = {name: zero((), jnp.float32) for name in ('loss', 'cross_entropy', 'z_loss', 'accuracy')}
     gradients = None
     if with_gradients:
       gradients = (
-        zero(x.shape, x.dtype),
-        shard(zero(kernel.shape, jnp.float32), *self.axes),
+        tuple(zero(x.shape, x.dtype) for x in inputs),
+        tuple(shard(zero(kernel.shape, jnp.float32), *self.axes) for kernel in kernels),
         None if bias is None else zero(bias.shape, jnp.float32),
       )
-    starts = jnp.arange(0, x.shape[1], self.chunk)
+    starts = jnp.arange(0, targets.shape[1], self.chunk)
     return jax.lax.scan(body, (sums, gradients), starts)[0]
 
-  def _add(self, gradients: Any, dlogits: Any, x: Any, kernel: Any, start: Any) -> Any:
+  def _logits(self, inputs: Any, kernels: Any, bias: Optional[jax.Array]) -> jax.Array:
+    """Returns [batch, chunk, vocab] in float32."""
+    equation = f'ble,{self._letters}->blv'
+    logits = sum(
+      jnp.einsum(equation, x, kernel, preferred_element_type=jnp.float32)
+      for x, kernel in zip(inputs, kernels)
+    )
+    if bias is not None:
+      logits = logits + bias.astype(jnp.float32)
+    return shard(logits, 'batch', 'length', 'vocab')
+
+  def _add(self, gradients: Any, dlogits: Any, inputs: Any, kernels: Any, start: Any) -> Any:
     """Returns `gradients` with those of one chunk, whose logits have the gradient `dlogits`."""
-    dx, dkernel, dbias = gradients
+    dinputs, dkernels, dbias = gradients
     if dbias is not None:
       dbias = dbias + jnp.sum(dlogits, axis=(0, 1))
-    dlogits = shard(dlogits.astype(x.dtype), 'batch', 'length', 'vocab')
-    part = jnp.einsum(f'blv,{self._letters}->ble', dlogits, kernel).astype(dx.dtype)
-    dx = jax.lax.dynamic_update_slice_in_dim(dx, part, start, axis=1)
-    part = jnp.einsum(f'ble,blv->{self._letters}', x, dlogits, preferred_element_type=jnp.float32)
-    return dx, dkernel + shard(part, *self.axes), dbias
+    letters, exact = self._letters, dict(preferred_element_type=jnp.float32)
+    new_dinputs, new_dkernels = [], []
+    for x, kernel, dx, dkernel in zip(inputs, kernels, dinputs, dkernels):
+      d = shard(dlogits.astype(x.dtype), 'batch', 'length', 'vocab')
+      part = shard(jnp.einsum(f'blv,{letters}->ble', d, kernel, **exact), 'batch', 'length', None)
+      part = part.astype(dx.dtype)
+      new_dinputs.append(jax.lax.dynamic_update_slice_in_dim(dx, part, start, axis=1))
+      part = jnp.einsum(f'ble,blv->{letters}', x, d, **exact)
+      new_dkernels.append(dkernel + shard(part, *self.axes))
+    return tuple(new_dinputs), tuple(new_dkernels), dbias
 
 
 def _zeros_like(shape: Any, dtype: Any, *, operands: Any) -> jax.Array:
@@ -212,21 +230,19 @@ def _sums(sweep: _Sweep, *operands: Any) -> dict[str, jax.Array]:
 
 def _forward(sweep: _Sweep, *operands: Any) -> Any:
   sums, gradients = sweep(operands, with_gradients=True)
-  kernel, bias = operands[1:3]
-  dx, dkernel, dbias = gradients
-  return sums, (
-    dx,
-    dkernel.astype(kernel.dtype),
-    None if bias is None else dbias.astype(bias.dtype),
+  like = operands[:3]
+  return sums, jax.tree.map(
+    lambda gradient, operand: gradient.astype(operand.dtype), gradients, like
   )
 
 
 def _backward(sweep: _Sweep, gradients: Any, cotangents: dict[str, jax.Array]) -> Any:
-  del sweep
-  scale = cotangents['loss']
-  scaled = (
-    None if g is None else (scale * g.astype(jnp.float32)).astype(g.dtype) for g in gradients
-  )
+  if sweep.token_loss.z_loss:
+    wrong = (cotangents['cross_entropy'] != 0.0) | (cotangents['z_loss'] != 0.0)
+    scale = cotangents['loss'] + jnp.where(wrong, jnp.nan, 0.0)
+  else:
+    scale = cotangents['loss'] + cotangents['cross_entropy']
+  scaled = jax.tree.map(lambda g: (scale * g.astype(jnp.float32)).astype(g.dtype), gradients)
   return (*scaled, None, None)
 
 

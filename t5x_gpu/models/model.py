@@ -119,7 +119,7 @@ class LayeredModel(Model, Protocol):
 
 
 class TextModel(Model, Protocol):
-  """A model that continues prompts."""
+  """A model that continues prompts. To score given targets it also needs `logits`."""
 
   def start_decoding(
     self, params: Params, prompts: jax.Array, lengths: jax.Array, *, slots: int
@@ -139,11 +139,6 @@ class TextModel(Model, Protocol):
     self, params: Params, tokens: jax.Array, state: DecodingState
   ) -> tuple[jax.Array, DecodingState]:
     """Returns float32 logits [batch, vocab] after `tokens` [batch], and the next state."""
-
-  def logits(
-    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
-  ) -> jax.Array:
-    """Returns float32 logits [batch, length, vocab] of every target token, to score texts."""
 
 
 class ClassifierModel(Model, Protocol):
@@ -194,11 +189,12 @@ def classifies(model: Model) -> TypeGuard[ClassifierModel]:
 
 
 def config_of(model: Model) -> Optional[TransformerConfig]:
-  """Returns the model's `config`; None for a custom model without one.
+  """Returns the model's `config`; None for a custom model without a TransformerConfig.
 
   It limits the length of prompts, gives experts room in decoding and makes hints more precise.
   """
-  return getattr(model, 'config', None)
+  config = getattr(model, 'config', None)
+  return config if isinstance(config, TransformerConfig) else None
 
 
 def check_model(model: Any) -> None:

@@ -10,7 +10,7 @@ from t5x_gpu.data.data_module import open_vocabulary
 from t5x_gpu.data.same_data import data_line
 from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.evaluation.evaluator import LOSS, batches_for, loss_metrics
-from t5x_gpu.models.decoding import check_sample
+from t5x_gpu.models.decoding import check_sample, check_writes_text
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.config import Run
 from t5x_gpu.run.evaluations import Evaluations, open_evaluations
@@ -50,6 +50,7 @@ def open_data(plan: CheckedRun) -> RunData:
   """
   run, program, saved = plan.run, plan.program, plan.saved
   if run.sample_cfg is not None:  # an error now rather than after the last step
+    check_writes_text(run.model)
     prompt = vocabulary_of(run).encode(run.sample_cfg.prompt)
     check_sample(len(prompt), num_tokens=run.sample_cfg.num_tokens, length=row_length(program))
   keep = run.checkpoint_cfg.kept

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.models.model import LayeredModel, Model, config_of, missing_members
+from t5x_gpu.models.model import LayeredModel, Model, missing_members
 from t5x_gpu.partitioning.layer_stacks import ONLY, run_layers, stacks_of
 from t5x_gpu.partitioning.manual_region import Pipeline, Region, is_places
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
@@ -130,7 +130,7 @@ def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any
 def _check_parts(model: Model, *, pipeline: bool, by_layer: bool) -> None:
   """Raises ModelError if the model lacks parts that a pipeline or accumulation by layer needs."""
   missing = missing_members(model, LayeredModel) if pipeline or by_layer else []
-  if by_layer and config_of(model) is None:
+  if by_layer and not hasattr(getattr(model, 'config', None), 'compute_dtype'):
     missing.append('config.compute_dtype')
   if missing:
     instead = 'stage = 1' if pipeline else "accumulate_by = 'microbatch'"

@@ -70,7 +70,9 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
   inputs = 2 * tokens * sizes.get('embed', 0) * layers // (mesh['stage'] * mesh['model'])
   predictions, config = tokens // length if classifies(model) else tokens, config_of(model)
   if config is not None and not classifies(model):
-    chunks = num_loss_chunks(config, tokens // length, length, vocab_parts=mesh['model'])
+    length //= mesh['context']
+    rows = max(tokens // length, 1)
+    chunks = num_loss_chunks(config, rows, length, vocab_parts=mesh['model'])
     predictions //= max(chunks, 1)
   logits = 4 * predictions * getattr(model, 'num_outcomes', 0) // mesh['model']
   need = Need(

@@ -47,8 +47,7 @@ def plain(x, kernel, bias, targets, weights, *, softcap, smoothing):
 
 def chunked(x, kernel, bias, targets, weights, *, softcap, smoothing, num_chunks, table=False):
   return linear_cross_entropy(
-    x,
-    kernel.T if table else kernel,
+    [(x, kernel.T if table else kernel)],
     bias,
     targets,
     weights,
@@ -99,14 +98,42 @@ def test_bfloat16_gradients_are_as_close_to_float32_as_the_plain_ones():
   assert (np.array(errors[0]) <= 1.25 * np.array(errors[1]) + 1e-6).all(), errors
 
 
-def test_only_the_loss_has_a_gradient():
+def test_a_low_rank_update_is_another_term():
+  (x, kernel, bias), targets, weights = case()
+  down = jax.random.normal(jax.random.key(1), (EMBED, 2))
+  up = jax.random.normal(jax.random.key(2), (2, VOCAB))
+  options = dict(token_loss=TokenLoss(), num_chunks=3)
+
+  def as_terms(down, up):
+    terms = [(x, kernel), (x @ down, up)]
+    return linear_cross_entropy(terms, bias, targets, weights, **options)['loss']
+
+  def merged(down, up):
+    terms = [(x, kernel + down @ up)]
+    return linear_cross_entropy(terms, bias, targets, weights, **options)['loss']
+
+  got, want = (jax.grad(f, argnums=(0, 1))(down, up) for f in (as_terms, merged))
+  for got_one, want_one in zip(got, want):
+    scale = float(jnp.abs(want_one).max())
+    np.testing.assert_allclose(got_one, want_one, rtol=0, atol=RELATIVE * scale)
+
+
+def test_the_gradient_of_a_metric_is_right_or_not_a_number():
   operands, targets, weights = case()
-  options = dict(softcap=None, smoothing=0.0, num_chunks=2)
-  for name in ('cross_entropy', 'z_loss', 'accuracy'):
-    gradient = jax.grad(
-      lambda x, name=name: chunked(x, *operands[1:], targets, weights, **options)[name]
-    )(operands[0])
-    assert not gradient.any(), name
+
+  def gradient(name, z_loss):
+    def metric(x):
+      sums = linear_cross_entropy(
+        [(x, operands[1])], None, targets, weights, token_loss=TokenLoss(z_loss), num_chunks=2
+      )
+      return sums[name]
+
+    return jax.grad(metric)(operands[0])
+
+  np.testing.assert_array_equal(gradient('cross_entropy', 0.0), gradient('loss', 0.0))
+  assert jnp.isnan(gradient('cross_entropy', Z_LOSS)).any()
+  assert jnp.isnan(gradient('z_loss', Z_LOSS)).any()
+  assert not gradient('z_loss', 0.0).any() and not gradient('accuracy', Z_LOSS).any()
 
 
 def test_chunks_take_a_fraction_of_the_memory():

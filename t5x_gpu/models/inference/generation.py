@@ -176,7 +176,14 @@ class Generator:
       advance: called after each batch with the number of targets in it.
     Raises:
       DataError: a prompt does not fit, or a target is empty.
+      ConfigError: the model has no `logits`.
     """
+    if not hasattr(self._prompts.model, 'logits'):
+      raise ConfigError(
+        f'{type(self._prompts.model).__name__} has no method `logits`, which scores targets.',
+        fix='Add it (TextModel in models/model.py), or score without this model.',
+        parameters=('train.model',),
+      )
     results: list[float] = []
     for number, (prompt, target) in enumerate(zip(prompts, targets, strict=True)):
       self._prompts.check(prompt, where=f'Prompt {number}', target=target)
