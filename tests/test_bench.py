@@ -15,6 +15,7 @@ DEMO = [
 ]
 
 
+@pytest.mark.process  # platform.processor() may call uname
 def test_bench_writes_what_it_measured(tmp_path, capsys):
   out = tmp_path / 'result.json'
   assert bench.main([*DEMO, '--steps', '2', '--warmup', '1', '--json', str(out)]) == 0

@@ -28,7 +28,7 @@ def test_gloo_chooses_itself_where_it_does_not_take_the_address(monkeypatch, cap
   assert getattr(jax_lib._jax, MAKE)(distributed_client='client') == {
     'distributed_client': 'client'
   }
-  assert f'gloo cannot listen on 127.0.0.2, and chooses an address itself: {error}' in caplog.text
+  assert f'gloo cannot listen on 127.0.0.2 and chooses an address itself: {error}' in caplog.text
 
 
 def test_a_jaxlib_without_it_starts_all_the_same(monkeypatch):
