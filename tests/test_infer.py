@@ -275,7 +275,10 @@ def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_pat
     in call(model_dir, f'--prompts={prompts}', f'--output={output}', '--examples=2').err
   )
   output.with_name('answers.jsonl.facts.json').unlink()
-  assert 'does not' in call(model_dir, f'--prompts={prompts}', f'--output={output}').err
+  assert (
+    'exists without answers.jsonl.facts.json'
+    in call(model_dir, f'--prompts={prompts}', f'--output={output}').err
+  )
 
 
 @pytest.mark.parametrize(

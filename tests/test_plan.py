@@ -121,7 +121,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
     ('--hosts=3', '--devices=8 cannot be divided among --hosts=3'),
     ('--devices=0', 'at least 1'),
     ('--show=memory', 'invalid choice'),
-    ('--out=nowhere/x.png', "no folder 'nowhere'"),
+    ('--out=nowhere/x.png', "the folder 'nowhere' does not exist"),
   ],
 )
 def test_wrong_flags_say_what_is_allowed(gin_file, flag, expected):

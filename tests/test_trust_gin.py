@@ -11,8 +11,9 @@ from t5x_gpu import eval as eval_script
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.gin_files import GinFiles
-from t5x_gpu.data import batches, data_module
+from t5x_gpu.data import data_module
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.trust import check_trusted
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation import infer_request
 from tests.helpers_prepared import prepare_here
@@ -212,7 +213,7 @@ def test_prepared_rows_of_a_task_that_would_import_are_too(folder):
   ],
 )
 def test_tasks_that_import_nothing_are_not(name):
-  batches._check_imports(
+  check_trusted(
     DatasetConfig(name, {}, 'train', 1, mixture_or_task_module='t5x_gpu.data.tasks.builtin'), ()
   )
 

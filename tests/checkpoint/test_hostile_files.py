@@ -23,7 +23,8 @@ from t5x_gpu.config.json_schema import (
   parse_json,
   read_json,
 )
-from t5x_gpu.data.prepared.index import Index, Member, Shard, check_shards, read_index
+from t5x_gpu.data.prepared.index import Index, Member, Shard, read_index
+from t5x_gpu.data.prepared.shard_checks import check_shards
 from t5x_gpu.errors import CheckpointError, DataError
 from tests.checkpoint.test_checkpointer import abstract, folder_with, new_state, opened
 from tests.helpers_fuzz import replace
@@ -158,8 +159,8 @@ def test_a_prepared_index_of_another_split_or_with_wrong_types_is_refused(tmp_pa
     ({'pack': 'yes'}, "is 'yes', not true or false"),
     ({'features': {'x': -1}}, 'not a whole number from 0'),
     ({'members': []}, 'not an object'),
-    ({'vocabularies': {}}, 'there is none'),
-    ({'surprise': 1}, "has 'surprise'"),
+    ({'vocabularies': {}}, 'it is empty'),
+    ({'surprise': 1}, "unknown key 'surprise'"),
   ):
     path.write_text(json.dumps({**good, **change}))
     with pytest.raises(DataError, match=text):

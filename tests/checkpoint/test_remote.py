@@ -21,6 +21,7 @@ import tensorstore as ts
 from t5x_gpu import reshard
 from t5x_gpu.checkpoint.arrays.params_files import read_params
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader
+from t5x_gpu.checkpoint.arrays.state_writer import StateWriter
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.model_dir import check_model_dir
 from t5x_gpu.checkpoint.remote_checkpointer import open_checkpointer
@@ -28,8 +29,10 @@ from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK, check_lock
 from t5x_gpu.checkpoint.saved_checkpoint import committed_steps, read_manifest, read_saved
 from t5x_gpu.checkpoint.start import restore_from
+from t5x_gpu.checkpoint.storage.atomic_folder import RemoteJournal
 from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, SET_ASIDE, UNDER_WAY, remove
 from t5x_gpu.checkpoint.storage.paths import RemotePath, as_path, kvstore_spec, local_path
+from t5x_gpu.checkpoint.storage.storage_errors import StorageError
 from t5x_gpu.errors import CheckpointError, ConfigError
 from tests.checkpoint import remote_ranks
 from tests.checkpoint.test_checkpointer import abstract, assert_equal, new_state, save
@@ -337,6 +340,34 @@ def test_a_reshard_that_was_cut_off_is_no_checkpoint_and_goes_on(server, address
   assert committed_steps(new) == [3] and not [n for n in new.files() if 'reshard' in n]
 
 
+def test_a_reshard_killed_before_its_first_entry_starts_again(address, tmp_path, monkeypatch):
+  run_with(address, 3)
+  new = as_path(address + '_new')
+
+  def interrupt(*args):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(RemoteJournal, 'note', interrupt)
+  assert reshard_from(address, new).code == 130
+  assert any('/state/' in name for name in new.files())  # the arrays exist
+  monkeypatch.undo()
+  result = reshard_from(address, new, '--verify')
+  assert result.code == 0, result.err
+  assert committed_steps(new) == [3]
+
+
+def test_arrays_of_another_writer_are_not_called_an_outage(address):
+  arrays, chunks = {'params/x': ((4,), np.float32)}, {'params/x': (4,)}
+  writers = [
+    StateWriter(as_path(address), step=1, arrays=arrays, chunks=chunks, resume=False)
+    for _ in range(2)
+  ]
+  writers[0].flush()
+  with pytest.raises(CheckpointError, match='cannot be written: .*') as error:
+    writers[1].flush()
+  assert not isinstance(error.value, StorageError) and 'another folder' in error.value.fix
+
+
 def test_another_run_starts_from_a_checkpoint_in_storage(address):
   folder = run_with(address, 3)
   restored = restore_from(folder / 'checkpoint_3', read_saved(folder, 3), abstract(new_state()))
@@ -351,8 +382,8 @@ def test_the_tools_read_storage_and_those_that_cannot_say_so(address, tmp_path):
   folder = run_with(address, 2, 3)
   reported = json.loads(run_tool('inspect', address, '--json').out)
   assert reported['path'] == f'{folder}/checkpoint_3' and reported['checksums'] == '3 of 3 arrays'
-  assert run_tool('verify', address).out.count('have the values that were saved') == 2
-  assert run_tool('verify', folder / 'checkpoint_2').out.count('values that were saved') == 1
+  assert run_tool('verify', address).out.count('3 arrays match their checksums') == 2
+  assert run_tool('verify', folder / 'checkpoint_2').out.count('match their checksums') == 1
   assert run_tool('diff', folder / 'checkpoint_3', address).code == 0
   assert run_tool('diff', folder / 'checkpoint_2', address).code == 1
   for argv in (

@@ -17,7 +17,8 @@ from t5x_gpu.checkpoint.saved_checkpoint import checkpoint_path
 from t5x_gpu.checkpoint.storage.chunks import Shape
 from t5x_gpu.checkpoint.storage.orbax_internals import HANDLERS
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, context
-from t5x_gpu.checkpoint.storage.storage_errors import storage_error
+from t5x_gpu.checkpoint.storage.storage_errors import is_outage, reason_of, storage_error
+from t5x_gpu.errors import CheckpointError
 
 # Pays off where values were narrower than their dtype. For float32 that was bfloat16: 2.1 times the
 # speed of ZSTD, and 4% smaller.
@@ -81,16 +82,32 @@ class StateWriter:
       'chunks': [max(c, 1) for c in chunk],
       'compressor': self._compressor,
     }
-    return ts.open(
-      {**spec_of(self._written, name), 'metadata': metadata},
-      create=True,
-      dtype=dtype,
-      context=self._context,
-      transaction=self._transaction,
-    ).result()
+    return self._result(
+      ts.open(
+        {**spec_of(self._written, name), 'metadata': metadata},
+        create=True,
+        dtype=dtype,
+        context=self._context,
+        transaction=self._transaction,
+      )
+    )
 
   def _reopen(self, name: str) -> ts.TensorStore:
-    return ts.open(spec_of(self._written, name), open=True, context=self._context).result()
+    return self._result(ts.open(spec_of(self._written, name), open=True, context=self._context))
+
+  def _result(self, future: ts.Future) -> Any:
+    """Returns the result; for a remote path, raises StorageError or CheckpointError as `_wait`."""
+    try:
+      return future.result()
+    except ValueError as e:  # TensorStore's, whatever the reason
+      if not isinstance(self.path, RemotePath):
+        raise
+      what = f'{self.path} cannot be written'
+      if is_outage(e):
+        raise storage_error(e, what, self.path.scheme) from None
+      raise CheckpointError(
+        f'{what}: {reason_of(e)}.', fix='Remove what is stored there, or name another folder.'
+      ) from None
 
   def write(self, name: str, place: Place, value: np.ndarray) -> bool:
     """Writes a part of an array; returns whether everything written before it is stored by now."""
@@ -130,14 +147,13 @@ class StateWriter:
     Raises:
       OSError: it cannot be written to the disk.
       StorageError: object storage refused it, or did not answer.
+      CheckpointError: object storage failed for another reason.
     """
     if self._writing is not None:
       writing, self._writing = self._writing, None
       try:
-        writing.result()
-      except ValueError as e:  # TensorStore's, whatever the reason
-        if isinstance(self.path, RemotePath):
-          raise storage_error(e, f'{self.path} cannot be written', self.path.scheme) from None
+        self._result(writing)
+      except ValueError as e:
         full = os.strerror(errno.ENOSPC)
         number = errno.ENOSPC if full in str(e) else errno.EIO
         raise OSError(number, full if number == errno.ENOSPC else str(e)[:300]) from e

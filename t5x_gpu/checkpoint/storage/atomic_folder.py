@@ -1,6 +1,7 @@
 """Folders that appear complete or not at all; a killed command can continue an unfinished one."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -8,7 +9,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional, Self
+from typing import IO, Any, Optional, Self
 
 from t5x_gpu.checkpoint.storage.object_store_steps import commit
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
@@ -18,6 +19,7 @@ from t5x_gpu.errors import CheckpointError
 
 _SCHEMA = Fields({'work': str, 'entry': Nullable(dict)})
 _REMOTE_JOURNAL = 'reshard.json'
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # some network file systems
 
 
 @contextlib.contextmanager
@@ -53,7 +55,9 @@ def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib
 
 
 class Journal:
-  """The unfinished folder of `target`, and how much of it is done. One process at a time has it.
+  """The unfinished folder of `target`, and how much of it is done.
+
+  One process at a time has it, if the file system supports locks.
 
   Next to `target` is `.NAME.unfinished` with `new`, which becomes `target`, and the journal. The
   same work, started again after a kill, continues from there.
@@ -74,6 +78,7 @@ class Journal:
     self._target = pathlib.Path(target).absolute()
     self._unfinished = self._target.with_name(f'.{self._target.name}.unfinished')
     self._path = self._unfinished / 'journal.json'
+    self._lock_path = self._unfinished / 'lock'
     self.folder = self._unfinished / 'new'
     self._work = _digest(work)
     self.entry: Optional[dict[str, Any]] = None
@@ -86,24 +91,39 @@ class Journal:
       )
     try:
       self._unfinished.mkdir(parents=True, exist_ok=True)
-      self._lock = open(self._unfinished / 'lock', 'w', encoding='utf-8')
+      self._lock = self._locked()
+      try:
+        self._open(num_bytes)
+      except BaseException:
+        if self.entry is None:
+          self.discard()
+        self._lock.close()
+        raise
     except OSError as e:
+      with contextlib.suppress(OSError):  # not empty
+        self._unfinished.rmdir()
       raise CheckpointError(
         f'{self._target} cannot be written: {e.strerror or e}.',
         fix='Name a folder of yours with --to.',
       ) from e
+
+  def _locked(self) -> IO[str]:
+    """Returns the lock file, which this process holds until it closes the file."""
+    lock = open(self._lock_path, 'a', encoding='utf-8')
     try:
-      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      self._open(num_bytes)
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
-      self._lock.close()
+      lock.close()
       raise CheckpointError(
         f'Another process is writing {self._target}.',
         fix='Wait for it or end it, or name another folder with --to.',
       ) from e
-    except BaseException:
-      self._lock.close()
-      raise
+    except OSError as e:
+      if e.errno not in _NO_LOCKS:
+        lock.close()
+        self._lock_path.unlink(missing_ok=True)
+        raise
+    return lock
 
   def _open(self, num_bytes: int) -> None:
     """Continues the journal if it is of this work, else starts one."""
@@ -118,8 +138,6 @@ class Journal:
     written = sum(p.stat().st_size for p in self.folder.rglob('*') if p.is_file())
     free = shutil.disk_usage(self.folder).free
     if free < num_bytes - written:
-      if self.entry is None:
-        self.discard()
       raise CheckpointError(
         f'{self._target} would take about {num_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are '
         'free.',
@@ -145,8 +163,15 @@ class Journal:
     self.discard()
 
   def discard(self) -> None:
-    """Removes the unfinished folder."""
-    shutil.rmtree(self._unfinished, ignore_errors=True)
+    """Removes the unfinished folder, and gives up the lock."""
+    if self._lock.closed:  # removed before; another process may be using the name by now
+      return
+    shutil.rmtree(self.folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+      self._path.unlink(missing_ok=True)
+      self._lock_path.unlink(missing_ok=True)
+      self._lock.close()  # on NFS, a folder with an open file cannot be removed
+      self._unfinished.rmdir()
 
   def __enter__(self) -> Self:
     return self
@@ -169,7 +194,8 @@ class RemoteJournal(contextlib.AbstractContextManager):
   until it is committed at the end.
 
   Args:
-    target: must be empty, or unfinished; leftovers of other work are removed.
+    target: must be empty, or unfinished; leftovers of other work, or without an entry, are
+      removed.
     work: JSON-ready, everything that the result depends on.
   Attributes:
     folder: to write into.
@@ -195,7 +221,7 @@ class RemoteJournal(contextlib.AbstractContextManager):
         kept = read_json(self._path, _SCHEMA)
       if kept.get('work') == self._work:
         self.entry = kept['entry']
-      else:
+      if self.entry is None:  # arrays may exist: a kill between writing and noting them
         target.remove_tree(last=[_REMOTE_JOURNAL])
     if self.entry is None:
       self._note()

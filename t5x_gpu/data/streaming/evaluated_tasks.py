@@ -58,9 +58,10 @@ class EvaluatedTask:
     inputs = texts.get(_INPUTS, self._targets)  # unused if the task has no inputs
     self.inputs = [inputs.of_model(_ids(example.get(_INPUTS, ()))) for example in examples]
     self.targets = [self._targets.of_model(_ids(example[_TARGETS])) for example in examples]
+    self._left_out: set[str] = set()
 
   def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
-    """Returns metric -> value; leaves out, with a warning, values that are not numbers.
+    """Returns metric -> value; leaves out, with one warning each, values that are not numbers.
 
     Raises:
       DataError: a metric or postprocessor of the task fails, or two metrics have the same name.
@@ -92,7 +93,8 @@ class EvaluatedTask:
           and isinstance(number, (np.ndarray, np.generic))
         ):
           values[key] = float(number)
-        else:
+        elif key not in self._left_out:
+          self._left_out.add(key)
           _log.warning(
             '%s: the metric %s is a %s, not a number; it is not written.',
             self.name,
