@@ -1,6 +1,6 @@
 """Time a gin file's training step on synthetic batches: tokens/s, TFLOP/s, MFU and memory.
 
-Needs neither TensorFlow nor data, only jax, flax, optax, orbax and gin-config.
+Needs neither TensorFlow nor data, only the packages of `CORE` in setup.py.
 """
 
 import argparse

@@ -19,7 +19,7 @@ import rich.text
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data import features
-from t5x_gpu.data.batches import PREPARED, Batch, BatchSpec, DatasetConfig
+from t5x_gpu.data.batches import PREPARED, Batch, BatchIterator, BatchSpec, DatasetConfig
 from t5x_gpu.data.data_module import open_batches, open_task_names, open_vocabulary
 from t5x_gpu.data.prepared import row_stats
 from t5x_gpu.data.prepared.index import Index, read_index
@@ -65,10 +65,15 @@ class _Data:
       return None
     return read_index(name.removeprefix(PREPARED), split=self.config.split)
 
-  def batches(self, *, repeat: bool) -> Any:
-    return open_batches(
+  @contextlib.contextmanager
+  def batches(self, *, repeat: bool) -> Iterator[BatchIterator]:
+    batches = open_batches(
       self.config, spec=self.spec, feature_converter=self.feature_converter, repeat=repeat
     )
+    try:
+      yield batches
+    finally:
+      getattr(batches, 'close', lambda: None)()
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +164,7 @@ def _facts(data: _Data, num_rows: int) -> tuple[row_stats.RowStats, Mapping[str,
   """
   facts = row_stats.RowStats()
   is_mixture = len(open_task_names(data.config)) > 1
-  with contextlib.closing(data.batches(repeat=is_mixture)) as batches:
+  with data.batches(repeat=is_mixture) as batches:
     for row in _rows(batches, num_rows):
       facts.add(row)
     return facts, batches.describe()
@@ -169,7 +174,7 @@ def preview(data: _Data, *, num_rows: int, console: rich.console.Console) -> Non
   """Prints rows, each example in another colour; dim where the loss does not count."""
   vocabulary = open_vocabulary(data.config, feature_converter=data.feature_converter)
   facts = row_stats.RowStats()
-  with contextlib.closing(data.batches(repeat=True)) as batches:
+  with data.batches(repeat=True) as batches:
     rows = list(_rows(batches, num_rows))
   for number, row in enumerate(rows):
     one = row_stats.RowStats()
@@ -281,7 +286,8 @@ def bench(
   data: _Data, *, seconds: float, eats: Optional[float], console: rich.console.Console
 ) -> None:
   """Prints tokens/s of the data alone, and how many cores the model needs for it."""
-  speed = measure(data.batches(repeat=True), seconds=seconds)
+  with data.batches(repeat=True) as batches:
+    speed = measure(batches, seconds=seconds)
   console.print(
     f'{data.config.mixture_or_task_name}, batch {data.spec.batch_size}: '
     f'{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_core_second:,.0f} per '

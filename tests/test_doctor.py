@@ -159,10 +159,22 @@ def test_flags_prints_the_table(capsys):
         'jaxlib': '0.11.2',
         'jax-cuda13-plugin': '0.11.2',
         'jax-cuda13-pjrt': '0.11.2',
+        'nvidia-ml-py': '13.580.82',
       },
       8,
       OK,
       '',
+    ),
+    (
+      {
+        'jax': '0.11.2',
+        'jaxlib': '0.11.2',
+        'jax-cuda13-plugin': '0.11.2',
+        'jax-cuda13-pjrt': '0.11.2',
+      },
+      8,
+      WARN,
+      'pip install nvidia-ml-py',
     ),
     (
       {

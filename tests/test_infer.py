@@ -287,6 +287,7 @@ def test_results_of_something_else_are_not_continued(model_dir, prompts, tmp_pat
     ('', 'p.txt', 'has no prompts: it is empty'),
     ('\n\n', 'p.jsonl', 'has no prompts: 2 blank lines'),
     ('{"inputs": "a"}\n{"inputs": a}', 'p.jsonl', 'p.jsonl:2 is not JSON'),
+    ('{"inputs": a}', 'p.jsonl', "JSON object with the string key 'inputs'"),
     ('{"text": "a"}', 'p.jsonl', "p.jsonl:1 has no text under key 'inputs'"),
     ('{"inputs": "a", "targets": 3}', 'p.jsonl', "p.jsonl:1 has no text under key 'targets'"),
     (

@@ -186,6 +186,12 @@ def test_without_a_driver_there_are_no_gpus(monkeypatch):
   assert physical_gpus() == []
 
 
+def test_without_the_package_of_nvml_the_gpus_are_unknown(monkeypatch, caplog):
+  monkeypatch.setitem(sys.modules, 'pynvml', None)  # what Python does for a missing module
+  assert physical_gpus() == []
+  assert 'pip install nvidia-ml-py' in caplog.text
+
+
 @pytest.mark.skipif(not shutil.which('cc'), reason='no C compiler')
 def test_nvml_gives_uuids_and_addresses_of_sysfs_and_skips_a_lost_gpu(
   monkeypatch, tmp_path, caplog

@@ -17,8 +17,6 @@ from t5x_gpu.data.synthetic import open_batches
 
 
 class Letters:
-  moved_zero_id = None
-
   def encode(self, text):
     return [ord(c) for c in text]
 

@@ -62,7 +62,8 @@ class BatchIterator(Protocol):
 
   Every process sees the same global batch and puts only its own part on its devices.
 
-  Two methods are optional:
+  Three methods are optional:
+    close() -> None: releases files and threads.
     file_facts() -> Facts: facts about the source files, compared between hosts at the start
       (same_on_hosts.py). Without it `describe()` and the next batch are compared.
     source_files() -> SourceFiles: the source files, checked for changes when a run resumes.
@@ -81,9 +82,6 @@ class BatchIterator(Protocol):
 
   def describe(self) -> Mapping[str, Any]:
     """Returns JSON-ready facts for logs and manifests: task, split, seed, examples, guarantees."""
-
-  def close(self) -> None:
-    """Releases files and threads."""
 
 
 @dataclasses.dataclass(frozen=True)

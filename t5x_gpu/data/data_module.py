@@ -6,7 +6,6 @@ docs/add_a_data_source.md shows how to write another. The module is imported onl
 so a synthetic run does not import TensorFlow.
 """
 
-import dataclasses
 import importlib
 import inspect
 import types
@@ -15,6 +14,7 @@ from typing import Any, Optional, Protocol
 
 from t5x_gpu.data.batches import PREPARED, BatchIterator, BatchSpec, DatasetConfig
 from t5x_gpu.data.prompts import PromptText
+from t5x_gpu.data.task_metrics import EvaluatedTask
 from t5x_gpu.data.trust import check_trusted
 from t5x_gpu.errors import ConfigError, did_you_mean
 
@@ -23,50 +23,12 @@ _TEXT_MODULE = 't5x_gpu.data.seqio_batches'
 _MODULE = ('DatasetConfig.module',)
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelOutputs:
-  """Model outputs for the examples of a task, in their order; lists not asked for are empty.
-
-  Attributes:
-    predictions: token ids, the best continuation of each example's inputs.
-    prediction_scores: their log-probabilities.
-    scores: log-probabilities of the targets.
-  """
-
-  predictions: Sequence[Sequence[int]] = ()
-  prediction_scores: Sequence[float] = ()
-  scores: Sequence[float] = ()
-
-
-class EvaluatedTask(Protocol):
-  """A task with metrics, and its examples.
-
-  Attributes:
-    name: of the task.
-    inputs, targets: token ids of each example; inputs are empty if the task has none.
-    eos_id: id that ends a text, or None.
-    zero_is_a_word: id 0 is a word, not padding.
-    needs_predictions, needs_scores: what the metrics are computed from.
-  """
-
-  name: str
-  inputs: Sequence[Sequence[int]]
-  targets: Sequence[Sequence[int]]
-  eos_id: Optional[int]
-  zero_is_a_word: bool
-  needs_predictions: bool
-  needs_scores: bool
-
-  def metrics(self, outputs: ModelOutputs) -> dict[str, float]:
-    """Returns metric -> value."""
-
-
 class DataModule(Protocol):
   """The functions of a data module. Only `open_batches` is required.
 
-  The others are optional. A run that needs one which is missing stops before it compiles, with an
-  error that names the function or the parameter to remove. All raise ConfigError or DataError for
-  a config that they cannot open.
+  The others are optional, and their names are reserved. A run that needs a missing one stops before
+  its first step, with an error that names the function or the parameter to remove. All raise
+  ConfigError or DataError for a config that they cannot open.
   """
 
   def open_batches(
@@ -84,9 +46,10 @@ class DataModule(Protocol):
   # ---- Optional -----------------------------------------------------------------------------
 
   def vocabulary(self, config: DatasetConfig, *, feature_converter: str) -> Any:
-    """Returns `encode`, `decode`, `size`, `eos_id`, `moved_zero_id` of text; None without text.
+    """Returns an object with `encode` and `decode`; None without text.
 
-    Needed by train.sample_cfg and `python -m t5x_gpu.data preview`.
+    Needed by train.sample_cfg and `python -m t5x_gpu.data preview`. An attribute `moved_zero_id`
+    that is not None makes id 0 a word: samples may contain it.
     """
 
   def class_names(self, config: DatasetConfig) -> Optional[Sequence[str]]:
@@ -153,17 +116,20 @@ _FUNCTIONS = {
   for name, function in vars(DataModule).items()
   if inspect.isfunction(function) and not name.startswith('_')
 }
-_ITERATOR = ('__next__', '__iter__', 'peek', 'get_state', 'set_state', 'describe', 'close')
+_ITERATOR = ('__next__', '__iter__', 'peek', 'get_state', 'set_state', 'describe')
 
 
 def _check(module: types.ModuleType) -> None:
-  """Raises ConfigError unless the functions of `DataModule` are there, callable as declared."""
+  """Raises ConfigError unless `open_batches` is there, and all functions can be called as declared.
+
+  Other objects with the name of an optional function are judged by `_optional`, when needed.
+  """
   problems = []
   for name, signature in _FUNCTIONS.items():
     parameters = [p for p in signature.parameters.values() if p.name != 'self']
     shown = str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters]))
     function = getattr(module, name, None)
-    if function is None:
+    if not callable(function):
       if name == 'open_batches':
         problems.append(f'it has no function {name}{shown}.' + did_you_mean(name, vars(module)))
       continue
@@ -172,6 +138,8 @@ def _check(module: types.ModuleType) -> None:
       inspect.signature(function).bind(*[None] * (len(parameters) - len(by_name)), **by_name)
     except TypeError as e:
       problems.append(f'{name} cannot be called as {name}{shown}: {e}.')
+    except ValueError:
+      pass  # a builtin without a signature
   if problems:
     raise ConfigError(
       f'DatasetConfig.module = {module.__name__!r} is not a data module: ' + '\n  '.join(problems),
@@ -201,6 +169,19 @@ def _module(config: DatasetConfig) -> Any:
     ) from e
   _check(module)
   return module
+
+
+def _optional(config: DatasetConfig, name: str) -> Optional[Callable[..., Any]]:
+  """Returns an optional function of the module, or None. Raises ConfigError for other objects."""
+  function = getattr(_module(config), name, None)
+  if function is not None and not callable(function):
+    raise ConfigError(
+      f'{name} of {module_of(config)} is a {type(function).__name__}, not a function.',
+      fix=f'Rename it: data modules may use the name {name} only for the function.',
+      parameters=_MODULE,
+      docs='add_a_data_source.md',
+    )
+  return function
 
 
 def import_modules(*configs: Optional[DatasetConfig]) -> None:
@@ -239,7 +220,7 @@ def open_batches(
 def open_vocabulary(config: DatasetConfig, *, feature_converter: str) -> Any:
   """Returns the vocabulary of `config`; see `DataModule.vocabulary`. Raises ConfigError."""
   config = _text_of(config, 'text_config')
-  make = getattr(_module(config), 'vocabulary', None)
+  make = _optional(config, 'vocabulary')
   found = make and make(config, feature_converter=feature_converter)
   if found is None:
     raise ConfigError(
@@ -252,13 +233,13 @@ def open_vocabulary(config: DatasetConfig, *, feature_converter: str) -> Any:
 
 def open_class_names(config: DatasetConfig) -> Optional[tuple[str, ...]]:
   """Returns the class names of `config`'s labels in order; None without labels or names."""
-  names = getattr(_module(config), 'class_names', None)
+  names = _optional(config, 'class_names')
   return None if names is None else names(config)
 
 
 def open_task_names(config: DatasetConfig) -> tuple[str, ...]:
   """Returns the tasks of a mixture, those that have the split; else the config's own name."""
-  names = getattr(_module(config), 'task_names', None)  # prepared rows are evaluated all together
+  names = _optional(config, 'task_names')  # prepared rows are evaluated all together
   return (config.mixture_or_task_name,) if names is None else names(config)
 
 
@@ -295,7 +276,7 @@ def open_evaluated_tasks(
 ) -> Sequence[EvaluatedTask]:
   """Returns the tasks of `config` that have metrics; see `DataModule.evaluated_tasks`."""
   config = _text_of(config, 'source_config')
-  open_tasks = getattr(_module(config), 'evaluated_tasks', None)
+  open_tasks = _optional(config, 'evaluated_tasks')
   if open_tasks is None:
     if not required:
       return ()
@@ -312,7 +293,7 @@ def open_evaluated_tasks(
 
 def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: str) -> Any:
   """Returns what makes the rows that `prepare` writes; see `DataModule.preparation`."""
-  make = getattr(_module(config), 'preparation', None)
+  make = _optional(config, 'preparation')
   if make is None:
     raise ConfigError(
       f'{config.mixture_or_task_name!r} is opened by {module_of(config)}, whose batches are not '
@@ -325,7 +306,7 @@ def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converte
 
 
 def _text_function(config: DatasetConfig, name: str) -> Callable[..., Any]:
-  function = getattr(_module(config), name, None)
+  function = _optional(config, name)
   if function is None:
     raise ConfigError(
       f'The batches of {config.module} have no text: the module has no function {name!r}.',
@@ -337,7 +318,7 @@ def _text_function(config: DatasetConfig, name: str) -> Callable[..., Any]:
 
 def _text_of(config: DatasetConfig, function: str) -> DatasetConfig:
   """Returns `function(config)`; `config` if the module has no such function."""
-  change = getattr(_module(config), function, None)
+  change = _optional(config, function)
   return config if change is None else change(config)
 
 

@@ -116,7 +116,7 @@ def _from_text(line: bytes, where: str) -> Prompt:
 
 
 def _from_json(line: bytes, where: str) -> Prompt:
-  extra = json_object(line, where=where)
+  extra = json_object(line, where=where, keys=['inputs'])
   keys = ['inputs', *(['targets'] if extra.get('targets') is not None else [])]
   texts = [text.decode() for text in json_fields(line, keys=keys, where=where)]
   return Prompt(

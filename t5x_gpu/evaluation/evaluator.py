@@ -9,7 +9,8 @@ from typing import Any, Optional
 import numpy as np
 
 from t5x_gpu.data.batches import BatchIterator, DatasetConfig
-from t5x_gpu.data.data_module import EvaluatedTask, ModelOutputs, open_batches, open_evaluated_tasks
+from t5x_gpu.data.data_module import open_batches, open_evaluated_tasks
+from t5x_gpu.data.task_metrics import EvaluatedTask, ModelOutputs
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics import classification, reduce
 from t5x_gpu.models.decoding import DecodingConfig, reads_inputs

@@ -33,7 +33,7 @@ def _sample_text(live: LiveRun, state: TrainState) -> str:
     length=row_length(program),
     num_tokens=config.num_tokens,
     temperature=config.temperature,
-    zero_is_padding=vocabulary.moved_zero_id is None,
+    zero_is_padding=getattr(vocabulary, 'moved_zero_id', None) is None,
   )
   text = vocabulary.decode([int(i) for i in ids])
   return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'

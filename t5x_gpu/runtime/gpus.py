@@ -11,10 +11,9 @@ import os
 import pathlib
 import re
 import shutil
+import types
 from collections.abc import Mapping, Sequence
 from typing import Optional
-
-import pynvml
 
 from t5x_gpu.runtime import host, run_with_deadline
 from t5x_gpu.runtime.cluster.schedulers import Environment
@@ -118,13 +117,18 @@ class PhysicalGpu:
 
 
 def physical_gpus() -> list[PhysicalGpu]:
-  """Returns the GPUs in PCI order; [] without a driver."""
+  """Returns the GPUs in PCI order; [] without a driver, or without the package nvidia-ml-py."""
+  try:
+    import pynvml
+  except ImportError:
+    _log.warning('The GPUs cannot be listed without nvidia-ml-py: pip install nvidia-ml-py.')
+    return []
   try:
     pynvml.nvmlInit()
   except pynvml.NVMLError:
     return []
   try:
-    found = [_physical_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    found = [_physical_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
   except pynvml.NVMLError as e:
     _log.warning('NVML does not list the GPUs: %s.', e)
     found = []
@@ -133,7 +137,7 @@ def physical_gpus() -> list[PhysicalGpu]:
   return [gpu for gpu in found if gpu is not None]
 
 
-def _physical_gpu(index: int) -> Optional[PhysicalGpu]:
+def _physical_gpu(pynvml: types.ModuleType, index: int) -> Optional[PhysicalGpu]:
   try:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     uuid, pci = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetPciInfo(handle)

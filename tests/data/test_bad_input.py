@@ -105,6 +105,11 @@ def test_vocabulary_that_is_not_there(open_data, name, says):
   assert says in refused(open_data, 'python_source', vocabulary=name)
 
 
+def test_a_removed_source_names_its_replacements(open_data):
+  text = refused(open_data, 'hdf5:texts/*.h5')
+  assert 'was removed' in text and 'parquet:' in text and 'jsonl:' in text
+
+
 def test_broken_sentencepiece_file(open_data, tmp_path):
   (tmp_path / 'm.model').write_text('not a model')
   text = refused(open_data, 'python_source', vocabulary=f'sentencepiece:{tmp_path}/m.model')
@@ -116,7 +121,10 @@ def test_broken_sentencepiece_file(open_data, tmp_path):
   [
     ('{"text": "a"', 'a.jsonl:1 is not JSON'),
     ('["a"]', 'a.jsonl:1 holds a JSON list'),
+    ('{"text": "a"', "one JSON object with the string key 'text'"),
     ('{"body": "a"}', "a.jsonl has no column 'text': it has 'body'"),
+    ('\n', 'a.jsonl has no rows'),
+    ('\n', 'Point jsonl: at files with a JSON object per line'),
   ],
 )
 def test_jsonl_with_a_broken_first_line(open_data, tmp_path, first, says):

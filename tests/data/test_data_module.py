@@ -1,8 +1,8 @@
-"""A custom data module is checked against the `DataModule` protocol before anything compiles."""
+"""A custom data module is checked against the `DataModule` protocol before the first step."""
 
 import pytest
 
-from t5x_gpu.data import batches, data_module, features
+from t5x_gpu.data import batches, data_module, features, speed
 from t5x_gpu.errors import ConfigError
 from tests.helpers_train import Project
 
@@ -41,9 +41,6 @@ class Counting:
 
   def describe(self):
     return {'task': 'counting'}
-
-  def close(self):
-    pass
 
 def open_batches(config, *, spec, feature_converter, repeat=True):
   return Counting(spec, None if repeat else 2)
@@ -122,15 +119,25 @@ def test_functions_that_are_left_out_are_errors_only_where_they_are_needed(write
     opened(name, data_module.open_preparation)
 
 
+def test_names_of_optional_functions_are_judged_where_they_are_needed(write):
+  name = write(COMPLETE + 'vocabulary = {"a": 1}\nclass_text = max\n')
+  assert next(opened(name))['decoder_target_tokens'].shape == (2, 8)
+  config = batches.DatasetConfig('counting', {'targets': 8}, 'train', 2, module=name)
+  with pytest.raises(ConfigError, match=f'vocabulary of {name} is a dict, not a function'):
+    data_module.open_vocabulary(config, feature_converter='lm')
+
+
+def test_the_speed_of_an_iterator_without_close_is_measured(write):
+  assert speed.measure(opened(write(COMPLETE)), seconds=0).batches == 1
+
+
 def test_our_modules_have_the_functions_of_the_protocol():
   for module in ('seqio_batches', 'synthetic', 'prepared.batches'):
     config = batches.DatasetConfig('x', {}, 'train', 1, module=f't5x_gpu.data.{module}')
     data_module.import_modules(config)
 
 
-def test_a_run_is_refused_before_it_compiles_and_a_complete_module_trains(
-  write, tmp_path, monkeypatch
-):
+def test_a_run_is_refused_at_the_start_and_a_complete_module_trains(write, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   project = Project(tmp_path)
   refused = project.run(DATA_MODULE=write(WITHOUT_OPEN_BATCHES))

@@ -7,9 +7,20 @@ from typing import Any
 from t5x_gpu.errors import DataError
 
 
-def json_object(line: bytes | str, *, where: str) -> dict[str, Any]:
-  """Returns the object in `line`. Raises DataError, naming `where` (file:line), for all else."""
-  fix = 'Correct or remove that line; each line is one JSON object.'
+def _fix(keys: Sequence[str]) -> str:
+  needed = f' with the string key{"s"[: len(keys) - 1]} {" and ".join(map(repr, keys))}'
+  return f'Correct or remove that line; each line is one JSON object{needed if keys else ""}.'
+
+
+def json_object(line: bytes | str, *, where: str, keys: Sequence[str] = ()) -> dict[str, Any]:
+  """Returns the object in `line`. Raises DataError, naming `where` (file:line), for all else.
+
+  Args:
+    line: of the file.
+    where: file and line, for errors.
+    keys: string keys that the object should have; only errors use them.
+  """
+  fix = _fix(keys)
   try:
     record = json.loads(line)
   except (ValueError, RecursionError) as e:
@@ -24,13 +35,7 @@ def json_object(line: bytes | str, *, where: str) -> dict[str, Any]:
 
 def json_fields(line: bytes, *, keys: Sequence[str], where: str) -> list[bytes]:
   """Returns the UTF-8 of the string fields `keys`. Raises DataError, naming `where`."""
-  record = json_object(line, where=where)
-  fix = (
-    'Correct or remove that line; each line is one JSON object with the string '
-    + ('key ' if len(keys) == 1 else 'keys ')
-    + ' and '.join(map(repr, keys))
-    + '.'
-  )
+  record, fix = json_object(line, where=where, keys=keys), _fix(keys)
   for key in keys:
     if not isinstance(record.get(key), str):
       there = (

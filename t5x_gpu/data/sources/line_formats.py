@@ -114,7 +114,7 @@ def _json_keys(path: str) -> list[str]:
   """Returns the keys of the first object; none for a file of blank lines."""
   for number, line in _numbered(path, 0):
     if line.strip():
-      return list(json_object(line, where=f'{path}:{number}'))
+      return list(json_object(line, where=f'{path}:{number}', keys=['text']))
   return []
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from t5x_gpu.data import prepare_tfds
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.data_module import ModelOutputs
 from t5x_gpu.data.streaming import task_lookup
+from t5x_gpu.data.task_metrics import ModelOutputs
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.vocabularies import text_vocabulary
 from t5x_gpu.errors import DataError
@@ -28,7 +28,7 @@ _Output = seqio.metrics.ModelOutputType
 
 
 class EvaluatedTask:
-  """A SeqIO task with metrics; see `data_module.EvaluatedTask`.
+  """A SeqIO task with metrics; see `task_metrics.EvaluatedTask`.
 
   Args:
     task: what to evaluate.

@@ -35,6 +35,11 @@ _PATTERN_TASKS = {
   **classification.PATTERN_TASKS,
   **pretraining.PATTERN_TASKS,
 }
+# Removed sources of earlier versions -> what to do instead.
+_REMOVED = {
+  'hdf5': 'Convert the files to Parquet or JSON lines, and name them as parquet:PATTERN or '
+  'jsonl:PATTERN.'
+}
 
 
 def lookup(config: DatasetConfig) -> TaskOrMixture:
@@ -146,6 +151,11 @@ def _registered(name: str) -> TaskOrMixture:
     name = builtin.ALIASES.get(name, name)
   if name in registered:
     return registered[name].get(name)
+  removed = name.partition(':')[0]
+  if removed in _REMOVED:
+    raise DataError(
+      f'{name!r}: {removed}: was removed.', fix=_REMOVED[removed], parameters=(_NAME,)
+    )
   others = sorted(set(registered) - set(_OWN_TASKS))
   names = list(_OWN_TASKS) + others[:_LISTED]
   after = {**dict.fromkeys(pretraining.PATTERN_TASKS, 'TEXT'), 'classification': 'FORM:PATTERN'}

@@ -53,24 +53,39 @@ def _task(
   by_split: Optional[Mapping[str, Sequence[str]]],
   chosen: Optional[Mapping[str, str]],
 ) -> seqio.Task:
-  names, judged = [], files[0]
-  for judged in files:  # the first file with a row decides
+  if chosen and form is line_formats.JSON_LINES:  # a record may be damaged, also the first one
+    columns = dict(chosen)
+  else:
+    names, judged = _first_columns(name, form, files)
+    columns = feature_columns(names, chosen=chosen, where=judged)
+  reader = BlockReader(form, columns=columns, num_files=len(files), chosen=chosen is not None)
+  by_split = None if by_split is None or set(by_split) == {'train'} else by_split
+  return builtin.task_for(columns)(name, file_source(files, by_split, reader=reader))
+
+
+def _first_columns(name: str, form: FileForm, files: Sequence[str]) -> tuple[list[str], str]:
+  """Returns the columns of the first file with a row, and that file."""
+  damaged: Optional[DataError] = None
+  for path in files:
     try:
-      names = list(form.columns(judged))
-    except DataError:
-      raise
+      names = list(form.columns(path))
+    except DataError as e:
+      if name != 'hf_dataset' or form is not line_formats.JSON_LINES:
+        raise
+      damaged, names = damaged or e, []  # another file may show the columns
     except Exception as e:  # pyarrow and array_record each have their own
       raise DataError(
-        f'{judged} cannot be read as {form.name}: {first_line(e)[:200]}',
+        f'{path} cannot be read as {form.name}: {first_line(e)[:200]}',
         fix=f'Get the file again, or point {name}: at files of that form.',
         parameters=NAME,
       ) from e
     if names:
-      break
-  columns = feature_columns(names, chosen=chosen, where=judged)
-  reader = BlockReader(form, columns=columns, num_files=len(files), chosen=chosen is not None)
-  by_split = None if by_split is None or set(by_split) == {'train'} else by_split
-  return builtin.task_for(columns)(name, file_source(files, by_split, reader=reader))
+      return names, path
+  rows = 'a JSON object per line' if form is line_formats.JSON_LINES else 'rows'
+  more = f', and neither have {len(files) - 1} other files' if len(files) > 1 else ''
+  raise damaged or DataError(
+    f'{files[0]} has no rows{more}.', fix=f'Point {name}: at files with {rows}.', parameters=NAME
+  )
 
 
 def _from_files(name: str, spelled: str) -> seqio.Task:

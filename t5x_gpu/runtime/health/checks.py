@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 OK, WARN, FAIL = 'ok', 'warn', 'FAIL'
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
+_NVML = 'nvidia-ml-py'  # the package of pynvml, which finds the GPUs
 # Smallest driver per CUDA major version: https://docs.jax.dev/en/latest/installation.html
 OLDEST_DRIVER = {12: 525, 13: 580}
 LEAST_OPEN_FILES = 4096
@@ -62,11 +63,12 @@ def check_python(version: Optional[tuple[int, ...]] = None) -> Check:
 
 
 def installed_versions() -> dict[str, str]:
-  """Returns package -> version of jax, jaxlib, the CUDA plugins and NVIDIA's libraries."""
+  """Returns package -> version of jax, jaxlib, the CUDA plugins and NVIDIA's packages."""
   found = {}
   for package in (
     'jax',
     'jaxlib',
+    _NVML,
     *(f'jax-cuda{cuda}-{part}' for cuda in OLDEST_DRIVER for part in ('plugin', 'pjrt')),
     *(f'nvidia-{part}-cu{cuda}' for cuda in OLDEST_DRIVER for part in ('cudnn', 'nccl')),
   ):
@@ -78,7 +80,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 0) -> Check:
-  """Checks that jax, jaxlib and the CUDA plugin match.
+  """Checks that jax, jaxlib and the CUDA plugin match, and that NVML's package is there.
 
   Args:
     versions: package -> version, the installed ones by default.
@@ -117,6 +119,9 @@ def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 
         )
   if gpus and not cudas:
     return Check('packages', FAIL, f'{value}, no CUDA plugin: jax will run on the CPU', again)
+  if gpus and _NVML not in versions:
+    lost = f'{value}, no {_NVML}: processes cannot tell which GPUs are theirs'
+    return Check('packages', WARN, lost, f'pip install {_NVML}')
   return Check('packages', OK, value)
 
 

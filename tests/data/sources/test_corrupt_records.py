@@ -58,6 +58,28 @@ def test_damage_up_to_the_bound_is_left_out_counted_and_reported(open_data, tmp_
   assert 'a.jsonl: skipped 4 damaged records of 400' in caplog.text
 
 
+@pytest.mark.parametrize('first', ['{"body": "cut', '["a"]', '{"id": 1}'])
+@pytest.mark.parametrize('name', ['jsonl:{}/a.jsonl', 'hf_dataset:{}'])
+def test_with_chosen_columns_the_first_record_may_be_damaged(
+  open_data, tmp_path, caplog, name, first
+):
+  lines = [first, *(f'{{"body": "good {i}"}}' for i in range(400))]
+  (tmp_path / 'a.jsonl').write_text('\n'.join(lines) + '\n')
+  with caplog.at_level(logging.WARNING):
+    found = read_all(open_data, f'{name.format(tmp_path)}#text=body', max_corrupt_fraction=0.01)
+  assert collections.Counter(found) == collections.Counter(f'good {i}' for i in range(400))
+  assert 'a.jsonl: skipped 1 damaged records of 401' in caplog.text
+
+
+def test_another_file_of_a_hugging_face_dataset_shows_the_columns(open_data, tmp_path):
+  write_lines(tmp_path / 'a.jsonl', 100, bad=(1,))
+  name = f'hf_dataset:{tmp_path}'
+  with pytest.raises(DataError, match='a.jsonl:1 is not JSON'):
+    read_all(open_data, name, max_corrupt_fraction=0.01)
+  write_lines(tmp_path / 'b.jsonl', 100)
+  assert len(read_all(open_data, name, max_corrupt_fraction=0.01)) == 200
+
+
 def test_one_more_than_the_bound_stops_and_computes_the_fix(open_data, tmp_path):
   write_lines(tmp_path / 'a.jsonl', 395, bad=(7, 8, 300, 301, 390))
   with pytest.raises(DataError) as e:

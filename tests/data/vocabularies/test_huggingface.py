@@ -9,10 +9,10 @@ import pytest
 
 from t5x_gpu.data import data_module, features
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.data.data_module import ModelOutputs
 from t5x_gpu.data.prepared import row_stats
 from t5x_gpu.data.prepared.index import read_index
 from t5x_gpu.data.streaming.feature_converters import model_rows
+from t5x_gpu.data.task_metrics import ModelOutputs
 from t5x_gpu.data.tasks import objectives
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
