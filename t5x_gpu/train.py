@@ -84,11 +84,11 @@ def train_run(
 
   Args:
     run: its settings.
-    watchdog: hears of every step; None for a new one.
+    watchdog: notified after every step; created if None.
     xla: settings to compile with; None for XLA's defaults.
     write_config: called with the run's folder on process 0 once nothing can stop the run from
       starting.
-    dry_run: check and print everything, then leave without a trace.
+    dry_run: run all checks, print the plan, write nothing.
   Returns:
     The exit code: 0; after a stop signal and a save 85, after Ctrl-C 130.
   """

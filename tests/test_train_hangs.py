@@ -101,7 +101,7 @@ def test_two_ctrl_cs_end_a_run_that_waits_for_its_first_state(project):
   with project.start(script=script) as run:
     run.wait_for(run.held)
     run.popen.send_signal(signal.SIGINT)
-    run.wait_for(lambda: 'Once more to leave at once.' in run.err)
+    run.wait_for(lambda: 'Press Ctrl-C again to exit immediately.' in run.err)
     run.popen.send_signal(signal.SIGINT)
     assert run.finish() == 130
   assert not project.steps()

@@ -113,7 +113,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path, warm):
   with project.start(**HELD, hold_before=2) as run:
     run.wait_for(run.held)
     run.popen.send_signal(signal.SIGINT)
-    run.wait_for(lambda: 'Once more to leave at once' in run.err)
+    run.wait_for(lambda: 'Press Ctrl-C again to exit immediately' in run.err)
     run.popen.send_signal(signal.SIGINT)
     assert run.finish() == 130
   assert not project.steps() and 'Traceback' not in run.err
@@ -124,7 +124,7 @@ def test_ctrl_c_during_the_last_save_does_not_lose_it(tmp_path, warm):
   with project.start(**HELD, TRAIN_STEPS=10, script=HELD_COMMIT) as run:
     run.wait_for(run.held)
     run.popen.send_signal(signal.SIGINT)
-    run.wait_for(lambda: 'Once more to leave at once' in run.err)
+    run.wait_for(lambda: 'Press Ctrl-C again to exit immediately' in run.err)
     run.let_go()
     assert run.finish() == 0, run.err  # it had finished before the signal
   assert project.steps() == [10] and 'Done at step 10' in run.out

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes: readers see the old file or the complete new one."""
 
 import contextlib
 import os

@@ -96,7 +96,7 @@ class SecondInterruptLeaves:
             os.write(
               2,
               f'\nSIGINT: stopping as soon as {_main_thread_place()} returns. '
-              'Once more to leave at once.\n'.encode(),
+              'Press Ctrl-C again to exit immediately.\n'.encode(),
             )
           self._next_interrupt(reading, None)
         # The handler raises KeyboardInterrupt if it can run, and the process ends by itself.

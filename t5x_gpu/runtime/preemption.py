@@ -124,7 +124,7 @@ class StopRequest:
   def _request(self, number: signal.Signals, reason: str) -> None:
     self.signal = number
     if distributed.is_main_process():
-      again = ' Once more to leave at once.' if number == signal.SIGINT else ''
+      again = ' Press Ctrl-C again to exit immediately.' if number == signal.SIGINT else ''
       # Not print(): a handler may run inside a print of the main thread.
       os.write(2, f'\n{reason}: finishing this step, then saving and leaving.{again}\n'.encode())
     if self._together:

@@ -73,7 +73,7 @@ def test_a_second_ctrl_c_leaves_a_main_thread_that_waits_inside_xla(before):
     try:
       read_until(process.stdout, 'held')
       process.send_signal(signal.SIGINT)
-      said = read_until(process.stderr, 'Once more to leave at once.')
+      said = read_until(process.stderr, 'Press Ctrl-C again to exit immediately.')
       assert 'stopping as soon as <string>:' in said
       assert process.poll() is None
       process.send_signal(signal.SIGINT)

@@ -153,7 +153,7 @@ class Assembly:
     return next(facts for facts in distributed.gather_json(mine) if facts is not None)
 
   def _lacking(self, holders: Mapping[Box, Any]) -> str:
-    """Returns which parts nobody has, in words; '' if there is every part."""
+    """Describes the parts that no host has; '' if none are missing."""
     there: collections.Counter = collections.Counter()
     for (array, _, shape), who in holders.items():
       there[array] += math.prod(shape) if who else 0

@@ -1,8 +1,8 @@
 """Worker processes that write shards, one after the other, and report their progress.
 
-Not concurrent.futures: its pool does not know which shard a killed worker was writing nor which
-signal killed it, and it cannot report rows in between. The workers end when their parent does, in
-whatever way: their pipe breaks.
+We avoid concurrent.futures: it reports neither the shard a killed worker was writing nor the signal
+that killed it, nor rows in between. The workers end when their parent does, however it ends: their
+pipe breaks.
 """
 
 import dataclasses
