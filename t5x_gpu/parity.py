@@ -41,7 +41,8 @@ EXAMPLES = """examples:
   {prog} --gin_file=my.gin --gin.BATCH_SIZE=8 --gin.TransformerConfig.num_layers=4
 
 To check a large model, use a smaller one with the same architecture: fewer layers, smaller sizes,
-one row per part of the batch. The last line is the verdict; exit code 0 means that the runs are equal.
+one row per part of the batch. The last line is the verdict; exit code 0 means that the runs are
+equal.
 """
 FAKE = 'xla_force_host_platform_device_count'
 
