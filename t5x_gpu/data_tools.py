@@ -65,15 +65,12 @@ class _Data:
       return None
     return read_index(name.removeprefix(PREPARED), split=self.config.split)
 
-  @contextlib.contextmanager
-  def batches(self, *, repeat: bool) -> Iterator[BatchIterator]:
+  def batches(self, *, repeat: bool) -> contextlib.AbstractContextManager[BatchIterator]:
     batches = open_batches(
       self.config, spec=self.spec, feature_converter=self.feature_converter, repeat=repeat
     )
-    try:
-      yield batches
-    finally:
-      getattr(batches, 'close', lambda: None)()
+    has_close = callable(getattr(batches, 'close', None))
+    return contextlib.closing(batches) if has_close else contextlib.nullcontext(batches)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -315,10 +312,8 @@ def check(data: _Data, *, console: rich.console.Console) -> None:
   """Checks every byte of prepared rows. Raises DataError naming the shards that changed."""
   index = data.index
   if index is None:
-    raise DataError(
-      f'{data.config.mixture_or_task_name!r} is not prepared data, so it has no checksums.',
-      fix=f'{PROG} check prepared:DIR',
-    )
+    what = f'{data.config.mixture_or_task_name!r} is not prepared data, so it has no checksums.'
+    raise DataError(what, fix=f'{PROG} check prepared:DIR')
   check_shards(data.config.mixture_or_task_name.removeprefix(PREPARED), index, content='all')
   number = sum(1 for member in index.members.values() for shard in member.shards if shard.rows)
   console.print(f'{index.split}: {number} shards, {index.rows:,} rows, every byte unchanged.')

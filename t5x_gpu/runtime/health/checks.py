@@ -23,7 +23,6 @@ _log = logging.getLogger(__name__)
 OK, WARN, FAIL = 'ok', 'warn', 'FAIL'
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
-_NVML = 'nvidia-ml-py'  # the package of pynvml, which finds the GPUs
 # Smallest driver per CUDA major version: https://docs.jax.dev/en/latest/installation.html
 OLDEST_DRIVER = {12: 525, 13: 580}
 LEAST_OPEN_FILES = 4096
@@ -51,15 +50,11 @@ class Check:
 def check_python(version: Optional[tuple[int, ...]] = None) -> Check:
   """Checks that Python is new enough."""
   version = tuple(sys.version_info[:3]) if version is None else version
-  text = '.'.join(map(str, version))
+  found = f'{".".join(map(str, version))} ({sys.executable})'
   if version[:2] < OLDEST_PYTHON:
-    return Check(
-      'python',
-      FAIL,
-      f'{text} ({sys.executable})',
-      'Install Python 3.11 or newer and create a new virtual environment with it.',
-    )
-  return Check('python', OK, f'{text} ({sys.executable})')
+    fix = 'Install Python 3.11 or newer and create a new virtual environment with it.'
+    return Check('python', FAIL, found, fix)
+  return Check('python', OK, found)
 
 
 def installed_versions() -> dict[str, str]:
@@ -68,7 +63,7 @@ def installed_versions() -> dict[str, str]:
   for package in (
     'jax',
     'jaxlib',
-    _NVML,
+    'nvidia-ml-py',
     *(f'jax-cuda{cuda}-{part}' for cuda in OLDEST_DRIVER for part in ('plugin', 'pjrt')),
     *(f'nvidia-{part}-cu{cuda}' for cuda in OLDEST_DRIVER for part in ('cudnn', 'nccl')),
   ):
@@ -80,7 +75,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 0) -> Check:
-  """Checks that jax, jaxlib and the CUDA plugin match, and that NVML's package is there.
+  """Checks that jax, jaxlib and the CUDA plugin match, and that the package of pynvml is there.
 
   Args:
     versions: package -> version, the installed ones by default.
@@ -119,9 +114,8 @@ def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 
         )
   if gpus and not cudas:
     return Check('packages', FAIL, f'{value}, no CUDA plugin: jax will run on the CPU', again)
-  if gpus and _NVML not in versions:
-    lost = f'{value}, no {_NVML}: processes cannot tell which GPUs are theirs'
-    return Check('packages', WARN, lost, f'pip install {_NVML}')
+  if gpus and 'nvidia-ml-py' not in versions:
+    return Check('packages', WARN, f'{value}, no pynvml to list GPUs', 'pip install nvidia-ml-py')
   return Check('packages', OK, value)
 
 
