@@ -54,10 +54,10 @@ def parameters(project: Project) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
   'parallel, processes, devices_of_each, macros',
   [
-    ('fsdp', 4, 1, {}),
+    ('tp', 2, 2, {'NUM_PARTITIONS': 2}),  # the cheapest case
+    pytest.param('fsdp', 4, 1, {}, marks=pytest.mark.slow),
     # Over processes of one host: legal.
     pytest.param('tp', 4, 1, {'NUM_PARTITIONS': 4}, marks=pytest.mark.slow),
-    pytest.param('tp', 2, 2, {'NUM_PARTITIONS': 2}, marks=pytest.mark.slow),
     pytest.param('cp', 2, 2, {'Partitioner.context': 4}, marks=pytest.mark.slow),
     pytest.param('pp', 4, 1, {'Partitioner.stage': 4}, marks=pytest.mark.slow),
     pytest.param('dp', 4, 1, {}, marks=pytest.mark.slow),
