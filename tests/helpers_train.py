@@ -76,7 +76,7 @@ batches.DatasetConfig.module = %DATA_MODULE
 
 # The end of a user's own data module, which has batches of another one, `_inner`.
 WATCHED_BATCHES = """
-vocabulary = _inner.vocabulary
+vocabulary = getattr(_inner, 'vocabulary', None)  # synthetic batches have no text
 
 
 class WatchedBatches:
@@ -226,7 +226,8 @@ class Project:
     with devices(num_devices), contextlib.redirect_stdout(io.StringIO()):
       loaded = gin_loader.load(args.gin_files, bindings=args.bindings)
       plan = check(gin_loader.configured(loaded, Run))
-      open_data(plan)
+      with plan.model_dir:
+        open_data(plan)
     return plan
 
   def start(
