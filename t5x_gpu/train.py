@@ -119,6 +119,7 @@ def _train_checked(
     log(plan.dry_run_text())
     return 0
   live, state = open_run(plan, xla=xla)
+  plan.model_dir.lock()  # the compile and the restore may have taken long
   if write_config is not None and distributed.is_main_process():
     write_config(str(live.checkpointer.files.folder))
   stop = preemption.StopRequest(before_end_seconds=run.checkpoint_cfg.stop_before_end_seconds)

@@ -60,10 +60,10 @@ class Restored:
 
 
 class BaseCheckpointer(abc.ABC):
-  """The checkpoints of one MODEL_DIR, which this run locks until the end of the `with` block.
+  """The checkpoints of one MODEL_DIR, locked at least until the end of the `with` block.
 
   The end of the block waits for the save in progress, also after an error of the run; not after an
-  interrupt. It releases MODEL_DIR in any case.
+  interrupt. It releases MODEL_DIR in any case, unless that was locked before.
 
   Args:
     model_dir: of the run; made if missing.
@@ -83,6 +83,7 @@ class BaseCheckpointer(abc.ABC):
     self._values: dict[int, float] = {}  # step -> value of the metric that `keep.best` compares
     if self._is_main or not model_dir.is_remote:
       check_writable(model_dir.path)
+    self._releases = not model_dir.is_locked
     model_dir.lock()
     for step in self._remove_left_over() if self._is_main else ():
       _log.info(
@@ -166,9 +167,13 @@ class BaseCheckpointer(abc.ABC):
     )
 
   def close(self) -> None:
-    """Lets other runs use MODEL_DIR. Everything is committed by now."""
+    """Ends what runs in the background, and releases MODEL_DIR. Everything is committed by now."""
     self._stop()
-    self._dir.release()
+    self._release()
+
+  def _release(self) -> None:
+    if self._releases:
+      self._dir.release()
 
   @abc.abstractmethod
   def _stop(self) -> None:
@@ -193,7 +198,7 @@ class BaseCheckpointer(abc.ABC):
         except CheckpointError as e:
           _log.error('%s', e)
     finally:
-      self._dir.release()
+      self._release()
 
   # ---- Restoring ---------------------------------------------------------------------------------
 
@@ -214,11 +219,11 @@ class BaseCheckpointer(abc.ABC):
     try:
       return self._restore_latest(target, promote)
     except BaseException:
-      self._dir.release()  # the run ends before it has written anything
+      self._release()  # the run ends before it has written anything
       raise
 
   def _restore_latest(self, target: TrainState, promote: Promote) -> Optional[Restored]:
-    steps = list(self._dir.steps)
+    steps = self.steps()
     reasons: dict[int, str] = {}
     while steps:
       step = steps.pop()
@@ -230,8 +235,10 @@ class BaseCheckpointer(abc.ABC):
           wait_for_abandoned_reads()
       if restored is not None:
         if reasons:
+          self._dir.lock()  # reading may have taken long
           self._set_all_aside(reasons, used=step)
         return restored
+      self._dir.lock()
       promoted = promote(steps[-1] if steps else None)
       if promoted is not None:
         steps.append(promoted)

@@ -140,6 +140,7 @@ class Checkpointer(BaseCheckpointer):
   def __init__(self, model_dir: ModelDir | str | AnyPath, *, keep: Keep = Keep(last=3)):
     super().__init__(model_dir, keep=keep)
     folder = self._dir.path
+    self._has_saved = False  # then the list of steps may be out of date
     self._manager = ocp.CheckpointManager(
       folder,
       item_handlers={
@@ -165,8 +166,9 @@ class Checkpointer(BaseCheckpointer):
 
   def steps(self) -> list[int]:
     """Returns the committed steps, oldest first."""
-    # From the folder: Orbax's own list drops what it wants to delete after a save that then fails.
-    self._dir.relist()
+    # Orbax's own list drops what it wants to delete after a save that then fails.
+    if self._has_saved:
+      self._dir.relist()
     return self._dir.steps
 
   # ---- Saving ------------------------------------------------------------------------------------
@@ -179,6 +181,7 @@ class Checkpointer(BaseCheckpointer):
   def _start_to_save(
     self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Mapping[str, Any]
   ) -> None:
+    self._has_saved = True
     with self._errors_as_ours(step):
       self._manager.check_for_errors()
       written = self._manager.save(

@@ -38,7 +38,8 @@ class ModelDir:
   """MODEL_DIR as one command sees it: steps are listed once, each manifest is read once.
 
   A command opens it at its start and passes it on. A run that writes calls `lock` first, so no
-  other run can save between the listing and the restore. As a context, it releases the lock.
+  other run can save between the listing and the restore; and again before it writes after a long
+  pause. As a context, it releases the lock.
 
   The steps are listed and the manifests read again, when asked for, after
   - `lock`, if it had to take the lock: another run may have saved until then;
@@ -116,30 +117,56 @@ class ModelDir:
     self._saved.pop(step, None)
 
   def lock(self, *, wait: bool = False) -> None:
-    """Takes run.lock, unless this run has it. All processes call it; process 0 writes.
+    """Takes run.lock; if this run has it, checks that no other run has taken over.
+
+    All processes call it; process 0 reads and writes.
 
     Args:
       wait: see `check_lock`.
     Raises:
-      CheckpointError: another run writes here, or the folder cannot be written; on all processes.
+      CheckpointError: another run writes here or has written here since the lock was taken, or the
+        folder cannot be written; on all processes.
     """
-    if self.is_locked:
-      return
     problem = None
     if distributed.is_main_process():
-      self._made = missing_folders(self.path)
       try:
-        check_writable(self.path)
-        self._lock = RunLock(self.path, wait=wait)
+        if self.is_locked:
+          self._check_unchanged()
+        else:
+          self._take_lock(wait=wait)
       except CheckpointError as e:
         problem = {'what': e.what, 'fix': e.fix, 'parameters': e.parameters, 'docs': e.docs}
         error = e
-        self._remove_made()
     problem = distributed.broadcast_json(problem)
     if problem is not None:
       raise error if distributed.is_main_process() else CheckpointError(**problem)
-    self.is_locked = True
-    self.refresh()
+    if not self.is_locked:
+      self.is_locked = True
+      self.refresh()
+
+  def _take_lock(self, *, wait: bool) -> None:
+    self._made = missing_folders(self.path)
+    try:
+      check_writable(self.path)
+      self._lock = RunLock(self.path, wait=wait)
+    except CheckpointError:
+      self._remove_made()
+      raise
+
+  def _check_unchanged(self) -> None:
+    """Raises CheckpointError if another run has used MODEL_DIR since this one locked it."""
+    if self._lock.check():
+      return
+    before, now = (steps[-1:] for steps in (self.steps, committed_steps(self.path)))
+    if before != now:
+      before, now = (f'checkpoint_{steps[0]}' if steps else 'none' for steps in (before, now))
+      raise CheckpointError(
+        f'{self.path} has changed since this run locked it: the latest checkpoint was {before} and '
+        f'is {now}. This run gave no sign of life, and another run used the folder.',
+        fix='Start the same command again.',
+        parameters=('MODEL_DIR',),
+        docs='watchdog.md#two-runs-on-one-model_dir',
+      )
 
   def check_owner(self) -> None:
     """Raises CheckpointError, on process 0, if another run has taken over MODEL_DIR."""

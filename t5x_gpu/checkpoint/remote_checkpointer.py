@@ -6,6 +6,7 @@ processes report their progress through JAX's coordination service: the step loo
 The objects are the files that `Checkpointer` writes to a disk.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -54,6 +55,7 @@ class RemoteCheckpointer(BaseCheckpointer):
   def __init__(self, model_dir: ModelDir | str | AnyPath, *, keep: Keep = Keep(last=3)):
     process_exit.abandon_threads()  # should the run fail, a thread may be waiting for the storage
     super().__init__(model_dir, keep=keep)
+    self.steps()  # listed now, for the error of a save that fails because the storage is gone
     self._index = jax.process_index()
     self._store = coordination_store() if jax.process_count() > 1 else None
     self._num_saves = 0
@@ -179,9 +181,11 @@ class RemoteCheckpointer(BaseCheckpointer):
   def _save_error(self, step: int, e: Exception) -> CheckpointError:
     reason = e.what if isinstance(e, CheckpointError) else f'{reason_of(e)}.'
     fix = [e.fix] if isinstance(e, CheckpointError) and e.fix else []
+    with contextlib.suppress(CheckpointError):  # the storage does not answer, and nothing is listed
+      fix.append(self._last_good())
     return CheckpointError(
       f'checkpoint_{step} could not be written to {self._dir.path}: {reason}',
-      fix='\n'.join([*fix, self._last_good()]),
+      fix='\n'.join(fix),
       parameters=('MODEL_DIR',),
       docs='checkpoints.md#object-storage',
     )

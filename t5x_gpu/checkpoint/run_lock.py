@@ -2,9 +2,10 @@
 
 Process 0 writes its identity and touches the file every ten seconds. A lock is stale, and is taken
 over, if its process has ended, if it is an earlier attempt of the same Slurm job, or if nobody has
-touched it for two minutes. A run that was suspended checks the owner before each save, and exits if
-that has changed. In object storage nothing can be touched: the owner writes the time of its own
-clock into the object, so the clocks of hosts must agree to a minute.
+touched it for two minutes. A run may have been suspended that long. So it checks the owner before
+it restores, before its first step and before each save, and exits if that has changed. In object
+storage nothing can be touched: the owner writes the time of its own clock into the object, so the
+clocks of hosts must agree to a minute.
 """
 
 import contextlib
@@ -197,15 +198,15 @@ class RunLock:
     self._thread.start()
     process_exit.before_exit(self.release)
 
-  def check(self) -> None:
-    """Writes a removed lock again.
+  def check(self) -> bool:
+    """Returns whether the lock is there; writes a removed one again.
 
     Raises:
       CheckpointError: another run has taken over, or the folder is gone.
     """
     owner = self._owner()
     if self._released.is_set():  # the process is leaving
-      return
+      return True
     check_exists(self._folder)
     if owner is None:
       self._write()
@@ -219,6 +220,7 @@ class RunLock:
         parameters=('MODEL_DIR',),
         docs='watchdog.md#two-runs-on-one-model_dir',
       )
+    return owner is not None
 
   def release(self) -> None:
     """Removes the lock if it still belongs to this process. May be called again."""

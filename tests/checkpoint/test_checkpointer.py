@@ -22,6 +22,7 @@ from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import CheckpointError, ConfigError
 from t5x_gpu.training.train_state import TrainState
+from tests.checkpoint.test_run_lock import lock_of
 from tests.helpers_disk import small_disk
 from tests.helpers_train import listing
 
@@ -89,6 +90,28 @@ def test_state_data_and_manifest_come_back(tmp_path):
   assert restored.manifest['next_batch_hash'] == 'hash3'
   assert restored.manifest['arrays']['params/dense/kernel'] == [[64, 8], 'float32']
   assert set(restored.manifest['versions']) >= {'jax', 'orbax-checkpoint'}
+
+
+def test_a_checkpoint_that_was_just_saved_is_the_latest(tmp_path):
+  with opened(tmp_path / 'model', keep=Keep(last=1)) as checkpointer:
+    for step in (1, 2, 3):
+      save(checkpointer, step, new_state(step, seed=step))
+      checkpointer.wait()
+      assert_equal(
+        checkpointer.restore_latest(abstract(new_state())).state, new_state(step, seed=step)
+      )
+
+
+def test_a_run_that_lost_its_model_dir_while_it_restored_renames_nothing(tmp_path):
+  folder = folder_with(tmp_path, 1, 2)
+  for path in (folder / 'checkpoint_2').glob('state/**/d/*'):
+    path.write_bytes(bytes(path.stat().st_size))
+  with opened(folder) as checkpointer:
+    before = sorted(folder.iterdir())
+    lock_of(folder, host='gpu-08', kernel='another')
+    with pytest.raises(CheckpointError, match='now belongs to process .* on gpu-08'):
+      checkpointer.restore_latest(abstract(new_state()))
+  assert sorted(folder.iterdir()) == before
 
 
 def addresses(state: TrainState) -> set[int]:

@@ -9,6 +9,7 @@ import functools
 import json
 import logging
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -295,6 +296,22 @@ def test_a_promotion_that_was_killed_leaves_nothing_behind_the_next_start(tmp_pa
   (staging / 'checkpoint_6' / 'state').mkdir(parents=True)
   assert restart(tmp_path, 'dp', lost=NAMES) is None
   assert not staging.exists()
+
+
+@pytest.mark.parametrize('kind', ['file', 'link'])
+def test_what_somebody_put_in_the_way_of_a_promotion_moves_only_for_one(tmp_path, kind):
+  save_all(tmp_path, 'dp', TOGETHER, 6)
+  staging = tmp_path / 'model' / '.promoting'
+  if kind == 'file':
+    staging.write_text('mine')
+  else:
+    staging.symlink_to(tmp_path)
+  assert restart(tmp_path, 'dp', lost=NAMES) is None
+  assert os.path.lexists(staging)
+  shutil.rmtree(tmp_path / 'seen')
+  assert restart(tmp_path, 'dp').step == 6
+  assert not os.path.lexists(staging)
+  assert os.path.lexists(tmp_path / 'model' / 'corrupt_.promoting')
 
 
 def test_another_model_is_not_promoted(tmp_path, caplog):

@@ -8,10 +8,12 @@ import sys
 
 import pytest
 
+from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import CheckpointError
 from tests.checkpoint.test_checkpointer import abstract, new_state, opened, save
+from tests.checkpoint.test_run_lock import lock_of
 from tests.helpers_train import Project
 
 # Audit hooks stay for the rest of the process: this one counts only while `_folder` is set.
@@ -99,6 +101,42 @@ def test_a_run_that_ends_before_it_saves_leaves_no_lock_and_no_folder(tmp_path):
     model_dir.lock()
     assert (tmp_path / 'new/model' / LOCK).exists()
   assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_lock_finds_out_that_another_run_has_taken_over(tmp_path):
+  with ModelDir(tmp_path / 'model') as model_dir:
+    model_dir.lock()
+    model_dir.lock()
+    lock_of(tmp_path / 'model', host='gpu-08', kernel='another')
+    with pytest.raises(CheckpointError, match='now belongs to process .* on gpu-08'):
+      model_dir.lock()
+  assert (tmp_path / 'model' / LOCK).exists()
+
+
+def test_a_second_lock_finds_out_that_another_run_has_come_and_gone(tmp_path):
+  folder = folder_with(tmp_path / 'model', 1)
+  with ModelDir(folder) as model_dir:
+    model_dir.lock()
+    assert model_dir.steps == [1]
+    (folder / LOCK).unlink()
+    model_dir.lock()  # nothing has changed: the lock is written again
+    assert (folder / LOCK).exists()
+    (folder / LOCK).unlink()
+    folder_with(folder, 2)
+    with pytest.raises(CheckpointError, match='checkpoint_1 and is checkpoint_2'):
+      model_dir.lock()
+
+
+def test_a_checkpointer_releases_only_the_lock_that_it_took(tmp_path):
+  with ModelDir(tmp_path / 'model') as model_dir:
+    model_dir.lock()
+    with Checkpointer(model_dir) as checkpointer:
+      save(checkpointer, 1, new_state(1))
+    assert (tmp_path / 'model' / LOCK).exists() and model_dir.is_locked
+  assert not (tmp_path / 'model' / LOCK).exists()
+  with Checkpointer(tmp_path / 'model'):
+    assert (tmp_path / 'model' / LOCK).exists()
+  assert not (tmp_path / 'model' / LOCK).exists()
 
 
 def test_a_model_dir_that_cannot_be_written_is_not_locked(tmp_path):

@@ -244,6 +244,23 @@ def test_a_server_that_is_gone_fails_the_save_with_the_reason(tmp_path):
   assert 'Could not connect' in str(failed.value) and 'AWS_ENDPOINT_URL' in str(failed.value)
 
 
+def test_a_first_save_that_the_storage_cuts_off_fails_although_nothing_can_be_listed(
+  server, address
+):
+  bucket, folder = address.removeprefix('s3://').split('/', 1)
+  with (
+    contextlib.closing(Gate(server.port)) as gate,
+    server.used(AWS_ENDPOINT_URL=f'http://127.0.0.1:{gate.port}'),
+  ):
+    checkpointer = open_checkpointer(address, keep=Keep())
+    gate.shut_at = f'PUT /{bucket}/{folder}/checkpoint_1/state/'.encode()
+    with pytest.raises(CheckpointError, match='checkpoint_1 could not be written'):
+      save(checkpointer, 1, new_state(1))
+      checkpointer.wait()
+    checkpointer.close()
+  assert committed_steps(as_path(address)) == []
+
+
 @pytest.mark.parametrize(
   'what, options, part',
   [

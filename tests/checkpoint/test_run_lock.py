@@ -204,6 +204,77 @@ def test_a_run_that_was_cut_off_and_lost_its_model_dir_leaves_without_saving(tmp
   assert json.loads((project.model_dir / LOCK).read_text())['host'] == 'gpu-08'
 
 
+OPENS_LATE = """
+import pathlib, time
+from t5x_gpu.data import synthetic
+
+def open_batches(config, **options):
+  pathlib.Path('held').touch()
+  while not pathlib.Path('go').exists():
+    time.sleep(0.005)
+  return synthetic.open_batches(config, **options)
+"""
+
+
+def test_a_run_that_lost_its_model_dir_before_its_first_step_touches_nothing(tmp_path, warm):
+  project = Project(tmp_path, warm=warm)
+  assert project.run(TRAIN_STEPS=2).code == 0
+  (tmp_path / 'opens_late.py').write_text(OPENS_LATE)
+  with project.start(DATA_MODULE='opens_late', TRAIN_STEPS=4) as run:
+    run.wait_for(run.held)
+    lock_of(project.model_dir, host='gpu-08', kernel='another')
+    (project.model_dir / 'checkpoint_3.orbax-checkpoint-tmp').mkdir()  # the other run is saving
+    (project.model_dir / 'checkpoint_3.orbax-checkpoint-tmp' / 'part').write_text('half')
+    with open(project.model_dir / 'metrics.jsonl', 'a', encoding='utf-8') as metrics:
+      metrics.write('{"step": 3, "train/loss": 1.0}\n')
+    before = listing(project.model_dir)
+    run.let_go()
+    assert run.finish() == 1, run.out
+  assert 'now belongs to process' in run.err and 'Traceback' not in run.err
+  assert listing(project.model_dir) == before
+
+
+LOSES_ITS_FOLDER = """
+import json, pathlib
+from t5x_gpu.data import synthetic
+
+class Batches(synthetic.SyntheticBatches):
+  def set_state(self, state):  # called once more if the latest checkpoint cannot be restored
+    super().set_state(state)
+    if list(pathlib.Path({folder!r}).glob('corrupt_checkpoint_*')):
+      lock = pathlib.Path({folder!r}, 'run.lock')
+      lock.write_text(json.dumps({{**json.loads(lock.read_text()), 'host': 'gpu-08', 'pid': 1}}))
+
+def open_batches(config, *, spec, feature_converter, repeat=True):
+  return Batches(spec, seed=config.seed, num_batches=None if repeat else 8)
+"""
+
+
+def test_a_run_that_lost_its_model_dir_after_the_restore_truncates_no_metrics(
+  tmp_path, monkeypatch
+):
+  monkeypatch.syspath_prepend(str(tmp_path))
+  project = Project(tmp_path)
+  (tmp_path / 'loses_its_folder.py').write_text(
+    LOSES_ITS_FOLDER.format(folder=str(project.model_dir))
+  )
+  options = dict(DATA_MODULE='loses_its_folder', SAVE_PERIOD=2)
+  first = project.run(TRAIN_STEPS=4, **options)
+  assert first.code == 0, first.err
+  arrays = max(
+    (project.model_dir / 'checkpoint_4').glob('state/**/d/*'), key=lambda path: path.stat().st_size
+  )
+  damaged = bytearray(arrays.read_bytes())
+  damaged[len(damaged) // 2] ^= 1  # found when the arrays are read
+  arrays.write_bytes(damaged)
+  files = [project.model_dir / name for name in ('metrics.jsonl', 'config.gin')]
+  before = [path.read_bytes() for path in files]
+  result = project.run(TRAIN_STEPS=6, **options)
+  assert result.code == 1 and 'now belongs to process 1 on gpu-08' in result.err, result.err
+  assert [path.read_bytes() for path in files] == before
+  assert project.steps() == [2]
+
+
 def test_a_model_dir_deleted_during_a_run_is_named(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   with project.start(DATA_MODULE='held_data', hold_before=6, SAVE_PERIOD=8) as run:

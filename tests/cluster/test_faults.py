@@ -39,7 +39,9 @@ SHORT = {'WatchdogConfig.period_seconds': 0.2, 'WatchdogConfig.dead_seconds': 3}
 FAULTY_DATA = (
   '''"""Synthetic batches of 50 ms, and something that goes wrong before one of them."""
 
+import json
 import os
+import pathlib
 import signal
 import time
 
@@ -73,6 +75,11 @@ def slow(*, is_me):
     time.sleep(8)
 
 
+def lose_the_lock():
+  lock = pathlib.Path('model', 'run.lock')
+  lock.write_text(json.dumps({**json.loads(lock.read_text()), 'host': 'gpu-08', 'pid': 1}))
+
+
 def before(number):
   if _who in (_me, 'all') and number == int(_when):
     fault()
@@ -94,6 +101,8 @@ def open_batches(config, *, spec, feature_converter, repeat=True):
                                 repeat=repeat)
   if not repeat:
     slow(is_me=True)
+    if _kind == 'lock' and _who == _me:
+      lose_the_lock()
   return FaultyBatches(batches) if repeat else batches
 """
 )
@@ -260,6 +269,14 @@ def test_an_exception_on_one_rank_ends_the_others_at_once_with_its_reason(ranks,
     assert 'ValueError: boom in my_data' in reports(text)[0]
   assert max(ended.seconds) < 20
   print(f'\nexception on rank 1 of 3: {max(ended.seconds):.1f} s')
+
+
+def test_a_model_dir_lost_while_the_data_opens_ends_all_ranks_before_they_write(ranks, project):
+  ended = ranks.run(project, '0:0:lock', ranks=2, TRAIN_STEPS=4)
+  assert ended.codes == [1, 1], ended.texts
+  for text in ended.texts:
+    assert 'now belongs to process 1 on gpu-08' in text and 'Traceback' not in text
+  assert [path.name for path in project.model_dir.iterdir()] == ['run.lock']
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from t5x_gpu.checkpoint.saved_checkpoint import (
 )
 from t5x_gpu.checkpoint.storage.checksums import record, to_text
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, chunk_of_shard
-from t5x_gpu.config.set_aside import free_name
+from t5x_gpu.config.set_aside import free_name, set_aside
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.runtime import distributed
 
@@ -207,6 +207,8 @@ class Assembly:
     problem = ''
     if distributed.is_main_process() and not self._dry_run:
       try:
+        if os.path.lexists(self._staging):
+          set_aside(self._staging, 'it is not a folder of ours')
         self._staging.mkdir()
       except OSError as e:
         problem = e.strerror or str(e)

@@ -5,7 +5,6 @@ part, and is newer than the last readable checkpoint, is written into MODEL_DIR 
 checkpoint_<step>. So it restores onto any mesh and any number of processes, with the same checks.
 """
 
-import os
 import pathlib
 import shutil
 from collections.abc import Sequence
@@ -16,8 +15,7 @@ from t5x_gpu.checkpoint.local.inventory import Candidate, LocalFiles, candidates
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.local.run_id import read_run_id
 from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
-from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, Saved
-from t5x_gpu.config.set_aside import set_aside
+from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, Saved, is_real_folder
 from t5x_gpu.runtime import distributed
 
 
@@ -113,10 +111,9 @@ def _promote(
 
 
 def _remove_staging(staging: pathlib.Path) -> None:
-  """Removes what a killed process left of a promotion."""
-  shutil.rmtree(staging, ignore_errors=True)
-  if os.path.lexists(staging):
-    set_aside(staging, 'it is not a folder of ours')
+  """Removes what a killed process left of a promotion; leaves anything but a folder alone."""
+  if is_real_folder(staging):
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _newest_readable(model_dir: ModelDir) -> Optional[int]:
