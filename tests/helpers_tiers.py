@@ -79,17 +79,17 @@ class Tiers:
 
   def __init__(self, *, budget: Optional[float], quick: bool):
     self._budget, self._quick = budget, quick
-    self._starts = 0
+    self._starts: list[str] = []
     sys.addaudithook(self._audit)
 
   def _audit(self, event: str, args: Any) -> None:
-    del args
-    self._starts += event in _STARTS
+    if event in _STARTS:
+      self._starts.append(f'{event}{args[:2]}'[:200])
 
   @pytest.hookimpl(wrapper=True, tryfirst=True)
   def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
     self._cpu_before = cpu_seconds()
-    self._starts = 0
+    self._starts = []
     return (yield)
 
   @pytest.hookimpl(wrapper=True)
@@ -111,4 +111,4 @@ class Tiers:
     if self._quick and 'tensorflow' in sys.modules:
       yield 'This test, or one before it, imported TensorFlow: mark it tf.'
     if self._quick and self._starts:
-      yield 'The test started a process: mark it process.'
+      yield f'The test started a process ({self._starts[0]}): mark it process.'
