@@ -6,12 +6,15 @@ import pathlib
 import re
 import sys
 
+import numpy as np
 import pytest
 
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.model_dir import ModelDir, check_model_dir
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.errors import CheckpointError
+from tests.checkpoint.storage.test_checksums import flip_a_bit
 from tests.checkpoint.test_checkpointer import abstract, new_state, opened, save
 from tests.checkpoint.test_run_lock import lock_of
 from tests.helpers_train import Project
@@ -137,6 +140,45 @@ def test_a_checkpointer_releases_only_the_lock_that_it_took(tmp_path):
   with Checkpointer(tmp_path / 'model'):
     assert (tmp_path / 'model' / LOCK).exists()
   assert not (tmp_path / 'model' / LOCK).exists()
+
+
+LOSES_ITS_FOLDER = """
+import json, pathlib
+from t5x_gpu.data import synthetic
+
+class Batches(synthetic.SyntheticBatches):
+  def set_state(self, state):  # called once more if the latest checkpoint cannot be restored
+    super().set_state(state)
+    if list(pathlib.Path({folder!r}).glob('corrupt_checkpoint_*')):
+      lock = pathlib.Path({folder!r}, 'run.lock')
+      lock.write_text(json.dumps({{**json.loads(lock.read_text()), 'host': 'gpu-08', 'pid': 1}}))
+
+def open_batches(config, *, spec, feature_converter, repeat=True):
+  return Batches(spec, seed=config.seed, num_batches=None if repeat else 8)
+"""
+
+
+def test_a_run_that_lost_its_model_dir_after_the_restore_truncates_no_metrics(
+  tmp_path, monkeypatch
+):
+  monkeypatch.syspath_prepend(str(tmp_path))
+  project = Project(tmp_path)
+  (tmp_path / 'loses_its_folder.py').write_text(
+    LOSES_ITS_FOLDER.format(folder=str(project.model_dir))
+  )
+  options = dict(DATA_MODULE='loses_its_folder', SAVE_PERIOD=2)
+  first = project.run(TRAIN_STEPS=4, **options)
+  assert first.code == 0, first.err
+  reader = StateReader(project.model_dir, step=4)
+  name = max(reader.shapes, key=lambda n: (n.startswith('params'), np.prod(reader.shapes[n])))
+  row = reader.read_at(name, (slice(3, 4), slice(None)))
+  flip_a_bit(project.model_dir / 'checkpoint_4', value=row.tobytes())  # found by the restore
+  files = [project.model_dir / name for name in ('metrics.jsonl', 'config.gin')]
+  before = [path.read_bytes() for path in files]
+  result = project.run(TRAIN_STEPS=6, **options)
+  assert result.code == 1 and 'now belongs to process 1 on gpu-08' in result.err, result.err
+  assert [path.read_bytes() for path in files] == before
+  assert project.steps() == [2]
 
 
 def test_a_model_dir_that_cannot_be_written_is_not_locked(tmp_path):

@@ -234,47 +234,6 @@ def test_a_run_that_lost_its_model_dir_before_its_first_step_touches_nothing(tmp
   assert listing(project.model_dir) == before
 
 
-LOSES_ITS_FOLDER = """
-import json, pathlib
-from t5x_gpu.data import synthetic
-
-class Batches(synthetic.SyntheticBatches):
-  def set_state(self, state):  # called once more if the latest checkpoint cannot be restored
-    super().set_state(state)
-    if list(pathlib.Path({folder!r}).glob('corrupt_checkpoint_*')):
-      lock = pathlib.Path({folder!r}, 'run.lock')
-      lock.write_text(json.dumps({{**json.loads(lock.read_text()), 'host': 'gpu-08', 'pid': 1}}))
-
-def open_batches(config, *, spec, feature_converter, repeat=True):
-  return Batches(spec, seed=config.seed, num_batches=None if repeat else 8)
-"""
-
-
-def test_a_run_that_lost_its_model_dir_after_the_restore_truncates_no_metrics(
-  tmp_path, monkeypatch
-):
-  monkeypatch.syspath_prepend(str(tmp_path))
-  project = Project(tmp_path)
-  (tmp_path / 'loses_its_folder.py').write_text(
-    LOSES_ITS_FOLDER.format(folder=str(project.model_dir))
-  )
-  options = dict(DATA_MODULE='loses_its_folder', SAVE_PERIOD=2)
-  first = project.run(TRAIN_STEPS=4, **options)
-  assert first.code == 0, first.err
-  arrays = max(
-    (project.model_dir / 'checkpoint_4').glob('state/**/d/*'), key=lambda path: path.stat().st_size
-  )
-  damaged = bytearray(arrays.read_bytes())
-  damaged[len(damaged) // 2] ^= 1  # found when the arrays are read
-  arrays.write_bytes(damaged)
-  files = [project.model_dir / name for name in ('metrics.jsonl', 'config.gin')]
-  before = [path.read_bytes() for path in files]
-  result = project.run(TRAIN_STEPS=6, **options)
-  assert result.code == 1 and 'now belongs to process 1 on gpu-08' in result.err, result.err
-  assert [path.read_bytes() for path in files] == before
-  assert project.steps() == [2]
-
-
 def test_a_model_dir_deleted_during_a_run_is_named(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   with project.start(DATA_MODULE='held_data', hold_before=6, SAVE_PERIOD=8) as run:
