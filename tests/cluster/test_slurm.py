@@ -181,6 +181,8 @@ def test_stale_ranks_are_refused_in_a_step_of_two_tasks_and_one_process_still_ru
   )
   slurm.wait(job, seconds=RUN_SECONDS)
   lines = (tmp_path / 'out.txt').read_text().splitlines()
+  # srun: the step before may still be ending ("step creation temporarily disabled, retrying").
+  lines = [line for line in lines if not line.startswith('srun: ')]
   assert sorted(line for line in lines if not line.startswith(('STALE', ' '))) == [
     'SHELL single 0 1',
     'STEP slurm 0 2',

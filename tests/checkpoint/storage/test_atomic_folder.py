@@ -35,7 +35,7 @@ def nfs(tmp_path, monkeypatch):
   def rmdir_unless_open(path, **options):
     links = [f'/proc/self/fd/{number}' for number in os.listdir('/proc/self/fd')]
     targets = [os.readlink(link) for link in links if os.path.exists(link) or os.path.islink(link)]
-    if any(f'{os.path.basename(path)}/' in target for target in targets):
+    if any(target.startswith(f'{os.path.abspath(path)}/') for target in targets):
       raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
     rmdir(path, **options)
 
