@@ -1,8 +1,8 @@
 """T5X's parameters as ours: encoder-decoder or decoder-only T5, scanned or not.
 
-T5X joins heads and their features in one dimension. Without scan, each layer has its own
-parameters, `layers_0`, `layers_1`. With scan, they are stacked along dimension 1, or 0 if the user
-chose so.
+The examples t5 and decoder_only join heads and their features in one dimension; scalable_t5 keeps
+them apart. Without scan, each layer has its own parameters, `layers_0`, `layers_1`. With scan, they
+are stacked along dimension 1, or 0 if the user chose so.
 """
 
 import dataclasses
@@ -30,12 +30,19 @@ class T5xLayers:
     scan_axis: dimension that stacks the layers; None if each layer has its own parameters.
     num_layers: number of layers.
     bias: name of the relative bias of each layer, or None.
+    joined: whether kernels of attention have heads and features as one dimension.
   """
 
   prefix: str
   scan_axis: Optional[int]
   num_layers: int
   bias: Optional[str]
+  joined: bool = True
+
+  def __str__(self) -> str:
+    scan = 'not scanned' if self.scan_axis is None else f'scanned along dimension {self.scan_axis}'
+    heads = 'joined' if self.joined else 'in their own dimension'
+    return f'{self.num_layers} layers, {scan}, heads {heads}'
 
   def shape(self, shapes: Mapping[str, Shape], path: str) -> Shape:
     """Returns the shape of one layer's parameter; () if there is none."""
@@ -66,7 +73,9 @@ def t5x_layers(shapes: Mapping[str, Shape]) -> dict[str, T5xLayers]:
     bias = next(
       (b for b in _PER_LAYER_BIAS if f'{prefix.format(0)}/{b}/rel_embedding' in shapes), None
     )
-    out[stack] = T5xLayers(prefix, axis, num_layers, bias)
+    query = 'attention' if stack == 'encoder' else 'self_attention'
+    rank = len(shapes.get(f'{prefix.format(0)}/{query}/query/kernel', ())) - (axis is not None)
+    out[stack] = T5xLayers(prefix, axis, num_layers, bias, joined=rank != 3)
   return out
 
 
@@ -88,19 +97,21 @@ def t5x_model(shapes: Mapping[str, Shape]) -> ModelFields:
   bias = shapes.get('decoder/relpos_bias/rel_embedding')
   if decoder.bias:
     bias = decoder.shape(shapes, f'{decoder.bias}/rel_embedding')
+  query = decoder.shape(shapes, 'self_attention/query/kernel')
   if not bias:
     raise CheckpointError(
-      'The parameters have no relative position bias, so the number of heads is unknown.',
+      'The parameters have no relative position bias, so the number of '
+      f'{"heads" if decoder.joined else "its buckets"} is unknown.',
       fix='Name the model file that belongs to them: --gin_file=model.gin.',
     )
   heads, buckets = bias
   gated = bool(decoder.shape(shapes, 'mlp/wi_0/kernel'))
   wi = decoder.shape(shapes, 'mlp/wi_0/kernel' if gated else 'mlp/wi/kernel')
-  joined = decoder.shape(shapes, 'self_attention/query/kernel')
-  if len(wi) != 2 or len(joined) != 2 or joined[1] % heads:
+  fits = len(query) == 2 and query[1] % heads == 0 if decoder.joined else query[1] == heads
+  if len(wi) != 2 or not fits:
     raise CheckpointError(
       f'Layers of this shape are not supported: self_attention/query/kernel '
-      f'{list(joined)}, mlp/wi {list(wi)}, {heads} heads.',
+      f'{list(query)}, mlp/wi {list(wi)}, {heads} heads.',
       fix='Give a checkpoint of t5x/examples/t5, scalable_t5 or decoder_only.',
     )
   config = TransformerConfig(
@@ -108,7 +119,7 @@ def t5x_model(shapes: Mapping[str, Shape]) -> ModelFields:
     embed_dim=table[1],
     num_layers=decoder.num_layers,
     num_heads=heads,
-    head_dim=joined[1] // heads,
+    head_dim=query[1] // heads if decoder.joined else query[2],
     mlp_dim=wi[1],
     mlp_activations=('gelu', 'linear') if gated else ('relu',),
     relative_bias='per_layer' if decoder.bias else 'shared',
@@ -179,13 +190,15 @@ def _layer_rules(
       axes = f'{" ".join(dims)} -> {axis} {after or before}'
     return Rule(f'{ours}/{path}', f'{layout.prefix}/{theirs}', axes, stack=axis)
 
+  heads = 'heads.kv' if layout.joined else 'heads kv'
+
   def attention(path: str, theirs: str) -> list[Rule]:
     return [
       *(
-        rule(f'{path}/{name}/kernel', f'{theirs}/{name}/kernel', 'embed heads.kv -> embed heads kv')
+        rule(f'{path}/{name}/kernel', f'{theirs}/{name}/kernel', f'embed {heads} -> embed heads kv')
         for name in ('query', 'key', 'value')
       ),
-      rule(f'{path}/out/kernel', f'{theirs}/out/kernel', 'heads.kv embed -> heads kv embed'),
+      rule(f'{path}/out/kernel', f'{theirs}/out/kernel', f'{heads} embed -> heads kv embed'),
     ]
 
   norm = 'pre_attention_layer_norm' if is_encoder else 'pre_self_attention_layer_norm'

@@ -20,7 +20,7 @@ from t5x_gpu.checkpoint.convert.hf_folder import CONFIG, carry_files, open_hf, w
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences, gin_text
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
-from t5x_gpu.checkpoint.convert.t5x_names import t5x_model, t5x_table
+from t5x_gpu.checkpoint.convert.t5x_names import t5x_layers, t5x_model, t5x_table
 from t5x_gpu.checkpoint.convert.tensor_copy import (
   ForeignWeights,
   Names,
@@ -76,6 +76,8 @@ def convert_t5x(request: ConversionRequest, console: Console) -> None:
     fix='Name the model file that belongs to them: --gin_file=model.gin.',
   )
   console.say(f'from: {files.path}: T5X, step {files.step}, {counted(table.our_shapes)}')
+  for stack, layers in t5x_layers(files.shapes).items():
+    console.say(f'recognised: {stack}: {layers}')
   if request.model is None and len(model.config.mlp_activations) > 1:
     console.say(
       "assumed: mlp_activations = ('gelu', 'linear'), as in T5.1.1; the files do not "

@@ -67,10 +67,23 @@ def test_own_check_runs_on_t5x_as_well(written, tmp_path, capsys):
   out = capsys.readouterr().out
   assert "our own model with the other files' tensors: largest difference 0.0e+00" in out
   assert "assumed: mlp_activations = ('gelu', 'linear')" in out
+  assert 'recognised: decoder: 2 layers, not scanned, heads joined' in out
 
 
 def initial(model):
   return dict(np.load(FIXTURES / f't5x_{model}' / 'init_params.npz'))
+
+
+def with_heads_apart(flat, heads):
+  """Returns the parameters as scalable_t5 has them: heads and features in their own dimensions."""
+  out = {}
+  for key, value in flat.items():
+    if key.endswith(('query/kernel', 'key/kernel', 'value/kernel')):
+      value = value.reshape(value.shape[0], heads, -1)
+    elif key.endswith('out/kernel'):
+      value = value.reshape(heads, -1, value.shape[-1])
+    out[key] = value
+  return out
 
 
 def stacked(flat, axis, name='layers', bias=None):
@@ -108,6 +121,22 @@ def test_scanned_layers_are_the_same_as_layers_one_by_one(model, axis):
   shapes = {n: v.shape for n, v in flat.items()}
   assert t5x_model({n: v.shape for n, v in scanned.items()}) == t5x_model(shapes)
   jax.tree.map(np.testing.assert_array_equal, params_from_t5x(scanned), params_from_t5x(flat))
+
+
+@pytest.mark.parametrize('axis', [None, 0, 1])
+@pytest.mark.parametrize('model, heads', [('decoder_only', 8), ('encoder_decoder', 4)])
+def test_heads_in_their_own_dimension_are_the_same_as_joined_ones(model, heads, axis):
+  flat = initial(model)
+  apart = with_heads_apart(flat, heads)
+  apart = apart if axis is None else stacked(apart, axis)
+  shapes = {n: v.shape for n, v in flat.items()}
+  if axis == 1:  # as nn.scan stacks the kernels of scalable_t5
+    kv = flat['decoder/layers_0/self_attention/query/kernel'].shape[1] // heads
+    embed = flat['decoder/layers_0/self_attention/query/kernel'].shape[0]
+    assert apart['decoder/layers/self_attention/query/kernel'].shape == (embed, 2, heads, kv)
+    assert apart['decoder/layers/self_attention/out/kernel'].shape == (heads, 2, kv, embed)
+  assert t5x_model({n: v.shape for n, v in apart.items()}) == t5x_model(shapes)
+  jax.tree.map(np.testing.assert_array_equal, params_from_t5x(apart), params_from_t5x(flat))
 
 
 @pytest.mark.parametrize('bias', ['relpos_bias', 'relative_posemb'])
