@@ -148,7 +148,7 @@ def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
   """Returns (owner or None if garbled, time of the last renewal); None without a lock.
 
   Raises:
-    CheckpointError: this user may not read it, and its owner may be running.
+    CheckpointError: it cannot be read now, and its owner may be running.
   """
   try:
     owner = _parse(read_bytes(path))  # opening makes NFS ask the server
@@ -170,7 +170,8 @@ def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
   except (OSError, ValueError) as e:  # a folder, a loop of links, bytes that are not UTF-8
     if getattr(e, 'errno', None) in _FILE_SERVER:
       raise CheckpointError(
-        f'{path} cannot be read: {e}.', fix='Start again once the file server answers.'
+        f'{path} cannot be read, so the lock may still be held: {e}.',
+        fix='Start again once the file server answers.',
       ) from e
     return None, 0.0
 
@@ -202,7 +203,7 @@ class RunLock:
     """Returns whether the lock is there; writes a removed one again.
 
     Raises:
-      CheckpointError: another run has taken over, or the folder is gone.
+      CheckpointError: another run has or may have taken over, or the folder is gone.
     """
     owner = self._owner()
     if self._released.is_set():  # the process is leaving
@@ -248,10 +249,8 @@ class RunLock:
           os.utime(self._path)
 
   def _owner(self) -> Optional[Owner]:
-    try:
-      return _parse(read_bytes(self._path))
-    except (OSError, ValueError):
-      return None
+    found = _read(self._path)
+    return found[0] if found else None
 
   def _text(self) -> str:
     me = dataclasses.replace(self._me, touched=time.time())

@@ -1,6 +1,7 @@
 """MODEL_DIR/run.lock: one run at a time, stale locks do not block, a loser stops writing."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -151,6 +152,33 @@ def test_whoever_lost_the_lock_is_told_and_does_not_remove_it(tmp_path):
     lock.check()
   lock.release()
   assert (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize('code', ['EIO', 'ESTALE'])
+def test_a_held_lock_that_the_file_server_does_not_return_is_kept(tmp_path, monkeypatch, code):
+  lock = RunLock(tmp_path)
+  before = listing(tmp_path)
+  number = getattr(errno, code)
+  with monkeypatch.context() as patch:
+    patch.setattr(os, 'open', _failing_open(tmp_path / LOCK, number))
+    with pytest.raises(CheckpointError, match='may still be held') as e:
+      lock.check()
+  assert os.strerror(number) in str(e.value) and 'file server' in str(e.value)
+  assert listing(tmp_path) == before  # neither replaced nor set aside
+  assert lock.check()
+  lock.release()
+  assert not list(tmp_path.iterdir())
+
+
+def _failing_open(path, number):
+  real_open = os.open
+
+  def fail(opened, *args, **kwargs):
+    if os.fspath(opened) == str(path):
+      raise OSError(number, os.strerror(number), str(path))
+    return real_open(opened, *args, **kwargs)
+
+  return fail
 
 
 def test_a_removed_lock_is_written_again_and_a_lock_is_touched_while_it_is_held(
