@@ -69,6 +69,8 @@ setuptools.setup(
     'dev': DEV,
     'docs': DOCS,
     'hf': HF,
+    # XLA for GPUs without NVIDIA's libraries: python -m t5x_gpu.plan --gpu=h100, anywhere.
+    'plan': ['jax[cuda13-local]>=0.10.2,<0.13; platform_system == "Linux"'],
     'pile': [],  # pyarrow of the base reads and writes .zst; kept for `pip install .[pile]`
   },
   entry_points={'console_scripts': ['t5x_gpu = t5x_gpu.__main__:main']},

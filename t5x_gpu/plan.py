@@ -2,7 +2,8 @@
 
 Prints the mesh, the sharding of every parameter, what a step sends over which link, and possible
 problems. Nothing is allocated and no data is read: XLA compiles the real training step for N
-simulated CPU devices, up to the point where it is split over them.
+simulated CPU devices, up to the point where it is split over them. With --gpu, XLA also compiles it
+for that GPU, which this machine need not have.
 """
 
 import argparse
@@ -21,11 +22,15 @@ from t5x_gpu import cli
 from t5x_gpu.analysis import sharding_picture, sharding_tables
 from t5x_gpu.analysis.array_layout import ArrayLayout, state_layouts
 from t5x_gpu.analysis.collectives import Collective, flops_per_device, inventory, partitioned_hlo
+from t5x_gpu.analysis.gpu_compile import compile_step
+from t5x_gpu.analysis.gpu_tables import gpu_json, gpu_text
 from t5x_gpu.analysis.sharding_lint import Finding, ParameterShapes, lint, purpose
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.cluster.topology import Device, Topology
+from t5x_gpu.runtime.xla.deviceless import described_gpus
+from t5x_gpu.runtime.xla.gpu_targets import TARGETS, find_target
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, program_of_run
 from t5x_gpu.training.step_config import StepConfig
@@ -34,6 +39,7 @@ from t5x_gpu.training.summary import size_line
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
   {prog} --gin_file=my.gin --devices=64 --hosts=8 --out=layout.png
+  {prog} --gin_file=my.gin --devices=64 --hosts=8 --gpu=h100
   {prog} --gin_file=my.gin --gin.Partitioner.fsdp=4 --gin.NUM_PARTITIONS=2 --json=plan.json
 
 --gin.X=VALUE sets any macro or parameter after the gin files, as in python -m t5x_gpu.train.
@@ -226,6 +232,12 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--hosts', type=int, default=1, metavar='N', help='number of hosts (default: 1)'
   )
+  group.add_argument(
+    '--gpu',
+    metavar='NAME',
+    help=f'also compile the step for this GPU and print memory, kernels and overlap: '
+    f'{", ".join(TARGETS)} (needs the extra [plan])',
+  )
   group.add_argument('--out', metavar='FILE.png', help='also draw every parameter to FILE.png')
   group.add_argument('--json', metavar='FILE', help='also write everything to FILE')
 
@@ -241,8 +253,13 @@ def main(argv: Optional[list[str]] = None) -> int:
     examples=EXAMPLES,
   )
   topology = topology_of(args.extra.devices, args.extra.hosts)
+  if args.extra.gpu:
+    find_target(args.extra.gpu)
   cli.check_folders_of(args.extra.out, args.extra.json)
   devices = simulated_devices(topology.num_devices, environ=os.environ)
+  gpus = args.extra.gpu and described_gpus(
+    args.extra.gpu, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
+  )
   loaded = gin_loader.load(
     args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
   )
@@ -259,10 +276,13 @@ def main(argv: Optional[list[str]] = None) -> int:
   if args.dry_run:
     return 0
   plan = make_plan(program)
-  print('\n' + traffic_text(plan))
+  print('\n' + traffic_text(plan), flush=True)
+  step = compile_step(config, gpus) if gpus else None
+  if step:
+    print('\n' + gpu_text(step))
   if args.extra.json:
     with open(args.extra.json, 'w') as f:
-      json.dump(as_json(plan), f, indent=1)
+      json.dump(as_json(plan) | ({'compiled': gpu_json(step)} if step else {}), f, indent=1)
   return 0
 
 

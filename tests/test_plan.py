@@ -13,6 +13,7 @@ from matplotlib import image
 
 from t5x_gpu import plan
 from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.runtime.xla import probe
 from tests.helpers_train import TINY_GIN, run_here
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -121,6 +122,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
     ('--hosts=3', '--devices=8 cannot be divided among --hosts=3'),
     ('--devices=0', 'at least 1'),
     ('--show=memory', 'invalid choice'),
+    ('--gpu=h10', "Did you mean 'h100'"),
     ('--out=nowhere/x.png', "the folder 'nowhere' does not exist"),
   ],
 )
@@ -128,6 +130,13 @@ def test_wrong_flags_say_what_is_allowed(gin_file, flag, expected):
   with pytest.raises(ConfigError) as e:
     plan.main(flags(gin_file, flag))
   assert expected in str(e.value)
+
+
+@pytest.mark.skipif(probe.installed().plugin is not None, reason='the CUDA plugin is installed')
+def test_a_gpu_needs_the_plugin_of_the_installed_jax(gin_file):
+  with pytest.raises(ConfigError, match='and it is not installed') as e:
+    plan.main(flags(gin_file, '--gpu=h100'))
+  assert 't5x_gpu[plan]' in e.value.fix and jax.__version__ in e.value.what
 
 
 def test_more_devices_than_jax_has_started_with_are_refused(gin_file):

@@ -120,12 +120,12 @@ def inventory(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
   return [
     collective
     for visit in module.walk()
-    for collective in _collectives(module, visit, dict(mesh_shape))
+    for collective in collectives_of(module, visit, mesh_shape)
   ]
 
 
-def _collectives(module: Module, visit: Visit, mesh_shape: dict[str, int]) -> list[Collective]:
-  """Returns the collectives of one instruction: one per array that it reduces."""
+def collectives_of(module: Module, visit: Visit, mesh_shape: Mapping[str, int]) -> list[Collective]:
+  """Returns the collectives of one instruction of `module.walk()`: one per array that it sends."""
   instruction = visit.instruction
   kind = instruction.opcode.removesuffix('-start')
   if kind not in KINDS:

@@ -1,0 +1,145 @@
+"""The training step of a run, compiled for GPUs that this machine need not have.
+
+    gpus = described_gpus('h100', num_hosts=1, gpus_per_host=8)
+    step = compile_step(config, gpus)
+    step.memory.total_bytes, step.kernels['fp8_gemm'].runs, step.overlaps
+
+What comes out is XLA's own result for that GPU: buffers, kernels and schedule. Missing are
+autotuning (a real run may tile a matmul differently, or take cuBLAS where Triton stands here) and
+durations.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from t5x_gpu.analysis.collectives import Collective, inventory
+from t5x_gpu.analysis.kernels import KernelCount, count_kernels
+from t5x_gpu.analysis.overlap import Overlap, overlaps
+from t5x_gpu.runtime.xla import deviceless
+from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla.deviceless import DescribedGpus
+from t5x_gpu.runtime.xla.table import Value
+from t5x_gpu.training.program import Program, compile_options, program_of_run
+from t5x_gpu.training.step_config import StepConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """Bytes on one GPU.
+
+  Attributes:
+    argument_bytes: parameters, optimizer state and batch.
+    output_bytes: results that do not reuse the memory of an argument.
+    temporary_bytes: activations, gradients, logits and workspaces, at their peak.
+  """
+
+  argument_bytes: int
+  output_bytes: int
+  temporary_bytes: int
+
+  @property
+  def total_bytes(self) -> int:
+    """What the step needs, without NCCL's buffers and fragmentation."""
+    return self.argument_bytes + self.output_bytes + self.temporary_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+  """A training step compiled for described GPUs.
+
+  Attributes:
+    program: what was compiled.
+    gpus: for which GPUs.
+    hlo: the scheduled program of one GPU, as text.
+    memory: bytes on one GPU.
+    compile_options: of the run's XLA preset.
+    trace_seconds, compile_seconds: how long it took here.
+  """
+
+  program: Program
+  gpus: DescribedGpus
+  hlo: str
+  memory: Memory
+  compile_options: Mapping[str, Value]
+  trace_seconds: float
+  compile_seconds: float
+
+  @functools.cached_property
+  def kernels(self) -> Mapping[str, KernelCount]:
+    """Kind of matrix kernel -> its number (`kernels.KINDS`)."""
+    return count_kernels(self.hlo)
+
+  @property
+  def collectives(self) -> list[Collective]:
+    return inventory(self.hlo, self.program.layout.mesh.shape)
+
+  @functools.cached_property
+  def overlaps(self) -> list[Overlap]:
+    """Bytes per kind of collective and mesh axes, and how much of them is hidden."""
+    return overlaps(self.hlo, self.program.layout.mesh.shape)
+
+
+def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
+  """Returns the training step of a run as XLA compiles it for `gpus`, with the run's XLA preset.
+
+  Raises:
+    MeshError, ConfigError, ShapeError, ModelError: as `program_of_run`.
+  """
+  with deviceless.kernels_for(gpus.target), _preset(config.xla_preset, gpus) as preset:
+    program = program_of_run(config, topology=gpus.topology, devices=list(gpus.devices))
+    options = compile_options(program, preset) or {}
+    start = time.monotonic()
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    lowered_at = time.monotonic()
+    compiled = lowered.compile(compiler_options=options or None)
+    compiled_at = time.monotonic()
+  return CompiledStep(
+    program=program,
+    gpus=gpus,
+    hlo=compiled.as_text(),
+    memory=memory_of(compiled),
+    compile_options=options,
+    trace_seconds=lowered_at - start,
+    compile_seconds=compiled_at - lowered_at,
+  )
+
+
+def memory_of(compiled: Any) -> Memory:
+  """Returns the memory of a compiled function on one device.
+
+  Donated arguments share their memory with outputs. XLA's own peak counts the arguments alone
+  (jaxlib 0.10 to 0.12, compiled without the GPU).
+  """
+  m = compiled.memory_analysis()
+  return Memory(
+    argument_bytes=m.argument_size_in_bytes,
+    output_bytes=m.output_size_in_bytes - m.alias_size_in_bytes,
+    temporary_bytes=m.temp_size_in_bytes,
+  )
+
+
+@contextlib.contextmanager
+def _preset(name: str, gpus: DescribedGpus) -> Iterator[xla_flags.Applied]:
+  """Context with the settings of an XLA preset that the compiler reads, as a run has them."""
+  applied = xla_flags.prepare_environment(
+    name,
+    gpu=gpus.target.device_kind,
+    num_hosts=gpus.topology.num_hosts,
+    num_gpus=gpus.topology.num_devices,
+    environ=dict(os.environ),
+  )
+  before = {option: getattr(jax.config, option) for option in applied.jax_config}
+  for option, value in applied.jax_config.items():
+    jax.config.update(option, value)
+  try:
+    yield applied
+  finally:
+    for option, value in before.items():
+      jax.config.update(option, value)

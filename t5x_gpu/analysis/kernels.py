@@ -1,0 +1,113 @@
+"""The matrix kernels of a program compiled for a GPU: FP8 and other GEMMs, attention kernels.
+
+count_kernels(compiled.as_text())['fp8_gemm'].runs
+"""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Optional
+
+from t5x_gpu.analysis import hlo_text
+from t5x_gpu.analysis.hlo_text import Computation, Instruction, Module, Visit
+
+KINDS = {
+  'fp8_gemm': 'matrix product of eight-bit floats, by cuBLAS or Triton',
+  'gemm': 'matrix product of another type, by cuBLAS or Triton',
+  'mosaic': 'Pallas kernel for Hopper or Blackwell (Mosaic)',
+  'triton': 'Pallas kernel in Triton',
+  'cudnn': 'attention or fused graph of cuDNN',
+}
+# Targets of custom calls; the first that is part of the target's name counts.
+_TARGETS = (
+  ('$f8', 'fp8_gemm'),
+  ('$mx', 'fp8_gemm'),
+  ('__cublas$', 'gemm'),
+  ('__cutlass', 'gemm'),
+  ('mosaic_gpu', 'mosaic'),
+  ('triton', 'triton'),
+  ('__cudnn$', 'cudnn'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCount:
+  """How often a program calls a kind of kernel.
+
+  Attributes:
+    calls: places in the program.
+    runs: times per call of the program: places times the iterations of the loops around them.
+  """
+
+  calls: int = 0
+  runs: int = 0
+
+
+def count_kernels(hlo: str) -> Mapping[str, KernelCount]:
+  """Returns a count for each of `KINDS`.
+
+  Args:
+    hlo: `compiled.as_text()` of a program for a GPU.
+  """
+  return Kernels(hlo_text.parse(hlo)).counts()
+
+
+class Kernels:
+  """The matrix kernels of a module."""
+
+  def __init__(self, module: Module):
+    self._module = module
+    self._found: dict[str, Optional[str]] = {}  # computation -> its first kind of kernel
+
+  def counts(self) -> Mapping[str, KernelCount]:
+    """Returns a count for each of `KINDS`."""
+    calls, runs = collections.Counter(), collections.Counter()
+    for visit in self._outside_fusions():
+      kind = self.kind(visit.computation, visit.instruction)
+      if kind:
+        calls[kind] += 1
+        runs[kind] += visit.count
+    return {kind: KernelCount(calls[kind], runs[kind]) for kind in KINDS}
+
+  def kind(self, computation: Computation, instruction: Instruction) -> Optional[str]:
+    """Returns which of `KINDS` an instruction of `computation` is; None for any other."""
+    if instruction.opcode == 'custom-call':
+      target = instruction.attribute('custom_call_target') or ''
+      return next((kind for part, kind in _TARGETS if part in target), None)
+    if instruction.opcode == 'dot':
+      left = computation.instructions[instruction.operands[0]]
+      return 'fp8_gemm' if left.arrays[0].dtype.startswith('f8') else 'gemm'
+    if instruction.opcode == 'fusion':
+      if '__cudnn$' in instruction.rest:
+        return 'cudnn'
+      return self._in_called(instruction)
+    return None
+
+  def multiplies(self, instruction: Instruction) -> bool:
+    """Returns whether a loop, call, conditional or asynchronous call has a matrix kernel in it."""
+    return self._in_called(instruction) is not None
+
+  def _in_called(self, instruction: Instruction) -> Optional[str]:
+    """Returns the first kind of kernel in what an instruction runs, however deep."""
+    if instruction.opcode == 'while':
+      return self._inside(self._module.body(instruction))
+    return next(filter(None, map(self._inside, self._module.called(instruction))), None)
+
+  def _inside(self, name: str) -> Optional[str]:
+    if name not in self._found:
+      computation = self._module.computations[name]
+      found = (
+        self.kind(computation, i) or self._in_called(i) for i in computation.instructions.values()
+      )
+      self._found[name] = next(filter(None, found), None)
+    return self._found[name]
+
+  def _outside_fusions(self) -> Iterator[Visit]:
+    """Yields the visits of instructions that are kernels, not parts of one."""
+    fused: set[str] = set()
+    for visit in self._module.walk():
+      inside = visit.computation.name in fused
+      if visit.instruction.opcode == 'fusion' or inside:
+        fused.update(self._module.called(visit.instruction))
+      if not inside:
+        yield visit

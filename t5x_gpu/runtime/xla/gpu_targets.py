@@ -1,0 +1,196 @@
+"""GPUs that XLA can compile for without having one: what its passes ask about the hardware.
+
+The figures are those of openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb (Apache-2.0);
+only fields that jaxlib 0.10 to 0.12 read. This module does not import jax.
+"""
+
+import dataclasses
+
+from t5x_gpu.errors import ConfigError, did_you_mean
+
+_SPECS = 'https://github.com/openxla/xla/blob/main/xla/backends/gpu/target_config/specs/'
+
+# Fields of stream_executor.GpuTargetConfigProto. Library versions decide which cuDNN and cuBLAS
+# rewrites XLA tries; they are those that `jax[cuda13]` installs.
+_PROTO = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {shared_memory_per_block}
+  shared_memory_per_core: {shared_memory_per_core}
+  core_count: {num_cores}
+  fpus_per_core: {fpus_per_core}
+  clock_rate_ghz: {clock_ghz}
+  l2_cache_size: {l2_bytes}
+  memory_bandwidth: {memory_bandwidth}
+  device_memory_size: {memory_bytes}
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+  device_interconnect_info {{ active_links: {nvlinks} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 28 }}
+runtime_version {{ major: 13 minor: 0 }}
+device_description_str: "{device_kind}"
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuTarget:
+  """One kind of GPU.
+
+  Attributes:
+    name: of the command line, 'h100'.
+    device_kind: the driver's name, as in `jax.Device.device_kind` (runtime/hardware.py).
+    compute_capability: '9.0', as in `jax.Device.compute_capability`.
+    num_cores: streaming multiprocessors.
+    memory_bytes: what the driver reports. XLA compiles programs that need more, so compare.
+    memory_bandwidth: bytes per second.
+    shared_memory_per_block, shared_memory_per_core: bytes; the most that a kernel can ask for, and
+      what a multiprocessor has.
+    nvlinks: active links to other GPUs.
+    source: of the figures.
+  """
+
+  name: str
+  device_kind: str
+  compute_capability: str
+  num_cores: int
+  memory_bytes: int
+  memory_bandwidth: int
+  l2_bytes: int
+  clock_ghz: float
+  fpus_per_core: int = 128
+  shared_memory_per_block: int = 232448
+  shared_memory_per_core: int = 233472
+  nvlinks: int = 18
+  source: str
+
+  @property
+  def has_fp8(self) -> bool:
+    """Whether its tensor cores multiply eight-bit floats: Ada, Hopper and later."""
+    return float(self.compute_capability) >= 8.9
+
+  def config_text(self) -> str:
+    """Returns its GpuTargetConfigProto as text, for `topologies.get_topology_desc`."""
+    major, minor = self.compute_capability.split('.')
+    # sm_90a and sm_100a: wgmma, TMA and tcgen05 exist only in the accelerated feature set.
+    features = 'feature_extension: ACCELERATED_FEATURES' if int(major) >= 9 else ''
+    return _PROTO.format(**dataclasses.asdict(self), major=major, minor=minor, features=features)
+
+
+def _a100(name: str, device_kind: str, *, memory_bytes: int, memory_bandwidth: int, source: str):
+  return GpuTarget(
+    name=name,
+    device_kind=device_kind,
+    compute_capability='8.0',
+    num_cores=108,
+    memory_bytes=memory_bytes,
+    memory_bandwidth=memory_bandwidth,
+    l2_bytes=41943040,
+    clock_ghz=1.41,
+    fpus_per_core=64,
+    shared_memory_per_block=166912,
+    shared_memory_per_core=167936,
+    nvlinks=12,  # of the SXM4 board: NVIDIA's A100 whitepaper, "12 NVLinks"
+    source=_SPECS + source,
+  )
+
+
+def _hopper(name: str, device_kind: str, *, memory_bytes: int, memory_bandwidth: int, source: str):
+  return GpuTarget(
+    name=name,
+    device_kind=device_kind,
+    compute_capability='9.0',
+    num_cores=132,
+    memory_bytes=memory_bytes,
+    memory_bandwidth=memory_bandwidth,
+    l2_bytes=52428800,
+    clock_ghz=1.98,
+    source=_SPECS + source,
+  )
+
+
+TARGETS = {
+  target.name: target
+  for target in (
+    _a100(
+      'a100-40',
+      'NVIDIA A100-SXM4-40GB',
+      memory_bytes=42331013120,
+      memory_bandwidth=1555200000000,
+      source='a100_sxm_40.txtpb',
+    ),
+    _a100(
+      'a100-80',
+      'NVIDIA A100-SXM4-80GB',
+      memory_bytes=85100068864,
+      memory_bandwidth=2039040000000,
+      source='a100_sxm_80.txtpb',
+    ),
+    _hopper(
+      'h100',
+      'NVIDIA H100 80GB HBM3',
+      memory_bytes=84942979072,
+      memory_bandwidth=3352320000000,
+      source='h100_sxm.txtpb',
+    ),
+    _hopper(
+      'h200',
+      'NVIDIA H200',
+      memory_bytes=151397597184,
+      memory_bandwidth=4800000000000,
+      source='h200.txtpb',
+    ),
+    GpuTarget(
+      name='b200',
+      device_kind='NVIDIA B200',
+      compute_capability='10.0',
+      num_cores=148,
+      memory_bytes=191514411008,
+      memory_bandwidth=7672320000000,
+      l2_bytes=132644864,
+      clock_ghz=1.965,
+      source=_SPECS + 'b200.txtpb',
+    ),
+    GpuTarget(
+      name='gb200',
+      device_kind='NVIDIA GB200',
+      compute_capability='10.0',
+      num_cores=152,
+      memory_bytes=197897748480,
+      memory_bandwidth=7928064000000,
+      l2_bytes=135528448,
+      clock_ghz=2.062,
+      source=_SPECS + 'gb200.txtpb',
+    ),
+  )
+}
+_ALIASES = {'a100': 'a100-80'}
+
+
+def find_target(name: str) -> GpuTarget:
+  """Returns the GPU called `name`; 'a100' is the one with 80 GB.
+
+  Raises:
+    ConfigError: no such GPU in the table.
+  """
+  key = name.lower().removeprefix('nvidia ').replace(' ', '-').replace('_', '-')
+  key = _ALIASES.get(key, key)
+  if key not in TARGETS:
+    raise ConfigError(
+      f'{name!r} is not a GPU that can be compiled for without having one.'
+      f'{did_you_mean(name, [*TARGETS, *_ALIASES])}',
+      fix=f'Choose one of {", ".join(TARGETS)}.',
+      docs='plan.md#a-gpu-that-you-do-not-have',
+    )
+  return TARGETS[key]
