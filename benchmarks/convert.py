@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from t5x_gpu.checkpoint.convert.hf_config import guess_family, to_hf
-from t5x_gpu.checkpoint.convert.hf_names import FAMILIES
+from t5x_gpu.checkpoint.convert.hf.config import guess_family, to_hf
+from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter, make_headers
 from t5x_gpu.checkpoint.convert.tensor_copy import FLOATS

@@ -17,8 +17,8 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.checkpoint.convert.conversion import CHECKS, ConversionRequest
-from t5x_gpu.checkpoint.convert.hf_config import CONFIG_FAMILIES
-from t5x_gpu.checkpoint.convert.hf_folder import CONFIG
+from t5x_gpu.checkpoint.convert.hf.config import CONFIG_FAMILIES
+from t5x_gpu.checkpoint.convert.hf.folder import CONFIG
 from t5x_gpu.checkpoint.convert.logits_check import TOLERANCE, has_transformers
 from t5x_gpu.checkpoint.convert.merge_lora import merge_lora
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, describe

@@ -20,7 +20,7 @@ from t5x_gpu.checkpoint.arrays import state_writer
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
 from t5x_gpu.checkpoint.checkpointer import Checkpointer
 from t5x_gpu.checkpoint.convert import logits_check, name_table
-from t5x_gpu.checkpoint.convert.hf_config import to_hf
+from t5x_gpu.checkpoint.convert.hf.config import to_hf
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsFolder
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.storage import atomic_folder

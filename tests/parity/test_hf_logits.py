@@ -20,9 +20,10 @@ transformers = pytest.importorskip('transformers')
 
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
-from t5x_gpu.checkpoint.convert import hf_folder, logits_check
-from t5x_gpu.checkpoint.convert.hf_config import guess_family, to_hf
-from t5x_gpu.checkpoint.convert.hf_names import FAMILIES
+from t5x_gpu.checkpoint.convert import logits_check
+from t5x_gpu.checkpoint.convert.hf import folder as hf_folder
+from t5x_gpu.checkpoint.convert.hf.config import guess_family, to_hf
+from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
 from t5x_gpu.checkpoint.convert.logits_check import params_of_checkpoint, params_of_files
 from t5x_gpu.checkpoint.convert.name_table import Table
 from tests.checkpoint.hf_files import CONFIGS, files_of, write_model  # noqa: E402

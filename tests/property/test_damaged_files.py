@@ -14,7 +14,7 @@ import pytest
 
 from t5x_gpu.checkpoint import initialize, run_lock
 from t5x_gpu.checkpoint.arrays.state_reader import StateReader
-from t5x_gpu.checkpoint.convert.hf_folder import open_hf, read_record, write_record
+from t5x_gpu.checkpoint.convert.hf.folder import open_hf, read_record, write_record
 from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
 from t5x_gpu.checkpoint.convert.t5x_names import t5x_model, t5x_table
 from t5x_gpu.checkpoint.local.file_format import write_local_file

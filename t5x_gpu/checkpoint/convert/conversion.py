@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert import logits_check
-from t5x_gpu.checkpoint.convert.hf_folder import HfModel
+from t5x_gpu.checkpoint.convert.hf.folder import HfModel
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.tensor_copy import ForeignWeights
 from t5x_gpu.checkpoint.storage.chunks import Shape

@@ -25,6 +25,9 @@ from t5x_gpu.runtime.host import available_memory
 
 TOLERANCE = 1e-4  # relative to the largest logit; absolute if that is below 1
 ROWS, LENGTH = 2, 48
+LONGEST_TABLE = 2048  # positions; a row fills a learned table up to this size
+# Windows are cut to this size in both models, so that short rows are longer than every window.
+WINDOW = 16
 _COPIES_IN_MEMORY = 3.0  # of the parameters; measured: 2.1 to 2.8
 _AUTO_CLASSES = {
   'decoder_only': 'AutoModelForCausalLM',
@@ -62,9 +65,12 @@ class Agreement:
 
 
 def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
-  """Returns a batch of random tokens for `model`; the second row ends in padding."""
+  """Returns a batch of random tokens for `model`; the second row ends in padding.
+
+  Rows are longer than `WINDOW`, and as long as a learned table of positions.
+  """
   c = model.config
-  length = min(LENGTH, c.length_limit or LENGTH)
+  length = min(max(LENGTH, min(c.num_positions, LONGEST_TABLE)), c.length_limit or LENGTH)
   rng = np.random.default_rng(seed)
 
   def tokens(length: int, kept: int) -> np.ndarray:
@@ -82,8 +88,10 @@ def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def our_logits(model: ModelFields, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-  """Returns the logits of `batch` in float32, on this machine's CPU."""
-  exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype='float32'))
+  """Returns the logits of `batch` in float32, on this machine's CPU, with windows cut short."""
+  short = tuple(min(window, WINDOW) for window in model.config.windows)
+  config = dataclasses.replace(model.config, dtype='float32', windows=short)
+  exact = dataclasses.replace(model, config=config)
   return logits_of(exact.build(), params, batch)
 
 
@@ -156,14 +164,23 @@ def has_transformers() -> bool:
 def transformers_logits(
   folder: str | os.PathLike, model: ModelFields, batch: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, str]:
-  """Returns the logits that transformers computes with the model in `folder`, and its version."""
+  """Returns the logits that transformers computes with the model in `folder`, and its version.
+
+  Windows are cut short, as in `our_logits`.
+  """
   torch, transformers = map(importlib.import_module, ('torch', 'transformers'))
   transformers.logging.set_verbosity_error()
   transformers.logging.disable_progress_bar()
   kind = model.options['head_type'] if model.kind == 'encoder' else model.kind
   auto = getattr(transformers, _AUTO_CLASSES[kind])
+  config = transformers.AutoConfig.from_pretrained(
+    pathlib.Path(folder), local_files_only=True, trust_remote_code=False
+  )
+  if getattr(config, 'sliding_window', None):
+    config.sliding_window = min(config.sliding_window, WINDOW)
   theirs = auto.from_pretrained(
     pathlib.Path(folder),
+    config=config,
     local_files_only=True,
     use_safetensors=True,
     trust_remote_code=False,

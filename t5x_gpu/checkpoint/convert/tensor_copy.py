@@ -13,7 +13,7 @@ import numpy as np
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, tree_problems
 from t5x_gpu.checkpoint.arrays.state_reader import Place
-from t5x_gpu.checkpoint.convert.hf_names import Family
+from t5x_gpu.checkpoint.convert.hf.names import Family
 from t5x_gpu.checkpoint.convert.name_table import Table, Tensors, rows_per_piece
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter
 from t5x_gpu.errors import CheckpointError

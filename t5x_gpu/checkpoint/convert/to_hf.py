@@ -11,9 +11,9 @@ from typing import Any, Optional
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.checkpoint.convert import logits_check
 from t5x_gpu.checkpoint.convert.conversion import ConversionRequest, check_logits, hf_reference
-from t5x_gpu.checkpoint.convert.hf_config import from_hf, guess_family, to_hf
-from t5x_gpu.checkpoint.convert.hf_folder import CONFIG, HfRecord, carry_files, open_hf, read_record
-from t5x_gpu.checkpoint.convert.hf_names import FAMILIES
+from t5x_gpu.checkpoint.convert.hf.config import from_hf, guess_family, to_hf
+from t5x_gpu.checkpoint.convert.hf.folder import CONFIG, HfRecord, carry_files, open_hf, read_record
+from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
 from t5x_gpu.checkpoint.convert.merge_lora import MergedParams, check_params
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences
 from t5x_gpu.checkpoint.convert.name_table import Table

@@ -16,7 +16,7 @@ from t5x_gpu.checkpoint.convert.conversion import (
   hf_reference,
   own_reference,
 )
-from t5x_gpu.checkpoint.convert.hf_folder import CONFIG, carry_files, open_hf, write_record
+from t5x_gpu.checkpoint.convert.hf.folder import CONFIG, carry_files, open_hf, write_record
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences, gin_text
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
@@ -48,6 +48,8 @@ def convert_hf(request: ConversionRequest, console: Console) -> None:
   )
   for name in names.unused:
     console.say(f'left out: {name} {list(tensors.shapes[name])}')
+  for note in hf.training:
+    console.say(f'training: {note}')
 
   def write_hf_files(folder: pathlib.Path) -> None:
     carry_files(request.source, folder / HF_FOLDER)

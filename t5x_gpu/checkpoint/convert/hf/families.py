@@ -1,99 +1,30 @@
 """config.json of T5, BERT and GPT-2 as the fields of our models, and back.
 
 A family has a table for the keys that hold one of our fields unchanged, a function that reads the
-rest, and one that writes it. `hf_llama` has the families derived from Llama.
+rest, one that writes it, and lists of the keys that it knows. `hf.llama` has the families derived
+from Llama.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Union
+from typing import Any
 
+from t5x_gpu.checkpoint.convert.hf.keys import (
+  INIT_STDDEV,
+  ConfigFamily,
+  HasTensor,
+  Json,
+  Keys,
+  activation,
+  divided,
+  dtype,
+  head_dim,
+  read_keys,
+  their_activation,
+  used,
+  write_keys,
+)
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
-from t5x_gpu.errors import CheckpointError, did_you_mean
+from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.config import TransformerConfig
-
-# Their names -> ours. Their 'gelu' is exact; ours is the tanh approximation.
-ACTIVATIONS = {
-  'relu': 'relu',
-  'silu': 'silu',
-  'swish': 'silu',
-  'gelu': 'gelu_exact',
-  'gelu_new': 'gelu',
-  'gelu_pytorch_tanh': 'gelu',
-  'gelu_fast': 'gelu',
-}
-THEIR_ACTIVATIONS = {'relu': 'relu', 'silu': 'silu', 'gelu_exact': 'gelu', 'gelu': 'gelu_new'}
-INIT_STDDEV = 0.02  # the default of initializer_range
-
-Json = Mapping[str, Any]
-HasTensor = Callable[[str], bool]
-# Field of TransformerConfig -> key of config.json, or (key, default).
-Keys = Mapping[str, Union[str, tuple[str, Any]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class ConfigFamily:
-  """How to read and write the config.json of a family.
-
-  Attributes:
-    architectures: the supported ones; errors suggest the first.
-    read: (config.json, has_tensor) -> the model. `has_tensor(name)` returns whether the files hold
-      a tensor that is not a copy of another.
-    write: the model -> the keys that describe it.
-    fixed: key -> the only values that our models support, if the key is present.
-  """
-
-  architectures: tuple[str, ...]
-  read: Callable[[Json, HasTensor], ModelFields]
-  write: Callable[[ModelFields], dict[str, Any]]
-  fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-
-
-def read_keys(config: Json, keys: Keys) -> dict[str, Any]:
-  """Returns our fields; raises KeyError for a missing key that has no default."""
-  return {
-    field: config[key] if isinstance(key, str) else config.get(*key) for field, key in keys.items()
-  }
-
-
-def write_keys(c: TransformerConfig, keys: Keys) -> dict[str, Any]:
-  """Returns the keys of config.json for the same fields."""
-  return {key if isinstance(key, str) else key[0]: getattr(c, f) for f, key in keys.items()}
-
-
-def activation(name: str) -> str:
-  """Returns our name of an activation; raises CheckpointError for an unknown one."""
-  if name not in ACTIVATIONS:
-    raise CheckpointError(
-      f'config.json says activation {name!r}.{did_you_mean(name, ACTIVATIONS)}',
-      fix=f'Supported activations: {", ".join(ACTIVATIONS)}.',
-      docs='convert.md#families',
-    )
-  return ACTIVATIONS[name]
-
-
-def their_activation(c: TransformerConfig) -> str:
-  return THEIR_ACTIVATIONS.get(c.mlp_activations[0], c.mlp_activations[0])
-
-
-def dtype(config: Json) -> str:
-  name = config.get('dtype', config.get('torch_dtype'))
-  return 'bfloat16' if name in ('bfloat16', 'float16') else 'float32'
-
-
-def head_dim(config: Json) -> int:
-  return config.get('head_dim') or divided(config, 'hidden_size', 'num_attention_heads')
-
-
-def divided(config: Json, size: str, parts: str) -> int:
-  """Returns one key divided by another; raises CheckpointError if it is not a whole number."""
-  if not config[parts] or config[size] % config[parts]:
-    raise CheckpointError(
-      f'config.json says {size} = {config[size]}, which {parts} = {config[parts]} does not divide.',
-      fix='Take the config.json that belongs to the weights.',
-    )
-  return config[size] // config[parts]
-
 
 _T5: Keys = {
   'vocab_size': 'vocab_size',
@@ -101,10 +32,10 @@ _T5: Keys = {
   'head_dim': 'd_kv',
   'num_heads': 'num_heads',
   'mlp_dim': 'd_ff',
-  'num_relpos_buckets': ('relative_attention_num_buckets', 32),
-  'max_relpos_distance': ('relative_attention_max_distance', 128),
-  'norm_epsilon': ('layer_norm_epsilon', 1e-6),
-  'dropout_rate': ('dropout_rate', 0.0),
+  'num_relpos_buckets': 'relative_attention_num_buckets',
+  'max_relpos_distance': 'relative_attention_max_distance',
+  'norm_epsilon': 'layer_norm_epsilon',
+  'dropout_rate': 'dropout_rate',
 }
 
 
@@ -113,16 +44,25 @@ def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
 
   transformers 5 writes tie_word_embeddings = True for all of them, so only the tensors show which.
   """
-  gated, _, act = config.get('feed_forward_proj', 'relu').rpartition('-')
+  gated, _, act = config['feed_forward_proj'].rpartition('-')
   if gated not in ('', 'gated'):
     raise CheckpointError(
       f'config.json says feed_forward_proj = {config["feed_forward_proj"]!r}.',
       fix="It must be 'relu', 'gated-gelu' or another 'gated-' activation.",
     )
   act = 'gelu_new' if (gated, act) == ('gated', 'gelu') else act
+  derived = {'dense_act_fn': act, 'is_gated_act': bool(gated)}
+  wrong = [f'{k} = {config[k]!r}' for k, value in derived.items() if config.get(k, value) != value]
+  if wrong:
+    raise CheckpointError(
+      f'config.json says feed_forward_proj = {config["feed_forward_proj"]!r}, but '
+      f'{" and ".join(wrong)}, which contradicts it.',
+      fix='Take the config.json that belongs to the weights.',
+      docs='convert.md#families',
+    )
   tied = not has_tensor('lm_head.weight')
-  scaled = config.get('scale_decoder_outputs', config.get('tie_word_embeddings', True)) and (
-    config['model_type'] == 't5'
+  scaled = config['model_type'] == 't5' and config.get(
+    'scale_decoder_outputs', config['tie_word_embeddings']
   )
   if scaled and not tied:
     raise CheckpointError(
@@ -131,7 +71,7 @@ def _read_t5(config: Json, has_tensor: HasTensor) -> ModelFields:
       fix='Set "tie_word_embeddings": false in config.json (T5.1.1, mT5, ByT5), or take the '
       'weights that belong to it.',
     )
-  decoder = config.get('num_decoder_layers')
+  decoder = config['num_decoder_layers']
   c = TransformerConfig(
     **read_keys(config, _T5),
     num_layers=config['num_layers'] if decoder is None else decoder,
@@ -174,7 +114,7 @@ _BERT: Keys = {
   'num_positions': 'max_position_embeddings',
   'num_token_types': 'type_vocab_size',
   'norm_epsilon': 'layer_norm_eps',
-  'dropout_rate': ('hidden_dropout_prob', 0.0),
+  'dropout_rate': 'hidden_dropout_prob',
 }
 
 
@@ -191,12 +131,18 @@ def _read_bert(config: Json, has_tensor: HasTensor) -> ModelFields:
     norm='layer',
     norm_position='post',
     embedding_norm=True,
-    init_stddev=config.get('initializer_range', INIT_STDDEV),
+    init_stddev=config['initializer_range'],
     dtype=dtype(config),
   )
   if 'BertForMaskedLM' in config['architectures']:
     return ModelFields('encoder', c, {'head_type': 'mlm'})
-  classes = config.get('num_labels', len(config.get('id2label', {})) or 2)
+  classes = config.get('num_labels', len(config.get('id2label') or {}) or 2)
+  if classes < 2:
+    raise CheckpointError(
+      f'config.json says num_labels = {classes}: a regression, without classes.',
+      fix='Only classification with two or more labels can be converted.',
+      docs='convert.md#families',
+    )
   return ModelFields(
     'encoder',
     c,
@@ -230,8 +176,8 @@ _GPT2: Keys = {
   'embed_dim': 'n_embd',
   'num_layers': 'n_layer',
   'num_heads': 'n_head',
-  'norm_epsilon': ('layer_norm_epsilon', 1e-5),
-  'dropout_rate': ('resid_pdrop', 0.0),
+  'norm_epsilon': 'layer_norm_epsilon',
+  'dropout_rate': 'resid_pdrop',
 }
 
 
@@ -242,16 +188,16 @@ def _read_gpt2(config: Json, has_tensor: HasTensor) -> ModelFields:
     **read_keys(config, _GPT2),
     head_dim=features,
     query_pre_attn_scalar=features,
-    mlp_dim=config.get('n_inner') or 4 * config['n_embd'],
+    mlp_dim=config['n_inner'] or 4 * config['n_embd'],
     mlp_bias=True,
     attention_bias='all',
-    mlp_activations=(activation(config.get('activation_function', 'gelu_new')),),
+    mlp_activations=(activation(config['activation_function']),),
     relative_bias='none',
-    num_positions=config.get('n_positions', config.get('n_ctx', 1024)),
+    num_positions=config.get('n_positions', config['n_ctx']),
     norm='layer',
     logits_via_embedding=True,
     scale_tied_logits=False,
-    init_stddev=config.get('initializer_range', INIT_STDDEV),
+    init_stddev=config['initializer_range'],
     dtype=dtype(config),
   )
   return ModelFields('decoder_only', c)
@@ -276,25 +222,75 @@ T5 = ConfigFamily(
   ('T5ForConditionalGeneration', 'MT5ForConditionalGeneration', 'T5WithLMHeadModel'),
   _read_t5,
   _write_t5,
-  {'is_decoder': (False,)},
+  used(_T5, 'num_layers', 'scale_decoder_outputs', 'dense_act_fn', 'is_gated_act'),
+  {
+    'num_decoder_layers': None,  # as many as num_layers
+    'feed_forward_proj': 'relu',
+    'relative_attention_num_buckets': 32,
+    'relative_attention_max_distance': 128,
+    'layer_norm_epsilon': 1e-6,
+    'dropout_rate': 0.1,
+    'tie_word_embeddings': True,
+  },
+  # Our decoders start with id 0, as do those of T5, mT5 and ByT5.
+  {'is_decoder': (False,), 'decoder_start_token_id': (0, None), 'pruned_heads': ({}, None)},
+  no_effect=frozenset({'n_positions', 'classifier_dropout', 'id2label', 'problem_type'}),
 )
 BERT = ConfigFamily(
   ('BertForSequenceClassification', 'BertForMaskedLM'),
   _read_bert,
   _write_bert,
+  used(_BERT, 'num_labels', 'id2label'),
+  {
+    'hidden_act': 'gelu',
+    'layer_norm_eps': 1e-12,
+    'hidden_dropout_prob': 0.1,
+    'initializer_range': INIT_STDDEV,
+  },
   {
     'is_decoder': (False,),
     'add_cross_attention': (False,),
     'position_embedding_type': ('absolute', None),
+    'problem_type': (None, 'single_label_classification'),
+    'tie_word_embeddings': (True, None),
+    'pruned_heads': ({}, None),
   },
+  {
+    'attention_probs_dropout_prob': 'dropout_rate = {rate:g} also drops attention',
+    'classifier_dropout': 'dropout_rate = {rate:g} also drops the input of the classifier',
+  },
+  frozenset(
+    'directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers '
+    'pooler_size_per_head pooler_type'.split()
+  ),
 )
 GPT2 = ConfigFamily(
   ('GPT2LMHeadModel',),
   _read_gpt2,
   _write_gpt2,
+  used(_GPT2, 'n_positions'),
+  {
+    'n_inner': None,  # 4 * n_embd
+    'n_ctx': 1024,  # the name of n_positions in old files
+    'activation_function': 'gelu_new',
+    'layer_norm_epsilon': 1e-5,
+    'resid_pdrop': 0.1,
+    'initializer_range': INIT_STDDEV,
+  },
   {
     'scale_attn_weights': (True,),
     'add_cross_attention': (False,),
     'scale_attn_by_inverse_layer_idx': (False,),
+    'tie_word_embeddings': (True, None),
+    'is_decoder': (False, True),
+    'pruned_heads': ({}, None),
   },
+  {
+    'attn_pdrop': 'dropout_rate = {rate:g} also drops attention',
+    'embd_pdrop': 'dropout_rate = {rate:g} also drops embeddings',
+  },
+  frozenset(
+    'reorder_and_upcast_attn summary_activation summary_first_dropout summary_proj_to_labels '
+    'summary_type summary_use_proj predict_special_tokens id2label problem_type'.split()
+  ),
 )

@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.checkpoint.convert.hf_config import LAYERS, family_of, from_hf
-from t5x_gpu.checkpoint.convert.hf_names import FAMILIES
+from t5x_gpu.checkpoint.convert.hf.config import LAYERS, family_of, from_hf, training_differences
+from t5x_gpu.checkpoint.convert.hf.names import FAMILIES
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.safetensors_io import (
@@ -92,10 +92,11 @@ class HfModel:
 
   Attributes:
     folder: the folder of its files.
-    family: a key of `hf_names.FAMILIES`.
+    family: a key of `hf.names.FAMILIES`.
     model: our model with the same configuration.
     weights: its tensors, with the table for our parameters.
     headers: file name -> header of the safetensors file.
+    training: sentences on what a run of `model` would not do as the original's training did.
   """
 
   folder: pathlib.Path
@@ -103,6 +104,7 @@ class HfModel:
   model: ModelFields
   weights: ForeignWeights
   headers: Mapping[str, str]
+  training: Sequence[str] = ()
 
 
 def open_hf(
@@ -149,7 +151,8 @@ def open_hf(
     "by name: --drop='PATTERN' (a regular expression; may be repeated).",
   )
   check_tokenizer(folder, model.config.vocab_size)
-  return HfModel(folder, found, model, weights, tensors.headers)
+  notes = training_differences(config, model)
+  return HfModel(folder, found, model, weights, tensors.headers, notes)
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:

@@ -4,10 +4,13 @@
 an error, never left out silently.
 """
 
+import json
+import textwrap
 from typing import Any, Optional
 
-from t5x_gpu.checkpoint.convert.hf_families import BERT, GPT2, T5, ConfigFamily, HasTensor, Json
-from t5x_gpu.checkpoint.convert.hf_llama import GEMMA2, LLAMA, QWEN3
+from t5x_gpu.checkpoint.convert.hf.families import BERT, GPT2, T5
+from t5x_gpu.checkpoint.convert.hf.keys import ConfigFamily, HasTensor, Json
+from t5x_gpu.checkpoint.convert.hf.llama import GEMMA2, LLAMA, QWEN3
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences
 from t5x_gpu.errors import CheckpointError, ModelError, did_you_mean
 
@@ -37,7 +40,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     (int, float),
     (
       'layer_norm_epsilon layer_norm_eps rms_norm_eps dropout_rate hidden_dropout_prob '
-      'resid_pdrop attention_dropout initializer_range query_pre_attn_scalar '
+      'resid_pdrop attention_dropout attn_pdrop embd_pdrop attention_probs_dropout_prob '
+      'classifier_dropout initializer_range query_pre_attn_scalar '
       'attn_logit_softcapping final_logit_softcapping rope_theta'
     ),
   ),
@@ -52,7 +56,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def family_of(config: Json) -> str:
-  """Returns the key of `hf_names.FAMILIES`.
+  """Returns the key of `hf.names.FAMILIES`.
 
   Raises:
     CheckpointError: another model, or values of the wrong type.
@@ -97,6 +101,28 @@ def family_of(config: Json) -> str:
   return family
 
 
+def with_defaults(config: Json) -> dict[str, Any]:
+  """Returns `config` with the family's values, those of transformers, for keys that are missing."""
+  defaults = CONFIG_FAMILIES[family_of(config)].defaults
+  mt5 = {'feed_forward_proj': 'gated-gelu'} if config['model_type'] == 'mt5' else {}
+  return {**defaults, **mt5, **config}
+
+
+def training_differences(config: Json, model: ModelFields) -> list[str]:
+  """Returns a sentence for each dropout of `config` that a run of `model` would not have.
+
+  Args:
+    config: config.json of a family that we support.
+    model: what `from_hf` made of it.
+  """
+  rate = model.config.dropout_rate
+  return [
+    f'{key} = {config[key]:g} is not kept: {instead.format(rate=rate)}'
+    for key, instead in CONFIG_FAMILIES[family_of(config)].training.items()
+    if config.get(key) is not None and config[key] != rate
+  ]
+
+
 def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
   """Returns the model that a config.json describes.
 
@@ -109,6 +135,15 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
   """
   family = family_of(config)
   reader = CONFIG_FAMILIES[family]
+  unknown = [f'{key} = {value!r}' for key, value in config.items() if key not in reader.known]
+  if unknown:
+    raise CheckpointError(
+      f'config.json of this {family} model has keys that are not known here: {", ".join(unknown)}.',
+      fix='Remove those that have no effect on the logits; the comparison of logits shows whether '
+      'you are right. With the others the model cannot be converted.',
+      docs='convert.md#keys',
+    )
+  config = with_defaults(config)
   wrong = [
     f'{key} = {config[key]!r} (must be {" or ".join(map(repr, allowed))})'
     for key, allowed in reader.fixed.items()
@@ -144,7 +179,7 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
 
   Args:
     model: the model to describe.
-    family: a key of `hf_names.FAMILIES`.
+    family: a key of `hf.names.FAMILIES`.
     like: a config.json of the same family; its other keys (token ids, label names) are kept.
   Raises:
     CheckpointError: lists all fields of the model that the family does not have.
@@ -182,3 +217,29 @@ def guess_family(model: ModelFields) -> str:
   if c.norm_position == 'sandwich':
     return 'gemma2'
   return 'qwen3' if c.qk_norm else 'llama'
+
+
+def keys_table() -> str:
+  """Returns the section of docs/convert.md that lists the keys of every family."""
+  out = []
+  for name, family in CONFIG_FAMILIES.items():
+    read = sorted({*family.used, *family.defaults} - {'architectures', 'model_type'})
+    kinds = (
+      ('read', ', '.join(f'`{key}`' for key in read)),
+      (
+        'only with these values',
+        ', '.join(
+          f'`{key}` ({" or ".join(f"`{json.dumps(v)}`" for v in values)})'
+          for key, values in sorted(family.fixed.items())
+        ),
+      ),
+      ('of training, reported', ', '.join(f'`{key}`' for key in sorted(family.training))),
+      ('without effect', ', '.join(f'`{key}`' for key in sorted(family.no_effect))),
+    )
+    lines = [f'- {kind}: {text}.' for kind, text in kinds if text]
+    out.append('\n'.join([f'**{name}**', '', *(_wrapped(line) for line in lines)]))
+  return '\n\n'.join(out) + '\n'
+
+
+def _wrapped(line: str) -> str:
+  return textwrap.fill(line, 100, subsequent_indent='  ', break_long_words=False)

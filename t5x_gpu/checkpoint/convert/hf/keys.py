@@ -1,0 +1,129 @@
+"""What the readers of all families share: their tables of keys, activations, and sizes."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from t5x_gpu.checkpoint.convert.model_spec import ModelFields
+from t5x_gpu.errors import CheckpointError, did_you_mean
+from t5x_gpu.models.config import TransformerConfig
+
+# Their names -> ours. Their 'gelu' is exact; ours is the tanh approximation.
+ACTIVATIONS = {
+  'relu': 'relu',
+  'silu': 'silu',
+  'swish': 'silu',
+  'gelu': 'gelu_exact',
+  'gelu_new': 'gelu',
+  'gelu_pytorch_tanh': 'gelu',
+  'gelu_fast': 'gelu',
+}
+THEIR_ACTIVATIONS = {'relu': 'relu', 'silu': 'silu', 'gelu_exact': 'gelu', 'gelu': 'gelu_new'}
+INIT_STDDEV = 0.02  # the default of initializer_range
+
+Json = Mapping[str, Any]
+HasTensor = Callable[[str], bool]
+Keys = Mapping[str, str]  # field of TransformerConfig -> key of config.json
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigFamily:
+  """How to read and write the config.json of a family.
+
+  Attributes:
+    architectures: the supported ones; errors suggest the first.
+    read: (config.json, has_tensor) -> the model. `has_tensor(name)` returns whether the files hold
+      a tensor that is not a copy of another.
+    write: the model -> the keys that describe it.
+    used: keys that `read` reads, beside those of `fixed` and `defaults`.
+    defaults: key -> value if it is missing, as in transformers. A null is not missing.
+    fixed: key -> the only values that our models support, if the key is present.
+    training: keys of dropout rates -> what our models do instead, a format with `rate`, our
+      dropout_rate. They have no effect on logits.
+    no_effect: further keys without effect on the numbers of this family.
+  """
+
+  architectures: tuple[str, ...]
+  read: Callable[[Json, HasTensor], ModelFields]
+  write: Callable[[ModelFields], dict[str, Any]]
+  used: frozenset[str]
+  defaults: Mapping[str, Any]
+  fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+  training: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  no_effect: frozenset[str] = frozenset()
+
+  @property
+  def known(self) -> frozenset[str]:
+    """Keys of config.json that have a meaning here; all others are refused."""
+    return self.used | self.no_effect | {*self.defaults, *self.fixed, *self.training, *NO_EFFECT}
+
+
+# Keys of every family without effect on the numbers: names and versions, what transformers returns,
+# token ids and settings of generation (read from generation_config.json and the tokenizer), and how
+# new weights are drawn.
+NO_EFFECT = frozenset(
+  """
+  _name_or_path _commit_hash _attn_implementation_autoset attn_implementation transformers_version
+  finetuning_task tokenizer_class task_specific_params label2id prefix unsloth_version unsloth_fixed
+  return_dict output_attentions output_hidden_states output_past torchscript use_bfloat16
+  tf_legacy_loss use_cache cache_implementation gradient_checkpointing chunk_size_feed_forward
+  is_encoder_decoder tie_encoder_decoder cross_attention_hidden_size
+  bos_token_id eos_token_id pad_token_id sep_token_id forced_bos_token_id forced_eos_token_id
+  max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+  temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+  encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+  return_dict_in_generate remove_invalid_values exponential_decay_length_penalty suppress_tokens
+  begin_suppress_tokens initializer_factor
+  """.split()
+)
+# Read in every family.
+_COMMON = frozenset({'architectures', 'model_type', 'dtype', 'torch_dtype'})
+
+
+def used(keys: 'Keys', *more: str) -> frozenset[str]:
+  """Returns the keys of config.json in `keys`, `more` and those that every family reads."""
+  return _COMMON | {*keys.values(), *more}
+
+
+def read_keys(config: Json, keys: Keys) -> dict[str, Any]:
+  """Returns our fields; raises KeyError for a missing key."""
+  return {field: config[key] for field, key in keys.items()}
+
+
+def write_keys(c: TransformerConfig, keys: Keys) -> dict[str, Any]:
+  """Returns the keys of config.json for the same fields."""
+  return {key: getattr(c, field) for field, key in keys.items()}
+
+
+def activation(name: str) -> str:
+  """Returns our name of an activation; raises CheckpointError for an unknown one."""
+  if name not in ACTIVATIONS:
+    raise CheckpointError(
+      f'config.json says activation {name!r}.{did_you_mean(name, ACTIVATIONS)}',
+      fix=f'Supported activations: {", ".join(ACTIVATIONS)}.',
+      docs='convert.md#families',
+    )
+  return ACTIVATIONS[name]
+
+
+def their_activation(c: TransformerConfig) -> str:
+  return THEIR_ACTIVATIONS.get(c.mlp_activations[0], c.mlp_activations[0])
+
+
+def dtype(config: Json) -> str:
+  name = config.get('dtype', config.get('torch_dtype'))
+  return 'bfloat16' if name in ('bfloat16', 'float16') else 'float32'
+
+
+def head_dim(config: Json) -> int:
+  return config.get('head_dim') or divided(config, 'hidden_size', 'num_attention_heads')
+
+
+def divided(config: Json, size: str, parts: str) -> int:
+  """Returns one key divided by another; raises CheckpointError if it is not a whole number."""
+  if not config[parts] or config[size] % config[parts]:
+    raise CheckpointError(
+      f'config.json says {size} = {config[size]}, which {parts} = {config[parts]} does not divide.',
+      fix='Take the config.json that belongs to the weights.',
+    )
+  return config[size] // config[parts]

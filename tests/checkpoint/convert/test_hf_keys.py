@@ -1,0 +1,141 @@
+"""Keys of config.json: each is used, known to have no effect, or refused; defaults are theirs."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from t5x_gpu.checkpoint.convert.hf.config import (
+  CONFIG_FAMILIES,
+  from_hf,
+  keys_table,
+  to_hf,
+  training_differences,
+)
+from t5x_gpu.errors import CheckpointError
+from tests.checkpoint.hf_files import CONFIGS, untied
+
+PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'convert.md'
+CLASSES = {
+  't5': 'T5Config',
+  'bert': 'BertConfig',
+  'gpt2': 'GPT2Config',
+  'llama': 'LlamaConfig',
+  'gemma2': 'Gemma2Config',
+  'qwen3': 'Qwen3Config',
+}
+# Our defaults that are no attributes of the configuration: they are names of another key.
+OTHER_NAMES = {'n_ctx': 'n_positions'}
+
+
+def model_of(config):
+  return from_hf(config, has_tensor=lambda name: untied(config))
+
+
+@pytest.mark.parametrize('family', CLASSES)
+def test_keys_and_defaults_are_those_of_the_installed_transformers(family):
+  transformers = pytest.importorskip('transformers')
+  with_windows = {'use_sliding_window': True} if family == 'qwen3' else {}  # else it is reset
+  theirs = getattr(transformers, CLASSES[family])(**with_windows)
+  known = CONFIG_FAMILIES[family]
+  assert set(theirs.to_dict()) <= known.known, 'transformers has new keys: read or refuse them'
+  for key, value in known.defaults.items():
+    if key == 'rope_theta':
+      assert theirs.rope_parameters[key] == value
+    elif (family, key) == ('llama', 'head_dim'):
+      assert theirs.head_dim == theirs.hidden_size // theirs.num_attention_heads
+    elif value is not None and key not in with_windows:  # a null stands for another key
+      assert getattr(theirs, OTHER_NAMES.get(key, key)) == value, key
+
+
+def test_every_family_is_compared():
+  assert CLASSES.keys() == CONFIG_FAMILIES.keys()
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_an_unknown_key_is_refused_by_name(name):
+  with pytest.raises(CheckpointError, match='num_nextn_predict_layers = 1'):
+    model_of({**CONFIGS[name], 'num_nextn_predict_layers': 1})
+
+
+LLAMA3 = CONFIGS['llama']['rope_scaling']
+
+
+@pytest.mark.parametrize(
+  'name, change, text',
+  [
+    ('llama', {'rope_parameters': {'rope_theta': 1e4}}, 'rope_scaling = .* rope_parameters = '),
+    ('llama', {'rope_scaling': {'sliding_attention': dict(LLAMA3)}}, 'sliding_attention = '),
+    (
+      'llama',
+      {'rope_scaling': {'type': 'linear', 'factor': 2.0, 'partial_rotary_factor': 0.5}},
+      'partial_rotary_factor = 0.5',
+    ),
+    ('qwen3', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor = 0.5'),
+    ('qwen3', {'mlp_bias': True}, 'mlp_bias = True'),
+    ('gemma2', {'mlp_bias': True}, 'mlp_bias = True'),
+    ('t5', {'dense_act_fn': 'gelu_new'}, "feed_forward_proj = 'relu'.* dense_act_fn"),
+    ('t5_1_1', {'is_gated_act': False}, 'is_gated_act = False'),
+    ('t5', {'decoder_start_token_id': 3}, 'decoder_start_token_id = 3'),
+    ('bert_classification', {'problem_type': 'multi_label_classification'}, 'problem_type = '),
+    ('bert_classification', {'problem_type': 'regression'}, 'problem_type = '),
+    ('bert_classification', {'num_labels': 1}, 'num_labels = 1: a regression'),
+    ('llama', {'pruned_heads': {'0': [1]}}, 'pruned_heads = '),
+    ('llama', {'auto_map': {'AutoModel': 'a.B'}}, 'auto_map = '),
+    ('llama', {'quantization_config': {'bits': 4}}, 'quantization_config = '),
+  ],
+)
+def test_what_hugging_face_would_read_otherwise_is_refused(name, change, text):
+  with pytest.raises(CheckpointError, match=text) as e:
+    model_of({**CONFIGS[name], **change})
+  assert e.value.fix
+
+
+def test_missing_keys_have_the_defaults_of_their_family():
+  config = {k: v for k, v in CONFIGS['gemma2'].items() if 'softcapping' not in k}
+  c = model_of(config).config
+  assert (c.attention_softcap, c.logits_softcap) == (50.0, 30.0)
+  without = model_of({**config, 'attn_logit_softcapping': None, 'final_logit_softcapping': None})
+  assert (without.config.attention_softcap, without.config.logits_softcap) == (None, None)
+  assert model_of({**CONFIGS['mt5'], 'num_decoder_layers': None}).config.num_layers == 2
+  relu = {k: v for k, v in CONFIGS['mt5'].items() if k != 'feed_forward_proj'}
+  assert model_of(relu).config.mlp_activations == ('gelu', 'linear')
+
+
+def test_a_number_outside_of_the_rotary_parameters_comes_first_as_in_transformers():
+  change = {'original_max_position_embeddings': 64}
+  assert model_of({**CONFIGS['llama'], **change}).config.rope.original_length == 64
+  inner = {k: v for k, v in LLAMA3.items() if k != 'original_max_position_embeddings'}
+  config = {**CONFIGS['llama'], 'rope_scaling': inner}
+  assert model_of(config).config.rope.original_length == 128  # max_position_embeddings
+
+
+def test_windows_that_transformers_ignores_are_ignored():
+  change = {'sliding_window': 8, 'use_sliding_window': True, 'max_window_layers': 0}
+  assert model_of({**CONFIGS['llama'], **change}).config.windows == (0,)
+
+
+@pytest.mark.parametrize('name', ['gemma2', 'qwen3'])
+def test_biases_that_the_family_lacks_are_not_exported(name):
+  model = model_of(CONFIGS[name])
+  biased = dataclasses.replace(model, config=dataclasses.replace(model.config, mlp_bias=True))
+  with pytest.raises(CheckpointError, match='mlp_bias = True'):
+    to_hf(biased, family=name)
+
+
+def test_dropout_that_a_run_would_not_have_is_named():
+  llama = {**CONFIGS['llama'], 'attention_dropout': 0.25}
+  model = model_of(llama)
+  assert model.config.dropout_rate == 0.0
+  [note] = training_differences(llama, model)
+  assert 'attention_dropout = 0.25 is not kept' in note
+  gpt2 = {**CONFIGS['gpt2'], 'resid_pdrop': 0.1, 'attn_pdrop': 0.0, 'embd_pdrop': 0.1}
+  [note] = training_differences(gpt2, model_of(gpt2))
+  assert note.startswith('attn_pdrop = 0 is not kept: dropout_rate = 0.1 also drops')
+
+
+def test_the_page_lists_the_keys_of_every_family():
+  assert keys_table() in PAGE.read_text('utf-8'), (
+    'docs/convert.md is out of date: put the output of keys_table() of '
+    't5x_gpu/checkpoint/convert/hf/config.py into its section Keys'
+  )
