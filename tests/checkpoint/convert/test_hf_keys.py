@@ -24,7 +24,7 @@ CLASSES = {
   'gemma2': 'Gemma2Config',
   'qwen3': 'Qwen3Config',
 }
-# Our defaults that are no attributes of the configuration: they are names of another key.
+# Our defaults whose keys are older names of an attribute.
 OTHER_NAMES = {'n_ctx': 'n_positions'}
 
 

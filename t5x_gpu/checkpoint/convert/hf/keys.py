@@ -35,7 +35,7 @@ class ConfigFamily:
     read: (config.json, has_tensor) -> the model. `has_tensor(name)` returns whether the files hold
       a tensor that is not a copy of another.
     write: the model -> the keys that describe it.
-    used: keys that `read` reads, beside those of `fixed` and `defaults`.
+    used: keys that `read` reads, in addition to those of `fixed` and `defaults`.
     defaults: key -> value if it is missing, as in transformers. A null is not missing.
     fixed: key -> the only values that our models support, if the key is present.
     training: keys of dropout rates -> what our models do instead, a format with `rate`, our
