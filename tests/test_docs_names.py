@@ -241,7 +241,7 @@ def test_modules_that_texts_run_exist():
 
 
 def test_flags_that_pages_mention_exist():
-  benchmarks = [ast.parse(path.read_text()) for path in (ROOT / 'benchmarks').glob('*.py')]
+  benchmarks = [ast.parse(path.read_text()) for path in (ROOT / 'benchmarks').rglob('*.py')]
   ours = {
     argument.value
     for tree in (*trees().values(), *benchmarks)

@@ -45,7 +45,7 @@ def executable(path: pathlib.Path, text: str) -> str:
   return str(path)
 
 
-@pytest.mark.parametrize('name', ['train.slurm', 'train.pbs', 'train_mpi.sh'])
+@pytest.mark.parametrize('name', ['train.slurm', 'train.pbs', 'train_mpi.sh', 'bench_gpu.sh'])
 def test_scripts_are_bash(name):
   done = subprocess.run(['bash', '-n', SCRIPTS / name], capture_output=True, text=True)
   assert (done.returncode, done.stderr) == (0, '')

@@ -1,0 +1,75 @@
+"""Attention alone: each backend, whole and packed rows, forward and with its gradients."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu.parts import Row
+from benchmarks.gpu.timing import time_calls
+from t5x_gpu.layers.attention_backends import AttentionKind, make_attention
+from t5x_gpu.layers.masks import TokenInfo
+
+TOKENS, HEADS, HEAD_DIM = 32768, 16, 128
+DOCUMENTS = 4  # in a packed row
+
+Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def backends() -> dict[str, Callable[[TokenInfo], Any]]:
+  """Returns name -> (info -> attention) of all backends."""
+  return {'dense': functools.partial(make_attention, AttentionKind())}
+
+
+def measure(length: int, *, small: bool = False) -> Iterator[Row]:
+  """Yields the times of each backend on rows of `length`, TOKENS in all."""
+  tokens, heads, head_dim = (64, 2, 16) if small else (TOKENS, HEADS, HEAD_DIM)
+  length = 32 if small else length
+  shape = (tokens // length, length, heads, head_dim)
+  for packed in (False, True):
+    for name, make in backends().items():
+      row = {'backend': name, 'length': length, 'packed': packed, 'shape': shape}
+      try:
+        yield row | _time(make, shape, packed, small)
+      except Exception as e:  # a kernel that does not serve this size costs its own row only
+        yield row | {'error': f'{type(e).__name__}: {e}'.splitlines()[0][:200]}
+
+
+def _time(make: Callable[[TokenInfo], Any], shape: Any, packed: bool, small: bool) -> Row:
+  batch, length, heads, head_dim = shape
+  segments = np.arange(length) * (DOCUMENTS if packed else 1) // length + 1
+  keys = jax.random.split(jax.random.key(0), 4)
+  operands = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
+  info = TokenInfo(
+    jnp.arange(length), jnp.broadcast_to(jnp.asarray(segments, jnp.int32), (batch, length))
+  )
+
+  def forward(q: jax.Array, k: jax.Array, v: jax.Array, info: TokenInfo) -> jax.Array:
+    return make(info)(q * head_dim**-0.5, k, v, None)
+
+  def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, info: TokenInfo) -> Any:
+    out, pullback = jax.vjp(lambda *qkv: forward(*qkv, info), q, k, v)
+    return out, pullback(dout)
+
+  _, counts = np.unique(segments, return_counts=True)
+  pairs = batch * int((counts * (counts + 1) // 2).sum())
+  flops = 4 * pairs * heads * head_dim
+  result = {'pairs': pairs}
+  for name, function, given, factor in (
+    ('forward', forward, operands[:3], 1.0),
+    ('backward', both, operands, 3.5),  # seven matmuls, two of them forward
+  ):
+    compiled = jax.jit(function).lower(*given, info).compile()
+    memory = compiled.memory_analysis()
+    timing = time_calls(
+      functools.partial(compiled, *given, info), jax.block_until_ready, small=small
+    )
+    result[name] = {
+      **timing.row(),
+      'tflops': factor * flops / timing.seconds / 1e12,
+      'temporary_bytes': memory.temp_size_in_bytes if memory else None,
+    }
+  return result

@@ -1,0 +1,53 @@
+"""Runs one part of the benchmark in this process and writes its rows as they are measured.
+
+python -m benchmarks.gpu.one_part ceilings --rows ROWS.json [--small]
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import pathlib
+import sys
+import traceback
+
+from benchmarks.gpu.parts import PARTS, Missing, Row
+from t5x_gpu.config.atomic_write import atomic_write
+from t5x_gpu.runtime.xla import flags as xla_flags
+
+DONE, MISSING = 0, 3  # exit codes; any other is a failure
+
+
+def main() -> int:
+  """Measures; the last line of standard error says what went wrong."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('part', choices=[part.name for part in PARTS])
+  parser.add_argument('--rows', required=True, type=pathlib.Path, help='file to write the rows to')
+  parser.add_argument('--small', action='store_true', help='sizes for a CPU')
+  args = parser.parse_args()
+  (part,) = (part for part in PARTS if part.name == args.part)
+  rows: list[Row] = []
+  try:
+    options = dict(part.options, small=args.small)
+    if part.uses_xla_preset:
+      options['xla'] = xla_flags.prepare_environment('default', num_gpus=1)
+    module, function = part.function.split(':')
+    measure = getattr(importlib.import_module(f'benchmarks.gpu.{module}'), function)
+    for row in measure(**options):
+      rows.append(row)
+      with atomic_write(args.rows) as path:
+        path.write_text(json.dumps(rows), encoding='utf-8')
+      print(json.dumps(row), flush=True)
+  except Missing as e:
+    print(e, file=sys.stderr, flush=True)
+    return MISSING
+  except Exception as e:
+    traceback.print_exc()
+    with contextlib.suppress(Exception):
+      print(f'{type(e).__name__}: {str(e).strip().splitlines()[0]}', file=sys.stderr, flush=True)
+    return 1
+  return DONE
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,153 @@
+"""The results as markdown tables, with the card, the versions and the commands."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
+
+from benchmarks.gpu.parts import PARTS, Row
+from benchmarks.gpu.shapes import SHAPES
+
+GIB = 2**30
+
+
+def line(name: str, result: Row) -> str:
+  """Returns what happened to one part, for the terminal."""
+  reason = f': {result["reason"]}' if result['reason'] else ''
+  return f'{name}: {result["status"]}, {len(result["rows"])} rows, {result["seconds"]} s{reason}'
+
+
+def table(results: Mapping[str, Row]) -> str:
+  """Returns all tables; parts that did not finish are listed with the reason."""
+  blocks = [
+    _head(results),
+    _table(CEILINGS, _rows(results, 'ceilings')),
+    _table(STEPS, _with_shares(_rows(results, *SHAPES), ceilings(results))),
+    _table(ATTENTION, _rows(results, 'attention')),
+    _table(LOSSES, _rows(results, 'loss')),
+    _problems(results),
+  ]
+  return '\n\n'.join(block for block in blocks if block)
+
+
+def ceilings(results: Mapping[str, Row]) -> dict[str, float]:
+  """Returns precision -> the highest TFLOP/s that any library reached in a matrix product."""
+  best: dict[str, float] = {}
+  for row in _rows(results, 'ceilings'):
+    if row['what'] == 'matmul' and row.get('is_fp8_gemm', True) is not False:
+      best[row['precision']] = max(best.get(row['precision'], 0.0), row['tflops'])
+  return best
+
+
+def _rows(results: Mapping[str, Row], *prefixes: str) -> list[Row]:
+  """Returns the rows of the parts whose names begin so, in the order of PARTS."""
+  return [
+    {**row, 'part': part.name}
+    for part in PARTS
+    if part.name.startswith(prefixes)
+    for row in results.get(part.name, {}).get('rows', [])
+  ]
+
+
+def _head(results: Mapping[str, Row]) -> str:
+  """Returns card, versions and commit, one line for each set that differs."""
+  seen: dict[str, list[str]] = {}
+  for name, result in results.items():
+    m = result['machine']
+    versions = ', '.join(f'{k} {v}' for k, v in m['versions'].items() if v)
+    where = 'CPU, tiny sizes: these are no results' if result['small'] else m['card']
+    text = f'{where}, driver {m["driver"]}, Python {m["python"]}, {versions}, commit {m["commit"]}'
+    seen.setdefault(text, []).append(name)
+  if len(seen) == 1:
+    return f'{next(iter(seen))}. Command: `scripts/bench_gpu.sh`.'
+  return '\n'.join(f'- {", ".join(names)}: {text}' for text, names in seen.items())
+
+
+def _with_shares(rows: list[Row], ceiling: Mapping[str, float]) -> list[Row]:
+  """Returns rows of steps with model TFLOP/s, of which PyTorch's count as many as ours, and share.
+
+  Args:
+    rows: of steps.
+    ceiling: precision -> TFLOP/s.
+  """
+  per_row = {r['model']: r['flops'] / r['rows'] for r in rows if 'flops' in r}
+  result = []
+  for row in rows:
+    if row['model'] in per_row:
+      tflops = per_row[row['model']] * row['rows'] / row['seconds'] / 1e12
+      row = {**row, 'tflops': tflops}
+      if row['precision'] in ceiling:
+        row['ceiling_share'] = tflops / ceiling[row['precision']]
+    result.append(row)
+  return result
+
+
+def _problems(results: Mapping[str, Row]) -> str:
+  found = [line(name, result) for name, result in results.items() if result['status'] != 'done']
+  return 'Not finished:\n\n' + '\n'.join(f'- {text}' for text in found) if found else ''
+
+
+def _table(columns: Mapping[str, Any], rows: list[Row]) -> str:
+  if not rows:
+    return ''
+  return '\n'.join(
+    [f'| {" | ".join(columns)} |', '|' + '---|' * len(columns)]
+    + [f'| {" | ".join(map(str, _cells(columns, row)))} |' for row in rows]
+  )
+
+
+def _cells(columns: Mapping[str, Any], row: Row) -> Iterator[str]:
+  for column in columns.values():
+    try:
+      yield column(row)
+    except (KeyError, TypeError):  # the row does not have it
+      yield ''
+
+
+def _milliseconds(row: Row) -> str:
+  spread = (row['slowest_seconds'] - row['fastest_seconds']) / row['seconds']
+  return f'{row["seconds"] * 1e3:.3g} ({spread:.0%})'
+
+
+def _gib(num_bytes: Optional[int]) -> str:
+  return '' if num_bytes is None else f'{num_bytes / GIB:.2f}'
+
+
+CEILINGS = {
+  'ceiling': lambda r: f'{r["what"]} {r.get("precision", "")}'.strip(),
+  'size': lambda r: r.get('size', r.get('bytes')),
+  'library': lambda r: 'PyTorch' if r['part'].endswith('torch') else 'XLA',
+  'ms (spread)': _milliseconds,
+  'TFLOP/s': lambda r: f'{r["tflops"]:.0f}',
+  'GB/s': lambda r: f'{r["gigabytes_per_second"]:.0f}',
+}
+STEPS = {
+  'step': lambda r: r['model'],
+  'by': lambda r: r['what'] + (f', {r["compiled"]}' if 'compiled' in r else ''),
+  'precision': lambda r: r['precision'],
+  'batch': lambda r: f'{r["rows"]} x {r["length"]}',
+  'ms (spread)': _milliseconds,
+  'tokens/s': lambda r: f'{r["tokens_per_second"]:,.0f}',
+  'TFLOP/s': lambda r: f'{r["tflops"]:.3g}',
+  'of the ceiling': lambda r: f'{r["ceiling_share"]:.0%}',
+  'compile s': lambda r: f'{r["compile_seconds"]:.0f}',
+  'peak GiB': lambda r: _gib(r['peak_bytes']),
+  'predicted GiB': lambda r: _gib(r['predicted_bytes']),
+}
+ATTENTION = {
+  'attention': lambda r: r['backend'],
+  'length': lambda r: r['length'],
+  'rows': lambda r: 'packed' if r['packed'] else 'whole',
+  'forward ms (spread)': lambda r: _milliseconds(r['forward']),
+  'TFLOP/s': lambda r: f'{r["forward"]["tflops"]:.3g}',
+  'with backward ms (spread)': lambda r: _milliseconds(r['backward']),
+  'TFLOP/s ': lambda r: f'{r["backward"]["tflops"]:.3g}',
+  'note': lambda r: r.get('error', ''),
+}
+LOSSES = {
+  'loss': lambda r: r['what'],
+  'vocabulary': lambda r: r['vocab_size'],
+  'tokens': lambda r: r['tokens'],
+  'ms (spread)': _milliseconds,
+  'TFLOP/s': lambda r: f'{r["tflops"]:.3g}',
+  'temporary GiB': lambda r: _gib(r['temporary_bytes']),
+  'note': lambda r: r.get('error', ''),
+}

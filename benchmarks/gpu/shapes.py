@@ -1,0 +1,127 @@
+"""The models that are timed, ours and PyTorch's: sizes, rows of a batch, length of a row."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+# Sheared-LLaMA 1.3B (Xia et al. 2023): 1,345,423,360 parameters.
+_DECODER_1_3B = dict(
+  vocab_size=32000,
+  num_layers=24,
+  embed_dim=2048,
+  num_heads=16,
+  head_dim=128,
+  mlp_dim=5504,
+  mlp_activations=('silu', 'linear'),
+  query_pre_attn_scalar=128.0,
+  relative_bias='none',
+  norm_epsilon=1e-5,
+  init_stddev=0.02,
+)
+# gin_configs/models/decoder_base.gin, with rotary positions in place of a relative bias.
+_DECODER_134M = dict(
+  vocab_size=32128,
+  num_layers=12,
+  embed_dim=768,
+  num_heads=12,
+  head_dim=64,
+  mlp_dim=2048,
+  mlp_activations=('gelu', 'linear'),
+  query_pre_attn_scalar=64.0,
+  relative_bias='none',
+)
+# gin_configs/models/gpt2_xl.gin, its vocabulary padded to a multiple of 128.
+_GPT2_XL = dict(
+  vocab_size=50304,
+  num_layers=48,
+  embed_dim=1600,
+  num_heads=25,
+  head_dim=64,
+  mlp_dim=6400,
+  mlp_activations=('gelu',),
+  mlp_bias=True,
+  attention_bias='all',
+  query_pre_attn_scalar=64.0,
+  num_positions=1024,
+  relative_bias='none',
+  norm='layer',
+  norm_epsilon=1e-5,
+  logits_via_embedding=True,
+  scale_tied_logits=False,
+  init_stddev=0.02,
+)
+# gin_configs/models/bert_large.gin, its vocabulary padded to a multiple of 128.
+_BERT_LARGE = dict(
+  vocab_size=30592,
+  num_layers=24,
+  embed_dim=1024,
+  num_heads=16,
+  head_dim=64,
+  mlp_dim=4096,
+  mlp_activations=('gelu_exact',),
+  mlp_bias=True,
+  attention_bias='all',
+  query_pre_attn_scalar=64.0,
+  num_positions=512,
+  num_token_types=2,
+  relative_bias='none',
+  norm='layer',
+  norm_epsilon=1e-12,
+  norm_position='post',
+  embedding_norm=True,
+  init_stddev=0.02,
+)
+# gin_configs/models/t5_1_1_large.gin.
+_T5_LARGE = dict(
+  vocab_size=32128,
+  num_layers=24,
+  embed_dim=1024,
+  num_heads=16,
+  head_dim=64,
+  mlp_dim=2816,
+  mlp_activations=('gelu', 'linear'),
+  relative_bias='shared',
+)
+_SMALL = dict(vocab_size=128, num_layers=2, embed_dim=32, num_heads=2, head_dim=16, mlp_dim=64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """A model and its batch.
+
+  Attributes:
+    family: 'decoder', 'encoder' (masked language model) or 'encoder_decoder'.
+    config: arguments of TransformerConfig, without dropout.
+    rope: rotary positions.
+    rows: of a batch, the largest first; the first that fits into memory is timed.
+    length: tokens of a row (of each of inputs and targets for 'encoder_decoder').
+    remat_policy: of our step; PyTorch's stores everything.
+  """
+
+  family: str
+  config: Mapping[str, Any]
+  rows: tuple[int, ...]
+  length: int
+  rope: bool = False
+  remat_policy: str = 'none'
+
+  def small(self) -> 'Shape':
+    """Returns the same kind of model with sizes for a CPU."""
+    length = min(self.length, 16)
+    return dataclasses.replace(
+      self, config={**self.config, **_SMALL, **_small_positions(self)}, rows=(2,), length=length
+    )
+
+
+def _small_positions(shape: Shape) -> dict[str, int]:
+  return {'num_positions': 16} if shape.config.get('num_positions') else {}
+
+
+SHAPES = {
+  'decoder_1.3b_2048': Shape('decoder', _DECODER_1_3B, (8, 4, 2), 2048, rope=True),
+  'decoder_1.3b_8192': Shape('decoder', _DECODER_1_3B, (2, 1), 8192, rope=True),
+  'decoder_134m': Shape('decoder', _DECODER_134M, (32, 16, 8), 1024, rope=True),
+  'gpt2_xl': Shape('decoder', _GPT2_XL, (16, 8, 4), 1024),
+  'bert_large': Shape('encoder', _BERT_LARGE, (64, 32, 16), 512),
+  't5_large': Shape('encoder_decoder', _T5_LARGE, (16, 8, 4), 512),
+}
