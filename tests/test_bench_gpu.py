@@ -61,7 +61,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_parts_that_are_left(tmp_pat
   assert results['loss']['machine']['versions']['jax']
   table = (tmp_path / 'table.md').read_text()
   assert '| matmul bfloat16 | 64 | XLA |' in table and '| chunked | 64 | 32 |' in table
-  assert 'these are no results' in table
+  assert 'not results' in table
 
 
 @pytest.mark.process

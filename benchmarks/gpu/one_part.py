@@ -1,4 +1,4 @@
-"""Runs one part of the benchmark in this process and writes its rows as they are measured.
+"""Runs one part of the benchmark in this process and writes its rows as they come.
 
 python -m benchmarks.gpu.one_part ceilings --rows ROWS.json [--small]
 """
@@ -19,7 +19,7 @@ DONE, MISSING = 0, 3  # exit codes; any other is a failure
 
 
 def main() -> int:
-  """Measures; the last line of standard error says what went wrong."""
+  """Measures; the last line that it prints is the error."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('part', choices=[part.name for part in PARTS])
   parser.add_argument('--rows', required=True, type=pathlib.Path, help='file to write the rows to')

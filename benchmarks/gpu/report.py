@@ -53,7 +53,7 @@ def _head(results: Mapping[str, Row]) -> str:
   for name, result in results.items():
     m = result['machine']
     versions = ', '.join(f'{k} {v}' for k, v in m['versions'].items() if v)
-    where = 'CPU, tiny sizes: these are no results' if result['small'] else m['card']
+    where = 'tiny sizes on the CPU, to try the code: not results' if result['small'] else m['card']
     text = f'{where}, driver {m["driver"]}, Python {m["python"]}, {versions}, commit {m["commit"]}'
     seen.setdefault(text, []).append(name)
   if len(seen) == 1:
