@@ -120,9 +120,12 @@ def test_checkpoints_with_parameters_only_start_a_run(tmp_path, base):
   ) as writer:
     for name, value in values.items():
       writer.write(name, (), value)
+  (tmp_path / 'converted' / 'hf').mkdir()
+  (tmp_path / 'converted' / 'hf' / 'tokenizer.json').write_text('{}')
   project = started(tmp_path, tmp_path / 'converted')
   result = project.run('--gin.LEARNING_RATE=0.0', TRAIN_STEPS=1)
   assert result.code == 0, result.err
+  assert (project.model_dir / 'hf' / 'tokenizer.json').read_text() == '{}'
   got = parameters(project.model_dir, 1)
   for name in values:
     np.testing.assert_array_equal(got[name], values[name], err_msg=name)

@@ -114,6 +114,11 @@ def carry(source: AnyPath, target: AnyPath) -> None:
   for name in (*GIN_FILES, SOURCE_FILES):
     if (source / name).is_file():
       (target / name).write_bytes((source / name).read_bytes())
+  carry_hf_folder(source, target)
+
+
+def carry_hf_folder(source: AnyPath, target: AnyPath) -> None:
+  """Copies the tokenizer and configuration of a converted model, if `source` has them."""
   names = (
     (source / HF_FOLDER).files()
     if is_remote(source)

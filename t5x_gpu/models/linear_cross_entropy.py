@@ -61,12 +61,13 @@ class TokenLoss:
     """
     bent = logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
     vocab_size = logits.shape[-1]
-    largest = jax.lax.stop_gradient(jnp.max(bent, axis=-1))
+    is_target = jax.lax.broadcasted_iota(targets.dtype, bent.shape, 2) == targets[..., None]
+    target_logit = jnp.sum(jnp.where(is_target, bent, 0.0), axis=-1)
+    largest_other = jnp.max(jnp.where(is_target, -jnp.inf, bent), axis=-1)
+    largest = jax.lax.stop_gradient(jnp.maximum(target_logit, largest_other))
     exponentials = jnp.exp(bent - largest[..., None])
     total = jnp.sum(exponentials, axis=-1)
     log_z = largest + jnp.log(total)
-    is_target = jax.lax.broadcasted_iota(targets.dtype, bent.shape, 2) == targets[..., None]
-    target_logit = jnp.sum(jnp.where(is_target, bent, 0.0), axis=-1)
     on, off = 1.0 - self.label_smoothing, self.label_smoothing / max(vocab_size - 1, 1)
     nll = log_z - target_logit
     if self.label_smoothing:
@@ -78,7 +79,7 @@ class TokenLoss:
       'loss': nll + z,
       'cross_entropy': nll,
       'z_loss': z,
-      'accuracy': (target_logit >= largest).astype(jnp.float32),
+      'accuracy': (target_logit > largest_other).astype(jnp.float32),
     }
     if not with_gradient:
       return sums, None

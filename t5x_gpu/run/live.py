@@ -10,12 +10,14 @@ from t5x_gpu.checkpoint.base_checkpointer import Restored
 from t5x_gpu.checkpoint.local.local_tier import LocalTier
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
+from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.data.batches import Batch, batch_hash
 from t5x_gpu.errors import TrainingError
 from t5x_gpu.metrics import reduce
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.data import RunData, open_data
+from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.training.checks import check_first_loss
@@ -124,6 +126,8 @@ def open_run(plan: CheckedRun, *, xla: Optional[xla_flags.Applied]) -> tuple[Liv
   first_step = int(state.step)
   if restored:
     _continue_from(restored, plan, data, first_step)
+  if plan.start.reader and plan.run.initialize_from.mode != 'partial' and is_main_process():
+    carry_hf_folder(plan.start.reader.path.parent, plan.model_dir.path)
   origin = plan.start.origin_of(restored)
   return LiveRun(plan, train_step, data, checkpointer, first_step, origin), state
 

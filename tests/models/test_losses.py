@@ -1,6 +1,7 @@
 """Cross entropy against optax and against its definition."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -29,6 +30,11 @@ def test_accuracy_counts_weighted_hits(case):
   logits, targets, weights = case
   hits = ((logits.argmax(-1) == targets) * weights).sum()
   assert float(cross_entropy(logits, targets, weights)['accuracy'][0]) == hits
+
+
+def test_a_tie_is_not_a_hit():
+  sums = cross_entropy(jnp.zeros((1, 2, 5)), jnp.array([[0, 3]]), jnp.ones((1, 2)))
+  assert float(sums['accuracy'][0]) == 0.0
 
 
 def test_z_loss_is_the_squared_log_partition_and_part_of_the_loss(case):

@@ -88,11 +88,15 @@ def random_batch(model: ModelFields, *, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def our_logits(model: ModelFields, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-  """Returns the logits of `batch` in float32, on this machine's CPU, with windows cut short."""
+  """Returns the logits of `batch` with the `checked` model, on this machine's CPU."""
+  return logits_of(checked(model).build(), params, batch)
+
+
+def checked(model: ModelFields) -> ModelFields:
+  """Returns the model whose logits are compared: in float32, with windows cut short."""
   short = tuple(min(window, WINDOW) for window in model.config.windows)
   config = dataclasses.replace(model.config, dtype='float32', windows=short)
-  exact = dataclasses.replace(model, config=config)
-  return logits_of(exact.build(), params, batch)
+  return dataclasses.replace(model, config=config)
 
 
 def logits_of(model: Any, params: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -1,8 +1,6 @@
 """A checkpoint with adapters as a checkpoint of the plain model: read that way, or written."""
 
 import dataclasses
-import pathlib
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -13,7 +11,7 @@ from t5x_gpu.checkpoint.convert import logits_check, name_table
 from t5x_gpu.checkpoint.convert.conversion import ConversionRequest
 from t5x_gpu.checkpoint.convert.tensor_copy import OurPiece
 from t5x_gpu.checkpoint.convert.to_ours import counted, write_ours
-from t5x_gpu.checkpoint.run_files import HF_FOLDER
+from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, smaller_chunk
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.models.lora import LoraModel, factors_of
@@ -96,13 +94,8 @@ def merge_lora(request: ConversionRequest, console: Console) -> None:
         value = merged.read_at(name, place)
         yield name, place, value, value.nbytes
 
-  def copy_hf_folder(folder: pathlib.Path) -> None:
-    if (reader.path.parent / HF_FOLDER).is_dir():
-      shutil.copytree(reader.path.parent / HF_FOLDER, folder / HF_FOLDER)
-
   def adapted_logits(batch: Mapping[str, Any]) -> tuple[Any, str]:
-    exact = dataclasses.replace(model, config=dataclasses.replace(model.config, dtype='float32'))
-    adapted = dataclasses.replace(lora, model=exact.build())
+    adapted = dataclasses.replace(lora, model=logits_check.checked(model).build())
     params = logits_check.params_of_checkpoint(reader)
     return logits_check.logits_of(adapted, params, batch), 'the model with its adapters'
 
@@ -121,7 +114,7 @@ def merge_lora(request: ConversionRequest, console: Console) -> None:
       'merged': {'rank': lora.rank, 'alpha': lora.alpha, 'pattern': lora.pattern},
     },
     reference=adapted_logits,
-    write_extra=copy_hf_folder,
+    write_extra=lambda folder: carry_hf_folder(reader.path.parent, folder),
     origin='its adapters merged',
   )
 

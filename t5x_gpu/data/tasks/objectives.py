@@ -63,10 +63,14 @@ def frame_size(feature: seqio.Feature) -> int:
 def noise_counts(
   length: int, *, noise_density: float = NOISE_DENSITY, mean_span_length: float = MEAN_SPAN_LENGTH
 ) -> tuple[int, int]:
-  """Returns (masked tokens, spans of them) for a text of `length` >= 2 tokens."""
-  hidden = min(max(round(length * noise_density), 1), length - 1)
-  spans = min(max(round(hidden / mean_span_length), 1), hidden, length - hidden)
-  return hidden, spans
+  """Returns (masked tokens, spans of them) for a text of `length` >= 2 tokens.
+
+  Products and quotients are rounded in float32, as T5 computes them.
+  """
+  single = np.float32
+  hidden = min(max(int(np.round(single(length) * single(noise_density))), 1), length - 1)
+  spans = int(np.round(single(hidden) / single(mean_span_length)))
+  return hidden, min(max(spans, 1), hidden, length - hidden)
 
 
 def tokens_for(

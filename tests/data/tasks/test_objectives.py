@@ -79,6 +79,17 @@ def test_t5s_lengths_take_568_tokens_as_in_t5():
   assert (len(x['inputs']), len(x['targets'])) == (512, 114)
 
 
+def test_counts_are_rounded_in_float32_as_in_t5():
+  def t5(length):
+    hidden = tf.cast(tf.round(tf.cast(length, tf.float32) * 0.15), tf.int32)
+    hidden = int(tf.clip_by_value(hidden, 1, length - 1))
+    spans = tf.cast(tf.round(tf.cast(hidden, tf.float32) / 3.0), tf.int32)
+    return hidden, min(max(int(spans), 1), hidden, length - hidden)
+
+  for length in (2, 3, 10, 190, 350, 570, 2990):
+    assert objectives.noise_counts(length) == t5(length), length
+
+
 def test_sentinels_descend_from_the_end_of_the_vocabulary():
   (x,) = corrupted([[7] * 300], T5)
   for name in ('inputs', 'targets'):
