@@ -14,11 +14,12 @@ from t5x_gpu.layers.dense import Initializer
 from t5x_gpu.layers.mlp import activation
 from t5x_gpu.layers.norm import NORMS
 from t5x_gpu.layers.positions import RotaryEmbedding
+from t5x_gpu.models.remat import POLICIES
 
 _log = logging.getLogger(__name__)
 RELATIVE_BIAS = ('none', 'shared', 'per_layer')
 NORM_POSITIONS = ('pre', 'post', 'sandwich')
-REMAT_POLICIES = ('none', 'minimal', 'full')
+REMAT_POLICIES = tuple(POLICIES)
 DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
 
 
@@ -64,8 +65,9 @@ class TransformerConfig:
     scale_tied_logits: divide tied logits by sqrt(embed_dim) (T5).
     init_stddev: standard deviation of the initial values of all kernels and tables; None for T5's
       initializers.
-    remat_policy: what the backward pass recomputes: 'none' stores everything, 'minimal' keeps
-      matmul outputs, 'full' keeps only layer inputs.
+    remat_policy: what a layer stores for the backward pass, which recomputes the rest: 'none'
+      everything, 'dots' all matmul outputs, 'minimal' outputs of matmuls with weights, 'offload'
+      the same in host memory, 'full' only its input (models/remat.py).
     scan_unroll: layers per iteration of the scan over layers; more costs compile time and saves
       loop overhead. Parameters are always stacked [layers, ...].
     num_experts: experts in place of each MLP (a mixture of experts); 0 for a dense MLP.

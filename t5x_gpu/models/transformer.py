@@ -21,16 +21,9 @@ from t5x_gpu.layers.moe import MoeMlp
 from t5x_gpu.layers.norm import norm
 from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable, Rotation
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.remat import POLICIES, named_input
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import is_named, shard
-
-# What is stored for the backward pass; the rest is recomputed.
-REMAT = {
-  'none': None,
-  'minimal': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  'full': jax.checkpoint_policies.nothing_saveable,
-}
-
 
 @flax.struct.dataclass
 class StackInputs:
@@ -285,6 +278,7 @@ def scan_layers(
     (x, caches, charges), (split_params, number) = carry, of_layer
     weights = fsdp.whole(split_params, config.compute_dtype)
     rng = dropout_rng and dropout_rng.fold(number)
+    x = named_input(x)
     x, caches, more = layer.apply({'params': weights}, x, shared, rng, number, caches)
     return (x, caches, charges if more is None else charges + more), None
 
@@ -295,7 +289,7 @@ def scan_layers(
     return carry
   num_layers = jax.tree.leaves(params)[0].shape[0]
   unroll = min(config.scan_unroll, num_layers)
-  policy = fsdp.keep_policy(REMAT[config.remat_policy], params)
+  policy = fsdp.keep_policy(POLICIES[config.remat_policy], params)
   if policy is not None:
     # A loop separates forward and backward. If the loop is fully unrolled, XLA would merge the
     # recomputation with the forward pass and save nothing.

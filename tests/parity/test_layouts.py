@@ -197,15 +197,24 @@ CASES = {
     config=dict(remat_policy='full'),
     num_microbatches=2,
   ),
-  'fsdp_stage': Case(dict(stage=2, fsdp=4)),
+  'fsdp_stage': Case(dict(stage=2, fsdp=4), config=dict(remat_policy='offload')),
   'data_stage_model': Case(
-    dict(stage=2, num_partitions=2, sequence_parallel=True), model='tied', config=CHUNKS
+    dict(stage=2, num_partitions=2, sequence_parallel=True),
+    model='tied',
+    config=dict(remat_policy='dots', **CHUNKS),
   ),
-  'context_model': Case(dict(context=2, num_partitions=2, sequence_parallel=True)),
-  'fsdp_context': Case(dict(fsdp=2, context=2)),
+  'context_model': Case(
+    dict(context=2, num_partitions=2, sequence_parallel=True), config=dict(remat_policy='offload')
+  ),
+  'fsdp_context': Case(dict(fsdp=2, context=2), config=dict(remat_policy='dots')),
   'context_stage': Case(dict(context=2, stage=2)),
   'expert_fsdp': Case(dict(data=1, expert=2, fsdp=4), model='moe'),
   'expert_model': Case(dict(expert=2, num_partitions=2), model='moe'),
+  'fsdp_by_layer_offload': Case(
+    dict(fsdp=4), config=dict(remat_policy='offload'), num_microbatches=2
+  ),
+  't5_fsdp_offload': Case(dict(fsdp=4), model='t5', config=dict(remat_policy='offload')),
+  'expert_dots': Case(dict(expert=2, fsdp=2), model='moe', config=dict(remat_policy='dots')),
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import MeshError
 from t5x_gpu.layers.positions import RotaryEmbedding
-from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.config import REMAT_POLICIES, TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
@@ -99,7 +99,7 @@ def models(draw) -> TransformerConfig:
     windows=draw(st.sampled_from([(0,), (5, 0)])),
     qk_norm=draw(st.booleans()),
     mlp_bias=num_experts == 0 and draw(st.booleans()),
-    remat_policy=draw(st.sampled_from(['none', 'minimal', 'full'])),
+    remat_policy=draw(st.sampled_from(REMAT_POLICIES)),
     num_experts=num_experts,
     router_balance_loss=draw(st.sampled_from([0.0, 0.1])),
   )

@@ -1,0 +1,54 @@
+"""What a layer stores for its backward pass, by name; the rest is computed again (remat).
+
+| name | stored per layer | computed again |
+|---|---|---|
+| `none` | everything | nothing |
+| `dots` | the layer's input and outputs of all matmuls and kernels | norms, activations, softmax |
+| `minimal` | the layer's input and outputs of matmuls with weights | also attention and experts |
+| `offload` | as `minimal`, in host memory | as `minimal` |
+| `full` | the layer's input | the whole layer |
+
+Gathered FSDP weights are never stored: `fsdp.keep_policy`.
+Source: Chen et al. 2016 (arXiv:1604.06174); `minimal` and `full` are those of T5X.
+"""
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+# (primitive, *arguments, **parameters) -> whether to store its results, or where.
+Policy = Callable[..., Any]
+LAYER_INPUT = 'layer_input'
+# Matrix products and the kernels that contain them. A kernel is one primitive, whatever it computes.
+_DOTS = frozenset({'dot_general', 'ragged_dot_general', 'ragged_dot', 'pallas_call', 'run_state'})
+
+_DEVICE_TO_HOST = dict(offload_src='device', offload_dst='pinned_host')
+_offload_dots = jax.checkpoint_policies.offload_dot_with_no_batch_dims(**_DEVICE_TO_HOST)
+_offload_inputs = jax.checkpoint_policies.save_and_offload_only_these_names(
+  names_which_can_be_saved=(), names_which_can_be_offloaded=(LAYER_INPUT,), **_DEVICE_TO_HOST
+)
+
+
+def _all_dots(primitive: Any, *_: Any, **__: Any) -> bool:
+  return primitive.name in _DOTS
+
+
+def _offload(primitive: Any, *args: Any, **params: Any) -> Any:
+  policy = _offload_dots if primitive.name == 'dot_general' else _offload_inputs
+  return policy(primitive, *args, **params)
+
+
+POLICIES: dict[str, Optional[Policy]] = {
+  'none': None,
+  'minimal': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'dots': _all_dots,
+  'full': jax.checkpoint_policies.nothing_saveable,
+  'offload': _offload,
+}
+
+
+def named_input(x: jax.Array) -> jax.Array:
+  """Returns the input of a layer, [batch, length, embed], under the name that policies look for."""
+  return checkpoint_name(x, LAYER_INPUT)
