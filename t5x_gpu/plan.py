@@ -3,7 +3,7 @@
 Prints the mesh, the sharding of every parameter, what a step sends over which link, and possible
 problems. Nothing is allocated and no data is read: XLA compiles the real training step for N
 simulated CPU devices, up to the point where it is split over them. With --gpu, XLA also compiles it
-for that GPU, which this machine need not have.
+for that GPU, which this machine need not have. `--show remat` compares what layers may store.
 """
 
 import argparse
@@ -24,12 +24,14 @@ from t5x_gpu.analysis.array_layout import ArrayLayout, state_layouts
 from t5x_gpu.analysis.collectives import Collective, flops_per_device, inventory, partitioned_hlo
 from t5x_gpu.analysis.gpu_compile import compile_step
 from t5x_gpu.analysis.gpu_tables import gpu_json, gpu_text
+from t5x_gpu.analysis.remat_costs import remat_costs, remat_json, remat_text
 from t5x_gpu.analysis.sharding_lint import Finding, ParameterShapes, lint, purpose
 from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.models.model import config_of
 from t5x_gpu.runtime.cluster.topology import Device, Topology
-from t5x_gpu.runtime.xla.deviceless import described_gpus
+from t5x_gpu.runtime.xla.deviceless import DescribedGpus, described_gpus
 from t5x_gpu.runtime.xla.gpu_targets import TARGETS, find_target
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, program_of_run
@@ -40,11 +42,12 @@ EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
   {prog} --gin_file=my.gin --devices=64 --hosts=8 --out=layout.png
   {prog} --gin_file=my.gin --devices=64 --hosts=8 --gpu=h100
+  {prog} --gin_file=my.gin --show remat --gpu=h100
   {prog} --gin_file=my.gin --gin.Partitioner.fsdp=4 --gin.NUM_PARTITIONS=2 --json=plan.json
 
 --gin.X=VALUE sets any macro or parameter after the gin files, as in python -m t5x_gpu.train.
 """
-SHOWN = ('sharding',)
+SHOWN = ('sharding', 'remat')
 _COUNT_FLAG = '--xla_force_host_platform_device_count'
 
 
@@ -224,7 +227,10 @@ def as_json(plan: ShardingPlan) -> dict[str, Any]:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   group = parser.add_argument_group('plan')
   group.add_argument(
-    '--show', choices=SHOWN, default='sharding', help='what to show (default: sharding)'
+    '--show',
+    choices=SHOWN,
+    default='sharding',
+    help='sharding (default), or remat: memory and matrix products of each remat_policy',
   )
   group.add_argument(
     '--devices', type=int, default=8, metavar='N', help='total number of GPUs (default: 8)'
@@ -240,6 +246,26 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   )
   group.add_argument('--out', metavar='FILE.png', help='also draw every parameter to FILE.png')
   group.add_argument('--json', metavar='FILE', help='also write everything to FILE')
+
+
+def _show_remat(
+  config: StepConfig,
+  topology: Topology,
+  devices: list[Device],
+  gpus: Optional[DescribedGpus],
+  json_file: Optional[str],
+) -> None:
+  """Prints what each remat policy costs, and writes it if `json_file` is given."""
+  costs = remat_costs(
+    config,
+    lambda changed: program_of_run(changed, topology=topology, devices=devices),
+    gpus=gpus or None,
+  )
+  current = config_of(config.model).remat_policy
+  print('\n' + remat_text(costs, current=current, gpu=gpus and gpus.target.device_kind))
+  if json_file:
+    with open(json_file, 'w') as f:
+      json.dump(remat_json(costs, current=current), f, indent=1)
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -266,7 +292,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   config = gin_loader.configured(loaded, StepConfig)
   logging_setup.setup()
   program = program_of_run(config, topology=topology, devices=devices)
-  print(layout_text(program), flush=True)
+  print(program.layout.table() if args.extra.show == 'remat' else layout_text(program), flush=True)
   if args.extra.out:
     parameters, optimizer = state_layouts(program.abstract_state, program.names)
     sharding_picture.draw(
@@ -274,6 +300,9 @@ def main(argv: Optional[list[str]] = None) -> int:
     )
     print(f'Picture: {args.extra.out}')
   if args.dry_run:
+    return 0
+  if args.extra.show == 'remat':
+    _show_remat(config, topology, devices, gpus, args.extra.json)
     return 0
   plan = make_plan(program)
   print('\n' + traffic_text(plan), flush=True)

@@ -93,6 +93,24 @@ def test_flops_split_over_the_devices(gin_file, tmp_path):
   )
 
 
+def test_remat_policies_are_compared_in_bytes_and_matrix_products(gin_file, tmp_path, capsys):
+  more = {'TransformerConfig.num_layers': 2, 'TransformerConfig.remat_policy': "'minimal'"}
+  got = planned(gin_file, tmp_path, '--show=remat', '--devices=2', model=1, **more)
+  printed = capsys.readouterr().out
+  assert 'remat_policy' in printed and 'Temporaries as compiled for the CPU' in printed
+  [marked] = [line for line in printed.splitlines() if line.endswith('this run')]
+  assert marked.startswith('minimal') and got['current'] == 'minimal'
+  costs = {cost['policy']: cost for cost in got['policies']}
+  none, dots, minimal, offload, full = (
+    costs[policy]['flops'] for policy in ('none', 'dots', 'minimal', 'offload', 'full')
+  )
+  # Recomputed: attention's two matmuls of 3 (one forward, two backward), of 4 local rows.
+  attention = 2 * 4 * 8 * 32 * 32 * 4
+  assert dots == none and minimal == offload == none + 2 * 2 * attention
+  assert full > minimal
+  assert costs['full']['temporary_bytes'] < costs['none']['temporary_bytes']
+
+
 def test_a_dry_run_compiles_nothing(gin_file, capsys):
   assert plan.main(flags(gin_file, '--dry_run')) == 0
   printed = capsys.readouterr().out

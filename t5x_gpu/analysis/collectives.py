@@ -93,9 +93,14 @@ def partitioned_hlo(lowered: Any) -> str:
     lowered: from `jax.jit(f).lower(...)` or `LaidOut.lower(...)`. It is compiled with as few
       optimizations as possible; for one device it is only printed, because nothing is partitioned.
   """
+  return partitioned(lowered)[0]
+
+
+def partitioned(lowered: Any) -> tuple[str, Any]:
+  """Returns (`partitioned_hlo`, the compiled program, whose memory is that of a CPU)."""
   with tempfile.TemporaryDirectory(prefix='t5x_gpu_hlo_') as folder:
     with _no_compilation_cache():
-      lowered.compile(
+      compiled = lowered.compile(
         compiler_options={
           'xla_dump_to': folder,
           'xla_dump_hlo_pass_re': 'spmd-part.*',
@@ -103,7 +108,7 @@ def partitioned_hlo(lowered: Any) -> str:
         }
       )
     dumps = sorted(pathlib.Path(folder).glob('*.after_spmd-partitioning.*.txt'))
-    return dumps[-1].read_text() if dumps else lowered.as_text('hlo')
+    return dumps[-1].read_text() if dumps else lowered.as_text('hlo'), compiled
 
 
 def inventory(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:

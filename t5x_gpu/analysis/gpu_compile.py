@@ -38,11 +38,13 @@ class Memory:
     argument_bytes: parameters, optimizer state and batch.
     output_bytes: results that do not reuse the memory of an argument.
     temporary_bytes: activations, gradients, logits and workspaces, at their peak.
+    host_bytes: activations in the host's memory (remat_policy 'offload').
   """
 
   argument_bytes: int
   output_bytes: int
   temporary_bytes: int
+  host_bytes: int = 0
 
   @property
   def total_bytes(self) -> int:
@@ -122,6 +124,7 @@ def memory_of(compiled: Any) -> Memory:
     argument_bytes=m.argument_size_in_bytes,
     output_bytes=m.output_size_in_bytes - m.alias_size_in_bytes,
     temporary_bytes=m.temp_size_in_bytes,
+    host_bytes=m.host_temp_size_in_bytes,
   )
 
 

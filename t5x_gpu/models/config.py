@@ -236,6 +236,12 @@ class TransformerConfig:
     return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
   @property
+  def matmul_width(self) -> int:
+    """Features that matmuls with weights compute per token and layer; experts are left out."""
+    width = (self.num_heads + 2 * self.kv_heads) * self.head_dim + self.embed_dim
+    return width + (0 if self.num_experts else len(self.mlp_activations) * self.mlp_dim)
+
+  @property
   def kernel_init(self) -> Optional[Initializer]:
     """Initializer of all kernels; None for T5's, which differ."""
     return None if self.init_stddev is None else nn.initializers.normal(self.init_stddev)

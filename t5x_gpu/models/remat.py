@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 # (primitive, *arguments, **parameters) -> whether to store its results, or where.
 Policy = Callable[..., Any]
 LAYER_INPUT = 'layer_input'
-# Matrix products and the kernels that contain them. A kernel is one primitive, whatever it computes.
+# Matrix products, and kernels, which contain them.
 _DOTS = frozenset({'dot_general', 'ragged_dot_general', 'ragged_dot', 'pallas_call', 'run_state'})
 
 _DEVICE_TO_HOST = dict(offload_src='device', offload_dst='pinned_host')
@@ -47,6 +47,10 @@ POLICIES: dict[str, Optional[Policy]] = {
   'full': jax.checkpoint_policies.nothing_saveable,
   'offload': _offload,
 }
+
+
+# Policies by what they keep in the memory of the device, the most first.
+BY_MEMORY = ('none', 'dots', 'minimal', 'full', 'offload')
 
 
 def named_input(x: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ from t5x_gpu.models.remat import POLICIES, named_input
 from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import is_named, shard
 
+
 @flax.struct.dataclass
 class StackInputs:
   """Inputs that all layers of a stack share.

@@ -17,6 +17,7 @@ import jax
 from t5x_gpu.errors import OutOfMemoryError
 from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.model import Model, classifies, config_of
+from t5x_gpu.models.remat import BY_MEMORY
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.memory import Limit, device_limit, host_limit, show
 from t5x_gpu.training.program import Program
@@ -31,6 +32,8 @@ class Need:
     params, opt_state, gradients: of the state and the step.
     activations: everything else.
     is_compiled: whether XLA reported these sizes; else they are a lower bound.
+    inputs, matmuls: lower bounds of what layers store for the backward pass: their inputs, and
+      outputs of matmuls with weights.
   """
 
   params: int
@@ -38,6 +41,8 @@ class Need:
   gradients: int
   activations: int
   is_compiled: bool = False
+  inputs: int = 0
+  matmuls: int = 0
 
   @property
   def total(self) -> int:
@@ -80,6 +85,8 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
     opt_state=bytes_per_device(state.opt_state),
     gradients=bytes_per_device(gradients),
     activations=inputs,
+    inputs=inputs,
+    matmuls=inputs * config.matmul_width // config.embed_dim if config is not None else 0,
   )
   # The logits are gone before most gradients are computed.
   return dataclasses.replace(need, activations=inputs + max(logits - need.gradients, 0))
@@ -219,6 +226,17 @@ def _bytes(tree: Any) -> int:
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
+def _remat_that_fits(memory: Memory, least: Need) -> Iterator[str]:
+  """Yields remat policies that keep less on the device than today's, by lower bounds."""
+  if memory.remat_policy is None or not memory.need.is_compiled:
+    return
+  today = BY_MEMORY.index(memory.remat_policy)
+  for policy, more in (('minimal', least.matmuls), ('full', 0), ('offload', -least.inputs)):
+    size = least.total + more
+    if BY_MEMORY.index(policy) > today and size <= memory.limit.bytes:
+      yield f'TransformerConfig.remat_policy = {policy!r}: at least {show(size)}'
+
+
 def _what_fits(memory: Memory, least: Need) -> Iterator[str]:
   """Yields settings with which a step fits and its size then, the smallest change first."""
   need, limit = memory.need, memory.limit.bytes
@@ -236,8 +254,7 @@ def _what_fits(memory: Memory, least: Need) -> Iterator[str]:
     size = show(fixed + need.activations / smaller)
     yield f'train.num_microbatches = {num_microbatches * smaller}{also}: about {size}'
     yield f'BATCH_SIZE = {memory.program.spec.batch_size // smaller}: about {size}'
-  if need.is_compiled and memory.remat_policy in ('none', 'minimal') and least.total <= limit:
-    yield f"TransformerConfig.remat_policy = 'full': at least {show(least.total)}"
+  yield from _remat_that_fits(memory, least)
 
   # Without FSDP, and split over `ways` devices by each stage of ZeRO.
   params, opt_state, gradients = (

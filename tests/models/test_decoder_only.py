@@ -1,6 +1,7 @@
 """The decoder's own properties; its numbers against T5X are in tests/parity."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from t5x_gpu.errors import ModelError
-from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.config import REMAT_POLICIES, TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.flops import transformer_flops_per_token
+from t5x_gpu.models.remat import BY_MEMORY
 from t5x_gpu.partitioning.axis_rules import split_names
+from tests.helpers_layouts import QUICK
 
 CONFIG = TransformerConfig(
   vocab_size=17,
@@ -71,9 +74,13 @@ def test_id_0_is_a_word_if_weights_or_prefix_mark_it(marked_by):
   'changes',
   [
     {'scan_unroll': 2},
-    {'remat_policy': 'full'},
     pytest.param({'scan_unroll': 8}, marks=pytest.mark.slow),
-    pytest.param({'remat_policy': 'minimal'}, marks=pytest.mark.slow),
+    *(
+      pytest.param({'remat_policy': policy}, id=policy)
+      for policy in REMAT_POLICIES
+      if policy != 'none'
+    ),
+    pytest.param({'remat_policy': 'offload', 'scan_unroll': 8}, marks=pytest.mark.slow),
   ],
   ids=str,
 )
@@ -96,10 +103,24 @@ def test_rematerialisation_saves_memory():
   def temp_bytes(remat_policy):
     model, params, batch = make(num_layers=4, mlp_dim=512, remat_policy=remat_policy)
     grad = jax.jit(jax.grad(lambda p: model.loss(p, batch)['loss'][0]))
-    return grad.lower(params).compile().memory_analysis().temp_size_in_bytes
+    return grad.lower(params).compile(QUICK).memory_analysis().temp_size_in_bytes
 
-  none, full = temp_bytes('none'), temp_bytes('full')
-  assert full < 0.75 * none, (full, none)
+  # Not 'offload': on the CPU, XLA keeps in the device's memory what a GPU moves to the host's.
+  sizes = [temp_bytes(policy) for policy in BY_MEMORY[:-1]]
+  assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4, sizes
+  assert sizes[-1] < 0.75 * sizes[0]
+
+
+def test_offload_keeps_inputs_and_matmul_outputs_of_layers_in_host_memory():
+  def on_host(remat_policy):
+    model, params, batch = make(num_layers=2, relative_bias='shared', remat_policy=remat_policy)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: model.loss(p, batch)['loss'][0]))(params)
+    return sorted(re.findall(r'f32<host>\[([\d,]*)\] = device_put', str(jaxpr)))
+
+  query_key_value, mlp = ['1,12,2,8'] * 3, ['1,12,32'] * 2
+  residual = ['1,12,16'] * 2  # the layer's input, and attention's output
+  assert on_host('offload') == sorted(query_key_value + mlp + residual)
+  assert on_host('minimal') == []
 
 
 @pytest.mark.parametrize('relative_bias', ['none', 'shared', 'per_layer'])

@@ -118,7 +118,10 @@ def test_a_compiled_step_is_held_against_the_memory_too():
   memory.check()  # the lower bound fits
   with pytest.raises(OutOfMemoryError, match='as compiled') as error:
     memory.compiled(step)
-  assert "TransformerConfig.remat_policy = 'full': at least" in str(error.value)
+  policies = re.findall(r"remat_policy = '(\w+)': at least ([\d.]+) MiB", str(error.value))
+  assert [policy for policy, _ in policies] == ['minimal', 'full', 'offload']
+  sizes = [float(size) for _, size in policies]
+  assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
 
 
 def test_a_host_without_room_for_the_copy_of_a_save_is_refused(monkeypatch):
