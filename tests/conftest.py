@@ -10,9 +10,13 @@ from tests.helpers_xla import QUICK_COMPILES, set_default_flags
 
 # On a GPU machine: T5X_GPU_TEST_PLATFORM=cuda python -m pytest tests/gpu
 PLATFORM = os.environ.get('T5X_GPU_TEST_PLATFORM', 'cpu')
+# T5X_GPU_TESTS_ON=cpu runs the same tests with small sizes on the CPU.
+GPU_TESTS_ON = os.environ.get('T5X_GPU_TESTS_ON', 'cuda')
 
-os.environ['JAX_PLATFORMS'] = PLATFORM
-set_default_flags()  # `make test-all` compiles as users do
+# With a GPU, tests compare it with the CPU.
+os.environ['JAX_PLATFORMS'] = 'cuda,cpu' if PLATFORM == 'cuda' else PLATFORM
+if PLATFORM == 'cpu':
+  set_default_flags()  # `make test-all` compiles as users do
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 
@@ -30,7 +34,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-  budget = BUDGET if QUICK_COMPILES[0] in os.environ['XLA_FLAGS'].split() else None
+  budget = BUDGET if QUICK_COMPILES[0] in os.environ.get('XLA_FLAGS', '').split() else None
   config.pluginmanager.register(Tiers(budget=budget, quick=config.option.quick))
 
 
@@ -45,7 +49,7 @@ def pytest_collection_modifyitems(config, items):
     quick = [i for i in items if not any(map(i.get_closest_marker, NOT_QUICK))]
     config.hook.pytest_deselected(items=[i for i in items if i not in set(quick)])
     items[:] = quick
-  if PLATFORM == 'cpu':
+  if PLATFORM == 'cpu' and GPU_TESTS_ON != 'cpu':
     for item in items:
       if item.get_closest_marker('gpu'):
         item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU: T5X_GPU_TEST_PLATFORM=cuda'))

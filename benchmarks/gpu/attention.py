@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.gpu.parts import Row
 from benchmarks.gpu.timing import time_calls
-from t5x_gpu.layers.attention_backends import AttentionKind, make_attention
+from t5x_gpu.layers.attention_backends import Attention, AttentionKind, make_attention
 from t5x_gpu.layers.masks import TokenInfo
 
 TOKENS, HEADS, HEAD_DIM = 32768, 16, 128
@@ -19,9 +19,12 @@ DOCUMENTS = 4  # in a packed row
 Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def backends() -> dict[str, Callable[[TokenInfo], Any]]:
-  """Returns name -> (info -> attention) of all backends."""
-  return {'dense': functools.partial(make_attention, AttentionKind())}
+Make = Callable[[AttentionKind, TokenInfo], Attention]
+
+
+def backends() -> dict[str, Make]:
+  """Returns name -> (kind, info) -> attention, of all backends."""
+  return {'dense': make_attention}
 
 
 def measure(length: int, *, small: bool = False) -> Iterator[Row]:
@@ -38,7 +41,7 @@ def measure(length: int, *, small: bool = False) -> Iterator[Row]:
         yield row | {'error': f'{type(e).__name__}: {e}'.splitlines()[0][:200]}
 
 
-def _time(make: Callable[[TokenInfo], Any], shape: Any, packed: bool, small: bool) -> Row:
+def _time(make: Make, shape: Any, packed: bool, small: bool) -> Row:
   batch, length, heads, head_dim = shape
   segments = np.arange(length) * (DOCUMENTS if packed else 1) // length + 1
   keys = jax.random.split(jax.random.key(0), 4)
@@ -48,7 +51,7 @@ def _time(make: Callable[[TokenInfo], Any], shape: Any, packed: bool, small: boo
   )
 
   def forward(q: jax.Array, k: jax.Array, v: jax.Array, info: TokenInfo) -> jax.Array:
-    return make(info)(q * head_dim**-0.5, k, v, None)
+    return make(AttentionKind(), info)(q * head_dim**-0.5, k, v, None)
 
   def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, info: TokenInfo) -> Any:
     out, pullback = jax.vjp(lambda *qkv: forward(*qkv, info), q, k, v)

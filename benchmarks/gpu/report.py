@@ -129,6 +129,7 @@ STEPS = {
   'TFLOP/s': lambda r: f'{r["tflops"]:.3g}',
   'of the ceiling': lambda r: f'{r["ceiling_share"]:.0%}',
   'compile s': lambda r: f'{r["compile_seconds"]:.0f}',
+  'kernels': lambda r: ', '.join(f'{kind} {runs}' for kind, runs in r['kernels'].items()),
   'peak GiB': lambda r: _gib(r['peak_bytes']),
   'predicted GiB': lambda r: _gib(r['predicted_bytes']),
 }

@@ -13,6 +13,7 @@ import jax
 from benchmarks.gpu.parts import Missing, Row
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.timing import time_calls
+from t5x_gpu.analysis.kernels import count_kernels
 from t5x_gpu.data.synthetic import SyntheticBatches
 from t5x_gpu.errors import ModelError, OutOfMemoryError
 from t5x_gpu.layers.positions import RotaryEmbedding
@@ -114,6 +115,7 @@ def _measure(model: Model, shape: Shape, rows: int, xla: Optional[Applied], smal
   )
   compile_seconds = time.perf_counter() - begin
   memory = memory.compiled(step)
+  kernels = {kind: k.runs for kind, k in count_kernels(step.as_text()).items() if k.runs}
   batches = SyntheticBatches(program.spec, seed=0, num_batches=None)
   ready = [program.layout.put_batch(next(batches)) for _ in range(4)]
   state, losses = program.init(), []
@@ -143,7 +145,7 @@ def _measure(model: Model, shape: Shape, rows: int, xla: Optional[Applied], smal
     'predicted_bytes': memory.need.total if memory.need.is_compiled else None,
     'peak_bytes': peak_bytes(device),
     'peak_bytes_before_steps': before,
-    'custom_calls': custom_calls(step.as_text()),
+    'kernels': kernels,
     'losses': [first, last],
     'steps': len(losses),
   }
@@ -152,9 +154,3 @@ def _measure(model: Model, shape: Shape, rows: int, xla: Optional[Applied], smal
 def peak_bytes(device: jax.Device) -> Optional[int]:
   """Returns the most bytes that were allocated on `device` at one time; None if unknown."""
   return (device.memory_stats() or {}).get('peak_bytes_in_use')
-
-
-def custom_calls(hlo: str) -> dict[str, int]:
-  """Returns kernel -> how often the compiled text `hlo` calls it."""
-  targets = [part.split('"', 1)[0] for part in hlo.split('custom_call_target="')[1:]]
-  return {target: targets.count(target) for target in sorted(set(targets))}
