@@ -1,5 +1,6 @@
 """Eight fake CPU devices for every test, chosen before jax starts a backend."""
 
+import gc
 import os
 
 import pytest
@@ -53,6 +54,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
       if item.get_closest_marker('gpu'):
         item.add_marker(pytest.mark.skip(reason='needs an NVIDIA GPU: T5X_GPU_TEST_PLATFORM=cuda'))
+
+
+def pytest_collection_finish():
+  gc.freeze()  # every later collection skips the modules and tests: millions of objects
 
 
 @pytest.fixture(scope='session', autouse=True)
