@@ -4,7 +4,7 @@
 
 The 134M decoder with AdamW, 1.6 GB of random float32, on one device. Saves and dd take turns; both
 end with everything on disk (sync), and before each reading the files are dropped from the page
-cache. `stall` is how long the step loop waits. The resharder runs in a process of its own, whose
+cache. `stall` is how long the step loop waits. The resharder runs in a separate process, whose
 peak memory is compared with that of one that reshards next to nothing.
 """
 

@@ -1,4 +1,4 @@
-"""Times conversions of a random model, each in a process of its own; writes convert.json.
+"""Times conversions of a random model, each in a separate process; writes convert.json.
 
     python benchmarks/convert.py [--model gin_configs/models/gpt2_medium.gin] [--folder /tmp]
 

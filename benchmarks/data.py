@@ -3,8 +3,8 @@
     python benchmarks/data.py [--length 1024] [--seconds 10] [--rounds 3]
 
 The same text (the standard library's source, bytes), packed rows of the same length in batches of
-16. Each path in a process of its own, in turns; the figure is tokens (padding left out) per second
-of CPU time, which others on the machine disturb less than the clock, and the median of the rounds.
+16. Each path runs in a separate process, in turns. The figure is tokens, without padding, per second
+of CPU time, which other load disturbs less than the clock, and the median of the rounds.
 """
 
 import argparse

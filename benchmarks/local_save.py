@@ -3,8 +3,8 @@
     python benchmarks/local_save.py [--rounds 7] [--local /dev/shm]
 
 Writes benchmarks/results/local_save.json. The 14M decoder with AdamW, 165 MB: on one device, and
-split by fsdp over the eight that this CPU plays, as two hosts of which the first is timed: it keeps
-its half and gets the other's. Both kinds of save take turns in every round.
+split by fsdp over eight simulated CPU devices of two hosts. The first host is timed: it keeps its
+half and receives the other. Both kinds of save take turns in every round.
 """
 
 import argparse

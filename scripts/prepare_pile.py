@@ -160,7 +160,7 @@ def _check_settings(folder: pathlib.Path, settings: dict[str, Any]) -> None:
       f'{folder} was begun with '
       + ', '.join(f'{name} = {before.get(name)!r} (now {settings[name]!r})' for name in different)
       + '.',
-      fix='Repeat the command as it was, or give another --output.',
+      fix='Run the command with the settings of the first call, or give another --output.',
     )
 
 

@@ -6,12 +6,13 @@
 [ $# -ge 2 ] || { echo "usage: scripts/train_mpi.sh PROCESSES my.gin [--gin.X=VALUE ...]" >&2; exit 2; }
 count=$1 gin_file=$2; shift 2
 [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
-# Processes without it are not let in. See docs/security.md.
+# Processes without this secret are rejected. See docs/security.md.
 export T5X_GPU_JOB_SECRET="${T5X_GPU_JOB_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
-# -x hands variables on to other hosts. Without --bind-to none each process would get one core.
+# -x passes variables to other hosts. Without --bind-to none each process would get one core.
 exported=()
 for name in $(compgen -e | grep -E '^(XLA_|JAX_|NCCL_|CUDA_|T5X_GPU_|TFDS_|LD_LIBRARY_PATH|PYTHONPATH)')
 do exported+=(-x "$name"); done
-# mpirun shows each process a terminal that is none; TERM=dumb keeps progress bars out of the log.
+# mpirun makes each process believe that it has a terminal; TERM=dumb keeps progress bars out of
+# the log.
 exec mpirun -np "$count" ${HOSTFILE:+--hostfile "$HOSTFILE"} --bind-to none -x TERM=dumb "${exported[@]}" \
   "${PYTHON:-python3}" -m t5x_gpu.train --gin_file="$gin_file" "$@"

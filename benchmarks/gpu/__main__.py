@@ -1,4 +1,4 @@
-"""Runs the parts of the GPU benchmark, each in a process of its own with its own time limit.
+"""Runs the parts of the GPU benchmark, each in a separate process with a time limit.
 
 Finished parts are kept in OUT/results.json and skipped by the next call, so a call that is cut off,
 or that runs out of its time, loses at most the part it was in. Parts that failed are tried again

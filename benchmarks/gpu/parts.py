@@ -1,4 +1,4 @@
-"""The parts of the benchmark, in the order of worth; each runs in a process of its own."""
+"""The parts of the benchmark, the most important first; each runs in a separate process."""
 
 import dataclasses
 from collections.abc import Mapping

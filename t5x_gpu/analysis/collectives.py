@@ -114,8 +114,8 @@ def partitioned(lowered: Any) -> tuple[str, Any]:
 def inventory(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
   """Returns every collective of a program, in program order.
 
-  Collectives with only one device per group are left out. An all-reduce of which each device uses
-  only its own part is listed as a reduce-scatter, which XLA makes of it on GPUs.
+  Collectives with only one device per group are left out. If each device uses only
+  its part of an all-reduce, it is listed as a reduce-scatter, which XLA turns it into on GPUs.
 
   Args:
     hlo: from `partitioned_hlo`, or the text of a compiled GPU program.

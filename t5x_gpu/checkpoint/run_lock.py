@@ -4,8 +4,8 @@ Process 0 writes its identity and touches the file every ten seconds. A lock is 
 over, if its process has ended, if it is an earlier attempt of the same Slurm job, or if nobody has
 touched it for two minutes. A run may have been suspended that long. So it checks the owner before
 it restores, before its first step and before each save, and exits if that has changed. In object
-storage nothing can be touched: the owner writes the time of its own clock into the object, so the
-clocks of hosts must agree to a minute.
+storage nothing can be touched: the owner writes the time into the object, so the clocks of hosts
+must agree to a minute.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Provenance for people: what a run prints, the files it writes, `explain` and `diff`."""
+"""Shows where values come from: what a run prints, the files it writes, `explain` and `diff`."""
 
 import difflib
 import functools
@@ -56,7 +56,7 @@ def print_changes(
   model_dir: str,
   console: Optional[rich.console.Console] = None,
 ) -> None:
-  """Prints what the user's own gin files and flags change: the old and the new value, and where.
+  """Prints the values that the user's gin files and flags change: old, new, and where.
 
   Args:
     provenance: of the configuration.
@@ -68,7 +68,7 @@ def print_changes(
   is_users = functools.cache(lambda file: file != DEFAULT and not files.is_shipped(file))
   changes = []
   for setting in provenance.settings:
-    # A value that the user gives twice is changed once.
+    # The user may set a value twice: show the value before the first of them.
     old = next(
       (
         value
@@ -127,9 +127,9 @@ def lines(settings: Sequence[Setting]) -> list[str]:
 def write(provenance: Provenance, model_dir: Union[str, os.PathLike]) -> list[str]:
   """Writes config.gin and config_origins.txt; returns a line for each change since the last run.
 
-  Loading config.gin gives the same run. A different earlier one is kept as config_<N>.gin, together
-  with its origins. Each file is replaced whole: a killed process leaves the old or the new one.
-  A damaged one is renamed with a warning.
+  config.gin repeats the run. An earlier, different one is kept as config_<N>.gin, with its origins.
+  Files are replaced atomically: a killed process leaves the old or the new one. A damaged file is
+  renamed with a warning.
 
   Raises:
     ConfigError: the folder cannot be written.
@@ -150,7 +150,7 @@ def write(provenance: Provenance, model_dir: Union[str, os.PathLike]) -> list[st
   except OSError as e:
     raise ConfigError(
       f'{folder} cannot be written: {e}.',
-      fix='Give a folder that this user may write: --gin.MODEL_DIR=FOLDER',
+      fix='Give a folder that you can write to: --gin.MODEL_DIR=FOLDER',
       parameters=('train.model_dir',),
     ) from e
   return changes
@@ -166,7 +166,7 @@ def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
     for name in os.listdir(folder)
     if (match := re.fullmatch(r'config_(\d+)\.gin', name))
   )
-  # A run that was killed after copying has kept it already.
+  # If a run was killed after this copy, the copy is there already.
   if not numbers or _text_of(folder / f'config_{numbers[-1]}.gin') != old:
     number = numbers[-1] + 1 if numbers else 1
     for name, text in ((ORIGINS, origins), (CONFIG, old)):
@@ -198,7 +198,7 @@ def _changes(old: str, new: str) -> list[str]:
   """Returns `KEY: old -> new` for what differs between two config.gin."""
   try:
     before, after = (dict(_texts(text)) for text in (old, new))
-  # Edited by hand since, or damaged; still worth showing.
+  # Edited by hand, or damaged: show the lines that differ.
   except (ConfigError, ValueError, SyntaxError, RecursionError, MemoryError):
     return list(
       difflib.unified_diff(old.splitlines(), new.splitlines(), 'before', 'now', lineterm='', n=0)
@@ -218,7 +218,7 @@ def _texts(config: str) -> Iterator[tuple[str, str]]:
 
 
 def explain(provenance: Provenance, name: str) -> list[str]:
-  """Returns lines that say where `name` gets its value, through which macros, and who uses it.
+  """Returns lines that show where `name` gets its value, through which macros, and who uses it.
 
   Raises:
     ConfigError: this run has no setting of that name; names the closest ones.

@@ -1,7 +1,7 @@
 """Batches from SeqIO Tasks and Mixtures through tf.data, resumable at any batch.
 
 The global batch at step t is a function of (data, seed, t). Every process builds the whole global
-stream and puts only its own rows on its devices, so the order does not depend on the number of
+stream and puts its share of the rows on its devices, so the order does not depend on the number of
 hosts; but every host reads all of the text.
 """
 

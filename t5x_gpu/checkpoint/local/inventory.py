@@ -1,4 +1,4 @@
-"""Which parts of which local checkpoints the processes of a run find; the same on all of them."""
+"""The parts of local checkpoints that the processes of a run find; the same list on all of them."""
 
 import collections
 import dataclasses

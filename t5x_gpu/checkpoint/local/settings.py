@@ -32,7 +32,7 @@ def check_local_settings(
   if local_checkpoint_dir is None:
     raise CheckpointError(
       f'{PERIOD} = {local_period}, but {DIR} = None: there is nowhere to save to.',
-      fix=f"Set {DIR} = '/dev/shm/$USER' (memory of each host) or a folder of its own disk, or "
+      fix=f"Set {DIR} = '/dev/shm/$USER' (memory of each host) or a folder on its local disk, or "
       f'{PERIOD} = None.',
       parameters=(DIR, PERIOD),
       docs='checkpoints.md#local-steps',

@@ -1,7 +1,7 @@
 """Rewrites a checkpoint with other chunks, dtypes or groups of layers, without model or devices.
 
-Arrays are copied in pieces. The size of a piece follows from a budget of host memory, of which the
-largest chunk of the source may take an eighth.
+Arrays are copied in pieces whose size follows from a budget of host memory. The largest chunk of
+the source may take an eighth of that budget.
 """
 
 import ast

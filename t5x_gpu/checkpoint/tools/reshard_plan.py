@@ -111,7 +111,7 @@ def plan_reshard(reader: StateReader, request: ReshardRequest) -> ReshardPlan:
       chunk = _laid_out(shape, request.layout, first=1 if name in stacked else 0)
     if name in unstacked:
       chunk = (1, *chunk[1:])
-    # The wider of both dtypes: memory also holds the piece as it was read.
+    # The wider of both dtypes: memory also holds the piece before its conversion.
     itemsize = max(dtype.itemsize, reader.dtypes[name].itemsize)
     chunks[name] = smaller_chunk(chunk, itemsize=itemsize, most_bytes=_max_chunk_bytes(request))
   return ReshardPlan(arrays, chunks, unstacked)

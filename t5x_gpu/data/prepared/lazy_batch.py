@@ -1,6 +1,6 @@
 """A global batch whose rows are read on access.
 
-Every process has the global batch but accesses only the rows of its own devices
+Every process has the global batch but accesses only the rows for its devices
 (`Layout.put_batch`), so the others are never read. Using an array as a whole reads all rows.
 """
 

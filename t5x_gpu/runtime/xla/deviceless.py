@@ -45,7 +45,7 @@ def described_gpus(name: str, *, num_hosts: int = 1, gpus_per_host: int = 8) -> 
 
   Args:
     name: as in `gpu_targets.find_target`, 'h100'.
-    num_hosts, gpus_per_host: how many; each host is a process of its own.
+    num_hosts, gpus_per_host: how many; each host is a separate process.
   Raises:
     ConfigError: no such GPU, or no CUDA plugin of the installed version of JAX.
   """

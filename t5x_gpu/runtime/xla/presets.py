@@ -13,7 +13,7 @@ from t5x_gpu.errors import ConfigError, did_you_mean
 from t5x_gpu.runtime.xla.table import ONE_LAYER, TABLE, Setting, Value
 
 PRESETS = {
-  'safe': 'plain XLA with fewer of its own kernels: to check whether a setting causes a bug',
+  'safe': 'XLA with fewer custom kernels: to check whether a setting causes a bug',
   'default': 'overlaps communication with computation, as NVIDIA and the JAX authors advise',
   'max_overlap': 'default plus every further overlap that XLA offers: measure before you keep it',
   'deterministic': 'default without its optimisations; a program gives the same bits on every run',
