@@ -435,6 +435,7 @@ def test_each_process_tells_its_own_failures_with_its_host_and_number(tmp_path):
   assert 'all-reduce' not in first + second  # nobody waits for GPUs that are not there
 
 
+@pytest.mark.slow  # two processes that measure, like the test above
 def test_json_of_several_processes_is_a_line_each(tmp_path):
   reports = [json.loads(text) for text in outputs(start_two(tmp_path, '--json'))]
   assert [r['process'] for r in reports] == [0, 1]

@@ -197,8 +197,8 @@ def test_a_removed_lock_is_written_again_and_a_lock_is_touched_while_it_is_held(
   assert not list(tmp_path.iterdir())
 
 
-def test_a_second_run_and_a_dry_run_are_told_before_they_compile_and_change_nothing(tmp_path):
-  project = Project(tmp_path)
+def test_a_second_run_and_a_dry_run_are_told_before_they_compile_and_change_nothing(tmp_path, warm):
+  project = Project(tmp_path, warm=warm)
   with project.start(DATA_MODULE='held_data', hold_before=2) as run:
     run.wait_for(run.held)
     owner = json.loads((project.model_dir / LOCK).read_text())
@@ -219,8 +219,8 @@ def test_a_second_run_and_a_dry_run_are_told_before_they_compile_and_change_noth
   assert project.run('--dry_run').code == 0 and not (project.model_dir / LOCK).exists()
 
 
-def test_a_run_that_was_cut_off_and_lost_its_model_dir_leaves_without_saving(tmp_path):
-  project = Project(tmp_path)
+def test_a_run_that_was_cut_off_and_lost_its_model_dir_leaves_without_saving(tmp_path, warm):
+  project = Project(tmp_path, warm=warm)
   with project.start(DATA_MODULE='held_data', hold_before=8) as run:
     run.wait_for(run.held)
     lock_of(project.model_dir, host='gpu-08', kernel='another')

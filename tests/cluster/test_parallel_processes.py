@@ -15,7 +15,8 @@ from t5x_gpu.checkpoint.tools.verify import verify
 from tests.helpers_train import DEADLINE_SECONDS, REPOSITORY, Project
 from tests.helpers_xla import xla_flags
 
-pytestmark = pytest.mark.cluster
+# In `make test`, checkpoint/test_any_to_any.py continues a run on two processes with its losses.
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 # A low learning rate: where a gradient is nearly 0, Adam makes whole steps of its rounding.
 MACROS = {
@@ -54,17 +55,17 @@ def parameters(project: Project) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
   'parallel, processes, devices_of_each, macros',
   [
-    ('tp', 2, 2, {'NUM_PARTITIONS': 2}),  # the cheapest case
-    pytest.param('fsdp', 4, 1, {}, marks=pytest.mark.slow),
+    ('tp', 2, 2, {'NUM_PARTITIONS': 2}),
+    ('fsdp', 4, 1, {}),
     # Over processes of one host: legal.
-    pytest.param('tp', 4, 1, {'NUM_PARTITIONS': 4}, marks=pytest.mark.slow),
-    pytest.param('cp', 2, 2, {'Partitioner.context': 4}, marks=pytest.mark.slow),
-    pytest.param('pp', 4, 1, {'Partitioner.stage': 4}, marks=pytest.mark.slow),
-    pytest.param('dp', 4, 1, {}, marks=pytest.mark.slow),
-    pytest.param('cp', 4, 1, {'Partitioner.context': 4}, marks=pytest.mark.slow),
-    pytest.param('tp_sp', 2, 2, {'NUM_PARTITIONS': 4}, marks=pytest.mark.slow),
-    pytest.param('pp', 2, 2, {'Partitioner.stage': 2}, marks=pytest.mark.slow),
-    pytest.param('3d', 2, 4, {}, marks=pytest.mark.slow),
+    ('tp', 4, 1, {'NUM_PARTITIONS': 4}),
+    ('cp', 2, 2, {'Partitioner.context': 4}),
+    ('pp', 4, 1, {'Partitioner.stage': 4}),
+    ('dp', 4, 1, {}),
+    ('cp', 4, 1, {'Partitioner.context': 4}),
+    ('tp_sp', 2, 2, {'NUM_PARTITIONS': 4}),
+    ('pp', 2, 2, {'Partitioner.stage': 2}),
+    ('3d', 2, 4, {}),
   ],
 )
 def test_processes_give_the_losses_and_parameters_of_one(

@@ -178,14 +178,14 @@ def test_models_train_the_same_without_stored_logits(name):
     lengths = {'targets': 12} if name in ('untied', 'tied_softcap') else dict(inputs=12, targets=12)
     spec = model.batch_spec(lengths, batch_size=2, pack=False)
     batch = next(iter(uneven_batches(spec, seed=0, num_batches=1)))
-    boxed = model.init(jax.random.key(0), spec)
+    boxed = jax.jit(lambda key: model.init(key, spec))(jax.random.key(0))
     params = jax.tree.map(lambda p: p.value, boxed, is_leaf=lambda x: hasattr(x, 'names'))
 
     def loss(params):
       sums = model.loss(params, batch)
       return sums['loss'][0], sums
 
-    return jax.grad(loss, has_aux=True)(params)
+    return jax.jit(jax.grad(loss, has_aux=True))(params)
 
   got_gradients, got = run(5)
   want_gradients, want = run(0)

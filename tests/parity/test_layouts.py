@@ -207,8 +207,15 @@ CASES = {
     dict(context=2, num_partitions=2, sequence_parallel=True), config=dict(remat_policy='offload')
   ),
   'fsdp_context': Case(dict(fsdp=2, context=2), config=dict(remat_policy='dots')),
+  'fsdp_context_model': Case(
+    dict(fsdp=2, context=2, num_partitions=2, sequence_parallel=True),
+    config=dict(remat_policy='offload', **CHUNKS),
+  ),
+  'fsdp_circular': Case(dict(stage=2, fsdp=2, pipeline_schedule='circular', pipeline_repeats=2)),
   'context_stage': Case(dict(context=2, stage=2)),
-  'expert_fsdp': Case(dict(data=1, expert=2, fsdp=4), model='moe'),
+  'expert_fsdp': Case(
+    dict(data=1, expert=2, fsdp=4), model='moe', config=dict(remat_policy='dots')
+  ),
   'expert_model': Case(dict(expert=2, num_partitions=2), model='moe'),
   'fsdp_by_layer_offload': Case(
     dict(fsdp=4), config=dict(remat_policy='offload'), num_microbatches=2
@@ -313,17 +320,14 @@ def one_device(model: str) -> dict[str, Any]:
   return run(build(Case({}, model), 1))
 
 
-# In `make test`: the combinations that runs have; the others are parts of these, or more of them.
+# In `make test`: combinations with every axis, stage of ZeRO and remat policy, and two schedules;
+# the others are parts of these, or more of them.
 FAST = (
   'zero2_remat',
-  'pp_circular',
-  'modern_tp_shared_kv_heads',
   't5_fsdp_model',
-  'fsdp_model_remat',
-  'fsdp_stage',
   'data_stage_model',
-  'context_model',
-  'fsdp_context',
+  'fsdp_circular',
+  'fsdp_context_model',
   'expert_fsdp',
 )
 

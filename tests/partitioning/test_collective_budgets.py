@@ -329,13 +329,14 @@ _POSITIONED = dict(
   [
     # Scale and bias of two norms, and the biases of two projections out of a layer; the last norm.
     (Case(dict(num_partitions=4, sequence_parallel=True), _POSITIONED, num_microbatches=2), 6 + 2),
-    (
+    pytest.param(
       Case(
         dict(fsdp=2, num_partitions=4, sequence_parallel=True),
         dict(qk_norm=True),
         num_microbatches=2,
       ),
       2 + 2 + 1,
+      marks=pytest.mark.slow,
     ),
     (Case(dict(_1F1B, num_partitions=2, sequence_parallel=True), dict(qk_norm=True)), 2 + 2 + 1),
     # Kernels and biases of keys and values of which there are fewer than devices.

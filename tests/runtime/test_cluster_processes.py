@@ -107,7 +107,10 @@ def test_uneven_hosts_are_an_error_on_every_process():
   assert 'Traceback' not in output
 
 
-@pytest.mark.parametrize('name, code', [('SIGUSR1', 85), ('SIGTERM', 85), ('SIGINT', 130)])
+@pytest.mark.parametrize(
+  'name, code',
+  [('SIGTERM', 85), ('SIGINT', 130), pytest.param('SIGUSR1', 85, marks=pytest.mark.slow)],
+)
 def test_a_signal_to_one_process_stops_all_at_the_same_step(name, code):
   results, exits, output = run('stop', [{}, {'at': 5, 'signal': name}, {}])
   assert exits == [code] * 3, output

@@ -107,15 +107,13 @@ MESHES = {
 # More layouts, and every gradient, in tests/parity/test_layouts.py.
 @pytest.mark.parametrize(
   'mesh',
-  [
-    name if name in ('data8', 'ici_dcn') else pytest.param(name, marks=pytest.mark.slow)
-    for name in MESHES
-  ],
+  [name if name == 'ici_dcn' else pytest.param(name, marks=pytest.mark.slow) for name in MESHES],
 )
 def test_every_mesh_equals_one_device_with_dropout_on(reference_with_dropout, mesh):
   assert_same(run(build(8, MESHES[mesh], dropout_rate=0.3)), reference_with_dropout)
 
 
+@pytest.mark.slow  # tests/parity/test_layouts.py accumulates on a mesh, too
 def test_accumulation_on_a_mesh_equals_the_full_batch_on_one_device(reference):
   assert_same(run(build(8, MESHES['data2_fsdp2_model2'], num_microbatches=4)), reference)
 
