@@ -3,7 +3,7 @@
     python benchmarks/data.py [--length 1024] [--seconds 10] [--rounds 3]
 
 The same text (the standard library's source, bytes), packed rows of the same length in batches of
-16. Each path runs in a separate process, in turns. The figure is tokens, without padding, per second
+16. Each path runs in a separate process, in turns. The figure is tokens without padding per second
 of CPU time, which other load disturbs less than the clock, and the median of the rounds.
 """
 
