@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import sys
 import time
 from typing import Optional
 
@@ -160,21 +159,14 @@ def main(argv: Optional[list[str]] = None) -> int:
     cluster_lib.add_flags(parser)
 
   logging_setup.quiet_environment()
-  args = cli.parse_args(
-    'python -m t5x_gpu.bench',
-    __doc__.splitlines()[0],
-    sys.argv[1:] if argv is None else argv,
-    extra=extra,
-  )
+  args = cli.parse_args('python -m t5x_gpu.bench', __doc__.splitlines()[0], argv, extra=extra)
   if args.extra.steps < 1 or args.extra.warmup < 0:
     raise ConfigError(
       f'--steps={args.extra.steps} --warmup={args.extra.warmup}: nothing to time.',
       fix='Give --steps of at least 1 and --warmup of at least 0.',
     )
   cluster = cluster_lib.detect_here(args.extra)
-  loaded = gin_loader.load(
-    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
-  )
+  loaded = args.load()
   config = gin_loader.configured(loaded, StepConfig)
   xla = distributed.start(cluster, config.distributed_cfg, xla_preset=config.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())

@@ -228,17 +228,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   args = cli.parse_args(
     PROG,
     DESCRIPTION,
-    sys.argv[1:] if argv is None else argv,
+    argv,
     extra=_flags,
-    gin_file_required=False,
-    takes_config=False,
+    without_config='Leave --gin_file and --gin.X out.',
     examples=EXAMPLES,
   )
   extra = args.extra
-  if args.has_config:
-    raise ConfigError(
-      f'{PROG} does not take a configuration.', fix='Leave --gin_file and --gin.X out.'
-    )
   useless = [
     f'--{name}'
     for name, commands in FLAGS.items()

@@ -6,9 +6,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
-from t5x_gpu.config import gin_files, provenance
+from t5x_gpu.config import gin_files, gin_loader, provenance
 from t5x_gpu.errors import ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean
 from t5x_gpu.runtime import import_interrupts, process_exit
 from t5x_gpu.runtime.interrupts import SecondInterruptLeaves
@@ -60,11 +60,16 @@ class Args:
   dry_run: bool
   extra: argparse.Namespace
 
-  @property
-  def has_config(self) -> bool:
-    """Whether any flag of a configuration was given."""
-    return bool(
-      self.gin_files or self.bindings or self.gin_search_paths or self.tfds_data_dir or self.dry_run
+  def load(self, **options: Any) -> gin_loader.LoadedConfig:
+    """Returns the configuration that the flags name; sets TFDS_DATA_DIR from --tfds_data_dir.
+
+    Args:
+      **options: further arguments of `gin_loader.load`.
+    """
+    if self.tfds_data_dir:
+      os.environ['TFDS_DATA_DIR'] = self.tfds_data_dir
+    return gin_loader.load(
+      self.gin_files, bindings=self.bindings, search_paths=self.gin_search_paths, **options
     )
 
 
@@ -78,11 +83,11 @@ class _Parser(argparse.ArgumentParser):
 def parse_args(
   prog: str,
   description: str,
-  argv: Sequence[str],
+  argv: Optional[Sequence[str]],
   *,
   extra: Optional[Callable[[argparse.ArgumentParser], None]] = None,
   gin_file_required: bool = True,
-  takes_config: bool = True,
+  without_config: str = '',
   examples: str = EXAMPLES,
 ) -> Args:
   """Returns the parsed flags; prints and exits on --help.
@@ -90,14 +95,14 @@ def parse_args(
   Args:
     prog: as the user types it, 'python -m t5x_gpu.train'.
     description: what the command does, one or two sentences.
-    argv: without the program's name.
+    argv: without the program's name; None for those of this process.
     extra: adds the command's flags; their values are in `Args.extra`.
     gin_file_required: whether --gin_file is required.
-    takes_config: whether --help shows the flags of a configuration. Commands that take none use
-      `Args.has_config` to explain what to do instead.
+    without_config: for commands that take no configuration: what to do with its flags instead.
     examples: the end of --help; `{prog}` in it is replaced.
   Raises:
-    ConfigError: an unknown flag (with the closest known ones), a bad value, no --gin_file.
+    ConfigError: an unknown flag (with the closest known ones), a bad value, no --gin_file, or flags
+      of a configuration for a command that takes none.
   """
   parser = _Parser(
     prog=prog,
@@ -106,16 +111,19 @@ def parse_args(
     epilog=examples.format(prog=prog),
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  _add_config_flags(parser, shown=takes_config)
+  _add_config_flags(parser, shown=not without_config)
   known = {action.dest for action in parser._actions}
   if extra is not None:
     extra(parser)
-  rest, bindings = _take_bindings(list(argv))
+  rest, bindings = _take_bindings(list(sys.argv[1:] if argv is None else argv))
   values, unknown = parser.parse_known_intermixed_args(rest)
   if unknown:
     raise _unknown_argument(unknown[0], parser)
   files = _split(values.gin_file)
-  if gin_file_required and not files:
+  if without_config:
+    if bindings or any((files, values.gin_search_paths, values.tfds_data_dir, values.dry_run)):
+      raise ConfigError(f'{prog} does not take a configuration.', fix=without_config)
+  elif gin_file_required and not files:
     shipped = gin_files.GinFiles().shipped('examples')
     raise ConfigError(
       'No --gin_file is given.',

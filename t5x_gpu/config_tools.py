@@ -1,6 +1,7 @@
 """`python -m t5x_gpu.config explain KEY | show | diff A.gin B.gin`: where values come from."""
 
 import argparse
+import dataclasses
 import sys
 from typing import Optional
 
@@ -32,12 +33,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 def main(argv: Optional[list[str]] = None) -> Optional[int]:
   """Answers one command on standard output."""
   args = cli.parse_args(
-    PROG,
-    DESCRIPTION,
-    sys.argv[1:] if argv is None else argv,
-    extra=_flags,
-    gin_file_required=False,
-    examples=EXAMPLES,
+    PROG, DESCRIPTION, argv, extra=_flags, gin_file_required=False, examples=EXAMPLES
   )
   command, names = args.extra.command, args.extra.names
   wanted = {'show': 0, 'diff': 2}.get(command, max(1, len(names)))
@@ -50,9 +46,7 @@ def main(argv: Optional[list[str]] = None) -> Optional[int]:
     raise ConfigError('No --gin_file is given.', fix=f'{PROG} {command} ... --gin_file=FILE')
 
   def provenance_of(files: tuple[str, ...]) -> Provenance:
-    config = gin_loader.load(
-      files, bindings=args.bindings, search_paths=args.gin_search_paths, entry=args.extra.entry
-    )
+    config = dataclasses.replace(args, gin_files=files).load(entry=args.extra.entry)
     for note in config.notes:
       print(f'note: {note}', file=sys.stderr)
     return config.provenance

@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import pathlib
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -216,7 +215,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   args = cli.parse_args(
     'python -m t5x_gpu.convert',
     __doc__.splitlines()[0],
-    sys.argv[1:] if argv is None else argv,
+    argv,
     extra=_add_flags,
     gin_file_required=False,
     examples=EXAMPLES,

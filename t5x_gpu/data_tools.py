@@ -8,7 +8,6 @@ import itertools
 import os
 import pathlib
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
@@ -133,9 +132,7 @@ def _opened(args: cli.Args) -> _Data:
       num_classes=2**31 - 1,
     )
     return _Data(config, spec, index.feature_converter)
-  loaded = gin_loader.load(
-    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
-  )
+  loaded = args.load()
   run = gin_loader.configured(loaded, _RunConfig)
   model, config, evaluated = run.model, run.train_dataset_cfg, run.train_eval_dataset_cfg
   if args.extra.split and evaluated is not None and evaluated.split == args.extra.split:
@@ -324,7 +321,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   args = cli.parse_args(
     PROG,
     __doc__.partition(': ')[2].capitalize(),
-    sys.argv[1:] if argv is None else argv,
+    argv,
     extra=_flags,
     gin_file_required=False,
     examples=EXAMPLES,
@@ -333,8 +330,6 @@ def main(argv: Optional[list[str]] = None) -> int:
   if extra.rows is not None and extra.rows < 1 or extra.seconds <= 0:
     what = f'--rows={extra.rows}, --seconds={extra.seconds:g}: both must be positive.'
     raise ConfigError(what, fix='Leave them out.')
-  if args.tfds_data_dir:
-    os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
   logging_setup.quiet_environment()
   data = _opened(args)
   logging_setup.setup()

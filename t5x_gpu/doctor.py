@@ -243,16 +243,10 @@ def main(argv: Sequence[str]) -> int:
     'Checks this machine before a run: versions, GPUs, links, speeds.',
     argv,
     extra=_add_flags,
-    gin_file_required=False,
-    takes_config=False,
+    without_config='Leave out the gin files and bindings; --model_dir names the folder of the run. '
+    'To check a run, use python -m t5x_gpu.train --dry_run.',
     examples=EXAMPLES,
   )
-  if args.has_config:
-    raise ConfigError(
-      'The doctor checks a machine, not a configuration.',
-      fix='Leave out the gin files and bindings; --model_dir names the folder of the run. '
-      'To check a run, use python -m t5x_gpu.train --dry_run.',
-    )
   if args.extra.markdown and not args.extra.flags:
     raise ConfigError('--markdown is set without --flags.', fix='Add --flags.')
   xla_presets.check_preset(args.extra.preset)

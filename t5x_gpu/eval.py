@@ -8,10 +8,8 @@ of a MODEL_DIR, or those that a run still writes. Checkpoints with results are s
 import argparse
 import dataclasses
 import functools
-import os
 import re
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
@@ -245,18 +243,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   """Parses flags and gin files, then evaluates."""
   logging_setup.quiet_environment()
   args = cli.parse_args(
-    'python -m t5x_gpu.eval',
-    __doc__.splitlines()[0],
-    sys.argv[1:] if argv is None else argv,
-    extra=_add_flags,
-    examples=EXAMPLES,
+    'python -m t5x_gpu.eval', __doc__.splitlines()[0], argv, extra=_add_flags, examples=EXAMPLES
   )
   cluster = cluster_lib.detect_here(args.extra)
-  if args.tfds_data_dir:
-    os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
-  loaded = gin_loader.load(
-    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
-  )
+  loaded = args.load()
   config = gin_loader.configured(loaded, EvalConfig)
   distributed.start(cluster, config.distributed_cfg, xla_preset=config.xla_preset)
   logging_setup.setup(process_index=jax.process_index(), process_count=jax.process_count())

@@ -164,7 +164,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   args = cli.parse_args(
     'python -m t5x_gpu.infer',
     __doc__.splitlines()[0],
-    sys.argv[1:] if argv is None else argv,
+    argv,
     extra=_add_flags,
     gin_file_required=False,
     examples=EXAMPLES,

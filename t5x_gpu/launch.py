@@ -264,15 +264,10 @@ def main(argv: Optional[list[str]] = None) -> int:
     __doc__.splitlines()[0],
     argv[:split],
     extra=_add_flags,
-    gin_file_required=False,
-    takes_config=False,
+    without_config='Write the flags of the run after --: '
+    'python -m t5x_gpu.launch --nproc N -- --gin_file=FILE ...',
     examples=EXAMPLES,
   )
-  if args.has_config:
-    raise ConfigError(
-      'The flags of the training run must come after --.',
-      fix='Write python -m t5x_gpu.launch --nproc N -- --gin_file=FILE ...',
-    )
   flags = args.extra
   launcher_conflicts.refuse_several_launches(cluster.ask_all(os.environ), os.environ)
   gpus = [] if flags.no_gpu else nvml.physical_gpus()

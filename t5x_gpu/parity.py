@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -226,7 +225,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   args = cli.parse_args(
     'python -m t5x_gpu.parity',
     'Checks that a model trains on its mesh as on one device: compares a few steps of both.',
-    sys.argv[1:] if argv is None else argv,
+    argv,
     extra=_add_flags,
     examples=EXAMPLES,
   )
@@ -238,9 +237,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   cli.check_folders_of(args.extra.json)
   topology, devices = _devices(args.extra)
   logging_setup.setup()
-  loaded = gin_loader.load(
-    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
-  )
+  loaded = args.load()
   config = gin_loader.configured(loaded, StepConfig)
   xla = xla_flags.prepare_environment(config.xla_preset) if args.extra.real else None
   programs = build(config, topology=topology, devices=devices)

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import re
-import sys
 from collections.abc import MutableMapping, Sequence
 from typing import Any, Optional
 
@@ -272,11 +271,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files and prints the plan; --out draws it, --json writes it."""
   logging_setup.quiet_environment()
   args = cli.parse_args(
-    'python -m t5x_gpu.plan',
-    __doc__.splitlines()[0],
-    sys.argv[1:] if argv is None else argv,
-    extra=_add_flags,
-    examples=EXAMPLES,
+    'python -m t5x_gpu.plan', __doc__.splitlines()[0], argv, extra=_add_flags, examples=EXAMPLES
   )
   topology = topology_of(args.extra.devices, args.extra.hosts)
   if args.extra.gpu:
@@ -286,9 +281,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   gpus = args.extra.gpu and described_gpus(
     args.extra.gpu, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
   )
-  loaded = gin_loader.load(
-    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
-  )
+  loaded = args.load()
   config = gin_loader.configured(loaded, StepConfig)
   logging_setup.setup()
   program = program_of_run(config, topology=topology, devices=devices)

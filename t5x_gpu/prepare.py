@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import sys
 import time
 from collections.abc import Iterable
 from typing import Any, Optional
@@ -208,11 +207,7 @@ def _summary(index: Index) -> Iterable[str]:
 def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files, then prepares each split."""
   args = cli.parse_args(
-    'python -m t5x_gpu.prepare',
-    __doc__.splitlines()[0],
-    sys.argv[1:] if argv is None else argv,
-    extra=_add_flags,
-    examples=EXAMPLES,
+    'python -m t5x_gpu.prepare', __doc__.splitlines()[0], argv, extra=_add_flags, examples=EXAMPLES
   )
   extra = args.extra
   if not extra.output:
@@ -221,12 +216,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     value = getattr(extra, name)
     if value is not None and value < 1:
       raise ConfigError(f'--{name}={value} must be at least 1.', fix=f'Leave --{name} out.')
-  if args.tfds_data_dir:
-    os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
   logging_setup.quiet_environment()
-  loaded = gin_loader.load(
-    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
-  )
+  loaded = args.load()
   logging_setup.setup()
   splits = _splits(gin_loader.configured(loaded, RunDataConfig), extra.split, extra.shards)
   output = pathlib.Path(extra.output).expanduser()

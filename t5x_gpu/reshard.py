@@ -6,7 +6,6 @@ without a GPU, in bounded host memory. The same command continues after an inter
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Optional
 
@@ -108,17 +107,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   args = cli.parse_args(
     PROG,
     __doc__.splitlines()[0],
-    sys.argv[1:] if argv is None else argv,
+    argv,
     extra=_flags,
-    gin_file_required=False,
-    takes_config=False,
+    without_config='Leave --gin_file and --gin.X out.',
     examples=EXAMPLES,
   )
   extra = args.extra
-  if args.has_config:
-    raise ConfigError(
-      f'{PROG} does not take a configuration.', fix='Leave --gin_file and --gin.X out.'
-    )
   missing = [flag for flag, value in (('--from', extra.source), ('--to', extra.to)) if not value]
   if missing:
     raise ConfigError(

@@ -5,8 +5,6 @@ its loop. Their parts are in run/, in the order of time: config, check, data, li
 """
 
 import functools
-import os
-import sys
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -194,19 +192,12 @@ def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files, then trains."""
   preemption.catch_early()
   args = cli.parse_args(
-    'python -m t5x_gpu.train',
-    __doc__.splitlines()[0],
-    sys.argv[1:] if argv is None else argv,
-    extra=cluster_lib.add_flags,
+    'python -m t5x_gpu.train', __doc__.splitlines()[0], argv, extra=cluster_lib.add_flags
   )
   cluster = cluster_lib.detect_here(args.extra)
   preemption.expect_end(cluster.end_time)
-  if args.tfds_data_dir:
-    os.environ['TFDS_DATA_DIR'] = args.tfds_data_dir
   logging_setup.quiet_environment()
-  loaded = gin_loader.load(
-    args.gin_files, bindings=args.bindings, search_paths=args.gin_search_paths
-  )
+  loaded = args.load()
   run = gin_loader.configured(loaded, Run)
   xla = distributed.start(cluster, run.distributed_cfg, xla_preset=run.xla_preset)
   # From here on this process uses devices, which may never answer.

@@ -137,7 +137,7 @@ def test_the_console_script_hands_its_arguments_to_the_command(monkeypatch, caps
   'flag', ['--gin_file=a.gin', '--gin.A=1', '--dry_run', '--tfds_data_dir=a']
 )
 def test_flags_of_the_run_before_the_dashes_of_launch_start_nothing(flag):
-  with pytest.raises(ConfigError, match='come after --'):
+  with pytest.raises(ConfigError, match='does not take a configuration'):
     launch.main(['--nproc=1', '--no_gpu', flag, '--', '--help'])
 
 

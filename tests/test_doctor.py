@@ -122,7 +122,7 @@ def test_deadlines_hold_and_keep_what_was_printed():
 
 
 def test_gin_files_are_refused():
-  with pytest.raises(ConfigError, match='not a configuration'):
+  with pytest.raises(ConfigError, match='does not take a configuration'):
     doctor.main(['--gin_file=gin_configs/examples/demo.gin'])
   with pytest.raises(ConfigError, match="Did you mean 'default'"):
     doctor.main(['--preset=defualt'])
