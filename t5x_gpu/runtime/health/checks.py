@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Optional
 
 from t5x_gpu.runtime import gpus as gpu_detect
+from t5x_gpu.runtime import memory
 
 _log = logging.getLogger(__name__)
 
@@ -95,23 +96,16 @@ def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 
     newer = _numbers(jaxlib) > _numbers(jax)
     return Check('packages', FAIL if newer else WARN, value, f"pip install -U 'jaxlib=={jax}'")
   if len(cudas) > 1:
-    return Check(
-      'packages',
-      WARN,
-      value,
-      'Two CUDA plugins: pip uninstall the jax-cuda12-plugin and jax-cuda12-pjrt packages.',
-    )
+    fix = 'Two CUDA plugins: pip uninstall the jax-cuda12-plugin and jax-cuda12-pjrt packages.'
+    return Check('packages', WARN, value, fix)
   for cuda in cudas:
     for part in ('plugin', 'pjrt'):
       version = versions.get(f'jax-cuda{cuda}-{part}')
+      if version is None:
+        return Check('packages', FAIL, f'{value}, no jax-cuda{cuda}-{part}', again)
       if version != jaxlib:
-        different = version is None or _numbers(version)[:2] != _numbers(jaxlib)[:2]
-        return Check(
-          'packages',
-          FAIL if different else WARN,
-          value if version else f'{value}, no jax-cuda{cuda}-{part}',
-          again,
-        )
+        different = _numbers(version)[:2] != _numbers(jaxlib)[:2]
+        return Check('packages', FAIL if different else WARN, value, again)
   if gpus and not cudas:
     return Check('packages', FAIL, f'{value}, no CUDA plugin: jax will run on the CPU', again)
   if gpus and 'nvidia-ml-py' not in versions:
@@ -134,38 +128,24 @@ def check_driver(
     on_bus: NVIDIA GPUs on the PCI bus.
     expected: GPUs that the user expects.
   """
+  if driver is None and on_bus:
+    fix = 'Install the NVIDIA driver; in a container, start it with GPUs (docker run --gpus all, '
+    fix += 'apptainer --nv).'
+    return Check('driver', FAIL, f'none, but {on_bus} NVIDIA GPUs are on the PCI bus', fix)
+  if driver is None and expected:
+    fix = 'This machine has no NVIDIA GPU: request GPUs from the scheduler (Slurm: '
+    fix += '--gpus-per-node), or do not expect any.'
+    return Check('driver', FAIL, f'none, {expected} GPUs expected', fix)
   if driver is None:
-    if on_bus:
-      return Check(
-        'driver',
-        FAIL,
-        f'none, but {on_bus} NVIDIA GPUs are on the PCI bus',
-        'Install the NVIDIA driver; in a container, start it with GPUs '
-        '(docker run --gpus all, apptainer --nv).',
-      )
-    if expected:
-      return Check(
-        'driver',
-        FAIL,
-        f'none, {expected} GPUs expected',
-        'This machine has no NVIDIA GPU: request GPUs from the scheduler '
-        '(Slurm: --gpus-per-node), or do not expect any.',
-      )
     return Check('driver', OK, 'none (no GPU here)')
   cuda = max((c for c in OLDEST_DRIVER if f'jax-cuda{c}-plugin' in versions), default=None)
   if cuda and int(driver.split('.')[0]) < OLDEST_DRIVER[cuda]:
     older = [c for c in OLDEST_DRIVER if int(driver.split('.')[0]) >= OLDEST_DRIVER[c]]
-    instead = (
-      f", or install the plugin for CUDA {older[-1]}: pip install 'jax[cuda{older[-1]}]'"
-      if older
-      else ''
-    )
-    return Check(
-      'driver',
-      FAIL,
-      f'{driver}, CUDA {cuda} needs {OLDEST_DRIVER[cuda]} or newer',
-      f'Update the NVIDIA driver{instead}.',
-    )
+    fix = 'Update the NVIDIA driver'
+    if older:
+      fix += f", or install the plugin for CUDA {older[-1]}: pip install 'jax[cuda{older[-1]}]'"
+    value = f'{driver}, CUDA {cuda} needs {OLDEST_DRIVER[cuda]} or newer'
+    return Check('driver', FAIL, value, f'{fix}.')
   return Check('driver', OK, driver)
 
 
@@ -180,12 +160,8 @@ def check_numa(nodes: Mapping[str, int], *, num_nodes: int) -> Check:
     return Check('numa', OK, f'{num_nodes} node{"s" * (num_nodes != 1)}, no GPU on the PCI bus')
   text = ', '.join(f'{address} on {"?" if node < 0 else node}' for address, node in nodes.items())
   if num_nodes > 1 and min(nodes.values()) < 0:
-    return Check(
-      'numa',
-      WARN,
-      f'{num_nodes} nodes, but unknown for some GPUs: {text}',
-      'Bind processes by hand (--numa=FILE): the firmware or virtual machine hides the layout.',
-    )
+    fix = 'Bind processes by hand (--numa=FILE): the firmware or virtual machine hides the layout.'
+    return Check('numa', WARN, f'{num_nodes} nodes, but unknown for some GPUs: {text}', fix)
   return Check('numa', OK, f'{num_nodes} node{"s" * (num_nodes != 1)}: {text}')
 
 
@@ -214,24 +190,16 @@ def check_library(
   packages = {name: version for name, version in versions.items() if f'nvidia-{part}-' in name}
   value = ', '.join(f'{name} {version}' for name, version in packages.items())
   if loaded and built and loaded // 100 < built // 100:
-    return Check(
-      part,
-      FAIL,
-      f'{value or "system"}, {loaded} loaded, jax was built with {built}',
-      f'pip install -U {" ".join(packages) or f"nvidia-{part}-cu13"}, and remove older '
-      'copies from LD_LIBRARY_PATH.',
-    )
+    value = f'{value or "system"}, {loaded} loaded, jax was built with {built}'
+    install = f'pip install -U {" ".join(packages) or f"nvidia-{part}-cu13"}'
+    return Check(part, FAIL, value, f'{install}, and remove older copies from LD_LIBRARY_PATH.')
   if loaded:
     value = f'{value or "system library"} ({loaded} loaded)'
   if not gpus:
     return Check(part, OK, value or 'none (no GPU here)')
   if not value:
-    return Check(
-      part,
-      WARN,
-      'no wheel installed: uses the system library',
-      "pip install 'jax[cuda13]' brings the version that was tested.",
-    )
+    fix = "pip install 'jax[cuda13]' brings the version that was tested."
+    return Check(part, WARN, 'no wheel installed: uses the system library', fix)
   return Check(part, OK, value)
 
 
@@ -254,32 +222,23 @@ def check_ulimits(
     for name, limit in limits.items()
   )
 
-  def below(name: str, least: float) -> bool:
-    return limits[name] != resource.RLIM_INFINITY and limits[name] < least
-
-  if below('nofile', LEAST_OPEN_FILES):
-    return Check(
-      'ulimits',
-      WARN,
-      shown,
-      'ulimit -n 65536: checkpoints and data readers open thousands of files.',
-    )
-  if below('nproc', LEAST_OPEN_FILES):
-    return Check(
-      'ulimits',
-      WARN,
-      shown,
-      'ulimit -u unlimited: XLA, NCCL and TensorFlow start hundreds of threads per process.',
-    )
-  if below('memlock', float('inf')) and infiniband.is_dir() and any(infiniband.iterdir()):
-    return Check(
-      'ulimits',
-      WARN,
-      shown,
-      'ulimit -l unlimited (Slurm: '
-      'PropagateResourceLimitsExcept=MEMLOCK): NCCL registers its buffers with the '
-      'network card.',
-    )
+  has_rdma = infiniband.is_dir() and any(infiniband.iterdir())
+  for name, least, fix in (
+    ('nofile', LEAST_OPEN_FILES, '-n 65536: checkpoints and data readers open thousands of files.'),
+    (
+      'nproc',
+      LEAST_OPEN_FILES,
+      '-u unlimited: XLA, NCCL and TensorFlow start hundreds of threads per process.',
+    ),
+    (
+      'memlock',
+      float('inf') if has_rdma else 0,
+      '-l unlimited (Slurm: PropagateResourceLimitsExcept=MEMLOCK): NCCL registers its buffers '
+      'with the network card.',
+    ),
+  ):
+    if limits[name] != resource.RLIM_INFINITY and limits[name] < least:
+      return Check('ulimits', WARN, shown, f'ulimit {fix}')
   return Check('ulimits', OK, shown)
 
 
@@ -290,33 +249,25 @@ def check_shared_memory(folder: str = '/dev/shm', *, gpus: int = 0) -> Check:
     folder: where it is mounted.
     gpus: on this machine; NCCL uses it between several GPUs.
   """
-  fix = 'Start the container with --ipc=host or --shm-size=16g.'
+  bad, fix = FAIL if gpus > 1 else WARN, 'Start the container with --ipc=host or --shm-size=16g.'
   try:
     stat = os.statvfs(folder)
   except OSError:
-    return Check('/dev/shm', FAIL if gpus > 1 else WARN, 'not there', fix)
+    return Check('/dev/shm', bad, 'not there', fix)
   size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
   value = f'{size / GIB:.2g} GiB, {free / GIB:.2g} GiB free'
-  if min(size, free) < LEAST_SHM_BYTES:
-    return Check(
-      '/dev/shm',
-      FAIL if gpus > 1 else WARN,
-      value,
-      fix if size < LEAST_SHM_BYTES else 'Remove files that crashed jobs left: ls -la /dev/shm',
-    )
+  if size < LEAST_SHM_BYTES:
+    return Check('/dev/shm', bad, value, fix)
+  if free < LEAST_SHM_BYTES:
+    return Check('/dev/shm', bad, value, 'Remove files that crashed jobs left: ls -la /dev/shm')
   return Check('/dev/shm', OK, value)
 
 
-def check_host(cgroup: pathlib.Path = pathlib.Path('/sys/fs/cgroup')) -> Check:
+def check_host() -> Check:
   """Returns the CPUs and memory that this process may use."""
-  cpus = len(os.sched_getaffinity(0))
-  total = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-  try:
-    limit = (cgroup / 'memory.max').read_text(encoding='ascii').strip()
-    total = min(total, int(limit))
-  except (OSError, ValueError):
-    pass  # No limit ('max'), or another cgroup layout.
-  return Check('host', OK, f'{cpus} CPUs, {total / GIB:.0f} GiB of memory for this process')
+  cpus, limit = len(os.sched_getaffinity(0)), memory.host_limit()
+  total = f'{limit.bytes / GIB:.0f} GiB' if limit else 'an unknown amount'
+  return Check('host', OK, f'{cpus} CPUs, {total} of memory for this process')
 
 
 def quick_checks(*, expect_gpus: Optional[int] = None) -> list[Check]:

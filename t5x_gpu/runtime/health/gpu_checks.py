@@ -56,12 +56,8 @@ def check_devices(
     environ: JAX_PLATFORMS and CUDA_VISIBLE_DEVICES in it may hide GPUs.
   """
   if found is None:
-    return Check(
-      'devices',
-      FAIL,
-      f'jax did not start: {problem or "no answer"}',
-      'Read the whole message: python -c "import jax; print(jax.devices())"',
-    )
+    fix = 'Read the whole message: python -c "import jax; print(jax.devices())"'
+    return Check('devices', FAIL, f'jax did not start: {problem or "no answer"}', fix)
   seen = 0 if found['platform'] == 'cpu' else found['count']
   kinds = ', '.join(found['kinds'])
   value = f'{seen} x {kinds}' if seen else f'jax runs on {found["platform"]}'
@@ -74,24 +70,15 @@ def check_devices(
     if hidden
     else ('JAX_PLATFORMS=cuda python -c "import jax; jax.devices()" shows why.')
   )
+  why = f': {problem}' if problem and not seen else ''
   if expected is not None and seen != expected:
-    return Check(
-      'devices',
-      FAIL,
-      f'{value}, {expected} expected' + (f': {problem}' if problem and not seen else ''),
-      unhide
-      if on_machine >= expected
-      else f'This machine shows {on_machine} GPUs: request {expected} from the scheduler.',
-    )
+    if on_machine < expected:
+      unhide = f'This machine shows {on_machine} GPUs: request {expected} from the scheduler.'
+    return Check('devices', FAIL, f'{value}, {expected} expected{why}', unhide)
   if on_machine and not seen:
     # A warning if the user asked for the CPU; otherwise a mistake.
-    asked = environ.get('JAX_PLATFORMS') == 'cpu'
-    return Check(
-      'devices',
-      WARN if asked else FAIL,
-      f'{value}, though {on_machine} GPUs are here' + (f': {problem}' if problem else ''),
-      unhide,
-    )
+    status = WARN if environ.get('JAX_PLATFORMS') == 'cpu' else FAIL
+    return Check('devices', status, f'{value}, though {on_machine} GPUs are here{why}', unhide)
   if seen < on_machine and not hidden:
     return Check('devices', FAIL, f'{value}, though {on_machine} GPUs are here', unhide)
   if not on_machine and not seen:
@@ -118,23 +105,16 @@ def check_links(topology: str, *, gpus: int) -> Check:
   kinds = {kind: pairs.count(kind) for kind in sorted(set(pairs))}
   value = ', '.join(f'{count} pairs by {kind}' for kind, count in kinds.items())
   linked = sum(count for kind, count in kinds.items() if kind.startswith('NV'))
-  if 0 < linked < len(pairs):
-    return Check(
-      'nvlink',
-      WARN,
-      value,
-      'Some pairs have no NVLink: keep num_partitions within '
-      'pairs that have it, or have the bridge or switch checked.',
-    )
-  if not linked:
-    return Check(
-      'nvlink',
-      WARN,
-      value,
-      'No NVLink: tensor parallelism will be slow, prefer data '
-      'or fsdp. On an SXM machine, is nvidia-fabricmanager running?',
-    )
-  return Check('nvlink', OK, value)
+  if linked == len(pairs):
+    return Check('nvlink', OK, value)
+  fix = (
+    'Some pairs have no NVLink: keep num_partitions within pairs that have it, or have the bridge '
+    'or switch checked.'
+    if linked
+    else 'No NVLink: tensor parallelism will be slow, prefer data or fsdp. On an SXM machine, is '
+    'nvidia-fabricmanager running?'
+  )
+  return Check('nvlink', WARN, value, fix)
 
 
 def check_matmul(
@@ -148,9 +128,8 @@ def check_matmul(
     problem: why there are no rates.
   """
   if not rates or devices is None:
-    return Check(
-      'matmul', FAIL, problem or 'not measured', 'If it hangs: nvidia-smi, dmesg | grep -i xid'
-    )
+    fix = 'If it hangs: nvidia-smi, dmesg | grep -i xid'
+    return Check('matmul', FAIL, problem or 'not measured', fix)
   if devices['platform'] == 'cpu':
     return Check('matmul', OK, f'{rates[0] / 1e9:.0f} GFLOP/s float32 on the CPU')
   slowest, fastest = min(rates), max(rates)
@@ -159,13 +138,8 @@ def check_matmul(
   share = f', {slowest / peak:.0%} of {peak / 1e12:.0f}' if peak else ', peak unknown'
   value = f'{each} TFLOP/s bfloat16{share}'
   if slowest < fastest * (1 - MOST_SPREAD):
-    return Check(
-      'matmul',
-      WARN,
-      value,
-      f'GPU {list(rates).index(slowest)} is slower than the '
-      'others, and all will wait for it: is it hot, throttled, or in use?',
-    )
+    fix = f'GPU {list(rates).index(slowest)} is slower than the others, and all will wait for it: '
+    return Check('matmul', WARN, value, fix + 'is it hot, throttled, or in use?')
   if peak and slowest < peak * LEAST_MATMUL_SHARE:
     return Check('matmul', WARN, value, 'Is another job on this GPU (nvidia-smi)? See also clocks.')
   return Check('matmul', OK, value)
@@ -185,25 +159,19 @@ def check_all_reduce(found: Mapping[str, Any], *, nvlink: bool = True, problem: 
     return Check('all-reduce', FAIL, found['problem']['what'], found['problem']['fix'])
   if rates is None:
     came = f'{together["topology"]} were ready, then' if together else 'did not start'
-    return Check(
-      'all-reduce',
-      FAIL,
-      f'{came}: {problem or "no answer"}',
+    fix = (
       'If one of several processes prints another error, that is the cause. NCCL_DEBUG=INFO '
-      'shows where it stops; check /dev/shm, the network and the driver first.',
+      'shows where it stops; check /dev/shm, the network and the driver first.'
     )
+    return Check('all-reduce', FAIL, f'{came}: {problem or "no answer"}', fix)
   value = (
     ', '.join(f'{rate / 1e9:.3g} GB/s {tier.replace("_", " ")}' for tier, rate in rates.items())
     + f' ({together["topology"]})'
   )
   link = NVLINK.get(generation(together['kind']) or '')
   if nvlink and link and rates.get('in_host', link) < LEAST_LINK_SHARE * link:
-    return Check(
-      'all-reduce',
-      WARN,
-      f'{value}, NVLink reaches {link / 1e9:.0f}',
-      'NCCL_DEBUG=INFO shows which transport it chose; P2P may be off (IOMMU, ACS).',
-    )
+    fix = 'NCCL_DEBUG=INFO shows which transport it chose; P2P may be off (IOMMU, ACS).'
+    return Check('all-reduce', WARN, f'{value}, NVLink reaches {link / 1e9:.0f}', fix)
   return Check('all-reduce', OK, value)
 
 
@@ -219,9 +187,8 @@ def check_clocks(text: Optional[str], *, gpus: int) -> Check:
   rows = [[cell.strip() for cell in line.split(',')] for line in (text or '').splitlines()]
   rows = [row for row in rows if len(row) == 3 and row[0].isdigit() and row[1].isdigit()]
   if not rows:
-    return Check(
-      'clocks', WARN, 'nvidia-smi did not report them', 'nvidia-smi -q -d CLOCK,PERFORMANCE'
-    )
+    fix = 'nvidia-smi -q -d CLOCK,PERFORMANCE'
+    return Check('clocks', WARN, 'nvidia-smi did not report them', fix)
   slow = {}
   for i, (_, _, reasons) in enumerate(rows):
     mask = int(reasons, 16) if re.fullmatch(r'0x[0-9a-fA-F]+', reasons) else 0
@@ -230,12 +197,8 @@ def check_clocks(text: Optional[str], *, gpus: int) -> Check:
   lowest = min(int(row[0]) for row in rows)
   value = f'{lowest} of {rows[0][1]} MHz under load'
   if slow:
-    return Check(
-      'clocks',
-      WARN,
-      f'{value}; ' + ', '.join(f'GPU {i}: {reason}' for i, reason in slow.items()),
-      'Have cooling and power checked.',
-    )
+    reasons = ', '.join(f'GPU {i}: {reason}' for i, reason in slow.items())
+    return Check('clocks', WARN, f'{value}; {reasons}', 'Have cooling and power checked.')
   return Check('clocks', OK, value)
 
 
@@ -248,25 +211,16 @@ def check_disk(found: Optional[Mapping[str, float]], *, folder: str, problem: st
     problem: why the child failed.
   """
   if found is None:
-    return Check(
-      'disk',
-      FAIL,
-      f'{folder}: {problem or "no answer"}',
-      'Choose a folder that you can write to: --model_dir=FOLDER',
-    )
+    fix = 'Choose a folder that you can write to: --model_dir=FOLDER'
+    return Check('disk', FAIL, f'{folder}: {problem or "no answer"}', fix)
   value = (
     f'{folder}: write {found["write"] / 1e6:.0f} MB/s, read {found["read"] / 1e6:.0f} MB/s, '
     f'{found["sync_seconds"] * 1e3:.0f} ms per sync, {found["free"] / GIB:.0f} GiB free'
   )
   if found['write'] < LEAST_DISK:
-    return Check(
-      'disk',
-      WARN,
-      value,
-      'Checkpoints will be slow: a model of 1 billion parameters '
-      f'with Adam takes {12e9 / found["write"] / 60:.0f} min here. Use a local or '
-      'parallel file system.',
-    )
+    minutes = 12e9 / found['write'] / 60
+    fix = f'Checkpoints will be slow: a model of 1 billion parameters with Adam takes {minutes:.0f}'
+    return Check('disk', WARN, value, fix + ' min here. Use a local or parallel file system.')
   if found['free'] < LEAST_FREE:
     return Check('disk', WARN, value, 'Free some space, or keep fewer checkpoints.')
   return Check('disk', OK, value)
