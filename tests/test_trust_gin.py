@@ -186,9 +186,9 @@ def test_a_task_that_would_import_is_refused(folder, given, says):
     }
     | given
   )
-  for opened in (data_module.open_prompt_text, data_module.open_class_text):
+  for function in ('prompt_text', 'class_text'):
     with pytest.raises(ConfigError) as error:
-      opened(config, may_import=(), model_vocab_size=264)
+      data_module.open_text(config, function, may_import=(), model_vocab_size=264)
     assert says in str(error.value) and not (folder / 'ran').exists()
 
 
@@ -197,8 +197,8 @@ def test_prepared_rows_of_a_task_that_would_import_are_too(folder):
   config = DatasetConfig(f'prepared:{folder}/rows', {'targets': 32}, 'train', 1)
   options = dict(feature_converter='lm', model_vocab_size=264, has_inputs=False)
   with pytest.raises(ConfigError, match="mixture_or_task_module = 'tests.mixed_tasks'"):
-    data_module.open_prompt_text(config, may_import=(), **options)
-  text = data_module.open_prompt_text(config, may_import=('tests.mixed_tasks',), **options)
+    data_module.open_text(config, 'prompt_text', may_import=(), **options)
+  text = data_module.open_text(config, 'prompt_text', may_import=('tests.mixed_tasks',), **options)
   assert text.name == 'byte'
 
 

@@ -5,7 +5,6 @@ import base64
 import contextlib
 import dataclasses
 import logging
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, Optional, Self
 
@@ -182,12 +181,7 @@ class BaseCheckpointer(abc.ABC):
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self,
-    kind: Optional[type[BaseException]],
-    error: Optional[BaseException],
-    trace: Optional[types.TracebackType],
-  ) -> None:
+  def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
     try:
       if error is None:
         self.wait()

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import pathlib
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Optional, Self
 
@@ -199,12 +198,7 @@ class ModelDir:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self,
-    kind: Optional[type[BaseException]],
-    error: Optional[BaseException],
-    trace: Optional[types.TracebackType],
-  ) -> None:
+  def __exit__(self, *error: Any) -> None:
     self.release()
 
 

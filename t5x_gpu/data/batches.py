@@ -124,6 +124,16 @@ class DatasetConfig:
   max_corrupt_fraction: float = 0.0
   module: str = 't5x_gpu.data.seqio_batches'
 
+  def facts(self, *, feature_converter: str, repeat: bool) -> dict[str, Any]:
+    """Returns what identifies the batches besides the task, for `same_data`."""
+    names = ('split', 'seed', 'shuffle', 'pack', 'batch_size', 'loss_on_targets_only')
+    return {
+      **{name: getattr(self, name) for name in names},
+      'task_feature_lengths': dict(self.task_feature_lengths),
+      'repeat': repeat,
+      'feature_converter': feature_converter,
+    }
+
 
 def batch_hash(batch: Batch) -> str:
   """Returns 16 hex digits that identify the content of `batch`; kept in checkpoints."""

@@ -243,28 +243,34 @@ def open_task_names(config: DatasetConfig) -> tuple[str, ...]:
   return (config.mixture_or_task_name,) if names is None else names(config)
 
 
-def open_prompt_text(
-  config: DatasetConfig, *, may_import: Optional[Collection[str]] = None, **options: Any
-) -> PromptText:
-  """Returns text <-> ids and the examples of the task; see `DataModule.prompt_text`.
+def open_text(
+  config: DatasetConfig,
+  function: str,
+  *,
+  may_import: Optional[Collection[str]] = None,
+  **options: Any,
+) -> Any:
+  """Returns what a function of the data module returns: text <-> ids, and the task's examples.
 
   Args:
     config, **options: as there.
+    function: 'prompt_text' or 'class_text', for a classifier; see `DataModule`.
     may_import: modules that may be imported in addition to ours; None for any.
   Raises:
     ConfigError: no such module, or its batches have no text, or it must not be imported.
     DataError: no such task or vocabulary, or more ids than the model has.
   """
-  config = _trusted(config, may_import)
-  return _text_function(config, 'prompt_text')(config, **options)
-
-
-def open_class_text(
-  config: DatasetConfig, *, may_import: Optional[Collection[str]] = None, **options: Any
-) -> Any:
-  """Returns text -> ids for a classifier, and the task's examples; see `open_prompt_text`."""
-  config = _trusted(config, may_import)
-  return _text_function(config, 'class_text')(config, **options)
+  check_trusted(config, may_import)
+  config = _text_of(config, 'source_config')
+  check_trusted(config, may_import)  # prepared rows name the modules of their text
+  make = _optional(config, function)
+  if make is None:
+    raise ConfigError(
+      f'The batches of {config.module} have no text: the module has no function {function!r}.',
+      fix=f'Set DatasetConfig.module to its default, {_TEXT_MODULE!r}.',
+      parameters=_MODULE,
+    )
+  return make(config, **options)
 
 
 def open_evaluated_tasks(
@@ -305,26 +311,7 @@ def open_preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converte
   return make(config, spec=spec, feature_converter=feature_converter)
 
 
-def _text_function(config: DatasetConfig, name: str) -> Callable[..., Any]:
-  function = _optional(config, name)
-  if function is None:
-    raise ConfigError(
-      f'The batches of {config.module} have no text: the module has no function {name!r}.',
-      fix=f'Set DatasetConfig.module to its default, {_TEXT_MODULE!r}.',
-      parameters=_MODULE,
-    )
-  return function
-
-
 def _text_of(config: DatasetConfig, function: str) -> DatasetConfig:
   """Returns `function(config)`; `config` if the module has no such function."""
   change = _optional(config, function)
   return config if change is None else change(config)
-
-
-def _trusted(config: DatasetConfig, may_import: Optional[Collection[str]]) -> DatasetConfig:
-  """Returns the config of the text. Raises ConfigError if it would run foreign code."""
-  check_trusted(config, may_import)
-  config = _text_of(config, 'source_config')
-  check_trusted(config, may_import)  # prepared rows name the modules of their text
-  return config

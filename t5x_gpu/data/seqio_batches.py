@@ -49,16 +49,8 @@ def _fingerprint(
   subtasks = seqio.get_subtasks(task)
   facts = {
     'task': task_lookup.kind(config),
-    'split': config.split,
-    'seed': config.seed,
-    'shuffle': config.shuffle,
-    'pack': config.pack,
-    'batch_size': config.batch_size,
-    'task_feature_lengths': dict(config.task_feature_lengths),
-    'repeat': repeat,
-    'feature_converter': feature_converter,
+    **config.facts(feature_converter=feature_converter, repeat=repeat),
     'use_cached': config.use_cached,
-    'loss_on_targets_only': config.loss_on_targets_only,
   }
   for name, feature in sorted(task.output_features.items()):
     facts[f'vocabulary of {name}'] = vocabulary_fingerprint(

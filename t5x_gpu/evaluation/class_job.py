@@ -5,7 +5,7 @@ from typing import Any, Optional
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader
 from t5x_gpu.data.batches import CLASS_NAMES, DatasetConfig
-from t5x_gpu.data.data_module import open_class_text
+from t5x_gpu.data.data_module import open_text
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.generated_text import InferJob, say
 from t5x_gpu.models.inference.classify import Classifier, ClassifierConfig
@@ -52,7 +52,9 @@ def open_class_job(
       fix='Give the gin file of the run that trained it, with --gin_file.',
     )
   plain = without_adapters(model)
-  text = open_class_text(dataset, model_vocab_size=plain.config.vocab_size, may_import=may_import)
+  text = open_text(
+    dataset, 'class_text', model_vocab_size=plain.config.vocab_size, may_import=may_import
+  )
   found = reader.manifest.get('data', {}).get(CLASS_NAMES)
   names = list(map(str, found)) if isinstance(found, list) else []
   names += [f'unused {i}' if names else str(i) for i in range(len(names), plain.num_classes)]

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, read_params
-from t5x_gpu.data.data_module import open_prompt_text
+from t5x_gpu.data.data_module import open_text
 from t5x_gpu.data.prompts import PromptText
 from t5x_gpu.evaluation.class_job import open_class_job
 from t5x_gpu.evaluation.generated_text import InferJob, say
@@ -70,8 +70,9 @@ def _open_text_job(request: InferRequest, *, dry_run: bool) -> InferJob:
   model, dataset = request.model, request.dataset
   check_writes_text(model)
   has_inputs = reads_inputs(model) or 'inputs' in dataset.task_feature_lengths
-  text = open_prompt_text(
+  text = open_text(
     dataset,
+    'prompt_text',
     feature_converter=model.feature_converter({'inputs': 1, 'targets': 1}),
     model_vocab_size=model.num_outcomes,
     has_inputs=has_inputs,

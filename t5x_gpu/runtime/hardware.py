@@ -12,6 +12,7 @@ from typing import Optional
 
 GIB = 2**30
 _NVIDIA = 'https://www.nvidia.com/'
+_PRODUCTS = _NVIDIA + 'en-us/data-center/'
 _AMPERE = _NVIDIA + (
   'content/dam/en-zz/Solutions/Data-Center/a100/pdf/'
   'nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf'
@@ -57,84 +58,35 @@ class Gpu:
   source: str
 
 
-_A100 = {'bfloat16': 312, 'float16': 312, 'tf32': 156, 'float32': 19.5}
-_H100_SXM = {'bfloat16': 989.4, 'float16': 989.4, 'fp8': 1978.9, 'tf32': 494.7, 'float32': 66.9}
+# Peaks of a row, in this order. 0: the GPU has no units for it, or the figure is unknown.
+_COLUMNS = ('bfloat16', 'float16', 'fp8', 'tf32', 'float32')
+_A100 = (312, 312, 0, 156, 19.5)
+_H100_SXM = (989.4, 989.4, 1978.9, 494.7, 66.9)
+_V100 = _PRODUCTS + 'v100/'
 
-GPUS = (
-  Gpu(r'NVIDIA A100(-SXM4|-PCIE|-PCIe)-40GB', _A100, 40 * GIB, _AMPERE),
-  Gpu(r'NVIDIA A100(-SXM4-80GB| 80GB PCIe)', _A100, 80 * GIB, _AMPERE),
-  Gpu(r'NVIDIA H100 80GB HBM3', _H100_SXM, 80 * GIB, _HOPPER),
-  Gpu(
-    r'NVIDIA H100 PCIe',
-    {'bfloat16': 756, 'float16': 756, 'fp8': 1513, 'tf32': 378, 'float32': 51.2},
-    80 * GIB,
-    _HOPPER,
-  ),
-  # The die and clocks of the H100 SXM, with more memory.
-  Gpu(r'NVIDIA H200', _H100_SXM, 141 * GIB, _NVIDIA + 'en-us/data-center/h200/'),
-  # No float32 for the next two: NVIDIA's brief and data sheets disagree (75 or 80, 80 or 90).
-  Gpu(
-    r'NVIDIA B200',
-    {'bfloat16': 2250, 'float16': 2250, 'fp8': 4500, 'tf32': 1100},
-    180 * GIB,
-    _BLACKWELL,
-  ),
-  Gpu(
-    r'NVIDIA GB200',
-    {'bfloat16': 2500, 'float16': 2500, 'fp8': 5000, 'tf32': 1250},
-    186 * GIB,
-    _BLACKWELL,
-  ),
-  Gpu(
-    r'NVIDIA L40S',
-    {'bfloat16': 362.05, 'float16': 362.05, 'fp8': 733, 'tf32': 183, 'float32': 91.6},
-    48 * GIB,
-    _NVIDIA + 'en-us/data-center/l40s/',
-  ),
-  Gpu(
-    r'NVIDIA L4',
-    {'bfloat16': 121, 'float16': 121, 'fp8': 242.5, 'tf32': 60, 'float32': 30.3},
-    24 * GIB,
-    _NVIDIA + 'en-us/data-center/l4/',
-  ),
-  # Not Amazon's A10G, which is another chip configuration.
-  Gpu(
-    r'NVIDIA A10',
-    {'bfloat16': 125, 'float16': 125, 'tf32': 62.5, 'float32': 31.2},
-    24 * GIB,
-    _NVIDIA + 'en-us/data-center/products/a10-gpu/',
-  ),
-  # No bfloat16 tensor cores before Ampere.
-  Gpu(
-    r'(NVIDIA |)Tesla T4',
-    {'float16': 65, 'float32': 8.1},
-    16 * GIB,
-    _NVIDIA + 'en-us/data-center/tesla-t4/',
-  ),
-  Gpu(
-    r'(NVIDIA |)Tesla V100-SXM2-16GB',
-    {'float16': 125, 'float32': 15.7},
-    16 * GIB,
-    _NVIDIA + 'en-us/data-center/v100/',
-  ),
-  Gpu(
-    r'(NVIDIA |)Tesla V100-SXM[23]-32GB',
-    {'float16': 125, 'float32': 15.7},
-    32 * GIB,
-    _NVIDIA + 'en-us/data-center/v100/',
-  ),
-  Gpu(
-    r'(NVIDIA |)Tesla V100-PCIE-16GB',
-    {'float16': 112, 'float32': 14},
-    16 * GIB,
-    _NVIDIA + 'en-us/data-center/v100/',
-  ),
-  Gpu(
-    r'(NVIDIA |)Tesla V100-PCIE-32GB',
-    {'float16': 112, 'float32': 14},
-    32 * GIB,
-    _NVIDIA + 'en-us/data-center/v100/',
-  ),
+GPUS = tuple(
+  Gpu(kind, {dtype: peak for dtype, peak in zip(_COLUMNS, peaks) if peak}, gib * GIB, source)
+  for kind, peaks, gib, source in (
+    (r'NVIDIA A100(-SXM4|-PCIE|-PCIe)-40GB', _A100, 40, _AMPERE),
+    (r'NVIDIA A100(-SXM4-80GB| 80GB PCIe)', _A100, 80, _AMPERE),
+    (r'NVIDIA H100 80GB HBM3', _H100_SXM, 80, _HOPPER),
+    (r'NVIDIA H100 PCIe', (756, 756, 1513, 378, 51.2), 80, _HOPPER),
+    # The die and clocks of the H100 SXM, with more memory.
+    (r'NVIDIA H200', _H100_SXM, 141, _PRODUCTS + 'h200/'),
+    # No float32 for the next two: NVIDIA's brief and data sheets disagree (75 or 80, 80 or 90).
+    (r'NVIDIA B200', (2250, 2250, 4500, 1100, 0), 180, _BLACKWELL),
+    (r'NVIDIA GB200', (2500, 2500, 5000, 1250, 0), 186, _BLACKWELL),
+    (r'NVIDIA L40S', (362.05, 362.05, 733, 183, 91.6), 48, _PRODUCTS + 'l40s/'),
+    (r'NVIDIA L4', (121, 121, 242.5, 60, 30.3), 24, _PRODUCTS + 'l4/'),
+    # Not Amazon's A10G, which is another chip configuration.
+    (r'NVIDIA A10', (125, 125, 0, 62.5, 31.2), 24, _PRODUCTS + 'products/a10-gpu/'),
+    # No bfloat16 tensor cores before Ampere.
+    (r'(NVIDIA |)Tesla T4', (0, 65, 0, 0, 8.1), 16, _PRODUCTS + 'tesla-t4/'),
+    (r'(NVIDIA |)Tesla V100-SXM2-16GB', (0, 125, 0, 0, 15.7), 16, _V100),
+    (r'(NVIDIA |)Tesla V100-SXM[23]-32GB', (0, 125, 0, 0, 15.7), 32, _V100),
+    (r'(NVIDIA |)Tesla V100-PCIE-16GB', (0, 112, 0, 0, 14), 16, _V100),
+    (r'(NVIDIA |)Tesla V100-PCIE-32GB', (0, 112, 0, 0, 14), 32, _V100),
+  )
 )
 
 

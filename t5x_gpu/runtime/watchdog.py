@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, Optional, Self
 
@@ -136,12 +135,7 @@ class Watchdog:
       thread.start()
     return self
 
-  def __exit__(
-    self,
-    kind: Optional[type[BaseException]],
-    error: Optional[BaseException],
-    trace: Optional[types.TracebackType],
-  ) -> None:
+  def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
     """Waits for the others to get here, or posts why this process fails."""
     clean = error is None or isinstance(error, SystemExit) and not error.code
     if self._store is not None:

@@ -114,7 +114,7 @@ def test_functions_that_are_left_out_are_errors_only_where_they_are_needed(write
   with pytest.raises(ConfigError, match='have no text'):
     data_module.open_vocabulary(config, feature_converter='lm')
   with pytest.raises(ConfigError, match="no function 'prompt_text'"):
-    data_module.open_prompt_text(config)
+    data_module.open_text(config, 'prompt_text')
   with pytest.raises(ConfigError, match='nothing to prepare'):
     opened(name, data_module.open_preparation)
 

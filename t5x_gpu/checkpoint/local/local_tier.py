@@ -11,7 +11,6 @@ import logging
 import pathlib
 import secrets
 import threading
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, Self
 
@@ -195,12 +194,7 @@ class LocalTier:
     if self._thread is not None:
       self._thread.join()
 
-  def __exit__(
-    self,
-    kind: Optional[type[BaseException]],
-    error: Optional[BaseException],
-    trace: Optional[types.TracebackType],
-  ) -> None:
+  def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
     """Removes the files if all went well: MODEL_DIR has a newer checkpoint."""
     self.wait()
     if error is None:

@@ -245,15 +245,7 @@ def _fingerprint(
 ) -> dict[str, Any]:
   facts = {
     'task': index.source_config['mixture_or_task_name'].partition(':')[0],
-    'split': config.split,
-    'seed': config.seed,
-    'shuffle': config.shuffle,
-    'pack': config.pack,
-    'batch_size': config.batch_size,
-    'task_feature_lengths': dict(config.task_feature_lengths),
-    'repeat': repeat,
-    'feature_converter': index.feature_converter,
-    'loss_on_targets_only': config.loss_on_targets_only,
+    **config.facts(feature_converter=index.feature_converter, repeat=repeat),
     'rates': {name: round(rate, 12) for name, rate in rates.items()},
   }
   for name, vocabulary in sorted(index.vocabularies.items()):

@@ -259,8 +259,8 @@ def test_text_comes_from_the_vocabulary_that_was_prepared_with(mixed_rows, open_
 
 def test_prompts_and_metrics_come_from_the_task_that_was_prepared(mixed_rows, open_data):
   config = open_data(f'prepared:{mixed_rows}').config
-  text = data_module.open_prompt_text(
-    config, feature_converter='lm', model_vocab_size=384, has_inputs=False
+  text = data_module.open_text(
+    config, 'prompt_text', feature_converter='lm', model_vocab_size=384, has_inputs=False
   )
   assert text.name == 'byte' and next(text.examples()).targets[0] in 'abc'
   with pytest.raises(DataError, match="'mixed' has no metrics"):
