@@ -31,6 +31,7 @@ from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage.paths import local_path
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.evaluation.infer_request import configures_run
 from t5x_gpu.models.lora import LoraModel, without_adapters
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
@@ -98,15 +99,8 @@ def object_of_gin(
     search_paths: more folders to search for gin files.
     as_data: read `files` without running any code that they name.
   """
-  texts = [
-    pathlib.Path(f).read_text('utf-8', 'replace') if pathlib.Path(f).is_file() else ''
-    for f in files
-  ]
   names = [str(f) for f in files]
-  alone = any(re.search(r'^MODEL\s*=', text, re.MULTILINE) for text in texts) and not any(
-    re.search(r'\btrain(_script)?\.train\b|^include', text, re.MULTILINE) for text in texts
-  )
-  if not alone:
+  if configures_run(names):
     loaded = gin_loader.load(
       names,
       bindings=bindings,

@@ -48,10 +48,12 @@ _PARAMETERS = {'rates': 'DatasetConfig.mixture_rates', 'vocabulary': 'DatasetCon
 _NAME = 'DatasetConfig.mixture_or_task_name'
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-  """Returns a line per fact in which two descriptions of data differ."""
+def differences(
+  saved: Mapping[str, Any], now: Mapping[str, Any], *, before: str = 'saved'
+) -> list[str]:
+  """Returns a line per fact that differs: `KEY: saved VALUE, now VALUE`, or another word."""
   return [
-    f'{key}: saved {saved.get(key)!r}, now {now.get(key)!r}'
+    f'{key}: {before} {saved.get(key)!r}, now {now.get(key)!r}'
     for key in sorted(saved.keys() | now.keys())
     if saved.get(key) != now.get(key)
   ]

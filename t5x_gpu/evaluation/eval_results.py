@@ -10,6 +10,7 @@ import numpy as np
 
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import read_json
+from t5x_gpu.data.same_data import differences
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.evaluator import LOSS
 from t5x_gpu.metrics import classification
@@ -95,16 +96,10 @@ def _check_facts(path: pathlib.Path, facts: Mapping[str, Any], name: str) -> Non
     before = read_json(path, dict)
   except (OSError, ValueError):
     return
-  now = json.loads(json.dumps(facts))
-  different = [
-    f'{key}: then {before.get(key)!r}, now {now.get(key)!r}'
-    for key in now.keys() | before.keys()
-    if before.get(key) != now.get(key)
-  ]
-  if different:
+  if different := differences(before, json.loads(json.dumps(facts)), before='then'):
     raise ConfigError(
       f'{path.with_suffix(".jsonl")} has the metrics of another evaluation:\n  '
-      + '\n  '.join(sorted(different)),
+      + '\n  '.join(different),
       fix=f'Give this evaluation another name, --name={name}_2, or remove {path.parent}/{name}.*',
     )
 

@@ -14,6 +14,7 @@ from typing import Any, Optional, Union
 
 from t5x_gpu.config.json_schema import parse_json, read_json
 from t5x_gpu.data.prompts import Prompt
+from t5x_gpu.data.same_data import differences
 from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.models.inference.classify import Classifier
 from t5x_gpu.models.inference.generation import Generated, Generator
@@ -95,13 +96,7 @@ class ResultLines:
         'on.',
         fix=fix,
       )
-    now = json.loads(json.dumps(facts))
-    different = [
-      f'{key}: then {before.get(key)!r}, now {now.get(key)!r}'
-      for key in sorted(now.keys() | before.keys())
-      if before.get(key) != now.get(key)
-    ]
-    if different:
+    if different := differences(before, json.loads(json.dumps(facts)), before='then'):
       raise ConfigError(
         f'{self.path} has results of another job:\n  ' + '\n  '.join(different), fix=fix
       )

@@ -123,7 +123,7 @@ def read_request(
   folder = as_path(flags.checkpoint) if flags.checkpoint else None
   run_folder = _folder_of_run(folder)
   files = list(map(str, gin_files)) or [gin_file_of(flags.checkpoint)]
-  as_data, is_run = not gin_files and not flags.trust_gin, _is_run(files)
+  as_data, is_run = not gin_files and not flags.trust_gin, configures_run(files)
   loaded = _load(files, bindings, search_paths, is_run=is_run, as_data=as_data)
   setup = gin_loader.configured(loaded, InferSetup, entry=_SETUP)
   if is_run:
@@ -215,7 +215,7 @@ def gin_file_of(checkpoint: Optional[str]) -> str:
   )
 
 
-def _is_run(files: Sequence[str]) -> bool:
+def configures_run(files: Sequence[str]) -> bool:
   """Returns whether gin files configure a run; a model file sets MODEL alone."""
   paths = [pathlib.Path(file) for file in files]
   texts = [path.read_text('utf-8', 'replace') if path.is_file() else '' for path in paths]
