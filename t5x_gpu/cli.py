@@ -98,11 +98,11 @@ def parse_args(
     argv: without the program's name; None for those of this process.
     extra: adds the command's flags; their values are in `Args.extra`.
     gin_file_required: whether --gin_file is required.
-    without_config: for commands that take no configuration: what to do with its flags instead.
+    without_config: for commands without a configuration: what to do instead of giving one.
     examples: the end of --help; `{prog}` in it is replaced.
   Raises:
     ConfigError: an unknown flag (with the closest known ones), a bad value, no --gin_file, or flags
-      of a configuration for a command that takes none.
+      of a configuration for a command without one.
   """
   parser = _Parser(
     prog=prog,

@@ -70,15 +70,15 @@ def check_devices(
     if hidden
     else ('JAX_PLATFORMS=cuda python -c "import jax; jax.devices()" shows why.')
   )
-  why = f': {problem}' if problem and not seen else ''
+  reason = f': {problem}' if problem and not seen else ''
   if expected is not None and seen != expected:
     if on_machine < expected:
       unhide = f'This machine shows {on_machine} GPUs: request {expected} from the scheduler.'
-    return Check('devices', FAIL, f'{value}, {expected} expected{why}', unhide)
+    return Check('devices', FAIL, f'{value}, {expected} expected{reason}', unhide)
   if on_machine and not seen:
     # A warning if the user asked for the CPU; otherwise a mistake.
     status = WARN if environ.get('JAX_PLATFORMS') == 'cpu' else FAIL
-    return Check('devices', status, f'{value}, though {on_machine} GPUs are here{why}', unhide)
+    return Check('devices', status, f'{value}, though {on_machine} GPUs are here{reason}', unhide)
   if seen < on_machine and not hidden:
     return Check('devices', FAIL, f'{value}, though {on_machine} GPUs are here', unhide)
   if not on_machine and not seen:
