@@ -23,7 +23,7 @@ ROOT_PAGES = {
 }
 SECTIONS = {
   'Run': ('train', 'tasks', 'data', 'models', 'finetune', 'infer', 'eval', 'convert'),
-  'Scale': ('parallelism', 'mesh', 'plan', 'parity', 'slurm', 'xla_flags', 'performance'),
+  'Scale': ('parallelism', 'mesh', 'plan', 'parity', 'slurm', 'xla_flags', 'performance', 'tuning'),
   'Keep running': ('checkpoints', 'reshard', 'watchdog', 'security'),
   'Extend': (
     'architecture',
