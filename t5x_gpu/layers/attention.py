@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.layers.attention_backends import Attention
+from t5x_gpu.layers.backends.kinds import Attention
 from t5x_gpu.layers.dense import DenseGeneral, Initializer, Linear, LinearParams, fan_in_init
 from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
 from t5x_gpu.layers.kv_cache import KVCache

@@ -1,4 +1,7 @@
-"""Who may attend to whom: causal, padding, packing, prefix and sliding-window masks."""
+"""Who may attend to whom: causal, padding, packing, prefix and sliding-window masks.
+
+A kernel reads one range of keys per query instead of a mask array: `key_ranges` makes them.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -29,6 +32,22 @@ class TokenInfo:
   def with_window(self, size: Optional[jax.Array]) -> 'TokenInfo':
     """Returns the info with one window size for all positions; unchanged for None."""
     return self if size is None else self.replace(window=jnp.full_like(self.positions, size))
+
+
+def longer(x: jax.Array, length: int, *, dimension: int = 1) -> jax.Array:
+  """Returns `x` with zeros after it, up to `length` along `dimension`."""
+  widths = [(0, 0)] * x.ndim
+  widths[dimension] = (0, length - x.shape[dimension])
+  return x if x.shape[dimension] == length else jnp.pad(x, widths)
+
+
+def padded(info: TokenInfo, length: int) -> TokenInfo:
+  """Returns `info` with padding after its tokens, up to `length`; for positions 0, 1, 2, ..."""
+  if length == info.segments.shape[-1]:
+    return info
+  return jax.tree.map(lambda x: longer(x, length, dimension=x.ndim - 1), info).replace(
+    positions=jnp.arange(length)
+  )
 
 
 def token_info(
@@ -72,3 +91,49 @@ def encoder_mask(q: TokenInfo, kv: TokenInfo) -> jax.Array:
     distance = jnp.abs(q.positions[:, None] - kv.positions[None, :])
     allowed = allowed & ((distance < q.window[:, None]) | (q.window == 0)[:, None])
   return allowed[:, None]
+
+
+@flax.struct.dataclass
+class KeyRanges:
+  """The keys that each query sees, as one range.
+
+  Attributes:
+    start, end: int32 [batch, q_length]; a query sees keys start, ..., end - 1, at least one.
+    whole: boolean [batch, 1]; False for a row with a query whose keys are not one range.
+  """
+
+  start: jax.Array
+  end: jax.Array
+  whole: jax.Array
+
+  def in_window(self, size: jax.Array) -> 'KeyRanges':
+    """Returns the ranges of queries that see `size` positions back (0 for all).
+
+    Only for rows whose queries and keys have the positions 0, 1, 2, ...
+    """
+    place = jnp.arange(self.start.shape[-1], dtype=jnp.int32)
+    size = jnp.where(size > 0, size, place.size).astype(jnp.int32)
+    return self.replace(
+      start=jnp.maximum(self.start, place - size + 1), end=jnp.minimum(self.end, place + size)
+    )
+
+
+def key_ranges(mask: jax.Array) -> KeyRanges:
+  """Returns the ranges of `mask` [batch, 1, q_length, kv_length]; XLA never stores such a mask.
+
+  A query without keys (padding) gets the key at its own place, so that its softmax is finite;
+  neither its output nor its gradient reaches a token.
+  """
+  mask = mask[:, 0]
+  _, q_length, kv_length = mask.shape
+  key = jnp.arange(kv_length, dtype=jnp.int32)
+  start = jnp.where(mask, key, kv_length).min(-1)
+  end = jnp.where(mask, key + 1, 0).max(-1)
+  count = mask.sum(-1, dtype=jnp.int32)
+  none = count == 0
+  own = jnp.minimum(jnp.arange(q_length, dtype=jnp.int32), kv_length - 1)
+  return KeyRanges(
+    jnp.where(none, own, start),
+    jnp.where(none, own + 1, end),
+    (none | (count == end - start)).all(-1, keepdims=True),
+  )

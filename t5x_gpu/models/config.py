@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError, all_problems, did_you_mean
 from t5x_gpu.layers.attention import BIASES
+from t5x_gpu.layers.backends import choose
 from t5x_gpu.layers.dense import Initializer
 from t5x_gpu.layers.mlp import activation
 from t5x_gpu.layers.norm import NORMS
@@ -55,6 +56,8 @@ class TransformerConfig:
       cap * tanh(logits / cap) (Gemma-2); None for no cap.
     qk_norm: RMSNorm on the features of queries and keys (Qwen-3).
     attention_bias: which projections have a bias: 'none', 'qkv' or 'all'.
+    attention: how attention is computed: 'auto' chooses by what the devices and the sizes allow;
+      'dense', 'chunked' or 'tokamax' by name (docs/attention.md). The result is the same.
     windows: layer i sees windows[i % len(windows)] positions back, including itself; 0 for all.
     norm: 'rms'; 'rms_plus_one', which multiplies by 1 + scale (Gemma); 'layer', with a bias.
     norm_epsilon: epsilon of all norms.
@@ -122,6 +125,7 @@ class TransformerConfig:
   router_balance_loss: float = 0.0
   router_z_loss: float = 0.0
   loss_chunks: Optional[int] = None
+  attention: str = 'auto'
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
@@ -194,6 +198,7 @@ class TransformerConfig:
       ('norm', NORMS),
       ('norm_position', NORM_POSITIONS),
       ('attention_bias', BIASES),
+      ('attention', choose.REQUESTS),
     ):
       value = getattr(self, parameter)
       if value not in allowed:

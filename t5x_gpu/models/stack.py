@@ -12,7 +12,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.layers.attention_backends import AttentionKind, make_attention
+from t5x_gpu.layers.backends.choose import make_attention
+from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.embedding import Embedding
 from t5x_gpu.layers.masks import TokenInfo
@@ -25,6 +26,7 @@ from t5x_gpu.models.transformer import (
   StackInputs,
   TransformerLayer,
   attention_kind,
+  attention_need,
   init_layers,
   make_norm,
   relative_table,
@@ -214,7 +216,9 @@ class Stack:
       rng: None for no dropout.
       first_layer: index of the first of these layers in the stack.
     """
-    shared = self._shared(params, info, positions, encoder_info, encoded)
+    shared = self._shared(
+      params, info, positions, encoder_info, encoded, attention=self.config.attention
+    )
     options = dict(dropout_rng=rng, first_layer=first_layer)
     if not isinstance(x, Routed):
       return self._scan(params, x, shared, **options)[0]
@@ -282,14 +286,22 @@ class Stack:
     encoded: Optional[jax.Array] = None,
     *,
     cached: Optional[TokenInfo] = None,
+    attention: Optional[str] = None,
   ) -> StackInputs:
     c, bias, cross = self.config, None, None
-    attention = make_attention(attention_kind(c, causal=self.causal), info, cached)
+    need, request = attention_need(c), attention
+    attention = make_attention(
+      attention_kind(c, causal=self.causal), info, cached, need=need, request=request
+    )
     if c.relative_bias == 'shared' and 'relpos_bias' in params:
       bias = attention.bias(relative_table(c).apply({'params': params['relpos_bias']}))
     if self.attends_to_encoder:
       cross = make_attention(
-        AttentionKind(causal=False, softcap=c.attention_softcap), info, encoder_info
+        AttentionKind(causal=False, softcap=c.attention_softcap),
+        info,
+        encoder_info,
+        need=dataclasses.replace(need, relative_bias=False),
+        request=request,
       )
     rotation = None if c.rope is None else c.rope.rotation(positions, c.head_dim)
     return StackInputs(

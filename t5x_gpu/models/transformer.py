@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.layers.attention import MultiHeadAttention
-from t5x_gpu.layers.attention_backends import Attention, AttentionKind
+from t5x_gpu.layers.backends import choose
+from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
+from t5x_gpu.layers.backends.serves import Need
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.kv_cache import KVCache
 from t5x_gpu.layers.mlp import Mlp
@@ -66,6 +68,24 @@ def attention_kind(config: TransformerConfig, *, causal: bool) -> AttentionKind:
       config.num_relpos_buckets, config.max_relpos_distance, bidirectional=not causal
     ),
   )
+
+
+def attention_need(config: TransformerConfig) -> Need:
+  """Returns what the self-attention of this configuration asks of a backend."""
+  return Need(
+    dtype=jnp.dtype(config.compute_dtype).name,
+    head_dim=config.head_dim,
+    softcap=config.attention_softcap is not None,
+    relative_bias=config.relative_bias != 'none',
+    rows_and_heads=config.num_heads,
+  )
+
+
+def check_attention(model: Any, device: jax.Device) -> None:
+  """Raises ModelError if the attention that a model asks for by name cannot run on `device`."""
+  config = getattr(model, 'config', None)
+  if isinstance(config, TransformerConfig):
+    choose.check(config.attention, attention_need(config), device)
 
 
 def relative_table(

@@ -9,6 +9,8 @@ position (`q_info`, `kv_info`); positions may be in any order.
 Do not call it in a branch of a conditional that only some devices take: a collective-permute waits
 for the whole mesh. `gathered_attention` waits for its group only (a pipeline stage, for example).
 
+Without an axis, nothing travels: attention over whole rows, block by block.
+
 Source: Liu et al. 2023 (Ring Attention); Dao 2023 (FlashAttention-2) for the running softmax and
 its backward pass.
 """
@@ -42,7 +44,7 @@ class _Ring:
 
   logits_fn: LogitsFn
   may_attend: Optional[MayAttendFn]
-  axis: str
+  axis: Optional[str]
   block_length: int
 
 
@@ -55,7 +57,7 @@ def ring_attention(
   logits_params: Any,
   q_info: Any,
   kv_info: Any,
-  axis: str = 'context',
+  axis: Optional[str] = 'context',
   may_attend: Optional[MayAttendFn] = None,
   block_length: int = BLOCK_LENGTH,
 ) -> jax.Array:
@@ -73,7 +75,7 @@ def ring_attention(
     logits_params: floating point arrays for `logits_fn`, such as a bias table; may be None.
     q_info, kv_info: arrays whose last dimension is the length (positions [length], segment ids
       [batch, length], ...), not differentiated; `kv_info` travels with the keys.
-    axis: manual mesh axis that splits the length.
+    axis: manual mesh axis that splits the length; None if the length is whole.
     may_attend: allows skipping blocks; its result must not depend on an automatic mesh axis.
     block_length: largest block of local queries or keys, in positions. A block never crosses the
       middle, where the chunks of `context_parallel.length_order` join.
@@ -135,9 +137,11 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
     _full_like(rows, 0.0),
     _full_like(shard(query, None, None, 'heads', None), 0.0),
   )
-  (sums, visitor), _ = jax.lax.scan(
-    step, (sums, (key, value, kv_info)), length=jax.lax.axis_size(ring.axis) - 1
-  )
+  visitor = (key, value, kv_info)
+  if ring.axis is not None:
+    (sums, visitor), _ = jax.lax.scan(
+      step, (sums, visitor), length=jax.lax.axis_size(ring.axis) - 1
+    )
   row_max, row_total, mix = meet(sums, visitor)
   out = (mix / _per_row(row_total)).astype(value.dtype)
   saved = (query, key, value, logits_params, q_info, kv_info, out, row_max, row_total)
@@ -217,7 +221,9 @@ def _backward(ring: _Ring, saved, dout):
 _ring.defvjp(_forward, _backward)
 
 
-def _send_around(axis: str, meet: Callable[..., Any], grads: Any, visitor: Any) -> tuple[Any, Any]:
+def _send_around(
+  axis: Optional[str], meet: Callable[..., Any], grads: Any, visitor: Any
+) -> tuple[Any, Any]:
   """Returns `grads` after `meet(grads, visitor)` with every device's keys, and (dkey, dvalue).
 
   The gradients of keys and values travel with them around the ring, back to their device.
@@ -229,7 +235,7 @@ def _send_around(axis: str, meet: Callable[..., Any], grads: Any, visitor: Any) 
     grads, more = meet(grads, visitor)
     return (grads, arriving, jax.tree.map(jnp.add, dkv, more)), None
 
-  ways = jax.lax.axis_size(axis)
+  ways = 1 if axis is None else jax.lax.axis_size(axis)
   if ways == 1:
     return meet(grads, visitor)
   # First and last step are outside of the loop, so that neither zeros nor unused keys travel.

@@ -12,6 +12,7 @@ import jax
 
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.models.model import Model, check_model
+from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layer_stacks import stacks_of
 from t5x_gpu.partitioning.layout import LaidOut, Layout
@@ -118,6 +119,7 @@ def build_program(
     ModelError, MeshError, ConfigError, ShapeError: before anything compiles.
   """
   check_model(model)
+  check_attention(model, devices[0])
   spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
   check_microbatches(batch_size, num_microbatches)
   layout = _lay_out(model, spec, partitioner, topology, devices, num_microbatches)

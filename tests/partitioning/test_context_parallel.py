@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x_gpu.analysis.collectives import inventory
-from t5x_gpu.layers import attention_backends
+from t5x_gpu.layers.backends.dense import dot_product_attention
 from t5x_gpu.layers.masks import decoder_mask, token_info
 from t5x_gpu.layers.positions import relative_position_buckets
 from t5x_gpu.partitioning.axis_rules import AxisRules, use_rules
@@ -95,7 +95,7 @@ def example(length: int = LENGTH, seed: int = 0):
 def dense(query, key, value, *, table, info):
   tokens = token_info(info['token'], segment_ids=info['segment'], prefix=info['prefix'])
   mask = decoder_mask(tokens, tokens)
-  return attention_backends.dot_product_attention(
+  return dot_product_attention(
     query, key, value, mask=mask, bias=table[:, bucket_matrix(query.shape[1])][None]
   )
 

@@ -1,0 +1,144 @@
+"""The choice of an attention backend: by name, or by what serves a stack on the mesh's devices."""
+
+import dataclasses
+import functools
+from typing import Optional
+
+import jax
+
+from t5x_gpu.errors import ModelError
+from t5x_gpu.layers.backends.chunked import ChunkedAttention, ContextAttention
+from t5x_gpu.layers.backends.dense import DenseAttention
+from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
+from t5x_gpu.layers.backends.serves import BACKENDS, Hardware, Need, hardware, lacks, that_serve
+from t5x_gpu.layers.backends.tokamax import tokamax_attention
+from t5x_gpu.layers.masks import TokenInfo
+from t5x_gpu.partitioning.axis_rules import context_method
+from t5x_gpu.runtime.main_log import log
+
+# What a run may ask for.
+REQUESTS = ('auto', 'dense', 'chunked', 'tokamax')
+PARAMETER = 'TransformerConfig.attention'
+
+# Rows up to this length are dense where no kernel serves them.
+LONGEST_DENSE = 256
+# Kernels store the gradient of a relative bias per row and head before they sum it.
+MOST_BIAS_BYTES = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """A backend, and why it was chosen.
+
+  Attributes:
+    name: key of `BACKENDS`.
+    reason: in a few words, for the log.
+  """
+
+  name: str
+  reason: str
+
+  def __str__(self) -> str:
+    return f'attention: {self.name} ({self.reason})'
+
+
+def choose(request: str, need: Need, device: Hardware) -> Choice:
+  """Returns the backend for `need` on `device`.
+
+  Args:
+    request: one of `REQUESTS`.
+    need: what the stack asks of a backend.
+    device: what the step runs on.
+  Raises:
+    ModelError: the requested backend does not serve the stack there.
+  """
+  of = f'{device.kind}, {need.dtype}, heads of {need.head_dim}'
+  if request == 'auto':
+    return _best(need, device, of)
+  named = [name for name in BACKENDS if name.split()[0] == request]
+  for name in named:
+    if not lacks(BACKENDS[name], need, device):
+      return Choice(name, f'asked for; {of}')
+  reasons = '; '.join(f'{name}: {", ".join(lacks(BACKENDS[name], need, device))}' for name in named)
+  able = list(dict.fromkeys(name.split()[0] for name in that_serve(need, device)))
+  raise ModelError(
+    f'attention = {request!r} cannot serve this run ({of}). {reasons}.',
+    fix=f"Set {PARAMETER} = 'auto', or {' or '.join(repr(name) for name in able)}.",
+    docs='attention.md',
+    parameters=[PARAMETER],
+  )
+
+
+def _best(need: Need, device: Hardware, of: str) -> Choice:
+  kernels = [name for name in BACKENDS if BACKENDS[name].platform == 'gpu']
+  able = [name for name in kernels if not lacks(BACKENDS[name], need, device)]
+  positions = (need.q_length or 0) * (need.kv_length or 0)
+  bias_bytes = need.relative_bias * 2 * positions * (need.rows_and_heads or 0)
+  why_not = ''
+  if able and bias_bytes <= MOST_BIAS_BYTES:
+    return Choice(able[0], of)
+  if able:
+    why_not = f'; a kernel would store {bias_bytes / 2**30:.1f} GiB of bias gradients'
+  elif device.platform == 'gpu':
+    # The kernel that lacks least: for this GPU, if there is one.
+    name = min(kernels, key=lambda name: len(lacks(BACKENDS[name], need, device)))
+    why_not = f'; no kernel, {name}: {lacks(BACKENDS[name], need, device)[0]}'
+  rows = f'rows of {max(need.q_length or 0, need.kv_length or 0)}'
+  return Choice(
+    'chunked' if positions > LONGEST_DENSE**2 else 'dense', f'{device.kind}, {rows}{why_not}'
+  )
+
+
+def make_attention(
+  kind: AttentionKind,
+  info: TokenInfo,
+  kv_info: Optional[TokenInfo] = None,
+  *,
+  need: Optional[Need] = None,
+  request: Optional[str] = None,
+) -> Attention:
+  """Returns the attention of a batch: over `context` if the active rules split the length.
+
+  Args:
+    kind: attention of the stack.
+    info: positions and segments of the queries, and of the keys unless `kv_info` is given.
+    kv_info: positions and segments of the encoder's tokens or of the slots of a cache.
+    need: dtype, head size and features of the stack; its lengths are filled in here.
+    request: one of `REQUESTS`; None where there is nothing to choose (decoding), for dense.
+  Raises:
+    ModelError: as `choose`.
+  """
+  kv = info if kv_info is None else kv_info
+  if context_method() is not None:
+    _announce(f'attention: {context_method()} over context (chunked; kernels do not serve context)')
+    return ContextAttention(info, kv, kind)
+  choice = Choice('dense', '')
+  if request is not None:
+    rows, q_length = info.segments.shape
+    need = dataclasses.replace(
+      need,
+      q_length=q_length,
+      kv_length=kv.segments.shape[-1],
+      rows_and_heads=rows * (need.rows_and_heads or 1),
+    )
+    choice = choose(request, need, hardware())
+    _announce(str(choice))
+  if choice.name == 'chunked':
+    return ChunkedAttention(info, kv, kind)
+  if choice.name == 'dense':
+    return DenseAttention(info, kv, kind.mask(info, kv), kind, whole_rows=kv_info is None)
+  _, kernel, *_ = choice.name.split()
+  multiple = BACKENDS[choice.name].multiple
+  return tokamax_attention(kind, info, kv_info, kernel=kernel, multiple=multiple)
+
+
+@functools.cache
+def _announce(line: str) -> None:
+  """Prints each line once per process: a stack is traced several times."""
+  log(line)
+
+
+def check(request: str, need: Need, device: jax.Device) -> None:
+  """Raises ModelError if a backend asked for by name cannot serve the stack on `device`."""
+  if request != 'auto':
+    choose(request, need, Hardware.of(device))

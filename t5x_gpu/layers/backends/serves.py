@@ -1,0 +1,179 @@
+"""What each attention backend serves, as data; the table in docs/attention.md is made of it.
+
+The head sizes of kernels are those whose forward and backward pass compile for the GPU.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Optional
+
+import jax
+from jax.extend import backend
+
+# Lowest and first excluded compute capability.
+Capabilities = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Serves:
+  """One row of the table.
+
+  Attributes:
+    name: backend, and its kernel.
+    gpus: the devices that it runs on, in words.
+    platform: 'cpu' or 'gpu'; None for any.
+    capabilities: of the GPUs that it runs on; None for any.
+    dtypes: of queries, keys and values; () for any.
+    head_dims: smallest and largest features per head, both included; None for any.
+    softcap, relative_bias: whether it has them with their gradients.
+    softcap_with_bias: whether it has both at once: the cap first, then the bias.
+    context: whether it serves rows that are split over `context`.
+    multiple: length to whose multiples rows are padded on the way in.
+    memory: largest array of a layer besides queries, keys and values, in words.
+  """
+
+  name: str
+  gpus: str
+  memory: str
+  platform: Optional[str] = None
+  capabilities: Optional[Capabilities] = None
+  dtypes: tuple[str, ...] = ()
+  head_dims: Optional[tuple[int, int]] = None
+  softcap: bool = True
+  relative_bias: bool = True
+  softcap_with_bias: bool = True
+  context: bool = False
+  multiple: int = 1
+
+
+BACKENDS = {
+  serves.name: serves
+  for serves in (
+    Serves('dense', 'any', 'logits [batch, heads, length, length]'),
+    Serves('chunked', 'any', 'one block of logits', context=True),
+    Serves(
+      'tokamax mosaic_gpu',
+      'Hopper (H100, H200)',
+      'none; with a relative bias its gradient [batch, heads, length, length]',
+      'gpu',
+      (9.0, 10.0),
+      ('bfloat16',),
+      (1, 256),
+      softcap_with_bias=False,
+      multiple=128,
+    ),
+    Serves(
+      'tokamax mosaic_gpu sm100',
+      'data-centre Blackwell (B200, GB200)',
+      'none; with a relative bias its gradient [batch, heads, length, length]',
+      'gpu',
+      (10.0, 11.0),
+      ('bfloat16',),
+      (1, 64),
+      softcap_with_bias=False,
+      multiple=128,
+    ),
+    Serves(
+      'tokamax triton',
+      'Ampere and later (A100, A10, L4, L40S, RTX)',
+      'a boolean mask [batch, length, length] in the backward pass',
+      'gpu',
+      (8.0, float('inf')),
+      ('bfloat16',),
+      (1, 256),
+      softcap=False,
+      softcap_with_bias=False,
+    ),
+    # The way of the kernels, with Tokamax's definition of attention in their place.
+    Serves(
+      'tokamax reference',
+      'CPU, for tests',
+      'logits [batch, heads, length, length]',
+      'cpu',
+      softcap_with_bias=False,
+    ),
+  )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+  """The device that a step runs on.
+
+  Attributes:
+    platform: 'cpu' or 'gpu'.
+    kind: name of the device.
+    capability: CUDA compute capability of a GPU; None if it is not known.
+  """
+
+  platform: str
+  kind: str
+  capability: Optional[float] = None
+
+  @classmethod
+  def of(cls, device: jax.Device) -> 'Hardware':
+    capability = getattr(device, 'compute_capability', None)
+    return cls(
+      device.platform, device.device_kind, None if capability is None else float(capability)
+    )
+
+
+def hardware() -> Hardware:
+  """Returns the hardware of the active mesh; without a mesh, of JAX's default device."""
+  found = Hardware.of(backend.get_default_device())
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  if device is None or device.device_kind == found.kind:
+    return found
+  return Hardware(device.platform, device.device_kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+  """What the attention of a stack asks of a backend.
+
+  Attributes:
+    dtype: of queries, keys and values.
+    head_dim: features of a head.
+    softcap, relative_bias: whether it has one.
+    q_length, kv_length: positions of a row; None where they are not known yet.
+    rows_and_heads: rows of a device times query heads; None where they are not known yet.
+  """
+
+  dtype: str
+  head_dim: int
+  softcap: bool = False
+  relative_bias: bool = False
+  q_length: Optional[int] = None
+  kv_length: Optional[int] = None
+  rows_and_heads: Optional[int] = None
+
+
+def lacks(serves: Serves, need: Need, device: Hardware) -> list[str]:
+  """Returns what `serves` lacks for `need` on `device`, one phrase each; [] if it serves all."""
+  found = []
+  if serves.platform not in (None, device.platform):
+    found.append(f'it runs on {serves.gpus}, not on {device.kind}')
+  elif serves.capabilities is not None:
+    low, high = serves.capabilities
+    if device.capability is None or not low <= device.capability < high:
+      of = 'unknown' if device.capability is None else device.capability
+      found.append(f'it runs on {serves.gpus}; {device.kind} has compute capability {of}')
+  if serves.dtypes and need.dtype not in serves.dtypes:
+    found.append(f'it computes in {" or ".join(serves.dtypes)}, not in {need.dtype}')
+  if serves.head_dims is not None and not (
+    serves.head_dims[0] <= need.head_dim <= serves.head_dims[1]
+  ):
+    low, high = serves.head_dims
+    found.append(f'it takes heads of {low} to {high} features, not {need.head_dim}')
+  if need.softcap and not serves.softcap:
+    found.append('its backward pass has no cap on attention logits')
+  elif need.softcap and need.relative_bias and not serves.softcap_with_bias:
+    found.append('it adds a relative bias before the cap on logits, not after')
+  if need.relative_bias and not serves.relative_bias:
+    found.append('it has no gradient of the relative bias')
+  return found
+
+
+def that_serve(need: Need, device: Hardware) -> Sequence[str]:
+  """Returns the names of all backends that serve `need` on `device`."""
+  return [name for name, serves in BACKENDS.items() if not lacks(serves, need, device)]

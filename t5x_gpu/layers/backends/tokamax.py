@@ -1,0 +1,200 @@
+"""Attention by the kernels of Tokamax (OpenXLA): Mosaic on Hopper and Blackwell, Triton on others.
+
+A kernel gets one range of keys per query instead of a mask array: packing, padding, prefixes and
+windows cost no memory. Its result is that of dense attention, except on padding, which reaches no
+token. Source: Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3).
+"""
+
+import dataclasses
+import functools
+import importlib
+import logging
+from typing import Any, Optional
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from t5x_gpu.layers.backends.kinds import AttentionKind
+from t5x_gpu.layers.masks import KeyRanges, TokenInfo, key_ranges, longer, padded
+from t5x_gpu.partitioning.own_part import on_own_part
+
+_QUERY = ('batch', None, 'heads', 'kv')
+_KEY = ('batch', None, 'kv_heads', 'kv')
+_BIAS = (None, 'heads', None, None)
+_RANGE = ('batch', None)
+_RESIDUAL = ('batch', 'heads', None)
+
+
+@flax.struct.dataclass
+class TokamaxAttention:
+  """Attention over whole rows by one kernel.
+
+  Attributes:
+    q, kv: positions and segments of queries and keys, perhaps longer than those of a call.
+    ranges: keys that each query sees, without a window.
+    kind: attention of the stack.
+    kernel: 'mosaic_gpu', 'triton', or 'reference': Tokamax's definition in plain JAX.
+    whole_rows: queries and keys have the same positions 0, 1, 2, ...
+  """
+
+  q: TokenInfo
+  kv: TokenInfo
+  ranges: KeyRanges
+  kind: AttentionKind = flax.struct.field(pytree_node=False)
+  kernel: str = flax.struct.field(pytree_node=False)
+  whole_rows: bool = flax.struct.field(pytree_node=False)
+
+  def bias(self, table: jax.Array) -> jax.Array:
+    return self.kind.bias(table, self.q, self.kv, whole_rows=self.whole_rows)
+
+  def __call__(
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Optional[jax.Array],
+    window: Optional[jax.Array] = None,
+  ) -> jax.Array:
+    ranges = self.ranges if window is None else self.ranges.in_window(window)
+    causal = self.kind.causal and self.whole_rows and self.q.prefix is None
+    call = _Call(self.kernel, causal, self.kind.softcap)
+    # Of a row whose masks are not ranges, nothing is right: its loss must not look as if it were.
+    known = jnp.where(ranges.whole, 1.0, jnp.nan).astype(query.dtype)[:, :, None, None]
+    kv_length = self.kv.segments.shape[-1]
+    out = _attend(
+      call,
+      longer(query * known, self.q.segments.shape[-1]),
+      longer(key, kv_length),
+      longer(value, kv_length),
+      bias,
+      ranges.start,
+      None if causal else ranges.end,
+    )
+    return out[:, : query.shape[1]]
+
+
+def tokamax_attention(
+  kind: AttentionKind,
+  info: TokenInfo,
+  kv_info: Optional[TokenInfo] = None,
+  *,
+  kernel: str,
+  multiple: int = 1,
+) -> TokamaxAttention:
+  """Returns the attention of a batch by one of Tokamax's kernels.
+
+  Args:
+    kind, info, kv_info: as in `make_attention`.
+    kernel: as in TokamaxAttention.
+    multiple: rows are padded to a multiple of this length.
+  """
+
+  def whole(info: TokenInfo) -> TokenInfo:
+    return padded(info, -(-info.segments.shape[-1] // multiple) * multiple)
+
+  q, kv = whole(info), whole(info if kv_info is None else kv_info)
+  return TokamaxAttention(
+    q, kv, key_ranges(kind.mask(q, kv)), kind, kernel, whole_rows=kv_info is None
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """The static arguments of a call.
+
+  Attributes:
+    kernel: as in TokamaxAttention.
+    causal: no query sees a later key, so that ranges have no end.
+    softcap: cap on the logits, or None.
+  """
+
+  kernel: str
+  causal: bool
+  softcap: Optional[float]
+
+  def options(
+    self, bias: Optional[jax.Array], start: jax.Array, end: Optional[jax.Array]
+  ) -> dict[str, Any]:
+    mask = _tokamax('base').Mask(
+      k_start=start[:, None], k_end=None if end is None else end[:, None], is_causal=self.causal
+    )
+    return dict(bias=bias, mask=mask, logits_scale=1.0, logits_soft_cap=self.softcap)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: _Call, query, key, value, bias, start, end):
+  return _forward(call, query, key, value, bias, start, end)[0]
+
+
+# Tokamax's own custom_vjp loses the marks of what varies over manual axes: its gradients are then
+# refused. Here, its two kernels are called apart, and `on_own_part` marks their results.
+def _forward(call: _Call, query, key, value, bias, start, end):
+  """Returns (output, residuals for the backward pass)."""
+  op = _kernel(call.kernel).replace(vjp=None)
+
+  def kernel(query, key, value, bias, start, end):
+    out, (row_max, row_sum) = op(
+      query, key, value, return_residuals=True, **call.options(bias, start, end)
+    )
+    return out, row_max, row_sum
+
+  out, *statistics = on_own_part(kernel, _names(bias, end), (_QUERY, _RESIDUAL, _RESIDUAL))(
+    query, key, value, bias, start, end
+  )
+  return out, (query, key, value, bias, start, end, out, *statistics)
+
+
+def _backward(call: _Call, saved, dout):
+  """Returns the gradients of all arguments except the ranges."""
+  op, bias, end = _kernel(call.kernel), saved[3], saved[5]
+
+  def kernel(query, key, value, bias, start, end, out, row_max, row_sum, dout):
+    bound = op.bind(query, key, value, **call.options(bias, start, end))
+    options = {name: x for name, x in bound.kwargs.items() if name != 'return_residuals'}
+    grads = op.vjp((row_max, row_sum), out, dout, *bound.args, **options)
+    return tuple(grads[name] for name in ('q', 'k', 'v', *(() if bias is None else ('bias',))))
+
+  bias_names = () if bias is None else (_BIAS,)
+  dquery, dkey, dvalue, *dbias = on_own_part(
+    kernel,
+    (*_names(bias, end), _QUERY, _RESIDUAL, _RESIDUAL, _QUERY),
+    (_QUERY, _KEY, _KEY, *bias_names),
+  )(*saved, dout)
+  return dquery, dkey, dvalue, *(dbias or [None]), None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _names(bias: Optional[jax.Array], end: Optional[jax.Array]) -> tuple[Any, ...]:
+  return (
+    _QUERY,
+    _KEY,
+    _KEY,
+    None if bias is None else _BIAS,
+    _RANGE,
+    None if end is None else _RANGE,
+  )
+
+
+def _kernel(name: str) -> Any:
+  if name == 'reference':
+    base = _tokamax('base')
+    return base.DotProductAttention(vjp=base.DotProductAttentionVjp())
+  return _tokamax('api').IMPLEMENTATIONS[name]
+
+
+@functools.cache
+def _tokamax(module: str) -> Any:
+  """Returns a module of Tokamax, imported when a run needs it: it takes seconds."""
+  from absl import flags
+
+  if not flags.FLAGS.is_parsed():  # else it would read the flags of our command line
+    flags.FLAGS.mark_as_parsed()
+  logging.getLogger('absl').addFilter(_is_news)
+  return importlib.import_module(f'tokamax._src.ops.attention.{module}')
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  return not record.msg.startswith('Autotuning cache miss')

@@ -1,0 +1,160 @@
+"""Every attention backend against dense attention in float32: outputs and all gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_gpu.layers.backends.chunked import ChunkedAttention
+from t5x_gpu.layers.backends.dense import DenseAttention
+from t5x_gpu.layers.backends.kinds import AttentionKind
+from t5x_gpu.layers.backends.tokamax import tokamax_attention
+from t5x_gpu.layers.masks import TokenInfo, key_ranges
+from t5x_gpu.layers.positions import RelativeBuckets
+
+# Tokamax's definition of its gradient, not its kernels.
+pytestmark = pytest.mark.filterwarnings('ignore:jax.core.DropVar:DeprecationWarning')
+
+ROWS, LENGTH, HEADS, HEAD_DIM = 2, 48, 4, 16
+PACKED = np.array([[1] * 11 + [2] * 30 + [3] * 3 + [0] * 4, [4] * 7 + [9] * 41])
+PADDED = np.array([[1] * 29 + [0] * 19, [1] * 48])
+PREFIX = np.array([[1] * 5 + [0] * 6 + [1] * 12 + [0] * 25, [1] * 3 + [0] * 4 + [1] * 41])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One call of attention; None for what it does not use."""
+
+  segments: np.ndarray = dataclasses.field(default_factory=lambda: PADDED)
+  kv_segments: np.ndarray | None = None
+  prefix: np.ndarray | None = None
+  window: int | None = None
+  kv_heads: int = HEADS
+  softcap: float | None = None
+  causal: bool = True
+  has_bias: bool = False
+
+  @property
+  def kind(self):
+    return AttentionKind(
+      self.causal, self.softcap, RelativeBuckets(8, 20, bidirectional=not self.causal)
+    )
+
+  def info(self):
+    prefix = None if self.prefix is None else jnp.asarray(self.prefix)
+    return TokenInfo(jnp.arange(self.segments.shape[1]), jnp.asarray(self.segments), prefix)
+
+  def kv_info(self):
+    if self.kv_segments is None:
+      return None
+    return TokenInfo(jnp.arange(self.kv_segments.shape[1]), jnp.asarray(self.kv_segments))
+
+
+CASES = {
+  'padding': Case(),
+  'packing': Case(PACKED),
+  'prefix': Case(PACKED, prefix=PREFIX),
+  'window': Case(PACKED, window=6),
+  'no window in this layer': Case(PACKED, window=0),
+  'prefix and window': Case(PACKED, prefix=PREFIX, window=6),
+  'softcap': Case(PACKED, softcap=2.0),
+  'grouped heads': Case(PACKED, kv_heads=2),
+  'relative bias': Case(PACKED, has_bias=True),
+  'encoder': Case(PADDED, causal=False),
+  'packed encoder with window': Case(PACKED, causal=False, window=6),
+  'encoder with bias': Case(PACKED, causal=False, has_bias=True, kv_heads=1),
+  'cross': Case(PADDED, np.array([[1] * 17 + [0] * 3, [1] * 20]), causal=False),
+  'packed cross': Case(
+    PACKED, np.array([[1] * 9 + [2] * 5 + [3] * 6, [4] * 2 + [9] * 18]), causal=False, kv_heads=2
+  ),
+  'odd length': Case(PACKED[:, :47], has_bias=True),
+}
+
+
+def dense(case):
+  kv = case.kv_info() or case.info()
+  return DenseAttention(
+    case.info(), kv, case.kind.mask(case.info(), kv), case.kind, case.kv_segments is None
+  )
+
+
+def chunked(case):
+  return ChunkedAttention(case.info(), case.kv_info() or case.info(), case.kind, block_length=16)
+
+
+def tokamax(case, kernel='reference', multiple=1):
+  return tokamax_attention(case.kind, case.info(), case.kv_info(), kernel=kernel, multiple=multiple)
+
+
+def arrays(case, dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(7), 5)
+  kv_length = (case.segments if case.kv_segments is None else case.kv_segments).shape[1]
+  q_shape = (ROWS, case.segments.shape[1], HEADS, HEAD_DIM)
+  kv_shape = (ROWS, kv_length, case.kv_heads, HEAD_DIM)
+  query, key, value, dout = (
+    jax.random.normal(k, shape, dtype)
+    for k, shape in zip(keys, (q_shape, kv_shape, kv_shape, q_shape))
+  )
+  table = jax.random.normal(keys[4], (HEADS, 8)) if case.has_bias else None
+  return (query, key, value, table), dout * (case.segments > 0)[..., None, None]
+
+
+def results(case, attention, dtype=jnp.float32):
+  """Returns the output on tokens, and the gradients of queries, keys, values and bias table."""
+  args, dout = arrays(case, dtype)
+
+  def out(query, key, value, table):
+    bias = None if table is None else attention.bias(table)
+    window = None if case.window is None else jnp.int32(case.window)
+    return attention(query, key, value, bias, window)
+
+  @jax.jit
+  def both(args, dout):
+    got, pull = jax.vjp(out, *args)
+    return got * (case.segments > 0)[..., None, None], *pull(dout)
+
+  return dict(zip(('output', 'dquery', 'dkey', 'dvalue', 'dtable'), both(args, dout)))
+
+
+def assert_same(got, want, *, rtol=2e-5, atol=2e-5):
+  for name in want:
+    if want[name] is not None:
+      np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_chunked_equals_dense(name):
+  assert_same(results(CASES[name], chunked(CASES[name])), results(CASES[name], dense(CASES[name])))
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_ranges_of_keys_equal_masks(name):
+  case = CASES[name]
+  assert_same(results(case, tokamax(case)), results(case, dense(case)))
+
+
+@pytest.mark.parametrize('make', [dense, chunked, tokamax])
+@pytest.mark.parametrize('causal', [True, False])
+def test_a_packed_row_equals_its_documents_one_by_one(make, causal):
+  case = Case(
+    np.array([[1] * 16 + [2] * 16 + [3] * 16, [5] * 16 + [4] * 16 + [0] * 16]), causal=causal
+  )
+  alone = Case(np.ones((2, 16), int), causal=causal)
+  (query, key, value, _), _ = arrays(case)
+  packed = jax.jit(make(case).__call__)(query, key, value, None)
+  document = jax.jit(make(alone).__call__)
+  for at in (slice(0, 16), slice(16, 32)):
+    part = document(query[:, at], key[:, at], value[:, at], None)
+    np.testing.assert_allclose(packed[:, at], part, rtol=2e-5, atol=2e-5)
+
+
+def test_a_row_whose_keys_are_not_one_range_is_nan_and_no_other_row():
+  case = Case(np.array([[1] * 10 + [2] * 5 + [1] * 33, [1] * 48]))
+  out = results(case, tokamax(case))['output']
+  assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+  two_prefixes = np.zeros((1, 8), bool)
+  two_prefixes[0, [0, 1, 5, 6]] = True
+  info = TokenInfo(jnp.arange(8), jnp.ones((1, 8), jnp.int32), jnp.asarray(two_prefixes))
+  assert not key_ranges(AttentionKind().mask(info, info)).whole
