@@ -10,7 +10,9 @@ import numpy as np
 
 from benchmarks.gpu.parts import Row
 from benchmarks.gpu.timing import time_calls
-from t5x_gpu.layers.attention_backends import Attention, AttentionKind, make_attention
+from t5x_gpu.layers.backends.choose import attention_by
+from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
+from t5x_gpu.layers.backends.serves import Need, hardware, that_serve
 from t5x_gpu.layers.masks import TokenInfo
 
 TOKENS, HEADS, HEAD_DIM = 32768, 16, 128
@@ -23,8 +25,9 @@ Make = Callable[[AttentionKind, TokenInfo], Attention]
 
 
 def backends() -> dict[str, Make]:
-  """Returns name -> (kind, info) -> attention, of all backends."""
-  return {'dense': make_attention}
+  """Returns name -> (kind, info) -> attention, of all backends that run on this device."""
+  need = Need(dtype='bfloat16', head_dim=HEAD_DIM)
+  return {name: functools.partial(attention_by, name) for name in that_serve(need, hardware())}
 
 
 def measure(length: int, *, small: bool = False) -> Iterator[Row]:

@@ -123,13 +123,20 @@ def make_attention(
     )
     choice = choose(request, need, hardware())
     _announce(str(choice))
-  if choice.name == 'chunked':
+  return attention_by(choice.name, kind, info, kv_info)
+
+
+def attention_by(
+  name: str, kind: AttentionKind, info: TokenInfo, kv_info: Optional[TokenInfo] = None
+) -> Attention:
+  """Returns the attention of a batch by the backend `name` of `BACKENDS`, whatever it serves."""
+  kv = info if kv_info is None else kv_info
+  if name == 'chunked':
     return ChunkedAttention(info, kv, kind)
-  if choice.name == 'dense':
+  if name == 'dense':
     return DenseAttention(info, kv, kind.mask(info, kv), kind, whole_rows=kv_info is None)
-  _, kernel, *_ = choice.name.split()
-  multiple = BACKENDS[choice.name].multiple
-  return tokamax_attention(kind, info, kv_info, kernel=kernel, multiple=multiple)
+  _, kernel, *_ = name.split()
+  return tokamax_attention(kind, info, kv_info, kernel=kernel, multiple=BACKENDS[name].multiple)
 
 
 @functools.cache

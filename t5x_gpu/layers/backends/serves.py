@@ -4,6 +4,7 @@ The head sizes of kernels are those whose forward and backward pass compile for 
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from typing import Optional
 
@@ -151,6 +152,9 @@ class Need:
 def lacks(serves: Serves, need: Need, device: Hardware) -> list[str]:
   """Returns what `serves` lacks for `need` on `device`, one phrase each; [] if it serves all."""
   found = []
+  package, kernel = serves.name.split()[0], ' ' in serves.name
+  if kernel and importlib.util.find_spec(package) is None:
+    found.append(f'{package} is not installed')
   if serves.platform not in (None, device.platform):
     found.append(f'it runs on {serves.gpus}, not on {device.kind}')
   elif serves.capabilities is not None:
