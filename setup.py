@@ -18,6 +18,9 @@ CORE = [
   'rich>=13.7',
   'nvidia-ml-py>=13.580,<14',  # pure Python; without a driver it reports no GPUs
 ]
+# Attention kernels for GPUs: an extra, because a run on a CPU does not import it, and it pins
+# typeguard. Without it, a run on GPUs goes on with attention in plain JAX.
+KERNELS = ['tokamax>=0.0.12,<0.1']
 # Text to batches. Only t5x_gpu/data imports these.
 DATA = [
   'seqio==0.0.20',
@@ -41,6 +44,7 @@ DEV = [
   'hypothesis>=6.120',
   'ruff==0.17.6',
   *HF,
+  *KERNELS,
   'moto[s3]>=5.1,<6',
   'flask>=3.0,<4',
   'flask-cors>=5.0,<7',
@@ -65,12 +69,12 @@ setuptools.setup(
   package_data={'': ['*.gin'], 't5x_gpu': ['py.typed']},
   install_requires=CORE + DATA + PLOTS,
   extras_require={
-    'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"'],
+    'gpu': ['jax[cuda13]>=0.10.2,<0.13; platform_system == "Linux"', *KERNELS],
     'dev': DEV,
     'docs': DOCS,
     'hf': HF,
     # XLA for GPUs without NVIDIA's libraries: python -m t5x_gpu.plan --gpu=h100, anywhere.
-    'plan': ['jax[cuda13-local]>=0.10.2,<0.13; platform_system == "Linux"'],
+    'plan': ['jax[cuda13-local]>=0.10.2,<0.13; platform_system == "Linux"', *KERNELS],
     'pile': [],  # pyarrow of the base reads and writes .zst; kept for `pip install .[pile]`
   },
   entry_points={'console_scripts': ['t5x_gpu = t5x_gpu.__main__:main']},

@@ -1,15 +1,19 @@
 """Every attention backend against dense attention in float32: outputs and all gradients."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_gpu.errors import ModelError
+from t5x_gpu.layers.backends.choose import choose
 from t5x_gpu.layers.backends.chunked import ChunkedAttention
 from t5x_gpu.layers.backends.dense import DenseAttention
 from t5x_gpu.layers.backends.kinds import AttentionKind
+from t5x_gpu.layers.backends.serves import Hardware, Need, table
 from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo, key_ranges
 from t5x_gpu.layers.positions import RelativeBuckets
@@ -158,3 +162,59 @@ def test_a_row_whose_keys_are_not_one_range_is_nan_and_no_other_row():
   two_prefixes[0, [0, 1, 5, 6]] = True
   info = TokenInfo(jnp.arange(8), jnp.ones((1, 8), jnp.int32), jnp.asarray(two_prefixes))
   assert not key_ranges(AttentionKind().mask(info, info)).whole
+
+
+H100, H200 = (Hardware('gpu', f'NVIDIA {name}', 9.0) for name in ('H100 80GB HBM3', 'H200'))
+A100 = Hardware('gpu', 'NVIDIA A100-SXM4-80GB', 8.0)
+B200 = Hardware('gpu', 'NVIDIA B200', 10.0)
+V100 = Hardware('gpu', 'Tesla V100-SXM2-16GB', 7.0)
+CPU = Hardware('cpu', 'cpu')
+BF16 = Need('bfloat16', 128, q_length=4096, kv_length=4096, rows_and_heads=8)
+
+
+@pytest.mark.parametrize(
+  ('device', 'change', 'want'),
+  [
+    (H100, {}, 'tokamax mosaic_gpu'),
+    (H200, {'softcap': True, 'head_dim': 256}, 'tokamax mosaic_gpu'),
+    (H100, {'dtype': 'float32'}, 'chunked'),
+    (H100, {'dtype': 'float32', 'q_length': 128, 'kv_length': 128}, 'dense'),
+    (H100, {'relative_bias': True}, 'tokamax mosaic_gpu'),
+    (H100, {'relative_bias': True, 'rows_and_heads': 128}, 'chunked'),
+    (H100, {'relative_bias': True, 'softcap': True}, 'chunked'),
+    (A100, {}, 'tokamax triton'),
+    (A100, {'softcap': True}, 'chunked'),
+    (B200, {'head_dim': 64}, 'tokamax mosaic_gpu sm100'),
+    (B200, {}, 'tokamax triton'),
+    (V100, {}, 'chunked'),
+    (CPU, {}, 'chunked'),
+    (CPU, {'q_length': 64, 'kv_length': 64}, 'dense'),
+  ],
+)
+def test_auto_takes_the_kernel_of_the_device_or_says_why_not(device, change, want):
+  choice = choose('auto', dataclasses.replace(BF16, **change), device)
+  assert choice.name == want
+  if device.platform == 'gpu' and not want.startswith('tokamax'):
+    assert 'kernel' in choice.reason
+  assert device.kind in str(choice)
+
+
+@pytest.mark.parametrize(
+  ('device', 'change', 'reason', 'able'),
+  [
+    (A100, {'softcap': True}, 'no cap on attention logits', "'dense' or 'chunked'"),
+    (H100, {'head_dim': 320}, 'heads of 1 to 256 features, not 320', "'dense' or 'chunked'"),
+    (H100, {'dtype': 'float32'}, 'computes in bfloat16, not in float32', "'dense' or 'chunked'"),
+    (V100, {}, 'Tesla V100-SXM2-16GB has compute capability 7.0', "'dense' or 'chunked'"),
+    (CPU, {'softcap': True, 'relative_bias': True}, 'before the cap', "'dense' or 'chunked'"),
+  ],
+)
+def test_a_backend_asked_for_that_cannot_serve_is_refused(device, change, reason, able):
+  with pytest.raises(ModelError) as e:
+    choose('tokamax', dataclasses.replace(BF16, **change), device)
+  assert reason in str(e.value) and able in str(e.value), str(e.value)
+
+
+def test_the_table_in_the_docs_is_current():
+  page = pathlib.Path(__file__).parents[2] / 'docs' / 'attention.md'
+  assert table() in page.read_text(encoding='utf-8')

@@ -81,7 +81,7 @@ BACKENDS = {
       'gpu',
       (8.0, float('inf')),
       ('bfloat16',),
-      (1, 256),
+      (1, 128),
       softcap=False,
       softcap_with_bias=False,
     ),
@@ -181,3 +181,36 @@ def lacks(serves: Serves, need: Need, device: Hardware) -> list[str]:
 def that_serve(need: Need, device: Hardware) -> Sequence[str]:
   """Returns the names of all backends that serve `need` on `device`."""
   return [name for name, serves in BACKENDS.items() if not lacks(serves, need, device)]
+
+
+def table() -> str:
+  """Returns `BACKENDS` as the Markdown table of docs/attention.md."""
+  columns = (
+    'backend',
+    'devices',
+    'dtypes',
+    'heads',
+    'softcap',
+    'relative bias',
+    'context',
+    'stores',
+  )
+
+  def yes(it: bool) -> str:
+    return 'yes' if it else 'no'
+
+  rows = [
+    (
+      f'`{b.name}`',
+      b.gpus,
+      ', '.join(b.dtypes) or 'any',
+      'any' if b.head_dims is None else f'up to {b.head_dims[1]}',
+      yes(b.softcap),
+      yes(b.relative_bias) + ('' if b.softcap_with_bias else ', not with softcap'),
+      yes(b.context),
+      b.memory,
+    )
+    for b in BACKENDS.values()
+  ]
+  lines = [columns, ('---',) * len(columns), *rows]
+  return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines) + '\n'
