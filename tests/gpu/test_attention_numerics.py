@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from t5x_gpu.layers.attention_backends import AttentionKind, DenseAttention
 
 from benchmarks.gpu.attention import backends
+from t5x_gpu.layers.backends.dense import DenseAttention
+from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.layers.positions import RelativeBuckets
 from tests.gpu.helpers_numerics import ON_GPU, assert_close, error
