@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from t5x_gpu.layers.backends.kinds import Attention
 from t5x_gpu.layers.dense import DenseGeneral, Initializer, Linear, LinearParams, fan_in_init
 from t5x_gpu.layers.dropout import DropoutRng, dropout_positions
+from t5x_gpu.layers.fp8 import contract, operand
 from t5x_gpu.layers.kv_cache import KVCache
 from t5x_gpu.layers.norm import RMSNorm
 from t5x_gpu.layers.positions import Rotation
 from t5x_gpu.partitioning.axis_rules import shard, split_ways
+from t5x_gpu.partitioning.quantized import on_kernels
 
 BIASES = ('none', 'qkv', 'all')
 
@@ -135,10 +137,13 @@ class MultiHeadAttention(nn.Module):
         self.bias_in != 'none',
         name=name,
       )(self.dtype)
+    operands = {
+      id(x): operand(x.astype(self.dtype), maps[name].kernel) for name, x in inputs.items()
+    }
     ways = split_ways('kv_heads')
     if ways == 1:
       return {
-        name: self._finish(name, m, jnp.tensordot(x.astype(self.dtype), m.kernel, 1), x)
+        name: self._finish(name, m, contract(operands[id(x)], m.kernel), x)
         for (name, x), m in zip(inputs.items(), maps.values())
       }
     groups = kv_heads if kv_heads % ways == 0 else ways
@@ -152,8 +157,9 @@ class MultiHeadAttention(nn.Module):
     projected = {}
     for x in {id(x): x for x in inputs.values()}.values():
       names = [name for name in inputs if inputs[name] is x]
-      kernels = [by_group(maps[name].kernel) for name in names]
-      y = jnp.tensordot(x.astype(self.dtype), jnp.concatenate(kernels, axis=-2), 1)
+      kernels = [on_kernels(by_group, maps[name].kernel) for name in names]
+      joined = on_kernels(lambda *k: jnp.concatenate(k, axis=-2), *kernels)
+      y = contract(operands[id(x)], joined)
       y = shard(y, 'batch', 'length', 'kv_heads', None, 'kv')
       start = 0
       for name, kernel in zip(names, kernels):

@@ -9,8 +9,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from t5x_gpu.layers import fp8
+from t5x_gpu.layers.fp8 import contract
 from t5x_gpu.layers.sharded_bias_params import combine, param_along
 from t5x_gpu.partitioning.axis_rules import shard, split_axis
+from t5x_gpu.partitioning.quantized import Kernel, on_kernels
 
 Initializer = Callable[..., jax.Array]
 FACTORS = ('lora_a', 'lora_b')  # parameters next to a kernel, see `Linear`
@@ -40,13 +43,13 @@ class Linear:
   """The arrays of a linear map, in the dtype of the computation.
 
   Attributes:
-    kernel: [inputs..., features...].
+    kernel: [inputs..., features...]; for a matmul of 8-bit operands, a `Quantized`.
     bias: [features...], or None.
     factors: [inputs..., rank] and [rank, features...], added to the kernel as a product that is
       never formed (models/lora.py), or None.
   """
 
-  kernel: jax.Array
+  kernel: Kernel
   bias: Optional[jax.Array] = None
   factors: Optional[tuple[jax.Array, jax.Array]] = None
 
@@ -61,7 +64,7 @@ class Linear:
   def on_features(self, function: Callable[[jax.Array], jax.Array]) -> 'Linear':
     """Returns the map with `function` applied to its arrays [..., features...]."""
     return Linear(
-      function(self.kernel),
+      on_kernels(function, self.kernel),
       None if self.bias is None else function(self.bias),
       self.factors and (self.factors[0], function(self.factors[1])),
     )
@@ -85,7 +88,7 @@ class DenseGeneral(nn.Module):
     kernel_init: initializer of the kernel [inputs..., features...].
     dtype: of the computation; the kernel is stored in float32.
     use_bias: add a bias of shape `features`.
-    dot_general: replaces `jax.lax.dot_general` (FP8).
+    dot_general: replaces `jax.lax.dot_general`.
     along: name of the input's dimension [batch, along, inputs] along which the kernel may come in
       copies (layers/sharded_bias_params.py); for kernels of which no dimension is split.
     bias_along: the same for the bias and the output [batch, bias_along, features].
@@ -112,9 +115,11 @@ class DenseGeneral(nn.Module):
     x = x.astype(self.dtype)
     if self.along:
       y = combine(jnp.matmul, x, kernel, rank=2)
+    elif self.dot_general is None:
+      y = contract(x, kernel, self.num_in)
     else:
       contracted = tuple(range(x.ndim - self.num_in, x.ndim)), tuple(range(self.num_in))
-      y = (self.dot_general or jax.lax.dot_general)(x, kernel, (contracted, ((), ())))
+      y = self.dot_general(x, kernel, (contracted, ((), ())))
     y = Linear(kernel, factors=lora_factors(self, self.dtype)).finish(y, x)
     if not self.use_bias:
       return y
@@ -161,12 +166,14 @@ def project_together(
     LinearParams((x.shape[-1], features), axes, init, use_bias, name=name)(dtype)
     for name, init in kernel_inits.items()
   ]
+  operand = fp8.operand(x, maps[0].kernel)
   if len(maps) > 1 and split_axis(axes[1]):
-    y = jnp.tensordot(x, jnp.stack([m.kernel for m in maps], axis=1), 1)
+    stacked = on_kernels(lambda *k: jnp.stack(k, axis=1), *(m.kernel for m in maps))
+    y = contract(operand, stacked)
     y = shard(y, 'batch', 'length', None, axes[1])
     out = [y[:, :, i] for i in range(len(maps))]
   else:
-    out = [shard(jnp.tensordot(x, m.kernel, 1), 'batch', 'length', axes[1]) for m in maps]
+    out = [shard(contract(operand, m.kernel), 'batch', 'length', axes[1]) for m in maps]
   return [m.finish(y, x) for y, m in zip(out, maps)]
 
 

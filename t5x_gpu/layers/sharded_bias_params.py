@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.partitioning.axis_rules import with_axes
+from t5x_gpu.partitioning.quantized import is_quantized
 
 
 def param_along(
@@ -26,6 +27,8 @@ def param_along(
 ) -> jax.Array:
   """Returns the float32 parameter `name` of a module, of `shape` or [copies, *shape].
 
+  A kernel that was given as `Quantized` is returned as such.
+
   Args:
     module: the module that owns it, while it is called.
     name: name of the parameter.
@@ -35,8 +38,10 @@ def param_along(
     along: activation axis on whose parts it acts separately, or None. A `kv_heads` dimension may
       also hold several copies of each head.
   """
-  if (along is not None or 'kv_heads' in axes) and module.has_variable('params', name):
-    return module.get_variable('params', name)  # `module.param` would refuse copies
+  if module.has_variable('params', name):
+    value = module.get_variable('params', name)
+    if along is not None or 'kv_heads' in axes or is_quantized(value):
+      return value  # `module.param` would refuse copies, and kernels in 8 bits
   return module.param(name, with_axes(init, axes, along=along), tuple(shape), jnp.float32)
 
 

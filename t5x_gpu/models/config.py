@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, Optional
 
 import flax.linen as nn
-import jax.numpy as jnp
 
 from t5x_gpu.errors import ModelError, all_problems, did_you_mean
 from t5x_gpu.layers.attention import BIASES
@@ -15,13 +14,13 @@ from t5x_gpu.layers.dense import Initializer
 from t5x_gpu.layers.mlp import activation
 from t5x_gpu.layers.norm import NORMS
 from t5x_gpu.layers.positions import RotaryEmbedding
+from t5x_gpu.models.precision import PRECISIONS
 from t5x_gpu.models.remat import POLICIES
 
 _log = logging.getLogger(__name__)
 RELATIVE_BIAS = ('none', 'shared', 'per_layer')
 NORM_POSITIONS = ('pre', 'post', 'sandwich')
 REMAT_POLICIES = tuple(POLICIES)
-DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,8 @@ class TransformerConfig:
       'gelu' is the tanh approximation; 'gelu_exact' is BERT's.
     mlp_bias: whether the linear maps of the MLP have a bias.
     dropout_rate: of embeddings, attention weights, MLP features and block outputs.
-    dtype: dtype of the computation, 'float32' or 'bfloat16'; parameters and softmax are float32.
+    dtype: precision of the computation, 'float32', 'bfloat16' or 'fp8' (docs/precision.md);
+      parameters and softmax are float32.
     logits_via_embedding: tie the output projection to the token table (logits / sqrt(embed_dim)).
     relative_bias: 'shared' (one for all layers: today's T5X), 'per_layer', or 'none'.
     num_relpos_buckets, max_relpos_distance: buckets and largest distance of the relative bias.
@@ -194,7 +194,7 @@ class TransformerConfig:
     for parameter, allowed in (
       ('relative_bias', RELATIVE_BIAS),
       ('remat_policy', REMAT_POLICIES),
-      ('dtype', tuple(DTYPES)),
+      ('dtype', tuple(PRECISIONS)),
       ('norm', NORMS),
       ('norm_position', NORM_POSITIONS),
       ('attention_bias', BIASES),
@@ -228,7 +228,12 @@ class TransformerConfig:
 
   @property
   def compute_dtype(self) -> Any:
-    return DTYPES[self.dtype]
+    return PRECISIONS[self.dtype].dtype
+
+  @property
+  def fp8(self) -> bool:
+    """Whether the matmuls of the layers are in FP8."""
+    return PRECISIONS[self.dtype].fp8
 
   @property
   def charges_routers(self) -> bool:

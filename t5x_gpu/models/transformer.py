@@ -23,8 +23,9 @@ from t5x_gpu.layers.moe import MoeMlp
 from t5x_gpu.layers.norm import norm
 from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable, Rotation
 from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import POLICIES, named_input
-from t5x_gpu.partitioning import fsdp
+from t5x_gpu.partitioning import fsdp, quantized
 from t5x_gpu.partitioning.axis_rules import is_named, shard
 
 
@@ -288,7 +289,8 @@ def scan_layers(
       with the parameters of each layer (`generation.by_layer`) runs without a loop, for decoding.
     x: [batch, length, embed].
     shared: inputs that all layers share.
-    config: its dtype, remat_policy and scan_unroll are used.
+    config: its dtype, remat_policy and scan_unroll are used. While decoding, matmuls are not in
+      8 bits: they wait for memory, and one token of each row would set the scale of all.
     dropout_rng: None for no dropout.
     first_layer: index of the first of these layers in the stack.
     caches: keys and values, while decoding.
@@ -297,7 +299,7 @@ def scan_layers(
 
   def body(carry: Any, of_layer: Any) -> tuple[Any, None]:
     (x, caches, charges), (split_params, number) = carry, of_layer
-    weights = fsdp.whole(split_params, config.compute_dtype)
+    weights = quantized.whole(split_params, config.compute_dtype)
     rng = dropout_rng and dropout_rng.fold(number)
     x = named_input(x)
     x, caches, more = layer.apply({'params': weights}, x, shared, rng, number, caches)
@@ -309,6 +311,8 @@ def scan_layers(
       carry, _ = body(carry, (of_layer, number))
     return carry
   num_layers = jax.tree.leaves(params)[0].shape[0]
+  if config.fp8 and caches is None:
+    params = in_8_bits(params)
   unroll = min(config.scan_unroll, num_layers)
   policy = fsdp.keep_policy(POLICIES[config.remat_policy], params)
   if policy is not None:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.models.model import LayeredModel
-from t5x_gpu.partitioning import fsdp
+from t5x_gpu.models.precision import in_8_bits
+from t5x_gpu.partitioning import quantized
 from t5x_gpu.partitioning.layer_stacks import (
   layers_of,
   num_layers,
@@ -27,6 +28,7 @@ from t5x_gpu.partitioning.layer_stacks import (
   with_part,
   without_layers,
 )
+from t5x_gpu.partitioning.quantized import is_quantized
 
 Batch = Mapping[str, jax.Array]
 
@@ -54,7 +56,11 @@ def loss(
   def whole(tree: Any) -> Any:
     # In float32, so that the gradients of the microbatches add up in it.
     return jax.tree.map(
-      lambda w: w.astype(jnp.float32), fsdp.whole(tree, model.config.compute_dtype)
+      lambda w: (
+        w.replace(port=w.port.astype(jnp.float32)) if is_quantized(w) else w.astype(jnp.float32)
+      ),
+      quantized.whole(tree, model.config.compute_dtype),
+      is_leaf=is_quantized,
     )
 
   stacks = stacks_of(model)
@@ -90,11 +96,10 @@ def loss(
   x = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), x)
   for stack in stacks:
     body = jax.checkpoint(functools.partial(layer, stack, x), prevent_cse=False)
-    part, _ = jax.lax.scan(
-      body,
-      part_of(x, stacks, stack),
-      (layers_of(params, stack), jnp.arange(num_layers(params, stack))),
-    )
+    layers, count = layers_of(params, stack), num_layers(params, stack)
+    if getattr(model.config, 'fp8', False):
+      layers = in_8_bits(layers)
+    part, _ = jax.lax.scan(body, part_of(x, stacks, stack), (layers, jnp.arange(count)))
     x = with_part(x, stacks, stack, part)
   sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
   return jax.tree.map(lambda s: s.sum(0), sums)

@@ -1,0 +1,75 @@
+"""The precision of a model's computation, by name; parameters are always float32."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from t5x_gpu.partitioning import quantized
+
+Params = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+  """How a model computes.
+
+  Attributes:
+    dtype: of activations and matmuls; reductions, softmax and statistics of norms are float32.
+    fp8: whether the matmuls with `KERNELS` multiply 8-bit operands (layers/fp8.py).
+  """
+
+  dtype: Any
+  fp8: bool = False
+
+
+PRECISIONS: dict[str, Precision] = {
+  'float32': Precision(jnp.float32),
+  'bfloat16': Precision(jnp.bfloat16),
+  'fp8': Precision(jnp.bfloat16, fp8=True),
+  # FP8 without the rounding of bfloat16: what `parity` compares.
+  'fp8_float32': Precision(jnp.float32, fp8=True),
+}
+
+# Names of a block's kernels that are used in 8 bits. Those of a group share a scale, because where
+# the features are split, one matmul computes all of them.
+KERNELS = (r'query|key|value', r'out', r'wi|wi_\d+', r'wo')
+# Blocks in which those names are something else.
+_OTHERS = ('moe',)
+
+
+def in_8_bits(layers: Params) -> Params:
+  """Returns stacked parameters of layers with `KERNELS` as `quantized.InEightBits`.
+
+  Call it before the loop over the layers, with parameters that are not yet whole. The scales of
+  all kernels then cost one collective per step.
+
+  Args:
+    layers: parameters [layers, ...] by block, in the region of a step.
+  """
+  groups: list[list[Any]] = []
+  _on_groups(layers, lambda kernels: groups.append(kernels) or kernels)
+  if not groups or quantized.is_quantized(groups[0][0]):
+    return layers
+  done = iter(quantized.in_8_bits(groups))
+  return _on_groups(layers, lambda _: next(done))
+
+
+def _on_groups(params: Params, function: Callable[[list[Any]], list[Any]]) -> Params:
+  """Returns `params` with `function` applied to the kernels of each group, in a fixed order."""
+  result = dict(params)
+  for group in KERNELS:
+    names = [
+      name
+      for name, inner in params.items()
+      if re.fullmatch(group, name) and isinstance(inner, Mapping) and 'kernel' in inner
+    ]
+    if names:
+      kernels = function([params[name]['kernel'] for name in names])
+      result |= {n: {**params[n], 'kernel': k} for n, k in zip(names, kernels, strict=True)}
+  for name, inner in params.items():
+    if name not in _OTHERS and isinstance(inner, Mapping) and result[name] is inner:
+      result[name] = _on_groups(inner, function)
+  return result
