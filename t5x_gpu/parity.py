@@ -1,8 +1,9 @@
 """Check that a gin file's model trains on its mesh as on one device: `python -m t5x_gpu.parity`.
 
-Runs a few steps of the model twice, in float32: on a mesh of N devices, simulated unless --real is
-given, and on one device without parallelism. Needs neither data nor a GPU. Exits with code 1 if an
-output of a layer, a gradient, update, loss or norm differs (docs/parity.md).
+Runs a few steps of the model twice, in float32 (matmuls in FP8 stay so): on a mesh of N devices,
+simulated unless --real is given, and on one device without parallelism. Needs neither data nor a
+GPU. Exits with code 1 if an output of a layer, a gradient, update, loss or norm differs
+(docs/parity.md).
 """
 
 import argparse
@@ -21,6 +22,8 @@ from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.models.model import uses_fp8
+from t5x_gpu.models.precision import IN_FLOAT32
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.cluster.topology import Device, Topology
@@ -43,11 +46,15 @@ To check a large model, use a smaller one with the same architecture: fewer laye
 one row per part of the batch. The last line is the verdict; exit code 0 means that the runs are
 equal.
 """
+TOLERANCE = 1e-5
+FP8_TOLERANCE = 0.0625  # the largest rounding error of E4M3, see docs/precision.md
 FAKE = 'xla_force_host_platform_device_count'
 
 
 def in_float32(model: Any) -> tuple[Any, bool]:
   """Returns the model with float32 arithmetic, and whether it has a dtype field.
+
+  Matmuls in FP8 stay in FP8.
 
   Looks for fields called `dtype` in the model's dataclass and in dataclasses inside it.
   """
@@ -57,7 +64,8 @@ def in_float32(model: Any) -> tuple[Any, bool]:
   for field in dataclasses.fields(model):
     value = getattr(model, field.name, None)
     if field.name == 'dtype' and field.init and value is not None:
-      changes['dtype'], found = 'float32' if isinstance(value, str) else jax.numpy.float32, True
+      exact = IN_FLOAT32.get(value, 'float32') if isinstance(value, str) else jax.numpy.float32
+      changes['dtype'], found = exact, True
     elif field.init and dataclasses.is_dataclass(value) and not isinstance(value, type):
       inner, inner_found = in_float32(value)
       if inner_found:
@@ -102,7 +110,7 @@ def parity(
   programs: tuple[Program, Program],
   *,
   num_steps: int = 3,
-  tolerance: float = 1e-5,
+  tolerance: float = TOLERANCE,
   xla: Optional[xla_flags.Applied] = None,
 ) -> Report:
   """Returns the differences of the two programs of `build` over some steps.
@@ -209,9 +217,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     '--tolerance',
     type=float,
-    default=1e-5,
     metavar='X',
-    help='largest relative difference (default 1e-5)',
+    help=f'largest relative difference (default {TOLERANCE}, in FP8 {FP8_TOLERANCE})',
   )
   parser.add_argument(
     '--real', action='store_true', help="use this machine's GPUs instead of simulated CPU devices"
@@ -229,7 +236,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     extra=_add_flags,
     examples=EXAMPLES,
   )
-  if args.extra.steps < 1 or not args.extra.tolerance > 0:
+  if args.extra.steps < 1 or not (args.extra.tolerance is None or args.extra.tolerance > 0):
     raise ConfigError(
       f'--steps={args.extra.steps} --tolerance={args.extra.tolerance}: nothing to compare.',
       fix='Give --steps of at least 1 and a positive --tolerance, such as 1e-5.',
@@ -239,11 +246,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
   logging_setup.setup()
   loaded = args.load()
   config = gin_loader.configured(loaded, StepConfig)
+  fp8 = uses_fp8(config.model)
+  tolerance = args.extra.tolerance or (FP8_TOLERANCE if fp8 else TOLERANCE)
   xla = xla_flags.prepare_environment(config.xla_preset) if args.extra.real else None
   programs = build(config, topology=topology, devices=devices)
   batch_size, length = max(programs[0].spec.shapes.values(), key=len)[:2]  # labels are [batch]
   float32 = (
-    'float32'
+    ('FP8 and float32' if fp8 else 'float32')
     if in_float32(config.model)[1]
     else "the model's own precision (it has no field dtype to set to float32)"
   )
@@ -251,15 +260,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     programs[0].layout.table(),
     f'{programs[0].num_params:,} parameters',
     f'steps: {args.extra.steps} of {batch_size} x {length} tokens in {float32}, against '
-    f'{topology.count(1)}; relative tolerance {args.extra.tolerance:g}',
+    f'{topology.count(1)}; relative tolerance {tolerance:g}',
     sep='\n',
     flush=True,
   )
   if args.dry_run:
     return 0
-  report = parity(
-    config, programs, num_steps=args.extra.steps, tolerance=args.extra.tolerance, xla=xla
-  )
+  report = parity(config, programs, num_steps=args.extra.steps, tolerance=tolerance, xla=xla)
   console = rich.console.Console(highlight=False)
   for rows in (step_rows(report), layer_rows(report), parameter_rows(report)):
     if len(rows) > 1:

@@ -197,6 +197,12 @@ def config_of(model: Model) -> Optional[TransformerConfig]:
   return config if isinstance(config, TransformerConfig) else None
 
 
+def uses_fp8(model: Model) -> bool:
+  """Returns whether the matmuls of the layers are in FP8; False without a TransformerConfig."""
+  config = config_of(model)
+  return config is not None and config.fp8
+
+
 def check_model(model: Any) -> None:
   """Raises ModelError unless `model` has all members of `Model`, called as the trainer does."""
   name = model.__name__ if isinstance(model, type) else type(model).__name__

@@ -2,11 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from t5x_gpu.errors import ModelError
 from t5x_gpu.partitioning import quantized
 
 Params = Mapping[str, Any]
@@ -32,6 +33,9 @@ PRECISIONS: dict[str, Precision] = {
   # FP8 without the rounding of bfloat16: what `parity` compares.
   'fp8_float32': Precision(jnp.float32, fp8=True),
 }
+
+# Precision -> the same without the rounding of bfloat16; 'float32' for all others.
+IN_FLOAT32 = dict.fromkeys(('fp8', 'fp8_float32'), 'fp8_float32')
 
 # Names of a block's kernels that are used in 8 bits. Those of a group share a scale, because where
 # the features are split, one matmul computes all of them.
@@ -73,3 +77,32 @@ def _on_groups(params: Params, function: Callable[[list[Any]], list[Any]]) -> Pa
     if name not in _OTHERS and isinstance(inner, Mapping) and result[name] is inner:
       result[name] = _on_groups(inner, function)
   return result
+
+
+# Compute capability from which NVIDIA GPUs multiply FP8.
+FP8_CAPABILITY = 8.9
+
+
+def check_devices(fp8: bool, devices: Sequence[Any]) -> None:
+  """Raises ModelError if a GPU that cannot multiply 8-bit operands is to compute in FP8.
+
+  CPUs, which emulate it, pass.
+
+  Args:
+    fp8: whether the model's matmuls are in FP8.
+    devices: of the mesh; those without a `compute_capability` pass.
+  """
+  capabilities = {
+    (d.device_kind, d.compute_capability)
+    for d in devices
+    if getattr(d, 'platform', 'cpu') != 'cpu' and getattr(d, 'compute_capability', None)
+  }
+  lacking = [kind for kind, c in sorted(capabilities) if float(c) < FP8_CAPABILITY]
+  if fp8 and lacking:
+    raise ModelError(
+      f"PRECISION = 'fp8', and {' and '.join(lacking)} cannot multiply FP8: that takes compute "
+      f'capability {FP8_CAPABILITY} (L4, L40S, RTX 4090), 9.0 (H100, H200) or later (B200, GB200).',
+      fix="Set PRECISION = 'bfloat16', or run on one of these GPUs.",
+      parameters=('TransformerConfig.dtype',),
+      docs='precision.md#fp8',
+    )

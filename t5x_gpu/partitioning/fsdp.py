@@ -146,6 +146,7 @@ _MOVES = frozenset(
     'broadcast_in_dim',
     'squeeze',
     'sharding_constraint',
+    'custom_vjp_call',  # of `whole`, for parameters that are not differentiated
   }
 )
 

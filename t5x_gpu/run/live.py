@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
+from t5x_gpu.analysis.fp8_use import fp8_line
 from t5x_gpu.checkpoint.base_checkpointer import Restored
 from t5x_gpu.checkpoint.local.local_tier import LocalTier
 from t5x_gpu.checkpoint.manifest import make_manifest
@@ -15,6 +16,7 @@ from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.data.batches import Batch, batch_hash
 from t5x_gpu.errors import TrainingError
 from t5x_gpu.metrics import reduce
+from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.data import RunData, open_data
 from t5x_gpu.runtime.distributed import is_main_process
@@ -149,6 +151,8 @@ def _compile_and_open(
     data = opening.result()
   data.check_same_on_hosts()
   log(memory.line())
+  if uses_fp8(plan.run.model):
+    log(fp8_line(train_step, program.layout.mesh.devices.flat[0].platform))
   return train_step, fresh, data
 
 

@@ -11,7 +11,8 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
-from t5x_gpu.models.model import Model, check_model
+from t5x_gpu.models.model import Model, check_model, uses_fp8
+from t5x_gpu.models.precision import check_devices
 from t5x_gpu.models.transformer import check_attention
 from t5x_gpu.partitioning.axis_rules import split_names
 from t5x_gpu.partitioning.layer_stacks import stacks_of
@@ -120,6 +121,7 @@ def build_program(
   """
   check_model(model)
   check_attention(model, devices[0])
+  check_devices(uses_fp8(model), devices)
   spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
   check_microbatches(batch_size, num_microbatches)
   layout = _lay_out(model, spec, partitioner, topology, devices, num_microbatches)

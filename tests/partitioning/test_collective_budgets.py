@@ -7,10 +7,11 @@ that a collective crosses.
 import collections
 import math
 
+import numpy as np
 import pytest
 
 from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
-from t5x_gpu.models.config import DTYPES
+from t5x_gpu.models.precision import PRECISIONS
 from t5x_gpu.partitioning import (
   context_parallel,
   data_parallel,
@@ -50,7 +51,7 @@ def expected_bytes(name):
   case, c = CASES[name], config_of(CASES[name])
   partitioner, n = program(name).layout, program(name).layout.mesh.shape
   stage = partitioner.zero_stage
-  dtype_bytes = DTYPES[c.dtype].dtype.itemsize
+  dtype_bytes = np.dtype(PRECISIONS[c.dtype].dtype).itemsize
   num_layers = c.num_layers // n['stage']
   # Elements that one device holds, whole over fsdp.
   mlp = num_layers * 3 * c.mlp_dim * c.embed_dim // n['model']

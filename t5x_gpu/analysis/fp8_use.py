@@ -1,0 +1,39 @@
+"""Whether a compiled step multiplies in FP8."""
+
+from typing import Any
+
+from t5x_gpu.analysis.kernels import count_kernels
+from t5x_gpu.errors import ModelError
+
+
+def fp8_line(step: Any, platform: str) -> str:
+  """Returns how the step of a model in FP8 multiplies, as a line for the log.
+
+  Args:
+    step: the compiled step.
+    platform: of its devices, 'cpu' or 'gpu'.
+  Raises:
+    ModelError: on GPUs, if no matmul is in FP8.
+  """
+  if platform == 'cpu':
+    return 'precision: fp8, emulated: this CPU rounds operands to 8 bits, which saves no time'
+  return check_fp8_gemms(step.as_text())
+
+
+def check_fp8_gemms(hlo: str) -> str:
+  """Returns how many matmuls of a program for a GPU are in FP8, as a line for the log.
+
+  Raises:
+    ModelError: none is: the run would be as slow as without FP8, and less precise.
+  """
+  kernels = count_kernels(hlo)
+  fp8, others = kernels['fp8_gemm'].runs, kernels['gemm'].runs
+  if not fp8:
+    raise ModelError(
+      f"PRECISION = 'fp8', and none of the {others} matmuls of the compiled step is in FP8.",
+      fix="Set PRECISION = 'bfloat16'. The layers of a custom model need kernels with the names of "
+      'KERNELS in t5x_gpu/models/precision.py.',
+      parameters=('TransformerConfig.dtype',),
+      docs='precision.md#fp8',
+    )
+  return f'precision: fp8, in {fp8} of {fp8 + others} matmuls of a step'

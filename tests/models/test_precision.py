@@ -1,0 +1,97 @@
+"""What each precision computes in which dtype, and what is refused."""
+
+import dataclasses
+import re
+import types
+
+import jax
+import pytest
+
+from t5x_gpu.errors import ModelError
+from t5x_gpu.models import precision
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+
+CONFIG = TransformerConfig(
+  vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=24, dtype='fp8'
+)
+
+
+def program(config):
+  return build_program(
+    model=DecoderOnlyModel(config),
+    optimizer=AdamW(),
+    schedule=constant(1e-2),
+    partitioner=Partitioner(),
+    topology=Topology(1, 1),
+    devices=jax.devices()[:1],
+    task_feature_lengths={'targets': 8},
+    batch_size=2,
+    pack=True,
+    seed=0,
+  )
+
+
+def products(config):
+  """Returns (products of two 8-bit operands, all products) in the text of a training step."""
+  p = program(config)
+  lowered = p.train_step.lower(p.abstract_state, p.abstract_batch).as_text()
+  dots = re.findall(r'stablehlo\.dot_general.* : \((tensor<\S+>), (tensor<\S+>)\)', lowered)
+  return sum('f8E' in a and 'f8E' in b for a, b in dots), len(dots)
+
+
+def test_every_matmul_of_a_layer_is_in_fp8_forward_and_backward():
+  # Query, key, value, out, two branches of the MLP and its output; each forward, and the gradients
+  # of both operands. The layers are a loop, so each is in the text once.
+  fp8, every = products(CONFIG)
+  assert fp8 == 7 * 3
+  assert products(dataclasses.replace(CONFIG, dtype='bfloat16')) == (0, every)
+
+
+def test_recomputed_layers_multiply_in_fp8_again():
+  config = dataclasses.replace(CONFIG, remat_policy='full')
+  # The last product of a layer is not needed again.
+  assert products(config)[0] == 7 * 3 + 6
+
+
+def test_fp8_adds_nothing_to_the_state_so_checkpoints_are_those_of_bfloat16():
+  fp8, bfloat16 = (
+    program(dataclasses.replace(CONFIG, dtype=dtype)).abstract_state
+    for dtype in ('fp8', 'bfloat16')
+  )
+  assert jax.tree.structure(fp8) == jax.tree.structure(bfloat16)
+  assert jax.tree.leaves(fp8) == jax.tree.leaves(bfloat16)
+
+
+@pytest.mark.parametrize(
+  'wrong, meant', [('bf16', 'bfloat16'), ('FP8', 'fp8'), ('float23', 'float32')]
+)
+def test_misspelt_precision_suggests_the_right_one(wrong, meant):
+  with pytest.raises(
+    ModelError, match=f"dtype = '{wrong}' is not one of .* Did you mean '{meant}'"
+  ):
+    dataclasses.replace(CONFIG, dtype=wrong)
+
+
+def test_gpus_without_fp8_are_refused_with_those_that_have_it():
+  def gpus(**kinds):
+    return [
+      types.SimpleNamespace(
+        platform='gpu', device_kind=kind.replace('_', ' '), compute_capability=c
+      )
+      for kind, c in kinds.items()
+    ]
+
+  a100 = gpus(NVIDIA_A100='8.0', NVIDIA_H100='9.0')
+  with pytest.raises(ModelError) as e:
+    precision.check_devices(True, a100)
+  assert 'NVIDIA A100 cannot multiply FP8' in str(e.value)
+  assert 'H100, H200' in str(e.value) and "PRECISION = 'bfloat16'" in str(e.value)
+  precision.check_devices(False, a100)
+  precision.check_devices(True, gpus(NVIDIA_H100='9.0', NVIDIA_L40S='8.9', NVIDIA_B200='10.0'))
+  precision.check_devices(True, jax.devices())
