@@ -84,7 +84,7 @@ FP8_CAPABILITY = 8.9
 
 
 def check_devices(fp8: bool, devices: Sequence[Any]) -> None:
-  """Raises ModelError if a GPU that cannot multiply 8-bit operands is to compute in FP8.
+  """Raises ModelError if a model in FP8 has a GPU that cannot multiply 8-bit operands.
 
   CPUs, which emulate it, pass.
 
