@@ -161,7 +161,7 @@ def local_checkpoints_line(program: Program) -> str:
   }
   names = tuple(dict.fromkeys(host.values()))
   hosts = Hosts(names, names, lambda device: names.index(host[device]))
-  return f'local checkpoints would take {plan_copies(program.abstract_state, hosts).words(hosts)}'
+  return f'local checkpoints would take {plan_copies(program.abstract_saved, hosts).words(hosts)}'
 
 
 def _in_host_order(program: Program) -> list[Device]:

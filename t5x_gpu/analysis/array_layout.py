@@ -21,6 +21,7 @@ class ArrayLayout:
     parts: number of parts per dimension.
     item_bytes: bytes of one element.
     parameter: for optimizer state, the parameter that it belongs to, if any.
+    padding: (true size, with zeros at its end) of the dimension that is padded; None for none.
   """
 
   name: str
@@ -30,11 +31,18 @@ class ArrayLayout:
   parts: tuple[int, ...]
   item_bytes: int
   parameter: Optional[str] = None
+  padding: Optional[tuple[int, int]] = None
 
   @property
   def num_bytes(self) -> int:
-    """Bytes of the whole array."""
+    """Bytes of the whole array, with padding."""
     return math.prod(self.shape) * self.item_bytes
+
+  @property
+  def true_bytes(self) -> int:
+    """Bytes of the whole array, without padding."""
+    size, padded = self.padding or (1, 1)
+    return self.num_bytes // padded * size
 
   @property
   def bytes_per_device(self) -> int:
@@ -53,7 +61,10 @@ class ArrayLayout:
   @property
   def split_words(self) -> str:
     """Returns '- fsdp model', one word per dimension; 'whole' if it is not split."""
-    return 'whole' if self.is_whole else ' '.join('+'.join(axes) or '-' for axes in self.split)
+    if self.is_whole:
+      return 'whole'
+    words = ' '.join('+'.join(axes) or '-' for axes in self.split)
+    return words if self.padding is None else f'{words} ({self.padding[0]} padded)'
 
 
 def array_layouts(tree: Any, names: Any, *, parameters: Sequence[str] = ()) -> list[ArrayLayout]:
@@ -71,6 +82,10 @@ def array_layouts(tree: Any, names: Any, *, parameters: Sequence[str] = ()) -> l
     sizes = array.sharding.mesh.shape
     split = tuple(tuple(a for a in _axes(entry) if sizes[a] > 1) for entry in array.sharding.spec)
     split += ((),) * (len(array.shape) - len(split))
+    padding = None
+    if axis_names.fsdp is not None:
+      stored = array.shape[axis_names.names.index(axis_names.fsdp.name)]
+      padding = (axis_names.fsdp.size, stored) if stored != axis_names.fsdp.size else None
     owners = [p for p in parameters if f'/{p}/' in f'/{name}/']
     found.append(
       ArrayLayout(
@@ -81,6 +96,7 @@ def array_layouts(tree: Any, names: Any, *, parameters: Sequence[str] = ()) -> l
         parts=tuple(math.prod(sizes[a] for a in axes) for axes in split),
         item_bytes=array.dtype.itemsize,
         parameter=max(owners, key=len, default=None),
+        padding=padding,
       )
     )
   return found

@@ -56,7 +56,7 @@ def parameter_table(parameters: Sequence[ArrayLayout], optimizer: Sequence[Array
   if state[None]:
     rows.append(('(no parameter)', '', '', '', '', mib(state[None])))
   totals = sum(p.bytes_per_device for p in parameters), sum(state.values())
-  on_one_device = sum(p.num_bytes for p in parameters), sum(a.num_bytes for a in optimizer)
+  on_one_device = sum(p.true_bytes for p in parameters), sum(a.true_bytes for a in optimizer)
   rows.append(('total', '', '', '', *map(mib, totals)))
   rows.append(('on one device', '', '', '', *map(mib, on_one_device)))
   return table(rows, right=(4, 5))

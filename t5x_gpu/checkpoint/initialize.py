@@ -119,11 +119,11 @@ def plan_start(
       reader,
       origin=_origin(config, reader),
       text=text,
-      saved=_whole(reader, program.abstract_state),
+      saved=_whole(reader, program.abstract_saved),
     )
   want = {
     name: tuple(a.shape)
-    for name, a in flax.traverse_util.flatten_dict(program.abstract_state.params, sep='/').items()
+    for name, a in flax.traverse_util.flatten_dict(program.abstract_saved.params, sep='/').items()
   }
   may_lack = getattr(model, 'is_adapter', lambda path: False)
   taken = _assigned(config, want)
@@ -149,7 +149,7 @@ def _origin(config: RestoreConfig, reader: ParamsReader) -> dict[str, Any]:
 
 def _warn_of_frozen(program: Program, taken: Container[str]) -> None:
   """Warns of parameters that would keep their random initialization for the whole run."""
-  _, frozen = program.trained.split(program.abstract_state.params)
+  _, frozen = program.trained.split(program.abstract_saved.params)
   random = [n for n in flax.traverse_util.flatten_dict(frozen, sep='/') if n not in taken]
   if random and jax.process_index() == 0:
     _log.warning(

@@ -83,11 +83,11 @@ class Start:
       CheckpointError: nothing can be read.
     """
     restored = checkpointer.restore_latest(
-      program.abstract_state,
-      promote=functools.partial(promote_newer, local, target=program.abstract_state),
+      program.abstract_saved,
+      promote=functools.partial(promote_newer, local, target=program.abstract_saved),
     )
     if restored is None and self.saved is not None:
-      restored = restore_from(self.reader.path, self.saved, program.abstract_state)
+      restored = restore_from(self.reader.path, self.saved, program.abstract_saved)
     if restored is not None:
       return program.in_run_order(restored.state), restored
     return self._filled(fresh or program.init(), program), None

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Optional, Self
 
-import jax
 import numpy as np
 
 from t5x_gpu.data.batches import DatasetConfig
@@ -21,10 +20,9 @@ from t5x_gpu.evaluation.evaluator import (
 )
 from t5x_gpu.metrics import reduce
 from t5x_gpu.models.decoding import DecodingConfig
-from t5x_gpu.partitioning.layout import LaidOut
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.terminal.bars import BackgroundCounts, Show, Total, silent
-from t5x_gpu.training.program import Program, program_of_run
+from t5x_gpu.training.program import program_of_run
 from t5x_gpu.training.step_config import StepConfig
 
 
@@ -112,7 +110,7 @@ class CheckpointEvaluator:
     """
     values: dict[str, float] = {}
     if self._losses:
-      run_order, total = _in_run_order(self.program, params), {}
+      run_order, total = self.program.params_in_run_order(params), {}
       for name, evaluator in self._losses.items():
         sums = evaluator.sums(
           run_order, title=f'{LOSS}{name}', show=show, total=self._totals.get(name)
@@ -125,13 +123,3 @@ class CheckpointEvaluator:
     if self._tasks is not None:
       values |= self._tasks.run(params, show=show)
     return values
-
-
-def _in_run_order(program: Program, params: Any) -> Any:
-  layout, names = program.layout, program.names.params
-  if not layout.reorders_layers:
-    return params
-  shardings = jax.tree.map(lambda a: a.sharding, program.abstract_state.params)
-  return LaidOut(
-    layout.mesh, jax.jit(lambda p: layout.in_run_order(p, names), out_shardings=shardings)
-  )(params)

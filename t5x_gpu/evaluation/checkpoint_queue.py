@@ -74,7 +74,7 @@ def read_if_there(model_dir: AnyPath, step: int, program: Program) -> Any:
   """
   params, problem = None, None
   try:
-    params = read_params(model_dir, program.abstract_state.params, step=step)
+    params = read_params(model_dir, program.abstract_saved.params, step=step)
   except Exception as e:  # Orbax and TensorStore raise many kinds when files vanish
     problem = e
   exists = checkpoint_path(model_dir, step).exists()

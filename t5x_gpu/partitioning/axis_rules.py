@@ -278,16 +278,34 @@ def is_named(x: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class FsdpDim:
+  """The axis of an array that `fsdp` splits, and its true size (partitioning/fsdp_dims.py)."""
+
+  name: str
+  size: int
+
+
+@dataclasses.dataclass(frozen=True)
 class AxisNames:
   """The axis names of one parameter; a leaf in trees, where a plain tuple would be a branch.
 
   Attributes:
     names: one per dimension.
     along: activation axis on whose parts it acts separately, or None.
+    fsdp: what `fsdp` splits in place of the axis in the rules; None for that axis.
   """
 
   names: tuple[Optional[str], ...]
   along: Optional[str] = None
+  fsdp: Optional[FsdpDim] = None
+
+
+def own_table(names: AxisNames, table: Table) -> Table:
+  """Returns `table` for one array, with `fsdp` at the axis that was chosen for it."""
+  if names.fsdp is None or not any('fsdp' in table.get(name, ()) for name in names.names):
+    return table
+  others = {name: tuple(a for a in axes if a != 'fsdp') for name, axes in table.items()}
+  return {**others, names.fsdp.name: (*others.get(names.fsdp.name, ()), 'fsdp')}
 
 
 def split_names(boxed: Any) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """Fully sharded data parallelism (ZeRO): also splits optimizer state, gradients and parameters.
 
-What is split: `batch` of activations over `fsdp`, and by `zero_stage` also `embed` of
+What is split: `batch` of activations over `fsdp`, and by `zero_stage` also `embed` (or another
+dimension, see fsdp_dims.py) of
   1. the optimizer state: gradients are reduce-scattered once per step, the updated parameters
      gathered once;
   2. and gradients: each layer's are reduce-scattered as soon as the backward pass has them;
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.partitioning import manual_collectives
 from t5x_gpu.partitioning.axis_rules import AxisRules
+from t5x_gpu.partitioning.fsdp_dims import Padding
 
 SPLIT = {'embed': ('fsdp',)}
 
@@ -62,10 +64,12 @@ class Dims:
   Attributes:
     fsdp: dimension that `fsdp` splits.
     model: dimension that `model` splits, or None.
+    padding: zeros that make the parts equal, or None.
   """
 
   fsdp: int
   model: Optional[int] = None
+  padding: Optional[Padding] = None
 
 
 @flax.struct.dataclass
@@ -105,11 +109,14 @@ def whole(tree: Any, dtype: Any) -> Any:
 
 def gather(part: jax.Array, dims: Dims) -> jax.Array:
   """Returns a parameter gathered from its parts; cannot be differentiated through."""
-  return manual_collectives.all_gather(part, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
+  full = manual_collectives.all_gather(part, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
+  return full if dims.padding is None else dims.padding.removed(full)
 
 
 def scatter(gradient: jax.Array, dims: Dims) -> jax.Array:
   """Returns this device's part of the sum of `gradient` over `fsdp`."""
+  if dims.padding is not None:
+    gradient = dims.padding.added(gradient)
   return manual_collectives.psum_scatter(gradient, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
 
 
@@ -156,9 +163,16 @@ def keep_activations_only(primitive: Any, *_: Any, **__: Any) -> bool:
   return primitive.name not in _MOVES
 
 
+def _keep_activations_of_padded(primitive: Any, *_: Any, **__: Any) -> bool:
+  return primitive.name not in _MOVES | {'slice'}
+
+
 def keep_policy(
   policy: Optional[Callable[..., bool]], params: Any
 ) -> Optional[Callable[..., bool]]:
   """Returns a remat policy under which the backward pass gathers `params` again."""
-  has_split = any(is_split(x) and x.full is None for x in jax.tree.leaves(params, is_leaf=is_split))
-  return keep_activations_only if policy is None and has_split else policy
+  split = [x for x in jax.tree.leaves(params, is_leaf=is_split) if is_split(x) and x.full is None]
+  if policy is not None or not split:
+    return policy
+  has_padding = any(x.dims.padding is not None for x in split)
+  return _keep_activations_of_padded if has_padding else keep_activations_only

@@ -18,8 +18,15 @@ import numpy as np
 from jax.extend import backend
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t5x_gpu.partitioning import context_parallel
-from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, partition_spec, use_rules
+from t5x_gpu.partitioning import context_parallel, fsdp_dims
+from t5x_gpu.partitioning.axis_rules import (
+  AxisNames,
+  AxisRules,
+  Table,
+  own_table,
+  partition_spec,
+  use_rules,
+)
 from t5x_gpu.partitioning.manual_region import Pipeline, Region
 from t5x_gpu.partitioning.mesh.mesh import mesh_table
 from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
@@ -83,23 +90,69 @@ class Layout:
   def shardings(self, abstract: Any, names: Any, table: Optional[Table] = None) -> Any:
     """Returns a tree of NamedSharding for arrays (or shapes) whose axes are called `names`.
 
+    Arrays that divide over `fsdp` with padding only are split over a factor of it.
+
     Args:
-      abstract: arrays or shapes.
+      abstract: arrays or shapes, without padding.
       names: tree of AxisNames.
       table: array axis -> mesh axes; that of parameters by default.
     """
     table = self.rules.parameters if table is None else table
 
     def sharding(path: Any, axis_names: AxisNames, array: Any) -> NamedSharding:
-      what = jax.tree_util.keystr(path, simple=True, separator='/')
-      return NamedSharding(
-        self.mesh,
-        partition_spec(
-          axis_names.names, array.shape, table=table, mesh_shape=self.mesh.shape, what=what
-        ),
-      )
+      axis_names = self._chosen(axis_names, array)
+      padding = self._padding(axis_names, table)
+      mesh = fsdp_dims.without_padding(self.mesh, padding)
+      return self._sharding(path, axis_names, array.shape, table, mesh)
 
     return jax.tree_util.tree_map_with_path(sharding, names, abstract)
+
+  def stored(self, abstract: Any, names: Any, table: Optional[Table] = None) -> Any:
+    """Returns shapes with shardings of arrays as a run stores them, with padding.
+
+    Args:
+      abstract: arrays or shapes, without padding.
+      names: tree of AxisNames.
+      table: array axis -> mesh axes; that of parameters by default.
+    """
+    table = self.rules.parameters if table is None else table
+
+    def array_of(path: Any, axis_names: AxisNames, array: Any) -> jax.ShapeDtypeStruct:
+      axis_names = self._chosen(axis_names, array)
+      padding = self._padding(axis_names, table)
+      shape = array.shape if padding is None else padding.shape(array.shape)
+      sharding = self._sharding(path, axis_names, shape, table, self.mesh)
+      return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(array_of, names, abstract)
+
+  def chosen(self, names: Any, abstract: Any) -> Any:
+    """Returns `names` with the dimension of each array that `fsdp` splits."""
+    return jax.tree.map(self._chosen, names, abstract)
+
+  def padded(self, tree: Any, names: Any, table: Table) -> Any:
+    """Returns global arrays as `stored`; to be traced."""
+    options = dict(table=table, mesh_shape=self.mesh.shape)
+    return jax.tree.map(lambda n, x: fsdp_dims.padded(x, n, **options), names, tree)
+
+  def unpadded(self, tree: Any, names: Any, table: Table) -> Any:
+    """Returns global arrays in their true shapes, split in unequal parts; to be traced."""
+    options = dict(table=table, mesh_shape=self.mesh.shape)
+    return jax.tree.map(lambda n, x: fsdp_dims.unpadded(x, n, **options), names, tree)
+
+  def _chosen(self, axis_names: AxisNames, array: Any) -> AxisNames:
+    return fsdp_dims.choose(axis_names, array.shape, rules=self.rules, mesh_shape=self.mesh.shape)
+
+  def _padding(self, axis_names: AxisNames, table: Table) -> Optional[fsdp_dims.Padding]:
+    return fsdp_dims.padding_of(axis_names, table=table, mesh_shape=self.mesh.shape)
+
+  def _sharding(
+    self, path: Any, axis_names: AxisNames, shape: Sequence[int], table: Table, mesh: Mesh
+  ) -> NamedSharding:
+    what = jax.tree_util.keystr(path, simple=True, separator='/')
+    own = own_table(axis_names, table)
+    spec = partition_spec(axis_names.names, shape, table=own, mesh_shape=mesh.shape, what=what)
+    return NamedSharding(mesh, spec)
 
   def batch_shardings(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, NamedSharding]:
     """Returns feature name -> sharding of the global batch; dimensions are batch, length, ..."""

@@ -15,8 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from t5x_gpu.partitioning import context_parallel, fsdp
-from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, Table, use_rules, varying
+from t5x_gpu.partitioning import context_parallel, fsdp, fsdp_dims
+from t5x_gpu.partitioning.axis_rules import (
+  AxisNames,
+  AxisRules,
+  Table,
+  own_table,
+  use_rules,
+  varying,
+)
 from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 from t5x_gpu.partitioning.mesh.mesh_sizes import OUTER_AXES
 from t5x_gpu.partitioning.per_device_copies import Copies
@@ -99,18 +106,40 @@ class Region:
     """
     return 'fsdp' in self.axes and self.zero_stage >= 2 and self.pipeline is None
 
+  @property
+  def _part_table(self) -> Table:
+    return self.rules.state if self.reduces_in_backward else self.rules.parameters
+
+  def _specs(self, names: Any, table: Table) -> Any:
+    return jax.tree.map(lambda n: self.spec(n.names, own_table(n, table)), names)
+
   def part_specs(self, names: Any) -> Any:
     """Returns a tree of PartitionSpecs of the differentiated parts, from a tree of AxisNames."""
-    table = self.rules.state if self.reduces_in_backward else self.rules.parameters
-    return jax.tree.map(lambda n: self.spec(n.names, table), names)
+    return self._specs(names, self._part_table)
 
   def kept_specs(self, names: Any) -> Any:
     """Returns a tree of PartitionSpecs of the parameters as stored between steps."""
-    return jax.tree.map(lambda n: self.spec(n.names, self.rules.parameters), names)
+    return self._specs(names, self.rules.parameters)
 
   def gradient_specs(self, names: Any) -> Any:
     """Returns a tree of PartitionSpecs of reduced gradients, the same as of optimizer state."""
-    return jax.tree.map(lambda n: self.spec(n.names, self.rules.state), names)
+    return self._specs(names, self.rules.state)
+
+  def padded_parts(self, params: Any, names: Any) -> Any:
+    """Returns global parameters that `part_specs` can split; under ZeRO-3 they are stored so."""
+    return jax.tree.map(
+      lambda x, n: fsdp_dims.padded(x, n, table=self._part_table, mesh_shape=self.mesh_shape),
+      params,
+      names,
+    )
+
+  def unpadded_gradients(self, grads: Any, names: Any) -> Any:
+    """Returns global gradients, split by `gradient_specs`, in the shapes of the parameters."""
+    return jax.tree.map(
+      lambda x, n: fsdp_dims.unpadded(x, n, table=self.rules.state, mesh_shape=self.mesh_shape),
+      grads,
+      names,
+    )
 
   def batch_specs(self, batch: Mapping[str, jax.Array]) -> dict[str, PartitionSpec]:
     """Returns name -> PartitionSpec of [batch, length, ...], [batch], or places [length]."""
@@ -180,20 +209,22 @@ class Region:
   def _fsdp_dims(self, axis_names: AxisNames) -> Optional[fsdp.Dims]:
     """Returns the dimension at which `fsdp` splits the optimizer state; None if it does not."""
 
+    table = own_table(axis_names, self.rules.state)
+
     def dim_of(axis: str) -> Optional[int]:
+      names = axis_names.names
       return next(
-        (
-          i - len(axis_names.names)
-          for i, name in enumerate(axis_names.names)
-          if axis in self.rules.state.get(name, ())
-        ),
-        None,
+        (i - len(names) for i, name in enumerate(names) if axis in table.get(name, ())), None
       )
 
     dim = dim_of('fsdp') if 'fsdp' in self.axes else None
     if dim is None:
       return None
-    return fsdp.Dims(dim, dim_of('model') if self.mesh_shape.get('model', 1) > 1 else None)
+    return fsdp.Dims(
+      dim,
+      dim_of('model') if self.mesh_shape.get('model', 1) > 1 else None,
+      fsdp_dims.padding_of(axis_names, table=table, mesh_shape=self.mesh_shape),
+    )
 
   def copies(self, parts: Any, names: Any) -> Any:
     """Returns `parts` with a copy per device along `model` of parameters that need one."""
@@ -215,7 +246,8 @@ class Region:
     leaves, treedef = jax.tree.flatten(grads)
     groups = collections.defaultdict(list)
     for i, axis_names in enumerate(jax.tree.leaves(names)):
-      own = {a for name in axis_names.names for a in self.rules.parameters.get(name, ())}
+      table = own_table(axis_names, self.rules.parameters)
+      own = {a for name in axis_names.names for a in table.get(name, ())}
       dims = self._fsdp_dims(axis_names)
       if dims is not None:
         own.add('fsdp')

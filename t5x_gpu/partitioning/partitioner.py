@@ -19,7 +19,7 @@ from t5x_gpu.partitioning import (
   sequence_parallel,
   tensor_parallel,
 )
-from t5x_gpu.partitioning.axis_rules import AxisRules
+from t5x_gpu.partitioning.axis_rules import AxisRules, Table
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.manual_region import Pipeline
 from t5x_gpu.partitioning.mesh.mesh import SizeHint, build_mesh, check_model_sizes
@@ -42,6 +42,8 @@ SET_BY = {
   'embed': 'TransformerConfig.embed_dim',
   'vocab': 'TransformerConfig.vocab_size',
 }
+# Those that make another model. If nothing else is wrong, errors suggest another mesh instead.
+WIDTHS = ('heads', 'mlp', 'embed', 'vocab')
 # Axes that other functions check.
 OWN_CHECKS = ('layers', 'encoder_layers', 'stacks', 'length', 'experts', 'kv_heads', 'kv')
 
@@ -157,8 +159,12 @@ class Partitioner:
     sizes = self.mesh_sizes(topology)
     problems = self._problems(sizes, logical_sizes, num_microbatches)
     if problems:
-      better = self._better_sizes(topology, logical_sizes, num_microbatches, len(problems))
-      raise _model_error(self._problems(sizes, logical_sizes, num_microbatches, better))
+      of_run = (topology, logical_sizes, num_microbatches, len(problems))
+      better = self._better_sizes(*of_run)
+      with_data = None
+      if all(re.match(rf'({"|".join(WIDTHS)}|kv_heads) = ', problem) for problem in problems):
+        with_data = dataclasses.replace(self, data=-1)._better_sizes(*of_run)
+      raise _model_error(self._problems(sizes, logical_sizes, num_microbatches, better, with_data))
     shares_kv_heads = tensor_parallel.devices_per_kv_head(logical_sizes, sizes.total) > 1
     note = tensor_parallel.shared_kv_heads_note(logical_sizes, sizes.total)
     return Layout(
@@ -203,6 +209,7 @@ class Partitioner:
     logical_sizes: Mapping[str, int],
     num_microbatches: int,
     legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+    with_data: Optional[Mapping[str, Sequence[int]]] = None,
   ) -> list[str]:
     """Returns one sentence for everything in the model that does not fit the mesh.
 
@@ -211,6 +218,7 @@ class Partitioner:
       logical_sizes: array axis -> size.
       num_microbatches: of gradient accumulation.
       legal_sizes: mesh axis -> sizes to suggest.
+      with_data: mesh axis -> sizes to suggest together with data = -1, if only widths are wrong.
     """
     rules, total = self.rules(), sizes.total
     pipeline = self._pipeline(sizes, logical_sizes, num_microbatches)
@@ -220,13 +228,14 @@ class Partitioner:
       generic['residual_length'] = logical_sizes['length']
     problems = [
       problem
-      for table in (rules.activations, rules.state)
+      for table in (rules.activations, _without_fsdp(rules.state))
       for problem in check_model_sizes(
         sizes,
         generic,
         {name: table.get(name, ()) for name in generic},
         hints=self._hints(sizes, logical_sizes, num_microbatches, pipeline),
         legal_sizes=legal_sizes,
+        with_data=with_data,
       )
     ]
     problems += context_parallel.check(
@@ -237,7 +246,9 @@ class Partitioner:
       multiple_of=between if self.sequence_parallel else 1,
       legal_sizes=legal_sizes,
     )
-    problems += tensor_parallel.check(logical_sizes, total, legal_sizes=legal_sizes)
+    problems += tensor_parallel.check(
+      logical_sizes, total, legal_sizes=legal_sizes, with_data=with_data
+    )
     problems += expert_parallel.check(logical_sizes, total, legal_sizes=legal_sizes)
     if pipeline is not None:
       problems += pipeline_parallel.check(
@@ -272,7 +283,7 @@ class Partitioner:
     ]
     context = sizes.total['context']
     return {
-      **{name: SizeHint(set_by) for name, set_by in SET_BY.items()},
+      **{name: SizeHint(by, is_width=name in WIDTHS) for name, by in SET_BY.items()},
       'batch': SizeHint(
         'BATCH_SIZE',
         each_of=num_microbatches,
@@ -309,6 +320,11 @@ class Partitioner:
         if len(problems) < num_problems:
           better[axis].append(size)
     return better
+
+
+def _without_fsdp(table: Table) -> Table:
+  """Returns `table` without `fsdp`, which splits arrays of any size (fsdp_dims.py)."""
+  return {name: tuple(axis for axis in axes if axis != 'fsdp') for name, axes in table.items()}
 
 
 def _model_error(problems: Sequence[str]) -> MeshError:

@@ -47,6 +47,7 @@ def check(
   mesh_shape: Mapping[str, int],
   *,
   legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+  with_data: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> list[str]:
   """Returns one sentence with its fix if key and value heads can be neither split nor shared.
 
@@ -56,6 +57,7 @@ def check(
     sizes: array axis -> size; reads 'heads' and 'kv_heads'.
     mesh_shape: mesh axis -> size.
     legal_sizes: mesh axis -> sizes to suggest.
+    with_data: mesh axis -> sizes to suggest together with data = -1.
   """
   model, heads, kv_heads = (
     mesh_shape.get('model', 1),
@@ -68,13 +70,19 @@ def check(
   def fits(kv_heads: int, model: int) -> bool:
     return kv_heads % model == 0 or model % kv_heads == 0
 
-  fixes = [
-    'TransformerConfig.num_kv_heads = '
-    + any_of([n for n in range(1, heads + 1) if heads % n == 0 and fits(n, model)])
-  ]
-  possible = [n for n in (legal_sizes or {}).get('model', ()) if fits(kv_heads, n)]
-  if possible:
-    fixes.append(f'Partitioner.num_partitions = {any_of(possible)}')
+  def possible(legal: Optional[Mapping[str, Sequence[int]]]) -> list[int]:
+    return [n for n in (legal or {}).get('model', ()) if fits(kv_heads, n)]
+
+  fixes = []
+  if possible(legal_sizes):
+    fixes = [f'Partitioner.num_partitions = {any_of(possible(legal_sizes))}']
+  elif possible(with_data):
+    fixes = [
+      f'Partitioner.num_partitions = {any_of(possible(with_data))} and Partitioner.data = -1'
+    ]
+  if with_data is None or not fixes:
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and fits(n, model)]
+    fixes.insert(0, f'TransformerConfig.num_kv_heads = {any_of(legal)}')
   return [
     f'kv_heads = {kv_heads} neither divides over model={model} nor divides it: key and value heads '
     f'can be neither split evenly nor shared evenly. Set {", or ".join(fixes)}.'

@@ -95,9 +95,9 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
   program = program_of_run(run, topology=topology, devices=devices)
   log(_introduction(run, program, with_parameters=dry_run))
   memory = check_memory(program, run.model, num_microbatches=run.num_microbatches)
-  local = open_local_tier(run.checkpoint_cfg, model_dir, program.abstract_state)
+  local = open_local_tier(run.checkpoint_cfg, model_dir, program.abstract_saved)
   with model_dir.released_on_error():
-    saved = check_with_local(model_dir, local, target=program.abstract_state, dry_run=dry_run)
+    saved = check_with_local(model_dir, local, target=program.abstract_saved, dry_run=dry_run)
     start = plan_start(run.initialize_from, program, run.model, saved=saved)
     distributed.assert_equal_across_hosts(
       start.origin or (saved and saved.step),

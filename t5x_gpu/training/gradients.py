@@ -37,14 +37,13 @@ def make_gradients(
 ) -> GradientsFn:
   """Returns the function (params, batch, dropout_key) -> (gradients, sums) of global arrays.
 
-  `gradients` has a leaf per trained parameter.
+  `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without.
 
   Args:
     model: a LayeredModel for a pipeline or accumulation by layer.
     region: how the step is split.
     names: tree of AxisNames of the parameters.
-    num_microbatches: parts into which each device's rows are cut and computed in turn, which saves
-      memory.
+    num_microbatches: parts into which each device's rows are cut and computed in turn.
     trained: which parameters are trained.
   Raises:
     ModelError: the model lacks parts that a pipeline or accumulation by layer needs.
@@ -87,13 +86,15 @@ def make_gradients(
 
   def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
     batch = region.with_rows(batch)
-    parts, kept = region.part_specs(trained_names), region.kept_specs(names)
+    specs = (region.part_specs(trained_names), region.kept_specs(names))
     local_to_global = region.map(
       local,
-      in_specs=(parts, kept, region.batch_specs(batch), PartitionSpec()),
+      in_specs=(*specs, region.batch_specs(batch), PartitionSpec()),
       out_specs=(region.gradient_specs(trained_names), PartitionSpec()),
     )
-    return local_to_global(trained.split(params)[0], params, batch, dropout_key)
+    parts = region.padded_parts(trained.split(params)[0], trained_names)
+    grads, sums = local_to_global(parts, params, batch, dropout_key)
+    return region.unpadded_gradients(grads, trained_names), sums
 
   return gradients
 

@@ -59,12 +59,11 @@ def estimate(program: Program, model: Model, *, num_microbatches: int) -> Need:
   """Returns a lower bound of the memory of a step, from shapes."""
   layout, mesh = program.layout, program.layout.mesh.shape
   state, names = program.abstract_state, program.names
-  trained, trained_names = (program.trained.split(tree)[0] for tree in (state.params, names.params))
-  table = layout.rules.state if layout.zero_stage > 1 else layout.rules.parameters
-  shardings = layout.shardings(trained, trained_names, table)
-  gradients = jax.tree.map(
-    lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), trained, shardings
+  trained, trained_names = (
+    program.trained.split(tree)[0] for tree in (program.abstract_saved.params, names.params)
   )
+  table = layout.rules.state if layout.zero_stage > 1 else layout.rules.parameters
+  gradients = layout.stored(trained, trained_names, table)
   sizes = model.logical_sizes()
   layers = sizes.get('layers', 0) + sizes.get('encoder_layers', 0)
   length = min((shape[1] for shape in program.spec.shapes.values() if len(shape) > 1), default=1)
@@ -168,7 +167,7 @@ class Memory:
         docs='parallelism.md#memory',
       )
     # Hosts with the same state may share the work of a save.
-    copies = _bytes(self.program.abstract_state) // self.num_machines
+    copies = _bytes(self.program.abstract_saved) // self.num_machines
     if self.host is not None and not self.on_cpu and copies > self.host.bytes:
       hosts = self.num_machines * math.ceil(copies / self.host.bytes)
       devices = hosts * topology.num_devices // self.num_machines

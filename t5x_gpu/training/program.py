@@ -23,6 +23,7 @@ from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.training.gradients import make_eval_step, make_gradients
 from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.step_config import StepConfig
+from t5x_gpu.training.stored_state import StoredState
 from t5x_gpu.training.train_state import TrainState, new_state, state_names
 from t5x_gpu.training.train_step import StepFn, check_microbatches, make_train_step
 from t5x_gpu.training.trainable import Trained, trained_of
@@ -36,8 +37,9 @@ class Program:
     layout: mesh and rules.
     spec: the global batch.
     names: TrainState of AxisNames.
-    abstract_state: TrainState of shapes and shardings; the target of a restore.
-    init: () -> TrainState on the mesh, in the run's order; the same values on any topology.
+    abstract_state: TrainState of shapes and shardings as the run stores it between steps.
+    abstract_saved: the same as checkpoints hold it, without padding; the target of a restore.
+    init: () -> TrainState on the mesh, as the run stores it; the same values on any topology.
     train_step: (state, batch) -> (state, sums); donates the old state.
     eval_step: (params, batch) -> sums; takes batches of any size.
     learning_rate_factor: scale of the schedule due to the number of replicas.
@@ -48,6 +50,7 @@ class Program:
   spec: BatchSpec
   names: TrainState
   abstract_state: TrainState
+  abstract_saved: TrainState
   init: LaidOut
   train_step: LaidOut
   eval_step: LaidOut
@@ -55,28 +58,55 @@ class Program:
   trained: Trained = Trained()
 
   def in_model_order(self, state: TrainState) -> TrainState:
-    """Returns `state` with its layers in the order of the model, as checkpoints keep them."""
-    return self._reordered(state, self.layout.in_model_order)
+    """Returns `state` as checkpoints keep it: layers in the model's order, without padding."""
+
+    def saved(state: TrainState) -> TrainState:
+      return self.layout.in_model_order(form.unpadded(state), self.names)
+
+    form = StoredState(self.layout, self.names)
+
+    return self._converted(state, saved, self.abstract_saved)
 
   def in_run_order(self, state: TrainState) -> TrainState:
-    """Returns the `state` of a checkpoint with its layers in the order of the run's pipeline."""
-    return self._reordered(state, self.layout.in_run_order)
+    """Returns the `state` of a checkpoint as the run stores it: in its pipeline's order, padded."""
 
-  def _reordered(self, state: TrainState, reorder: Callable[[Any, Any], Any]) -> TrainState:
-    if not self.layout.reorders_layers:
-      return state
-    shardings = jax.tree.map(lambda a: a.sharding, self.abstract_state)
-    return LaidOut(
-      self.layout.mesh, jax.jit(lambda state: reorder(state, self.names), out_shardings=shardings)
-    )(state)
+    def stored(state: TrainState) -> TrainState:
+      return form.padded(self.layout.in_run_order(state, self.names))
+
+    form = StoredState(self.layout, self.names)
+
+    return self._converted(state, stored, self.abstract_state)
+
+  def params_in_run_order(self, params: Any) -> Any:
+    """Returns the parameters of a checkpoint as the run stores them."""
+    layout, names = self.layout, self.names.params
+
+    def stored(params: Any) -> Any:
+      return layout.padded(layout.in_run_order(params, names), names, layout.rules.parameters)
+
+    return self._converted(params, stored, self.abstract_state.params)
+
+  def _converted(self, tree: Any, convert: Callable[[Any], Any], like: Any) -> Any:
+    if not (self.layout.reorders_layers or self.is_padded):
+      return tree
+    shardings = jax.tree.map(lambda a: a.sharding, like)
+    return LaidOut(self.layout.mesh, jax.jit(convert, out_shardings=shardings))(tree)
+
+  @property
+  def is_padded(self) -> bool:
+    """Whether the run stores arrays with padding (partitioning/fsdp_dims.py)."""
+    return any(
+      a.shape != b.shape
+      for a, b in zip(jax.tree.leaves(self.abstract_state), jax.tree.leaves(self.abstract_saved))
+    )
 
   @property
   def num_params(self) -> int:
-    return sum(math.prod(p.shape) for p in jax.tree.leaves(self.abstract_state.params))
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(self.abstract_saved.params))
 
   @property
   def num_trained(self) -> int:
-    trained, _ = self.trained.split(self.abstract_state.params)
+    trained, _ = self.trained.split(self.abstract_saved.params)
     return sum(math.prod(p.shape) for p in jax.tree.leaves(trained))
 
   @property
@@ -126,19 +156,10 @@ def build_program(
   check_microbatches(batch_size, num_microbatches)
   layout = _lay_out(model, spec, partitioner, topology, devices, num_microbatches)
   region = layout.region
-
-  def init_boxed() -> Any:
-    return model.init(jax.random.key(seed), spec)
-
-  abstract_params, names = split_names(jax.eval_shape(init_boxed))
   trained = trained_of(model)
-
-  def init() -> TrainState:
-    params, _ = split_names(init_boxed())
-    return new_state(layout.in_run_order(params, names), optimizer, names, trained=trained)
-
-  all_names = state_names(abstract_params, optimizer, names, trained=trained)
-  abstract = _with_shardings(jax.eval_shape(init), all_names, layout)
+  init, names, form = _first_state(model, spec, optimizer, layout, trained, seed)
+  shapes = jax.eval_shape(init)
+  layout, abstract = form.with_costs(shapes), form.abstract(shapes)
   gradients = make_gradients(
     model=model, region=region, names=names, num_microbatches=num_microbatches, trained=trained
   )
@@ -152,12 +173,39 @@ def build_program(
     max_grad_norm=max_grad_norm,
     loss_normalizing_factor=loss_normalizing_factor,
     trained=trained,
+    form=form,
   )
   eval_step = make_eval_step(model=model, region=region, names=names)
-  jitted = _jitted(layout, spec, abstract, init=init, train_step=step, eval_step=eval_step)
+  functions = dict(init=lambda: form.padded(init()), train_step=step, eval_step=eval_step)
   return Program(
-    layout, spec, all_names, abstract, **jitted, learning_rate_factor=factor, trained=trained
+    layout,
+    spec,
+    form.names,
+    abstract,
+    form.abstract_saved(shapes),
+    **_jitted(layout, spec, abstract, **functions),
+    learning_rate_factor=factor,
+    trained=trained,
   )
+
+
+def _first_state(
+  model: Model, spec: BatchSpec, optimizer: Any, layout: Layout, trained: Trained, seed: int
+) -> tuple[Callable[[], TrainState], Any, StoredState]:
+  """Returns the function that makes the first state, names of parameters, and the stored form."""
+
+  def init_boxed() -> Any:
+    return model.init(jax.random.key(seed), spec)
+
+  abstract_params, names = split_names(jax.eval_shape(init_boxed))
+  names = layout.chosen(names, abstract_params)
+
+  def init() -> TrainState:
+    params, _ = split_names(init_boxed())
+    return new_state(layout.in_run_order(params, names), optimizer, names, trained=trained)
+
+  of_state = state_names(abstract_params, optimizer, names, trained=trained)
+  return init, names, StoredState(layout, layout.chosen(of_state, jax.eval_shape(init)))
 
 
 def _jitted(
@@ -208,17 +256,6 @@ def _lay_out(
     for length in lengths
   ]
   return layouts[0]
-
-
-def _with_shardings(abstract: TrainState, names: TrainState, layout: Layout) -> TrainState:
-  shardings = TrainState(
-    step=layout.replicated,
-    params=layout.shardings(abstract.params, names.params),
-    opt_state=layout.shardings(abstract.opt_state, names.opt_state, layout.rules.state),
-  )
-  return jax.tree.map(
-    lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
-  )
 
 
 def program_of_run(

@@ -13,12 +13,13 @@ def parameter_table(program: Program) -> str:
   names = jax.tree.leaves(program.names.params)
   flat, _ = jax.tree_util.tree_flatten_with_path(program.abstract_state.params)
   rows = [('parameter', 'shape', 'axes', 'split over', 'MiB/device')]
-  for (path, array), axis_names in zip(flat, names):
+  shapes = [array.shape for array in jax.tree.leaves(program.abstract_saved.params)]
+  for (path, array), axis_names, shape in zip(flat, names, shapes, strict=True):
     local = array.sharding.shard_shape(array.shape)
     rows.append(
       (
         jax.tree_util.keystr(path, simple=True, separator='/'),
-        ' x '.join(map(str, array.shape)),
+        ' x '.join(map(str, shape)),
         ' '.join(str(n or '-') for n in axis_names.names),
         ' '.join(_entry(e) for e in array.sharding.spec) or '-',
         f'{math.prod(local) * array.dtype.itemsize / 2**20:.2f}',

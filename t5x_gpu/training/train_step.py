@@ -13,6 +13,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.training.gradients import GradientsFn
 from t5x_gpu.training.schedules import Schedule
+from t5x_gpu.training.stored_state import StoredState
 from t5x_gpu.training.train_state import TrainState
 from t5x_gpu.training.trainable import Trained
 
@@ -31,6 +32,7 @@ def make_train_step(
   max_grad_norm: Optional[float] = None,
   loss_normalizing_factor: Optional[float] = None,
   trained: Trained = Trained(),
+  form: Optional[StoredState] = None,
 ) -> StepFn:
   """Returns the function that makes one update.
 
@@ -44,6 +46,7 @@ def make_train_step(
     loss_normalizing_factor: divisor of the summed loss and its gradients. None for the number of
       target tokens; T5X's default is 1.0, where batches with more tokens weigh more.
     trained: which parameters are trained, the same as for `gradients`.
+    form: how the state is stored between steps; None for its true shapes.
   """
   names, _ = trained.split(names)
 
@@ -60,6 +63,7 @@ def make_train_step(
       clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
       grads = jax.tree.map(lambda g: g * clip, grads)
     learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
+    state = state if form is None else form.unpadded(state)
     params, frozen = trained.split(state.params)
     params, opt_state = optimizer.update(
       grads, state.opt_state, params, names=names, learning_rate=learning_rate, step=state.step
@@ -73,7 +77,8 @@ def make_train_step(
       'param_norm': (param_norm, one),
       'learning_rate': (learning_rate, one),
     }
-    return TrainState(state.step + 1, trained.join(params, frozen), opt_state), sums
+    new = TrainState(state.step + 1, trained.join(params, frozen), opt_state)
+    return new if form is None else form.padded(new), sums
 
   return train_step
 

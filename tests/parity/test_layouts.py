@@ -111,6 +111,7 @@ class Case:
     config: what differs from it and may not change the answer.
     num_microbatches: gradient accumulation.
     num_hosts: that share the devices.
+    num_devices, batch_size: of the layout.
   """
 
   partitioner: Mapping[str, Any]
@@ -118,6 +119,8 @@ class Case:
   config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   num_microbatches: int = 1
   num_hosts: int = 1
+  num_devices: int = 8
+  batch_size: int = BATCH
 
 
 # The loss without stored logits, in chunks of which the last one is padded.
@@ -281,7 +284,7 @@ def build(case: Case, num_devices: int) -> Program:
     topology=Topology(case.num_hosts, num_devices // case.num_hosts),
     devices=jax.devices()[:num_devices],
     task_feature_lengths=lengths,
-    batch_size=BATCH,
+    batch_size=case.batch_size,
     pack='classifier' not in case.model,
     seed=0,
     num_microbatches=case.num_microbatches,
@@ -316,8 +319,8 @@ def arrays(tree: Any) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def one_device(model: str) -> dict[str, Any]:
-  return run(build(Case({}, model), 1))
+def one_device(model: str, batch_size: int) -> dict[str, Any]:
+  return run(build(Case({}, model, batch_size=batch_size), 1))
 
 
 # In `make test`: combinations with every axis, stage of ZeRO and remat policy, and two schedules;
@@ -336,8 +339,12 @@ FAST = (
   'name', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_layout_trains_as_one_device(name):
-  case = CASES[name]
-  got, want = run(build(case, 8)), one_device(case.model)
+  assert_trains_as_one_device(CASES[name])
+
+
+def assert_trains_as_one_device(case: Case) -> None:
+  got = run(build(case, case.num_devices))
+  want = one_device(case.model, case.batch_size)
   np.testing.assert_allclose(got['losses'], want['losses'], rtol=MESH_GRADIENT)
   np.testing.assert_allclose(got['norms'], want['norms'], rtol=MESH_GRADIENT)
   for kind in ('grads', 'adafactor', 'adamw'):

@@ -144,8 +144,13 @@ SETTINGS = [
     'batch = 6 does not divide over data=2 x fsdp=2 (= 4).',
   ),
   (
-    {'Partitioner.zero_stage': 1, 'Partitioner.fsdp': 8, 'TransformerConfig.embed_dim': 12},
-    'embed = 12 does not divide over fsdp=8.',
+    {
+      'Partitioner.data': 1,
+      'Partitioner.fsdp': 2,
+      'Partitioner.num_partitions': 4,
+      'TransformerConfig.num_heads': 6,
+    },
+    'heads = 6 does not divide over model=4.',
   ),
   (
     {'Partitioner.stage': 2, 'Partitioner.num_pipeline_microbatches': 3},
@@ -177,10 +182,6 @@ SETTINGS = [
   (
     {'Partitioner.num_partitions': 4, 'Partitioner.sequence_parallel': True, LENGTH: 30},
     'With Partitioner.sequence_parallel, length = 30 does not divide over model=4.',
-  ),
-  (
-    {'Partitioner.ici_mesh_shape': {'fsdp': 8}, 'TransformerConfig.embed_dim': 12},
-    'embed = 12 does not divide over fsdp=8.',
   ),
   (
     {**PIPELINE_OF_BOTH, 'Partitioner.pipeline_schedule': '1f1b'},

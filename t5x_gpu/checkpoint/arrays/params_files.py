@@ -64,7 +64,7 @@ def read_params(
 
   Args:
     model_dir: MODEL_DIR, or the folder of one checkpoint.
-    abstract_params: tree of ShapeDtypeStructs with shardings (`Program.abstract_state.params`);
+    abstract_params: tree of ShapeDtypeStructs with shardings (`Program.abstract_saved.params`);
       layers in the order of the model (`Program.in_run_order` comes after).
     step: which checkpoint; None for the latest.
   Raises:

@@ -132,6 +132,7 @@ class SizeHint:
     each_of: number of equal parts, computed in turn, that are each split.
     multiple_of: another number that suggested sizes must be a multiple of.
     or_else: another fix, a parameter with its value.
+    is_width: another size would make another model.
   """
 
   set_by: str
@@ -139,6 +140,7 @@ class SizeHint:
   each_of: int = 1
   multiple_of: int = 1
   or_else: str = ''
+  is_width: bool = False
 
 
 def check_model_sizes(
@@ -148,6 +150,7 @@ def check_model_sizes(
   *,
   hints: Optional[Mapping[str, SizeHint]] = None,
   legal_sizes: Optional[Mapping[str, Sequence[int]]] = None,
+  with_data: Optional[Mapping[str, Sequence[int]]] = None,
 ) -> list[str]:
   """Returns one sentence with its fix for every model size that its mesh axes do not divide.
 
@@ -157,6 +160,8 @@ def check_model_sizes(
     rules: array axis -> mesh axes that split it, () for none.
     hints: array axis -> how to describe it; its name by default.
     legal_sizes: mesh axis -> sizes to suggest; None for all that divide the devices.
+    with_data: mesh axis -> sizes that fit if `data` takes the remaining devices; None to suggest
+      other sizes of the model, too.
   """
   problems = []
   for name, size in logical_sizes.items():
@@ -176,7 +181,7 @@ def check_model_sizes(
       each = f' in each of {hint.each_of} microbatches' if hint.each_of > 1 else ''
       problems.append(
         f'{hint.words or name} = {size} does not divide over {product_words(ways)}'
-        f'{each}. {_size_fix(sizes, hint, size, ways, legal_sizes)}'
+        f'{each}. {_size_fix(sizes, hint, size, ways, legal_sizes, with_data)}'
       )
   return problems
 
@@ -187,6 +192,7 @@ def _size_fix(
   size: int,
   ways: Mapping[str, int],
   legal_sizes: Optional[Mapping[str, Sequence[int]]],
+  with_data: Optional[Mapping[str, Sequence[int]]],
 ) -> str:
   """Returns the nearest sizes of the model, and of the mesh if changing one axis is enough."""
   unit = math.lcm(math.prod(ways.values()) * hint.each_of, hint.multiple_of)
@@ -205,8 +211,15 @@ def _size_fix(
       for value in (legal if legal_sizes is None else legal_sizes[used[0]])
       if size % (value * hint.each_of) == 0
     ]
+    also = ''
+    instead = hint.is_width and with_data is not None
+    if not fitting and instead:
+      fitting = [value for value in with_data[used[0]] if size % (value * hint.each_of) == 0]
+      also = ' and Partitioner.data = -1'
     if fitting:
-      fixes.append(f'Partitioner.{SIZE_PARAMETERS[used[0]]} = {any_of(fitting)}')
+      fixes.append(f'Partitioner.{SIZE_PARAMETERS[used[0]]} = {any_of(fitting)}{also}')
+      if instead:
+        del fixes[0]
   if hint.or_else:
     fixes.append(hint.or_else)
   return f'Set {", or ".join(fixes)}.'

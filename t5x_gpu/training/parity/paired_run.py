@@ -135,10 +135,13 @@ class RecordedRun:
   def _to_mesh(self, tree: Any, abstract: Any, names: Any) -> Any:
     """Returns a copy on the mesh: the step donates its argument."""
     tree = self.program.layout.in_run_order(tree, names)
-    return jax.tree.map(lambda x, a: jax.device_put(np.array(x), a.sharding), tree, abstract)
+    return jax.tree.map(
+      lambda x, a: jax.device_put(_in_shape(x, a.shape), a.sharding), tree, abstract
+    )
 
   def _from_mesh(self, state: TrainState) -> TrainState:
-    return _to_host(self.program.layout.in_model_order(_to_host(state), self.program.names))
+    state = self.program.layout.in_model_order(_to_host(state), self.program.names)
+    return jax.tree.map(lambda x, a: _in_shape(x, a.shape), state, self.program.abstract_saved)
 
   def _unclip(self, gradient: Any, norm: float) -> Any:
     if self._max_grad_norm is None or not norm > self._max_grad_norm:
@@ -149,6 +152,12 @@ class RecordedRun:
 def _to_host(tree: Any) -> Any:
   """Returns a copy on the host: a view would change when the device reuses its memory."""
   return jax.tree.map(np.array, jax.device_get(tree))
+
+
+def _in_shape(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """Returns a copy of `x` with the padding of a stored array, or without it."""
+  kept = x[tuple(slice(0, n) for n in shape)]
+  return np.pad(kept, [(0, n - m) for n, m in zip(shape, kept.shape)])
 
 
 def _without_recording(state: TrainState) -> TrainState:

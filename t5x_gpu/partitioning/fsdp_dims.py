@@ -1,0 +1,201 @@
+"""The dimension of each array that `fsdp` splits, on any number of devices.
+
+`fsdp` splits `embed` if its size divides. If it does not, the first of `OTHERS` that divides and
+that no other mesh axis splits. If none does, `embed` is padded with zeros to the next multiple. No
+dimension is split over `fsdp` and `model` together: a device would gather interleaved parts of its
+share over `model`. Arrays without `embed` (biases of heads) stay whole on every device.
+
+Only arrays in memory are padded. Optimizers, models and checkpoints see the true shapes, so
+checkpoints do not depend on the number of devices.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from t5x_gpu.partitioning.axis_rules import AxisNames, AxisRules, FsdpDim, Table, own_table
+
+AXIS = 'fsdp'
+OTHERS = ('mlp', 'vocab', 'heads', 'kv_heads', 'kv')
+# Factor of `fsdp` over which an array that must not be padded is repeated.
+COPIES = 'fsdp_copies'
+
+
+def choose(
+  names: AxisNames, shape: Sequence[int], *, rules: AxisRules, mesh_shape: Mapping[str, int]
+) -> AxisNames:
+  """Returns `names` with the dimension that `fsdp` splits, see above.
+
+  Args:
+    names: of an array of parameters or optimizer state.
+    shape: its true shape.
+    rules: of the run.
+    mesh_shape: mesh axis -> size.
+  """
+  ways = mesh_shape.get(AXIS, 1)
+  first = next((n for n in names.names if AXIS in rules.state.get(n, ())), None)
+  if ways == 1 or first is None or names.fsdp is not None:
+    return names
+  sizes = dict(zip(names.names, shape))
+
+  def is_free(name: str) -> bool:
+    tables = (rules.state, rules.activations)
+    axes = [axis for table in tables for axis in table.get(name, ()) if axis != AXIS]
+    return all(mesh_shape.get(axis, 1) == 1 for axis in axes)
+
+  name = next(
+    (n for n in (first, *OTHERS) if n in sizes and sizes[n] % ways == 0 and is_free(n)), first
+  )
+  return dataclasses.replace(names, fsdp=FsdpDim(name, sizes[name]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+  """Zeros at the end of one dimension of an array.
+
+  Attributes:
+    dim: counted from the last one (-1), because a scan removes the first.
+    size: without the zeros.
+    zeros: how many.
+  """
+
+  dim: int
+  size: int
+  zeros: int
+
+  def added(self, x: jax.Array) -> jax.Array:
+    """Returns `x` with the zeros; `x` itself if it has them."""
+    at = x.ndim + self.dim
+    if x.shape[at] != self.size:
+      return x
+    return jnp.pad(x, [(0, self.zeros if i == at else 0) for i in range(x.ndim)])
+
+  def removed(self, x: jax.Array) -> jax.Array:
+    """Returns `x` without the zeros."""
+    return jax.lax.slice_in_dim(x, 0, self.size, axis=x.ndim + self.dim)
+
+  def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape with the zeros of an array of `shape`."""
+    at = len(shape) + self.dim
+    return tuple(n + self.zeros if i == at else n for i, n in enumerate(shape))
+
+
+def padding_of(
+  names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int]
+) -> Optional[Padding]:
+  """Returns the padding of an array that is split by `table`; None if it needs none.
+
+  Args:
+    names: from `choose`.
+    table: array axis -> mesh axes.
+    mesh_shape: mesh axis -> size.
+  """
+  if names.fsdp is None or AXIS not in own_table(names, table).get(names.fsdp.name, ()):
+    return None
+  zeros = -names.fsdp.size % mesh_shape.get(AXIS, 1)
+  dim = names.names.index(names.fsdp.name) - len(names.names)
+  return Padding(dim, names.fsdp.size, zeros) if zeros else None
+
+
+def padded(x: jax.Array, names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int]) -> Any:
+  """Returns a global array with its padding, split by `table`; to be traced."""
+  padding = padding_of(names, table=table, mesh_shape=mesh_shape)
+  if padding is None:
+    return x
+  return jax.lax.with_sharding_constraint(padding.added(x), _spec(names, table))
+
+
+def unpadded(x: jax.Array, names: AxisNames, *, table: Table, mesh_shape: Mapping[str, int]) -> Any:
+  """Returns a global array without its padding, split in the same unequal parts; to be traced.
+
+  XLA pads these parts by itself, so nothing moves.
+  """
+  padding = padding_of(names, table=table, mesh_shape=mesh_shape)
+  if padding is None:
+    return x
+  return jax.lax.with_sharding_constraint(padding.removed(x), _spec(names, table))
+
+
+def _spec(names: AxisNames, table: Table) -> PartitionSpec:
+  own = own_table(names, table)
+  return PartitionSpec(*(own.get(name, ()) or None for name in names.names))
+
+
+def without_padding(mesh: Mesh, padding: Optional[Padding]) -> Mesh:
+  """Returns a mesh over which an array divides without its padding.
+
+  `fsdp` becomes the largest factor that divides, over which the array is split, and `COPIES`, the
+  rest, over which it is repeated. The devices keep their order.
+  """
+  if padding is None:
+    return mesh
+  ways = math.gcd(padding.size, mesh.shape[AXIS])
+  at = mesh.axis_names.index(AXIS)
+  sizes = list(mesh.shape.values())
+  names = (*mesh.axis_names[: at + 1], COPIES, *mesh.axis_names[at + 1 :])
+  shape = (*sizes[:at], ways, sizes[at] // ways, *sizes[at + 1 :])
+  return Mesh(
+    mesh.devices.reshape(shape), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)
+  )
+
+
+def cost_lines(stored: Any, true: Any, names: Any, *, ways: int) -> list[str]:
+  """Returns what it costs that `ways` devices do not divide some arrays; [] if they divide all.
+
+  Args:
+    stored: tree of shapes with NamedShardings, padding included.
+    true: the same without padding, as checkpoints have it.
+    names: tree of AxisNames from `choose`.
+    ways: size of `fsdp`.
+  """
+  leaves = list(zip(*(jax.tree.leaves(tree) for tree in (stored, true, names)), strict=True))
+  lines = []
+  by_dim: dict[tuple[str, int], list[tuple[Any, Any]]] = {}
+  for kept, saved, of in leaves:
+    if of.fsdp is not None and AXIS in _axes(kept.sharding):
+      by_dim.setdefault((of.fsdp.name, of.fsdp.size), []).append((kept, saved))
+  for (name, size), arrays in by_dim.items():
+    more = sum(
+      _local_bytes(kept) - _local_bytes(kept) * math.prod(saved.shape) / math.prod(kept.shape)
+      for kept, saved in arrays
+    )
+    if size % ways:
+      lines.append(
+        f'fsdp = {ways} does not divide {name} = {size}: {len(arrays)} arrays in memory are padded '
+        f'to {size + -size % ways}, {_size(more)} per device more than an even split'
+      )
+    elif name != 'embed':
+      lines.append(f'fsdp splits {len(arrays)} arrays along {name} = {size}, which it divides')
+  sizes = [size for _, size in by_dim if size % ways]
+  fits = math.gcd(ways, *sizes)
+  if sizes and fits > 1:
+    lines.append(
+      f'data = {ways // fits} with fsdp = {fits} divides, for {ways // fits} times the '
+      'memory for the state'
+    )
+  if sizes:
+    saving = sum(_local_bytes(saved) for _, saved, _ in leaves)
+    lines.append(
+      f'a save and a restore take {_size(saving)} per device for the state without padding, for a '
+      'moment'
+    )
+  return lines
+
+
+def _axes(sharding: NamedSharding) -> set[str]:
+  entries = [e if isinstance(e, tuple) else (e,) for e in sharding.spec]
+  return {axis for entry in entries for axis in entry if axis}
+
+
+def _local_bytes(array: Any) -> int:
+  return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _size(num_bytes: float) -> str:
+  mib = num_bytes / 2**20
+  return f'{mib / 1024:.2f} GiB' if mib >= 1024 else f'{mib:.3g} MiB'

@@ -1,0 +1,70 @@
+"""The state as a run stores it between steps: padded where `fsdp` does not divide an array."""
+
+import dataclasses
+
+import jax
+
+from t5x_gpu.partitioning import fsdp_dims
+from t5x_gpu.partitioning.layout import Layout
+from t5x_gpu.training.train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredState:
+  """Adds and removes the padding of a state (partitioning/fsdp_dims.py), inside a traced function.
+
+  Attributes:
+    layout: mesh and rules.
+    names: TrainState of AxisNames from `Layout.chosen`.
+  """
+
+  layout: Layout
+  names: TrainState
+
+  def padded(self, state: TrainState) -> TrainState:
+    """Returns a state as it is stored."""
+    layout, names = self.layout, self.names
+    return state.replace(
+      params=layout.padded(state.params, names.params, layout.rules.parameters),
+      opt_state=layout.padded(state.opt_state, names.opt_state, layout.rules.state),
+    )
+
+  def unpadded(self, state: TrainState) -> TrainState:
+    """Returns a stored state in its true shapes."""
+    layout, names = self.layout, self.names
+    return state.replace(
+      params=layout.unpadded(state.params, names.params, layout.rules.parameters),
+      opt_state=layout.unpadded(state.opt_state, names.opt_state, layout.rules.state),
+    )
+
+  def abstract(self, shapes: TrainState) -> TrainState:
+    """Returns shapes with shardings of a state as it is stored."""
+    layout, names = self.layout, self.names
+    step = jax.ShapeDtypeStruct(shapes.step.shape, shapes.step.dtype, sharding=layout.replicated)
+    return TrainState(
+      step=step,
+      params=layout.stored(shapes.params, names.params),
+      opt_state=layout.stored(shapes.opt_state, names.opt_state, layout.rules.state),
+    )
+
+  def abstract_saved(self, shapes: TrainState) -> TrainState:
+    """Returns shapes with shardings of a state as checkpoints hold it, without padding."""
+    layout, names = self.layout, self.names
+    shardings = TrainState(
+      step=layout.replicated,
+      params=layout.shardings(shapes.params, names.params),
+      opt_state=layout.shardings(shapes.opt_state, names.opt_state, layout.rules.state),
+    )
+    return jax.tree.map(
+      lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings
+    )
+
+  def with_costs(self, shapes: TrainState) -> Layout:
+    """Returns the layout, with notes of the memory that arrays cost which `fsdp` does not divide."""
+    costs = fsdp_dims.cost_lines(
+      self.abstract(shapes),
+      self.abstract_saved(shapes),
+      self.names,
+      ways=self.layout.mesh.shape['fsdp'],
+    )
+    return dataclasses.replace(self.layout, notes=(*self.layout.notes, *costs))
