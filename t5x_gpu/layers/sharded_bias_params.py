@@ -2,7 +2,7 @@
 
 If `model` splits positions (sequence parallelism) or heads, each device has only its part of the
 gradient. A training step then passes such a parameter as [copies, ...], one copy per device along
-`model`, and sums the gradients of the copies once (partitioning/per_device_copies.py).
+`model`, and sums the gradients of the copies once (partitioning/arrays/per_device_copies.py).
 """
 
 from collections.abc import Callable, Sequence

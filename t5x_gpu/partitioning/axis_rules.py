@@ -279,7 +279,7 @@ def is_named(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FsdpDim:
-  """The axis of an array that `fsdp` splits, and its true size (partitioning/fsdp_dims.py)."""
+  """The axis of an array that `fsdp` splits, and its true size (arrays/fsdp_dims.py)."""
 
   name: str
   size: int

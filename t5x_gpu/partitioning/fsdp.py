@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from t5x_gpu.partitioning import manual_collectives
+from t5x_gpu.partitioning.arrays.fsdp_dims import Padding
 from t5x_gpu.partitioning.axis_rules import AxisRules
-from t5x_gpu.partitioning.fsdp_dims import Padding
 
 SPLIT = {'embed': ('fsdp',)}
 

@@ -18,7 +18,8 @@ import numpy as np
 from jax.extend import backend
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t5x_gpu.partitioning import context_parallel, fsdp_dims
+from t5x_gpu.partitioning import context_parallel
+from t5x_gpu.partitioning.arrays import fsdp_dims
 from t5x_gpu.partitioning.axis_rules import (
   AxisNames,
   AxisRules,

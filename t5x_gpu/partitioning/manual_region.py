@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from t5x_gpu.partitioning import context_parallel, fsdp, fsdp_dims
+from t5x_gpu.partitioning import context_parallel, fsdp
+from t5x_gpu.partitioning.arrays import fsdp_dims
+from t5x_gpu.partitioning.arrays.per_device_copies import Copies
 from t5x_gpu.partitioning.axis_rules import (
   AxisNames,
   AxisRules,
@@ -26,7 +28,6 @@ from t5x_gpu.partitioning.axis_rules import (
 )
 from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 from t5x_gpu.partitioning.mesh.mesh_sizes import OUTER_AXES
-from t5x_gpu.partitioning.per_device_copies import Copies
 
 # Suffix of features that hold token positions.
 PLACES = '_places'

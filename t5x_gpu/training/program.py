@@ -94,7 +94,7 @@ class Program:
 
   @property
   def is_padded(self) -> bool:
-    """Whether the run stores arrays with padding (partitioning/fsdp_dims.py)."""
+    """Whether the run stores arrays with padding (partitioning/arrays/fsdp_dims.py)."""
     return any(
       a.shape != b.shape
       for a, b in zip(jax.tree.leaves(self.abstract_state), jax.tree.leaves(self.abstract_saved))

@@ -4,14 +4,14 @@ import dataclasses
 
 import jax
 
-from t5x_gpu.partitioning import fsdp_dims
+from t5x_gpu.partitioning.arrays import fsdp_dims
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredState:
-  """Adds and removes the padding of a state (partitioning/fsdp_dims.py), inside a traced function.
+  """Adds and removes the padding of a state (arrays/fsdp_dims.py), inside a traced function.
 
   Attributes:
     layout: mesh and rules.
@@ -60,7 +60,7 @@ class StoredState:
     )
 
   def with_costs(self, shapes: TrainState) -> Layout:
-    """Returns the layout, with notes of the memory that arrays cost which `fsdp` does not divide."""
+    """Returns the layout, with notes on the cost of arrays that `fsdp` does not divide."""
     costs = fsdp_dims.cost_lines(
       self.abstract(shapes),
       self.abstract_saved(shapes),
