@@ -9,7 +9,7 @@ from t5x_gpu.runtime import import_interrupts
 
 COMMANDS = {
   'train': 'train a model from a gin file',
-  'prepare': 'tokenise and pack a task once, into shards that training reads',
+  'prepare': 'tokenize and pack a task once, into shards that training reads',
   'launch': 'start one training process per GPU on this machine',
   'plan': 'show the mesh, sharding and traffic of a gin file on N GPUs, without a GPU',
   'bench': 'time the training step on synthetic batches',

@@ -5,7 +5,7 @@ Raise them before anything compiles. Use `assert` for our own invariants. Comman
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -98,6 +98,11 @@ def number_ranges(numbers: Iterable[int], *, separator: str = ',') -> str:
     else:
       spans.append([number, number])
   return separator.join(str(a) if a == b else f'{a}-{b}' for a, b in spans)
+
+
+def listed(items: Sequence[str], most: int) -> list[str]:
+  """Returns the first `most` items, and 'and 3 more' if there are others."""
+  return [*items[:most], *([f'and {len(items) - most} more'] if len(items) > most else [])]
 
 
 def all_problems(problems: list[str], *, title: str) -> str:

@@ -1,4 +1,4 @@
-"""Tokenise and pack a task once: `python -m t5x_gpu.prepare --gin_file=MY.gin --output=DIR`.
+"""Tokenize and pack a task once: `python -m t5x_gpu.prepare --gin_file=MY.gin --output=DIR`.
 
 The result is ArrayRecord shards with an index. A run reads them with MIXTURE_OR_TASK_NAME =
 'prepared:DIR' and no other change (docs/data.md).

@@ -18,7 +18,7 @@ from t5x_gpu.checkpoint.manifest import differences
 from t5x_gpu.checkpoint.saved_checkpoint import Saved
 from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.checkpoint.storage.paths import as_path
-from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean
+from t5x_gpu.errors import CheckpointError, ConfigError, did_you_mean, listed
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.train_state import TrainState
 
@@ -153,11 +153,10 @@ def _warn_of_frozen(program: Program, taken: Container[str]) -> None:
   random = [n for n in flax.traverse_util.flatten_dict(frozen, sep='/') if n not in taken]
   if random and jax.process_index() == 0:
     _log.warning(
-      '%d parameters are frozen, but come from no checkpoint: %s%s. Set '
+      '%d parameters are frozen, but come from no checkpoint: %s. Set '
       'train.initialize_from (docs/finetune.md).',
       len(random),
-      ', '.join(random[:_NAMED]),
-      ', ...' if len(random) > _NAMED else '',
+      ', '.join(listed(random, _NAMED)),
     )
 
 
@@ -227,13 +226,11 @@ def _matches_nothing(
 ) -> CheckpointError:
   names = list(names)
   plain = re.sub(r'\\.|[^\w/]', '', pattern)
-  listed = ', '.join(names[:_NAMED]) + (
-    f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''
-  )
   return CheckpointError(
     f'RestoreConfig.{parameter}: {pattern!r} matches none of {len(names)} parameters.'
     + did_you_mean(plain, names),
-    fix=f"It must match a whole path, as r'layers/.*' does. The paths are {listed}.",
+    fix="It must match a whole path, as r'layers/.*' does. The paths are "
+    f'{", ".join(listed(names, _NAMED))}.',
     parameters=(f'RestoreConfig.{parameter}',),
     docs='finetune.md#what-a-run-starts-from',
   )
@@ -322,13 +319,6 @@ def _table(
         f'  {name.ljust(widths[0])}  {shape.ljust(widths[1])}  {source}'
         for name, shape, source in rows
       ),
-      *(
-        [
-          f'  left in the checkpoint: {", ".join(unused[:_NAMED])}'
-          + (f' and {len(unused) - _NAMED} more' if len(unused) > _NAMED else '')
-        ]
-        if unused
-        else []
-      ),
+      *([f'  left in the checkpoint: {", ".join(listed(unused, _NAMED))}'] if unused else []),
     ]
   )

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import jax
 
-from t5x_gpu.errors import did_you_mean
+from t5x_gpu.errors import did_you_mean, listed
 
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
@@ -141,11 +141,7 @@ def _differing(
   ]
   if limit is None:
     return changed + missing + left_over
-  return [
-    line
-    for kind in (changed, missing, left_over)
-    for line in kind[:limit] + ([f'... and {len(kind) - limit} more.'] if len(kind) > limit else [])
-  ]
+  return [line for kind in (changed, missing, left_over) for line in listed(kind, limit)]
 
 
 def _text(array: list[Any]) -> str:

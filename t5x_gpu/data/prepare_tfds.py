@@ -19,7 +19,7 @@ import tensorflow_datasets as tfds
 
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.data.tf_runtime import seqio
-from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.errors import DataError, first_line, listed
 
 PROG = 'python -m t5x_gpu.data.prepare_tfds'
 # What TFDS raises for a dataset, configuration or version that it does not have.
@@ -84,8 +84,7 @@ def check_prepared(task: Union[seqio.Task, seqio.Mixture], config: DatasetConfig
   if not found:
     return
   name = config.mixture_or_task_name
-  lines = [f'{one.dataset}: {one.reason}' for one in found[:_MAX_LISTED]]
-  lines += [f'and {len(found) - _MAX_LISTED} more'] if len(found) > _MAX_LISTED else []
+  lines = listed([f'{one.dataset}: {one.reason}' for one in found], _MAX_LISTED)
   what = (
     f'{name!r} reads the TensorFlow dataset {lines[0]}; it is not prepared.'
     if len(found) == 1

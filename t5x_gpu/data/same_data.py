@@ -185,7 +185,7 @@ def data_line(described: Mapping[str, Any], *, process_count: int) -> str:
       else ''
     )
     lines.append(
-      f'WARNING: each of the {process_count} processes reads and tokenises all of the text{few}. '
+      f'WARNING: each of the {process_count} processes reads and tokenizes all of the text{few}. '
       'If input_wait_fraction is above 0, prepare the data once, whatever the number of files: '
       'python -m t5x_gpu.prepare, then MIXTURE_OR_TASK_NAME = "prepared:DIR" (docs/data.md).'
     )

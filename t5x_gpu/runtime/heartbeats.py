@@ -21,6 +21,8 @@ from typing import Optional, Self
 import jax
 import jaxlib
 
+from t5x_gpu.errors import listed
+
 SHOWN = 32  # processes in a report; in a run of thousands each prints a report
 # Errors of a collective whose other end is gone, bare or wrapped, without names.
 _BROKEN = re.compile(
@@ -126,17 +128,12 @@ def table(beats: Mapping[int, Beat], *, process_count: int) -> str:
   """
   late = behind(list(beats.values()))
   order = late + [beat for _, beat in sorted(beats.items()) if beat not in late]
-  lines = [
-    f'  {beat.name}: step {beat.step}, phase {beat.phase!r} for {beat.seconds:.0f} s, {beat.state}'
-    for beat in order[:SHOWN]
-  ]
-  if order[SHOWN:]:
-    lines.append(f'  ... and {len(order) - SHOWN} more')
+  text = '{0.name}: step {0.step}, phase {0.phase!r} for {0.seconds:.0f} s, {0.state}'
+  lines = [f'  {line}' for line in listed([text.format(beat) for beat in order], SHOWN)]
   if late:
-    more = f' and {len(late) - SHOWN} more' if late[SHOWN:] else ''
-    lines.append(f'Behind the others: {", ".join(beat.name for beat in late[:SHOWN])}{more}.')
+    names = listed([beat.name for beat in late], SHOWN)
+    lines.append(f'Behind the others: {", ".join(names)}.')
   missing = [str(rank) for rank in range(process_count) if rank not in beats]
   if missing:
-    more = f' and {len(missing) - SHOWN} more' if missing[SHOWN:] else ''
-    lines.append(f'Never heard of: process {", ".join(missing[:SHOWN])}{more}.')
+    lines.append(f'Never heard of: process {", ".join(listed(missing, SHOWN))}.')
   return '\n'.join(['Heartbeats:', *lines])

@@ -18,7 +18,7 @@ from t5x_gpu.checkpoint.arrays.state_writer import BLOSC, StateWriter
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.storage.checksums import HostSums, check_restored, record
 from t5x_gpu.checkpoint.storage.paths import AnyPath
-from t5x_gpu.errors import CheckpointError, did_you_mean
+from t5x_gpu.errors import CheckpointError, did_you_mean, listed
 
 PARAMS_ONLY = 'params_only'
 
@@ -131,11 +131,7 @@ def tree_problems(
     for n in sorted(want.keys() & have.keys())
     if tuple(want[n]) != tuple(have[n])
   ]
-  return [
-    line
-    for kind in (changed, missing, left_over)
-    for line in kind[:limit] + ([f'... and {len(kind) - limit} more.'] if len(kind) > limit else [])
-  ]
+  return [line for kind in (changed, missing, left_over) for line in listed(kind, limit)]
 
 
 class ParamsWriter:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from t5x_gpu.checkpoint.model_dir import check_writable
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, as_path
-from t5x_gpu.errors import CheckpointError
+from t5x_gpu.errors import CheckpointError, listed
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import who_text
 
@@ -98,9 +98,7 @@ def _not_shared(blind: list[int], paths: list[str]) -> CheckpointError:
   return CheckpointError(
     f'MODEL_DIR = {paths[0]!r} is not one folder for all processes. Process 0'
     f'{f" ({names[0]})" if names else ""} wrote a file there; {len(blind)} of {len(paths)} '
-    'processes do not see it:\n  '
-    + '\n  '.join(hosts[:8])
-    + (f'\n  ... and {len(hosts) - 8} more hosts.' if len(hosts) > 8 else ''),
+    'processes do not see it:\n  ' + '\n  '.join(listed(hosts, 8)),
     fix='Set MODEL_DIR to an absolute path on a file system that all hosts mount, or to object '
     'storage (s3://BUCKET/FOLDER). Every process writes its part of a checkpoint there.',
     parameters=('MODEL_DIR',),

@@ -7,7 +7,7 @@ from typing import Optional
 
 from t5x_gpu.data.prepared.index import Index, Shard
 from t5x_gpu.data.sources.file_digests import sample_digest, sha256_of
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, listed
 
 _SAMPLED_SHARDS = 32  # whose samples are compared when training opens the data
 _THREADS = 16
@@ -62,11 +62,9 @@ def check_shards(
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     problems = list(filter(None, pool.map(problem, range(len(shards)))))
   if problems:
-    more = f'\n  ... and {len(problems) - 5} more.' if len(problems) > 5 else ''
     raise DataError(
       f'{len(problems)} of {len(shards)} shards of the prepared data have changed:\n  '
-      + '\n  '.join(problems[:5])
-      + more,
+      + '\n  '.join(listed(problems, 5)),
       fix='Copy them again from where they were prepared, or run the same command python -m '
       't5x_gpu.prepare again: it rebuilds the shards that changed.',
       parameters=(_NAME,),

@@ -9,7 +9,7 @@ from typing import Any
 
 from t5x_gpu.data.sources.file_digests import relative_names
 from t5x_gpu.data.sources.file_patterns import find_files, unreadable
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, listed
 
 # One file in this many goes to the validation split.
 VALIDATION_ONE_IN = 20
@@ -55,7 +55,7 @@ def matching_files(pattern: str) -> list[str]:
     raise DataError(
       f'No file matches {pattern!r} (looked from {os.getcwd()}). '
       f'{os.path.abspath(folder or ".")} exists and holds '
-      + (', '.join(held[:8]) + (', ...' if len(held) > 8 else '') if held else 'nothing')
+      + (', '.join(listed(held, 8)) or 'nothing')
       + '.',
       fix='Correct the path after the colon of MIXTURE_OR_TASK_NAME; wildcards are *, ** and ?.',
       parameters=('DatasetConfig.mixture_or_task_name',),

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Iterator
 
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, listed
 
 _LISTED = 3
 _TASK = ('DatasetConfig.mixture_or_task_name',)
@@ -56,7 +56,7 @@ def find_files(pattern: str) -> list[str]:
       '%r: skipped %d names that are broken links, or link to files and folders already listed: %s',
       pattern,
       len(shown),
-      ', '.join(shown[:_LISTED]) + (', ...' if len(shown) > _LISTED else ''),
+      ', '.join(listed(shown, _LISTED)),
     )
   return sorted(paths.values())
 

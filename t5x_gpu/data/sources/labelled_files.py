@@ -19,7 +19,7 @@ from t5x_gpu.data.sources.json_lines import json_object
 from t5x_gpu.data.sources.labelled_tables import LabelledRow
 from t5x_gpu.data.sources.line_formats import csv_records
 from t5x_gpu.data.sources.rows import NAME, open_text, split_columns
-from t5x_gpu.errors import DataError, did_you_mean, first_line
+from t5x_gpu.errors import DataError, did_you_mean, first_line, listed
 
 # Columns that are found by their usual names, in upper or lower case.
 _USUAL = (('text', 'label'), ('review', 'sentiment'))
@@ -129,7 +129,7 @@ def _columns(names: Sequence[str], chosen: Optional[LabelColumns], where: str) -
     chosen = LabelColumns(*_USUAL[0])
   for name in chosen.names:
     if (count := list(names).count(name)) != 1:
-      have = ', '.join(map(repr, names[:20])) + (', ...' if len(names) > 20 else '')
+      have = ', '.join(listed(list(map(repr, names)), 20))
       _refuse(
         f'{where} has '
         + (f'no column {name!r}' if not count else f'{count} columns {name!r}')

@@ -23,7 +23,7 @@ from typing import Any, Optional
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.data.sources.file_digests import relative_names, sample_digest, sha256_of
 from t5x_gpu.data.sources.file_patterns import unreadable
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, listed
 
 NAME = 'source_files.json'
 _VERSION = 1
@@ -270,9 +270,7 @@ class SourceFiles:
 
 
 def _lines(texts: Sequence[str]) -> str:
-  shown = sorted(texts)[:_LISTED]
-  more = [f'and {len(texts) - len(shown)} more'] if len(texts) > len(shown) else []
-  return ''.join(f'\n  {text}' for text in [*shown, *more])
+  return ''.join(f'\n  {text}' for text in listed(sorted(texts), _LISTED))
 
 
 def _parse(record: bytes) -> dict[tuple[str, str], SourceFile]:

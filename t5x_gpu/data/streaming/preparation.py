@@ -1,6 +1,6 @@
 """Packed rows of SeqIO Tasks and Mixtures, part by part: `prepare` writes them.
 
-A task is cut into a fixed number of parts, and each part is tokenised and packed separately. So the
+A task is cut into a fixed number of parts, and each part is tokenized and packed separately. So the
 rows depend on the number of parts, but not on how many processes share the work. With one part they
 are the rows of the streaming path.
 """

@@ -19,7 +19,7 @@ from t5x_gpu.data.vocabularies.vocabularies import (
   num_ids,
   vocabulary_name,
 )
-from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, did_you_mean, first_line
+from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, did_you_mean, first_line, listed
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
@@ -157,7 +157,7 @@ def _registered(name: str) -> TaskOrMixture:
       f'{name!r}: {removed}: was removed.', fix=_REMOVED[removed], parameters=(_NAME,)
     )
   others = sorted(set(registered) - set(_OWN_TASKS))
-  names = list(_OWN_TASKS) + others[:_LISTED]
+  names = [*_OWN_TASKS, *listed(others, _LISTED)]
   after = {**dict.fromkeys(pretraining.PATTERN_TASKS, 'TEXT'), 'classification': 'FORM:PATTERN'}
   patterns = ', '.join(f'{kind}:{after.get(kind, "PATTERN")}' for kind in _PATTERN_TASKS)
   raise DataError(
@@ -165,7 +165,6 @@ def _registered(name: str) -> TaskOrMixture:
     + did_you_mean(name, [*registered, *builtin.ALIASES, *_PATTERN_TASKS])
     + '\n'
     f'  {len(registered)} are registered: {", ".join(names)}'
-    + (f', and {len(others) - _LISTED} more' if len(others) > _LISTED else '')
     + f'. For files, no task is needed: {patterns}.',
     fix='Set MIXTURE_OR_TASK_NAME to one of these, or DatasetConfig.mixture_or_task_module to '
     'the module that registers yours.',
@@ -233,9 +232,8 @@ def _check_vocabulary(
   names, num_classes = class_names(task), spec.vocab_sizes.get(LABEL)
   if kind_of_batch.label and names and num_classes is not None and len(names) > num_classes:
     raise DataError(
-      f'{config.mixture_or_task_name!r} has {len(names)} classes ({", ".join(names[:6])}'
-      + (', ...' if len(names) > 6 else '')
-      + f'); the model has num_classes = {num_classes}.',
+      f'{config.mixture_or_task_name!r} has {len(names)} classes ({", ".join(listed(names, 6))}); '
+      f'the model has num_classes = {num_classes}.',
       fix=f"Set the model's num_classes to {len(names)}.",
       parameters=('EncoderModel.num_classes', _NAME),
     )

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Optional
 
-from t5x_gpu.errors import ClusterError, number_ranges
+from t5x_gpu.errors import ClusterError, listed, number_ranges
 from t5x_gpu.runtime.cluster import addresses, job_secret, signed_lines
 from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.cluster.members import Meeting, Member
@@ -191,11 +191,11 @@ class _Host:
     count = self._cluster.process_count
     missing = [i for i in range(count) if i not in self._members]
     hosts = collections.Counter(member.hostname for member in self._members.values())
-    present = ', '.join(f'{n} on {host}' for host, n in list(hosts.items())[:8])
+    present = ', '.join(listed([f'{n} on {host}' for host, n in hosts.items()], 8))
     after = 'Waiting' if waited is None else f'After {waited:g} s: still waiting'
     return (
       f'{after} for {len(missing)} of {count} processes: {number_ranges(missing, separator=", ")}. '
-      f'Here: {present}{", ..." if len(hosts) > 8 else ""}.'
+      f'Here: {present}.'
     )
 
   def _refuse_all(self, text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import jax
 
-from t5x_gpu.errors import MeshError
+from t5x_gpu.errors import MeshError, listed
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.members import DOMAIN_VARIABLE
 
@@ -136,7 +136,7 @@ def group_by_host(
     ]
     raise MeshError(
       f'The {len(hosts)} hosts do not have the same number of devices: {usual} on most of them, '
-      f'but {", ".join(odd[:4])}{", ..." if len(odd) > 4 else ""}. A mesh needs equal hosts '
+      f'but {", ".join(listed(odd, 4))}. A mesh needs equal hosts '
       f'({reason}).',
       fix=f'Start the same number of processes and {device_word}s on every host '
       '(Slurm: --gpus-per-node and --ntasks-per-node), or leave the odd hosts out.',
