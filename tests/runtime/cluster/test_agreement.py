@@ -1,5 +1,7 @@
 """Processes compare facts: a digest first, names only where digests differ."""
 
+import importlib.metadata
+import importlib.util
 import json
 import pathlib
 import shutil
@@ -101,7 +103,9 @@ def test_facts_of_code_are_sources_modules_and_versions_without_installed_packag
   assert 't5x_gpu/runtime/cluster/same_code.py' in facts and 't5x_gpu/train.py' in facts
   assert f'module {__name__}' in facts  # neither installed nor of the standard library
   assert not any(name.startswith(('module jax', 'module json', 'module t5x_gpu')) for name in facts)
-  assert facts['version of jax'][0] != 'not installed' == facts['version of tokamax'][0]
+  assert facts['version of jax'][0] == importlib.metadata.version('jax')
+  has_tokamax = importlib.util.find_spec('tokamax') is not None
+  assert (facts['version of tokamax'][0] != 'not installed') == has_tokamax
 
 
 def test_a_changed_source_is_named_and_the_same_sources_elsewhere_are_not(tmp_path):
