@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers_xla import xla_flags
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / 't5x_gpu'
 
@@ -325,6 +327,7 @@ def test_bench_runs_without_tensorflow_seqio_matplotlib_and_tensorboardx(tmp_pat
       'PATH': '/usr/bin:/bin',
       'JAX_PLATFORMS': 'cpu',
       'HOME': str(tmp_path),
+      'XLA_FLAGS': xla_flags(),
     },
   )
   assert done.returncode == 0, done.stdout + done.stderr
