@@ -36,7 +36,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 OUT = ROOT / 'benchmarks' / 'results' / 'checkpoints.json'
 RUN = 'gin_configs/examples/decoder_14m.gin'
 MODEL = 'gin_configs/models/decoder_base.gin'
-BUDGETS = ('512MiB', '1GiB')  # the checkpoint has chunks of up to 64 MiB, of which 8 must fit
+BUDGETS = ('512MiB', '1GiB')  # eight chunks of up to 64 MiB must fit
 
 
 def seconds(what: Callable[[], Any]) -> float:

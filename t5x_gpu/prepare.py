@@ -33,7 +33,7 @@ EXAMPLES = """examples:
   {prog} --gin_file=my.gin --output=/data/my_rows --split=train --workers=32
   python -m t5x_gpu.train --gin_file=my.gin --gin.MIXTURE_OR_TASK_NAME=prepared:/data/my_rows
 
-The gin file is that of the run: it sets the text, the lengths, packing and the model. After an
+Take the gin file of the run: it sets the text, the lengths, packing and the model. After an
 interruption the same command continues.
 """
 _LINE_SECONDS = 10.0  # between two lines without a terminal

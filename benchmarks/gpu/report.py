@@ -62,7 +62,7 @@ def _head(results: Mapping[str, Row]) -> str:
 
 
 def _with_shares(rows: list[Row], ceiling: Mapping[str, float]) -> list[Row]:
-  """Returns rows of steps with model TFLOP/s, of which PyTorch's count as many as ours, and share.
+  """Returns rows of steps with model TFLOP/s (PyTorch's counted as ours) and share.
 
   Args:
     rows: of steps.

@@ -90,7 +90,7 @@ class DenseGeneral(nn.Module):
     use_bias: add a bias of shape `features`.
     dot_general: replaces `jax.lax.dot_general`.
     along: name of the input's dimension [batch, along, inputs] along which the kernel may come in
-      copies (layers/sharded_bias_params.py); for kernels of which no dimension is split.
+      copies (layers/sharded_bias_params.py); for kernels without a split dimension.
     bias_along: the same for the bias and the output [batch, bias_along, features].
   """
 

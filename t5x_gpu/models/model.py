@@ -155,7 +155,7 @@ class ClassifierModel(Model, Protocol):
 
 
 class PartlyTrainedModel(Model, Protocol):
-  """A model of which some parameters are frozen: they get no gradient and no optimizer state."""
+  """A model with frozen parameters: they get no gradient and no optimizer state."""
 
   def is_trained(self, path: str) -> bool:
     """Returns whether the parameter at this '/'-joined path is trained."""

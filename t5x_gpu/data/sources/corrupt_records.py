@@ -59,8 +59,8 @@ class Damage:
     num_files: of the source.
 
   Attributes:
-    max_fraction: share of the records that may be damaged: of those that this process has read, and
-      of at least 1000 until all files are read.
+    max_fraction: largest share of damaged records among those that this process has read; until all
+      files are read, among at least 1000.
     records: read so far; each counts once, even if it is read again.
   """
 

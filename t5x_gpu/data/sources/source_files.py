@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
-  """A file as it was at one moment.
+  """The state of a file at one moment.
 
   Attributes:
     size: in bytes.

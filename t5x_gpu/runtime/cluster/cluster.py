@@ -1,7 +1,7 @@
-"""Which process of which run this is, where process 0 is, and which GPUs this process uses.
+"""Identifies this process: its run, its number, the address of process 0, and its GPUs.
 
 `detect` is a function of environment variables: it works on a laptop, under Slurm, Open MPI, PALS,
-torchrun and Kubernetes, and is testable without any of them. Flags win over everything.
+torchrun and Kubernetes, and is testable without any of them. Flags override all variables.
 """
 
 import argparse
