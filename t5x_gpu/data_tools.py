@@ -29,6 +29,7 @@ from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.metrics.lengths_picture import lengths_table, plot_lengths
 from t5x_gpu.metrics.writers import read_json_lines
 from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal.flag_types import positive_int
 
 PROG = 'python -m t5x_gpu.data'
 EXAMPLES = """examples:
@@ -85,7 +86,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
   )
   parser.add_argument(
     '--rows',
-    type=int,
+    type=positive_int,
     metavar='N',
     help='preview: rows to print (4); stats of text: rows to read (1000)',
   )
@@ -327,9 +328,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     examples=EXAMPLES,
   )
   extra = args.extra
-  if extra.rows is not None and extra.rows < 1 or extra.seconds <= 0:
-    what = f'--rows={extra.rows}, --seconds={extra.seconds:g}: both must be positive.'
-    raise ConfigError(what, fix='Leave them out.')
+  if extra.seconds <= 0:
+    raise ConfigError(f'--seconds={extra.seconds:g} must be positive.', fix='Leave it out.')
   logging_setup.quiet_environment()
   data = _opened(args)
   logging_setup.setup()

@@ -23,6 +23,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime import gpus as nvml
 from t5x_gpu.runtime import numa
 from t5x_gpu.runtime.cluster import cluster, job_secret, launcher_conflicts
+from t5x_gpu.terminal.flag_types import positive_int
 
 DOCTOR = 't5x_gpu.doctor'
 MODULES = ('t5x_gpu.train', 't5x_gpu.bench', DOCTOR, 't5x_gpu.eval', 't5x_gpu.infer')
@@ -241,7 +242,7 @@ def free_address() -> str:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
-    '--nproc', type=int, metavar='N', help='number of processes (default: one per GPU)'
+    '--nproc', type=positive_int, metavar='N', help='number of processes (default: one per GPU)'
   )
   parser.add_argument(
     '--numa',
@@ -274,8 +275,6 @@ def main(argv: Optional[list[str]] = None) -> int:
   nproc = flags.nproc
   if nproc is None:
     nproc = 1 if flags.no_gpu else max(1, cluster.visible_gpus(os.environ, len(gpus)) or 0)
-  if nproc < 1:
-    raise ConfigError(f'--nproc={nproc} must be at least 1.', fix='Give the number of processes.')
   plans = plan(
     nproc,
     use_gpus=not flags.no_gpu,

@@ -27,6 +27,7 @@ from t5x_gpu.data.run_data import RunDataConfig
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime.process_exit import sigterm_raises
 from t5x_gpu.terminal import logging_setup
+from t5x_gpu.terminal.flag_types import positive_int
 
 EXAMPLES = """examples:
   {prog} --gin_file=my.gin --output=/data/my_rows
@@ -66,13 +67,13 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   )
   group.add_argument(
     '--workers',
-    type=int,
+    type=positive_int,
     metavar='N',
     help='processes (default: one per core); the rows do not depend on it',
   )
   group.add_argument(
     '--shards',
-    type=int,
+    type=positive_int,
     metavar='N',
     help=(
       'files per task (default: one per 64 MiB of text, at least 4); rows are packed within a file'
@@ -212,10 +213,6 @@ def main(argv: Optional[list[str]] = None) -> int:
   extra = args.extra
   if not extra.output:
     raise ConfigError('--output must be given.', fix='Add --output=DIR, a folder for the rows.')
-  for name in ('workers', 'shards'):
-    value = getattr(extra, name)
-    if value is not None and value < 1:
-      raise ConfigError(f'--{name}={value} must be at least 1.', fix=f'Leave --{name} out.')
   logging_setup.quiet_environment()
   loaded = args.load()
   logging_setup.setup()

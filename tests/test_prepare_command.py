@@ -222,7 +222,7 @@ def test_a_run_on_a_prepared_mixture_resumes_to_the_bit(project, tmp_path):
   'flags, says',
   [
     ([], '--output must be given'),
-    (['--output=x', '--workers=0'], '--workers=0 must be at least 1'),
+    (['--output=x', '--workers=0'], '--workers: .0. is not a whole number of at least 1'),
   ],
 )
 def test_flags_that_cannot_be_are_refused(project, flags, says):

@@ -130,7 +130,7 @@ def test_check_reads_every_byte(mixed_rows, tmp_path):
   [
     (['stats'], 'either by --gin_file or as prepared:DIR'),
     (['preview', 'a', '--gin_file=b.gin'], 'either by --gin_file or as prepared:DIR'),
-    (['preview', 'a', '--rows=0'], 'must be positive'),
+    (['preview', 'a', '--rows=0'], 'not a whole number of at least 1'),
   ],
 )
 def test_command_lines_that_cannot_be_are_refused(argv, says):
