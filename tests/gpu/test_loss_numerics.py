@@ -8,7 +8,8 @@ from t5x_gpu.models.linear_cross_entropy import TokenLoss, linear_cross_entropy
 from t5x_gpu.models.losses import cross_entropy
 from tests.gpu.helpers_numerics import ON_GPU, assert_close
 
-pytestmark = pytest.mark.gpu
+# Libraries may warn about the jax of a GPU machine; that says nothing about numbers.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings('default')]
 
 TOKENS, EMBED, VOCAB = (1000, 512, 32000) if ON_GPU else (50, 16, 100)
 BANDS = {'float32': 1e-5, 'bfloat16': 2e-2}

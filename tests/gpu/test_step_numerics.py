@@ -17,7 +17,8 @@ from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import constant
 from tests.gpu.helpers_numerics import ON_GPU, error, errors
 
-pytestmark = pytest.mark.gpu
+# Libraries may warn about the jax of a GPU machine; that says nothing about numbers.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings('default')]
 
 ROWS, LENGTH = (8, 256) if ON_GPU else (4, 32)
 SIZES = dict(vocab_size=1024, num_layers=4, embed_dim=256, num_heads=4, head_dim=64, mlp_dim=512)

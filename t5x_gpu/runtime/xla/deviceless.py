@@ -12,7 +12,6 @@ without NVIDIA's libraries. `analysis/gpu_compile.py` compiles a training step t
 import contextlib
 import dataclasses
 import importlib.metadata
-import types
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -86,6 +85,16 @@ def _install() -> str:
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Device:
+  """What kernels ask of a device; hashable, because Tokamax puts devices into sets."""
+
+  device_kind: str
+  compute_capability: str
+  core_count: int
+  platform: str = 'gpu'
+
+
 @contextlib.contextmanager
 def kernels_for(target: GpuTarget) -> Iterator[None]:
   """Context in which kernels are chosen and lowered for `target`.
@@ -94,8 +103,7 @@ def kernels_for(target: GpuTarget) -> Iterator[None]:
   compute capability and core count; described devices do not have these attributes. Traces are
   dropped before and after, because JAX would reuse those of another GPU.
   """
-  device = types.SimpleNamespace(
-    platform='gpu',
+  device = _Device(
     device_kind=target.device_kind,
     compute_capability=target.compute_capability,
     core_count=target.num_cores,
