@@ -1,0 +1,109 @@
+"""Loss curves of 200 steps in float32, bfloat16 and emulated FP8; writes precision_curves.json.
+
+    python benchmarks/precision_curves.py [--steps 200]
+
+A byte-level decoder with 1.0 million parameters learns the source text of Python's standard
+library, from the same seed and on the same batches in every precision. Needs no GPU: the CPU rounds
+as a GPU would, and adds up the products in float32.
+"""
+
+import argparse
+import json
+import pathlib
+import sysconfig
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from t5x_gpu.layers.positions import RotaryEmbedding
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+
+PRECISIONS = ('float32', 'bfloat16', 'fp8')
+BATCH, LENGTH = 16, 64
+# Steps over which losses are averaged before they are compared.
+WINDOW = 20
+MODULES = ('argparse', 'ast', 'dataclasses', 'datetime', 'inspect', 'pathlib', 'pickle', 'tarfile')
+OUT = pathlib.Path(__file__).parent / 'results' / 'precision_curves.json'
+
+
+def text_batches(num_steps: int) -> Iterator[dict[str, np.ndarray]]:
+  """Yields batches of random rows of bytes from the source of `MODULES`."""
+  folder = pathlib.Path(sysconfig.get_path('stdlib'))
+  text = np.frombuffer(b''.join((folder / f'{m}.py').read_bytes() for m in MODULES), np.uint8)
+  random = np.random.default_rng(0)
+  for _ in range(num_steps):
+    starts = random.integers(len(text) - LENGTH - 1, size=BATCH)
+    rows = np.stack([text[i : i + LENGTH + 1] for i in starts]).astype(np.int32)
+    yield {
+      'decoder_input_tokens': rows[:, :-1],
+      'decoder_target_tokens': rows[:, 1:],
+      'decoder_loss_weights': np.ones((BATCH, LENGTH), np.int32),
+    }
+
+
+def curve(precision: str, num_steps: int) -> list[float]:
+  """Returns the loss of each step, in nats per byte."""
+  config = TransformerConfig(
+    vocab_size=256,
+    num_layers=4,
+    embed_dim=128,
+    num_heads=4,
+    head_dim=32,
+    mlp_dim=384,
+    mlp_activations=('silu', 'linear'),
+    relative_bias='none',
+    rope=RotaryEmbedding(),
+    query_pre_attn_scalar=32.0,
+    init_stddev=0.02,
+    dtype=precision,
+  )
+  program = build_program(
+    model=DecoderOnlyModel(config),
+    optimizer=AdamW(),
+    schedule=constant(2e-3),
+    partitioner=Partitioner(),
+    topology=Topology(1, 1),
+    devices=jax.devices()[:1],
+    task_feature_lengths={'targets': LENGTH},
+    batch_size=BATCH,
+    pack=False,
+    seed=0,
+    max_grad_norm=1.0,
+  )
+  state, losses = program.init(), []
+  for batch in text_batches(num_steps):
+    state, sums = program.train_step(state, program.layout.put_batch(batch))
+    losses.append(float(sums['loss'][0] / sums['loss'][1]))
+  return losses
+
+
+def averages(losses: list[float]) -> list[float]:
+  """Returns the mean loss of each `WINDOW` of steps."""
+  return [float(np.mean(losses[i : i + WINDOW])) for i in range(0, len(losses), WINDOW)]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--steps', type=int, default=200)
+  steps = parser.parse_args().steps
+  found = {}
+  for precision in PRECISIONS:
+    found[precision] = averages(curve(precision, steps))
+    print(precision, ' '.join(f'{loss:.4f}' for loss in found[precision]), flush=True)
+  worst = {
+    precision: max(abs(a / b - 1) for a, b in zip(found[precision], found['float32']))
+    for precision in PRECISIONS[1:]
+  }
+  print('largest relative difference from float32:', worst)
+  OUT.write_text(json.dumps({'window': WINDOW, 'losses': found, 'off_by': worst}, indent=1) + '\n')
+
+
+if __name__ == '__main__':
+  main()

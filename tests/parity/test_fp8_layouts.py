@@ -1,0 +1,82 @@
+"""Every layout trains in FP8 as one device does, with float32 around the FP8 matmuls.
+
+A scale is a power of two, so a device that knows only its own rows rounds as one device that has
+all of them; gradients then agree to MESH_GRADIENT. On another CPU, a sum in another order may move
+a value to the next 8-bit number, which later matmuls amplify for that token. The band is half of
+what the rounding of one product does to its gradient (tests/layers/test_fp8.py).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.data.synthetic import uneven_batches
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+from tests.helpers_layouts import QUICK, KeepGradients
+from tests.parity.test_layouts import BATCH, CASES, FAMILIES, LENGTH, LENGTHS, MODELS, Case
+
+FP8_GRADIENT = 0.03
+# With fewer key and value heads than devices, each device rounds the gradient of its own copy.
+SHARED_HEADS = 0.1
+FAST = ('fsdp_model_remat',)  # with accumulation by layer, the loop, and rematerialisation
+LAYERS = {'modern_tp_shared_kv_heads': 1, 'modern_gather_shared_kv_heads': 1}
+
+
+def first_step(case: Case, num_devices: int, *, num_layers: int):
+  """Returns (loss, path -> gradient)."""
+  change = dict(case.config, dtype='fp8_float32', num_layers=num_layers)
+  if case.model in FAMILIES:
+    model = FAMILIES[case.model]()
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, **change))
+  else:
+    model = DecoderOnlyModel(dataclasses.replace(MODELS[case.model], **change))
+  program = build_program(
+    model=model,
+    optimizer=KeepGradients(),
+    schedule=constant(1.0),
+    partitioner=Partitioner(**case.partitioner),
+    topology=Topology(case.num_hosts, num_devices // case.num_hosts),
+    devices=jax.devices()[:num_devices],
+    task_feature_lengths=LENGTHS.get(case.model, {'targets': LENGTH}),
+    batch_size=BATCH,
+    pack='classifier' not in case.model,
+    seed=0,
+    num_microbatches=case.num_microbatches,
+  )
+  [batch] = uneven_batches(program.spec, seed=1, num_batches=1)
+  batch = program.layout.put_batch(batch)
+  state = program.init.lower().compile(compiler_options=QUICK)()
+  step = program.train_step.lower(program.abstract_state, batch).compile(compiler_options=QUICK)
+  state, sums = step(state, batch)
+  grads, _ = jax.tree_util.tree_flatten_with_path(program.in_model_order(state).opt_state)
+  return float(sums['loss'][0] / sums['loss'][1]), {
+    jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x) for path, x in grads
+  }
+
+
+@functools.cache
+def one_device(model: str, num_layers: int):
+  return first_step(Case({}, model), 1, num_layers=num_layers)
+
+
+@pytest.mark.parametrize(
+  'name', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_first_step_in_fp8_equals_one_device(name):
+  case, num_layers = CASES[name], LAYERS.get(name, 2 if name in FAST else 4)
+  loss, grads = first_step(case, 8, num_layers=num_layers)
+  want_loss, want = one_device(case.model, num_layers)
+  band = SHARED_HEADS if name in LAYERS else FP8_GRADIENT
+  np.testing.assert_allclose(loss, want_loss, rtol=band)
+  for path, array in want.items():
+    if path.endswith('key/bias'):
+      continue  # shifts all logits of a query alike: its gradient is nothing but rounding
+    error = np.linalg.norm(grads[path] - array) / np.linalg.norm(array)
+    assert error < band, f'{path}: {error:.1e}'
