@@ -157,7 +157,7 @@ def gin_text(model: ModelFields, *, title: str) -> str:
     title: text of its first comment.
   """
   cls, c = MODELS[model.kind].__name__, model.config
-  macros = {'dropout_rate': 'DROPOUT_RATE', 'dtype': 'DTYPE', 'remat_policy': 'REMAT_POLICY'}
+  macros = {'dropout_rate': 'DROPOUT_RATE', 'dtype': 'PRECISION', 'remat_policy': 'REMAT_POLICY'}
   lines = [f'# {line}' for line in title.splitlines()]
   lines += [
     'from __gin__ import dynamic_registration',
