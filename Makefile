@@ -94,6 +94,21 @@ $(T5): $(VENV)/.installed
 test-t5: $(T5) ## train on the tasks of T5's own package, which it installs into build/t5
 	PYTHONPATH=$(T5) $(VENV)/bin/python -m pytest tests/test_train_tfds.py $(ARGS)
 
+# The compiler for GPUs, beside the virtual environment: two wheels of the same version as jaxlib,
+# without NVIDIA's libraries.
+AOT := build/aot
+JAXLIB = $(shell $(VENV)/bin/python -c 'import jaxlib; print(jaxlib.__version__)')
+
+$(AOT): $(VENV)/.installed
+	@set -e; wheels="jax-cuda13-plugin==$(JAXLIB) jax-cuda13-pjrt==$(JAXLIB)"; rm -rf $(AOT); \
+	if command -v uv >/dev/null; then \
+	  uv pip install --quiet --no-deps --python $(VENV)/bin/python --target $(AOT) $$wheels; \
+	else $(VENV)/bin/python -m pip install --quiet --no-deps --target $(AOT) $$wheels; fi
+	@touch $@
+
+test-aot: $(AOT) ## compile for H100, H200, A100 and B200 without a GPU; compares with recorded figures
+	$(OPTIMISED) PYTHONPATH=$(AOT) $(VENV)/bin/python -m pytest tests/aot $(PARALLEL) $(ARGS)
+
 docs: $(VENV)/.docs ## build the documentation site into build/site
 	$(VENV)/bin/python scripts/docs_site.py
 
@@ -117,4 +132,4 @@ $(VENV312)/.installed: setup.py
 	$(call install,$(VENV312),$(PYTHON312),python3.12,PYTHON312,jax==$(JAX312))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format demo test-quick test test-all test-py312 test-t5 docs soak clean
+.PHONY: help setup lint format demo test-quick test test-all test-py312 test-t5 test-aot docs soak clean

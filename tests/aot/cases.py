@@ -1,0 +1,106 @@
+"""The training steps that `make test-aot` compiles: models, layouts, precisions and GPUs."""
+
+import dataclasses
+import pathlib
+
+from t5x_gpu.analysis.gpu_compile import CompiledStep, compile_step
+from t5x_gpu.config import gin_loader
+from t5x_gpu.runtime.xla.deviceless import described_gpus
+from t5x_gpu.training.step_config import StepConfig
+
+GIN = pathlib.Path(__file__).parents[2] / 'gin_configs'
+# What a gin file of a user adds to a model, a layout and a run.
+RUN = ("MODEL_DIR = 'unused'", "MIXTURE_OR_TASK_NAME = 'unused'", 'TRAIN_STEPS = 100')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """A training step and the GPUs that it is compiled for.
+
+  Attributes:
+    model, layout: of gin_configs/models and gin_configs/parallel.
+    batch: rows and length.
+    gpu, hosts, gpus_per_host: as in `described_gpus`.
+    bindings: further gin bindings.
+    label: tells apart cases that are otherwise alike.
+  """
+
+  model: str
+  layout: str
+  batch: tuple[int, int]
+  gpu: str = 'h100'
+  hosts: int = 1
+  gpus_per_host: int = 8
+  bindings: tuple[str, ...] = ()
+  label: str = ''
+
+  @property
+  def name(self) -> str:
+    size = f'{self.hosts}x{self.gpus_per_host}'
+    return ' '.join(filter(None, (self.model, self.layout, self.gpu, size, self.label)))
+
+  def config(self) -> StepConfig:
+    rows, length = self.batch
+    lengths = {'targets': length}
+    if self.model.startswith('t5'):
+      lengths['inputs'] = length
+    loaded = gin_loader.load(
+      [
+        str(GIN / 'models' / f'{self.model}.gin'),
+        str(GIN / 'parallel' / f'{self.layout}.gin'),
+        str(GIN / 'runs' / 'pretrain.gin'),
+      ],
+      bindings=[*RUN, f'BATCH_SIZE = {rows}', f'TASK_FEATURE_LENGTHS = {lengths}', *self.bindings],
+      search_paths=[],
+    )
+    return gin_loader.configured(loaded, StepConfig)
+
+  def compiled(self) -> CompiledStep:
+    gpus = described_gpus(self.gpu, num_hosts=self.hosts, gpus_per_host=self.gpus_per_host)
+    return compile_step(self.config(), gpus)
+
+
+def _small(layout: str, **changes) -> Case:
+  """134M parameters, relative position bias, no remat."""
+  return Case(model='decoder_base', layout=layout, batch=(64, 512), **changes)
+
+
+def _llama(layout: str, *bindings: str, model: str = 'llama3_2_1b', rows: int = 32, **changes):
+  """Packed rows, grouped heads, rotary positions, full remat."""
+  return Case(
+    model=model,
+    layout=layout,
+    batch=(rows, 4096),
+    bindings=("REMAT_POLICY = 'full'", *bindings),
+    **changes,
+  )
+
+
+MICROBATCHES = 'NUM_MICROBATCHES = 8'
+EXPERTS = tuple(
+  f'config.TransformerConfig.{binding}'
+  for binding in ('num_experts = 8', 'num_experts_per_token = 2', 'expert_capacity_factor = 1.25')
+)
+
+CASES = (
+  # Layouts, on one host and on several.
+  _small('dp'),
+  _small('zero1'),
+  _small('fsdp'),
+  _small('ep', bindings=EXPERTS),
+  _llama('dp', rows=64),
+  _llama('fsdp'),
+  _llama('hsdp', hosts=8, rows=256),
+  _llama('fsdp', hosts=8, rows=256),
+  _llama('tp'),
+  _llama('tp_sp'),
+  _llama('cp'),
+  _llama('pp', MICROBATCHES, rows=64),
+  _llama('3d', MICROBATCHES, rows=64),
+  _llama('fsdp', model='llama3_8b', rows=8),
+  # Families.
+  Case(model='bert_large', layout='fsdp', batch=(64, 512), bindings=("HEAD = 'mlm'",)),
+  Case(model='t5_1_1_large', layout='fsdp', batch=(64, 512)),
+  # GPUs.
+  *(_llama('fsdp', gpu=gpu) for gpu in ('a100-80', 'h200', 'b200')),
+)

@@ -1,0 +1,100 @@
+"""Our training steps, compiled for GPUs that are absent, against recorded figures: make test-aot.
+
+Memory, kernels, bytes and overlap are XLA's own, for the jax of recorded.json. After a change that
+moves them on purpose: `make test-aot ARGS=--update_golden`, then read git diff.
+"""
+
+import fcntl
+import json
+import pathlib
+
+import jax
+import pytest
+
+from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.analysis.gpu_tables import gpu_json
+from t5x_gpu.runtime.xla import probe
+from tests.aot.cases import CASES
+
+PLUGIN, JAXLIB = probe.installed().plugin, probe.installed().jaxlib
+pytestmark = [
+  pytest.mark.aot,
+  pytest.mark.slow,
+  pytest.mark.skipif(
+    PLUGIN is None or PLUGIN != JAXLIB,
+    reason=f'compiling for GPUs needs the CUDA plugin of jax {JAXLIB}: make test-aot installs it',
+  ),
+]
+
+RECORDED = pathlib.Path(__file__).parent / 'recorded.json'
+BYTES = 0.02  # relative
+SHARE = 0.01  # of the bytes of a kind; XLA's scheduler breaks ties by addresses
+LEAST_BYTES = 2**20  # less is not worth hiding: sums of the loss, norms of gradients
+
+
+def recorded() -> dict:
+  return json.loads(RECORDED.read_text()) if RECORDED.exists() else {'jax': None, 'steps': {}}
+
+
+def record(name: str, figures: dict) -> None:
+  """Replaces the figures of one case; other processes of this session write too."""
+  with open(RECORDED.with_suffix('.lock'), 'w') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    everything = recorded()
+    known = {case.name for case in CASES}
+    steps = {n: f for n, f in (everything['steps'] | {name: figures}).items() if n in known}
+    everything = {'jax': jax.__version__, 'steps': dict(sorted(steps.items()))}
+    RECORDED.write_text(json.dumps(everything, indent=1) + '\n')
+
+
+def problems(now: dict, before: dict) -> list[str]:
+  """Returns what differs by more than it may: counts exactly, bytes by 2%, overlap downwards."""
+  found = []
+
+  def compare_bytes(what: str, new: int, old: int) -> None:
+    if abs(new - old) > BYTES * max(old, LEAST_BYTES):
+      found.append(f'{what}: {new / 2**20:,.1f} MiB, recorded {old / 2**20:,.1f} MiB')
+
+  for part in ('argument_bytes', 'temporary_bytes', 'output_bytes'):
+    compare_bytes(part, now[part], before[part])
+  for kind, number in before['kernels'].items():
+    if now['kernels'].get(kind) != number:
+      found.append(f'{kind} kernels: {now["kernels"].get(kind)}, recorded {number}')
+  nothing = {'bytes': 0, 'hidden_bytes': 0}
+  for row in {**before['sent'], **now['sent']}:
+    new, old = now['sent'].get(row, nothing), before['sent'].get(row, nothing)
+    compare_bytes(f'sent by {row}', new['bytes'], old['bytes'])
+    if min(new['bytes'], old['bytes']) >= LEAST_BYTES:
+      shares = [sent['hidden_bytes'] / sent['bytes'] for sent in (new, old)]
+      if shares[0] < shares[1] - SHARE:
+        found.append(f'overlap of {row}: {shares[0]:.0%}, recorded {shares[1]:.0%}')
+  return found
+
+
+@pytest.mark.parametrize('case', CASES, ids=lambda case: case.name)
+def test_a_step_needs_calls_and_sends_what_was_recorded(case, request):
+  now = gpu_json(case.compiled())
+  if request.config.getoption('update_golden'):
+    record(case.name, now)
+    return
+  before = recorded()
+  if before['jax'] != jax.__version__:
+    pytest.skip(f'it compiles; figures are recorded for jax {before["jax"]}')
+  assert case.name in before['steps'], 'not recorded: make test-aot ARGS=--update_golden'
+  assert problems(now, before['steps'][case.name]) == []
+
+
+@pytest.mark.parametrize('layout', ['zero1', 'fsdp'])
+def test_the_scheduled_program_sends_what_the_partitioner_asked_for(layout):
+  (case,) = (c for c in CASES if (c.model, c.layout) == ('decoder_base', layout))
+  step = case.compiled()
+  mesh_shape = step.program.layout.mesh.shape
+  lowered = step.program.train_step.lower(step.program.abstract_state, step.program.abstract_batch)
+  asked, sent = {}, {}
+  for found, collectives in (
+    (asked, inventory(partitioned_hlo(lowered), mesh_shape)),
+    (sent, step.collectives),
+  ):
+    for c in collectives:
+      found[c.axes] = found.get(c.axes, 0) + c.bytes_per_call
+  assert sent == pytest.approx(asked, rel=BYTES, abs=LEAST_BYTES)
