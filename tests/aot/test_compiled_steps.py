@@ -20,6 +20,7 @@ PLUGIN, JAXLIB = probe.installed().plugin, probe.installed().jaxlib
 pytestmark = [
   pytest.mark.aot,
   pytest.mark.slow,
+  pytest.mark.filterwarnings('ignore::DeprecationWarning'),  # Tokamax's Mosaic kernels, with jax
   pytest.mark.skipif(
     PLUGIN is None or PLUGIN != JAXLIB,
     reason=f'compiling for GPUs needs the CUDA plugin of jax {JAXLIB}: make test-aot installs it',
