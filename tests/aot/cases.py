@@ -22,7 +22,7 @@ class Case:
     batch: rows and length.
     gpu, hosts, gpus_per_host: as in `described_gpus`.
     bindings: further gin bindings.
-    label: tells apart cases that are otherwise alike.
+    label: distinguishes cases that are otherwise the same.
   """
 
   model: str
