@@ -76,18 +76,11 @@ def _llama(layout: str, *bindings: str, model: str = 'llama3_2_1b', rows: int = 
   )
 
 
-MICROBATCHES = 'NUM_MICROBATCHES = 8'
-EXPERTS = tuple(
-  f'config.TransformerConfig.{binding}'
-  for binding in ('num_experts = 8', 'num_experts_per_token = 2', 'expert_capacity_factor = 1.25')
-)
-
 CASES = (
   # Layouts, on one host and on several.
   _small('dp'),
   _small('zero1'),
   _small('fsdp'),
-  _small('ep', bindings=EXPERTS),
   _llama('dp', rows=64),
   _llama('fsdp'),
   _llama('hsdp', hosts=8, rows=256),
@@ -95,12 +88,7 @@ CASES = (
   _llama('tp'),
   _llama('tp_sp'),
   _llama('cp'),
-  _llama('pp', MICROBATCHES, rows=64),
-  _llama('3d', MICROBATCHES, rows=64),
   _llama('fsdp', model='llama3_8b', rows=8),
-  # Families.
-  Case(model='bert_large', layout='fsdp', batch=(64, 512), bindings=("HEAD = 'mlm'",)),
-  Case(model='t5_1_1_large', layout='fsdp', batch=(64, 512)),
   # GPUs.
-  *(_llama('fsdp', gpu=gpu) for gpu in ('a100-80', 'h200', 'b200')),
+  _llama('fsdp', gpu='h200'),
 )
