@@ -99,12 +99,13 @@ class KeyRanges:
 
   Attributes:
     start, end: int32 [batch, q_length]; a query sees keys start, ..., end - 1, at least one.
-    whole: boolean [batch, 1]; False for a row with a query whose keys are not one range.
+    scale: float32 [batch, q_length], to multiply queries with: 1; 0 for a query without keys; NaN
+      in a row with a query whose keys are not one range.
   """
 
   start: jax.Array
   end: jax.Array
-  whole: jax.Array
+  scale: jax.Array
 
   def in_window(self, size: jax.Array) -> 'KeyRanges':
     """Returns the ranges of queries that see `size` positions back (0 for all).
@@ -118,11 +119,16 @@ class KeyRanges:
     )
 
 
-def key_ranges(mask: jax.Array) -> KeyRanges:
+def key_ranges(mask: jax.Array, *, num_others: Optional[int] = None) -> KeyRanges:
   """Returns the ranges of `mask` [batch, 1, q_length, kv_length]; XLA never stores such a mask.
 
-  A query without keys (padding) gets the key at its own place, so that its softmax is finite;
-  neither its output nor its gradient reaches a token.
+  A query without keys is scaled to 0. Padding gets the key at its own place, so that its softmax is
+  finite; neither its output nor its gradient reaches a token. In attention to other tokens, the
+  query may be a token whose segment has no keys: as in dense attention, it gets the mean of all.
+
+  Args:
+    mask: True where attention is allowed.
+    num_others: number of keys in attention to other tokens; None for self-attention.
   """
   mask = mask[:, 0]
   _, q_length, kv_length = mask.shape
@@ -131,9 +137,11 @@ def key_ranges(mask: jax.Array) -> KeyRanges:
   end = jnp.where(mask, key + 1, 0).max(-1)
   count = mask.sum(-1, dtype=jnp.int32)
   none = count == 0
-  own = jnp.minimum(jnp.arange(q_length, dtype=jnp.int32), kv_length - 1)
+  place = jnp.arange(q_length, dtype=jnp.int32)
+  first, after = (place, place + 1) if num_others is None else (0, num_others)
+  are_ranges = (none | (count == end - start)).all(-1, keepdims=True)
   return KeyRanges(
-    jnp.where(none, own, start),
-    jnp.where(none, own + 1, end),
-    (none | (count == end - start)).all(-1, keepdims=True),
+    jnp.where(none, first, start),
+    jnp.where(none, after, end),
+    jnp.where(are_ranges, jnp.where(none, 0.0, 1.0), jnp.nan),
   )

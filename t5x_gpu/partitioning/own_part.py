@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from t5x_gpu.partitioning.axis_rules import Names, split_axes, varying
 
@@ -29,29 +29,26 @@ def on_own_part(
   """
   mesh = jax.sharding.get_abstract_mesh()
   manual = tuple(mesh.manual_axes)
-  automatic = tuple(
-    axis
-    for axis, kind in zip(mesh.axis_names, mesh.axis_types)
-    if kind != AxisType.Manual and mesh.shape[axis] > 1
-  )
-
-  def marked(*args: Any) -> Any:
-    here = manual + automatic
-    # A constant, or an argument without marks, would not mix with results that have them.
-    args = jax.tree.map(lambda x: varying(x, here), args)
-    return jax.tree.map(lambda x: varying(x, here), function(*args))
-
+  automatic = [axis for axis in mesh.axis_names if axis not in manual]
   if not automatic:
-    return marked if manual else function
+    assert not manual, mesh  # `model` never is
+    return function
+  # Without the check of marks: a kernel has none on its results.
   parts = jax.shard_map(
-    marked,
+    function,
     in_specs=tuple(_spec(of) for of in names),
     out_specs=tuple(_spec(of) for of in out_names),
     axis_names=set(automatic),
+    check_vma=False,
   )
-  # A scan moves what depends only on its constants out of the loop, also out of a nested region,
-  # whose residuals then have shardings that XLA refuses. The barrier ties all arguments together.
-  return lambda *args: parts(*jax.lax.optimization_barrier(args))
+
+  def marked(*args: Any) -> Any:
+    # A scan moves what depends only on its constants out of the loop, also out of a nested region,
+    # whose residuals then have shardings that XLA refuses. The barrier ties all arguments together.
+    results = parts(*jax.lax.optimization_barrier(args))
+    return jax.tree.map(lambda x: varying(x, manual), results)
+
+  return marked
 
 
 def _spec(names: Optional[Names]) -> PartitionSpec:

@@ -18,9 +18,6 @@ from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo, key_ranges
 from t5x_gpu.layers.positions import RelativeBuckets
 
-# Tokamax's definition of its gradient, not its kernels.
-pytestmark = pytest.mark.filterwarnings('ignore:jax.core.DropVar:DeprecationWarning')
-
 ROWS, LENGTH, HEADS, HEAD_DIM = 2, 48, 4, 16
 PACKED = np.array([[1] * 11 + [2] * 30 + [3] * 3 + [0] * 4, [4] * 7 + [9] * 41])
 PADDED = np.array([[1] * 29 + [0] * 19, [1] * 48])
@@ -72,6 +69,9 @@ CASES = {
   'cross': Case(PADDED, np.array([[1] * 17 + [0] * 3, [1] * 20]), causal=False),
   'packed cross': Case(
     PACKED, np.array([[1] * 9 + [2] * 5 + [3] * 6, [4] * 2 + [9] * 18]), causal=False, kv_heads=2
+  ),
+  'cross without keys of a segment': Case(
+    PACKED, np.array([[1] * 9 + [0] * 5 + [3] * 6, [4] * 20]), causal=False
   ),
   'odd length': Case(PACKED[:, :47], has_bias=True),
 }
@@ -161,7 +161,7 @@ def test_a_row_whose_keys_are_not_one_range_is_nan_and_no_other_row():
   two_prefixes = np.zeros((1, 8), bool)
   two_prefixes[0, [0, 1, 5, 6]] = True
   info = TokenInfo(jnp.arange(8), jnp.ones((1, 8), jnp.int32), jnp.asarray(two_prefixes))
-  assert not key_ranges(AttentionKind().mask(info, info)).whole
+  assert np.isnan(key_ranges(AttentionKind().mask(info, info)).scale).all()
 
 
 H100, H200 = (Hardware('gpu', f'NVIDIA {name}', 9.0) for name in ('H100 80GB HBM3', 'H200'))

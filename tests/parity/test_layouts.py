@@ -224,6 +224,18 @@ CASES = {
     dict(fsdp=4), config=dict(remat_policy='offload'), num_microbatches=2
   ),
   't5_fsdp_offload': Case(dict(fsdp=4), model='t5', config=dict(remat_policy='offload')),
+  'tokamax_fsdp_model_remat': Case(
+    dict(data=2, fsdp=2, num_partitions=2), config=dict(attention='tokamax', remat_policy='full')
+  ),
+  'tokamax_modern_shared_kv_heads': Case(
+    dict(fsdp=2, num_partitions=4), model='modern', config=dict(attention='tokamax')
+  ),
+  'tokamax_t5_model': Case(
+    dict(fsdp=2, num_partitions=2), model='t5', config=dict(attention='tokamax')
+  ),
+  'chunked_fsdp_model': Case(
+    dict(data=2, fsdp=2, num_partitions=2), config=dict(attention='chunked', remat_policy='full')
+  ),
   'expert_dots': Case(dict(expert=2, fsdp=2), model='moe', config=dict(remat_policy='dots')),
 }
 

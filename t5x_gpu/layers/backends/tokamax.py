@@ -59,12 +59,12 @@ class TokamaxAttention:
     ranges = self.ranges if window is None else self.ranges.in_window(window)
     causal = self.kind.causal and self.whole_rows and self.q.prefix is None
     call = _Call(self.kernel, causal, self.kind.softcap)
+    q_length, kv_length = self.q.segments.shape[-1], self.kv.segments.shape[-1]
     # Of a row whose masks are not ranges, nothing is right: its loss must not look as if it were.
-    known = jnp.where(ranges.whole, 1.0, jnp.nan).astype(query.dtype)[:, :, None, None]
-    kv_length = self.kv.segments.shape[-1]
+    scale = ranges.scale[:, :, None, None].astype(query.dtype)
     out = _attend(
       call,
-      longer(query * known, self.q.segments.shape[-1]),
+      longer(query, q_length) * scale,
       longer(key, kv_length),
       longer(value, kv_length),
       bias,
@@ -94,9 +94,9 @@ def tokamax_attention(
     return padded(info, -(-info.segments.shape[-1] // multiple) * multiple)
 
   q, kv = whole(info), whole(info if kv_info is None else kv_info)
-  return TokamaxAttention(
-    q, kv, key_ranges(kind.mask(q, kv)), kind, kernel, whole_rows=kv_info is None
-  )
+  num_others = None if kv_info is None else kv_info.segments.shape[-1]
+  ranges = key_ranges(kind.mask(q, kv), num_others=num_others)
+  return TokamaxAttention(q, kv, ranges, kind, kernel, whole_rows=kv_info is None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,9 +180,31 @@ def _names(bias: Optional[jax.Array], end: Optional[jax.Array]) -> tuple[Any, ..
 
 def _kernel(name: str) -> Any:
   if name == 'reference':
-    base = _tokamax('base')
-    return base.DotProductAttention(vjp=base.DotProductAttentionVjp())
+    return _tokamax('base').DotProductAttention(vjp=_reference_gradients)
   return _tokamax('api').IMPLEMENTATIONS[name]
+
+
+def _reference_gradients(statistics, out, dout, query, key, value, *, bias, mask, **options):
+  """Returns the gradients by formula: differentiating Tokamax's definition would need its marks."""
+  row_max, row_sum = (x[..., None] for x in statistics)
+  by_head = lambda x: jnp.repeat(x, query.shape[2] // x.shape[2], axis=2)  # noqa: E731
+  by_kv_head = lambda x: x.reshape(*key.shape[:3], -1, x.shape[-1]).sum(3)  # noqa: E731
+  logits = jnp.einsum('bqhd,bkhd->bhqk', query, by_head(key))
+  logits = logits if bias is None else logits + bias
+  cap = options['logits_soft_cap']
+  capped = logits if cap is None else cap * jnp.tanh(logits / cap)
+  weights = jnp.exp(capped - row_max) / row_sum
+  weights = jnp.where(mask.as_array(query.shape[1], key.shape[1]), weights, 0.0)
+  dweights = jnp.einsum('bqhd,bkhd->bhqk', dout, by_head(value))
+  dlogits = weights * (dweights - jnp.einsum('bqhd,bqhd->bhq', dout, out)[..., None])
+  if cap is not None:
+    dlogits = dlogits * (1 - (capped / cap) ** 2)
+  return {
+    'q': jnp.einsum('bhqk,bkhd->bqhd', dlogits, by_head(key)),
+    'k': by_kv_head(jnp.einsum('bhqk,bqhd->bkhd', dlogits, query)),
+    'v': by_kv_head(jnp.einsum('bhqk,bqhd->bkhd', weights, dout)),
+    'bias': dlogits.sum(0, keepdims=True),
+  }
 
 
 @functools.cache
