@@ -230,11 +230,14 @@ CASES = {
   'tokamax_modern_shared_kv_heads': Case(
     dict(fsdp=2, num_partitions=4), model='modern', config=dict(attention='tokamax')
   ),
-  'tokamax_t5_model': Case(
-    dict(fsdp=2, num_partitions=2), model='t5', config=dict(attention='tokamax')
+  'tokamax_classifier_model': Case(
+    dict(fsdp=2, num_partitions=2), model='classifier', config=dict(attention='tokamax')
   ),
   'chunked_fsdp_model': Case(
     dict(data=2, fsdp=2, num_partitions=2), config=dict(attention='chunked', remat_policy='full')
+  ),
+  'chunked_t5_model': Case(
+    dict(fsdp=2, num_partitions=2), model='t5', config=dict(attention='chunked')
   ),
   'expert_dots': Case(dict(expert=2, fsdp=2), model='moe', config=dict(remat_policy='dots')),
 }
