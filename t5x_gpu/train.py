@@ -4,7 +4,9 @@ Read this file first: `train_run` is a run from its first check to its last line
 its loop. Their parts are in run/, in the order of time: config, check, data, live, finish.
 """
 
+import argparse
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -26,6 +28,7 @@ from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import open_data
 from t5x_gpu.run.finish import finish
 from t5x_gpu.run.live import LiveRun, open_run
+from t5x_gpu.run.precompile import check_cache, precompile
 from t5x_gpu.runtime import distributed, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.coordination import coordination_store
@@ -33,6 +36,7 @@ from t5x_gpu.runtime.health import checks as health
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
 from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla import program_cache
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.train_state import TrainState
@@ -77,6 +81,7 @@ def train_run(
   xla: Optional[xla_flags.Applied] = None,
   write_config: Optional[Callable[[str], None]] = None,
   dry_run: bool = False,
+  only_compile: bool = False,
 ) -> int:
   """Trains until `run.total_steps`, from the latest checkpoint in `run.model_dir` if there is one.
 
@@ -87,13 +92,19 @@ def train_run(
     write_config: called with the run's folder on process 0 once nothing can stop the run from
       starting.
     dry_run: run all checks, print the plan, write nothing.
+    only_compile: run all checks, compile into the cache, write nothing else.
   Returns:
     The exit code: 0; after a stop signal and a save 85, after Ctrl-C 130.
   """
   watchdog = watchdog or Watchdog(
     run.watchdog_cfg, process_index=jax.process_index(), process_count=jax.process_count()
   )
-  plan = check(run, dry_run=dry_run)
+  if only_compile:
+    check_cache()
+  plan = check(run, dry_run=dry_run or only_compile)
+  if only_compile:
+    log(precompile(plan, xla=xla))
+    return 0
   with plan.model_dir:  # until the end of the run, no other run may write there
     return _train_checked(
       plan, watchdog=watchdog, xla=xla, write_config=write_config, dry_run=dry_run
@@ -191,9 +202,7 @@ def take_steps(
 def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files, then trains."""
   preemption.catch_early()
-  args = cli.parse_args(
-    'python -m t5x_gpu.train', __doc__.splitlines()[0], argv, extra=cluster_lib.add_flags
-  )
+  args = cli.parse_args('python -m t5x_gpu.train', __doc__.splitlines()[0], argv, extra=_add_flags)
   cluster = cluster_lib.detect_here(args.extra)
   preemption.expect_end(cluster.end_time)
   logging_setup.quiet_environment()
@@ -212,6 +221,7 @@ def main(argv: Optional[list[str]] = None) -> int:
       report.print_changes(
         loaded.provenance, files=GinFiles(args.gin_search_paths), model_dir=run.model_dir
       )
+    program_cache.start(jax.default_backend(), environ=os.environ)
     log(_first_screen(cluster, xla, loaded))
     health.log_problems()
     distributed.assert_equal_across_hosts(
@@ -223,7 +233,17 @@ def main(argv: Optional[list[str]] = None) -> int:
       xla=xla,
       write_config=functools.partial(_write_config, run, loaded),
       dry_run=args.dry_run,
+      only_compile=args.extra.precompile,
     )
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument(
+    '--precompile',
+    action='store_true',
+    help='compile the programs of the run into the cache, and exit without training',
+  )
+  cluster_lib.add_flags(parser)
 
 
 def _first_screen(

@@ -22,6 +22,7 @@ from t5x_gpu.run.data import RunData, open_data
 from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla import program_cache
 from t5x_gpu.training.checks import check_first_loss
 from t5x_gpu.training.program import compile_options
 from t5x_gpu.training.same_step import check_same_step
@@ -151,6 +152,7 @@ def _compile_and_open(
     data = opening.result()
   data.check_same_on_hosts()
   log(memory.line())
+  log(program_cache.line())
   if uses_fp8(plan.run.model):
     log(fp8_line(train_step, program.layout.mesh.devices.flat[0].platform))
   return train_step, fresh, data

@@ -1,0 +1,92 @@
+"""Compiled programs of earlier starts, kept by JAX in a folder of the user.
+
+On GPUs it is on; on CPU only where the user has set JAX_COMPILATION_CACHE_DIR, because jax 0.10.2
+deadlocks there when it reads programs with several mesh axes. JAX_ENABLE_COMPILATION_CACHE=false
+turns it off. Errors of the folder are warnings: JAX then compiles.
+"""
+
+import collections
+import logging
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping
+from typing import Optional
+
+import jax
+from jax import monitoring
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = '/jax/compilation_cache/'
+_REQUESTS, _HITS = 'compile_requests_use_cache', 'cache_hits'
+_SAVED_SECONDS = 'compile_time_saved_sec'
+_counts: collections.Counter = collections.Counter()
+_is_listening = False
+
+
+def default_folder(environ: Mapping[str, str]) -> pathlib.Path:
+  """Returns the folder for compiled programs: $XDG_CACHE_HOME/t5x_gpu/xla, or below ~/.cache."""
+  base = environ.get('XDG_CACHE_HOME') or os.path.join(os.path.expanduser('~'), '.cache')
+  return pathlib.Path(base, 't5x_gpu', 'xla')
+
+
+def start(platform: str, *, environ: Mapping[str, str]) -> None:
+  """Turns the cache on where it is safe, and counts what it holds; call it before any compile.
+
+  Args:
+    platform: of the devices, 'gpu' or 'cpu'.
+    environ: os.environ.
+  """
+  global _is_listening
+  if folder() is None and platform == 'gpu' and jax.config.jax_enable_compilation_cache:
+    wanted = default_folder(environ)
+    problem = _problem_with(wanted)
+    if problem:
+      _log.warning(
+        '%s cannot hold compiled programs (%s): every start compiles. Set '
+        'JAX_COMPILATION_CACHE_DIR to another folder.',
+        wanted,
+        problem,
+      )
+    else:
+      jax.config.update('jax_compilation_cache_dir', str(wanted))
+  if not _is_listening:
+    _is_listening = True
+    monitoring.register_event_listener(_count)
+    monitoring.register_event_duration_secs_listener(_count_seconds)
+  _counts.clear()
+
+
+def folder() -> Optional[str]:
+  """Returns the folder in use; None if the cache is off."""
+  return (jax.config.jax_enable_compilation_cache or None) and jax.config.jax_compilation_cache_dir
+
+
+def line() -> str:
+  """Returns how many programs were read instead of compiled, for the log; '' without a cache."""
+  if folder() is None or not _counts[_REQUESTS]:
+    return ''
+  hits, requests = _counts[_HITS], _counts[_REQUESTS]
+  saved = f', which saved {_counts[_SAVED_SECONDS]:.0f} s' if hits else ''
+  return f'compiled programs: {hits} of {requests} read from {folder()}{saved}'
+
+
+def _problem_with(path: pathlib.Path) -> str:
+  """Returns why the folder cannot be written; '' if it can. Makes it, readable for its user."""
+  try:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path) as f:
+      f.write(b'x')
+  except OSError as e:
+    return e.strerror or str(e)
+  return ''
+
+
+def _count(event: str, **_: object) -> None:
+  _counts[event.removeprefix(_PREFIX)] += 1
+
+
+def _count_seconds(event: str, seconds: float, **_: object) -> None:
+  if event == _PREFIX + _SAVED_SECONDS:
+    _counts[_SAVED_SECONDS] += max(seconds, 0.0)
