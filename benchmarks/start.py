@@ -1,0 +1,77 @@
+"""Seconds from the command to the first step, twice with one cache: python benchmarks/start.py
+
+The 14M decoder with synthetic data, on one CPU device; writes benchmarks/results/start.json. It is
+wall-clock time, so run it on an idle machine. The processes also report their CPU time.
+"""
+
+import json
+import os
+import pathlib
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+GIN = """
+from __gin__ import dynamic_registration
+from t5x_gpu.data import batches
+from t5x_gpu.models import config
+include 'gin_configs/examples/decoder_14m.gin'
+batches.DatasetConfig.module = 't5x_gpu.data.synthetic'
+TRAIN_STEPS = 1
+LOG_PERIOD = 1
+EVAL_PERIOD = None
+"""
+
+
+def start(folder: pathlib.Path, name: str) -> dict:
+  """Returns the seconds of one run of one step, and what it said of its cache."""
+  (folder / 'run.gin').write_text(GIN)
+  environment = {
+    **os.environ,
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_COMPILATION_CACHE_DIR': str(folder / 'cache'),
+    'PYTHONPATH': str(REPOSITORY),
+    'PYTHONUNBUFFERED': '1',
+    'XLA_FLAGS': '',
+  }
+  command = [sys.executable, '-m', 't5x_gpu.train', f'--gin_file={folder / "run.gin"}']
+  before, started, found = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), {}
+  with subprocess.Popen(
+    [*command, f'--gin.MODEL_DIR={folder / name}'],
+    env=environment,
+    cwd=REPOSITORY,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  ) as process:
+    text = []
+    for line in process.stdout:
+      text.append(line)
+      if re.search(r'\bstep 1/1\b', line) and 'seconds' not in found:
+        found['seconds'] = round(time.monotonic() - started, 2)
+      if 'compiled programs: ' in line:
+        found['cache'] = re.search(r'\d+ of \d+', line)[0]
+  assert process.returncode == 0, ''.join(text)
+  after = resource.getrusage(resource.RUSAGE_CHILDREN)
+  cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+  return {**found, 'cpu_seconds_of_the_run': round(cpu, 2)}
+
+
+def main() -> None:
+  with tempfile.TemporaryDirectory() as folder:
+    runs = {name: start(pathlib.Path(folder), name) for name in ('first', 'second')}
+  result = {
+    **runs,
+    'second_of_first': round(runs['second']['seconds'] / runs['first']['seconds'], 2),
+  }
+  print(json.dumps(result, indent=1))
+  path = REPOSITORY / 'benchmarks/results/start.json'
+  path.write_text(json.dumps(result, indent=1) + '\n')
+
+
+if __name__ == '__main__':
+  main()
