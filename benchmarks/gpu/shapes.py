@@ -118,10 +118,10 @@ def _small_positions(shape: Shape) -> dict[str, int]:
 
 
 SHAPES = {
-  'decoder_1.3b_2048': Shape('decoder', _DECODER_1_3B, (8, 4, 2), 2048, rope=True),
-  'decoder_1.3b_8192': Shape('decoder', _DECODER_1_3B, (2, 1), 8192, rope=True),
+  'decoder_1.3b_2048': Shape('decoder', _DECODER_1_3B, (8, 4, 2), 2048, True, 'dots'),
+  'decoder_1.3b_8192': Shape('decoder', _DECODER_1_3B, (2, 1), 8192, True, 'dots'),
   'decoder_134m': Shape('decoder', _DECODER_134M, (32, 16, 8), 1024, rope=True),
-  'gpt2_xl': Shape('decoder', _GPT2_XL, (16, 8, 4), 1024),
+  'gpt2_xl': Shape('decoder', _GPT2_XL, (16, 8, 4), 1024, remat_policy='dots'),
   'bert_large': Shape('encoder', _BERT_LARGE, (64, 32, 16), 512),
   't5_large': Shape('encoder_decoder', _T5_LARGE, (16, 8, 4), 512),
 }
