@@ -76,8 +76,8 @@ class TransformerConfig:
     num_experts: experts in place of each MLP (a mixture of experts); 0 for a dense MLP.
     num_experts_per_token: experts that each token uses.
     expert_capacity_factor: room in each expert for the tokens of a row; 1 is exactly enough if
-      they are spread evenly. Tokens without room skip the experts. None is dropless: room for all
-      tokens in every expert, at num_experts / num_experts_per_token times the work.
+      they are spread evenly. Tokens without room skip the experts. None is dropless: every expert
+      takes all tokens that choose it, sorted by expert (layers/dropless.py).
     loss_chunks: parts of the length in which logits and loss are computed, one at a time, so that
       all logits are never in memory together. None chooses parts whose logits fit 256 MiB, and does
       not split small logits; 0 stores all logits.

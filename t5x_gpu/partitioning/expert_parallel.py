@@ -82,6 +82,15 @@ def from_experts(x: jax.Array) -> jax.Array:
   return jax.lax.all_to_all(x, 'expert', split_axis=0, concat_axis=1, tiled=True)
 
 
+def exchange(x: jax.Array) -> jax.Array:
+  """Returns [devices * n, ...]: the part of `x` that each device of the group holds for this one.
+
+  Args:
+    x: [devices * n, ...], a part for each device of the group.
+  """
+  return jax.lax.all_to_all(x, 'expert', split_axis=0, concat_axis=0, tiled=True)
+
+
 def group_rows(rows: jax.Array) -> jax.Array:
   """Returns `rows` of all devices of the group, [rows of the group], in the order of `to_experts`.
 

@@ -5,15 +5,19 @@ axis names, so its state is split over the mesh like the parameters.
 """
 
 import dataclasses
+import zlib
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from t5x_gpu.errors import ConfigError, all_problems, did_you_mean
 from t5x_gpu.partitioning.axis_rules import AxisNames
 
 Params = Any
 OptState = Any
+MOMENT_DTYPES = ('float32', 'bfloat16')
 
 
 class Optimizer(Protocol):
@@ -46,13 +50,34 @@ class AdamW:
     b1, b2: decay of the first and second moment.
     eps: added to the root of the second moment.
     weight_decay: times the learning rate, per step; for matrices, not for norm scales or biases.
-  Source: Loshchilov and Hutter 2019, algorithm 2; the arithmetic is optax's.
+    mu_dtype, nu_dtype: dtype in which the first and second moment are stored, 'float32' or
+      'bfloat16'; the arithmetic is in float32. The second moment is rounded stochastically:
+      bfloat16 has steps of 0.4 to 0.8%, and rounding to the nearest would lose what a step adds,
+      (1 - b2) of it.
+  Source: Loshchilov and Hutter 2019, algorithm 2; the arithmetic is optax's. Stochastic rounding:
+    Zamirai et al. 2020 (arXiv:2010.06192).
   """
 
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
   weight_decay: float = 0.0
+  mu_dtype: str = 'float32'
+  nu_dtype: str = 'float32'
+
+  def __post_init__(self) -> None:
+    problems = [
+      f'AdamW.{name} = {value!r} is not one of {", ".join(MOMENT_DTYPES)}.'
+      + did_you_mean(value, MOMENT_DTYPES)
+      for name in ('mu_dtype', 'nu_dtype')
+      if (value := getattr(self, name)) not in MOMENT_DTYPES
+    ]
+    if problems:
+      raise ConfigError(
+        all_problems(problems, title='The optimizer cannot be built'),
+        fix='Set them with --gin.AdamW.NAME=VALUE.',
+        docs='train.md#optimizers',
+      )
 
   def _transformation(self, names: Any) -> optax.GradientTransformation:
     decays = jax.tree_util.tree_map_with_path(_decays, names)
@@ -62,7 +87,7 @@ class AdamW:
     )
 
   def init(self, params: Params, names: Any) -> OptState:
-    return self._transformation(names).init(params)
+    return self._stored(self._transformation(names).init(params), names)
 
   def update(
     self,
@@ -75,12 +100,13 @@ class AdamW:
     step: jax.Array,
   ) -> tuple[Params, OptState]:
     del step  # optax counts its own
-    updates, state = self._transformation(names).update(grads, state, params)
-    return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates), state
+    updates, state = self._transformation(names).update(grads, _widened(state), params)
+    params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
+    return params, self._stored(state, names)
 
   def state_names(self, params: Params, names: Any) -> Any:
     transformation = self._transformation(names)
-    state = jax.eval_shape(transformation.init, params)
+    state = jax.eval_shape(transformation.init, params)  # dtypes do not matter here
     return optax.tree_map_params(
       transformation,
       lambda _, n: n,
@@ -88,6 +114,40 @@ class AdamW:
       names,
       transform_non_params=lambda x: AxisNames((None,) * x.ndim),
     )
+
+  def _stored(self, state: OptState, names: Any) -> OptState:
+    """Returns optax's `state` with the moments in the dtypes in which they are kept."""
+    adam, *rest = state
+    mu, nu = adam.mu, adam.nu
+    if self.mu_dtype != 'float32':
+      mu = jax.tree.map(lambda x: x.astype(self.mu_dtype), mu)
+    if self.nu_dtype != 'float32':
+      keys = _keys(names, adam.count)
+      nu = jax.tree.map(lambda x, key: stochastically_rounded(x, key), nu, keys)
+    return adam._replace(mu=mu, nu=nu), *rest
+
+
+def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
+  """Returns `x`, finite and float32, as bfloat16: rounded up or down so that the mean is exact."""
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+  kept = (bits + noise) & jnp.uint32(0xFFFF0000)
+  return jax.lax.bitcast_convert_type(kept, jnp.float32).astype(jnp.bfloat16)
+
+
+def _widened(state: OptState) -> OptState:
+  """Returns optax's `state` with float32 moments."""
+  adam, *rest = state
+  mu, nu = (jax.tree.map(lambda x: x.astype(jnp.float32), m) for m in (adam.mu, adam.nu))
+  return adam._replace(mu=mu, nu=nu), *rest
+
+
+def _keys(names: Any, step: jax.Array) -> Any:
+  """Returns a key per parameter for one step, the same on any mesh."""
+  key = jax.random.fold_in(jax.random.key(0), step)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode())), names
+  )
 
 
 def _decays(path: Any, names: AxisNames) -> bool:

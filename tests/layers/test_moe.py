@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_gpu.analysis.collectives import flops_per_device
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.dropout import DropoutRng
+from t5x_gpu.layers.grouped_matmul import Groups, grouped_matmul
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.moe import MoeMlp, capacity, route, router_charges
 from t5x_gpu.models.config import TransformerConfig
@@ -243,3 +245,44 @@ def test_a_router_that_spreads_tokens_evenly_is_charged_1():
   logits = 10.0 * np.eye(4, dtype=np.float32)[np.arange(8) % 4][None]
   charges = router_charges(logits, experts_per_token=1, valid=np.ones((1, 8)))
   np.testing.assert_allclose(charges[..., 0], 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize('experts, k, rate', [(4, 2, 0.0), (4, 2, 0.5), (6, 1, 0.0)])
+def test_dropless_experts_equal_experts_with_room_for_all_tokens(x, experts, k, rate):
+  # 6 experts of one token each take some of the groups empty, and blocks partly filled.
+  weights = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+  rng = DropoutRng(jax.random.key(1), jnp.arange(BATCH))
+  dropless, roomy = (MoeMlp(experts, MLP, k, factor, dropout_rate=rate) for factor in (None, 99.0))
+
+  def value_and_grads(module):
+    def f(p, x):
+      return jnp.sum(weights * output(module, p, x, dropout_rng=rng))
+
+    return jax.jit(jax.value_and_grad(f, (0, 1)))(init(module), x)
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+    value_and_grads(dropless),
+    value_and_grads(roomy),
+  )
+
+
+def test_dropless_experts_may_all_be_the_same_or_unused():
+  module = MoeMlp(4, MLP, 1, None)
+  x = np.abs(np.random.default_rng(0).normal(size=(2, 200, EMBED))).astype(np.float32)
+  params = all_to_one_expert(module)
+  gradient = jax.jit(jax.grad(lambda p: output(module, p, x).sum()))(params)
+  used = np.abs(np.asarray(gradient['wo']['kernel'])).sum((1, 2))
+  assert used[0] > 0 and (used[1:] == 0).all()
+
+
+def test_dropless_experts_multiply_each_choice_once(x):
+  """The loop over blocks: its number times the size of a block, not experts times tokens."""
+  rows = jnp.ones((64, 16))
+  sizes = jnp.asarray([16, 0, 40, 0], jnp.int32)
+  kernels = jnp.arange(4.0)[:, None, None] * jnp.ones((4, 16, 8))
+  got = jax.jit(lambda: grouped_matmul(rows, kernels, Groups(sizes, 8)))()
+  want = np.repeat([0.0, 32.0, 0.0], [16, 40, 8])
+  np.testing.assert_array_equal(got, want[:, None] * np.ones(8))
+  text = jax.jit(lambda r, k: grouped_matmul(r, k, Groups(sizes, 8))).lower(rows, kernels)
+  assert flops_per_device(text.as_text('hlo')) == 2 * 64 * 16 * 8

@@ -1,14 +1,28 @@
 """AdamW against optax, Adafactor against its definition on separate matrices."""
 
+import contextlib
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from t5x_gpu.checkpoint.checkpointer import Checkpointer
+from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.data.synthetic import uneven_batches
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.axis_rules import AxisNames
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
-from t5x_gpu.training.optimizers import AdamW
+from t5x_gpu.training.optimizers import AdamW, stochastically_rounded
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+from t5x_gpu.training.summary import bytes_per_device
+from tests import helpers_layouts
 
 NAMES = {'kernel': AxisNames(('layers', 'embed', 'mlp')), 'scale': AxisNames(('layers', 'embed'))}
 
@@ -141,3 +155,95 @@ def test_state_names_have_the_tree_and_ranks_of_the_state(optimizer):
   state, names = optimizer.init(params, NAMES), optimizer.state_names(params, NAMES)
   assert jax.tree.structure(state) == jax.tree.structure(names)
   assert [x.ndim for x in jax.tree.leaves(state)] == [len(n.names) for n in jax.tree.leaves(names)]
+
+
+def adam_state(optimizer, grad, steps):
+  """Returns optax's state of Adam after `steps` updates with one gradient."""
+  names = {'p': AxisNames((None,))}
+  params = {'p': jnp.zeros_like(grad)}
+
+  def body(carry, _):
+    params, state = carry
+    rest = dict(names=names, learning_rate=jnp.float32(0.0), step=jnp.int32(0))
+    return optimizer.update({'p': grad}, state, params, **rest), None
+
+  start = (params, optimizer.init(params, names))
+  return jax.jit(lambda: jax.lax.scan(body, start, length=steps)[0][1][0])()
+
+
+def test_a_second_moment_in_bfloat16_follows_the_one_in_float32():
+  """A step adds 0.1% of it at most: rounding to the nearest, 0.4%, would not let it grow."""
+  grad = jnp.linspace(0.5, 2.0, 512)
+  exact = adam_state(AdamW(b2=0.999), grad, 1500).nu['p']
+  adam = adam_state(AdamW(b2=0.999, mu_dtype='bfloat16', nu_dtype='bfloat16'), grad, 1500)
+  assert adam.mu['p'].dtype == adam.nu['p'].dtype == jnp.bfloat16
+  error = np.asarray(adam.nu['p'].astype(jnp.float32) / exact - 1)
+  assert np.abs(error.mean()) < 0.01 and np.abs(error).max() < 0.2, error
+
+  nearest = jax.lax.fori_loop(
+    0,
+    1500,
+    lambda _, nu: (0.999 * nu.astype(jnp.float32) + 0.001 * grad**2).astype(jnp.bfloat16),
+    jnp.zeros_like(grad, jnp.bfloat16),
+  )
+  assert np.mean(nearest.astype(jnp.float32) / exact) < 0.7
+
+
+def test_stochastic_rounding_is_exact_on_average_and_never_off_by_more_than_a_step():
+  x = jnp.full(20_000, 1.0 + 0.3 * 2**-7)
+  rounded = stochastically_rounded(x, jax.random.key(0))
+  assert set(np.unique(rounded.astype(jnp.float32))) == {1.0, 1.0 + 2**-7}
+  np.testing.assert_allclose(rounded.astype(jnp.float32).mean(), x[0], rtol=1e-4)
+  whole = jnp.asarray([0.0, 1.0, -2.5, 2.0**100, jnp.inf])
+  np.testing.assert_array_equal(stochastically_rounded(whole, jax.random.key(1)), whole)
+
+
+def test_moments_in_bfloat16_do_not_depend_on_the_layout(tmp_path):
+  changed = dict(mu_dtype='bfloat16', nu_dtype='bfloat16')
+  split, alone = (
+    build_program(
+      model=DecoderOnlyModel(dataclasses.replace(helpers_layouts.CONFIG, num_layers=1)),
+      optimizer=AdamW(**changed),
+      schedule=constant(1e-2),
+      partitioner=Partitioner(**axes),
+      topology=Topology(1, devices),
+      devices=jax.devices()[:devices],
+      batch_size=8,
+      task_feature_lengths={'targets': 8},
+      pack=False,
+      seed=0,
+    )
+    for devices, axes in ((4, dict(fsdp=2, num_partitions=2)), (1, {}))
+  )
+  assert bytes_per_device(split.abstract_state.opt_state) < 1.1 * bytes_per_device(
+    split.abstract_state.params
+  )
+  states = []
+  for program in (split, alone):
+    state = program.init()
+    for batch in uneven_batches(program.spec, seed=1, num_batches=1):
+      state, _ = program.train_step(state, program.layout.put_batch(batch))
+    states.append(state)
+  got, want = (jax.device_get(state.opt_state[0]) for state in states)
+  for moment in ('mu', 'nu'):
+    for a, b in zip(*(jax.tree.leaves(getattr(adam, moment)) for adam in (got, want))):
+      assert a.dtype == jnp.bfloat16
+      a, b = a.astype(np.float32), b.astype(np.float32)
+      # Where gradients differ in the last bits, some values are rounded to the neighbour.
+      np.testing.assert_allclose(a, b, rtol=2**-6, atol=1e-3 * np.abs(b).max())
+      assert np.mean(a == b) > 0.95
+
+  with contextlib.closing(Checkpointer(str(tmp_path / 'model'))) as checkpointer:
+    manifest = make_manifest(
+      states[0], mesh_shape=split.layout.mesh.shape, data={'task': 'none'}, next_batch_hash=''
+    )
+    checkpointer.save(1, states[0], data_state=b'', manifest=manifest)
+    checkpointer.wait()
+    restored = checkpointer.restore_latest(alone.abstract_state).state
+  jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (restored, states[0])))
+
+
+def test_a_dtype_of_moments_that_cannot_be_is_refused():
+  with pytest.raises(ConfigError, match="AdamW.nu_dtype = 'bfloat61'.*bfloat16") as error:
+    AdamW(nu_dtype='bfloat61')
+  assert 'mean' in str(error.value)
