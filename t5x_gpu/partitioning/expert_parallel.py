@@ -119,7 +119,8 @@ def traffic_per_step(
   Args:
     batch: rows of one device per step, over all microbatches.
     num_experts, embed_dim: of the model.
-    capacity: tokens of a row that an expert has room for, from `layers.moe.capacity`.
+    capacity: tokens of a row that an expert has room for, from `layers.routing.capacity`. Dropless:
+      length * min(k, n) / n, for n experts of a device.
     num_layers: layers of one device.
     expert: size of the axis.
     dtype_bytes: bytes per value of activations.
