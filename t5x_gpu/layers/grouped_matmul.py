@@ -15,9 +15,10 @@ from typing import Any, Optional
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.extend import backend
 from jax.sharding import PartitionSpec
 
+from t5x_gpu.layers.backends.serves import hardware
+from t5x_gpu.layers.backends.tokamax import library
 from t5x_gpu.partitioning.axis_rules import split_axis, varying
 
 
@@ -274,20 +275,13 @@ def _zeros(shape: tuple[int, ...], dtype: Any, blocks: _Blocks, axes: list[str])
   return varying(jnp.broadcast_to(blocks.zero.astype(dtype), shape), axes)
 
 
-@functools.cache
-def _tokamax_is_installed() -> bool:
-  return importlib.util.find_spec('tokamax') is not None
-
-
 def _has_kernels() -> bool:
   """Returns whether to use Tokamax's kernels: on NVIDIA GPUs of compute capability 8.0 or more."""
-  device = backend.get_default_device()
-  capability = getattr(device, 'compute_capability', None)
+  device = hardware()
   return (
     device.platform == 'gpu'
-    and capability is not None
-    and float(capability) >= 8.0
-    and _tokamax_is_installed()
+    and (device.capability or 0.0) >= 8.0
+    and importlib.util.find_spec('tokamax') is not None
   )
 
 
@@ -296,15 +290,11 @@ _IMPLEMENTATIONS = ('mosaic', 'triton')
 
 
 def _tokamax(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-  import tokamax  # only where there is a GPU: it takes seconds
-
-  return tokamax.ragged_dot(rows, kernels, sizes, implementation=_IMPLEMENTATIONS)
+  return library('tokamax').ragged_dot(rows, kernels, sizes, implementation=_IMPLEMENTATIONS)
 
 
 def _tokamax_gradients(rows: jax.Array, gradient: jax.Array, sizes: jax.Array) -> jax.Array:
-  import tokamax
-
-  return tokamax.ragged_dot_general(
+  return library('tokamax').ragged_dot_general(
     rows,
     gradient,
     sizes,

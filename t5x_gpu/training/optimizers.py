@@ -76,7 +76,7 @@ class AdamW:
       raise ConfigError(
         all_problems(problems, title='The optimizer cannot be built'),
         fix='Set them with --gin.AdamW.NAME=VALUE.',
-        docs='train.md#optimizers',
+        docs='performance.md#moments-in-bfloat16',
       )
 
   def _transformation(self, names: Any) -> optax.GradientTransformation:

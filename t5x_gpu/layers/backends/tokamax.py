@@ -207,15 +207,19 @@ def _reference_gradients(statistics, out, dout, query, key, value, *, bias, mask
   }
 
 
-@functools.cache
 def _tokamax(module: str) -> Any:
+  return library(f'tokamax._src.ops.attention.{module}')
+
+
+@functools.cache
+def library(module: str) -> Any:
   """Returns a module of Tokamax, imported when a run needs it: it takes seconds."""
   from absl import flags
 
   if not flags.FLAGS.is_parsed():  # else it would read the flags of our command line
     flags.FLAGS.mark_as_parsed()
   logging.getLogger('absl').addFilter(_is_news)
-  return importlib.import_module(f'tokamax._src.ops.attention.{module}')
+  return importlib.import_module(module)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
