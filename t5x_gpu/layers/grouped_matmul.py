@@ -285,12 +285,17 @@ def _has_kernels() -> bool:
   )
 
 
-# Mosaic on Hopper and data-centre Blackwell where it takes the operands, else Triton.
-_IMPLEMENTATIONS = ('mosaic', 'triton')
+def _implementations(*sizes: int) -> tuple[str, ...]:
+  """Returns which kernels may serve features of these sizes, the first choice first.
+
+  Mosaic (Hopper, data-centre Blackwell) multiplies tiles of 64 features.
+  """
+  return ('mosaic', 'triton') if all(size % 64 == 0 for size in sizes) else ('triton',)
 
 
 def _tokamax(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-  return library('tokamax').ragged_dot(rows, kernels, sizes, implementation=_IMPLEMENTATIONS)
+  kinds = _implementations(*kernels.shape[1:])
+  return library('tokamax').ragged_dot(rows, kernels, sizes, implementation=kinds)
 
 
 def _tokamax_gradients(rows: jax.Array, gradient: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -304,5 +309,5 @@ def _tokamax_gradients(rows: jax.Array, gradient: jax.Array, sizes: jax.Array) -
       rhs_group_dimensions=[],
     ),
     preferred_element_type=jnp.float32,
-    implementation=_IMPLEMENTATIONS,
+    implementation=_implementations(rows.shape[1], gradient.shape[1]),
   )
