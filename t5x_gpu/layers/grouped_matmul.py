@@ -1,6 +1,6 @@
 """Matrix products of rows in groups, each group with its own kernel, as dropless experts need them.
 
-Rows of a group follow each other, and every group starts at a multiple of `block` rows. On NVIDIA
+Rows of a group follow each other, and every group starts at a multiple of `block` rows. On Hopper
 GPUs the products are kernels of Tokamax (`ragged_dot`). Elsewhere a loop takes one block at a time
 and skips empty ones. XLA's own `ragged_dot` would multiply every row with every kernel.
 Source: Gale et al. 2022 (MegaBlocks), section 5.
@@ -147,7 +147,7 @@ _product.defvjp(_forward, _backward)
 
 def _masked(out: jax.Array, blocks: _Blocks) -> jax.Array:
   """Returns `out` with 0 after the last group, where kernels write nothing."""
-  if not _has_kernels():
+  if hardware().platform != 'gpu':
     return out
   used = jnp.arange(out.shape[0]) < jnp.sum(blocks.sizes)
   return jnp.where(used.reshape(-1, *(1,) * (out.ndim - 1)), out, 0)
@@ -195,7 +195,7 @@ def _rows_times_kernels(
   kernels = kernels.reshape(*kernels.shape[:2], -1)
   if transposed:
     rows, features = rows.reshape(rows.shape[0], -1), kernels.shape[1:2]
-  if _has_kernels():
+  if _has_kernels(rows.dtype, *kernels.shape[1:]):
     out = _tokamax(rows, kernels.mT if transposed else kernels, blocks.sizes)
     out = varying(out, _axes(rows, kernels))
   else:
@@ -230,7 +230,7 @@ def _kernel_gradients(rows: jax.Array, gradient: jax.Array, blocks: _Blocks) -> 
   features, axes = gradient.shape[1:], _axes(rows, gradient)
   gradient = gradient.reshape(gradient.shape[0], -1)
   shape = (blocks.sizes.shape[0], rows.shape[1], gradient.shape[1])
-  if _has_kernels():
+  if _has_kernels(rows.dtype, *shape[1:]):
     out = varying(_tokamax_gradients(rows, gradient, blocks.sizes), axes)
     return out.reshape(*shape[:2], *features)
 
@@ -275,27 +275,21 @@ def _zeros(shape: tuple[int, ...], dtype: Any, blocks: _Blocks, axes: list[str])
   return varying(jnp.broadcast_to(blocks.zero.astype(dtype), shape), axes)
 
 
-def _has_kernels() -> bool:
-  """Returns whether to use Tokamax's kernels: on NVIDIA GPUs of compute capability 8.0 or more."""
-  device = hardware()
+def _has_kernels(dtype: Any, *sizes: int) -> bool:
+  """Returns whether Tokamax's Mosaic kernels serve: Hopper, bfloat16, tiles of 64 features.
+
+  Its Triton kernels, for other GPUs, are refused in a manual region: their results have no marks.
+  """
   return (
-    device.platform == 'gpu'
-    and (device.capability or 0.0) >= 8.0
+    hardware().capability == 9.0
+    and dtype == jnp.bfloat16
+    and all(size % 64 == 0 for size in sizes)
     and importlib.util.find_spec('tokamax') is not None
   )
 
 
-def _implementations(*sizes: int) -> tuple[str, ...]:
-  """Returns which kernels may serve features of these sizes, the first choice first.
-
-  Mosaic (Hopper, data-centre Blackwell) multiplies tiles of 64 features.
-  """
-  return ('mosaic', 'triton') if all(size % 64 == 0 for size in sizes) else ('triton',)
-
-
 def _tokamax(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-  kinds = _implementations(*kernels.shape[1:])
-  return library('tokamax').ragged_dot(rows, kernels, sizes, implementation=kinds)
+  return library('tokamax').ragged_dot(rows, kernels, sizes, implementation='mosaic')
 
 
 def _tokamax_gradients(rows: jax.Array, gradient: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -309,5 +303,5 @@ def _tokamax_gradients(rows: jax.Array, gradient: jax.Array, sizes: jax.Array) -
       rhs_group_dimensions=[],
     ),
     preferred_element_type=jnp.float32,
-    implementation=_implementations(rows.shape[1], gradient.shape[1]),
+    implementation='mosaic',
   )
