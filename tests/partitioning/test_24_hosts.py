@@ -29,6 +29,7 @@ def plan(folder, model: str, **partitioner: int) -> subprocess.CompletedProcess:
   """Returns the end of `t5x_gpu.plan --dry_run` on 24 hosts."""
   (folder / 'run.gin').write_text(RUN.format(model=model, lengths=LENGTHS.get(model, BOTH)))
   flags = [f'--gin.Partitioner.{name}={value}' for name, value in partitioner.items()]
+  flags += ['--gin.PACK=False'] if model in LENGTHS else []
   return subprocess.run(
     [sys.executable, '-m', 't5x_gpu.plan', '--dry_run', '--devices=192', '--hosts=24']
     + [f'--gin_file={folder / "run.gin"}', *flags],
@@ -68,8 +69,11 @@ MODELS = ('llama3_8b', 'llama3_70b', 't5_3b', 'bert_large')
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize('layout', LAYOUTS)
-@pytest.mark.parametrize('model', MODELS)
+@pytest.mark.parametrize(
+  'model, layout',
+  # The 30522 tokens of BERT do not divide over 8.
+  [(m, name) for m in MODELS for name in LAYOUTS if (m, name) != ('bert_large', 'fsdp_24_model_8')],
+)
 def test_models_fit_24_hosts(tmp_path, model, layout):
   text = check(tmp_path, model, **LAYOUTS[layout])
   assert 'does not divide embed' in text
@@ -77,9 +81,12 @@ def test_models_fit_24_hosts(tmp_path, model, layout):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize('model, wrong', [('t5_base', 'heads = 12'), ('gpt2_xl', 'heads = 25')])
+@pytest.mark.parametrize(
+  'model, wrong',
+  [('t5_base', 'heads = 12'), ('gpt2_xl', 'heads = 25'), ('bert_large', 'vocab = 30522')],
+)
 @pytest.mark.parametrize('more', [{}, {'data': 1}], ids=['data_rest', 'data_1'])
-def test_heads_that_do_not_divide_over_model_are_an_error_whose_layouts_work(
+def test_widths_that_do_not_divide_over_model_are_an_error_whose_layouts_work(
   tmp_path, model, wrong, more
 ):
   layout = dict(fsdp=24, num_partitions=8, **more)
