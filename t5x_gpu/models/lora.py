@@ -22,6 +22,7 @@ from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.dense import FACTORS
 from t5x_gpu.models.model import Model, Params
+from t5x_gpu.partitioning import fsdp
 from t5x_gpu.partitioning.axis_rules import NamedParam
 
 STACKS = ('layers',)  # leading axes whose entries are separate kernels
@@ -170,7 +171,7 @@ class LoraModel:
       name: (
         self._scaled(value)
         if isinstance(value, (Mapping, tuple))
-        else jax.tree.map(lambda x: x * self.scale, value)
+        else (value.scaled(self.scale) if fsdp.is_split(value) else value * self.scale)
         if name == FACTORS[1]
         else value
       )

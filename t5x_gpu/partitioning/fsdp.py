@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.partitioning import manual_collectives
 from t5x_gpu.partitioning.arrays.fsdp_dims import Padding
-from t5x_gpu.partitioning.axis_rules import AxisRules
+from t5x_gpu.partitioning.axis_rules import AxisRules, varying
 
 SPLIT = {'embed': ('fsdp',)}
 
@@ -59,32 +59,50 @@ def traffic_per_step(
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-  """Dimensions of a parameter, counted from the last one (-1), because a scan removes the first.
+  """How a parameter is split, and over what else its gradient is summed.
+
+  Dimensions are counted from the last one (-1), because a scan removes the first.
 
   Attributes:
-    fsdp: dimension that `fsdp` splits.
+    fsdp: dimension that `fsdp` splits; None for a parameter that is whole on every device.
     model: dimension that `model` splits, or None.
     padding: zeros that make the parts equal, or None.
+    sums: mesh axes over which the backward pass sums the gradient, besides `fsdp`.
   """
 
-  fsdp: int
+  fsdp: Optional[int] = None
   model: Optional[int] = None
   padding: Optional[Padding] = None
+  sums: tuple[str, ...] = ()
 
 
 @flax.struct.dataclass
 class Split:
-  """A parameter inside the region where `fsdp` is manual.
+  """A parameter inside the region, whose gradient the backward pass reduces.
 
   Attributes:
     part: this device's part, which is differentiated.
     full: the whole parameter if every device has it (stage 2), else None.
     dims: the dimensions that are split.
+    earlier: gradient of earlier microbatches, scattered over `fsdp` but not yet summed over
+      `dims.sums`; None for none.
   """
 
   part: jax.Array
   full: Optional[jax.Array]
   dims: Dims = flax.struct.field(pytree_node=False)
+  earlier: Optional[jax.Array] = None
+
+  def scaled(self, factor: float) -> 'Split':
+    """Returns `factor` times the parameter."""
+    part, full = jax.tree.map(lambda x: x * factor, (self.part, self.full))
+    earlier = None if self.earlier is None else self.earlier / factor
+    return self.replace(part=part, full=full, earlier=earlier)
+
+  @property
+  def is_gathered(self) -> bool:
+    """Whether using it takes an all-gather."""
+    return self.full is None and self.dims.fsdp is not None
 
 
 def is_split(x: Any) -> bool:
@@ -103,7 +121,9 @@ def whole(tree: Any, dtype: Any) -> Any:
     dtype: compute dtype; bfloat16 sends half as many bytes as float32.
   """
   return jax.tree.map(
-    lambda x: _use(dtype, x.dims, x.part, x.full) if is_split(x) else x, tree, is_leaf=is_split
+    lambda x: _use(dtype, x.dims, x.part, x.full, x.earlier) if is_split(x) else x,
+    tree,
+    is_leaf=is_split,
   )
 
 
@@ -120,23 +140,62 @@ def scatter(gradient: jax.Array, dims: Dims) -> jax.Array:
   return manual_collectives.psum_scatter(gradient, 'fsdp', dim=dims.fsdp, model_dim=dims.model)
 
 
-def _make_whole(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> jax.Array:
+def reduced(gradient: jax.Array, dims: Dims, earlier: Optional[jax.Array] = None) -> jax.Array:
+  """Returns this device's part of the sum of `gradient` over `fsdp` and `dims.sums`, in float32.
+
+  Args:
+    gradient: of the whole parameter, from this device's rows.
+    dims: how the parameter is split.
+    earlier: as in `Split`; added before the sum over `dims.sums`.
+  """
+  gradient = gradient.astype(jnp.float32)
+  if dims.fsdp is not None:
+    gradient = scatter(gradient, dims)
+  if earlier is not None:
+    gradient = gradient + earlier
+  return jax.lax.psum(gradient, dims.sums) if dims.sums else gradient
+
+
+def summed(
+  parameter: jax.Array, axes: tuple[str, ...], earlier: Optional[jax.Array] = None
+) -> jax.Array:
+  """Returns `parameter`; the backward pass sums its gradient over mesh `axes`.
+
+  For a parameter that is used in several places: the sum is of the whole gradient, once.
+  """
+  if not axes and earlier is None:
+    return parameter
+  return _use(None, Dims(sums=axes), parameter, None, earlier)
+
+
+def make_whole(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> jax.Array:
+  """Returns the whole parameter, in `dtype` if it is split; cannot be differentiated through."""
+  part = varying(part, dims.sums)
+  if dims.fsdp is None:
+    return part
   return gather(part.astype(dtype), dims) if full is None else full.astype(dtype)
 
 
-def _use_forward(dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array]) -> Any:
-  return _make_whole(dtype, dims, part, full), full
+def _use_primal(
+  dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array], earlier: Optional[jax.Array]
+) -> jax.Array:
+  del earlier
+  return make_whole(dtype, dims, part, full)
 
 
-def _use_backward(dtype: Any, dims: Dims, full: Optional[jax.Array], gradient: jax.Array) -> Any:
+def _use_forward(
+  dtype: Any, dims: Dims, part: jax.Array, full: Optional[jax.Array], earlier: Optional[jax.Array]
+) -> Any:
+  return make_whole(dtype, dims, part, full), (full, earlier)
+
+
+def _use_backward(dtype: Any, dims: Dims, kept: Any, gradient: jax.Array) -> Any:
   del dtype
-  return (
-    scatter(gradient.astype(jnp.float32), dims),
-    None if full is None else jnp.zeros_like(full),
-  )
+  full, earlier = kept
+  return (reduced(gradient, dims, earlier), *jax.tree.map(jnp.zeros_like, (full, earlier)))
 
 
-_use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1))
+_use = jax.custom_vjp(_use_primal, nondiff_argnums=(0, 1))
 _use.defvjp(_use_forward, _use_backward)
 
 # Primitives that compute a layer's weights from its parameters. Their results are not kept for the
@@ -171,7 +230,7 @@ def keep_policy(
   policy: Optional[Callable[..., bool]], params: Any
 ) -> Optional[Callable[..., bool]]:
   """Returns a remat policy under which the backward pass gathers `params` again."""
-  split = [x for x in jax.tree.leaves(params, is_leaf=is_split) if is_split(x) and x.full is None]
+  split = [x for x in jax.tree.leaves(params, is_leaf=is_split) if is_split(x) and x.is_gathered]
   if policy is not None or not split:
     return policy
   has_padding = any(x.dims.padding is not None for x in split)

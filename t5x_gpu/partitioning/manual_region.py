@@ -114,6 +114,16 @@ class Region:
   def _specs(self, names: Any, table: Table) -> Any:
     return jax.tree.map(lambda n: self.spec(n.names, own_table(n, table)), names)
 
+  @property
+  def sums_in_backward(self) -> bool:
+    """Whether the backward pass sums each gradient over all axes, not only over `fsdp`.
+
+    Communication then runs while other gradients are computed. Not in a pipeline, and not under
+    ZeRO-1, which scatters gradients once, at the end.
+    """
+    ends = self.pipeline is not None or ('fsdp' in self.axes and not self.reduces_in_backward)
+    return bool(self.axes) and not ends
+
   def part_specs(self, names: Any) -> Any:
     """Returns a tree of PartitionSpecs of the differentiated parts, from a tree of AxisNames."""
     return self._specs(names, self._part_table)
@@ -167,19 +177,41 @@ class Region:
           )
     return {**batch, **more}
 
-  def parameters(self, parts: Any, params: Any, names: Any) -> Any:
-    """Returns the parameters for a model: `fsdp.Split` for those split over `fsdp`, else arrays.
+  def parameters(
+    self,
+    parts: Any,
+    params: Any,
+    names: Any,
+    *,
+    sums: bool = False,
+    earlier: Any = None,
+    in_layers: bool = True,
+  ) -> Any:
+    """Returns the parameters for a model: `fsdp.Split` if its backward pass reduces, else arrays.
 
     Args:
       parts: differentiated parts, split by `part_specs`; or copies of them.
       params: parameters as stored between steps; under ZeRO-2 they are whole and are used.
       names: tree of AxisNames.
+      sums: whether the backward pass also sums gradients over the axes of `sum_axes`. It then
+        takes `parts` that do not vary over those, and returns such gradients.
+      earlier: with `sums`, gradients of earlier microbatches, not summed over those axes.
+      in_layers: whether the model calls `fsdp.whole` on each layer, so that a layer's gradients are
+        summed when they are known; else with those of the other layers.
     """
 
-    def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array) -> Any:
-      dims = self._fsdp_dims(axis_names) if self.reduces_in_backward else None
-      if dims is None:
-        return part
+    def parameter(axis_names: AxisNames, part: jax.Array, param: jax.Array, before: Any) -> Any:
+      split = self._fsdp_dims(axis_names) if self.reduces_in_backward else None
+      dims = split or fsdp.Dims()
+      axes = self.sum_axes(axis_names) if sums else ()
+      if in_layers and 'layers' in axis_names.names:
+        dims = dataclasses.replace(dims, sums=axes)
+      else:
+        part, before = fsdp.summed(part, axes, before), None
+        if split is None:
+          return part
+      if split is None:
+        return fsdp.Split(part, None, dims, before) if sums else part
       full = param if self.zero_stage == 2 else None
       copies = self._copies.dim(axis_names)
       if copies is not None and (part.ndim, part.shape[copies:]) != (
@@ -188,9 +220,11 @@ class Region:
       ):
         dims = dataclasses.replace(dims, model=copies)
         full = None if full is None else self._copies.make(axis_names, full)
-      return fsdp.Split(part, full, dims)
+      return fsdp.Split(part, full, dims, before)
 
-    return jax.tree.map(parameter, names, parts, params)
+    if earlier is None:
+      earlier = jax.tree.map(lambda _: None, names)
+    return jax.tree.map(lambda n, *of_leaf: parameter(n, *of_leaf), names, parts, params, earlier)
 
   def frozen(self, params: Any, names: Any) -> Any:
     """Returns parameters without gradient for a model; arguments as in `whole`."""
@@ -239,6 +273,14 @@ class Region:
   def _copies(self) -> Copies:
     return Copies(self.rules, self.mesh_shape)
 
+  def sum_axes(self, axis_names: AxisNames) -> tuple[str, ...]:
+    """Returns the axes over which a gradient is summed, and which do not split its parameter."""
+    table = own_table(axis_names, self.rules.parameters)
+    own = {a for name in axis_names.names for a in table.get(name, ())}
+    if self._fsdp_dims(axis_names) is not None:
+      own.add('fsdp')
+    return tuple(a for a in self.axes if a not in own)
+
   def reduce_gradients(self, grads: Any, names: Any) -> Any:
     """Returns local gradients summed over all devices, split by `gradient_specs`.
 
@@ -247,14 +289,10 @@ class Region:
     leaves, treedef = jax.tree.flatten(grads)
     groups = collections.defaultdict(list)
     for i, axis_names in enumerate(jax.tree.leaves(names)):
-      table = own_table(axis_names, self.rules.parameters)
-      own = {a for name in axis_names.names for a in table.get(name, ())}
       dims = self._fsdp_dims(axis_names)
-      if dims is not None:
-        own.add('fsdp')
-        if not self.reduces_in_backward:  # otherwise the backward pass of `fsdp.whole` sums them
-          leaves[i] = fsdp.scatter(leaves[i], dims)
-      groups[tuple(a for a in self.axes if a not in own)].append(i)
+      if dims is not None and not self.reduces_in_backward:
+        leaves[i] = fsdp.scatter(leaves[i], dims)
+      groups[self.sum_axes(axis_names)].append(i)
     for axes, members in groups.items():
       if axes:
         for i, reduced in zip(members, jax.lax.psum([leaves[i] for i in members], axes)):
@@ -262,15 +300,21 @@ class Region:
     return jax.tree.unflatten(treedef, leaves)
 
   def map(
-    self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+    self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any, marked: bool = True
   ) -> Callable[..., Any]:
-    """Returns `function` of local arrays as a function of global arrays."""
+    """Returns `function` of local arrays as a function of global arrays.
+
+    Args:
+      function: of local arrays.
+      in_specs, out_specs: PartitionSpecs of its arguments and results.
+      marked: whether arrays that are the same on all devices are passed marked as varying.
+    """
     if not self.axes:
       return function
 
     def local(*args: Any) -> Any:
       with use_rules(self.rules, self.mesh_shape, manual_axes=self.axes):
-        return function(*jax.tree.map(self.varying, args))
+        return function(*(jax.tree.map(self.varying, args) if marked else args))
 
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes))
 

@@ -48,38 +48,42 @@ def make_gradients(
   Raises:
     ModelError: the model lacks parts that a pipeline or accumulation by layer needs.
   """
-  in_parts = region.reduces_in_backward
-  by_layer = in_parts and num_microbatches > 1 and region.accumulate_by == 'layer'
+  in_parts = region.reduces_in_backward or region.sums_in_backward
+  in_layers = not missing_members(model, LayeredModel)
+  by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
   _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
   trained_names, frozen_names = trained.split(names)
 
   def local(parts: Any, kept: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
+    kept, batch, dropout_key = jax.tree.map(region.varying, (kept, batch, dropout_key))
     kept, frozen = trained.split(kept)
     frozen = region.frozen(frozen, frozen_names)
 
-    def loss_sum(parts: Any, batch: Batch) -> tuple[jax.Array, Sums]:
-      params = trained.join(region.parameters(parts, kept, trained_names), frozen)
-      sums = _loss(model, params, batch, dropout_key, num_microbatches if by_layer else None)
-      return sums['loss'][0], jax.tree.map(region.varying, sums)
+    def grads_and_sums(parts: Any, batch: Batch, **reduction: Any) -> tuple[Any, Sums]:
+      def loss_sum(parts: Any) -> tuple[jax.Array, Sums]:
+        params = region.parameters(parts, kept, trained_names, in_layers=in_layers, **reduction)
+        params = trained.join(params, frozen)
+        sums = _loss(model, params, batch, dropout_key, num_microbatches if by_layer else None)
+        return sums['loss'][0], jax.tree.map(region.varying, sums)
 
-    def grads_and_sums(params: Any, batch: Batch) -> tuple[Any, Sums]:
       if region.pipeline is None:
-        return jax.grad(loss_sum, has_aux=True)(params, batch)
+        return jax.grad(loss_sum, has_aux=True)(parts)
       pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
       options = dict(
         complete=lambda params: trained.join(params, frozen), **region.pipeline.options
       )
       return pipeline_parallel.value_and_grad(
-        pieces, params, microbatches, varying_axes=region.axes, **options
+        pieces, parts, microbatches, varying_axes=region.axes, **options
       )
 
     parts = parts if in_parts else region.whole(kept, trained_names)
+    copies = region.copies(parts, trained_names)
+    count = 1 if by_layer else num_microbatches
+    if region.sums_in_backward:
+      grads, sums = _accumulate_then_sum(grads_and_sums, copies, batch, count, region)
+      return region.sum_copies(grads, parts, trained_names), region.total(sums)
     grads, sums = _accumulate(
-      grads_and_sums,
-      region.copies(parts, trained_names),
-      batch,
-      1 if by_layer else num_microbatches,
-      region,
+      grads_and_sums, jax.tree.map(region.varying, copies), batch, count, region
     )
     grads = region.sum_copies(grads, parts, trained_names)
     return region.reduce_gradients(grads, trained_names), region.total(sums)
@@ -91,6 +95,7 @@ def make_gradients(
       local,
       in_specs=(*specs, region.batch_specs(batch), PartitionSpec()),
       out_specs=(region.gradient_specs(trained_names), PartitionSpec()),
+      marked=False,
     )
     parts = region.padded_parts(trained.split(params)[0], trained_names)
     grads, sums = local_to_global(parts, params, batch, dropout_key)
@@ -203,6 +208,28 @@ def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
   }
 
 
+def _accumulate_then_sum(
+  grads_and_sums: Callable[..., tuple[Any, Sums]],
+  parts: Any,
+  batch: Batch,
+  num_microbatches: int,
+  region: Region,
+) -> tuple[Any, Sums]:
+  """Returns (gradients, sums) over all microbatches; the last one sums gradients over devices.
+
+  Its backward pass adds those of the earlier microbatches before it sums.
+  """
+  if num_microbatches == 1:
+    return grads_and_sums(parts, batch, sums=True)
+  same, microbatches = _split_rows(batch, num_microbatches)
+  first, last = ({name: x[part] for name, x in microbatches.items()} for part in (slice(-1), -1))
+  earlier, sums = _accumulated(
+    grads_and_sums, jax.tree.map(region.varying, parts), first, same, region
+  )
+  grads, of_last = grads_and_sums(parts, {**last, **same}, sums=True, earlier=earlier)
+  return grads, jax.tree.map(jnp.add, sums, of_last)
+
+
 def _accumulate(
   grads_and_sums: Callable[[Any, Batch], tuple[Any, Sums]],
   parts: Any,
@@ -214,6 +241,17 @@ def _accumulate(
   if num_microbatches == 1:
     return grads_and_sums(parts, batch)
   same, microbatches = _split_rows(batch, num_microbatches)
+  return _accumulated(grads_and_sums, parts, microbatches, same, region)
+
+
+def _accumulated(
+  grads_and_sums: Callable[[Any, Batch], tuple[Any, Sums]],
+  parts: Any,
+  microbatches: Batch,
+  same: Batch,
+  region: Region,
+) -> tuple[Any, Sums]:
+  """Returns (gradients, sums) over `microbatches` [count, rows, ...]."""
 
   def body(carry: Any, microbatch: Batch) -> tuple[Any, None]:
     return jax.tree.map(jnp.add, carry, grads_and_sums(parts, {**microbatch, **same})), None
