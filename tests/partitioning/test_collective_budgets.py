@@ -202,7 +202,7 @@ def kinds(name, **of):
 
 @by_case(['dp', 'dp_4_microbatches'])
 def test_data_parallel_sums_every_gradient_once_whatever_the_microbatches(name):
-  assert found(name, 'all-reduce') == sorted(STACKED + ENDS + BIAS)
+  assert found(name, 'all-reduce') == sorted(LAYERS * LAYER + ENDS + BIAS)
   assert kinds(name) == {'all-reduce'}
 
 
@@ -270,7 +270,8 @@ def test_zero3_does_not_have_all_layers_whole_at_once():
 @pytest.mark.slow
 def test_hybrid_sharding_sends_only_parts_between_hosts():
   parts = [
-    tuple(size // 4 if size == EMBED_DIM else size for size in shape) for shape in STACKED + ENDS
+    tuple(size // 4 if size == EMBED_DIM else size for size in shape)
+    for shape in LAYERS * LAYER + ENDS
   ]
   assert found('hsdp', 'all-reduce', 'data') == sorted(parts + BIAS)
   assert kinds('hsdp', axis='data') == {'all-reduce'}
@@ -412,7 +413,7 @@ def test_a_ring_sends_keys_and_values_context_minus_one_times_and_gradients_home
   # Forward, again backward; gradients travel one hop more, back to where they belong.
   assert sent.count(visitor) == LAYERS * 2 * ((ways - 1) + (ways - 1) + ways)
   assert kinds('cp') == {'collective-permute', 'all-reduce'}
-  assert found('cp', 'all-reduce') == sorted(STACKED + ENDS + BIAS)
+  assert found('cp', 'all-reduce') == sorted(LAYERS * LAYER + ENDS + BIAS)
 
 
 @pytest.mark.slow
@@ -447,7 +448,8 @@ def test_with_model_fsdp_moves_only_the_local_part():
 @pytest.mark.slow
 def test_gradients_of_parts_are_summed_over_context_once():
   parts = [
-    tuple(size // 4 if size == EMBED_DIM else size for size in shape) for shape in STACKED + ENDS
+    tuple(size // 4 if size == EMBED_DIM else size for size in shape)
+    for shape in LAYERS * LAYER + ENDS
   ]
   assert found('fsdp_cp', 'all-reduce', 'context') == sorted(parts + BIAS)
 
@@ -458,8 +460,8 @@ def test_experts_exchange_tokens_twice_each_way_and_every_gradient_is_summed_onc
   assert {math.prod(c.shape) for c in exchanged} == {
     BATCH // 8 * EXPERTS['num_experts'] * slots(config_of(CASES['ep'])) * EMBED_DIM
   }
-  own = [(4, 1, 32, 96), (4, 1, 32, 96), (4, 1, 96, 32)]  # of the one expert of each device
-  shared = [shape for shape in STACKED if 96 not in shape] + [(4, 32, 4)] + ENDS + BIAS
+  own = LAYERS * [(1, 32, 96), (1, 32, 96), (1, 96, 32)]  # of the one expert of each device
+  shared = LAYERS * [shape for shape in LAYER if 96 not in shape] + LAYERS * [(32, 4)] + ENDS + BIAS
   reduced = {
     axes: sorted(
       c.shape
