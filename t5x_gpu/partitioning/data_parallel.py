@@ -1,7 +1,7 @@
 """Data parallelism: every replica processes its own rows of the global batch.
 
 What is split: `batch` of activations over `data`. Parameters and optimizer state are whole on each
-replica. What moves: one all-reduce of all gradients per step. When: the model fits on one GPU.
+replica. What moves: one all-reduce of each layer's gradients per step, in the backward pass. When: the model fits on one GPU.
 Source: Dean et al. 2012; Goyal et al. 2017 for large batches.
 """
 

@@ -1,8 +1,10 @@
 """Gradients of the summed loss over the global batch, and the loss alone.
 
 Losses are sums over target tokens, so accumulation, parallelism and padding cannot change them.
-Gradients are accumulated on each device and reduced once per step. If `fsdp` reduces them layer by
-layer, all microbatches go through a layer before the next one.
+Gradients are accumulated on each device and summed over devices once per step: a layer's in the
+backward pass of the last microbatch, as soon as they are known, so that the network works while
+other layers compute. If `fsdp` splits parameters or gradients, all microbatches go through a layer
+before the next one. A pipeline and ZeRO-1 sum at the end.
 """
 
 import dataclasses
