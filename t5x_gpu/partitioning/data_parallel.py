@@ -1,7 +1,8 @@
 """Data parallelism: every replica processes its own rows of the global batch.
 
 What is split: `batch` of activations over `data`. Parameters and optimizer state are whole on each
-replica. What moves: one all-reduce of each layer's gradients per step, in the backward pass. When: the model fits on one GPU.
+replica. What moves: all gradients are all-reduced once per step, a layer's as soon as the backward
+pass has them. When: the model fits on one GPU.
 Source: Dean et al. 2012; Goyal et al. 2017 for large batches.
 """
 
