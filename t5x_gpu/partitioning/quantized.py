@@ -122,7 +122,7 @@ def in_8_bits(groups: Sequence[Sequence[Any]]) -> list[list[InEightBits]]:
 
   def source(param: Any) -> jax.Array:
     if fsdp.is_split(param):
-      param = param.part if param.full is None else param.full
+      param = varying(param.part if param.full is None else param.full, param.dims.sums)
     return jax.lax.stop_gradient(param)
 
   largest = jnp.stack(
@@ -133,7 +133,7 @@ def in_8_bits(groups: Sequence[Sequence[Any]]) -> list[list[InEightBits]]:
       for group in groups
     ]
   )
-  if any(fsdp.is_split(param) and param.full is None for group in groups for param in group):
+  if any(fsdp.is_split(param) and param.is_gathered for group in groups for param in group):
     axes = jax.typeof(largest).manual_axis_type.varying
     largest = varying(jax.lax.pmax(largest, 'fsdp'), tuple(axes))
 
@@ -160,8 +160,9 @@ def whole(tree: Any, dtype: Any) -> Any:
     if not isinstance(x, InEightBits):
       return fsdp.whole(x, dtype)
     p = x.param
-    dims, part, full = (p.dims, p.part, p.full) if fsdp.is_split(p) else (None, p, None)
-    return _use(dtype, dims, part, full, x.values, x.scale)
+    if not fsdp.is_split(p):
+      return _use(dtype, None, p, None, x.values, x.scale)
+    return _use(dtype, (p.dims, p.is_gathered), p.part, p.earlier, x.values, x.scale)
 
   return jax.tree.map(leaf, tree, is_leaf=_is_parameter)
 
@@ -170,21 +171,34 @@ def _is_parameter(x: Any) -> bool:
   return isinstance(x, (InEightBits, Quantized)) or fsdp.is_split(x)
 
 
+# How a parameter is split, and whether its parts are gathered; None for one that is not split.
+_Use = Optional[tuple[fsdp.Dims, bool]]
+
+
 def _make_whole(
-  dtype: Any, dims: Optional[fsdp.Dims], part: Any, full: Any, values: jax.Array, scale: jax.Array
+  dtype: Any,
+  use: _Use,
+  part: jax.Array,
+  earlier: Optional[jax.Array],
+  values: jax.Array,
+  scale: jax.Array,
 ) -> Quantized:
-  """Returns the whole kernel of a layer; without `dims`, its gradient is not summed."""
-  del part
-  if dims is not None and full is None:
-    values = fsdp.gather(values, dims)
+  """Returns the whole kernel of a layer; without `use`, its gradient is not summed."""
+  del part, earlier
+  if use is not None and use[1]:
+    values = fsdp.gather(values, use[0])
   return Quantized(values, scale, values.astype(dtype))
 
 
-def _use_backward(dtype: Any, dims: Optional[fsdp.Dims], _: None, gradient: Quantized) -> Any:
+def _use_forward(dtype: Any, use: _Use, *args: Any) -> Any:
+  return _make_whole(dtype, use, *args), args[1]
+
+
+def _use_backward(dtype: Any, use: _Use, earlier: Optional[jax.Array], gradient: Quantized) -> Any:
   del dtype
   of_part = gradient.port.astype(jnp.float32)
-  return (of_part if dims is None else fsdp.scatter(of_part, dims)), None, None, None
+  return (of_part if use is None else fsdp.reduced(of_part, use[0], earlier)), None, None, None
 
 
 _use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1))
-_use.defvjp(lambda *args: (_make_whole(*args), None), _use_backward)
+_use.defvjp(_use_forward, _use_backward)
