@@ -79,16 +79,8 @@ def make_gradients(
       )
 
     parts = parts if in_parts else region.whole(kept, trained_names)
-    copies = region.copies(parts, trained_names)
     count = 1 if by_layer else num_microbatches
-    if region.sums_in_backward:
-      grads, sums = _accumulate_then_sum(grads_and_sums, copies, batch, count, region)
-      return region.sum_copies(grads, parts, trained_names), region.total(sums)
-    grads, sums = _accumulate(
-      grads_and_sums, jax.tree.map(region.varying, copies), batch, count, region
-    )
-    grads = region.sum_copies(grads, parts, trained_names)
-    return region.reduce_gradients(grads, trained_names), region.total(sums)
+    return _summed(grads_and_sums, parts, batch, count, region, trained_names)
 
   def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
     batch = region.with_rows(batch)
@@ -208,6 +200,25 @@ def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
     for name, x in batch.items()
     if name not in same
   }
+
+
+def _summed(
+  grads_and_sums: Callable[..., tuple[Any, Sums]],
+  parts: Any,
+  batch: Batch,
+  num_microbatches: int,
+  region: Region,
+  names: Any,
+) -> tuple[Any, Sums]:
+  """Returns (gradients, sums) over all microbatches and devices."""
+  copies = region.copies(parts, names)
+  if region.sums_in_backward:
+    grads, sums = _accumulate_then_sum(grads_and_sums, copies, batch, num_microbatches, region)
+    return region.sum_copies(grads, parts, names), region.total(sums)
+  copies = jax.tree.map(region.varying, copies)
+  grads, sums = _accumulate(grads_and_sums, copies, batch, num_microbatches, region)
+  grads = region.sum_copies(grads, parts, names)
+  return region.reduce_gradients(grads, names), region.total(sums)
 
 
 def _accumulate_then_sum(
