@@ -23,7 +23,8 @@ ROOT_PAGES = {
 }
 SECTIONS = {
   'Run': ('train', 'tasks', 'data', 'models', 'finetune', 'infer', 'eval', 'convert'),
-  'Scale': ('parallelism', 'mesh', 'plan', 'parity', 'slurm', 'xla_flags', 'performance', 'tuning'),
+  'Scale': ('parallelism', 'mesh', 'plan', 'parity', 'slurm'),
+  'Fast': ('attention', 'precision', 'xla_flags', 'performance', 'tuning'),
   'Keep running': ('checkpoints', 'reshard', 'watchdog', 'security'),
   'Extend': (
     'architecture',

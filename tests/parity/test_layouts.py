@@ -409,3 +409,21 @@ def test_evaluation_of_an_encoder_decoder_in_a_pipeline_takes_odd_batches():
     'pipeline of 2 stages needs at least 2 rows',
   ):
     check_eval_batch(1, pipeline)
+
+
+def test_an_encoder_decoder_has_the_same_loss_by_ranges_of_keys():
+  """Of tokens whose segment has encoder tokens; others average padding, which no token reads."""
+  dense, ranges = (
+    build(Case({}, 't5', config=dict(attention=name)), 1) for name in ('dense', 'tokamax')
+  )
+  [batch] = uneven_batches(dense.spec, seed=1, num_batches=1)
+  segments, weights = batch['decoder_segment_ids'], batch['decoder_loss_weights'].copy()
+  for row, (theirs, ours) in enumerate(zip(batch['encoder_segment_ids'], segments)):
+    weights[row][~np.isin(ours, theirs)] = 0
+  assert 0 < weights.sum() < batch['decoder_loss_weights'].sum()
+  batch = {**batch, 'decoder_loss_weights': weights}
+  params = dense.init().params
+  want, got = (
+    program.eval_step(params, program.layout.put_batch(batch)) for program in (dense, ranges)
+  )
+  np.testing.assert_allclose(got['loss'], want['loss'], rtol=MESH_GRADIENT)
