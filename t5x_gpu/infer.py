@@ -20,7 +20,7 @@ from t5x_gpu.errors import ConfigError, DataError
 from t5x_gpu.evaluation.generated_text import InferJob, say, write_results
 from t5x_gpu.evaluation.infer_request import gin_file_of, read_request
 from t5x_gpu.evaluation.text_job import open_job
-from t5x_gpu.runtime import distributed
+from t5x_gpu.runtime import distributed, main_log
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.terminal.flag_types import positive_int
@@ -158,6 +158,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
     raise ConfigError('--overwrite without --output.', fix='Give --output=FILE.')
 
 
+@main_log.on_stderr()
 def main(argv: Optional[Sequence[str]] = None) -> int:
   """Parses flags and gin files, then writes."""
   logging_setup.quiet_environment()

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import jax
 
@@ -40,6 +40,7 @@ class DecoderOnlyModel:
   label_smoothing: float = 0.0
   inputs_bidirectional_attention: bool = False
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
+  gathers_layers: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
     check_loss_options('DecoderOnlyModel', z_loss=self.z_loss, label_smoothing=self.label_smoothing)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import flax.linen as nn
 import jax
@@ -60,6 +60,7 @@ class EncoderModel:
   z_loss: float = 0.0
   token_types: Optional[bool] = None
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
+  gathers_layers: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
     check_loss_options('EncoderModel', z_loss=self.z_loss, label_smoothing=self.label_smoothing)

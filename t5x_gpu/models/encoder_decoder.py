@@ -44,6 +44,7 @@ class EncoderDecoderModel:
   z_loss: float = 0.0
   label_smoothing: float = 0.0
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
+  gathers_layers: ClassVar[bool] = True
   stacks: ClassVar[tuple[str, ...]] = ('encoder', 'decoder')
 
   def __post_init__(self) -> None:

@@ -86,6 +86,9 @@ class LayeredModel(Model, Protocol):
 
   If it has several stacks, it also has the attribute `stacks` with their names in the order in
   which they run, as in ('encoder', 'decoder'). `run_layers` then takes `stack`, the name of one.
+
+  With the attribute `gathers_layers = True`, `run_layers` calls `fsdp.whole` on each layer, as
+  `scan_layers` does. Data parallelism then sums a layer's gradients as soon as they are known.
   """
 
   def embed(

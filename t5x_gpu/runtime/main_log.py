@@ -1,14 +1,29 @@
 """Messages of the main process; the other processes print nothing."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Optional, TextIO
 
 from t5x_gpu.runtime import distributed
 from t5x_gpu.terminal.logging_setup import stamp
 
+_on_stderr = False
+
+
+@contextlib.contextmanager
+def on_stderr() -> Iterator[None]:
+  """Context in which messages go to standard error, for commands whose output others read."""
+  global _on_stderr
+  before, _on_stderr = _on_stderr, True
+  try:
+    yield
+  finally:
+    _on_stderr = before
+
 
 def log(text: str, *, stream: Optional[TextIO] = None) -> None:
-  """Prints `text` with a time stamp, unless it is empty; to standard output by default."""
+  """Prints `text` with a time stamp, unless it is empty; `stream` is standard output by default."""
   if distributed.is_main_process() and text:
-    stream = stream or sys.stdout
+    stream = stream or (sys.stderr if _on_stderr else sys.stdout)
     print(f'{stamp(stream)}{text}', file=stream, flush=True)

@@ -51,7 +51,9 @@ def make_gradients(
     ModelError: the model lacks parts that a pipeline or accumulation by layer needs.
   """
   in_parts = region.reduces_in_backward or region.sums_in_backward
-  in_layers = not missing_members(model, LayeredModel)
+  in_layers = not missing_members(model, LayeredModel) and (
+    region.reduces_in_backward or getattr(model, 'gathers_layers', False)
+  )
   by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
   _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
   trained_names, frozen_names = trained.split(names)

@@ -137,7 +137,8 @@ def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
   others = [c for c in chosen(found, axis='expert') if c.kind != 'all-to-all']
   assert {c.dtype for c in others if c.kind == 'all-gather'} == {'s32'}
   assert {c.kind for c in others} == {'all-gather', 'all-reduce'}
-  assert all(c.count == 1 for c in others if c.kind == 'all-reduce')
+  # Those of layers once per layer, in the last microbatch.
+  assert {c.count for c in others if c.kind == 'all-reduce'} <= {1, CONFIG.num_layers}
 
 
 @pytest.mark.parametrize('name', ['data', 'fsdp'])
@@ -156,8 +157,9 @@ def test_gradients_of_experts_are_not_reduced_over_expert(name):
 def test_devices_of_model_route_alike_without_talking_about_it():
   of_moe = [c for c in chosen(collectives('sequence'), axis='model') if '/moe/' in c.op_name]
   sums = [c for c in of_moe if c.kind == 'all-reduce']
-  # Of the outputs of `wo`, and of the gradient of the inputs of `wi`.
-  assert len(sums) == 2 and all('->' in c.op_name for c in sums)
+  # Of the outputs of `wo`, and of the gradient of the inputs of `wi`; the last of the two
+  # microbatches is compiled separately.
+  assert len(sums) == 2 * 2 and all('->' in c.op_name for c in sums)
   # The rest is what sequence parallelism splits between the matmuls.
   assert all(c.shape[-2:] == (LENGTH, CONFIG.embed_dim) for c in of_moe if c not in sums)
 

@@ -157,7 +157,9 @@ def _to_host(tree: Any) -> Any:
 def _in_shape(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   """Returns a copy of `x` with the padding of a stored array, or without it."""
   kept = x[tuple(slice(0, n) for n in shape)]
-  return np.pad(kept, [(0, n - m) for n, m in zip(shape, kept.shape)])
+  out = np.zeros(shape, x.dtype)
+  out[tuple(slice(0, n) for n in kept.shape)] = kept
+  return out
 
 
 def _without_recording(state: TrainState) -> TrainState:
