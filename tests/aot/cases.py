@@ -60,9 +60,9 @@ class Case:
     return compile_step(self.config(), gpus)
 
 
-def _small(layout: str, **changes) -> Case:
-  """134M parameters, relative position bias, no remat."""
-  return Case(model='decoder_base', layout=layout, batch=(64, 512), **changes)
+def _small(layout: str, *, model: str = 'decoder_base', **changes) -> Case:
+  """Without remat; decoder_base has 134M parameters and a relative position bias."""
+  return Case(model=model, layout=layout, batch=(64, 512), **changes)
 
 
 def _llama(layout: str, *bindings: str, model: str = 'llama3_2_1b', rows: int = 32, **changes):
@@ -89,6 +89,13 @@ CASES = (
   _llama('tp_sp'),
   _llama('cp'),
   _llama('fsdp', model='llama3_8b', rows=8),
+  _small('3d'),
+  _small('pp'),
+  _small('ep', model='decoder_moe_demo'),
+  _small('fsdp', model='t5_1_1_base', bindings=("DTYPE = 'bfloat16'",)),
+  # Precision.
+  _llama('fsdp', "PRECISION = 'fp8'", label='fp8'),
   # GPUs.
   _llama('fsdp', gpu='h200'),
+  _llama('fsdp', gpu='a100-80'),
 )
