@@ -11,7 +11,7 @@ from tests.helpers_train import Project
 
 def test_precompile_trains_nothing_and_the_run_then_reads_every_program(tmp_path):
   (tmp_path / 'own').mkdir()
-  project = Project(tmp_path / 'own')  # compiles into a folder of its own
+  project = Project(tmp_path / 'own')  # a separate compilation cache
   done = project.run('--precompile', num_devices=1)
   assert done.code == 0, done
   assert 'Compiled, without training:' in done.out and '  training step: ' in done.out

@@ -23,7 +23,7 @@ from tests.helpers_layouts import QUICK, KeepGradients
 from tests.parity.test_layouts import BATCH, CASES, FAMILIES, LENGTH, LENGTHS, MODELS, Case
 
 FP8_GRADIENT = 0.03
-# With fewer key and value heads than devices, each device rounds the gradient of its own copy.
+# With fewer key and value heads than devices, each device rounds the gradient of the copy it holds.
 # Where the copies' gradients cancel, that is more of their sum: 0.12 was measured, for keys.
 SHARED_HEADS = 0.2
 FAST = ('fsdp_model_remat',)  # with accumulation by layer, the loop, and rematerialisation
