@@ -31,6 +31,7 @@ ORDER = (
   'metrics',
   'checkpoint',
   'evaluation',
+  'reporting',
   'analysis',
   'run',
 )
