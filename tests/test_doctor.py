@@ -407,6 +407,7 @@ def outputs(doctors):
       process.wait()
 
 
+@pytest.mark.slow
 def test_processes_measure_the_links_inside_and_across_hosts_and_the_first_tells(tmp_path):
   doctors = start_two(tmp_path)
   first, second = outputs(doctors)
@@ -422,6 +423,7 @@ def test_processes_measure_the_links_inside_and_across_hosts_and_the_first_tells
   assert [doctor.returncode for doctor in doctors] == [int('FAIL' in first), int('FAIL' in second)]
 
 
+@pytest.mark.slow
 def test_each_process_tells_its_own_failures_with_its_host_and_number(tmp_path):
   if gpu_detect.find_gpus({}).count:
     pytest.skip('this machine has GPUs')
@@ -482,6 +484,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_ends_the_measuring_at_its_deadline_and_it_is_said():
   address = launch.free_address()
   with subprocess.Popen(

@@ -137,6 +137,7 @@ def test_eight_devices_find_what_one_finds(evaluated):
     assert value == pytest.approx(one[name], rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_a_mixture_has_results_of_each_task_over_its_whole_split(evaluated):
   result = evaluate(evaluated, '--name=mixture', '--steps=4', MIXTURE_OR_TASK_NAME='all_turned')
   assert result.code == 0, result.err
@@ -216,6 +217,7 @@ def test_a_folder_without_checkpoints_is_an_error(project, tmp_path):
   assert not (tmp_path / 'empty').exists()
 
 
+@pytest.mark.slow
 def test_a_task_without_metrics_has_its_loss(evaluated):
   result = evaluate(
     evaluated, '--name=bare', '--steps=6', MIXTURE_OR_TASK_NAME='turned_without_metrics'
@@ -286,6 +288,7 @@ def test_watching_a_run_that_is_done_ends(evaluated):
   assert 'No further checkpoint' not in result.out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_left_out(evaluated, monkeypatch):
   read = checkpoint_queue.read_params
 

@@ -35,6 +35,7 @@ def outcomes(folder, tests, *, budget=None, quick=False):
   return run.stdout
 
 
+@pytest.mark.slow
 def test_a_test_over_its_cpu_budget_fails_unless_it_is_slow(tmp_path):
   out = outcomes(
     tmp_path,

@@ -237,6 +237,7 @@ def test_data_that_cannot_be_read_is_refused(project, monkeypatch, macros, says)
   assert_refused(project, DATA_MODULE='t5x_gpu.data.seqio_batches', says=says, **macros)
 
 
+@pytest.mark.slow
 @pytest.mark.tf
 def test_the_folder_of_tfds_data_is_that_of_the_flag(project):
   data = project.folder / 'tfds_of_mine'
@@ -357,6 +358,7 @@ def test_steps_already_done_exit_0_say_so_and_change_nothing(trained):
   assert listing(trained.folder) == before
 
 
+@pytest.mark.slow
 @pytest.mark.tf
 def test_an_empty_validation_split_is_an_error_only_where_it_is_evaluated(tmp_path):
   project = Project(tmp_path)  # one text, one hash: all of it goes to the training split

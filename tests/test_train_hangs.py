@@ -72,6 +72,7 @@ def project(tmp_path, warm):
   return Project(tmp_path, gin=HANGING_GIN, warm=warm)
 
 
+@pytest.mark.slow
 def test_the_watchdog_covers_the_search_for_devices(tmp_path):
   plugin = tmp_path / 'jax_plugins' / 'hanging'
   plugin.mkdir(parents=True)

@@ -187,6 +187,7 @@ def test_everything_that_does_not_fit_is_told_at_once_with_where_it_was_set(tmp_
   ]
 
 
+@pytest.mark.slow
 def test_evaluation_batches_too_small_for_the_circular_schedule_are_refused(tmp_path):
   project = Project(tmp_path)
   result = project.run(

@@ -90,6 +90,7 @@ def test_four_microbatches_give_the_losses_of_one(tmp_path):
   assert losses[4] != losses[1], 'the sums were taken in the same order: was it accumulated?'
 
 
+@pytest.mark.slow
 def test_a_checkpoint_says_which_mesh_wrote_it(runs):
   manifest = json.loads((runs('fsdp8').model_dir / 'checkpoint_8/manifest/metadata').read_text())
   assert manifest['mesh']['fsdp'] == 8 and manifest['mesh']['data'] == 1

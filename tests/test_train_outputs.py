@@ -255,6 +255,7 @@ def test_a_first_loss_far_from_guessing_is_warned_of_where_it_is_known(
   assert ('near 5.58, the loss of guessing' in result.err) != loss_alone
 
 
+@pytest.mark.slow
 def test_evaluation_has_batches_of_its_own_if_asked(tmp_path):
   project = Project(tmp_path)
   result = project.run(TRAIN_STEPS=2, **{'train/DatasetConfig.batch_size': 24})
@@ -276,6 +277,7 @@ def test_evaluation_has_batches_of_its_own_if_asked(tmp_path):
   assert other[2] == pytest.approx(alike[2], abs=0.3)  # random ids: both near ln(264)
 
 
+@pytest.mark.slow
 def test_a_tilde_in_model_dir_is_the_home(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv('HOME', str(tmp_path / 'home'))

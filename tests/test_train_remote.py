@@ -151,6 +151,7 @@ def test_an_address_that_is_none_stops_the_run_with_the_parameter(tmp_path):
   assert result.code == 1 and 's3://BUCKET/FOLDER' in result.err and 'MODEL_DIR' in result.err
 
 
+@pytest.mark.slow
 def test_what_lies_in_storage_is_evaluated_as_during_training_and_continues_prompts(
   server, tmp_path
 ):

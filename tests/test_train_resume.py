@@ -119,6 +119,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path, warm):
   assert not project.steps() and 'Traceback' not in run.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_the_last_save_does_not_lose_it(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   with project.start(**HELD, TRAIN_STEPS=10, script=HELD_COMMIT) as run:

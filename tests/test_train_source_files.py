@@ -68,6 +68,7 @@ def test_bytes_that_changed_far_behind_the_next_batch_are_refused_before_a_step(
   assert listing(project.model_dir) == before
 
 
+@pytest.mark.slow
 def test_a_file_with_other_times_and_the_same_bytes_is_trained_on(project):
   os.utime(project.folder / 'corpus/a.txt', ns=(0, 10**18))
   result = run(project, TRAIN_STEPS=3)
@@ -75,6 +76,7 @@ def test_a_file_with_other_times_and_the_same_bytes_is_trained_on(project):
   assert 'Continuing from' in result.out and 'comparing all their bytes' in result.err
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_there_was_a_record_continues_and_gets_one(project):
   (project.model_dir / NAME).unlink()
   result = run(project, TRAIN_STEPS=3)

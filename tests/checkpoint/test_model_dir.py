@@ -158,6 +158,7 @@ def open_batches(config, *, spec, feature_converter, repeat=True):
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_model_dir_after_the_restore_truncates_no_metrics(
   tmp_path, monkeypatch
 ):

@@ -219,6 +219,7 @@ def test_a_second_run_and_a_dry_run_are_told_before_they_compile_and_change_noth
   assert project.run('--dry_run').code == 0 and not (project.model_dir / LOCK).exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_and_lost_its_model_dir_leaves_without_saving(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   with project.start(DATA_MODULE='held_data', hold_before=8) as run:
@@ -244,6 +245,7 @@ def open_batches(config, **options):
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_model_dir_before_its_first_step_touches_nothing(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   assert project.run(TRAIN_STEPS=2).code == 0
@@ -262,6 +264,7 @@ def test_a_run_that_lost_its_model_dir_before_its_first_step_touches_nothing(tmp
   assert listing(project.model_dir) == before
 
 
+@pytest.mark.slow
 def test_a_model_dir_deleted_during_a_run_is_named(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   with project.start(DATA_MODULE='held_data', hold_before=6, SAVE_PERIOD=8) as run:

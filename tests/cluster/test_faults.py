@@ -260,6 +260,7 @@ def test_a_rank_stuck_in_its_data_is_named_on_all_with_its_stack(ranks, project)
   print(f'\nrank {rank} of 3 stuck, step_seconds 4: {max(ended.seconds):.1f} s')
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_ends_the_others_at_once_with_its_reason(ranks, project):
   ended = ranks.run(project, '1:12:raise', ranks=3, **SHORT)
   assert ended.codes == [EXIT_ERROR] * 3, ended.texts

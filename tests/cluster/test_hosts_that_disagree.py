@@ -140,6 +140,7 @@ def test_another_module_of_the_user_on_one_host_is_named_before_anything_compile
   assert not hosts.model_dir.exists()
 
 
+@pytest.mark.slow
 def test_an_environment_variable_that_changes_the_step_is_found(hosts, monkeypatch):
   # The second process is started with another one.
   start = hosts._start

@@ -195,6 +195,7 @@ def test_stale_ranks_are_refused_in_a_step_of_two_tasks_and_one_process_still_ru
   assert [f'Slurm numbers this process {i} of 2' in refused[i] for i in range(2)] == [True] * 2
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_the_job_at_once_and_is_not_requeued(slurm, tmp_path):
   project = Project(tmp_path)
   job = submit(

@@ -140,6 +140,7 @@ def test_jsonl_with_a_later_broken_line_names_file_and_line(open_data, tmp_path)
     list(open_data(f'jsonl:{tmp_path}/a.jsonl', repeat=False).iterator)
 
 
+@pytest.mark.slow
 def test_data_opens_without_a_word_on_stderr_and_leaves_at_once(text_folder):
   code = f"""
 import time

@@ -84,6 +84,7 @@ def test_any_number_of_shards_holds_every_example_once(tmp_path, lines):
   assert counted[0] == counted[1] and sum(counted[0].values()) > 250
 
 
+@pytest.mark.slow
 def test_encoder_decoder_rows_and_labels_are_prepared_too(tmp_path, open_data):
   (tmp_path / 'pairs.tsv').write_text(''.join(f'in {i}\tout {i * i}\n' for i in range(40)))
   (tmp_path / 'cola.tsv').write_text(''.join(f's\t{i % 2}\t\tThis is {i}.\n' for i in range(40)))
@@ -122,6 +123,7 @@ def test_encoder_decoder_rows_and_labels_are_prepared_too(tmp_path, open_data):
       assert streamed == prepared and len(streamed) > 30
 
 
+@pytest.mark.slow
 def test_a_mixture_has_a_folder_per_task_with_its_rate(mixed_rows):
   folder, index = mixed_rows, read_index(mixed_rows, split='train')
   assert {name: m.rate for name, m in index.members.items()} == {
@@ -246,7 +248,9 @@ def test_the_index_is_readable_without_us(mixed_rows):
   assert {'seqio', 'tensorflow', 'array-record'} <= index['versions'].keys()
 
 
-@pytest.mark.parametrize('num_files, num_parts', [(8, 4), (2, 4)])
+@pytest.mark.parametrize(
+  'num_files, num_parts', [(8, 4), pytest.param(2, 4, marks=pytest.mark.slow)]
+)
 def test_the_bound_of_damage_is_judged_on_all_parts_together(tmp_path, num_files, num_parts):
   for i in range(num_files):
     lines = [f'{{"text": "row {j} of {i}"}}' for j in range(50)]

@@ -61,7 +61,7 @@ def hosts(tmp_path) -> list[pathlib.Path]:
   'source, changed, options',
   [
     pytest.param('text_files:{}/*.txt', '1.txt', {}, marks=pytest.mark.slow),
-    ('jsonl:{}/rows.jsonl', 'rows.jsonl', {}),
+    pytest.param('jsonl:{}/rows.jsonl', 'rows.jsonl', {}, marks=pytest.mark.slow),
     (
       'imdb_csv:{}/*.csv',
       'train.csv',

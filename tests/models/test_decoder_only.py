@@ -111,6 +111,7 @@ def test_rematerialisation_saves_memory():
   assert sizes[-1] < 0.75 * sizes[0]
 
 
+@pytest.mark.slow
 def test_offload_keeps_inputs_and_matmul_outputs_of_layers_in_host_memory():
   def on_host(remat_policy):
     model, params, batch = make(num_layers=2, relative_bias='shared', remat_policy=remat_policy)

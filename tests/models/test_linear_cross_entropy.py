@@ -171,7 +171,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize('name', MODELS)
+@pytest.mark.parametrize(
+  'name', [pytest.param(n, marks=pytest.mark.slow) if n == 'mlm' else n for n in MODELS]
+)
 def test_models_train_the_same_without_stored_logits(name):
   def run(loss_chunks):
     model = MODELS[name](dataclasses.replace(CONFIG, loss_chunks=loss_chunks))

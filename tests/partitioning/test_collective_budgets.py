@@ -340,7 +340,11 @@ _POSITIONED = dict(
       2 + 2 + 1,
       marks=pytest.mark.slow,
     ),
-    (Case(dict(_1F1B, num_partitions=2, sequence_parallel=True), dict(qk_norm=True)), 2 + 2 + 1),
+    pytest.param(
+      Case(dict(_1F1B, num_partitions=2, sequence_parallel=True), dict(qk_norm=True)),
+      2 + 2 + 1,
+      marks=pytest.mark.slow,
+    ),
     # Kernels and biases of keys and values of which there are fewer than devices.
     (
       Case(

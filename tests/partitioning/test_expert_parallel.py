@@ -141,7 +141,7 @@ def test_a_layer_exchanges_tokens_twice_forward_and_twice_backward(name):
   assert {c.count for c in others if c.kind == 'all-reduce'} <= {1, CONFIG.num_layers}
 
 
-@pytest.mark.parametrize('name', ['data', 'fsdp'])
+@pytest.mark.parametrize('name', ['data', pytest.param('fsdp', marks=pytest.mark.slow)])
 def test_gradients_of_experts_are_not_reduced_over_expert(name):
   p = program(name)
   parts = [

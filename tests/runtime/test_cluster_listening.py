@@ -175,8 +175,16 @@ def test_the_secret_lets_the_processes_of_the_job_in():
   'secrets, words',
   [
     (('a', 'a', 'b'), 'has another T5X_GPU_JOB_SECRET, but process 0 has a different one'),
-    (('a', 'a', ''), 'has no T5X_GPU_JOB_SECRET, but process 0 has a different one'),
-    (('', '', 'b'), 'has another T5X_GPU_JOB_SECRET, but process 0 has none'),
+    pytest.param(
+      ('a', 'a', ''),
+      'has no T5X_GPU_JOB_SECRET, but process 0 has a different one',
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      ('', '', 'b'),
+      'has another T5X_GPU_JOB_SECRET, but process 0 has none',
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 def test_a_process_with_another_secret_is_sent_away_and_told(secrets, words, caplog):

@@ -71,6 +71,7 @@ def test_one_process_per_device_finds_two_hosts(one_per_device):
   assert {r['sum'] for r in results} == {6.0}
 
 
+@pytest.mark.slow
 def test_one_process_per_host_gives_the_same_host_blocks(one_per_device):
   results, exits, output = run('layout', [{'devices': 2, 'domain': d} for d in 'ab'])
   assert exits == [0, 0], output

@@ -198,6 +198,7 @@ def test_stochastic_rounding_is_exact_on_average_and_never_off_by_more_than_a_st
   np.testing.assert_array_equal(stochastically_rounded(whole, jax.random.key(1)), whole)
 
 
+@pytest.mark.slow
 def test_moments_in_bfloat16_do_not_depend_on_the_layout(tmp_path):
   changed = dict(mu_dtype='bfloat16', nu_dtype='bfloat16')
   split, alone = (
