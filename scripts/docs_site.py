@@ -25,7 +25,7 @@ SECTIONS = {
   'Run': ('train', 'tasks', 'data', 'models', 'finetune', 'infer', 'eval', 'convert'),
   'Scale': ('parallelism', 'mesh', 'plan', 'parity', 'slurm'),
   'Fast': ('attention', 'precision', 'xla_flags', 'performance', 'tuning'),
-  'Keep running': ('checkpoints', 'reshard', 'watchdog', 'security'),
+  'Keep running': ('monitor', 'checkpoints', 'reshard', 'watchdog', 'security'),
   'Extend': (
     'architecture',
     'add_a_model',

@@ -19,7 +19,8 @@ from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.metrics import reduce
-from t5x_gpu.metrics.recorder import METRICS, TENSORBOARD, Recorder
+from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
+from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -68,6 +69,7 @@ def train(
   initialize_from: Optional[RestoreConfig] = None,
   distributed_cfg: distributed.DistributedConfig = distributed.DistributedConfig(),
   watchdog_cfg: WatchdogConfig = WatchdogConfig(),
+  logging_cfg: LoggingConfig = LoggingConfig(),
   xla_preset: str = 'default',
 ) -> int:
   """Trains a model. Gin files set these parameters, named as in T5X; `Run` describes each."""
@@ -165,6 +167,8 @@ def take_steps(
     tokens_per_step=live.tokens_per_step,
     is_main=distributed.is_main_process(),
     step_done=step_done,
+    loggers=run.logging_cfg,
+    run_name=os.path.basename(run.model_dir.rstrip('/')),
   )
   with (
     checkpointer.files as files,
@@ -263,7 +267,7 @@ def _first_screen(
 
 def _write_config(run: Run, loaded: gin_loader.LoadedConfig, folder: str) -> None:
   changes = report.write(loaded.provenance, folder)
-  log(f'where to look: {run.model_dir}: {METRICS}, {TENSORBOARD}/, {report.ORIGINS}')
+  log(f'where to look: {run.model_dir}: {", ".join([*run.logging_cfg.files, report.ORIGINS])}')
   if changes:
     log('Changed since the last run:\n' + '\n'.join(f'  {change}' for change in changes))
 

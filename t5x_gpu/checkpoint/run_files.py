@@ -28,7 +28,9 @@ HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
 # SentencePiece models: T5's, and that of Llama 2 and Gemma.
 SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
 # The files of earlier runs that a run needs: it appends to them, and keeps other configurations.
-_OF_A_RUN = re.compile(r'config(_origins)?(_\d+)?\.(gin|txt)|metrics\.jsonl|tensorboard/.*|eval/.*')
+_OF_A_RUN = re.compile(
+  r'config(_origins)?(_\d+)?\.(gin|txt)|metrics\.jsonl|loggers\.json|tensorboard/.*|eval/.*'
+)
 
 
 def on_this_machine(path: AnyPath) -> pathlib.Path:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Optional
 
 import numpy as np
@@ -21,21 +22,23 @@ def closing_text(
   num_outcomes: int,
   confusion: Optional[np.ndarray],
   class_names: Optional[tuple[str, ...]],
+  logged: Sequence[str] = ('metrics.jsonl', 'tensorboard/'),
 ) -> str:
   """Draws the loss curve and the confusion matrix; returns a text for the end of the run.
 
   Args:
-    folder: has metrics.jsonl; the pictures go there.
+    folder: of the run; the pictures go there.
     shown: MODEL_DIR as the user wrote it.
     step: number of training steps done.
     num_outcomes: number of classes of one prediction; its logarithm is the loss of guessing.
     confusion: matrix [true class, predicted class]; None if there is none.
     class_names: names for `confusion`; None numbers the classes.
+    logged: what the loggers wrote in `folder`.
   """
-  files = ['metrics.jsonl', 'tensorboard/', 'config.gin', 'config_origins.txt']
+  files = [*logged, 'config.gin', 'config_origins.txt']
   table = ''
   try:
-    if plots.plot_losses(
+    if 'metrics.jsonl' in logged and plots.plot_losses(
       os.path.join(folder, 'metrics.jsonl'),
       os.path.join(folder, 'loss.png'),
       vocab_size=num_outcomes,
@@ -51,10 +54,11 @@ def closing_text(
       files[:0] = ['confusion.png', 'confusion.csv']
   except ConfigError as e:  # matplotlib is not installed; the run itself is complete
     _log.warning('No picture of the loss: %s', e)
+  curves = f'  curves       tensorboard --logdir {shown}/tensorboard\n'
   return (
     f'{table}Done at step {step}. In {shown}: {", ".join(files)}\n'
     'Next:\n'
     f'  train on     the same command with --gin.TRAIN_STEPS={2 * step}\n'
-    f'  curves       tensorboard --logdir {shown}/tensorboard\n'
+    f'{curves if "tensorboard/" in logged else ""}'
     f'  who set it   grep BATCH_SIZE {shown}/config_origins.txt'
   )

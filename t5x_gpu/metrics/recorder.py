@@ -4,20 +4,17 @@ A step counts only when the devices have finished it.
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Optional, Self
 
-from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics import reduce
+from t5x_gpu.metrics.loggers import logging_config
+from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
+from t5x_gpu.metrics.loggers.open_loggers import open_loggers
 from t5x_gpu.metrics.throughput import StepTimer
-from t5x_gpu.metrics.writers import JsonLinesWriter, MetricWriter, MultiWriter, TensorBoardWriter
+from t5x_gpu.metrics.writers import MultiWriter
 from t5x_gpu.terminal.progress_line import ProgressLine
-
-METRICS = 'metrics.jsonl'
-TENSORBOARD = 'tensorboard'
-_log = logging.getLogger(__name__)
 
 
 class Recorder(contextlib.ExitStack):
@@ -37,6 +34,8 @@ class Recorder(contextlib.ExitStack):
     tokens_per_step: tokens of the global batch, including padding.
     is_main: True on the one process that writes and prints.
     step_done: called with (step, sums as numbers) for every finished step.
+    loggers: where metrics go.
+    run_name: for services; None for the last folder of `model_dir`.
   """
 
   def __init__(
@@ -48,6 +47,8 @@ class Recorder(contextlib.ExitStack):
     tokens_per_step: int,
     is_main: bool,
     step_done: Callable[[int, reduce.Sums], None],
+    loggers: LoggingConfig = LoggingConfig(),
+    run_name: Optional[str] = None,
   ):
     super().__init__()
     self.timer = StepTimer(total_steps, tokens_per_step=tokens_per_step, first_step=first_step)
@@ -55,7 +56,10 @@ class Recorder(contextlib.ExitStack):
     self._first_step = first_step
     self._is_main = is_main
     self._step_done = step_done
-    self._progress = ProgressLine(total_steps, first_step=first_step, enabled=is_main)
+    self._loggers = loggers
+    self._run_name = run_name or os.path.basename(os.path.abspath(model_dir))
+    shown = is_main and loggers.has(logging_config.TERMINAL)
+    self._progress = ProgressLine(total_steps, first_step=first_step, enabled=shown)
     self.show = self._progress.part  # for work that the steps wait for
     self._writer = MultiWriter([])
     self._window = reduce.Accumulator()
@@ -64,13 +68,11 @@ class Recorder(contextlib.ExitStack):
   def __enter__(self) -> Self:
     super().__enter__()
     if self._is_main:
-      writers: list[MetricWriter] = [JsonLinesWriter(os.path.join(self._model_dir, METRICS))]
-      try:
-        writers.append(TensorBoardWriter(os.path.join(self._model_dir, TENSORBOARD)))
-      except ConfigError as e:  # not installed; metrics.jsonl has the same numbers
-        _log.warning('No TensorBoard files: %s', e)
-      self._writer = MultiWriter(writers)
+      files, services = open_loggers(self._loggers, self._model_dir, run_name=self._run_name)
+      self._writer = MultiWriter([*files, *services])
       self.push(self._close_writer)
+      for service in services:
+        self.enter_context(service)
       self._writer.truncate_after(self._first_step)
     self.enter_context(self._progress)
     self.timer.restart()

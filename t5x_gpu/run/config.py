@@ -12,6 +12,7 @@ from typing import Optional
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.runtime.watchdog import WatchdogConfig
 from t5x_gpu.training.step_config import StepConfig
@@ -49,6 +50,7 @@ class Run(EvalConfig):
     sample_cfg: text to continue at the end; None for none.
     initialize_from: what to start from while `model_dir` has no checkpoint; None for the seed.
     watchdog_cfg: deadlines after which a run that hangs ends.
+    logging_cfg: where metrics go.
   """
 
   checkpoint_cfg: CheckpointConfig
@@ -59,3 +61,4 @@ class Run(EvalConfig):
   sample_cfg: Optional[SampleConfig] = None
   initialize_from: Optional[RestoreConfig] = None
   watchdog_cfg: WatchdogConfig = WatchdogConfig()
+  logging_cfg: LoggingConfig = LoggingConfig()

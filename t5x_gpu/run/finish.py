@@ -48,6 +48,7 @@ def _closing_text(live: LiveRun) -> str:
     step=run.total_steps,
     num_outcomes=run.model.num_outcomes,
     confusion=confusion,
+    logged=run.logging_cfg.files,
     class_names=None if confusion is None else open_class_names(run.train_dataset_cfg),
   )
   files.push()
