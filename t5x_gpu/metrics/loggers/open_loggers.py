@@ -46,13 +46,13 @@ def open_loggers(
   services = []
   if config.has(logging_config.WANDB) or config.has(logging_config.MLFLOW):
     ids, name = RunIds(folder), config.run_name or run_name
-    told = dict(run_name=name, settings=_settings(), files=_configuration_files(folder))
+    shared = dict(run_name=name, settings=_settings(), files=_configuration_files(folder))
     if config.has(logging_config.WANDB):
-      connect = functools.partial(WandbClient, config, ids, folder=folder, **told)
+      connect = functools.partial(WandbClient, config, ids, folder=folder, **shared)
       services.append(BackgroundWriter('W&B', connect))
     if config.has(logging_config.MLFLOW):
       services.append(
-        BackgroundWriter('MLflow', functools.partial(MlflowClient, config, ids, **told))
+        BackgroundWriter('MLflow', functools.partial(MlflowClient, config, ids, **shared))
       )
   return files, services
 
