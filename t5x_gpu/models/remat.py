@@ -18,6 +18,8 @@ from typing import Any, Optional
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from t5x_gpu.partitioning.ring_attention import RESULTS
+
 # (primitive, *arguments, **parameters) -> whether to store its results, or where.
 Policy = Callable[..., Any]
 LAYER_INPUT = 'layer_input'
@@ -31,8 +33,12 @@ _offload_inputs = jax.checkpoint_policies.save_and_offload_only_these_names(
 )
 
 
-def _all_dots(primitive: Any, *_: Any, **__: Any) -> bool:
-  return primitive.name in _DOTS
+_attention_results = jax.checkpoint_policies.save_only_these_names(RESULTS)
+
+
+def _all_dots(primitive: Any, *args: Any, **params: Any) -> bool:
+  # Attention has a name: loops and nested regions hide its matrix products and kernels.
+  return primitive.name in _DOTS or _attention_results(primitive, *args, **params)
 
 
 def _offload(primitive: Any, *args: Any, **params: Any) -> Any:

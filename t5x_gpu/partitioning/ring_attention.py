@@ -22,6 +22,7 @@ from typing import Any, Optional
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from t5x_gpu.partitioning.axis_rules import shard
 from t5x_gpu.partitioning.mesh.mesh_problems import divisors
@@ -30,6 +31,8 @@ from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 BLOCK_LENGTH = 1024
 # Vanishes in a float32 softmax. Finite, so that a row with nothing to attend to stays finite too.
 MASKED = -1e10
+# Name of what attention computes for its backward pass, for `jax.checkpoint`.
+RESULTS = 'attention_results'
 
 # (logits_params, query [batch, q, heads, kv], key [batch, k, kv_heads, kv], q_info, kv_info) ->
 # float32 [batch, heads, q, k], exactly MASKED where attention is not allowed.
@@ -144,6 +147,7 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
     )
   row_max, row_total, mix = meet(sums, visitor)
   out = (mix / _per_row(row_total)).astype(value.dtype)
+  out, row_max, row_total = checkpoint_name((out, row_max, row_total), RESULTS)
   saved = (query, key, value, logits_params, q_info, kv_info, out, row_max, row_total)
   return out, saved
 

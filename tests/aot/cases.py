@@ -93,6 +93,8 @@ CASES = (
   _small('pp'),
   _small('ep', model='decoder_moe_demo'),
   _small('fsdp', model='t5_1_1_base', bindings=("DTYPE = 'bfloat16'",)),
+  # Remat: as many kernels as without it.
+  _small('fsdp', bindings=("REMAT_POLICY = 'dots'",), label='dots'),
   # Precision.
   _llama('fsdp', "PRECISION = 'fp8'", label='fp8'),
   # GPUs.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x_gpu.analysis.collectives import flops_per_device, partitioned_hlo
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.config import REMAT_POLICIES, TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
@@ -109,6 +110,16 @@ def test_rematerialisation_saves_memory():
   sizes = [temp_bytes(policy) for policy in BY_MEMORY[:-1]]
   assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4, sizes
   assert sizes[-1] < 0.75 * sizes[0]
+
+
+@pytest.mark.parametrize('attention', ['chunked', 'tokamax'])
+def test_dots_computes_no_matrix_product_of_attention_again(attention):
+  def flops(remat_policy):
+    model, params, batch = make(num_layers=2, attention=attention, remat_policy=remat_policy)
+    grad = jax.jit(jax.grad(lambda p: model.loss(p, batch)['loss'][0]))
+    return flops_per_device(partitioned_hlo(grad.lower(params)))
+
+  assert flops('dots') == flops('none') < flops('minimal')
 
 
 @pytest.mark.slow

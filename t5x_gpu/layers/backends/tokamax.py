@@ -14,10 +14,12 @@ from typing import Any, Optional
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from t5x_gpu.layers.backends.kinds import AttentionKind
 from t5x_gpu.layers.masks import KeyRanges, TokenInfo, key_ranges, longer, padded
 from t5x_gpu.partitioning.own_part import on_own_part
+from t5x_gpu.partitioning.ring_attention import RESULTS
 
 _QUERY = ('batch', None, 'heads', 'kv')
 _KEY = ('batch', None, 'kv_heads', 'kv')
@@ -139,9 +141,10 @@ def _forward(call: _Call, query, key, value, bias, start, end):
     )
     return out, row_max, row_sum
 
-  out, *statistics = on_own_part(kernel, _names(bias, end), (_QUERY, _RESIDUAL, _RESIDUAL))(
+  results = on_own_part(kernel, _names(bias, end), (_QUERY, _RESIDUAL, _RESIDUAL))(
     query, key, value, bias, start, end
   )
+  out, *statistics = checkpoint_name(results, RESULTS)
   return out, (query, key, value, bias, start, end, out, *statistics)
 
 
