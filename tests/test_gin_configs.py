@@ -17,6 +17,7 @@ import pytest
 
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
+from t5x_gpu.errors import ModelError
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.program import Program, build_program
 
@@ -56,6 +57,7 @@ MACROS = {
     ],
   ),
   'DROPOUT_RATE': (0.25, lambda a: [a['model'].config.dropout_rate]),
+  'ATTENTION': ('chunked', lambda a: [a['model'].config.attention]),
 }
 
 by_name = functools.partial(
@@ -232,6 +234,15 @@ def test_examples_honour_the_macros_that_people_type(path, macro):
   value, used = MACROS[macro]
   assert all(v != value for v in used(load(path).arguments()))
   assert all(v == value for v in used(load(path, f'{macro}={value}').arguments()))
+
+
+def test_every_model_file_has_the_macro_of_attention_and_a_misspelt_one_suggests_the_right_one():
+  for path in PARTS['models']:
+    text = path.read_text(encoding='utf-8')
+    assert "\nATTENTION = 'auto'\n" in text and '  attention = %ATTENTION\n' in text, path
+  with pytest.raises(ModelError) as e:
+    load(EXAMPLES[0], 'ATTENTION=tokamx').arguments()
+  assert "Did you mean 'tokamax'" in str(e.value)
 
 
 @pairs('parallel, run', PARTS['parallel'], PARTS['runs'])

@@ -24,7 +24,15 @@ MODELS = {
   'encoder_decoder': EncoderDecoderModel,
 }
 # Settings of a run: not in config.json, or without effect on logits.
-RUN_FIELDS = ('dropout_rate', 'dtype', 'remat_policy', 'scan_unroll', 'init_stddev', 'max_length')
+RUN_FIELDS = (
+  'attention',
+  'dropout_rate',
+  'dtype',
+  'remat_policy',
+  'scan_unroll',
+  'init_stddev',
+  'max_length',
+)
 LOSS_OPTIONS = ('z_loss', 'label_smoothing')
 # Defaults of the other model arguments, which parameters or logits depend on.
 OPTIONS = {
@@ -157,7 +165,12 @@ def gin_text(model: ModelFields, *, title: str) -> str:
     title: text of its first comment.
   """
   cls, c = MODELS[model.kind].__name__, model.config
-  macros = {'dropout_rate': 'DROPOUT_RATE', 'dtype': 'PRECISION', 'remat_policy': 'REMAT_POLICY'}
+  macros = {
+    'attention': 'ATTENTION',
+    'dropout_rate': 'DROPOUT_RATE',
+    'dtype': 'PRECISION',
+    'remat_policy': 'REMAT_POLICY',
+  }
   lines = [f'# {line}' for line in title.splitlines()]
   lines += [
     'from __gin__ import dynamic_registration',
