@@ -16,9 +16,8 @@ from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.data_module import open_batches
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.metrics.throughput import mfu
-from t5x_gpu.models.model import config_of
-from t5x_gpu.runtime import distributed, hardware
+from t5x_gpu.metrics.speed import model_speed, peak_memory_bytes
+from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.xla import flags as xla_flags
@@ -103,16 +102,11 @@ def bench(
   cpu_seconds_per_step = (time.process_time() - cpu_begin) / num_steps
   batch_size, length = next(iter(program.spec.shapes.values()))
   step_seconds = statistics.median(seconds)
-  step_flops = model.flops_per_token(length) * batch_size * length / len(devices)
-  config, kind = config_of(model), devices[0].device_kind
-  dtype = 'float32' if config is None else config.dtype
-  # By default JAX multiplies float32 matrices in TF32 on GPUs that support it.
-  tf32 = dtype == 'float32' and jax.config.jax_default_matmul_precision is None
-  peak = (hardware.peak_flops(kind, 'tf32') if tf32 else None) or hardware.peak_flops(kind, dtype)
+  speed = model_speed(model, program.spec.shapes, devices)
   return Result(
-    device_kind=kind,
+    device_kind=devices[0].device_kind,
     num_devices=len(devices),
-    dtype=dtype,
+    dtype=speed.dtype,
     jax_version=jax.__version__,
     num_params=program.num_params,
     batch_size=batch_size,
@@ -121,9 +115,9 @@ def bench(
     step_seconds=step_seconds,
     cpu_seconds_per_step=cpu_seconds_per_step,
     tokens_per_second=batch_size * length / step_seconds,
-    model_tflops_per_second_per_device=step_flops / step_seconds / 1e12,
-    mfu=mfu(step_flops, step_seconds=step_seconds, peak_flops=peak),
-    peak_bytes=(devices[0].memory_stats() or {}).get('peak_bytes_in_use'),
+    model_tflops_per_second_per_device=speed.tflops_per_second(step_seconds),
+    mfu=speed.mfu(step_seconds),
+    peak_bytes=peak_memory_bytes(devices[:1]),
     losses=(losses[0], losses[-1]),
   )
 

@@ -18,9 +18,7 @@ from t5x_gpu.checkpoint.initialize import RestoreConfig
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data.batches import DatasetConfig
-from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
-from t5x_gpu.metrics.recorder import Recorder
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -30,6 +28,7 @@ from t5x_gpu.run.data import open_data
 from t5x_gpu.run.finish import finish
 from t5x_gpu.run.live import LiveRun, open_run
 from t5x_gpu.run.precompile import check_cache, precompile
+from t5x_gpu.run.record import open_recorder
 from t5x_gpu.runtime import distributed, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.coordination import coordination_store
@@ -155,21 +154,7 @@ def take_steps(
     CheckpointError: a checkpoint cannot be written.
   """
   run, data, checkpointer = live.plan.run, live.data, live.checkpointer
-
-  def step_done(step: int, sums: reduce.Sums) -> None:
-    watchdog.step_done(step)
-    live.check_step(step, sums)
-
-  recorder = Recorder(
-    checkpointer.files.folder,
-    total_steps=run.total_steps,
-    first_step=live.first_step,
-    tokens_per_step=live.tokens_per_step,
-    is_main=distributed.is_main_process(),
-    step_done=step_done,
-    loggers=run.logging_cfg,
-    run_name=os.path.basename(run.model_dir.rstrip('/')),
-  )
+  recorder = open_recorder(live, watchdog)
   with (
     checkpointer.files as files,
     data.source_files.kept_in(files.folder),
@@ -181,7 +166,8 @@ def take_steps(
     for step in range(live.first_step + 1, run.total_steps + 1):
       with recorder.timer.input_wait():
         batch = next(data.batches)
-      state, sums = live.train_step(state, live.put_batch(batch))
+      with recorder.timer.dispatch():
+        state, sums = live.train_step(state, live.put_batch(batch))
       recorder.dispatched(step, sums)
       is_last = stop.reached(step) or step == run.total_steps
       metrics = None

@@ -12,6 +12,7 @@ from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.loggers import logging_config
 from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
 from t5x_gpu.metrics.loggers.open_loggers import open_loggers
+from t5x_gpu.metrics.monitor import Monitor
 from t5x_gpu.metrics.throughput import StepTimer
 from t5x_gpu.metrics.writers import MultiWriter
 from t5x_gpu.terminal.progress_line import ProgressLine
@@ -36,6 +37,7 @@ class Recorder(contextlib.ExitStack):
     step_done: called with (step, sums as numbers) for every finished step.
     loggers: where metrics go.
     run_name: for services; None for the last folder of `model_dir`.
+    monitor: adds the speed per device and what other processes report; None for neither.
   """
 
   def __init__(
@@ -49,6 +51,7 @@ class Recorder(contextlib.ExitStack):
     step_done: Callable[[int, reduce.Sums], None],
     loggers: LoggingConfig = LoggingConfig(),
     run_name: Optional[str] = None,
+    monitor: Optional[Monitor] = None,
   ):
     super().__init__()
     self.timer = StepTimer(total_steps, tokens_per_step=tokens_per_step, first_step=first_step)
@@ -57,6 +60,7 @@ class Recorder(contextlib.ExitStack):
     self._is_main = is_main
     self._step_done = step_done
     self._loggers = loggers
+    self._monitor = monitor
     self._run_name = run_name or os.path.basename(os.path.abspath(model_dir))
     shown = is_main and loggers.has(logging_config.TERMINAL)
     self._progress = ProgressLine(total_steps, first_step=first_step, enabled=shown)
@@ -74,6 +78,8 @@ class Recorder(contextlib.ExitStack):
       for service in services:
         self.enter_context(service)
       self._writer.truncate_after(self._first_step)
+    if self._monitor:
+      self.enter_context(self._monitor)
     self.enter_context(self._progress)
     self.timer.restart()
     return self
@@ -96,7 +102,8 @@ class Recorder(contextlib.ExitStack):
       return
     step, sums = self._in_flight
     self._in_flight = None
-    numbers = reduce.to_host(sums)
+    with self.timer.device_wait():
+      numbers = reduce.to_host(sums)
     self.timer.step_done()
     self._step_done(step, numbers)
     self._window.add(numbers)
@@ -106,7 +113,11 @@ class Recorder(contextlib.ExitStack):
     """Writes one record with the means since the last one, and those of an evaluation if given."""
     self.finish()
     times = self.timer.window()
-    values = {**self._window.means(prefix='train/').values, **times.metrics(prefix='train/')}
+    values = {
+      **self._window.means(prefix='train/').values,
+      **times.metrics(prefix='train/'),
+      **(self._monitor.window(step, times) if self._monitor else {}),
+    }
     self._window.reset()
     self._writer.write(step, {**values, **(evaluation or {})})
     self._progress.update(step, values, eta_seconds=times.eta_seconds)

@@ -14,6 +14,7 @@ from typing import Optional
 
 # Number of recent steps for the ETA: enough to smooth it, few enough to follow a slower machine.
 _ETA_STEPS = 200
+_DISPATCH, _DEVICE_WAIT = 'dispatch', 'device_wait'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,8 @@ class StepTimes:
     median_step_seconds: median seconds per step, which one slow step does not change.
     tokens_per_second: of all devices together.
     input_wait_fraction: share of the step seconds spent waiting for the next batch.
+    dispatch_seconds: mean seconds per step until the devices have their work.
+    host_seconds: mean seconds per step in which the host does not wait for devices.
     eta_seconds: seconds until the last step, including pauses at their recent rate.
     pauses: seconds by name ('save', 'eval').
   """
@@ -35,6 +38,8 @@ class StepTimes:
   input_wait_fraction: Optional[float]
   eta_seconds: Optional[float]
   pauses: dict[str, float]
+  dispatch_seconds: Optional[float] = None
+  host_seconds: Optional[float] = None
 
   def metrics(self, *, prefix: str = 'train/') -> dict[str, float]:
     """Returns the known numbers by metric name."""
@@ -43,6 +48,8 @@ class StepTimes:
       'step_seconds_median': self.median_step_seconds,
       'tokens_per_second': self.tokens_per_second,
       'input_wait_fraction': self.input_wait_fraction,
+      'dispatch_seconds': self.dispatch_seconds,
+      'host_seconds': self.host_seconds,
       **{f'{name}_seconds': seconds for name, seconds in self.pauses.items()},
     }
     return {prefix + name: value for name, value in values.items() if value is not None}
@@ -88,6 +95,7 @@ class StepTimer:
     # Of the window:
     self._seconds: list[float] = []
     self._wait_seconds = 0.0
+    self._parts = dict.fromkeys((_DISPATCH, _DEVICE_WAIT), 0.0)
     self._pauses: dict[str, float] = {}
     # For the ETA: (step seconds, seconds of pauses in the step).
     self._recent: collections.deque[tuple[float, float]] = collections.deque(maxlen=_ETA_STEPS)
@@ -122,6 +130,23 @@ class StepTimer:
         yield
     finally:
       self._waited += sum(seconds)
+
+  def dispatch(self) -> contextlib.AbstractContextManager[None]:
+    """Context that counts as handing work to the devices, which is part of the step."""
+    return self._part(_DISPATCH)
+
+  def device_wait(self) -> contextlib.AbstractContextManager[None]:
+    """Context that counts as waiting for the devices, which is part of the step."""
+    return self._part(_DEVICE_WAIT)
+
+  @contextlib.contextmanager
+  def _part(self, name: str) -> Iterator[None]:
+    seconds: list[float] = []
+    try:
+      with self._measure(name) as seconds:
+        yield
+    finally:
+      self._parts[name] += sum(seconds)
 
   @contextlib.contextmanager
   def pause(self, name: str) -> Iterator[None]:
@@ -166,8 +191,11 @@ class StepTimer:
       input_wait_fraction=min(1.0, self._wait_seconds / total) if timed else None,
       eta_seconds=self.eta_seconds(),
       pauses=self._pauses,
+      dispatch_seconds=self._parts[_DISPATCH] / n if n else None,
+      host_seconds=max(0.0, total - self._parts[_DEVICE_WAIT]) / n if n else None,
     )
     self._seconds, self._wait_seconds, self._pauses = [], 0.0, {}
+    self._parts = dict.fromkeys(self._parts, 0.0)
     return times
 
 

@@ -121,7 +121,21 @@ def test_metrics_have_the_names_of_the_metrics_file():
     'train/step_seconds_median': 2.0,
     'train/tokens_per_second': 500.0,
     'train/input_wait_fraction': 0.5,
+    'train/dispatch_seconds': 0.0,
+    'train/host_seconds': 2.0,
   }
+
+
+def test_parts_of_a_step_are_means_of_the_window():
+  timer, clock = _timer()
+  for _ in range(2):
+    with timer.dispatch():
+      clock.sleep(1.0)
+    with timer.device_wait():
+      clock.sleep(4.0)
+    timer.step_done()
+  times = timer.window()
+  assert (times.step_seconds, times.dispatch_seconds, times.host_seconds) == (5.0, 1.0, 1.0)
 
 
 def test_restart_forgets_set_up_time():
