@@ -11,8 +11,9 @@ DEMO := gin_configs/examples/demo.gin
 WORKERS = $(if $(filter 1 2,$(shell getconf _NPROCESSORS_ONLN)),2,auto)
 PARALLEL ?= -n $(WORKERS) --dist loadfile
 
-# tests/conftest.py sets the flags of quick compiles, unless there are some.
-OPTIMISED := XLA_FLAGS=--xla_force_host_platform_device_count=8
+# tests/conftest.py sets the flags of quick compiles, unless there are some. For other processors:
+# make test-all XLA_FLAGS=--xla_cpu_max_isa=AVX2
+OPTIMISED = XLA_FLAGS="--xla_force_host_platform_device_count=8 $(XLA_FLAGS)"
 
 # python3, or the first of its newer siblings where python3 itself is too old (Ubuntu 22.04).
 # The names are tried by running them: a pyenv shim is on the PATH whether or not it works.

@@ -22,6 +22,7 @@ from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.terminal import logging_setup
+from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.program import Program, compile_options, program_of_run
 from t5x_gpu.training.step_config import StepConfig
 from t5x_gpu.training.summary import size_line
@@ -169,6 +170,7 @@ def main(argv: Optional[list[str]] = None) -> int:
   is_main = distributed.is_main_process()
   if is_main:
     print(xla.report(), program.layout.table(), size_line(program), sep='\n', flush=True)
+  check_memory(program, config.model, num_microbatches=config.num_microbatches)
   if args.dry_run:
     return 0
   result = bench(

@@ -13,9 +13,12 @@ if importlib.metadata.version('jaxlib').startswith('0.10.'):
 
 
 def set_default_flags() -> None:
-  """Sets eight fake devices and quick compiles, unless the environment has flags."""
+  """Sets eight fake devices, and quick compiles unless the environment has flags."""
   os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '1')  # frames; each costs tracing time
-  os.environ.setdefault('XLA_FLAGS', ' '.join([f'{_DEVICES}=8', *QUICK_COMPILES]))
+  flags = os.environ.get('XLA_FLAGS', '').split() or QUICK_COMPILES
+  if not any(flag.startswith(_DEVICES) for flag in flags):
+    flags = [f'{_DEVICES}=8', *flags]
+  os.environ['XLA_FLAGS'] = ' '.join(flags)
 
 
 def xla_flags(num_devices: int = 1) -> str:

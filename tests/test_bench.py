@@ -5,7 +5,7 @@ import json
 import pytest
 
 from t5x_gpu import bench
-from t5x_gpu.errors import ConfigError, DataError
+from t5x_gpu.errors import ConfigError, DataError, OutOfMemoryError
 
 DEMO = [
   '--gin_file=gin_configs/examples/demo.gin',
@@ -25,6 +25,11 @@ def test_bench_writes_what_it_measured(tmp_path, capsys):
   assert result['mfu'] is None, 'no peak is known for a CPU'
   printed = capsys.readouterr().out
   assert 'tokens/s' in printed and 'MFU          unknown' in printed
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_compiles():
+  with pytest.raises(OutOfMemoryError, match='A step on .* needs'):
+    bench.main([*DEMO, f'--gin.TransformerConfig.mlp_dim={2**36}'])
 
 
 def test_a_dry_run_of_bench_checks_and_times_nothing(capsys):

@@ -27,6 +27,7 @@ from t5x_gpu.checkpoint.storage.orbax_internals import (
   wait_for_abandoned_reads,
 )
 from t5x_gpu.checkpoint.storage.paths import AnyPath, is_remote
+from t5x_gpu.config.json_schema import read_bytes
 from t5x_gpu.data.batches import BatchIterator, batch_hash
 from t5x_gpu.data.same_data import check_next_batch
 from t5x_gpu.data.sources.source_files import NAME, NOT_COMPARED, SourceFiles
@@ -166,11 +167,12 @@ def open_sources(data: BatchIterator, folder: AnyPath, *, resumed: bool) -> Sour
   if resumed and files.files:
     path = (folder.parent if (folder / 'manifest').is_dir() else folder) / NAME
     try:
-      files.check(path.read_bytes(), where=str(path))
+      files.check(read_bytes(path), where=str(path))
     except FileNotFoundError:
       _log.warning('%s does not exist. %s This run writes a new one.', path, NOT_COMPARED)
-    except OSError as e:
-      _log.warning('%s cannot be read: %s. %s', path, e.strerror, NOT_COMPARED)
+    except (OSError, ValueError) as e:
+      reason = e.strerror if isinstance(e, OSError) else e
+      _log.warning('%s cannot be read: %s. %s', path, reason, NOT_COMPARED)
   return files
 
 

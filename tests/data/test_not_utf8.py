@@ -97,8 +97,9 @@ def test_what_can_be_asked_for(open_data, text_folder):
     open_data(f'text_files:{text_folder}#errors=replce')
 
 
-def test_carriage_returns_that_are_left_out_are_reported(open_data, tmp_path, caplog):
-  (tmp_path / 'a.txt').write_bytes(b'one line\r\n' * 200)
+@pytest.mark.parametrize('before', [b'', b'one line\n' * 150_000])
+def test_carriage_returns_that_are_left_out_are_reported(open_data, tmp_path, caplog, before):
+  (tmp_path / 'a.txt').write_bytes(before + b'one line\r\n' * 200)
   (tmp_path / 'b.txt').write_bytes(b'another line\n' * 200)
   open_data(f'text_files:{tmp_path}/*.txt')
   assert (

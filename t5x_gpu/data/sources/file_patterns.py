@@ -3,6 +3,7 @@
 import glob
 import logging
 import os
+import stat
 from collections.abc import Iterator
 
 from t5x_gpu.errors import DataError, listed
@@ -39,7 +40,7 @@ def find_files(pattern: str) -> list[str]:
   skipped: list[str] = []
   paths: dict[tuple[int, ...], str] = {}
   for path in sorted(_matches(pattern, skipped), key=_preference):
-    if not os.path.isfile(path):
+    if not _is_file(path):
       if os.path.islink(path) and not os.path.exists(path):
         skipped.append(path)
       continue
@@ -65,15 +66,46 @@ def _matches(pattern: str, skipped: list[str]) -> Iterator[str]:
   """Yields what `glob.glob(pattern, recursive=True)` does, but visits folders below `**` once."""
   parts = pattern.split(os.sep)
   if '**' not in parts:
+    _check_folders(parts)
     yield from glob.glob(pattern)
     return
   at = parts.index('**')
   above, below = os.sep.join(parts[:at]), os.sep.join(parts[at + 1 :]) or '*'
+  _check_folders(parts[:at])
   roots = glob.glob(above + os.sep) if above or at else [os.curdir]
   for folder in _folders(sorted(roots), skipped):
     # As in glob, names relative to the current folder do not start with './'.
     inside = '' if folder == os.curdir else os.path.join(glob.escape(folder), '')
     yield from _matches(inside + below, skipped)
+
+
+def _check_folders(parts: list[str]) -> None:
+  """Raises DataError for a folder on the way to the pattern's files that glob would skip."""
+  for i in range(1, len(parts)):
+    lists = glob.has_magic(parts[i])
+    for folder in glob.glob(os.sep.join(parts[:i]) + os.sep):
+      try:
+        _enter(folder)
+        if lists:
+          os.scandir(folder).close()
+      except OSError as e:
+        if os.path.basename(folder.rstrip(os.sep)) != _LOST_AND_FOUND:
+          raise unreadable(folder.rstrip(os.sep), e) from e
+
+
+def _enter(folder: str) -> None:
+  """Raises OSError if the files in `folder` cannot be reached: it lacks the right to search it."""
+  os.stat(os.path.join(folder, os.curdir))
+
+
+def _is_file(path: str) -> bool:
+  """Returns os.path.isfile(path); raises DataError if the right to look at it is missing."""
+  try:
+    return stat.S_ISREG(os.stat(path).st_mode)
+  except PermissionError as e:
+    raise unreadable(path, e) from e
+  except OSError:
+    return False
 
 
 def _folders(roots: list[str], skipped: list[str]) -> Iterator[str]:
@@ -95,6 +127,7 @@ def _folders(roots: list[str], skipped: list[str]) -> Iterator[str]:
           key=lambda entry: entry.name,
           reverse=True,
         )
+      _enter(folder)
     except OSError as e:
       if os.path.basename(folder.rstrip(os.sep)) == _LOST_AND_FOUND:
         continue
@@ -115,13 +148,13 @@ def _check_opens(path: str) -> None:
 
 def _identity(path: str) -> tuple[int, ...]:
   """Returns what identifies a file, even on a FUSE file system that repeats its inodes."""
-  stat = os.stat(path)
-  return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+  status = os.stat(path)
+  return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _inode(path: str) -> _Inode:
-  stat = os.stat(path)
-  return stat.st_dev, stat.st_ino
+  status = os.stat(path)
+  return status.st_dev, status.st_ino
 
 
 def _preference(path: str) -> tuple[bool, bool, str]:

@@ -12,6 +12,7 @@ import codecs
 import dataclasses
 import gzip
 import io
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO, Optional, Union
 
@@ -85,7 +86,7 @@ def open_text(path: str) -> BinaryIO:
 
 
 def head(path: str) -> tuple[bool, bool]:
-  """Returns (has a UTF-8 byte order mark, has carriage returns in its first MiB).
+  """Returns (has a UTF-8 byte order mark, has carriage returns in its first or last MiB).
 
   Args:
     path: of a file that is not compressed.
@@ -93,7 +94,9 @@ def head(path: str) -> tuple[bool, bool]:
     DataError: it begins with the byte order mark of another encoding.
   """
   with open_text(path) as f:
-    return f.tell() > 0, b'\r' in f.peek()
+    has_mark, has_returns = f.tell() > 0, b'\r' in f.peek()
+    f.seek(max(0, os.fstat(f.fileno()).st_size - _READ_AHEAD_BYTES))
+    return has_mark, has_returns or b'\r' in f.read()
 
 
 def not_utf8(where: str, reason: UnicodeDecodeError) -> DataError:

@@ -27,6 +27,8 @@ _EXPORTED = ('jax', 'torchrun')  # anybody may export their variables; programs 
 # These never contradict an inner launcher: Kubernetes numbers the pods of one job, and JAX's
 # variables give the process count. A pod may start several processes, a run may have several jobs.
 _NEVER_OUTER = (*_EXPORTED, 'kubernetes')
+# Ranks of launchers that give neither a count nor an address: PRRTE (prun), ALPS (aprun).
+_LONE_RANKS = ('PMIX_RANK', 'ALPS_APP_PE')
 
 
 def check(found: Sequence[LauncherVariables], env: Environment, *, is_counted: bool) -> None:
@@ -39,6 +41,8 @@ def check(found: Sequence[LauncherVariables], env: Environment, *, is_counted: b
   """
   if not is_counted:
     _check_count(found, env)
+    if not found:
+      _check_ranks(env)
   nested = [
     each
     for i, each in enumerate(found)
@@ -100,6 +104,28 @@ def _check_count(found: Sequence[LauncherVariables], env: Environment) -> None:
       fix=f'Unset {name}, or set it to {found[0].process_count}.',
       docs='slurm.md#launchers-that-disagree',
     )
+
+
+def _check_ranks(env: Environment) -> None:
+  """Raises ClusterError if variables number this process, but do not say how to find the others."""
+  count = number(env, 'WORLD_SIZE') or 1
+  if count > 1:
+    raise ClusterError(
+      f'WORLD_SIZE={count}, but RANK and MASTER_ADDR are not both set: each process would train '
+      'alone.',
+      fix=f'Give each process its own RANK, from 0 to {count - 1}, and all of them MASTER_ADDR. '
+      'For a single process unset WORLD_SIZE.',
+      docs='slurm.md#launchers-that-disagree',
+    )
+  for name in _LONE_RANKS:
+    if env.get(name):
+      raise ClusterError(
+        f'{name}={env[name]} numbers this process, but no variable says how many there are: each '
+        'would train alone.',
+        fix='Pass --process_index, --process_count and --coordinator_address. For a single process '
+        f'unset {name}.',
+        docs='slurm.md#launchers-that-disagree',
+      )
 
 
 def _agree(inner: LauncherVariables, outer: LauncherVariables, env: Environment) -> bool:

@@ -126,6 +126,27 @@ def test_a_file_or_folder_that_cannot_be_read_is_named(open_folder, locked):
     discovery.fingerprint([str(open_folder / 'a.txt')])
 
 
+@pytest.mark.parametrize('mode', [0, 0o644])
+@pytest.mark.parametrize('pattern', ['*/*.txt', '**/*.txt', '**', 'b/1.txt', 'b/**/*.txt'])
+def test_no_pattern_skips_a_folder_that_cannot_be_entered(open_folder, pattern, mode):
+  for name in 'abc':
+    (open_folder / name).mkdir()
+    (open_folder / name / '1.txt').write_text(name)
+  os.chmod(open_folder / 'b', mode)
+  with another_user(), pytest.raises(DataError, match='/b.* cannot be read: Permission denied'):
+    discovery.matching_files(f'{open_folder}/{pattern}')
+
+
+def test_a_folder_above_that_may_be_entered_but_not_listed_is_fine(open_folder):
+  (open_folder / 'home/me').mkdir(parents=True)
+  (open_folder / 'home/me/1.txt').write_text('1')
+  os.chmod(open_folder / 'home', 0o711)
+  with another_user():
+    assert discovery.matching_files(f'{open_folder}/home/me/*.txt') == [
+      f'{open_folder}/home/me/1.txt'
+    ]
+
+
 def test_the_lost_and_found_of_a_volume_is_no_reason_to_refuse_it(open_folder):
   (open_folder / 'lost+found').mkdir(mode=0)
   (open_folder / 'a.txt').write_text('a')

@@ -74,6 +74,25 @@ def test_a_count_without_an_index_is_refused(count):
   assert detect({count: '1'}).kind == 'single'
 
 
+@pytest.mark.parametrize(
+  'env, words',
+  [
+    ({'RANK': '1', 'WORLD_SIZE': '4'}, 'WORLD_SIZE=4, but RANK and MASTER_ADDR'),
+    ({'MASTER_ADDR': 'h', 'WORLD_SIZE': '4'}, 'WORLD_SIZE=4, but RANK and MASTER_ADDR'),
+    ({'PMIX_RANK': '0'}, 'PMIX_RANK=0 numbers this process'),
+    ({'ALPS_APP_PE': '3'}, 'ALPS_APP_PE=3 numbers this process'),
+  ],
+)
+def test_ranks_that_do_not_lead_to_the_other_processes_are_refused(env, words):
+  assert words in refusal(env) and 'would train alone' in refusal(env)
+  flags = dict(coordinator_address='h:62000', process_count=4, process_index=2)
+  assert detect(env, **flags).process_index == 2
+
+
+def test_a_world_of_one_is_a_single_process():
+  assert detect({'RANK': '0', 'WORLD_SIZE': '1'}).kind == 'single'
+
+
 def test_mpiexec_outside_pbs_numbers_the_processes_and_needs_an_address():
   with pytest.raises(ConfigError, match='PMI_RANK does not say on which host') as e:
     detect(HYDRA)

@@ -1,0 +1,38 @@
+"""A start neither stops nor hangs on a damaged record of the training text in MODEL_DIR."""
+
+import os
+
+import pytest
+
+from t5x_gpu.checkpoint import start
+from t5x_gpu.data.sources.source_files import NAME, SourceFiles
+
+
+class Data:
+  """Data that reads one file."""
+
+  def __init__(self, path):
+    self.files = SourceFiles({'task': [str(path)]})
+
+  def source_files(self):
+    return self.files
+
+
+@pytest.mark.parametrize(
+  'replace',
+  [
+    os.mkfifo,
+    os.mkdir,
+    lambda path: os.symlink('/dev/zero', path),
+    lambda path: os.symlink(path, path),
+    lambda path: path.write_bytes(b'[' * 100_000),
+  ],
+  ids=['pipe', 'folder', 'device', 'loop', 'garbage'],
+)
+def test_a_record_of_the_text_that_cannot_be_read_is_a_warning(tmp_path, caplog, replace):
+  (tmp_path / 'a.txt').write_text('text')
+  replace(tmp_path / NAME)
+  data = Data(tmp_path / 'a.txt')
+  assert start.open_sources(data, tmp_path, resumed=True) is data.files
+  [warning] = caplog.messages
+  assert NAME in warning and 'a restart compares only' in warning
