@@ -35,7 +35,7 @@ from t5x_gpu.config import gin_loader
 from t5x_gpu.data.data_module import open_batches
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.partitioning.pipeline.pipeline_parallel import bubble_fraction
-from t5x_gpu.plan import play_devices, topology_of
+from t5x_gpu.planning.devices import simulated_devices, topology_of
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, program_of_run
 
@@ -109,7 +109,7 @@ class Layout:
 
   def __init__(self, setting: Setting, devices: Sequence[Any]):
     arguments = load(setting)
-    self.topology = topology_of(NUM_DEVICES, setting.hosts)
+    self.topology = topology_of(devices=NUM_DEVICES, hosts=setting.hosts)
     self.program = program_of_run(arguments, topology=self.topology, devices=list(devices))
     program = self.program
     begin = time.monotonic()
@@ -163,7 +163,7 @@ def load(setting: Setting) -> dict[str, Any]:
 def one_device_flops(arguments: Mapping[str, Any], device: Any) -> int:
   """Returns the FLOPs of a step's matrix products where nothing is split."""
   program = program_of_run(
-    {**arguments, 'partitioner': Partitioner()}, topology=topology_of(1, 1), devices=[device]
+    {**arguments, 'partitioner': Partitioner()}, topology=topology_of(devices=1), devices=[device]
   )
   return flops_per_device(
     program.train_step.lower(program.abstract_state, program.abstract_batch).as_text('hlo')
@@ -221,7 +221,7 @@ def ready_batches(arguments: Mapping[str, Any], program: Program) -> list[Any]:
 
 def measure(names: Sequence[str], *, rounds: int, steps: int) -> list[dict[str, Any]]:
   """Returns a row per layout; their steps take turns, so that a slow minute hits all of them."""
-  devices = play_devices(NUM_DEVICES, environ=os.environ)
+  devices = simulated_devices(NUM_DEVICES, environ=os.environ)
   layouts = {}
   for name in names:
     layouts[name] = Layout(SETTINGS[name], devices)

@@ -25,7 +25,7 @@ from t5x_gpu.checkpoint.local.replication import Hosts, plan_copies
 from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.retention import Keep
 from t5x_gpu.config import gin_loader
-from t5x_gpu.plan import play_devices
+from t5x_gpu.planning.devices import simulated_devices
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.program import program_of_run
@@ -96,7 +96,7 @@ def main() -> None:
   parser.add_argument('--rounds', type=int, default=7)
   parser.add_argument('--local', default='/dev/shm', help='memory or a disk of this host')
   args = parser.parse_args()
-  play_devices(8, environ=os.environ)
+  simulated_devices(8, environ=os.environ)
   load = os.getloadavg()[0]
   results = {
     name: measure(*case, rounds=args.rounds, local=args.local) for name, case in CASES.items()

@@ -33,6 +33,7 @@ ORDER = (
   'evaluation',
   'reporting',
   'analysis',
+  'planning',
   'run',
 )
 NOT_EVEN_ABOVE = {('partitioning', 'config')}

@@ -38,7 +38,8 @@ def flags(gin_file, *more, fsdp=2, model=2, **macros):
 
 def planned(gin_file, tmp_path, *more, **sizes):
   out = tmp_path / 'plan.json'
-  assert plan.main(flags(gin_file, f'--json={out}', *more, **sizes)) == 0
+  show = [] if any(flag.startswith('--show') for flag in more) else ['--show=sharding']
+  assert plan.main(flags(gin_file, f'--json={out}', *show, *more, **sizes)) == 0
   return json.loads(out.read_text())
 
 
@@ -112,18 +113,19 @@ def test_remat_policies_are_compared_in_bytes_and_matrix_products(gin_file, tmp_
 
 
 def test_a_dry_run_compiles_nothing(gin_file, capsys):
-  assert plan.main(flags(gin_file, '--dry_run')) == 0
+  assert plan.main(flags(gin_file, '--show=sharding', '--dry_run')) == 0
   printed = capsys.readouterr().out
   assert 'optimizer MiB/device' in printed and 'What a training step sends' not in printed
 
 
 def test_zero_1_is_seen_to_split_the_optimizer_state_alone(gin_file, capsys):
-  assert plan.main(flags(gin_file, '--dry_run', model=1, **{'Partitioner.zero_stage': 1})) == 0
+  dry = ['--show=sharding', '--dry_run']
+  assert plan.main(flags(gin_file, *dry, model=1, **{'Partitioner.zero_stage': 1})) == 0
   printed = capsys.readouterr().out
   assert 'batch and optimizer state' in printed and 'whole (state over fsdp)' in printed
   parameters, state = printed.split('The same for the optimizer state')
   assert 'a a a a a a a a' in parameters and 'a b a b a b a b' in state
-  assert plan.main(flags(gin_file, '--dry_run', model=1)) == 0
+  assert plan.main(flags(gin_file, *dry, model=1)) == 0
   assert 'state over' not in capsys.readouterr().out
 
 
@@ -139,6 +141,11 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
   [
     ('--hosts=3', '--devices=8 cannot be divided among --hosts=3'),
     ('--devices=0', 'at least 1'),
+    ('--gpus=0', 'at least 1'),
+    ('--gpus=12', '--gpus_per_host may be 1, 2, 3, 4, 6, 12; or ask for 8 or 16 GPUs'),
+    ('--gpus=8 --hosts=1', 'given twice'),
+    ('--gin.Assumptions.gemm_efficiency=2', 'at most 1'),
+    ('--gin.Assumptions.hidden_shares={"fdsp": 0.5}', 'The mesh axes are'),
     ('--show=memory', 'invalid choice'),
     ('--gpu=h10', "Did you mean 'h100'"),
     ('--out=nowhere/x.png', "the folder 'nowhere' does not exist"),
@@ -146,14 +153,14 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_legal_ones(gin_file):
 )
 def test_wrong_flags_say_what_is_allowed(gin_file, flag, expected):
   with pytest.raises(ConfigError) as e:
-    plan.main(flags(gin_file, flag))
+    plan.main(flags(gin_file, *(flag.split() if flag.count('--') > 1 else [flag])))
   assert expected in str(e.value)
 
 
 @pytest.mark.skipif(probe.installed().plugin is not None, reason='the CUDA plugin is installed')
 def test_a_gpu_needs_the_plugin_of_the_installed_jax(gin_file):
   with pytest.raises(ConfigError, match='and it is not installed') as e:
-    plan.main(flags(gin_file, '--gpu=h100'))
+    plan.main(flags(gin_file, '--show=sharding', '--gpu=h100'))
   assert 't5x_gpu[plan]' in e.value.fix and jax.__version__ in e.value.what
 
 
@@ -169,7 +176,7 @@ def test_help_shows_examples(capsys):
   with pytest.raises(SystemExit) as e:
     plan.main(['--help'])
   assert e.value.code == 0
-  assert '--devices=64 --hosts=8' in capsys.readouterr().out
+  assert '--gpus=64 --gpu=h200' in capsys.readouterr().out
 
 
 # Of its own process it starts as many devices as it is asked for, without TensorFlow or matplotlib.
@@ -178,13 +185,13 @@ import sys
 for name in ('tensorflow', 'tensorflow_datasets', 'seqio', 'matplotlib', 'tensorboardX'):
   sys.modules[name] = None
 from t5x_gpu import __main__
-sys.argv[1:] = ['plan', '--gin_file=tiny.gin', '--gin.NUM_PARTITIONS=4', '--devices=16',
-                '--hosts=2', '--gin.BATCH_SIZE=16']
+sys.argv[1:] = ['plan', '--gin_file=tiny.gin', '--gin.NUM_PARTITIONS=4', '--gpus=16',
+                '--gin.BATCH_SIZE=16', '--gin.MIXTURE_OR_TASK_NAME=nowhere', '--json=plan.json']
 __main__.main()
 """
 
 
-def test_the_command_plays_any_number_of_devices_on_a_bare_machine(gin_file, tmp_path):
+def test_the_command_predicts_for_any_number_of_gpus_on_a_bare_machine(gin_file, tmp_path):
   done = subprocess.run(
     [sys.executable, '-c', BARE],
     cwd=tmp_path,
@@ -195,4 +202,39 @@ def test_the_command_plays_any_number_of_devices_on_a_bare_machine(gin_file, tmp
   )
   assert done.returncode == 0, done.stdout + done.stderr
   assert 'mesh: 2 hosts x 8 GPUs = 16 GPUs' in done.stdout
-  assert 'What a training step sends' in done.stdout
+  first = done.stdout.split('Memory per GPU')[0]
+  assert '16 x NVIDIA H100' in first and 'FITS with' in first
+  assert 'tokens/s' in first and 'MFU' in first and '20 steps of 512 tokens: 10,240 tokens' in first
+  got = json.loads((tmp_path / 'plan.json').read_text())
+  if got['source'] == 'partitioned':
+    assert "pip install 't5x_gpu[plan]'" in first, 'the caveat'
+    assert 'splitting the step over 16 simulated devices' in done.stderr, 'progress'
+  assert got['num_hosts'] == 2 and got['mesh'] == {'data': 4, 'model': 4} and got['fits']
+  step = got['seconds_per_step']
+  assert got['days'] == pytest.approx(20 * step / 86400)
+  assert got['tokens_per_second'] == pytest.approx(16 * 32 / step)
+  time, collectives = got['time'], got['time']['collectives']
+  assert step == pytest.approx(
+    sum(part['seconds'] for part in time['parts'])
+    + sum(c['exposed_seconds'] for c in collectives)
+    + time['bubble_seconds']
+  )
+  assert {c['link'] for c in collectives if 'data' in c['axes']} == {'network'}
+
+
+def test_a_dry_run_predicts_by_formulas_alone(gin_file, capsys):
+  assert plan.main(flags(gin_file, '--dry_run', '--gpu=b200', '--gpus=4')) == 0
+  printed = capsys.readouterr()
+  assert '4 x NVIDIA B200' in printed.out and 'Nothing was compiled' in printed.out
+  assert 'splitting' not in printed.err
+
+
+def test_assumptions_are_set_on_the_command_line(gin_file, tmp_path):
+  dry = ['--dry_run', '--show=prediction']
+  usual = planned(gin_file, tmp_path, *dry)
+  slow = planned(gin_file, tmp_path, *dry, '--gin.Assumptions.memory_efficiency=0.4')
+  for got, share in ((usual, 0.8), (slow, 0.4)):
+    assert got['assumptions']['memory_efficiency']['value'] == share
+  bytes_of = {p['part']: p['num_bytes'] for p in usual['time']['parts'] if p['kind'] == 'memory'}
+  assert bytes_of['optimizer'] > 0
+  assert slow['seconds_per_step'] >= usual['seconds_per_step']

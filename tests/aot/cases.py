@@ -5,8 +5,8 @@ import pathlib
 
 from t5x_gpu.analysis.gpu_compile import CompiledStep, compile_step
 from t5x_gpu.config import gin_loader
+from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.runtime.xla.deviceless import described_gpus
-from t5x_gpu.training.step_config import StepConfig
 
 GIN = pathlib.Path(__file__).parents[2] / 'gin_configs'
 # What a gin file of a user adds to a model, a layout and a run.
@@ -39,7 +39,7 @@ class Case:
     size = f'{self.hosts}x{self.gpus_per_host}'
     return ' '.join(filter(None, (self.model, self.layout, self.gpu, size, self.label)))
 
-  def config(self) -> StepConfig:
+  def config(self) -> PlanConfig:
     rows, length = self.batch
     lengths = {'targets': length}
     if self.model.startswith('t5'):
@@ -53,7 +53,7 @@ class Case:
       bindings=[*RUN, f'BATCH_SIZE = {rows}', f'TASK_FEATURE_LENGTHS = {lengths}', *self.bindings],
       search_paths=[],
     )
-    return gin_loader.configured(loaded, StepConfig)
+    return gin_loader.configured(loaded, PlanConfig)
 
   def compiled(self) -> CompiledStep:
     gpus = described_gpus(self.gpu, num_hosts=self.hosts, gpus_per_host=self.gpus_per_host)

@@ -105,11 +105,13 @@ class Hardware:
     platform: 'cpu' or 'gpu'.
     kind: name of the device.
     capability: CUDA compute capability of a GPU; None if it is not known.
+    has_packages: whether it has the packages of all kernels, whatever is installed here (a plan).
   """
 
   platform: str
   kind: str
   capability: Optional[float] = None
+  has_packages: bool = False
 
   @classmethod
   def of(cls, device: jax.Device) -> 'Hardware':
@@ -153,7 +155,7 @@ def lacks(serves: Serves, need: Need, device: Hardware) -> list[str]:
   """Returns what `serves` lacks for `need` on `device`, one phrase each; [] if it serves all."""
   found = []
   package, kernel = serves.name.split()[0], ' ' in serves.name
-  if kernel and importlib.util.find_spec(package) is None:
+  if kernel and not device.has_packages and importlib.util.find_spec(package) is None:
     found.append(f'{package} is not installed')
   if serves.platform not in (None, device.platform):
     found.append(f'it runs on {serves.gpus}, not on {device.kind}')

@@ -64,9 +64,15 @@ def described_gpus(name: str, *, num_hosts: int = 1, gpus_per_host: int = 8) -> 
   return DescribedGpus(target, topology, tuple(described.devices))
 
 
+def can_compile() -> bool:
+  """Returns whether the CUDA plugin of the installed JAX is there, which `described_gpus` needs."""
+  system = probe.installed()
+  return system.plugin is not None and system.plugin == system.jaxlib
+
+
 def _check_plugin(target: GpuTarget) -> None:
   system = probe.installed()
-  if system.plugin is None or system.plugin != system.jaxlib:
+  if not can_compile():
     found = f'{system.plugin} is installed' if system.plugin else 'it is not installed'
     raise ConfigError(
       f'Compiling for {target.device_kind} needs the CUDA plugin of JAX {jax.__version__}, and '

@@ -7,6 +7,7 @@ only fields that jaxlib 0.10 to 0.12 read. This module does not import jax.
 import dataclasses
 
 from t5x_gpu.errors import ConfigError, did_you_mean
+from t5x_gpu.runtime import hardware
 
 _SPECS = 'https://github.com/openxla/xla/blob/main/xla/backends/gpu/target_config/specs/'
 
@@ -58,6 +59,8 @@ class GpuTarget:
     shared_memory_per_block, shared_memory_per_core: bytes; the most that a kernel can ask for, and
       what a multiprocessor has.
     nvlinks: active links to other GPUs.
+    nvlink_bandwidth: bytes per second of one link, in one direction.
+    network_gigabits: of the network adapters that a host of the vendor has for each GPU, in Gbit/s.
     source: of the figures.
   """
 
@@ -73,7 +76,22 @@ class GpuTarget:
   shared_memory_per_block: int = 232448
   shared_memory_per_core: int = 233472
   nvlinks: int = 18
+  nvlink_bandwidth: int = 25 * 10**9  # generations 3 and 4: NVIDIA's A100 and H100 whitepapers
+  network_gigabits: int = 400  # DGX H100, H200 and B200: eight ConnectX-7 for eight GPUs
   source: str
+
+  def peak_flops(self, dtype: str) -> float:
+    """Returns the dense peak in FLOP/s; of the next wider type if it has no units for `dtype`.
+
+    Args:
+      dtype: of TransformerConfig. Matrices in float32 are multiplied in TF32, JAX's default.
+    """
+    wider = {'float32': ('tf32',), 'fp8': ('fp8', 'bfloat16'), 'fp8_float32': ('fp8', 'tf32')}
+    for name in wider.get(dtype, (dtype,)):
+      peak = hardware.peak_flops(self.device_kind, name)
+      if peak is not None:
+        return peak
+    raise ValueError(f'No peak of {dtype} is known for {self.device_kind}.')
 
   @property
   def has_fp8(self) -> bool:
@@ -101,6 +119,7 @@ def _a100(name: str, device_kind: str, *, memory_bytes: int, memory_bandwidth: i
     fpus_per_core=64,
     shared_memory_per_block=166912,
     shared_memory_per_core=167936,
+    network_gigabits=200,  # DGX A100: eight HDR adapters for eight GPUs
     nvlinks=12,  # of the SXM4 board: NVIDIA's A100 whitepaper, "12 NVLinks"
     source=_SPECS + source,
   )
@@ -160,6 +179,7 @@ TARGETS = {
       memory_bandwidth=7672320000000,
       l2_bytes=132644864,
       clock_ghz=1.965,
+      nvlink_bandwidth=50 * 10**9,  # generation 5: 1.8 TB/s of 18 links in both directions
       source=_SPECS + 'b200.txtpb',
     ),
     GpuTarget(
@@ -171,6 +191,7 @@ TARGETS = {
       memory_bandwidth=7928064000000,
       l2_bytes=135528448,
       clock_ghz=2.062,
+      nvlink_bandwidth=50 * 10**9,
       source=_SPECS + 'gb200.txtpb',
     ),
   )

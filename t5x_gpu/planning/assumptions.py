@@ -1,0 +1,118 @@
+"""What a prediction assumes about hardware that is not there: each figure with its source.
+
+Set them in a gin file for `plan` alone, or on its command line:
+
+    python -m t5x_gpu.plan --gin_file=my.gin --gpu=h100 --gin.Assumptions.network_gigabits=200
+
+`calibration.py` replaces shares of the peak by measured ones.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Optional
+
+from t5x_gpu.errors import ConfigError
+
+_NCCL = 'https://github.com/NVIDIA/nccl/blob/v2.19.3-1/src/graph/tuning.cc'
+_TE = (
+  'https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/examples/'
+  'gemm_profiling/gemm_profiling.html'
+)
+_DGX = 'https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html'
+
+# Shares of the bytes of an axis that XLA's schedule hides behind matrix kernels, for a plan that
+# cannot compile for GPUs: those of steps of 134M to 8B on 8 and 64 H100, tests/aot/recorded.json.
+HIDDEN = {'stage': 0.0, 'data': 0.6, 'fsdp': 0.7, 'context': 0.8, 'expert': 0.3, 'model': 0.4}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assumptions:
+  """Efficiencies (shares of a datasheet's peak) and speeds of links.
+
+  Attributes:
+    gemm_efficiency: of bfloat16 matrix products large enough to fill the GPU.
+    fp8_gemm_efficiency: of those in FP8, conversions to FP8 included.
+    mosaic_efficiency, triton_efficiency: of attention kernels, forward and backward.
+    memory_efficiency: of the memory bandwidth, for everything that is not a matrix product.
+    kernel_seconds: from the start of a kernel to the start of the next, at least.
+    nvlink_efficiency: of NVLink's bandwidth in one direction, in a ring of NCCL.
+    network_gigabits: of the network adapters of one GPU, in Gbit/s; None for the GPU's usual ones.
+    network_efficiency: of the network, in a ring of NCCL.
+    collective_seconds: to start a collective.
+    nvlink_hop_seconds, network_hop_seconds: latency of a step of a ring.
+    hidden_shares: mesh axis -> share of its bytes that travel behind matrix kernels, where the
+      step was not compiled for a GPU; axes that are left out keep the default.
+    busy_share: of the time of matrix kernels during which a collective may run.
+    fragmentation: share of the temporaries that the allocator loses between arrays.
+    save_gigabytes: written per second by one host to the storage of checkpoints.
+  """
+
+  gemm_efficiency: float = 0.7
+  fp8_gemm_efficiency: float = 0.57
+  mosaic_efficiency: float = 0.5
+  triton_efficiency: float = 0.31
+  memory_efficiency: float = 0.8
+  kernel_seconds: float = 4e-6
+  nvlink_efficiency: float = 0.78
+  network_gigabits: Optional[float] = None
+  network_efficiency: float = 0.78
+  collective_seconds: float = 8.4e-6
+  nvlink_hop_seconds: float = 3.4e-6
+  network_hop_seconds: float = 9.6e-6
+  hidden_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  busy_share: float = 0.9
+  fragmentation: float = 0.02
+  save_gigabytes: float = 2.0
+
+  def __post_init__(self) -> None:
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.name == 'hidden_shares':
+        wrong = {a: s for a, s in value.items() if a not in HIDDEN or not 0 <= s <= 1}
+        if wrong:
+          raise ConfigError(
+            f'Assumptions.hidden_shares = {dict(value)!r}: {wrong} is not the share (0 to 1) of a '
+            'mesh axis.',
+            fix=f'The mesh axes are {", ".join(HIDDEN)}.',
+            parameters=('Assumptions.hidden_shares',),
+          )
+      elif value is not None and not 0 < value <= (1 if _is_share(field.name) else float('inf')):
+        raise ConfigError(
+          f'Assumptions.{field.name} = {value!r} must be above 0'
+          + (' and at most 1: it is a share.' if _is_share(field.name) else '.'),
+          fix=f'The default is {field.default}.',
+          parameters=(f'Assumptions.{field.name}',),
+        )
+
+  def hidden_share(self, axes: tuple[str, ...]) -> float:
+    """Returns the share of the bytes over `axes` that is hidden: that of the least hidden axis."""
+    return min({**HIDDEN, **self.hidden_shares}[axis] for axis in axes)
+
+
+def _is_share(name: str) -> bool:
+  return name.endswith(('_efficiency', '_share')) or name == 'fragmentation'
+
+
+# Parameter -> where its default comes from.
+SOURCES = {
+  'gemm_efficiency': f'599 of 835 TFLOP/s in the GEMMs of a layer on H200 NVL: {_TE}',
+  'fp8_gemm_efficiency': f'945 of 1671 TFLOP/s with current scaling, same layer: {_TE}',
+  'mosaic_efficiency': 'a round figure: FlashAttention-3 reaches up to 75% forward on H100 '
+  '(arXiv:2407.08608, abstract), less backward and on short rows',
+  'triton_efficiency': '305 of 989 TFLOP/s forward, 4096 causal positions, H100: '
+  'https://github.com/apple/axlearn/blob/main/axlearn/common/flash_attention/'
+  'gpu_attention_benchmark.py',
+  'memory_efficiency': 'a round figure; the copy of scripts/bench_gpu.sh measures it',
+  'kernel_seconds': 'a round figure for a kernel in a CUDA graph',
+  'nvlink_efficiency': f'235 of 300 GB/s on A100, where NCCL caps its own estimate: {_NCCL}',
+  'network_gigabits': f'one adapter per GPU, 400 Gbit/s since Hopper, 200 on A100: {_DGX}',
+  'network_efficiency': 'as nvlink_efficiency',
+  'collective_seconds': f'base latency of a ring, protocol Simple: {_NCCL}',
+  'nvlink_hop_seconds': f'latency of a step, protocol Simple: {_NCCL}',
+  'network_hop_seconds': f'latency of a step, protocol Simple: {_NCCL}',
+  'hidden_shares': 'shares in the steps of tests/aot/recorded.json',
+  'busy_share': 'a round figure: the first and last collective of a loop have nothing to hide in',
+  'fragmentation': 'a round figure',
+  'save_gigabytes': 'a round figure for parallel storage; benchmarks/checkpoints.py measures yours',
+}
+assert set(SOURCES) == {field.name for field in dataclasses.fields(Assumptions)}

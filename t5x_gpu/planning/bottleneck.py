@@ -1,0 +1,106 @@
+"""What bounds a step, and how much faster it would be without it, in one sentence."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from t5x_gpu.planning.prediction import Prediction
+from t5x_gpu.planning.work import ATTENTION, OPTIMIZER, WEIGHTS
+
+# Below this share of the step, nothing is worth removing but the matrix products' own time.
+_WORTH = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+  """A part of the step that a change could remove.
+
+  Attributes:
+    what: in words, the subject of a sentence.
+    seconds: per step.
+    remedy: what to change.
+  """
+
+  what: str
+  seconds: float
+  remedy: str
+
+
+_REMEDIES = {
+  'data': 'more tokens per GPU and step, or fewer replicas, make it a smaller share',
+  'fsdp': 'more tokens per GPU and step, or fsdp inside a host with data across hosts (hsdp.gin)',
+  'model': 'fewer NUM_PARTITIONS, with Partitioner.fsdp in its place',
+  'context': 'fewer Partitioner.context, if the rows fit',
+  'expert': 'fewer Partitioner.expert, with Partitioner.fsdp in its place',
+  'stage': 'fewer stages, or several blocks per stage (circular)',
+}
+
+
+def costs(prediction: Prediction) -> list[Cost]:
+  """Returns what a step spends besides its necessary work, the largest first."""
+  return sorted(_costs(prediction), key=lambda cost: -cost.seconds)
+
+
+def sentence(prediction: Prediction) -> str:
+  """Returns what bounds the step, and what removing it would give."""
+  total = prediction.seconds_per_step
+  found = costs(prediction)
+  if found and found[0].seconds >= _WORTH * total:
+    worst = found[0]
+    return (
+      f'{worst.what} takes {worst.seconds:.3g} s, {worst.seconds / total:.0%} of the step: without '
+      f'it, {total - worst.seconds:.3g} s per step '
+      f'({total / (total - worst.seconds):.2f}x as fast). To reduce it: {worst.remedy}.'
+    )
+  gemms = sum(p.seconds for p in prediction.time.parts if 'gemm' in p.kind)
+  return (
+    f'Matrix products take {gemms / total:.0%} of the step, and nothing else that a setting could '
+    f'remove takes {_WORTH:.0%}: a faster step needs FP8, a faster GPU or more of them.'
+  )
+
+
+def _costs(prediction: Prediction) -> Iterator[Cost]:
+  time = prediction.time
+  by_axes: dict[tuple[tuple[str, ...], str], float] = {}
+  for c in time.collectives:
+    key = c.axes, c.link
+    by_axes[key] = by_axes.get(key, 0.0) + c.exposed_seconds
+  for (axes, link), seconds in by_axes.items():
+    yield Cost(
+      f'Waiting for collectives over {" and ".join(axes)} ({link})', seconds, _REMEDIES[axes[0]]
+    )
+  if time.bubble_seconds:
+    yield Cost(
+      'The bubble of the pipeline',
+      time.bubble_seconds,
+      'more Partitioner.num_pipeline_microbatches, or fewer stages',
+    )
+  again = sum(part.recomputed_seconds for part in time.parts)
+  if again:
+    yield Cost(
+      'Computing layers again in the backward pass',
+      again,
+      "a remat_policy that stores more ('minimal', 'dots', 'none'), where memory is left",
+    )
+  attention = [p for p in time.parts if p.part == ATTENTION and p.bound == 'memory']
+  if attention:
+    yield Cost(
+      'Attention without a kernel, whose logits go through memory,',
+      attention[0].seconds,
+      'install t5x_gpu[attention], and a dtype and head size that a kernel serves '
+      '(docs/attention.md)',
+    )
+  moved = [p for p in time.parts if p.bound == 'memory' and p.part not in (ATTENTION,)]
+  update = sum(p.seconds for p in moved if p.part in (OPTIMIZER, WEIGHTS))
+  if update:
+    yield Cost(
+      'Reading and writing weights, gradients and optimizer state',
+      update,
+      'more tokens per step, or splitting them over more GPUs (Partitioner.fsdp)',
+    )
+  launch = sum(p.seconds for p in time.parts if p.bound == 'launch')
+  if launch:
+    yield Cost(
+      'Starting kernels that are too small for this GPU',
+      launch,
+      'more tokens per GPU and pass, or fewer GPUs',
+    )

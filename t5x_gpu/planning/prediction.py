@@ -1,0 +1,220 @@
+"""`Prediction`: what a run would need and how fast it would be, on GPUs that are not there.
+
+    prediction = predict(program, config, gpu=find_target('h100'), assumed=Assumptions())
+    prediction.memory.fits, prediction.seconds_per_step, prediction.mfu, prediction.days
+
+By formula alone it takes milliseconds; a compiled step replaces the memory, and says which bytes
+are sent and how many of them are hidden.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import jax
+
+from t5x_gpu.analysis.collectives import inventory
+from t5x_gpu.analysis.gpu_compile import CompiledStep
+from t5x_gpu.metrics.throughput import mfu
+from t5x_gpu.models.model import config_of
+from t5x_gpu.partitioning.pipeline import pipeline_parallel
+from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.memory import MemoryUse, memory_use
+from t5x_gpu.planning.step_shape import step_shape
+from t5x_gpu.planning.step_time import StepTime, step_time
+from t5x_gpu.planning.traffic import Sent, busy_share, compiled_traffic, formula_traffic
+from t5x_gpu.planning.work import step_work
+from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
+from t5x_gpu.training.program import Program
+from t5x_gpu.training.step_config import StepConfig
+
+SECONDS_PER_DAY = 86400
+# What memory and traffic come from, from the least to the most exact.
+FORMULA, PARTITIONED, COMPILED = 'formula', 'partitioned', 'compiled'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(StepConfig):
+  """What a plan reads of a run.
+
+  Attributes:
+    total_steps: updates in all.
+  """
+
+  total_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """One checkpoint of the run.
+
+  Attributes:
+    num_bytes: of all its arrays.
+    seconds: to write it, while the run goes on.
+  """
+
+  num_bytes: int
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+  """A run on GPUs that are not there.
+
+  Attributes:
+    gpu: the kind of GPU.
+    num_gpus, num_hosts: how many.
+    mesh: mesh axis -> size, of axes larger than 1.
+    num_params: of the model.
+    dtype: of the matrix products.
+    tokens_per_step: of the global batch, padding included.
+    model_flops_per_step: of the model on the global batch, without recomputation.
+    peak_flops: dense FLOP/s of one GPU in `dtype`.
+    total_steps: of the run.
+    memory: on each GPU.
+    formula_sent: what each GPU sends, by formula.
+    time: of a step.
+    checkpoint: what a save writes.
+    source: FORMULA, PARTITIONED (traffic of the program that XLA splits for CPUs) or COMPILED.
+    assumed: efficiencies and links.
+  """
+
+  gpu: GpuTarget
+  num_gpus: int
+  num_hosts: int
+  mesh: Mapping[str, int]
+  num_params: int
+  dtype: str
+  tokens_per_step: int
+  model_flops_per_step: float
+  peak_flops: float
+  total_steps: int
+  memory: MemoryUse
+  formula_sent: tuple[Sent, ...]
+  time: StepTime
+  checkpoint: Checkpoint
+  source: str
+  assumed: Assumptions
+
+  @property
+  def seconds_per_step(self) -> float:
+    return self.time.seconds
+
+  @property
+  def tokens_per_second(self) -> float:
+    return self.tokens_per_step / self.time.seconds
+
+  @property
+  def flops_per_gpu(self) -> float:
+    """Model FLOP/s of one GPU."""
+    return self.model_flops_per_step / self.time.seconds / self.num_gpus
+
+  @property
+  def mfu(self) -> Optional[float]:
+    """Model FLOPs utilization by the trainer's formula, 0 to 1."""
+    return mfu(
+      self.model_flops_per_step / self.num_gpus,
+      step_seconds=self.time.seconds,
+      peak_flops=self.peak_flops,
+    )
+
+  @property
+  def total_tokens(self) -> int:
+    return self.tokens_per_step * self.total_steps
+
+  @property
+  def days(self) -> float:
+    """Days of steps until the end of the run, without evaluations and restarts."""
+    return self.total_steps * self.time.seconds / SECONDS_PER_DAY
+
+
+def predict(
+  program: Program,
+  config: PlanConfig,
+  *,
+  gpu: GpuTarget,
+  assumed: Assumptions,
+  compiled: Optional[CompiledStep] = None,
+  partitioned: Optional[str] = None,
+) -> Prediction:
+  """Returns the prediction for a run.
+
+  Args:
+    program: of the run, on devices of any kind.
+    config: of the run.
+    gpu: what would compute it.
+    assumed: efficiencies and links.
+    compiled: the step, compiled for `gpu`.
+    partitioned: `partitioned_hlo` of the step, where it is not compiled for `gpu`.
+  """
+  layout, model = program.layout, config.model
+  shape = step_shape(program, model, num_microbatches=config.num_microbatches, gpu=gpu)
+  by_formula = formula_traffic(program, shape)
+  sent, source = by_formula, FORMULA
+  if compiled is not None:
+    sent, source = _sent(program, compiled.hlo, compiled), COMPILED
+  elif partitioned is not None:
+    sent, source = _sent(program, partitioned), PARTITIONED
+  model_config = config_of(model)
+  dtype = 'float32' if model_config is None else model_config.dtype
+  length = next(iter(program.spec.shapes.values()))[1]
+  tokens = math.prod(next(iter(program.spec.shapes.values())))
+  saved = sum(
+    math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(program.abstract_saved)
+  )
+  topology = layout.topology
+  return Prediction(
+    gpu=gpu,
+    num_gpus=topology.num_devices,
+    num_hosts=topology.num_hosts,
+    mesh={axis: size for axis, size in layout.sizes.total.items() if size > 1},
+    num_params=program.num_params,
+    dtype=dtype,
+    tokens_per_step=tokens,
+    model_flops_per_step=model.flops_per_token(length) * tokens,
+    peak_flops=gpu.peak_flops(dtype),
+    total_steps=config.total_steps,
+    memory=memory_use(
+      program,
+      shape,
+      gpu=gpu,
+      preset=config.xla_preset,
+      assumed=assumed,
+      compiled=compiled and compiled.memory,
+    ),
+    formula_sent=tuple(by_formula),
+    time=step_time(
+      step_work(shape, program, model),
+      sent,
+      sizes=layout.sizes,
+      gpu=gpu,
+      dtype=dtype,
+      assumed=assumed,
+      bubble_fraction=_bubble_fraction(layout.pipeline),
+    ),
+    checkpoint=Checkpoint(saved, saved / topology.num_hosts / 1e9 / assumed.save_gigabytes),
+    source=source,
+    assumed=assumed,
+  )
+
+
+def _sent(program: Program, hlo: str, compiled: Optional[CompiledStep] = None) -> list[Sent]:
+  return compiled_traffic(
+    inventory(hlo, program.layout.mesh.shape),
+    compiled.overlaps if compiled else (),
+    busy=busy_share(program),
+  )
+
+
+def _bubble_fraction(pipeline: Any) -> float:
+  if pipeline is None:
+    return 0.0
+  return pipeline_parallel.bubble_fraction(
+    pipeline.schedule,
+    pipeline.num_stages,
+    pipeline.num_microbatches,
+    pipeline.repeats,
+    num_stacks=pipeline.num_stacks,
+    skip_idle=pipeline.skip_idle,
+  )

@@ -1,0 +1,176 @@
+"""A prediction as text: the first screen, and the tables below it."""
+
+from t5x_gpu.analysis.sharding_tables import table
+from t5x_gpu.planning import bottleneck
+from t5x_gpu.planning.assumptions import SOURCES
+from t5x_gpu.planning.memory import FRAGMENTATION, GRADIENTS, PARAMETERS, MemoryUse
+from t5x_gpu.planning.prediction import COMPILED, FORMULA, Prediction
+from t5x_gpu.planning.step_time import StepTime
+from t5x_gpu.runtime.memory import show
+
+_CAVEATS = {
+  COMPILED: '',
+  FORMULA: 'Nothing was compiled: memory, bytes and overlap are formulas (docs/plan.md#checks).',
+  'partitioned': 'The CUDA plugin of JAX is not installed, so nothing was compiled for the GPU: '
+  "bytes are those of XLA's partitioner, memory and overlap are formulas. For XLA's own figures: "
+  "pip install 't5x_gpu[plan]'.",
+}
+
+
+def first_screen(p: Prediction) -> str:
+  """Returns whether the run fits, how fast it is, when it ends, and what bounds it."""
+  mesh = ' x '.join(f'{axis} {size}' for axis, size in p.mesh.items()) or 'one device'
+  lines = [
+    f'{p.num_params:,} parameters on {p.num_gpus} x {p.gpu.device_kind} '
+    f'({p.num_hosts} host{"s" * (p.num_hosts > 1)}): {mesh}',
+    fits_line(p.memory),
+    f'{seconds(p.seconds_per_step)} per step, {p.tokens_per_second:,.0f} tokens/s '
+    f'({p.tokens_per_second / p.num_gpus:,.0f} per GPU), {p.flops_per_gpu / 1e12:,.0f} TFLOP/s per '
+    f'GPU, MFU {_percent(p.mfu)} of {p.dtype}',
+    f'{p.total_steps:,} steps of {p.tokens_per_step:,} tokens: {count(p.total_tokens)} tokens in '
+    f'{duration(p.days)}, {p.days * 24 * p.num_gpus:,.0f} GPU hours',
+    bottleneck.sentence(p),
+  ]
+  return '\n'.join([*lines, *filter(None, [_CAVEATS[p.source]])])
+
+
+def fits_line(memory: MemoryUse) -> str:
+  """Returns whether a step fits, and by how much."""
+  verdict = (
+    f'FITS with {show(memory.left_bytes)} to spare'
+    if memory.fits
+    else f'DOES NOT FIT: {show(-memory.left_bytes)} too much'
+  )
+  return (
+    f'{verdict}: {show(memory.needed_bytes)} of the {show(memory.pool_bytes)} per GPU that XLA '
+    f'manages ({memory.pool_bytes / memory.gpu_bytes:.0%} of {show(memory.gpu_bytes)})'
+  )
+
+
+def tables(p: Prediction) -> str:
+  """Returns memory, time and traffic by part, the checkpoint, and the assumptions."""
+  return '\n\n'.join(
+    [
+      'Memory per GPU\n' + memory_table(p.memory),
+      'Time per step on a GPU\n' + time_table(p.time),
+      'What a GPU sends per step\n' + traffic_table(p),
+      f'A checkpoint has {show(p.checkpoint.num_bytes)}; writing one takes '
+      f'{p.checkpoint.seconds:,.0f} s at {p.assumed.save_gigabytes:g} GB/s per host, while the run '
+      'goes on.',
+      'Assumptions (--gin.Assumptions.NAME=VALUE)\n' + assumption_table(p),
+    ]
+  )
+
+
+def memory_table(memory: MemoryUse) -> str:
+  """Returns the components by formula, beside what XLA allocates."""
+  compiled = memory.compiled
+  beside = {}
+  if compiled is not None:
+    beside = {
+      PARAMETERS: f'{_mib(compiled.argument_bytes)} parameters, optimizer state and batch',
+      GRADIENTS: f'{_mib(compiled.temporary_bytes)} temporaries: everything below',
+    }
+  order = [*(n for n in memory.components if n != FRAGMENTATION)]
+  rows = [('component', 'MiB by formula', 'MiB as compiled')]
+  rows += [(n, _mib(memory.components[n]), beside.get(n, '')) for n in order]
+  total = _mib(compiled.total_bytes) if compiled else 'not compiled'
+  rows.append(('total', _mib(memory.formula_bytes), total))
+  rows.append(('reserve for fragmentation', _mib(memory.components[FRAGMENTATION]), ''))
+  outside = memory.gpu_bytes - memory.pool_bytes
+  rows.append(("outside XLA's pool: NCCL, cuBLAS, CUDA", _mib(outside), ''))
+  return table(rows, right=(1,))
+
+
+def time_table(time: StepTime) -> str:
+  """Returns the parts of a step, what it waits for, and the sum."""
+  total = time.seconds
+  rows = [('part', 'kernels', 'ms', 'share', 'TFLOP', 'GB', 'bound by')]
+  for part in time.parts:
+    again = part.recomputed_seconds / part.seconds if part.seconds else 0
+    rows.append(
+      (
+        part.part,
+        part.kind,
+        _ms(part.seconds),
+        f'{part.seconds / total:.0%}',
+        f'{part.flops / 1e12:,.2f}' if part.flops else '',
+        f'{part.num_bytes / 1e9:,.2f}',
+        part.bound + (f', {again:.0%} recomputed' if again else ''),
+      )
+    )
+  waits = time.exposed_seconds
+  rows.append(('waiting for collectives', '', _ms(waits), f'{waits / total:.0%}', '', '', ''))
+  if time.bubble_seconds:
+    share = f'{time.bubble_seconds / total:.0%}'
+    rows.append(('pipeline bubble', '', _ms(time.bubble_seconds), share, '', '', ''))
+  rows.append(('step', '', _ms(total), '', '', '', ''))
+  return table(rows, right=(2, 3, 4, 5))
+
+
+def traffic_table(p: Prediction) -> str:
+  """Returns the collectives: bytes by formula and compiled, link, time and what is hidden."""
+  if not p.time.collectives:
+    return 'nothing: one GPU, or all compute the same'
+  by_formula = {(s.kind, s.axes): s.num_bytes for s in p.formula_sent}
+  rows = [('kind', 'mesh axis', 'link', 'MiB', 'MiB by formula', 'ms', 'hidden', 'ms exposed')]
+  for c in sorted(p.time.collectives, key=lambda c: -c.num_bytes):
+    if c.num_bytes < 2**10 and (c.kind, c.axes) not in by_formula:
+      continue
+    formula = by_formula.get((c.kind, c.axes))
+    rows.append(
+      (
+        c.kind,
+        '+'.join(c.axes),
+        c.link,
+        _mib(c.num_bytes),
+        '-' if formula is None else _mib(formula),
+        _ms(c.seconds),
+        f'{c.hidden_share:.0%}' + ('' if c.from_schedule else ' (assumed)'),
+        _ms(c.exposed_seconds),
+      )
+    )
+  return table(rows, right=(3, 4, 5, 7))
+
+
+def assumption_table(p: Prediction) -> str:
+  """Returns every assumption with its value and source."""
+  values = {name: getattr(p.assumed, name) for name in SOURCES}
+  values['network_gigabits'] = values['network_gigabits'] or p.gpu.network_gigabits
+  values['hidden_shares'] = dict(values['hidden_shares']) or 'by axis'
+  return table(
+    [('name', 'value', 'source of the default')]
+    + [(name, str(values[name]), SOURCES[name]) for name in SOURCES]
+  )
+
+
+def seconds(value: float) -> str:
+  """Returns '1.23 s' or '45.6 ms'."""
+  return f'{value:.3g} s' if value >= 1 else f'{value * 1e3:.3g} ms'
+
+
+def duration(days: float) -> str:
+  """Returns '12.3 days' or '4.5 hours'."""
+  if days >= 2:
+    return f'{days:,.1f} days'
+  return f'{days * 24:.1f} hours' if days * 24 >= 1 else f'{days * 24 * 60:.1f} minutes'
+
+
+def count(number: float) -> str:
+  """Returns '1.5T', '26.2B' or '3.1M'."""
+  for size, letter in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M')):
+    if number >= size:
+      return f'{number / size:.3g}{letter}'
+  return f'{number:,.0f}'
+
+
+def _percent(share: object) -> str:
+  return 'unknown' if share is None else f'{share:.1%}'
+
+
+def _mib(num_bytes: float) -> str:
+  return f'{num_bytes / 2**20:,.1f}'
+
+
+def _ms(value: float) -> str:
+  return f'{value * 1e3:,.2f}'

@@ -1,0 +1,177 @@
+"""The sizes of a step on one device, which every formula of a plan starts from."""
+
+import dataclasses
+import math
+from typing import Optional
+
+from t5x_gpu.layers.backends.choose import choose
+from t5x_gpu.layers.backends.serves import Hardware
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.encoder import EncoderModel
+from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
+from t5x_gpu.models.heads import num_loss_chunks
+from t5x_gpu.models.lora import LoraModel
+from t5x_gpu.models.model import Model, classifies, config_of
+from t5x_gpu.models.transformer import attention_need
+from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
+from t5x_gpu.training.program import Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+  """The layers of one kind on one device.
+
+  Attributes:
+    name: 'encoder', 'decoder', or 'layers' of a model with one stack.
+    num_layers: of this device.
+    length: positions of a row, on all devices.
+    causal: whether positions see only those before them.
+    cross_length: encoder positions that the layers attend to; 0 for none.
+    attention: backend of the self-attention on the GPU (layers/backends).
+  """
+
+  name: str
+  num_layers: int
+  length: int
+  causal: bool
+  cross_length: int = 0
+  attention: str = 'dense'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShape:
+  """A training step on one device.
+
+  Attributes:
+    config: of the model; None for a custom model without a TransformerConfig.
+    stacks: its layers; () without a config.
+    rows: of this device in a step.
+    passes: parts in which the rows go through a layer: microbatches, and those of the pipeline.
+    model, context, stage: sizes of these mesh axes.
+    recomputes: what the backward pass computes again: '', 'attention', or 'layers'.
+    keeps: `remat_policy` that decides what is stored.
+    sequence_parallel: whether norms and residuals are split over `model`.
+    head_rows: rows whose logits the busiest device computes.
+    loss_chunks: parts of the length in which it does; 0 for all logits at once.
+    num_outcomes: of the head; 0 if it has no logits per token.
+    trains_kernels: whether the backward pass computes gradients of the layers' kernels.
+  """
+
+  config: Optional[TransformerConfig]
+  stacks: tuple[Stack, ...]
+  rows: int
+  passes: int
+  model: int
+  context: int
+  stage: int
+  recomputes: str
+  keeps: str
+  sequence_parallel: bool
+  head_rows: int
+  loss_chunks: int
+  num_outcomes: int
+  trains_kernels: bool
+
+  @property
+  def head_length(self) -> int:
+    """Positions of a row on this device that the head reads."""
+    return self.stacks[-1].length // self.context if self.stacks else 0
+
+  @property
+  def item_bytes(self) -> int:
+    """Bytes of one activation."""
+    return 2 if self.config is None or self.config.dtype in ('bfloat16', 'fp8') else 4
+
+  def tokens(self, stack: Stack) -> int:
+    """Positions of a stack on this device, in a step."""
+    return self.rows * stack.length // self.context
+
+
+def step_shape(
+  program: Program, model: Model, *, num_microbatches: int, gpu: GpuTarget
+) -> StepShape:
+  """Returns the sizes of a step of `program`, whose model is `model`, on `gpu`."""
+  layout, mesh = program.layout, program.layout.mesh.shape
+  inner = model.model if isinstance(model, LoraModel) else model
+  config, pipeline = config_of(model), layout.pipeline
+  rows = program.spec.batch_size // layout.batch_parts
+  passes = num_microbatches * (pipeline.num_microbatches if pipeline else 1)
+  stacks = () if config is None else _stacks(program, inner, config, gpu, max(rows // passes, 1))
+  by_layer = (
+    num_microbatches > 1
+    and layout.accumulate_by == 'layer'
+    and layout.zero_stage > 1
+    and mesh['fsdp'] > 1
+  )
+  policy = config.remat_policy if config else 'none'
+  recomputes = {'none': '', 'dots': '', 'full': 'layers'}.get(policy, 'attention')
+  if pipeline or by_layer:
+    recomputes = 'layers'
+  head_rows = rows
+  if pipeline and pipeline.schedule != '1f1b':
+    head_rows = math.ceil(rows / mesh['stage'])
+  token_logits = config is not None and not classifies(model)
+  chunks = 0
+  if token_logits:
+    chunks = num_loss_chunks(
+      config,
+      max(head_rows // passes, 1),
+      stacks[-1].length // mesh['context'],
+      vocab_parts=mesh['model'],
+    )
+  return StepShape(
+    config=config,
+    stacks=stacks,
+    rows=rows,
+    passes=passes,
+    model=mesh['model'],
+    context=mesh['context'],
+    stage=mesh['stage'],
+    recomputes=recomputes,
+    keeps='full' if by_layer or pipeline else policy,
+    sequence_parallel='model' in layout.rules.activations.get('residual_length', ()),
+    head_rows=head_rows,
+    loss_chunks=chunks,
+    num_outcomes=config.vocab_size if token_logits else 0,
+    trains_kernels=2 * program.num_trained > program.num_params,
+  )
+
+
+def _stacks(
+  program: Program, model: Model, config: TransformerConfig, gpu: GpuTarget, rows: int
+) -> tuple[Stack, ...]:
+  mesh = program.layout.mesh.shape
+  lengths = {
+    name.split('_')[0]: shape[1] for name, shape in program.spec.shapes.items() if len(shape) > 1
+  }
+
+  def stack(name: str, num_layers: int, length: int, causal: bool, cross_length: int = 0) -> Stack:
+    backend = 'chunked' if mesh['context'] > 1 else _backend(config, length, gpu, rows)
+    return Stack(
+      name=name,
+      num_layers=num_layers // mesh['stage'],
+      length=length,
+      causal=causal,
+      cross_length=cross_length,
+      attention=backend,
+    )
+
+  if isinstance(model, EncoderDecoderModel):
+    layers = model.num_encoder_layers or config.num_layers
+    return (
+      stack('encoder', layers, lengths['encoder'], False),
+      stack('decoder', config.num_layers, lengths['decoder'], True, lengths['encoder']),
+    )
+  is_encoder = isinstance(model, EncoderModel)
+  length = max(lengths.values(), default=1)
+  return (stack('layers', config.num_layers, length, not is_encoder),)
+
+
+def _backend(config: TransformerConfig, length: int, gpu: GpuTarget, rows: int) -> str:
+  """Returns the attention backend that a stack gets on `gpu`."""
+  need = attention_need(config)
+  need = dataclasses.replace(
+    need, q_length=length, kv_length=length, rows_and_heads=rows * (need.rows_and_heads or 1)
+  )
+  device = Hardware('gpu', gpu.device_kind, float(gpu.compute_capability), has_packages=True)
+  return choose(config.attention, need, device).name

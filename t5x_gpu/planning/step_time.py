@@ -1,0 +1,224 @@
+"""Seconds of a step: a roofline per kernel, collectives that are not hidden, and the bubble.
+
+A matrix product takes the larger of FLOPs at its efficiency and bytes at memory speed. Its
+efficiency is the assumed one times the share of the last wave of tiles that is full.
+Source: Williams et al. 2009 (roofline); NVIDIA, Matrix Multiplication Background User's Guide,
+https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Optional
+
+from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
+from t5x_gpu.planning import links
+from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.traffic import Sent
+from t5x_gpu.planning.work import Work
+from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
+
+# Tile of cuBLAS and Triton kernels for large products.
+_TILE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class PartTime:
+  """The time of one part of the model on one GPU.
+
+  Attributes:
+    part: name, as in `work`.
+    kind: of its kernels, as in `Work`.
+    seconds: per step, without a pipeline's bubble.
+    flops, num_bytes: per step.
+    recomputed_seconds: the share of `seconds` that repeats the forward pass.
+    bound: 'compute', 'memory' or 'launch': what decides most of its time.
+  """
+
+  part: str
+  kind: str
+  seconds: float
+  flops: float
+  num_bytes: float
+  recomputed_seconds: float
+  bound: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveTime:
+  """The time of all collectives of one kind over the same mesh axes.
+
+  Attributes:
+    kind, axes: as in `Sent`.
+    link: links.NVLINK or links.NETWORK.
+    num_bytes: sent by a GPU per step.
+    calls: per step.
+    seconds: if nothing else ran.
+    hidden_share: of the bytes, behind matrix kernels in the schedule.
+    from_schedule: whether XLA's schedule for the GPU says so; else it is assumed.
+    exposed_seconds: during which the GPU waits.
+  """
+
+  kind: str
+  axes: tuple[str, ...]
+  link: str
+  num_bytes: float
+  calls: float
+  seconds: float
+  hidden_share: float
+  from_schedule: bool
+  exposed_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+  """Where the seconds of a step go.
+
+  Attributes:
+    parts: what a GPU computes, the longest first.
+    collectives: what it sends, the longest exposed first.
+    bubble_fraction: of the time of the layers, in which a stage waits for others.
+    bubble_seconds: the same in seconds.
+  """
+
+  parts: tuple[PartTime, ...]
+  collectives: tuple[CollectiveTime, ...]
+  bubble_fraction: float
+  bubble_seconds: float
+
+  @property
+  def compute_seconds(self) -> float:
+    return math.fsum(part.seconds for part in self.parts)
+
+  @property
+  def exposed_seconds(self) -> float:
+    return math.fsum(c.exposed_seconds for c in self.collectives)
+
+  @property
+  def seconds(self) -> float:
+    return self.compute_seconds + self.exposed_seconds + self.bubble_seconds
+
+
+def step_time(
+  work: Sequence[Work],
+  sent: Sequence[Sent],
+  *,
+  sizes: MeshSizes,
+  gpu: GpuTarget,
+  dtype: str,
+  assumed: Assumptions,
+  bubble_fraction: float = 0.0,
+) -> StepTime:
+  """Returns the time of a step.
+
+  Args:
+    work: of the busiest device.
+    sent: by it.
+    sizes: of the mesh.
+    gpu: what computes.
+    dtype: of TransformerConfig, in which matrices are multiplied.
+    assumed: efficiencies and links.
+    bubble_fraction: of the layers' time.
+  """
+  parts, in_layers, kernels = [], 0.0, 0.0
+  for w in work:
+    timed = part_time(w, gpu=gpu, dtype=dtype, assumed=assumed)
+    parts.append(timed)
+    in_layers += timed.seconds * w.in_layers
+    kernels += timed.seconds * (w.kind != 'memory')
+  collectives = _exposed(sent, kernels, sizes, gpu, assumed)
+  inside = math.fsum(c.exposed_seconds for c in collectives if c.axes == ('model',))
+  return StepTime(
+    parts=tuple(sorted(_merged(parts), key=lambda part: -part.seconds)),
+    collectives=tuple(sorted(collectives, key=lambda c: -c.exposed_seconds)),
+    bubble_fraction=bubble_fraction,
+    bubble_seconds=(in_layers + inside) * bubble_fraction / (1 - bubble_fraction),
+  )
+
+
+def part_time(w: Work, *, gpu: GpuTarget, dtype: str, assumed: Assumptions) -> PartTime:
+  """Returns the roofline time of `w`."""
+  bandwidth = gpu.memory_bandwidth * assumed.memory_efficiency
+  wide = 'float32' if dtype.endswith('float32') else 'bfloat16'
+  if w.kind == 'fp8_gemm' and gpu.has_fp8:
+    rate = gpu.peak_flops('fp8') * assumed.fp8_gemm_efficiency
+  elif w.kind == 'attention':
+    rate = gpu.peak_flops(wide) * _attention_efficiency(w.backend, assumed)
+  else:
+    rate = gpu.peak_flops(wide) * assumed.gemm_efficiency
+  rate *= _full_waves(w.size, gpu.num_cores)
+  of = {
+    'compute': w.flops / rate,
+    'memory': w.num_bytes / bandwidth,
+    'launch': w.runs * assumed.kernel_seconds,
+  }
+  bound = max(of, key=lambda name: of[name])
+  again = max(w.recomputed_flops / rate, w.recomputed_bytes / bandwidth)
+  return PartTime(w.part, w.kind, of[bound], w.flops, w.num_bytes, again, bound)
+
+
+def _attention_efficiency(backend: str, assumed: Assumptions) -> float:
+  if 'mosaic' in backend:
+    return assumed.mosaic_efficiency
+  return assumed.triton_efficiency if 'triton' in backend else assumed.gemm_efficiency
+
+
+def _full_waves(size: Sequence[int], num_cores: int) -> float:
+  """Returns the share of the multiprocessors that tiles of a product keep busy."""
+  if not size:
+    return 1.0
+  rows, _, columns = size
+  tiles = math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+  waves = math.ceil(tiles / num_cores)
+  useful = (rows / _TILE) * (columns / _TILE)
+  return useful / (waves * num_cores)
+
+
+def _exposed(
+  sent: Sequence[Sent], kernels: float, sizes: MeshSizes, gpu: GpuTarget, assumed: Assumptions
+) -> list[CollectiveTime]:
+  """Returns the collectives with the part of their time that nothing hides.
+
+  Args:
+    sent: the collectives.
+    kernels: seconds of matrix kernels, behind which at most `busy_share` of it can be hidden.
+  """
+  rows: list[tuple[Sent, links.Link, float, float, Optional[float]]] = []
+  for s in sent:
+    link = links.link_of(s.kind, s.axes, sizes, gpu, assumed)
+    share = assumed.hidden_share(s.axes) if s.hidden_share is None else s.hidden_share
+    rows.append((s, link, links.seconds(s, link, assumed), share, s.hidden_share))
+  hidden = math.fsum(duration * share for _, _, duration, share, _ in rows)
+  fits = min(1.0, assumed.busy_share * kernels / hidden) if hidden else 1.0
+  return [
+    CollectiveTime(
+      kind=s.kind,
+      axes=s.axes,
+      link=link.name,
+      num_bytes=s.num_bytes,
+      calls=s.calls,
+      seconds=duration,
+      hidden_share=share,
+      from_schedule=known is not None,
+      exposed_seconds=duration * (1 - share * fits),
+    )
+    for s, link, duration, share, known in rows
+  ]
+
+
+def _merged(parts: Sequence[PartTime]) -> list[PartTime]:
+  """Returns one entry per part and kind."""
+  groups: dict[tuple[str, str], list[PartTime]] = {}
+  for part in parts:
+    groups.setdefault((part.part, part.kind), []).append(part)
+  return [
+    PartTime(
+      *key,
+      seconds=math.fsum(p.seconds for p in members),
+      flops=math.fsum(p.flops for p in members),
+      num_bytes=math.fsum(p.num_bytes for p in members),
+      recomputed_seconds=math.fsum(p.recomputed_seconds for p in members),
+      bound=max(members, key=lambda p: p.seconds).bound,
+    )
+    for key, members in groups.items()
+  ]

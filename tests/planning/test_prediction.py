@@ -1,0 +1,213 @@
+"""The arithmetic of a prediction, by hand, and its formulas against compiled programs."""
+
+import collections
+import json
+import pathlib
+
+import jax
+import pytest
+
+from t5x_gpu.analysis.collectives import flops_per_device
+from t5x_gpu.config import gin_loader
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.partitioning.mesh.mesh_sizes import resolve_mesh_sizes
+from t5x_gpu.planning import links, memory
+from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.prediction import predict
+from t5x_gpu.planning.step_shape import step_shape
+from t5x_gpu.planning.step_time import part_time, step_time
+from t5x_gpu.planning.traffic import Sent, busy_share, compiled_traffic, formula_traffic
+from t5x_gpu.planning.work import Work, step_work, total_flops
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.xla.gpu_targets import TARGETS, find_target
+from t5x_gpu.training.program import program_of_run
+from tests.aot.cases import CASES as AOT_CASES
+from tests.helpers_layouts import CASES, QUICK_CASES, by_case, collectives, config_of, hlo, program
+
+H100 = find_target('h100')
+MULTIPLE = [name for name, case in CASES.items() if case.num_devices > 1]
+RECORDED = json.loads((pathlib.Path(__file__).parents[1] / 'aot' / 'recorded.json').read_text())
+
+
+def shape_of(name):
+  case = CASES[name]
+  model = DecoderOnlyModel(config_of(case))
+  return model, step_shape(program(name), model, num_microbatches=case.num_microbatches, gpu=H100)
+
+
+# One kernel of each kind, and one collective: 989.4 TFLOP/s and 3352.32 GB/s.
+GEMM = Work(part='MLP', kind='gemm', flops=9.894e13, num_bytes=1e6, recomputed_flops=2.4735e13)
+COPY = Work(part='optimizer', kind='memory', num_bytes=3.35232e10, runs=2, in_layers=False)
+EXACT = Assumptions(
+  gemm_efficiency=0.5,
+  memory_efficiency=0.5,
+  nvlink_efficiency=1.0,
+  network_efficiency=1.0,
+  collective_seconds=1e-9,
+  nvlink_hop_seconds=1e-9,
+  network_hop_seconds=1e-9,
+  busy_share=1.0,
+)
+
+
+def hybrid_sizes():
+  return resolve_mesh_sizes(Topology(2, 8), ici_mesh_shape={'fsdp': 8}, dcn_mesh_shape={'data': 2})
+
+
+def test_a_step_by_hand():
+  # 0.1 s of FLOPs at half the peak; 10 ms of bytes at half the bandwidth; 45 GB over NVLink's
+  # 450 GB/s, of which half is hidden; 5 GB over a network of 50 GB/s, nothing hidden.
+  sent = [
+    Sent('all-gather', ('fsdp',), 4.5e10, 1, hidden_share=0.5),
+    Sent('all-reduce', ('data',), 5e9, 1, hidden_share=0.0),
+  ]
+  time = step_time(
+    [GEMM, COPY],
+    sent,
+    sizes=hybrid_sizes(),
+    gpu=H100,
+    dtype='bfloat16',
+    assumed=EXACT,
+    bubble_fraction=0.2,
+  )
+  gemm, copy = time.parts
+  assert (gemm.seconds, gemm.bound) == (pytest.approx(0.2), 'compute')
+  assert gemm.recomputed_seconds == pytest.approx(0.05)
+  assert (copy.seconds, copy.bound) == (pytest.approx(0.02), 'memory')
+  data, fsdp = time.collectives
+  assert (data.link, data.exposed_seconds) == ('network', pytest.approx(0.1, rel=1e-4))
+  assert (fsdp.link, fsdp.seconds) == ('NVLink', pytest.approx(0.1, rel=1e-4))
+  assert fsdp.exposed_seconds == pytest.approx(0.05, rel=1e-4)
+  assert time.bubble_seconds == pytest.approx(0.2 * 0.2 / 0.8)
+  assert time.seconds == pytest.approx(0.2 + 0.02 + 0.1 + 0.05 + 0.05, rel=1e-4)
+
+
+def test_no_more_is_hidden_than_matrix_kernels_take():
+  sent = [Sent('all-gather', ('fsdp',), 4.5e11, 1, hidden_share=0.9)]  # a second
+  time = step_time([GEMM], sent, sizes=hybrid_sizes(), gpu=H100, dtype='bfloat16', assumed=EXACT)
+  assert time.exposed_seconds == pytest.approx(1.0 - 0.2, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+  'kind, axes, bandwidth',
+  [
+    ('all-gather', ('fsdp',), 450e9),
+    # One adapter of 50 GB/s for each of the eight groups of two; all eight for one group of 16.
+    ('all-reduce', ('data',), 50e9),
+    ('all-reduce', ('data', 'fsdp'), 400e9),
+    # Of 15 parts, 8 leave the host.
+    ('all-to-all', ('data', 'fsdp'), 50e9 * 15 / 8),
+    ('collective-permute', ('data',), 50e9),
+  ],
+)
+def test_a_group_has_the_adapters_of_its_gpus(kind, axes, bandwidth):
+  link = links.link_of(kind, axes, hybrid_sizes(), H100, EXACT)
+  assert link.bandwidth == pytest.approx(bandwidth)
+
+
+def test_a_half_empty_wave_of_tiles_costs_a_whole_one():
+  def seconds(rows):
+    work = Work(part='MLP', kind='gemm', flops=1e12 * rows, size=(rows, 4096, 128))
+    return part_time(work, gpu=H100, dtype='bfloat16', assumed=EXACT).seconds
+
+  assert H100.num_cores == 132
+  assert seconds(128 * 132) == pytest.approx(1e12 * 128 * 132 / 989.4e12 / 0.5)
+  assert seconds(128 * 132 + 128) == pytest.approx(2 * seconds(128 * 132))
+
+
+@pytest.mark.parametrize('name', TARGETS)
+def test_every_target_has_peaks(name):
+  gpu = TARGETS[name]
+  assert gpu.peak_flops('bfloat16') > gpu.peak_flops('float32') > 0
+  assert gpu.peak_flops('fp8') == gpu.peak_flops('bfloat16') * (2 if gpu.has_fp8 else 1)
+
+
+@by_case(MULTIPLE)
+def test_what_is_sent_is_what_the_formulas_say(name):
+  _, shape = shape_of(name)
+  sums = []
+  busy = busy_share(program(name))
+  for sent in (
+    formula_traffic(program(name), shape),
+    compiled_traffic(collectives(name), busy=busy),
+  ):
+    sums.append(collections.Counter())
+    for s in sent:
+      sums[-1][s.axes] += s.num_bytes
+  by_formula, compiled = sums
+  assert by_formula == pytest.approx(compiled, rel=0.02)
+
+
+@by_case(name for name in CASES if not CASES[name].partitioner.keys() & {'stage', 'context'})
+def test_flops_are_those_of_the_partitioned_program(name):
+  model, shape = shape_of(name)
+  flops = total_flops(step_work(shape, program(name), model))
+  # Dense attention: in float32 on the CPU a kernel's pairs would be half.
+  assert {stack.attention for stack in shape.stacks} == {'dense'}
+  assert flops == pytest.approx(flops_per_device(hlo(name)), rel=0.05)
+
+
+@pytest.mark.parametrize('name', ['fsdp', 'tp'])
+def test_the_state_takes_the_memory_that_was_predicted(name):
+  assert name in QUICK_CASES
+  p = program(name)
+  _, shape = shape_of(name)
+  use = memory.memory_use(p, shape, gpu=H100, preset='default', assumed=Assumptions())
+  state = p.init()
+  device = p.layout.mesh.devices.flat[0]
+
+  def held(tree):
+    shards = [s for a in jax.tree.leaves(tree) for s in a.addressable_shards]
+    return sum(s.data.nbytes for s in shards if s.device == device)
+
+  assert use.components[memory.PARAMETERS] == held(state.params)
+  assert use.components[memory.OPTIMIZER] == held((state.opt_state, state.step))
+
+
+QUICK_MEMORY = (
+  'llama3_2_1b fsdp h100 1x8',
+  'decoder_base dp h100 1x8',
+  't5_1_1_base fsdp h100 1x8',
+)
+
+
+@pytest.mark.parametrize(
+  'case',
+  [
+    case if case.name in QUICK_MEMORY else pytest.param(case, marks=pytest.mark.slow)
+    for case in AOT_CASES
+    if case.hosts == 1
+  ],
+  ids=lambda case: case.name,
+)
+def test_memory_is_within_a_tenth_of_what_xla_allocates(case):
+  config = case.config()
+  p = program_of_run(
+    config,
+    topology=Topology(case.hosts, case.gpus_per_host),
+    devices=jax.devices()[: case.gpus_per_host],
+  )
+  use = predict(p, config, gpu=find_target(case.gpu), assumed=Assumptions()).memory
+  recorded = RECORDED['steps'][case.name]
+  # Compiled, a step drops the features of the batch that it does not read.
+  assert use.argument_bytes == pytest.approx(
+    recorded['argument_bytes'], abs=use.components[memory.BATCH]
+  )
+  compiled = sum(recorded[f'{part}_bytes'] for part in ('argument', 'temporary', 'output'))
+  assert use.formula_bytes == pytest.approx(compiled, rel=0.1)
+
+
+def test_what_is_left_is_counted_against_the_pool_of_xla():
+  _, shape = shape_of('fsdp')
+  use = memory.memory_use(
+    program('fsdp'), shape, gpu=H100, preset='default', assumed=Assumptions(fragmentation=0.5)
+  )
+  assert use.pool_bytes == int(0.9 * H100.memory_bytes)
+  temporary = use.formula_bytes - use.argument_bytes
+  assert use.needed_bytes == use.formula_bytes + temporary // 2
+  assert use.left_bytes == use.pool_bytes - use.needed_bytes and use.fits
+
+
+def test_the_shipped_assumptions_are_the_defaults():
+  loaded = gin_loader.load(['gin_configs/plan/assumptions.gin'], entry=Assumptions)
+  assert gin_loader.configured(loaded, Assumptions, entry=Assumptions) == Assumptions()
