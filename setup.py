@@ -76,7 +76,7 @@ setuptools.setup(
     # Loggers: LOGGERS in gin files (docs/monitor.md).
     'wandb': ['wandb>=0.31,<0.32'],
     'mlflow': ['mlflow-skinny>=3.17,<4'],  # the client, without the server
-    # XLA for GPUs without NVIDIA's libraries: python -m t5x_gpu.plan --gpu=h100, anywhere.
+    # XLA for GPUs without NVIDIA's libraries: python -m t5x_gpu.plan, anywhere.
     'plan': ['jax[cuda13-local]>=0.10.2,<0.13; platform_system == "Linux"', *KERNELS],
     'pile': [],  # pyarrow of the base reads and writes .zst; kept for `pip install .[pile]`
   },

@@ -1,8 +1,9 @@
 """Show what a gin file would do on N GPUs, without one: `python -m t5x_gpu.plan --gpus=64`.
 
 First whether it fits, how fast it is, when it ends and what bounds it; then memory, time and
-traffic by part. No data is read and nothing is allocated. XLA compiles the real training step for GPUs that
-this machine need not have. `--show sharding` and `--show remat` print more about one question.
+traffic by part. No data is read and nothing is allocated. XLA compiles the real training step for
+GPUs that this machine need not have. `--show sharding` and `--show remat` print more about one
+question.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Memory of a step on one GPU, by component: formulas, beside what XLA allocates when it compiles.
+"""Memory of a step on one GPU, by component: formulas, next to what XLA allocates when it compiles.
 
 Parameters, optimizer state and batch are exact. The rest is the peak of the backward pass: what
 layers have stored, the working set of one layer, gradients, and the loss. Which arrays are alive at

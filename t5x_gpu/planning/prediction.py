@@ -3,7 +3,7 @@
     prediction = predict(program, config, gpu=find_target('h100'), assumed=Assumptions())
     prediction.memory.fits, prediction.seconds_per_step, prediction.mfu, prediction.days
 
-By formula alone it takes milliseconds; a compiled step replaces the memory, and says which bytes
+By formula alone it takes milliseconds; a compiled step replaces the memory, and has which bytes
 are sent and how many of them are hidden.
 """
 

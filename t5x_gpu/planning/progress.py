@@ -1,4 +1,4 @@
-"""A line that says what a plan is doing, and for how many seconds."""
+"""A line with what a plan is doing, and for how many seconds."""
 
 import contextlib
 import sys

@@ -63,17 +63,17 @@ def tables(p: Prediction) -> str:
 
 
 def memory_table(memory: MemoryUse) -> str:
-  """Returns the components by formula, beside what XLA allocates."""
+  """Returns the components by formula, next to what XLA allocates."""
   compiled = memory.compiled
-  beside = {}
+  compiled_cells = {}
   if compiled is not None:
-    beside = {
+    compiled_cells = {
       PARAMETERS: f'{_mib(compiled.argument_bytes)} parameters, optimizer state and batch',
       GRADIENTS: f'{_mib(compiled.temporary_bytes)} temporaries: everything below',
     }
   order = [*(n for n in memory.components if n != FRAGMENTATION)]
   rows = [('component', 'MiB by formula', 'MiB as compiled')]
-  rows += [(n, _mib(memory.components[n]), beside.get(n, '')) for n in order]
+  rows += [(n, _mib(memory.components[n]), compiled_cells.get(n, '')) for n in order]
   total = _mib(compiled.total_bytes) if compiled else 'not compiled'
   rows.append(('total', _mib(memory.formula_bytes), total))
   rows.append(('reserve for fragmentation', _mib(memory.components[FRAGMENTATION]), ''))

@@ -1,4 +1,4 @@
-"""What one device sends in a step, by mesh axes: formulas, or what a compiled program says.
+"""What one device sends in a step, by mesh axes: formulas, or those of a compiled program.
 
 The formulas are `traffic_per_step` of each parallelism (partitioning/), applied to a model.
 """
@@ -108,7 +108,7 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
   stage = 1 if layout.pipeline else layout.zero_stage
   trained = set(_names(program.trained.split(saved)[0]))
   sizes = _LayerSizes()
-  # The table of the optimizer state says what fsdp splits, whatever the stage.
+  # The table of the optimizer state has what fsdp splits, whatever the stage.
   for p in array_layouts(layout.stored(saved, names, layout.rules.state), names):
     in_layers = 'layers' in p.names
     split = 'fsdp' in p.mesh_axes
