@@ -18,6 +18,7 @@ from t5x_gpu.checkpoint.initialize import RestoreConfig
 from t5x_gpu.config import gin_loader, report
 from t5x_gpu.config.gin_files import GinFiles
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
 from t5x_gpu.models.decoding import DecodingConfig, SampleConfig
 from t5x_gpu.models.model import Model
@@ -26,7 +27,7 @@ from t5x_gpu.run.check import CheckedRun, check
 from t5x_gpu.run.config import Run
 from t5x_gpu.run.data import open_data
 from t5x_gpu.run.finish import finish
-from t5x_gpu.run.live import LiveRun, open_run
+from t5x_gpu.run.live import LiveRun, open_run, start_facts
 from t5x_gpu.run.precompile import check_cache, precompile
 from t5x_gpu.run.record import open_recorder
 from t5x_gpu.runtime import distributed, preemption
@@ -120,7 +121,6 @@ def _train_checked(
   write_config: Optional[Callable[[str], None]],
   dry_run: bool,
 ) -> int:
-  run = plan.run
   if plan.is_done:
     log(plan.already_done_text())
     return 0
@@ -128,19 +128,36 @@ def _train_checked(
     open_data(plan).check_same_on_hosts()
     log(plan.dry_run_text())
     return 0
-  live, state = open_run(plan, xla=xla)
+  with Goodput(enabled=distributed.is_main_process()) as goodput:
+    return _train_accounted(plan, goodput, watchdog=watchdog, xla=xla, write_config=write_config)
+
+
+def _train_accounted(
+  plan: CheckedRun,
+  goodput: Goodput,
+  *,
+  watchdog: Watchdog,
+  xla: Optional[xla_flags.Applied],
+  write_config: Optional[Callable[[str], None]],
+) -> int:
+  run = plan.run
+  if plan.model_dir.steps and not plan.model_dir.is_remote:
+    goodput.open(plan.model_dir.path)  # a restart that fails counts too
+  live, state = open_run(plan, xla=xla, goodput=goodput)
   plan.model_dir.lock()  # the compile and the restore may have taken long
   if write_config is not None and distributed.is_main_process():
     write_config(str(live.checkpointer.files.folder))
   stop = preemption.StopRequest(before_end_seconds=run.checkpoint_cfg.stop_before_end_seconds)
   state, step = take_steps(live, state, stop=stop, watchdog=watchdog)
+  log(goodput.summary())
   if stop.signal is not None and step < run.total_steps:
     log(
       f'Stopped by {stop.signal.name} at step {step}; saved {live.checkpointer.path(step)}. '
       'The same command continues it.'
     )
     return stop.exit_code
-  finish(live, state, watchdog)
+  with goodput.phase('eval'):
+    finish(live, state, watchdog)
   return 0
 
 
@@ -163,6 +180,8 @@ def take_steps(
     checkpointer,
     live.plan.local,
   ):
+    live.goodput.open(files.folder, first_step=live.first_step, facts=start_facts(live))
+    log(live.goodput.interruption())
     for step in range(live.first_step + 1, run.total_steps + 1):
       with recorder.timer.input_wait():
         batch = next(data.batches)
@@ -184,8 +203,9 @@ def take_steps(
           live.save(saver, step, state, metrics)
       if is_last:
         break
-    with watchdog.phase('save'):
+    with watchdog.phase('save'), live.goodput.phase('save'):
       checkpointer.wait()
+    live.goodput.ends('done' if stop.signal is None else stop.signal.name)
   return state, step
 
 

@@ -29,7 +29,8 @@ HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
 SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
 # The files of earlier runs that a run needs: it appends to them, and keeps other configurations.
 _OF_A_RUN = re.compile(
-  r'config(_origins)?(_\d+)?\.(gin|txt)|metrics\.jsonl|loggers\.json|tensorboard/.*|eval/.*'
+  r'config(_origins)?(_\d+)?\.(gin|txt)|(metrics|goodput|samples)\.jsonl|loggers\.json'
+  r'|tensorboard/.*|eval/.*'
 )
 
 

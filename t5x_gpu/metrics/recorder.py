@@ -8,7 +8,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Optional, Self
 
+import jax
+
 from t5x_gpu.metrics import reduce
+from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.metrics.loggers import logging_config
 from t5x_gpu.metrics.loggers.logging_config import LoggingConfig
 from t5x_gpu.metrics.loggers.open_loggers import open_loggers
@@ -35,6 +38,7 @@ class Recorder(contextlib.ExitStack):
     tokens_per_step: tokens of the global batch, including padding.
     is_main: True on the one process that writes and prints.
     step_done: called with (step, sums as numbers) for every finished step.
+    goodput: keeps account of the phases of the loop.
     loggers: where metrics go.
     run_name: for services; None for the last folder of `model_dir`.
     monitor: adds the speed per device and what other processes report; None for neither.
@@ -49,12 +53,16 @@ class Recorder(contextlib.ExitStack):
     tokens_per_step: int,
     is_main: bool,
     step_done: Callable[[int, reduce.Sums], None],
+    goodput: Goodput,
     loggers: LoggingConfig = LoggingConfig(),
     run_name: Optional[str] = None,
     monitor: Optional[Monitor] = None,
   ):
     super().__init__()
-    self.timer = StepTimer(total_steps, tokens_per_step=tokens_per_step, first_step=first_step)
+    self.timer = StepTimer(
+      total_steps, tokens_per_step=tokens_per_step, first_step=first_step, phase=self._phase
+    )
+    self._goodput = goodput
     self._model_dir = model_dir
     self._first_step = first_step
     self._is_main = is_main
@@ -81,8 +89,18 @@ class Recorder(contextlib.ExitStack):
     if self._monitor:
       self.enter_context(self._monitor)
     self.enter_context(self._progress)
+    self.enter_context(self._goodput.phase('productive'))
     self.timer.restart()
     return self
+
+  def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+    # A wait for input costs nothing while the devices still work on the step in flight.
+    is_free = self._is_busy if name == 'input_wait' else lambda: False
+    return self._goodput.phase(name, unless=is_free)
+
+  def _is_busy(self) -> bool:
+    sums = self._in_flight[1] if self._in_flight else ()
+    return not all(x.is_ready() for x in jax.tree.leaves(sums) if isinstance(x, jax.Array))
 
   def _close_writer(self, kind: Optional[type[BaseException]], *rest: Any) -> None:
     try:
@@ -105,6 +123,7 @@ class Recorder(contextlib.ExitStack):
     with self.timer.device_wait():
       numbers = reduce.to_host(sums)
     self.timer.step_done()
+    self._goodput.step_done(step)
     self._step_done(step, numbers)
     self._window.add(numbers)
     self._progress.advance(step)

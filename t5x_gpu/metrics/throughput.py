@@ -10,6 +10,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Optional
 
 # Number of recent steps for the ETA: enough to smooth it, few enough to follow a slower machine.
@@ -73,6 +74,7 @@ class StepTimer:
     first_step: step at which this process starts (0, or the checkpoint's).
     tokens_per_step: tokens of the global batch, including padding (batch x length).
     clock: returns seconds that never decrease.
+    phase: a context around every wait and pause, called with its name ('input_wait', 'save').
   """
 
   def __init__(
@@ -82,8 +84,10 @@ class StepTimer:
     tokens_per_step: int,
     first_step: int = 0,
     clock: Callable[[], float] = time.monotonic,
+    phase: Callable[[str], AbstractContextManager[None]] = contextlib.nullcontext,
   ):
     self._clock = clock
+    self._phase = phase
     self._tokens_per_step = tokens_per_step
     self._total_steps = total_steps
     self._step = first_step
@@ -116,7 +120,8 @@ class StepTimer:
     seconds: list[float] = []
     begin = self._clock()
     try:
-      yield seconds
+      with self._phase(name):
+        yield seconds
     finally:
       self._inside = None
       seconds.append(self._clock() - begin)

@@ -3,6 +3,8 @@
 import concurrent.futures
 import dataclasses
 import math
+import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
@@ -16,9 +18,11 @@ from t5x_gpu.checkpoint.start import resume_data
 from t5x_gpu.data.batches import Batch, batch_hash
 from t5x_gpu.errors import TrainingError
 from t5x_gpu.metrics import reduce
+from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.data import RunData, open_data
+from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.xla import flags as xla_flags
@@ -40,6 +44,7 @@ class LiveRun:
     checkpointer: saves to MODEL_DIR.
     first_step: number of steps that the first state has behind it.
     origin: where the run started, for its manifests; None for a run that started from its seed.
+    goodput: keeps account of where the time goes.
   """
 
   plan: CheckedRun
@@ -48,6 +53,7 @@ class LiveRun:
   checkpointer: AnyCheckpointer
   first_step: int
   origin: Optional[Mapping[str, Any]]
+  goodput: Goodput
 
   @property
   def tokens_per_step(self) -> int:
@@ -110,7 +116,9 @@ class LiveRun:
       check_first_loss(loss, self.plan.run.model)
 
 
-def open_run(plan: CheckedRun, *, xla: Optional[xla_flags.Applied]) -> tuple[LiveRun, TrainState]:
+def open_run(
+  plan: CheckedRun, *, xla: Optional[xla_flags.Applied], goodput: Goodput
+) -> tuple[LiveRun, TrainState]:
   """Returns the run and the state of its next step; opens the data while XLA compiles.
 
   The state is the latest checkpoint of MODEL_DIR, else that of another run, else a fresh one.
@@ -118,21 +126,24 @@ def open_run(plan: CheckedRun, *, xla: Optional[xla_flags.Applied]) -> tuple[Liv
   Args:
     plan: the checked run.
     xla: settings to compile with; None for XLA's defaults.
+    goodput: keeps account of where the time goes.
   Raises:
     OutOfMemoryError: the compiled step does not fit.
     CheckpointError: no checkpoint can be read.
     ConfigError, DataError: as `open_data`.
   """
-  train_step, fresh, data = _compile_and_open(plan, xla)
+  with goodput.phase('compile'):
+    train_step, fresh, data = _compile_and_open(plan, xla)
   checkpointer = open_checkpointer(plan.model_dir, keep=plan.run.checkpoint_cfg.kept)
-  state, restored = plan.start.first_state(checkpointer, plan.program, fresh, plan.local)
-  first_step = int(state.step)
-  if restored:
-    _continue_from(restored, plan, data, first_step)
+  with goodput.phase('restore'):
+    state, restored = plan.start.first_state(checkpointer, plan.program, fresh, plan.local)
+    first_step = int(state.step)
+    if restored:
+      _continue_from(restored, plan, data, first_step)
   if plan.start.reader and plan.run.initialize_from.mode != 'partial' and is_main_process():
     carry_hf_folder(plan.start.reader.path.parent, plan.model_dir.path)
   origin = plan.start.origin_of(restored)
-  return LiveRun(plan, train_step, data, checkpointer, first_step, origin), state
+  return LiveRun(plan, train_step, data, checkpointer, first_step, origin, goodput), state
 
 
 def _compile_and_open(
@@ -162,3 +173,17 @@ def _continue_from(restored: Restored, plan: CheckedRun, data: RunData, step: in
   if not plan.saved or plan.saved.step != step:  # the latest checkpoint could not be read
     resume_data(data.batches, data_state=restored.data_state, manifest=restored.manifest)
   log(f'Continuing from {restored.path}.')
+
+
+def start_facts(live: LiveRun) -> dict[str, Any]:
+  """Returns what the ledger says about this start of the run."""
+  devices = live.plan.program.layout.mesh.devices
+  return {
+    'total_steps': live.plan.run.total_steps,
+    'tokens_per_step': live.tokens_per_step,
+    'devices': devices.size,
+    'device_kind': devices.flat[0].device_kind,
+    'processes': distributed.process_count(),
+    'host': socket.gethostname(),
+    'job': os.environ.get('SLURM_JOB_ID', ''),
+  }

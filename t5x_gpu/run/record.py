@@ -33,6 +33,7 @@ def open_recorder(live: LiveRun, watchdog: Watchdog) -> Recorder:
     tokens_per_step=live.tokens_per_step,
     is_main=distributed.is_main_process(),
     step_done=step_done,
+    goodput=live.goodput,
     loggers=run.logging_cfg,
     run_name=os.path.basename(run.model_dir.rstrip('/')),
     monitor=Monitor(

@@ -1,0 +1,226 @@
+"""`MODEL_DIR/goodput.jsonl`: where the wall time of a run goes, across kills and restarts.
+
+Process 0 appends lines of JSON; nothing in the file is ever changed. Each line has the seconds of
+every phase since its process started, so a lost or damaged line loses nothing:
+
+    {"run": "9f3a61c2", "at": 1795399860.1, "first_step": 40, "step": 64, "phase": "productive",
+     "seconds": {"init": 3.1, "compile": 20.2, "restore": 1.9, "productive": 50.3, "save": 0.4}}
+
+A thread writes one every 30 seconds, whatever the process does; so do a save, an evaluation and the
+end of a run. The loop itself only reads a clock. `metrics/goodput_accounts.py` adds the lines up.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Optional, Self
+
+from t5x_gpu.metrics import goodput_accounts
+from t5x_gpu.runtime import process_exit, process_start
+
+GOODPUT = 'goodput.jsonl'
+SECONDS_BETWEEN_LINES = 30.0
+# Names of waits and pauses of the step timer -> the phase that they are here.
+_PHASES = {'input_wait': 'input', 'local_save': 'save'}
+_log = logging.getLogger(__name__)
+
+
+class Goodput(contextlib.AbstractContextManager):
+  """Keeps account of the phases of this process; writes them once `open` has named a folder.
+
+      with Goodput(enabled=is_main_process()) as goodput:   # 'init', since the process started
+        with goodput.phase('compile'): ...
+        with goodput.phase('restore'): ...
+        goodput.open(folder, first_step=40, facts={...})
+        with goodput.phase('productive'):
+          for step in ...:
+            with goodput.phase('input'): ...
+            goodput.step_done(step)
+        goodput.ends('done')
+
+  Args:
+    enabled: True on the process that writes; the others only measure.
+    clock: returns seconds that never decrease.
+    now: returns seconds since 1970.
+    period_seconds: between two lines of the thread.
+  """
+
+  def __init__(
+    self,
+    *,
+    enabled: bool,
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
+    period_seconds: float = SECONDS_BETWEEN_LINES,
+  ):
+    self._enabled, self._clock, self._now = enabled, clock, now
+    self._period = period_seconds
+    self._run = uuid.uuid4().hex[:8]
+    self._lock = threading.Lock()  # held for microseconds: the loop takes it
+    self._write_lock = threading.Lock()  # a disk may hang
+    self._phase, self._since = 'init', clock()
+    self._seconds = {'init': process_start.seconds_since_start()}
+    self._first_step: Optional[int] = None
+    self._step: Optional[int] = None
+    self._end: Optional[str] = None
+    self._path: Optional[pathlib.Path] = None
+    self._has_failed = False
+    self._closed = threading.Event()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(
+    self,
+    kind: Optional[type[BaseException]],
+    error: Optional[BaseException],
+    traceback: Optional[TracebackType],
+  ) -> None:
+    self._close(self._end or (kind.__name__ if kind else 'done'))
+
+  @contextlib.contextmanager
+  def phase(self, name: str, *, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Context whose seconds count as `name`.
+
+    Args:
+      name: 'productive', 'compile', ..., or the name of a pause in the step timer.
+      unless: asked at the end; if true, the seconds count as the phase around this one.
+    """
+    name = _PHASES.get(name, name)
+    before = self._enter(name if name in goodput_accounts.PHASES else goodput_accounts.OTHER)
+    if name in ('save', 'eval'):
+      self.write()  # at a save: what is lost if the run restarts from it begins here
+    try:
+      yield
+    finally:
+      self._enter(before, counted_as=before if unless() else None)
+
+  def _enter(self, name: str, *, counted_as: Optional[str] = None) -> str:
+    """Begins a phase; returns the one that ends."""
+    with self._lock:
+      ending = self._phase
+      self._count(counted_as or ending)
+      self._phase = name
+      return ending
+
+  def _count(self, name: str) -> None:
+    """Counts the time since the last count as `name`."""
+    now = self._clock()
+    self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+    self._since = now
+
+  def _state(self) -> dict[str, Any]:
+    with self._lock:
+      self._count(self._phase)
+      return {
+        'run': self._run,
+        'at': round(self._now(), 3),
+        'first_step': self._first_step,
+        'step': self._step,
+        'phase': self._phase,
+        'seconds': {name: round(value, 3) for name, value in self._seconds.items()},
+      }
+
+  def step_done(self, step: int) -> None:
+    """Counts a step."""
+    self._step = step
+
+  def open(
+    self,
+    folder: str | os.PathLike,
+    *,
+    first_step: Optional[int] = None,
+    facts: Optional[Mapping[str, Any]] = None,
+  ) -> None:
+    """Writes lines to `folder` from now on.
+
+    Args:
+      folder: MODEL_DIR, or what is copied there. It may be another one than before.
+      first_step: number of steps that the first state has behind it; None while it is unknown.
+      facts: JSON-ready, of this start: 'total_steps', 'devices', 'host', ...
+    """
+    self._first_step = self._step = first_step
+    if not self._enabled:
+      return
+    first = self._path is None
+    self._path = pathlib.Path(folder) / GOODPUT
+    self.write(facts=facts)
+    if first:
+      process_exit.before_exit(self._left_at_once)
+      threading.Thread(target=self._keep_writing, name='goodput', daemon=True).start()
+
+  def _keep_writing(self) -> None:
+    while not self._closed.wait(self._period):
+      self.write()
+
+  def ends(self, reason: str) -> None:
+    """Records how the run ends: 'done', 'SIGTERM', ..."""
+    self._end = reason
+    self.write()
+
+  def _left_at_once(self) -> None:
+    self._close(self._end or 'left at once')
+
+  def _close(self, reason: str) -> None:
+    if self._path is None or self._closed.is_set():
+      return
+    self._closed.set()
+    self.ends(reason)
+    with contextlib.suppress(ValueError):  # this is that call
+      process_exit.cancel_before_exit(self._left_at_once)
+
+  def write(self, *, facts: Optional[Mapping[str, Any]] = None) -> None:
+    """Appends a line. A disk that is full or gone costs lines, not the run: it warns once."""
+    if self._path is None:
+      return
+    with self._write_lock:
+      line = self._state()
+      line |= {'end': self._end} if self._end else {}
+      line |= {'facts': dict(facts)} if facts else {}
+      try:
+        _append(self._path, json.dumps(line) + '\n')
+      except OSError as e:
+        if not self._has_failed:
+          _log.warning('%s cannot be written: %s. The run goes on.', self._path, e.strerror or e)
+        self._has_failed = True
+
+  def summary(self) -> str:
+    """Returns a line on all runs in the folder so far; '' on processes that do not write."""
+    accounts = self._accounts()
+    return goodput_accounts.summary(accounts) if accounts else ''
+
+  def interruption(self) -> str:
+    """Returns a line on what the last interruption cost; '' if there was none."""
+    accounts = self._accounts()
+    return goodput_accounts.interruption(accounts) if accounts else ''
+
+  def _accounts(self) -> Optional[goodput_accounts.Accounts]:
+    if self._path is None:
+      return None
+    self.write()
+    try:
+      ledger = goodput_accounts.read_ledger(self._path)
+    except (OSError, ValueError) as e:  # accounts do not stop a run
+      _log.warning('No goodput: %s cannot be read: %s.', self._path, e)
+      return None
+    return goodput_accounts.accounts_of(ledger) if ledger.runs else None
+
+
+def _append(path: pathlib.Path, line: str) -> None:
+  """Appends a line in one system call; begins a new line if the last one was cut short."""
+  with open(path, 'ab+', buffering=0) as f:
+    size = f.seek(0, os.SEEK_END)
+    if size:
+      f.seek(size - 1)
+      if f.read(1) != b'\n':
+        line = '\n' + line
+    data = line.encode()
+    if f.write(data) != len(data):
+      raise OSError('only a part of a line was written')

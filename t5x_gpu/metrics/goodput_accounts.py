@@ -1,0 +1,274 @@
+"""Reads `goodput.jsonl` and adds up where the wall time went, over all starts of a run."""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from t5x_gpu.config.json_schema import (
+  Fields,
+  MapOf,
+  Nullable,
+  Number,
+  Whole,
+  parse_json,
+  read_bytes,
+)
+from t5x_gpu.terminal.bars import format_seconds
+
+PRODUCTIVE, LOST, DOWNTIME, OTHER = 'productive', 'lost', 'downtime', 'other'
+DONE = 'done'  # how a run ends that has taken all its steps
+# What a process measures, and what follows from several of them.
+PHASES = (PRODUCTIVE, 'init', 'compile', 'restore', 'input', 'save', 'eval', OTHER)
+CATEGORIES = (*PHASES, LOST, DOWNTIME)
+MEANING = {
+  PRODUCTIVE: 'training steps that count',
+  'init': 'imports, checks, joining the other processes, opening the data',
+  'compile': 'XLA compiles, or reads the compiled step from its cache',
+  'restore': 'the first state: a checkpoint, or initial values',
+  'input': 'the devices had nothing to do, because the next batch was not ready',
+  'save': 'the loop waits for a save',
+  'eval': 'evaluations; the sample and pictures at the end',
+  OTHER: 'other pauses of the loop',
+  LOST: 'steps that were trained again after a restart',
+  DOWNTIME: 'between the last sign of one process and the start of the next',
+}
+
+_SECONDS = Number(0, 1e10)
+_SCHEMA = Fields(
+  {'run': str, 'at': _SECONDS, 'seconds': MapOf(_SECONDS)},
+  optional={
+    'first_step': Nullable(Whole()),
+    'step': Nullable(Whole()),
+    'phase': str,
+    'end': str,
+    'facts': dict,
+  },
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+  """One line of the ledger.
+
+  Attributes:
+    at: when it was written, in seconds since 1970.
+    step: the last finished step; None before the first state.
+    phase: what the process was doing.
+    seconds: phase -> seconds since the process started.
+  """
+
+  at: float
+  step: Optional[int]
+  phase: str
+  seconds: Mapping[str, float]
+
+  @property
+  def total(self) -> float:
+    return math.fsum(self.seconds.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessLines:
+  """What one process wrote, from its start to its end or its kill.
+
+  Attributes:
+    run: its identifier.
+    lines: by time, at least one.
+    first_step: step that it started from; None if it never had a state.
+    end: 'done', 'SIGTERM', 'TrainingError', ...; None if it was killed or still runs.
+    facts: of its start.
+  """
+
+  run: str
+  lines: Sequence[Line]
+  first_step: Optional[int]
+  end: Optional[str]
+  facts: Mapping[str, Any]
+
+  @property
+  def start(self) -> float:
+    """When the process started, in seconds since 1970."""
+    return self.lines[-1].at - self.lines[-1].total
+
+  @property
+  def last(self) -> Line:
+    return self.lines[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+  """The content of a ledger.
+
+  Attributes:
+    runs: by the time of their start.
+    damaged: numbers of the lines that cannot be read, from 1.
+  """
+
+  runs: Sequence[ProcessLines]
+  damaged: Sequence[int]
+
+
+def read_ledger(path: str | os.PathLike) -> Ledger:
+  """Returns the content of a ledger; skips and counts damaged lines.
+
+  Raises:
+    OSError, ValueError: the file cannot be read.
+  """
+  found: dict[str, list[dict[str, Any]]] = {}
+  damaged = []
+  for number, text in enumerate(read_bytes(path).split(b'\n'), 1):
+    if not text.strip():
+      continue
+    try:
+      record = parse_json(text, _SCHEMA)
+    except ValueError:
+      damaged.append(number)
+      continue
+    found.setdefault(record['run'], []).append(record)
+  runs = [_process(run, records) for run, records in found.items()]
+  return Ledger(sorted(runs, key=lambda run: run.start), damaged)
+
+
+def _process(run: str, records: list[dict[str, Any]]) -> ProcessLines:
+  lines = [
+    Line(r['at'], r.get('step'), r.get('phase', OTHER), _known(r['seconds'])) for r in records
+  ]
+  first = [r['first_step'] for r in records if r.get('first_step') is not None]
+  ends = [r['end'] for r in records if r.get('end')]
+  facts: dict[str, Any] = {}
+  for record in records:
+    facts |= record.get('facts', {})
+  return ProcessLines(run, lines, first[-1] if first else None, ends[-1] if ends else None, facts)
+
+
+def _known(seconds: Mapping[str, float]) -> dict[str, float]:
+  """Returns seconds by phase; phases of a later version count as other."""
+  known: dict[str, float] = {}
+  for name, value in seconds.items():
+    name = name if name in PHASES else OTHER
+    known[name] = known.get(name, 0.0) + value
+  return known
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessAccount:
+  """Where the time of one process went.
+
+  Attributes:
+    process: what it wrote.
+    seconds: category -> seconds; its downtime is that before its start.
+    lost_steps: steps that a later process trained again.
+  """
+
+  process: ProcessLines
+  seconds: Mapping[str, float]
+  lost_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Accounts:
+  """Where the wall time of a run went, over all its processes.
+
+  Attributes:
+    processes: by the time of their start.
+    seconds: category -> seconds, in the order of `CATEGORIES`.
+    wall_seconds: from the start of the first process to the last line, without the time between a
+      finished run and the start that trains it on.
+  """
+
+  processes: Sequence[ProcessAccount]
+  seconds: Mapping[str, float]
+  wall_seconds: float
+
+  @property
+  def goodput(self) -> float:
+    """Share of the wall time in which steps were trained that count, from 0 to 1."""
+    return self.seconds[PRODUCTIVE] / max(math.fsum(self.seconds.values()), 1e-9)
+
+  @property
+  def lost_steps(self) -> int:
+    return sum(p.lost_steps for p in self.processes)
+
+
+def accounts_of(ledger: Ledger) -> Accounts:
+  """Returns where the time went; `ledger` has at least one process."""
+  processes, between = [], 0.0
+  for i, run in enumerate(ledger.runs):
+    # Steps after the earliest later start were trained again.
+    kept = min(
+      (r.first_step for r in ledger.runs[i + 1 :] if r.first_step is not None), default=None
+    )
+    seconds = dict.fromkeys(CATEGORIES, 0.0) | run.last.seconds
+    lost_steps = 0
+    if kept is not None:
+      seconds[LOST] = _productive_after(run, kept)
+      seconds[PRODUCTIVE] -= seconds[LOST]
+      if run.last.step is not None:
+        lost_steps = max(0, run.last.step - max(kept, run.first_step or 0))
+    if i:
+      before = max(ledger.runs[:i], key=lambda r: r.last.at)
+      away = max(0.0, run.start - before.last.at)
+      seconds[DOWNTIME] = 0.0 if before.end == DONE else away
+      between += away - seconds[DOWNTIME]
+    processes.append(ProcessAccount(run, seconds, lost_steps))
+  totals = {name: math.fsum(p.seconds[name] for p in processes) for name in CATEGORIES}
+  wall = max(run.last.at for run in ledger.runs) - ledger.runs[0].start - between
+  return Accounts(processes, totals, wall)
+
+
+def _productive_after(run: ProcessLines, step: int) -> float:
+  """Returns the seconds that a process trained steps after `step`, in proportion within a line."""
+  lost = 0.0
+  known = [line for line in run.lines if line.step is not None]
+  for a, b in itertools.pairwise(known):
+    seconds = max(0.0, b.seconds.get(PRODUCTIVE, 0.0) - a.seconds.get(PRODUCTIVE, 0.0))
+    if a.step >= step:
+      lost += seconds
+    elif b.step > step:
+      lost += seconds * (b.step - step) / (b.step - a.step)
+  return min(lost, run.last.seconds.get(PRODUCTIVE, 0.0))
+
+
+def summary(accounts: Accounts) -> str:
+  """Returns `goodput 93% of 0:12:10: compile 3%, input 2%, save 1%`."""
+  total = max(math.fsum(accounts.seconds.values()), 1e-9)
+  shares = {name: accounts.seconds[name] / total for name in CATEGORIES if name != PRODUCTIVE}
+  parts = [
+    f'{name} {_percent(share)}'
+    for name, share in sorted(shares.items(), key=lambda item: -item[1])
+    if share >= 0.005
+  ]
+  starts = len(accounts.processes)
+  over = f' ({starts} starts)' if starts > 1 else ''
+  rest = ': ' + ', '.join(parts) if parts else ''
+  return f'goodput {_percent(accounts.goodput)} of {format_seconds(total)}{over}{rest}'
+
+
+def _percent(share: float) -> str:
+  return f'{100 * share:.0f}%'
+
+
+def interruption(accounts: Accounts) -> str:
+  """Returns what the last interruption cost; '' if there was none."""
+  if len(accounts.processes) < 2:
+    return ''
+  before, now = accounts.processes[-2:]
+  if before.process.end == DONE:
+    return ''
+  lost, down = before.seconds[LOST], now.seconds[DOWNTIME]
+  again = math.fsum(now.seconds[name] for name in ('init', 'compile', 'restore'))
+  parts = [
+    f'{format_seconds(down)} between the two processes',
+    f'{format_seconds(again)} to start again',
+  ]
+  if before.lost_steps or lost:
+    parts.insert(0, f'{format_seconds(lost)} of training after step {now.process.first_step}')
+  how = before.process.end or 'killed'
+  return (
+    f'The last interruption ({how}) cost {format_seconds(lost + down + again)}: '
+    + ', '.join(parts)
+    + '.'
+  )

@@ -1,0 +1,232 @@
+"""The ledger of wall time: phases by a clock that the test moves; kills, damage, full disks."""
+
+import json
+import math
+import threading
+
+import pytest
+
+from t5x_gpu.metrics import goodput_accounts
+from t5x_gpu.metrics.goodput import GOODPUT, Goodput
+from t5x_gpu.runtime import process_exit
+from tests.helpers_disk import small_disk
+
+
+class Clock:
+  """Seconds since 1970 and since boot at once."""
+
+  def __init__(self):
+    self.seconds = 1_000_000.0
+
+  def __call__(self) -> float:
+    return self.seconds
+
+  def passes(self, seconds: float) -> None:
+    self.seconds += seconds
+
+
+@pytest.fixture
+def clock():
+  return Clock()
+
+
+def started(clock, **options) -> Goodput:
+  return Goodput(enabled=True, clock=clock, now=clock, period_seconds=1e6, **options)
+
+
+def killed(goodput: Goodput) -> None:
+  """The process is gone; of this object only what is on the disk counts."""
+  process_exit.cancel_before_exit(goodput._left_at_once)
+
+
+def trains(goodput, clock, folder, steps, *, first_step, init=3.0, save_every=None):
+  """A process that takes its steps, 2 s each, until something else happens to it."""
+  clock.passes(init)
+  with goodput.phase('compile'):
+    clock.passes(10.0)
+  goodput.open(folder, first_step=first_step, facts={'total_steps': 100})
+  with goodput.phase('productive'):
+    for step in range(first_step + 1, first_step + steps + 1):
+      with goodput.phase('input_wait'):
+        clock.passes(0.5)
+      clock.passes(1.5)
+      goodput.step_done(step)
+      if save_every and step % save_every == 0:
+        with goodput.phase('local_save'):
+          clock.passes(1.0)
+    goodput.write()
+
+
+def accounts(folder) -> goodput_accounts.Accounts:
+  return goodput_accounts.accounts_of(goodput_accounts.read_ledger(folder / GOODPUT))
+
+
+def test_phases_of_one_process_sum_to_its_wall_time(tmp_path, clock):
+  begin = clock()
+  with started(clock) as goodput:
+    trains(goodput, clock, tmp_path, 10, first_step=0, save_every=5)
+    goodput.ends('done')
+    with goodput.phase('eval'):
+      clock.passes(4.0)
+  found = accounts(tmp_path)
+  used = {name: seconds for name, seconds in found.seconds.items() if seconds}
+  assert used == {
+    'productive': 15.0, 'init': 3.0, 'compile': 10.0, 'input': 5.0, 'save': 2.0, 'eval': 4.0
+  }  # fmt: skip
+  assert found.wall_seconds == math.fsum(used.values()) == clock() - begin
+  assert found.goodput == pytest.approx(15 / 39)
+  assert found.processes[0].process.end == 'done'
+  assert goodput_accounts.summary(found) == (
+    'goodput 38% of 0:00:39: compile 26%, input 13%, eval 10%, init 8%, save 5%'
+  )
+  assert goodput_accounts.interruption(found) == ''
+
+
+def test_a_wait_for_input_while_the_devices_are_busy_is_productive(tmp_path, clock):
+  with started(clock) as goodput:
+    goodput.open(tmp_path, first_step=0)
+    with goodput.phase('productive'):
+      for busy in (True, False):
+        with goodput.phase('input_wait', unless=lambda busy=busy: busy):
+          clock.passes(3.0 if busy else 5.0)
+  assert accounts(tmp_path).seconds['input'] == 5.0
+  assert accounts(tmp_path).seconds['productive'] == 3.0
+
+
+def test_steps_after_the_last_checkpoint_are_lost_if_a_kill_makes_a_restart_repeat_them(
+  tmp_path, clock
+):
+  begin = clock()
+  first = started(clock)
+  trains(first, clock, tmp_path, 14, first_step=0, save_every=5)
+  killed(first)
+  clock.passes(60.0)
+  with started(clock) as second:
+    trains(second, clock, tmp_path, 10, first_step=10)
+    text = second.interruption()
+  found = accounts(tmp_path)
+  assert found.lost_steps == 4 and found.processes[0].lost_steps == 4
+  assert found.seconds['lost'] == pytest.approx(4 * 1.5)
+  assert found.seconds['productive'] == pytest.approx((14 - 4 + 10) * 1.5)
+  assert found.seconds['downtime'] == 60.0
+  assert math.fsum(found.seconds.values()) == pytest.approx(clock() - begin)
+  assert found.wall_seconds == pytest.approx(clock() - begin)
+  assert found.processes[0].process.end is None
+  assert text == (
+    'The last interruption (killed) cost 0:01:19: 0:00:06 of training after step 10, '
+    '0:01:00 between the two processes, 0:00:13 to start again.'
+  )
+
+
+def test_a_restart_from_an_older_checkpoint_also_loses_steps_of_earlier_processes(tmp_path, clock):
+  for first_step, steps in ((0, 10), (10, 10), (5, 20)):
+    with started(clock) as goodput:
+      trains(goodput, clock, tmp_path, steps, first_step=first_step, save_every=5)
+      goodput.ends('SIGTERM')
+  found = accounts(tmp_path)
+  assert [p.lost_steps for p in found.processes] == [5, 10, 0]
+  assert found.seconds['lost'] == pytest.approx(15 * 1.5)
+  assert found.seconds['productive'] == pytest.approx(25 * 1.5)
+
+
+def test_time_after_a_finished_run_is_no_downtime(tmp_path, clock):
+  for first_step in (0, 10):
+    with started(clock) as goodput:
+      trains(goodput, clock, tmp_path, 10, first_step=first_step)
+      text = goodput.interruption()
+    clock.passes(1e6)
+  found = accounts(tmp_path)
+  assert found.seconds['downtime'] == 0.0 and text == ''
+  assert found.wall_seconds == pytest.approx(math.fsum(found.seconds.values()))
+
+
+def test_a_half_written_line_costs_that_line_alone(tmp_path, clock):
+  with started(clock) as goodput:
+    trains(goodput, clock, tmp_path, 10, first_step=0, save_every=5)
+  path = tmp_path / GOODPUT
+  whole = accounts(tmp_path).seconds
+  lines = path.read_bytes().splitlines(keepends=True)
+  path.write_bytes(
+    b''.join([lines[0], b'{"run": "x"}\n', b'\xff\x00\n', *lines[1:], lines[-1][:40]])
+  )
+  with started(clock) as goodput:
+    trains(goodput, clock, tmp_path, 5, first_step=10)
+  ledger = goodput_accounts.read_ledger(path)
+  assert ledger.damaged == [2, 3, len(lines) + 3]
+  assert len(ledger.runs) == 2
+  assert goodput_accounts.accounts_of(ledger).processes[0].seconds == whole
+
+
+def test_any_line_may_be_missing(tmp_path, clock):
+  with started(clock) as goodput:
+    trains(goodput, clock, tmp_path, 20, first_step=0, save_every=5)
+  with started(clock) as goodput:
+    trains(goodput, clock, tmp_path, 5, first_step=12)
+  path = tmp_path / GOODPUT
+  lines = path.read_bytes().splitlines(keepends=True)
+  whole = accounts(tmp_path).seconds
+  last = [i for i, line in enumerate(lines) if b'"end"' in line]
+  for missing in set(range(len(lines))) - set(last):
+    path.write_bytes(b''.join(line for i, line in enumerate(lines) if i != missing))
+    assert accounts(tmp_path).seconds == pytest.approx(whole, abs=12 * 1.5), missing
+
+
+def test_a_thread_writes_while_the_process_is_in_one_phase(tmp_path, clock):
+  with Goodput(enabled=True, clock=clock, now=clock, period_seconds=0.001) as goodput:
+    goodput.open(tmp_path, first_step=0)
+    with goodput.phase('productive'), goodput.phase('eval'):
+      clock.passes(7.0)
+      arrived = threading.Event()
+      for _ in range(10_000):
+        if goodput_accounts.read_ledger(tmp_path / GOODPUT).runs[0].last.seconds.get('eval') == 7:
+          break
+        arrived.wait(0.005)
+      else:
+        pytest.fail('no line')
+
+
+def test_other_processes_measure_and_write_nothing(tmp_path, clock):
+  with Goodput(enabled=False, clock=clock, now=clock) as goodput:
+    trains(goodput, clock, tmp_path, 3, first_step=0, save_every=1)
+    assert goodput.summary() == goodput.interruption() == ''
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_never_opens_its_folder_leaves_no_trace(tmp_path, clock):
+  with pytest.raises(KeyError), started(clock):
+    raise KeyError('x')
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path, clock, caplog):
+  with small_disk(tmp_path / 'disk', size='64k') as disk, started(clock) as goodput:
+    trains(goodput, clock, disk, 2, first_step=0)
+    filler = disk / 'filler'
+    with open(filler, 'wb', buffering=0) as f:
+      try:
+        while f.write(b'x' * 512):
+          pass
+      except OSError:
+        pass
+    for _ in range(40):
+      goodput.write()
+    filler.unlink()
+    clock.passes(5.0)
+    goodput.ends('done')
+    found = accounts(disk)
+    assert found.processes[0].process.end == 'done'
+    assert math.fsum(found.seconds.values()) == pytest.approx(clock() - 1_000_000)
+  assert caplog.text.count('The run goes on.') == 1
+
+
+def test_an_error_is_how_the_run_ends(tmp_path, clock):
+  with pytest.raises(ZeroDivisionError), started(clock) as goodput:
+    trains(goodput, clock, tmp_path, 2, first_step=0)
+    raise ZeroDivisionError
+  assert accounts(tmp_path).processes[0].process.end == 'ZeroDivisionError'
+
+
+def test_unknown_phases_of_a_later_version_are_other(tmp_path):
+  record = {'run': 'a', 'at': 100.0, 'seconds': {'productive': 5.0, 'dreaming': 2.0}}
+  (tmp_path / GOODPUT).write_text(json.dumps(record) + '\n')
+  assert accounts(tmp_path).seconds['other'] == 2.0
