@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Optional
 
 from t5x_gpu.config import gin_files, gin_loader, provenance
 from t5x_gpu.errors import ConfigError, MeshError, ModelError, ShapeError, UserError, did_you_mean
-from t5x_gpu.runtime import import_interrupts, process_exit, process_start
+from t5x_gpu.runtime import host, import_interrupts, process_exit
 from t5x_gpu.runtime.interrupts import SecondInterruptLeaves
 
 EXAMPLES = """examples:
@@ -270,7 +270,7 @@ def run_main(main: Callable[[], Optional[int]]) -> NoReturn:
   process of several exits at once on an error, since it and the others would wait for each other.
   """
   import_interrupts.raise_again()
-  process_start.this_is_a_command()
+  host.this_is_a_command()
   failed, config_error_code = True, int(os.environ.get(CONFIG_ERROR_CODE) or 1)
   try:
     with SecondInterruptLeaves(leave=process_exit.leave_at_once):

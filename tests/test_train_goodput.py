@@ -14,7 +14,7 @@ from tests.helpers_train import Project
 
 def test_the_ledger_sums_to_the_wall_time_through_a_kill_and_a_requeue(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
-  macros = {'TRAIN_STEPS': 12, 'SAVE_PERIOD': 4, 'EVAL_PERIOD': 6}
+  macros = {'DATA_MODULE': "'held_data'", 'TRAIN_STEPS': 12, 'SAVE_PERIOD': 4, 'EVAL_PERIOD': 6}
   begin = time.time()
   with project.start(**macros, hold_before=7) as run:
     run.wait_for(run.held)

@@ -175,7 +175,7 @@ def _keep_previous(folder: pathlib.Path, config: str) -> list[str]:
         kept = folder / f'{stem}_{number}{suffix}'
         with atomic_write(kept) as new:
           shutil.copy2(folder / name, new)
-  return _changes(old, config)
+  return changes(old, config)
 
 
 def _text_of(path: pathlib.Path) -> Optional[str]:
@@ -194,7 +194,7 @@ def _replace(path: pathlib.Path, text: str) -> None:
     new.write_text(text, 'utf-8')
 
 
-def _changes(old: str, new: str) -> list[str]:
+def changes(old: str, new: str) -> list[str]:
   """Returns `KEY: old -> new` for what differs between two config.gin."""
   try:
     before, after = (dict(_texts(text)) for text in (old, new))

@@ -23,12 +23,17 @@ from types import TracebackType
 from typing import Any, Optional, Self
 
 from t5x_gpu.metrics import goodput_accounts
-from t5x_gpu.runtime import process_exit, process_start
+from t5x_gpu.runtime import host, process_exit
 
 GOODPUT = 'goodput.jsonl'
 SECONDS_BETWEEN_LINES = 30.0
 # Names of waits and pauses of the step timer -> the phase that they are here.
-_PHASES = {'input_wait': 'input', 'local_save': 'save'}
+_PHASES = {
+  'input_wait': 'input',
+  'dispatch': 'productive',
+  'device_wait': 'productive',
+  'local_save': 'save',
+}
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +71,7 @@ class Goodput(contextlib.AbstractContextManager):
     self._lock = threading.Lock()  # held for microseconds: the loop takes it
     self._write_lock = threading.Lock()  # a disk may hang
     self._phase, self._since = 'init', clock()
-    self._seconds = {'init': process_start.seconds_since_start()}
+    self._seconds = {'init': host.seconds_since_start()}
     self._first_step: Optional[int] = None
     self._step: Optional[int] = None
     self._end: Optional[str] = None

@@ -264,7 +264,7 @@ def interruption(accounts: Accounts) -> str:
     f'{format_seconds(down)} between the two processes',
     f'{format_seconds(again)} to start again',
   ]
-  if before.lost_steps or lost:
+  if before.lost_steps or lost >= 1:  # or a step that hung
     parts.insert(0, f'{format_seconds(lost)} of training after step {now.process.first_step}')
   how = before.process.end or 'killed'
   return (

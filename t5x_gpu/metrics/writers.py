@@ -67,7 +67,7 @@ def to_json_line(step: int, values: Mapping[str, float]) -> str:
   return json.dumps(record, allow_nan=False) + '\n'
 
 
-def _parse_line(line: bytes) -> Optional[dict[str, Any]]:
+def parse_line(line: bytes) -> Optional[dict[str, Any]]:
   """Returns the record of one line, with NaN and infinity restored; None for a damaged line."""
   try:
     record = parse_json(line, _RECORD)
@@ -93,7 +93,7 @@ def _disk_error(step: int, what: str, e: OSError) -> TrainingError:
 
 def read_json_lines(path: str | os.PathLike) -> list[dict[str, Any]]:
   """Returns the records of a metrics file in order, with NaN and infinity; skips damaged lines."""
-  records = (_parse_line(line) for line in pathlib.Path(path).read_bytes().splitlines())
+  records = (parse_line(line) for line in pathlib.Path(path).read_bytes().splitlines())
   return [record for record in records if record is not None]
 
 
@@ -128,7 +128,7 @@ class JsonLinesWriter:
     if not content or content.endswith(b'\n'):
       return
     end = content.rfind(b'\n') + 1
-    if _parse_line(content[end:]) is None:
+    if parse_line(content[end:]) is None:
       self._file.truncate(end)
     else:  # only the newline is missing
       self._file.write(b'\n')
@@ -148,7 +148,7 @@ class JsonLinesWriter:
     If lines are damaged, the old file is kept under another name.
     """
     lines = self.path.read_bytes().splitlines()
-    records = [_parse_line(line) for line in lines]
+    records = [parse_line(line) for line in lines]
     kept = [line for line, r in zip(lines, records) if r is not None and r['step'] <= step]
     if len(kept) == len(lines):
       return

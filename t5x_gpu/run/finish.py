@@ -3,6 +3,7 @@
 import numpy as np
 
 from t5x_gpu.data.data_module import open_class_names
+from t5x_gpu.evaluation.samples import append_sample
 from t5x_gpu.metrics.end_of_run import closing_text
 from t5x_gpu.models.inference.generation import sample
 from t5x_gpu.run.data import row_length, vocabulary_of
@@ -36,6 +37,8 @@ def _sample_text(live: LiveRun, state: TrainState) -> str:
     zero_is_padding=getattr(vocabulary, 'moved_zero_id', None) is None,
   )
   text = vocabulary.decode([int(i) for i in ids])
+  if distributed.is_main_process():
+    append_sample(live.checkpointer.files.folder, run.total_steps, config, text)
   return f'Sample (temperature {config.temperature}, prompt {config.prompt!r}):\n{text}\n'
 
 

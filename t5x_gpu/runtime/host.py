@@ -1,9 +1,13 @@
-"""What Linux reports about this host."""
+"""What Linux reports about this host and this process."""
 
+import os
 import pathlib
+import time
 from typing import Optional
 
 ROOT = pathlib.Path('/')
+_MOST_AGE_SECONDS = 24 * 3600  # beyond it the kernel's clocks cannot be compared (containers)
+_is_command = False
 
 
 def read(path: pathlib.Path) -> str:
@@ -30,3 +34,21 @@ def memory_bytes(field: str, *, root: pathlib.Path = ROOT) -> Optional[int]:
     if line.startswith(f'{field}:'):
       return int(line.split()[1]) * 1024
   return None
+
+
+def this_is_a_command() -> None:
+  """Records that all of this process serves one command, its imports included."""
+  global _is_command
+  _is_command = True
+
+
+def seconds_since_start() -> float:
+  """Returns the age of this process; 0 if it serves other work too (a notebook), or is unknown."""
+  if not _is_command:
+    return 0.0
+  try:
+    fields = read(pathlib.Path('/proc/self/stat')).rpartition(')')[2].split()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf('SC_CLK_TCK')
+  except (OSError, ValueError, IndexError, AttributeError):  # not Linux
+    return 0.0
+  return age if 0 <= age < _MOST_AGE_SECONDS else 0.0

@@ -1,0 +1,31 @@
+"""`MODEL_DIR/samples.jsonl`: the texts that a run wrote after its last step."""
+
+import json
+import logging
+import os
+import pathlib
+
+from t5x_gpu.config.json_schema import Fields, Whole
+from t5x_gpu.models.decoding import SampleConfig
+
+SAMPLES = 'samples.jsonl'
+SCHEMA = Fields({'step': Whole(), 'prompt': str, 'text': str}, optional={'temperature': float})
+_log = logging.getLogger(__name__)
+
+
+def append_sample(folder: str | os.PathLike, step: int, config: SampleConfig, text: str) -> None:
+  """Appends a text to the file; warns if the disk does not let it.
+
+  Args:
+    folder: of the run's files.
+    step: training steps done.
+    config: how the text was written.
+    text: the prompt and what the model wrote after it.
+  """
+  record = {'step': step, 'prompt': config.prompt, 'temperature': config.temperature, 'text': text}
+  path = pathlib.Path(folder) / SAMPLES
+  try:
+    with open(path, 'ab') as f:
+      f.write(json.dumps(record).encode() + b'\n')
+  except OSError as e:
+    _log.warning('%s cannot be written: %s.', path, e.strerror or e)

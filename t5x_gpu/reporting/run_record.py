@@ -1,0 +1,233 @@
+"""A run as its files tell it: metrics, ledger, configuration, checkpoints, evaluations, samples.
+
+Reads files only, without a lock or a GPU, so it works on a run that another machine is
+training right now. What is damaged is skipped, counted and named.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional, TypeVar
+
+from t5x_gpu.checkpoint.model_dir import ModelDir
+from t5x_gpu.checkpoint.run_files import RunFiles
+from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, error_line
+from t5x_gpu.checkpoint.storage.paths import as_path
+from t5x_gpu.config.json_schema import parse_json, read_bytes
+from t5x_gpu.errors import ConfigError, did_you_mean, listed, number_ranges
+from t5x_gpu.evaluation import samples
+from t5x_gpu.metrics import goodput_accounts
+from t5x_gpu.metrics.goodput import GOODPUT
+from t5x_gpu.metrics.loggers.open_loggers import METRICS
+from t5x_gpu.metrics.writers import parse_line
+from t5x_gpu.reporting import run_config
+from t5x_gpu.reporting.run_config import Setting
+
+Records = list[dict[str, Any]]
+_T = TypeVar('_T')
+_EVAL_FOLDER = 'eval'
+_MOST_NAMED = 10  # damaged lines
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+  """What the files of MODEL_DIR say.
+
+  Attributes:
+    name: the shortest end of its path that tells it from the other runs of a report.
+    folder: of its small files.
+    metrics: of metrics.jsonl, by step.
+    accounts: where the wall time went; None for a run without a ledger.
+    settings: key -> value and origin.
+    earlier: a list of changes for each earlier configuration.
+    checkpoints: committed steps, ascending.
+    manifest: of the latest checkpoint that can be read; empty if there is none.
+    evaluations: name -> records of `python -m t5x_gpu.eval`.
+    samples: texts that the run wrote.
+    problems: what could not be read, as sentences.
+  """
+
+  name: str
+  folder: pathlib.Path
+  metrics: Records
+  accounts: Optional[goodput_accounts.Accounts]
+  settings: Mapping[str, Setting]
+  earlier: Sequence[list[str]]
+  checkpoints: Sequence[int]
+  manifest: Mapping[str, Any]
+  evaluations: Mapping[str, Records]
+  samples: Records
+  problems: Sequence[str]
+
+  @functools.cached_property
+  def facts(self) -> Mapping[str, Any]:
+    """What the ledger says about the last start: 'devices', 'total_steps', ..."""
+    return self.accounts.processes[-1].process.facts if self.accounts else {}
+
+  @property
+  def total_steps(self) -> Optional[int]:
+    """The last step of the run; None if no file says."""
+    found = self.facts.get('total_steps')
+    if found is None and (setting := self.settings.get('train.total_steps')):
+      found = int(setting.value) if setting.value.isdecimal() else None
+    return found if isinstance(found, int) else None
+
+  @property
+  def step(self) -> Optional[int]:
+    """The last finished step that a file knows."""
+    steps = [self.metrics[-1]['step']] if self.metrics else []
+    if self.accounts and (step := self.accounts.processes[-1].process.last.step) is not None:
+      steps.append(step)
+    return max(steps, default=None)
+
+  def series(self, key: str) -> list[tuple[float, float]]:
+    """Returns (step, value) of a metric, ascending; the last record of a step counts."""
+    return sorted({r['step']: float(r[key]) for r in self.metrics if key in r}.items())
+
+  def last(self, key: str) -> Optional[float]:
+    """Returns the last value of a metric."""
+    return next((r[key] for r in reversed(self.metrics) if key in r), None)
+
+
+def read_run(model_dir: str | os.PathLike, *, name: str = '') -> RunRecord:
+  """Returns the record of a run.
+
+  Args:
+    model_dir: a folder, or an address in object storage, from which the small files are copied.
+    name: for the record; '' for `model_dir`.
+  Raises:
+    ConfigError: there is no such folder, or it is not the folder of a run.
+  """
+  path = as_path(model_dir)
+  if isinstance(path, pathlib.Path):
+    check_folder(path, shown=os.fspath(model_dir))
+    folder = path
+  else:
+    folder = RunFiles(path, is_main=True).folder
+  problems: list[str] = []
+  ledger = _read(folder / GOODPUT, goodput_accounts.read_ledger, problems)
+  if ledger and ledger.damaged:
+    problems.append(_damaged_text(GOODPUT, ledger.damaged))
+  metrics = _records(folder / METRICS, parse_line, problems)
+  checkpoints, manifest = _checkpoints(ModelDir(path), problems)
+  if not metrics and not checkpoints and not (ledger and ledger.runs):
+    raise _not_a_run(folder, os.fspath(model_dir))
+  return RunRecord(
+    name=name or os.fspath(model_dir),
+    folder=folder,
+    metrics=sorted(metrics, key=lambda record: record['step']),
+    accounts=goodput_accounts.accounts_of(ledger) if ledger and ledger.runs else None,
+    settings=run_config.read_settings(folder, problems),
+    earlier=run_config.earlier_changes(folder, problems),
+    checkpoints=checkpoints,
+    manifest=manifest,
+    evaluations={
+      file.stem: sorted(_records(file, parse_line, problems), key=lambda record: record['step'])
+      for file in sorted((folder / _EVAL_FOLDER).glob('*.jsonl'))
+    },
+    samples=_records(
+      folder / samples.SAMPLES, functools.partial(parse_json, schema=samples.SCHEMA), problems
+    ),
+    problems=problems,
+  )
+
+
+def read_runs(model_dirs: Sequence[str]) -> list[RunRecord]:
+  """Returns the records of several runs, with short names that differ; errors as `read_run`."""
+  parts = [str(as_path(name)).rstrip('/').split('/') for name in model_dirs]
+  length = next(
+    (
+      n
+      for n in range(1, max(map(len, parts)) + 1)
+      if len({'/'.join(p[-n:]) for p in parts}) == len(parts)
+    ),
+    1,
+  )
+  return [
+    read_run(name, name='/'.join(part[-length:]) if len(parts) > 1 else '')
+    for name, part in zip(model_dirs, parts)
+  ]
+
+
+def check_folder(path: pathlib.Path, *, shown: str) -> None:
+  """Raises ConfigError, with the closest names, unless `path` is a folder."""
+  if path.is_dir():
+    return
+  if path.exists():
+    raise ConfigError(
+      f'{shown!r} is a file; a MODEL_DIR is a folder.', fix=f'Name its folder: {path.parent}'
+    )
+  existing = path.parent
+  while not existing.is_dir():
+    existing = existing.parent
+  wanted = path.relative_to(existing).parts[0]
+  near = sorted(p.name for p in existing.iterdir() if p.is_dir() and not p.name.startswith('.'))
+  what = f'There is no folder {shown!r}.{did_you_mean(wanted, near)}'
+  there = f'Folders in {existing}: {", ".join(listed(near, 8))}.' if near else ''
+  raise ConfigError(what, fix=there or 'Name the MODEL_DIR of a run.', docs='report.md')
+
+
+def _not_a_run(folder: pathlib.Path, shown: str) -> ConfigError:
+  inside = sorted(p.parent.name for p in folder.glob(f'*/{METRICS}'))
+  if inside:
+    fix = f'Its subfolders are runs: {", ".join(f"{shown}/{name}" for name in listed(inside, 8))}'
+  else:
+    fix = f'Name a MODEL_DIR: a run writes {METRICS} there after its first step.'
+  return ConfigError(
+    f'{shown!r} is not the folder of a run: it has no {METRICS}, no {GOODPUT} and no checkpoint.',
+    fix=fix,
+  )
+
+
+def _read(
+  path: pathlib.Path, read: Callable[[pathlib.Path], _T], problems: list[str]
+) -> Optional[_T]:
+  """Returns what `read` makes of a file; None if there is no file, or it cannot be read."""
+  try:
+    return read(path)
+  except FileNotFoundError:
+    return None
+  except (OSError, ValueError) as e:
+    problems.append(f'{path.name} cannot be read: {e}.')
+    return None
+
+
+def _records(
+  path: pathlib.Path, parse: Callable[[bytes], Optional[dict[str, Any]]], problems: list[str]
+) -> Records:
+  """Returns the records of a file of JSON lines."""
+  found, damaged = [], []
+  for number, line in enumerate((_read(path, read_bytes, problems) or b'').splitlines(), 1):
+    try:
+      record = parse(line)
+    except ValueError:
+      record = None
+    if record is not None:
+      found.append(record)
+    elif line.strip():
+      damaged.append(number)
+  if damaged:
+    problems.append(_damaged_text(path.name, damaged))
+  return found
+
+
+def _damaged_text(name: str, lines: Sequence[int]) -> str:
+  named = listed(number_ranges(lines).split(','), _MOST_NAMED)
+  if len(lines) == 1:
+    return f'Line {lines[0]} of {name} is damaged and was skipped.'
+  return f'{len(lines)} lines of {name} are damaged and were skipped: {", ".join(named)}.'
+
+
+def _checkpoints(
+  model_dir: ModelDir, problems: list[str]
+) -> tuple[Sequence[int], Mapping[str, Any]]:
+  """Returns the committed steps, and the manifest of the latest that can be read."""
+  steps = model_dir.steps
+  for step in reversed(steps):
+    try:
+      return steps, model_dir.manifest(step)
+    except UNREADABLE as e:
+      problems.append(f'checkpoint_{step} has no readable manifest ({error_line(e)}).')
+  return steps, {}

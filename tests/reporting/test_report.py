@@ -1,0 +1,173 @@
+"""The report of runs: complete, self-contained, honest about damage; also in a real browser."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from t5x_gpu import report
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.metrics.goodput import GOODPUT
+from t5x_gpu.reporting.run_record import read_run, read_runs
+from tests.reporting.pages import Page
+from tests.reporting.runs import write_run
+
+BROWSER = next(
+  filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None
+)
+SECTIONS = [
+  'Loss',
+  'Speed',
+  'Goodput',
+  'Progress and restarts',
+  'Evaluations',
+  'Data',
+  'Configuration',
+  'Samples',
+]
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'from_30213db'
+
+
+def written(*folders, out) -> Page:
+  assert report.main([*map(str, folders), f'--out={out}']) == 0
+  page = Page(out.read_text('utf-8'))
+  page.check()
+  return page
+
+
+def test_a_report_has_every_section_and_every_number(tmp_path):
+  page = written(write_run(tmp_path / 'a'), out=tmp_path / 'a.html')
+  assert page.headings == SECTIONS
+  for text in (
+    'done · 40 of 40 steps · 8 x NVIDIA H100',
+    'training loss2.074',
+    'goodput43%of 0:15:30',
+    'restarts14 steps trained again',
+    'tokens/s5,040',
+    'goodput 43% of 0:15:30 (2 starts): downtime 32%, compile 13%, init 6%, lost 4%, save 1%.',
+    'last checkpoint40',
+    '75.0%',
+    'LEARNING_RATE0.001my.gin:30.01 (default)',
+    "Step 40, prompt '<b>def', temperature 0.7<b>def f(): pass",
+    'step 40\ntraining: 2.0743',
+    'restart from step 20',
+  ):
+    assert text in page.text, text
+
+
+def test_several_runs_show_their_differences_and_origins(tmp_path):
+  a = write_run(tmp_path / 'x' / 'a')
+  b = write_run(tmp_path / 'x' / 'b', learning_rate='0.5')
+  page = written(a, b, out=tmp_path / 'ab.html')
+  assert page.headings == ['Comparison', *SECTIONS]
+  start = page.text.index('Values that differ')
+  table = page.text[start : page.text.index('Overridden values')]
+  assert 'LEARNING_RATE0.001my.gin:30.5my.gin:3' in table
+  assert 'MODEL_DIR' not in table and 'schedules.factor' not in table
+  assert [run.name for run in read_runs([str(a), str(b)])] == ['a', 'b']
+  assert 'runs' not in [r.name for r in read_runs([str(a), str(a.parent / '..' / 'x' / 'b')])]
+
+
+def test_a_run_from_before_the_ledger_has_a_report(tmp_path):
+  page = written(GOLDEN / 'prepared_run', out=tmp_path / 'old.html')
+  assert [h for h in SECTIONS if h in page.headings] == [
+    'Loss', 'Speed', 'Goodput', 'Evaluations', 'Data', 'Configuration'
+  ]  # fmt: skip
+  assert 'has no goodput.jsonl: an earlier version of t5x_gpu trained it.' in page.text
+  assert "MIXTURE_OR_TASK_NAME'prepared:tokens'prepared.gin:21%gin.REQUIRED" in page.text
+
+
+def test_damaged_lines_are_skipped_counted_and_named(tmp_path, capsys):
+  folder = write_run(tmp_path / 'a')
+  with open(folder / 'metrics.jsonl', 'ab') as f:
+    f.write(b'\xff\xfe\n{"step": "x"}\n{"step": 41, "train/lo')
+  with open(folder / GOODPUT, 'ab') as f:
+    f.write(b'{"run": "abc", "at": 17')
+  (folder / 'config_origins.txt').write_bytes(b'\xff\xff')
+  (folder / 'checkpoint_40' / 'manifest' / 'metadata').write_text('{')
+  page = written(folder, out=tmp_path / 'a.html')
+  out = capsys.readouterr().out
+  lines = len((folder / GOODPUT).read_bytes().splitlines())
+  for text in (
+    '3 lines of metrics.jsonl are damaged and were skipped: 41-43.',
+    f'Line {lines} of goodput.jsonl is damaged and was skipped.',
+    'config_origins.txt cannot be read',
+    'checkpoint_40 has no readable manifest',
+  ):
+    assert text in page.text and text in out, text
+  assert 'training loss2.074' in page.text
+
+
+def test_a_run_that_only_has_a_ledger_or_nothing_yet(tmp_path):
+  folder = write_run(tmp_path / 'a')
+  (folder / 'metrics.jsonl').unlink()
+  page = written(folder, out=tmp_path / 'a.html')
+  assert 'Loss' not in page.headings and 'Goodput' in page.headings
+
+
+@pytest.mark.parametrize(
+  'name, what, fix',
+  [
+    ('runs/demoo', "There is no folder '.*runs/demoo'. Did you mean 'demo'", 'Folders in'),
+    ('rnus/demo', "Did you mean 'runs'", 'Folders in'),
+    ('runs', 'not the folder of a run', 'Its subfolders are runs: .*runs/demo'),
+    ('empty', 'it has no metrics.jsonl', 'a run writes metrics.jsonl there'),
+    ('runs/demo/metrics.jsonl', 'is a file', 'Name its folder: .*runs/demo'),
+  ],
+)
+def test_what_is_no_run_is_an_error_that_names_what_is(tmp_path, name, what, fix):
+  write_run(tmp_path / 'runs' / 'demo', with_config=False)
+  (tmp_path / 'empty').mkdir()
+  with pytest.raises(ConfigError, match=what) as e:
+    read_run(tmp_path / name)
+  assert e.match(fix)
+
+
+def test_the_command_names_what_is_missing(tmp_path):
+  with pytest.raises(ConfigError, match='No MODEL_DIR is given'):
+    report.main([])
+  with pytest.raises(ConfigError, match='does not exist'):
+    report.main([str(tmp_path), f'--out={tmp_path}/nowhere/a.html'])
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(BROWSER is None, reason='no Chromium here: apt-get install chromium')
+@pytest.mark.parametrize('width', [390, 1200])
+def test_a_browser_shows_it_without_errors_and_without_scrolling_sideways(tmp_path, width):
+  page = tmp_path / 'a.html'
+  report.main([str(write_run(tmp_path / 'a')), f'--out={page}'])
+  # A window is at least 500 wide, a frame is not; its script reports how wide the page became.
+  frame = tmp_path / 'frame.html'
+  frame.write_text(
+    f'<iframe id=f src=a.html style="border:0;width:{width}px;height:3000px"></iframe>'
+    '<p id=out></p><script>f.onload = () => { const d = f.contentDocument; out.textContent = '
+    '"WIDTH " + '
+    'd.documentElement.scrollWidth + " CURVES " + '
+    'd.querySelectorAll("svg path.line").length }</script>'
+  )
+  shot = tmp_path / 'shot.png'
+  done = subprocess.run(
+    [
+      BROWSER,
+      '--headless',
+      '--no-sandbox',
+      '--disable-gpu',
+      '--allow-file-access-from-files',
+      '--enable-logging=stderr',
+      '--virtual-time-budget=5000',
+      f'--user-data-dir={tmp_path / "profile"}',
+      '--window-size=1300,3100',
+      f'--screenshot={shot}',
+      '--dump-dom',
+      frame.as_uri(),
+    ],
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert 'CONSOLE' not in done.stderr, done.stderr
+  assert shot.read_bytes().startswith(b'\x89PNG') and shot.stat().st_size > 30_000
+  found = re.search(r'>WIDTH (\d+) CURVES (\d+)<', done.stdout)
+  assert int(found[1]) <= width and int(found[2]) >= 4
