@@ -22,7 +22,7 @@ ROOT_PAGES = {
   'CHANGELOG.md': 'changelog.md',
 }
 SECTIONS = {
-  'Run': ('train', 'tasks', 'data', 'models', 'finetune', 'infer', 'eval', 'convert'),
+  'Run': ('train', 'tasks', 'data', 'models', 'finetune', 'infer', 'eval', 'report', 'convert'),
   'Scale': ('parallelism', 'mesh', 'plan', 'parity', 'slurm'),
   'Fast': ('attention', 'precision', 'xla_flags', 'performance', 'tuning'),
   'Keep running': ('monitor', 'checkpoints', 'reshard', 'watchdog', 'security'),
