@@ -101,25 +101,29 @@ class KeyRanges:
     start, end: int32 [batch, q_length]; a query sees keys start, ..., end - 1, at least one.
     scale: float32 [batch, q_length], to multiply queries with: 1; 0 for a query without keys; NaN
       in a row with a query whose keys are not one range.
+    places: int32 [q_length], the position of each query.
   """
 
   start: jax.Array
   end: jax.Array
   scale: jax.Array
+  places: jax.Array
 
   def in_window(self, size: jax.Array) -> 'KeyRanges':
     """Returns the ranges of queries that see `size` positions back (0 for all).
 
-    Only for rows whose queries and keys have the positions 0, 1, 2, ...
+    Only for keys with the positions 0, 1, 2, ...
     """
-    place = jnp.arange(self.start.shape[-1], dtype=jnp.int32)
-    size = jnp.where(size > 0, size, place.size).astype(jnp.int32)
+    size = jnp.where(size > 0, size, jnp.iinfo(jnp.int32).max // 2).astype(jnp.int32)
     return self.replace(
-      start=jnp.maximum(self.start, place - size + 1), end=jnp.minimum(self.end, place + size)
+      start=jnp.maximum(self.start, self.places - size + 1),
+      end=jnp.minimum(self.end, self.places + size),
     )
 
 
-def key_ranges(mask: jax.Array, *, num_others: Optional[int] = None) -> KeyRanges:
+def key_ranges(
+  mask: jax.Array, *, num_others: Optional[int] = None, places: Optional[jax.Array] = None
+) -> KeyRanges:
   """Returns the ranges of `mask` [batch, 1, q_length, kv_length]; XLA never stores such a mask.
 
   A query without keys is scaled to 0. Padding gets the key at its own place, so that its softmax is
@@ -129,6 +133,7 @@ def key_ranges(mask: jax.Array, *, num_others: Optional[int] = None) -> KeyRange
   Args:
     mask: True where attention is allowed.
     num_others: number of keys in attention to other tokens; None for self-attention.
+    places: [q_length], the position of each query; 0, 1, 2, ... by default.
   """
   mask = mask[:, 0]
   _, q_length, kv_length = mask.shape
@@ -137,11 +142,12 @@ def key_ranges(mask: jax.Array, *, num_others: Optional[int] = None) -> KeyRange
   end = jnp.where(mask, key + 1, 0).max(-1)
   count = mask.sum(-1, dtype=jnp.int32)
   none = count == 0
-  place = jnp.arange(q_length, dtype=jnp.int32)
+  place = jnp.arange(q_length, dtype=jnp.int32) if places is None else places
   first, after = (place, place + 1) if num_others is None else (0, num_others)
   are_ranges = (none | (count == end - start)).all(-1, keepdims=True)
   return KeyRanges(
     jnp.where(none, first, start),
     jnp.where(none, after, end),
     jnp.where(are_ranges, jnp.where(none, 0.0, 1.0), jnp.nan),
+    place,
   )

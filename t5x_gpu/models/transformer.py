@@ -4,6 +4,7 @@ Every family uses this layer with other choices: encoder or decoder; norms befor
 each block; one attention, or two in the decoder of an encoder-decoder.
 """
 
+import dataclasses
 import functools
 from typing import Any, Optional
 
@@ -82,11 +83,18 @@ def attention_need(config: TransformerConfig) -> Need:
   )
 
 
-def check_attention(model: Any, device: jax.Device) -> None:
-  """Raises ModelError if the attention that a model asks for by name cannot run on `device`."""
+def check_attention(model: Any, device: jax.Device, *, context: Optional[str] = None) -> None:
+  """Raises ModelError if the attention that a model asks for by name cannot run.
+
+  Args:
+    model: of any kind; one without a TransformerConfig asks for nothing.
+    device: where it would run.
+    context: as in `Need`.
+  """
   config = getattr(model, 'config', None)
   if isinstance(config, TransformerConfig):
-    choose.check(config.attention, attention_need(config), device)
+    need = dataclasses.replace(attention_need(config), context=context)
+    choose.check(config.attention, need, device)
 
 
 def relative_table(

@@ -123,6 +123,25 @@ def length_order(length: int, ways: int) -> np.ndarray:
   return np.stack([chunks[:ways], chunks[: ways - 1 : -1]], axis=1).reshape(-1)
 
 
+def in_position_order(x: jax.Array, ways: int, *, dim: int) -> jax.Array:
+  """Returns `x`, whose dimension `dim` is in `length_order`, with positions 0, 1, 2, ... there."""
+  before, after = x.shape[:dim], x.shape[dim + 1 :]
+  front, back = jnp.moveaxis(x.reshape(*before, ways, 2, -1, *after), dim + 1, 0)
+  return jnp.concatenate([front, jnp.flip(back, dim)], axis=dim).reshape(x.shape)
+
+
+def num_before(position: jax.Array, local: jax.Array) -> jax.Array:
+  """Returns how many of a device's positions come before each `position`.
+
+  Args:
+    position: int32, any shape.
+    local: [length / ways], `local_positions` of a device: two chunks in order.
+  """
+  half = local.shape[0] // 2
+  first, second = (jnp.clip(position - start, 0, half) for start in (local[0], local[half]))
+  return first + second
+
+
 def local_positions(length: int, *, axis: str = 'context') -> jax.Array:
   """Returns int32 [length / ways], positions of this device's tokens; call where `axis` is manual.
 
@@ -187,10 +206,8 @@ def gathered_attention(
   Gathers key, value and kv_info over `axis` and holds logits [batch, heads, q_length, length].
   Arguments as in `ring_attention`.
   """
-  key, value = _gather_length(axis, key), _gather_length(axis, value)
-  kv_info = jax.tree.map(
-    lambda x: jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True), kv_info
-  )
+  key, value = gather_length(axis, key), gather_length(axis, value)
+  kv_info = gather_info(kv_info, axis)
   logits = logits_fn(logits_params, query, key, q_info, kv_info)
   weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
   return jnp.einsum('bhqk,bkhd->bqhd', weights, to_query_heads(value, query.shape[2]))
@@ -220,5 +237,11 @@ def _all_lengths_backward(axis: str, _: None, gradient: jax.Array) -> tuple[jax.
   return (part.astype(gradient.dtype),)
 
 
-_gather_length = jax.custom_vjp(_all_lengths, nondiff_argnums=(0,))
-_gather_length.defvjp(_all_lengths_forward, _all_lengths_backward)
+# (axis, [batch, length / ways, heads, kv]) -> [batch, length, heads, kv] in `length_order`.
+gather_length = jax.custom_vjp(_all_lengths, nondiff_argnums=(0,))
+gather_length.defvjp(_all_lengths_forward, _all_lengths_backward)
+
+
+def gather_info(info: Any, axis: str = 'context') -> Any:
+  """Returns arrays whose last dimension is the local length with the whole one."""
+  return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True), info)

@@ -116,7 +116,7 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
 
       def skip():  # the same result, given that every logit is MASKED
         weight = jnp.exp(MASKED - old_max)
-        mix = _per_row(weight) * visiting_value.sum(1, keepdims=True, dtype=jnp.float32)
+        mix = per_row(weight) * visiting_value.sum(1, keepdims=True, dtype=jnp.float32)
         return old_max, weight * visiting_value.shape[1], mix
 
       new_max, total, mix = _attend_or_skip(ring, infos, attend, skip)
@@ -124,29 +124,19 @@ def _forward(ring: _Ring, query, key, value, logits_params, q_info, kv_info):
       return (
         q.put(sums[0], new_max, -1),
         q.put(sums[1], old_total * keep + total, -1),
-        q.put(sums[2], old_mix * _per_row(keep) + mix, 1),
+        q.put(sums[2], old_mix * per_row(keep) + mix, 1),
       )
 
     return _for_pairs(ring, block, sums, query.shape[1], key.shape[1])
 
-  def step(carry, _):
-    sums, visitor = carry
-    arriving = _pass_on(visitor, ring.axis)  # independent of the matmuls, so it overlaps them
-    return (meet(sums, visitor), arriving), None
-
   rows = shard(query[..., 0].swapaxes(1, 2), None, 'heads', None)
   sums = (
-    _full_like(rows, MASKED),
-    _full_like(rows, 0.0),
-    _full_like(shard(query, None, None, 'heads', None), 0.0),
+    full_like(rows, MASKED),
+    full_like(rows, 0.0),
+    full_like(shard(query, None, None, 'heads', None), 0.0),
   )
-  visitor = (key, value, kv_info)
-  if ring.axis is not None:
-    (sums, visitor), _ = jax.lax.scan(
-      step, (sums, visitor), length=jax.lax.axis_size(ring.axis) - 1
-    )
-  row_max, row_total, mix = meet(sums, visitor)
-  out = (mix / _per_row(row_total)).astype(value.dtype)
+  row_max, row_total, mix = visit_all(ring.axis, meet, sums, (key, value, kv_info))
+  out = (mix / per_row(row_total)).astype(value.dtype)
   out, row_max, row_total = checkpoint_name((out, row_max, row_total), RESULTS)
   saved = (query, key, value, logits_params, q_info, kv_info, out, row_max, row_total)
   return out, saved
@@ -187,11 +177,11 @@ def _backward(ring: _Ring, saved, dout):
 
       def skip():
         weight = jnp.exp(MASKED - block_max) / block_total
-        dv = (_per_row(weight) * dout_block).sum(1, keepdims=True)
+        dv = (per_row(weight) * dout_block).sum(1, keepdims=True)
         return (
-          _full_like(q_block, 0.0),
-          jax.tree.map(lambda x: _full_like(x, 0.0), logits_params),
-          _full_like(k_block, 0.0),
+          full_like(q_block, 0.0),
+          jax.tree.map(lambda x: full_like(x, 0.0), logits_params),
+          full_like(k_block, 0.0),
           jnp.broadcast_to(dv, visiting_value.shape),
         )
 
@@ -203,15 +193,15 @@ def _backward(ring: _Ring, saved, dout):
         k.add(dvalue, _of_kv_heads(dv, kv_heads), 1),
       )
 
-    zeros = _full_like(visitor[0], 0.0), _full_like(visitor[1], 0.0)
+    zeros = full_like(visitor[0], 0.0), full_like(visitor[1], 0.0)
     dquery, dparams, *dkv = _for_pairs(ring, block, (*grads, *zeros), query.shape[1], key.shape[1])
     return (dquery, dparams), tuple(dkv)
 
   grads = (
-    _full_like(shard(query, None, None, 'heads', None), 0.0),
-    jax.tree.map(lambda x: _full_like(x, 0.0), logits_params),
+    full_like(shard(query, None, None, 'heads', None), 0.0),
+    jax.tree.map(lambda x: full_like(x, 0.0), logits_params),
   )
-  (dquery, dparams), (dkey, dvalue) = _send_around(ring.axis, meet, grads, (key, value, kv_info))
+  (dquery, dparams), (dkey, dvalue) = send_around(ring.axis, meet, grads, (key, value, kv_info))
   return (
     dquery.astype(query.dtype),
     dkey.astype(key.dtype),
@@ -225,7 +215,23 @@ def _backward(ring: _Ring, saved, dout):
 _ring.defvjp(_forward, _backward)
 
 
-def _send_around(
+def visit_all(axis: Optional[str], meet: Callable[..., Any], sums: Any, visitor: Any) -> Any:
+  """Returns `sums` after `sums = meet(sums, visitor)` with the `visitor` of every device of `axis`.
+
+  Each device begins with its own; None for no other device.
+  """
+
+  def step(carry, _):
+    sums, visitor = carry
+    arriving = _pass_on(visitor, axis)  # independent of the matmuls, so it overlaps them
+    return (meet(sums, visitor), arriving), None
+
+  if axis is not None:
+    (sums, visitor), _ = jax.lax.scan(step, (sums, visitor), length=jax.lax.axis_size(axis) - 1)
+  return meet(sums, visitor)
+
+
+def send_around(
   axis: Optional[str], meet: Callable[..., Any], grads: Any, visitor: Any
 ) -> tuple[Any, Any]:
   """Returns `grads` after `meet(grads, visitor)` with every device's keys, and (dkey, dvalue).
@@ -319,11 +325,11 @@ def _of_kv_heads(gradient: jax.Array, kv_heads: int) -> jax.Array:
   return gradient.reshape(batch, length, kv_heads, heads // kv_heads, kv).sum(3)
 
 
-def _per_row(x: jax.Array) -> jax.Array:
+def per_row(x: jax.Array) -> jax.Array:
   """Returns [batch, q_length, heads, 1] of [batch, heads, q_length]."""
   return x.swapaxes(1, 2)[..., None]
 
 
-def _full_like(x: jax.Array, fill: float) -> jax.Array:
+def full_like(x: jax.Array, fill: float) -> jax.Array:
   """Returns float32 `fill`s that vary over the same mesh axes as `x`, as loop carries must."""
   return jnp.where(False, x.astype(jnp.float32), fill)

@@ -150,12 +150,13 @@ def build_program(
     ModelError, MeshError, ConfigError, ShapeError: before anything compiles.
   """
   check_model(model)
-  check_attention(model, devices[0])
   check_devices(uses_fp8(model), devices)
   spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
   check_microbatches(batch_size, num_microbatches)
   layout = _lay_out(model, spec, partitioner, topology, devices, num_microbatches)
   region = layout.region
+  context = region.rules.context_method if 'context' in region.axes else None
+  check_attention(model, devices[0], context=context)
   trained = trained_of(model)
   init, names, form = _first_state(model, spec, optimizer, layout, trained, seed)
   shapes = jax.eval_shape(init)

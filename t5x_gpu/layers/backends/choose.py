@@ -8,6 +8,7 @@ import jax
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.layers.backends.chunked import ChunkedAttention, ContextAttention
+from t5x_gpu.layers.backends.context import kernel_context_attention
 from t5x_gpu.layers.backends.dense import DenseAttention
 from t5x_gpu.layers.backends.kinds import Attention, AttentionKind
 from t5x_gpu.layers.backends.serves import BACKENDS, Hardware, Need, hardware, lacks, that_serve
@@ -53,6 +54,8 @@ def choose(request: str, need: Need, device: Hardware) -> Choice:
     ModelError: the requested backend does not serve the stack there.
   """
   of = f'{device.kind}, {need.dtype}, heads of {need.head_dim}'
+  if need.context is not None:
+    of += f'; {need.context} over context'
   if request == 'auto':
     return _best(need, device, of)
   named = [name for name in BACKENDS if name.split()[0] == request]
@@ -83,6 +86,8 @@ def _best(need: Need, device: Hardware, of: str) -> Choice:
     # The kernel that lacks least: for this GPU, if there is one.
     name = min(kernels, key=lambda name: len(lacks(BACKENDS[name], need, device)))
     why_not = f'; no kernel, {name}: {lacks(BACKENDS[name], need, device)[0]}'
+  if need.context is not None:
+    return Choice('chunked', f'{device.kind}; {need.context} over context{why_not}')
   rows = f'rows of {max(need.q_length or 0, need.kv_length or 0)}'
   return Choice(
     'chunked' if positions > LONGEST_DENSE**2 else 'dense', f'{device.kind}, {rows}{why_not}'
@@ -104,22 +109,22 @@ def make_attention(
     info: positions and segments of the queries, and of the keys unless `kv_info` is given.
     kv_info: positions and segments of the encoder's tokens or of the slots of a cache.
     need: dtype, head size and features of the stack; its lengths are filled in here.
-    request: one of `REQUESTS`; None where there is nothing to choose (decoding), for dense.
+    request: one of `REQUESTS`; None where there is nothing to choose (decoding), for plain JAX.
   Raises:
     ModelError: as `choose`.
   """
-  kv = info if kv_info is None else kv_info
-  if context_method() is not None:
-    _announce(f'attention: {context_method()} over context (chunked; kernels do not serve context)')
-    return ContextAttention(info, kv, kind)
-  choice = Choice('dense', '')
+  choice = Choice('dense' if context_method() is None else 'chunked', '')
   if request is not None:
     rows, q_length = info.segments.shape
+    kv_length = (info if kv_info is None else kv_info).segments.shape[-1]
+    if context_method() == 'gather':
+      kv_length *= jax.lax.axis_size('context')
     need = dataclasses.replace(
       need,
       q_length=q_length,
-      kv_length=kv.segments.shape[-1],
+      kv_length=kv_length,
       rows_and_heads=rows * (need.rows_and_heads or 1),
+      context=context_method(),
     )
     choice = choose(request, need, hardware())
     _announce(str(choice))
@@ -130,13 +135,14 @@ def attention_by(
   name: str, kind: AttentionKind, info: TokenInfo, kv_info: Optional[TokenInfo] = None
 ) -> Attention:
   """Returns the attention of a batch by the backend `name` of `BACKENDS`, whatever it serves."""
-  kv = info if kv_info is None else kv_info
+  kv, is_split = info if kv_info is None else kv_info, context_method() is not None
   if name == 'chunked':
-    return ChunkedAttention(info, kv, kind)
+    return (ContextAttention if is_split else ChunkedAttention)(info, kv, kind)
   if name == 'dense':
     return DenseAttention(info, kv, kind.mask(info, kv), kind, whole_rows=kv_info is None)
   _, kernel, *_ = name.split()
-  return tokamax_attention(kind, info, kv_info, kernel=kernel, multiple=BACKENDS[name].multiple)
+  make = kernel_context_attention if is_split else tokamax_attention
+  return make(kind, info, kv_info, kernel=kernel, multiple=BACKENDS[name].multiple)
 
 
 @functools.cache
@@ -146,6 +152,6 @@ def _announce(line: str) -> None:
 
 
 def check(request: str, need: Need, device: jax.Device) -> None:
-  """Raises ModelError if a backend asked for by name cannot serve the stack on `device`."""
+  """Raises ModelError if a backend asked for by name cannot serve `need` on `device`."""
   if request != 'auto':
     choose(request, need, Hardware.of(device))

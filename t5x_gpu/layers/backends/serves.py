@@ -43,15 +43,15 @@ class Serves:
   softcap: bool = True
   relative_bias: bool = True
   softcap_with_bias: bool = True
-  context: bool = False
+  context: bool = True
   multiple: int = 1
 
 
 BACKENDS = {
   serves.name: serves
   for serves in (
-    Serves('dense', 'any', 'logits [batch, heads, length, length]'),
-    Serves('chunked', 'any', 'one block of logits', context=True),
+    Serves('dense', 'any', 'logits [batch, heads, length, length]', context=False),
+    Serves('chunked', 'any', 'one block of logits'),
     Serves(
       'tokamax mosaic_gpu',
       'Hopper (H100, H200)',
@@ -140,6 +140,8 @@ class Need:
     softcap, relative_bias: whether it has one.
     q_length, kv_length: positions of a row; None where they are not known yet.
     rows_and_heads: rows of a device times query heads; None where they are not known yet.
+    context: how keys reach the queries of rows that are split over `context`, 'ring' or 'gather';
+      None for whole rows.
   """
 
   dtype: str
@@ -149,6 +151,7 @@ class Need:
   q_length: Optional[int] = None
   kv_length: Optional[int] = None
   rows_and_heads: Optional[int] = None
+  context: Optional[str] = None
 
 
 def lacks(serves: Serves, need: Need, device: Hardware) -> list[str]:
@@ -177,6 +180,8 @@ def lacks(serves: Serves, need: Need, device: Hardware) -> list[str]:
     found.append('it adds a relative bias before the cap on logits, not after')
   if need.relative_bias and not serves.relative_bias:
     found.append('it has no gradient of the relative bias')
+  if need.context is not None and not serves.context:
+    found.append('it does not serve rows that are split over context')
   return found
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import logging
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import flax.struct
@@ -60,11 +61,11 @@ class TokamaxAttention:
   ) -> jax.Array:
     ranges = self.ranges if window is None else self.ranges.in_window(window)
     causal = self.kind.causal and self.whole_rows and self.q.prefix is None
-    call = _Call(self.kernel, causal, self.kind.softcap)
+    call = KernelCall(self.kernel, causal, self.kind.softcap)
     q_length, kv_length = self.q.segments.shape[-1], self.kv.segments.shape[-1]
     # Of a row whose masks are not ranges, nothing is right: its loss must not look as if it were.
     scale = ranges.scale[:, :, None, None].astype(query.dtype)
-    out = _attend(
+    out = attend(
       call,
       longer(query, q_length) * scale,
       longer(key, kv_length),
@@ -102,8 +103,12 @@ def tokamax_attention(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-  """The static arguments of a call.
+class KernelCall:
+  """The two kernels of attention, and their static arguments.
+
+  Tokamax's own custom_vjp loses the marks of what varies over manual axes: its gradients are then
+  refused. Here its kernels are called apart, and `on_own_part` marks their results. Neither method
+  may be differentiated.
 
   Attributes:
     kernel: as in TokamaxAttention.
@@ -115,7 +120,59 @@ class _Call:
   causal: bool
   softcap: Optional[float]
 
-  def options(
+  def forward(
+    self,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Optional[jax.Array],
+    start: jax.Array,
+    end: Optional[jax.Array],
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the output, and maximum and sum of each softmax, float32 [batch, heads, q_length].
+
+    Args:
+      query, key, value: as in Attention, without a scale of the logits.
+      bias: [1, heads, q_length, kv_length] or None.
+      start, end: int32 [batch, q_length], the keys of each query; no end if `causal`.
+    """
+    op = _kernel(self.kernel).replace(vjp=None)
+
+    def kernel(query, key, value, bias, start, end):
+      out, (row_max, row_sum) = op(
+        query, key, value, return_residuals=True, **self._options(bias, start, end)
+      )
+      return out, row_max, row_sum
+
+    names = (_QUERY, _RESIDUAL, _RESIDUAL)
+    return on_own_part(kernel, _names(bias, end), names)(query, key, value, bias, start, end)
+
+  def backward(
+    self, saved: Sequence[Optional[jax.Array]], dout: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array, Optional[jax.Array]]:
+    """Returns the gradients of query, key, value and bias.
+
+    Args:
+      saved: arguments and results of `forward`.
+      dout: gradient of the output.
+    """
+    op, bias, end = _kernel(self.kernel), saved[3], saved[5]
+
+    def kernel(query, key, value, bias, start, end, out, row_max, row_sum, dout):
+      bound = op.bind(query, key, value, **self._options(bias, start, end))
+      options = {name: x for name, x in bound.kwargs.items() if name != 'return_residuals'}
+      grads = op.vjp((row_max, row_sum), out, dout, *bound.args, **options)
+      return tuple(grads[name] for name in ('q', 'k', 'v', *(() if bias is None else ('bias',))))
+
+    bias_names = () if bias is None else (_BIAS,)
+    dquery, dkey, dvalue, *dbias = on_own_part(
+      kernel,
+      (*_names(bias, end), _QUERY, _RESIDUAL, _RESIDUAL, _QUERY),
+      (_QUERY, _KEY, _KEY, *bias_names),
+    )(*saved, dout)
+    return dquery, dkey, dvalue, *(dbias or [None])
+
+  def _options(
     self, bias: Optional[jax.Array], start: jax.Array, end: Optional[jax.Array]
   ) -> dict[str, Any]:
     mask = _tokamax('base').Mask(
@@ -125,49 +182,23 @@ class _Call:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: _Call, query, key, value, bias, start, end):
+def attend(call: KernelCall, query, key, value, bias, start, end):
+  """Returns the output of `call.forward`, to be differentiated by everything but the ranges."""
   return _forward(call, query, key, value, bias, start, end)[0]
 
 
-# Tokamax's own custom_vjp loses the marks of what varies over manual axes: its gradients are then
-# refused. Here, its two kernels are called apart, and `on_own_part` marks their results.
-def _forward(call: _Call, query, key, value, bias, start, end):
+def _forward(call: KernelCall, *args):
   """Returns (output, residuals for the backward pass)."""
-  op = _kernel(call.kernel).replace(vjp=None)
-
-  def kernel(query, key, value, bias, start, end):
-    out, (row_max, row_sum) = op(
-      query, key, value, return_residuals=True, **call.options(bias, start, end)
-    )
-    return out, row_max, row_sum
-
-  results = on_own_part(kernel, _names(bias, end), (_QUERY, _RESIDUAL, _RESIDUAL))(
-    query, key, value, bias, start, end
-  )
-  out, *statistics = checkpoint_name(results, RESULTS)
-  return out, (query, key, value, bias, start, end, out, *statistics)
+  results = checkpoint_name(call.forward(*args), RESULTS)
+  return results[0], (*args, *results)
 
 
-def _backward(call: _Call, saved, dout):
+def _backward(call: KernelCall, saved, dout):
   """Returns the gradients of all arguments except the ranges."""
-  op, bias, end = _kernel(call.kernel), saved[3], saved[5]
-
-  def kernel(query, key, value, bias, start, end, out, row_max, row_sum, dout):
-    bound = op.bind(query, key, value, **call.options(bias, start, end))
-    options = {name: x for name, x in bound.kwargs.items() if name != 'return_residuals'}
-    grads = op.vjp((row_max, row_sum), out, dout, *bound.args, **options)
-    return tuple(grads[name] for name in ('q', 'k', 'v', *(() if bias is None else ('bias',))))
-
-  bias_names = () if bias is None else (_BIAS,)
-  dquery, dkey, dvalue, *dbias = on_own_part(
-    kernel,
-    (*_names(bias, end), _QUERY, _RESIDUAL, _RESIDUAL, _QUERY),
-    (_QUERY, _KEY, _KEY, *bias_names),
-  )(*saved, dout)
-  return dquery, dkey, dvalue, *(dbias or [None]), None, None
+  return *call.backward(saved, dout), None, None
 
 
-_attend.defvjp(_forward, _backward)
+attend.defvjp(_forward, _backward)
 
 
 def _names(bias: Optional[jax.Array], end: Optional[jax.Array]) -> tuple[Any, ...]:
