@@ -187,6 +187,10 @@ BF16 = Need('bfloat16', 128, q_length=4096, kv_length=4096, rows_and_heads=8)
     (B200, {'head_dim': 64}, 'tokamax mosaic_gpu sm100'),
     (B200, {}, 'tokamax triton'),
     (V100, {}, 'chunked'),
+    (H100, {'context': 'ring'}, 'tokamax mosaic_gpu'),
+    (A100, {'context': 'gather'}, 'tokamax triton'),
+    (H100, {'context': 'ring', 'dtype': 'float32'}, 'chunked'),
+    (CPU, {'context': 'ring', 'q_length': 64, 'kv_length': 64}, 'chunked'),
     (CPU, {}, 'chunked'),
     (CPU, {'q_length': 64, 'kv_length': 64}, 'dense'),
   ],
@@ -197,6 +201,7 @@ def test_auto_takes_the_kernel_of_the_device_or_says_why_not(device, change, wan
   if device.platform == 'gpu' and not want.startswith('tokamax'):
     assert 'kernel' in choice.reason
   assert device.kind in str(choice)
+  assert ('over context' in str(choice)) == ('context' in change)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +218,12 @@ def test_a_backend_asked_for_that_cannot_serve_is_refused(device, change, reason
   with pytest.raises(ModelError) as e:
     choose('tokamax', dataclasses.replace(BF16, **change), device)
   assert reason in str(e.value) and able in str(e.value), str(e.value)
+
+
+def test_dense_attention_of_rows_split_over_context_is_refused():
+  with pytest.raises(ModelError) as e:
+    choose('dense', dataclasses.replace(BF16, context='ring'), CPU)
+  assert 'split over context' in str(e.value) and "'chunked' or 'tokamax'" in str(e.value)
 
 
 def test_the_table_in_the_docs_is_current():

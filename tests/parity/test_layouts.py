@@ -227,6 +227,17 @@ CASES = {
   'tokamax_fsdp_model_remat': Case(
     dict(data=2, fsdp=2, num_partitions=2), config=dict(attention='tokamax', remat_policy='full')
   ),
+  'tokamax_modern_ring_model': Case(
+    dict(context=2, num_partitions=2),
+    model='modern',
+    config=dict(attention='tokamax', remat_policy='dots'),
+  ),
+  'tokamax_t5_gather_stage': Case(
+    dict(stage=2, context=2, context_attention='gather', **_GPIPE),
+    model='t5',
+    config=dict(attention='tokamax'),
+  ),
+  'tokamax_context_stage': Case(dict(context=2, stage=2), config=dict(attention='tokamax')),
   'tokamax_modern_shared_kv_heads': Case(
     dict(fsdp=2, num_partitions=4), model='modern', config=dict(attention='tokamax')
   ),
