@@ -182,7 +182,15 @@ class KernelCall:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(call: KernelCall, query, key, value, bias, start, end):
+def attend(
+  call: KernelCall,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  bias: Optional[jax.Array],
+  start: jax.Array,
+  end: Optional[jax.Array],
+) -> jax.Array:
   """Returns the output of `call.forward`, to be differentiated by everything but the ranges."""
   return _forward(call, query, key, value, bias, start, end)[0]
 
