@@ -5,7 +5,10 @@ Raise them before anything compiles. Use `assert` for our own invariants. Comman
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
+
+_PARAMETER = re.compile(r'\b(?:[A-Z]\w*|train)\.[a-z]\w*|\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b')
 
 
 class UserError(Exception):
@@ -15,14 +18,14 @@ class UserError(Exception):
     what: what happened, with the offending values and computed numbers, as full sentences.
     fix: what to do about it, with real parameter names and values that would work.
     parameters: gin parameters involved (`'Partitioner.num_partitions'`); commands append where each
-      was set (`config.provenance`).
+      was set (`config.provenance`). By default those that `what` and `fix` name.
     docs: page and anchor under docs/, `'mesh.md#sizes'`.
   """
 
   def __init__(self, what: str, *, fix: str = '', parameters: Iterable[str] = (), docs: str = ''):
     self.what = what
     self.fix = fix
-    self.parameters = tuple(parameters)
+    self.parameters = tuple(parameters or dict.fromkeys(_PARAMETER.findall(f'{what} {fix}')))
     self.docs = docs
     super().__init__(what)
 

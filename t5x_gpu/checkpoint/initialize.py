@@ -58,7 +58,6 @@ class RestoreConfig:
       raise ConfigError(
         f'RestoreConfig.mode = {self.mode!r}.{did_you_mean(self.mode, MODES)}',
         fix='Choose one of\n' + '\n'.join(f'  {mode!r}: {what}' for mode, what in MODES.items()),
-        parameters=('RestoreConfig.mode',),
         docs='finetune.md#what-a-run-starts-from',
       )
     if (self.pattern is not None) != (self.mode == 'partial'):
@@ -86,7 +85,6 @@ class RestoreConfig:
         raise ConfigError(
           f'RestoreConfig.{name}: {pattern!r} is not a regular expression: {e}.',
           fix='See docs.python.org/3/library/re.html.',
-          parameters=(f'RestoreConfig.{name}',),
         ) from e
 
 
@@ -231,7 +229,6 @@ def _matches_nothing(
     + did_you_mean(plain, names),
     fix="It must match a whole path, as r'layers/.*' does. The paths are "
     f'{", ".join(listed(names, _NAMED))}.',
-    parameters=(f'RestoreConfig.{parameter}',),
     docs='finetune.md#what-a-run-starts-from',
   )
 
@@ -267,7 +264,6 @@ def _check(
       raise CheckpointError(
         f'{reader.path} has none of the parameters that are asked of it.',
         fix='Set another RestoreConfig.path.',
-        parameters=('RestoreConfig.path',),
         docs='finetune.md#what-a-run-starts-from',
       )
     return

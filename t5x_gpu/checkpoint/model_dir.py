@@ -272,7 +272,6 @@ def none_can_be_read(folder: AnyPath, reasons: Mapping[int, str]) -> CheckpointE
     f'None of the {len(reasons)} checkpoints in {folder} can be read.\n'
     + '\n'.join(f'  checkpoint_{step}: {reason}' for step, reason in reasons.items()),
     fix='Set another MODEL_DIR to start from scratch, or move these folders away.',
-    parameters=('MODEL_DIR',),
   )
 
 
@@ -296,7 +295,6 @@ def check_same_model(
       + '\n  '.join(different),
       fix='Set another MODEL_DIR for this model, or go back to the configuration of '
       f'{folder / "config.gin"}. Nothing was overwritten.',
-      parameters=('MODEL_DIR',),
     )
 
 
@@ -311,5 +309,4 @@ def check_writable(folder: AnyPath) -> None:
     raise CheckpointError(
       f'MODEL_DIR = {str(folder)!r} cannot be written to: {e.strerror or e}.',
       fix='Set MODEL_DIR to a folder of yours with free space (--gin.MODEL_DIR=runs/my_run).',
-      parameters=('MODEL_DIR',),
     ) from e

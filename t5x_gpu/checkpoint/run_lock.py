@@ -128,7 +128,6 @@ def check_lock(folder: AnyPath, *, wait: bool = False) -> Optional[str]:
         fix='Wait for that run or end it, or set another MODEL_DIR. The lock of a run on another '
         f'host expires {STALE_SECONDS} s after its last sign of life; if you are sure that the '
         f'run is gone, remove {path}.',
-        parameters=('MODEL_DIR',),
         docs='watchdog.md#two-runs-on-one-model_dir',
       )
     if seen is None:
@@ -164,7 +163,6 @@ def _read(path: AnyPath) -> Optional[tuple[Optional[Owner], float]]:
       f'MODEL_DIR = {str(path.parent)!r} belongs to another run: {path.name} there was renewed '
       'less than two minutes ago, by a user whose file you may not read.',
       fix='Wait for that run or end it, or set another MODEL_DIR.',
-      parameters=('MODEL_DIR',),
       docs='watchdog.md#two-runs-on-one-model_dir',
     ) from e
   except (OSError, ValueError) as e:  # a folder, a loop of links, bytes that are not UTF-8
@@ -218,7 +216,6 @@ class RunLock:
         'written.',
         fix="If that is this run's restart, ignore this. Otherwise give each run its own "
         'MODEL_DIR.',
-        parameters=('MODEL_DIR',),
         docs='watchdog.md#two-runs-on-one-model_dir',
       )
     return owner is not None
@@ -269,7 +266,6 @@ class RunLock:
       raise CheckpointError(
         f'{self._path} cannot be written: {e.strerror or e}.',
         fix='Set MODEL_DIR to a folder of yours with free space.',
-        parameters=('MODEL_DIR',),
       ) from e
 
 
@@ -281,7 +277,6 @@ def check_exists(folder: AnyPath) -> None:
       'the run. This checkpoint was not saved.',
       fix='Put the folder back and start the same command again: it continues from the latest '
       'checkpoint there. Without the folder the run starts over.',
-      parameters=('MODEL_DIR',),
     )
 
 

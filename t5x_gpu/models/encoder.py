@@ -73,20 +73,17 @@ class EncoderModel:
           f'EncoderModel.{name} = {value!r} is not one of {", ".join(allowed)}.'
           f'{did_you_mean(value, allowed)}',
           fix=f'Set EncoderModel.{name} to one of them.',
-          parameters=(f'EncoderModel.{name}',),
         )
     if self.head_type == 'classification' and self.num_classes < 2:
       raise ModelError(
         f'EncoderModel.num_classes = {self.num_classes}: classification needs two classes or more.',
         fix='Set EncoderModel.num_classes to 2 or more.',
-        parameters=('EncoderModel.num_classes',),
       )
     if self.token_types and self.config.num_token_types < 2:
       raise ModelError(
         'EncoderModel.token_types = True, but TransformerConfig.num_token_types = '
         f'{self.config.num_token_types}: the model has no embeddings of token types.',
         fix='Set TransformerConfig.num_token_types = 2, or leave EncoderModel.token_types out.',
-        parameters=('EncoderModel.token_types', 'TransformerConfig.num_token_types'),
       )
 
   @property

@@ -67,7 +67,6 @@ class LoraModel:
       raise ModelError(
         f'LoraModel.rank = {self.rank} must be at least 1.',
         fix='Set LoraModel.rank = 8.',
-        parameters=('LoraModel.rank',),
         docs='finetune.md#lora',
       )
     for name in ('pattern', 'also_train'):
@@ -77,7 +76,6 @@ class LoraModel:
         raise ModelError(
           f'LoraModel.{name} = {getattr(self, name)!r} is not a regular expression: {e}.',
           fix='See docs.python.org/3/library/re.html.',
-          parameters=(f'LoraModel.{name}',),
         ) from e
 
   def __getattr__(self, name: str) -> Any:
@@ -140,7 +138,6 @@ class LoraModel:
         f'LoraModel.pattern = {self.pattern!r} matches no kernel.'
         + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.pattern), kernels),
         fix='It must match a whole path. The kernels are:\n  ' + '\n  '.join(kernels),
-        parameters=('LoraModel.pattern',),
         docs='finetune.md#lora',
       )
     wrong = [path for path in adapted if path not in kernels]
@@ -151,7 +148,6 @@ class LoraModel:
         + '.',
         fix='Kernels of experts and their routers cannot have adapters. These kernels can:\n  '
         + '\n  '.join(kernels),
-        parameters=('LoraModel.pattern',),
         docs='finetune.md#lora',
       )
     if self.also_train is not None and not any(re.fullmatch(self.also_train, p) for p in flat):
@@ -159,7 +155,6 @@ class LoraModel:
         f'LoraModel.also_train = {self.also_train!r} matches no parameter.'
         + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.also_train), flat),
         fix='It must match whole paths. The parameters are:\n  ' + '\n  '.join(flat),
-        parameters=('LoraModel.also_train',),
         docs='finetune.md#lora',
       )
 

@@ -53,7 +53,6 @@ class DistributedConfig:
         raise ConfigError(
           f'DistributedConfig.{field.name} = {getattr(self, field.name)}: must be at least 1.',
           fix='Give a number of seconds.',
-          parameters=(f'DistributedConfig.{field.name}',),
         )
 
 

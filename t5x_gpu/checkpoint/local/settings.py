@@ -34,7 +34,6 @@ def check_local_settings(
       f'{PERIOD} = {local_period}, but {DIR} = None: there is nowhere to save to.',
       fix=f"Set {DIR} = '/dev/shm/$USER' (memory of each host) or a folder on its local disk, or "
       f'{PERIOD} = None.',
-      parameters=(DIR, PERIOD),
       docs='checkpoints.md#local-steps',
     )
   if local_period is None:
@@ -76,7 +75,6 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
     raise CheckpointError(
       f'{DIR} = {local_checkpoint_dir!r}: ${unset[0]} is not set.',
       fix=f'Set it for every process: export {unset[0]}=..., or write the folder out.',
-      parameters=(DIR,),
       docs='checkpoints.md#local-steps',
     )
   folder = pathlib.Path(os.path.expanduser(os.path.expandvars(local_checkpoint_dir))).absolute()
@@ -86,7 +84,6 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
       f'{DIR} = {str(folder)!r} is inside MODEL_DIR = {str(model_dir)!r}: it must be a disk or the '
       'memory of each host, which is faster than the file system that all share.',
       fix=f"Set {DIR} = '/dev/shm/$USER', or a folder of the host's own disk.",
-      parameters=(DIR, 'MODEL_DIR'),
       docs='checkpoints.md#local-steps',
     )
   return folder
@@ -122,7 +119,6 @@ def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Opti
         f'{DIR} = {each.folder!r} cannot be written to by process {index} on {host}: '
         f'{each.problem}.',
         fix=f"Set {DIR} to a folder of yours on every host, such as '/dev/shm/$USER'.",
-        parameters=(DIR,),
         docs='checkpoints.md#local-steps',
       )
     needed = SLOTS * copies.bytes_on_host(hosts, index)

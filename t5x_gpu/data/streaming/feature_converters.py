@@ -170,7 +170,6 @@ def feature_converter(
       f'loss_on_targets_only = False does not apply to feature converter {name!r}: its inputs '
       'are not in the sequence of its targets.',
       fix="Leave DatasetConfig.loss_on_targets_only at True, or use feature converter 'prefix_lm'.",
-      parameters=('DatasetConfig.loss_on_targets_only',),
     )
   return CONVERTERS[name](pack=pack)
 

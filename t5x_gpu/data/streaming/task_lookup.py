@@ -83,7 +83,6 @@ def _allow_damage(task: TaskOrMixture, fraction: float) -> None:
     raise DataError(
       f'DatasetConfig.max_corrupt_fraction = {fraction} is not between 0 and 1.',
       fix='Set it to a share of the records; 0.0 tolerates no damaged record.',
-      parameters=('DatasetConfig.max_corrupt_fraction',),
     )
   found = [seqio_sources.damage_of(part.source) for part in seqio.get_subtasks(task)]
   for damage in found:
@@ -138,7 +137,6 @@ def _import(module: str) -> None:
         else 'Write it as in an import statement (my_project.tasks), and run where that import '
         'works, or install the project.'
       ),
-      parameters=('DatasetConfig.mixture_or_task_module',),
     ) from e
 
 
@@ -187,7 +185,6 @@ def check_split(task: TaskOrMixture, config: DatasetConfig) -> None:
       + did_you_mean(config.split, splits)
       + f' It has {", ".join(repr(split) for split in splits) or "none"}.',
       fix='Set DatasetConfig.split to one of these.',
-      parameters=('DatasetConfig.split',),
     )
 
 

@@ -100,7 +100,6 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
         f'The vocabulary {name!r} hashes words into {number!r} ids; that must be a '
         'whole number from 1 to 2**30 - 1.',
         fix="Set DatasetConfig.vocabulary to 'words:8192', for example.",
-        parameters=('DatasetConfig.vocabulary',),
       )
     return HashedWordsVocabulary(int(number), extra_ids=extra_ids)
   if not name.startswith(_PREFIX):
@@ -116,7 +115,6 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
       f'The SentencePiece model {path!r} does not exist (looked from {os.getcwd()}).',
       fix='Correct the path after sentencepiece: in DatasetConfig.vocabulary; it is the .model '
       'file that spm_train writes.',
-      parameters=('DatasetConfig.vocabulary',),
     )
   vocabulary = seqio.SentencePieceVocabulary(path, extra_ids=extra_ids)
   try:
@@ -125,7 +123,6 @@ def named_vocabulary(name: str, *, extra_ids: int = 0) -> seqio.Vocabulary:
     raise DataError(
       f'{path!r} cannot be read as a SentencePiece model: {e}',
       fix='Point DatasetConfig.vocabulary at the .model file (not .vocab).',
-      parameters=('DatasetConfig.vocabulary',),
     ) from e
   return vocabulary
 

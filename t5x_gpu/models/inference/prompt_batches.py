@@ -66,7 +66,6 @@ class PromptBatches:
     if length < 1 and (self._has_encoder or c.start_token is None):
       raise DataError(
         f'{where}: the prompt is empty.',
-        parameters=('DecodingConfig.start_token',),
         fix='Give every prompt at least one token'
         + (
           '.'
