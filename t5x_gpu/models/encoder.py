@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError, did_you_mean
 from t5x_gpu.layers.masks import TokenInfo, token_info
+from t5x_gpu.models.base import OneStackModel
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.models.heads import (
   POOLINGS,
   Classifier,
@@ -23,8 +23,7 @@ from t5x_gpu.models.heads import (
 )
 from t5x_gpu.models.losses import Sums, check_loss_options, of_examples, refuse_router_losses
 from t5x_gpu.models.model import DeviceBatch, Params
-from t5x_gpu.models.sizes import transformer_batch_spec, transformer_sizes
-from t5x_gpu.models.stack import Activation, Embeddings, Stack, dropout_rng
+from t5x_gpu.models.stack import Activation
 from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning import fsdp
 
@@ -32,10 +31,8 @@ HEADS = ('classification', 'mlm')
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderModel:
+class EncoderModel(OneStackModel):
   """An encoder with a head.
-
-  `loss` calls `embed`, `run_layers` and `head`; a pipeline runs them on different stages.
 
   Attributes:
     config: sizes of the encoder.
@@ -60,7 +57,7 @@ class EncoderModel:
   z_loss: float = 0.0
   token_types: Optional[bool] = None
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
-  gathers_layers: ClassVar[bool] = True
+  side: ClassVar[str] = 'encoder'
 
   def __post_init__(self) -> None:
     check_loss_options('EncoderModel', z_loss=self.z_loss, label_smoothing=self.label_smoothing)
@@ -104,26 +101,9 @@ class EncoderModel:
     typed = self.config.num_token_types > 1 if self.token_types is None else self.token_types
     return 'encoder_classification_with_types' if typed else 'encoder_classification'
 
-  def batch_spec(
-    self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
-  ) -> BatchSpec:
-    """Returns shapes and dtypes of the features that `loss` takes."""
-    return transformer_batch_spec(
-      self.config,
-      self.feature_converter(task_feature_lengths),
-      task_feature_lengths,
-      batch_size=batch_size,
-      pack=pack,
-      num_classes=self.num_classes if self.classifies else None,
-    )
-
-  def logical_sizes(self) -> dict[str, int]:
-    """Returns axis name -> size, of all axes that a mesh may split."""
-    return transformer_sizes(self.config)
-
-  def flops_per_token(self, length: int) -> float:
-    """Returns model FLOPs of one training step per position of a row of `length`."""
-    return transformer_flops_per_token(self.config, length, token_logits=not self.classifies)
+  @property
+  def _num_label_classes(self) -> Optional[int]:
+    return self.num_classes if self.classifies else None
 
   def init(self, rng: jax.Array, spec: BatchSpec) -> Params:
     """Returns new parameters as `NamedParam`, with their axis names."""
@@ -148,16 +128,6 @@ class EncoderModel:
     return {**params, **head['params']}
 
   @property
-  def _embeddings(self) -> Embeddings:
-    return Embeddings(self.config)
-
-  @property
-  def _stack(self) -> Stack:
-    return Stack(
-      self.config, self.config.num_layers, causal=False, final_norm='encoder_norm', layer=self.layer
-    )
-
-  @property
   def _head_module(self) -> nn.Module:
     if self.classifies:
       return Classifier(
@@ -168,47 +138,12 @@ class EncoderModel:
       )
     return MaskedTokenHead(self.config)
 
-  def embed(
-    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
-  ) -> Activation:
-    """Returns [batch, length, embed], the input of the first layer."""
-    return self._embeddings(
-      params,
-      batch['encoder_input_tokens'],
-      self._positions(batch),
-      token_types=batch.get('encoder_token_types'),
-      rng=dropout_rng(dropout_key, batch, 'embed', side='encoder'),
-    )
-
-  def run_layers(
-    self,
-    params: Params,
-    x: Activation,
-    batch: DeviceBatch,
-    *,
-    dropout_key: Optional[jax.Array] = None,
-    first_layer: Any = 0,
-  ) -> Activation:
-    """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
-    return self._stack.run(
-      params,
-      x,
-      self._info(batch),
-      self._positions(batch),
-      rng=dropout_rng(dropout_key, batch, 'layers', side='encoder'),
-      first_layer=first_layer,
-    )
-
   def _info(self, batch: DeviceBatch) -> TokenInfo:
     return token_info(
       batch['encoder_input_tokens'],
       segment_ids=batch.get('encoder_segment_ids'),
       positions=batch.get('encoder_places'),
     )
-
-  def _positions(self, batch: DeviceBatch) -> jax.Array:
-    """Returns the position of each token in its example; a packed row holds several examples."""
-    return batch.get('encoder_positions', self._info(batch).positions)
 
   def _logits(
     self, params: Params, x: Activation, batch: DeviceBatch, dropout_key: Optional[jax.Array]
@@ -217,7 +152,7 @@ class EncoderModel:
     if not self.classifies:
       return masked_token_logits(*self._masked_tokens(params, x))
     row = pool(self._stack.finish(params, x), self._info(batch), kind=self.pooling)
-    rng = dropout_rng(dropout_key, batch, 'head', side='encoder')
+    rng = self._rng(dropout_key, batch, 'head')
     return self._head_module.apply({'params': self._head_params(params)}, row, rng)
 
   def _masked_tokens(self, params: Params, x: Activation) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -267,14 +202,5 @@ class EncoderModel:
     self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
   ) -> jax.Array:
     """Returns float32 logits [batch, classes], or [batch, length, vocab] with the 'mlm' head."""
-    x = self.embed(params, batch, dropout_key=dropout_key)
-    x = self.run_layers(params, x, batch, dropout_key=dropout_key)
+    x = self._after_layers(params, batch, dropout_key)
     return self._logits(params, x, batch, dropout_key)
-
-  def loss(
-    self, params: Params, batch: DeviceBatch, *, dropout_key: Optional[jax.Array] = None
-  ) -> Sums:
-    """Returns sums; training minimises 'loss' per example or masked token."""
-    x = self.embed(params, batch, dropout_key=dropout_key)
-    x = self.run_layers(params, x, batch, dropout_key=dropout_key)
-    return self.head(params, x, batch, dropout_key=dropout_key)

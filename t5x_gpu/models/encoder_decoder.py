@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.layers.dropout import DropoutRng, dropout
 from t5x_gpu.layers.masks import TokenInfo, token_info
+from t5x_gpu.models.base import TransformerModel
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import encoder_decoder_flops_per_token
 from t5x_gpu.models.heads import init_token_logits, token_logits, token_loss
 from t5x_gpu.models.inference.incremental import DecodingState, advance, begin
 from t5x_gpu.models.losses import Sums, check_loss_options, refuse_router_losses
 from t5x_gpu.models.model import DeviceBatch, Params
-from t5x_gpu.models.sizes import transformer_batch_spec, transformer_sizes
-from t5x_gpu.models.stack import Embeddings, Stack, dropout_rng
+from t5x_gpu.models.stack import Stack, dropout_rng
 from t5x_gpu.models.transformer import TransformerLayer
 
 # Outputs of both stacks so far: [batch, inputs_length, embed] and [batch, targets_length, embed].
@@ -25,7 +25,7 @@ Activations = tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderDecoderModel:
+class EncoderDecoderModel(TransformerModel):
   """An encoder, and a decoder that attends to it; they share the token table.
 
   `loss` calls `embed`, `run_layers` of each stack and `head`; a pipeline runs them on different
@@ -44,7 +44,6 @@ class EncoderDecoderModel:
   z_loss: float = 0.0
   label_smoothing: float = 0.0
   layer: Callable[[TransformerConfig], Any] = TransformerLayer
-  gathers_layers: ClassVar[bool] = True
   stacks: ClassVar[tuple[str, ...]] = ('encoder', 'decoder')
 
   def __post_init__(self) -> None:
@@ -53,27 +52,14 @@ class EncoderDecoderModel:
     )
     refuse_router_losses('EncoderDecoderModel', self.config)
 
-  @property
-  def num_outcomes(self) -> int:
-    """Tokens that the model chooses from."""
-    return self.config.vocab_size
-
   def feature_converter(self, task_feature_lengths: Mapping[str, int]) -> str:
     """Returns the feature converter's name."""
     del task_feature_lengths
     return 'encoder_decoder'
 
-  def batch_spec(
-    self, task_feature_lengths: Mapping[str, int], *, batch_size: int, pack: bool
-  ) -> BatchSpec:
-    """Returns shapes and dtypes of the features that `loss` takes."""
-    return transformer_batch_spec(
-      self.config, 'encoder_decoder', task_feature_lengths, batch_size=batch_size, pack=pack
-    )
-
   def logical_sizes(self) -> dict[str, int]:
     """Returns axis name -> size, of all axes that a mesh may split."""
-    sizes = transformer_sizes(self.config)
+    sizes = super().logical_sizes()
     if self.num_encoder_layers:
       sizes['encoder_layers'] = self.num_encoder_layers
     return sizes
@@ -103,10 +89,6 @@ class EncoderDecoderModel:
         **init_token_logits(self.config, decoder['logits_dense']),
       },
     }
-
-  @property
-  def _embeddings(self) -> Embeddings:
-    return Embeddings(self.config)
 
   @property
   def _encoder(self) -> Stack:
