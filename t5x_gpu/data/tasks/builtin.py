@@ -59,42 +59,41 @@ def chunk_documents(
   return dataset.flat_map(pieces)
 
 
-def _features(vocabulary: seqio.Vocabulary, names: Sequence[str]) -> dict[str, seqio.Feature]:
+def features(*names: str, extra_ids: int = 0) -> dict[str, seqio.Feature]:
+  """Returns text features of these names, all with one byte vocabulary."""
+  vocabulary = named_vocabulary('byte', extra_ids=extra_ids)
   return {name: seqio.Feature(vocabulary=vocabulary, add_eos=True) for name in names}
 
 
-_LM_PREPROCESSORS = (
-  functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
-  chunk_documents,
-)
-_SUPERVISED_PREPROCESSORS = (
-  functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False),
-  seqio.preprocessors.append_eos_after_trim,
-)
+TOKENIZE = functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False)
+_LM_PREPROCESSORS = (TOKENIZE, chunk_documents)
+_SUPERVISED_PREPROCESSORS = (TOKENIZE, seqio.preprocessors.append_eos_after_trim)
+# A task with the buffer of all ours.
+make_task = functools.partial(seqio.Task, shuffle_buffer_size=SHUFFLE_BUFFER)
 
 
-seqio.TaskRegistry.add(
-  'python_source',
-  source=seqio_sources.DocumentSource(
-    discovery.standard_library_files,
-    splits=('train', 'validation'),
-    reader=text_readers.Utf8Reader(text_readers.read_spans),
-  ),
-  preprocessors=_LM_PREPROCESSORS,
-  output_features=_features(named_vocabulary('byte'), ['targets']),
-  shuffle_buffer_size=SHUFFLE_BUFFER,
-)
+def register(task: seqio.Task) -> None:
+  """Makes `task` known to SeqIO by its name."""
+  seqio.TaskRegistry.add_provider(task.name, task)
 
 
 def text_task(name: str, source: seqio.DataSource) -> seqio.Task:
   """Returns a language-model task over {'targets': text, 'document_end': bool}."""
-  return seqio.Task(
-    name,
-    source=source,
-    preprocessors=_LM_PREPROCESSORS,
-    output_features=_features(named_vocabulary('byte'), ['targets']),
-    shuffle_buffer_size=SHUFFLE_BUFFER,
+  return make_task(
+    name, source=source, preprocessors=_LM_PREPROCESSORS, output_features=features('targets')
   )
+
+
+register(
+  text_task(
+    'python_source',
+    seqio_sources.DocumentSource(
+      discovery.standard_library_files,
+      splits=('train', 'validation'),
+      reader=text_readers.Utf8Reader(text_readers.read_spans),
+    ),
+  )
+)
 
 
 def _texts(
@@ -136,13 +135,12 @@ def _pattern_and_errors(spelled: str) -> tuple[str, str]:
 
 def supervised_task(name: str, source: seqio.DataSource) -> seqio.Task:
   """Returns a task over {'inputs': text, 'targets': text} with the metric `exact_match`."""
-  return seqio.Task(
+  return make_task(
     name,
     source=source,
     preprocessors=_SUPERVISED_PREPROCESSORS,
-    output_features=_features(named_vocabulary('byte'), ['inputs', 'targets']),
+    output_features=features('inputs', 'targets'),
     metric_fns=[exact_match],
-    shuffle_buffer_size=SHUFFLE_BUFFER,
   )
 
 
@@ -166,14 +164,15 @@ def _translate_english_to_german(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 # europarl_v7, commoncrawl, newscommentary_v13 -> train, newstest2013 -> validation, newstest2014 ->
 # test, as in TFDS. `read_only`: a training run on many hosts must not start many downloads.
-seqio.TaskRegistry.add(
-  'wmt_ende',
-  source=seqio.TfdsDataSource(
-    'wmt_t2t_translate/de-en:1.0.0', splits=('train', 'validation', 'test'), read_only=True
-  ),
-  preprocessors=(_translate_english_to_german, *_SUPERVISED_PREPROCESSORS),
-  output_features=_features(named_vocabulary('byte'), ['inputs', 'targets']),
-  shuffle_buffer_size=SHUFFLE_BUFFER,
+register(
+  make_task(
+    'wmt_ende',
+    source=seqio.TfdsDataSource(
+      'wmt_t2t_translate/de-en:1.0.0', splits=('train', 'validation', 'test'), read_only=True
+    ),
+    preprocessors=(_translate_english_to_german, *_SUPERVISED_PREPROCESSORS),
+    output_features=features('inputs', 'targets'),
+  )
 )
 
 OWN_TASKS = ('python_source', 'wmt_ende')

@@ -26,7 +26,7 @@ from t5x_gpu.data.sources.discovery import standard_library_files
 from t5x_gpu.data.sources.labelled_tables import LabelledTexts
 from t5x_gpu.data.tasks import builtin, objectives
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary, end_id, named_vocabulary
+from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary, end_id
 from t5x_gpu.errors import DataError
 
 # The 16 largest packages with several files, in Python 3.11 and later, on every distribution
@@ -207,14 +207,11 @@ def _room(sequence_length: Optional[Mapping[str, int]], *, taken: int) -> Option
 
 def features(class_names: Sequence[str]) -> dict[str, seqio.Feature]:
   """Returns the output features of a task with these classes; byte vocabulary."""
-  return {
-    'inputs': seqio.Feature(vocabulary=named_vocabulary('byte'), add_eos=True),
-    'label': seqio.Feature(vocabulary=ClassVocabulary(class_names), add_eos=False, rank=0),
-  }
+  label = seqio.Feature(vocabulary=ClassVocabulary(class_names), add_eos=False, rank=0)
+  return {**builtin.features('inputs'), 'label': label}
 
 
-_TOKENIZE = functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False)
-PREPROCESSORS = (_TOKENIZE, frame_inputs)
+PREPROCESSORS = (builtin.TOKENIZE, frame_inputs)
 
 
 def _from_files(
@@ -228,12 +225,11 @@ def _from_files(
   found = labelled_tables.labelled_texts(files, read=read, class_names=class_names)
   source = seqio_sources.LabelledSource(lambda: found, splits=tuple(found.texts), files=files)
   frame = frame_inputs if found.texts2 is None else frame_pairs
-  return seqio.Task(
+  return builtin.make_task(
     name,
     source=source,
-    preprocessors=(_TOKENIZE, frame),
+    preprocessors=(builtin.TOKENIZE, frame),
     output_features=features(found.class_names),
-    shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
   )
 
 
@@ -270,22 +266,24 @@ def _cola_features(dataset: tf.data.Dataset) -> tf.data.Dataset:
   )
 
 
-seqio.TaskRegistry.add(
-  'python_source_classification',
-  source=seqio_sources.LabelledSource(python_snippets, splits=('train', 'validation')),
-  preprocessors=PREPROCESSORS,
-  output_features=features(PACKAGES),
-  shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
+builtin.register(
+  builtin.make_task(
+    'python_source_classification',
+    source=seqio_sources.LabelledSource(python_snippets, splits=('train', 'validation')),
+    preprocessors=PREPROCESSORS,
+    output_features=features(PACKAGES),
+  )
 )
 
 # GLUE does not publish the labels of its test split (they are all -1), so it is left out here.
 # `read_only`: a training run on many hosts must not start many downloads.
-seqio.TaskRegistry.add(
-  'cola',
-  source=seqio.TfdsDataSource('glue/cola:2.0.0', splits=('train', 'validation'), read_only=True),
-  preprocessors=(_cola_features, *PREPROCESSORS),
-  output_features=features(labelled_tables.COLA_CLASSES),
-  shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
+builtin.register(
+  builtin.make_task(
+    'cola',
+    source=seqio.TfdsDataSource('glue/cola:2.0.0', splits=('train', 'validation'), read_only=True),
+    preprocessors=(_cola_features, *PREPROCESSORS),
+    output_features=features(labelled_tables.COLA_CLASSES),
+  )
 )
 
 OWN_TASKS = ('python_source_classification', 'cola')

@@ -8,19 +8,16 @@
 The byte vocabulary gets extra ids for masked parts: 359 ids for span corruption, 260 for `mlm`.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 
 from t5x_gpu.data.tasks import builtin, objectives, tables
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
 from t5x_gpu.errors import DataError, did_you_mean
 
 NUM_SENTINELS = 100  # T5's
 _FILE_TASKS = {**builtin.PATTERN_TASKS, **tables.PATTERN_TASKS}
 # Names (before a colon, if they have one) of tasks that may give one text per example.
 TEXTS = (*builtin.TEXTS, *tables.PATTERN_TASKS)
-_TOKENIZE = functools.partial(seqio.preprocessors.tokenize, copy_pretokenized=False)
 
 
 def _source(text: str, *, objective: str) -> seqio.DataSource:
@@ -46,58 +43,31 @@ def _source(text: str, *, objective: str) -> seqio.DataSource:
   return task.source
 
 
-def _both(vocabulary: seqio.Vocabulary) -> dict[str, seqio.Feature]:
-  return {
-    name: seqio.Feature(vocabulary=vocabulary, add_eos=True) for name in ('inputs', 'targets')
-  }
-
-
 def _make(
-  name: str, source: seqio.DataSource, *, objective: Callable[..., tf.data.Dataset], extra_ids: int
+  objective: str, preprocessor: Callable[..., tf.data.Dataset], text: str, extra_ids: int, name: str
 ) -> seqio.Task:
-  return seqio.Task(
-    name,
-    source=source,
-    preprocessors=(_TOKENIZE, objective),
-    output_features=_both(named_vocabulary('byte', extra_ids=extra_ids)),
-    shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
+  return builtin.make_task(
+    name or f'{objective}.{text.partition(":")[0]}',
+    source=_source(text, objective=objective),
+    preprocessors=(builtin.TOKENIZE, preprocessor),
+    output_features=builtin.features('inputs', 'targets', extra_ids=extra_ids),
   )
 
 
-def span_corruption(text: str) -> seqio.Task:
+def span_corruption(text: str, *, name: str = '') -> seqio.Task:
   """Returns T5's span corruption of `text`. Raises DataError if there is no such text."""
-  return _make(
-    f'span_corruption.{text.partition(":")[0]}',
-    _source(text, objective='span_corruption'),
-    objective=objectives.span_corruption,
-    extra_ids=NUM_SENTINELS,
-  )
+  return _make('span_corruption', objectives.span_corruption, text, NUM_SENTINELS, name)
 
 
-def mlm(text: str) -> seqio.Task:
+def mlm(text: str, *, name: str = '') -> seqio.Task:
   """Returns BERT's masked language model of `text`. Raises DataError if there is no such text."""
-  return _make(
-    f'mlm.{text.partition(":")[0]}',
-    _source(text, objective='mlm'),
-    objective=objectives.masked_lm,
-    extra_ids=1,
-  )
+  return _make('mlm', objectives.masked_lm, text, 1, name)
 
-
-def _register(name: str, task: seqio.Task) -> None:
-  seqio.TaskRegistry.add(
-    name,
-    source=task.source,
-    preprocessors=task.preprocessors,
-    output_features=task.output_features,
-    shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
-  )
-
-
-_register('python_source_span_corruption', span_corruption('python_source'))
-_register('python_source_mlm', mlm('python_source'))
 
 OWN_TASKS = ('python_source_span_corruption', 'python_source_mlm')
+for _name, _objective in zip(OWN_TASKS, (span_corruption, mlm)):
+  builtin.register(_objective('python_source', name=_name))
+
 PATTERN_TASKS: Mapping[str, Callable[[str], seqio.Task]] = {
   'span_corruption': span_corruption,
   'mlm': mlm,

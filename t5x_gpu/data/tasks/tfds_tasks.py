@@ -43,13 +43,12 @@ def tfds(spelled: str) -> seqio.Task:
   ]
   columns = feature_columns(texts, chosen=chosen, where=f'tfds:{info.full_name}')
   made = builtin.task_for(columns)('tfds', source)
-  return seqio.Task(
+  return builtin.make_task(
     'tfds',
     source=source,
     output_features=made.output_features,
     preprocessors=(functools.partial(_select, columns=columns), *made.preprocessors),
     metric_fns=made.metric_fns,
-    shuffle_buffer_size=builtin.SHUFFLE_BUFFER,
   )
 
 
