@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu import cli
-from t5x_gpu.errors import ConfigError
 from t5x_gpu.runtime import gpus as gpu_detect
 from t5x_gpu.runtime import run_with_deadline
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
@@ -24,8 +23,8 @@ from t5x_gpu.runtime.cluster.cluster import ClusterInfo
 from t5x_gpu.runtime.health import checks as health
 from t5x_gpu.runtime.health import gpu_checks
 from t5x_gpu.runtime.health.checks import FAIL, OK, WARN, Check
-from t5x_gpu.runtime.xla import docs_tables
 from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla import listing
 from t5x_gpu.runtime.xla import presets as xla_presets
 
 EXAMPLES = """examples:
@@ -230,9 +229,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--flags', action='store_true', help='print the table of XLA, NCCL and memory settings instead'
   )
-  group.add_argument(
-    '--markdown', action='store_true', help='with --flags: print the page docs/xla_flags.md'
-  )
   cluster_lib.add_flags(parser)
 
 
@@ -247,11 +243,9 @@ def main(argv: Sequence[str]) -> int:
     'To check a run, use python -m t5x_gpu.train --dry_run.',
     examples=EXAMPLES,
   )
-  if args.extra.markdown and not args.extra.flags:
-    raise ConfigError('--markdown is set without --flags.', fix='Add --flags.')
   xla_presets.check_preset(args.extra.preset)
   if args.extra.flags:
-    print(docs_tables.page() if args.extra.markdown else docs_tables.table(), end='')
+    print(listing.table(), end='')
     return 0
   cluster = cluster_lib.detect_here(args.extra)
   request = DoctorRequest(

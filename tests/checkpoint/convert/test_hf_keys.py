@@ -5,10 +5,10 @@ import pathlib
 
 import pytest
 
+from scripts.docs_tables import keys_table
 from t5x_gpu.checkpoint.convert.hf.config import (
   CONFIG_FAMILIES,
   from_hf,
-  keys_table,
   to_hf,
   training_differences,
 )
@@ -136,6 +136,6 @@ def test_dropout_that_a_run_would_not_have_is_named():
 
 def test_the_page_lists_the_keys_of_every_family():
   assert keys_table() in PAGE.read_text('utf-8'), (
-    'docs/convert.md is out of date: put the output of keys_table() of '
-    't5x_gpu/checkpoint/convert/hf/config.py into its section Keys'
+    'docs/convert.md is out of date: put the output of python scripts/docs_tables.py keys into '
+    'its section Keys'
   )

@@ -4,22 +4,23 @@ import pathlib
 
 import pytest
 
-from t5x_gpu.runtime.xla import docs_tables
+from scripts import docs_tables
 from t5x_gpu.runtime.xla import flags as xla_flags
+from t5x_gpu.runtime.xla import listing
 from t5x_gpu.runtime.xla.table import TABLE
 
 PAGE = pathlib.Path(__file__).parents[3] / 'docs' / 'xla_flags.md'
 
 
 def test_the_page_is_up_to_date():
-  assert PAGE.read_text(encoding='utf-8') == docs_tables.page(), (
-    'python -m t5x_gpu.doctor --flags --markdown > docs/xla_flags.md'
+  assert PAGE.read_text(encoding='utf-8') == docs_tables.xla_flags_page(), (
+    'python scripts/docs_tables.py xla_flags > docs/xla_flags.md'
   )
 
 
 def test_every_setting_is_on_the_page_and_in_the_table():
   for row in TABLE:
-    for text in (docs_tables.page(), docs_tables.table()):
+    for text in (docs_tables.xla_flags_page(), listing.table()):
       assert row.name in text and row.reason in text and row.source in text
 
 
@@ -28,4 +29,4 @@ def test_the_example_line_is_what_a_run_prints():
   env = {'XLA_FLAGS': '--xla_gpu_simplify_all_fp_conversions'}
   line = xla_flags.prepare_environment(gpu='h200', num_gpus=8, environ=env).line
   example = 'h200 single-host (default), 1 compile option, 1 flag, 4 variables, 1 flag dropped'
-  assert example in line and example in docs_tables.page()
+  assert example in line and example in docs_tables.xla_flags_page()

@@ -4,8 +4,6 @@
 an error, never left out silently.
 """
 
-import json
-import textwrap
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert.hf.families import BERT, GPT2, T5
@@ -217,29 +215,3 @@ def guess_family(model: ModelFields) -> str:
   if c.norm_position == 'sandwich':
     return 'gemma2'
   return 'qwen3' if c.qk_norm else 'llama'
-
-
-def keys_table() -> str:
-  """Returns the section of docs/convert.md that lists the keys of every family."""
-  out = []
-  for name, family in CONFIG_FAMILIES.items():
-    read = sorted({*family.used, *family.defaults} - {'architectures', 'model_type'})
-    kinds = (
-      ('read', ', '.join(f'`{key}`' for key in read)),
-      (
-        'only with these values',
-        ', '.join(
-          f'`{key}` ({" or ".join(f"`{json.dumps(v)}`" for v in values)})'
-          for key, values in sorted(family.fixed.items())
-        ),
-      ),
-      ('of training, reported', ', '.join(f'`{key}`' for key in sorted(family.training))),
-      ('without effect', ', '.join(f'`{key}`' for key in sorted(family.no_effect))),
-    )
-    lines = [f'- {kind}: {text}.' for kind, text in kinds if text]
-    out.append('\n'.join([f'**{name}**', '', *(_wrapped(line) for line in lines)]))
-  return '\n\n'.join(out) + '\n'
-
-
-def _wrapped(line: str) -> str:
-  return textwrap.fill(line, 100, subsequent_indent='  ', break_long_words=False)

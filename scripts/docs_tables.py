@@ -1,19 +1,22 @@
-"""The table of presets as text and as the page docs/xla_flags.md."""
+"""Prints the parts of the documentation that follow from tables of the package.
 
-import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+    python scripts/docs_tables.py xla_flags > docs/xla_flags.md
+    python scripts/docs_tables.py keys               the section Keys of docs/convert.md
 
+Tests check that the committed pages are current.
+"""
+
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from t5x_gpu.checkpoint.convert.hf.config import CONFIG_FAMILIES
+from t5x_gpu.runtime.xla import listing
 from t5x_gpu.runtime.xla.legacy import LEGACY
 from t5x_gpu.runtime.xla.presets import PRESETS
-from t5x_gpu.runtime.xla.table import LEFT_ALONE, ONE_LAYER, TABLE, Setting
+from t5x_gpu.runtime.xla.table import LEFT_ALONE
 
-_KINDS = {
-  'compile_option': 'Compile options: passed to `.compile()` of each program',
-  'jax_config': 'jax.config',
-  'xla_flag': 'XLA_FLAGS: read while programs run',
-  'env': 'Environment variables',
-}
 _EXAMPLE = (
   'xla preset: h200 single-host (default), 1 compile option, 1 flag, 4 variables, '
   '1 flag dropped: not in jaxlib 0.10.2'
@@ -23,7 +26,7 @@ _INTRODUCTION = """\
 
 This page is generated from the table in `t5x_gpu/runtime/xla/table.py`:
 
-    python -m t5x_gpu.doctor --flags --markdown > docs/xla_flags.md
+    python scripts/docs_tables.py xla_flags > docs/xla_flags.md
 
 A run is correct without any of these. They decide whether communication hides behind computation,
 how much memory XLA takes, and what is printed when something fails.
@@ -65,23 +68,23 @@ with a matmul between their start and end, not time. By that count `max_overlap`
 """
 
 
-def page() -> str:
+def xla_flags_page() -> str:
   """Returns docs/xla_flags.md."""
   parts = [
     _INTRODUCTION.format(
       presets='\n'.join(f'- `{name}`: {text}.' for name, text in PRESETS.items()), line=_EXAMPLE
     )
   ]
-  for kind, title in _KINDS.items():
+  for kind, title in listing.KINDS.items():
     rows = [
       [
         '<br>'.join(f'`{name}`' for name in names),
-        f'`{_shown(row)}`',
+        f'`{listing.shown(row)}`',
         ', '.join(row.presets),
-        _where(row),
+        listing.where(row),
         f'{row.reason} [source]({row.source})',
       ]
-      for names, row in _alike(kind)
+      for names, row in listing.alike(kind)
     ]
     parts.append(
       f'## {title}\n\n' + _markdown(['setting', 'value', 'presets', 'where', 'why'], rows)
@@ -109,46 +112,38 @@ def page() -> str:
   return '\n'.join(parts)
 
 
-def table() -> str:
-  """Returns the table for a terminal: a line per setting, with its reason below."""
-  lines = [f'{name:14}{text}' for name, text in PRESETS.items()]
-  for kind, title in _KINDS.items():
-    lines += ['', title]
-    for names, row in _alike(kind):
-      lines += [f'  {name}={_shown(row)}' for name in names]
-      lines += [
-        f'      {", ".join(row.presets)}; {_where(row)}',
-        f'      {row.reason}',
-        f'      {row.source}',
-      ]
-  return '\n'.join(lines) + '\n'
-
-
-def _alike(kind: str) -> Iterator[tuple[list[str], Setting]]:
-  """Yields the names of rows that are equal except for the name, and one of these rows."""
-  rows = (row for row in TABLE if row.kind == kind)
-  for _, group in itertools.groupby(rows, lambda row: dataclasses.replace(row, name='')):
-    group = list(group)
-    yield [row.name for row in group], group[0]
-
-
-def _shown(row: Setting) -> str:
-  return row.value if row.value == ONE_LAYER else f'{row.value}' or "''"
-
-
-def _where(row: Setting) -> str:
-  parts = [', '.join(row.generations).upper() or 'every GPU']
-  if row.hosts != 'any':
-    parts.append(f'{row.hosts} host{"s" if row.hosts == "several" else ""}')
-  elif row.several_gpus:
-    parts.append('several GPUs')
-  if row.axes:
-    parts.append(f'mesh axis {" or ".join(row.axes)}')
-  return ', '.join(parts)
-
-
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   return (
     '\n'.join('| ' + ' | '.join(cells) + ' |' for cells in [head, ['---'] * len(head), *rows])
     + '\n'
   )
+
+
+def keys_table() -> str:
+  """Returns the section of docs/convert.md that lists the keys of every family."""
+  out = []
+  for name, family in CONFIG_FAMILIES.items():
+    read = sorted({*family.used, *family.defaults} - {'architectures', 'model_type'})
+    kinds = (
+      ('read', ', '.join(f'`{key}`' for key in read)),
+      (
+        'only with these values',
+        ', '.join(
+          f'`{key}` ({" or ".join(f"`{json.dumps(v)}`" for v in values)})'
+          for key, values in sorted(family.fixed.items())
+        ),
+      ),
+      ('of training, reported', ', '.join(f'`{key}`' for key in sorted(family.training))),
+      ('without effect', ', '.join(f'`{key}`' for key in sorted(family.no_effect))),
+    )
+    lines = [f'- {kind}: {text}.' for kind, text in kinds if text]
+    out.append('\n'.join([f'**{name}**', '', *(_wrapped(line) for line in lines)]))
+  return '\n\n'.join(out) + '\n'
+
+
+def _wrapped(line: str) -> str:
+  return textwrap.fill(line, 100, subsequent_indent='  ', break_long_words=False)
+
+
+if __name__ == '__main__':
+  print({'xla_flags': xla_flags_page, 'keys': keys_table}[sys.argv[1]](), end='')
