@@ -8,9 +8,8 @@ changed files.
 `data_line` logs what a run guarantees about the order of its data, and what that costs.
 """
 
-import importlib.metadata
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from t5x_gpu.config.json_schema import Fields, parse_json
@@ -143,17 +142,6 @@ def check_next_batch(
     parameters=('MODEL_DIR', _NAME),
     docs='data.md#the-same-data',
   )
-
-
-def versions(packages: Iterable[str]) -> dict[str, str]:
-  """Returns package -> version for those that are installed."""
-  found = {}
-  for package in packages:
-    try:
-      found[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      continue
-  return found
 
 
 STREAMING = (

@@ -1,8 +1,10 @@
-"""What Linux reports about this host and this process."""
+"""What Linux reports about this host and this process, and what is installed here."""
 
+import importlib.metadata
 import os
 import pathlib
 import time
+from collections.abc import Iterable
 from typing import Optional
 
 ROOT = pathlib.Path('/')
@@ -52,3 +54,14 @@ def seconds_since_start() -> float:
   except (OSError, ValueError, IndexError, AttributeError):  # not Linux
     return 0.0
   return age if 0 <= age < _MOST_AGE_SECONDS else 0.0
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+  """Returns package -> version of those that are installed."""
+  found = {}
+  for package in packages:
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found

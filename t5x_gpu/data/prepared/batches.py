@@ -25,9 +25,10 @@ from t5x_gpu.data.prepared.index import INDEX, Index, read_index
 from t5x_gpu.data.prepared.lazy_batch import LazyBatch
 from t5x_gpu.data.prepared.shard_checks import check_shards
 from t5x_gpu.data.prepared.shard_writer import decode_into
-from t5x_gpu.data.same_data import LIBRARIES, resumed_step, versions
+from t5x_gpu.data.same_data import LIBRARIES, resumed_step
 from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.runtime.cluster.agreement import Facts
+from t5x_gpu.runtime.host import versions
 
 GUARANTEE = (
   'prepared: the global batch at step t depends on (data, rates, seed, t) alone; each '

@@ -13,12 +13,13 @@ import numpy as np
 from t5x_gpu.config.json_schema import Fields, Whole, parse_json
 from t5x_gpu.data import features
 from t5x_gpu.data.batches import CLASS_NAMES, Batch, BatchSpec
-from t5x_gpu.data.same_data import LIBRARIES, STREAMING, check_same_data, foreign_state, versions
+from t5x_gpu.data.same_data import LIBRARIES, STREAMING, check_same_data, foreign_state
 from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.data.tf_runtime import tf
 from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.runtime.cluster.agreement import Facts
+from t5x_gpu.runtime.host import versions
 
 _MAGIC = b't5x_gpu data state 1\n'
 _HEADER = Fields(

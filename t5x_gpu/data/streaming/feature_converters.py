@@ -17,7 +17,17 @@ _NUMBER = seqio.FeatureConverter.FeatureSpec(dtype=tf.int32, rank=0)
 LOSS_MASK = 'loss_mask'
 
 
-class EncoderClassificationConverter(seqio.FeatureConverter):
+class _EncoderConverter(seqio.FeatureConverter):
+  """A converter whose sequences are all as long as the inputs."""
+
+  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
+    """Returns model feature -> length, 1 for numbers."""
+    length = task_feature_lengths['inputs']
+    lengths = {name: length if spec.rank else 1 for name, spec in self.MODEL_FEATURES.items()}
+    return lengths | dict.fromkeys(self.PACKING_FEATURE_DTYPES if self.pack else (), length)
+
+
+class EncoderClassificationConverter(_EncoderConverter):
   """{'inputs': tokens, 'label': class} -> a row per example, its class and a weight of 1."""
 
   TASK_FEATURES = {'inputs': _TOKENS, 'label': _NUMBER}
@@ -46,14 +56,6 @@ class EncoderClassificationConverter(seqio.FeatureConverter):
       }
     )
 
-  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns model feature -> length, 1 for numbers."""
-    return {
-      'encoder_input_tokens': task_feature_lengths['inputs'],
-      features.LABEL: 1,
-      features.LABEL_WEIGHTS: 1,
-    }
-
 
 class EncoderTypedClassificationConverter(EncoderClassificationConverter):
   """The same with 'encoder_token_types', which are 0 if the task does not have 'token_types'."""
@@ -77,15 +79,8 @@ class EncoderTypedClassificationConverter(EncoderClassificationConverter):
       }
     )
 
-  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns model feature -> length, 1 for numbers."""
-    return {
-      **super().get_model_feature_lengths(task_feature_lengths),
-      'encoder_token_types': task_feature_lengths['inputs'],
-    }
 
-
-class EncoderMlmConverter(seqio.FeatureConverter):
+class EncoderMlmConverter(_EncoderConverter):
   """{'inputs': tokens, some masked, 'targets': all tokens} -> rows of a masked language model.
 
   SeqIO's EncoderFeatureConverter takes the loss where the input is the mask token. BERT also takes
@@ -130,11 +125,6 @@ class EncoderMlmConverter(seqio.FeatureConverter):
 
     rows = self._pack_or_pad(ds.map(with_mask), {**task_feature_lengths, LOSS_MASK: length})
     return rows.map(model_features)
-
-  def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns model feature -> length."""
-    names = (*self.MODEL_FEATURES, *(self.PACKING_FEATURE_DTYPES if self.pack else ()))
-    return dict.fromkeys(names, task_feature_lengths['inputs'])
 
 
 CONVERTERS = {

@@ -15,7 +15,6 @@ from t5x_gpu.data import features
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.data_module import module_of
 from t5x_gpu.data.prepared.index import Index, Member
-from t5x_gpu.data.same_data import versions
 from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.sources.corrupt_records import Records
 from t5x_gpu.data.streaming import task_lookup
@@ -24,6 +23,7 @@ from t5x_gpu.data.streaming.feature_converters import model_rows
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.runtime.host import versions
 
 PART_BYTES = 64 * 2**20  # of source per part, by default
 _MIN_PARTS = 4

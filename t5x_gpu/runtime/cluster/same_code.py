@@ -5,7 +5,6 @@ are as in `agreement`: a file's identity is the sha256 of its bytes, whatever it
 """
 
 import hashlib
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -14,6 +13,7 @@ import sysconfig
 from collections.abc import Sequence
 
 from t5x_gpu.errors import ClusterError
+from t5x_gpu.runtime import host
 from t5x_gpu.runtime.cluster.agreement import Facts
 
 # Packages that compute, or decide what is computed. Versions come from metadata, without imports.
@@ -96,12 +96,11 @@ def user_modules() -> Facts:
 
 def versions() -> Facts:
   """Returns facts about Python and `PACKAGES`; that a package is missing is a fact, too."""
-  found = {'python': '.'.join(platform.python_version_tuple()[:2])}
-  for package in PACKAGES:
-    try:
-      found[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      found[package] = 'not installed'
+  found = {
+    'python': '.'.join(platform.python_version_tuple()[:2]),
+    **dict.fromkeys(PACKAGES, 'not installed'),
+    **host.versions(PACKAGES),
+  }
   return {f'version of {name}': (version, version) for name, version in found.items()}
 
 

@@ -5,7 +5,6 @@ nvidia-smi or jax are in gpu_checks.py. The doctor runs both, a training run onl
 """
 
 import dataclasses
-import importlib.metadata
 import logging
 import os
 import pathlib
@@ -17,7 +16,7 @@ from collections.abc import Mapping
 from typing import Optional
 
 from t5x_gpu.runtime import gpus as gpu_detect
-from t5x_gpu.runtime import memory
+from t5x_gpu.runtime import host, memory
 
 _log = logging.getLogger(__name__)
 
@@ -60,19 +59,15 @@ def check_python(version: Optional[tuple[int, ...]] = None) -> Check:
 
 def installed_versions() -> dict[str, str]:
   """Returns package -> version of jax, jaxlib, the CUDA plugins and NVIDIA's packages."""
-  found = {}
-  for package in (
-    'jax',
-    'jaxlib',
-    'nvidia-ml-py',
-    *(f'jax-cuda{cuda}-{part}' for cuda in OLDEST_DRIVER for part in ('plugin', 'pjrt')),
-    *(f'nvidia-{part}-cu{cuda}' for cuda in OLDEST_DRIVER for part in ('cudnn', 'nccl')),
-  ):
-    try:
-      found[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      pass
-  return found
+  return host.versions(
+    (
+      'jax',
+      'jaxlib',
+      'nvidia-ml-py',
+      *(f'jax-cuda{cuda}-{part}' for cuda in OLDEST_DRIVER for part in ('plugin', 'pjrt')),
+      *(f'nvidia-{part}-cu{cuda}' for cuda in OLDEST_DRIVER for part in ('cudnn', 'nccl')),
+    )
+  )
 
 
 def check_packages(versions: Optional[Mapping[str, str]] = None, *, gpus: int = 0) -> Check:

@@ -9,7 +9,6 @@ from the second start on it costs a millisecond.
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import mmap
@@ -23,6 +22,7 @@ from typing import Optional
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.config.json_schema import Fields, MapOf, read_json
 from t5x_gpu.runtime import run_with_deadline
+from t5x_gpu.runtime.host import versions
 
 CHILD_SECONDS = 60
 _ACCEPTED = 'T5X_GPU_XLA_FLAGS_ACCEPTED'
@@ -77,19 +77,13 @@ def installed() -> Installed:
     return Installed(None, None)
   folder = pathlib.Path(spec.submodule_search_locations[0])
   library = max([*folder.glob('*.so')], key=lambda path: path.stat().st_size, default=None)
+  jaxlib = versions(['jaxlib']).get('jaxlib')
   plugins = importlib.util.find_spec('jax_plugins')
   for place in (plugins.submodule_search_locations or ()) if plugins else ():
     for path in sorted(pathlib.Path(place).glob('xla_cuda*/xla_cuda_plugin.so')):
       package = f'jax_{path.parent.name.removeprefix("xla_")}_pjrt'
-      return Installed(_version('jaxlib'), library, _version(package), path)
-  return Installed(_version('jaxlib'), library)
-
-
-def _version(package: str) -> Optional[str]:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    return None
+      return Installed(jaxlib, library, versions([package]).get(package), path)
+  return Installed(jaxlib, library)
 
 
 def refused_flags(flags: Sequence[str], *, system: Optional[Installed] = None) -> dict[str, str]:
