@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import logging
 import math
 import re
@@ -31,6 +32,7 @@ MODES = {
   'partial': 'the parameters that `pattern` matches; everything else starts from scratch',
 }
 _NAMED = 8  # parameters that an error lists
+_error = functools.partial(CheckpointError, docs='finetune.md#what-a-run-starts-from')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +166,7 @@ def _open(config: RestoreConfig) -> ParamsReader:
     return ParamsReader(path, step=config.step)
   except CheckpointError as e:
     other = any((path / name).exists() for name in ('config.json', 'checkpoint', 'state/target'))
-    raise CheckpointError(
+    raise _error(
       f'RestoreConfig.path: {e.what}',
       fix=(
         'It looks like a checkpoint of another program. Convert it first:\n'
@@ -173,7 +175,6 @@ def _open(config: RestoreConfig) -> ParamsReader:
       if other
       else e.fix.replace('--step names one', 'set RestoreConfig.step'),
       parameters=('RestoreConfig.path', 'RestoreConfig.step'),
-      docs='finetune.md#what-a-run-starts-from',
     ) from e
 
 
@@ -182,19 +183,15 @@ def _whole(reader: ParamsReader, target: TrainState) -> Saved:
   what = f"RestoreConfig.mode = 'resume', and {reader.path} holds "
   fix = "RestoreConfig.mode = 'warm_start' takes the parameters alone."
   if reader.manifest.get(PARAMS_ONLY):
-    raise CheckpointError(
-      f'{what}parameters only: no optimizer, no data.',
-      fix=fix,
-      parameters=('RestoreConfig.mode',),
-      docs='finetune.md#what-a-run-starts-from',
+    raise _error(
+      f'{what}parameters only: no optimizer, no data.', fix=fix, parameters=('RestoreConfig.mode',)
     )
   different = differences(reader.manifest, target)
   if different:
-    raise CheckpointError(
+    raise _error(
       f'{what}another model or optimizer:\n  ' + '\n  '.join(different),
       fix=fix,
       parameters=('RestoreConfig.path', 'RestoreConfig.mode'),
-      docs='finetune.md#what-a-run-starts-from',
     )
   return reader.state.saved
 
@@ -224,12 +221,11 @@ def _matches_nothing(
 ) -> CheckpointError:
   names = list(names)
   plain = re.sub(r'\\.|[^\w/]', '', pattern)
-  return CheckpointError(
+  return _error(
     f'RestoreConfig.{parameter}: {pattern!r} matches none of {len(names)} parameters.'
     + did_you_mean(plain, names),
     fix="It must match a whole path, as r'layers/.*' does. The paths are "
     f'{", ".join(listed(names, _NAMED))}.',
-    docs='finetune.md#what-a-run-starts-from',
   )
 
 
@@ -261,10 +257,9 @@ def _check(
     ]
   if not problems:
     if not taken:
-      raise CheckpointError(
+      raise _error(
         f'{reader.path} has none of the parameters that are asked of it.',
         fix='Set another RestoreConfig.path.',
-        docs='finetune.md#what-a-run-starts-from',
       )
     return
   fits = {name for name, source in taken.items() if want[name] == reader.shapes.get(source)}
@@ -279,12 +274,11 @@ def _check(
       "\nTo take what fits and start the rest from scratch: RestoreConfig.mode = 'partial' and\n"
       f"RestoreConfig.pattern = r'({'|'.join(whole)})/.*'"
     )
-  raise CheckpointError(
+  raise _error(
     f'{reader.path} does not have the parameters that this run starts from:\n  '
     + '\n  '.join(problems),
     fix=fix,
     parameters=('RestoreConfig.path', 'RestoreConfig.mode', 'RestoreConfig.pattern'),
-    docs='finetune.md#what-a-run-starts-from',
   )
 
 

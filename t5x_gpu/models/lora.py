@@ -7,6 +7,7 @@ Source: Hu et al. 2021 (LoRA), section 4.1.
 """
 
 import dataclasses
+import functools
 import math
 import re
 import zlib
@@ -38,6 +39,7 @@ _OF_PARAMS = (
   'decode_step',
 )
 _KERNEL = '/kernel'
+_error = functools.partial(ModelError, docs='finetune.md#lora')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +66,8 @@ class LoraModel:
 
   def __post_init__(self) -> None:
     if self.rank < 1:
-      raise ModelError(
-        f'LoraModel.rank = {self.rank} must be at least 1.',
-        fix='Set LoraModel.rank = 8.',
-        docs='finetune.md#lora',
+      raise _error(
+        f'LoraModel.rank = {self.rank} must be at least 1.', fix='Set LoraModel.rank = 8.'
       )
     for name in ('pattern', 'also_train'):
       try:
@@ -134,28 +134,25 @@ class LoraModel:
     kernels = [path for path, p in flat.items() if path.endswith(_KERNEL) and _sides(p)]
     adapted = self._adapted(flat)
     if not adapted:
-      raise ModelError(
+      raise _error(
         f'LoraModel.pattern = {self.pattern!r} matches no kernel.'
         + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.pattern), kernels),
         fix='It must match a whole path. The kernels are:\n  ' + '\n  '.join(kernels),
-        docs='finetune.md#lora',
       )
     wrong = [path for path in adapted if path not in kernels]
     if wrong:
-      raise ModelError(
+      raise _error(
         f'LoraModel.pattern = {self.pattern!r} matches kernels that cannot be adapted: '
         + ', '.join(f'{path} {tuple(flat[path].names)}' for path in wrong)
         + '.',
         fix='Kernels of experts and their routers cannot have adapters. These kernels can:\n  '
         + '\n  '.join(kernels),
-        docs='finetune.md#lora',
       )
     if self.also_train is not None and not any(re.fullmatch(self.also_train, p) for p in flat):
-      raise ModelError(
+      raise _error(
         f'LoraModel.also_train = {self.also_train!r} matches no parameter.'
         + did_you_mean(re.sub(r'\\.|[^\w/]', '', self.also_train), flat),
         fix='It must match whole paths. The parameters are:\n  ' + '\n  '.join(flat),
-        docs='finetune.md#lora',
       )
 
   def _scaled(self, params: Params) -> Params:

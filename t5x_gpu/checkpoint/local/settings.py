@@ -1,6 +1,7 @@
 """Where local checkpoints are kept, and how often; errors come before anything compiles."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import string
@@ -13,6 +14,7 @@ from t5x_gpu.runtime.host import available_memory
 
 SLOTS = 3  # two local checkpoints stay, one is being written
 DIR, PERIOD = 'CheckpointConfig.local_checkpoint_dir', 'CheckpointConfig.local_period'
+_error = functools.partial(CheckpointError, docs='checkpoints.md#local-steps')
 
 
 def check_local_settings(
@@ -23,40 +25,36 @@ def check_local_settings(
     return
   fitting = [n for n in range(1, period) if period % n == 0]
   if not fitting:
-    raise CheckpointError(
+    raise _error(
       f'{PERIOD} = {local_period}, but every step is saved to MODEL_DIR: period = {period}.',
       fix=f'Set {DIR} = None and {PERIOD} = None, or CheckpointConfig.period = 10 or more.',
       parameters=(PERIOD, 'CheckpointConfig.period'),
-      docs='checkpoints.md#local-steps',
     )
   if local_checkpoint_dir is None:
-    raise CheckpointError(
+    raise _error(
       f'{PERIOD} = {local_period}, but {DIR} = None: there is nowhere to save to.',
       fix=f"Set {DIR} = '/dev/shm/$USER' (memory of each host) or a folder on its local disk, or "
       f'{PERIOD} = None.',
-      docs='checkpoints.md#local-steps',
     )
   if local_period is None:
     tenth = min(fitting, key=lambda n: (abs(n - period / 10), n))
-    raise CheckpointError(
+    raise _error(
       f'{DIR} = {local_checkpoint_dir!r}, but {PERIOD} = None does not say how often.',
       fix=f'Set {PERIOD} = {tenth}, or another number that divides CheckpointConfig.period = '
       f'{period}.',
       parameters=(DIR, PERIOD),
-      docs='checkpoints.md#local-steps',
     )
   if local_period not in fitting:
     below = max((n for n in fitting if n < local_period), default=None)
     above = min((n for n in fitting if n > local_period), default=None)
     near = ' or '.join(str(n) for n in (below, above) if n is not None)
     step = max(local_period, 1)
-    raise CheckpointError(
+    raise _error(
       f'{PERIOD} = {local_period} must divide CheckpointConfig.period = {period}, and be less: '
       'local checkpoints are those between saves to MODEL_DIR.',
       fix=f'Set {PERIOD} = {near}, or CheckpointConfig.period = '
       f'{max(-(-period // step), 2) * step}.',
       parameters=(PERIOD, 'CheckpointConfig.period'),
-      docs='checkpoints.md#local-steps',
     )
 
 
@@ -72,19 +70,17 @@ def local_folder(local_checkpoint_dir: str, *, model_dir: pathlib.Path) -> pathl
   )
   unset = [name for name in names if name and name not in os.environ]
   if unset:
-    raise CheckpointError(
+    raise _error(
       f'{DIR} = {local_checkpoint_dir!r}: ${unset[0]} is not set.',
       fix=f'Set it for every process: export {unset[0]}=..., or write the folder out.',
-      docs='checkpoints.md#local-steps',
     )
   folder = pathlib.Path(os.path.expanduser(os.path.expandvars(local_checkpoint_dir))).absolute()
   inner, outer = folder.resolve(), model_dir.resolve()
   if inner.is_relative_to(outer):
-    raise CheckpointError(
+    raise _error(
       f'{DIR} = {str(folder)!r} is inside MODEL_DIR = {str(model_dir)!r}: it must be a disk or the '
       'memory of each host, which is faster than the file system that all share.',
       fix=f"Set {DIR} = '/dev/shm/$USER', or a folder of the host's own disk.",
-      docs='checkpoints.md#local-steps',
     )
   return folder
 
@@ -115,22 +111,20 @@ def check_space(folder: pathlib.Path, copies: Copies, hosts: Hosts, *, run: Opti
   for index in range(len(hosts.keys)):
     host, each = hosts.names[index], found[index % len(found)]
     if each.problem:
-      raise CheckpointError(
+      raise _error(
         f'{DIR} = {each.folder!r} cannot be written to by process {index} on {host}: '
         f'{each.problem}.',
         fix=f"Set {DIR} to a folder of yours on every host, such as '/dev/shm/$USER'.",
-        docs='checkpoints.md#local-steps',
       )
     needed = SLOTS * copies.bytes_on_host(hosts, index)
     if each.free < needed:
-      raise CheckpointError(
+      raise _error(
         f'{DIR} = {each.folder!r} has {gigabytes(each.free)} free on {host}, and local '
         f'checkpoints take {gigabytes(needed)} there: {SLOTS} times {gigabytes(needed // SLOTS)}, '
         'two that stay and one that is being written.',
         fix=f'Free space, set {DIR} to a larger disk of the host, or train on more hosts; or set '
         f'{DIR} = None and {PERIOD} = None.',
         parameters=(DIR,),
-        docs='checkpoints.md#local-steps',
       )
 
 

@@ -35,6 +35,7 @@ RETRIES = {'max_retries': 8, 'initial_delay': '500ms', 'max_delay': '16s'}
 # This long after an outage, requests are not repeated: a run must not take minutes more to exit.
 _SOON_SECONDS = 60.0
 INDEX_CACHE_BYTES = 64 << 20  # of the index in which every array is looked up
+_error = functools.partial(ConfigError, docs='checkpoints.md#object-storage')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,11 +172,10 @@ def as_path(text: Union[str, os.PathLike, RemotePath], *, parameter: str = '') -
   if not slash and scheme not in (S3, GS):
     return pathlib.Path(text).absolute()  # a folder whose name ends in a colon
   if scheme not in (S3, GS):
-    raise ConfigError(
+    raise _error(
       f'{shown!r} is an address of {scheme}://, which is not supported.',
       fix='Give a folder of a file system, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER.',
       parameters=parameters,
-      docs='checkpoints.md#object-storage',
     )
   bucket, _, key = rest.partition('/')
   key = key.strip('/')
@@ -185,12 +185,11 @@ def as_path(text: Union[str, os.PathLike, RemotePath], *, parameter: str = '') -
     or not key
     or ({'', '.', '..'} & set(key.split('/')) or set('?#') & set(key))
   ):
-    raise ConfigError(
+    raise _error(
       f'{shown!r} does not name a folder in a bucket.',
       fix=f'Write {scheme}://BUCKET/FOLDER: two slashes, the name of the bucket '
       'alone (no user or password), a folder in it.',
       parameters=parameters,
-      docs='checkpoints.md#object-storage',
     )
   return RemotePath(scheme, bucket, key)
 
@@ -204,11 +203,10 @@ def local_path(text: Union[str, os.PathLike, RemotePath], *, what: str) -> pathl
   """
   path = as_path(text)
   if isinstance(path, RemotePath):
-    raise ConfigError(
+    raise _error(
       f'{what} takes a folder of this machine, not {path}.',
       fix='Name a folder. Checkpoints are copied from and to object storage by\n'
       'python -m t5x_gpu.reshard --from=... --to=...',
-      docs='checkpoints.md#object-storage',
     )
   return path
 
@@ -244,11 +242,10 @@ def kvstore_spec(folder: AnyPath) -> dict[str, Any]:
 def _checked_endpoint(endpoint: str) -> str:
   parts = urllib.parse.urlsplit(endpoint)
   if parts.scheme not in ('http', 'https') or not parts.hostname or '@' in parts.netloc:
-    raise ConfigError(
+    raise _error(
       f'AWS_ENDPOINT_URL = {without_secrets(endpoint)!r} is not the address of a server.',
       fix='Write http://HOST:PORT or https://HOST. Keys belong in AWS_ACCESS_KEY_ID and '
       'AWS_SECRET_ACCESS_KEY.',
-      docs='checkpoints.md#object-storage',
     )
   return endpoint.rstrip('/')
 

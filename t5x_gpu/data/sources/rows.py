@@ -10,6 +10,7 @@ features come from columns with the usual names, or with those that the user giv
 
 import codecs
 import dataclasses
+import functools
 import gzip
 import io
 import os
@@ -33,6 +34,7 @@ _OTHER_ENCODINGS = {
 
 # The texts of the chosen columns as UTF-8; None for a blank row; the error of a damaged row.
 Row = Union[tuple[bytes, ...], None, DataError]
+_error = functools.partial(DataError, parameters=NAME)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +74,9 @@ def open_text(path: str) -> BinaryIO:
     head = f.peek(4)
     for mark, encoding in _OTHER_ENCODINGS.items():
       if head.startswith(mark):
-        raise DataError(
+        raise _error(
           f'{path} is {encoding} text, judging by its first bytes; only UTF-8 is read.',
           fix=f'Convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE',
-          parameters=NAME,
         )
     if head.startswith(codecs.BOM_UTF8):
       f.read(len(codecs.BOM_UTF8))
@@ -101,11 +102,10 @@ def head(path: str) -> tuple[bool, bool]:
 
 def not_utf8(where: str, reason: UnicodeDecodeError) -> DataError:
   """Returns the error for text that is not UTF-8."""
-  return DataError(
+  return _error(
     f'{where} has bytes that are not UTF-8: {reason}.',
     fix='Convert the file (iconv -f LATIN1 -t UTF-8 FILE > NEW_FILE), or replace such bytes by '
     'U+FFFD: text_files:PATTERN#errors=replace, text_lines:PATTERN#errors=replace.',
-    parameters=NAME,
     docs='tasks.md#damaged-input',
   )
 
@@ -151,11 +151,10 @@ def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
         'targets' if name == 'text' else name: column for name, column in parts.items()
       }
   chosen = ','.join(map('='.join, pairs))
-  raise DataError(
+  raise _error(
     f'#{chosen} chooses columns for {", ".join(map(repr, parts))}.'
     + did_you_mean(next(iter(parts)), ('text', 'inputs', 'targets')),
     fix='Write #text=COLUMN, or #inputs=COLUMN,targets=COLUMN.',
-    parameters=NAME,
   )
 
 
@@ -180,13 +179,12 @@ def feature_columns(
   missing = [column for column in (chosen or {'targets': 'text'}).values() if column not in names]
   if missing:
     first = names[0] if names else 'COLUMN'
-    raise DataError(
+    raise _error(
       f'{where} has no column {missing[0]!r}: it has '
       + (', '.join(map(repr, names[:20])) or 'none')
       + '.'
       + did_you_mean(missing[0], names),
       fix=f'Choose after the pattern: #text={first}, or #inputs=COLUMN,targets=COLUMN.',
-      parameters=NAME,
     )
   return dict(chosen)
 

@@ -24,6 +24,7 @@ from t5x_gpu.errors import DataError
 # Usual names of the padding token, for tokenizers without a tokenizer_config.json.
 _PADDING = ('[PAD]', '<pad>', '<PAD>', '<|pad|>')
 _PARAMETERS = ('DatasetConfig.vocabulary',)
+_error = functools.partial(DataError, parameters=_PARAMETERS)
 
 
 class HuggingFaceVocabulary(seqio.Vocabulary):
@@ -171,13 +172,12 @@ def _tokenizer_file(path: str | os.PathLike) -> pathlib.Path:
   if file.is_file():
     return file
   held = sorted(p.name for p in given.iterdir())[:8] if given.is_dir() else []
-  raise DataError(
+  raise _error(
     f'The tokenizer {str(file)!r} does not exist (looked from {os.getcwd()})'
     + (f'; the folder holds {", ".join(held) or "nothing"}.' if given.is_dir() else '.'),
     fix='Give the folder of the model, or its tokenizer.json, after huggingface: in '
     'DatasetConfig.vocabulary. A folder with only a vocab file needs, once: '
     'transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).',
-    parameters=_PARAMETERS,
   )
 
 
@@ -185,10 +185,9 @@ def _load(path: pathlib.Path) -> Any:
   try:
     library = importlib.import_module('tokenizers')
   except ModuleNotFoundError as e:
-    raise DataError(
+    raise _error(
       f'Reading {str(path)!r} needs the package tokenizers, which is not installed.',
       fix="Run: pip install 't5x_gpu[hf]', or: pip install tokenizers",
-      parameters=_PARAMETERS,
     ) from e
   try:
     tokenizer = library.Tokenizer.from_file(str(path))
@@ -222,21 +221,19 @@ def _special_tokens(path: pathlib.Path, tokenizer: Any) -> dict[str, str]:
         if key.endswith('_token') and isinstance(value, (str, dict))
       }
     except (ValueError, KeyError, OSError) as e:
-      raise DataError(
+      raise _error(
         f'{str(file)!r} does not have the form that save_pretrained writes: {e!r}.',
         fix='Correct it, or copy it from the model again.',
-        parameters=_PARAMETERS,
       ) from e
   if 'unk_token' not in named:
     unknown = read_json(path, dict).get('model', {}).get('unk_token')
     named |= {'unk_token': unknown} if unknown else {}
   missing = {key: token for key, token in named.items() if tokenizer.token_to_id(token) is None}
   if missing:
-    raise DataError(
+    raise _error(
       f'{str(path)!r} has no id for '
       + ', '.join(f'{token!r} ({key})' for key, token in sorted(missing.items()))
       + ', special tokens named in the same folder.',
       fix='Use tokenizer.json and tokenizer_config.json of the same model.',
-      parameters=_PARAMETERS,
     )
   return named

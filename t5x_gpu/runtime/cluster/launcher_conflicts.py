@@ -5,6 +5,7 @@ Slurm tasks train four models into one MODEL_DIR. The variables of the innermost
 process (`cluster.detect`), so they must agree with those of the schedulers around it.
 """
 
+import functools
 from collections.abc import Sequence
 
 from t5x_gpu.errors import ClusterError
@@ -29,6 +30,7 @@ _EXPORTED = ('jax', 'torchrun')  # anybody may export their variables; programs 
 _NEVER_OUTER = (*_EXPORTED, 'kubernetes')
 # Ranks of launchers that give neither a count nor an address: PRRTE (prun), ALPS (aprun).
 _LONE_RANKS = ('PMIX_RANK', 'ALPS_APP_PE')
+_error = functools.partial(ClusterError, docs='slurm.md#launchers-that-disagree')
 
 
 def check(found: Sequence[LauncherVariables], env: Environment, *, is_counted: bool) -> None:
@@ -50,7 +52,7 @@ def check(found: Sequence[LauncherVariables], env: Environment, *, is_counted: b
   ]
   for inner, outer in zip(nested, nested[1:]):
     if not _agree(inner, outer, env):
-      raise ClusterError(
+      raise _error(
         f'{_shown(inner, env)}, but {_shown(outer, env)}. They contradict each other: several '
         'processes would get the same number, or each would train alone.',
         fix=f'If {_name(outer)} started the processes, clear the other variables first: unset '
@@ -58,7 +60,6 @@ def check(found: Sequence[LauncherVariables], env: Environment, *, is_counted: b
         '--process_count and --coordinator_address, which win over all variables.\n'
         'To start separate runs inside one allocation, give each its own step with one task '
         '(srun --ntasks=1 --exact ...).',
-        docs='slurm.md#launchers-that-disagree',
       )
 
 
@@ -75,12 +76,11 @@ def refuse_several_launches(found: Sequence[LauncherVariables], env: Environment
     None,
   )
   if outer is not None:
-    raise ClusterError(
+    raise _error(
       f't5x_gpu.launch runs {outer.process_count} times: {_shown(outer, env)}. Each would start '
       'a separate run, all in the same MODEL_DIR.',
       fix=f'Let {_name(outer)} start python -m t5x_gpu.train directly, one task per GPU. To start '
       'separate runs, give each its own step with one task (srun --ntasks=1 --exact ...).',
-      docs='slurm.md#launchers-that-disagree',
     )
 
 
@@ -92,17 +92,15 @@ def _check_count(found: Sequence[LauncherVariables], env: Environment) -> None:
     return
   name = next(name for name in names if env.get(name))
   if not found and count > 1:
-    raise ClusterError(
+    raise _error(
       f'{name}={count}, but JAX_PROCESS_INDEX is not set: each process would train alone.',
       fix=f'Give each process its own JAX_PROCESS_INDEX, from 0 to {count - 1}, and all of them '
       f'JAX_COORDINATOR_ADDRESS=HOST:PORT. For a single process unset {name}.',
-      docs='slurm.md#launchers-that-disagree',
     )
   if found and found[0].process_count not in (None, count):
-    raise ClusterError(
+    raise _error(
       f'{name}={count}, but {_shown(found[0], env)}.',
       fix=f'Unset {name}, or set it to {found[0].process_count}.',
-      docs='slurm.md#launchers-that-disagree',
     )
 
 

@@ -4,6 +4,7 @@
 an error, never left out silently.
 """
 
+import functools
 from typing import Any, Optional
 
 from t5x_gpu.checkpoint.convert.hf.families import BERT, GPT2, T5
@@ -51,6 +52,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
   'a list of text': ((list,), 'architectures layer_types'),
   'an object': ((dict,), 'rope_scaling rope_parameters id2label'),
 }
+_error = functools.partial(CheckpointError, docs='convert.md#families')
 
 
 def family_of(config: Json) -> str:
@@ -80,21 +82,19 @@ def family_of(config: Json) -> str:
   model_type = config.get('model_type')
   family = 't5' if model_type == 'mt5' else str(model_type)
   if family not in CONFIG_FAMILIES:
-    raise CheckpointError(
+    raise _error(
       f'config.json says model_type = {model_type!r}, which is not supported.'
       + did_you_mean(family, CONFIG_FAMILIES),
       fix=f'Families: {", ".join(CONFIG_FAMILIES)} (t5 is T5, T5.1.1, mT5 and ByT5).',
-      docs='convert.md#families',
     )
   known = CONFIG_FAMILIES[family].architectures
   architectures = config.get('architectures') or []
   if not set(architectures) & set(known):
-    raise CheckpointError(
+    raise _error(
       f'config.json says architectures = {architectures}; supported for {model_type}: '
       f'{", ".join(known)}.',
       fix='Take a checkpoint with that head, or save one with transformers: '
       f'{known[0]}.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER).',
-      docs='convert.md#families',
     )
   return family
 
@@ -148,10 +148,9 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
     if config.get(key, allowed[0]) not in allowed
   ]
   if wrong:
-    raise CheckpointError(
+    raise _error(
       f'config.json of this {family} model says {"; ".join(wrong)}.',
       fix='Such a model cannot be converted.',
-      docs='convert.md#families',
     )
   try:
     return reader.read(config, has_tensor)
@@ -192,14 +191,13 @@ def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> di
   has_own_logits = not model.config.logits_via_embedding
   problems = differences(from_hf(config, has_tensor=lambda name: has_own_logits), model)
   if problems:
-    raise CheckpointError(
+    raise _error(
       f'The {family} family of Hugging Face cannot describe this model:\n  '
       + '\n  '.join(
         f'{name} = {ours!r}, where {family} has {theirs!r}' for name, theirs, ours in problems
       ),
       fix=f'Set --family to the family of the model: {", ".join(CONFIG_FAMILIES)}. '
       'Other models cannot be converted.',
-      docs='convert.md#families',
       parameters=[model.parameter(name) for name, _, _ in problems],
     )
   return config

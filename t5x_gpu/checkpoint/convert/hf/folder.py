@@ -59,6 +59,7 @@ _TOKENIZER = Fields(
   {'model': dict}, optional={'added_tokens': Nullable(ListOf(Fields({'id': Whole()})))}
 )
 _IDS = MapOf(Whole())
+_error = functools.partial(CheckpointError, docs='convert.md#refused')
 
 
 def _header_problem(header: str) -> str:
@@ -133,11 +134,10 @@ def open_hf(
   _check_token_table(folder, config, tensors, names, found)
   num_layers = max(config.get(key) or 0 for key in LAYERS)
   if num_layers > len(tensors.shapes):  # a table with so many layers would fill the memory
-    raise CheckpointError(
+    raise _error(
       f'{folder / CONFIG} describes {num_layers:,} layers, but the files have only '
       f'{len(tensors.shapes):,} tensors.',
       fix=f'Take the {CONFIG} that belongs to the weights.',
-      docs='convert.md#refused',
     )
   model = from_hf(
     config,
@@ -181,20 +181,18 @@ def _check_token_table(
   if wanted not in names.of_table:
     others = [name for name, other in FAMILIES.items() if other.token_table in names.of_table]
     if others:
-      raise CheckpointError(
+      raise _error(
         f'{folder / CONFIG} says that this is a {family} model, but the tensors are those of '
         f'{" or ".join(others)}: they include {FAMILIES[others[0]].token_table} but not {wanted}.',
         fix=f'Take the {CONFIG} that belongs to the weights.',
-        docs='convert.md#refused',
       )
     return  # a later check lists all missing tensors
   rows, vocab_size = tensors.shapes[names.of_table[wanted]][0], config.get('vocab_size')
   if rows != vocab_size:
-    raise CheckpointError(
+    raise _error(
       f'{folder / CONFIG} says vocab_size = {vocab_size}, but {wanted} has {rows} rows.',
       fix=f'Take the {CONFIG} that belongs to the weights. If only the number is wrong, set '
       f'"vocab_size": {rows} in it.',
-      docs='convert.md#refused',
     )
 
 
@@ -220,11 +218,10 @@ def check_tokenizer(folder: pathlib.Path, vocab_size: int) -> None:
         f'{path} cannot be read ({type(e).__name__}: {e}).', fix='Copy the file again.'
       ) from e
     if largest >= vocab_size:
-      raise CheckpointError(
+      raise _error(
         f'{path} has token ids up to {largest}, but the model has vocab_size = {vocab_size}: ids '
         f'from 0 to {vocab_size - 1}.',
         fix='Take the tokenizer files that belong to the weights.',
-        docs='convert.md#refused',
       )
 
 
