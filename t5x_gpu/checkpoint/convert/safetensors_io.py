@@ -52,6 +52,7 @@ FILE_NAME = Text(r'[^/\0]{1,200}\.safetensors')  # in the folder, never '../../x
 _INDEX_SCHEMA = Fields({'weight_map': MapOf(FILE_NAME)})
 _TENSOR = Fields({'dtype': str, 'shape': SHAPE, 'data_offsets': (Whole(), Whole())})
 _HEADER_SCHEMA = Fields({}, optional={'__metadata__': MapOf(str)})
+_damaged = functools.partial(CheckpointError, fix='Copy the file again.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +108,7 @@ class SafetensorsFolder:
       f.seek(entry.begin + rows[0] * row_bytes)
       read = f.readinto(out.reshape(-1).view(np.uint8))
     if read != out.nbytes:
-      raise CheckpointError(
-        f'{self.folder / entry.file} was truncated while it was read.', fix='Copy the file again.'
-      )
+      raise _damaged(f'{self.folder / entry.file} was truncated while it was read.')
     return out
 
 
@@ -158,9 +157,7 @@ def _read_index(index: pathlib.Path) -> dict[str, str]:
   try:
     return read_json(index, _INDEX_SCHEMA)['weight_map']
   except (ValueError, OSError) as e:
-    raise CheckpointError(
-      f'{index} is not an index of safetensors files ({e}).', fix='Copy the file again.'
-    ) from e
+    raise _damaged(f'{index} is not an index of safetensors files ({e}).') from e
 
 
 def _check_index(folder: pathlib.Path, files: Mapping[str, str]) -> None:
@@ -186,20 +183,15 @@ def _read_header(path: pathlib.Path) -> str:
       start = f.read(8)
       length = int.from_bytes(start, 'little')
       if len(start) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-        raise CheckpointError(
+        raise _damaged(
           f'{path} is truncated or not a safetensors file: it has {size:,} bytes'
-          + (f', but its header alone would have {length:,}.' if len(start) == 8 else '.'),
-          fix='Copy the file again.',
+          + (f', but its header alone would have {length:,}.' if len(start) == 8 else '.')
         )
       return f.read(length).decode('utf-8')
   except UnicodeDecodeError as e:
-    raise CheckpointError(
-      f'{path} is not a safetensors file: its header is not text.', fix='Copy the file again.'
-    ) from e
+    raise _damaged(f'{path} is not a safetensors file: its header is not text.') from e
   except OSError as e:
-    raise CheckpointError(
-      f'{path} cannot be read: {e.strerror or e}.', fix='Copy the file again.'
-    ) from e
+    raise _damaged(f'{path} cannot be read: {e.strerror or e}.') from e
 
 
 def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry]]:
@@ -214,19 +206,15 @@ def _parse_header(path: pathlib.Path, header: str) -> Iterator[tuple[str, _Entry
       'Dequantise a quantised model first.',
     ) from e
   except ValueError as e:
-    raise CheckpointError(f'{path} has a garbled header ({e}).', fix='Copy the file again.') from e
+    raise _damaged(f'{path} has a garbled header ({e}).') from e
   end = begin
   for name, dtype, shape in tensors:
     yield name, _Entry(path.name, dtype, shape, end)
     end += math.prod(shape) * dtype.itemsize
   if size < end:
-    raise CheckpointError(
-      f'{path} is truncated: it has {size:,} of {end:,} bytes.', fix='Copy the file again.'
-    )
+    raise _damaged(f'{path} is truncated: it has {size:,} of {end:,} bytes.')
   if size > end:
-    raise CheckpointError(
-      f'{path} has {size:,} bytes, but its header describes {end:,}.', fix='Copy the file again.'
-    )
+    raise _damaged(f'{path} has {size:,} bytes, but its header describes {end:,}.')
 
 
 class SafetensorsWriter:

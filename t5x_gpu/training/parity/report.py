@@ -141,33 +141,14 @@ def _by_layer(step: StepDifferences) -> list[_Check]:
   """Returns checks of the outputs of layers, forward, then of their gradients, backward."""
   checks, names = [], [d.name for d in step.layers]
   for i, d in enumerate(step.layers):
+    what = f'output of {d.name}'
+    how = f'The input of {d.name}, which is the output of {names[i - 1]}, agrees.'
     if i == 0:
-      checks.append(
-        _Check(
-          f'output of {d.name}',
-          d.output,
-          d.name,
-          'It is the input of the first layer: look at the embedding.',
-        )
-      )
+      how = 'It is the input of the first layer: look at the embedding.'
     elif d.name == 'head':
-      checks.append(
-        _Check(
-          'loss of the head',
-          d.output,
-          d.name,
-          'The outputs of all layers agree: look at head and loss.',
-        )
-      )
-    else:
-      checks.append(
-        _Check(
-          f'output of {d.name}',
-          d.output,
-          d.name,
-          f'The input of {d.name}, which is the output of {names[i - 1]}, agrees.',
-        )
-      )
+      what = 'loss of the head'
+      how = 'The outputs of all layers agree: look at head and loss.'
+    checks.append(_Check(what, d.output, d.name, how))
   for d, later in zip(step.layers[-2::-1], names[:0:-1]):
     checks.append(
       _Check(

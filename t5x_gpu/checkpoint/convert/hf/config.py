@@ -53,6 +53,9 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
   'an object': ((dict,), 'rope_scaling rope_parameters id2label'),
 }
 _error = functools.partial(CheckpointError, docs='convert.md#families')
+_mismatch = functools.partial(
+  CheckpointError, fix='Take the config.json that belongs to the weights.'
+)
 
 
 def family_of(config: Json) -> str:
@@ -155,20 +158,11 @@ def from_hf(config: Json, *, has_tensor: HasTensor) -> ModelFields:
   try:
     return reader.read(config, has_tensor)
   except KeyError as e:
-    raise CheckpointError(
-      f'config.json of this {family} model has no {e}.',
-      fix='Take the config.json that belongs to the weights.',
-    ) from e
+    raise _mismatch(f'config.json of this {family} model has no {e}.') from e
   except ModelError as e:
-    raise CheckpointError(
-      f'config.json describes an impossible {family} model: {e.what}',
-      fix='Take the config.json that belongs to the weights.',
-    ) from e
+    raise _mismatch(f'config.json describes an impossible {family} model: {e.what}') from e
   except (TypeError, ValueError, ArithmeticError) as e:  # null, or 0, where not allowed
-    raise CheckpointError(
-      f'config.json of this {family} model has an invalid value: {e}.',
-      fix='Take the config.json that belongs to the weights.',
-    ) from e
+    raise _mismatch(f'config.json of this {family} model has an invalid value: {e}.') from e
 
 
 def to_hf(model: ModelFields, *, family: str, like: Optional[Json] = None) -> dict[str, Any]:
