@@ -41,10 +41,7 @@ How tokens are chosen: --gin.DecodingConfig.X=VALUE (docs/infer.md).
 def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
   """Returns the prompts that the flags name, the same on every process."""
   if args.prompts is None:
-    if not args.score:
-      prompts = _with_inputs(text.examples())
-    else:
-      prompts = text.examples()
+    prompts = text.examples() if args.score else _with_inputs(text.examples())
     return list(itertools.islice(prompts, args.examples))
   records = None
   if distributed.is_main_process():

@@ -24,6 +24,7 @@ from t5x_gpu.data.synthetic import uneven_batches
 from t5x_gpu.errors import ConfigError, MeshError
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.models.precision import IN_FLOAT32
+from t5x_gpu.partitioning.mesh.mesh_problems import divisors
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.cluster.topology import Device, Topology
@@ -151,7 +152,7 @@ def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
     raise ConfigError(
       f'--devices={number} --hosts={hosts}: every host has the same number of '
       'devices, at least one.',
-      fix=f'Give --hosts one of {", ".join(_divisors(number))}.'
+      fix=f'Give --hosts one of {", ".join(map(str, divisors(number)))}.'
       if number >= 1
       else 'Give --devices of at least 1.',
     )
@@ -181,10 +182,6 @@ def _devices(args: argparse.Namespace) -> tuple[Topology, list[Device]]:
   return Topology(
     hosts, number // hosts, device_word='CPU device', reason='simulated on this CPU'
   ), found[:number]
-
-
-def _divisors(number: int) -> list[str]:
-  return [str(n) for n in range(1, number + 1) if number % n == 0]
 
 
 def print_table(rows: list[list[str]], *, console: rich.console.Console) -> None:

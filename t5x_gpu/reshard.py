@@ -47,7 +47,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--from', dest='source', metavar='FOLDER', help='a MODEL_DIR, or one of its checkpoints'
   )
-  group.add_argument('--to', metavar='FOLDER', help='new MODEL_DIR')
+  group.add_argument('--to', dest='target', metavar='FOLDER', help='new MODEL_DIR')
   group.add_argument('--step', type=int, metavar='N', help='which checkpoint (default: the latest)')
   group.add_argument(
     '--dtype', choices=tuple(FLOATS), help='new dtype of parameters (default: keep)'
@@ -74,6 +74,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
   )
   group.add_argument(
     '--chunk_size',
+    dest='chunk_bytes',
     type=byte_size,
     default=CHUNK_BYTES,
     metavar='SIZE',
@@ -113,7 +114,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     examples=EXAMPLES,
   )
   extra = args.extra
-  missing = [flag for flag, value in (('--from', extra.source), ('--to', extra.to)) if not value]
+  missing = [
+    flag for flag, value in (('--from', extra.source), ('--to', extra.target)) if not value
+  ]
   if missing:
     raise ConfigError(
       f'{" and ".join(missing)} must be given.', fix=f'{PROG} --from=CHECKPOINT --to=NEW_FOLDER'
@@ -124,24 +127,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     )
   logging_setup.setup()
   console = Console()
-  request = ReshardRequest(
-    source=as_path(extra.source),
-    target=as_path(extra.to),
-    step=extra.step,
-    dtype=extra.dtype,
-    optimizer_dtype=extra.optimizer_dtype,
-    drop_optimizer=extra.drop_optimizer,
-    layout=extra.layout,
-    chunk_bytes=extra.chunk_size,
-    unscan=extra.unscan,
-    verify=extra.verify,
-    memory=extra.memory,
-  )
+  paths = {'source': as_path(extra.source), 'target': as_path(extra.target)}
+  request = ReshardRequest(**{**vars(extra), **paths})
   try:
     with sigterm_raises():
       console.say(f'done: {reshard(request, console)}')
   except (KeyboardInterrupt, SystemExit):
-    console.say(f'{extra.to} is unfinished. To continue, run the same command again.')
+    console.say(f'{extra.target} is unfinished. To continue, run the same command again.')
     raise
   return 0
 

@@ -117,7 +117,7 @@ class TaskEvaluator:
       model,
       None,
       layout=program.layout,
-      config=_with(
+      config=dataclasses.replace(
         config,
         stop_tokens=tuple(stops),
         zero_is_padding=config.zero_is_padding and not zero_is_a_word,
@@ -152,10 +152,6 @@ def _outputs(generator: Generator, task: EvaluatedTask, show: Show) -> ModelOutp
     with show(f'{TASKS}{task.name} scores', len(task.inputs)) as advance:
       scores = generator.score(task.inputs, task.targets, advance=advance)
   return ModelOutputs([text.tokens for text in best], [text.score for text in best], scores)
-
-
-def _with(config: DecodingConfig, **changes: Any) -> DecodingConfig:
-  return dataclasses.replace(config, **changes)
 
 
 def _check_inputs(task: EvaluatedTask, has_encoder: bool) -> None:

@@ -19,6 +19,13 @@ class Problem:
   parameters: tuple[str, ...] = ()
 
 
+class Problems(list[Problem]):
+  """What is wrong, in the order in which it was found."""
+
+  def add(self, what: str, fix: str, *parameters: str) -> None:
+    self.append(Problem(what, fix, parameters))
+
+
 @dataclasses.dataclass(frozen=True)
 class Slots:
   """What the sizes must fill: all devices, the devices of a host, or the hosts.
@@ -44,7 +51,7 @@ class Slots:
   legal: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
-def raise_all(problems: list[Problem]) -> None:
+def raise_all(problems: Problems) -> None:
   """Raises one MeshError for all `problems`; does nothing if there are none."""
   if not problems:
     return
@@ -67,32 +74,28 @@ def is_size(value: Any) -> bool:
 
 
 def check_sizes(
-  sizes: Mapping[str, object], where: str, problems: list[Problem], parameters: Mapping[str, str]
+  sizes: Mapping[str, object], where: str, problems: Problems, parameters: Mapping[str, str]
 ) -> bool:
   """Returns whether every size is 1 or more, with at most one -1; adds to `problems` otherwise."""
   good = True
   for axis, size in sizes.items():
     if not is_size(size):
       good = False
-      problems.append(
-        Problem(
-          f'{where}{axis} = {size!r} is not a size.',
-          f'Set {axis} to 1 or more, or to -1 for all remaining devices.',
-          (parameters[axis],),
-        )
+      problems.add(
+        f'{where}{axis} = {size!r} is not a size.',
+        f'Set {axis} to 1 or more, or to -1 for all remaining devices.',
+        parameters[axis],
       )
   open_axes = [axis for axis, size in sizes.items() if size == -1]
   if len(open_axes) > 1:
     good = False
     keep = next(axis for axis in open_axes if axis != 'data')
-    problems.append(
-      Problem(
-        f'{where}{" and ".join(open_axes)} are -1, but only one axis can take the rest.',
-        f'Keep {keep} = -1 and set '
-        + ' and '.join(f'{axis} = 1' for axis in open_axes if axis != keep)
-        + (' (data is -1 unless it is set).' if 'data' in open_axes and not where else '.'),
-        tuple(dict.fromkeys(parameters[axis] for axis in open_axes)),
-      )
+    problems.add(
+      f'{where}{" and ".join(open_axes)} are -1, but only one axis can take the rest.',
+      f'Keep {keep} = -1 and set '
+      + ' and '.join(f'{axis} = 1' for axis in open_axes if axis != keep)
+      + (' (data is -1 unless it is set).' if 'data' in open_axes and not where else '.'),
+      *dict.fromkeys(parameters[axis] for axis in open_axes),
     )
   return good
 

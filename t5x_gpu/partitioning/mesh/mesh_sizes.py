@@ -14,7 +14,7 @@ from typing import Optional
 
 from t5x_gpu.errors import did_you_mean
 from t5x_gpu.partitioning.mesh.mesh_problems import (
-  Problem,
+  Problems,
   Slots,
   check_sizes,
   fill_problem,
@@ -88,7 +88,7 @@ def resolve_mesh_sizes(
     MeshError: the sizes do not fit the topology; the message has all problems and their fixes.
   Source: T5X `partitioning.get_gpu_mesh` for the names and for NVLink first.
   """
-  problems: list[Problem] = []
+  problems = Problems()
   model = _model_size(num_partitions, model_parallel_submesh, problems)
   flat = {axis: sizes.pop(axis, _DEFAULT_SIZES[axis]) for axis in OUTER_AXES}
   assert not sizes, f'not axes: {sizes}'
@@ -99,59 +99,52 @@ def resolve_mesh_sizes(
     return _split_over_hosts(topology, filled, model_parallel_submesh)
   set_too = [axis for axis, size in flat.items() if size != _DEFAULT_SIZES[axis]]
   if set_too:
-    problems.append(
-      Problem(
-        f'The sizes are given twice: by ici_mesh_shape/dcn_mesh_shape and by '
-        f'{", ".join(f"{axis}={flat[axis]}" for axis in set_too)}.',
-        f'Remove {", ".join(f"Partitioner.{axis}" for axis in set_too)}, or write the sizes into '
-        'ici_mesh_shape (inside a host) and dcn_mesh_shape (across hosts).',
-        tuple(set_too) + ('ici_mesh_shape', 'dcn_mesh_shape'),
-      )
+    problems.add(
+      f'The sizes are given twice: by ici_mesh_shape/dcn_mesh_shape and by '
+      f'{", ".join(f"{axis}={flat[axis]}" for axis in set_too)}.',
+      f'Remove {", ".join(f"Partitioner.{axis}" for axis in set_too)}, or write the sizes into '
+      'ici_mesh_shape (inside a host) and dcn_mesh_shape (across hosts).',
+      *set_too,
+      'ici_mesh_shape',
+      'dcn_mesh_shape',
     )
   return _hybrid_sizes(topology, model, ici_mesh_shape, dcn_mesh_shape, problems)
 
 
-def _model_size(num_partitions, submesh, problems: list[Problem]) -> Optional[int]:
+def _model_size(num_partitions, submesh, problems: Problems) -> Optional[int]:
   """Returns the size of `model`; None if neither parameter sets it."""
   if submesh is not None:
     numbers = tuple(submesh) if isinstance(submesh, Sequence) else (submesh,)
     if len(numbers) not in (2, 4) or not all(is_size(n) and n != -1 for n in numbers):
-      problems.append(
-        Problem(
-          f'model_parallel_submesh = {submesh!r} is not four sizes as in T5X, (1, 2, 1, 1), nor '
-          'two, (hosts, devices of a host).',
-          'Set Partitioner.num_partitions instead: it is the product of the four.',
-          ('model_parallel_submesh',),
-        )
+      problems.add(
+        f'model_parallel_submesh = {submesh!r} is not four sizes as in T5X, (1, 2, 1, 1), nor '
+        'two, (hosts, devices of a host).',
+        'Set Partitioner.num_partitions instead: it is the product of the four.',
+        'model_parallel_submesh',
       )
       return None
     if num_partitions is not None:
-      problems.append(
-        Problem(
-          f'num_partitions = {num_partitions} and model_parallel_submesh = {numbers} both set the '
-          'size of the model axis.',
-          f'Keep one of them: Partitioner.num_partitions = {math.prod(numbers)} means the same as '
-          'that submesh.',
-          ('num_partitions', 'model_parallel_submesh'),
-        )
+      problems.add(
+        f'num_partitions = {num_partitions} and model_parallel_submesh = {numbers} both set the '
+        'size of the model axis.',
+        f'Keep one of them: Partitioner.num_partitions = {math.prod(numbers)} means the same as '
+        'that submesh.',
+        'num_partitions',
+        'model_parallel_submesh',
       )
     return math.prod(numbers)
   if num_partitions is not None and (not is_size(num_partitions) or num_partitions == -1):
-    problems.append(
-      Problem(
-        f'num_partitions = {num_partitions!r} is not a number of 1 or more.',
-        'Set Partitioner.num_partitions = 1 for no tensor parallelism. Only the other sizes can '
-        'be -1 (all remaining devices).',
-        ('num_partitions',),
-      )
+    problems.add(
+      f'num_partitions = {num_partitions!r} is not a number of 1 or more.',
+      'Set Partitioner.num_partitions = 1 for no tensor parallelism. Only the other sizes can '
+      'be -1 (all remaining devices).',
+      'num_partitions',
     )
     return None
   return num_partitions
 
 
-def _flat_sizes(
-  topology: Topology, given: Mapping[str, int], submesh, problems: list[Problem]
-) -> Sizes:
+def _flat_sizes(topology: Topology, given: Mapping[str, int], submesh, problems: Problems) -> Sizes:
   """Returns the sizes with -1 filled in, in the order of `MESH_AXES`."""
   sizes = {axis: given[axis] for axis in MESH_AXES}
   if submesh is None:
@@ -184,7 +177,7 @@ def _flat_sizes(
 
 
 def _fill(
-  sizes: Sizes, problems: list[Problem], slots: Slots, *, open_axis: Optional[str] = None
+  sizes: Sizes, problems: Problems, slots: Slots, *, open_axis: Optional[str] = None
 ) -> None:
   """Sets the axis that is -1 to the remaining slots, or adds a problem.
 
@@ -247,7 +240,7 @@ def _split_over_hosts(topology: Topology, sizes: Sizes, submesh) -> MeshSizes:
 
 
 def _hybrid_sizes(
-  topology: Topology, model: Optional[int], ici_shape, dcn_shape, problems: list[Problem]
+  topology: Topology, model: Optional[int], ici_shape, dcn_shape, problems: Problems
 ) -> MeshSizes:
   """Returns sizes from `ici_mesh_shape` and `dcn_mesh_shape`."""
   notes, parts = [], []
@@ -263,14 +256,14 @@ def _hybrid_sizes(
   ici, dcn = parts
   sizes = {axis: ici[axis] * dcn[axis] for axis in MESH_AXES}
   if model is not None and model != sizes['model']:
-    problems.append(
-      Problem(
-        f'The model axis has {model} partitions by num_partitions (or model_parallel_submesh), '
-        f'but {ici["model"]} inside a host x {dcn["model"]} across hosts = {sizes["model"]} by '
-        'ici_mesh_shape and dcn_mesh_shape.',
-        f'Set Partitioner.num_partitions = None, or {sizes["model"]}.',
-        ('num_partitions', 'ici_mesh_shape', 'dcn_mesh_shape'),
-      )
+    problems.add(
+      f'The model axis has {model} partitions by num_partitions (or model_parallel_submesh), '
+      f'but {ici["model"]} inside a host x {dcn["model"]} across hosts = {sizes["model"]} by '
+      'ici_mesh_shape and dcn_mesh_shape.',
+      f'Set Partitioner.num_partitions = None, or {sizes["model"]}.',
+      'num_partitions',
+      'ici_mesh_shape',
+      'dcn_mesh_shape',
     )
   bad = partitions_problem(
     topology,
@@ -284,31 +277,25 @@ def _hybrid_sizes(
   return MeshSizes(sizes, ici, dcn, tuple(notes), _warnings(topology, ici, dcn))
 
 
-def _part_sizes(
-  topology: Topology, parameter: str, shape, count: int, problems: list[Problem]
-) -> Sizes:
+def _part_sizes(topology: Topology, parameter: str, shape, count: int, problems: Problems) -> Sizes:
   """Returns one of the two shapes with all axes and the -1 filled in; the product is `count`."""
   ones = dict.fromkeys(MESH_AXES, 1)
   inside = parameter == 'ici_mesh_shape'
   if not isinstance(shape, Mapping):
-    problems.append(
-      Problem(
-        f'{parameter} = {shape!r} is not a mapping of axis to size.',
-        f"Write Partitioner.{parameter} = {{'data': -1, 'model': {count if inside else 1}}}; T5X's "
-        'tuple (data, model) has no names.',
-        (parameter,),
-      )
+    problems.add(
+      f'{parameter} = {shape!r} is not a mapping of axis to size.',
+      f"Write Partitioner.{parameter} = {{'data': -1, 'model': {count if inside else 1}}}; T5X's "
+      'tuple (data, model) has no names.',
+      parameter,
     )
     return ones
   unknown = [axis for axis in shape if axis not in MESH_AXES]
   if unknown:
-    problems.append(
-      Problem(
-        f'{parameter} has the unknown axis {", ".join(map(repr, unknown))}. The axes are '
-        f'{", ".join(MESH_AXES)}.{did_you_mean(str(unknown[0]), MESH_AXES)}',
-        f'Correct the name in Partitioner.{parameter}.',
-        (parameter,),
-      )
+    problems.add(
+      f'{parameter} has the unknown axis {", ".join(map(repr, unknown))}. The axes are '
+      f'{", ".join(MESH_AXES)}.{did_you_mean(str(unknown[0]), MESH_AXES)}',
+      f'Correct the name in Partitioner.{parameter}.',
+      parameter,
     )
     return ones
   sizes = {**ones, **shape}
