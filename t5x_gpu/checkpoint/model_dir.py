@@ -9,7 +9,7 @@ import logging
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Optional, Self
+from typing import Any, Optional
 
 import jax
 
@@ -33,7 +33,7 @@ from t5x_gpu.runtime import distributed
 _log = logging.getLogger(__name__)
 
 
-class ModelDir:
+class ModelDir(contextlib.AbstractContextManager):
   """MODEL_DIR as one command sees it: steps are listed once, each manifest is read once.
 
   A command opens it at its start and passes it on. A run that writes calls `lock` first, so no
@@ -194,9 +194,6 @@ class ModelDir:
     except BaseException:
       self.release()
       raise
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *error: Any) -> None:
     self.release()

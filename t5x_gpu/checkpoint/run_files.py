@@ -12,7 +12,7 @@ import pathlib
 import re
 import shutil
 import tempfile
-from typing import Any, Optional, Self
+from typing import Any, Optional
 
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath, is_remote
 from t5x_gpu.config.json_schema import read_json
@@ -99,9 +99,6 @@ class RunFiles(contextlib.AbstractContextManager):
         with contextlib.suppress(FileNotFoundError):  # replaced by its next version just now
           self._remote.joinpath(name).write_bytes((self.folder / name).read_bytes())
           self._pushed[name] = state
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *error: Any) -> None:
     """Copies what is left. A failure is only logged: the checkpoints are committed."""

@@ -1,10 +1,11 @@
 """Metrics of the checkpoints of a run on disk: MODEL_DIR/eval/NAME.jsonl and its pictures."""
 
+import contextlib
 import json
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Self
+from typing import Any, Optional
 
 import numpy as np
 
@@ -27,7 +28,7 @@ FOLDER = 'eval'
 _log = logging.getLogger(__name__)
 
 
-class EvalResults:
+class EvalResults(contextlib.AbstractContextManager):
   """Metrics by checkpoint of one MODEL_DIR, stored as MODEL_DIR/eval/NAME.*.
 
   Only process 0 has one.
@@ -47,9 +48,6 @@ class EvalResults:
     self._tensorboard = model_dir / 'tensorboard' / f'{FOLDER}_{name}'
     self._writer: Optional[MultiWriter] = None  # opened for the first metric: errors leave no files
     _check_facts(self.folder / f'{name}.json', facts, name)
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *error: Any) -> None:
     if self._writer is not None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Optional, Self, TextIO, Union
+from typing import Any, Optional, TextIO, Union
 
 import rich.console
 import rich.progress
@@ -132,15 +132,12 @@ def bar(
     yield advance
 
 
-class BackgroundCounts:
+class BackgroundCounts(contextlib.AbstractContextManager):
   """Counts the items of iterators in threads, for totals of bars, until the context ends."""
 
   def __init__(self) -> None:
     self._stop = threading.Event()
     self._threads: list[threading.Thread] = []
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *exc_info: Any) -> None:
     self._stop.set()

@@ -4,10 +4,11 @@ The files are Orbax's (zarr arrays in one OCDBT store). A converter writes only 
 without optimizer state; everything that reads the checkpoint of a run reads these, too.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Self
+from typing import Any, Optional
 
 import flax.traverse_util
 import jax
@@ -134,7 +135,7 @@ def tree_problems(
   return [line for kind in (changed, missing, left_over) for line in listed(kind, limit)]
 
 
-class ParamsWriter:
+class ParamsWriter(contextlib.AbstractContextManager):
   """Writes `folder`/checkpoint_<step> with parameters only; it is complete after `close`.
 
   Args:
@@ -197,9 +198,6 @@ class ParamsWriter:
       data={'iterator': ''},
       empty={},
     )
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *error: Any) -> None:
     if error[0] is None:

@@ -6,6 +6,7 @@ next period. Only the checkpoints in MODEL_DIR are guaranteed.
 """
 
 import base64
+import contextlib
 import json
 import logging
 import pathlib
@@ -210,16 +211,13 @@ class LocalTier:
           pass
 
 
-class NoLocalTier:
+class NoLocalTier(contextlib.AbstractContextManager):
   """In place of a LocalTier, for a run without local checkpoints."""
 
   folder = None
 
   def due(self, step: int) -> None:
     del step
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *error: Any) -> None:
     pass

@@ -9,7 +9,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import IO, Any, Optional, Self
+from typing import IO, Any, Optional
 
 from t5x_gpu.checkpoint.storage.object_store_steps import commit
 from t5x_gpu.checkpoint.storage.paths import AnyPath, RemotePath
@@ -54,7 +54,7 @@ def new_folder(target: str | os.PathLike, *, num_bytes: int) -> Iterator[pathlib
         folder.rmdir()
 
 
-class Journal:
+class Journal(contextlib.AbstractContextManager):
   """The unfinished folder of `target`, and how much of it is done.
 
   One process at a time has it, if the file system supports locks.
@@ -173,9 +173,6 @@ class Journal:
       self._lock.close()  # on NFS, a folder with an open file cannot be removed
       self._unfinished.rmdir()
 
-  def __enter__(self) -> Self:
-    return self
-
   def __exit__(self, *error: Any) -> None:
     self._lock.close()
 
@@ -249,9 +246,6 @@ class RemoteJournal(contextlib.AbstractContextManager):
   def discard(self) -> None:
     """Removes the unfinished folder."""
     self.folder.remove_tree(last=[_REMOTE_JOURNAL])
-
-  def __enter__(self) -> Self:
-    return self
 
   def __exit__(self, *error: Any) -> None:
     """Leaves the unfinished folder for the next call."""

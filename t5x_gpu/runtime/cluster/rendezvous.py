@@ -62,7 +62,7 @@ def meet(
     yield _Guest(cluster, me, secret, timeout_seconds).meet()
 
 
-class _Host:
+class _Host(contextlib.AbstractContextManager):
   """The side of process 0."""
 
   def __init__(self, cluster: ClusterInfo, me: Member, secret: str, timeout_seconds: float):
@@ -86,9 +86,6 @@ class _Host:
       )
     self._failed = threading.Event()
     self._release: Optional[threading.Thread] = None
-
-  def __enter__(self) -> '_Host':
-    return self
 
   def __exit__(self, *exc_info: Any) -> None:
     self._reception.close()
