@@ -17,7 +17,7 @@ from t5x_gpu.data.streaming import preparation as preparation_lib
 from t5x_gpu.data.streaming.batch_iterator import SeqioBatches
 from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.streaming.feature_converters import model_rows
-from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import (
   TextVocabulary,
   named_vocabulary,
@@ -31,16 +31,6 @@ from t5x_gpu.runtime.cluster.agreement import Facts
 # another number of cores must be able to restore it. 2 x 256 rows of packing are in flight.
 _THREADS = 2
 _PREFETCH_BATCHES = 2
-
-
-def _options() -> tf.data.Options:
-  options = tf.data.Options()
-  options.deterministic = True
-  # With autotune a process hung 2 to 40 s at exit in the iterator's destructor; without, 2 s.
-  options.autotune.enabled = False
-  options.threading.private_threadpool_size = _THREADS
-  options.threading.max_intra_op_parallelism = 1
-  return options
 
 
 def _fingerprint(
@@ -108,7 +98,7 @@ def _dataset(
     output_features=task.output_features,
   )
   batches = rows.batch(config.batch_size, drop_remainder=repeat)
-  return batches.prefetch(_PREFETCH_BATCHES).with_options(_options())
+  return batches.prefetch(_PREFETCH_BATCHES).with_options(deterministic_options(_THREADS))
 
 
 def open_batches(

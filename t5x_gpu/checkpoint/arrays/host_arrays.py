@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, chunk_of_shard, piece_shape
+from t5x_gpu.checkpoint.storage.chunks import Shape, boxes, by_name, chunk_of_shard, piece_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +37,9 @@ class HostArray:
 
 def copy_to_host(tree: Any) -> list[HostArray]:
   """Returns this process's part of every array; the arrays may be overwritten afterwards."""
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
   owned = [
-    (
-      jax.tree_util.keystr(path, simple=True, separator='/'),
-      x,
-      [s for s in x.addressable_shards if s.replica_id == 0],
-    )
-    for path, x in flat
+    (name, x, [s for s in x.addressable_shards if s.replica_id == 0])
+    for name, x in by_name(tree).items()
   ]
   for _, _, shards in owned:
     for shard in shards:

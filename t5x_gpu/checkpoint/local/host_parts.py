@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.checkpoint.local.replication import Copies, Kept, send
-from t5x_gpu.checkpoint.storage.chunks import Shape
+from t5x_gpu.checkpoint.storage.chunks import Shape, by_name
 
 HostPart = tuple[str, Shape, Shape, np.ndarray]  # name, shape of the array, start, values
 
@@ -25,9 +25,7 @@ def copy_parts(state: Any, copies: Copies, *, process: int) -> Optional[list[Hos
     copies: which process keeps which parts.
     process: index of this process.
   """
-  flat, _ = jax.tree_util.tree_flatten_with_path(state)
-  names = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat]
-  arrays = [x for _, x in flat]
+  names, arrays = zip(*by_name(state).items())
   places = {d: i for i, d in enumerate(arrays[0].sharding.mesh.devices.flat)}
   own = [part for part in copies.by_process[process] if not part.is_sent]
   sent = [part for part in copies.by_process[process] if part.is_sent]

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x_gpu.checkpoint.storage.chunks import by_name
+
 _log = logging.getLogger(__name__)
 
 KEY, METHOD = 'checksums', 'sum of lowbias32, 1'
@@ -71,9 +73,7 @@ def checksums_of(tree: Any) -> dict[str, str]:
   Arrays may be split over devices and processes; every process gets all sums. It costs reading the
   arrays once from device memory.
   """
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  names = [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat]
-  return _texts(dict(zip(names, (x for _, x in flat))))
+  return _texts(by_name(tree))
 
 
 def _texts(arrays: Mapping[str, Any]) -> dict[str, str]:
@@ -297,8 +297,7 @@ def check_restored(tree: Any, manifest: Mapping[str, Any], *, step: int, prefix:
       step,
     )
     return
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  arrays = {prefix + jax.tree_util.keystr(path, simple=True, separator='/'): x for path, x in flat}
+  arrays = {prefix + name: x for name, x in by_name(tree).items()}
   # An array that is read with another dtype has other bits.
   known = sorted(
     n

@@ -14,6 +14,12 @@ _MUCH_SMALLER = 16
 Shape = tuple[int, ...]
 
 
+def by_name(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of `tree` by their '/'-joined paths."""
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): x for path, x in flat}
+
+
 def boxes(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[slice, ...]]:
   """Yields the parts of an array that are chunks on disk, in row-major order."""
   starts = (range(0, n, max(c, 1)) for n, c in zip(shape, chunk))

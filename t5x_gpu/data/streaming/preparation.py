@@ -20,7 +20,7 @@ from t5x_gpu.data.sources.corrupt_records import Records
 from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.streaming.feature_converters import feature_converter as make_converter
 from t5x_gpu.data.streaming.feature_converters import model_rows
-from t5x_gpu.data.tf_runtime import seqio, tf
+from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
 from t5x_gpu.errors import DataError, first_line
 from t5x_gpu.runtime.host import versions
@@ -111,11 +111,7 @@ class Preparation:
     )
     # The same seed in all parts: if a source cannot be cut, each part takes every n-th example.
     info = None if num_parts == 1 else seqio.ShardInfo(index=part, num_shards=num_parts)
-    options = tf.data.Options()
-    options.deterministic = True
-    options.autotune.enabled = False
-    options.threading.private_threadpool_size = 1  # the other cores work on other parts
-    options.threading.max_intra_op_parallelism = 1
+    options = deterministic_options(1)  # the other cores work on other parts
     try:
       examples = task_lookup.examples(task, config, shuffle=config.shuffle, num_epochs=1, part=info)
       rows = model_rows(
