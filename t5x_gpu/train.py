@@ -13,6 +13,7 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu import cli
+from t5x_gpu.analysis.profile.profile_config import ProfileConfig
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig
 from t5x_gpu.config import gin_loader, report
@@ -29,6 +30,7 @@ from t5x_gpu.run.data import open_data
 from t5x_gpu.run.finish import finish
 from t5x_gpu.run.live import LiveRun, open_run, start_facts
 from t5x_gpu.run.precompile import check_cache, precompile
+from t5x_gpu.run.profiler import catch_early, open_profiler
 from t5x_gpu.run.record import open_recorder
 from t5x_gpu.runtime import distributed, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
@@ -70,6 +72,7 @@ def train(
   distributed_cfg: distributed.DistributedConfig = distributed.DistributedConfig(),
   watchdog_cfg: WatchdogConfig = WatchdogConfig(),
   logging_cfg: LoggingConfig = LoggingConfig(),
+  profile_cfg: ProfileConfig = ProfileConfig(),
   xla_preset: str = 'default',
 ) -> int:
   """Trains a model. Gin files set these parameters, named as in T5X; `Run` describes each."""
@@ -177,17 +180,19 @@ def take_steps(
     data.source_files.kept_in(files.folder),
     stop,
     recorder,
+    open_profiler(live, recorder) as profiler,
     checkpointer,
     live.plan.local,
   ):
     live.goodput.open(files.folder, first_step=live.first_step, facts=start_facts(live))
     log(live.goodput.interruption())
     for step in range(live.first_step + 1, run.total_steps + 1):
-      with recorder.timer.input_wait():
-        batch = next(data.batches)
-      with recorder.timer.dispatch():
-        state, sums = live.train_step(state, live.put_batch(batch))
-      recorder.dispatched(step, sums)
+      with profiler.step(step):
+        with recorder.timer.input_wait():
+          batch = next(data.batches)
+        with recorder.timer.dispatch():
+          state, sums = live.train_step(state, live.put_batch(batch))
+        recorder.dispatched(step, sums)
       is_last = stop.reached(step) or step == run.total_steps
       metrics = None
       if data.evaluations.due(step):
@@ -212,6 +217,7 @@ def take_steps(
 def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files, then trains."""
   preemption.catch_early()
+  catch_early()
   args = cli.parse_args('python -m t5x_gpu.train', __doc__.splitlines()[0], argv, extra=_add_flags)
   cluster = cluster_lib.detect_here(args.extra)
   preemption.expect_end(cluster.end_time)

@@ -76,6 +76,7 @@ class Recorder(contextlib.ExitStack):
     self._writer = MultiWriter([])
     self._window = reduce.Accumulator()
     self._in_flight: Optional[tuple[int, Any]] = None
+    self._extra: dict[str, float] = {}
 
   def __enter__(self) -> Self:
     super().__enter__()
@@ -128,6 +129,10 @@ class Recorder(contextlib.ExitStack):
     self._window.add(numbers)
     self._progress.advance(step)
 
+  def add(self, values: Mapping[str, float]) -> None:
+    """Adds numbers to the next record."""
+    self._extra.update(values)
+
   def log(self, step: int, evaluation: Optional[Mapping[str, float]] = None) -> None:
     """Writes one record with the means since the last one, and those of an evaluation if given."""
     self.finish()
@@ -136,7 +141,9 @@ class Recorder(contextlib.ExitStack):
       **self._window.means(prefix='train/').values,
       **times.metrics(prefix='train/'),
       **(self._monitor.window(step, times) if self._monitor else {}),
+      **self._extra,
     }
+    self._extra = {}
     self._window.reset()
     self._writer.write(step, {**values, **(evaluation or {})})
     self._progress.update(step, values, eta_seconds=times.eta_seconds)

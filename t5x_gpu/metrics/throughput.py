@@ -101,6 +101,8 @@ class StepTimer:
     self._wait_seconds = 0.0
     self._parts = dict.fromkeys((_DISPATCH, _DEVICE_WAIT), 0.0)
     self._pauses: dict[str, float] = {}
+    # Of the whole process:
+    self.totals: collections.Counter[str] = collections.Counter()  # seconds by name
     # For the ETA: (step seconds, seconds of pauses in the step).
     self._recent: collections.deque[tuple[float, float]] = collections.deque(maxlen=_ETA_STEPS)
 
@@ -125,6 +127,7 @@ class StepTimer:
     finally:
       self._inside = None
       seconds.append(self._clock() - begin)
+      self.totals[name] += seconds[-1]
 
   @contextlib.contextmanager
   def input_wait(self) -> Iterator[None]:
@@ -175,6 +178,16 @@ class StepTimer:
     self._recent.append((seconds, self._paused))
     self._started, self._paused, self._waited = now, 0.0, 0.0
     return seconds
+
+  def last_is_slow(self, factor: float) -> bool:
+    """Returns whether the last step took more than `factor` times the median of the last 200."""
+    recent = self.recent_seconds
+    return len(recent) == _ETA_STEPS and recent[-1] > factor * statistics.median(recent)
+
+  @property
+  def recent_seconds(self) -> list[float]:
+    """Seconds of the last 200 steps at most, without pauses."""
+    return [seconds for seconds, _ in self._recent]
 
   def eta_seconds(self) -> Optional[float]:
     """Returns the seconds until `total_steps`; None before the first step."""

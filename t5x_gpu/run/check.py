@@ -87,6 +87,7 @@ def check(run: Run, *, dry_run: bool = False) -> CheckedRun:
     infer_eval_period=run.infer_eval_period,
   )
   run.logging_cfg.check_installed()
+  run.profile_cfg.check_total(run.total_steps)
   run.checkpoint_cfg.check_best(
     run.total_steps,
     run.train_eval_dataset_cfg and run.eval_period,

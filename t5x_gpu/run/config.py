@@ -9,6 +9,7 @@ class on a lower floor: StepConfig (training/), InferConfig (evaluation/), RunDa
 import dataclasses
 from typing import Optional
 
+from t5x_gpu.analysis.profile.profile_config import ProfileConfig
 from t5x_gpu.checkpoint.checkpointer import CheckpointConfig
 from t5x_gpu.checkpoint.initialize import RestoreConfig
 from t5x_gpu.data.batches import DatasetConfig
@@ -51,6 +52,7 @@ class Run(EvalConfig):
     initialize_from: what to start from while `model_dir` has no checkpoint; None for the seed.
     watchdog_cfg: deadlines after which a run that hangs ends.
     logging_cfg: where metrics go.
+    profile_cfg: when the run takes profiles of itself.
   """
 
   checkpoint_cfg: CheckpointConfig
@@ -62,3 +64,4 @@ class Run(EvalConfig):
   initialize_from: Optional[RestoreConfig] = None
   watchdog_cfg: WatchdogConfig = WatchdogConfig()
   logging_cfg: LoggingConfig = LoggingConfig()
+  profile_cfg: ProfileConfig = ProfileConfig()

@@ -158,3 +158,13 @@ def test_mfu_above_one_is_unknown_and_says_why(caplog):
   with caplog.at_level(logging.WARNING):
     assert throughput.mfu(5e12, step_seconds=1.0, peak_flops=1e12) is None
   assert '500%' in caplog.text
+
+
+def test_a_step_is_slow_against_the_median_of_the_last_200():
+  timer, clock = _timer()
+  for _ in range(199):
+    _step(timer, clock, 1.0)
+  _step(timer, clock, 1.4)
+  assert not timer.last_is_slow(1.5)
+  _step(timer, clock, 1.6)
+  assert timer.last_is_slow(1.5) and not timer.last_is_slow(2.0)
