@@ -1,15 +1,15 @@
 """Matrix products of rows in groups, each group with its own kernel, as dropless experts need them.
 
 Rows of a group follow each other, and every group starts at a multiple of `block` rows. On Hopper
-GPUs the products are kernels of Tokamax (`ragged_dot`). Elsewhere a loop takes one block at a time
-and skips empty ones. XLA's own `ragged_dot` would multiply every row with every kernel.
+and Ampere GPUs the products are kernels of Tokamax (`ragged_dot`). Elsewhere a loop takes one block
+at a time and skips empty ones. XLA's own `ragged_dot` would multiply every row with every kernel.
 Source: Gale et al. 2022 (MegaBlocks), section 5.
 """
 
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import flax.struct
@@ -17,9 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from t5x_gpu.layers.backends.serves import hardware
+from t5x_gpu.layers.backends.serves import Hardware, hardware
 from t5x_gpu.layers.backends.tokamax import library
 from t5x_gpu.partitioning.axis_rules import split_axis, varying
+from t5x_gpu.runtime.main_log import log_once
+
+# Compute capabilities for which Tokamax's kernels compile: Hopper; A100, A10, L4 and L40S.
+MOSAIC = 9.0
+TRITON = (8.0, 8.6, 8.9)
 
 
 @flax.struct.dataclass
@@ -163,12 +168,19 @@ def _beside(
   summed: bool = False,
 ) -> jax.Array:
   """Returns `function` of each device's parts along `split.axis`; `summed` over it if asked for."""
-  if split.axis is None:
+  axes, manual = {split.axis} - {None}, ()
+  # The results of Triton kernels have no marks of what varies, so a region checks none.
+  has_marks = hardware().capability not in TRITON
+  if not has_marks:
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = tuple(mesh.manual_axes)
+    axes = set(mesh.axis_names) - set(manual)
+  if not axes:
     return function(*arrays)
 
   def local(*parts: Any) -> jax.Array:
     result = function(*parts)
-    if not summed:
+    if not summed or split.axis is None:
       return result
     # In float32: XLA on CPUs aborts on a bfloat16 sum here.
     return jax.lax.psum(result.astype(jnp.float32), split.axis).astype(result.dtype)
@@ -176,9 +188,8 @@ def _beside(
   # A scan over layers computes before its loop what does not depend on the layer, also inside a
   # nested region, whose results then have shardings that XLA refuses. So all arguments are tied
   # together, and constants that vary are made of arguments.
-  return jax.shard_map(local, in_specs=specs, out_specs=out, axis_names={split.axis})(
-    *jax.lax.optimization_barrier(arrays)
-  )
+  region = jax.shard_map(local, in_specs=specs, out_specs=out, axis_names=axes, check_vma=has_marks)
+  return varying(region(*jax.lax.optimization_barrier(arrays)), manual)
 
 
 def _rows_times_kernels(
@@ -195,8 +206,9 @@ def _rows_times_kernels(
   kernels = kernels.reshape(*kernels.shape[:2], -1)
   if transposed:
     rows, features = rows.reshape(rows.shape[0], -1), kernels.shape[1:2]
-  if _has_kernels(rows.dtype, *kernels.shape[1:]):
-    out = _tokamax(rows, kernels.mT if transposed else kernels, blocks.sizes)
+  kernel = _kernel(rows.dtype, *kernels.shape[1:])
+  if kernel:
+    out = _ragged_dot(kernel, rows, kernels.mT if transposed else kernels, blocks.sizes)
     out = varying(out, _axes(rows, kernels))
   else:
     out = _by_block(rows, kernels, blocks, contracted=2 if transposed else 1)
@@ -230,8 +242,9 @@ def _kernel_gradients(rows: jax.Array, gradient: jax.Array, blocks: _Blocks) -> 
   features, axes = gradient.shape[1:], _axes(rows, gradient)
   gradient = gradient.reshape(gradient.shape[0], -1)
   shape = (blocks.sizes.shape[0], rows.shape[1], gradient.shape[1])
-  if _has_kernels(rows.dtype, *shape[1:]):
-    out = varying(_tokamax_gradients(rows, gradient, blocks.sizes), axes)
+  kernel = _kernel(rows.dtype, *shape[1:])
+  if kernel:
+    out = varying(_ragged_sums(kernel, rows, gradient, blocks.sizes), axes)
     return out.reshape(*shape[:2], *features)
 
   def add_block(sums: jax.Array, of_block: Any) -> tuple[jax.Array, None]:
@@ -275,25 +288,48 @@ def _zeros(shape: tuple[int, ...], dtype: Any, blocks: _Blocks, axes: list[str])
   return varying(jnp.broadcast_to(blocks.zero.astype(dtype), shape), axes)
 
 
-def _has_kernels(dtype: Any, *sizes: int) -> bool:
-  """Returns whether Tokamax's Mosaic kernels serve: Hopper, bfloat16, tiles of 64 features.
+def _kernel(dtype: Any, *sizes: int) -> Optional[str]:
+  """Returns which kernel of Tokamax multiplies operands of these sizes; None for the loop.
 
-  Its Triton kernels, for other GPUs, are refused in a manual region: their results have no marks.
+  Logs the choice, once per reason.
   """
-  return (
-    hardware().capability == 9.0
-    and dtype == jnp.bfloat16
-    and all(size % 64 == 0 for size in sizes)
-    and importlib.util.find_spec('tokamax') is not None
-  )
+  device = hardware()
+  kernel, reason = None, device.kind
+  if device.platform == 'gpu':
+    kernel, reason = kernel_for(device, dtype, sizes)
+    if kernel and importlib.util.find_spec('tokamax') is None:
+      kernel, reason = None, f'{reason}; tokamax is not installed'
+  name = f"Tokamax's {kernel} kernel" if kernel else 'a loop over blocks'
+  log_once(f'experts: grouped matmuls by {name} ({reason})')
+  return kernel
 
 
-def _tokamax(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-  return library('tokamax').ragged_dot(rows, kernels, sizes, implementation='mosaic')
+def kernel_for(device: Hardware, dtype: Any, sizes: Sequence[int]) -> tuple[Optional[str], str]:
+  """Returns (kernel of Tokamax for a GPU, or None; the reason in a few words).
+
+  Args:
+    device: the GPU.
+    dtype: of the operands.
+    sizes: features of the operands on one device.
+  """
+  of = f'{device.kind}, {jnp.dtype(dtype).name}'
+  if dtype != jnp.bfloat16:
+    return None, f'{of}; kernels take bfloat16'
+  if device.capability == MOSAIC:
+    if all(size % 64 == 0 for size in sizes):
+      return 'mosaic', of
+    return None, f'{of}; kernels take multiples of 64 features, not {min(sizes)}'
+  if device.capability in TRITON:
+    return 'triton', of
+  return None, f'{of}; no kernel serves this GPU'
 
 
-def _tokamax_gradients(rows: jax.Array, gradient: jax.Array, sizes: jax.Array) -> jax.Array:
-  return library('tokamax').ragged_dot_general(
+def _ragged_dot(kernel: str, rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
+  return library('tokamax').ragged_dot(rows, kernels, sizes, implementation=kernel)
+
+
+def _ragged_sums(kernel: str, rows: jax.Array, gradient: jax.Array, sizes: jax.Array) -> jax.Array:
+  sums = library('tokamax').ragged_dot_general(
     rows,
     gradient,
     sizes,
@@ -303,5 +339,7 @@ def _tokamax_gradients(rows: jax.Array, gradient: jax.Array, sizes: jax.Array) -
       rhs_group_dimensions=[],
     ),
     preferred_element_type=jnp.float32,
-    implementation='mosaic',
+    implementation=kernel,
   )
+  # Tokamax 0.0.12: of an empty group, the Triton kernel returns what the group before ends with.
+  return jnp.where(sizes[:, None, None] > 0, sums, 0)

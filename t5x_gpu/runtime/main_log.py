@@ -1,6 +1,7 @@
 """Messages of the main process; the other processes print nothing."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Optional, TextIO
@@ -27,3 +28,9 @@ def log(text: str, *, stream: Optional[TextIO] = None) -> None:
   if distributed.is_main_process() and text:
     stream = stream or (sys.stderr if _on_stderr else sys.stdout)
     print(f'{stamp(stream)}{text}', file=stream, flush=True)
+
+
+@functools.cache
+def log_once(text: str) -> None:
+  """Prints each text once per process, for choices in functions that are traced several times."""
+  log(text)

@@ -1,7 +1,6 @@
 """The choice of an attention backend: by name, or by what serves a stack on the mesh's devices."""
 
 import dataclasses
-import functools
 from typing import Optional
 
 import jax
@@ -15,7 +14,7 @@ from t5x_gpu.layers.backends.serves import BACKENDS, Hardware, Need, hardware, l
 from t5x_gpu.layers.backends.tokamax import tokamax_attention
 from t5x_gpu.layers.masks import TokenInfo
 from t5x_gpu.partitioning.axis_rules import context_method
-from t5x_gpu.runtime.main_log import log
+from t5x_gpu.runtime.main_log import log_once
 
 # What a run may ask for.
 REQUESTS = ('auto', 'dense', 'chunked', 'tokamax')
@@ -127,7 +126,7 @@ def make_attention(
       context=context_method(),
     )
     choice = choose(request, need, hardware())
-    _announce(str(choice))
+    log_once(str(choice))
   return attention_by(choice.name, kind, info, kv_info)
 
 
@@ -143,12 +142,6 @@ def attention_by(
   _, kernel, *_ = name.split()
   make = kernel_context_attention if is_split else tokamax_attention
   return make(kind, info, kv_info, kernel=kernel, multiple=BACKENDS[name].multiple)
-
-
-@functools.cache
-def _announce(line: str) -> None:
-  """Prints each line once per process: a stack is traced several times."""
-  log(line)
 
 
 def check(request: str, need: Need, device: jax.Device) -> None:
