@@ -166,6 +166,7 @@ class Memory:
         parameters=('Partitioner.fsdp', 'train.num_microbatches', 'BATCH_SIZE'),
         docs='parallelism.md#memory',
       )
+    self._check_padding()
     # Hosts with the same state may share the work of a save.
     copies = _bytes(self.program.abstract_saved) // self.num_machines
     if self.host is not None and not self.on_cpu and copies > self.host.bytes:
@@ -178,6 +179,29 @@ class Memory:
         f'more host memory: at least {show(copies)}.',
         docs='parallelism.md#memory',
       )
+
+  def _check_padding(self) -> None:
+    """Raises OutOfMemoryError if a state that is padded in memory cannot be saved or restored.
+
+    For that moment a device holds the state twice: as a run stores it, and without the padding,
+    split over fewer devices (partitioning/arrays/fsdp_dims.py).
+    """
+    program, limit = self.program, self.limit
+    stored, saved = map(bytes_per_device, (program.abstract_state, program.abstract_saved))
+    if not program.is_padded or limit is None or stored + saved <= limit.bytes:
+      return
+    ways = program.layout.mesh.shape['fsdp']
+    sizes = {n.fsdp.size for n in jax.tree.leaves(program.names) if n.fsdp and n.fsdp.size % ways}
+    fits = max(n for n in range(1, ways) if all(size % n == 0 for size in sizes))
+    raise OutOfMemoryError(
+      f'fsdp = {ways} does not divide {", ".join(map(str, sorted(sizes)))}, so the state is padded '
+      f'in memory: {show(stored)} on each device. A save and a restore also take {show(saved)} '
+      f'there for the state without padding. Each device has {limit}.',
+      fix=f'Set Partitioner.fsdp = {fits}, which divides'
+      + (f', and data = {ways // fits}.' if ways % fits == 0 else '.'),
+      parameters=('Partitioner.fsdp',),
+      docs='parallelism.md#any-fsdp',
+    )
 
 
 def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Memory:

@@ -11,6 +11,7 @@ from t5x_gpu.errors import OutOfMemoryError
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.runtime.memory import Limit
 from t5x_gpu.training.memory import Memory, estimate
+from t5x_gpu.training.summary import bytes_per_device
 from tests import helpers_layouts
 from tests.helpers_layouts import CASES, QUICK, Case
 from tests.helpers_train import Project
@@ -134,6 +135,19 @@ def test_a_host_without_room_for_the_copy_of_a_save_is_refused(monkeypatch):
   # A rack of machines is one host of the topology, but each machine has its own memory.
   whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(memory.program.abstract_state))
   dataclasses.replace(memory, host=Limit(whole // 4, 'a test'), num_machines=4).check()
+
+
+def test_a_padded_state_that_cannot_be_saved_is_refused():
+  """7 divides nothing, so each device holds the whole state while it is saved."""
+  case = Case(dict(fsdp=7), num_devices=7)
+  memory = memory_of(case, batch_size=7)
+  stored, saved = map(
+    bytes_per_device, (memory.program.abstract_state, memory.program.abstract_saved)
+  )
+  assert stored + saved > 7 * stored > memory.need.total
+  memory_of(case, limit=stored + saved, batch_size=7).check()
+  text = refusal(memory_of(case, limit=stored + saved - 1, batch_size=7))
+  assert 'fsdp = 7 does not divide' in text and 'Set Partitioner.fsdp = 4' in text
 
 
 def test_logits_and_gradients_share_memory_in_the_lower_bound():
