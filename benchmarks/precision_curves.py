@@ -12,6 +12,7 @@ import json
 import pathlib
 import sysconfig
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,8 +49,8 @@ def text_batches(num_steps: int) -> Iterator[dict[str, np.ndarray]]:
     }
 
 
-def curve(precision: str, num_steps: int) -> list[float]:
-  """Returns the loss of each step, in nats per byte."""
+def curve(precision: str, num_steps: int, **options: Any) -> list[float]:
+  """Returns the loss of each step, in nats per byte; `options` are of the TransformerConfig."""
   config = TransformerConfig(
     vocab_size=256,
     num_layers=4,
@@ -63,6 +64,7 @@ def curve(precision: str, num_steps: int) -> list[float]:
     query_pre_attn_scalar=32.0,
     init_stddev=0.02,
     dtype=precision,
+    **options,
   )
   program = build_program(
     model=DecoderOnlyModel(config),

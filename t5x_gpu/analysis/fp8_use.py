@@ -4,20 +4,25 @@ from typing import Any
 
 from t5x_gpu.analysis.kernels import count_kernels
 from t5x_gpu.errors import ModelError
+from t5x_gpu.models.config import TransformerConfig
 
 
-def fp8_line(step: Any, platform: str) -> str:
+def fp8_line(step: Any, platform: str, config: TransformerConfig) -> str:
   """Returns how the step of a model in FP8 multiplies, as a line for the log.
 
   Args:
     step: the compiled step.
     platform: of its devices, 'cpu' or 'gpu'.
+    config: of the model.
   Raises:
     ModelError: on GPUs, if no matmul is in FP8.
   """
-  if platform == 'cpu':
-    return 'precision: fp8, emulated: this CPU rounds operands to 8 bits, which saves no time'
-  return check_fp8_gemms(step.as_text())
+  line = 'precision: fp8, emulated: this CPU rounds operands to 8 bits, which saves no time'
+  if platform != 'cpu':
+    line = check_fp8_gemms(step.as_text())
+  experts = f'; experts are in {config.compute_dtype.__name__}' if config.num_experts else ''
+  delayed = f'; scales from the last {config.fp8_history} steps'
+  return line + experts + (delayed if config.fp8_scaling == 'delayed' else '')
 
 
 def check_fp8_gemms(hlo: str) -> str:

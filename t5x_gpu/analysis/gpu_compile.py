@@ -20,8 +20,11 @@ from typing import Any
 import jax
 
 from t5x_gpu.analysis.collectives import Collective, inventory
+from t5x_gpu.analysis.fp8_use import check_fp8_gemms
 from t5x_gpu.analysis.kernels import KernelCount, count_kernels
 from t5x_gpu.analysis.overlap import Overlap, overlaps
+from t5x_gpu.models.model import uses_fp8
+from t5x_gpu.models.precision import check_devices
 from t5x_gpu.runtime.xla import deviceless
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.runtime.xla.deviceless import DescribedGpus
@@ -92,8 +95,11 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
   """Returns the training step of a run as XLA compiles it for `gpus`, with the run's XLA preset.
 
   Raises:
-    MeshError, ConfigError, ShapeError, ModelError: as `program_of_run`.
+    MeshError, ConfigError, ShapeError, ModelError: as `program_of_run`; and for a model in FP8, if
+      the GPU has no FP8, or none of the step's matmuls is in it.
   """
+  fp8 = uses_fp8(config.model)
+  check_devices(fp8, [gpus.target])
   with deviceless.kernels_for(gpus.target), _preset(config.xla_preset, gpus) as preset:
     program = program_of_run(config, topology=gpus.topology, devices=list(gpus.devices))
     options = compile_options(program, preset) or {}
@@ -102,10 +108,13 @@ def compile_step(config: StepConfig, gpus: DescribedGpus) -> CompiledStep:
     lowered_at = time.monotonic()
     compiled = lowered.compile(compiler_options=options or None)
     compiled_at = time.monotonic()
+  hlo = compiled.as_text()
+  if fp8:
+    check_fp8_gemms(hlo)
   return CompiledStep(
     program=program,
     gpus=gpus,
-    hlo=compiled.as_text(),
+    hlo=hlo,
     memory=memory_of(compiled),
     compile_options=options,
     trace_seconds=lowered_at - start,

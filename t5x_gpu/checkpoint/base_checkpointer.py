@@ -10,6 +10,7 @@ from typing import Any, Optional, Self
 
 import jax
 
+from t5x_gpu.checkpoint.manifest import known_part
 from t5x_gpu.checkpoint.model_dir import (
   ModelDir,
   as_model_dir,
@@ -250,7 +251,7 @@ class BaseCheckpointer(abc.ABC):
     try:
       saved = self._dir.saved(step)
       check_same_model(self._dir.path, step, saved.manifest, target=target)
-      state = self._read_state(saved, target)
+      state = self._read_state(saved, known_part(saved.manifest, target))
       check_restored(state, saved.manifest, step=step)
     except (CheckpointError, MemoryError):
       raise

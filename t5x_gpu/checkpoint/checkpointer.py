@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 import orbax.checkpoint as ocp
 
-from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, read_state
+from t5x_gpu.checkpoint.arrays.state_reader import has_other_arrays, read_state
 from t5x_gpu.checkpoint.base_checkpointer import BaseCheckpointer
 from t5x_gpu.checkpoint.local.settings import check_local_settings
 from t5x_gpu.checkpoint.manifest import sealed
@@ -184,7 +184,7 @@ class Checkpointer(BaseCheckpointer):
         step,
         force=True,
         args=ocp.args.Composite(
-          state=ocp.args.PyTreeSave(state, save_args=save_args(state)),
+          state=ocp.args.PyTreeSave(state.saved(), save_args=save_args(state.saved())),
           data=ocp.args.JsonSave(data),
           manifest=ocp.args.JsonSave(sealed(manifest, data=data)),
         ),
@@ -246,12 +246,14 @@ class Checkpointer(BaseCheckpointer):
   # ---- Restoring ---------------------------------------------------------------------------------
 
   def _read_state(self, saved: Saved, target: TrainState) -> TrainState:
-    if saved.manifest.get(UNSTACKED):  # its tree differs from `target`, which Orbax cannot handle
+    if has_other_arrays(saved.manifest, target):
       return read_state(self.path(saved.step), target)
+    tree = target.saved()
     args = ocp.args.PyTreeRestore(
-      target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
+      tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)
     )
-    return self._manager.restore(saved.step, args=ocp.args.Composite(state=args))['state']
+    state = self._manager.restore(saved.step, args=ocp.args.Composite(state=args))['state']
+    return TrainState(**state)
 
   def _set_aside(self, step: int, reason: str) -> str:
     del reason

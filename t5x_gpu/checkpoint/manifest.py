@@ -14,13 +14,14 @@ from typing import Any, Optional
 import jax
 
 from t5x_gpu.errors import did_you_mean, listed
+from t5x_gpu.training.train_state import TrainState
 
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
 STARTED_FROM = 'started_from'
 SEAL = 'seal'
 _SHOWN = 5
-_OPTIMIZER = 'opt_state/'
+_OPTIMIZER, _HISTORY = 'opt_state/', 'fp8_history/'
 
 
 def describe_arrays(tree: Any) -> dict[str, list[Any]]:
@@ -100,8 +101,12 @@ def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
   """Returns how the arrays of a manifest differ from those of `target`, in words; [] if equal.
 
   If parameters differ, they are listed, and the differences of the optimizer state are counted.
+  An FP8 history may differ: see `known_part`.
   """
-  have, want = manifest['arrays'], describe_arrays(target)
+  have, want = (
+    {name: array for name, array in arrays.items() if not name.startswith(_HISTORY)}
+    for arrays in (manifest['arrays'], describe_arrays(target))
+  )
   all_names = sorted(have.keys() | want.keys())
   optimizer = [n for n in all_names if n.startswith(_OPTIMIZER)]
   lines = _differing(have, want, [n for n in all_names if not n.startswith(_OPTIMIZER)])
@@ -110,6 +115,13 @@ def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
     return lines + ([f'{others} arrays of the optimizer state differ as well.'] if others else [])
   lines = _differing(have, want, optimizer)
   return ['The parameters are the same, the optimizer state is not:'] + lines if lines else []
+
+
+def known_part(manifest: Mapping[str, Any], target: TrainState) -> TrainState:
+  """Returns `target` without its FP8 history, unless the checkpoint has the same arrays of it."""
+  want = describe_arrays({_HISTORY[:-1]: target.fp8_history})
+  have = manifest['arrays']
+  return target if want.items() <= have.items() else target.replace(fp8_history={})
 
 
 def _differing(

@@ -80,7 +80,7 @@ class RemoteCheckpointer(BaseCheckpointer):
   def _start_to_save(
     self, step: int, state: TrainState, *, data: Mapping[str, Any], manifest: Mapping[str, Any]
   ) -> None:
-    about = {'manifest': manifest, 'data': data, 'empty': empty_leaves(state)}
+    about = {'manifest': manifest, 'data': data, 'empty': empty_leaves(state.saved())}
     self._num_saves += 1
     self._thread = threading.Thread(
       target=self._save,

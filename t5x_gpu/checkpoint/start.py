@@ -11,14 +11,15 @@ from typing import Any, Optional
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, check_params
-from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, read_array, read_state
+from t5x_gpu.checkpoint.arrays.state_reader import has_other_arrays, read_array, read_state
 from t5x_gpu.checkpoint.base_checkpointer import Restored
 from t5x_gpu.checkpoint.local.local_tier import LocalTier, NoLocalTier
 from t5x_gpu.checkpoint.local.promotion import promote_newer
-from t5x_gpu.checkpoint.manifest import STARTED_FROM
+from t5x_gpu.checkpoint.manifest import STARTED_FROM, known_part
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer
 from t5x_gpu.checkpoint.saved_checkpoint import Saved, error_line
 from t5x_gpu.checkpoint.storage.checksums import check_restored
@@ -90,7 +91,7 @@ class Start:
     if restored is None and self.saved is not None:
       restored = restore_from(self.reader.path, self.saved, program.abstract_saved)
     if restored is not None:
-      return program.in_run_order(restored.state), restored
+      return program.in_run_order(_with_history(restored.state, program)), restored
     return self._filled(fresh or program.init(), program), None
 
   def _filled(self, state: TrainState, program: Program) -> TrainState:
@@ -117,6 +118,21 @@ class Start:
       ) from e
 
 
+def _with_history(state: TrainState, program: Program) -> TrainState:
+  """Returns `state`; with a new FP8 history if the run needs one and the checkpoint has none."""
+  if bool(state.fp8_history) == bool(program.abstract_saved.fp8_history):
+    return state
+  _log.info(
+    'The checkpoint has no FP8 history of this length: the first step takes scales that suit '
+    'most models.'
+  )
+  zeros = jax.tree.map(
+    lambda a: jax.jit(functools.partial(jnp.zeros, a.shape, a.dtype), out_shardings=a.sharding)(),
+    program.abstract_saved.fp8_history,
+  )
+  return state.replace(fp8_history=zeros)
+
+
 def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
   """Returns a checkpoint of another run, which is only read, on the mesh of `target`.
 
@@ -130,10 +146,11 @@ def restore_from(path: AnyPath, saved: Saved, target: TrainState) -> Restored:
   state, problem = None, ''
   with silence_abandoned_work(), ocp.StandardCheckpointer() as checkpointer:
     try:
-      if saved.manifest.get(UNSTACKED) or is_remote(path):
+      target = known_part(saved.manifest, target)
+      if has_other_arrays(saved.manifest, target) or is_remote(path):
         state = read_state(path, target)
       else:
-        state = checkpointer.restore(path / 'state', target)
+        state = TrainState(**checkpointer.restore(path / 'state', target.saved()))
       check_restored(state, saved.manifest, step=saved.step)
     except MemoryError:
       raise

@@ -14,7 +14,7 @@ from t5x_gpu.layers.dense import Initializer
 from t5x_gpu.layers.mlp import activation
 from t5x_gpu.layers.norm import NORMS
 from t5x_gpu.layers.positions import RotaryEmbedding
-from t5x_gpu.models.precision import PRECISIONS
+from t5x_gpu.models.precision import PRECISIONS, SCALINGS
 from t5x_gpu.models.remat import POLICIES
 
 _log = logging.getLogger(__name__)
@@ -83,6 +83,11 @@ class TransformerConfig:
       not split small logits; 0 stores all logits.
     router_balance_loss: coefficient of the loss that spreads tokens over experts (0.01 is usual).
     router_z_loss: coefficient of log(Z)^2 of the router's logits (1e-3 is usual).
+    fp8_scaling: what sets the scales of FP8 operands: 'current' values, or 'delayed': the largest
+      values of the last fp8_history steps, which are part of the state (docs/precision.md).
+    fp8_history: steps; more are slower to forget an outlier.
+    fp8_margin: with 'delayed', scales leave room for values 2^fp8_margin times as large.
+    fp8_logits: whether the loss, too, multiplies 8-bit operands if `dtype` is 'fp8'.
   """
 
   vocab_size: int
@@ -126,6 +131,10 @@ class TransformerConfig:
   router_z_loss: float = 0.0
   loss_chunks: Optional[int] = None
   attention: str = 'auto'
+  fp8_scaling: str = 'current'
+  fp8_history: int = 1024
+  fp8_margin: int = 0
+  fp8_logits: bool = False
 
   def __post_init__(self) -> None:
     object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))
@@ -165,12 +174,13 @@ class TransformerConfig:
           'num_relpos_buckets',
           'max_relpos_distance',
           'scan_unroll',
+          'fp8_history',
         ),
       ),
       (lambda value: not value > 0.0, 'must be above 0.', (*given, 'norm_epsilon')),
       (lambda value: value < 0, none, ('num_positions', 'num_token_types', 'max_length')),
       (lambda value: value < 0, 'must be at least 1, or 0 for a dense MLP.', ('num_experts',)),
-      (lambda value: value < 0.0, at_least_0, ('router_balance_loss', 'router_z_loss')),
+      (lambda value: value < 0, at_least_0, ('router_balance_loss', 'router_z_loss', 'fp8_margin')),
       (lambda value: not 0.0 <= value < 1.0, 'must be at least 0 and below 1.', ('dropout_rate',)),
       (
         lambda value: value is not None and value <= 0.0,
@@ -195,6 +205,7 @@ class TransformerConfig:
       ('relative_bias', RELATIVE_BIAS),
       ('remat_policy', REMAT_POLICIES),
       ('dtype', tuple(PRECISIONS)),
+      ('fp8_scaling', SCALINGS),
       ('norm', NORMS),
       ('norm_position', NORM_POSITIONS),
       ('attention_bias', BIASES),
@@ -219,6 +230,11 @@ class TransformerConfig:
         f'does not divide num_heads = {self.num_heads}: set it to one of '
         f'{", ".join(map(str, legal))}.',
       )
+    if self.fp8_logits and self.loss_chunks == 0:
+      yield (
+        'fp8_logits',
+        'needs a loss that does not store logits: set loss_chunks = None, or 1 or more.',
+      )
     if self.rope is not None and self.head_dim % 2:
       yield 'head_dim', 'must be even for rotary positions, which rotate pairs of features.'
     if self.num_experts > 0 and self.mlp_bias:
@@ -234,6 +250,10 @@ class TransformerConfig:
   def fp8(self) -> bool:
     """Whether the matmuls of the layers are in FP8."""
     return PRECISIONS[self.dtype].fp8
+
+  @property
+  def multiplies_logits_in_fp8(self) -> bool:
+    return self.fp8 and self.fp8_logits
 
   @property
   def charges_routers(self) -> bool:

@@ -124,6 +124,7 @@ def token_loss(
     token_loss=TokenLoss(**options, softcap=config.logits_softcap),
     num_chunks=chunks,
     vocab_first=config.logits_via_embedding,
+    fp8=config.multiplies_logits_in_fp8,
   )
   return weighted_sums(sums, weights)
 
@@ -144,7 +145,8 @@ def num_loss_chunks(config: TransformerConfig, batch: int, length: int, *, vocab
   """
   if config.loss_chunks is not None:
     return min(config.loss_chunks, length)
-  return choose_num_chunks(batch, length, vocab_size=config.vocab_size // vocab_parts)
+  chunks = choose_num_chunks(batch, length, vocab_size=config.vocab_size // vocab_parts)
+  return max(chunks, 1) if config.multiplies_logits_in_fp8 else chunks
 
 
 def _scaled(config: TransformerConfig, x: jax.Array) -> jax.Array:
@@ -267,6 +269,7 @@ def masked_token_loss(
     token_loss=TokenLoss(**options),
     num_chunks=chunks,
     vocab_first=True,
+    fp8=config.multiplies_logits_in_fp8,
   )
   return weighted_sums(sums, weights)
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_gpu.partitioning.axis_rules import shard, varying
+from t5x_gpu.partitioning.quantized import E4M3, E5M2, largest_value, scale_of, to_8_bits
 
 # At most this for the logits of one chunk on one device. Each chunk reads and writes the gradient
 # of the kernel once: with chunks of 128 tokens that would take longer than the matmuls.
@@ -113,6 +114,7 @@ def linear_cross_entropy(
   token_loss: TokenLoss,
   num_chunks: int,
   vocab_first: bool = False,
+  fp8: bool = False,
 ) -> dict[str, jax.Array]:
   """Returns sums over tokens: 'loss', 'cross_entropy', 'z_loss', 'accuracy'.
 
@@ -132,6 +134,7 @@ def linear_cross_entropy(
       not divide is padded.
     vocab_first: kernels are [vocab, features], as a token table is. (XLA's CPU compiler refuses the
       gradient of a transposed kernel in bfloat16: jax 0.10.)
+    fp8: multiply 8-bit operands, with a scale per kernel and one per chunk of other operands.
   """
   length = targets.shape[1]
   chunk = math.ceil(length / num_chunks)
@@ -142,8 +145,12 @@ def linear_cross_entropy(
     inputs = [jnp.pad(x, ((0, 0), (0, pad), (0, 0))) for x in inputs]
     targets, weights = (jnp.pad(a, ((0, 0), (0, pad))) for a in (targets, weights))
   axes = ('vocab', 'embed') if vocab_first else ('embed', 'vocab')
-  sweep = _Sweep(token_loss, chunk, axes)
+  sweep = _Sweep(token_loss, chunk, axes, fp8)
   return _sums(sweep, tuple(inputs), tuple(kernels), bias, targets, weights)
+
+
+# An operand of a matmul, and its scale: None for one that is not in 8 bits.
+_Operand = tuple[jax.Array, Optional[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +160,7 @@ class _Sweep:
   token_loss: TokenLoss
   chunk: int
   axes: tuple[str, str]
+  fp8: bool
 
   @property
   def _letters(self) -> str:
@@ -161,7 +169,7 @@ class _Sweep:
   def __call__(self, operands: Any, *, with_gradients: bool) -> tuple[Any, Any]:
     """Returns (sums, gradients of inputs, kernels and bias); gradients are None if not wanted."""
     inputs, kernels, bias, targets, weights = operands
-    in_dtype = [kernel.astype(x.dtype) for x, kernel in zip(inputs, kernels)]
+    in_dtype = [self._operand(kernel.astype(x.dtype)) for x, kernel in zip(inputs, kernels)]
     zero = functools.partial(_zeros_like, operands=(*inputs, *kernels))
 
     def body(carry: Any, start: jax.Array) -> tuple[Any, None]:
@@ -170,7 +178,7 @@ class _Sweep:
       def part(a: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(a, start, self.chunk, axis=1)
 
-      parts = [part(x) for x in inputs]
+      parts = [self._operand(part(x)) for x in inputs]
       logits = self._logits(parts, in_dtype, bias)
       per_token, dlogits = self.token_loss(logits, part(targets), with_gradient=with_gradients)
       sums = {name: sums[name] + jnp.sum(per_token[name] * part(weights)) for name in sums}
@@ -190,13 +198,16 @@ class _Sweep:
     starts = jnp.arange(0, targets.shape[1], self.chunk)
     return jax.lax.scan(body, (sums, gradients), starts)[0]
 
+  def _operand(self, x: jax.Array, dtype: Any = E4M3) -> _Operand:
+    if not self.fp8:
+      return x, None
+    scale = scale_of(largest_value(x), dtype)
+    return to_8_bits(x, scale, dtype), scale
+
   def _logits(self, inputs: Any, kernels: Any, bias: Optional[jax.Array]) -> jax.Array:
     """Returns [batch, chunk, vocab] in float32."""
     equation = f'ble,{self._letters}->blv'
-    logits = sum(
-      jnp.einsum(equation, x, kernel, preferred_element_type=jnp.float32)
-      for x, kernel in zip(inputs, kernels)
-    )
+    logits = sum(_product(equation, x, kernel) for x, kernel in zip(inputs, kernels))
     if bias is not None:
       logits = logits + bias.astype(jnp.float32)
     return shard(logits, 'batch', 'length', 'vocab')
@@ -206,16 +217,23 @@ class _Sweep:
     dinputs, dkernels, dbias = gradients
     if dbias is not None:
       dbias = dbias + jnp.sum(dlogits, axis=(0, 1))
-    letters, exact = self._letters, dict(preferred_element_type=jnp.float32)
+    letters = self._letters
     new_dinputs, new_dkernels = [], []
     for x, kernel, dx, dkernel in zip(inputs, kernels, dinputs, dkernels):
-      d = shard(dlogits.astype(x.dtype), 'batch', 'length', 'vocab')
-      part = shard(jnp.einsum(f'blv,{letters}->ble', d, kernel, **exact), 'batch', 'length', None)
+      values, scale = self._operand(dlogits.astype(dx.dtype), E5M2)
+      d = shard(values, 'batch', 'length', 'vocab'), scale
+      part = shard(_product(f'blv,{letters}->ble', d, kernel), 'batch', 'length', None)
       part = part.astype(dx.dtype)
       new_dinputs.append(jax.lax.dynamic_update_slice_in_dim(dx, part, start, axis=1))
-      part = jnp.einsum(f'ble,blv->{letters}', x, d, **exact)
+      part = _product(f'ble,blv->{letters}', x, d)
       new_dkernels.append(dkernel + shard(part, *self.axes))
     return tuple(new_dinputs), tuple(new_dkernels), dbias
+
+
+def _product(equation: str, a: _Operand, b: _Operand) -> jax.Array:
+  """Returns the einsum of two operands, added up in float32."""
+  product = jnp.einsum(equation, a[0], b[0], preferred_element_type=jnp.float32)
+  return product if a[1] is None else product * (a[1] * b[1])
 
 
 def _zeros_like(shape: Any, dtype: Any, *, operands: Any) -> jax.Array:

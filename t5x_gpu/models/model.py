@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Optional, Protocol, TypeGuard
 
 import jax
+import jax.numpy as jnp
 
 from t5x_gpu.data.batches import BatchSpec
 from t5x_gpu.errors import ModelError
@@ -204,6 +205,12 @@ def uses_fp8(model: Model) -> bool:
   """Returns whether the matmuls of the layers are in FP8; False without a TransformerConfig."""
   config = config_of(model)
   return config is not None and config.fp8
+
+
+def compute_dtype(model: Model) -> Any:
+  """Returns the dtype of the model's matmuls; float32 without a TransformerConfig."""
+  config = config_of(model)
+  return jnp.float32 if config is None else config.compute_dtype
 
 
 def check_model(model: Any) -> None:

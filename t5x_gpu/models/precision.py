@@ -26,6 +26,10 @@ class Precision:
   fp8: bool = False
 
 
+# 'current': the scale of a tensor is that of its largest value. 'delayed': of the largest value of
+# earlier steps, which is known before the tensor is.
+SCALINGS = ('current', 'delayed')
+
 PRECISIONS: dict[str, Precision] = {
   'float32': Precision(jnp.float32),
   'bfloat16': Precision(jnp.bfloat16),
@@ -40,6 +44,9 @@ IN_FLOAT32 = dict.fromkeys(('fp8', 'fp8_float32'), 'fp8_float32')
 # Names of a block's kernels that are used in 8 bits. Those of a group share a scale, because where
 # the features are split, one matmul computes all of them.
 KERNELS = (r'query|key|value', r'out', r'wi|wi_\d+', r'wo')
+# Next to a kernel under delayed scaling: the largest values that set its scales [layers, Operand].
+AMAX = 'amax'
+LEAVES = ('kernel', AMAX)
 # Blocks in which those names are something else.
 _OTHERS = ('moe',)
 
@@ -53,16 +60,41 @@ def in_8_bits(layers: Params) -> Params:
   Args:
     layers: parameters [layers, ...] by block, in the region of a step.
   """
-  groups: list[list[Any]] = []
-  _on_groups(layers, lambda kernels: groups.append(kernels) or kernels)
-  if not groups or quantized.is_quantized(groups[0][0]):
+  groups: list[list[Params]] = []
+  _on_groups(layers, lambda group: groups.append(group) or group)
+  if not groups or quantized.is_quantized(groups[0][0]['kernel']):
     return layers
-  done = iter(quantized.in_8_bits(groups))
-  return _on_groups(layers, lambda _: next(done))
+  kernels, amaxes = ([[p.get(name) for p in group] for group in groups] for name in LEAVES)
+  done = iter(quantized.in_8_bits(kernels, None if amaxes[0][0] is None else amaxes))
+
+  def converted(group: list[Params]) -> list[Params]:
+    others = [{name: x for name, x in p.items() if name not in LEAVES} for p in group]
+    return [{**p, 'kernel': kernel} for p, kernel in zip(others, next(done), strict=True)]
+
+  return _on_groups(layers, converted)
 
 
-def _on_groups(params: Params, function: Callable[[list[Any]], list[Any]]) -> Params:
-  """Returns `params` with `function` applied to the kernels of each group, in a fixed order."""
+def amaxes_like(layers: Params, make: Callable[[Any], Any]) -> Params:
+  """Returns the subtree of `layers` with `AMAX` = make(kernel) in place of each of `KERNELS`."""
+
+  def pruned(tree: Params) -> Params:
+    kept = {
+      name: inner if AMAX in inner else pruned(inner)
+      for name, inner in tree.items()
+      if isinstance(inner, Mapping)
+    }
+    return {name: inner for name, inner in kept.items() if inner}
+
+  return pruned(_on_groups(layers, lambda group: [{AMAX: make(p['kernel'])} for p in group]))
+
+
+def _on_groups(params: Params, function: Callable[[list[Params]], list[Params]]) -> Params:
+  """Returns `params` with `function` of the maps of each group, in a fixed order.
+
+  Args:
+    params: parameters [layers, ...] by block.
+    function: of parameters with a 'kernel', such as those of query, key and value.
+  """
   result = dict(params)
   for group in KERNELS:
     names = [
@@ -71,8 +103,7 @@ def _on_groups(params: Params, function: Callable[[list[Any]], list[Any]]) -> Pa
       if re.fullmatch(group, name) and isinstance(inner, Mapping) and 'kernel' in inner
     ]
     if names:
-      kernels = function([params[name]['kernel'] for name in names])
-      result |= {n: {**params[n], 'kernel': k} for n, k in zip(names, kernels, strict=True)}
+      result |= zip(names, function([params[name] for name in names]), strict=True)
   for name, inner in params.items():
     if name not in _OTHERS and isinstance(inner, Mapping) and result[name] is inner:
       result[name] = _on_groups(inner, function)
@@ -86,16 +117,13 @@ FP8_CAPABILITY = 8.9
 def check_devices(fp8: bool, devices: Sequence[Any]) -> None:
   """Raises ModelError if a model in FP8 has a GPU that cannot multiply 8-bit operands.
 
-  CPUs, which emulate it, pass.
-
   Args:
     fp8: whether the model's matmuls are in FP8.
-    devices: of the mesh; those without a `compute_capability` pass.
+    devices: of the mesh, or GpuTargets. Those without a `compute_capability` pass, such as CPUs,
+      which emulate FP8.
   """
   capabilities = {
-    (d.device_kind, d.compute_capability)
-    for d in devices
-    if getattr(d, 'platform', 'cpu') != 'cpu' and getattr(d, 'compute_capability', None)
+    (d.device_kind, d.compute_capability) for d in devices if getattr(d, 'compute_capability', None)
   }
   lacking = [kind for kind, c in sorted(capabilities) if float(c) < FP8_CAPABILITY]
   if fp8 and lacking:

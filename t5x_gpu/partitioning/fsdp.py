@@ -9,7 +9,7 @@ dimension, see fsdp_dims.py) of
 What moves, per device and step, for P bytes of parameters over n devices: (n - 1) / n x 2 P for
 stages 1 and 2 (like plain data parallelism), x 3 P for stage 3. The number of microbatches does not
 matter: stages 2 and 3 take all of them through a layer together (training/breadth_first.py). In a
-pipeline, stages 2 and 3 gather the parameters of a stage once per step; what is stored stays split.
+pipeline, stage 3 gathers the parameters of a stage once per step; what is stored stays split.
 When: parameters and optimizer state do not fit on one GPU. Try it before tensor parallelism.
 Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (PyTorch FSDP).
 """
@@ -39,7 +39,13 @@ def rules(zero_stage: int = 3) -> AxisRules:
 
 
 def traffic_per_step(
-  *, layers_size: int, other_size: int, fsdp: int, zero_stage: int = 3, dtype_bytes: int = 4
+  *,
+  layers_size: int,
+  other_size: int,
+  fsdp: int,
+  zero_stage: int = 3,
+  dtype_bytes: int = 4,
+  in_pipeline: bool = False,
 ) -> dict[str, float]:
   """Returns collective -> bytes that a device sends over `fsdp` per training step.
 
@@ -49,11 +55,14 @@ def traffic_per_step(
     layers_size, other_size: elements of the layers of one device and of all other parameters, not
       divided by `fsdp`. A table used for embeddings and logits counts twice in stages 2 and 3.
     fsdp: size of the axis.
-    zero_stage: see above; 1 in a pipeline.
+    zero_stage: see above.
     dtype_bytes: bytes per value when stage 3 gathers, in the compute dtype. The rest is float32.
+    in_pipeline: whether parameters are gathered once per step.
   """
   share, size = (fsdp - 1) / fsdp, layers_size + other_size
-  gathered = dtype_bytes * (2 * layers_size + other_size) if zero_stage == 3 else 4 * size
+  gathered = 4 * size
+  if zero_stage == 3:
+    gathered = dtype_bytes * (size if in_pipeline else size + layers_size)
   return {'all-gather': share * gathered, 'reduce-scatter': share * 4 * size}
 
 

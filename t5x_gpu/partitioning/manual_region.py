@@ -226,18 +226,24 @@ class Region:
       earlier = jax.tree.map(lambda _: None, names)
     return jax.tree.map(lambda n, *of_leaf: parameter(n, *of_leaf), names, parts, params, earlier)
 
-  def frozen(self, params: Any, names: Any) -> Any:
+  def frozen(self, params: Any, names: Any, dtype: Any) -> Any:
     """Returns parameters without gradient for a model; arguments as in `whole`."""
     if not self.reduces_in_backward:
-      return self.whole(params, names)
+      return self.whole(params, names, dtype)
     return self.parameters(params, params, names) if self.zero_stage == 3 else params
 
-  def whole(self, params: Any, names: Any) -> Any:
-    """Returns stored parameters, gathered over `fsdp`; cannot be differentiated through."""
+  def whole(self, params: Any, names: Any, dtype: Any) -> Any:
+    """Returns stored parameters, gathered over `fsdp`; cannot be differentiated through.
+
+    Args:
+      params: as stored.
+      names: tree of AxisNames.
+      dtype: in which they are sent; the result has their own, for the sums of its gradients.
+    """
 
     def parameter(axis_names: AxisNames, param: jax.Array) -> jax.Array:
       dims = self._fsdp_dims(axis_names) if self.zero_stage == 3 else None
-      return param if dims is None else fsdp.gather(param, dims)
+      return param if dims is None else fsdp.gather(param.astype(dtype), dims).astype(param.dtype)
 
     return jax.tree.map(parameter, names, params)
 
@@ -321,6 +327,12 @@ class Region:
   def varying(self, x: jax.Array) -> jax.Array:
     """Returns `x`, marked as different on every device of the manual axes."""
     return varying(x, self.axes)
+
+  def largest(self, tree: Any) -> Any:
+    """Returns local numbers' maximum over all devices."""
+    if not self.axes:
+      return tree
+    return jax.lax.pmax(jax.tree.map(self.varying, tree), self.axes)
 
   def total(self, tree: Any) -> Any:
     """Returns local numbers summed over all devices."""

@@ -6,6 +6,7 @@ and so with other scales, still agree. The price is up to one bit of range at th
 Source: Micikevicius et al. 2022 (FP8 formats for deep learning), sections 3 and 4.
 """
 
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
@@ -24,6 +25,12 @@ E5M2 = jnp.float8_e5m2
 _SMALLEST = 2.0**-100  # so that the scale of an array of zeros is not 0
 
 
+class Operand(enum.IntEnum):
+  """Place of an operand of a matmul in an `amax`: activation, kernel, gradient of the product."""
+
+  X, KERNEL, GRADIENT = range(3)
+
+
 @flax.struct.dataclass
 class Quantized:
   """An array whose value is `values * scale`.
@@ -33,11 +40,14 @@ class Quantized:
     scale: float32 scalar, a power of two.
     port: an array of the same shape that is never read, so compilers drop it. Its gradient is that
       of the array: `values` would take one in 8 bits only.
+    amax: of a kernel under delayed scaling: float32 [Operand], the largest values that set the
+      scales of its matmuls. Its gradient is the largest values of this step. None without.
   """
 
   values: jax.Array
   scale: jax.Array
   port: jax.Array
+  amax: Optional[jax.Array] = None
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -65,8 +75,8 @@ def on_kernels(function: Callable[..., jax.Array], *kernels: Kernel) -> Kernel:
   """Returns `function(*kernels)`, a rearrangement of values; quantized ones have one scale."""
   if not is_quantized(kernels[0]):
     return function(*kernels)
-  return Quantized(
-    function(*(k.values for k in kernels)), kernels[0].scale, function(*(k.port for k in kernels))
+  return kernels[0].replace(
+    values=function(*(k.values for k in kernels)), port=function(*(k.port for k in kernels))
   )
 
 
@@ -96,6 +106,57 @@ def to_8_bits(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
   return (x * (1.0 / scale).astype(x.dtype)).astype(dtype)
 
 
+def saturated(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+  """Returns `to_8_bits`, with values out of range at its end, but infinities as NaN."""
+  most = float(jnp.finfo(dtype).max)
+  values = jnp.clip(x * (1.0 / scale).astype(x.dtype), -most, most)
+  return jnp.where(jnp.isfinite(x), values, jnp.nan).astype(dtype)
+
+
+def seen(amax: Optional[jax.Array], which: Operand, x: jax.Array) -> Optional[jax.Array]:
+  """Returns the gradient of `amax`: the largest value of `x` in its place, 0 in others."""
+  return None if amax is None else _at(amax, which, largest_value(x))
+
+
+def _at(amax: jax.Array, which: Operand, largest: jax.Array) -> jax.Array:
+  found = jnp.where(jnp.arange(len(Operand)) == which, largest[..., None], 0.0)
+  return varying(found, tuple(jax.typeof(amax).manual_axis_type.varying))
+
+
+def amaxes_of(tree: Any) -> list[jax.Array]:
+  """Returns the `amax` of each kernel of a tree that has one."""
+  kernels = [x for x in jax.tree.leaves(tree, is_leaf=is_quantized) if is_quantized(x)]
+  return [x.amax for x in kernels if x.amax is not None]
+
+
+def with_amaxes(tree: Any, amaxes: Sequence[jax.Array]) -> Any:
+  """Returns `tree` with `amaxes` in place of those of `amaxes_of`."""
+  rest = iter(amaxes)
+  return jax.tree.map(
+    lambda x: x.replace(amax=next(rest)) if is_quantized(x) and x.amax is not None else x,
+    tree,
+    is_leaf=is_quantized,
+  )
+
+
+def copies(x: jax.Array, count: int) -> jax.Array:
+  """Returns [count, ...] of an `amax`, one per microbatch; its gradient is the largest of theirs.
+
+  That of an array that several microbatches use would be their sum.
+  """
+  return _copies(count, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copies(count: int, x: jax.Array) -> jax.Array:
+  return jnp.broadcast_to(x, (count, *x.shape))
+
+
+_copies.defvjp(
+  lambda count, x: (_copies(count, x), None), lambda _, __, gradient: (gradient.max(0),)
+)
+
+
 @flax.struct.dataclass
 class InEightBits:
   """Kernels stacked [layers, ...], with their values in 8 bits, which are made once per step.
@@ -104,20 +165,28 @@ class InEightBits:
     param: what is differentiated, an array or a Split.
     values: of the part of a Split, or of the whole array.
     scale: [layers], float32.
+    amax: [layers, Operand], as in `Quantized`.
+    largest: [layers], the largest value of this step, for the gradient of `amax`; None without it.
   """
 
   param: Any
   values: jax.Array
   scale: jax.Array
+  amax: Optional[jax.Array] = None
+  largest: Optional[jax.Array] = None
 
 
-def in_8_bits(groups: Sequence[Sequence[Any]]) -> list[list[InEightBits]]:
+def in_8_bits(
+  groups: Sequence[Sequence[Any]], amaxes: Optional[Sequence[Sequence[jax.Array]]] = None
+) -> list[list[InEightBits]]:
   """Returns kernels in 8 bits; those of a group share the scale of a layer.
 
-  One collective finds the largest values of all parts.
+  One collective finds the largest values of all parts. Delayed scaling takes none here.
 
   Args:
     groups: kernels stacked [layers, ...], arrays or Splits.
+    amaxes: [layers, Operand] of each kernel, for delayed scaling; those of a group have the same
+      largest value of kernels.
   """
 
   def source(param: Any) -> jax.Array:
@@ -133,17 +202,28 @@ def in_8_bits(groups: Sequence[Sequence[Any]]) -> list[list[InEightBits]]:
       for group in groups
     ]
   )
-  if any(fsdp.is_split(param) and param.is_gathered for group in groups for param in group):
+  if amaxes is None and any(
+    fsdp.is_split(param) and param.is_gathered for group in groups for param in group
+  ):
     axes = jax.typeof(largest).manual_axis_type.varying
     largest = varying(jax.lax.pmax(largest, 'fsdp'), tuple(axes))
 
-  def convert(param: Any, scale: jax.Array) -> InEightBits:
+  def convert(param: Any, scale: jax.Array, *delayed: jax.Array) -> InEightBits:
     x = source(param)
     by_layer = scale.reshape(-1, *(1,) * (x.ndim - 1))
-    return InEightBits(param, to_8_bits(x, by_layer, E4M3), scale)
+    in_range = saturated if delayed else to_8_bits
+    return InEightBits(param, in_range(x, by_layer, E4M3), scale, *delayed)
 
-  scales = scale_of(largest, E4M3)
-  return [[convert(x, scale) for x in group] for group, scale in zip(groups, scales)]
+  if amaxes is None:
+    scales = scale_of(largest, E4M3)
+    return [[convert(x, scale) for x in group] for group, scale in zip(groups, scales)]
+  return [
+    [
+      convert(x, scale_of(of_group[0][:, Operand.KERNEL], E4M3), amax, most)
+      for x, amax in zip(group, of_group)
+    ]
+    for group, of_group, most in zip(groups, amaxes, largest)
+  ]
 
 
 def whole(tree: Any, dtype: Any) -> Any:
@@ -159,10 +239,10 @@ def whole(tree: Any, dtype: Any) -> Any:
   def leaf(x: Any) -> Any:
     if not isinstance(x, InEightBits):
       return fsdp.whole(x, dtype)
-    p = x.param
+    p, of_kernel = x.param, (x.values, x.scale, x.amax, x.largest)
     if not fsdp.is_split(p):
-      return _use(dtype, None, p, None, x.values, x.scale)
-    return _use(dtype, (p.dims, p.is_gathered), p.part, p.earlier, x.values, x.scale)
+      return _use(dtype, None, p, None, *of_kernel)
+    return _use(dtype, (p.dims, p.is_gathered), p.part, p.earlier, *of_kernel)
 
   return jax.tree.map(leaf, tree, is_leaf=_is_parameter)
 
@@ -182,22 +262,29 @@ def _make_whole(
   earlier: Optional[jax.Array],
   values: jax.Array,
   scale: jax.Array,
+  amax: Optional[jax.Array],
+  largest: Optional[jax.Array],
 ) -> Quantized:
   """Returns the whole kernel of a layer; without `use`, its gradient is not summed."""
-  del part, earlier
+  del part, earlier, largest
   if use is not None and use[1]:
     values = fsdp.gather(values, use[0])
-  return Quantized(values, scale, values.astype(dtype))
+  return Quantized(values, scale, values.astype(dtype), amax)
 
 
 def _use_forward(dtype: Any, use: _Use, *args: Any) -> Any:
-  return _make_whole(dtype, use, *args), args[1]
+  _, earlier, _, _, amax, largest = args
+  kernel_seen = None if amax is None else _at(amax, Operand.KERNEL, largest)
+  return _make_whole(dtype, use, *args), (earlier, kernel_seen)
 
 
-def _use_backward(dtype: Any, use: _Use, earlier: Optional[jax.Array], gradient: Quantized) -> Any:
+def _use_backward(dtype: Any, use: _Use, kept: Any, gradient: Quantized) -> Any:
   del dtype
+  earlier, kernel_seen = kept
   of_part = gradient.port.astype(jnp.float32)
-  return (of_part if use is None else fsdp.reduced(of_part, use[0], earlier)), None, None, None
+  of_part = of_part if use is None else fsdp.reduced(of_part, use[0], earlier)
+  of_amax = None if kernel_seen is None else gradient.amax + kernel_seen
+  return of_part, None, None, None, of_amax, None
 
 
 _use = jax.custom_vjp(_make_whole, nondiff_argnums=(0, 1))

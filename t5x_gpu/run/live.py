@@ -19,7 +19,7 @@ from t5x_gpu.data.batches import Batch, batch_hash
 from t5x_gpu.errors import TrainingError
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
-from t5x_gpu.models.model import uses_fp8
+from t5x_gpu.models.model import config_of, uses_fp8
 from t5x_gpu.run.check import CheckedRun
 from t5x_gpu.run.data import RunData, open_data
 from t5x_gpu.runtime import distributed
@@ -165,7 +165,8 @@ def _compile_and_open(
   log(memory.line())
   log(program_cache.line())
   if uses_fp8(plan.run.model):
-    log(fp8_line(train_step, program.layout.mesh.devices.flat[0].platform))
+    platform = program.layout.mesh.devices.flat[0].platform
+    log(fp8_line(train_step, platform, config_of(plan.run.model)))
   return train_step, fresh, data
 
 

@@ -55,13 +55,8 @@ def loss(
 
   def whole(tree: Any) -> Any:
     # In float32, so that the gradients of the microbatches add up in it.
-    return jax.tree.map(
-      lambda w: (
-        w.replace(port=w.port.astype(jnp.float32)) if is_quantized(w) else w.astype(jnp.float32)
-      ),
-      quantized.whole(tree, model.config.compute_dtype),
-      is_leaf=is_quantized,
-    )
+    weights = quantized.whole(tree, model.config.compute_dtype)
+    return jax.tree.map(_in_float32, weights, is_leaf=is_quantized)
 
   stacks = stacks_of(model)
   rest = whole(without_layers(params, stacks))
@@ -69,13 +64,14 @@ def loss(
   # The scan carries, and so stores for each layer, only the stack's own part of the activation.
   def layer(stack: str, x: Any, part: Any, of_layer: tuple[Any, jax.Array]) -> tuple[Any, None]:
     weights, number = whole(of_layer[0]), of_layer[1]
-    one_layer = with_layers(rest, stack, jax.tree.map(lambda w: w[None], weights))
+    stacked = jax.tree.map(lambda w: w[None], weights)
+    amaxes = [quantized.copies(a, num_microbatches) for a in quantized.amaxes_of(stacked)]
 
-    def one(of_microbatch: tuple[Any, Batch]) -> Any:
-      x, microbatch = of_microbatch
+    def one(of_microbatch: tuple[Any, Batch, list[jax.Array]]) -> Any:
+      x, microbatch, amaxes = of_microbatch
       y = run_layers(
         model,
-        one_layer,
+        with_layers(rest, stack, quantized.with_amaxes(stacked, amaxes)),
         x,
         {**microbatch, **same},
         stack=stack,
@@ -85,7 +81,7 @@ def loss(
       return part_of(y, stacks, stack)
 
     x = with_part(x, stacks, stack, part)
-    return jax.lax.map(jax.checkpoint(one, prevent_cse=False), (x, microbatches)), None
+    return jax.lax.map(jax.checkpoint(one, prevent_cse=False), (x, microbatches, amaxes)), None
 
   def head(of_microbatch: tuple[Any, Batch]) -> Sums:
     x, microbatch = of_microbatch
@@ -103,3 +99,9 @@ def loss(
     x = with_part(x, stacks, stack, part)
   sums = jax.lax.map(jax.checkpoint(head, prevent_cse=False), (x, microbatches))
   return jax.tree.map(lambda s: s.sum(0), sums)
+
+
+def _in_float32(x: Any) -> Any:
+  if is_quantized(x):
+    return x.replace(port=x.port.astype(jnp.float32))
+  return x.astype(jnp.float32)

@@ -8,25 +8,48 @@ before the next one. A pipeline and ZeRO-1 sum at the end.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.errors import ModelError
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.models.model import LayeredModel, Model, missing_members
+from t5x_gpu.models.model import LayeredModel, Model, compute_dtype, missing_members
 from t5x_gpu.partitioning.layer_stacks import ONLY, run_layers, stacks_of
 from t5x_gpu.partitioning.manual_region import Pipeline, Region, is_places
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.training import breadth_first
+from t5x_gpu.training.fp8_history import with_amaxes
 from t5x_gpu.training.trainable import Trained
 
 Batch = Mapping[str, jax.Array]
-# (params, batch, dropout key) -> (gradients of the summed loss, sums).
-GradientsFn = Callable[[Any, Batch, jax.Array], tuple[Any, Sums]]
+# (params, amaxes, batch, dropout key) -> (gradients of the summed loss, sums, largest values).
+GradientsFn = Callable[[Any, Any, Batch, jax.Array], tuple[Any, Sums, Any]]
+
+
+@flax.struct.dataclass
+class _Found:
+  """What a pass over some rows finds.
+
+  Attributes:
+    grads: gradients of the summed loss.
+    sums: of the loss and other metrics.
+    amaxes: gradients of `amaxes`: the largest values of FP8 operands.
+  """
+
+  grads: Any
+  sums: Sums
+  amaxes: Any
+
+  def plus(self, other: '_Found') -> '_Found':
+    """Returns what both passes find."""
+    grads, sums = jax.tree.map(jnp.add, (self.grads, self.sums), (other.grads, other.sums))
+    return _Found(grads, sums, jax.tree.map(jnp.maximum, self.amaxes, other.amaxes))
 
 
 def make_gradients(
@@ -37,9 +60,10 @@ def make_gradients(
   num_microbatches: int = 1,
   trained: Trained = Trained(),
 ) -> GradientsFn:
-  """Returns the function (params, batch, dropout_key) -> (gradients, sums) of global arrays.
+  """Returns (params, amaxes, batch, dropout_key) -> (gradients, sums, amaxes) of global arrays.
 
   `params` are as stored, with padding; `gradients` has a leaf per trained parameter, without.
+  `amaxes` set the scales of FP8 operands (fp8_history.py); those returned are of this step.
 
   Args:
     model: a LayeredModel for a pipeline or accumulation by layer.
@@ -57,45 +81,43 @@ def make_gradients(
   by_layer = region.reduces_in_backward and num_microbatches > 1 and region.accumulate_by == 'layer'
   _check_parts(model, pipeline=region.pipeline is not None, by_layer=by_layer)
   trained_names, frozen_names = trained.split(names)
+  sent = compute_dtype(model)
 
-  def local(parts: Any, kept: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
-    kept, batch, dropout_key = jax.tree.map(region.varying, (kept, batch, dropout_key))
+  def local(parts: Any, *others: Any) -> tuple[Any, Sums, Any]:
+    kept, amaxes, batch, dropout_key = jax.tree.map(region.varying, others)
     kept, frozen = trained.split(kept)
-    frozen = region.frozen(frozen, frozen_names)
+    frozen = region.frozen(frozen, frozen_names, sent)
 
-    def grads_and_sums(parts: Any, batch: Batch, **reduction: Any) -> tuple[Any, Sums]:
-      def loss_sum(parts: Any) -> tuple[jax.Array, Sums]:
+    def find(parts: Any, batch: Batch, **reduction: Any) -> _Found:
+      def loss_sum(parts: Any, amaxes: Any) -> tuple[jax.Array, Sums]:
         params = region.parameters(parts, kept, trained_names, in_layers=in_layers, **reduction)
-        params = trained.join(params, frozen)
+        params = with_amaxes(trained.join(params, frozen), amaxes)
         sums = _loss(model, params, batch, dropout_key, num_microbatches if by_layer else None)
         return sums['loss'][0], jax.tree.map(region.varying, sums)
 
       if region.pipeline is None:
-        return jax.grad(loss_sum, has_aux=True)(parts)
-      pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
-      options = dict(
-        complete=lambda params: trained.join(params, frozen), **region.pipeline.options
-      )
-      return pipeline_parallel.value_and_grad(
-        pieces, parts, microbatches, varying_axes=region.axes, **options
-      )
+        (grads, largest), sums = jax.grad(loss_sum, (0, 1), has_aux=True)(parts, amaxes)
+        return _Found(grads, sums, largest)
+      complete = functools.partial(trained.join, frozen=frozen)
+      return _find_in_pipeline(model, parts, batch, region, dropout_key, complete=complete)
 
-    parts = parts if in_parts else region.whole(kept, trained_names)
+    parts = parts if in_parts else region.whole(kept, trained_names, sent)
     count = 1 if by_layer else num_microbatches
-    return _summed(grads_and_sums, parts, batch, count, region, trained_names)
+    found = _summed(find, parts, batch, count, region, trained_names)
+    return found.grads, found.sums, region.largest(found.amaxes)
 
-  def gradients(params: Any, batch: Batch, dropout_key: jax.Array) -> tuple[Any, Sums]:
+  def gradients(params: Any, amaxes: Any, batch: Batch, dropout_key: Any) -> tuple[Any, Sums, Any]:
     batch = region.with_rows(batch)
     specs = (region.part_specs(trained_names), region.kept_specs(names))
     local_to_global = region.map(
       local,
-      in_specs=(*specs, region.batch_specs(batch), PartitionSpec()),
-      out_specs=(region.gradient_specs(trained_names), PartitionSpec()),
+      in_specs=(*specs, PartitionSpec(), region.batch_specs(batch), PartitionSpec()),
+      out_specs=(region.gradient_specs(trained_names), PartitionSpec(), PartitionSpec()),
       marked=False,
     )
     parts = region.padded_parts(trained.split(params)[0], trained_names)
-    grads, sums = local_to_global(parts, params, batch, dropout_key)
-    return region.unpadded_gradients(grads, trained_names), sums
+    grads, sums, amaxes = local_to_global(parts, params, amaxes, batch, dropout_key)
+    return region.unpadded_gradients(grads, trained_names), sums, amaxes
 
   return gradients
 
@@ -111,7 +133,7 @@ def make_eval_step(*, model: Model, region: Region, names: Any) -> Callable[[Any
     return region.total(
       pipeline_parallel.forward(
         pieces,
-        region.whole(params, names),
+        region.whole(params, names, compute_dtype(model)),
         microbatches,
         varying_axes=region.axes,
         **pipeline.options,
@@ -194,6 +216,28 @@ def _pipeline_input(
   return _Pieces(model, same, dropout_key), microbatches
 
 
+def _find_in_pipeline(
+  model: LayeredModel,
+  parts: Any,
+  batch: Batch,
+  region: Region,
+  dropout_key: jax.Array,
+  *,
+  complete: Callable[[Any], Any],
+) -> _Found:
+  """Returns what the local rows find; `complete` adds parameters without gradients."""
+  pieces, microbatches = _pipeline_input(model, batch, region.pipeline, dropout_key)
+  grads, sums = pipeline_parallel.value_and_grad(
+    pieces,
+    parts,
+    microbatches,
+    varying_axes=region.axes,
+    complete=complete,
+    **region.pipeline.options,
+  )
+  return _Found(grads, sums, {})
+
+
 def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
   """Returns (features without rows, features with rows as [count, rows / count, ...])."""
   same = {name: x for name, x in batch.items() if is_places(name)}
@@ -205,75 +249,66 @@ def _split_rows(batch: Batch, count: int) -> tuple[Batch, Batch]:
 
 
 def _summed(
-  grads_and_sums: Callable[..., tuple[Any, Sums]],
+  find: Callable[..., _Found],
   parts: Any,
   batch: Batch,
   num_microbatches: int,
   region: Region,
   names: Any,
-) -> tuple[Any, Sums]:
-  """Returns (gradients, sums) over all microbatches and devices."""
+) -> _Found:
+  """Returns gradients and sums over all microbatches and devices; `amaxes` over microbatches."""
   copies = region.copies(parts, names)
   if region.sums_in_backward:
-    grads, sums = _accumulate_then_sum(grads_and_sums, copies, batch, num_microbatches, region)
-    return region.sum_copies(grads, parts, names), region.total(sums)
-  copies = jax.tree.map(region.varying, copies)
-  grads, sums = _accumulate(grads_and_sums, copies, batch, num_microbatches, region)
-  grads = region.sum_copies(grads, parts, names)
-  return region.reduce_gradients(grads, names), region.total(sums)
+    found = _accumulate_then_sum(find, copies, batch, num_microbatches, region)
+    grads = region.sum_copies(found.grads, parts, names)
+  else:
+    copies = jax.tree.map(region.varying, copies)
+    found = _accumulate(find, copies, batch, num_microbatches, region)
+    grads = region.reduce_gradients(region.sum_copies(found.grads, parts, names), names)
+  return found.replace(grads=grads, sums=region.total(found.sums))
 
 
 def _accumulate_then_sum(
-  grads_and_sums: Callable[..., tuple[Any, Sums]],
-  parts: Any,
-  batch: Batch,
-  num_microbatches: int,
-  region: Region,
-) -> tuple[Any, Sums]:
-  """Returns (gradients, sums) over all microbatches; the last one sums gradients over devices.
+  find: Callable[..., _Found], parts: Any, batch: Batch, num_microbatches: int, region: Region
+) -> _Found:
+  """Returns what all microbatches find; the last one sums gradients over devices.
 
   Its backward pass adds those of the earlier microbatches before it sums.
   """
   if num_microbatches == 1:
-    return grads_and_sums(parts, batch, sums=True)
+    return find(parts, batch, sums=True)
   same, microbatches = _split_rows(batch, num_microbatches)
   first, last = ({name: x[part] for name, x in microbatches.items()} for part in (slice(-1), -1))
-  earlier, sums = _accumulated(
-    grads_and_sums, jax.tree.map(region.varying, parts), first, same, region
-  )
-  grads, of_last = grads_and_sums(parts, {**last, **same}, sums=True, earlier=earlier)
-  return grads, jax.tree.map(jnp.add, sums, of_last)
+  earlier = _accumulated(find, jax.tree.map(region.varying, parts), first, same, region)
+  of_last = find(parts, {**last, **same}, sums=True, earlier=earlier.grads)
+  return of_last.replace(grads={}).plus(earlier.replace(grads={})).replace(grads=of_last.grads)
 
 
 def _accumulate(
-  grads_and_sums: Callable[[Any, Batch], tuple[Any, Sums]],
+  find: Callable[[Any, Batch], _Found],
   parts: Any,
   batch: Batch,
   num_microbatches: int,
   region: Region,
-) -> tuple[Any, Sums]:
-  """Returns (gradients, sums) over all microbatches of local rows."""
+) -> _Found:
+  """Returns what all microbatches of local rows find."""
   if num_microbatches == 1:
-    return grads_and_sums(parts, batch)
+    return find(parts, batch)
   same, microbatches = _split_rows(batch, num_microbatches)
-  return _accumulated(grads_and_sums, parts, microbatches, same, region)
+  return _accumulated(find, parts, microbatches, same, region)
 
 
 def _accumulated(
-  grads_and_sums: Callable[[Any, Batch], tuple[Any, Sums]],
-  parts: Any,
-  microbatches: Batch,
-  same: Batch,
-  region: Region,
-) -> tuple[Any, Sums]:
-  """Returns (gradients, sums) over `microbatches` [count, rows, ...]."""
+  find: Callable[[Any, Batch], _Found], parts: Any, microbatches: Batch, same: Batch, region: Region
+) -> _Found:
+  """Returns what `microbatches` [count, rows, ...] find."""
 
-  def body(carry: Any, microbatch: Batch) -> tuple[Any, None]:
-    return jax.tree.map(jnp.add, carry, grads_and_sums(parts, {**microbatch, **same})), None
+  def body(carry: _Found, microbatch: Batch) -> tuple[_Found, None]:
+    return carry.plus(find(parts, {**microbatch, **same})), None
 
   first = jax.tree.map(lambda x: x[0], microbatches)
   zeros = jax.tree.map(
     lambda x: region.varying(jnp.zeros(x.shape, x.dtype)),
-    jax.eval_shape(grads_and_sums, parts, {**first, **same}),
+    jax.eval_shape(find, parts, {**first, **same}),
   )
   return jax.lax.scan(body, zeros, microbatches)[0]

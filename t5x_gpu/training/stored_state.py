@@ -45,6 +45,7 @@ class StoredState:
       step=step,
       params=layout.stored(shapes.params, names.params),
       opt_state=layout.stored(shapes.opt_state, names.opt_state, layout.rules.state),
+      fp8_history=layout.stored(shapes.fp8_history, names.fp8_history),
     )
 
   def abstract_saved(self, shapes: TrainState) -> TrainState:
@@ -54,6 +55,7 @@ class StoredState:
       step=layout.replicated,
       params=layout.shardings(shapes.params, names.params),
       opt_state=layout.shardings(shapes.opt_state, names.opt_state, layout.rules.state),
+      fp8_history=layout.shardings(shapes.fp8_history, names.fp8_history),
     )
     return jax.tree.map(
       lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.losses import Sums
+from t5x_gpu.training.fp8_history import Fp8History
 from t5x_gpu.training.gradients import GradientsFn
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.stored_state import StoredState
@@ -33,11 +34,12 @@ def make_train_step(
   loss_normalizing_factor: Optional[float] = None,
   trained: Trained = Trained(),
   form: Optional[StoredState] = None,
+  history: Optional[Fp8History] = None,
 ) -> StepFn:
   """Returns the function that makes one update.
 
   Args:
-    gradients: (params, batch, dropout key) -> (gradients of the summed loss, sums).
+    gradients: from `make_gradients`.
     optimizer: a training.optimizers.Optimizer.
     schedule: step -> learning rate.
     names: tree of AxisNames of the parameters.
@@ -47,12 +49,14 @@ def make_train_step(
       target tokens; T5X's default is 1.0, where batches with more tokens weigh more.
     trained: which parameters are trained, the same as for `gradients`.
     form: how the state is stored between steps; None for its true shapes.
+    history: of FP8 with delayed scaling; None without.
   """
   names, _ = trained.split(names)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
     dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
-    grads, sums = gradients(state.params, batch, dropout_key)
+    amaxes = {} if history is None else history.amaxes(state.fp8_history)
+    grads, sums, amaxes = gradients(state.params, amaxes, batch, dropout_key)
     if loss_normalizing_factor is None:
       divisor = jnp.maximum(sums['loss'][1], 1.0)  # a batch of padding gives zeros, not NaN
     else:
@@ -77,7 +81,9 @@ def make_train_step(
       'param_norm': (param_norm, one),
       'learning_rate': (learning_rate, one),
     }
-    new = TrainState(state.step + 1, trained.join(params, frozen), opt_state)
+    old = state.fp8_history
+    fp8_history = old if history is None else history.after(old, amaxes)
+    new = TrainState(state.step + 1, trained.join(params, frozen), opt_state, fp8_history)
     return new if form is None else form.padded(new), sums
 
   return train_step

@@ -1,9 +1,16 @@
 """A step in FP8 without an FP8 GEMM is an error, not a slow run."""
 
+import jax
 import pytest
 
 from t5x_gpu.analysis.fp8_use import check_fp8_gemms, fp8_line
+from t5x_gpu.analysis.gpu_compile import compile_step
 from t5x_gpu.errors import ModelError
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.xla.deviceless import DescribedGpus
+from t5x_gpu.runtime.xla.gpu_targets import TARGETS
+from tests.aot.cases import Case
 
 # Shortened from the step of Llama-3 8B for an H100 (jax 0.10.2): a GEMM in a Triton fusion.
 STEP = """HloModule jit_train_step, is_scheduled=true
@@ -31,5 +38,19 @@ def test_a_step_without_fp8_is_an_error():
     check_fp8_gemms(STEP.replace('OPERAND', 'bf16'))
 
 
-def test_on_a_cpu_the_line_says_that_fp8_is_emulated():
-  assert 'emulated' in fp8_line(None, 'cpu')
+def test_the_line_says_what_is_emulated_and_what_is_not_in_fp8():
+  config = TransformerConfig(
+    32, 1, 16, 2, 8, 24, dtype='fp8', num_experts=4, fp8_scaling='delayed', fp8_history=16
+  )
+  line = fp8_line(None, 'cpu', config)
+  for text in ('emulated', 'experts are in bfloat16', 'scales from the last 16 steps'):
+    assert text in line
+
+
+def test_a_described_gpu_without_fp8_is_refused_before_anything_compiles():
+  config = Case(
+    model='decoder_demo', layout='dp', batch=(8, 32), bindings=("PRECISION = 'fp8'",)
+  ).config()
+  gpus = DescribedGpus(TARGETS['a100-80'], Topology(1, 1), tuple(jax.devices()[:1]))
+  with pytest.raises(ModelError, match='A100-SXM4-80GB cannot multiply FP8.*H100, H200'):
+    compile_step(config, gpus)

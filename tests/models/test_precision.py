@@ -53,6 +53,23 @@ def test_every_matmul_of_a_layer_is_in_fp8_forward_and_backward():
   assert products(dataclasses.replace(CONFIG, dtype='bfloat16')) == (0, every)
 
 
+@pytest.mark.parametrize('factor', [None, 2.0])
+def test_with_experts_attention_alone_is_in_fp8(factor):
+  config = dataclasses.replace(
+    CONFIG, num_experts=2, num_experts_per_token=1, expert_capacity_factor=factor
+  )
+  assert products(config)[0] == 4 * 3
+
+
+@pytest.mark.parametrize('tied', [False, True])
+def test_logits_are_in_fp8_if_asked_for(tied):
+  config = dataclasses.replace(CONFIG, fp8_logits=True, logits_via_embedding=tied)
+  assert products(config)[0] == 7 * 3 + 3
+  assert products(dataclasses.replace(config, dtype='bfloat16'))[0] == 0
+  with pytest.raises(ModelError, match='fp8_logits = True needs a loss that does not store logits'):
+    dataclasses.replace(config, loss_chunks=0)
+
+
 def test_recomputed_layers_multiply_in_fp8_again():
   config = dataclasses.replace(CONFIG, remat_policy='full')
   # The last product of a layer is not needed again.

@@ -91,8 +91,9 @@ def expected_bytes(name):
         layers_size=experts + others,
         other_size=ends,
         fsdp=n['fsdp'],
-        zero_stage=1 if pipeline else stage,
+        zero_stage=stage,
         dtype_bytes=dtype_bytes,
+        in_pipeline=pipeline is not None,
       ),
     )
   if n['model'] > 1:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
+from t5x_gpu.checkpoint.manifest import describe_arrays
 from t5x_gpu.checkpoint.saved_checkpoint import (
   PREFIX,
   UNREADABLE,
@@ -239,6 +240,13 @@ def read_state(path: str | os.PathLike | AnyPath, target: Any) -> Any:
       reader, jax.tree_util.keystr(keys, simple=True, separator='/'), like
     ),
     target,
+  )
+
+
+def has_other_arrays(manifest: Mapping[str, Any], target: Any) -> bool:
+  """Returns whether the files have other arrays than `target`: then Orbax cannot read them."""
+  return (
+    bool(manifest.get(UNSTACKED)) or manifest['arrays'].keys() != describe_arrays(target).keys()
   )
 
 

@@ -284,7 +284,7 @@ class Assembly:
         self._writer.close(
           manifest=manifest,
           data={'iterator': self._facts['data_state']},
-          empty=empty_leaves(self._target),
+          empty=empty_leaves(self._target.saved()),
         )
         if is_real_folder(final):  # it could not be read
           os.rename(final, free_name(self._folder / f'corrupt_{PREFIX}_{step}'))

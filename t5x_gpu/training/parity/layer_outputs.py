@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from t5x_gpu.models.losses import Sums
-from t5x_gpu.models.model import LayeredModel, Model, is_layered
+from t5x_gpu.models.model import LayeredModel, Model, compute_dtype, is_layered
 from t5x_gpu.partitioning.layer_stacks import (
   ONLY,
   layers_of,
@@ -76,7 +76,9 @@ def make_layer_outputs(
     kept: Any, batch: Batch, dropout_key: jax.Array, places: Any
   ) -> tuple[Tree, Tree, Sums]:
     params = (
-      region.parameters(kept, kept, names) if region.pipeline is None else region.whole(kept, names)
+      region.parameters(kept, kept, names)
+      if region.pipeline is None
+      else region.whole(kept, names, compute_dtype(model))
     )
     return _LayerByLayer(model, region, params, batch, dropout_key).outputs(places)
 
