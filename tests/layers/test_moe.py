@@ -1,6 +1,7 @@
 """The mixture-of-experts MLP against plain MLPs: routing, room, gradients."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,15 @@ import pytest
 
 from t5x_gpu.analysis.collectives import flops_per_device
 from t5x_gpu.errors import ModelError
+from t5x_gpu.layers.backends.serves import Hardware
 from t5x_gpu.layers.dropout import DropoutRng
-from t5x_gpu.layers.grouped_matmul import Groups, grouped_matmul
+from t5x_gpu.layers.grouped_matmul import Groups, grouped_matmul, kernel_for
 from t5x_gpu.layers.mlp import Mlp
 from t5x_gpu.layers.moe import MoeMlp, capacity, route, router_charges
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.flops import transformer_flops_per_token
 from t5x_gpu.partitioning.axis_rules import AxisNames, split_names
+from t5x_gpu.runtime.main_log import log_once
 from t5x_gpu.training.adafactor import Adafactor
 
 BATCH, LENGTH, EMBED, MLP = 3, 12, 8, 16
@@ -286,3 +289,26 @@ def test_dropless_experts_multiply_each_choice_once(x):
   np.testing.assert_array_equal(got, want[:, None] * np.ones(8))
   text = jax.jit(lambda r, k: grouped_matmul(r, k, Groups(sizes, 8))).lower(rows, kernels)
   assert flops_per_device(text.as_text('hlo')) == 2 * 64 * 16 * 8
+
+
+@pytest.mark.parametrize(
+  ('capability', 'dtype', 'features', 'kernel', 'reason'),
+  [
+    (9.0, 'bfloat16', 128, 'mosaic', 'bfloat16'),
+    (9.0, 'bfloat16', 96, None, 'multiples of 64 features, not 96'),
+    (8.0, 'bfloat16', 96, 'triton', 'bfloat16'),
+    (8.0, 'float32', 128, None, 'kernels take bfloat16'),
+    (10.0, 'bfloat16', 128, None, 'no kernel serves this GPU'),
+    (None, 'bfloat16', 128, None, 'no kernel serves this GPU'),
+  ],
+)
+def test_grouped_matmuls_choose_a_kernel_and_say_why(capability, dtype, features, kernel, reason):
+  found, why = kernel_for(Hardware('gpu', 'a GPU', capability), dtype, (features, 256))
+  assert found == kernel and why.startswith('a GPU') and reason in why
+
+
+def test_on_a_cpu_a_line_says_that_experts_are_a_loop(x, capsys):
+  log_once.cache_clear()
+  module = MoeMlp(4, MLP, 1, None)
+  jax.eval_shape(functools.partial(output, module), init(module), x)
+  assert 'experts: grouped matmuls by a loop over blocks (cpu)' in capsys.readouterr().out
