@@ -81,17 +81,16 @@ def history_names(history: Any) -> Any:
   return jax.tree.map(lambda _: AxisNames((None, None, None)), history)
 
 
-def history_of(model: Model) -> Optional[Fp8History]:
-  """Returns the history of a model with delayed scaling; None for others."""
+def history_of(model: Model, region: Optional[Region] = None) -> Optional[Fp8History]:
+  """Returns the history of a model with delayed scaling; None for others.
+
+  Raises:
+    ModelError: `region`, of the step, is a pipeline.
+  """
   config = config_of(model)
   if config is None or not config.fp8 or config.fp8_scaling != 'delayed':
     return None
-  return Fp8History(config.fp8_history, config.fp8_margin, stacks_of(model))
-
-
-def check_layout(history: Optional[Fp8History], region: Region) -> None:
-  """Raises ModelError if a model with delayed scaling is in a pipeline."""
-  if history is not None and region.pipeline is not None:
+  if region is not None and region.pipeline is not None:
     raise ModelError(
       "TransformerConfig.fp8_scaling = 'delayed' does not work in a pipeline: its backward pass "
       'adds up what microbatches return, and delayed scaling needs the largest value of them.',
@@ -99,6 +98,7 @@ def check_layout(history: Optional[Fp8History], region: Region) -> None:
       parameters=('TransformerConfig.fp8_scaling', 'Partitioner.stage'),
       docs='precision.md#delayed-scaling',
     )
+  return Fp8History(config.fp8_history, config.fp8_margin, stacks_of(model))
 
 
 def with_amaxes(params: Any, amaxes: Any) -> Any:

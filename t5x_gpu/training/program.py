@@ -20,7 +20,7 @@ from t5x_gpu.partitioning.layout import LaidOut, Layout
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags as xla_flags
-from t5x_gpu.training.fp8_history import check_layout, history_of
+from t5x_gpu.training.fp8_history import history_of
 from t5x_gpu.training.gradients import make_eval_step, make_gradients
 from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.step_config import StepConfig
@@ -155,10 +155,9 @@ def build_program(
   spec = model.batch_spec(task_feature_lengths, batch_size=batch_size, pack=pack)
   check_microbatches(batch_size, num_microbatches)
   layout = _lay_out(model, spec, partitioner, topology, devices, num_microbatches)
-  region, history, trained = layout.region, history_of(model), trained_of(model)
+  region, trained = layout.region, trained_of(model)
   context = region.rules.context_method if 'context' in region.axes else None
   check_attention(model, devices[0], context=context)
-  check_layout(history, region)
   init, names, form = _first_state(model, spec, optimizer, layout, trained, seed)
   shapes = jax.eval_shape(init)
   layout, abstract = form.with_costs(shapes), form.abstract(shapes)
@@ -176,7 +175,7 @@ def build_program(
     loss_normalizing_factor=loss_normalizing_factor,
     trained=trained,
     form=form,
-    history=history,
+    history=history_of(model, region),
   )
   eval_step = make_eval_step(model=model, region=region, names=names)
   functions = dict(init=lambda: form.padded(init()), train_step=step, eval_step=eval_step)
