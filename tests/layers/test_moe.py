@@ -303,8 +303,8 @@ def test_dropless_experts_multiply_each_choice_once(x):
   ],
 )
 def test_grouped_matmuls_choose_a_kernel_and_say_why(capability, dtype, features, kernel, reason):
-  found, why = kernel_for(Hardware('gpu', 'a GPU', capability), dtype, (features, 256))
-  assert found == kernel and why.startswith('a GPU') and reason in why
+  found, text = kernel_for(Hardware('gpu', 'a GPU', capability), dtype, (features, 256))
+  assert found == kernel and text.startswith('a GPU') and reason in text
 
 
 def test_on_a_cpu_a_line_says_that_experts_are_a_loop(x, capsys):
