@@ -14,6 +14,8 @@ COMMANDS = {
   'plan': 'show the mesh, sharding and traffic of a gin file on N GPUs, without a GPU',
   'bench': 'time the training step on synthetic batches',
   'eval': 'evaluate the checkpoints of a run on held-out data',
+  'report': 'write an HTML report of a run, or of several side by side',
+  'top': 'show a run in the terminal while it trains',
   'infer': 'write text: continue prompts, or score given continuations',
   'parity': 'check that a model trains on its mesh as on one device',
   'doctor': 'check this machine: versions, GPUs, links, speeds, XLA flags',

@@ -65,6 +65,7 @@ def test_nothing_unexpected_is_left_in_model_dir(finished):
     'checkpoint_9',
     'config.gin',
     'config_origins.txt',
+    'goodput.jsonl',
     'loss.png',
     'metrics.jsonl',
     'tensorboard',

@@ -13,9 +13,11 @@ from typing import Any, Optional, TypeVar
 
 from t5x_gpu.checkpoint.model_dir import ModelDir
 from t5x_gpu.checkpoint.run_files import RunFiles
+from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, error_line
 from t5x_gpu.checkpoint.storage.paths import as_path
 from t5x_gpu.config.json_schema import parse_json, read_bytes
+from t5x_gpu.config.report import CONFIG
 from t5x_gpu.errors import ConfigError, did_you_mean, listed, number_ranges
 from t5x_gpu.evaluation import samples
 from t5x_gpu.metrics import goodput_accounts
@@ -112,7 +114,8 @@ def read_run(model_dir: str | os.PathLike, *, name: str = '') -> RunRecord:
     problems.append(_damaged_text(GOODPUT, ledger.damaged))
   metrics = _records(folder / METRICS, parse_line, problems)
   checkpoints, manifest = _checkpoints(ModelDir(path), problems)
-  if not metrics and not checkpoints and not (ledger and ledger.runs):
+  has_begun = any((folder / name).exists() for name in (CONFIG, LOCK, GOODPUT, METRICS))
+  if not has_begun and not checkpoints:
     raise _not_a_run(folder, os.fspath(model_dir))
   return RunRecord(
     name=name or os.fspath(model_dir),
@@ -176,7 +179,7 @@ def _not_a_run(folder: pathlib.Path, shown: str) -> ConfigError:
   else:
     fix = f'Name a MODEL_DIR: a run writes {METRICS} there after its first step.'
   return ConfigError(
-    f'{shown!r} is not the folder of a run: it has no {METRICS}, no {GOODPUT} and no checkpoint.',
+    f'{shown!r} is not the folder of a run: it has no {CONFIG}, no {METRICS} and no checkpoint.',
     fix=fix,
   )
 

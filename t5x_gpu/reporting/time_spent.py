@@ -24,7 +24,7 @@ from t5x_gpu.terminal.bars import format_seconds
 # Category -> number of its colour.
 COLOURS = dict(zip(CATEGORIES, (2, 7, 6, 5, 4, 0, 1, 7, 3, 7)))
 SILENT_SECONDS = 120.0  # a ledger has a line every 30 s while its process lives
-_NO_LEDGER = 'has no goodput.jsonl: an earlier version of t5x_gpu trained it'
+_NO_LEDGER = 'has no goodput.jsonl: it has not started, or an earlier version of t5x_gpu trained it'
 
 
 def goodput_section(runs: Sequence[RunRecord]) -> Section:

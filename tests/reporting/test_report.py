@@ -75,7 +75,7 @@ def test_a_run_from_before_the_ledger_has_a_report(tmp_path):
   assert [h for h in SECTIONS if h in page.headings] == [
     'Loss', 'Speed', 'Goodput', 'Evaluations', 'Data', 'Configuration'
   ]  # fmt: skip
-  assert 'has no goodput.jsonl: an earlier version of t5x_gpu trained it.' in page.text
+  assert 'an earlier version of t5x_gpu trained it.' in page.text
   assert "MIXTURE_OR_TASK_NAME'prepared:tokens'prepared.gin:21%gin.REQUIRED" in page.text
 
 
@@ -113,7 +113,7 @@ def test_a_run_that_only_has_a_ledger_or_nothing_yet(tmp_path):
     ('runs/demoo', "There is no folder '.*runs/demoo'. Did you mean 'demo'", 'Folders in'),
     ('rnus/demo', "Did you mean 'runs'", 'Folders in'),
     ('runs', 'not the folder of a run', 'Its subfolders are runs: .*runs/demo'),
-    ('empty', 'it has no metrics.jsonl', 'a run writes metrics.jsonl there'),
+    ('empty', 'it has no config.gin, no metrics.jsonl', 'a run writes metrics.jsonl there'),
     ('runs/demo/metrics.jsonl', 'is a file', 'Name its folder: .*runs/demo'),
   ],
 )

@@ -1,0 +1,98 @@
+"""Shows a run in the terminal while it trains, here or elsewhere. Ctrl-C leaves it alone."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import rich.console
+import rich.live
+
+from t5x_gpu import cli
+from t5x_gpu.checkpoint.storage.paths import local_path
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.metrics.goodput import GOODPUT
+from t5x_gpu.metrics.loggers.open_loggers import METRICS
+from t5x_gpu.reporting.live_view import view
+from t5x_gpu.reporting.run_record import RunRecord, read_run
+
+PROG = 'python -m t5x_gpu.top'
+EXAMPLES = """examples:
+  {prog} runs/a            live, until Ctrl-C
+  {prog} runs/a --once     one frame; also what it does if its output is no terminal
+
+It only reads files of MODEL_DIR.
+"""
+_SECONDS = 2.0
+_SHARE_OF_TIME = 0.1  # for reading files: a slow file server is asked less often
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument('folders', nargs='*', metavar='MODEL_DIR')
+  parser.add_argument('--once', action='store_true', help='print one frame and exit')
+
+
+class _Source:
+  """Reads a run again when its files have changed."""
+
+  def __init__(self, folder: str):
+    self._folder, self._path = folder, local_path(folder, what=f'{PROG} MODEL_DIR')
+    self._seen: Any = None
+    self._run: Optional[RunRecord] = None
+    self.seconds = 0.0  # of the last reading
+
+  def run(self) -> RunRecord:
+    begin = time.monotonic()
+    state = self._state()
+    if self._run is None or state != self._seen:
+      self._run, self._seen = read_run(self._folder), state
+    self.seconds = time.monotonic() - begin
+    return self._run
+
+  def _state(self) -> Any:
+    files = [self._path / name for name in (METRICS, GOODPUT)]
+    known = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    return known, sorted(p.name for p in self._path.glob('checkpoint_*'))
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+  """Parses flags and shows the run."""
+  args = cli.parse_args(
+    PROG,
+    __doc__.splitlines()[0],
+    argv,
+    extra=_flags,
+    without_config='Name the folder of a run.',
+    examples=EXAMPLES,
+  ).extra
+  if len(args.folders) != 1:
+    raise ConfigError(
+      f'{len(args.folders) or "No"} MODEL_DIR are given; top shows one.',
+      fix=f'Name the folder of a run: {PROG} runs/demo',
+    )
+  console = rich.console.Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+  unicode = (console.encoding or '').lower().startswith('utf')
+  source = _Source(args.folders[0])
+  if args.once or not console.is_terminal:
+    console.print(view(source.run(), unicode=unicode), soft_wrap=not console.is_terminal)
+    return 0
+  try:
+    _follow(source, console, unicode=unicode)
+  except KeyboardInterrupt:  # how one leaves
+    pass
+  return 0
+
+
+def _follow(source: _Source, console: rich.console.Console, *, unicode: bool) -> None:
+  def frame() -> Any:
+    return view(source.run(), unicode=unicode)
+
+  with rich.live.Live(frame(), console=console, auto_refresh=False) as live:
+    while True:
+      time.sleep(max(_SECONDS, source.seconds / _SHARE_OF_TIME))
+      live.update(frame(), refresh=True)
+
+
+if __name__ == '__main__':
+  cli.run_main(main)
