@@ -32,7 +32,7 @@ from t5x_gpu.run.live import LiveRun, open_run, start_facts
 from t5x_gpu.run.precompile import check_cache, precompile
 from t5x_gpu.run.profiler import catch_early, open_profiler
 from t5x_gpu.run.record import open_recorder
-from t5x_gpu.runtime import distributed, preemption
+from t5x_gpu.runtime import distributed, host, preemption
 from t5x_gpu.runtime.cluster import cluster as cluster_lib
 from t5x_gpu.runtime.cluster.coordination import coordination_store
 from t5x_gpu.runtime.health import checks as health
@@ -131,7 +131,9 @@ def _train_checked(
     open_data(plan).check_same_on_hosts()
     log(plan.dry_run_text())
     return 0
-  with Goodput(enabled=distributed.is_main_process()) as goodput:
+  with Goodput(
+    enabled=distributed.is_main_process(), age_seconds=host.seconds_since_start()
+  ) as goodput:
     return _train_accounted(plan, goodput, watchdog=watchdog, xla=xla, write_config=write_config)
 
 

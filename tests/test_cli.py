@@ -118,7 +118,7 @@ def test_every_command_of_the_console_script_has_help(command, monkeypatch, caps
   text = capsys.readouterr().out
   assert e.value.code == 0 and f'python -m t5x_gpu.{command}' in text
   assert ('--gin_file FILE' in text) == (
-    command not in ('launch', 'doctor', 'checkpoint', 'reshard')
+    command not in ('launch', 'doctor', 'checkpoint', 'reshard', 'report', 'top')
   )
 
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Optional, Self
 
 from t5x_gpu.metrics import goodput_accounts
-from t5x_gpu.runtime import host, process_exit
+from t5x_gpu.runtime import process_exit
 
 GOODPUT = 'goodput.jsonl'
 SECONDS_BETWEEN_LINES = 30.0
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 class Goodput(contextlib.AbstractContextManager):
   """Keeps account of the phases of this process; writes them once `open` has named a folder.
 
-      with Goodput(enabled=is_main_process()) as goodput:   # 'init', since the process started
+      with Goodput(enabled=is_main_process()) as goodput:   # 'init'
         with goodput.phase('compile'): ...
         with goodput.phase('restore'): ...
         goodput.open(folder, first_step=40, facts={...})
@@ -52,6 +52,7 @@ class Goodput(contextlib.AbstractContextManager):
 
   Args:
     enabled: True on the process that writes; the others only measure.
+    age_seconds: time before this object was made that counts as 'init', imports for example.
     clock: returns seconds that never decrease.
     now: returns seconds since 1970.
     period_seconds: between two lines of the thread.
@@ -61,6 +62,7 @@ class Goodput(contextlib.AbstractContextManager):
     self,
     *,
     enabled: bool,
+    age_seconds: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
     period_seconds: float = SECONDS_BETWEEN_LINES,
@@ -71,7 +73,7 @@ class Goodput(contextlib.AbstractContextManager):
     self._lock = threading.Lock()  # held for microseconds: the loop takes it
     self._write_lock = threading.Lock()  # a disk may hang
     self._phase, self._since = 'init', clock()
-    self._seconds = {'init': host.seconds_since_start()}
+    self._seconds = {'init': age_seconds}
     self._first_step: Optional[int] = None
     self._step: Optional[int] = None
     self._end: Optional[str] = None
