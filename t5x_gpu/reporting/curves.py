@@ -41,8 +41,10 @@ def _training_curves(runs: Sequence[RunRecord], key: str, *, name: str = '') -> 
       continue
     label = run.name if len(runs) > 1 else name or key
     if len(points) > _DENSE:
-      found.append(Series(label, _smoothed(points), colour))
-      found.append(Series('', points, colour, 'pale'))
+      one = len(runs) == 1  # with several, the legend would be long
+      smoothed = f'{label}, smoothed' if one else label
+      found.append(Series(smoothed, _smoothed(points), colour))
+      found.append(Series(label if one else '', points, colour, 'pale'))
     else:
       found.append(Series(label, points, colour, 'dots'))
   return found
@@ -96,7 +98,7 @@ def loss_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   ]
   charts = [_chart(runs, key, title) for key, title in others]
   more = folded('Accuracy, learning rate, norms', element('div', *charts, class_='grid2'))
-  intro = 'The thin line is each log, the thick line is smoothed.'
+  intro = 'The thin line has the value of each log, the thick line is smoothed.'
   dense = any(len(run.series('train/loss')) > _DENSE for run in runs)
   intro = (intro if dense else '') + (' Dotted lines are restarts.' if marks else '')
   return Section('loss', 'Loss', [content, more if charts else None], intro.strip())

@@ -51,7 +51,7 @@ def test_a_report_has_every_section_and_every_number(tmp_path):
     '75.0%',
     'LEARNING_RATE0.001my.gin:30.01 (default)',
     "Step 40, prompt '<b>def', temperature 0.7<b>def f(): pass",
-    'step 40\ntraining: 2.0743',
+    '\ntraining: 2.0743',
     'restart from step 20',
   ):
     assert text in page.text, text
