@@ -20,7 +20,7 @@ from t5x_gpu.reporting.run_record import RunRecord, read_run
 PROG = 'python -m t5x_gpu.top'
 EXAMPLES = """examples:
   {prog} runs/a            live, until Ctrl-C
-  {prog} runs/a --once     one frame; also what it does if its output is no terminal
+  {prog} runs/a --once     one frame; without a terminal it does the same
 
 It only reads files of MODEL_DIR.
 """
