@@ -168,8 +168,9 @@ class Goodput(contextlib.AbstractContextManager):
       self.write()
 
   def ends(self, reason: str) -> None:
-    """Records how the run ends: 'done', 'SIGTERM', ..."""
+    """Records how the run ends: 'done', 'SIGTERM', ...; no step follows."""
     self._end = reason
+    self._enter(goodput_accounts.OTHER)
     self.write()
 
   def _left_at_once(self) -> None:
