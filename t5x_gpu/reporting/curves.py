@@ -122,8 +122,8 @@ def speed_section(runs: Sequence[RunRecord]) -> Optional[Section]:
       ('train/step_seconds_median', 'Seconds per step, median', 's'),
       ('train/input_wait_fraction', 'Share of the step that waits for input', 'share'),
       ('train/mfu', 'Model FLOPs utilization', 'share'),
-      ('train/tflops_per_gpu', 'TFLOP/s per GPU', 'TFLOP/s'),
-      ('train/memory_high_water_gib', 'Memory, high-water mark', 'GiB'),
+      ('train/tflops_per_second_per_device', 'TFLOP/s per device', 'TFLOP/s'),
+      ('train/peak_memory_bytes', 'Memory, high-water mark', 'bytes'),
     )
     if any(run.last(key) is not None for run in runs)
   ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Optional
 
 from t5x_gpu.errors import listed
+from t5x_gpu.reporting.anatomy import anatomy_section
 from t5x_gpu.reporting.curves import evaluations_section, loss_section, speed_section
 from t5x_gpu.reporting.details import configuration_section, data_section, samples_section
 from t5x_gpu.reporting.page import Section, Tile, page, table
@@ -18,9 +19,10 @@ from t5x_gpu.terminal.progress_line import format_loss
 # function here: it reads what it needs from `RunRecord.folder`.
 SECTIONS: tuple[Callable[[Sequence[RunRecord]], Optional[Section]], ...] = (
   loss_section,
-  speed_section,
   goodput_section,
   progress_section,
+  speed_section,
+  anatomy_section,
   evaluations_section,
   data_section,
   configuration_section,

@@ -1,5 +1,6 @@
 """The report of runs: complete, self-contained, honest about damage; also in a real browser."""
 
+import json
 import pathlib
 import re
 import shutil
@@ -19,9 +20,9 @@ BROWSER = next(
 )
 SECTIONS = [
   'Loss',
-  'Speed',
   'Goodput',
   'Progress and restarts',
+  'Speed',
   'Evaluations',
   'Data',
   'Configuration',
@@ -73,7 +74,7 @@ def test_several_runs_show_their_differences_and_origins(tmp_path):
 def test_a_run_from_before_the_ledger_has_a_report(tmp_path):
   page = written(GOLDEN / 'prepared_run', out=tmp_path / 'old.html')
   assert [h for h in SECTIONS if h in page.headings] == [
-    'Loss', 'Speed', 'Goodput', 'Evaluations', 'Data', 'Configuration'
+    'Loss', 'Goodput', 'Speed', 'Evaluations', 'Data', 'Configuration'
   ]  # fmt: skip
   assert 'an earlier version of t5x_gpu trained it.' in page.text
   assert "MIXTURE_OR_TASK_NAME'prepared:tokens'prepared.gin:21%gin.REQUIRED" in page.text
@@ -98,6 +99,35 @@ def test_damaged_lines_are_skipped_counted_and_named(tmp_path, capsys):
   ):
     assert text in page.text and text in out, text
   assert 'training loss2.074' in page.text
+
+
+def test_profiles_of_the_run_are_shown(tmp_path):
+  folder = write_run(tmp_path / 'a')
+  profile = {
+    'first_step': 10,
+    'last_step': 12,
+    'reason': 'PROFILE_STEPS',
+    'seconds_per_step': 0.5,
+    'parts': {'compute': 0.4, 'exposed_communication': 0.06, 'idle': 0.04, 'input_wait': 0.001},
+    'operations': [
+      {'name': 'fusion.7', 'kind': 'fusion', 'op_name': 'mlp', 'seconds': 0.2, 'share': 0.4}
+    ],
+    'collectives': [
+      {'kind': 'all-reduce', 'axes': ['data'], 'seconds': 0.05, 'bytes': 4e6, 'gb_per_second': 80.0}
+    ],
+  }
+  for step, text in ((10, json.dumps(profile)), (20, '{"first_step": 20')):
+    (folder / 'profiles' / str(step)).mkdir(parents=True)
+    (folder / 'profiles' / str(step) / 'anatomy.json').write_text(text)
+  page = written(folder, out=tmp_path / 'a.html')
+  assert 'Anatomy of a step' in page.headings
+  for text in (
+    'steps 10-12 (PROFILE_STEPS)500 ms',
+    'fusion.7fusion200.00040.0%mlp',
+    'all-reducedata50.0004.0080',
+    'profiles/20/anatomy.json cannot be read',
+  ):
+    assert text in page.text, text
 
 
 def test_a_run_that_only_has_a_ledger_or_nothing_yet(tmp_path):

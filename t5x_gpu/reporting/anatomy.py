@@ -1,0 +1,97 @@
+"""The section on profiles that a run took of itself: MODEL_DIR/profiles/<step>/anatomy.json."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
+
+from t5x_gpu.config.json_schema import Fields, ListOf, MapOf, Nullable, Whole, read_json
+from t5x_gpu.reporting.charts import stacked_bars
+from t5x_gpu.reporting.markup import Child, element
+from t5x_gpu.reporting.page import Section, table
+from t5x_gpu.reporting.run_record import RunRecord
+
+_MOST_PROFILES = 8
+_MOST_ROWS = 12
+_PARTS = {'compute': 2, 'exposed_communication': 1, 'idle': 7}  # they sum to the step
+_SCHEMA = Fields(
+  {
+    'first_step': Whole(),
+    'last_step': Whole(),
+    'reason': str,
+    'seconds_per_step': float,
+    'parts': MapOf(Nullable(float)),
+    'operations': ListOf(Fields({'name': str, 'kind': str, 'seconds': float, 'share': float})),
+    'collectives': ListOf(
+      Fields({'kind': str, 'axes': ListOf(str), 'seconds': float, 'bytes': float})
+    ),
+  },
+  optional={'mfu': Nullable(float), 'ranks': ListOf(dict)},
+)
+
+
+def anatomy_section(runs: Sequence[RunRecord]) -> Optional[Section]:
+  """Returns where the time of a step goes, by profile, with the longest operations."""
+  content: list[Child] = []
+  for run in runs:
+    prefix = f'{run.name}, ' if len(runs) > 1 else ''
+    found, unreadable = _profiles(run.folder)
+    if found:
+      content.append(
+        stacked_bars(
+          {f'{prefix}{_steps(p)}': _parts(p) for p in found},
+          title='One step, by what the devices do',
+          colours={name.replace('_', ' '): colour for name, colour in _PARTS.items()},
+          text=lambda seconds: f'{1e3 * seconds:,.4g} ms',
+        )
+      )
+      content += _tables(found[-1], prefix)
+    content += [element('p', f'{prefix}{problem}', class_='note') for problem in unreadable]
+  if not content:
+    return None
+  intro = 'From profiles that the run took of itself; docs/monitor.md explains the numbers.'
+  return Section('anatomy', 'Anatomy of a step', content, intro)
+
+
+def _profiles(folder: pathlib.Path) -> tuple[list[Mapping[str, Any]], list[str]]:
+  """Returns the latest profiles, by step, and which cannot be read."""
+  found, unreadable = [], []
+  for path in folder.glob('profiles/*/anatomy.json'):
+    try:
+      found.append(read_json(path, _SCHEMA))
+    except (OSError, ValueError) as e:
+      unreadable.append(f'{path.relative_to(folder)} cannot be read: {e}.')
+  return sorted(found, key=lambda p: p['first_step'])[-_MOST_PROFILES:], sorted(unreadable)
+
+
+def _steps(profile: Mapping[str, Any]) -> str:
+  return f'steps {profile["first_step"]:,}-{profile["last_step"]:,} ({profile["reason"]})'
+
+
+def _parts(profile: Mapping[str, Any]) -> dict[str, float]:
+  return {name.replace('_', ' '): profile['parts'].get(name) or 0.0 for name in _PARTS}
+
+
+def _tables(profile: Mapping[str, Any], prefix: str) -> list[Child]:
+  operations = [
+    [o['name'], o['kind'], f'{1e3 * o["seconds"]:.3f}', f'{o["share"]:.1%}', o.get('op_name', '')]
+    for o in profile['operations'][:_MOST_ROWS]
+  ]
+  collectives = [
+    [
+      c['kind'],
+      ' + '.join(c['axes']),
+      f'{1e3 * c["seconds"]:.3f}',
+      f'{c["bytes"] / 1e6:,.2f}',
+      '' if c.get('gb_per_second') is None else f'{c["gb_per_second"]:.3g}',
+    ]
+    for c in profile['collectives'][:_MOST_ROWS]
+  ]
+  where = f'{prefix}{_steps(profile)}'
+  tables: list[Child] = []
+  if operations:
+    head = ['operation', 'kind', 'ms per step', 'share', 'place in the model']
+    tables.append(table(head, operations, caption=f'Longest operations, {where}', texts=(0, 1, 4)))
+  if collectives:
+    head = ['collective', 'mesh axes', 'ms per step', 'MB per device', 'GB/s']
+    tables.append(table(head, collectives, caption=f'Collectives, {where}', texts=(0, 1)))
+  return tables
