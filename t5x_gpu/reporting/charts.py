@@ -16,7 +16,7 @@ from t5x_gpu.reporting.markup import Child, add, element
 from t5x_gpu.reporting.page import table
 from t5x_gpu.reporting.scales import Format, Points, Scale, fewer, scale_of, short_number, ticks
 
-NUM_COLOURS = 8  # of the style
+NUM_COLOURS = 10  # of the style
 _SIZE = 1000  # of the SVG's own coordinates, both ways
 _MOST_POINTS = 1200
 _MOST_HOVERS = 150  # places along x that show values
@@ -110,7 +110,9 @@ def line_chart(
   return element(
     'figure',
     element('figcaption', title),
-    legend([(s.name, s.colour) for s in shown]) if len(shown) > 1 else None,
+    legend([(s.name, s.colour) for s in shown], [s.kind for s in shown])
+    if len(shown) > 1
+    else None,
     element('div', y.label, class_='y-label'),
     plot,
     element('div', x.label, class_='x-label'),
@@ -240,13 +242,13 @@ def _values_table(series: Sequence[Series], x: Axis, y: Axis) -> Optional[ET.Ele
   )
 
 
-def legend(entries: Sequence[tuple[str, int]]) -> ET.Element:
-  """Returns names with their colours."""
+def legend(entries: Sequence[tuple[str, int]], kinds: Sequence[str] = ()) -> ET.Element:
+  """Returns names with their colours; `kinds` are those of `Series`, '' if they do not matter."""
   return element(
     'ul',
     *(
-      element('li', element('i', class_=f'key b{colour % NUM_COLOURS}'), name)
-      for name, colour in entries
+      element('li', element('i', class_=f'key {kind} b{colour % NUM_COLOURS}'), name)
+      for (name, colour), kind in itertools.zip_longest(entries, kinds, fillvalue='')
     ),
     class_='legend',
   )

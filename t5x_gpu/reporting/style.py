@@ -1,8 +1,30 @@
 """The style of our pages: light and dark, wide and narrow, and on paper."""
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; lighter on a dark page.
-_LIGHT = ('#0072b2', '#d55e00', '#009e73', '#b85c93', '#c98a00', '#3a9bd9', '#7257b5', '#8a8f98')
-_DARK = ('#5cb3f5', '#ff935c', '#3fd0a4', '#ec9fcb', '#f5bd4a', '#9ad6ff', '#b9a3f0', '#8d949e')
+_LIGHT = (
+  '#0072b2',
+  '#d55e00',
+  '#009e73',
+  '#b85c93',
+  '#c98a00',
+  '#3a9bd9',
+  '#7257b5',
+  '#8a8f98',
+  '#3f4754',
+  '#b3a07f',
+)
+_DARK = (
+  '#5cb3f5',
+  '#ff935c',
+  '#3fd0a4',
+  '#ec9fcb',
+  '#f5bd4a',
+  '#9ad6ff',
+  '#b9a3f0',
+  '#8d949e',
+  '#5d6878',
+  '#d6c39c',
+)
 
 
 def _variables(colours: tuple[str, ...]) -> str:
@@ -91,6 +113,7 @@ figcaption{font-weight:600;font-size:.95rem}
 .legend{display:flex;flex-wrap:wrap;gap:.1rem 1rem;list-style:none;margin:.25rem 0;padding:0;
   font-size:.8125rem;color:var(--dim)}
 .legend li{display:flex;align-items:center;gap:.4rem;min-width:0;overflow-wrap:anywhere}
+.key.pale{opacity:.45}
 .key{width:.75rem;height:.75rem;border-radius:3px;flex:none}
 .plot{position:relative;height:15rem;margin:.6rem .9rem 1.5rem var(--gutter,3rem);
   border-bottom:1px solid var(--edge)}

@@ -22,7 +22,7 @@ from t5x_gpu.reporting.scales import Points, short_number
 from t5x_gpu.terminal.bars import format_seconds
 
 # Category -> number of its colour.
-COLOURS = dict(zip(CATEGORIES, (2, 7, 6, 5, 4, 0, 1, 7, 3, 7)))
+COLOURS = dict(zip(CATEGORIES, (2, 7, 6, 5, 4, 0, 1, 9, 3, 8)))
 SILENT_SECONDS = 120.0  # a ledger has a line every 30 s while its process lives
 _NO_LEDGER = 'has no goodput.jsonl: it has not started, or an earlier version of t5x_gpu trained it'
 
