@@ -7,30 +7,32 @@ question.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
+import pathlib
 from typing import Any, Optional
 
 from t5x_gpu import cli
 from t5x_gpu.analysis import sharding_picture
 from t5x_gpu.analysis.array_layout import state_layouts
-from t5x_gpu.analysis.collectives import partitioned_hlo
-from t5x_gpu.analysis.gpu_compile import CompiledStep, compile_step
+from t5x_gpu.analysis.gpu_compile import compile_step
 from t5x_gpu.analysis.gpu_tables import gpu_json, gpu_text
 from t5x_gpu.analysis.remat_costs import remat_costs, remat_json, remat_text
 from t5x_gpu.config import gin_loader
+from t5x_gpu.errors import ConfigError, UserError
 from t5x_gpu.models.model import config_of
-from t5x_gpu.planning import screen
+from t5x_gpu.planning import remedies, scaling, screen
 from t5x_gpu.planning.as_json import prediction_json
 from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.calibration import Calibration
+from t5x_gpu.planning.calibration import read as read_calibration
 from t5x_gpu.planning.devices import simulated_devices, topology_of
-from t5x_gpu.planning.prediction import PlanConfig, Prediction, predict
-from t5x_gpu.planning.progress import doing
+from t5x_gpu.planning.planner import Planner
+from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.planning.sharding import as_json, layout_text, make_plan, traffic_text
 from t5x_gpu.runtime.cluster.topology import Device, Topology
-from t5x_gpu.runtime.xla.deviceless import DescribedGpus, can_compile, described_gpus
-from t5x_gpu.runtime.xla.gpu_targets import TARGETS, GpuTarget, find_target
+from t5x_gpu.runtime.xla.deviceless import DescribedGpus, described_gpus
+from t5x_gpu.runtime.xla.gpu_targets import TARGETS, find_target
 from t5x_gpu.terminal import logging_setup
 from t5x_gpu.training.program import Program, program_of_run
 
@@ -72,6 +74,20 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     help=f'which GPU: {", ".join(TARGETS)} (default: {DEFAULT_GPU}; the others --show only compile '
     'for a GPU that is named)',
   )
+  group.add_argument(
+    '--scale', metavar='N,N,...', help='also predict, by formula, these numbers of GPUs'
+  )
+  group.add_argument(
+    '--what_if',
+    metavar='NAME=V,V',
+    help='also predict, by formula, other GPUs (gpu=h100,b200) or values of a gin macro or '
+    'parameter (BATCH_SIZE=64,128)',
+  )
+  group.add_argument(
+    '--calibrate',
+    metavar='FILE',
+    help='results.json of scripts/bench_gpu.sh: measured efficiencies in place of the defaults',
+  )
   group.add_argument('--out', metavar='FILE.png', help='also draw every parameter to FILE.png')
   group.add_argument('--json', metavar='FILE', help='also write everything to FILE')
 
@@ -109,39 +125,92 @@ def _show_sharding(
 def _show_prediction(
   config: PlanConfig,
   program: Program,
-  gpu: GpuTarget,
-  assumed: Assumptions,
-  *,
-  dry_run: bool,
-  json_file: Optional[str],
+  planner: Planner,
+  args: cli.Args,
+  measured: Optional[Calibration],
 ) -> None:
-  """Prints the prediction, and writes it if `json_file` is given."""
-  prediction = _predicted(config, program, gpu, assumed, dry_run=dry_run)
+  """Prints the prediction and what the flags ask of it, and writes it if --json is given."""
+  extra, topology = args.extra, program.layout.topology
+  predicted = planner.by_formula if args.dry_run else planner.exactly
+  prediction = predicted(config, topology)
   print(screen.first_screen(prediction))
-  print('\n' + screen.tables(prediction), flush=True)
-  _write(json_file, prediction_json(prediction))
+  content = prediction_json(prediction)
+  if not prediction.memory.fits:
+    compiled = planner.exactly if planner.compiles and not args.dry_run else None
+    found, text = remedies.advice(
+      config, topology, prediction, by_formula=planner.by_formula, compiled=compiled
+    )
+    print('\n' + text)
+    content['remedies'] = [
+      {'settings': r.change.settings, 'prediction': prediction_json(r.prediction)} for r in found
+    ]
+  if extra.scale:
+    scaled = _scaled(config, topology, planner, scaling.numbers(extra.scale, '--scale'))
+    print(f'\nOn other numbers of GPUs, rows per GPU as now\n{scaling.scale_table(scaled)}')
+    content['scale'] = {n: _outcome_json(p) for n, p in scaled.items()}
+  if extra.what_if:
+    name, outcomes = _what_if(args, topology, planner)
+    print(f'\nWhat if (by formula)\n{scaling.what_if_table(name, outcomes)}')
+    content['what_if'] = {value: _outcome_json(p) for value, p in outcomes.items()}
+  print('\n' + screen.tables(prediction, measured), flush=True)
+  _write(extra.json, content)
 
 
-def _predicted(
-  config: PlanConfig, program: Program, gpu: GpuTarget, assumed: Assumptions, *, dry_run: bool
-) -> Prediction:
-  """Returns the prediction, from the best source that there is."""
-  step: Optional[CompiledStep] = None
-  hlo: Optional[str] = None
-  topology = program.layout.topology
-  if not dry_run and can_compile():
-    with doing(f'compiling the step for {topology.num_devices} x {gpu.device_kind}'):
-      gpus = described_gpus(
-        gpu.name, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
-      )
-      with contextlib.redirect_stdout(None):
-        step = compile_step(config, gpus)
-  elif not dry_run:
-    with doing(f'splitting the step over {topology.num_devices} simulated devices'):
-      hlo = partitioned_hlo(
-        program.train_step.lower(program.abstract_state, program.abstract_batch)
-      )
-  return predict(program, config, gpu=gpu, assumed=assumed, compiled=step, partitioned=hlo)
+def _outcome_json(outcome: scaling.Outcome) -> dict[str, Any]:
+  if isinstance(outcome, UserError):
+    return {'error': str(outcome)}
+  return prediction_json(outcome)
+
+
+def _scaled(
+  config: PlanConfig, topology: Topology, planner: Planner, numbers: list[int]
+) -> dict[int, scaling.Outcome]:
+  """Returns the prediction on each number of GPUs, by formula, with as many rows per GPU."""
+  found: dict[int, scaling.Outcome] = {}
+  dataset = config.train_dataset_cfg
+  for number in numbers:
+    rows = dataset.batch_size * number // topology.num_devices
+    scaled = dataclasses.replace(
+      config, train_dataset_cfg=dataclasses.replace(dataset, batch_size=max(rows, 1))
+    )
+    try:
+      each = min(number, topology.devices_per_host)
+      found[number] = planner.by_formula(scaled, topology_of(gpus=number, gpus_per_host=each))
+    except UserError as e:
+      found[number] = e
+  return found
+
+
+def _what_if(
+  args: cli.Args, topology: Topology, planner: Planner
+) -> tuple[str, dict[str, scaling.Outcome]]:
+  """Returns (name, value -> prediction by formula) of --what_if NAME=VALUE,VALUE."""
+  name, equals, values = args.extra.what_if.partition('=')
+  if not (name and equals and values):
+    raise ConfigError(
+      f'--what_if={args.extra.what_if} is not NAME=VALUE,VALUE.',
+      fix='Write --what_if gpu=h100,b200, or a gin macro or parameter: --what_if BATCH_SIZE=8,16.',
+    )
+  found: dict[str, scaling.Outcome] = {}
+  for value in values.split(','):
+    gpu = find_target(value) if name == 'gpu' else planner.gpu
+    bindings = args.bindings if name == 'gpu' else (*args.bindings, f'{name}={value}')
+    try:
+      config, _ = _configured(dataclasses.replace(args, bindings=bindings))
+      changed = dataclasses.replace(planner, gpu=gpu)
+      found[value] = changed.by_formula(config, topology)
+    except UserError as e:
+      found[value] = e
+  return name, found
+
+
+def _configured(args: cli.Args) -> tuple[PlanConfig, Assumptions]:
+  """Returns the run, and what the plan assumes, as gin configured them."""
+  loaded = dataclasses.replace(args, gin_files=(ASSUMPTIONS, *args.gin_files)).load(
+    entry=(gin_loader.ENTRY, Assumptions)
+  )
+  config = gin_loader.configured(loaded, PlanConfig)
+  return config, gin_loader.configured(loaded, Assumptions, entry=Assumptions)
 
 
 def _write(json_file: Optional[str], content: dict[str, Any]) -> None:
@@ -168,19 +237,20 @@ def main(argv: Optional[list[str]] = None) -> int:
   )
   gpu = find_target(extra.gpu or DEFAULT_GPU)
   cli.check_folders_of(extra.out, extra.json)
-  devices = simulated_devices(topology.num_devices)
+  calibration = extra.calibrate and read_calibration(pathlib.Path(extra.calibrate))
+  largest = scaling.numbers(extra.scale, '--scale')[-1] if extra.scale else 1
+  devices = simulated_devices(max(topology.num_devices, largest))
   gpus = None
   if extra.gpu and extra.show != 'prediction':
     gpus = described_gpus(
       extra.gpu, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
     )
-  loaded = dataclasses.replace(args, gin_files=(ASSUMPTIONS, *args.gin_files)).load(
-    entry=(gin_loader.ENTRY, Assumptions)
-  )
-  config = gin_loader.configured(loaded, PlanConfig)
-  assumed = gin_loader.configured(loaded, Assumptions, entry=Assumptions)
+  config, assumed = _configured(args)
+  if calibration:
+    assumed = calibration.applied(assumed)
   logging_setup.setup()
-  program = program_of_run(config, topology=topology, devices=devices)
+  planner = Planner(gpu, assumed, devices)
+  program = planner.program(config, topology)
   if extra.show == 'sharding':
     print(layout_text(program), flush=True)
   else:
@@ -188,11 +258,11 @@ def main(argv: Optional[list[str]] = None) -> int:
   if extra.out:
     _draw(program, extra.out, f'{", ".join(args.gin_files)} on {topology}')
   if extra.show == 'prediction':
-    _show_prediction(config, program, gpu, assumed, dry_run=args.dry_run, json_file=extra.json)
+    _show_prediction(config, program, planner, args, calibration)
   elif args.dry_run:
     return 0
   elif extra.show == 'remat':
-    _show_remat(config, topology, devices, gpus, extra.json)
+    _show_remat(config, topology, devices[: topology.num_devices], gpus, extra.json)
   else:
     _show_sharding(config, program, gpus, extra.json)
   return 0

@@ -238,3 +238,70 @@ def test_assumptions_are_set_on_the_command_line(gin_file, tmp_path):
   bytes_of = {p['part']: p['num_bytes'] for p in usual['time']['parts'] if p['kind'] == 'memory'}
   assert bytes_of['optimizer'] > 0
   assert slow['seconds_per_step'] >= usual['seconds_per_step']
+
+
+# Wide and long enough that the activations of a layer do not fit a GPU, and the parameters do.
+WIDE = {
+  'TransformerConfig.embed_dim': 8192,
+  'TransformerConfig.mlp_dim': 32768,
+  'TransformerConfig.num_layers': 8,
+  'TransformerConfig.num_heads': 64,
+  'TransformerConfig.head_dim': 128,
+  'TransformerConfig.relative_bias': "'none'",
+  'TransformerConfig.dtype': "'bfloat16'",
+  'TASK_FEATURE_LENGTHS': "{'targets':4096}",
+}
+
+
+def test_a_run_that_does_not_fit_gets_changes_with_which_it_does(gin_file, tmp_path, capsys):
+  dry = ['--dry_run', '--show=prediction']
+  got = planned(gin_file, tmp_path, *dry, fsdp=8, model=1, **WIDE, BATCH_SIZE=64)
+  printed = capsys.readouterr().out
+  assert not got['fits'] and 'DOES NOT FIT' in printed and 'With these changes it fits' in printed
+  assert len(got['remedies']) == 3
+  seconds = [r['prediction']['seconds_per_step'] for r in got['remedies']]
+  assert seconds == sorted(seconds)
+  # The same flags, written as the remedy says: it fits, at that speed.
+  settings = dict(s.split(' = ') for s in got['remedies'][0]['settings'])
+  settings = {
+    n.replace('train.num_microbatches', 'NUM_MICROBATCHES'): v for n, v in settings.items()
+  }
+  again = planned(
+    gin_file, tmp_path, *dry, **{**dict(fsdp=8, model=1), **WIDE, 'BATCH_SIZE': 64, **settings}
+  )
+  assert again['fits'] and again['seconds_per_step'] == pytest.approx(seconds[0])
+
+
+def test_a_model_that_fits_nowhere_gets_the_least_number_of_gpus(gin_file, capsys):
+  large = dict(WIDE, **{'TransformerConfig.num_layers': 100})
+  argv = flags(gin_file, '--dry_run', '--gpus=2', fsdp=2, model=1, **large, BATCH_SIZE=2)
+  assert plan.main(argv) == 0
+  printed = capsys.readouterr().out
+  least = int(printed.split('The least number of GPUs is ')[1].split(',')[0])
+  # 107B parameters, in 16 bytes each with their gradients, of 71 GiB per GPU.
+  assert 22 < least < 40
+
+
+def test_other_numbers_and_kinds_of_gpus_are_compared(gin_file, tmp_path, capsys):
+  got = planned(
+    gin_file,
+    tmp_path,
+    '--dry_run',
+    '--show=prediction',
+    '--gpus=2',
+    '--scale=1,2,8',
+    '--what_if=gpu=h100,b200',
+    fsdp=1,
+    model=1,
+  )
+  assert [p['num_gpus'] for p in got['scale'].values()] == [1, 2, 8]
+  assert [p['tokens_per_step'] for p in got['scale'].values()] == [4 * 32, 8 * 32, 32 * 32]
+  assert got['what_if']['h100']['seconds_per_step'] == got['seconds_per_step']
+  assert got['what_if']['b200']['peak_flops'] > got['peak_flops']
+  printed = capsys.readouterr().out
+  assert 'efficiency' in printed and '100%' in printed and '###' in printed
+  batch = planned(
+    gin_file, tmp_path, '--dry_run', '--show=prediction', '--what_if=BATCH_SIZE=8,7', model=1
+  )
+  assert batch['what_if']['8']['tokens_per_step'] == 8 * 32
+  assert 'BATCH_SIZE' in batch['what_if']['7']['error']

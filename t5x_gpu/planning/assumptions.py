@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Optional
 
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 
 _NCCL = 'https://github.com/NVIDIA/nccl/blob/v2.19.3-1/src/graph/tuning.cc'
 _TE = (
@@ -30,7 +31,8 @@ class Assumptions:
   """Efficiencies (shares of a datasheet's peak) and speeds of links.
 
   Attributes:
-    gemm_efficiency: of bfloat16 matrix products large enough to fill the GPU.
+    gemm_efficiency: of matrix products large enough to fill the GPU; None for 0.7 before Hopper and
+      0.6 since, whose clock falls under that load.
     fp8_gemm_efficiency: of those in FP8, conversions to FP8 included.
     mosaic_efficiency, triton_efficiency: of attention kernels, forward and backward.
     memory_efficiency: of the memory bandwidth, for everything that is not a matrix product.
@@ -47,8 +49,8 @@ class Assumptions:
     save_gigabytes: written per second by one host to the storage of checkpoints.
   """
 
-  gemm_efficiency: float = 0.7
-  fp8_gemm_efficiency: float = 0.57
+  gemm_efficiency: Optional[float] = None
+  fp8_gemm_efficiency: float = 0.48
   mosaic_efficiency: float = 0.5
   triton_efficiency: float = 0.31
   memory_efficiency: float = 0.8
@@ -84,6 +86,12 @@ class Assumptions:
           parameters=(f'Assumptions.{field.name}',),
         )
 
+  def gemm_share(self, gpu: GpuTarget) -> float:
+    """Returns the efficiency of matrix products on `gpu`."""
+    if self.gemm_efficiency is not None:
+      return self.gemm_efficiency
+    return 0.6 if float(gpu.compute_capability) >= 9 else 0.7
+
   def hidden_share(self, axes: tuple[str, ...]) -> float:
     """Returns the share of the bytes over `axes` that is hidden: that of the least hidden axis."""
     return min({**HIDDEN, **self.hidden_shares}[axis] for axis in axes)
@@ -95,8 +103,9 @@ def _is_share(name: str) -> bool:
 
 # Parameter -> where its default comes from.
 SOURCES = {
-  'gemm_efficiency': f'599 of 835 TFLOP/s in the GEMMs of a layer on H200 NVL: {_TE}',
-  'fp8_gemm_efficiency': f'945 of 1671 TFLOP/s with current scaling, same layer: {_TE}',
+  'gemm_efficiency': 'Hopper: 599 TFLOP/s in the GEMMs of a layer on H200 NVL, of 989 of the die: '
+  f'{_TE}; before: Rosetta-Pax 5B on A100 (docs/plan.md#checks)',
+  'fp8_gemm_efficiency': f'945 TFLOP/s with current scaling, of 1979, same layer: {_TE}',
   'mosaic_efficiency': 'a round figure: FlashAttention-3 reaches up to 75% forward on H100 '
   '(arXiv:2407.08608, abstract), less backward and on short rows',
   'triton_efficiency': '305 of 989 TFLOP/s forward, 4096 causal positions, H100: '

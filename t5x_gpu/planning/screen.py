@@ -1,8 +1,11 @@
 """A prediction as text: the first screen, and the tables below it."""
 
+from typing import Optional
+
 from t5x_gpu.analysis.sharding_tables import table
 from t5x_gpu.planning import bottleneck
 from t5x_gpu.planning.assumptions import SOURCES
+from t5x_gpu.planning.calibration import Calibration
 from t5x_gpu.planning.memory import FRAGMENTATION, GRADIENTS, PARAMETERS, MemoryUse
 from t5x_gpu.planning.prediction import COMPILED, FORMULA, Prediction
 from t5x_gpu.planning.step_time import StepTime
@@ -47,7 +50,7 @@ def fits_line(memory: MemoryUse) -> str:
   )
 
 
-def tables(p: Prediction) -> str:
+def tables(p: Prediction, calibration: Optional[Calibration] = None) -> str:
   """Returns memory, time and traffic by part, the checkpoint, and the assumptions."""
   return '\n\n'.join(
     [
@@ -57,7 +60,7 @@ def tables(p: Prediction) -> str:
       f'A checkpoint has {show(p.checkpoint.num_bytes)}; writing one takes '
       f'{p.checkpoint.seconds:,.0f} s at {p.assumed.save_gigabytes:g} GB/s per host, while the run '
       'goes on.',
-      'Assumptions (--gin.Assumptions.NAME=VALUE)\n' + assumption_table(p),
+      'Assumptions (--gin.Assumptions.NAME=VALUE)\n' + assumption_table(p, calibration),
     ]
   )
 
@@ -133,14 +136,23 @@ def traffic_table(p: Prediction) -> str:
   return table(rows, right=(3, 4, 5, 7))
 
 
-def assumption_table(p: Prediction) -> str:
-  """Returns every assumption with its value and source."""
+def assumption_table(p: Prediction, calibration: Optional[Calibration] = None) -> str:
+  """Returns every assumption with its value and the source of it."""
+  measured = calibration.values if calibration else {}
   values = {name: getattr(p.assumed, name) for name in SOURCES}
   values['network_gigabits'] = values['network_gigabits'] or p.gpu.network_gigabits
+  values['gemm_efficiency'] = p.assumed.gemm_share(p.gpu)
   values['hidden_shares'] = dict(values['hidden_shares']) or 'by axis'
   return table(
     [('name', 'value', 'source of the default')]
-    + [(name, str(values[name]), SOURCES[name]) for name in SOURCES]
+    + [
+      (
+        name,
+        f'{values[name]:.3g}' if isinstance(values[name], float) else str(values[name]),
+        f'measured: {calibration.source}' if name in measured else SOURCES[name],
+      )
+      for name in SOURCES
+    ]
   )
 
 

@@ -143,9 +143,9 @@ def part_time(w: Work, *, gpu: GpuTarget, dtype: str, assumed: Assumptions) -> P
   if w.kind == 'fp8_gemm' and gpu.has_fp8:
     rate = gpu.peak_flops('fp8') * assumed.fp8_gemm_efficiency
   elif w.kind == 'attention':
-    rate = gpu.peak_flops(wide) * _attention_efficiency(w.backend, assumed)
+    rate = gpu.peak_flops(wide) * _attention_efficiency(w.backend, gpu, assumed)
   else:
-    rate = gpu.peak_flops(wide) * assumed.gemm_efficiency
+    rate = gpu.peak_flops(wide) * assumed.gemm_share(gpu)
   rate *= _full_waves(w.size, gpu.num_cores)
   of = {
     'compute': w.flops / rate,
@@ -157,10 +157,10 @@ def part_time(w: Work, *, gpu: GpuTarget, dtype: str, assumed: Assumptions) -> P
   return PartTime(w.part, w.kind, of[bound], w.flops, w.num_bytes, again, bound)
 
 
-def _attention_efficiency(backend: str, assumed: Assumptions) -> float:
+def _attention_efficiency(backend: str, gpu: GpuTarget, assumed: Assumptions) -> float:
   if 'mosaic' in backend:
     return assumed.mosaic_efficiency
-  return assumed.triton_efficiency if 'triton' in backend else assumed.gemm_efficiency
+  return assumed.triton_efficiency if 'triton' in backend else assumed.gemm_share(gpu)
 
 
 def _full_waves(size: Sequence[int], num_cores: int) -> float:

@@ -1,0 +1,110 @@
+"""Assumptions measured on a GPU: the results of scripts/bench_gpu.sh in place of the defaults."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Optional
+
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.runtime.xla.gpu_targets import TARGETS, GpuTarget
+
+# The length of rows whose attention stands for all.
+_LENGTH = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+  """What a file of results measures.
+
+  Attributes:
+    values: parameter of Assumptions -> measured value.
+    source: GPU and file.
+  """
+
+  values: Mapping[str, float]
+  source: str
+
+  def applied(self, assumed: Assumptions) -> Assumptions:
+    """Returns `assumed` with the measured values."""
+    return dataclasses.replace(assumed, **self.values)
+
+
+def read(path: pathlib.Path) -> Calibration:
+  """Returns the calibration in `path`, the results.json of scripts/bench_gpu.sh.
+
+  Raises:
+    ConfigError: no such file, another kind of file, a run with tiny sizes, or an unknown GPU.
+  """
+  results = _results(path)
+  rows, cards = [], set()
+  for part, result in results.items():
+    if result.get('small') is False:
+      cards.add(result['machine']['card'])
+      rows += [{**row, 'part': part} for row in result['rows']]
+  gpu = next((t for t in TARGETS.values() if any(t.device_kind in str(c) for c in cards)), None)
+  if len(cards) != 1 or gpu is None:
+    raise ConfigError(
+      f'{path} has no results of one GPU that a plan knows: '
+      f'{", ".join(map(str, cards)) or "only tiny sizes on the CPU"}.',
+      fix=f'Run scripts/bench_gpu.sh on one of {", ".join(TARGETS)}.',
+    )
+  values = dict(_measured(rows, gpu))
+  if not values:
+    raise ConfigError(
+      f'{path} has neither ceilings nor attention.',
+      fix='Run scripts/bench_gpu.sh --parts=ceilings,attention_4096 first.',
+    )
+  return Calibration(values, f'{gpu.device_kind}, {path}')
+
+
+def _results(path: pathlib.Path) -> Mapping[str, Any]:
+  try:
+    results = json.loads(path.read_text(encoding='utf-8'))
+  except OSError as e:
+    raise ConfigError(
+      f'--calibrate={path} cannot be read: {e.strerror}.',
+      fix='Give the results.json of scripts/bench_gpu.sh, in build/bench_gpu by default.',
+    ) from e
+  except ValueError:
+    results = None
+  wanted = {'small', 'machine', 'rows'}
+  if not isinstance(results, dict) or not all(
+    isinstance(r, dict) and wanted <= r.keys() for r in results.values()
+  ):
+    raise ConfigError(
+      f'--calibrate={path} is not a file of scripts/bench_gpu.sh.',
+      fix='Give its results.json: part -> status, machine and rows.',
+    )
+  return results
+
+
+def _measured(rows: list[Mapping[str, Any]], gpu: GpuTarget) -> Iterator[tuple[str, float]]:
+  for name, precision in (('gemm_efficiency', 'bfloat16'), ('fp8_gemm_efficiency', 'fp8')):
+    rates = [
+      row['tflops']
+      for row in rows
+      if row.get('what') == 'matmul'
+      and row.get('precision') == precision
+      and row.get('is_fp8_gemm', True)
+    ]
+    if rates:
+      yield name, min(1.0, max(rates) * 1e12 / gpu.peak_flops(precision))
+  copies = [row['gigabytes_per_second'] for row in rows if row.get('what') == 'copy']
+  if copies:
+    yield 'memory_efficiency', min(1.0, max(copies) * 1e9 / gpu.memory_bandwidth)
+  for name, kernel in (('mosaic_efficiency', 'mosaic'), ('triton_efficiency', 'triton')):
+    rate = _attention(rows, kernel)
+    if rate:
+      yield name, min(1.0, rate * 1e12 / gpu.peak_flops('bfloat16'))
+
+
+def _attention(rows: list[Mapping[str, Any]], kernel: str) -> Optional[float]:
+  """Returns TFLOP/s forward and backward of a kernel, on rows as near as possible to 4096."""
+  timed = [
+    (abs(row['length'] - _LENGTH), row['backward']['tflops'])
+    for row in rows
+    if kernel in row.get('backend', '') and 'backward' in row and not row.get('packed')
+  ]
+  return min(timed)[1] if timed else None

@@ -1,0 +1,78 @@
+"""Predictions of a run and of variants of it, for one kind of GPU.
+
+planner = Planner(gpu, Assumptions(), devices=simulated_devices(64))
+planner.by_formula(config, Topology(8, 8)).seconds_per_step
+planner.exactly(config, Topology(8, 8)).memory.fits            # compiles
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+
+from t5x_gpu.analysis.collectives import partitioned_hlo
+from t5x_gpu.analysis.gpu_compile import compile_step
+from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.prediction import PlanConfig, Prediction, predict
+from t5x_gpu.planning.progress import doing
+from t5x_gpu.runtime.cluster.topology import Device, Topology
+from t5x_gpu.runtime.xla.deviceless import can_compile, described_gpus
+from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
+from t5x_gpu.training.program import Program, program_of_run
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+  """Predicts runs.
+
+  Attributes:
+    gpu: the kind of GPU.
+    assumed: efficiencies and links.
+    devices: simulated devices, as many as the largest topology has.
+  """
+
+  gpu: GpuTarget
+  assumed: Assumptions
+  devices: Sequence[Device]
+
+  @property
+  def compiles(self) -> bool:
+    """Whether `exactly` compiles for the GPU; else it splits the step for simulated devices."""
+    return can_compile()
+
+  def program(self, config: PlanConfig, topology: Topology) -> Program:
+    """Returns the run on simulated devices.
+
+    Raises:
+      MeshError, ConfigError, ShapeError, ModelError: sizes that do not fit each other.
+    """
+    devices = list(self.devices[: topology.num_devices])
+    return program_of_run(config, topology=topology, devices=devices)
+
+  def by_formula(self, config: PlanConfig, topology: Topology) -> Prediction:
+    """Returns a prediction from formulas alone; errors as `program`."""
+    return predict(self.program(config, topology), config, gpu=self.gpu, assumed=self.assumed)
+
+  def exactly(self, config: PlanConfig, topology: Topology, *, what: str = '') -> Prediction:
+    """Returns a prediction from the compiled step, and shows that it compiles.
+
+    Args:
+      config, topology: the run.
+      what: words for the progress line, after 'compiling'.
+    Raises:
+      MeshError, ConfigError, ShapeError, ModelError: as `program`.
+    """
+    number = topology.num_devices
+    if not self.compiles:
+      program = self.program(config, topology)
+      with doing(f'splitting {what or "the step"} over {number} simulated devices'):
+        hlo = partitioned_hlo(
+          program.train_step.lower(program.abstract_state, program.abstract_batch)
+        )
+      return predict(program, config, gpu=self.gpu, assumed=self.assumed, partitioned=hlo)
+    with doing(f'compiling {what or "the step"} for {number} x {self.gpu.device_kind}'):
+      gpus = described_gpus(
+        self.gpu.name, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
+      )
+      with contextlib.redirect_stdout(None):
+        step = compile_step(config, gpus)
+    return predict(step.program, config, gpu=self.gpu, assumed=self.assumed, compiled=step)

@@ -1,0 +1,75 @@
+"""Measured efficiencies, from a file of scripts/bench_gpu.sh."""
+
+import json
+
+import pytest
+
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.calibration import read
+
+MACHINE = {'card': 'NVIDIA H100 80GB HBM3'}
+
+
+def results(*rows, small=False, machine=MACHINE):
+  return {'ceilings': {'status': 'done', 'small': small, 'machine': machine, 'rows': list(rows)}}
+
+
+def written(tmp_path, content):
+  path = tmp_path / 'results.json'
+  path.write_text(json.dumps(content))
+  return path
+
+
+def test_measured_shares_replace_the_defaults(tmp_path):
+  path = written(
+    tmp_path,
+    results(
+      {'what': 'matmul', 'precision': 'bfloat16', 'size': 4096, 'tflops': 494.7},
+      {'what': 'matmul', 'precision': 'bfloat16', 'size': 8192, 'tflops': 692.58},
+      {'what': 'matmul', 'precision': 'fp8', 'tflops': 1900.0, 'is_fp8_gemm': False},
+      {'what': 'copy', 'gigabytes_per_second': 2849.472},
+      {
+        'backend': 'tokamax mosaic_gpu',
+        'length': 4096,
+        'packed': False,
+        'backward': {'tflops': 395.76},
+      },
+      {
+        'backend': 'tokamax mosaic_gpu',
+        'length': 2048,
+        'packed': False,
+        'backward': {'tflops': 1.0},
+      },
+      {'backend': 'tokamax triton', 'length': 4096, 'packed': False, 'error': 'none'},
+    ),
+  )
+  calibration = read(path)
+  assert calibration.values == {
+    'gemm_efficiency': pytest.approx(0.7),
+    'memory_efficiency': pytest.approx(0.85),
+    'mosaic_efficiency': pytest.approx(0.4),
+  }
+  assumed = calibration.applied(Assumptions())
+  assert assumed.gemm_efficiency == pytest.approx(0.7)
+  assert assumed.triton_efficiency == Assumptions().triton_efficiency
+
+
+@pytest.mark.parametrize(
+  'content, expected',
+  [
+    (results(small=True), 'only tiny sizes'),
+    (results(machine={'card': 'GeForce'}), 'GeForce'),
+    (results(), 'neither ceilings nor attention'),
+    ({'tasks': []}, 'not a file of scripts/bench_gpu.sh'),
+    ([1], 'not a file of scripts/bench_gpu.sh'),
+  ],
+)
+def test_other_files_are_refused(tmp_path, content, expected):
+  with pytest.raises(ConfigError, match=expected):
+    read(written(tmp_path, content))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+  with pytest.raises(ConfigError, match='cannot be read'):
+    read(tmp_path / 'nothing.json')
