@@ -46,10 +46,11 @@ def sentence(prediction: Prediction) -> str:
   found = costs(prediction)
   if found and found[0].seconds >= _WORTH * total:
     worst = found[0]
+    rest = total - worst.seconds
+    faster = f' ({total / rest:.2f}x as fast)' if rest > 0 else ''
     return (
       f'{worst.what} takes {worst.seconds:.3g} s, {worst.seconds / total:.0%} of the step: without '
-      f'it, {total - worst.seconds:.3g} s per step '
-      f'({total / (total - worst.seconds):.2f}x as fast). To reduce it: {worst.remedy}.'
+      f'it, {rest:.3g} s per step{faster}. To reduce it: {worst.remedy}.'
     )
   gemms = sum(p.seconds for p in prediction.time.parts if 'gemm' in p.kind)
   return (
@@ -89,7 +90,7 @@ def _costs(prediction: Prediction) -> Iterator[Cost]:
       'install t5x_gpu[attention], and a dtype and head size that a kernel serves '
       '(docs/attention.md)',
     )
-  moved = [p for p in time.parts if p.bound == 'memory' and p.part not in (ATTENTION,)]
+  moved = [p for p in time.parts if p.bound == 'memory' and p.part != ATTENTION]
   update = sum(p.seconds for p in moved if p.part in (OPTIMIZER, WEIGHTS))
   if update:
     yield Cost(
@@ -97,7 +98,7 @@ def _costs(prediction: Prediction) -> Iterator[Cost]:
       update,
       'more tokens per step, or splitting them over more GPUs (Partitioner.fsdp)',
     )
-  launch = sum(p.seconds for p in time.parts if p.bound == 'launch')
+  launch = sum(p.launch_seconds for p in time.parts)
   if launch:
     yield Cost(
       'Starting kernels that are too small for this GPU',

@@ -77,9 +77,11 @@ def simulated_devices(
   Raises:
     ConfigError: JAX has started with fewer.
   """
-  flags = re.sub(rf'{_COUNT_FLAG}=\S*', '', environ.get('XLA_FLAGS', ''))
   before = environ.get('XLA_FLAGS')
-  environ['XLA_FLAGS'] = f'{flags} {_COUNT_FLAG}={number}'.strip()
+  flags = re.sub(rf'{_COUNT_FLAG}=\S*', '', before or '')
+  asked = re.findall(rf'{_COUNT_FLAG}=(\d+)', before or '')
+  count = max(number, *map(int, asked)) if asked else number
+  environ['XLA_FLAGS'] = f'{flags} {_COUNT_FLAG}={count}'.strip()
   jax.config.update('jax_platforms', 'cpu')
   try:
     devices = jax.devices()

@@ -24,7 +24,7 @@ from t5x_gpu.training.summary import bytes_per_device
 
 PARAMETERS, OPTIMIZER, BATCH = 'parameters', 'optimizer state', 'batch'
 GRADIENTS, ACTIVATIONS, LAYER = 'gradients', 'stored activations', 'working set of a layer'
-WEIGHTS, LOSS = 'weights of a layer', 'logits and loss'
+WEIGHTS, STACK, LOSS = 'weights of a layer', 'copy of the largest stack', 'logits and loss'
 FRAGMENTATION = 'fragmentation'
 _ARGUMENTS = (PARAMETERS, OPTIMIZER, BATCH)
 # Of the GPU's memory where no preset says otherwise: XLA's default.
@@ -139,15 +139,20 @@ def _components(program: Program, shape: StepShape) -> dict[str, int]:
   # The peak is in the backward pass of the last layer, or while the loss is computed.
   logits, kernel = _head(program, shape, c)
   layer = int(max(_working_set(shape, c, stack) for stack in shape.stacks))
-  weights = _weights(program, shape)
+  weights, stack = _weights(program, shape)
   split = layout.mesh.shape['fsdp'] > 1
-  while_layers = gradients + layer + weights + (kernel if split else 0)
+  while_layers = gradients + layer + weights + stack + (kernel if split else 0)
   if layout.pipeline:  # a tick computes layers and loss, and adds its gradients to the sum
-    return found | {GRADIENTS: 2 * gradients, LAYER: layer, WEIGHTS: weights, LOSS: logits + kernel}
+    return found | {
+      GRADIENTS: 2 * gradients,
+      LAYER: layer,
+      WEIGHTS: weights + stack,
+      LOSS: logits + kernel,
+    }
   own = 0 if split else 4 * kernel // shape.item_bytes
   while_loss = logits + kernel + min(own, gradients)
   if while_layers >= while_loss:
-    return found | {LAYER: layer, WEIGHTS: weights, LOSS: kernel if split else 0}
+    return found | {LAYER: layer, WEIGHTS: weights, STACK: stack, LOSS: kernel if split else 0}
   return found | {GRADIENTS: min(own, gradients), LAYER: 0, WEIGHTS: 0, LOSS: logits + kernel}
 
 
@@ -236,10 +241,11 @@ def _working_set(shape: StepShape, c: TransformerConfig, stack: Stack) -> float:
   return shape.item_bytes * tokens * width + _attention_logits(shape, c, stack)
 
 
-def _weights(program: Program, shape: StepShape) -> int:
-  """Returns a layer's weights as computed with, twice, and its gradients, whole over fsdp.
+def _weights(program: Program, shape: StepShape) -> tuple[int, int]:
+  """Returns (a layer's weights, a copy of the largest stack of parameters).
 
-  With fsdp, also a copy of the largest stack of parameters, in the order in which it is gathered.
+  The weights are those computed with, twice, and their gradients, whole over fsdp. The copy is what
+  fsdp gathers from, in the order in which it does.
   """
   layout = program.layout
   ways = layout.mesh.shape['fsdp'] if layout.zero_stage == 3 else 1
@@ -252,7 +258,8 @@ def _weights(program: Program, shape: StepShape) -> int:
       number = local[axis_names.names.index('layers')]
       of_layer += ways * math.prod(local) / number
       largest = max(largest, 4 * math.prod(local))
-  return int(of_layer * (2 * shape.item_bytes + 4 * (ways > 1)) + largest * (ways > 1))
+  split = ways > 1
+  return int(of_layer * (2 * shape.item_bytes + 4 * split)), int(largest * split)
 
 
 def _head(program: Program, shape: StepShape, c: TransformerConfig) -> tuple[int, int]:

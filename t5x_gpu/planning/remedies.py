@@ -11,7 +11,7 @@ from typing import Optional
 
 from t5x_gpu.errors import UserError
 from t5x_gpu.planning.changes import Change, single_changes, with_another
-from t5x_gpu.planning.memory import GRADIENTS, OPTIMIZER, PARAMETERS
+from t5x_gpu.planning.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STACK
 from t5x_gpu.planning.prediction import PlanConfig, Prediction
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.memory import show
@@ -112,7 +112,7 @@ def least_gpus(
     [p for _, p in options] or [by_formula(config, topology)], key=lambda p: p.memory.needed_bytes
   )
   memory = smallest.memory
-  split = sum(memory.components[name] for name in (PARAMETERS, OPTIMIZER, GRADIENTS))
+  split = sum(memory.components.get(n, 0) for n in (PARAMETERS, OPTIMIZER, GRADIENTS, STACK))
   room = memory.pool_bytes - (memory.needed_bytes - split)
   if room <= 0:
     return None, smallest

@@ -33,6 +33,7 @@ class PartTime:
     flops, num_bytes: per step.
     recomputed_seconds: the share of `seconds` that repeats the forward pass.
     bound: 'compute', 'memory' or 'launch': what decides most of its time.
+    launch_seconds: what is added to the time of small kernels by their start.
   """
 
   part: str
@@ -42,6 +43,7 @@ class PartTime:
   num_bytes: float
   recomputed_seconds: float
   bound: str
+  launch_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,8 @@ def part_time(w: Work, *, gpu: GpuTarget, dtype: str, assumed: Assumptions) -> P
   }
   bound = max(of, key=lambda name: of[name])
   again = max(w.recomputed_flops / rate, w.recomputed_bytes / bandwidth)
-  return PartTime(w.part, w.kind, of[bound], w.flops, w.num_bytes, again, bound)
+  launch = of[bound] - max(of['compute'], of['memory'])
+  return PartTime(w.part, w.kind, of[bound], w.flops, w.num_bytes, again, bound, launch)
 
 
 def _attention_efficiency(backend: str, gpu: GpuTarget, assumed: Assumptions) -> float:
@@ -219,6 +222,7 @@ def _merged(parts: Sequence[PartTime]) -> list[PartTime]:
       num_bytes=math.fsum(p.num_bytes for p in members),
       recomputed_seconds=math.fsum(p.recomputed_seconds for p in members),
       bound=max(members, key=lambda p: p.seconds).bound,
+      launch_seconds=math.fsum(p.launch_seconds for p in members),
     )
     for key, members in groups.items()
   ]
