@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
+from t5x_gpu.planning.formulas.work import ATTENTION, OPTIMIZER, WEIGHTS
 from t5x_gpu.planning.prediction import Prediction
-from t5x_gpu.planning.work import ATTENTION, OPTIMIZER, WEIGHTS
 
 # Below this share of the step, nothing is worth removing but the matrix products' own time.
 _WORTH = 0.05

@@ -20,11 +20,11 @@ from t5x_gpu.metrics.throughput import mfu
 from t5x_gpu.models.model import config_of
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.memory import MemoryUse, memory_use
-from t5x_gpu.planning.step_shape import step_shape
-from t5x_gpu.planning.step_time import StepTime, step_time
-from t5x_gpu.planning.traffic import Sent, busy_share, compiled_traffic, formula_traffic
-from t5x_gpu.planning.work import step_work
+from t5x_gpu.planning.formulas.memory import MemoryUse, memory_use
+from t5x_gpu.planning.formulas.step_shape import step_shape
+from t5x_gpu.planning.formulas.step_time import StepTime, step_time
+from t5x_gpu.planning.formulas.traffic import Sent, busy_share, compiled_traffic, formula_traffic
+from t5x_gpu.planning.formulas.work import step_work
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.step_config import StepConfig

@@ -11,7 +11,7 @@ from typing import Optional
 
 from t5x_gpu.errors import UserError
 from t5x_gpu.planning.changes import Change, single_changes, with_another
-from t5x_gpu.planning.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STACK
+from t5x_gpu.planning.formulas.memory import GRADIENTS, OPTIMIZER, PARAMETERS, STACK
 from t5x_gpu.planning.prediction import PlanConfig, Prediction
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.memory import show

@@ -6,9 +6,9 @@ from t5x_gpu.analysis.sharding_tables import table
 from t5x_gpu.planning import bottleneck
 from t5x_gpu.planning.assumptions import SOURCES
 from t5x_gpu.planning.calibration import Calibration
-from t5x_gpu.planning.memory import FRAGMENTATION, GRADIENTS, PARAMETERS, MemoryUse
+from t5x_gpu.planning.formulas.memory import FRAGMENTATION, GRADIENTS, PARAMETERS, MemoryUse
+from t5x_gpu.planning.formulas.step_time import StepTime
 from t5x_gpu.planning.prediction import COMPILED, FORMULA, Prediction
-from t5x_gpu.planning.step_time import StepTime
 from t5x_gpu.runtime.memory import show
 
 _CAVEATS = {

@@ -11,13 +11,13 @@ from t5x_gpu.analysis.collectives import flops_per_device
 from t5x_gpu.config import gin_loader
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.mesh.mesh_sizes import resolve_mesh_sizes
-from t5x_gpu.planning import links, memory
 from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.formulas import links, memory
+from t5x_gpu.planning.formulas.step_shape import step_shape
+from t5x_gpu.planning.formulas.step_time import part_time, step_time
+from t5x_gpu.planning.formulas.traffic import Sent, busy_share, compiled_traffic, formula_traffic
+from t5x_gpu.planning.formulas.work import Work, step_work, total_flops
 from t5x_gpu.planning.prediction import predict
-from t5x_gpu.planning.step_shape import step_shape
-from t5x_gpu.planning.step_time import part_time, step_time
-from t5x_gpu.planning.traffic import Sent, busy_share, compiled_traffic, formula_traffic
-from t5x_gpu.planning.work import Work, step_work, total_flops
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import TARGETS, find_target
 from t5x_gpu.training.program import program_of_run

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from t5x_gpu.models.config import TransformerConfig
-from t5x_gpu.planning.step_shape import Stack, StepShape
+from t5x_gpu.planning.formulas.step_shape import Stack, StepShape
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.summary import bytes_per_device
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Optional
 
 from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
-from t5x_gpu.planning import links
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.traffic import Sent
-from t5x_gpu.planning.work import Work
+from t5x_gpu.planning.formulas import links
+from t5x_gpu.planning.formulas.traffic import Sent
+from t5x_gpu.planning.formulas.work import Work
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 
 # Tile of cuBLAS and Triton kernels for large products.

@@ -25,7 +25,7 @@ from t5x_gpu.partitioning import (
 )
 from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES
 from t5x_gpu.partitioning.pipeline import pipeline_parallel
-from t5x_gpu.planning.step_shape import StepShape
+from t5x_gpu.planning.formulas.step_shape import StepShape
 from t5x_gpu.training.program import Program
 
 _KERNELS_IN_8_BITS = ('query', 'key', 'value', 'out', 'wi', 'wi_0', 'wi_1', 'wo')

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from t5x_gpu.partitioning.mesh.mesh_sizes import MeshSizes
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.traffic import Sent
+from t5x_gpu.planning.formulas.traffic import Sent
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 
 NVLINK, NETWORK = 'NVLink', 'network'

@@ -16,7 +16,7 @@ from t5x_gpu.analysis.gpu_compile import Memory as CompiledMemory
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.partitioning.pipeline.pipeline_parallel import Timetable
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.step_shape import Stack, StepShape
+from t5x_gpu.planning.formulas.step_shape import Stack, StepShape
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.runtime.xla.gpu_targets import GpuTarget
 from t5x_gpu.training.program import Program
