@@ -151,15 +151,10 @@ def collect(bindings: Bindings, roots: Sequence[Call]) -> tuple[Provenance, list
     defaults=tuple(defaults[key] for key in sorted(defaults)),
     config=_config_text(settings),
   )
-  notes = (
-    []
-    if not idle
-    else [
-      'Not used, because the bindings that used them are overridden: '
-      + ', '.join(f'{b.key} ({b.origin})' for b in idle)
-      + '.'
-    ]
-  )
+  notes = []
+  if idle:
+    names = ', '.join(f'{b.key} ({b.origin})' for b in idle)
+    notes = [f'Not used, because the bindings that used them are overridden: {names}.']
   return _current, notes
 
 

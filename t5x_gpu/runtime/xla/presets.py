@@ -108,16 +108,13 @@ def select(
   """
   check_preset(preset)
   kind = generation(gpu)
-  rows = (
-    []
-    if kind is None
-    else [
-      row
-      for row in TABLE
-      if preset in row.presets
-      and _applies(row, kind=kind, num_hosts=num_hosts, num_gpus=num_gpus, mesh_axes=mesh_axes)
-    ]
-  )
+  rows = [
+    row
+    for row in TABLE
+    if kind is not None
+    and preset in row.presets
+    and _applies(row, kind=kind, num_hosts=num_hosts, num_gpus=num_gpus, mesh_axes=mesh_axes)
+  ]
   most = MOST_COMBINED_BYTES.get(kind or '', LEAST_COMBINED_BYTES)
   combined = min(max(layer_bytes or 0, LEAST_COMBINED_BYTES), most)
   rows = [
