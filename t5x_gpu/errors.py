@@ -5,6 +5,7 @@ Raise them before anything compiles. Use `assert` for our own invariants. Comman
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -60,6 +61,10 @@ class ModelError(UserError):
 
 class DataError(UserError):
   """A task, file or vocabulary that cannot give the requested batches."""
+
+
+# About the task that this parameter names.
+task_error = functools.partial(DataError, parameters=('DatasetConfig.mixture_or_task_name',))
 
 
 class NoExamplesError(DataError):

@@ -16,7 +16,7 @@ import jax
 
 from t5x_gpu import cli
 from t5x_gpu.data.prompts import Prompt, PromptText, parse_prompts, read_prompts
-from t5x_gpu.errors import ConfigError, DataError
+from t5x_gpu.errors import ConfigError, DataError, task_error
 from t5x_gpu.evaluation.generated_text import InferJob, say, write_results
 from t5x_gpu.evaluation.infer_request import gin_file_of, read_request
 from t5x_gpu.evaluation.text_job import open_job
@@ -64,10 +64,9 @@ def prompts_of(args: argparse.Namespace, text: PromptText) -> list[Prompt]:
 def _with_inputs(prompts: Iterator[Prompt]) -> Iterator[Prompt]:
   for prompt in prompts:
     if not prompt.tokens:
-      raise DataError(
+      raise task_error(
         f"{prompt.where} has no 'inputs' to continue: the task has only targets.",
         fix='Give prompts (--prompts=FILE), or add --score.',
-        parameters=('DatasetConfig.mixture_or_task_name',),
       )
     yield prompt
 

@@ -17,7 +17,7 @@ import numpy as np
 from t5x_gpu.data.batches import Batch, BatchIterator, batch_hash
 from t5x_gpu.data.sources.file_digests import relative_names, sample_digest
 from t5x_gpu.data.task_metrics import EvaluatedTask
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import task_error
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.cluster.agreement import Facts
 
@@ -54,12 +54,11 @@ def check_same_on_hosts(
   found |= {f'examples of {task.name}': _of_task(task) for task in tasks}
   lines = distributed.differences(found)
   if lines:
-    raise DataError(
+    raise task_error(
       'The hosts do not read the same data:\n  ' + '\n  '.join(lines),
       fix='Copy the files again to the hosts that differ, or read them from a folder that all '
       'hosts share. If only the next batch differs, the code of the task does not give every '
       'process the same batches.',
-      parameters=('DatasetConfig.mixture_or_task_name',),
       docs='slurm.md#hosts-that-disagree',
     )
 

@@ -26,7 +26,7 @@ from t5x_gpu.data.prepared.lazy_batch import LazyBatch
 from t5x_gpu.data.prepared.shard_checks import check_shards
 from t5x_gpu.data.prepared.shard_writer import decode_into
 from t5x_gpu.data.same_data import LIBRARIES, resumed_step
-from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.errors import first_line, task_error
 from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.runtime.host import versions
 
@@ -34,7 +34,6 @@ GUARANTEE = (
   'prepared: the global batch at step t depends on (data, rates, seed, t) alone; each '
   'process reads its rows of it'
 )
-_NAME = 'DatasetConfig.mixture_or_task_name'
 _PREFETCH_BATCHES = 2
 _STATE = Fields({'prepared': Whole(1, 1), 'batches_taken': Whole(), 'data': dict})
 _PACKAGES = ('grain', 'array-record', 'numpy')  # they determine order and content
@@ -131,10 +130,9 @@ class PreparedBatches:
       decode_into(self._rows[row], arrays, number)
       self.rows_read += 1
     except Exception as e:  # ArrayRecord raises IndexError, RuntimeError and ValueError
-      raise DataError(
+      raise task_error(
         f'Row {row:,} of {self._name!r} cannot be read: {first_line(e)[:300]}',
         fix=f'python -m t5x_gpu.data check {self._name} names the shards that have changed.',
-        parameters=(_NAME,),
         docs='data.md',
       ) from e
 

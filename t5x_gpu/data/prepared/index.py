@@ -27,7 +27,7 @@ from t5x_gpu.config.json_schema import (
   read_bytes,
 )
 from t5x_gpu.data.sources.corrupt_records import Records
-from t5x_gpu.errors import DataError, NoExamplesError
+from t5x_gpu.errors import NoExamplesError, task_error
 
 FORMAT = 1
 INDEX, UNFINISHED = 'index.json', '.unfinished'
@@ -273,19 +273,17 @@ def read_index(folder: str | os.PathLike, *, split: str) -> Index:
       raise ValueError(f'it belongs to split {index.split!r}')
     return index
   except ValueError as e:
-    raise DataError(
+    raise task_error(
       f'{path} cannot be read as an index of prepared rows: {e}.',
       fix=f'Remove {folder / split} and prepare again: {fix}',
-      parameters=(_NAME,),
       docs='data.md',
     ) from e
   except OSError as e:
     if (folder / split / UNFINISHED).is_dir():
       done = len(list((folder / split / UNFINISHED).glob('*/*.json')))
-      raise DataError(
+      raise task_error(
         f'Split {split!r} in {folder} is not finished: it has {done} complete shards so far.',
         fix=f'Continue: {fix}',
-        parameters=(_NAME,),
         docs='data.md',
       ) from e
     splits = sorted(p.parent.name for p in folder.glob(f'*/{INDEX}'))

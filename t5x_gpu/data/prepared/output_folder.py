@@ -19,7 +19,7 @@ from t5x_gpu.data.prepared.index import INDEX, SHARD, UNFINISHED, Index, Shard, 
 from t5x_gpu.data.prepared.shard_checks import shard_problem
 from t5x_gpu.data.prepared.shard_writer import PARTIAL, facts_path, write_whole
 from t5x_gpu.data.sources.corrupt_records import check_share
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, task_error
 
 _PLAN, _LOCK = 'plan.json', 'lock'
 _PLAN_SCHEMA = Fields({'members': MapOf(dict)})
@@ -72,11 +72,10 @@ class SplitFolder:
       check_share(member.records, max_fraction=max_corrupt_fraction, of=f' for {name}')
     empty = [name for name, member in members.items() if not member.rows]
     if empty:
-      raise DataError(
+      raise task_error(
         f'{", ".join(empty)}: no example in split {self.plan.split!r}; nothing to train on.',
         fix='Leave the task out of the mixture, use another --split, or give it more text. Sources '
         'without splits assign documents by hash; with few documents one split may be empty.',
-        parameters=('DatasetConfig.mixture_or_task_name',),
       )
     index = dataclasses.replace(self.plan, members=members)
     try:

@@ -7,11 +7,10 @@ from typing import Optional
 
 from t5x_gpu.data.prepared.index import Index, Shard
 from t5x_gpu.data.sources.file_digests import sample_digest, sha256_of
-from t5x_gpu.errors import DataError, listed
+from t5x_gpu.errors import listed, task_error
 
 _SAMPLED_SHARDS = 32  # whose samples are compared when training opens the data
 _THREADS = 16
-_NAME = 'DatasetConfig.mixture_or_task_name'
 
 
 def shard_problem(folder: pathlib.Path, shard: Shard, *, content: Optional[str]) -> str:
@@ -62,11 +61,10 @@ def check_shards(
   with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
     problems = list(filter(None, pool.map(problem, range(len(shards)))))
   if problems:
-    raise DataError(
+    raise task_error(
       f'{len(problems)} of {len(shards)} shards of the prepared data have changed:\n  '
       + '\n  '.join(listed(problems, 5)),
       fix='Copy them again from where they were prepared, or run the same command python -m '
       't5x_gpu.prepare again: it rebuilds the shards that changed.',
-      parameters=(_NAME,),
       docs='data.md',
     )

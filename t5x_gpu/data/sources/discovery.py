@@ -9,7 +9,7 @@ from typing import Any
 
 from t5x_gpu.data.sources.file_digests import relative_names
 from t5x_gpu.data.sources.file_patterns import find_files, unreadable
-from t5x_gpu.errors import DataError, listed
+from t5x_gpu.errors import listed, task_error
 
 # One file in this many goes to the validation split.
 VALIDATION_ONE_IN = 20
@@ -52,13 +52,12 @@ def matching_files(pattern: str) -> list[str]:
     while folder and not os.path.isdir(folder):
       folder = os.path.dirname(folder)
     held = sorted(os.listdir(folder or '.'))
-    raise DataError(
+    raise task_error(
       f'No file matches {pattern!r} (looked from {os.getcwd()}). '
       f'{os.path.abspath(folder or ".")} exists and holds '
       + (', '.join(listed(held, 8)) or 'nothing')
       + '.',
       fix='Correct the path after the colon of MIXTURE_OR_TASK_NAME; wildcards are *, ** and ?.',
-      parameters=('DatasetConfig.mixture_or_task_name',),
     )
   full = [path for path in files if os.path.getsize(path)]
   if full and len(full) < len(files):
@@ -69,10 +68,9 @@ def matching_files(pattern: str) -> list[str]:
       pattern,
     )
   if not full:
-    raise DataError(
+    raise task_error(
       f'All {len(files)} files that match {pattern!r} are empty.',
       fix='Point MIXTURE_OR_TASK_NAME at files with text.',
-      parameters=('DatasetConfig.mixture_or_task_name',),
     )
   return full
 
@@ -113,11 +111,10 @@ def standard_library_files() -> dict[str, list[str]]:
         number = int.from_bytes(hashlib.sha256(relative.encode()).digest()[:4], 'big')
         files['train' if number % VALIDATION_ONE_IN else 'validation'].append(path)
   if not files['train'] or not files['validation']:
-    raise DataError(
+    raise task_error(
       f"python_source reads the standard library's .py files, and {root} holds "
       f'{sum(map(len, files.values()))} of them.',
       fix='Use a Python with its library in source form, or set MIXTURE_OR_TASK_NAME = '
       "'text_files:FOLDER/**/*.py'.",
-      parameters=('DatasetConfig.mixture_or_task_name',),
     )
   return files

@@ -6,10 +6,9 @@ import os
 import stat
 from collections.abc import Iterator
 
-from t5x_gpu.errors import DataError, listed
+from t5x_gpu.errors import DataError, listed, task_error
 
 _LISTED = 3
-_TASK = ('DatasetConfig.mixture_or_task_name',)
 log = logging.getLogger(__name__)
 _Inode = tuple[int, int]  # device and number
 # On every ext4 volume; only root may read it, and it never holds a data set.
@@ -19,11 +18,10 @@ _LOST_AND_FOUND = 'lost+found'
 def unreadable(path: str, reason: OSError | str) -> DataError:
   """Returns the error for a file or folder that cannot be opened or read."""
   reason = (reason.strerror or str(reason)) if isinstance(reason, OSError) else reason
-  return DataError(
+  return task_error(
     f'{path} cannot be read: {reason}.',
     fix='Make it readable for the user of this process (chmod, chown), or leave it '
     'out of the pattern.',
-    parameters=_TASK,
   )
 
 

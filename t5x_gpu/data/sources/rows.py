@@ -10,7 +10,6 @@ features come from columns with the usual names, or with those that the user giv
 
 import codecs
 import dataclasses
-import functools
 import gzip
 import io
 import os
@@ -19,7 +18,7 @@ from typing import BinaryIO, Optional, Union
 
 import pyarrow as pa
 
-from t5x_gpu.errors import DataError, did_you_mean
+from t5x_gpu.errors import DataError, did_you_mean, task_error
 
 NAME = ('DatasetConfig.mixture_or_task_name',)
 COMPRESSED = ('.gz', '.zst')
@@ -34,7 +33,6 @@ _OTHER_ENCODINGS = {
 
 # The texts of the chosen columns as UTF-8; None for a blank row; the error of a damaged row.
 Row = Union[tuple[bytes, ...], None, DataError]
-_error = functools.partial(DataError, parameters=NAME)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +72,7 @@ def open_text(path: str) -> BinaryIO:
     head = f.peek(4)
     for mark, encoding in _OTHER_ENCODINGS.items():
       if head.startswith(mark):
-        raise _error(
+        raise task_error(
           f'{path} is {encoding} text, judging by its first bytes; only UTF-8 is read.',
           fix=f'Convert it: iconv -f {encoding} -t UTF-8 FILE > NEW_FILE',
         )
@@ -102,7 +100,7 @@ def head(path: str) -> tuple[bool, bool]:
 
 def not_utf8(where: str, reason: UnicodeDecodeError) -> DataError:
   """Returns the error for text that is not UTF-8."""
-  return _error(
+  return task_error(
     f'{where} has bytes that are not UTF-8: {reason}.',
     fix='Convert the file (iconv -f LATIN1 -t UTF-8 FILE > NEW_FILE), or replace such bytes by '
     'U+FFFD: text_files:PATTERN#errors=replace, text_lines:PATTERN#errors=replace.',
@@ -151,7 +149,7 @@ def pattern_and_columns(spelled: str) -> tuple[str, Optional[dict[str, str]]]:
         'targets' if name == 'text' else name: column for name, column in parts.items()
       }
   chosen = ','.join(map('='.join, pairs))
-  raise _error(
+  raise task_error(
     f'#{chosen} chooses columns for {", ".join(map(repr, parts))}.'
     + did_you_mean(next(iter(parts)), ('text', 'inputs', 'targets')),
     fix='Write #text=COLUMN, or #inputs=COLUMN,targets=COLUMN.',
@@ -179,7 +177,7 @@ def feature_columns(
   missing = [column for column in (chosen or {'targets': 'text'}).values() if column not in names]
   if missing:
     first = names[0] if names else 'COLUMN'
-    raise _error(
+    raise task_error(
       f'{where} has no column {missing[0]!r}: it has '
       + (', '.join(map(repr, names[:20])) or 'none')
       + '.'

@@ -23,7 +23,7 @@ from typing import Any, Optional
 from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.data.sources.file_digests import relative_names, sample_digest, sha256_of
 from t5x_gpu.data.sources.file_patterns import unreadable
-from t5x_gpu.errors import DataError, listed
+from t5x_gpu.errors import listed, task_error
 
 NAME = 'source_files.json'
 _VERSION = 1
@@ -42,7 +42,6 @@ NOT_COMPARED = (
   'files, and the next batch.'
 )
 _LISTED = 5
-_TASK = ('DatasetConfig.mixture_or_task_name',)
 log = logging.getLogger(__name__)
 
 
@@ -164,14 +163,13 @@ class SourceFiles:
       # Otherwise only the ctime differs: after `cp -a`, `chmod`, or in another copy of a container.
     self._compare(to_hash, before, changed)
     if changed:
-      raise DataError(
+      raise task_error(
         f'The training text has changed since {where} was written:' + _lines(changed),
         fix='Restore the original files, or start a new run in another MODEL_DIR.',
-        parameters=_TASK,
         docs='data.md#changed-source-files',
       )
     if unknown:
-      raise DataError(
+      raise task_error(
         f'{len(unknown)} source files have been written or copied since this run began:'
         + _lines(unknown)
         + f'\n{where} does not have their sha256: a run computes it in the background, and never '
@@ -180,7 +178,6 @@ class SourceFiles:
         f'them.\nIf you are sure that their bytes are the same, delete {where}: then only '
         'names, sizes and the first 64 KiB are compared.\nOr start a new run in another '
         'MODEL_DIR.',
-        parameters=_TASK,
         docs='data.md#changed-source-files',
       )
 

@@ -17,7 +17,7 @@ from t5x_gpu.data.same_data import LIBRARIES, STREAMING, check_same_data, foreig
 from t5x_gpu.data.sources import seqio_sources
 from t5x_gpu.data.sources.source_files import SourceFiles
 from t5x_gpu.data.tf_runtime import tf
-from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.errors import DataError, first_line, task_error
 from t5x_gpu.runtime.cluster.agreement import Facts
 from t5x_gpu.runtime.host import versions
 
@@ -132,12 +132,11 @@ class SeqioBatches:
           parameters=('EncoderModel.num_classes', 'DatasetConfig.split'),
         )
       if largest >= bound:
-        raise DataError(
+        raise task_error(
           f'Batch {self._batches_taken} of {self._name!r} has token id '
           f'{largest:,} in {name!r}; the model has a vocabulary of {bound:,}.',
           fix=f"Set the model's vocab_size to at least {largest + 1}, or correct the task: its "
           'vocabulary has fewer ids than its preprocessors emit.',
-          parameters=('DatasetConfig.mixture_or_task_name',),
         )
     return batch
 

@@ -20,7 +20,7 @@ from t5x_gpu.data.streaming import task_lookup
 from t5x_gpu.data.task_metrics import ModelOutputs
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.data.vocabularies.vocabularies import text_vocabulary
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, task_error
 
 _log = logging.getLogger(__name__)
 _TARGETS, _INPUTS = 'targets', 'inputs'
@@ -164,12 +164,11 @@ def open_tasks(
         EvaluatedTask(task, _examples(task, one, num_examples), feature_converter=feature_converter)
       )
   if not found and required:
-    raise DataError(
+    raise task_error(
       f'{config.mixture_or_task_name!r} has no metrics: none of its {len(names)} '
       f'task{"s" * (len(names) > 1)} was registered with metric_fns.',
       fix='Give seqio.TaskRegistry.add(..., metric_fns=[...]), or use only the loss: remove '
       'train.infer_eval_dataset_cfg, or run python -m t5x_gpu.eval with --metrics=loss.',
-      parameters=('DatasetConfig.mixture_or_task_name',),
       docs='eval.md#metrics-of-tasks',
     )
   return found
@@ -177,11 +176,10 @@ def open_tasks(
 
 def _check(task: seqio.Task, config: DatasetConfig) -> None:
   if _TARGETS not in task.output_features:
-    raise DataError(
+    raise task_error(
       f"{config.mixture_or_task_name!r} has metrics but no feature 'targets'; it has "
       f'{", ".join(map(repr, task.output_features))}.',
       fix="Call the feature that the model should write 'targets'.",
-      parameters=('DatasetConfig.mixture_or_task_name',),
     )
   for metric in task.metric_objs:
     if metric.model_output_type == _Output.SCORE_WITH_INTERMEDIATES:

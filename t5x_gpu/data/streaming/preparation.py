@@ -22,7 +22,7 @@ from t5x_gpu.data.streaming.feature_converters import feature_converter as make_
 from t5x_gpu.data.streaming.feature_converters import model_rows
 from t5x_gpu.data.tf_runtime import deterministic_options, seqio, tf
 from t5x_gpu.data.vocabularies import vocabularies
-from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.errors import DataError, first_line, task_error
 from t5x_gpu.runtime.host import versions
 
 PART_BYTES = 64 * 2**20  # of source per part, by default
@@ -125,10 +125,9 @@ class Preparation:
         self._check(row, member)
         yield {name: row[name] for name in self.lengths}
     except (tf.errors.OpError, ValueError, AssertionError) as e:
-      raise seqio_sources.reading_problem(task.source) or DataError(
+      raise seqio_sources.reading_problem(task.source) or task_error(
         f'{member!r}, split {config.split!r}, cannot be read: {first_line(e)[:300]}',
         fix='Check the files and the preprocessors of the task.',
-        parameters=('DatasetConfig.mixture_or_task_name',),
       ) from e
 
   def records(self, member: str, *, part: int, num_parts: int) -> Records:

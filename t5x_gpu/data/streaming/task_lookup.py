@@ -19,7 +19,15 @@ from t5x_gpu.data.vocabularies.vocabularies import (
   num_ids,
   vocabulary_name,
 )
-from t5x_gpu.errors import ConfigError, DataError, NoExamplesError, did_you_mean, first_line, listed
+from t5x_gpu.errors import (
+  ConfigError,
+  DataError,
+  NoExamplesError,
+  did_you_mean,
+  first_line,
+  listed,
+  task_error,
+)
 
 TaskOrMixture = Union[seqio.Task, seqio.Mixture]
 _NAME = 'DatasetConfig.mixture_or_task_name'
@@ -158,7 +166,7 @@ def _registered(name: str) -> TaskOrMixture:
   names = [*_OWN_TASKS, *listed(others, _LISTED)]
   after = {**dict.fromkeys(pretraining.PATTERN_TASKS, 'TEXT'), 'classification': 'FORM:PATTERN'}
   patterns = ', '.join(f'{kind}:{after.get(kind, "PATTERN")}' for kind in _PATTERN_TASKS)
-  raise DataError(
+  raise task_error(
     f'There is no SeqIO Task or Mixture {name!r}.'
     + did_you_mean(name, [*registered, *builtin.ALIASES, *_PATTERN_TASKS])
     + '\n'
@@ -166,7 +174,6 @@ def _registered(name: str) -> TaskOrMixture:
     + f'. For files, no task is needed: {patterns}.',
     fix='Set MIXTURE_OR_TASK_NAME to one of these, or DatasetConfig.mixture_or_task_module to '
     'the module that registers yours.',
-    parameters=(_NAME,),
   )
 
 
@@ -210,14 +217,13 @@ def check(
         f"'span_corruption:{config.mixture_or_task_name}' (encoder-decoder) or "
         f"'mlm:{config.mixture_or_task_name}' (encoder)."
       )
-    raise DataError(
+    raise task_error(
       f'Feature converter {feature_converter!r} needs '
       + ' and '.join(repr(name) for name in wanted)
       + f'; {config.mixture_or_task_name!r} gives only '
       + ', '.join(repr(name) for name in have)
       + '.',
       fix='Use another task, or a model and feature converter that fit this one.' + hint,
-      parameters=(_NAME,),
     )
   _check_vocabulary(task, config, spec=spec, feature_converter=feature_converter)
 
@@ -323,10 +329,9 @@ def check_not_empty(task: TaskOrMixture, config: DatasetConfig) -> None:
   except (tf.errors.OpError, ValueError, AssertionError) as e:
     failure = first_line(e)
   if failure:  # outside: the frames of `e` would keep the iterator, whose threads hang at exit
-    raise reading_problem(task) or DataError(
+    raise reading_problem(task) or task_error(
       f'{config.mixture_or_task_name!r}, split {config.split!r}, cannot be read: {failure}',
       fix='Check the files and the preprocessors of the task.',
-      parameters=(_NAME,),
     )
   if not found:
     splits = ', '.join(repr(split) for split in sorted(task.splits))

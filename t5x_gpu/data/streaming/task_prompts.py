@@ -17,7 +17,7 @@ from t5x_gpu.data.vocabularies.vocabularies import (
   named_vocabulary,
   text_vocabulary,
 )
-from t5x_gpu.errors import ConfigError, DataError
+from t5x_gpu.errors import ConfigError, DataError, task_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +137,10 @@ def prompt_text(
     task = task_lookup.lookup(config)
     features = task.output_features
     if 'targets' not in features:
-      raise DataError(
+      raise task_error(
         f"{config.mixture_or_task_name!r} has no feature 'targets' for the model to write; it has "
         f'{", ".join(map(repr, features))}.',
         fix='Use a task with targets, or give prompts: --prompts=FILE.',
-        parameters=('DatasetConfig.mixture_or_task_name',),
       )
     inputs, targets = features.get('inputs') if has_inputs else None, features['targets']
   elif config.vocabulary is None:

@@ -18,10 +18,10 @@ from typing import Optional
 from t5x_gpu.data.sources import discovery, seqio_sources, text_readers
 from t5x_gpu.data.sources.block_reader import DOCUMENT_END, BlockReader
 from t5x_gpu.data.sources.line_formats import LINES, REPAIRED_LINES, REPAIRED_SPANS, SPANS
-from t5x_gpu.data.sources.rows import COMPRESSED, NAME, FileForm, head
+from t5x_gpu.data.sources.rows import COMPRESSED, FileForm, head
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import named_vocabulary
-from t5x_gpu.errors import DataError, did_you_mean
+from t5x_gpu.errors import did_you_mean, task_error
 
 # Of examples. The buffer is part of the saved state: 1000 x 256 tokens are 1 MB uncompressed.
 SHUFFLE_BUFFER = 1000
@@ -125,10 +125,9 @@ def _pattern_and_errors(spelled: str) -> tuple[str, str]:
   if not mark:
     return spelled, 'strict'
   if errors not in ('strict', 'replace'):
-    raise DataError(
+    raise task_error(
       f'Unknown #errors={errors}.' + did_you_mean(errors, ('strict', 'replace')),
       fix='Write #errors=replace, or nothing (strict).',
-      parameters=NAME,
     )
   return pattern, errors
 

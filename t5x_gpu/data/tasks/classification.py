@@ -27,7 +27,7 @@ from t5x_gpu.data.sources.labelled_tables import LabelledTexts
 from t5x_gpu.data.tasks import builtin, objectives
 from t5x_gpu.data.tf_runtime import seqio, tf
 from t5x_gpu.data.vocabularies.vocabularies import ClassVocabulary, end_id
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, task_error
 
 # The 16 largest packages with several files, in Python 3.11 and later, on every distribution
 # (Debian has separate packages for tkinter, lib2to3 and distutils). Sorted by class number.
@@ -102,12 +102,11 @@ def package_files() -> dict[str, list[str]]:
     if package in found:
       found[package].append(path)
   if short := [package for package, files in found.items() if len(files) < 2]:
-    raise DataError(
+    raise task_error(
       f'python_source_classification reads {len(PACKAGES)} packages of the standard library; '
       f'{root} has fewer than two source files of: {", ".join(short)}.',
       fix='Use a Python with its whole library in source form, or your own data: '
       "MIXTURE_OR_TASK_NAME = 'classification:csv:FOLDER/*.csv'.",
-      parameters=('DatasetConfig.mixture_or_task_name',),
     )
   return found
 

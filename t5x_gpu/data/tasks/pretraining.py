@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from t5x_gpu.data.tasks import builtin, objectives, tables
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.errors import DataError, did_you_mean
+from t5x_gpu.errors import did_you_mean, task_error
 
 NUM_SENTINELS = 100  # T5's
 _FILE_TASKS = {**builtin.PATTERN_TASKS, **tables.PATTERN_TASKS}
@@ -24,21 +24,19 @@ def _source(text: str, *, objective: str) -> seqio.DataSource:
   """Returns the source of {'targets': text} called `text`, such as 'text_files:PATTERN'."""
   kind, colon, pattern = text.partition(':')
   if kind not in TEXTS or bool(colon) == (kind == 'python_source'):
-    raise DataError(
+    raise task_error(
       f'{objective}: cannot mask parts of {text!r}.' + did_you_mean(kind, TEXTS),
       fix=f'Set MIXTURE_OR_TASK_NAME to {objective}:python_source, or to {objective}: and '
       'text_files:PATTERN, text_lines:PATTERN, or '
       + ', '.join(name for name in tables.PATTERN_TASKS if name != 'text_pairs')
       + ' with a column of text.',
-      parameters=('DatasetConfig.mixture_or_task_name',),
     )
   task = _FILE_TASKS[kind](pattern) if colon else seqio.TaskRegistry.get(kind)
   if 'inputs' in task.output_features:
-    raise DataError(
+    raise task_error(
       f"{text!r} has 'inputs' and 'targets'; {objective} makes both from a single text.",
       fix="Give files with the key or column 'text' (or choose one: #text=COLUMN), or remove the "
       'objective to train on the pairs.',
-      parameters=('DatasetConfig.mixture_or_task_name',),
     )
   return task.source
 

@@ -24,7 +24,7 @@ from t5x_gpu.data.sources.rows import NAME, FileForm, feature_columns, pattern_a
 from t5x_gpu.data.sources.seqio_sources import file_source
 from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import seqio
-from t5x_gpu.errors import DataError, first_line
+from t5x_gpu.errors import DataError, first_line, task_error
 
 FORMS = {
   'jsonl': line_formats.JSON_LINES,
@@ -74,10 +74,9 @@ def _first_columns(name: str, form: FileForm, files: Sequence[str]) -> tuple[lis
         raise
       damaged, names = damaged or e, []  # another file may show the columns
     except Exception as e:  # pyarrow and array_record each have their own
-      raise DataError(
+      raise task_error(
         f'{path} cannot be read as {form.name}: {first_line(e)[:200]}',
         fix=f'Get the file again, or point {name}: at files of that form.',
-        parameters=NAME,
       ) from e
     if names:
       return names, path
@@ -112,7 +111,7 @@ def hf_dataset(spelled: str) -> seqio.Task:
     if ending and not base.startswith('cache-'):  # results of `map`, not the data
       by_form.setdefault(ending, []).append(path)
   if len(by_form) != 1:
-    raise DataError(
+    raise task_error(
       f'{folder!r} has '
       + (
         ' and '.join(f'{len(f)} {e} files' for e, f in by_form.items())
@@ -122,7 +121,6 @@ def hf_dataset(spelled: str) -> seqio.Task:
       fix='Give a folder that `save_to_disk` wrote, or one with data files of one form: '
       + ', '.join(_HUGGINGFACE_FORMS)
       + '.',
-      parameters=NAME,
     )
   ((ending, found),) = by_form.items()
   by_folder: dict[str, list[str]] = {}
@@ -151,11 +149,10 @@ def text_pairs(pattern: str) -> seqio.Task:
   forms = sorted({os.path.splitext(path)[1] for path in files})
   if forms not in (['.tsv'], ['.jsonl']):
     found = ', '.join(form or 'without one' for form in forms)
-    raise DataError(
+    raise task_error(
       f'text_pairs reads .tsv files or .jsonl files; {pattern!r} matches '
       f'{len(files)} of the form {found}.',
       fix='Narrow the pattern to files of one form, such as text_pairs:FOLDER/*.tsv.',
-      parameters=NAME,
     )
   reader = BlockReader(
     line_formats.JSON_LINES if forms == ['.jsonl'] else line_formats.PAIRS,

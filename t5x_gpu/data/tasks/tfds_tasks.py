@@ -4,10 +4,10 @@ import functools
 from collections.abc import Callable, Mapping
 
 from t5x_gpu.data import prepare_tfds
-from t5x_gpu.data.sources.rows import NAME, feature_columns, pattern_and_columns
+from t5x_gpu.data.sources.rows import feature_columns, pattern_and_columns
 from t5x_gpu.data.tasks import builtin
 from t5x_gpu.data.tf_runtime import seqio, tf
-from t5x_gpu.errors import DataError
+from t5x_gpu.errors import DataError, task_error
 
 _ANY_VERSION = '*.*.*'  # TFDS uses the highest prepared version
 
@@ -53,11 +53,10 @@ def tfds(spelled: str) -> seqio.Task:
 
 
 def _not_prepared(name: str, reason: str) -> DataError:
-  return DataError(
+  return task_error(
     f'tfds:{name} is not prepared: {reason.strip().splitlines()[0][:200] if reason else ""}',
     fix=f'Prepare it once: {prepare_tfds.prepare_command([name])}\n'
     'and give every run --tfds_data_dir=DIR (runs download nothing).',
-    parameters=NAME,
     docs='tasks.md#tensorflow-datasets',
   )
 
