@@ -41,6 +41,7 @@ from t5x_gpu.runtime.watchdog import Watchdog, WatchdogConfig
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.runtime.xla import program_cache
 from t5x_gpu.terminal import logging_setup
+from t5x_gpu.training.guards.spikes import SpikeConfig
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.train_state import TrainState
 
@@ -67,6 +68,7 @@ def train(
   max_grad_norm: Optional[float] = None,
   loss_normalizing_factor: Optional[float] = None,
   learning_rate_scaling: Optional[str] = None,
+  spike_cfg: SpikeConfig = SpikeConfig(),
   sample_cfg: Optional[SampleConfig] = None,
   initialize_from: Optional[RestoreConfig] = None,
   distributed_cfg: distributed.DistributedConfig = distributed.DistributedConfig(),

@@ -8,7 +8,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import jax
@@ -19,6 +19,7 @@ from t5x_gpu.training.train_state import TrainState
 FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
 STARTED_FROM = 'started_from'
+GRAD_NORMS = 'grad_norms'
 SEAL = 'seal'
 _SHOWN = 5
 _OPTIMIZER, _HISTORY = 'opt_state/', 'fp8_history/'
@@ -41,6 +42,7 @@ def make_manifest(
   next_batch_hash: str,
   started_from: Optional[Mapping[str, Any]] = None,
   metrics: Optional[Mapping[str, float]] = None,
+  grad_norms: Sequence[float] = (),
 ) -> dict[str, Any]:
   """Returns the JSON-ready manifest of `state` as it is saved now.
 
@@ -52,6 +54,7 @@ def make_manifest(
     started_from: where the run's first parameters came from (checkpoint/initialize.py); None for
       random initialization.
     metrics: of the evaluation at this step, by name; None without one.
+    grad_norms: of the last steps, oldest first, if the run compares them (guards/spikes.py).
   """
   return {
     'format': FORMAT,
@@ -63,6 +66,7 @@ def make_manifest(
     'versions': _versions(),
     STARTED_FROM: None if started_from is None else dict(started_from),
     'metrics': None if metrics is None else dict(metrics),
+    **({GRAD_NORMS: list(grad_norms)} if grad_norms else {}),
     'written': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
   }
 

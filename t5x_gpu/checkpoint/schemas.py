@@ -90,6 +90,7 @@ MANIFEST = Also(
       'seal': str,
       'params_only': bool,
       'metrics': Nullable(MapOf(float)),
+      'grad_norms': ListOf(float),
       'started_from': Nullable(dict),
       'converted_from': dict,
       'resharded_from': dict,

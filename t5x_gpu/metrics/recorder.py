@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Optional, Self
 
 import jax
+import numpy as np
 
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
@@ -126,7 +127,7 @@ class Recorder(contextlib.ExitStack):
     self.timer.step_done()
     self._goodput.step_done(step)
     self._step_done(step, numbers)
-    self._window.add(numbers)
+    self._window.add(_counted(numbers))
     self._progress.advance(step)
 
   def add(self, values: Mapping[str, float]) -> None:
@@ -154,3 +155,10 @@ class Recorder(contextlib.ExitStack):
           f'{name.removeprefix("eval/")} {value:.4f}' for name, value in evaluation.items()
         )
       )
+
+
+def _counted(numbers: reduce.Sums) -> reduce.Sums:
+  """Returns what counts in means: of a skipped step, only what is finite."""
+  if not numbers.get('skipped', (0.0, 1.0))[0]:
+    return numbers
+  return {name: pair for name, pair in numbers.items() if np.all(np.isfinite(pair[0]))}

@@ -9,6 +9,7 @@ from t5x_gpu.data.batches import BatchIterator
 from t5x_gpu.data.data_module import open_vocabulary
 from t5x_gpu.data.same_data import data_line
 from t5x_gpu.data.sources.source_files import SourceFiles
+from t5x_gpu.errors import ConfigError
 from t5x_gpu.evaluation.evaluator import LOSS, batches_for, loss_metrics
 from t5x_gpu.models.decoding import check_sample, check_writes_text
 from t5x_gpu.run.check import CheckedRun
@@ -72,6 +73,14 @@ def vocabulary_of(run: Run) -> Any:
   return open_vocabulary(
     dataset, feature_converter=run.model.feature_converter(dataset.task_feature_lengths)
   )
+
+
+def text_vocabulary_of(run: Run) -> Any:
+  """Returns the vocabulary of the training data; None for batches without text."""
+  try:
+    return vocabulary_of(run)
+  except ConfigError:
+    return None
 
 
 def row_length(program: Program) -> int:

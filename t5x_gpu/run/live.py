@@ -2,8 +2,10 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import os
+import pathlib
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
@@ -11,7 +13,7 @@ from typing import Any, Optional
 from t5x_gpu.analysis.fp8_use import fp8_line
 from t5x_gpu.checkpoint.base_checkpointer import Restored
 from t5x_gpu.checkpoint.local.local_tier import LocalTier
-from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.manifest import GRAD_NORMS, make_manifest
 from t5x_gpu.checkpoint.remote_checkpointer import AnyCheckpointer, open_checkpointer
 from t5x_gpu.checkpoint.run_files import carry_hf_folder
 from t5x_gpu.checkpoint.start import resume_data
@@ -20,14 +22,16 @@ from t5x_gpu.errors import TrainingError
 from t5x_gpu.metrics import reduce
 from t5x_gpu.metrics.goodput import Goodput
 from t5x_gpu.models.model import config_of, uses_fp8
+from t5x_gpu.run.bad_steps import BadSteps
 from t5x_gpu.run.check import CheckedRun
-from t5x_gpu.run.data import RunData, open_data
+from t5x_gpu.run.data import RunData, open_data, text_vocabulary_of
 from t5x_gpu.runtime import distributed
 from t5x_gpu.runtime.distributed import is_main_process
 from t5x_gpu.runtime.main_log import log
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.runtime.xla import program_cache
 from t5x_gpu.training.checks import check_first_loss
+from t5x_gpu.training.guards.spikes import known_norms
 from t5x_gpu.training.program import compile_options
 from t5x_gpu.training.same_step import check_same_step
 from t5x_gpu.training.train_state import TrainState
@@ -45,6 +49,7 @@ class LiveRun:
     first_step: number of steps that the first state has behind it.
     origin: where the run started, for its manifests; None for a run that started from its seed.
     goodput: keeps account of where the time goes.
+    bad_steps: counts the steps that are skipped.
   """
 
   plan: CheckedRun
@@ -54,6 +59,7 @@ class LiveRun:
   first_step: int
   origin: Optional[Mapping[str, Any]]
   goodput: Goodput
+  bad_steps: BadSteps
 
   @property
   def tokens_per_step(self) -> int:
@@ -61,7 +67,8 @@ class LiveRun:
     return math.prod(next(iter(self.plan.program.spec.shapes.values())))
 
   def put_batch(self, batch: Batch) -> Any:
-    """Returns a batch of this host on the devices."""
+    """Returns the batch of this host for the next step on the devices."""
+    self.bad_steps.read(batch)
     return self.plan.program.layout.put_batch(batch)
 
   def saver_due(self, step: int, *, is_last: bool) -> AnyCheckpointer | LocalTier | None:
@@ -88,6 +95,7 @@ class LiveRun:
       next_batch_hash=batch_hash(batches.peek()),
       started_from=self.origin,
       metrics=metrics,
+      grad_norms=known_norms(state.grad_norms),
     )
     saver.save(step, saved_state, data_state=data_state, manifest=manifest)
 
@@ -99,7 +107,7 @@ class LiveRun:
       CheckpointError: a save in the background failed.
     """
     self.checkpointer.check()
-    bad = [name for name, (total, _) in sums.items() if not math.isfinite(total)]
+    bad = self.bad_steps.step_done(step, sums)
     if bad:
       self.checkpointer.wait()  # the save in progress is of a good state
       steps = self.checkpointer.steps()
@@ -139,11 +147,19 @@ def open_run(
     state, restored = plan.start.first_state(checkpointer, plan.program, fresh, plan.local)
     first_step = int(state.step)
     if restored:
+      state = plan.program.with_grad_norms(state, restored.manifest.get(GRAD_NORMS, ()))
       _continue_from(restored, plan, data, first_step)
   if plan.start.reader and plan.run.initialize_from.mode != 'partial' and is_main_process():
     carry_hf_folder(plan.start.reader.path.parent, plan.model_dir.path)
   origin = plan.start.origin_of(restored)
-  return LiveRun(plan, train_step, data, checkpointer, first_step, origin, goodput), state
+  bad_steps = BadSteps(
+    plan.run.spike_cfg,
+    folder=pathlib.Path(checkpointer.files.folder),
+    first_step=first_step,
+    vocabulary=functools.partial(text_vocabulary_of, plan.run),
+  )
+  live = LiveRun(plan, train_step, data, checkpointer, first_step, origin, goodput, bad_steps)
+  return live, state
 
 
 def _compile_and_open(

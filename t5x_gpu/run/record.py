@@ -25,8 +25,10 @@ def open_recorder(live: LiveRun, watchdog: Watchdog) -> Recorder:
   def step_done(step: int, sums: reduce.Sums) -> None:
     watchdog.step_done(step)
     live.check_step(step, sums)
+    if run.spike_cfg.skips:
+      recorder.add({'train/skipped_steps': live.bad_steps.num_skipped})
 
-  return Recorder(
+  recorder = Recorder(
     live.checkpointer.files.folder,
     total_steps=run.total_steps,
     first_step=live.first_step,
@@ -43,3 +45,4 @@ def open_recorder(live: LiveRun, watchdog: Watchdog) -> Recorder:
       ranks=open_rank_reports(coordination_store()),
     ),
   )
+  return recorder

@@ -5,7 +5,7 @@ Every command that needs a model on a mesh builds a `Program`. It allocates and 
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import jax
@@ -22,6 +22,7 @@ from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.training.fp8_history import history_of
 from t5x_gpu.training.gradients import make_eval_step, make_gradients
+from t5x_gpu.training.guards.spikes import SpikeConfig
 from t5x_gpu.training.schedules import Schedule, replica_factor
 from t5x_gpu.training.step_config import StepConfig
 from t5x_gpu.training.stored_state import StoredState
@@ -45,6 +46,7 @@ class Program:
     eval_step: (params, batch) -> sums; takes batches of any size.
     learning_rate_factor: scale of the schedule due to the number of replicas.
     trained: which parameters the step changes.
+    spikes: which steps it skips.
   """
 
   layout: Layout
@@ -57,6 +59,7 @@ class Program:
   eval_step: LaidOut
   learning_rate_factor: float = 1.0
   trained: Trained = Trained()
+  spikes: SpikeConfig = SpikeConfig()
 
   def in_model_order(self, state: TrainState) -> TrainState:
     """Returns `state` as checkpoints keep it: layers in the model's order, without padding."""
@@ -66,7 +69,7 @@ class Program:
 
     form = StoredState(self.layout, self.names)
 
-    return self._converted(state, saved, self.abstract_saved)
+    return self._converted(state.replace(grad_norms=None), saved, self.abstract_saved)
 
   def in_run_order(self, state: TrainState) -> TrainState:
     """Returns the `state` of a checkpoint as the run stores it: in its pipeline's order, padded."""
@@ -76,7 +79,12 @@ class Program:
 
     form = StoredState(self.layout, self.names)
 
-    return self._converted(state, stored, self.abstract_state)
+    like = self.abstract_state.replace(grad_norms=None)
+    return self.with_grad_norms(self._converted(state, stored, like), ())
+
+  def with_grad_norms(self, state: TrainState, values: Sequence[float]) -> TrainState:
+    """Returns `state` with these gradient norms of earlier steps, if the run needs them."""
+    return state.replace(grad_norms=self.spikes.norms_on(self.layout.replicated, values))
 
   def params_in_run_order(self, params: Any) -> Any:
     """Returns the parameters of a checkpoint as the run stores them."""
@@ -98,7 +106,10 @@ class Program:
     """Whether the run stores arrays with padding (partitioning/arrays/fsdp_dims.py)."""
     return any(
       a.shape != b.shape
-      for a, b in zip(jax.tree.leaves(self.abstract_state), jax.tree.leaves(self.abstract_saved))
+      for a, b in zip(
+        jax.tree.leaves(self.abstract_state.replace(grad_norms=None)),
+        jax.tree.leaves(self.abstract_saved),
+      )
     )
 
   @property
@@ -135,18 +146,16 @@ def build_program(
   max_grad_norm: Optional[float] = None,
   loss_normalizing_factor: Optional[float] = None,
   learning_rate_scaling: Optional[str] = None,
+  spikes: SpikeConfig = SpikeConfig(),
 ) -> Program:
   """Returns the program, after checking that the sizes of model, batch and mesh fit each other.
 
   Args:
-    model: a model of models/ or a custom one, checked against `Model`.
-    optimizer, schedule: of training/.
+    model, optimizer, schedule: of models/ (or custom, checked against `Model`) and training/.
     partitioner: how to split it over `devices` of `topology`.
     task_feature_lengths, batch_size, pack: the global batch.
-    seed: of initialization and dropout.
-    num_microbatches: as in `make_gradients`.
-    max_grad_norm, loss_normalizing_factor: as in `make_train_step`.
-    learning_rate_scaling: as in `schedules.replica_factor`.
+    num_microbatches, learning_rate_scaling: as in `make_gradients` and `replica_factor`.
+    seed, max_grad_norm, loss_normalizing_factor, spikes: as in `make_train_step`.
   Raises:
     ModelError, MeshError, ConfigError, ShapeError: before anything compiles.
   """
@@ -158,7 +167,7 @@ def build_program(
   region, trained = layout.region, trained_of(model)
   context = region.rules.context_method if 'context' in region.axes else None
   check_attention(model, devices[0], context=context)
-  init, names, form = _first_state(model, spec, optimizer, layout, trained, seed)
+  init, names, form = _first_state(model, spec, optimizer, layout, trained, seed, spikes)
   shapes = jax.eval_shape(init)
   layout, abstract = form.with_costs(shapes), form.abstract(shapes)
   gradients = make_gradients(
@@ -176,9 +185,10 @@ def build_program(
     trained=trained,
     form=form,
     history=history_of(model, region),
+    spikes=spikes,
   )
   eval_step = make_eval_step(model=model, region=region, names=names)
-  functions = dict(init=lambda: form.padded(init()), train_step=step, eval_step=eval_step)
+  functions = dict(init=lambda: form.first(init()), train_step=step, eval_step=eval_step)
   return Program(
     layout,
     spec,
@@ -188,11 +198,18 @@ def build_program(
     **_jitted(layout, spec, abstract, **functions),
     learning_rate_factor=factor,
     trained=trained,
+    spikes=spikes,
   )
 
 
 def _first_state(
-  model: Model, spec: BatchSpec, optimizer: Any, layout: Layout, trained: Trained, seed: int
+  model: Model,
+  spec: BatchSpec,
+  optimizer: Any,
+  layout: Layout,
+  trained: Trained,
+  seed: int,
+  spikes: SpikeConfig,
 ) -> tuple[Callable[[], TrainState], Any, StoredState]:
   """Returns the function that makes the first state, names of parameters, and the stored form."""
 
@@ -208,7 +225,8 @@ def _first_state(
 
   options = dict(trained=trained, history=history_of(model))
   of_state = state_names(abstract_params, optimizer, names, **options)
-  return init, names, StoredState(layout, layout.chosen(of_state, jax.eval_shape(init)))
+  names_of_state = layout.chosen(of_state, jax.eval_shape(init))
+  return init, names, StoredState(layout, names_of_state, spikes)
 
 
 def _jitted(
@@ -293,6 +311,7 @@ def program_of_run(
     max_grad_norm=config.max_grad_norm,
     loss_normalizing_factor=config.loss_normalizing_factor,
     learning_rate_scaling=config.learning_rate_scaling,
+    spikes=config.spike_cfg,
   )
 
 

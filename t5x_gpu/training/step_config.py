@@ -7,6 +7,7 @@ from t5x_gpu.data.batches import DatasetConfig
 from t5x_gpu.models.model import Model
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.distributed import DistributedConfig
+from t5x_gpu.training.guards.spikes import SpikeConfig
 from t5x_gpu.training.schedules import Schedule
 
 
@@ -25,6 +26,7 @@ class StepConfig:
     max_grad_norm: global norm to which gradients are clipped; None for no clipping.
     loss_normalizing_factor: see training/train_step.py; None for the loss per target token.
     learning_rate_scaling: 'linear' or 'sqrt' in the number of replicas; None for none.
+    spike_cfg: which steps to skip.
     distributed_cfg: how long the processes wait for each other.
     xla_preset: preset of XLA and NCCL settings (docs/xla_flags.md).
   """
@@ -39,5 +41,6 @@ class StepConfig:
   max_grad_norm: Optional[float] = None
   loss_normalizing_factor: Optional[float] = None
   learning_rate_scaling: Optional[str] = None
+  spike_cfg: SpikeConfig = SpikeConfig()
   distributed_cfg: DistributedConfig = DistributedConfig()
   xla_preset: str = 'default'

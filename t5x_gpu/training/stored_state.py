@@ -6,6 +6,7 @@ import jax
 
 from t5x_gpu.partitioning.arrays import fsdp_dims
 from t5x_gpu.partitioning.layout import Layout
+from t5x_gpu.training.guards.spikes import SpikeConfig
 from t5x_gpu.training.train_state import TrainState
 
 
@@ -16,10 +17,16 @@ class StoredState:
   Attributes:
     layout: mesh and rules.
     names: TrainState of AxisNames from `Layout.chosen`.
+    spikes: whether the state has a history of gradient norms.
   """
 
   layout: Layout
   names: TrainState
+  spikes: SpikeConfig = SpikeConfig()
+
+  def first(self, state: TrainState) -> TrainState:
+    """Returns the first state as it is stored."""
+    return self.padded(state).replace(grad_norms=self.spikes.no_norms())
 
   def padded(self, state: TrainState) -> TrainState:
     """Returns a state as it is stored."""
@@ -46,6 +53,7 @@ class StoredState:
       params=layout.stored(shapes.params, names.params),
       opt_state=layout.stored(shapes.opt_state, names.opt_state, layout.rules.state),
       fp8_history=layout.stored(shapes.fp8_history, names.fp8_history),
+      grad_norms=self.spikes.abstract_norms(layout.replicated),
     )
 
   def abstract_saved(self, shapes: TrainState) -> TrainState:
@@ -64,7 +72,7 @@ class StoredState:
   def with_costs(self, shapes: TrainState) -> Layout:
     """Returns the layout, with notes on the cost of arrays that `fsdp` does not divide."""
     costs = fsdp_dims.cost_lines(
-      self.abstract(shapes),
+      self.abstract(shapes).replace(grad_norms=None),
       self.abstract_saved(shapes),
       self.names,
       ways=self.layout.mesh.shape['fsdp'],

@@ -13,6 +13,7 @@ from t5x_gpu.errors import ConfigError
 from t5x_gpu.models.losses import Sums
 from t5x_gpu.training.fp8_history import Fp8History
 from t5x_gpu.training.gradients import GradientsFn
+from t5x_gpu.training.guards.spikes import SpikeConfig, group_norms
 from t5x_gpu.training.schedules import Schedule
 from t5x_gpu.training.stored_state import StoredState
 from t5x_gpu.training.train_state import TrainState
@@ -35,6 +36,7 @@ def make_train_step(
   trained: Trained = Trained(),
   form: Optional[StoredState] = None,
   history: Optional[Fp8History] = None,
+  spikes: SpikeConfig = SpikeConfig(),
 ) -> StepFn:
   """Returns the function that makes one update.
 
@@ -50,6 +52,7 @@ def make_train_step(
     trained: which parameters are trained, the same as for `gradients`.
     form: how the state is stored between steps; None for its true shapes.
     history: of FP8 with delayed scaling; None without.
+    spikes: which steps to skip.
   """
   names, _ = trained.split(names)
 
@@ -63,27 +66,27 @@ def make_train_step(
       divisor = loss_normalizing_factor
     grads = jax.tree.map(lambda g: g / divisor, grads)
     grad_norm = _global_norm(grads)
+    groups = group_norms(grads, spikes.group_depth)
     if max_grad_norm is not None:
       clip = jnp.minimum(1.0, max_grad_norm / jnp.maximum(grad_norm, 1e-12))
       grads = jax.tree.map(lambda g: g * clip, grads)
     learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
     state = state if form is None else form.unpadded(state)
     params, frozen = trained.split(state.params)
+    old = params, state.opt_state, state.fp8_history
     params, opt_state = optimizer.update(
       grads, state.opt_state, params, names=names, learning_rate=learning_rate, step=state.step
     )
+    new = params, opt_state, old[2] if history is None else history.after(old[2], amaxes)
+    (params, opt_state, fp8_history), norms, skipped = spikes.chosen(
+      old, new, loss=sums['loss'][0], grad_norm=grad_norm, norms=state.grad_norms
+    )
     # Norm of the new parameters, so that an update that ruins them is noticed before it is saved.
-    param_norm = _global_norm(params)
-    one = jnp.ones(())
-    sums = {
-      **sums,
-      'grad_norm': (grad_norm, one),
-      'param_norm': (param_norm, one),
-      'learning_rate': (learning_rate, one),
-    }
-    old = state.fp8_history
-    fp8_history = old if history is None else history.after(old, amaxes)
-    new = TrainState(state.step + 1, trained.join(params, frozen), opt_state, fp8_history)
+    norms_now = {'grad_norm': grad_norm, 'param_norm': _global_norm(params)}
+    numbers = {**norms_now, 'learning_rate': learning_rate, **groups, **skipped}
+    sums = {**sums, **{name: (value, jnp.ones(())) for name, value in numbers.items()}}
+    params = trained.join(params, frozen)
+    new = TrainState(state.step + 1, params, opt_state, fp8_history, norms)
     return new if form is None else form.padded(new), sums
 
   return train_step

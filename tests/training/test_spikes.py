@@ -1,0 +1,167 @@
+"""Steps that are skipped: state untouched bit by bit, counted, their batches written."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.training.guards.spikes import LEAST_NORMS, WINDOW, SpikeConfig, choose, group_norms
+from tests.helpers_train import TINY_GIN, WATCHED_BATCHES, Project
+
+# In batches of $SPIKES the weights say so, and the model makes the loss of each row NaN.
+SPIKY = '''"""Batches of synthetic and a model for which those of $SPIKES spoil the loss."""
+
+import os
+
+import jax.numpy as jnp
+
+from t5x_gpu.data import synthetic as _inner
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+
+_MARK = 7
+
+
+def before(number):
+  pass
+
+
+class SpikyModel(DecoderOnlyModel):
+
+  def head(self, params, x, batch, **options):
+    sums = super().head(params, x, batch, **options)
+    spoilt = jnp.any(batch['decoder_loss_weights'] == _MARK)
+    total, weight = sums['loss']
+    return {**sums, 'loss': (total * jnp.where(spoilt, jnp.nan, 1.0), weight)}
+
+''' + WATCHED_BATCHES.replace(
+  '    return next(self._batches)\n',
+  """    batch = dict(next(self._batches))
+    if str(self._taken) in os.environ.get('SPIKES', '').split(','):
+      batch['decoder_loss_weights'] = batch['decoder_loss_weights'] * 0 + _MARK
+    return batch
+""",
+)
+MODEL = """
+import spiky_data
+MODEL = @spiky_data.SpikyModel()
+spiky_data.SpikyModel.config = @config.TransformerConfig()
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+  (tmp_path / 'spiky_data.py').write_text(SPIKY)
+  monkeypatch.syspath_prepend(tmp_path)
+  return Project(tmp_path, gin=TINY_GIN.replace('DATA_MODULE =', MODEL + 'DATA_MODULE ='))
+
+
+def decide(config, loss, norm, norms):
+  skip, after = jax.jit(config.decide)(np.float32(loss), np.float32(norm), norms)
+  return bool(skip), after if after is None else np.asarray(after)
+
+
+@pytest.mark.parametrize('loss, norm', [(np.nan, 1.0), (1.0, np.inf), (np.inf, np.nan)])
+def test_a_step_that_is_not_finite_is_skipped_and_leaves_the_history(loss, norm):
+  config = SpikeConfig(skip_above=5.0)
+  norms = config.norms_on(jax.sharding.SingleDeviceSharding(jax.devices()[0]), [1.0, 2.0])
+  skip, after = decide(config, loss, norm, norms)
+  assert skip and np.array_equal(after, norms, equal_nan=True)
+  assert decide(SpikeConfig(skip_nonfinite=True), loss, norm, None) == (True, None)
+
+
+def test_a_norm_is_compared_with_the_median_of_the_last_ones():
+  config = SpikeConfig(skip_above=5.0)
+  norms = np.asarray(config.no_norms())
+  for number in range(LEAST_NORMS):  # too few to compare with
+    skip, norms = decide(config, 1.0, 100.0 if number < 4 else 1.0, norms)
+    assert not skip
+  assert decide(config, 1.0, 5.01, norms)[0] and not decide(config, 1.0, 4.99, norms)[0]
+  for _ in range(WINDOW):
+    _, norms = decide(config, 1.0, 3.0, norms)
+  assert not decide(config, 1.0, 14.9, norms)[0] and decide(config, 1.0, 15.1, norms)[0]
+
+
+def test_the_old_state_is_chosen_bit_by_bit():
+  bits = np.array([0x80000000, 0x00000001, 0x7F7FFFFF], np.uint32)
+  old = {'x': bits.view(np.float32)}
+  new = {'x': np.full(3, np.nan, np.float32)}
+  kept = jax.jit(choose)(np.bool_(True), old, new)['x']
+  assert np.array_equal(np.asarray(kept).view(np.uint32), bits)
+
+
+def test_norms_of_groups_add_up_to_the_global_norm():
+  grads = {'layers': {'mlp': np.array([3.0]), 'attention': np.array([4.0])}, 'norm': np.ones(4)}
+  assert group_norms(grads, 1) == {'grad_norm/layers': 5.0, 'grad_norm/norm': 2.0}
+  assert group_norms(grads, 2) == {
+    'grad_norm/layers/attention': 4.0,
+    'grad_norm/layers/mlp': 3.0,
+    'grad_norm/norm': 2.0,
+  }
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [dict(skip_above=1.0), dict(most_in_a_row=0), dict(group_depth=0), dict(most_dumps=-1)],
+)
+def test_wrong_settings_are_errors(settings):
+  with pytest.raises(ConfigError) as error:
+    SpikeConfig(**settings)
+  assert error.value.fix and error.value.parameters
+
+
+SKIP = '--gin.spikes.SpikeConfig.skip_nonfinite=True'
+
+
+@pytest.mark.parametrize(
+  'parallel', ['fsdp', *(pytest.param(p, marks=pytest.mark.slow) for p in ('dp', 'tp', 'zero1'))]
+)
+def test_a_skipped_step_changes_nothing_but_the_count(project, monkeypatch, parallel):
+  text = project.gin_file.read_text()
+  project.gin_file.write_text(text.replace('parallel/dp.gin', f'parallel/{parallel}.gin'))
+  monkeypatch.setenv('SPIKES', '4')
+  flags = (SKIP, '--gin.spikes.SpikeConfig.group_depth=1', '--gin.NUM_MICROBATCHES=2')
+  result = project.run(*flags, DATA_MODULE='spiky_data', TRAIN_STEPS=6, BATCH_SIZE=16)
+  assert result.code == 0, result.err
+  norms = project.metrics('train/param_norm')
+  assert norms[4] == norms[3] != norms[5]
+  assert project.metrics('train/skipped') == {1: 0, 2: 0, 3: 0, 4: 1, 5: 0, 6: 0}
+  assert project.metrics('train/skipped_steps')[6] == 1
+  assert 4 not in project.metrics('train/loss') and 5 in project.metrics('train/loss')
+  assert 'Step 4 is skipped: ' in result.err
+  groups = {
+    name: project.metrics(name)
+    for line in (project.model_dir / 'metrics.jsonl').read_text().splitlines()
+    for name in json.loads(line)
+    if name.startswith('train/grad_norm/')
+  }
+  assert len(groups) > 1 and all(set(steps) == {1, 2, 3, 5, 6} for steps in groups.values())
+  whole = project.metrics('train/grad_norm')
+  for step, norm in whole.items():  # the parts of a norm
+    assert norm**2 == pytest.approx(sum(part[step] ** 2 for part in groups.values()), rel=1e-4)
+  folder = project.model_dir / 'spikes' / 'step_00000004'
+  assert (np.load(folder / 'process_0.npz')['decoder_loss_weights'] == 7).all()
+  text = (folder / 'process_0.txt').read_text()
+  assert text.startswith('step 4: ') and len(text.splitlines()) > 8
+
+
+def test_too_many_skipped_steps_in_a_row_stop_the_run(project, monkeypatch):
+  monkeypatch.setenv('SPIKES', '2,3')
+  flags = (SKIP, '--gin.spikes.SpikeConfig.most_in_a_row=2')
+  result = project.run(*flags, DATA_MODULE='spiky_data', TRAIN_STEPS=6)
+  assert result.code == 1
+  assert '2 steps up to step 3 were skipped in a row' in result.err
+
+
+@pytest.mark.slow
+def test_the_history_of_norms_survives_a_resume(project):
+  flags = ('--gin.spikes.SpikeConfig.skip_above=1.02',)
+  straight = project.folder / 'straight'
+  assert project.run(*flags, TRAIN_STEPS=30, MODEL_DIR=straight).code == 0
+  for steps in (20, 30):
+    assert project.run(*flags, TRAIN_STEPS=steps).code == 0
+  skipped = project.metrics('train/skipped', model_dir=straight)
+  assert 0 < sum(skipped.values()) < 14
+  assert project.metrics('train/skipped') == skipped
+  assert project.metrics('train/loss') == project.metrics('train/loss', model_dir=straight)
