@@ -5,7 +5,6 @@ function and set the mesh around the call: Flax's rules context is not in jit's 
 `with mesh:` drops every constraint.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -15,7 +14,6 @@ from typing import Any, Optional
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import backend
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_gpu.partitioning import context_parallel
@@ -252,15 +250,7 @@ class LaidOut:
   def lower(self, *args: Any) -> Any:
     """Returns JAX's lowered function; call `.compile()` on it for an executable.
 
-    The mesh may be of GPUs that this machine lacks (`jax.experimental.topologies`).
+    The mesh may be of GPUs that this machine lacks: enter `deviceless.kernels_for` before.
     """
-    with jax.set_mesh(self.mesh), _as_if_on(self.mesh.devices.flat[0]):
+    with jax.set_mesh(self.mesh):
       return self.jitted.lower(*args)
-
-
-def _as_if_on(device: Any) -> contextlib.AbstractContextManager[Any]:
-  """Makes kernels see `device`: they choose their block sizes by JAX's default device."""
-  here = backend.get_default_device()
-  if here.device_kind == device.device_kind:
-    return contextlib.nullcontext()
-  return jax.default_device(device)

@@ -139,6 +139,11 @@ def test_ranges_of_keys_equal_masks(name):
   assert_same(results(case, tokamax(case)), results(case, dense(case)))
 
 
+def test_an_odd_length_is_padded_to_what_a_kernel_takes():
+  case = CASES['odd length']
+  assert_same(results(case, tokamax(case, multiple=32)), results(case, dense(case)))
+
+
 @pytest.mark.parametrize('make', [dense, chunked, tokamax])
 @pytest.mark.parametrize('causal', [True, False])
 def test_a_packed_row_equals_its_documents_one_by_one(make, causal):

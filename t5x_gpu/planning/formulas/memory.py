@@ -219,10 +219,10 @@ def _all_of_a_layer(
 def _attention_logits(shape: StepShape, c: TransformerConfig, stack: Stack) -> float:
   """Returns the bytes of the attention logits of a layer in float32, of one pass.
 
-  A ring over `context` computes blocks of 1024 positions; XLA keeps twice all logits of one hop,
-  their masks, and some arrays of the size of a block.
+  Without a kernel, a ring over `context` computes blocks of 1024 positions; XLA keeps twice all
+  logits of one hop, their masks, and some arrays of the size of a block.
   """
-  if shape.context == 1 and stack.attention != 'dense':
+  if stack.attention != ('dense' if shape.context == 1 else 'chunked'):
     return 0.0
   rows, heads = shape.rows / shape.passes, c.num_heads / shape.model
   if shape.context == 1:

@@ -146,14 +146,13 @@ def _stacks(
   }
 
   def stack(name: str, num_layers: int, length: int, causal: bool, cross_length: int = 0) -> Stack:
-    backend = 'chunked' if mesh['context'] > 1 else _backend(config, length, gpu, rows)
     return Stack(
       name=name,
       num_layers=num_layers // mesh['stage'],
       length=length,
       causal=causal,
       cross_length=cross_length,
-      attention=backend,
+      attention=_backend(program, config, length, gpu, rows),
     )
 
   if isinstance(model, EncoderDecoderModel):
@@ -167,11 +166,18 @@ def _stacks(
   return (stack('layers', config.num_layers, length, not is_encoder),)
 
 
-def _backend(config: TransformerConfig, length: int, gpu: GpuTarget, rows: int) -> str:
+def _backend(
+  program: Program, config: TransformerConfig, length: int, gpu: GpuTarget, rows: int
+) -> str:
   """Returns the attention backend that a stack gets on `gpu`."""
-  need = attention_need(config)
+  need, ways = attention_need(config), program.layout.mesh.shape['context']
+  method = program.layout.rules.context_method if ways > 1 else None
   need = dataclasses.replace(
-    need, q_length=length, kv_length=length, rows_and_heads=rows * (need.rows_and_heads or 1)
+    need,
+    q_length=length // ways,
+    kv_length=length if method == 'gather' else length // ways,
+    rows_and_heads=rows * (need.rows_and_heads or 1),
+    context=method,
   )
   device = Hardware('gpu', gpu.device_kind, float(gpu.compute_capability), has_packages=True)
   return choose(config.attention, need, device).name

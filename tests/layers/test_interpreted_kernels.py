@@ -1,0 +1,56 @@
+"""Tokamax's Triton kernels, interpreted by Pallas on the CPU, equal dense attention in float32.
+
+Cases, inputs and bands are those of tests/gpu. Mosaic's kernels cannot be interpreted: see
+docs/decisions.md.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas
+
+from t5x_gpu.layers.backends.tokamax import library
+from t5x_gpu.runtime.xla.deviceless import kernels_for
+from t5x_gpu.runtime.xla.gpu_targets import find_target
+from tests.gpu.helpers_numerics import assert_close
+from tests.gpu.test_attention_numerics import BAND, CASES, attend, exact, served_by
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+  """Lets Tokamax choose its kernels for an A100, and Pallas interpret them."""
+  library('tokamax._src.ops.attention.api')
+  call, number = pallas.pallas_call, pallas.program_id
+
+  def pallas_call(kernel, *args, grid_spec, **options):
+    def with_numbers(*refs):
+      # The interpreter knows the number of a program outside of loops only.
+      numbers = [number(axis) for axis in range(len(grid_spec.grid))]
+
+      def program_id(axis):
+        if axis >= len(numbers):
+          raise ValueError('Tokamax asks until there is no further axis.')
+        return numbers[axis]
+
+      with monkeypatch.context() as inside:
+        inside.setattr(pallas, 'program_id', program_id)
+        return kernel(*refs)
+
+    interpreted = call(with_numbers, *args, grid_spec=grid_spec, interpret=True, **options)
+    # It hands booleans to loops as integers, which their own lowering then refuses.
+    return lambda *arrays: interpreted(
+      *jax.tree.map(lambda x: x.astype(jnp.int8) if x.dtype == bool else x, arrays)
+    )
+
+  monkeypatch.setattr(pallas, 'pallas_call', pallas_call)
+  with kernels_for(find_target('a100-80')):
+    yield
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_triton_equals_dense_attention_in_float32(interpreted, name):
+  case = CASES[name]
+  make = served_by('tokamax triton', case)
+  assert_close(attend(case, make, jnp.bfloat16), exact(case), BAND)
