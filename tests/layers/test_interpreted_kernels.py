@@ -15,7 +15,10 @@ from t5x_gpu.runtime.xla.gpu_targets import find_target
 from tests.gpu.helpers_numerics import assert_close
 from tests.gpu.test_attention_numerics import BAND, CASES, attend, exact, served_by
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.filterwarnings('ignore::DeprecationWarning'),  # Tokamax's kernels, with jax
+]
 
 
 @pytest.fixture
