@@ -232,11 +232,7 @@ CASES = {
     model='modern',
     config=dict(attention='tokamax', remat_policy='dots'),
   ),
-  'tokamax_t5_gather_stage': Case(
-    dict(stage=2, context=2, context_attention='gather', **_GPIPE),
-    model='t5',
-    config=dict(attention='tokamax'),
-  ),
+  'tokamax_t5_ring': Case(dict(context=2, fsdp=2), model='t5', config=dict(attention='tokamax')),
   'tokamax_context_stage': Case(dict(context=2, stage=2), config=dict(attention='tokamax')),
   'tokamax_modern_shared_kv_heads': Case(
     dict(fsdp=2, num_partitions=4), model='modern', config=dict(attention='tokamax')
@@ -345,8 +341,9 @@ def arrays(tree: Any) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def one_device(model: str, batch_size: int) -> dict[str, Any]:
-  return run(build(Case({}, model, batch_size=batch_size), 1))
+def one_device(model: str, batch_size: int, attention: str = 'auto') -> dict[str, Any]:
+  config = {} if attention == 'auto' else {'attention': attention}
+  return run(build(Case({}, model, config=config, batch_size=batch_size), 1))
 
 
 # In `make test`: combinations with every axis, and ZeRO, rematerialisation and a pipeline; the
@@ -363,7 +360,9 @@ def test_layout_trains_as_one_device(name):
 
 def assert_trains_as_one_device(case: Case) -> None:
   got = run(build(case, case.num_devices))
-  want = one_device(case.model, case.batch_size)
+  # Kernels differ in the padding of an encoder, which reaches tokens without keys there.
+  by_kernel = case.model == 't5' and case.config.get('attention') == 'tokamax'
+  want = one_device(case.model, case.batch_size, 'tokamax' if by_kernel else 'auto')
   np.testing.assert_allclose(got['losses'], want['losses'], rtol=MESH_GRADIENT)
   np.testing.assert_allclose(got['norms'], want['norms'], rtol=MESH_GRADIENT)
   for kind in ('grads', 'adafactor', 'adamw'):
