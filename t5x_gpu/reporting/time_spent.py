@@ -67,7 +67,7 @@ def progress_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   chart = line_chart(
     curves,
     title='Steps against wall time',
-    x=Axis('hours', text=short_number, exact=lambda v: f'{v:,.2f}'),
+    x=Axis('hours', low=0.0, text=short_number, exact=lambda v: f'{v:,.2f}'),
     y=Axis('step', exact=lambda v: f'{v:,.0f}', whole=True, low=0.0),
   )
   tables = [_starts(run, named=len(known) > 1) for run in known]
