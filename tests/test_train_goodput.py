@@ -15,8 +15,8 @@ from tests.helpers_train import Project
 def test_the_ledger_sums_to_the_wall_time_through_a_kill_and_a_requeue(tmp_path, warm):
   project = Project(tmp_path, warm=warm)
   macros = {'DATA_MODULE': "'held_data'", 'TRAIN_STEPS': 12, 'SAVE_PERIOD': 4, 'EVAL_PERIOD': 6}
-  begin = time.time()
   with project.start(**macros, hold_before=7) as run:
+    begin = time.time()  # the process has been forked just now
     run.wait_for(run.held)
     run.wait_for(lambda: project.steps() == [4])
     run.kill()
