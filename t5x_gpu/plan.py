@@ -19,6 +19,7 @@ from t5x_gpu.analysis.gpu_compile import compile_step
 from t5x_gpu.analysis.gpu_tables import gpu_json, gpu_text
 from t5x_gpu.analysis.remat_costs import remat_costs, remat_json, remat_text
 from t5x_gpu.config import gin_loader
+from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import ConfigError, UserError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.planning import remedies, scaling, screen
@@ -27,6 +28,7 @@ from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.calibration import Calibration
 from t5x_gpu.planning.calibration import read as read_calibration
 from t5x_gpu.planning.devices import simulated_devices, topology_of
+from t5x_gpu.planning.page.plan_page import plan_page
 from t5x_gpu.planning.planner import Planner
 from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.planning.sharding import as_json, layout_text, make_plan, traffic_text
@@ -38,7 +40,7 @@ from t5x_gpu.training.program import Program, program_of_run
 
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
-  {prog} --gin_file=my.gin --gpus=64 --gpu=h200
+  {prog} --gin_file=my.gin --gpus=64 --gpu=h200 --scale=8,64,512 --html=plan.html
   {prog} --gin_file=my.gin --gpus=64 --show=sharding --out=layout.png
   {prog} --gin_file=my.gin --show=remat --gpu=h100
   {prog} --gin_file=my.gin --gpus=16 --gin.Partitioner.fsdp=4 --json=plan.json
@@ -90,6 +92,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   )
   group.add_argument('--out', metavar='FILE.png', help='also draw every parameter to FILE.png')
   group.add_argument('--json', metavar='FILE', help='also write everything to FILE')
+  group.add_argument(
+    '--html', metavar='FILE.html', help='also write the prediction as one page with charts'
+  )
 
 
 def _show_remat(
@@ -135,12 +140,13 @@ def _show_prediction(
   prediction = predicted(config, topology)
   print(screen.first_screen(prediction))
   content = prediction_json(prediction)
+  advice, scaled = '', None
   if not prediction.memory.fits:
     compiled = planner.exactly if planner.compiles and not args.dry_run else None
-    found, text = remedies.advice(
+    found, advice = remedies.advice(
       config, topology, prediction, by_formula=planner.by_formula, compiled=compiled
     )
-    print('\n' + text)
+    print('\n' + advice)
     content['remedies'] = [
       {'settings': r.change.settings, 'prediction': prediction_json(r.prediction)} for r in found
     ]
@@ -154,6 +160,20 @@ def _show_prediction(
     content['what_if'] = {value: _outcome_json(p) for value, p in outcomes.items()}
   print('\n' + screen.tables(prediction, measured), flush=True)
   _write(extra.json, content)
+  if extra.html:
+    with atomic_write(extra.html) as new:
+      new.write_text(
+        plan_page(
+          prediction,
+          program.layout,
+          title=f'Plan of {", ".join(pathlib.Path(name).name for name in args.gin_files)}',
+          advice=advice,
+          scaled=scaled,
+          measured=measured,
+        ),
+        'utf-8',
+      )
+    print(f'\nPage: {extra.html}')
 
 
 def _outcome_json(outcome: scaling.Outcome) -> dict[str, Any]:
@@ -236,7 +256,12 @@ def main(argv: Optional[list[str]] = None) -> int:
     gpus=extra.gpus, gpus_per_host=extra.gpus_per_host, devices=extra.devices, hosts=extra.hosts
   )
   gpu = find_target(extra.gpu or DEFAULT_GPU)
-  cli.check_folders_of(extra.out, extra.json)
+  cli.check_folders_of(extra.out, extra.json, extra.html)
+  if extra.html and extra.show != 'prediction':
+    raise ConfigError(
+      f'--html is a page of the prediction, and --show={extra.show} shows something else.',
+      fix='Leave out --show or --html.',
+    )
   calibration = extra.calibrate and read_calibration(pathlib.Path(extra.calibrate))
   largest = scaling.numbers(extra.scale, '--scale')[-1] if extra.scale else 1
   devices = simulated_devices(max(topology.num_devices, largest))

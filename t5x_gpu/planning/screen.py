@@ -11,7 +11,8 @@ from t5x_gpu.planning.formulas.step_time import StepTime
 from t5x_gpu.planning.prediction import COMPILED, FORMULA, Prediction
 from t5x_gpu.runtime.memory import show
 
-_CAVEATS = {
+NO_TRAFFIC = 'nothing: one GPU, or all compute the same'
+CAVEATS = {
   COMPILED: '',
   FORMULA: 'Nothing was compiled: memory, bytes and overlap are formulas (docs/plan.md#checks).',
   'partitioned': 'The CUDA plugin of JAX is not installed, so nothing was compiled for the GPU: '
@@ -34,7 +35,7 @@ def first_screen(p: Prediction) -> str:
     f'{duration(p.days)}, {p.days * 24 * p.num_gpus:,.0f} GPU hours',
     bottleneck.sentence(p),
   ]
-  return '\n'.join([*lines, *filter(None, [_CAVEATS[p.source]])])
+  return '\n'.join([*lines, *filter(None, [CAVEATS[p.source]])])
 
 
 def fits_line(memory: MemoryUse) -> str:
@@ -54,19 +55,20 @@ def tables(p: Prediction, calibration: Optional[Calibration] = None) -> str:
   """Returns memory, time and traffic by part, the checkpoint, and the assumptions."""
   return '\n\n'.join(
     [
-      'Memory per GPU\n' + memory_table(p.memory),
-      'Time per step on a GPU\n' + time_table(p.time),
-      'What a GPU sends per step\n' + traffic_table(p),
+      'Memory per GPU\n' + table(memory_rows(p.memory), right=(1,)),
+      'Time per step on a GPU\n' + table(time_rows(p.time), right=(2, 3, 4, 5)),
+      'What a GPU sends per step\n'
+      + (table(traffic_rows(p), right=(3, 4, 5, 7)) if p.time.collectives else NO_TRAFFIC),
       f'A checkpoint has {show(p.checkpoint.num_bytes)}; writing one takes '
       f'{p.checkpoint.seconds:,.0f} s at {p.assumed.save_gigabytes:g} GB/s per host, while the run '
       'goes on.',
-      'Assumptions (--gin.Assumptions.NAME=VALUE)\n' + assumption_table(p, calibration),
+      'Assumptions (--gin.Assumptions.NAME=VALUE)\n' + table(assumption_rows(p, calibration)),
     ]
   )
 
 
-def memory_table(memory: MemoryUse) -> str:
-  """Returns the components by formula, next to what XLA allocates."""
+def memory_rows(memory: MemoryUse) -> list[tuple[str, ...]]:
+  """Returns the components by formula, next to what XLA allocates; the first row is the head."""
   compiled = memory.compiled
   compiled_cells = {}
   if compiled is not None:
@@ -81,12 +83,11 @@ def memory_table(memory: MemoryUse) -> str:
   rows.append(('total', _mib(memory.formula_bytes), total))
   rows.append(('reserve for fragmentation', _mib(memory.components[FRAGMENTATION]), ''))
   outside = memory.gpu_bytes - memory.pool_bytes
-  rows.append(("outside XLA's pool: NCCL, cuBLAS, CUDA", _mib(outside), ''))
-  return table(rows, right=(1,))
+  return [*rows, ("outside XLA's pool: NCCL, cuBLAS, CUDA", _mib(outside), '')]
 
 
-def time_table(time: StepTime) -> str:
-  """Returns the parts of a step, what it waits for, and the sum."""
+def time_rows(time: StepTime) -> list[tuple[str, ...]]:
+  """Returns a head, the parts of a step, what it waits for, and the sum."""
   total = time.seconds
   rows = [('part', 'kernels', 'ms', 'share', 'TFLOP', 'GB', 'bound by')]
   for part in time.parts:
@@ -107,14 +108,11 @@ def time_table(time: StepTime) -> str:
   if time.bubble_seconds:
     share = f'{time.bubble_seconds / total:.0%}'
     rows.append(('pipeline bubble', '', _ms(time.bubble_seconds), share, '', '', ''))
-  rows.append(('step', '', _ms(total), '', '', '', ''))
-  return table(rows, right=(2, 3, 4, 5))
+  return [*rows, ('step', '', _ms(total), '', '', '', '')]
 
 
-def traffic_table(p: Prediction) -> str:
-  """Returns the collectives: bytes by formula and compiled, link, time and what is hidden."""
-  if not p.time.collectives:
-    return 'nothing: one GPU, or all compute the same'
+def traffic_rows(p: Prediction) -> list[tuple[str, ...]]:
+  """Returns a head and the collectives: bytes by formula and compiled, link, time, hidden share."""
   by_formula = {(s.kind, s.axes): s.num_bytes for s in p.formula_sent}
   rows = [('kind', 'mesh axis', 'link', 'MiB', 'MiB by formula', 'ms', 'hidden', 'ms exposed')]
   for c in sorted(p.time.collectives, key=lambda c: -c.num_bytes):
@@ -133,27 +131,29 @@ def traffic_table(p: Prediction) -> str:
         _ms(c.exposed_seconds),
       )
     )
-  return table(rows, right=(3, 4, 5, 7))
+  return rows
 
 
-def assumption_table(p: Prediction, calibration: Optional[Calibration] = None) -> str:
-  """Returns every assumption with its value and the source of it."""
+def assumption_rows(
+  p: Prediction, calibration: Optional[Calibration] = None
+) -> list[tuple[str, ...]]:
+  """Returns a head, and every assumption with its value and the source of it."""
   measured = calibration.values if calibration else {}
   values = {name: getattr(p.assumed, name) for name in SOURCES}
   values['network_gigabits'] = values['network_gigabits'] or p.gpu.network_gigabits
   values['gemm_efficiency'] = p.assumed.gemm_share(p.gpu)
   values['hidden_shares'] = dict(values['hidden_shares']) or 'by axis'
-  return table(
-    [('name', 'value', 'source of the default')]
-    + [
+  return [
+    ('name', 'value', 'source of the value'),
+    *(
       (
         name,
         f'{values[name]:.3g}' if isinstance(values[name], float) else str(values[name]),
         f'measured: {calibration.source}' if name in measured else SOURCES[name],
       )
       for name in SOURCES
-    ]
-  )
+    ),
+  ]
 
 
 def seconds(value: float) -> str:

@@ -33,7 +33,8 @@ def _variables(colours: tuple[str, ...]) -> str:
 
 def _classes() -> str:
   return ''.join(
-    f'.c{i}{{stroke:var(--c{i})}}.b{i}{{background:var(--c{i})}}' for i in range(len(_LIGHT))
+    f'.c{i}{{stroke:var(--c{i})}}.b{i}{{background:var(--c{i})}}.f{i}{{fill:var(--c{i})}}'
+    for i in range(len(_LIGHT))
   )
 
 
@@ -145,6 +146,15 @@ figcaption{font-weight:600;font-size:.95rem}
 .bar span+span:not(.limit){border-left:1px solid var(--card)}
 .bar .limit{position:absolute;border-left:2px solid var(--bad)}
 .bar-total{font-variant-numeric:tabular-nums;white-space:nowrap}
+.hosts{display:grid;grid-template-columns:repeat(auto-fill,minmax(13rem,1fr));gap:.75rem;
+  margin-top:.6rem}
+.host{display:block;width:100%;height:auto;max-width:22rem}
+.host text{font-size:15px;fill:var(--text)}
+.host .on{fill:#fff;text-anchor:middle;font-weight:600}
+.host .small{font-size:12px;fill:var(--dim)}
+.host .case{fill:var(--page);stroke:var(--edge)}
+.wire{fill:none;stroke:var(--grid);stroke-width:3}
+.wire.used{stroke:var(--accent);stroke-width:5}
 .views{margin-top:.6rem}
 .views>input{position:absolute;opacity:0}
 .views>label{display:inline-block;font-size:.8125rem;padding:.15rem .7rem;border-radius:99px;
@@ -159,6 +169,7 @@ figcaption{font-weight:600;font-size:.95rem}
   .tiles{grid-template-columns:repeat(2,minmax(0,1fr));gap:.5rem}
   .tile-value{font-size:1.2rem}
   .plot{height:12rem}
+  .hosts{grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.5rem}
   .bars{grid-template-columns:1fr}
   .bar-row{display:grid;grid-template-columns:1fr max-content;gap:.1rem .5rem}
   .bar-name{max-width:none}

@@ -2,9 +2,6 @@
 
 import json
 import pathlib
-import re
-import shutil
-import subprocess
 
 import pytest
 
@@ -12,12 +9,10 @@ from t5x_gpu import report
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.goodput import GOODPUT
 from t5x_gpu.reporting.run_record import read_run, read_runs
+from tests.reporting.browser import needs_browser, open_page
 from tests.reporting.pages import Page
 from tests.reporting.runs import write_run
 
-BROWSER = next(
-  filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None
-)
 SECTIONS = [
   'Loss',
   'Goodput',
@@ -163,41 +158,10 @@ def test_the_command_names_what_is_missing(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(BROWSER is None, reason='no Chromium here: apt-get install chromium')
+@needs_browser
 @pytest.mark.parametrize('width', [390, 1200])
 def test_a_browser_shows_it_without_errors_and_without_scrolling_sideways(tmp_path, width):
   page = tmp_path / 'a.html'
   report.main([str(write_run(tmp_path / 'a')), f'--out={page}'])
-  # A window is at least 500 wide, a frame is not; its script reports how wide the page became.
-  frame = tmp_path / 'frame.html'
-  frame.write_text(
-    f'<iframe id=f src=a.html style="border:0;width:{width}px;height:3000px"></iframe>'
-    '<p id=out></p><script>f.onload = () => { const d = f.contentDocument; out.textContent = '
-    '"WIDTH " + '
-    'd.documentElement.scrollWidth + " CURVES " + '
-    'd.querySelectorAll("svg path.line").length }</script>'
-  )
-  shot = tmp_path / 'shot.png'
-  done = subprocess.run(
-    [
-      BROWSER,
-      '--headless',
-      '--no-sandbox',
-      '--disable-gpu',
-      '--allow-file-access-from-files',
-      '--enable-logging=stderr',
-      '--virtual-time-budget=5000',
-      f'--user-data-dir={tmp_path / "profile"}',
-      '--window-size=1300,3100',
-      f'--screenshot={shot}',
-      '--dump-dom',
-      frame.as_uri(),
-    ],
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
-  assert 'CONSOLE' not in done.stderr, done.stderr
-  assert shot.read_bytes().startswith(b'\x89PNG') and shot.stat().st_size > 30_000
-  found = re.search(r'>WIDTH (\d+) CURVES (\d+)<', done.stdout)
-  assert int(found[1]) <= width and int(found[2]) >= 4
+  shown, curves = open_page(page, width=width, count='svg path.line')
+  assert shown <= width and curves >= 4

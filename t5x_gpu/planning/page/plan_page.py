@@ -1,0 +1,306 @@
+"""`plan_page`: a prediction as one HTML page that opens without a network."""
+
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+from t5x_gpu.errors import UserError
+from t5x_gpu.partitioning.layout import Layout
+from t5x_gpu.planning import bottleneck, screen, work
+from t5x_gpu.planning.calibration import Calibration
+from t5x_gpu.planning.links import NETWORK, NVLINK
+from t5x_gpu.planning.memory import (
+  ACTIVATIONS,
+  BATCH,
+  FRAGMENTATION,
+  GRADIENTS,
+  LAYER,
+  LOSS,
+  OPTIMIZER,
+  PARAMETERS,
+  WEIGHTS,
+  MemoryUse,
+)
+from t5x_gpu.planning.page.mesh_drawing import mesh_drawing
+from t5x_gpu.planning.prediction import Prediction
+from t5x_gpu.planning.scaling import Outcome
+from t5x_gpu.planning.step_time import StepTime
+from t5x_gpu.reporting.charts import Axis, Series, line_chart, stacked_bars
+from t5x_gpu.reporting.markup import Child, element
+from t5x_gpu.reporting.page import Section, Tile, page, table
+from t5x_gpu.reporting.scales import Points, short_number
+from t5x_gpu.runtime.memory import show
+
+_WAITING, _BUBBLE = 'waiting for collectives', 'pipeline bubble'
+_ARGUMENTS, _TEMPORARIES = 'parameters, optimizer state, batch', 'temporaries'
+_OUTPUTS = 'outputs'
+# Component or part -> number of its colour, in the order in which they are drawn.
+_MEMORY_COLOURS = {
+  PARAMETERS: 0,
+  OPTIMIZER: 1,
+  BATCH: 7,
+  _ARGUMENTS: 0,
+  _TEMPORARIES: 3,
+  _OUTPUTS: 2,
+  GRADIENTS: 2,
+  ACTIVATIONS: 3,
+  LAYER: 4,
+  WEIGHTS: 5,
+  LOSS: 6,
+  FRAGMENTATION: 7,
+}
+_TIME_COLOURS = {
+  work.MODEL: 0,
+  work.MLP: 0,
+  work.EXPERTS: 0,
+  work.ATTENTION_PROJECTIONS: 5,
+  work.ATTENTION: 6,
+  work.LOGITS: 2,
+  work.ELEMENTWISE: 3,
+  work.EMBEDDING: 7,
+  work.WEIGHTS: 4,
+  work.OPTIMIZER: 4,
+  _WAITING: 1,
+  _BUBBLE: 7,
+}
+
+
+def plan_page(
+  p: Prediction,
+  layout: Layout,
+  *,
+  title: str,
+  advice: str = '',
+  scaled: Optional[Mapping[int, Outcome]] = None,
+  measured: Optional[Calibration] = None,
+) -> str:
+  """Returns a plan as HTML.
+
+  Args:
+    p: the prediction.
+    layout: of the run.
+    title: of the page, such as the names of the gin files.
+    advice: what would make it fit, if it does not; '' for none.
+    scaled: number of GPUs -> the prediction there, or why there is none.
+    measured: efficiencies that were measured.
+  """
+  sections = [
+    _bottleneck(p),
+    _memory(p.memory, advice),
+    _mesh(layout, p),
+    _traffic(p),
+    _time(p.time),
+    *([_scaling(scaled)] if scaled else []),
+    _assumptions(p, measured),
+  ]
+  written = time.strftime('%Y-%m-%d %H:%M:%S', time.localtime())
+  return page(
+    title,
+    sections,
+    subtitle=_subtitle(p),
+    tiles=_tiles(p),
+    notes=[screen.CAVEATS[p.source]] if screen.CAVEATS[p.source] else [],
+    footer=f'python -m t5x_gpu.plan wrote this page at {written}.',
+  )
+
+
+def _subtitle(p: Prediction) -> str:
+  mesh = ' x '.join(f'{axis} {size}' for axis, size in p.mesh.items()) or 'one GPU'
+  hosts = f'{p.num_hosts} host' + 's' * (p.num_hosts > 1)
+  return f'{p.num_params:,} parameters · {p.num_gpus} x {p.gpu.device_kind} ({hosts}) · {mesh}'
+
+
+def _tiles(p: Prediction) -> list[Tile]:
+  memory = p.memory
+  verdict = (
+    Tile('memory', 'fits', f'{show(memory.left_bytes)} per GPU to spare', 'good')
+    if memory.fits
+    else Tile('memory', 'does not fit', f'{show(-memory.left_bytes)} per GPU too much', 'bad')
+  )
+  return [
+    verdict,
+    Tile('per step', screen.seconds(p.seconds_per_step), f'{p.tokens_per_step:,} tokens'),
+    Tile(
+      'tokens/s', f'{p.tokens_per_second:,.0f}', f'{p.tokens_per_second / p.num_gpus:,.0f} per GPU'
+    ),
+    Tile(
+      'MFU',
+      'unknown' if p.mfu is None else f'{p.mfu:.1%}',
+      f'{p.flops_per_gpu / 1e12:,.0f} TFLOP/s per GPU in {p.dtype}',
+    ),
+    Tile(
+      'to the end',
+      screen.duration(p.days),
+      f'{p.total_steps:,} steps, {screen.count(p.total_tokens)} tokens, '
+      f'{p.days * 24 * p.num_gpus:,.0f} GPU hours',
+    ),
+    Tile(
+      'checkpoint',
+      show(p.checkpoint.num_bytes),
+      f'{p.checkpoint.seconds:,.0f} s to write, while the run goes on',
+    ),
+  ]
+
+
+def _bottleneck(p: Prediction) -> Section:
+  total = p.seconds_per_step
+  rows = [
+    (c.what, f'{c.seconds * 1e3:,.2f}', f'{c.seconds / total:.0%}', c.remedy)
+    for c in bottleneck.costs(p)
+  ]
+  content: list[Child] = [element('p', bottleneck.sentence(p))]
+  if rows:
+    head = ('what a change could remove', 'ms per step', 'share', 'how')
+    content.append(table(head, rows, texts=(0, 3)))
+  return Section('bottleneck', 'What bounds a step', content)
+
+
+def _memory(memory: MemoryUse, advice: str) -> Section:
+  parts = {name: float(size) for name, size in memory.components.items() if size}
+  bars = {'by formula': parts}
+  if memory.compiled is not None:
+    compiled = memory.compiled
+    bars['as compiled'] = {
+      _ARGUMENTS: float(compiled.argument_bytes),
+      _TEMPORARIES: float(compiled.temporary_bytes),
+      _OUTPUTS: float(compiled.output_bytes),
+      FRAGMENTATION: float(memory.components[FRAGMENTATION]),
+    }
+  longest = max(memory.gpu_bytes, *(sum(bar.values()) for bar in bars.values()))
+  pool = f"XLA's share of the GPU, {memory.pool_bytes / memory.gpu_bytes:.0%} of it"
+  chart = stacked_bars(
+    bars,
+    title='Memory per GPU',
+    colours=_MEMORY_COLOURS,
+    text=show,
+    full=longest,
+    limit=(memory.pool_bytes, pool),
+    in_table=False,
+  )
+  head, *rows = screen.memory_rows(memory)
+  how = [element('pre', advice)] if advice else []
+  content = [chart, *how, table(head, rows, texts=(0, 2))]
+  intro = screen.fits_line(memory) + '. A full bar is all of the GPU.'
+  return Section('memory', 'Memory', content, intro)
+
+
+def _mesh(layout: Layout, p: Prediction) -> Section:
+  intro = (
+    'GPUs of one colour are a group that exchanges data along the chosen axis; the number is the '
+    'place in the group. Thick lines carry its traffic.'
+  )
+  return Section('mesh', 'Mesh', mesh_drawing(layout, p.time.collectives), intro)
+
+
+def _traffic(p: Prediction) -> Section:
+  if not p.time.collectives:
+    return Section('traffic', 'Traffic', [element('p', f'{screen.NO_TRAFFIC}.')])
+  used = sorted({'+'.join(c.axes) for c in p.time.collectives})
+  colours = {axes: i for i, axes in enumerate(used)}
+  by_link: dict[str, dict[str, float]] = {}
+  time_of: dict[str, dict[str, float]] = {}
+  for c in p.time.collectives:
+    axes = '+'.join(c.axes)
+    sent = by_link.setdefault(c.link, {})
+    sent[axes] = sent.get(axes, 0.0) + c.num_bytes
+    shares = time_of.setdefault(c.link, {'hidden': 0.0, 'waited for': 0.0})
+    shares['waited for'] += c.exposed_seconds
+    shares['hidden'] += c.seconds - c.exposed_seconds
+  order = [link for link in (NVLINK, NETWORK) if link in by_link]
+  head, *rows = screen.traffic_rows(p)
+  content = [
+    element(
+      'div',
+      stacked_bars(
+        {link: by_link[link] for link in order},
+        title='Sent by a GPU per step, by mesh axis',
+        colours=colours,
+        text=show,
+        in_table=False,
+      ),
+      stacked_bars(
+        {link: time_of[link] for link in order},
+        title='Time of the links per step',
+        colours={'hidden': 2, 'waited for': 1},
+        text=screen.seconds,
+        in_table=False,
+      ),
+      class_='grid2',
+    ),
+    table(head, rows, texts=(0, 1, 2, 6)),
+  ]
+  intro = 'Hidden traffic runs behind matrix kernels; the GPU waits for the rest.'
+  return Section('traffic', 'Traffic', content, intro)
+
+
+def _time(step: StepTime) -> Section:
+  parts: dict[str, float] = {}
+  for part in step.parts:
+    parts[part.part] = parts.get(part.part, 0.0) + part.seconds
+  parts[_WAITING] = step.exposed_seconds
+  parts[_BUBBLE] = step.bubble_seconds
+  chart = stacked_bars(
+    {'step': parts},
+    title='A step on a GPU',
+    colours=_TIME_COLOURS,
+    text=screen.seconds,
+    in_table=False,
+  )
+  head, *rows = screen.time_rows(step)
+  return Section('time', 'Time', [chart, table(head, rows, texts=(0, 1, 6))])
+
+
+def _scaling(scaled: Mapping[int, Outcome]) -> Section:
+  known = {n: p for n, p in scaled.items() if not isinstance(p, UserError)}
+  content: list[Child] = []
+  if known:
+    content = [element('div', *_scaling_charts(known), class_='grid2'), _scaling_table(known)]
+  content += [
+    element('p', f'{n:,} GPUs: {e.what}') for n, e in scaled.items() if isinstance(e, UserError)
+  ]
+  intro = 'By formula, with as many rows per GPU as in this plan.'
+  return Section('scaling', 'Other numbers of GPUs', content, intro)
+
+
+def _scaling_charts(known: Mapping[int, Prediction]) -> Sequence[ET.Element]:
+  first = min(known)
+  base = known[first].tokens_per_second / first
+  speed: Points = [(float(n), p.tokens_per_second) for n, p in sorted(known.items())]
+  ideal: Points = [(float(n), base * n) for n in sorted(known)]
+  share: Points = [(n, 100 * speed_n / (base * n)) for n, speed_n in speed]
+  x = Axis('GPUs', is_log=True, exact=lambda v: f'{v:,.0f}')
+  tokens = Axis('tokens/s', is_log=True, text=short_number, exact=lambda v: f'{v:,.0f}')
+  percent = Axis(f'% of the tokens/s per GPU of {first}', low=0.0, text='{:.0f}'.format)
+  return [
+    line_chart(
+      [Series('predicted', speed, 0, 'dots'), Series(f'as on {first}', ideal, 7, 'dashed')],
+      title='Speed',
+      x=x,
+      y=tokens,
+    ),
+    line_chart([Series('efficiency', share, 2, 'dots')], title='Efficiency', x=x, y=percent),
+  ]
+
+
+def _scaling_table(known: Mapping[int, Prediction]) -> ET.Element:
+  head = ('GPUs', 's/step', 'tokens/s', 'MFU', 'memory per GPU', 'fits', 'to the end')
+  rows = [
+    (
+      f'{n:,}',
+      screen.seconds(p.seconds_per_step),
+      f'{p.tokens_per_second:,.0f}',
+      'unknown' if p.mfu is None else f'{p.mfu:.1%}',
+      show(p.memory.needed_bytes),
+      'yes' if p.memory.fits else f'no: {show(-p.memory.left_bytes)} too much',
+      screen.duration(p.days),
+    )
+    for n, p in sorted(known.items())
+  ]
+  return table(head, rows, texts=(5,))
+
+
+def _assumptions(p: Prediction, measured: Optional[Calibration]) -> Section:
+  head, *rows = screen.assumption_rows(p, measured)
+  intro = 'Set them with --gin.Assumptions.NAME=VALUE.'
+  return Section('assumptions', 'Assumptions', [table(head, rows, texts=(0, 1, 2))], intro)
