@@ -79,11 +79,14 @@ def test_a_page_has_every_section_and_every_number(written):
     assert f'GPUs {number}\npredicted: {there["tokens_per_second"]:,.0f}' in found.text
 
 
-def test_memory_bars_have_the_scale_of_the_gpu(written):
+def test_bars_show_every_part_and_memory_has_the_scale_of_the_gpu(written):
   found, _, got = written
   bars = [a for t, a in found.tags if t == 'span' and a.get('title', '').startswith('parameters:')]
   share = 100 * got['memory']['components']['parameters'] / got['memory']['gpu_bytes']
   assert bars[0]['style'] == f'width:{share:.3f}%'
+  parts = got['memory']['components'].items()
+  for name, size in (*parts, *((t['part'], t['seconds']) for t in got['time']['parts'])):
+    assert not size or any(a.get('title', '').startswith(f'{name}: ') for _, a in found.tags), name
   [line] = [a['style'] for t, a in found.tags if t == 'span' and a.get('class') == 'limit']
   pool = 100 * got['memory']['pool_bytes'] / got['memory']['gpu_bytes']
   assert line == f'left:{pool:.3f}%'

@@ -19,6 +19,7 @@ from t5x_gpu.planning.memory import (
   LOSS,
   OPTIMIZER,
   PARAMETERS,
+  STACK,
   WEIGHTS,
   MemoryUse,
 )
@@ -47,6 +48,7 @@ _MEMORY_COLOURS = {
   ACTIVATIONS: 3,
   LAYER: 4,
   WEIGHTS: 5,
+  STACK: 1,
   LOSS: 6,
   FRAGMENTATION: 7,
 }
