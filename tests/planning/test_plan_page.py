@@ -12,8 +12,9 @@ from t5x_gpu.analysis.gpu_compile import Memory
 from t5x_gpu.config import gin_loader
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.partitioning.mesh.mesh_sizes import resolve_mesh_sizes
-from t5x_gpu.planning import links, screen
+from t5x_gpu.planning import screen
 from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.formulas import links
 from t5x_gpu.planning.page.mesh_drawing import MOST_HOSTS, mesh_drawing
 from t5x_gpu.planning.page.plan_page import plan_page
 from t5x_gpu.planning.prediction import PlanConfig, predict

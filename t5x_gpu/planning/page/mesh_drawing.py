@@ -13,8 +13,8 @@ import numpy as np
 from t5x_gpu.partitioning.layout import Layout
 from t5x_gpu.partitioning.mesh.mesh import FSDP_SPLITS, SPLITS, device_array
 from t5x_gpu.partitioning.mesh.mesh_sizes import MESH_AXES
-from t5x_gpu.planning.links import NETWORK
-from t5x_gpu.planning.step_time import CollectiveTime
+from t5x_gpu.planning.formulas.links import NETWORK
+from t5x_gpu.planning.formulas.step_time import CollectiveTime
 from t5x_gpu.reporting.charts import NUM_COLOURS
 from t5x_gpu.reporting.markup import element
 from t5x_gpu.reporting.page import views

@@ -7,10 +7,11 @@ from typing import Optional
 
 from t5x_gpu.errors import UserError
 from t5x_gpu.partitioning.layout import Layout
-from t5x_gpu.planning import bottleneck, screen, work
+from t5x_gpu.planning import bottleneck, screen
 from t5x_gpu.planning.calibration import Calibration
-from t5x_gpu.planning.links import NETWORK, NVLINK
-from t5x_gpu.planning.memory import (
+from t5x_gpu.planning.formulas import work
+from t5x_gpu.planning.formulas.links import NETWORK, NVLINK
+from t5x_gpu.planning.formulas.memory import (
   ACTIVATIONS,
   BATCH,
   FRAGMENTATION,
@@ -23,10 +24,10 @@ from t5x_gpu.planning.memory import (
   WEIGHTS,
   MemoryUse,
 )
+from t5x_gpu.planning.formulas.step_time import StepTime
 from t5x_gpu.planning.page.mesh_drawing import mesh_drawing
 from t5x_gpu.planning.prediction import Prediction
 from t5x_gpu.planning.scaling import Outcome
-from t5x_gpu.planning.step_time import StepTime
 from t5x_gpu.reporting.charts import Axis, Series, line_chart, stacked_bars
 from t5x_gpu.reporting.markup import Child, element
 from t5x_gpu.reporting.page import Section, Tile, page, table
