@@ -7,6 +7,7 @@ planner.exactly(config, Topology(8, 8)).memory.fits            # compiles
 
 import contextlib
 import dataclasses
+import io
 from collections.abc import Sequence
 
 from t5x_gpu.analysis.collectives import partitioned_hlo
@@ -73,6 +74,6 @@ class Planner:
       gpus = described_gpus(
         self.gpu.name, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
       )
-      with contextlib.redirect_stdout(None):
+      with contextlib.redirect_stdout(io.StringIO()):
         step = compile_step(config, gpus)
     return predict(step.program, config, gpu=self.gpu, assumed=self.assumed, compiled=step)
