@@ -22,16 +22,16 @@ CONFIG = TransformerConfig(
 )
 
 
-def program(config):
+def program(config, *, num_devices=1, **partitioner):
   return build_program(
     model=DecoderOnlyModel(config),
     optimizer=AdamW(),
     schedule=constant(1e-2),
-    partitioner=Partitioner(),
-    topology=Topology(1, 1),
-    devices=jax.devices()[:1],
+    partitioner=Partitioner(**partitioner),
+    topology=Topology(1, num_devices),
+    devices=jax.devices()[:num_devices],
     task_feature_lengths={'targets': 8},
-    batch_size=2,
+    batch_size=4,
     pack=True,
     seed=0,
   )
@@ -68,6 +68,15 @@ def test_logits_are_in_fp8_if_asked_for(tied):
   assert products(dataclasses.replace(config, dtype='bfloat16'))[0] == 0
   with pytest.raises(ModelError, match='fp8_logits = True needs a loss that does not store logits'):
     dataclasses.replace(config, loss_chunks=0)
+
+
+@pytest.mark.parametrize(('dtype', 'sent'), [('fp8', 'bf16'), ('float32', 'f32')])
+def test_a_pipeline_gathers_in_the_dtype_of_its_matmuls(dtype, sent):
+  config = dataclasses.replace(CONFIG, dtype=dtype)
+  p = program(config, num_devices=4, stage=2, fsdp=2, num_pipeline_microbatches=2)
+  lowered = p.train_step.lower(p.abstract_state, p.abstract_batch).as_text()
+  gathered = re.findall(r'all_gather.*-> tensor<(?:\d+x)*(\w+)>', lowered)
+  assert gathered and set(gathered) == {sent}
 
 
 def test_recomputed_layers_multiply_in_fp8_again():
