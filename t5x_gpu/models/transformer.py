@@ -26,7 +26,7 @@ from t5x_gpu.layers.positions import RelativeBuckets, RelativePositionTable, Rot
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.precision import in_8_bits
 from t5x_gpu.models.remat import POLICIES, named_input
-from t5x_gpu.partitioning import fsdp, quantized
+from t5x_gpu.partitioning import fsdp, layer_loop, quantized
 from t5x_gpu.partitioning.axis_rules import is_named, shard
 
 
@@ -305,13 +305,16 @@ def scan_layers(
     charges: [batch, length, 2], router charges so far; None without router losses.
   """
 
+  def one(weights: Any, carry: Any, shared: Any, number: Any) -> Any:
+    (x, caches, charges), (shared, rng) = carry, shared
+    rng = rng and rng.fold(number)
+    x, caches, more = layer.apply({'params': weights}, named_input(x), shared, rng, number, caches)
+    return x, caches, charges if more is None else charges + more
+
   def body(carry: Any, of_layer: Any) -> tuple[Any, None]:
-    (x, caches, charges), (split_params, number) = carry, of_layer
+    split_params, number = of_layer
     weights = quantized.whole(split_params, config.compute_dtype)
-    rng = dropout_rng and dropout_rng.fold(number)
-    x = named_input(x)
-    x, caches, more = layer.apply({'params': weights}, x, shared, rng, number, caches)
-    return (x, caches, charges if more is None else charges + more), None
+    return one(weights, carry, (shared, dropout_rng), number), None
 
   carry = (x, caches, charges)
   if isinstance(params, tuple):
@@ -321,6 +324,17 @@ def scan_layers(
   num_layers = jax.tree.leaves(params)[0].shape[0]
   if config.fp8 and caches is None:
     params = in_8_bits(params)
+  if caches is None and layer_loop.is_used(params):
+    return layer_loop.run(
+      one,
+      params,
+      carry,
+      (shared, dropout_rng),
+      dtype=config.compute_dtype,
+      first_layer=first_layer,
+      policy=POLICIES[config.remat_policy],
+      unroll=config.scan_unroll,
+    )
   unroll = min(config.scan_unroll, num_layers)
   policy = fsdp.keep_policy(POLICIES[config.remat_policy], params)
   if policy is not None:

@@ -77,12 +77,14 @@ class Dims:
     model: dimension that `model` splits, or None.
     padding: zeros that make the parts equal, or None.
     sums: mesh axes over which the backward pass sums the gradient, besides `fsdp`.
+    ahead: whether the loop over layers communicates one layer ahead (layer_loop.py).
   """
 
   fsdp: Optional[int] = None
   model: Optional[int] = None
   padding: Optional[Padding] = None
   sums: tuple[str, ...] = ()
+  ahead: bool = False
 
 
 @flax.struct.dataclass

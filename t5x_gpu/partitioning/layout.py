@@ -44,7 +44,7 @@ class Layout:
     topology: hosts and devices per host.
     zero_stage: see partitioning/fsdp.py.
     pipeline: schedule of the stages; None without a pipeline.
-    accumulate_by: see partitioning/manual_region.py.
+    accumulate_by, overlap_layers: see partitioning/manual_region.py.
     notes: notes for the user, one line each.
   """
 
@@ -55,12 +55,20 @@ class Layout:
   zero_stage: int = 3
   pipeline: Optional[Pipeline] = None
   accumulate_by: str = 'layer'
+  overlap_layers: bool = False
   notes: tuple[str, ...] = ()
 
   @property
   def region(self) -> Region:
     """The region of a step with explicit collectives."""
-    return Region(self.rules, self.mesh.shape, self.zero_stage, self.pipeline, self.accumulate_by)
+    return Region(
+      self.rules,
+      self.mesh.shape,
+      self.zero_stage,
+      self.pipeline,
+      self.accumulate_by,
+      self.overlap_layers,
+    )
 
   @property
   def replicated(self) -> NamedSharding:

@@ -80,6 +80,7 @@ class Region:
     pipeline: schedule of the stages; None without a pipeline.
     accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
       next one; 'microbatch' takes a microbatch through all layers first.
+    overlap_layers: whether loops over layers communicate one layer ahead (layer_loop.py).
   """
 
   rules: AxisRules
@@ -87,6 +88,7 @@ class Region:
   zero_stage: int = 3
   pipeline: Optional[Pipeline] = None
   accumulate_by: str = 'layer'
+  overlap_layers: bool = False
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -106,6 +108,11 @@ class Region:
     gathered and gradients summed once per step.
     """
     return 'fsdp' in self.axes and self.zero_stage >= 2 and self.pipeline is None
+
+  @property
+  def layers_ahead(self) -> bool:
+    """Whether loops over layers communicate one layer ahead."""
+    return self.overlap_layers and self.sums_in_backward
 
   @property
   def _part_table(self) -> Table:
@@ -205,7 +212,7 @@ class Region:
       dims = split or fsdp.Dims()
       axes = self.sum_axes(axis_names) if sums else ()
       if in_layers and 'layers' in axis_names.names:
-        dims = dataclasses.replace(dims, sums=axes)
+        dims = dataclasses.replace(dims, sums=axes, ahead=self.overlap_layers)
       else:
         part, before = fsdp.summed(part, axes, before), None
         if split is None:

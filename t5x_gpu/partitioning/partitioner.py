@@ -62,6 +62,7 @@ class Partitioner:
     accumulate_by: under ZeRO-2 and 3, 'layer' takes all microbatches through a layer before the
       next one: parameters are gathered and gradients reduced once per step; layers are recomputed.
       'microbatch' gathers and reduces for each microbatch, and keeps the activations of one.
+    overlap_layers: communicate for a layer while another one computes (layer_loop.py).
     sequence_parallel: split norms, dropout and residuals over `model` by position.
     context: parts of the length of a sequence.
     context_attention: 'ring' sends keys and values around, 'gather' collects them.
@@ -81,6 +82,7 @@ class Partitioner:
   fsdp: int = 1
   zero_stage: int = 3
   accumulate_by: str = 'layer'
+  overlap_layers: bool = False
   sequence_parallel: bool = False
   context: int = 1
   context_attention: str = 'ring'
@@ -166,6 +168,7 @@ class Partitioner:
       raise _model_error(self._problems(sizes, logical_sizes, num_microbatches, better, with_data))
     shares_kv_heads = tensor_parallel.devices_per_kv_head(logical_sizes, sizes.total) > 1
     note = tensor_parallel.shared_kv_heads_note(logical_sizes, sizes.total)
+    by_layer = num_microbatches > 1 and self.accumulate_by == 'layer' and sizes.total['fsdp'] > 1
     return Layout(
       mesh=build_mesh(sizes, topology, devices),
       sizes=sizes,
@@ -174,6 +177,7 @@ class Partitioner:
       notes=(note,) if note else (),
       zero_stage=self.zero_stage,
       accumulate_by=self.accumulate_by,
+      overlap_layers=self.overlap_layers and not by_layer,
       pipeline=self._pipeline(sizes, logical_sizes, num_microbatches),
     )
 

@@ -244,11 +244,39 @@ def whole(tree: Any, dtype: Any) -> Any:
       return _use(dtype, None, p, None, *of_kernel)
     return _use(dtype, (p.dims, p.is_gathered), p.part, p.earlier, *of_kernel)
 
-  return jax.tree.map(leaf, tree, is_leaf=_is_parameter)
+  return jax.tree.map(leaf, tree, is_leaf=is_parameter)
 
 
-def _is_parameter(x: Any) -> bool:
+def is_parameter(x: Any) -> bool:
+  """Returns whether `x` is a parameter in any form but an array; an `is_leaf` for tree maps."""
   return isinstance(x, (InEightBits, Quantized)) or fsdp.is_split(x)
+
+
+def is_gathered(parameter: Any) -> bool:
+  """Returns whether `whole` takes an all-gather."""
+  p = parameter.param if isinstance(parameter, InEightBits) else parameter
+  return fsdp.is_split(p) and p.is_gathered
+
+
+def is_ahead(parameter: Any) -> bool:
+  """Returns whether the loop over layers communicates it one layer ahead (layer_loop.py)."""
+  p = parameter.param if isinstance(parameter, InEightBits) else parameter
+  return fsdp.is_split(p) and p.dims.ahead
+
+
+def part(parameter: Any) -> jax.Array:
+  """Returns the array of a parameter, or of its gradient, that is differentiated."""
+  p = parameter.param if isinstance(parameter, InEightBits) else parameter
+  return p.part if fsdp.is_split(p) else p
+
+
+def as_gradient(parameter: Any, gradient: jax.Array) -> Any:
+  """Returns the gradient of `part(parameter)` as that of `parameter`."""
+  if isinstance(parameter, InEightBits):
+    return InEightBits(as_gradient(parameter.param, gradient), None, None)
+  if fsdp.is_split(parameter):
+    return parameter.replace(part=gradient, full=None, earlier=None)
+  return gradient
 
 
 # How a parameter is split, and whether its parts are gathered; None for one that is not split.

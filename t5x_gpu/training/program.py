@@ -336,5 +336,6 @@ def compile_options(program: Program, xla: Optional[xla_flags.Applied]) -> Optio
     mesh_axes=[a for a, size in mesh.shape.items() if size > 1],
     layer_bytes=layer_bytes or None,
     num_gpus=mesh.size,
+    layers_ahead=program.layout.region.layers_ahead,
   )
   return dict(applied.compile_options) or None

@@ -126,8 +126,15 @@ class Case:
 # The loss without stored logits, in chunks of which the last one is padded.
 CHUNKS = dict(loss_chunks=3)
 _GPIPE = dict(pipeline_schedule='gpipe')
+_OVERLAP = dict(overlap_layers=True)  # as in hsdp.gin
 CASES = {
   'dp_2_microbatches': Case({}, num_microbatches=2),
+  'dp_overlap': Case(_OVERLAP, model='tied'),
+  'dp_overlap_2_microbatches': Case(_OVERLAP, num_microbatches=2),
+  'zero2_overlap': Case(dict(fsdp=4, zero_stage=2, **_OVERLAP), config=CHUNKS),
+  'fsdp_overlap_unrolled': Case(
+    dict(fsdp=4, **_OVERLAP), config=dict(remat_policy='full', scan_unroll=4)
+  ),
   'zero1': Case(dict(fsdp=8, zero_stage=1)),
   'zero2_remat': Case(
     dict(fsdp=4, zero_stage=2), config=dict(remat_policy='full', **CHUNKS), num_microbatches=2
@@ -135,7 +142,7 @@ CASES = {
   'fsdp': Case(dict(fsdp=8), config=CHUNKS),
   'fsdp_by_microbatch': Case(dict(fsdp=4, accumulate_by='microbatch'), num_microbatches=2),
   'hsdp_minimal': Case(
-    dict(ici_mesh_shape={'fsdp': 4}, dcn_mesh_shape={'data': 2}),
+    dict(ici_mesh_shape={'fsdp': 4}, dcn_mesh_shape={'data': 2}, **_OVERLAP),
     num_hosts=2,
     config=dict(remat_policy='minimal'),
     model='tied',
@@ -171,7 +178,7 @@ CASES = {
   'classifier_context_stage': Case(dict(context=2, stage=2), model='mean_classifier'),
   'mlm_ring_model': Case(dict(context=2, num_partitions=2), model='mlm', config=CHUNKS),
   't5_fsdp_model': Case(
-    dict(fsdp=2, num_partitions=2, sequence_parallel=True), model='t5', config=CHUNKS
+    dict(fsdp=2, num_partitions=2, sequence_parallel=True, **_OVERLAP), model='t5', config=CHUNKS
   ),
   't5_ring': Case(dict(context=2, fsdp=2), model='t5'),
   't5_fsdp_by_layer': Case(dict(fsdp=4), model='t5', num_microbatches=2),
@@ -211,13 +218,13 @@ CASES = {
   ),
   'fsdp_context': Case(dict(fsdp=2, context=2), config=dict(remat_policy='dots')),
   'fsdp_context_model': Case(
-    dict(fsdp=2, context=2, num_partitions=2, sequence_parallel=True),
+    dict(fsdp=2, context=2, num_partitions=2, sequence_parallel=True, **_OVERLAP),
     config=dict(remat_policy='offload', **CHUNKS),
   ),
   'fsdp_circular': Case(dict(stage=2, fsdp=2, pipeline_schedule='circular', pipeline_repeats=2)),
   'context_stage': Case(dict(context=2, stage=2)),
   'expert_fsdp': Case(
-    dict(data=1, expert=2, fsdp=4), model='moe', config=dict(remat_policy='dots')
+    dict(data=1, expert=2, fsdp=4, **_OVERLAP), model='moe', config=dict(remat_policy='dots')
   ),
   'expert_model': Case(dict(expert=2, num_partitions=2), model='moe'),
   'fsdp_by_layer_offload': Case(

@@ -224,7 +224,8 @@ def _one_forward_one_backward(run: PipelineRun, params: Tree) -> tuple[Tree, Tre
     return (0 <= unit) & (unit < table.num_units), jnp.clip(unit, 0, table.num_units - 1)
 
   def tick(carry: Tree, t: jax.Array) -> tuple[Tree, None]:
-    x, dy, kept, grads, sums = carry
+    x, dx, kept, grads, sums = carry
+    dy = run.shift(dx, back=True)  # during this tick's forward pass
     works, unit = inside(table.forward_unit(t, stage))
     x = jax.lax.cond(
       works & is_first, lambda x: run.embed(params, run.microbatch(unit)), lambda x: x, x
@@ -236,6 +237,7 @@ def _one_forward_one_backward(run: PipelineRun, params: Tree) -> tuple[Tree, Tre
 
     # The last stage runs a unit backward at once, which recomputes its forward pass anyway.
     y = jax.lax.cond(works & ~is_last, block, lambda x: x, x) if run.skip_idle else block(x)
+    y = run.shift(y)  # during the backward pass
 
     works, unit = inside(table.backward_unit(t, stage))
     x = at(kept, (unit + stage) % table.kept_inputs)
@@ -247,7 +249,7 @@ def _one_forward_one_backward(run: PipelineRun, params: Tree) -> tuple[Tree, Tre
       )
     else:
       dx, grads, sums = back(state, works)
-    return (run.shift(y), run.shift(dx, back=True), kept, grads, sums), None
+    return (y, dx, kept, grads, sums), None
 
   x = run.first_activation(params)
   shapes = jax.eval_shape(run.head, params, x, run.microbatch(0))[1]

@@ -181,6 +181,7 @@ def refine(
   mesh_axes: Collection[str] = (),
   layer_bytes: Optional[int] = None,
   num_gpus: Optional[int] = None,
+  layers_ahead: bool = False,
 ) -> Applied:
   """Returns `applied` with the compile options for a mesh and model that are known only now.
 
@@ -191,6 +192,7 @@ def refine(
     mesh_axes: mesh axes larger than 1.
     layer_bytes: size of one layer's gathered parameters.
     num_gpus: GPUs of the run, all hosts together, if not known before.
+    layers_ahead: whether loops over layers communicate one layer ahead.
   """
   num_gpus = applied.num_gpus if num_gpus is None else num_gpus
   wanted = select(
@@ -200,6 +202,7 @@ def refine(
     num_gpus=num_gpus,
     mesh_axes=mesh_axes,
     layer_bytes=layer_bytes,
+    layers_ahead=layers_ahead,
   )
   options, refused = _usable_options(wanted, applied.user_flags, xla_probe.installed())
   dropped = {name: reason for name, reason in refused.items() if name not in applied.dropped}

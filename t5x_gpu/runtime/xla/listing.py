@@ -50,4 +50,8 @@ def where(row: Setting) -> str:
     parts.append('several GPUs')
   if row.axes:
     parts.append(f'mesh axis {" or ".join(row.axes)}')
+  if row.without_axes:
+    parts.append(f'without {" and ".join(row.without_axes)}')
+  if row.layers_ahead is not None:
+    parts.append('with overlap_layers' if row.layers_ahead else 'without overlap_layers')
   return ', '.join(parts)

@@ -93,6 +93,7 @@ def select(
   num_gpus: Optional[int] = None,
   mesh_axes: Collection[str] = (),
   layer_bytes: Optional[int] = None,
+  layers_ahead: bool = False,
 ) -> XlaPreset:
   """Returns the settings of a preset for one kind of machine.
 
@@ -103,6 +104,7 @@ def select(
     num_gpus: GPUs of the run, all hosts together; None for "several".
     mesh_axes: mesh axes larger than 1, as far as known.
     layer_bytes: size of one layer's gathered parameters; None for the smallest bound.
+    layers_ahead: whether loops over layers communicate one layer ahead.
   Raises:
     ConfigError: no such preset.
   """
@@ -113,6 +115,7 @@ def select(
     for row in TABLE
     if kind is not None
     and preset in row.presets
+    and row.layers_ahead in (None, layers_ahead)
     and _applies(row, kind=kind, num_hosts=num_hosts, num_gpus=num_gpus, mesh_axes=mesh_axes)
   ]
   most = MOST_COMBINED_BYTES.get(kind or '', LEAST_COMBINED_BYTES)
@@ -143,5 +146,6 @@ def _applies(
     (not row.generations or kind in row.generations)
     and row.hosts in ('any', 'several' if num_hosts > 1 else 'one')
     and (not row.axes or bool(set(row.axes) & set(mesh_axes)))
+    and not set(row.without_axes) & set(mesh_axes)
     and (several_gpus or not row.several_gpus)
   )

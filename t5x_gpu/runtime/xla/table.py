@@ -7,7 +7,7 @@ of the compilation cache. An *XLA flag* (in XLA_FLAGS) is for what XLA reads at 
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Union
+from typing import Optional, Union
 
 Value = Union[bool, int, float, str]
 
@@ -45,6 +45,9 @@ class Setting:
     generations: GPUs that it is for; empty for all, including those that the table does not know.
     hosts: 'any', 'one' or 'several'.
     axes: mesh axes, at least one of which must be larger than 1; empty for any mesh.
+    without_axes: mesh axes, none of which may be larger than 1.
+    layers_ahead: whether it is for loops over layers that communicate one layer ahead
+      (partitioning/layer_loop.py), or for others; None for both.
     several_gpus: only for runs on more than one GPU.
   """
 
@@ -57,6 +60,8 @@ class Setting:
   generations: tuple[str, ...] = ()
   hosts: str = 'any'
   axes: tuple[str, ...] = ()
+  without_axes: tuple[str, ...] = ()
+  layers_ahead: Optional[bool] = None
   several_gpus: bool = False
 
 
@@ -104,9 +109,23 @@ TABLE: tuple[Setting, ...] = (
       _TOOLBOX,
       generations=GENERATIONS,
       hosts='several',
+      # Of a loop that communicates ahead, the default joins one layer, and not more.
+      layers_ahead=False if kind == 'reduce_scatter' else None,
       several_gpus=True,
     )
-    for kind in ('all_gather', 'reduce_scatter', 'all_reduce')
+    for kind in ('all_gather', 'all_reduce', 'reduce_scatter')
+  ),
+  Setting(
+    'compile_option',
+    'xla_disable_hlo_passes',
+    'collective-pipeliner-backward,collective-pipeliner-forward,loop-double-buffer-transformer',
+    ('default',),
+    'Our loop over layers communicates one layer ahead. O1 would move its collectives one layer '
+    'further, and unroll it: on 64 GPUs (hsdp) the sums of three layers then wait for the end.',
+    _XLA,
+    layers_ahead=True,
+    without_axes=('stage', 'context', 'expert', 'model'),
+    several_gpus=True,
   ),
   *(
     _overlap(f'xla_gpu_enable_pipelined_{kind}', True, _PIPELINE, _TOOLBOX)

@@ -1,0 +1,336 @@
+"""The loop over the layers of a stack, with communication one layer away from computation.
+
+While a layer computes, the next one's parameters are gathered (ZeRO-3), forward and backward, and
+in the backward pass the gradients of the layer before are summed over devices. Nothing in a layer
+waits for a collective, and each has the matmuls of a whole layer to run next to. The price is the
+memory of one layer's gathered parameters and one layer's gradients, in the compute dtype.
+
+JAX's gradient of a loop would gather and sum inside the layer that needs the result, and compilers
+seldom move a collective to another iteration, so the backward loop is written out here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend.core import jaxpr_as_fun
+
+from t5x_gpu.partitioning import fsdp, quantized
+from t5x_gpu.partitioning.axis_rules import varying
+
+# (weights of a layer, carry, shared, its number) -> carry.
+Layer = Callable[[Any, Any, Any, jax.Array], Any]
+
+
+def is_used(params: Any) -> bool:
+  """Returns whether the loop over layers with these stacked parameters is this one."""
+  leaves = jax.tree.leaves(params, is_leaf=quantized.is_parameter)
+  return any(quantized.is_ahead(leaf) for leaf in leaves)
+
+
+def run(
+  layer: Layer,
+  params: Any,
+  carry: Any,
+  shared: Any,
+  *,
+  dtype: Any,
+  first_layer: Any = 0,
+  policy: Optional[Callable[..., Any]] = None,
+  unroll: int = 1,
+) -> Any:
+  """Returns `carry` after all layers.
+
+  Args:
+    layer: computes one layer; every array that it uses is among its arguments.
+    params: parameters stacked [layers, ...]: arrays, `fsdp.Split` or `quantized.InEightBits`.
+    carry: input of the first layer.
+    shared: tree of arrays that all layers share.
+    dtype: compute dtype, as in `quantized.whole`.
+    first_layer: number of the first layer.
+    policy: for `jax.checkpoint`: what a layer stores for the backward pass besides its input. None
+      for everything except weights.
+    unroll: layers per iteration.
+  """
+  leaves, treedef = jax.tree.flatten(params, is_leaf=quantized.is_parameter)
+  loop = _Loop(layer, treedef, dtype, policy or fsdp.keep_activations_only, unroll)
+
+  @jax.custom_vjp
+  def layers(leaves: Any, carry: Any, shared: Any, first: jax.Array) -> Any:
+    return loop.forward(leaves, carry, shared, first)
+
+  layers.defvjp(loop.forward_and_kept, loop.backward, symbolic_zeros=True)
+  return layers(leaves, carry, shared, jnp.asarray(first_layer, jnp.int32))
+
+
+class _Step:
+  """A layer as flat arrays, and its backward pass. The first call traces it, the others reuse that.
+
+  What JAX's backward pass needs is in part an input, such as a weight. Only the rest, and the
+  layer's input, must be stored.
+
+  Attributes:
+    trained: which of the weights are differentiated.
+    differentiated: which of the arrays of `shared` are.
+  """
+
+  def __init__(
+    self,
+    function: Callable[..., Any],
+    *,
+    trained: Sequence[bool],
+    differentiated: Sequence[bool],
+    **remat: Any,
+  ):
+    self._function, self._remat, self._traced = function, remat, None
+    self.trained, self.differentiated = trained, differentiated
+
+  def forward(
+    self, weights: list[Any], carry: Any, shared: list[jax.Array], number: jax.Array
+  ) -> tuple[Any, list[jax.Array]]:
+    """Returns (carry, arrays to be stored for the backward pass)."""
+    inputs = (weights, shared, number, carry)
+    if self._traced is None:
+      self._trace(inputs)
+    results = self._traced(*jax.tree.leaves(inputs))
+    outputs, needed = results[: self._output.num_leaves], results[self._output.num_leaves :]
+    stored = [x for x, source in zip(needed, self._sources, strict=True) if source is None]
+    return jax.tree.unflatten(self._output, outputs), stored
+
+  def backward(
+    self, weights: list[Any], shared: list[jax.Array], number: jax.Array, stored: Any, gradient: Any
+  ) -> tuple[list[Any], Any, list[jax.Array]]:
+    """Returns the gradients of (trained weights, carry, differentiated arrays of `shared`)."""
+    fixed, stored = jax.tree.leaves((weights, shared, number)), iter(stored)
+    needed = [next(stored) if i is None else fixed[i] for i in self._sources]
+    return jax.tree.unflatten(self._pull, needed)(gradient)
+
+  def _trace(self, inputs: Any) -> None:
+    def forward(weights: Any, shared: Any, number: Any, carry: Any) -> Any:
+      def layer(trained: Any, carry: Any, differentiated: Any) -> Any:
+        whole = _merged(self.trained, trained, weights)
+        return self._function(
+          whole, carry, _merged(self.differentiated, differentiated, shared), number
+        )
+
+      output, pull = jax.vjp(
+        jax.checkpoint(layer, **self._remat),
+        _chosen(self.trained, weights),
+        carry,
+        _chosen(self.differentiated, shared),
+      )
+      self._output, self._pull = jax.tree.structure(output), jax.tree.structure(pull)
+      return jax.tree.leaves(output) + jax.tree.leaves(pull)
+
+    closed = jax.make_jaxpr(forward)(*inputs)
+    fixed = closed.jaxpr.invars[: len(jax.tree.leaves(inputs[:3]))]
+    needed = closed.jaxpr.outvars[self._output.num_leaves :]
+    self._sources = [next((i for i, x in enumerate(fixed) if x is need), None) for need in needed]
+    self._traced = jaxpr_as_fun(closed)
+
+
+@flax.struct.dataclass
+class _Kept:
+  """What the forward loop keeps: its arguments, the layer, and what it stored.
+
+  Attributes:
+    stored: arrays [layers - 1, ...], of all layers but the last.
+    stored_last, ahead_last: of the last layer: the same, and its gathered weights.
+    shared_tree: tree of `shared`.
+  """
+
+  leaves: Any
+  shared: list[jax.Array]
+  first: jax.Array
+  stored: Any
+  stored_last: Any
+  ahead_last: Any
+  step: _Step = flax.struct.field(pytree_node=False)
+  shared_tree: Any = flax.struct.field(pytree_node=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+  layer: Layer
+  treedef: Any
+  dtype: Any
+  policy: Callable[..., Any]
+  unroll: int
+
+  def forward(self, leaves: Any, carry: Any, shared: Any, first: jax.Array) -> Any:
+    """Returns the output, without gradients."""
+
+    def step(weights: Any, carry: Any, number: jax.Array) -> tuple[Any, Any]:
+      return self.layer(jax.tree.unflatten(self.treedef, weights), carry, shared, number), ()
+
+    return self._forward(leaves, carry, first, step)[0]
+
+  def forward_and_kept(self, leaves: Any, carry: Any, shared: Any, first: Any) -> Any:
+    """Returns (output, _Kept); arguments are `CustomVJPPrimal`s."""
+    trained = [
+      any(x.perturbed for x in jax.tree.leaves(leaf, is_leaf=_is_primal)) for leaf in leaves
+    ]
+    flat, shared_tree = jax.tree.flatten(shared, is_leaf=_is_primal)
+    differentiated = [x.perturbed for x in flat]
+    leaves, carry, flat, first = jax.tree.map(
+      lambda x: x.value, (leaves, carry, flat, first), is_leaf=_is_primal
+    )
+
+    def function(weights: Any, carry: Any, shared: list[jax.Array], number: jax.Array) -> Any:
+      shared = jax.tree.unflatten(shared_tree, shared)
+      return self.layer(jax.tree.unflatten(self.treedef, weights), carry, shared, number)
+
+    layer = _Step(
+      function,
+      trained=trained,
+      differentiated=differentiated,
+      policy=self.policy,
+      # Loops keep the two passes apart; without them, XLA would merge the recomputation with the
+      # forward pass and save nothing.
+      prevent_cse=self.unroll >= _num_layers(leaves),
+    )
+
+    def step(weights: Any, carry: Any, number: jax.Array) -> Any:
+      return layer.forward(weights, carry, flat, number)
+
+    output, *stored = self._forward(leaves, carry, first, step)
+    return output, _Kept(leaves, flat, first, *stored, step=layer, shared_tree=shared_tree)
+
+  def _forward(self, leaves: Any, carry: Any, first: jax.Array, step: Callable[..., Any]) -> Any:
+    """Returns (output, what `step` stores of all layers but the last, of the last, its weights)."""
+
+    def body(state: Any, i: jax.Array) -> Any:
+      carry, ahead = state
+      following = self._gathered(leaves, i + 1)
+      carry, stored = step(self._weights(leaves, ahead, i), carry, first + i)
+      return (carry, following), stored
+
+    last = _num_layers(leaves) - 1
+    state = carry, self._gathered(leaves, 0)
+    (carry, ahead), stored = self._scan(body, state, jnp.arange(last))
+    carry, stored_last = step(self._weights(leaves, ahead, last), carry, first + last)
+    return carry, stored, stored_last, ahead
+
+  def backward(self, kept: _Kept, gradient: Any) -> Any:
+    """Returns the gradients of the arguments."""
+    leaves, step, last = kept.leaves, kept.step, _num_layers(kept.leaves) - 1
+
+    def one(ahead: Any, stored: Any, gradient: Any, i: Any) -> Any:
+      weights = self._weights(leaves, ahead, i)
+      return step.backward(weights, kept.shared, kept.first + i, stored, gradient)
+
+    def body(state: Any, i: Any) -> Any:
+      ahead, (pending, gradient, of_shared), total = state
+      following = self._gathered(leaves, i - 1)
+      total = self._with_layer(total, _chosen(step.trained, leaves), pending, i + 1)
+      pending, gradient, more = one(ahead, _at(kept.stored, i), gradient, i)
+      return (following, (pending, gradient, _add(of_shared, more)), total), None
+
+    total = [_zeros_like(quantized.part(leaf)) for leaf in _chosen(step.trained, leaves)]
+    ahead = self._gathered(leaves, max(last - 1, 0))
+    gradient = jax.tree.map(_instantiated, gradient, is_leaf=_is_zero)
+    stored_last = _after(kept.stored_last, gradient)
+    state = ahead, one(kept.ahead_last, stored_last, gradient, last), total
+    if last:
+      state = self._scan(body, state, jnp.arange(1, last), reverse=True)[0]
+      state = body(state, 0)[0]  # what it gathers is not used
+    _, (pending, gradient, of_shared), total = state
+    # Otherwise XLA joins these collectives with those of the layer before, and hides neither.
+    pending, _ = jax.lax.optimization_barrier((pending, total))
+    total = self._with_layer(total, _chosen(step.trained, leaves), pending, 0)
+    gradients = _merged(step.trained, total, [None] * len(leaves))
+    return (
+      [g if g is None else quantized.as_gradient(leaf, g) for leaf, g in zip(leaves, gradients)],
+      gradient,
+      jax.tree.unflatten(
+        kept.shared_tree, _merged(step.differentiated, of_shared, [None] * len(kept.shared))
+      ),
+      None,
+    )
+
+  def _with_layer(self, total: Any, leaves: Any, pending: Any, i: Any) -> Any:
+    """Returns stacked gradients with those of layer `i`, summed over devices."""
+
+    def summed(leaf: Any, gradient: Any) -> jax.Array:
+      _, pull = jax.vjp(lambda p: quantized.whole(p, self.dtype), _at(leaf, i))
+      return quantized.part(pull(gradient)[0])
+
+    return [
+      jax.lax.dynamic_update_index_in_dim(to, summed(leaf, gradient), i, 0)
+      for to, leaf, gradient in zip(total, leaves, pending, strict=True)
+    ]
+
+  def _gathered(self, leaves: Any, i: Any) -> list[Any]:
+    """Returns those weights of layer `i` that are gathered."""
+    return [quantized.whole(_at(p, i), self.dtype) for p in leaves if quantized.is_gathered(p)]
+
+  def _weights(self, leaves: Any, ahead: list[Any], i: Any) -> list[Any]:
+    """Returns all weights of layer `i`, given those of `_gathered`."""
+    gathered = iter(ahead)
+    return [
+      next(gathered) if quantized.is_gathered(p) else quantized.whole(_at(p, i), self.dtype)
+      for p in leaves
+    ]
+
+  def _scan(self, body: Any, state: Any, numbers: jax.Array, **options: Any) -> Any:
+    unroll = max(1, min(self.unroll, numbers.size))
+    return jax.lax.scan(body, state, numbers, unroll=unroll, **options)
+
+
+def _is_primal(x: Any) -> bool:
+  return isinstance(x, CustomVJPPrimal)
+
+
+def _is_zero(x: Any) -> bool:
+  return isinstance(x, SymbolicZero)
+
+
+def _num_layers(leaves: Any) -> int:
+  return jax.tree.leaves(leaves)[0].shape[0]
+
+
+def _at(tree: Any, i: Any) -> Any:
+  """Returns entry `i` of every array [layers, ...]."""
+  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def _add(a: Any, b: Any) -> Any:
+  return jax.tree.map(jnp.add, a, b)
+
+
+def _zeros_like(x: jax.Array) -> jax.Array:
+  return varying(jnp.zeros(x.shape, x.dtype), tuple(jax.typeof(x).manual_axis_type.varying))
+
+
+def _instantiated(x: Any) -> jax.Array:
+  if not _is_zero(x):
+    return x
+  zeros = jnp.zeros(x.aval.shape, x.aval.dtype)
+  return varying(zeros, tuple(x.aval.manual_axis_type.varying))
+
+
+def _after(arrays: list[jax.Array], gradient: Any) -> list[jax.Array]:
+  """Returns `arrays`, known only once `gradient` is.
+
+  The forward and the backward pass of the last layer are not in loops. Otherwise XLA would merge
+  the recomputation with the forward pass, and keep its activations during the loss.
+  """
+  first = jax.tree.leaves(gradient)[0]
+  marks = jax.typeof(first).manual_axis_type
+  late = [x for x in arrays if jax.typeof(x).manual_axis_type == marks]
+  late, _ = jax.lax.optimization_barrier((late, first))
+  return _merged([jax.typeof(x).manual_axis_type == marks for x in arrays], late, arrays)
+
+
+def _chosen(which: Sequence[bool], items: Sequence[Any]) -> list[Any]:
+  return [item for item, chosen in zip(items, which, strict=True) if chosen]
+
+
+def _merged(which: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+  """Returns `others` with the members that `which` marks replaced by those of `chosen`, in turn."""
+  chosen = iter(chosen)
+  return [next(chosen) if marked else x for marked, x in zip(which, others, strict=True)]

@@ -1,0 +1,101 @@
+"""The loop that communicates one layer ahead: the same gradients and bytes."""
+
+import collections
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from t5x_gpu.analysis.collectives import inventory, partitioned_hlo
+from t5x_gpu.data.synthetic import uneven_batches
+from t5x_gpu.models.config import TransformerConfig
+from t5x_gpu.models.decoder_only import DecoderOnlyModel
+from t5x_gpu.models.lora import LoraModel
+from t5x_gpu.partitioning.partitioner import Partitioner
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.training.program import build_program
+from t5x_gpu.training.schedules import constant
+from tests.helpers_layouts import QUICK, KeepGradients
+from tests.parity.tolerances import MESH_GRADIENT
+
+CONFIG = TransformerConfig(
+  vocab_size=64, num_layers=3, embed_dim=16, num_heads=4, head_dim=4, mlp_dim=32, dropout_rate=0.1
+)
+HSDP = dict(data=2, fsdp=4)
+MODELS = {
+  # A bias that all layers share gets a gradient from each of them.
+  'none': DecoderOnlyModel(CONFIG),
+  'full': DecoderOnlyModel(dataclasses.replace(CONFIG, remat_policy='full')),
+  'lora': LoraModel(DecoderOnlyModel(CONFIG), rank=2),
+  'one_layer': DecoderOnlyModel(dataclasses.replace(CONFIG, num_layers=1)),
+  'bfloat16': DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='bfloat16')),
+  'fp8': DecoderOnlyModel(dataclasses.replace(CONFIG, dtype='fp8_float32')),
+}
+
+
+def program(model, **partitioner):
+  return build_program(
+    model=model,
+    optimizer=KeepGradients(),
+    schedule=constant(1.0),
+    partitioner=Partitioner(**partitioner),
+    topology=Topology(1, 8),
+    devices=jax.devices()[:8],
+    task_feature_lengths={'targets': 16},
+    batch_size=16,
+    pack=True,
+    seed=0,
+  )
+
+
+def gradients(p) -> dict[str, np.ndarray]:
+  [batch] = uneven_batches(p.spec, seed=1, num_batches=1)
+  batch = p.layout.put_batch(batch)
+  state = p.init.lower().compile(compiler_options=QUICK)()
+  step = p.train_step.lower(p.abstract_state, batch).compile(compiler_options=QUICK)
+  grads, _ = jax.tree_util.tree_flatten_with_path(step(state, batch)[0].opt_state)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): np.asarray(x) for path, x in grads
+  }
+
+
+@pytest.mark.parametrize(
+  ('name', 'mesh'),
+  [
+    ('none', HSDP),
+    *(
+      pytest.param(name, mesh, marks=pytest.mark.slow)
+      for name, mesh in [
+        ('full', HSDP),
+        ('lora', dict(fsdp=8)),
+        ('one_layer', dict(fsdp=8)),
+        ('bfloat16', dict(data=8)),
+        ('fp8', HSDP),
+      ]
+    ),
+  ],
+)
+def test_gradients_are_those_of_a_plain_loop(name, mesh):
+  plain = gradients(program(MODELS[name], overlap_layers=False, **mesh))
+  ahead = gradients(program(MODELS[name], overlap_layers=True, **mesh))
+  assert plain.keys() == ahead.keys()
+  for path, array in plain.items():
+    error = np.abs(ahead[path] - array).max()
+    assert error <= MESH_GRADIENT * np.abs(array).max(), f'{path}: {error:.1e}'
+
+
+def test_the_loop_sends_the_same_gradients_and_gathers_the_last_layer_once():
+  sent = {}
+  for ahead in (False, True):
+    p = program(MODELS['none'], overlap_layers=ahead, **HSDP)
+    hlo = partitioned_hlo(p.train_step.lower(p.abstract_state, p.abstract_batch))
+    sent[ahead] = collections.Counter()
+    for c in inventory(hlo, p.layout.mesh.shape):
+      sent[ahead][c.kind, c.axes] += c.bytes_per_call
+  gathers = ('all-gather', ('fsdp',))
+  reductions = {kind for kind in sent[False] if kind != gathers}
+  assert {kind: sent[True][kind] for kind in reductions} == {
+    kind: sent[False][kind] for kind in reductions
+  }
+  assert sent[True][gathers] < sent[False][gathers]
