@@ -359,6 +359,11 @@ def quiet_logging() -> Iterator[None]:
     logging.captureWarnings(False)
 
 
+def without_ledger(files: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+  """Returns a `listing` without the goodput ledger, where every start of a run leaves a line."""
+  return {name: value for name, value in files.items() if not name.endswith('goodput.jsonl')}
+
+
 def listing(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
   """Returns each file under `folder` with size and modification time."""
   return {

@@ -313,7 +313,7 @@ def kernel_for(device: Hardware, dtype: Any, sizes: Sequence[int]) -> tuple[Opti
     sizes: features of the operands on one device.
   """
   of = f'{device.kind}, {jnp.dtype(dtype).name}'
-  if dtype != jnp.bfloat16:
+  if jnp.dtype(dtype) != jnp.bfloat16:
     return None, f'{of}; kernels take bfloat16'
   if device.capability == MOSAIC:
     if all(size % 64 == 0 for size in sizes):

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def folder_with(tmp_path, *steps: int):
   return tmp_path / 'model'
 
 
-def assert_equal(got: TrainState, want: TrainState) -> None:
+def assert_equal(got: Any, want: Any) -> None:
   assert jax.tree.structure(got) == jax.tree.structure(want)
   for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
     np.testing.assert_array_equal(a, b)

@@ -26,6 +26,7 @@ from t5x_gpu.checkpoint.manifest import make_manifest
 from t5x_gpu.checkpoint.storage import atomic_folder
 from t5x_gpu.convert import model_of_gin
 from t5x_gpu.errors import CheckpointError, ConfigError
+from t5x_gpu.training.train_state import TrainState
 from tests.checkpoint.hf_files import (
   CONFIGS,
   VOCAB,
@@ -207,7 +208,7 @@ def test_a_checkpoint_of_a_run_becomes_a_model_of_hugging_face(tmp_path):
   sharding = jax.NamedSharding(jax.make_mesh((2,), ('x',), devices=jax.devices()[:2]), jax.P())
   params = read_params(tmp_path / 'ours', abstract(table_of(CONFIGS['llama']).our_shapes, sharding))
   params = jax.tree.map(lambda x: x * 2, params)
-  state = {'step': np.int32(7), 'params': params, 'opt_state': {'mu': params}}
+  state = TrainState(step=np.int32(7), params=params, opt_state={'mu': params})
   with Checkpointer(str(tmp_path / 'run')) as checkpointer:
     checkpointer.save(
       7,

@@ -41,18 +41,16 @@ def test_steps_are_listed_and_a_state_comes_back_on_any_mesh(tmp_path, open_mana
 
   mesh = Mesh(np.array(jax.devices()), ('data',))
   rows = NamedSharding(mesh, PartitionSpec('data'))
-  target = abstract(new_state())
-  target = target.replace(
-    params=jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), target.params
-    )
+  target = abstract(new_state()).saved()
+  target['params'] = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), target['params']
   )
   for step in (3, 7):
     state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))[
       'state'
     ]
-    assert_equal(state, new_state(step, seed=step))
-    assert state.params['dense']['kernel'].sharding == rows
+    assert_equal(state, new_state(step, seed=step).saved())
+    assert state['params']['dense']['kernel'].sharding == rows
   assert listing(folder) == before
 
 
@@ -83,6 +81,6 @@ def test_so_are_checkpoints_that_other_commands_wrote(tmp_path, open_manager):
   assert converted.all_steps() == [5] and resharded.all_steps() == [3]
   np.testing.assert_array_equal(converted.restore(5)['state']['params']['dense']['kernel'], kernel)
   state = resharded.restore(
-    3, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(new_state())))
+    3, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(new_state()).saved()))
   )['state']
-  assert_equal(state, new_state(3, seed=3))
+  assert_equal(state, new_state(3, seed=3).saved())
