@@ -130,7 +130,7 @@ class OneStackModel(TransformerModel):
     dropout_key: Optional[jax.Array] = None,
     first_layer: Any = 0,
   ) -> Activation:
-    """Returns `x` after the layers of `params['layers']`, the first of which is `first_layer`."""
+    """Returns `x` after the layers of `params['layers']`, which start at number `first_layer`."""
     return self._stack.run(
       params,
       x,

@@ -111,8 +111,8 @@ def test_the_mesh_shows_which_gpus_exchange_data(made):
     words = ', '.join(f'{axis} {n}' for axis, n in named if axis in axes)
     host = f'host {device.id // 4}: '
     assert sum(f'GPU {device.id}: {words}' in x and x.startswith(host) for x in labels) == 3
-  # Along data, which crosses the hosts, all four GPUs of a host are in groups of their own; along
-  # the other axes they are in two.
+  # Along data, which crosses the hosts, the four GPUs of a host are in four groups; along the
+  # other axes, in two.
   cells = [a['class'] for t, a in found.tags if t == 'rect' and a['class'] != 'case']
   assert [len(set(cells[i : i + 4])) for i in range(0, 24, 4)] == [4, 4, 2, 2, 2, 2]
   assert cells[:4] == cells[4:8] and not set(cells[8:12]) & set(cells[12:16])

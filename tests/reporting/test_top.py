@@ -35,7 +35,7 @@ def test_a_frame_of_a_run_that_trains(tmp_path):
   for line in (
     'run a · running · 8 x NVIDIA H100 · node7 81',
     'step 30/40 (75%)',
-    'ETA 0:01:10',  # 10 steps of 10 s, of which 30 s have passed
+    'ETA 0:01:10',  # 10 steps of 10 s, 30 s ago
     'loss 2.200 █',
     'speed 5,030 tokens/s',
     'eval loss 2.642 at step 20, best 2.642 at 20',

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from t5x_gpu.analysis import hlo_text
 from t5x_gpu.analysis.collectives import KINDS, collectives_of
 
-_CONTROL = ('while', 'call', 'conditional')  # their bodies are operations of their own
+_CONTROL = ('while', 'call', 'conditional')  # the operations inside them are counted instead
 _COLLECTIVE_NAME = re.compile('|'.join(KINDS))
 _NCCL = re.compile(r'nccl\w*?_(AllGather|AllReduce|ReduceScatter|SendRecv|AllToAll)')
 _NCCL_KINDS = {

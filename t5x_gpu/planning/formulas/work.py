@@ -27,7 +27,7 @@ EMBEDDING = 'embedding'
 WEIGHTS = 'weights and gradients'
 OPTIMIZER = 'optimizer'
 MODEL = 'model'
-# Backward: attention kernels compute five matrix products, of which one is the forward's logits.
+# Backward: attention kernels compute five matrix products, the forward's logits among them.
 _ATTENTION_BACKWARD = 2.5
 
 

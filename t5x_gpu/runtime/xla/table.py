@@ -45,7 +45,7 @@ class Setting:
     generations: GPUs that it is for; empty for all, including those that the table does not know.
     hosts: 'any', 'one' or 'several'.
     axes: mesh axes, at least one of which must be larger than 1; empty for any mesh.
-    without_axes: mesh axes, none of which may be larger than 1.
+    without_axes: mesh axes that must all have size 1.
     layers_ahead: whether it is for loops over layers that communicate one layer ahead
       (partitioning/layer_loop.py), or for others; None for both.
     several_gpus: only for runs on more than one GPU.

@@ -15,7 +15,7 @@ import numpy as np
 
 from t5x_gpu.errors import ConfigError
 
-WINDOW = 128  # gradient norms of which the median is taken
+WINDOW = 128  # the median is that of this many gradient norms
 LEAST_NORMS = 16  # before a median counts
 
 

@@ -57,7 +57,7 @@ def test_intervals():
 
 
 def test_communication_is_exposed_where_nothing_else_runs(ops):
-  # Each device computes for 60 ms and sends for 30 ms, of which 10 are during the computation.
+  # Each device computes for 60 ms and sends for 30 ms, 10 of them while it computes.
   operations = [
     o
     for device in (0, 1)
