@@ -118,7 +118,17 @@ def differences(manifest: Mapping[str, Any], target: Any) -> list[str]:
     others = len(_differing(have, want, optimizer, limit=None))
     return lines + ([f'{others} arrays of the optimizer state differ as well.'] if others else [])
   lines = _differing(have, want, optimizer)
+  if lines and _factored(have) and _factored(want):
+    lines.append(
+      'Adafactor.layers and Adafactor.min_dim_size_to_factor decide which are factored. '
+      '--gin.Adafactor.layers="\'joined_heads\'" continues checkpoints older than `layers`.'
+    )
   return ['The parameters are the same, the optimizer state is not:'] + lines if lines else []
+
+
+def _factored(arrays: Mapping[str, Any]) -> bool:
+  """Returns whether the arrays include second moments of Adafactor."""
+  return any(n.startswith(_OPTIMIZER) and n.endswith(('/full', '/row')) for n in arrays)
 
 
 def known_part(manifest: Mapping[str, Any], target: TrainState) -> TrainState:

@@ -1,23 +1,50 @@
 """Adafactor: second moments kept as a row and a column instead of a matrix.
 
-Axis names decide which dimensions are rows and which are columns, so that a stack of layers, or
-heads in a separate dimension, trains exactly like separate matrices.
-Source: Shazeer and Stern 2018, algorithm 4; hyper-parameters as T5 (Raffel et al. 2020) and T5X.
+T5X's rules: axis names decide which dimensions are rows, columns or a stack of separate parameters.
+A size counts only for what T5X holds as a plain matrix.
+Source: Shazeer and Stern 2018, algorithm 4; hyper-parameters as T5 (Raffel et al. 2020); rules of
+t5x/adafactor.py.
 """
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Optional
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x_gpu.partitioning.axis_rules import AxisNames
+from t5x_gpu.errors import ConfigError, all_problems, did_you_mean
+from t5x_gpu.partitioning.axis_rules import AXES, AxisNames
 
-ROWS = frozenset({'embed'})
-COLUMNS = frozenset({'vocab', 'mlp', 'heads', 'kv_heads', 'kv'})
-STACKS = frozenset({'layers', 'experts'})  # each slice is a separate parameter
+ROLES = {
+  'row': 'kept in the row moment, averaged in the column moment',
+  'column': 'kept in the column moment, averaged in the row moment',
+  'batch': 'each index is a parameter of its own',
+  'none': 'not factored',
+}
+# How T5X holds the layers of a model: that decides which kernels are plain matrices.
+LAYERS = {
+  'scanned': 'in one array (scan_layers): kernels of layers are factored whatever their size',
+  'separate': 'one by one: kernels of a layer with two dimensions are factored by size',
+  'joined_heads': 'one by one, heads and features in one dimension: all kernels by size',
+}
+
+
+def standard_logical_factor_rules() -> dict[str, str]:
+  """Returns axis name -> role, a key of `ROLES`: T5X's table for our axes."""
+  return {
+    'vocab': 'column',
+    'embed': 'row',
+    'mlp': 'column',
+    'heads': 'column',
+    'kv_heads': 'column',
+    'kv': 'column',
+    'relpos_buckets': 'none',
+    'layers': 'batch',
+    'experts': 'batch',
+  }
 
 
 class FactoredMoment(flax.struct.PyTreeNode):
@@ -52,9 +79,17 @@ class Adafactor:
     decay_rate: the second moment decays with 1 - (step + 1)^-decay_rate.
     clipping_threshold: root mean square above which an update is scaled down; None for never.
     multiply_by_parameter_scale: make the update relative to the parameter's root mean square.
-    min_dim_size_to_factor: parameters with a smaller side keep the full second moment.
+    min_dim_size_to_factor: matrices with a smaller side keep the full second moment, where the size
+      decides (`layers`).
     epsilon1: added to squared gradients.
     epsilon2: smallest parameter scale.
+    logical_factor_rules: axis name -> role, a key of `ROLES`, where it differs from the standard
+      rules; None for the standard ones. A kernel is factored if it has rows and columns and no
+      dimension is 'none'.
+    layers: how T5X would hold the layers, a key of `LAYERS`; ours are always stacked. Parameters
+      outside of the layers with two dimensions are factored by size in any case.
+  Raises:
+    ConfigError: an unknown axis, role or `layers`.
   """
 
   decay_rate: float = 0.8
@@ -63,15 +98,53 @@ class Adafactor:
   min_dim_size_to_factor: int = 128
   epsilon1: float = 1e-30
   epsilon2: float = 1e-3
+  logical_factor_rules: Optional[Mapping[str, str]] = dataclasses.field(default=None, hash=False)
+  layers: str = 'scanned'
+
+  def __post_init__(self) -> None:
+    rules = self.logical_factor_rules or {}
+    problems = [
+      f'Adafactor.logical_factor_rules: {name!r} is not an axis.{did_you_mean(name, AXES)}'
+      for name in rules
+      if name not in AXES
+    ]
+    problems += [
+      f'Adafactor.logical_factor_rules: {name!r} has the role {role!r}, not one of '
+      f'{", ".join(ROLES)}.{did_you_mean(role, ROLES)}'
+      for name, role in rules.items()
+      if role not in ROLES
+    ]
+    if self.layers not in LAYERS:
+      problems.append(
+        f'Adafactor.layers = {self.layers!r} is not one of {", ".join(LAYERS)}.'
+        + did_you_mean(self.layers, LAYERS)
+      )
+    if problems:
+      raise ConfigError(
+        all_problems(problems, title='The optimizer cannot be built'),
+        fix='Set them with --gin.Adafactor.NAME=VALUE.',
+      )
 
   def _dims(self, shape: tuple[int, ...], names: AxisNames) -> _Dims:
-    def where(role: frozenset[str]) -> tuple[int, ...]:
-      return tuple(i for i, name in enumerate(names.names) if name in role)
+    rules = {**standard_logical_factor_rules(), **(self.logical_factor_rules or {})}
+    roles = [rules.get(name, 'none') for name in names.names]
 
-    stack, rows, columns = where(STACKS), where(ROWS), where(COLUMNS)
-    side = min(math.prod(shape[i] for i in dims) if dims else 0 for dims in (rows, columns))
-    complete = len(stack) + len(rows) + len(columns) == len(shape)
-    return _Dims(stack, rows, columns, len(shape), complete and side >= self.min_dim_size_to_factor)
+    def where(role: str) -> tuple[int, ...]:
+      return tuple(i for i, r in enumerate(roles) if r == role)
+
+    stack, rows, columns = where('batch'), where('row'), where('column')
+    factored = bool(rows and columns) and 'none' not in roles
+    if self.layers == 'joined_heads':
+      sides = (math.prod(shape[i] for i in dims) for dims in (rows, columns))
+      factored = factored and min(sides) >= self.min_dim_size_to_factor
+    else:
+      one_by_one = () if self.layers == 'scanned' else ('layers',)
+      matrix = [i for i, name in enumerate(names.names) if name not in one_by_one]
+      if len(matrix) == 2 and not set(matrix) & set(stack):
+        if not factored:
+          rows, columns = ((i,) for i in matrix)
+        factored = min(shape[i] for i in matrix) >= self.min_dim_size_to_factor
+    return _Dims(stack, rows, columns, len(shape), factored)
 
   def init(self, params: Any, names: Any) -> Any:
     def moment(param: jax.Array, axis_names: AxisNames) -> FactoredMoment:

@@ -103,7 +103,7 @@ def reference_adafactor(param, grads, *, learning_rate, factored):
 def test_adafactor_of_a_stack_is_adafactor_of_each_layer(shape, factored):
   shapes = {'kernel': (3, *shape), 'scale': (3, shape[0])}
   params = arrays(0, shapes)
-  got = run(Adafactor(), params, NAMES)
+  got = run(Adafactor(layers='separate'), params, NAMES)
   grads = [arrays(i + 1, shapes) for i in range(3)]
   for layer in range(3):
     want = reference_adafactor(
