@@ -40,7 +40,9 @@ class SpikyModel(DecoderOnlyModel):
   '    return next(self._batches)\n',
   """    batch = dict(next(self._batches))
     if str(self._taken) in os.environ.get('SPIKES', '').split(','):
-      batch['decoder_loss_weights'] = batch['decoder_loss_weights'] * 0 + _MARK
+      weights = batch['decoder_loss_weights'].copy()
+      weights[-int(os.environ.get('SPIKED_ROWS', 0)):] = _MARK  # 0: all rows
+      batch['decoder_loss_weights'] = weights
     return batch
 """,
 )
@@ -115,14 +117,37 @@ def test_wrong_settings_are_errors(settings):
 SKIP = '--gin.spikes.SpikeConfig.skip_nonfinite=True'
 
 
+TWO_LAYERS = 'TransformerConfig.num_layers=2'
+LAYOUTS = {
+  'fsdp': ('fsdp',),
+  'pp': ('pp', TWO_LAYERS),
+  'dp': ('dp',),
+  'tp': ('tp',),
+  'zero1': ('zero1',),
+  'gpipe': ('pp', TWO_LAYERS, "Partitioner.pipeline_schedule='gpipe'"),
+  'circular': (
+    'pp',
+    'TransformerConfig.num_layers=4',
+    "Partitioner.pipeline_schedule='circular'",
+    'Partitioner.pipeline_repeats=2',
+  ),
+  'pp_3d': ('pp', TWO_LAYERS, 'Partitioner.fsdp=2', 'Partitioner.num_partitions=2'),
+  'pp_cp': ('pp', TWO_LAYERS, 'Partitioner.context=2'),
+}
+QUICK = ('fsdp', 'pp')
+
+
 @pytest.mark.parametrize(
-  'parallel', ['fsdp', *(pytest.param(p, marks=pytest.mark.slow) for p in ('dp', 'tp', 'zero1'))]
+  'layout', [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
 )
-def test_a_skipped_step_changes_nothing_but_the_count(project, monkeypatch, parallel):
+def test_a_skipped_step_changes_nothing_but_the_count(project, monkeypatch, layout):
+  parallel, *settings = LAYOUTS[layout]
   text = project.gin_file.read_text()
   project.gin_file.write_text(text.replace('parallel/dp.gin', f'parallel/{parallel}.gin'))
   monkeypatch.setenv('SPIKES', '4')
-  flags = (SKIP, '--gin.spikes.SpikeConfig.group_depth=1', '--gin.NUM_MICROBATCHES=2')
+  monkeypatch.setenv('SPIKED_ROWS', '1')  # all devices skip what one row of one of them spoils
+  flags = [SKIP, '--gin.spikes.SpikeConfig.group_depth=1', '--gin.NUM_MICROBATCHES=2']
+  flags += [f'--gin.{setting}' for setting in settings]
   result = project.run(*flags, DATA_MODULE='spiky_data', TRAIN_STEPS=6, BATCH_SIZE=16)
   assert result.code == 0, result.err
   norms = project.metrics('train/param_norm')
@@ -142,7 +167,8 @@ def test_a_skipped_step_changes_nothing_but_the_count(project, monkeypatch, para
   for step, norm in whole.items():  # the parts of a norm
     assert norm**2 == pytest.approx(sum(part[step] ** 2 for part in groups.values()), rel=1e-4)
   folder = project.model_dir / 'spikes' / 'step_00000004'
-  assert (np.load(folder / 'process_0.npz')['decoder_loss_weights'] == 7).all()
+  weights = np.load(folder / 'process_0.npz')['decoder_loss_weights']
+  assert (weights[-1] == 7).all() and (weights[:-1] != 7).all()
   text = (folder / 'process_0.txt').read_text()
   assert text.startswith('step 4: ') and len(text.splitlines()) > 8
 
