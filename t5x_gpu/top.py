@@ -10,7 +10,8 @@ import rich.console
 import rich.live
 
 from t5x_gpu import cli
-from t5x_gpu.checkpoint.storage.paths import local_path
+from t5x_gpu.checkpoint.run_files import temporary_folder
+from t5x_gpu.checkpoint.storage.paths import as_path, is_remote
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.metrics.goodput import GOODPUT
 from t5x_gpu.metrics.loggers.open_loggers import METRICS
@@ -21,10 +22,12 @@ PROG = 'python -m t5x_gpu.top'
 EXAMPLES = """examples:
   {prog} runs/a            live, until Ctrl-C
   {prog} runs/a --once     one frame; without a terminal it does the same
+  {prog} s3://bucket/a     a run in object storage, as of its last checkpoint
 
 It only reads files of MODEL_DIR.
 """
 _SECONDS = 2.0
+_SECONDS_REMOTE = 30.0  # a run copies its files there only when it saves
 _SHARE_OF_TIME = 0.1  # for reading files: a slow file server is asked less often
 
 
@@ -37,17 +40,19 @@ class _Source:
   """Reads a run again when its files have changed."""
 
   def __init__(self, folder: str):
-    self._folder, self._path = folder, local_path(folder, what=f'{PROG} MODEL_DIR')
+    self._folder, self._path = folder, as_path(folder)
+    self._copies = temporary_folder() if is_remote(self._path) else None
     self._seen: Any = None
     self._run: Optional[RunRecord] = None
-    self.seconds = 0.0  # of the last reading
+    self.period = 0.0  # seconds until the next reading
 
   def run(self) -> RunRecord:
     begin = time.monotonic()
-    state = self._state()
+    state = time.monotonic() if self._copies else self._state()
     if self._run is None or state != self._seen:
-      self._run, self._seen = read_run(self._folder), state
-    self.seconds = time.monotonic() - begin
+      self._run, self._seen = read_run(self._folder, copies=self._copies), state
+    least = _SECONDS_REMOTE if self._copies else _SECONDS
+    self.period = max(least, (time.monotonic() - begin) / _SHARE_OF_TIME)
     return self._run
 
   def _state(self) -> Any:
@@ -90,7 +95,7 @@ def _follow(source: _Source, console: rich.console.Console, *, unicode: bool) ->
 
   with rich.live.Live(frame(), console=console, auto_refresh=False) as live:
     while True:
-      time.sleep(max(_SECONDS, source.seconds / _SHARE_OF_TIME))
+      time.sleep(source.period)
       live.update(frame(), refresh=True)
 
 

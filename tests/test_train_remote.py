@@ -6,11 +6,13 @@ import json
 import pytest
 
 from t5x_gpu import eval as eval_lib
-from t5x_gpu import infer
+from t5x_gpu import infer, report, top
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.checkpoint.saved_checkpoint import committed_steps
 from t5x_gpu.checkpoint.storage.object_store_steps import COMMIT, UNDER_WAY
 from t5x_gpu.checkpoint.storage.paths import as_path
+from t5x_gpu.errors import ConfigError
+from t5x_gpu.evaluation.samples import SampleConfig, append_sample
 from tests.helpers_storage import KEY_ID, SECRET, TOKEN, Gate
 from tests.helpers_train import Project, run_here
 from tests.parity.tolerances import MESH_LOSS
@@ -57,6 +59,8 @@ def test_a_run_is_that_of_a_disk_resumes_on_other_devices_and_leaves_no_secret(
   names = folder.files()
   for wanted in ('config.gin', 'config_origins.txt', 'config_1.gin', 'loss.png', 'metrics.jsonl'):
     assert wanted in names
+  ledger = [json.loads(line) for line in (folder / 'goodput.jsonl').read_text().splitlines()]
+  assert len({line['run'] for line in ledger if line.get('end') == 'done'}) == 2
   assert LOCK not in names and any(name.startswith('tensorboard/') for name in names)
   assert not list(tmp_path.glob('s3*')) and not project.model_dir.exists()
   written = b'\n'.join((folder / name).read_bytes() for name in names)
@@ -64,6 +68,26 @@ def test_a_run_is_that_of_a_disk_resumes_on_other_devices_and_leaves_no_secret(
   for secret in SECRETS:
     assert secret.encode() not in written + local
     assert secret not in first.out + first.err + second.out + second.err
+
+
+def test_report_and_top_read_a_run_in_object_storage(server, tmp_path, capsys):
+  address, project = 's3://runs/reported', Project(tmp_path)
+  flags = ('--gin.PROFILE_STEPS=(3, 4)',)
+  assert project.run(*flags, MODEL_DIR=address, **FAST).code == 0
+  append_sample(tmp_path, 6, SampleConfig('once'), 'once upon a time')
+  (as_path(address) / 'samples.jsonl').write_bytes((tmp_path / 'samples.jsonl').read_bytes())
+  page = tmp_path / 'page.html'
+  assert report.main([address, f'--out={page}']) == 0
+  for shown in ('Goodput', 'Anatomy of a step', 'steps 3-4 (PROFILE_STEPS)', 'once upon a time'):
+    assert shown in page.read_text(), shown
+  assert top.main([address]) == 0
+  out = capsys.readouterr().out
+  assert 'checkpoint_6' in out and 'step 6' in out and 'cannot be read' not in out
+  with pytest.raises(ConfigError, match="reported/nowhere' is not the folder of a run"):
+    top.main([f'{address}/nowhere'])
+  with pytest.raises(ConfigError, match='is in object storage') as error:
+    report.main([address])
+  assert '--out=report.html' in str(error.value)
 
 
 @pytest.mark.slow

@@ -27,18 +27,21 @@ GIN_FILES = (CONFIG_GIN, MODEL_GIN)
 HF_FOLDER = 'hf'  # of a converted model: config.json, tokenizer, names
 # SentencePiece models: T5's, and that of Llama 2 and Gemma.
 SENTENCEPIECE = ('spiece.model', 'tokenizer.model')
-# The files of earlier runs that a run needs: it appends to them, and keeps other configurations.
-_OF_A_RUN = re.compile(
-  r'config(_origins)?(_\d+)?\.(gin|txt)|(metrics|goodput|samples)\.jsonl|loggers\.json'
-  r'|tensorboard/.*|eval/.*'
+# The files of earlier runs that a report reads, and those that a run needs besides: it appends to
+# them, and keeps other configurations.
+_OF_A_REPORT = (
+  r'config(_origins)?(_\d+)?\.(gin|txt)|(metrics|goodput|samples)\.jsonl|eval/.*\.jsonl'
+  r'|profiles/[^/]+/anatomy\.json'
 )
+_OF_A_PROCESS = re.compile(r'(profiles|spikes)/.*process_\d+\b.*')  # not the first one
+_OF_A_RUN = _OF_A_REPORT + r'|loggers\.json|tensorboard/.*|eval/.*'
 
 
 def on_this_machine(path: AnyPath) -> pathlib.Path:
   """Returns a file or folder; out of object storage, a copy that lasts as long as the process."""
   if not isinstance(path, RemotePath):
     return path
-  folder = _temporary_folder()
+  folder = temporary_folder()
   for name in path.files() or ['']:
     copy = folder / path.name / name
     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -46,10 +49,25 @@ def on_this_machine(path: AnyPath) -> pathlib.Path:
   return folder / path.name
 
 
-def _temporary_folder() -> pathlib.Path:
+def temporary_folder() -> pathlib.Path:
+  """Returns a new folder, which is removed when the process exits."""
   temporary = tempfile.TemporaryDirectory(prefix='t5x_gpu_', ignore_cleanup_errors=True)
   process_exit.before_exit(temporary.cleanup)
   return pathlib.Path(temporary.name)
+
+
+def copy_for_report(model_dir: RemotePath, folder: pathlib.Path) -> None:
+  """Copies the small files that a report reads out of object storage to `folder`."""
+  _copy(model_dir, folder, _OF_A_REPORT)
+
+
+def _copy(model_dir: RemotePath, folder: pathlib.Path, pattern: str) -> None:
+  """Copies the files whose names match; does not list checkpoints."""
+  names = [*model_dir.files(stop='checkpoint_'), *model_dir.files(first='checkpoint`')]
+  for name in filter(re.compile(pattern).fullmatch, names):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(model_dir.joinpath(name).read_bytes())
 
 
 class RunFiles(contextlib.AbstractContextManager):
@@ -57,7 +75,8 @@ class RunFiles(contextlib.AbstractContextManager):
 
   Args:
     model_dir: of the run.
-    is_main: whether this is the process that writes them.
+    is_main: whether this is process 0. Others copy only files that carry their number: traces,
+      batches of bad steps.
   Attributes:
     model_dir: where they end up.
     folder: where they are written: MODEL_DIR itself if that is on a disk.
@@ -65,23 +84,16 @@ class RunFiles(contextlib.AbstractContextManager):
 
   def __init__(self, model_dir: AnyPath, *, is_main: bool):
     self.model_dir = model_dir
-    self._remote = model_dir if isinstance(model_dir, RemotePath) and is_main else None
+    self._remote = model_dir if isinstance(model_dir, RemotePath) else None
+    self._is_main = is_main
     self._pushed: dict[str, tuple[int, int]] = {}
     if not isinstance(model_dir, RemotePath):
       self.folder = model_dir
       return
-    self.folder = _temporary_folder()
-    if self._remote is not None:
-      self._pull()
-
-  def _pull(self) -> None:
-    """Copies the files of earlier runs; does not list checkpoints."""
-    names = [*self._remote.files(stop='checkpoint_'), *self._remote.files(first='checkpoint`')]
-    for name in filter(_OF_A_RUN.fullmatch, names):
-      path = self.folder / name
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.write_bytes(self._remote.joinpath(name).read_bytes())
-    self._pushed = self._listing()
+    self.folder = temporary_folder()
+    if is_main:
+      _copy(model_dir, self.folder, _OF_A_RUN)
+      self._pushed = self._listing()
 
   def _listing(self) -> dict[str, tuple[int, int]]:
     return {
@@ -90,12 +102,15 @@ class RunFiles(contextlib.AbstractContextManager):
       if path.is_file() and not path.name.endswith('.tmp') and (stat := path.stat())
     }
 
+  def _is_ours(self, name: str) -> bool:
+    return self._is_main or bool(_OF_A_PROCESS.fullmatch(name))
+
   def push(self) -> None:
     """Copies what changed since the last time; raises CheckpointError if that fails."""
     if self._remote is None:
       return
     for name, state in self._listing().items():
-      if self._pushed.get(name) != state:
+      if self._pushed.get(name) != state and self._is_ours(name):
         with contextlib.suppress(FileNotFoundError):  # replaced by its next version just now
           self._remote.joinpath(name).write_bytes((self.folder / name).read_bytes())
           self._pushed[name] = state

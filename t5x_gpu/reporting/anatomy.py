@@ -25,7 +25,12 @@ _SCHEMA = Fields(
       Fields({'kind': str, 'axes': ListOf(str), 'seconds': float, 'bytes': float})
     ),
   },
-  optional={'mfu': Nullable(float), 'ranks': ListOf(dict)},
+  optional={
+    'mfu': Nullable(float),
+    'process_index': Whole(),
+    'host': str,
+    'ranks': ListOf(Fields({'rank': Whole(), 'host': str, **dict.fromkeys(_PARTS, float)})),
+  },
 )
 
 
@@ -44,7 +49,8 @@ def anatomy_section(runs: Sequence[RunRecord]) -> Optional[Section]:
           text=lambda seconds: f'{1e3 * seconds:,.4g} ms',
         )
       )
-      content += _tables(found[-1], prefix)
+      # Process 0 knows the device time of all processes.
+      content += _tables(max(found, key=lambda p: (not _process(p), p['first_step'])), prefix)
     content += [element('p', f'{prefix}{problem}', class_='note') for problem in unreadable]
   if not content:
     return None
@@ -53,18 +59,28 @@ def anatomy_section(runs: Sequence[RunRecord]) -> Optional[Section]:
 
 
 def _profiles(folder: pathlib.Path) -> tuple[list[Mapping[str, Any]], list[str]]:
-  """Returns the latest profiles, by step, and which cannot be read."""
+  """Returns the latest profiles, by step and process, and which cannot be read."""
   found, unreadable = [], []
   for path in folder.glob('profiles/*/anatomy.json'):
     try:
       found.append(read_json(path, _SCHEMA))
     except (OSError, ValueError) as e:
       unreadable.append(f'{path.relative_to(folder)} cannot be read: {e}.')
-  return sorted(found, key=lambda p: p['first_step'])[-_MOST_PROFILES:], sorted(unreadable)
+  found.sort(key=lambda p: (p['first_step'], _process(p)))
+  of_main = [p for p in found if not _process(p)]
+  of_others = [p for p in found if _process(p)]
+  shown = [*of_main[-_MOST_PROFILES:], *of_others[-_MOST_PROFILES:]]
+  return [p for p in found if p in shown], sorted(unreadable)
+
+
+def _process(profile: Mapping[str, Any]) -> int:
+  return profile.get('process_index', 0)
 
 
 def _steps(profile: Mapping[str, Any]) -> str:
-  return f'steps {profile["first_step"]:,}-{profile["last_step"]:,} ({profile["reason"]})'
+  rank = _process(profile)
+  process = f', process {rank} on {profile.get("host", "another host")}' if rank else ''
+  return f'steps {profile["first_step"]:,}-{profile["last_step"]:,} ({profile["reason"]}){process}'
 
 
 def _parts(profile: Mapping[str, Any]) -> dict[str, float]:
@@ -94,4 +110,10 @@ def _tables(profile: Mapping[str, Any], prefix: str) -> list[Child]:
   if collectives:
     head = ['collective', 'mesh axes', 'ms per step', 'MB per device', 'GB/s']
     tables.append(table(head, collectives, caption=f'Collectives, {where}', texts=(0, 1)))
+  ranks = sorted(profile.get('ranks', ()), key=lambda r: -r['compute'])
+  if len(ranks) > 1:
+    head = ['process', 'host', *(f'{name.replace("_", " ")}, ms' for name in _PARTS)]
+    rows = [[r['rank'], r['host'], *(f'{1e3 * r[n]:.3f}' for n in _PARTS)] for r in ranks]
+    caption = f'Processes by device time, {where}'
+    tables.append(table(head, rows[:_MOST_ROWS], caption=caption, texts=(1,)))
   return tables

@@ -17,6 +17,7 @@ from t5x_gpu.reporting.page import table
 from t5x_gpu.reporting.scales import Format, Points, Scale, fewer, scale_of, short_number, ticks
 
 NUM_COLOURS = 10  # of the style
+_NUM_PATTERNS = 4  # solid, and p1 to p3 of the style: dashes of curves, stripes of bars
 _SIZE = 1000  # of the SVG's own coordinates, both ways
 _MOST_POINTS = 1200
 _MOST_HOVERS = 150  # places along x that show values
@@ -30,7 +31,8 @@ class Series:
   Attributes:
     name: in the legend; '' for none.
     points: (x, y), by x. NaN and infinity leave a gap.
-    colour: number of its colour, from 0; the same number is the same colour everywhere on a page.
+    colour: number of its colour, from 0; the same number looks the same everywhere on a page. From
+      NUM_COLOURS on, colours repeat with other dashes.
     kind: 'line', 'pale' (thin, behind others), 'dashed', or 'dots' (a line with a dot per point).
   """
 
@@ -158,12 +160,24 @@ def _curve(one: Series, across: Scale, up: Scale) -> list[ET.Element]:
         pieces.append('h0')  # a round line end: one dot
   if not pieces:
     return []
-  names = f'line {one.kind} c{one.colour % NUM_COLOURS}'
+  names = ' '.join(dict.fromkeys(['line', one.kind, *_look('c', one.colour)]))
   drawn = [element('path', d=''.join(pieces), class_=names)]
   if one.kind == 'dots':
     spots = ''.join(f'M{_x(across, a)} {_y(up, b)}h0' for a, b in visible if up.shows(b))
     drawn.append(element('path', d=spots, class_=f'spots c{one.colour % NUM_COLOURS}'))
   return drawn
+
+
+def _look(prefix: str, number: int) -> list[str]:
+  """Returns the classes of a colour and, if colours repeat, of a pattern.
+
+  Args:
+    prefix: 'c' for strokes, 'b' for backgrounds.
+    number: of the colour.
+  """
+  repeat, colour = divmod(number, NUM_COLOURS)
+  pattern = repeat % _NUM_PATTERNS
+  return [f'{prefix}{colour}', *([f'p{pattern}'] if pattern else [])]
 
 
 def _tick_labels(across: Scale, up: Scale, x: Axis, y: Axis) -> list[ET.Element]:
@@ -247,7 +261,9 @@ def legend(entries: Sequence[tuple[str, int]], kinds: Sequence[str] = ()) -> ET.
   return element(
     'ul',
     *(
-      element('li', element('i', class_=f'key {kind} b{colour % NUM_COLOURS}'), name)
+      element(
+        'li', element('i', class_=' '.join(filter(None, ['key', kind, *_look('b', colour)]))), name
+      )
       for (name, colour), kind in itertools.zip_longest(entries, kinds, fillvalue='')
     ),
     class_='legend',
@@ -269,7 +285,8 @@ def stacked_bars(
   Args:
     rows: name of the row -> part -> amount; parts of 0 are not drawn.
     title: above the bars.
-    colours: part -> number of its colour, in the order in which parts are drawn.
+    colours: part -> number of its colour, in the order in which parts are drawn. Other parts
+      follow, with the next numbers.
     text: of an amount.
     full: the amount of a bar of full width; None for the longest.
     limit: (amount, name) that a line marks, such as the memory of a GPU.
@@ -277,6 +294,9 @@ def stacked_bars(
   """
   totals = {name: sum(parts.values()) for name, parts in rows.items()}
   full = full or max([*totals.values(), limit[0] if limit else 0.0], default=0.0) or 1.0
+  others = [p for p in dict.fromkeys(itertools.chain(*rows.values())) if p not in colours]
+  next_colour = max(colours.values(), default=-1) + 1
+  colours = {**colours, **{part: next_colour + i for i, part in enumerate(others)}}
   used = [part for part in colours if any(parts.get(part) for parts in rows.values())]
   bars: list[Child] = []
   for name, parts in rows.items():
@@ -316,7 +336,7 @@ def stacked_bars(
 def _segment(part: str, amount: float, full: float, colour: int, text: Format) -> ET.Element:
   return element(
     'span',
-    class_=f'b{colour % NUM_COLOURS}',
+    class_=' '.join(_look('b', colour)),
     style=f'width:{100 * amount / full:.3f}%',
     title=f'{part}: {text(amount)}',
   )

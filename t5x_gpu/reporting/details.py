@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from t5x_gpu.reporting.charts import NUM_COLOURS, stacked_bars
+from t5x_gpu.reporting.charts import stacked_bars
 from t5x_gpu.reporting.markup import Child, element
 from t5x_gpu.reporting.page import Section, folded, table
 from t5x_gpu.reporting.run_config import Setting, differences
@@ -82,7 +82,7 @@ def data_section(runs: Sequence[RunRecord]) -> Optional[Section]:
       stacked_bars(
         shares,
         title='Shares of the mixture',
-        colours={name: i % NUM_COLOURS for i, name in enumerate(names)},
+        colours={name: i for i, name in enumerate(names)},
         text='{:.1%}'.format,
         full=1.0,
       )

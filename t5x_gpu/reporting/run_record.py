@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, TypeVar
 
 from t5x_gpu.checkpoint.model_dir import ModelDir
-from t5x_gpu.checkpoint.run_files import RunFiles
+from t5x_gpu.checkpoint.run_files import copy_for_report, temporary_folder
 from t5x_gpu.checkpoint.run_lock import LOCK
 from t5x_gpu.checkpoint.saved_checkpoint import UNREADABLE, error_line
 from t5x_gpu.checkpoint.storage.paths import as_path
@@ -93,12 +93,15 @@ class RunRecord:
     return next((r[key] for r in reversed(self.metrics) if key in r), None)
 
 
-def read_run(model_dir: str | os.PathLike, *, name: str = '') -> RunRecord:
+def read_run(
+  model_dir: str | os.PathLike, *, name: str = '', copies: Optional[pathlib.Path] = None
+) -> RunRecord:
   """Returns the record of a run.
 
   Args:
     model_dir: a folder, or an address in object storage, from which the small files are copied.
     name: for the record; '' for `model_dir`.
+    copies: folder for what is copied out of object storage; None for a temporary one.
   Raises:
     ConfigError: there is no such folder, or it is not the folder of a run.
   """
@@ -107,7 +110,8 @@ def read_run(model_dir: str | os.PathLike, *, name: str = '') -> RunRecord:
     check_folder(path, shown=os.fspath(model_dir))
     folder = path
   else:
-    folder = RunFiles(path, is_main=True).folder
+    folder = copies or temporary_folder()
+    copy_for_report(path, folder)
   problems: list[str] = []
   ledger = _read(folder / GOODPUT, goodput_accounts.read_ledger, problems)
   if ledger and ledger.damaged:

@@ -126,6 +126,9 @@ figcaption{font-weight:600;font-size:.95rem}
 .line{stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
 .pale{stroke-width:1;opacity:.4}
 .dashed{stroke-dasharray:6 5}
+.plot .p1{stroke-dasharray:12 4}
+.plot .p2{stroke-dasharray:2 5}
+.plot .p3{stroke-dasharray:12 4 2 4}
 .spots{stroke-width:7;stroke-linecap:round}
 .hover{fill:transparent}
 .hover:hover{fill:var(--shade)}
@@ -145,6 +148,9 @@ figcaption{font-weight:600;font-size:.95rem}
 .bar span{height:100%;min-width:1px}
 .bar span+span:not(.limit){border-left:1px solid var(--card)}
 .bar .limit{position:absolute;border-left:2px solid var(--bad)}
+i.p1,span.p1{background-image:repeating-linear-gradient(45deg,#0000 0 4px,var(--card) 4px 6px)}
+i.p2,span.p2{background-image:repeating-linear-gradient(135deg,#0000 0 4px,var(--card) 4px 6px)}
+i.p3,span.p3{background-image:repeating-linear-gradient(90deg,#0000 0 4px,var(--card) 4px 6px)}
 .bar-total{font-variant-numeric:tabular-nums;white-space:nowrap}
 .hosts{display:grid;grid-template-columns:repeat(auto-fill,minmax(13rem,1fr));gap:.75rem;
   margin-top:.6rem}

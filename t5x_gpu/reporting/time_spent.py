@@ -63,7 +63,7 @@ def progress_section(runs: Sequence[RunRecord]) -> Optional[Section]:
   known = [run for run in runs if run.accounts]
   if not known:
     return None
-  curves = [Series(run.name, _steps_by_hour(run), colour) for colour, run in enumerate(known)]
+  curves = [Series(r.name, _steps_by_hour(r), i) for i, r in enumerate(runs) if r.accounts]
   chart = line_chart(
     curves,
     title='Steps against wall time',

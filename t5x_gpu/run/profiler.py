@@ -2,6 +2,7 @@
 
 A trace starts before a step and ends after the last of its steps, or before an evaluation. All
 processes trace the steps of `PROFILE_STEPS`; process 0 keeps its trace, and compares the others.
+Each process writes to a folder of its own, so none is in the way of another.
 """
 
 import contextlib
@@ -147,10 +148,12 @@ class Profiler:
       folder=folder,
       kept=kept,
       first_step=step,
-      last_step=step,
+      last_step=self._last,
       reason=reason,
+      of_all=reason in (STEPS, PERIOD),
       totals=dict(self._recorder.timer.totals),
     )
+    self._reader.begins(self._request)
 
   def _stop(self, step: int, *, drain: bool) -> None:
     """Ends the trace after `step` and starts to read it."""

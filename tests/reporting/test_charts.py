@@ -1,6 +1,7 @@
 """Pages are well formed, self-contained and escape what they show; charts show every value."""
 
 import math
+import re
 
 import pytest
 
@@ -111,6 +112,45 @@ def test_bars_are_as_long_as_their_amounts():
   widths = [a['style'] for t, a in found.tags if t == 'span' and 'style' in a]
   assert widths == ['width:75.000%', 'width:25.000%', 'width:50.000%']
   assert 'a: compute 30 s, wait 10 s' in [a.get('aria-label') for _, a in found.tags]
+
+
+def test_a_part_without_a_colour_is_drawn_too():
+  bars = charts.stacked_bars(
+    {'a': {'compute': 1.0, 'new': 2.0, 'newer': 1.0}},
+    title='Time',
+    colours={'compute': 1},
+    text='{:.0f} s'.format,
+  )
+  found = parsed(bars)
+  drawn = {a['title']: a['class'] for t, a in found.tags if t == 'span' and 'title' in a}
+  assert list(drawn) == ['compute: 1 s', 'new: 2 s', 'newer: 1 s']
+  assert len(set(drawn.values())) == 3 and drawn['compute: 1 s'] == 'b1'
+  assert 'a: compute 1 s, new 2 s, newer 1 s' in [a.get('aria-label') for _, a in found.tags]
+
+
+def test_more_curves_and_parts_than_colours_differ_in_their_pattern():
+  number = 4 * charts.NUM_COLOURS
+  names = [f'run {i}' for i in range(number)]
+  chart = charts.line_chart(
+    [charts.Series(name, [(0, i), (1, i)], colour=i) for i, name in enumerate(names)],
+    title='Loss',
+    x=charts.Axis('step'),
+    y=charts.Axis('loss'),
+  )
+  bars = charts.stacked_bars(
+    {'a': dict.fromkeys(names, 1.0)},
+    title='Shares',
+    colours={name: i for i, name in enumerate(names)},
+    text='{:.0f}'.format,
+  )
+  found = parsed(chart, bars)
+  lines = [a['class'] for t, a in found.tags if t == 'path' and a['class'].startswith('line')]
+  keys = [a['class'] for t, a in found.tags if t == 'i']
+  parts = [a['class'] for t, a in found.tags if t == 'span' and 'title' in a]
+  assert len(set(lines)) == len(set(parts)) == number
+  assert [k.removeprefix('key ') for k in keys[number:]] == parts  # the legend of the bars
+  rules = set(re.findall(r'\.(\w+)\{', found.source))
+  assert {name for drawn in (*lines, *parts) for name in drawn.split()} <= rules
 
 
 def test_views_are_chosen_without_a_script():

@@ -110,14 +110,24 @@ def test_profiles_of_the_run_are_shown(tmp_path):
     'collectives': [
       {'kind': 'all-reduce', 'axes': ['data'], 'seconds': 0.05, 'bytes': 4e6, 'gb_per_second': 80.0}
     ],
+    'ranks': [
+      {'rank': r, 'host': f'n{r}', 'compute': c, 'exposed_communication': 0.46 - c, 'idle': 0.04}
+      for r, c in ((0, 0.3), (1, 0.4))
+    ],
   }
-  for step, text in ((10, json.dumps(profile)), (20, '{"first_step": 20')):
-    (folder / 'profiles' / str(step)).mkdir(parents=True)
-    (folder / 'profiles' / str(step) / 'anatomy.json').write_text(text)
+  of_another = {**profile, 'process_index': 1, 'host': 'n1', 'seconds_per_step': 0.6}
+  of_another['operations'] = []
+  files = {'10': json.dumps(profile), '10_process_1': json.dumps(of_another), '20': '{"first_'}
+  for name, text in files.items():
+    (folder / 'profiles' / name).mkdir(parents=True)
+    (folder / 'profiles' / name / 'anatomy.json').write_text(text)
   page = written(folder, out=tmp_path / 'a.html')
   assert 'Anatomy of a step' in page.headings
   for text in (
     'steps 10-12 (PROFILE_STEPS)500 ms',
+    'steps 10-12 (PROFILE_STEPS), process 1 on n1500 ms',
+    'Processes by device time, steps 10-12 (PROFILE_STEPS)',
+    '1n1400.00060.00040.0000n0300.000160.00040.000',
     'fusion.7fusion200.00040.0%mlp',
     'all-reducedata50.0004.0080',
     'profiles/20/anatomy.json cannot be read',

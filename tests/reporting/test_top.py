@@ -76,8 +76,8 @@ def test_without_a_terminal_it_prints_one_frame(tmp_path, capsys):
 def test_it_shows_one_run(folders):
   with pytest.raises(ConfigError, match='top shows one'):
     top.main(folders)
-  with pytest.raises(ConfigError, match='not s3://b/runs'):
-    top.main(['s3://b/runs'])
+  with pytest.raises(ConfigError, match='does not name a folder in a bucket'):
+    top.main(['s3://b'])
 
 
 @pytest.mark.slow
