@@ -26,8 +26,7 @@ from t5x_gpu.models.model import config_of
 from t5x_gpu.planning import remedies, scaling, screen
 from t5x_gpu.planning.as_json import prediction_json
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.calibration import Calibration
-from t5x_gpu.planning.calibration import read as read_calibration
+from t5x_gpu.planning.calibration import Calibration, calibrated
 from t5x_gpu.planning.devices import simulated_devices, topology_of
 from t5x_gpu.planning.page.plan_page import plan_page
 from t5x_gpu.planning.planner import Planner
@@ -89,7 +88,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
   group.add_argument(
     '--calibrate',
     metavar='FILE',
-    help='results.json of scripts/bench_gpu.sh: measured efficiencies in place of the defaults',
+    help='results.json of scripts/bench_gpu.sh: measured efficiencies in place of the defaults; '
+    'none: not those of this GPU that are in benchmarks/results either',
   )
   group.add_argument('--out', metavar='FILE.png', help='also draw every parameter to FILE.png')
   group.add_argument('--json', metavar='FILE', help='also write everything to FILE')
@@ -266,7 +266,6 @@ def main(argv: Optional[list[str]] = None) -> int:
       f'--html is a page of the prediction, and --show={extra.show} shows something else.',
       fix='Leave out --show or --html.',
     )
-  calibration = extra.calibrate and read_calibration(pathlib.Path(extra.calibrate))
   largest = scaling.numbers(extra.scale, '--scale')[-1] if extra.scale else 1
   devices = simulated_devices(max(topology.num_devices, largest))
   gpus = None
@@ -275,8 +274,7 @@ def main(argv: Optional[list[str]] = None) -> int:
       extra.gpu, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
     )
   config, assumed = _configured(args)
-  if calibration:
-    assumed = calibration.applied(assumed)
+  assumed, calibration = calibrated(extra.calibrate, gpu, assumed)
   logging_setup.setup()
   planner = Planner(gpu, assumed, devices)
   program = planner.program(config, topology)

@@ -74,11 +74,11 @@ def test_report_and_top_read_a_run_in_object_storage(server, tmp_path, capsys):
   address, project = 's3://runs/reported', Project(tmp_path)
   flags = ('--gin.PROFILE_STEPS=(3, 4)',)
   assert project.run(*flags, MODEL_DIR=address, **FAST).code == 0
-  append_sample(tmp_path, 6, SampleConfig('once'), 'once upon a time')
+  append_sample(tmp_path, 6, SampleConfig('once'), 'the continued text')
   (as_path(address) / 'samples.jsonl').write_bytes((tmp_path / 'samples.jsonl').read_bytes())
   page = tmp_path / 'page.html'
   assert report.main([address, f'--out={page}']) == 0
-  for shown in ('Goodput', 'Anatomy of a step', 'steps 3-4 (PROFILE_STEPS)', 'once upon a time'):
+  for shown in ('Goodput', 'Anatomy of a step', 'steps 3-4 (PROFILE_STEPS)', 'the continued text'):
     assert shown in page.read_text(), shown
   assert top.main([address]) == 0
   out = capsys.readouterr().out

@@ -1,15 +1,22 @@
-"""Assumptions measured on a GPU: the results of scripts/bench_gpu.sh in place of the defaults."""
+"""Assumptions measured on a GPU: the results of scripts/bench_gpu.sh in place of the defaults.
+
+A plan looks for results of its GPU by itself: in benchmarks/results, where they are kept, and in
+build/bench_gpu, where the script writes them; of this folder and of the repository.
+"""
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.runtime.xla.gpu_targets import TARGETS, GpuTarget
 
+NONE = 'none'
+FOLDERS = ('benchmarks/results', 'build/bench_gpu')
+_REPOSITORY = pathlib.Path(__file__).parents[2]
 # The length of rows whose attention stands for all.
 _LENGTH = 4096
 
@@ -20,15 +27,68 @@ class Calibration:
 
   Attributes:
     values: parameter of Assumptions -> measured value.
-    source: GPU and file.
+    gpu: on which they were measured.
+    path: the file.
   """
 
   values: Mapping[str, float]
-  source: str
+  gpu: GpuTarget
+  path: pathlib.Path
+
+  @property
+  def source(self) -> str:
+    return f'{self.gpu.device_kind}, {self.path}'
 
   def applied(self, assumed: Assumptions) -> Assumptions:
     """Returns `assumed` with the measured values."""
     return dataclasses.replace(assumed, **self.values)
+
+  def without(self, assumed: Assumptions) -> 'Calibration':
+    """Returns the measured values of parameters that gin leaves at their defaults."""
+    default = Assumptions()
+    kept = {n: v for n, v in self.values.items() if getattr(assumed, n) == getattr(default, n)}
+    return dataclasses.replace(self, values=kept)
+
+
+def calibrated(
+  flag: Optional[str], gpu: GpuTarget, assumed: Assumptions
+) -> tuple[Assumptions, Optional[Calibration]]:
+  """Returns (what a plan assumes, the calibration in it).
+
+  Args:
+    flag: --calibrate, a file whose values replace all others; 'none' for no calibration; None for
+      one of the results of `gpu` that are here, which replace only defaults.
+    gpu: of the plan.
+    assumed: as gin configured it.
+  Raises:
+    ConfigError: `flag` is not such a file.
+  """
+  if flag == NONE:
+    return assumed, None
+  if flag:
+    found = read(pathlib.Path(flag))
+  else:
+    here = dict.fromkeys(
+      root / name for root in (pathlib.Path.cwd(), _REPOSITORY) for name in FOLDERS
+    )
+    found = find(gpu, list(here))
+    found = found and found.without(assumed)
+    if found is None or not found.values:
+      return assumed, None
+  return found.applied(assumed), found
+
+
+def find(gpu: GpuTarget, folders: Sequence[pathlib.Path]) -> Optional[Calibration]:
+  """Returns the calibration of `gpu` that measures most in these folders; of two, the newer."""
+  found = []
+  for path in (path for folder in folders for path in folder.glob('*.json')):
+    try:
+      calibration = read(path)
+    except ConfigError:  # another benchmark's results
+      continue
+    if calibration.gpu == gpu:
+      found.append(calibration)
+  return max(found, key=lambda c: (len(c.values), c.path.stat().st_mtime), default=None)
 
 
 def read(path: pathlib.Path) -> Calibration:
@@ -56,7 +116,7 @@ def read(path: pathlib.Path) -> Calibration:
       f'{path} has neither ceilings nor attention.',
       fix='Run scripts/bench_gpu.sh --parts=ceilings,attention_4096 first.',
     )
-  return Calibration(values, f'{gpu.device_kind}, {path}')
+  return Calibration(values, gpu, path)
 
 
 def _results(path: pathlib.Path) -> Mapping[str, Any]:

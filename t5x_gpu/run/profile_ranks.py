@@ -1,6 +1,6 @@
 """The device time of every process during one profile, collected by process 0.
 
-A process says that it takes a trace, and later what the trace has; so process 0 knows whom to wait
+A process announces its trace, and later publishes what it found: process 0 knows whom to wait
 for. A signal reaches processes at steps that differ by one or two: traces that overlap are one.
 """
 
@@ -33,8 +33,8 @@ class ProfileRanks:
     self._own = {'rank': self._rank, 'host': socket.gethostname()}
 
   def begins(self, *, first_step: int, last_step: int) -> None:
-    """Says that this process takes a trace of these steps."""
-    self._say(first_step, last_step, None)
+    """Announces that this process takes a trace of these steps."""
+    self._publish(first_step, last_step, None)
 
   def collect(
     self, *, first_step: int, last_step: int, time_of_devices: DeviceTime, of_all: bool
@@ -43,27 +43,28 @@ class ProfileRanks:
 
     Args:
       first_step, last_step: of this process's trace.
-      time_of_devices: what it says.
-      of_all: whether every process takes this trace; else those that said so are waited for.
+      time_of_devices: of this process.
+      of_all: whether every process takes this trace; else only those that announced theirs.
     """
     times = dataclasses.asdict(time_of_devices)
-    self._say(first_step, last_step, times)
+    self._publish(first_step, last_step, times)
     own = {**self._own, **times}
     if self._store is None or self._rank:
       return [own]
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
-      said = self._overlapping(first_step, last_step)
-      known = {rank: s['ranks'] for rank, s in said.items() if s['ranks']} | {self._rank: own}
-      wanted = distributed.process_count() if of_all else len({*said, self._rank})
+      found = self._overlapping(first_step, last_step)
+      known = {r: trace['device_time'] for r, trace in found.items() if trace['device_time']}
+      known[self._rank] = own
+      wanted = distributed.process_count() if of_all else len({*found, self._rank})
       if len(known) >= wanted or time.monotonic() > deadline:
         return [known[rank] for rank in sorted(known)]
       time.sleep(0.2)
 
-  def _say(self, first: int, last: int, times: Optional[Mapping[str, float]]) -> None:
+  def _publish(self, first: int, last: int, times: Optional[Mapping[str, float]]) -> None:
     if self._store is None:
       return
-    content = {'first_step': first, 'last_step': last, 'ranks': times and {**self._own, **times}}
+    content = {'first_step': first, 'last_step': last, 'device_time': times and self._own | times}
     within(
       _ASK_SECONDS,
       lambda: self._store.key_value_set(
@@ -72,13 +73,13 @@ class ProfileRanks:
     )
 
   def _overlapping(self, first: int, last: int) -> dict[int, Any]:
-    """Returns rank -> what it said of its latest trace that overlaps these steps."""
+    """Returns rank -> what it published about its latest trace that overlaps these steps."""
     pairs = within(_ASK_SECONDS, lambda: self._store.key_value_dir_get(_KEY)) or []
     found = {}
     for key, text in pairs:
-      said = json.loads(text)
+      trace = json.loads(text)
       rank = int(key.split('/')[-2])
-      if said['first_step'] <= last and said['last_step'] >= first:
-        if rank not in found or said['first_step'] > found[rank]['first_step']:
-          found[rank] = said
+      if trace['first_step'] <= last and trace['last_step'] >= first:
+        if rank not in found or trace['first_step'] > found[rank]['first_step']:
+          found[rank] = trace
     return found

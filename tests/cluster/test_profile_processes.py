@@ -1,4 +1,4 @@
-"""Profiles of several processes: which of them keeps its trace, where, and what it says of all."""
+"""Profiles of several processes: which of them keep traces, where, and what process 0 compares."""
 
 import json
 import socket

@@ -6,7 +6,8 @@ import pytest
 
 from t5x_gpu.errors import ConfigError
 from t5x_gpu.planning.assumptions import Assumptions
-from t5x_gpu.planning.calibration import read
+from t5x_gpu.planning.calibration import FOLDERS, calibrated, read
+from t5x_gpu.runtime.xla.gpu_targets import find_target
 
 MACHINE = {'card': 'NVIDIA H100 80GB HBM3'}
 
@@ -73,3 +74,39 @@ def test_other_files_are_refused(tmp_path, content, expected):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
   with pytest.raises(ConfigError, match='cannot be read'):
     read(tmp_path / 'nothing.json')
+
+
+MATMUL = {'what': 'matmul', 'precision': 'bfloat16', 'tflops': 692.58}
+COPY = {'what': 'copy', 'gigabytes_per_second': 2849.472}
+
+
+@pytest.fixture
+def found_here(tmp_path, monkeypatch):
+  """Results of an H100 and of another benchmark, where a plan looks for them."""
+  monkeypatch.chdir(tmp_path)
+  folder = tmp_path / FOLDERS[0]
+  folder.mkdir(parents=True)
+  (folder / 'cpu.json').write_text('{"steps": [1]}')
+  (folder / 'broken.json').write_text('{')
+  (folder / 'less.json').write_text(json.dumps(results(COPY)))
+  path = folder / 'h100.json'
+  path.write_text(json.dumps(results(MATMUL, COPY)))
+  return path
+
+
+def test_results_of_the_gpu_are_found_and_named(found_here):
+  assumed, calibration = calibrated(None, find_target('h100'), Assumptions())
+  assert calibration.path == found_here and str(found_here) in calibration.source
+  assert assumed.gemm_efficiency == pytest.approx(0.7)
+  assert assumed.memory_efficiency == pytest.approx(0.85)
+  default = Assumptions()
+  assert calibrated('none', find_target('h100'), default) == (default, None)
+  assert calibrated(None, find_target('b200'), default) == (default, None)
+
+
+def test_results_that_are_found_leave_what_gin_sets(found_here):
+  mine = Assumptions(gemm_efficiency=0.5)
+  assumed, calibration = calibrated(None, find_target('h100'), mine)
+  assert assumed.gemm_efficiency == 0.5 and assumed.memory_efficiency == pytest.approx(0.85)
+  assert list(calibration.values) == ['memory_efficiency']
+  assert calibrated(str(found_here), find_target('h100'), mine)[0].gemm_efficiency > 0.69
