@@ -8,6 +8,7 @@ question.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -24,13 +25,14 @@ from t5x_gpu.config.atomic_write import atomic_write
 from t5x_gpu.errors import ConfigError, UserError
 from t5x_gpu.models.model import config_of
 from t5x_gpu.planning import remedies, scaling, screen
-from t5x_gpu.planning.as_json import prediction_json
+from t5x_gpu.planning.as_json import outcome_json, prediction_json
 from t5x_gpu.planning.assumptions import Assumptions
 from t5x_gpu.planning.calibration import Calibration, calibrated
 from t5x_gpu.planning.devices import simulated_devices, topology_of
 from t5x_gpu.planning.page.plan_page import plan_page
 from t5x_gpu.planning.planner import Planner
 from t5x_gpu.planning.prediction import PlanConfig
+from t5x_gpu.planning.search import results, search, workers
 from t5x_gpu.planning.sharding import as_json, layout_text, make_plan, traffic_text
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.xla.deviceless import DescribedGpus, described_gpus
@@ -41,6 +43,7 @@ from t5x_gpu.training.program import Program, program_of_run
 EXAMPLES = """examples:
   {prog} --gin_file=gin_configs/examples/demo.gin
   {prog} --gin_file=my.gin --gpus=64 --gpu=h200 --scale=8,64,512 --html=plan.html
+  {prog} --gin_file=my.gin --gpus=64 --gpu=h200 --search=best.gin
   {prog} --gin_file=my.gin --gpus=64 --show=sharding --out=layout.png
   {prog} --gin_file=my.gin --show=remat --gpu=h100
   {prog} --gin_file=my.gin --gpus=16 --gin.Partitioner.fsdp=4 --json=plan.json
@@ -75,6 +78,20 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     metavar='NAME',
     help=f'which GPU: {", ".join(TARGETS)} (default: {DEFAULT_GPU}; the others --show only compile '
     'for a GPU that is named)',
+  )
+  group.add_argument(
+    '--search',
+    nargs='?',
+    const='',
+    metavar='FILE.gin',
+    help='instead, find the fastest layout, microbatches and remat_policy for these GPUs, and '
+    'write them to FILE.gin with the reasons; minutes',
+  )
+  group.add_argument(
+    '--search_processes',
+    type=int,
+    metavar='N',
+    help='how many variants --search predicts at a time (default: as cores and memory allow)',
   )
   group.add_argument(
     '--scale', metavar='N,N,...', help='also predict, by formula, these numbers of GPUs'
@@ -152,13 +169,13 @@ def _show_prediction(
       {'settings': r.change.settings, 'prediction': prediction_json(r.prediction)} for r in found
     ]
   if extra.scale:
-    scaled = _scaled(config, topology, planner, scaling.numbers(extra.scale, '--scale'))
+    scaled = scaling.scaled(config, topology, planner, scaling.numbers(extra.scale, '--scale'))
     print(f'\nOn other numbers of GPUs, rows per GPU as now\n{scaling.scale_table(scaled)}')
-    content['scale'] = {n: _outcome_json(p) for n, p in scaled.items()}
+    content['scale'] = {n: outcome_json(p) for n, p in scaled.items()}
   if extra.what_if:
     name, outcomes = _what_if(args, topology, planner)
     print(f'\nWhat if (by formula)\n{scaling.what_if_table(name, outcomes)}')
-    content['what_if'] = {value: _outcome_json(p) for value, p in outcomes.items()}
+    content['what_if'] = {value: outcome_json(p) for value, p in outcomes.items()}
   print('\n' + screen.tables(prediction, measured), flush=True)
   _write(extra.json, content)
   if extra.html:
@@ -177,29 +194,42 @@ def _show_prediction(
     print(f'\nPage: {extra.html}')
 
 
-def _outcome_json(outcome: scaling.Outcome) -> dict[str, Any]:
-  if isinstance(outcome, UserError):
-    return {'error': str(outcome)}
-  return prediction_json(outcome)
+def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args: cli.Args) -> None:
+  """Prints the fastest variants of the run and writes the best, after Ctrl-C those found so far."""
+  task = workers.Task(functools.partial(_run_of, args), planner.gpu.name, topology, planner.assumed)
+  number = args.extra.search_processes or workers.default_number()
+  found = search.Found()
+  try:
+    search.search(found, config, task, num_processes=number, compiles=not args.dry_run)
+  finally:
+    if found.scores:
+      _print_found(found, config, topology, planner, args)
+  if not found.scores:
+    planner.program(config, topology)  # raises why this layout does not work; no other does
 
 
-def _scaled(
-  config: PlanConfig, topology: Topology, planner: Planner, numbers: list[int]
-) -> dict[int, scaling.Outcome]:
-  """Returns the prediction on each number of GPUs, by formula, with as many rows per GPU."""
-  found: dict[int, scaling.Outcome] = {}
-  dataset = config.train_dataset_cfg
-  for number in numbers:
-    rows = dataset.batch_size * number // topology.num_devices
-    scaled = dataclasses.replace(
-      config, train_dataset_cfg=dataclasses.replace(dataset, batch_size=max(rows, 1))
-    )
-    try:
-      each = min(number, topology.devices_per_host)
-      found[number] = planner.by_formula(scaled, topology_of(gpus=number, gpus_per_host=each))
-    except UserError as e:
-      found[number] = e
-  return found
+def _print_found(
+  found: search.Found, config: PlanConfig, topology: Topology, planner: Planner, args: cli.Args
+) -> None:
+  gpus = f'{topology.num_devices} x {planner.gpu.device_kind}'
+  print(results.search_text(found, gpus), flush=True)
+  _write(args.extra.json, results.search_json(found))
+  best = found.best(found.scores[0].variant.dtype)
+  if best is None:
+    smallest = min(found.scores, key=lambda s: s.needed_bytes).variant.applied(config)
+    print(remedies.nothing_fits(smallest, topology, by_formula=planner.by_formula))
+    return
+  text = results.gin_text(
+    found, best, given=config.partitioner, gpus=gpus, gin_files=args.gin_files
+  )
+  if args.extra.search:
+    with atomic_write(args.extra.search) as new:
+      new.write_text(text, 'utf-8')
+  print(f'\n{args.extra.search or "As a gin file (--search=FILE writes it)"}:\n\n{text}', end='')
+
+
+def _run_of(args: cli.Args) -> PlanConfig:
+  return _configured(args)[0]
 
 
 def _what_if(
@@ -240,6 +270,26 @@ def _write(json_file: Optional[str], content: dict[str, Any]) -> None:
       json.dump(content, f, indent=1)
 
 
+def _check_search(extra: argparse.Namespace) -> None:
+  """Raises ConfigError for flags that do not go with --search, or only with it."""
+  shown = {name: getattr(extra, name) for name in ('scale', 'what_if', 'out', 'html')}
+  others = [f'--{name}' for name, value in shown.items() if value]
+  others += [f'--show={extra.show}'] if extra.show != 'prediction' else []
+  if extra.search is not None and others:
+    raise ConfigError(
+      f'--search looks for another layout, and {" and ".join(others)} shows this one.',
+      fix='Search with --search=best.gin; then plan with --gin_file=best.gin and these flags.',
+      docs='plan.md#search',
+    )
+  if extra.search_processes is not None and (extra.search is None or extra.search_processes < 1):
+    raise ConfigError(
+      f'--search_processes={extra.search_processes}: it is how many variants --search predicts at '
+      'a time, at least 1.',
+      fix='Write --search=best.gin --search_processes=2, for example.',
+      docs='plan.md#search',
+    )
+
+
 def _draw(program: Program, path: str, title: str) -> None:
   parameters, optimizer = state_layouts(program.abstract_state, program.names)
   sharding_picture.draw(parameters, optimizer, path, title=title)
@@ -260,7 +310,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     gpus=extra.gpus, gpus_per_host=extra.gpus_per_host, devices=extra.devices, hosts=extra.hosts
   )
   gpu = find_target(extra.gpu or DEFAULT_GPU)
-  cli.check_folders_of(extra.out, extra.json, extra.html)
+  cli.check_folders_of(extra.out, extra.json, extra.html, extra.search)
+  _check_search(extra)
   if extra.html and extra.show != 'prediction':
     raise ConfigError(
       f'--html is a page of the prediction, and --show={extra.show} shows something else.',
@@ -277,6 +328,9 @@ def main(argv: Optional[list[str]] = None) -> int:
   assumed, calibration = calibrated(extra.calibrate, gpu, assumed)
   logging_setup.setup()
   planner = Planner(gpu, assumed, devices)
+  if extra.search is not None:
+    _show_search(config, topology, planner, args)
+    return 0
   program = planner.program(config, topology)
   if extra.show == 'sharding':
     print(layout_text(program), flush=True)

@@ -61,7 +61,7 @@ def remat_costs(
   """
   costs = []
   for policy in ORDER:
-    changed = dataclasses.replace(config, model=with_policy(config.model, policy))
+    changed = dataclasses.replace(config, model=with_config(config.model, remat_policy=policy))
     program = build(changed)
     hlo, compiled = partitioned(
       program.train_step.lower(program.abstract_state, program.abstract_batch)
@@ -75,14 +75,14 @@ def remat_costs(
   return costs
 
 
-def with_policy(model: Model, policy: str) -> Model:
-  """Returns `model` with another remat policy.
+def with_config(model: Model, **changes: Any) -> Model:
+  """Returns `model` with other values in its TransformerConfig.
 
   Raises:
     ModelError: it has no TransformerConfig.
   """
   if isinstance(model, LoraModel):
-    return dataclasses.replace(model, model=with_policy(model.model, policy))
+    return dataclasses.replace(model, model=with_config(model.model, **changes))
   config = config_of(model)
   if config is None or not dataclasses.is_dataclass(model):
     raise ModelError(
@@ -91,7 +91,7 @@ def with_policy(model: Model, policy: str) -> Model:
       fix='Use --show sharding.',
       docs='plan.md#remat',
     )
-  return dataclasses.replace(model, config=dataclasses.replace(config, remat_policy=policy))
+  return dataclasses.replace(model, config=dataclasses.replace(config, **changes))
 
 
 def remat_text(costs: Sequence[RematCost], *, current: str, gpu: Optional[str] = None) -> str:

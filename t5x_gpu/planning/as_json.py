@@ -1,8 +1,9 @@
 """A prediction as data for other programs."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Union
 
+from t5x_gpu.errors import UserError
 from t5x_gpu.planning import bottleneck
 from t5x_gpu.planning.assumptions import SOURCES
 from t5x_gpu.planning.prediction import Prediction
@@ -54,3 +55,10 @@ def prediction_json(p: Prediction) -> dict[str, Any]:
       for name, source in SOURCES.items()
     },
   }
+
+
+def outcome_json(outcome: Union[Prediction, UserError]) -> dict[str, Any]:
+  """Returns `prediction_json`, or the error in its place."""
+  if isinstance(outcome, UserError):
+    return {'error': str(outcome)}
+  return prediction_json(outcome)

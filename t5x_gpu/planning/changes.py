@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from t5x_gpu.analysis.remat_costs import with_policy
+from t5x_gpu.analysis.remat_costs import with_config
 from t5x_gpu.models.model import config_of
 from t5x_gpu.models.remat import BY_MEMORY
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -50,7 +50,7 @@ def _remat(config: PlanConfig) -> Iterator[Change]:
   for policy in BY_MEMORY[BY_MEMORY.index(model_config.remat_policy) + 1 :]:
     if policy == 'offload':  # the time of its transfers to the host is not modelled
       continue
-    changed = dataclasses.replace(config, model=with_policy(config.model, policy))
+    changed = dataclasses.replace(config, model=with_config(config.model, remat_policy=policy))
     yield Change((f'TransformerConfig.remat_policy = {policy!r}',), changed)
 
 

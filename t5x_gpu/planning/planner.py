@@ -62,18 +62,22 @@ class Planner:
     Raises:
       MeshError, ConfigError, ShapeError, ModelError: as `program`.
     """
-    number = topology.num_devices
+    where = f'for {topology.num_devices} x {self.gpu.device_kind}'
+    if not self.compiles:
+      where = f'for {topology.num_devices} simulated devices'
+    with doing(f'compiling {what or "the step"} {where}'):
+      return self.silently(config, topology)
+
+  def silently(self, config: PlanConfig, topology: Topology) -> Prediction:
+    """Returns what `exactly` does, and shows nothing."""
+    of_plan = dict(gpu=self.gpu, assumed=self.assumed)
     if not self.compiles:
       program = self.program(config, topology)
-      with doing(f'splitting {what or "the step"} over {number} simulated devices'):
-        hlo = partitioned_hlo(
-          program.train_step.lower(program.abstract_state, program.abstract_batch)
-        )
-      return predict(program, config, gpu=self.gpu, assumed=self.assumed, partitioned=hlo)
-    with doing(f'compiling {what or "the step"} for {number} x {self.gpu.device_kind}'):
-      gpus = described_gpus(
-        self.gpu.name, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
-      )
-      with contextlib.redirect_stdout(io.StringIO()):
-        step = compile_step(config, gpus)
-    return predict(step.program, config, gpu=self.gpu, assumed=self.assumed, compiled=step)
+      lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+      return predict(program, config, **of_plan, partitioned=partitioned_hlo(lowered))
+    gpus = described_gpus(
+      self.gpu.name, num_hosts=topology.num_hosts, gpus_per_host=topology.devices_per_host
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+      step = compile_step(config, gpus)
+    return predict(step.program, config, **of_plan, compiled=step)

@@ -147,16 +147,21 @@ def advice(
   found = remedies(config, topology, by_formula=by_formula, compiled=compiled)
   if found:
     return found, f'With these changes it fits:\n{text(found, before)}'
+  return [], nothing_fits(config, topology, by_formula=by_formula)
+
+
+def nothing_fits(config: PlanConfig, topology: Topology, *, by_formula: Predict) -> str:
+  """Returns how much the smallest step needs, and how many GPUs would do."""
   number, smallest = least_gpus(config, topology, by_formula=by_formula)
   least = show(smallest.memory.needed_bytes)
   on = topology.count(topology.num_devices)
   if number is None:
-    return [], (
+    return (
       f'No remat policy, number of microbatches or layout fits on {on}: at least {least} per GPU, '
       'and more GPUs of this kind do not help. Split rows over Partitioner.context, shorten them, '
       'or take a GPU with more memory.'
     )
-  return [], (
+  return (
     f'No remat policy, number of microbatches or layout fits on {on}: at least {least} per GPU. '
     f'The least number of GPUs is {number}, with Partitioner.fsdp = {number} (by formula).'
   )

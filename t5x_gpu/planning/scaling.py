@@ -1,12 +1,16 @@
 """The same run on other numbers or kinds of GPUs, as tables."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Union
 
 from t5x_gpu.analysis.sharding_tables import table
 from t5x_gpu.errors import ConfigError, UserError
-from t5x_gpu.planning.prediction import Prediction
+from t5x_gpu.planning.devices import topology_of
+from t5x_gpu.planning.planner import Planner
+from t5x_gpu.planning.prediction import PlanConfig, Prediction
 from t5x_gpu.planning.screen import duration, seconds
+from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.memory import show
 
 # A prediction, or why there is none.
@@ -26,6 +30,25 @@ def numbers(text: str, flag: str) -> list[int]:
       f'{flag}={text} is not a list of numbers of GPUs.', fix=f'Write it as {flag}=1,8,64.'
     )
   return sorted({int(part) for part in parts})
+
+
+def scaled(
+  config: PlanConfig, topology: Topology, planner: Planner, numbers: list[int]
+) -> dict[int, Outcome]:
+  """Returns the prediction on each number of GPUs, by formula, with as many rows per GPU."""
+  found: dict[int, Outcome] = {}
+  dataset = config.train_dataset_cfg
+  for number in numbers:
+    rows = dataset.batch_size * number // topology.num_devices
+    grown = dataclasses.replace(
+      config, train_dataset_cfg=dataclasses.replace(dataset, batch_size=max(rows, 1))
+    )
+    try:
+      each = min(number, topology.devices_per_host)
+      found[number] = planner.by_formula(grown, topology_of(gpus=number, gpus_per_host=each))
+    except UserError as e:
+      found[number] = e
+  return found
 
 
 def scale_table(outcomes: Mapping[int, Outcome]) -> str:

@@ -167,8 +167,7 @@ def build_program(
   region, trained = layout.region, trained_of(model)
   context = region.rules.context_method if 'context' in region.axes else None
   check_attention(model, devices[0], context=context)
-  init, names, form = _first_state(model, spec, optimizer, layout, trained, seed, spikes)
-  shapes = jax.eval_shape(init)
+  init, shapes, names, form = _first_state(model, spec, optimizer, layout, trained, seed, spikes)
   layout, abstract = form.with_costs(shapes), form.abstract(shapes)
   gradients = make_gradients(
     model=model, region=region, names=names, num_microbatches=num_microbatches, trained=trained
@@ -210,8 +209,8 @@ def _first_state(
   trained: Trained,
   seed: int,
   spikes: SpikeConfig,
-) -> tuple[Callable[[], TrainState], Any, StoredState]:
-  """Returns the function that makes the first state, names of parameters, and the stored form."""
+) -> tuple[Callable[[], TrainState], TrainState, Any, StoredState]:
+  """Returns (a function that makes the first state, its shapes, names of parameters, its form)."""
 
   def init_boxed() -> Any:
     return model.init(jax.random.key(seed), spec)
@@ -219,14 +218,18 @@ def _first_state(
   abstract_params, names = split_names(jax.eval_shape(init_boxed))
   names = layout.chosen(names, abstract_params)
 
+  def of_params(params: Any) -> TrainState:
+    return new_state(layout.in_run_order(params, names), optimizer, names, **options)
+
   def init() -> TrainState:
     params, _ = split_names(init_boxed())
-    return new_state(layout.in_run_order(params, names), optimizer, names, **options)
+    return of_params(params)
 
   options = dict(trained=trained, history=history_of(model))
   of_state = state_names(abstract_params, optimizer, names, **options)
-  names_of_state = layout.chosen(of_state, jax.eval_shape(init))
-  return init, names, StoredState(layout, names_of_state, spikes)
+  shapes = jax.eval_shape(of_params, abstract_params)
+  names_of_state = layout.chosen(of_state, shapes)
+  return init, shapes, names, StoredState(layout, names_of_state, spikes)
 
 
 def _jitted(

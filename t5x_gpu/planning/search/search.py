@@ -1,0 +1,196 @@
+"""The fastest way to compute a run on some GPUs: predict all by formula, compile the best.
+
+    search(found, config, task, num_processes=2, compiles=True)
+    found.best('bfloat16').variant
+
+What is compiled corrects the formulas of its relatives. The search of a precision ends when no
+other variant promises a faster step, or after `limit` compiles.
+"""
+
+import concurrent.futures
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from typing import Optional
+
+import rich.console
+import rich.progress
+
+from t5x_gpu.planning.prediction import PlanConfig, Prediction
+from t5x_gpu.planning.search import workers
+from t5x_gpu.planning.search.variants import (
+  Variant,
+  layouts,
+  microbatches,
+  precisions,
+  with_overlap,
+)
+from t5x_gpu.planning.search.workers import Score, Task
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.xla.gpu_targets import find_target
+
+# Compiles of the run's own precision, and of each other one.
+LIMIT, LIMIT_OF_OTHERS = 12, 4
+# Compiled before the next ones are chosen; a constant, so that all machines choose the same.
+_ROUND = 4
+# No prediction is this exact: of steps that differ by less, the one that needs less memory is best.
+_EQUAL = 1.005
+# Formulas are within 10% of what XLA allocates.
+_ALMOST = 1.1
+
+
+@dataclasses.dataclass
+class Found:
+  """The variants of a run, and what is known of them.
+
+  Attributes:
+    scores: of legal variants, by formula.
+    compiled: variant -> prediction from the compiled step.
+    refused: variant -> why it does not compile.
+    given: the run as it is; or why it does not work.
+    seconds: how long the search took.
+    is_complete: whether it ended by itself.
+  """
+
+  scores: list[Score] = dataclasses.field(default_factory=list)
+  compiled: dict[Variant, Prediction] = dataclasses.field(default_factory=dict)
+  refused: dict[Variant, str] = dataclasses.field(default_factory=dict)
+  given: Optional[Prediction | str] = None
+  seconds: float = 0.0
+  is_complete: bool = False
+
+  def estimate(self, score: Score) -> float:
+    """Returns seconds per step: as compiled, or by formula, corrected by relatives."""
+    if score.variant in self.compiled:
+      return self.compiled[score.variant].seconds_per_step
+    return score.seconds * self._correction(score, lambda s, p: p.seconds_per_step / s.seconds)
+
+  def needed_bytes(self, score: Score) -> float:
+    """Returns the memory that a GPU needs, likewise."""
+    if score.variant in self.compiled:
+      return self.compiled[score.variant].memory.needed_bytes
+    return score.needed_bytes
+
+  def fits(self, score: Score) -> bool:
+    """Returns whether a variant fits; by formula if it was not compiled."""
+    return score.variant not in self.refused and self.needed_bytes(score) <= score.pool_bytes
+
+  def best(self, dtype: Optional[str]) -> Optional[Score]:
+    """Returns the fastest variant that fits: among the compiled ones, if there are any."""
+    fitting = [s for s in self.scores if s.variant.dtype == dtype and self.fits(s)]
+    if self.compiled:
+      fitting = [s for s in fitting if s.variant in self.compiled]
+    fastest = min(map(self.estimate, fitting), default=0.0)
+    equal = [s for s in fitting if self.estimate(s) <= _EQUAL * fastest]
+    return min(equal, key=lambda s: (self.needed_bytes(s), self.estimate(s)), default=None)
+
+  def _correction(self, score: Score, ratio) -> float:
+    """Returns compiled / formula: of the family, else the least of its precision."""
+    known = [(s, self.compiled[s.variant]) for s in self.scores if s.variant in self.compiled]
+    of_family = [ratio(s, p) for s, p in known if s.family == score.family]
+    if of_family:
+      return math.fsum(of_family) / len(of_family)
+    return min((ratio(s, p) for s, p in known if s.variant.dtype == score.variant.dtype), default=1)
+
+  def next(self, dtype: Optional[str], number: int) -> list[Score]:
+    """Returns variants that promise a faster step than the best, at most `number`.
+
+    Of a family of which nothing was compiled, only one.
+    """
+    best = self.best(dtype) if self.compiled else None
+    known = {s.family for s in self.scores if s.variant in self.compiled}
+    chosen: list[Score] = []
+    for score in sorted(self.scores, key=lambda s: (self.estimate(s), s.needed_bytes)):
+      if best and self.estimate(score) >= self.estimate(best):
+        break
+      tried = score.variant in self.compiled or score.variant in self.refused
+      if score.variant.dtype != dtype or tried:
+        continue
+      if score.needed_bytes > _ALMOST * score.pool_bytes:
+        continue
+      if score.family in known or score.family not in {c.family for c in chosen}:
+        chosen.append(score)
+      if len(chosen) == number:
+        break
+    return chosen
+
+
+def search(
+  found: Found, config: PlanConfig, task: Task, *, num_processes: int, compiles: bool
+) -> None:
+  """Fills `found`, which a Ctrl-C leaves with all that is known by then.
+
+  Args:
+    found: what to fill.
+    config: the run.
+    task: how a process gets the run, and the GPUs.
+    num_processes: that predict at a time.
+    compiles: whether to compile; else all is by formula.
+  Raises:
+    ConfigError: a process was killed.
+  """
+  begin = time.monotonic()
+  own, *others = precisions(config, find_target(task.gpu))
+  limits = {own: LIMIT, **dict.fromkeys(others, LIMIT_OF_OTHERS)} if compiles else {}
+  with workers.processes(task, num_processes) as pool, _progress() as bar:
+    given = pool.submit(workers.compiled, None) if compiles else None
+    _score_all(found, config, task.topology, pool, bar)
+    for dtype, left in limits.items():
+      while left and (chosen := found.next(dtype, min(_ROUND, left))):
+        left -= len(chosen)
+        _compile(found, chosen, pool, bar)
+        found.seconds = time.monotonic() - begin
+    if given:
+      found.given = given.result()
+  found.seconds, found.is_complete = time.monotonic() - begin, True
+
+
+def _score_all(
+  found: Found,
+  config: PlanConfig,
+  topology: Topology,
+  pool: concurrent.futures.Executor,
+  bar: rich.progress.Progress,
+) -> None:
+  tasks = [m for layout in layouts(config, topology) for m in microbatches(layout)]
+  line = bar.add_task('predicting layouts by formula', total=len(tasks))
+  for scores in pool.map(workers.scores, *zip(*tasks), chunksize=8):
+    for score in scores:
+      found.scores.append(score)
+      if (other := with_overlap(score.variant)) is not None:
+        family = (*score.family, 'overlap_layers')
+        found.scores.append(dataclasses.replace(score, variant=other, family=family))
+    bar.advance(line)
+  bar.remove_task(line)
+
+
+def _compile(
+  found: Found,
+  chosen: Sequence[Score],
+  pool: concurrent.futures.Executor,
+  bar: rich.progress.Progress,
+) -> None:
+  futures = {pool.submit(workers.compiled, s.variant): s for s in chosen}
+  what = f'compiling {chosen[0].variant.dtype or "the step"}: {len(found.compiled)} done'
+  line = bar.add_task(what, total=len(futures))
+  for future in concurrent.futures.as_completed(futures):
+    variant, outcome = futures[future].variant, future.result()
+    known = found.refused if isinstance(outcome, str) else found.compiled
+    known[variant] = outcome
+    bar.advance(line)
+  bar.remove_task(line)
+
+
+def _progress() -> rich.progress.Progress:
+  console = rich.console.Console(stderr=True)
+  return rich.progress.Progress(
+    rich.progress.SpinnerColumn(),
+    rich.progress.TextColumn('{task.description}'),
+    rich.progress.BarColumn(),
+    rich.progress.MofNCompleteColumn(),
+    rich.progress.TimeElapsedColumn(),
+    console=console,
+    transient=True,
+    disable=not console.is_terminal,
+  )

@@ -1,0 +1,164 @@
+"""Processes that predict the variants of a run: by formula, and as XLA compiles them."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, Optional
+
+from t5x_gpu.errors import ConfigError, UserError
+from t5x_gpu.partitioning.layout import Layout as RunLayout
+from t5x_gpu.planning.assumptions import Assumptions
+from t5x_gpu.planning.devices import simulated_devices
+from t5x_gpu.planning.planner import Planner
+from t5x_gpu.planning.prediction import PlanConfig, Prediction, predict
+from t5x_gpu.planning.search.variants import Layout, Variant, policies, precisions
+from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.memory import host_limit
+from t5x_gpu.runtime.xla.gpu_targets import find_target
+
+# Memory of a process that compiles a large model.
+_BYTES = 3 * 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+  """A variant, predicted by formula.
+
+  Attributes:
+    variant: of the run.
+    mesh: (axis, size) of the axes larger than 1.
+    seconds: per step.
+    needed_bytes, pool_bytes: what a GPU needs, and what XLA manages of it.
+    family: what variants have in common whose collectives XLA schedules alike.
+  """
+
+  variant: Variant
+  mesh: tuple[tuple[str, int], ...]
+  seconds: float
+  needed_bytes: int
+  pool_bytes: int
+  family: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """What a process needs to know.
+
+  Attributes:
+    configure: returns the run; importable, as each process calls it for itself.
+    gpu: name of the GPU.
+    topology: of the GPUs.
+    assumed: efficiencies and links.
+  """
+
+  configure: Callable[[], PlanConfig]
+  gpu: str
+  topology: Topology
+  assumed: Assumptions
+
+
+class Worker:
+  """The run of a `Task`, and its predictions."""
+
+  def __init__(self, task: Task) -> None:
+    devices = simulated_devices(task.topology.num_devices)
+    self.topology = task.topology
+    self.planner = Planner(find_target(task.gpu), task.assumed, devices)
+    self.config = task.configure()
+
+  def scores(self, layout: Layout, num_microbatches: int) -> list[Score]:
+    """Returns a layout with every policy and precision; [] if the run does not allow it."""
+    config, planner = self.config, self.planner
+    first = Variant(layout, num_microbatches)
+    try:
+      program = planner.program(first.applied(config), self.topology)
+    except UserError:
+      return []
+    found = []
+    for dtype in precisions(config, planner.gpu):
+      for policy in policies(config, layout, num_microbatches):
+        variant = dataclasses.replace(first, remat_policy=policy, dtype=dtype)
+        p = predict(program, variant.applied(config), gpu=planner.gpu, assumed=planner.assumed)
+        found.append(
+          Score(
+            variant,
+            tuple(p.mesh.items()),
+            p.seconds_per_step,
+            p.memory.needed_bytes,
+            p.memory.pool_bytes,
+            family=_family(program.layout, variant),
+          )
+        )
+    return found
+
+  def compiled(self, variant: Optional[Variant]) -> Prediction | str:
+    """Returns the prediction of a compiled variant, or why it does not compile.
+
+    Args:
+      variant: None for the run as it is.
+    """
+    config = self.config if variant is None else variant.applied(self.config)
+    try:
+      return self.planner.silently(config, self.topology)
+    except UserError as e:
+      return str(e)
+
+
+def _family(layout: RunLayout, variant: Variant) -> tuple[Any, ...]:
+  sizes = layout.sizes
+  axes = tuple((axis, sizes.crosses_hosts(axis)) for axis, n in sizes.total.items() if n > 1)
+  accumulates = layout.accumulate_by if variant.num_microbatches > 1 else ''
+  return axes, layout.zero_stage, accumulates, variant.remat_policy, variant.dtype
+
+
+_worker: Optional[Worker] = None
+
+
+def _start(task: Task) -> None:
+  global _worker
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in a terminal ends all processes at once
+  _worker = Worker(task)
+
+
+def scores(layout: Layout, num_microbatches: int) -> list[Score]:
+  """`Worker.scores` of the process."""
+  return _worker.scores(layout, num_microbatches)
+
+
+def compiled(variant: Optional[Variant]) -> Prediction | str:
+  """`Worker.compiled` of the process."""
+  return _worker.compiled(variant)
+
+
+def default_number() -> int:
+  """Returns how many processes this machine has cores and memory for."""
+  cores, memory = len(os.sched_getaffinity(0)), host_limit()
+  return max(1, min(cores, memory.bytes // _BYTES if memory else 1))
+
+
+@contextlib.contextmanager
+def processes(task: Task, number: int) -> Iterator[concurrent.futures.Executor]:
+  """Context with processes that compute `scores` and `compiled`; ends them however it is left.
+
+  Raises:
+    ConfigError: a process was killed.
+  """
+  pool = concurrent.futures.ProcessPoolExecutor(
+    number, multiprocessing.get_context('spawn'), _start, (task,)
+  )
+  try:
+    yield pool
+  except concurrent.futures.process.BrokenProcessPool as e:
+    raise ConfigError(
+      f'One of the {number} processes of the search was killed, perhaps for want of memory.',
+      fix=f'--search_processes={max(number // 2, 1)} needs less memory.',
+      docs='plan.md#search',
+    ) from e
+  finally:
+    for process in multiprocessing.active_children():
+      process.terminate()
+    pool.shutdown(cancel_futures=True)
