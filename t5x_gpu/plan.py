@@ -179,24 +179,23 @@ def _show_prediction(
   print('\n' + screen.tables(prediction, measured), flush=True)
   _write(extra.json, content)
   if extra.html:
-    with atomic_write(extra.html) as new:
-      new.write_text(
-        plan_page(
-          prediction,
-          program.layout,
-          title=f'Plan of {", ".join(pathlib.Path(name).name for name in args.gin_files)}',
-          advice=advice,
-          scaled=scaled,
-          measured=measured,
-        ),
-        'utf-8',
-      )
+    page = plan_page(
+      prediction,
+      program.layout,
+      title=f'Plan of {", ".join(pathlib.Path(name).name for name in args.gin_files)}',
+      advice=advice,
+      scaled=scaled,
+      measured=measured,
+    )
+    _write(extra.html, page)
     print(f'\nPage: {extra.html}')
 
 
 def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args: cli.Args) -> None:
   """Prints the fastest variants of the run and writes the best, after Ctrl-C those found so far."""
-  task = workers.Task(functools.partial(_run_of, args), planner.gpu.name, topology, planner.assumed)
+  task = workers.Task(
+    functools.partial(_configured, args), planner.gpu.name, topology, planner.assumed
+  )
   number = args.extra.search_processes or workers.default_number()
   found = search.Found()
   try:
@@ -219,17 +218,9 @@ def _print_found(
     smallest = min(found.scores, key=lambda s: s.needed_bytes).variant.applied(config)
     print(remedies.nothing_fits(smallest, topology, by_formula=planner.by_formula))
     return
-  text = results.gin_text(
-    found, best, given=config.partitioner, gpus=gpus, gin_files=args.gin_files
-  )
-  if args.extra.search:
-    with atomic_write(args.extra.search) as new:
-      new.write_text(text, 'utf-8')
+  text = results.gin_text(found, best, given=config.partitioner, gpus=gpus, files=args.gin_files)
+  _write(args.extra.search, text)
   print(f'\n{args.extra.search or "As a gin file (--search=FILE writes it)"}:\n\n{text}', end='')
-
-
-def _run_of(args: cli.Args) -> PlanConfig:
-  return _configured(args)[0]
 
 
 def _what_if(
@@ -264,10 +255,13 @@ def _configured(args: cli.Args) -> tuple[PlanConfig, Assumptions]:
   return config, gin_loader.configured(loaded, Assumptions, entry=Assumptions)
 
 
-def _write(json_file: Optional[str], content: dict[str, Any]) -> None:
-  if json_file:
-    with open(json_file, 'w') as f:
-      json.dump(content, f, indent=1)
+def _write(path: Optional[str], content: dict[str, Any] | str) -> None:
+  """Writes text, or data as JSON, if there is a `path`."""
+  if path:
+    with atomic_write(path) as new:
+      new.write_text(
+        content if isinstance(content, str) else json.dumps(content, indent=1), 'utf-8'
+      )
 
 
 def _check_search(extra: argparse.Namespace) -> None:

@@ -62,10 +62,11 @@ class Planner:
     Raises:
       MeshError, ConfigError, ShapeError, ModelError: as `program`.
     """
-    where = f'for {topology.num_devices} x {self.gpu.device_kind}'
-    if not self.compiles:
-      where = f'for {topology.num_devices} simulated devices'
-    with doing(f'compiling {what or "the step"} {where}'):
+    number, step = topology.num_devices, what or 'the step'
+    doing_what = f'splitting {step} over {number} simulated devices'
+    if self.compiles:
+      doing_what = f'compiling {step} for {number} x {self.gpu.device_kind}'
+    with doing(doing_what):
       return self.silently(config, topology)
 
   def silently(self, config: PlanConfig, topology: Topology) -> Prediction:

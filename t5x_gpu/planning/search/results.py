@@ -110,7 +110,7 @@ def _words(score: Score) -> str:
 
 
 def gin_text(
-  found: Found, best: Score, *, given: Partitioner, gpus: str, gin_files: Sequence[str]
+  found: Found, best: Score, *, given: Partitioner, gpus: str, files: Sequence[str]
 ) -> str:
   """Returns the best variant as a gin file, with the reason for each choice.
 
@@ -119,7 +119,7 @@ def gin_text(
     best: the variant to write.
     given: the layout of the run as it is; its parameters are replaced.
     gpus: '64 x NVIDIA H200'.
-    gin_files: of the run.
+    files: the gin files of the run.
   """
   v = best.variant
   p = found.compiled.get(v)
@@ -127,7 +127,7 @@ def gin_text(
   speed = f', {p.tokens_per_second:,.0f} tokens/s, MFU {p.mfu:.1%}' if p and p.mfu else ''
   memory = f'{show(found.needed_bytes(best))} of {show(best.pool_bytes)} per GPU'
   lines = [
-    f'# The fastest layout that `t5x_gpu.plan --search` found for {", ".join(gin_files)} on',
+    f'# The fastest layout that `t5x_gpu.plan --search` found for {", ".join(files)} on',
     f'# {gpus}: {_words(best)}.',
     f'# {screen.seconds(found.estimate(best))} per step{speed}; {memory}, {how}.',
     '# Give this file as the last --gin_file.',

@@ -10,14 +10,16 @@ other variant promises a faster step, or after `limit` compiles.
 import concurrent.futures
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import rich.console
 import rich.progress
 
 from t5x_gpu.planning.prediction import PlanConfig, Prediction
+from t5x_gpu.planning.screen import seconds
 from t5x_gpu.planning.search import workers
 from t5x_gpu.planning.search.variants import (
   Variant,
@@ -59,15 +61,31 @@ class Found:
   given: Optional[Prediction | str] = None
   seconds: float = 0.0
   is_complete: bool = False
+  _ratios: dict[Any, list[float]] = dataclasses.field(default_factory=dict)
+
+  def add(self, score: Score, outcome: Prediction | str) -> None:
+    """Adds what compiling a variant gave: a prediction, or why it does not compile."""
+    if isinstance(outcome, str):
+      self.refused[score.variant] = outcome
+      return
+    self.compiled[score.variant] = outcome
+    ratio = outcome.seconds_per_step / score.seconds
+    for relatives in (score.family, score.variant.dtype):
+      self._ratios.setdefault(relatives, []).append(ratio)
 
   def estimate(self, score: Score) -> float:
-    """Returns seconds per step: as compiled, or by formula, corrected by relatives."""
+    """Returns seconds per step: as compiled, or by formula, corrected by what compiled relatives
+    took: of the family on average, else the least of the precision.
+    """
     if score.variant in self.compiled:
       return self.compiled[score.variant].seconds_per_step
-    return score.seconds * self._correction(score, lambda s, p: p.seconds_per_step / s.seconds)
+    of_family = self._ratios.get(score.family)
+    if of_family:
+      return score.seconds * math.fsum(of_family) / len(of_family)
+    return score.seconds * min(self._ratios.get(score.variant.dtype, [1.0]))
 
   def needed_bytes(self, score: Score) -> float:
-    """Returns the memory that a GPU needs, likewise."""
+    """Returns the memory that a GPU needs: as compiled, or by formula."""
     if score.variant in self.compiled:
       return self.compiled[score.variant].memory.needed_bytes
     return score.needed_bytes
@@ -79,19 +97,10 @@ class Found:
   def best(self, dtype: Optional[str]) -> Optional[Score]:
     """Returns the fastest variant that fits: among the compiled ones, if there are any."""
     fitting = [s for s in self.scores if s.variant.dtype == dtype and self.fits(s)]
-    if self.compiled:
-      fitting = [s for s in fitting if s.variant in self.compiled]
+    fitting = [s for s in fitting if s.variant in self.compiled] or fitting
     fastest = min(map(self.estimate, fitting), default=0.0)
     equal = [s for s in fitting if self.estimate(s) <= _EQUAL * fastest]
     return min(equal, key=lambda s: (self.needed_bytes(s), self.estimate(s)), default=None)
-
-  def _correction(self, score: Score, ratio) -> float:
-    """Returns compiled / formula: of the family, else the least of its precision."""
-    known = [(s, self.compiled[s.variant]) for s in self.scores if s.variant in self.compiled]
-    of_family = [ratio(s, p) for s, p in known if s.family == score.family]
-    if of_family:
-      return math.fsum(of_family) / len(of_family)
-    return min((ratio(s, p) for s, p in known if s.variant.dtype == score.variant.dtype), default=1)
 
   def next(self, dtype: Optional[str], number: int) -> list[Score]:
     """Returns variants that promise a faster step than the best, at most `number`.
@@ -99,7 +108,6 @@ class Found:
     Of a family of which nothing was compiled, only one.
     """
     best = self.best(dtype) if self.compiled else None
-    known = {s.family for s in self.scores if s.variant in self.compiled}
     chosen: list[Score] = []
     for score in sorted(self.scores, key=lambda s: (self.estimate(s), s.needed_bytes)):
       if best and self.estimate(score) >= self.estimate(best):
@@ -109,7 +117,7 @@ class Found:
         continue
       if score.needed_bytes > _ALMOST * score.pool_bytes:
         continue
-      if score.family in known or score.family not in {c.family for c in chosen}:
+      if score.family in self._ratios or score.family not in {c.family for c in chosen}:
         chosen.append(score)
       if len(chosen) == number:
         break
@@ -130,17 +138,28 @@ def search(
   Raises:
     ConfigError: a process was killed.
   """
+
+  def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
   begin = time.monotonic()
   own, *others = precisions(config, find_target(task.gpu))
   limits = {own: LIMIT, **dict.fromkeys(others, LIMIT_OF_OTHERS)} if compiles else {}
   with workers.processes(task, num_processes) as pool, _progress() as bar:
     given = pool.submit(workers.compiled, None) if compiles else None
     _score_all(found, config, task.topology, pool, bar)
+    found.seconds = time.monotonic() - begin
+    say(f'{len(found.scores):,} variants predicted by formula: {found.seconds:.0f} s')
     for dtype, left in limits.items():
       while left and (chosen := found.next(dtype, min(_ROUND, left))):
         left -= len(chosen)
         _compile(found, chosen, pool, bar)
         found.seconds = time.monotonic() - begin
+        best = found.best(dtype)
+        say(
+          f'{len(found.compiled)} variants compiled'
+          + (f'; the best in {dtype} takes {seconds(found.estimate(best))}' if best else '')
+        )
     if given:
       found.given = given.result()
   found.seconds, found.is_complete = time.monotonic() - begin, True
@@ -175,9 +194,7 @@ def _compile(
   what = f'compiling {chosen[0].variant.dtype or "the step"}: {len(found.compiled)} done'
   line = bar.add_task(what, total=len(futures))
   for future in concurrent.futures.as_completed(futures):
-    variant, outcome = futures[future].variant, future.result()
-    known = found.refused if isinstance(outcome, str) else found.compiled
-    known[variant] = outcome
+    found.add(futures[future], future.result())
     bar.advance(line)
   bar.remove_task(line)
 

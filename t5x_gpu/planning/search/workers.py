@@ -49,13 +49,13 @@ class Task:
   """What a process needs to know.
 
   Attributes:
-    configure: returns the run; importable, as each process calls it for itself.
+    configure: returns the run as gin configured it; importable, as each process calls it.
     gpu: name of the GPU.
     topology: of the GPUs.
-    assumed: efficiencies and links.
+    assumed: efficiencies and links, calibrated.
   """
 
-  configure: Callable[[], PlanConfig]
+  configure: Callable[[], tuple[PlanConfig, Assumptions]]
   gpu: str
   topology: Topology
   assumed: Assumptions
@@ -68,7 +68,7 @@ class Worker:
     devices = simulated_devices(task.topology.num_devices)
     self.topology = task.topology
     self.planner = Planner(find_target(task.gpu), task.assumed, devices)
-    self.config = task.configure()
+    self.config, _ = task.configure()
 
   def scores(self, layout: Layout, num_microbatches: int) -> list[Score]:
     """Returns a layout with every policy and precision; [] if the run does not allow it."""
