@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -189,4 +190,7 @@ def test_ctrl_c_prints_what_was_found_and_leaves_no_process(gin_file, whom):
   assert process.returncode == 130, err
   assert 'The search was interrupted' in out and 'partitioner.Partitioner:' in out
   assert 'Traceback' not in err
-  assert not [pid for pid in children if pathlib.Path(f'/proc/{pid}').exists()]
+  deadline = time.monotonic() + 30
+  while left := [pid for pid in children if pathlib.Path(f'/proc/{pid}').exists()]:
+    assert time.monotonic() < deadline, left
+    time.sleep(0.1)
