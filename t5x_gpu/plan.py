@@ -292,9 +292,9 @@ def _draw(program: Program, path: str, title: str) -> None:
 
 def main(argv: Optional[list[str]] = None) -> int:
   """Parses flags and gin files and prints the plan; --out draws it, --json writes it."""
-  if not logging_setup.is_verbose():
-    # XLA's warnings about memory: the plan itself says whether a step fits.
-    os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
+  level = 'TF_CPP_MIN_LOG_LEVEL'
+  if os.environ.get(level, '1') == '1' and not logging_setup.is_verbose():
+    os.environ[level] = '2'  # no warnings about memory: the plan says whether a step fits
   logging_setup.quiet_environment()
   args = cli.parse_args(
     'python -m t5x_gpu.plan', __doc__.splitlines()[0], argv, extra=_add_flags, examples=EXAMPLES

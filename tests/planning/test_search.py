@@ -42,10 +42,10 @@ def config(gin_file):
   return plan._configured(parsed(gin_file))[0]
 
 
-def score(seconds, needed=10, *, dtype='bfloat16', family='a', **more):
+def score(seconds, needed=10, *, least=0.8, dtype='bfloat16', family='a', **more):
   layout = (('data', 1), ('fsdp', len(family)))
   variant = Variant(layout, remat_policy='dots', dtype=dtype, **more)
-  return Score(variant, layout, seconds, int(needed * GIB), 100 * GIB, (family,))
+  return Score(variant, layout, seconds, least * seconds, int(needed * GIB), 100 * GIB, (family,))
 
 
 class CompiledAs:
@@ -102,6 +102,11 @@ def test_one_variant_of_each_family_is_compiled_then_those_that_promise_more():
   found.add(other, CompiledAs(0.99, needed=101))
   assert found.best('bfloat16') is fast, 'the other one does not fit as compiled'
   assert found.next('bfloat16', 4) == [far]
+  untried = score(1.9, family='dddd')
+  found.scores.append(untried)
+  assert untried not in found.next('bfloat16', 4), 'slower than the best even if nothing waits'
+  found.scores[-1] = untried = score(1.9, least=0.5, family='dddd')
+  assert untried in found.next('bfloat16', 4)
 
 
 def test_of_equally_fast_variants_the_smaller_one_is_best():

@@ -127,8 +127,8 @@ def gin_text(
   speed = f', {p.tokens_per_second:,.0f} tokens/s, MFU {p.mfu:.1%}' if p and p.mfu else ''
   memory = f'{show(found.needed_bytes(best))} of {show(best.pool_bytes)} per GPU'
   lines = [
-    f'# The fastest layout that `t5x_gpu.plan --search` found for {", ".join(files)} on',
-    f'# {gpus}: {_words(best)}.',
+    f'# The fastest that `t5x_gpu.plan --search` found for {gpus}: {_words(best)}.',
+    *(f'#   of {name}' for name in files),
     f'# {screen.seconds(found.estimate(best))} per step{speed}; {memory}, {how}.',
     '# Give this file as the last --gin_file.',
     'from __gin__ import dynamic_registration',
@@ -166,7 +166,8 @@ def _layout_settings(variant: Variant, given: Partitioner) -> dict[str, Any]:
 def _other_layouts(found: Found, best: Score) -> Iterable[str]:
   """Yields the fastest variant of other meshes, and of this mesh with other parameters."""
   seen = set()
-  for score in sorted(_of_dtype(found, best), key=found.estimate):
+  fastest = sorted(_of_dtype(found, best), key=lambda s: (found.estimate(s), found.needed_bytes(s)))
+  for score in fastest:
     if found.fits(score) and score.variant.layout != best.variant.layout and score.mesh not in seen:
       seen.add(score.mesh)
       yield _compared(found, best, score, _words(score))

@@ -103,21 +103,24 @@ class Found:
     return min(equal, key=lambda s: (self.needed_bytes(s), self.estimate(s)), default=None)
 
   def next(self, dtype: Optional[str], number: int) -> list[Score]:
-    """Returns variants that promise a faster step than the best, at most `number`.
+    """Returns variants that may be faster than the best, at most `number`, the fastest first.
 
-    Of a family of which nothing was compiled, only one.
+    Of a family of which nothing was compiled, one, if it would be faster with all collectives
+    hidden; of others, those whose estimate is faster.
     """
-    best = self.best(dtype) if self.compiled else None
+    best = self.best(dtype)
+    limit = self.estimate(best) if best and best.variant in self.compiled else math.inf
     chosen: list[Score] = []
     for score in sorted(self.scores, key=lambda s: (self.estimate(s), s.needed_bytes)):
-      if best and self.estimate(score) >= self.estimate(best):
-        break
       tried = score.variant in self.compiled or score.variant in self.refused
       if score.variant.dtype != dtype or tried:
         continue
       if score.needed_bytes > _ALMOST * score.pool_bytes:
         continue
-      if score.family in self._ratios or score.family not in {c.family for c in chosen}:
+      is_known = score.family in self._ratios
+      if (self.estimate(score) if is_known else score.least_seconds) >= limit:
+        continue
+      if is_known or score.family not in {c.family for c in chosen}:
         chosen.append(score)
       if len(chosen) == number:
         break

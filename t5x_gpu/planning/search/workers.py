@@ -32,6 +32,7 @@ class Score:
     variant: of the run.
     mesh: (axis, size) of the axes larger than 1.
     seconds: per step.
+    least_seconds: the same if all collectives were hidden.
     needed_bytes, pool_bytes: what a GPU needs, and what XLA manages of it.
     family: what variants have in common whose collectives XLA schedules alike.
   """
@@ -39,6 +40,7 @@ class Score:
   variant: Variant
   mesh: tuple[tuple[str, int], ...]
   seconds: float
+  least_seconds: float
   needed_bytes: int
   pool_bytes: int
   family: tuple[Any, ...]
@@ -88,6 +90,7 @@ class Worker:
             variant,
             tuple(p.mesh.items()),
             p.seconds_per_step,
+            p.time.compute_seconds + p.time.bubble_seconds,
             p.memory.needed_bytes,
             p.memory.pool_bytes,
             family=_family(program.layout, variant),
@@ -112,7 +115,7 @@ def _family(layout: RunLayout, variant: Variant) -> tuple[Any, ...]:
   sizes = layout.sizes
   axes = tuple((axis, sizes.crosses_hosts(axis)) for axis, n in sizes.total.items() if n > 1)
   accumulates = layout.accumulate_by if variant.num_microbatches > 1 else ''
-  return axes, layout.zero_stage, accumulates, variant.remat_policy, variant.dtype
+  return axes, layout.zero_stage, accumulates, variant.dtype
 
 
 _worker: Optional[Worker] = None
