@@ -37,7 +37,7 @@ LIMIT, LIMIT_OF_OTHERS = 12, 4
 # Compiled before the next ones are chosen; a constant, so that all machines choose the same.
 _ROUND = 4
 # No prediction is this exact: of steps that differ by less, the one that needs less memory is best.
-_EQUAL = 1.005
+EQUAL = 1.005
 # Formulas are within 10% of what XLA allocates.
 _ALMOST = 1.1
 
@@ -99,7 +99,7 @@ class Found:
     fitting = [s for s in self.scores if s.variant.dtype == dtype and self.fits(s)]
     fitting = [s for s in fitting if s.variant in self.compiled] or fitting
     fastest = min(map(self.estimate, fitting), default=0.0)
-    equal = [s for s in fitting if self.estimate(s) <= _EQUAL * fastest]
+    equal = [s for s in fitting if self.estimate(s) <= EQUAL * fastest]
     return min(equal, key=lambda s: (self.needed_bytes(s), self.estimate(s)), default=None)
 
   def next(self, dtype: Optional[str], number: int) -> list[Score]:
