@@ -218,7 +218,7 @@ def _print_found(
     smallest = min(found.scores, key=lambda s: s.needed_bytes).variant.applied(config)
     print(remedies.nothing_fits(smallest, topology, by_formula=planner.by_formula))
     return
-  text = results.gin_text(found, best, given=config.partitioner, gpus=gpus, files=args.gin_files)
+  text = results.gin_text(found, best, given=config, gpus=gpus, files=args.gin_files)
   _write(args.extra.search, text)
   print(f'\n{args.extra.search or "As a gin file (--search=FILE writes it)"}:\n\n{text}', end='')
 

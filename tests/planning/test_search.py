@@ -14,7 +14,6 @@ import pytest
 
 from t5x_gpu import cli, plan
 from t5x_gpu.errors import ConfigError
-from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.planning.devices import topology_of
 from t5x_gpu.planning.search import variants
 from t5x_gpu.planning.search.results import gin_text, search_text
@@ -115,7 +114,7 @@ def test_of_equally_fast_variants_the_smaller_one_is_best():
   assert Found(scores=[large, small, smallest]).best('bfloat16') is small
 
 
-def test_fp8_is_shown_and_not_chosen():
+def test_fp8_is_shown_and_not_chosen(config):
   own, fp8 = score(1.0), score(0.7, dtype='fp8')
   found = Found(scores=[own, fp8])
   found.add(own, CompiledAs(1.0))
@@ -123,7 +122,10 @@ def test_fp8_is_shown_and_not_chosen():
   found.add(fp8, CompiledAs(0.8))
   text = search_text(found, '8 x GPU')
   assert "PRECISION = 'fp8'" in text and '1.25x as fast' in text
-  assert "'fp8'" not in gin_text(found, own, given=Partitioner(), gpus='8 x GPU', files=['a.gin'])
+  text = gin_text(found, own, given=config, gpus='8 x GPU', files=['a.gin'])
+  assert "'fp8'" not in text and 'learning_rate_scaling' not in text
+  scaled = dataclasses.replace(config, learning_rate_scaling='linear')
+  assert 'learning_rate_scaling' in gin_text(found, own, given=scaled, gpus='', files=[])
 
 
 @pytest.mark.process

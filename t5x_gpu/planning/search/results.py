@@ -7,7 +7,7 @@ from typing import Any, Optional
 from t5x_gpu.analysis.sharding_tables import table
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.planning import screen
-from t5x_gpu.planning.prediction import Prediction
+from t5x_gpu.planning.prediction import PlanConfig, Prediction
 from t5x_gpu.planning.search.search import Found
 from t5x_gpu.planning.search.variants import Variant
 from t5x_gpu.planning.search.workers import Score
@@ -109,15 +109,20 @@ def _words(score: Score) -> str:
   return ', '.join(parts)
 
 
+_SCALED_RATE = (
+  '# The number of replicas changes the learning rate: train.learning_rate_scaling is set.'
+)
+
+
 def gin_text(
-  found: Found, best: Score, *, given: Partitioner, gpus: str, files: Sequence[str]
+  found: Found, best: Score, *, given: PlanConfig, gpus: str, files: Sequence[str]
 ) -> str:
   """Returns the best variant as a gin file, with the reason for each choice.
 
   Args:
     found: the result of a search.
     best: the variant to write.
-    given: the layout of the run as it is; its parameters are replaced.
+    given: the run as it is, whose layout is replaced.
     gpus: '64 x NVIDIA H200'.
     files: the gin files of the run.
   """
@@ -131,6 +136,7 @@ def gin_text(
     *(f'#   of {name}' for name in files),
     f'# {screen.seconds(found.estimate(best))} per step{speed}; {memory}, {how}.',
     '# Give this file as the last --gin_file.',
+    *([_SCALED_RATE] if given.learning_rate_scaling else []),
     'from __gin__ import dynamic_registration',
     'from t5x_gpu import train as train_script',
     *(['from t5x_gpu.models import config'] if v.remat_policy else []),
@@ -138,7 +144,7 @@ def gin_text(
     '',
     *_comment('Other layouts, a step', _other_layouts(found, best)),
     'partitioner.Partitioner:',
-    *(f'  {name} = {value!r}' for name, value in _layout_settings(v, given).items()),
+    *(f'  {name} = {value!r}' for name, value in _layout_settings(v, given.partitioner).items()),
     '',
     *_comment('Other values, all else equal', _others(found, best, 'num_microbatches')),
     f'train_script.train.num_microbatches = {v.num_microbatches}',
