@@ -193,7 +193,7 @@ def _show_prediction(
 
 def _show_search(config: PlanConfig, topology: Topology, planner: Planner, args: cli.Args) -> None:
   """Prints the fastest variants of the run and writes the best, after Ctrl-C those found so far."""
-  task = workers.Task(
+  task = workers.SearchTask(
     functools.partial(_configured, args), planner.gpu.name, topology, planner.assumed
   )
   number = args.extra.search_processes or workers.default_number()

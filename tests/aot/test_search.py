@@ -11,7 +11,7 @@ from t5x_gpu.planning.planner import Planner
 from t5x_gpu.planning.prediction import PlanConfig
 from t5x_gpu.planning.search.search import EQUAL, Found, search
 from t5x_gpu.planning.search.variants import Variant
-from t5x_gpu.planning.search.workers import Task
+from t5x_gpu.planning.search.workers import SearchTask
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 from tests.aot.cases import Case
 from tests.aot.test_compiled_steps import pytestmark  # noqa: F401
@@ -44,7 +44,7 @@ def test_no_sampled_neighbour_of_the_best_is_faster(case):
   topology = topology_of(gpus=case.hosts * case.gpus_per_host, gpus_per_host=case.gpus_per_host)
   devices = simulated_devices(topology.num_devices)
   config, found = case.config(), Found()
-  task = Task(functools.partial(configured, case), case.gpu, topology, Assumptions())
+  task = SearchTask(functools.partial(configured, case), case.gpu, topology, Assumptions())
   search(found, config, task, num_processes=2, compiles=True)
   best = found.best('bfloat16')
   assert best.variant in found.compiled and found.best('fp8').variant in found.compiled

@@ -28,7 +28,7 @@ from t5x_gpu.planning.search.variants import (
   precisions,
   with_overlap,
 )
-from t5x_gpu.planning.search.workers import Score, Task
+from t5x_gpu.planning.search.workers import Score, SearchTask
 from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.runtime.xla.gpu_targets import find_target
 
@@ -128,7 +128,7 @@ class Found:
 
 
 def search(
-  found: Found, config: PlanConfig, task: Task, *, num_processes: int, compiles: bool
+  found: Found, config: PlanConfig, task: SearchTask, *, num_processes: int, compiles: bool
 ) -> None:
   """Fills `found`, which a Ctrl-C leaves with all that is known by then.
 

@@ -47,7 +47,7 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class SearchTask:
   """What a process needs to know.
 
   Attributes:
@@ -64,9 +64,9 @@ class Task:
 
 
 class Worker:
-  """The run of a `Task`, and its predictions."""
+  """The run of a `SearchTask`, and its predictions."""
 
-  def __init__(self, task: Task) -> None:
+  def __init__(self, task: SearchTask) -> None:
     devices = simulated_devices(task.topology.num_devices)
     self.topology = task.topology
     self.planner = Planner(find_target(task.gpu), task.assumed, devices)
@@ -121,7 +121,7 @@ def _family(layout: RunLayout, variant: Variant) -> tuple[Any, ...]:
 _worker: Optional[Worker] = None
 
 
-def _start(task: Task) -> None:
+def _start(task: SearchTask) -> None:
   global _worker
   signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in a terminal ends all processes at once
   _worker = Worker(task)
@@ -144,7 +144,7 @@ def default_number() -> int:
 
 
 @contextlib.contextmanager
-def processes(task: Task, number: int) -> Iterator[concurrent.futures.Executor]:
+def processes(task: SearchTask, number: int) -> Iterator[concurrent.futures.Executor]:
   """Context with processes that compute `scores` and `compiled`; ends them however it is left.
 
   Raises:
