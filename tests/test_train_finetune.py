@@ -8,6 +8,7 @@ import pytest
 
 from t5x_gpu import convert
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader
 from t5x_gpu.checkpoint.convert.model_spec import describe
 from t5x_gpu.checkpoint.saved_checkpoint import read_saved
 from t5x_gpu.config import gin_loader
@@ -64,6 +65,19 @@ def test_resume_goes_on_as_the_other_run_did_and_leaves_it_alone(tmp_path, base)
     'pattern': None,
     'assignment_map': [],
   }
+
+
+def test_new_data_keeps_optimizer_and_step_and_starts_the_data_again(tmp_path, base):
+  project = started(tmp_path, base.model_dir, mode='new_data', step=2)
+  result = project.run(TRAIN_STEPS=4, SAVE_PERIOD=10)
+  assert result.code == 0, result.err
+  assert sorted(project.metrics()) == [3, 4] and project.metrics() != base.metrics()
+  got, after_two_steps = read_saved(project.model_dir, 4), read_saved(base.model_dir, 2)
+  for field in ('next_batch_hash', 'data'):
+    assert got.manifest[field] == after_two_steps.manifest[field]
+  assert got.data_state == after_two_steps.data_state
+  assert int(StateReader(project.model_dir).read_at('opt_state/0/count', ())) == 4
+  assert origin(project, 4)['mode'] == 'new_data'
 
 
 def test_warm_start_takes_parameters_and_nothing_else(tmp_path, base):

@@ -15,7 +15,7 @@ import flax.traverse_util
 import jax
 
 from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY, ParamsReader, tree_problems
-from t5x_gpu.checkpoint.manifest import differences
+from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, differences
 from t5x_gpu.checkpoint.saved_checkpoint import Saved
 from t5x_gpu.checkpoint.start import Start
 from t5x_gpu.checkpoint.storage.paths import as_path
@@ -28,9 +28,11 @@ _log = logging.getLogger(__name__)
 
 MODES = {
   'resume': 'the whole state: parameters, optimizer, step, and position in the data',
+  'new_data': 'parameters, optimizer and step; the data start from scratch',
   'warm_start': 'all parameters; the optimizer, the step and the data start from scratch',
   'partial': 'the parameters that `pattern` matches; everything else starts from scratch',
 }
+_WHOLE = ('resume', 'new_data')  # modes that take the optimizer state
 _NAMED = 8  # parameters that an error lists
 _error = functools.partial(CheckpointError, docs='finetune.md#what-a-run-starts-from')
 
@@ -69,9 +71,9 @@ class RestoreConfig:
         parameters=('RestoreConfig.mode', 'RestoreConfig.pattern'),
         docs='finetune.md#what-a-run-starts-from',
       )
-    if self.mode == 'resume' and self.assignment_map:
+    if self.mode in _WHOLE and self.assignment_map:
       raise ConfigError(
-        "RestoreConfig.mode = 'resume' takes the state of the same model: there is "
+        f'RestoreConfig.mode = {self.mode!r} takes the state of the same model: there is '
         'nothing to assign.',
         fix='Remove RestoreConfig.assignment_map.',
         parameters=('RestoreConfig.assignment_map',),
@@ -113,13 +115,14 @@ def plan_start(
       'of MODEL_DIR.'
     )
   reader = _open(config)
-  if config.mode == 'resume':
-    text = f'Starting from {reader.path}: {MODES["resume"]}.'
+  if config.mode in _WHOLE:
+    text = f'Starting from {reader.path}: {MODES[config.mode]}.'
     return Start(
       reader,
       origin=_origin(config, reader),
       text=text,
-      saved=_whole(reader, program.abstract_saved),
+      saved=_whole(config, reader, program.abstract_saved),
+      takes_data=config.mode == 'resume',
     )
   want = {
     name: tuple(a.shape)
@@ -178,13 +181,19 @@ def _open(config: RestoreConfig) -> ParamsReader:
     ) from e
 
 
-def _whole(reader: ParamsReader, target: TrainState) -> Saved:
+def _whole(config: RestoreConfig, reader: ParamsReader, target: TrainState) -> Saved:
   """Returns the metadata of the checkpoint, if it holds all of `target`."""
-  what = f"RestoreConfig.mode = 'resume', and {reader.path} holds "
+  what = f'RestoreConfig.mode = {config.mode!r}, and {reader.path} holds '
   fix = "RestoreConfig.mode = 'warm_start' takes the parameters alone."
   if reader.manifest.get(PARAMS_ONLY):
     raise _error(
       f'{what}parameters only: no optimizer, no data.', fix=fix, parameters=('RestoreConfig.mode',)
+    )
+  if reader.manifest.get(WITHOUT_DATA) and config.mode == 'resume':
+    raise _error(
+      f'{what}no position in the data: another program wrote it.',
+      fix=f"RestoreConfig.mode = 'new_data' takes {MODES['new_data']}.",
+      parameters=('RestoreConfig.mode',),
     )
   different = differences(reader.manifest, target)
   if different:

@@ -20,6 +20,7 @@ FORMAT = 1
 PACKAGES = ('t5x_gpu', 'jax', 'flax', 'optax', 'orbax-checkpoint')
 STARTED_FROM = 'started_from'
 GRAD_NORMS = 'grad_norms'
+WITHOUT_DATA = 'without_data'  # no run wrote it: optimizer state, but no position in the data
 SEAL = 'seal'
 _SHOWN = 5
 _OPTIMIZER, _HISTORY = 'opt_state/', 'fp8_history/'

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import jax
 
-from t5x_gpu.checkpoint.manifest import differences
+from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, differences
 from t5x_gpu.checkpoint.run_lock import RunLock, check_lock
 from t5x_gpu.checkpoint.saved_checkpoint import (
   UNREADABLE,
@@ -277,9 +277,11 @@ def check_same_model(
 ) -> None:
   """Raises CheckpointError with the arrays in which `manifest` and `target` differ, if any do."""
   different = differences(manifest, target)
-  if different and not any(name.startswith('opt_state/') for name in manifest['arrays']):
+  params_only = not any(name.startswith('opt_state/') for name in manifest['arrays'])
+  if manifest.get(WITHOUT_DATA) or different and params_only:
+    holds = 'parameters only' if params_only else 'no position in the data'
     raise CheckpointError(
-      f'{checkpoint_path(folder, step)} holds parameters only, as converted checkpoints do: '
+      f'{checkpoint_path(folder, step)} holds {holds}, as converted checkpoints do: '
       'no run wrote it, so none can continue it.',
       fix='Set another MODEL_DIR, and start from this one: train.initialize_from =\n'
       f'@initialize.RestoreConfig() with RestoreConfig.path = {str(folder)!r}.',

@@ -89,6 +89,7 @@ MANIFEST = Also(
       'written': str,
       'seal': str,
       'params_only': bool,
+      'without_data': bool,
       'metrics': Nullable(MapOf(float)),
       'grad_norms': ListOf(float),
       'started_from': Nullable(dict),

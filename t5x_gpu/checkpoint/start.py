@@ -47,9 +47,10 @@ class Start:
   Attributes:
     reader: of the other checkpoint.
     taken: path of a parameter -> its path in the other checkpoint.
-    saved: for 'resume', the metadata of the other checkpoint.
+    saved: for 'resume' and 'new_data', the metadata of the other checkpoint.
     origin: where the run's first state comes from, for its manifests; JSON-ready.
     text: a table for the log.
+    takes_data: whether the data continue where `saved` left them.
   """
 
   reader: Optional[ParamsReader] = None
@@ -57,6 +58,7 @@ class Start:
   saved: Optional[Saved] = None
   origin: Optional[Mapping[str, Any]] = None
   text: str = ''
+  takes_data: bool = True
 
   @property
   def path(self) -> str:

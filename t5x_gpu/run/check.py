@@ -50,6 +50,11 @@ class CheckedRun:
     return self.start.path or str(self.model_dir.path)
 
   @property
+  def continues_data(self) -> bool:
+    """Returns whether the data continue where `saved` left them."""
+    return self.saved is not None and self.start.takes_data
+
+  @property
   def is_done(self) -> bool:
     return self.saved is not None and self.saved.step >= self.run.total_steps
 

@@ -61,8 +61,8 @@ def open_data(plan: CheckedRun) -> RunData:
   batches = batches_for(run.model, run.train_dataset_cfg, repeat=True)
   log(data_line(batches.describe(), process_count=distributed.process_count()))
   program.spec.check(batches.peek())
-  source_files = open_sources(batches, as_path(plan.source), resumed=bool(saved))
-  if saved:
+  source_files = open_sources(batches, as_path(plan.source), resumed=plan.continues_data)
+  if plan.continues_data:
     resume_data(batches, data_state=saved.data_state, manifest=saved.manifest)
   return RunData(batches, source_files, open_evaluations(run, program, loss_required=needs_loss))
 

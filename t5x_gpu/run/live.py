@@ -187,7 +187,8 @@ def _compile_and_open(
 
 
 def _continue_from(restored: Restored, plan: CheckedRun, data: RunData, step: int) -> None:
-  if not plan.saved or plan.saved.step != step:  # the latest checkpoint could not be read
+  # If `open_data` knew another step, the latest checkpoint could not be read.
+  if plan.start.takes_data and (not plan.saved or plan.saved.step != step):
     resume_data(data.batches, data_state=restored.data_state, manifest=restored.manifest)
   log(f'Continuing from {restored.path}.')
 

@@ -2,11 +2,18 @@
 
 import json
 import pathlib
+import tarfile
+import tempfile
 
 import jax
 import numpy as np
 import pytest
+from flax import serialization, traverse_util
 
+from t5x_gpu.checkpoint.convert.logits_check import params_of_files
+from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
+from t5x_gpu.checkpoint.convert.t5x_moments import t5x_moments
+from t5x_gpu.checkpoint.convert.t5x_names import t5x_model
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.partitioning.partitioner import Partitioner
@@ -14,9 +21,9 @@ from t5x_gpu.runtime.cluster.topology import Topology
 from t5x_gpu.training.adafactor import Adafactor
 from t5x_gpu.training.program import Program, build_program
 from t5x_gpu.training.schedules import rsqrt
-from t5x_gpu.training.train_state import new_state
+from t5x_gpu.training.train_state import TrainState, new_state
 from tests.checkpoint.t5x_params import params_from_t5x
-from tests.parity.tolerances import REFERENCE_LOSS
+from tests.parity.tolerances import REFERENCE_LOSS, REFERENCE_MOMENTS
 
 FIXTURE = pathlib.Path(__file__).parent / 'fixtures' / 't5x_decoder_only'
 
@@ -48,8 +55,10 @@ def build(num_devices: int, partitioner: Partitioner, **options) -> Program:
   )
 
 
-def losses(program: Program) -> list[float]:
-  """Returns the loss per target token of the twenty steps, from T5X's initial parameters."""
+def trained(program: Program) -> tuple[list[float], TrainState]:
+  """Returns the loss per target token of the twenty steps, from T5X's initial parameters, and the
+  state after them.
+  """
   params = params_from_t5x(dict(np.load(FIXTURE / 'init_params.npz')))
   state = new_state(params, Adafactor(), program.names.params)
   state = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, program.abstract_state)
@@ -59,7 +68,24 @@ def losses(program: Program) -> list[float]:
     batch = program.layout.put_batch({name: batches[name][i] for name in batches})
     state, sums = program.train_step(state, batch)
     out.append(float(sums['loss'][0] / sums['loss'][1]))
-  return out
+  return out, state
+
+
+def compare_moments(state: TrainState) -> None:
+  """Compares the second moments with those that T5X has saved after the same steps."""
+  flat = dict(np.load(FIXTURE / 'init_params.npz'))
+  with tempfile.TemporaryDirectory() as folder:
+    with tarfile.open(FIXTURE / 'checkpoint_orbax.tar.xz') as archive:
+      archive.extractall(folder, filter='data')
+    model = t5x_model({name: value.shape for name, value in flat.items()})
+    moments = t5x_moments(model, T5xCheckpoint(f'{folder}/checkpoint_orbax'))
+    want = params_of_files(moments.weights)
+  got = serialization.to_state_dict(state.opt_state)
+  for name, value in traverse_util.flatten_dict(want, sep='/').items():
+    ours = np.asarray(traverse_util.flatten_dict(got, sep='/')[name])
+    np.testing.assert_allclose(
+      ours, value, rtol=0, atol=REFERENCE_MOMENTS * value.max(), err_msg=name
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,5 +102,7 @@ def losses(program: Program) -> list[float]:
 )
 def test_losses_of_twenty_adafactor_steps_equal_t5x(num_devices, partitioner):
   want = json.loads((FIXTURE / 'loss_per_target_token.json').read_text())
-  got = losses(build(num_devices, partitioner))
+  got, state = trained(build(num_devices, partitioner))
   np.testing.assert_allclose(got, list(want.values()), rtol=REFERENCE_LOSS)
+  if num_devices == 1:
+    compare_moments(state)

@@ -1,7 +1,8 @@
 """The parameters of a checkpoint, read and written in slices.
 
-The files are Orbax's (zarr arrays in one OCDBT store). A converter writes only parameters and step,
-without optimizer state; everything that reads the checkpoint of a run reads these, too.
+The files are Orbax's (zarr arrays in one OCDBT store). A converter writes parameters and step, and
+optimizer state if the other format has it; everything that reads the checkpoint of a run reads
+these, too.
 """
 
 import contextlib
@@ -15,8 +16,8 @@ import jax
 import numpy as np
 
 from t5x_gpu.checkpoint.arrays.state_reader import Place, StateReader, read_array
-from t5x_gpu.checkpoint.arrays.state_writer import BLOSC, StateWriter
-from t5x_gpu.checkpoint.manifest import make_manifest
+from t5x_gpu.checkpoint.arrays.state_writer import BLOSC, StateWriter, empty_leaves
+from t5x_gpu.checkpoint.manifest import WITHOUT_DATA, describe_arrays, make_manifest
 from t5x_gpu.checkpoint.storage.checksums import HostSums, check_restored, record
 from t5x_gpu.checkpoint.storage.paths import AnyPath
 from t5x_gpu.errors import CheckpointError, did_you_mean, listed
@@ -136,7 +137,7 @@ def tree_problems(
 
 
 class ParamsWriter(contextlib.AbstractContextManager):
-  """Writes `folder`/checkpoint_<step> with parameters only; it is complete after `close`.
+  """Writes `folder`/checkpoint_<step> without a position in the data; complete after `close`.
 
   Args:
     folder: the checkpoint's parent; exists.
@@ -145,6 +146,8 @@ class ParamsWriter(contextlib.AbstractContextManager):
     chunks: the same -> shape of a chunk, which `write` should fill.
     about: JSON-ready, for the manifest: where the parameters come from.
     compress: pays off where values were narrower than float32, so that half of the bytes are zero.
+    opt_state: tree of ShapeDtypeStructs of the optimizer state; None for parameters only.
+    opt_chunks: '/'-joined path in `opt_state` -> shape of a chunk.
   """
 
   def __init__(
@@ -156,18 +159,31 @@ class ParamsWriter(contextlib.AbstractContextManager):
     chunks: Mapping[str, tuple[int, ...]],
     about: Mapping[str, Any],
     compress: bool,
+    opt_state: Any = None,
+    opt_chunks: Mapping[str, tuple[int, ...]] = {},
   ):
-    self._shapes, self._about = dict(shapes), dict(about)
+    self._about = dict(about)
+    self._tree = {
+      'step': jax.ShapeDtypeStruct((), np.int32),
+      'params': flax.traverse_util.unflatten_dict(
+        {n: jax.ShapeDtypeStruct(s, np.float32) for n, s in shapes.items()}, sep='/'
+      ),
+      **({} if opt_state is None else {'opt_state': opt_state}),
+    }
     arrays = {
-      'step': ((), np.int32),
-      **{f'params/{name}': (tuple(shape), np.float32) for name, shape in self._shapes.items()},
+      name: (tuple(shape), np.dtype(dtype))
+      for name, (shape, dtype) in describe_arrays(self._tree).items()
     }
     self._writer = StateWriter(
       folder,
       step=step,
       arrays=arrays,
       compressor=BLOSC if compress else None,
-      chunks={'step': (), **{f'params/{name}': chunk for name, chunk in chunks.items()}},
+      chunks={
+        'step': (),
+        **{f'params/{name}': chunk for name, chunk in chunks.items()},
+        **{f'opt_state/{name}': chunk for name, chunk in opt_chunks.items()},
+      },
     )
     self._sums = {name: HostSums(shape) for name, (shape, _) in arrays.items()}
     self._write('step', (), np.asarray(step, np.int32))
@@ -176,27 +192,25 @@ class ParamsWriter(contextlib.AbstractContextManager):
     """Writes a part of a parameter; write each element once."""
     self._write(f'params/{path}', place, np.asarray(value, np.float32))
 
+  def write_moment(self, path: str, place: Place, value: np.ndarray) -> None:
+    """Writes a part of an array of the optimizer state; write each element once."""
+    self._write(f'opt_state/{path}', place, np.asarray(value, np.float32))
+
   def _write(self, name: str, place: Place, value: np.ndarray) -> None:
     self._writer.write(name, place, value)
     self._sums[name].add_at(place, value)
 
   def close(self) -> None:
     """Writes what is pending, and the metadata."""
-    tree = {
-      'step': jax.ShapeDtypeStruct((), np.int32),
-      'params': flax.traverse_util.unflatten_dict(
-        {n: jax.ShapeDtypeStruct(s, np.float32) for n, s in self._shapes.items()}, sep='/'
-      ),
-    }
     self._writer.close(
       manifest={
-        **make_manifest(tree, mesh_shape={}, data={}, next_batch_hash=''),
+        **make_manifest(self._tree, mesh_shape={}, data={}, next_batch_hash=''),
         **record({name: str(sums) for name, sums in self._sums.items()}),
-        PARAMS_ONLY: True,
+        (WITHOUT_DATA if 'opt_state' in self._tree else PARAMS_ONLY): True,
         'converted_from': self._about,
       },
       data={'iterator': ''},
-      empty={},
+      empty=empty_leaves(self._tree),
     )
 
   def __exit__(self, *error: Any) -> None:

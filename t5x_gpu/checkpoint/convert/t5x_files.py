@@ -4,11 +4,12 @@ A legacy checkpoint is a msgpack file `checkpoint` with the small arrays, and a 
 large one. TensorStore reads both formats; TensorFlow, T5X and pickle are not involved.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import flax.serialization
@@ -35,42 +36,31 @@ _BROKEN = (
 )
 
 
-class T5xCheckpoint:
-  """The parameters of a T5X checkpoint; see `name_table.Tensors`.
+class T5xArrays:
+  """Arrays of a T5X checkpoint; see `name_table.Tensors`.
 
   Args:
-    folder: `checkpoint_<step>`, or its parent, which means the latest one in it.
-  Attributes:
     path: folder of the checkpoint.
-    step: number of training steps.
-    shapes, dtypes: by parameter path, 'decoder/layers_0/mlp/wi_0/kernel'.
+    arrays: name -> the array itself, or TensorStore's spec of it.
+    context: of TensorStore.
+  Attributes:
+    path: as above.
+    shapes, dtypes: by name.
   Raises:
-    CheckpointError: there is no such checkpoint, or it cannot be read.
+    CheckpointError: an array cannot be opened.
   """
 
-  def __init__(self, folder: str | os.PathLike):
-    self.path = _checkpoint_folder(pathlib.Path(folder).absolute())
-    self._context = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
-    # Path of the parameter -> the array itself, or TensorStore's spec of it.
-    self._arrays: Mapping[str, np.ndarray | dict[str, Any]]
-    try:
-      check_only_files(self.path)
-      if (self.path / 'checkpoint').is_file():
-        self.step, self._arrays = _read_legacy(self.path)
-      else:
-        self.step, self._arrays = _read_orbax(self.path, self._context)
-      opened = {name: self._open(name) for name in self._arrays}
+  def __init__(
+    self, path: pathlib.Path, arrays: Mapping[str, np.ndarray | dict[str, Any]], context: ts.Context
+  ):
+    self.path, self._arrays, self._context = path, arrays, context
+    with _errors_as_ours(path):
+      opened = {name: self._open(name) for name in arrays}
       self.shapes = {name: tuple(a.shape) for name, a in opened.items()}
       self.dtypes = {
         name: np.dtype(a.dtype if isinstance(a, np.ndarray) else a.dtype.numpy_dtype)
         for name, a in opened.items()
       }
-    except _BROKEN as e:
-      raise CheckpointError(
-        f'{self.path} cannot be read as a T5X checkpoint '
-        f'({type(e).__name__}: {first_line(e)[:300]}).',
-        fix=_BROKEN_FIX,
-      ) from e
 
   @functools.cache  # noqa: B019 - a reader lives as long as its command
   def _open(self, name: str) -> Any:
@@ -80,7 +70,7 @@ class T5xCheckpoint:
     return ts.open(array, open=True, read=True, context=self._context).result()
 
   def read(self, name: str, start: int = 0, stop: Optional[int] = None) -> np.ndarray:
-    """Returns rows `start` to `stop` of a parameter, in its own dtype."""
+    """Returns rows `start` to `stop` of an array, in its own dtype."""
     array = self._open(name)
     rows = array[start : array.shape[0] if stop is None else stop]
     if isinstance(array, np.ndarray):
@@ -91,6 +81,50 @@ class T5xCheckpoint:
       raise CheckpointError(
         f'{name} of {self.path} cannot be read: {first_line(e)[:300]}', fix=_BROKEN_FIX
       ) from e
+
+
+class T5xCheckpoint(T5xArrays):
+  """The parameters of a T5X checkpoint, by path: 'decoder/layers_0/mlp/wi_0/kernel'.
+
+  Args:
+    folder: `checkpoint_<step>`, or its parent, which means the latest one in it.
+  Attributes:
+    step: number of training steps.
+  Raises:
+    CheckpointError: there is no such checkpoint, or it cannot be read.
+  """
+
+  def __init__(self, folder: str | os.PathLike):
+    path = _checkpoint_folder(pathlib.Path(folder).absolute())
+    context = ts.Context({'cache_pool': {'total_bytes_limit': 0}})
+    with _errors_as_ours(path):
+      check_only_files(path)
+      if (path / 'checkpoint').is_file():
+        self.step, parameters, self._moments = _read_legacy(path)
+      else:
+        self.step, parameters, self._moments = _read_orbax(path, context)
+    super().__init__(path, parameters, context)
+
+  def moments(self) -> T5xArrays:
+    """Returns the arrays of the optimizer: Adafactor's are 'decoder/decoder_norm/scale/v', ...
+
+    Raises:
+      CheckpointError: one of them cannot be opened.
+    """
+    with _errors_as_ours(self.path):
+      return T5xArrays(self.path, self._moments(), self._context)
+
+
+@contextlib.contextmanager
+def _errors_as_ours(path: pathlib.Path) -> Iterator[None]:
+  """Raises CheckpointError for whatever NumPy, msgpack and TensorStore raise for damaged files."""
+  try:
+    yield
+  except _BROKEN as e:
+    raise CheckpointError(
+      f'{path} cannot be read as a T5X checkpoint ({type(e).__name__}: {first_line(e)[:300]}).',
+      fix=_BROKEN_FIX,
+    ) from e
 
 
 def is_t5x(folder: pathlib.Path) -> bool:
@@ -132,12 +166,23 @@ def _checkpoint_folder(folder: pathlib.Path) -> pathlib.Path:
   return found
 
 
-def _read_legacy(folder: pathlib.Path) -> tuple[int, dict[str, Any]]:
+# Step, parameters, and what returns the arrays of the optimizer.
+_Contents = tuple[int, dict[str, Any], Callable[[], dict[str, Any]]]
+
+
+def _read_legacy(folder: pathlib.Path) -> _Contents:
   tree = flax.serialization.msgpack_restore((folder / 'checkpoint').read_bytes())
   optimizer = tree['optimizer']
-  flat = flax.traverse_util.flatten_dict(
-    optimizer['target'], sep='/', is_leaf=lambda _, value: 'driver' in value
+  state = optimizer['state']
+  return (
+    int(state['step']),
+    _legacy_arrays(folder, optimizer['target']),
+    lambda: _legacy_arrays(folder, state.get('param_states', {})),
   )
+
+
+def _legacy_arrays(folder: pathlib.Path, tree: Mapping[str, Any]) -> dict[str, Any]:
+  flat = flax.traverse_util.flatten_dict(tree, sep='/', is_leaf=lambda _, value: 'driver' in value)
   arrays = {}
   for name, value in flat.items():
     if isinstance(value, dict):  # stored next to `checkpoint`, wherever that was written
@@ -150,10 +195,10 @@ def _read_legacy(folder: pathlib.Path) -> tuple[int, dict[str, Any]]:
       arrays[name] = {'driver': 'zarr', 'kvstore': f'file://{folder / last}/'}
     else:
       arrays[name] = np.asarray(value)
-  return int(optimizer['state']['step']), arrays
+  return arrays
 
 
-def _read_orbax(folder: pathlib.Path, context: ts.Context) -> tuple[int, dict[str, Any]]:
+def _read_orbax(folder: pathlib.Path, context: ts.Context) -> _Contents:
   state = _orbax_state(folder)
   if (state / 'manifest.ocdbt').is_file():
     base: dict[str, Any] = {'driver': 'ocdbt', 'base': f'file://{state}/'}
@@ -183,15 +228,21 @@ def _read_orbax(folder: pathlib.Path, context: ts.Context) -> tuple[int, dict[st
     for name, _, file in (key.rpartition('/') for key in metadata)
     if file in drivers
   }
-  targets = {
-    name.removeprefix('target.').replace('.', '/'): spec
-    for name, spec in specs.items()
-    if name.startswith('target.')
-  }
+
+  def below(prefix: str) -> dict[str, Any]:
+    return {
+      name.removeprefix(prefix).replace('.', '/'): spec
+      for name, spec in specs.items()
+      if name.startswith(prefix)
+    }
+
+  targets = below('target.')
   if not targets:
     raise KeyError('no array is named target.*')
   step = next((spec for name, spec in specs.items() if name in ('state.step', 'step')), None)
   number = re.fullmatch(r'checkpoint_(\d+)', folder.name)
   if step is not None:
-    return int(ts.open(step, context=context).result().read().result()), targets
-  return int(number[1]) if number else 0, targets
+    done = int(ts.open(step, context=context).result().read().result())
+  else:
+    done = int(number[1]) if number else 0
+  return done, targets, lambda: below('state.param_states.')

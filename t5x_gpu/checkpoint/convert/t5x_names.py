@@ -135,6 +135,11 @@ def t5x_model(shapes: Mapping[str, Shape]) -> ModelFields:
 
 def t5x_table(model: ModelFields, shapes: Mapping[str, Shape]) -> Table:
   """Returns the table of `model` for a checkpoint with these parameter shapes."""
+  return Table(t5x_rules(model, shapes), model.sizes())
+
+
+def t5x_rules(model: ModelFields, shapes: Mapping[str, Shape]) -> list[Rule]:
+  """Returns the rules of `t5x_table`."""
   c, layers = model.config, t5x_layers(shapes)
   with_encoder = model.kind == 'encoder_decoder'
   if with_encoder:
@@ -170,7 +175,7 @@ def t5x_table(model: ModelFields, shapes: Mapping[str, Shape]) -> Table:
         'embed vocab',
       )
     )
-  return Table(rules, model.sizes())
+  return rules
 
 
 def _layer_rules(

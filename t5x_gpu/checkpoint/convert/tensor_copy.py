@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
-from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, tree_problems
-from t5x_gpu.checkpoint.arrays.state_reader import Place
+from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, tree_problems
+from t5x_gpu.checkpoint.arrays.state_reader import Place, StateReader
 from t5x_gpu.checkpoint.convert.hf.names import Family
 from t5x_gpu.checkpoint.convert.name_table import Table, Tensors, rows_per_piece
 from t5x_gpu.checkpoint.convert.safetensors_io import SafetensorsWriter
@@ -161,15 +161,23 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
   return np.array_equal(a, b)
 
 
-def copy_to_ours(pieces: Iterable[OurPiece], writer: ParamsWriter, *, advance: Advance) -> None:
-  """Writes all parameters."""
+def copy_to_ours(
+  pieces: Iterable[OurPiece],
+  write: Callable[[str, Place, np.ndarray], None],
+  *,
+  advance: Advance = lambda size: None,
+) -> None:
+  """Passes all pieces to `write`."""
   for path, place, value, size in pieces:
-    writer.write(path, place, value)
+    write(path, place, value)
     advance(size)
 
 
 def compare_with_ours(
-  pieces: Iterable[OurPiece], reader: ParamsReader, *, advance: Advance
+  pieces: Iterable[OurPiece],
+  reader: ParamsReader | StateReader,
+  *,
+  advance: Advance = lambda size: None,
 ) -> None:
   """Raises CheckpointError unless our checkpoint, read back, equals `pieces` bit for bit."""
   for path, place, value, size in pieces:

@@ -5,9 +5,10 @@ The folder appears only after every tensor has been read back and the logits hav
 
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Optional
 
 from t5x_gpu.checkpoint.arrays.params_files import ParamsReader, ParamsWriter, num_bytes
+from t5x_gpu.checkpoint.arrays.state_reader import StateReader
 from t5x_gpu.checkpoint.convert import logits_check
 from t5x_gpu.checkpoint.convert.conversion import (
   ConversionRequest,
@@ -20,6 +21,7 @@ from t5x_gpu.checkpoint.convert.hf.folder import CONFIG, carry_files, open_hf, w
 from t5x_gpu.checkpoint.convert.model_spec import ModelFields, differences, gin_text
 from t5x_gpu.checkpoint.convert.name_table import Table
 from t5x_gpu.checkpoint.convert.t5x_files import T5xCheckpoint
+from t5x_gpu.checkpoint.convert.t5x_moments import T5xMoments, t5x_moments
 from t5x_gpu.checkpoint.convert.t5x_names import t5x_layers, t5x_model, t5x_table
 from t5x_gpu.checkpoint.convert.tensor_copy import (
   ForeignWeights,
@@ -68,7 +70,7 @@ def convert_hf(request: ConversionRequest, console: Console) -> None:
 
 
 def convert_t5x(request: ConversionRequest, console: Console) -> None:
-  """Writes our checkpoint and model.gin from a T5X checkpoint, without its optimizer state."""
+  """Writes our checkpoint and model.gin from a T5X checkpoint; with its state of Adafactor."""
   files = T5xCheckpoint(request.source)
   model = request.model or t5x_model(files.shapes)
   table = t5x_table(model, files.shapes)
@@ -93,7 +95,19 @@ def convert_t5x(request: ConversionRequest, console: Console) -> None:
     step=files.step,
     about={'format': 't5x', 'folder': files.path.name},
     reference=own_reference(model, weights),
+    moments=_moments(model, files, console),
   )
+
+
+def _moments(model: ModelFields, files: T5xCheckpoint, console: Console) -> Optional[T5xMoments]:
+  """Returns the second moments, or None after printing why they cannot be taken."""
+  try:
+    moments = t5x_moments(model, files)
+  except CheckpointError as e:
+    console.say(f'optimizer: left out: {e.what}')
+    return None
+  console.say(f'optimizer: {moments}')
+  return moments
 
 
 def _write_weights(
@@ -130,6 +144,7 @@ def write_ours(
   reference: Reference,
   write_extra: Callable[[pathlib.Path], Any] = lambda folder: None,
   origin: str = 'converted',
+  moments: Optional[T5xMoments] = None,
 ) -> None:
   """Writes our checkpoint and model.gin, reads both back and compares the logits.
 
@@ -145,8 +160,11 @@ def write_ours(
     reference: computes the logits to compare with.
     write_extra: (folder) -> writes further files.
     origin: how the parameters were made, for the comment in model.gin.
+    moments: the optimizer state, if the checkpoint shall have one.
   """
-  with new_folder(request.target, num_bytes=num_bytes(shapes)) as folder:
+  table = moments and moments.weights.table
+  size = num_bytes(shapes) + (num_bytes(table.our_shapes) if table else 0)
+  with new_folder(request.target, num_bytes=size) as folder:
     with (
       console.progress('written', num_source_bytes) as advance,
       ParamsWriter(
@@ -156,9 +174,13 @@ def write_ours(
         chunks=chunks,
         about=about,
         compress=num_source_bytes < num_bytes(shapes),
+        opt_state=moments and moments.opt_state,
+        opt_chunks=table.chunks() if table else {},
       ) as writer,
     ):
-      copy_to_ours(pieces(), writer, advance=advance)
+      copy_to_ours(pieces(), writer.write, advance=advance)
+      if moments:
+        copy_to_ours(moments.weights.our_pieces(), writer.write_moment)
     write_extra(folder)
     title = (
       f'{request.source.name}, {origin} by python -m t5x_gpu.convert: {counted(shapes)}.\n'
@@ -169,6 +191,9 @@ def write_ours(
     with console.progress('read back', num_source_bytes) as advance:
       compare_with_ours(pieces(), reader, advance=advance)
     console.say(f'check: {len(shapes)} parameters read back: bit-identical')
+    if moments:
+      compare_with_ours(moments.weights.our_pieces(), StateReader(folder, prefix='opt_state/'))
+      console.say(f'check: {len(table.our_shapes)} moments read back: bit-identical')
     read_back = request.read_gin(folder / MODEL_GIN)
     assert not differences(read_back, model), f'{MODEL_GIN}: {differences(read_back, model)}'
     check_logits(

@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 from t5x_gpu.checkpoint.arrays.params_files import PARAMS_ONLY
 from t5x_gpu.checkpoint.arrays.state_reader import UNSTACKED, StateReader, find_checkpoint
-from t5x_gpu.checkpoint.manifest import STARTED_FROM
+from t5x_gpu.checkpoint.manifest import STARTED_FROM, WITHOUT_DATA
 from t5x_gpu.checkpoint.run_files import GIN_FILES
 from t5x_gpu.checkpoint.saved_checkpoint import read_saved
 from t5x_gpu.checkpoint.storage.checksums import recorded
@@ -51,6 +51,7 @@ def describe(path: str | os.PathLike | AnyPath, *, step: Optional[int] = None) -
     'bytes_on_disk': _disk_bytes(reader.path),
     'arrays': arrays,
     'params_only': bool(manifest.get(PARAMS_ONLY)),
+    'without_data': bool(manifest.get(WITHOUT_DATA)),
     'unstacked': bool(manifest.get(UNSTACKED)),
     'mesh': manifest.get('mesh'),
     'num_processes': manifest.get('num_processes'),
@@ -83,6 +84,7 @@ def description_text(d: dict[str, Any]) -> str:
     f'on disk: {"unknown" if d["bytes_on_disk"] is None else _size(d["bytes_on_disk"])}'
     + ('; one array per layer' if d['unstacked'] else '')
     + ('; parameters only: cannot be resumed' if d['params_only'] else '')
+    + ('; no position in the data' if d['without_data'] else '')
   )
   sizes = ' '.join(f'{axis}={n}' for axis, n in (d['mesh'] or {}).items())
   lines.append(
