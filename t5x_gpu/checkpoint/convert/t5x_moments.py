@@ -51,12 +51,17 @@ class T5xMoments:
   settings: Optional[Mapping[str, Any]]
 
   @property
+  def shapes(self) -> Mapping[str, Shape]:
+    """Returns path -> shape of our arrays."""
+    return self.weights.table.our_shapes
+
+  @property
   def opt_state(self) -> Any:
     """Returns the tree of shapes of our optimizer state."""
-    return _tree(self.weights.table.our_shapes)
+    return _tree(self.shapes)
 
   def __str__(self) -> str:
-    shapes = self.weights.table.our_shapes
+    shapes = self.shapes
     factored = sum(name.endswith('/row') for name in shapes)
     count = factored + sum(name.endswith('/full') for name in shapes)
     needs = (

@@ -36,6 +36,8 @@ from t5x_gpu.checkpoint.storage.chunks import Shape
 from t5x_gpu.errors import CheckpointError
 from t5x_gpu.terminal.console import Console
 
+_INCLUDE = 'Include it in place of a file of gin_configs/models/.'
+
 
 def convert_hf(request: ConversionRequest, console: Console) -> None:
   """Writes our checkpoint, model.gin and hf/ from a Hugging Face model."""
@@ -162,8 +164,7 @@ def write_ours(
     origin: how the parameters were made, for the comment in model.gin.
     moments: the optimizer state, if the checkpoint shall have one.
   """
-  table = moments and moments.weights.table
-  size = num_bytes(shapes) + (num_bytes(table.our_shapes) if table else 0)
+  size = num_bytes(shapes) + (num_bytes(moments.shapes) if moments else 0)
   with new_folder(request.target, num_bytes=size) as folder:
     with (
       console.progress('written', num_source_bytes) as advance,
@@ -175,25 +176,21 @@ def write_ours(
         about=about,
         compress=num_source_bytes < num_bytes(shapes),
         opt_state=moments and moments.opt_state,
-        opt_chunks=table.chunks() if table else {},
+        opt_chunks=moments.weights.table.chunks() if moments else {},
       ) as writer,
     ):
       copy_to_ours(pieces(), writer.write, advance=advance)
       if moments:
         copy_to_ours(moments.weights.our_pieces(), writer.write_moment)
     write_extra(folder)
-    title = (
-      f'{request.source.name}, {origin} by python -m t5x_gpu.convert: {counted(shapes)}.\n'
-      'Include it in place of a file of gin_configs/models/.'
-    )
-    (folder / MODEL_GIN).write_text(gin_text(model, title=title), 'utf-8')
+    title = f'{request.source.name}, {origin} by python -m t5x_gpu.convert: {counted(shapes)}.'
+    (folder / MODEL_GIN).write_text(gin_text(model, title=f'{title}\n{_INCLUDE}'), 'utf-8')
     reader = ParamsReader(folder)
     with console.progress('read back', num_source_bytes) as advance:
       compare_with_ours(pieces(), reader, advance=advance)
     console.say(f'check: {len(shapes)} parameters read back: bit-identical')
     if moments:
-      compare_with_ours(moments.weights.our_pieces(), StateReader(folder, prefix='opt_state/'))
-      console.say(f'check: {len(table.our_shapes)} moments read back: bit-identical')
+      _compare_moments(moments, folder, console)
     read_back = request.read_gin(folder / MODEL_GIN)
     assert not differences(read_back, model), f'{MODEL_GIN}: {differences(read_back, model)}'
     check_logits(
@@ -205,6 +202,12 @@ def write_ours(
       ours=lambda: logits_check.params_of_checkpoint(reader),
     )
   console.say(f'done: {request.target}: checkpoint_{step}, {MODEL_GIN}')
+
+
+def _compare_moments(moments: T5xMoments, folder: pathlib.Path, console: Console) -> None:
+  reader = StateReader(folder, prefix='opt_state/')
+  compare_with_ours(moments.weights.our_pieces(), reader)
+  console.say(f'check: {len(reader.shapes)} moments read back: bit-identical')
 
 
 def _check_same(asked: ModelFields, found: ModelFields, where: str) -> None:
