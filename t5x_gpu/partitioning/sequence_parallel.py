@@ -24,6 +24,7 @@ def traffic_per_step(
   model: int,
   dtype_bytes: int,
   recomputed: int = 0,
+  chunked_loss: bool = False,
 ) -> dict[str, float]:
   """Returns collective -> bytes that a device sends over `model` per training step.
 
@@ -37,14 +38,17 @@ def traffic_per_step(
     batch, length, embed_dim, num_layers, model, dtype_bytes, recomputed: as in
       `tensor_parallel.traffic_per_step`. With `recomputed`, both inputs of a layer are gathered
       again.
+    chunked_loss: whether the loss takes the length in chunks, which all devices have: the gradient
+      of its input is then summed on all of them, not scattered.
   """
   share, tokens = (model - 1) / model, batch * length
   activation, in_float32 = tokens * embed_dim * dtype_bytes, tokens * embed_dim * 4
   gathered = (4 + (2 if recomputed else 0)) * num_layers * activation + 2 * activation
-  scattered = (4 + recomputed) * num_layers * activation + 2 * in_float32
+  scattered = (4 + recomputed) * num_layers * activation + (1 if chunked_loss else 2) * in_float32
+  summed = in_float32 if chunked_loss else 0
   scales = (2 * num_layers + 1) * embed_dim * 4
   return {
     'all-gather': share * gathered,
     'reduce-scatter': share * scattered,
-    'all-reduce': 2 * share * (3 * tokens * 4 + scales),
+    'all-reduce': 2 * share * (summed + 3 * tokens * 4 + scales),
   }

@@ -114,7 +114,11 @@ def _of_parameters(program: Program, shape: StepShape) -> _Traffic:
     split = 'fsdp' in p.mesh_axes
     own = math.prod(p.shape) / math.prod(p.parts) * (mesh['fsdp'] if split else 1)
     if split:
-      sizes.add(p, own, is_trained=p.name in trained, fp8=_in_8_bits(p, shape), stage=stage)
+      gathers = 1.0
+      if in_layers:  # forward and backward; a loop that is a layer ahead keeps the last one
+        gathers = 2 - (1 / p.shape[p.names.index('layers')] if layout.region.layers_ahead else 0)
+      of_element = gathers * _in_8_bits(p, shape)
+      sizes.add(own, is_trained=p.name in trained, gathered_bytes=of_element, stage=stage)
     if p.name in trained:
       axes = [a for a in ('stage', 'data', 'context', 'expert') if a not in p.mesh_axes]
       axes = [a for a in axes if a != 'stage' or not in_layers]
@@ -147,11 +151,9 @@ class _LayerSizes:
     self.scattered = 0.0
     self.reduced: collections.Counter[tuple[str, ...]] = collections.Counter()
 
-  def add(
-    self, p: ArrayLayout, own: float, *, is_trained: bool, fp8: Optional[int], stage: int
-  ) -> None:
+  def add(self, own: float, *, is_trained: bool, gathered_bytes: float, stage: int) -> None:
     if stage == 3:
-      self.gathered_bytes += own * fp8 * (2 if 'layers' in p.names else 1)
+      self.gathered_bytes += own * gathered_bytes
     elif is_trained:
       self.gathered_bytes += 4 * own
     self.scattered += own if is_trained else 0
@@ -186,8 +188,9 @@ def _of_activations(program: Program, shape: StepShape) -> _Traffic:
       sizes = dict(of_stack, length=length, embed_dim=c.embed_dim, model=mesh['model'])
       function = sequence_parallel if shape.sequence_parallel else tensor_parallel
       runs = (4 + recomputed) * stack.num_layers * shape.passes
-      shared = dict(shared_kv_size=_shared_kv(shape, stack.num_layers))
-      more = {} if shape.sequence_parallel else shared
+      more = {'shared_kv_size': _shared_kv(shape, stack.num_layers)}
+      if shape.sequence_parallel:
+        more = {'chunked_loss': shape.loss_chunks > 0 and stack is shape.stacks[-1]}
       yield ['model'], function.traffic_per_step(**sizes, **more, recomputed=recomputed), runs
     if mesh['context'] > 1:
       method = layout.rules.context_method
