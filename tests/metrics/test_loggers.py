@@ -3,17 +3,24 @@
 import importlib.util
 import json
 import logging
+import os
 import pathlib
+import signal
+import subprocess
+import sys
 import threading
+import time
+import urllib.request
 
 import pytest
 
 from t5x_gpu.errors import ConfigError
+from t5x_gpu.launch import free_address
 from t5x_gpu.metrics.loggers.background import BackgroundWriter
 from t5x_gpu.metrics.loggers.logging_config import EXTRAS, LoggingConfig
 from t5x_gpu.metrics.loggers.run_ids import FILE, RunIds
 from t5x_gpu.metrics.loggers.secrets import redacted
-from tests.helpers_train import Project
+from tests.helpers_train import DEADLINE_SECONDS, Project
 
 KEY = '0123456789abcdef0123456789abcdef01234567'  # of the shape of W&B's
 
@@ -181,6 +188,70 @@ def test_mlflow_continues_the_same_run_after_a_resume(project, monkeypatch):
   }
   assert KEY not in out
   assert KEY.encode() not in all_text(project.model_dir, project.folder / 'mlruns')
+
+
+@pytest.fixture
+def mlflow_server(tmp_path):
+  """The address of a real MLflow server on this machine, which asks for no key; its folder."""
+  folder = tmp_path / 'mlflow_server'
+  folder.mkdir()
+  port = int(free_address().rpartition(':')[2])
+  store, artifacts = f'sqlite:///{folder}/mlflow.db', f'{folder}/artifacts'
+  command = [sys.executable, '-m', 'mlflow', 'server', '--host=127.0.0.1', f'--port={port}']
+  command += [f'--backend-store-uri={store}', f'--artifacts-destination={artifacts}']
+  with open(folder / 'log.txt', 'wb') as log:
+    server = subprocess.Popen(
+      [*command, '--workers=1'], stdout=log, stderr=log, cwd=folder, start_new_session=True
+    )
+  address, deadline = f'http://127.0.0.1:{port}', time.monotonic() + DEADLINE_SECONDS
+  try:
+    while True:
+      assert server.poll() is None, (folder / 'log.txt').read_text()
+      assert time.monotonic() < deadline, (folder / 'log.txt').read_text()
+      try:
+        urllib.request.urlopen(f'{address}/health').close()
+        break
+      except OSError:
+        time.sleep(0.1)
+    yield address, folder
+  finally:
+    os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+@pytest.mark.slow
+@needs('mlflow')
+@pytest.mark.skipif(
+  importlib.util.find_spec('flask') is None, reason="no server of MLflow: pip install 'mlflow'"
+)
+def test_a_run_of_an_mlflow_server_is_continued_over_http(project, monkeypatch, mlflow_server):
+  import mlflow
+
+  address, folder = mlflow_server
+  monkeypatch.setenv('MLFLOW_TRACKING_USERNAME', 'somebody')
+  monkeypatch.setenv('MLFLOW_TRACKING_PASSWORD', KEY)
+  flags = (
+    "--gin.LOGGERS=('terminal', 'jsonl', 'mlflow')",
+    f"--gin.logging_config.LoggingConfig.mlflow_tracking_uri='{address}'",
+  )
+  out = ''
+  for steps in (2, 4):
+    result = project.run(*flags, TRAIN_STEPS=steps, LOG_PERIOD=1)
+    assert result.code == 0 and 'MLflow' not in result.err, result.err
+    out += result.out + result.err
+  client = mlflow.MlflowClient(tracking_uri=address)
+  (run,) = client.search_runs([client.get_experiment_by_name('t5x_gpu').experiment_id])
+  assert run.info.run_id == json.loads((project.model_dir / FILE).read_text())['mlflow']
+  assert (run.info.run_name, run.info.status) == ('model', 'FINISHED')
+  losses = {m.step: m.value for m in client.get_metric_history(run.info.run_id, 'train/loss')}
+  assert losses == pytest.approx(project.metrics('train/loss')) and len(losses) == 4
+  assert run.data.params['TRAIN_STEPS'] == '2'
+  assert {f.path for f in client.list_artifacts(run.info.run_id)} == {
+    'config.gin',
+    'config_origins.txt',
+  }
+  assert KEY not in out
+  assert KEY.encode() not in all_text(project.model_dir, folder)
 
 
 @needs('mlflow')
