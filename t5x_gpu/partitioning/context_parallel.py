@@ -175,9 +175,11 @@ def traffic_per_step(
     length: tokens of the whole sequence.
     head_dim: features of a head.
     context: size of the axis.
-    dtype_bytes: bytes per value of keys and values; their gradients travel in float32.
+    dtype_bytes: bytes per value of keys and values. Sums of their gradients travel in float32, but
+      the first hop carries values in that dtype, and XLA converts those of values before the last.
     method: 'ring' or 'gather'.
-    num_forwards: 2 if the backward pass recomputes layers, else 1.
+    num_forwards: 2 if the backward pass recomputes layers, else 1. XLA joins the only hop of keys
+      and values over two devices with that of the recomputation.
     info_bytes: bytes of one device's kv_info (positions, segment ids).
   """
   assert method in METHODS, method
@@ -186,8 +188,11 @@ def traffic_per_step(
   there = hops * (elements * dtype_bytes + info_bytes)
   if method == 'gather':
     return num_layers * (num_forwards * there + hops * elements * 4)
-  home = context * elements * 4 if context > 1 else 0
-  return num_layers * ((num_forwards + 1) * there + home)
+  if context == 1:
+    return 0
+  home = elements * (dtype_bytes + 4 * (context - 2) + (4 + dtype_bytes) // 2)
+  times = 2 if (context, num_forwards) == (2, 2) else num_forwards + 1
+  return num_layers * (times * there + home)
 
 
 def gathered_attention(
