@@ -21,7 +21,7 @@ import rich.table
 from t5x_gpu import cli
 from t5x_gpu.config import gin_loader
 from t5x_gpu.data.synthetic import uneven_batches
-from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.errors import ConfigError, MeshError, OutOfMemoryError
 from t5x_gpu.models.model import uses_fp8
 from t5x_gpu.models.precision import IN_FLOAT32
 from t5x_gpu.partitioning.mesh.mesh_problems import divisors
@@ -30,6 +30,7 @@ from t5x_gpu.runtime.cluster import topology as topology_lib
 from t5x_gpu.runtime.cluster.topology import Device, Topology
 from t5x_gpu.runtime.xla import flags as xla_flags
 from t5x_gpu.terminal import logging_setup
+from t5x_gpu.training.memory import check_memory
 from t5x_gpu.training.parity.gradient_recorder import Recording
 from t5x_gpu.training.parity.paired_run import RecordedRun, TwoRuns
 from t5x_gpu.training.parity.report import Report, compare_runs
@@ -98,8 +99,28 @@ def build(
     learning_rate=_scaled(config.learning_rate, on_mesh.learning_rate_factor),
     learning_rate_scaling=None,
   )
-  on_one = program_of_run(alone, topology=Topology(1, 1), devices=[devices[0]])
+  single = dataclasses.replace(topology, num_hosts=1, devices_per_host=1)
+  on_one = program_of_run(alone, topology=single, devices=[devices[0]])
   return on_mesh, on_one
+
+
+def check_memory_of_both(programs: tuple[Program, Program], config: StepConfig) -> None:
+  """Raises OutOfMemoryError unless the mesh has room for a step, and one device for all of it.
+
+  Args:
+    programs: from `build`.
+    config: of the run.
+  """
+  for program, num_microbatches in zip(programs, (config.num_microbatches, 1)):
+    try:
+      check_memory(program, config.model, num_microbatches=num_microbatches)
+    except OutOfMemoryError as e:
+      raise OutOfMemoryError(
+        e.what,
+        fix='Compare a smaller model of the same architecture, such as '
+        '--gin.TransformerConfig.num_layers=2, and fewer rows: one device takes the whole batch.',
+        docs=e.docs,
+      ) from None
 
 
 def _scaled(schedule: Schedule, factor: float) -> Schedule:
@@ -261,6 +282,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     sep='\n',
     flush=True,
   )
+  check_memory_of_both(programs, config)
   if args.dry_run:
     return 0
   report = parity(config, programs, num_steps=args.extra.steps, tolerance=tolerance, xla=xla)

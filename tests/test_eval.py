@@ -337,3 +337,11 @@ def test_classes_have_scores_and_a_confusion_matrix_over_every_row_once(tmp_path
   assert (project.model_dir / 'eval' / 'validation_confusion_2.png').stat().st_size > 1000
   facts = json.loads((project.model_dir / 'eval' / 'validation.json').read_text())
   assert facts['split'] == 'validation'
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(project):
+  for flags in ((), ('--dry_run',)):
+    result = evaluate(project, *flags, **{'TransformerConfig.mlp_dim': 2**36})
+    assert result.code == 1 and 'Traceback' not in result.err
+    assert 'OutOfMemoryError: The parameters take ' in result.err
+    assert 'devices with as much memory each, Partitioner.fsdp = ' in result.err

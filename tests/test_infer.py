@@ -424,3 +424,19 @@ def test_a_converted_model_with_a_sentencepiece_file_alone_is_read_with_it(tmp_p
   assert result.code == 0, result.err
   assert f'vocabulary: sentencepiece:{tmp_path}/ours/hf/tokenizer.model' in result.err
   assert 'end a text: 2\n' in result.err and 'start_token = 1: the tokenizer' in result.err
+
+
+@pytest.mark.parametrize(
+  'setting, what',
+  [
+    ('TransformerConfig.mlp_dim', 'The parameters take '),
+    ('DecodingConfig.batch_size', 'keys and values of '),
+  ],
+)
+def test_what_is_larger_than_the_memory_is_refused_before_it_is_read(
+  model_dir, prompts, setting, what
+):
+  for flags in ((), ('--dry_run',)):
+    result = call(model_dir, f'--prompts={prompts}', f'--gin.{setting}={2**36}', *flags)
+    assert result.code == 1 and 'Traceback' not in result.err
+    assert 'OutOfMemoryError: The parameters take ' in result.err and what in result.err

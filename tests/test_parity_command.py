@@ -15,7 +15,7 @@ import pytest
 from t5x_gpu import parity
 from t5x_gpu.data.batches import BatchSpec, DatasetConfig
 from t5x_gpu.data.synthetic import MAX_WEIGHT, uneven_batches
-from t5x_gpu.errors import ConfigError, MeshError
+from t5x_gpu.errors import ConfigError, MeshError, OutOfMemoryError
 from t5x_gpu.models.config import TransformerConfig
 from t5x_gpu.models.decoder_only import DecoderOnlyModel
 from t5x_gpu.models.encoder_decoder import EncoderDecoderModel
@@ -23,10 +23,13 @@ from t5x_gpu.models.transformer import TransformerLayer
 from t5x_gpu.partitioning.axis_rules import AxisNames
 from t5x_gpu.partitioning.partitioner import Partitioner
 from t5x_gpu.runtime.cluster.topology import Topology
+from t5x_gpu.runtime.memory import Limit, RunLimits
+from t5x_gpu.training import memory
 from t5x_gpu.training.optimizers import AdamW
 from t5x_gpu.training.parity.compare import differences, update_differences
 from t5x_gpu.training.schedules import constant
 from t5x_gpu.training.step_config import StepConfig
+from t5x_gpu.training.summary import bytes_per_device
 from tests.helpers_train import REPOSITORY, TINY_GIN, compiled_kept_in, run_here
 
 # A user's own model file: four residual layers of two modules, and mistakes to switch on that only
@@ -533,3 +536,30 @@ def test_an_update_that_did_not_happen_shows_however_small_it_is():
   ulp = np.finfo(np.float32).eps
   [d] = update_differences(tree([1, 1 + 2e-6 + ulp]), after, before, names=NAMES)
   assert d.worst == 0, 'rounding of the sum'
+
+
+@pytest.mark.process  # platform.processor() may call uname
+@pytest.mark.parametrize('flags', [(), ('--dry_run',)], ids=str)
+def test_a_model_larger_than_the_memory_is_refused_before_it_compiles(flags):
+  argv = ['--gin_file=gin_configs/examples/demo.gin', f'--gin.TransformerConfig.mlp_dim={2**36}']
+  result = run_here(lambda: parity.main([*argv, *flags]))
+  assert result.code == 1 and 'Traceback' not in result.err
+  assert 'OutOfMemoryError: A step on 8 CPU devices needs ' in result.err
+  assert 'Compare a smaller model' in result.err and 'num_microbatches' not in result.err
+
+
+def test_the_one_device_that_a_mesh_is_compared_with_needs_memory_too(monkeypatch):
+  """Split over the mesh the state fits; whole it does not."""
+  config = StepConfig(
+    model=DecoderOnlyModel(TransformerConfig(64, 1, 16, 2, 8, 2**16)),
+    optimizer=AdamW(),
+    partitioner=Partitioner(data=1, fsdp=8),
+    train_dataset_cfg=DatasetConfig('no_such_task', {'targets': 8}, 'train', batch_size=8),
+    learning_rate=constant(1e-2),
+  )
+  programs = parity.build(config, topology=Topology(1, 8, 'CPU device'), devices=jax.devices())
+  mesh, one = (bytes_per_device(program.abstract_state) for program in programs)
+  limit = RunLimits(Limit((mesh + one) // 2, 'a test'), None, 1)
+  monkeypatch.setattr(memory, 'run_limits', lambda *args, **kwargs: limit)
+  with pytest.raises(OutOfMemoryError, match='A step on 1 CPU device needs'):
+    parity.check_memory_of_both(programs, config)

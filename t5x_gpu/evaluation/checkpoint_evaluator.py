@@ -18,6 +18,7 @@ from t5x_gpu.evaluation.evaluator import (
   open_task_evaluator,
   values_of,
 )
+from t5x_gpu.evaluation.params_memory import check_evaluation_memory
 from t5x_gpu.metrics import reduce
 from t5x_gpu.models.decoding import DecodingConfig
 from t5x_gpu.runtime.cluster import topology as topology_lib
@@ -63,6 +64,7 @@ class CheckpointEvaluator:
       devices=devices,
       dataset=dataset,
     )
+    check_evaluation_memory(self.program)
     self.confusion: Optional[np.ndarray] = None
     self._losses: dict[str, Evaluator] = {}
     self._uncounted: dict[str, Callable[[], Iterable[Any]]] = {}

@@ -12,6 +12,7 @@ from t5x_gpu.data.prompts import PromptText
 from t5x_gpu.evaluation.class_job import open_class_job
 from t5x_gpu.evaluation.generated_text import InferJob, say
 from t5x_gpu.evaluation.infer_request import InferRequest
+from t5x_gpu.evaluation.params_memory import check_inference_memory
 from t5x_gpu.models.decoding import check_writes_text, reads_inputs
 from t5x_gpu.models.inference.generation import Generator, by_layer
 from t5x_gpu.models.lora import without_adapters
@@ -41,7 +42,7 @@ def open_job(
     request = dataclasses.replace(request, decoding=decoding)
   if classifies(request.model):
     return _open_class_job(request, score=score, dry_run=dry_run)
-  return _open_text_job(request, dry_run=dry_run)
+  return _open_text_job(request, score=score, dry_run=dry_run)
 
 
 def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> InferJob:
@@ -50,9 +51,9 @@ def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> Inf
   layout = _layout(request.partitioner, model, *topology_lib.discover())
 
   def read() -> Any:
-    if dry_run:
-      return None
-    return read_params(request.checkpoint, _abstract_params(model, layout), step=reader.step)
+    shapes = _abstract_params(model, layout)
+    check_inference_memory(shapes, layout)
+    return None if dry_run else read_params(request.checkpoint, shapes, step=reader.step)
 
   return open_class_job(
     model,
@@ -66,7 +67,7 @@ def _open_class_job(request: InferRequest, *, score: bool, dry_run: bool) -> Inf
   )
 
 
-def _open_text_job(request: InferRequest, *, dry_run: bool) -> InferJob:
+def _open_text_job(request: InferRequest, *, score: bool, dry_run: bool) -> InferJob:
   model, dataset = request.model, request.dataset
   check_writes_text(model)
   has_inputs = reads_inputs(model) or 'inputs' in dataset.task_feature_lengths
@@ -82,13 +83,14 @@ def _open_text_job(request: InferRequest, *, dry_run: bool) -> InferJob:
   changes, notes = _decoding_changes(request, text, reader, has_inputs=has_inputs)
   layout = _layout(request.partitioner, model, *topology_lib.discover())
   say('\n'.join([layout.table(), *notes]))
-  params = None
+  decoding = dataclasses.replace(request.decoding, **changes)
+  generator = Generator(without_adapters(model), None, layout=layout, config=decoding)
+  shapes = _abstract_params(model, layout)
+  check_inference_memory(shapes, layout, generator=None if score else generator)
   if not dry_run:
-    model, params = _params(request, reader, layout)
+    generator = generator.with_params(_params(request, reader, layout, shapes))
   lengths = dataset.task_feature_lengths
   train_length = lengths.get('inputs') if reads_inputs(model) else sum(lengths.values())
-  decoding = dataclasses.replace(request.decoding, **changes)
-  generator = Generator(model, params, layout=layout, config=decoding)
   return InferJob(generator, text, str(reader.path), train_length or None)
 
 
@@ -114,15 +116,15 @@ def _decoding_changes(
   return changes, notes
 
 
-def _params(request: InferRequest, reader: ParamsReader, layout: Layout) -> tuple[Any, Any]:
-  """Returns the model without adapters, and its parameters layer by layer, adapters merged."""
+def _params(request: InferRequest, reader: ParamsReader, layout: Layout, shapes: Any) -> Any:
+  """Returns the parameters layer by layer, adapters merged; `shapes` are those of the model."""
   model = request.model
-  params = read_params(request.checkpoint, _abstract_params(model, layout), step=reader.step)
+  params = read_params(request.checkpoint, shapes, step=reader.step)
   plain = without_adapters(model)
   if plain is not model:
     shardings = jax.tree.map(lambda a: a.sharding, _abstract_params(plain, layout))
     params = layout.jit(model.merged, out_shardings=shardings)(params)
-  return plain, by_layer(plain, params, layout=layout)
+  return by_layer(plain, params, layout=layout)
 
 
 def _layout(

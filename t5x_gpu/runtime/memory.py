@@ -3,10 +3,11 @@
 import dataclasses
 import os
 import pathlib
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
-from t5x_gpu.runtime import hardware
+from t5x_gpu.runtime import distributed, hardware
 from t5x_gpu.runtime import host as host_lib
 from t5x_gpu.runtime.cluster.topology import Device
 
@@ -93,3 +94,39 @@ def device_limit(
     return Limit(min(limits), "bytes_limit of the device's memory_stats")
   nominal = hardware.memory_bytes(devices[0].device_kind)
   return None if nominal is None else Limit(nominal, f'nominal, {devices[0].device_kind}')
+
+
+@dataclasses.dataclass(frozen=True)
+class RunLimits:
+  """What each device and each host of a run may use.
+
+  Attributes:
+    device: of the device with the least memory; None if unknown.
+    host: of the host with the least memory; None if unknown.
+    num_machines: of the run.
+  """
+
+  device: Optional[Limit]
+  host: Optional[Limit]
+  num_machines: int
+
+
+def run_limits(devices: Sequence[Device], *, num_devices: int) -> RunLimits:
+  """Returns the limits of the run; all processes must call it.
+
+  Args:
+    devices: of this process.
+    num_devices: of all processes.
+  """
+  machines, host = distributed.num_machines(), host_limit()
+  own = device_limit(devices, host=host, devices_per_host=max(num_devices // machines, 1))
+  name = f' of {socket.gethostname()}' if distributed.process_count() > 1 else ''
+  everywhere = distributed.gather_json(
+    [limit and [limit.bytes, f'{limit.source}{name}'] for limit in (own, host)]
+  )
+
+  def least(of_process: Sequence[Optional[Sequence]]) -> Optional[Limit]:
+    known = [Limit(*limit) for limit in of_process if limit]
+    return min(known, key=lambda limit: limit.bytes, default=None)
+
+  return RunLimits(*map(least, zip(*everywhere)), machines)

@@ -8,7 +8,6 @@ work. After the compile, XLA reports the actual size. See docs/parallelism.md#me
 
 import dataclasses
 import math
-import socket
 from collections.abc import Iterator
 from typing import Any, Optional, Self
 
@@ -18,8 +17,7 @@ from t5x_gpu.errors import OutOfMemoryError
 from t5x_gpu.models.heads import num_loss_chunks
 from t5x_gpu.models.model import Model, classifies, config_of
 from t5x_gpu.models.remat import BY_MEMORY
-from t5x_gpu.runtime import distributed
-from t5x_gpu.runtime.memory import Limit, device_limit, host_limit, show
+from t5x_gpu.runtime.memory import Limit, run_limits, show
 from t5x_gpu.training.program import Program
 from t5x_gpu.training.summary import bytes_per_device
 
@@ -210,35 +208,16 @@ def check_memory(program: Program, model: Model, *, num_microbatches: int) -> Me
   Raises:
     OutOfMemoryError: the run does not fit; raised on all processes.
   """
-  devices, machines = program.layout.mesh.local_devices, distributed.num_machines()
-  host = host_limit()
-  own = device_limit(
-    devices, host=host, devices_per_host=max(program.layout.topology.num_devices // machines, 1)
-  )
-  name = socket.gethostname()
-  everywhere = distributed.gather_json(
-    [
-      [limit.bytes, f'{limit.source} of {name}' if jax.process_count() > 1 else limit.source]
-      if limit
-      else None
-      for limit in (own, host)
-    ]
-  )
-  limits = [
-    min(
-      (Limit(*found[i]) for found in everywhere if found[i]),
-      key=lambda limit: limit.bytes,
-      default=None,
-    )
-    for i in range(2)
-  ]
+  layout = program.layout
+  limits = run_limits(layout.mesh.local_devices, num_devices=layout.topology.num_devices)
   memory = Memory(
     estimate(program, model, num_microbatches=num_microbatches),
-    *limits,
+    limits.device,
+    limits.host,
     program,
     num_microbatches,
     getattr(config_of(model), 'remat_policy', None),
-    machines,
+    limits.num_machines,
   )
   memory.check()
   return memory

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -115,6 +116,19 @@ class Generator:
     other = copy.copy(self)
     other._params = params
     return other
+
+  @property
+  def prompt_bytes(self) -> int:
+    """Least bytes of keys and values for one prompt on a device; 0 without a TransformerConfig."""
+    config, c = self.config, config_of(without_adapters(self._prompts.model))
+    if c is None:
+      return 0
+    ways = math.prod(
+      self._layout.mesh.shape[axis] for axis in self._layout.rules.activations['kv_heads']
+    )
+    head = 2 * config.max_decode_length * c.head_dim * jnp.dtype(c.compute_dtype).itemsize
+    texts = max(config.num_beams, config.num_decodes)
+    return texts * c.num_layers * max(c.kv_heads // ways, 1) * head
 
   def check_prompt(self, length: int, *, where: str, targets: int = 0) -> None:
     """Raises DataError as `PromptBatches.check_length`."""

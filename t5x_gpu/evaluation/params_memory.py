@@ -1,0 +1,87 @@
+"""Checks that a model fits for evaluation or inference, before it is read or compiled.
+
+Lower bounds from shapes: the parameters, their copy where a run stores them in another form than
+checkpoints, and the keys and values of the prompts that are continued at one time. For training see
+training/memory.py.
+"""
+
+import math
+from typing import Any, Optional
+
+from t5x_gpu.errors import OutOfMemoryError
+from t5x_gpu.models.inference.generation import Generator
+from t5x_gpu.partitioning.layout import Layout
+from t5x_gpu.runtime.memory import run_limits, show
+from t5x_gpu.training.program import Program
+from t5x_gpu.training.summary import bytes_per_device
+
+
+def check_evaluation_memory(program: Program) -> None:
+  """Raises OutOfMemoryError unless the parameters fit; all processes must call it."""
+  stored, saved = program.abstract_state.params, program.abstract_saved.params
+  is_copied = program.is_padded or program.layout.reorders_layers
+  _check(program.layout, saved, copy=bytes_per_device(stored) if is_copied else 0)
+
+
+def check_inference_memory(
+  params: Any, layout: Layout, *, generator: Optional[Generator] = None
+) -> None:
+  """Raises OutOfMemoryError unless parameters and prompts fit; all processes must call it.
+
+  Args:
+    params: shapes and shardings.
+    layout: their mesh.
+    generator: continues prompts; None where nothing is written.
+  """
+  if generator is None:
+    _check(layout, params)
+  else:
+    prompts = generator.batch_size // layout.batch_parts
+    _check(layout, params, prompts=prompts, prompt_bytes=generator.prompt_bytes)
+
+
+def _check(
+  layout: Layout, params: Any, *, copy: int = 0, prompts: int = 0, prompt_bytes: int = 0
+) -> None:
+  """Raises OutOfMemoryError unless a device has room.
+
+  Args:
+    layout: mesh and rules.
+    params: shapes and shardings.
+    copy: bytes of a second copy of `params` on a device.
+    prompts, prompt_bytes: how many a device continues at one time, and bytes for each.
+  """
+  limits = run_limits(layout.mesh.local_devices, num_devices=layout.topology.num_devices)
+  size, limit, more = bytes_per_device(params) + copy, limits.device, prompts * prompt_bytes
+  if limit is None or size + more <= limit.bytes:
+    return
+  devices = layout.topology.count(layout.mesh.size)
+  cache = f', keys and values of {prompts:,} prompts at least {show(more)}' if more else ''
+  raise OutOfMemoryError(
+    f'The parameters take {show(size)} on each of {devices}{cache}. Each has {limit}.',
+    fix=_what_fits(layout, size, limit.bytes, prompt_bytes),
+    parameters=('Partitioner.fsdp', *(('DecodingConfig.batch_size',) if more else ())),
+    docs='parallelism.md#memory',
+  )
+
+
+def _what_fits(layout: Layout, size: int, limit: int, prompt_bytes: int) -> str:
+  """Returns settings that fit: fewer prompts at one time, or parameters split further."""
+  mesh = layout.mesh.shape
+  if prompt_bytes and limit - size >= prompt_bytes:
+    most = (limit - size) // prompt_bytes * layout.batch_parts
+    return f'Set DecodingConfig.batch_size = {most} or less.'
+  room = limit - prompt_bytes
+  if room <= 0:
+    return 'Set DecodingConfig.max_decode_length lower: not even one prompt fits.'
+  ways, whole = mesh['data'] * mesh['fsdp'], size * (mesh['fsdp'] if layout.zero_stage == 3 else 1)
+  if whole / ways <= room:
+    return (
+      f'Set Partitioner.fsdp = {ways} and Partitioner.zero_stage = 3: about {show(whole / ways)} '
+      'of parameters.'
+    )
+  more = 2 ** math.ceil(math.log2(whole / ways / room))
+  return (
+    f'These fit: {layout.mesh.size * more} devices with as much memory each, Partitioner.fsdp = '
+    f'{ways * more}: about {show(whole / ways / more)} of parameters.'
+  )
