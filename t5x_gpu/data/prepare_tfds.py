@@ -18,6 +18,7 @@ from typing import Optional, Union
 import tensorflow_datasets as tfds
 
 from t5x_gpu.data.batches import DatasetConfig
+from t5x_gpu.data.sources.seqio_sources import tfds_builder
 from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError, first_line, listed
 
@@ -37,12 +38,14 @@ class Missing:
     data_dir: the folder of all datasets.
     reason: what was found instead of the dataset.
     from_version: what to build instead, if TFDS no longer builds the task's version.
+    is_fixed: whether the task names the folder, so that --tfds_data_dir does not change it.
   """
 
   dataset: str
   data_dir: str
   reason: str
   from_version: Optional[str] = None
+  is_fixed: bool = False
 
 
 def missing_dataset(task: seqio.Task, config: DatasetConfig) -> Optional[Missing]:
@@ -52,22 +55,28 @@ def missing_dataset(task: seqio.Task, config: DatasetConfig) -> Optional[Missing
   even to find out whether the split exists.
   """
   source = task.source
-  if not isinstance(source, seqio.TfdsDataSource) or source.tfds_dataset.tfds_splits is not None:
+  if not isinstance(source, seqio.TfdsDataSource):
     return None
   loader = source.tfds_dataset
-  root = os.path.expanduser(str(loader.data_dir or tfds.core.constants.DATA_DIR))
+  if loader.tfds_splits is not None and config.split not in loader.tfds_splits:
+    return None
+  dataset, data_dir = loader.get_split_params(config.split)
+  root = os.path.expanduser(str(data_dir or tfds.core.constants.DATA_DIR))
+  name = dataset or f'the dataset in {root}'
+  is_fixed = loader.tfds_splits is not None and data_dir is not None
   try:
-    splits, builder = source.splits, loader.builder
+    splits, builder = source.splits, tfds_builder(source, config.split)
     if builder.info.splits or splits and (config.use_cached or config.split not in splits):
       return None
   except TFDS_ERRORS as e:
-    return Missing(loader.name, root, first_line(e)[:300])
+    return Missing(name, root, first_line(e)[:300], is_fixed=is_fixed)
   folder = str(builder.data_dir)
   return Missing(
-    loader.name,
+    name,
     root,
     f'{folder} ' + ('has no prepared split' if os.path.isdir(folder) else 'does not exist'),
     from_version=_newer_version(builder),
+    is_fixed=is_fixed,
   )
 
 
@@ -106,9 +115,14 @@ def _fix(found: Sequence[Missing]) -> str:
       f'TFDS {tfds.__version__} no longer builds the version that the task names; this '
       f'uses the data of {", ".join(versions)} instead.'
     )
-  return '\n'.join(
-    [*lines, 'Another folder: give this command --data_dir=DIR, and every run --tfds_data_dir=DIR.']
-  )
+  fixed = sorted({one.data_dir for one in found if one.is_fixed})
+  if fixed:
+    lines.append(f'The task names {", ".join(fixed)} itself; --tfds_data_dir does not change that.')
+  if len(fixed) < len({one.data_dir for one in found}):
+    lines.append(
+      'Another folder: give this command --data_dir=DIR, and every run --tfds_data_dir=DIR.'
+    )
+  return '\n'.join(lines)
 
 
 def prepare_command(

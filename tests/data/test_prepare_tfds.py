@@ -4,7 +4,9 @@ import pytest
 import tensorflow_datasets as tfds
 
 from t5x_gpu.data import batches, prepare_tfds
+from t5x_gpu.data.sources.seqio_sources import source_fingerprint
 from t5x_gpu.data.streaming import evaluated_tasks, task_lookup
+from t5x_gpu.data.tf_runtime import seqio
 from t5x_gpu.errors import DataError
 from tests.helpers_tfds import tfds_data_dir, write_glue
 
@@ -115,3 +117,40 @@ def test_a_dataset_that_tfds_does_not_know_is_named(tmp_path):
   with tfds_data_dir(tmp_path), pytest.raises(DataError, match='Dataset nosuch not found') as e:
     task_lookup.lookup(config('tfds:nosuch'))
   assert 'prepare_tfds nosuch --data_dir=' in e.value.fix
+
+
+def of_two_datasets(folder, *, data_dir='named'):
+  """A task whose splits are those of two datasets, in a folder that it names or the usual one."""
+  options = {'data_dir': str(folder)} if data_dir == 'named' else {}
+  source = seqio.TfdsDataSource(
+    splits={
+      'train': seqio.TfdsSplit('glue/cola:1.0.0', 'train[:50%]', **options),
+      'validation': seqio.TfdsSplit('glue/sst2:1.0.0', 'validation', **options),
+    }
+  )
+  return seqio.Task('two', source=source, preprocessors=[], output_features={}, metric_fns=[])
+
+
+def test_a_task_with_a_dataset_for_each_split_names_the_one_it_lacks(tmp_path):
+  task = of_two_datasets(tmp_path)
+  for split, dataset, other in (('train', 'cola', 'sst2'), ('validation', 'sst2', 'cola')):
+    with pytest.raises(DataError) as e:
+      task_lookup.check_split(task, config('two', split))
+    text = str(e.value)
+    assert f'glue/{dataset}:1.0.0: {tmp_path}/glue/{dataset}/1.0.0 does not exist' in text
+    assert other not in text and 'None' not in text
+    assert f'prepare_tfds glue/{dataset}:1.0.0 --data_dir={tmp_path} ' in text
+    assert f'The task names {tmp_path} itself' in text and '--tfds_data_dir=DIR' not in text
+  with pytest.raises(DataError, match="has no split 'test'.*It has 'train', 'validation'"):
+    task_lookup.check_split(task, config('two', 'test'))
+  with pytest.raises(DataError) as e:
+    task_lookup.check_split(of_two_datasets(tmp_path, data_dir=None), config('two'))
+  assert '--tfds_data_dir=DIR' in str(e.value) and 'itself' not in str(e.value)
+
+
+def test_a_task_with_a_dataset_for_each_split_is_read_once_that_is_prepared(tmp_path):
+  write_glue(tmp_path, ['cola'])
+  task = of_two_datasets(tmp_path)
+  task_lookup.check_split(task, config('two'))
+  facts = source_fingerprint(task.source, split='train')
+  assert facts['tfds'] == 'glue/cola/1.0.0' and 0 < facts['examples'] < 16

@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
+import tensorflow_datasets as tfds
+
 from t5x_gpu.data import same_on_hosts
 from t5x_gpu.data.sources import discovery
 from t5x_gpu.data.sources.block_reader import BlockReader
@@ -182,12 +184,24 @@ class LabelledSource(seqio.DataSource):
 _FILE_SOURCES = (DocumentSource, seqio.FileDataSource, seqio.TfdsDataSource)
 
 
+def tfds_builder(source: seqio.TfdsDataSource, split: str) -> tfds.core.DatasetBuilder:
+  """Returns the dataset that `split` is read from; a source may name one for each split."""
+  loader = source.tfds_dataset
+  if loader.tfds_splits is None:
+    return loader.builder
+  name, data_dir = loader.get_split_params(split)
+  return tfds.builder(name, data_dir=data_dir) if name else tfds.builder_from_directory(data_dir)
+
+
 def source_fingerprint(source: seqio.DataSource, *, split: str) -> dict[str, Any]:
   """Returns JSON-ready facts that identify the data of any SeqIO source."""
   if isinstance(source, (DocumentSource, LabelledSource)):
     return source.fingerprint(split)
   if isinstance(source, seqio.TfdsDataSource):
-    info = source.tfds_dataset.info
+    info = tfds_builder(source, split).info
+    if source.tfds_dataset.tfds_splits is not None:
+      split = source.tfds_dataset.tfds_splits[split].split  # may be a slice, 'train[:1%]'
+      return {'tfds': info.full_name, 'examples': info.splits[split].num_examples}
     return {
       'tfds': info.full_name,
       'examples': info.splits[split].num_examples if split in info.splits else None,

@@ -167,7 +167,7 @@ def preparation(config: DatasetConfig, *, spec: BatchSpec, feature_converter: st
 def _num_parts(task: seqio.Task, split: str, source: dict[str, Any]) -> int:
   size = source.get('bytes')
   if size is None and isinstance(task.source, seqio.TfdsDataSource):
-    info = task.source.tfds_dataset.info.splits
+    info = seqio_sources.tfds_builder(task.source, split).info.splits
     size = info[split].num_bytes if split in info else None
   parts = max(_MIN_PARTS, -(-(size or 0) // PART_BYTES))
   if task.source.supports_arbitrary_sharding:
